@@ -42,7 +42,7 @@ rm -rf "$tree"
 mkdir -p "$tree"
 (cd "$root" && tar -cf - Cargo.toml Cargo.lock build.rs cmake include src crates) | (cd "$tree" && tar -xf -)
 # An earlier run broke these: cargo sees a change by its time.
-touch "$tree/src/ffi/budget.rs" "$tree/src/ffi/version.rs"
+touch "$tree/src/ffi/memory.rs" "$tree/src/ffi/base.rs"
 
 # built OUTDIR: the tree as it is, laid out there.
 built() {
@@ -90,9 +90,9 @@ break_() {
 # The new field goes before `capacity`; the literal in the same crate is told, too.
 break_ "a field in the middle of a struct" \
     's/^    pub waiting: u64,$/    pub planted: u64,\n    pub waiting: u64,/; s/^\( *\)waiting: lane.waiting,$/\1planted: 0,\n\1waiting: lane.waiting,/' \
-    src/ffi/budget.rs
+    src/ffi/memory.rs
 break_ "a removed function" 's/^pub extern "C" fn kvt_version_str/pub extern "C" fn kvt_version_text/' \
-    src/ffi/version.rs
+    src/ffi/base.rs
 built "$work/broken"
 dump "$tree" "$work/broken" "$work/broken.abi"
 if compare "$work/committed.abi" "$work/broken.abi"; then

@@ -345,259 +345,14 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_DO_PREFAULT 8
 
 /**
- * The processor copies, done when the call returns.
+ * The processor reaches it.
  */
-#define KVT_DEVICE_HOST 1
+#define KVT_MEMORY_HOST 0
 
 /**
- * A GPU by way of the CUDA driver, which is loaded when the device is opened.
+ * Only the device does.
  */
-#define KVT_DEVICE_CUDA 2
-
-/**
- * The engine copies: kvt_device_custom_t.
- */
-#define KVT_DEVICE_CUSTOM 3
-
-/**
- * None at all: it takes its time and spoils what is not waited for. For tests.
- */
-#define KVT_DEVICE_SIMULATED 4
-
-/**
- * Work goes on after a call has returned.
- */
-#define KVT_DEVICE_ASYNCHRONOUS 1
-
-/**
- * It sums what it copies.
- */
-#define KVT_DEVICE_SUMS 2
-
-/**
- * It has memory that only it reaches: KVT_MEMORY_DEVICE.
- */
-#define KVT_DEVICE_HAS_MEMORY 4
-
-/**
- * Copies are slow, and not asynchronous, unless host memory is pinned: see
- * kvt_device_register_host.
- */
-#define KVT_DEVICE_WANTS_PINNED 8
-
-/**
- * CUDA and simulated: the device sums what it copies, where it lies in its memory, and stores
- * hold what has come over the bus against that: a copy that came damaged is made again, and if
- * that does not help, fails with KVT_E_CORRUPT.
- */
-#define KVT_DEVICE_VERIFY 1
-
-/**
- * From the view into the plane.
- */
-#define KVT_COPY_GATHER 0
-
-/**
- * From the plane into the view.
- */
-#define KVT_COPY_SCATTER 1
-
-/**
- * Its checksum is wanted, of devices that sum (KVT_DEVICE_SUMS): of an asynchronous one that of
- * the side in its memory, what was read there or what is there now (both sides: the target).
- */
-#define KVT_COPY_SUM 1
-
-/**
- * Moves runs of bytes.
- */
-#define KVT_LAUNCH_MOVE 1
-
-/**
- * Changes what numbers are, with scales or without.
- */
-#define KVT_LAUNCH_CONVERT 2
-
-/**
- * Sums bytes as the store does.
- */
-#define KVT_LAUNCH_SUM 3
-
-/**
- * Makes the boxes of pages wider.
- */
-#define KVT_LAUNCH_PAGE_BOXES 4
-
-/**
- * The most that a query can have of each page.
- */
-#define KVT_LAUNCH_PAGE_SCORES 5
-
-/**
- * The largest of each row.
- */
-#define KVT_LAUNCH_TOP 6
-
-/**
- * Adds weights to what tokens had.
- */
-#define KVT_LAUNCH_ADD 7
-
-/**
- * Which tokens stay.
- */
-#define KVT_LAUNCH_KEEP 8
-
-/**
- * Moves what stays together.
- */
-#define KVT_LAUNCH_COMPACT 9
-
-/**
- * Columns and diagonals of the last queries.
- */
-#define KVT_LAUNCH_ESTIMATE 10
-
-/**
- * Attention of a prompt over lines or blocks.
- */
-#define KVT_LAUNCH_PREFILL 11
-
-/**
- * Attention of few queries over chosen pages.
- */
-#define KVT_LAUNCH_DECODE 12
-
-/**
- * The device is closed at the end, which is a check as well.
- */
-#define KVT_CONFORMANCE_CLOSES 1
-
-/**
- * The device does what it should.
- */
-#define KVT_VERDICT_PASSED 0
-
-/**
- * It has nothing that could be tested.
- */
-#define KVT_VERDICT_SKIPPED 1
-
-/**
- * It does not do what it should.
- */
-#define KVT_VERDICT_FAILED 2
-
-/**
- * The engine can use what lies behind a hole: objects leave in any order.
- * Without it those that continue an object leave before it.
- */
-#define KVT_POLICY_HOLES 1
-
-/**
- * remember = 0 means nothing, not the default.
- */
-#define KVT_POLICY_ZERO_REMEMBER 2
-
-/**
- * alpha and beta are meant as they are, also when they are 0.
- */
-#define KVT_POLICY_COST 4
-
-/**
- * `session` is given.
- */
-#define KVT_CONTEXT_SESSION 1
-
-/**
- * `priority` is given, also when it is 0.
- */
-#define KVT_CONTEXT_PRIORITY 2
-
-/**
- * `parent` is given.
- */
-#define KVT_ROW_PARENT 1
-
-/**
- * It will not be used again.
- */
-#define KVT_HINT_DONE 1
-
-/**
- * `confidence` is meant as it is; without this flag it is 1.
- */
-#define KVT_HINT_CONFIDENCE 2
-
-/**
- * Why a sequence stopped: not said.
- */
-#define KVT_STOP_UNKNOWN 0
-
-/**
- * It waits for a tool and goes on soon.
- */
-#define KVT_STOP_TOOL_USE 1
-
-/**
- * The turn ended; a person reads it.
- */
-#define KVT_STOP_END_TURN 2
-
-/**
- * The length limit was reached.
- */
-#define KVT_STOP_LENGTH 3
-
-/**
- * It was cancelled.
- */
-#define KVT_STOP_CANCELLED 4
-
-/**
- * The last victim may give a tail of its blocks and keep the rest.
- */
-#define KVT_SELECT_TAIL 1
-
-/**
- * shrink_above = 0 is meant, not the default.
- */
-#define KVT_ADVICE_ZERO_SHRINK 1
-
-/**
- * grow_below = 0 is meant, not the default.
- */
-#define KVT_ADVICE_ZERO_GROW 2
-
-/**
- * kvt_trace_opts_t.flags: every block becomes a request of its own, without prefixes.
- */
-#define KVT_TRACE_FLAT 1
-
-/**
- * kvt_replay_opts_t.flags: the engine can use what lies behind a hole.
- */
-#define KVT_REPLAY_HOLES 1
-
-/**
- * kvt_replay_opts_t.flags: decisions are not timed, which makes the replay faster.
- */
-#define KVT_REPLAY_UNTIMED 2
-
-/**
- * kvt_replay_opts_t.hints: the policy is told why requests stopped.
- */
-#define KVT_HINTS_STOP 0
-
-/**
- * kvt_replay_opts_t.hints: the policy is told nothing of the future.
- */
-#define KVT_HINTS_NONE 1
-
-/**
- * kvt_replay_opts_t.hints: also when a session's next request comes.
- */
-#define KVT_HINTS_THINK 2
+#define KVT_MEMORY_DEVICE 1
 
 /**
  * To disk as soon as a put has ended.
@@ -822,6 +577,26 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_TIMED_LOOKUP_BATCH 15
 
 /**
+ * Requests go to the remote.
+ */
+#define KVT_REMOTE_CIRCUIT_CLOSED 1
+
+/**
+ * The remote is left alone for a while: it did not answer, or answered nonsense.
+ */
+#define KVT_REMOTE_CIRCUIT_OPEN 2
+
+/**
+ * One request goes there, to see whether it is well again.
+ */
+#define KVT_REMOTE_CIRCUIT_PROBING 3
+
+/**
+ * A put does nothing where there is an object of that name; without it the last writer wins.
+ */
+#define KVT_REMOTE_FIRST_WINS 1
+
+/**
  * `priority` is given, also when it is 0.
  */
 #define KVT_SESSION_PRIORITY 1
@@ -904,29 +679,85 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_PLAN_RECOMPUTE 2
 
 /**
- * Keys and values apart, by head.
+ * The engine can use what lies behind a hole: objects leave in any order.
+ * Without it those that continue an object leave before it.
  */
-#define KVT_ATTENTION_SPLIT 0
+#define KVT_POLICY_HOLES 1
 
 /**
- * One row a token for all heads, of which values are the first part (MLA's latent).
+ * remember = 0 means nothing, not the default.
  */
-#define KVT_ATTENTION_LATENT 1
+#define KVT_POLICY_ZERO_REMEMBER 2
 
 /**
- * Numbers are what they are.
+ * alpha and beta are meant as they are, also when they are 0.
  */
-#define KVT_SCALES_NONE 0
+#define KVT_POLICY_COST 4
 
 /**
- * One scale for each token and head, heads innermost.
+ * `session` is given.
  */
-#define KVT_SCALES_TOKEN 1
+#define KVT_CONTEXT_SESSION 1
 
 /**
- * One scale for each head and number, numbers innermost.
+ * `priority` is given, also when it is 0.
  */
-#define KVT_SCALES_CHANNEL 2
+#define KVT_CONTEXT_PRIORITY 2
+
+/**
+ * `parent` is given.
+ */
+#define KVT_ROW_PARENT 1
+
+/**
+ * It will not be used again.
+ */
+#define KVT_HINT_DONE 1
+
+/**
+ * `confidence` is meant as it is; without this flag it is 1.
+ */
+#define KVT_HINT_CONFIDENCE 2
+
+/**
+ * Why a sequence stopped: not said.
+ */
+#define KVT_STOP_UNKNOWN 0
+
+/**
+ * It waits for a tool and goes on soon.
+ */
+#define KVT_STOP_TOOL_USE 1
+
+/**
+ * The turn ended; a person reads it.
+ */
+#define KVT_STOP_END_TURN 2
+
+/**
+ * The length limit was reached.
+ */
+#define KVT_STOP_LENGTH 3
+
+/**
+ * It was cancelled.
+ */
+#define KVT_STOP_CANCELLED 4
+
+/**
+ * The last victim may give a tail of its blocks and keep the rest.
+ */
+#define KVT_SELECT_TAIL 1
+
+/**
+ * shrink_above = 0 is meant, not the default.
+ */
+#define KVT_ADVICE_ZERO_SHRINK 1
+
+/**
+ * grow_below = 0 is meant, not the default.
+ */
+#define KVT_ADVICE_ZERO_GROW 2
 
 /**
  * Says which blocks to load before the prompt is computed on.
@@ -1066,16 +897,6 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_INDEX_RANGES 3
 
 /**
- * Scores are kept, for kvt_decode_sums.
- */
-#define KVT_DECODE_SCORES 1
-
-/**
- * Sums for each query head; else one row for all of them.
- */
-#define KVT_SUMS_BY_HEAD 1
-
-/**
  * kvt_prefill_open.
  */
 #define KVT_KERNEL_PREFILL 0
@@ -1089,6 +910,41 @@ template <typename T> inline T kvt_sized_() {
  * kvt_sums_open.
  */
 #define KVT_KERNEL_SUMS 2
+
+/**
+ * Keys and values apart, by head.
+ */
+#define KVT_ATTENTION_SPLIT 0
+
+/**
+ * One row a token for all heads, of which values are the first part (MLA's latent).
+ */
+#define KVT_ATTENTION_LATENT 1
+
+/**
+ * Numbers are what they are.
+ */
+#define KVT_SCALES_NONE 0
+
+/**
+ * One scale for each token and head, heads innermost.
+ */
+#define KVT_SCALES_TOKEN 1
+
+/**
+ * One scale for each head and number, numbers innermost.
+ */
+#define KVT_SCALES_CHANNEL 2
+
+/**
+ * Scores are kept, for kvt_decode_sums.
+ */
+#define KVT_DECODE_SCORES 1
+
+/**
+ * Sums for each query head; else one row for all of them.
+ */
+#define KVT_SUMS_BY_HEAD 1
 
 /**
  * The ring and the tails are in memory of the store's device: buffers have device addresses.
@@ -1376,34 +1232,178 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_STAGE_WAIT 4
 
 /**
- * Requests go to the remote.
+ * The processor copies, done when the call returns.
  */
-#define KVT_REMOTE_CIRCUIT_CLOSED 1
+#define KVT_DEVICE_HOST 1
 
 /**
- * The remote is left alone for a while: it did not answer, or answered nonsense.
+ * A GPU by way of the CUDA driver, which is loaded when the device is opened.
  */
-#define KVT_REMOTE_CIRCUIT_OPEN 2
+#define KVT_DEVICE_CUDA 2
 
 /**
- * One request goes there, to see whether it is well again.
+ * The engine copies: kvt_device_custom_t.
  */
-#define KVT_REMOTE_CIRCUIT_PROBING 3
+#define KVT_DEVICE_CUSTOM 3
 
 /**
- * A put does nothing where there is an object of that name; without it the last writer wins.
+ * None at all: it takes its time and spoils what is not waited for. For tests.
  */
-#define KVT_REMOTE_FIRST_WINS 1
+#define KVT_DEVICE_SIMULATED 4
 
 /**
- * The processor reaches it.
+ * Work goes on after a call has returned.
  */
-#define KVT_MEMORY_HOST 0
+#define KVT_DEVICE_ASYNCHRONOUS 1
 
 /**
- * Only the device does.
+ * It sums what it copies.
  */
-#define KVT_MEMORY_DEVICE 1
+#define KVT_DEVICE_SUMS 2
+
+/**
+ * It has memory that only it reaches: KVT_MEMORY_DEVICE.
+ */
+#define KVT_DEVICE_HAS_MEMORY 4
+
+/**
+ * Copies are slow, and not asynchronous, unless host memory is pinned: see
+ * kvt_device_register_host.
+ */
+#define KVT_DEVICE_WANTS_PINNED 8
+
+/**
+ * CUDA and simulated: the device sums what it copies, where it lies in its memory, and stores
+ * hold what has come over the bus against that: a copy that came damaged is made again, and if
+ * that does not help, fails with KVT_E_CORRUPT.
+ */
+#define KVT_DEVICE_VERIFY 1
+
+/**
+ * From the view into the plane.
+ */
+#define KVT_COPY_GATHER 0
+
+/**
+ * From the plane into the view.
+ */
+#define KVT_COPY_SCATTER 1
+
+/**
+ * Its checksum is wanted, of devices that sum (KVT_DEVICE_SUMS): of an asynchronous one that of
+ * the side in its memory, what was read there or what is there now (both sides: the target).
+ */
+#define KVT_COPY_SUM 1
+
+/**
+ * Moves runs of bytes.
+ */
+#define KVT_LAUNCH_MOVE 1
+
+/**
+ * Changes what numbers are, with scales or without.
+ */
+#define KVT_LAUNCH_CONVERT 2
+
+/**
+ * Sums bytes as the store does.
+ */
+#define KVT_LAUNCH_SUM 3
+
+/**
+ * Makes the boxes of pages wider.
+ */
+#define KVT_LAUNCH_PAGE_BOXES 4
+
+/**
+ * The most that a query can have of each page.
+ */
+#define KVT_LAUNCH_PAGE_SCORES 5
+
+/**
+ * The largest of each row.
+ */
+#define KVT_LAUNCH_TOP 6
+
+/**
+ * Adds weights to what tokens had.
+ */
+#define KVT_LAUNCH_ADD 7
+
+/**
+ * Which tokens stay.
+ */
+#define KVT_LAUNCH_KEEP 8
+
+/**
+ * Moves what stays together.
+ */
+#define KVT_LAUNCH_COMPACT 9
+
+/**
+ * Columns and diagonals of the last queries.
+ */
+#define KVT_LAUNCH_ESTIMATE 10
+
+/**
+ * Attention of a prompt over lines or blocks.
+ */
+#define KVT_LAUNCH_PREFILL 11
+
+/**
+ * Attention of few queries over chosen pages.
+ */
+#define KVT_LAUNCH_DECODE 12
+
+/**
+ * The device is closed at the end, which is a check as well.
+ */
+#define KVT_CONFORMANCE_CLOSES 1
+
+/**
+ * The device does what it should.
+ */
+#define KVT_VERDICT_PASSED 0
+
+/**
+ * It has nothing that could be tested.
+ */
+#define KVT_VERDICT_SKIPPED 1
+
+/**
+ * It does not do what it should.
+ */
+#define KVT_VERDICT_FAILED 2
+
+/**
+ * kvt_trace_opts_t.flags: every block becomes a request of its own, without prefixes.
+ */
+#define KVT_TRACE_FLAT 1
+
+/**
+ * kvt_replay_opts_t.flags: the engine can use what lies behind a hole.
+ */
+#define KVT_REPLAY_HOLES 1
+
+/**
+ * kvt_replay_opts_t.flags: decisions are not timed, which makes the replay faster.
+ */
+#define KVT_REPLAY_UNTIMED 2
+
+/**
+ * kvt_replay_opts_t.hints: the policy is told why requests stopped.
+ */
+#define KVT_HINTS_STOP 0
+
+/**
+ * kvt_replay_opts_t.hints: the policy is told nothing of the future.
+ */
+#define KVT_HINTS_NONE 1
+
+/**
+ * kvt_replay_opts_t.hints: also when a session's next request comes.
+ */
+#define KVT_HINTS_THINK 2
 
 /**
  * One owner's part in a budget. Internally locked: any thread may use it.
@@ -2279,1810 +2279,6 @@ typedef struct kvt_buffer_item_t {
 } kvt_buffer_item_t;
 
 /**
- * Rows of bytes to copy: `runs` runs of `run_bytes` bytes, read and written at equal distances.
- * One side has them without gaps. Stands in arrays only.
- */
-typedef struct kvt_copy_rows_t {
-    /**
-     * Where the first run is read.
-     */
-    uint64_t from;
-    /**
-     * Where it is written.
-     */
-    uint64_t to;
-    /**
-     * From a run to the next, where they are read.
-     */
-    uint64_t from_stride_bytes;
-    /**
-     * The same, where they are written.
-     */
-    uint64_t to_stride_bytes;
-    /**
-     * Bytes of a run.
-     */
-    uint64_t run_bytes;
-    /**
-     * How many runs.
-     */
-    uint64_t runs;
-    /**
-     * KVT_MEMORY_*: where they are read.
-     */
-    uint32_t from_memory;
-    /**
-     * KVT_MEMORY_*: where they are written.
-     */
-    uint32_t to_memory;
-} kvt_copy_rows_t;
-
-/**
- * Puts copies on a stream (0 to `streams` - 1, each in order), behind the event `after` if that
- * is not 0, and writes the event of their end, a number of the engine's own that is not 0. No
- * copies: the event marks the place. A batch whose `after` fails must fail. What is refused must
- * not have begun. KVT_E_UNAVAILABLE, from any callback: the device is gone; nothing is asked
- * of it any more but to release and free.
- */
-typedef kvt_status_t (*kvt_device_submit_fn)(void *user_data,
-                                             uint32_t stream,
-                                             uint64_t after,
-                                             const struct kvt_copy_rows_t *copies,
-                                             uint64_t count,
-                                             uint64_t stride_bytes,
-                                             uint64_t *event_out);
-
-/**
- * Whether an event has come: KVT_OK, or KVT_E_AGAIN while it has not. Anything else is what its
- * batch failed with, and the library takes it that the batch touches no memory any more: where
- * only the question failed, KVT_E_AGAIN is the answer.
- */
-typedef kvt_status_t (*kvt_device_query_fn)(void *user_data, uint64_t event);
-
-/**
- * Waits for an event until a deadline (CLOCK_MONOTONIC, 0 = none). It may return early: the
- * event is asked for afterwards, and after a pause if it was very early.
- */
-typedef kvt_status_t (*kvt_device_wait_fn)(void *user_data, uint64_t event, uint64_t deadline_ns);
-
-/**
- * Takes an event back that nobody asks for any more. Batches that were given it as `after` may
- * still wait for it.
- */
-typedef void (*kvt_device_release_fn)(void *user_data, uint64_t event);
-
-/**
- * Gives memory at a multiple of 256; KVT_E_NOMEM where there is not so much.
- */
-typedef kvt_status_t (*kvt_device_allocate_fn)(void *user_data,
-                                               uint64_t bytes,
-                                               uint64_t *address_out);
-
-/**
- * Takes it back.
- */
-typedef void (*kvt_device_free_fn)(void *user_data, uint64_t address, uint64_t bytes);
-
-/**
- * What it has left to give.
- */
-typedef kvt_status_t (*kvt_device_free_bytes_fn)(void *user_data, uint64_t *bytes_out);
-
-/**
- * Learns of host memory that copies use again and again; with 0 bytes: that it goes.
- */
-typedef kvt_status_t (*kvt_device_register_host_fn)(void *user_data,
-                                                    uint64_t address,
-                                                    uint64_t bytes);
-
-/**
- * Makes an event of its own that comes with one that the engine names: see kvt_device_import_event.
- * The one that is named stays the engine's.
- */
-typedef kvt_status_t (*kvt_device_import_event_fn)(void *user_data,
-                                                   uint64_t raw,
-                                                   uint64_t *event_out);
-
-/**
- * Has a stream that the engine names go on only after an event: see kvt_device_stream_wait. It is not
- * called for an event that has come already.
- */
-typedef kvt_status_t (*kvt_device_stream_wait_fn)(void *user_data,
-                                                  uint64_t raw_stream,
-                                                  uint64_t event);
-
-/**
- * One kernel: 256 bytes, the same for all. Addresses are the device's, strides are bytes, 0 =
- * none; each kernel uses some of the fields, and the others are 0. docs/kernels.md says which.
- * Stands in arrays only.
- */
-typedef struct kvt_kernel_t {
-    /**
-     * KVT_LAUNCH_*.
-     */
-    uint32_t kind;
-    /**
-     * KVT_DTYPE_*: what keys and values, or what is read, are.
-     */
-    uint32_t dtype;
-    /**
-     * KVT_DTYPE_*: what queries and the output, or what is written, are.
-     */
-    uint32_t other_dtype;
-    /**
-     * KVT_SCALES_*.
-     */
-    uint32_t scaling;
-    /**
-     * Queries.
-     */
-    uint64_t queries;
-    /**
-     * Keys, or what is read.
-     */
-    uint64_t keys;
-    /**
-     * Values.
-     */
-    uint64_t values;
-    /**
-     * What is written.
-     */
-    uint64_t out;
-    /**
-     * Lists of places.
-     */
-    uint64_t index;
-    /**
-     * How long each list is.
-     */
-    uint64_t counts;
-    /**
-     * Where pages are.
-     */
-    uint64_t table;
-    /**
-     * Numbers that are read or changed.
-     */
-    uint64_t numbers;
-    /**
-     * More of them.
-     */
-    uint64_t more;
-    /**
-     * Scales of narrow numbers.
-     */
-    uint64_t scales;
-    /**
-     * Memory of the kernel's while it runs.
-     */
-    uint64_t scratch;
-    /**
-     * How much.
-     */
-    uint64_t scratch_bytes;
-    /**
-     * From a query to the next.
-     */
-    int64_t query_stride;
-    /**
-     * From a head of a query to the next.
-     */
-    int64_t query_head_stride;
-    /**
-     * From a key to the next.
-     */
-    int64_t key_stride;
-    /**
-     * From a head of a key to the next.
-     */
-    int64_t key_head_stride;
-    /**
-     * From a value to the next.
-     */
-    int64_t value_stride;
-    /**
-     * From a head of a value to the next.
-     */
-    int64_t value_head_stride;
-    /**
-     * From a row of what is written to the next.
-     */
-    int64_t out_stride;
-    /**
-     * From a head of it to the next.
-     */
-    int64_t out_head_stride;
-    /**
-     * How many queries.
-     */
-    uint32_t query_count;
-    /**
-     * Heads of a query.
-     */
-    uint32_t query_heads;
-    /**
-     * Heads of a key.
-     */
-    uint32_t key_heads;
-    /**
-     * Numbers of a key's head.
-     */
-    uint32_t key_dim;
-    /**
-     * Numbers of a value's head.
-     */
-    uint32_t value_dim;
-    /**
-     * Tokens of a page or block.
-     */
-    uint32_t page_tokens;
-    /**
-     * Tokens that the sequence has.
-     */
-    uint32_t tokens;
-    /**
-     * The first of what is worked on.
-     */
-    uint32_t first;
-    /**
-     * How many.
-     */
-    uint32_t count;
-    /**
-     * How many stay, or are chosen.
-     */
-    uint32_t keep;
-    /**
-     * So many of the last stay.
-     */
-    uint32_t recent;
-    /**
-     * So many of the first stay.
-     */
-    uint32_t sinks;
-    /**
-     * What products are multiplied with.
-     */
-    float scale;
-    /**
-     * What else it is to do, as the kernel says.
-     */
-    uint32_t flags;
-    /**
-     * 0.
-     */
-    uint64_t reserved[3];
-} kvt_kernel_t;
-
-/**
- * Puts kernels on a stream, as copies.
- */
-typedef kvt_status_t (*kvt_device_launch_fn)(void *user_data,
-                                             uint32_t stream,
-                                             uint64_t after,
-                                             const struct kvt_kernel_t *kernels,
-                                             uint64_t count,
-                                             uint64_t stride_bytes,
-                                             uint64_t *event_out);
-
-/**
- * Makes an event that comes when `keep` says so: what is put behind it waits until then.
- */
-typedef kvt_status_t (*kvt_device_create_event_fn)(void *user_data, uint64_t *event_out);
-
-/**
- * Has such an event come, if it has not. It must not wait. Any thread may say so: that which ends
- * an op, too.
- */
-typedef kvt_status_t (*kvt_device_signal_event_fn)(void *user_data, uint64_t event);
-
-/**
- * A device of the engine's own. `submit` and `query` must be there; each of the others may be
- * null, and then there is none of that. They are called from any thread, from several at once;
- * they must not unwind, and must not call the device they are of. `release`, `allocate`, `free`
- * and `free_bytes` may be called while the library holds a lock: they must call nothing of it,
- * and wait for no thread that does. The others are called with no lock held.
- * kvt_device_conformance says whether all is as it should be.
- */
-typedef struct kvt_device_custom_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED.
-     */
-    uint64_t flags;
-    /**
-     * How many streams it has, 1 to 64. The upper half is for batches behind events that may
-     * come late, so that they hold up nothing else.
-     */
-    uint32_t streams;
-    /**
-     * Always 0.
-     */
-    uint32_t reserved;
-    /**
-     * The kernels that `launch` knows: 1 << KVT_LAUNCH_* for each.
-     */
-    uint64_t kernels;
-    /**
-     * Copies.
-     */
-    kvt_device_submit_fn submit;
-    /**
-     * How far an event is.
-     */
-    kvt_device_query_fn query;
-    /**
-     * Waits; null = events are asked for every so often.
-     */
-    kvt_device_wait_fn wait;
-    /**
-     * Takes events back.
-     */
-    kvt_device_release_fn release;
-    /**
-     * Gives memory.
-     */
-    kvt_device_allocate_fn allocate;
-    /**
-     * Takes it back.
-     */
-    kvt_device_free_fn free;
-    /**
-     * What is left.
-     */
-    kvt_device_free_bytes_fn free_bytes;
-    /**
-     * Host memory that is used again and again.
-     */
-    kvt_device_register_host_fn register_host;
-    /**
-     * Events of the engine's.
-     */
-    kvt_device_import_event_fn import_event;
-    /**
-     * Streams of the engine's.
-     */
-    kvt_device_stream_wait_fn stream_wait;
-    /**
-     * Kernels.
-     */
-    kvt_device_launch_fn launch;
-    /**
-     * Handed to all of them; taken over on success only.
-     */
-    void *user_data;
-    /**
-     * Releases user_data; may be null.
-     */
-    kvt_destroy_fn destroy;
-    /**
-     * Events that come when they are told to; null = there are none, and no stream can wait for
-     * an op.
-     */
-    kvt_device_create_event_fn create_event;
-    /**
-     * Tells them: there with `promise` alone.
-     */
-    kvt_device_signal_event_fn signal_event;
-} kvt_device_custom_t;
-
-/**
- * How to open a device.
- */
-typedef struct kvt_device_opts_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * KVT_DEVICE_VERIFY, or 0.
-     */
-    uint64_t flags;
-    /**
-     * KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
-     */
-    uint32_t kind;
-    /**
-     * CUDA: which device, where no context is given.
-     */
-    uint32_t ordinal;
-    /**
-     * CUDA: the engine's context (CUcontext), which outlives the device; 0 = the one that the
-     * process shares.
-     */
-    uint64_t context;
-    /**
-     * CUDA: the engine's streams (CUstream) of that context, none of them a default stream;
-     * null = some of its own.
-     */
-    const uint64_t *streams;
-    /**
-     * How many, at most 64.
-     */
-    uint64_t stream_count;
-    /**
-     * CUDA: the path of the driver's library; null = the system's.
-     */
-    const char *library;
-    /**
-     * Length of that.
-     */
-    uint64_t library_bytes;
-    /**
-     * Custom: what the engine can do.
-     */
-    const struct kvt_device_custom_t *custom;
-    /**
-     * Simulated: its memory; 0 = no limit.
-     */
-    uint64_t memory_bytes;
-    /**
-     * Simulated: chooses all that is left to chance.
-     */
-    uint64_t seed;
-    /**
-     * Simulated: what a batch takes at least; 0 = 10 us.
-     */
-    uint64_t latency_ns;
-    /**
-     * Simulated: what a stream moves; 0 = 20 GB/s.
-     */
-    uint64_t bytes_per_s;
-    /**
-     * CUDA: memory of that device, which outlives it: what it gives out (to stores, streamers,
-     * and by kvt_device_alloc) comes from there. 0 = the driver is asked.
-     */
-    uint64_t arena;
-    /**
-     * How much; 0 with 0.
-     */
-    uint64_t arena_bytes;
-    /**
-     * CUDA: other devices of the process (ordinals) whose memory copies may name, too, as what
-     * their primary contexts gave out; null = none.
-     */
-    const uint32_t *peers;
-    /**
-     * How many, at most 63.
-     */
-    uint64_t peer_count;
-    /**
-     * CUDA: the path of cuFile's library, which is loaded when files are to be read straight
-     * into device memory (KVT_STREAM_DIRECT); null = the system's.
-     */
-    const char *cufile;
-    /**
-     * Length of that.
-     */
-    uint64_t cufile_bytes;
-} kvt_device_opts_t;
-
-/**
- * What a device is and can do.
- */
-typedef struct kvt_device_info_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * KVT_DEVICE_ASYNCHRONOUS and so on.
-     */
-    uint64_t flags;
-    /**
-     * The kind that it was opened as.
-     */
-    uint32_t kind;
-    /**
-     * How many streams it has: work on one is in order.
-     */
-    uint32_t streams;
-    /**
-     * The kernels it has: 1 << KVT_LAUNCH_* for each.
-     */
-    uint64_t kernels;
-    /**
-     * What it has left to give; UINT64_MAX where it does not know.
-     */
-    uint64_t free_bytes;
-} kvt_device_info_t;
-
-/**
- * Memory that a device has set aside.
- */
-typedef struct kvt_device_memory_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * Where it starts: a multiple of 256.
-     */
-    uint64_t address;
-    /**
-     * How long it is.
-     */
-    uint64_t bytes;
-    /**
-     * The library's own: which one it is.
-     */
-    uint64_t number;
-    /**
-     * KVT_MEMORY_*: where the address is valid.
-     */
-    uint32_t memory;
-    /**
-     * Always 0.
-     */
-    uint32_t reserved;
-} kvt_device_memory_t;
-
-/**
- * Where the engine has one plane (K or V) of one layer, from the first token of
- * a move on: the bytes of a head and token lie together, tokens and heads each at
- * equal distances. Either at one address, or in pages. Stands in arrays only. All
- * zero = there is no such plane.
- */
-typedef struct kvt_view_t {
-    /**
-     * Where the first token is; null with pages.
-     */
-    void *address;
-    /**
-     * Where each page starts; null with an address.
-     */
-    void *const *pages;
-    /**
-     * How many pages.
-     */
-    uint64_t page_count;
-    /**
-     * Added to the address of each page: one table serves K, V and all layers.
-     */
-    int64_t shift_bytes;
-    /**
-     * Tokens of a page.
-     */
-    uint32_t page_tokens;
-    /**
-     * Tokens of the view (of a layer with a state: chunks); 0 = as many as the move
-     * says, or as the pages hold. A move to the end of a session says none.
-     */
-    uint32_t tokens;
-    /**
-     * Heads of a token; 0 = 1.
-     */
-    uint32_t heads;
-    /**
-     * KVT_MEMORY_*.
-     */
-    uint32_t memory;
-    /**
-     * Bytes of a head and token. All heads together have what the layout says.
-     */
-    uint64_t run_bytes;
-    /**
-     * From a token to the next; 0 = heads * run_bytes.
-     */
-    uint64_t token_stride_bytes;
-    /**
-     * From a head to the next; 0 = run_bytes.
-     */
-    uint64_t head_stride_bytes;
-} kvt_view_t;
-
-/**
- * A copy between tokens as an engine has them and a plane: the same tokens, heads and numbers
- * one after the other, without gaps. Stands in arrays only.
- */
-typedef struct kvt_copy_t {
-    /**
-     * KVT_COPY_SUM or 0.
-     */
-    uint64_t flags;
-    /**
-     * Where the engine has the tokens. It says how many it has.
-     */
-    struct kvt_view_t view;
-    /**
-     * The plane: tokens * heads * run_bytes bytes.
-     */
-    void *plane;
-    /**
-     * KVT_MEMORY_*: where that is.
-     */
-    uint32_t plane_memory;
-    /**
-     * KVT_COPY_GATHER or KVT_COPY_SCATTER.
-     */
-    uint32_t direction;
-    /**
-     * The first token that is copied.
-     */
-    uint32_t first_token;
-    /**
-     * How many; 0 = all from there on.
-     */
-    uint32_t tokens;
-    /**
-     * Receives the checksum (as kvt_checksum makes it), if one was wanted and the device sums. An
-     * asynchronous device is asked for it later: kvt_device_sums.
-     */
-    uint64_t sum;
-} kvt_copy_t;
-
-/**
- * How the lists of a head are meant. Heads may share lists. Stands in arrays only.
- */
-typedef struct kvt_index_head_t {
-    /**
-     * KVT_INDEX_*.
-     */
-    uint32_t kind;
-    /**
-     * The first of its lists.
-     */
-    uint32_t first;
-    /**
-     * How many lists it has.
-     */
-    uint32_t lists;
-    /**
-     * Blocks and ranges: queries of a row, counted from the first that is computed; 0 = all
-     * of them are one row.
-     */
-    uint32_t query_block;
-    /**
-     * Blocks: keys of a block.
-     */
-    uint32_t key_block;
-    /**
-     * Queries at this position and behind it see all keys, whatever lists say; UINT32_MAX =
-     * none does.
-     */
-    uint32_t dense_from;
-} kvt_index_head_t;
-
-/**
- * Which keys queries are computed with: by policies, or by the engine. No query sees keys
- * behind it. No head = all keys; one = for all heads; else one for each query head (an
- * engine may also say it for each head of keys). Numbers of lists ascend, each once.
- */
-typedef struct kvt_index_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * How lists are meant.
-     */
-    struct kvt_index_head_t *heads;
-    /**
-     * Room there, when an answer is wanted.
-     */
-    uint64_t head_capacity;
-    /**
-     * How many there are; the number needed with KVT_E_TOO_SMALL.
-     */
-    uint64_t head_count;
-    /**
-     * Where each list begins in `items`, and where the last ends.
-     */
-    uint32_t *starts;
-    /**
-     * Room there.
-     */
-    uint64_t start_capacity;
-    /**
-     * How many there are.
-     */
-    uint64_t start_count;
-    /**
-     * What is in lists.
-     */
-    uint32_t *items;
-    /**
-     * Room there.
-     */
-    uint64_t item_capacity;
-    /**
-     * How many there are.
-     */
-    uint64_t item_count;
-} kvt_index_t;
-
-/**
- * How a device is put to the test.
- */
-typedef struct kvt_conformance_opts_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * KVT_CONFORMANCE_CLOSES or 0.
-     */
-    uint64_t flags;
-    /**
-     * Chooses all that is left to chance.
-     */
-    uint64_t seed;
-    /**
-     * How long an event may take; 0 = 30 s.
-     */
-    uint64_t patience_ns;
-    /**
-     * How often what is left to chance is tried; 0 = 40, at most 100,000.
-     */
-    uint32_t rounds;
-    /**
-     * Always 0.
-     */
-    uint32_t reserved;
-} kvt_conformance_opts_t;
-
-/**
- * Hears of a check: its name, a KVT_VERDICT_*, and why. Texts are UTF-8, not NUL-terminated,
- * borrowed for the call. Called by the thread that called. It must not unwind.
- */
-typedef void (*kvt_conformance_fn)(void *user_data,
-                                   const char *name,
-                                   uint64_t name_bytes,
-                                   uint32_t verdict,
-                                   const char *why,
-                                   uint64_t why_bytes);
-
-/**
- * How many checks ended how.
- */
-typedef struct kvt_conformance_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * As they should.
-     */
-    uint32_t passed;
-    /**
-     * There was nothing to test.
-     */
-    uint32_t skipped;
-    /**
-     * Something is wrong.
-     */
-    uint32_t failed;
-    /**
-     * Always 0.
-     */
-    uint32_t reserved;
-} kvt_conformance_t;
-
-/**
- * Candidates as columns: one array a fact, each with `rows` entries. Null = the
- * default holds for every row. Arrays are aligned as C has them.
- */
-typedef struct kvt_policy_columns_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * How many candidates there are, at most 2^28.
-     */
-    uint64_t rows;
-    /**
-     * Who; required.
-     */
-    const uint64_t *ids;
-    /**
-     * Blocks that each holds; default 1.
-     */
-    const uint64_t *blocks;
-    /**
-     * When it was made; default 0.
-     */
-    const int64_t *created_ns;
-    /**
-     * When it was used last; default: when it was made.
-     */
-    const int64_t *last_access_ns;
-    /**
-     * How often it was used; default 1.
-     */
-    const uint64_t *count;
-    /**
-     * Its class, 0 leaves first; default 1.
-     */
-    const uint8_t *priority;
-    /**
-     * Not 0: stays.
-     */
-    const uint8_t *pinned;
-    /**
-     * Time until its next use or its end, below 0 = unknown; default unknown.
-     */
-    const int64_t *lifetime_ns;
-    /**
-     * How sure that is, 0 to 1; default 1.
-     */
-    const float *confidence;
-    /**
-     * Tokens it has; default 0.
-     */
-    const uint64_t *length;
-    /**
-     * Tokens it can have; default unknown.
-     */
-    const uint64_t *max_length;
-    /**
-     * Who holds it: above 1 it is shared and stays; default 1.
-     */
-    const uint32_t *refs;
-    /**
-     * Whose it is; default 0.
-     */
-    const uint32_t *tenant;
-    /**
-     * Recompute cost; default: from context and tokens.
-     */
-    const double *cost;
-    /**
-     * Tokens before it; default 0.
-     */
-    const uint64_t *context;
-    /**
-     * Tokens in it; default: its length.
-     */
-    const uint64_t *tokens;
-    /**
-     * Its layer; default 0.
-     */
-    const uint32_t *layer;
-    /**
-     * Layers of the model, for candidates that are cells; default 0.
-     */
-    const uint32_t *layers;
-    /**
-     * Which chunk of its sequence it is; default 0.
-     */
-    const uint32_t *chunk;
-    /**
-     * Chunks of its sequence; default 0.
-     */
-    const uint32_t *chunks;
-    /**
-     * Where the blocks of each row start in `block_ids`, and the end of the last:
-     * rows + 1 entries. Null: blocks are only counted.
-     */
-    const uint64_t *block_offsets;
-    /**
-     * The blocks of all rows, each row's in the order of its tokens. One that
-     * several rows list is shared: it counts once, and is free when all who hold
-     * it have left.
-     */
-    const uint64_t *block_ids;
-    /**
-     * Who holds each of `block_ids`, in all; 0, and null: the rows that list it.
-     */
-    const uint32_t *block_refs;
-    /**
-     * Entries of block_ids, and of block_refs.
-     */
-    uint64_t block_entries;
-} kvt_policy_columns_t;
-
-/**
- * Scores candidates for the policy "custom": one number a row into
- * `out_scores`, the least leaves first, NaN is an error. Anything but KVT_OK
- * ends the call that asked, with that status and without any effect. Columns
- * and scores are borrowed for the call. Called on the thread that evicts or
- * selects, under no lock, so from several at once if several do; it may use the
- * policy. It must not unwind.
- */
-typedef kvt_status_t (*kvt_policy_score_fn)(void *user_data,
-                                            const struct kvt_policy_columns_t *columns,
-                                            int64_t now_ns,
-                                            double *out_scores);
-
-/**
- * The callback table of the policy "custom".
- */
-typedef struct kvt_policy_custom_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * Scores candidates.
-     */
-    kvt_policy_score_fn score;
-    /**
-     * Handed to score; taken over on success only.
-     */
-    void *user_data;
-    /**
-     * Releases user_data; may be null.
-     */
-    kvt_destroy_fn destroy;
-} kvt_policy_custom_t;
-
-/**
- * Says when a sequence is used next or ends: seconds from now and how sure
- * that is (0 to 1). Returns 1, or 0 when it does not know; what is no number or
- * out of range counts as that. Called as kvt_policy_score_fn is: in lookups and
- * records with a session (that is the sequence), where the answer acts as a
- * hint, and in selections for rows without a lifetime (the sequence is the id).
- */
-typedef uint32_t (*kvt_policy_predict_fn)(void *user_data,
-                                          uint64_t sequence,
-                                          uint64_t length,
-                                          uint64_t max_length,
-                                          double *out_seconds,
-                                          double *out_confidence);
-
-/**
- * The engine's own predictor of lifetimes.
- */
-typedef struct kvt_policy_predictor_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * Says when a sequence is used next.
-     */
-    kvt_policy_predict_fn predict;
-    /**
-     * Handed to predict; taken over on success only.
-     */
-    void *user_data;
-    /**
-     * Releases user_data; may be null.
-     */
-    kvt_destroy_fn destroy;
-} kvt_policy_predictor_t;
-
-/**
- * How to open a policy.
- */
-typedef struct kvt_policy_opts_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * KVT_POLICY_*.
-     */
-    uint64_t flags;
-    /**
-     * The spec, such as "arc" or "qos(inner=s3fifo)"; null = "lru".
-     */
-    const char *spec;
-    /**
-     * Length of the spec.
-     */
-    uint64_t spec_bytes;
-    /**
-     * Most objects at once; 0 = 1048576, at most 2^28.
-     */
-    uint64_t max_objects;
-    /**
-     * What fits, in units; 0 = not known.
-     */
-    uint64_t capacity_units;
-    /**
-     * Evictions that the log keeps; 0 = none, at most 2^20.
-     */
-    uint64_t log_entries;
-    /**
-     * Evicted ids that are remembered, to tell what is computed again; 0 =
-     * 1048576.
-     */
-    uint64_t remember;
-    /**
-     * Recompute cost of n tokens after l tokens of context: n * beta +
-     * alpha * (n * l + n * n / 2). 0 = as for a model of the 70B class.
-     */
-    double alpha;
-    /**
-     * See alpha.
-     */
-    double beta;
-    /**
-     * Scores for the spec "custom", which needs them; else may be null.
-     */
-    const struct kvt_policy_custom_t *custom;
-    /**
-     * The engine's predictor; may be null.
-     */
-    const struct kvt_policy_predictor_t *predictor;
-} kvt_policy_opts_t;
-
-/**
- * A policy that can be opened. Texts are UTF-8, not NUL-terminated, and live as
- * long as the library.
- */
-typedef struct kvt_policy_info_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * Its name in specs.
-     */
-    const char *name;
-    /**
-     * Length of the name.
-     */
-    uint64_t name_bytes;
-    /**
-     * What it does, in a line.
-     */
-    const char *about;
-    /**
-     * Length of that line.
-     */
-    uint64_t about_bytes;
-} kvt_policy_info_t;
-
-/**
- * Who asks. All of it is optional.
- */
-typedef struct kvt_policy_context_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * KVT_CONTEXT_*.
-     */
-    uint64_t flags;
-    /**
-     * The session: the caller's number for a sequence.
-     */
-    uint64_t session;
-    /**
-     * Its tenant. Kept with the session: without KVT_CONTEXT_SESSION it must be 0.
-     */
-    uint32_t tenant;
-    /**
-     * Its class, at most 255: 0 leaves first; without KVT_CONTEXT_PRIORITY as before,
-     * at first 1. KVT_CONTEXT_PRIORITY needs KVT_CONTEXT_SESSION too.
-     */
-    uint32_t priority;
-    /**
-     * Tokens of the whole request; 0 = tokens_each for each id.
-     */
-    uint32_t length;
-    /**
-     * Tokens it can have; 0 = unknown.
-     */
-    uint32_t max_length;
-    /**
-     * Tokens of one object of its path, the last may have fewer; 0 = 1.
-     */
-    uint32_t tokens_each;
-    /**
-     * Always 0.
-     */
-    uint32_t reserved;
-} kvt_policy_context_t;
-
-/**
- * An object to be inserted. Stands in arrays only.
- */
-typedef struct kvt_policy_row_t {
-    /**
-     * The caller's number for it.
-     */
-    uint64_t id;
-    /**
-     * The object that it continues, with KVT_ROW_PARENT; one that is not there
-     * counts as none.
-     */
-    uint64_t parent;
-    /**
-     * Its size, 1 to 2^32 - 1.
-     */
-    uint64_t units;
-    /**
-     * KVT_ROW_*.
-     */
-    uint64_t flags;
-    /**
-     * When it is used next, as the caller expects; 0 = unknown.
-     */
-    int64_t next_use_ns;
-    /**
-     * Recompute cost; 0 = from the tokens.
-     */
-    double cost;
-    /**
-     * Tokens before it.
-     */
-    uint32_t context;
-    /**
-     * Tokens in it.
-     */
-    uint32_t tokens;
-    /**
-     * Its layer, when objects are cells.
-     */
-    uint32_t layer;
-    /**
-     * Layers of the model; 0 = an object has all.
-     */
-    uint32_t layers;
-    /**
-     * Which chunk of its sequence it is.
-     */
-    uint32_t chunk;
-    /**
-     * Chunks of that sequence.
-     */
-    uint32_t chunks;
-} kvt_policy_row_t;
-
-/**
- * What the engine says of the future of objects.
- */
-typedef struct kvt_policy_hint_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * KVT_HINT_*.
-     */
-    uint64_t flags;
-    /**
-     * When they are used next, by the clock of now_ns; 0 = not said.
-     */
-    int64_t next_use_ns;
-    /**
-     * How sure that is, 0 to 1.
-     */
-    double confidence;
-    /**
-     * KVT_STOP_*: why the request that used them stopped.
-     */
-    uint32_t stop;
-    /**
-     * Always 0.
-     */
-    uint32_t reserved;
-} kvt_policy_hint_t;
-
-/**
- * One that leaves. Stands in arrays only.
- */
-typedef struct kvt_policy_victim_t {
-    /**
-     * Who.
-     */
-    uint64_t id;
-    /**
-     * What it frees.
-     */
-    uint64_t units;
-} kvt_policy_victim_t;
-
-/**
- * What an eviction came to. The text lives as long as the library.
- */
-typedef struct kvt_policy_outcome_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * How many leave.
-     */
-    uint64_t victims;
-    /**
-     * What they free.
-     */
-    uint64_t freed_units;
-    /**
-     * What is missing to what was asked.
-     */
-    uint64_t shortfall_units;
-    /**
-     * How long it took to choose; 0 = not timed (one in 16 is).
-     */
-    uint64_t decision_ns;
-    /**
-     * The policy that decided, which may be another than the one that was opened.
-     */
-    const char *decided_by;
-    /**
-     * Length of that name.
-     */
-    uint64_t decided_by_bytes;
-} kvt_policy_outcome_t;
-
-/**
- * A candidate that was chosen. Stands in arrays only.
- */
-typedef struct kvt_policy_pick_t {
-    /**
-     * Its row.
-     */
-    uint64_t row;
-    /**
-     * Who.
-     */
-    uint64_t id;
-    /**
-     * Blocks that are free by it.
-     */
-    uint64_t freed_blocks;
-    /**
-     * Of its blocks it keeps so many, the first ones; 0 = it leaves.
-     */
-    uint64_t kept_blocks;
-    /**
-     * Where its freed blocks start in the selection's block_ids.
-     */
-    uint64_t first_block;
-} kvt_policy_pick_t;
-
-/**
- * What was chosen: the caller's arrays, and what the library says. Start it with
- * KVT_POLICY_SELECTION_INIT and set the arrays.
- */
-typedef struct kvt_policy_selection_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * In: receives who was chosen, in the order of leaving.
-     */
-    struct kvt_policy_pick_t *victims;
-    /**
-     * In: room there; as many as there are rows is always enough.
-     */
-    uint64_t victim_capacity;
-    /**
-     * In: sizeof(kvt_policy_pick_t).
-     */
-    uint64_t stride_bytes;
-    /**
-     * In: receives the blocks that are free, by victim, where the columns list
-     * blocks; may be null.
-     */
-    uint64_t *block_ids;
-    /**
-     * In: room there.
-     */
-    uint64_t block_capacity;
-    /**
-     * How many were chosen; the number needed with KVT_E_TOO_SMALL.
-     */
-    uint64_t victim_count;
-    /**
-     * How many block_ids there are; the number needed with KVT_E_TOO_SMALL.
-     */
-    uint64_t block_count;
-    /**
-     * How many blocks are free.
-     */
-    uint64_t freed_blocks;
-    /**
-     * What is missing to what was asked.
-     */
-    uint64_t shortfall_blocks;
-    /**
-     * How long it took to choose.
-     */
-    uint64_t decision_ns;
-    /**
-     * The policy that decided, which may be another than the one that was
-     * opened. The text lives as long as the library.
-     */
-    const char *decided_by;
-    /**
-     * Length of that name.
-     */
-    uint64_t decided_by_bytes;
-} kvt_policy_selection_t;
-
-/**
- * What a policy has counted.
- */
-typedef struct kvt_policy_stats_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * Objects in the table.
-     */
-    uint64_t objects;
-    /**
-     * Most there can be.
-     */
-    uint64_t max_objects;
-    /**
-     * The sum of their sizes.
-     */
-    uint64_t units;
-    /**
-     * What fits; 0 = not known.
-     */
-    uint64_t capacity_units;
-    /**
-     * Sessions that are known.
-     */
-    uint64_t sessions;
-    /**
-     * Tenants that are told apart.
-     */
-    uint64_t tenants;
-    /**
-     * Lookups.
-     */
-    uint64_t requests;
-    /**
-     * Objects that they asked for.
-     */
-    uint64_t references;
-    /**
-     * Of those, found and usable.
-     */
-    uint64_t hits;
-    /**
-     * Of those, evicted before and not there: to be computed again.
-     */
-    uint64_t evicted_references;
-    /**
-     * Tokens asked for.
-     */
-    uint64_t tokens;
-    /**
-     * Tokens found.
-     */
-    uint64_t hit_tokens;
-    /**
-     * Recompute cost of what was asked for.
-     */
-    double cost;
-    /**
-     * Recompute cost of what was found.
-     */
-    double hit_cost;
-    /**
-     * Objects inserted.
-     */
-    uint64_t inserts;
-    /**
-     * Objects evicted.
-     */
-    uint64_t evictions;
-    /**
-     * Units they had.
-     */
-    uint64_t evicted_units;
-    /**
-     * Calls that asked for victims, selections included.
-     */
-    uint64_t decisions;
-    /**
-     * Calls that freed less than asked.
-     */
-    uint64_t shortfalls;
-    /**
-     * Decisions that were timed: every selection, one eviction in 16.
-     */
-    uint64_t decisions_timed;
-    /**
-     * Half of those took no longer.
-     */
-    uint64_t decision_p50_ns;
-    /**
-     * 99 of 100 took no longer.
-     */
-    uint64_t decision_p99_ns;
-    /**
-     * The longest.
-     */
-    uint64_t decision_max_ns;
-    /**
-     * The mean.
-     */
-    uint64_t decision_mean_ns;
-    /**
-     * hits / references; this and the ratios below are 0 of nothing.
-     */
-    double hit_ratio;
-    /**
-     * hit_tokens / tokens.
-     */
-    double token_hit_ratio;
-    /**
-     * hit_cost / cost.
-     */
-    double cost_hit_ratio;
-    /**
-     * evicted_references / references.
-     */
-    double re_prefill_rate;
-    /**
-     * Jain's index over sessions of tokens found in parts of those that an unbounded
-     * cache would have found: 1 when all fare alike, 1/n when one has everything.
-     */
-    double jain_sessions;
-    /**
-     * The same over tenants.
-     */
-    double jain_tenants;
-    /**
-     * Metadata of the table for each object when it is full.
-     */
-    double bytes_per_object;
-    /**
-     * The number that the next eviction has in the log.
-     */
-    uint64_t next_log_number;
-    /**
-     * The policy's name. The text lives as long as the library.
-     */
-    const char *name;
-    /**
-     * Length of that name.
-     */
-    uint64_t name_bytes;
-} kvt_policy_stats_t;
-
-/**
- * An eviction in the log. Stands in arrays only.
- */
-typedef struct kvt_policy_log_entry_t {
-    /**
-     * Counts evictions from 1; a gap means that entries were overwritten.
-     */
-    uint64_t number;
-    /**
-     * When, by the caller's clock.
-     */
-    int64_t at_ns;
-    /**
-     * Who.
-     */
-    uint64_t id;
-    /**
-     * Its session; meaningful when `has_session` is not 0.
-     */
-    uint64_t session;
-    /**
-     * When it was used last, as far as the policy noted.
-     */
-    int64_t stamp_ns;
-    /**
-     * Why: what counted in the policy's order, the less the earlier.
-     */
-    double score;
-    /**
-     * What was freed.
-     */
-    uint32_t units;
-    /**
-     * Uses since it was inserted.
-     */
-    uint32_t hits;
-    /**
-     * Which of the policy's queues it came from.
-     */
-    uint32_t queue;
-    /**
-     * Not 0: `session` is known.
-     */
-    uint32_t has_session;
-    /**
-     * The policy that decided: its index for kvt_policy_info.
-     */
-    uint32_t policy;
-    /**
-     * Always 0.
-     */
-    uint32_t reserved;
-} kvt_policy_log_entry_t;
-
-/**
- * What a scheduler is advised.
- */
-typedef struct kvt_policy_advice_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * The batch to run.
-     */
-    uint64_t batch;
-    /**
-     * Re-prefill rate of the last full window.
-     */
-    double re_prefill_rate;
-    /**
-     * Evictions in it.
-     */
-    uint64_t evictions;
-} kvt_policy_advice_t;
-
-/**
- * What advice goes by.
- */
-typedef struct kvt_policy_rules_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * KVT_ADVICE_*.
-     */
-    uint64_t flags;
-    /**
-     * Above this share of references computed again, batches are halved; 0 = 0.3.
-     */
-    double shrink_above;
-    /**
-     * Below this many evictions in a window, batches are doubled; 0 = 10.
-     */
-    uint64_t grow_below;
-    /**
-     * Smallest batch; 0 = 1.
-     */
-    uint64_t min_batch;
-    /**
-     * Largest batch; 0 = 128.
-     */
-    uint64_t max_batch;
-    /**
-     * Lookups that make a window; 0 = 100.
-     */
-    uint64_t window;
-    /**
-     * Windows in a row that must agree; 0 = 2.
-     */
-    uint64_t patience;
-} kvt_policy_rules_t;
-
-/**
- * What to read or make.
- */
-typedef struct kvt_trace_opts_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * KVT_TRACE_*.
-     */
-    uint64_t flags;
-    /**
-     * To read: a regular file, plain or zstd.
-     */
-    const char *path;
-    /**
-     * Length of the path.
-     */
-    uint64_t path_bytes;
-    /**
-     * To read: kvtier, mooncake, weka, sharegpt, azure, oracle or csv; empty = by
-     * the content. To make: chat, agent, batch, multitenant or burst.
-     */
-    const char *kind;
-    /**
-     * Length of the kind.
-     */
-    uint64_t kind_bytes;
-    /**
-     * Tokens of a block, where the file leaves it open; 0 = 512.
-     */
-    uint64_t block_tokens;
-    /**
-     * For whatever the file leaves to chance, and for everything made; 0 = 7.
-     */
-    uint64_t seed;
-    /**
-     * Mean time between starts of sessions that the file does not tell; 0 = usual.
-     */
-    uint64_t gap_ns;
-    /**
-     * How long it goes on, where that is chosen here; 0 = a day.
-     */
-    uint64_t duration_ns;
-    /**
-     * To make: sessions that start in a second; 0 = usual.
-     */
-    double rate;
-} kvt_trace_opts_t;
-
-/**
- * What is in a trace.
- */
-typedef struct kvt_trace_info_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * Requests.
-     */
-    uint64_t requests;
-    /**
-     * Blocks they ask for.
-     */
-    uint64_t references;
-    /**
-     * Different ones of those.
-     */
-    uint64_t blocks;
-    /**
-     * Tokens of a block.
-     */
-    uint64_t block_tokens;
-    /**
-     * Sessions, named or told from the paths.
-     */
-    uint64_t sessions;
-    /**
-     * From the first request to the last.
-     */
-    uint64_t duration_ns;
-    /**
-     * Tokens asked for.
-     */
-    uint64_t tokens;
-    /**
-     * Of those, what an unbounded cache finds.
-     */
-    uint64_t known_tokens;
-} kvt_trace_info_t;
-
-/**
- * Hears of the progress of a replay; returns 0 to stop it. Called on the calling
- * thread, under no lock. It must not unwind.
- */
-typedef int32_t (*kvt_progress_fn)(void *user_data, uint64_t requests_done, uint64_t requests);
-
-/**
- * How to replay.
- */
-typedef struct kvt_replay_opts_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * KVT_REPLAY_*.
-     */
-    uint64_t flags;
-    /**
-     * The policy, such as "lru".
-     */
-    const char *spec;
-    /**
-     * Length of the spec.
-     */
-    uint64_t spec_bytes;
-    /**
-     * Blocks that fit; at least 1.
-     */
-    uint64_t capacity_blocks;
-    /**
-     * Requests that are replayed before counting starts.
-     */
-    uint64_t warm_up;
-    /**
-     * Objects are cells of so many layers; 0 = whole blocks.
-     */
-    uint32_t layers;
-    /**
-     * KVT_HINTS_*.
-     */
-    uint32_t hints;
-    /**
-     * Attention cost of a token per token of context, where computing a token costs
-     * 1; 0 = as a model of the 70B class.
-     */
-    double alpha;
-    /**
-     * Hears of the progress; may be null.
-     */
-    kvt_progress_fn progress;
-    /**
-     * Handed to progress.
-     */
-    void *user_data;
-} kvt_replay_opts_t;
-
-/**
- * How a policy did.
- */
-typedef struct kvt_replay_report_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * Requests counted.
-     */
-    uint64_t requests;
-    /**
-     * Blocks asked for.
-     */
-    uint64_t references;
-    /**
-     * Of those, found and usable.
-     */
-    uint64_t hits;
-    /**
-     * Tokens asked for.
-     */
-    uint64_t tokens;
-    /**
-     * Of those, found.
-     */
-    uint64_t hit_tokens;
-    /**
-     * Recompute cost of everything asked for.
-     */
-    double cost;
-    /**
-     * Of that, found.
-     */
-    double hit_cost;
-    /**
-     * Objects inserted.
-     */
-    uint64_t inserts;
-    /**
-     * Objects evicted.
-     */
-    uint64_t evictions;
-    /**
-     * References to what was evicted and wanted again, per reference.
-     */
-    double re_prefill_rate;
-    /**
-     * Jain's index over sessions.
-     */
-    double jain_sessions;
-    /**
-     * Jain's index over tenants.
-     */
-    double jain_tenants;
-    /**
-     * Mean share of the capacity in use since the first eviction.
-     */
-    double utilisation;
-    /**
-     * Half of the eviction calls took at most this.
-     */
-    uint64_t decision_p50_ns;
-    /**
-     * 99 of 100 took at most this.
-     */
-    uint64_t decision_p99_ns;
-    /**
-     * The longest.
-     */
-    uint64_t decision_max_ns;
-    /**
-     * The whole replay, by the machine's clock.
-     */
-    uint64_t run_ns;
-} kvt_replay_report_t;
-
-/**
  * Something that only the remote's server is to see. Copied when a store is opened, wiped
  * when it is closed, and shown by no spec, log, error or control socket. Stands in arrays
  * only.
@@ -4924,6 +3120,60 @@ typedef struct kvt_store_event_t {
 } kvt_store_event_t;
 
 /**
+ * An eviction in the log. Stands in arrays only.
+ */
+typedef struct kvt_policy_log_entry_t {
+    /**
+     * Counts evictions from 1; a gap means that entries were overwritten.
+     */
+    uint64_t number;
+    /**
+     * When, by the caller's clock.
+     */
+    int64_t at_ns;
+    /**
+     * Who.
+     */
+    uint64_t id;
+    /**
+     * Its session; meaningful when `has_session` is not 0.
+     */
+    uint64_t session;
+    /**
+     * When it was used last, as far as the policy noted.
+     */
+    int64_t stamp_ns;
+    /**
+     * Why: what counted in the policy's order, the less the earlier.
+     */
+    double score;
+    /**
+     * What was freed.
+     */
+    uint32_t units;
+    /**
+     * Uses since it was inserted.
+     */
+    uint32_t hits;
+    /**
+     * Which of the policy's queues it came from.
+     */
+    uint32_t queue;
+    /**
+     * Not 0: `session` is known.
+     */
+    uint32_t has_session;
+    /**
+     * The policy that decided: its index for kvt_policy_info.
+     */
+    uint32_t policy;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_policy_log_entry_t;
+
+/**
  * What a tenant has moved. Stands in arrays only.
  */
 typedef struct kvt_tenant_t {
@@ -4988,6 +3238,96 @@ typedef struct kvt_latency_t {
 } kvt_latency_t;
 
 /**
+ * What a store counts of its remote since it was opened, and how that is now.
+ */
+typedef struct kvt_remote_stats_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_REMOTE_*: how it is to fetch from, and to ask; 0 = the store has no remote.
+     */
+    uint32_t reads;
+    /**
+     * KVT_REMOTE_*: how it is to send to.
+     */
+    uint32_t writes;
+    /**
+     * Times that a way to it was given up for a while.
+     */
+    uint64_t left_alone;
+    /**
+     * Names that were asked for.
+     */
+    uint64_t asked_names;
+    /**
+     * Of those, names that were there.
+     */
+    uint64_t found_names;
+    /**
+     * Names that were known to be there without asking.
+     */
+    uint64_t remembered_names;
+    /**
+     * Objects that came.
+     */
+    uint64_t fetched_objects;
+    /**
+     * Cells that came and were right.
+     */
+    uint64_t fetched_cells;
+    /**
+     * Bytes of those.
+     */
+    uint64_t fetched_bytes;
+    /**
+     * Bytes that came and were not wanted.
+     */
+    uint64_t wasted_bytes;
+    /**
+     * Objects that were said to be there and were not.
+     */
+    uint64_t absent_objects;
+    /**
+     * Objects, or cells of them, that were not what they should be.
+     */
+    uint64_t corrupt_objects;
+    /**
+     * Requests that were not answered in time, or not at all.
+     */
+    uint64_t late_requests;
+    /**
+     * Objects that were not fetched, because the remote was left alone.
+     */
+    uint64_t avoided_objects;
+    /**
+     * Objects that were sent.
+     */
+    uint64_t sent_objects;
+    /**
+     * Their bytes.
+     */
+    uint64_t sent_bytes;
+    /**
+     * Objects that somebody else had sent before.
+     */
+    uint64_t known_objects;
+    /**
+     * Objects that could not be sent.
+     */
+    uint64_t failed_sends;
+    /**
+     * Chunks that were not sent: not admitted, or too many waited.
+     */
+    uint64_t refused_chunks;
+    /**
+     * Objects that were taken away there: damaged ones, and what was dropped.
+     */
+    uint64_t removed_objects;
+} kvt_remote_stats_t;
+
+/**
  * Who asks. All of it is optional.
  */
 typedef struct kvt_session_opts_t {
@@ -5026,6 +3366,36 @@ typedef struct kvt_session_opts_t {
 } kvt_session_opts_t;
 
 /**
+ * What the engine says of the future of objects.
+ */
+typedef struct kvt_policy_hint_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_HINT_*.
+     */
+    uint64_t flags;
+    /**
+     * When they are used next, by the clock of now_ns; 0 = not said.
+     */
+    int64_t next_use_ns;
+    /**
+     * How sure that is, 0 to 1.
+     */
+    double confidence;
+    /**
+     * KVT_STOP_*: why the request that used them stopped.
+     */
+    uint32_t stop;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_policy_hint_t;
+
+/**
  * How far a session is.
  */
 typedef struct kvt_session_info_t {
@@ -5050,6 +3420,60 @@ typedef struct kvt_session_info_t {
      */
     uint32_t layers;
 } kvt_session_info_t;
+
+/**
+ * Where the engine has one plane (K or V) of one layer, from the first token of
+ * a move on: the bytes of a head and token lie together, tokens and heads each at
+ * equal distances. Either at one address, or in pages. Stands in arrays only. All
+ * zero = there is no such plane.
+ */
+typedef struct kvt_view_t {
+    /**
+     * Where the first token is; null with pages.
+     */
+    void *address;
+    /**
+     * Where each page starts; null with an address.
+     */
+    void *const *pages;
+    /**
+     * How many pages.
+     */
+    uint64_t page_count;
+    /**
+     * Added to the address of each page: one table serves K, V and all layers.
+     */
+    int64_t shift_bytes;
+    /**
+     * Tokens of a page.
+     */
+    uint32_t page_tokens;
+    /**
+     * Tokens of the view (of a layer with a state: chunks); 0 = as many as the move
+     * says, or as the pages hold. A move to the end of a session says none.
+     */
+    uint32_t tokens;
+    /**
+     * Heads of a token; 0 = 1.
+     */
+    uint32_t heads;
+    /**
+     * KVT_MEMORY_*.
+     */
+    uint32_t memory;
+    /**
+     * Bytes of a head and token. All heads together have what the layout says.
+     */
+    uint64_t run_bytes;
+    /**
+     * From a token to the next; 0 = heads * run_bytes.
+     */
+    uint64_t token_stride_bytes;
+    /**
+     * From a head to the next; 0 = run_bytes.
+     */
+    uint64_t head_stride_bytes;
+} kvt_view_t;
 
 /**
  * A transfer of a session: tokens by layers, and where the engine has them.
@@ -5290,6 +3714,91 @@ typedef struct kvt_sequence_t {
 } kvt_sequence_t;
 
 /**
+ * What an engine calls its blocks: any bytes, one name after the other. Equal names
+ * are equal content: its own hashes, say, of all that the content depends on and the
+ * namespace's identity does not say.
+ */
+typedef struct kvt_names_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * The names, without gaps.
+     */
+    const uint8_t *bytes;
+    /**
+     * Where each ends, from `bytes` on, ascending; null = all have each_bytes bytes.
+     */
+    const uint64_t *ends;
+    /**
+     * Bytes of a name, 1 to 65536; 0 with ends.
+     */
+    uint64_t each_bytes;
+    /**
+     * How many; at most 2^22, and 65536 for a move or to locate them.
+     */
+    uint64_t count;
+} kvt_names_t;
+
+/**
+ * Blocks, and where the engine has them.
+ */
+typedef struct kvt_blocks_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Always 0.
+     */
+    uint64_t flags;
+    /**
+     * What they are called.
+     */
+    const struct kvt_names_t *names;
+    /**
+     * The first layer.
+     */
+    uint32_t first_layer;
+    /**
+     * How many; 0 = all from the first on.
+     */
+    uint32_t layers;
+    /**
+     * K (or the latent, or the states) of each layer: the tokens of all blocks, in the
+     * order of their names. Pages with the tokens of a chunk each give every block its own
+     * address. Null for a prefetch.
+     */
+    const struct kvt_view_t *k;
+    /**
+     * V of each layer; null when the layout has none in these layers. A layer
+     * without V has an entry that is all zero.
+     */
+    const struct kvt_view_t *v;
+    /**
+     * sizeof(kvt_view_t).
+     */
+    uint64_t stride_bytes;
+    /**
+     * KVT_LEVEL_*, for puts alone.
+     */
+    uint32_t level;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * See kvt_transfer_t.
+     */
+    const struct kvt_event_t *ready;
+    /**
+     * See kvt_transfer_t.
+     */
+    uint64_t after;
+} kvt_blocks_t;
+
+/**
  * What became of chunks that were to go.
  */
 typedef struct kvt_clear_report_t {
@@ -5333,6 +3842,714 @@ typedef struct kvt_demote_report_t {
      */
     uint64_t kept_chunks;
 } kvt_demote_report_t;
+
+/**
+ * Candidates as columns: one array a fact, each with `rows` entries. Null = the
+ * default holds for every row. Arrays are aligned as C has them.
+ */
+typedef struct kvt_policy_columns_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * How many candidates there are, at most 2^28.
+     */
+    uint64_t rows;
+    /**
+     * Who; required.
+     */
+    const uint64_t *ids;
+    /**
+     * Blocks that each holds; default 1.
+     */
+    const uint64_t *blocks;
+    /**
+     * When it was made; default 0.
+     */
+    const int64_t *created_ns;
+    /**
+     * When it was used last; default: when it was made.
+     */
+    const int64_t *last_access_ns;
+    /**
+     * How often it was used; default 1.
+     */
+    const uint64_t *count;
+    /**
+     * Its class, 0 leaves first; default 1.
+     */
+    const uint8_t *priority;
+    /**
+     * Not 0: stays.
+     */
+    const uint8_t *pinned;
+    /**
+     * Time until its next use or its end, below 0 = unknown; default unknown.
+     */
+    const int64_t *lifetime_ns;
+    /**
+     * How sure that is, 0 to 1; default 1.
+     */
+    const float *confidence;
+    /**
+     * Tokens it has; default 0.
+     */
+    const uint64_t *length;
+    /**
+     * Tokens it can have; default unknown.
+     */
+    const uint64_t *max_length;
+    /**
+     * Who holds it: above 1 it is shared and stays; default 1.
+     */
+    const uint32_t *refs;
+    /**
+     * Whose it is; default 0.
+     */
+    const uint32_t *tenant;
+    /**
+     * Recompute cost; default: from context and tokens.
+     */
+    const double *cost;
+    /**
+     * Tokens before it; default 0.
+     */
+    const uint64_t *context;
+    /**
+     * Tokens in it; default: its length.
+     */
+    const uint64_t *tokens;
+    /**
+     * Its layer; default 0.
+     */
+    const uint32_t *layer;
+    /**
+     * Layers of the model, for candidates that are cells; default 0.
+     */
+    const uint32_t *layers;
+    /**
+     * Which chunk of its sequence it is; default 0.
+     */
+    const uint32_t *chunk;
+    /**
+     * Chunks of its sequence; default 0.
+     */
+    const uint32_t *chunks;
+    /**
+     * Where the blocks of each row start in `block_ids`, and the end of the last:
+     * rows + 1 entries. Null: blocks are only counted.
+     */
+    const uint64_t *block_offsets;
+    /**
+     * The blocks of all rows, each row's in the order of its tokens. One that
+     * several rows list is shared: it counts once, and is free when all who hold
+     * it have left.
+     */
+    const uint64_t *block_ids;
+    /**
+     * Who holds each of `block_ids`, in all; 0, and null: the rows that list it.
+     */
+    const uint32_t *block_refs;
+    /**
+     * Entries of block_ids, and of block_refs.
+     */
+    uint64_t block_entries;
+} kvt_policy_columns_t;
+
+/**
+ * Scores candidates for the policy "custom": one number a row into
+ * `out_scores`, the least leaves first, NaN is an error. Anything but KVT_OK
+ * ends the call that asked, with that status and without any effect. Columns
+ * and scores are borrowed for the call. Called on the thread that evicts or
+ * selects, under no lock, so from several at once if several do; it may use the
+ * policy. It must not unwind.
+ */
+typedef kvt_status_t (*kvt_policy_score_fn)(void *user_data,
+                                            const struct kvt_policy_columns_t *columns,
+                                            int64_t now_ns,
+                                            double *out_scores);
+
+/**
+ * The callback table of the policy "custom".
+ */
+typedef struct kvt_policy_custom_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Scores candidates.
+     */
+    kvt_policy_score_fn score;
+    /**
+     * Handed to score; taken over on success only.
+     */
+    void *user_data;
+    /**
+     * Releases user_data; may be null.
+     */
+    kvt_destroy_fn destroy;
+} kvt_policy_custom_t;
+
+/**
+ * Says when a sequence is used next or ends: seconds from now and how sure
+ * that is (0 to 1). Returns 1, or 0 when it does not know; what is no number or
+ * out of range counts as that. Called as kvt_policy_score_fn is: in lookups and
+ * records with a session (that is the sequence), where the answer acts as a
+ * hint, and in selections for rows without a lifetime (the sequence is the id).
+ */
+typedef uint32_t (*kvt_policy_predict_fn)(void *user_data,
+                                          uint64_t sequence,
+                                          uint64_t length,
+                                          uint64_t max_length,
+                                          double *out_seconds,
+                                          double *out_confidence);
+
+/**
+ * The engine's own predictor of lifetimes.
+ */
+typedef struct kvt_policy_predictor_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Says when a sequence is used next.
+     */
+    kvt_policy_predict_fn predict;
+    /**
+     * Handed to predict; taken over on success only.
+     */
+    void *user_data;
+    /**
+     * Releases user_data; may be null.
+     */
+    kvt_destroy_fn destroy;
+} kvt_policy_predictor_t;
+
+/**
+ * How to open a policy.
+ */
+typedef struct kvt_policy_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_POLICY_*.
+     */
+    uint64_t flags;
+    /**
+     * The spec, such as "arc" or "qos(inner=s3fifo)"; null = "lru".
+     */
+    const char *spec;
+    /**
+     * Length of the spec.
+     */
+    uint64_t spec_bytes;
+    /**
+     * Most objects at once; 0 = 1048576, at most 2^28.
+     */
+    uint64_t max_objects;
+    /**
+     * What fits, in units; 0 = not known.
+     */
+    uint64_t capacity_units;
+    /**
+     * Evictions that the log keeps; 0 = none, at most 2^20.
+     */
+    uint64_t log_entries;
+    /**
+     * Evicted ids that are remembered, to tell what is computed again; 0 =
+     * 1048576.
+     */
+    uint64_t remember;
+    /**
+     * Recompute cost of n tokens after l tokens of context: n * beta +
+     * alpha * (n * l + n * n / 2). 0 = as for a model of the 70B class.
+     */
+    double alpha;
+    /**
+     * See alpha.
+     */
+    double beta;
+    /**
+     * Scores for the spec "custom", which needs them; else may be null.
+     */
+    const struct kvt_policy_custom_t *custom;
+    /**
+     * The engine's predictor; may be null.
+     */
+    const struct kvt_policy_predictor_t *predictor;
+} kvt_policy_opts_t;
+
+/**
+ * A policy that can be opened. Texts are UTF-8, not NUL-terminated, and live as
+ * long as the library.
+ */
+typedef struct kvt_policy_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Its name in specs.
+     */
+    const char *name;
+    /**
+     * Length of the name.
+     */
+    uint64_t name_bytes;
+    /**
+     * What it does, in a line.
+     */
+    const char *about;
+    /**
+     * Length of that line.
+     */
+    uint64_t about_bytes;
+} kvt_policy_info_t;
+
+/**
+ * Who asks. All of it is optional.
+ */
+typedef struct kvt_policy_context_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_CONTEXT_*.
+     */
+    uint64_t flags;
+    /**
+     * The session: the caller's number for a sequence.
+     */
+    uint64_t session;
+    /**
+     * Its tenant. Kept with the session: without KVT_CONTEXT_SESSION it must be 0.
+     */
+    uint32_t tenant;
+    /**
+     * Its class, at most 255: 0 leaves first; without KVT_CONTEXT_PRIORITY as before,
+     * at first 1. KVT_CONTEXT_PRIORITY needs KVT_CONTEXT_SESSION too.
+     */
+    uint32_t priority;
+    /**
+     * Tokens of the whole request; 0 = tokens_each for each id.
+     */
+    uint32_t length;
+    /**
+     * Tokens it can have; 0 = unknown.
+     */
+    uint32_t max_length;
+    /**
+     * Tokens of one object of its path, the last may have fewer; 0 = 1.
+     */
+    uint32_t tokens_each;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_policy_context_t;
+
+/**
+ * An object to be inserted. Stands in arrays only.
+ */
+typedef struct kvt_policy_row_t {
+    /**
+     * The caller's number for it.
+     */
+    uint64_t id;
+    /**
+     * The object that it continues, with KVT_ROW_PARENT; one that is not there
+     * counts as none.
+     */
+    uint64_t parent;
+    /**
+     * Its size, 1 to 2^32 - 1.
+     */
+    uint64_t units;
+    /**
+     * KVT_ROW_*.
+     */
+    uint64_t flags;
+    /**
+     * When it is used next, as the caller expects; 0 = unknown.
+     */
+    int64_t next_use_ns;
+    /**
+     * Recompute cost; 0 = from the tokens.
+     */
+    double cost;
+    /**
+     * Tokens before it.
+     */
+    uint32_t context;
+    /**
+     * Tokens in it.
+     */
+    uint32_t tokens;
+    /**
+     * Its layer, when objects are cells.
+     */
+    uint32_t layer;
+    /**
+     * Layers of the model; 0 = an object has all.
+     */
+    uint32_t layers;
+    /**
+     * Which chunk of its sequence it is.
+     */
+    uint32_t chunk;
+    /**
+     * Chunks of that sequence.
+     */
+    uint32_t chunks;
+} kvt_policy_row_t;
+
+/**
+ * One that leaves. Stands in arrays only.
+ */
+typedef struct kvt_policy_victim_t {
+    /**
+     * Who.
+     */
+    uint64_t id;
+    /**
+     * What it frees.
+     */
+    uint64_t units;
+} kvt_policy_victim_t;
+
+/**
+ * What an eviction came to. The text lives as long as the library.
+ */
+typedef struct kvt_policy_outcome_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * How many leave.
+     */
+    uint64_t victims;
+    /**
+     * What they free.
+     */
+    uint64_t freed_units;
+    /**
+     * What is missing to what was asked.
+     */
+    uint64_t shortfall_units;
+    /**
+     * How long it took to choose; 0 = not timed (one in 16 is).
+     */
+    uint64_t decision_ns;
+    /**
+     * The policy that decided, which may be another than the one that was opened.
+     */
+    const char *decided_by;
+    /**
+     * Length of that name.
+     */
+    uint64_t decided_by_bytes;
+} kvt_policy_outcome_t;
+
+/**
+ * A candidate that was chosen. Stands in arrays only.
+ */
+typedef struct kvt_policy_pick_t {
+    /**
+     * Its row.
+     */
+    uint64_t row;
+    /**
+     * Who.
+     */
+    uint64_t id;
+    /**
+     * Blocks that are free by it.
+     */
+    uint64_t freed_blocks;
+    /**
+     * Of its blocks it keeps so many, the first ones; 0 = it leaves.
+     */
+    uint64_t kept_blocks;
+    /**
+     * Where its freed blocks start in the selection's block_ids.
+     */
+    uint64_t first_block;
+} kvt_policy_pick_t;
+
+/**
+ * What was chosen: the caller's arrays, and what the library says. Start it with
+ * KVT_POLICY_SELECTION_INIT and set the arrays.
+ */
+typedef struct kvt_policy_selection_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * In: receives who was chosen, in the order of leaving.
+     */
+    struct kvt_policy_pick_t *victims;
+    /**
+     * In: room there; as many as there are rows is always enough.
+     */
+    uint64_t victim_capacity;
+    /**
+     * In: sizeof(kvt_policy_pick_t).
+     */
+    uint64_t stride_bytes;
+    /**
+     * In: receives the blocks that are free, by victim, where the columns list
+     * blocks; may be null.
+     */
+    uint64_t *block_ids;
+    /**
+     * In: room there.
+     */
+    uint64_t block_capacity;
+    /**
+     * How many were chosen; the number needed with KVT_E_TOO_SMALL.
+     */
+    uint64_t victim_count;
+    /**
+     * How many block_ids there are; the number needed with KVT_E_TOO_SMALL.
+     */
+    uint64_t block_count;
+    /**
+     * How many blocks are free.
+     */
+    uint64_t freed_blocks;
+    /**
+     * What is missing to what was asked.
+     */
+    uint64_t shortfall_blocks;
+    /**
+     * How long it took to choose.
+     */
+    uint64_t decision_ns;
+    /**
+     * The policy that decided, which may be another than the one that was
+     * opened. The text lives as long as the library.
+     */
+    const char *decided_by;
+    /**
+     * Length of that name.
+     */
+    uint64_t decided_by_bytes;
+} kvt_policy_selection_t;
+
+/**
+ * What a policy has counted.
+ */
+typedef struct kvt_policy_stats_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Objects in the table.
+     */
+    uint64_t objects;
+    /**
+     * Most there can be.
+     */
+    uint64_t max_objects;
+    /**
+     * The sum of their sizes.
+     */
+    uint64_t units;
+    /**
+     * What fits; 0 = not known.
+     */
+    uint64_t capacity_units;
+    /**
+     * Sessions that are known.
+     */
+    uint64_t sessions;
+    /**
+     * Tenants that are told apart.
+     */
+    uint64_t tenants;
+    /**
+     * Lookups.
+     */
+    uint64_t requests;
+    /**
+     * Objects that they asked for.
+     */
+    uint64_t references;
+    /**
+     * Of those, found and usable.
+     */
+    uint64_t hits;
+    /**
+     * Of those, evicted before and not there: to be computed again.
+     */
+    uint64_t evicted_references;
+    /**
+     * Tokens asked for.
+     */
+    uint64_t tokens;
+    /**
+     * Tokens found.
+     */
+    uint64_t hit_tokens;
+    /**
+     * Recompute cost of what was asked for.
+     */
+    double cost;
+    /**
+     * Recompute cost of what was found.
+     */
+    double hit_cost;
+    /**
+     * Objects inserted.
+     */
+    uint64_t inserts;
+    /**
+     * Objects evicted.
+     */
+    uint64_t evictions;
+    /**
+     * Units they had.
+     */
+    uint64_t evicted_units;
+    /**
+     * Calls that asked for victims, selections included.
+     */
+    uint64_t decisions;
+    /**
+     * Calls that freed less than asked.
+     */
+    uint64_t shortfalls;
+    /**
+     * Decisions that were timed: every selection, one eviction in 16.
+     */
+    uint64_t decisions_timed;
+    /**
+     * Half of those took no longer.
+     */
+    uint64_t decision_p50_ns;
+    /**
+     * 99 of 100 took no longer.
+     */
+    uint64_t decision_p99_ns;
+    /**
+     * The longest.
+     */
+    uint64_t decision_max_ns;
+    /**
+     * The mean.
+     */
+    uint64_t decision_mean_ns;
+    /**
+     * hits / references; this and the ratios below are 0 of nothing.
+     */
+    double hit_ratio;
+    /**
+     * hit_tokens / tokens.
+     */
+    double token_hit_ratio;
+    /**
+     * hit_cost / cost.
+     */
+    double cost_hit_ratio;
+    /**
+     * evicted_references / references.
+     */
+    double re_prefill_rate;
+    /**
+     * Jain's index over sessions of tokens found in parts of those that an unbounded
+     * cache would have found: 1 when all fare alike, 1/n when one has everything.
+     */
+    double jain_sessions;
+    /**
+     * The same over tenants.
+     */
+    double jain_tenants;
+    /**
+     * Metadata of the table for each object when it is full.
+     */
+    double bytes_per_object;
+    /**
+     * The number that the next eviction has in the log.
+     */
+    uint64_t next_log_number;
+    /**
+     * The policy's name. The text lives as long as the library.
+     */
+    const char *name;
+    /**
+     * Length of that name.
+     */
+    uint64_t name_bytes;
+} kvt_policy_stats_t;
+
+/**
+ * What a scheduler is advised.
+ */
+typedef struct kvt_policy_advice_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * The batch to run.
+     */
+    uint64_t batch;
+    /**
+     * Re-prefill rate of the last full window.
+     */
+    double re_prefill_rate;
+    /**
+     * Evictions in it.
+     */
+    uint64_t evictions;
+} kvt_policy_advice_t;
+
+/**
+ * What advice goes by.
+ */
+typedef struct kvt_policy_rules_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_ADVICE_*.
+     */
+    uint64_t flags;
+    /**
+     * Above this share of references computed again, batches are halved; 0 = 0.3.
+     */
+    double shrink_above;
+    /**
+     * Below this many evictions in a window, batches are doubled; 0 = 10.
+     */
+    uint64_t grow_below;
+    /**
+     * Smallest batch; 0 = 1.
+     */
+    uint64_t min_batch;
+    /**
+     * Largest batch; 0 = 128.
+     */
+    uint64_t max_batch;
+    /**
+     * Lookups that make a window; 0 = 100.
+     */
+    uint64_t window;
+    /**
+     * Windows in a row that must agree; 0 = 2.
+     */
+    uint64_t patience;
+} kvt_policy_rules_t;
 
 /**
  * What a model's attention is.
@@ -5537,6 +4754,86 @@ typedef kvt_status_t (*kvt_select_blocks_fn)(void *user_data,
                                              const struct kvt_sparse_context_t *context,
                                              uint32_t *ids,
                                              uint64_t *count_out);
+
+/**
+ * How the lists of a head are meant. Heads may share lists. Stands in arrays only.
+ */
+typedef struct kvt_index_head_t {
+    /**
+     * KVT_INDEX_*.
+     */
+    uint32_t kind;
+    /**
+     * The first of its lists.
+     */
+    uint32_t first;
+    /**
+     * How many lists it has.
+     */
+    uint32_t lists;
+    /**
+     * Blocks and ranges: queries of a row, counted from the first that is computed; 0 = all
+     * of them are one row.
+     */
+    uint32_t query_block;
+    /**
+     * Blocks: keys of a block.
+     */
+    uint32_t key_block;
+    /**
+     * Queries at this position and behind it see all keys, whatever lists say; UINT32_MAX =
+     * none does.
+     */
+    uint32_t dense_from;
+} kvt_index_head_t;
+
+/**
+ * Which keys queries are computed with: by policies, or by the engine. No query sees keys
+ * behind it. No head = all keys; one = for all heads; else one for each query head (an
+ * engine may also say it for each head of keys). Numbers of lists ascend, each once.
+ */
+typedef struct kvt_index_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * How lists are meant.
+     */
+    struct kvt_index_head_t *heads;
+    /**
+     * Room there, when an answer is wanted.
+     */
+    uint64_t head_capacity;
+    /**
+     * How many there are; the number needed with KVT_E_TOO_SMALL.
+     */
+    uint64_t head_count;
+    /**
+     * Where each list begins in `items`, and where the last ends.
+     */
+    uint32_t *starts;
+    /**
+     * Room there.
+     */
+    uint64_t start_capacity;
+    /**
+     * How many there are.
+     */
+    uint64_t start_count;
+    /**
+     * What is in lists.
+     */
+    uint32_t *items;
+    /**
+     * Room there.
+     */
+    uint64_t item_capacity;
+    /**
+     * How many there are.
+     */
+    uint64_t item_count;
+} kvt_index_t;
 
 /**
  * Says which keys queries are computed with: points the arrays of `out` at memory of its own,
@@ -5805,86 +5102,6 @@ typedef struct kvt_sparse_info_t {
 } kvt_sparse_info_t;
 
 /**
- * How a job is cut.
- */
-typedef struct kvt_job_info_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * How many steps it has.
-     */
-    uint32_t steps;
-    /**
-     * Items of the first step.
-     */
-    uint32_t items;
-    /**
-     * Items of the second step, where there is one.
-     */
-    uint32_t last_items;
-    /**
-     * Always 0.
-     */
-    uint32_t reserved;
-    /**
-     * Numbers of scratch that each thread needs.
-     */
-    uint64_t scratch_count;
-    /**
-     * Of a decode that keeps scores: keys that kvt_decode_sums has sums of, for each head.
-     */
-    uint64_t sum_keys;
-} kvt_job_info_t;
-
-/**
- * What is to be computed: queries are at `first_query` and the positions after it, and see
- * keys up to their own position.
- */
-typedef struct kvt_attention_args_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * [tokens, query heads, key dim]
-     */
-    const struct kvt_rows_t *queries;
-    /**
-     * [tokens, key heads, key dim]
-     */
-    const struct kvt_rows_t *keys;
-    /**
-     * [tokens, key heads, value dim]; of a latent the first numbers of the keys, at the same
-     * address.
-     */
-    const struct kvt_rows_t *values;
-    /**
-     * Which keys queries are computed with, by their positions; null = all. Policies say it
-     * (kvt_sparse_index), or the engine.
-     */
-    const struct kvt_index_t *select;
-    /**
-     * The position of the first query.
-     */
-    uint32_t first_query;
-    /**
-     * The position of the first key: where keys come in pieces, results of each are put
-     * together by kvt_attention_merge.
-     */
-    uint32_t first_key;
-    /**
-     * What products are multiplied with; 0 = 1 / sqrt(key dim).
-     */
-    float scale;
-    /**
-     * Always 0.
-     */
-    uint32_t reserved;
-} kvt_attention_args_t;
-
-/**
  * Tokens in a buffer, in the order of their positions: some blocks of a sequence, and its
  * last tokens behind them.
  */
@@ -5982,6 +5199,86 @@ typedef struct kvt_kernel_limits_t {
      */
     uint32_t value_dim;
 } kvt_kernel_limits_t;
+
+/**
+ * How a job is cut.
+ */
+typedef struct kvt_job_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * How many steps it has.
+     */
+    uint32_t steps;
+    /**
+     * Items of the first step.
+     */
+    uint32_t items;
+    /**
+     * Items of the second step, where there is one.
+     */
+    uint32_t last_items;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * Numbers of scratch that each thread needs.
+     */
+    uint64_t scratch_count;
+    /**
+     * Of a decode that keeps scores: keys that kvt_decode_sums has sums of, for each head.
+     */
+    uint64_t sum_keys;
+} kvt_job_info_t;
+
+/**
+ * What is to be computed: queries are at `first_query` and the positions after it, and see
+ * keys up to their own position.
+ */
+typedef struct kvt_attention_args_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * [tokens, query heads, key dim]
+     */
+    const struct kvt_rows_t *queries;
+    /**
+     * [tokens, key heads, key dim]
+     */
+    const struct kvt_rows_t *keys;
+    /**
+     * [tokens, key heads, value dim]; of a latent the first numbers of the keys, at the same
+     * address.
+     */
+    const struct kvt_rows_t *values;
+    /**
+     * Which keys queries are computed with, by their positions; null = all. Policies say it
+     * (kvt_sparse_index), or the engine.
+     */
+    const struct kvt_index_t *select;
+    /**
+     * The position of the first query.
+     */
+    uint32_t first_query;
+    /**
+     * The position of the first key: where keys come in pieces, results of each are put
+     * together by kvt_attention_merge.
+     */
+    uint32_t first_key;
+    /**
+     * What products are multiplied with; 0 = 1 / sqrt(key dim).
+     */
+    float scale;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_attention_args_t;
 
 /**
  * What an offload is opened with.
@@ -7168,179 +6465,882 @@ typedef struct kvt_stream_mark_t {
 } kvt_stream_mark_t;
 
 /**
- * What an engine calls its blocks: any bytes, one name after the other. Equal names
- * are equal content: its own hashes, say, of all that the content depends on and the
- * namespace's identity does not say.
+ * Rows of bytes to copy: `runs` runs of `run_bytes` bytes, read and written at equal distances.
+ * One side has them without gaps. Stands in arrays only.
  */
-typedef struct kvt_names_t {
+typedef struct kvt_copy_rows_t {
     /**
-     * sizeof of this struct.
+     * Where the first run is read.
      */
-    uint64_t struct_size;
+    uint64_t from;
     /**
-     * The names, without gaps.
+     * Where it is written.
      */
-    const uint8_t *bytes;
+    uint64_t to;
     /**
-     * Where each ends, from `bytes` on, ascending; null = all have each_bytes bytes.
+     * From a run to the next, where they are read.
      */
-    const uint64_t *ends;
+    uint64_t from_stride_bytes;
     /**
-     * Bytes of a name, 1 to 65536; 0 with ends.
+     * The same, where they are written.
      */
-    uint64_t each_bytes;
+    uint64_t to_stride_bytes;
     /**
-     * How many; at most 2^22, and 65536 for a move or to locate them.
+     * Bytes of a run.
      */
-    uint64_t count;
-} kvt_names_t;
+    uint64_t run_bytes;
+    /**
+     * How many runs.
+     */
+    uint64_t runs;
+    /**
+     * KVT_MEMORY_*: where they are read.
+     */
+    uint32_t from_memory;
+    /**
+     * KVT_MEMORY_*: where they are written.
+     */
+    uint32_t to_memory;
+} kvt_copy_rows_t;
 
 /**
- * Blocks, and where the engine has them.
+ * Puts copies on a stream (0 to `streams` - 1, each in order), behind the event `after` if that
+ * is not 0, and writes the event of their end, a number of the engine's own that is not 0. No
+ * copies: the event marks the place. A batch whose `after` fails must fail. What is refused must
+ * not have begun. KVT_E_UNAVAILABLE, from any callback: the device is gone; nothing is asked
+ * of it any more but to release and free.
  */
-typedef struct kvt_blocks_t {
+typedef kvt_status_t (*kvt_device_submit_fn)(void *user_data,
+                                             uint32_t stream,
+                                             uint64_t after,
+                                             const struct kvt_copy_rows_t *copies,
+                                             uint64_t count,
+                                             uint64_t stride_bytes,
+                                             uint64_t *event_out);
+
+/**
+ * Whether an event has come: KVT_OK, or KVT_E_AGAIN while it has not. Anything else is what its
+ * batch failed with, and the library takes it that the batch touches no memory any more: where
+ * only the question failed, KVT_E_AGAIN is the answer.
+ */
+typedef kvt_status_t (*kvt_device_query_fn)(void *user_data, uint64_t event);
+
+/**
+ * Waits for an event until a deadline (CLOCK_MONOTONIC, 0 = none). It may return early: the
+ * event is asked for afterwards, and after a pause if it was very early.
+ */
+typedef kvt_status_t (*kvt_device_wait_fn)(void *user_data, uint64_t event, uint64_t deadline_ns);
+
+/**
+ * Takes an event back that nobody asks for any more. Batches that were given it as `after` may
+ * still wait for it.
+ */
+typedef void (*kvt_device_release_fn)(void *user_data, uint64_t event);
+
+/**
+ * Gives memory at a multiple of 256; KVT_E_NOMEM where there is not so much.
+ */
+typedef kvt_status_t (*kvt_device_allocate_fn)(void *user_data,
+                                               uint64_t bytes,
+                                               uint64_t *address_out);
+
+/**
+ * Takes it back.
+ */
+typedef void (*kvt_device_free_fn)(void *user_data, uint64_t address, uint64_t bytes);
+
+/**
+ * What it has left to give.
+ */
+typedef kvt_status_t (*kvt_device_free_bytes_fn)(void *user_data, uint64_t *bytes_out);
+
+/**
+ * Learns of host memory that copies use again and again; with 0 bytes: that it goes.
+ */
+typedef kvt_status_t (*kvt_device_register_host_fn)(void *user_data,
+                                                    uint64_t address,
+                                                    uint64_t bytes);
+
+/**
+ * Makes an event of its own that comes with one that the engine names: see kvt_device_import_event.
+ * The one that is named stays the engine's.
+ */
+typedef kvt_status_t (*kvt_device_import_event_fn)(void *user_data,
+                                                   uint64_t raw,
+                                                   uint64_t *event_out);
+
+/**
+ * Has a stream that the engine names go on only after an event: see kvt_device_stream_wait. It is not
+ * called for an event that has come already.
+ */
+typedef kvt_status_t (*kvt_device_stream_wait_fn)(void *user_data,
+                                                  uint64_t raw_stream,
+                                                  uint64_t event);
+
+/**
+ * One kernel: 256 bytes, the same for all. Addresses are the device's, strides are bytes, 0 =
+ * none; each kernel uses some of the fields, and the others are 0. docs/kernels.md says which.
+ * Stands in arrays only.
+ */
+typedef struct kvt_kernel_t {
+    /**
+     * KVT_LAUNCH_*.
+     */
+    uint32_t kind;
+    /**
+     * KVT_DTYPE_*: what keys and values, or what is read, are.
+     */
+    uint32_t dtype;
+    /**
+     * KVT_DTYPE_*: what queries and the output, or what is written, are.
+     */
+    uint32_t other_dtype;
+    /**
+     * KVT_SCALES_*.
+     */
+    uint32_t scaling;
+    /**
+     * Queries.
+     */
+    uint64_t queries;
+    /**
+     * Keys, or what is read.
+     */
+    uint64_t keys;
+    /**
+     * Values.
+     */
+    uint64_t values;
+    /**
+     * What is written.
+     */
+    uint64_t out;
+    /**
+     * Lists of places.
+     */
+    uint64_t index;
+    /**
+     * How long each list is.
+     */
+    uint64_t counts;
+    /**
+     * Where pages are.
+     */
+    uint64_t table;
+    /**
+     * Numbers that are read or changed.
+     */
+    uint64_t numbers;
+    /**
+     * More of them.
+     */
+    uint64_t more;
+    /**
+     * Scales of narrow numbers.
+     */
+    uint64_t scales;
+    /**
+     * Memory of the kernel's while it runs.
+     */
+    uint64_t scratch;
+    /**
+     * How much.
+     */
+    uint64_t scratch_bytes;
+    /**
+     * From a query to the next.
+     */
+    int64_t query_stride;
+    /**
+     * From a head of a query to the next.
+     */
+    int64_t query_head_stride;
+    /**
+     * From a key to the next.
+     */
+    int64_t key_stride;
+    /**
+     * From a head of a key to the next.
+     */
+    int64_t key_head_stride;
+    /**
+     * From a value to the next.
+     */
+    int64_t value_stride;
+    /**
+     * From a head of a value to the next.
+     */
+    int64_t value_head_stride;
+    /**
+     * From a row of what is written to the next.
+     */
+    int64_t out_stride;
+    /**
+     * From a head of it to the next.
+     */
+    int64_t out_head_stride;
+    /**
+     * How many queries.
+     */
+    uint32_t query_count;
+    /**
+     * Heads of a query.
+     */
+    uint32_t query_heads;
+    /**
+     * Heads of a key.
+     */
+    uint32_t key_heads;
+    /**
+     * Numbers of a key's head.
+     */
+    uint32_t key_dim;
+    /**
+     * Numbers of a value's head.
+     */
+    uint32_t value_dim;
+    /**
+     * Tokens of a page or block.
+     */
+    uint32_t page_tokens;
+    /**
+     * Tokens that the sequence has.
+     */
+    uint32_t tokens;
+    /**
+     * The first of what is worked on.
+     */
+    uint32_t first;
+    /**
+     * How many.
+     */
+    uint32_t count;
+    /**
+     * How many stay, or are chosen.
+     */
+    uint32_t keep;
+    /**
+     * So many of the last stay.
+     */
+    uint32_t recent;
+    /**
+     * So many of the first stay.
+     */
+    uint32_t sinks;
+    /**
+     * What products are multiplied with.
+     */
+    float scale;
+    /**
+     * What else it is to do, as the kernel says.
+     */
+    uint32_t flags;
+    /**
+     * 0.
+     */
+    uint64_t reserved[3];
+} kvt_kernel_t;
+
+/**
+ * Puts kernels on a stream, as copies.
+ */
+typedef kvt_status_t (*kvt_device_launch_fn)(void *user_data,
+                                             uint32_t stream,
+                                             uint64_t after,
+                                             const struct kvt_kernel_t *kernels,
+                                             uint64_t count,
+                                             uint64_t stride_bytes,
+                                             uint64_t *event_out);
+
+/**
+ * Makes an event that comes when `keep` says so: what is put behind it waits until then.
+ */
+typedef kvt_status_t (*kvt_device_create_event_fn)(void *user_data, uint64_t *event_out);
+
+/**
+ * Has such an event come, if it has not. It must not wait. Any thread may say so: that which ends
+ * an op, too.
+ */
+typedef kvt_status_t (*kvt_device_signal_event_fn)(void *user_data, uint64_t event);
+
+/**
+ * A device of the engine's own. `submit` and `query` must be there; each of the others may be
+ * null, and then there is none of that. They are called from any thread, from several at once;
+ * they must not unwind, and must not call the device they are of. `release`, `allocate`, `free`
+ * and `free_bytes` may be called while the library holds a lock: they must call nothing of it,
+ * and wait for no thread that does. The others are called with no lock held.
+ * kvt_device_conformance says whether all is as it should be.
+ */
+typedef struct kvt_device_custom_t {
     /**
      * sizeof of this struct.
      */
     uint64_t struct_size;
     /**
-     * Always 0.
+     * KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED.
      */
     uint64_t flags;
     /**
-     * What they are called.
+     * How many streams it has, 1 to 64. The upper half is for batches behind events that may
+     * come late, so that they hold up nothing else.
      */
-    const struct kvt_names_t *names;
-    /**
-     * The first layer.
-     */
-    uint32_t first_layer;
-    /**
-     * How many; 0 = all from the first on.
-     */
-    uint32_t layers;
-    /**
-     * K (or the latent, or the states) of each layer: the tokens of all blocks, in the
-     * order of their names. Pages with the tokens of a chunk each give every block its own
-     * address. Null for a prefetch.
-     */
-    const struct kvt_view_t *k;
-    /**
-     * V of each layer; null when the layout has none in these layers. A layer
-     * without V has an entry that is all zero.
-     */
-    const struct kvt_view_t *v;
-    /**
-     * sizeof(kvt_view_t).
-     */
-    uint64_t stride_bytes;
-    /**
-     * KVT_LEVEL_*, for puts alone.
-     */
-    uint32_t level;
+    uint32_t streams;
     /**
      * Always 0.
      */
     uint32_t reserved;
     /**
-     * See kvt_transfer_t.
+     * The kernels that `launch` knows: 1 << KVT_LAUNCH_* for each.
      */
-    const struct kvt_event_t *ready;
+    uint64_t kernels;
     /**
-     * See kvt_transfer_t.
+     * Copies.
      */
-    uint64_t after;
-} kvt_blocks_t;
+    kvt_device_submit_fn submit;
+    /**
+     * How far an event is.
+     */
+    kvt_device_query_fn query;
+    /**
+     * Waits; null = events are asked for every so often.
+     */
+    kvt_device_wait_fn wait;
+    /**
+     * Takes events back.
+     */
+    kvt_device_release_fn release;
+    /**
+     * Gives memory.
+     */
+    kvt_device_allocate_fn allocate;
+    /**
+     * Takes it back.
+     */
+    kvt_device_free_fn free;
+    /**
+     * What is left.
+     */
+    kvt_device_free_bytes_fn free_bytes;
+    /**
+     * Host memory that is used again and again.
+     */
+    kvt_device_register_host_fn register_host;
+    /**
+     * Events of the engine's.
+     */
+    kvt_device_import_event_fn import_event;
+    /**
+     * Streams of the engine's.
+     */
+    kvt_device_stream_wait_fn stream_wait;
+    /**
+     * Kernels.
+     */
+    kvt_device_launch_fn launch;
+    /**
+     * Handed to all of them; taken over on success only.
+     */
+    void *user_data;
+    /**
+     * Releases user_data; may be null.
+     */
+    kvt_destroy_fn destroy;
+    /**
+     * Events that come when they are told to; null = there are none, and no stream can wait for
+     * an op.
+     */
+    kvt_device_create_event_fn create_event;
+    /**
+     * Tells them: there with `promise` alone.
+     */
+    kvt_device_signal_event_fn signal_event;
+} kvt_device_custom_t;
 
 /**
- * What a store counts of its remote since it was opened, and how that is now.
+ * How to open a device.
  */
-typedef struct kvt_remote_stats_t {
+typedef struct kvt_device_opts_t {
     /**
      * sizeof of this struct.
      */
     uint64_t struct_size;
     /**
-     * KVT_REMOTE_*: how it is to fetch from, and to ask; 0 = the store has no remote.
+     * KVT_DEVICE_VERIFY, or 0.
      */
-    uint32_t reads;
+    uint64_t flags;
     /**
-     * KVT_REMOTE_*: how it is to send to.
+     * KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
      */
-    uint32_t writes;
+    uint32_t kind;
     /**
-     * Times that a way to it was given up for a while.
+     * CUDA: which device, where no context is given.
      */
-    uint64_t left_alone;
+    uint32_t ordinal;
     /**
-     * Names that were asked for.
+     * CUDA: the engine's context (CUcontext), which outlives the device; 0 = the one that the
+     * process shares.
      */
-    uint64_t asked_names;
+    uint64_t context;
     /**
-     * Of those, names that were there.
+     * CUDA: the engine's streams (CUstream) of that context, none of them a default stream;
+     * null = some of its own.
      */
-    uint64_t found_names;
+    const uint64_t *streams;
     /**
-     * Names that were known to be there without asking.
+     * How many, at most 64.
      */
-    uint64_t remembered_names;
+    uint64_t stream_count;
     /**
-     * Objects that came.
+     * CUDA: the path of the driver's library; null = the system's.
      */
-    uint64_t fetched_objects;
+    const char *library;
     /**
-     * Cells that came and were right.
+     * Length of that.
      */
-    uint64_t fetched_cells;
+    uint64_t library_bytes;
     /**
-     * Bytes of those.
+     * Custom: what the engine can do.
      */
-    uint64_t fetched_bytes;
+    const struct kvt_device_custom_t *custom;
     /**
-     * Bytes that came and were not wanted.
+     * Simulated: its memory; 0 = no limit.
      */
-    uint64_t wasted_bytes;
+    uint64_t memory_bytes;
     /**
-     * Objects that were said to be there and were not.
+     * Simulated: chooses all that is left to chance.
      */
-    uint64_t absent_objects;
+    uint64_t seed;
     /**
-     * Objects, or cells of them, that were not what they should be.
+     * Simulated: what a batch takes at least; 0 = 10 us.
      */
-    uint64_t corrupt_objects;
+    uint64_t latency_ns;
     /**
-     * Requests that were not answered in time, or not at all.
+     * Simulated: what a stream moves; 0 = 20 GB/s.
      */
-    uint64_t late_requests;
+    uint64_t bytes_per_s;
     /**
-     * Objects that were not fetched, because the remote was left alone.
+     * CUDA: memory of that device, which outlives it: what it gives out (to stores, streamers,
+     * and by kvt_device_alloc) comes from there. 0 = the driver is asked.
      */
-    uint64_t avoided_objects;
+    uint64_t arena;
     /**
-     * Objects that were sent.
+     * How much; 0 with 0.
      */
-    uint64_t sent_objects;
+    uint64_t arena_bytes;
     /**
-     * Their bytes.
+     * CUDA: other devices of the process (ordinals) whose memory copies may name, too, as what
+     * their primary contexts gave out; null = none.
      */
-    uint64_t sent_bytes;
+    const uint32_t *peers;
     /**
-     * Objects that somebody else had sent before.
+     * How many, at most 63.
      */
-    uint64_t known_objects;
+    uint64_t peer_count;
     /**
-     * Objects that could not be sent.
+     * CUDA: the path of cuFile's library, which is loaded when files are to be read straight
+     * into device memory (KVT_STREAM_DIRECT); null = the system's.
      */
-    uint64_t failed_sends;
+    const char *cufile;
     /**
-     * Chunks that were not sent: not admitted, or too many waited.
+     * Length of that.
      */
-    uint64_t refused_chunks;
+    uint64_t cufile_bytes;
+} kvt_device_opts_t;
+
+/**
+ * What a device is and can do.
+ */
+typedef struct kvt_device_info_t {
     /**
-     * Objects that were taken away there: damaged ones, and what was dropped.
+     * sizeof of this struct.
      */
-    uint64_t removed_objects;
-} kvt_remote_stats_t;
+    uint64_t struct_size;
+    /**
+     * KVT_DEVICE_ASYNCHRONOUS and so on.
+     */
+    uint64_t flags;
+    /**
+     * The kind that it was opened as.
+     */
+    uint32_t kind;
+    /**
+     * How many streams it has: work on one is in order.
+     */
+    uint32_t streams;
+    /**
+     * The kernels it has: 1 << KVT_LAUNCH_* for each.
+     */
+    uint64_t kernels;
+    /**
+     * What it has left to give; UINT64_MAX where it does not know.
+     */
+    uint64_t free_bytes;
+} kvt_device_info_t;
+
+/**
+ * Memory that a device has set aside.
+ */
+typedef struct kvt_device_memory_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Where it starts: a multiple of 256.
+     */
+    uint64_t address;
+    /**
+     * How long it is.
+     */
+    uint64_t bytes;
+    /**
+     * The library's own: which one it is.
+     */
+    uint64_t number;
+    /**
+     * KVT_MEMORY_*: where the address is valid.
+     */
+    uint32_t memory;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_device_memory_t;
+
+/**
+ * A copy between tokens as an engine has them and a plane: the same tokens, heads and numbers
+ * one after the other, without gaps. Stands in arrays only.
+ */
+typedef struct kvt_copy_t {
+    /**
+     * KVT_COPY_SUM or 0.
+     */
+    uint64_t flags;
+    /**
+     * Where the engine has the tokens. It says how many it has.
+     */
+    struct kvt_view_t view;
+    /**
+     * The plane: tokens * heads * run_bytes bytes.
+     */
+    void *plane;
+    /**
+     * KVT_MEMORY_*: where that is.
+     */
+    uint32_t plane_memory;
+    /**
+     * KVT_COPY_GATHER or KVT_COPY_SCATTER.
+     */
+    uint32_t direction;
+    /**
+     * The first token that is copied.
+     */
+    uint32_t first_token;
+    /**
+     * How many; 0 = all from there on.
+     */
+    uint32_t tokens;
+    /**
+     * Receives the checksum (as kvt_checksum makes it), if one was wanted and the device sums. An
+     * asynchronous device is asked for it later: kvt_device_sums.
+     */
+    uint64_t sum;
+} kvt_copy_t;
+
+/**
+ * How a device is put to the test.
+ */
+typedef struct kvt_conformance_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_CONFORMANCE_CLOSES or 0.
+     */
+    uint64_t flags;
+    /**
+     * Chooses all that is left to chance.
+     */
+    uint64_t seed;
+    /**
+     * How long an event may take; 0 = 30 s.
+     */
+    uint64_t patience_ns;
+    /**
+     * How often what is left to chance is tried; 0 = 40, at most 100,000.
+     */
+    uint32_t rounds;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_conformance_opts_t;
+
+/**
+ * Hears of a check: its name, a KVT_VERDICT_*, and why. Texts are UTF-8, not NUL-terminated,
+ * borrowed for the call. Called by the thread that called. It must not unwind.
+ */
+typedef void (*kvt_conformance_fn)(void *user_data,
+                                   const char *name,
+                                   uint64_t name_bytes,
+                                   uint32_t verdict,
+                                   const char *why,
+                                   uint64_t why_bytes);
+
+/**
+ * How many checks ended how.
+ */
+typedef struct kvt_conformance_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * As they should.
+     */
+    uint32_t passed;
+    /**
+     * There was nothing to test.
+     */
+    uint32_t skipped;
+    /**
+     * Something is wrong.
+     */
+    uint32_t failed;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_conformance_t;
+
+/**
+ * What to read or make.
+ */
+typedef struct kvt_trace_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_TRACE_*.
+     */
+    uint64_t flags;
+    /**
+     * To read: a regular file, plain or zstd.
+     */
+    const char *path;
+    /**
+     * Length of the path.
+     */
+    uint64_t path_bytes;
+    /**
+     * To read: kvtier, mooncake, weka, sharegpt, azure, oracle or csv; empty = by
+     * the content. To make: chat, agent, batch, multitenant or burst.
+     */
+    const char *kind;
+    /**
+     * Length of the kind.
+     */
+    uint64_t kind_bytes;
+    /**
+     * Tokens of a block, where the file leaves it open; 0 = 512.
+     */
+    uint64_t block_tokens;
+    /**
+     * For whatever the file leaves to chance, and for everything made; 0 = 7.
+     */
+    uint64_t seed;
+    /**
+     * Mean time between starts of sessions that the file does not tell; 0 = usual.
+     */
+    uint64_t gap_ns;
+    /**
+     * How long it goes on, where that is chosen here; 0 = a day.
+     */
+    uint64_t duration_ns;
+    /**
+     * To make: sessions that start in a second; 0 = usual.
+     */
+    double rate;
+} kvt_trace_opts_t;
+
+/**
+ * What is in a trace.
+ */
+typedef struct kvt_trace_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Requests.
+     */
+    uint64_t requests;
+    /**
+     * Blocks they ask for.
+     */
+    uint64_t references;
+    /**
+     * Different ones of those.
+     */
+    uint64_t blocks;
+    /**
+     * Tokens of a block.
+     */
+    uint64_t block_tokens;
+    /**
+     * Sessions, named or told from the paths.
+     */
+    uint64_t sessions;
+    /**
+     * From the first request to the last.
+     */
+    uint64_t duration_ns;
+    /**
+     * Tokens asked for.
+     */
+    uint64_t tokens;
+    /**
+     * Of those, what an unbounded cache finds.
+     */
+    uint64_t known_tokens;
+} kvt_trace_info_t;
+
+/**
+ * Hears of the progress of a replay; returns 0 to stop it. Called on the calling
+ * thread, under no lock. It must not unwind.
+ */
+typedef int32_t (*kvt_progress_fn)(void *user_data, uint64_t requests_done, uint64_t requests);
+
+/**
+ * How to replay.
+ */
+typedef struct kvt_replay_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_REPLAY_*.
+     */
+    uint64_t flags;
+    /**
+     * The policy, such as "lru".
+     */
+    const char *spec;
+    /**
+     * Length of the spec.
+     */
+    uint64_t spec_bytes;
+    /**
+     * Blocks that fit; at least 1.
+     */
+    uint64_t capacity_blocks;
+    /**
+     * Requests that are replayed before counting starts.
+     */
+    uint64_t warm_up;
+    /**
+     * Objects are cells of so many layers; 0 = whole blocks.
+     */
+    uint32_t layers;
+    /**
+     * KVT_HINTS_*.
+     */
+    uint32_t hints;
+    /**
+     * Attention cost of a token per token of context, where computing a token costs
+     * 1; 0 = as a model of the 70B class.
+     */
+    double alpha;
+    /**
+     * Hears of the progress; may be null.
+     */
+    kvt_progress_fn progress;
+    /**
+     * Handed to progress.
+     */
+    void *user_data;
+} kvt_replay_opts_t;
+
+/**
+ * How a policy did.
+ */
+typedef struct kvt_replay_report_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Requests counted.
+     */
+    uint64_t requests;
+    /**
+     * Blocks asked for.
+     */
+    uint64_t references;
+    /**
+     * Of those, found and usable.
+     */
+    uint64_t hits;
+    /**
+     * Tokens asked for.
+     */
+    uint64_t tokens;
+    /**
+     * Of those, found.
+     */
+    uint64_t hit_tokens;
+    /**
+     * Recompute cost of everything asked for.
+     */
+    double cost;
+    /**
+     * Of that, found.
+     */
+    double hit_cost;
+    /**
+     * Objects inserted.
+     */
+    uint64_t inserts;
+    /**
+     * Objects evicted.
+     */
+    uint64_t evictions;
+    /**
+     * References to what was evicted and wanted again, per reference.
+     */
+    double re_prefill_rate;
+    /**
+     * Jain's index over sessions.
+     */
+    double jain_sessions;
+    /**
+     * Jain's index over tenants.
+     */
+    double jain_tenants;
+    /**
+     * Mean share of the capacity in use since the first eviction.
+     */
+    double utilisation;
+    /**
+     * Half of the eviction calls took at most this.
+     */
+    uint64_t decision_p50_ns;
+    /**
+     * 99 of 100 took at most this.
+     */
+    uint64_t decision_p99_ns;
+    /**
+     * The longest.
+     */
+    uint64_t decision_max_ns;
+    /**
+     * The whole replay, by the machine's clock.
+     */
+    uint64_t run_ns;
+} kvt_replay_report_t;
 
 /**
  * Success.
@@ -8223,438 +8223,1135 @@ kvt_status_t kvt_buffer_submit(const struct kvt_runtime_t *runtime,
 kvt_status_t kvt_checksum(const void *data, uint64_t size, uint64_t *out_value);
 
 /**
- * Opens a device.
+ * Opens a store: makes or recovers its disk, and starts its threads. Waits for
+ * the disk, and for an answer of its remote as long as `connect` and `timeout` say; one that
+ * does not answer is tried again later, unless the spec requires it.
  *
  * @param runtime  Where it belongs.
- * @param opts     Which one.
- * @param out      The device; close it with kvt_device_close.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_UNAVAILABLE (CUDA: no driver, one that is too old or broken, or no such
- *         device; the message says which), KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
- *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ * @param budget   Who pays for its memory, a budget of that runtime; null = one of its own,
+ *                 of what the machine or the cgroup can give now, less a reserve.
+ * @param opts     What it is to be like; null for defaults.
+ * @param out      The store; close it with kvt_store_close.
+ * @param err      Explains a failure, with the offset in the spec and the nearest
+ *                 name that exists; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory, or the control socket's
+ *         path, is in use), KVT_E_STATE (what is at that path is no socket of this
+ *         user's), KVT_E_NOT_FOUND (a folder above that of the disk is missing), KVT_E_IO,
+ *         KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_UNAVAILABLE (a remote that is required, or that refuses us),
+ *         KVT_E_UNSUPPORTED (a remote that is not built in), KVT_E_PANIC.
  *
- * Ownership: the caller owns the device. Threading: any thread. Since 0.1.
+ * Ownership: the caller owns the store. Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_open(const struct kvt_runtime_t *runtime,
-                             const struct kvt_device_opts_t *opts,
-                             struct kvt_device_t **out,
-                             struct kvt_error_t **err);
+kvt_status_t kvt_store_open(const struct kvt_runtime_t *runtime,
+                            const struct kvt_budget_t *budget,
+                            const struct kvt_store_opts_t *opts,
+                            struct kvt_store_t **out,
+                            struct kvt_error_t **err);
 
 /**
- * Closes a device: refuses new work and waits for what is under way, and for calls of other
- * threads. Its memory that was not given back goes with it.
+ * Closes a store: refuses new work, cancels what is open, waits for it and for
+ * the threads, and lets the directory go. Before that, full chunks that are in
+ * memory only are written to disk, as far as admission and room allow and unless
+ * it says write=never; what is left in memory is gone. Namespaces and sessions
+ * that are left open give KVT_E_CLOSED from then on and are closed as usual;
+ * results of ops stay.
  *
- * @param device       Pointer to the handle, cleared on success; null, or a null handle, is
- *                     fine.
+ * @param store        Pointer to the handle, cleared on success; null, or a null
+ *                     handle, is fine.
  * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
  * @param err          Explains a failure; may be null.
- * @return KVT_OK; KVT_E_BUSY while a store or a streamer has it (it stays open), or when work
- *         has not ended at the deadline (it stays closing and valid: call again);
- *         KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ * @return KVT_OK; KVT_E_BUSY at the deadline (the store stays closing and valid:
+ *         call again); KVT_E_IO when the disk failed at the end (all the same it is
+ *         closed: call again to free the handle); KVT_E_REENTRANT inside a callback;
+ *         KVT_E_HANDLE, KVT_E_FORKED.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_close(struct kvt_device_t **device,
-                              uint64_t deadline_ns,
-                              struct kvt_error_t **err);
-
-/**
- * What a device is and can do.
- *
- * @param device  The device.
- * @param out     Filled in; start it with KVT_DEVICE_INFO_INIT.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_device_info(const struct kvt_device_t *device, struct kvt_device_info_t *out);
-
-/**
- * A device in words, for logs: its name, and how it copies.
- *
- * @param device        The device.
- * @param out           Receives the words, not NUL-terminated; may be null.
- * @param out_capacity  How many bytes there is room for.
- * @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
- * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_device_describe(const struct kvt_device_t *device,
-                                 char *out,
-                                 uint64_t out_capacity,
-                                 uint64_t *out_bytes);
-
-/**
- * Sets memory of a device aside.
- *
- * @param device  The device.
- * @param bytes   How much.
- * @param out     What it is; start it with KVT_DEVICE_MEMORY_INIT. What is in it is not said.
- * @param err     Explains a failure; may be null.
- * @return KVT_OK; KVT_E_NOMEM, KVT_E_UNSUPPORTED (it has none to give), KVT_E_UNAVAILABLE (the
- *         device is lost), KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
- *         KVT_E_PANIC.
- *
- * Ownership: give it back with kvt_device_free; else it goes with the device. Threading: any
- * thread. Since 0.1.
- */
-kvt_status_t kvt_device_alloc(const struct kvt_device_t *device,
-                              uint64_t bytes,
-                              struct kvt_device_memory_t *out,
-                              struct kvt_error_t **err);
-
-/**
- * Gives memory back.
- *
- * @param device  The device that gave it.
- * @param memory  As kvt_device_alloc wrote it.
- * @param err     Explains a failure; may be null.
- * @return KVT_OK; KVT_E_BUSY while work under way is seen to use it; KVT_E_HANDLE (it is not
- *         this device's, or was given back; or the device's handle), KVT_E_INVALID,
- *         KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_device_free(const struct kvt_device_t *device,
-                             const struct kvt_device_memory_t *memory,
-                             struct kvt_error_t **err);
-
-/**
- * Tells a device of host memory that copies will use again and again, so that they are as fast
- * as they can be: CUDA pins it. Where it cannot, copies work, are slower, and wait in the call;
- * kvt_device_describe says how much memory that is. A device to which all host memory is the same
- * does nothing.
- *
- * @param device   The device.
- * @param address  Where it starts, of a page.
- * @param bytes    How much.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID (also where it overlaps what the device was told of),
- *         KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. What a
- *         device of the engine's own says.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_device_register_host(const struct kvt_device_t *device,
-                                      void *address,
-                                      uint64_t bytes,
-                                      struct kvt_error_t **err);
-
-/**
- * Takes that back, before the memory goes.
- *
- * @param device   The device.
- * @param address  As it was said.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_HANDLE (CUDA was not told of it; or the device's handle),
- *         KVT_E_UNAVAILABLE, KVT_E_FORKED, KVT_E_PANIC. What a device of the engine's own says.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_device_unregister_host(const struct kvt_device_t *device,
-                                        void *address,
-                                        struct kvt_error_t **err);
-
-/**
- * Puts copies on a stream, behind an event if one is given, and behind what is there. Without
- * copies it marks the place. CUDA waits in the call for what they are behind where they go from
- * host to host memory, or use any that was not told of (kvt_device_register_host) or not pinned.
- *
- * @param device        The device.
- * @param stream        0 to kvt_device_info_t.streams - 1.
- * @param after         An event of the device's; 0 = none.
- * @param copies        The copies; their sums are written.
- * @param count         How many, at most 65,536.
- * @param stride_bytes  sizeof(kvt_copy_t).
- * @param out_event     Receives the event of their end; release it with kvt_device_release.
- * @param err           Explains a failure; may be null.
- * @return KVT_OK: they are on their way, or done where the device is not asynchronous;
- *         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_UNSUPPORTED (memory that the device does not
- *         reach), KVT_E_TOO_NEW, KVT_E_AGAIN (65,536 events are open), KVT_E_STATE (a graph is
- *         made of the stream), KVT_E_UNAVAILABLE (the device is lost), KVT_E_CLOSED,
- *         KVT_E_HANDLE, KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED, KVT_E_PANIC. What `after` failed
- *         with.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_device_copy(const struct kvt_device_t *device,
-                             uint32_t stream,
-                             uint64_t after,
-                             struct kvt_copy_t *copies,
-                             uint64_t count,
-                             uint64_t stride_bytes,
-                             uint64_t *out_event,
-                             struct kvt_error_t **err);
-
-/**
- * How far an event is. Never waits for one; at most until another thread's call has put its work
- * on a stream.
- *
- * @param device  The device.
- * @param event   One of its events.
- * @return KVT_OK: it has come. KVT_E_AGAIN: not yet. What its batch failed with; of targets it
- *         is not known then what they have. KVT_E_HANDLE: it is none of this device, or was
- *         released. KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_device_query(const struct kvt_device_t *device, uint64_t event);
-
-/**
- * Waits for an event.
- *
- * @param device       The device.
- * @param event        One of its events.
- * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
- * @param err          Explains a failure; may be null.
- * @return KVT_OK: it has come; KVT_E_TIMEOUT; what its batch failed with; KVT_E_HANDLE,
- *         KVT_E_REENTRANT inside a callback, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_device_wait(const struct kvt_device_t *device,
-                             uint64_t event,
+kvt_status_t kvt_store_close(struct kvt_store_t **store,
                              uint64_t deadline_ns,
                              struct kvt_error_t **err);
 
 /**
- * The checksums of the copies of a batch that wanted one (KVT_COPY_SUM), in their order, from
- * when its event has come until that is released. Who copies by itself holds them against
- * kvt_checksum of what is in host memory: bytes that changed on the bus have another. Never
- * waits.
+ * What a store counts and has; also of a poisoned one.
  *
- * @param device     An asynchronous device that sums (KVT_DEVICE_SUMS): others have put sums
- *                   into the copies.
- * @param event      One of its events.
- * @param sums       Receives checksums.
- * @param capacity   How many there is room for, at most 65,536.
- * @param out_count  How many were written.
- * @param err        Explains a failure; may be null.
- * @return KVT_OK; KVT_E_BUSY (the event has not come), what its batch failed with,
- *         KVT_E_UNSUPPORTED (the device has no such sums), KVT_E_INVALID, KVT_E_LIMIT,
- *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ * @param store  The store.
+ * @param out    Filled in; start it with KVT_STORE_STATS_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_sums(const struct kvt_device_t *device,
-                             uint64_t event,
-                             uint64_t *sums,
-                             uint64_t capacity,
-                             uint64_t *out_count,
+kvt_status_t kvt_store_stats(const struct kvt_store_t *store, struct kvt_store_stats_t *out);
+
+/**
+ * The same numbers as text, in the format that Prometheus collects.
+ *
+ * @param store         The store.
+ * @param out           Receives the text, not NUL-terminated; may be null with
+ *                      out_capacity 0 to learn the size.
+ * @param out_capacity  Room at `out`. Numbers grow: leave some to spare.
+ * @param out_bytes     Length of the text; also written with KVT_E_TOO_SMALL. May
+ *                      be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_store_metrics(const struct kvt_store_t *store,
+                               char *out,
+                               uint64_t out_capacity,
+                               uint64_t *out_bytes);
+
+/**
+ * Opens a namespace of a store, or finds it: equal identities and layouts are
+ * the same one. What a store found on disk is there again under its key.
+ *
+ * @param store     The store.
+ * @param identity  Who may share; null = all fields absent.
+ * @param layout    What the KV is made of.
+ * @param flags     KVT_NAMESPACE_*.
+ * @param out       The namespace; close it with kvt_namespace_close.
+ * @param err       Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (also when it is open with other flags),
+ *         KVT_E_SPEC (the recipe names an unknown codec), KVT_E_LIMIT (65,536
+ *         namespaces, or those of 64 layouts, are open or have chunks that are
+ *         held or pinned; what nobody has open gives way), KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the namespace; structs and arrays are copied.
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_namespace_open(const struct kvt_store_t *store,
+                                const struct kvt_identity_t *identity,
+                                const struct kvt_layout_t *layout,
+                                uint64_t flags,
+                                struct kvt_namespace_t **out,
+                                struct kvt_error_t **err);
+
+/**
+ * The key of a namespace: what its identity and layout come to.
+ *
+ * @param ns    The namespace.
+ * @param out_key  Receives KVT_KEY_BYTES bytes.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_namespace_key(const struct kvt_namespace_t *ns, uint8_t *out_key);
+
+/**
+ * Closes a namespace. Its chunks stay in the store, its sessions stay open.
+ *
+ * @param ns  Pointer to the handle, cleared on success; null, or a null
+ *               handle, is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_close(struct kvt_namespace_t **ns);
+
+/**
+ * Says how far a sequence could go on with what a namespace has, and what that
+ * takes: for schedulers that choose between places. No use is counted, nothing is
+ * held: what is there now may be gone at the next call.
+ *
+ * @param ns         The namespace.
+ * @param tokens        The sequence.
+ * @param token_count   How many, at most 2^27.
+ * @param ranges        Receives all tokens as ranges, in their order; may be null
+ *                      with capacity 0 to learn how many there are.
+ * @param capacity      Room there, in entries, at most 2^24.
+ * @param stride_bytes  sizeof(kvt_range_t).
+ * @param out_count     How many ranges there are; also written with KVT_E_TOO_SMALL.
+ *                      May be null.
+ * @param out           The sum of it; start it with KVT_LOOKUP_INIT. May be null.
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_lookup(const struct kvt_namespace_t *ns,
+                                  const uint32_t *tokens,
+                                  uint64_t token_count,
+                                  struct kvt_range_t *ranges,
+                                  uint64_t capacity,
+                                  uint64_t stride_bytes,
+                                  uint64_t *out_count,
+                                  struct kvt_lookup_t *out,
+                                  struct kvt_error_t **err);
+
+/**
+ * The same for a sequence whose chunks' keys are known (docs/keys.md says how they
+ * are made).
+ *
+ * @param ns         The namespace.
+ * @param keys          The keys of its full chunks, KVT_KEY_BYTES each.
+ * @param key_count     How many.
+ * @param token_count   Tokens of the sequence: as many as the keys stand for, or
+ *                      some more that fill no chunk.
+ * @param ranges        See kvt_namespace_lookup.
+ * @param capacity      See kvt_namespace_lookup.
+ * @param stride_bytes  See kvt_namespace_lookup.
+ * @param out_count     See kvt_namespace_lookup.
+ * @param out           See kvt_namespace_lookup.
+ * @param err           Explains a failure; may be null.
+ * @return As kvt_namespace_lookup.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_lookup_keys(const struct kvt_namespace_t *ns,
+                                       const uint8_t *keys,
+                                       uint64_t key_count,
+                                       uint64_t token_count,
+                                       struct kvt_range_t *ranges,
+                                       uint64_t capacity,
+                                       uint64_t stride_bytes,
+                                       uint64_t *out_count,
+                                       struct kvt_lookup_t *out,
+                                       struct kvt_error_t **err);
+
+/**
+ * Says of chunks whether a namespace has them, and where. No use is counted, nothing
+ * is held.
+ *
+ * @param ns      The namespace.
+ * @param keys       Keys of full chunks, KVT_KEY_BYTES each.
+ * @param key_count  How many, at most 2^27.
+ * @param out        Receives a byte for each: KVT_EXISTS_WHOLE when every layer of it
+ *                   is in some tier of the store, and 1 << KVT_TIER_* for each tier
+ *                   that has every layer. 1 << KVT_TIER_REMOTE is a hint, and never makes
+ *                   it whole: the remote had all of it when that was last heard of, and is
+ *                   not left alone now. 0 = it is not there, or layers of it are missing.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_exists(const struct kvt_namespace_t *ns,
+                                  const uint8_t *keys,
+                                  uint64_t key_count,
+                                  uint8_t *out);
+
+/**
+ * Tells what the engine took to compute tokens: plans go by what was observed.
+ *
+ * @param ns           The namespace.
+ * @param context_tokens  Tokens before the first one that was computed.
+ * @param tokens          How many were computed, at least 1.
+ * @param duration_ns              How long that took, 1 to an hour.
+ * @param err             Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_observe_prefill(const struct kvt_namespace_t *ns,
+                                           uint64_t context_tokens,
+                                           uint64_t tokens,
+                                           uint64_t duration_ns,
+                                           struct kvt_error_t **err);
+
+/**
+ * Fixes what computing costs, whatever is observed.
+ *
+ * @param ns  The namespace.
+ * @param cost   alpha_ns and beta_ns of it, 0 to 1e15 each, are read; null = go by
+ *               what is observed again.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_fix_prefill(const struct kvt_namespace_t *ns,
+                                       const struct kvt_prefill_t *cost,
+                                       struct kvt_error_t **err);
+
+/**
+ * What computing costs, as plans see it now.
+ *
+ * @param ns  The namespace.
+ * @param out    Filled in; start it with KVT_PREFILL_INIT.
+ * @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_prefill(const struct kvt_namespace_t *ns, struct kvt_prefill_t *out);
+
+/**
+ * Reads what changed in a store, the oldest first. The store keeps the newest events
+ * (`events` of its spec) for any number of readers; one that is too slow hears how
+ * many it has missed, and asks kvt_namespace_lookup or _exists.
+ *
+ * @param store         The store.
+ * @param cursor        In: the number of the first event that is wanted, 0 at the
+ *                      start, UINT64_MAX for those to come. Out: that of the next
+ *                      call.
+ * @param events        Receives them.
+ * @param capacity      Room there, in entries, at most 2^24; 0 = only move the cursor
+ *                      to what is still known.
+ * @param stride_bytes  sizeof(kvt_store_event_t).
+ * @param out_count     How many were written.
+ * @param out_missed    How many between cursor and the next call's were lost; may be
+ *                      null.
+ * @return KVT_OK, also when there is none; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_events(const struct kvt_store_t *store,
+                              uint64_t *cursor,
+                              struct kvt_store_event_t *events,
+                              uint64_t capacity,
+                              uint64_t stride_bytes,
+                              uint64_t *out_count,
+                              uint64_t *out_missed);
+
+/**
+ * Begins an op that ends when there is an event to read: one with the number `from`, or a later
+ * one. Never waits. The op's value is how many there are; more may have come when they are read.
+ * Its queue is the descriptor (kvt_queue_fd) or the callback by which a reader is woken. One that
+ * was woken reads all (kvt_store_events), and watches again from where that has left its cursor.
+ *
+ * @param store   The store.
+ * @param from    The number of the first event that is wanted, as kvt_store_events has left it
+ *                in its cursor; UINT64_MAX for the next one to come.
+ * @param opts    Queue, tag, deadline; null for defaults.
+ * @param op_out  Receives the op; null with a queue to be told by that alone.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_AGAIN (1,024 watches wait, as many ops are under way as may be, or the
+ *         queue is full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the op. A store that is closed ends it with KVT_E_CANCELLED.
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_watch(const struct kvt_store_t *store,
+                             uint64_t from,
+                             const struct kvt_submit_opts_t *opts,
+                             struct kvt_op_t **op_out,
                              struct kvt_error_t **err);
 
 /**
- * Which events have ended, well or not: of an asynchronous device each is told once, unless it
- * was released before. Never waits for one. Who shares a device with a store or a streamer is
- * told of their events, too, and so is who polls while another thread's kvt_device_copy waits.
+ * Goes on with another policy for a tier. It is told of every chunk with its last use and
+ * its uses, and of what the one before has learned if it is of its kind: 0.1 to 0.2 s for
+ * a million chunks, in which the store answers nobody. The next opening goes by its spec.
  *
- * @param device     The device.
- * @param events     Receives events.
- * @param capacity   How many there is room for, at most 65,536.
- * @param out_count  How many were written.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ * @param store       The store.
+ * @param tier        KVT_TIER_HOST or KVT_TIER_DISK.
+ * @param spec        The policy, as in the store's spec.
+ * @param spec_bytes  Its length.
+ * @param err         Explains a failure, with the offset in the spec and the nearest name
+ *                    that exists; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOT_FOUND when there is no disk,
+ *         KVT_E_UNSUPPORTED for another tier, KVT_E_INVALID, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on
+ *         failure.
  *
- * Threading: any thread. Since 0.1.
+ * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_device_poll(const struct kvt_device_t *device,
-                             uint64_t *events,
-                             uint64_t capacity,
-                             uint64_t *out_count);
+kvt_status_t kvt_store_set_policy(const struct kvt_store_t *store,
+                                  uint32_t tier,
+                                  const char *spec,
+                                  uint64_t spec_bytes,
+                                  struct kvt_error_t **err);
 
 /**
- * Forgets events that have ended.
+ * Changes how many bytes of cells a store may have in memory, or of files on disk. What
+ * is more than that leaves as it would for want of room, while everything else goes on:
+ * nothing waits for it. The account of a budget bounds memory as well. The next opening
+ * goes by its spec.
  *
- * @param device  The device.
- * @param events  The events.
- * @param count   How many, at most 65,536.
- * @param err     Explains a failure; may be null.
- * @return KVT_OK; KVT_E_BUSY (one has not ended) and KVT_E_HANDLE (one is none of this device,
- *         or was released; a device that is not asynchronous knows its events for ever): those
- *         before it are released. KVT_E_INVALID, KVT_E_LIMIT,
- *         KVT_E_FORKED, KVT_E_PANIC.
+ * @param store  The store.
+ * @param tier   KVT_TIER_HOST or KVT_TIER_DISK.
+ * @param bytes  Most bytes; of memory at least 64 KiB, of a disk at least what an opening
+ *               wants.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID or KVT_E_LIMIT when it is too little,
+ *         KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for another tier,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing
+ *         changes on failure.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_set_budget(const struct kvt_store_t *store,
+                                  uint32_t tier,
+                                  uint64_t bytes,
+                                  struct kvt_error_t **err);
+
+/**
+ * The last evictions of a tier, the oldest of them first. The store keeps 4,096 of each
+ * tier; by their numbers a reader knows what it has seen, and what it has missed.
+ *
+ * @param store         The store.
+ * @param tier          KVT_TIER_HOST or KVT_TIER_DISK.
+ * @param entries       Receives them: `id` is the first eight bytes of the chunk's key,
+ *                      little-endian (where policies choose other things, theirs),
+ *                      `units` are blocks of 4 KiB, times CLOCK_MONOTONIC.
+ * @param capacity      Room there, in entries.
+ * @param stride_bytes  sizeof(kvt_policy_log_entry_t).
+ * @param out_count     How many were written.
+ * @return KVT_OK; KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for
+ *         another tier, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_evictions(const struct kvt_store_t *store,
+                                 uint32_t tier,
+                                 struct kvt_policy_log_entry_t *entries,
+                                 uint64_t capacity,
+                                 uint64_t stride_bytes,
+                                 uint64_t *out_count);
+
+/**
+ * What each tenant has moved, by number; last, where there are more tenants than are told
+ * apart, the rest of them as one.
+ *
+ * @param store         The store.
+ * @param rows          Receives them; may be null with capacity 0 to learn how many
+ *                      there are.
+ * @param capacity      Room there, in entries, at most 2^24; 1,025 are enough.
+ * @param stride_bytes  sizeof(kvt_tenant_t).
+ * @param out_count     How many there are; also written with KVT_E_TOO_SMALL. May be
+ *                      null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_tenants(const struct kvt_store_t *store,
+                               struct kvt_tenant_t *rows,
+                               uint64_t capacity,
+                               uint64_t stride_bytes,
+                               uint64_t *out_count);
+
+/**
+ * How long gets, puts, the store's own work and its policies' choices took: a row for
+ * each KVT_TIMED_*, in their order, also where nothing was timed yet. Moves count that
+ * brought or stored everything, from their call (or the engine's event) to their end.
+ * kvt_store_metrics has the same as histograms.
+ *
+ * @param store         The store.
+ * @param rows          Receives them; may be null with capacity 0 to learn how many
+ *                      there are.
+ * @param capacity      Room there, in entries, at most 2^24; 32 are enough.
+ * @param stride_bytes  sizeof(kvt_latency_t).
+ * @param out_count     How many there are; also written with KVT_E_TOO_SMALL. May be
+ *                      null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_latencies(const struct kvt_store_t *store,
+                                 struct kvt_latency_t *rows,
+                                 uint64_t capacity,
+                                 uint64_t stride_bytes,
+                                 uint64_t *out_count);
+
+/**
+ * What a store counts of its remote; also of a poisoned one. Of a store without a remote all
+ * is 0.
+ *
+ * @param store  The store.
+ * @param out    Filled in; start it with KVT_REMOTE_STATS_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_release(const struct kvt_device_t *device,
-                                const uint64_t *events,
+kvt_status_t kvt_store_remote(const struct kvt_store_t *store, struct kvt_remote_stats_t *out);
+
+/**
+ * Opens a session without tokens.
+ *
+ * @param ns  Its namespace, which it keeps.
+ * @param opts   Who asks; null for nothing.
+ * @param out    The session; close it with kvt_session_close.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_AGAIN when as many are open as may be, KVT_E_INVALID,
+ *         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the session. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_open(const struct kvt_namespace_t *ns,
+                              const struct kvt_session_opts_t *opts,
+                              struct kvt_session_t **out,
+                              struct kvt_error_t **err);
+
+/**
+ * Opens another session that goes on from where one is: it has the same tokens
+ * and shares their full chunks.
+ *
+ * @param session  The session, which stays as it is.
+ * @param opts     Who asks; null for nothing. Nothing is taken from the other one.
+ * @param out      The new session; close it with kvt_session_close.
+ * @param err      Explains a failure; may be null.
+ * @return As kvt_session_open.
+ *
+ * Ownership: the caller owns the new session. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_fork(const struct kvt_session_t *session,
+                              const struct kvt_session_opts_t *opts,
+                              struct kvt_session_t **out,
+                              struct kvt_error_t **err);
+
+/**
+ * Adds tokens to a session. Chunks that they fill and that are in the store are
+ * held from then on.
+ *
+ * @param session  The session.
+ * @param tokens   The tokens; copied.
+ * @param count    How many; a session has at most 2^27.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_LIMIT, KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on failure.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_append(const struct kvt_session_t *session,
+                                const uint32_t *tokens,
                                 uint64_t count,
                                 struct kvt_error_t **err);
 
 /**
- * Makes an event of the device's that comes when an event of the engine's own has come: what is
- * behind it waits for the engine's kernels, and no thread does.
+ * Cuts a session. Moves that were submitted go on.
  *
- * @param device     The device.
- * @param raw        The engine's event: for CUDA a CUevent that was recorded, as a number.
- * @param out_event  Receives the event; release it with kvt_device_release.
- * @param err        Explains a failure; may be null.
- * @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (it is none, or of another context; or the
- *         device's handle), KVT_E_AGAIN, KVT_E_STATE, KVT_E_UNAVAILABLE, KVT_E_CLOSED,
- *         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
+ * @param session  The session.
+ * @param tokens   How many of its tokens are left.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID when it has fewer; KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_import_event(const struct kvt_device_t *device,
-                                     uint64_t raw,
-                                     uint64_t *out_event,
-                                     struct kvt_error_t **err);
+kvt_status_t kvt_session_truncate(const struct kvt_session_t *session,
+                                  uint64_t tokens,
+                                  struct kvt_error_t **err);
 
 /**
- * Has a stream of the engine's own go on only when an event has come. No thread waits.
+ * Keeps chunks of a session longer than their use says, also when it is closed:
+ * until a time, unless nothing else may leave. Of two pins of a chunk the
+ * stronger counts: the higher priority, the later time.
  *
- * @param device      The device.
- * @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
- * @param event       One of the device's events.
- * @param err         Explains a failure; may be null.
- * @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the event, the stream or the device),
- *         KVT_E_STATE (a graph is made of the stream), KVT_E_UNAVAILABLE, KVT_E_INVALID,
- *         KVT_E_FORKED, KVT_E_PANIC. What the event's batch failed with.
+ * @param session      The session.
+ * @param first_token  Where they begin, a multiple of a chunk's tokens.
+ * @param tokens       How many, up to a multiple or the end; 0 = to the end.
+ * @param priority     At most 255; what has less is given up first.
+ * @param until_ns     CLOCK_MONOTONIC; 0 = for ever.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT when there are too many chunks,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_stream_wait(const struct kvt_device_t *device,
-                                    uint64_t raw_stream,
-                                    uint64_t event,
+kvt_status_t kvt_session_pin(const struct kvt_session_t *session,
+                             uint64_t first_token,
+                             uint64_t tokens,
+                             uint32_t priority,
+                             uint64_t until_ns,
+                             struct kvt_error_t **err);
+
+/**
+ * Tells the policies what the engine knows of the future of a session, usually
+ * when a request of it has ended.
+ *
+ * @param session  The session.
+ * @param hint     The hint; its times are CLOCK_MONOTONIC.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_hint(const struct kvt_session_t *session,
+                              const struct kvt_policy_hint_t *hint,
+                              struct kvt_error_t **err);
+
+/**
+ * How far a session is.
+ *
+ * @param session  The session.
+ * @param out      Filled in; start it with KVT_SESSION_INFO_INIT.
+ * @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_info(const struct kvt_session_t *session, struct kvt_session_info_t *out);
+
+/**
+ * Closes a session: its chunks may leave. Moves that were submitted go on.
+ *
+ * @param session  Pointer to the handle, cleared on success; null, or a null
+ *                 handle, is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_close(struct kvt_session_t **session);
+
+/**
+ * Opens an event that the program signals itself. It needs no runtime; moves of any
+ * store may wait for it.
+ *
+ * @param flags  None are defined yet: 0.
+ * @param out    The event, pending; close it with kvt_event_close.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the event. Threading: any thread, also in callbacks.
+ * Since 0.1.
+ */
+kvt_status_t kvt_event_open(uint64_t flags, struct kvt_event_t **out, struct kvt_error_t **err);
+
+/**
+ * Signals an event: it has come, for good. Moves that wait for it begin. Never
+ * waits; of one that has come already nothing changes.
+ *
+ * @param event  The event.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_event_signal(const struct kvt_event_t *event);
+
+/**
+ * Whether an event has come.
+ *
+ * @param event      The event.
+ * @param out_state  KVT_EVENT_*.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_event_query(const struct kvt_event_t *event, uint32_t *out_state);
+
+/**
+ * Closes an event. Moves that wait for one that has not come end with
+ * KVT_E_CANCELLED, and have touched nothing.
+ *
+ * @param event  Pointer to the handle, cleared on success; null, or a null
+ *               handle, is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_event_close(struct kvt_event_t **event);
+
+/**
+ * Stores the KV of a transfer: from the engine's tensors into memory, and down
+ * from there as the spec says. Cells that are there already are not stored again.
+ * Never waits.
+ *
+ * The op's value (kvt_completion_t, kvt_op_info_t) is how many tokens from the
+ * first on were stored without a gap; bytes_done is what was copied. It ends with
+ * KVT_E_BUDGET when memory could not be had, or KVT_E_IO when the disk failed; the
+ * other cells are stored all the same.
+ *
+ * @param session    The session; closing it does not end its moves.
+ * @param transfer  What, and where it is; copied, tables of pages too.
+ * @param opts       Queue, tag, deadline, priority; null for none.
+ * @param ops_out    Receives the op (one per layer with KVT_TRANSFER_EACH_LAYER), to
+ *                   be freed by you; null when the queue alone tells of the end.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
+ *         store is full; KVT_E_INVALID, KVT_E_UNAVAILABLE (a level that needs a disk,
+ *         memory that no device reaches, an event of a device to a store without one),
+ *         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE (also: `after`
+ *         is no event of the store's device), KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the ops; the tensors are the library's until the
+ * release. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_put(const struct kvt_session_t *session,
+                             const struct kvt_transfer_t *transfer,
+                             const struct kvt_submit_opts_t *opts,
+                             struct kvt_op_t **ops_out,
+                             struct kvt_error_t **err);
+
+/**
+ * Loads the KV of a transfer into the engine's tensors, from whatever tier has
+ * it. Never waits.
+ *
+ * The op's value is how many tokens from the first on came without a gap. It ends
+ * with KVT_E_NOT_FOUND when something was missing: the other cells came, and
+ * the tensors are as they were where nothing came. A deadline turns what is late
+ * into a miss.
+ *
+ * @param session    See kvt_session_put.
+ * @param transfer  See kvt_session_put.
+ * @param opts       See kvt_session_put.
+ * @param ops_out    See kvt_session_put.
+ * @param err        Explains a failure; may be null.
+ * @return As kvt_session_put.
+ *
+ * Ownership: as kvt_session_put. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_get(const struct kvt_session_t *session,
+                             const struct kvt_transfer_t *transfer,
+                             const struct kvt_submit_opts_t *opts,
+                             struct kvt_op_t **ops_out,
+                             struct kvt_error_t **err);
+
+/**
+ * Brings the KV of a transfer into memory, for a get to come. Never waits. The
+ * op's value and result are those of a get.
+ *
+ * @param session    See kvt_session_put.
+ * @param transfer  What; without views.
+ * @param opts       See kvt_session_put; KVT_PRIORITY_PREFETCH is what it is for.
+ * @param ops_out    See kvt_session_put.
+ * @param err        Explains a failure; may be null.
+ * @return As kvt_session_put.
+ *
+ * Ownership: the caller owns the ops. Threading: any thread, also in callbacks.
+ * Since 0.1.
+ */
+kvt_status_t kvt_session_prefetch(const struct kvt_session_t *session,
+                                  const struct kvt_transfer_t *transfer,
+                                  const struct kvt_submit_opts_t *opts,
+                                  struct kvt_op_t **ops_out,
+                                  struct kvt_error_t **err);
+
+/**
+ * The cheapest way to have the KV of all tokens of a session: what is loaded, what is
+ * computed, from what is where, what waits before it, and what both take. No use is
+ * counted, nothing is held beyond what the session holds.
+ *
+ * Without KVT_NAMESPACE_HOLES everything before the first token to be computed is
+ * loaded or resident, and all behind it is computed.
+ *
+ * @param session       The session.
+ * @param terms         How the engine will run; null for defaults.
+ * @param steps      Receives all tokens as steps, in their order; may be null
+ *                      with capacity 0 to learn how many there are.
+ * @param capacity      Room there, in entries, at most 2^24.
+ * @param stride_bytes  sizeof(kvt_plan_step_t).
+ * @param out_count     How many steps there are; also written with
+ *                      KVT_E_TOO_SMALL. May be null.
+ * @param out           The sum of it; start it with KVT_PLAN_INIT. May be null.
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_plan(const struct kvt_session_t *session,
+                              const struct kvt_plan_terms_t *terms,
+                              struct kvt_plan_step_t *steps,
+                              uint64_t capacity,
+                              uint64_t stride_bytes,
+                              uint64_t *out_count,
+                              struct kvt_plan_t *out,
+                              struct kvt_error_t **err);
+
+/**
+ * Adds tokens with media to a session. Where media start in a chunk its key depends on
+ * them, and so do the keys of all chunks behind it (docs/keys.md): equal tokens with other
+ * images share nothing from there on.
+ *
+ * @param session   The session.
+ * @param sequence  What is added; copied.
+ * @param err       Explains a failure; may be null.
+ * @return As kvt_session_append; KVT_E_INVALID also for media that do not ascend or
+ *         start beyond the tokens, KVT_E_TOO_NEW. Nothing changes on failure.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_append_media(const struct kvt_session_t *session,
+                                      const struct kvt_sequence_t *sequence,
+                                      struct kvt_error_t **err);
+
+/**
+ * kvt_namespace_lookup for a sequence with media.
+ *
+ * @param ns         The namespace.
+ * @param sequence      The sequence.
+ * @param ranges        See kvt_namespace_lookup.
+ * @param capacity      See kvt_namespace_lookup.
+ * @param stride_bytes  See kvt_namespace_lookup.
+ * @param out_count     See kvt_namespace_lookup.
+ * @param out           See kvt_namespace_lookup.
+ * @param err           Explains a failure; may be null.
+ * @return As kvt_namespace_lookup; KVT_E_TOO_NEW.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_lookup_media(const struct kvt_namespace_t *ns,
+                                        const struct kvt_sequence_t *sequence,
+                                        struct kvt_range_t *ranges,
+                                        uint64_t capacity,
+                                        uint64_t stride_bytes,
+                                        uint64_t *out_count,
+                                        struct kvt_lookup_t *out,
+                                        struct kvt_error_t **err);
+
+/**
+ * Says what the full chunks of a sequence are called in events and files: the keys that
+ * docs/keys.md defines. A router that knows who has which keys finds by them where a prompt's
+ * prefix is.
+ *
+ * @param ns      The namespace.
+ * @param sequence   The sequence.
+ * @param keys       Receives KVT_KEY_BYTES for each, in their order; may be null with
+ *                   capacity 0 to learn how many there are.
+ * @param capacity   Room there, in keys.
+ * @param out_count  How many there are; also written with KVT_E_TOO_SMALL.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_chunk_keys(const struct kvt_namespace_t *ns,
+                                      const struct kvt_sequence_t *sequence,
+                                      uint8_t *keys,
+                                      uint64_t capacity,
+                                      uint64_t *out_count,
+                                      struct kvt_error_t **err);
+
+/**
+ * Says what blocks are called in events and files: the keys that docs/keys.md defines.
+ *
+ * @param ns  The namespace.
+ * @param names  The names.
+ * @param out    Receives KVT_KEY_BYTES for each.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *ns,
+                                      const struct kvt_names_t *names,
+                                      uint8_t *out,
+                                      struct kvt_error_t **err);
+
+/**
+ * Says of blocks whether a namespace has them, and where. No use is counted, nothing
+ * is held. The remote is not asked: kvt_session_locate_blocks does that, and one that was found
+ * there has 1 << KVT_TIER_REMOTE alone; without KVT_EXISTS_WHOLE it is not here, but gets and
+ * prefetches bring it.
+ *
+ * @param ns  The namespace.
+ * @param names  The names.
+ * @param out    Receives a byte for each, as kvt_namespace_exists gives.
+ * @param err    Explains a failure; may be null.
+ * @return As kvt_namespace_block_keys.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_find_blocks(const struct kvt_namespace_t *ns,
+                                       const struct kvt_names_t *names,
+                                       uint8_t *out,
+                                       struct kvt_error_t **err);
+
+/**
+ * Stores blocks that the engine has named: from its tensors into memory, and down from
+ * there as the spec says. Those that are there already are not stored again. Never waits.
+ *
+ * A block is a chunk of the namespace's layout that continues no other one: it comes and
+ * goes by itself. Sessions of the namespace share blocks as they share chunks; tokens have
+ * nothing to do with it. The session says who asks: its tenant, priority and turn. Whoever
+ * keeps KV by tokens uses kvt_session_put.
+ *
+ * The op has an item for each block (kvt_op_items), in their order, with the status of
+ * that block. Its own status is KVT_OK when all are well, else that of one of them: a miss
+ * only where nothing else went wrong. Its value is how many tokens from the first on were
+ * stored without a gap.
+ *
+ * @param session  The session; closing it does not end its moves.
+ * @param blocks   What, and where it is; copied, names and tables of pages too.
+ * @param opts     Queue, tag, deadline, priority; null for none.
+ * @param op_out   Receives the op, to be freed by you; null when the queue alone tells of
+ *                 the end.
+ * @param err      Explains a failure; may be null.
+ * @return As kvt_session_put.
+ *
+ * Ownership: the caller owns the op; the tensors are the library's until the release.
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_put_blocks(const struct kvt_session_t *session,
+                                    const struct kvt_blocks_t *blocks,
+                                    const struct kvt_submit_opts_t *opts,
+                                    struct kvt_op_t **op_out,
                                     struct kvt_error_t **err);
 
 /**
- * Makes an event that comes when kvt_device_signal_event says so: batches, moves and streams can be put
- * behind it before. Closing the device or its runtime keeps it, too. A copy that the device can
- * only make in its call (CUDA: within host memory, or of host memory that is not registered)
- * waits there for what it is behind: then another thread has to keep it.
+ * Loads blocks into the engine's tensors, from whatever tier has them; from the remote those that
+ * were located there (kvt_session_locate_blocks). Never waits.
  *
- * @param device     The device.
- * @param out_event  Receives the event; release it with kvt_device_release once it was kept.
- * @param err        Explains a failure; may be null.
- * @return KVT_OK; KVT_E_UNSUPPORTED (the device, or its driver, has no such thing), KVT_E_AGAIN
- *         (1,024 are known), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM, KVT_E_INVALID,
+ * The op ends with KVT_E_NOT_FOUND where some are missing: the others came. Its items say
+ * which; the tensors of one that did not come may have been written in part.
+ *
+ * @param session  See kvt_session_put_blocks.
+ * @param blocks   See kvt_session_put_blocks.
+ * @param opts     See kvt_session_put_blocks.
+ * @param op_out   See kvt_session_put_blocks.
+ * @param err      Explains a failure; may be null.
+ * @return As kvt_session_put.
+ *
+ * Ownership: as kvt_session_put_blocks. Threading: any thread, also in callbacks.
+ * Since 0.1.
+ */
+kvt_status_t kvt_session_get_blocks(const struct kvt_session_t *session,
+                                    const struct kvt_blocks_t *blocks,
+                                    const struct kvt_submit_opts_t *opts,
+                                    struct kvt_op_t **op_out,
+                                    struct kvt_error_t **err);
+
+/**
+ * Brings blocks into memory, for a get to come. Never waits. The op's items are as those
+ * of a get.
+ *
+ * @param session  See kvt_session_put_blocks.
+ * @param blocks   What; without views.
+ * @param opts     See kvt_session_put_blocks; KVT_PRIORITY_PREFETCH is what it is for.
+ * @param op_out   See kvt_session_put_blocks.
+ * @param err      Explains a failure; may be null.
+ * @return As kvt_session_put.
+ *
+ * Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_prefetch_blocks(const struct kvt_session_t *session,
+                                         const struct kvt_blocks_t *blocks,
+                                         const struct kvt_submit_opts_t *opts,
+                                         struct kvt_op_t **op_out,
+                                         struct kvt_error_t **err);
+
+/**
+ * Takes blocks away that nobody holds: out of all tiers. Those that moves or sessions hold
+ * (kvt_session_hold_blocks) stay and are counted. Never waits: after a crash what was on disk
+ * may be there again, as after any eviction.
+ *
+ * @param session  The session.
+ * @param names    The names, at most 65536; those that are not there are passed over.
+ * @param out      What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May be null.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
+                                     const struct kvt_names_t *names,
+                                     struct kvt_clear_report_t *out,
+                                     struct kvt_error_t **err);
+
+/**
+ * Begins to find out how far a session can go on with what the store has and what its remote
+ * has. Never waits. The op's value is the tokens from the session's first one on that can be
+ * used; what is at the remote is part of lookups and plans from then on, and comes with gets
+ * and prefetches. Appending a chunk or more asks by itself (ask=append): the op then only
+ * waits for the answers. Without a remote, or while that is left alone, it ends at once with
+ * what is here.
+ *
+ * What the remote has is a hint: it may be gone when it is fetched, which is a miss.
+ *
+ * @param session  The session.
+ * @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it the op
+ *                 ends with KVT_E_TIMEOUT, and what was heard until then counts.
+ * @param op_out   Receives the op; null with a queue to be told by that alone.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way as may be, or the queue is
+ *         full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_locate(const struct kvt_session_t *session,
+                                const struct kvt_submit_opts_t *opts,
+                                struct kvt_op_t **op_out,
+                                struct kvt_error_t **err);
+
+/**
+ * Begins to find out which of some blocks the store has, in a tier of its own or at its remote.
+ * Never waits. What is at the remote is known to kvt_namespace_find_blocks from then on, as
+ * 1 << KVT_TIER_REMOTE, and comes with kvt_session_get_blocks and kvt_session_prefetch_blocks.
+ * No block depends on another: all are asked for that are not here and were not asked for lately.
+ * Without a remote, or while that is left alone, the op ends at once with what is here.
+ *
+ * The op has an item for each block (kvt_op_items): KVT_OK when all of it is here or at the
+ * remote, KVT_E_NOT_FOUND when it is not, as far as is known. Its own status is KVT_OK when all
+ * are, else that of those that are not. Its value is how many tokens from the first on can be
+ * used without a gap.
+ *
+ * What the remote has is a hint: it may be gone when it is fetched, which is a miss. A hint is
+ * forgotten when rows of the table are needed for what the store itself keeps, or after as many
+ * others as the remote's parameter `known` says; ask again then.
+ *
+ * @param session  The session; closing it does not end the op.
+ * @param names    The names, 1 to 65536; one that is there twice has two items. Copied.
+ * @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it blocks that
+ *                 nothing is known of end with KVT_E_TIMEOUT, and what was heard counts.
+ * @param op_out   Receives the op; null with a queue to be told by that alone.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way, or 2^20 blocks are asked for,
+ *         as may be; or the queue is full), KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_locate_blocks(const struct kvt_session_t *session,
+                                       const struct kvt_names_t *names,
+                                       const struct kvt_submit_opts_t *opts,
+                                       struct kvt_op_t **op_out,
+                                       struct kvt_error_t **err);
+
+/**
+ * Holds those of some blocks that are there: until they are let go they are in some tier, and
+ * what is asked for of them is found. Memory that others need may still have them go down to
+ * disk; kvt_session_prefetch_blocks brings them up. No use is counted. Never waits.
+ *
+ * Each call counts, and each name in it: what is held twice is to be let go twice. A block of
+ * which not all is there, or whose put has not ended, is not held, and says so. Closing the
+ * session lets all go; forks hold nothing. Where memory or the table is full and all is held
+ * there is no room for anything else: puts end with KVT_E_BUDGET, or are refused with
+ * KVT_E_LIMIT. A hold does not repair: of a block whose only copy is found damaged only the
+ * name stays held, for whoever puts it again.
+ *
+ * @param session  The session. Others hold the same blocks on their own account.
+ * @param names    The names, at most 65536.
+ * @param out      Receives a byte for each, as kvt_namespace_find_blocks gives: 0 = not held.
+ *                 May be null for who lets go by closing the session.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_LIMIT (also: a session has 2^20 holds), KVT_E_INVALID,
+ *         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *         Nothing is held on failure.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_hold_blocks(const struct kvt_session_t *session,
+                                     const struct kvt_names_t *names,
+                                     uint8_t *out,
+                                     struct kvt_error_t **err);
+
+/**
+ * Takes one hold of each block back; the last one of all lets it leave. Never waits.
+ *
+ * Give the names that were held, as kvt_session_hold_blocks said, and no others: one that the
+ * session does not hold as often as it is named fails the call. Passing it over would let a
+ * mistake in counting take away what another part of the program holds.
+ *
+ * @param session  The session that holds them.
+ * @param names    The names, at most 65536.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (also: not held), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on failure.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_release_blocks(const struct kvt_session_t *session,
+                                        const struct kvt_names_t *names,
+                                        struct kvt_error_t **err);
+
+/**
+ * Tells the policies what the engine knows of the future of some blocks, as kvt_session_hint
+ * does of a session: in each tier, of each block by itself. Those that are not there are
+ * passed over, and nothing is remembered of them.
+ *
+ * @param session  The session; says whose words these are. Nothing is told of it.
+ * @param names    The names, at most 65536.
+ * @param hint     The hint; its times are CLOCK_MONOTONIC.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
  *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_create_event(const struct kvt_device_t *device,
-                                     uint64_t *out_event,
+kvt_status_t kvt_session_hint_blocks(const struct kvt_session_t *session,
+                                     const struct kvt_names_t *names,
+                                     const struct kvt_policy_hint_t *hint,
                                      struct kvt_error_t **err);
 
 /**
- * Has an event of kvt_device_create_event come: what is behind it goes on. One that has come already
- * stays as it is.
+ * Takes everything of a namespace away that nobody holds: out of all tiers, and so
+ * that it does not come back when the store is opened again. Waits for that; of
+ * chunks that are stored meanwhile nothing is said. Their bytes stay in files until
+ * those are used again; nobody finds them there.
  *
- * @param device  The device.
- * @param event   The event.
- * @param err     Explains a failure; may be null.
- * @return KVT_OK; KVT_E_HANDLE (it is no promise of this device's, or was released; or the
- *         device's handle); of a custom device what its `keep` says; KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_device_signal_event(const struct kvt_device_t *device,
-                                     uint64_t event,
-                                     struct kvt_error_t **err);
-
-/**
- * Has a stream of the engine's own go on only when an op was released, well or not: ask the op
- * afterwards. The op need not have begun. No thread waits. A device or a runtime that is closed
- * before lets the stream go on.
- *
- * With CUDA the stream waits for a number in memory (cuStreamWaitValue32), of which the driver
- * knows no more: what releases the op must not itself be behind that stream.
- *
- * @param device      The device.
- * @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
- * @param op          The op, of any kind. It may be freed, once it was released.
- * @param err         Explains a failure; may be null.
- * @return KVT_OK (also: the op was released before); KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the op,
- *         the stream or the device), KVT_E_STATE (a graph is made of the stream), KVT_E_AGAIN
- *         (as many promises are open as can be), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM,
- *         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_device_stream_wait_op(const struct kvt_device_t *device,
-                                       uint64_t raw_stream,
-                                       const struct kvt_op_t *op,
-                                       struct kvt_error_t **err);
-
-/**
- * Puts kernels on a stream, behind an event if one is given, and behind what is there.
- *
- * @param device        The device; kvt_device_info says which kernels it has.
- * @param stream        0 to kvt_device_info_t.streams - 1.
- * @param after         An event of the device's; 0 = none.
- * @param kernels       The kernels, done in order.
- * @param count         How many, at most 4,096.
- * @param stride_bytes  sizeof(kvt_kernel_t).
- * @param out_event     Receives the event of their end; release it with kvt_device_release.
- * @param err           Explains a failure; may be null.
- * @return KVT_OK: the kernels are on their way; KVT_E_UNSUPPORTED, KVT_E_INVALID, KVT_E_LIMIT,
- *         KVT_E_TOO_NEW, KVT_E_AGAIN (65,536 events are open), KVT_E_UNAVAILABLE (the device is
- *         lost), KVT_E_STATE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_NOMEM, KVT_E_FORKED,
- *         KVT_E_PANIC. What `after` failed with.
+ * @param ns        The namespace, which stays open.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
+ *                     be null.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TIMEOUT, KVT_E_BUDGET, KVT_E_IO: the chunks are gone, but may
+ *         come back with another opening (call again); KVT_E_REENTRANT inside a
+ *         callback; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_launch(const struct kvt_device_t *device,
-                               uint32_t stream,
-                               uint64_t after,
-                               const struct kvt_kernel_t *kernels,
-                               uint64_t count,
-                               uint64_t stride_bytes,
-                               uint64_t *out_event,
-                               struct kvt_error_t **err);
+kvt_status_t kvt_namespace_clear(const struct kvt_namespace_t *ns,
+                                 uint64_t deadline_ns,
+                                 struct kvt_clear_report_t *out,
+                                 struct kvt_error_t **err);
 
 /**
- * Lays an index out for KVT_LAUNCH_PREFILL, and tells the kernel of it: heads, then `starts`, then
- * `items`, as kvt_index_t has them, one behind the other. It is checked here: the kernel trusts
- * it. The caller copies the bytes to where the device reaches them, and sets `scratch`.
+ * Takes chunks of a session away that nobody else holds: out of all tiers. The
+ * session keeps its tokens, and finds chunks again that stay or are stored anew.
+ * Never waits: after a crash what was on disk may be there again, as after any
+ * eviction.
  *
- * @param index       Which keys are seen; null or without heads = all, and there are no bytes.
- * @param kernel      A kernel whose query_count, query_heads, key_heads, tokens and first are
- *                    set; its count, numbers, counts, index and scratch_bytes (what is needed)
- *                    are written.
- * @param address     Where the bytes will be for the device: a multiple of 4, not 0.
- * @param to          Receives the bytes.
- * @param out_capacity  How many it has room for.
- * @param out_bytes   Receives how many there are, also with KVT_E_TOO_SMALL.
- * @param err         Explains a failure; may be null.
- * @return KVT_OK; KVT_E_TOO_SMALL (the kernel stays as it is), KVT_E_INVALID (an index that is not
- *         sound, too), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
+ * @param session      The session.
+ * @param first_token  Where they begin, a multiple of a chunk's tokens.
+ * @param tokens       How many, up to a multiple or the end; 0 = to the end.
+ * @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
+ *                     be null.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_launch_index(const struct kvt_index_t *index,
-                              struct kvt_kernel_t *kernel,
-                              uint64_t address,
-                              void *to,
-                              uint64_t out_capacity,
-                              uint64_t *out_bytes,
+kvt_status_t kvt_session_drop(const struct kvt_session_t *session,
+                              uint64_t first_token,
+                              uint64_t tokens,
+                              struct kvt_clear_report_t *out,
                               struct kvt_error_t **err);
 
 /**
- * Puts a device to the test: memory, copies of all sizes and layouts in all places, order,
- * events, deadlines, refusals, threads. Whoever brings a device of their own
- * (kvt_device_custom_t) runs this first. It uses a few hundred MiB of memory at most, and
- * nothing else should use the device meanwhile.
+ * Sends chunks of a session down: what of them is in memory is written to disk where it
+ * is not there yet, and its memory is given back. Never waits: events
+ * (KVT_STORE_REMOVED) and kvt_store_stats tell of the end. What admission and write=
+ * say does not count. Who holds or has pinned the chunks finds them on disk; a get brings
+ * them up again. What the disk refuses stays in memory as long as somebody holds it.
  *
- * @param device     The device.
- * @param opts       How; null for defaults.
- * @param report     Hears of each check; may be null.
- * @param user_data  Handed to it.
- * @param out        How many checks ended how; start it with KVT_CONFORMANCE_INIT.
- * @param err        Explains a failure of the call; may be null.
- * @return KVT_OK, also where checks failed: look at `out`. KVT_E_INVALID, KVT_E_LIMIT,
- *         KVT_E_TOO_NEW, KVT_E_REENTRANT inside a callback, KVT_E_HANDLE, KVT_E_FORKED,
- *         KVT_E_PANIC.
+ * @param session      The session.
+ * @param first_token  Where they begin, a multiple of a chunk's tokens.
+ * @param tokens       How many, up to a multiple or the end; 0 = to the end.
+ * @param out          How many leave; start it with KVT_DEMOTE_REPORT_INIT. May be
+ *                     null.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK, also where nothing is in memory; KVT_E_INVALID, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
- * Threading: any thread. Since 0.1.
+ * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_device_conformance(const struct kvt_device_t *device,
-                                    const struct kvt_conformance_opts_t *opts,
-                                    kvt_conformance_fn report,
-                                    void *user_data,
-                                    struct kvt_conformance_t *out,
-                                    struct kvt_error_t **err);
+kvt_status_t kvt_session_demote(const struct kvt_session_t *session,
+                                uint64_t first_token,
+                                uint64_t tokens,
+                                struct kvt_demote_report_t *out,
+                                struct kvt_error_t **err);
+
+/**
+ * Takes the pins of chunks of a session away, whoever has set them.
+ *
+ * @param session      The session.
+ * @param first_token  Where they begin, a multiple of a chunk's tokens.
+ * @param tokens       How many, up to a multiple or the end; 0 = to the end.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK, also where nothing is pinned; KVT_E_INVALID, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_unpin(const struct kvt_session_t *session,
+                               uint64_t first_token,
+                               uint64_t tokens,
+                               struct kvt_error_t **err);
 
 /**
  * Opens a policy.
@@ -9207,942 +9904,6 @@ kvt_status_t kvt_policy_set_advice(const struct kvt_policy_t *policy,
                                    struct kvt_error_t **err);
 
 /**
- * Reads a trace from a file of one of the known kinds, whole.
- *
- * @param opts  What to read.
- * @param out   The trace; free it with kvt_trace_free.
- * @param err   Explains a failure, with the place in the file; may be null.
- * @return KVT_OK; KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_CORRUPT, KVT_E_SPEC, KVT_E_LIMIT,
- *         KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Ownership: the caller owns the trace. Threading: any thread; takes as long as the
- * file is long. Since 0.1.
- */
-kvt_status_t kvt_trace_open(const struct kvt_trace_opts_t *opts,
-                            struct kvt_trace_t **out,
-                            struct kvt_error_t **err);
-
-/**
- * Makes a workload up: the same for the same options on every machine.
- *
- * @param opts  What to make; its path is not used.
- * @param out   The trace; free it with kvt_trace_free.
- * @param err   Explains a failure; may be null.
- * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW,
- *         KVT_E_FORKED, KVT_E_PANIC.
- *
- * Ownership: the caller owns the trace. Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_trace_generate(const struct kvt_trace_opts_t *opts,
-                                struct kvt_trace_t **out,
-                                struct kvt_error_t **err);
-
-/**
- * Frees a trace. Replays that are going on go on to their end.
- *
- * @param trace  Pointer to the handle, which is cleared; null is fine.
- * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_trace_free(struct kvt_trace_t **trace);
-
-/**
- * What is in a trace.
- *
- * @param trace  The trace.
- * @param out    Filled in; start it with KVT_TRACE_INFO_INIT.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread; goes through the whole trace. Since 0.1.
- */
-kvt_status_t kvt_trace_info(const struct kvt_trace_t *trace, struct kvt_trace_info_t *out);
-
-/**
- * Replays a trace under a policy: the code that decides in production, driven as an
- * engine would.
- *
- * @param trace  The trace.
- * @param opts   Policy, capacity and the rest.
- * @param out    Filled in; start it with KVT_REPLAY_REPORT_INIT.
- * @param err    Explains a failure; may be null.
- * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW,
- *         KVT_E_CANCELLED (progress said so), KVT_E_REENTRANT (in a callback),
- *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, several at a time; takes as long as the trace. Since 0.1.
- */
-kvt_status_t kvt_trace_replay(const struct kvt_trace_t *trace,
-                              const struct kvt_replay_opts_t *opts,
-                              struct kvt_replay_report_t *out,
-                              struct kvt_error_t **err);
-
-/**
- * Opens a store: makes or recovers its disk, and starts its threads. Waits for
- * the disk, and for an answer of its remote as long as `connect` and `timeout` say; one that
- * does not answer is tried again later, unless the spec requires it.
- *
- * @param runtime  Where it belongs.
- * @param budget   Who pays for its memory, a budget of that runtime; null = one of its own,
- *                 of what the machine or the cgroup can give now, less a reserve.
- * @param opts     What it is to be like; null for defaults.
- * @param out      The store; close it with kvt_store_close.
- * @param err      Explains a failure, with the offset in the spec and the nearest
- *                 name that exists; may be null.
- * @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
- *         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory, or the control socket's
- *         path, is in use), KVT_E_STATE (what is at that path is no socket of this
- *         user's), KVT_E_NOT_FOUND (a folder above that of the disk is missing), KVT_E_IO,
- *         KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
- *         KVT_E_UNAVAILABLE (a remote that is required, or that refuses us),
- *         KVT_E_UNSUPPORTED (a remote that is not built in), KVT_E_PANIC.
- *
- * Ownership: the caller owns the store. Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_store_open(const struct kvt_runtime_t *runtime,
-                            const struct kvt_budget_t *budget,
-                            const struct kvt_store_opts_t *opts,
-                            struct kvt_store_t **out,
-                            struct kvt_error_t **err);
-
-/**
- * Closes a store: refuses new work, cancels what is open, waits for it and for
- * the threads, and lets the directory go. Before that, full chunks that are in
- * memory only are written to disk, as far as admission and room allow and unless
- * it says write=never; what is left in memory is gone. Namespaces and sessions
- * that are left open give KVT_E_CLOSED from then on and are closed as usual;
- * results of ops stay.
- *
- * @param store        Pointer to the handle, cleared on success; null, or a null
- *                     handle, is fine.
- * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
- * @param err          Explains a failure; may be null.
- * @return KVT_OK; KVT_E_BUSY at the deadline (the store stays closing and valid:
- *         call again); KVT_E_IO when the disk failed at the end (all the same it is
- *         closed: call again to free the handle); KVT_E_REENTRANT inside a callback;
- *         KVT_E_HANDLE, KVT_E_FORKED.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_store_close(struct kvt_store_t **store,
-                             uint64_t deadline_ns,
-                             struct kvt_error_t **err);
-
-/**
- * What a store counts and has; also of a poisoned one.
- *
- * @param store  The store.
- * @param out    Filled in; start it with KVT_STORE_STATS_INIT.
- * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_store_stats(const struct kvt_store_t *store, struct kvt_store_stats_t *out);
-
-/**
- * The same numbers as text, in the format that Prometheus collects.
- *
- * @param store         The store.
- * @param out           Receives the text, not NUL-terminated; may be null with
- *                      out_capacity 0 to learn the size.
- * @param out_capacity  Room at `out`. Numbers grow: leave some to spare.
- * @param out_bytes     Length of the text; also written with KVT_E_TOO_SMALL. May
- *                      be null.
- * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_store_metrics(const struct kvt_store_t *store,
-                               char *out,
-                               uint64_t out_capacity,
-                               uint64_t *out_bytes);
-
-/**
- * Opens a namespace of a store, or finds it: equal identities and layouts are
- * the same one. What a store found on disk is there again under its key.
- *
- * @param store     The store.
- * @param identity  Who may share; null = all fields absent.
- * @param layout    What the KV is made of.
- * @param flags     KVT_NAMESPACE_*.
- * @param out       The namespace; close it with kvt_namespace_close.
- * @param err       Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID (also when it is open with other flags),
- *         KVT_E_SPEC (the recipe names an unknown codec), KVT_E_LIMIT (65,536
- *         namespaces, or those of 64 layouts, are open or have chunks that are
- *         held or pinned; what nobody has open gives way), KVT_E_TOO_NEW,
- *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Ownership: the caller owns the namespace; structs and arrays are copied.
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_namespace_open(const struct kvt_store_t *store,
-                                const struct kvt_identity_t *identity,
-                                const struct kvt_layout_t *layout,
-                                uint64_t flags,
-                                struct kvt_namespace_t **out,
-                                struct kvt_error_t **err);
-
-/**
- * The key of a namespace: what its identity and layout come to.
- *
- * @param ns    The namespace.
- * @param out_key  Receives KVT_KEY_BYTES bytes.
- * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_namespace_key(const struct kvt_namespace_t *ns, uint8_t *out_key);
-
-/**
- * Closes a namespace. Its chunks stay in the store, its sessions stay open.
- *
- * @param ns  Pointer to the handle, cleared on success; null, or a null
- *               handle, is fine.
- * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_namespace_close(struct kvt_namespace_t **ns);
-
-/**
- * Says how far a sequence could go on with what a namespace has, and what that
- * takes: for schedulers that choose between places. No use is counted, nothing is
- * held: what is there now may be gone at the next call.
- *
- * @param ns         The namespace.
- * @param tokens        The sequence.
- * @param token_count   How many, at most 2^27.
- * @param ranges        Receives all tokens as ranges, in their order; may be null
- *                      with capacity 0 to learn how many there are.
- * @param capacity      Room there, in entries, at most 2^24.
- * @param stride_bytes  sizeof(kvt_range_t).
- * @param out_count     How many ranges there are; also written with KVT_E_TOO_SMALL.
- *                      May be null.
- * @param out           The sum of it; start it with KVT_LOOKUP_INIT. May be null.
- * @param err           Explains a failure; may be null.
- * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_NOMEM,
- *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_namespace_lookup(const struct kvt_namespace_t *ns,
-                                  const uint32_t *tokens,
-                                  uint64_t token_count,
-                                  struct kvt_range_t *ranges,
-                                  uint64_t capacity,
-                                  uint64_t stride_bytes,
-                                  uint64_t *out_count,
-                                  struct kvt_lookup_t *out,
-                                  struct kvt_error_t **err);
-
-/**
- * The same for a sequence whose chunks' keys are known (docs/keys.md says how they
- * are made).
- *
- * @param ns         The namespace.
- * @param keys          The keys of its full chunks, KVT_KEY_BYTES each.
- * @param key_count     How many.
- * @param token_count   Tokens of the sequence: as many as the keys stand for, or
- *                      some more that fill no chunk.
- * @param ranges        See kvt_namespace_lookup.
- * @param capacity      See kvt_namespace_lookup.
- * @param stride_bytes  See kvt_namespace_lookup.
- * @param out_count     See kvt_namespace_lookup.
- * @param out           See kvt_namespace_lookup.
- * @param err           Explains a failure; may be null.
- * @return As kvt_namespace_lookup.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_namespace_lookup_keys(const struct kvt_namespace_t *ns,
-                                       const uint8_t *keys,
-                                       uint64_t key_count,
-                                       uint64_t token_count,
-                                       struct kvt_range_t *ranges,
-                                       uint64_t capacity,
-                                       uint64_t stride_bytes,
-                                       uint64_t *out_count,
-                                       struct kvt_lookup_t *out,
-                                       struct kvt_error_t **err);
-
-/**
- * Says of chunks whether a namespace has them, and where. No use is counted, nothing
- * is held.
- *
- * @param ns      The namespace.
- * @param keys       Keys of full chunks, KVT_KEY_BYTES each.
- * @param key_count  How many, at most 2^27.
- * @param out        Receives a byte for each: KVT_EXISTS_WHOLE when every layer of it
- *                   is in some tier of the store, and 1 << KVT_TIER_* for each tier
- *                   that has every layer. 1 << KVT_TIER_REMOTE is a hint, and never makes
- *                   it whole: the remote had all of it when that was last heard of, and is
- *                   not left alone now. 0 = it is not there, or layers of it are missing.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
- *         KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_namespace_exists(const struct kvt_namespace_t *ns,
-                                  const uint8_t *keys,
-                                  uint64_t key_count,
-                                  uint8_t *out);
-
-/**
- * Tells what the engine took to compute tokens: plans go by what was observed.
- *
- * @param ns           The namespace.
- * @param context_tokens  Tokens before the first one that was computed.
- * @param tokens          How many were computed, at least 1.
- * @param duration_ns              How long that took, 1 to an hour.
- * @param err             Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
- *         KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_namespace_observe_prefill(const struct kvt_namespace_t *ns,
-                                           uint64_t context_tokens,
-                                           uint64_t tokens,
-                                           uint64_t duration_ns,
-                                           struct kvt_error_t **err);
-
-/**
- * Fixes what computing costs, whatever is observed.
- *
- * @param ns  The namespace.
- * @param cost   alpha_ns and beta_ns of it, 0 to 1e15 each, are read; null = go by
- *               what is observed again.
- * @param err    Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
- *         KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_namespace_fix_prefill(const struct kvt_namespace_t *ns,
-                                       const struct kvt_prefill_t *cost,
-                                       struct kvt_error_t **err);
-
-/**
- * What computing costs, as plans see it now.
- *
- * @param ns  The namespace.
- * @param out    Filled in; start it with KVT_PREFILL_INIT.
- * @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_namespace_prefill(const struct kvt_namespace_t *ns, struct kvt_prefill_t *out);
-
-/**
- * Reads what changed in a store, the oldest first. The store keeps the newest events
- * (`events` of its spec) for any number of readers; one that is too slow hears how
- * many it has missed, and asks kvt_namespace_lookup or _exists.
- *
- * @param store         The store.
- * @param cursor        In: the number of the first event that is wanted, 0 at the
- *                      start, UINT64_MAX for those to come. Out: that of the next
- *                      call.
- * @param events        Receives them.
- * @param capacity      Room there, in entries, at most 2^24; 0 = only move the cursor
- *                      to what is still known.
- * @param stride_bytes  sizeof(kvt_store_event_t).
- * @param out_count     How many were written.
- * @param out_missed    How many between cursor and the next call's were lost; may be
- *                      null.
- * @return KVT_OK, also when there is none; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
- *         KVT_E_HANDLE, KVT_E_FORKED.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_store_events(const struct kvt_store_t *store,
-                              uint64_t *cursor,
-                              struct kvt_store_event_t *events,
-                              uint64_t capacity,
-                              uint64_t stride_bytes,
-                              uint64_t *out_count,
-                              uint64_t *out_missed);
-
-/**
- * Begins an op that ends when there is an event to read: one with the number `from`, or a later
- * one. Never waits. The op's value is how many there are; more may have come when they are read.
- * Its queue is the descriptor (kvt_queue_fd) or the callback by which a reader is woken. One that
- * was woken reads all (kvt_store_events), and watches again from where that has left its cursor.
- *
- * @param store   The store.
- * @param from    The number of the first event that is wanted, as kvt_store_events has left it
- *                in its cursor; UINT64_MAX for the next one to come.
- * @param opts    Queue, tag, deadline; null for defaults.
- * @param op_out  Receives the op; null with a queue to be told by that alone.
- * @param err     Explains a failure; may be null.
- * @return KVT_OK; KVT_E_AGAIN (1,024 watches wait, as many ops are under way as may be, or the
- *         queue is full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
- *         KVT_E_FORKED, KVT_E_PANIC.
- *
- * Ownership: the caller owns the op. A store that is closed ends it with KVT_E_CANCELLED.
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_store_watch(const struct kvt_store_t *store,
-                             uint64_t from,
-                             const struct kvt_submit_opts_t *opts,
-                             struct kvt_op_t **op_out,
-                             struct kvt_error_t **err);
-
-/**
- * Goes on with another policy for a tier. It is told of every chunk with its last use and
- * its uses, and of what the one before has learned if it is of its kind: 0.1 to 0.2 s for
- * a million chunks, in which the store answers nobody. The next opening goes by its spec.
- *
- * @param store       The store.
- * @param tier        KVT_TIER_HOST or KVT_TIER_DISK.
- * @param spec        The policy, as in the store's spec.
- * @param spec_bytes  Its length.
- * @param err         Explains a failure, with the offset in the spec and the nearest name
- *                    that exists; may be null.
- * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOT_FOUND when there is no disk,
- *         KVT_E_UNSUPPORTED for another tier, KVT_E_INVALID, KVT_E_NOMEM,
- *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on
- *         failure.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_store_set_policy(const struct kvt_store_t *store,
-                                  uint32_t tier,
-                                  const char *spec,
-                                  uint64_t spec_bytes,
-                                  struct kvt_error_t **err);
-
-/**
- * Changes how many bytes of cells a store may have in memory, or of files on disk. What
- * is more than that leaves as it would for want of room, while everything else goes on:
- * nothing waits for it. The account of a budget bounds memory as well. The next opening
- * goes by its spec.
- *
- * @param store  The store.
- * @param tier   KVT_TIER_HOST or KVT_TIER_DISK.
- * @param bytes  Most bytes; of memory at least 64 KiB, of a disk at least what an opening
- *               wants.
- * @param err    Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID or KVT_E_LIMIT when it is too little,
- *         KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for another tier,
- *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing
- *         changes on failure.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_store_set_budget(const struct kvt_store_t *store,
-                                  uint32_t tier,
-                                  uint64_t bytes,
-                                  struct kvt_error_t **err);
-
-/**
- * The last evictions of a tier, the oldest of them first. The store keeps 4,096 of each
- * tier; by their numbers a reader knows what it has seen, and what it has missed.
- *
- * @param store         The store.
- * @param tier          KVT_TIER_HOST or KVT_TIER_DISK.
- * @param entries       Receives them: `id` is the first eight bytes of the chunk's key,
- *                      little-endian (where policies choose other things, theirs),
- *                      `units` are blocks of 4 KiB, times CLOCK_MONOTONIC.
- * @param capacity      Room there, in entries.
- * @param stride_bytes  sizeof(kvt_policy_log_entry_t).
- * @param out_count     How many were written.
- * @return KVT_OK; KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for
- *         another tier, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_CLOSED,
- *         KVT_E_HANDLE, KVT_E_FORKED.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_store_evictions(const struct kvt_store_t *store,
-                                 uint32_t tier,
-                                 struct kvt_policy_log_entry_t *entries,
-                                 uint64_t capacity,
-                                 uint64_t stride_bytes,
-                                 uint64_t *out_count);
-
-/**
- * What each tenant has moved, by number; last, where there are more tenants than are told
- * apart, the rest of them as one.
- *
- * @param store         The store.
- * @param rows          Receives them; may be null with capacity 0 to learn how many
- *                      there are.
- * @param capacity      Room there, in entries, at most 2^24; 1,025 are enough.
- * @param stride_bytes  sizeof(kvt_tenant_t).
- * @param out_count     How many there are; also written with KVT_E_TOO_SMALL. May be
- *                      null.
- * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
- *         KVT_E_HANDLE, KVT_E_FORKED.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_store_tenants(const struct kvt_store_t *store,
-                               struct kvt_tenant_t *rows,
-                               uint64_t capacity,
-                               uint64_t stride_bytes,
-                               uint64_t *out_count);
-
-/**
- * How long gets, puts, the store's own work and its policies' choices took: a row for
- * each KVT_TIMED_*, in their order, also where nothing was timed yet. Moves count that
- * brought or stored everything, from their call (or the engine's event) to their end.
- * kvt_store_metrics has the same as histograms.
- *
- * @param store         The store.
- * @param rows          Receives them; may be null with capacity 0 to learn how many
- *                      there are.
- * @param capacity      Room there, in entries, at most 2^24; 32 are enough.
- * @param stride_bytes  sizeof(kvt_latency_t).
- * @param out_count     How many there are; also written with KVT_E_TOO_SMALL. May be
- *                      null.
- * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
- *         KVT_E_HANDLE, KVT_E_FORKED.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_store_latencies(const struct kvt_store_t *store,
-                                 struct kvt_latency_t *rows,
-                                 uint64_t capacity,
-                                 uint64_t stride_bytes,
-                                 uint64_t *out_count);
-
-/**
- * Opens a session without tokens.
- *
- * @param ns  Its namespace, which it keeps.
- * @param opts   Who asks; null for nothing.
- * @param out    The session; close it with kvt_session_close.
- * @param err    Explains a failure; may be null.
- * @return KVT_OK; KVT_E_AGAIN when as many are open as may be, KVT_E_INVALID,
- *         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
- *         KVT_E_FORKED, KVT_E_PANIC.
- *
- * Ownership: the caller owns the session. Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_session_open(const struct kvt_namespace_t *ns,
-                              const struct kvt_session_opts_t *opts,
-                              struct kvt_session_t **out,
-                              struct kvt_error_t **err);
-
-/**
- * Opens another session that goes on from where one is: it has the same tokens
- * and shares their full chunks.
- *
- * @param session  The session, which stays as it is.
- * @param opts     Who asks; null for nothing. Nothing is taken from the other one.
- * @param out      The new session; close it with kvt_session_close.
- * @param err      Explains a failure; may be null.
- * @return As kvt_session_open.
- *
- * Ownership: the caller owns the new session. Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_session_fork(const struct kvt_session_t *session,
-                              const struct kvt_session_opts_t *opts,
-                              struct kvt_session_t **out,
-                              struct kvt_error_t **err);
-
-/**
- * Adds tokens to a session. Chunks that they fill and that are in the store are
- * held from then on.
- *
- * @param session  The session.
- * @param tokens   The tokens; copied.
- * @param count    How many; a session has at most 2^27.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_LIMIT, KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED,
- *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on failure.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_session_append(const struct kvt_session_t *session,
-                                const uint32_t *tokens,
-                                uint64_t count,
-                                struct kvt_error_t **err);
-
-/**
- * Cuts a session. Moves that were submitted go on.
- *
- * @param session  The session.
- * @param tokens   How many of its tokens are left.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID when it has fewer; KVT_E_CLOSED, KVT_E_HANDLE,
- *         KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_session_truncate(const struct kvt_session_t *session,
-                                  uint64_t tokens,
-                                  struct kvt_error_t **err);
-
-/**
- * Keeps chunks of a session longer than their use says, also when it is closed:
- * until a time, unless nothing else may leave. Of two pins of a chunk the
- * stronger counts: the higher priority, the later time.
- *
- * @param session      The session.
- * @param first_token  Where they begin, a multiple of a chunk's tokens.
- * @param tokens       How many, up to a multiple or the end; 0 = to the end.
- * @param priority     At most 255; what has less is given up first.
- * @param until_ns     CLOCK_MONOTONIC; 0 = for ever.
- * @param err          Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT when there are too many chunks,
- *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_session_pin(const struct kvt_session_t *session,
-                             uint64_t first_token,
-                             uint64_t tokens,
-                             uint32_t priority,
-                             uint64_t until_ns,
-                             struct kvt_error_t **err);
-
-/**
- * Tells the policies what the engine knows of the future of a session, usually
- * when a request of it has ended.
- *
- * @param session  The session.
- * @param hint     The hint; its times are CLOCK_MONOTONIC.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
- *         KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_session_hint(const struct kvt_session_t *session,
-                              const struct kvt_policy_hint_t *hint,
-                              struct kvt_error_t **err);
-
-/**
- * How far a session is.
- *
- * @param session  The session.
- * @param out      Filled in; start it with KVT_SESSION_INFO_INIT.
- * @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_session_info(const struct kvt_session_t *session, struct kvt_session_info_t *out);
-
-/**
- * Closes a session: its chunks may leave. Moves that were submitted go on.
- *
- * @param session  Pointer to the handle, cleared on success; null, or a null
- *                 handle, is fine.
- * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_session_close(struct kvt_session_t **session);
-
-/**
- * Opens an event that the program signals itself. It needs no runtime; moves of any
- * store may wait for it.
- *
- * @param flags  None are defined yet: 0.
- * @param out    The event, pending; close it with kvt_event_close.
- * @param err    Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Ownership: the caller owns the event. Threading: any thread, also in callbacks.
- * Since 0.1.
- */
-kvt_status_t kvt_event_open(uint64_t flags, struct kvt_event_t **out, struct kvt_error_t **err);
-
-/**
- * Signals an event: it has come, for good. Moves that wait for it begin. Never
- * waits; of one that has come already nothing changes.
- *
- * @param event  The event.
- * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_event_signal(const struct kvt_event_t *event);
-
-/**
- * Whether an event has come.
- *
- * @param event      The event.
- * @param out_state  KVT_EVENT_*.
- * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_event_query(const struct kvt_event_t *event, uint32_t *out_state);
-
-/**
- * Closes an event. Moves that wait for one that has not come end with
- * KVT_E_CANCELLED, and have touched nothing.
- *
- * @param event  Pointer to the handle, cleared on success; null, or a null
- *               handle, is fine.
- * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_event_close(struct kvt_event_t **event);
-
-/**
- * Stores the KV of a transfer: from the engine's tensors into memory, and down
- * from there as the spec says. Cells that are there already are not stored again.
- * Never waits.
- *
- * The op's value (kvt_completion_t, kvt_op_info_t) is how many tokens from the
- * first on were stored without a gap; bytes_done is what was copied. It ends with
- * KVT_E_BUDGET when memory could not be had, or KVT_E_IO when the disk failed; the
- * other cells are stored all the same.
- *
- * @param session    The session; closing it does not end its moves.
- * @param transfer  What, and where it is; copied, tables of pages too.
- * @param opts       Queue, tag, deadline, priority; null for none.
- * @param ops_out    Receives the op (one per layer with KVT_TRANSFER_EACH_LAYER), to
- *                   be freed by you; null when the queue alone tells of the end.
- * @param err        Explains a failure; may be null.
- * @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
- *         store is full; KVT_E_INVALID, KVT_E_UNAVAILABLE (a level that needs a disk,
- *         memory that no device reaches, an event of a device to a store without one),
- *         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE (also: `after`
- *         is no event of the store's device), KVT_E_FORKED, KVT_E_PANIC.
- *
- * Ownership: the caller owns the ops; the tensors are the library's until the
- * release. Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_session_put(const struct kvt_session_t *session,
-                             const struct kvt_transfer_t *transfer,
-                             const struct kvt_submit_opts_t *opts,
-                             struct kvt_op_t **ops_out,
-                             struct kvt_error_t **err);
-
-/**
- * Loads the KV of a transfer into the engine's tensors, from whatever tier has
- * it. Never waits.
- *
- * The op's value is how many tokens from the first on came without a gap. It ends
- * with KVT_E_NOT_FOUND when something was missing: the other cells came, and
- * the tensors are as they were where nothing came. A deadline turns what is late
- * into a miss.
- *
- * @param session    See kvt_session_put.
- * @param transfer  See kvt_session_put.
- * @param opts       See kvt_session_put.
- * @param ops_out    See kvt_session_put.
- * @param err        Explains a failure; may be null.
- * @return As kvt_session_put.
- *
- * Ownership: as kvt_session_put. Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_session_get(const struct kvt_session_t *session,
-                             const struct kvt_transfer_t *transfer,
-                             const struct kvt_submit_opts_t *opts,
-                             struct kvt_op_t **ops_out,
-                             struct kvt_error_t **err);
-
-/**
- * Brings the KV of a transfer into memory, for a get to come. Never waits. The
- * op's value and result are those of a get.
- *
- * @param session    See kvt_session_put.
- * @param transfer  What; without views.
- * @param opts       See kvt_session_put; KVT_PRIORITY_PREFETCH is what it is for.
- * @param ops_out    See kvt_session_put.
- * @param err        Explains a failure; may be null.
- * @return As kvt_session_put.
- *
- * Ownership: the caller owns the ops. Threading: any thread, also in callbacks.
- * Since 0.1.
- */
-kvt_status_t kvt_session_prefetch(const struct kvt_session_t *session,
-                                  const struct kvt_transfer_t *transfer,
-                                  const struct kvt_submit_opts_t *opts,
-                                  struct kvt_op_t **ops_out,
-                                  struct kvt_error_t **err);
-
-/**
- * The cheapest way to have the KV of all tokens of a session: what is loaded, what is
- * computed, from what is where, what waits before it, and what both take. No use is
- * counted, nothing is held beyond what the session holds.
- *
- * Without KVT_NAMESPACE_HOLES everything before the first token to be computed is
- * loaded or resident, and all behind it is computed.
- *
- * @param session       The session.
- * @param terms         How the engine will run; null for defaults.
- * @param steps      Receives all tokens as steps, in their order; may be null
- *                      with capacity 0 to learn how many there are.
- * @param capacity      Room there, in entries, at most 2^24.
- * @param stride_bytes  sizeof(kvt_plan_step_t).
- * @param out_count     How many steps there are; also written with
- *                      KVT_E_TOO_SMALL. May be null.
- * @param out           The sum of it; start it with KVT_PLAN_INIT. May be null.
- * @param err           Explains a failure; may be null.
- * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
- *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_session_plan(const struct kvt_session_t *session,
-                              const struct kvt_plan_terms_t *terms,
-                              struct kvt_plan_step_t *steps,
-                              uint64_t capacity,
-                              uint64_t stride_bytes,
-                              uint64_t *out_count,
-                              struct kvt_plan_t *out,
-                              struct kvt_error_t **err);
-
-/**
- * Adds tokens with media to a session. Where media start in a chunk its key depends on
- * them, and so do the keys of all chunks behind it (docs/keys.md): equal tokens with other
- * images share nothing from there on.
- *
- * @param session   The session.
- * @param sequence  What is added; copied.
- * @param err       Explains a failure; may be null.
- * @return As kvt_session_append; KVT_E_INVALID also for media that do not ascend or
- *         start beyond the tokens, KVT_E_TOO_NEW. Nothing changes on failure.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_session_append_media(const struct kvt_session_t *session,
-                                      const struct kvt_sequence_t *sequence,
-                                      struct kvt_error_t **err);
-
-/**
- * kvt_namespace_lookup for a sequence with media.
- *
- * @param ns         The namespace.
- * @param sequence      The sequence.
- * @param ranges        See kvt_namespace_lookup.
- * @param capacity      See kvt_namespace_lookup.
- * @param stride_bytes  See kvt_namespace_lookup.
- * @param out_count     See kvt_namespace_lookup.
- * @param out           See kvt_namespace_lookup.
- * @param err           Explains a failure; may be null.
- * @return As kvt_namespace_lookup; KVT_E_TOO_NEW.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_namespace_lookup_media(const struct kvt_namespace_t *ns,
-                                        const struct kvt_sequence_t *sequence,
-                                        struct kvt_range_t *ranges,
-                                        uint64_t capacity,
-                                        uint64_t stride_bytes,
-                                        uint64_t *out_count,
-                                        struct kvt_lookup_t *out,
-                                        struct kvt_error_t **err);
-
-/**
- * Says what the full chunks of a sequence are called in events and files: the keys that
- * docs/keys.md defines. A router that knows who has which keys finds by them where a prompt's
- * prefix is.
- *
- * @param ns      The namespace.
- * @param sequence   The sequence.
- * @param keys       Receives KVT_KEY_BYTES for each, in their order; may be null with
- *                   capacity 0 to learn how many there are.
- * @param capacity   Room there, in keys.
- * @param out_count  How many there are; also written with KVT_E_TOO_SMALL.
- * @param err        Explains a failure; may be null.
- * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM,
- *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_namespace_chunk_keys(const struct kvt_namespace_t *ns,
-                                      const struct kvt_sequence_t *sequence,
-                                      uint8_t *keys,
-                                      uint64_t capacity,
-                                      uint64_t *out_count,
-                                      struct kvt_error_t **err);
-
-/**
- * Takes everything of a namespace away that nobody holds: out of all tiers, and so
- * that it does not come back when the store is opened again. Waits for that; of
- * chunks that are stored meanwhile nothing is said. Their bytes stay in files until
- * those are used again; nobody finds them there.
- *
- * @param ns        The namespace, which stays open.
- * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
- * @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
- *                     be null.
- * @param err          Explains a failure; may be null.
- * @return KVT_OK; KVT_E_TIMEOUT, KVT_E_BUDGET, KVT_E_IO: the chunks are gone, but may
- *         come back with another opening (call again); KVT_E_REENTRANT inside a
- *         callback; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
- *         KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_namespace_clear(const struct kvt_namespace_t *ns,
-                                 uint64_t deadline_ns,
-                                 struct kvt_clear_report_t *out,
-                                 struct kvt_error_t **err);
-
-/**
- * Takes chunks of a session away that nobody else holds: out of all tiers. The
- * session keeps its tokens, and finds chunks again that stay or are stored anew.
- * Never waits: after a crash what was on disk may be there again, as after any
- * eviction.
- *
- * @param session      The session.
- * @param first_token  Where they begin, a multiple of a chunk's tokens.
- * @param tokens       How many, up to a multiple or the end; 0 = to the end.
- * @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
- *                     be null.
- * @param err          Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
- *         KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_session_drop(const struct kvt_session_t *session,
-                              uint64_t first_token,
-                              uint64_t tokens,
-                              struct kvt_clear_report_t *out,
-                              struct kvt_error_t **err);
-
-/**
- * Sends chunks of a session down: what of them is in memory is written to disk where it
- * is not there yet, and its memory is given back. Never waits: events
- * (KVT_STORE_REMOVED) and kvt_store_stats tell of the end. What admission and write=
- * say does not count. Who holds or has pinned the chunks finds them on disk; a get brings
- * them up again. What the disk refuses stays in memory as long as somebody holds it.
- *
- * @param session      The session.
- * @param first_token  Where they begin, a multiple of a chunk's tokens.
- * @param tokens       How many, up to a multiple or the end; 0 = to the end.
- * @param out          How many leave; start it with KVT_DEMOTE_REPORT_INIT. May be
- *                     null.
- * @param err          Explains a failure; may be null.
- * @return KVT_OK, also where nothing is in memory; KVT_E_INVALID, KVT_E_NOMEM,
- *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_session_demote(const struct kvt_session_t *session,
-                                uint64_t first_token,
-                                uint64_t tokens,
-                                struct kvt_demote_report_t *out,
-                                struct kvt_error_t **err);
-
-/**
- * Takes the pins of chunks of a session away, whoever has set them.
- *
- * @param session      The session.
- * @param first_token  Where they begin, a multiple of a chunk's tokens.
- * @param tokens       How many, up to a multiple or the end; 0 = to the end.
- * @param err          Explains a failure; may be null.
- * @return KVT_OK, also where nothing is pinned; KVT_E_INVALID, KVT_E_NOMEM,
- *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_session_unpin(const struct kvt_session_t *session,
-                               uint64_t first_token,
-                               uint64_t tokens,
-                               struct kvt_error_t **err);
-
-/**
  * Opens a sparse policy for one sequence of a model.
  *
  * @param opts  Which, and for what.
@@ -10584,6 +10345,81 @@ kvt_status_t kvt_sparse_evicted(const struct kvt_sparse_t *policy,
                                 struct kvt_error_t **err);
 
 /**
+ * Says of the rows of a buffer what an index says of positions; tokens that are not there are
+ * left out. No token may be missing between a query and those behind it.
+ *
+ * @param attention        The model's attention.
+ * @param placement           What is in the buffer.
+ * @param index            The index, of positions; null = all keys.
+ * @param first            The position of the first query.
+ * @param count            How many queries.
+ * @param out              Start it with KVT_INDEX_INIT, and set arrays and their room.
+ * @param first_query_out  Receives first_query of a problem over these rows, whose first_key
+ *                         is 0.
+ * @param err              Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL with counts in `out`, KVT_E_INVALID, KVT_E_LIMIT,
+ *         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
+                             const struct kvt_block_placement_t *placement,
+                             const struct kvt_index_t *index,
+                             uint32_t first,
+                             uint32_t count,
+                             struct kvt_index_t *out,
+                             uint32_t *first_query_out,
+                             struct kvt_error_t **err);
+
+/**
+ * Adds sums of attention over the rows of a buffer to sums of the tokens that are there, as
+ * kvt_sparse_observe wants them: tokens that were not loaded got nothing.
+ *
+ * @param resident        Which tokens are there.
+ * @param placement       What is in the buffer.
+ * @param select       The index of rows that a decode went by, whose sums are those of
+ *                     kvt_decode_sums; null = sums of all rows.
+ * @param first_query  The row of the first query, with `select`.
+ * @param queries      How many, with `select`.
+ * @param sums         [query heads, rows]; or [rows] for all heads, where there is one list.
+ * @param sum_count    How many numbers that are.
+ * @param out          [query heads, tokens], or [tokens]. After a failure it means nothing.
+ * @param out_count    How many numbers that are.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sums_place(const struct kvt_resident_tokens_t *resident,
+                            const struct kvt_block_placement_t *placement,
+                            const struct kvt_index_t *select,
+                            uint32_t first_query,
+                            uint32_t queries,
+                            const float *sums,
+                            uint64_t sum_count,
+                            float *out,
+                            uint64_t out_count,
+                            struct kvt_error_t **err);
+
+/**
+ * How much memory no problem within some limits needs more of: to be lent once.
+ *
+ * @param kernel       KVT_KERNEL_*.
+ * @param limits       The largest that problems become.
+ * @param memory_out   Receives numbers of a job's memory (0 but for decodes); may be null.
+ * @param scratch_out  Receives numbers of scratch of each thread; may be null.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_kernel_workspace(uint32_t kernel,
+                                  const struct kvt_kernel_limits_t *limits,
+                                  uint64_t *memory_out,
+                                  uint64_t *scratch_out,
+                                  struct kvt_error_t **err);
+
+/**
  * How a job is cut.
  *
  * @param job  The job.
@@ -10833,81 +10669,6 @@ kvt_status_t kvt_attention_merge(float *out,
  * Threading: any thread. Since 0.1.
  */
 kvt_status_t kvt_rows_check(const struct kvt_rows_t *rows, struct kvt_error_t **err);
-
-/**
- * Says of the rows of a buffer what an index says of positions; tokens that are not there are
- * left out. No token may be missing between a query and those behind it.
- *
- * @param attention        The model's attention.
- * @param placement           What is in the buffer.
- * @param index            The index, of positions; null = all keys.
- * @param first            The position of the first query.
- * @param count            How many queries.
- * @param out              Start it with KVT_INDEX_INIT, and set arrays and their room.
- * @param first_query_out  Receives first_query of a problem over these rows, whose first_key
- *                         is 0.
- * @param err              Explains a failure; may be null.
- * @return KVT_OK; KVT_E_TOO_SMALL with counts in `out`, KVT_E_INVALID, KVT_E_LIMIT,
- *         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
-                             const struct kvt_block_placement_t *placement,
-                             const struct kvt_index_t *index,
-                             uint32_t first,
-                             uint32_t count,
-                             struct kvt_index_t *out,
-                             uint32_t *first_query_out,
-                             struct kvt_error_t **err);
-
-/**
- * Adds sums of attention over the rows of a buffer to sums of the tokens that are there, as
- * kvt_sparse_observe wants them: tokens that were not loaded got nothing.
- *
- * @param resident        Which tokens are there.
- * @param placement       What is in the buffer.
- * @param select       The index of rows that a decode went by, whose sums are those of
- *                     kvt_decode_sums; null = sums of all rows.
- * @param first_query  The row of the first query, with `select`.
- * @param queries      How many, with `select`.
- * @param sums         [query heads, rows]; or [rows] for all heads, where there is one list.
- * @param sum_count    How many numbers that are.
- * @param out          [query heads, tokens], or [tokens]. After a failure it means nothing.
- * @param out_count    How many numbers that are.
- * @param err          Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_sums_place(const struct kvt_resident_tokens_t *resident,
-                            const struct kvt_block_placement_t *placement,
-                            const struct kvt_index_t *select,
-                            uint32_t first_query,
-                            uint32_t queries,
-                            const float *sums,
-                            uint64_t sum_count,
-                            float *out,
-                            uint64_t out_count,
-                            struct kvt_error_t **err);
-
-/**
- * How much memory no problem within some limits needs more of: to be lent once.
- *
- * @param kernel       KVT_KERNEL_*.
- * @param limits       The largest that problems become.
- * @param memory_out   Receives numbers of a job's memory (0 but for decodes); may be null.
- * @param scratch_out  Receives numbers of scratch of each thread; may be null.
- * @param err          Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_kernel_workspace(uint32_t kernel,
-                                  const struct kvt_kernel_limits_t *limits,
-                                  uint64_t *memory_out,
-                                  uint64_t *scratch_out,
-                                  struct kvt_error_t **err);
 
 /**
  * Opens an offload for a session. The ring is in host memory, or with KVT_OFFLOAD_ON_DEVICE in
@@ -11994,270 +11755,509 @@ kvt_status_t kvt_stream_fixed(const struct kvt_stream_t *stream,
                               uint64_t *bytes_out);
 
 /**
- * Says what blocks are called in events and files: the keys that docs/keys.md defines.
+ * Opens a device.
  *
- * @param ns  The namespace.
- * @param names  The names.
- * @param out    Receives KVT_KEY_BYTES for each.
- * @param err    Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
- *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ * @param runtime  Where it belongs.
+ * @param opts     Which one.
+ * @param out      The device; close it with kvt_device_close.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNAVAILABLE (CUDA: no driver, one that is too old or broken, or no such
+ *         device; the message says which), KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
- * Threading: any thread, also in callbacks. Since 0.1.
+ * Ownership: the caller owns the device. Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *ns,
-                                      const struct kvt_names_t *names,
-                                      uint8_t *out,
+kvt_status_t kvt_device_open(const struct kvt_runtime_t *runtime,
+                             const struct kvt_device_opts_t *opts,
+                             struct kvt_device_t **out,
+                             struct kvt_error_t **err);
+
+/**
+ * Closes a device: refuses new work and waits for what is under way, and for calls of other
+ * threads. Its memory that was not given back goes with it.
+ *
+ * @param device       Pointer to the handle, cleared on success; null, or a null handle, is
+ *                     fine.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY while a store or a streamer has it (it stays open), or when work
+ *         has not ended at the deadline (it stays closing and valid: call again);
+ *         KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_close(struct kvt_device_t **device,
+                              uint64_t deadline_ns,
+                              struct kvt_error_t **err);
+
+/**
+ * What a device is and can do.
+ *
+ * @param device  The device.
+ * @param out     Filled in; start it with KVT_DEVICE_INFO_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_info(const struct kvt_device_t *device, struct kvt_device_info_t *out);
+
+/**
+ * A device in words, for logs: its name, and how it copies.
+ *
+ * @param device        The device.
+ * @param out           Receives the words, not NUL-terminated; may be null.
+ * @param out_capacity  How many bytes there is room for.
+ * @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_describe(const struct kvt_device_t *device,
+                                 char *out,
+                                 uint64_t out_capacity,
+                                 uint64_t *out_bytes);
+
+/**
+ * Sets memory of a device aside.
+ *
+ * @param device  The device.
+ * @param bytes   How much.
+ * @param out     What it is; start it with KVT_DEVICE_MEMORY_INIT. What is in it is not said.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOMEM, KVT_E_UNSUPPORTED (it has none to give), KVT_E_UNAVAILABLE (the
+ *         device is lost), KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Ownership: give it back with kvt_device_free; else it goes with the device. Threading: any
+ * thread. Since 0.1.
+ */
+kvt_status_t kvt_device_alloc(const struct kvt_device_t *device,
+                              uint64_t bytes,
+                              struct kvt_device_memory_t *out,
+                              struct kvt_error_t **err);
+
+/**
+ * Gives memory back.
+ *
+ * @param device  The device that gave it.
+ * @param memory  As kvt_device_alloc wrote it.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY while work under way is seen to use it; KVT_E_HANDLE (it is not
+ *         this device's, or was given back; or the device's handle), KVT_E_INVALID,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_free(const struct kvt_device_t *device,
+                             const struct kvt_device_memory_t *memory,
+                             struct kvt_error_t **err);
+
+/**
+ * Tells a device of host memory that copies will use again and again, so that they are as fast
+ * as they can be: CUDA pins it. Where it cannot, copies work, are slower, and wait in the call;
+ * kvt_device_describe says how much memory that is. A device to which all host memory is the same
+ * does nothing.
+ *
+ * @param device   The device.
+ * @param address  Where it starts, of a page.
+ * @param bytes    How much.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (also where it overlaps what the device was told of),
+ *         KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. What a
+ *         device of the engine's own says.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_register_host(const struct kvt_device_t *device,
+                                      void *address,
+                                      uint64_t bytes,
                                       struct kvt_error_t **err);
 
 /**
- * Says of blocks whether a namespace has them, and where. No use is counted, nothing
- * is held. The remote is not asked: kvt_session_locate_blocks does that, and one that was found
- * there has 1 << KVT_TIER_REMOTE alone; without KVT_EXISTS_WHOLE it is not here, but gets and
- * prefetches bring it.
+ * Takes that back, before the memory goes.
  *
- * @param ns  The namespace.
- * @param names  The names.
- * @param out    Receives a byte for each, as kvt_namespace_exists gives.
- * @param err    Explains a failure; may be null.
- * @return As kvt_namespace_block_keys.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_namespace_find_blocks(const struct kvt_namespace_t *ns,
-                                       const struct kvt_names_t *names,
-                                       uint8_t *out,
-                                       struct kvt_error_t **err);
-
-/**
- * Stores blocks that the engine has named: from its tensors into memory, and down from
- * there as the spec says. Those that are there already are not stored again. Never waits.
- *
- * A block is a chunk of the namespace's layout that continues no other one: it comes and
- * goes by itself. Sessions of the namespace share blocks as they share chunks; tokens have
- * nothing to do with it. The session says who asks: its tenant, priority and turn. Whoever
- * keeps KV by tokens uses kvt_session_put.
- *
- * The op has an item for each block (kvt_op_items), in their order, with the status of
- * that block. Its own status is KVT_OK when all are well, else that of one of them: a miss
- * only where nothing else went wrong. Its value is how many tokens from the first on were
- * stored without a gap.
- *
- * @param session  The session; closing it does not end its moves.
- * @param blocks   What, and where it is; copied, names and tables of pages too.
- * @param opts     Queue, tag, deadline, priority; null for none.
- * @param op_out   Receives the op, to be freed by you; null when the queue alone tells of
- *                 the end.
+ * @param device   The device.
+ * @param address  As it was said.
  * @param err      Explains a failure; may be null.
- * @return As kvt_session_put.
+ * @return KVT_OK; KVT_E_HANDLE (CUDA was not told of it; or the device's handle),
+ *         KVT_E_UNAVAILABLE, KVT_E_FORKED, KVT_E_PANIC. What a device of the engine's own says.
  *
- * Ownership: the caller owns the op; the tensors are the library's until the release.
- * Threading: any thread, also in callbacks. Since 0.1.
+ * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_session_put_blocks(const struct kvt_session_t *session,
-                                    const struct kvt_blocks_t *blocks,
-                                    const struct kvt_submit_opts_t *opts,
-                                    struct kvt_op_t **op_out,
-                                    struct kvt_error_t **err);
-
-/**
- * Loads blocks into the engine's tensors, from whatever tier has them; from the remote those that
- * were located there (kvt_session_locate_blocks). Never waits.
- *
- * The op ends with KVT_E_NOT_FOUND where some are missing: the others came. Its items say
- * which; the tensors of one that did not come may have been written in part.
- *
- * @param session  See kvt_session_put_blocks.
- * @param blocks   See kvt_session_put_blocks.
- * @param opts     See kvt_session_put_blocks.
- * @param op_out   See kvt_session_put_blocks.
- * @param err      Explains a failure; may be null.
- * @return As kvt_session_put.
- *
- * Ownership: as kvt_session_put_blocks. Threading: any thread, also in callbacks.
- * Since 0.1.
- */
-kvt_status_t kvt_session_get_blocks(const struct kvt_session_t *session,
-                                    const struct kvt_blocks_t *blocks,
-                                    const struct kvt_submit_opts_t *opts,
-                                    struct kvt_op_t **op_out,
-                                    struct kvt_error_t **err);
-
-/**
- * Brings blocks into memory, for a get to come. Never waits. The op's items are as those
- * of a get.
- *
- * @param session  See kvt_session_put_blocks.
- * @param blocks   What; without views.
- * @param opts     See kvt_session_put_blocks; KVT_PRIORITY_PREFETCH is what it is for.
- * @param op_out   See kvt_session_put_blocks.
- * @param err      Explains a failure; may be null.
- * @return As kvt_session_put.
- *
- * Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_session_prefetch_blocks(const struct kvt_session_t *session,
-                                         const struct kvt_blocks_t *blocks,
-                                         const struct kvt_submit_opts_t *opts,
-                                         struct kvt_op_t **op_out,
-                                         struct kvt_error_t **err);
-
-/**
- * Takes blocks away that nobody holds: out of all tiers. Those that moves or sessions hold
- * (kvt_session_hold_blocks) stay and are counted. Never waits: after a crash what was on disk
- * may be there again, as after any eviction.
- *
- * @param session  The session.
- * @param names    The names, at most 65536; those that are not there are passed over.
- * @param out      What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May be null.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
- *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
-                                     const struct kvt_names_t *names,
-                                     struct kvt_clear_report_t *out,
-                                     struct kvt_error_t **err);
-
-/**
- * Holds those of some blocks that are there: until they are let go they are in some tier, and
- * what is asked for of them is found. Memory that others need may still have them go down to
- * disk; kvt_session_prefetch_blocks brings them up. No use is counted. Never waits.
- *
- * Each call counts, and each name in it: what is held twice is to be let go twice. A block of
- * which not all is there, or whose put has not ended, is not held, and says so. Closing the
- * session lets all go; forks hold nothing. Where memory or the table is full and all is held
- * there is no room for anything else: puts end with KVT_E_BUDGET, or are refused with
- * KVT_E_LIMIT. A hold does not repair: of a block whose only copy is found damaged only the
- * name stays held, for whoever puts it again.
- *
- * @param session  The session. Others hold the same blocks on their own account.
- * @param names    The names, at most 65536.
- * @param out      Receives a byte for each, as kvt_namespace_find_blocks gives: 0 = not held.
- *                 May be null for who lets go by closing the session.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_LIMIT (also: a session has 2^20 holds), KVT_E_INVALID,
- *         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *         Nothing is held on failure.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_session_hold_blocks(const struct kvt_session_t *session,
-                                     const struct kvt_names_t *names,
-                                     uint8_t *out,
-                                     struct kvt_error_t **err);
-
-/**
- * Takes one hold of each block back; the last one of all lets it leave. Never waits.
- *
- * Give the names that were held, as kvt_session_hold_blocks said, and no others: one that the
- * session does not hold as often as it is named fails the call. Passing it over would let a
- * mistake in counting take away what another part of the program holds.
- *
- * @param session  The session that holds them.
- * @param names    The names, at most 65536.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID (also: not held), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
- *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on failure.
- *
- * Threading: any thread, also in callbacks. Since 0.1.
- */
-kvt_status_t kvt_session_release_blocks(const struct kvt_session_t *session,
-                                        const struct kvt_names_t *names,
+kvt_status_t kvt_device_unregister_host(const struct kvt_device_t *device,
+                                        void *address,
                                         struct kvt_error_t **err);
 
 /**
- * Tells the policies what the engine knows of the future of some blocks, as kvt_session_hint
- * does of a session: in each tier, of each block by itself. Those that are not there are
- * passed over, and nothing is remembered of them.
+ * Puts copies on a stream, behind an event if one is given, and behind what is there. Without
+ * copies it marks the place. CUDA waits in the call for what they are behind where they go from
+ * host to host memory, or use any that was not told of (kvt_device_register_host) or not pinned.
  *
- * @param session  The session; says whose words these are. Nothing is told of it.
- * @param names    The names, at most 65536.
- * @param hint     The hint; its times are CLOCK_MONOTONIC.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
+ * @param device        The device.
+ * @param stream        0 to kvt_device_info_t.streams - 1.
+ * @param after         An event of the device's; 0 = none.
+ * @param copies        The copies; their sums are written.
+ * @param count         How many, at most 65,536.
+ * @param stride_bytes  sizeof(kvt_copy_t).
+ * @param out_event     Receives the event of their end; release it with kvt_device_release.
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK: they are on their way, or done where the device is not asynchronous;
+ *         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_UNSUPPORTED (memory that the device does not
+ *         reach), KVT_E_TOO_NEW, KVT_E_AGAIN (65,536 events are open), KVT_E_STATE (a graph is
+ *         made of the stream), KVT_E_UNAVAILABLE (the device is lost), KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED, KVT_E_PANIC. What `after` failed
+ *         with.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_copy(const struct kvt_device_t *device,
+                             uint32_t stream,
+                             uint64_t after,
+                             struct kvt_copy_t *copies,
+                             uint64_t count,
+                             uint64_t stride_bytes,
+                             uint64_t *out_event,
+                             struct kvt_error_t **err);
+
+/**
+ * How far an event is. Never waits for one; at most until another thread's call has put its work
+ * on a stream.
+ *
+ * @param device  The device.
+ * @param event   One of its events.
+ * @return KVT_OK: it has come. KVT_E_AGAIN: not yet. What its batch failed with; of targets it
+ *         is not known then what they have. KVT_E_HANDLE: it is none of this device, or was
+ *         released. KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_query(const struct kvt_device_t *device, uint64_t event);
+
+/**
+ * Waits for an event.
+ *
+ * @param device       The device.
+ * @param event        One of its events.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK: it has come; KVT_E_TIMEOUT; what its batch failed with; KVT_E_HANDLE,
+ *         KVT_E_REENTRANT inside a callback, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_wait(const struct kvt_device_t *device,
+                             uint64_t event,
+                             uint64_t deadline_ns,
+                             struct kvt_error_t **err);
+
+/**
+ * The checksums of the copies of a batch that wanted one (KVT_COPY_SUM), in their order, from
+ * when its event has come until that is released. Who copies by itself holds them against
+ * kvt_checksum of what is in host memory: bytes that changed on the bus have another. Never
+ * waits.
+ *
+ * @param device     An asynchronous device that sums (KVT_DEVICE_SUMS): others have put sums
+ *                   into the copies.
+ * @param event      One of its events.
+ * @param sums       Receives checksums.
+ * @param capacity   How many there is room for, at most 65,536.
+ * @param out_count  How many were written.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY (the event has not come), what its batch failed with,
+ *         KVT_E_UNSUPPORTED (the device has no such sums), KVT_E_INVALID, KVT_E_LIMIT,
  *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_session_hint_blocks(const struct kvt_session_t *session,
-                                     const struct kvt_names_t *names,
-                                     const struct kvt_policy_hint_t *hint,
-                                     struct kvt_error_t **err);
+kvt_status_t kvt_device_sums(const struct kvt_device_t *device,
+                             uint64_t event,
+                             uint64_t *sums,
+                             uint64_t capacity,
+                             uint64_t *out_count,
+                             struct kvt_error_t **err);
 
 /**
- * What a store counts of its remote; also of a poisoned one. Of a store without a remote all
- * is 0.
+ * Which events have ended, well or not: of an asynchronous device each is told once, unless it
+ * was released before. Never waits for one. Who shares a device with a store or a streamer is
+ * told of their events, too, and so is who polls while another thread's kvt_device_copy waits.
  *
- * @param store  The store.
- * @param out    Filled in; start it with KVT_REMOTE_STATS_INIT.
- * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ * @param device     The device.
+ * @param events     Receives events.
+ * @param capacity   How many there is room for, at most 65,536.
+ * @param out_count  How many were written.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_store_remote(const struct kvt_store_t *store, struct kvt_remote_stats_t *out);
+kvt_status_t kvt_device_poll(const struct kvt_device_t *device,
+                             uint64_t *events,
+                             uint64_t capacity,
+                             uint64_t *out_count);
 
 /**
- * Begins to find out how far a session can go on with what the store has and what its remote
- * has. Never waits. The op's value is the tokens from the session's first one on that can be
- * used; what is at the remote is part of lookups and plans from then on, and comes with gets
- * and prefetches. Appending a chunk or more asks by itself (ask=append): the op then only
- * waits for the answers. Without a remote, or while that is left alone, it ends at once with
- * what is here.
+ * Forgets events that have ended.
  *
- * What the remote has is a hint: it may be gone when it is fetched, which is a miss.
- *
- * @param session  The session.
- * @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it the op
- *                 ends with KVT_E_TIMEOUT, and what was heard until then counts.
- * @param op_out   Receives the op; null with a queue to be told by that alone.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way as may be, or the queue is
- *         full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ * @param device  The device.
+ * @param events  The events.
+ * @param count   How many, at most 65,536.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY (one has not ended) and KVT_E_HANDLE (one is none of this device,
+ *         or was released; a device that is not asynchronous knows its events for ever): those
+ *         before it are released. KVT_E_INVALID, KVT_E_LIMIT,
  *         KVT_E_FORKED, KVT_E_PANIC.
  *
- * Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
+ * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_session_locate(const struct kvt_session_t *session,
-                                const struct kvt_submit_opts_t *opts,
-                                struct kvt_op_t **op_out,
+kvt_status_t kvt_device_release(const struct kvt_device_t *device,
+                                const uint64_t *events,
+                                uint64_t count,
                                 struct kvt_error_t **err);
 
 /**
- * Begins to find out which of some blocks the store has, in a tier of its own or at its remote.
- * Never waits. What is at the remote is known to kvt_namespace_find_blocks from then on, as
- * 1 << KVT_TIER_REMOTE, and comes with kvt_session_get_blocks and kvt_session_prefetch_blocks.
- * No block depends on another: all are asked for that are not here and were not asked for lately.
- * Without a remote, or while that is left alone, the op ends at once with what is here.
+ * Makes an event of the device's that comes when an event of the engine's own has come: what is
+ * behind it waits for the engine's kernels, and no thread does.
  *
- * The op has an item for each block (kvt_op_items): KVT_OK when all of it is here or at the
- * remote, KVT_E_NOT_FOUND when it is not, as far as is known. Its own status is KVT_OK when all
- * are, else that of those that are not. Its value is how many tokens from the first on can be
- * used without a gap.
+ * @param device     The device.
+ * @param raw        The engine's event: for CUDA a CUevent that was recorded, as a number.
+ * @param out_event  Receives the event; release it with kvt_device_release.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (it is none, or of another context; or the
+ *         device's handle), KVT_E_AGAIN, KVT_E_STATE, KVT_E_UNAVAILABLE, KVT_E_CLOSED,
+ *         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
  *
- * What the remote has is a hint: it may be gone when it is fetched, which is a miss. A hint is
- * forgotten when rows of the table are needed for what the store itself keeps, or after as many
- * others as the remote's parameter `known` says; ask again then.
- *
- * @param session  The session; closing it does not end the op.
- * @param names    The names, 1 to 65536; one that is there twice has two items. Copied.
- * @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it blocks that
- *                 nothing is known of end with KVT_E_TIMEOUT, and what was heard counts.
- * @param op_out   Receives the op; null with a queue to be told by that alone.
- * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way, or 2^20 blocks are asked for,
- *         as may be; or the queue is full), KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW,
- *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
+ * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_session_locate_blocks(const struct kvt_session_t *session,
-                                       const struct kvt_names_t *names,
-                                       const struct kvt_submit_opts_t *opts,
-                                       struct kvt_op_t **op_out,
+kvt_status_t kvt_device_import_event(const struct kvt_device_t *device,
+                                     uint64_t raw,
+                                     uint64_t *out_event,
+                                     struct kvt_error_t **err);
+
+/**
+ * Has a stream of the engine's own go on only when an event has come. No thread waits.
+ *
+ * @param device      The device.
+ * @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
+ * @param event       One of the device's events.
+ * @param err         Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the event, the stream or the device),
+ *         KVT_E_STATE (a graph is made of the stream), KVT_E_UNAVAILABLE, KVT_E_INVALID,
+ *         KVT_E_FORKED, KVT_E_PANIC. What the event's batch failed with.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_stream_wait(const struct kvt_device_t *device,
+                                    uint64_t raw_stream,
+                                    uint64_t event,
+                                    struct kvt_error_t **err);
+
+/**
+ * Makes an event that comes when kvt_device_signal_event says so: batches, moves and streams can be put
+ * behind it before. Closing the device or its runtime keeps it, too. A copy that the device can
+ * only make in its call (CUDA: within host memory, or of host memory that is not registered)
+ * waits there for what it is behind: then another thread has to keep it.
+ *
+ * @param device     The device.
+ * @param out_event  Receives the event; release it with kvt_device_release once it was kept.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNSUPPORTED (the device, or its driver, has no such thing), KVT_E_AGAIN
+ *         (1,024 are known), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM, KVT_E_INVALID,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_create_event(const struct kvt_device_t *device,
+                                     uint64_t *out_event,
+                                     struct kvt_error_t **err);
+
+/**
+ * Has an event of kvt_device_create_event come: what is behind it goes on. One that has come already
+ * stays as it is.
+ *
+ * @param device  The device.
+ * @param event   The event.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_HANDLE (it is no promise of this device's, or was released; or the
+ *         device's handle); of a custom device what its `keep` says; KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_device_signal_event(const struct kvt_device_t *device,
+                                     uint64_t event,
+                                     struct kvt_error_t **err);
+
+/**
+ * Has a stream of the engine's own go on only when an op was released, well or not: ask the op
+ * afterwards. The op need not have begun. No thread waits. A device or a runtime that is closed
+ * before lets the stream go on.
+ *
+ * With CUDA the stream waits for a number in memory (cuStreamWaitValue32), of which the driver
+ * knows no more: what releases the op must not itself be behind that stream.
+ *
+ * @param device      The device.
+ * @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
+ * @param op          The op, of any kind. It may be freed, once it was released.
+ * @param err         Explains a failure; may be null.
+ * @return KVT_OK (also: the op was released before); KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the op,
+ *         the stream or the device), KVT_E_STATE (a graph is made of the stream), KVT_E_AGAIN
+ *         (as many promises are open as can be), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM,
+ *         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_device_stream_wait_op(const struct kvt_device_t *device,
+                                       uint64_t raw_stream,
+                                       const struct kvt_op_t *op,
                                        struct kvt_error_t **err);
+
+/**
+ * Puts kernels on a stream, behind an event if one is given, and behind what is there.
+ *
+ * @param device        The device; kvt_device_info says which kernels it has.
+ * @param stream        0 to kvt_device_info_t.streams - 1.
+ * @param after         An event of the device's; 0 = none.
+ * @param kernels       The kernels, done in order.
+ * @param count         How many, at most 4,096.
+ * @param stride_bytes  sizeof(kvt_kernel_t).
+ * @param out_event     Receives the event of their end; release it with kvt_device_release.
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK: the kernels are on their way; KVT_E_UNSUPPORTED, KVT_E_INVALID, KVT_E_LIMIT,
+ *         KVT_E_TOO_NEW, KVT_E_AGAIN (65,536 events are open), KVT_E_UNAVAILABLE (the device is
+ *         lost), KVT_E_STATE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_NOMEM, KVT_E_FORKED,
+ *         KVT_E_PANIC. What `after` failed with.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_launch(const struct kvt_device_t *device,
+                               uint32_t stream,
+                               uint64_t after,
+                               const struct kvt_kernel_t *kernels,
+                               uint64_t count,
+                               uint64_t stride_bytes,
+                               uint64_t *out_event,
+                               struct kvt_error_t **err);
+
+/**
+ * Lays an index out for KVT_LAUNCH_PREFILL, and tells the kernel of it: heads, then `starts`, then
+ * `items`, as kvt_index_t has them, one behind the other. It is checked here: the kernel trusts
+ * it. The caller copies the bytes to where the device reaches them, and sets `scratch`.
+ *
+ * @param index       Which keys are seen; null or without heads = all, and there are no bytes.
+ * @param kernel      A kernel whose query_count, query_heads, key_heads, tokens and first are
+ *                    set; its count, numbers, counts, index and scratch_bytes (what is needed)
+ *                    are written.
+ * @param address     Where the bytes will be for the device: a multiple of 4, not 0.
+ * @param to          Receives the bytes.
+ * @param out_capacity  How many it has room for.
+ * @param out_bytes   Receives how many there are, also with KVT_E_TOO_SMALL.
+ * @param err         Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL (the kernel stays as it is), KVT_E_INVALID (an index that is not
+ *         sound, too), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_launch_index(const struct kvt_index_t *index,
+                              struct kvt_kernel_t *kernel,
+                              uint64_t address,
+                              void *to,
+                              uint64_t out_capacity,
+                              uint64_t *out_bytes,
+                              struct kvt_error_t **err);
+
+/**
+ * Puts a device to the test: memory, copies of all sizes and layouts in all places, order,
+ * events, deadlines, refusals, threads. Whoever brings a device of their own
+ * (kvt_device_custom_t) runs this first. It uses a few hundred MiB of memory at most, and
+ * nothing else should use the device meanwhile.
+ *
+ * @param device     The device.
+ * @param opts       How; null for defaults.
+ * @param report     Hears of each check; may be null.
+ * @param user_data  Handed to it.
+ * @param out        How many checks ended how; start it with KVT_CONFORMANCE_INIT.
+ * @param err        Explains a failure of the call; may be null.
+ * @return KVT_OK, also where checks failed: look at `out`. KVT_E_INVALID, KVT_E_LIMIT,
+ *         KVT_E_TOO_NEW, KVT_E_REENTRANT inside a callback, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_conformance(const struct kvt_device_t *device,
+                                    const struct kvt_conformance_opts_t *opts,
+                                    kvt_conformance_fn report,
+                                    void *user_data,
+                                    struct kvt_conformance_t *out,
+                                    struct kvt_error_t **err);
+
+/**
+ * Reads a trace from a file of one of the known kinds, whole.
+ *
+ * @param opts  What to read.
+ * @param out   The trace; free it with kvt_trace_free.
+ * @param err   Explains a failure, with the place in the file; may be null.
+ * @return KVT_OK; KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_CORRUPT, KVT_E_SPEC, KVT_E_LIMIT,
+ *         KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the trace. Threading: any thread; takes as long as the
+ * file is long. Since 0.1.
+ */
+kvt_status_t kvt_trace_open(const struct kvt_trace_opts_t *opts,
+                            struct kvt_trace_t **out,
+                            struct kvt_error_t **err);
+
+/**
+ * Makes a workload up: the same for the same options on every machine.
+ *
+ * @param opts  What to make; its path is not used.
+ * @param out   The trace; free it with kvt_trace_free.
+ * @param err   Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the trace. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_trace_generate(const struct kvt_trace_opts_t *opts,
+                                struct kvt_trace_t **out,
+                                struct kvt_error_t **err);
+
+/**
+ * Frees a trace. Replays that are going on go on to their end.
+ *
+ * @param trace  Pointer to the handle, which is cleared; null is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_trace_free(struct kvt_trace_t **trace);
+
+/**
+ * What is in a trace.
+ *
+ * @param trace  The trace.
+ * @param out    Filled in; start it with KVT_TRACE_INFO_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread; goes through the whole trace. Since 0.1.
+ */
+kvt_status_t kvt_trace_info(const struct kvt_trace_t *trace, struct kvt_trace_info_t *out);
+
+/**
+ * Replays a trace under a policy: the code that decides in production, driven as an
+ * engine would.
+ *
+ * @param trace  The trace.
+ * @param opts   Policy, capacity and the rest.
+ * @param out    Filled in; start it with KVT_REPLAY_REPORT_INIT.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW,
+ *         KVT_E_CANCELLED (progress said so), KVT_E_REENTRANT (in a callback),
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, several at a time; takes as long as the trace. Since 0.1.
+ */
+kvt_status_t kvt_trace_replay(const struct kvt_trace_t *trace,
+                              const struct kvt_replay_opts_t *opts,
+                              struct kvt_replay_report_t *out,
+                              struct kvt_error_t **err);
 
 #ifdef __cplusplus
 }  // extern "C"

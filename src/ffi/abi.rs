@@ -11,9 +11,9 @@ use crate::base::slab::{Key, Pin, Slab};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
-use crate::ffi::error::{kvt_error_t, report};
-use crate::ffi::logging::kvt_destroy_fn;
-use crate::ffi::status::{KVT_NUL_TERMINATED, kvt_status_t};
+use crate::ffi::base::kvt_destroy_fn;
+use crate::ffi::base::{KVT_NUL_TERMINATED, kvt_status_t};
+use crate::ffi::base::{kvt_error_t, report};
 
 pub(crate) use kvtier_macros::{Plain, capi};
 
@@ -497,6 +497,25 @@ pub(crate) unsafe fn bytes<'a>(data: *const u8, len: u64) -> Result<&'a [u8]> {
     Ok(unsafe { std::slice::from_raw_parts(data, len as usize) })
 }
 
+/// An array of numbers; null with 0 is an empty one.
+///
+/// # Safety
+/// `data` is null or valid for reads of `count` numbers that nobody changes
+/// meanwhile.
+pub(crate) unsafe fn numbers<'a, T>(data: *const T, count: u64, max: usize) -> Result<&'a [T]> {
+    if count == 0 {
+        return Ok(&[]);
+    }
+    if count > max as u64 {
+        fail!(Limit, "an array of {count} entries, at most {max} are allowed");
+    }
+    if data.is_null() || !data.is_aligned() {
+        fail!(Invalid, "the array of {count} entries is null or not aligned");
+    }
+    // SAFETY: not null, aligned, at most 2^28 entries, and the caller's promise.
+    Ok(unsafe { std::slice::from_raw_parts(data, count as usize) })
+}
+
 /// How long a text is that may end with a NUL.
 ///
 /// # Safety
@@ -595,7 +614,16 @@ pub(crate) unsafe fn put<T>(out: *mut T, value: T) {
     }
 }
 
+/// Refuses a reserved field that is set.
+pub(crate) fn no_reserved(value: u32) -> Result<()> {
+    match value {
+        0 => Ok(()),
+        value => Err(Error::new(Status::Invalid, format!("reserved is {value}"))),
+    }
+}
+
 #[cfg(test)]
+#[allow(clippy::panic)]
 mod tests {
     use super::*;
 
@@ -642,5 +670,39 @@ mod tests {
             write(&raw mut large, &Large { struct_size: 24, a: 5, b: 6 });
         }
         assert_eq!((large.struct_size, large.a, large.b), (24, 5, 99));
+    }
+
+    struct Counter(u32);
+    struct counter_t(());
+    noun!(Counter, counter_t, 0x7f, "counter");
+
+    #[test]
+    fn a_panic_inside_a_call_poisons_the_object() {
+        let Ok(mut handle) = insert(Counter(7)) else { panic!("no room") };
+        let unwound = catch(|| {
+            let _entered = enter(handle);
+            panic!("planted");
+        });
+        assert!(unwound.is_err());
+        assert_eq!(enter(handle).err().map(|e| e.status()), Some(Status::Panic));
+        assert_eq!(inspect(handle).map(|counter| counter.0), Ok(7));
+        // SAFETY: the variable is ours.
+        assert!(unsafe { free(&raw mut handle, |_| Ok(())) }.is_ok() && handle.is_null());
+    }
+
+    #[test]
+    fn a_call_from_a_destructor_during_a_panic_poisons_nothing() {
+        struct Calls(*mut counter_t);
+        impl Drop for Calls {
+            fn drop(&mut self) {
+                assert!(inspect(self.0).is_ok());
+            }
+        }
+        let Ok(handle) = insert(Counter(7)) else { panic!("no room") };
+        let unwound = catch(|| {
+            let _calls = Calls(handle);
+            panic!("planted");
+        });
+        assert!(unwound.is_err() && enter(handle).is_ok());
     }
 }

@@ -1,4 +1,4 @@
-//! Traces and their replay: the lab, for programs that want to choose a policy.
+//! Traces and their replay.
 
 use std::ffi::{c_char, c_void};
 
@@ -9,8 +9,7 @@ use crate::fail;
 use crate::ffi::abi::{
     Plain, capi, check_out, enter, free, insert, known_flags, noun, read, require, text, write,
 };
-use crate::ffi::error::kvt_error_t;
-use crate::ffi::status::kvt_status_t;
+use crate::ffi::base::{kvt_error_t, kvt_status_t};
 use crate::meta::cost::Cost;
 use crate::policy::custom;
 use crate::trace::generate::{self, GenOpts};
@@ -19,6 +18,8 @@ use crate::trace::replay::{self, Hints, ReplayOpts};
 use crate::trace::report::Report;
 use crate::trace::requests::Trace;
 use crate::trace::study::Study;
+
+// Traces.
 
 /// Requests to a KV cache over time. Never changes: any thread may use it.
 pub struct kvt_trace_t(());

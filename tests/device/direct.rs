@@ -14,14 +14,10 @@ use kvtier::base::status::{Error, Status};
 use kvtier::device::cuda::{Cuda, CudaOpts};
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::device::{Device, Memory};
+use kvtier::ffi::base::*;
 use kvtier::ffi::device::*;
-use kvtier::ffi::error::{kvt_error_free, kvt_error_message};
-use kvtier::ffi::model::*;
 use kvtier::ffi::runtime::*;
-use kvtier::ffi::status::*;
 use kvtier::ffi::stream::*;
-use kvtier::ffi::stream_look::*;
-use kvtier::ffi::stream_opts::*;
 use kvtier::stream::plan::PlanOptions;
 use kvtier::stream::streamer::{AcquireOpts, Opts, Verify};
 

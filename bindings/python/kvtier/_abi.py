@@ -629,591 +629,6 @@ class kvt_buffer_item_t(ctypes.Structure):
     ]
 
 
-class kvt_copy_rows_t(ctypes.Structure):
-    _fields_ = [
-        ("from", ctypes.c_uint64),
-        ("to", ctypes.c_uint64),
-        ("from_stride_bytes", ctypes.c_uint64),
-        ("to_stride_bytes", ctypes.c_uint64),
-        ("run_bytes", ctypes.c_uint64),
-        ("runs", ctypes.c_uint64),
-        ("from_memory", ctypes.c_uint32),
-        ("to_memory", ctypes.c_uint32),
-    ]
-
-
-kvt_device_submit_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
-    ctypes.c_uint64, ctypes.POINTER(kvt_copy_rows_t), ctypes.c_uint64, ctypes.c_uint64,
-    ctypes.POINTER(ctypes.c_uint64))
-
-
-kvt_device_query_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64)
-
-
-kvt_device_wait_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
-    ctypes.c_uint64)
-
-
-kvt_device_release_fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64)
-
-
-kvt_device_allocate_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
-    ctypes.POINTER(ctypes.c_uint64))
-
-
-kvt_device_free_fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
-
-
-kvt_device_free_bytes_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_uint64))
-
-
-kvt_device_register_host_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
-    ctypes.c_uint64)
-
-
-kvt_device_import_event_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
-    ctypes.POINTER(ctypes.c_uint64))
-
-
-kvt_device_stream_wait_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
-    ctypes.c_uint64)
-
-
-class kvt_kernel_t(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_uint32),
-        ("dtype", ctypes.c_uint32),
-        ("other_dtype", ctypes.c_uint32),
-        ("scaling", ctypes.c_uint32),
-        ("queries", ctypes.c_uint64),
-        ("keys", ctypes.c_uint64),
-        ("values", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("index", ctypes.c_uint64),
-        ("counts", ctypes.c_uint64),
-        ("table", ctypes.c_uint64),
-        ("numbers", ctypes.c_uint64),
-        ("more", ctypes.c_uint64),
-        ("scales", ctypes.c_uint64),
-        ("scratch", ctypes.c_uint64),
-        ("scratch_bytes", ctypes.c_uint64),
-        ("query_stride", ctypes.c_int64),
-        ("query_head_stride", ctypes.c_int64),
-        ("key_stride", ctypes.c_int64),
-        ("key_head_stride", ctypes.c_int64),
-        ("value_stride", ctypes.c_int64),
-        ("value_head_stride", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("out_head_stride", ctypes.c_int64),
-        ("query_count", ctypes.c_uint32),
-        ("query_heads", ctypes.c_uint32),
-        ("key_heads", ctypes.c_uint32),
-        ("key_dim", ctypes.c_uint32),
-        ("value_dim", ctypes.c_uint32),
-        ("page_tokens", ctypes.c_uint32),
-        ("tokens", ctypes.c_uint32),
-        ("first", ctypes.c_uint32),
-        ("count", ctypes.c_uint32),
-        ("keep", ctypes.c_uint32),
-        ("recent", ctypes.c_uint32),
-        ("sinks", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-        ("flags", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint64 * 3),
-    ]
-
-
-kvt_device_launch_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
-    ctypes.c_uint64, ctypes.POINTER(kvt_kernel_t), ctypes.c_uint64, ctypes.c_uint64,
-    ctypes.POINTER(ctypes.c_uint64))
-
-
-kvt_device_create_event_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_uint64))
-
-
-kvt_device_signal_event_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64)
-
-
-class kvt_device_custom_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("streams", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-        ("kernels", ctypes.c_uint64),
-        ("submit", kvt_device_submit_fn),
-        ("query", kvt_device_query_fn),
-        ("wait", kvt_device_wait_fn),
-        ("release", kvt_device_release_fn),
-        ("allocate", kvt_device_allocate_fn),
-        ("free", kvt_device_free_fn),
-        ("free_bytes", kvt_device_free_bytes_fn),
-        ("register_host", kvt_device_register_host_fn),
-        ("import_event", kvt_device_import_event_fn),
-        ("stream_wait", kvt_device_stream_wait_fn),
-        ("launch", kvt_device_launch_fn),
-        ("user_data", ctypes.c_void_p),
-        ("destroy", kvt_destroy_fn),
-        ("create_event", kvt_device_create_event_fn),
-        ("signal_event", kvt_device_signal_event_fn),
-    ]
-
-
-class kvt_device_opts_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("kind", ctypes.c_uint32),
-        ("ordinal", ctypes.c_uint32),
-        ("context", ctypes.c_uint64),
-        ("streams", ctypes.POINTER(ctypes.c_uint64)),
-        ("stream_count", ctypes.c_uint64),
-        ("library", ctypes.POINTER(ctypes.c_char)),
-        ("library_bytes", ctypes.c_uint64),
-        ("custom", ctypes.POINTER(kvt_device_custom_t)),
-        ("memory_bytes", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
-        ("latency_ns", ctypes.c_uint64),
-        ("bytes_per_s", ctypes.c_uint64),
-        ("arena", ctypes.c_uint64),
-        ("arena_bytes", ctypes.c_uint64),
-        ("peers", ctypes.POINTER(ctypes.c_uint32)),
-        ("peer_count", ctypes.c_uint64),
-        ("cufile", ctypes.POINTER(ctypes.c_char)),
-        ("cufile_bytes", ctypes.c_uint64),
-    ]
-
-
-class kvt_device_info_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("kind", ctypes.c_uint32),
-        ("streams", ctypes.c_uint32),
-        ("kernels", ctypes.c_uint64),
-        ("free_bytes", ctypes.c_uint64),
-    ]
-
-
-class kvt_device_memory_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("address", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("number", ctypes.c_uint64),
-        ("memory", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    ]
-
-
-class kvt_view_t(ctypes.Structure):
-    _fields_ = [
-        ("address", ctypes.c_void_p),
-        ("pages", ctypes.POINTER(ctypes.c_void_p)),
-        ("page_count", ctypes.c_uint64),
-        ("shift_bytes", ctypes.c_int64),
-        ("page_tokens", ctypes.c_uint32),
-        ("tokens", ctypes.c_uint32),
-        ("heads", ctypes.c_uint32),
-        ("memory", ctypes.c_uint32),
-        ("run_bytes", ctypes.c_uint64),
-        ("token_stride_bytes", ctypes.c_uint64),
-        ("head_stride_bytes", ctypes.c_uint64),
-    ]
-
-
-class kvt_copy_t(ctypes.Structure):
-    _fields_ = [
-        ("flags", ctypes.c_uint64),
-        ("view", kvt_view_t),
-        ("plane", ctypes.c_void_p),
-        ("plane_memory", ctypes.c_uint32),
-        ("direction", ctypes.c_uint32),
-        ("first_token", ctypes.c_uint32),
-        ("tokens", ctypes.c_uint32),
-        ("sum", ctypes.c_uint64),
-    ]
-
-
-class kvt_index_head_t(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_uint32),
-        ("first", ctypes.c_uint32),
-        ("lists", ctypes.c_uint32),
-        ("query_block", ctypes.c_uint32),
-        ("key_block", ctypes.c_uint32),
-        ("dense_from", ctypes.c_uint32),
-    ]
-
-
-class kvt_index_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("heads", ctypes.POINTER(kvt_index_head_t)),
-        ("head_capacity", ctypes.c_uint64),
-        ("head_count", ctypes.c_uint64),
-        ("starts", ctypes.POINTER(ctypes.c_uint32)),
-        ("start_capacity", ctypes.c_uint64),
-        ("start_count", ctypes.c_uint64),
-        ("items", ctypes.POINTER(ctypes.c_uint32)),
-        ("item_capacity", ctypes.c_uint64),
-        ("item_count", ctypes.c_uint64),
-    ]
-
-
-class kvt_conformance_opts_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
-        ("patience_ns", ctypes.c_uint64),
-        ("rounds", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    ]
-
-
-kvt_conformance_fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_char),
-    ctypes.c_uint64, ctypes.c_uint32, ctypes.POINTER(ctypes.c_char), ctypes.c_uint64)
-
-
-class kvt_conformance_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("passed", ctypes.c_uint32),
-        ("skipped", ctypes.c_uint32),
-        ("failed", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    ]
-
-
-class kvt_policy_columns_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("rows", ctypes.c_uint64),
-        ("ids", ctypes.POINTER(ctypes.c_uint64)),
-        ("blocks", ctypes.POINTER(ctypes.c_uint64)),
-        ("created_ns", ctypes.POINTER(ctypes.c_int64)),
-        ("last_access_ns", ctypes.POINTER(ctypes.c_int64)),
-        ("count", ctypes.POINTER(ctypes.c_uint64)),
-        ("priority", ctypes.POINTER(ctypes.c_uint8)),
-        ("pinned", ctypes.POINTER(ctypes.c_uint8)),
-        ("lifetime_ns", ctypes.POINTER(ctypes.c_int64)),
-        ("confidence", ctypes.POINTER(ctypes.c_float)),
-        ("length", ctypes.POINTER(ctypes.c_uint64)),
-        ("max_length", ctypes.POINTER(ctypes.c_uint64)),
-        ("refs", ctypes.POINTER(ctypes.c_uint32)),
-        ("tenant", ctypes.POINTER(ctypes.c_uint32)),
-        ("cost", ctypes.POINTER(ctypes.c_double)),
-        ("context", ctypes.POINTER(ctypes.c_uint64)),
-        ("tokens", ctypes.POINTER(ctypes.c_uint64)),
-        ("layer", ctypes.POINTER(ctypes.c_uint32)),
-        ("layers", ctypes.POINTER(ctypes.c_uint32)),
-        ("chunk", ctypes.POINTER(ctypes.c_uint32)),
-        ("chunks", ctypes.POINTER(ctypes.c_uint32)),
-        ("block_offsets", ctypes.POINTER(ctypes.c_uint64)),
-        ("block_ids", ctypes.POINTER(ctypes.c_uint64)),
-        ("block_refs", ctypes.POINTER(ctypes.c_uint32)),
-        ("block_entries", ctypes.c_uint64),
-    ]
-
-
-kvt_policy_score_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
-    ctypes.POINTER(kvt_policy_columns_t), ctypes.c_int64, ctypes.POINTER(ctypes.c_double))
-
-
-class kvt_policy_custom_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("score", kvt_policy_score_fn),
-        ("user_data", ctypes.c_void_p),
-        ("destroy", kvt_destroy_fn),
-    ]
-
-
-kvt_policy_predict_fn = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64,
-    ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_double),
-    ctypes.POINTER(ctypes.c_double))
-
-
-class kvt_policy_predictor_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("predict", kvt_policy_predict_fn),
-        ("user_data", ctypes.c_void_p),
-        ("destroy", kvt_destroy_fn),
-    ]
-
-
-class kvt_policy_opts_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("spec", ctypes.POINTER(ctypes.c_char)),
-        ("spec_bytes", ctypes.c_uint64),
-        ("max_objects", ctypes.c_uint64),
-        ("capacity_units", ctypes.c_uint64),
-        ("log_entries", ctypes.c_uint64),
-        ("remember", ctypes.c_uint64),
-        ("alpha", ctypes.c_double),
-        ("beta", ctypes.c_double),
-        ("custom", ctypes.POINTER(kvt_policy_custom_t)),
-        ("predictor", ctypes.POINTER(kvt_policy_predictor_t)),
-    ]
-
-
-class kvt_policy_info_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("name", ctypes.POINTER(ctypes.c_char)),
-        ("name_bytes", ctypes.c_uint64),
-        ("about", ctypes.POINTER(ctypes.c_char)),
-        ("about_bytes", ctypes.c_uint64),
-    ]
-
-
-class kvt_policy_context_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("session", ctypes.c_uint64),
-        ("tenant", ctypes.c_uint32),
-        ("priority", ctypes.c_uint32),
-        ("length", ctypes.c_uint32),
-        ("max_length", ctypes.c_uint32),
-        ("tokens_each", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    ]
-
-
-class kvt_policy_row_t(ctypes.Structure):
-    _fields_ = [
-        ("id", ctypes.c_uint64),
-        ("parent", ctypes.c_uint64),
-        ("units", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("next_use_ns", ctypes.c_int64),
-        ("cost", ctypes.c_double),
-        ("context", ctypes.c_uint32),
-        ("tokens", ctypes.c_uint32),
-        ("layer", ctypes.c_uint32),
-        ("layers", ctypes.c_uint32),
-        ("chunk", ctypes.c_uint32),
-        ("chunks", ctypes.c_uint32),
-    ]
-
-
-class kvt_policy_hint_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("next_use_ns", ctypes.c_int64),
-        ("confidence", ctypes.c_double),
-        ("stop", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    ]
-
-
-class kvt_policy_victim_t(ctypes.Structure):
-    _fields_ = [
-        ("id", ctypes.c_uint64),
-        ("units", ctypes.c_uint64),
-    ]
-
-
-class kvt_policy_outcome_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("victims", ctypes.c_uint64),
-        ("freed_units", ctypes.c_uint64),
-        ("shortfall_units", ctypes.c_uint64),
-        ("decision_ns", ctypes.c_uint64),
-        ("decided_by", ctypes.POINTER(ctypes.c_char)),
-        ("decided_by_bytes", ctypes.c_uint64),
-    ]
-
-
-class kvt_policy_pick_t(ctypes.Structure):
-    _fields_ = [
-        ("row", ctypes.c_uint64),
-        ("id", ctypes.c_uint64),
-        ("freed_blocks", ctypes.c_uint64),
-        ("kept_blocks", ctypes.c_uint64),
-        ("first_block", ctypes.c_uint64),
-    ]
-
-
-class kvt_policy_selection_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("victims", ctypes.POINTER(kvt_policy_pick_t)),
-        ("victim_capacity", ctypes.c_uint64),
-        ("stride_bytes", ctypes.c_uint64),
-        ("block_ids", ctypes.POINTER(ctypes.c_uint64)),
-        ("block_capacity", ctypes.c_uint64),
-        ("victim_count", ctypes.c_uint64),
-        ("block_count", ctypes.c_uint64),
-        ("freed_blocks", ctypes.c_uint64),
-        ("shortfall_blocks", ctypes.c_uint64),
-        ("decision_ns", ctypes.c_uint64),
-        ("decided_by", ctypes.POINTER(ctypes.c_char)),
-        ("decided_by_bytes", ctypes.c_uint64),
-    ]
-
-
-class kvt_policy_stats_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("objects", ctypes.c_uint64),
-        ("max_objects", ctypes.c_uint64),
-        ("units", ctypes.c_uint64),
-        ("capacity_units", ctypes.c_uint64),
-        ("sessions", ctypes.c_uint64),
-        ("tenants", ctypes.c_uint64),
-        ("requests", ctypes.c_uint64),
-        ("references", ctypes.c_uint64),
-        ("hits", ctypes.c_uint64),
-        ("evicted_references", ctypes.c_uint64),
-        ("tokens", ctypes.c_uint64),
-        ("hit_tokens", ctypes.c_uint64),
-        ("cost", ctypes.c_double),
-        ("hit_cost", ctypes.c_double),
-        ("inserts", ctypes.c_uint64),
-        ("evictions", ctypes.c_uint64),
-        ("evicted_units", ctypes.c_uint64),
-        ("decisions", ctypes.c_uint64),
-        ("shortfalls", ctypes.c_uint64),
-        ("decisions_timed", ctypes.c_uint64),
-        ("decision_p50_ns", ctypes.c_uint64),
-        ("decision_p99_ns", ctypes.c_uint64),
-        ("decision_max_ns", ctypes.c_uint64),
-        ("decision_mean_ns", ctypes.c_uint64),
-        ("hit_ratio", ctypes.c_double),
-        ("token_hit_ratio", ctypes.c_double),
-        ("cost_hit_ratio", ctypes.c_double),
-        ("re_prefill_rate", ctypes.c_double),
-        ("jain_sessions", ctypes.c_double),
-        ("jain_tenants", ctypes.c_double),
-        ("bytes_per_object", ctypes.c_double),
-        ("next_log_number", ctypes.c_uint64),
-        ("name", ctypes.POINTER(ctypes.c_char)),
-        ("name_bytes", ctypes.c_uint64),
-    ]
-
-
-class kvt_policy_log_entry_t(ctypes.Structure):
-    _fields_ = [
-        ("number", ctypes.c_uint64),
-        ("at_ns", ctypes.c_int64),
-        ("id", ctypes.c_uint64),
-        ("session", ctypes.c_uint64),
-        ("stamp_ns", ctypes.c_int64),
-        ("score", ctypes.c_double),
-        ("units", ctypes.c_uint32),
-        ("hits", ctypes.c_uint32),
-        ("queue", ctypes.c_uint32),
-        ("has_session", ctypes.c_uint32),
-        ("policy", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    ]
-
-
-class kvt_policy_advice_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("batch", ctypes.c_uint64),
-        ("re_prefill_rate", ctypes.c_double),
-        ("evictions", ctypes.c_uint64),
-    ]
-
-
-class kvt_policy_rules_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("shrink_above", ctypes.c_double),
-        ("grow_below", ctypes.c_uint64),
-        ("min_batch", ctypes.c_uint64),
-        ("max_batch", ctypes.c_uint64),
-        ("window", ctypes.c_uint64),
-        ("patience", ctypes.c_uint64),
-    ]
-
-
-class kvt_trace_opts_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("path", ctypes.POINTER(ctypes.c_char)),
-        ("path_bytes", ctypes.c_uint64),
-        ("kind", ctypes.POINTER(ctypes.c_char)),
-        ("kind_bytes", ctypes.c_uint64),
-        ("block_tokens", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
-        ("gap_ns", ctypes.c_uint64),
-        ("duration_ns", ctypes.c_uint64),
-        ("rate", ctypes.c_double),
-    ]
-
-
-class kvt_trace_info_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("requests", ctypes.c_uint64),
-        ("references", ctypes.c_uint64),
-        ("blocks", ctypes.c_uint64),
-        ("block_tokens", ctypes.c_uint64),
-        ("sessions", ctypes.c_uint64),
-        ("duration_ns", ctypes.c_uint64),
-        ("tokens", ctypes.c_uint64),
-        ("known_tokens", ctypes.c_uint64),
-    ]
-
-
-kvt_progress_fn = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64,
-    ctypes.c_uint64)
-
-
-class kvt_replay_opts_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("spec", ctypes.POINTER(ctypes.c_char)),
-        ("spec_bytes", ctypes.c_uint64),
-        ("capacity_blocks", ctypes.c_uint64),
-        ("warm_up", ctypes.c_uint64),
-        ("layers", ctypes.c_uint32),
-        ("hints", ctypes.c_uint32),
-        ("alpha", ctypes.c_double),
-        ("progress", kvt_progress_fn),
-        ("user_data", ctypes.c_void_p),
-    ]
-
-
-class kvt_replay_report_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("requests", ctypes.c_uint64),
-        ("references", ctypes.c_uint64),
-        ("hits", ctypes.c_uint64),
-        ("tokens", ctypes.c_uint64),
-        ("hit_tokens", ctypes.c_uint64),
-        ("cost", ctypes.c_double),
-        ("hit_cost", ctypes.c_double),
-        ("inserts", ctypes.c_uint64),
-        ("evictions", ctypes.c_uint64),
-        ("re_prefill_rate", ctypes.c_double),
-        ("jain_sessions", ctypes.c_double),
-        ("jain_tenants", ctypes.c_double),
-        ("utilisation", ctypes.c_double),
-        ("decision_p50_ns", ctypes.c_uint64),
-        ("decision_p99_ns", ctypes.c_uint64),
-        ("decision_max_ns", ctypes.c_uint64),
-        ("run_ns", ctypes.c_uint64),
-    ]
-
-
 class kvt_secret_t(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.POINTER(ctypes.c_char)),
@@ -1469,6 +884,23 @@ class kvt_store_event_t(ctypes.Structure):
     ]
 
 
+class kvt_policy_log_entry_t(ctypes.Structure):
+    _fields_ = [
+        ("number", ctypes.c_uint64),
+        ("at_ns", ctypes.c_int64),
+        ("id", ctypes.c_uint64),
+        ("session", ctypes.c_uint64),
+        ("stamp_ns", ctypes.c_int64),
+        ("score", ctypes.c_double),
+        ("units", ctypes.c_uint32),
+        ("hits", ctypes.c_uint32),
+        ("queue", ctypes.c_uint32),
+        ("has_session", ctypes.c_uint32),
+        ("policy", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
 class kvt_tenant_t(ctypes.Structure):
     _fields_ = [
         ("tenant", ctypes.c_uint32),
@@ -1492,6 +924,32 @@ class kvt_latency_t(ctypes.Structure):
     ]
 
 
+class kvt_remote_stats_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("reads", ctypes.c_uint32),
+        ("writes", ctypes.c_uint32),
+        ("left_alone", ctypes.c_uint64),
+        ("asked_names", ctypes.c_uint64),
+        ("found_names", ctypes.c_uint64),
+        ("remembered_names", ctypes.c_uint64),
+        ("fetched_objects", ctypes.c_uint64),
+        ("fetched_cells", ctypes.c_uint64),
+        ("fetched_bytes", ctypes.c_uint64),
+        ("wasted_bytes", ctypes.c_uint64),
+        ("absent_objects", ctypes.c_uint64),
+        ("corrupt_objects", ctypes.c_uint64),
+        ("late_requests", ctypes.c_uint64),
+        ("avoided_objects", ctypes.c_uint64),
+        ("sent_objects", ctypes.c_uint64),
+        ("sent_bytes", ctypes.c_uint64),
+        ("known_objects", ctypes.c_uint64),
+        ("failed_sends", ctypes.c_uint64),
+        ("refused_chunks", ctypes.c_uint64),
+        ("removed_objects", ctypes.c_uint64),
+    ]
+
+
 class kvt_session_opts_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
@@ -1505,6 +963,17 @@ class kvt_session_opts_t(Sized):
     ]
 
 
+class kvt_policy_hint_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("next_use_ns", ctypes.c_int64),
+        ("confidence", ctypes.c_double),
+        ("stop", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
 class kvt_session_info_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
@@ -1512,6 +981,22 @@ class kvt_session_info_t(Sized):
         ("full_chunks", ctypes.c_uint64),
         ("chunk_tokens", ctypes.c_uint32),
         ("layers", ctypes.c_uint32),
+    ]
+
+
+class kvt_view_t(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_void_p),
+        ("pages", ctypes.POINTER(ctypes.c_void_p)),
+        ("page_count", ctypes.c_uint64),
+        ("shift_bytes", ctypes.c_int64),
+        ("page_tokens", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("heads", ctypes.c_uint32),
+        ("memory", ctypes.c_uint32),
+        ("run_bytes", ctypes.c_uint64),
+        ("token_stride_bytes", ctypes.c_uint64),
+        ("head_stride_bytes", ctypes.c_uint64),
     ]
 
 
@@ -1592,6 +1077,33 @@ class kvt_sequence_t(Sized):
     ]
 
 
+class kvt_names_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("bytes", ctypes.POINTER(ctypes.c_uint8)),
+        ("ends", ctypes.POINTER(ctypes.c_uint64)),
+        ("each_bytes", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+    ]
+
+
+class kvt_blocks_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("names", ctypes.POINTER(kvt_names_t)),
+        ("first_layer", ctypes.c_uint32),
+        ("layers", ctypes.c_uint32),
+        ("k", ctypes.POINTER(kvt_view_t)),
+        ("v", ctypes.POINTER(kvt_view_t)),
+        ("stride_bytes", ctypes.c_uint64),
+        ("level", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("ready", kvt_event_p),
+        ("after", ctypes.c_uint64),
+    ]
+
+
 class kvt_clear_report_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
@@ -1607,6 +1119,231 @@ class kvt_demote_report_t(Sized):
         ("freed_chunks", ctypes.c_uint64),
         ("pending_chunks", ctypes.c_uint64),
         ("kept_chunks", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_columns_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("ids", ctypes.POINTER(ctypes.c_uint64)),
+        ("blocks", ctypes.POINTER(ctypes.c_uint64)),
+        ("created_ns", ctypes.POINTER(ctypes.c_int64)),
+        ("last_access_ns", ctypes.POINTER(ctypes.c_int64)),
+        ("count", ctypes.POINTER(ctypes.c_uint64)),
+        ("priority", ctypes.POINTER(ctypes.c_uint8)),
+        ("pinned", ctypes.POINTER(ctypes.c_uint8)),
+        ("lifetime_ns", ctypes.POINTER(ctypes.c_int64)),
+        ("confidence", ctypes.POINTER(ctypes.c_float)),
+        ("length", ctypes.POINTER(ctypes.c_uint64)),
+        ("max_length", ctypes.POINTER(ctypes.c_uint64)),
+        ("refs", ctypes.POINTER(ctypes.c_uint32)),
+        ("tenant", ctypes.POINTER(ctypes.c_uint32)),
+        ("cost", ctypes.POINTER(ctypes.c_double)),
+        ("context", ctypes.POINTER(ctypes.c_uint64)),
+        ("tokens", ctypes.POINTER(ctypes.c_uint64)),
+        ("layer", ctypes.POINTER(ctypes.c_uint32)),
+        ("layers", ctypes.POINTER(ctypes.c_uint32)),
+        ("chunk", ctypes.POINTER(ctypes.c_uint32)),
+        ("chunks", ctypes.POINTER(ctypes.c_uint32)),
+        ("block_offsets", ctypes.POINTER(ctypes.c_uint64)),
+        ("block_ids", ctypes.POINTER(ctypes.c_uint64)),
+        ("block_refs", ctypes.POINTER(ctypes.c_uint32)),
+        ("block_entries", ctypes.c_uint64),
+    ]
+
+
+kvt_policy_score_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
+    ctypes.POINTER(kvt_policy_columns_t), ctypes.c_int64, ctypes.POINTER(ctypes.c_double))
+
+
+class kvt_policy_custom_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("score", kvt_policy_score_fn),
+        ("user_data", ctypes.c_void_p),
+        ("destroy", kvt_destroy_fn),
+    ]
+
+
+kvt_policy_predict_fn = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_double),
+    ctypes.POINTER(ctypes.c_double))
+
+
+class kvt_policy_predictor_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("predict", kvt_policy_predict_fn),
+        ("user_data", ctypes.c_void_p),
+        ("destroy", kvt_destroy_fn),
+    ]
+
+
+class kvt_policy_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("spec", ctypes.POINTER(ctypes.c_char)),
+        ("spec_bytes", ctypes.c_uint64),
+        ("max_objects", ctypes.c_uint64),
+        ("capacity_units", ctypes.c_uint64),
+        ("log_entries", ctypes.c_uint64),
+        ("remember", ctypes.c_uint64),
+        ("alpha", ctypes.c_double),
+        ("beta", ctypes.c_double),
+        ("custom", ctypes.POINTER(kvt_policy_custom_t)),
+        ("predictor", ctypes.POINTER(kvt_policy_predictor_t)),
+    ]
+
+
+class kvt_policy_info_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("name", ctypes.POINTER(ctypes.c_char)),
+        ("name_bytes", ctypes.c_uint64),
+        ("about", ctypes.POINTER(ctypes.c_char)),
+        ("about_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_context_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("session", ctypes.c_uint64),
+        ("tenant", ctypes.c_uint32),
+        ("priority", ctypes.c_uint32),
+        ("length", ctypes.c_uint32),
+        ("max_length", ctypes.c_uint32),
+        ("tokens_each", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_policy_row_t(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_uint64),
+        ("parent", ctypes.c_uint64),
+        ("units", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("next_use_ns", ctypes.c_int64),
+        ("cost", ctypes.c_double),
+        ("context", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("layer", ctypes.c_uint32),
+        ("layers", ctypes.c_uint32),
+        ("chunk", ctypes.c_uint32),
+        ("chunks", ctypes.c_uint32),
+    ]
+
+
+class kvt_policy_victim_t(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_uint64),
+        ("units", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_outcome_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("victims", ctypes.c_uint64),
+        ("freed_units", ctypes.c_uint64),
+        ("shortfall_units", ctypes.c_uint64),
+        ("decision_ns", ctypes.c_uint64),
+        ("decided_by", ctypes.POINTER(ctypes.c_char)),
+        ("decided_by_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_pick_t(ctypes.Structure):
+    _fields_ = [
+        ("row", ctypes.c_uint64),
+        ("id", ctypes.c_uint64),
+        ("freed_blocks", ctypes.c_uint64),
+        ("kept_blocks", ctypes.c_uint64),
+        ("first_block", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_selection_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("victims", ctypes.POINTER(kvt_policy_pick_t)),
+        ("victim_capacity", ctypes.c_uint64),
+        ("stride_bytes", ctypes.c_uint64),
+        ("block_ids", ctypes.POINTER(ctypes.c_uint64)),
+        ("block_capacity", ctypes.c_uint64),
+        ("victim_count", ctypes.c_uint64),
+        ("block_count", ctypes.c_uint64),
+        ("freed_blocks", ctypes.c_uint64),
+        ("shortfall_blocks", ctypes.c_uint64),
+        ("decision_ns", ctypes.c_uint64),
+        ("decided_by", ctypes.POINTER(ctypes.c_char)),
+        ("decided_by_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_stats_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("objects", ctypes.c_uint64),
+        ("max_objects", ctypes.c_uint64),
+        ("units", ctypes.c_uint64),
+        ("capacity_units", ctypes.c_uint64),
+        ("sessions", ctypes.c_uint64),
+        ("tenants", ctypes.c_uint64),
+        ("requests", ctypes.c_uint64),
+        ("references", ctypes.c_uint64),
+        ("hits", ctypes.c_uint64),
+        ("evicted_references", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("hit_tokens", ctypes.c_uint64),
+        ("cost", ctypes.c_double),
+        ("hit_cost", ctypes.c_double),
+        ("inserts", ctypes.c_uint64),
+        ("evictions", ctypes.c_uint64),
+        ("evicted_units", ctypes.c_uint64),
+        ("decisions", ctypes.c_uint64),
+        ("shortfalls", ctypes.c_uint64),
+        ("decisions_timed", ctypes.c_uint64),
+        ("decision_p50_ns", ctypes.c_uint64),
+        ("decision_p99_ns", ctypes.c_uint64),
+        ("decision_max_ns", ctypes.c_uint64),
+        ("decision_mean_ns", ctypes.c_uint64),
+        ("hit_ratio", ctypes.c_double),
+        ("token_hit_ratio", ctypes.c_double),
+        ("cost_hit_ratio", ctypes.c_double),
+        ("re_prefill_rate", ctypes.c_double),
+        ("jain_sessions", ctypes.c_double),
+        ("jain_tenants", ctypes.c_double),
+        ("bytes_per_object", ctypes.c_double),
+        ("next_log_number", ctypes.c_uint64),
+        ("name", ctypes.POINTER(ctypes.c_char)),
+        ("name_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_advice_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("batch", ctypes.c_uint64),
+        ("re_prefill_rate", ctypes.c_double),
+        ("evictions", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_rules_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("shrink_above", ctypes.c_double),
+        ("grow_below", ctypes.c_uint64),
+        ("min_batch", ctypes.c_uint64),
+        ("max_batch", ctypes.c_uint64),
+        ("window", ctypes.c_uint64),
+        ("patience", ctypes.c_uint64),
     ]
 
 
@@ -1678,6 +1415,32 @@ kvt_select_blocks_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_
     ctypes.POINTER(kvt_rows_t), ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64,
     ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(ctypes.c_uint32),
     ctypes.POINTER(ctypes.c_uint64))
+
+
+class kvt_index_head_t(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("lists", ctypes.c_uint32),
+        ("query_block", ctypes.c_uint32),
+        ("key_block", ctypes.c_uint32),
+        ("dense_from", ctypes.c_uint32),
+    ]
+
+
+class kvt_index_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("heads", ctypes.POINTER(kvt_index_head_t)),
+        ("head_capacity", ctypes.c_uint64),
+        ("head_count", ctypes.c_uint64),
+        ("starts", ctypes.POINTER(ctypes.c_uint32)),
+        ("start_capacity", ctypes.c_uint64),
+        ("start_count", ctypes.c_uint64),
+        ("items", ctypes.POINTER(ctypes.c_uint32)),
+        ("item_capacity", ctypes.c_uint64),
+        ("item_count", ctypes.c_uint64),
+    ]
 
 
 kvt_sparse_index_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
@@ -1777,32 +1540,6 @@ class kvt_sparse_info_t(Sized):
     ]
 
 
-class kvt_job_info_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("steps", ctypes.c_uint32),
-        ("items", ctypes.c_uint32),
-        ("last_items", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-        ("scratch_count", ctypes.c_uint64),
-        ("sum_keys", ctypes.c_uint64),
-    ]
-
-
-class kvt_attention_args_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("queries", ctypes.POINTER(kvt_rows_t)),
-        ("keys", ctypes.POINTER(kvt_rows_t)),
-        ("values", ctypes.POINTER(kvt_rows_t)),
-        ("select", ctypes.POINTER(kvt_index_t)),
-        ("first_query", ctypes.c_uint32),
-        ("first_key", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-        ("reserved", ctypes.c_uint32),
-    ]
-
-
 class kvt_block_placement_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
@@ -1835,6 +1572,32 @@ class kvt_kernel_limits_t(Sized):
         ("query_heads", ctypes.c_uint32),
         ("key_dim", ctypes.c_uint32),
         ("value_dim", ctypes.c_uint32),
+    ]
+
+
+class kvt_job_info_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("steps", ctypes.c_uint32),
+        ("items", ctypes.c_uint32),
+        ("last_items", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("scratch_count", ctypes.c_uint64),
+        ("sum_keys", ctypes.c_uint64),
+    ]
+
+
+class kvt_attention_args_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("queries", ctypes.POINTER(kvt_rows_t)),
+        ("keys", ctypes.POINTER(kvt_rows_t)),
+        ("values", ctypes.POINTER(kvt_rows_t)),
+        ("select", ctypes.POINTER(kvt_index_t)),
+        ("first_query", ctypes.c_uint32),
+        ("first_key", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+        ("reserved", ctypes.c_uint32),
     ]
 
 
@@ -2212,56 +1975,293 @@ class kvt_stream_mark_t(ctypes.Structure):
     ]
 
 
-class kvt_names_t(Sized):
+class kvt_copy_rows_t(ctypes.Structure):
     _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("bytes", ctypes.POINTER(ctypes.c_uint8)),
-        ("ends", ctypes.POINTER(ctypes.c_uint64)),
-        ("each_bytes", ctypes.c_uint64),
-        ("count", ctypes.c_uint64),
+        ("from", ctypes.c_uint64),
+        ("to", ctypes.c_uint64),
+        ("from_stride_bytes", ctypes.c_uint64),
+        ("to_stride_bytes", ctypes.c_uint64),
+        ("run_bytes", ctypes.c_uint64),
+        ("runs", ctypes.c_uint64),
+        ("from_memory", ctypes.c_uint32),
+        ("to_memory", ctypes.c_uint32),
     ]
 
 
-class kvt_blocks_t(Sized):
+kvt_device_submit_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.c_uint64, ctypes.POINTER(kvt_copy_rows_t), ctypes.c_uint64, ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+kvt_device_query_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64)
+
+
+kvt_device_wait_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.c_uint64)
+
+
+kvt_device_release_fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64)
+
+
+kvt_device_allocate_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+kvt_device_free_fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+
+
+kvt_device_free_bytes_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+kvt_device_register_host_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.c_uint64)
+
+
+kvt_device_import_event_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+kvt_device_stream_wait_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.c_uint64)
+
+
+class kvt_kernel_t(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_uint32),
+        ("dtype", ctypes.c_uint32),
+        ("other_dtype", ctypes.c_uint32),
+        ("scaling", ctypes.c_uint32),
+        ("queries", ctypes.c_uint64),
+        ("keys", ctypes.c_uint64),
+        ("values", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("index", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),
+        ("table", ctypes.c_uint64),
+        ("numbers", ctypes.c_uint64),
+        ("more", ctypes.c_uint64),
+        ("scales", ctypes.c_uint64),
+        ("scratch", ctypes.c_uint64),
+        ("scratch_bytes", ctypes.c_uint64),
+        ("query_stride", ctypes.c_int64),
+        ("query_head_stride", ctypes.c_int64),
+        ("key_stride", ctypes.c_int64),
+        ("key_head_stride", ctypes.c_int64),
+        ("value_stride", ctypes.c_int64),
+        ("value_head_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("out_head_stride", ctypes.c_int64),
+        ("query_count", ctypes.c_uint32),
+        ("query_heads", ctypes.c_uint32),
+        ("key_heads", ctypes.c_uint32),
+        ("key_dim", ctypes.c_uint32),
+        ("value_dim", ctypes.c_uint32),
+        ("page_tokens", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+        ("keep", ctypes.c_uint32),
+        ("recent", ctypes.c_uint32),
+        ("sinks", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+        ("flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint64 * 3),
+    ]
+
+
+kvt_device_launch_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.c_uint64, ctypes.POINTER(kvt_kernel_t), ctypes.c_uint64, ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+kvt_device_create_event_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+kvt_device_signal_event_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64)
+
+
+class kvt_device_custom_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
-        ("names", ctypes.POINTER(kvt_names_t)),
-        ("first_layer", ctypes.c_uint32),
-        ("layers", ctypes.c_uint32),
-        ("k", ctypes.POINTER(kvt_view_t)),
-        ("v", ctypes.POINTER(kvt_view_t)),
-        ("stride_bytes", ctypes.c_uint64),
-        ("level", ctypes.c_uint32),
+        ("streams", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
-        ("ready", kvt_event_p),
-        ("after", ctypes.c_uint64),
+        ("kernels", ctypes.c_uint64),
+        ("submit", kvt_device_submit_fn),
+        ("query", kvt_device_query_fn),
+        ("wait", kvt_device_wait_fn),
+        ("release", kvt_device_release_fn),
+        ("allocate", kvt_device_allocate_fn),
+        ("free", kvt_device_free_fn),
+        ("free_bytes", kvt_device_free_bytes_fn),
+        ("register_host", kvt_device_register_host_fn),
+        ("import_event", kvt_device_import_event_fn),
+        ("stream_wait", kvt_device_stream_wait_fn),
+        ("launch", kvt_device_launch_fn),
+        ("user_data", ctypes.c_void_p),
+        ("destroy", kvt_destroy_fn),
+        ("create_event", kvt_device_create_event_fn),
+        ("signal_event", kvt_device_signal_event_fn),
     ]
 
 
-class kvt_remote_stats_t(Sized):
+class kvt_device_opts_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
-        ("reads", ctypes.c_uint32),
-        ("writes", ctypes.c_uint32),
-        ("left_alone", ctypes.c_uint64),
-        ("asked_names", ctypes.c_uint64),
-        ("found_names", ctypes.c_uint64),
-        ("remembered_names", ctypes.c_uint64),
-        ("fetched_objects", ctypes.c_uint64),
-        ("fetched_cells", ctypes.c_uint64),
-        ("fetched_bytes", ctypes.c_uint64),
-        ("wasted_bytes", ctypes.c_uint64),
-        ("absent_objects", ctypes.c_uint64),
-        ("corrupt_objects", ctypes.c_uint64),
-        ("late_requests", ctypes.c_uint64),
-        ("avoided_objects", ctypes.c_uint64),
-        ("sent_objects", ctypes.c_uint64),
-        ("sent_bytes", ctypes.c_uint64),
-        ("known_objects", ctypes.c_uint64),
-        ("failed_sends", ctypes.c_uint64),
-        ("refused_chunks", ctypes.c_uint64),
-        ("removed_objects", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("kind", ctypes.c_uint32),
+        ("ordinal", ctypes.c_uint32),
+        ("context", ctypes.c_uint64),
+        ("streams", ctypes.POINTER(ctypes.c_uint64)),
+        ("stream_count", ctypes.c_uint64),
+        ("library", ctypes.POINTER(ctypes.c_char)),
+        ("library_bytes", ctypes.c_uint64),
+        ("custom", ctypes.POINTER(kvt_device_custom_t)),
+        ("memory_bytes", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("latency_ns", ctypes.c_uint64),
+        ("bytes_per_s", ctypes.c_uint64),
+        ("arena", ctypes.c_uint64),
+        ("arena_bytes", ctypes.c_uint64),
+        ("peers", ctypes.POINTER(ctypes.c_uint32)),
+        ("peer_count", ctypes.c_uint64),
+        ("cufile", ctypes.POINTER(ctypes.c_char)),
+        ("cufile_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_device_info_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("kind", ctypes.c_uint32),
+        ("streams", ctypes.c_uint32),
+        ("kernels", ctypes.c_uint64),
+        ("free_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_device_memory_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("number", ctypes.c_uint64),
+        ("memory", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_copy_t(ctypes.Structure):
+    _fields_ = [
+        ("flags", ctypes.c_uint64),
+        ("view", kvt_view_t),
+        ("plane", ctypes.c_void_p),
+        ("plane_memory", ctypes.c_uint32),
+        ("direction", ctypes.c_uint32),
+        ("first_token", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("sum", ctypes.c_uint64),
+    ]
+
+
+class kvt_conformance_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("patience_ns", ctypes.c_uint64),
+        ("rounds", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+kvt_conformance_fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_char),
+    ctypes.c_uint64, ctypes.c_uint32, ctypes.POINTER(ctypes.c_char), ctypes.c_uint64)
+
+
+class kvt_conformance_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("passed", ctypes.c_uint32),
+        ("skipped", ctypes.c_uint32),
+        ("failed", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_trace_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("path", ctypes.POINTER(ctypes.c_char)),
+        ("path_bytes", ctypes.c_uint64),
+        ("kind", ctypes.POINTER(ctypes.c_char)),
+        ("kind_bytes", ctypes.c_uint64),
+        ("block_tokens", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("gap_ns", ctypes.c_uint64),
+        ("duration_ns", ctypes.c_uint64),
+        ("rate", ctypes.c_double),
+    ]
+
+
+class kvt_trace_info_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("requests", ctypes.c_uint64),
+        ("references", ctypes.c_uint64),
+        ("blocks", ctypes.c_uint64),
+        ("block_tokens", ctypes.c_uint64),
+        ("sessions", ctypes.c_uint64),
+        ("duration_ns", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("known_tokens", ctypes.c_uint64),
+    ]
+
+
+kvt_progress_fn = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.c_uint64)
+
+
+class kvt_replay_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("spec", ctypes.POINTER(ctypes.c_char)),
+        ("spec_bytes", ctypes.c_uint64),
+        ("capacity_blocks", ctypes.c_uint64),
+        ("warm_up", ctypes.c_uint64),
+        ("layers", ctypes.c_uint32),
+        ("hints", ctypes.c_uint32),
+        ("alpha", ctypes.c_double),
+        ("progress", kvt_progress_fn),
+        ("user_data", ctypes.c_void_p),
+    ]
+
+
+class kvt_replay_report_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("requests", ctypes.c_uint64),
+        ("references", ctypes.c_uint64),
+        ("hits", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("hit_tokens", ctypes.c_uint64),
+        ("cost", ctypes.c_double),
+        ("hit_cost", ctypes.c_double),
+        ("inserts", ctypes.c_uint64),
+        ("evictions", ctypes.c_uint64),
+        ("re_prefill_rate", ctypes.c_double),
+        ("jain_sessions", ctypes.c_double),
+        ("jain_tenants", ctypes.c_double),
+        ("utilisation", ctypes.c_double),
+        ("decision_p50_ns", ctypes.c_uint64),
+        ("decision_p99_ns", ctypes.c_uint64),
+        ("decision_max_ns", ctypes.c_uint64),
+        ("run_ns", ctypes.c_uint64),
     ]
 
 

@@ -6,12 +6,9 @@ use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use kvtier::base::memory::{AllocationRequest, Buffer};
-use kvtier::ffi::buffer::*;
-use kvtier::ffi::op::*;
-use kvtier::ffi::queue::*;
+use kvtier::ffi::base::{KVT_E_AGAIN, KVT_OK};
+use kvtier::ffi::memory::*;
 use kvtier::ffi::runtime::*;
-use kvtier::ffi::status::{KVT_E_AGAIN, KVT_OK};
-use kvtier::ffi::work::*;
 
 use super::{Bar, allocations, pairs, per_call};
 

@@ -7,16 +7,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::ValueEnum;
+use kvtier::ffi::base::{kvt_error_free, kvt_error_message, kvt_error_t};
 use kvtier::ffi::device::{
-    KVT_DEVICE_CUDA, KVT_DEVICE_CUSTOM, KVT_DEVICE_HOST, KVT_DEVICE_SIMULATED, kvt_device_close,
+    KVT_CONFORMANCE_CLOSES, KVT_DEVICE_CUDA, KVT_DEVICE_CUSTOM, KVT_DEVICE_HOST,
+    KVT_DEVICE_SIMULATED, KVT_VERDICT_FAILED, KVT_VERDICT_PASSED, kvt_conformance_opts_t,
+    kvt_conformance_t, kvt_device_close, kvt_device_conformance, kvt_device_custom_t,
     kvt_device_describe, kvt_device_open, kvt_device_opts_t, kvt_device_t,
 };
-use kvtier::ffi::device_custom::kvt_device_custom_t;
-use kvtier::ffi::device_test::{
-    KVT_CONFORMANCE_CLOSES, KVT_VERDICT_FAILED, KVT_VERDICT_PASSED, kvt_conformance_opts_t,
-    kvt_conformance_t, kvt_device_conformance,
-};
-use kvtier::ffi::error::{kvt_error_free, kvt_error_message, kvt_error_t};
 use kvtier::ffi::runtime::{kvt_runtime_close, kvt_runtime_open, kvt_runtime_t};
 
 /// The function of a custom device's library that fills in the table.

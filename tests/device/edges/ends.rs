@@ -5,13 +5,9 @@ use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
+use kvtier::ffi::base::*;
 use kvtier::ffi::device::*;
-use kvtier::ffi::device_custom::*;
-use kvtier::ffi::device_event::*;
-use kvtier::ffi::device_move::*;
-use kvtier::ffi::device_test::*;
 use kvtier::ffi::runtime::*;
-use kvtier::ffi::status::*;
 use kvtier::ffi::store::*;
 
 /// What the engine knows.
