@@ -29,7 +29,7 @@ const STORE: [&[&str]; 5] = [
     &["capacity", "spec"],
     &["executor"],
     &["state"],
-    &["admission", "events", "job_queues", "plan", "ready_event", "token_path"],
+    &["admission", "counters", "events", "job_queues", "plan", "ready_event", "token_path"],
 ];
 
 /// The streamer's modules from the top down, with the same rule.

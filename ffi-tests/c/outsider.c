@@ -414,7 +414,7 @@ static void limits(void) {
     open_space(&rig);
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
     MUST(kvt_store_stats(rig.store, &stats));
-    EXPECT(stats.found_chunks == 100);
+    EXPECT(stats.recovered_chunks == 100);
     /* A smaller disk: files go until it holds, though nothing is written. */
     store_sessions(&rig, 100, 40, 16 * CHUNK);
     MUST(kvt_namespace_close(&rig.space));

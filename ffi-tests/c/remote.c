@@ -169,10 +169,10 @@ static void sharing(void) {
     compute(&one);
     CHECK_OK(put(&one, KVT_LEVEL_REMOTE));
     kvt_remote_stats_t s = stats(&one);
-    CHECK_EQ(s.sent_objects, FULL / CHUNK);
-    CHECK_EQ(s.reads, KVT_REMOTE_CIRCUIT_CLOSED);
-    CHECK_EQ(s.writes, KVT_REMOTE_CIRCUIT_CLOSED);
-    CHECK_EQ(s.failed_sends + s.refused_chunks + s.late_requests, 0);
+    CHECK_EQ(s.uploaded_objects, FULL / CHUNK);
+    CHECK_EQ(s.read_circuit, KVT_REMOTE_CIRCUIT_CLOSED);
+    CHECK_EQ(s.write_circuit, KVT_REMOTE_CIRCUIT_CLOSED);
+    CHECK_EQ(s.failed_uploads + s.rejected_chunks + s.late_requests, 0);
 
     /* It asked before anything was there: what it heard counts for some seconds. */
     close_engine(&other);
@@ -331,7 +331,7 @@ static void refusing(void) {
     CHECK_OK(kvt_store_open(runtime, NULL, &opts, &store, NULL));
     kvt_remote_stats_t s = KVT_REMOTE_STATS_INIT;
     CHECK_OK(kvt_store_remote(store, &s));
-    CHECK_EQ(s.reads + s.writes + s.asked_names, 0);
+    CHECK_EQ(s.read_circuit + s.write_circuit + s.looked_up_names, 0);
     CHECK_IS(kvt_store_remote(store, NULL), KVT_E_INVALID);
     CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
 }

@@ -356,8 +356,8 @@ static void round_trip(void) {
 
     store = open_disk("trip", ", host=256KiB");
     stats = stats_of(store);
-    CHECK_EQ(stats.found_chunks, SHARED / CHUNK + SESSIONS * (FULL - SHARED) / CHUNK);
-    CHECK_EQ(stats.found_cells, stats.found_chunks * LAYERS);
+    CHECK_EQ(stats.recovered_chunks, SHARED / CHUNK + SESSIONS * (FULL - SHARED) / CHUNK);
+    CHECK_EQ(stats.recovered_cells, stats.recovered_chunks * LAYERS);
     space = open_space(store, "salt");
     for (uint32_t i = 0; i < SESSIONS; i++) {
         sessions[i] = open_session(space, &texts[i]);

@@ -622,11 +622,11 @@ static void waiting(void) {
     kvt_op_t *ops[4];
     for (int i = 0; i < 4; i++) CHECK_OK(kvt_session_get(session, &move, NULL, &ops[i], NULL));
     CHECK_IS(kvt_session_get(session, &move, NULL, &op, NULL), KVT_E_AGAIN); /* moves=4 */
-    CHECK_EQ(stats_of(store).moves, 4);
+    CHECK_EQ(stats_of(store).transfers, 4);
     CHECK_OK(kvt_event_close(&event));
     for (int i = 0; i < 4; i++) CHECK_IS(finish_op(&ops[i]), KVT_E_CANCELLED);
     CHECK(is_untouched(&first));
-    CHECK_EQ(stats_of(store).moves, 0);
+    CHECK_EQ(stats_of(store).transfers, 0);
 
     /* By layers; a prefetch may wait, too. */
     event = open_event();

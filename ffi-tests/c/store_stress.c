@@ -336,7 +336,7 @@ int main(int argc, char **argv) {
     }
     free(worker);
     CHECK_EQ(stats_of().corrupt_cells + stats_of().failed_reads, 0);
-    CHECK_EQ(stats_of().moves + stats_of().sessions + stats_of().moving_cells, 0);
+    CHECK_EQ(stats_of().transfers + stats_of().sessions + stats_of().transfer_cells, 0);
     CHECK_OK(kvt_namespace_close(&space));
     CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
     close_runtime(&runtime);

@@ -701,8 +701,8 @@ static void changing(void) {
     }
     kvt_store_stats_t stats = stats_of(store);
     CHECK(stats.host_used_bytes <= 512 << 10);
-    CHECK(stats.admission_admitted > 0 && stats.admission_admitted_bytes > 0);
-    CHECK_EQ(stats.admission_refused_never + stats.admission_refused_wear, 0);
+    CHECK(stats.admitted_chunks > 0 && stats.admitted_bytes > 0);
+    CHECK_EQ(stats.rejected_never + stats.rejected_wear, 0);
     CHECK_OK(kvt_store_evictions(store, KVT_TIER_HOST, entries, 64, sizeof *entries, &count));
     CHECK_EQ(count, 64);
     for (uint64_t i = 0; i < count; i++) {
@@ -753,13 +753,13 @@ static void refusing(void) {
         CHECK_OK(kvt_session_close(&session));
     }
     const kvt_store_stats_t stats = stats_of(store);
-    CHECK(stats.admission_refused_never > 0);
-    CHECK_EQ(stats.admission_refused_hits + stats.admission_refused_priority, 0);
-    CHECK_EQ(stats.admission_refused_size + stats.admission_refused_wear, 0);
+    CHECK(stats.rejected_never > 0);
+    CHECK_EQ(stats.rejected_hits + stats.rejected_priority, 0);
+    CHECK_EQ(stats.rejected_size + stats.rejected_wear, 0);
     CHECK(stats.disk_engine == KVT_IO_URING || stats.disk_engine == KVT_IO_THREADS);
     CHECK_EQ(stats.disk_direct, 0);
     expect_metric(store, "kvtier_disk_engine_info{engine=\"", 1);
-    expect_metric(store, "kvtier_admission_refused_total{reason=\"never\"}", 1);
+    expect_metric(store, "kvtier_rejected_never_total", 1);
     CHECK_OK(kvt_namespace_close(&space));
     close_store(&store);
     char spec[256];
@@ -881,7 +881,7 @@ static void describing(void) {
         CHECK_OK(kvt_namespace_close(&space));
         close_store(&store);
         CHECK_OK(kvt_store_open(runtime, NULL, &opts, &store, NULL));
-        CHECK_EQ(stats_of(store).found_cells, 0); /* write=never */
+        CHECK_EQ(stats_of(store).recovered_cells, 0); /* write=never */
         close_store(&store);
     }
     CHECK(access(path, F_OK) == 0);

@@ -384,8 +384,8 @@ void remote(const kvt::runtime &runtime, const std::string &path) {
     kvt::transfer r = t.all();
     r.level = KVT_LEVEL_REMOTE;
     first.put(r).wait(KVT_OP_RELEASED);
-    CHECK(one.remote_stats().sent_objects > 0);
-    CHECK(one.remote_stats().writes == KVT_REMOTE_CIRCUIT_CLOSED);
+    CHECK(one.remote_stats().uploaded_objects > 0);
+    CHECK(one.remote_stats().write_circuit == KVT_REMOTE_CIRCUIT_CLOSED);
     kvt::session second = open(other);
     kvt::op located = second.locate();
     located.wait(KVT_OP_RELEASED);

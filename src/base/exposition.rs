@@ -14,6 +14,45 @@ pub enum Kind {
     Histogram,
 }
 
+/// A value of a statistic.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Value {
+    /// A count, a number of bytes, or a time in nanoseconds.
+    Whole(u64),
+    /// A ratio or an error.
+    Real(f64),
+}
+
+impl From<u64> for Value {
+    fn from(whole: u64) -> Value {
+        Value::Whole(whole)
+    }
+}
+
+impl From<u32> for Value {
+    fn from(whole: u32) -> Value {
+        Value::Whole(whole.into())
+    }
+}
+
+impl From<f64> for Value {
+    fn from(real: f64) -> Value {
+        Value::Real(real)
+    }
+}
+
+/// A statistic of `T`, which [`kvtier_macros::Rows`] makes of a field.
+pub struct Row<T> {
+    /// Name of the field; also that of the metric and of the JSON key.
+    pub name: &'static str,
+    /// Documentation of the field.
+    pub help: &'static str,
+    /// Counter or gauge.
+    pub kind: Kind,
+    /// Its value.
+    pub get: fn(&T) -> Value,
+}
+
 /// A text under construction.
 #[derive(Default)]
 pub struct Exposition {
@@ -48,6 +87,19 @@ impl Exposition {
         let help = help.replace('\\', "\\\\").replace('\n', "\\n");
         // Writing to a string cannot fail.
         let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+    }
+
+    /// Writes a family for each row: `PREFIX_NAME`, for counters with `_total`.
+    pub fn rows<T>(&mut self, prefix: &str, rows: &[Row<T>], all: &T) {
+        for row in rows {
+            let suffix = if row.kind == Kind::Counter { "_total" } else { "" };
+            self.family(&format!("{prefix}_{}{suffix}", row.name), row.kind, row.help);
+            let value = match (row.get)(all) {
+                Value::Whole(whole) => whole as f64,
+                Value::Real(real) => real,
+            };
+            self.sample(&[], value);
+        }
     }
 
     /// Writes a sample of the family.

@@ -9,7 +9,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::ffi::abi::{
-    Plain, Strided, bytes, capi, check_out, enter, free, give, give_text, insert, inspect,
+    HasSize, Plain, Strided, bytes, capi, check_out, enter, free, give, give_text, insert, inspect,
     known_flags, length_of, no_reserved, noun, numbers, pin_optional, put, read, require, text,
     text_bytes, write,
 };
@@ -32,10 +32,10 @@ use crate::store::handle::Store;
 use crate::store::spec::{CustomRemote, Fields, Secrets, StoreSpec};
 use crate::store::state::plans::{Look, Stretch};
 use crate::store::state::snapshot::MOST_EVICTIONS;
-use crate::store::state::stats::{Engine, Latency, Report, TIMED, Tenant};
-use crate::store::state::{Adopted, RemoteCounters, SpaceOpts, Write};
+use crate::store::state::stats::{Engine, Latency, TIMED, Tenant};
+use crate::store::state::{SpaceOpts, Write};
 use crate::store::token_path::MAX_TOKENS;
-use crate::tier::remote::breaker::{Breaker, Direction, State as BreakerState};
+use crate::tier::remote::breaker::State as BreakerState;
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::{
     Caps, Client, Gets, Name, Part, Puts, Queries, Remote, RemoteError, Server,
@@ -64,7 +64,8 @@ pub const KVT_IO_THREADS: u32 = 1;
 /// Files are read and written many transfers at once, by io_uring.
 pub const KVT_IO_URING: u32 = 2;
 
-const _: () = assert!(KVT_IO_URING == Engine::Uring as u32 && KVT_IO_NONE == Engine::None as u32);
+const _: () =
+    assert!(KVT_IO_URING == Engine::Uring as u32 && KVT_IO_THREADS == Engine::Threads as u32);
 
 /// How to open a store. Zero is the default everywhere. Fields that are set count instead
 /// of what the spec says, and are read by the same rules.
@@ -245,138 +246,19 @@ pub unsafe extern "C" fn kvt_store_close(
 
 // Statistics of stores.
 
-/// What a store counts since it was opened, and what it has now.
-#[repr(C)]
-#[derive(Clone, Copy, Plain)]
-pub struct kvt_store_stats_t {
-    /// sizeof of this struct.
-    pub struct_size: u64,
-    /// Puts begun.
-    pub puts: u64,
-    /// Gets begun.
-    pub gets: u64,
-    /// Prefetches begun.
-    pub prefetches: u64,
-    /// Cells stored from outside.
-    pub stored_cells: u64,
-    /// Cells that were there when they were to be stored.
-    pub known_cells: u64,
-    /// Cells read from memory.
-    pub host_hit_cells: u64,
-    /// Cells that had to be read from disk first.
-    pub disk_hit_cells: u64,
-    /// Cells that were nowhere.
-    pub missed_cells: u64,
-    /// Cells whose bytes were wrong, and that became misses.
-    pub corrupt_cells: u64,
-    /// Cells written to disk.
-    pub written_cells: u64,
-    /// Bytes of them.
-    pub written_bytes: u64,
-    /// Bytes loaded from disk.
-    pub loaded_bytes: u64,
-    /// Chunks that left memory and are on disk.
-    pub demoted_chunks: u64,
-    /// Chunks that left memory and are gone.
-    pub dropped_chunks: u64,
-    /// Chunks that left the disk.
-    pub evicted_chunks: u64,
-    /// Chunks that were to leave memory, and the disk had no room for.
-    pub refused_chunks: u64,
-    /// Cells that failed for want of room.
-    pub no_room_cells: u64,
-    /// Writes that failed.
-    pub failed_writes: u64,
-    /// Reads that failed.
-    pub failed_reads: u64,
-    /// Namespaces, those included that nobody has open.
-    pub namespaces: u64,
-    /// Sessions that are open.
-    pub sessions: u64,
-    /// Chunks that are known, of all layouts.
-    pub chunks: u64,
-    /// Chunks that are pinned.
-    pub pins: u64,
-    /// Moves under way.
-    pub moves: u64,
-    /// Cells on their way.
-    pub moving_cells: u64,
-    /// Most bytes of cells in memory.
-    pub host_limit_bytes: u64,
-    /// Bytes of cells in memory.
-    pub host_used_bytes: u64,
-    /// What that memory costs, tables and gaps included.
-    pub host_cost_bytes: u64,
-    /// Cells in memory.
-    pub host_cells: u64,
-    /// Most bytes of all files; 0 = there is no disk.
-    pub disk_limit_bytes: u64,
-    /// Bytes of all files.
-    pub disk_used_bytes: u64,
-    /// The most they ever were.
-    pub disk_peak_bytes: u64,
-    /// Bytes of cells that live on disk, padded to blocks.
-    pub disk_live_bytes: u64,
-    /// Bytes that cleaning would free.
-    pub disk_dead_bytes: u64,
-    /// Cells on disk.
-    pub disk_cells: u64,
-    /// Wear: bytes of cells that were written for callers, padded to blocks.
-    pub disk_appended_bytes: u64,
-    /// Wear: bytes of cells that cleaning wrote again.
-    pub disk_cleaned_bytes: u64,
-    /// Wear: bytes of headers, notes and checkpoints.
-    pub disk_overhead_bytes: u64,
-    /// Files of cells.
-    pub disk_segments: u64,
-    /// Syncs of those files.
-    pub disk_syncs: u64,
-    /// Syncs that failed.
-    pub disk_failed_syncs: u64,
-    /// Chunks that opening found on disk.
-    pub found_chunks: u64,
-    /// Their cells.
-    pub found_cells: u64,
-    /// Cells that were found and of no use.
-    pub found_useless_cells: u64,
-    /// Chunks that admission let go to disk.
-    pub admission_admitted: u64,
-    /// Bytes of them.
-    pub admission_admitted_bytes: u64,
-    /// Chunks that it kept from there, since nothing is admitted.
-    pub admission_refused_never: u64,
-    /// Since they had too few uses.
-    pub admission_refused_hits: u64,
-    /// Since the class of their session was too low.
-    pub admission_refused_priority: u64,
-    /// Since they were too small or too large.
-    pub admission_refused_size: u64,
-    /// Since the day's writes were used up.
-    pub admission_refused_wear: u64,
-    /// How files are read and written now, KVT_IO_*; why not in a better way is in
-    /// kvt_store_metrics.
-    pub disk_engine: u32,
-    /// 1: past the page cache, 0: through it.
-    pub disk_direct: u32,
-    /// Cells read from device memory; host_hit_cells does not count them.
-    pub device_hit_cells: u64,
-    /// Cells that came to device memory.
-    pub device_promoted_cells: u64,
-    /// Chunks that left device memory for others; they are elsewhere, too.
-    pub device_evicted_chunks: u64,
-    /// Cells that were forgotten there when the device was lost.
-    pub device_lost_cells: u64,
-    /// Most bytes of device memory; 0 = there is no device tier.
-    pub device_limit_bytes: u64,
-    /// Bytes of device memory that are taken.
-    pub device_used_bytes: u64,
-    /// Cells in device memory.
-    pub device_cells: u64,
-    /// Bytes of chunks that write-behind has not begun to write (`write=behind`).
-    pub unwritten_bytes: u64,
-    /// For how long the oldest of those chunks has waited, in nanoseconds.
-    pub unwritten_age_ns: u64,
-}
+pub use crate::store::counters::{
+    RemoteStats as kvt_remote_stats_t, StoreStats as kvt_store_stats_t,
+};
+
+// SAFETY: all their fields are whole numbers and floats, for which any bytes are a value. `Rows`
+// accepts no other types.
+unsafe impl Plain for kvt_store_stats_t {}
+// SAFETY: as above.
+unsafe impl Plain for kvt_remote_stats_t {}
+// SAFETY: their first field is `struct_size: u64`.
+unsafe impl HasSize for kvt_store_stats_t {}
+// SAFETY: as above.
+unsafe impl HasSize for kvt_remote_stats_t {}
 
 /// What a store counts and has; also of a poisoned one.
 ///
@@ -395,81 +277,9 @@ pub unsafe extern "C" fn kvt_store_stats(
 ) -> kvt_status_t {
     check_out(out)?;
     let store = inspect(store)?;
-    let report = store.store.look(|core| core.report())?;
-    write(out, &stats_for_c(&report, &store.store.opened.adopted));
+    let stats = store.store.look(|core| core.stats_now())?;
+    write(out, &stats);
     Ok(())
-}
-
-fn stats_for_c(report: &Report, adopted: &Adopted) -> kvt_store_stats_t {
-    let Report { counters: c, host, disk, .. } = report;
-    let disk_stats = &disk.stats;
-    let [puts, gets, prefetches] = c.moves;
-    let [never, hits, priority, size, wear] = report.admission_refused;
-    kvt_store_stats_t {
-        struct_size: 0,
-        puts,
-        gets,
-        prefetches,
-        stored_cells: c.stored,
-        known_cells: c.known,
-        host_hit_cells: c.host_hits,
-        disk_hit_cells: c.disk_hits,
-        missed_cells: c.misses,
-        corrupt_cells: c.corrupt,
-        written_cells: c.written,
-        written_bytes: c.written_bytes,
-        loaded_bytes: c.loaded_bytes,
-        demoted_chunks: c.demoted,
-        dropped_chunks: c.dropped,
-        evicted_chunks: c.disk_evicted,
-        refused_chunks: c.refused,
-        no_room_cells: c.no_room,
-        failed_writes: c.failed_writes,
-        failed_reads: c.failed_reads,
-        namespaces: report.namespaces,
-        sessions: report.sessions,
-        chunks: report.chunks,
-        pins: report.pins,
-        moves: report.moves,
-        moving_cells: report.jobs,
-        host_limit_bytes: host.limit_bytes,
-        host_used_bytes: host.live_bytes,
-        host_cost_bytes: host.cost_bytes,
-        host_cells: report.host_cells,
-        disk_limit_bytes: disk.budget_bytes,
-        disk_used_bytes: disk.used_bytes,
-        disk_peak_bytes: disk_stats.most_used_bytes,
-        disk_live_bytes: disk.live_bytes,
-        disk_dead_bytes: disk.dead_bytes,
-        disk_cells: report.disk_cells,
-        disk_appended_bytes: disk_stats.appended_bytes,
-        disk_cleaned_bytes: disk_stats.compacted_bytes,
-        disk_overhead_bytes: disk_stats.overhead_bytes,
-        disk_segments: disk.segments,
-        disk_syncs: disk_stats.syncs,
-        disk_failed_syncs: disk_stats.failed_syncs,
-        found_chunks: adopted.chunks,
-        found_cells: adopted.cells,
-        found_useless_cells: adopted.dropped,
-        admission_admitted: report.admission_admitted,
-        admission_admitted_bytes: report.admission_admitted_bytes,
-        admission_refused_never: never,
-        admission_refused_hits: hits,
-        admission_refused_priority: priority,
-        admission_refused_size: size,
-        admission_refused_wear: wear,
-        disk_engine: disk.engine as u32,
-        disk_direct: u32::from(disk.is_direct),
-        device_hit_cells: c.device_hits,
-        device_promoted_cells: c.promoted,
-        device_evicted_chunks: c.device_evicted,
-        device_lost_cells: c.device_lost,
-        device_limit_bytes: report.device.limit_bytes,
-        device_used_bytes: report.device.used_bytes,
-        device_cells: report.device_cells,
-        unwritten_bytes: report.unwritten_bytes,
-        unwritten_age_ns: report.unwritten_age_ns,
-    }
 }
 
 /// The same numbers as text, in the format that Prometheus collects.
@@ -1702,6 +1512,10 @@ pub const KVT_REMOTE_CIRCUIT_OPEN: u32 = 2;
 /// One request goes there, to see whether it is well again.
 pub const KVT_REMOTE_CIRCUIT_PROBING: u32 = 3;
 
+const _: () = assert!(KVT_REMOTE_CIRCUIT_CLOSED == BreakerState::Closed as u32);
+const _: () = assert!(KVT_REMOTE_CIRCUIT_OPEN == BreakerState::Open as u32);
+const _: () = assert!(KVT_REMOTE_CIRCUIT_PROBING == BreakerState::HalfOpen as u32);
+
 /// Most secrets.
 const MAX_SECRETS: u64 = 16;
 
@@ -1744,88 +1558,6 @@ pub(crate) unsafe fn secrets_of(
     Ok(all)
 }
 
-/// What a store counts of its remote since it was opened, and how that is now.
-#[repr(C)]
-#[derive(Clone, Copy, Plain)]
-pub struct kvt_remote_stats_t {
-    /// sizeof of this struct.
-    pub struct_size: u64,
-    /// KVT_REMOTE_*: how it is to fetch from, and to ask; 0 = the store has no remote.
-    pub reads: u32,
-    /// KVT_REMOTE_*: how it is to send to.
-    pub writes: u32,
-    /// Times that a way to it was given up for a while.
-    pub left_alone: u64,
-    /// Names that were asked for.
-    pub asked_names: u64,
-    /// Of those, names that were there.
-    pub found_names: u64,
-    /// Names that were known to be there without asking.
-    pub remembered_names: u64,
-    /// Objects that came.
-    pub fetched_objects: u64,
-    /// Cells that came and were right.
-    pub fetched_cells: u64,
-    /// Bytes of those.
-    pub fetched_bytes: u64,
-    /// Bytes that came and were not wanted.
-    pub wasted_bytes: u64,
-    /// Objects that were said to be there and were not.
-    pub absent_objects: u64,
-    /// Objects, or cells of them, that were not what they should be.
-    pub corrupt_objects: u64,
-    /// Requests that were not answered in time, or not at all.
-    pub late_requests: u64,
-    /// Objects that were not fetched, because the remote was left alone.
-    pub avoided_objects: u64,
-    /// Objects that were sent.
-    pub sent_objects: u64,
-    /// Their bytes.
-    pub sent_bytes: u64,
-    /// Objects that somebody else had sent before.
-    pub known_objects: u64,
-    /// Objects that could not be sent.
-    pub failed_sends: u64,
-    /// Chunks that were not sent: not admitted, or too many waited.
-    pub refused_chunks: u64,
-    /// Objects that were taken away there: damaged ones, and what was dropped.
-    pub removed_objects: u64,
-}
-
-fn state_of(breaker: &Breaker, way: Direction) -> u32 {
-    match breaker.state(way) {
-        BreakerState::Closed => KVT_REMOTE_CIRCUIT_CLOSED,
-        BreakerState::Open => KVT_REMOTE_CIRCUIT_OPEN,
-        BreakerState::HalfOpen => KVT_REMOTE_CIRCUIT_PROBING,
-    }
-}
-
-fn remote_stats_for_c(breaker: &Breaker, counted: &RemoteCounters) -> kvt_remote_stats_t {
-    kvt_remote_stats_t {
-        struct_size: size_of::<kvt_remote_stats_t>() as u64,
-        reads: state_of(breaker, Direction::Read),
-        writes: state_of(breaker, Direction::Write),
-        left_alone: breaker.opened(),
-        asked_names: counted.asked,
-        found_names: counted.found,
-        remembered_names: counted.remembered,
-        fetched_objects: counted.fetched,
-        fetched_cells: counted.cells,
-        fetched_bytes: counted.fetched_bytes,
-        wasted_bytes: counted.wasted_bytes,
-        absent_objects: counted.absent,
-        corrupt_objects: counted.corrupt,
-        late_requests: counted.late,
-        avoided_objects: counted.avoided,
-        sent_objects: counted.sent,
-        sent_bytes: counted.sent_bytes,
-        known_objects: counted.known_there,
-        failed_sends: counted.failed_sends,
-        refused_chunks: counted.refused,
-        removed_objects: counted.removed,
-    }
-}
-
 /// What a store counts of its remote; also of a poisoned one. Of a store without a remote all
 /// is 0.
 ///
@@ -1844,13 +1576,8 @@ pub unsafe extern "C" fn kvt_store_remote(
 ) -> kvt_status_t {
     check_out(out)?;
     let store = inspect(store)?;
-    let stats = store.store.look(|core| {
-        let both = core.remote_breaker().zip(core.remote_counters());
-        both.map_or(kvt_remote_stats_t::zeroed(), |(breaker, counted)| {
-            remote_stats_for_c(breaker, &counted)
-        })
-    })?;
-    write(out, &stats);
+    let stats = store.store.look(|core| core.remote_stats())?;
+    write(out, &stats.unwrap_or_default());
     Ok(())
 }
 

@@ -4,6 +4,7 @@
 pub mod admission;
 pub mod capacity;
 pub mod control;
+pub mod counters;
 pub mod events;
 pub mod executor;
 pub mod handle;

@@ -36,6 +36,9 @@ fn generated() -> String {
         order.iter().position(|name| *name == stem).unwrap_or(order.len())
     };
     files.sort_by_key(|path| (rank(path), path.clone()));
+    // The structs of statistics are declared by the store's table of counters.
+    let before_the_store = files.iter().position(|path| path.ends_with("store.rs"));
+    files.insert(before_the_store.expect("src/ffi/store.rs"), root.join("src/store/counters.rs"));
     for file in files {
         builder = builder.with_src(expanded(&file));
     }
@@ -53,7 +56,11 @@ fn expanded(source: &Path) -> PathBuf {
     // Several tests do this at the same time, perhaps in processes of their own.
     let mine =
         copy.with_extension(format!("{}-{:?}", std::process::id(), std::thread::current().id()));
-    std::fs::write(&mine, text.replace("#[capi]", "#[unsafe(no_mangle)]")).expect("copy");
+    let text = text
+        .replace("#[capi]", "#[unsafe(no_mangle)]")
+        .replace("pub struct StoreStats", "pub struct kvt_store_stats_t")
+        .replace("pub struct RemoteStats", "pub struct kvt_remote_stats_t");
+    std::fs::write(&mine, text).expect("copy");
     std::fs::rename(&mine, &copy).expect("rename");
     copy
 }

@@ -167,10 +167,7 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_secret_t { name, name_bytes, secret, secret_bytes }
         kvt_remote_stats_t {
-            struct_size, reads, writes, left_alone, asked_names, found_names, remembered_names,
-            fetched_objects, fetched_cells, fetched_bytes, wasted_bytes, absent_objects,
-            corrupt_objects, late_requests, avoided_objects, sent_objects, sent_bytes,
-            known_objects, failed_sends, refused_chunks, removed_objects,
+            struct_size, read_circuit, write_circuit, circuit_opens, looked_up_names, found_names, cached_names, fetched_objects, fetched_cells, fetched_bytes, wasted_bytes, absent_objects, corrupt_objects, late_requests, hung_requests, skipped_objects, uploaded_objects, uploaded_bytes, known_objects, failed_uploads, rejected_chunks, removed_objects,
         }
         kvt_remote_part_t { address, bytes }
         kvt_remote_item_t {
@@ -181,24 +178,7 @@ fn rust_table() -> BTreeMap<String, String> {
             remove, user_data, destroy,
         }
         kvt_store_stats_t {
-            struct_size, puts, gets, prefetches, stored_cells, known_cells, host_hit_cells,
-            disk_hit_cells, missed_cells, corrupt_cells, written_cells, written_bytes, loaded_bytes,
-            demoted_chunks, dropped_chunks, evicted_chunks, refused_chunks, no_room_cells,
-            failed_writes, failed_reads, namespaces, sessions, chunks, pins, moves, moving_cells,
-            host_limit_bytes, host_used_bytes, host_cost_bytes, host_cells, disk_limit_bytes,
-            disk_used_bytes, disk_peak_bytes, disk_live_bytes, disk_dead_bytes, disk_cells,
-            disk_appended_bytes, disk_cleaned_bytes, disk_overhead_bytes, disk_segments, disk_syncs,
-            disk_failed_syncs, found_chunks, found_cells, found_useless_cells, admission_admitted,
-            admission_admitted_bytes, admission_refused_never, admission_refused_hits,
-            admission_refused_priority, admission_refused_size, admission_refused_wear, disk_engine,
-            disk_direct,
-            device_hit_cells,
-            device_promoted_cells,
-            device_evicted_chunks,
-            device_lost_cells,
-            device_limit_bytes,
-            device_used_bytes,
-            device_cells, unwritten_bytes, unwritten_age_ns,
+            struct_size, puts, gets, prefetches, stored_cells, known_cells, host_hit_cells, disk_hit_cells, device_hit_cells, missed_cells, corrupt_cells, damaged_copies, no_room_cells, written_cells, written_bytes, loaded_bytes, coded_cells, coded_raw_bytes, coded_bytes, lossy_numbers, lossy_error_max, lossy_error_mean, lossy_error_relative, demoted_chunks, dropped_chunks, evicted_chunks, evicted_parts, disk_full_chunks, failed_writes, failed_reads, admitted_chunks, admitted_bytes, rejected_never, rejected_hits, rejected_priority, rejected_size, rejected_wear, namespaces, layouts, sessions, tenants, chunks, pins, transfers, transfer_cells, memory_waiters, memory_waiter_bytes, demoting_bytes, writeback_chunks, unwritten_bytes, unwritten_age_ns, sync_waiters, events, host_limit_bytes, host_used_bytes, host_cost_bytes, host_cells, host_slabs, disk_limit_bytes, disk_used_bytes, disk_peak_bytes, disk_live_bytes, disk_dead_bytes, disk_cells, disk_segments, disk_scratch_bytes, disk_appended_bytes, disk_compacted_bytes, disk_overhead_bytes, disk_read_bytes, disk_syncs, disk_failed_syncs, disk_compactions, disk_checkpoints, disk_rejected_appends, recovered_chunks, recovered_cells, recovered_unusable_cells, disk_engine, disk_direct, device_limit_bytes, device_used_bytes, device_live_bytes, device_cells, device_slabs, device_is_lost, device_promoted_cells, device_evicted_chunks, device_lost_cells,
         }
         kvt_latency_t { kind, reserved, count, mean_ns, p50_ns, p99_ns, max_ns }
         kvt_tenant_t { tenant, is_rest, put_bytes, got_bytes, hit_cells, missed_cells }

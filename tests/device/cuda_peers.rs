@@ -349,7 +349,7 @@ fn store_transfers_tensors_of_peer_devices() {
             }
             to.copy(Direction::Gather);
             assert!(to.engine.matches(&marks_of(0, &tokens)), "{spec}, {reaches}, {means}");
-            assert_eq!(store.counters().damaged, 0);
+            assert_eq!(store.counters().damaged_copies, 0);
             drop((from, to));
             store.close_session(session);
             store.close();

@@ -307,7 +307,7 @@ impl Rig {
     }
 
     fn damaged(&self) -> u64 {
-        self.store.counters().damaged
+        self.store.counters().damaged_copies
     }
 }
 

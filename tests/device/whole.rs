@@ -56,7 +56,7 @@ fn device_tensors_round_trip_in_every_shape() {
             }
             store.close_session(session);
         }
-        let hits = store.counters().device_hits;
+        let hits = store.counters().device_hit_cells;
         assert_eq!(hits > 0, spec.contains("device="), "{spec}: {hits} hits on the device");
         store.close();
         assert_eq!(device.close(0), Ok(()));

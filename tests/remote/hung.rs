@@ -209,8 +209,8 @@ fn hung_fetch_is_a_miss() {
     let from = engine(&documents[0]);
     let put = world.submit(sessions[0], TransferKind::Put, Level::Ram, &from);
     assert_eq!(wait(&put).status, Status::Unavailable);
-    let counted = world.store.handle.with(|core| Ok(core.remote_counters())).expect("open");
-    assert_eq!(counted.expect("a remote").hung, 1, "{counted:?}");
+    let counted = world.store.handle.with(|core| Ok(core.remote_stats())).expect("open");
+    assert_eq!(counted.expect("a remote").hung_requests, 1, "{counted:?}");
     // Once it goes on, all is as it was.
     world.gate.0.set(Call::Get, false);
     world.store.settle();

@@ -13,7 +13,7 @@ use kvtier::meta::cost::Cost;
 use kvtier::store::plan::StepKind;
 use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::plans::PlanTerms;
-use kvtier::store::state::{self, Level, RemoteCounters};
+use kvtier::store::state::{self, Level, RemoteStats};
 use support::{Engine, Model, Scratch, Shape, TestStore, document, marks_of, spec_of, wait};
 
 /// Cells of 4 KiB.
@@ -28,8 +28,8 @@ fn spec(folder: &Path, rest: &str) -> StoreSpec {
     StoreSpec::parse(&format!("store(host=8MiB, {remote})")).expect("a sound spec")
 }
 
-fn remote_counters(store: &TestStore) -> RemoteCounters {
-    store.handle.with(|core| Ok(core.remote_counters())).expect("open").expect("a remote")
+fn remote_counters(store: &TestStore) -> RemoteStats {
+    store.handle.with(|core| Ok(core.remote_stats())).expect("open").expect("a remote")
 }
 
 /// Puts a document at the level of the remote.
@@ -71,21 +71,25 @@ fn stores_share_kv_through_the_remote() {
     let tokens = document(1, 100);
     assert_eq!(put(&one, &tokens, Level::Remote), None);
     // Six whole chunks, each an object of its four layers.
-    assert_eq!((remote_counters(&one).sent, objects(&scratch.0).len()), (6, 6));
+    assert_eq!((remote_counters(&one).uploaded_objects, objects(&scratch.0).len()), (6, 6));
     let (session, found) = located(&other, &tokens);
     assert_eq!(found, 96, "{:?}", remote_counters(&other));
     let mut engine = Engine::new(MODEL, Shape::Heads, 96);
     assert_eq!(other.get(session, &engine).status, Status::Ok);
     engine.check(&marks_of(1, &tokens), 0..96, 0..MODEL.layers);
     let counted = remote_counters(&other);
-    assert_eq!((counted.fetched, counted.cells, counted.corrupt), (6, 24, 0), "{counted:?}");
+    assert_eq!(
+        (counted.fetched_objects, counted.fetched_cells, counted.corrupt_objects),
+        (6, 24, 0),
+        "{counted:?}"
+    );
     // They are here now.
     let again = other.get(session, &engine);
-    assert!(again.status == Status::Ok && remote_counters(&other).fetched == 6);
+    assert!(again.status == Status::Ok && remote_counters(&other).fetched_objects == 6);
     other.close_session(session);
     // And are not sent again by who has got them from there.
     assert_eq!(put(&other, &tokens, Level::Ram), None);
-    assert_eq!((remote_counters(&other).sent, objects(&scratch.0).len()), (0, 6));
+    assert_eq!((remote_counters(&other).uploaded_objects, objects(&scratch.0).len()), (0, 6));
     [one, other].into_iter().for_each(TestStore::close);
 }
 
@@ -102,7 +106,7 @@ fn located_kv_is_fetched_by_other_sessions() {
         other.close_session(session);
         // Nothing of it is here, and nobody waits for an answer: who goes on from it all, and who
         // begins with it.
-        let asked = remote_counters(&other).asked;
+        let asked = remote_counters(&other).looked_up_names;
         let begins = [&tokens[..64], &document(2, 40)[..]].concat();
         for (tokens, length) in [(&begins, 64), (&tokens, 96)] {
             let session = other.session(other.namespace(1, &MODEL), tokens);
@@ -117,7 +121,7 @@ fn located_kv_is_fetched_by_other_sessions() {
             other.close_session(session);
         }
         assert!(
-            ask == "append" || remote_counters(&other).asked == asked,
+            ask == "append" || remote_counters(&other).looked_up_names == asked,
             "{:?}",
             remote_counters(&other)
         );
@@ -143,17 +147,22 @@ fn cheap_remote_kv_is_prefetched() {
     let (session, found) = located(&other, &tokens);
     other.close_session(session);
     other.settle();
-    assert_eq!((found, remote_counters(&other).fetched), (96, 0), "{:?}", remote_counters(&other));
+    assert_eq!(
+        (found, remote_counters(&other).fetched_objects),
+        (96, 0),
+        "{:?}",
+        remote_counters(&other)
+    );
     fix(1e9);
     let session = other.session(space, &tokens);
-    wait_until("it comes by itself", || remote_counters(&other).fetched >= 6);
+    wait_until("it comes by itself", || remote_counters(&other).fetched_objects >= 6);
     other.settle();
     // It is here: the remote is not asked again.
     fs::remove_dir_all(&scratch.0).expect("removed");
     let mut engine = Engine::new(MODEL, Shape::Heads, 96);
     assert_eq!(other.get(session, &engine).status, Status::Ok);
     engine.check(&marks_of(1, &tokens), 0..96, 0..MODEL.layers);
-    assert_eq!(remote_counters(&other).cells, 24);
+    assert_eq!(remote_counters(&other).fetched_cells, 24);
     // A session that is closed at once leaves nothing under way.
     let space = other.namespace(2, &MODEL);
     for number in 0..50 {
@@ -173,16 +182,16 @@ fn first_writer_wins_and_remote_level_needs_an_acknowledgement() {
     assert_eq!(put(&other, &tokens, Level::Remote), None);
     assert_eq!(
         (
-            remote_counters(&one).sent,
-            remote_counters(&other).sent,
-            remote_counters(&other).known_there
+            remote_counters(&one).uploaded_objects,
+            remote_counters(&other).uploaded_objects,
+            remote_counters(&other).known_objects
         ),
         (4, 0, 4)
     );
     // What was there, as far as is known, and is not any more: a put sends it again.
     objects(&scratch.0).iter().for_each(|path| fs::remove_file(path).expect("there"));
     assert_eq!(put(&one, &tokens, Level::Remote), None);
-    assert_eq!((remote_counters(&one).sent, objects(&scratch.0).len()), (8, 4));
+    assert_eq!((remote_counters(&one).uploaded_objects, objects(&scratch.0).len()), (8, 4));
     [one, other].into_iter().for_each(TestStore::close);
 }
 
@@ -210,7 +219,7 @@ fn damaged_or_absent_remote_object_is_a_miss() {
     let engine = Engine::new(MODEL, Shape::Tokens, 64);
     assert_eq!(other.get(session, &engine).status, Status::NotFound);
     let counted = remote_counters(&other);
-    assert!(counted.corrupt >= 4, "{counted:?}");
+    assert!(counted.corrupt_objects >= 4, "{counted:?}");
     other.close_session(session);
     other.settle();
     assert_eq!(objects(&scratch.0), Vec::<PathBuf>::new(), "nobody else is to read them");
@@ -253,11 +262,18 @@ fn evicted_chunks_are_uploaded_or_counted_as_rejected() {
     }
     // Three quarters of the 8 chunks of each were evicted, however fast that was.
     let counted = remote_counters(&store);
-    assert!(counted.sent > 0 && counted.sent + counted.refused >= 192 * 8, "{counted:?}");
+    assert!(
+        counted.uploaded_objects > 0
+            && counted.uploaded_objects + counted.rejected_chunks >= 192 * 8,
+        "{counted:?}"
+    );
     let whole = get_all(&store, &documents);
     // A chunk that was not sent costs its document at most.
     let counted = remote_counters(&store);
-    assert!(whole + counted.refused + counted.failed_sends >= 256, "{whole}, {counted:?}");
+    assert!(
+        whole + counted.rejected_chunks + counted.failed_uploads >= 256,
+        "{whole}, {counted:?}"
+    );
     store.close();
 }
 

@@ -16,7 +16,7 @@ use kvtier::store::executor::remote::RemoteExecutor;
 use kvtier::store::state::blocks::BlockMove;
 use kvtier::store::state::work::{Work, WorkerKind};
 use kvtier::store::state::{
-    Config, Finished, Level, RemoteConfig, RemoteCounters, TransferKind, Write,
+    Config, Finished, Level, RemoteConfig, RemoteStats, TransferKind, Write,
 };
 use kvtier::tier::remote::breaker::Direction;
 use kvtier::tier::remote::{Queries, Remote, RemoteError};
@@ -213,8 +213,8 @@ impl Twin {
         (found, got)
     }
 
-    fn remote_counters(&self) -> RemoteCounters {
-        self.with(|core| core.remote_counters()).expect("a remote")
+    fn remote_counters(&self) -> RemoteStats {
+        self.with(|core| core.remote_stats()).expect("a remote")
     }
 }
 
@@ -256,9 +256,12 @@ fn evicted_chunks_return_from_the_remote() {
         assert_eq!(twin.put(tokens, Level::Ram), Status::Ok);
     }
     let counted = twin.remote_counters();
-    assert_eq!(counted.failed_sends, 0, "{counted:?}");
+    assert_eq!(counted.failed_uploads, 0, "{counted:?}");
     // A chunk that is evicted is sent, or refused because too much waits to be sent.
-    assert!((counted.sent + counted.refused) as usize >= DOCUMENTS * 3 / 4, "{counted:?}");
+    assert!(
+        (counted.uploaded_objects + counted.rejected_chunks) as usize >= DOCUMENTS * 3 / 4,
+        "{counted:?}"
+    );
     let mut whole = 0;
     for tokens in &documents {
         let (found, got) = twin.find(tokens);
@@ -269,12 +272,12 @@ fn evicted_chunks_return_from_the_remote() {
     let counted = twin.remote_counters();
     println!("{whole} of {DOCUMENTS} came, {counted:?}");
     assert!(whole > DOCUMENTS / 2, "{whole} of {DOCUMENTS} came, {counted:?}");
-    assert!(whole + counted.refused as usize >= DOCUMENTS, "{counted:?}");
+    assert!(whole + counted.rejected_chunks as usize >= DOCUMENTS, "{counted:?}");
 }
 
 #[test]
 fn hostile_remote_never_yields_wrong_bytes() {
-    let mut all = RemoteCounters::default();
+    let mut all = RemoteStats::default();
     let (mut located, mut missed) = (0, 0);
     for seed in 0..SEEDS {
         let (mut random, clock) = (Random::new(seed), Clock::manual(1));
@@ -308,12 +311,12 @@ fn hostile_remote_never_yields_wrong_bytes() {
                     remote.set_plan(plan(&mut random));
                 }
                 _ => {
-                    all.add(&twins[at].remote_counters());
+                    all.add_counters(&twins[at].remote_counters());
                     twins[at] = Twin::open(&remote, &clock, &mut random);
                 }
             }
         }
-        twins.iter().for_each(|twin| all.add(&twin.remote_counters()));
+        twins.iter().for_each(|twin| all.add_counters(&twin.remote_counters()));
         // It is well again: what one puts another one gets.
         remote.set_plan(Plan::default());
         clock.advance(2 * MINUTE_NS);
@@ -333,28 +336,27 @@ fn hostile_remote_never_yields_wrong_bytes() {
             fresh.remote_counters()
         );
         assert_eq!(
-            (fresh.remote_counters().cells, fresh.remote_counters().corrupt),
+            (fresh.remote_counters().fetched_cells, fresh.remote_counters().corrupt_objects),
             (32, 0),
             "seed {seed}"
         );
         let names: Vec<u32> = (1000..1001 + random.below(20) as u32).collect();
         assert_eq!(twins[0].put_blocks(&names, Level::Remote), vec![Status::Ok; names.len()]);
-        let before = fresh.remote_counters().asked;
+        let before = fresh.remote_counters().looked_up_names;
         assert_eq!(fresh.locate_blocks(&names), vec![Status::Ok; names.len()], "seed {seed}");
-        assert_eq!(fresh.remote_counters().asked - before, names.len() as u64);
+        assert_eq!(fresh.remote_counters().looked_up_names - before, names.len() as u64);
         assert_eq!(fresh.get_blocks(&names), vec![Status::Ok; names.len()], "seed {seed}");
     }
     assert!(located > SEEDS as usize && missed > SEEDS as usize, "{located}, {missed}");
     // All of it happened.
-    let RemoteCounters { fetched, sent, corrupt, absent, late, failed_sends, removed, .. } = all;
     for (count, what) in [
-        (fetched, "fetched"),
-        (sent, "sent"),
-        (corrupt, "corrupt"),
-        (absent, "absent"),
-        (late, "late"),
-        (failed_sends, "not sent"),
-        (removed, "removed"),
+        (all.fetched_objects, "fetched"),
+        (all.uploaded_objects, "uploaded"),
+        (all.corrupt_objects, "corrupt"),
+        (all.absent_objects, "absent"),
+        (all.late_requests, "late"),
+        (all.failed_uploads, "not uploaded"),
+        (all.removed_objects, "removed"),
     ] {
         assert!(count > SEEDS, "{count} {what}: {all:?}");
     }
@@ -426,25 +428,31 @@ fn stores_share_named_blocks() {
     let names = [1, 9, 1, 3, 9];
     assert_eq!(other.locate_blocks(&names), [OK, NOT_FOUND, OK, OK, NOT_FOUND]);
     // One that is named twice is asked for once.
-    assert_eq!((other.remote_counters().asked, other.remote_counters().found), (3, 2));
+    assert_eq!(
+        (other.remote_counters().looked_up_names, other.remote_counters().found_names),
+        (3, 2)
+    );
     // The remote has it; it is not here.
     assert_eq!(other.exists(&names), [8, 0, 8, 8, 0]);
     assert_eq!(other.get_blocks(&names), [OK, NOT_FOUND, OK, OK, NOT_FOUND]);
-    assert_eq!((other.remote_counters().fetched, other.remote_counters().cells), (4, 8));
+    assert_eq!(
+        (other.remote_counters().fetched_objects, other.remote_counters().fetched_cells),
+        (4, 8)
+    );
     // Here now: nobody is asked.
     assert_eq!(other.exists(&[1, 3]), [8 | 2 | 16; 2]);
     assert_eq!(other.locate_blocks(&[1, 3]), [OK; 2]);
-    assert_eq!(other.remote_counters().asked, 3);
+    assert_eq!(other.remote_counters().looked_up_names, 3);
     // What is not there is known for a moment, and asked for again then.
     assert_eq!(other.locate_blocks(&[9]), [NOT_FOUND]);
-    assert_eq!(other.remote_counters().asked, 3);
+    assert_eq!(other.remote_counters().looked_up_names, 3);
     other.clock.as_ref().expect("a clock").advance(MINUTE_NS);
     assert_eq!(one.put_blocks(&[9], Level::Remote), [OK]);
     assert_eq!(other.locate_blocks(&[9, 2]), [OK; 2]);
-    assert_eq!(other.remote_counters().asked, 5);
+    assert_eq!(other.remote_counters().looked_up_names, 5);
     // One store's own are found without the remote.
     assert_eq!(one.locate_blocks(&[1, 2, 3, 9]), [OK; 4]);
-    assert_eq!(one.remote_counters().asked, 0);
+    assert_eq!(one.remote_counters().looked_up_names, 0);
     // What is dropped is forgotten there, too, and its row with it.
     let session = other.session(&[]);
     other.with(|core| core.drop_blocks(session, &keys_of(&[2]))).expect("open");
@@ -515,9 +523,12 @@ fn block_lookups_always_end() {
     assert_eq!(each, [[NOT_FOUND; 50].as_slice(), &[OK; 10]].concat());
     // Left alone: what is there counts for nothing meanwhile, and nobody is asked.
     (0..5).for_each(|_| drop(other.locate_blocks(&names[..50])));
-    let asked = other.remote_counters().asked;
+    let asked = other.remote_counters().looked_up_names;
     assert_eq!(other.locate_blocks(&names[50..60]), [NOT_FOUND; 10]);
-    assert_eq!((other.exists(&names[50..60]), other.remote_counters().asked), (vec![0; 10], asked));
+    assert_eq!(
+        (other.exists(&names[50..60]), other.remote_counters().looked_up_names),
+        (vec![0; 10], asked)
+    );
     assert_eq!(other.put_blocks(&[50], Level::Ram), [OK]);
     assert_eq!(other.locate_blocks(&[50, 51]), [OK, NOT_FOUND]);
     // Well again.
@@ -541,7 +552,7 @@ fn invalid_lookups_are_rejected() {
     assert_eq!(ask(1), Err(Status::Again));
     other.settle();
     let finished = other.finished();
-    assert_eq!((finished.len(), other.remote_counters().asked), (16, 1));
+    assert_eq!((finished.len(), other.remote_counters().looked_up_names), (16, 1));
     assert!(ask(1).is_ok());
     other.settle();
 }
@@ -572,8 +583,8 @@ fn truncated_fetch_keeps_the_remote_object() {
     });
     assert_eq!(other.ended().1, 0);
     other.close_session(session);
-    assert_eq!((remote.names(), other.remote_counters().removed), (names.clone(), 0));
-    assert!(other.remote_counters().corrupt > 0);
+    assert_eq!((remote.names(), other.remote_counters().removed_objects), (names.clone(), 0));
+    assert!(other.remote_counters().corrupt_objects > 0);
     assert_eq!(other.find(&tokens), (64, OK));
 
     // What came whole and is wrong goes, and the remote is not believed any more.
@@ -586,10 +597,10 @@ fn truncated_fetch_keeps_the_remote_object() {
     let (_, mut third, _, clock) = well(256);
     third.0.tools.remote = Some(RemoteExecutor::new(Arc::new(remote.clone()), clock));
     assert_eq!(third.find(&tokens).0, 64);
-    assert!(third.remote_counters().corrupt >= 8, "{:?}", third.remote_counters());
+    assert!(third.remote_counters().corrupt_objects >= 8, "{:?}", third.remote_counters());
     let opened = third.with(|core| core.remote_breaker().map(|breaker| breaker.opened()));
     assert_eq!(opened, Some(1));
-    assert_eq!((remote.names(), third.remote_counters().removed), (vec![], 8));
+    assert_eq!((remote.names(), third.remote_counters().removed_objects), (vec![], 8));
     // Who has it puts it there again.
     assert_eq!(one.put(&tokens, Level::Remote), OK);
     assert_eq!(remote.names(), names);
@@ -658,7 +669,7 @@ fn removals_have_separate_batches() {
             batches += 1;
         });
     }
-    assert_eq!((remote.names(), one.remote_counters().removed), (vec![], 120));
+    assert_eq!((remote.names(), one.remote_counters().removed_objects), (vec![], 120));
     assert!(one.with(|core| core.remote_breaker().expect("one").is_closed(Direction::Write)));
     one.settle();
     assert_eq!(remote.names().len(), 2);
@@ -726,7 +737,7 @@ fn chunk_with_a_missing_object_is_uploaded_again() {
         let what = engine.whole();
         other.submit(session, TransferKind::Get, Level::Ram, what);
         assert_eq!(other.ended().1, 0, "{:?}", other.remote_counters());
-        assert_eq!((locate(), other.remote_counters().absent), (0, 1));
+        assert_eq!((locate(), other.remote_counters().absent_objects), (0, 1));
         clock.advance(1_000_000_000);
         // Somebody is told again that all of it is there, before who missed it has computed it.
         assert_eq!(locate(), 16);
@@ -736,14 +747,17 @@ fn chunk_with_a_missing_object_is_uploaded_again() {
         assert_eq!(other.ended().0, OK);
         assert_eq!(remote.names(), names);
         assert_eq!(
-            (other.remote_counters().sent, other.remote_counters().known_there),
+            (other.remote_counters().uploaded_objects, other.remote_counters().known_objects),
             (1, 1),
             "{:?}",
             other.remote_counters()
         );
         // It is whole, and not sent again.
         assert_eq!(other.put(&tokens, Level::Ram), OK);
-        assert_eq!((other.remote_counters().sent, other.remote_counters().known_there), (1, 1));
+        assert_eq!(
+            (other.remote_counters().uploaded_objects, other.remote_counters().known_objects),
+            (1, 1)
+        );
         other.close_session(session);
     }
     assert_eq!(lacked, 1);
@@ -775,7 +789,7 @@ fn cancel_does_not_wait_for_the_remote() {
     let one = other.only_finished();
     assert_eq!((one.number, one.tokens, status(&one)), (second, 16, None));
     engines[1].check(&marks_of(9, &tokens), 0..16, 0..MODEL.layers);
-    assert_eq!(other.remote_counters().cells, 4);
+    assert_eq!(other.remote_counters().fetched_cells, 4);
     other.close_session(session);
     other.settle();
 }
@@ -804,7 +818,7 @@ fn hints_of_very_long_sessions_are_complete() {
     one.close_session(session);
     let locate = |begins: bool| {
         let session = other.session(&tokens);
-        let asked = other.remote_counters().asked;
+        let asked = other.remote_counters().looked_up_names;
         if begins {
             other.settle(); // whoever was told of the session asks
         } else {
@@ -813,7 +827,7 @@ fn hints_of_very_long_sessions_are_complete() {
         }
         let found = other.with(|core| core.lookup(other.namespace, &tokens).expect("sound").tokens);
         other.close_session(session);
-        (found as usize, other.remote_counters().asked - asked)
+        (found as usize, other.remote_counters().looked_up_names - asked)
     };
     assert_eq!(locate(false), (tokens.len(), CHUNKS as u64));
     // All is remembered, and nothing is asked for: more than fits in one go.
@@ -823,7 +837,7 @@ fn hints_of_very_long_sessions_are_complete() {
         assert!(found == tokens.len() && asked < 50, "{found}, {asked}");
     }
     assert!(
-        other.remote_counters().remembered > 2 * CHUNKS as u64 - 100,
+        other.remote_counters().cached_names > 2 * CHUNKS as u64 - 100,
         "{:?}",
         other.remote_counters()
     );

@@ -351,11 +351,13 @@ fn run() {
     state.core.check().expect("tables agree with each other and with the tiers");
     state.core.check_prefixes().expect("no chunk without those before it");
     let report = state.core.report();
-    assert_eq!((report.sessions, report.moves, report.jobs, report.memory_waiters), (0, 0, 0, 0));
-    let counters = report.counters;
-    FROM_DISK.fetch_add(counters.disk_hits, Ordering::Relaxed);
+    let stats = report.stats;
+    let open = [stats.sessions, stats.transfers, stats.transfer_cells, stats.memory_waiters];
+    assert_eq!(open, [0; 4]);
+    let counters = report.stats;
+    FROM_DISK.fetch_add(counters.disk_hit_cells, Ordering::Relaxed);
     GIVEN_UP.fetch_add(u64::from(was_given_up), Ordering::Relaxed);
-    assert_eq!((counters.corrupt, counters.failed_reads, counters.failed_writes), (0, 0, 0));
+    assert_eq!((counters.corrupt_cells, counters.failed_reads, counters.failed_writes), (0, 0, 0));
 }
 
 fn check(scheduler: impl Scheduler + 'static) {
@@ -443,7 +445,7 @@ fn power_fails() {
     let image = files.durable().is_ok();
     // In one step: what leaves the disk after it was counted, and before the power fails, lasts
     // no more.
-    let (evicted, stopped) = shared.with(|core| (core.counters.disk_evicted, files.crash()));
+    let (evicted, stopped) = shared.with(|core| (core.counters.evicted_chunks, files.crash()));
     assert!(image && stopped.is_ok());
     MOVED.fetch_add(stats.compacted_bytes, Ordering::Relaxed);
     CHECKPOINTS.fetch_add(stats.checkpoints, Ordering::Relaxed);

@@ -109,11 +109,11 @@ fn small_budget_holds_with_a_codec() {
         });
         all_is_counted(&store, &budget, limit);
         let counters = store.counters();
-        assert!(counters.coded > 300 && counters.disk_hits > 20, "{counters:?}");
+        assert!(counters.coded_cells > 300 && counters.disk_hit_cells > 20, "{counters:?}");
         // Half of each is as the other half: what little memory there was has done.
-        assert!(counters.coded * 10 > counters.written * 9, "{counters:?}");
-        let (dropped, no_room) = (counters.dropped, counters.no_room);
-        assert_eq!((dropped, no_room, counters.failed_reads, counters.corrupt), (0, 0, 0, 0));
+        assert!(counters.coded_cells * 10 > counters.written_cells * 9, "{counters:?}");
+        let (dropped, no_room) = (counters.dropped_chunks, counters.no_room_cells);
+        assert_eq!((dropped, no_room, counters.failed_reads, counters.corrupt_cells), (0, 0, 0, 0));
         store.handle.close(store.now_ns() + LONG_NS).expect("closed");
         assert_eq!((budget.usage(Tier::Host).committed_bytes, budget.accounts()), (0, 0));
     }
@@ -153,7 +153,7 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
         put(&store, space, LONG, number, 8, Level::Disk);
     }
     store.settle();
-    assert_eq!(store.counters().coded, 8);
+    assert_eq!(store.counters().coded_cells, 8);
     // Then others have most of it, and cells the rest.
     let other = budget.account("other", 1, None).expect("an account");
     let deadline_ns = store.now_ns() + LONG_NS;
@@ -174,10 +174,10 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
         }
     });
     let counters = store.counters();
-    assert!(counters.disk_hits > 8, "{counters:?}");
+    assert!(counters.disk_hit_cells > 8, "{counters:?}");
     let lane = budget.usage(Tier::Host);
     assert!(lane.reclaim_asked_bytes > asked, "cells gave way: {lane:?}");
-    assert_eq!((counters.no_room, counters.failed_reads, counters.corrupt), (0, 0, 0));
+    assert_eq!((counters.no_room_cells, counters.failed_reads, counters.corrupt_cells), (0, 0, 0));
     store.settle();
     assert!(budget.usage(Tier::Host).peak_bytes <= LIMIT);
     other.commit(Tier::Host, LIMIT - 32 * MIB, 0).expect("reserved");

@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 
 use kvtier::base::status::{Result, Status};
 use kvtier::store::handle::Store;
-use kvtier::store::state::Counters;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use support::{
     Done, Engine, Model, POISON, SHAPES, Scratch, Shape, TestStore, document, marks_of, mix,
@@ -65,9 +64,15 @@ fn spill(callers: u32, rest: &str) {
     let gone: Vec<u32> = numbers.into_iter().filter(|&n| !is_there(&store, space, n)).collect();
     let counters = store.counters();
     assert!(gone.is_empty(), "{} of {KEYS} keys are gone: {gone:?}, {counters:?}", gone.len());
-    let Counters { dropped, corrupt, disk_evicted, refused, misses, .. } = counters;
-    assert_eq!((dropped, corrupt, disk_evicted, refused, misses), (0, 0, 0, 0, 0), "{counters:?}");
-    assert!(counters.demoted > 400 && counters.disk_hits > 0, "{counters:?}");
+    let lost = [
+        counters.dropped_chunks,
+        counters.corrupt_cells,
+        counters.evicted_chunks,
+        counters.disk_full_chunks,
+        counters.missed_cells,
+    ];
+    assert_eq!(lost, [0; 5], "{counters:?}");
+    assert!(counters.demoted_chunks > 400 && counters.disk_hit_cells > 0, "{counters:?}");
     store.settle();
     store.close();
 }
@@ -191,7 +196,7 @@ fn survive(dir: &Path, what: &str) -> Result<usize> {
     let gone: usize = (0..DOCUMENTS).map(|number| missing(&store, space, number)).sum();
     let (counters, opened) = (store.counters(), store.handle.opened);
     let disk = opened.disk.expect("a disk");
-    let said = counters.corrupt
+    let said = counters.corrupt_cells
         + opened.adopted.dropped
         + u64::from(disk.unsound_checkpoints + disk.damaged_segments + disk.foreign_segments)
         + u64::from(disk.damaged_headers + disk.torn_tails + disk.failed_reads);

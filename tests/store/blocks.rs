@@ -219,7 +219,7 @@ fn blocks_are_read_independently_in_any_order() {
     // What is there is not stored again.
     assert_eq!(all.put(Level::Ram, &mixed[..50]).0, Status::Ok);
     let more = mixed[..50].iter().filter(|&&name| name >= 300).count() as u64;
-    assert_eq!(all.store.counters().stored, (300 + more) * MODEL.layers as u64);
+    assert_eq!(all.store.counters().stored_cells, (300 + more) * MODEL.layers as u64);
     all.close();
 }
 
@@ -230,7 +230,7 @@ fn repeated_names_are_transferred_each_time() {
     assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
     assert_eq!(all.get(&names), [true; 6]);
     assert_eq!(all.get(&[8, 8, 5, 8]), [false, false, true, false]);
-    assert_eq!(all.store.counters().stored, 3 * MODEL.layers as u64);
+    assert_eq!(all.store.counters().stored_cells, 3 * MODEL.layers as u64);
     all.close();
 }
 
@@ -282,7 +282,7 @@ fn full_memory_keeps_some_blocks_and_reports_each() {
         assert!(names.iter().zip(&came).all(|(name, came)| !came || stored.contains(name)));
     }
     let counters = all.store.counters();
-    assert!(lost > 0 && counters.dropped > 0, "{lost} of {counters:?}");
+    assert!(lost > 0 && counters.dropped_chunks > 0, "{lost} of {counters:?}");
     all.close();
 }
 
@@ -339,7 +339,7 @@ fn invalid_block_transfers_leave_nothing() {
     assert_eq!(refused(TransferKind::Get, Level::Ram, &[1, 2], one), Status::Invalid);
     let both = pool.views(&[0, 1]);
     assert_eq!(refused(TransferKind::Put, Level::Durable, &[1, 2], both), Status::Unavailable);
-    assert_eq!((all.store.counters().stored, all.exists(&[1, 2, 3])), (0, vec![false; 3]));
+    assert_eq!((all.store.counters().stored_cells, all.exists(&[1, 2, 3])), (0, vec![false; 3]));
     all.close();
 }
 
@@ -512,7 +512,7 @@ fn full_disk_fails_only_blocks_without_space() {
     let names: Vec<u32> = (0..600).collect();
     let (_, each) = all.put(Level::Disk, &names);
     let well = each.iter().filter(|&&one| one == Status::Ok).count();
-    let written = all.store.counters().written / MODEL.layers as u64;
+    let written = all.store.counters().written_cells / MODEL.layers as u64;
     all.close();
     assert!(written < 600 && well as u64 >= written / 2, "{well} well of {written} written");
 }

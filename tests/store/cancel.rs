@@ -121,7 +121,7 @@ fn waiting_transfer_does_not_start_for_a_cancelled_one() {
         let mut ended: Vec<u32> = store.ended().iter().map(|one| one.number).collect();
         ended.sort_unstable();
         assert_eq!(ended, moves, "{at}");
-        let counts = store.0.with(|state| (state.waiting_moves(), state.counters.stored));
+        let counts = store.0.with(|state| (state.waiting_moves(), state.counters.stored_cells));
         assert_eq!(counts, (1, 5 * 32));
         store.0.lock().begin_waiting(ticket);
         store.copy();
@@ -169,7 +169,7 @@ fn jobs_waiting_for_a_cell_can_be_cancelled_in_any_order() {
     let mut right = [moves[2], moves[5], moves[6]];
     right.sort_unstable();
     assert_eq!(numbers, right);
-    let counts = store.0.with(|state| (state.counters.stored, state.counters.known));
+    let counts = store.0.with(|state| (state.counters.stored_cells, state.counters.known_cells));
     assert_eq!(counts, (16, 32));
     assert!(store.is_quiet());
 }

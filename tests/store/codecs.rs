@@ -194,12 +194,12 @@ fn compressible_cells_are_coded_and_survive_restarts() {
     let (dull, noise) = (space(&store, 1, None), space(&store, 2, None));
     put(&store, dull, Like::Dull, &tokens);
     let counters = store.counters();
-    assert_eq!((counters.written, counters.coded), (cells, cells));
+    assert_eq!((counters.written_cells, counters.coded_cells), (cells, cells));
     assert_eq!(counters.coded_raw_bytes, cells * CELL as u64);
     assert!(counters.coded_bytes < counters.coded_raw_bytes / 4, "{counters:?}");
-    assert_eq!((counters.lost.count, counters.lost.most), (0, 0.0));
+    assert_eq!((counters.lossy_numbers, counters.lossy_error_max), (0, 0.0));
     put(&store, noise, Like::Noise, &tokens);
-    assert_eq!((store.counters().written, store.counters().coded), (2 * cells, cells));
+    assert_eq!((store.counters().written_cells, store.counters().coded_cells), (2 * cells, cells));
     store.settle();
     let stored = counters.coded_bytes + cells * CELL as u64;
     store.close();
@@ -214,7 +214,7 @@ fn compressible_cells_are_coded_and_survive_restarts() {
         let (dull, noise) = (space(&store, 1, None), space(&store, 2, None));
         assert_eq!(check(&store, dull, Like::Dull, &tokens, 0.0), tokens.len());
         assert_eq!(check(&store, noise, Like::Noise, &tokens, 0.0), tokens.len());
-        assert_eq!(store.counters().disk_hits, 2 * cells);
+        assert_eq!(store.counters().disk_hit_cells, 2 * cells);
         store.settle();
         store.close();
         files_of(&scratch.0, "index-").iter().for_each(|path| {
@@ -246,10 +246,10 @@ fn namespaces_keep_their_recipe_and_loss_is_measured() {
         let counters = store.counters();
         let each = (2 + 3 + 4 + 5) * LAYERS as u64;
         if life == 0 {
-            assert_eq!((counters.written, counters.coded), (3 * each, 2 * each));
+            assert_eq!((counters.written_cells, counters.coded_cells), (3 * each, 2 * each));
             // Both planes of the one that is lossy.
-            assert_eq!(counters.lost.count, each * CELL as u64 / 2);
-            let (most, mean) = (counters.lost.most, counters.lost.mean());
+            assert_eq!(counters.lossy_numbers, each * CELL as u64 / 2);
+            let (most, mean) = (counters.lossy_error_max, counters.lossy_error_mean);
             assert!(most > 0.001 && most <= 40.0 / 254.0 * 1.1, "{most}");
             assert!(mean > 0.0 && mean < most / 3.0, "{mean} of {most}");
             let text = store.handle.with(|core| Ok(core.metrics_text())).expect("open");
@@ -260,7 +260,7 @@ fn namespaces_keep_their_recipe_and_loss_is_measured() {
                 assert!(value > 0.0, "{name}");
             }
         } else {
-            assert_eq!(counters.disk_hits, 3 * each, "read from disk in life {life}");
+            assert_eq!(counters.disk_hit_cells, 3 * each, "read from disk in life {life}");
         }
         store.settle();
         store.close();
@@ -296,7 +296,7 @@ fn evicted_and_partial_chunks_are_written_coded() {
         got.assert_near(&Tensors::of(like, &marks_of(*space, tokens)), tokens.len(), steps);
     }
     let counters = store.counters();
-    assert!(counters.coded > 100 && counters.disk_hits > 100, "{counters:?}");
+    assert!(counters.coded_cells > 100 && counters.disk_hit_cells > 100, "{counters:?}");
     open.into_iter().for_each(|(session, ..)| store.close_session(session));
     store.settle();
     store.close();
@@ -324,7 +324,7 @@ fn compaction_copies_coded_cells() {
         }
         round += 1;
     }
-    assert!(found > 0 && store.counters().coded > 0);
+    assert!(found > 0 && store.counters().coded_cells > 0);
     store.settle();
     drop(disk);
     store.close();
@@ -343,7 +343,7 @@ fn compaction_copies_coded_cells() {
         }
     }
     assert!(found > 0);
-    assert_eq!(store.counters().corrupt, 0);
+    assert_eq!(store.counters().corrupt_cells, 0);
     store.settle();
     store.close();
 }
@@ -399,8 +399,8 @@ fn simulation_seeds_code_and_decode_cells() {
     for seed in 5000..5040 {
         match run(&SimOpts { seed, steps: 500 }) {
             Ok(report) => {
-                coded += report.counters.coded;
-                lost += report.counters.lost.count;
+                coded += report.counters.coded_cells;
+                lost += report.counters.lossy_numbers;
             }
             Err(failure) => panic!("{failure}"),
         }
@@ -455,7 +455,7 @@ fn coding_memory_is_charged_and_reserved() {
         let mut tensors = Tensors::of(Like::Dull, &marks_of(1, &tokens));
         assert!(paid.transfer(TransferKind::Put, &tokens, &mut tensors).error.is_none());
         let counters = paid.store.lock().counters;
-        assert_eq!((counters.written, counters.coded), (cells, cells));
+        assert_eq!((counters.written_cells, counters.coded_cells), (cells, cells));
         let held = paid.account.held(Tier::Host).committed_bytes;
         let stats = paid.store.tools.disk.as_ref().expect("a disk").stats();
         assert_eq!(held, stats.staging_bytes);
@@ -467,7 +467,7 @@ fn coding_memory_is_charged_and_reserved() {
         let done = paid.transfer(TransferKind::Get, &tokens, &mut got);
         assert_eq!((done.tokens as usize, done.error.is_none()), (tokens.len(), true));
         got.assert_near(&tensors, tokens.len(), 0.0);
-        assert_eq!(paid.store.lock().counters.disk_hits, cells);
+        assert_eq!(paid.store.lock().counters.disk_hit_cells, cells);
     }
 }
 

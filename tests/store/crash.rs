@@ -141,7 +141,7 @@ fn stored_cells_survive_a_killed_process() {
         all.extend(stored);
         store.settle();
         let counters = store.counters();
-        let lost = (counters.corrupt, counters.disk_evicted, counters.misses);
+        let lost = (counters.corrupt_cells, counters.evicted_chunks, counters.missed_cells);
         assert_eq!(lost, (0, 0, 0), "seed {seed}, round {round}: {counters:?}");
         // Half of the stores are left as they are, as if this process had died as well.
         match round % 2 {

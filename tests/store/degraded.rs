@@ -133,15 +133,19 @@ impl Keep {
         let is_gone = |&&number: &&u32| self.get(number).status != Status::Ok;
         let gone = self.kept.iter().filter(is_gone).count() as u64;
         let counters = self.store.counters();
-        assert!(gone <= counters.disk_evicted, "{gone} of {} gone: {counters:?}", self.kept.len());
-        assert_eq!(counters.corrupt, 0, "{counters:?}");
+        assert!(
+            gone <= counters.evicted_chunks,
+            "{gone} of {} gone: {counters:?}",
+            self.kept.len()
+        );
+        assert_eq!(counters.corrupt_cells, 0, "{counters:?}");
     }
 
     /// Whom an earlier life sent away is not missed in this one.
     fn forget_gone(&mut self) {
         let kept = std::mem::take(&mut self.kept);
         self.kept = kept.into_iter().filter(|&n| self.get(n).status == Status::Ok).collect();
-        assert_eq!(self.store.counters().corrupt, 0);
+        assert_eq!(self.store.counters().corrupt_cells, 0);
     }
 
     fn rest(&self) {
@@ -164,7 +168,7 @@ fn full(disk: &Path, name: &str, more: &str) {
     // It makes do with what others leave it: what is older goes, as in a full budget.
     assert_eq!(keep.put_until_refused(1500), None);
     assert!(keep.kept.len() > 1400, "{} were kept", keep.kept.len());
-    assert!(keep.store.counters().disk_evicted > 500, "{:?}", keep.store.counters());
+    assert!(keep.store.counters().evicted_chunks > 500, "{:?}", keep.store.counters());
     keep.is_alive();
     keep.audit();
     // Whoever opens it now finds it as it is. How much that is depends on how far cleaning came:
@@ -256,7 +260,7 @@ fn temporary_device_errors_are_survived() {
         }
         let counters = keep.store.counters();
         assert!(failed > 30 && counters.failed_reads > 0, "{failed} failed: {counters:?}");
-        assert_eq!(counters.corrupt, 0, "nobody knows that it is wrong: {counters:?}");
+        assert_eq!(counters.corrupt_cells, 0, "nobody knows that it is wrong: {counters:?}");
         // A disk that cannot be synced is not asked again: what is durable by now was so
         // before.
         let durable = keep.put(Level::Durable).expect_err("nothing lasts");
@@ -421,7 +425,10 @@ fn shrinking_budget_is_obeyed_under_load() {
         let given = before.saturating_sub(resident());
         assert!(given > 40 * MIB, "{} MiB less are resident", given / MIB);
         let counters = keep.store.counters();
-        assert_eq!((counters.dropped, counters.corrupt, counters.no_room), (0, 0, 0));
+        assert_eq!(
+            (counters.dropped_chunks, counters.corrupt_cells, counters.no_room_cells),
+            (0, 0, 0)
+        );
         budget.resize(Tier::Host, 96 * MIB).expect("a budget");
         storm(&mut keep, 120 * MIB);
         assert!(budget.usage(Tier::Host).committed_bytes > 64 * MIB);
@@ -445,7 +452,10 @@ fn store_stays_within_a_cgroup() {
         assert!(budget.usage(Tier::Host).peak_bytes > LIMIT / 4, "it uses what it may");
         keep.rest();
         let counters = keep.store.counters();
-        assert_eq!((counters.dropped, counters.corrupt, counters.no_room), (0, 0, 0));
+        assert_eq!(
+            (counters.dropped_chunks, counters.corrupt_cells, counters.no_room_cells),
+            (0, 0, 0)
+        );
         let peak = group.peak_bytes();
         assert!(peak.is_none_or(|peak| peak <= LIMIT), "{peak:?}");
         assert_eq!(group.hits(), 0, "the limit was met");
@@ -492,7 +502,7 @@ fn without_a_disk_evicted_chunks_are_dropped_and_counted() {
     }
     let there = (0..400).filter(|&number| keep.get(number).status == Status::Ok).count() as u64;
     let counters = keep.store.counters();
-    assert!(there > 60 && there + counters.dropped == 400, "{there}: {counters:?}");
+    assert!(there > 60 && there + counters.dropped_chunks == 400, "{there}: {counters:?}");
     let error = keep.put(Level::Disk).expect_err("there is no disk");
     assert_eq!(error.status(), Status::Unavailable, "{error}");
     keep.rest();

@@ -126,7 +126,7 @@ fn shrinking_disk_is_charged_until_it_is_small() {
     store
         .handle
         .with(|core| {
-            let before = core.report().disk.stats.used_bytes;
+            let before = core.report().stats.disk_used_bytes;
             core.set_disk_bytes(8 * MIB)?;
             assert!(paid() >= before.min(48 * MIB), "{} of {before} are paid for", paid());
             Ok(())

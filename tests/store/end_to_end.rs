@@ -123,8 +123,8 @@ fn concurrent_sessions_read_exact_bytes_from_memory() {
     let found = many_talk(&store, space, 30, true);
     store.settle();
     let counters = store.counters();
-    assert!(found > 0 && counters.dropped > 0, "{counters:?}");
-    assert_eq!((counters.corrupt, counters.no_room), (0, 0), "{counters:?}");
+    assert!(found > 0 && counters.dropped_chunks > 0, "{counters:?}");
+    assert_eq!((counters.corrupt_cells, counters.no_room_cells), (0, 0), "{counters:?}");
     store.close();
 }
 
@@ -138,8 +138,16 @@ fn concurrent_sessions_read_exact_bytes_from_disk() {
         let found = many_talk(&store, space, 25, false);
         store.settle();
         let counters = store.counters();
-        assert!(found > 0 && counters.disk_hits > 0 && counters.demoted > 0, "{counters:?}");
-        let lost = (counters.corrupt, counters.dropped, counters.disk_evicted, counters.misses);
+        assert!(
+            found > 0 && counters.disk_hit_cells > 0 && counters.demoted_chunks > 0,
+            "{counters:?}"
+        );
+        let lost = (
+            counters.corrupt_cells,
+            counters.dropped_chunks,
+            counters.evicted_chunks,
+            counters.missed_cells,
+        );
         assert_eq!(lost, (0, 0, 0, 0), "{counters:?}");
         store.close();
     }
@@ -378,7 +386,7 @@ fn disk_cells_are_exact_after_reopening() {
             }
         }
         store.settle();
-        assert_eq!(store.counters().corrupt, 0);
+        assert_eq!(store.counters().corrupt_cells, 0);
         store.close();
     }
 }
@@ -493,7 +501,7 @@ fn small_disk_loses_only_counted_chunks() {
         let store = TestStore::open(&spec);
         let space = store.namespace(1, &WIDE);
         let gone = kept.len() as u64 - present(&store, space, &kept);
-        let evicted = counters.disk_evicted + store.counters().disk_evicted;
+        let evicted = counters.evicted_chunks + store.counters().evicted_chunks;
         assert!(gone <= evicted, "{gone} are gone, {evicted} were sent away");
         store.settle();
         store.close();
@@ -524,7 +532,11 @@ fn audit(store: &TestStore, space: u32, kept: &[u32], stats: &impl std::fmt::Deb
     let found = present(store, space, kept);
     let after = store.counters();
     let gone = kept.len() as u64 - found;
-    assert!(gone <= after.disk_evicted, "{gone} of {} are gone: {before:?} {stats:?}", kept.len());
-    assert_eq!(after.corrupt, 0);
+    assert!(
+        gone <= after.evicted_chunks,
+        "{gone} of {} are gone: {before:?} {stats:?}",
+        kept.len()
+    );
+    assert_eq!(after.corrupt_cells, 0);
     found
 }

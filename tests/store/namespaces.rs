@@ -95,13 +95,13 @@ fn namespace_record_is_removed_with_its_last_chunk() {
             .expect("open");
     }
     store.settle();
-    assert!(store.counters().disk_evicted > 400);
+    assert!(store.counters().evicted_chunks > 400);
     let there: Vec<u32> =
         (0..salts).filter(|&salt| is_there(&store, salted(&store, salt), salt)).collect();
     assert!(there.len() > 50 && there.contains(&(salts - 1)), "{}", there.len());
     // Some of them have left the disk and are in memory still, which goes with the store.
     store.settle();
-    let cells = store.handle.with(|core| Ok(core.report().disk_cells)).expect("open");
+    let cells = store.handle.with(|core| Ok(core.report().stats.disk_cells)).expect("open");
     let below = cells as usize / MODEL.layers;
     store.close();
     // Each that has a chunk is known again, and no other.

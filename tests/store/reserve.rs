@@ -42,7 +42,7 @@ fn disk_cells_are_read_while_memory_is_full() {
         assert!(store.is_stored(&old), "the reserve serves one cell after the other");
     }
     let report = store.with(|core| core.report());
-    assert_eq!((report.counters.no_room, report.host_cells), (0, CELLS as u64));
+    assert_eq!((report.stats.no_room_cells, report.stats.host_cells), (0, CELLS as u64));
     store.close_session(session);
     assert!(store.is_stored(&old));
 }
@@ -65,7 +65,7 @@ fn cancelled_read_frees_the_reserve() {
     });
     for kind in kvtier::store::state::work::WorkerKind::ALL {
         while store.run_batch(kind) {
-            let cells = store.with(|core| core.report()).host_cells;
+            let cells = store.with(|core| core.report()).stats.host_cells;
             assert!(cells <= CELLS as u64 + 1, "{cells} cells");
             if cells > CELLS as u64 {
                 break;

@@ -196,8 +196,8 @@ fn child() {
                  chunks, {:?}",
                 begun.elapsed().as_secs(),
                 lane.reserved_bytes,
-                report.chunks,
-                report.host
+                report.stats.chunks,
+                report.stats
             );
         }
         let over = grown as i64 - (committed + committed / PART) as i64;

@@ -110,7 +110,7 @@ trait AnyStore {
     /// Namespaces, and layouts of theirs.
     fn known(&self) -> (u64, u64) {
         let report = self.core(|core| Ok(core.report())).expect("open");
-        (report.namespaces, report.layouts)
+        (report.stats.namespaces, report.stats.layouts)
     }
 }
 
@@ -498,9 +498,12 @@ fn evicted_namespaces_return_from_the_remote() {
             store.shut(space);
         }
         store.settle();
-        let remote =
-            store.core(|core| Ok(core.remote_counters())).expect("open").expect("a remote");
-        assert_eq!((remote.removed, remote.corrupt, remote.absent), (0, 0, 0), "{remote:?}");
+        let remote = store.core(|core| Ok(core.remote_stats())).expect("open").expect("a remote");
+        assert_eq!(
+            (remote.removed_objects, remote.corrupt_objects, remote.absent_objects),
+            (0, 0, 0),
+            "{remote:?}"
+        );
     }
     one.close();
     other.close();

@@ -39,7 +39,7 @@ fn all_are_there(store: &TestStore, space: u32) {
         let done = store.get_tokens((space, 0), &MODEL, &tokens);
         assert_eq!(done, Done::ok(tokens.len()), "document {number}");
     }
-    assert_eq!(store.counters().disk_evicted, 0);
+    assert_eq!(store.counters().evicted_chunks, 0);
 }
 
 #[test]

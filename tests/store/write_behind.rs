@@ -26,7 +26,7 @@ fn store(config: Config) -> SteppedStore {
 fn written(store: &SteppedStore) -> (u64, u64) {
     store.with(|core| {
         let (bytes, _) = core.unwritten();
-        (core.counters.written / MODEL.layers as u64, bytes / MODEL.chunk_bytes())
+        (core.counters.written_cells / MODEL.layers as u64, bytes / MODEL.chunk_bytes())
     })
 }
 

@@ -81,7 +81,7 @@ class WorkerSide:
                 self._device = kvtier.Device(runtime, what, ordinal=int(ordinal or 0))
             self._store = kvtier.Store(runtime, device=self._device, **where)
             self._policy = settings.policy or kvtier.Advisor.policy_of(self._store)
-            if settings.level == "remote" and not self._store.remote_stats()["reads"]:
+            if settings.level == "remote" and not self._store.remote_stats()["read_circuit"]:
                 raise invalid("level 'remote', and the store has no remote: say one in spec")
             if (settings.level in ("disk", "durable")
                     and not self._store.stats()["disk_limit_bytes"]):

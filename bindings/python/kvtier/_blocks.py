@@ -209,7 +209,7 @@ class Blocks:
         self._session: "Session" = self._space.session(name, tenant=tenant, priority=priority)
         self._runtime = store._runtime
         #: Whether the store reads from a remote, so that it can be asked.
-        self.has_remote = bool(store.remote_stats()["reads"])
+        self.has_remote = bool(store.remote_stats()["read_circuit"])
 
     def keys(self, names: "Sequence[bytes] | Names") -> bytes:
         """What blocks are called in events: 32 bytes a name, one after the other."""

@@ -40,7 +40,7 @@ def test_one_puts_and_the_other_finds(shared):
     with session_of(one) as session:
         done = session.put(views(rows), level=kvtier.LEVEL_REMOTE).result(timeout=HANG_S)
         assert done.value == len(TOKENS)
-        assert one.remote_stats()["sent_objects"] == 4
+        assert one.remote_stats()["uploaded_objects"] == 4
     with session_of(other) as session:
         assert session.locate(timeout=HANG_S).result().value == 4 * CHUNK
         back = [np.zeros(4 * CHUNK * ROW, np.uint8) for _ in range(LAYERS)]
@@ -107,7 +107,7 @@ def test_blocks_of_one_are_located_by_the_other(shared):
                 for at, n in ((0, 1), (2, 2), (3, 1))] == [True] * 3
         assert blocks.exists([b"1"])[0] & kvtier.EXISTS_WHOLE
         assert blocks.locate([b"1", b"2"]).result(timeout=HANG_S).value == 2
-        assert other.remote_stats()["asked_names"] == 3
+        assert other.remote_stats()["looked_up_names"] == 3
 
 
 def test_blocks_without_a_remote(runtime):

@@ -86,7 +86,7 @@ def test_what_was_put_comes_back_after_a_restart(runtime: kvtier.Runtime, tmp_pa
             assert store.stats()["stored_cells"] == 4 * LAYERS
         key = space.key
     with kvtier.Store(runtime, spec) as store, open_space(store) as space:
-        assert space.key == key and store.stats()["found_cells"] == 4 * LAYERS
+        assert space.key == key and store.stats()["recovered_cells"] == 4 * LAYERS
         with space.session() as session:
             session.append(TOKENS)
             assert session.prefetch().result(HANG_S).value == 16

@@ -128,7 +128,7 @@ class Worker:
                   for one in (tensors[name] for name in names)]
         self._terms = {**self._terms, "orders": orders}
         self._shared = acquire(self._key, self._settings, self._layers[0].ordinal)
-        self._has_remote = bool(self._shared.store.remote_stats()["reads"])
+        self._has_remote = bool(self._shared.store.remote_stats()["read_circuit"])
         if self._shard[1] == 1:
             with _lock:
                 _workers[self._engine] = self

@@ -69,7 +69,7 @@ fn churn(disk_bytes: u64, times: u64, layers: usize, write: &str) -> Result<[f64
             home.transfer(session, TransferKind::Put, level, what)?;
             home.end(session)?;
             let report = home.store.look(|core| core.report())?;
-            stored = report.counters.stored / layers as u64;
+            stored = report.stats.stored_cells / layers as u64;
             if stored >= wanted {
                 break;
             }
@@ -78,12 +78,12 @@ fn churn(disk_bytes: u64, times: u64, layers: usize, write: &str) -> Result<[f64
     }
     home.store.settle(0)?;
     let report = home.store.look(|core| core.report())?;
-    let (disk, stats) = (report.disk, report.disk.stats);
-    let all = stats.appended_bytes + stats.compacted_bytes + stats.overhead_bytes;
+    let stats = report.stats;
+    let all = stats.disk_appended_bytes + stats.disk_compacted_bytes + stats.disk_overhead_bytes;
     home.close()?;
-    let share = disk.live_bytes as f64 / disk.budget_bytes as f64;
-    let put = report.counters.stored * chunk_bytes / layers as u64;
-    let [appended, put] = [stats.appended_bytes, put].map(|bytes| bytes.max(1) as f64);
+    let share = stats.disk_live_bytes as f64 / stats.disk_limit_bytes as f64;
+    let put = stats.stored_cells * chunk_bytes / layers as u64;
+    let [appended, put] = [stats.disk_appended_bytes, put].map(|bytes| bytes.max(1) as f64);
     Ok([share, all as f64 / appended, all as f64 / put])
 }
 

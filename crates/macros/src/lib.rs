@@ -4,8 +4,9 @@
 //!   body's `Result` into a status and an error handle.
 //! - [`macro@Plain`] implements `Plain`, and `HasSize` where it applies, for a C struct, and has
 //!   the compiler check every field.
+//! - [`macro@Rows`] makes a table of a struct of statistics: name, help, kind and value of a field.
 //!
-//! Both stand on items that are written out in full, because cbindgen reads the sources before
+//! They stand on items that are written out in full, because cbindgen reads the sources before
 //! macros are expanded.
 
 use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
@@ -60,6 +61,19 @@ pub fn capi(_: TokenStream, item: TokenStream) -> TokenStream {
 #[proc_macro_derive(Plain)]
 pub fn plain(item: TokenStream) -> TokenStream {
     match implementations(item) {
+        Ok(tokens) => tokens,
+        Err(message) => error(message),
+    }
+}
+
+/// Makes `ROWS` and `add_counters` for a struct of statistics.
+///
+/// `ROWS` has a `crate::base::exposition::Row` for each public field but `struct_size`. The help is the
+/// field's documentation. A field is a counter, or a gauge if it has the attribute `#[gauge]`.
+/// `add_counters` adds the counters of another value.
+#[proc_macro_derive(Rows, attributes(gauge))]
+pub fn rows(item: TokenStream) -> TokenStream {
+    match table(item) {
         Ok(tokens) => tokens,
         Err(message) => error(message),
     }
@@ -197,4 +211,55 @@ fn fields(body: TokenStream) -> (String, Vec<TokenStream>) {
     }
     types.extend(kind);
     (first, types)
+}
+
+fn table(item: TokenStream) -> Result<TokenStream, &'static str> {
+    let all: Vec<TokenTree> = item.into_iter().collect();
+    let Some(at) = all.iter().position(|token| is_word(Some(token), "struct")) else {
+        return Err("Rows is for structs");
+    };
+    let Some(name) = all.get(at + 1) else { return Err("the struct has no name") };
+    let Some(body) = group(all.get(at + 2), Delimiter::Brace) else {
+        return Err("a struct of statistics has named fields and no generic parameters");
+    };
+    let (mut rows, mut sums) = (String::new(), String::new());
+    let body: Vec<TokenTree> = body.stream().into_iter().collect();
+    for field in body.split(|token| is_punct(Some(token), ',')) {
+        let Some(colon) = field.iter().position(|token| is_punct(Some(token), ':')) else {
+            continue;
+        };
+        let Some(field_name) = colon.checked_sub(1).and_then(|at| field.get(at)) else { continue };
+        if is_word(Some(field_name), "struct_size") {
+            continue;
+        }
+        let (mut help, mut kind) = (String::new(), "Counter");
+        for attribute in field.iter().filter_map(|one| group(Some(one), Delimiter::Bracket)) {
+            let tokens: Vec<TokenTree> = attribute.stream().into_iter().collect();
+            match tokens.as_slice() {
+                [word] if is_word(Some(word), "gauge") => kind = "Gauge",
+                [word, _, text] if is_word(Some(word), "doc") => {
+                    help += if help.is_empty() { "" } else { ", " };
+                    help += &text.to_string();
+                }
+                _ => {}
+            }
+        }
+        if help.is_empty() {
+            return Err("a field of statistics has a comment, which is the metric's help");
+        }
+        rows += &format!(
+            "crate::base::exposition::Row {{ name: \"{field_name}\", help: concat!({help}).trim_ascii(), \
+             kind: crate::base::exposition::Kind::{kind}, get: |all| all.{field_name}.into() }},"
+        );
+        if kind == "Counter" {
+            sums += &format!("self.{field_name} += other.{field_name};");
+        }
+    }
+    Ok(tokens(&format!(
+        "impl {name} {{ \
+         /// A row for each field.\n\
+         pub const ROWS: &'static [crate::base::exposition::Row<{name}>] = &[{rows}]; \
+         /// Adds the counters of another instance.\n\
+         pub fn add_counters(&mut self, other: &{name}) {{ {sums} }} }}"
+    )))
 }

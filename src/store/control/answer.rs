@@ -27,9 +27,11 @@ pub fn answer(store: &dyn Subject, line: &str) -> Result<String> {
     match request {
         Request::Stats => {
             let seen = seen(store, |core| {
-                (core.report(), core.tenants().to_vec(), core.other_tenants(), tiers(core))
+                let tenants = (core.tenants().to_vec(), core.other_tenants());
+                (core.report(), core.remote_stats(), tenants, tiers(core))
             })?;
-            views::stats(&mut json, &seen.0, (&seen.1, seen.2), &seen.3);
+            let (report, remote, (tenants, others), tiers) = &seen;
+            views::stats(&mut json, report, *remote, (tenants, *others), tiers);
         }
         Request::Metrics => return seen(store, StoreState::metrics_text),
         Request::Sessions { most } => {

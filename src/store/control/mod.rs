@@ -1,6 +1,6 @@
 //! The control socket: people and programs inspect and change a running store.
 //!
-//! A request is one line, a spec string such as `board(session=3)`. An answer is `ok BYTES` or
+//! A request is one line, a spec string such as `residency(session=3)`. An answer is `ok BYTES` or
 //! `error STATUS BYTES` on a line, followed by so many bytes. Input is untrusted, and a slow client
 //! delays nobody else.
 

@@ -12,7 +12,7 @@ const NAMES: [&str; 10] = [
     "stats",
     "metrics",
     "sessions",
-    "board",
+    "residency",
     "evictions",
     "set-policy",
     "budget",
@@ -95,7 +95,7 @@ impl Request {
             "sessions" => {
                 Request::Sessions { most: count(&mut reader, "most", 64, MOST_SESSIONS)? }
             }
-            "board" => Request::ChunkTable {
+            "residency" => Request::ChunkTable {
                 session: given(&spec, "session", reader.u64("session", 0, 0..=u32::MAX.into())?)
                     .map(|number| number as u32),
                 first: reader.u64("first", 0, 0..=1 << 40)?,
@@ -177,9 +177,9 @@ mod tests {
             ("stats", Request::Stats),
             (" stats ( ) ", Request::Stats),
             ("sessions(most=3)", Request::Sessions { most: 3 }),
-            ("board", Request::ChunkTable { session: None, first: 0, chunks: 64 }),
+            ("residency", Request::ChunkTable { session: None, first: 0, chunks: 64 }),
             (
-                "board(session=0,first=9)",
+                "residency(session=0,first=9)",
                 Request::ChunkTable { session: Some(0), first: 9, chunks: 64 },
             ),
             ("evictions(tail=7)", Request::Evictions { tier: None, tail: 7 }),
@@ -204,9 +204,9 @@ mod tests {
         for (line, word) in [
             ("", "a name"),
             ("stat", "stats"),
-            ("board(sesion=1)", "session"),
-            ("board(session=5000000000)", "0 to 4294967295"),
-            ("board(chunks=0)", "1 to 1024"),
+            ("residency(sesion=1)", "session"),
+            ("residency(session=5000000000)", "0 to 4294967295"),
+            ("residency(chunks=0)", "1 to 1024"),
             ("evictions(tail=1000000)", "4096"),
             ("evictions(tier=hots)", "host"),
             ("set-policy", "policy="),

@@ -1,15 +1,15 @@
 //! Views of a store as JSON.
 
+use crate::base::exposition::{Kind, Row, Value};
 use crate::base::json_out::Json;
 use crate::policy::log::Entry;
 use crate::policy::registry;
-use crate::store::admission::REFUSALS;
-use crate::store::state::Counters;
+use crate::store::counters::{RemoteStats, StoreStats};
 use crate::store::state::shadow::Score;
 use crate::store::state::snapshot::{SessionSnapshot, ShadowSnapshot, TableSnapshot, TierSnapshot};
 use crate::store::state::stats::Tenant;
-use crate::store::state::stats::{DiskGauge, PolicyGauge, QueueGauge, Report};
 use crate::store::state::stats::{Latency, TIMED};
+use crate::store::state::stats::{PolicyGauge, QueueGauge, Report};
 
 /// Name, limit and use, and policy of each tier.
 pub(super) type Tiers = Vec<(&'static str, TierSnapshot, String)>;
@@ -32,44 +32,30 @@ pub(super) fn budget(json: &mut Json, all: &Tiers) {
 pub(super) fn stats(
     json: &mut Json,
     all: &Report,
+    remote: Option<RemoteStats>,
     (tenants, others): (&[Tenant], Tenant),
     seen: &Tiers,
 ) {
     json.object(|json| {
         json.key("version").text(env!("CARGO_PKG_VERSION"));
         json.key("pid").whole(std::process::id());
-        json.key("hit_ratio").real(all.hit_ratio());
-        json.key("host_hit_ratio").real(all.host_hit_ratio());
-        json.key("counters").object(|json| counters(json, &all.counters));
-        json.key("admission").object(|json| admission(json, all));
+        json.key("hit_ratio").real(all.stats.hit_ratio());
+        json.key("host_hit_ratio").real(all.stats.host_hit_ratio());
+        json.key("write_amplification").real(all.stats.write_amplification());
+        json.key("counters").object(|json| rows(json, StoreStats::ROWS, Kind::Counter, &all.stats));
+        if let Some(remote) = remote {
+            json.key("remote").object(|json| {
+                rows(json, RemoteStats::ROWS, Kind::Gauge, &remote);
+                rows(json, RemoteStats::ROWS, Kind::Counter, &remote);
+            });
+        }
         json.key("latencies").object(|json| {
             for ((name, _), one) in TIMED.iter().zip(&all.latencies) {
                 json.key(name).object(|json| latency(json, one));
             }
         });
         json.key("tiers").object(|json| budget(json, seen));
-        for (name, value) in [
-            ("layouts", all.layouts),
-            ("namespaces", all.namespaces),
-            ("sessions", all.sessions),
-            ("chunks", all.chunks),
-            ("host_cells", all.host_cells),
-            ("disk_cells", all.disk_cells),
-            ("device_cells", all.device_cells),
-            ("pins", all.pins),
-            ("moves", all.moves),
-            ("jobs", all.jobs),
-            ("hungry", all.memory_waiters),
-            ("hungry_bytes", all.memory_waiter_bytes),
-            ("leaving_bytes", all.leaving_bytes),
-            ("downs", all.writebacks),
-            ("unwritten_bytes", all.unwritten_bytes),
-            ("unwritten_age_ns", all.unwritten_age_ns),
-            ("sync_waits", all.syncs),
-            ("events", all.events),
-        ] {
-            json.key(name).whole(value);
-        }
+        rows(json, StoreStats::ROWS, Kind::Gauge, &all.stats);
         json.key("queues").object(|json| {
             json.key("copies").object(|json| queue(json, &all.copies));
             json.key("reads").object(|json| queue(json, &all.reads));
@@ -83,9 +69,6 @@ pub(super) fn stats(
                 json.key("device").object(|json| policy(json, &all.device_policy));
             }
         });
-        if all.disk.budget_bytes > 0 {
-            json.key("disk").object(|json| disk(json, &all.disk));
-        }
         json.key("tenants").list(|json| {
             for row in tenants {
                 json.object(|json| {
@@ -98,47 +81,14 @@ pub(super) fn stats(
     });
 }
 
-fn counters(json: &mut Json, all: &Counters) {
-    let [puts, gets, prefetches] = all.moves;
-    for (name, value) in [
-        ("puts", puts),
-        ("gets", gets),
-        ("prefetches", prefetches),
-        ("stored_cells", all.stored),
-        ("known_cells", all.known),
-        ("host_hit_cells", all.host_hits),
-        ("disk_hit_cells", all.disk_hits),
-        ("device_hit_cells", all.device_hits),
-        ("device_promoted_cells", all.promoted),
-        ("device_evicted_chunks", all.device_evicted),
-        ("device_lost_cells", all.device_lost),
-        ("missed_cells", all.misses),
-        ("corrupt_cells", all.corrupt),
-        ("damaged_copies", all.damaged),
-        ("written_cells", all.written),
-        ("written_bytes", all.written_bytes),
-        ("loaded_bytes", all.loaded_bytes),
-        ("demoted_chunks", all.demoted),
-        ("dropped_chunks", all.dropped),
-        ("evicted_chunks", all.disk_evicted),
-        ("parted_chunks", all.disk_parted),
-        ("refused_chunks", all.refused),
-        ("no_room_cells", all.no_room),
-        ("failed_writes", all.failed_writes),
-        ("failed_reads", all.failed_reads),
-    ] {
-        json.key(name).whole(value);
-    }
-}
-
-fn admission(json: &mut Json, all: &Report) {
-    json.key("admitted_chunks").whole(all.admission_admitted);
-    json.key("admitted_bytes").whole(all.admission_admitted_bytes);
-    json.key("refused_chunks").object(|json| {
-        for (reason, count) in REFUSALS.into_iter().zip(all.admission_refused) {
-            json.key(reason).whole(count);
+/// Writes the rows of a kind.
+fn rows<T>(json: &mut Json, rows: &[Row<T>], kind: Kind, all: &T) {
+    for row in rows.iter().filter(|row| row.kind == kind) {
+        match (row.get)(all) {
+            Value::Whole(whole) => json.key(row.name).whole(whole),
+            Value::Real(real) => json.key(row.name).real(real),
         }
-    });
+    }
 }
 
 fn latency(json: &mut Json, all: &Latency) {
@@ -176,25 +126,6 @@ fn policy(json: &mut Json, all: &PolicyGauge) {
         json.key(name).whole(value);
     }
     json.key("decision").object(|json| latency(json, &all.decision));
-}
-
-fn disk(json: &mut Json, all: &DiskGauge) {
-    json.key("wear").real(all.wear());
-    for (name, value) in [
-        ("segments", all.segments),
-        ("dead_bytes", all.dead_bytes),
-        ("appended_bytes", all.stats.appended_bytes),
-        ("cleaned_bytes", all.stats.compacted_bytes),
-        ("overhead_bytes", all.stats.overhead_bytes),
-        ("read_bytes", all.stats.read_bytes),
-        ("syncs", all.stats.syncs),
-        ("failed_syncs", all.stats.failed_syncs),
-        ("cleanings", all.stats.compactions),
-        ("checkpoints", all.stats.checkpoints),
-        ("refused", all.stats.refused),
-    ] {
-        json.key(name).whole(value);
-    }
 }
 
 fn tenant(json: &mut Json, row: &Tenant) {

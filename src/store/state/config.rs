@@ -5,7 +5,6 @@ use crate::base::spec::Spec;
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::codec::Codec;
-use crate::format::codec::int8::Quality;
 use crate::policy::custom;
 use crate::policy::evictor::MAX_OBJECTS;
 use crate::store::state::eviction::{Granularity, PIECE_BYTES, TierCache};
@@ -207,63 +206,4 @@ impl Config {
         let host = open(&self.host_policy, self.granularity, self.host_bytes, true)?;
         Ok((host, Some(open(&self.disk_policy, last, disk_bytes, false)?)))
     }
-}
-
-/// Counters of a store.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Counters {
-    /// Transfers begun, by kind.
-    pub moves: [u64; 3],
-    /// Cells stored from the engine's tensors.
-    pub stored: u64,
-    /// Cells of puts that the store had already.
-    pub known: u64,
-    /// Cells of gets that were in host memory.
-    pub host_hits: u64,
-    /// Cells of gets that were read from disk.
-    pub disk_hits: u64,
-    /// Cells of gets that were in device memory.
-    pub device_hits: u64,
-    /// Cells copied into device memory.
-    pub promoted: u64,
-    /// Chunks evicted from device memory.
-    pub device_evicted: u64,
-    /// Replicas lost with their device.
-    pub device_lost: u64,
-    /// Cells of gets that were in no tier.
-    pub misses: u64,
-    /// Cells with a wrong checksum, which became misses.
-    pub corrupt: u64,
-    /// Copies that arrived damaged over a device's bus and were repeated.
-    pub damaged: u64,
-    /// Cells written to disk.
-    pub written: u64,
-    /// Their bytes before encoding.
-    pub written_bytes: u64,
-    /// Of those, encoded cells.
-    pub coded: u64,
-    /// Bytes of encoded cells before encoding.
-    pub coded_raw_bytes: u64,
-    /// Bytes of encoded cells on disk.
-    pub coded_bytes: u64,
-    /// Loss of precision by lossy codecs.
-    pub lost: Quality,
-    /// Bytes read from disk.
-    pub loaded_bytes: u64,
-    /// Chunks evicted from memory that are on disk.
-    pub demoted: u64,
-    /// Chunks evicted from memory that are gone.
-    pub dropped: u64,
-    /// Chunks evicted from disk as a whole.
-    pub disk_evicted: u64,
-    /// Parts of chunks evicted from disk, where cells are dropped alone.
-    pub disk_parted: u64,
-    /// Victims in memory that the disk had no space for.
-    pub refused: u64,
-    /// Jobs that failed for lack of memory.
-    pub no_room: u64,
-    /// Failed writes.
-    pub failed_writes: u64,
-    /// Failed reads.
-    pub failed_reads: u64,
 }

@@ -160,7 +160,7 @@ impl StoreState {
         if let Some(replicas) = self.replicas.as_mut() {
             replicas.tier.drain(u64::MAX);
         }
-        self.counters.device_lost += before - self.device_cells();
+        self.counters.device_lost_cells += before - self.device_cells();
         log::warn!("the device has failed: its tier is closed, {before} replicas are lost");
     }
 
@@ -316,7 +316,7 @@ impl StoreState {
             let Some((at, _)) = self.chosen(victim) else { continue };
             self.tables[at.table as usize].clear(at.slot, note::IN_DEVICE | note::PINNED);
             let freed = self.drop_where(at, Tier::Device as usize, |_, _| true);
-            self.counters.device_evicted += u64::from(freed > 0);
+            self.counters.device_evicted_chunks += u64::from(freed > 0);
         }
         !victims.is_empty()
     }
@@ -358,7 +358,7 @@ impl StoreState {
             return self.free_replica(piece);
         }
         self.tables[table as usize].set_piece(cell, piece);
-        self.counters.promoted += 1;
+        self.counters.device_promoted_cells += 1;
         self.arrived(table, cell, Tier::Device);
     }
 

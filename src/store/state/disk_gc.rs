@@ -280,8 +280,8 @@ impl StoreState {
             self.enter_cache(at, Tier::Disk, part);
         }
         match is_left {
-            true => self.counters.disk_parted += u64::from(freed > 0),
-            false => self.counters.disk_evicted += u64::from(freed > 0),
+            true => self.counters.evicted_parts += u64::from(freed > 0),
+            false => self.counters.evicted_chunks += u64::from(freed > 0),
         }
         self.tidy(at.table, at.slot);
         freed
@@ -373,7 +373,7 @@ impl StoreState {
         if self.is_in_host(at, Part::All) {
             self.enter_cache(at, Tier::Host, Part::All);
         }
-        self.counters.dropped += u64::from(all > 0);
+        self.counters.dropped_chunks += u64::from(all > 0);
         self.tidy(at.table, at.slot);
         all > 0
     }
@@ -474,7 +474,7 @@ impl StoreState {
             return false;
         }
         let Some((table, which)) = self.find_cell(cell) else { return false };
-        self.counters.corrupt += 1;
+        self.counters.corrupt_cells += 1;
         let gone = self.tables[table as usize].chunks.lose(which, Tier::Disk);
         self.departed(table, which, Tier::Disk);
         self.forget_if_alone(table, which);
@@ -589,7 +589,7 @@ impl StoreState {
     pub fn writes_so_far(&self) -> Option<u64> {
         let is_writing = self.stages.in_flight[WorkerKind::Write as usize] > 0
             || !self.writeback.queue.is_empty();
-        is_writing.then_some(self.counters.written + self.counters.failed_writes)
+        is_writing.then_some(self.counters.written_cells + self.counters.failed_writes)
     }
 
     /// Removes up to `most` more chunks. Returns whether some are left.
@@ -944,6 +944,9 @@ impl StoreState {
             }
         }
         adopted.dropped = unwanted.len() as u64;
+        self.counters.recovered_chunks = adopted.chunks;
+        self.counters.recovered_cells = adopted.cells;
+        self.counters.recovered_unusable_cells = adopted.dropped;
         // Namespaces without a usable chunk.
         self.look_at_spaces(&spaces);
         self.charge_rows(0);

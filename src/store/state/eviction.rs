@@ -1267,7 +1267,7 @@ impl StoreState {
         self.upload_victim(at);
         let freed = self.drop_copies(at, |layer| part.has(layer));
         if left == 0 {
-            self.counters.demoted += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
+            self.counters.demoted_chunks += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
             return freed > 0;
         }
         let rows = &self.tables[at.table as usize];
@@ -1393,7 +1393,7 @@ impl StoreState {
         if self.is_in_host(at, part) {
             self.enter_cache(at, Tier::Host, part);
         }
-        self.counters.dropped += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
+        self.counters.dropped_chunks += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
         self.tidy(at.table, at.slot);
         freed > 0
     }

@@ -30,12 +30,13 @@ pub mod transfer;
 pub mod work;
 pub mod writeback;
 
+pub use crate::store::counters::{RemoteStats, StoreStats};
 pub use chunk_table::ChunkTable;
-pub use config::{Config, Counters, DeviceConfig, Write};
+pub use config::{Config, DeviceConfig, Write};
 pub use disk_gc::Adopted;
 pub use disk_gc::disk_room;
 pub use namespaces::{MAX_CHUNK_TABLES, MAX_SPACES, Space, SpaceOpts};
-pub use remote::{RemoteConfig, RemoteCounters};
+pub use remote::RemoteConfig;
 pub use session::{CellRange, TO_THE_END, Wanted};
 pub use session::{SessionOpts, Truncated};
 pub use stats::BESIDE_BYTES as ROW_BESIDE_BYTES;
@@ -101,7 +102,7 @@ pub struct StoreState {
     plans: plans::Plans,
     stats: stats::Stats,
     /// Counters since the store was opened.
-    pub counters: Counters,
+    pub counters: StoreStats,
     /// Events of residency, for routers.
     pub events: Events,
 }
@@ -132,7 +133,7 @@ impl StoreState {
             disk_gc: disk_gc::DiskGc::default(),
             plans: plans::Plans::default(),
             stats: stats::Stats::new(account),
-            counters: Counters::default(),
+            counters: StoreStats::default(),
             events: Events::new(config.events)?,
             disk,
             config,

@@ -17,6 +17,7 @@ use crate::format::record;
 use crate::meta::chunks::Cell;
 use crate::meta::index::{NONE, Slot};
 use crate::store::admission::Admission;
+use crate::store::counters::RemoteStats;
 use crate::store::events::Kind;
 use crate::store::state::blocks::MAX_BLOCKS;
 use crate::store::state::chunk_table::note;
@@ -102,75 +103,6 @@ impl Default for RemoteConfig {
     }
 }
 
-/// Counters of the remote.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RemoteCounters {
-    /// Names looked up.
-    pub asked: u64,
-    /// Names that lookups found.
-    pub found: u64,
-    /// Names answered from memory, without a lookup.
-    pub remembered: u64,
-    /// Objects fetched.
-    pub fetched: u64,
-    /// Cells fetched with a valid checksum.
-    pub cells: u64,
-    /// Their bytes.
-    pub fetched_bytes: u64,
-    /// Bytes fetched that nobody needed.
-    pub wasted_bytes: u64,
-    /// Objects that a hint promised and the remote did not have.
-    pub absent: u64,
-    /// Objects or cells with wrong content.
-    pub corrupt: u64,
-    /// Requests without an answer before their deadline.
-    pub late: u64,
-    /// Requests that took twice their timeout and have not returned.
-    pub hung: u64,
-    /// Objects not fetched because the circuit was open.
-    pub avoided: u64,
-    /// Objects uploaded.
-    pub sent: u64,
-    /// Their bytes.
-    pub sent_bytes: u64,
-    /// Objects that another store had uploaded before.
-    pub known_there: u64,
-    /// Uploads that failed.
-    pub failed_sends: u64,
-    /// Chunks not uploaded: rejected by admission, or too many were queued.
-    pub refused: u64,
-    /// Objects removed because they were damaged or their chunk was dropped.
-    pub removed: u64,
-}
-
-impl RemoteCounters {
-    /// Adds the counters of another instance.
-    pub fn add(&mut self, other: &RemoteCounters) {
-        let RemoteCounters { asked, found, remembered, fetched, cells, fetched_bytes, .. } = *other;
-        self.asked += asked;
-        self.found += found;
-        self.remembered += remembered;
-        self.fetched += fetched;
-        self.cells += cells;
-        self.fetched_bytes += fetched_bytes;
-        let RemoteCounters { wasted_bytes, absent, corrupt, late, hung, avoided, sent, .. } =
-            *other;
-        self.wasted_bytes += wasted_bytes;
-        self.absent += absent;
-        self.corrupt += corrupt;
-        self.late += late;
-        self.hung += hung;
-        self.avoided += avoided;
-        self.sent += sent;
-        let RemoteCounters { sent_bytes, known_there, failed_sends, refused, removed, .. } = *other;
-        self.sent_bytes += sent_bytes;
-        self.known_there += known_there;
-        self.failed_sends += failed_sends;
-        self.refused += refused;
-        self.removed += removed;
-    }
-}
-
 /// The remote of a store.
 pub(super) struct RemoteTier {
     pub config: RemoteConfig,
@@ -196,7 +128,7 @@ pub(super) struct RemoteTier {
     /// Batches of removals in flight. Nothing is uploaded meanwhile.
     pub removing: u32,
     pub admission: Admission,
-    pub counters: RemoteCounters,
+    pub counters: RemoteStats,
     shapes: Vec<Option<Arc<Shape>>>,
     names: BTreeMap<u32, Arc<Names>>,
 }
@@ -221,7 +153,7 @@ impl RemoteTier {
             removals: VecDeque::new(),
             removing: 0,
             admission: Admission::open(&remote.admission, 0)?,
-            counters: RemoteCounters::default(),
+            counters: RemoteStats::default(),
             shapes: Vec::new(),
             names: BTreeMap::new(),
             config: remote.clone(),
@@ -285,9 +217,11 @@ impl RemoteTier {
         self.breaker.record(way, Outcome::of(way, result), probes, now_ns);
         match result.as_ref().err() {
             Some(RemoteError::Timeout | RemoteError::Unreachable | RemoteError::Busy) => {
-                self.counters.late += 1
+                self.counters.late_requests += 1
             }
-            Some(RemoteError::Malformed | RemoteError::Damaged) => self.counters.corrupt += 1,
+            Some(RemoteError::Malformed | RemoteError::Damaged) => {
+                self.counters.corrupt_objects += 1
+            }
             _ => {}
         }
     }
@@ -301,14 +235,19 @@ impl RemoteTier {
 }
 
 impl StoreState {
-    /// Counters of the remote, if there is one.
-    pub fn remote_counters(&self) -> Option<RemoteCounters> {
-        self.remote.as_ref().map(|remote| remote.counters)
-    }
-
     /// The breaker of the remote, if there is one.
     pub fn remote_breaker(&self) -> Option<&Breaker> {
         self.remote.as_ref().map(|remote| &remote.breaker)
+    }
+
+    /// Statistics of the remote, if there is one.
+    pub fn remote_stats(&self) -> Option<RemoteStats> {
+        self.remote.as_ref().map(|remote| RemoteStats {
+            read_circuit: remote.breaker.state(Direction::Read) as u32,
+            write_circuit: remote.breaker.state(Direction::Write) as u32,
+            circuit_opens: remote.breaker.opened(),
+            ..remote.counters
+        })
     }
 
     /// How chunks of a table are cut into objects; `None` if the remote accepts none of that size.
@@ -877,7 +816,7 @@ impl StoreState {
                 break;
             }
             let Request { what, probes } = first.remove();
-            remote.counters.hung += 1;
+            remote.counters.hung_requests += 1;
             let way =
                 if what.workers() == WorkerKind::Send { Direction::Write } else { Direction::Read };
             log::warn!(
@@ -947,7 +886,7 @@ impl StoreState {
                 "the remote is fetching that cell, and does not answer: put it again later",
             ),
             TransferKind::Get | TransferKind::Prefetch => {
-                self.counters.misses += u64::from(!self.is_prefetch(number));
+                self.counters.missed_cells += u64::from(!self.is_prefetch(number));
                 Status::NotFound.into()
             }
         };

@@ -216,7 +216,7 @@ impl StoreState {
             };
             if leave == Permit::Deny {
                 if let Some(remote) = &mut self.remote {
-                    remote.counters.avoided += 1;
+                    remote.counters.skipped_objects += 1;
                 }
                 self.end_fetch(&fetch);
                 continue;
@@ -241,7 +241,7 @@ impl StoreState {
     pub(super) fn skip_fetches(&mut self) {
         while let Some(remote) = &mut self.remote {
             let Some((_, id)) = remote.fetch.queue.pop() else { break };
-            remote.counters.avoided += 1;
+            remote.counters.skipped_objects += 1;
             let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
             if let Some(fetch) = self.begin_fetch(At { table, slot: cell.chunk }, cell.layer) {
                 self.end_fetch(&fetch);
@@ -348,11 +348,11 @@ impl StoreState {
         if let Some(remote) = &mut self.remote {
             match fetch.result {
                 Ok(()) => {
-                    remote.counters.fetched += 1;
+                    remote.counters.fetched_objects += 1;
                     remote.counters.fetched_bytes += used;
                     remote.counters.wasted_bytes += fetch.bytes() - used;
                 }
-                Err(RemoteError::Absent) => remote.counters.absent += 1,
+                Err(RemoteError::Absent) => remote.counters.absent_objects += 1,
                 Err(_) => {}
             }
             if is_gone {
@@ -410,7 +410,7 @@ impl StoreState {
             false => self.give_back(comer.piece),
         }
         let job = self.remote.as_mut().and_then(|remote| {
-            remote.counters.cells += u64::from(came);
+            remote.counters.fetched_cells += u64::from(came);
             remote.awaited.remove(&(at, comer.layer))
         });
         if let Some(id) = job {

@@ -149,7 +149,7 @@ impl StoreState {
         let window = self.window(at, 1).unwrap_or_default();
         self.note_in_remote(at, &window.there);
         let Some(remote) = &mut self.remote else { return false };
-        remote.counters.remembered += window.there.len() as u64;
+        remote.counters.cached_names += window.there.len() as u64;
         let first = window.asked.first().map(|one| one.chunk);
         if let Some(inquiry) = remote.asking.inquiries.get_mut(&Asker::Session(at)) {
             inquiry.next = first.unwrap_or(window.end);
@@ -293,7 +293,7 @@ impl StoreState {
                 Asker::Blocks(number) => self.note_blocks(number, &window.there),
             }
             let remote = self.remote.as_mut()?;
-            remote.counters.remembered += window.there.len() as u64;
+            remote.counters.cached_names += window.there.len() as u64;
             let Some(inquiry) = remote.asking.inquiries.get_mut(&asker) else { continue };
             if window.asked.is_empty() {
                 inquiry.next = window.end;
@@ -311,7 +311,7 @@ impl StoreState {
             }
             let probes = leave == Permit::Probe;
             let (serial, timeout_ns) = (inquiry.serial, remote.config.timeout_ns);
-            remote.counters.asked += window.asked.len() as u64;
+            remote.counters.looked_up_names += window.asked.len() as u64;
             let (asked, since_ns) = (window.asked, self.now_ns);
             let what = What::Ask(asker, serial);
             let ticket = remote.watch.begin(self.now_ns, timeout_ns, what, probes);
@@ -388,7 +388,7 @@ impl StoreState {
                 Ok(false) if remote.known.was_there_since(&one.name, batch.since_ns) => {}
                 Ok(is_there) => {
                     remote.known.put(&one.name, is_there, now_ns);
-                    remote.counters.found += u64::from(is_there);
+                    remote.counters.found_names += u64::from(is_there);
                 }
                 Err(_) => failed = true,
             }

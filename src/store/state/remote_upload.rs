@@ -196,7 +196,7 @@ impl StoreState {
         let goes = goes
             && remote.out_bytes + one.bytes <= most
             && remote.admission.admit(&one, 0.0, now_ns).is_ok();
-        remote.counters.refused += u64::from(!goes);
+        remote.counters.rejected_chunks += u64::from(!goes);
         goes
     }
 
@@ -342,7 +342,7 @@ impl StoreState {
         let Some(remote) = &mut self.remote else { return };
         if !batch.removals.is_empty() {
             remote.removing -= 1;
-            remote.counters.removed += batch.removed;
+            remote.counters.removed_objects += batch.removed;
             // A remote that refuses removals is healthy otherwise. One that is slow goes on with
             // the rest later.
             let heard = match batch.trouble {
@@ -368,12 +368,12 @@ impl StoreState {
             remote.out_bytes -= send.bytes();
             match send.result {
                 Ok(was_there) => {
-                    remote.counters.known_there += u64::from(was_there);
-                    remote.counters.sent += u64::from(!was_there);
-                    remote.counters.sent_bytes += u64::from(!was_there) * send.bytes();
+                    remote.counters.known_objects += u64::from(was_there);
+                    remote.counters.uploaded_objects += u64::from(!was_there);
+                    remote.counters.uploaded_bytes += u64::from(!was_there) * send.bytes();
                     remote.known.put(&send.name, true, now_ns);
                 }
-                Err(_) => remote.counters.failed_sends += 1,
+                Err(_) => remote.counters.failed_uploads += 1,
             }
         }
         let before = self.remote_cells(at);

@@ -220,16 +220,13 @@ impl StoreState {
     /// Limit and use of a tier.
     pub fn tier_seen(&self, tier: Tier) -> Result<TierSnapshot> {
         self.cache(tier)?;
-        let report = self.report();
+        let stats = self.stats_now();
         let (limit_bytes, used_bytes, live_bytes) = match tier {
-            Tier::Disk => {
-                (report.disk.budget_bytes, report.disk.used_bytes, report.disk.live_bytes)
-            }
+            Tier::Disk => (stats.disk_limit_bytes, stats.disk_used_bytes, stats.disk_live_bytes),
             Tier::Device => {
-                let device = report.device;
-                (device.limit_bytes, device.used_bytes, device.live_bytes)
+                (stats.device_limit_bytes, stats.device_used_bytes, stats.device_live_bytes)
             }
-            _ => (report.host.limit_bytes, report.host.cost_bytes, report.host.live_bytes),
+            _ => (stats.host_limit_bytes, stats.host_cost_bytes, stats.host_used_bytes),
         };
         let share = |part: f64| (limit_bytes as f64 * part) as u64;
         let marks_bytes = [share(self.config.high), share(self.config.low)];

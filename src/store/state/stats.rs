@@ -6,117 +6,19 @@ use crate::base::budget::Tier;
 use crate::base::exposition::{Exposition, Kind, Labels};
 use crate::base::status::{Error, Status};
 use crate::base::sync::Arc;
+use crate::format::codec::int8::Quality;
 use crate::format::segment::BLOCK_BYTES;
 use crate::meta::chunks::{CELL_BYTES, CHUNK_BYTES};
 use crate::policy::metrics::Histogram;
-use crate::store::admission::REFUSALS;
+use crate::store::counters::{RemoteStats, StoreStats, share};
 use crate::store::job_queues::LANES;
-use crate::store::state::device_tier::Replicas;
 use crate::store::state::eviction::TierCache;
 use crate::store::state::stage::Stage;
 use crate::store::state::transfer::{Level, Transfer, TransferKind};
 use crate::store::state::work::{KINDS, WorkerKind};
-use crate::store::state::{ChunkTable, Counters, StoreState};
+use crate::store::state::{ChunkTable, StoreState};
 use crate::tier::device::DeviceStats;
-use crate::tier::disk::{self, DiskTier};
-
-/// Host memory of a store.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct HostGauge {
-    /// Limit of bytes of cells.
-    pub limit_bytes: u64,
-    /// Bytes of cells.
-    pub live_bytes: u64,
-    /// Bytes charged: cells, tables and unused parts of segments.
-    pub cost_bytes: u64,
-    /// Cells.
-    pub pieces: u64,
-    /// Segments.
-    pub segments: u32,
-}
-
-/// Device memory of a store; all zero without a device tier.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DeviceGauge {
-    /// Limit of bytes of slabs.
-    pub limit_bytes: u64,
-    /// Bytes of slabs.
-    pub used_bytes: u64,
-    /// Bytes of cells.
-    pub live_bytes: u64,
-    /// Slabs.
-    pub slabs: u32,
-    /// The device is lost and the tier is closed.
-    pub is_lost: bool,
-}
-
-impl DeviceGauge {
-    fn of(replicas: &Replicas) -> DeviceGauge {
-        let DeviceStats { limit_bytes, slabs, slab_bytes, live_bytes, .. } = replicas.stats();
-        let (used_bytes, is_lost) = (slab_bytes, replicas.is_lost());
-        DeviceGauge { limit_bytes, used_bytes, live_bytes, slabs, is_lost }
-    }
-}
-
-/// How files are read and written.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Engine {
-    /// There are no files.
-    #[default]
-    None = 0,
-    /// One request at a time, by the calling thread.
-    Threads = 1,
-    /// Many requests at once, by io_uring.
-    Uring = 2,
-}
-
-/// Disk of a store; all zero without one.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DiskGauge {
-    /// Limit in bytes.
-    pub budget_bytes: u64,
-    /// Bytes in use.
-    pub used_bytes: u64,
-    /// Bytes of live cells.
-    pub live_bytes: u64,
-    /// Bytes that compaction would free.
-    pub dead_bytes: u64,
-    /// Segments.
-    pub segments: u64,
-    /// Bytes written and read, and failures.
-    pub stats: disk::Stats,
-    /// How files are read and written now.
-    pub engine: Engine,
-    /// Files bypass the page cache.
-    pub is_direct: bool,
-}
-
-impl DiskGauge {
-    fn of(disk: &DiskTier) -> DiskGauge {
-        let stats = disk.stats();
-        let (used_bytes, budget_bytes) = (stats.used_bytes, stats.budget_bytes);
-        let engine = match disk.files().engine().starts_with("io_uring") {
-            true => Engine::Uring,
-            false => Engine::Threads,
-        };
-        let is_direct = disk.files().align_bytes() > 1;
-        let usual = DiskGauge::default();
-        let mut gauge = DiskGauge { used_bytes, budget_bytes, stats, engine, is_direct, ..usual };
-        for segment in disk.segments() {
-            gauge.segments += 1;
-            gauge.live_bytes += u64::from(segment.live_blocks) * BLOCK_BYTES as u64;
-            gauge.dead_bytes += u64::from(segment.dead_blocks) * BLOCK_BYTES as u64;
-        }
-        gauge
-    }
-
-    /// Write amplification: bytes written for each byte of cells from callers; 0 if nothing was
-    /// written.
-    pub fn wear(&self) -> f64 {
-        let disk::Stats { appended_bytes, compacted_bytes, overhead_bytes, .. } = self.stats;
-        share(appended_bytes + compacted_bytes + overhead_bytes, appended_bytes)
-    }
-}
+use crate::tier::disk::DiskTier;
 
 /// A stage: cells that are queued or in flight.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -194,48 +96,8 @@ impl PolicyGauge {
 /// All statistics of a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Report {
-    /// Counters since the store was opened.
-    pub counters: Counters,
-    /// Host memory.
-    pub host: HostGauge,
-    /// Disk.
-    pub disk: DiskGauge,
-    /// Device memory.
-    pub device: DeviceGauge,
-    /// Layouts.
-    pub layouts: u64,
-    /// Namespaces.
-    pub namespaces: u64,
-    /// Open sessions.
-    pub sessions: u64,
-    /// Chunks.
-    pub chunks: u64,
-    /// Cells in host memory.
-    pub host_cells: u64,
-    /// Cells on disk.
-    pub disk_cells: u64,
-    /// Cells in device memory.
-    pub device_cells: u64,
-    /// Pinned chunks.
-    pub pins: u64,
-    /// Transfers in flight.
-    pub moves: u64,
-    /// Cells of transfers in flight.
-    pub jobs: u64,
-    /// Of those, cells that wait for host memory.
-    pub memory_waiters: u64,
-    /// Their bytes.
-    pub memory_waiter_bytes: u64,
-    /// Bytes that leave memory once they are on disk.
-    pub leaving_bytes: u64,
-    /// Chunks queued for write-back.
-    pub writebacks: u64,
-    /// Bytes that write-behind has not begun to write.
-    pub unwritten_bytes: u64,
-    /// Age of the oldest of them.
-    pub unwritten_age_ns: u64,
-    /// Puts that wait for a sync.
-    pub syncs: u64,
+    /// Counters and gauges.
+    pub stats: StoreStats,
     /// Copies.
     pub copies: QueueGauge,
     /// Disk reads.
@@ -244,107 +106,126 @@ pub struct Report {
     pub replicas: QueueGauge,
     /// Batches in flight, by [`WorkerKind`].
     pub batches: [u32; KINDS],
-    /// Events published.
-    pub events: u64,
     /// Policy of the host tier.
     pub host_policy: PolicyGauge,
     /// Policy of the disk tier; its name is empty without one.
     pub disk_policy: PolicyGauge,
     /// Policy of the device tier; its name is empty without one.
     pub device_policy: PolicyGauge,
-    /// Tenants that are counted separately.
-    pub tenants: u64,
-    /// Chunks that admission let go to disk.
-    pub admission_admitted: u64,
-    /// Their bytes.
-    pub admission_admitted_bytes: u64,
-    /// Chunks that admission rejected, by [`REFUSALS`].
-    pub admission_refused: [u64; REFUSALS.len()],
     /// Times of transfers and batches, by [`TIMED`].
     pub latencies: [Latency; TIMED.len()],
 }
 
-impl Report {
-    /// Share of requested cells that were resident anywhere; 0 without requests.
-    pub fn hit_ratio(&self) -> f64 {
-        let Counters { device_hits, host_hits, disk_hits, misses, .. } = self.counters;
-        let hits = device_hits + host_hits + disk_hits;
-        share(hits, hits + misses)
-    }
-
-    /// Share of requested cells that were in host or device memory; 0 without requests.
-    pub fn host_hit_ratio(&self) -> f64 {
-        let Counters { device_hits, host_hits, disk_hits, misses, .. } = self.counters;
-        let hits = device_hits + host_hits;
-        share(hits, hits + disk_hits + misses)
-    }
+/// How files are read and written; 0 = there are none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Engine {
+    /// One request at a time, by the calling thread.
+    Threads = 1,
+    /// Many requests at once, by io_uring.
+    Uring = 2,
 }
 
-fn share(part: u64, whole: u64) -> f64 {
-    if whole > 0 { part as f64 / whole as f64 } else { 0.0 }
+fn disk_stats(stats: &mut StoreStats, disk: &DiskTier) {
+    let counted = disk.stats();
+    stats.disk_limit_bytes = counted.budget_bytes;
+    stats.disk_used_bytes = counted.used_bytes;
+    stats.disk_peak_bytes = counted.most_used_bytes;
+    stats.disk_scratch_bytes = counted.scratch_bytes;
+    stats.disk_appended_bytes = counted.appended_bytes;
+    stats.disk_compacted_bytes = counted.compacted_bytes;
+    stats.disk_overhead_bytes = counted.overhead_bytes;
+    stats.disk_read_bytes = counted.read_bytes;
+    stats.disk_syncs = counted.syncs;
+    stats.disk_failed_syncs = counted.failed_syncs;
+    stats.disk_compactions = counted.compactions;
+    stats.disk_checkpoints = counted.checkpoints;
+    stats.disk_rejected_appends = counted.refused;
+    for segment in disk.segments() {
+        stats.disk_segments += 1;
+        stats.disk_live_bytes += u64::from(segment.live_blocks) * BLOCK_BYTES as u64;
+        stats.disk_dead_bytes += u64::from(segment.dead_blocks) * BLOCK_BYTES as u64;
+    }
+    let engine = match disk.files().engine().starts_with("io_uring") {
+        true => Engine::Uring,
+        false => Engine::Threads,
+    };
+    stats.disk_engine = engine as u32;
+    stats.disk_direct = u32::from(disk.files().align_bytes() > 1);
 }
 
 impl StoreState {
     /// All statistics now.
     pub fn report(&self) -> Report {
+        let batches = |workers: WorkerKind| self.stages.in_flight[workers as usize];
+        let policy = |cache: Option<&TierCache>| cache.map(PolicyGauge::of).unwrap_or_default();
+        let replicas = self.replicas.as_deref();
+        Report {
+            stats: self.stats_now(),
+            copies: QueueGauge::of(&self.stages.copy, batches(WorkerKind::Copy)),
+            reads: QueueGauge::of(&self.stages.read, batches(WorkerKind::Read)),
+            replicas: replicas.map(|all| QueueGauge::of(&all.stage, 0)).unwrap_or_default(),
+            batches: self.stages.in_flight,
+            host_policy: policy(Some(&self.eviction.host)),
+            disk_policy: policy(self.eviction.disk.as_ref()),
+            device_policy: policy(replicas.map(|all| &all.cache)),
+            latencies: std::array::from_fn(|at| Latency::of(&self.times()[at])),
+        }
+    }
+
+    /// Counters and gauges now.
+    pub fn stats_now(&self) -> StoreStats {
         let host = self.host.stats();
         let (unwritten_bytes, unwritten_age_ns) = self.unwritten();
-        let batches = |workers: WorkerKind| self.stages.in_flight[workers as usize];
-        let (admission_admitted, admission_admitted_bytes) = self.eviction.admission.admitted();
-        let mut report = Report {
-            counters: self.counters,
-            host: HostGauge {
-                limit_bytes: self.config.host_bytes,
-                live_bytes: host.live_bytes,
-                cost_bytes: host.cost_bytes,
-                pieces: host.live_pieces,
-                segments: host.slabs,
-            },
-            disk: self.disk.as_deref().map(DiskGauge::of).unwrap_or_default(),
-            layouts: self.tables.iter().filter(|table| table.spaces > 0).count() as u64,
+        let lossy = &self.stats.lossy;
+        let mut stats = StoreStats {
+            lossy_numbers: lossy.count,
+            lossy_error_max: lossy.most,
+            lossy_error_mean: lossy.mean(),
+            lossy_error_relative: lossy.relative(),
             namespaces: self.namespaces.len() as u64,
+            layouts: self.tables.iter().filter(|table| table.spaces > 0).count() as u64,
             sessions: self.sessions.len() as u64,
+            tenants: self.stats.tenants.rows().len() as u64,
             pins: self.eviction.pins.len() as u64,
-            moves: self.transfers.table.len() as u64,
-            jobs: self.transfers.jobs.len() as u64,
+            transfers: self.transfers.table.len() as u64,
+            transfer_cells: self.transfers.jobs.len() as u64,
             memory_waiters: self.transfers.memory_waiters.len() as u64,
             memory_waiter_bytes: self.transfers.memory_waiter_bytes,
-            leaving_bytes: self.writeback.demoting_bytes,
-            writebacks: self.writeback.queue.len() as u64,
+            demoting_bytes: self.writeback.demoting_bytes,
+            writeback_chunks: self.writeback.queue.len() as u64,
             unwritten_bytes,
             unwritten_age_ns,
-            syncs: self.writeback.sync_waiters.len() as u64,
-            copies: QueueGauge::of(&self.stages.copy, batches(WorkerKind::Copy)),
-            replicas: match &self.replicas {
-                Some(replicas) => QueueGauge::of(&replicas.stage, 0),
-                None => QueueGauge::default(),
-            },
-            reads: QueueGauge::of(&self.stages.read, batches(WorkerKind::Read)),
-            batches: self.stages.in_flight,
+            sync_waiters: self.writeback.sync_waiters.len() as u64,
             events: self.events.next_number(),
-            host_policy: PolicyGauge::of(&self.eviction.host),
-            disk_policy: self.eviction.disk.as_ref().map(PolicyGauge::of).unwrap_or_default(),
-            device: self.replicas.as_deref().map(DeviceGauge::of).unwrap_or_default(),
-            device_policy: self
-                .replicas
-                .as_ref()
-                .map(|n| PolicyGauge::of(&n.cache))
-                .unwrap_or_default(),
-            tenants: self.stats.tenants.rows().len() as u64,
-            admission_admitted,
-            admission_admitted_bytes,
-            admission_refused: self.eviction.admission.refused(),
-            latencies: std::array::from_fn(|at| Latency::of(&self.times()[at])),
-            ..Report::default()
+            host_limit_bytes: self.config.host_bytes,
+            host_used_bytes: host.live_bytes,
+            host_cost_bytes: host.cost_bytes,
+            host_slabs: host.slabs.into(),
+            ..self.counters
         };
+        let admission = &self.eviction.admission;
+        (stats.admitted_chunks, stats.admitted_bytes) = admission.admitted();
+        let [never, hits, priority, size, wear] = admission.refused();
+        (stats.rejected_never, stats.rejected_hits) = (never, hits);
+        (stats.rejected_priority, stats.rejected_size) = (priority, size);
+        stats.rejected_wear = wear;
         for table in &self.tables {
             let counts = table.chunks.counts();
-            report.chunks += counts.chunks;
-            report.host_cells += counts.cells[Tier::Host as usize];
-            report.disk_cells += counts.cells[Tier::Disk as usize];
-            report.device_cells += counts.cells[Tier::Device as usize];
+            stats.chunks += counts.chunks;
+            stats.host_cells += counts.cells[Tier::Host as usize];
+            stats.disk_cells += counts.cells[Tier::Disk as usize];
+            stats.device_cells += counts.cells[Tier::Device as usize];
         }
-        report
+        if let Some(disk) = &self.disk {
+            disk_stats(&mut stats, disk);
+        }
+        if let Some(replicas) = &self.replicas {
+            let DeviceStats { limit_bytes, slabs, slab_bytes, live_bytes, .. } = replicas.stats();
+            (stats.device_limit_bytes, stats.device_used_bytes) = (limit_bytes, slab_bytes);
+            (stats.device_live_bytes, stats.device_slabs) = (live_bytes, slabs);
+            stats.device_is_lost = replicas.is_lost().into();
+        }
+        stats
     }
 
     /// Tenants that are counted separately, by number.
@@ -380,17 +261,14 @@ impl StoreState {
     pub fn metrics_text(&self) -> String {
         let mut out = Exposition::default();
         let report = self.report();
-        counters(&mut out, &report.counters);
-        admission(&mut out, &report);
-        losses(&mut out, &report.counters);
-        tiers(&mut out, &report);
+        out.rows("kvtier", StoreStats::ROWS, &report.stats);
+        if let Some(remote) = self.remote_stats() {
+            out.rows("kvtier_remote", RemoteStats::ROWS, &remote);
+        }
         self.engine(&mut out);
-        device(&mut out, &report);
-        wear(&mut out, &report);
-        numbers(&mut out, &report);
-        let mut ways = vec![("copies", &report.copies), ("reads", &report.reads)];
-        ways.extend(self.replicas.as_ref().map(|_| ("device", &report.replicas)));
-        queues(&mut out, &ways);
+        let mut stages = vec![("copies", &report.copies), ("reads", &report.reads)];
+        stages.extend(self.replicas.as_ref().map(|_| ("device", &report.replicas)));
+        queues(&mut out, &stages);
         batches(&mut out, &report);
         times(&mut out, self.times());
         policies(&mut out, &report);
@@ -402,7 +280,7 @@ impl StoreState {
     /// The I/O engine of the disk, and why a better one is not used.
     fn engine(&self, out: &mut Exposition) {
         let Some(disk) = &self.disk else { return };
-        let help = "How files are read and written, and why not in a better way.";
+        let help = "How files are read and written, and why not faster.";
         out.family("kvtier_disk_engine_info", Kind::Gauge, help);
         let files = disk.files();
         let reason = files.fallback().unwrap_or_default();
@@ -410,7 +288,7 @@ impl StoreState {
     }
 
     fn decisions(&self, out: &mut Exposition) {
-        let help = "Time in which a policy said who leaves, of one decision in 16.";
+        let help = "Time in which a policy chose victims, of one decision in 16.";
         out.family("kvtier_policy_decision_seconds", Kind::Histogram, help);
         let replicas = self.replicas.as_ref().map(|replicas| &replicas.cache);
         let caches = [Some(&self.eviction.host), self.eviction.disk.as_ref(), replicas];
@@ -422,221 +300,35 @@ impl StoreState {
     }
 }
 
-fn family(out: &mut Exposition, name: &str, kind: Kind, help: &str, samples: &[(Labels, f64)]) {
-    out.family(name, kind, help);
-    for (labels, value) in samples {
-        out.sample(labels, *value);
-    }
-}
-
-fn counters(out: &mut Exposition, all: &Counters) {
-    let [puts, gets, prefetches] = all.moves.map(|n| n as f64);
-    let samples: [(Labels, f64); 3] = [
-        (&[("deed", "put")], puts),
-        (&[("deed", "get")], gets),
-        (&[("deed", "prefetch")], prefetches),
-    ];
-    family(out, "kvtier_moves_total", Kind::Counter, "Moves begun.", &samples);
-    let samples: [(Labels, f64); 4] = [
-        (&[("from", "device")], all.device_hits as f64),
-        (&[("from", "host")], all.host_hits as f64),
-        (&[("from", "disk")], all.disk_hits as f64),
-        (&[("from", "nowhere")], all.misses as f64),
-    ];
-    let help = "Cells that were asked for, by where they were.";
-    family(out, "kvtier_cells_read_total", Kind::Counter, help, &samples);
-    let plain = [
-        ("cells_stored", all.stored, "Cells stored from outside."),
-        ("cells_known", all.known, "Cells that were there when they were to be stored."),
-        ("cells_corrupt", all.corrupt, "Cells whose bytes were wrong, and that became misses."),
-        ("copies_damaged", all.damaged, "Copies that came damaged over a device's bus."),
-        ("cells_written", all.written, "Cells written to disk."),
-        ("written_bytes", all.written_bytes, "Bytes of cells written to disk."),
-        ("coded_cells", all.coded, "Of those, cells that were coded."),
-        ("coded_raw_bytes", all.coded_raw_bytes, "Bytes of these before they were coded."),
-        ("coded_bytes", all.coded_bytes, "Bytes of these on disk."),
-        ("lossy_numbers", all.lost.count, "Numbers written by a codec that loses something."),
-        ("loaded_bytes", all.loaded_bytes, "Bytes of cells loaded from disk."),
-        ("chunks_demoted", all.demoted, "Chunks that left memory and are on disk."),
-        ("chunks_dropped", all.dropped, "Chunks that left memory and are gone."),
-        ("chunks_evicted", all.disk_evicted, "Chunks that left the disk as a whole."),
-        ("chunks_parted", all.disk_parted, "Times that a part of a chunk left the disk."),
-        ("chunks_refused", all.refused, "Chunks that the disk had no room for."),
-        ("cells_without_room", all.no_room, "Cells of moves that found no memory."),
-        ("failed_writes", all.failed_writes, "Writes that failed."),
-        ("failed_reads", all.failed_reads, "Reads that failed."),
-    ];
-    for (name, value, help) in plain {
-        let name = format!("kvtier_{name}_total");
-        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
-    }
-}
-
-/// Outcomes of admission.
-fn admission(out: &mut Exposition, all: &Report) {
-    let (count, bytes) = (all.admission_admitted, all.admission_admitted_bytes);
-    let plain = [
-        ("admitted", count, "Times that admission let a chunk go to disk."),
-        ("admitted_bytes", bytes, "Bytes of these."),
-    ];
-    for (name, value, help) in plain {
-        let name = format!("kvtier_admission_{name}_total");
-        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
-    }
-    let help = "Times that admission kept a chunk from the disk, by why.";
-    out.family("kvtier_admission_refused_total", Kind::Counter, help);
-    for (reason, count) in REFUSALS.into_iter().zip(all.admission_refused) {
-        out.sample(&[("reason", reason)], count as f64);
-    }
-}
-
-/// Loss of precision by lossy codecs.
-fn losses(out: &mut Exposition, all: &Counters) {
-    let values = [
-        ("max", all.lost.most, "Largest error of a number that a lossy codec has written."),
-        ("mean", all.lost.mean(), "Mean error of the numbers that lossy codecs have written."),
-        (
-            "relative",
-            all.lost.relative(),
-            "Root of the mean square of these errors, in parts of that of the numbers.",
-        ),
-    ];
-    for (name, value, help) in values {
-        family(out, &format!("kvtier_lossy_error_{name}"), Kind::Gauge, help, &[(&[], value)]);
-    }
-}
-
-fn tiers(out: &mut Exposition, all: &Report) {
-    let (host, disk) = (&all.host, &all.disk);
-    let families = [
-        ("limit_bytes", [host.limit_bytes, disk.budget_bytes], "Most bytes that may be used."),
-        ("used_bytes", [host.cost_bytes, disk.used_bytes], "Bytes that are used."),
-        ("live_bytes", [host.live_bytes, disk.live_bytes], "Bytes of cells."),
-        ("cells", [all.host_cells, all.disk_cells], "Cells."),
-        ("segments", [u64::from(host.segments), disk.segments], "Segments."),
-    ];
-    for (name, values, help) in families {
-        let [host, disk] = values.map(|n| n as f64);
-        let samples: [(Labels, f64); 2] =
-            [(&[("tier", "host")], host), (&[("tier", "disk")], disk)];
-        family(out, &format!("kvtier_{name}"), Kind::Gauge, help, &samples);
-    }
-}
-
-/// The device tier, if there is one.
-fn device(out: &mut Exposition, all: &Report) {
-    if all.device_policy.name.is_empty() {
-        return;
-    }
-    let (device, counters) = (&all.device, &all.counters);
-    let gauges = [
-        ("limit_bytes", device.limit_bytes, "Most bytes of device memory."),
-        ("used_bytes", device.used_bytes, "Bytes of device memory that are taken."),
-        ("live_bytes", device.live_bytes, "Bytes of cells there."),
-        ("cells", all.device_cells, "Cells there."),
-        ("is_lost", u64::from(device.is_lost), "The device has failed, and the tier is closed."),
-    ];
-    for (name, value, help) in gauges {
-        family(out, &format!("kvtier_device_{name}"), Kind::Gauge, help, &[(&[], value as f64)]);
-    }
-    let totals = [
-        ("hits", counters.device_hits, "Cells that were asked for and copied from there."),
-        ("promoted", counters.promoted, "Cells that have come there."),
-        ("evicted", counters.device_evicted, "Chunks that the policy has sent away from there."),
-        ("lost", counters.device_lost, "Cells that were forgotten there with the device."),
-    ];
-    for (name, value, help) in totals {
-        let name = format!("kvtier_device_{name}_total");
-        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
-    }
-}
-
-fn wear(out: &mut Exposition, all: &Report) {
-    let stats = &all.disk.stats;
-    let samples: [(Labels, f64); 3] = [
-        (&[("for", "callers")], stats.appended_bytes as f64),
-        (&[("for", "cleaning")], stats.compacted_bytes as f64),
-        (&[("for", "headers")], stats.overhead_bytes as f64),
-    ];
-    let help = "Bytes written to the disk, by what for.";
-    family(out, "kvtier_disk_written_bytes_total", Kind::Counter, help, &samples);
-    let plain = [
-        ("syncs", stats.syncs, "Syncs of segments."),
-        ("failed_syncs", stats.failed_syncs, "Syncs that failed."),
-        ("cleanings", stats.compactions, "Segments that were cleaned."),
-    ];
-    for (name, value, help) in plain {
-        let name = format!("kvtier_disk_{name}_total");
-        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
-    }
-    let help = "Memory in which cells are coded.";
-    let scratch = stats.scratch_bytes as f64;
-    family(out, "kvtier_scratch_bytes", Kind::Gauge, help, &[(&[], scratch)]);
-    let help = "Bytes that cleaning the disk would free.";
-    let dead = all.disk.dead_bytes as f64;
-    family(out, "kvtier_disk_dead_bytes", Kind::Gauge, help, &[(&[], dead)]);
-}
-
-fn numbers(out: &mut Exposition, all: &Report) {
-    let plain = [
-        ("namespaces", all.namespaces, "Namespaces."),
-        ("sessions", all.sessions, "Sessions that are open."),
-        ("chunks", all.chunks, "Chunks, of all layouts."),
-        ("pins", all.pins, "Chunks that are pinned."),
-        ("moves", all.moves, "Moves under way."),
-        ("jobs", all.jobs, "Cells of moves under way."),
-        ("hungry", all.memory_waiters, "Cells that wait for memory."),
-        ("hungry_bytes", all.memory_waiter_bytes, "Memory that is waited for."),
-        ("leaving_bytes", all.leaving_bytes, "Bytes that leave memory once they are on disk."),
-        ("downs", all.writebacks, "Chunks that wait to be written."),
-        (
-            "unwritten_bytes",
-            all.unwritten_bytes,
-            "Bytes of chunks that write-behind has not begun to write.",
-        ),
-        (
-            "unwritten_age_ns",
-            all.unwritten_age_ns,
-            "For how long the oldest of those chunks has waited, in nanoseconds.",
-        ),
-        ("sync_waits", all.syncs, "Puts that wait for a sync."),
-    ];
-    for (name, value, help) in plain {
-        family(out, &format!("kvtier_{name}"), Kind::Gauge, help, &[(&[], value as f64)]);
-    }
-    let events = all.events as f64;
-    family(out, "kvtier_events_total", Kind::Counter, "Events written.", &[(&[], events)]);
-}
-
 fn queues(out: &mut Exposition, queues: &[(&str, &QueueGauge)]) {
-    out.family("kvtier_queue_cells", Kind::Gauge, "Cells that wait, by way and urgency.");
-    for &(way, gauge) in queues {
+    out.family("kvtier_queue_cells", Kind::Gauge, "Queued cells, by stage and urgency.");
+    for &(stage, gauge) in queues {
         for (lane, cells) in LANE_NAMES.into_iter().zip(gauge.cells) {
-            out.sample(&[("way", way), ("lane", lane)], cells as f64);
+            out.sample(&[("stage", stage), ("lane", lane)], cells as f64);
         }
     }
-    out.family("kvtier_queue_bytes", Kind::Gauge, "Bytes that wait, by way and urgency.");
-    for &(way, gauge) in queues {
+    out.family("kvtier_queue_bytes", Kind::Gauge, "Queued bytes, by stage and urgency.");
+    for &(stage, gauge) in queues {
         for (lane, bytes) in LANE_NAMES.into_iter().zip(gauge.bytes) {
-            out.sample(&[("way", way), ("lane", lane)], bytes as f64);
+            out.sample(&[("stage", stage), ("lane", lane)], bytes as f64);
         }
     }
-    out.family("kvtier_batch_bytes", Kind::Gauge, "Bytes of batches under way.");
-    for &(way, gauge) in queues {
-        out.sample(&[("way", way)], gauge.batch_bytes as f64);
+    out.family("kvtier_batch_bytes", Kind::Gauge, "Bytes of batches in flight.");
+    for &(stage, gauge) in queues {
+        out.sample(&[("stage", stage)], gauge.batch_bytes as f64);
     }
-    out.family("kvtier_speed_bytes_per_second", Kind::Gauge, "What is known of a way's rate.");
-    for &(way, gauge) in queues {
-        out.sample(&[("way", way)], gauge.bytes_per_second);
+    out.family("kvtier_bandwidth_bytes_per_second", Kind::Gauge, "Measured bandwidth of a stage.");
+    for &(stage, gauge) in queues {
+        out.sample(&[("stage", stage)], gauge.bytes_per_second);
     }
-    out.family("kvtier_delay_seconds", Kind::Gauge, "What is known of a batch's delay.");
-    for &(way, gauge) in queues {
-        out.sample(&[("way", way)], gauge.delay_ns / 1e9);
+    out.family("kvtier_delay_seconds", Kind::Gauge, "Measured delay of a batch.");
+    for &(stage, gauge) in queues {
+        out.sample(&[("stage", stage)], gauge.delay_ns / 1e9);
     }
 }
 
 fn batches(out: &mut Exposition, all: &Report) {
-    out.family("kvtier_batches", Kind::Gauge, "Batches under way.");
+    out.family("kvtier_batches", Kind::Gauge, "Batches in flight.");
     for workers in WorkerKind::ALL {
         out.sample(&[("kind", name_of(workers))], f64::from(all.batches[workers as usize]));
     }
@@ -650,8 +342,8 @@ fn name_of(workers: WorkerKind) -> &'static str {
         WorkerKind::Sync => "sync",
         WorkerKind::Upkeep => "upkeep",
         WorkerKind::Fetch => "fetch",
-        WorkerKind::Send => "send",
-        WorkerKind::Ask => "ask",
+        WorkerKind::Send => "upload",
+        WorkerKind::Ask => "lookup",
     }
 }
 
@@ -659,17 +351,17 @@ fn name_of(workers: WorkerKind) -> &'static str {
 fn times(out: &mut Exposition, all: &[Histogram; TIMED.len()]) {
     let (gets, rest) = all.split_at(GETS);
     let (puts, batches) = rest.split_at(PUTS);
-    let help = "Time of gets that brought all, by the farthest tier that was needed.";
+    let help = "Latency of complete gets, by the slowest tier that was read.";
     out.family("kvtier_get_seconds", Kind::Histogram, help);
     for (tier, one) in TIERS.into_iter().zip(gets) {
         histogram(out, &[("tier", tier)], one);
     }
-    let help = "Time of puts that stored all, by what they waited for.";
+    let help = "Latency of complete puts, by level.";
     out.family("kvtier_put_seconds", Kind::Histogram, help);
     for (level, one) in LEVELS.into_iter().zip(puts) {
         histogram(out, &[("level", level)], one);
     }
-    let help = "Time of batches, by kind.";
+    let help = "Latency of batches, by kind.";
     out.family("kvtier_batch_seconds", Kind::Histogram, help);
     for (workers, one) in WorkerKind::ALL.into_iter().zip(batches) {
         histogram(out, &[("kind", name_of(workers))], one);
@@ -687,16 +379,20 @@ fn policies(out: &mut Exposition, all: &Report) {
     let tiers =
         [("host", &all.host_policy), ("disk", &all.disk_policy), ("device", &all.device_policy)];
     let there = || tiers.iter().filter(|(_, policy)| !policy.name.is_empty());
-    out.family("kvtier_policy_objects", Kind::Gauge, "Chunks that a policy knows.");
+    out.family("kvtier_policy_objects", Kind::Gauge, "Chunks in a policy.");
     for (tier, policy) in there() {
         out.sample(&[("tier", tier), ("policy", policy.name)], policy.objects as f64);
     }
     let families: [Family<PolicyGauge>; 5] = [
-        ("references", |policy| policy.references, "Chunks that a policy was asked for."),
-        ("hits", |policy| policy.hits, "Of those, chunks that it knew."),
-        ("evictions", |policy| policy.evictions, "Chunks that a policy has sent away."),
-        ("decisions", |policy| policy.decisions, "Times that a policy was asked whom."),
-        ("shortfalls", |policy| policy.shortfalls, "Times that it found fewer than wanted."),
+        ("references", |policy| policy.references, "Accesses that a policy was notified of."),
+        ("hits", |policy| policy.hits, "Accesses to a chunk in the policy."),
+        ("evictions", |policy| policy.evictions, "Chunks that a policy evicted."),
+        ("decisions", |policy| policy.decisions, "Calls for victims."),
+        (
+            "shortfalls",
+            |policy| policy.shortfalls,
+            "Calls that found fewer victims than requested.",
+        ),
     ];
     for (name, value, help) in families {
         out.family(&format!("kvtier_policy_{name}_total"), Kind::Counter, help);
@@ -710,10 +406,10 @@ fn tenants(out: &mut Exposition, rows: &[Tenant], others: Tenant) {
     let names: Vec<String> = rows.iter().map(|row| row.id.to_string()).collect();
     let all = || names.iter().map(String::as_str).zip(rows).chain([("others", &others)]);
     let families: [Family<Tenant>; 4] = [
-        ("put_bytes", |row| row.put_bytes, "Bytes that a tenant has stored."),
-        ("got_bytes", |row| row.got_bytes, "Bytes that a tenant was given back."),
-        ("hits", |row| row.hits, "Cells that a tenant has asked for and got."),
-        ("misses", |row| row.misses, "Cells that a tenant has asked for and were nowhere."),
+        ("put_bytes", |row| row.put_bytes, "Bytes that a tenant put."),
+        ("got_bytes", |row| row.got_bytes, "Bytes that a tenant got."),
+        ("hits", |row| row.hits, "Cells of gets of a tenant that were resident."),
+        ("misses", |row| row.misses, "Cells of gets of a tenant that were in no tier."),
     ];
     for (name, value, help) in families {
         out.family(&format!("kvtier_tenant_{name}_total"), Kind::Counter, help);
@@ -801,19 +497,19 @@ impl Tenants {
 /// [`Level`](crate::store::state::Level), then batches by
 /// [`WorkerKind`](crate::store::state::work::WorkerKind).
 pub const TIMED: [(&str, &str); GETS + PUTS + KINDS] = [
-    ("get_host", "Gets of which all was in memory."),
-    ("get_disk", "Gets of which something had to be read from disk."),
-    ("put_ram", "Puts until they are in memory."),
-    ("put_disk", "Puts until they are on disk."),
-    ("put_durable", "Puts until they are durable."),
+    ("get_host", "Gets from memory alone."),
+    ("get_disk", "Gets that read from disk."),
+    ("put_ram", "Puts of level ram."),
+    ("put_disk", "Puts of level disk."),
+    ("put_durable", "Puts of level durable."),
     ("copy_batch", "Batches of copies between tensors and memory."),
-    ("read_batch", "Batches of reads of the disk."),
-    ("write_batch", "Batches of writes to it."),
+    ("read_batch", "Batches of disk reads."),
+    ("write_batch", "Batches of disk writes."),
     ("sync_batch", "Syncs."),
-    ("upkeep_batch", "Cleanings, sweeps, checkpoints and notes."),
-    ("fetch_batch", "Batches of objects that come from the remote."),
-    ("send_batch", "Batches of objects that go there."),
-    ("ask_batch", "Questions what it has."),
+    ("upkeep_batch", "Compactions, sweeps, checkpoints and records."),
+    ("fetch_batch", "Batches of remote reads."),
+    ("upload_batch", "Batches of remote writes."),
+    ("lookup_batch", "Remote lookups."),
 ];
 
 /// Gets: from memory, and from disk.
@@ -854,6 +550,8 @@ pub(super) struct Stats {
     pub(super) metadata: MetadataAccount,
     pub(super) latencies: Latencies,
     pub(super) tenants: Tenants,
+    /// Loss of precision by lossy codecs.
+    pub(super) lossy: Quality,
 }
 
 impl Stats {
@@ -862,6 +560,7 @@ impl Stats {
             metadata: MetadataAccount::new(account),
             latencies: Latencies::default(),
             tenants: Tenants::default(),
+            lossy: Quality::default(),
         }
     }
 

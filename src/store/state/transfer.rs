@@ -364,7 +364,11 @@ impl StoreState {
         self.dependencies.join_event(after);
         self.prefetch_begins(number);
         self.notify_policies(number);
-        self.counters.moves[self.transfers.table[number].spec.kind as usize] += 1;
+        match self.transfers.table[number].spec.kind {
+            TransferKind::Put => self.counters.puts += 1,
+            TransferKind::Get => self.counters.gets += 1,
+            TransferKind::Prefetch => self.counters.prefetches += 1,
+        }
         match ticket {
             Some(ticket) => self.dependencies.hold_back(number, ticket),
             None => self.transfers.start_later(number),
@@ -762,7 +766,7 @@ impl StoreState {
                 let (chunk, _) = self.transfers.table[number].place(self.transfers.jobs[id].at);
                 self.write_whole_chunks(number, chunk as u32, At { table, slot: cell.chunk });
             }
-            self.counters.known += 1;
+            self.counters.known_cells += 1;
             return self.end_job(id, 0, None);
         }
         if marks.arriving() != 0 || marks.leaving() & HOST_MASK != 0 {
@@ -807,7 +811,8 @@ impl StoreState {
                 return self.fetch(id, table, cell);
             }
             // A prefetch that finds nothing is no miss.
-            self.counters.misses += u64::from(!self.is_prefetch(self.transfers.jobs[id].number));
+            self.counters.missed_cells +=
+                u64::from(!self.is_prefetch(self.transfers.jobs[id].number));
             return self.end_job(id, 0, Some(Status::NotFound.into()));
         }
         self.read_from_disk(id, table, cell, marks);
@@ -916,7 +921,7 @@ impl StoreState {
     /// Ends the oldest waiter for memory with an error.
     pub(super) fn fail_memory_waiters(&mut self) {
         let Some(id) = self.transfers.memory_waiters.first() else { return };
-        self.counters.no_room += 1;
+        self.counters.no_room_cells += 1;
         let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
         let bytes = self.tables[table as usize].planes(cell).bytes();
         let message = format!(
@@ -1342,7 +1347,7 @@ impl StoreState {
         if result.as_ref().is_err_and(|error| error.status() == Status::Unavailable) {
             self.lose_device();
         }
-        self.counters.damaged += batch.damage.seen;
+        self.counters.damaged_copies += batch.damage.seen;
         let damaged = Err(Status::Corrupt.into());
         for (at, &id) in batch.jobs.iter().enumerate() {
             let result = batch.alone.get(at).unwrap_or(result);
@@ -1371,7 +1376,8 @@ impl StoreState {
                     // The replica may be damaged, but the cell is resident elsewhere. A refused job
                     // has touched nothing.
                     if job.uses_device && !batch.refused.contains(&at) {
-                        self.counters.device_lost += u64::from(self.forget_replica(table, cell));
+                        self.counters.device_lost_cells +=
+                            u64::from(self.forget_replica(table, cell));
                     }
                     self.transfers.restart_job(id);
                 }
@@ -1395,9 +1401,9 @@ impl StoreState {
         if kind != TransferKind::Put {
             let tier = if job.uses_device { Tier::Device } else { Tier::Host };
             let counter = match (job.uses_device, job.was_below) {
-                (true, _) => &mut self.counters.device_hits,
-                (false, true) => &mut self.counters.disk_hits,
-                (false, false) => &mut self.counters.host_hits,
+                (true, _) => &mut self.counters.device_hit_cells,
+                (false, true) => &mut self.counters.disk_hit_cells,
+                (false, false) => &mut self.counters.host_hit_cells,
             };
             *counter += u64::from(came); // one that is tried again is counted then
             if let Some(filled) = filled {
@@ -1443,7 +1449,7 @@ impl StoreState {
             log::error!("internal: the store of a cell could not be ended: {error}");
         }
         if place.is_some() {
-            self.counters.stored += 1;
+            self.counters.stored_cells += 1;
             self.arrived(table, cell, Tier::Host);
             let (number, at) = (self.transfers.jobs[id].number, self.transfers.jobs[id].at);
             let (chunk, _) = self.transfers.table[number].place(at);
@@ -1528,7 +1534,7 @@ impl StoreState {
         let arrival = match result.map_err(|error| error.status()) {
             Ok(()) => Arrival::Arrived(Location::Host(piece.0)),
             Err(Status::Corrupt | Status::NotFound) => {
-                self.counters.corrupt += 1;
+                self.counters.corrupt_cells += 1;
                 Arrival::BadSource
             }
             Err(Status::Again) => Arrival::Failed,

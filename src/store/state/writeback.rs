@@ -244,10 +244,10 @@ impl StoreState {
                 let coded = coded.unwrap_or(StoredForm::PLAIN);
                 let place = Location::Disk { spot: cell.spot.0, seal: cell.seal, coded };
                 if put.result.is_ok() && coded != StoredForm::PLAIN {
-                    self.counters.coded += 1;
+                    self.counters.coded_cells += 1;
                     self.counters.coded_raw_bytes += cell.raw_bytes;
                     self.counters.coded_bytes += cell.stored_bytes();
-                    self.counters.lost.join(&coding.lost);
+                    self.stats.lossy.join(&coding.lost);
                 }
                 let which = Cell { chunk: at.slot, layer: cell.layer as usize };
                 self.end_writing(*at, which, put.result.is_ok().then_some(place));
@@ -278,7 +278,7 @@ impl StoreState {
             Err(error) => log::error!("internal: the write of a cell could not be ended: {error}"),
         }
         if place.is_some() {
-            self.counters.written += 1;
+            self.counters.written_cells += 1;
             self.counters.written_bytes += bytes;
             self.arrived(at.table, cell, Tier::Disk);
         }
@@ -340,7 +340,7 @@ impl StoreState {
         if let Some(leave) = self.cancel_demotion(at) {
             let freed = self.drop_copies(at, |layer| leave.has(layer));
             let is_up = self.is_in_host(at, Part::All);
-            self.counters.demoted += u64::from(freed > 0 && !is_up);
+            self.counters.demoted_chunks += u64::from(freed > 0 && !is_up);
             if is_up {
                 self.enter_cache(at, Tier::Host, Part::All);
             }
@@ -360,7 +360,7 @@ impl StoreState {
         rows.clear(at.slot, note::FORCED);
         self.disk_gc.given_up += 1;
         if let Some(leave) = self.cancel_demotion(at) {
-            self.counters.refused += 1;
+            self.counters.disk_full_chunks += 1;
             self.drop_if_unreferenced(at, &leave);
         }
         for (number, chunk) in self.writeback.chunk_waiters.remove(&at).unwrap_or_default() {
@@ -389,7 +389,7 @@ impl StoreState {
             log::error!("internal: a chunk could not be referenced again");
         }
         let is_up = self.is_in_host(at, Part::All);
-        self.counters.dropped += u64::from(freed > 0 && !is_up);
+        self.counters.dropped_chunks += u64::from(freed > 0 && !is_up);
         if is_up {
             self.enter_cache(at, Tier::Host, Part::All);
         }
@@ -595,7 +595,7 @@ impl StoreState {
         let freed = self.drop_copies(at, |_| true);
         if left == 0 {
             demoted.freed += 1;
-            self.counters.demoted += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
+            self.counters.demoted_chunks += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
             return;
         }
         demoted.leaving += 1;

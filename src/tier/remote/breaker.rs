@@ -66,11 +66,11 @@ impl Outcome {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// Requests are admitted.
-    Closed,
+    Closed = 1,
     /// No request is admitted.
-    Open,
+    Open = 2,
     /// One probe is under way.
-    HalfOpen,
+    HalfOpen = 3,
 }
 
 /// Whether a request is admitted.

@@ -202,10 +202,12 @@ impl Worker {
     /// Everything that is counted.
     fn told(&self) -> String {
         let Done { turns, put, located, got, compared, wrong, over, slowest_ms } = self.done;
-        let far = self.store.handle.with(|core| Ok(core.remote_counters())).expect("open");
+        let far = self.store.handle.with(|core| Ok(core.remote_stats())).expect("open");
         let far = far.expect("a remote");
-        let (fetched, corrupt, late) = (far.fetched, far.corrupt, far.late);
-        let (sent, failed, avoided) = (far.sent, far.failed_sends, far.avoided);
+        let (fetched, corrupt, late) =
+            (far.fetched_objects, far.corrupt_objects, far.late_requests);
+        let (sent, failed, avoided) =
+            (far.uploaded_objects, far.failed_uploads, far.skipped_objects);
         format!(
             "turns={turns} put={put} located={located} got={got} compared={compared} wrong={wrong} over={over} \
              slowest_ms={slowest_ms} fetched={fetched} corrupt={corrupt} late={late} sent={sent} \

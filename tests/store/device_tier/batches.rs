@@ -167,6 +167,6 @@ fn cell_lost_during_promotion_is_not_resident_on_the_device() {
     engine.check(&marks_of(0, &document(1, TOKENS)), 0..TOKENS, 0..MODEL.layers);
     store.with(|state| {
         state.check().expect("no cell is resident on the device alone");
-        assert_eq!((state.device_cells(), state.counters.promoted), (0, 0));
+        assert_eq!((state.device_cells(), state.counters.device_promoted_cells), (0, 0));
     });
 }

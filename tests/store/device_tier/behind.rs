@@ -124,7 +124,7 @@ fn transfers_touch_no_memory_before_the_ready_event() {
         store.settle();
         assert_eq!(store.audit().wrong, 0);
         if spec.contains("device(") && memory == Memory::Device {
-            assert!(store.report().counters.device_hits > 0);
+            assert!(store.report().stats.device_hit_cells > 0);
         }
         store.close();
     }
@@ -160,8 +160,8 @@ fn failed_event_fails_only_its_transfers() {
     let late = Moving::begin(&store, TransferKind::Put, 2, there, event);
     late.end(&store).iter().for_each(failed);
     store.settle();
-    assert_eq!(store.report().host_cells, CELLS, "what was put before is there, and no more");
-    let missed = store.handle.with(|core| Ok(core.counters.misses)).expect("open");
+    assert_eq!(store.report().stats.host_cells, CELLS, "what was put before is there, and no more");
+    let missed = store.handle.with(|core| Ok(core.counters.missed_cells)).expect("open");
     assert_eq!(missed, 0);
     for event in [promise, event] {
         store.device.release(event).expect("it has ended");
@@ -256,10 +256,10 @@ fn disk_reads_proceed_before_the_ready_event() {
     fill(&store, 1..2);
     store.close();
     let store = DeviceStore::open(&spec);
-    assert_eq!(store.report().host_cells, 0);
+    assert_eq!(store.report().stats.host_cells, 0);
     let event = store.device.create_user_event().expect("one");
     let get = Moving::begin(&store, TransferKind::Get, 1, (Shape::Tokens, Memory::Device), event);
-    until("it was read", || store.report().host_cells == CELLS);
+    until("it was read", || store.report().stats.host_cells == CELLS);
     assert!(get.is_open() && get.engine.is_untouched());
     keep(&store, event);
     get.end_right(&store);

@@ -61,15 +61,18 @@ fn lost_device_loses_the_tier_and_no_data() {
                 }
             });
         }
-        until("some hits", || store.report().counters.device_hits > 50);
+        until("some hits", || store.report().stats.device_hit_cells > 50);
         store.device.lose();
         is_over.store(true, Ordering::Release);
     });
     store.settle();
     let all = store.report();
-    assert!(all.device.is_lost && all.counters.device_lost > 0, "{all:?}");
-    assert_eq!((all.device_cells, all.device.slabs, store.device.allocated_bytes()), (0, 0, 0));
-    assert_eq!(all.counters.misses, 0, "nothing that was put is gone");
+    assert!(all.stats.device_is_lost == 1 && all.stats.device_lost_cells > 0, "{all:?}");
+    assert_eq!(
+        (all.stats.device_cells, all.stats.device_slabs, store.device.allocated_bytes()),
+        (0, 0, 0)
+    );
+    assert_eq!(all.stats.missed_cells, 0, "nothing that was put is gone");
     // From host memory it goes on.
     store.put_document(77, Memory::Host);
     (0..24).chain([77]).for_each(|number| store.get_document(number, Memory::Host));
@@ -156,8 +159,8 @@ fn concurrent_callers_read_exact_bytes() {
         ended.into_iter().for_each(|one| one.expect("no caller has failed"));
     });
     store.settle();
-    let counters = store.report().counters;
-    assert!(counters.device_hits > 0 && counters.device_evicted > 0, "{counters:?}");
+    let counters = store.report().stats;
+    assert!(counters.device_hit_cells > 0 && counters.device_evicted_chunks > 0, "{counters:?}");
     store.close();
 }
 
@@ -177,7 +180,7 @@ fn smaller_budget_reclaims_slabs() {
         (0..12).for_each(|number| store.get_document(number, Memory::Device));
         assert!(lane().committed_bytes <= kib * KIB && store.audit().wrong == 0);
     }
-    assert_eq!(store.report().device_cells, 0);
+    assert_eq!(store.report().stats.device_cells, 0);
     // What is said of the store itself, with a budget that has room again.
     budget.resize(Tier::Device, 4 << 20).expect("resized");
     store.handle.with(|core| core.set_device_bytes(1 << 20)).expect("there is a tier");
@@ -185,7 +188,7 @@ fn smaller_budget_reclaims_slabs() {
     // Bytes are committed before the slabs that they are for can be used.
     until("cells come", || {
         (0..2).for_each(|number| store.get_document(number, Memory::Device));
-        store.report().device_cells > 0
+        store.report().stats.device_cells > 0
     });
     store.handle.with(|core| core.set_device_bytes(0)).expect("there is a tier");
     until("all goes", || lane().committed_bytes == 0);
@@ -229,7 +232,7 @@ fn cell_damaged_on_disk_is_dropped_from_the_device() {
         store.put_document(number, Memory::Device);
         store.settle();
     }
-    assert_eq!(store.report().device_cells, 16 * CELLS);
+    assert_eq!(store.report().stats.device_cells, 16 * CELLS);
     for entry in std::fs::read_dir(&scratch.0).expect("the directory") {
         let path = entry.expect("a file").path();
         if path.extension().is_some() && path.to_string_lossy().contains("seg-") {
@@ -252,7 +255,7 @@ fn cell_damaged_on_disk_is_dropped_from_the_device() {
         store.settle();
     }
     let all = store.report();
-    assert!(missed > 0 && all.counters.corrupt > 0, "{all:?}");
-    assert_eq!(all.device_cells, 16 * CELLS - all.counters.corrupt);
+    assert!(missed > 0 && all.stats.corrupt_cells > 0, "{all:?}");
+    assert_eq!(all.stats.device_cells, 16 * CELLS - all.stats.corrupt_cells);
     store.close();
 }

@@ -41,15 +41,18 @@ fn put_from_device_memory_leaves_a_device_replica() {
     }
     store.settle();
     let (count, all) = (SHAPES.len() as u64, store.report());
-    let counters = all.counters;
-    assert_eq!((counters.promoted, counters.device_hits), (count * CELLS, count * CELLS));
-    assert_eq!((counters.host_hits, counters.stored), (count * CELLS, count * CELLS));
-    assert_eq!((all.device_cells, all.host_cells), (count * CELLS, count * CELLS));
+    let counters = all.stats;
+    assert_eq!(
+        (counters.device_promoted_cells, counters.device_hit_cells),
+        (count * CELLS, count * CELLS)
+    );
+    assert_eq!((counters.host_hit_cells, counters.stored_cells), (count * CELLS, count * CELLS));
+    assert_eq!((all.stats.device_cells, all.stats.host_cells), (count * CELLS, count * CELLS));
     assert_eq!(store.audit(), Audited { right: count * CELLS, ..Audited::default() });
     // How fast it was is the machine's affair.
     assert_ne!(all.replicas.bytes_per_second, 2e11, "its speed was seen, and is no guess any more");
     let text = store.handle.with(|core| Ok(core.metrics_text())).expect("open");
-    assert!(text.contains(&format!("kvtier_device_hits_total {}\n", count * CELLS)), "{text}");
+    assert!(text.contains(&format!("kvtier_device_hit_cells_total {}\n", count * CELLS)), "{text}");
     store.close();
 }
 
@@ -57,18 +60,18 @@ fn put_from_device_memory_leaves_a_device_replica() {
 fn get_into_device_memory_leaves_a_device_replica() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB, device=device(capacity=4MiB))"));
     store.put_document(1, Memory::Host);
-    assert_eq!(store.report().counters.promoted, 0, "nobody has asked for it there");
+    assert_eq!(store.report().stats.device_promoted_cells, 0, "nobody has asked for it there");
     store.get_document(1, Memory::Host);
-    assert_eq!(store.report().counters.promoted, 0);
+    assert_eq!(store.report().stats.device_promoted_cells, 0);
     store.get_document(1, Memory::Device);
-    let counters = store.report().counters;
+    let counters = store.report().stats;
     assert_eq!(
-        (counters.promoted, counters.host_hits, counters.device_hits),
+        (counters.device_promoted_cells, counters.host_hit_cells, counters.device_hit_cells),
         (CELLS, 2 * CELLS, 0)
     );
     store.get_document(1, Memory::Device);
-    let counters = store.report().counters;
-    assert_eq!((counters.promoted, counters.device_hits), (CELLS, CELLS));
+    let counters = store.report().stats;
+    assert_eq!((counters.device_promoted_cells, counters.device_hit_cells), (CELLS, CELLS));
     assert_eq!(store.device_chunks(1), 4);
     store.close();
 }
@@ -112,20 +115,21 @@ fn full_device_tier_evicts_and_stays_exact() {
     let store = DeviceStore::open(&spec_of(&format!("store(host=16MiB, {device})")));
     for number in 0..40 {
         store.put_document(number, Memory::Device);
-        let device = store.report().device;
+        let stats = store.report().stats;
         assert!(
-            device.used_bytes <= 512 * KIB && device.live_bytes <= device.used_bytes,
-            "{device:?}"
+            stats.device_used_bytes <= 512 * KIB
+                && stats.device_live_bytes <= stats.device_used_bytes,
+            "{stats:?}"
         );
     }
     for turn in 0..200 {
         store.get_document(mix(turn) as u32 % 40, Memory::Device);
     }
     store.settle();
-    let counters = store.report().counters;
-    assert!(counters.device_hits > 0 && counters.device_evicted > 40, "{counters:?}");
-    assert_eq!(counters.device_hits + counters.host_hits, 200 * CELLS);
-    assert_eq!((store.audit().wrong, store.report().counters.misses), (0, 0));
+    let counters = store.report().stats;
+    assert!(counters.device_hit_cells > 0 && counters.device_evicted_chunks > 40, "{counters:?}");
+    assert_eq!(counters.device_hit_cells + counters.host_hit_cells, 200 * CELLS);
+    assert_eq!((store.audit().wrong, store.report().stats.missed_cells), (0, 0));
     store.close();
 }
 
@@ -142,9 +146,9 @@ fn scan_does_not_evict_frequently_used_chunks() {
         store.put_document(number, if number % 2 == 0 { Memory::Device } else { Memory::Host });
         store.get_document(number, Memory::Device);
     }
-    let before = store.report().counters.device_hits;
+    let before = store.report().stats.device_hit_cells;
     (0..3).for_each(|number| store.get_document(number, Memory::Device));
-    let hits = store.report().counters.device_hits - before;
+    let hits = store.report().stats.device_hit_cells - before;
     assert!(hits >= 2 * CELLS, "{hits} of {} are left after a scan", 3 * CELLS);
     store.close();
 }
@@ -180,17 +184,20 @@ fn device_tier_is_empty_after_restart_and_fills_from_disk() {
     assert_eq!(store.device_chunks(1), 4);
     store.close();
     let store = DeviceStore::open(&spec);
-    assert_eq!((store.device_chunks(1), store.report().disk_cells), (0, CELLS));
+    assert_eq!((store.device_chunks(1), store.report().stats.disk_cells), (0, CELLS));
     store.get_document(1, Memory::Device);
-    let counters = store.report().counters;
-    assert_eq!((counters.disk_hits, counters.promoted, counters.device_hits), (CELLS, CELLS, 0));
+    let counters = store.report().stats;
+    assert_eq!(
+        (counters.disk_hit_cells, counters.device_promoted_cells, counters.device_hit_cells),
+        (CELLS, CELLS, 0)
+    );
     // It leaves host memory; what is on the device goes too, as the engine has asked.
     store.get_document(1, Memory::Device);
-    assert_eq!(store.report().counters.device_hits, CELLS);
+    assert_eq!(store.report().stats.device_hit_cells, CELLS);
     let session = store.session(store.namespace, &document(1, TOKENS));
     let demoted = store.handle.with(|core| core.demote_range(session, 0, TOKENS as u64));
     assert_eq!(demoted.expect("open").freed, 4);
-    assert_eq!((store.device_chunks(1), store.report().host_cells), (0, 0));
+    assert_eq!((store.device_chunks(1), store.report().stats.host_cells), (0, 0));
     store.close_session(session);
     store.close();
 }
@@ -210,13 +217,13 @@ fn device_replica_serves_gets_after_host_eviction() {
         store.settle();
     }
     let all = store.report();
-    assert!(all.host_cells < 16 * CELLS && all.disk_cells == 16 * CELLS, "{all:?}");
-    assert_eq!(all.device_cells, 16 * CELLS);
-    let before = all.counters;
+    assert!(all.stats.host_cells < 16 * CELLS && all.stats.disk_cells == 16 * CELLS, "{all:?}");
+    assert_eq!(all.stats.device_cells, 16 * CELLS);
+    let before = all.stats;
     (0..16).for_each(|number| store.get_document(number, Memory::Device));
-    let after = store.report().counters;
-    assert_eq!(after.device_hits - before.device_hits, 16 * CELLS);
-    assert_eq!(after.disk_hits, before.disk_hits, "nothing was read");
+    let after = store.report().stats;
+    assert_eq!(after.device_hit_cells - before.device_hit_cells, 16 * CELLS);
+    assert_eq!(after.disk_hit_cells, before.disk_hit_cells, "nothing was read");
     assert_eq!(store.audit(), Audited { right: 16 * CELLS, ..Audited::default() });
     store.close();
 }
@@ -233,12 +240,15 @@ fn partial_chunk_is_read_from_the_device() {
         assert_eq!(done, Done::ok(tokens.len()));
         engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..MODEL.layers);
     }
-    assert_eq!(store.report().counters.device_hits, CELLS);
+    assert_eq!(store.report().stats.device_hit_cells, CELLS);
     let none = SessionOpts::default();
     let other = store.handle.with(|core| core.fork(session, &none)).expect("a fork");
     store.close_session(session);
     store.settle();
-    assert_eq!((store.report().device_cells, store.report().host_cells), (CELLS, CELLS));
+    assert_eq!(
+        (store.report().stats.device_cells, store.report().stats.host_cells),
+        (CELLS, CELLS)
+    );
     assert_eq!(store.audit(), Audited { right: CELLS, ..Audited::default() });
     store.close_session(other);
     store.close();
@@ -255,7 +265,7 @@ fn cells_of_another_size_get_a_slab() {
     let late_ns = clock.now_ns() + LONG_NS;
     let mut number = 0;
     // One slab a second: the first is had at once.
-    while store.report().counters.device_hits == 0 {
+    while store.report().stats.device_hit_cells == 0 {
         assert!(clock.now_ns() < late_ns, "it never gets room");
         number += 1;
         let tokens = document(1000 + number, TOKENS);

@@ -116,7 +116,7 @@ fn bad_pointer_fails_only_its_transfer() {
     assert!(bad.is_untouched());
     // The device tier was not touched.
     store.with(|state| {
-        assert_eq!((state.device_cells(), state.counters.device_lost), (CELLS, 0));
+        assert_eq!((state.device_cells(), state.counters.device_lost_cells), (CELLS, 0));
         state.check().expect("the tables agree");
     });
 }

@@ -19,11 +19,11 @@ fn simulation_seeds_with_a_device_tier_keep_all_invariants() {
         let report = run(&SimOpts { seed, steps: 600 }).unwrap_or_else(|f| panic!("{f}"));
         let counters = report.counters;
         let more = [
-            counters.device_hits,
-            counters.promoted,
-            counters.device_evicted,
-            counters.device_lost,
-            counters.damaged,
+            counters.device_hit_cells,
+            counters.device_promoted_cells,
+            counters.device_evicted_chunks,
+            counters.device_lost_cells,
+            counters.damaged_copies,
             report.audited,
             report.kept,
             report.engine_events,

@@ -55,7 +55,7 @@ impl Store {
 
     /// How transfers have ended, and how many cells found no memory.
     fn ended_and_failed(&self) -> (Vec<Status>, u64) {
-        (self.ended(), self.store.lock().counters.no_room)
+        (self.ended(), self.store.lock().counters.no_room_cells)
     }
 
     fn device_cells(&self) -> u64 {
@@ -133,12 +133,12 @@ fn cell_of_another_size_causes_no_useless_eviction() {
         }
         let cells = store.device_cells();
         let counters = store.store.lock().counters;
-        let evicted = counters.device_evicted;
+        let evicted = counters.device_evicted_chunks;
         println!("pins {pins}: {before} cells, then {cells}; {evicted} chunks sent away");
         if pins {
             assert_eq!((cells, evicted), (before, 0));
         } else {
-            assert!(counters.promoted > 2 * CELLS, "a slab has become theirs");
+            assert!(counters.device_promoted_cells > 2 * CELLS, "a slab has become theirs");
         }
         store.check();
     }
@@ -154,6 +154,6 @@ fn retried_cell_counts_one_hit() {
     store.lock().done(work, Err(Status::Io.into()), 1);
     store.run_all(WorkerKind::Copy);
     let counters = store.lock().counters;
-    let hits = [counters.host_hits, counters.device_hits, counters.disk_hits];
+    let hits = [counters.host_hit_cells, counters.device_hit_cells, counters.disk_hit_cells];
     assert_eq!(hits, [CELLS, 0, 0]);
 }

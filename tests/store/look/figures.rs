@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kvtier::base::exposition::{Kind, Value};
 use kvtier::base::status::Status;
 use kvtier::store::admission::REFUSALS;
+use kvtier::store::counters::StoreStats;
 use kvtier::store::state::TransferKind;
 use kvtier::store::state::stats::MAX_TENANTS;
 use kvtier::store::state::stats::{Latency, TIMED};
@@ -127,37 +129,31 @@ fn metrics_text_matches_the_report() {
             let core = world.core.0.lock();
             let (types, samples) = parse(&core.metrics_text()).unwrap();
             let report = core.report();
-            let counters = report.counters;
+            let counters = report.stats;
             let wanted = [
-                ("kvtier_moves_total{deed=\"put\"}", counters.moves[TransferKind::Put as usize]),
-                ("kvtier_cells_read_total{from=\"host\"}", counters.host_hits),
-                ("kvtier_cells_read_total{from=\"nowhere\"}", counters.misses),
-                ("kvtier_cells_stored_total", counters.stored),
-                ("kvtier_written_bytes_total", counters.written_bytes),
-                ("kvtier_live_bytes{tier=\"host\"}", report.host.live_bytes),
-                ("kvtier_used_bytes{tier=\"disk\"}", report.disk.used_bytes),
-                ("kvtier_limit_bytes{tier=\"host\"}", 600 << 10),
-                ("kvtier_cells{tier=\"disk\"}", report.disk_cells),
-                (
-                    "kvtier_disk_written_bytes_total{for=\"callers\"}",
-                    report.disk.stats.appended_bytes,
-                ),
+                ("kvtier_puts_total", counters.puts),
+                ("kvtier_host_hit_cells_total", counters.host_hit_cells),
+                ("kvtier_host_limit_bytes", 600 << 10),
                 ("kvtier_sessions", world.sessions.len() as u64),
-                ("kvtier_jobs", report.jobs),
-                ("kvtier_queue_bytes{way=\"copies\",lane=\"demand\"}", report.copies.bytes[0]),
+                ("kvtier_queue_bytes{stage=\"copies\",lane=\"demand\"}", report.copies.bytes[0]),
                 ("kvtier_batches{kind=\"read\"}", u64::from(report.batches[1])),
-                ("kvtier_events_total", report.events),
                 ("kvtier_policy_objects{tier=\"host\",policy=\"lru\"}", report.host_policy.objects),
                 ("kvtier_get_seconds_count{tier=\"host\"}", report.latencies[0].count),
                 ("kvtier_put_seconds_count{level=\"ram\"}", report.latencies[2].count),
                 ("kvtier_batch_seconds_count{kind=\"write\"}", report.latencies[7].count),
-                ("kvtier_admission_admitted_total", report.admission_admitted),
-                ("kvtier_admission_refused_total{reason=\"hits\"}", 0),
                 (
                     "kvtier_policy_decision_seconds_count{tier=\"host\",policy=\"lru\"}",
                     report.host_policy.decision.count,
                 ),
             ];
+            for row in StoreStats::ROWS {
+                let suffix = if row.kind == Kind::Counter { "_total" } else { "" };
+                let value = match (row.get)(&report.stats) {
+                    Value::Whole(whole) => whole as f64,
+                    Value::Real(real) => real,
+                };
+                assert_eq!(samples[&format!("kvtier_{}{suffix}", row.name)], value);
+            }
             for (name, value) in wanted {
                 assert_eq!(samples.get(name), Some(&(value as f64)), "{name}");
             }
@@ -165,7 +161,7 @@ fn metrics_text_matches_the_report() {
                 samples.contains_key("kvtier_policy_objects{tier=\"disk\",policy=\"lru\"}"),
                 disk_bytes > 0
             );
-            assert!((report.admission_admitted > 0) <= (disk_bytes > 0));
+            assert!((report.stats.admitted_chunks > 0) <= (disk_bytes > 0));
             if let Some((_, before)) = last {
                 let kind = |name: &str| types.get(name.split('{').next().unwrap());
                 let counter = |name: &str| kind(name).is_none_or(|kind| kind == "counter");
@@ -211,7 +207,7 @@ fn latency_is_attributed_to_the_slowest_tier_used() {
         let session = world.sessions.swap_remove(other);
         let mut core = world.core.0.lock();
         core.close_session(session.number).unwrap();
-        if core.counters.demoted > 10 {
+        if core.counters.demoted_chunks > 10 {
             break;
         }
     }
@@ -258,18 +254,13 @@ fn admission_rejections_are_counted_by_reason() {
         world.rest(0);
         let core = world.core.0.lock();
         let report = core.report();
-        let counts: BTreeMap<&str, u64> =
-            REFUSALS.into_iter().zip(report.admission_refused).collect();
-        for (why, &count) in &counts {
-            assert_eq!(count > 0, *why == reason, "{admission}: {counts:?}");
-        }
         let (_, samples) = parse(&core.metrics_text()).unwrap();
-        for (why, count) in counts {
-            let name = format!("kvtier_admission_refused_total{{reason=\"{why}\"}}");
-            assert_eq!(samples[&name], count as f64, "{admission}");
+        for why in REFUSALS {
+            let count = samples[&format!("kvtier_rejected_{why}_total")];
+            assert_eq!(count > 0.0, why == reason, "{admission}: {count} rejected by {why}");
         }
-        assert_eq!(report.admission_admitted > 0, reason.is_empty(), "{admission}");
-        assert_eq!(report.admission_admitted_bytes > 0, reason.is_empty(), "{admission}");
+        assert_eq!(report.stats.admitted_chunks > 0, reason.is_empty(), "{admission}");
+        assert_eq!(report.stats.admitted_bytes > 0, reason.is_empty(), "{admission}");
     }
 }
 
@@ -280,31 +271,31 @@ fn report_totals_are_consistent() {
         (0..20).for_each(|_| world.step());
         let core = world.core.0.lock();
         let report = core.report();
-        let disk = report.disk;
-        assert!(report.host.live_bytes <= report.host.cost_bytes);
-        assert!(disk.live_bytes + disk.dead_bytes <= disk.used_bytes);
-        assert!(disk.used_bytes <= disk.budget_bytes);
-        assert!((0.0..=1.0).contains(&report.hit_ratio()));
-        assert!(report.host_hit_ratio() <= report.hit_ratio());
-        assert!(disk.stats.appended_bytes == 0 || disk.wear() >= 1.0);
+        let stats = report.stats;
+        assert!(report.stats.host_used_bytes <= report.stats.host_cost_bytes);
+        assert!(stats.disk_live_bytes + stats.disk_dead_bytes <= stats.disk_used_bytes);
+        assert!(stats.disk_used_bytes <= stats.disk_limit_bytes);
+        assert!((0.0..=1.0).contains(&report.stats.hit_ratio()));
+        assert!(report.stats.host_hit_ratio() <= report.stats.hit_ratio());
+        assert!(stats.disk_appended_bytes == 0 || stats.write_amplification() >= 1.0);
         let tenants = core.tenants();
-        assert_eq!(tenants.len() as u64, report.tenants);
+        assert_eq!(tenants.len() as u64, report.stats.tenants);
         // Who is not told apart has done nothing here.
         assert_eq!(core.other_tenants(), Default::default());
         let hits: u64 = tenants.iter().map(|tenant| tenant.hits).sum();
         let got: u64 = tenants.iter().map(|tenant| tenant.got_bytes).sum();
-        assert!(hits <= report.counters.host_hits + report.counters.disk_hits);
+        assert!(hits <= report.stats.host_hit_cells + report.stats.disk_hit_cells);
         assert!(got == 0 || hits > 0);
         assert!(tenants.len() < MAX_TENANTS && tenants.is_sorted_by(|a, b| a.id < b.id));
     }
     world.rest(0);
     let report = world.core.0.lock().report();
     let busy = [
-        report.moves,
-        report.jobs,
-        report.memory_waiters,
-        report.memory_waiter_bytes,
-        report.leaving_bytes,
+        report.stats.transfers,
+        report.stats.transfer_cells,
+        report.stats.memory_waiters,
+        report.stats.memory_waiter_bytes,
+        report.stats.demoting_bytes,
     ];
     assert_eq!(busy, [0; 5]);
     assert_eq!((report.copies.cells, report.reads.cells), ([0; 3], [0; 3]));
@@ -313,7 +304,7 @@ fn report_totals_are_consistent() {
         ([0; 8], 0, 0)
     );
     let stored = world.core.0.lock().tenants().iter().map(|tenant| tenant.put_bytes).sum::<u64>();
-    assert!(stored > 0 && report.counters.misses + report.counters.host_hits > 0);
+    assert!(stored > 0 && report.stats.missed_cells + report.stats.host_hit_cells > 0);
 }
 
 #[test]
@@ -334,5 +325,5 @@ fn transfers_are_counted_per_tenant() {
     let rows: Vec<_> =
         core.tenants().iter().map(|t| (t.id, t.put_bytes, t.got_bytes, t.hits, t.misses)).collect();
     assert_eq!(rows, [(3, bytes, bytes / 2, 36, 72), (7, bytes, bytes / 2, 36, 72)]);
-    assert_eq!(core.report().hit_ratio(), 72.0 / (72.0 + 144.0));
+    assert_eq!(core.report().stats.hit_ratio(), 72.0 / (72.0 + 144.0));
 }

@@ -120,8 +120,8 @@ fn lookups_match_the_naive_model() {
         world.rest(0);
         look_around(&mut world);
         let report = world.core.0.lock().report();
-        disk += report.disk_cells;
-        both += report.counters.demoted;
+        disk += report.stats.disk_cells;
+        both += report.stats.demoted_chunks;
     }
     let enough = seen.iter().all(|&n| n > 50);
     assert!(enough && disk > 0 && both > 0, "too little was seen: {seen:?}, {disk}, {both}");

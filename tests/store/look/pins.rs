@@ -66,11 +66,11 @@ fn pin_that_expires_first_is_revoked_first() {
             order.push(next);
         }
         let count: usize = all.iter().sum();
-        assert_eq!(world.core.0.lock().report().pins, count as u64, "{all:?}");
+        assert_eq!(world.core.0.lock().report().stats.pins, count as u64, "{all:?}");
         if count == 0 {
             break;
         }
-        assert_eq!(world.core.0.lock().counters.no_room, 0, "while pins are left");
+        assert_eq!(world.core.0.lock().counters.no_room_cells, 0, "while pins are left");
     }
     assert_eq!(order, [2, 5, 4, 1, 3, 0]);
 }
@@ -84,7 +84,7 @@ fn extended_pin_ends_at_its_new_time() {
     let pins = |world: &World, now_ns| {
         let mut core = world.core.0.lock();
         core.tick(now_ns);
-        core.report().pins
+        core.report().stats.pins
     };
     assert_eq!(pins(&world, 20 * SECOND - 1), CHUNKS as u64);
     assert_eq!(pins(&world, 20 * SECOND), 0);

@@ -127,9 +127,9 @@ fn bandwidth_model_measures_disk_reads() {
         }
     }
     let report = world.core.0.lock().report();
-    assert!(report.counters.disk_hits > 1000, "{:?}", report.counters);
+    assert!(report.stats.disk_hit_cells > 1000, "{:?}", report.stats);
     assert_eq!(report.copies, before.copies);
-    let bytes = (report.counters.loaded_bytes - before.counters.loaded_bytes) / batches;
+    let bytes = (report.stats.loaded_bytes - before.stats.loaded_bytes) / batches;
     let ns = report.reads.delay_ns + bytes as f64 * 1e9 / report.reads.bytes_per_second;
     assert!((600_000.0..800_000.0).contains(&ns), "{ns}");
 }

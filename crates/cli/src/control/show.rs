@@ -63,16 +63,11 @@ pub fn stats(all: &Value) {
     };
     println!("\nnow");
     plain(all);
-    for key in ["counters", "disk", "admission"] {
+    for key in ["counters", "remote"] {
         if let Some(part) = all.get(key) {
             println!("\n{key} since the store was opened");
             plain(part);
         }
-    }
-    if let Some(refused) = all.get("admission").and_then(|part| part.get("refused_chunks")) {
-        let refused: Vec<String> =
-            entries(refused).map(|(why, count)| format!("{why} {count}")).collect();
-        println!("  {:<18} {:>14}", "rejected chunks by", refused.join(", "));
     }
     latencies(all);
     for (name, policy) in all.get("policies").into_iter().flat_map(entries) {

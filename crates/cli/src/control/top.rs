@@ -37,7 +37,7 @@ pub fn run(at: &Target, opts: &Opts) -> Outcome<()> {
     let mut client = Client::connect(&at.socket)?;
     let colours = !opts.once && !at.json && std::io::stdout().is_terminal();
     let session = opts.session.map_or(String::new(), |number| format!("session={number},"));
-    let request = format!("board({session}first={},chunks={MAP_CHUNKS})", opts.first);
+    let request = format!("residency({session}first={},chunks={MAP_CHUNKS})", opts.first);
     let mut before: Option<(Instant, Value)> = None;
     loop {
         let stats: Value = serde_json::from_str(&client.ask("stats")?)?;
@@ -51,7 +51,7 @@ pub fn run(at: &Target, opts: &Opts) -> Outcome<()> {
         let mut out = std::io::stdout().lock();
         if at.json {
             let table = table.unwrap_or(Value::Null);
-            writeln!(out, "{}", json!({ "stats": stats, "board": table }))?;
+            writeln!(out, "{}", json!({ "stats": stats, "residency": table }))?;
         } else {
             let since = before.as_ref().map(|(then, old)| (now - *then, old));
             let frame = frame(&stats, since, &table, colours);
@@ -107,8 +107,8 @@ fn frame(
         n("chunks"),
         n("sessions"),
         n("pins"),
-        n("moves"),
-        n("hungry"),
+        n("transfers"),
+        n("memory_waiters"),
     );
     if let Some((time, old)) = since {
         let _ = writeln!(out, "rates   {}", rates(stats, old, time.as_secs_f64().max(1e-3)));

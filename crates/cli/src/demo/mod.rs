@@ -188,7 +188,7 @@ fn damage(
     if workload.totals.wrong > 0 {
         return Err("a damaged cell was returned as good".into());
     }
-    let found = store.with(|core| Ok(core.counters.corrupt))?;
+    let found = store.with(|core| Ok(core.counters.corrupt_cells))?;
     drop(workload);
     store.close(0)?;
     Ok(Damage { done, found, back, open })

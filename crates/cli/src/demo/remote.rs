@@ -6,13 +6,14 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
+use kvtier::base::exposition::{Kind, Value as Statistic};
 use kvtier::base::machine::random_bytes;
 use kvtier::base::op::{OpOpts, OpRef, RELEASED};
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::Status;
 use kvtier::meta::key::Key;
 use kvtier::store::handle::Store;
-use kvtier::store::state::{Level, RemoteCounters, SessionOpts, SpaceOpts, TransferKind};
+use kvtier::store::state::{Level, RemoteStats, SessionOpts, SpaceOpts, TransferKind};
 use serde_json::{Value, json};
 
 use super::Outcome;
@@ -75,7 +76,7 @@ fn judge(report: &Value) -> Outcome<()> {
     if loaded != put {
         return Err(format!("{put} tokens were put, but {loaded} were loaded").into());
     }
-    if of("/get/counters/corrupt") > 0 {
+    if of("/get/counters/corrupt_objects") > 0 {
         return Err("the remote returned corrupt objects".into());
     }
     match of("/get/left_chunks") {
@@ -254,14 +255,14 @@ impl Peer {
 
     /// Removes the objects of the demo; returns how many chunks may be left.
     fn clean(&self) -> Outcome<u64> {
-        let before = remote_counters(&self.store)?.removed;
+        let before = remote_stats(&self.store)?.removed_objects;
         let cleared = self.store.clear(self.space, 0)?;
         self.store.settle(kvtier::base::clock::Clock::real().now_ns() + CLEAN.as_nanos() as u64)?;
         let all = SYSTEM_TOKENS + u64::from(DOCUMENTS) * OWN_TOKENS;
         let chunks = all / u64::from(self.model.layout.chunk_tokens());
         // An object contains at most one chunk here.
         let removed =
-            (remote_counters(&self.store)?.removed - before).min(cleared.gone).min(chunks);
+            (remote_stats(&self.store)?.removed_objects - before).min(cleared.gone).min(chunks);
         Ok(chunks - removed)
     }
 }
@@ -291,28 +292,18 @@ fn key(hex: &str) -> Outcome<Key> {
     Ok(Key(key))
 }
 
-fn remote_counters(store: &Store) -> Outcome<RemoteCounters> {
-    Ok(store.with(|core| Ok(core.remote_counters()))?.unwrap_or_default())
+fn remote_stats(store: &Store) -> Outcome<RemoteStats> {
+    Ok(store.with(|core| Ok(core.remote_stats()))?.unwrap_or_default())
 }
 
 fn counters(store: &Store) -> Outcome<Value> {
-    let remote_counters = remote_counters(store)?;
-    Ok(json!({
-        "asked": remote_counters.asked,
-        "found": remote_counters.found,
-        "remembered": remote_counters.remembered,
-        "fetched": remote_counters.fetched,
-        "fetched_bytes": remote_counters.fetched_bytes,
-        "absent": remote_counters.absent,
-        "corrupt": remote_counters.corrupt,
-        "late": remote_counters.late,
-        "avoided": remote_counters.avoided,
-        "sent": remote_counters.sent,
-        "sent_bytes": remote_counters.sent_bytes,
-        "known_there": remote_counters.known_there,
-        "failed_sends": remote_counters.failed_sends,
-        "removed": remote_counters.removed,
-    }))
+    let stats = remote_stats(store)?;
+    let counters = RemoteStats::ROWS.iter().filter(|row| row.kind == Kind::Counter);
+    let entries = counters.map(|row| match (row.get)(&stats) {
+        Statistic::Whole(whole) => (row.name.to_string(), json!(whole)),
+        Statistic::Real(real) => (row.name.to_string(), json!(real)),
+    });
+    Ok(Value::Object(entries.collect()))
 }
 
 /// Prints the report as text.
@@ -334,8 +325,8 @@ fn show(report: &Value) {
     );
     println!(
         "                {} objects uploaded ({}); the common prefix was uploaded once",
-        whole(&put["counters"]["sent"]),
-        human(whole(&put["counters"]["sent_bytes"])),
+        whole(&put["counters"]["uploaded_objects"]),
+        human(whole(&put["counters"]["uploaded_bytes"])),
     );
     let (load, recompute) =
         (real(&got["load_s"]) + real(&got["locate_s"]), real(&got["recompute_s"]));
@@ -378,7 +369,7 @@ mod tests {
                 "get": {
                     "wrong": wrong,
                     "loaded_tokens": loaded,
-                    "counters": { "corrupt": corrupt },
+                    "counters": { "corrupt_objects": corrupt },
                     "left_chunks": left,
                 },
             })

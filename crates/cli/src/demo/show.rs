@@ -148,13 +148,13 @@ pub fn close(runs: &[(String, Totals)], opts: &Opts) {
     );
     for (policy, totals) in runs {
         let counters = &totals.counters;
-        let cells = (counters.host_hits + counters.disk_hits).max(1) as f64;
+        let cells = (counters.host_hit_cells + counters.disk_hit_cells).max(1) as f64;
         let (without, with) = saved_seconds(totals);
         println!(
             "{policy:<10} {:>5.1}% {:>8.1}% {:>8.1}% {:>6} tok {:>8} {:>9.2} {:>8.2} s {:>8.2} s",
             100.0 * totals.loaded as f64 / totals.asked.max(1) as f64,
-            100.0 * counters.host_hits as f64 / cells,
-            100.0 * counters.disk_hits as f64 / cells,
+            100.0 * counters.host_hit_cells as f64 / cells,
+            100.0 * counters.disk_hit_cells as f64 / cells,
             totals.recomputed,
             human(totals.bytes),
             totals.bytes as f64 / totals.load_time.as_secs_f64().max(1e-9) / 1e9,
@@ -186,11 +186,11 @@ fn line(policy: &str, totals: &Totals) -> serde_json::Value {
         "asked_tokens": totals.asked,
         "loaded_tokens": totals.loaded,
         "recomputed_tokens": totals.recomputed,
-        "host_hits": counters.host_hits,
-        "disk_hits": counters.disk_hits,
-        "misses": counters.misses,
-        "demoted_chunks": counters.demoted,
-        "dropped_chunks": counters.dropped,
+        "host_hits": counters.host_hit_cells,
+        "disk_hits": counters.disk_hit_cells,
+        "misses": counters.missed_cells,
+        "demoted_chunks": counters.demoted_chunks,
+        "dropped_chunks": counters.dropped_chunks,
         "bytes": totals.bytes,
         "load_s": with,
         "recompute_s": without,

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvtier::base::op::{OpOpts, RELEASED};
 use kvtier::store::handle::Store;
-use kvtier::store::state::{Counters, Level, SessionOpts, TransferKind};
+use kvtier::store::state::{Level, SessionOpts, StoreStats, TransferKind};
 
 use super::model::{Model, SYSTEM_TOKENS, TURN_TOKENS, TURNS};
 
@@ -34,7 +34,7 @@ pub struct Totals {
     /// Time of the run.
     pub took: Duration,
     /// The counters of the store.
-    pub counters: Counters,
+    pub counters: StoreStats,
     /// The result of the restart.
     pub damage: Damage,
 }

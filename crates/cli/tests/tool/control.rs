@@ -123,7 +123,7 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
     assert!(facts.file_type().is_socket());
     assert_eq!(facts.permissions().mode() & 0o777, 0o600);
     let space = store.namespace(1, &SMALL);
-    let (status, words) = ask(&path, "board");
+    let (status, words) = ask(&path, "residency");
     assert_eq!((status.as_str(), words.as_str()), ("KVT_E_NOT_FOUND", "no session is open"));
     (0..40).for_each(|n| turn(&store, space, n, 64));
     store.settle();
@@ -131,7 +131,7 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
     let stats = ask_ok(&path, "stats");
     let counters = store.counters();
     assert_eq!(number(&stats, "/counters/puts"), 40);
-    assert_eq!(number(&stats, "/counters/stored_cells"), counters.stored);
+    assert_eq!(number(&stats, "/counters/stored_cells"), counters.stored_cells);
     assert_eq!(number(&stats, "/tiers/host/limit_bytes"), 256 << 10);
     assert_eq!(number(&stats, "/tiers/disk/limit_bytes"), 64 << 20);
     assert_eq!(number(&stats, "/pid"), u64::from(std::process::id()));
@@ -148,21 +148,21 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
     for batch in ["copy_batch", "read_batch", "write_batch"] {
         assert!(timed(batch) > 0, "{batch}: {stats}");
     }
-    assert!(number(&stats, "/admission/admitted_bytes") >= 64 << 10);
-    let refused = ["never", "hits", "priority", "size", "wear"]
-        .map(|why| number(&stats, &format!("/admission/refused_chunks/{why}")));
-    assert_eq!(refused, [0; 5], "all may go down");
+    assert!(number(&stats, "/counters/admitted_bytes") >= 64 << 10);
+    let rejected = ["never", "hits", "priority", "size", "wear"]
+        .map(|why| number(&stats, &format!("/counters/rejected_{why}")));
+    assert_eq!(rejected, [0; 5], "everything is admitted");
 
     let (status, text) = ask(&path, "metrics");
     assert_eq!(status, "ok");
-    assert!(text.contains("kvtier_moves_total{deed=\"put\"} 40\n"), "{text}");
+    assert!(text.contains("kvtier_puts_total 40\n"), "{text}");
     assert!(text.contains("kvtier_put_seconds_bucket{level=\"ram\",le=\"+Inf\"} 40\n"), "{text}");
 
     // A board: what was read last is in memory, what was never stored is nowhere.
     let mut tokens = document(39, 64);
     tokens.extend(document(500, 20));
     let session = store.session(space, &tokens);
-    let table = ask_ok(&path, "board");
+    let table = ask_ok(&path, "residency");
     assert_eq!(number(&table, "/session/session"), u64::from(session));
     assert_eq!((number(&table, "/session/tokens"), number(&table, "/session/chunks")), (84, 6));
     let rows = table["rows"].as_array().expect("rows");
@@ -171,10 +171,10 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
         assert!(row.len() == 6 && row.ends_with(".."), "{row}");
         assert!(row[..4].chars().all(|cell| "MDB".contains(cell)), "{row}");
     }
-    let part = ask_ok(&path, &format!("board(session={session},first=3,chunks=2)"));
+    let part = ask_ok(&path, &format!("residency(session={session},first=3,chunks=2)"));
     let both = part["rows"][0].as_str().expect("text");
     assert_eq!(both, &rows[0].as_str().expect("text")[3..5]);
-    let beyond = ask_ok(&path, &format!("board(session={session},first=1000)"));
+    let beyond = ask_ok(&path, &format!("residency(session={session},first=1000)"));
     assert_eq!(beyond["rows"][0], "");
     let sessions = ask_ok(&path, "sessions(most=1)");
     assert_eq!(number(&sessions, "/sessions/0/session"), u64::from(session));
@@ -214,7 +214,7 @@ fn a_new_policy_takes_over_resident_chunks() {
     }
     (72..90).for_each(|n| turn(&store, space, n, 64));
     store.settle();
-    assert_eq!(store.counters().corrupt, 0);
+    assert_eq!(store.counters().corrupt_cells, 0);
     for (request, status, word) in [
         ("set-policy(policy=lur)", "KVT_E_SPEC", "lfu"),
         ("set-policy(policy=lru(k=1))", "KVT_E_SPEC", "lru"),
@@ -279,7 +279,7 @@ fn the_host_budget_grows_and_shrinks_under_load() {
         assert_eq!(ask(&path, request).0, status, "{request}");
     }
     assert_eq!(budget(&path, "host", "limit"), 256 << 10);
-    assert_eq!(store.counters().corrupt, 0);
+    assert_eq!(store.counters().corrupt_cells, 0);
     store.close();
 }
 
@@ -311,7 +311,7 @@ fn the_disk_budget_grows_and_shrinks_under_load() {
     assert!(status == "KVT_E_INVALID" && words.contains("too small"), "{words}");
     assert_eq!(budget(&path, "host", "limit"), 512 << 10);
     assert_eq!(budget(&path, "disk", "limit"), 20 << 20);
-    assert_eq!(store.counters().corrupt, 0);
+    assert_eq!(store.counters().corrupt_cells, 0);
     store.close();
 }
 
@@ -534,7 +534,7 @@ fn the_control_socket_works_under_load() {
         let look = scope.spawn(move || {
             let requests = [
                 "stats",
-                "board",
+                "residency",
                 "sessions",
                 "evictions(tail=100)",
                 "set-policy(policy=arc)",
@@ -561,7 +561,7 @@ fn the_control_socket_works_under_load() {
         look.join().expect("sound");
     });
     store.settle();
-    assert_eq!(store.counters().corrupt, 0);
+    assert_eq!(store.counters().corrupt_cells, 0);
     store.close();
 }
 
@@ -587,7 +587,7 @@ fn commands_print_answers_as_text_and_json() {
         (&["set-policy", "arc", "--tier", "disk"], "disk: arc"),
         (&["budget", "--host", "2MiB", "--disk", "32MiB"], "32.0 MiB"),
         (&["budget"], "2.0 MiB"),
-        (&["metrics"], "# TYPE kvtier_moves_total counter"),
+        (&["metrics"], "# TYPE kvtier_puts_total counter"),
         (&["ab", "--policies", "lfu,qos(inner=lru)", "--duration", "1"], "(live)"),
     ] {
         let (well, out, error) = tool(args, &path);
@@ -620,7 +620,7 @@ fn a_configuration_file_describes_a_store() {
     let (well, out, error) = config("host = \"3MiB\"\npolicy = \"qos(inner=lru)\"\nchunks = 256\n");
     assert!(well, "{error}");
     let store = TestStore::open(&spec_of(out.trim()));
-    let limit = store.handle.look(|core| core.report().host.limit_bytes).expect("open");
+    let limit = store.handle.look(|core| core.report().stats.host_limit_bytes).expect("open");
     assert_eq!(limit, 3 << 20);
     store.close();
     let (well, _, error) = config("host = \"3MiB\"\nchunk = 256\n");

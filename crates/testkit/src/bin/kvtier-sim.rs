@@ -72,23 +72,26 @@ fn main() -> ExitCode {
     println!("bytes compared   {}", report.checked_bytes);
     println!("crashes          {}", report.crashes);
     println!("durable, found   {}", report.kept);
-    println!("cells stored     {}", counted.stored);
-    println!("loaded from disk {}", counted.disk_hits);
-    println!("evicted (host)   {}", counted.demoted + counted.dropped);
-    println!("evicted (disk)   {}", counted.disk_evicted);
-    println!("damage found     {}", counted.corrupt);
+    println!("cells stored     {}", counted.stored_cells);
+    println!("loaded from disk {}", counted.disk_hit_cells);
+    println!("evicted (host)   {}", counted.demoted_chunks + counted.dropped_chunks);
+    println!("evicted (disk)   {}", counted.evicted_chunks);
+    println!("damage found     {}", counted.corrupt_cells);
     let remote = &report.remote;
-    println!("uploaded         {} objects, {} failed", remote.sent, remote.failed_sends);
-    println!("rejected         {} chunks", remote.refused);
-    println!("fetched          {} objects, {} cells", remote.fetched, remote.cells);
+    println!(
+        "uploaded         {} objects, {} failed",
+        remote.uploaded_objects, remote.failed_uploads
+    );
+    println!("rejected         {} chunks", remote.rejected_chunks);
+    println!("fetched          {} objects, {} cells", remote.fetched_objects, remote.fetched_cells);
     println!(
         "looked up        {} names, {} found, {} late",
-        remote.asked, remote.found, remote.late
+        remote.looked_up_names, remote.found_names, remote.late_requests
     );
-    println!("hung             {} requests", remote.hung);
-    println!("remembered       {} names", remote.remembered);
-    println!("remote misses    {} objects", remote.absent);
-    println!("remote damaged   {}", remote.corrupt);
+    println!("hung             {} requests", remote.hung_requests);
+    println!("remembered       {} names", remote.cached_names);
+    println!("remote misses    {} objects", remote.absent_objects);
+    println!("remote damaged   {}", remote.corrupt_objects);
     ExitCode::SUCCESS
 }
 
@@ -97,12 +100,6 @@ fn add(all: &mut Report, one: &Report) {
     all.checked_bytes += one.checked_bytes;
     all.crashes += one.crashes;
     all.kept += one.kept;
-    all.remote.add(&one.remote);
-    let (all, one) = (&mut all.counters, &one.counters);
-    all.stored += one.stored;
-    all.disk_hits += one.disk_hits;
-    all.demoted += one.demoted;
-    all.dropped += one.dropped;
-    all.disk_evicted += one.disk_evicted;
-    all.corrupt += one.corrupt;
+    all.remote.add_counters(&one.remote);
+    all.counters.add_counters(&one.counters);
 }

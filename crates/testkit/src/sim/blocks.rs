@@ -326,7 +326,7 @@ impl World {
     fn check_held_blocks(&mut self) -> Outcome<()> {
         let Some(blocks) = &self.blocks else { return Ok(()) };
         let core = self.core.0.lock();
-        if self.is_rotten || self.may_damage() || core.counters.corrupt > 0 {
+        if self.is_rotten || self.may_damage() || core.counters.corrupt_cells > 0 {
             return Ok(());
         }
         for (&space, holder) in &blocks.holders {
@@ -392,7 +392,7 @@ impl World {
                 }
                 (TransferKind::Get, _) if submitted.must_exist => {
                     let counters = self.core.0.lock().counters;
-                    if counters.disk_evicted + counters.disk_parted == 0 {
+                    if counters.evicted_chunks + counters.evicted_parts == 0 {
                         return ended("a durable block is missing");
                     }
                     self.forgets = true;

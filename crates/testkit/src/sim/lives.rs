@@ -16,7 +16,7 @@ use kvtier::device::{Device, Memory};
 use kvtier::store::executor::Tools;
 use kvtier::store::state::session::Views;
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::store::state::{CellRange, Config, Counters, SessionOpts, StoreState, Wanted};
+use kvtier::store::state::{CellRange, Config, SessionOpts, StoreState, Wanted};
 use kvtier::tier::disk::{DiskTier, Options};
 
 impl World {
@@ -66,37 +66,12 @@ impl World {
     }
 
     fn add_counters(&mut self) {
-        let remote = self.core.0.lock().remote_counters();
-        self.report.remote.add(&remote.unwrap_or_default());
-        let now = self.core.0.lock().counters;
-        let all = &mut self.report.counters;
-        let sums = |a: &mut Counters, b: &Counters| {
-            a.stored += b.stored;
-            a.known += b.known;
-            a.host_hits += b.host_hits;
-            a.disk_hits += b.disk_hits;
-            a.misses += b.misses;
-            a.corrupt += b.corrupt;
-            a.damaged += b.damaged;
-            a.written += b.written;
-            a.coded += b.coded;
-            a.lost.join(&b.lost);
-            a.demoted += b.demoted;
-            a.dropped += b.dropped;
-            a.disk_evicted += b.disk_evicted;
-            a.disk_parted += b.disk_parted;
-            a.refused += b.refused;
-            a.no_room += b.no_room;
-            a.failed_writes += b.failed_writes;
-            a.failed_reads += b.failed_reads;
-            a.device_hits += b.device_hits;
-            a.promoted += b.promoted;
-            a.device_evicted += b.device_evicted;
-            a.device_lost += b.device_lost;
-        };
-        sums(all, &now);
+        let remote = self.core.0.lock().remote_stats();
+        self.report.remote.add_counters(&remote.unwrap_or_default());
+        let now = self.core.0.lock().stats_now();
+        self.report.counters.add_counters(&now);
         // Evicted and unreadable chunks may be missing.
-        self.forgets |= now.disk_evicted + now.disk_parted + now.corrupt > 0;
+        self.forgets |= now.evicted_chunks + now.evicted_parts + now.corrupt_cells > 0;
     }
 
     /// Reads all durable cells.
@@ -169,12 +144,12 @@ impl World {
             hidden: Vec::new(),
         };
         self.submitted.insert(number_of_move, submitted);
-        let before = self.core.0.lock().counters.misses;
+        let before = self.core.0.lock().counters.missed_cells;
         self.drain()?;
-        let after = self.core.0.lock().counters.misses;
+        let after = self.core.0.lock().counters.missed_cells;
         self.core.0.lock().close_session(number)?;
         let counters = self.core.0.lock().counters;
-        if counters.disk_evicted + counters.disk_parted > 0 {
+        if counters.evicted_chunks + counters.evicted_parts > 0 {
             self.forgets = true; // the disk is nearly full: evicted cells may be missing
             return Ok(());
         }

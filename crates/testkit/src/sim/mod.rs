@@ -15,7 +15,7 @@ mod world;
 use std::fmt;
 
 use kvtier::base::status::Error;
-use kvtier::store::state::{Counters, RemoteCounters};
+use kvtier::store::state::{RemoteStats, StoreStats};
 
 /// Options of a simulation.
 #[derive(Clone, Copy, Debug)]
@@ -46,11 +46,11 @@ pub struct Report {
     /// Parts of transfers that waited for a device event.
     pub engine_events: u64,
     /// Remote counters of all lives.
-    pub remote: RemoteCounters,
+    pub remote: RemoteStats,
     /// Hash of everything that happened: equal for equal seeds.
     pub mark: u64,
     /// Counters of all lives.
-    pub counters: Counters,
+    pub counters: StoreStats,
 }
 
 /// A failure, and where to find it.

@@ -401,9 +401,13 @@ impl World {
     /// Whether nothing prevented writes to the disk or evicted from it.
     fn all_went_well(&self, core: &StoreState) -> bool {
         let counters = core.counters;
-        let failures = counters.failed_writes + counters.refused + counters.corrupt;
+        let failures = counters.failed_writes + counters.disk_full_chunks + counters.corrupt_cells;
         let stats = self.tools.disk.as_ref().map(|disk| disk.stats()).unwrap_or_default();
-        failures + counters.disk_evicted + counters.disk_parted + stats.refused + stats.failed_syncs
+        failures
+            + counters.evicted_chunks
+            + counters.evicted_parts
+            + stats.refused
+            + stats.failed_syncs
             == 0
             && self.config.write != Write::Never
     }
