@@ -391,12 +391,6 @@ pub(crate) unsafe fn open(
 ///
 /// @param job  The job.
 /// @param out  Filled in; start it with KVT_JOB_INFO_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_job_info(
     job: *const kvt_job_t,
@@ -428,15 +422,8 @@ pub unsafe extern "C" fn kvt_job_info(
 /// @param items          How many; all to the last of the step, if it has fewer.
 /// @param scratch        Memory that no other thread uses meanwhile.
 /// @param scratch_count  How many numbers: kvt_job_info.
-/// @param err            Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
 ///
-/// Threading: any threads at a time, with other items each. Since 0.1.
-///
-/// # Safety
-/// `scratch` is valid for reads and writes of `scratch_count` numbers; no two threads run the
-/// same item at a time, or an item of a step before all of the step before have ended.
+/// Threading: any threads at a time, with other items each.
 #[capi]
 pub unsafe extern "C" fn kvt_job_run(
     job: *const kvt_job_t,
@@ -469,12 +456,8 @@ pub unsafe extern "C" fn kvt_job_run(
 /// is the caller's again.
 ///
 /// @param job  The handle; null, or a handle that is null, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
 ///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `job` is null or valid for reads and writes.
+/// Waits.
 #[capi]
 pub unsafe extern "C" fn kvt_job_close(job: *mut *mut kvt_job_t) -> kvt_status_t {
     free(job, |job| {
@@ -587,17 +570,10 @@ pub(crate) unsafe fn numbers_mut<'a>(data: *mut f32, count: u64) -> Result<&'a m
 ///                   key; may be null.
 /// @param lse_count  How many it has room for.
 /// @param job_out    The job; close it with kvt_job_close.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED (a type that
-///         kernels do not read), KVT_E_UNAVAILABLE (not in host memory), KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED (a type that kernels do not read),
+///         KVT_E_UNAVAILABLE (not in host memory).
 ///
-/// Ownership: the caller owns the job, and all that it was opened with. Threading: any thread.
-/// Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid, structs for the size they state, arrays for their counts; all
-/// but the structs until the job is closed. What is written overlaps nothing else.
+/// Ownership: the caller owns the job, and all that it was opened with.
 #[capi]
 pub unsafe extern "C" fn kvt_prefill_open(
     args: *const kvt_attention_args_t,
@@ -621,13 +597,7 @@ pub unsafe extern "C" fn kvt_prefill_open(
 /// @param args    What is to be computed.
 /// @param flags      KVT_DECODE_*.
 /// @param count_out  Receives the number.
-/// @param err        Explains a failure; may be null.
 /// @return As kvt_decode_open.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// As of kvt_decode_open, during the call.
 #[capi]
 pub unsafe extern "C" fn kvt_decode_memory(
     args: *const kvt_attention_args_t,
@@ -654,13 +624,9 @@ pub unsafe extern "C" fn kvt_decode_memory(
 /// @param memory        Memory of the job's until it is closed.
 /// @param memory_count  How many numbers: kvt_decode_memory.
 /// @param job_out       The job; close it with kvt_job_close.
-/// @param err           Explains a failure; may be null.
 /// @return As kvt_prefill_open.
 ///
-/// Ownership: as kvt_prefill_open. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// As of kvt_prefill_open.
+/// Ownership: as kvt_prefill_open.
 #[capi]
 pub unsafe extern "C" fn kvt_decode_open(
     args: *const kvt_attention_args_t,
@@ -694,13 +660,9 @@ pub unsafe extern "C" fn kvt_decode_open(
 /// @param sums       Receives [query heads, keys], or [keys].
 /// @param sum_count  How many numbers that are.
 /// @param job_out    The job; close it with kvt_job_close.
-/// @param err        Explains a failure; may be null.
 /// @return As kvt_prefill_open.
 ///
-/// Ownership: as kvt_prefill_open. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// As of kvt_prefill_open.
+/// Ownership: as kvt_prefill_open.
 #[capi]
 pub unsafe extern "C" fn kvt_sums_open(
     args: *const kvt_attention_args_t,
@@ -729,13 +691,8 @@ pub unsafe extern "C" fn kvt_sums_open(
 /// @param sums       [query heads, sum_keys] or [sum_keys] (kvt_job_info), in the order in which
 ///                   keys are selected.
 /// @param sum_count  How many numbers that are.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
-/// Threading: any thread, while none runs items. Since 0.1.
-///
-/// # Safety
-/// `sums` is valid for reads and writes of `sum_count` numbers; all items have ended.
+/// Threading: any thread, while none runs items.
 #[capi]
 pub unsafe extern "C" fn kvt_decode_sums(
     job: *const kvt_job_t,
@@ -771,15 +728,7 @@ pub(crate) fn given<'a, 'b>(what: &str, rows: Option<&'a Rows<'b>>) -> Result<&'
 /// @param first        The place of the first key: one that begins a page begins its box anew,
 ///                     others make it wider.
 /// @param keys         [tokens, key heads, key dim].
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED, KVT_E_UNAVAILABLE,
-///         KVT_E_TOO_NEW, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `boxes` is valid for reads and writes of `box_count` numbers; `keys` leads to memory that
-/// can be read during the call.
+/// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED, KVT_E_UNAVAILABLE.
 #[capi]
 pub unsafe extern "C" fn kvt_pages_extend(
     boxes: *mut f32,
@@ -805,15 +754,9 @@ pub unsafe extern "C" fn kvt_pages_extend(
 /// @param scratch        Memory of the call.
 /// @param scratch_count  How many numbers; queries * query heads * (2 * key dim + 96) +
 ///                       4096 are enough.
-/// @param err            Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED,
-///         KVT_E_UNAVAILABLE, KVT_E_TOO_NEW, KVT_E_PANIC.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED, KVT_E_UNAVAILABLE.
 ///
-/// Threading: any threads at a time, with pages of their own. Since 0.1.
-///
-/// # Safety
-/// Arrays are valid for their counts, and views lead to memory that can be read during the
-/// call.
+/// Threading: any threads at a time, with pages of their own.
 #[capi]
 pub unsafe extern "C" fn kvt_pages_score(
     boxes: *const kvt_rows_t,
@@ -845,13 +788,9 @@ pub unsafe extern "C" fn kvt_pages_score(
 /// @param other_lse  Its log-sum-exps.
 /// @param rows       How many rows: queries times query heads.
 /// @param dim        Numbers of a row.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_PANIC.
+/// @return KVT_E_LIMIT.
 ///
-/// Threading: any threads at a time, with rows of their own. Since 0.1.
-///
-/// # Safety
-/// Arrays are valid for so many rows, and overlap nowhere.
+/// Threading: any threads at a time, with rows of their own.
 #[capi]
 pub unsafe extern "C" fn kvt_attention_merge(
     out: *mut f32,
@@ -873,14 +812,7 @@ pub unsafe extern "C" fn kvt_attention_merge(
 /// they give some result. Policies refuse them.
 ///
 /// @param rows  The rows.
-/// @param err   Says which number is not; may be null.
-/// @return KVT_OK; KVT_E_INVALID when one is not, KVT_E_UNSUPPORTED, KVT_E_UNAVAILABLE,
-///         KVT_E_TOO_NEW, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// The view leads to memory that can be read during the call.
+/// @return KVT_E_INVALID when one is not, KVT_E_UNSUPPORTED, KVT_E_UNAVAILABLE.
 #[capi]
 pub unsafe extern "C" fn kvt_rows_check(
     rows: *const kvt_rows_t,

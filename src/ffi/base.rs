@@ -81,7 +81,7 @@ pub const KVT_NUL_TERMINATED: u64 = u64::MAX;
 /// @param status  Any number; one this library does not know is "KVT_E_UNKNOWN".
 /// @return A NUL-terminated string that lives as long as the library. Never null.
 ///
-/// Threading: any thread, also in callbacks and after fork. Since 0.1.
+/// Threading: also after fork.
 #[capi]
 pub extern "C" fn kvt_status_name(status: kvt_status_t) -> *const c_char {
     Status::from_code(status).map_or(c"KVT_E_UNKNOWN".as_ptr(), Status::name_c)
@@ -92,7 +92,7 @@ pub extern "C" fn kvt_status_name(status: kvt_status_t) -> *const c_char {
 /// @param status  Any number.
 /// @return A NUL-terminated sentence that lives as long as the library. Never null.
 ///
-/// Threading: any thread, also in callbacks and after fork. Since 0.1.
+/// Threading: also after fork.
 #[capi]
 pub extern "C" fn kvt_status_str(status: kvt_status_t) -> *const c_char {
     Status::from_code(status)
@@ -116,7 +116,7 @@ const TEXT: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
 ///
 /// @return A NUL-terminated string that lives as long as the library. Never null.
 ///
-/// Threading: any thread, also in callbacks and after fork. Since 0.1.
+/// Threading: also after fork.
 #[capi]
 pub extern "C" fn kvt_version_str() -> *const c_char {
     TEXT.as_ptr().cast()
@@ -125,12 +125,9 @@ pub extern "C" fn kvt_version_str() -> *const c_char {
 /// The library's version as a number: (major << 32) | (minor << 16) | patch.
 ///
 /// @param out  The number.
-/// @return KVT_OK; KVT_E_INVALID when `out` is null.
+/// @return KVT_E_INVALID when `out` is null.
 ///
-/// Threading: any thread, also in callbacks and after fork. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for writes.
+/// Threading: also after fork.
 #[capi]
 pub unsafe extern "C" fn kvt_version(out: *mut u64) -> kvt_status_t {
     require(out)?;
@@ -145,13 +142,7 @@ pub unsafe extern "C" fn kvt_version(out: *mut u64) -> kvt_status_t {
 /// the same patch; from 1.0 on one of the same major and at least the same minor.
 ///
 /// @param header_version  KVT_HEADER_VERSION as the program was compiled.
-/// @param err             Explains a mismatch; may be null.
-/// @return KVT_OK; KVT_E_ABI.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_ABI.
 #[capi]
 pub unsafe extern "C" fn kvt_abi_check(
     header_version: u64,
@@ -251,13 +242,8 @@ pub(crate) fn handle_of(error: Error) -> Result<*mut kvt_error_t> {
 ///
 /// @param error  The error.
 /// @param out    Filled in; start it with KVT_ERROR_INFO_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
 ///
 /// Ownership: `out->message` is borrowed until the error is freed or replaced.
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_error_info(
     error: *const kvt_error_t,
@@ -283,10 +269,8 @@ pub unsafe extern "C" fn kvt_error_info(
 /// The message of an error, for printing.
 ///
 /// @param error  The error, or null.
-/// @return A NUL-terminated UTF-8 string, borrowed until the error is freed or
-///         replaced. Never null: without an error it is an empty one.
-///
-/// Threading: any thread. Since 0.1.
+/// @return A NUL-terminated UTF-8 string, borrowed until the error is freed or replaced. Never
+///         null: without an error it is an empty one.
 #[capi]
 pub extern "C" fn kvt_error_message(error: *const kvt_error_t) -> *const c_char {
     let mut text = c"".as_ptr();
@@ -301,12 +285,6 @@ pub extern "C" fn kvt_error_message(error: *const kvt_error_t) -> *const c_char 
 /// Frees an error and clears the variable.
 ///
 /// @param error  Pointer to the handle; null, or a null handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `error` is null or valid for reads and writes.
 #[capi]
 pub unsafe extern "C" fn kvt_error_free(error: *mut *mut kvt_error_t) -> kvt_status_t {
     free(error, |_| Ok(()))
@@ -352,15 +330,10 @@ pub type kvt_log_fn = Option<
 /// @param callback   The sink; null removes the present one.
 /// @param user_data  Handed to the callback; taken over on success only.
 /// @param destroy    Releases user_data; may be null.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID; KVT_E_STATE in a Rust program with a logger of its own;
-///         KVT_E_FORKED.
+/// @return KVT_E_STATE in a Rust program with a logger of its own.
 ///
-/// Threading: any thread. The former sink may still be running in another
-/// thread when this returns; its destroy is called after that. Since 0.1.
-///
-/// # Safety
-/// The callback and its data must be usable from any thread.
+/// The former sink may still be running in another thread when this returns; its destroy is called
+/// after that.
 #[capi]
 pub unsafe extern "C" fn kvt_log_set(
     level: u32,
@@ -451,12 +424,6 @@ unsafe fn fill(index: usize, out: *mut kvt_feature_t) -> Result<()> {
 /// How many features there are to ask about.
 ///
 /// @param out_count  The number.
-/// @return KVT_OK; KVT_E_INVALID.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_count` is null or valid for writes.
 #[capi]
 pub unsafe extern "C" fn kvt_feature_count(out_count: *mut u64) -> kvt_status_t {
     require(out_count)?;
@@ -468,12 +435,9 @@ pub unsafe extern "C" fn kvt_feature_count(out_count: *mut u64) -> kvt_status_t 
 ///
 /// @param index  0 to kvt_feature_count - 1.
 /// @param out    Filled in; start it with KVT_FEATURE_INIT.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
+/// @return KVT_E_NOT_FOUND.
 ///
-/// Threading: any thread; probes the machine, so not in a hot path. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Probes the machine, so not in a hot path.
 #[capi]
 pub unsafe extern "C" fn kvt_feature_at(index: u64, out: *mut kvt_feature_t) -> kvt_status_t {
     check_out(out)?;
@@ -485,13 +449,9 @@ pub unsafe extern "C" fn kvt_feature_at(index: u64, out: *mut kvt_feature_t) -> 
 /// @param name        Such as "cuda", "io_uring", "redis".
 /// @param name_bytes  Length of the name.
 /// @param out         Filled in; start it with KVT_FEATURE_INIT.
-/// @param err         Names the nearest feature; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_LIMIT, KVT_E_INVALID.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 ///
-/// Threading: any thread; probes the machine, so not in a hot path. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `out` for the size it states.
+/// Probes the machine, so not in a hot path.
 #[capi]
 pub unsafe extern "C" fn kvt_feature_find(
     name: *const c_char,
@@ -527,13 +487,7 @@ pub unsafe extern "C" fn kvt_feature_find(
 /// @param out_capacity  Room at `out`.
 /// @param out_bytes     Length of the canonical form; also written with
 ///                      KVT_E_TOO_SMALL. May be null.
-/// @param err           Explains a failure, with the offset; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_SMALL.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_SPEC, KVT_E_LIMIT, KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_spec_check(
     spec: *const c_char,

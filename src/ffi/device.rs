@@ -248,16 +248,8 @@ fn check_fields(given: &kvt_device_opts_t) -> Result<()> {
 /// @param runtime  Where it belongs.
 /// @param opts     Which one.
 /// @param out      The device; close it with kvt_device_close.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNAVAILABLE (CUDA: no driver, one that is too old or broken, or no such
-///         device; the message says which), KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the device. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; the context and the
-/// streams are what they are said to be.
+/// @return KVT_E_UNAVAILABLE (CUDA: no driver, one that is too old or broken, or no such device;
+///         the message says which), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_device_open(
     runtime: *const kvt_runtime_t,
@@ -309,15 +301,9 @@ fn leave_last(device: Option<Arc<dyn Device>>) {
 /// @param device       Pointer to the handle, cleared on success; null, or a null handle, is
 ///                     fine.
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY while a store or a streamer has it (it stays open), or when work
-///         has not ended at the deadline (it stays closing and valid: call again);
-///         KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
+/// @return KVT_E_BUSY while a store or a streamer has it (it stays open), or when work has not
+///         ended at the deadline (it stays closing and valid: call again), KVT_E_REENTRANT inside a
+///         callback.
 #[capi]
 pub unsafe extern "C" fn kvt_device_close(
     device: *mut *mut kvt_device_t,
@@ -347,12 +333,6 @@ pub unsafe extern "C" fn kvt_device_close(
 ///
 /// @param device  The device.
 /// @param out     Filled in; start it with KVT_DEVICE_INFO_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_device_info(
     device: *const kvt_device_t,
@@ -385,12 +365,6 @@ pub unsafe extern "C" fn kvt_device_info(
 /// @param out           Receives the words, not NUL-terminated; may be null.
 /// @param out_capacity  How many bytes there is room for.
 /// @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or has room for `out_capacity` bytes; `out_bytes` is null or valid for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_device_describe(
     device: *const kvt_device_t,
@@ -459,16 +433,9 @@ pub struct kvt_copy_t {
 /// @param device  The device.
 /// @param bytes   How much.
 /// @param out     What it is; start it with KVT_DEVICE_MEMORY_INIT. What is in it is not said.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOMEM, KVT_E_UNSUPPORTED (it has none to give), KVT_E_UNAVAILABLE (the
-///         device is lost), KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
+/// @return KVT_E_UNSUPPORTED (it has none to give), KVT_E_UNAVAILABLE (the device is lost).
 ///
-/// Ownership: give it back with kvt_device_free; else it goes with the device. Threading: any
-/// thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `out` for the size it states.
+/// Ownership: give it back with kvt_device_free; else it goes with the device.
 #[capi]
 pub unsafe extern "C" fn kvt_device_alloc(
     device: *const kvt_device_t,
@@ -499,16 +466,8 @@ pub unsafe extern "C" fn kvt_device_alloc(
 ///
 /// @param device  The device that gave it.
 /// @param memory  As kvt_device_alloc wrote it.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY while work under way is seen to use it; KVT_E_HANDLE (it is not
-///         this device's, or was given back; or the device's handle), KVT_E_INVALID,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `memory` for the size it states. Nobody uses the memory any
-/// more.
+/// @return KVT_E_BUSY while work under way is seen to use it, KVT_E_HANDLE (it is not this
+///         device's, or was given back; or the device's handle).
 #[capi]
 pub unsafe extern "C" fn kvt_device_free(
     device: *const kvt_device_t,
@@ -536,15 +495,8 @@ pub unsafe extern "C" fn kvt_device_free(
 /// @param device   The device.
 /// @param address  Where it starts, of a page.
 /// @param bytes    How much.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (also where it overlaps what the device was told of),
-///         KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. What a
-///         device of the engine's own says.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// The memory stays until kvt_device_unregister_host.
+/// @return KVT_E_INVALID (also where it overlaps what the device was told of), KVT_E_UNAVAILABLE,
+///         KVT_E_PANIC. What a device of the engine's own says.
 #[capi]
 pub unsafe extern "C" fn kvt_device_register_host(
     device: *const kvt_device_t,
@@ -563,14 +515,8 @@ pub unsafe extern "C" fn kvt_device_register_host(
 ///
 /// @param device   The device.
 /// @param address  As it was said.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_HANDLE (CUDA was not told of it; or the device's handle),
-///         KVT_E_UNAVAILABLE, KVT_E_FORKED, KVT_E_PANIC. What a device of the engine's own says.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// No work under way uses the memory.
+/// @return KVT_E_HANDLE (CUDA was not told of it; or the device's handle), KVT_E_UNAVAILABLE,
+///         KVT_E_PANIC. What a device of the engine's own says.
 #[capi]
 pub unsafe extern "C" fn kvt_device_unregister_host(
     device: *const kvt_device_t,
@@ -612,19 +558,10 @@ fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
 /// @param count         How many, at most 65,536.
 /// @param stride_bytes  sizeof(kvt_copy_t).
 /// @param out_event     Receives the event of their end; release it with kvt_device_release.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK: they are on their way, or done where the device is not asynchronous;
-///         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_UNSUPPORTED (memory that the device does not
-///         reach), KVT_E_TOO_NEW, KVT_E_AGAIN (65,536 events are open), KVT_E_STATE (a graph is
-///         made of the stream), KVT_E_UNAVAILABLE (the device is lost), KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED, KVT_E_PANIC. What `after` failed
-///         with.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Arrays are valid for their lengths. Sources stay as they are, and targets are used by nobody
-/// else, until the event has come or failed.
+/// @return KVT_OK: they are on their way, or done where the device is not asynchronous,
+///         KVT_E_LIMIT, KVT_E_UNSUPPORTED (memory that the device does not reach), KVT_E_AGAIN
+///         (65,536 events are open), KVT_E_STATE (a graph is made of the stream), KVT_E_UNAVAILABLE
+///         (the device is lost), KVT_E_IO, KVT_E_PANIC. What `after` failed with.
 #[capi]
 pub unsafe extern "C" fn kvt_device_copy(
     device: *const kvt_device_t,
@@ -676,14 +613,9 @@ const MAX_EVENTS: usize = 65_536;
 ///
 /// @param device  The device.
 /// @param event   One of its events.
-/// @return KVT_OK: it has come. KVT_E_AGAIN: not yet. What its batch failed with; of targets it
-///         is not known then what they have. KVT_E_HANDLE: it is none of this device, or was
-///         released. KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// None: handles are checked.
+/// @return KVT_OK: it has come. KVT_E_AGAIN: not yet. What its batch failed with, of targets it is
+///         not known then what they have. KVT_E_HANDLE: it is none of this device, or was released.
+///         KVT_E_FORKED.
 #[capi]
 pub unsafe extern "C" fn kvt_device_query(device: *const kvt_device_t, event: u64) -> kvt_status_t {
     match enter(device)?.device.state(Event(event))? {
@@ -697,14 +629,8 @@ pub unsafe extern "C" fn kvt_device_query(device: *const kvt_device_t, event: u6
 /// @param device       The device.
 /// @param event        One of its events.
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK: it has come; KVT_E_TIMEOUT; what its batch failed with; KVT_E_HANDLE,
-///         KVT_E_REENTRANT inside a callback, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_OK: it has come, KVT_E_TIMEOUT, what its batch failed with, KVT_E_REENTRANT inside a
+///         callback.
 #[capi]
 pub unsafe extern "C" fn kvt_device_wait(
     device: *const kvt_device_t,
@@ -727,15 +653,8 @@ pub unsafe extern "C" fn kvt_device_wait(
 /// @param sums       Receives checksums.
 /// @param capacity   How many there is room for, at most 65,536.
 /// @param out_count  How many were written.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY (the event has not come), what its batch failed with,
-///         KVT_E_UNSUPPORTED (the device has no such sums), KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `sums` has room for `capacity` numbers; `out_count` is null or valid for a write.
+/// @return KVT_E_BUSY (the event has not come), what its batch failed with, KVT_E_UNSUPPORTED (the
+///         device has no such sums), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_device_sums(
     device: *const kvt_device_t,
@@ -769,12 +688,7 @@ pub unsafe extern "C" fn kvt_device_sums(
 /// @param events     Receives events.
 /// @param capacity   How many there is room for, at most 65,536.
 /// @param out_count  How many were written.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `events` has room for `capacity` numbers; `out_count` is null or valid for a write.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_device_poll(
     device: *const kvt_device_t,
@@ -810,16 +724,9 @@ pub unsafe extern "C" fn kvt_device_poll(
 /// @param device  The device.
 /// @param events  The events.
 /// @param count   How many, at most 65,536.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY (one has not ended) and KVT_E_HANDLE (one is none of this device,
-///         or was released; a device that is not asynchronous knows its events for ever): those
-///         before it are released. KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `events` is null or valid for reads of `count` numbers.
+/// @return KVT_E_BUSY (one has not ended) and KVT_E_HANDLE (one is none of this device, or was
+///         released; a device that is not asynchronous knows its events for ever): those before it
+///         are released. KVT_E_INVALID, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_device_release(
     device: *const kvt_device_t,
@@ -838,15 +745,8 @@ pub unsafe extern "C" fn kvt_device_release(
 /// @param device     The device.
 /// @param raw        The engine's event: for CUDA a CUevent that was recorded, as a number.
 /// @param out_event  Receives the event; release it with kvt_device_release.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (it is none, or of another context; or the
-///         device's handle), KVT_E_AGAIN, KVT_E_STATE, KVT_E_UNAVAILABLE, KVT_E_CLOSED,
-///         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// It is such an event, and stays so until the one made of it has ended.
+/// @return KVT_E_UNSUPPORTED, KVT_E_HANDLE (it is none, or of another context; or the device's
+///         handle), KVT_E_AGAIN, KVT_E_STATE, KVT_E_UNAVAILABLE.
 #[capi]
 pub unsafe extern "C" fn kvt_device_import_event(
     device: *const kvt_device_t,
@@ -865,15 +765,9 @@ pub unsafe extern "C" fn kvt_device_import_event(
 /// @param device      The device.
 /// @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
 /// @param event       One of the device's events.
-/// @param err         Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the event, the stream or the device),
-///         KVT_E_STATE (a graph is made of the stream), KVT_E_UNAVAILABLE, KVT_E_INVALID,
-///         KVT_E_FORKED, KVT_E_PANIC. What the event's batch failed with.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// It is such a stream.
+/// @return KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the event, the stream or the device), KVT_E_STATE (a
+///         graph is made of the stream), KVT_E_UNAVAILABLE, KVT_E_PANIC. What the event's batch
+///         failed with.
 #[capi]
 pub unsafe extern "C" fn kvt_device_stream_wait(
     device: *const kvt_device_t,
@@ -891,16 +785,8 @@ pub unsafe extern "C" fn kvt_device_stream_wait(
 ///
 /// @param device     The device.
 /// @param out_event  Receives the event; release it with kvt_device_release once it was kept.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED (the device, or its driver, has no such thing), KVT_E_AGAIN
-///         (1,024 are known), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM, KVT_E_INVALID,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_event` is null or valid for a write, `err` is null or points to a handle that is null or
-/// an error's.
+/// @return KVT_E_UNSUPPORTED (the device, or its driver, has no such thing), KVT_E_AGAIN (1,024 are
+///         known), KVT_E_UNAVAILABLE.
 #[capi]
 pub unsafe extern "C" fn kvt_device_create_event(
     device: *const kvt_device_t,
@@ -918,14 +804,8 @@ pub unsafe extern "C" fn kvt_device_create_event(
 ///
 /// @param device  The device.
 /// @param event   The event.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_HANDLE (it is no promise of this device's, or was released; or the
-///         device's handle); of a custom device what its `keep` says; KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_HANDLE (it is no promise of this device's, or was released; or the device's
+///         handle), of a custom device what its `keep` says.
 #[capi]
 pub unsafe extern "C" fn kvt_device_signal_event(
     device: *const kvt_device_t,
@@ -945,16 +825,9 @@ pub unsafe extern "C" fn kvt_device_signal_event(
 /// @param device      The device.
 /// @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
 /// @param op          The op, of any kind. It may be freed, once it was released.
-/// @param err         Explains a failure; may be null.
-/// @return KVT_OK (also: the op was released before); KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the op,
-///         the stream or the device), KVT_E_STATE (a graph is made of the stream), KVT_E_AGAIN
-///         (as many promises are open as can be), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM,
-///         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// It is such a stream.
+/// @return KVT_OK (also: the op was released before), KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the op,
+///         the stream or the device), KVT_E_STATE (a graph is made of the stream), KVT_E_AGAIN (as
+///         many promises are open as can be), KVT_E_UNAVAILABLE.
 #[capi]
 pub unsafe extern "C" fn kvt_device_stream_wait_op(
     device: *const kvt_device_t,
@@ -1116,17 +989,9 @@ fn kernel_of(call: Call) -> kvt_kernel_t {
 /// @param count         How many, at most 4,096.
 /// @param stride_bytes  sizeof(kvt_kernel_t).
 /// @param out_event     Receives the event of their end; release it with kvt_device_release.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK: the kernels are on their way; KVT_E_UNSUPPORTED, KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_TOO_NEW, KVT_E_AGAIN (65,536 events are open), KVT_E_UNAVAILABLE (the device is
-///         lost), KVT_E_STATE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_NOMEM, KVT_E_FORKED,
+/// @return KVT_OK: the kernels are on their way, KVT_E_UNSUPPORTED, KVT_E_LIMIT, KVT_E_AGAIN
+///         (65,536 events are open), KVT_E_UNAVAILABLE (the device is lost), KVT_E_STATE,
 ///         KVT_E_PANIC. What `after` failed with.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Arrays are valid for their lengths. The memory that kernels name is the device's to use, as
-/// each of them uses it, until the event.
 #[capi]
 pub unsafe extern "C" fn kvt_device_launch(
     device: *const kvt_device_t,
@@ -1193,15 +1058,8 @@ fn told(keys: &Keys<'_>, call: Call, address: u64) -> Result<Call> {
 /// @param to          Receives the bytes.
 /// @param out_capacity  How many it has room for.
 /// @param out_bytes   Receives how many there are, also with KVT_E_TOO_SMALL.
-/// @param err         Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL (the kernel stays as it is), KVT_E_INVALID (an index that is not
-///         sound, too), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `index` for the size it states, its arrays for their counts, `to`
-/// for writes of its room.
+/// @return KVT_E_TOO_SMALL (the kernel stays as it is), KVT_E_INVALID (an index that is not sound,
+///         too), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_launch_index(
     index: *const kvt_index_t,
@@ -1739,15 +1597,8 @@ pub type kvt_conformance_fn = Option<
 /// @param report     Hears of each check; may be null.
 /// @param user_data  Handed to it.
 /// @param out        How many checks ended how; start it with KVT_CONFORMANCE_INIT.
-/// @param err        Explains a failure of the call; may be null.
 /// @return KVT_OK, also where checks failed: look at `out`. KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_TOO_NEW, KVT_E_REENTRANT inside a callback, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs for the size they state.
+///         KVT_E_REENTRANT inside a callback.
 #[capi]
 pub unsafe extern "C" fn kvt_device_conformance(
     device: *const kvt_device_t,

@@ -142,14 +142,7 @@ noun!(BudgetNoun, kvt_budget_t, 5, "budget");
 /// @param runtime  Where it belongs.
 /// @param opts     Limits; null for defaults.
 /// @param out      The budget; close it with kvt_budget_close.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUDGET (strict alone), KVT_E_INVALID, KVT_E_TOO_NEW,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the budget. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_BUDGET (strict alone).
 #[capi]
 pub unsafe extern "C" fn kvt_budget_open(
     runtime: *const kvt_runtime_t,
@@ -184,13 +177,6 @@ pub unsafe extern "C" fn kvt_budget_open(
 ///
 /// @param budget  Pointer to the handle, cleared on success; null, or a null
 ///                handle, is fine.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
 #[capi]
 pub unsafe extern "C" fn kvt_budget_close(
     budget: *mut *mut kvt_budget_t,
@@ -209,13 +195,6 @@ pub unsafe extern "C" fn kvt_budget_close(
 /// @param budget  The budget.
 /// @param tier    KVT_TIER_*.
 /// @param bytes   The new limit; host and pinned are cut to what the machine has.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
 #[capi]
 pub unsafe extern "C" fn kvt_budget_resize(
     budget: *const kvt_budget_t,
@@ -232,12 +211,8 @@ pub unsafe extern "C" fn kvt_budget_resize(
 ///
 /// @param budget  The budget.
 /// @param out     Filled in; start it with KVT_BUDGET_REPORT_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
 ///
-/// Threading: any thread; reads files, so not in a hot path. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads files, so not in a hot path.
 #[capi]
 pub unsafe extern "C" fn kvt_budget_report(
     budget: *const kvt_budget_t,
@@ -272,12 +247,6 @@ pub unsafe extern "C" fn kvt_budget_report(
 /// @param budget  The budget.
 /// @param tier    KVT_TIER_*.
 /// @param out     Filled in; start it with KVT_TIER_REPORT_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_budget_tier(
     budget: *const kvt_budget_t,
@@ -353,14 +322,7 @@ const MAX_ACCOUNT_NAME_BYTES: u64 = 64;
 /// @param budget  The budget.
 /// @param opts    Name, priority and reclaimer; null for none.
 /// @param out     The account; close it with kvt_account_close.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the account. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_account_open(
     budget: *const kvt_budget_t,
@@ -403,14 +365,7 @@ fn reclaim(foreign: Arc<Foreign<Call>>) -> Reclaim {
 /// @param account  The account.
 /// @param tier     KVT_TIER_*.
 /// @param bytes    How many.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUDGET when they do not fit; KVT_E_INVALID,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_BUDGET when they do not fit.
 #[capi]
 pub unsafe extern "C" fn kvt_account_reserve(
     account: *const kvt_account_t,
@@ -432,16 +387,9 @@ pub unsafe extern "C" fn kvt_account_reserve(
 /// @param bytes    How many.
 /// @param opts     Queue, tag, deadline; null for none.
 /// @param out      The op; null when a queue tells of it.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK when submitted; KVT_E_BUDGET when they can never fit;
-///         KVT_E_AGAIN (at most 4096 wait), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED,
-///         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. The op ends with
-///         KVT_E_BUDGET when the limit shrinks below it.
-///
-/// Ownership: the caller owns the op. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_OK when submitted, KVT_E_BUDGET when they can never fit, KVT_E_AGAIN (at most 4096
+///         wait), KVT_E_LIMIT, KVT_E_PANIC. The op ends with KVT_E_BUDGET when the limit shrinks
+///         below it.
 #[capi]
 pub unsafe extern "C" fn kvt_account_reserve_later(
     account: *const kvt_account_t,
@@ -468,14 +416,7 @@ pub unsafe extern "C" fn kvt_account_reserve_later(
 /// @param tier            KVT_TIER_*.
 /// @param reserved_bytes  How many of the reserved bytes this settles.
 /// @param used_bytes      How many of those are used; 0 gives all back.
-/// @param err             Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID when fewer are reserved; KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_INVALID when fewer are reserved.
 #[capi]
 pub unsafe extern "C" fn kvt_account_commit(
     account: *const kvt_account_t,
@@ -494,14 +435,7 @@ pub unsafe extern "C" fn kvt_account_commit(
 /// @param account  The account.
 /// @param tier     KVT_TIER_*.
 /// @param bytes    How many.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID when fewer are used; KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_INVALID when fewer are used.
 #[capi]
 pub unsafe extern "C" fn kvt_account_release(
     account: *const kvt_account_t,
@@ -520,12 +454,6 @@ pub unsafe extern "C" fn kvt_account_release(
 /// @param tier                KVT_TIER_*.
 /// @param out_reserved_bytes  Promised to it; may be null.
 /// @param out_used_bytes      In use by it; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for writes.
 #[capi]
 pub unsafe extern "C" fn kvt_account_held(
     account: *const kvt_account_t,
@@ -550,15 +478,8 @@ pub unsafe extern "C" fn kvt_account_held(
 ///
 /// @param account  Pointer to the handle, cleared on success; null, or a null
 ///                 handle, is fine.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes, or, inside a
-///         callback, while its reclaimer is being called; KVT_E_HANDLE,
-///         KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
+/// @return KVT_E_BUSY while it holds or awaits bytes, or, inside a callback, while its reclaimer is
+///         being called.
 #[capi]
 pub unsafe extern "C" fn kvt_account_close(
     account: *mut *mut kvt_account_t,
@@ -645,18 +566,11 @@ const PREFAULT_BYTES: u64 = 16 << 20;
 /// @param runtime  Where it belongs.
 /// @param opts     Size and kind; `bytes` must be set.
 /// @param out      The buffer; free it with kvt_buffer_free.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOMEM, KVT_E_IO, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_PIN_QUOTA, KVT_E_UNAVAILABLE
-///         (no reserved huge pages), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC; with KVT_BUFFER_PREFAULT also
-///         KVT_E_AGAIN, KVT_E_CANCELLED beside a close, and KVT_E_REENTRANT inside a
-///         callback.
+/// @return KVT_E_IO, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_PIN_QUOTA, KVT_E_UNAVAILABLE (no reserved
+///         huge pages), KVT_E_PANIC, with KVT_BUFFER_PREFAULT also KVT_E_AGAIN, KVT_E_CANCELLED
+///         beside a close, KVT_E_REENTRANT inside a callback.
 ///
-/// Ownership: the caller owns the buffer; it is not inherited by forked
-/// children. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// Ownership: the caller owns the buffer; it is not inherited by forked children.
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_alloc(
     runtime: *const kvt_runtime_t,
@@ -731,15 +645,9 @@ fn prefault(core: &Arc<Core>, buffer: &Arc<Buffer>) -> Result<()> {
 /// @param destroy    Called once, when the buffer is freed and no op uses it any
 ///                   more; may be null.
 /// @param out        The buffer; free it with kvt_buffer_free.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_LIMIT.
 ///
-/// Ownership: the memory stays yours and must outlive the buffer. Threading:
-/// any thread. Since 0.1.
-///
-/// # Safety
-/// The memory must be readable and writable until the buffer is gone.
+/// Ownership: the memory stays yours and must outlive the buffer.
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_wrap(
     runtime: *const kvt_runtime_t,
@@ -767,12 +675,7 @@ pub unsafe extern "C" fn kvt_buffer_wrap(
 ///
 /// @param buffer  Pointer to the handle, cleared on success; null, or a null
 ///                handle, is fine.
-/// @return KVT_OK; KVT_E_BUSY while an op uses it; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `buffer` is null or valid for reads and writes.
+/// @return KVT_E_BUSY while an op uses it.
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_free(buffer: *mut *mut kvt_buffer_t) -> kvt_status_t {
     free(buffer, |noun| match noun.buffer.retire() {
@@ -787,13 +690,8 @@ pub unsafe extern "C" fn kvt_buffer_free(buffer: *mut *mut kvt_buffer_t) -> kvt_
 /// @param buffer       The buffer.
 /// @param out_address  Where it starts; may be null.
 /// @param out_bytes    Its usable size; may be null.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
 ///
-/// Ownership: the address is borrowed until the buffer is freed. Threading: any
-/// thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for writes.
+/// Ownership: the address is borrowed until the buffer is freed.
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_address(
     buffer: *const kvt_buffer_t,
@@ -814,12 +712,6 @@ pub unsafe extern "C" fn kvt_buffer_address(
 ///
 /// @param buffer  The buffer.
 /// @param out     Filled in; start it with KVT_BUFFER_INFO_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_info(
     buffer: *const kvt_buffer_t,
@@ -892,17 +784,9 @@ pub struct kvt_buffer_item_t {
 /// @param stride_bytes  sizeof(kvt_buffer_item_t).
 /// @param ops_out       Receives the op (`count` ops with KVT_SUBMIT_EACH), to be
 ///                      freed by you; null when the queue alone tells of the end.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK when submitted; KVT_E_AGAIN when the queue or the runtime is
-///         full; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_OK when submitted, KVT_E_AGAIN when the queue or the runtime is full, KVT_E_LIMIT.
 ///
-/// Ownership: the caller owns the ops; the buffers' bytes are the library's
-/// until the release. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `items` is valid for `count` * `stride_bytes`, `ops_out` null or valid for the
-/// handles it receives, `opts` for the size it states.
+/// Ownership: the caller owns the ops; the buffers' bytes are the library's until the release.
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_submit(
     runtime: *const kvt_runtime_t,
@@ -985,12 +869,6 @@ fn side(
 /// @param data       The bytes.
 /// @param size       How many.
 /// @param out_value  The checksum.
-/// @return KVT_OK; KVT_E_INVALID.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `data` is null with a size of 0, or valid for reads; `out_value` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_checksum(
     data: *const c_void,

@@ -260,18 +260,10 @@ pub(crate) unsafe fn options(
 ///
 /// @param opts  What it is for.
 /// @param out   The offload; close it with kvt_offload_close.
-/// @param err   Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID when the attention is not that of the session's namespace,
-///         KVT_E_SPEC, KVT_E_UNSUPPORTED (a policy that does nothing there, a device that gives
-///         out no memory), KVT_E_UNAVAILABLE (the store has no device with memory, or it is
-///         lost), KVT_E_TOO_SMALL (memory that is lent), KVT_E_BUDGET, KVT_E_LIMIT,
-///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the offload. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state. Memory that is lent
-/// is the offload's alone.
+/// @return KVT_E_INVALID when the attention is not that of the session's namespace, KVT_E_SPEC,
+///         KVT_E_UNSUPPORTED (a policy that does nothing there, a device that gives out no memory),
+///         KVT_E_UNAVAILABLE (the store has no device with memory, or it is lost), KVT_E_TOO_SMALL
+///         (memory that is lent), KVT_E_BUDGET, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_open(
     opts: *const kvt_offload_opts_t,
@@ -295,12 +287,6 @@ pub unsafe extern "C" fn kvt_offload_open(
 /// for their end. What the store has stays there. On a device no kernel reads buffers any more.
 ///
 /// @param offload  The handle; null, or a handle that is null, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `offload` is null or valid for reads and writes.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_close(offload: *mut *mut kvt_offload_t) -> kvt_status_t {
     free(offload, |_| Ok(()))
@@ -312,12 +298,6 @@ pub unsafe extern "C" fn kvt_offload_close(offload: *mut *mut kvt_offload_t) -> 
 /// @param layer       The layer.
 /// @param stored_out  Receives those that are in the store, in whole blocks.
 /// @param tail_out    Receives those behind them, which fill no block yet; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for writes.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_tokens(
     offload: *const kvt_offload_t,
@@ -339,15 +319,10 @@ pub unsafe extern "C" fn kvt_offload_tokens(
 ///
 /// @param offload  The offload.
 /// @param tokens   How many are left.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND when a block that is cut is not in the store any more,
-///         KVT_E_NOMEM, KVT_E_IO, KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_NOT_FOUND when a block that is cut is not in the store any more, KVT_E_IO,
+///         KVT_E_UNAVAILABLE.
 ///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// Waits.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_truncate(
     offload: *const kvt_offload_t,
@@ -364,15 +339,10 @@ pub unsafe extern "C" fn kvt_offload_truncate(
 ///
 /// @param offload  The offload.
 /// @param tokens   How many, a multiple of a block's.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY when it has tokens already, KVT_E_NOT_FOUND when keys that
-///         policies have to see are not in the store, KVT_E_INVALID, KVT_E_IO, KVT_E_AGAIN,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_BUSY when it has tokens already, KVT_E_NOT_FOUND when keys that policies have to
+///         see are not in the store, KVT_E_IO, KVT_E_AGAIN.
 ///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// Waits.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_resume(
     offload: *const kvt_offload_t,
@@ -447,12 +417,6 @@ pub struct kvt_offload_stats_t {
 ///
 /// @param offload  The offload.
 /// @param out      Receives it.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_stats(
     offload: *const kvt_offload_t,
@@ -501,13 +465,7 @@ pub unsafe extern "C" fn kvt_offload_stats(
 ///
 /// @param opts       What it would be opened with; `memory` is not looked at.
 /// @param bytes_out  Receives how much.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; what kvt_offload_open refuses of `opts`.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @return KVT_OK, what kvt_offload_open refuses of `opts`.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_memory_bytes(
     opts: *const kvt_offload_opts_t,
@@ -533,17 +491,12 @@ pub unsafe extern "C" fn kvt_offload_memory_bytes(
 ///
 /// @param offload  The offload.
 /// @param event    An event of the device that the store was opened with; 0 = none.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_HANDLE when it is none of that device (or the offload's handle). What
-///         the event's batch failed with: the one before still counts. KVT_E_FORKED,
-///         KVT_E_PANIC.
+/// @return KVT_E_HANDLE when it is none of that device (or the offload's handle). What the event's
+///         batch failed with: the one before still counts. KVT_E_FORKED.
 ///
-/// Ownership: the event stays yours. Release it after another one or 0 was given, or the
-/// offload was closed, and once the puts and loads that were begun until then have ended. What
-/// waits for an event that fails, fails. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// Ownership: the event stays yours. Release it after another one or 0 was given, or the offload
+/// was closed, and once the puts and loads that were begun until then have ended. What waits for an
+/// event that fails, fails.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_after(
     offload: *const kvt_offload_t,
@@ -629,20 +582,13 @@ fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_k
 /// @param op_out   Receives an op, to be freed by you: when it is released `k` and `v` are
 ///                 yours again. Receives null where they are at once. May be null when the
 ///                 queue tells, and where fewer tokens are put than a block has.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (tokens that do not go on, that the session does not have,
-///         keys that are not finite), KVT_E_BUDGET, KVT_E_IO (the full tail cannot leave: nothing
-///         was taken, and the next put tries again), KVT_E_UNAVAILABLE (memory of no device of
-///         the store's, or that is lost), KVT_E_LIMIT, KVT_E_AGAIN, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///         kvt_offload_tokens says how far it came.
+/// @return KVT_E_INVALID (tokens that do not go on, that the session does not have, keys that are
+///         not finite), KVT_E_BUDGET, KVT_E_IO (the full tail cannot leave: nothing was taken, and
+///         the next put tries again), KVT_E_UNAVAILABLE (memory of no device of the store's, or
+///         that is lost), KVT_E_LIMIT, KVT_E_AGAIN, KVT_E_PANIC. kvt_offload_tokens says how far it
+///         came.
 ///
-/// Ownership: the caller owns the op. Threading: any thread; waits for a full tail to leave.
-/// Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; views lead to
-/// memory that can be read, and that nobody writes, until the release.
+/// Waits for a full tail to leave.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_put(
     offload: *const kvt_offload_t,
@@ -699,16 +645,8 @@ pub unsafe extern "C" fn kvt_offload_put(
 ///                     policy selects; null = all blocks come.
 /// @param context      Where in the sequence that is.
 /// @param count_out    Receives how many blocks come; may be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY when the buffer is in use, KVT_E_LIMIT when it is too short for
-///         the blocks, KVT_E_INVALID, KVT_E_AGAIN, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; the query's view
-/// leads to memory that can be read during the call.
+/// @return KVT_E_BUSY when the buffer is in use, KVT_E_LIMIT when it is too short for the blocks,
+///         KVT_E_AGAIN.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_load(
     offload: *const kvt_offload_t,
@@ -743,16 +681,11 @@ pub unsafe extern "C" fn kvt_offload_load(
 /// @param offload  The offload.
 /// @param buffer   The buffer.
 /// @param out      Receives where K and V are; may be null.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND when a block is not in the store any more, KVT_E_STATE when
-///         nothing is loaded, or a full tail became a block meanwhile: load again. KVT_E_IO,
-///         KVT_E_CORRUPT, KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///         After a failure the buffer is free.
+/// @return KVT_E_NOT_FOUND when a block is not in the store any more, KVT_E_STATE when nothing is
+///         loaded, or a full tail became a block meanwhile: load again. KVT_E_IO, KVT_E_CORRUPT,
+///         KVT_E_PANIC. After a failure the buffer is free.
 ///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Waits.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_wait(
     offload: *const kvt_offload_t,
@@ -774,13 +707,6 @@ pub unsafe extern "C" fn kvt_offload_wait(
 ///
 /// @param offload  The offload.
 /// @param buffer   The buffer.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_done(
     offload: *const kvt_offload_t,
@@ -796,14 +722,6 @@ pub unsafe extern "C" fn kvt_offload_done(
 ///
 /// @param offload  The offload; what it has loaded is given up.
 /// @param context  Where in the sequence that is.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `context` is valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_begin(
     offload: *const kvt_offload_t,
@@ -820,15 +738,10 @@ pub unsafe extern "C" fn kvt_offload_begin(
 /// @param layer    The layer: 0, 1, ... in this order.
 /// @param query    Its queries; null = all blocks come.
 /// @param out      Receives where K and V are, and in which buffer.
-/// @param err      Explains a failure; may be null.
-/// @return As kvt_offload_load and kvt_offload_wait; KVT_E_STATE when no pass has begun, or
-///         it is another layer's turn.
+/// @return As kvt_offload_load and kvt_offload_wait; KVT_E_STATE when no pass has begun, or it is
+///         another layer's turn.
 ///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; the query's view
-/// leads to memory that can be read during the call.
+/// Waits.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_take(
     offload: *const kvt_offload_t,
@@ -852,13 +765,7 @@ pub unsafe extern "C" fn kvt_offload_take(
 ///
 /// @param offload  The offload.
 /// @param layer    The layer.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_STATE when it was not taken, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_STATE when it was not taken.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_give_back(
     offload: *const kvt_offload_t,
@@ -875,12 +782,6 @@ pub unsafe extern "C" fn kvt_offload_give_back(
 /// @param blocks     Receives them; null = only the count is wanted.
 /// @param capacity       How many it has room for.
 /// @param count_out  Receives how many there are, also when there is no room for them.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `blocks` is null or valid for writes of `room` numbers, `count_out` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_blocks(
     offload: *const kvt_offload_t,
@@ -904,14 +805,7 @@ pub unsafe extern "C" fn kvt_offload_blocks(
 /// @param count      How many.
 /// @param rows       Receives the rows, ascending; room for `count`. May be `positions`.
 /// @param count_out  Receives how many there are.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `positions` is valid for reads, `rows` for writes of `count` numbers, `count_out` is null or
-/// valid for a write.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_rows(
     offload: *const kvt_offload_t,
@@ -974,14 +868,7 @@ const MAX_SUMS: usize = 1 << 28;
 ///                   that is kept, in their order.
 /// @param sum_count  How many numbers that are.
 /// @param tokens     How many tokens are kept.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (numbers below zero or not finite, wrong counts), KVT_E_LIMIT,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `sums` is valid for reads of `sum_count` numbers.
+/// @return KVT_E_INVALID (numbers below zero or not finite, wrong counts), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_observe(
     offload: *const kvt_offload_t,
@@ -1004,14 +891,7 @@ pub unsafe extern "C" fn kvt_offload_observe(
 /// @param layer        The layer.
 /// @param context      Where in the sequence that is.
 /// @param evicted_out  Receives 1 when some went, else 0; may be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED when both policies evict, KVT_E_INVALID, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `context` is valid for the size it states.
+/// @return KVT_E_UNSUPPORTED when both policies evict.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_evict(
     offload: *const kvt_offload_t,
@@ -1036,12 +916,6 @@ pub unsafe extern "C" fn kvt_offload_evict(
 /// @param capacity       How many it has room for.
 /// @param count_out  Receives how many there are, also when there is no room for them.
 /// @param heads_out  Receives how many lists there are; 0 = all tokens are left. May be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `positions` is null or valid for writes of `room` numbers, the others for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_kept(
     offload: *const kvt_offload_t,
@@ -1075,15 +949,7 @@ pub unsafe extern "C" fn kvt_offload_kept(
 /// @param layer    The layer.
 /// @param first    The position of the first token.
 /// @param keys     The rows.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `keys` is valid for the size it states, and its view leads to
-/// memory that can be read during the call.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_append_keys(
     offload: *const kvt_offload_t,
@@ -1107,14 +973,7 @@ pub unsafe extern "C" fn kvt_offload_append_keys(
 /// @param is_prefill   1 = for the policy for prompts, 0 = for text that is written.
 /// @param scores       The numbers.
 /// @param score_count  How many.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED when the policy wants none, KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `scores` is valid for reads of `score_count` numbers.
+/// @return KVT_E_UNSUPPORTED when the policy wants none, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_score(
     offload: *const kvt_offload_t,
@@ -1143,16 +1002,10 @@ pub unsafe extern "C" fn kvt_offload_score(
 /// @param session  The new session; it has the tokens that the offload's layers have, and may
 ///                 have more.
 /// @param out      The new offload; close it with kvt_offload_close.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID when the session is the offload's own, another store's or
-///         namespace's, or has other tokens; KVT_E_BUDGET, KVT_E_LIMIT, KVT_E_AGAIN,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_INVALID when the session is the offload's own, another store's or namespace's, or
+///         has other tokens, KVT_E_BUDGET, KVT_E_LIMIT, KVT_E_AGAIN.
 ///
-/// Ownership: the caller owns the new offload. Threading: any thread; waits for a full tail to
-/// leave. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid.
+/// Waits for a full tail to leave.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_fork(
     offload: *const kvt_offload_t,

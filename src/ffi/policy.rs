@@ -228,15 +228,7 @@ fn options(given: &kvt_policy_opts_t) -> Result<Options> {
 ///
 /// @param opts  What and how large; null for an lru with defaults.
 /// @param out   The policy; close it with kvt_policy_close.
-/// @param err   Explains a failure, with the offset in the spec and the nearest
-///              name that exists; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the policy. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @return KVT_E_SPEC, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_open(
     opts: *const kvt_policy_opts_t,
@@ -273,12 +265,6 @@ pub unsafe extern "C" fn kvt_policy_open(
 ///
 /// @param policy  Pointer to the handle, cleared on success; null, or a null
 ///                handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `policy` is null or valid for reads and writes.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_close(policy: *mut *mut kvt_policy_t) -> kvt_status_t {
     free(policy, |_| Ok(()))
@@ -290,14 +276,9 @@ pub unsafe extern "C" fn kvt_policy_close(policy: *mut *mut kvt_policy_t) -> kvt
 /// @param policy      The policy.
 /// @param spec        The new spec, UTF-8.
 /// @param spec_bytes  Its length.
-/// @param err         Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID ("custom" without a score function),
-///         KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_SPEC, KVT_E_INVALID ("custom" without a score function), KVT_E_LIMIT.
 ///
-/// Threading: any thread; others wait while it sorts all objects. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// Others wait while it sorts all objects.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_switch(
     policy: *const kvt_policy_t,
@@ -315,12 +296,6 @@ pub unsafe extern "C" fn kvt_policy_switch(
 ///
 /// @param policy          The policy.
 /// @param capacity_units  What fits, in units; 0 = not known.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// None beyond a handle.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_set_capacity(
     policy: *const kvt_policy_t,
@@ -334,12 +309,6 @@ pub unsafe extern "C" fn kvt_policy_set_capacity(
 /// How many policies can be opened.
 ///
 /// @param out_count  The number.
-/// @return KVT_OK; KVT_E_INVALID.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_count` is null or valid for writes.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_count(out_count: *mut u64) -> kvt_status_t {
     require(out_count)?;
@@ -352,12 +321,7 @@ pub unsafe extern "C" fn kvt_policy_count(out_count: *mut u64) -> kvt_status_t {
 ///
 /// @param index  0 to kvt_policy_count - 1.
 /// @param out    Filled in; start it with KVT_POLICY_INFO_INIT.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @return KVT_E_NOT_FOUND.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_info(index: u64, out: *mut kvt_policy_info_t) -> kvt_status_t {
     check_out(out)?;
@@ -543,14 +507,7 @@ impl PolicyNoun {
 /// @param count        How many, at most 2^24.
 /// @param out_found    1 or 0 for each id; may be null.
 /// @param out_leading  How many from the start on are there; may be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (also a clock that went back), KVT_E_LIMIT,
-///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_INVALID (also a clock that went back), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_lookup(
     policy: *const kvt_policy_t,
@@ -584,13 +541,7 @@ pub unsafe extern "C" fn kvt_policy_lookup(
 /// @param ids          The objects.
 /// @param count        How many.
 /// @param out_touched  How many were there; may be null.
-/// @param err          Explains a failure; may be null.
 /// @return As kvt_policy_lookup.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_touch(
     policy: *const kvt_policy_t,
@@ -619,13 +570,7 @@ pub unsafe extern "C" fn kvt_policy_touch(
 /// @param units      Sizes of those that are new; null = 1 each.
 /// @param count      How many.
 /// @param out_added  How many were new; may be null.
-/// @param err        Explains a failure; may be null.
 /// @return As kvt_policy_lookup; KVT_E_LIMIT when the table is full.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_record(
     policy: *const kvt_policy_t,
@@ -682,15 +627,8 @@ fn new_row(row: &kvt_policy_row_t) -> Result<New> {
 /// @param rows          The objects; a parent stands before what continues it.
 /// @param count         How many.
 /// @param stride_bytes  sizeof(kvt_policy_row_t).
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (an id that is there, a size of 0, a clock that
-///         went back), KVT_E_LIMIT (the table is full: evict), KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_INVALID (an id that is there, a size of 0, a clock that went back), KVT_E_LIMIT
+///         (the table is full: evict).
 #[capi]
 pub unsafe extern "C" fn kvt_policy_insert(
     policy: *const kvt_policy_t,
@@ -742,15 +680,7 @@ unsafe fn on_ids(
 /// @param now_ns  See kvt_policy_lookup.
 /// @param ids     The objects, each once.
 /// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_STATE when others continue one,
-///         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_NOT_FOUND, KVT_E_STATE when others continue one, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_remove(
     policy: *const kvt_policy_t,
@@ -771,14 +701,7 @@ pub unsafe extern "C" fn kvt_policy_remove(
 /// @param now_ns  See kvt_policy_lookup.
 /// @param ids     The objects, each once.
 /// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_STATE when others continue one, KVT_E_INVALID,
-///         KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_STATE when others continue one, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_evicted(
     policy: *const kvt_policy_t,
@@ -796,14 +719,7 @@ pub unsafe extern "C" fn kvt_policy_evicted(
 /// @param ids     The objects.
 /// @param units   Their new sizes, 1 to 2^32 - 1.
 /// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_resize(
     policy: *const kvt_policy_t,
@@ -826,14 +742,7 @@ pub unsafe extern "C" fn kvt_policy_resize(
 /// @param policy  The policy.
 /// @param ids     The objects; one that is there twice gets two references.
 /// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_acquire(
     policy: *const kvt_policy_t,
@@ -849,14 +758,7 @@ pub unsafe extern "C" fn kvt_policy_acquire(
 /// @param policy  The policy.
 /// @param ids     The objects.
 /// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_STATE when one has no reference,
-///         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_NOT_FOUND, KVT_E_STATE when one has no reference, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_release(
     policy: *const kvt_policy_t,
@@ -873,14 +775,7 @@ pub unsafe extern "C" fn kvt_policy_release(
 /// @param policy  The policy.
 /// @param ids     The objects.
 /// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_pin(
     policy: *const kvt_policy_t,
@@ -896,14 +791,7 @@ pub unsafe extern "C" fn kvt_policy_pin(
 /// @param policy  The policy.
 /// @param ids     The objects.
 /// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_unpin(
     policy: *const kvt_policy_t,
@@ -946,13 +834,7 @@ pub(crate) unsafe fn hint(hint: *const kvt_policy_hint_t) -> Result<Hint> {
 /// @param count      How many.
 /// @param hint       The hint.
 /// @param out_known  How many were there; may be null.
-/// @param err        Explains a failure; may be null.
 /// @return As kvt_policy_lookup.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_hint(
     policy: *const kvt_policy_t,
@@ -1156,15 +1038,8 @@ fn evict(
 /// @param capacity        Room there: the most that leave, at most 2^28.
 /// @param stride_bytes    sizeof(kvt_policy_victim_t).
 /// @param out             What it came to; start it with KVT_POLICY_OUTCOME_INIT.
-/// @param err             Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (also a clock that went back, a score that is no
-///         number), KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC; what a custom policy's score function gives.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `out` for the size it states.
+/// @return KVT_E_INVALID (also a clock that went back, a score that is no number), KVT_E_LIMIT,
+///         KVT_E_PANIC, what a custom policy's score function gives.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_evict(
     policy: *const kvt_policy_t,
@@ -1194,13 +1069,7 @@ pub unsafe extern "C" fn kvt_policy_evict(
 /// @param capacity        Room there.
 /// @param stride_bytes    sizeof(kvt_policy_victim_t).
 /// @param out             What it came to; start it with KVT_POLICY_OUTCOME_INIT.
-/// @param err             Explains a failure; may be null.
 /// @return As kvt_policy_evict.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `out` for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_preview(
     policy: *const kvt_policy_t,
@@ -1532,16 +1401,9 @@ fn tell(
 /// @param flags            KVT_SELECT_*.
 /// @param selection        Filled in. When its arrays are too small nothing but
 ///                         the counts is, with KVT_E_TOO_SMALL.
-/// @param err              Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (an id that is there twice, a confidence or cost
-///         that is no number, a clock that went back), KVT_E_TOO_SMALL,
-///         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC; what a custom policy's score function gives.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs for the size they state.
+/// @return KVT_E_INVALID (an id that is there twice, a confidence or cost that is no number, a
+///         clock that went back), KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_PANIC, what a custom policy's
+///         score function gives.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_select(
     policy: *const kvt_policy_t,
@@ -1729,12 +1591,8 @@ fn stats(evictor: &Evictor) -> kvt_policy_stats_t {
 ///
 /// @param policy  The policy.
 /// @param out     Filled in; start it with KVT_POLICY_STATS_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
 ///
-/// Threading: any thread; looks at every session, so not in a hot path. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Looks at every session, so not in a hot path.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_stats(
     policy: *const kvt_policy_t,
@@ -1753,12 +1611,6 @@ pub unsafe extern "C" fn kvt_policy_stats(
 ///                      out_capacity 0 to learn the size.
 /// @param out_capacity  Room at `out`.
 /// @param out_bytes     Its length; also written with KVT_E_TOO_SMALL. May be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_spec(
     policy: *const kvt_policy_t,
@@ -1807,14 +1659,7 @@ fn gauge(evictor: &Evictor, name: &str) -> Result<f64> {
 /// @param name        Which, UTF-8.
 /// @param name_bytes  Length of the name.
 /// @param out_value   The number.
-/// @param err         Names what there is; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_gauge(
     policy: *const kvt_policy_t,
@@ -1840,13 +1685,7 @@ pub unsafe extern "C" fn kvt_policy_gauge(
 ///                        library. May be null.
 /// @param out_name_bytes  Length of the name; may be null.
 /// @param out_value       The number; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND past the last, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for writes.
+/// @return KVT_E_NOT_FOUND past the last.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_gauge_at(
     policy: *const kvt_policy_t,
@@ -1899,12 +1738,7 @@ pub(crate) fn log_entry(entry: &Entry) -> kvt_policy_log_entry_t {
 /// @param capacity      Room there.
 /// @param stride_bytes  sizeof(kvt_policy_log_entry_t).
 /// @param out_count     How many were written.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_log(
     policy: *const kvt_policy_t,
@@ -1977,12 +1811,6 @@ pub struct kvt_policy_advice_t {
 /// @param policy  The policy.
 /// @param batch   The batch that runs.
 /// @param out     Filled in; start it with KVT_POLICY_ADVICE_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_advise(
     policy: *const kvt_policy_t,
@@ -2033,14 +1861,6 @@ fn rules(given: &kvt_policy_rules_t) -> Result<Rules> {
 ///
 /// @param policy  The policy.
 /// @param given   The rules; null for the defaults.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `given` is null or valid for the size it states; `err` null or valid.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_set_advice(
     policy: *const kvt_policy_t,

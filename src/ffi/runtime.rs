@@ -146,14 +146,7 @@ pub(crate) fn on_runtime<R>(
 ///
 /// @param opts  How; null for defaults.
 /// @param out   The runtime; close it with kvt_runtime_close.
-/// @param err   Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_SPEC,
-///         KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the runtime. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_LIMIT, KVT_E_SPEC, KVT_E_IO.
 #[capi]
 pub unsafe extern "C" fn kvt_runtime_open(
     opts: *const kvt_runtime_opts_t,
@@ -200,15 +193,10 @@ fn on_thread(foreign: Arc<Foreign<unsafe extern "C" fn(*mut c_void, u32, u32)>>)
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
 /// @param report       What was left open; may be null. Start it with
 ///                     KVT_CLOSE_REPORT_INIT.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY at the deadline (the runtime stays closing and valid:
-///         call again); KVT_E_REENTRANT inside a callback; KVT_E_INVALID, KVT_E_HANDLE,
-///         KVT_E_FORKED.
+/// @return KVT_E_BUSY at the deadline (the runtime stays closing and valid: call again),
+///         KVT_E_REENTRANT inside a callback.
 ///
-/// Threading: any thread but the runtime's own. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `report` is valid for the size it states.
+/// Threading: any thread but the runtime's own.
 #[capi]
 pub unsafe extern "C" fn kvt_runtime_close(
     runtime: *mut *mut kvt_runtime_t,
@@ -270,12 +258,6 @@ fn census(core: &Arc<Core>) -> kvt_close_report_t {
 ///
 /// @param runtime  The runtime.
 /// @param out_ns   The time.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_ns` is null or valid for writes.
 #[capi]
 pub unsafe extern "C" fn kvt_runtime_now(
     runtime: *const kvt_runtime_t,
@@ -291,12 +273,6 @@ pub unsafe extern "C" fn kvt_runtime_now(
 ///
 /// @param runtime  The runtime.
 /// @param out      Filled in; start it with KVT_RUNTIME_STATS_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_runtime_stats(
     runtime: *const kvt_runtime_t,
@@ -471,12 +447,6 @@ pub(crate) unsafe fn begin_one(
 ///
 /// @param op   The op.
 /// @param out  Filled in; start it with KVT_OP_INFO_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_op_info(op: *const kvt_op_t, out: *mut kvt_op_info_t) -> kvt_status_t {
     check_out(out)?;
@@ -506,11 +476,8 @@ pub unsafe extern "C" fn kvt_op_info(op: *const kvt_op_t, out: *mut kvt_op_info_
 /// @param moments      KVT_OP_ISSUED, _RESOLVED, _RELEASED or several; all are
 ///                     waited for.
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @return KVT_OK when they are reached, whatever the op's own result (see
-///         kvt_op_info); KVT_E_TIMEOUT; KVT_E_REENTRANT inside a callback;
-///         KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
+/// @return KVT_OK when they are reached, whatever the op's own result (see kvt_op_info),
+///         KVT_E_TIMEOUT, KVT_E_REENTRANT inside a callback.
 #[capi]
 pub extern "C" fn kvt_op_wait(op: *const kvt_op_t, moments: u32, deadline_ns: u64) -> kvt_status_t {
     if moments == 0 || moments & !EVENTS != 0 {
@@ -526,9 +493,7 @@ pub extern "C" fn kvt_op_wait(op: *const kvt_op_t, moments: u32, deadline_ns: u6
 /// is done stays as it is.
 ///
 /// @param op  The op.
-/// @return KVT_OK, also when it is too late; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
+/// @return KVT_OK, also when it is too late.
 #[capi]
 pub extern "C" fn kvt_op_cancel(op: *const kvt_op_t) -> kvt_status_t {
     let op = inspect(op)?;
@@ -544,13 +509,7 @@ pub extern "C" fn kvt_op_cancel(op: *const kvt_op_t) -> kvt_status_t {
 /// @param capacity      Room at `out`, in entries, at most 65536.
 /// @param stride_bytes  sizeof(kvt_op_item_t).
 /// @param out_count     How many were written.
-/// @return KVT_OK; KVT_E_INVALID when `first` is beyond the last item;
-///         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is valid for `capacity` * `stride_bytes`, `out_count` for a write.
+/// @return KVT_E_INVALID when `first` is beyond the last item, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_op_items(
     op: *const kvt_op_t,
@@ -581,14 +540,8 @@ pub unsafe extern "C" fn kvt_op_items(
 ///
 /// @param op   The op.
 /// @param out  The error; free it with kvt_error_free.
-/// @return KVT_OK; KVT_E_NOT_FOUND when there is nothing to say beyond the
-///         status; KVT_E_STATE before it is resolved; KVT_E_HANDLE,
-///         KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for writes.
+/// @return KVT_E_NOT_FOUND when there is nothing to say beyond the status, KVT_E_STATE before it is
+///         resolved.
 #[capi]
 pub unsafe extern "C" fn kvt_op_error(
     op: *const kvt_op_t,
@@ -610,12 +563,7 @@ pub unsafe extern "C" fn kvt_op_error(
 ///
 /// @param op  Pointer to the handle, cleared on success; null, or a null handle,
 ///            is fine.
-/// @return KVT_OK; KVT_E_BUSY before the release; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `op` is null or valid for reads and writes.
+/// @return KVT_E_BUSY before the release.
 #[capi]
 pub unsafe extern "C" fn kvt_op_free(op: *mut *mut kvt_op_t) -> kvt_status_t {
     free_op(op)
@@ -625,13 +573,7 @@ pub unsafe extern "C" fn kvt_op_free(op: *mut *mut kvt_op_t) -> kvt_status_t {
 ///
 /// @param ops    The handles, each cleared when freed; null handles are skipped.
 /// @param count  How many.
-/// @return KVT_OK; KVT_E_BUSY, KVT_E_HANDLE for the first handle that is not
-///         null afterwards; KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `ops` is null with a count of 0, or valid for reads and writes of `count` handles.
+/// @return KVT_E_BUSY, KVT_E_HANDLE for the first handle that is not null afterwards.
 #[capi]
 pub unsafe extern "C" fn kvt_op_free_many(ops: *mut *mut kvt_op_t, count: u64) -> kvt_status_t {
     if count == 0 {
@@ -780,14 +722,7 @@ fn sink(foreign: Arc<Foreign<Call>>) -> Sink {
 /// @param runtime  Where it belongs.
 /// @param opts     How; null for defaults.
 /// @param out      The queue; close it with kvt_queue_close.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the queue. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_open(
     runtime: *const kvt_runtime_t,
@@ -814,14 +749,8 @@ pub unsafe extern "C" fn kvt_queue_open(
 /// @param queue        Pointer to the handle, cleared on success; null, or a null
 ///                     handle, is fine.
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY at the deadline (the queue stays closing and valid:
-///         call again); KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
+/// @return KVT_E_BUSY at the deadline (the queue stays closing and valid: call again),
+///         KVT_E_REENTRANT inside a callback.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_close(
     queue: *mut *mut kvt_queue_t,
@@ -863,13 +792,8 @@ unsafe fn drain(
 /// @param capacity      Room at `out`, in entries, at most 1048576.
 /// @param stride_bytes  sizeof(kvt_completion_t).
 /// @param out_count     How many were written.
-/// @return KVT_OK; KVT_E_STATE for a queue that calls back; KVT_E_INVALID,
-///         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
+/// @return KVT_E_STATE for a queue that calls back, KVT_E_LIMIT.
 ///
-/// Threading: any thread, several at once. Since 0.1.
-///
-/// # Safety
-/// `out` is valid for `capacity` * `stride_bytes`, `out_count` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_poll(
     queue: *const kvt_queue_t,
@@ -889,14 +813,9 @@ pub unsafe extern "C" fn kvt_queue_poll(
 /// @param capacity      Room at `out`, in entries, 1 to 1048576.
 /// @param stride_bytes  sizeof(kvt_completion_t).
 /// @param out_count     How many were written, at least 1.
-/// @return KVT_OK; KVT_E_TIMEOUT; KVT_E_CLOSED when the queue closes and nothing
-///         is left; KVT_E_STATE for a queue that calls back; KVT_E_REENTRANT inside
-///         a callback; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
+/// @return KVT_E_TIMEOUT, KVT_E_CLOSED when the queue closes and nothing is left, KVT_E_STATE for a
+///         queue that calls back, KVT_E_REENTRANT inside a callback, KVT_E_LIMIT.
 ///
-/// Threading: any thread, several at once. Since 0.1.
-///
-/// # Safety
-/// `out` is valid for `capacity` * `stride_bytes`, `out_count` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_wait(
     queue: *const kvt_queue_t,
@@ -921,13 +840,7 @@ pub unsafe extern "C" fn kvt_queue_wait(
 ///
 /// @param queue   A polled queue.
 /// @param out_fd  The descriptor (an eventfd, close-on-exec, non-blocking).
-/// @return KVT_OK; KVT_E_STATE for a queue that calls back; KVT_E_IO,
-///         KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_fd` is null or valid for writes.
+/// @return KVT_E_STATE for a queue that calls back, KVT_E_IO.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_fd(queue: *const kvt_queue_t, out_fd: *mut i32) -> kvt_status_t {
     require(out_fd)?;
@@ -941,12 +854,6 @@ pub unsafe extern "C" fn kvt_queue_fd(queue: *const kvt_queue_t, out_fd: *mut i3
 ///
 /// @param queue  The queue.
 /// @param out    Filled in; start it with KVT_QUEUE_STATS_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_stats(
     queue: *const kvt_queue_t,

@@ -135,15 +135,7 @@ unsafe fn options<'a>(given: &kvt_session_opts_t) -> Result<SessionOpts<'a>> {
 /// @param ns  Its namespace, which it keeps.
 /// @param opts   Who asks; null for nothing.
 /// @param out    The session; close it with kvt_session_close.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_AGAIN when as many are open as may be, KVT_E_INVALID,
-///         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the session. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_AGAIN when as many are open as may be, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_open(
     ns: *const kvt_namespace_t,
@@ -166,13 +158,7 @@ pub unsafe extern "C" fn kvt_session_open(
 /// @param session  The session, which stays as it is.
 /// @param opts     Who asks; null for nothing. Nothing is taken from the other one.
 /// @param out      The new session; close it with kvt_session_close.
-/// @param err      Explains a failure; may be null.
 /// @return As kvt_session_open.
-///
-/// Ownership: the caller owns the new session. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_session_fork(
     session: *const kvt_session_t,
@@ -195,14 +181,7 @@ pub unsafe extern "C" fn kvt_session_fork(
 /// @param session  The session.
 /// @param tokens   The tokens; copied.
 /// @param count    How many; a session has at most 2^27.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_LIMIT, KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on failure.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `tokens` is null with a count of 0, or valid for reads of `count` numbers.
+/// @return KVT_E_LIMIT, KVT_E_PANIC. Nothing changes on failure.
 #[capi]
 pub unsafe extern "C" fn kvt_session_append(
     session: *const kvt_session_t,
@@ -219,14 +198,7 @@ pub unsafe extern "C" fn kvt_session_append(
 ///
 /// @param session  The session.
 /// @param tokens   How many of its tokens are left.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID when it has fewer; KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_INVALID when it has fewer.
 #[capi]
 pub unsafe extern "C" fn kvt_session_truncate(
     session: *const kvt_session_t,
@@ -246,14 +218,7 @@ pub unsafe extern "C" fn kvt_session_truncate(
 /// @param tokens       How many, up to a multiple or the end; 0 = to the end.
 /// @param priority     At most 255; what has less is given up first.
 /// @param until_ns     CLOCK_MONOTONIC; 0 = for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT when there are too many chunks,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_LIMIT when there are too many chunks.
 #[capi]
 pub unsafe extern "C" fn kvt_session_pin(
     session: *const kvt_session_t,
@@ -283,14 +248,6 @@ pub unsafe extern "C" fn kvt_session_pin(
 ///
 /// @param session  The session.
 /// @param hint     The hint; its times are CLOCK_MONOTONIC.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `told` is valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_session_hint(
     session: *const kvt_session_t,
@@ -306,12 +263,6 @@ pub unsafe extern "C" fn kvt_session_hint(
 ///
 /// @param session  The session.
 /// @param out      Filled in; start it with KVT_SESSION_INFO_INIT.
-/// @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_session_info(
     session: *const kvt_session_t,
@@ -338,12 +289,6 @@ pub unsafe extern "C" fn kvt_session_info(
 ///
 /// @param session  Pointer to the handle, cleared on success; null, or a null
 ///                 handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `session` is null or valid for reads and writes.
 #[capi]
 pub unsafe extern "C" fn kvt_session_close(session: *mut *mut kvt_session_t) -> kvt_status_t {
     free(session, |_| Ok(()))
@@ -376,14 +321,7 @@ noun!(EventNoun, kvt_event_t, 13, "event");
 ///
 /// @param flags  None are defined yet: 0.
 /// @param out    The event, pending; close it with kvt_event_close.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the event. Threading: any thread, also in callbacks.
-/// Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_event_open(
     flags: u64,
@@ -401,12 +339,6 @@ pub unsafe extern "C" fn kvt_event_open(
 /// waits; of one that has come already nothing changes.
 ///
 /// @param event  The event.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// None beyond the handle.
 #[capi]
 pub unsafe extern "C" fn kvt_event_signal(event: *const kvt_event_t) -> kvt_status_t {
     let event = enter(event)?;
@@ -418,12 +350,6 @@ pub unsafe extern "C" fn kvt_event_signal(event: *const kvt_event_t) -> kvt_stat
 ///
 /// @param event      The event.
 /// @param out_state  KVT_EVENT_*.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `out_state` is null or valid for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_event_query(
     event: *const kvt_event_t,
@@ -442,12 +368,6 @@ pub unsafe extern "C" fn kvt_event_query(
 ///
 /// @param event  Pointer to the handle, cleared on success; null, or a null
 ///               handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `event` is null or valid for reads and writes.
 #[capi]
 pub unsafe extern "C" fn kvt_event_close(event: *mut *mut kvt_event_t) -> kvt_status_t {
     free(event, |_| Ok(()))
@@ -726,19 +646,12 @@ unsafe fn move_rectangle(
 /// @param opts       Queue, tag, deadline, priority; null for none.
 /// @param ops_out    Receives the op (one per layer with KVT_TRANSFER_EACH_LAYER), to
 ///                   be freed by you; null when the queue alone tells of the end.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
-///         store is full; KVT_E_INVALID, KVT_E_UNAVAILABLE (a level that needs a disk,
-///         memory that no device reaches, an event of a device to a store without one),
-///         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE (also: `after`
-///         is no event of the store's device), KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_OK when submitted, KVT_E_AGAIN when the queue, the runtime or the store is full,
+///         KVT_E_UNAVAILABLE (a level that needs a disk, memory that no device reaches, an event of
+///         a device to a store without one), KVT_E_LIMIT, KVT_E_HANDLE (also: `after` is no event
+///         of the store's device).
 ///
-/// Ownership: the caller owns the ops; the tensors are the library's until the
-/// release. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; views lead
-/// to memory that can be read until the release.
+/// Ownership: the caller owns the ops; the tensors are the library's until the release.
 #[capi]
 pub unsafe extern "C" fn kvt_session_put(
     session: *const kvt_session_t,
@@ -762,13 +675,9 @@ pub unsafe extern "C" fn kvt_session_put(
 /// @param transfer  See kvt_session_put.
 /// @param opts       See kvt_session_put.
 /// @param ops_out    See kvt_session_put.
-/// @param err        Explains a failure; may be null.
 /// @return As kvt_session_put.
 ///
-/// Ownership: as kvt_session_put. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// As kvt_session_put; views lead to memory that can be written.
+/// Ownership: as kvt_session_put.
 #[capi]
 pub unsafe extern "C" fn kvt_session_get(
     session: *const kvt_session_t,
@@ -787,14 +696,7 @@ pub unsafe extern "C" fn kvt_session_get(
 /// @param transfer  What; without views.
 /// @param opts       See kvt_session_put; KVT_PRIORITY_PREFETCH is what it is for.
 /// @param ops_out    See kvt_session_put.
-/// @param err        Explains a failure; may be null.
 /// @return As kvt_session_put.
-///
-/// Ownership: the caller owns the ops. Threading: any thread, also in callbacks.
-/// Since 0.1.
-///
-/// # Safety
-/// As kvt_session_put.
 #[capi]
 pub unsafe extern "C" fn kvt_session_prefetch(
     session: *const kvt_session_t,
@@ -975,15 +877,7 @@ fn summary(plan: &SessionPlan) -> kvt_plan_t {
 /// @param out_count     How many steps there are; also written with
 ///                      KVT_E_TOO_SMALL. May be null.
 /// @param out           The sum of it; start it with KVT_PLAN_INIT. May be null.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs are valid for the size they
-/// state.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_plan(
     session: *const kvt_session_t,
@@ -1061,14 +955,8 @@ unsafe fn media_of(given: &kvt_sequence_t) -> Result<Vec<Medium>> {
 ///
 /// @param session   The session.
 /// @param sequence  What is added; copied.
-/// @param err       Explains a failure; may be null.
-/// @return As kvt_session_append; KVT_E_INVALID also for media that do not ascend or
-///         start beyond the tokens, KVT_E_TOO_NEW. Nothing changes on failure.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `sequence` is null or valid for the size it states, its arrays for their lengths.
+/// @return As kvt_session_append; KVT_E_INVALID also for media that do not ascend or start beyond
+///         the tokens, KVT_E_TOO_NEW. Nothing changes on failure.
 #[capi]
 pub unsafe extern "C" fn kvt_session_append_media(
     session: *const kvt_session_t,
@@ -1095,14 +983,7 @@ pub unsafe extern "C" fn kvt_session_append_media(
 /// @param stride_bytes  See kvt_namespace_lookup.
 /// @param out_count     See kvt_namespace_lookup.
 /// @param out           See kvt_namespace_lookup.
-/// @param err           Explains a failure; may be null.
 /// @return As kvt_namespace_lookup; KVT_E_TOO_NEW.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// As kvt_namespace_lookup; `sequence` is null or valid for the size it states, its arrays
-/// for their lengths.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_lookup_media(
     ns: *const kvt_namespace_t,
@@ -1131,15 +1012,7 @@ pub unsafe extern "C" fn kvt_namespace_lookup_media(
 ///                   capacity 0 to learn how many there are.
 /// @param capacity   Room there, in keys.
 /// @param out_count  How many there are; also written with KVT_E_TOO_SMALL.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `sequence` is valid for the size it states,
-/// its arrays for their lengths.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_chunk_keys(
     ns: *const kvt_namespace_t,
@@ -1291,14 +1164,7 @@ pub(crate) unsafe fn keys_of(ns: &Space, names: *const kvt_names_t) -> Result<Ve
 /// @param ns  The namespace.
 /// @param names  The names.
 /// @param out    Receives KVT_KEY_BYTES for each.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs for the size they state.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_block_keys(
     ns: *const kvt_namespace_t,
@@ -1326,13 +1192,7 @@ pub unsafe extern "C" fn kvt_namespace_block_keys(
 /// @param ns  The namespace.
 /// @param names  The names.
 /// @param out    Receives a byte for each, as kvt_namespace_exists gives.
-/// @param err    Explains a failure; may be null.
 /// @return As kvt_namespace_block_keys.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// As kvt_namespace_block_keys.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_find_blocks(
     ns: *const kvt_namespace_t,
@@ -1404,15 +1264,9 @@ unsafe fn move_blocks(
 /// @param opts     Queue, tag, deadline, priority; null for none.
 /// @param op_out   Receives the op, to be freed by you; null when the queue alone tells of
 ///                 the end.
-/// @param err      Explains a failure; may be null.
 /// @return As kvt_session_put.
 ///
 /// Ownership: the caller owns the op; the tensors are the library's until the release.
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; views lead
-/// to memory that can be read until the release.
 #[capi]
 pub unsafe extern "C" fn kvt_session_put_blocks(
     session: *const kvt_session_t,
@@ -1434,14 +1288,9 @@ pub unsafe extern "C" fn kvt_session_put_blocks(
 /// @param blocks   See kvt_session_put_blocks.
 /// @param opts     See kvt_session_put_blocks.
 /// @param op_out   See kvt_session_put_blocks.
-/// @param err      Explains a failure; may be null.
 /// @return As kvt_session_put.
 ///
-/// Ownership: as kvt_session_put_blocks. Threading: any thread, also in callbacks.
-/// Since 0.1.
-///
-/// # Safety
-/// As kvt_session_put_blocks; views lead to memory that can be written.
+/// Ownership: as kvt_session_put_blocks.
 #[capi]
 pub unsafe extern "C" fn kvt_session_get_blocks(
     session: *const kvt_session_t,
@@ -1460,13 +1309,7 @@ pub unsafe extern "C" fn kvt_session_get_blocks(
 /// @param blocks   What; without views.
 /// @param opts     See kvt_session_put_blocks; KVT_PRIORITY_PREFETCH is what it is for.
 /// @param op_out   See kvt_session_put_blocks.
-/// @param err      Explains a failure; may be null.
 /// @return As kvt_session_put.
-///
-/// Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// As kvt_session_put_blocks.
 #[capi]
 pub unsafe extern "C" fn kvt_session_prefetch_blocks(
     session: *const kvt_session_t,
@@ -1485,14 +1328,7 @@ pub unsafe extern "C" fn kvt_session_prefetch_blocks(
 /// @param session  The session.
 /// @param names    The names, at most 65536; those that are not there are passed over.
 /// @param out      What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May be null.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_drop_blocks(
     session: *const kvt_session_t,
@@ -1523,15 +1359,7 @@ pub unsafe extern "C" fn kvt_session_drop_blocks(
 /// @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it the op
 ///                 ends with KVT_E_TIMEOUT, and what was heard until then counts.
 /// @param op_out   Receives the op; null with a queue to be told by that alone.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way as may be, or the queue is
-///         full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_AGAIN (as many moves or ops are under way as may be, or the queue is full).
 #[capi]
 pub unsafe extern "C" fn kvt_session_locate(
     session: *const kvt_session_t,
@@ -1565,15 +1393,8 @@ pub unsafe extern "C" fn kvt_session_locate(
 /// @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it blocks that
 ///                 nothing is known of end with KVT_E_TIMEOUT, and what was heard counts.
 /// @param op_out   Receives the op; null with a queue to be told by that alone.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way, or 2^20 blocks are asked for,
-///         as may be; or the queue is full), KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @return KVT_E_AGAIN (as many moves or ops are under way, or 2^20 blocks are asked for, as may
+///         be; or the queue is full), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_locate_blocks(
     session: *const kvt_session_t,
@@ -1608,15 +1429,7 @@ const CELLS_AT_ONCE: usize = 1 << 14;
 /// @param names    The names, at most 65536.
 /// @param out      Receives a byte for each, as kvt_namespace_find_blocks gives: 0 = not held.
 ///                 May be null for who lets go by closing the session.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_LIMIT (also: a session has 2^20 holds), KVT_E_INVALID,
-///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///         Nothing is held on failure.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `names` for the size it states, `out` for a byte a name.
+/// @return KVT_E_LIMIT (also: a session has 2^20 holds), KVT_E_PANIC. Nothing is held on failure.
 #[capi]
 pub unsafe extern "C" fn kvt_session_hold_blocks(
     session: *const kvt_session_t,
@@ -1646,14 +1459,7 @@ pub unsafe extern "C" fn kvt_session_hold_blocks(
 ///
 /// @param session  The session that holds them.
 /// @param names    The names, at most 65536.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (also: not held), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on failure.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `names` for the size it states.
+/// @return KVT_E_INVALID (also: not held), KVT_E_LIMIT, KVT_E_PANIC. Nothing changes on failure.
 #[capi]
 pub unsafe extern "C" fn kvt_session_release_blocks(
     session: *const kvt_session_t,
@@ -1672,14 +1478,7 @@ pub unsafe extern "C" fn kvt_session_release_blocks(
 /// @param session  The session; says whose words these are. Nothing is told of it.
 /// @param names    The names, at most 65536.
 /// @param hint     The hint; its times are CLOCK_MONOTONIC.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs for the size they state.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_hint_blocks(
     session: *const kvt_session_t,
@@ -1755,16 +1554,8 @@ fn report(cleared: &Cleared) -> kvt_clear_report_t {
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
 /// @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
 ///                     be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TIMEOUT, KVT_E_BUDGET, KVT_E_IO: the chunks are gone, but may
-///         come back with another opening (call again); KVT_E_REENTRANT inside a
-///         callback; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `out` is valid for the size it states.
+/// @return KVT_E_TIMEOUT, KVT_E_BUDGET, KVT_E_IO: the chunks are gone, but may come back with
+///         another opening (call again), KVT_E_REENTRANT inside a callback.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_clear(
     ns: *const kvt_namespace_t,
@@ -1796,14 +1587,6 @@ fn extent(core: &StoreState, session: u32, first_token: u64, tokens: u64) -> Res
 /// @param tokens       How many, up to a multiple or the end; 0 = to the end.
 /// @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
 ///                     be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `out` is valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_session_drop(
     session: *const kvt_session_t,
@@ -1833,14 +1616,7 @@ pub unsafe extern "C" fn kvt_session_drop(
 /// @param tokens       How many, up to a multiple or the end; 0 = to the end.
 /// @param out          How many leave; start it with KVT_DEMOTE_REPORT_INIT. May be
 ///                     null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK, also where nothing is in memory; KVT_E_INVALID, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `out` is valid for the size it states.
+/// @return KVT_OK, also where nothing is in memory.
 #[capi]
 pub unsafe extern "C" fn kvt_session_demote(
     session: *const kvt_session_t,
@@ -1872,14 +1648,7 @@ pub unsafe extern "C" fn kvt_session_demote(
 /// @param session      The session.
 /// @param first_token  Where they begin, a multiple of a chunk's tokens.
 /// @param tokens       How many, up to a multiple or the end; 0 = to the end.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK, also where nothing is pinned; KVT_E_INVALID, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_OK, also where nothing is pinned.
 #[capi]
 pub unsafe extern "C" fn kvt_session_unpin(
     session: *const kvt_session_t,

@@ -211,15 +211,7 @@ pub(crate) fn traits_for_c(traits: &Traits) -> kvt_sparse_traits_t {
 ///
 /// @param opts  Which, and for what.
 /// @param out   The policy; close it with kvt_sparse_close.
-/// @param err   Explains a failure, with the offset in the spec and the nearest name that
-///              exists; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_CLOSED,
-///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the policy. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @return KVT_E_SPEC, KVT_E_LIMIT, KVT_E_BUDGET.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_open(
     opts: *const kvt_sparse_opts_t,
@@ -252,12 +244,6 @@ pub unsafe extern "C" fn kvt_sparse_open(
 /// and user data of the engine's is released after it.
 ///
 /// @param policy  The handle; null, or a handle that is null, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `policy` is null or valid for reads and writes.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_close(policy: *mut *mut kvt_sparse_t) -> kvt_status_t {
     free(policy, |_| Ok(()))
@@ -267,15 +253,8 @@ pub unsafe extern "C" fn kvt_sparse_close(policy: *mut *mut kvt_sparse_t) -> kvt
 ///
 /// @param policy  The policy.
 /// @param out     The copy; close it with kvt_sparse_close.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED (a policy of the engine's own that cannot), KVT_E_BUSY,
-///         KVT_E_BUDGET, KVT_E_CLOSED (who pays was), KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Ownership: the caller owns the copy. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid.
+/// @return KVT_E_UNSUPPORTED (a policy of the engine's own that cannot), KVT_E_BUSY, KVT_E_BUDGET,
+///         KVT_E_CLOSED (who pays was).
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_fork(
     policy: *const kvt_sparse_t,
@@ -292,12 +271,8 @@ pub unsafe extern "C" fn kvt_sparse_fork(
 ///
 /// @param policy  The policy.
 /// @param out     Filled in; start it with KVT_SPARSE_TRAITS_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
-/// Threading: any thread, also in callbacks of the policy. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Threading: also in callbacks of the policy.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_traits(
     policy: *const kvt_sparse_t,
@@ -314,12 +289,7 @@ pub unsafe extern "C" fn kvt_sparse_traits(
 ///
 /// @param policy  The policy.
 /// @param out     Filled in; start it with KVT_SPARSE_STATS_INIT.
-/// @return KVT_OK; KVT_E_BUSY, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @return KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_stats(
     policy: *const kvt_sparse_t,
@@ -348,12 +318,6 @@ pub unsafe extern "C" fn kvt_sparse_stats(
 /// How many sparse policies can be opened by name.
 ///
 /// @param out_count  The number.
-/// @return KVT_OK; KVT_E_INVALID.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_count` is null or valid for writes.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_count(out_count: *mut u64) -> kvt_status_t {
     require(out_count)?;
@@ -365,12 +329,7 @@ pub unsafe extern "C" fn kvt_sparse_count(out_count: *mut u64) -> kvt_status_t {
 ///
 /// @param index  0 to kvt_sparse_count - 1.
 /// @param out    Filled in; start it with KVT_SPARSE_INFO_INIT.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @return KVT_E_NOT_FOUND.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_info(index: u64, out: *mut kvt_sparse_info_t) -> kvt_status_t {
     check_out(out)?;
@@ -535,16 +494,9 @@ unsafe fn with_keys(
 /// @param layer   The layer.
 /// @param first   The position of the first token.
 /// @param keys    [tokens, key heads, key dim]; the policy's own rows, if its traits have some.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (numbers that are not finite, too), KVT_E_STATE when tokens
-///         are missing before them, KVT_E_LIMIT, KVT_E_BUDGET when what was told before is not
-///         paid for, KVT_E_CLOSED when who pays was closed, KVT_E_BUSY, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `keys` leads to memory that can be read during the call.
+/// @return KVT_E_INVALID (numbers that are not finite, too), KVT_E_STATE when tokens are missing
+///         before them, KVT_E_LIMIT, KVT_E_BUDGET when what was told before is not paid for,
+///         KVT_E_CLOSED when who pays was closed, KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_append(
     policy: *const kvt_sparse_t,
@@ -565,13 +517,7 @@ pub unsafe extern "C" fn kvt_sparse_append(
 /// @param id      How candidates name the block.
 /// @param first   The position of its first token.
 /// @param keys    The model's keys of its tokens, all or the first ones of a block.
-/// @param err     Explains a failure; may be null.
 /// @return As kvt_sparse_append.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// As of kvt_sparse_append.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_seal(
     policy: *const kvt_sparse_t,
@@ -594,13 +540,7 @@ pub unsafe extern "C" fn kvt_sparse_seal(
 /// @param keys          Its keys, a view for each layer of the model.
 /// @param count         How many.
 /// @param stride_bytes  sizeof(kvt_rows_t).
-/// @param err           Explains a failure; may be null.
 /// @return As kvt_sparse_append.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// As of kvt_sparse_append, for each of `count` entries.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_seal_all(
     policy: *const kvt_sparse_t,
@@ -634,15 +574,8 @@ pub unsafe extern "C" fn kvt_sparse_seal_all(
 ///                   that is kept, in their order.
 /// @param sum_count  How many numbers that are.
 /// @param tokens     How many tokens are kept.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (numbers below zero or not finite, wrong counts), KVT_E_LIMIT,
-///         KVT_E_BUDGET, KVT_E_CLOSED, KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `sums` is valid for reads of `sum_count` numbers.
+/// @return KVT_E_INVALID (numbers below zero or not finite, wrong counts), KVT_E_LIMIT,
+///         KVT_E_BUDGET, KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_observe(
     policy: *const kvt_sparse_t,
@@ -665,15 +598,7 @@ pub unsafe extern "C" fn kvt_sparse_observe(
 /// @param layer        The layer.
 /// @param scores       The numbers.
 /// @param score_count  How many.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED when it wants none, KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_BUDGET, KVT_E_CLOSED, KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `scores` is valid for reads of `score_count` numbers.
+/// @return KVT_E_UNSUPPORTED when it wants none, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_score(
     policy: *const kvt_sparse_t,
@@ -690,13 +615,7 @@ pub unsafe extern "C" fn kvt_sparse_score(
 ///
 /// @param policy  The policy.
 /// @param tokens  How many are left.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_truncate(
     policy: *const kvt_sparse_t,
@@ -714,12 +633,7 @@ pub unsafe extern "C" fn kvt_sparse_truncate(
 /// The sequence begins anew.
 ///
 /// @param policy  The policy.
-/// @return KVT_OK; KVT_E_BUSY, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// None beyond a handle.
+/// @return KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_reset(policy: *const kvt_sparse_t) -> kvt_status_t {
     with_seat(policy, |seat| {
@@ -740,14 +654,7 @@ pub unsafe extern "C" fn kvt_sparse_reset(policy: *const kvt_sparse_t) -> kvt_st
 /// @param capacity       How many it has room for.
 /// @param count_out  Receives how many there are, also when there is no room; 0 = the policy
 ///                   keeps nothing with blocks.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_NOT_FOUND (a block that is not known), KVT_E_INVALID,
-///         KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `data` is null or valid for writes of `room` bytes, the others for a write.
+/// @return KVT_E_TOO_SMALL, KVT_E_NOT_FOUND (a block that is not known), KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_save(
     policy: *const kvt_sparse_t,
@@ -781,15 +688,8 @@ pub unsafe extern "C" fn kvt_sparse_save(
 /// @param first   The position of its first token.
 /// @param data    What kvt_sparse_save gave.
 /// @param count   How many bytes.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_CORRUPT, KVT_E_TOO_NEW, KVT_E_UNSUPPORTED when the policy keeps
-///         nothing with blocks, KVT_E_STATE, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUDGET,
-///         KVT_E_CLOSED, KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `data` is valid for reads of `count` bytes.
+/// @return KVT_E_CORRUPT, KVT_E_UNSUPPORTED when the policy keeps nothing with blocks, KVT_E_STATE,
+///         KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_load(
     policy: *const kvt_sparse_t,
@@ -1055,16 +955,8 @@ pub struct kvt_token_lists_t {
 ///                         call is refused before the policy is asked.
 /// @param count_out        Receives how many are chosen; with KVT_E_TOO_SMALL how much room is
 ///                         needed.
-/// @param err              Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not select there,
-///         KVT_E_INVALID (queries that are not finite, too), KVT_E_STATE (weights are missing),
-///         KVT_E_LIMIT, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs are valid for the size they state.
+/// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not select there, KVT_E_INVALID (queries
+///         that are not finite, too), KVT_E_STATE (weights are missing), KVT_E_LIMIT, KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_select(
     policy: *const kvt_sparse_t,
@@ -1114,16 +1006,8 @@ pub unsafe extern "C" fn kvt_sparse_select(
 ///                 or any.
 /// @param context  Where in the sequence that is.
 /// @param out      Start it with KVT_INDEX_INIT, and set arrays and their room.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not say that there,
-///         KVT_E_INVALID (numbers that are not finite, too), KVT_E_STATE, KVT_E_LIMIT,
-///         KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state, the arrays of `out`
-/// for writes of their room.
+/// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not say that there, KVT_E_INVALID
+///         (numbers that are not finite, too), KVT_E_STATE, KVT_E_LIMIT, KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_index(
     policy: *const kvt_sparse_t,
@@ -1151,14 +1035,7 @@ pub unsafe extern "C" fn kvt_sparse_index(
 ///
 /// @param policy  The policy.
 /// @param out     As in kvt_sparse_index.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states, its arrays for writes of their room.
+/// @return KVT_E_TOO_SMALL, KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_last_index(
     policy: *const kvt_sparse_t,
@@ -1184,16 +1061,8 @@ pub unsafe extern "C" fn kvt_sparse_last_index(
 /// @param out_count  How many numbers it has room for.
 /// @param lse        Receives [queries, query heads] log-sum-exps; may be null.
 /// @param lse_count  How many it has room for.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (a policy with rows of its
-///         own), KVT_E_UNAVAILABLE, KVT_E_LIMIT, KVT_E_STATE, KVT_E_BUSY, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Arrays are valid for their counts, structs for the size they state, and views lead to
-/// memory that can be read during the call.
+/// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (a policy with rows of its own), KVT_E_UNAVAILABLE,
+///         KVT_E_LIMIT, KVT_E_STATE, KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_prefill_attention(
     policy: *const kvt_sparse_t,
@@ -1234,16 +1103,8 @@ pub unsafe extern "C" fn kvt_sparse_prefill_attention(
 /// @param out          Start it with KVT_TOKEN_LISTS_INIT, and set arrays and their room. Counts are 0
 ///                     where all stay.
 /// @param evicted_out  Receives 1 when some have to go, else 0.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not evict there, KVT_E_STATE
-///         when sums are missing, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUSY, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state, the arrays of `out`
-/// for writes of their room.
+/// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not evict there, KVT_E_STATE when sums
+///         are missing, KVT_E_LIMIT, KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_evict(
     policy: *const kvt_sparse_t,
@@ -1273,14 +1134,7 @@ pub unsafe extern "C" fn kvt_sparse_evict(
 ///
 /// @param policy  The policy.
 /// @param out     As in kvt_sparse_evict.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states, its arrays for writes of their room.
+/// @return KVT_E_TOO_SMALL, KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_last_kept(
     policy: *const kvt_sparse_t,
@@ -1297,14 +1151,7 @@ pub unsafe extern "C" fn kvt_sparse_last_kept(
 /// @param policy  The policy.
 /// @param layer   The layer.
 /// @param kept    The lists; any part of what is there.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_NOMEM,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `kept` is null or valid for the size it states, its arrays for reads of their counts.
+/// @return KVT_E_LIMIT, KVT_E_BUSY.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_evicted(
     policy: *const kvt_sparse_t,
@@ -2037,15 +1884,7 @@ unsafe fn heads_of(given: *const kvt_attention_t) -> Result<Heads> {
 /// @param out              Start it with KVT_INDEX_INIT, and set arrays and their room.
 /// @param first_query_out  Receives first_query of a problem over these rows, whose first_key
 ///                         is 0.
-/// @param err              Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL with counts in `out`, KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state, arrays for reads of
-/// their counts, those of `out` for writes of their room.
+/// @return KVT_E_TOO_SMALL with counts in `out`, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_index_place(
     attention: *const kvt_attention_t,
@@ -2080,14 +1919,7 @@ pub unsafe extern "C" fn kvt_index_place(
 /// @param sum_count    How many numbers that are.
 /// @param out          [query heads, tokens], or [tokens]. After a failure it means nothing.
 /// @param out_count    How many numbers that are.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state, arrays for their
-/// counts.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_sums_place(
     resident: *const kvt_resident_tokens_t,
@@ -2126,13 +1958,7 @@ pub unsafe extern "C" fn kvt_sums_place(
 /// @param limits       The largest that problems become.
 /// @param memory_out   Receives numbers of a job's memory (0 but for decodes); may be null.
 /// @param scratch_out  Receives numbers of scratch of each thread; may be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `limits` is valid for the size it states.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_kernel_workspace(
     kernel: u32,

@@ -158,20 +158,11 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
 ///                 of what the machine or the cgroup can give now, less a reserve.
 /// @param opts     What it is to be like; null for defaults.
 /// @param out      The store; close it with kvt_store_close.
-/// @param err      Explains a failure, with the offset in the spec and the nearest
-///                 name that exists; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory, or the control socket's
-///         path, is in use), KVT_E_STATE (what is at that path is no socket of this
+/// @return KVT_E_SPEC, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_BUSY (the directory, or the control
+///         socket's path, is in use), KVT_E_STATE (what is at that path is no socket of this
 ///         user's), KVT_E_NOT_FOUND (a folder above that of the disk is missing), KVT_E_IO,
-///         KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_UNAVAILABLE (a remote that is required, or that refuses us),
-///         KVT_E_UNSUPPORTED (a remote that is not built in), KVT_E_PANIC.
-///
-/// Ownership: the caller owns the store. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+///         KVT_E_CORRUPT, KVT_E_UNAVAILABLE (a remote that is required, or that refuses us),
+///         KVT_E_UNSUPPORTED (a remote that is not built in).
 #[capi]
 pub unsafe extern "C" fn kvt_store_open(
     runtime: *const kvt_runtime_t,
@@ -220,16 +211,9 @@ pub unsafe extern "C" fn kvt_store_open(
 /// @param store        Pointer to the handle, cleared on success; null, or a null
 ///                     handle, is fine.
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY at the deadline (the store stays closing and valid:
-///         call again); KVT_E_IO when the disk failed at the end (all the same it is
-///         closed: call again to free the handle); KVT_E_REENTRANT inside a callback;
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
+/// @return KVT_E_BUSY at the deadline (the store stays closing and valid: call again), KVT_E_IO
+///         when the disk failed at the end (all the same it is closed: call again to free the
+///         handle), KVT_E_REENTRANT inside a callback.
 #[capi]
 pub unsafe extern "C" fn kvt_store_close(
     store: *mut *mut kvt_store_t,
@@ -382,12 +366,6 @@ pub struct kvt_store_stats_t {
 ///
 /// @param store  The store.
 /// @param out    Filled in; start it with KVT_STORE_STATS_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_store_stats(
     store: *const kvt_store_t,
@@ -480,12 +458,6 @@ fn stats_for_c(report: &Report, adopted: &Adopted) -> kvt_store_stats_t {
 /// @param out_capacity  Room at `out`. Numbers grow: leave some to spare.
 /// @param out_bytes     Length of the text; also written with KVT_E_TOO_SMALL. May
 ///                      be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
 #[capi]
 pub unsafe extern "C" fn kvt_store_metrics(
     store: *const kvt_store_t,
@@ -796,19 +768,11 @@ unsafe fn group_of(row: &kvt_group_t) -> Result<Group> {
 /// @param layout    What the KV is made of.
 /// @param flags     KVT_NAMESPACE_*.
 /// @param out       The namespace; close it with kvt_namespace_close.
-/// @param err       Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (also when it is open with other flags),
-///         KVT_E_SPEC (the recipe names an unknown codec), KVT_E_LIMIT (65,536
-///         namespaces, or those of 64 layouts, are open or have chunks that are
-///         held or pinned; what nobody has open gives way), KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_INVALID (also when it is open with other flags), KVT_E_SPEC (the recipe names an
+///         unknown codec), KVT_E_LIMIT (65,536 namespaces, or those of 64 layouts, are open or have
+///         chunks that are held or pinned; what nobody has open gives way).
 ///
 /// Ownership: the caller owns the namespace; structs and arrays are copied.
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state, arrays
-/// for their lengths.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_open(
     store: *const kvt_store_t,
@@ -848,12 +812,6 @@ pub unsafe extern "C" fn kvt_namespace_open(
 ///
 /// @param ns    The namespace.
 /// @param out_key  Receives KVT_KEY_BYTES bytes.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_key` is null or valid for writes of 32 bytes.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_key(
     ns: *const kvt_namespace_t,
@@ -871,12 +829,6 @@ pub unsafe extern "C" fn kvt_namespace_key(
 ///
 /// @param ns  Pointer to the handle, cleared on success; null, or a null
 ///               handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `space` is null or valid for reads and writes.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_close(ns: *mut *mut kvt_namespace_t) -> kvt_status_t {
     free(ns, |_| Ok(()))
@@ -1044,14 +996,7 @@ pub(crate) unsafe fn answer(
 /// @param out_count     How many ranges there are; also written with KVT_E_TOO_SMALL.
 ///                      May be null.
 /// @param out           The sum of it; start it with KVT_LOOKUP_INIT. May be null.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `out` is valid for the size it states.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_lookup(
     ns: *const kvt_namespace_t,
@@ -1082,13 +1027,7 @@ pub unsafe extern "C" fn kvt_namespace_lookup(
 /// @param stride_bytes  See kvt_namespace_lookup.
 /// @param out_count     See kvt_namespace_lookup.
 /// @param out           See kvt_namespace_lookup.
-/// @param err           Explains a failure; may be null.
 /// @return As kvt_namespace_lookup.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// As kvt_namespace_lookup.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_lookup_keys(
     ns: *const kvt_namespace_t,
@@ -1129,13 +1068,7 @@ unsafe fn given_keys<'a>(keys: *const u8, count: u64) -> Result<&'a [Key]> {
 ///                   that has every layer. 1 << KVT_TIER_REMOTE is a hint, and never makes
 ///                   it whole: the remote had all of it when that was last heard of, and is
 ///                   not left alone now. 0 = it is not there, or layers of it are missing.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `keys` and `out` are null with a count of 0, or valid for their lengths.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_exists(
     ns: *const kvt_namespace_t,
@@ -1184,14 +1117,6 @@ pub struct kvt_prefill_t {
 /// @param context_tokens  Tokens before the first one that was computed.
 /// @param tokens          How many were computed, at least 1.
 /// @param duration_ns              How long that took, 1 to an hour.
-/// @param err             Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_observe_prefill(
     ns: *const kvt_namespace_t,
@@ -1210,14 +1135,6 @@ pub unsafe extern "C" fn kvt_namespace_observe_prefill(
 /// @param ns  The namespace.
 /// @param cost   alpha_ns and beta_ns of it, 0 to 1e15 each, are read; null = go by
 ///               what is observed again.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `cost` is valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_fix_prefill(
     ns: *const kvt_namespace_t,
@@ -1240,12 +1157,6 @@ pub unsafe extern "C" fn kvt_namespace_fix_prefill(
 ///
 /// @param ns  The namespace.
 /// @param out    Filled in; start it with KVT_PREFILL_INIT.
-/// @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_prefill(
     ns: *const kvt_namespace_t,
@@ -1340,13 +1251,7 @@ fn event_for_c(event: &Event) -> kvt_store_event_t {
 /// @param out_count     How many were written.
 /// @param out_missed    How many between cursor and the next call's were lost; may be
 ///                      null.
-/// @return KVT_OK, also when there is none; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `events` is valid for `capacity` * `stride_bytes`.
+/// @return KVT_OK, also when there is none, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_store_events(
     store: *const kvt_store_t,
@@ -1397,16 +1302,10 @@ pub unsafe extern "C" fn kvt_store_events(
 ///                in its cursor; UINT64_MAX for the next one to come.
 /// @param opts    Queue, tag, deadline; null for defaults.
 /// @param op_out  Receives the op; null with a queue to be told by that alone.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_AGAIN (1,024 watches wait, as many ops are under way as may be, or the
-///         queue is full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_AGAIN (1,024 watches wait, as many ops are under way as may be, or the queue is
+///         full).
 ///
 /// Ownership: the caller owns the op. A store that is closed ends it with KVT_E_CANCELLED.
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_store_watch(
     store: *const kvt_store_t,
@@ -1428,17 +1327,8 @@ pub unsafe extern "C" fn kvt_store_watch(
 /// @param tier        KVT_TIER_HOST or KVT_TIER_DISK.
 /// @param spec        The policy, as in the store's spec.
 /// @param spec_bytes  Its length.
-/// @param err         Explains a failure, with the offset in the spec and the nearest name
-///                    that exists; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOT_FOUND when there is no disk,
-///         KVT_E_UNSUPPORTED for another tier, KVT_E_INVALID, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on
-///         failure.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for
+///         another tier, KVT_E_PANIC. Nothing changes on failure.
 #[capi]
 pub unsafe extern "C" fn kvt_store_set_policy(
     store: *const kvt_store_t,
@@ -1462,16 +1352,8 @@ pub unsafe extern "C" fn kvt_store_set_policy(
 /// @param tier   KVT_TIER_HOST or KVT_TIER_DISK.
 /// @param bytes  Most bytes; of memory at least 64 KiB, of a disk at least what an opening
 ///               wants.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID or KVT_E_LIMIT when it is too little,
-///         KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for another tier,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing
-///         changes on failure.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_INVALID or KVT_E_LIMIT when it is too little, KVT_E_NOT_FOUND when there is no
+///         disk, KVT_E_UNSUPPORTED for another tier, KVT_E_PANIC. Nothing changes on failure.
 #[capi]
 pub unsafe extern "C" fn kvt_store_set_budget(
     store: *const kvt_store_t,
@@ -1591,14 +1473,7 @@ fn timed(kind: u32, times: &Latency) -> kvt_latency_t {
 /// @param capacity      Room there, in entries.
 /// @param stride_bytes  sizeof(kvt_policy_log_entry_t).
 /// @param out_count     How many were written.
-/// @return KVT_OK; KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for
-///         another tier, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for another tier, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_store_evictions(
     store: *const kvt_store_t,
@@ -1631,13 +1506,7 @@ pub unsafe extern "C" fn kvt_store_evictions(
 /// @param stride_bytes  sizeof(kvt_tenant_t).
 /// @param out_count     How many there are; also written with KVT_E_TOO_SMALL. May be
 ///                      null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_store_tenants(
     store: *const kvt_store_t,
@@ -1668,13 +1537,7 @@ pub unsafe extern "C" fn kvt_store_tenants(
 /// @param stride_bytes  sizeof(kvt_latency_t).
 /// @param out_count     How many there are; also written with KVT_E_TOO_SMALL. May be
 ///                      null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_store_latencies(
     store: *const kvt_store_t,
@@ -1831,12 +1694,6 @@ fn remote_stats_for_c(breaker: &Breaker, counted: &RemoteCounters) -> kvt_remote
 ///
 /// @param store  The store.
 /// @param out    Filled in; start it with KVT_REMOTE_STATS_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_store_remote(
     store: *const kvt_store_t,

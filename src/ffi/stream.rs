@@ -192,15 +192,8 @@ pub(crate) unsafe fn paths(
 /// @param path_count    How many.
 /// @param stride_bytes  sizeof(kvt_str_t).
 /// @param out           The model; close it with kvt_model_close.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_CORRUPT (files that are not what they say, with the reason),
-///         KVT_E_UNSUPPORTED, KVT_E_NOT_FOUND, KVT_E_IO, KVT_E_LIMIT, KVT_E_INVALID,
-///         KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the model. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; texts are valid for their lengths.
+/// @return KVT_E_CORRUPT (files that are not what they say, with the reason), KVT_E_UNSUPPORTED,
+///         KVT_E_NOT_FOUND, KVT_E_IO, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_model_open(
     paths: *const kvt_str_t,
@@ -222,12 +215,6 @@ pub unsafe extern "C" fn kvt_model_open(
 /// were borrowed from it go.
 ///
 /// @param model  Pointer to the handle; null, or a null handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `model` is null or valid for reads and writes.
 #[capi]
 pub unsafe extern "C" fn kvt_model_close(model: *mut *mut kvt_model_t) -> kvt_status_t {
     free(model, |_| Ok(()))
@@ -237,12 +224,8 @@ pub unsafe extern "C" fn kvt_model_close(model: *mut *mut kvt_model_t) -> kvt_st
 ///
 /// @param model  The model.
 /// @param out    Filled in; start it with KVT_MODEL_INFO_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
-/// Ownership: texts are borrowed until the model is closed. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Ownership: texts are borrowed until the model is closed.
 #[capi]
 pub unsafe extern "C" fn kvt_model_info(
     model: *const kvt_model_t,
@@ -286,12 +269,8 @@ pub unsafe extern "C" fn kvt_model_info(
 /// @param model  The model.
 /// @param file   Which, below kvt_model_info_t.files.
 /// @param out    Filled in; start it with KVT_MODEL_FILE_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
-/// Ownership: the path is borrowed until the model is closed. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Ownership: the path is borrowed until the model is closed.
 #[capi]
 pub unsafe extern "C" fn kvt_model_file(
     model: *const kvt_model_t,
@@ -444,12 +423,8 @@ fn row_of(part: &Part) -> kvt_part_t {
 /// @param model  The model.
 /// @param unit   Which, below kvt_model_info_t.units.
 /// @param out    Filled in; start it with KVT_UNIT_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
-/// Ownership: the name is borrowed until the model is closed. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Ownership: the name is borrowed until the model is closed.
 #[capi]
 pub unsafe extern "C" fn kvt_model_unit(
     model: *const kvt_model_t,
@@ -483,13 +458,8 @@ pub unsafe extern "C" fn kvt_model_unit(
 /// @param tensor  Which, below kvt_model_info_t.tensors: they are in the order of files and
 ///                offsets.
 /// @param out     Filled in; start it with KVT_TENSOR_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
-/// Ownership: name and dims are borrowed until the model is closed. Threading: any thread.
-/// Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Ownership: name and dims are borrowed until the model is closed.
 #[capi]
 pub unsafe extern "C" fn kvt_model_tensor(
     model: *const kvt_model_t,
@@ -547,13 +517,7 @@ unsafe fn give_parts(
 /// @param capacity          How many it has room for.
 /// @param stride_bytes  sizeof(kvt_part_t).
 /// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `parts` is null or valid for writes of its entries, `count_out` for a write.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_model_unit_parts(
     model: *const kvt_model_t,
@@ -580,11 +544,6 @@ pub unsafe extern "C" fn kvt_model_unit_parts(
 /// @param stride_bytes  sizeof(kvt_part_t).
 /// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return As kvt_model_unit_parts.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `parts` is null or valid for writes of its entries, `count_out` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_model_tensor_parts(
     model: *const kvt_model_t,
@@ -608,13 +567,7 @@ pub unsafe extern "C" fn kvt_model_tensor_parts(
 /// @param name        The name.
 /// @param name_bytes  Its length.
 /// @param out         Receives its number.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `name` is null or valid for its length, `out` for a write.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_model_find(
     model: *const kvt_model_t,
@@ -640,12 +593,7 @@ pub unsafe extern "C" fn kvt_model_find(
 /// @param layer   The layer.
 /// @param expert  The expert; KVT_NONE = the layer itself.
 /// @param out     Receives the unit.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for a write.
+/// @return KVT_E_NOT_FOUND.
 #[capi]
 pub unsafe extern "C" fn kvt_model_layer(
     model: *const kvt_model_t,
@@ -770,15 +718,8 @@ unsafe fn entry_of(given: &kvt_unit_entry_t, stride_bytes: u64) -> Result<Entry>
 ///
 /// @param table  Files and units. The library takes copies.
 /// @param out    The model; close it with kvt_model_close.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (units without bytes, two of the same layer and expert, ranges
-///         that overlap or lie outside of their file), KVT_E_NOT_FOUND, KVT_E_IO, KVT_E_LIMIT,
-///         KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the model. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `table` is valid for the size it states.
+/// @return KVT_E_INVALID (units without bytes, two of the same layer and expert, ranges that
+///         overlap or lie outside of their file), KVT_E_NOT_FOUND, KVT_E_IO, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_model_table(
     table: *const kvt_model_table_t,
@@ -1396,15 +1337,8 @@ unsafe fn planned<R>(
 /// @param residency         Receives the home of each unit; may be null with room for 0.
 /// @param capacity     How many it has room for: kvt_model_info_t.units.
 /// @param stride_bytes  sizeof(kvt_unit_residency_t).
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
-///         it takes at least), KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM,
-///         KVT_E_TOO_NEW, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @return KVT_E_BUDGET when the model cannot run in that memory (the message says what it takes at
+///         least), KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_model_plan(
     model: *const kvt_model_t,
@@ -1432,13 +1366,7 @@ pub unsafe extern "C" fn kvt_model_plan(
 ///                      out_capacity 0 to learn the size.
 /// @param out_capacity  Room at `out`. Free memory changes meanwhile: leave some to spare.
 /// @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
-/// @param err           Explains a failure; may be null.
 /// @return As kvt_model_plan.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs for the size they state.
 #[capi]
 pub unsafe extern "C" fn kvt_model_plan_describe(
     model: *const kvt_model_t,
@@ -1465,13 +1393,7 @@ pub unsafe extern "C" fn kvt_model_plan_describe(
 ///                     those not named are as the terms say.
 /// @param links_bytes  Its length.
 /// @param out          Receives it; start it with KVT_FORECAST_INIT.
-/// @param err          Explains a failure, with the offset in `links`; may be null.
 /// @return As kvt_model_plan; KVT_E_SPEC, KVT_E_INVALID when a link that is needed is not known.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs for the size they state.
 #[capi]
 pub unsafe extern "C" fn kvt_model_what_if(
     model: *const kvt_model_t,
@@ -1561,19 +1483,11 @@ fn place_of(code: u64) -> Result<Target> {
 /// @param runtime  Where it belongs.
 /// @param opts     What it streams, and how.
 /// @param out      The streamer; close it with kvt_stream_close.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
-///         it takes at least), KVT_E_CORRUPT when a file is not what it was when the model was
-///         opened, KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_SPEC, KVT_E_UNSUPPORTED (a device seat without
-///         a device, a host seat with one, units in place on a device that has no addresses
-///         which stay while memory moves: the host device and custom ones), KVT_E_INVALID,
-///         KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Ownership: the caller owns the streamer. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @return KVT_E_BUDGET when the model cannot run in that memory (the message says what it takes at
+///         least), KVT_E_CORRUPT when a file is not what it was when the model was opened,
+///         KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_SPEC, KVT_E_UNSUPPORTED (a device seat without a
+///         device, a host seat with one, units in place on a device that has no addresses which
+///         stay while memory moves: the host device and custom ones), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_open(
     runtime: *const kvt_runtime_t,
@@ -1607,15 +1521,9 @@ pub unsafe extern "C" fn kvt_stream_open(
 /// @param stream       Pointer to the handle, cleared on success; null, or a null handle, is
 ///                     fine.
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY while units are in use (it stays open: give them back first), or
-///         when reads have not ended at the deadline (it stays closing and valid: call again);
-///         KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
+/// @return KVT_E_BUSY while units are in use (it stays open: give them back first), or when reads
+///         have not ended at the deadline (it stays closing and valid: call again), KVT_E_REENTRANT
+///         inside a callback.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_close(
     stream: *mut *mut kvt_stream_t,
@@ -1637,19 +1545,13 @@ pub unsafe extern "C" fn kvt_stream_close(
 /// @param flags        KVT_ACQUIRE_POLL or 0.
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
 /// @param out          Receives where it is; start it with KVT_UNIT_LEASE_INIT.
-/// @param err          Explains a failure; may be null, which costs less where KVT_E_AGAIN is
-///                     expected.
-/// @return KVT_OK; KVT_E_AGAIN (poll: it is on its way), KVT_E_TIMEOUT, KVT_E_BUSY when all
-///         slots are in use by the engine, KVT_E_CORRUPT (bytes that are not what their
-///         checksums say, a file that has changed), KVT_E_IO, KVT_E_INVALID (no such unit),
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. A failed read is tried again
-///         when the unit is asked for again.
+/// @return KVT_E_AGAIN (poll: it is on its way), KVT_E_TIMEOUT, KVT_E_BUSY when all slots are in
+///         use by the engine, KVT_E_CORRUPT (bytes that are not what their checksums say, a file
+///         that has changed), KVT_E_IO, KVT_E_INVALID (no such unit), KVT_E_PANIC. A failed read is
+///         tried again when the unit is asked for again.
 ///
 /// Ownership: the bytes are borrowed until kvt_stream_release, and are to be read alone.
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Waits.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_acquire(
     stream: *const kvt_stream_t,
@@ -1689,17 +1591,10 @@ pub unsafe extern "C" fn kvt_stream_acquire(
 /// @param after   The device's event after which its memory may be used for another; 0 = now.
 ///                The streamer takes it over, and releases it. kvt_device_import_event makes one of an
 ///                event of the engine's.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_STATE when it was given back before, KVT_E_INVALID,
-///         KVT_E_UNSUPPORTED (an event, without a device), KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC: it was not given back. What a copy failed with that was on its way when
-///         the unit was had: it was given back, `held` is cleared, and what was computed with
+/// @return KVT_E_STATE when it was given back before, KVT_E_UNSUPPORTED (an event, without a
+///         device), KVT_E_PANIC: it was not given back. What a copy failed with that was on its way
+///         when the unit was had: it was given back, `held` is cleared, and what was computed with
 ///         it is wrong.
-///
-/// Threading: any thread, also another one than had it. Since 0.1.
-///
-/// # Safety
-/// `held` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_release(
     stream: *const kvt_stream_t,
@@ -1770,14 +1665,9 @@ pub struct kvt_stream_progress_t {
 ///
 /// @param stream       The streamer.
 /// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TIMEOUT, KVT_E_REENTRANT inside a callback; KVT_E_IO, KVT_E_CORRUPT,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_TIMEOUT, KVT_E_REENTRANT inside a callback, KVT_E_IO, KVT_E_CORRUPT.
 ///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// Waits.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_load(
     stream: *const kvt_stream_t,
@@ -1792,12 +1682,6 @@ pub unsafe extern "C" fn kvt_stream_load(
 ///
 /// @param stream  The streamer.
 /// @param out     Filled in; start it with KVT_STREAM_PROGRESS_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_progress(
     stream: *const kvt_stream_t,
@@ -1821,14 +1705,7 @@ pub unsafe extern "C" fn kvt_stream_progress(
 /// changed meanwhile is not used any more.
 ///
 /// @param stream  The streamer.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_CORRUPT when a file is not what it was, KVT_E_IO, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_CORRUPT when a file is not what it was, KVT_E_IO.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_pass_begin(
     stream: *const kvt_stream_t,
@@ -1841,13 +1718,6 @@ pub unsafe extern "C" fn kvt_stream_pass_begin(
 /// their way already.
 ///
 /// @param stream  The streamer.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_pass_end(
     stream: *const kvt_stream_t,
@@ -1863,14 +1733,7 @@ pub unsafe extern "C" fn kvt_stream_pass_end(
 /// @param stream  The streamer.
 /// @param units   The units.
 /// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (no such unit), KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `units` is null or valid for reads of `count` numbers.
+/// @return KVT_E_INVALID (no such unit), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_hint(
     stream: *const kvt_stream_t,
@@ -1890,15 +1753,7 @@ pub unsafe extern "C" fn kvt_stream_hint(
 /// @param stream  The streamer.
 /// @param limits    What there is from now on.
 /// @param out     Receives the new plan; start it with KVT_STREAM_PLAN_INIT. May be null.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUDGET when the slots do not fit any more (nothing was changed),
-///         KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs for the size they state.
+/// @return KVT_E_BUDGET when the slots do not fit any more (nothing was changed).
 #[capi]
 pub unsafe extern "C" fn kvt_stream_rebalance(
     stream: *const kvt_stream_t,
@@ -2021,13 +1876,7 @@ pub struct kvt_stream_mark_t {
 /// @param residency         Receives the home of each unit; may be null with room for 0.
 /// @param capacity     How many it has room for.
 /// @param stride_bytes  sizeof(kvt_unit_residency_t).
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs for the size they state.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_plan(
     stream: *const kvt_stream_t,
@@ -2050,12 +1899,6 @@ pub unsafe extern "C" fn kvt_stream_plan(
 ///                      out_capacity 0 to learn the size.
 /// @param out_capacity  Room at `out`.
 /// @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_plan_describe(
     stream: *const kvt_stream_t,
@@ -2076,14 +1919,7 @@ pub unsafe extern "C" fn kvt_stream_plan_describe(
 ///                     not named are as they are.
 /// @param links_bytes  Its length.
 /// @param out          Receives it; start it with KVT_FORECAST_INIT.
-/// @param err          Explains a failure, with the offset in `links`; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_INVALID when a link that is needed is not
-///         known; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `out` for the size it states.
+/// @return KVT_E_SPEC, KVT_E_LIMIT, KVT_E_INVALID when a link that is needed is not known.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_what_if(
     stream: *const kvt_stream_t,
@@ -2103,12 +1939,6 @@ pub unsafe extern "C" fn kvt_stream_what_if(
 ///
 /// @param stream  The streamer.
 /// @param out     Filled in; start it with KVT_STREAM_STATS_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_stats(
     stream: *const kvt_stream_t,
@@ -2173,13 +2003,7 @@ unsafe fn give_rows<T: Plain, F>(
 /// @param capacity          How many it has room for.
 /// @param stride_bytes  sizeof(kvt_layer_count_t).
 /// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `rows` is null or valid for writes of its entries, `count_out` for a write.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_layers(
     stream: *const kvt_stream_t,
@@ -2207,11 +2031,6 @@ pub unsafe extern "C" fn kvt_stream_layers(
 /// @param stride_bytes  sizeof(kvt_stream_mark_t).
 /// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return As kvt_stream_layers.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `rows` is null or valid for writes of its entries, `count_out` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_marks(
     stream: *const kvt_stream_t,
@@ -2236,12 +2055,6 @@ pub unsafe extern "C" fn kvt_stream_marks(
 ///                      out_capacity 0 to learn the size.
 /// @param out_capacity  Room at `out`.
 /// @param out_bytes     Length of the text; also written with KVT_E_TOO_SMALL. May be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_engine(
     stream: *const kvt_stream_t,
@@ -2263,14 +2076,9 @@ pub unsafe extern "C" fn kvt_stream_engine(
 /// @param stream   The streamer.
 /// @param unit     The unit.
 /// @param sum_out  Receives its checksum; may be null.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_CORRUPT when it is not what it was, KVT_E_IO, KVT_E_INVALID, KVT_E_BUDGET,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_CORRUPT when it is not what it was, KVT_E_IO, KVT_E_BUDGET.
 ///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid.
+/// Waits.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_verify(
     stream: *const kvt_stream_t,
@@ -2288,12 +2096,7 @@ pub unsafe extern "C" fn kvt_stream_verify(
 /// @param stream  The streamer.
 /// @param unit    The unit.
 /// @param out     Receives it.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for a write.
+/// @return KVT_E_NOT_FOUND.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_sum(
     stream: *const kvt_stream_t,
@@ -2316,14 +2119,9 @@ pub unsafe extern "C" fn kvt_stream_sum(
 /// @param unit         The unit; KVT_NONE = the whole range of addresses.
 /// @param address_out  Receives the address.
 /// @param bytes_out    Receives how many bytes it has; may be null.
-/// @return KVT_OK; KVT_E_STATE when units are not in place, KVT_E_INVALID, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_STATE when units are not in place.
 ///
-/// Ownership: the range is the streamer's, and goes with its close. Threading: any thread.
-/// Since 0.1.
-///
-/// # Safety
-/// `address_out` is null or valid for a write, and so is `bytes_out`.
+/// Ownership: the range is the streamer's, and goes with its close.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_fixed(
     stream: *const kvt_stream_t,

@@ -230,15 +230,9 @@ fn keep(trace: Trace, flat: bool) -> Result<*mut kvt_trace_t> {
 ///
 /// @param opts  What to read.
 /// @param out   The trace; free it with kvt_trace_free.
-/// @param err   Explains a failure, with the place in the file; may be null.
-/// @return KVT_OK; KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_CORRUPT, KVT_E_SPEC, KVT_E_LIMIT,
-///         KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_CORRUPT, KVT_E_SPEC, KVT_E_LIMIT.
 ///
-/// Ownership: the caller owns the trace. Threading: any thread; takes as long as the
-/// file is long. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// Takes as long as the file is long.
 #[capi]
 pub unsafe extern "C" fn kvt_trace_open(
     opts: *const kvt_trace_opts_t,
@@ -270,14 +264,7 @@ pub unsafe extern "C" fn kvt_trace_open(
 ///
 /// @param opts  What to make; its path is not used.
 /// @param out   The trace; free it with kvt_trace_free.
-/// @param err   Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the trace. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_SPEC, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_trace_generate(
     opts: *const kvt_trace_opts_t,
@@ -301,12 +288,6 @@ pub unsafe extern "C" fn kvt_trace_generate(
 /// Frees a trace. Replays that are going on go on to their end.
 ///
 /// @param trace  Pointer to the handle, which is cleared; null is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `trace` is null or valid for reads and writes.
 #[capi]
 pub unsafe extern "C" fn kvt_trace_free(trace: *mut *mut kvt_trace_t) -> kvt_status_t {
     free(trace, |_| Ok(()))
@@ -316,12 +297,8 @@ pub unsafe extern "C" fn kvt_trace_free(trace: *mut *mut kvt_trace_t) -> kvt_sta
 ///
 /// @param trace  The trace.
 /// @param out    Filled in; start it with KVT_TRACE_INFO_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
-/// Threading: any thread; goes through the whole trace. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Goes through the whole trace.
 #[capi]
 pub unsafe extern "C" fn kvt_trace_info(
     trace: *const kvt_trace_t,
@@ -402,15 +379,10 @@ fn report(r: &Report) -> kvt_replay_report_t {
 /// @param trace  The trace.
 /// @param opts   Policy, capacity and the rest.
 /// @param out    Filled in; start it with KVT_REPLAY_REPORT_INIT.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW,
-///         KVT_E_CANCELLED (progress said so), KVT_E_REENTRANT (in a callback),
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_SPEC, KVT_E_LIMIT, KVT_E_CANCELLED (progress said so), KVT_E_REENTRANT (in a
+///         callback).
 ///
-/// Threading: any thread, several at a time; takes as long as the trace. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the sizes they state.
+/// Takes as long as the trace.
 #[capi]
 pub unsafe extern "C" fn kvt_trace_replay(
     trace: *const kvt_trace_t,
