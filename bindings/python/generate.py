@@ -64,7 +64,7 @@ class Header:
 
 
 def without_comments(text: str) -> str:
-    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.S)
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.S)
     return re.sub(r"//[^\n]*", "", text)
 
 

@@ -37,7 +37,7 @@ python3 "$here/layout.py" --functions | sort >"$work/functions"
 same "the header declares what is exported" "$work/symbols" "$work/functions"
 sort -u "$here/symbols.txt" >"$work/sorted"
 same "symbols.txt is sorted, each once" "$here/symbols.txt" "$work/sorted"
-grep -v '^ *\*' "$root/include/kvtier/kvtier.h" | grep -oE '\bkvt_[a-z0-9_]+\(' |
+grep -vE '^ *(\*|///)' "$root/include/kvtier/kvtier.h" | grep -oE '\bkvt_[a-z0-9_]+\(' |
     sort | uniq -d >"$work/twice"
 : >"$work/none"
 same "no function is declared twice" "$work/none" "$work/twice"

@@ -28,7 +28,7 @@ COMPILERS = ["gcc", "clang"]
 def header():
     with open(os.path.join(INCLUDE, "kvtier", "kvtier.h"), encoding="utf-8") as f:
         text = f.read()
-    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.S)
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.S)
     return re.sub(r"//[^\n]*", " ", text)
 
 

@@ -1156,7 +1156,7 @@ static void refusing(void) {
     k.memory[5] = 0;
     const kvt_status_t untold =
         kvt_offload_put(engine.offload, 0, 40, 20, &k.view, &v.view, NULL, NULL, &err);
-    REFUSED(untold, KVT_E_INVALID, "nobody is told");
+    REFUSED(untold, KVT_E_INVALID, "op_out is null");
     check_tokens();
     CHECK(op == NULL);
     free(k.memory);

@@ -95,7 +95,7 @@ def main():
     folder, path, name = store()
     print(f"\nthe store: {len(list(files(folder)))} files, {fields(path, name)} fields in {name}")
     header = text_of(os.path.join(ROOT, "include/kvtier/kvtier.h"))
-    code = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    code = re.sub(r"/\*.*?\*/|//[^\n]*", "", header, flags=re.S)
     functions = len(re.findall(r"^[a-z].*\bkvt_\w+\(", code, re.M))
     lines = len(header.splitlines())
     print(f"the header: {lines} lines, {functions} functions, {lines / functions:.0f} lines each")

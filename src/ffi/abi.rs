@@ -1,5 +1,5 @@
-//! The machinery of the boundary: guards against panics, handles, structs that grow, and pointers
-//! with a length. The exported functions stand on it, and on the macros of `kvtier-macros`.
+//! Machinery of the C boundary: panic guards, handles, structs that grow, and pointers with a
+//! length. The exported functions use it, and the macros of `kvtier-macros`.
 
 use std::ffi::{c_char, c_void};
 use std::ops::Deref;
@@ -19,14 +19,14 @@ pub(crate) use kvtier_macros::{Plain, capi};
 
 // Guards.
 
-/// Runs the body of an exported function. A panic becomes KVT_E_PANIC.
+/// Runs the body of an exported function, and returns its status. A panic becomes KVT_E_PANIC.
 #[inline]
 pub(crate) fn guard(body: impl FnOnce() -> Result<()>) -> kvt_status_t {
     match catch(body) {
         Ok(Ok(())) => Status::Ok.code(),
         Ok(Err(error)) => error.status().code(),
         Err(text) => {
-            log::error!("caught a defect: {text}");
+            log::error!("caught a panic, a defect of this library: {text}");
             Status::Panic.code()
         }
     }
@@ -35,7 +35,7 @@ pub(crate) fn guard(body: impl FnOnce() -> Result<()>) -> kvt_status_t {
 /// Like [`guard`], for functions that explain their failures through `err`.
 ///
 /// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// `err` is null or points to a handle that is null or of an error.
 pub(crate) unsafe fn guard_err(
     err: *mut *mut kvt_error_t,
     body: impl FnOnce() -> Result<()>,
@@ -44,7 +44,7 @@ pub(crate) unsafe fn guard_err(
         Ok(Ok(())) => return Status::Ok.code(),
         Ok(Err(error)) => error,
         Err(text) => {
-            log::error!("caught a defect: {text}");
+            log::error!("caught a panic, a defect of this library: {text}");
             Error::new(Status::Panic, text)
         }
     };
@@ -56,8 +56,9 @@ pub(crate) unsafe fn guard_err(
     status
 }
 
-/// A caller's callback with its data, not yet taken over. A destroy function without a callback is
-/// refused: nobody would ever call it.
+/// A callback of the caller with its user data, which the caller owns until [`Foreign::keep`]. None
+/// if the function is null. INVALID = a destroy function without a callback, which would never be
+/// called.
 pub(crate) fn foreign<F: Copy>(
     function: Option<F>,
     user_data: *mut c_void,
@@ -65,29 +66,31 @@ pub(crate) fn foreign<F: Copy>(
 ) -> Result<Option<Arc<Foreign<F>>>> {
     match function {
         Some(function) => Ok(Some(Arc::new(Foreign::new(function, user_data, destroy)))),
-        None if destroy.is_some() => fail!(Invalid, "a destroy without the callback it belongs to"),
+        None if destroy.is_some() => {
+            fail!(Invalid, "destroy is set and its callback is null: pass both, or neither")
+        }
         None => Ok(None),
     }
 }
 
 // Handles: pointers that are never followed. A handle encodes the type, the slot and the generation
-// of an object. Its top bits keep it out of every address that a program can have: a program that
-// follows one by mistake faults at once.
+// of an object. Its top bits make it differ from every valid address: a program that follows a
+// handle by mistake faults at once.
 
-/// Not a canonical x86-64 address, whatever the low bits are.
+/// Top byte of handles: no canonical x86-64 address has it, whatever the low bits are.
 const MARK: u64 = 0x80;
 const TYPE_SHIFT: u32 = 56;
 const KEY_BITS: u64 = (1 << TYPE_SHIFT) - 1;
 
-/// A type that crosses the boundary as a handle. [`noun!`] implements it.
+/// A type of objects that C knows by handles. [`noun!`] implements it.
 pub(crate) trait Noun: Send + Sync + Sized + 'static {
     /// The opaque C type.
     type C: Opaque<Noun = Self>;
-    /// Its number in handles; never reused.
+    /// Number of the type in handles; never reused.
     const TYPE: u8;
-    /// Its name in messages.
+    /// Name of the type in messages.
     const NAME: &'static str;
-    /// The table of its objects.
+    /// The table of the objects.
     fn table() -> &'static Slab<Self>;
 }
 
@@ -97,9 +100,9 @@ pub(crate) trait Opaque: Sized {
     type Noun: Noun<C = Self>;
 }
 
-/// `noun!(SessionNoun, kvt_session_t, 12, "session")`: objects of the first type are known to C by
-/// handles of the second; then the type's number in handles and its name in messages. A fifth
-/// argument is the table, where another module owns it.
+/// `noun!(SessionNoun, kvt_session_t, 12, "session")`: the type of the objects, their opaque C
+/// type, and the type's number in handles and name in messages. An optional fifth argument is the
+/// table of the objects, if another module owns it.
 macro_rules! noun {
     ($noun:ty, $c:ty, $number:literal, $name:literal) => {
         $crate::ffi::abi::noun!($noun, $c, $number, $name, {
@@ -123,12 +126,12 @@ macro_rules! noun {
 }
 pub(crate) use noun;
 
-/// What a call does with an object. An object in which a panic was caught is poisoned.
+/// Purpose of an access to an object. A panic in a call poisons the object.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// Uses it; refused for a poisoned object.
+    /// To use it; PANIC if the object is poisoned.
     Use,
-    /// Reads, drains or closes it; allowed for a poisoned object.
+    /// To read, drain or close it; also if it is poisoned.
     Salvage,
 }
 
@@ -151,39 +154,40 @@ fn decode<N: Noun>(handle: *const N::C) -> Option<Key> {
     Key::from_bits(bits & KEY_BITS)
 }
 
+/// The error for a handle without an object.
 #[cold]
-fn no_such<N: Noun>(handle: *const N::C) -> Error {
+fn invalid_handle<N: Noun>(handle: *const N::C) -> Error {
     let bits = handle.addr() as u64;
-    let what = match bits >> TYPE_SHIFT {
+    let cause = match bits >> TYPE_SHIFT {
         _ if bits == 0 => "is null",
         kind if kind == MARK | u64::from(N::TYPE) => "is stale: its object was freed",
         kind if kind & MARK != 0 => "is of another type",
         _ => "was not made by this library",
     };
-    Error::new(Status::Handle, format!("the {} handle {what}", N::NAME))
+    Error::new(Status::Handle, format!("the {} handle {cause}", N::NAME))
 }
 
-/// Pins the object of a handle: it stays until the pin is dropped.
+/// Pins the object of a handle: it stays alive until the pin is dropped.
 #[inline]
 pub(crate) fn pin<C: Opaque>(handle: *const C, access: Access) -> Result<Pin<'static, C::Noun>> {
     fork::check()?;
     let pin = decode::<C::Noun>(handle).and_then(|key| C::Noun::table().pin(key));
-    let Some(pin) = pin else { return Err(no_such::<C::Noun>(handle)) };
+    let Some(pin) = pin else { return Err(invalid_handle::<C::Noun>(handle)) };
     if pin.is_poisoned() && access == Access::Use {
         return Err(Status::Panic.into());
     }
     Ok(pin)
 }
 
-/// Pins the object of a handle that may be null.
+/// Pins the object of a handle that may be null, to use it.
 pub(crate) fn pin_optional<C: Opaque>(handle: *const C) -> Result<Option<Pin<'static, C::Noun>>> {
     if handle.is_null() { Ok(None) } else { pin(handle, Access::Use).map(Some) }
 }
 
-/// An object that a call is inside of. A panic meanwhile poisons the object.
+/// An object during a call. A panic that begins in the call poisons the object.
 pub(crate) struct Entered<N: Noun> {
     pin: Pin<'static, N>,
-    /// The call was made by a destructor during a panic elsewhere, which is not this object's.
+    /// A destructor makes the call while a panic unwinds, which did not begin in this call.
     in_unwinding: bool,
 }
 
@@ -202,31 +206,31 @@ impl<N: Noun> Drop for Entered<N> {
     }
 }
 
-/// Enters the object of a handle.
+/// Pins the object of a handle for a call.
 #[inline]
 pub(crate) fn access<C: Opaque>(handle: *const C, access: Access) -> Result<Entered<C::Noun>> {
     Ok(Entered { pin: pin(handle, access)?, in_unwinding: unwinding() })
 }
 
-/// Enters an object to use it.
+/// As [`access`], to use the object.
 #[inline]
 pub(crate) fn enter<C: Opaque>(handle: *const C) -> Result<Entered<C::Noun>> {
     access(handle, Access::Use)
 }
 
-/// Enters an object to read, drain or close it; also a poisoned one.
+/// As [`access`], to read, drain or close the object; also if it is poisoned.
 #[inline]
 pub(crate) fn inspect<C: Opaque>(handle: *const C) -> Result<Entered<C::Noun>> {
     access(handle, Access::Salvage)
 }
 
-/// Puts an object into its table.
+/// Inserts an object into its table, and returns its handle.
 pub(crate) fn insert<N: Noun>(noun: N) -> Result<*mut N::C> {
     N::table().insert(noun).map(encode::<N>).map_err(|e| e.within(N::NAME))
 }
 
-/// Closes the object that a variable has the handle of, and clears the variable. A null pointer
-/// and a null handle are fine.
+/// Closes the object whose handle is in a variable, and clears the variable. Accepts a null pointer
+/// and a null handle.
 ///
 /// # Safety
 /// `handle` is null or valid for reads and writes.
@@ -237,8 +241,8 @@ pub(crate) unsafe fn free<C: Opaque>(
     if handle.is_null() {
         return Ok(());
     }
-    // Read and written as plain memory: while a close waits, a callback of the caller's may read
-    // the variable.
+    // Read and written as plain memory: while a close waits, a callback of the caller may read the
+    // variable.
     // SAFETY: not null, and the caller's promise.
     let value = unsafe { handle.read() };
     if value.is_null() {
@@ -247,20 +251,20 @@ pub(crate) unsafe fn free<C: Opaque>(
     let object = inspect(value)?;
     close(&object)?;
     if !object.remove() {
-        return Err(no_such::<C::Noun>(value));
+        return Err(invalid_handle::<C::Noun>(value));
     }
-    // The last pin drops the object: before the variable says that it is gone.
+    // The last pin drops the object; only then is the variable cleared.
     drop(object);
     // SAFETY: as above.
     unsafe { handle.write(std::ptr::null_mut()) };
     Ok(())
 }
 
-// Structs that grow: the first field says how large the caller's is. Fields that a smaller one
-// lacks are zero, the default. A larger one is accepted while the bytes that this library does not
-// know are zero; otherwise the caller wants something newer.
+// Structs that grow: the first field is the size of the caller's struct. Fields that a smaller
+// struct lacks are zero, the default. A larger struct is accepted if the bytes that this library
+// does not know are zero; otherwise the caller sets a field of a later version.
 
-/// No struct of this interface is larger, nor will be.
+/// Largest size of a struct, now and in later versions.
 const MAX_STRUCT_BYTES: u64 = 4096;
 
 /// A plain C type: any bytes are a valid value, all zero is the default. `#[derive(Plain)]`
@@ -279,13 +283,13 @@ pub(crate) unsafe trait Plain: Copy {
 /// A plain struct whose first field is `uint64_t struct_size`. `#[derive(Plain)]` implements it.
 ///
 /// # Safety
-/// `repr(C)`, and the first field is as said.
+/// The struct is `repr(C)`, and its first field is `struct_size: u64`.
 pub(crate) unsafe trait HasSize: Plain {}
 
-/// Types of fields.
+/// Implements [`Plain`] for types of fields.
 macro_rules! plain {
     ($($kind:ty)*) => {
-        // SAFETY: any bits are a value of these.
+        // SAFETY: any bits are a value of these types.
         $(unsafe impl Plain for $kind {})*
     };
 }
@@ -298,8 +302,8 @@ unsafe impl<T> Plain for *mut T {}
 // SAFETY: any bytes are values of the elements.
 unsafe impl<T: Plain, const N: usize> Plain for [T; N] {}
 
-/// Nullable functions: null is `None`, any other address a function. The caller promises that it
-/// is one where it is called.
+/// Implements [`Plain`] for nullable functions: null is `None`, any other address is a function.
+/// The code that calls it relies on the caller's promise that the address is valid.
 macro_rules! plain_functions {
     ($($argument:ident)*) => {
         // SAFETY: any address is a value of a nullable function.
@@ -311,27 +315,33 @@ macro_rules! plain_functions {
 }
 plain_functions!(A B C D E F G H I J);
 
+/// Reads a struct of which the caller has `given` bytes.
+///
 /// # Safety
 /// `from` must be valid for reads of `given` bytes.
-unsafe fn take<T: Plain>(from: *const u8, given: usize) -> Result<T> {
-    let ours = size_of::<T>();
+unsafe fn copy_in<T: Plain>(from: *const u8, given: usize) -> Result<T> {
+    let known = size_of::<T>();
     let mut value = T::zeroed();
-    // SAFETY: at most `given` bytes are read and at most `ours` written.
+    // SAFETY: at most `given` bytes are read and at most `known` written.
     unsafe {
-        std::ptr::copy_nonoverlapping(from, (&raw mut value).cast::<u8>(), ours.min(given));
-        for i in ours..given {
+        std::ptr::copy_nonoverlapping(from, (&raw mut value).cast::<u8>(), known.min(given));
+        for i in known..given {
             if from.add(i).read() != 0 {
-                fail!(TooNew, "byte {i} is set, this library knows {ours} bytes of the struct");
+                fail!(
+                    TooNew,
+                    "byte {i} of a struct is set, this library knows {known} bytes: clear the \
+                     later fields, or update the library"
+                );
             }
         }
     }
     Ok(value)
 }
 
-/// Reads an input struct; null is all defaults.
+/// Reads an input struct. Null means the defaults.
 ///
 /// # Safety
-/// `from` is null or points to a struct that starts with its size.
+/// `from` is null or points to a struct that begins with its size.
 pub(crate) unsafe fn read<T: HasSize>(from: *const T) -> Result<T> {
     if from.is_null() {
         return Ok(T::zeroed());
@@ -339,12 +349,12 @@ pub(crate) unsafe fn read<T: HasSize>(from: *const T) -> Result<T> {
     // SAFETY: the caller's promise; unaligned, since C may pack.
     let given = unsafe { from.cast::<u64>().read_unaligned() };
     check_size(given)?;
-    // SAFETY: the caller says the struct has `given` bytes.
-    unsafe { take(from.cast(), given as usize) }
+    // SAFETY: the caller's promise: the struct has `given` bytes.
+    unsafe { copy_in(from.cast(), given as usize) }
 }
 
 fn check_size(given: u64) -> Result<()> {
-    // Structs grow by whole words: anything else would cut a pointer in two.
+    // Structs grow by whole words: another size would split a pointer.
     if (8..=MAX_STRUCT_BYTES).contains(&given) && given.is_multiple_of(8) {
         return Ok(());
     }
@@ -355,16 +365,16 @@ fn check_size(given: u64) -> Result<()> {
 /// Checks an output struct before any work is done.
 ///
 /// # Safety
-/// `to` is null or points to a struct that starts with its size.
+/// `to` is null or points to a struct that begins with its size.
 pub(crate) unsafe fn check_out<T: HasSize>(to: *mut T) -> Result<()> {
     if to.is_null() {
-        fail!(Invalid, "the output pointer is null");
+        fail!(Invalid, "an output pointer is null: the call needs it");
     }
     // SAFETY: the caller's promise.
     check_size(unsafe { to.cast::<u64>().read_unaligned() })
 }
 
-/// Checks an output struct that the caller may leave out.
+/// Checks an output struct that may be null.
 ///
 /// # Safety
 /// As [`check_out`].
@@ -373,7 +383,8 @@ pub(crate) unsafe fn check_optional_out<T: HasSize>(to: *mut T) -> Result<()> {
     if to.is_null() { Ok(()) } else { unsafe { check_out(to) } }
 }
 
-/// Writes as much of `value` as the caller's struct holds, and our size. Null is nothing.
+/// Writes the part of `value` that fits into the caller's struct, and this library's size of the
+/// struct. Null: writes nothing.
 ///
 /// # Safety
 /// `to` passed [`check_out`] or [`check_optional_out`] and is valid for writes of the size it
@@ -391,30 +402,32 @@ pub(crate) unsafe fn write<T: HasSize>(to: *mut T, value: &T) {
     }
 }
 
-/// An array of structs without sizes of their own; one stride for all.
+/// The caller's array of structs without `struct_size`: the stride is the size of each.
 pub(crate) struct Strided<T> {
     base: *mut u8,
     count: usize,
     stride: usize,
-    _of: std::marker::PhantomData<T>,
+    _entry: std::marker::PhantomData<T>,
 }
 
 impl<T: Plain> Strided<T> {
+    /// An array of at most `max` entries.
+    ///
     /// # Safety
     /// `base` is null (with a count of 0) or valid for `count` * `stride` bytes.
     pub(crate) unsafe fn new(base: *mut T, count: u64, stride: u64, max: u64) -> Result<Self> {
         if count > max {
-            fail!(Limit, "an array of {count} entries, at most {max} are allowed");
+            fail!(Limit, "the array has {count} entries: at most {max} are accepted");
         }
         if count > 0 && base.is_null() {
-            fail!(Invalid, "the array is null and has {count} entries");
+            fail!(Invalid, "the array is null and has {count} entries: pass its address");
         }
-        let whole = (8..=MAX_STRUCT_BYTES).contains(&stride) && stride.is_multiple_of(8);
-        if count > 0 && !whole {
+        let is_valid = (8..=MAX_STRUCT_BYTES).contains(&stride) && stride.is_multiple_of(8);
+        if count > 0 && !is_valid {
             fail!(Invalid, "stride_bytes is {stride}: pass the sizeof of one entry");
         }
         let (count, stride) = (count as usize, stride as usize);
-        Ok(Strided { base: base.cast(), count, stride, _of: std::marker::PhantomData })
+        Ok(Strided { base: base.cast(), count, stride, _entry: std::marker::PhantomData })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -425,10 +438,10 @@ impl<T: Plain> Strided<T> {
     pub(crate) fn get(&self, index: usize) -> Result<T> {
         assert!(index < self.count);
         // SAFETY: inside the array, by the promise made to `new`.
-        unsafe { take(self.base.add(index * self.stride), self.stride) }
+        unsafe { copy_in(self.base.add(index * self.stride), self.stride) }
     }
 
-    /// Writes as much of an entry as the stride holds.
+    /// Writes the part of an entry that fits into the stride.
     pub(crate) fn put(&self, index: usize, value: &T) {
         assert!(index < self.count);
         let n = self.stride.min(size_of::<T>());
@@ -440,8 +453,8 @@ impl<T: Plain> Strided<T> {
     }
 }
 
-/// Writes rows to a caller's array if all of them fit, and how many there are in any
-/// case; where the array is null nobody wants more than that.
+/// Writes entries to the caller's array if all fit, and their number in any case. With
+/// `counts_only` (a null array) only their number.
 ///
 /// # Safety
 /// `out_count` is null or valid for a write.
@@ -460,123 +473,133 @@ pub(crate) unsafe fn give<T: Plain>(
         return Ok(());
     }
     if count > rows.len() {
-        let text = format!("{count} entries, and room for {}", rows.len());
-        return Err(Error::new(Status::TooSmall, text));
+        fail!(
+            TooSmall,
+            "there are {count} entries, the array has room for {}: pass a larger one",
+            rows.len()
+        );
     }
     values.enumerate().for_each(|(i, value)| rows.put(i, &value));
     Ok(())
 }
 
-/// Refuses flags this library does not know.
+/// Fails if flags are set that are not `known`.
 pub(crate) fn known_flags(flags: u64, known: u64) -> Result<()> {
     match flags & !known {
         0 => Ok(()),
-        unknown => Err(Error::new(Status::Invalid, format!("unknown flags {unknown:#x}"))),
+        unknown => fail!(Invalid, "flags {unknown:#x} are unknown: accepted are {known:#x}"),
     }
 }
 
-// Pointers with a length: null with 0 is an empty slice.
+// Pointers with a length: null with length 0 is an empty slice.
 
-/// Longest text that is looked at.
+/// Longest accepted text.
 const MAX_TEXT_BYTES: u64 = 1 << 20;
 
+/// The caller's bytes.
+///
 /// # Safety
-/// `data` is null with a length of 0, or valid for reads of `len` bytes that
-/// nobody changes meanwhile.
+/// `data` is null with a length of 0, or valid for reads of `len` bytes that nothing writes while
+/// the slice is in use.
 pub(crate) unsafe fn bytes<'a>(data: *const u8, len: u64) -> Result<&'a [u8]> {
     if len == 0 {
         return Ok(&[]);
     }
     if data.is_null() {
-        fail!(Invalid, "the pointer is null and the length {len}");
+        fail!(Invalid, "the pointer is null and the length is {len}: pass an address, or length 0");
     }
     if len > isize::MAX as u64 || (data.addr() as u64).checked_add(len).is_none() {
-        fail!(Invalid, "a length of {len} bytes wraps around the address space");
+        fail!(Invalid, "the length of {len} bytes reaches beyond the address space");
     }
     // SAFETY: not null, no overflow, and the caller's promise.
     Ok(unsafe { std::slice::from_raw_parts(data, len as usize) })
 }
 
-/// An array of numbers; null with 0 is an empty one.
+/// The caller's array of at most `max` numbers; null with a count of 0 is empty.
 ///
 /// # Safety
-/// `data` is null or valid for reads of `count` numbers that nobody changes
-/// meanwhile.
+/// `data` is null or valid for reads of `count` numbers that nothing writes while the slice is in
+/// use.
 pub(crate) unsafe fn numbers<'a, T>(data: *const T, count: u64, max: usize) -> Result<&'a [T]> {
     if count == 0 {
         return Ok(&[]);
     }
     if count > max as u64 {
-        fail!(Limit, "an array of {count} entries, at most {max} are allowed");
+        fail!(Limit, "the array has {count} entries: at most {max} are accepted");
     }
     if data.is_null() || !data.is_aligned() {
-        fail!(Invalid, "the array of {count} entries is null or not aligned");
+        fail!(
+            Invalid,
+            "the array of {count} entries is null or misaligned: its alignment is {} bytes",
+            align_of::<T>()
+        );
     }
     // SAFETY: not null, aligned, at most 2^28 entries, and the caller's promise.
     Ok(unsafe { std::slice::from_raw_parts(data, count as usize) })
 }
 
-/// How long a text is that may end with a NUL.
+/// The length of a text; [`KVT_NUL_TERMINATED`] = up to its NUL.
 ///
 /// # Safety
 /// With a length of [`KVT_NUL_TERMINATED`] `data` is null, or valid for reads up to a NUL.
-pub(crate) unsafe fn length_of(what: &str, data: *const c_char, len: u64) -> Result<u64> {
+pub(crate) unsafe fn length_of(name: &str, data: *const c_char, len: u64) -> Result<u64> {
     if len != KVT_NUL_TERMINATED {
         return Ok(len);
     }
     if data.is_null() {
         return Ok(0);
     }
-    // SAFETY: the caller's promise; nothing is read behind the first NUL.
+    // SAFETY: the caller's promise; no byte after the first NUL is read.
     let end = (0..=MAX_TEXT_BYTES).find(|&at| unsafe { data.add(at as usize).read() } == 0);
     match end {
         Some(end) => Ok(end),
-        None => fail!(Limit, "{what} has no NUL in its first {MAX_TEXT_BYTES} bytes"),
+        None => fail!(Limit, "{name} has no NUL after at most {MAX_TEXT_BYTES} bytes: shorten it"),
     }
 }
 
-/// The bytes of a text. A pointer without a length is refused: it was forgotten.
+/// The bytes of a text. INVALID = a pointer with length 0: the caller forgot the length.
 ///
 /// # Safety
 /// As [`bytes`] and [`length_of`].
-pub(crate) unsafe fn text_bytes<'a>(what: &str, data: *const c_char, len: u64) -> Result<&'a [u8]> {
+pub(crate) unsafe fn text_bytes<'a>(name: &str, data: *const c_char, len: u64) -> Result<&'a [u8]> {
     if len == 0 && !data.is_null() {
         fail!(
             Invalid,
-            "{what} is given and its length is 0: say how many bytes it has, or KVT_NUL_TERMINATED; \
-             null is none"
+            "{name} is set and its length is 0: pass the length in bytes or KVT_NUL_TERMINATED, or \
+             a null text for none"
         );
     }
     // SAFETY: the caller's promise.
-    let len = unsafe { length_of(what, data, len)? };
+    let len = unsafe { length_of(name, data, len)? };
     if len > MAX_TEXT_BYTES {
-        fail!(Limit, "{what} has {len} bytes, at most {MAX_TEXT_BYTES} are allowed");
+        fail!(Limit, "{name} has {len} bytes: at most {MAX_TEXT_BYTES} are accepted");
     }
     // SAFETY: the caller's promise.
-    unsafe { bytes(data.cast(), len) }.map_err(|error| error.within(what))
+    unsafe { bytes(data.cast(), len) }.map_err(|error| error.within(name))
 }
 
-/// The same of one that is UTF-8.
+/// A UTF-8 text, by the rules of [`text_bytes`].
 ///
 /// # Safety
 /// As [`text_bytes`].
-pub(crate) unsafe fn text<'a>(what: &str, data: *const c_char, len: u64) -> Result<&'a str> {
+pub(crate) unsafe fn text<'a>(name: &str, data: *const c_char, len: u64) -> Result<&'a str> {
     // SAFETY: the caller's promise.
-    let bytes = unsafe { text_bytes(what, data, len)? };
+    let bytes = unsafe { text_bytes(name, data, len)? };
     std::str::from_utf8(bytes).map_err(|e| {
-        Error::at(Status::Invalid, e.valid_up_to(), format!("{what} is not UTF-8: {e}"))
+        Error::at(Status::Invalid, e.valid_up_to(), format!("{name} is not UTF-8: {e}"))
     })
 }
 
 /// Checks an output pointer before any work is done.
 pub(crate) fn require<T>(out: *mut T) -> Result<()> {
     if out.is_null() {
-        fail!(Invalid, "the output pointer is null");
+        fail!(Invalid, "an output pointer is null: the call needs it");
     }
     Ok(())
 }
 
-/// Hands a text out; how long it is, in any case.
+/// Writes a text to the caller's buffer if it fits, and its length in any case. A null buffer asks
+/// for the length alone.
 ///
 /// # Safety
 /// `out` is null or has room for `capacity` bytes; `out_bytes` is null or valid for a write.
@@ -595,15 +618,14 @@ pub(crate) unsafe fn give_text(
         return Ok(());
     }
     if capacity < needed {
-        let words = format!("the text has {needed} bytes, room is {capacity}");
-        return Err(Error::new(Status::TooSmall, words));
+        fail!(TooSmall, "the text has {needed} bytes, the buffer {capacity}: pass a larger one");
     }
     // SAFETY: the caller has room for `capacity` >= `needed` bytes.
     unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), out.cast(), text.len()) };
     Ok(())
 }
 
-/// Writes an output that the caller may have left out: null is nothing.
+/// Writes an output that may be null.
 ///
 /// # Safety
 /// `out` is null or valid for a write.
@@ -614,11 +636,11 @@ pub(crate) unsafe fn put<T>(out: *mut T, value: T) {
     }
 }
 
-/// Refuses a reserved field that is set.
+/// Fails if a reserved field is set.
 pub(crate) fn no_reserved(value: u32) -> Result<()> {
     match value {
         0 => Ok(()),
-        value => Err(Error::new(Status::Invalid, format!("reserved is {value}"))),
+        value => fail!(Invalid, "reserved is {value}: it must be 0"),
     }
 }
 
@@ -643,9 +665,9 @@ mod tests {
     }
 
     #[test]
-    fn older_callers_get_defaults_and_newer_ones_are_checked() {
+    fn smaller_structs_get_defaults_and_larger_ones_are_checked() {
         let small = Small { struct_size: 16, a: 7 };
-        // SAFETY: the size field says how much is there, in every case below.
+        // SAFETY: no struct is shorter than the size that is read of it, in every case below.
         unsafe {
             let read = read::<Large>((&raw const small).cast());
             assert_eq!(read.map(|l| (l.a, l.b)), Ok((7, 0)));
@@ -662,7 +684,7 @@ mod tests {
     }
 
     #[test]
-    fn outputs_fit_the_callers_size() {
+    fn output_is_cut_to_the_callers_size() {
         let mut large = Large { struct_size: 16, a: 0, b: 99 };
         // SAFETY: `large` is at least as large as it says.
         unsafe {
@@ -691,7 +713,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_from_a_destructor_during_a_panic_poisons_nothing() {
+    fn a_call_from_a_destructor_during_a_panic_does_not_poison() {
         struct Calls(*mut counter_t);
         impl Drop for Calls {
             fn drop(&mut self) {

@@ -1,4 +1,4 @@
-//! Attention on the processor: rows of numbers, and jobs that compute.
+//! Attention on the CPU: rows of queries, keys and values, and jobs that compute with them.
 
 use crate::attention::{
     ColumnSums, Decode, Level, Prefill, Problem, Rows, Scales, check_finite, merge, pages,
@@ -20,97 +20,92 @@ use crate::store::state::session::PlaneView;
 
 // Rows and shapes of attention.
 
-/// Keys and values apart, by head.
+/// Separate keys and values, by head.
 pub const KVT_ATTENTION_SPLIT: u32 = 0;
-/// One row a token for all heads, of which values are the first part (MLA's latent).
+/// One latent row a token for all heads (MLA); values are its first elements.
 pub const KVT_ATTENTION_LATENT: u32 = 1;
 
-/// What a model's attention is.
+/// Attention shape of a model.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_attention_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Layers, at most 2,048.
+    /// 1 to 2048.
     pub layers: u32,
-    /// Heads of queries, at most 1,024.
+    /// 1 to 1024, a multiple of key_heads.
     pub query_heads: u32,
-    /// Heads of keys; groups of query heads share one.
+    /// At least 1; 1 with KVT_ATTENTION_LATENT.
     pub key_heads: u32,
-    /// Numbers of a query's and a key's head, at most 2,048.
+    /// Elements of a query and key head, 1 to 2048.
     pub key_dim: u32,
-    /// Numbers of a value's head.
+    /// Elements of a value head, 1 to 2048; at most key_dim with KVT_ATTENTION_LATENT.
     pub value_dim: u32,
     /// KVT_ATTENTION_*.
     pub kind: u32,
-    /// Tokens of a block, which is loaded or moved as a whole: those of a chunk.
+    /// Tokens of a block, the unit of loading: 1 to 2^20. With a session: its chunk_tokens.
     pub block_tokens: u32,
-    /// Most tokens of a sequence.
+    /// Longest sequence, 1 to 2^30 tokens.
     pub max_tokens: u32,
-    /// What products of queries and keys are multiplied with; 0 = 1 / sqrt(key_dim).
+    /// Factor of query-key products, finite; 0 = 1 / sqrt(key_dim).
     pub scale: f32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Where in a sequence a question is asked.
+/// Place of a call in its sequence.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_context_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// 1 = the prompt is being computed; 0 = text is written.
+    /// 1 = prefill, 0 = decode.
     pub is_prefill: u32,
-    /// Which part of the prompt it is, where it is computed in parts.
+    /// Index of this part of the prompt, below `parts`.
     pub part: u32,
-    /// How many parts; 0 = 1.
+    /// Parts in which the prompt is computed; 0 = 1.
     pub parts: u32,
-    /// The position of the first query.
+    /// Position of the first query, at most `tokens`.
     pub first_query: u32,
-    /// Tokens that the sequence has, with those of the queries.
+    /// Tokens of the sequence, those of the queries included.
     pub tokens: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Numbers are what they are.
+/// Scales of int8 rows: none, one per token and head ([tokens, heads]), or one per head and element
+/// ([heads, dim]).
 pub const KVT_SCALES_NONE: u32 = 0;
-/// One scale for each token and head, heads innermost.
 pub const KVT_SCALES_TOKEN: u32 = 1;
-/// One scale for each head and number, numbers innermost.
 pub const KVT_SCALES_CHANNEL: u32 = 2;
 
-/// Queries, keys or values that the library reads during a call: a view, and what its
-/// numbers are.
+/// Queries, keys or values that the library reads: one row of `dim` elements per token and head.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_rows_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Where they are; heads and the bytes of one say what a row is. In host memory.
+    /// Host memory, aligned for the dtype. run_bytes gives dim: 1 to 2048 whole elements.
     pub view: kvt_view_t,
-    /// KVT_DTYPE_*: f32, f16, bf16 or int8.
+    /// KVT_DTYPE_F32, _F16, _BF16 or _I8.
     pub dtype: u32,
-    /// KVT_SCALES_*, for int8.
+    /// KVT_SCALES_*; only _I8 has scales.
     pub scaling: u32,
-    /// The scales; null without.
+    /// Null with KVT_SCALES_NONE.
     pub scales: *const f32,
-    /// How many.
+    /// Exactly as many as `scaling` says.
     pub scale_count: u64,
 }
 
+/// Reads the attention shape of a model.
+///
 /// # Safety
 /// `given` is null or valid for the size it states.
 pub(crate) unsafe fn shape_of(given: *const kvt_attention_t) -> Result<Shape> {
     if given.is_null() {
-        fail!(Invalid, "attention is null");
+        fail!(Invalid, "attention is null: pass the shape of the model");
     }
     // SAFETY: the caller's promise.
     let given = unsafe { read(given)? };
     let kind = match given.kind {
         KVT_ATTENTION_SPLIT => Kind::Split,
         KVT_ATTENTION_LATENT => Kind::Latent,
-        other => fail!(Invalid, "kind {other} is none of KVT_ATTENTION_*"),
+        other => fail!(Invalid, "kind {other} is unknown: use one of KVT_ATTENTION_*"),
     };
     no_reserved(given.reserved)?;
     let shape = Shape {
@@ -128,33 +123,34 @@ pub(crate) unsafe fn shape_of(given: *const kvt_attention_t) -> Result<Shape> {
     Ok(shape)
 }
 
+/// Reads a place in a sequence.
+///
 /// # Safety
 /// `given` is null or valid for the size it states.
 pub(crate) unsafe fn context_of(given: *const kvt_sparse_context_t) -> Result<Context> {
     if given.is_null() {
-        fail!(Invalid, "context is null");
+        fail!(Invalid, "context is null: pass the place in the sequence");
     }
     // SAFETY: the caller's promise.
     let given = unsafe { read(given)? };
-    if given.is_prefill > 1 || given.reserved != 0 {
-        fail!(Invalid, "is_prefill is {}, reserved {}", given.is_prefill, given.reserved);
+    no_reserved(given.reserved)?;
+    if given.is_prefill > 1 {
+        fail!(Invalid, "is_prefill is {}, it must be 0 or 1", given.is_prefill);
     }
     let parts = given.parts.max(1);
-    if given.part >= parts || given.first_query > given.tokens {
-        fail!(
-            Invalid,
-            "part {} of {parts}, queries from {} on of {} tokens",
-            given.part,
-            given.first_query,
-            given.tokens
-        );
+    if given.part >= parts {
+        fail!(Invalid, "part is {}, it must be below parts ({parts})", given.part);
+    }
+    if given.first_query > given.tokens {
+        let (first, tokens) = (given.first_query, given.tokens);
+        fail!(Invalid, "first_query is {first}, it must be at most tokens ({tokens})");
     }
     let is_prefill = given.is_prefill == 1;
     let (part, first_query, tokens) = (given.part, given.first_query, given.tokens);
     Ok(Context { is_prefill, part, parts, first_query, tokens })
 }
 
-/// Rows as the caller gave them, with what was copied of a table of pages.
+/// Rows of the caller, with a copy of their page table.
 pub(crate) struct GivenRows<'a> {
     plane: PlaneView,
     dtype: Dtype,
@@ -162,18 +158,18 @@ pub(crate) struct GivenRows<'a> {
 }
 
 impl<'a> GivenRows<'a> {
-    /// Reads what stands in a struct.
+    /// Reads the caller's struct.
     ///
     /// # Safety
-    /// Arrays that it leads to can be read, and nobody writes them, as long as this lives.
+    /// Arrays that it points to can be read, and nobody writes them, as long as this lives.
     pub(crate) unsafe fn new(what: &str, given: &kvt_rows_t) -> Result<GivenRows<'a>> {
         let Some(dtype) = Dtype::from_code(given.dtype) else {
-            fail!(Invalid, "{what}: dtype {} is none of KVT_DTYPE_*", given.dtype);
+            fail!(Invalid, "{what}: dtype {} is unknown: use one of KVT_DTYPE_*", given.dtype);
         };
         // SAFETY: the caller's promise.
         let plane = unsafe { plane_alone(&given.view).map_err(|error| error.within(what))? };
         if plane.memory != Memory::Host {
-            fail!(Unavailable, "{what} are not in host memory");
+            fail!(Unavailable, "{what} are in device memory: the CPU reads host memory only");
         }
         // SAFETY: the caller's promise.
         let scales = unsafe { numbers(given.scales, given.scale_count, 1 << 28)? };
@@ -181,15 +177,20 @@ impl<'a> GivenRows<'a> {
             KVT_SCALES_NONE if scales.is_empty() => Scales::None,
             KVT_SCALES_TOKEN => Scales::Token(scales),
             KVT_SCALES_CHANNEL => Scales::Channel(scales),
-            other => fail!(Invalid, "{what}: scaling {other} with {} scales", scales.len()),
+            other => fail!(
+                Invalid,
+                "{what}: scaling {other} with {} scales: use one of KVT_SCALES_*, and no scales \
+                 with KVT_SCALES_NONE",
+                scales.len()
+            ),
         };
         Ok(GivenRows { plane, dtype, scales })
     }
 
-    /// The rows, checked.
+    /// The checked rows.
     ///
     /// # Safety
-    /// What the view leads to can be read, and nobody writes it, as long as they live.
+    /// Memory of the view can be read, and nobody writes it, as long as they live.
     pub(crate) unsafe fn rows(&self, what: &str) -> Result<Rows<'_>> {
         // SAFETY: the caller's promise.
         let rows = unsafe { Rows::new(self.plane.view(), self.dtype, self.scales) };
@@ -197,11 +198,11 @@ impl<'a> GivenRows<'a> {
     }
 }
 
-/// Calls `body` with rows; null = there are none.
+/// Calls `body` with rows; with `None` if the pointer is null.
 ///
 /// # Safety
-/// `given` is null or valid for the size it states; what it leads to can be read, and nobody
-/// writes it, during the call.
+/// `given` is null or valid for the size it states; memory that it points to can be read, and
+/// nobody writes it, during the call.
 pub(crate) unsafe fn with_rows<R>(
     what: &str,
     given: *const kvt_rows_t,
@@ -219,33 +220,31 @@ pub(crate) unsafe fn with_rows<R>(
 
 // Jobs.
 
-/// Attention that is to be computed. Pieces of it are *items*, which the engine's threads run,
-/// each once and in any order; items of a step once all of the step before have ended. What
-/// comes out has the same bits whoever runs what. All that a job was opened with stays as it
-/// is until it is closed.
+/// An attention computation, cut into items. Threads of the engine run each item once, in any order
+/// (kvt_job_run), and those of step 1 after all of step 0. The bits of the results do not depend on
+/// threads. Tensors, scales, outputs, memory and the arrays of `select` are borrowed until
+/// kvt_job_close.
 pub struct kvt_job_t(());
 
-/// How a job is cut.
+/// Size of a job.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_job_info_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// How many steps it has.
+    /// 1, or 2 for a decode.
     pub steps: u32,
-    /// Items of the first step.
+    /// Items of step 0.
     pub items: u32,
-    /// Items of the second step, where there is one.
+    /// Items of step 1; 0 = the job has one step.
     pub last_items: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// Numbers of scratch that each thread needs.
+    /// f32 elements of scratch that each thread needs.
     pub scratch_count: u64,
-    /// Of a decode that keeps scores: keys that kvt_decode_sums has sums of, for each head.
+    /// Keys per head in kvt_decode_sums; 0 without KVT_DECODE_SCORES.
     pub sum_keys: u64,
 }
 
-/// What is computed; it borrows from [`Planes`], and from the caller.
+/// The kernel of a job. It borrows from [`Planes`] and from the caller.
 pub(crate) enum Kernel {
     Prefill(Prefill<'static>),
     Decode(Decode<'static>),
@@ -253,7 +252,7 @@ pub(crate) enum Kernel {
 }
 
 impl Kernel {
-    /// Items of each step.
+    /// Items of step 0, and of step 1 if there is one.
     fn steps(&self) -> (u32, Option<u32>) {
         match self {
             Kernel::Prefill(job) => (job.items(), None),
@@ -278,10 +277,10 @@ impl Kernel {
     }
 }
 
-/// What views of a kernel lead through: it stays in its place until it is dropped.
+/// The views and page tables that a kernel borrows. They keep their address until this is dropped.
 pub(crate) struct Planes(*mut [GivenRows<'static>; 3]);
 
-// SAFETY: it owns what it points to, which any thread may have and read.
+// SAFETY: it owns what it points to, which any thread may own and read.
 unsafe impl Send for Planes {}
 // SAFETY: as above.
 unsafe impl Sync for Planes {}
@@ -294,7 +293,7 @@ impl Planes {
     /// All of them.
     ///
     /// # Safety
-    /// The answer is not used when this has been dropped.
+    /// The result is not used after this has been dropped.
     pub(crate) unsafe fn all(&self) -> &'static [GivenRows<'static>; 3] {
         // SAFETY: it came from a box, and nobody writes it.
         unsafe { &*self.0 }
@@ -308,71 +307,72 @@ impl Drop for Planes {
     }
 }
 
-/// Who is inside of a job.
+/// Calls in progress on a job.
 #[derive(Default)]
-struct Inside {
+struct Activity {
     running: u32,
     is_closed: bool,
 }
 
 pub(crate) struct JobNoun {
     pub(crate) kernel: Kernel,
-    inside: Mutex<Inside>,
-    left: Condvar,
-    /// Behind the kernel, so that it goes after it.
+    activity: Mutex<Activity>,
+    /// Signals that the last call of a closed job has ended.
+    idle: Condvar,
+    /// Declared after the kernel, so that it is dropped after it.
     _planes: Planes,
 }
 
 noun!(JobNoun, kvt_job_t, 16, "job");
 
-/// Leaves a job when it is dropped.
-struct Entered<'a>(&'a JobNoun);
+/// A call in progress on a job; ends when it is dropped.
+struct ActiveCall<'a>(&'a JobNoun);
 
 impl JobNoun {
-    /// Enters it, unless it is being closed: then what it was opened with is no longer there.
-    fn enter(&self) -> Result<Entered<'_>> {
-        let mut inside = self.inside.lock();
-        if inside.is_closed {
+    /// Begins a call. Fails if the job is being closed, since its borrowed memory may be gone.
+    fn begin_call(&self) -> Result<ActiveCall<'_>> {
+        let mut activity = self.activity.lock();
+        if activity.is_closed {
             return Err(Status::Closed.into());
         }
-        inside.running += 1;
-        Ok(Entered(self))
+        activity.running += 1;
+        Ok(ActiveCall(self))
     }
 
-    /// Waits until nobody is inside, and lets nobody in any more.
+    /// Refuses new calls, and waits until those in progress have ended.
     fn close(&self) {
-        let mut inside = self.inside.lock();
-        inside.is_closed = true;
-        while inside.running > 0 {
-            self.left.wait(&mut inside);
+        let mut activity = self.activity.lock();
+        activity.is_closed = true;
+        while activity.running > 0 {
+            self.idle.wait(&mut activity);
         }
     }
 }
 
-impl Drop for Entered<'_> {
+impl Drop for ActiveCall<'_> {
     fn drop(&mut self) {
-        let mut inside = self.0.inside.lock();
-        inside.running -= 1;
-        if inside.is_closed && inside.running == 0 {
-            self.0.left.notify_all();
+        let mut activity = self.0.activity.lock();
+        activity.running -= 1;
+        if activity.is_closed && activity.running == 0 {
+            self.0.idle.notify_all();
         }
     }
 }
 
-/// Calls `body` with the kernel of a job, which nobody closes meanwhile.
+/// Calls `body` with the kernel of a job, which cannot be closed meanwhile.
 pub(crate) fn with_kernel<R>(
     job: *const kvt_job_t,
     body: impl FnOnce(&Kernel) -> Result<R>,
 ) -> Result<R> {
     let job = enter(job)?;
-    let _entered = job.enter()?;
+    let _call = job.begin_call()?;
     body(&job.kernel)
 }
 
-/// Puts a job into its table.
+/// Inserts a job into the table of jobs and writes its handle.
 ///
 /// # Safety
-/// `job_out` is valid for a write; planes are those of the kernel.
+/// `job_out` is valid for a write; `planes` are those that the kernel borrows.
 pub(crate) unsafe fn open(
     kernel: Kernel,
     planes: Planes,
@@ -380,23 +380,14 @@ pub(crate) unsafe fn open(
 ) -> Result<()> {
     crate::base::fork::check()?;
     crate::base::fork::arm()?;
-    let (inside, left) = (Mutex::new(Inside::default()), Condvar::new());
-    let handle = insert(JobNoun { kernel, inside, left, _planes: planes })?;
+    let (activity, idle) = (Mutex::new(Activity::default()), Condvar::new());
+    let handle = insert(JobNoun { kernel, activity, idle, _planes: planes })?;
     // SAFETY: the caller's promise.
     unsafe { job_out.write(handle) };
     Ok(())
 }
 
-/// How a job is cut.
-///
-/// @param job  The job.
-/// @param out  Filled in; start it with KVT_JOB_INFO_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the size of a job.
 #[capi]
 pub unsafe extern "C" fn kvt_job_info(
     job: *const kvt_job_t,
@@ -420,23 +411,15 @@ pub unsafe extern "C" fn kvt_job_info(
     Ok(())
 }
 
-/// Runs items of a job, on this thread.
+/// Runs items of a job on the calling thread.
 ///
-/// @param job            The job.
-/// @param step           Which step.
-/// @param first          Its first item.
-/// @param items          How many; all to the last of the step, if it has fewer.
-/// @param scratch        Memory that no other thread uses meanwhile.
-/// @param scratch_count  How many numbers: kvt_job_info.
-/// @param err            Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
+/// @param step           Below kvt_job_info_t.steps.
+/// @param items          Number of items; those after the step's last one are ignored.
+/// @param scratch        Memory that no other thread uses during the call.
+/// @param scratch_count  At least kvt_job_info_t.scratch_count.
+/// @return KVT_E_TOO_SMALL (scratch).
 ///
-/// Threading: any threads at a time, with other items each. Since 0.1.
-///
-/// # Safety
-/// `scratch` is valid for reads and writes of `scratch_count` numbers; no two threads run the
-/// same item at a time, or an item of a step before all of the step before have ended.
+/// Threading: several threads at once, each with other items.
 #[capi]
 pub unsafe extern "C" fn kvt_job_run(
     job: *const kvt_job_t,
@@ -449,14 +432,20 @@ pub unsafe extern "C" fn kvt_job_run(
 ) -> kvt_status_t {
     let memory = numbers_mut(scratch, scratch_count)?;
     with_kernel(job, |kernel| {
-        let has = match (step, kernel.steps()) {
-            (0, (items, _)) | (1, (_, Some(items))) => items,
-            _ => fail!(Invalid, "there is no step {step}"),
+        let count = match (step, kernel.steps()) {
+            (0, (count, _)) | (1, (_, Some(count))) => count,
+            (_, (_, last)) => {
+                fail!(
+                    Invalid,
+                    "step is {step}, the job has {} steps",
+                    1 + u32::from(last.is_some())
+                )
+            }
         };
-        if first > has {
-            fail!(Invalid, "items from {first} on, step {step} has {has}");
+        if first > count {
+            fail!(Invalid, "first is {first}, step {step} has {count} items");
         }
-        (first..first.saturating_add(items).min(has)).try_for_each(|item| match kernel {
+        (first..first.saturating_add(items).min(count)).try_for_each(|item| match kernel {
             Kernel::Prefill(job) => job.run(item, memory),
             Kernel::Sums(job) => job.run(item, memory),
             Kernel::Decode(job) if step == 0 => job.run(item, memory),
@@ -465,16 +454,7 @@ pub unsafe extern "C" fn kvt_job_run(
     })
 }
 
-/// Closes a job and clears the handle. Waits for items that run; all that it was opened with
-/// is the caller's again.
-///
-/// @param job  The handle; null, or a handle that is null, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `job` is null or valid for reads and writes.
+/// Waits for running items and closes a job. Everything that it borrowed is the caller's again.
 #[capi]
 pub unsafe extern "C" fn kvt_job_close(job: *mut *mut kvt_job_t) -> kvt_status_t {
     free(job, |job| {
@@ -485,60 +465,53 @@ pub unsafe extern "C" fn kvt_job_close(job: *mut *mut kvt_job_t) -> kvt_status_t
 
 // Kernels.
 
-/// Scores are kept, for kvt_decode_sums.
+/// Keep scores, for kvt_decode_sums.
 pub const KVT_DECODE_SCORES: u64 = 1;
-/// Sums for each query head; else one row for all of them.
+/// Sums for each query head; without this flag one row for all heads.
 pub const KVT_SUMS_BY_HEAD: u64 = 1;
 
-/// Most numbers of an output.
-const MAX_NUMBERS: usize = 1 << 40;
+/// Most elements of an array.
+const MAX_ELEMENTS: usize = 1 << 40;
 
-/// What is to be computed: queries are at `first_query` and the positions after it, and see
-/// keys up to their own position.
+/// Input of an attention kernel. Queries see the keys up to their own position.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_attention_args_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// [tokens, query heads, key dim]
+    /// [queries, query_heads, key_dim].
     pub queries: *const kvt_rows_t,
-    /// [tokens, key heads, key dim]
+    /// [keys, key_heads, key_dim].
     pub keys: *const kvt_rows_t,
-    /// [tokens, key heads, value dim]; of a latent the first numbers of the keys, at the same
+    /// [keys, key_heads, value_dim]. Latent rows: the first elements of the keys, at the same
     /// address.
     pub values: *const kvt_rows_t,
-    /// Which keys queries are computed with, by their positions; null = all. Policies say it
-    /// (kvt_sparse_index), or the engine.
+    /// Positions of the keys to use, from kvt_sparse_index or the engine; null = all.
     pub select: *const kvt_index_t,
-    /// The position of the first query.
+    /// Position of the first query.
     pub first_query: u32,
-    /// The position of the first key: where keys come in pieces, results of each are put
-    /// together by kvt_attention_merge.
+    /// Position of the first key. If keys come in pieces, kvt_attention_merge merges their results.
     pub first_key: u32,
-    /// What products are multiplied with; 0 = 1 / sqrt(key dim).
+    /// Factor of query-key products, finite; 0 = 1 / sqrt(key_dim).
     pub scale: f32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Reads a problem. It is checked by whoever makes a kernel of it.
+/// Reads a problem. The kernel that takes it checks it.
 ///
 /// # Safety
-/// `given` is null or valid for the size it states. What it leads to can be read, and nobody
-/// writes it, as long as the problem lives; that is not longer than the planes.
+/// `given` is null or valid for the size it states. Memory that it points to can be read, and
+/// nobody writes it, as long as the problem lives; that is not longer than the planes.
 unsafe fn problem_of(given: *const kvt_attention_args_t) -> Result<(Problem<'static>, Planes)> {
     if given.is_null() {
-        fail!(Invalid, "the problem is null");
+        fail!(Invalid, "args is null: pass queries, keys and values");
     }
     // SAFETY: the caller's promise.
     unsafe {
         let given = read(given)?;
-        if given.reserved != 0 {
-            fail!(Invalid, "reserved is {}", given.reserved);
-        }
+        no_reserved(given.reserved)?;
         let plane = |what: &str, rows: *const kvt_rows_t| {
             if rows.is_null() {
-                fail!(Invalid, "{what} is null");
+                fail!(Invalid, "{what} is null: pass rows");
             }
             GivenRows::new(what, &read(rows)?)
         };
@@ -561,43 +534,34 @@ unsafe fn problem_of(given: *const kvt_attention_args_t) -> Result<(Problem<'sta
     }
 }
 
-/// Numbers of the caller's that are written.
+/// An array of the caller's that is written.
 ///
 /// # Safety
-/// `data` is null or valid for reads and writes of `count` numbers that nobody else uses, as
-/// long as the answer lives.
+/// `data` is null or valid for reads and writes of `count` elements that nobody else uses, as long
+/// as the result lives.
 pub(crate) unsafe fn numbers_mut<'a>(data: *mut f32, count: u64) -> Result<&'a mut [f32]> {
     if count == 0 {
         return Ok(&mut []);
     }
-    if count > MAX_NUMBERS as u64 || data.is_null() || !data.is_aligned() {
-        fail!(Invalid, "an array of {count} numbers is null, not aligned or too long");
+    if count > MAX_ELEMENTS as u64 || data.is_null() || !data.is_aligned() {
+        fail!(
+            Invalid,
+            "the array of {count} f32 elements is null, misaligned, or longer than {MAX_ELEMENTS}"
+        );
     }
     // SAFETY: not null, aligned, and the caller's promise.
     Ok(unsafe { std::slice::from_raw_parts_mut(data, count as usize) })
 }
 
-/// Opens a job that computes the attention of a prompt, or of a part of one.
+/// Opens a job that computes the attention of a prompt or of a part of one.
 ///
-/// @param args    What is to be computed.
-/// @param out        Receives [queries, query heads, value dim]; zeros where a query sees no
-///                   key.
-/// @param out_count  How many numbers it has room for.
-/// @param lse        Receives [queries, query heads] log-sum-exps, -inf where a query sees no
-///                   key; may be null.
-/// @param lse_count  How many it has room for.
-/// @param job_out    The job; close it with kvt_job_close.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED (a type that
-///         kernels do not read), KVT_E_UNAVAILABLE (not in host memory), KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the job, and all that it was opened with. Threading: any thread.
-/// Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid, structs for the size they state, arrays for their counts; all
-/// but the structs until the job is closed. What is written overlaps nothing else.
+/// @param out        Receives [queries, query_heads, value_dim]; zeros where a query sees no key.
+/// @param out_count  Capacity in elements.
+/// @param lse        Receives log-sum-exps [queries, query_heads], -inf where a query sees no key;
+///                   may be null.
+/// @param lse_count  Capacity in elements.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED (dtype), KVT_E_UNAVAILABLE (device
+///         memory).
 #[capi]
 pub unsafe extern "C" fn kvt_prefill_open(
     args: *const kvt_attention_args_t,
@@ -616,18 +580,11 @@ pub unsafe extern "C" fn kvt_prefill_open(
     open(kernel, planes, job_out)
 }
 
-/// How many numbers of memory a decode of this problem needs beside scratch.
+/// Computes the memory that kvt_decode_open needs for the same input.
 ///
-/// @param args    What is to be computed.
 /// @param flags      KVT_DECODE_*.
-/// @param count_out  Receives the number.
-/// @param err        Explains a failure; may be null.
-/// @return As kvt_decode_open.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// As of kvt_decode_open, during the call.
+/// @param count_out  Receives the number of f32 elements.
+/// @return The codes of kvt_decode_open, except KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_decode_memory(
     args: *const kvt_attention_args_t,
@@ -643,24 +600,15 @@ pub unsafe extern "C" fn kvt_decode_memory(
     Ok(())
 }
 
-/// Opens a job that computes the attention of the next token, or of a few. It has two steps.
+/// Opens a job of two steps that computes the attention of the next token or of a few. See
+/// kvt_prefill_open for out and lse; lse is required.
 ///
-/// @param args       What is to be computed; rows of an index are for all of its queries.
+/// @param args          `select` may have blocks only, one row of lists per head for all queries.
 /// @param flags         KVT_DECODE_*.
-/// @param out           Receives [queries, query heads, value dim].
-/// @param out_count     How many numbers it has room for.
-/// @param lse           Receives [queries, query heads] log-sum-exps.
-/// @param lse_count     How many it has room for.
-/// @param memory        Memory of the job's until it is closed.
-/// @param memory_count  How many numbers: kvt_decode_memory.
-/// @param job_out       The job; close it with kvt_job_close.
-/// @param err           Explains a failure; may be null.
-/// @return As kvt_prefill_open.
-///
-/// Ownership: as kvt_prefill_open. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// As of kvt_prefill_open.
+/// @param memory        Memory of the job until it is closed.
+/// @param memory_count  At least the result of kvt_decode_memory.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED (dtype, or other lists),
+///         KVT_E_UNAVAILABLE (device memory).
 #[capi]
 pub unsafe extern "C" fn kvt_decode_open(
     args: *const kvt_attention_args_t,
@@ -679,28 +627,20 @@ pub unsafe extern "C" fn kvt_decode_open(
     let (args, planes) = problem_of(args)?;
     let (out, lse) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
     let memory = numbers_mut(memory, memory_count)?;
-    let keeps = flags & KVT_DECODE_SCORES != 0;
-    open(Kernel::Decode(Decode::new(args, out, lse, memory, keeps)?), planes, job_out)
+    let keeps_scores = flags & KVT_DECODE_SCORES != 0;
+    let kernel = Kernel::Decode(Decode::new(args, out, lse, memory, keeps_scores)?);
+    open(kernel, planes, job_out)
 }
 
-/// Opens a job that says what each key got of the attention of a prompt's queries, after a
-/// kvt_prefill_open job of the same problem has ended.
+/// Opens a job that sums, for each key, the attention that a prompt's queries pay to it. Open it
+/// after a kvt_prefill_open job of the same input has ended.
 ///
-/// @param args    The problem.
-/// @param lse        The log-sum-exps that came out, over all keys.
-/// @param lse_count  How many.
-/// @param first      Sums are of the queries from this one on, counted from the problem's first.
+/// @param lse        Log-sum-exps of that job, over all keys: [queries, query_heads].
+/// @param first      First query that counts, an index into the queries.
 /// @param flags      KVT_SUMS_*.
-/// @param sums       Receives [query heads, keys], or [keys].
-/// @param sum_count  How many numbers that are.
-/// @param job_out    The job; close it with kvt_job_close.
-/// @param err        Explains a failure; may be null.
-/// @return As kvt_prefill_open.
-///
-/// Ownership: as kvt_prefill_open. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// As of kvt_prefill_open.
+/// @param sums       Receives [query_heads, keys] with KVT_SUMS_BY_HEAD, else [keys].
+/// @param sum_count  Exactly that many elements.
+/// @return KVT_E_LIMIT, KVT_E_UNSUPPORTED (dtype), KVT_E_UNAVAILABLE (device memory).
 #[capi]
 pub unsafe extern "C" fn kvt_sums_open(
     args: *const kvt_attention_args_t,
@@ -716,26 +656,20 @@ pub unsafe extern "C" fn kvt_sums_open(
     known_flags(flags, KVT_SUMS_BY_HEAD)?;
     require(job_out)?;
     let (args, planes) = problem_of(args)?;
-    let (lse, sums) = (numbers(lse, lse_count, MAX_NUMBERS)?, numbers_mut(sums, sum_count)?);
+    let (lse, sums) = (numbers(lse, lse_count, MAX_ELEMENTS)?, numbers_mut(sums, sum_count)?);
     let by_head = flags & KVT_SUMS_BY_HEAD != 0;
     open(Kernel::Sums(ColumnSums::new(args, lse, first, by_head, sums)?), planes, job_out)
 }
 
-/// Adds what each key got of the attention of a decode's queries to sums, when all items of
-/// both steps have ended and scores were kept.
+/// Adds, for each key, the attention that a decode's queries pay to it. Requires KVT_DECODE_SCORES,
+/// and that all items of both steps have ended.
 ///
-/// @param job        The job.
-/// @param flags      KVT_SUMS_*; sums of heads that see different keys are by head.
-/// @param sums       [query heads, sum_keys] or [sum_keys] (kvt_job_info), in the order in which
-///                   keys are selected.
-/// @param sum_count  How many numbers that are.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @param flags      KVT_SUMS_*; KVT_SUMS_BY_HEAD is required if heads select different keys.
+/// @param sums       In and out: [query_heads, sum_keys] or [sum_keys] (kvt_job_info_t), in the
+///                   order of the selected keys.
+/// @param sum_count  Exactly that many elements.
 ///
-/// Threading: any thread, while none runs items. Since 0.1.
-///
-/// # Safety
-/// `sums` is valid for reads and writes of `sum_count` numbers; all items have ended.
+/// Threading: not while a thread runs items of the job.
 #[capi]
 pub unsafe extern "C" fn kvt_decode_sums(
     job: *const kvt_job_t,
@@ -748,38 +682,30 @@ pub unsafe extern "C" fn kvt_decode_sums(
     let sums = numbers_mut(sums, sum_count)?;
     with_kernel(job, |kernel| match kernel {
         Kernel::Decode(job) => job.add_sums(flags & KVT_SUMS_BY_HEAD != 0, sums),
-        _ => fail!(Invalid, "the job is no decode"),
+        _ => fail!(Invalid, "the job is not a decode: pass one from kvt_decode_open"),
     })
 }
 
 // Pages, partial results, checks.
 
-/// Rows that must be there.
+/// Rows that are required.
 pub(crate) fn given<'a, 'b>(what: &str, rows: Option<&'a Rows<'b>>) -> Result<&'a Rows<'b>> {
     match rows {
         Some(rows) => Ok(rows),
-        None => fail!(Invalid, "{what} is null"),
+        None => fail!(Invalid, "{what} is null: pass rows"),
     }
 }
 
-/// Adds keys to the boxes of pages: of each page and head the least and the largest of each
-/// number of its keys, [pages, key heads, 2 * key dim].
+/// Adds keys to the bounding boxes of pages. A box has, for each page and head, the least and then
+/// the greatest value of each element of the page's keys.
 ///
-/// @param boxes        The boxes.
-/// @param box_count    How many numbers.
-/// @param page_tokens  Tokens of a page.
-/// @param first        The place of the first key: one that begins a page begins its box anew,
-///                     others make it wider.
-/// @param keys         [tokens, key heads, key dim].
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED, KVT_E_UNAVAILABLE,
-///         KVT_E_TOO_NEW, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `boxes` is valid for reads and writes of `box_count` numbers; `keys` leads to memory that
-/// can be read during the call.
+/// @param boxes        In and out: [pages, key_heads, 2 * key_dim].
+/// @param box_count    Capacity in elements.
+/// @param page_tokens  At least 1.
+/// @param first        Position of the first key. A box is reset if its page's first key is among
+///                     the keys, else widened.
+/// @param keys         [keys, key_heads, key_dim]; key_dim at most 1024.
+/// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (dtype), KVT_E_UNAVAILABLE (device memory).
 #[capi]
 pub unsafe extern "C" fn kvt_pages_extend(
     boxes: *mut f32,
@@ -793,27 +719,19 @@ pub unsafe extern "C" fn kvt_pages_extend(
     with_rows("keys", keys, |keys| pages::extend(boxes, page_tokens, first, given("keys", keys)?))
 }
 
-/// The largest product that a query can have with a key of each page, by its box:
-/// [queries, query heads, count].
+/// Computes the largest product that a query can have with a key of each page, by the page's box.
 ///
-/// @param boxes          [pages, key heads, 2 * key dim], f32 or bf16: rows of boxes.
-/// @param queries        [queries, query heads, key dim].
-/// @param first          The first page.
-/// @param count          How many.
-/// @param scores         Receives the scores.
-/// @param score_count    How many numbers that are.
-/// @param scratch        Memory of the call.
-/// @param scratch_count  How many numbers; queries * query heads * (2 * key dim + 96) +
-///                       4096 are enough.
-/// @param err            Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED,
-///         KVT_E_UNAVAILABLE, KVT_E_TOO_NEW, KVT_E_PANIC.
+/// @param boxes          [pages, key_heads, 2 * key_dim], f32 or bf16 (kvt_pages_extend).
+/// @param queries        [queries, query_heads, key_dim].
+/// @param first          First page.
+/// @param count          Number of pages.
+/// @param scores         Receives [queries, query_heads, count].
+/// @param score_count    Exactly that many elements.
+/// @param scratch_count  queries * query_heads * (2 * key_dim + 96) + 4096 elements suffice.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED (dtype), KVT_E_UNAVAILABLE (device
+///         memory).
 ///
-/// Threading: any threads at a time, with pages of their own. Since 0.1.
-///
-/// # Safety
-/// Arrays are valid for their counts, and views lead to memory that can be read during the
-/// call.
+/// Threading: several threads at once, each with other pages and scratch.
 #[capi]
 pub unsafe extern "C" fn kvt_pages_score(
     boxes: *const kvt_rows_t,
@@ -836,22 +754,18 @@ pub unsafe extern "C" fn kvt_pages_score(
     })
 }
 
-/// Puts attention to other keys together with what is there: results of pieces of the keys, by
-/// their log-sum-exps.
+/// Merges the attention of the same queries to other keys into a result, by the log-sum-exps of
+/// both.
 ///
-/// @param out        [rows, numbers of a value]: what is there, and comes out.
-/// @param lse        [rows]: likewise.
-/// @param other      Attention of the same queries to the other keys.
-/// @param other_lse  Its log-sum-exps.
-/// @param rows       How many rows: queries times query heads.
-/// @param dim        Numbers of a row.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_PANIC.
+/// @param out        In and out: [rows, dim].
+/// @param lse        In and out: [rows].
+/// @param other      Result for the other keys, [rows, dim].
+/// @param other_lse  Its log-sum-exps, [rows].
+/// @param rows       Queries * query_heads.
+/// @param dim        value_dim.
+/// @return KVT_E_LIMIT.
 ///
-/// Threading: any threads at a time, with rows of their own. Since 0.1.
-///
-/// # Safety
-/// Arrays are valid for so many rows, and overlap nowhere.
+/// Threading: several threads at once, each with other rows.
 #[capi]
 pub unsafe extern "C" fn kvt_attention_merge(
     out: *mut f32,
@@ -863,29 +777,22 @@ pub unsafe extern "C" fn kvt_attention_merge(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let Some(all) = rows.checked_mul(dim.into()) else {
-        fail!(Limit, "{rows} rows of {dim} numbers");
+        fail!(Limit, "rows is {rows} and dim {dim}: their product must fit 64 bits");
     };
     let (out, lse) = (numbers_mut(out, all)?, numbers_mut(lse, rows)?);
-    merge(out, lse, numbers(other, all, MAX_NUMBERS)?, numbers(other_lse, rows, MAX_NUMBERS)?)
+    merge(out, lse, numbers(other, all, MAX_ELEMENTS)?, numbers(other_lse, rows, MAX_ELEMENTS)?)
 }
 
-/// Whether all numbers of rows are finite, scales included. Kernels do not look: with others
-/// they give some result. Policies refuse them.
+/// Checks that all elements and scales of rows are finite. Kernels do not check: other values give
+/// arbitrary results. Policies reject them.
 ///
-/// @param rows  The rows.
-/// @param err   Says which number is not; may be null.
-/// @return KVT_OK; KVT_E_INVALID when one is not, KVT_E_UNSUPPORTED, KVT_E_UNAVAILABLE,
-///         KVT_E_TOO_NEW, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// The view leads to memory that can be read during the call.
+/// @return KVT_E_INVALID (an element is not finite), KVT_E_UNSUPPORTED (dtype), KVT_E_UNAVAILABLE
+///         (device memory).
 #[capi]
 pub unsafe extern "C" fn kvt_rows_check(
     rows: *const kvt_rows_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let check = |rows: Option<&Rows<'_>>| check_finite("numbers", given("rows", rows)?);
+    let check = |rows: Option<&Rows<'_>>| check_finite("elements", given("rows", rows)?);
     with_rows("rows", rows, check)
 }

@@ -1,4 +1,4 @@
-//! What every call shares: statuses, versions, errors, logging, optional features, specs.
+//! Declarations that all calls share: statuses, versions, errors, logging, features, specs.
 
 use std::ffi::{CString, c_char, c_void};
 
@@ -18,81 +18,73 @@ use crate::io::probe::{FEATURES, feature};
 
 // Statuses.
 
-/// Result of every call: 0 is success, negative is an error. Numbers are only
-/// ever added; a code your header does not know is still an error.
+/// Status of a call: 0 is success, negative is an error. Later libraries add codes and change none:
+/// treat a negative code that your header does not list as an error.
 pub type kvt_status_t = i32;
 
-/// Success.
+/// The call succeeded.
 pub const KVT_OK: kvt_status_t = 0;
 /// An argument is null, out of range or has unknown flags.
 pub const KVT_E_INVALID: kvt_status_t = -1;
 /// A handle is null, stale, of another type or not from this library.
 pub const KVT_E_HANDLE: kvt_status_t = -2;
-/// A struct sets fields this library does not know yet.
+/// A struct sets a field that this library does not know.
 pub const KVT_E_TOO_NEW: kvt_status_t = -3;
-/// An output buffer is too small; the size needed was reported.
+/// An output buffer is too small; the call has written the size that is needed.
 pub const KVT_E_TOO_SMALL: kvt_status_t = -4;
-/// The system has no memory for this.
+/// The system has no memory for the call.
 pub const KVT_E_NOMEM: kvt_status_t = -5;
-/// The budget of that tier has no room.
+/// The budget of a tier has too few free bytes.
 pub const KVT_E_BUDGET: kvt_status_t = -6;
-/// A bounded queue or table is full: drain, free, retry.
+/// A bounded queue or table is full: drain completions, free ops, then retry.
 pub const KVT_E_AGAIN: kvt_status_t = -7;
-/// Still in use by work in flight.
+/// The object is in use by work in flight: wait for its release, then retry.
 pub const KVT_E_BUSY: kvt_status_t = -8;
 /// The object is closed or closing.
 pub const KVT_E_CLOSED: kvt_status_t = -9;
-/// Cancelled before it was done.
+/// The operation was cancelled before it completed.
 pub const KVT_E_CANCELLED: kvt_status_t = -10;
-/// The deadline passed first.
+/// The deadline passed before the operation completed.
 pub const KVT_E_TIMEOUT: kvt_status_t = -11;
-/// Not allowed from inside a callback.
+/// The call is not allowed inside a callback.
 pub const KVT_E_REENTRANT: kvt_status_t = -12;
 /// This process is a fork of the one that opened the library.
 pub const KVT_E_FORKED: kvt_status_t = -13;
-/// A defect inside the library was caught; the object is poisoned.
+/// A defect inside the library was caught. The object is poisoned: close it.
 pub const KVT_E_PANIC: kvt_status_t = -14;
-/// Header and library do not fit together.
+/// The program was built against a header that does not fit this library.
 pub const KVT_E_ABI: kvt_status_t = -15;
-/// Not built into this library.
+/// The object does not support the operation, or the library was built without it.
 pub const KVT_E_UNSUPPORTED: kvt_status_t = -16;
-/// This machine does not offer it.
+/// A device, tier or feature that the call needs does not exist here, or is lost.
 pub const KVT_E_UNAVAILABLE: kvt_status_t = -17;
-/// No such thing.
+/// The requested object or data does not exist.
 pub const KVT_E_NOT_FOUND: kvt_status_t = -18;
 /// Bytes do not match their checksum: treat them as absent.
 pub const KVT_E_CORRUPT: kvt_status_t = -19;
 /// The operating system reported an error.
 pub const KVT_E_IO: kvt_status_t = -20;
-/// A spec string is malformed; the error carries the offset.
+/// A spec string is malformed; the error object has the offset.
 pub const KVT_E_SPEC: kvt_status_t = -21;
 /// A documented limit was exceeded.
 pub const KVT_E_LIMIT: kvt_status_t = -22;
-/// The locked-memory quota is too small.
+/// The quota of locked memory (RLIMIT_MEMLOCK) is too small.
 pub const KVT_E_PIN_QUOTA: kvt_status_t = -23;
-/// The object is not in a state that allows this.
+/// The object is not in a state that allows the call.
 pub const KVT_E_STATE: kvt_status_t = -24;
 
-/// As the length of a text: it ends with a NUL.
+/// Length of a text that ends with a NUL, after at most 1 MiB.
 pub const KVT_NUL_TERMINATED: u64 = u64::MAX;
 
-/// The constant's name of a status, such as "KVT_E_BUSY".
-///
-/// @param status  Any number; one this library does not know is "KVT_E_UNKNOWN".
-/// @return A NUL-terminated string that lives as long as the library. Never null.
-///
-/// Threading: any thread, also in callbacks and after fork. Since 0.1.
+/// Returns the name of a status, such as "KVT_E_BUSY"; "KVT_E_UNKNOWN" if the library does not know
+/// it. The string is static, NUL-terminated and never null. Threading: also in a forked child.
 #[capi]
 pub extern "C" fn kvt_status_name(status: kvt_status_t) -> *const c_char {
     Status::from_code(status).map_or(c"KVT_E_UNKNOWN".as_ptr(), Status::name_c)
 }
 
-/// What a status means and what the caller can do about it.
-///
-/// @param status  Any number.
-/// @return A NUL-terminated sentence that lives as long as the library. Never null.
-///
-/// Threading: any thread, also in callbacks and after fork. Since 0.1.
+/// Returns a sentence on what a status means and what the caller can do. The string is static,
+/// NUL-terminated and never null. Threading: also in a forked child.
 #[capi]
 pub extern "C" fn kvt_status_str(status: kvt_status_t) -> *const c_char {
     Status::from_code(status)
@@ -101,36 +93,24 @@ pub extern "C" fn kvt_status_str(status: kvt_status_t) -> *const c_char {
 
 // Versions.
 
-/// Major version of this header.
+/// Version of this header.
 pub const KVT_VERSION_MAJOR: u32 = 0;
-/// Minor version of this header.
 pub const KVT_VERSION_MINOR: u32 = 1;
-/// Patch version of this header.
 pub const KVT_VERSION_PATCH: u32 = 0;
 /// Version of this header as one number: (major << 32) | (minor << 16) | patch.
 pub const KVT_HEADER_VERSION: u64 = 65536;
 
-const TEXT: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
+const VERSION_TEXT: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
 
-/// The library's version as text, such as "0.1.0".
-///
-/// @return A NUL-terminated string that lives as long as the library. Never null.
-///
-/// Threading: any thread, also in callbacks and after fork. Since 0.1.
+/// Returns the version of the library as text, such as "0.1.0". The string is static,
+/// NUL-terminated and never null. Threading: also in a forked child.
 #[capi]
 pub extern "C" fn kvt_version_str() -> *const c_char {
-    TEXT.as_ptr().cast()
+    VERSION_TEXT.as_ptr().cast()
 }
 
-/// The library's version as a number: (major << 32) | (minor << 16) | patch.
-///
-/// @param out  The number.
-/// @return KVT_OK; KVT_E_INVALID when `out` is null.
-///
-/// Threading: any thread, also in callbacks and after fork. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for writes.
+/// Reads the version of the library as one number, in the format of KVT_HEADER_VERSION. Threading:
+/// also in a forked child.
 #[capi]
 pub unsafe extern "C" fn kvt_version(out: *mut u64) -> kvt_status_t {
     require(out)?;
@@ -138,20 +118,13 @@ pub unsafe extern "C" fn kvt_version(out: *mut u64) -> kvt_status_t {
     Ok(())
 }
 
-/// Whether a program compiled against a header can use this library. Call it
-/// once, first: kvt_abi_check(KVT_HEADER_VERSION, &err).
+/// Checks that a program can use this library. Call it once, before any other function:
+/// kvt_abi_check(KVT_HEADER_VERSION, &err).
 ///
-/// Before 1.0 a program needs a library of the same minor version and at least
-/// the same patch; from 1.0 on one of the same major and at least the same minor.
+/// Before 1.0 the library must have the same minor version as the program's header, and at least
+/// its patch version; from 1.0 on the same major version, and at least its minor version.
 ///
-/// @param header_version  KVT_HEADER_VERSION as the program was compiled.
-/// @param err             Explains a mismatch; may be null.
-/// @return KVT_OK; KVT_E_ABI.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_ABI.
 #[capi]
 pub unsafe extern "C" fn kvt_abi_check(
     header_version: u64,
@@ -161,7 +134,8 @@ pub unsafe extern "C" fn kvt_abi_check(
         return Ok(());
     }
     let text = format!(
-        "the program was built against header {}, this is library {}",
+        "header version {} does not fit library version {}: rebuild the program, or install the \
+         library of its version",
         dotted(header_version),
         dotted(KVT_HEADER_VERSION)
     );
@@ -187,28 +161,25 @@ fn fits(header: u64, library: u64) -> bool {
 
 // Errors.
 
-/// A failure in words. Calls that take a `kvt_error_t **err` write one there
-/// when they fail (only then) and `err` is not null. The variable must be null
-/// or hold an error; that one is replaced. Free it with kvt_error_free. In a
-/// forked child (KVT_E_FORKED) none is written.
+/// The explanation of a failure. Calls with a `kvt_error_t **err` write an error there only if they
+/// fail. The variable must be null or hold an error, which is freed and replaced. In a forked child
+/// (KVT_E_FORKED) no error is written.
 pub struct kvt_error_t(());
 
-/// The particulars of an error.
+/// Details of an error.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_error_info_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// The message, UTF-8 and NUL-terminated. Lives until the error is freed
-    /// or replaced.
+    /// UTF-8 and NUL-terminated; valid until the error is freed or replaced.
     pub message: *const c_char,
-    /// Length of the message without the NUL.
+    /// Without the NUL.
     pub message_bytes: u64,
-    /// Offset in the input text, for errors about one; else UINT64_MAX.
+    /// Byte offset in the input text; UINT64_MAX = the error is not about a text.
     pub offset: u64,
-    /// The status the failed call returned.
+    /// Status that the failed call returned.
     pub status: kvt_status_t,
-    /// errno, when the operating system was asked; else 0.
+    /// errno of the failed system call; 0 = none failed.
     pub os_errno: i32,
 }
 
@@ -219,12 +190,12 @@ pub(crate) struct ErrorNoun {
 
 noun!(ErrorNoun, kvt_error_t, 1, "error");
 
-/// Hands an error out; without room for it the status alone must do.
+/// Writes an error to the caller's variable, or null if there is no memory for it.
 ///
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
 pub(crate) unsafe fn report(err: *mut *mut kvt_error_t, error: Error) {
-    // In a forked child a lock may be held for ever by a thread that is not there.
+    // In a forked child, a thread that does not exist there may hold a lock forever.
     if fork::check().is_err() {
         return;
     }
@@ -233,31 +204,21 @@ pub(crate) unsafe fn report(err: *mut *mut kvt_error_t, error: Error) {
     }
     // SAFETY: not null, and the caller's promise, here and below.
     unsafe {
-        // The error of an earlier call goes; a handle that is none stays unread.
-        let mut before = err.read();
-        let _ = free(&raw mut before, |_| Ok(()));
+        // Frees the error of an earlier call. An invalid handle is not followed.
+        let mut previous = err.read();
+        let _ = free(&raw mut previous, |_| Ok(()));
         err.write(handle_of(error).unwrap_or(std::ptr::null_mut()));
     }
 }
 
-/// A new handle for an error.
+/// Inserts an error, and returns its handle.
 pub(crate) fn handle_of(error: Error) -> Result<*mut kvt_error_t> {
-    let clean = error.message().replace('\0', "?");
-    let text = CString::new(clean).unwrap_or_default();
+    let message = error.message().replace('\0', "?");
+    let text = CString::new(message).unwrap_or_default();
     ErrorNoun::table().insert(ErrorNoun { error, text }).map(encode::<ErrorNoun>)
 }
 
-/// Reads an error.
-///
-/// @param error  The error.
-/// @param out    Filled in; start it with KVT_ERROR_INFO_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Ownership: `out->message` is borrowed until the error is freed or replaced.
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the details of an error. `out->message` is borrowed until the error is freed or replaced.
 #[capi]
 pub unsafe extern "C" fn kvt_error_info(
     error: *const kvt_error_t,
@@ -280,13 +241,8 @@ pub unsafe extern "C" fn kvt_error_info(
     Ok(())
 }
 
-/// The message of an error, for printing.
-///
-/// @param error  The error, or null.
-/// @return A NUL-terminated UTF-8 string, borrowed until the error is freed or
-///         replaced. Never null: without an error it is an empty one.
-///
-/// Threading: any thread. Since 0.1.
+/// Returns the message of an error, UTF-8 and NUL-terminated; empty if the handle is null or stale.
+/// It is borrowed until the error is freed or replaced.
 #[capi]
 pub extern "C" fn kvt_error_message(error: *const kvt_error_t) -> *const c_char {
     let mut text = c"".as_ptr();
@@ -298,15 +254,7 @@ pub extern "C" fn kvt_error_message(error: *const kvt_error_t) -> *const c_char 
     text
 }
 
-/// Frees an error and clears the variable.
-///
-/// @param error  Pointer to the handle; null, or a null handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `error` is null or valid for reads and writes.
+/// Frees an error.
 #[capi]
 pub unsafe extern "C" fn kvt_error_free(error: *mut *mut kvt_error_t) -> kvt_status_t {
     free(error, |_| Ok(()))
@@ -314,26 +262,21 @@ pub unsafe extern "C" fn kvt_error_free(error: *mut *mut kvt_error_t) -> kvt_sta
 
 // Logging.
 
-/// Nothing is logged.
+/// Log levels; each includes those before it. OFF: no messages. ERROR: unexpected failures. WARN:
+/// degraded operation. INFO: rare events. DEBUG: for debugging. TRACE: everything.
 pub const KVT_LOG_OFF: u32 = 0;
-/// Something failed that should not.
 pub const KVT_LOG_ERROR: u32 = 1;
-/// Something degraded.
 pub const KVT_LOG_WARN: u32 = 2;
-/// Something worth knowing, rarely.
 pub const KVT_LOG_INFO: u32 = 3;
-/// For debugging.
 pub const KVT_LOG_DEBUG: u32 = 4;
-/// Everything.
 pub const KVT_LOG_TRACE: u32 = 5;
 
-/// Releases `user_data`. Called once, after the last call of the callback it
-/// was registered with. It must not unwind.
+/// Releases `user_data`. Called once, after the last call of the callback that it was registered
+/// with. It must not unwind.
 pub type kvt_destroy_fn = Option<unsafe extern "C" fn(user_data: *mut c_void)>;
 
-/// Receives a log message; texts are UTF-8, not NUL-terminated, borrowed for
-/// the call. May be called from any thread, and from several at once. It must
-/// not unwind.
+/// Receives a log message of at most 2048 bytes. Texts are UTF-8, not NUL-terminated, and borrowed
+/// for the call. Any thread calls it, also several at once. It must not unwind.
 pub type kvt_log_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -345,22 +288,15 @@ pub type kvt_log_fn = Option<
     ),
 >;
 
-/// Sets the process-wide log sink, or removes it. Without one the library says
-/// nothing; it never writes to standard output or error.
+/// Sets or removes the log callback of the process. Without one the library logs nothing; it never
+/// writes to standard output or error. The previous callback may still run in another thread when
+/// this returns; its destroy is called after that.
 ///
 /// @param level      KVT_LOG_*: the most detailed level that is passed on.
-/// @param callback   The sink; null removes the present one.
-/// @param user_data  Handed to the callback; taken over on success only.
-/// @param destroy    Releases user_data; may be null.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID; KVT_E_STATE in a Rust program with a logger of its own;
-///         KVT_E_FORKED.
-///
-/// Threading: any thread. The former sink may still be running in another
-/// thread when this returns; its destroy is called after that. Since 0.1.
-///
-/// # Safety
-/// The callback and its data must be usable from any thread.
+/// @param callback   Null removes the present one.
+/// @param user_data  Passed to the callback; taken over on success only.
+/// @param destroy    May be null.
+/// @return KVT_E_STATE (a Rust program has installed a logger of its own).
 #[capi]
 pub unsafe extern "C" fn kvt_log_set(
     level: u32,
@@ -377,23 +313,26 @@ pub unsafe extern "C" fn kvt_log_set(
         KVT_LOG_INFO => LevelFilter::Info,
         KVT_LOG_DEBUG => LevelFilter::Debug,
         KVT_LOG_TRACE => LevelFilter::Trace,
-        _ => fail!(Invalid, "log level {level} is none of 0 to {KVT_LOG_TRACE}"),
+        _ => fail!(
+            Invalid,
+            "log level {level} is unknown: pass one of KVT_LOG_*, 0 to {KVT_LOG_TRACE}"
+        ),
     };
     let Some(foreign) = foreign(callback, user_data, destroy)? else {
         return logging::set(None, LevelFilter::Off);
     };
-    let inside = foreign.clone();
-    logging::set(Some(Arc::new(move |l, t, m| pass_on(&inside, l, t, m))), filter)?;
+    let callback = foreign.clone();
+    logging::set(Some(Arc::new(move |l, t, m| call_sink(&callback, l, t, m))), filter)?;
     foreign.keep();
     Ok(())
 }
 
-type LogCall = unsafe extern "C" fn(*mut c_void, u32, *const c_char, u64, *const c_char, u64);
+type LogFn = unsafe extern "C" fn(*mut c_void, u32, *const c_char, u64, *const c_char, u64);
 
-fn pass_on(foreign: &Foreign<LogCall>, level: Level, target: &str, message: &str) {
+fn call_sink(foreign: &Foreign<LogFn>, level: Level, target: &str, message: &str) {
     foreign.call(|function, user_data| {
-        // SAFETY: the function and its data came together from the caller; texts
-        // are valid for the call.
+        // SAFETY: the function and its data came together from the caller; texts are valid for the
+        // call.
         unsafe {
             function(
                 user_data,
@@ -409,32 +348,32 @@ fn pass_on(foreign: &Foreign<LogCall>, level: Level, target: &str, message: &str
 
 // Features.
 
-/// An optional feature. Texts are UTF-8, not NUL-terminated, and live as long
-/// as the library.
+/// An optional feature. Texts are static UTF-8, not NUL-terminated.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_feature_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Its name, such as "cuda".
     pub name: *const c_char,
-    /// Length of the name.
     pub name_bytes: u64,
-    /// What it is for.
+    /// The purpose of the feature.
     pub note: *const c_char,
-    /// Length of the note.
     pub note_bytes: u64,
-    /// 1 when the code for it is in this library.
+    /// 1 = this library contains the feature.
     pub built: u32,
-    /// 1 when this machine offers it, as probed now.
+    /// 1 = this machine supports it, as probed during the call.
     pub present: u32,
 }
 
-unsafe fn fill(index: usize, out: *mut kvt_feature_t) -> Result<()> {
-    let found = feature(index).ok_or_else(|| {
-        Error::new(Status::NotFound, format!("there are {} features", FEATURES.len()))
-    })?;
-    let filled = kvt_feature_t {
+/// Writes the feature at an index of the list.
+///
+/// # Safety
+/// `out` passed [`check_out`] and is valid for writes of the size it states.
+unsafe fn write_feature(index: usize, out: *mut kvt_feature_t) -> Result<()> {
+    let Some(found) = feature(index) else {
+        let count = FEATURES.len();
+        fail!(NotFound, "feature {index} does not exist: pass an index below {count}");
+    };
+    let row = kvt_feature_t {
         struct_size: 0,
         name: found.name.as_ptr().cast(),
         name_bytes: found.name.len() as u64,
@@ -444,19 +383,11 @@ unsafe fn fill(index: usize, out: *mut kvt_feature_t) -> Result<()> {
         present: u32::from(found.present),
     };
     // SAFETY: the caller has checked `out`.
-    unsafe { write(out, &filled) };
+    unsafe { write(out, &row) };
     Ok(())
 }
 
-/// How many features there are to ask about.
-///
-/// @param out_count  The number.
-/// @return KVT_OK; KVT_E_INVALID.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_count` is null or valid for writes.
+/// Reads the number of optional features.
 #[capi]
 pub unsafe extern "C" fn kvt_feature_count(out_count: *mut u64) -> kvt_status_t {
     require(out_count)?;
@@ -464,34 +395,19 @@ pub unsafe extern "C" fn kvt_feature_count(out_count: *mut u64) -> kvt_status_t 
     Ok(())
 }
 
-/// A feature by its place in the list.
+/// Reads a feature by its index, below kvt_feature_count. Probes the machine: not for a hot path.
 ///
-/// @param index  0 to kvt_feature_count - 1.
-/// @param out    Filled in; start it with KVT_FEATURE_INIT.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
-///
-/// Threading: any thread; probes the machine, so not in a hot path. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @return KVT_E_NOT_FOUND.
 #[capi]
 pub unsafe extern "C" fn kvt_feature_at(index: u64, out: *mut kvt_feature_t) -> kvt_status_t {
     check_out(out)?;
-    fill(usize::try_from(index).unwrap_or(usize::MAX), out)
+    write_feature(usize::try_from(index).unwrap_or(usize::MAX), out)
 }
 
-/// A feature by its name.
+/// Reads a feature by its name, such as "cuda", "io_uring" or "redis". Probes the machine: not for
+/// a hot path.
 ///
-/// @param name        Such as "cuda", "io_uring", "redis".
-/// @param name_bytes  Length of the name.
-/// @param out         Filled in; start it with KVT_FEATURE_INIT.
-/// @param err         Names the nearest feature; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_LIMIT, KVT_E_INVALID.
-///
-/// Threading: any thread; probes the machine, so not in a hot path. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `out` for the size it states.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_feature_find(
     name: *const c_char,
@@ -505,35 +421,23 @@ pub unsafe extern "C" fn kvt_feature_find(
         let known: Vec<&str> = FEATURES.iter().map(|(known, _)| *known).collect();
         let near = match nearest(name, &known) {
             Some(near) => format!("did you mean '{near}'?"),
-            None => format!("there are '{}'", known.join("', '")),
+            None => format!("pass one of '{}'", known.join("', '")),
         };
-        let text = format!("no feature is called '{name}'; {near}");
-        return Err(Error::new(Status::NotFound, text));
+        fail!(NotFound, "feature '{name}' does not exist: {near}");
     };
-    fill(index, out)
+    write_feature(index, out)
 }
 
 // Specs.
 
-/// Checks the grammar of a spec string and gives its canonical form.
+/// Checks the grammar of a spec string, and writes its canonical form. A spec is a name with
+/// optional arguments, such as "qos(inner=s3fifo(small=10%))". The call that uses the spec checks
+/// that the name and its parameters exist.
 ///
-/// A spec is a name with optional arguments, such as "qos(inner=s3fifo(small=10%))".
-/// Whether the name and its parameters exist is checked where the spec is used.
-///
-/// @param spec          The text, UTF-8.
-/// @param spec_bytes    Its length.
-/// @param out           Receives the canonical form, not NUL-terminated; may be
-///                      null with out_capacity 0 to learn the size.
-/// @param out_capacity  Room at `out`.
-/// @param out_bytes     Length of the canonical form; also written with
-///                      KVT_E_TOO_SMALL. May be null.
-/// @param err           Explains a failure, with the offset; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_SMALL.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param out        Receives the canonical form, not NUL-terminated; may be null.
+/// @param out_bytes  Receives its length; may be null.
+/// @return KVT_E_SPEC, KVT_E_LIMIT (more than 4096 bytes, 8 levels or 64 arguments),
+///         KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_spec_check(
     spec: *const c_char,
@@ -544,7 +448,7 @@ pub unsafe extern "C" fn kvt_spec_check(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     if out.is_null() && out_capacity > 0 {
-        fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
+        fail!(Invalid, "out is null and out_capacity is {out_capacity}: pass a buffer, or 0");
     }
     let canonical = Spec::parse(text("spec", spec, spec_bytes)?)?.to_string();
     let needed = canonical.len() as u64;
@@ -553,8 +457,10 @@ pub unsafe extern "C" fn kvt_spec_check(
         return Ok(());
     }
     if out_capacity < needed {
-        let text = format!("the canonical form has {needed} bytes, room is {out_capacity}");
-        return Err(Error::new(Status::TooSmall, text));
+        fail!(
+            TooSmall,
+            "the canonical form has {needed} bytes, out_capacity is {out_capacity}: pass more"
+        );
     }
     // SAFETY: the caller has room for `out_capacity` >= `needed` bytes.
     std::ptr::copy_nonoverlapping(canonical.as_ptr(), out.cast(), canonical.len());
@@ -614,7 +520,7 @@ mod version_tests {
     }
 
     #[test]
-    fn which_versions_fit() {
+    fn a_header_fits_compatible_later_libraries() {
         let v = |a: u64, b: u64, c: u64| a << 32 | b << 16 | c;
         assert!(fits(v(0, 1, 0), v(0, 1, 3)));
         assert!(!fits(v(0, 1, 4), v(0, 1, 3)));

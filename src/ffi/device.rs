@@ -1,4 +1,4 @@
-//! Devices: memory, copies, events, kernels, and devices of the engine.
+//! Devices: memory, copies, events, kernels and custom devices.
 
 use std::ffi::{c_char, c_void};
 use std::mem::offset_of;
@@ -33,127 +33,119 @@ use crate::ffi::memory::{
     KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, memory_of, plane_anywhere,
 };
 use crate::ffi::runtime::{kvt_op_t, kvt_runtime_t, on_runtime};
-use crate::ffi::sparse::{keys_of, kvt_index_head_t, kvt_index_t, too_small};
+use crate::ffi::sparse::{keys_of, kvt_index_head_t, kvt_index_t};
 use crate::store::state::session::PlaneView;
 
 // Devices.
 
-/// Who copies between an engine's memory and the library's: the processor, a GPU, or the engine
-/// itself. Stores and streamers are opened with one. Internally locked: any thread may use it.
+/// Copies between an engine's tensors and the library's memory: with the processor, a GPU or code
+/// of the engine. Several stores and streamers of the runtime may share a device.
 pub struct kvt_device_t(());
 
-/// The processor copies, done when the call returns.
+/// The processor copies; copies are complete when the call returns.
 pub const KVT_DEVICE_HOST: u32 = 1;
-/// A GPU by way of the CUDA driver, which is loaded when the device is opened.
+/// A GPU, through the CUDA driver, which is loaded when the device is opened.
 pub const KVT_DEVICE_CUDA: u32 = 2;
-/// The engine copies: kvt_device_custom_t.
+/// The engine copies, through the callbacks of kvt_device_custom_t.
 pub const KVT_DEVICE_CUSTOM: u32 = 3;
-/// None at all: it takes its time and spoils what is not waited for. For tests.
+/// A simulated device for tests: copies take time, and targets hold garbage until their event has
+/// completed.
 pub const KVT_DEVICE_SIMULATED: u32 = 4;
 
-/// Work goes on after a call has returned.
+/// kvt_device_info_t.flags: work continues after a call has returned.
 pub const KVT_DEVICE_ASYNCHRONOUS: u64 = 1;
-/// It sums what it copies.
+/// The device computes checksums of the planes that it copies (KVT_COPY_SUM).
 pub const KVT_DEVICE_SUMS: u64 = 2;
-/// It has memory that only it reaches: KVT_MEMORY_DEVICE.
+/// The device has memory that only it can access: KVT_MEMORY_DEVICE.
 pub const KVT_DEVICE_HAS_MEMORY: u64 = 4;
-/// Copies are slow, and not asynchronous, unless host memory is pinned: see
-/// kvt_device_register_host.
+/// Copies of host memory that is not pinned are slow and block; see kvt_device_register_host.
 pub const KVT_DEVICE_WANTS_PINNED: u64 = 8;
 
-/// CUDA and simulated: the device sums what it copies, where it lies in its memory, and stores
-/// hold what has come over the bus against that: a copy that came damaged is made again, and if
-/// that does not help, fails with KVT_E_CORRUPT.
+/// kvt_device_opts_t.flags, CUDA and simulated: the device computes checksums of copied planes in
+/// its own memory, and stores compare them with the bytes on the host. A copy that differs is
+/// repeated once, then fails with KVT_E_CORRUPT.
 pub const KVT_DEVICE_VERIFY: u64 = 1;
 
-/// Most peers of a device.
+/// Limit: peers of a device.
 const MAX_PEERS: usize = 63;
-/// How long who closes a device sleeps until it looks whether others have left it.
-const NAP_NS: u64 = 50_000;
+/// Interval at which a close polls for calls of other threads that still use the device.
+const CLOSE_POLL_NS: u64 = 50_000;
 
-/// How to open a device.
+/// Options of kvt_device_open. Fields for other kinds of devices must be 0.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_device_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_DEVICE_VERIFY, or 0.
+    /// KVT_DEVICE_VERIFY or 0.
     pub flags: u64,
     /// KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
     pub kind: u32,
-    /// CUDA: which device, where no context is given.
+    /// CUDA: index of the device, unless `context` is given.
     pub ordinal: u32,
-    /// CUDA: the engine's context (CUcontext), which outlives the device; 0 = the one that the
-    /// process shares.
+    /// CUDA: the engine's context (CUcontext), which must outlive the device; 0 = the primary
+    /// context.
     pub context: u64,
-    /// CUDA: the engine's streams (CUstream) of that context, none of them a default stream;
-    /// null = some of its own.
+    /// CUDA: at most 64 streams (CUstream) of the engine in `context`, no default streams; null =
+    /// four of the device's own.
     pub streams: *const u64,
-    /// How many, at most 64.
     pub stream_count: u64,
-    /// CUDA: the path of the driver's library; null = the system's.
+    /// CUDA: path of the driver's library; null = the system's.
     pub library: *const c_char,
-    /// Length of that.
     pub library_bytes: u64,
-    /// Custom: what the engine can do.
+    /// Custom: the engine's callbacks.
     pub custom: *const kvt_device_custom_t,
-    /// Simulated: its memory; 0 = no limit.
+    /// Simulated: bytes that can be allocated; 0 = no limit.
     pub memory_bytes: u64,
-    /// Simulated: chooses all that is left to chance.
+    /// Simulated: seed of all random choices.
     pub seed: u64,
-    /// Simulated: what a batch takes at least; 0 = 10 us.
+    /// Simulated: least duration of a batch of copies; 0 = 10 us.
     pub latency_ns: u64,
-    /// Simulated: what a stream moves; 0 = 20 GB/s.
+    /// Simulated: bandwidth of a stream; 0 = 20 GB/s.
     pub bytes_per_s: u64,
-    /// CUDA: memory of that device, which outlives it: what it gives out (to stores, streamers,
-    /// and by kvt_device_alloc) comes from there. 0 = the driver is asked.
+    /// CUDA: device memory of the engine that stores, streamers and kvt_device_alloc allocate from;
+    /// it must outlive the device. 0 = allocate from the driver.
     pub arena: u64,
-    /// How much; 0 with 0.
     pub arena_bytes: u64,
-    /// CUDA: other devices of the process (ordinals) whose memory copies may name, too, as what
-    /// their primary contexts gave out; null = none.
+    /// CUDA: ordinals of at most 63 other devices of the process. Copies may name memory of their
+    /// primary contexts. Null = none.
     pub peers: *const u32,
-    /// How many, at most 63.
     pub peer_count: u64,
-    /// CUDA: the path of cuFile's library, which is loaded when files are to be read straight
-    /// into device memory (KVT_STREAM_DIRECT); null = the system's.
+    /// CUDA: path of cuFile's library, which KVT_STREAM_DIRECT loads; null = the system's.
     pub cufile: *const c_char,
-    /// Length of that.
     pub cufile_bytes: u64,
 }
 
-/// What a device is and can do.
+/// Properties of a device.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_device_info_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_DEVICE_ASYNCHRONOUS and so on.
+    /// KVT_DEVICE_ASYNCHRONOUS, _SUMS, _HAS_MEMORY, _WANTS_PINNED.
     pub flags: u64,
-    /// The kind that it was opened as.
+    /// KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
     pub kind: u32,
-    /// How many streams it has: work on one is in order.
+    /// Number of streams. Work runs in order within a stream, in any order across streams.
     pub streams: u32,
-    /// The kernels it has: 1 << KVT_LAUNCH_* for each.
+    /// Available kernels: a set of 1 << KVT_LAUNCH_*.
     pub kernels: u64,
-    /// What it has left to give; UINT64_MAX where it does not know.
+    /// Device memory that can still be allocated; UINT64_MAX = unknown.
     pub free_bytes: u64,
 }
 
-/// A device, and the runtime it belongs to.
+/// A device with its runtime.
 pub(crate) struct DeviceNoun {
     pub(crate) core: Arc<Core>,
     pub(crate) device: Arc<dyn Device>,
     kind: u32,
-    /// Hears of the runtime's end.
-    _keeper: Arc<SignalOnShutdown>,
-    /// Nothing is opened with it any more.
+    /// Signals the device's user events when the runtime shuts down.
+    _on_shutdown: Arc<SignalOnShutdown>,
+    /// New stores and streamers are rejected.
     closing: Mutex<bool>,
 }
 
 noun!(DeviceNoun, kvt_device_t, 19, "device");
 
-/// Calls `body` with a device whose runtime takes new work.
+/// Calls `body` with a device whose runtime accepts new work.
 pub(crate) fn with_open_device<R>(
     handle: *const kvt_device_t,
     body: impl FnOnce(&Arc<dyn Device>) -> Result<R>,
@@ -163,7 +155,7 @@ pub(crate) fn with_open_device<R>(
     body(&noun.device)
 }
 
-/// The device that something of a runtime is to use; null = none.
+/// The device that a store or streamer of a runtime will use; null = none.
 pub(crate) fn device_of(
     core: &Arc<Core>,
     handle: *const kvt_device_t,
@@ -173,7 +165,7 @@ pub(crate) fn device_of(
     }
     let noun = pin(handle, Access::Use)?;
     if !Arc::ptr_eq(&noun.core, core) {
-        fail!(Invalid, "the device belongs to another runtime");
+        fail!(Invalid, "the device belongs to another runtime: open one on this runtime");
     }
     let closing = noun.closing.lock();
     if *closing {
@@ -189,9 +181,9 @@ unsafe fn cuda_opts(given: &kvt_device_opts_t) -> Result<CudaOpts> {
     let (library, cufile, streams, peers) = unsafe {
         let library = text_bytes("library", given.library, given.library_bytes)?;
         let cufile = text_bytes("cufile", given.cufile, given.cufile_bytes)?;
-        let most = MAX_STREAMS as usize;
         let peers = numbers(given.peers, given.peer_count, MAX_PEERS)?;
-        (library, cufile, numbers(given.streams, given.stream_count, most)?, peers)
+        let streams = numbers(given.streams, given.stream_count, MAX_STREAMS as usize)?;
+        (library, cufile, streams, peers)
     };
     let path = |name: &[u8]| (!name.is_empty()).then(|| std::ffi::OsStr::from_bytes(name).into());
     Ok(CudaOpts {
@@ -209,19 +201,19 @@ unsafe fn cuda_opts(given: &kvt_device_opts_t) -> Result<CudaOpts> {
 }
 
 fn simulated_opts(given: &kvt_device_opts_t) -> SimulatedOpts {
-    let usual = SimulatedOpts::default();
-    let or = |said: u64, usual: u64| if said == 0 { usual } else { said };
+    let defaults = SimulatedOpts::default();
+    let or = |value: u64, default: u64| if value == 0 { default } else { value };
     SimulatedOpts {
         seed: given.seed,
-        latency_ns: or(given.latency_ns, usual.latency_ns),
-        bytes_per_second: or(given.bytes_per_s, usual.bytes_per_second),
+        latency_ns: or(given.latency_ns, defaults.latency_ns),
+        bytes_per_second: or(given.bytes_per_s, defaults.bytes_per_second),
         memory_bytes: given.memory_bytes,
         sums: given.flags & KVT_DEVICE_VERIFY != 0,
-        ..usual
+        ..defaults
     }
 }
 
-/// Fields that a kind of device has no use for are not set.
+/// Rejects fields that the kind of device does not use.
 fn check_fields(given: &kvt_device_opts_t) -> Result<()> {
     known_flags(given.flags, KVT_DEVICE_VERIFY)?;
     let cuda = given.ordinal != 0
@@ -233,31 +225,35 @@ fn check_fields(given: &kvt_device_opts_t) -> Result<()> {
         || given.cufile_bytes != 0;
     let simulated = given.memory_bytes | given.seed | given.latency_ns | given.bytes_per_s != 0;
     let is = |kind| given.kind == kind;
-    if cuda && !is(KVT_DEVICE_CUDA)
-        || simulated && !is(KVT_DEVICE_SIMULATED)
-        || given.flags != 0 && !is(KVT_DEVICE_CUDA) && !is(KVT_DEVICE_SIMULATED)
-        || given.custom.is_null() == is(KVT_DEVICE_CUSTOM)
-    {
-        fail!(Invalid, "fields are set that are for another kind of device, or custom is null");
+    if cuda && !is(KVT_DEVICE_CUDA) || simulated && !is(KVT_DEVICE_SIMULATED) {
+        fail!(
+            Invalid,
+            "a device of kind {}: fields for another kind are set, clear them",
+            given.kind
+        );
     }
-    Ok(())
+    if given.flags != 0 && !is(KVT_DEVICE_CUDA) && !is(KVT_DEVICE_SIMULATED) {
+        fail!(
+            Invalid,
+            "a device of kind {}: KVT_DEVICE_VERIFY is for CUDA and simulated devices",
+            given.kind
+        );
+    }
+    match (is(KVT_DEVICE_CUSTOM), given.custom.is_null()) {
+        (true, true) => fail!(Invalid, "custom is null: KVT_DEVICE_CUSTOM needs its callbacks"),
+        (false, false) => {
+            fail!(Invalid, "custom is set for kind {}: it is for KVT_DEVICE_CUSTOM", given.kind)
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Opens a device.
 ///
-/// @param runtime  Where it belongs.
-/// @param opts     Which one.
-/// @param out      The device; close it with kvt_device_close.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNAVAILABLE (CUDA: no driver, one that is too old or broken, or no such
-///         device; the message says which), KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the device. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; the context and the
-/// streams are what they are said to be.
+/// @param out  Close it with kvt_device_close.
+/// @return KVT_E_UNAVAILABLE (CUDA: no driver, one that is too old or broken, or no such device;
+///         the message says which), KVT_E_UNSUPPORTED (KVT_DEVICE_VERIFY without the checksum
+///         kernel), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_device_open(
     runtime: *const kvt_runtime_t,
@@ -271,88 +267,76 @@ pub unsafe extern "C" fn kvt_device_open(
     let handle = on_runtime(runtime, |core| {
         core.check_open()?;
         let clock = core.clock().clone();
-        let put = |device: Arc<dyn Device>| {
-            let keeper = SignalOnShutdown::new(&device);
-            let owner: Arc<dyn Owner> = keeper.clone();
+        let register = |device: Arc<dyn Device>| {
+            let on_shutdown = SignalOnShutdown::new(&device);
+            let owner: Arc<dyn Owner> = on_shutdown.clone();
             core.add_owner(Arc::downgrade(&owner));
             let (core, kind, closing) = (core.clone(), given.kind, Mutex::new(false));
-            insert(DeviceNoun { core, device, kind, _keeper: keeper, closing })
+            insert(DeviceNoun { core, device, kind, _on_shutdown: on_shutdown, closing })
         };
         match given.kind {
-            KVT_DEVICE_HOST => put(Arc::new(Host::default())),
+            KVT_DEVICE_HOST => register(Arc::new(Host::default())),
             KVT_DEVICE_CUDA => {
                 let opts = cuda_opts(&given)?;
-                put(Arc::new(Cuda::open(clock, &opts)?))
+                register(Arc::new(Cuda::open(clock, &opts)?))
             }
-            KVT_DEVICE_CUSTOM => with_custom(given.custom, clock, |device| put(Arc::new(device))),
-            KVT_DEVICE_SIMULATED => put(Arc::new(Simulated::new(clock, simulated_opts(&given))?)),
-            other => fail!(Invalid, "kind {other} is none of KVT_DEVICE_*"),
+            KVT_DEVICE_CUSTOM => {
+                with_custom(given.custom, clock, |device| register(Arc::new(device)))
+            }
+            KVT_DEVICE_SIMULATED => {
+                register(Arc::new(Simulated::new(clock, simulated_opts(&given))?))
+            }
+            other => fail!(
+                Invalid,
+                "kind is {other}: KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED is accepted"
+            ),
         }
     })?;
     out.write(handle);
     Ok(())
 }
 
-/// Waits until those have left a device who were in a call when it was closed: what it has taken
-/// is given back before whoever closes it goes on.
-fn leave_last(device: Option<Arc<dyn Device>>) {
+/// Waits for calls that were inside the device when it was closed, then drops it: its resources are
+/// released before the close returns.
+fn drop_last(device: Option<Arc<dyn Device>>) {
     let Some(device) = device else { return };
-    let (nap, lock) = (Condvar::new(), Mutex::new(()));
+    let (condvar, lock) = (Condvar::new(), Mutex::new(()));
     while Arc::strong_count(&device) > 1 {
-        nap.wait_for(&mut lock.lock(), NAP_NS);
+        condvar.wait_for(&mut lock.lock(), CLOSE_POLL_NS);
     }
 }
 
-/// Closes a device: refuses new work and waits for what is under way, and for calls of other
-/// threads. Its memory that was not given back goes with it.
+/// Closes a device: rejects new work, signals the events of kvt_device_create_event, waits for work
+/// in flight and for calls of other threads, and frees the device's memory.
 ///
-/// @param device       Pointer to the handle, cleared on success; null, or a null handle, is
-///                     fine.
-/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY while a store or a streamer has it (it stays open), or when work
-///         has not ended at the deadline (it stays closing and valid: call again);
-///         KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
+/// @return KVT_E_BUSY (a store or streamer uses the device, which stays open; or work was in flight
+///         at the deadline: the device stays closing, call again).
 #[capi]
 pub unsafe extern "C" fn kvt_device_close(
     device: *mut *mut kvt_device_t,
     deadline_ns: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let mut last = None;
+    let mut closed = None;
     let close = |noun: &Pin<'static, DeviceNoun>| {
         refuse_reentry()?;
         let mut closing = noun.closing.lock();
         let users = Arc::strong_count(&noun.device) - 1;
         if users > 0 {
-            fail!(Busy, "the device is in use: close what was opened with it first");
+            fail!(Busy, "the device is in use: close its stores and streamers first");
         }
         *closing = true;
         drop(closing);
         noun.device.close(deadline_ns)?;
-        last = Some(noun.device.clone());
+        closed = Some(noun.device.clone());
         Ok(())
     };
     free(device, close)?;
-    leave_last(last);
+    drop_last(closed);
     Ok(())
 }
 
-/// What a device is and can do.
-///
-/// @param device  The device.
-/// @param out     Filled in; start it with KVT_DEVICE_INFO_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the properties of a device.
 #[capi]
 pub unsafe extern "C" fn kvt_device_info(
     device: *const kvt_device_t,
@@ -379,18 +363,11 @@ pub unsafe extern "C" fn kvt_device_info(
     Ok(())
 }
 
-/// A device in words, for logs: its name, and how it copies.
+/// Describes a device for logs: its name, and how it copies.
 ///
-/// @param device        The device.
-/// @param out           Receives the words, not NUL-terminated; may be null.
-/// @param out_capacity  How many bytes there is room for.
-/// @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or has room for `out_capacity` bytes; `out_bytes` is null or valid for a write.
+/// @param out        Text, not NUL-terminated; may be null.
+/// @param out_bytes  Length of the text; may be null.
+/// @return KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_device_describe(
     device: *const kvt_device_t,
@@ -398,77 +375,65 @@ pub unsafe extern "C" fn kvt_device_describe(
     out_capacity: u64,
     out_bytes: *mut u64,
 ) -> kvt_status_t {
-    let words = enter(device)?.device.describe();
-    give_text(&words, out, out_capacity, out_bytes)
+    let description = enter(device)?.device.describe();
+    give_text(&description, out, out_capacity, out_bytes)
 }
 
 // Copies.
 
-/// Memory that a device has set aside.
+/// An allocation of device memory.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_device_memory_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Where it starts: a multiple of 256.
+    /// A multiple of 256.
     pub address: u64,
-    /// How long it is.
     pub bytes: u64,
-    /// The library's own: which one it is.
+    /// Id of the allocation, set by the library.
     pub number: u64,
-    /// KVT_MEMORY_*: where the address is valid.
+    /// KVT_MEMORY_*: address space of `address`.
     pub memory: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// From the view into the plane.
+/// kvt_copy_t.direction: from the view to the plane.
 pub const KVT_COPY_GATHER: u32 = 0;
-/// From the plane into the view.
+/// kvt_copy_t.direction: from the plane to the view.
 pub const KVT_COPY_SCATTER: u32 = 1;
-/// Its checksum is wanted, of devices that sum (KVT_DEVICE_SUMS): of an asynchronous one that of
-/// the side in its memory, what was read there or what is there now (both sides: the target).
+/// kvt_copy_t.flags: compute a checksum; ignored without KVT_DEVICE_SUMS. An asynchronous device
+/// sums the side in its own memory: the source as read, or the target as written. If both sides are
+/// there, it sums the target.
 pub const KVT_COPY_SUM: u64 = 1;
 
-/// A copy between tokens as an engine has them and a plane: the same tokens, heads and numbers
-/// one after the other, without gaps. Stands in arrays only.
+/// A copy between an engine's tensor and a plane, which holds the same tokens, heads and elements
+/// without gaps.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_copy_t {
     /// KVT_COPY_SUM or 0.
     pub flags: u64,
-    /// Where the engine has the tokens. It says how many it has.
+    /// The engine's tensor; it must state its number of tokens.
     pub view: kvt_view_t,
-    /// The plane: tokens * heads * run_bytes bytes.
+    /// tokens * heads * run_bytes bytes.
     pub plane: *mut c_void,
-    /// KVT_MEMORY_*: where that is.
+    /// KVT_MEMORY_*: address space of `plane`.
     pub plane_memory: u32,
     /// KVT_COPY_GATHER or KVT_COPY_SCATTER.
     pub direction: u32,
-    /// The first token that is copied.
+    /// First token of the view to copy.
     pub first_token: u32,
-    /// How many; 0 = all from there on.
+    /// 0 = all from `first_token` on.
     pub tokens: u32,
-    /// Receives the checksum (as kvt_checksum makes it), if one was wanted and the device sums. An
-    /// asynchronous device is asked for it later: kvt_device_sums.
+    /// Receives the checksum (see kvt_checksum) that KVT_COPY_SUM requests from a synchronous
+    /// device; an asynchronous one returns it from kvt_device_sums.
     pub sum: u64,
 }
 
-/// Sets memory of a device aside.
+/// Allocates device memory with undefined content. Closing the device frees it.
 ///
-/// @param device  The device.
-/// @param bytes   How much.
-/// @param out     What it is; start it with KVT_DEVICE_MEMORY_INIT. What is in it is not said.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOMEM, KVT_E_UNSUPPORTED (it has none to give), KVT_E_UNAVAILABLE (the
-///         device is lost), KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Ownership: give it back with kvt_device_free; else it goes with the device. Threading: any
-/// thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `out` for the size it states.
+/// @param bytes  At least 1.
+/// @param out    Free it with kvt_device_free.
+/// @return KVT_E_UNSUPPORTED (the device cannot allocate), KVT_E_UNAVAILABLE (the device is lost).
 #[capi]
 pub unsafe extern "C" fn kvt_device_alloc(
     device: *const kvt_device_t,
@@ -477,15 +442,15 @@ pub unsafe extern "C" fn kvt_device_alloc(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    let given = enter(device)?.device.allocate(bytes)?;
+    let memory = enter(device)?.device.allocate(bytes)?;
     write(
         out,
         &kvt_device_memory_t {
             struct_size: 0,
-            address: given.address,
-            bytes: given.bytes,
-            number: given.number,
-            memory: match given.memory {
+            address: memory.address,
+            bytes: memory.bytes,
+            number: memory.number,
+            memory: match memory.memory {
                 Memory::Host => KVT_MEMORY_HOST,
                 Memory::Device => KVT_MEMORY_DEVICE,
             },
@@ -495,20 +460,11 @@ pub unsafe extern "C" fn kvt_device_alloc(
     Ok(())
 }
 
-/// Gives memory back.
+/// Frees device memory.
 ///
-/// @param device  The device that gave it.
 /// @param memory  As kvt_device_alloc wrote it.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY while work under way is seen to use it; KVT_E_HANDLE (it is not
-///         this device's, or was given back; or the device's handle), KVT_E_INVALID,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `memory` for the size it states. Nobody uses the memory any
-/// more.
+/// @return KVT_E_BUSY (work in flight uses the memory, as far as the device can tell), KVT_E_HANDLE
+///         (also: memory of another device, or freed before).
 #[capi]
 pub unsafe extern "C" fn kvt_device_free(
     device: *const kvt_device_t,
@@ -516,7 +472,7 @@ pub unsafe extern "C" fn kvt_device_free(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     if memory.is_null() {
-        fail!(Invalid, "the memory is null");
+        fail!(Invalid, "memory is null: pass the struct that kvt_device_alloc wrote");
     }
     let given = read(memory)?;
     let memory = DeviceMemory {
@@ -528,23 +484,14 @@ pub unsafe extern "C" fn kvt_device_free(
     enter(device)?.device.free(&memory)
 }
 
-/// Tells a device of host memory that copies will use again and again, so that they are as fast
-/// as they can be: CUDA pins it. Where it cannot, copies work, are slower, and wait in the call;
-/// kvt_device_describe says how much memory that is. A device to which all host memory is the same
-/// does nothing.
+/// Registers host memory that many copies will use, so that they run at full speed: CUDA pins it;
+/// host and simulated devices do nothing. Memory that cannot be pinned is registered all the same:
+/// its copies are slower and block in the call, and kvt_device_describe states how much that is.
+/// The memory must stay mapped until it is unregistered.
 ///
-/// @param device   The device.
-/// @param address  Where it starts, of a page.
-/// @param bytes    How much.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (also where it overlaps what the device was told of),
-///         KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. What a
-///         device of the engine's own says.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// The memory stays until kvt_device_unregister_host.
+/// @param address  Start of a page.
+/// @return KVT_E_INVALID (also: overlaps registered memory), KVT_E_UNAVAILABLE, or the status of a
+///         custom device's `register_host`.
 #[capi]
 pub unsafe extern "C" fn kvt_device_register_host(
     device: *const kvt_device_t,
@@ -554,23 +501,19 @@ pub unsafe extern "C" fn kvt_device_register_host(
 ) -> kvt_status_t {
     let end = (address.addr() as u64).checked_add(bytes);
     if address.is_null() || bytes == 0 || end.is_none() {
-        fail!(Invalid, "{bytes} bytes of host memory at {address:p}");
+        fail!(
+            Invalid,
+            "{bytes} bytes of host memory at {address:p}: pass a range that is not empty"
+        );
     }
     enter(device)?.device.register_host(address.cast(), bytes)
 }
 
-/// Takes that back, before the memory goes.
+/// Unregisters host memory, before it is unmapped and when no work in flight uses it.
 ///
-/// @param device   The device.
-/// @param address  As it was said.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_HANDLE (CUDA was not told of it; or the device's handle),
-///         KVT_E_UNAVAILABLE, KVT_E_FORKED, KVT_E_PANIC. What a device of the engine's own says.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// No work under way uses the memory.
+/// @param address  As it was registered.
+/// @return KVT_E_HANDLE (also: CUDA, not registered), KVT_E_UNAVAILABLE, or the status of a custom
+///         device's `register_host`.
 #[capi]
 pub unsafe extern "C" fn kvt_device_unregister_host(
     device: *const kvt_device_t,
@@ -580,15 +523,17 @@ pub unsafe extern "C" fn kvt_device_unregister_host(
     enter(device)?.device.unregister_host(address.cast())
 }
 
-/// A copy as devices take it, of a plane as the engine has it.
+/// Converts a copy.
 fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
     if given.flags & !KVT_COPY_SUM != 0 {
-        fail!(Invalid, "flags {:#x} of a copy", given.flags);
+        fail!(Invalid, "flags of a copy are {:#x}: KVT_COPY_SUM or 0 is accepted", given.flags);
     }
     let direction = match given.direction {
         KVT_COPY_GATHER => Direction::Gather,
         KVT_COPY_SCATTER => Direction::Scatter,
-        other => fail!(Invalid, "way {other} is neither KVT_COPY_GATHER nor _SCATTER"),
+        other => {
+            fail!(Invalid, "direction is {other}: KVT_COPY_GATHER or KVT_COPY_SCATTER is accepted")
+        }
     };
     let all = plane.tokens.saturating_sub(given.first_token);
     let tokens = if given.tokens == 0 { all } else { given.tokens };
@@ -601,30 +546,19 @@ fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
     })
 }
 
-/// Puts copies on a stream, behind an event if one is given, and behind what is there. Without
-/// copies it marks the place. CUDA waits in the call for what they are behind where they go from
-/// host to host memory, or use any that was not told of (kvt_device_register_host) or not pinned.
+/// Submits copies to a stream, after its earlier work and after an event. Until the event of the
+/// batch has completed or failed, do not change sources, and do not access targets. CUDA blocks in
+/// the call until earlier work has completed, if a copy is within host memory or uses host memory
+/// that is not registered (kvt_device_register_host) or not pinned.
 ///
-/// @param device        The device.
-/// @param stream        0 to kvt_device_info_t.streams - 1.
-/// @param after         An event of the device's; 0 = none.
-/// @param copies        The copies; their sums are written.
-/// @param count         How many, at most 65,536.
-/// @param stride_bytes  sizeof(kvt_copy_t).
-/// @param out_event     Receives the event of their end; release it with kvt_device_release.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK: they are on their way, or done where the device is not asynchronous;
-///         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_UNSUPPORTED (memory that the device does not
-///         reach), KVT_E_TOO_NEW, KVT_E_AGAIN (65,536 events are open), KVT_E_STATE (a graph is
-///         made of the stream), KVT_E_UNAVAILABLE (the device is lost), KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED, KVT_E_PANIC. What `after` failed
-///         with.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Arrays are valid for their lengths. Sources stay as they are, and targets are used by nobody
-/// else, until the event has come or failed.
+/// @param stream     0 to kvt_device_info_t.streams - 1.
+/// @param after      An event of the device; 0 = none.
+/// @param count      At most 65,536; 0 = only record an event.
+/// @param out_event  Completes with the copies; release it with kvt_device_release.
+/// @return KVT_E_LIMIT, KVT_E_UNSUPPORTED (memory that the device cannot access, or a checksum that
+///         it cannot compute), KVT_E_AGAIN (65,536 events, or 256 batches with checksums, are not
+///         released), KVT_E_STATE (the stream is being captured into a graph), KVT_E_UNAVAILABLE
+///         (the device is lost), KVT_E_IO, or the status that `after` failed with.
 #[capi]
 pub unsafe extern "C" fn kvt_device_copy(
     device: *const kvt_device_t,
@@ -640,25 +574,25 @@ pub unsafe extern "C" fn kvt_device_copy(
     let rows = Strided::new(copies, count, stride_bytes, MAX_COPIES as u64)?;
     let mut given = Vec::new();
     let mut planes = Vec::new();
-    let mut moved = Vec::new();
-    let room = given
+    let mut batch = Vec::new();
+    let reserved = given
         .try_reserve_exact(rows.len())
         .and_then(|()| planes.try_reserve_exact(rows.len()))
-        .and_then(|()| moved.try_reserve_exact(rows.len()));
-    room.map_err(|_| Status::NoMem)?;
+        .and_then(|()| batch.try_reserve_exact(rows.len()));
+    reserved.map_err(|_| Status::NoMem)?;
     for at in 0..rows.len() {
         let row = rows.get(at)?;
         planes.push(plane_anywhere(&row.view)?);
         given.push(row);
     }
     for (given, plane) in given.iter().zip(&planes) {
-        moved.push(copy_of(given, plane)?);
+        batch.push(copy_of(given, plane)?);
     }
     let after = (after != 0).then_some(Event(after));
-    let event = enter(device)?.device.submit(Stream(stream), after, &mut moved)?;
-    for (at, (given, moved)) in given.iter_mut().zip(&moved).enumerate() {
-        if moved.wants_sum {
-            given.sum = moved.sum;
+    let event = enter(device)?.device.submit(Stream(stream), after, &mut batch)?;
+    for (at, (given, copy)) in given.iter_mut().zip(&batch).enumerate() {
+        if copy.wants_sum {
+            given.sum = copy.sum;
             rows.put(at, given);
         }
     }
@@ -668,22 +602,14 @@ pub unsafe extern "C" fn kvt_device_copy(
 
 // Events of devices.
 
-/// Most events of an array.
+/// Limit: events of an array.
 const MAX_EVENTS: usize = 65_536;
 
-/// How far an event is. Never waits for one; at most until another thread's call has put its work
-/// on a stream.
+/// Queries an event. Never waits for it, but may wait for a submission of another thread. After a
+/// failure the content of the targets is undefined.
 ///
-/// @param device  The device.
-/// @param event   One of its events.
-/// @return KVT_OK: it has come. KVT_E_AGAIN: not yet. What its batch failed with; of targets it
-///         is not known then what they have. KVT_E_HANDLE: it is none of this device, or was
-///         released. KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// None: handles are checked.
+/// @return KVT_OK (completed), KVT_E_AGAIN (pending), KVT_E_HANDLE (also: an event of another
+///         device, or released), or the status that its batch failed with.
 #[capi]
 pub unsafe extern "C" fn kvt_device_query(device: *const kvt_device_t, event: u64) -> kvt_status_t {
     match enter(device)?.device.state(Event(event))? {
@@ -694,17 +620,7 @@ pub unsafe extern "C" fn kvt_device_query(device: *const kvt_device_t, event: u6
 
 /// Waits for an event.
 ///
-/// @param device       The device.
-/// @param event        One of its events.
-/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK: it has come; KVT_E_TIMEOUT; what its batch failed with; KVT_E_HANDLE,
-///         KVT_E_REENTRANT inside a callback, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_TIMEOUT, or as kvt_device_query.
 #[capi]
 pub unsafe extern "C" fn kvt_device_wait(
     device: *const kvt_device_t,
@@ -716,26 +632,15 @@ pub unsafe extern "C" fn kvt_device_wait(
     enter(device)?.device.wait(Event(event), deadline_ns)
 }
 
-/// The checksums of the copies of a batch that wanted one (KVT_COPY_SUM), in their order, from
-/// when its event has come until that is released. Who copies by itself holds them against
-/// kvt_checksum of what is in host memory: bytes that changed on the bus have another. Never
-/// waits.
+/// Reads the checksums that copies of a batch requested (KVT_COPY_SUM), in the order of the copies.
+/// They are available from the completion of the event until its release. Compare them with
+/// kvt_checksum of the bytes in host memory: a difference means that bytes changed on the bus.
 ///
-/// @param device     An asynchronous device that sums (KVT_DEVICE_SUMS): others have put sums
-///                   into the copies.
-/// @param event      One of its events.
-/// @param sums       Receives checksums.
-/// @param capacity   How many there is room for, at most 65,536.
-/// @param out_count  How many were written.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY (the event has not come), what its batch failed with,
-///         KVT_E_UNSUPPORTED (the device has no such sums), KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `sums` has room for `capacity` numbers; `out_count` is null or valid for a write.
+/// @param device    Asynchronous, with KVT_DEVICE_SUMS.
+/// @param sums      Receives at most `capacity` checksums; not null.
+/// @param capacity  At most 65,536.
+/// @return KVT_E_BUSY (the event is pending), KVT_E_UNSUPPORTED (the device computes no checksums),
+///         KVT_E_LIMIT, or the status that the batch failed with.
 #[capi]
 pub unsafe extern "C" fn kvt_device_sums(
     device: *const kvt_device_t,
@@ -747,34 +652,31 @@ pub unsafe extern "C" fn kvt_device_sums(
 ) -> kvt_status_t {
     require(out_count)?;
     if capacity > MAX_EVENTS as u64 || sums.is_null() {
-        fail!(Limit, "room for {capacity} sums at {sums:p}, {MAX_EVENTS} can be");
+        fail!(
+            Limit,
+            "capacity is {capacity}, sums is {sums:p}: pass an array of at most {MAX_EVENTS}"
+        );
     }
     let mut found = Vec::new();
     found.try_reserve_exact(capacity as usize).map_err(|_| Status::NoMem)?;
     found.resize(capacity as usize, 0);
     let count = enter(device)?.device.sums(Event(event), &mut found)?;
     for (at, sum) in found.iter().take(count).enumerate() {
-        // SAFETY: fewer than the caller has room for.
+        // SAFETY: at most `capacity` are written.
         sums.add(at).write_unaligned(*sum);
     }
     out_count.write(count as u64);
     Ok(())
 }
 
-/// Which events have ended, well or not: of an asynchronous device each is told once, unless it
-/// was released before. Never waits for one. Who shares a device with a store or a streamer is
-/// told of their events, too, and so is who polls while another thread's kvt_device_copy waits.
+/// Returns events that have completed or failed. Never waits for one. An asynchronous device
+/// reports each event once, unless it is released before; a synchronous one reports none. Events of
+/// stores and streamers that share the device are reported as well, and internal ones of a
+/// kvt_device_copy that blocks in another thread.
 ///
-/// @param device     The device.
-/// @param events     Receives events.
-/// @param capacity   How many there is room for, at most 65,536.
-/// @param out_count  How many were written.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `events` has room for `capacity` numbers; `out_count` is null or valid for a write.
+/// @param events    Receives at most `capacity` events; not null.
+/// @param capacity  At most 65,536.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_device_poll(
     device: *const kvt_device_t,
@@ -784,20 +686,23 @@ pub unsafe extern "C" fn kvt_device_poll(
 ) -> kvt_status_t {
     require(out_count)?;
     if capacity > MAX_EVENTS as u64 || events.is_null() {
-        fail!(Limit, "room for {capacity} events at {events:p}, {MAX_EVENTS} can be");
+        fail!(
+            Limit,
+            "capacity is {capacity}, events is {events:p}: pass an array of at most {MAX_EVENTS}"
+        );
     }
     let mut ended = [Event(0); 64];
     let mut count = 0;
     while count < capacity {
-        let most = (capacity - count).min(ended.len() as u64) as usize;
-        let room = ended.get_mut(..most).unwrap_or_default();
-        let some = enter(device)?.device.poll(room);
-        for event in ended.iter().take(some) {
-            // SAFETY: fewer than the caller has room for.
+        let limit = (capacity - count).min(ended.len() as u64) as usize;
+        let slots = ended.get_mut(..limit).unwrap_or_default();
+        let reported = enter(device)?.device.poll(slots);
+        for event in ended.iter().take(reported) {
+            // SAFETY: at most `capacity` are written.
             events.add(count as usize).write_unaligned(event.0);
             count += 1;
         }
-        if some < most {
+        if reported < limit {
             break;
         }
     }
@@ -805,21 +710,12 @@ pub unsafe extern "C" fn kvt_device_poll(
     Ok(())
 }
 
-/// Forgets events that have ended.
+/// Releases events that have completed or failed. Stops at the first error; the events before it
+/// are released. A synchronous device keeps no events and accepts each of them repeatedly.
 ///
-/// @param device  The device.
-/// @param events  The events.
-/// @param count   How many, at most 65,536.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY (one has not ended) and KVT_E_HANDLE (one is none of this device,
-///         or was released; a device that is not asynchronous knows its events for ever): those
-///         before it are released. KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `events` is null or valid for reads of `count` numbers.
+/// @param count  At most 65,536.
+/// @return KVT_E_BUSY (an event is pending), KVT_E_HANDLE (also: an event of another device, or
+///         released before), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_device_release(
     device: *const kvt_device_t,
@@ -832,21 +728,14 @@ pub unsafe extern "C" fn kvt_device_release(
     events.iter().try_for_each(|event| device.device.release(Event(*event)))
 }
 
-/// Makes an event of the device's that comes when an event of the engine's own has come: what is
-/// behind it waits for the engine's kernels, and no thread does.
+/// Imports an event of the engine: creates a device event that completes with it. Work submitted
+/// after the device event waits for the engine's kernels; no thread waits.
 ///
-/// @param device     The device.
-/// @param raw        The engine's event: for CUDA a CUevent that was recorded, as a number.
-/// @param out_event  Receives the event; release it with kvt_device_release.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (it is none, or of another context; or the
-///         device's handle), KVT_E_AGAIN, KVT_E_STATE, KVT_E_UNAVAILABLE, KVT_E_CLOSED,
-///         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// It is such an event, and stays so until the one made of it has ended.
+/// @param raw        CUDA: a CUevent that was recorded; it must stay valid until it has completed.
+/// @param out_event  Release it with kvt_device_release.
+/// @return KVT_E_UNSUPPORTED, KVT_E_HANDLE (also: `raw` is no event, or of another context),
+///         KVT_E_AGAIN (65,536 events are not released), KVT_E_STATE (`raw` was recorded on a
+///         stream that is being captured into a graph), KVT_E_UNAVAILABLE.
 #[capi]
 pub unsafe extern "C" fn kvt_device_import_event(
     device: *const kvt_device_t,
@@ -860,20 +749,12 @@ pub unsafe extern "C" fn kvt_device_import_event(
     Ok(())
 }
 
-/// Has a stream of the engine's own go on only when an event has come. No thread waits.
+/// Makes a stream of the engine wait for a device event. No thread waits.
 ///
-/// @param device      The device.
-/// @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
-/// @param event       One of the device's events.
-/// @param err         Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the event, the stream or the device),
-///         KVT_E_STATE (a graph is made of the stream), KVT_E_UNAVAILABLE, KVT_E_INVALID,
-///         KVT_E_FORKED, KVT_E_PANIC. What the event's batch failed with.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// It is such a stream.
+/// @param raw_stream  CUDA: a CUstream of the device's context, not a default stream.
+/// @return KVT_E_UNSUPPORTED, KVT_E_HANDLE (device, stream or event), KVT_E_STATE (the stream is
+///         being captured into a graph), KVT_E_UNAVAILABLE, or the status that the event failed
+///         with.
 #[capi]
 pub unsafe extern "C" fn kvt_device_stream_wait(
     device: *const kvt_device_t,
@@ -884,23 +765,14 @@ pub unsafe extern "C" fn kvt_device_stream_wait(
     enter(device)?.device.stream_wait_event(raw_stream, Event(event))
 }
 
-/// Makes an event that comes when kvt_device_signal_event says so: batches, moves and streams can be put
-/// behind it before. Closing the device or its runtime keeps it, too. A copy that the device can
-/// only make in its call (CUDA: within host memory, or of host memory that is not registered)
-/// waits there for what it is behind: then another thread has to keep it.
+/// Creates an event that completes when kvt_device_signal_event signals it, or when the device or
+/// its runtime is closed. Batches, transfers and streams may wait for it before that. A
+/// kvt_device_copy that blocks in the call (see there) waits for the event: signal it from another
+/// thread then.
 ///
-/// @param device     The device.
-/// @param out_event  Receives the event; release it with kvt_device_release once it was kept.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED (the device, or its driver, has no such thing), KVT_E_AGAIN
-///         (1,024 are known), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM, KVT_E_INVALID,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_event` is null or valid for a write, `err` is null or points to a handle that is null or
-/// an error's.
+/// @param out_event  Signal it, then release it with kvt_device_release.
+/// @return KVT_E_UNSUPPORTED (by the device or its driver), KVT_E_AGAIN (1,024 such events are not
+///         released), KVT_E_UNAVAILABLE.
 #[capi]
 pub unsafe extern "C" fn kvt_device_create_event(
     device: *const kvt_device_t,
@@ -913,19 +785,11 @@ pub unsafe extern "C" fn kvt_device_create_event(
     Ok(())
 }
 
-/// Has an event of kvt_device_create_event come: what is behind it goes on. One that has come already
-/// stays as it is.
+/// Signals an event of kvt_device_create_event: work that waits for it proceeds. Signalling it
+/// again does nothing.
 ///
-/// @param device  The device.
-/// @param event   The event.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_HANDLE (it is no promise of this device's, or was released; or the
-///         device's handle); of a custom device what its `keep` says; KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_HANDLE (also: no such event of this device, or released), or the status of a
+///         custom device's `signal_event`.
 #[capi]
 pub unsafe extern "C" fn kvt_device_signal_event(
     device: *const kvt_device_t,
@@ -935,26 +799,16 @@ pub unsafe extern "C" fn kvt_device_signal_event(
     enter(device)?.device.signal_event(Event(event))
 }
 
-/// Has a stream of the engine's own go on only when an op was released, well or not: ask the op
-/// afterwards. The op need not have begun. No thread waits. A device or a runtime that is closed
-/// before lets the stream go on.
+/// Makes a stream of the engine wait until an op, of any kind, is released, whether it succeeded or
+/// not: query the op afterwards. The op need not have begun. No thread waits. Closing the device or
+/// its runtime ends the wait.
 ///
-/// With CUDA the stream waits for a number in memory (cuStreamWaitValue32), of which the driver
-/// knows no more: what releases the op must not itself be behind that stream.
+/// CUDA waits for a number in memory (cuStreamWaitValue32), a dependency that the driver does not
+/// know: the op's release must not depend on work that waits for this stream.
 ///
-/// @param device      The device.
-/// @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
-/// @param op          The op, of any kind. It may be freed, once it was released.
-/// @param err         Explains a failure; may be null.
-/// @return KVT_OK (also: the op was released before); KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the op,
-///         the stream or the device), KVT_E_STATE (a graph is made of the stream), KVT_E_AGAIN
-///         (as many promises are open as can be), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM,
-///         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// It is such a stream.
+/// @param raw_stream  See kvt_device_stream_wait.
+/// @return KVT_E_UNSUPPORTED, KVT_E_HANDLE (device, stream or op), KVT_E_STATE (the stream is being
+///         captured into a graph), KVT_E_AGAIN (see kvt_device_create_event), KVT_E_UNAVAILABLE.
 #[capi]
 pub unsafe extern "C" fn kvt_device_stream_wait_op(
     device: *const kvt_device_t,
@@ -968,134 +822,109 @@ pub unsafe extern "C" fn kvt_device_stream_wait_op(
 
 // Kernels on devices.
 
-/// Moves runs of bytes.
+/// kvt_kernel_t.kind: copy runs of bytes, convert numbers to another type, compute checksums.
 pub const KVT_LAUNCH_MOVE: u32 = 1;
-/// Changes what numbers are, with scales or without.
 pub const KVT_LAUNCH_CONVERT: u32 = 2;
-/// Sums bytes as the store does.
 pub const KVT_LAUNCH_SUM: u32 = 3;
-/// Makes the boxes of pages wider.
+/// Page selection: extend bounding boxes of pages, bound a query's scores of pages, choose the
+/// largest scores.
 pub const KVT_LAUNCH_PAGE_BOXES: u32 = 4;
-/// The most that a query can have of each page.
 pub const KVT_LAUNCH_PAGE_SCORES: u32 = 5;
-/// The largest of each row.
 pub const KVT_LAUNCH_TOP: u32 = 6;
-/// Adds weights to what tokens had.
+/// Token eviction: add attention weights to scores of tokens, choose the tokens to keep, compact
+/// their rows.
 pub const KVT_LAUNCH_ADD: u32 = 7;
-/// Which tokens stay.
 pub const KVT_LAUNCH_KEEP: u32 = 8;
-/// Moves what stays together.
 pub const KVT_LAUNCH_COMPACT: u32 = 9;
-/// Columns and diagonals of the last queries.
+/// Attention: estimate weights of columns and diagonals from the last queries; attention of a
+/// prompt over columns, diagonals or blocks; attention of few queries over chosen pages.
 pub const KVT_LAUNCH_ESTIMATE: u32 = 10;
-/// Attention of a prompt over lines or blocks.
 pub const KVT_LAUNCH_PREFILL: u32 = 11;
-/// Attention of few queries over chosen pages.
 pub const KVT_LAUNCH_DECODE: u32 = 12;
 
 const _: () = assert!(KVT_LAUNCH_DECODE == Kind::Decode as u32);
-/// Most kernels of a batch.
+/// Limit: kernels of a batch.
 const MAX_KERNELS: u64 = 4096;
 
-/// One kernel: 256 bytes, the same for all. Addresses are the device's, strides are bytes, 0 =
-/// none; each kernel uses some of the fields, and the others are 0. docs/kernels.md says which.
-/// Stands in arrays only.
+/// One kernel launch: the same 256 bytes for all kernels. Addresses are device addresses, strides
+/// are in bytes, unused fields are 0. docs/kernels.md lists the fields of each kernel.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_kernel_t {
     /// KVT_LAUNCH_*.
     pub kind: u32,
-    /// KVT_DTYPE_*: what keys and values, or what is read, are.
+    /// KVT_DTYPE_* of keys and values, or of the input.
     pub dtype: u32,
-    /// KVT_DTYPE_*: what queries and the output, or what is written, are.
+    /// KVT_DTYPE_* of queries and output, or of the output.
     pub other_dtype: u32,
     /// KVT_SCALES_*.
     pub scaling: u32,
-    /// Queries.
     pub queries: u64,
-    /// Keys, or what is read.
+    /// Keys, or the input.
     pub keys: u64,
-    /// Values.
     pub values: u64,
-    /// What is written.
+    /// The output.
     pub out: u64,
-    /// Lists of places.
+    /// Lists of positions, and the length of each list.
     pub index: u64,
-    /// How long each list is.
     pub counts: u64,
-    /// Where pages are.
+    /// Page table, or list of ranges.
     pub table: u64,
-    /// Numbers that are read or changed.
+    /// Numbers that are read or updated (boxes, scores, sums), and further ones.
     pub numbers: u64,
-    /// More of them.
     pub more: u64,
-    /// Scales of narrow numbers.
+    /// Scales of quantized numbers.
     pub scales: u64,
-    /// Memory of the kernel's while it runs.
     pub scratch: u64,
-    /// How much.
     pub scratch_bytes: u64,
-    /// From a query to the next.
+    /// Distances from an item to the next, and from a head of an item to the next.
     pub query_stride: i64,
-    /// From a head of a query to the next.
     pub query_head_stride: i64,
-    /// From a key to the next.
     pub key_stride: i64,
-    /// From a head of a key to the next.
     pub key_head_stride: i64,
-    /// From a value to the next.
     pub value_stride: i64,
-    /// From a head of a value to the next.
     pub value_head_stride: i64,
-    /// From a row of what is written to the next.
     pub out_stride: i64,
-    /// From a head of it to the next.
     pub out_head_stride: i64,
-    /// How many queries.
     pub query_count: u32,
-    /// Heads of a query.
     pub query_heads: u32,
-    /// Heads of a key.
     pub key_heads: u32,
-    /// Numbers of a key's head.
+    /// Elements of a key head, and of a value head.
     pub key_dim: u32,
-    /// Numbers of a value's head.
     pub value_dim: u32,
     /// Tokens of a page or block.
     pub page_tokens: u32,
-    /// Tokens that the sequence has.
+    /// Tokens of the sequence.
     pub tokens: u32,
-    /// The first of what is worked on.
+    /// First item to process, and number of items.
     pub first: u32,
-    /// How many.
     pub count: u32,
-    /// How many stay, or are chosen.
+    /// Items to keep or choose; last and first items that are always kept.
     pub keep: u32,
-    /// So many of the last stay.
     pub recent: u32,
-    /// So many of the first stay.
     pub sinks: u32,
-    /// What products are multiplied with.
+    /// Factor of the products of queries and keys.
     pub scale: f32,
-    /// What else it is to do, as the kernel says.
+    /// Flags of the kernel.
     pub flags: u32,
-    /// 0.
     pub reserved: [u64; 3],
 }
 
 const _: () = assert!(size_of::<kvt_kernel_t>() == size_of::<Call>());
 
-/// Both have each field in one place: one is read as the other.
+/// Checks that both structs have each field at the same offset, because one is read as the other.
 macro_rules! same_call_fields {
     ($($field:ident)*) => {
         $(const _: () = assert!(offset_of!(kvt_kernel_t, $field) == offset_of!(Call, $field));)*
     };
 }
 
-same_call_fields!(kind dtype other_dtype scaling queries keys values out index counts table numbers more
-    scales scratch scratch_bytes query_stride query_head_stride key_stride key_head_stride
-    value_stride value_head_stride out_stride out_head_stride query_count query_heads key_heads
-    key_dim value_dim page_tokens tokens first count keep recent sinks scale flags reserved);
+same_call_fields!(
+    kind dtype other_dtype scaling queries keys values out index counts table numbers more scales
+    scratch scratch_bytes query_stride query_head_stride key_stride key_head_stride value_stride
+    value_head_stride out_stride out_head_stride query_count query_heads key_heads key_dim value_dim
+    page_tokens tokens first count keep recent sinks scale flags reserved
+);
 
 fn call_of(kernel: kvt_kernel_t) -> Call {
     // SAFETY: both are the same fields of integers and floats, in the same order.
@@ -1107,26 +936,16 @@ fn kernel_of(call: Call) -> kvt_kernel_t {
     unsafe { std::mem::transmute::<Call, kvt_kernel_t>(call) }
 }
 
-/// Puts kernels on a stream, behind an event if one is given, and behind what is there.
+/// Submits kernels to a stream, after its earlier work and after an event. They run in order. The
+/// memory that they name belongs to the device until the event of the batch has completed or
+/// failed.
 ///
-/// @param device        The device; kvt_device_info says which kernels it has.
-/// @param stream        0 to kvt_device_info_t.streams - 1.
-/// @param after         An event of the device's; 0 = none.
-/// @param kernels       The kernels, done in order.
-/// @param count         How many, at most 4,096.
-/// @param stride_bytes  sizeof(kvt_kernel_t).
-/// @param out_event     Receives the event of their end; release it with kvt_device_release.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK: the kernels are on their way; KVT_E_UNSUPPORTED, KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_TOO_NEW, KVT_E_AGAIN (65,536 events are open), KVT_E_UNAVAILABLE (the device is
-///         lost), KVT_E_STATE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_NOMEM, KVT_E_FORKED,
-///         KVT_E_PANIC. What `after` failed with.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Arrays are valid for their lengths. The memory that kernels name is the device's to use, as
-/// each of them uses it, until the event.
+/// @param stream     0 to kvt_device_info_t.streams - 1.
+/// @param after      An event of the device; 0 = none.
+/// @param count      At most 4,096.
+/// @param out_event  Completes with the kernels; release it with kvt_device_release.
+/// @return KVT_E_UNSUPPORTED (see kvt_device_info_t.kernels), KVT_E_UNAVAILABLE (also: a kernel
+///         does not load), and as kvt_device_copy.
 #[capi]
 pub unsafe extern "C" fn kvt_device_launch(
     device: *const kvt_device_t,
@@ -1148,66 +967,65 @@ pub unsafe extern "C" fn kvt_device_launch(
     Ok(())
 }
 
-/// Where each part of an index is, from where it begins, and how long all is.
-struct Parts {
+/// Offsets of the arrays of a packed index, and its length.
+struct IndexOffsets {
     starts: u64,
     items: u64,
     end: u64,
 }
 
-fn parts_of(keys: &Keys<'_>) -> Parts {
+fn offsets_of(keys: &Keys<'_>) -> IndexOffsets {
     let starts = size_of_val(keys.heads) as u64;
     let items = starts + size_of_val(keys.starts) as u64;
-    Parts { starts, items, end: items + size_of_val(keys.items) as u64 }
+    IndexOffsets { starts, items, end: items + size_of_val(keys.items) as u64 }
 }
 
-/// What a prefill kernel is told of an index that will be at an address.
-fn told(keys: &Keys<'_>, call: Call, address: u64) -> Result<Call> {
+/// A prefill kernel with the fields of an index that will be at an address.
+fn with_index(keys: &Keys<'_>, call: Call, address: u64) -> Result<Call> {
     let heads = Heads { queries: call.query_heads, keys: call.key_heads };
     if heads.keys == 0 || heads.queries % heads.keys != 0 {
-        fail!(Invalid, "{} query heads cannot share {} of keys", heads.queries, heads.keys);
+        fail!(
+            Invalid,
+            "query_heads is {}: a multiple of key_heads ({}) is accepted",
+            heads.queries,
+            heads.keys
+        );
     }
     keys.check(heads, call.first, call.query_count)?;
     if keys.heads.is_empty() {
         return Ok(Call { count: 0, numbers: 0, counts: 0, index: 0, scratch_bytes: 0, ..call });
     }
-    let parts = parts_of(keys);
-    if address == 0 || address % 4 != 0 || address.checked_add(parts.end).is_none() {
-        fail!(Invalid, "{} bytes of an index at {address:#x}", parts.end);
+    let offsets = offsets_of(keys);
+    if address == 0 || address % 4 != 0 || address.checked_add(offsets.end).is_none() {
+        fail!(
+            Invalid,
+            "address is {address:#x} for {} bytes: a nonzero multiple of 4 is accepted",
+            offsets.end
+        );
     }
     let count = keys.heads.len() as u32;
-    let (counts, index) = (address + parts.starts, address + parts.items);
+    let (counts, index) = (address + offsets.starts, address + offsets.items);
     let call = Call { count, numbers: address, counts, index, ..call };
     Ok(Call { scratch_bytes: call.line_bytes(), ..call })
 }
 
-/// Lays an index out for KVT_LAUNCH_PREFILL, and tells the kernel of it: heads, then `starts`, then
-/// `items`, as kvt_index_t has them, one behind the other. It is checked here: the kernel trusts
-/// it. The caller copies the bytes to where the device reaches them, and sets `scratch`.
+/// Packs an index for KVT_LAUNCH_PREFILL (heads, `starts` and `items` of kvt_index_t, contiguous)
+/// and enters it in a kernel. The call validates the index; the kernel trusts it. Afterwards copy
+/// the bytes to `address`, and set the kernel's `scratch`.
 ///
-/// @param index       Which keys are seen; null or without heads = all, and there are no bytes.
-/// @param kernel      A kernel whose query_count, query_heads, key_heads, tokens and first are
-///                    set; its count, numbers, counts, index and scratch_bytes (what is needed)
-///                    are written.
-/// @param address     Where the bytes will be for the device: a multiple of 4, not 0.
-/// @param to          Receives the bytes.
-/// @param out_capacity  How many it has room for.
-/// @param out_bytes   Receives how many there are, also with KVT_E_TOO_SMALL.
-/// @param err         Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL (the kernel stays as it is), KVT_E_INVALID (an index that is not
-///         sound, too), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `index` for the size it states, its arrays for their counts, `to`
-/// for writes of its room.
+/// @param index    Keys that are visible; null, or without heads = all keys, 0 bytes.
+/// @param kernel   Its query_count, query_heads, key_heads, tokens and first must be set. The call
+///                 writes count, numbers, counts, index and scratch_bytes (the bytes needed).
+/// @param address  Where the device will read the bytes; a multiple of 4, not 0.
+/// @param to       Receives the bytes, at most `out_capacity`; may be null.
+/// @return KVT_E_TOO_SMALL (`kernel` is not written), KVT_E_INVALID (also: an index that is not
+///         valid), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_launch_index(
     index: *const kvt_index_t,
     kernel: *mut kvt_kernel_t,
     address: u64,
-    to: *mut std::ffi::c_void,
+    to: *mut c_void,
     out_capacity: u64,
     out_bytes: *mut u64,
     err: *mut *mut kvt_error_t,
@@ -1215,57 +1033,51 @@ pub unsafe extern "C" fn kvt_launch_index(
     require(kernel)?;
     require(out_bytes)?;
     let (keys, call) = (keys_of(index)?, call_of(kernel.read()));
-    let call = told(&keys, call, address)?;
-    let parts = parts_of(&keys);
-    let bytes = if keys.heads.is_empty() { 0 } else { parts.end };
+    let call = with_index(&keys, call, address)?;
+    let offsets = offsets_of(&keys);
+    let bytes = if keys.heads.is_empty() { 0 } else { offsets.end };
     out_bytes.write(bytes);
     if bytes > out_capacity || (bytes > 0 && to.is_null()) {
-        return Err(too_small("the bytes of the index"));
+        fail!(TooSmall, "out_capacity is {out_capacity}: the index needs {bytes} bytes");
     }
     let to = to.cast::<u8>();
-    // SAFETY: as many bytes as there is room for, of arrays that are the caller's; a kernel
-    // that was read.
+    // SAFETY: at most `out_capacity` bytes, of the caller's arrays; a kernel that was read.
     if bytes > 0 {
-        let put = |at: u64, from: *const u8, bytes: usize| {
+        let write_at = |at: u64, from: *const u8, bytes: usize| {
             to.add(at as usize).copy_from_nonoverlapping(from, bytes);
         };
         const { assert!(size_of::<kvt_index_head_t>() == 24) };
-        put(0, keys.heads.as_ptr().cast(), size_of_val(keys.heads));
-        put(parts.starts, keys.starts.as_ptr().cast(), size_of_val(keys.starts));
-        put(parts.items, keys.items.as_ptr().cast(), size_of_val(keys.items));
+        write_at(0, keys.heads.as_ptr().cast(), size_of_val(keys.heads));
+        write_at(offsets.starts, keys.starts.as_ptr().cast(), size_of_val(keys.starts));
+        write_at(offsets.items, keys.items.as_ptr().cast(), size_of_val(keys.items));
     }
     kernel.write(kernel_of(call));
     Ok(())
 }
 
-// Devices of the engine: a table of callbacks.
+// Custom devices: callbacks of the engine.
 
-/// Rows of bytes to copy: `runs` runs of `run_bytes` bytes, read and written at equal distances.
-/// One side has them without gaps. Stands in arrays only.
+/// Rows of bytes to copy: `runs` runs of `run_bytes` bytes at constant strides. One side has no
+/// gaps.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_copy_rows_t {
-    /// Where the first run is read.
+    /// Source and target of the first run.
     pub from: u64,
-    /// Where it is written.
     pub to: u64,
-    /// From a run to the next, where they are read.
+    /// From a run to the next, in the source and in the target.
     pub from_stride_bytes: u64,
-    /// The same, where they are written.
     pub to_stride_bytes: u64,
-    /// Bytes of a run.
     pub run_bytes: u64,
-    /// How many runs.
     pub runs: u64,
-    /// KVT_MEMORY_*: where they are read.
+    /// KVT_MEMORY_* of source and target.
     pub from_memory: u32,
-    /// KVT_MEMORY_*: where they are written.
     pub to_memory: u32,
 }
 
 const _: () = assert!(size_of::<kvt_copy_rows_t>() == size_of::<Rows>());
 
-/// Both have each field in one place: one is handed over as the other.
+/// Checks that both structs have each field at the same offset, because one is passed as the other.
 macro_rules! same_row_fields {
     ($($ours:ident $theirs:ident,)*) => {
         $(const _: () = assert!(offset_of!(kvt_copy_rows_t, $ours) == offset_of!(Rows, $theirs));)*
@@ -1278,11 +1090,11 @@ same_row_fields!(
 );
 const _: () = assert!(KVT_MEMORY_HOST == 0 && KVT_MEMORY_DEVICE == 1);
 
-/// Puts copies on a stream (0 to `streams` - 1, each in order), behind the event `after` if that
-/// is not 0, and writes the event of their end, a number of the engine's own that is not 0. No
-/// copies: the event marks the place. A batch whose `after` fails must fail. What is refused must
-/// not have begun. KVT_E_UNAVAILABLE, from any callback: the device is gone; nothing is asked
-/// of it any more but to release and free.
+/// Submits copies to a stream (0 to `streams` - 1, each in order), after the event `after` (0 =
+/// none). Entries are `stride_bytes` apart. Writes the event that completes with them, a number of
+/// the engine's choice, not 0. Without copies it only records an event. A batch whose `after` fails
+/// must fail. A rejected batch must not have begun. KVT_E_UNAVAILABLE, from any callback, means
+/// that the device is lost; afterwards the library only calls `release` and `free`.
 pub type kvt_device_submit_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1295,61 +1107,59 @@ pub type kvt_device_submit_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// Whether an event has come: KVT_OK, or KVT_E_AGAIN while it has not. Anything else is what its
-/// batch failed with, and the library takes it that the batch touches no memory any more: where
-/// only the question failed, KVT_E_AGAIN is the answer.
+/// Queries an event: KVT_OK (completed), KVT_E_AGAIN (pending), or the status that its batch failed
+/// with; the batch must not access memory any more. If only the query failed, return KVT_E_AGAIN.
 pub type kvt_device_query_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, event: u64) -> kvt_status_t>;
 
-/// Waits for an event until a deadline (CLOCK_MONOTONIC, 0 = none). It may return early: the
-/// event is asked for afterwards, and after a pause if it was very early.
+/// Waits for an event until a deadline. It may return early: the library queries the event
+/// afterwards, and pauses before the next wait if this one was very short.
 pub type kvt_device_wait_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, event: u64, deadline_ns: u64) -> kvt_status_t,
 >;
 
-/// Takes an event back that nobody asks for any more. Batches that were given it as `after` may
-/// still wait for it.
+/// Releases an event: the library uses it no more. Batches that have it as `after` may still wait
+/// for it.
 pub type kvt_device_release_fn = Option<unsafe extern "C" fn(user_data: *mut c_void, event: u64)>;
 
-/// Gives memory at a multiple of 256; KVT_E_NOMEM where there is not so much.
+/// Allocates memory at a multiple of 256, not 0. KVT_E_NOMEM: not enough is free.
 pub type kvt_device_allocate_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, bytes: u64, address_out: *mut u64) -> kvt_status_t,
 >;
 
-/// Takes it back.
+/// Frees memory.
 pub type kvt_device_free_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, address: u64, bytes: u64)>;
 
-/// What it has left to give.
+/// Writes the number of bytes that can still be allocated.
 pub type kvt_device_free_bytes_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, bytes_out: *mut u64) -> kvt_status_t>;
 
-/// Learns of host memory that copies use again and again; with 0 bytes: that it goes.
+/// Registers host memory that many copies will use; with `bytes` 0, unregisters it.
 pub type kvt_device_register_host_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, address: u64, bytes: u64) -> kvt_status_t>;
 
-/// Makes an event of its own that comes with one that the engine names: see kvt_device_import_event.
-/// The one that is named stays the engine's.
+/// Imports an event; see kvt_device_import_event. `raw` stays the caller's.
 pub type kvt_device_import_event_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, raw: u64, event_out: *mut u64) -> kvt_status_t,
 >;
 
-/// Has a stream that the engine names go on only after an event: see kvt_device_stream_wait. It is not
-/// called for an event that has come already.
+/// Makes a stream wait for an event; see kvt_device_stream_wait. Not called for an event that is
+/// known to have completed.
 pub type kvt_device_stream_wait_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, raw_stream: u64, event: u64) -> kvt_status_t,
 >;
 
-/// Makes an event that comes when `keep` says so: what is put behind it waits until then.
+/// Creates an event that completes when `signal_event` is called with it.
 pub type kvt_device_create_event_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, event_out: *mut u64) -> kvt_status_t>;
 
-/// Has such an event come, if it has not. It must not wait. Any thread may say so: that which ends
-/// an op, too.
+/// Signals an event of `create_event`; signalling it again does nothing. Must not wait. Called from
+/// any thread, also from the one that releases an op.
 pub type kvt_device_signal_event_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, event: u64) -> kvt_status_t>;
 
-/// Puts kernels on a stream, as copies.
+/// Submits kernels to a stream, as kvt_device_submit_fn does copies.
 pub type kvt_device_launch_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1362,62 +1172,49 @@ pub type kvt_device_launch_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// A device of the engine's own. `submit` and `query` must be there; each of the others may be
-/// null, and then there is none of that. They are called from any thread, from several at once;
-/// they must not unwind, and must not call the device they are of. `release`, `allocate`, `free`
-/// and `free_bytes` may be called while the library holds a lock: they must call nothing of it,
-/// and wait for no thread that does. The others are called with no lock held.
-/// kvt_device_conformance says whether all is as it should be.
+/// A device that the engine implements; test it with kvt_device_conformance. `submit` and `query`
+/// are required; the others may be null, and the device then lacks that feature. Set both or none
+/// of `allocate` and `free`, `create_event` and `signal_event`, `kernels` and `launch`.
+///
+/// Threading: callbacks are called from any thread, several at once. They must not unwind, and must
+/// not call this device. `release`, `allocate`, `free` and `free_bytes` may be called while the
+/// library holds a lock: they must not call the library, nor wait for a thread that does.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_device_custom_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED.
     pub flags: u64,
-    /// How many streams it has, 1 to 64. The upper half is for batches behind events that may
-    /// come late, so that they hold up nothing else.
+    /// 1 to 64. The upper half is for batches that wait for late events, so that they delay nothing
+    /// else.
     pub streams: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// The kernels that `launch` knows: 1 << KVT_LAUNCH_* for each.
+    /// Kernels of `launch`: a set of 1 << KVT_LAUNCH_*.
     pub kernels: u64,
-    /// Copies.
     pub submit: kvt_device_submit_fn,
-    /// How far an event is.
     pub query: kvt_device_query_fn,
-    /// Waits; null = events are asked for every so often.
+    /// Null = the library polls with `query`.
     pub wait: kvt_device_wait_fn,
-    /// Takes events back.
     pub release: kvt_device_release_fn,
-    /// Gives memory.
     pub allocate: kvt_device_allocate_fn,
-    /// Takes it back.
     pub free: kvt_device_free_fn,
-    /// What is left.
     pub free_bytes: kvt_device_free_bytes_fn,
-    /// Host memory that is used again and again.
     pub register_host: kvt_device_register_host_fn,
-    /// Events of the engine's.
     pub import_event: kvt_device_import_event_fn,
-    /// Streams of the engine's.
     pub stream_wait: kvt_device_stream_wait_fn,
-    /// Kernels.
     pub launch: kvt_device_launch_fn,
-    /// Handed to all of them; taken over on success only.
+    /// Passed to all callbacks; taken over only if the open succeeds.
     pub user_data: *mut c_void,
     /// Releases user_data; may be null.
     pub destroy: kvt_destroy_fn,
-    /// Events that come when they are told to; null = there are none, and no stream can wait for
-    /// an op.
+    /// Null = streams cannot wait for an op.
     pub create_event: kvt_device_create_event_fn,
-    /// Tells them: there with `promise` alone.
     pub signal_event: kvt_device_signal_event_fn,
 }
 
-/// The functions of a device of the engine's own, without its data.
+/// The callbacks of a custom device, without their user data.
 #[derive(Clone, Copy)]
-struct Table {
+struct Callbacks {
     submit: kvt_device_submit_fn,
     query: kvt_device_query_fn,
     wait: kvt_device_wait_fn,
@@ -1433,54 +1230,55 @@ struct Table {
     signal_event: kvt_device_signal_event_fn,
 }
 
-/// What a callback came to.
-fn result(what: &str, status: kvt_status_t) -> Result<()> {
+/// The result of a callback.
+fn result(name: &str, status: kvt_status_t) -> Result<()> {
     match Status::from_code(status) {
         Some(Status::Ok) => Ok(()),
         known => {
-            let text = format!("{what} of the engine's device returned {status}");
+            let text = format!("the custom device's callback {name} returned status {status}");
             Err(Error::new(known.unwrap_or(Status::Invalid), text))
         }
     }
 }
 
-/// A number that a callback had to write.
-fn number(what: &str, status: kvt_status_t, value: u64) -> Result<u64> {
-    result(what, status)?;
+/// The address or event that a callback wrote.
+fn nonzero(name: &str, status: kvt_status_t, value: u64) -> Result<u64> {
+    result(name, status)?;
     if value == 0 {
-        fail!(Invalid, "{what} of the engine's device gave 0");
+        fail!(Invalid, "the custom device's callback {name} wrote 0: a nonzero number is required");
     }
     Ok(value)
 }
 
-fn none<T>(what: &str) -> Result<T> {
-    fail!(Unsupported, "the engine's device has no {what}")
+fn no_callback<T>(name: &str) -> Result<T> {
+    fail!(Unsupported, "the custom device has no callback {name}")
 }
 
-struct Called {
-    callback: Arc<Callback<Table>>,
+/// An engine behind the callbacks of a custom device.
+struct CustomEngine {
+    callback: Arc<Callback<Callbacks>>,
     facts: Facts,
 }
 
-impl Called {
-    fn call<R>(&self, body: impl FnOnce(&Table, *mut c_void) -> R) -> R {
+impl CustomEngine {
+    fn call<R>(&self, body: impl FnOnce(&Callbacks, *mut c_void) -> R) -> R {
         self.callback.call(|table, user_data| body(&table, user_data))
     }
 
-    /// For those functions that are told to call nothing: memory comes and goes under locks.
-    fn call_leaf<R>(&self, body: impl FnOnce(&Table, *mut c_void) -> R) -> R {
+    /// For callbacks that must not call the library: they may be called under its locks.
+    fn call_leaf<R>(&self, body: impl FnOnce(&Callbacks, *mut c_void) -> R) -> R {
         self.callback.call_leaf(|table, user_data| body(&table, user_data))
     }
 }
 
-impl Engine for Called {
+impl Engine for CustomEngine {
     fn facts(&self) -> Facts {
         self.facts
     }
 
     fn submit(&self, stream: u32, after: u64, copies: &[Rows]) -> Result<u64> {
         self.call(|table, user_data| {
-            let Some(submit) = table.submit else { return none("submit") };
+            let Some(submit) = table.submit else { return no_callback("submit") };
             let rows = copies.as_ptr().cast::<kvt_copy_rows_t>();
             let stride = size_of::<kvt_copy_rows_t>() as u64;
             let mut event = 0;
@@ -1489,19 +1287,19 @@ impl Engine for Called {
                 let count = copies.len() as u64;
                 submit(user_data, stream, after, rows, count, stride, &raw mut event)
             };
-            number("submit", status, event)
+            nonzero("submit", status, event)
         })
     }
 
     fn query(&self, event: u64) -> Result<bool> {
         self.call(|table, user_data| {
-            let Some(query) = table.query else { return none("query") };
+            let Some(query) = table.query else { return no_callback("query") };
             // SAFETY: function and data came together.
             let status = unsafe { query(user_data, event) };
             if status == Status::Again.code() {
                 return Ok(false);
             }
-            result("the event", status).map(|()| true)
+            result("query", status).map(|()| true)
         })
     }
 
@@ -1523,18 +1321,18 @@ impl Engine for Called {
 
     fn allocate(&self, bytes: u64) -> Result<u64> {
         self.call_leaf(|table, user_data| {
-            let Some(allocate) = table.allocate else { return none("memory") };
+            let Some(allocate) = table.allocate else { return no_callback("allocate") };
             let mut address = 0;
             // SAFETY: function and data came together; a place for a number.
             let status = unsafe { allocate(user_data, bytes, &raw mut address) };
-            number("allocate", status, address)
+            nonzero("allocate", status, address)
         })
     }
 
     fn free(&self, address: u64, bytes: u64) {
         self.call_leaf(|table, user_data| {
             if let Some(free) = table.free {
-                // SAFETY: function and data came together; memory that it gave.
+                // SAFETY: function and data came together; memory that it allocated.
                 unsafe { free(user_data, address, bytes) };
             }
         });
@@ -1551,8 +1349,10 @@ impl Engine for Called {
 
     fn register_host(&self, address: u64, bytes: u64) -> Result<()> {
         self.call(|table, user_data| match table.register_host {
-            // SAFETY: function and data came together.
-            Some(know) => result("know_host", unsafe { know(user_data, address, bytes) }),
+            Some(register) => {
+                // SAFETY: function and data came together.
+                result("register_host", unsafe { register(user_data, address, bytes) })
+            }
             None => Ok(()),
         })
     }
@@ -1563,43 +1363,43 @@ impl Engine for Called {
 
     fn import_event(&self, raw: u64) -> Result<u64> {
         self.call(|table, user_data| {
-            let Some(adopt) = table.import_event else { return none("adopt") };
+            let Some(import) = table.import_event else { return no_callback("import_event") };
             let mut event = 0;
             // SAFETY: function and data came together; a place for a number.
-            let status = unsafe { adopt(user_data, raw, &raw mut event) };
-            number("adopt", status, event)
+            let status = unsafe { import(user_data, raw, &raw mut event) };
+            nonzero("import_event", status, event)
         })
     }
 
     fn stream_wait_event(&self, raw_stream: u64, event: u64) -> Result<()> {
         self.call(|table, user_data| {
-            let Some(hold) = table.stream_wait else { return none("hold") };
+            let Some(wait) = table.stream_wait else { return no_callback("stream_wait") };
             // SAFETY: function and data came together.
-            result("hold", unsafe { hold(user_data, raw_stream, event) })
+            result("stream_wait", unsafe { wait(user_data, raw_stream, event) })
         })
     }
 
     fn create_user_event(&self) -> Result<u64> {
         self.call(|table, user_data| {
-            let Some(promise) = table.create_event else { return none("promise") };
+            let Some(create) = table.create_event else { return no_callback("create_event") };
             let mut event = 0;
             // SAFETY: function and data came together; a place for a number.
-            let status = unsafe { promise(user_data, &raw mut event) };
-            number("promise", status, event)
+            let status = unsafe { create(user_data, &raw mut event) };
+            nonzero("create_event", status, event)
         })
     }
 
     fn signal_event(&self, event: u64) -> Result<()> {
         self.call(|table, user_data| {
-            let Some(keep) = table.signal_event else { return none("keep") };
+            let Some(signal) = table.signal_event else { return no_callback("signal_event") };
             // SAFETY: function and data came together.
-            result("keep", unsafe { keep(user_data, event) })
+            result("signal_event", unsafe { signal(user_data, event) })
         })
     }
 
     fn launch(&self, stream: u32, after: u64, calls: &[Call]) -> Result<u64> {
         self.call(|table, user_data| {
-            let Some(launch) = table.launch else { return none("kernels") };
+            let Some(launch) = table.launch else { return no_callback("launch") };
             let kernels = calls.as_ptr().cast::<kvt_kernel_t>();
             let stride = size_of::<kvt_kernel_t>() as u64;
             let mut event = 0;
@@ -1608,12 +1408,12 @@ impl Engine for Called {
                 let count = calls.len() as u64;
                 launch(user_data, stream, after, kernels, count, stride, &raw mut event)
             };
-            number("launch", status, event)
+            nonzero("launch", status, event)
         })
     }
 }
 
-/// Makes a device of a table, and takes over what it brings if `body` does.
+/// Passes a custom device to `body`, and takes over its user data if `body` succeeds.
 ///
 /// # Safety
 /// `given` is null or valid for the size it states.
@@ -1626,17 +1426,19 @@ pub(crate) unsafe fn with_custom<R>(
     let given = unsafe { read(given)? };
     known_flags(given.flags, KVT_DEVICE_HAS_MEMORY | KVT_DEVICE_WANTS_PINNED)?;
     no_reserved(given.reserved)?;
-    let has = (given.submit.is_some(), given.query.is_some());
-    if has != (true, true) || given.allocate.is_some() != given.free.is_some() {
-        fail!(Invalid, "submit or query is null, or one of allocate and free without the other");
+    if given.submit.is_none() || given.query.is_none() {
+        fail!(Invalid, "submit or query is null: a custom device needs both callbacks");
+    }
+    if given.allocate.is_some() != given.free.is_some() {
+        fail!(Invalid, "one of allocate and free is null: set both callbacks or neither");
     }
     if (given.kernels != 0) != given.launch.is_some() {
-        fail!(Invalid, "kernels without launch, or launch without kernels");
+        fail!(Invalid, "only one of kernels and launch is set: set both or neither");
     }
     if given.create_event.is_some() != given.signal_event.is_some() {
-        fail!(Invalid, "one of promise and keep without the other");
+        fail!(Invalid, "one of create_event and signal_event is null: set both or neither");
     }
-    let table = Table {
+    let callbacks = Callbacks {
         submit: given.submit,
         query: given.query,
         wait: given.wait,
@@ -1660,64 +1462,56 @@ pub(crate) unsafe fn with_custom<R>(
         streams: given.streams,
         kernels: given.kernels,
     };
-    let callback = Arc::new(Callback::new(table, given.user_data, given.destroy));
-    let engine = Arc::new(Called { callback: callback.clone(), facts });
-    let made = body(Foreign::new(clock, engine)?)?;
+    let callback = Arc::new(Callback::new(callbacks, given.user_data, given.destroy));
+    let engine = Arc::new(CustomEngine { callback: callback.clone(), facts });
+    let output = body(Foreign::new(clock, engine)?)?;
     callback.keep();
-    Ok(made)
+    Ok(output)
 }
 
 // Conformance of devices.
 
-/// The device is closed at the end, which is a check as well.
+/// kvt_conformance_opts_t.flags: close the device at the end, and check that.
 pub const KVT_CONFORMANCE_CLOSES: u64 = 1;
 
-/// The device does what it should.
+/// Results of a check. SKIPPED: it does not apply to the device, or an earlier failure prevents it.
 pub const KVT_VERDICT_PASSED: u32 = 0;
-/// It has nothing that could be tested.
 pub const KVT_VERDICT_SKIPPED: u32 = 1;
-/// It does not do what it should.
 pub const KVT_VERDICT_FAILED: u32 = 2;
 
-/// Most rounds.
+/// Limit: random trials.
 const MAX_ROUNDS: u32 = 100_000;
 
-/// How a device is put to the test.
+/// Options of kvt_device_conformance.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_conformance_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_CONFORMANCE_CLOSES or 0.
     pub flags: u64,
-    /// Chooses all that is left to chance.
+    /// Seed of all random choices.
     pub seed: u64,
-    /// How long an event may take; 0 = 30 s.
+    /// Time limit of an event; 0 = 30 s.
     pub patience_ns: u64,
-    /// How often what is left to chance is tried; 0 = 40, at most 100,000.
+    /// Random trials, at most 100,000; 0 = 40.
     pub rounds: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// How many checks ended how.
+/// Number of checks with each result.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_conformance_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// As they should.
     pub passed: u32,
-    /// There was nothing to test.
     pub skipped: u32,
-    /// Something is wrong.
     pub failed: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Hears of a check: its name, a KVT_VERDICT_*, and why. Texts are UTF-8, not NUL-terminated,
-/// borrowed for the call. Called by the thread that called. It must not unwind.
+/// Receives the result of a check: its name, a KVT_VERDICT_*, and the reason (empty if it passed).
+/// Texts are not NUL-terminated and valid during the call. Called on the calling thread. Must not
+/// unwind.
 pub type kvt_conformance_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1729,25 +1523,12 @@ pub type kvt_conformance_fn = Option<
     ),
 >;
 
-/// Puts a device to the test: memory, copies of all sizes and layouts in all places, order,
-/// events, deadlines, refusals, threads. Whoever brings a device of their own
-/// (kvt_device_custom_t) runs this first. It uses a few hundred MiB of memory at most, and
-/// nothing else should use the device meanwhile.
+/// Runs the conformance suite on a device: memory, copies of all sizes, layouts and address spaces,
+/// order, events, deadlines, rejections, threads, and its kernels. Run it first on a custom device.
+/// It uses at most a few hundred MiB; nothing else should use the device meanwhile.
 ///
-/// @param device     The device.
-/// @param opts       How; null for defaults.
-/// @param report     Hears of each check; may be null.
-/// @param user_data  Handed to it.
-/// @param out        How many checks ended how; start it with KVT_CONFORMANCE_INIT.
-/// @param err        Explains a failure of the call; may be null.
-/// @return KVT_OK, also where checks failed: look at `out`. KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_TOO_NEW, KVT_E_REENTRANT inside a callback, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs for the size they state.
+/// @param report  Receives each result; may be null.
+/// @return KVT_OK, also if checks failed (see `out`); KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_device_conformance(
     device: *const kvt_device_t,
@@ -1763,20 +1544,20 @@ pub unsafe extern "C" fn kvt_device_conformance(
     known_flags(given.flags, KVT_CONFORMANCE_CLOSES)?;
     no_reserved(given.reserved)?;
     if given.rounds > MAX_ROUNDS {
-        fail!(Limit, "{} rounds, {MAX_ROUNDS} can be", given.rounds);
+        fail!(Limit, "rounds is {}: at most {MAX_ROUNDS} is accepted", given.rounds);
     }
     let report = report.map(|report| Callback::new(report, user_data, None));
-    let mut tell = |name: &'static str, verdict: &Verdict| {
+    let mut forward = |name: &'static str, verdict: &Verdict| {
         let Some(report) = &report else { return };
         let (code, why) = match verdict {
             Verdict::Passed => (KVT_VERDICT_PASSED, ""),
             Verdict::Skipped(why) => (KVT_VERDICT_SKIPPED, why.as_str()),
             Verdict::Failed(why) => (KVT_VERDICT_FAILED, why.as_str()),
         };
-        let (text, words) = (name.as_ptr().cast(), why.as_ptr().cast());
-        let (text_bytes, why_bytes) = (name.len() as u64, why.len() as u64);
+        let (name_text, why_text) = (name.as_ptr().cast(), why.as_ptr().cast());
+        let (name_bytes, why_bytes) = (name.len() as u64, why.len() as u64);
         report.call(|report, user_data| {
-            report(user_data, text, text_bytes, code, words, why_bytes);
+            report(user_data, name_text, name_bytes, code, why_text, why_bytes);
         });
     };
     let device = enter(device)?;
@@ -1787,7 +1568,7 @@ pub unsafe extern "C" fn kvt_device_conformance(
         patience_ns: given.patience_ns,
         closes: given.flags & KVT_CONFORMANCE_CLOSES != 0,
     };
-    let count = run(&device.device, &opts, &mut tell);
+    let count = run(&device.device, &opts, &mut forward);
     write(
         out,
         &kvt_conformance_t {

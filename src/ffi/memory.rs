@@ -1,4 +1,4 @@
-//! Budgets, accounts, buffers, and views of the tensors of the engine.
+//! Budgets, accounts, buffers, and views of the engine's tensors.
 
 use std::ffi::{c_char, c_void};
 
@@ -26,110 +26,102 @@ use crate::store::state::session::{LayerViews, PlaneView, Tokens, Views};
 
 // Budgets.
 
-/// The bytes that may be used, per tier; hard at every instant. Internally
-/// locked: any thread may use it.
+/// Hard limits on the bytes in use, one for each tier.
 pub struct kvt_budget_t(());
 
-/// Memory of the accelerator.
+/// Tiers: device memory, host memory, local disk, remote stores, and locked host memory; a locked
+/// buffer is charged in the last and in KVT_TIER_HOST. Functions of budgets and accounts take one
+/// as `tier`.
 pub const KVT_TIER_DEVICE: u32 = 0;
-/// RAM.
 pub const KVT_TIER_HOST: u32 = 1;
-/// Local files.
 pub const KVT_TIER_DISK: u32 = 2;
-/// A store elsewhere.
 pub const KVT_TIER_REMOTE: u32 = 3;
-/// RAM that is locked; counted beside KVT_TIER_HOST.
 pub const KVT_TIER_PINNED: u32 = 4;
 
 const _: () = assert!(KVT_TIER_PINNED as usize + 1 == TIERS);
 
-/// Fail when the host or pinned limit is above what the machine has, instead of
-/// cutting it to that.
+/// Fail with KVT_E_BUDGET if the host or pinned limit exceeds the available memory. Otherwise the
+/// limit is lowered to it.
 pub const KVT_BUDGET_STRICT: u64 = 1;
-/// host_bytes = 0 means none, not the default.
+/// Take 0 in host_bytes, pinned_bytes or reserve_bytes as 0 bytes, not as the default.
 pub const KVT_BUDGET_ZERO_HOST: u64 = 2;
-/// pinned_bytes = 0 means none, not the default.
 pub const KVT_BUDGET_ZERO_PINNED: u64 = 4;
-/// reserve_bytes = 0 means none, not the default.
 pub const KVT_BUDGET_ZERO_RESERVE: u64 = 8;
 
-/// How to open a budget.
+/// Options of a budget.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_budget_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_BUDGET_*.
     pub flags: u64,
-    /// Limit of the device tier; 0 = none.
+    /// Limit of the device tier; 0 = no bytes.
     pub device_bytes: u64,
-    /// Limit of the host tier; 0 = half of what this process may still use:
-    /// min(cgroup headroom, available memory) less the reserve.
+    /// Limit of the host tier; 0 = half of what this process may still use, which is min(cgroup
+    /// headroom, available memory) - reserve_bytes.
     pub host_bytes: u64,
-    /// Limit of what stores keep on disk, all together: the bytes of their disk tiers; 0 = no
-    /// limit.
+    /// Limit of all disk tiers together. 0 = no limit for stores, no bytes for accounts of the
+    /// caller.
     pub disk_bytes: u64,
-    /// Limit of the remote tier; 0 = none.
+    /// Limit of the remote tier; 0 = no bytes.
     pub remote_bytes: u64,
-    /// Limit of locked memory; 0 = the quota of this process, at most host_bytes.
+    /// Limit of locked memory; 0 = what this process may still lock. At most the host limit.
     pub pinned_bytes: u64,
-    /// Kept free of the memory this process may use; 0 = an eighth of it, at most 512 MiB.
+    /// Memory left to the rest of the process; 0 = an eighth of min(cgroup headroom, available
+    /// memory), at most 512 MiB.
     pub reserve_bytes: u64,
 }
 
-/// What a budget found on this machine.
+/// Memory of the machine, and limits of this process, as measured during the call.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_budget_report_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// RAM of the machine.
     pub total_bytes: u64,
-    /// What the kernel could give without swapping, now.
+    /// The kernel's estimate of the bytes available without swapping.
     pub available_bytes: u64,
-    /// The tightest cgroup limit; UINT64_MAX when there is none.
+    /// Lowest memory limit of the process's cgroup and its ancestors; UINT64_MAX = none.
     pub cgroup_limit_bytes: u64,
-    /// What is left under it now; UINT64_MAX when there is none.
+    /// Bytes still free below that limit; UINT64_MAX = no limit.
     pub cgroup_headroom_bytes: u64,
-    /// min(cgroup headroom, available), now.
+    /// min(cgroup_headroom_bytes, available_bytes).
     pub effective_bytes: u64,
-    /// Kept free of that.
+    /// Bytes of those that the budget leaves to the rest of the process, fixed when it was opened.
     pub reserve_bytes: u64,
-    /// What this process may lock in all; UINT64_MAX when unlimited.
+    /// Bytes that this process may lock in total; UINT64_MAX = unlimited.
     pub lock_quota_bytes: u64,
-    /// What it has locked now.
+    /// Bytes that it has locked.
     pub locked_bytes: u64,
-    /// Accounts that are open.
+    /// Open accounts of the budget.
     pub accounts: u64,
-    /// 1 or 2; 0 when there is no limit.
+    /// 1 or 2; 0 = no cgroup limit.
     pub cgroup_version: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Counters of one tier of a budget.
+/// Limit and counters of one tier of a budget.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_tier_report_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// The limit that was asked for.
+    /// Requested limit.
     pub asked_bytes: u64,
-    /// The limit that holds.
+    /// Effective limit: the requested one, lowered to what the machine has.
     pub limit_bytes: u64,
-    /// Promised to accounts.
+    /// Reserved by accounts and not yet in use.
     pub reserved_bytes: u64,
     /// In use by accounts.
     pub committed_bytes: u64,
-    /// Most ever promised and in use together.
+    /// Most bytes ever reserved and committed together.
     pub peak_bytes: u64,
-    /// What can be reserved now.
+    /// limit_bytes - reserved_bytes - committed_bytes, at least 0.
     pub free_bytes: u64,
-    /// Reservations that failed.
+    /// Reservations that failed at once.
     pub refused: u64,
     /// Reservations that wait.
     pub waiting: u64,
-    /// Bytes owners were asked to give back so far.
+    /// Bytes that reclaim callbacks were asked for so far.
     pub reclaim_asked_bytes: u64,
 }
 
@@ -137,19 +129,9 @@ pub(crate) struct BudgetNoun(pub(crate) Arc<Budget>);
 
 noun!(BudgetNoun, kvt_budget_t, 5, "budget");
 
-/// Opens a budget.
+/// Opens a budget, with limits from the memory that the machine has now.
 ///
-/// @param runtime  Where it belongs.
-/// @param opts     Limits; null for defaults.
-/// @param out      The budget; close it with kvt_budget_close.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUDGET (strict alone), KVT_E_INVALID, KVT_E_TOO_NEW,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the budget. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_BUDGET (with KVT_BUDGET_STRICT only).
 #[capi]
 pub unsafe extern "C" fn kvt_budget_open(
     runtime: *const kvt_runtime_t,
@@ -162,16 +144,17 @@ pub unsafe extern "C" fn kvt_budget_open(
     let all =
         KVT_BUDGET_STRICT | KVT_BUDGET_ZERO_HOST | KVT_BUDGET_ZERO_PINNED | KVT_BUDGET_ZERO_RESERVE;
     known_flags(given.flags, all)?;
-    let meant = |bytes: u64, zero: u64| (bytes != 0 || given.flags & zero != 0).then_some(bytes);
+    let or_default =
+        |bytes: u64, zero: u64| (bytes != 0 || given.flags & zero != 0).then_some(bytes);
     let opts = BudgetOpts {
         limits: [
             Some(given.device_bytes),
-            meant(given.host_bytes, KVT_BUDGET_ZERO_HOST),
+            or_default(given.host_bytes, KVT_BUDGET_ZERO_HOST),
             Some(given.disk_bytes),
             Some(given.remote_bytes),
-            meant(given.pinned_bytes, KVT_BUDGET_ZERO_PINNED),
+            or_default(given.pinned_bytes, KVT_BUDGET_ZERO_PINNED),
         ],
-        reserve_bytes: meant(given.reserve_bytes, KVT_BUDGET_ZERO_RESERVE),
+        reserve_bytes: or_default(given.reserve_bytes, KVT_BUDGET_ZERO_RESERVE),
         strict: given.flags & KVT_BUDGET_STRICT != 0,
     };
     let budget = on_runtime(runtime, |core| Budget::open(core, &opts))?;
@@ -179,18 +162,8 @@ pub unsafe extern "C" fn kvt_budget_open(
     Ok(())
 }
 
-/// Closes a budget: reservations that wait end with KVT_E_CLOSED, nothing more
-/// is granted. Accounts stay until they are closed and can still give back.
-///
-/// @param budget  Pointer to the handle, cleared on success; null, or a null
-///                handle, is fine.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
+/// Closes a budget. Waiting reservations end with KVT_E_CLOSED and new ones are refused. Its
+/// accounts stay valid and can still release bytes until they are closed.
 #[capi]
 pub unsafe extern "C" fn kvt_budget_close(
     budget: *mut *mut kvt_budget_t,
@@ -203,19 +176,10 @@ pub unsafe extern "C" fn kvt_budget_close(
     free(budget, close)
 }
 
-/// Changes a tier's limit. Below what is in use: nothing more is granted until
-/// the owners, who are asked to, have given back.
+/// Sets the limit of a tier. Below the bytes in use, reservations are granted again only after
+/// owners, whose reclaim callbacks are called, have released enough.
 ///
-/// @param budget  The budget.
-/// @param tier    KVT_TIER_*.
-/// @param bytes   The new limit; host and pinned are cut to what the machine has.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @param bytes  New limit; host and pinned limits are lowered to what the machine has.
 #[capi]
 pub unsafe extern "C" fn kvt_budget_resize(
     budget: *const kvt_budget_t,
@@ -228,16 +192,8 @@ pub unsafe extern "C" fn kvt_budget_resize(
     budget.0.resize(tier, bytes)
 }
 
-/// What this process may use, measured now.
-///
-/// @param budget  The budget.
-/// @param out     Filled in; start it with KVT_BUDGET_REPORT_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread; reads files, so not in a hot path. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Measures the memory that this process may use. Reads files in /proc and /sys: not for a hot
+/// path.
 #[capi]
 pub unsafe extern "C" fn kvt_budget_report(
     budget: *const kvt_budget_t,
@@ -267,17 +223,7 @@ pub unsafe extern "C" fn kvt_budget_report(
     Ok(())
 }
 
-/// Counters of one tier.
-///
-/// @param budget  The budget.
-/// @param tier    KVT_TIER_*.
-/// @param out     Filled in; start it with KVT_TIER_REPORT_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the limit and counters of one tier.
 #[capi]
 pub unsafe extern "C" fn kvt_budget_tier(
     budget: *const kvt_budget_t,
@@ -287,21 +233,21 @@ pub unsafe extern "C" fn kvt_budget_tier(
     let tier = Tier::from_code(tier)?;
     check_out(out)?;
     let budget = inspect(budget)?;
-    let lane = budget.0.usage(tier);
-    let used = lane.reserved_bytes + lane.committed_bytes;
+    let usage = budget.0.usage(tier);
+    let used = usage.reserved_bytes + usage.committed_bytes;
     write(
         out,
         &kvt_tier_report_t {
             struct_size: 0,
-            asked_bytes: lane.asked_bytes,
-            limit_bytes: lane.limit_bytes,
-            reserved_bytes: lane.reserved_bytes,
-            committed_bytes: lane.committed_bytes,
-            peak_bytes: lane.peak_bytes,
-            free_bytes: lane.limit_bytes.saturating_sub(used),
-            refused: lane.refused,
-            waiting: lane.waiting,
-            reclaim_asked_bytes: lane.reclaim_asked_bytes,
+            asked_bytes: usage.asked_bytes,
+            limit_bytes: usage.limit_bytes,
+            reserved_bytes: usage.reserved_bytes,
+            committed_bytes: usage.committed_bytes,
+            peak_bytes: usage.peak_bytes,
+            free_bytes: usage.limit_bytes.saturating_sub(used),
+            refused: usage.refused,
+            waiting: usage.waiting,
+            reclaim_asked_bytes: usage.reclaim_asked_bytes,
         },
     );
     Ok(())
@@ -309,36 +255,34 @@ pub unsafe extern "C" fn kvt_budget_tier(
 
 // Accounts.
 
-/// One owner's part in a budget. Internally locked: any thread may use it.
+/// One owner's part of a budget: the bytes that it has reserved and committed.
 pub struct kvt_account_t(());
 
-/// Asked to give bytes of a tier back. Returns how many it promises to release
-/// soon (0 is allowed); the release itself may come later, from any thread, and
-/// matters only before `deadline_ns` (0 = none). Called on the notifier thread
-/// under no lock. It must not unwind and must not wait.
+/// Asks an owner to release up to `bytes` of a tier. Returns the bytes that it promises to release,
+/// 0 if none. The release may follow later, from any thread. A promise counts until `deadline_ns`
+/// (0 = none). Called on the notifier thread, with no lock held; it must not unwind and must not
+/// wait.
 pub type kvt_reclaim_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, tier: u32, bytes: u64, deadline_ns: u64) -> u64,
 >;
 
-/// How to open an account.
+/// Options of an account.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_account_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// None are defined yet: 0.
+    /// 0: no flags are defined.
     pub flags: u64,
-    /// Name in messages.
+    /// Name in messages, at most 64 bytes; null = none.
     pub name: *const c_char,
-    /// Length of the name, at most 64.
     pub name_bytes: u64,
-    /// Owners of low priority are asked to give back first.
+    /// -2^31 to 2^31 - 1. Owners of low priority are asked to release bytes first.
     pub priority: i64,
-    /// Asked to give back; null = never.
+    /// Called when other owners need bytes; null = never.
     pub reclaim: kvt_reclaim_fn,
-    /// Handed to reclaim; taken over on success only.
+    /// Passed to reclaim, and to destroy at the end; taken over only on success.
     pub user_data: *mut c_void,
-    /// Releases user_data; may be null.
+    /// May be null.
     pub destroy: kvt_destroy_fn,
 }
 
@@ -350,17 +294,7 @@ const MAX_ACCOUNT_NAME_BYTES: u64 = 64;
 
 /// Opens an account in a budget.
 ///
-/// @param budget  The budget.
-/// @param opts    Name, priority and reclaimer; null for none.
-/// @param out     The account; close it with kvt_account_close.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the account. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_LIMIT (1024 accounts of the budget are open, or the name is too long).
 #[capi]
 pub unsafe extern "C" fn kvt_account_open(
     budget: *const kvt_budget_t,
@@ -372,10 +306,18 @@ pub unsafe extern "C" fn kvt_account_open(
     let given = read(opts)?;
     known_flags(given.flags, 0)?;
     if given.name_bytes > MAX_ACCOUNT_NAME_BYTES {
-        crate::fail!(Limit, "an account's name has at most {MAX_ACCOUNT_NAME_BYTES} bytes");
+        fail!(
+            Limit,
+            "the name of an account has at most {MAX_ACCOUNT_NAME_BYTES} bytes, not {}",
+            given.name_bytes
+        );
     }
     let Ok(priority) = i32::try_from(given.priority) else {
-        crate::fail!(Invalid, "priority {} does not fit in 32 bits", given.priority);
+        fail!(
+            Invalid,
+            "priority {} does not fit in 32 bits: pass -2^31 to 2^31 - 1",
+            given.priority
+        );
     };
     let name = text("name", given.name, given.name_bytes)?;
     let foreign = foreign(given.reclaim, given.user_data, given.destroy)?;
@@ -398,19 +340,9 @@ fn reclaim(foreign: Arc<Foreign<Call>>) -> Reclaim {
     })
 }
 
-/// Reserves bytes now, or fails. Never waits and never passes those who wait.
+/// Reserves bytes at once, or fails. Does not overtake reservations that wait.
 ///
-/// @param account  The account.
-/// @param tier     KVT_TIER_*.
-/// @param bytes    How many.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUDGET when they do not fit; KVT_E_INVALID,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_BUDGET (the bytes do not fit, or reservations wait).
 #[capi]
 pub unsafe extern "C" fn kvt_account_reserve(
     account: *const kvt_account_t,
@@ -423,25 +355,13 @@ pub unsafe extern "C" fn kvt_account_reserve(
     account.0.reserve(tier, bytes)
 }
 
-/// Reserves bytes when they can be had: first come, first served, and owners
-/// with a reclaimer are asked to give back. The op ends with KVT_OK when the
-/// bytes are reserved.
+/// Reserves bytes as soon as they are free. Reservations of a tier are granted in their order,
+/// while the reclaim callbacks of owners are called. The op ends with KVT_OK when the bytes are
+/// reserved, with KVT_E_BUDGET when a new limit makes that impossible.
 ///
-/// @param account  The account.
-/// @param tier     KVT_TIER_*.
-/// @param bytes    How many.
-/// @param opts     Queue, tag, deadline; null for none.
-/// @param out      The op; null when a queue tells of it.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK when submitted; KVT_E_BUDGET when they can never fit;
-///         KVT_E_AGAIN (at most 4096 wait), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED,
-///         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. The op ends with
-///         KVT_E_BUDGET when the limit shrinks below it.
-///
-/// Ownership: the caller owns the op. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @param out  May be null if opts names a queue.
+/// @return KVT_E_BUDGET (more than the limit of the tier), KVT_E_AGAIN (4096 reservations of the
+///         budget wait, or the queue or the runtime is full), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_account_reserve_later(
     account: *const kvt_account_t,
@@ -454,7 +374,7 @@ pub unsafe extern "C" fn kvt_account_reserve_later(
     let tier = Tier::from_code(tier)?;
     let (opts, each) = submit_opts(opts, out.is_null())?;
     if each {
-        crate::fail!(Invalid, "KVT_SUBMIT_EACH has no meaning for a reservation");
+        fail!(Invalid, "KVT_SUBMIT_EACH is set, and a reservation is one op: clear the flag");
     }
     let account = enter(account)?;
     let op = account.0.reserve_later(tier, bytes, &opts)?;
@@ -462,20 +382,11 @@ pub unsafe extern "C" fn kvt_account_reserve_later(
     Ok(())
 }
 
-/// Turns reserved bytes into used ones; the difference is free again.
+/// Commits reserved bytes: used_bytes are in use from now on, the rest of reserved_bytes is free
+/// again.
 ///
-/// @param account         The account.
-/// @param tier            KVT_TIER_*.
-/// @param reserved_bytes  How many of the reserved bytes this settles.
-/// @param used_bytes      How many of those are used; 0 gives all back.
-/// @param err             Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID when fewer are reserved; KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @param reserved_bytes  At most what the account has reserved in the tier.
+/// @param used_bytes      At most reserved_bytes; 0 ends the reservation.
 #[capi]
 pub unsafe extern "C" fn kvt_account_commit(
     account: *const kvt_account_t,
@@ -489,19 +400,9 @@ pub unsafe extern "C" fn kvt_account_commit(
     account.0.commit(tier, reserved_bytes, used_bytes)
 }
 
-/// Gives used bytes back.
+/// Releases bytes in use.
 ///
-/// @param account  The account.
-/// @param tier     KVT_TIER_*.
-/// @param bytes    How many.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID when fewer are used; KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @param bytes  At most what the account has committed in the tier.
 #[capi]
 pub unsafe extern "C" fn kvt_account_release(
     account: *const kvt_account_t,
@@ -514,18 +415,10 @@ pub unsafe extern "C" fn kvt_account_release(
     account.0.release(tier, bytes)
 }
 
-/// What an account holds of a tier.
+/// Reads the bytes of a tier that an account holds.
 ///
-/// @param account             The account.
-/// @param tier                KVT_TIER_*.
-/// @param out_reserved_bytes  Promised to it; may be null.
-/// @param out_used_bytes      In use by it; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for writes.
+/// @param out_reserved_bytes  Reserved and not yet in use; may be null.
+/// @param out_used_bytes      Committed; may be null.
 #[capi]
 pub unsafe extern "C" fn kvt_account_held(
     account: *const kvt_account_t,
@@ -545,20 +438,11 @@ pub unsafe extern "C" fn kvt_account_held(
     Ok(())
 }
 
-/// Closes an account. Everything must have been given back. Waits for a call of
-/// its reclaimer that is under way, except inside a callback.
+/// Closes an account that has released all its bytes. Waits for a running call of its reclaim
+/// callback, except inside a callback.
 ///
-/// @param account  Pointer to the handle, cleared on success; null, or a null
-///                 handle, is fine.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes, or, inside a
-///         callback, while its reclaimer is being called; KVT_E_HANDLE,
-///         KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
+/// @return KVT_E_BUSY (the account holds bytes, a reservation waits, or, inside a callback, its
+///         reclaim callback is running).
 #[capi]
 pub unsafe extern "C" fn kvt_account_close(
     account: *mut *mut kvt_account_t,
@@ -569,62 +453,56 @@ pub unsafe extern "C" fn kvt_account_close(
 
 // Buffers.
 
-/// A range of host memory that ops may read and write. Internally locked; the
-/// bytes themselves are yours, except between submitting an op on them and its
-/// release: then the library's alone.
+/// A range of host memory that ops read and write. Its bytes belong to the library from the
+/// submission of such an op until the release of that op, otherwise to the caller.
 pub struct kvt_buffer_t(());
 
-/// Lock the memory in RAM; fail when the quota does not allow it.
+/// Lock the memory in RAM, or fail.
 pub const KVT_BUFFER_PIN: u64 = 1;
-/// Lock the memory in RAM if the quota allows it.
+/// Lock the memory in RAM if the lock quota and the account allow it.
 pub const KVT_BUFFER_TRY_PIN: u64 = 2;
-/// Use huge pages of the reserved pool; fail when there are not enough.
+/// Use reserved huge pages of 2 MiB, or fail.
 pub const KVT_BUFFER_HUGETLB: u64 = 4;
 /// Ask the kernel for transparent huge pages.
 pub const KVT_BUFFER_TRY_HUGE: u64 = 8;
-/// Make every page present before returning, on the workers in parallel.
+/// Make all pages present before the call returns, in parallel on the workers. Not in a callback.
 pub const KVT_BUFFER_PREFAULT: u64 = 16;
 
-/// Normal pages.
+/// Kinds of pages: normal, transparent huge pages (the kernel was asked for them), reserved huge
+/// pages, the caller's memory.
 pub const KVT_PAGES_NORMAL: u32 = 0;
-/// Pages the kernel was asked to merge into huge ones.
 pub const KVT_PAGES_TRANSPARENT: u32 = 1;
-/// Huge pages of the reserved pool.
 pub const KVT_PAGES_HUGETLB: u32 = 2;
-/// The caller's own memory.
 pub const KVT_PAGES_FOREIGN: u32 = 3;
 
-/// How to allocate a buffer.
+/// Options of kvt_buffer_alloc.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_buffer_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_BUFFER_*.
     pub flags: u64,
-    /// Size.
+    /// 1 to 2^46.
     pub bytes: u64,
-    /// Alignment, a power of two up to 1 GiB; 0 = one page.
+    /// A power of two up to 1 GiB, with KVT_BUFFER_HUGETLB up to 2 MiB; 0 = one page.
     pub align_bytes: u64,
-    /// Who pays, in KVT_TIER_HOST and, when locked, KVT_TIER_PINNED; null = nobody.
+    /// Charged in KVT_TIER_HOST and, for locked memory, KVT_TIER_PINNED; null = no account.
     pub account: *const kvt_account_t,
 }
 
-/// What a buffer is.
+/// Properties of a buffer.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_buffer_info_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Where it starts.
     pub address: *mut c_void,
-    /// Its usable size.
+    /// Usable size.
     pub bytes: u64,
-    /// What its account pays: the size in whole pages.
+    /// Charged to its account: the size in whole pages; 0 for the caller's memory.
     pub charged_bytes: u64,
-    /// Ops submitted on it and not yet released.
+    /// Uses by ops that are not released, one for each item that reads or writes the buffer.
     pub in_flight: u64,
-    /// 1 when it is locked in RAM.
+    /// 1 = locked in RAM.
     pub pinned: u32,
     /// KVT_PAGES_*.
     pub pages: u32,
@@ -637,26 +515,15 @@ pub(crate) struct BufferNoun {
 
 noun!(BufferNoun, kvt_buffer_t, 7, "buffer");
 
-/// Bytes made present by one piece of work.
+/// Smallest number of bytes that one item prefaults.
 const PREFAULT_BYTES: u64 = 16 << 20;
 
-/// Allocates a buffer.
+/// Allocates a buffer. Forked children do not inherit its memory.
 ///
-/// @param runtime  Where it belongs.
-/// @param opts     Size and kind; `bytes` must be set.
-/// @param out      The buffer; free it with kvt_buffer_free.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOMEM, KVT_E_IO, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_PIN_QUOTA, KVT_E_UNAVAILABLE
-///         (no reserved huge pages), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC; with KVT_BUFFER_PREFAULT also
-///         KVT_E_AGAIN, KVT_E_CANCELLED beside a close, and KVT_E_REENTRANT inside a
-///         callback.
-///
-/// Ownership: the caller owns the buffer; it is not inherited by forked
-/// children. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @param opts  Its `bytes` must be set.
+/// @return KVT_E_IO, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_PIN_QUOTA, KVT_E_UNAVAILABLE (too few
+///         reserved huge pages are free); with KVT_BUFFER_PREFAULT also KVT_E_AGAIN and
+///         KVT_E_CANCELLED (the runtime closes).
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_alloc(
     runtime: *const kvt_runtime_t,
@@ -666,10 +533,10 @@ pub unsafe extern "C" fn kvt_buffer_alloc(
 ) -> kvt_status_t {
     require(out)?;
     let given = read(opts)?;
-    let wish = wish_of(&given)?;
+    let request = allocation_request(&given)?;
     let noun = on_runtime(runtime, |core| {
         core.check_open()?;
-        let buffer = Arc::new(Buffer::map(&wish, core.faults())?);
+        let buffer = Arc::new(Buffer::map(&request, core.faults())?);
         if given.flags & KVT_BUFFER_PREFAULT != 0 {
             prefault(core, &buffer)?;
         }
@@ -679,14 +546,14 @@ pub unsafe extern "C" fn kvt_buffer_alloc(
     Ok(())
 }
 
-fn wish_of(given: &kvt_buffer_opts_t) -> Result<AllocationRequest> {
+fn allocation_request(given: &kvt_buffer_opts_t) -> Result<AllocationRequest> {
     let all = KVT_BUFFER_PIN
         | KVT_BUFFER_TRY_PIN
         | KVT_BUFFER_HUGETLB
         | KVT_BUFFER_TRY_HUGE
         | KVT_BUFFER_PREFAULT;
     known_flags(given.flags, all)?;
-    let wish = |must: u64, soft: u64| match (given.flags & must, given.flags & soft) {
+    let requirement = |must: u64, soft: u64| match (given.flags & must, given.flags & soft) {
         (0, 0) => Requirement::No,
         (0, _) => Requirement::Try,
         _ => Requirement::Must,
@@ -695,8 +562,8 @@ fn wish_of(given: &kvt_buffer_opts_t) -> Result<AllocationRequest> {
     Ok(AllocationRequest {
         bytes: given.bytes,
         align_bytes: given.align_bytes,
-        pin: wish(KVT_BUFFER_PIN, KVT_BUFFER_TRY_PIN),
-        huge: wish(KVT_BUFFER_HUGETLB, KVT_BUFFER_TRY_HUGE),
+        pin: requirement(KVT_BUFFER_PIN, KVT_BUFFER_TRY_PIN),
+        huge: requirement(KVT_BUFFER_HUGETLB, KVT_BUFFER_TRY_HUGE),
         prefer_huge: false,
         account,
     })
@@ -704,14 +571,14 @@ fn wish_of(given: &kvt_buffer_opts_t) -> Result<AllocationRequest> {
 
 fn prefault(core: &Arc<Core>, buffer: &Arc<Buffer>) -> Result<()> {
     refuse_reentry()?;
-    let pieces = buffer.bytes().div_ceil(PREFAULT_BYTES);
-    let grain = PREFAULT_BYTES.max(buffer.bytes().div_ceil(MAX_ITEMS as u64));
-    let mut items = core.item_list(pieces.min(MAX_ITEMS as u64) as usize)?;
-    let mut at = 0;
-    while at < buffer.bytes() {
-        let n = grain.min(buffer.bytes() - at);
-        items.push(Item::new(host::PREFAULT, Some((buffer.clone(), at)), None, n, 0));
-        at += n;
+    let count = buffer.bytes().div_ceil(PREFAULT_BYTES).min(MAX_ITEMS as u64);
+    let item_bytes = PREFAULT_BYTES.max(buffer.bytes().div_ceil(MAX_ITEMS as u64));
+    let mut items = core.item_list(count as usize)?;
+    let mut offset = 0;
+    while offset < buffer.bytes() {
+        let n = item_bytes.min(buffer.bytes() - offset);
+        items.push(Item::new(host::PREFAULT, Some((buffer.clone(), offset)), None, n, 0));
+        offset += n;
     }
     let op = core.submit(&OpOpts::default(), items, host::run)?;
     op.wait(RELEASED, 0)?;
@@ -722,24 +589,13 @@ fn prefault(core: &Arc<Core>, buffer: &Arc<Buffer>) -> Result<()> {
     }
 }
 
-/// Makes memory of yours usable for ops.
+/// Makes a buffer of memory that belongs to the caller. It must stay valid until the buffer is
+/// freed.
 ///
-/// @param runtime    Where it belongs.
-/// @param address    Where the memory starts.
-/// @param size       Its size in bytes.
-/// @param user_data  Handed to destroy; taken over on success only.
-/// @param destroy    Called once, when the buffer is freed and no op uses it any
-///                   more; may be null.
-/// @param out        The buffer; free it with kvt_buffer_free.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the memory stays yours and must outlive the buffer. Threading:
-/// any thread. Since 0.1.
-///
-/// # Safety
-/// The memory must be readable and writable until the buffer is gone.
+/// @param size       1 to 2^46 bytes.
+/// @param user_data  Passed to destroy; taken over only on success.
+/// @param destroy    Called once, when the buffer is freed and no op uses it; may be null.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_wrap(
     runtime: *const kvt_runtime_t,
@@ -765,14 +621,7 @@ pub unsafe extern "C" fn kvt_buffer_wrap(
 
 /// Frees a buffer.
 ///
-/// @param buffer  Pointer to the handle, cleared on success; null, or a null
-///                handle, is fine.
-/// @return KVT_OK; KVT_E_BUSY while an op uses it; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `buffer` is null or valid for reads and writes.
+/// @return KVT_E_BUSY (an op uses it).
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_free(buffer: *mut *mut kvt_buffer_t) -> kvt_status_t {
     free(buffer, |noun| match noun.buffer.retire() {
@@ -782,18 +631,10 @@ pub unsafe extern "C" fn kvt_buffer_free(buffer: *mut *mut kvt_buffer_t) -> kvt_
     })
 }
 
-/// Where a buffer's bytes are.
+/// Reads the address and the usable size of a buffer. Both hold until it is freed.
 ///
-/// @param buffer       The buffer.
-/// @param out_address  Where it starts; may be null.
-/// @param out_bytes    Its usable size; may be null.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Ownership: the address is borrowed until the buffer is freed. Threading: any
-/// thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for writes.
+/// @param out_address  May be null.
+/// @param out_bytes    May be null.
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_address(
     buffer: *const kvt_buffer_t,
@@ -810,16 +651,7 @@ pub unsafe extern "C" fn kvt_buffer_address(
     Ok(())
 }
 
-/// What a buffer is.
-///
-/// @param buffer  The buffer.
-/// @param out     Filled in; start it with KVT_BUFFER_INFO_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the properties of a buffer.
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_info(
     buffer: *const kvt_buffer_t,
@@ -844,65 +676,48 @@ pub unsafe extern "C" fn kvt_buffer_info(
 
 // Work on host memory.
 
-/// Copy the source to the target; they may overlap.
+/// Copy the source to the target; the ranges may overlap.
 pub const KVT_DO_COPY: u32 = 1;
-/// Report the checksum of the source as it was read.
+/// Report the checksum of the source, as it was read, as the value of the item.
 pub const KVT_DO_CHECKSUM: u32 = 2;
-/// Compare that checksum with `expect`: KVT_E_CORRUPT if it differs (a copy
-/// asked for along with it has been made all the same).
+/// Compare that checksum with `expect`; KVT_E_CORRUPT if they differ. A copy by the same item is
+/// made all the same.
 pub const KVT_DO_VERIFY: u32 = 4;
-/// Make the target's pages present; contents stay. Alone only.
+/// Make the target's pages present and keep their contents. Not combined with other bits.
 pub const KVT_DO_PREFAULT: u32 = 8;
 
 const _: () = assert!(KVT_DO_COPY == host::COPY && KVT_DO_CHECKSUM == host::CHECKSUM);
 const _: () = assert!(KVT_DO_VERIFY == host::VERIFY && KVT_DO_PREFAULT == host::PREFAULT);
 
-/// One piece of work on up to two buffers.
+/// One item of kvt_buffer_submit: work on up to two buffers.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_buffer_item_t {
     /// KVT_DO_* bits.
     pub kind: u32,
-    /// None are defined yet: 0.
+    /// 0: no flags are defined.
     pub flags: u32,
-    /// The target; null for work that only reads.
+    /// Target; null unless `kind` has KVT_DO_COPY or KVT_DO_PREFAULT.
     pub dst: *const kvt_buffer_t,
-    /// Where in the target.
     pub dst_offset: u64,
-    /// The source; null for KVT_DO_PREFAULT.
+    /// Source; null with KVT_DO_PREFAULT.
     pub src: *const kvt_buffer_t,
-    /// Where in the source.
     pub src_offset: u64,
-    /// How much.
     pub bytes: u64,
-    /// The checksum to compare with, for KVT_DO_VERIFY.
+    /// Expected checksum, with KVT_DO_VERIFY.
     pub expect: u64,
-    /// Your own word, with KVT_SUBMIT_EACH.
+    /// Tag of the item's op, with KVT_SUBMIT_EACH.
     pub tag: u64,
 }
 
-/// Submits work on buffers: one op for all items, or, with KVT_SUBMIT_EACH, one
-/// per item. All or nothing; never waits. Items of one op run in any order and
-/// on several workers, so they must not write what another reads.
+/// Submits work on buffers: all items or none, as one op or, with KVT_SUBMIT_EACH, as one op each.
+/// Never waits. Items of an op run in any order and in parallel, so an item must not write what
+/// another one reads or writes.
 ///
-/// @param runtime       Who does it.
-/// @param opts          Queue, tag, deadline, priority; null for none.
-/// @param items         The work; copied, so yours again when this returns.
-/// @param count         How many items, 1 to 65536.
-/// @param stride_bytes  sizeof(kvt_buffer_item_t).
-/// @param ops_out       Receives the op (`count` ops with KVT_SUBMIT_EACH), to be
-///                      freed by you; null when the queue alone tells of the end.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK when submitted; KVT_E_AGAIN when the queue or the runtime is
-///         full; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the ops; the buffers' bytes are the library's
-/// until the release. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `items` is valid for `count` * `stride_bytes`, `ops_out` null or valid for the
-/// handles it receives, `opts` for the size it states.
+/// @param count    1 to 65536.
+/// @param ops_out  Receives one op, or `count` ops with KVT_SUBMIT_EACH; may be null if opts names
+///                 a queue.
+/// @return KVT_E_AGAIN (the queue or the runtime is full), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_submit(
     runtime: *const kvt_runtime_t,
@@ -916,9 +731,8 @@ pub unsafe extern "C" fn kvt_buffer_submit(
     let max = MAX_ITEMS as u64;
     let given = Strided::new(items.cast_mut(), count, stride_bytes, max)?;
     let (opts, each) = submit_opts(opts, ops_out.is_null())?;
-    let (given, opts, each) = (given, opts, each);
     if given.len() == 0 {
-        fail!(Invalid, "there is nothing to do: count is 0");
+        fail!(Invalid, "count is 0: pass 1 to {MAX_ITEMS} items");
     }
     on_runtime(runtime, |core| {
         let mut list = core.item_list(given.len())?;
@@ -926,7 +740,7 @@ pub unsafe extern "C" fn kvt_buffer_submit(
             let item = given.get(i).and_then(|item| item_of(&item));
             list.push(item.map_err(|e: Error| e.within(&format!("item {i}")))?);
         }
-        let hand_out = |i: usize, op: &OpRef| {
+        let write_op = |i: usize, op: &OpRef| {
             if !ops_out.is_null() {
                 // SAFETY: the caller has room for `count` handles, or for one.
                 ops_out.add(i).write(encode::<Op>(op.key()));
@@ -934,63 +748,60 @@ pub unsafe extern "C" fn kvt_buffer_submit(
         };
         if each {
             let tag_of = |i| given.get(i).map_or(0, |item: kvt_buffer_item_t| item.tag);
-            return core.submit_each(&opts, list, tag_of, host::run, hand_out);
+            return core.submit_each(&opts, list, tag_of, host::run, write_op);
         }
-        hand_out(0, &core.submit(&opts, list, host::run)?);
+        write_op(0, &core.submit(&opts, list, host::run)?);
         Ok(())
     })
 }
 
 fn item_of(given: &kvt_buffer_item_t) -> Result<Item> {
     if given.flags != 0 {
-        fail!(Invalid, "unknown flags {:#x}", given.flags);
+        fail!(Invalid, "flags of an item are {:#x}: none are defined, pass 0", given.flags);
     }
     let (wants_dst, wants_src) = host::needs(given.kind)?;
-    let dst = side("target", wants_dst, given.dst, given.dst_offset, given.bytes)?;
-    let src = side("source", wants_src, given.src, given.src_offset, given.bytes)?;
-    let freed = |side: &Option<(Arc<Buffer>, u64)>| side.as_ref().is_some_and(|b| b.0.is_retired());
+    let (kind, bytes) = (given.kind, given.bytes);
+    let dst = range_of("target", kind, wants_dst, (given.dst, given.dst_offset), bytes)?;
+    let src = range_of("source", kind, wants_src, (given.src, given.src_offset), bytes)?;
+    let is_freed = |range: &Option<(Arc<Buffer>, u64)>| {
+        range.as_ref().is_some_and(|(buffer, _)| buffer.is_retired())
+    };
     let (target, source) = (dst.clone(), src.clone());
-    let item = Item::new(given.kind, dst, src, given.bytes, given.expect);
-    // Entered now: a free that came first is seen here, a later one finds it busy.
-    if freed(&target) || freed(&source) {
-        fail!(Handle, "a buffer was freed meanwhile");
+    let item = Item::new(kind, dst, src, bytes, given.expect);
+    // The item counts as a use from here on: an earlier free is seen below, a later one is refused
+    // with KVT_E_BUSY.
+    if is_freed(&target) || is_freed(&source) {
+        fail!(Handle, "a buffer was freed during the submission");
     }
     Ok(item)
 }
 
-fn side(
+/// The buffer and offset of one side of an item; `None` if its kind does not use that side.
+fn range_of(
     name: &str,
-    wanted: bool,
-    handle: *const kvt_buffer_t,
-    offset: u64,
+    kind: u32,
+    is_used: bool,
+    (handle, offset): (*const kvt_buffer_t, u64),
     bytes: u64,
 ) -> Result<Option<(Arc<Buffer>, u64)>> {
-    if !wanted {
+    if !is_used {
         if !handle.is_null() {
-            fail!(Invalid, "this kind of work has no {name}");
+            fail!(Invalid, "kind {kind:#x} uses no {name}: pass a null handle for it");
         }
         return Ok(None);
     }
     let noun = pin(handle, Access::Use).map_err(|e| e.within(name))?;
     if noun.buffer.range(offset, bytes).is_none() {
-        let has = noun.buffer.bytes();
-        fail!(Invalid, "{bytes} bytes at {offset} leave the {name} of {has} bytes");
+        let size = noun.buffer.bytes();
+        fail!(Invalid, "{bytes} bytes at offset {offset} exceed the {name} of {size} bytes");
     }
     Ok(Some((noun.buffer.clone(), offset)))
 }
 
-/// The checksum of bytes, as ops compute it: XXH3-64 of every 4096 bytes, then
-/// XXH3-64 of those sums as little-endian numbers.
+/// Computes the checksum of bytes as ops do: XXH3-64 (seed 0) of every 4096-byte block, the last
+/// one as short as it is, then XXH3-64 of these sums as little-endian numbers.
 ///
-/// @param data       The bytes.
-/// @param size       How many.
-/// @param out_value  The checksum.
-/// @return KVT_OK; KVT_E_INVALID.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `data` is null with a size of 0, or valid for reads; `out_value` for a write.
+/// @param data  May be null if size is 0.
 #[capi]
 pub unsafe extern "C" fn kvt_checksum(
     data: *const c_void,
@@ -1004,62 +815,69 @@ pub unsafe extern "C" fn kvt_checksum(
 
 // Views of tensors.
 
-/// The processor reaches it.
+/// Memory that the processor can access.
 pub const KVT_MEMORY_HOST: u32 = 0;
-/// Only the device does.
+/// Memory that only the device can access.
 pub const KVT_MEMORY_DEVICE: u32 = 1;
 
-/// Most pages of a view.
+/// Most pages of one view.
 const MAX_PAGES: usize = 1 << 24;
-/// Tables that are looked through for one that was copied already.
+/// Page tables, the newest first, that are searched for one that was copied already.
 const RECENT_TABLES: usize = 4;
 
-/// Where the engine has one plane (K or V) of one layer, from the first token of
-/// a move on: the bytes of a head and token lie together, tokens and heads each at
-/// equal distances. Either at one address, or in pages. Stands in arrays only. All
-/// zero = there is no such plane.
+/// One plane (K or V) of one layer in the engine's memory, from the first token of a transfer on.
+/// The bytes of one head of a token are contiguous; tokens and heads have constant strides. The
+/// tokens are at one address or in pages. All zero = no such plane. Stands in arrays and in other
+/// structs.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_view_t {
-    /// Where the first token is; null with pages.
+    /// Address of the first token; null with pages.
     pub address: *mut c_void,
-    /// Where each page starts; null with an address.
+    /// Address of each page; null with an address.
     pub pages: *const *mut c_void,
-    /// How many pages.
+    /// At most 2^24.
     pub page_count: u64,
-    /// Added to the address of each page: one table serves K, V and all layers.
+    /// Added to the address of each page: one page table serves K, V and all layers.
     pub shift_bytes: i64,
     /// Tokens of a page.
     pub page_tokens: u32,
-    /// Tokens of the view (of a layer with a state: chunks); 0 = as many as the move
-    /// says, or as the pages hold. A move to the end of a session says none.
+    /// Tokens of the view (chunks, for a layer with a state); 0 = as many as the transfer has or,
+    /// with pages, as the pages hold. With an address it must be set where no transfer gives a
+    /// number: in kvt_rows_t, in kvt_copy_t, and for a transfer to the end of a session.
     pub tokens: u32,
     /// Heads of a token; 0 = 1.
     pub heads: u32,
     /// KVT_MEMORY_*.
     pub memory: u32,
-    /// Bytes of a head and token. All heads together have what the layout says.
+    /// Bytes of one head of a token; heads * run_bytes must be what the layout says.
     pub run_bytes: u64,
-    /// From a token to the next; 0 = heads * run_bytes.
+    /// Bytes from a token to the next; 0 = heads * run_bytes.
     pub token_stride_bytes: u64,
-    /// From a head to the next; 0 = run_bytes.
+    /// Bytes from a head to the next; 0 = run_bytes.
     pub head_stride_bytes: u64,
 }
 
-/// Tables of pages that were copied, by where the caller has them.
-type Tables = Vec<(*const *mut c_void, u64, Arc<Vec<u64>>)>;
+/// Copied page tables, by address and length of the caller's array.
+type PageTables = Vec<(*const *mut c_void, u64, Arc<Vec<u64>>)>;
 
+/// The addresses of a view.
+///
 /// # Safety
 /// `view`'s pages are null or valid for reads.
-unsafe fn place_of(view: &kvt_view_t, tables: &mut Tables) -> Result<Tokens> {
+unsafe fn tokens_of(view: &kvt_view_t, tables: &mut PageTables) -> Result<Tokens> {
     if view.pages.is_null() {
         if view.page_count != 0 || view.page_tokens != 0 || view.shift_bytes != 0 {
-            fail!(Invalid, "a view has page_count, page_tokens or shift_bytes without pages");
+            fail!(
+                Invalid,
+                "pages is null, and page_count, page_tokens or shift_bytes is not 0: pass the \
+                 pages, or 0 in these fields"
+            );
         }
         return Ok(Tokens::At(view.address.addr() as u64));
     }
     if !view.address.is_null() {
-        fail!(Invalid, "a view has both an address and pages");
+        fail!(Invalid, "address and pages are both set: pass one of them, and null for the other");
     }
     let same = |t: &&(*const *mut c_void, u64, _)| t.0 == view.pages && t.1 == view.page_count;
     let known = tables.iter().rev().take(RECENT_TABLES).find(same);
@@ -1079,38 +897,44 @@ unsafe fn place_of(view: &kvt_view_t, tables: &mut Tables) -> Result<Tokens> {
     Ok(Tokens::Pages { addresses, page_tokens: view.page_tokens, shift_bytes: view.shift_bytes })
 }
 
-/// A plane as its view says; `None` = there is none.
+/// The plane of a view; `None` if the view is empty. `transfer_tokens` is the number of tokens of
+/// the transfer; `None` = to the end of a session.
 ///
 /// # Safety
-/// As [`place_of`].
+/// As [`tokens_of`].
 unsafe fn plane_of(
     view: &kvt_view_t,
-    moved: Option<u64>,
-    tables: &mut Tables,
+    transfer_tokens: Option<u64>,
+    tables: &mut PageTables,
 ) -> Result<Option<PlaneView>> {
     if view.address.is_null() && view.pages.is_null() {
         if view.run_bytes != 0 {
-            fail!(Invalid, "a view has neither an address nor pages");
+            fail!(
+                Invalid,
+                "address and pages are both null, and run_bytes is {}: pass one of them, or a view \
+                 that is all zero",
+                view.run_bytes
+            );
         }
         return Ok(None);
     }
     let heads = view.heads.max(1);
-    let or = |given: u64, usual: u64| if given == 0 { usual } else { given };
-    let has = match (view.pages.is_null(), moved) {
+    let or = |given: u64, default: u64| if given == 0 { default } else { given };
+    let capacity = match (view.pages.is_null(), transfer_tokens) {
         (false, _) => view.page_count.saturating_mul(u64::from(view.page_tokens)),
-        (true, Some(moved)) => moved,
+        (true, Some(tokens)) => tokens,
         (true, None) if view.tokens == 0 => fail!(
             Invalid,
-            "the move goes to the end of a session that may grow until then, and the view does \
-             not say how much fits: say tokens in the move or in the view"
+            "the transfer goes to the end of the session, and neither it nor the view has a number \
+             of tokens: set tokens in one of them"
         ),
         (true, None) => 0,
     };
-    // More than a move can have is as good as all.
-    let all = u32::try_from(has).unwrap_or(u32::MAX);
+    // No transfer has more than u32::MAX tokens.
+    let all = u32::try_from(capacity).unwrap_or(u32::MAX);
     Ok(Some(PlaneView {
         // SAFETY: the caller's promise.
-        place: unsafe { place_of(view, tables)? },
+        place: unsafe { tokens_of(view, tables)? },
         tokens: if view.tokens == 0 { all } else { view.tokens },
         heads,
         run_bytes: view.run_bytes,
@@ -1123,44 +947,49 @@ unsafe fn plane_of(
     }))
 }
 
-/// Where memory is said to be.
+/// The kind of memory that a code names.
 pub(crate) fn memory_of(code: u32) -> Result<Memory> {
     match code {
         KVT_MEMORY_HOST => Ok(Memory::Host),
         KVT_MEMORY_DEVICE => Ok(Memory::Device),
-        other => fail!(Invalid, "memory {other} is none of KVT_MEMORY_*"),
+        other => {
+            fail!(Invalid, "memory {other} is unknown: pass KVT_MEMORY_HOST or KVT_MEMORY_DEVICE")
+        }
     }
 }
 
-/// A plane of a view that says itself how many tokens it has.
+/// The plane of a view in host memory that has its own number of tokens.
 ///
 /// # Safety
-/// As [`place_of`].
+/// As [`tokens_of`].
 pub(crate) unsafe fn plane_alone(view: &kvt_view_t) -> Result<PlaneView> {
     // SAFETY: the caller's promise.
     let plane = unsafe { plane_anywhere(view)? };
     if plane.memory != Memory::Host {
-        fail!(Unavailable, "a view of device memory, and it is the processor that reads it");
+        fail!(
+            Unavailable,
+            "the view is in device memory, and the processor reads it: pass a view of host memory"
+        );
     }
     Ok(plane)
 }
 
-/// A view that says all of itself, in whatever memory.
+/// The plane of a view in any memory that has its own number of tokens.
 ///
 /// # Safety
-/// As [`place_of`].
+/// As [`tokens_of`].
 pub(crate) unsafe fn plane_anywhere(view: &kvt_view_t) -> Result<PlaneView> {
     if view.tokens == 0 && view.pages.is_null() {
-        fail!(Invalid, "a view without pages says here how many tokens it has");
+        fail!(Invalid, "tokens is 0: a view at an address needs its number of tokens here");
     }
     // SAFETY: the caller's promise.
-    match unsafe { plane_of(view, Some(view.tokens.into()), &mut Tables::new())? } {
+    match unsafe { plane_of(view, Some(view.tokens.into()), &mut PageTables::new())? } {
         Some(plane) => Ok(plane),
-        None => fail!(Invalid, "the view is empty"),
+        None => fail!(Invalid, "the view is empty: set its address or its pages"),
     }
 }
 
-/// The views of a move of so many tokens; none = to the end of a session.
+/// The views of a transfer; `tokens` is its number of tokens, `None` = to the end of a session.
 ///
 /// # Safety
 /// The arrays of K and V are null or valid for reads of `layers` views.
@@ -1177,9 +1006,9 @@ pub(crate) unsafe fn views_of(
     };
     let (k_rows, v_rows) = (rows(k)?, rows(v)?);
     if k_rows.len() == 0 {
-        fail!(Invalid, "k is null: give the views of the engine's K tensors, one for each layer");
+        fail!(Invalid, "k is null: pass the views of the engine's K tensors, one for each layer");
     }
-    let mut tables = Tables::new();
+    let mut tables = PageTables::new();
     let mut views = Vec::new();
     views.try_reserve_exact(layers).map_err(|_| Status::NoMem)?;
     for i in 0..layers {
@@ -1190,7 +1019,11 @@ pub(crate) unsafe fn views_of(
                 .map_err(|e: Error| e.within(&format!("{name} of layer {at}")))
         };
         let Some(k) = plane("K", k_rows.get(i))? else {
-            fail!(Invalid, "the view of K of layer {} is empty", first_layer as usize + i);
+            fail!(
+                Invalid,
+                "the view of K of layer {} is empty: set its address or its pages",
+                first_layer as usize + i
+            );
         };
         let v = if v_rows.len() > 0 { plane("V", v_rows.get(i))? } else { None };
         views.push(LayerViews { k, v });
@@ -1198,15 +1031,15 @@ pub(crate) unsafe fn views_of(
     Ok(Views(views))
 }
 
-/// Device memory needs a device that reaches it.
+/// Fails if a view is in device memory that the store's device cannot access.
 pub(crate) fn check_memory(store: &Store, views: &Views, first_layer: u32) -> Result<()> {
     let Some((name, at)) = views.on_device().filter(|_| !store.reaches_device()) else {
         return Ok(());
     };
     fail!(
         Unavailable,
-        "{name} of layer {} is in device memory, and the store was opened with no device that \
-         reaches it",
+        "{name} of layer {} is in device memory, and the store has no device that can access it: \
+         open the store with one, or pass views of host memory",
         first_layer as usize + at
     );
 }

@@ -7,6 +7,8 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 #![allow(non_camel_case_types)]
+// `struct_size`, `reserved`, lengths, and the constants of a group have no comment of their own.
+#![allow(missing_docs)]
 
 pub(crate) mod abi;
 pub mod attention;

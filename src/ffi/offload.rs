@@ -1,4 +1,4 @@
-//! Layer-wise offload of one session.
+//! Layer-wise offload of the KV of one session.
 
 use std::ffi::{c_char, c_void};
 
@@ -34,159 +34,166 @@ use crate::store::state::session::{LayerViews, PlaneView, Tokens};
 
 // Offloads.
 
-/// A session's KV, layer by layer: a ring of buffers that kernels read, the store behind it,
-/// and sparse policies that say which blocks have to come. Calls on one come one at a time: a
-/// second one waits for the first, or is KVT_E_REENTRANT in a callback.
+/// Layer-wise KV of one session: a ring of buffers that kernels read, backed by a store. A block is
+/// a chunk of the session's namespace. The last tokens of a layer, which fill no block, are its
+/// tail. Sparse policies may select the blocks to load, and evict tokens.
+///
+/// Threading: calls on one offload run one at a time. A second call waits; inside a callback it
+/// returns KVT_E_REENTRANT instead.
 pub struct kvt_offload_t(());
 
-/// What an offload is opened with.
+/// Options of kvt_offload_open.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_offload_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_OFFLOAD_ON_DEVICE or 0.
     pub flags: u64,
-    /// The session; kept, and not to be closed for another meanwhile.
+    /// The session; it stays open until the offload is closed, even if its handle is closed first.
     pub session: *const kvt_session_t,
-    /// The model's attention; a block is a chunk of the session's namespace.
+    /// Shape of the attention; block_tokens must be the chunk_tokens of the session's namespace.
     pub attention: *const kvt_attention_t,
-    /// KVT_DTYPE_*: what K and V are.
+    /// KVT_DTYPE_* of K and V.
     pub dtype: u32,
-    /// Buffers of the ring, 1 to 256; also how many layers are loaded ahead.
+    /// Buffers of the ring, 1 to 256. A pass loads up to buffers - 1 layers ahead.
     pub buffers: u32,
-    /// Tokens of a buffer, rounded up to blocks.
+    /// Tokens of a buffer, 1 to max_tokens, rounded up to blocks; the tail has room in addition.
     pub buffer_tokens: u32,
-    /// KVT_LEVEL_*: when a put has ended.
+    /// KVT_LEVEL_* at which a put completes.
     pub level: u32,
-    /// Spec of the sparse policy for prompts; null = everything is loaded.
+    /// Spec of the sparse policy for prefill; null = all blocks are loaded.
     pub prefill: *const c_char,
-    /// Length of that.
     pub prefill_bytes: u64,
-    /// Spec of the sparse policy for text that is written; null = everything is loaded.
+    /// Spec of the sparse policy for decode; null = all blocks are loaded.
     pub decode: *const c_char,
-    /// Length of that.
     pub decode_bytes: u64,
-    /// Every so many-th load that leaves blocks out is audited: its blocks are compared with
-    /// those that the layer's own queries look at most, for which the keys of all are loaded.
-    /// 0 = none; 1 = each.
+    /// Audit every n-th load that leaves out blocks; 0 = none. An audit loads the keys of all
+    /// blocks, and compares the selection with the attention of the layer's own queries.
     pub audit_every: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// A policy of the engine's own instead of `prefill`; else null. It is called by the
-    /// threads that call the offload.
+    /// Custom policy instead of `prefill`, or null; called by the threads that call the offload.
     pub prefill_custom: *const kvt_sparse_custom_t,
-    /// The same instead of `decode`.
+    /// Custom policy instead of `decode`, or null.
     pub decode_custom: *const kvt_sparse_custom_t,
-    /// With KVT_OFFLOAD_ON_DEVICE: memory of the store's device that the engine lends for the
-    /// ring and the tails, a multiple of 256, until the offload is closed. 0 = the device gives
-    /// it.
+    /// With KVT_OFFLOAD_ON_DEVICE: device address of memory that the engine lends for the ring and
+    /// the tails until the offload is closed, a multiple of 256. 0 = the device allocates it.
     pub memory: u64,
-    /// How long that is: at least what kvt_offload_memory_bytes says.
+    /// Bytes of `memory`, at least kvt_offload_memory_bytes.
     pub memory_bytes: u64,
 }
 
-/// The ring and the tails are in memory of the store's device: buffers have device addresses.
+/// In kvt_offload_opts_t.flags: the ring and the tails are in memory of the store's device.
 pub const KVT_OFFLOAD_ON_DEVICE: u64 = 1;
 
-/// An offload, and the session that it is for: that stays as long.
+/// An offload with its session, which stays open as long as the offload.
 pub(crate) struct OffloadNoun {
-    /// Taken out while a call uses it: policies by callbacks are called under no lock.
+    /// None while a call uses the offload, since callbacks of policies are called without a lock.
     offload: Mutex<Option<Box<Offload>>>,
-    back: Condvar,
+    returned: Condvar,
     pub(crate) session: Pin<'static, SessionNoun>,
 }
 
 impl OffloadNoun {
-    pub(crate) fn new(offload: Offload, session: Pin<'static, SessionNoun>) -> OffloadNoun {
-        OffloadNoun { offload: Mutex::new(Some(Box::new(offload))), back: Condvar::new(), session }
+    fn new(offload: Offload, session: Pin<'static, SessionNoun>) -> OffloadNoun {
+        let offload = Mutex::new(Some(Box::new(offload)));
+        OffloadNoun { offload, returned: Condvar::new(), session }
     }
 
-    /// Waits until nobody else uses it. A callback does not: it may be inside of that use.
+    /// Waits until no other call uses the offload. REENTRANT = the offload is in use, and this
+    /// thread runs a callback, which may be part of that use.
     fn take(&self) -> Result<Taken<'_>> {
-        let mut inside = self.offload.lock();
+        let mut slot = self.offload.lock();
         loop {
-            if let Some(offload) = inside.take() {
-                return Ok(Taken { of: self, offload: Some(offload) });
+            if let Some(offload) = slot.take() {
+                return Ok(Taken { owner: self, offload: Some(offload) });
             }
             refuse_reentry()?;
-            self.back.wait(&mut inside);
+            self.returned.wait(&mut slot);
         }
     }
 }
 
-/// An offload that goes back when this is dropped, also by a panic.
+/// An offload in use by a call. Dropping it returns the offload to its owner, also after a panic.
 struct Taken<'a> {
-    of: &'a OffloadNoun,
+    owner: &'a OffloadNoun,
     offload: Option<Box<Offload>>,
 }
 
 impl Drop for Taken<'_> {
     fn drop(&mut self) {
-        *self.of.offload.lock() = self.offload.take();
-        self.of.back.notify_one();
+        *self.owner.offload.lock() = self.offload.take();
+        self.owner.returned.notify_one();
     }
 }
 
 noun!(OffloadNoun, kvt_offload_t, 14, "offload");
 
-/// Calls `body` with an offload.
-pub(crate) fn with_offload<R>(
+/// Calls `body` with an offload, and logs an error that failed no call.
+fn with_offload<R>(
     handle: *const kvt_offload_t,
     body: impl FnOnce(&mut Offload) -> Result<R>,
 ) -> Result<R> {
     let noun = enter(handle)?;
     let mut taken = noun.take()?;
     let Some(offload) = &mut taken.offload else { return Err(Status::Panic.into()) };
-    let (result, note) = (body(offload), offload.take_error());
+    let (result, error) = (body(offload), offload.take_error());
     drop(taken);
-    if let Some(note) = note {
-        log::warn!("an offload went on without {note}");
+    if let Some(error) = error {
+        log::warn!("an offload continues after an error that failed no call: {error}");
     }
     result
 }
 
+/// The policy for a phase, from a spec or from callbacks; none = all blocks are loaded.
+///
 /// # Safety
-/// `spec` is null or valid for its length.
+/// `spec` is null or valid for its length; `custom` is null or valid for the size it states.
 unsafe fn policy_of(
-    when: &str,
+    phase: &str,
     spec: *const c_char,
     bytes: u64,
     custom: *const kvt_sparse_custom_t,
     shape: &Shape,
-    taken: &mut Vec<Arc<Foreign<Table>>>,
+    callbacks: &mut Vec<Arc<Foreign<Table>>>,
 ) -> Result<Option<Box<dyn Sparse>>> {
     if !custom.is_null() {
         if !spec.is_null() {
-            fail!(Invalid, "{when}: a spec and a policy of the engine's own");
+            fail!(Invalid, "{phase} and {phase}_custom are both set: set one of them to null");
         }
         // SAFETY: the caller's promise.
-        let (policy, foreign) = unsafe { made(custom, shape).map_err(|e| e.within(when))? };
-        taken.push(foreign);
+        let (policy, foreign) = unsafe { made(custom, shape).map_err(|e| e.within(phase))? };
+        callbacks.push(foreign);
         return Ok(Some(policy));
     }
     if spec.is_null() {
         return Ok(None);
     }
     // SAFETY: the caller's promise.
-    let made = unsafe { text("spec", spec, bytes) }
+    let policy = unsafe { text("spec", spec, bytes) }
         .and_then(Spec::parse)
         .and_then(|spec| registry::make(&spec, shape));
-    made.map(Some).map_err(|error| error.within(when))
+    policy.map(Some).map_err(|error| error.within(phase))
 }
 
-/// Where the ring is to be.
+/// The placement of the ring.
 ///
 /// # Safety
-/// Memory that is lent is what [`LentMemory::new`] says.
-unsafe fn home_of(given: &kvt_offload_opts_t) -> Result<RingPlacement> {
+/// Lent memory is as [`LentMemory::new`] requires.
+unsafe fn placement_of(given: &kvt_offload_opts_t) -> Result<RingPlacement> {
     known_flags(given.flags, KVT_OFFLOAD_ON_DEVICE)?;
     let is_lent = given.memory != 0;
     match (given.flags & KVT_OFFLOAD_ON_DEVICE != 0, is_lent) {
         (_, false) if given.memory_bytes != 0 => {
-            fail!(Invalid, "memory_bytes is {}, and memory is 0", given.memory_bytes);
+            fail!(
+                Invalid,
+                "memory_bytes is {} and memory is 0: set both, or neither",
+                given.memory_bytes
+            );
         }
-        (false, true) => fail!(Invalid, "memory is lent without KVT_OFFLOAD_ON_DEVICE"),
+        (false, true) => fail!(
+            Invalid,
+            "memory is set without KVT_OFFLOAD_ON_DEVICE: set the flag, or memory to 0"
+        ),
         (false, false) => Ok(RingPlacement::Host),
         (true, false) => Ok(RingPlacement::Device),
         (true, true) => {
@@ -197,33 +204,35 @@ unsafe fn home_of(given: &kvt_offload_opts_t) -> Result<RingPlacement> {
     }
 }
 
+/// The options of an offload, and the callbacks of custom policies, to be kept once it is open.
+///
 /// # Safety
-/// Its pointers are null or valid.
-pub(crate) unsafe fn options(
+/// The pointers in `given` are null or valid, and lent memory is as [`LentMemory::new`] requires.
+unsafe fn options(
     given: &kvt_offload_opts_t,
     session: u32,
 ) -> Result<(Opts, Vec<Arc<Foreign<Table>>>)> {
     no_reserved(given.reserved)?;
     // SAFETY: the caller's promise.
-    let home = unsafe { home_of(given)? };
+    let placement = unsafe { placement_of(given)? };
     let level = match given.level {
         KVT_LEVEL_RAM => Level::Ram,
         KVT_LEVEL_DISK => Level::Disk,
         KVT_LEVEL_DURABLE => Level::Durable,
         KVT_LEVEL_REMOTE => Level::Remote,
-        other => fail!(Invalid, "level {other} is none of KVT_LEVEL_*"),
+        other => fail!(Invalid, "level {other} is unknown: pass one of KVT_LEVEL_*"),
     };
     let Some(dtype) = Dtype::from_code(given.dtype) else {
-        fail!(Invalid, "dtype {} is none of KVT_DTYPE_*", given.dtype);
+        fail!(Invalid, "dtype {} is unknown: pass one of KVT_DTYPE_*", given.dtype);
     };
-    let mut taken = Vec::new();
+    let mut callbacks = Vec::new();
     // SAFETY: the caller's promise.
     let (shape, prefill, decode) = unsafe {
         let shape = shape_of(given.attention)?;
         let (spec, bytes, custom) = (given.prefill, given.prefill_bytes, given.prefill_custom);
-        let prefill = policy_of("prefill", spec, bytes, custom, &shape, &mut taken)?;
+        let prefill = policy_of("prefill", spec, bytes, custom, &shape, &mut callbacks)?;
         let (spec, bytes, custom) = (given.decode, given.decode_bytes, given.decode_custom);
-        (shape, prefill, policy_of("decode", spec, bytes, custom, &shape, &mut taken)?)
+        (shape, prefill, policy_of("decode", spec, bytes, custom, &shape, &mut callbacks)?)
     };
     // SAFETY: as above; null is none.
     let recipe = unsafe {
@@ -232,9 +241,9 @@ pub(crate) unsafe fn options(
         };
         let prefill = of("prefill", given.prefill, given.prefill_bytes)?;
         let decode = of("decode", given.decode, given.decode_bytes)?;
-        // Neither has a line break: they are sound specs. Of a policy of the engine's own nobody
-        // knows whether it is the same another time.
-        if taken.is_empty() && prefill.len() + decode.len() > 0 {
+        // Neither has a line break, since they are valid specs. State of a custom policy is not
+        // stored: the policy may be another one when the state is loaded.
+        if callbacks.is_empty() && prefill.len() + decode.len() > 0 {
             format!("{prefill}\n{decode}")
         } else {
             String::new()
@@ -246,32 +255,21 @@ pub(crate) unsafe fn options(
         dtype,
         buffers: given.buffers,
         buffer_tokens: given.buffer_tokens,
-        placement: home,
+        placement,
         level,
         policies: Policies { prefill, decode },
         recipe,
         clock: Clock::real(),
     };
-    Ok((opts, taken))
+    Ok((opts, callbacks))
 }
 
-/// Opens an offload for a session. The ring is in host memory, or with KVT_OFFLOAD_ON_DEVICE in
-/// memory of the store's device; the store's account pays for it, unless the engine lends it.
+/// Opens an offload for a session. The attention must match the layout of the session's namespace.
+/// The store's account is charged for the ring and the tails, unless the engine lends their memory.
 ///
-/// @param opts  What it is for.
-/// @param out   The offload; close it with kvt_offload_close.
-/// @param err   Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID when the attention is not that of the session's namespace,
-///         KVT_E_SPEC, KVT_E_UNSUPPORTED (a policy that does nothing there, a device that gives
-///         out no memory), KVT_E_UNAVAILABLE (the store has no device with memory, or it is
-///         lost), KVT_E_TOO_SMALL (memory that is lent), KVT_E_BUDGET, KVT_E_LIMIT,
-///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the offload. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state. Memory that is lent
-/// is the offload's alone.
+/// @return KVT_E_SPEC, KVT_E_UNSUPPORTED (a policy has no function in its phase, or the device does
+///         not allocate memory), KVT_E_UNAVAILABLE (the store has no device with memory of its own,
+///         or the device is lost), KVT_E_TOO_SMALL (the lent memory), KVT_E_BUDGET, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_open(
     opts: *const kvt_offload_opts_t,
@@ -281,43 +279,27 @@ pub unsafe extern "C" fn kvt_offload_open(
     require(out)?;
     let given = read(opts)?;
     let session = pin(given.session, Access::Use)?;
-    let (opts, taken) = options(&given, session.number)?;
+    let (opts, callbacks) = options(&given, session.number)?;
     let store: &Arc<_> = &session.ns.store;
     let mut offload = Offload::open(store, opts)?;
     offload.audit(given.audit_every)?;
     let handle = insert(OffloadNoun::new(offload, session))?;
-    taken.iter().for_each(|taken| taken.keep());
+    callbacks.iter().for_each(|callbacks| callbacks.keep());
     out.write(handle);
     Ok(())
 }
 
-/// Closes an offload and clears the handle. Loads and puts of its own are given up; it waits
-/// for their end. What the store has stays there. On a device no kernel reads buffers any more.
-///
-/// @param offload  The handle; null, or a handle that is null, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `offload` is null or valid for reads and writes.
+/// Closes an offload. Cancels its loads and its puts of full tails, and waits for their end. Blocks
+/// in the store stay. Kernels must not read its buffers any more.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_close(offload: *mut *mut kvt_offload_t) -> kvt_status_t {
     free(offload, |_| Ok(()))
 }
 
-/// How many tokens of a layer it has.
+/// Reads the number of tokens of a layer.
 ///
-/// @param offload     The offload.
-/// @param layer       The layer.
-/// @param stored_out  Receives those that are in the store, in whole blocks.
-/// @param tail_out    Receives those behind them, which fill no block yet; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for writes.
+/// @param stored_out  Receives the tokens that were put into the store, in whole blocks.
+/// @param tail_out    Receives the tokens of the tail, which follow; may be null.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_tokens(
     offload: *const kvt_offload_t,
@@ -332,22 +314,13 @@ pub unsafe extern "C" fn kvt_offload_tokens(
     Ok(())
 }
 
-/// Takes back what came behind `tokens` tokens, in all layers. To be called before
-/// kvt_session_truncate: where a block is cut, its first tokens come back from the store.
-/// Loads under way are given up, as by kvt_offload_done. After a failure no layer is cut: cut
-/// again, there or at a multiple of a block, which brings nothing back.
+/// Drops the tokens from position `tokens` on, in all layers. Call it before kvt_session_truncate.
+/// Loads in progress are cancelled. If the new end divides a block, the call loads the first tokens
+/// of that block from the store, and waits for them. After a failure no layer is truncated: call it
+/// again, for example with a multiple of block_tokens, which loads nothing.
 ///
-/// @param offload  The offload.
-/// @param tokens   How many are left.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND when a block that is cut is not in the store any more,
-///         KVT_E_NOMEM, KVT_E_IO, KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_NOT_FOUND (a divided block is not in the store any more), KVT_E_IO,
+///         KVT_E_UNAVAILABLE.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_truncate(
     offload: *const kvt_offload_t,
@@ -357,22 +330,13 @@ pub unsafe extern "C" fn kvt_offload_truncate(
     with_offload(offload, |offload| offload.truncate(tokens))
 }
 
-/// Goes on from tokens that are in the store already, from another session or an earlier
-/// life: whole blocks. Only before anything was put; the session has these tokens. What
-/// policies knew of the blocks comes back as far as it was kept with them; of others they are
-/// told the keys, which are loaded for that.
+/// Resumes from tokens that the store has, for example from another session or an earlier process.
+/// Call it before the first put; the session must have these tokens. Stored policy state of the
+/// blocks is loaded. For blocks without it, the call loads the keys and passes them to policies.
 ///
-/// @param offload  The offload.
-/// @param tokens   How many, a multiple of a block's.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY when it has tokens already, KVT_E_NOT_FOUND when keys that
-///         policies have to see are not in the store, KVT_E_INVALID, KVT_E_IO, KVT_E_AGAIN,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @param tokens  A multiple of block_tokens, at most max_tokens.
+/// @return KVT_E_BUSY (the offload has tokens), KVT_E_NOT_FOUND (keys that a policy needs are not
+///         in the store), KVT_E_IO, KVT_E_AGAIN.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_resume(
     offload: *const kvt_offload_t,
@@ -384,75 +348,57 @@ pub unsafe extern "C" fn kvt_offload_resume(
 
 // Statistics of offloads.
 
-/// What an offload has done, and who waited for what.
+/// Counters since the offload was opened. Fields named ..._waits count waits that took time, and
+/// the ..._wait_ns after them sum up their durations.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_offload_stats_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// Loads of a layer.
     pub loads: u64,
-    /// Of them, those that a policy has cut.
+    /// Loads for which a policy selected blocks.
     pub selections: u64,
-    /// Blocks that could have been loaded.
+    /// Blocks that loads could choose from.
     pub candidates: u64,
-    /// Blocks that were.
     pub loaded_blocks: u64,
-    /// Bytes of them.
     pub loaded_bytes: u64,
-    /// Bytes that were not loaded, since a policy did not want them.
+    /// Bytes of candidates that were not loaded, because they were not selected.
     pub saved_bytes: u64,
-    /// Loads that failed.
     pub failed_loads: u64,
     /// Blocks that were put into the store.
     pub put_blocks: u64,
-    /// Bytes of them.
     pub put_bytes: u64,
-    /// Bytes that were copied to or from tails, the last tokens, which fill no block.
+    /// Bytes that were copied to or from tails.
     pub tail_bytes: u64,
-    /// Tokens that policies evicted: heads times tokens, where heads have lists of their own.
+    /// Tokens that policies evicted, counted once for each list of retained tokens.
     pub evicted_tokens: u64,
-    /// What policies know of the sequence, in bytes.
+    /// Bytes of the policies' state of the sequence, at present.
     pub policy_bytes: u64,
-    /// Waits for blocks to come.
+    /// Waits for loads.
     pub load_waits: u64,
-    /// How long those took, in nanoseconds.
     pub load_wait_ns: u64,
-    /// Waits for a full tail to leave.
+    /// Waits for puts of full tails.
     pub tail_waits: u64,
-    /// How long those took, in nanoseconds.
     pub tail_wait_ns: u64,
     /// Waits for blocks that kvt_offload_truncate divides.
     pub cut_waits: u64,
-    /// How long those took, in nanoseconds.
     pub cut_wait_ns: u64,
-    /// Selections of a policy that took any time.
+    /// Selections by policies.
     pub select_waits: u64,
-    /// How long those took, in nanoseconds.
     pub select_wait_ns: u64,
     /// Loads that were audited.
     pub audited: u64,
-    /// Blocks that their layers' own queries looked at most, as many of each load as came.
+    /// Blocks with the most attention in audited loads, as many for each load as it loaded.
     pub wanted: u64,
-    /// Of those, blocks that came: found / wanted is the recall of selections.
+    /// Wanted blocks that were loaded: found / wanted is the recall of selections.
     pub found: u64,
-    /// Which part of the attention to blocks went to those that came, in millionths: the sum
-    /// over what was audited.
+    /// Share of the attention to blocks that went to loaded ones, in millionths; sum over audits.
     pub found_ppm: u64,
-    /// Bytes of keys that came from device memory to host memory, for policies to see.
+    /// Bytes of keys that were copied from device to host memory for policies.
     pub key_bytes: u64,
 }
 
-/// What an offload has done since it was opened.
-///
-/// @param offload  The offload.
-/// @param out      Receives it.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the counters of an offload.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_stats(
     offload: *const kvt_offload_t,
@@ -496,18 +442,11 @@ pub unsafe extern "C" fn kvt_offload_stats(
 
 // Offloads on devices.
 
-/// How much memory the ring and the tails of an offload take that is opened so: what an engine
-/// has to lend. Nothing is opened.
+/// Computes the bytes of the ring and the tails of an offload with these options, for an engine
+/// that lends this memory. Opens nothing.
 ///
-/// @param opts       What it would be opened with; `memory` is not looked at.
-/// @param bytes_out  Receives how much.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; what kvt_offload_open refuses of `opts`.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @param opts  `memory` and `memory_bytes` are ignored.
+/// @return As kvt_offload_open, for errors in `opts`.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_memory_bytes(
     opts: *const kvt_offload_opts_t,
@@ -518,32 +457,25 @@ pub unsafe extern "C" fn kvt_offload_memory_bytes(
     let mut given = read(opts)?;
     (given.memory, given.memory_bytes) = (0, 0);
     let session = pin(given.session, Access::Use)?;
-    // SAFETY: the caller's promise; policies of the engine's are not kept.
+    // SAFETY: the caller's promise; the callbacks of custom policies are not kept.
     let (opts, _) = options(&given, session.number)?;
     let bytes = Offload::memory_bytes(&session.ns.store, &opts)?;
     bytes_out.write(bytes);
     Ok(())
 }
 
-/// What an offload copies from now on waits for an event of the store's device: that kernels
-/// have read buffers which are given back, that what is put was computed. To be called before
-/// kvt_offload_put, and before the kvt_offload_done or kvt_offload_give_back of a buffer that
-/// kernels may still read. Only the newest event counts: one that comes behind all that has to
-/// be waited for.
+/// Sets the ready event of copies that begin from now on, between the engine's tensors, the buffers
+/// and the store. Call it before kvt_offload_put, with an event after the kernels that compute K
+/// and V. Call it before kvt_offload_done and kvt_offload_give_back, with an event after the
+/// kernels that read the buffer. Only the newest event counts: it must come after all work that
+/// copies have to wait for. Copies fail if their event fails.
 ///
-/// @param offload  The offload.
-/// @param event    An event of the device that the store was opened with; 0 = none.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_HANDLE when it is none of that device (or the offload's handle). What
-///         the event's batch failed with: the one before still counts. KVT_E_FORKED,
-///         KVT_E_PANIC.
+/// The event stays the caller's. Release it once two things have happened: another event or 0 was
+/// set, or the offload was closed; and all puts and loads that began before have ended.
 ///
-/// Ownership: the event stays yours. Release it after another one or 0 was given, or the
-/// offload was closed, and once the puts and loads that were begun until then have ended. What
-/// waits for an event that fails, fails. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @param event  Event of the store's device; 0 = none.
+/// @return The status of the event, if it has failed. After a failure the previous event still
+///         counts.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_after(
     offload: *const kvt_offload_t,
@@ -556,35 +488,32 @@ pub unsafe extern "C" fn kvt_offload_after(
 
 // Input and loads.
 
-/// Of a load: these blocks were chosen by somebody else. They come as they are, no policy is
-/// asked, and the tail comes behind them. A query serves audits alone.
+/// In the flags of kvt_offload_load: the caller has chosen the blocks. They are loaded without a
+/// policy, and the tail follows them. A query is used for audits only.
 pub const KVT_OFFLOAD_CHOSEN: u64 = 1;
 
-/// Most blocks, or positions, of one call.
+/// Most blocks or positions in one call.
 const MAX_LIST: usize = 1 << 24;
 
-/// K and V of a layer in a buffer, row by row: those of blocks, ascending, and of the tail
-/// behind them. They stay until the buffer is given back.
+/// Rows of K and V of a layer in a buffer: blocks in ascending order, then the tail. They are valid
+/// until the buffer is given back.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_offload_kv_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// K of the first row; rows lie key_heads * key_dim numbers apart, heads key_dim.
+    /// K of the first row; a row has key_heads * key_dim elements. Null if there are no rows.
     pub k: *const c_void,
-    /// V; rows lie key_heads * value_dim numbers apart. Of a latent the same as `k`.
+    /// V of the first row; a row has key_heads * value_dim elements. Equals `k` for a latent.
     pub v: *const c_void,
-    /// Rows.
+    /// Rows, including those of the tail.
     pub tokens: u32,
-    /// Of them those of the tail.
     pub tail_tokens: u32,
-    /// Blocks before it.
+    /// Blocks before the tail.
     pub blocks: u32,
-    /// The buffer.
+    /// Index of the buffer in the ring.
     pub buffer: u32,
-    /// KVT_MEMORY_*: where `k` and `v` are valid.
+    /// KVT_MEMORY_* of `k` and `v`.
     pub memory: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
@@ -595,7 +524,7 @@ fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_k
         Tokens::At(address) if tokens > 0 => std::ptr::with_exposed_provenance(address as usize),
         _ => std::ptr::null(),
     };
-    // Values of a latent are the first numbers of its keys.
+    // The values of a latent are the first elements of its keys.
     let (k, v) = (at(&views.k), at(views.v.as_ref().unwrap_or(&views.k)));
     let memory = match views.k.memory {
         Memory::Host => KVT_MEMORY_HOST,
@@ -615,34 +544,21 @@ fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_k
     })
 }
 
-/// Keeps K and V of tokens of a layer, which go on where those before ended. The session
-/// has these tokens (kvt_session_append). Policies see the keys; then whole blocks are on
-/// their way into the store, the rest is in the tail.
+/// Puts K and V of the next `tokens` tokens of a layer. The session must have these tokens
+/// (kvt_session_append). Policies see the keys, which must be finite. Then whole blocks are put
+/// into the store, and the rest is copied to the tail. The call waits for the put of a full tail.
+/// After a failure kvt_offload_tokens tells how many tokens were taken.
 ///
-/// @param offload  The offload.
-/// @param layer    The layer.
-/// @param first    The position of the first: as many as the layer has.
-/// @param tokens   How many.
-/// @param k        K, or the latent, in host memory or in that of the store's device.
-/// @param v        V; null for a latent.
-/// @param opts     Queue, tag, deadline, priority of the op; null for none.
-/// @param op_out   Receives an op, to be freed by you: when it is released `k` and `v` are
-///                 yours again. Receives null where they are at once. May be null when the
-///                 queue tells, and where fewer tokens are put than a block has.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (tokens that do not go on, that the session does not have,
-///         keys that are not finite), KVT_E_BUDGET, KVT_E_IO (the full tail cannot leave: nothing
-///         was taken, and the next put tries again), KVT_E_UNAVAILABLE (memory of no device of
-///         the store's, or that is lost), KVT_E_LIMIT, KVT_E_AGAIN, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///         kvt_offload_tokens says how far it came.
-///
-/// Ownership: the caller owns the op. Threading: any thread; waits for a full tail to leave.
-/// Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; views lead to
-/// memory that can be read, and that nobody writes, until the release.
+/// @param first   Position of the first token: the number of tokens that the layer has.
+/// @param k       K, or the latent, in host memory or in memory of the store's device.
+/// @param v       V; null for a latent.
+/// @param opts    Options of the op; KVT_SUBMIT_EACH is not accepted.
+/// @param op_out  Receives an op, which the caller frees; its release ends the use of `k` and `v`.
+///                Receives null if their use has ended already. May be null with a queue, or if
+///                `tokens` is less than block_tokens.
+/// @return KVT_E_BUDGET, KVT_E_IO (a full tail could not be put; the next put tries again),
+///         KVT_E_UNAVAILABLE (the memory belongs to no device of the store, or the device is lost),
+///         KVT_E_LIMIT, KVT_E_AGAIN.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_put(
     offload: *const kvt_offload_t,
@@ -669,13 +585,13 @@ pub unsafe extern "C" fn kvt_offload_put(
     let v = if v.is_null() { None } else { Some(plane("V", v)?) };
     let (opts, each) = submit_opts(opts, op_out.is_null())?;
     if each {
-        fail!(Invalid, "KVT_SUBMIT_EACH has no meaning for a put");
+        fail!(Invalid, "KVT_SUBMIT_EACH is set, and a put is at most one op: clear it");
     }
     let views = LayerViews { k, v };
     let op = with_offload(offload, |offload| {
-        // Fewer tokens are no whole block: there is no op then.
+        // A put of fewer tokens has no whole block, and so no op.
         if opts.detached && opts.queue.is_none() && tokens >= offload.shape().block_tokens {
-            fail!(Invalid, "neither op_out nor a queue: nobody is told when k is read");
+            fail!(Invalid, "op_out is null and there is no queue: pass one of them");
         }
         let op = offload.put(layer, first, tokens, &views, &opts)?;
         Ok(op.map_or(std::ptr::null_mut(), |op| encode::<Op>(op.key())))
@@ -684,31 +600,17 @@ pub unsafe extern "C" fn kvt_offload_put(
     Ok(())
 }
 
-/// Begins to load blocks of a layer into a buffer, which must be free. kvt_offload_blocks says
-/// which come, from now on; how many tokens that are with the tail, kvt_offload_wait.
+/// Begins to load blocks of a layer into a free buffer. From then on kvt_offload_blocks lists them;
+/// kvt_offload_wait waits for them. Blocks without retained tokens are left out.
 ///
-/// @param offload      The offload.
-/// @param buffer       Which buffer of the ring.
-/// @param layer        The layer.
-/// @param blocks       Only of these, ascending, and without the tail: a prompt in parts
-///                     goes through earlier blocks so. Null = all there are, and the tail.
-/// @param block_count  How many.
-/// @param flags        KVT_OFFLOAD_CHOSEN or 0. With it `blocks` is not null unless there is
-///                     none: then the tail comes alone.
-/// @param query        The layer's queries, [tokens, query heads, key dim], for which a
-///                     policy selects; null = all blocks come.
-/// @param context      Where in the sequence that is.
-/// @param count_out    Receives how many blocks come; may be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY when the buffer is in use, KVT_E_LIMIT when it is too short for
-///         the blocks, KVT_E_INVALID, KVT_E_AGAIN, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; the query's view
-/// leads to memory that can be read during the call.
+/// @param blocks     Candidates, ascending, and without the tail: for a prompt that is computed in
+///                   parts. Null = all blocks, and the tail.
+/// @param flags      KVT_OFFLOAD_CHOSEN or 0. With it, null `blocks` load the tail alone.
+/// @param query      Queries of the layer, [tokens, query heads, key dim], by which the policy
+///                   selects; null = all candidates are loaded.
+/// @param count_out  Receives the number of blocks; may be null.
+/// @return KVT_E_BUSY (the buffer is in use), KVT_E_LIMIT (the blocks do not fit into a buffer),
+///         KVT_E_AGAIN.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_load(
     offload: *const kvt_offload_t,
@@ -724,35 +626,25 @@ pub unsafe extern "C" fn kvt_offload_load(
 ) -> kvt_status_t {
     known_flags(flags, KVT_OFFLOAD_CHOSEN)?;
     let (context, ids) = (context_of(context)?, numbers(blocks, block_count, MAX_LIST)?);
-    let which = match flags & KVT_OFFLOAD_CHOSEN {
+    let selection = match flags & KVT_OFFLOAD_CHOSEN {
         0 if blocks.is_null() => BlockSelection::All,
         0 => BlockSelection::Blocks(ids),
         _ => BlockSelection::Chosen(ids),
     };
-    let load = |query: Option<&crate::attention::Rows<'_>>| {
-        with_offload(offload, |offload| offload.load(buffer, layer, which, query, &context))
+    let load = |query: Option<&Rows<'_>>| {
+        with_offload(offload, |offload| offload.load(buffer, layer, selection, query, &context))
     };
     let count = with_rows("queries", query, load)?;
     put(count_out, count);
     Ok(())
 }
 
-/// Waits until what is loaded into a buffer is there; the tail is then behind it, as it is
-/// now.
+/// Waits for the load of a buffer, and appends the layer's tail as it is now. After a failure the
+/// buffer is free.
 ///
-/// @param offload  The offload.
-/// @param buffer   The buffer.
-/// @param out      Receives where K and V are; may be null.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND when a block is not in the store any more, KVT_E_STATE when
-///         nothing is loaded, or a full tail became a block meanwhile: load again. KVT_E_IO,
-///         KVT_E_CORRUPT, KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///         After a failure the buffer is free.
-///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @param out  May be null.
+/// @return KVT_E_NOT_FOUND (a block is not in the store any more), KVT_E_STATE (nothing is loaded,
+///         or a full tail became a block meanwhile: load again), KVT_E_IO, KVT_E_CORRUPT.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_wait(
     offload: *const kvt_offload_t,
@@ -769,18 +661,8 @@ pub unsafe extern "C" fn kvt_offload_wait(
     Ok(())
 }
 
-/// The engine has computed with a buffer, and does not read it any more. A load under way
-/// is given up.
-///
-/// @param offload  The offload.
-/// @param buffer   The buffer.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// Frees a buffer that the engine does not read any more; a load in progress is cancelled. If
+/// kernels may still read the buffer, call kvt_offload_after before.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_done(
     offload: *const kvt_offload_t,
@@ -790,20 +672,9 @@ pub unsafe extern "C" fn kvt_offload_done(
     with_offload(offload, |offload| offload.done(buffer))
 }
 
-/// Begins a pass over all layers in their order. Layers of which nobody selects blocks by a
-/// query are loaded ahead, as many as there are buffers; where the policy is `predict`, the
-/// next layer is, by the query of the one before.
-///
-/// @param offload  The offload; what it has loaded is given up.
-/// @param context  Where in the sequence that is.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `context` is valid for the size it states.
+/// Begins a pass over all layers in order, and frees all buffers. Layers whose blocks no policy
+/// selects by query are loaded ahead, as far as buffers are free. A policy that selects by the
+/// query of an earlier layer (`predict`) loads the next layer ahead.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_begin(
     offload: *const kvt_offload_t,
@@ -814,21 +685,13 @@ pub unsafe extern "C" fn kvt_offload_begin(
     with_offload(offload, |offload| offload.begin(&context))
 }
 
-/// Takes the next layer of a pass: its blocks are there, and its tail with all that was put.
+/// Waits for the next layer of a pass: its blocks, and its tail with all tokens that were put. The
+/// engine may read the buffer until kvt_offload_give_back.
 ///
-/// @param offload  The offload.
-/// @param layer    The layer: 0, 1, ... in this order.
-/// @param query    Its queries; null = all blocks come.
-/// @param out      Receives where K and V are, and in which buffer.
-/// @param err      Explains a failure; may be null.
-/// @return As kvt_offload_load and kvt_offload_wait; KVT_E_STATE when no pass has begun, or
-///         it is another layer's turn.
-///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; the query's view
-/// leads to memory that can be read during the call.
+/// @param layer  0, 1, ... in this order.
+/// @param query  As in kvt_offload_load.
+/// @return As kvt_offload_load and kvt_offload_wait. KVT_E_STATE also means that no pass has begun,
+///         that it is another layer's turn, or that the layer before was not given back.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_take(
     offload: *const kvt_offload_t,
@@ -838,7 +701,7 @@ pub unsafe extern "C" fn kvt_offload_take(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    let take = |query: Option<&crate::attention::Rows<'_>>| {
+    let take = |query: Option<&Rows<'_>>| {
         with_offload(offload, |offload| {
             let (buffer, loaded) = offload.take(layer, query)?;
             kv_of(offload, buffer, loaded)
@@ -848,17 +711,9 @@ pub unsafe extern "C" fn kvt_offload_take(
     Ok(())
 }
 
-/// Gives the layer back that was taken: its buffer is used for one that is loaded ahead.
+/// Gives back the layer that was taken, and loads a later layer into its buffer.
 ///
-/// @param offload  The offload.
-/// @param layer    The layer.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_STATE when it was not taken, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_STATE (the layer is not taken).
 #[capi]
 pub unsafe extern "C" fn kvt_offload_give_back(
     offload: *const kvt_offload_t,
@@ -868,19 +723,9 @@ pub unsafe extern "C" fn kvt_offload_give_back(
     with_offload(offload, |offload| offload.give_back(layer))
 }
 
-/// The blocks of a buffer, ascending; block i has the tokens from i * block_tokens on.
+/// Lists the blocks of a buffer, ascending. Block i starts at position i * block_tokens.
 ///
-/// @param offload    The offload.
-/// @param buffer     The buffer.
-/// @param blocks     Receives them; null = only the count is wanted.
-/// @param capacity       How many it has room for.
-/// @param count_out  Receives how many there are, also when there is no room for them.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `blocks` is null or valid for writes of `room` numbers, `count_out` for a write.
+/// @return KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_blocks(
     offload: *const kvt_offload_t,
@@ -891,27 +736,17 @@ pub unsafe extern "C" fn kvt_offload_blocks(
 ) -> kvt_status_t {
     with_offload(offload, |offload| {
         let all = offload.blocks(buffer)?;
-        fill(all.len(), all.iter().copied(), blocks, capacity, count_out)
+        write_list(all.len(), all.iter().copied(), blocks, capacity, count_out)
     })
 }
 
-/// Which rows of a buffer have tokens at these positions: what an index of positions is for
-/// kernels that read the buffer. Positions that are not in it are left out.
+/// Finds the rows of a buffer that hold tokens at given positions: turns an index of positions into
+/// one for kernels that read the buffer. Positions that are not in the buffer are skipped.
 ///
-/// @param offload    The offload.
-/// @param buffer     The buffer.
-/// @param positions  Positions in the sequence, ascending.
-/// @param count      How many.
+/// @param positions  Positions in the sequence, ascending, without repetition.
+/// @param count      Up to 16777216.
 /// @param rows       Receives the rows, ascending; room for `count`. May be `positions`.
-/// @param count_out  Receives how many there are.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `positions` is valid for reads, `rows` for writes of `count` numbers, `count_out` is null or
-/// valid for a write.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_rows(
     offload: *const kvt_offload_t,
@@ -923,20 +758,21 @@ pub unsafe extern "C" fn kvt_offload_rows(
 ) -> kvt_status_t {
     let positions = numbers(positions, count, MAX_LIST)?;
     if !positions.is_sorted_by(|a, b| a < b) {
-        fail!(Invalid, "positions ascend, each once");
+        fail!(Invalid, "positions are not ascending: sort them, and remove repetitions");
     }
     let mut found = Vec::new();
     with_offload(offload, |offload| offload.rows_of(buffer, positions, &mut found))?;
     require(rows)?;
-    fill(found.len(), found.iter().copied(), rows, count, count_out)
+    write_list(found.len(), found.iter().copied(), rows, count, count_out)
 }
 
-/// Writes so many numbers to a caller's array if all of them fit, and how many there are in
-/// any case.
+/// Writes `count` numbers to the caller's array if all fit, and `count` in any case. A null array
+/// asks for the count alone.
 ///
 /// # Safety
-/// `to` is null or valid for writes of `room` numbers, `count_out` is null or valid for a write.
-pub(crate) unsafe fn fill(
+/// `to` is null or valid for writes of `capacity` numbers; `count_out` is null or valid for a
+/// write.
+unsafe fn write_list(
     count: usize,
     from: impl IntoIterator<Item = u32>,
     to: *mut u32,
@@ -949,39 +785,30 @@ pub(crate) unsafe fn fill(
         return Ok(());
     }
     if count as u64 > capacity {
-        let text = format!("{count} numbers, and room for {capacity}");
+        let text = format!("the list has {count} entries, capacity is {capacity}: pass more");
         return Err(Error::new(Status::TooSmall, text));
     }
     for (at, number) in from.into_iter().take(count).enumerate() {
-        // SAFETY: not null, below `room`, and the caller's promise.
+        // SAFETY: not null, below `capacity`, and the caller's promise.
         unsafe { to.add(at).write(number) };
     }
     Ok(())
 }
 
-// Kept tokens.
+// Retained tokens.
 
-/// Most sums of one call.
+/// Most sums or scores in one call.
 const MAX_SUMS: usize = 1 << 28;
 
-/// What each key got of the attention of some queries: policies that want to know it are
-/// told (h2o, tova, snapkv and those like it).
+/// Passes the attention that queries gave to each key to the policies that need it (h2o, tova,
+/// snapkv and similar ones).
 ///
-/// @param offload    The offload.
-/// @param layer      The layer.
-/// @param queries    Of how many queries.
-/// @param sums       For each query head (or one row for all of them) a number for each token
-///                   that is kept, in their order.
-/// @param sum_count  How many numbers that are.
-/// @param tokens     How many tokens are kept.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (numbers below zero or not finite, wrong counts), KVT_E_LIMIT,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `sums` is valid for reads of `sum_count` numbers.
+/// @param queries    Number of queries that the sums are over.
+/// @param sums       A row for each query head, or one row for all of them. A row has one sum for
+///                   each retained token, in their order; finite, and not negative.
+/// @param sum_count  Up to 268435456.
+/// @param tokens     Number of retained tokens.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_observe(
     offload: *const kvt_offload_t,
@@ -996,22 +823,12 @@ pub unsafe extern "C" fn kvt_offload_observe(
     with_offload(offload, |offload| offload.observe(layer, queries, sums, tokens))
 }
 
-/// Has policies evict tokens of a layer, if some have to go. Nothing is moved in the store:
-/// blocks of which nothing is left are not loaded any more, and kvt_offload_kept says which
-/// tokens of the others kernels are to see.
+/// Lets the policy evict tokens of a layer, if it has to. No data is moved or dropped: blocks
+/// without retained tokens are not loaded any more, and kvt_offload_kept lists the tokens that
+/// kernels may use.
 ///
-/// @param offload      The offload.
-/// @param layer        The layer.
-/// @param context      Where in the sequence that is.
-/// @param evicted_out  Receives 1 when some went, else 0; may be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED when both policies evict, KVT_E_INVALID, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `context` is valid for the size it states.
+/// @param evicted_out  Receives 1 if tokens were evicted, else 0; may be null.
+/// @return KVT_E_UNSUPPORTED (both policies evict).
 #[capi]
 pub unsafe extern "C" fn kvt_offload_evict(
     offload: *const kvt_offload_t,
@@ -1021,27 +838,17 @@ pub unsafe extern "C" fn kvt_offload_evict(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let context = context_of(context)?;
-    let went = with_offload(offload, |offload| offload.evict(layer, &context))?;
-    put(evicted_out, u32::from(went));
+    let has_evicted = with_offload(offload, |offload| offload.evict(layer, &context))?;
+    put(evicted_out, u32::from(has_evicted));
     Ok(())
 }
 
-/// Which tokens of a layer are left.
+/// Lists the positions of the retained tokens of a layer, ascending.
 ///
-/// @param offload    The offload.
-/// @param layer      The layer.
-/// @param head       Of which list: there are `heads_out` of them, one for each head of keys
-///                   (or of queries), or one for all.
-/// @param positions  Receives positions, ascending; null = only counts are wanted.
-/// @param capacity       How many it has room for.
-/// @param count_out  Receives how many there are, also when there is no room for them.
-/// @param heads_out  Receives how many lists there are; 0 = all tokens are left. May be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `positions` is null or valid for writes of `room` numbers, the others for a write.
+/// @param head       Index of the list, below `heads_out`; 0 if there are no lists.
+/// @param heads_out  Receives the number of lists: one for each key head or query head, one for
+///                   all, or 0 = all tokens are retained (then `count_out` is 0). May be null.
+/// @return KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_kept(
     offload: *const kvt_offload_t,
@@ -1056,34 +863,24 @@ pub unsafe extern "C" fn kvt_offload_kept(
     with_offload(offload, |offload| -> Result<()> {
         let kept = offload.retained(layer)?;
         let heads = kept.as_ref().map_or(0, |kept| kept.lists() as u32);
-        if head >= heads.max(1) {
-            fail!(Invalid, "list {head} of {heads}");
+        let lists = heads.max(1);
+        if head >= lists {
+            fail!(Invalid, "head is {head}: pass the index of a list, below {lists}");
         }
         put(heads_out, heads);
         let (count, list) = match &kept {
             Some(kept) => (kept.count(head as usize), Some(kept.positions(head as usize))),
             None => (0, None),
         };
-        fill(count, list.into_iter().flatten(), positions, capacity, count_out)
+        write_list(count, list.into_iter().flatten(), positions, capacity, count_out)
     })
 }
 
-/// Tells a policy of rows of its own (dsa: what its indexer keeps of each token): kvt_offload_put
-/// tells all others of the model's keys.
+/// Passes rows of keys to a policy with rows of its own (dsa: the keys of its indexer). Call it
+/// before the kvt_offload_put of these tokens, which passes the model's keys to all other policies.
 ///
-/// @param offload  The offload.
-/// @param layer    The layer.
-/// @param first    The position of the first token.
-/// @param keys     The rows.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `keys` is valid for the size it states, and its view leads to
-/// memory that can be read during the call.
+/// @param first  Position of the first token.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_append_keys(
     offload: *const kvt_offload_t,
@@ -1092,29 +889,18 @@ pub unsafe extern "C" fn kvt_offload_append_keys(
     keys: *const kvt_rows_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let tell = |keys: Option<&Rows<'_>>| match keys {
+    let append = |keys: Option<&Rows<'_>>| match keys {
         Some(keys) => with_offload(offload, |offload| offload.append_keys(layer, first, keys)),
-        None => fail!(Invalid, "keys is null"),
+        None => fail!(Invalid, "keys is null: pass the rows of the tokens"),
     };
-    with_rows("keys", keys, tell)
+    with_rows("keys", keys, append)
 }
 
-/// Gives a policy numbers of the engine's for the next load of a layer: a score for each
+/// Passes scores that the engine computed to a policy, for the next load of a layer: one for each
 /// block that can be loaded (external), or a weight for each query and head (dsa).
 ///
-/// @param offload      The offload.
-/// @param layer        The layer.
-/// @param is_prefill   1 = for the policy for prompts, 0 = for text that is written.
-/// @param scores       The numbers.
-/// @param score_count  How many.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED when the policy wants none, KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `scores` is valid for reads of `score_count` numbers.
+/// @param is_prefill  1 = to the policy for prefill, 0 = to the one for decode.
+/// @return KVT_E_UNSUPPORTED (the policy accepts no scores), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_score(
     offload: *const kvt_offload_t,
@@ -1125,7 +911,7 @@ pub unsafe extern "C" fn kvt_offload_score(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     if is_prefill > 1 {
-        fail!(Invalid, "is_prefill is {is_prefill}");
+        fail!(Invalid, "is_prefill is {is_prefill}: pass 1 for prefill, or 0 for decode");
     }
     let scores = numbers(scores, score_count, MAX_SUMS)?;
     with_offload(offload, |offload| offload.score(layer, is_prefill == 1, scores))
@@ -1133,26 +919,14 @@ pub unsafe extern "C" fn kvt_offload_score(
 
 // Forks.
 
-/// Opens another offload for a session that was forked from an offload's (kvt_session_fork):
-/// it has the same tokens. The blocks in the store are those of both, the tails are copied,
-/// and so are the lists of tokens that are left; policies go on from what they know. It has a
-/// ring of its own, with nothing in it, which the store's account pays for, and counts from
-/// zero. A full tail leaves first.
+/// Opens another offload for a session that was forked from the offload's (kvt_session_fork). Both
+/// share the blocks in the store. Tails, lists of retained tokens and policies are copied. The fork
+/// has an empty ring of its own, for which the store's account is charged; lent memory is not
+/// reused. Its counters start at zero. The call waits for the put of a full tail.
 ///
-/// @param offload  The offload, which stays as it is.
-/// @param session  The new session; it has the tokens that the offload's layers have, and may
-///                 have more.
-/// @param out      The new offload; close it with kvt_offload_close.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID when the session is the offload's own, another store's or
-///         namespace's, or has other tokens; KVT_E_BUDGET, KVT_E_LIMIT, KVT_E_AGAIN,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the new offload. Threading: any thread; waits for a full tail to
-/// leave. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid.
+/// @param session  Must have the tokens that the layers of the offload have, and may have more.
+/// @return KVT_E_UNSUPPORTED (a custom policy without `fork`), KVT_E_BUDGET, KVT_E_LIMIT,
+///         KVT_E_AGAIN.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_fork(
     offload: *const kvt_offload_t,

@@ -1,4 +1,4 @@
-//! Eviction policies for tables of the library or of the engine.
+//! Eviction policies, over a table of the library or of the engine.
 
 use std::ffi::{c_char, c_void};
 
@@ -29,24 +29,27 @@ use crate::policy::{Hint, custom};
 
 // Policies.
 
-/// An eviction policy at work. Needs no runtime. Internally locked: any thread
-/// may use it.
+/// An eviction policy with its table of objects. Needs no runtime.
 pub struct kvt_policy_t(());
 
-/// The engine can use what lies behind a hole: objects leave in any order.
-/// Without it those that continue an object leave before it.
+/// The engine can use objects behind a missing one, so objects are evicted in any order. Otherwise
+/// children are evicted before their parents.
 pub const KVT_POLICY_HOLES: u64 = 1;
-/// remember = 0 means nothing, not the default.
+/// remember = 0 means none, not the default.
 pub const KVT_POLICY_ZERO_REMEMBER: u64 = 2;
-/// alpha and beta are meant as they are, also when they are 0.
+/// alpha and beta are taken as they are: 0 means 0, not the default.
 pub const KVT_POLICY_COST: u64 = 4;
 
-/// Scores candidates for the policy "custom": one number a row into
-/// `out_scores`, the least leaves first, NaN is an error. Anything but KVT_OK
-/// ends the call that asked, with that status and without any effect. Columns
-/// and scores are borrowed for the call. Called on the thread that evicts or
-/// selects, under no lock, so from several at once if several do; it may use the
-/// policy. It must not unwind.
+/// Scores candidates for the policy "custom": writes one number per row to `out_scores`. The lowest
+/// score is evicted first; NaN is an error. Any status but KVT_OK fails the calling function with
+/// that status, without effect. Columns and scores are borrowed for the call. The function must not
+/// unwind.
+///
+/// An eviction skips objects that were used, referenced or removed meanwhile. If too little is free
+/// then, it scores again, at most 4 times in all; an error in a repetition is a shortfall.
+///
+/// Threading: called on the thread that evicts or selects, under no lock, so on several threads at
+/// once. It may use the policy.
 pub type kvt_policy_score_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -56,11 +59,15 @@ pub type kvt_policy_score_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// Says when a sequence is used next or ends: seconds from now and how sure
-/// that is (0 to 1). Returns 1, or 0 when it does not know; what is no number or
-/// out of range counts as that. Called as kvt_policy_score_fn is: in lookups and
-/// records with a session (that is the sequence), where the answer acts as a
-/// hint, and in selections for rows without a lifetime (the sequence is the id).
+/// Predicts when a sequence is used next or ends: seconds from now, with a confidence of 0 to 1.
+/// Returns 1, or 0 if unknown; values out of range count as unknown. Lengths are in tokens,
+/// 0 = unknown. It is called
+///
+/// - after kvt_policy_lookup and kvt_policy_record with a session, which is `sequence`: the
+///   prediction acts as a hint;
+/// - in kvt_policy_select for each row without a lifetime: `sequence` is the id.
+///
+/// Threading and unwinding: as for kvt_policy_score_fn.
 pub type kvt_policy_predict_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -72,80 +79,69 @@ pub type kvt_policy_predict_fn = Option<
     ) -> u32,
 >;
 
-/// The callback table of the policy "custom".
+/// Callback table of the policy "custom".
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_custom_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Scores candidates.
     pub score: kvt_policy_score_fn,
-    /// Handed to score; taken over on success only.
+    /// Passed to score; owned by the policy once it is open.
     pub user_data: *mut c_void,
     /// Releases user_data; may be null.
     pub destroy: kvt_destroy_fn,
 }
 
-/// The engine's own predictor of lifetimes.
+/// The engine's predictor of next uses and lifetimes.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_predictor_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Says when a sequence is used next.
     pub predict: kvt_policy_predict_fn,
-    /// Handed to predict; taken over on success only.
+    /// Passed to predict; owned by the policy once it is open.
     pub user_data: *mut c_void,
     /// Releases user_data; may be null.
     pub destroy: kvt_destroy_fn,
 }
 
-/// How to open a policy.
+/// Options of kvt_policy_open.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_POLICY_*.
     pub flags: u64,
-    /// The spec, such as "arc" or "qos(inner=s3fifo)"; null = "lru".
+    /// Such as "arc" or "qos(inner=s3fifo)"; null = "lru".
     pub spec: *const c_char,
-    /// Length of the spec.
     pub spec_bytes: u64,
-    /// Most objects at once; 0 = 1048576, at most 2^28.
+    /// Most objects in the table, up to 2^28; 0 = 1048576.
     pub max_objects: u64,
-    /// What fits, in units; 0 = not known.
+    /// Capacity of the cache in units; 0 = unknown.
     pub capacity_units: u64,
-    /// Evictions that the log keeps; 0 = none, at most 2^20.
+    /// Evictions that the log keeps, up to 2^20; 0 = none.
     pub log_entries: u64,
-    /// Evicted ids that are remembered, to tell what is computed again; 0 =
-    /// 1048576.
+    /// Evicted ids that are remembered for the re-prefill rate, up to 2^28; 0 = 1048576.
     pub remember: u64,
-    /// Recompute cost of n tokens after l tokens of context: n * beta +
-    /// alpha * (n * l + n * n / 2). 0 = as for a model of the 70B class.
+    /// 0 to 1e12; 0 = 1 / 53800. Recomputing n tokens after l tokens of context costs n * beta +
+    /// alpha * (n * l + n * n / 2). The defaults describe a model of the 70B class.
     pub alpha: f64,
-    /// See alpha.
+    /// 0 to 1e12; 0 = 1. See alpha.
     pub beta: f64,
-    /// Scores for the spec "custom", which needs them; else may be null.
+    /// Score function. The spec "custom" needs it; else it may be null.
     pub custom: *const kvt_policy_custom_t,
-    /// The engine's predictor; may be null.
+    /// May be null.
     pub predictor: *const kvt_policy_predictor_t,
 }
 
-/// A policy that can be opened. Texts are UTF-8, not NUL-terminated, and live as
-/// long as the library.
+/// A policy that can be opened. Texts are not NUL-terminated and live as long as the library.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_info_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Its name in specs.
+    /// Name in specs.
     pub name: *const c_char,
-    /// Length of the name.
     pub name_bytes: u64,
-    /// What it does, in a line.
+    /// Description in one line.
     pub about: *const c_char,
-    /// Length of that line.
     pub about_bytes: u64,
 }
 
@@ -153,11 +149,11 @@ type Score =
     unsafe extern "C" fn(*mut c_void, *const kvt_policy_columns_t, i64, *mut f64) -> kvt_status_t;
 type Predict = unsafe extern "C" fn(*mut c_void, u64, u64, u64, *mut f64, *mut f64) -> u32;
 
-/// What the lock guards: the evictor, and room for the arrays of calls.
+/// The state under the policy's lock: the evictor, and buffers that calls reuse.
 pub(crate) struct State {
     pub(crate) evictor: Evictor,
     pub(crate) victims: Vec<Victim>,
-    pub(crate) news: Vec<New>,
+    pub(crate) new_objects: Vec<New>,
     pub(crate) selection: Selection,
 }
 
@@ -170,35 +166,38 @@ pub(crate) struct PolicyNoun {
 noun!(PolicyNoun, kvt_policy_t, 8, "policy");
 
 impl PolicyNoun {
-    /// What the engine's predictor says of a sequence, in ns from now.
+    /// The engine's prediction for a sequence: ns from now, and the confidence.
     pub(crate) fn predict(&self, sequence: u64, length: u64, max: u64) -> Option<(i64, f32)> {
         let predict = self.predict.as_ref()?;
         let (mut seconds, mut confidence) = (f64::NAN, f64::NAN);
         let known = predict.call(|function, user_data| {
-            // SAFETY: function and data came together from the caller; the outputs
-            // are local.
+            // SAFETY: function and data came together from the caller; the outputs are local.
             unsafe { function(user_data, sequence, length, max, &mut seconds, &mut confidence) }
         });
-        let sound = known != 0 && seconds >= 0.0 && (0.0..=1.0).contains(&confidence);
+        let valid = known != 0 && seconds >= 0.0 && (0.0..=1.0).contains(&confidence);
         // The cast saturates.
-        sound.then_some(((seconds * 1e9) as i64, confidence as f32))
+        valid.then_some(((seconds * 1e9) as i64, confidence as f32))
     }
 
-    fn must_score(&self, spec: &str) -> Result<()> {
+    /// Fails if the spec needs a score function and there is none.
+    fn require_score(&self, spec: &str) -> Result<()> {
         let name = spec.split('(').next().unwrap_or(spec).trim();
         if name == custom::NAME && self.score.is_none() {
-            fail!(Invalid, "the policy '{name}' needs a score function");
+            fail!(
+                Invalid,
+                "the policy '{name}' needs a score function: set custom in kvt_policy_opts_t"
+            );
         }
         Ok(())
     }
 }
 
-/// A positive number that may be absent.
-fn cost_part(value: f64, default: f64, meant: bool, name: &str) -> Result<f64> {
+/// A part of the cost model; 0 = the default, unless it is `explicit`.
+fn cost_part(value: f64, default: f64, explicit: bool, name: &str) -> Result<f64> {
     match value {
-        0.0 if !meant => Ok(default),
+        0.0 if !explicit => Ok(default),
         _ if (0.0..=1e12).contains(&value) => Ok(value),
-        _ => fail!(Invalid, "{name} is {value}"),
+        _ => fail!(Invalid, "{name} is {value}, allowed is 0 to 1e12"),
     }
 }
 
@@ -206,10 +205,10 @@ fn options(given: &kvt_policy_opts_t) -> Result<Options> {
     known_flags(given.flags, KVT_POLICY_HOLES | KVT_POLICY_ZERO_REMEMBER | KVT_POLICY_COST)?;
     let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
     let or = |n: u64, default: usize, zero: bool| if n == 0 && !zero { default } else { size(n) };
-    let meant = given.flags & KVT_POLICY_COST != 0;
-    let usual = Cost::default();
-    if given.log_entries > crate::policy::log::MAX_ENTRIES as u64 {
-        fail!(Limit, "a log of {} entries is too long", given.log_entries);
+    let explicit = given.flags & KVT_POLICY_COST != 0;
+    let defaults = Cost::default();
+    if given.log_entries > MAX_ENTRIES as u64 {
+        fail!(Limit, "log_entries is {}, at most {MAX_ENTRIES} is allowed", given.log_entries);
     }
     Ok(Options {
         max_objects: or(given.max_objects, DEFAULT_OBJECTS, false),
@@ -218,25 +217,15 @@ fn options(given: &kvt_policy_opts_t) -> Result<Options> {
         log_entries: size(given.log_entries),
         remember: or(given.remember, DEFAULT_OBJECTS, given.flags & KVT_POLICY_ZERO_REMEMBER != 0),
         cost: Cost {
-            alpha: cost_part(given.alpha, usual.alpha, meant, "alpha")?,
-            beta: cost_part(given.beta, usual.beta, meant, "beta")?,
+            alpha: cost_part(given.alpha, defaults.alpha, explicit, "alpha")?,
+            beta: cost_part(given.beta, defaults.beta, explicit, "beta")?,
         },
     })
 }
 
 /// Opens a policy.
 ///
-/// @param opts  What and how large; null for an lru with defaults.
-/// @param out   The policy; close it with kvt_policy_close.
-/// @param err   Explains a failure, with the offset in the spec and the nearest
-///              name that exists; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the policy. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @return KVT_E_SPEC, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_open(
     opts: *const kvt_policy_opts_t,
@@ -256,48 +245,34 @@ pub unsafe extern "C" fn kvt_policy_open(
     let score = foreign(custom.score, custom.user_data, custom.destroy)?;
     let predict = foreign(predictor.predict, predictor.user_data, predictor.destroy)?;
     let evictor = Evictor::open(spec, &options)?;
-    let state =
-        State { evictor, victims: Vec::new(), news: Vec::new(), selection: Selection::default() };
-    let noun =
+    let state = State {
+        evictor,
+        victims: Vec::new(),
+        new_objects: Vec::new(),
+        selection: Selection::default(),
+    };
+    let object =
         PolicyNoun { state: Mutex::new(state), score: score.clone(), predict: predict.clone() };
-    noun.must_score(spec)?;
-    let handle = insert(noun)?;
+    object.require_score(spec)?;
+    let handle = insert(object)?;
     score.iter().for_each(|f| f.keep());
     predict.iter().for_each(|f| f.keep());
     out.write(handle);
     Ok(())
 }
 
-/// Closes a policy. Calls that are inside it end first; its callbacks' user data
-/// is released after them.
-///
-/// @param policy  Pointer to the handle, cleared on success; null, or a null
-///                handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `policy` is null or valid for reads and writes.
+/// Closes a policy. Calls in progress still finish; then the callbacks' user data is released.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_close(policy: *mut *mut kvt_policy_t) -> kvt_status_t {
     free(policy, |_| Ok(()))
 }
 
-/// Goes on with another policy. Objects stay, in their order; what carries over
-/// from the old policy does (times, counts, references, pins, sessions).
+/// Switches to another policy. Objects keep their last use, number of uses, references, pins and
+/// sessions. Learned state passes only to a policy of the same kind. The call sorts all objects;
+/// other calls on the policy wait meanwhile.
 ///
-/// @param policy      The policy.
-/// @param spec        The new spec, UTF-8.
-/// @param spec_bytes  Its length.
-/// @param err         Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID ("custom" without a score function),
-///         KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread; others wait while it sorts all objects. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param spec  As in kvt_policy_opts_t; "custom" needs a score function given at the open.
+/// @return KVT_E_SPEC, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_switch(
     policy: *const kvt_policy_t,
@@ -307,20 +282,13 @@ pub unsafe extern "C" fn kvt_policy_switch(
 ) -> kvt_status_t {
     let spec = text("spec", spec, spec_bytes)?;
     let policy = enter(policy)?;
-    policy.must_score(spec)?;
+    policy.require_score(spec)?;
     policy.state.lock().evictor.switch(spec)
 }
 
-/// Changes what fits; nothing is evicted by that.
+/// Sets the capacity. Evicts nothing.
 ///
-/// @param policy          The policy.
-/// @param capacity_units  What fits, in units; 0 = not known.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// None beyond a handle.
+/// @param capacity_units  0 = unknown.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_set_capacity(
     policy: *const kvt_policy_t,
@@ -331,15 +299,7 @@ pub unsafe extern "C" fn kvt_policy_set_capacity(
     Ok(())
 }
 
-/// How many policies can be opened.
-///
-/// @param out_count  The number.
-/// @return KVT_OK; KVT_E_INVALID.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_count` is null or valid for writes.
+/// Counts the policies that can be opened.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_count(out_count: *mut u64) -> kvt_status_t {
     require(out_count)?;
@@ -347,23 +307,17 @@ pub unsafe extern "C" fn kvt_policy_count(out_count: *mut u64) -> kvt_status_t {
     Ok(())
 }
 
-/// A policy that can be opened, by its place in the list: the number that the
-/// log gives for it.
+/// Describes a policy that can be opened.
 ///
-/// @param index  0 to kvt_policy_count - 1.
-/// @param out    Filled in; start it with KVT_POLICY_INFO_INIT.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @param index  0 to kvt_policy_count - 1; kvt_policy_log_entry_t.policy is such an index.
+/// @return KVT_E_NOT_FOUND.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_info(index: u64, out: *mut kvt_policy_info_t) -> kvt_status_t {
     check_out(out)?;
     let found = usize::try_from(index).ok().and_then(|index| ENTRIES.get(index));
     let entry = found.ok_or_else(|| {
-        Error::new(Status::NotFound, format!("there are {} policies", ENTRIES.len()))
+        let text = format!("there is no policy {index}: the last one is {}", ENTRIES.len() - 1);
+        Error::new(Status::NotFound, text)
     })?;
     write(
         out,
@@ -378,101 +332,93 @@ pub unsafe extern "C" fn kvt_policy_info(index: u64, out: *mut kvt_policy_info_t
     Ok(())
 }
 
-// Lookups, uses, insertions.
+// Lookups, uses, inserts.
 
-/// `session` is given.
+/// kvt_policy_context_t.session is set.
 pub const KVT_CONTEXT_SESSION: u64 = 1;
-/// `priority` is given, also when it is 0.
+/// kvt_policy_context_t.priority is set, also if it is 0. Needs KVT_CONTEXT_SESSION.
 pub const KVT_CONTEXT_PRIORITY: u64 = 2;
-/// `parent` is given.
+/// kvt_policy_row_t.parent is set.
 pub const KVT_ROW_PARENT: u64 = 1;
-/// It will not be used again.
+/// The objects will not be used again.
 pub const KVT_HINT_DONE: u64 = 1;
-/// `confidence` is meant as it is; without this flag it is 1.
+/// confidence = 0 means 0, not the default 1.
 pub const KVT_HINT_CONFIDENCE: u64 = 2;
 
-/// Why a sequence stopped: not said.
+/// Why a sequence stopped. TOOL_USE: it waits for a tool and continues soon. END_TURN: a person
+/// reads the answer. LENGTH: it reached the limit of tokens.
 pub const KVT_STOP_UNKNOWN: u32 = 0;
-/// It waits for a tool and goes on soon.
 pub const KVT_STOP_TOOL_USE: u32 = 1;
-/// The turn ended; a person reads it.
 pub const KVT_STOP_END_TURN: u32 = 2;
-/// The length limit was reached.
 pub const KVT_STOP_LENGTH: u32 = 3;
-/// It was cancelled.
 pub const KVT_STOP_CANCELLED: u32 = 4;
 
-/// Who asks. All of it is optional.
+/// The request that a call belongs to. Every field is optional.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_context_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_CONTEXT_*.
     pub flags: u64,
-    /// The session: the caller's number for a sequence.
+    /// The caller's id of a sequence; needs KVT_CONTEXT_SESSION.
     pub session: u64,
-    /// Its tenant. Kept with the session: without KVT_CONTEXT_SESSION it must be 0.
+    /// Tenant of the session; must be 0 without KVT_CONTEXT_SESSION.
     pub tenant: u32,
-    /// Its class, at most 255: 0 leaves first; without KVT_CONTEXT_PRIORITY as before,
-    /// at first 1. KVT_CONTEXT_PRIORITY needs KVT_CONTEXT_SESSION too.
+    /// Class of the session, 0 to 255; 0 is evicted first. Without KVT_CONTEXT_PRIORITY the class
+    /// stays as it is, at first 1.
     pub priority: u32,
     /// Tokens of the whole request; 0 = tokens_each for each id.
     pub length: u32,
-    /// Tokens it can have; 0 = unknown.
+    /// Most tokens that the sequence can have; 0 = unknown.
     pub max_length: u32,
-    /// Tokens of one object of its path, the last may have fewer; 0 = 1.
+    /// Tokens of each object of the path, of which the last may have fewer; 0 = 1.
     pub tokens_each: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// An object to be inserted. Stands in arrays only.
+/// An object to insert.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_row_t {
-    /// The caller's number for it.
+    /// The caller's id.
     pub id: u64,
-    /// The object that it continues, with KVT_ROW_PARENT; one that is not there
-    /// counts as none.
+    /// Id of the object that this one continues; needs KVT_ROW_PARENT. It may be inserted later.
     pub parent: u64,
-    /// Its size, 1 to 2^32 - 1.
+    /// Size, 1 to 2^32 - 1.
     pub units: u64,
     /// KVT_ROW_*.
     pub flags: u64,
-    /// When it is used next, as the caller expects; 0 = unknown.
+    /// Expected time of the next use, by the clock of now_ns; 0 = unknown.
     pub next_use_ns: i64,
-    /// Recompute cost; 0 = from the tokens.
+    /// Recompute cost; 0 = computed from context and tokens.
     pub cost: f64,
-    /// Tokens before it.
+    /// Tokens before the object.
     pub context: u32,
-    /// Tokens in it.
+    /// Tokens in the object.
     pub tokens: u32,
-    /// Its layer, when objects are cells.
+    /// Layer of a cell, up to 65535.
     pub layer: u32,
-    /// Layers of the model; 0 = an object has all.
+    /// Layers of the model, up to 65535; 0 = the object has all layers.
     pub layers: u32,
-    /// Which chunk of its sequence it is.
+    /// Index of the chunk in its sequence.
     pub chunk: u32,
     /// Chunks of that sequence.
     pub chunks: u32,
 }
 
-/// What the engine says of the future of objects.
+/// What the engine expects of the future of objects.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_hint_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_HINT_*.
     pub flags: u64,
-    /// When they are used next, by the clock of now_ns; 0 = not said.
+    /// Expected time of the next use, by the clock of now_ns; 0 = unknown.
     pub next_use_ns: i64,
-    /// How sure that is, 0 to 1.
+    /// Confidence of next_use_ns, 0 to 1; 0 = 1, unless KVT_HINT_CONFIDENCE is set.
     pub confidence: f64,
-    /// KVT_STOP_*: why the request that used them stopped.
+    /// KVT_STOP_* of the request that used the objects.
     pub stop: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
@@ -484,20 +430,27 @@ pub(crate) unsafe fn ids<'a>(data: *const u64, count: u64) -> Result<&'a [u64]> 
 }
 
 /// # Safety
-/// `who` is null or valid for the size it states.
+/// `context` is null or valid for the size it states.
 pub(crate) unsafe fn context(context: *const kvt_policy_context_t) -> Result<Who> {
     // SAFETY: the caller's promise.
     let given = unsafe { read(context)? };
     known_flags(given.flags, KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY)?;
     no_reserved(given.reserved)?;
     let Ok(priority) = u8::try_from(given.priority) else {
-        fail!(Invalid, "priority {} is above 255", given.priority);
+        fail!(Invalid, "priority is {}, allowed is 0 to 255", given.priority);
     };
     if given.flags & KVT_CONTEXT_SESSION == 0 && given.tenant != 0 {
-        fail!(Invalid, "tenant {} without a session: it is kept with that", given.tenant);
+        fail!(
+            Invalid,
+            "tenant {} is given without a session: set session and KVT_CONTEXT_SESSION",
+            given.tenant
+        );
     }
     if given.flags & (KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY) == KVT_CONTEXT_PRIORITY {
-        fail!(Invalid, "priority {priority} without a session: it is kept with that");
+        fail!(
+            Invalid,
+            "priority {priority} is given without a session: set session and KVT_CONTEXT_SESSION"
+        );
     }
     Ok(Who {
         session: (given.flags & KVT_CONTEXT_SESSION != 0).then_some(given.session),
@@ -509,16 +462,20 @@ pub(crate) unsafe fn context(context: *const kvt_policy_context_t) -> Result<Who
     })
 }
 
-pub(crate) fn sizes(units: &[u64]) -> Result<()> {
+/// Checks sizes of objects.
+pub(crate) fn check_sizes(units: &[u64]) -> Result<()> {
     match units.iter().position(|units| !(1..=MAX_UNITS).contains(units)) {
-        Some(at) => fail!(Invalid, "size {at} is 0 or above {MAX_UNITS}"),
+        Some(at) => {
+            let size = units.get(at).copied().unwrap_or_default();
+            fail!(Invalid, "units[{at}] is {size}, allowed is 1 to {MAX_UNITS}")
+        }
         None => Ok(()),
     }
 }
 
 impl PolicyNoun {
-    /// After a call for a session: what the engine's predictor says of it.
-    fn foresee(&self, context: &Who, ids: &[u64]) -> Result<()> {
+    /// Passes the engine's prediction for the call's session to the policy, as a hint.
+    fn hint_predicted(&self, context: &Who, ids: &[u64]) -> Result<()> {
         let Some(session) = context.session else { return Ok(()) };
         let (length, max_length) = (u64::from(context.length), u64::from(context.max_length));
         if let Some((ahead_ns, confidence)) = self.predict(session, length, max_length) {
@@ -531,26 +488,18 @@ impl PolicyNoun {
     }
 }
 
-/// Looks up a path of objects, first to last, and counts it in the statistics.
-/// Found ones are touched, the last first, so that none is older than what
-/// continues it. Where holes are allowed, objects behind one are found too.
+/// Looks up a path of objects and counts the lookup. Touches the hits, the last one first, so that
+/// no object is older than its children. Objects behind a missing one are hits only with
+/// KVT_POLICY_HOLES.
 ///
-/// @param policy       The policy.
-/// @param now_ns       The caller's clock, which must not go back; 0 = the
-///                     library's (CLOCK_MONOTONIC).
-/// @param context          Who asks; may be null.
-/// @param ids          The path.
-/// @param count        How many, at most 2^24.
-/// @param out_found    1 or 0 for each id; may be null.
-/// @param out_leading  How many from the start on are there; may be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (also a clock that went back), KVT_E_LIMIT,
-///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param now_ns       The caller's monotonic clock, -2^62 to 2^62 - 1; it must not go back.
+///                     0 = CLOCK_MONOTONIC. Use one clock per policy.
+/// @param context      May be null.
+/// @param ids          The path, from its start.
+/// @param count        At most 2^24.
+/// @param out_found    `count` bytes: 1 for a hit, else 0; may be null.
+/// @param out_leading  Number of hits before the first miss; may be null.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_lookup(
     policy: *const kvt_policy_t,
@@ -565,32 +514,22 @@ pub unsafe extern "C" fn kvt_policy_lookup(
     let (context, ids) = (self::context(context)?, self::ids(ids, count)?);
     let found = match out_found.is_null() {
         true => &mut [][..],
-        // SAFETY: not null, with room for `count` bytes, by the caller's promise.
+        // SAFETY: not null, and valid for `count` bytes by the caller's promise.
         false => std::slice::from_raw_parts_mut(out_found, ids.len()),
     };
     let policy = enter(policy)?;
     let leading = policy.state.lock().evictor.lookup(now_ns, &context, ids, found)?;
-    policy.foresee(&context, ids)?;
+    policy.hint_predicted(&context, ids)?;
     put(out_leading, leading as u64);
     Ok(())
 }
 
-/// Touches objects, the last first, without counting a lookup. Those that are
-/// not there are passed over.
+/// Touches objects, the last one first, without counting a lookup. Skips ids that are not in the
+/// table.
 ///
-/// @param policy       The policy.
-/// @param now_ns       See kvt_policy_lookup.
-/// @param context          Who uses them; may be null.
-/// @param ids          The objects.
-/// @param count        How many.
-/// @param out_touched  How many were there; may be null.
-/// @param err          Explains a failure; may be null.
-/// @return As kvt_policy_lookup.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param now_ns       See kvt_policy_lookup, also for context and count.
+/// @param out_touched  Number of objects touched; may be null.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_touch(
     policy: *const kvt_policy_t,
@@ -608,24 +547,13 @@ pub unsafe extern "C" fn kvt_policy_touch(
     Ok(())
 }
 
-/// Notes a use of objects ("update access"): those that are there are touched,
-/// the others inserted; all or none. For engines that keep their own tables and
-/// choose by kvt_policy_select: recorded uses win over columns.
+/// Records a use of objects: touches those in the table and inserts the others, all or none. For
+/// engines that keep their own tables: kvt_policy_select prefers recorded uses to columns.
 ///
-/// @param policy     The policy.
-/// @param now_ns     See kvt_policy_lookup.
-/// @param context        Who uses them; may be null.
-/// @param ids        The objects.
-/// @param units      Sizes of those that are new; null = 1 each.
-/// @param count      How many.
-/// @param out_added  How many were new; may be null.
-/// @param err        Explains a failure; may be null.
-/// @return As kvt_policy_lookup; KVT_E_LIMIT when the table is full.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param now_ns     See kvt_policy_lookup, also for context and count.
+/// @param units      Sizes of new objects, 1 to 2^32 - 1; null = 1 each.
+/// @param out_added  Number of objects inserted; may be null.
+/// @return KVT_E_LIMIT (also: the table is full).
 #[capi]
 pub unsafe extern "C" fn kvt_policy_record(
     policy: *const kvt_policy_t,
@@ -637,28 +565,34 @@ pub unsafe extern "C" fn kvt_policy_record(
     out_added: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let units_there = if units.is_null() { 0 } else { count };
+    let units_count = if units.is_null() { 0 } else { count };
     let (context, ids, units) =
-        (self::context(context)?, self::ids(ids, count)?, self::ids(units, units_there)?);
-    sizes(units)?;
+        (self::context(context)?, self::ids(ids, count)?, self::ids(units, units_count)?);
+    check_sizes(units)?;
     let policy = enter(policy)?;
     let added = policy.state.lock().evictor.record(now_ns, &context, ids, units)?;
-    policy.foresee(&context, ids)?;
+    policy.hint_predicted(&context, ids)?;
     put(out_added, added as u64);
     Ok(())
 }
 
-fn new_row(row: &kvt_policy_row_t) -> Result<New> {
+fn new_object(row: &kvt_policy_row_t) -> Result<New> {
     known_flags(row.flags, KVT_ROW_PARENT)?;
     let id = row.id;
     if !(1..=MAX_UNITS).contains(&row.units) {
-        fail!(Invalid, "object {id} has a size of {}, allowed is 1 to {MAX_UNITS}", row.units);
+        fail!(Invalid, "object {id} has {} units, allowed is 1 to {MAX_UNITS}", row.units);
     }
     let (Ok(layer), Ok(layers)) = (u16::try_from(row.layer), u16::try_from(row.layers)) else {
-        fail!(Limit, "object {id} is in layer {} of {}", row.layer, row.layers);
+        fail!(
+            Limit,
+            "object {id} is in layer {} of {}, at most {} is allowed for both",
+            row.layer,
+            row.layers,
+            u16::MAX
+        );
     };
     if !(0.0..=f64::from(f32::MAX)).contains(&row.cost) {
-        fail!(Invalid, "object {id} has a cost of {}", row.cost);
+        fail!(Invalid, "object {id} has a cost of {}, allowed is 0 to {:e}", row.cost, f32::MAX);
     }
     let facts = Facts {
         context: row.context,
@@ -674,23 +608,11 @@ fn new_row(row: &kvt_policy_row_t) -> Result<New> {
     Ok(New { id, parent, units: row.units, facts })
 }
 
-/// Inserts objects, all or none.
+/// Inserts objects, all or none. An id that is in the table is an error.
 ///
-/// @param policy        The policy.
-/// @param now_ns        See kvt_policy_lookup.
-/// @param context           Who brought them; may be null.
-/// @param rows          The objects; a parent stands before what continues it.
-/// @param count         How many.
-/// @param stride_bytes  sizeof(kvt_policy_row_t).
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (an id that is there, a size of 0, a clock that
-///         went back), KVT_E_LIMIT (the table is full: evict), KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param now_ns  See kvt_policy_lookup, also for context and count.
+/// @param rows    Parents before children: the first row counts as used last.
+/// @return KVT_E_LIMIT (also: the table is full; evict first).
 #[capi]
 pub unsafe extern "C" fn kvt_policy_insert(
     policy: *const kvt_policy_t,
@@ -705,24 +627,24 @@ pub unsafe extern "C" fn kvt_policy_insert(
     let rows = Strided::new(rows.cast_mut(), count, stride_bytes, MAX_BATCH as u64)?;
     let policy = enter(policy)?;
     let mut state = policy.state.lock();
-    let State { evictor, news, .. } = &mut *state;
-    news.clear();
-    if news.try_reserve(rows.len()).is_err() {
-        fail!(NoMem, "no memory for {} rows", rows.len());
+    let State { evictor, new_objects, .. } = &mut *state;
+    new_objects.clear();
+    if new_objects.try_reserve(rows.len()).is_err() {
+        fail!(NoMem, "no memory for a batch of {} objects", rows.len());
     }
     for at in 0..rows.len() {
-        news.push(new_row(&rows.get(at)?)?);
+        new_objects.push(new_object(&rows.get(at)?)?);
     }
-    evictor.insert(now_ns, &context, news)
+    evictor.insert(now_ns, &context, new_objects)
 }
 
 // Removals, references, pins, hints.
 
-/// Runs `body` on the evictor with the ids of a call.
+/// Calls `body` with the evictor and the call's ids.
 ///
 /// # Safety
 /// `data` is null or valid for reads of `count` numbers.
-unsafe fn on_ids(
+unsafe fn with_ids(
     policy: *const kvt_policy_t,
     data: *const u64,
     count: u64,
@@ -733,24 +655,12 @@ unsafe fn on_ids(
     body(&mut enter(policy)?.state.lock().evictor, ids)
 }
 
-/// Takes objects away that their owner gave up, pinned or not; all or none. It
-/// is no eviction. What continues one of them must go with it. References and pins
-/// of an object go with it: a later release of it is KVT_E_NOT_FOUND, and an object
-/// inserted under its id has none.
+/// Removes objects that their owner gave up, with their references and pins; all or none. It does
+/// not count as an eviction. Children must be removed with their parents.
 ///
-/// @param policy  The policy.
-/// @param now_ns  See kvt_policy_lookup.
-/// @param ids     The objects, each once.
-/// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_STATE when others continue one,
-///         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param now_ns  See kvt_policy_lookup, also for count.
+/// @param ids     Each once.
+/// @return KVT_E_NOT_FOUND, KVT_E_STATE (a child would stay), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_remove(
     policy: *const kvt_policy_t,
@@ -759,26 +669,16 @@ pub unsafe extern "C" fn kvt_policy_remove(
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    on_ids(policy, ids, count, |evictor, ids| evictor.remove(now_ns, ids))
+    with_ids(policy, ids, count, |evictor, ids| evictor.remove(now_ns, ids))
 }
 
-/// Says that the objects which kvt_policy_select named were freed: they leave
-/// the table as evicted, so that the log, the re-prefill rate, advice and what
-/// policies remember of the evicted learn of it; all or none. What continues one of
-/// them must go with it. Ids that are not in the table are remembered as well.
+/// Reports that the objects chosen by kvt_policy_select were freed: removes them as evicted, all or
+/// none. Statistics, log, advice and ghosts then know of them. Children must be evicted with their
+/// parents. An id that is not in the table counts as 1 unit and is remembered, but not logged.
 ///
-/// @param policy  The policy.
-/// @param now_ns  See kvt_policy_lookup.
-/// @param ids     The objects, each once.
-/// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_STATE when others continue one, KVT_E_INVALID,
-///         KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param now_ns  See kvt_policy_lookup, also for count.
+/// @param ids     Each once.
+/// @return KVT_E_STATE (a child would stay), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_evicted(
     policy: *const kvt_policy_t,
@@ -787,23 +687,14 @@ pub unsafe extern "C" fn kvt_policy_evicted(
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    on_ids(policy, ids, count, |evictor, ids| evictor.evicted(now_ns, ids))
+    with_ids(policy, ids, count, |evictor, ids| evictor.evicted(now_ns, ids))
 }
 
-/// Changes sizes; all or none.
+/// Changes the sizes of objects, all or none.
 ///
-/// @param policy  The policy.
-/// @param ids     The objects.
-/// @param units   Their new sizes, 1 to 2^32 - 1.
-/// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param units  New sizes, 1 to 2^32 - 1.
+/// @param count  At most 2^24.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_resize(
     policy: *const kvt_policy_t,
@@ -814,26 +705,17 @@ pub unsafe extern "C" fn kvt_policy_resize(
 ) -> kvt_status_t {
     let resize = |evictor: &mut Evictor, ids: &[u64]| {
         let units = self::ids(units, count)?;
-        sizes(units)?;
+        check_sizes(units)?;
         evictor.resize(ids, units)
     };
-    on_ids(policy, ids, count, resize)
+    with_ids(policy, ids, count, resize)
 }
 
-/// Takes a reference to each of some objects; all or none. A referenced object
-/// never leaves.
+/// Adds a reference to each object, all or none. A referenced object is never evicted.
 ///
-/// @param policy  The policy.
-/// @param ids     The objects; one that is there twice gets two references.
-/// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param ids    An id that occurs twice gets two references.
+/// @param count  At most 2^24.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_acquire(
     policy: *const kvt_policy_t,
@@ -841,22 +723,13 @@ pub unsafe extern "C" fn kvt_policy_acquire(
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    on_ids(policy, ids, count, |evictor, ids| evictor.acquire(ids))
+    with_ids(policy, ids, count, |evictor, ids| evictor.acquire(ids))
 }
 
-/// Gives a reference to each of some objects back; all or none.
+/// Removes a reference from each object, all or none.
 ///
-/// @param policy  The policy.
-/// @param ids     The objects.
-/// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_STATE when one has no reference,
-///         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param count  At most 2^24.
+/// @return KVT_E_NOT_FOUND, KVT_E_STATE (an object has no reference), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_release(
     policy: *const kvt_policy_t,
@@ -864,23 +737,14 @@ pub unsafe extern "C" fn kvt_policy_release(
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    on_ids(policy, ids, count, |evictor, ids| evictor.release(ids))
+    with_ids(policy, ids, count, |evictor, ids| evictor.release(ids))
 }
 
-/// Pins objects, which never leave then; all or none. Pins do not count: one
+/// Pins objects, all or none. A pinned object is never evicted. Pins are not counted: one
 /// kvt_policy_unpin ends any number.
 ///
-/// @param policy  The policy.
-/// @param ids     The objects.
-/// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param count  At most 2^24.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_pin(
     policy: *const kvt_policy_t,
@@ -888,22 +752,13 @@ pub unsafe extern "C" fn kvt_policy_pin(
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    on_ids(policy, ids, count, |evictor, ids| evictor.pin(ids, true))
+    with_ids(policy, ids, count, |evictor, ids| evictor.pin(ids, true))
 }
 
-/// Unpins objects; all or none. One that is not pinned stays so.
+/// Unpins objects, all or none. An object that is not pinned is no error.
 ///
-/// @param policy  The policy.
-/// @param ids     The objects.
-/// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param count  At most 2^24.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_unpin(
     policy: *const kvt_policy_t,
@@ -911,7 +766,7 @@ pub unsafe extern "C" fn kvt_policy_unpin(
     count: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    on_ids(policy, ids, count, |evictor, ids| evictor.pin(ids, false))
+    with_ids(policy, ids, count, |evictor, ids| evictor.pin(ids, false))
 }
 
 /// # Safety
@@ -920,14 +775,14 @@ pub(crate) unsafe fn hint(hint: *const kvt_policy_hint_t) -> Result<Hint> {
     // SAFETY: the caller's promise.
     let given = unsafe { read(hint)? };
     known_flags(given.flags, KVT_HINT_DONE | KVT_HINT_CONFIDENCE)?;
-    let stop = match Stop::from_code(u64::from(given.stop)) {
-        Some(stop) if given.reserved == 0 => stop,
-        _ => fail!(Invalid, "stop is {}, reserved is {}", given.stop, given.reserved),
+    no_reserved(given.reserved)?;
+    let Some(stop) = Stop::from_code(u64::from(given.stop)) else {
+        fail!(Invalid, "stop is {}, allowed is 0 to {KVT_STOP_CANCELLED}: KVT_STOP_*", given.stop);
     };
-    let sure = given.flags & KVT_HINT_CONFIDENCE == 0 && given.confidence == 0.0;
-    let confidence = if sure { 1.0 } else { given.confidence };
+    let is_default = given.flags & KVT_HINT_CONFIDENCE == 0 && given.confidence == 0.0;
+    let confidence = if is_default { 1.0 } else { given.confidence };
     if !(0.0..=1.0).contains(&confidence) {
-        fail!(Invalid, "confidence is {confidence}, not 0 to 1");
+        fail!(Invalid, "confidence is {confidence}, allowed is 0 to 1");
     }
     Ok(Hint {
         stop: (stop != Stop::Unknown).then_some(stop),
@@ -936,23 +791,12 @@ pub(crate) unsafe fn hint(hint: *const kvt_policy_hint_t) -> Result<Hint> {
     })
 }
 
-/// Tells what the engine knows of the future of objects, usually of the path of
-/// a request that ended. Those that are not there are passed over.
+/// Passes the engine's hint about objects to the policy, usually about the path of a finished
+/// request. Skips ids that are not in the table.
 ///
-/// @param policy     The policy.
-/// @param now_ns     See kvt_policy_lookup.
-/// @param context        Whose they are; may be null.
-/// @param ids        The objects.
-/// @param count      How many.
-/// @param hint       The hint.
-/// @param out_known  How many were there; may be null.
-/// @param err        Explains a failure; may be null.
-/// @return As kvt_policy_lookup.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param now_ns     See kvt_policy_lookup, also for context and count.
+/// @param out_known  Number of ids in the table; may be null.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_hint(
     policy: *const kvt_policy_t,
@@ -964,44 +808,41 @@ pub unsafe extern "C" fn kvt_policy_hint(
     out_known: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let tell = |evictor: &mut Evictor, ids: &[u64]| {
+    let hint_all = |evictor: &mut Evictor, ids: &[u64]| {
         let (context, hint) = (self::context(context)?, self::hint(hint)?);
         let known = evictor.hint(now_ns, &context, ids, &hint)?;
         put(out_known, known as u64);
         Ok(())
     };
-    on_ids(policy, ids, count, tell)
+    with_ids(policy, ids, count, hint_all)
 }
 
 // Eviction from the policy's own table.
 
-/// One that leaves. Stands in arrays only.
+/// An evicted object.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_victim_t {
-    /// Who.
     pub id: u64,
-    /// What it frees.
+    /// Units that it frees.
     pub units: u64,
 }
 
-/// What an eviction came to. The text lives as long as the library.
+/// The result of an eviction.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_outcome_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// How many leave.
+    /// Number of victims.
     pub victims: u64,
-    /// What they free.
+    /// Units that the victims free.
     pub freed_units: u64,
-    /// What is missing to what was asked.
+    /// Units missing to the number required.
     pub shortfall_units: u64,
-    /// How long it took to choose; 0 = not timed (one in 16 is).
+    /// Time of the decision; 0 = not measured (1 eviction in 16 is, no preview).
     pub decision_ns: u64,
-    /// The policy that decided, which may be another than the one that was opened.
+    /// Policy that decided, maybe not the one opened. The text lives as long as the library.
     pub decided_by: *const c_char,
-    /// Length of that name.
     pub decided_by_bytes: u64,
 }
 
@@ -1011,26 +852,29 @@ struct CallerScores<'a>(&'a PolicyNoun);
 impl Scorer for CallerScores<'_> {
     fn score(&mut self, view: &Columns, now: i64, out: &mut [f64]) -> Result<()> {
         let Some(score) = &self.0.score else {
-            fail!(Invalid, "the policy 'custom' needs a score function");
+            fail!(
+                Invalid,
+                "the policy 'custom' needs a score function: set custom in kvt_policy_opts_t"
+            );
         };
         let columns = columns_for_c(view);
         let status = score.call(|function, user_data| {
-            // SAFETY: function and data came together from the caller; columns and
-            // scores have as many entries as the columns say.
+            // SAFETY: function and data came together from the caller; columns and scores have as
+            // many entries as the columns say.
             unsafe { function(user_data, &columns, now, out.as_mut_ptr()) }
         });
         match status {
             KVT_OK => Ok(()),
             code => {
                 let status = Status::from_code(code).unwrap_or(Status::Invalid);
-                Err(Error::new(status, format!("the score function gave status {code}")))
+                Err(Error::new(status, format!("the score function returned status {code}")))
             }
         }
     }
 }
 
 impl PolicyNoun {
-    /// Scores candidates by the caller's function. No lock is held.
+    /// Scores candidates with the caller's function. No lock may be held.
     pub(crate) fn score_rows(&self, view: &Columns, now_ns: i64) -> Result<Vec<f64>> {
         let now = match now_ns {
             0 => i64::try_from(Clock::real().now_ns()).unwrap_or(i64::MAX),
@@ -1040,97 +884,98 @@ impl PolicyNoun {
     }
 }
 
-/// How often a custom policy is asked again because objects changed meanwhile.
+/// Most calls of the score function for one eviction: objects may change during each.
 const ROUNDS: u32 = 4;
 
-/// Leaves the victims in `state.victims`.
-fn evict_now(state: &mut State, now_ns: i64, ask: &ScoredEviction) -> Result<Outcome> {
+/// Evicts in the order of the policy; the victims are in `state.victims`.
+fn evict_by_policy(state: &mut State, now_ns: i64, request: &ScoredEviction) -> Result<Outcome> {
     let State { evictor, victims, .. } = state;
-    make_room(victims, ask.most.min(evictor.objects().len()))?;
-    match ask.keep {
-        true => evictor.preview_most(now_ns, ask.required, ask.most, victims),
-        false => evictor.evict_most(now_ns, ask.required, ask.most, victims),
+    reserve_victims(victims, request.most.min(evictor.objects().len()))?;
+    match request.keep {
+        true => evictor.preview_most(now_ns, request.required, request.most, victims),
+        false => evictor.evict_most(now_ns, request.required, request.most, victims),
     }
 }
 
-fn make_room(victims: &mut Vec<Victim>, most: usize) -> Result<()> {
+/// Empties the list of victims and reserves memory for `most`.
+fn reserve_victims(victims: &mut Vec<Victim>, most: usize) -> Result<()> {
     victims.clear();
     if victims.try_reserve(most).is_err() {
-        fail!(NoMem, "no memory to note {most} victims");
+        fail!(NoMem, "no memory for a list of {most} victims");
     }
     Ok(())
 }
 
-/// Snapshot, unlock, score, lock, look again, evict; and once more for what
-/// changed meanwhile.
+/// Evicts by the caller's scores: takes a snapshot, scores it without the lock, and evicts the
+/// objects that have not changed since. Repeats this while too little is free.
 fn evict_custom(
-    noun: &PolicyNoun,
+    policy: &PolicyNoun,
     now_ns: i64,
-    ask: &ScoredEviction,
+    request: &ScoredEviction,
     out: &Strided<kvt_policy_victim_t>,
 ) -> Result<(Outcome, usize)> {
-    noun.state.lock().evictor.check_time(now_ns)?;
-    let (mut whole, mut count) = (Outcome::default(), 0);
+    policy.state.lock().evictor.check_time(now_ns)?;
+    let (mut total, mut count) = (Outcome::default(), 0);
     for _ in 0..ROUNDS {
-        let required = ask.required - whole.freed_units;
-        let left = ScoredEviction { required, most: ask.most - count, ..*ask };
-        let (one, found) = match evict_round(noun, now_ns, &left, out, count) {
-            // What earlier rounds evicted is gone: it must be told.
+        let required = request.required - total.freed_units;
+        let rest = ScoredEviction { required, most: request.most - count, ..*request };
+        let (outcome, found) = match evict_round(policy, now_ns, &rest, out, count) {
+            // Earlier rounds evicted objects: they must be reported.
             Err(_) if count > 0 => break,
             round => round?,
         };
         count += found;
-        let freed_units = whole.freed_units + one.freed_units;
-        let decision_ns = whole.decision_ns + one.decision_ns;
-        whole = Outcome { freed_units, decision_ns, ..one };
-        if one.shortfall_units == 0 || ask.keep || count == ask.most || found == 0 {
+        let freed_units = total.freed_units + outcome.freed_units;
+        let decision_ns = total.decision_ns + outcome.decision_ns;
+        total = Outcome { freed_units, decision_ns, ..outcome };
+        if outcome.shortfall_units == 0 || request.keep || count == request.most || found == 0 {
             break;
         }
     }
-    Ok((whole, count))
+    Ok((total, count))
 }
 
-/// One round; its victims are put behind `from` others.
+/// One round. Writes its victims to `out` from index `from` on; returns their number, too.
 fn evict_round(
-    noun: &PolicyNoun,
+    policy: &PolicyNoun,
     now_ns: i64,
-    ask: &ScoredEviction,
+    request: &ScoredEviction,
     out: &Strided<kvt_policy_victim_t>,
     from: usize,
 ) -> Result<(Outcome, usize)> {
-    let snapshot = noun.state.lock().evictor.snapshot()?;
-    // A scorer is never asked about nobody.
+    let snapshot = policy.state.lock().evictor.snapshot()?;
+    // The score function is not called without candidates.
     let scores = match snapshot.len() {
         0 => Vec::new(),
-        _ => noun.score_rows(&snapshot.view(), now_ns)?,
+        _ => policy.score_rows(&snapshot.view(), now_ns)?,
     };
-    let mut state = noun.state.lock();
+    let mut state = policy.state.lock();
     let State { evictor, victims, .. } = &mut *state;
-    make_room(victims, ask.most.min(snapshot.len()))?;
-    let one = evictor.evict_by_scores(now_ns, &snapshot, &scores, ask, victims)?;
-    give_victims(victims, out, from);
-    Ok((one, victims.len()))
+    reserve_victims(victims, request.most.min(snapshot.len()))?;
+    let outcome = evictor.evict_by_scores(now_ns, &snapshot, &scores, request, victims)?;
+    write_victims(victims, out, from);
+    Ok((outcome, victims.len()))
 }
 
-fn give_victims(victims: &[Victim], out: &Strided<kvt_policy_victim_t>, from: usize) {
+fn write_victims(victims: &[Victim], out: &Strided<kvt_policy_victim_t>, from: usize) {
     for (i, victim) in victims.iter().enumerate() {
         out.put(from + i, &kvt_policy_victim_t { id: victim.id, units: victim.units });
     }
 }
 
 fn evict(
-    noun: &PolicyNoun,
+    policy: &PolicyNoun,
     now_ns: i64,
-    ask: &ScoredEviction,
+    request: &ScoredEviction,
     out: &Strided<kvt_policy_victim_t>,
 ) -> Result<kvt_policy_outcome_t> {
-    let mut state = noun.state.lock();
+    let mut state = policy.state.lock();
     let (outcome, count) = if state.evictor.name() == custom::NAME {
         drop(state);
-        evict_custom(noun, now_ns, ask, out)?
+        evict_custom(policy, now_ns, request, out)?
     } else {
-        let outcome = evict_now(&mut state, now_ns, ask)?;
-        give_victims(&state.victims, out, 0);
+        let outcome = evict_by_policy(&mut state, now_ns, request)?;
+        write_victims(&state.victims, out, 0);
         (outcome, state.victims.len())
     };
     Ok(kvt_policy_outcome_t {
@@ -1144,27 +989,15 @@ fn evict(
     })
 }
 
-/// Evicts until enough is free: the victims are gone from the table, and what
-/// they held is the caller's to free. None leaves without which it would be
-/// enough. Too few that may leave, or too little room for them, is a shortfall
-/// and no error.
+/// Evicts objects until `required_units` are free. Removes the victims from the table; the caller
+/// frees their memory. No victim is superfluous. If there are too few candidates, or `capacity` is
+/// too small, the rest is a shortfall and no error.
 ///
-/// @param policy          The policy.
 /// @param now_ns          See kvt_policy_lookup.
-/// @param required_units  What must be free; 0 frees nothing.
-/// @param victims         Receives who leaves, in the order of leaving.
-/// @param capacity        Room there: the most that leave, at most 2^28.
-/// @param stride_bytes    sizeof(kvt_policy_victim_t).
-/// @param out             What it came to; start it with KVT_POLICY_OUTCOME_INIT.
-/// @param err             Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (also a clock that went back, a score that is no
-///         number), KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC; what a custom policy's score function gives.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `out` for the size it states.
+/// @param required_units  0 evicts nothing.
+/// @param victims         Receives the victims in the order of eviction.
+/// @param capacity        Most victims, up to 2^28.
+/// @return KVT_E_LIMIT, any status of the score function.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_evict(
     policy: *const kvt_policy_t,
@@ -1178,29 +1011,14 @@ pub unsafe extern "C" fn kvt_policy_evict(
 ) -> kvt_status_t {
     check_out(out)?;
     let victims = Strided::new(victims, capacity, stride_bytes, MAX_OBJECTS as u64)?;
-    let ask = ScoredEviction { required: required_units, most: victims.len(), keep: false };
-    write(out, &evict(&*enter(policy)?, now_ns, &ask, &victims)?);
+    let request = ScoredEviction { required: required_units, most: victims.len(), keep: false };
+    write(out, &evict(&*enter(policy)?, now_ns, &request, &victims)?);
     Ok(())
 }
 
-/// Says who would leave now, without anything leaving. A policy that moves objects
-/// while it searches (arc's kin, queues with a hand), or that learns, may choose others
-/// when it is asked again.
-///
-/// @param policy          The policy.
-/// @param now_ns          See kvt_policy_lookup.
-/// @param required_units  What must be free.
-/// @param victims         Receives who would leave, in the order of leaving.
-/// @param capacity        Room there.
-/// @param stride_bytes    sizeof(kvt_policy_victim_t).
-/// @param out             What it came to; start it with KVT_POLICY_OUTCOME_INIT.
-/// @param err             Explains a failure; may be null.
-/// @return As kvt_policy_evict.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `out` for the size it states.
+/// Reports the victims that kvt_policy_evict would choose, and evicts nothing. A policy that
+/// learns, or that moves objects while it searches (such as arc and sieve), may choose others the
+/// next time. Parameters and statuses are those of kvt_policy_evict.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_preview(
     policy: *const kvt_policy_t,
@@ -1214,130 +1032,122 @@ pub unsafe extern "C" fn kvt_policy_preview(
 ) -> kvt_status_t {
     check_out(out)?;
     let victims = Strided::new(victims, capacity, stride_bytes, MAX_OBJECTS as u64)?;
-    let ask = ScoredEviction { required: required_units, most: victims.len(), keep: true };
-    write(out, &evict(&*enter(policy)?, now_ns, &ask, &victims)?);
+    let request = ScoredEviction { required: required_units, most: victims.len(), keep: true };
+    write(out, &evict(&*enter(policy)?, now_ns, &request, &victims)?);
     Ok(())
 }
 
-// Selection among candidates of the engine.
+// Selection from the engine's table.
 
-/// The last victim may give a tail of its blocks and keep the rest.
+/// The last victim may give up a tail of its blocks and keep the others.
 pub const KVT_SELECT_TAIL: u64 = 1;
 
-/// Candidates as columns: one array a fact, each with `rows` entries. Null = the
-/// default holds for every row. Arrays are aligned as C has them.
+/// Candidates as columns: one array per property, with `rows` entries each. A null array means that
+/// every row has the default. Arrays are aligned as C requires.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_columns_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// How many candidates there are, at most 2^28.
+    /// Number of candidates, up to 2^28.
     pub rows: u64,
-    /// Who; required.
+    /// Required; each id once.
     pub ids: *const u64,
-    /// Blocks that each holds; default 1.
+    /// Blocks of the candidate, up to 2^32 - 1; default: those listed in block_ids, else 1.
     pub blocks: *const u64,
-    /// When it was made; default 0.
+    /// Time of creation; default 0.
     pub created_ns: *const i64,
-    /// When it was used last; default: when it was made.
+    /// Time of the last use; default: created_ns.
     pub last_access_ns: *const i64,
-    /// How often it was used; default 1.
+    /// Number of uses; default 1.
     pub count: *const u64,
-    /// Its class, 0 leaves first; default 1.
+    /// Class, 0 is evicted first; default 1.
     pub priority: *const u8,
-    /// Not 0: stays.
+    /// Not 0: never chosen.
     pub pinned: *const u8,
-    /// Time until its next use or its end, below 0 = unknown; default unknown.
+    /// Time until the next use or the end; below 0 = unknown, the default.
     pub lifetime_ns: *const i64,
-    /// How sure that is, 0 to 1; default 1.
+    /// Confidence of lifetime_ns, 0 to 1; default 1.
     pub confidence: *const f32,
-    /// Tokens it has; default 0.
+    /// Tokens of the candidate; default 0.
     pub length: *const u64,
-    /// Tokens it can have; default unknown.
+    /// Most tokens that the candidate can have; 0 = unknown, the default.
     pub max_length: *const u64,
-    /// Who holds it: above 1 it is shared and stays; default 1.
+    /// Holders; above 1 the candidate is shared and never chosen; default 1.
     pub refs: *const u32,
-    /// Whose it is; default 0.
+    /// Default 0.
     pub tenant: *const u32,
-    /// Recompute cost; default: from context and tokens.
+    /// Recompute cost; 0, the default = computed from context and tokens.
     pub cost: *const f64,
-    /// Tokens before it; default 0.
+    /// Tokens before the candidate; default 0.
     pub context: *const u64,
-    /// Tokens in it; default: its length.
+    /// Tokens in the candidate; default: length.
     pub tokens: *const u64,
-    /// Its layer; default 0.
+    /// Layer of a cell; default 0.
     pub layer: *const u32,
-    /// Layers of the model, for candidates that are cells; default 0.
+    /// Layers of the model, for cells; default 0.
     pub layers: *const u32,
-    /// Which chunk of its sequence it is; default 0.
+    /// Index of the chunk in its sequence; default 0.
     pub chunk: *const u32,
-    /// Chunks of its sequence; default 0.
+    /// Chunks of that sequence; default 0.
     pub chunks: *const u32,
-    /// Where the blocks of each row start in `block_ids`, and the end of the last:
-    /// rows + 1 entries. Null: blocks are only counted.
+    /// rows + 1 entries: start of each row's blocks in block_ids, and the end of the last. Null:
+    /// blocks are only counted.
     pub block_offsets: *const u64,
-    /// The blocks of all rows, each row's in the order of its tokens. One that
-    /// several rows list is shared: it counts once, and is free when all who hold
-    /// it have left.
+    /// Blocks of all rows, those of a row in the order of its tokens. A block that several rows
+    /// list is shared: it counts once, and is free when all its holders are evicted.
     pub block_ids: *const u64,
-    /// Who holds each of `block_ids`, in all; 0, and null: the rows that list it.
+    /// Holders of each entry of block_ids, including those that are no rows; 0, the default = the
+    /// rows that list it.
     pub block_refs: *const u32,
-    /// Entries of block_ids, and of block_refs.
+    /// Entries of block_ids and of block_refs, up to 2^28.
     pub block_entries: u64,
 }
 
-/// A candidate that was chosen. Stands in arrays only.
+/// A chosen candidate.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_pick_t {
-    /// Its row.
+    /// Index of its row.
     pub row: u64,
-    /// Who.
     pub id: u64,
-    /// Blocks that are free by it.
+    /// Blocks that it frees.
     pub freed_blocks: u64,
-    /// Of its blocks it keeps so many, the first ones; 0 = it leaves.
+    /// Leading blocks that it keeps; 0 = it is evicted.
     pub kept_blocks: u64,
-    /// Where its freed blocks start in the selection's block_ids.
+    /// Index in the selection's block_ids of the first block that it frees.
     pub first_block: u64,
 }
 
-/// What was chosen: the caller's arrays, and what the library says. Start it with
-/// KVT_POLICY_SELECTION_INIT and set the arrays.
+/// The result of a selection. Set the fields marked "In" before the call.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_selection_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// In: receives who was chosen, in the order of leaving.
+    /// In: receives the chosen candidates in the order of eviction.
     pub victims: *mut kvt_policy_pick_t,
-    /// In: room there; as many as there are rows is always enough.
+    /// In: entries of `victims`; as many as rows are always enough.
     pub victim_capacity: u64,
     /// In: sizeof(kvt_policy_pick_t).
     pub stride_bytes: u64,
-    /// In: receives the blocks that are free, by victim, where the columns list
-    /// blocks; may be null.
+    /// In: receives the freed blocks by victim, if the columns list blocks; may be null.
     pub block_ids: *mut u64,
-    /// In: room there.
+    /// In: entries of `block_ids`.
     pub block_capacity: u64,
-    /// How many were chosen; the number needed with KVT_E_TOO_SMALL.
+    /// Victims chosen; with KVT_E_TOO_SMALL the capacity needed.
     pub victim_count: u64,
-    /// How many block_ids there are; the number needed with KVT_E_TOO_SMALL.
+    /// Blocks in block_ids; with KVT_E_TOO_SMALL the capacity needed.
     pub block_count: u64,
-    /// How many blocks are free.
     pub freed_blocks: u64,
-    /// What is missing to what was asked.
+    /// Blocks missing to the number required.
     pub shortfall_blocks: u64,
-    /// How long it took to choose.
+    /// Time of the decision.
     pub decision_ns: u64,
-    /// The policy that decided, which may be another than the one that was
-    /// opened. The text lives as long as the library.
+    /// Policy that decided, maybe not the one opened. The text lives as long as the library.
     pub decided_by: *const c_char,
-    /// Length of that name.
     pub decided_by_bytes: u64,
 }
 
-/// A column; null is an absent one.
+/// A column; null = absent.
 ///
 /// # Safety
 /// `data` is null or valid for reads of `rows` numbers.
@@ -1347,11 +1157,16 @@ unsafe fn column<'a, T>(data: *const T, rows: u64) -> Result<&'a [T]> {
 }
 
 /// # Safety
-/// Every column is null or valid for as many rows as are stated.
+/// Every column is null or valid for reads of `rows` numbers; the block arrays, of the numbers that
+/// the struct states.
 unsafe fn columns<'a>(c: &kvt_policy_columns_t) -> Result<Columns<'a>> {
     let rows = c.rows;
     if c.block_offsets.is_null() && c.block_entries != 0 {
-        fail!(Invalid, "block_ids without block_offsets");
+        fail!(
+            Invalid,
+            "block_entries is {} and block_offsets is null: pass both or neither",
+            c.block_entries
+        );
     }
     // SAFETY: the caller's promise.
     unsafe {
@@ -1383,7 +1198,7 @@ unsafe fn columns<'a>(c: &kvt_policy_columns_t) -> Result<Columns<'a>> {
     }
 }
 
-/// Columns as a score function sees them.
+/// Columns for a score function.
 pub(crate) fn columns_for_c(columns: &Columns) -> kvt_policy_columns_t {
     fn at<T>(column: &[T]) -> *const T {
         if column.is_empty() { std::ptr::null() } else { column.as_ptr() }
@@ -1418,33 +1233,33 @@ pub(crate) fn columns_for_c(columns: &Columns) -> kvt_policy_columns_t {
     }
 }
 
-/// Rows without a lifetime get the one that the engine's predictor says.
-fn foresee(
-    noun: &PolicyNoun,
+/// Fills the columns of lifetimes and confidences: rows without a lifetime get a predicted one.
+fn predict_lifetimes(
+    policy: &PolicyNoun,
     columns: &Columns,
     lifetimes: &mut Vec<i64>,
-    sure: &mut Vec<f32>,
+    confidences: &mut Vec<f32>,
 ) -> Result<()> {
     let rows = columns.rows();
-    if lifetimes.try_reserve(rows).is_err() || sure.try_reserve(rows).is_err() {
+    if lifetimes.try_reserve(rows).is_err() || confidences.try_reserve(rows).is_err() {
         fail!(NoMem, "no memory for the lifetimes of {rows} candidates");
     }
     for (row, &id) in columns.ids.iter().enumerate() {
         let known = (columns.lifetime_ns(row), columns.confidence(row));
-        let told = match known.0 {
-            ..0 => noun.predict(id, columns.length(row), columns.max_length(row)),
+        let predicted = match known.0 {
+            ..0 => policy.predict(id, columns.length(row), columns.max_length(row)),
             _ => None,
         };
-        let (lifetime, confidence) = told.unwrap_or(known);
+        let (lifetime, confidence) = predicted.unwrap_or(known);
         lifetimes.push(lifetime);
-        sure.push(confidence);
+        confidences.push(confidence);
     }
     Ok(())
 }
 
-/// Leaves the answer in `state.selection`, and looks whether it fits.
+/// Selects and writes the result to the caller's arrays, if it fits.
 fn select(
-    noun: &PolicyNoun,
+    policy: &PolicyNoun,
     now_ns: i64,
     columns: &Columns,
     required: u64,
@@ -1452,24 +1267,24 @@ fn select(
     out: &mut kvt_policy_selection_t,
     picks: &Strided<kvt_policy_pick_t>,
 ) -> Result<()> {
-    let (mut lifetimes, mut sure) = (Vec::new(), Vec::new());
+    let (mut lifetimes, mut confidences) = (Vec::new(), Vec::new());
     let mut columns = *columns;
-    if noun.predict.is_some() {
+    if policy.predict.is_some() {
         columns.validate()?;
-        foresee(noun, &columns, &mut lifetimes, &mut sure)?;
+        predict_lifetimes(policy, &columns, &mut lifetimes, &mut confidences)?;
         columns.lifetime_ns = &lifetimes;
-        columns.confidence = &sure;
+        columns.confidence = &confidences;
     }
     let (mut last, mut count, mut scores, mut by) = (Vec::new(), Vec::new(), Vec::new(), None);
-    let mut state = noun.state.lock();
+    let mut state = policy.state.lock();
     if state.evictor.name() == custom::NAME && columns.rows() > 0 {
         state.evictor.recorded(&columns, &mut last, &mut count)?;
         drop(state);
         columns.last_access_ns = &last;
         columns.count = &count;
-        scores = noun.score_rows(&columns, now_ns)?;
+        scores = policy.score_rows(&columns, now_ns)?;
         by = Some(custom::NAME);
-        state = noun.state.lock();
+        state = policy.state.lock();
     }
     let State { evictor, selection, .. } = &mut *state;
     let done = evictor.select_by(now_ns, &columns, &scores, required, options, selection);
@@ -1478,11 +1293,12 @@ fn select(
         out.block_count = selection.block_ids.len() as u64;
     }
     done?;
-    tell(selection, by, out, picks);
+    write_selection(selection, by, out, picks);
     Ok(())
 }
 
-fn tell(
+/// Writes a selection to the caller's arrays. `by` replaces the name of the policy that decided.
+fn write_selection(
     selection: &Selection,
     by: Option<&'static str>,
     out: &mut kvt_policy_selection_t,
@@ -1500,7 +1316,7 @@ fn tell(
         picks.put(i, &pick);
     }
     if blocks > 0 {
-        // SAFETY: not null, with room for `block_capacity` >= `blocks` numbers.
+        // SAFETY: not null, and valid for `block_capacity` >= `blocks` numbers.
         unsafe {
             std::ptr::copy_nonoverlapping(selection.block_ids.as_ptr(), out.block_ids, blocks);
         }
@@ -1513,35 +1329,22 @@ fn tell(
     out.decided_by_bytes = decided_by.len() as u64;
 }
 
-/// Chooses candidates that free enough blocks, in the policy's order, the least
-/// first, and none without which it would be enough. Uses that were recorded of
-/// an id (kvt_policy_record and the like) win over its columns; what these say of
-/// its context, tokens, layer, layers, chunk, chunks and cost is noted of the
-/// object in the table, for policies that want to know. Rows that are pinned
-/// or shared are never chosen, nor are those whose object in the table is
-/// referenced, pinned or continued by another. Nothing is evicted: the caller
-/// frees what was chosen, and removes it from the table where it is in one. The
-/// order of the rows does not matter.
+/// Chooses candidates that free `required_blocks`, in the policy's order. No victim is superfluous.
+/// Ids break ties, so the order of the rows does not matter. The call evicts nothing: the caller
+/// frees the victims and reports them with kvt_policy_evicted.
 ///
-/// @param policy           The policy.
+/// - Uses recorded for an id (such as by kvt_policy_record) take precedence over its columns.
+/// - The table keeps an object's context, tokens, layer, layers, chunk, chunks and cost from the
+///   columns, for policies that use them.
+/// - Pinned and shared rows are never chosen, nor rows whose object in the table is pinned,
+///   referenced or the parent of another object.
+///
 /// @param now_ns           See kvt_policy_lookup.
-/// @param candidates       The columns.
-/// @param required_blocks  What must be free; 0 frees nothing. When it cannot be,
-///                         everything that may leave is chosen and the shortfall
-///                         told.
+/// @param required_blocks  0 chooses nothing. If it cannot be reached, every candidate that may be
+///                         evicted is chosen, and the rest is a shortfall.
 /// @param flags            KVT_SELECT_*.
-/// @param selection        Filled in. When its arrays are too small nothing but
-///                         the counts is, with KVT_E_TOO_SMALL.
-/// @param err              Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (an id that is there twice, a confidence or cost
-///         that is no number, a clock that went back), KVT_E_TOO_SMALL,
-///         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC; what a custom policy's score function gives.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs for the size they state.
+/// @param selection        With KVT_E_TOO_SMALL only its counts are written.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT, any status of the score function.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_select(
     policy: *const kvt_policy_t,
@@ -1555,8 +1358,8 @@ pub unsafe extern "C" fn kvt_policy_select(
     known_flags(flags, KVT_SELECT_TAIL)?;
     check_out(selection)?;
     let (columns, mut out) = (columns(&read(candidates)?)?, read(selection.cast_const())?);
-    let room = out.victim_capacity.min(columns.rows() as u64);
-    let picks = Strided::new(out.victims, room, out.stride_bytes, MAX_ROWS as u64)?;
+    let capacity = out.victim_capacity.min(columns.rows() as u64);
+    let picks = Strided::new(out.victims, capacity, out.stride_bytes, MAX_ROWS as u64)?;
     let blocks = match out.block_ids.is_null() {
         true => usize::MAX,
         false => usize::try_from(out.block_capacity).unwrap_or(usize::MAX),
@@ -1574,63 +1377,59 @@ pub unsafe extern "C" fn kvt_policy_select(
     done
 }
 
-// Statistics and the log of evictions.
+// Statistics and the eviction log.
 
-/// What a policy has counted.
+/// Statistics of a policy since it was opened. Without lookups, ratios and rates are 0 and Jain's
+/// indices 1.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_stats_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// Objects in the table.
     pub objects: u64,
-    /// Most there can be.
     pub max_objects: u64,
-    /// The sum of their sizes.
+    /// Sum of the objects' sizes.
     pub units: u64,
-    /// What fits; 0 = not known.
+    /// 0 = unknown.
     pub capacity_units: u64,
-    /// Sessions that are known.
+    /// Known sessions.
     pub sessions: u64,
-    /// Tenants that are told apart.
+    /// Tenants counted separately, up to 1024; the others count as one.
     pub tenants: u64,
     /// Lookups.
     pub requests: u64,
-    /// Objects that they asked for.
+    /// Objects looked up, in all lookups.
     pub references: u64,
-    /// Of those, found and usable.
+    /// References that found a usable object.
     pub hits: u64,
-    /// Of those, evicted before and not there: to be computed again.
+    /// References to objects that were evicted before and are missing: to be recomputed.
     pub evicted_references: u64,
-    /// Tokens asked for.
+    /// Tokens looked up.
     pub tokens: u64,
     /// Tokens found.
     pub hit_tokens: u64,
-    /// Recompute cost of what was asked for.
+    /// Recompute cost of the tokens looked up.
     pub cost: f64,
-    /// Recompute cost of what was found.
+    /// Recompute cost of the tokens found.
     pub hit_cost: f64,
     /// Objects inserted.
     pub inserts: u64,
     /// Objects evicted.
     pub evictions: u64,
-    /// Units they had.
+    /// Units evicted.
     pub evicted_units: u64,
-    /// Calls that asked for victims, selections included.
+    /// Evictions and selections called.
     pub decisions: u64,
-    /// Calls that freed less than asked.
+    /// Decisions that freed less than required.
     pub shortfalls: u64,
-    /// Decisions that were timed: every selection, one eviction in 16.
+    /// Decisions that were timed: every selection, 1 eviction in 16 (by "custom": every one).
     pub decisions_timed: u64,
-    /// Half of those took no longer.
+    /// Times of these decisions: median, 99th percentile, maximum, mean.
     pub decision_p50_ns: u64,
-    /// 99 of 100 took no longer.
     pub decision_p99_ns: u64,
-    /// The longest.
     pub decision_max_ns: u64,
-    /// The mean.
     pub decision_mean_ns: u64,
-    /// hits / references; this and the ratios below are 0 of nothing.
+    /// hits / references.
     pub hit_ratio: f64,
     /// hit_tokens / tokens.
     pub token_hit_ratio: f64,
@@ -1638,48 +1437,44 @@ pub struct kvt_policy_stats_t {
     pub cost_hit_ratio: f64,
     /// evicted_references / references.
     pub re_prefill_rate: f64,
-    /// Jain's index over sessions of tokens found in parts of those that an unbounded
-    /// cache would have found: 1 when all fare alike, 1/n when one has everything.
+    /// Jain's index, over sessions, of the tokens found per token that an unbounded cache would
+    /// have found: 1 if all are equal, 1/n if one of n has everything.
     pub jain_sessions: f64,
     /// The same over tenants.
     pub jain_tenants: f64,
-    /// Metadata of the table for each object when it is full.
+    /// Metadata bytes per object of a full table.
     pub bytes_per_object: f64,
-    /// The number that the next eviction has in the log.
+    /// Number of the next eviction in the log.
     pub next_log_number: u64,
-    /// The policy's name. The text lives as long as the library.
+    /// Name of the policy; lives as long as the library.
     pub name: *const c_char,
-    /// Length of that name.
     pub name_bytes: u64,
 }
 
-/// An eviction in the log. Stands in arrays only.
+/// An eviction in the log.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_log_entry_t {
     /// Counts evictions from 1; a gap means that entries were overwritten.
     pub number: u64,
-    /// When, by the caller's clock.
+    /// Time of the eviction, by the caller's clock.
     pub at_ns: i64,
-    /// Who.
     pub id: u64,
-    /// Its session; meaningful when `has_session` is not 0.
+    /// Valid if has_session is not 0.
     pub session: u64,
-    /// When it was used last, as far as the policy noted.
+    /// Time of the last use, as far as the policy knows it.
     pub stamp_ns: i64,
-    /// Why: what counted in the policy's order, the less the earlier.
+    /// Score in the policy's order; the lowest is evicted first.
     pub score: f64,
-    /// What was freed.
+    /// Units freed.
     pub units: u32,
-    /// Uses since it was inserted.
+    /// Uses since the object was inserted.
     pub hits: u32,
-    /// Which of the policy's queues it came from.
+    /// The policy's queue that the object was in.
     pub queue: u32,
-    /// Not 0: `session` is known.
     pub has_session: u32,
-    /// The policy that decided: its index for kvt_policy_info.
+    /// Index of the policy that decided, for kvt_policy_info.
     pub policy: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
@@ -1725,16 +1520,7 @@ fn stats(evictor: &Evictor) -> kvt_policy_stats_t {
     }
 }
 
-/// What a policy has counted since it was opened.
-///
-/// @param policy  The policy.
-/// @param out     Filled in; start it with KVT_POLICY_STATS_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread; looks at every session, so not in a hot path. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads a policy's statistics. Visits every session, so keep it out of hot paths.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_stats(
     policy: *const kvt_policy_t,
@@ -1746,19 +1532,10 @@ pub unsafe extern "C" fn kvt_policy_stats(
     Ok(())
 }
 
-/// The spec of a policy, in canonical form.
+/// Writes the policy's spec in canonical form, not NUL-terminated.
 ///
-/// @param policy        The policy.
-/// @param out           Receives it, not NUL-terminated; may be null with
-///                      out_capacity 0 to learn the size.
-/// @param out_capacity  Room at `out`.
-/// @param out_bytes     Its length; also written with KVT_E_TOO_SMALL. May be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param out_bytes  Length of the spec; may be null.
+/// @return KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_spec(
     policy: *const kvt_policy_t,
@@ -1767,7 +1544,10 @@ pub unsafe extern "C" fn kvt_policy_spec(
     out_bytes: *mut u64,
 ) -> kvt_status_t {
     if out.is_null() && out_capacity > 0 {
-        fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
+        fail!(
+            Invalid,
+            "out is null and out_capacity is {out_capacity}: 0 asks for the length alone"
+        );
     }
     let policy = inspect(policy)?;
     let spec = policy.state.lock().evictor.spec().to_string();
@@ -1778,11 +1558,12 @@ pub unsafe extern "C" fn kvt_policy_spec(
     if out_capacity < spec.len() as u64 {
         return Err(Status::TooSmall.into());
     }
-    // SAFETY: room for `out_capacity` bytes, which is enough.
+    // SAFETY: not null, and valid for `out_capacity` bytes, which are enough.
     std::ptr::copy_nonoverlapping(spec.as_ptr(), out.cast(), spec.len());
     Ok(())
 }
 
+/// A gauge of the policy; the error names the nearest one, or all.
 fn gauge(evictor: &Evictor, name: &str) -> Result<f64> {
     let (mut known, mut found) = (Vec::new(), None);
     evictor.policy().gauges(evictor.objects(), &mut |gauge, value| {
@@ -1794,6 +1575,7 @@ fn gauge(evictor: &Evictor, name: &str) -> Result<f64> {
     found.ok_or_else(|| {
         let near = match nearest(name, &known) {
             Some(near) => format!("did you mean '{near}'?"),
+            None if known.is_empty() => "it has none".to_string(),
             None => format!("it has: {}", known.join(", ")),
         };
         let text = format!("'{}' has no gauge '{name}'; {near}", evictor.name());
@@ -1801,20 +1583,9 @@ fn gauge(evictor: &Evictor, name: &str) -> Result<f64> {
     })
 }
 
-/// A number of the policy's own, such as arc's "arc_p".
+/// Reads a gauge: a number particular to the policy, such as "arc_p" of arc.
 ///
-/// @param policy      The policy.
-/// @param name        Which, UTF-8.
-/// @param name_bytes  Length of the name.
-/// @param out_value   The number.
-/// @param err         Names what there is; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_gauge(
     policy: *const kvt_policy_t,
@@ -1831,22 +1602,12 @@ pub unsafe extern "C" fn kvt_policy_gauge(
     Ok(())
 }
 
-/// The numbers of a policy's own one after the other, such as all that an exporter
-/// shows. Another policy (kvt_policy_switch) has others.
+/// Reads a gauge by its index, to list them all. kvt_policy_switch changes the list.
 ///
-/// @param policy          The policy.
-/// @param index           Which, from 0.
-/// @param out_name        Its name, UTF-8, not terminated; lives as long as the
-///                        library. May be null.
-/// @param out_name_bytes  Length of the name; may be null.
-/// @param out_value       The number; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND past the last, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for writes.
+/// @param out_name        Not NUL-terminated; lives as long as the library. May be null.
+/// @param out_name_bytes  May be null.
+/// @param out_value       May be null.
+/// @return KVT_E_NOT_FOUND (`index` is past the last gauge).
 #[capi]
 pub unsafe extern "C" fn kvt_policy_gauge_at(
     policy: *const kvt_policy_t,
@@ -1890,21 +1651,13 @@ pub(crate) fn log_entry(entry: &Entry) -> kvt_policy_log_entry_t {
     }
 }
 
-/// Reads the log of evictions, the oldest first.
+/// Reads the log of evictions, oldest first.
 ///
-/// @param policy        The policy.
-/// @param from_number   The first that is wanted, such as the last one read plus
-///                      1; those that were overwritten are missing.
-/// @param entries       Receives them.
-/// @param capacity      Room there.
-/// @param stride_bytes  sizeof(kvt_policy_log_entry_t).
-/// @param out_count     How many were written.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param from_number  First entry wanted, such as the last one read plus 1. Overwritten entries
+///                     are left out.
+/// @param capacity     Up to 2^21. More entries are no error: read on from the last one.
+/// @param out_count    Entries written.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_log(
     policy: *const kvt_policy_t,
@@ -1915,12 +1668,12 @@ pub unsafe extern "C" fn kvt_policy_log(
     out_count: *mut u64,
 ) -> kvt_status_t {
     require(out_count)?;
-    let room = Strided::new(entries, capacity, stride_bytes, 2 * MAX_ENTRIES as u64)?;
+    let out = Strided::new(entries, capacity, stride_bytes, 2 * MAX_ENTRIES as u64)?;
     let policy = inspect(policy)?;
     let state = policy.state.lock();
     let mut count = 0;
-    for entry in state.evictor.log.since(from_number).take(room.len()) {
-        room.put(count, &log_entry(entry));
+    for entry in state.evictor.log.since(from_number).take(out.len()) {
+        out.put(count, &log_entry(entry));
         count += 1;
     }
     out_count.write(count as u64);
@@ -1929,60 +1682,50 @@ pub unsafe extern "C" fn kvt_policy_log(
 
 // Advice.
 
-/// shrink_above = 0 is meant, not the default.
+/// shrink_above = 0 means 0, not the default.
 pub const KVT_ADVICE_ZERO_SHRINK: u64 = 1;
-/// grow_below = 0 is meant, not the default.
+/// grow_below = 0 means 0, not the default.
 pub const KVT_ADVICE_ZERO_GROW: u64 = 2;
 
-/// What advice goes by.
+/// Rules of the advice.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_rules_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_ADVICE_*.
     pub flags: u64,
-    /// Above this share of references computed again, batches are halved; 0 = 0.3.
+    /// Re-prefill rate of a window above which batches are halved, 0 to 1; 0 = 0.3.
     pub shrink_above: f64,
-    /// Below this many evictions in a window, batches are doubled; 0 = 10.
+    /// Evictions in a window below which batches are doubled; 0 = 10.
     pub grow_below: u64,
     /// Smallest batch; 0 = 1.
     pub min_batch: u64,
     /// Largest batch; 0 = 128.
     pub max_batch: u64,
-    /// Lookups that make a window; 0 = 100.
+    /// Lookups in a window; 0 = 100.
     pub window: u64,
-    /// Windows in a row that must agree; 0 = 2.
+    /// Consecutive windows that must agree; 0 = 2.
     pub patience: u64,
 }
 
-/// What a scheduler is advised.
+/// Advice for a scheduler.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_advice_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// The batch to run.
+    /// Batch size to run next.
     pub batch: u64,
     /// Re-prefill rate of the last full window.
     pub re_prefill_rate: f64,
-    /// Evictions in it.
+    /// Evictions in that window.
     pub evictions: u64,
 }
 
-/// Advises a scheduler how large a batch to run: half when too much is computed
-/// again, twice as much when hardly anything is evicted, judged by windows of
-/// lookups that must agree. A change is advised once.
+/// Advises a scheduler on its batch size: half if too much is recomputed, double if hardly anything
+/// is evicted. Consecutive windows of lookups must agree first (kvt_policy_rules_t). A change is
+/// advised once.
 ///
-/// @param policy  The policy.
-/// @param batch   The batch that runs.
-/// @param out     Filled in; start it with KVT_POLICY_ADVICE_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @param batch  The current batch size.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_advise(
     policy: *const kvt_policy_t,
@@ -2006,41 +1749,34 @@ pub unsafe extern "C" fn kvt_policy_advise(
 
 fn rules(given: &kvt_policy_rules_t) -> Result<Rules> {
     known_flags(given.flags, KVT_ADVICE_ZERO_SHRINK | KVT_ADVICE_ZERO_GROW)?;
-    let usual = Rules::default();
+    let defaults = Rules::default();
     let or = |n: u64, default: u64| if n == 0 { default } else { n };
     let shrink = given.shrink_above != 0.0 || given.flags & KVT_ADVICE_ZERO_SHRINK != 0;
     let rules = Rules {
-        shrink_above: if shrink { given.shrink_above } else { usual.shrink_above },
+        shrink_above: if shrink { given.shrink_above } else { defaults.shrink_above },
         grow_below: match given.flags & KVT_ADVICE_ZERO_GROW {
-            0 => or(given.grow_below, usual.grow_below),
+            0 => or(given.grow_below, defaults.grow_below),
             _ => given.grow_below,
         },
-        min_batch: or(given.min_batch, usual.min_batch),
-        max_batch: or(given.max_batch, usual.max_batch),
-        window: or(given.window, usual.window),
-        patience: u32::try_from(or(given.patience, usual.patience.into())).unwrap_or(u32::MAX),
+        min_batch: or(given.min_batch, defaults.min_batch),
+        max_batch: or(given.max_batch, defaults.max_batch),
+        window: or(given.window, defaults.window),
+        patience: u32::try_from(or(given.patience, defaults.patience.into())).unwrap_or(u32::MAX),
     };
     if !(0.0..=1.0).contains(&rules.shrink_above) {
-        fail!(Invalid, "shrink_above is {}, not 0 to 1", rules.shrink_above);
+        fail!(Invalid, "shrink_above is {}, allowed is 0 to 1", rules.shrink_above);
     }
     if rules.min_batch > rules.max_batch {
-        fail!(Invalid, "min_batch is {}, max_batch {}", rules.min_batch, rules.max_batch);
+        let Rules { min_batch, max_batch, .. } = rules;
+        fail!(
+            Invalid,
+            "min_batch is {min_batch}, allowed is up to max_batch, which is {max_batch}"
+        );
     }
     Ok(rules)
 }
 
-/// Changes what advice goes by, from the next window on.
-///
-/// @param policy  The policy.
-/// @param given   The rules; null for the defaults.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `given` is null or valid for the size it states; `err` null or valid.
+/// Replaces the rules of kvt_policy_advise. Windows before the call no longer count.
 #[capi]
 pub unsafe extern "C" fn kvt_policy_set_advice(
     policy: *const kvt_policy_t,
@@ -2058,7 +1794,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_with_a_session_is_refused_without_one() {
+    fn tenant_and_priority_need_a_session() {
         let given = |flags, tenant, priority| {
             let context = kvt_policy_context_t {
                 struct_size: size_of::<kvt_policy_context_t>() as u64,
@@ -2074,10 +1810,10 @@ mod tests {
             // SAFETY: a whole struct.
             unsafe { self::context(&context) }
         };
-        let both = KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY;
-        let whole = (Some(7), 5, Some(2));
-        let told = |context: Who| (context.session, context.tenant, context.priority);
-        assert_eq!(given(both, 5, 2).map(told).ok(), Some(whole));
+        let session_and_priority = KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY;
+        let expected = (Some(7), 5, Some(2));
+        let fields = |context: Who| (context.session, context.tenant, context.priority);
+        assert_eq!(given(session_and_priority, 5, 2).map(fields).ok(), Some(expected));
         assert!(given(KVT_CONTEXT_SESSION, 5, 2).is_ok_and(|context| context.priority.is_none()));
         assert!(
             given(0, 0, 2).is_ok_and(|context| context.session.is_none() && context.length == 64)

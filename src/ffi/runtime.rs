@@ -27,53 +27,47 @@ use crate::ffi::stream::StreamNoun;
 
 // Runtimes.
 
-/// The root: owns threads, clock and notifier. Everything is opened on one.
-/// Internally locked: any thread may use it at any time.
+/// The root object: worker threads, clock and notifier thread. Stores, streamers, devices, queues,
+/// budgets and buffers are opened on it.
 pub struct kvt_runtime_t(());
 
-/// The thread carries out ops.
+/// Roles of threads: workers execute ops, the notifier calls callbacks and watches deadlines, the
+/// others belong to a store or a streamer.
 pub const KVT_THREAD_WORKER: u32 = 0;
-/// The thread makes callbacks and keeps deadlines.
 pub const KVT_THREAD_NOTIFIER: u32 = 1;
-/// The thread is a store's: it copies, reads or writes, or answers the control socket.
 pub const KVT_THREAD_STORE: u32 = 2;
-/// The thread is a streamer's: it reads weights, or copies them to a device.
 pub const KVT_THREAD_STREAMER: u32 = 3;
 
-/// Called first in every thread of the runtime, and of the stores and streamers on it,
-/// so that the host can name it, place it on a core or a NUMA node, or set its
-/// priority. It must not unwind and must not call the library. `role` is KVT_THREAD_*,
-/// more may be added; `index` counts the threads of that role, of each store or
-/// streamer from 0. May be called from several threads at once.
+/// Called first in every thread of the runtime and of its stores and streamers, so that the host
+/// can name the thread, or set its affinity or priority. `role` is KVT_THREAD_*; more may be added.
+/// `index` counts from 0 within the role, and within each store or streamer. May be called from
+/// several threads at once. It must not unwind and must not call the library.
 pub type kvt_thread_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, role: u32, index: u32)>;
 
-/// How to open a runtime. Zero is the default everywhere.
+/// Options of a runtime.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_runtime_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// None are defined yet: 0.
+    /// 0: no flags are defined.
     pub flags: u64,
     /// Worker threads, at most 256; 0 = the number of cores, at most 4.
     pub workers: u32,
-    /// Ops that may live (not freed) at once, at most 524288; 0 = 65536.
+    /// Most ops that are not freed, at most 524288; 0 = 65536.
     pub max_ops: u32,
-    /// Prefix of thread names, at most 10 bytes; empty = "kvt".
+    /// Prefix of thread names, at most 10 bytes; null = "kvt".
     pub name: *const c_char,
-    /// Length of the name.
     pub name_bytes: u64,
-    /// Faults to plant, for tests of the host's own error paths, such as
-    /// "faults(worker=at(panic=3), pin=at(fail=1))"; empty = none. See docs/abi.md.
+    /// Faults to inject, for tests of error paths, such as "faults(pin=at(fail=1))"; null = none.
+    /// See docs/abi.md.
     pub faults: *const c_char,
-    /// Length of the faults text.
     pub faults_bytes: u64,
-    /// Called first in every thread; may be null.
+    /// Called first in every thread; null = none.
     pub on_thread: kvt_thread_fn,
-    /// Handed to on_thread; taken over on success only.
+    /// Passed to on_thread, and to destroy at the end; taken over only on success.
     pub user_data: *mut c_void,
-    /// Releases user_data; may be null.
+    /// May be null.
     pub destroy: kvt_destroy_fn,
 }
 
@@ -81,52 +75,39 @@ pub struct kvt_runtime_opts_t {
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_runtime_stats_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// Ops submitted so far.
     pub ops_submitted: u64,
-    /// Ops not yet released; for a moment, those that were just told of may still count.
+    /// Ops that are not released. May briefly count ops whose completion was already delivered.
     pub ops_open: u64,
-    /// Ops not yet freed; the same.
+    /// Ops that are not freed. May briefly count ops that were freed.
     pub ops_live: u64,
-    /// Ops waiting for a worker.
+    /// Ops that wait for a worker; a large one counts once for each worker that may share it.
     pub ops_queued: u64,
-    /// Submissions refused because max_ops lived.
+    /// Submissions that failed because max_ops ops were not freed.
     pub ops_refused: u64,
-    /// Worker threads.
     pub workers: u32,
-    /// 1 after a defect was caught inside; close the runtime then.
+    /// 1 = a defect inside the library was caught: close the runtime.
     pub poisoned: u32,
 }
 
-/// What was still there when a runtime was closed. Nothing of it is lost: open
-/// handles keep working as far as they can without a runtime, and are freed as usual.
+/// Numbers of objects that were open when a runtime was closed. None is destroyed: they stay valid
+/// as far as they work without a runtime, and are closed or freed as usual. Threads of stores sleep
+/// until the store is closed; those of streamers have ended, and their calls return KVT_E_CLOSED.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_close_report_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Queues not closed.
     pub queues: u64,
-    /// Buffers not freed.
     pub buffers: u64,
-    /// Budgets not closed.
     pub budgets: u64,
-    /// Accounts not closed.
     pub accounts: u64,
-    /// Ops not freed.
     pub ops: u64,
-    /// Stores not closed. Their threads go on until they are.
     pub stores: u64,
-    /// Namespaces not closed.
     pub namespaces: u64,
-    /// Sessions not closed.
     pub sessions: u64,
-    /// Offloads not closed.
     pub offloads: u64,
-    /// Streamers not closed. Their threads have ended: calls on them give KVT_E_CLOSED.
     pub streamers: u64,
-    /// Devices not closed.
     pub devices: u64,
 }
 
@@ -134,7 +115,7 @@ pub(crate) struct RuntimeNoun(pub(crate) Runtime);
 
 noun!(RuntimeNoun, kvt_runtime_t, 2, "runtime");
 
-/// Calls `body` with what nouns share of an open runtime.
+/// Calls `body` with the core of a runtime.
 pub(crate) fn on_runtime<R>(
     runtime: *const kvt_runtime_t,
     body: impl FnOnce(&Arc<Core>) -> Result<R>,
@@ -144,16 +125,7 @@ pub(crate) fn on_runtime<R>(
 
 /// Opens a runtime and starts its threads.
 ///
-/// @param opts  How; null for defaults.
-/// @param out   The runtime; close it with kvt_runtime_close.
-/// @param err   Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_SPEC,
-///         KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the runtime. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_LIMIT, KVT_E_SPEC (in `faults`), KVT_E_IO.
 #[capi]
 pub unsafe extern "C" fn kvt_runtime_open(
     opts: *const kvt_runtime_opts_t,
@@ -163,7 +135,7 @@ pub unsafe extern "C" fn kvt_runtime_open(
     require(out)?;
     let given = read(opts)?;
     let name = text("name", given.name, given.name_bytes)?;
-    let (given, name, faults) = (given, name, text("faults", given.faults, given.faults_bytes)?);
+    let faults = text("faults", given.faults, given.faults_bytes)?;
     known_flags(given.flags, 0)?;
     let foreign = foreign(given.on_thread, given.user_data, given.destroy)?;
     let runtime = Runtime::open(RuntimeOpts {
@@ -189,26 +161,15 @@ fn on_thread(foreign: Arc<Foreign<unsafe extern "C" fn(*mut c_void, u32, u32)>>)
     })
 }
 
-/// Closes a runtime: refuses new work, cancels what is open, waits for it and
-/// for the threads. Close queues and free buffers first where you can; what is
-/// left is reported, not destroyed. A store that is left keeps its directory, its
-/// memory and its own threads, which sleep; its moves have ended, calls on it give
-/// KVT_E_CLOSED, and kvt_store_close still writes down what it has.
+/// Closes a runtime: refuses new work, cancels open ops, and waits for them and for the threads.
+/// Objects that are still open are reported, not destroyed. A store among them keeps its directory
+/// and its memory; its transfers have ended and its calls return KVT_E_CLOSED, but kvt_store_close
+/// still writes back what is not on disk.
 ///
-/// @param runtime      Pointer to the handle, cleared on success; null, or a null
-///                     handle, is fine.
-/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param report       What was left open; may be null. Start it with
-///                     KVT_CLOSE_REPORT_INIT.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY at the deadline (the runtime stays closing and valid:
-///         call again); KVT_E_REENTRANT inside a callback; KVT_E_INVALID, KVT_E_HANDLE,
-///         KVT_E_FORKED.
+/// @param report  May be null.
+/// @return KVT_E_BUSY (at the deadline; the runtime stays closing: call again).
 ///
-/// Threading: any thread but the runtime's own. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `report` is valid for the size it states.
+/// Threading: not inside callbacks.
 #[capi]
 pub unsafe extern "C" fn kvt_runtime_close(
     runtime: *mut *mut kvt_runtime_t,
@@ -217,65 +178,57 @@ pub unsafe extern "C" fn kvt_runtime_close(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     check_optional_out(report)?;
-    let mut left = kvt_close_report_t::zeroed();
+    let mut open = kvt_close_report_t::zeroed();
     free(runtime, |noun| {
         noun.0.close(deadline_ns)?;
-        left = census(noun.0.core());
+        open = open_objects(noun.0.core());
         Ok(())
     })?;
-    warn_of(&left);
-    write(report, &left);
+    warn_of_open(&open);
+    write(report, &open);
     Ok(())
 }
 
-fn warn_of(left: &kvt_close_report_t) {
+fn warn_of_open(open: &kvt_close_report_t) {
     let counts = [
-        (left.queues, "queues"),
-        (left.buffers, "buffers"),
-        (left.budgets, "budgets"),
-        (left.accounts, "accounts"),
-        (left.ops, "ops"),
-        (left.stores, "stores"),
-        (left.namespaces, "namespaces"),
-        (left.sessions, "sessions"),
-        (left.offloads, "offloads"),
-        (left.streamers, "streamers"),
-        (left.devices, "devices"),
+        (open.queues, "queues"),
+        (open.buffers, "buffers"),
+        (open.budgets, "budgets"),
+        (open.accounts, "accounts"),
+        (open.ops, "ops"),
+        (open.stores, "stores"),
+        (open.namespaces, "namespaces"),
+        (open.sessions, "sessions"),
+        (open.offloads, "offloads"),
+        (open.streamers, "streamers"),
+        (open.devices, "devices"),
     ];
-    let open = counts.iter().filter(|(count, _)| *count > 0);
-    let words: Vec<String> = open.map(|(count, what)| format!("{count} {what}")).collect();
+    let counts = counts.iter().filter(|(count, _)| *count > 0);
+    let words: Vec<String> = counts.map(|(count, name)| format!("{count} {name}")).collect();
     if !words.is_empty() {
-        log::warn!("a runtime was closed with {} left open", words.join(", "));
+        log::warn!("a runtime was closed with {} still open", words.join(", "));
     }
 }
 
-fn census(core: &Arc<Core>) -> kvt_close_report_t {
-    let mut left = kvt_close_report_t::zeroed();
+/// Counts the objects of a runtime that are open.
+fn open_objects(core: &Arc<Core>) -> kvt_close_report_t {
+    let mut open = kvt_close_report_t::zeroed();
     let same = |other: &Arc<Core>| u64::from(Arc::ptr_eq(core, other));
-    QueueNoun::table().visit(|n| left.queues += same(n.0.core()));
-    BufferNoun::table().visit(|n| left.buffers += same(&n.core));
-    BudgetNoun::table().visit(|n| left.budgets += same(n.0.core()));
-    AccountNoun::table().visit(|n| left.accounts += same(n.0.budget().core()));
-    ops().visit(|op| left.ops += same(&op.core));
-    StoreNoun::table().visit(|n| left.stores += same(&n.core));
-    NamespaceNoun::table().visit(|n| left.namespaces += same(&n.0.core));
-    SessionNoun::table().visit(|n| left.sessions += same(&n.ns.core));
-    OffloadNoun::table().visit(|n| left.offloads += same(&n.session.ns.core));
-    StreamNoun::table().visit(|n| left.streamers += same(&n.core));
-    DeviceNoun::table().visit(|n| left.devices += same(&n.core));
-    left
+    QueueNoun::table().visit(|n| open.queues += same(n.0.core()));
+    BufferNoun::table().visit(|n| open.buffers += same(&n.core));
+    BudgetNoun::table().visit(|n| open.budgets += same(n.0.core()));
+    AccountNoun::table().visit(|n| open.accounts += same(n.0.budget().core()));
+    ops().visit(|op| open.ops += same(&op.core));
+    StoreNoun::table().visit(|n| open.stores += same(&n.core));
+    NamespaceNoun::table().visit(|n| open.namespaces += same(&n.0.core));
+    SessionNoun::table().visit(|n| open.sessions += same(&n.ns.core));
+    OffloadNoun::table().visit(|n| open.offloads += same(&n.session.ns.core));
+    StreamNoun::table().visit(|n| open.streamers += same(&n.core));
+    DeviceNoun::table().visit(|n| open.devices += same(&n.core));
+    open
 }
 
-/// The runtime's clock: CLOCK_MONOTONIC nanoseconds, for deadlines.
-///
-/// @param runtime  The runtime.
-/// @param out_ns   The time.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_ns` is null or valid for writes.
+/// Reads the runtime's clock: CLOCK_MONOTONIC nanoseconds, for deadlines.
 #[capi]
 pub unsafe extern "C" fn kvt_runtime_now(
     runtime: *const kvt_runtime_t,
@@ -287,16 +240,7 @@ pub unsafe extern "C" fn kvt_runtime_now(
     Ok(())
 }
 
-/// Counters of a runtime; also of a poisoned one.
-///
-/// @param runtime  The runtime.
-/// @param out      Filled in; start it with KVT_RUNTIME_STATS_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the counters of a runtime, also of a poisoned one.
 #[capi]
 pub unsafe extern "C" fn kvt_runtime_stats(
     runtime: *const kvt_runtime_t,
@@ -323,97 +267,90 @@ pub unsafe extern "C" fn kvt_runtime_stats(
 
 // Operations.
 
-/// A submitted operation. It completes exactly once and has two moments:
-/// *resolved*, the result is known, and *released*, the library does not touch
-/// your memory any more. Usually both come together; a deadline or a defect may
-/// resolve an op earlier. Internally locked: any thread may use it.
+/// A submitted operation; completes exactly once. It is *resolved* when its result is known, and
+/// *released* when the library no longer touches the caller's memory. Both usually come together; a
+/// deadline or a defect may resolve an op earlier.
 pub struct kvt_op_t(());
 
-/// Execution has begun (or was ended before it could).
+/// Execution has begun, or the op ended before it could begin.
 pub const KVT_OP_ISSUED: u32 = 1;
 /// The result is known.
 pub const KVT_OP_RESOLVED: u32 = 2;
-/// Your memory is yours again.
+/// The library no longer touches the caller's memory.
 pub const KVT_OP_RELEASED: u32 = 4;
-/// A cancel was asked for.
+/// A cancel was requested.
 pub const KVT_OP_CANCEL: u32 = 8;
 
-/// Each item becomes an op of its own; ops_out then receives one per item.
+/// Make each item an op of its own: ops_out receives one op for each item.
 pub const KVT_SUBMIT_EACH: u64 = 1;
 
-/// Work somebody waits for.
+/// Priorities: a caller waits for the work, the work is needed soon, the work can wait. Lower
+/// priorities get a turn from time to time while higher ones have work.
 pub const KVT_PRIORITY_DEMAND: u32 = 0;
-/// Work that will be wanted soon.
 pub const KVT_PRIORITY_PREFETCH: u32 = 1;
-/// Work that can wait.
 pub const KVT_PRIORITY_BACKGROUND: u32 = 2;
 
 const _: () = assert!(KVT_OP_ISSUED == ISSUED && KVT_OP_RESOLVED == RESOLVED);
 const _: () = assert!(KVT_OP_RELEASED == RELEASED && KVT_OP_CANCEL == crate::base::op::CANCEL);
 
-/// How to submit. Zero is the default everywhere.
+/// Options of a submission.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_submit_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_SUBMIT_*.
     pub flags: u64,
-    /// Where completions go; null = nowhere, the op handle must be kept.
+    /// Receives the completions; null = none, and the call must return a handle.
     pub queue: *const kvt_queue_t,
-    /// Your own word, handed back in the completion.
+    /// The caller's value, returned in completions.
     pub tag: u64,
-    /// CLOCK_MONOTONIC; the op resolves with KVT_E_TIMEOUT then. 0 = never.
+    /// The op resolves with KVT_E_TIMEOUT at this time; 0 = never.
     pub deadline_ns: u64,
-    /// Moments (KVT_OP_ISSUED, _RESOLVED, _RELEASED) that get a completion each;
-    /// moments that come together share one. 0 = KVT_OP_RELEASED.
+    /// KVT_OP_ISSUED, _RESOLVED, _RELEASED: moments that post a completion. Moments that come
+    /// together share one. 0 = KVT_OP_RELEASED.
     pub notify: u32,
     /// KVT_PRIORITY_*.
     pub priority: u32,
 }
 
-/// How far an op is.
+/// Progress and result of an op.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_op_info_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// The word given at submission.
     pub tag: u64,
-    /// Bytes of the items that are done and OK.
+    /// Bytes of the items that ended with KVT_OK.
     pub bytes_done: u64,
     /// KVT_OP_* bits.
     pub state: u32,
-    /// The result; meaningful once KVT_OP_RESOLVED is set.
+    /// Result; valid once KVT_OP_RESOLVED is set.
     pub status: kvt_status_t,
-    /// Items in all.
     pub items: u32,
-    /// Items that are done or were skipped.
+    /// Items that were executed or skipped.
     pub items_done: u32,
-    /// Of those, the ones that are not OK.
+    /// Items of those whose status is not KVT_OK.
     pub items_failed: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// What the first item computed; of a move of a session how many tokens from
-    /// the first on came, or were stored, without a gap.
+    /// Value of the first item, such as a checksum. For a transfer of a session: the tokens that
+    /// were loaded or stored from its first token on, without a gap.
     pub value: u64,
 }
 
-/// How one item of an op went.
+/// Result of one item of an op.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_op_item_t {
-    /// What it computed, such as a checksum; 0 where nothing was.
+    /// Computed value, such as a checksum; 0 = none.
     pub value: u64,
-    /// Its result; meaningful once done.
+    /// Valid once `done` is 1.
     pub status: kvt_status_t,
-    /// 1 when it is done or was skipped.
+    /// 1 = executed or skipped.
     pub done: u32,
 }
 
 noun!(Op, kvt_op_t, 3, "op", ops());
 
-/// Reads submit options; the second result says whether every item is an op.
+/// Reads submit options; the second result is true if each item becomes an op of its own.
 ///
 /// # Safety
 /// `opts` is null or valid for the size it states.
@@ -425,10 +362,14 @@ pub(crate) unsafe fn submit_opts(
     let given = unsafe { read(opts)? };
     known_flags(given.flags, KVT_SUBMIT_EACH)?;
     if given.notify & !EVENTS != 0 {
-        fail!(Invalid, "notify {:#x} has bits that are no moments", given.notify);
+        fail!(
+            Invalid,
+            "notify is {:#x}: pass KVT_OP_ISSUED, _RESOLVED and _RELEASED bits, or 0",
+            given.notify
+        );
     }
     if given.priority as usize >= PRIORITIES {
-        fail!(Invalid, "priority {} is none of 0 to {}", given.priority, PRIORITIES - 1);
+        fail!(Invalid, "priority {} is unknown: pass 0 to {}", given.priority, PRIORITIES - 1);
     }
     let queue = pin_optional(given.queue)?.map(|noun| noun.0.clone());
     let opts = OpOpts {
@@ -442,7 +383,7 @@ pub(crate) unsafe fn submit_opts(
     Ok((opts, given.flags & KVT_SUBMIT_EACH != 0))
 }
 
-/// Begins what is one op, and gives its handle.
+/// Begins one op and writes its handle.
 ///
 /// # Safety
 /// `opts` is null or valid for the size it states, `op_out` null or valid.
@@ -454,10 +395,10 @@ pub(crate) unsafe fn begin_one(
     // SAFETY: the caller's promise.
     let (opts, each) = unsafe { submit_opts(opts, op_out.is_null())? };
     if each {
-        fail!(Invalid, "KVT_SUBMIT_EACH has no meaning here: there is one op");
+        fail!(Invalid, "KVT_SUBMIT_EACH is set, and the call submits one op: clear the flag");
     }
     if op_out.is_null() && opts.queue.is_none() {
-        fail!(Invalid, "there is no queue, and op_out is null: nobody would hear of its end");
+        fail!(Invalid, "op_out and the queue are both null: pass one of them to learn of the end");
     }
     let op = begin(&opts)?;
     if !op_out.is_null() {
@@ -467,16 +408,7 @@ pub(crate) unsafe fn begin_one(
     Ok(())
 }
 
-/// How far an op is.
-///
-/// @param op   The op.
-/// @param out  Filled in; start it with KVT_OP_INFO_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the progress and the result of an op.
 #[capi]
 pub unsafe extern "C" fn kvt_op_info(op: *const kvt_op_t, out: *mut kvt_op_info_t) -> kvt_status_t {
     check_out(out)?;
@@ -500,35 +432,26 @@ pub unsafe extern "C" fn kvt_op_info(op: *const kvt_op_t, out: *mut kvt_op_info_
     Ok(())
 }
 
-/// Waits until an op has reached moments.
+/// Waits until an op has reached all of the given moments. Succeeds whatever the result of the op
+/// is.
 ///
-/// @param op           The op.
-/// @param moments      KVT_OP_ISSUED, _RESOLVED, _RELEASED or several; all are
-///                     waited for.
-/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @return KVT_OK when they are reached, whatever the op's own result (see
-///         kvt_op_info); KVT_E_TIMEOUT; KVT_E_REENTRANT inside a callback;
-///         KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+/// @param moments  KVT_OP_ISSUED, _RESOLVED and _RELEASED bits, at least one.
+/// @return KVT_E_TIMEOUT.
 ///
-/// Threading: any thread. Since 0.1.
+/// Threading: not inside callbacks.
 #[capi]
 pub extern "C" fn kvt_op_wait(op: *const kvt_op_t, moments: u32, deadline_ns: u64) -> kvt_status_t {
     if moments == 0 || moments & !EVENTS != 0 {
-        fail!(Invalid, "moments {moments:#x} are not moments of an op");
+        fail!(Invalid, "moments is {moments:#x}: pass KVT_OP_ISSUED, _RESOLVED or _RELEASED bits");
     }
     refuse_reentry()?;
     let op = inspect(op)?;
     op.wait(moments, deadline_ns)
 }
 
-/// Asks an op to end. One that has not been issued ends at once with
-/// KVT_E_CANCELLED; one that runs skips the items it has not begun. An op that
-/// is done stays as it is.
-///
-/// @param op  The op.
-/// @return KVT_OK, also when it is too late; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
+/// Requests the end of an op, and does not wait for it. An op that has not begun ends at once with
+/// KVT_E_CANCELLED. A running op skips the items that have not begun. An op that has ended does not
+/// change.
 #[capi]
 pub extern "C" fn kvt_op_cancel(op: *const kvt_op_t) -> kvt_status_t {
     let op = inspect(op)?;
@@ -536,21 +459,12 @@ pub extern "C" fn kvt_op_cancel(op: *const kvt_op_t) -> kvt_status_t {
     Ok(())
 }
 
-/// How the items of an op went; also while it runs.
+/// Reads the results of the items of an op, also while it runs.
 ///
-/// @param op            The op.
-/// @param first         The first item wanted.
-/// @param out           Receives the entries.
-/// @param capacity      Room at `out`, in entries, at most 65536.
-/// @param stride_bytes  sizeof(kvt_op_item_t).
-/// @param out_count     How many were written.
-/// @return KVT_OK; KVT_E_INVALID when `first` is beyond the last item;
-///         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is valid for `capacity` * `stride_bytes`, `out_count` for a write.
+/// @param first      First item to read, at most the number of items.
+/// @param capacity   At most 65536.
+/// @param out_count  Number of entries written.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_op_items(
     op: *const kvt_op_t,
@@ -565,7 +479,7 @@ pub unsafe extern "C" fn kvt_op_items(
     let op = inspect(op)?;
     let items = usize::try_from(first).ok().and_then(|first| op.items().get(first..));
     let Some(items) = items else {
-        fail!(Invalid, "item {first} of an op with {}", op.items().len());
+        fail!(Invalid, "first is {first}: the op has {} items", op.items().len());
     };
     let n = items.len().min(entries.len());
     for (i, item) in items.iter().take(n).enumerate() {
@@ -577,18 +491,9 @@ pub unsafe extern "C" fn kvt_op_items(
     Ok(())
 }
 
-/// The words behind an op's failure.
+/// Returns the error object of a failed op.
 ///
-/// @param op   The op.
-/// @param out  The error; free it with kvt_error_free.
-/// @return KVT_OK; KVT_E_NOT_FOUND when there is nothing to say beyond the
-///         status; KVT_E_STATE before it is resolved; KVT_E_HANDLE,
-///         KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for writes.
+/// @return KVT_E_NOT_FOUND (no details are recorded), KVT_E_STATE (the op is not resolved).
 #[capi]
 pub unsafe extern "C" fn kvt_op_error(
     op: *const kvt_op_t,
@@ -605,33 +510,18 @@ pub unsafe extern "C" fn kvt_op_error(
     Ok(())
 }
 
-/// Frees an op handle. The op must have been released: cancel and wait first
-/// to get there.
+/// Frees the handle of a released op. Before, cancel the op and wait for KVT_OP_RELEASED.
 ///
-/// @param op  Pointer to the handle, cleared on success; null, or a null handle,
-///            is fine.
-/// @return KVT_OK; KVT_E_BUSY before the release; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `op` is null or valid for reads and writes.
+/// @return KVT_E_BUSY (the op is not released).
 #[capi]
 pub unsafe extern "C" fn kvt_op_free(op: *mut *mut kvt_op_t) -> kvt_status_t {
     free_op(op)
 }
 
-/// Frees many op handles; stops at the first that cannot be freed.
+/// Frees several op handles and clears each. Skips null handles. Stops at the first failure, which
+/// is then the first handle that is not null.
 ///
-/// @param ops    The handles, each cleared when freed; null handles are skipped.
-/// @param count  How many.
-/// @return KVT_OK; KVT_E_BUSY, KVT_E_HANDLE for the first handle that is not
-///         null afterwards; KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `ops` is null with a count of 0, or valid for reads and writes of `count` handles.
+/// @return KVT_E_BUSY (the op is not released).
 #[capi]
 pub unsafe extern "C" fn kvt_op_free_many(ops: *mut *mut kvt_op_t, count: u64) -> kvt_status_t {
     if count == 0 {
@@ -645,6 +535,8 @@ pub unsafe extern "C" fn kvt_op_free_many(ops: *mut *mut kvt_op_t, count: u64) -
     Ok(())
 }
 
+/// Frees the handle of a released op.
+///
 /// # Safety
 /// `op` is null or valid for reads and writes.
 unsafe fn free_op(op: *mut *mut kvt_op_t) -> Result<()> {
@@ -659,41 +551,34 @@ unsafe fn free_op(op: *mut *mut kvt_op_t) -> Result<()> {
 
 // Completion queues.
 
-/// Where completions arrive: polled (with an eventfd on request) or called back
-/// on the notifier thread, never both. It never drops one: submitting fails
-/// with KVT_E_AGAIN while it is full. Internally locked: any thread may use it,
-/// several may drain it.
+/// A bounded queue of completions. It is polled, or it calls back on the notifier thread, never
+/// both. It loses no completion: submissions fail with KVT_E_AGAIN while it is full. Several
+/// threads may drain it.
 pub struct kvt_queue_t(());
 
-/// One thing that happened to an op.
+/// One entry of a queue: moments that an op has reached.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_completion_t {
-    /// The op, still to be freed by you; null when it was submitted without a
-    /// handle (ops_out null).
+    /// Still to be freed by the caller; null if the op was submitted without a handle.
     pub op: *mut kvt_op_t,
-    /// The word given at submission.
     pub tag: u64,
-    /// Bytes of the items that are done and OK.
+    /// See kvt_op_info_t.
     pub bytes_done: u64,
-    /// What the first item computed, such as a checksum; of a move of a session
-    /// how many tokens from the first on came, or were stored, without a gap.
+    /// See kvt_op_info_t.
     pub value: u64,
-    /// The op's result; KVT_OK for a KVT_OP_ISSUED alone.
+    /// Result of the op; KVT_OK while it is not resolved.
     pub status: kvt_status_t,
-    /// KVT_OP_ISSUED, _RESOLVED, _RELEASED: the moments this entry tells of.
+    /// KVT_OP_ISSUED, _RESOLVED, _RELEASED: the moments of this entry.
     pub events: u32,
-    /// Items that are not OK.
+    /// Items whose status is not KVT_OK.
     pub items_failed: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Receives completions on the notifier thread, never from two threads at once
-/// for one queue. `batch` is borrowed for the call; its entries lie
-/// `stride_bytes` apart. It must not unwind, and must not wait for work of the
-/// same runtime: kvt_op_wait, kvt_queue_close and kvt_runtime_close give
-/// KVT_E_REENTRANT in here. Submitting and freeing ops is fine.
+/// Receives completions on the notifier thread, one call at a time for each queue. `batch` is
+/// borrowed for the call; its entries are `stride_bytes` apart. The function may submit and free
+/// ops. It must not unwind, and must not wait for work of the same runtime.
 pub type kvt_completion_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -703,21 +588,21 @@ pub type kvt_completion_fn = Option<
     ),
 >;
 
-/// How to open a queue. Zero is the default everywhere.
+/// Options of a queue.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_queue_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// None are defined yet: 0.
+    /// 0: no flags are defined.
     pub flags: u64,
-    /// Completions that can be outstanding or waiting, at most 1048576; 0 = 4096.
+    /// Entries, at most 1048576; 0 = 4096. Each op reserves one for its release and one for each
+    /// other moment in `notify`. An entry is free again when it is drained or not needed.
     pub capacity: u64,
-    /// Called back with completions; null = the queue is polled.
+    /// Receives the completions; null = the queue is polled.
     pub callback: kvt_completion_fn,
-    /// Handed to the callback; taken over on success only.
+    /// Passed to callback, and to destroy at the end; taken over only on success.
     pub user_data: *mut c_void,
-    /// Releases user_data; may be null.
+    /// May be null.
     pub destroy: kvt_destroy_fn,
 }
 
@@ -725,19 +610,17 @@ pub struct kvt_queue_opts_t {
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_queue_stats_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Places in all.
     pub capacity: u64,
-    /// Completions waiting to be drained.
+    /// Entries that wait to be drained.
     pub pending: u64,
-    /// Places kept for ops that have not completed.
+    /// Entries reserved by ops that are not released, or in use by the callback.
     pub reserved: u64,
-    /// Most places ever taken.
+    /// Most entries ever pending and reserved together.
     pub peak: u64,
     /// Completions posted so far.
     pub posted: u64,
-    /// Submissions refused because it was full.
+    /// Submissions that failed because the queue was full.
     pub refused: u64,
 }
 
@@ -745,7 +628,7 @@ pub(crate) struct QueueNoun(pub(crate) Arc<Queue>);
 
 noun!(QueueNoun, kvt_queue_t, 4, "queue");
 
-fn outward(entry: &Completion) -> kvt_completion_t {
+fn to_c(entry: &Completion) -> kvt_completion_t {
     kvt_completion_t {
         op: encode_bits::<Op>(entry.op),
         tag: entry.tag,
@@ -764,7 +647,7 @@ fn sink(foreign: Arc<Foreign<Call>>) -> Sink {
     Box::new(move |batch| {
         let mut out = [kvt_completion_t::zeroed(); BATCH];
         for (slot, entry) in out.iter_mut().zip(batch) {
-            *slot = outward(entry);
+            *slot = to_c(entry);
         }
         foreign.call(|function, user_data| {
             let stride = size_of::<kvt_completion_t>() as u64;
@@ -777,17 +660,7 @@ fn sink(foreign: Arc<Foreign<Call>>) -> Sink {
 
 /// Opens a completion queue.
 ///
-/// @param runtime  Where it belongs.
-/// @param opts     How; null for defaults.
-/// @param out      The queue; close it with kvt_queue_close.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the queue. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_open(
     runtime: *const kvt_runtime_t,
@@ -807,21 +680,13 @@ pub unsafe extern "C" fn kvt_queue_open(
     Ok(())
 }
 
-/// Closes a queue: refuses new work, cancels the ops that report to it and
-/// waits for their release. A callback has then seen every completion;
-/// completions nobody polled are dropped, their ops stay until freed.
+/// Closes a queue: refuses new work, cancels the ops that report to it, and waits for their
+/// release. A callback has then received every completion. Completions that were not polled are
+/// dropped; their ops stay valid until they are freed.
 ///
-/// @param queue        Pointer to the handle, cleared on success; null, or a null
-///                     handle, is fine.
-/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY at the deadline (the queue stays closing and valid:
-///         call again); KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED.
+/// @return KVT_E_BUSY (at the deadline; the queue stays closing: call again).
 ///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
+/// Threading: not inside callbacks.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_close(
     queue: *mut *mut kvt_queue_t,
@@ -831,6 +696,8 @@ pub unsafe extern "C" fn kvt_queue_close(
     free(queue, |noun| noun.0.close(deadline_ns))
 }
 
+/// Takes entries of a queue with `fetch` and writes them to the caller's array.
+///
 /// # Safety
 /// As the exported functions that call it.
 unsafe fn drain(
@@ -847,7 +714,7 @@ unsafe fn drain(
     let queue = inspect(queue)?;
     let mut i = 0;
     let mut put = |entry: Completion| {
-        entries.put(i, &outward(&entry));
+        entries.put(i, &to_c(&entry));
         i += 1;
     };
     let n = fetch(&queue.0, entries.len(), &mut put)?;
@@ -856,20 +723,11 @@ unsafe fn drain(
     Ok(())
 }
 
-/// Takes completions without waiting; none is not an error.
+/// Takes completions from a polled queue without waiting, oldest first.
 ///
-/// @param queue         A polled queue.
-/// @param out           Receives completions, oldest first.
-/// @param capacity      Room at `out`, in entries, at most 1048576.
-/// @param stride_bytes  sizeof(kvt_completion_t).
-/// @param out_count     How many were written.
-/// @return KVT_OK; KVT_E_STATE for a queue that calls back; KVT_E_INVALID,
-///         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, several at once. Since 0.1.
-///
-/// # Safety
-/// `out` is valid for `capacity` * `stride_bytes`, `out_count` for a write.
+/// @param capacity   At most 1048576.
+/// @param out_count  Number of completions written; 0 if none is pending.
+/// @return KVT_E_STATE (the queue calls back), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_poll(
     queue: *const kvt_queue_t,
@@ -881,22 +739,14 @@ pub unsafe extern "C" fn kvt_queue_poll(
     drain(queue, out, capacity, stride_bytes, out_count, |q, n, put| q.poll(n, put))
 }
 
-/// Takes completions, waiting for the first.
+/// Takes completions from a polled queue, oldest first, and waits for the first one. Returns
+/// KVT_E_CLOSED once the queue closes and no more completions will come.
 ///
-/// @param queue         A polled queue.
-/// @param deadline_ns   CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param out           Receives completions, oldest first.
-/// @param capacity      Room at `out`, in entries, 1 to 1048576.
-/// @param stride_bytes  sizeof(kvt_completion_t).
-/// @param out_count     How many were written, at least 1.
-/// @return KVT_OK; KVT_E_TIMEOUT; KVT_E_CLOSED when the queue closes and nothing
-///         is left; KVT_E_STATE for a queue that calls back; KVT_E_REENTRANT inside
-///         a callback; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
+/// @param capacity   1 to 1048576.
+/// @param out_count  Number of completions written, at least 1.
+/// @return KVT_E_TIMEOUT, KVT_E_STATE (the queue calls back), KVT_E_LIMIT.
 ///
-/// Threading: any thread, several at once. Since 0.1.
-///
-/// # Safety
-/// `out` is valid for `capacity` * `stride_bytes`, `out_count` for a write.
+/// Threading: not inside callbacks.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_wait(
     queue: *const kvt_queue_t,
@@ -908,26 +758,18 @@ pub unsafe extern "C" fn kvt_queue_wait(
 ) -> kvt_status_t {
     let fetch = |q: &Queue, n: usize, put: &mut dyn FnMut(Completion)| {
         if n == 0 {
-            crate::fail!(Invalid, "waiting for completions without room for one");
+            fail!(Invalid, "capacity is 0: pass room for at least one completion");
         }
         q.wait(n, deadline_ns, put)
     };
     drain(queue, out, capacity, stride_bytes, out_count, fetch)
 }
 
-/// A descriptor for poll, select and epoll: readable exactly while completions
-/// are waiting. Do not read, write or close it: draining the queue resets it,
-/// closing the queue closes it.
+/// Returns an eventfd (close-on-exec, non-blocking) for poll, select and epoll. It is readable
+/// exactly while completions are pending. Do not read, write or close it: draining the queue resets
+/// it, closing the queue closes it.
 ///
-/// @param queue   A polled queue.
-/// @param out_fd  The descriptor (an eventfd, close-on-exec, non-blocking).
-/// @return KVT_OK; KVT_E_STATE for a queue that calls back; KVT_E_IO,
-///         KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_fd` is null or valid for writes.
+/// @return KVT_E_STATE (the queue calls back), KVT_E_IO.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_fd(queue: *const kvt_queue_t, out_fd: *mut i32) -> kvt_status_t {
     require(out_fd)?;
@@ -937,16 +779,7 @@ pub unsafe extern "C" fn kvt_queue_fd(queue: *const kvt_queue_t, out_fd: *mut i3
     Ok(())
 }
 
-/// Counters of a queue.
-///
-/// @param queue  The queue.
-/// @param out    Filled in; start it with KVT_QUEUE_STATS_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the counters of a queue.
 #[capi]
 pub unsafe extern "C" fn kvt_queue_stats(
     queue: *const kvt_queue_t,

@@ -1,4 +1,4 @@
-//! Sessions: sequences of tokens, transfers of their KV, plans, blocks.
+//! Sessions: sequences of tokens, transfers of their KV, plans, named blocks, ready events.
 
 use std::ffi::c_char;
 
@@ -42,60 +42,53 @@ use crate::store::token_path::MAX_TOKENS;
 
 // Sessions.
 
-/// A sequence of tokens whose KV is kept. Its chunks stay in a tier while it is
-/// open. Internally locked: any thread may use it.
+/// A sequence of tokens in a namespace. While it is open, it references its chunks: they stay in
+/// at least one tier.
 pub struct kvt_session_t(());
 
-/// `priority` is given, also when it is 0.
+/// `priority` is set, even if it is 0.
 pub const KVT_SESSION_PRIORITY: u64 = 1;
 
-/// Who asks. All of it is optional.
+/// Options of a session.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_session_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_SESSION_*.
     pub flags: u64,
-    /// What it is called, UTF-8, at most 256 bytes.
+    /// At most 256 bytes; null = no name.
     pub name: *const c_char,
-    /// Length of the name.
     pub name_bytes: u64,
-    /// Its tenant.
+    /// Tenant number, for fairness and statistics.
     pub tenant: u32,
-    /// Its class, at most 255: 0 leaves first; needs KVT_SESSION_PRIORITY.
+    /// Priority class, 0 to 255; 0 is evicted first. Needs KVT_SESSION_PRIORITY.
     pub priority: u32,
-    /// Most tokens it can have; 0 = not known.
+    /// Expected maximum length in tokens, for policies; not enforced; 0 = unknown.
     pub max_tokens: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// How far a session is.
+/// Length and layout of a session.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_session_info_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Its tokens.
     pub tokens: u64,
-    /// Chunks that they fill.
     pub full_chunks: u64,
-    /// Tokens of a chunk.
+    /// Tokens per chunk.
     pub chunk_tokens: u32,
-    /// Layers of a chunk.
     pub layers: u32,
 }
 
-/// A session, by its number in the store's core. The number is free again when
-/// nobody is inside a call on the handle any more.
+/// A session, by its number in the store. The number is reused only after the last call on the
+/// handle has returned.
 pub(crate) struct SessionNoun {
     pub(crate) ns: Arc<Space>,
     pub(crate) number: u32,
 }
 
 impl SessionNoun {
-    /// How many tokens it has.
+    /// Number of its tokens.
     pub(crate) fn tokens(&self) -> Result<u64> {
         let tokens = |core: &StoreState| -> Result<u64> {
             Ok(core.session(self.number)?.path().tokens().len() as u64)
@@ -107,7 +100,7 @@ impl SessionNoun {
 impl Drop for SessionNoun {
     fn drop(&mut self) {
         if let Err(error) = self.ns.store.let_go(|core| core.close_session(self.number)) {
-            log::error!("a session was not closed in its store: {error}");
+            log::error!("internal: a session could not be closed in its store: {error}");
         }
     }
 }
@@ -115,14 +108,18 @@ impl Drop for SessionNoun {
 noun!(SessionNoun, kvt_session_t, 12, "session");
 
 /// # Safety
-/// Its name is null or valid for its length.
+/// The name in `given` is null or valid for its length.
 unsafe fn options<'a>(given: &kvt_session_opts_t) -> Result<SessionOpts<'a>> {
     known_flags(given.flags, KVT_SESSION_PRIORITY)?;
-    let named = given.flags & KVT_SESSION_PRIORITY != 0;
+    let has_priority = given.flags & KVT_SESSION_PRIORITY != 0;
     let priority = match u8::try_from(given.priority) {
-        Ok(priority) if named => Some(priority),
+        Ok(priority) if has_priority => Some(priority),
         Ok(0) => None,
-        _ => fail!(Invalid, "priority {} without its flag, or above 255", given.priority),
+        Ok(priority) => fail!(
+            Invalid,
+            "priority is {priority} without KVT_SESSION_PRIORITY: set the flag, or leave it 0"
+        ),
+        Err(_) => fail!(Invalid, "priority is {}: a session has 0 to 255", given.priority),
     };
     no_reserved(given.reserved)?;
     // SAFETY: the caller's promise.
@@ -130,20 +127,9 @@ unsafe fn options<'a>(given: &kvt_session_opts_t) -> Result<SessionOpts<'a>> {
     Ok(SessionOpts { name, tenant: given.tenant, priority, max_tokens: given.max_tokens })
 }
 
-/// Opens a session without tokens.
+/// Opens a session without tokens. The session keeps its namespace open.
 ///
-/// @param ns  Its namespace, which it keeps.
-/// @param opts   Who asks; null for nothing.
-/// @param out    The session; close it with kvt_session_close.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_AGAIN when as many are open as may be, KVT_E_INVALID,
-///         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the session. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @return KVT_E_AGAIN (as many are open as `sessions` of the spec), KVT_E_LIMIT (name too long).
 #[capi]
 pub unsafe extern "C" fn kvt_session_open(
     ns: *const kvt_namespace_t,
@@ -153,26 +139,18 @@ pub unsafe extern "C" fn kvt_session_open(
 ) -> kvt_status_t {
     require(out)?;
     let opts = options(&read(opts)?)?;
-    let noun = enter(ns)?;
-    let ns = noun.0.clone();
+    let entered = enter(ns)?;
+    let ns = entered.0.clone();
     let number = ns.store.with(|core| core.open_session(ns.number, &opts))?;
     out.write(insert(SessionNoun { ns, number })?);
     Ok(())
 }
 
-/// Opens another session that goes on from where one is: it has the same tokens
-/// and shares their full chunks.
+/// Opens a session with the tokens of another one. Both share the full chunks; a partial chunk at
+/// the end is private to each.
 ///
-/// @param session  The session, which stays as it is.
-/// @param opts     Who asks; null for nothing. Nothing is taken from the other one.
-/// @param out      The new session; close it with kvt_session_close.
-/// @param err      Explains a failure; may be null.
+/// @param opts  Options of the new session; it inherits none.
 /// @return As kvt_session_open.
-///
-/// Ownership: the caller owns the new session. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_session_fork(
     session: *const kvt_session_t,
@@ -189,20 +167,11 @@ pub unsafe extern "C" fn kvt_session_fork(
     Ok(())
 }
 
-/// Adds tokens to a session. Chunks that they fill and that are in the store are
-/// held from then on.
+/// Appends tokens. The session references the chunks that they complete, as far as these are
+/// stored. On failure nothing changes.
 ///
-/// @param session  The session.
-/// @param tokens   The tokens; copied.
-/// @param count    How many; a session has at most 2^27.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_LIMIT, KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on failure.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `tokens` is null with a count of 0, or valid for reads of `count` numbers.
+/// @param count  A session has at most 2^27 tokens.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_append(
     session: *const kvt_session_t,
@@ -215,18 +184,9 @@ pub unsafe extern "C" fn kvt_session_append(
     session.ns.store.with(|core| core.append(session.number, tokens))
 }
 
-/// Cuts a session. Moves that were submitted go on.
+/// Truncates a session. Submitted transfers continue.
 ///
-/// @param session  The session.
-/// @param tokens   How many of its tokens are left.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID when it has fewer; KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @param tokens  Tokens that remain; at most those that the session has.
 #[capi]
 pub unsafe extern "C" fn kvt_session_truncate(
     session: *const kvt_session_t,
@@ -237,23 +197,15 @@ pub unsafe extern "C" fn kvt_session_truncate(
     session.ns.store.with(|core| core.truncate(session.number, tokens).map(|_| ()))
 }
 
-/// Keeps chunks of a session longer than their use says, also when it is closed:
-/// until a time, unless nothing else may leave. Of two pins of a chunk the
-/// stronger counts: the higher priority, the later time.
+/// Pins chunks of a session: they stay in at least one tier, also when the session is closed. The
+/// weakest pin is given up when nothing else can be evicted. A chunk that is pinned twice keeps the
+/// higher priority and the later end. Chunks that are not stored yet are pinned, too, if the chunk
+/// table has room for them.
 ///
-/// @param session      The session.
-/// @param first_token  Where they begin, a multiple of a chunk's tokens.
-/// @param tokens       How many, up to a multiple or the end; 0 = to the end.
-/// @param priority     At most 255; what has less is given up first.
-/// @param until_ns     CLOCK_MONOTONIC; 0 = for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT when there are too many chunks,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @param first_token  A multiple of chunk_tokens.
+/// @param tokens       Up to a multiple of chunk_tokens or the end of the session; 0 = to the end.
+/// @param priority     0 to 255; pins of low priority are given up first.
+/// @param until_ns     End of the pin, CLOCK_MONOTONIC; 0 = none.
 #[capi]
 pub unsafe extern "C" fn kvt_session_pin(
     session: *const kvt_session_t,
@@ -264,33 +216,20 @@ pub unsafe extern "C" fn kvt_session_pin(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let Ok(priority) = u8::try_from(priority) else {
-        fail!(Invalid, "priority {priority} is above 255");
+        fail!(Invalid, "priority is {priority}: a pin has 0 to 255");
     };
     let pin = Pin { priority, until_ns: if until_ns == 0 { u64::MAX } else { until_ns } };
     let session = enter(session)?;
     session.ns.store.with(|core| {
-        let tokens = match tokens {
-            0 => (core.session(session.number)?.path().tokens().len() as u64)
-                .saturating_sub(first_token),
-            tokens => tokens,
-        };
+        let tokens = range_tokens(core, session.number, first_token, tokens)?;
         core.pin(session.number, first_token, tokens, pin)
     })
 }
 
-/// Tells the policies what the engine knows of the future of a session, usually
-/// when a request of it has ended.
+/// Passes a hint about the future of a session to the policies of its store, usually when a
+/// request has ended.
 ///
-/// @param session  The session.
-/// @param hint     The hint; its times are CLOCK_MONOTONIC.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `told` is valid for the size it states.
+/// @param hint  Its times are CLOCK_MONOTONIC.
 #[capi]
 pub unsafe extern "C" fn kvt_session_hint(
     session: *const kvt_session_t,
@@ -302,16 +241,7 @@ pub unsafe extern "C" fn kvt_session_hint(
     session.ns.store.with(|core| core.hint(session.number, &hint))
 }
 
-/// How far a session is.
-///
-/// @param session  The session.
-/// @param out      Filled in; start it with KVT_SESSION_INFO_INIT.
-/// @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads length and layout of a session.
 #[capi]
 pub unsafe extern "C" fn kvt_session_info(
     session: *const kvt_session_t,
@@ -334,16 +264,7 @@ pub unsafe extern "C" fn kvt_session_info(
     Ok(())
 }
 
-/// Closes a session: its chunks may leave. Moves that were submitted go on.
-///
-/// @param session  Pointer to the handle, cleared on success; null, or a null
-///                 handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `session` is null or valid for reads and writes.
+/// Closes a session. Its chunks may be evicted then; submitted transfers continue.
 #[capi]
 pub unsafe extern "C" fn kvt_session_close(session: *mut *mut kvt_session_t) -> kvt_status_t {
     free(session, |_| Ok(()))
@@ -351,16 +272,15 @@ pub unsafe extern "C" fn kvt_session_close(session: *mut *mut kvt_session_t) -> 
 
 // Ready events.
 
-/// A moment that comes once: memory is ready. Moves wait for it (kvt_transfer_t.ready).
-/// Internally locked: any thread may use it.
+/// A ready event: the engine signals it once, when the memory of a transfer may be touched
+/// (kvt_transfer_t.ready). Events of a device are numbers, see kvt_transfer_t.after.
 pub struct kvt_event_t(());
 
-/// It has not come yet.
+/// States of a ready event.
 pub const KVT_EVENT_PENDING: u32 = 0;
-/// It has come.
 pub const KVT_EVENT_SIGNALLED: u32 = 1;
 
-/// An event; what waits for one that goes without a word does not begin.
+/// A ready event. If it is dropped pending, the transfers that wait for it are cancelled.
 pub(crate) struct EventNoun(pub(crate) Arc<Ready>);
 
 impl Drop for EventNoun {
@@ -371,19 +291,10 @@ impl Drop for EventNoun {
 
 noun!(EventNoun, kvt_event_t, 13, "event");
 
-/// Opens an event that the program signals itself. It needs no runtime; moves of any
-/// store may wait for it.
+/// Opens a pending event. It belongs to no runtime: transfers of any store may wait for it.
 ///
-/// @param flags  None are defined yet: 0.
-/// @param out    The event, pending; close it with kvt_event_close.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the event. Threading: any thread, also in callbacks.
-/// Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid.
+/// @param flags  0; none are defined.
+/// @return KVT_E_LIMIT (too many are open).
 #[capi]
 pub unsafe extern "C" fn kvt_event_open(
     flags: u64,
@@ -397,16 +308,7 @@ pub unsafe extern "C" fn kvt_event_open(
     Ok(())
 }
 
-/// Signals an event: it has come, for good. Moves that wait for it begin. Never
-/// waits; of one that has come already nothing changes.
-///
-/// @param event  The event.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// None beyond the handle.
+/// Signals an event: transfers that wait for it begin. Never blocks; a second signal has no effect.
 #[capi]
 pub unsafe extern "C" fn kvt_event_signal(event: *const kvt_event_t) -> kvt_status_t {
     let event = enter(event)?;
@@ -414,16 +316,9 @@ pub unsafe extern "C" fn kvt_event_signal(event: *const kvt_event_t) -> kvt_stat
     Ok(())
 }
 
-/// Whether an event has come.
+/// Reads the state of an event.
 ///
-/// @param event      The event.
 /// @param out_state  KVT_EVENT_*.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `out_state` is null or valid for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_event_query(
     event: *const kvt_event_t,
@@ -431,23 +326,14 @@ pub unsafe extern "C" fn kvt_event_query(
 ) -> kvt_status_t {
     require(out_state)?;
     let event = inspect(event)?;
-    let has_come = event.0.word() == Some(Word::Given);
-    let state = if has_come { KVT_EVENT_SIGNALLED } else { KVT_EVENT_PENDING };
+    let is_signalled = event.0.word() == Some(Word::Given);
+    let state = if is_signalled { KVT_EVENT_SIGNALLED } else { KVT_EVENT_PENDING };
     out_state.write(state);
     Ok(())
 }
 
-/// Closes an event. Moves that wait for one that has not come end with
-/// KVT_E_CANCELLED, and have touched nothing.
-///
-/// @param event  Pointer to the handle, cleared on success; null, or a null
-///               handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `event` is null or valid for reads and writes.
+/// Closes an event. If it is pending, transfers that wait for it end with KVT_E_CANCELLED and have
+/// touched no memory.
 #[capi]
 pub unsafe extern "C" fn kvt_event_close(event: *mut *mut kvt_event_t) -> kvt_status_t {
     free(event, |_| Ok(()))
@@ -455,19 +341,19 @@ pub unsafe extern "C" fn kvt_event_close(event: *mut *mut kvt_event_t) -> kvt_st
 
 // Submission of transfers.
 
-/// A struct that says what is moved.
-pub(crate) trait Moved: HasSize {
-    /// The flags that it has.
+/// A struct that describes a transfer.
+pub(crate) trait TransferRequest: HasSize {
+    /// Flags that it accepts.
     const FLAGS: u64;
-    /// Where a caller who wants an op for each item is sent.
-    const EACH: &'static str;
+    /// What a caller uses instead of KVT_SUBMIT_EACH.
+    const PER_ITEM: &'static str;
 
-    /// What of it all such structs have.
-    fn common(&self) -> Common;
+    /// The fields that all such structs have.
+    fn common(&self) -> CommonFields;
 }
 
-/// What all structs of moves have.
-pub(crate) struct Common {
+/// Fields that all structs of transfers have.
+pub(crate) struct CommonFields {
     pub(crate) flags: u64,
     pub(crate) reserved: u32,
     pub(crate) level: u32,
@@ -479,69 +365,76 @@ pub(crate) struct Common {
     pub(crate) after: u64,
 }
 
-/// How a move is begun.
-pub(crate) struct How<'a> {
+/// Level, options and ready event of a transfer.
+pub(crate) struct Submission<'a> {
     pub(crate) level: Level,
     pub(crate) opts: OpOpts,
     pub(crate) ready: Option<&'a Ready>,
 }
 
-impl Common {
-    /// The event of the store's device that copies are behind.
+impl CommonFields {
+    /// Device event that its copies run after.
     pub(crate) fn after(&self) -> Option<Event> {
         (self.after != 0).then_some(Event(self.after))
     }
 
-    /// Where the engine has so many layers and tokens; none = to the end of the session.
+    /// The engine's tensors for so many layers and tokens; no tokens = to the end of the session.
     ///
     /// # Safety
-    /// What views lead to is valid, as the exported functions say.
+    /// All that the views point to is valid, as the exported functions require.
     pub(crate) unsafe fn views(
         &self,
-        noun: &SessionNoun,
+        session: &SessionNoun,
         kind: TransferKind,
         (layers, tokens): (usize, Option<u64>),
     ) -> Result<Arc<Views>> {
         let views = match kind {
             TransferKind::Prefetch if self.k.is_null() && self.v.is_null() => Views::default(),
-            TransferKind::Prefetch => fail!(Invalid, "a prefetch has no views"),
+            TransferKind::Prefetch => {
+                fail!(
+                    Invalid,
+                    "k or v is set for a prefetch, which takes no views: leave both null"
+                )
+            }
             // SAFETY: the caller's promise.
             _ => unsafe {
                 views_of((self.k, self.v, self.stride_bytes), self.first_layer, layers, tokens)?
             },
         };
-        check_memory(&noun.ns.store, &views, self.first_layer)?;
+        check_memory(&session.ns.store, &views, self.first_layer)?;
         Ok(Arc::new(views))
     }
 }
 
-/// Reads what all transfers have in common, has `begin` submit one, and gives its ops out.
+/// Reads the fields that all transfers have, lets `begin` submit one, and writes the handles of
+/// its ops.
 ///
 /// # Safety
-/// Pointers are null or valid, structs for the size they state; there is room for as many
-/// ops as `begin` gives.
-pub(crate) unsafe fn submit<M: Moved>(
+/// Pointers are null or valid, structs for the size they state; `ops_out` has room for as many
+/// handles as `begin` returns ops.
+pub(crate) unsafe fn submit<R: TransferRequest>(
     session: *const kvt_session_t,
     kind: TransferKind,
-    moved: *const M,
+    request: *const R,
     opts: *const kvt_submit_opts_t,
     ops_out: *mut *mut kvt_op_t,
-    begin: impl FnOnce(&SessionNoun, &M, &How<'_>) -> Result<Vec<OpRef>>,
+    begin: impl FnOnce(&SessionNoun, &R, &Submission<'_>) -> Result<Vec<OpRef>>,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
-    let (given, (opts, each)) = unsafe { (read(moved)?, submit_opts(opts, ops_out.is_null())?) };
+    let (given, (opts, per_item)) =
+        unsafe { (read(request)?, submit_opts(opts, ops_out.is_null())?) };
     let common = given.common();
-    known_flags(common.flags, M::FLAGS)?;
-    if each {
-        fail!(Invalid, "KVT_SUBMIT_EACH has no meaning here: see {}", M::EACH);
+    known_flags(common.flags, R::FLAGS)?;
+    if per_item {
+        fail!(Invalid, "KVT_SUBMIT_EACH is not for transfers: use {}", R::PER_ITEM);
     }
     no_reserved(common.reserved)?;
     let level = level_of(common.level, kind)?;
     let ready = pin_optional(common.ready)?.map(|noun| noun.0.clone());
-    let how = How { level, opts, ready: ready.as_deref() };
-    let ops = begin(&*enter(session)?, &given, &how)?;
+    let submission = Submission { level, opts, ready: ready.as_deref() };
+    let ops = begin(&*enter(session)?, &given, &submission)?;
     for (i, op) in ops.iter().enumerate().filter(|_| !ops_out.is_null()) {
-        // SAFETY: the caller has room for them.
+        // SAFETY: ops_out has room for as many ops, as the caller promises.
         unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };
     }
     Ok(())
@@ -549,114 +442,114 @@ pub(crate) unsafe fn submit<M: Moved>(
 
 // Transfers.
 
-/// An op for each layer: ops_out then receives one per layer of the move, and the
-/// tag of layer i of the move is the given one plus i. The move is given up once all
-/// of them were cancelled.
+/// One op per layer: ops_out receives one for each layer of the transfer. The tag of its i-th
+/// layer is the given tag plus i. The transfer is cancelled once all of its ops are.
 pub const KVT_TRANSFER_EACH_LAYER: u64 = 1;
-/// Of a get or a prefetch: only what going on after its last token needs. Of layers with a
-/// window that is the chunks that have one of the window's last tokens, of layers with a
-/// state the last chunk; their other cells are left alone, and are no misses. So a segment
-/// of a plan can be got as it is planned. Views describe all tokens of the move.
+/// Gets and prefetches: only the cells that are needed to continue after the last token. Layers
+/// with a window need the chunks of the window's last tokens, layers with a state the last chunk.
+/// Their other cells are not touched and are no misses. A load step of a plan is got like this.
+/// Views describe all tokens of the transfer.
 pub const KVT_TRANSFER_REUSE: u64 = 2;
 
-/// A put has ended when the cells are in memory.
+/// When a put completes. RAM: its cells are in host memory.
 pub const KVT_LEVEL_RAM: u32 = 0;
-/// A put has ended when the cells are written to disk.
+/// Its cells are written to disk.
 pub const KVT_LEVEL_DISK: u32 = 1;
-/// A put has ended when the cells survive the end of the machine.
+/// Its cells are synced to disk: they survive a crash of the machine.
 pub const KVT_LEVEL_DURABLE: u32 = 2;
-/// A put has ended when the store's remote has said that it has the full chunks of which all
-/// layers are there; what does not fill one, or misses layers that are still to come, is in
-/// memory then. KVT_E_AGAIN where layers have left memory: they cannot be sent from elsewhere.
+/// The remote has confirmed all full chunks that have all layers; other chunks are in host memory.
+/// The put ends with KVT_E_AGAIN if layers of a chunk have left host memory: they are not uploaded
+/// from elsewhere.
 pub const KVT_LEVEL_REMOTE: u32 = 3;
 
-/// A transfer of a session: tokens by layers, and where the engine has them.
+/// A range of tokens by a range of layers of a session, and the engine's tensors for them.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_transfer_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_TRANSFER_*.
     pub flags: u64,
-    /// The first token, a multiple of a chunk's tokens.
+    /// A multiple of chunk_tokens.
     pub first_token: u64,
-    /// How many; up to a multiple, or to the end of the session. 0 = to the end that it has
-    /// when this is submitted: views say then how many tokens they have.
+    /// Up to a multiple of chunk_tokens or the end of the session. 0 = to the end at submission;
+    /// views must then state their tokens.
     pub tokens: u64,
-    /// The first layer.
     pub first_layer: u32,
-    /// How many; 0 = all from the first on.
+    /// 0 = all from first_layer on.
     pub layers: u32,
-    /// K (or the latent, or the states) of each layer; null for a prefetch.
+    /// One view per layer of K, the latent or the states; null for a prefetch.
     pub k: *const kvt_view_t,
-    /// V of each layer; null when the layout has none in these layers. A layer
-    /// without V has an entry that is all zero.
+    /// One view per layer of V, all zero for a layer without V; null if none of the layers has V.
     pub v: *const kvt_view_t,
-    /// sizeof(kvt_view_t).
     pub stride_bytes: u64,
-    /// KVT_LEVEL_*, for puts alone.
+    /// KVT_LEVEL_*; puts only.
     pub level: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// Nothing of the move is begun before this event has come: sources are complete
-    /// then, targets in use by nobody. Null = now. The handle may be closed once it was
-    /// signalled. Prefetch before, if what comes from disk is to come meanwhile.
+    /// The transfer begins when this event is signalled: sources are complete then, targets unused.
+    /// Null = at once. At most 65536 transfers wait for one event. The handle may be closed after
+    /// the signal. To read from disk in the meantime, submit a prefetch first.
     pub ready: *const kvt_event_t,
-    /// Of a get or a prefetch: the chunks that are wanted, 0 = the one of first_token,
-    /// ascending; copied. Views have their tokens one after the other, and no others. Null =
-    /// all. What a sparse policy selects is got so.
+    /// Gets and prefetches: only these chunks, for example those that a sparse policy selects.
+    /// Ascending; 0 = the chunk of first_token. Views have the tokens of these chunks without gaps.
+    /// Null = all.
     pub chunks: *const u32,
-    /// How many.
+    /// At most 2^22; not 0 unless chunks is null.
     pub chunk_count: u64,
-    /// An event of the store's device (kvt_device_copy, kvt_device_launch, kvt_device_import_event,
-    /// kvt_device_create_event); 0 = none. No copy between the tensors and the store runs before it
-    /// has come: they are put behind it on the device, and no thread waits. What they need from
-    /// disk comes meanwhile. It stays yours, several moves may name it, and it is not to be
-    /// released before the last of their ops was. One that fails, or is released before it was
-    /// seen to come, fails the move with that: tensors are as they were where nothing came.
-    /// With `ready` both have to come. Not for prefetches.
+    /// Event of the store's device (kvt_device_copy, kvt_device_launch, kvt_device_import_event,
+    /// kvt_device_create_event); 0 = none. Not for prefetches. Copies between tensors and store run
+    /// after it, on the device; no thread waits. Reads from disk do not wait for it. The caller
+    /// keeps the event, may use it for several transfers, and releases it after the last of their
+    /// ops. If it fails, or is released before the library saw it complete, the transfer fails with
+    /// that status, and tensors of cells that were not copied are unchanged. With `ready`, the
+    /// transfer waits for both.
     pub after: u64,
 }
 
-impl Moved for kvt_transfer_t {
+impl TransferRequest for kvt_transfer_t {
     const FLAGS: u64 = KVT_TRANSFER_EACH_LAYER | KVT_TRANSFER_REUSE;
-    const EACH: &'static str = "KVT_TRANSFER_EACH_LAYER";
+    const PER_ITEM: &'static str = "KVT_TRANSFER_EACH_LAYER";
 
-    fn common(&self) -> Common {
+    fn common(&self) -> CommonFields {
         let kvt_transfer_t { flags, reserved, level, ready, first_layer, .. } = *self;
         let kvt_transfer_t { k, v, stride_bytes, after, .. } = *self;
-        Common { flags, reserved, level, ready, first_layer, k, v, stride_bytes, after }
+        CommonFields { flags, reserved, level, ready, first_layer, k, v, stride_bytes, after }
     }
 }
 
 pub(crate) fn level_of(level: u32, kind: TransferKind) -> Result<Level> {
     match level {
         KVT_LEVEL_RAM => Ok(Level::Ram),
-        _ if kind != TransferKind::Put => fail!(Invalid, "level is for puts alone"),
+        _ if kind != TransferKind::Put => {
+            fail!(Invalid, "level is {level}, but only puts have one: leave it 0")
+        }
         KVT_LEVEL_DISK => Ok(Level::Disk),
         KVT_LEVEL_DURABLE => Ok(Level::Durable),
         KVT_LEVEL_REMOTE => Ok(Level::Remote),
-        other => fail!(Invalid, "level {other} is none of KVT_LEVEL_*"),
+        other => fail!(Invalid, "level is {other}: use one of KVT_LEVEL_*, 0 to 3"),
     }
 }
 
 /// # Safety
 /// `chunks` of `given` is null or valid for reads.
-unsafe fn wanted_of(given: &kvt_transfer_t, kind: TransferKind) -> Result<Wanted> {
+unsafe fn selection_of(given: &kvt_transfer_t, kind: TransferKind) -> Result<Wanted> {
     let needed = given.flags & KVT_TRANSFER_REUSE != 0;
     if needed && kind == TransferKind::Put {
-        fail!(Invalid, "KVT_TRANSFER_REUSE has no meaning for a put");
+        fail!(Invalid, "KVT_TRANSFER_REUSE is set for a put: it is for gets and prefetches");
     }
     // SAFETY: the caller's promise.
     let chunks = unsafe { numbers(given.chunks, given.chunk_count, MAX_MOVE_CHUNKS)? };
     if !given.chunks.is_null() && chunks.is_empty() {
-        fail!(Invalid, "chunk_count is 0 and chunks is not null: a move of nothing");
+        fail!(Invalid, "chunk_count is 0: list at least one chunk, or set chunks to null for all");
     }
     match (chunks.is_empty(), needed) {
         (true, true) => Ok(Wanted::Needed),
         (true, false) => Ok(Wanted::All),
-        (false, true) => fail!(Invalid, "KVT_TRANSFER_REUSE and chunks: one or the other"),
-        (false, false) if kind == TransferKind::Put => fail!(Invalid, "chunks are for gets alone"),
+        (false, true) => {
+            fail!(Invalid, "KVT_TRANSFER_REUSE and chunks are both set: use only one of them")
+        }
+        (false, false) if kind == TransferKind::Put => {
+            fail!(Invalid, "chunks is set for a put, which takes all chunks: set it to null")
+        }
         (false, false) => {
             let mut wanted = Vec::new();
             wanted.try_reserve_exact(chunks.len()).map_err(|_| Status::NoMem)?;
@@ -666,31 +559,39 @@ unsafe fn wanted_of(given: &kvt_transfer_t, kind: TransferKind) -> Result<Wanted
     }
 }
 
-/// The layers of a move, with what 0 stands for.
+/// Number of layers of a transfer; `given` 0 = all from `first` on.
 pub(crate) fn layers_of(all: usize, first: u32, given: u32) -> Result<usize> {
     let left = all.saturating_sub(first as usize);
     let layers = if given == 0 { left } else { given as usize };
     if layers == 0 || layers > left {
-        fail!(Invalid, "{given} layers from {first} on, of a model with {all}");
+        fail!(
+            Invalid,
+            "first_layer is {first} and layers {given}, but the layout has {all} layers: at most \
+             {left} from there, 0 for all of them"
+        );
     }
     Ok(layers)
 }
 
 /// # Safety
 /// As the exported functions that call it.
-unsafe fn move_rectangle(
+unsafe fn submit_transfer(
     session: *const kvt_session_t,
     kind: TransferKind,
     transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
     ops_out: *mut *mut kvt_op_t,
 ) -> Result<()> {
-    let begin = |noun: &SessionNoun, given: &kvt_transfer_t, how: &How<'_>| {
+    let begin = |session: &SessionNoun, given: &kvt_transfer_t, submission: &Submission<'_>| {
         // SAFETY: the caller's promise.
-        let wanted = unsafe { wanted_of(given, kind)? };
-        let layers = layers_of(noun.ns.layers, given.first_layer, given.layers)?;
+        let wanted = unsafe { selection_of(given, kind)? };
+        let layers = layers_of(session.ns.layers, given.first_layer, given.layers)?;
         if given.tokens == TO_THE_END {
-            fail!(Invalid, "{} tokens: no session has so many", given.tokens);
+            fail!(
+                Invalid,
+                "tokens is {}: a session has at most {MAX_TOKENS}; 0 is to its end",
+                given.tokens
+            );
         }
         let tokens = (given.tokens != 0).then_some(given.tokens);
         let common = given.common();
@@ -702,43 +603,33 @@ unsafe fn move_rectangle(
             by_layer: given.flags & KVT_TRANSFER_EACH_LAYER != 0,
             wanted,
             // SAFETY: the caller's promise.
-            views: unsafe { common.views(noun, kind, (layers, tokens))? },
+            views: unsafe { common.views(session, kind, (layers, tokens))? },
             after: common.after(),
         };
-        let (store, How { level, opts, ready, .. }) = (&noun.ns.store, how);
-        store.submit_after(noun.number, kind, *level, transfer, opts, *ready)
+        let Submission { level, opts, ready } = submission;
+        let store = &session.ns.store;
+        store.submit_after(session.number, kind, *level, transfer, opts, *ready)
     };
-    // SAFETY: the caller's promise; he has room for one op, or one a layer.
+    // SAFETY: the caller's promise; ops_out has room for one op, or one per layer.
     unsafe { submit(session, kind, transfer, opts, ops_out, begin) }
 }
 
-/// Stores the KV of a transfer: from the engine's tensors into memory, and down
-/// from there as the spec says. Cells that are there already are not stored again.
-/// Never waits.
+/// Submits a put: copies the engine's tensors into host memory, from where they are written to
+/// disk and remote as the spec says. Cells that are stored already are not stored again. Never
+/// blocks. Closing the session does not end the transfer.
 ///
-/// The op's value (kvt_completion_t, kvt_op_info_t) is how many tokens from the
-/// first on were stored without a gap; bytes_done is what was copied. It ends with
-/// KVT_E_BUDGET when memory could not be had, or KVT_E_IO when the disk failed; the
-/// other cells are stored all the same.
+/// The op's value (kvt_completion_t, kvt_op_info_t) is the number of tokens, from the first on,
+/// that were stored without a gap; bytes_done is the number of copied bytes. The op ends with
+/// KVT_E_BUDGET if host memory runs out, or KVT_E_IO if the disk fails; other cells are stored all
+/// the same. The tensors must not change before the op is released.
 ///
-/// @param session    The session; closing it does not end its moves.
-/// @param transfer  What, and where it is; copied, tables of pages too.
-/// @param opts       Queue, tag, deadline, priority; null for none.
-/// @param ops_out    Receives the op (one per layer with KVT_TRANSFER_EACH_LAYER), to
-///                   be freed by you; null when the queue alone tells of the end.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
-///         store is full; KVT_E_INVALID, KVT_E_UNAVAILABLE (a level that needs a disk,
-///         memory that no device reaches, an event of a device to a store without one),
-///         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE (also: `after`
-///         is no event of the store's device), KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the ops; the tensors are the library's until the
-/// release. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; views lead
-/// to memory that can be read until the release.
+/// @param transfer  Copied, tables of pages included.
+/// @param ops_out   Receives the op, or one per layer with KVT_TRANSFER_EACH_LAYER; free them with
+///                  kvt_op_free. Null = no handle, only completions.
+/// @return KVT_E_AGAIN (queue, runtime, store or `ready` is full), KVT_E_UNAVAILABLE (no disk or
+///         remote for this level, memory that no device reaches, `after` without a device),
+///         KVT_E_LIMIT (more than 2^22 chunks or 2^32 cells, or the chunk table is full),
+///         KVT_E_HANDLE (also: `after` is no event of the store's device).
 #[capi]
 pub unsafe extern "C" fn kvt_session_put(
     session: *const kvt_session_t,
@@ -747,28 +638,19 @@ pub unsafe extern "C" fn kvt_session_put(
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_rectangle(session, TransferKind::Put, transfer, opts, ops_out)
+    submit_transfer(session, TransferKind::Put, transfer, opts, ops_out)
 }
 
-/// Loads the KV of a transfer into the engine's tensors, from whatever tier has
-/// it. Never waits.
+/// Submits a get: copies KV into the engine's tensors, from whichever tier has it. Never blocks.
 ///
-/// The op's value is how many tokens from the first on came without a gap. It ends
-/// with KVT_E_NOT_FOUND when something was missing: the other cells came, and
-/// the tensors are as they were where nothing came. A deadline turns what is late
-/// into a miss.
+/// The op's value is the number of tokens, from the first on, that arrived without a gap. The op
+/// ends with KVT_E_NOT_FOUND if cells are missing: the others have arrived, and tensors of missing
+/// cells are unchanged. At its deadline it resolves with KVT_E_TIMEOUT; the tensors are the
+/// library's until the op is released.
 ///
-/// @param session    See kvt_session_put.
 /// @param transfer  See kvt_session_put.
-/// @param opts       See kvt_session_put.
-/// @param ops_out    See kvt_session_put.
-/// @param err        Explains a failure; may be null.
+/// @param ops_out   See kvt_session_put.
 /// @return As kvt_session_put.
-///
-/// Ownership: as kvt_session_put. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// As kvt_session_put; views lead to memory that can be written.
 #[capi]
 pub unsafe extern "C" fn kvt_session_get(
     session: *const kvt_session_t,
@@ -777,24 +659,16 @@ pub unsafe extern "C" fn kvt_session_get(
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_rectangle(session, TransferKind::Get, transfer, opts, ops_out)
+    submit_transfer(session, TransferKind::Get, transfer, opts, ops_out)
 }
 
-/// Brings the KV of a transfer into memory, for a get to come. Never waits. The
-/// op's value and result are those of a get.
+/// Submits a prefetch: brings KV into host memory for a later get. Never blocks. Value and status
+/// of the op are those of a get.
 ///
-/// @param session    See kvt_session_put.
-/// @param transfer  What; without views.
-/// @param opts       See kvt_session_put; KVT_PRIORITY_PREFETCH is what it is for.
-/// @param ops_out    See kvt_session_put.
-/// @param err        Explains a failure; may be null.
+/// @param transfer  Without views.
+/// @param opts      Set `priority` to KVT_PRIORITY_PREFETCH.
+/// @param ops_out   See kvt_session_put.
 /// @return As kvt_session_put.
-///
-/// Ownership: the caller owns the ops. Threading: any thread, also in callbacks.
-/// Since 0.1.
-///
-/// # Safety
-/// As kvt_session_put.
 #[capi]
 pub unsafe extern "C" fn kvt_session_prefetch(
     session: *const kvt_session_t,
@@ -803,90 +677,79 @@ pub unsafe extern "C" fn kvt_session_prefetch(
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_rectangle(session, TransferKind::Prefetch, transfer, opts, ops_out)
+    submit_transfer(session, TransferKind::Prefetch, transfer, opts, ops_out)
 }
 
 // Plans.
 
-/// Loads and computing do not go on at the same time, but one after the other.
+/// Loads and computation run one after the other, not at the same time.
 pub const KVT_PLAN_NO_OVERLAP: u64 = 1;
-/// What is on its way into the store is not counted on.
+/// Ignore KV that is still on its way into the store.
 pub const KVT_PLAN_NO_WAIT: u64 = 2;
-/// `alpha_ns` and `beta_ns` are given, also when they are 0.
+/// `alpha_ns` and `beta_ns` are set, even if they are 0.
 pub const KVT_PLAN_COST: u64 = 4;
 
-/// Nothing is to be done: the tokens are where the engine computes, or not needed.
+/// Steps of a plan. RESIDENT: nothing to do, the KV is in place or not needed.
 pub const KVT_PLAN_RESIDENT: u32 = 0;
-/// Load them (kvt_session_get).
+/// Load the tokens: kvt_session_get with KVT_TRANSFER_REUSE.
 pub const KVT_PLAN_LOAD: u32 = 1;
-/// Compute them.
+/// Compute the tokens.
 pub const KVT_PLAN_RECOMPUTE: u32 = 2;
 
-/// How the engine will run. Zero is the default everywhere.
+/// How the engine will run, as input of a plan.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_plan_terms_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_PLAN_NO_OVERLAP, KVT_PLAN_NO_WAIT, KVT_PLAN_COST.
     pub flags: u64,
-    /// With KVT_PLAN_COST: nanoseconds a token and token of context. Without it plans
-    /// go by kvt_namespace_prefill.
+    /// With KVT_PLAN_COST: nanoseconds per token and token of context, 0 to 1e15. Without it, plans
+    /// use the cost of kvt_namespace_prefill.
     pub alpha_ns: f64,
-    /// With KVT_PLAN_COST: nanoseconds a token.
+    /// With KVT_PLAN_COST: nanoseconds per token, 0 to 1e15.
     pub beta_ns: f64,
     /// KVT_PRIORITY_* of the loads.
     pub priority: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Tokens in a row with which the same is to be done. Stands in arrays only.
+/// Successive tokens with the same step.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_plan_step_t {
-    /// The first one.
     pub first_token: u64,
-    /// How many.
     pub tokens: u64,
     /// KVT_PLAN_RESIDENT, KVT_PLAN_LOAD or KVT_PLAN_RECOMPUTE.
     pub kind: u32,
-    /// The farthest tier that something of them is loaded from, KVT_TIER_*; or
-    /// KVT_TIER_NONE.
+    /// Slowest tier that anything is loaded from, KVT_TIER_*; KVT_TIER_NONE if nothing is.
     pub tier: u32,
-    /// Bytes to be loaded from memory.
+    /// Bytes to load from each tier.
     pub host_bytes: u64,
-    /// Bytes to be loaded from disk.
     pub disk_bytes: u64,
-    /// Bytes to be loaded from elsewhere.
     pub remote_bytes: u64,
-    /// How long this takes by itself, predicted.
+    /// Predicted time of this step alone.
     pub predicted_ns: u64,
-    /// Bytes to be copied from the device tier, on the device.
+    /// Bytes to copy from the device tier, on the device.
     pub device_bytes: u64,
 }
 
-/// What a plan comes to.
+/// Totals of a plan.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_plan_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// All tokens of the session.
+    /// All tokens of the session; the next three counts add up to it.
     pub tokens: u64,
-    /// Tokens with which nothing is to be done.
     pub resident_tokens: u64,
-    /// Tokens to be loaded.
     pub load_tokens: u64,
-    /// Tokens to be computed.
     pub recompute_tokens: u64,
-    /// Until all is there, predicted, with what waits before it.
+    /// Predicted time until all KV is available, queues included.
     pub total_ns: u64,
-    /// Of that, loading alone.
+    /// Predicted time of the loads alone, queues included.
     pub load_ns: u64,
-    /// Of that, computing alone.
+    /// Predicted time of the computation alone.
     pub compute_ns: u64,
-    /// What computing all of it would take.
+    /// Predicted time to compute all tokens instead.
     pub without_ns: u64,
 }
 
@@ -895,17 +758,26 @@ fn terms_of(given: &kvt_plan_terms_t) -> Result<PlanTerms> {
     let is_set = |flag: u64| given.flags & flag != 0;
     no_reserved(given.reserved)?;
     if given.priority as usize >= LANES {
-        fail!(Invalid, "priority {} is none of 0 to {}", given.priority, LANES - 1);
+        fail!(
+            Invalid,
+            "priority is {}: use one of KVT_PRIORITY_*, 0 to {}",
+            given.priority,
+            LANES - 1
+        );
     }
     let (alpha, beta) = (given.alpha_ns, given.beta_ns);
     let cost = match is_set(KVT_PLAN_COST) {
         true => Some(Cost { alpha, beta }),
-        false if alpha != 0.0 || beta != 0.0 => fail!(Invalid, "a cost without KVT_PLAN_COST"),
+        false if alpha != 0.0 || beta != 0.0 => fail!(
+            Invalid,
+            "alpha_ns is {alpha} and beta_ns {beta} without KVT_PLAN_COST: set the flag, or leave \
+             both 0"
+        ),
         false => None,
     };
-    let sound = |x: f64| x.is_finite() && (0.0..=1e15).contains(&x);
-    if !sound(alpha) || !sound(beta) {
-        fail!(Invalid, "a cost of {alpha} and {beta} ns is not 0 to 1e15");
+    let is_valid = |ns: f64| ns.is_finite() && (0.0..=1e15).contains(&ns);
+    if !is_valid(alpha) || !is_valid(beta) {
+        fail!(Invalid, "alpha_ns is {alpha} and beta_ns {beta}: both must be 0 to 1e15");
     }
     Ok(PlanTerms {
         overlap: !is_set(KVT_PLAN_NO_OVERLAP),
@@ -923,7 +795,7 @@ fn step(leg: &Leg) -> kvt_plan_step_t {
         (host_bytes, Tier::Host),
         (device_bytes, Tier::Device),
     ];
-    let farthest = from.into_iter().find(|&(bytes, _)| bytes > 0);
+    let slowest = from.into_iter().find(|&(bytes, _)| bytes > 0);
     kvt_plan_step_t {
         first_token: leg.first_token,
         tokens: leg.tokens,
@@ -932,7 +804,7 @@ fn step(leg: &Leg) -> kvt_plan_step_t {
             StepKind::Load => KVT_PLAN_LOAD,
             StepKind::Recompute => KVT_PLAN_RECOMPUTE,
         },
-        tier: farthest.map_or(KVT_TIER_NONE, |(_, tier)| tier as u32),
+        tier: slowest.map_or(KVT_TIER_NONE, |(_, tier)| tier as u32),
         host_bytes,
         disk_bytes,
         remote_bytes,
@@ -959,31 +831,16 @@ fn summary(plan: &SessionPlan) -> kvt_plan_t {
     }
 }
 
-/// The cheapest way to have the KV of all tokens of a session: what is loaded, what is
-/// computed, from what is where, what waits before it, and what both take. No use is
-/// counted, nothing is held beyond what the session holds.
+/// Computes the cheapest way to get the KV of all tokens of a session: what to load, what to
+/// compute, and how long that takes, from residency, measured bandwidth and queues. Counts no use
+/// and references nothing. Without KVT_NAMESPACE_HOLES, all tokens from the first computed one on
+/// are computed.
 ///
-/// Without KVT_NAMESPACE_HOLES everything before the first token to be computed is
-/// loaded or resident, and all behind it is computed.
-///
-/// @param session       The session.
-/// @param terms         How the engine will run; null for defaults.
-/// @param steps      Receives all tokens as steps, in their order; may be null
-///                      with capacity 0 to learn how many there are.
-/// @param capacity      Room there, in entries, at most 2^24.
-/// @param stride_bytes  sizeof(kvt_plan_step_t).
-/// @param out_count     How many steps there are; also written with
-///                      KVT_E_TOO_SMALL. May be null.
-/// @param out           The sum of it; start it with KVT_PLAN_INIT. May be null.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs are valid for the size they
-/// state.
+/// @param steps      Receives all tokens in order, as steps.
+/// @param capacity   At most 2^24.
+/// @param out_count  May be null.
+/// @param out        Totals; may be null.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT (capacity, or more than 2^22 chunks).
 #[capi]
 pub unsafe extern "C" fn kvt_session_plan(
     session: *const kvt_session_t,
@@ -1007,13 +864,13 @@ pub unsafe extern "C" fn kvt_session_plan(
 
 // Media.
 
-/// An image or a sound in a sequence. Stands in arrays only.
+/// An image or a sound in a sequence.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_media_t {
-    /// Its first token, as an index into the sequence's tokens.
+    /// Index of its first token in the sequence.
     pub token: u64,
-    /// What it is: 32 bytes of a hash of at least 256 bits, never shortened.
+    /// Hash of its content: 32 bytes of a hash of at least 256 bits.
     pub digest: [u8; 32],
 }
 
@@ -1021,24 +878,21 @@ pub struct kvt_media_t {
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_sequence_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// The tokens.
     pub tokens: *const u32,
-    /// How many, at most 2^27.
+    /// At most 2^27.
     pub token_count: u64,
-    /// The media, ascending by their tokens, one at each.
+    /// Ascending by token, at most one per token; null = none.
     pub media: *const kvt_media_t,
-    /// How many, at most 2^24.
+    /// At most 2^24.
     pub media_count: u64,
-    /// sizeof(kvt_media_t).
     pub media_stride_bytes: u64,
 }
 
-/// The media of a sequence, by their indices.
+/// Media of a sequence, by index of their tokens.
 ///
 /// # Safety
-/// Its array is null or valid for its length.
+/// The array is null or valid for its length.
 unsafe fn media_of(given: &kvt_sequence_t) -> Result<Vec<Medium>> {
     let (base, count) = (given.media.cast_mut(), given.media_count);
     // SAFETY: the caller's promise; nothing is written there.
@@ -1048,27 +902,22 @@ unsafe fn media_of(given: &kvt_sequence_t) -> Result<Vec<Medium>> {
     for at in 0..rows.len() {
         let kvt_media_t { token, digest } = rows.get(at)?;
         if token >= given.token_count {
-            fail!(Invalid, "media {at} starts at token {token} of {}", given.token_count);
+            fail!(
+                Invalid,
+                "media {at} starts at token {token}, but the sequence has {}: give an index below",
+                given.token_count
+            );
         }
         media.push(Medium { token, digest });
     }
     Ok(media)
 }
 
-/// Adds tokens with media to a session. Where media start in a chunk its key depends on
-/// them, and so do the keys of all chunks behind it (docs/keys.md): equal tokens with other
-/// images share nothing from there on.
+/// Appends tokens with media. Media enter the key of the chunk that they start in and of all later
+/// chunks (docs/keys.md): equal tokens with other images share nothing from there on. On failure
+/// nothing changes.
 ///
-/// @param session   The session.
-/// @param sequence  What is added; copied.
-/// @param err       Explains a failure; may be null.
-/// @return As kvt_session_append; KVT_E_INVALID also for media that do not ascend or
-///         start beyond the tokens, KVT_E_TOO_NEW. Nothing changes on failure.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `sequence` is null or valid for the size it states, its arrays for their lengths.
+/// @return As kvt_session_append.
 #[capi]
 pub unsafe extern "C" fn kvt_session_append_media(
     session: *const kvt_session_t,
@@ -1086,23 +935,9 @@ pub unsafe extern "C" fn kvt_session_append_media(
     })
 }
 
-/// kvt_namespace_lookup for a sequence with media.
+/// Looks up a sequence with media; otherwise as kvt_namespace_lookup.
 ///
-/// @param ns         The namespace.
-/// @param sequence      The sequence.
-/// @param ranges        See kvt_namespace_lookup.
-/// @param capacity      See kvt_namespace_lookup.
-/// @param stride_bytes  See kvt_namespace_lookup.
-/// @param out_count     See kvt_namespace_lookup.
-/// @param out           See kvt_namespace_lookup.
-/// @param err           Explains a failure; may be null.
-/// @return As kvt_namespace_lookup; KVT_E_TOO_NEW.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// As kvt_namespace_lookup; `sequence` is null or valid for the size it states, its arrays
-/// for their lengths.
+/// @return As kvt_namespace_lookup.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_lookup_media(
     ns: *const kvt_namespace_t,
@@ -1121,25 +956,12 @@ pub unsafe extern "C" fn kvt_namespace_lookup_media(
     answer(ns, &to, |ns| ns.store.lookup_media(ns.number, tokens, &media))
 }
 
-/// Says what the full chunks of a sequence are called in events and files: the keys that
-/// docs/keys.md defines. A router that knows who has which keys finds by them where a prompt's
-/// prefix is.
+/// Computes the keys of the full chunks of a sequence (docs/keys.md), as events and files have
+/// them. A router that knows the keys of each store finds a prompt's prefix by them.
 ///
-/// @param ns      The namespace.
-/// @param sequence   The sequence.
-/// @param keys       Receives KVT_KEY_BYTES for each, in their order; may be null with
-///                   capacity 0 to learn how many there are.
-/// @param capacity   Room there, in keys.
-/// @param out_count  How many there are; also written with KVT_E_TOO_SMALL.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `sequence` is valid for the size it states,
-/// its arrays for their lengths.
+/// @param keys      Receives KVT_KEY_BYTES per chunk, in order.
+/// @param capacity  In keys.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_chunk_keys(
     ns: *const kvt_namespace_t,
@@ -1154,151 +976,146 @@ pub unsafe extern "C" fn kvt_namespace_chunk_keys(
     let (tokens, media) =
         (numbers(given.tokens, given.token_count, MAX_TOKENS)?, media_of(&given)?);
     if keys.is_null() && capacity > 0 {
-        fail!(Invalid, "keys is null, and capacity {capacity}");
+        fail!(Invalid, "keys is null with capacity {capacity}: use 0 to learn the number of keys");
     }
     let ns = enter(ns)?;
-    let made = ns.0.store.chunk_keys(ns.0.number, tokens, &media)?;
-    out_count.write(made.len() as u64);
-    if keys.is_null() || made.is_empty() {
+    let all = ns.0.store.chunk_keys(ns.0.number, tokens, &media)?;
+    out_count.write(all.len() as u64);
+    if keys.is_null() || all.is_empty() {
         return Ok(());
     }
-    if (made.len() as u64) > capacity {
-        fail!(TooSmall, "{} keys, and room for {capacity}", made.len());
+    if (all.len() as u64) > capacity {
+        fail!(TooSmall, "capacity is {capacity}, but there are {} keys: give more room", all.len());
     }
     // SAFETY: there is room for as many keys, as the caller promises, and a key is its
     // bytes.
-    std::ptr::copy_nonoverlapping(made.as_ptr().cast(), keys, size_of_val(&made[..]));
+    std::ptr::copy_nonoverlapping(all.as_ptr().cast(), keys, size_of_val(&all[..]));
     Ok(())
 }
 
-// Blocks: chunks that the engine names itself.
+// Named blocks: chunks that the engine names itself.
 
 /// Most names of a call.
 const MAX_NAMES: usize = 1 << 22;
-/// Keys that are looked for while the lock is held.
-const GROUP: usize = 1024;
+/// Keys that are looked up during one lock of the store.
+const KEYS_PER_LOCK: usize = 1024;
 
-/// What an engine calls its blocks: any bytes, one name after the other. Equal names
-/// are equal content: its own hashes, say, of all that the content depends on and the
-/// namespace's identity does not say.
+/// Names of blocks: any bytes. Equal names must mean equal content, so a name is, for example, the
+/// engine's hash of all that the content depends on, except the namespace's identity.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_names_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// The names, without gaps.
+    /// The names one after the other, without gaps.
     pub bytes: *const u8,
-    /// Where each ends, from `bytes` on, ascending; null = all have each_bytes bytes.
+    /// End of each name as an offset from `bytes`, ascending; null = all have each_bytes bytes.
     pub ends: *const u64,
-    /// Bytes of a name, 1 to 65536; 0 with ends.
+    /// 1 to 65536; 0 if `ends` is set.
     pub each_bytes: u64,
-    /// How many; at most 2^22, and 65536 for a move or to locate them.
+    /// At most 65536; 2^22 for kvt_namespace_block_keys and kvt_namespace_find_blocks.
     pub count: u64,
 }
 
-/// Blocks, and where the engine has them.
+/// Blocks to transfer, and the engine's tensors for them.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_blocks_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Always 0.
+    /// 0; none are defined.
     pub flags: u64,
-    /// What they are called.
+    /// 1 to 65536 names.
     pub names: *const kvt_names_t,
-    /// The first layer.
     pub first_layer: u32,
-    /// How many; 0 = all from the first on.
+    /// 0 = all from first_layer on.
     pub layers: u32,
-    /// K (or the latent, or the states) of each layer: the tokens of all blocks, in the
-    /// order of their names. Pages with the tokens of a chunk each give every block its own
-    /// address. Null for a prefetch.
+    /// One view per layer of K, the latent or the states: the tokens of all blocks, in the order of
+    /// their names. Pages of chunk_tokens tokens give each block an address of its own. Null for a
+    /// prefetch.
     pub k: *const kvt_view_t,
-    /// V of each layer; null when the layout has none in these layers. A layer
-    /// without V has an entry that is all zero.
+    /// This and the next fields: see kvt_transfer_t.
     pub v: *const kvt_view_t,
-    /// sizeof(kvt_view_t).
     pub stride_bytes: u64,
-    /// KVT_LEVEL_*, for puts alone.
     pub level: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// See kvt_transfer_t.
     pub ready: *const kvt_event_t,
-    /// See kvt_transfer_t.
     pub after: u64,
 }
 
-impl Moved for kvt_blocks_t {
+impl TransferRequest for kvt_blocks_t {
     const FLAGS: u64 = 0;
-    const EACH: &'static str = "kvt_op_items";
+    const PER_ITEM: &'static str = "kvt_op_items";
 
-    fn common(&self) -> Common {
+    fn common(&self) -> CommonFields {
         let kvt_blocks_t { flags, reserved, level, ready, first_layer, .. } = *self;
         let kvt_blocks_t { k, v, stride_bytes, after, .. } = *self;
-        Common { flags, reserved, level, ready, first_layer, k, v, stride_bytes, after }
+        CommonFields { flags, reserved, level, ready, first_layer, k, v, stride_bytes, after }
     }
 }
 
-/// The keys of named blocks of a namespace.
+/// Keys of named blocks of a namespace.
 ///
 /// # Safety
-/// `names` is valid for the size it states, and what it leads to for reads.
+/// `names` is null or valid for the size it states, and all that it points to for reads.
 pub(crate) unsafe fn keys_of(ns: &Space, names: *const kvt_names_t) -> Result<Vec<Key>> {
     if names.is_null() {
-        fail!(Invalid, "names is null");
+        fail!(Invalid, "names is null: give a kvt_names_t, with count 0 for no names");
     }
     // SAFETY: the caller's promise.
     let given = unsafe { read(names)? };
     if given.count > MAX_NAMES as u64 {
-        fail!(Limit, "{} names; a call has at most {MAX_NAMES}", given.count);
+        fail!(Limit, "{} names: a call has at most {MAX_NAMES}, make several", given.count);
     }
-    let keys = BlockKeys::new(&ns.key);
+    let block_keys = BlockKeys::new(&ns.key);
     if given.ends.is_null() {
-        let Some(all) = given.each_bytes.checked_mul(given.count) else {
-            fail!(Limit, "{} names of {} bytes", given.count, given.each_bytes);
+        let Some(total_bytes) = given.each_bytes.checked_mul(given.count) else {
+            fail!(
+                Limit,
+                "{} names of {} bytes each: a name has at most 65536 bytes",
+                given.count,
+                given.each_bytes
+            );
         };
         if given.each_bytes == 0 && given.count > 0 {
-            fail!(Invalid, "each_bytes is 0, and ends null: how long are the names?");
+            fail!(Invalid, "each_bytes is 0 and ends is null: one of them must give the lengths");
         }
         // SAFETY: the caller's promise.
-        let all = unsafe { bytes(given.bytes, all)? };
-        return keys.all(all.chunks_exact(given.each_bytes.max(1) as usize));
+        let all_names = unsafe { bytes(given.bytes, total_bytes)? };
+        return block_keys.all(all_names.chunks_exact(given.each_bytes.max(1) as usize));
     }
     if given.each_bytes != 0 {
-        fail!(Invalid, "each_bytes is {} and ends is not null: one or the other", given.each_bytes);
+        fail!(
+            Invalid,
+            "each_bytes is {} and ends is not null: set only one of them",
+            given.each_bytes
+        );
     }
     // SAFETY: the caller's promise.
-    let (ends, all) = unsafe {
+    let (ends, all_names) = unsafe {
         let ends = numbers(given.ends, given.count, MAX_NAMES)?;
         (ends, bytes(given.bytes, ends.last().copied().unwrap_or(0))?)
     };
-    let mut made = Vec::new();
-    made.try_reserve_exact(ends.len()).map_err(|_| Status::NoMem)?;
+    let mut keys = Vec::new();
+    keys.try_reserve_exact(ends.len()).map_err(|_| Status::NoMem)?;
     let mut from = 0;
     for (at, &end) in ends.iter().enumerate() {
-        let Some(name) = all.get(from..usize::try_from(end).unwrap_or(usize::MAX)) else {
-            fail!(Invalid, "name {at} ends at {end}, behind it or before its beginning at {from}");
+        let Some(name) = all_names.get(from..usize::try_from(end).unwrap_or(usize::MAX)) else {
+            fail!(
+                Invalid,
+                "name {at} begins at byte {from} and ends at {end}, the last name at {}: ends must \
+                 ascend",
+                all_names.len()
+            );
         };
-        made.push(keys.key(name)?);
+        keys.push(block_keys.key(name)?);
         from += name.len();
     }
-    Ok(made)
+    Ok(keys)
 }
 
-/// Says what blocks are called in events and files: the keys that docs/keys.md defines.
+/// Computes the keys of blocks (docs/keys.md), as events and files have them.
 ///
-/// @param ns  The namespace.
-/// @param names  The names.
-/// @param out    Receives KVT_KEY_BYTES for each.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs for the size they state.
+/// @param out  Receives KVT_KEY_BYTES per name.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_block_keys(
     ns: *const kvt_namespace_t,
@@ -1311,28 +1128,19 @@ pub unsafe extern "C" fn kvt_namespace_block_keys(
     if !keys.is_empty() {
         require(out)?;
     }
-    let each = crate::ffi::store::KVT_KEY_BYTES as usize;
+    let key_bytes = crate::ffi::store::KVT_KEY_BYTES as usize;
     for (i, key) in keys.iter().enumerate() {
-        std::ptr::copy_nonoverlapping(key.0.as_ptr(), out.add(i * each), each);
+        std::ptr::copy_nonoverlapping(key.0.as_ptr(), out.add(i * key_bytes), key_bytes);
     }
     Ok(())
 }
 
-/// Says of blocks whether a namespace has them, and where. No use is counted, nothing
-/// is held. The remote is not asked: kvt_session_locate_blocks does that, and one that was found
-/// there has 1 << KVT_TIER_REMOTE alone; without KVT_EXISTS_WHOLE it is not here, but gets and
-/// prefetches bring it.
+/// Reads in which tiers blocks are resident. Counts no use and references nothing. It does not ask
+/// the remote: a block that kvt_session_locate_blocks found there has 1 << KVT_TIER_REMOTE without
+/// KVT_EXISTS_WHOLE, and gets and prefetches fetch it.
 ///
-/// @param ns  The namespace.
-/// @param names  The names.
-/// @param out    Receives a byte for each, as kvt_namespace_exists gives.
-/// @param err    Explains a failure; may be null.
-/// @return As kvt_namespace_block_keys.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// As kvt_namespace_block_keys.
+/// @param out  Receives a byte per name, as kvt_namespace_exists.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_find_blocks(
     ns: *const kvt_namespace_t,
@@ -1348,71 +1156,60 @@ pub unsafe extern "C" fn kvt_namespace_find_blocks(
     let mut found = Vec::new();
     found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
     found.resize(keys.len(), 0);
-    for (keys, found) in keys.chunks(GROUP).zip(found.chunks_mut(GROUP)) {
+    for (keys, found) in keys.chunks(KEYS_PER_LOCK).zip(found.chunks_mut(KEYS_PER_LOCK)) {
         ns.0.store.look(|core| core.exists(ns.0.number, keys, found))??;
     }
-    // SAFETY: room for a byte a name, by the caller's promise.
+    // SAFETY: `out` has room for a byte per name, by the caller's promise.
     std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len());
     Ok(())
 }
 
 /// # Safety
 /// As the exported functions that call it.
-unsafe fn move_blocks(
+unsafe fn submit_block_transfer(
     session: *const kvt_session_t,
     kind: TransferKind,
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
     op_out: *mut *mut kvt_op_t,
 ) -> Result<()> {
-    let begin = |noun: &SessionNoun, given: &kvt_blocks_t, how: &How<'_>| {
-        let layers = layers_of(noun.ns.layers, given.first_layer, given.layers)?;
+    let begin = |session: &SessionNoun, given: &kvt_blocks_t, submission: &Submission<'_>| {
+        let layers = layers_of(session.ns.layers, given.first_layer, given.layers)?;
         // SAFETY: the caller's promise.
-        let keys = unsafe { keys_of(&noun.ns, given.names)? };
-        let tokens = keys.len() as u64 * u64::from(noun.ns.chunk_tokens);
+        let keys = unsafe { keys_of(&session.ns, given.names)? };
+        let tokens = keys.len() as u64 * u64::from(session.ns.chunk_tokens);
         let common = given.common();
         let blocks = BlockMove {
             keys,
             first_layer: given.first_layer as usize,
             layers,
             // SAFETY: the caller's promise.
-            views: unsafe { common.views(noun, kind, (layers, Some(tokens)))? },
+            views: unsafe { common.views(session, kind, (layers, Some(tokens)))? },
             after: common.after(),
         };
-        let (store, How { level, opts, ready, .. }) = (&noun.ns.store, how);
-        store.submit_blocks(noun.number, (kind, *level), blocks, opts, *ready)
+        let Submission { level, opts, ready } = submission;
+        let store = &session.ns.store;
+        store.submit_blocks(session.number, (kind, *level), blocks, opts, *ready)
     };
     // SAFETY: the caller's promise; there is one op.
     unsafe { submit(session, kind, blocks, opts, op_out, begin) }
 }
 
-/// Stores blocks that the engine has named: from its tensors into memory, and down from
-/// there as the spec says. Those that are there already are not stored again. Never waits.
+/// Submits a put of blocks that the engine names itself; otherwise as kvt_session_put, which stores
+/// KV by tokens. Never blocks.
 ///
-/// A block is a chunk of the namespace's layout that continues no other one: it comes and
-/// goes by itself. Sessions of the namespace share blocks as they share chunks; tokens have
-/// nothing to do with it. The session says who asks: its tenant, priority and turn. Whoever
-/// keeps KV by tokens uses kvt_session_put.
+/// A block is a chunk of the namespace's layout without a parent, so it is evicted by itself. All
+/// sessions of the namespace share blocks. The session only says for whom the transfer is: its
+/// tenant, priority and share of the bandwidth.
 ///
-/// The op has an item for each block (kvt_op_items), in their order, with the status of
-/// that block. Its own status is KVT_OK when all are well, else that of one of them: a miss
-/// only where nothing else went wrong. Its value is how many tokens from the first on were
-/// stored without a gap.
+/// The op has an item per block (kvt_op_items), in order, with the status of the block. The op's
+/// status is KVT_OK if that of all blocks is, else that of a failed one; KVT_E_NOT_FOUND only if
+/// nothing else failed. Its value is the number of tokens, from the first on, that were stored
+/// without a gap.
 ///
-/// @param session  The session; closing it does not end its moves.
-/// @param blocks   What, and where it is; copied, names and tables of pages too.
-/// @param opts     Queue, tag, deadline, priority; null for none.
-/// @param op_out   Receives the op, to be freed by you; null when the queue alone tells of
-///                 the end.
-/// @param err      Explains a failure; may be null.
+/// @param blocks  Copied, names and tables of pages included.
+/// @param op_out  Receives the op; free it with kvt_op_free. Null = no handle, only a completion.
 /// @return As kvt_session_put.
-///
-/// Ownership: the caller owns the op; the tensors are the library's until the release.
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state; views lead
-/// to memory that can be read until the release.
 #[capi]
 pub unsafe extern "C" fn kvt_session_put_blocks(
     session: *const kvt_session_t,
@@ -1421,27 +1218,16 @@ pub unsafe extern "C" fn kvt_session_put_blocks(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_blocks(session, TransferKind::Put, blocks, opts, op_out)
+    submit_block_transfer(session, TransferKind::Put, blocks, opts, op_out)
 }
 
-/// Loads blocks into the engine's tensors, from whatever tier has them; from the remote those that
-/// were located there (kvt_session_locate_blocks). Never waits.
+/// Submits a get of blocks, from whichever tier has them; from the remote only those that
+/// kvt_session_locate_blocks found there. Never blocks. If blocks are missing, the op ends with
+/// KVT_E_NOT_FOUND and its items say which; the tensors of a missing block may be written in part.
 ///
-/// The op ends with KVT_E_NOT_FOUND where some are missing: the others came. Its items say
-/// which; the tensors of one that did not come may have been written in part.
-///
-/// @param session  See kvt_session_put_blocks.
-/// @param blocks   See kvt_session_put_blocks.
-/// @param opts     See kvt_session_put_blocks.
-/// @param op_out   See kvt_session_put_blocks.
-/// @param err      Explains a failure; may be null.
+/// @param blocks  See kvt_session_put_blocks.
+/// @param op_out  See kvt_session_put_blocks.
 /// @return As kvt_session_put.
-///
-/// Ownership: as kvt_session_put_blocks. Threading: any thread, also in callbacks.
-/// Since 0.1.
-///
-/// # Safety
-/// As kvt_session_put_blocks; views lead to memory that can be written.
 #[capi]
 pub unsafe extern "C" fn kvt_session_get_blocks(
     session: *const kvt_session_t,
@@ -1450,23 +1236,16 @@ pub unsafe extern "C" fn kvt_session_get_blocks(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_blocks(session, TransferKind::Get, blocks, opts, op_out)
+    submit_block_transfer(session, TransferKind::Get, blocks, opts, op_out)
 }
 
-/// Brings blocks into memory, for a get to come. Never waits. The op's items are as those
-/// of a get.
+/// Submits a prefetch of blocks into host memory, for a later get. Never blocks. The items of the
+/// op are those of a get.
 ///
-/// @param session  See kvt_session_put_blocks.
-/// @param blocks   What; without views.
-/// @param opts     See kvt_session_put_blocks; KVT_PRIORITY_PREFETCH is what it is for.
-/// @param op_out   See kvt_session_put_blocks.
-/// @param err      Explains a failure; may be null.
+/// @param blocks  Without views.
+/// @param opts    Set `priority` to KVT_PRIORITY_PREFETCH.
+/// @param op_out  See kvt_session_put_blocks.
 /// @return As kvt_session_put.
-///
-/// Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// As kvt_session_put_blocks.
 #[capi]
 pub unsafe extern "C" fn kvt_session_prefetch_blocks(
     session: *const kvt_session_t,
@@ -1475,24 +1254,16 @@ pub unsafe extern "C" fn kvt_session_prefetch_blocks(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_blocks(session, TransferKind::Prefetch, blocks, opts, op_out)
+    submit_block_transfer(session, TransferKind::Prefetch, blocks, opts, op_out)
 }
 
-/// Takes blocks away that nobody holds: out of all tiers. Those that moves or sessions hold
-/// (kvt_session_hold_blocks) stay and are counted. Never waits: after a crash what was on disk
-/// may be there again, as after any eviction.
+/// Removes blocks from all tiers, unless transfers or sessions (kvt_session_hold_blocks) reference
+/// them. Does not wait for the disk: after a crash, blocks that were on disk may be found again, as
+/// after any eviction.
 ///
-/// @param session  The session.
-/// @param names    The names, at most 65536; those that are not there are passed over.
-/// @param out      What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May be null.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @param names  Names without a block are skipped.
+/// @param out    Counts; may be null.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_drop_blocks(
     session: *const kvt_session_t,
@@ -1504,34 +1275,24 @@ pub unsafe extern "C" fn kvt_session_drop_blocks(
     let session = enter(session)?;
     let keys = keys_of(&session.ns, names)?;
     let cleared = session.ns.store.with(|core| core.drop_blocks(session.number, &keys))?;
-    write(out, &report(&cleared));
+    write(out, &clear_report(&cleared));
     Ok(())
 }
 
-// Where a remote has what a session misses.
+// Remote lookups.
 
-/// Begins to find out how far a session can go on with what the store has and what its remote
-/// has. Never waits. The op's value is the tokens from the session's first one on that can be
-/// used; what is at the remote is part of lookups and plans from then on, and comes with gets
-/// and prefetches. Appending a chunk or more asks by itself (ask=append): the op then only
-/// waits for the answers. Without a remote, or while that is left alone, it ends at once with
-/// what is here.
+/// Starts a remote lookup of a session's chunks. Never blocks. The op's value is the number of
+/// tokens, from the first on, that can be reused from this store and its remote. From then on,
+/// lookups and plans count chunks at the remote, and gets and prefetches fetch them. Appending at
+/// least a chunk starts the same lookup (`ask=append`); the op then only waits for it. Without a
+/// remote, or while its circuit is open, the op ends at once. Closing the session ends it with
+/// KVT_E_CANCELLED.
 ///
-/// What the remote has is a hint: it may be gone when it is fetched, which is a miss.
+/// An answer is a hint: a chunk that is gone when it is fetched is a miss.
 ///
-/// @param session  The session.
-/// @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it the op
-///                 ends with KVT_E_TIMEOUT, and what was heard until then counts.
-/// @param op_out   Receives the op; null with a queue to be told by that alone.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way as may be, or the queue is
-///         full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @param opts    Set a deadline: the op then ends with KVT_E_TIMEOUT, and answers so far count.
+/// @param op_out  Null = no handle, only a completion in the queue of `opts`.
+/// @return KVT_E_AGAIN (too many transfers or ops are in flight, or the queue is full).
 #[capi]
 pub unsafe extern "C" fn kvt_session_locate(
     session: *const kvt_session_t,
@@ -1545,35 +1306,24 @@ pub unsafe extern "C" fn kvt_session_locate(
     })
 }
 
-/// Begins to find out which of some blocks the store has, in a tier of its own or at its remote.
-/// Never waits. What is at the remote is known to kvt_namespace_find_blocks from then on, as
-/// 1 << KVT_TIER_REMOTE, and comes with kvt_session_get_blocks and kvt_session_prefetch_blocks.
-/// No block depends on another: all are asked for that are not here and were not asked for lately.
-/// Without a remote, or while that is left alone, the op ends at once with what is here.
+/// Starts a lookup of blocks in this store and its remote. Never blocks. From then on,
+/// kvt_namespace_find_blocks reports those at the remote as 1 << KVT_TIER_REMOTE, and
+/// kvt_session_get_blocks and kvt_session_prefetch_blocks fetch them. The remote is asked for all
+/// blocks that are not in this store and have no recent answer. Without a remote, or while its
+/// circuit is open, the op ends at once. Closing the session does not end it.
 ///
-/// The op has an item for each block (kvt_op_items): KVT_OK when all of it is here or at the
-/// remote, KVT_E_NOT_FOUND when it is not, as far as is known. Its own status is KVT_OK when all
-/// are, else that of those that are not. Its value is how many tokens from the first on can be
-/// used without a gap.
+/// The op has an item per block (kvt_op_items): KVT_OK if all of it is in this store or at the
+/// remote, else KVT_E_NOT_FOUND. Its status is KVT_OK if that of all blocks is. Its value is the
+/// number of tokens, from the first on, that can be used without a gap.
 ///
-/// What the remote has is a hint: it may be gone when it is fetched, which is a miss. A hint is
-/// forgotten when rows of the table are needed for what the store itself keeps, or after as many
-/// others as the remote's parameter `known` says; ask again then.
+/// An answer is a hint: a block that is gone when it is fetched is a miss. A hint is forgotten when
+/// the store needs its row for a chunk of its own, or after `known` later ones (a parameter of the
+/// remote); locate the block again then.
 ///
-/// @param session  The session; closing it does not end the op.
-/// @param names    The names, 1 to 65536; one that is there twice has two items. Copied.
-/// @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it blocks that
-///                 nothing is known of end with KVT_E_TIMEOUT, and what was heard counts.
-/// @param op_out   Receives the op; null with a queue to be told by that alone.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way, or 2^20 blocks are asked for,
-///         as may be; or the queue is full), KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @param names   1 to 65536; a name that occurs twice has two items. Copied.
+/// @param opts    Set a deadline: blocks without an answer then end with KVT_E_TIMEOUT.
+/// @param op_out  See kvt_session_locate.
+/// @return KVT_E_AGAIN (as kvt_session_locate, or 2^20 blocks are being looked up), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_locate_blocks(
     session: *const kvt_session_t,
@@ -1590,33 +1340,22 @@ pub unsafe extern "C" fn kvt_session_locate_blocks(
 
 // References to blocks.
 
-/// Cells that policies are told of while the lock is held.
-const CELLS_AT_ONCE: usize = 1 << 14;
+/// Cells that policies are notified of during one lock of the store.
+const CELLS_PER_LOCK: usize = 1 << 14;
 
-/// Holds those of some blocks that are there: until they are let go they are in some tier, and
-/// what is asked for of them is found. Memory that others need may still have them go down to
-/// disk; kvt_session_prefetch_blocks brings them up. No use is counted. Never waits.
+/// References blocks that are stored: they stay in at least one tier, and gets find them, until
+/// they are released. They may be demoted to disk; kvt_session_prefetch_blocks promotes them.
+/// Counts no use. Never blocks.
 ///
-/// Each call counts, and each name in it: what is held twice is to be let go twice. A block of
-/// which not all is there, or whose put has not ended, is not held, and says so. Closing the
-/// session lets all go; forks hold nothing. Where memory or the table is full and all is held
-/// there is no room for anything else: puts end with KVT_E_BUDGET, or are refused with
-/// KVT_E_LIMIT. A hold does not repair: of a block whose only copy is found damaged only the
-/// name stays held, for whoever puts it again.
+/// Holds are counted, for each name of each call: a block that is held twice must be released
+/// twice. A block that lacks layers, or whose put has not completed, is not held. Closing the
+/// session releases all; forks hold none. If held blocks fill the memory or the chunk table, puts
+/// end with KVT_E_BUDGET, or are refused with KVT_E_LIMIT. A held block whose only copy is damaged
+/// is lost; its name stays held for the next put.
 ///
-/// @param session  The session. Others hold the same blocks on their own account.
-/// @param names    The names, at most 65536.
-/// @param out      Receives a byte for each, as kvt_namespace_find_blocks gives: 0 = not held.
-///                 May be null for who lets go by closing the session.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_LIMIT (also: a session has 2^20 holds), KVT_E_INVALID,
-///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///         Nothing is held on failure.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `names` for the size it states, `out` for a byte a name.
+/// @param out  Receives a byte per name, as kvt_namespace_find_blocks; 0 = not held. May be null if
+///             only kvt_session_close releases them.
+/// @return KVT_E_LIMIT (also: 2^20 holds of a session). On failure nothing is held.
 #[capi]
 pub unsafe extern "C" fn kvt_session_hold_blocks(
     session: *const kvt_session_t,
@@ -1632,28 +1371,18 @@ pub unsafe extern "C" fn kvt_session_hold_blocks(
     let store = &session.ns.store;
     store.with(|core| core.hold_names(session.number, &keys, &mut found))?;
     if !out.is_null() {
-        // SAFETY: room for a byte a name, by the caller's promise.
+        // SAFETY: `out` has room for a byte per name, by the caller's promise.
         std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len());
     }
     Ok(())
 }
 
-/// Takes one hold of each block back; the last one of all lets it leave. Never waits.
+/// Releases one hold of each block. A block without holds may be evicted. Never blocks.
 ///
-/// Give the names that were held, as kvt_session_hold_blocks said, and no others: one that the
-/// session does not hold as often as it is named fails the call. Passing it over would let a
-/// mistake in counting take away what another part of the program holds.
+/// The session must hold each block as often as it is named, else nothing changes: a miscount
+/// would release holds of another part of the program.
 ///
-/// @param session  The session that holds them.
-/// @param names    The names, at most 65536.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (also: not held), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on failure.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `names` for the size it states.
+/// @return KVT_E_INVALID (also: not held as often), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_release_blocks(
     session: *const kvt_session_t,
@@ -1665,21 +1394,12 @@ pub unsafe extern "C" fn kvt_session_release_blocks(
     session.ns.store.with(|core| core.release_names(session.number, &keys))
 }
 
-/// Tells the policies what the engine knows of the future of some blocks, as kvt_session_hint
-/// does of a session: in each tier, of each block by itself. Those that are not there are
-/// passed over, and nothing is remembered of them.
+/// Passes a hint about the future of each block to the policies, as kvt_session_hint does for a
+/// session. Names without a block are skipped.
 ///
-/// @param session  The session; says whose words these are. Nothing is told of it.
-/// @param names    The names, at most 65536.
-/// @param hint     The hint; its times are CLOCK_MONOTONIC.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs for the size they state.
+/// @param session  Supplies tenant and priority; the hint does not concern it.
+/// @param hint     Its times are CLOCK_MONOTONIC.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_hint_blocks(
     session: *const kvt_session_t,
@@ -1691,14 +1411,14 @@ pub unsafe extern "C" fn kvt_session_hint_blocks(
     let session = enter(session)?;
     let keys = keys_of(&session.ns, names)?;
     if keys.len() > MAX_BLOCKS {
-        fail!(Limit, "{} names; a call has at most {MAX_BLOCKS}", keys.len());
+        fail!(Limit, "{} names: a call has at most {MAX_BLOCKS}, make several", keys.len());
     }
-    // Others have their turn between: policies may be told of each layer of each.
-    let at_once = (CELLS_AT_ONCE / session.ns.layers.max(1)).max(1);
+    // Policies may be notified of each layer of each block, so the lock is released in between.
+    let batch_blocks = (CELLS_PER_LOCK / session.ns.layers.max(1)).max(1);
     let mut rest = &keys[..];
     loop {
-        let (some, others) = rest.split_at(rest.len().min(at_once));
-        session.ns.store.with(|core| core.hint_blocks(session.number, some, &hint))?;
+        let (batch, others) = rest.split_at(rest.len().min(batch_blocks));
+        session.ns.store.with(|core| core.hint_blocks(session.number, batch, &hint))?;
         if others.is_empty() {
             return Ok(());
         }
@@ -1706,38 +1426,35 @@ pub unsafe extern "C" fn kvt_session_hint_blocks(
     }
 }
 
-// Removal, demotion, unpinning.
+// Clearing, dropping, demotion, unpinning.
 
-/// What became of chunks that were to go.
+/// Counts of chunks after a clear or drop.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_clear_report_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Chunks that are in no tier any more.
+    /// Removed from all tiers.
     pub removed_chunks: u64,
-    /// Chunks that stay: sessions, moves or pins hold them, or others that stay
-    /// continue them.
+    /// Kept: sessions, transfers or pins reference them, or a kept chunk continues them.
     pub referenced_chunks: u64,
-    /// Chunks that stay, since they were on their way between tiers: call again.
+    /// Kept, because they were moving between tiers: call again.
     pub transferring_chunks: u64,
 }
 
-/// What becomes of chunks in memory that are to go down.
+/// Counts of chunks after a demotion.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_demote_report_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Chunks that were on disk, too: their memory is given back.
+    /// They were on disk already: their memory is freed.
     pub freed_chunks: u64,
-    /// Chunks whose memory is given back as soon as they are on disk.
+    /// Their memory is freed once they are written to disk.
     pub pending_chunks: u64,
-    /// Chunks that stay: there is no disk.
+    /// They stay in memory: there is no disk.
     pub kept_chunks: u64,
 }
 
-fn report(cleared: &Cleared) -> kvt_clear_report_t {
+fn clear_report(cleared: &Cleared) -> kvt_clear_report_t {
     kvt_clear_report_t {
         struct_size: 0,
         removed_chunks: cleared.gone,
@@ -1746,25 +1463,13 @@ fn report(cleared: &Cleared) -> kvt_clear_report_t {
     }
 }
 
-/// Takes everything of a namespace away that nobody holds: out of all tiers, and so
-/// that it does not come back when the store is opened again. Waits for that; of
-/// chunks that are stored meanwhile nothing is said. Their bytes stay in files until
-/// those are used again; nobody finds them there.
+/// Removes all chunks of a namespace that nothing references from all tiers, and waits until no
+/// opening of the store finds them again. Chunks that are stored meanwhile may stay. The bytes
+/// stay in files until these are reused, but no lookup finds them.
 ///
-/// @param ns        The namespace, which stays open.
-/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
-///                     be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TIMEOUT, KVT_E_BUDGET, KVT_E_IO: the chunks are gone, but may
-///         come back with another opening (call again); KVT_E_REENTRANT inside a
-///         callback; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `out` is valid for the size it states.
+/// @param out  Counts; may be null.
+/// @return KVT_E_TIMEOUT, KVT_E_BUDGET, KVT_E_IO: removed chunks may be found by the next opening
+///         (call again).
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_clear(
     ns: *const kvt_namespace_t,
@@ -1776,34 +1481,22 @@ pub unsafe extern "C" fn kvt_namespace_clear(
     let ns = enter(ns)?;
     refuse_reentry()?;
     let cleared = ns.0.store.clear(ns.0.number, deadline_ns)?;
-    write(out, &report(&cleared));
+    write(out, &clear_report(&cleared));
     Ok(())
 }
 
-/// What 0 tokens stands for: all from the first one on.
-fn extent(core: &StoreState, session: u32, first_token: u64, tokens: u64) -> Result<u64> {
+/// Number of tokens of a range; `tokens` 0 = all from `first_token` on.
+fn range_tokens(core: &StoreState, session: u32, first_token: u64, tokens: u64) -> Result<u64> {
     let all = core.session(session)?.path().tokens().len() as u64;
     Ok(if tokens == 0 { all.saturating_sub(first_token) } else { tokens })
 }
 
-/// Takes chunks of a session away that nobody else holds: out of all tiers. The
-/// session keeps its tokens, and finds chunks again that stay or are stored anew.
-/// Never waits: after a crash what was on disk may be there again, as after any
-/// eviction.
+/// Removes chunks of a session from all tiers, unless something else references them. The session
+/// keeps its tokens, and finds chunks that stay or are stored again. Does not wait for the disk:
+/// after a crash, chunks that were on disk may be found again, as after any eviction. For the
+/// range, see kvt_session_pin.
 ///
-/// @param session      The session.
-/// @param first_token  Where they begin, a multiple of a chunk's tokens.
-/// @param tokens       How many, up to a multiple or the end; 0 = to the end.
-/// @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
-///                     be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `out` is valid for the size it states.
+/// @param out  Counts; may be null.
 #[capi]
 pub unsafe extern "C" fn kvt_session_drop(
     session: *const kvt_session_t,
@@ -1815,32 +1508,20 @@ pub unsafe extern "C" fn kvt_session_drop(
     check_optional_out(out)?;
     let session = enter(session)?;
     let cleared = session.ns.store.with(|core| {
-        let tokens = extent(core, session.number, first_token, tokens)?;
+        let tokens = range_tokens(core, session.number, first_token, tokens)?;
         core.drop_range(session.number, first_token, tokens)
     })?;
-    write(out, &report(&cleared));
+    write(out, &clear_report(&cleared));
     Ok(())
 }
 
-/// Sends chunks of a session down: what of them is in memory is written to disk where it
-/// is not there yet, and its memory is given back. Never waits: events
-/// (KVT_STORE_REMOVED) and kvt_store_stats tell of the end. What admission and write=
-/// say does not count. Who holds or has pinned the chunks finds them on disk; a get brings
-/// them up again. What the disk refuses stays in memory as long as somebody holds it.
+/// Demotes chunks of a session, also referenced and pinned ones. Chunks that are not on disk yet
+/// are written, whatever admission and `write` of the spec say; then their memory is freed. Never
+/// blocks: events (KVT_STORE_REMOVED) and kvt_store_stats show the end. A get promotes the chunks
+/// again. A chunk that cannot be written stays in memory while something references it. For the
+/// range, see kvt_session_pin.
 ///
-/// @param session      The session.
-/// @param first_token  Where they begin, a multiple of a chunk's tokens.
-/// @param tokens       How many, up to a multiple or the end; 0 = to the end.
-/// @param out          How many leave; start it with KVT_DEMOTE_REPORT_INIT. May be
-///                     null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK, also where nothing is in memory; KVT_E_INVALID, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `out` is valid for the size it states.
+/// @param out  Counts; may be null.
 #[capi]
 pub unsafe extern "C" fn kvt_session_demote(
     session: *const kvt_session_t,
@@ -1852,7 +1533,7 @@ pub unsafe extern "C" fn kvt_session_demote(
     check_optional_out(out)?;
     let session = enter(session)?;
     let demoted = session.ns.store.with(|core| {
-        let tokens = extent(core, session.number, first_token, tokens)?;
+        let tokens = range_tokens(core, session.number, first_token, tokens)?;
         core.demote_range(session.number, first_token, tokens)
     })?;
     write(
@@ -1867,19 +1548,8 @@ pub unsafe extern "C" fn kvt_session_demote(
     Ok(())
 }
 
-/// Takes the pins of chunks of a session away, whoever has set them.
-///
-/// @param session      The session.
-/// @param first_token  Where they begin, a multiple of a chunk's tokens.
-/// @param tokens       How many, up to a multiple or the end; 0 = to the end.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK, also where nothing is pinned; KVT_E_INVALID, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// Removes the pins of chunks of a session, whichever session set them. For the range, see
+/// kvt_session_pin.
 #[capi]
 pub unsafe extern "C" fn kvt_session_unpin(
     session: *const kvt_session_t,
@@ -1889,7 +1559,7 @@ pub unsafe extern "C" fn kvt_session_unpin(
 ) -> kvt_status_t {
     let session = enter(session)?;
     session.ns.store.with(|core| {
-        let tokens = extent(core, session.number, first_token, tokens)?;
+        let tokens = range_tokens(core, session.number, first_token, tokens)?;
         core.unpin_range(session.number, first_token, tokens)
     })
 }

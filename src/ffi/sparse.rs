@@ -34,151 +34,141 @@ use crate::sparse::{
 
 // Sparse policies.
 
-/// A sparse policy that serves one sequence. Any thread may use it, one at a time: a call
-/// that comes while another is inside is refused with KVT_E_BUSY.
+/// A sparse policy for one sequence. Calls on one policy must not overlap: a second call, also one
+/// from a callback of the policy, returns KVT_E_BUSY. kvt_sparse_traits and kvt_sparse_close are
+/// exempt.
 pub struct kvt_sparse_t(());
 
-/// Says which blocks to load before the prompt is computed on.
+/// Capabilities of a policy (caps). LOAD: selects the blocks to load. INDEX: selects the keys to
+/// compute with. EVICT: evicts tokens. PREFILL: for the prompt; EVICT_PREFILL acts once the prompt
+/// is computed. DECODE: for the tokens that follow.
 pub const KVT_SPARSE_LOAD_PREFILL: u32 = 1;
-/// Says which blocks to load for the next token.
 pub const KVT_SPARSE_LOAD_DECODE: u32 = 2;
-/// Says which keys the prompt is computed with.
 pub const KVT_SPARSE_INDEX_PREFILL: u32 = 4;
-/// Says which keys the next token is computed with.
 pub const KVT_SPARSE_INDEX_DECODE: u32 = 8;
-/// Evicts tokens when the prompt has been computed.
 pub const KVT_SPARSE_EVICT_PREFILL: u32 = 16;
-/// Evicts tokens while text is written.
 pub const KVT_SPARSE_EVICT_DECODE: u32 = 32;
 
-/// Has to be told keys, as they come or block by block.
+/// Inputs that a policy needs (needs). Keys of new tokens: kvt_sparse_append, or by blocks
+/// kvt_sparse_seal.
 pub const KVT_NEEDS_KEYS: u32 = 1;
-/// Queries, when it is asked.
+/// Queries, in kvt_sparse_select and kvt_sparse_index.
 pub const KVT_NEEDS_QUERIES: u32 = 2;
-/// What each key got of the attention: kvt_sparse_observe.
+/// Attention that each key received, before kvt_sparse_evict: kvt_sparse_observe.
 pub const KVT_NEEDS_COLUMN_SUMS: u32 = 4;
-/// The query of the layer `ahead` before, when it is asked what to load.
+/// In kvt_sparse_select, the query of the layer `ahead` layers earlier, or a prediction from it.
 pub const KVT_NEEDS_NEXT_QUERY: u32 = 8;
-/// A score a candidate, before each selection: kvt_sparse_score.
+/// A score for each candidate, before each kvt_sparse_select: kvt_sparse_score.
 pub const KVT_NEEDS_SCORES: u32 = 16;
-/// Values, as they come.
+/// Values of new tokens.
 pub const KVT_NEEDS_VALUES: u32 = 32;
-/// A weight for each query and head, before each question: kvt_sparse_score.
+/// A weight for each query and head, before each kvt_sparse_select or _index: kvt_sparse_score.
 pub const KVT_NEEDS_WEIGHTS: u32 = 64;
-/// All keys of the sequence, when it is asked for an index.
+/// All keys of the sequence, in kvt_sparse_index.
 pub const KVT_NEEDS_ALL_KEYS: u32 = 128;
 
-/// Each query head has its own answer.
+/// Scope of an answer: one for each query head, one for each key head, or one for the layer.
 pub const KVT_SCOPE_QUERY_HEAD: u32 = 0;
-/// Each head of keys.
 pub const KVT_SCOPE_KEY_HEAD: u32 = 1;
-/// All heads of a layer share one.
 pub const KVT_SCOPE_LAYER: u32 = 2;
 
-/// Answers name tokens.
+/// Unit of an answer: it names tokens or blocks.
 pub const KVT_GRANULARITY_TOKEN: u32 = 0;
-/// Answers name blocks.
 pub const KVT_GRANULARITY_BLOCK: u32 = 1;
 
-/// Heads keep different numbers of tokens.
+/// Heads may retain different numbers of tokens.
 pub const KVT_SPARSE_RAGGED: u64 = 1;
-/// Loads are restricted to what it selects; without, all is loaded.
+/// Only selected blocks are loaded; without this flag all blocks are loaded.
 pub const KVT_SPARSE_SELECTS: u64 = 2;
-/// Keys are to be turned to the places that they have in the cache.
+/// The engine must rotate the keys (RoPE) to their places in the cache.
 pub const KVT_SPARSE_ROTATES: u64 = 4;
 
-/// What a policy is like: enough to serve any without knowing its name.
+/// Traits of a policy. They suffice to serve a policy without knowing its name.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_traits_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_SPARSE_* of what it can do. What it cannot do it refuses.
+    /// KVT_SPARSE_LOAD_*, _INDEX_*, _EVICT_*. Other calls return KVT_E_UNSUPPORTED.
     pub caps: u32,
-    /// KVT_NEEDS_*: what it has to be told. Being told more is fine.
+    /// KVT_NEEDS_*. Other inputs are ignored, except that kvt_sparse_score rejects them.
     pub needs: u32,
-    /// KVT_SCOPE_*: for whom an answer is.
+    /// KVT_SCOPE_*.
     pub scope: u32,
-    /// KVT_GRANULARITY_*: what it names.
+    /// KVT_GRANULARITY_*.
     pub granularity: u32,
-    /// KVT_SPARSE_RAGGED and others.
+    /// KVT_SPARSE_RAGGED, KVT_SPARSE_SELECTS, KVT_SPARSE_ROTATES.
     pub flags: u64,
-    /// So many first layers are not restricted.
+    /// Number of first layers that are not restricted, 0 to all.
     pub dense_layers: u32,
-    /// Sums of attention are wanted of so many last queries; UINT32_MAX = of all, 0 = none.
+    /// Last queries of a prompt whose attention kvt_sparse_observe takes; 0 = none, UINT32_MAX =
+    /// all. A policy that evicts in decode also takes that of each step.
     pub sum_queries: u32,
-    /// Queries that it selects by are of so many layers before; 0 = the layer's own.
+    /// kvt_sparse_select takes the query of this many layers earlier; 0 = the layer's own query.
     pub ahead: u32,
-    /// Heads of its own queries, where they are not the model's; else 0.
+    /// Query heads of rows of the policy's own (as `dsa` has); 0 = the model's rows.
     pub own_query_heads: u32,
-    /// Heads of its own keys, likewise.
+    /// Key heads of these rows; all own_* fields are set, or all are 0.
     pub own_key_heads: u32,
-    /// Numbers of a head of both.
+    /// Elements of a query or key head of these rows.
     pub own_dim: u32,
 }
 
-/// How to open a sparse policy.
+/// Options of kvt_sparse_open. Exactly one of `spec` and `custom` is set.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// Always 0.
     pub flags: u64,
-    /// The model's attention.
+    /// Attention shape of the model.
     pub attention: *const kvt_attention_t,
-    /// The spec, such as "minference(budget=0.2)"; null with `custom`.
+    /// Spec string, such as "minference(budget=0.2)"; see docs/sparse.md.
     pub spec: *const c_char,
-    /// Length of the spec.
     pub spec_bytes: u64,
-    /// A policy of the engine's own instead; else null.
+    /// Callbacks of the engine that make up a policy.
     pub custom: *const kvt_sparse_custom_t,
-    /// Pays for what the policy keeps, in host memory; may be null.
+    /// Account that pays for the policy's state in host memory; may be null. While it cannot, calls
+    /// that add input return KVT_E_BUDGET and change nothing.
     pub account: *const kvt_account_t,
 }
 
-/// What a policy has chosen since it was opened.
+/// Counters since the policy was opened. A fork starts at 0.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_stats_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// What it keeps of the sequence now, in bytes.
+    /// Bytes of state of the sequence that the policy holds now.
     pub state_bytes: u64,
-    /// Selections that were asked for and answered.
+    /// Answered selections (kvt_sparse_select).
     pub selections: u64,
-    /// Candidates that they named.
+    /// Candidates in them.
     pub candidates: u64,
-    /// Of those, blocks that are to be loaded.
+    /// Candidates chosen to be loaded.
     pub chosen: u64,
-    /// Of those, blocks that need not be.
+    /// Candidates that need not be loaded.
     pub spared: u64,
-    /// Selections that were compared with what the layer's own query would have chosen.
+    /// Selections that were compared with the choice of the layer's own query.
     pub audited: u64,
-    /// Blocks that own queries would have chosen.
+    /// Blocks that the own queries would have chosen.
     pub wanted: u64,
-    /// Of those, blocks that were chosen: found / wanted is the recall.
+    /// Blocks of `wanted` that were chosen: found / wanted is the recall.
     pub found: u64,
 }
 
-/// A sparse policy that can be opened. Texts are UTF-8, not NUL-terminated, and live as long
-/// as the library.
+/// A policy that kvt_sparse_open knows. Texts live as long as the library and have no NUL.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_info_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Its name in specs.
+    /// Name in specs.
     pub name: *const c_char,
-    /// Length of the name.
     pub name_bytes: u64,
-    /// What it does, in a line.
+    /// Description, one line.
     pub about: *const c_char,
-    /// Length of that line.
     pub about_bytes: u64,
 }
 
-/// Traits as C has them.
+/// Converts traits to the C struct.
 pub(crate) fn traits_for_c(traits: &Traits) -> kvt_sparse_traits_t {
     let flag = |is: bool, flag: u64| if is { flag } else { 0 };
     let own = traits.rows.map_or((0, 0, 0), |own| (own.query_heads, own.key_heads, own.dim));
@@ -207,19 +197,10 @@ pub(crate) fn traits_for_c(traits: &Traits) -> kvt_sparse_traits_t {
     }
 }
 
-/// Opens a sparse policy for one sequence of a model.
+/// Opens a sparse policy for one sequence; close it with kvt_sparse_close.
 ///
-/// @param opts  Which, and for what.
-/// @param out   The policy; close it with kvt_sparse_close.
-/// @param err   Explains a failure, with the offset in the spec and the nearest name that
-///              exists; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_CLOSED,
-///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the policy. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @return KVT_E_SPEC, KVT_E_LIMIT, KVT_E_BUDGET; for a file that the spec names KVT_E_NOT_FOUND,
+///         KVT_E_IO and KVT_E_CORRUPT.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_open(
     opts: *const kvt_sparse_opts_t,
@@ -227,55 +208,38 @@ pub unsafe extern "C" fn kvt_sparse_open(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     require(out)?;
-    let given = read(opts)?;
-    let (given, shape) = (given, shape_of(given.attention)?);
+    let opts = read(opts)?;
+    let shape = shape_of(opts.attention)?;
     crate::base::fork::check()?;
     crate::base::fork::arm()?;
-    known_flags(given.flags, 0)?;
-    if given.spec.is_null() == given.custom.is_null() {
-        fail!(Invalid, "a spec or a policy of the engine's own, one of both");
+    known_flags(opts.flags, 0)?;
+    if opts.spec.is_null() == opts.custom.is_null() {
+        let both = if opts.spec.is_null() { "null" } else { "set" };
+        fail!(Invalid, "spec and custom are both {both}: set exactly one of them");
     }
-    let account = pin_optional(given.account)?.map(|account| account.0.clone());
-    let (served, taken) = if given.custom.is_null() {
-        (CheckedPolicy::open(text("spec", given.spec, given.spec_bytes)?, &shape)?, None)
+    let account = pin_optional(opts.account)?.map(|account| account.0.clone());
+    let (policy, callbacks) = if opts.custom.is_null() {
+        (CheckedPolicy::open(text("spec", opts.spec, opts.spec_bytes)?, &shape)?, None)
     } else {
-        let (policy, taken) = made(given.custom, &shape)?;
-        (CheckedPolicy::of(policy, &shape), Some(taken))
+        let (policy, callbacks) = made(opts.custom, &shape)?;
+        (CheckedPolicy::of(policy, &shape), Some(callbacks))
     };
-    let handle = insert(SparseNoun::new(Seat::new(served, account)?))?;
-    taken.iter().for_each(|taken| taken.keep());
+    let handle = insert(SparseObject::new(PolicyState::new(policy, account)?))?;
+    callbacks.iter().for_each(|callbacks| callbacks.keep());
     out.write(handle);
     Ok(())
 }
 
-/// Closes a policy and clears the handle. It does not wait: a call that is inside ends first,
-/// and user data of the engine's is released after it.
-///
-/// @param policy  The handle; null, or a handle that is null, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `policy` is null or valid for reads and writes.
+/// Closes a policy. Does not wait: a running call ends first, then user data is destroyed.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_close(policy: *mut *mut kvt_sparse_t) -> kvt_status_t {
     free(policy, |_| Ok(()))
 }
 
-/// Opens a copy for a sequence that goes on from here. The same account pays.
+/// Copies a policy with its state, for a sequence that continues from here. The account of the
+/// original pays for the copy, too.
 ///
-/// @param policy  The policy.
-/// @param out     The copy; close it with kvt_sparse_close.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED (a policy of the engine's own that cannot), KVT_E_BUSY,
-///         KVT_E_BUDGET, KVT_E_CLOSED (who pays was), KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Ownership: the caller owns the copy. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid.
+/// @return KVT_E_UNSUPPORTED (a custom policy without `fork`), KVT_E_BUDGET.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_fork(
     policy: *const kvt_sparse_t,
@@ -283,43 +247,24 @@ pub unsafe extern "C" fn kvt_sparse_fork(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     require(out)?;
-    let copy = with_seat(policy, Seat::fork)?;
-    out.write(insert(SparseNoun::new(copy))?);
+    let copy = with_policy(policy, PolicyState::fork)?;
+    out.write(insert(SparseObject::new(copy))?);
     Ok(())
 }
 
-/// What a policy is like.
-///
-/// @param policy  The policy.
-/// @param out     Filled in; start it with KVT_SPARSE_TRAITS_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks of the policy. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the traits of a policy.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_traits(
     policy: *const kvt_sparse_t,
     out: *mut kvt_sparse_traits_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    let policy = inspect(policy)?;
-    let traits = policy.traits;
+    let traits = inspect(policy)?.traits;
     write(out, &traits_for_c(&traits));
     Ok(())
 }
 
-/// What a policy has chosen, and what it keeps.
-///
-/// @param policy  The policy.
-/// @param out     Filled in; start it with KVT_SPARSE_STATS_INIT.
-/// @return KVT_OK; KVT_E_BUSY, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the counters of a policy.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_stats(
     policy: *const kvt_sparse_t,
@@ -327,7 +272,7 @@ pub unsafe extern "C" fn kvt_sparse_stats(
 ) -> kvt_status_t {
     check_out(out)?;
     let (stats, state_bytes) =
-        look_at_seat(policy, |seat| Ok((seat.served.stats(), seat.served.state_bytes())))?;
+        inspect_policy(policy, |state| Ok((state.policy.stats(), state.policy.state_bytes())))?;
     write(
         out,
         &kvt_sparse_stats_t {
@@ -345,15 +290,7 @@ pub unsafe extern "C" fn kvt_sparse_stats(
     Ok(())
 }
 
-/// How many sparse policies can be opened by name.
-///
-/// @param out_count  The number.
-/// @return KVT_OK; KVT_E_INVALID.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_count` is null or valid for writes.
+/// Counts the policies that kvt_sparse_open knows by name.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_count(out_count: *mut u64) -> kvt_status_t {
     require(out_count)?;
@@ -361,22 +298,17 @@ pub unsafe extern "C" fn kvt_sparse_count(out_count: *mut u64) -> kvt_status_t {
     Ok(())
 }
 
-/// A sparse policy that can be opened, by its place in the list.
+/// Describes a policy that kvt_sparse_open knows by name.
 ///
 /// @param index  0 to kvt_sparse_count - 1.
-/// @param out    Filled in; start it with KVT_SPARSE_INFO_INIT.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @return KVT_E_NOT_FOUND (the index is too large).
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_info(index: u64, out: *mut kvt_sparse_info_t) -> kvt_status_t {
     check_out(out)?;
     let found = usize::try_from(index).ok().and_then(|index| ENTRIES.get(index));
     let entry = found.ok_or_else(|| {
-        Error::new(Status::NotFound, format!("there are {} sparse policies", ENTRIES.len()))
+        let count = ENTRIES.len();
+        Error::new(Status::NotFound, format!("index is {index}, it must be below {count}"))
     })?;
     write(
         out,
@@ -393,158 +325,159 @@ pub unsafe extern "C" fn kvt_sparse_info(index: u64, out: *mut kvt_sparse_info_t
 
 // Exclusive use of a policy.
 
-/// A policy with its last answers, and who pays for it.
-pub(crate) struct Seat {
-    pub(crate) served: CheckedPolicy,
+/// A policy with its last answers, and the account that pays for its state.
+pub(crate) struct PolicyState {
+    pub(crate) policy: CheckedPolicy,
     pub(crate) index: Index,
-    pub(crate) keep: RetainedTokens,
+    pub(crate) retained: RetainedTokens,
     pub(crate) ids: Vec<u32>,
     account: Option<Arc<Account>>,
-    paid_bytes: u64,
+    charged_bytes: u64,
 }
 
-impl Seat {
-    pub(crate) fn new(served: CheckedPolicy, account: Option<Arc<Account>>) -> Result<Box<Seat>> {
-        let (index, keep) = (Index::default(), RetainedTokens::default());
-        let seat = Seat { served, index, keep, ids: Vec::new(), account, paid_bytes: 0 };
-        let mut seat = Box::new(seat);
-        seat.pay()?;
-        Ok(seat)
+impl PolicyState {
+    pub(crate) fn new(
+        policy: CheckedPolicy,
+        account: Option<Arc<Account>>,
+    ) -> Result<Box<PolicyState>> {
+        let (index, retained, ids) = (Index::default(), RetainedTokens::default(), Vec::new());
+        let state = PolicyState { policy, index, retained, ids, account, charged_bytes: 0 };
+        let mut state = Box::new(state);
+        state.charge()?;
+        Ok(state)
     }
 
-    /// Pays for what the policy keeps now. Asked before it is told more: what it was told
-    /// last is known, and may have been more than there was room for.
-    pub(crate) fn pay(&mut self) -> Result<()> {
+    /// Charges the account for the current state. Called before the policy gets more input: the
+    /// last input is part of the state even if the account could not pay for it.
+    pub(crate) fn charge(&mut self) -> Result<()> {
         let Some(account) = &self.account else { return Ok(()) };
-        let now = self.served.state_bytes();
-        if now < self.paid_bytes {
-            account.give_back(Tier::Host, self.paid_bytes - now);
-        } else if let Err(error) = account.take(Tier::Host, now - self.paid_bytes) {
-            return Err(error.within("what the policy knows of the sequence"));
+        let now = self.policy.state_bytes();
+        if now < self.charged_bytes {
+            account.give_back(Tier::Host, self.charged_bytes - now);
+        } else if let Err(error) = account.take(Tier::Host, now - self.charged_bytes) {
+            return Err(error.within("state of the sparse policy"));
         }
-        self.paid_bytes = now;
+        self.charged_bytes = now;
         Ok(())
     }
 
-    /// A copy, for which the same account pays.
-    pub(crate) fn fork(&mut self) -> Result<Box<Seat>> {
-        Seat::new(self.served.fork()?, self.account.clone())
+    /// A copy that the same account pays for.
+    pub(crate) fn fork(&mut self) -> Result<Box<PolicyState>> {
+        PolicyState::new(self.policy.fork()?, self.account.clone())
     }
 }
 
-impl Drop for Seat {
+impl Drop for PolicyState {
     fn drop(&mut self) {
         if let Some(account) = &self.account {
-            account.give_back(Tier::Host, self.paid_bytes);
+            account.give_back(Tier::Host, self.charged_bytes);
         }
     }
 }
 
-/// Taken out while a call uses it: a policy by callbacks is called under no lock.
-pub(crate) struct SparseNoun {
-    seat: Mutex<Option<Box<Seat>>>,
-    /// What it is like, which callbacks of its own may ask.
+/// The object behind a handle. A call takes the state out while it uses the policy: callbacks of a
+/// custom policy are called with no lock held.
+pub(crate) struct SparseObject {
+    state: Mutex<Option<Box<PolicyState>>>,
+    /// A copy of the traits, which callbacks of the policy can read during a call.
     pub(crate) traits: Traits,
 }
 
-impl SparseNoun {
-    pub(crate) fn new(seat: Box<Seat>) -> SparseNoun {
-        let traits = *seat.served.traits();
-        SparseNoun { seat: Mutex::new(Some(seat)), traits }
+impl SparseObject {
+    pub(crate) fn new(state: Box<PolicyState>) -> SparseObject {
+        let traits = *state.policy.traits();
+        SparseObject { state: Mutex::new(Some(state)), traits }
     }
 
-    /// Calls `body` with the policy, which nobody else has meanwhile.
-    fn take<R>(&self, body: impl FnOnce(&mut Seat) -> Result<R>) -> Result<R> {
-        let Some(seat) = self.seat.lock().take() else {
-            fail!(Busy, "another call is inside of the policy");
+    /// Calls `body` with exclusive use of the policy. Fails with `Busy` during another call.
+    fn take<R>(&self, body: impl FnOnce(&mut PolicyState) -> Result<R>) -> Result<R> {
+        let Some(state) = self.state.lock().take() else {
+            fail!(Busy, "another call uses the policy: calls on one policy must not overlap");
         };
-        let mut taken = Taken { noun: self, seat: Some(seat) };
-        match &mut taken.seat {
-            Some(seat) => body(seat),
+        let mut taken = TakenState { object: self, state: Some(state) };
+        match &mut taken.state {
+            Some(state) => body(state),
             None => Err(Status::State.into()),
         }
     }
 }
 
-/// Puts a policy back when it is dropped: after a panic, too, so that it can be looked at, and
-/// is closed as usual.
-struct Taken<'a> {
-    noun: &'a SparseNoun,
-    seat: Option<Box<Seat>>,
+/// Puts the state back when dropped, also after a panic: then the policy can still be inspected
+/// and closed.
+struct TakenState<'a> {
+    object: &'a SparseObject,
+    state: Option<Box<PolicyState>>,
 }
 
-impl Drop for Taken<'_> {
+impl Drop for TakenState<'_> {
     fn drop(&mut self) {
-        *self.noun.seat.lock() = self.seat.take();
+        *self.object.state.lock() = self.state.take();
     }
 }
 
-noun!(SparseNoun, kvt_sparse_t, 15, "sparse policy");
+noun!(SparseObject, kvt_sparse_t, 15, "sparse policy");
 
-/// Calls `body` with a policy that nobody else uses meanwhile.
-pub(crate) fn with_seat<R>(
+/// Calls `body` with exclusive use of the policy of a handle.
+pub(crate) fn with_policy<R>(
     handle: *const kvt_sparse_t,
-    body: impl FnOnce(&mut Seat) -> Result<R>,
+    body: impl FnOnce(&mut PolicyState) -> Result<R>,
 ) -> Result<R> {
     enter(handle)?.take(body)
 }
 
-/// The same for what only looks: allowed of a policy in which a defect was caught, too.
-pub(crate) fn look_at_seat<R>(
+/// As [`with_policy`], for calls that only read: also allowed for a policy in which a panic was
+/// caught.
+pub(crate) fn inspect_policy<R>(
     handle: *const kvt_sparse_t,
-    body: impl FnOnce(&mut Seat) -> Result<R>,
+    body: impl FnOnce(&mut PolicyState) -> Result<R>,
 ) -> Result<R> {
     inspect(handle)?.take(body)
 }
 
 // Notifications.
 
-/// Most sums or scores of one call.
+/// Most sums or scores in one call.
 const MAX_NUMBERS: usize = 1 << 28;
 
-/// Calls `body` with a policy that is paid for, and pays for what it learns.
-fn tell(policy: *const kvt_sparse_t, body: impl FnOnce(&mut Seat) -> Result<()>) -> Result<()> {
-    with_seat(policy, |seat| {
-        seat.pay()?;
-        body(seat)?;
-        // It is known, paid for or not: where there was no room nothing more is learnt.
-        let _ = seat.pay();
+/// Passes input to a policy through `body`. Fails, before that, if the account cannot pay for the
+/// state so far.
+fn notify(
+    policy: *const kvt_sparse_t,
+    body: impl FnOnce(&mut PolicyState) -> Result<()>,
+) -> Result<()> {
+    with_policy(policy, |state| {
+        state.charge()?;
+        body(state)?;
+        // The input is part of the state whether or not the account can pay for it. If it cannot,
+        // the next call fails.
+        let _ = state.charge();
         Ok(())
     })
 }
 
-/// Calls `body` with keys, which must be there.
+/// Calls `body` with keys. Fails if `keys` is null.
 ///
 /// # Safety
-/// As of [`with_rows`].
+/// As [`with_rows`].
 unsafe fn with_keys(
     keys: *const kvt_rows_t,
     body: impl FnOnce(&Rows<'_>) -> Result<()>,
 ) -> Result<()> {
     let body = |keys: Option<&Rows<'_>>| match keys {
         Some(keys) => body(keys),
-        None => fail!(Invalid, "keys is null"),
+        None => fail!(Invalid, "keys is null: pass the keys of the tokens"),
     };
     // SAFETY: the caller's promise.
     unsafe { with_rows("keys", keys, body) }
 }
 
-/// Keys of tokens have been computed in a layer, with their positions in them.
+/// Adds the keys of new tokens of a layer. Their positions are already encoded (RoPE is applied).
 ///
-/// @param policy  The policy.
-/// @param layer   The layer.
-/// @param first   The position of the first token.
-/// @param keys    [tokens, key heads, key dim]; the policy's own rows, if its traits have some.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (numbers that are not finite, too), KVT_E_STATE when tokens
-///         are missing before them, KVT_E_LIMIT, KVT_E_BUDGET when what was told before is not
-///         paid for, KVT_E_CLOSED when who pays was closed, KVT_E_BUSY, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `keys` leads to memory that can be read during the call.
+/// @param first  Position of the first token.
+/// @param keys   [tokens, key heads, key dim], or rows of the policy's own if its traits have some.
+///               Elements must be finite.
+/// @return KVT_E_STATE (tokens before `first` are missing), KVT_E_LIMIT, KVT_E_BUDGET,
+///         KVT_E_UNSUPPORTED (dtype), KVT_E_UNAVAILABLE (not in host memory).
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_append(
     policy: *const kvt_sparse_t,
@@ -553,25 +486,17 @@ pub unsafe extern "C" fn kvt_sparse_append(
     keys: *const kvt_rows_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = |keys: &Rows<'_>| tell(policy, |seat| seat.served.append(layer, first, keys));
+    let body = |keys: &Rows<'_>| notify(policy, |state| state.policy.append(layer, first, keys));
     with_keys(keys, body)
 }
 
-/// A block of a layer is about to be moved away: to be called while its keys are still there.
-/// What was appended before need not be sealed to be known.
+/// Registers a block of a layer as a candidate. Call it before the block is moved away, while its
+/// keys can be read. Appended tokens are known to the policy without it.
 ///
-/// @param policy  The policy.
-/// @param layer   The layer.
-/// @param id      How candidates name the block.
-/// @param first   The position of its first token.
-/// @param keys    The model's keys of its tokens, all or the first ones of a block.
-/// @param err     Explains a failure; may be null.
+/// @param id     Id of the block in kvt_sparse_select.
+/// @param first  Position of its first token.
+/// @param keys   The model's keys of its tokens, all, or the first ones.
 /// @return As kvt_sparse_append.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// As of kvt_sparse_append.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_seal(
     policy: *const kvt_sparse_t,
@@ -581,26 +506,15 @@ pub unsafe extern "C" fn kvt_sparse_seal(
     keys: *const kvt_rows_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = |keys: &Rows<'_>| tell(policy, |seat| seat.served.seal(layer, id, first, keys));
+    let body = |keys: &Rows<'_>| notify(policy, |state| state.policy.seal(layer, id, first, keys));
     with_keys(keys, body)
 }
 
-/// A block that was written token by token is complete in all layers: kvt_sparse_seal of
-/// each, or on_decode_offload of an engine's own policy.
+/// Registers a block that decode has completed in all layers: kvt_sparse_seal for each layer, or
+/// one call of on_decode_offload of a custom policy.
 ///
-/// @param policy        The policy.
-/// @param id            How candidates name the block.
-/// @param first         The position of its first token.
-/// @param keys          Its keys, a view for each layer of the model.
-/// @param count         How many.
-/// @param stride_bytes  sizeof(kvt_rows_t).
-/// @param err           Explains a failure; may be null.
+/// @param keys  An entry for each layer of the model.
 /// @return As kvt_sparse_append.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// As of kvt_sparse_append, for each of `count` entries.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_seal_all(
     policy: *const kvt_sparse_t,
@@ -615,34 +529,23 @@ pub unsafe extern "C" fn kvt_sparse_seal_all(
     let (mut all, mut rows) = (Vec::new(), Vec::new());
     all.try_reserve_exact(given.len()).map_err(|_| Status::NoMem)?;
     rows.try_reserve_exact(given.len()).map_err(|_| Status::NoMem)?;
-    for at in 0..given.len() {
-        all.push(GivenRows::new("keys", &given.get(at)?)?);
+    for layer in 0..given.len() {
+        all.push(GivenRows::new("keys", &given.get(layer)?)?);
     }
-    for one in &all {
-        rows.push(one.rows("keys")?);
+    for keys in &all {
+        rows.push(keys.rows("keys")?);
     }
-    tell(policy, |seat| seat.served.seal_all(id, first, &rows))
+    notify(policy, |state| state.policy.seal_all(id, first, &rows))
 }
 
-/// What each key got of the attention of some queries: a kernel's sums (kvt_sums_open,
-/// kvt_decode_sums).
+/// Adds the attention that each resident token of a layer received from some queries: the result of
+/// kvt_sums_open or kvt_decode_sums.
 ///
-/// @param policy     The policy.
-/// @param layer      The layer.
-/// @param queries    Of how many queries: the last ones of a prompt, or those of a step.
-/// @param sums       For each query head, or one row for all of them, a number for each token
-///                   that is kept, in their order.
-/// @param sum_count  How many numbers that are.
-/// @param tokens     How many tokens are kept.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (numbers below zero or not finite, wrong counts), KVT_E_LIMIT,
-///         KVT_E_BUDGET, KVT_E_CLOSED, KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `sums` is valid for reads of `sum_count` numbers.
+/// @param queries    Number of queries: the last ones of a prompt, or those of a decode step.
+/// @param sums       [query heads, tokens], or [tokens] for all heads; finite, at least 0.
+/// @param sum_count  At most 2^28.
+/// @param tokens     Resident tokens of a list; sums are in their order.
+/// @return KVT_E_LIMIT, KVT_E_BUDGET.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_observe(
     policy: *const kvt_sparse_t,
@@ -654,26 +557,15 @@ pub unsafe extern "C" fn kvt_sparse_observe(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let sums = numbers(sums, sum_count, MAX_NUMBERS)?;
-    tell(policy, |seat| seat.served.observe(layer, queries, sums, tokens))
+    notify(policy, |state| state.policy.observe(layer, queries, sums, tokens))
 }
 
-/// Gives numbers of the engine's for the next question about a layer: a score a candidate
-/// (KVT_NEEDS_SCORES), or a weight for each query and head, heads innermost
+/// Passes what the engine computed for the next kvt_sparse_select or kvt_sparse_index of a layer: a
+/// score for each candidate (KVT_NEEDS_SCORES), or weights [queries, query heads]
 /// (KVT_NEEDS_WEIGHTS).
 ///
-/// @param policy       The policy.
-/// @param layer        The layer.
-/// @param scores       The numbers.
-/// @param score_count  How many.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_UNSUPPORTED when it wants none, KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_BUDGET, KVT_E_CLOSED, KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `scores` is valid for reads of `score_count` numbers.
+/// @param score_count  At most 2^28.
+/// @return KVT_E_UNSUPPORTED (the policy needs neither), KVT_E_LIMIT, KVT_E_BUDGET.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_score(
     policy: *const kvt_sparse_t,
@@ -683,71 +575,41 @@ pub unsafe extern "C" fn kvt_sparse_score(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let scores = numbers(scores, score_count, MAX_NUMBERS)?;
-    tell(policy, |seat| seat.served.score(layer, scores))
+    notify(policy, |state| state.policy.score(layer, scores))
 }
 
-/// The sequence has so many tokens now: what came behind them is taken back.
-///
-/// @param policy  The policy.
-/// @param tokens  How many are left.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// Truncates the sequence to its first `tokens` tokens.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_truncate(
     policy: *const kvt_sparse_t,
     tokens: u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    with_seat(policy, |seat| {
-        seat.served.truncate(tokens)?;
-        // What became less can be given back; that cannot fail.
-        let _ = seat.pay();
+    with_policy(policy, |state| {
+        state.policy.truncate(tokens)?;
+        // The state did not grow: giving bytes back cannot fail.
+        let _ = state.charge();
         Ok(())
     })
 }
 
-/// The sequence begins anew.
-///
-/// @param policy  The policy.
-/// @return KVT_OK; KVT_E_BUSY, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// None beyond a handle.
+/// Starts a new, empty sequence.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_reset(policy: *const kvt_sparse_t) -> kvt_status_t {
-    with_seat(policy, |seat| {
-        seat.served.reset();
-        // As above.
-        let _ = seat.pay();
+    with_policy(policy, |state| {
+        state.policy.reset();
+        // As in kvt_sparse_truncate.
+        let _ = state.charge();
         Ok(())
     })
 }
 
-/// What a policy knows of a block: to be kept beside it, so that it can be told again where
-/// the block comes back.
+/// Saves the policy's state of a block, to be stored with the block and restored by
+/// kvt_sparse_load.
 ///
-/// @param policy     The policy.
-/// @param layer      The layer.
-/// @param id         The block, as it was sealed.
-/// @param data       Receives the bytes; null = only their number is wanted.
-/// @param capacity       How many it has room for.
-/// @param count_out  Receives how many there are, also when there is no room; 0 = the policy
-///                   keeps nothing with blocks.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_NOT_FOUND (a block that is not known), KVT_E_INVALID,
-///         KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `data` is null or valid for writes of `room` bytes, the others for a write.
+/// @param data       Null = only the size is wanted.
+/// @param count_out  Receives the number of bytes; 0 = the policy saves nothing with blocks.
+/// @return KVT_E_TOO_SMALL, KVT_E_NOT_FOUND (an unknown block).
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_save(
     policy: *const kvt_sparse_t,
@@ -760,36 +622,28 @@ pub unsafe extern "C" fn kvt_sparse_save(
 ) -> kvt_status_t {
     require(count_out)?;
     let mut saved = Vec::new();
-    with_seat(policy, |seat| seat.served.save(layer, id, &mut saved))?;
+    with_policy(policy, |state| state.policy.save(layer, id, &mut saved))?;
     count_out.write(saved.len() as u64);
     if data.is_null() {
         return Ok(());
     }
     if saved.len() as u64 > capacity {
-        let text = format!("{} bytes, and room for {capacity}", saved.len());
+        let text = format!(
+            "the saved state has {} bytes, capacity is {capacity}: retry with a larger buffer",
+            saved.len()
+        );
         return Err(Error::new(Status::TooSmall, text));
     }
     data.copy_from_nonoverlapping(saved.as_ptr(), saved.len());
     Ok(())
 }
 
-/// What was saved of a block, which came back. The bytes may be anyone's: they are checked.
+/// Restores the state that kvt_sparse_save saved for a block. The bytes are validated.
 ///
-/// @param policy  The policy.
-/// @param layer   The layer.
-/// @param id      How candidates name the block from now on.
-/// @param first   The position of its first token.
-/// @param data    What kvt_sparse_save gave.
-/// @param count   How many bytes.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_CORRUPT, KVT_E_TOO_NEW, KVT_E_UNSUPPORTED when the policy keeps
-///         nothing with blocks, KVT_E_STATE, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUDGET,
-///         KVT_E_CLOSED, KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `data` is valid for reads of `count` bytes.
+/// @param id     Id of the block from now on.
+/// @param first  Position of its first token.
+/// @return KVT_E_CORRUPT, KVT_E_UNSUPPORTED (the policy saves nothing with blocks), KVT_E_STATE
+///         (tokens before `first` are missing), KVT_E_LIMIT, KVT_E_BUDGET.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_load(
     policy: *const kvt_sparse_t,
@@ -801,102 +655,105 @@ pub unsafe extern "C" fn kvt_sparse_load(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let saved = bytes(data, count)?;
-    tell(policy, |seat| seat.served.load(layer, id, first, saved))
+    notify(policy, |state| state.policy.load(layer, id, first, saved))
 }
 
 // Lists of tokens and blocks.
 
-/// Whether a list of ours has room somewhere.
+/// Whether an array of the caller has room for a list.
 fn fits<T, U>(from: &[T], to: *mut U, capacity: u64) -> bool {
     from.is_empty() || (!to.is_null() && to.is_aligned() && from.len() as u64 <= capacity)
 }
 
-/// Copies a list of ours.
+/// Copies a list to an array of the caller.
 ///
 /// # Safety
-/// It [`fits`], and `to` is valid for writes of its room.
-unsafe fn give<T: Copy, U: Copy>(from: &[T], to: *mut U) {
+/// The list [`fits`], and `to` is valid for writes of its capacity.
+unsafe fn copy_to<T: Copy, U: Copy>(from: &[T], to: *mut U) {
     const { assert!(size_of::<T>() == size_of::<U>() && align_of::<T>() == align_of::<U>()) };
     if !from.is_empty() {
-        // SAFETY: long enough by the caller's promise, and of the same size; ours is not theirs.
+        // SAFETY: long enough by the caller's promise, and of the same size; our list and the
+        // caller's array do not overlap.
         unsafe { to.cast::<T>().copy_from_nonoverlapping(from.as_ptr(), from.len()) };
     }
 }
 
-/// An error for arrays that are too short.
+/// The error for an output array that is too short, after the required counts were written.
 pub(crate) fn too_small(what: &str) -> Error {
-    Error::new(Status::TooSmall, format!("{what} are too short: the struct says what is needed"))
+    let text =
+        format!("the output is too short for {what}: retry with the counts that were written");
+    Error::new(Status::TooSmall, text)
 }
 
-/// Gives an index out. With too little room only counts are written.
+/// Writes an index to a struct of the caller. If its arrays are too short, only counts are written.
 ///
 /// # Safety
-/// `out` passed `check_out`; its arrays are valid for their room.
-pub(crate) unsafe fn give_index(index: &Keys<'_>, out: *mut kvt_index_t) -> Result<()> {
+/// `out` passed `check_out`; its arrays are valid for their capacities.
+pub(crate) unsafe fn write_index(index: &Keys<'_>, out: *mut kvt_index_t) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
-        let mut given = read(out.cast_const())?;
+        let mut to = read(out.cast_const())?;
         let (heads, starts, items) = (index.heads, index.starts, index.items);
-        given.head_count = heads.len() as u64;
-        given.start_count = starts.len() as u64;
-        given.item_count = items.len() as u64;
-        write(out, &given);
-        if !(fits(heads, given.heads, given.head_capacity)
-            && fits(starts, given.starts, given.start_capacity)
-            && fits(items, given.items, given.item_capacity))
+        to.head_count = heads.len() as u64;
+        to.start_count = starts.len() as u64;
+        to.item_count = items.len() as u64;
+        write(out, &to);
+        if !(fits(heads, to.heads, to.head_capacity)
+            && fits(starts, to.starts, to.start_capacity)
+            && fits(items, to.items, to.item_capacity))
         {
-            return Err(too_small("the arrays of the index"));
+            return Err(too_small("the index"));
         }
-        give(heads, given.heads);
-        give(starts, given.starts);
-        give(items, given.items);
+        copy_to(heads, to.heads);
+        copy_to(starts, to.starts);
+        copy_to(items, to.items);
         Ok(())
     }
 }
 
-/// Gives lists of what is kept out, in the same manner.
+/// Writes lists of retained tokens to a struct of the caller, as [`write_index`] does.
 ///
 /// # Safety
-/// As of [`give_index`].
-pub(crate) unsafe fn give_keep(lists: &Lists, out: *mut kvt_token_lists_t) -> Result<()> {
+/// As [`write_index`].
+pub(crate) unsafe fn write_retained(lists: &Lists, out: *mut kvt_token_lists_t) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
-        let mut given = read(out.cast_const())?;
+        let mut to = read(out.cast_const())?;
         let Lists { starts, items } = lists;
-        given.start_count = starts.len() as u64;
-        given.item_count = items.len() as u64;
-        write(out, &given);
-        if !(fits(starts, given.starts, given.start_capacity)
-            && fits(items, given.items, given.item_capacity))
+        to.start_count = starts.len() as u64;
+        to.item_count = items.len() as u64;
+        write(out, &to);
+        if !(fits(starts, to.starts, to.start_capacity) && fits(items, to.items, to.item_capacity))
         {
-            return Err(too_small("the lists of what is kept"));
+            return Err(too_small("the lists of retained tokens"));
         }
-        give(starts, given.starts);
-        give(items, given.items);
+        copy_to(starts, to.starts);
+        copy_to(items, to.items);
         Ok(())
     }
 }
 
-/// The heads of an index from outside: kinds are checked before they are ours.
+/// The heads of an index of the caller. Kinds are checked before they become a Rust enum.
 ///
 /// # Safety
-/// As of [`numbers`].
+/// As [`numbers`].
 unsafe fn index_heads_of<'a>(given: &kvt_index_t) -> Result<&'a [Head]> {
     // SAFETY: the caller's promise.
     let heads = unsafe { numbers(given.heads.cast_const(), given.head_count, MAX_HEADS as usize)? };
-    if let Some(head) = heads.iter().find(|head| head.kind > Kind::Ranges as u32) {
-        fail!(Invalid, "a head of kind {}, which is none of KVT_INDEX_*", head.kind);
+    let is_unknown = |head: &&kvt_index_head_t| head.kind > Kind::Ranges as u32;
+    if let Some(head) = heads.iter().find(is_unknown) {
+        fail!(Invalid, "kind of a head is {}: it must be one of KVT_INDEX_*, 0 to 3", head.kind);
     }
     const { assert!(size_of::<Head>() == size_of::<kvt_index_head_t>()) };
-    // SAFETY: the same six numbers in the same order, and every kind is one.
+    // SAFETY: both structs have the same six numbers in the same order, and every kind is valid.
     Ok(unsafe { std::slice::from_raw_parts(heads.as_ptr().cast(), heads.len()) })
 }
 
-/// An index from outside, as kernels take it; they check what is in it. Null = all keys.
+/// The index of a caller, in the form of kernels, which check its contents. Null = all keys.
 ///
 /// # Safety
 /// `given` is null or valid for the size it states; its arrays can be read for their counts,
-/// and nobody writes them, as long as the answer lives.
+/// and nobody writes them, as long as the result lives.
 pub(crate) unsafe fn keys_of<'a>(given: *const kvt_index_t) -> Result<Keys<'a>> {
     if given.is_null() {
         return Ok(Keys::DENSE);
@@ -912,11 +769,11 @@ pub(crate) unsafe fn keys_of<'a>(given: *const kvt_index_t) -> Result<Keys<'a>> 
     }
 }
 
-/// Lists of what is kept from outside, in memory of our own.
+/// A copy of the caller's lists of retained tokens.
 ///
 /// # Safety
 /// `given` is valid for the size it states, its arrays for reads of their counts.
-pub(crate) unsafe fn keep_of(given: *const kvt_token_lists_t) -> Result<RetainedTokens> {
+pub(crate) unsafe fn retained_of(given: *const kvt_token_lists_t) -> Result<RetainedTokens> {
     // SAFETY: the caller's promise.
     let (starts, items) = unsafe {
         let given = read(given)?;
@@ -925,21 +782,21 @@ pub(crate) unsafe fn keep_of(given: *const kvt_token_lists_t) -> Result<Retained
     };
     let is_end = starts.last().map_or(items.is_empty(), |&end| end as usize == items.len());
     if starts.first().is_some_and(|&first| first != 0) || !is_end || !starts.is_sorted() {
-        fail!(Invalid, "starts of lists do not lead through all items");
+        let count = items.len();
+        fail!(Invalid, "starts of token lists must ascend from 0 to item_count, which is {count}");
     }
-    let mut keep = RetainedTokens::default();
-    let Lists { starts: ours, items: all } = &mut keep.heads;
-    if ours.try_reserve_exact(starts.len()).and(all.try_reserve_exact(items.len())).is_err() {
-        return Err(Status::NoMem.into());
-    }
-    ours.extend_from_slice(starts);
-    all.extend_from_slice(items);
-    Ok(keep)
+    let mut retained = RetainedTokens::default();
+    let Lists { starts: own_starts, items: own_items } = &mut retained.heads;
+    own_starts.try_reserve_exact(starts.len()).map_err(|_| Status::NoMem)?;
+    own_items.try_reserve_exact(items.len()).map_err(|_| Status::NoMem)?;
+    own_starts.extend_from_slice(starts);
+    own_items.extend_from_slice(items);
+    Ok(retained)
 }
 
-/// Lists of what is kept as C has them; borrowed as they are.
-pub(crate) fn keep_for_c(keep: &RetainedTokens) -> kvt_token_lists_t {
-    let Lists { starts, items } = &keep.heads;
+/// The C struct of lists of retained tokens. It borrows the lists.
+pub(crate) fn retained_for_c(retained: &RetainedTokens) -> kvt_token_lists_t {
+    let Lists { starts, items } = &retained.heads;
     kvt_token_lists_t {
         struct_size: size_of::<kvt_token_lists_t>() as u64,
         starts: starts.as_ptr().cast_mut(),
@@ -953,118 +810,87 @@ pub(crate) fn keep_for_c(keep: &RetainedTokens) -> kvt_token_lists_t {
 
 // Selections.
 
-/// Fills what is left of an array behind the last id.
+/// Fills the entries of `ids` after the last chosen id (kvt_sparse_select).
 pub const KVT_SPARSE_NO_ID: u32 = 0xFFFF_FFFF;
 
-/// All keys. No list.
+/// All keys; no list.
 pub const KVT_INDEX_DENSE: u32 = 0;
-/// Two lists: keys that every query sees, and distances back from a query at which it sees a
-/// key.
+/// Two lists: keys that every query sees, and distances back from a query at which it sees a key.
 pub const KVT_INDEX_LINES: u32 = 1;
-/// For each row of queries a list of blocks of keys.
+/// A list of blocks of keys for each row of queries.
 pub const KVT_INDEX_BLOCKS: u32 = 2;
-/// A list of keys that every query sees; then for each row of queries a list of ranges, each
-/// two numbers: its first key, and the one behind its last.
+/// A list of keys that every query sees, then a list of ranges for each row of queries. A range is
+/// two items: its first key, and the key after its last.
 pub const KVT_INDEX_RANGES: u32 = 3;
 
-/// Most numbers of a list of an array.
+/// Most entries of an array of an index, of token lists, or of candidates.
 pub(crate) const MAX_ITEMS: usize = 1 << 30;
 
-/// How the lists of a head are meant. Heads may share lists. Stands in arrays only.
+/// How the lists of a head are read. Heads may share lists.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_index_head_t {
     /// KVT_INDEX_*.
     pub kind: u32,
-    /// The first of its lists.
+    /// Index of its first list.
     pub first: u32,
-    /// How many lists it has.
+    /// Number of its lists.
     pub lists: u32,
-    /// Blocks and ranges: queries of a row, counted from the first that is computed; 0 = all
-    /// of them are one row.
+    /// Blocks and ranges: queries in a row, counted from the first computed query; 0 = all queries
+    /// are one row.
     pub query_block: u32,
-    /// Blocks: keys of a block.
+    /// Blocks: keys in a block.
     pub key_block: u32,
-    /// Queries at this position and behind it see all keys, whatever lists say; UINT32_MAX =
-    /// none does.
+    /// Queries from this position on see all keys; UINT32_MAX = no query does, 0 = all do.
     pub dense_from: u32,
 }
 
-/// Which keys queries are computed with: by policies, or by the engine. No query sees keys
-/// behind it. No head = all keys; one = for all heads; else one for each query head (an
-/// engine may also say it for each head of keys). Numbers of lists ascend, each once.
+/// Keys that queries are computed with, chosen by a policy or by the engine. A query never sees
+/// keys after its own position. Items of a list ascend strictly. Capacities are for outputs.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_index_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// How lists are meant.
+    /// How lists are read. 0 heads = all keys; 1 = all heads share it; otherwise one for each query
+    /// head, or one for each key head.
     pub heads: *mut kvt_index_head_t,
-    /// Room there, when an answer is wanted.
     pub head_capacity: u64,
-    /// How many there are; the number needed with KVT_E_TOO_SMALL.
     pub head_count: u64,
-    /// Where each list begins in `items`, and where the last ends.
+    /// Start of each list in `items`, then the end of the last list.
     pub starts: *mut u32,
-    /// Room there.
     pub start_capacity: u64,
-    /// How many there are.
     pub start_count: u64,
-    /// What is in lists.
+    /// Contents of all lists.
     pub items: *mut u32,
-    /// Room there.
     pub item_capacity: u64,
-    /// How many there are.
     pub item_count: u64,
 }
 
-/// Lists of positions of tokens, ascending: what each head of keys keeps, or each query head, or
-/// one list for all. No list is an answer that all stay, and none that can be told.
+/// Retained tokens: ascending positions, one list for each key head, for each query head, or one
+/// for all heads. In an answer, no list = all tokens stay. An argument has at least one list.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_token_lists_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Where each list begins in `items`, and where the last ends: one more than there are
-    /// lists.
+    /// Start of each list in `items`, then the end of the last: the number of lists plus 1.
     pub starts: *mut u32,
-    /// Room there, when an answer is wanted.
     pub start_capacity: u64,
-    /// How many there are; the number needed with KVT_E_TOO_SMALL.
     pub start_count: u64,
-    /// The positions.
+    /// Positions of tokens.
     pub items: *mut u32,
-    /// Room there.
     pub item_capacity: u64,
-    /// How many there are.
     pub item_count: u64,
 }
 
-/// Which of the candidates are to be loaded for a query.
+/// Selects the candidates to load for a query.
 ///
-/// @param policy           The policy.
-/// @param layer            The layer.
-/// @param query            [queries, query heads, key dim], of the layer `ahead` before where the
-///                         traits say so; null = all candidates.
-/// @param candidates       Ids of blocks, in any order, each once.
-/// @param candidate_count  How many.
-/// @param context          Where in the sequence that is.
-/// @param ids              Receives the ids that are chosen, ascending, and KVT_SPARSE_NO_ID
-///                         behind them.
-/// @param capacity             How many it has room for: as many as there are candidates, or the
-///                         call is refused before the policy is asked.
-/// @param count_out        Receives how many are chosen; with KVT_E_TOO_SMALL how much room is
-///                         needed.
-/// @param err              Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not select there,
-///         KVT_E_INVALID (queries that are not finite, too), KVT_E_STATE (weights are missing),
-///         KVT_E_LIMIT, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs are valid for the size they state.
+/// @param query       [queries, query heads, key dim], of the layer `ahead` (traits) layers
+///                    earlier; null = policies that select by queries choose all candidates.
+/// @param candidates  Ids of blocks, in any order, each once.
+/// @param ids         Receives the chosen ids, ascending, then KVT_SPARSE_NO_ID to its end.
+/// @param capacity    At least candidate_count; with less the policy is not called.
+/// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (no KVT_SPARSE_LOAD_* for this phase), KVT_E_STATE
+///         (weights or keys are missing), KVT_E_LIMIT, KVT_E_UNAVAILABLE (not in host memory).
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_select(
     policy: *const kvt_sparse_t,
@@ -1082,48 +908,36 @@ pub unsafe extern "C" fn kvt_sparse_select(
     let (context, candidates) =
         (context_of(context)?, numbers(candidates, candidate_count, MAX_ITEMS)?);
     if !ids.is_aligned() {
-        fail!(Invalid, "ids is not aligned");
+        fail!(Invalid, "ids is not aligned: its address must be a multiple of 4");
     }
     if capacity < candidate_count || (ids.is_null() && capacity > 0) {
         count_out.write(candidate_count);
-        return Err(too_small("ids"));
+        return Err(too_small("an id of each candidate"));
     }
     let select = |query: Option<&Rows<'_>>| {
-        with_seat(policy, |seat| {
-            let (served, out) = (&mut seat.served, &mut seat.ids);
-            served.select(layer, query, candidates, &context, out)?;
-            let rest = capacity as usize - out.len();
-            // SAFETY: as many as there is room for; a policy chooses no more than there
-            // are candidates, as `CheckedPolicy` sees to.
-            ids.copy_from_nonoverlapping(out.as_ptr(), out.len());
-            (0..rest).for_each(|i| ids.add(out.len() + i).write(KVT_SPARSE_NO_ID));
-            count_out.write(out.len() as u64);
+        with_policy(policy, |state| {
+            let (policy, chosen) = (&mut state.policy, &mut state.ids);
+            policy.select(layer, query, candidates, &context, chosen)?;
+            let rest = capacity as usize - chosen.len();
+            // SAFETY: the ids fit: `CheckedPolicy` rejects more of them than there are
+            // candidates, and `capacity` is at least that.
+            ids.copy_from_nonoverlapping(chosen.as_ptr(), chosen.len());
+            (0..rest).for_each(|i| ids.add(chosen.len() + i).write(KVT_SPARSE_NO_ID));
+            count_out.write(chosen.len() as u64);
             Ok(())
         })
     };
     with_rows("queries", query, select)
 }
 
-/// Which keys queries are computed with. With KVT_E_TOO_SMALL the answer is kept:
-/// kvt_sparse_last_index has it.
+/// Selects the keys that queries are computed with. After KVT_E_TOO_SMALL, kvt_sparse_last_index
+/// returns the same answer.
 ///
-/// @param policy   The policy.
-/// @param layer    The layer.
 /// @param queries  [queries, query heads, key dim].
-/// @param keys     All keys of the sequence where the traits say KVT_NEEDS_ALL_KEYS; else null,
-///                 or any.
-/// @param context  Where in the sequence that is.
-/// @param out      Start it with KVT_INDEX_INIT, and set arrays and their room.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not say that there,
-///         KVT_E_INVALID (numbers that are not finite, too), KVT_E_STATE, KVT_E_LIMIT,
-///         KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state, the arrays of `out`
-/// for writes of their room.
+/// @param keys     All keys of the sequence with KVT_NEEDS_ALL_KEYS; otherwise may be null.
+/// @param out      Set its arrays and their capacities.
+/// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (no KVT_SPARSE_INDEX_* for this phase), KVT_E_STATE
+///         (weights or keys are missing), KVT_E_LIMIT, KVT_E_UNAVAILABLE (not in host memory).
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_index(
     policy: *const kvt_sparse_t,
@@ -1136,29 +950,21 @@ pub unsafe extern "C" fn kvt_sparse_index(
 ) -> kvt_status_t {
     check_out(out)?;
     let context = context_of(context)?;
-    let ask = |queries: Option<&Rows<'_>>, keys: Option<&Rows<'_>>| {
-        let Some(queries) = queries else { fail!(Invalid, "queries is null") };
-        with_seat(policy, |seat| {
-            let (served, index) = (&mut seat.served, &mut seat.index);
-            served.index(layer, queries, keys, &context, index)?;
-            give_index(&index.keys(), out)
+    let select = |queries: Option<&Rows<'_>>, keys: Option<&Rows<'_>>| {
+        let queries = given("queries", queries)?;
+        with_policy(policy, |state| {
+            let (policy, index) = (&mut state.policy, &mut state.index);
+            policy.index(layer, queries, keys, &context, index)?;
+            write_index(&index.keys(), out)
         })
     };
-    with_rows("queries", queries, |queries| with_rows("keys", keys, |keys| ask(queries, keys)))
+    with_rows("queries", queries, |queries| with_rows("keys", keys, |keys| select(queries, keys)))
 }
 
-/// The last index that a policy answered with, again.
+/// Reads the last index of the policy again.
 ///
-/// @param policy  The policy.
-/// @param out     As in kvt_sparse_index.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states, its arrays for writes of their room.
+/// @param out  See kvt_sparse_index.
+/// @return KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_last_index(
     policy: *const kvt_sparse_t,
@@ -1166,34 +972,22 @@ pub unsafe extern "C" fn kvt_sparse_last_index(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    with_seat(policy, |seat| give_index(&seat.index.keys(), out))
+    with_policy(policy, |state| write_index(&state.index.keys(), out))
 }
 
-/// Attention of a prompt, or of a part of one, as a policy wants it, on this thread: its index
-/// and the kernel, or the function of an engine's own policy. With a policy that does not say
-/// what a prompt is computed with all keys are. Engines with more threads ask kvt_sparse_index,
-/// and open a job.
+/// Computes the attention of a prompt, or of a part of one, on the calling thread. It uses the
+/// policy's index and the library's kernel, or sparse_prefill_attention of a custom policy. A
+/// policy without KVT_SPARSE_INDEX_PREFILL sees all keys. For several threads use kvt_sparse_index
+/// and kvt_prefill_open.
 ///
-/// @param policy     The policy.
-/// @param layer      The layer.
-/// @param queries    [queries, query heads, key dim], the last of the sequence.
-/// @param keys       All keys of the sequence.
-/// @param values     All values; of a latent the first numbers of the keys.
-/// @param context    Where in the sequence that is.
-/// @param out        Receives [queries, query heads, value dim].
-/// @param out_count  How many numbers it has room for.
-/// @param lse        Receives [queries, query heads] log-sum-exps; may be null.
-/// @param lse_count  How many it has room for.
-/// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (a policy with rows of its
-///         own), KVT_E_UNAVAILABLE, KVT_E_LIMIT, KVT_E_STATE, KVT_E_BUSY, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Arrays are valid for their counts, structs for the size they state, and views lead to
-/// memory that can be read during the call.
+/// @param queries  [queries, query heads, key dim]: the last tokens of the sequence.
+/// @param keys     All keys of the sequence.
+/// @param values   All values; with latent attention, the first elements of the keys.
+/// @param context  is_prefill must be 1.
+/// @param out      Receives [queries, query heads, value dim].
+/// @param lse      Receives [queries, query heads] log-sum-exps; may be null.
+/// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (a policy with rows of its own), KVT_E_STATE,
+///         KVT_E_LIMIT, KVT_E_UNAVAILABLE (not in host memory).
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_prefill_attention(
     policy: *const kvt_sparse_t,
@@ -1216,34 +1010,22 @@ pub unsafe extern "C" fn kvt_sparse_prefill_attention(
             with_rows("values", values, |values| {
                 let rows =
                     (given("queries", queries)?, given("keys", keys)?, given("values", values)?);
-                with_seat(policy, |seat| {
-                    seat.served.attend(layer, rows, &context, out, lse, &mut seat.index)
+                with_policy(policy, |state| {
+                    state.policy.attend(layer, rows, &context, out, lse, &mut state.index)
                 })
             })
         })
     })
 }
 
-/// Which tokens of a layer stay, if some have to go. Nothing has gone until it is told with
-/// kvt_sparse_evicted: to ask again is fine. With KVT_E_TOO_SMALL the answer is kept:
-/// kvt_sparse_last_kept has it.
+/// Chooses the tokens of a layer that stay, if some are to be evicted. Nothing is evicted before
+/// kvt_sparse_evicted; the call may be repeated. After KVT_E_TOO_SMALL, kvt_sparse_last_kept
+/// returns the same answer.
 ///
-/// @param policy       The policy.
-/// @param layer        The layer.
-/// @param context      Where in the sequence that is.
-/// @param out          Start it with KVT_TOKEN_LISTS_INIT, and set arrays and their room. Counts are 0
-///                     where all stay.
-/// @param evicted_out  Receives 1 when some have to go, else 0.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not evict there, KVT_E_STATE
-///         when sums are missing, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUSY, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state, the arrays of `out`
-/// for writes of their room.
+/// @param out          Set its arrays and their capacities. Counts are 0 if all tokens stay.
+/// @param evicted_out  Receives 1 if tokens are to be evicted, else 0.
+/// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (no KVT_SPARSE_EVICT_* for this phase), KVT_E_STATE
+///         (sums are missing), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_evict(
     policy: *const kvt_sparse_t,
@@ -1256,31 +1038,23 @@ pub unsafe extern "C" fn kvt_sparse_evict(
     check_out(out)?;
     require(evicted_out)?;
     let context = context_of(context)?;
-    with_seat(policy, |seat| {
-        let (served, keep) = (&mut seat.served, &mut seat.keep);
-        keep.clear();
-        let goes = served.evict(layer, &context, keep)?;
-        if !goes {
-            keep.clear();
+    with_policy(policy, |state| {
+        let (policy, retained) = (&mut state.policy, &mut state.retained);
+        retained.clear();
+        let evicts = policy.evict(layer, &context, retained)?;
+        if !evicts {
+            retained.clear();
         }
-        give_keep(&keep.heads, out)?;
-        evicted_out.write(u32::from(goes));
+        write_retained(&retained.heads, out)?;
+        evicted_out.write(u32::from(evicts));
         Ok(())
     })
 }
 
-/// The last lists that a policy answered with, again; none where all stayed.
+/// Reads the last lists of kvt_sparse_evict again; none if all tokens stayed.
 ///
-/// @param policy  The policy.
-/// @param out     As in kvt_sparse_evict.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states, its arrays for writes of their room.
+/// @param out  See kvt_sparse_evict.
+/// @return KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_last_kept(
     policy: *const kvt_sparse_t,
@@ -1288,23 +1062,14 @@ pub unsafe extern "C" fn kvt_sparse_last_kept(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    with_seat(policy, |seat| give_keep(&seat.keep.heads, out))
+    with_policy(policy, |state| write_retained(&state.retained.heads, out))
 }
 
-/// What was kept of a layer is all there is now: an answer of kvt_sparse_evict, of this policy
-/// or another of the sequence, to which the engine may have added tokens that must stay.
+/// Confirms an eviction: only the tokens in `kept` are left in the layer.
 ///
-/// @param policy  The policy.
-/// @param layer   The layer.
-/// @param kept    The lists; any part of what is there.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_NOMEM,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `kept` is null or valid for the size it states, its arrays for reads of their counts.
+/// @param kept  Some of the resident tokens: an answer of kvt_sparse_evict, of this policy or
+///              another one of the sequence, to which the engine may have added tokens.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_evicted(
     policy: *const kvt_sparse_t,
@@ -1313,23 +1078,21 @@ pub unsafe extern "C" fn kvt_sparse_evicted(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     if kept.is_null() {
-        fail!(Invalid, "kept is null");
+        fail!(Invalid, "kept is null: pass the lists of the tokens that are left");
     }
-    let keep = keep_of(kept)?;
-    with_seat(policy, |seat| {
-        seat.served.evicted(layer, &keep)?;
-        // What became less is given back; that cannot fail.
-        let _ = seat.pay();
+    let kept = retained_of(kept)?;
+    with_policy(policy, |state| {
+        state.policy.evicted(layer, &kept)?;
+        // As in kvt_sparse_truncate.
+        let _ = state.charge();
         Ok(())
     })
 }
 
-// Policies of the engine: a table of callbacks.
+// Custom policies: callbacks of the engine.
 
-/// A block of a layer is about to be moved away; `keys` are its `keys->view.tokens` valid
-/// tokens. All callbacks: anything but KVT_OK ends the call that led here, with that status.
-/// What they are handed is borrowed for the call. They must not unwind, and calls on the same
-/// policy from inside are refused with KVT_E_BUSY, on the same offload with KVT_E_REENTRANT.
+/// Called before a block of a layer is moved away. `block` is its id as a candidate, `first` the
+/// position of its first token; `keys` has its `keys->view.tokens` valid tokens.
 pub type kvt_on_prefill_offload_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1340,8 +1103,8 @@ pub type kvt_on_prefill_offload_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// A block that was written token by token is complete: `keys` are those of all layers, each
-/// `keys->struct_size` bytes behind the one before.
+/// Called when a block that was written token by token is complete. `keys` has an entry for each
+/// layer, `keys->struct_size` bytes apart.
 pub type kvt_on_decode_offload_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1352,8 +1115,8 @@ pub type kvt_on_decode_offload_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// Chooses among blocks, for `query`: writes ids, each a candidate and each once, to `ids`,
-/// which has room for all of them, and their number to `count_out`. Any order.
+/// Selects blocks for `query`. Writes at most candidate_count ids to `ids`, in any order, each a
+/// candidate and each once, and their number to `count_out`. `query` may be null.
 pub type kvt_select_blocks_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1367,8 +1130,9 @@ pub type kvt_select_blocks_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// Says which keys queries are computed with: points the arrays of `out` at memory of its own,
-/// which stays until the next call, and sets their counts. `keys` is null where there are none.
+/// Selects the keys that queries are computed with. Points the arrays of `out` at memory of its
+/// own, valid until the next call, and sets their counts; counts left at 0 = all keys. `keys` may
+/// be null.
 pub type kvt_sparse_index_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1380,8 +1144,8 @@ pub type kvt_sparse_index_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// Is told what each key got of the attention of `queries` queries: `count` numbers, for
-/// `tokens` tokens that are kept.
+/// Takes the attention that each of `tokens` resident tokens received from `queries` queries:
+/// `count` sums. See kvt_sparse_observe.
 pub type kvt_sparse_observe_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1393,7 +1157,8 @@ pub type kvt_sparse_observe_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// Says which tokens of a layer stay, as an index is said; counts left at 0 = all stay.
+/// Chooses the tokens of a layer that stay. Fills `out` as kvt_sparse_index_fn does; counts left at
+/// 0 = all tokens stay.
 pub type kvt_sparse_evict_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1403,14 +1168,13 @@ pub type kvt_sparse_evict_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// Is told that the sequence has so many tokens now; 0 = it begins anew.
+/// Truncates the sequence to `tokens` tokens; 0 = a new sequence starts.
 pub type kvt_sparse_truncate_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, tokens: u32) -> kvt_status_t>;
 
-/// Computes the attention of a prompt instead of the library's kernel, for
-/// kvt_sparse_prefill_attention: writes [queries, query heads, value dim] to `out`, and
-/// [queries, query heads] to `lse` where that is not null. KVT_E_UNSUPPORTED leaves it to the
-/// library's kernel, by the index.
+/// Computes the attention of a prompt for kvt_sparse_prefill_attention. Writes [queries, query
+/// heads, value dim] to `out`, and [queries, query heads] to `lse` unless it is null.
+/// KVT_E_UNSUPPORTED = the library's kernel computes it, by the index.
 pub type kvt_sparse_attention_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1424,7 +1188,7 @@ pub type kvt_sparse_attention_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// Is told that these tokens of a layer are all there is now.
+/// Called after an eviction: only the tokens in `kept` are left in the layer.
 pub type kvt_sparse_evicted_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1433,49 +1197,46 @@ pub type kvt_sparse_evicted_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// Makes user data for a copy, which goes on from here with the same functions.
+/// Creates the user data of a copy, which continues from the same state with the same callbacks.
 pub type kvt_sparse_fork_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, copy_out: *mut *mut c_void) -> kvt_status_t,
 >;
 
-/// A sparse policy of the engine's own. What its traits say it can do needs the function for
-/// it; all others may be null. It is called by the thread that calls the policy or the offload,
-/// by one at a time.
+/// A custom policy: callbacks of the engine. They may be null unless the traits require them. They
+/// run on the thread that calls the policy or the offload, one at a time, and must not unwind.
+/// Arguments are borrowed for the call. A status other than KVT_OK fails the engine's call with
+/// that status. From a callback, calls on the same policy return KVT_E_BUSY, on the same offload
+/// KVT_E_REENTRANT.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_custom_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// What it is like.
+    /// caps is 1 to 63.
     pub traits: *const kvt_sparse_traits_t,
-    /// Before a block of a prompt is moved away.
     pub on_prefill_offload: kvt_on_prefill_offload_fn,
-    /// When a block of text is complete in all layers. Null: on_prefill_offload, layer by
-    /// layer.
+    /// Null = on_prefill_offload is called for each layer.
     pub on_decode_offload: kvt_on_decode_offload_fn,
-    /// KVT_SPARSE_LOAD_*.
+    /// Required for KVT_SPARSE_LOAD_* and KVT_SPARSE_SELECTS.
     pub select_blocks: kvt_select_blocks_fn,
-    /// KVT_SPARSE_INDEX_*.
+    /// Required for KVT_SPARSE_INDEX_*; for KVT_SPARSE_INDEX_PREFILL, sparse_prefill_attention
+    /// alone is enough.
     pub index: kvt_sparse_index_fn,
-    /// KVT_SPARSE_INDEX_PREFILL, too: the kernel itself.
     pub sparse_prefill_attention: kvt_sparse_attention_fn,
-    /// KVT_NEEDS_COLUMN_SUMS.
+    /// For KVT_NEEDS_COLUMN_SUMS.
     pub observe: kvt_sparse_observe_fn,
-    /// KVT_SPARSE_EVICT_*.
+    /// Required for KVT_SPARSE_EVICT_*.
     pub evict: kvt_sparse_evict_fn,
-    /// After tokens have gone.
     pub evicted: kvt_sparse_evicted_fn,
-    /// When tokens are taken back.
     pub truncate: kvt_sparse_truncate_fn,
-    /// For sequences that are forked.
+    /// Null = the policy cannot be forked.
     pub fork: kvt_sparse_fork_fn,
-    /// Handed to all of them; taken over on success only.
+    /// Passed to all callbacks. The library owns it once the policy or the offload is open.
     pub user_data: *mut c_void,
-    /// Releases user_data, and that of each copy; may be null.
+    /// Destroys user_data, and that of each copy; may be null.
     pub destroy: kvt_destroy_fn,
 }
 
-/// The functions of a policy of the engine's own.
+/// The callbacks of a custom policy.
 #[derive(Clone, Copy)]
 pub(crate) struct Table {
     pub(crate) on_prefill_offload: kvt_on_prefill_offload_fn,
@@ -1491,15 +1252,21 @@ pub(crate) struct Table {
     pub(crate) destroy: kvt_destroy_fn,
 }
 
-/// Traits from outside.
+/// Reads the traits of a custom policy.
 fn traits_of(given: &kvt_sparse_traits_t, shape: &Shape, seals_together: bool) -> Result<Traits> {
     known_flags(given.flags, KVT_SPARSE_RAGGED | KVT_SPARSE_SELECTS | KVT_SPARSE_ROTATES)?;
-    if given.caps == 0 || given.caps >= 64 || given.needs >= 256 {
-        fail!(Invalid, "traits: caps {} and needs {}", given.caps, given.needs);
+    if given.caps == 0 || given.caps >= 64 {
+        fail!(Invalid, "traits.caps is {}, it must be 1 to 63", given.caps);
     }
-    if given.dense_layers > shape.layers || given.ahead >= shape.layers {
-        let (dense, ahead) = (given.dense_layers, given.ahead);
-        fail!(Invalid, "traits: {dense} dense layers, {ahead} ahead, of {} layers", shape.layers);
+    if given.needs >= 256 {
+        fail!(Invalid, "traits.needs is {}, it must be 0 to 255", given.needs);
+    }
+    let layers = shape.layers;
+    if given.dense_layers > layers {
+        fail!(Invalid, "traits.dense_layers is {}, it must be 0 to {layers}", given.dense_layers);
+    }
+    if given.ahead >= layers {
+        fail!(Invalid, "traits.ahead is {}, it must be below {layers}, the layers", given.ahead);
     }
     let own = (given.own_query_heads, given.own_key_heads, given.own_dim);
     let rows = match own {
@@ -1507,7 +1274,11 @@ fn traits_of(given: &kvt_sparse_traits_t, shape: &Shape, seals_together: bool) -
         (query_heads, key_heads, dim) if query_heads > 0 && key_heads > 0 && dim > 0 => {
             Some(OwnRows { query_heads, key_heads, dim })
         }
-        _ => fail!(Invalid, "traits: rows of its own have heads and numbers, or none of them"),
+        (query_heads, key_heads, dim) => fail!(
+            Invalid,
+            "traits.own_query_heads is {query_heads}, own_key_heads {key_heads}, own_dim {dim}: \
+             set all of them, or none"
+        ),
     };
     Ok(Traits {
         caps: given.caps,
@@ -1516,12 +1287,14 @@ fn traits_of(given: &kvt_sparse_traits_t, shape: &Shape, seals_together: bool) -
             KVT_SCOPE_QUERY_HEAD => Scope::QueryHead,
             KVT_SCOPE_KEY_HEAD => Scope::KeyHead,
             KVT_SCOPE_LAYER => Scope::Layer,
-            other => fail!(Invalid, "traits: scope {other} is none of KVT_SCOPE_*"),
+            other => fail!(Invalid, "traits.scope is {other}, it must be one of KVT_SCOPE_*"),
         },
         granularity: match given.granularity {
             KVT_GRANULARITY_TOKEN => Granularity::Token,
             KVT_GRANULARITY_BLOCK => Granularity::Block,
-            other => fail!(Invalid, "traits: granularity {other} is none of KVT_GRANULARITY_*"),
+            other => {
+                fail!(Invalid, "traits.granularity is {other}, use one of KVT_GRANULARITY_*")
+            }
         },
         is_ragged: given.flags & KVT_SPARSE_RAGGED != 0,
         requires_block_selection: given.flags & KVT_SPARSE_SELECTS != 0,
@@ -1534,9 +1307,9 @@ fn traits_of(given: &kvt_sparse_traits_t, shape: &Shape, seals_together: bool) -
     })
 }
 
-/// Whether what is promised has a function.
+/// Checks that each capability has its callback.
 fn check_table(traits: &Traits, table: &Table) -> Result<()> {
-    let promised = [
+    let required = [
         (caps::LOAD_PREFILL | caps::LOAD_DECODE, table.select_blocks.is_some(), "select_blocks"),
         (caps::INDEX_DECODE, table.index.is_some(), "index"),
         (
@@ -1546,34 +1319,44 @@ fn check_table(traits: &Traits, table: &Table) -> Result<()> {
         ),
         (caps::EVICT_PREFILL | caps::EVICT_DECODE, table.evict.is_some(), "evict"),
     ];
-    for (caps, is_there, what) in promised {
-        if traits.caps & caps != 0 && !is_there {
-            fail!(Invalid, "caps {} need {what}", traits.caps & caps);
+    for (caps, is_set, callback) in required {
+        let caps = traits.caps & caps;
+        if caps != 0 && !is_set {
+            fail!(
+                Invalid,
+                "traits.caps has {caps}, which requires the callback {callback}: set it"
+            );
         }
     }
     if traits.requires_block_selection && table.select_blocks.is_none() {
-        fail!(Invalid, "KVT_SPARSE_SELECTS needs select_blocks");
+        fail!(
+            Invalid,
+            "traits.flags has KVT_SPARSE_SELECTS, which requires the callback select_blocks: set it"
+        );
     }
     Ok(())
 }
 
-/// A policy, and what is to be kept once it is in place.
-pub(crate) type Made = (Box<dyn Sparse>, Arc<Foreign<Table>>);
+/// A custom policy and its callbacks. [`Foreign::keep`] takes the user data over.
+pub(crate) type CustomPolicy = (Box<dyn Sparse>, Arc<Foreign<Table>>);
 
-/// The policy that a table describes.
+/// Makes a policy of the caller's callbacks.
 ///
 /// # Safety
 /// `given` is null or valid for the size it states; the functions may be called with the user
 /// data, by any thread, until destroy.
-pub(crate) unsafe fn made(given: *const kvt_sparse_custom_t, shape: &Shape) -> Result<Made> {
+pub(crate) unsafe fn made(
+    given: *const kvt_sparse_custom_t,
+    shape: &Shape,
+) -> Result<CustomPolicy> {
     // SAFETY: the caller's promise.
     let (given, traits) = unsafe {
         let given = read(given)?;
         if given.traits.is_null() {
-            fail!(Invalid, "traits is null");
+            fail!(Invalid, "traits of the custom policy is null: point it to its traits");
         }
-        let together = given.on_decode_offload.is_some();
-        (given, traits_of(&read(given.traits)?, shape, together)?)
+        let seals_together = given.on_decode_offload.is_some();
+        (given, traits_of(&read(given.traits)?, shape, seals_together)?)
     };
     let table = Table {
         on_prefill_offload: given.on_prefill_offload,
@@ -1590,12 +1373,12 @@ pub(crate) unsafe fn made(given: *const kvt_sparse_custom_t, shape: &Shape) -> R
     };
     check_table(&traits, &table)?;
     let foreign = Arc::new(Foreign::new(table, given.user_data, given.destroy));
-    Ok((Box::new(Called::new(foreign.clone(), traits, shape)), foreign))
+    Ok((Box::new(CallbackPolicy::new(foreign.clone(), traits, shape)), foreign))
 }
 
-// Calls of the table.
+// Calls of the callbacks.
 
-/// Rows as C has them; borrowed as the rows are.
+/// Converts rows to the C struct, which borrows from the same memory.
 fn rows_for_c(rows: &Rows<'_>) -> kvt_rows_t {
     let view = rows.view();
     let mut out = kvt_rows_t {
@@ -1647,32 +1430,32 @@ fn context_for_c(context: &Context) -> kvt_sparse_context_t {
     }
 }
 
-/// A pointer to something that may not be there.
-fn maybe<T>(of: Option<&T>) -> *const T {
-    of.map_or(std::ptr::null(), |of| of)
+/// A pointer to a value, or null.
+fn nullable<T>(value: Option<&T>) -> *const T {
+    value.map_or(std::ptr::null(), |value| value)
 }
 
-/// What a callback came to.
-fn result(what: &str, status: kvt_status_t) -> Result<()> {
+/// The result of a callback, from its status. An unknown status is `Invalid`.
+fn result(callback: &str, status: kvt_status_t) -> Result<()> {
     match Status::from_code(status) {
         Some(Status::Ok) => Ok(()),
         known => {
-            let text = format!("{what} of the engine's policy returned {status}");
+            let text = format!("callback {callback} of the custom policy returned {status}");
             Err(Error::new(known.unwrap_or(Status::Invalid), text))
         }
     }
 }
 
-/// Whether a callback did it; KVT_E_UNSUPPORTED = it leaves it to the library.
-fn computed(what: &str, status: kvt_status_t) -> Result<bool> {
+/// Whether a callback computed the result. KVT_E_UNSUPPORTED = the library is to compute it.
+fn computed(callback: &str, status: kvt_status_t) -> Result<bool> {
     if status == Status::Unsupported.code() {
         return Ok(false);
     }
-    result(what, status).map(|()| true)
+    result(callback, status).map(|()| true)
 }
 
-/// A policy by callbacks.
-pub(crate) struct Called {
+/// A policy that calls back into the engine.
+pub(crate) struct CallbackPolicy {
     foreign: Arc<Foreign<Table>>,
     traits: Traits,
     layers: u32,
@@ -1680,19 +1463,23 @@ pub(crate) struct Called {
     stats: Stats,
 }
 
-impl Called {
-    pub(crate) fn new(foreign: Arc<Foreign<Table>>, traits: Traits, shape: &Shape) -> Called {
+impl CallbackPolicy {
+    pub(crate) fn new(
+        foreign: Arc<Foreign<Table>>,
+        traits: Traits,
+        shape: &Shape,
+    ) -> CallbackPolicy {
         let heads = Heads { queries: shape.query_heads, keys: shape.key_heads };
-        Called { foreign, traits, layers: shape.layers, heads, stats: Stats::default() }
+        CallbackPolicy { foreign, traits, layers: shape.layers, heads, stats: Stats::default() }
     }
 
-    /// Calls `body` with the table and the user data.
+    /// Calls `body` with the callbacks and the user data.
     fn call<R>(&self, body: impl FnOnce(&Table, *mut c_void) -> R) -> R {
         self.foreign.call(|table, user_data| body(&table, user_data))
     }
 }
 
-impl Sparse for Called {
+impl Sparse for CallbackPolicy {
     fn traits(&self) -> Traits {
         self.traits
     }
@@ -1759,7 +1546,7 @@ impl Sparse for Called {
                 select(
                     user_data,
                     layer,
-                    maybe(query.as_ref()),
+                    nullable(query.as_ref()),
                     candidates.as_ptr(),
                     candidates.len() as u64,
                     &raw const context,
@@ -1770,7 +1557,8 @@ impl Sparse for Called {
             None => Err(Status::Unsupported.into()),
         })?;
         if count > candidates.len() as u64 {
-            fail!(Invalid, "select_blocks chose {count} of {} candidates", candidates.len());
+            let most = candidates.len();
+            fail!(Invalid, "callback select_blocks set count_out to {count}, the limit is {most}");
         }
         out.truncate(count as usize);
         out.sort_unstable();
@@ -1795,7 +1583,7 @@ impl Sparse for Called {
         self.call(|table, user_data| match table.index {
             // SAFETY: function and data came together; all is borrowed for the call.
             Some(index) => result("index", unsafe {
-                let keys = maybe(keys.as_ref());
+                let keys = nullable(keys.as_ref());
                 index(
                     user_data,
                     layer,
@@ -1807,10 +1595,10 @@ impl Sparse for Called {
             }),
             None => Err(Status::Unsupported.into()),
         })?;
-        // SAFETY: the function says that its arrays are there until it is called again.
+        // SAFETY: the callback guarantees that its arrays stay valid until its next call.
         let keys = unsafe { keys_of(&raw const answer)? };
         keys.check(self.heads, context.first_query, tokens)
-            .map_err(|error| error.within("index of the engine's policy"))?;
+            .map_err(|error| error.within("index of the custom policy"))?;
         out.copy(&keys)
     }
 
@@ -1827,7 +1615,6 @@ impl Sparse for Called {
         let lse = lse.map_or(std::ptr::null_mut(), |lse| lse.as_mut_ptr());
         self.call(|table, user_data| match table.attention {
             // SAFETY: function and data came together; memory is as long as the header says.
-            // What it does not compute itself is computed by its index.
             Some(attend) => computed("sparse_prefill_attention", unsafe {
                 attend(
                     user_data,
@@ -1859,13 +1646,13 @@ impl Sparse for Called {
         if answer.start_count == 0 {
             return Ok(false);
         }
-        // SAFETY: the function says that its arrays are there until it is called again.
-        *out = unsafe { keep_of(&raw const answer)? };
+        // SAFETY: the callback guarantees that its arrays stay valid until its next call.
+        *out = unsafe { retained_of(&raw const answer)? };
         Ok(true)
     }
 
     fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
-        let kept = keep_for_c(kept);
+        let kept = retained_for_c(kept);
         self.call(|table, user_data| match table.evicted {
             // SAFETY: function and data came together; lists are borrowed for the call.
             Some(hook) => result("evicted", unsafe { hook(user_data, layer, &raw const kept) }),
@@ -1884,7 +1671,7 @@ impl Sparse for Called {
     fn reset(&mut self) {
         self.stats = Stats::default();
         if let Err(error) = self.truncate(0) {
-            log::warn!("a policy was not reset: {error}");
+            log::warn!("a custom sparse policy failed to reset and may hold stale state: {error}");
         }
     }
 
@@ -1892,7 +1679,10 @@ impl Sparse for Called {
         let mut copy = std::ptr::null_mut();
         let table = self.call(|table, user_data| {
             let Some(fork) = table.fork else {
-                fail!(Unsupported, "this policy of the engine's has no fork");
+                fail!(
+                    Unsupported,
+                    "the custom policy has no callback fork: set it to fork policies"
+                );
             };
             // SAFETY: function and data came together; the output is local.
             result("fork", unsafe { fork(user_data, &raw mut copy) }).map(|()| *table)
@@ -1901,108 +1691,102 @@ impl Sparse for Called {
         foreign.keep();
         let stats = Stats::default();
         let (traits, layers, heads) = (self.traits, self.layers, self.heads);
-        Ok(Box::new(Called { foreign, traits, layers, heads, stats }))
+        Ok(Box::new(CallbackPolicy { foreign, traits, layers, heads, stats }))
     }
 }
 
-/// Whether what was chosen are candidates, each once; it is sorted.
+/// Checks that chosen ids are candidates, each once. `chosen` is sorted.
 fn check_chosen(candidates: &[u32], chosen: &[u32]) -> Result<()> {
-    let mut sorted = Vec::new();
-    let mut among = candidates;
+    let mut copy = Vec::new();
+    let mut sorted = candidates;
     if !candidates.is_sorted() {
-        sorted.try_reserve_exact(candidates.len()).map_err(|_| Status::NoMem)?;
-        sorted.extend_from_slice(candidates);
-        sorted.sort_unstable();
-        among = &sorted;
+        copy.try_reserve_exact(candidates.len()).map_err(|_| Status::NoMem)?;
+        copy.extend_from_slice(candidates);
+        copy.sort_unstable();
+        sorted = &copy;
     }
     if !chosen.is_sorted_by(|a, b| a < b) {
-        fail!(Invalid, "select_blocks chose a block twice");
+        fail!(Invalid, "callback select_blocks chose a block twice: write each id once");
     }
-    if let Some(id) = chosen.iter().find(|id| among.binary_search(id).is_err()) {
-        fail!(Invalid, "select_blocks chose {id}, which is no candidate");
+    if let Some(id) = chosen.iter().find(|id| sorted.binary_search(id).is_err()) {
+        fail!(Invalid, "callback select_blocks chose block {id}, which is not a candidate");
     }
     Ok(())
 }
 
-// Rows of policies.
+// Placement in buffers, and memory of kernels.
 
-/// kvt_prefill_open.
+/// Kernel of kvt_prefill_open, of kvt_decode_open, of kvt_sums_open.
 pub const KVT_KERNEL_PREFILL: u32 = 0;
-/// kvt_decode_open.
 pub const KVT_KERNEL_DECODE: u32 = 1;
-/// kvt_sums_open.
 pub const KVT_KERNEL_SUMS: u32 = 2;
 
-/// Most blocks of a buffer.
+/// Most blocks in a buffer.
 const MAX_BLOCKS: usize = 1 << 28;
-/// Most sums of a call.
+/// Most sums in one call of kvt_sums_place.
 const MAX_SUMS: usize = 1 << 40;
 
-/// Tokens in a buffer, in the order of their positions: some blocks of a sequence, and its
-/// last tokens behind them.
+/// Tokens in a buffer, in the order of their positions: full blocks of a sequence, then its tail.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_block_placement_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Which blocks, ascending: block n has the positions from n * block_tokens on.
+    /// Blocks, ascending: block n starts at position n * block_tokens.
     pub blocks: *const u32,
-    /// How many.
+    /// At most 2^28.
     pub block_count: u64,
-    /// Tokens of a block.
+    /// Tokens of a block, at least 1.
     pub block_tokens: u32,
-    /// The position of the first of the last tokens, behind all blocks.
+    /// Position of the first token of the tail, after all blocks.
     pub tail_first: u32,
-    /// How many last tokens.
+    /// Tokens of the tail.
     pub tail_tokens: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Tokens of a layer that are there, as policies count them.
+/// Resident tokens of a layer, in the order in which kvt_sparse_observe counts them.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_resident_tokens_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// The model's attention.
+    /// Attention shape of the model.
     pub attention: *const kvt_attention_t,
-    /// What has stayed: the lists of kvt_sparse_evicted. Null = nothing was evicted.
+    /// Lists of the last kvt_sparse_evicted; null = nothing was evicted.
     pub kept: *const kvt_token_lists_t,
-    /// Tokens from this position on came after that; 0 without lists.
+    /// Tokens from this position on came after it and are all resident; 0 without `kept`.
     pub since: u32,
     /// Tokens of the sequence.
     pub tokens: u32,
 }
 
-/// The largest that problems become, each of its own.
+/// Largest sizes of problems, independent of each other. Each is at least 1.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_kernel_limits_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_DECODE_*.
     pub flags: u64,
-    /// Queries of a problem.
+    /// Queries of a problem, at most `tokens`.
     pub queries: u32,
-    /// Keys of a problem.
+    /// Keys of a problem, at most 2^30.
     pub keys: u32,
-    /// Positions of a sequence.
+    /// Positions of a sequence, at most 2^30.
     pub tokens: u32,
-    /// Heads of queries.
     pub query_heads: u32,
-    /// Numbers of a query and a key.
+    /// Elements of a query or key head, at most 2,048.
     pub key_dim: u32,
-    /// Numbers of a value.
+    /// Elements of a value head, at most 2,048.
     pub value_dim: u32,
 }
 
+/// The placement of a caller.
+///
 /// # Safety
 /// `given` is null or valid for the size it states; its blocks can be read, and nobody writes
-/// them, as long as the answer lives.
-unsafe fn placed_of<'a>(given: *const kvt_block_placement_t) -> Result<BlockPlacement<'a>> {
+/// them, as long as the result lives.
+unsafe fn placement_of<'a>(given: *const kvt_block_placement_t) -> Result<BlockPlacement<'a>> {
     if given.is_null() {
-        fail!(Invalid, "placed is null");
+        fail!(Invalid, "placement is null: describe the tokens of the buffer");
     }
     // SAFETY: the caller's promise.
     let (given, blocks) = unsafe {
@@ -2018,6 +1802,8 @@ unsafe fn placed_of<'a>(given: *const kvt_block_placement_t) -> Result<BlockPlac
     })
 }
 
+/// The head counts of a model.
+///
 /// # Safety
 /// `given` is null or valid for the size it states.
 unsafe fn heads_of(given: *const kvt_attention_t) -> Result<Heads> {
@@ -2026,26 +1812,16 @@ unsafe fn heads_of(given: *const kvt_attention_t) -> Result<Heads> {
     Ok(Heads { queries: shape.query_heads, keys: shape.key_heads })
 }
 
-/// Says of the rows of a buffer what an index says of positions; tokens that are not there are
-/// left out. No token may be missing between a query and those behind it.
+/// Translates an index of positions into an index of the rows of a buffer. Tokens that are not in
+/// the buffer are left out. No token may be missing between the first query and the last token of
+/// the buffer.
 ///
-/// @param attention        The model's attention.
-/// @param placement           What is in the buffer.
-/// @param index            The index, of positions; null = all keys.
-/// @param first            The position of the first query.
-/// @param count            How many queries.
-/// @param out              Start it with KVT_INDEX_INIT, and set arrays and their room.
-/// @param first_query_out  Receives first_query of a problem over these rows, whose first_key
-///                         is 0.
-/// @param err              Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL with counts in `out`, KVT_E_INVALID, KVT_E_LIMIT,
-///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state, arrays for reads of
-/// their counts, those of `out` for writes of their room.
+/// @param index            Index of positions; null = all keys.
+/// @param first            Position of the first query.
+/// @param count            Number of queries.
+/// @param out              Set its arrays and their capacities.
+/// @param first_query_out  Receives first_query of a problem over these rows, whose first_key is 0.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_index_place(
     attention: *const kvt_attention_t,
@@ -2059,35 +1835,26 @@ pub unsafe extern "C" fn kvt_index_place(
 ) -> kvt_status_t {
     check_out(out)?;
     require(first_query_out)?;
-    let (heads, placement, keys) = (heads_of(attention)?, placed_of(placement)?, keys_of(index)?);
+    let (heads, placement, keys) =
+        (heads_of(attention)?, placement_of(placement)?, keys_of(index)?);
     let mut rows = Index::default();
     let first_query = placement.index(&keys, heads, (first, count), &mut rows)?;
-    give_index(&rows.keys(), out)?;
+    write_index(&rows.keys(), out)?;
     first_query_out.write(first_query);
     Ok(())
 }
 
-/// Adds sums of attention over the rows of a buffer to sums of the tokens that are there, as
-/// kvt_sparse_observe wants them: tokens that were not loaded got nothing.
+/// Adds sums of attention over the rows of a buffer to sums over the resident tokens, as
+/// kvt_sparse_observe takes them. Tokens that are not in the buffer get nothing.
 ///
-/// @param resident        Which tokens are there.
-/// @param placement       What is in the buffer.
-/// @param select       The index of rows that a decode went by, whose sums are those of
-///                     kvt_decode_sums; null = sums of all rows.
-/// @param first_query  The row of the first query, with `select`.
-/// @param queries      How many, with `select`.
-/// @param sums         [query heads, rows]; or [rows] for all heads, where there is one list.
-/// @param sum_count    How many numbers that are.
-/// @param out          [query heads, tokens], or [tokens]. After a failure it means nothing.
-/// @param out_count    How many numbers that are.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state, arrays for their
-/// counts.
+/// @param select       Index of rows of the decode whose kvt_decode_sums are passed; null = `sums`
+///                     are of all rows.
+/// @param first_query  With `select`: row of the first query.
+/// @param queries      With `select`: number of queries.
+/// @param sums         [query heads, rows]; [rows] for all heads if they share one list; with
+///                     `select` [query heads, sum_keys].
+/// @param out          [query heads, tokens], or [tokens]; undefined after a failure.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_sums_place(
     resident: *const kvt_resident_tokens_t,
@@ -2102,14 +1869,14 @@ pub unsafe extern "C" fn kvt_sums_place(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     if resident.is_null() {
-        fail!(Invalid, "there is null");
+        fail!(Invalid, "resident is null: describe the resident tokens");
     }
     let given = read(resident)?;
     let heads = heads_of(given.attention)?;
-    let kept = if given.kept.is_null() { None } else { Some(keep_of(given.kept)?) };
+    let kept = if given.kept.is_null() { None } else { Some(retained_of(given.kept)?) };
     let resident =
         ResidentTokens { kept: kept.as_ref(), from: given.since, tokens: given.tokens, heads };
-    let placement = placed_of(placement)?;
+    let placement = placement_of(placement)?;
     let (sums, out) = (numbers(sums, sum_count, MAX_SUMS)?, numbers_mut(out, out_count)?);
     if select.is_null() {
         let mut positions = Vec::new();
@@ -2120,19 +1887,13 @@ pub unsafe extern "C" fn kvt_sums_place(
     resident.add_selected(sums, (&keys, first_query, queries), &placement, out)
 }
 
-/// How much memory no problem within some limits needs more of: to be lent once.
+/// Computes how much memory suffices for every problem within some limits, to be allocated once.
 ///
 /// @param kernel       KVT_KERNEL_*.
-/// @param limits       The largest that problems become.
-/// @param memory_out   Receives numbers of a job's memory (0 but for decodes); may be null.
-/// @param scratch_out  Receives numbers of scratch of each thread; may be null.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `limits` is valid for the size it states.
+/// @param memory_out   Receives the floats of `memory` of kvt_decode_open, 0 for other kernels; may
+///                     be null.
+/// @param scratch_out  Receives the floats of scratch of each thread; may be null.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_kernel_workspace(
     kernel: u32,
@@ -2156,7 +1917,7 @@ pub unsafe extern "C" fn kvt_kernel_workspace(
         KVT_KERNEL_PREFILL => Prefill::workspace(&limits)?,
         KVT_KERNEL_DECODE => Decode::workspace(&limits)?,
         KVT_KERNEL_SUMS => ColumnSums::workspace(&limits)?,
-        other => fail!(Invalid, "kernel {other} is none of KVT_KERNEL_*"),
+        other => fail!(Invalid, "kernel is {other}, it must be one of KVT_KERNEL_*"),
     };
     for (out, value) in [(memory_out, memory), (scratch_out, scratch)] {
         put(out, value as u64);
@@ -2192,11 +1953,11 @@ mod tests {
     };
 
     #[test]
-    fn a_policy_in_which_a_defect_was_caught_is_looked_at_and_closed() {
-        let seat =
-            Seat::new(CheckedPolicy::open("full", &SHAPE).expect("sound"), None).expect("free");
-        let mut handle = insert(SparseNoun::new(seat)).expect("room");
-        let caught = catch(|| with_seat(handle, |_| -> Result<()> { panic!("on purpose") }));
+    fn a_policy_that_panicked_can_be_inspected_and_closed_only() {
+        let policy = CheckedPolicy::open("full", &SHAPE).expect("sound");
+        let state = PolicyState::new(policy, None).expect("free");
+        let mut handle = insert(SparseObject::new(state)).expect("room");
+        let caught = catch(|| with_policy(handle, |_| -> Result<()> { panic!("on purpose") }));
         assert!(caught.is_err());
         let mut stats = kvt_sparse_stats_t::zeroed();
         stats.struct_size = size_of::<kvt_sparse_stats_t>() as u64;
@@ -2212,13 +1973,13 @@ mod tests {
     }
 
     #[test]
-    fn a_call_inside_of_another_is_refused_and_the_policy_is_there_afterwards() {
-        let seat =
-            Seat::new(CheckedPolicy::open("full", &SHAPE).expect("sound"), None).expect("free");
-        let mut handle = insert(SparseNoun::new(seat)).expect("room");
-        let inner = with_seat(handle, |_| Ok(with_seat(handle, |_| Ok(())))).expect("alone");
+    fn a_nested_call_is_busy_and_leaves_the_policy_usable() {
+        let policy = CheckedPolicy::open("full", &SHAPE).expect("sound");
+        let state = PolicyState::new(policy, None).expect("free");
+        let mut handle = insert(SparseObject::new(state)).expect("room");
+        let inner = with_policy(handle, |_| Ok(with_policy(handle, |_| Ok(())))).expect("alone");
         assert_eq!(inner.expect_err("inside").status(), Status::Busy);
-        with_seat(handle, |_| Ok(())).expect("alone again");
+        with_policy(handle, |_| Ok(())).expect("alone again");
         // SAFETY: a valid pointer.
         assert_eq!(unsafe { kvt_sparse_close(&raw mut handle) }, Status::Ok.code());
     }

@@ -43,75 +43,66 @@ use crate::tier::remote::{
 
 // Stores.
 
-/// Keeps the KV cache of sessions in tiers: memory, disk, a remote. Internally
-/// locked: any thread may use it.
+/// A store: keeps KV in tiers (DEVICE, HOST, DISK, REMOTE).
 pub struct kvt_store_t(());
 
-/// To disk as soon as a put has ended.
+/// Chunks are written to disk right after each put.
 pub const KVT_WRITE_THROUGH: u32 = 1;
-/// To disk when the memory is needed.
+/// Chunks are written to disk when their memory is needed.
 pub const KVT_WRITE_BACK: u32 = 2;
-/// To disk only when a put asks for it.
+/// Chunks are written to disk only when a put's `level` asks for it.
 pub const KVT_WRITE_NEVER: u32 = 3;
-/// To disk in the background, at most about a second after the put has ended (`write=behind`,
-/// with its parameters in the spec). This is the default.
+/// Default: chunks are written to disk in the background, about 1 s after the put (`age` in the
+/// spec).
 pub const KVT_WRITE_BEHIND: u32 = 4;
 
-/// There is no disk.
+/// How files are read and written: the store has no disk, worker threads make one request at a time
+/// (THREADS), or io_uring carries many at once (URING).
 pub const KVT_IO_NONE: u32 = 0;
-/// Files are read and written one transfer at a time, by threads.
 pub const KVT_IO_THREADS: u32 = 1;
-/// Files are read and written many transfers at once, by io_uring.
 pub const KVT_IO_URING: u32 = 2;
 
 const _: () =
     assert!(KVT_IO_URING == Engine::Uring as u32 && KVT_IO_THREADS == Engine::Threads as u32);
 
-/// How to open a store. Zero is the default everywhere. Fields that are set count instead
-/// of what the spec says, and are read by the same rules.
+/// Options of kvt_store_open. A field that is set overrides the spec's parameter that its comment
+/// names, and is checked by the same rules.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_store_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// None are defined yet: 0.
+    /// None are defined: 0.
     pub flags: u64,
-    /// The spec, such as "store(host=8GiB, disk=disk(path=\"kv\", bytes=200GiB))";
-    /// null = "store": 1 GiB of memory and no disk. docs/abi.md has its parameters.
+    /// Spec (docs/abi.md), such as "store(host=8GiB, disk=disk(path=\"kv\", bytes=200GiB))"; null =
+    /// "store(host=1GiB)".
     pub spec: *const c_char,
-    /// Length of the spec.
     pub spec_bytes: u64,
-    /// Most bytes of cells in memory (`host`); 0 = as the spec says.
+    /// Limit of cells in host memory, at least 64 KiB (`host`); 0 = as in the spec.
     pub host_bytes: u64,
-    /// Most bytes of all files (`disk(bytes=...)`); 0 = as the spec says.
+    /// Limit of all files (`disk(bytes=...)`); 0 = as in the spec.
     pub disk_bytes: u64,
-    /// The directory of the disk tier (`disk(path=...)`), UTF-8; null = as the spec says.
+    /// Directory of the disk tier, UTF-8 (`disk(path=...)`); null = as in the spec.
     pub disk_path: *const c_char,
-    /// Length of that.
     pub disk_path_bytes: u64,
-    /// Who leaves memory (`policy`); null = as the spec says.
+    /// Eviction policy of HOST (`policy`); null = as in the spec.
     pub policy: *const c_char,
-    /// Length of that.
     pub policy_bytes: u64,
-    /// Who leaves the disk (`disk_policy`); null = as the spec says.
+    /// Eviction policy of DISK (`disk_policy`); null = as in the spec.
     pub disk_policy: *const c_char,
-    /// Length of that.
     pub disk_policy_bytes: u64,
-    /// KVT_WRITE_*; 0 = as the spec says.
+    /// KVT_WRITE_* (`write`); 0 = as in the spec.
     pub write: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// Who copies between the engine's memory and the store's, a device of the same runtime;
-    /// null = the processor. With one that has memory of its own, moves take views of it, and
-    /// `device=device(capacity=8GiB)` in the spec keeps cells there, too.
+    /// Device of the same runtime that copies between the engine and the store; null = the CPU. If
+    /// it has memory of its own, transfers accept views of that memory, and
+    /// `device=device(capacity=8GiB)` in the spec adds a DEVICE tier.
     pub device: *const kvt_device_t,
-    /// What only the server of its remote (`remote=redis(...)`) is to see; null = nothing.
+    /// Credentials for the remote's server; null = none.
     pub secrets: *const kvt_secret_t,
-    /// How many, at most 16.
+    /// At most 16.
     pub secret_count: u64,
-    /// sizeof(kvt_secret_t).
     pub secret_stride_bytes: u64,
-    /// The engine's own remote, which `remote=custom(...)` in the spec is; null = none.
+    /// Custom backend, required by `remote=custom(...)` in the spec; null = none.
     pub remote: *const kvt_remote_custom_t,
 }
 
@@ -123,6 +114,8 @@ pub(crate) struct StoreNoun {
 
 noun!(StoreNoun, kvt_store_t, 10, "store");
 
+/// Parses the options of a store.
+///
 /// # Safety
 /// Its texts are null or valid for their lengths.
 unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
@@ -134,7 +127,7 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
         KVT_WRITE_BACK => Some(Write::Back),
         KVT_WRITE_NEVER => Some(Write::Never),
         KVT_WRITE_BEHIND => Some(Write::Behind),
-        other => fail!(Invalid, "write is {other}, none of KVT_WRITE_*"),
+        other => fail!(Invalid, "write is {other}: use one of KVT_WRITE_*, or 0 for the spec's"),
     };
     let (host_bytes, disk_bytes) = (given.host_bytes, given.disk_bytes);
     // SAFETY: the caller's promise.
@@ -150,29 +143,18 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
     }
 }
 
-/// Opens a store: makes or recovers its disk, and starts its threads. Waits for
-/// the disk, and for an answer of its remote as long as `connect` and `timeout` say; one that
-/// does not answer is tried again later, unless the spec requires it.
+/// Opens a store: creates or recovers its disk tier and starts its threads. Waits for the disk, and
+/// for the remote up to `connect` plus `timeout` of its spec. An unreachable remote is retried
+/// later, unless the spec has `require=true`.
 ///
-/// @param runtime  Where it belongs.
-/// @param budget   Who pays for its memory, a budget of that runtime; null = one of its own,
-///                 of what the machine or the cgroup can give now, less a reserve.
-/// @param opts     What it is to be like; null for defaults.
-/// @param out      The store; close it with kvt_store_close.
-/// @param err      Explains a failure, with the offset in the spec and the nearest
-///                 name that exists; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory, or the control socket's
-///         path, is in use), KVT_E_STATE (what is at that path is no socket of this
-///         user's), KVT_E_NOT_FOUND (a folder above that of the disk is missing), KVT_E_IO,
-///         KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_UNAVAILABLE (a remote that is required, or that refuses us),
-///         KVT_E_UNSUPPORTED (a remote that is not built in), KVT_E_PANIC.
-///
-/// Ownership: the caller owns the store. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @param budget  Budget of the same runtime that is charged; null = a private one, limited to the
+///                memory that the machine or cgroup has available, less a reserve.
+/// @return KVT_E_INVALID (also: the remote rejects the credentials or cannot be authenticated),
+///         KVT_E_SPEC, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_BUSY (directory or control socket in use),
+///         KVT_E_STATE (the control path exists and is not a socket of this user), KVT_E_NOT_FOUND
+///         (the parent of the disk's directory is missing), KVT_E_IO, KVT_E_CORRUPT,
+///         KVT_E_UNAVAILABLE or KVT_E_TIMEOUT (a required remote cannot be reached),
+///         KVT_E_UNSUPPORTED (the remote's backend is not built in).
 #[capi]
 pub unsafe extern "C" fn kvt_store_open(
     runtime: *const kvt_runtime_t,
@@ -186,18 +168,22 @@ pub unsafe extern "C" fn kvt_store_open(
     let spec = spec_of(&given)?;
     let custom = remote_of(given.remote)?;
     let (given, mut spec, custom) = (given, spec, custom);
-    let keep = custom.map(|(custom, keep)| {
+    let take_over = custom.map(|(custom, take_over)| {
         spec.custom_remote = Some(custom);
-        keep
+        take_over
     });
-    if keep.is_some() && !spec.has_custom_remote() {
-        fail!(Invalid, "a remote is given, and the spec does not say remote=custom(...)");
+    if take_over.is_some() && !spec.has_custom_remote() {
+        fail!(
+            Invalid,
+            "a custom remote is set in the options, but not in the spec: add remote=custom(...) to \
+             the spec, or leave remote null"
+        );
     }
     let budget = pin_optional(budget)?.map(|noun| noun.0.clone());
     let noun = on_runtime(runtime, |core| {
         core.check_open()?;
         if budget.as_ref().is_some_and(|budget| !Arc::ptr_eq(budget.core(), core)) {
-            fail!(Invalid, "the budget belongs to another runtime");
+            fail!(Invalid, "the budget belongs to another runtime: pass one of the same runtime");
         }
         let store = match device_of(core, given.device)? {
             Some(device) => Store::open_with(core, budget.as_ref(), &spec, device)?,
@@ -206,31 +192,18 @@ pub unsafe extern "C" fn kvt_store_open(
         Ok(StoreNoun { core: core.clone(), store: Arc::new(store) })
     })?;
     let handle = insert(noun)?;
-    keep.into_iter().for_each(|keep| keep());
+    take_over.into_iter().for_each(|take_over| take_over());
     out.write(handle);
     Ok(())
 }
 
-/// Closes a store: refuses new work, cancels what is open, waits for it and for
-/// the threads, and lets the directory go. Before that, full chunks that are in
-/// memory only are written to disk, as far as admission and room allow and unless
-/// it says write=never; what is left in memory is gone. Namespaces and sessions
-/// that are left open give KVT_E_CLOSED from then on and are closed as usual;
-/// results of ops stay.
+/// Closes a store: refuses new work, cancels open ops and waits for them and for the threads. Then
+/// frees its memory and directory. Full chunks that are in memory only are first written to disk,
+/// as admission and space allow, unless `write=never`. Open namespaces and sessions return
+/// KVT_E_CLOSED from then on and are closed as usual; results of ops stay.
 ///
-/// @param store        Pointer to the handle, cleared on success; null, or a null
-///                     handle, is fine.
-/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY at the deadline (the store stays closing and valid:
-///         call again); KVT_E_IO when the disk failed at the end (all the same it is
-///         closed: call again to free the handle); KVT_E_REENTRANT inside a callback;
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
+/// @return KVT_E_BUSY (deadline: the store stays closing and valid, call again), KVT_E_IO (the disk
+///         failed, but the store is closed: call again to free the handle).
 #[capi]
 pub unsafe extern "C" fn kvt_store_close(
     store: *mut *mut kvt_store_t,
@@ -260,16 +233,7 @@ unsafe impl HasSize for kvt_store_stats_t {}
 // SAFETY: as above.
 unsafe impl HasSize for kvt_remote_stats_t {}
 
-/// What a store counts and has; also of a poisoned one.
-///
-/// @param store  The store.
-/// @param out    Filled in; start it with KVT_STORE_STATS_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads counters since the open, and current state. Works on a poisoned store, too.
 #[capi]
 pub unsafe extern "C" fn kvt_store_stats(
     store: *const kvt_store_t,
@@ -282,20 +246,11 @@ pub unsafe extern "C" fn kvt_store_stats(
     Ok(())
 }
 
-/// The same numbers as text, in the format that Prometheus collects.
+/// Writes the statistics of a store as Prometheus text, not NUL-terminated.
 ///
-/// @param store         The store.
-/// @param out           Receives the text, not NUL-terminated; may be null with
-///                      out_capacity 0 to learn the size.
-/// @param out_capacity  Room at `out`. Numbers grow: leave some to spare.
-/// @param out_bytes     Length of the text; also written with KVT_E_TOO_SMALL. May
-///                      be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param out_capacity  The text grows between calls: leave some spare room.
+/// @param out_bytes     May be null.
+/// @return KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_store_metrics(
     store: *const kvt_store_t,
@@ -304,7 +259,10 @@ pub unsafe extern "C" fn kvt_store_metrics(
     out_bytes: *mut u64,
 ) -> kvt_status_t {
     if out.is_null() && out_capacity > 0 {
-        fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
+        fail!(
+            Invalid,
+            "out is null, but out_capacity is {out_capacity}: pass memory, or 0 to ask for the size"
+        );
     }
     let store = inspect(store)?;
     let text = store.store.look(|core| core.metrics_text())?;
@@ -313,39 +271,31 @@ pub unsafe extern "C" fn kvt_store_metrics(
 
 // Namespaces.
 
-/// A namespace of a store: sessions in it share what they have in common.
-/// Internally locked: any thread may use it.
+/// A namespace of a store: its sessions share the KV of common prefixes.
 pub struct kvt_namespace_t(());
 
-/// The engine can compute what lies behind a hole: chunks leave in any order.
-/// Without it those that continue a chunk leave before it.
+/// The engine can compute a missing chunk (a hole) before reused ones, so chunks are evicted in any
+/// order. Without this flag a chunk is evicted only after the chunks that continue it.
 pub const KVT_NAMESPACE_HOLES: u64 = 1;
 
-/// Bytes of a namespace's key.
+/// Bytes of a namespace's or chunk's key.
 pub const KVT_KEY_BYTES: u32 = 32;
 
-/// A layer needs every earlier token.
+/// Reuse rules: the earlier tokens that a layer needs in order to continue. FULL: all. WINDOW: the
+/// last window_tokens. STATE: its state at exactly that point, which is kept at the ends of chunks.
 pub const KVT_RULE_FULL: u32 = 0;
-/// A layer needs the last window_tokens tokens.
 pub const KVT_RULE_WINDOW: u32 = 1;
-/// A layer needs its state at the very point; it is kept at the ends of chunks.
 pub const KVT_RULE_STATE: u32 = 2;
 
-/// Bytes that only the engine understands.
+/// Element types. BYTES: opaque to the library. F32, F16: IEEE 754. BF16: the upper half of an F32.
+/// F8_E4M3, F8_E5M2: 8 bits with 4 or 5 of exponent. I8: signed. I4: 4 bits, two to a byte.
 pub const KVT_DTYPE_BYTES: u32 = 0;
-/// IEEE 754 binary32.
 pub const KVT_DTYPE_F32: u32 = 1;
-/// IEEE 754 binary16.
 pub const KVT_DTYPE_F16: u32 = 2;
-/// The upper half of a binary32.
 pub const KVT_DTYPE_BF16: u32 = 3;
-/// 8 bits, 4 of exponent and 3 of mantissa.
 pub const KVT_DTYPE_F8_E4M3: u32 = 4;
-/// 8 bits, 5 of exponent and 2 of mantissa.
 pub const KVT_DTYPE_F8_E5M2: u32 = 5;
-/// Signed 8-bit integers.
 pub const KVT_DTYPE_I8: u32 = 6;
-/// 4 bits each, two to a byte.
 pub const KVT_DTYPE_I4: u32 = 7;
 
 const _: () = assert!(KVT_DTYPE_F32 == Dtype::F32.code() && KVT_DTYPE_BF16 == Dtype::Bf16.code());
@@ -353,112 +303,100 @@ const _: () = assert!(KVT_DTYPE_F8_E4M3 == Dtype::F8E4m3.code());
 const _: () = assert!(KVT_DTYPE_F8_E5M2 == Dtype::F8E5m2.code());
 const _: () = assert!(KVT_DTYPE_I8 == Dtype::I8.code() && KVT_DTYPE_I4 == Dtype::I4.code());
 
-/// A field of an identity that is the engine's own. Stands in arrays only.
+/// A field of an identity that the engine defines. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_identity_extra_t {
-    /// Its tag, 0x80000000 at least; each once.
+    /// At least 0x80000000, unique in the identity.
     pub tag: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// Its bytes.
+    /// Bytes that are hashed unchanged.
     pub value: *const c_void,
-    /// How many, at most 65536.
+    /// At most 65536.
     pub value_bytes: u64,
 }
 
-/// Everything that makes KV other KV. Fields are bytes, hashed as they are, at
-/// most 65536 each. A null field is absent; that differs from an empty one, which
-/// has a pointer and no length. docs/keys.md says how the key is made of them.
+/// Everything that KV depends on beside its tokens: sessions share KV if all fields are equal.
+/// Fields are bytes, at most 65536 each, hashed unchanged. A null field is absent, which differs
+/// from an empty one (a pointer with length 0). docs/keys.md defines the hash.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_identity_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// Name of the model.
     pub model: *const c_void,
-    /// Its length.
     pub model_bytes: u64,
-    /// Fingerprint of its weights.
+    /// Fingerprint of the weights, the engine's own.
     pub weights: *const c_void,
-    /// Its length.
     pub weights_bytes: u64,
-    /// Adapters that change the KV.
+    /// Adapters that change the KV, in the order they apply.
     pub lora: *const c_void,
-    /// Their length.
     pub lora_bytes: u64,
-    /// Digest of media that all sequences share.
+    /// Digest of media that all sequences of the namespace have.
     pub media: *const c_void,
-    /// Its length.
     pub media_bytes: u64,
-    /// What keeps a tenant's KV from others.
+    /// Separates the KV of tenants; long and random.
     pub salt: *const c_void,
-    /// Its length.
     pub salt_bytes: u64,
-    /// Canonical spec of how the KV is computed and stored, if not exactly. Its
-    /// parameter codec (none, lz4, int8) says how cells are coded on disk.
+    /// How KV is computed and encoded where that is not exact: a canonical spec. Its argument
+    /// `codec` (none, lz4, int8) sets the codec on disk; without it the store's applies.
     pub recipe: *const c_void,
-    /// Its length.
     pub recipe_bytes: u64,
-    /// Which part of the KV this rank holds, from 0.
+    /// Part of the KV that this rank holds, below shard_count.
     pub shard_index: u32,
-    /// How many parts there are; 0 = all ranks hold the same.
+    /// Number of parts; 0 = all ranks hold the same KV (shard_index is 0).
     pub shard_count: u32,
-    /// Fields of the engine's own, in any order.
+    /// Fields that the engine defines, in any order.
     pub extra: *const kvt_identity_extra_t,
-    /// How many, at most 64.
+    /// At most 64.
     pub extra_count: u64,
-    /// sizeof(kvt_identity_extra_t).
     pub extra_stride_bytes: u64,
-    /// Whose names its objects have at a remote, which rules of access there may tell apart;
-    /// 0 = everybody's. No part of the identity: all that open a namespace say the same.
+    /// Tenant in the names of the namespace's objects at a remote (`prefix/t42/...`), for access
+    /// rules; 0 = no tenant. Not part of the identity.
     pub remote_tenant: u64,
 }
 
-/// Layers that keep the same, and need the same. Stands in arrays only.
+/// Layers with equal sizes, dtype and reuse rule. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_group_t {
-    /// KVT_RULE_*: how much of the past its layers need.
+    /// KVT_RULE_*.
     pub rule: u32,
     /// KVT_DTYPE_*.
     pub dtype: u32,
-    /// Heads that K and V are divided into; 0 = not said.
+    /// Heads of K and V, at most 65536; 0 = unspecified. Each head fills whole elements.
     pub kv_heads: u32,
-    /// With KVT_RULE_WINDOW: how many tokens.
+    /// With KVT_RULE_WINDOW: 1 to 2^30; else 0.
     pub window_tokens: u32,
-    /// Bytes of K a token and layer; of the latent, where there is one.
+    /// Bytes of K, or of the latent, per token and layer.
     pub k_bytes: u64,
-    /// Bytes of V a token and layer; 0 = it is in K.
+    /// Bytes of V per token and layer; 0 = V is part of K.
     pub v_bytes: u64,
-    /// With KVT_RULE_STATE: bytes of a layer's state; then no K, V or heads.
+    /// With KVT_RULE_STATE: bytes of a layer's state; k_bytes, v_bytes and kv_heads are 0.
     pub state_bytes: u64,
-    /// Its layers, in any order. Every layer from 0 on is in one group.
+    /// Layers in any order; each layer of the model, from 0, is in exactly one group.
     pub layers: *const u16,
-    /// How many.
+    /// At least 1; at most 4096 in all groups.
     pub layer_count: u64,
 }
 
-/// What the KV of a model is made of. It is part of the namespace's key.
+/// Chunk length and contents of a model's cells. Part of the namespace's key.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_layout_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Tokens of a chunk, the unit that is shared, 1 to 32768. A cell, a layer of
-    /// a chunk, has at most 32 MiB.
+    /// 1 to 32768 tokens of a chunk, the unit of sharing. A cell (a chunk in one layer) has at most
+    /// 32 MiB.
     pub chunk_tokens: u32,
-    /// Always 0.
     pub reserved: u32,
     /// Groups of layers, in any order.
     pub groups: *const kvt_group_t,
-    /// How many, 1 to 64.
+    /// 1 to 64.
     pub group_count: u64,
-    /// sizeof(kvt_group_t).
     pub stride_bytes: u64,
 }
 
-/// A namespace that somebody has open. Its sessions keep it.
+/// An open namespace. Its sessions keep it open.
 pub(crate) struct Space {
     pub(crate) core: Arc<crate::base::core::Core>,
     pub(crate) store: Arc<Store>,
@@ -470,12 +408,12 @@ pub(crate) struct Space {
 
 impl Drop for Space {
     fn drop(&mut self) {
-        let ended = self.store.let_go(|core| {
+        let closed = self.store.let_go(|core| {
             core.close_space(self.number);
             Ok(())
         });
-        if let Err(error) = ended {
-            log::error!("a namespace was not closed in its store: {error}");
+        if let Err(error) = closed {
+            log::error!("a namespace could not be closed in its store: {error}");
         }
     }
 }
@@ -492,7 +430,10 @@ unsafe fn field<'a>(data: *const c_void, len: u64, name: &str) -> Result<Option<
     // SAFETY: the caller's promise.
     let len = unsafe { length_of(name, data.cast(), len)? };
     match data.is_null() {
-        true if len > 0 => fail!(Invalid, "{name} is null and has {len} bytes"),
+        true if len > 0 => fail!(
+            Invalid,
+            "{name} is null, but its length is {len}: pass bytes, or 0 for an absent field"
+        ),
         true => Ok(None),
         // SAFETY: the caller's promise.
         false => Ok(Some(unsafe { bytes(data.cast(), len)? })),
@@ -517,7 +458,7 @@ unsafe fn key_of(given: &kvt_identity_t, layout: &Layout) -> Result<Key> {
     for i in 0..rows.len() {
         let row: kvt_identity_extra_t = rows.get(i)?;
         if row.reserved != 0 {
-            fail!(Invalid, "reserved of extra field {i} is {}", row.reserved);
+            fail!(Invalid, "extra field {i}: reserved is {}, it must be 0", row.reserved);
         }
         // SAFETY: the caller's promise.
         let value = unsafe { bytes(row.value.cast(), row.value_bytes)? };
@@ -540,7 +481,7 @@ unsafe fn key_of(given: &kvt_identity_t, layout: &Layout) -> Result<Key> {
     identity.key()
 }
 
-/// The codec that the recipe of an identity names.
+/// The codec that the recipe of an identity names; none = the store's.
 ///
 /// # Safety
 /// Its pointers are null or valid for their lengths.
@@ -550,11 +491,13 @@ unsafe fn codec_of(given: &kvt_identity_t) -> Result<Option<Codec>> {
     recipe::codec_of(recipe.unwrap_or(&[])).map_err(|e| e.within("recipe"))
 }
 
+/// Reads a layout.
+///
 /// # Safety
 /// Its pointers are null or valid for their lengths.
 unsafe fn layout_of(given: &kvt_layout_t) -> Result<Layout> {
     if given.reserved != 0 {
-        fail!(Invalid, "reserved of the layout is {}", given.reserved);
+        fail!(Invalid, "layout: reserved is {}, it must be 0", given.reserved);
     }
     // SAFETY: the caller's promise.
     let rows = unsafe {
@@ -571,6 +514,8 @@ unsafe fn layout_of(given: &kvt_layout_t) -> Result<Layout> {
     Layout::new(given.chunk_tokens, groups)
 }
 
+/// Reads a group of layers.
+///
 /// # Safety
 /// Its layers are valid for reads.
 unsafe fn group_of(row: &kvt_group_t) -> Result<Group> {
@@ -578,13 +523,17 @@ unsafe fn group_of(row: &kvt_group_t) -> Result<Group> {
         KVT_RULE_FULL => Rule::Full,
         KVT_RULE_WINDOW => Rule::Window(row.window_tokens),
         KVT_RULE_STATE => Rule::State,
-        other => fail!(Invalid, "rule {other} is none of KVT_RULE_*"),
+        other => fail!(Invalid, "rule {other} is unknown: use one of KVT_RULE_*"),
     };
     if row.window_tokens != 0 && row.rule != KVT_RULE_WINDOW {
-        fail!(Invalid, "window_tokens without KVT_RULE_WINDOW");
+        fail!(
+            Invalid,
+            "window_tokens is {}, it must be 0 unless rule is KVT_RULE_WINDOW",
+            row.window_tokens
+        );
     }
     let Some(dtype) = Dtype::from_code(row.dtype) else {
-        fail!(Invalid, "dtype {} is none of KVT_DTYPE_*", row.dtype);
+        fail!(Invalid, "dtype {} is unknown: use one of KVT_DTYPE_*", row.dtype);
     };
     Ok(Group {
         // SAFETY: the caller's promise.
@@ -598,27 +547,15 @@ unsafe fn group_of(row: &kvt_group_t) -> Result<Group> {
     })
 }
 
-/// Opens a namespace of a store, or finds it: equal identities and layouts are
-/// the same one. What a store found on disk is there again under its key.
+/// Opens a namespace. Equal identities and layouts give the same namespace, with the chunks that
+/// the store recovered from disk. While it is open, other opens must pass the same flags and
+/// remote_tenant.
 ///
-/// @param store     The store.
-/// @param identity  Who may share; null = all fields absent.
-/// @param layout    What the KV is made of.
+/// @param identity  Null = all fields absent.
 /// @param flags     KVT_NAMESPACE_*.
-/// @param out       The namespace; close it with kvt_namespace_close.
-/// @param err       Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (also when it is open with other flags),
-///         KVT_E_SPEC (the recipe names an unknown codec), KVT_E_LIMIT (65,536
-///         namespaces, or those of 64 layouts, are open or have chunks that are
-///         held or pinned; what nobody has open gives way), KVT_E_TOO_NEW,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the namespace; structs and arrays are copied.
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state, arrays
-/// for their lengths.
+/// @return KVT_E_SPEC (the recipe names an unknown codec), KVT_E_LIMIT (a field is too long, or
+///         65,536 namespaces or 64 layouts are in use: open, or with referenced or pinned chunks;
+///         others are dropped to make room).
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_open(
     store: *const kvt_store_t,
@@ -630,7 +567,7 @@ pub unsafe extern "C" fn kvt_namespace_open(
 ) -> kvt_status_t {
     known_flags(flags, KVT_NAMESPACE_HOLES)?;
     if layout.is_null() {
-        fail!(Invalid, "the layout is null");
+        fail!(Invalid, "layout is null: a namespace needs one");
     }
     require(out)?;
     let (layout, identity) = (layout_of(&read(layout)?)?, read(identity)?);
@@ -654,16 +591,9 @@ pub unsafe extern "C" fn kvt_namespace_open(
     Ok(())
 }
 
-/// The key of a namespace: what its identity and layout come to.
+/// Reads the key of a namespace, the hash of its identity and layout.
 ///
-/// @param ns    The namespace.
 /// @param out_key  Receives KVT_KEY_BYTES bytes.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out_key` is null or valid for writes of 32 bytes.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_key(
     ns: *const kvt_namespace_t,
@@ -678,15 +608,6 @@ pub unsafe extern "C" fn kvt_namespace_key(
 }
 
 /// Closes a namespace. Its chunks stay in the store, its sessions stay open.
-///
-/// @param ns  Pointer to the handle, cleared on success; null, or a null
-///               handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `space` is null or valid for reads and writes.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_close(ns: *mut *mut kvt_namespace_t) -> kvt_status_t {
     free(ns, |_| Ok(()))
@@ -697,74 +618,71 @@ pub unsafe extern "C" fn kvt_namespace_close(ns: *mut *mut kvt_namespace_t) -> k
 /// No tier.
 pub const KVT_TIER_NONE: u32 = 0xFFFF_FFFF;
 
-/// What is needed of the tokens is not all there: the engine computes them.
+/// Some needed cells are in no tier: the engine must compute these tokens.
 pub const KVT_RANGE_MISS: u32 = 0;
-/// All that is needed of them can be loaded.
+/// All needed cells can be loaded.
 pub const KVT_RANGE_HIT: u32 = 1;
-/// All that is needed of them can be loaded, once what is on its way has come.
+/// All needed cells can be loaded once transfers in flight have arrived.
 pub const KVT_RANGE_PENDING: u32 = 2;
-/// Nothing is needed of them: no layer reaches back so far.
+/// No layer needs these tokens in order to continue.
 pub const KVT_RANGE_UNNEEDED: u32 = 3;
 
-/// Every layer of the chunk is in some tier, not all in the same perhaps.
+/// Every cell of the chunk is resident in some tier of the store, not necessarily in the same one.
 pub const KVT_EXISTS_WHOLE: u32 = 16;
 
 const _: () = assert!(KVT_EXISTS_WHOLE == WHOLE as u32);
-/// Most rows of an array that a call fills.
+/// Most entries of an array that a call fills.
 pub(crate) const MAX_ROWS: u64 = 1 << 24;
-/// Keys that are looked for while the lock is held.
+/// Keys that are looked up under one lock.
 const LOOKUP_GROUP: usize = 1024;
 
-/// Tokens in a row of which the same can be said. Stands in arrays only.
+/// A run of tokens in the same state. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_range_t {
-    /// The first one.
     pub first_token: u64,
-    /// How many.
     pub tokens: u64,
     /// KVT_RANGE_*.
     pub state: u32,
-    /// The farthest tier that something of them is loaded from, KVT_TIER_*; or
-    /// KVT_TIER_NONE.
+    /// Slowest tier that a needed cell is loaded from, KVT_TIER_*; KVT_TIER_NONE = nothing to load.
     pub tier: u32,
-    /// Bytes that are on the device.
+    /// Bytes that are resident in DEVICE.
     pub device_bytes: u64,
-    /// Bytes to be loaded from memory.
+    /// Bytes to load from HOST.
     pub host_bytes: u64,
-    /// Bytes to be loaded from disk.
+    /// Bytes to load from DISK.
     pub disk_bytes: u64,
-    /// Bytes to be loaded from elsewhere.
+    /// Bytes to fetch from the remote, by remote hints.
     pub remote_bytes: u64,
-    /// Bytes that are on their way into the store, and in no tier yet.
+    /// Bytes on their way into the store, in no tier yet.
     pub pending_bytes: u64,
-    /// How long loading them takes by itself, predicted.
+    /// Predicted time to load these tokens alone.
     pub load_ns: u64,
 }
 
-/// What a lookup has found in all.
+/// Totals of a lookup. Bytes and time are those of continuing after soon_tokens; with
+/// KVT_NAMESPACE_HOLES, of loading all that is resident.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_lookup_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Tokens that were asked for.
+    /// Tokens looked up.
     pub tokens: u64,
-    /// The longest prefix that can be gone on from now.
+    /// Longest prefix that can be reused now.
     pub reusable_tokens: u64,
-    /// The same, once what is on its way has come.
+    /// Longest prefix that can be reused once transfers in flight have arrived.
     pub soon_tokens: u64,
-    /// Bytes that are on the device.
+    /// Bytes that are resident in DEVICE.
     pub device_bytes: u64,
-    /// Bytes to be loaded from memory.
+    /// Bytes to load from HOST.
     pub host_bytes: u64,
-    /// Bytes to be loaded from disk.
+    /// Bytes to load from DISK.
     pub disk_bytes: u64,
-    /// Bytes to be loaded from elsewhere.
+    /// Bytes to fetch from the remote, by remote hints.
     pub remote_bytes: u64,
-    /// Bytes that are on their way into the store, and in no tier yet.
+    /// Bytes on their way into the store, in no tier yet.
     pub pending_bytes: u64,
-    /// How long loading all that takes, predicted, with what waits before it.
+    /// Predicted time to load all of it, including queued work.
     pub load_ns: u64,
 }
 
@@ -805,7 +723,7 @@ fn summary(look: &Look) -> kvt_lookup_t {
     }
 }
 
-/// Where the results of a lookup go.
+/// Output pointers of a lookup.
 pub(crate) struct Target {
     pub(crate) ranges: *mut kvt_range_t,
     pub(crate) capacity: u64,
@@ -814,6 +732,8 @@ pub(crate) struct Target {
     pub(crate) out: *mut kvt_lookup_t,
 }
 
+/// Runs a lookup and writes its results.
+///
 /// # Safety
 /// As the exported functions that call it.
 pub(crate) unsafe fn answer(
@@ -840,28 +760,16 @@ pub(crate) unsafe fn answer(
     Ok(())
 }
 
-/// Says how far a sequence could go on with what a namespace has, and what that
-/// takes: for schedulers that choose between places. No use is counted, nothing is
-/// held: what is there now may be gone at the next call.
+/// Reports how much of a token sequence is reusable in a namespace, and what loading it takes; for
+/// routers that compare stores. Counts no use and references nothing: chunks may be evicted before
+/// the next call.
 ///
-/// @param ns         The namespace.
-/// @param tokens        The sequence.
-/// @param token_count   How many, at most 2^27.
-/// @param ranges        Receives all tokens as ranges, in their order; may be null
-///                      with capacity 0 to learn how many there are.
-/// @param capacity      Room there, in entries, at most 2^24.
-/// @param stride_bytes  sizeof(kvt_range_t).
-/// @param out_count     How many ranges there are; also written with KVT_E_TOO_SMALL.
-///                      May be null.
-/// @param out           The sum of it; start it with KVT_LOOKUP_INIT. May be null.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `out` is valid for the size it states.
+/// @param token_count  At most 2^27.
+/// @param ranges       Receives ranges that cover all tokens, in order.
+/// @param capacity     At most 2^24.
+/// @param out_count    May be null.
+/// @param out          Receives the totals; may be null.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_lookup(
     ns: *const kvt_namespace_t,
@@ -879,26 +787,13 @@ pub unsafe extern "C" fn kvt_namespace_lookup(
     answer(ns, &to, |ns| ns.store.lookup(ns.number, tokens))
 }
 
-/// The same for a sequence whose chunks' keys are known (docs/keys.md says how they
-/// are made).
+/// Does the same for a sequence whose chunk keys are known (docs/keys.md). See kvt_namespace_lookup
+/// for the other parameters.
 ///
-/// @param ns         The namespace.
-/// @param keys          The keys of its full chunks, KVT_KEY_BYTES each.
-/// @param key_count     How many.
-/// @param token_count   Tokens of the sequence: as many as the keys stand for, or
-///                      some more that fill no chunk.
-/// @param ranges        See kvt_namespace_lookup.
-/// @param capacity      See kvt_namespace_lookup.
-/// @param stride_bytes  See kvt_namespace_lookup.
-/// @param out_count     See kvt_namespace_lookup.
-/// @param out           See kvt_namespace_lookup.
-/// @param err           Explains a failure; may be null.
-/// @return As kvt_namespace_lookup.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// As kvt_namespace_lookup.
+/// @param keys         Keys of the full chunks, KVT_KEY_BYTES each, in order.
+/// @param key_count    token_count / chunk_tokens.
+/// @param token_count  Tokens of the sequence, those of a last partial chunk included.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_lookup_keys(
     ns: *const kvt_namespace_t,
@@ -917,35 +812,28 @@ pub unsafe extern "C" fn kvt_namespace_lookup_keys(
     answer(ns, &to, |ns| ns.store.lookup_keys(ns.number, keys, token_count))
 }
 
+/// The caller's array of keys.
+///
 /// # Safety
 /// `keys` is null with a count of 0, or valid for reads of so many keys.
 unsafe fn given_keys<'a>(keys: *const u8, count: u64) -> Result<&'a [Key]> {
     if count > MAX_TOKENS as u64 {
-        fail!(Limit, "{count} keys, at most {MAX_TOKENS} are allowed");
+        fail!(Limit, "key_count is {count}, the limit is {MAX_TOKENS}");
     }
     // SAFETY: the caller's promise.
     let keys = unsafe { bytes(keys, count * size_of::<Key>() as u64)? };
     Ok(Key::list(keys))
 }
 
-/// Says of chunks whether a namespace has them, and where. No use is counted, nothing
-/// is held.
+/// Reports in which tiers chunks are resident. Counts no use and references nothing.
 ///
-/// @param ns      The namespace.
 /// @param keys       Keys of full chunks, KVT_KEY_BYTES each.
-/// @param key_count  How many, at most 2^27.
-/// @param out        Receives a byte for each: KVT_EXISTS_WHOLE when every layer of it
-///                   is in some tier of the store, and 1 << KVT_TIER_* for each tier
-///                   that has every layer. 1 << KVT_TIER_REMOTE is a hint, and never makes
-///                   it whole: the remote had all of it when that was last heard of, and is
-///                   not left alone now. 0 = it is not there, or layers of it are missing.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `keys` and `out` are null with a count of 0, or valid for their lengths.
+/// @param key_count  At most 2^27.
+/// @param out        Receives a byte for each key: KVT_EXISTS_WHOLE, and 1 << KVT_TIER_* for each
+///                   tier that has every cell. 1 << KVT_TIER_REMOTE is a remote hint: it may be
+///                   stale, does not count for KVT_EXISTS_WHOLE, and is set only while the remote's
+///                   circuit is closed. 0 = absent, or incomplete.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_exists(
     ns: *const kvt_namespace_t,
@@ -955,13 +843,13 @@ pub unsafe extern "C" fn kvt_namespace_exists(
 ) -> kvt_status_t {
     let keys = given_keys(keys, key_count)?;
     if out.is_null() && !keys.is_empty() {
-        fail!(Invalid, "the output pointer is null");
+        fail!(Invalid, "out is null: it must have room for {key_count} bytes");
     }
     let ns = enter(ns)?;
     let mut found = [0; LOOKUP_GROUP];
     for (at, keys) in keys.chunks(LOOKUP_GROUP).enumerate() {
         ns.0.store.look(|core| core.exists(ns.0.number, keys, &mut found))??;
-        // SAFETY: room for a byte a key, by the caller's promise.
+        // SAFETY: room for one byte per key, by the caller's promise.
         std::ptr::copy_nonoverlapping(found.as_ptr(), out.add(at * LOOKUP_GROUP), keys.len());
     }
     Ok(())
@@ -969,39 +857,29 @@ pub unsafe extern "C" fn kvt_namespace_exists(
 
 // Prefill cost.
 
-/// What computing costs: n tokens after l tokens of context take
+/// Cost of prefill. Computing n tokens after l tokens of context takes, in nanoseconds,
 /// n * beta_ns + alpha_ns * (n * l + n * n / 2).
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_prefill_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Nanoseconds a token and token of context.
+    /// Nanoseconds per token and token of context.
     pub alpha_ns: f64,
-    /// Nanoseconds a token.
+    /// Nanoseconds per token.
     pub beta_ns: f64,
-    /// Out: how often kvt_namespace_observe_prefill told something.
+    /// Out: number of calls of kvt_namespace_observe_prefill.
     pub observed: u64,
-    /// Out: 1 when the cost was fixed.
+    /// Out: 1 = set by kvt_namespace_fix_prefill, 0 = observed.
     pub fixed: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Tells what the engine took to compute tokens: plans go by what was observed.
+/// Records how long the engine took to compute tokens. Plans use the cost that these observations
+/// give.
 ///
-/// @param ns           The namespace.
-/// @param context_tokens  Tokens before the first one that was computed.
-/// @param tokens          How many were computed, at least 1.
-/// @param duration_ns              How long that took, 1 to an hour.
-/// @param err             Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @param context_tokens  Tokens before the first computed one, at most 2^27.
+/// @param tokens          Tokens computed, 1 to 2^27.
+/// @param duration_ns     Time taken, from 10 ns a token to one hour.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_observe_prefill(
     ns: *const kvt_namespace_t,
@@ -1015,19 +893,9 @@ pub unsafe extern "C" fn kvt_namespace_observe_prefill(
     ns.store.with(|core| core.observe_prefill(ns.number, context_tokens, tokens, duration_ns))
 }
 
-/// Fixes what computing costs, whatever is observed.
+/// Sets the prefill cost of a namespace, whatever is observed.
 ///
-/// @param ns  The namespace.
-/// @param cost   alpha_ns and beta_ns of it, 0 to 1e15 each, are read; null = go by
-///               what is observed again.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `cost` is valid for the size it states.
+/// @param cost  Its alpha_ns and beta_ns, 0 to 1e15 each; null = use observations again.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_fix_prefill(
     ns: *const kvt_namespace_t,
@@ -1046,16 +914,7 @@ pub unsafe extern "C" fn kvt_namespace_fix_prefill(
     ns.store.with(|core| core.fix_prefill(ns.number, cost))
 }
 
-/// What computing costs, as plans see it now.
-///
-/// @param ns  The namespace.
-/// @param out    Filled in; start it with KVT_PREFILL_INIT.
-/// @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the prefill cost that plans use now.
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_prefill(
     ns: *const kvt_namespace_t,
@@ -1081,42 +940,40 @@ pub unsafe extern "C" fn kvt_namespace_prefill(
 
 // Events of stores.
 
-/// A whole chunk has come to a tier.
+/// All cells of a chunk are resident in a tier.
 pub const KVT_STORE_STORED: u32 = 1;
-/// A chunk is whole in a tier no more.
+/// Some cell of a chunk is no longer resident in a tier that had them all.
 pub const KVT_STORE_REMOVED: u32 = 2;
-/// Nothing of a namespace is left in any tier (kvt_namespace_clear).
+/// All chunks of a namespace are gone from every tier (kvt_namespace_clear).
 pub const KVT_STORE_CLEARED: u32 = 3;
 
 const _: () = assert!(KVT_STORE_STORED == Kind::Stored as u32);
 const _: () = assert!(KVT_STORE_REMOVED == Kind::Removed as u32);
 const _: () = assert!(KVT_STORE_CLEARED == Kind::Cleared as u32);
 
-/// Events that are read while the lock is held.
+/// Events that are read under one lock.
 const EVENT_GROUP: usize = 32;
 
-/// Something that changed. Stands in arrays only.
+/// A change of residency. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_store_event_t {
-    /// Its number: each has the one after that of the event before it.
+    /// Consecutive, from 0.
     pub number: u64,
-    /// When, CLOCK_MONOTONIC.
+    /// Time, CLOCK_MONOTONIC.
     pub at_ns: u64,
-    /// KVT_STORE_STORED, KVT_STORE_REMOVED or KVT_STORE_CLEARED. There may be others
-    /// one day: pass them by.
+    /// KVT_STORE_STORED, _REMOVED or _CLEARED. Ignore others: kinds may be added.
     pub kind: u32,
-    /// Which tier, KVT_TIER_*; 0 with KVT_STORE_CLEARED.
+    /// KVT_TIER_*; 0 with KVT_STORE_CLEARED.
     pub tier: u32,
     /// Tokens of the chunk.
     pub tokens: u32,
-    /// Which chunk of its sequence it is, from 0.
+    /// Index of the chunk in its sequence, from 0.
     pub position: u32,
-    /// Its key.
+    /// Key of the chunk.
     pub key: [u8; 32],
-    /// The key before it in its sequence: the namespace's for the first.
+    /// Key of the chunk before it; for the first one the namespace's key.
     pub parent: [u8; 32],
-    /// The namespace's key.
     pub namespace_key: [u8; 32],
 }
 
@@ -1135,28 +992,16 @@ fn event_for_c(event: &Event) -> kvt_store_event_t {
     }
 }
 
-/// Reads what changed in a store, the oldest first. The store keeps the newest events
-/// (`events` of its spec) for any number of readers; one that is too slow hears how
-/// many it has missed, and asks kvt_namespace_lookup or _exists.
+/// Reads events, oldest first. The store keeps the newest ones (`events` of its spec, 16,384 by
+/// default) for any number of readers. A reader that missed some must read the state again
+/// (kvt_namespace_lookup, _exists).
 ///
-/// @param store         The store.
-/// @param cursor        In: the number of the first event that is wanted, 0 at the
-///                      start, UINT64_MAX for those to come. Out: that of the next
-///                      call.
-/// @param events        Receives them.
-/// @param capacity      Room there, in entries, at most 2^24; 0 = only move the cursor
-///                      to what is still known.
-/// @param stride_bytes  sizeof(kvt_store_event_t).
-/// @param out_count     How many were written.
-/// @param out_missed    How many between cursor and the next call's were lost; may be
-///                      null.
-/// @return KVT_OK, also when there is none; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `events` is valid for `capacity` * `stride_bytes`.
+/// @param cursor      In: number of the first event wanted; 0 = all that are kept, UINT64_MAX =
+///                    future ones. Out: the cursor of the next call.
+/// @param capacity    At most 2^24; 0 = only skip the events that are no longer kept.
+/// @param out_count   Receives the number of events written.
+/// @param out_missed  Receives the number of events that were lost; may be null.
+/// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_store_events(
     store: *const kvt_store_t,
@@ -1169,7 +1014,7 @@ pub unsafe extern "C" fn kvt_store_events(
 ) -> kvt_status_t {
     require(out_count)?;
     if cursor.is_null() || !cursor.is_aligned() {
-        fail!(Invalid, "the cursor is null or not aligned");
+        fail!(Invalid, "cursor is null or misaligned: it must point to a uint64_t");
     }
     let (rows, first) = (Strided::new(events, capacity, stride_bytes, MAX_ROWS)?, cursor.read());
     let (mut at, mut written, mut missed) = (first, 0, 0);
@@ -1197,26 +1042,14 @@ pub unsafe extern "C" fn kvt_store_events(
     Ok(())
 }
 
-/// Begins an op that ends when there is an event to read: one with the number `from`, or a later
-/// one. Never waits. The op's value is how many there are; more may have come when they are read.
-/// Its queue is the descriptor (kvt_queue_fd) or the callback by which a reader is woken. One that
-/// was woken reads all (kvt_store_events), and watches again from where that has left its cursor.
+/// Submits an op that completes when the event `from` or a later one exists. Never waits. The op's
+/// value is the number of events from `from` on. Its queue (kvt_queue_fd, or a callback) wakes the
+/// reader, which reads all events and watches again from its new cursor. Closing the store ends the
+/// op with KVT_E_CANCELLED.
 ///
-/// @param store   The store.
-/// @param from    The number of the first event that is wanted, as kvt_store_events has left it
-///                in its cursor; UINT64_MAX for the next one to come.
-/// @param opts    Queue, tag, deadline; null for defaults.
-/// @param op_out  Receives the op; null with a queue to be told by that alone.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_AGAIN (1,024 watches wait, as many ops are under way as may be, or the
-///         queue is full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the op. A store that is closed ends it with KVT_E_CANCELLED.
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @param from    Cursor of kvt_store_events; UINT64_MAX = the next event.
+/// @param op_out  May be null if opts names a queue.
+/// @return KVT_E_AGAIN (1,024 watches are open, `max_ops` is reached, or the queue is full).
 #[capi]
 pub unsafe extern "C" fn kvt_store_watch(
     store: *const kvt_store_t,
@@ -1228,27 +1061,16 @@ pub unsafe extern "C" fn kvt_store_watch(
     begin_one(opts, op_out, |opts| enter(store)?.store.watch(from, opts))
 }
 
-// Changes of open stores.
+// Changes to open stores.
 
-/// Goes on with another policy for a tier. It is told of every chunk with its last use and
-/// its uses, and of what the one before has learned if it is of its kind: 0.1 to 0.2 s for
-/// a million chunks, in which the store answers nobody. The next opening goes by its spec.
+/// Switches the eviction policy of a tier. The new policy receives every chunk with its last use
+/// and number of uses, and the learned state of a former policy of the same kind. The store is
+/// blocked for 0.1 to 0.2 s per million chunks. The next open uses its spec again.
 ///
-/// @param store       The store.
-/// @param tier        KVT_TIER_HOST or KVT_TIER_DISK.
-/// @param spec        The policy, as in the store's spec.
-/// @param spec_bytes  Its length.
-/// @param err         Explains a failure, with the offset in the spec and the nearest name
-///                    that exists; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOT_FOUND when there is no disk,
-///         KVT_E_UNSUPPORTED for another tier, KVT_E_INVALID, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on
-///         failure.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param tier  KVT_TIER_HOST, KVT_TIER_DISK or KVT_TIER_DEVICE.
+/// @param spec  The policy, as in the store's spec; not `custom`.
+/// @return KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOT_FOUND (the store has no such tier), KVT_E_UNSUPPORTED
+///         (another tier).
 #[capi]
 pub unsafe extern "C" fn kvt_store_set_policy(
     store: *const kvt_store_t,
@@ -1263,25 +1085,14 @@ pub unsafe extern "C" fn kvt_store_set_policy(
     store.store.with(|core| core.set_policy(tier, spec))
 }
 
-/// Changes how many bytes of cells a store may have in memory, or of files on disk. What
-/// is more than that leaves as it would for want of room, while everything else goes on:
-/// nothing waits for it. The account of a budget bounds memory as well. The next opening
-/// goes by its spec.
+/// Changes the limit of a tier: bytes of cells in HOST, bytes of files on DISK. Chunks beyond it
+/// are evicted in the background; the call does not wait. The store's account in its budget limits
+/// HOST as well. The next open uses its spec again.
 ///
-/// @param store  The store.
 /// @param tier   KVT_TIER_HOST or KVT_TIER_DISK.
-/// @param bytes  Most bytes; of memory at least 64 KiB, of a disk at least what an opening
-///               wants.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID or KVT_E_LIMIT when it is too little,
-///         KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for another tier,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing
-///         changes on failure.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @param bytes  At least 64 KiB for HOST; for DISK at least what kvt_store_open requires.
+/// @return KVT_E_LIMIT (above what a tier can have), KVT_E_NOT_FOUND (the store has no disk),
+///         KVT_E_UNSUPPORTED (another tier).
 #[capi]
 pub unsafe extern "C" fn kvt_store_set_budget(
     store: *const kvt_store_t,
@@ -1294,83 +1105,74 @@ pub unsafe extern "C" fn kvt_store_set_budget(
     noun.store.with(|core| match tier {
         Tier::Host => core.set_host_bytes(bytes),
         Tier::Disk => core.set_disk_bytes(bytes),
-        _ => fail!(Unsupported, "a store has no budget for {}", tier.name()),
+        _ => fail!(
+            Unsupported,
+            "the limit of tier {} cannot be changed: use KVT_TIER_HOST or KVT_TIER_DISK",
+            tier.name()
+        ),
     })
 }
 
-// Rows of stores.
+// Latencies, tenants and evictions.
 
-/// Gets of which all was in memory.
+/// Kinds of kvt_latency_t. GET_HOST: gets that read nothing from disk. GET_DISK: gets that did.
+/// PUT_*: puts by `level`, until they are in memory, on disk, durable. *_BATCH: batches of workers:
+/// copies between tensors and memory, disk reads, disk writes, syncs, upkeep (compaction, sweeps,
+/// checkpoints, namespace records), remote reads, remote writes, remote lookups. *_DECISION:
+/// choices of victims, of which one in 16 is timed.
 pub const KVT_TIMED_GET_HOST: u32 = 1;
-/// Gets of which something had to be read from disk.
 pub const KVT_TIMED_GET_DISK: u32 = 2;
-/// Puts until they are in memory.
 pub const KVT_TIMED_PUT_RAM: u32 = 3;
-/// Puts until they are on disk.
 pub const KVT_TIMED_PUT_DISK: u32 = 4;
-/// Puts until they are durable.
 pub const KVT_TIMED_PUT_DURABLE: u32 = 5;
-/// Batches of copies between tensors and memory.
 pub const KVT_TIMED_COPY_BATCH: u32 = 6;
-/// Batches of reads of the disk.
 pub const KVT_TIMED_READ_BATCH: u32 = 7;
-/// Batches of writes to it.
 pub const KVT_TIMED_WRITE_BATCH: u32 = 8;
-/// Syncs.
 pub const KVT_TIMED_SYNC_BATCH: u32 = 9;
-/// Cleanings, sweeps, checkpoints and notes.
 pub const KVT_TIMED_UPKEEP_BATCH: u32 = 10;
-/// Choices of who leaves memory: one in some is timed.
 pub const KVT_TIMED_HOST_DECISION: u32 = 11;
-/// Choices of who leaves the disk: one in some is timed.
 pub const KVT_TIMED_DISK_DECISION: u32 = 12;
-/// Batches of objects that come from the remote.
 pub const KVT_TIMED_FETCH_BATCH: u32 = 13;
-/// Batches of objects that go there.
 pub const KVT_TIMED_UPLOAD_BATCH: u32 = 14;
-/// Questions what the remote has.
 pub const KVT_TIMED_LOOKUP_BATCH: u32 = 15;
 
-/// Kinds of the core's own that decisions come behind, in its order.
+/// Number of kinds before the decisions of policies, which `TIMED` does not contain.
 const BEFORE_DECISIONS: usize = KVT_TIMED_UPKEEP_BATCH as usize;
 
 const _: () = assert!(KVT_TIMED_LOOKUP_BATCH as usize == TIMED.len() + 2);
 
-/// How long one kind of thing took. Stands in arrays only.
+/// Latencies of one kind since the store was opened, in nanoseconds. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_latency_t {
     /// KVT_TIMED_*.
     pub kind: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// How many were timed since the store was opened.
+    /// Number of timings.
     pub count: u64,
-    /// The mean, in nanoseconds.
     pub mean_ns: u64,
-    /// What half of them did not exceed, to a fourth.
+    /// Median, at most a quarter too high.
     pub p50_ns: u64,
-    /// The same of 99 in 100.
+    /// 99th percentile, at most a quarter too high.
     pub p99_ns: u64,
-    /// The longest.
     pub max_ns: u64,
 }
 
-/// What a tenant has moved. Stands in arrays only.
+/// Traffic of a tenant: puts and gets, no prefetches. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_tenant_t {
-    /// Its number (kvt_session_opts_t.tenant).
+    /// kvt_session_opts_t.tenant.
     pub tenant: u32,
-    /// 1: all tenants together that are not told apart; 1,024 are.
+    /// 1 = this row sums all tenants beyond the 1,024 that are counted separately.
     pub is_rest: u32,
-    /// Bytes it has stored.
+    /// Bytes stored by puts.
     pub put_bytes: u64,
-    /// Bytes it was given back.
+    /// Bytes loaded by gets.
     pub got_bytes: u64,
-    /// Cells it has asked for, and got.
+    /// Cells that gets asked for and loaded.
     pub hit_cells: u64,
-    /// Cells it has asked for that were nowhere.
+    /// Cells that gets asked for and that were in no tier.
     pub missed_cells: u64,
 }
 
@@ -1385,30 +1187,22 @@ fn tenant_for_c(row: &Tenant, is_rest: bool) -> kvt_tenant_t {
     }
 }
 
-fn timed(kind: u32, times: &Latency) -> kvt_latency_t {
+fn latency_for_c(kind: u32, times: &Latency) -> kvt_latency_t {
     let &Latency { count, mean_ns, p50_ns, p99_ns, max_ns } = times;
     kvt_latency_t { kind, reserved: 0, count, mean_ns, p50_ns, p99_ns, max_ns }
 }
 
-/// The last evictions of a tier, the oldest of them first. The store keeps 4,096 of each
-/// tier; by their numbers a reader knows what it has seen, and what it has missed.
+/// Reads the latest evictions of a tier, oldest first. The store keeps 4,096 of each tier; gaps in
+/// their numbers show what a reader missed.
 ///
-/// @param store         The store.
-/// @param tier          KVT_TIER_HOST or KVT_TIER_DISK.
-/// @param entries       Receives them: `id` is the first eight bytes of the chunk's key,
-///                      little-endian (where policies choose other things, theirs),
-///                      `units` are blocks of 4 KiB, times CLOCK_MONOTONIC.
-/// @param capacity      Room there, in entries.
-/// @param stride_bytes  sizeof(kvt_policy_log_entry_t).
-/// @param out_count     How many were written.
-/// @return KVT_OK; KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for
-///         another tier, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param tier       KVT_TIER_HOST, KVT_TIER_DISK or KVT_TIER_DEVICE.
+/// @param entries    Receives entries: `id` is the first 8 bytes of the chunk's key, little-endian
+///                   (with another granularity: the policy's id), `units` are blocks of 4 KiB,
+///                   times CLOCK_MONOTONIC.
+/// @param capacity   At most 2^24; the latest entries that fit are written.
+/// @param out_count  Receives the number written.
+/// @return KVT_E_NOT_FOUND (the store has no such tier), KVT_E_UNSUPPORTED (another tier),
+///         KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_store_evictions(
     store: *const kvt_store_t,
@@ -1431,23 +1225,12 @@ pub unsafe extern "C" fn kvt_store_evictions(
     Ok(())
 }
 
-/// What each tenant has moved, by number; last, where there are more tenants than are told
-/// apart, the rest of them as one.
+/// Reads the traffic of each tenant, by number. The last row sums the tenants that are not counted
+/// separately, if there are any.
 ///
-/// @param store         The store.
-/// @param rows          Receives them; may be null with capacity 0 to learn how many
-///                      there are.
-/// @param capacity      Room there, in entries, at most 2^24; 1,025 are enough.
-/// @param stride_bytes  sizeof(kvt_tenant_t).
-/// @param out_count     How many there are; also written with KVT_E_TOO_SMALL. May be
-///                      null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param capacity   At most 2^24; 1,025 always suffice.
+/// @param out_count  May be null.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_store_tenants(
     store: *const kvt_store_t,
@@ -1466,25 +1249,14 @@ pub unsafe extern "C" fn kvt_store_tenants(
     give(&to, rows.is_null(), all.into_iter(), out_count)
 }
 
-/// How long gets, puts, the store's own work and its policies' choices took: a row for
-/// each KVT_TIMED_*, in their order, also where nothing was timed yet. Moves count that
-/// brought or stored everything, from their call (or the engine's event) to their end.
-/// kvt_store_metrics has the same as histograms.
+/// Reads the latencies of gets, puts, worker batches and policy decisions: one row for each
+/// KVT_TIMED_*, in their order. Gets and puts count if they moved everything, from the call (or the
+/// ready event) to completion; those with `after` do not count. kvt_store_metrics has the
+/// histograms.
 ///
-/// @param store         The store.
-/// @param rows          Receives them; may be null with capacity 0 to learn how many
-///                      there are.
-/// @param capacity      Room there, in entries, at most 2^24; 32 are enough.
-/// @param stride_bytes  sizeof(kvt_latency_t).
-/// @param out_count     How many there are; also written with KVT_E_TOO_SMALL. May be
-///                      null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param capacity   At most 2^24; 32 always suffice.
+/// @param out_count  May be null.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_store_latencies(
     store: *const kvt_store_t,
@@ -1499,39 +1271,35 @@ pub unsafe extern "C" fn kvt_store_latencies(
     let decisions = [report.host_policy.decision, report.disk_policy.decision];
     let (first, last) = report.latencies.split_at(BEFORE_DECISIONS);
     let all = (1..).zip(first.iter().chain(&decisions).chain(last));
-    let all: Vec<_> = all.map(|(kind, times)| timed(kind, times)).collect();
+    let all: Vec<_> = all.map(|(kind, times)| latency_for_c(kind, times)).collect();
     give(&to, rows.is_null(), all.into_iter(), out_count)
 }
 
 // Remotes.
 
-/// Requests go to the remote.
+/// State of the circuit breaker of a remote: requests are sent (CLOSED), none are sent for a while
+/// after failures or malformed replies (OPEN), one request probes the remote (PROBING).
 pub const KVT_REMOTE_CIRCUIT_CLOSED: u32 = 1;
-/// The remote is left alone for a while: it did not answer, or answered nonsense.
 pub const KVT_REMOTE_CIRCUIT_OPEN: u32 = 2;
-/// One request goes there, to see whether it is well again.
 pub const KVT_REMOTE_CIRCUIT_PROBING: u32 = 3;
 
 const _: () = assert!(KVT_REMOTE_CIRCUIT_CLOSED == BreakerState::Closed as u32);
 const _: () = assert!(KVT_REMOTE_CIRCUIT_OPEN == BreakerState::Open as u32);
 const _: () = assert!(KVT_REMOTE_CIRCUIT_PROBING == BreakerState::HalfOpen as u32);
 
-/// Most secrets.
+/// Most secrets of a store.
 const MAX_SECRETS: u64 = 16;
 
-/// Something that only the remote's server is to see. Copied when a store is opened, wiped
-/// when it is closed, and shown by no spec, log, error or control socket. Stands in arrays
-/// only.
+/// A credential for the remote's server. Copied when the store is opened, wiped when it is closed,
+/// and never shown in specs, logs, errors or at the control socket. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_secret_t {
-    /// Which it is: "password".
+    /// "password" (Redis), "s3.key", "s3.secret", "s3.token", or "seal" (encrypts objects).
     pub name: *const c_char,
-    /// Length of that.
     pub name_bytes: u64,
-    /// The secret.
     pub secret: *const c_void,
-    /// Its length, at most 4,096.
+    /// At most 4,096.
     pub secret_bytes: u64,
 }
 
@@ -1558,17 +1326,7 @@ pub(crate) unsafe fn secrets_of(
     Ok(all)
 }
 
-/// What a store counts of its remote; also of a poisoned one. Of a store without a remote all
-/// is 0.
-///
-/// @param store  The store.
-/// @param out    Filled in; start it with KVT_REMOTE_STATS_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the counters of a store's remote; all 0 without a remote. Works on a poisoned store, too.
 #[capi]
 pub unsafe extern "C" fn kvt_store_remote(
     store: *const kvt_store_t,
@@ -1581,53 +1339,48 @@ pub unsafe extern "C" fn kvt_store_remote(
     Ok(())
 }
 
-// Remotes of the engine: a table of callbacks.
+// Custom remotes: a table of callbacks.
 
-/// A put does nothing where there is an object of that name; without it the last writer wins.
+/// A put of a name that exists does nothing. Without this flag the last writer wins.
 pub const KVT_REMOTE_FIRST_WINS: u64 = 1;
 
-/// Most objects of a batch that an engine's remote is given.
+/// Most objects of one call of a custom remote.
 const MAX_BATCH: u32 = 4096;
 
-/// A piece of memory. Pieces of a get that nobody wants may be the same memory in several items;
-/// those of a put are not to be written. Stands in arrays only.
+/// A piece of host memory. Parts of a put must not be written; parts of a get whose bytes are not
+/// wanted may share memory. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_remote_part_t {
-    /// Where it is, in host memory.
     pub address: *mut c_void,
-    /// How long.
     pub bytes: u64,
 }
 
-/// An object of a batch. Stands in arrays only; the next is `stride_bytes` behind it.
+/// One object of a batch. Stands in arrays only; the next one is `stride_bytes` further.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_remote_item_t {
-    /// Its name: letters, digits, '.', '_', '-' and '/'. Not NUL-terminated.
+    /// Letters, digits, '.', '_', '-' and '/'. Not NUL-terminated.
     pub name: *const c_char,
-    /// Length of that.
     pub name_bytes: u64,
-    /// Where its bytes go (get) or come from (put), one piece after the other.
+    /// Memory that the object's bytes go to (get) or come from (put), in order.
     pub parts: *const kvt_remote_part_t,
-    /// How many pieces.
     pub part_count: u64,
-    /// Of a get: the first of its bytes that is wanted.
+    /// Get: first byte of the object that is wanted.
     pub offset: u64,
-    /// Written by the callback. Of a get: how many bytes came, fewer than there is room for where
-    /// the object ends. Of a question: how long the object is. Of a put: 1 if it was there.
+    /// Out. Get: bytes read, less than the room if the object ends before. Exists: length of the
+    /// object. Put: 1 = it existed already.
     pub bytes: u64,
-    /// Written by the callback: KVT_OK; KVT_E_NOT_FOUND; KVT_E_AGAIN (at another time),
-    /// KVT_E_TIMEOUT, KVT_E_BUDGET (full), KVT_E_LIMIT (it takes none that long), KVT_E_CORRUPT,
-    /// KVT_E_UNAVAILABLE. It is KVT_E_AGAIN before.
+    /// Out, preset to KVT_E_AGAIN: KVT_OK, KVT_E_NOT_FOUND, KVT_E_AGAIN (retry later),
+    /// KVT_E_TIMEOUT, KVT_E_BUDGET (full), KVT_E_LIMIT (object too long), KVT_E_CORRUPT,
+    /// KVT_E_UNSUPPORTED, KVT_E_UNAVAILABLE.
     pub status: kvt_status_t,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Does something with all objects of a batch until a deadline (CLOCK_MONOTONIC). Each has a
-/// status of its own afterwards, and no memory of the batch is touched any more. Anything but
-/// KVT_OK is the status of all that have none.
+/// Processes a batch of objects until a deadline (CLOCK_MONOTONIC), and sets the status of each
+/// item. Must not touch memory of the batch after it returns. A result other than KVT_OK becomes
+/// the status of every item that has none.
 pub type kvt_remote_batch_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1638,70 +1391,69 @@ pub type kvt_remote_batch_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// A remote of the engine's own, for `remote=custom(...)` in a store's spec. Its functions are
-/// called from threads of the store, from several at once, with no lock held; they must not
-/// unwind, and must not call the store that they are of. What they say of being there is a hint,
-/// and what they give is checked: they may be wrong, but not late.
+/// A custom remote backend, for `remote=custom(...)` in a store's spec. The store calls it from
+/// several threads at once, without a lock. Callbacks must return by the deadline, must not unwind
+/// and must not call the same store. The store verifies every object and treats `exists` as a hint.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_remote_custom_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_REMOTE_FIRST_WINS.
     pub flags: u64,
-    /// Bytes of an object that it is quick with; 0 = 1 MiB.
+    /// Object size that the backend handles best; 0 = 1 MiB.
     pub preferred_bytes: u64,
-    /// Most bytes of an object; 0 = as many as an object can have.
+    /// Longest object; 0 = unlimited.
     pub max_bytes: u64,
-    /// Most objects of a batch; 0 = 32.
+    /// Most objects of a call, at most 4096; 0 = 32.
     pub batch: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// Fetches objects, or parts of them.
+    /// Reads objects or parts of objects.
     pub get: kvt_remote_batch_fn,
     /// Stores objects.
     pub put: kvt_remote_batch_fn,
-    /// Says which are there, and how long they are.
+    /// Reports which objects exist, and their lengths.
     pub exists: kvt_remote_batch_fn,
-    /// Takes objects away; null = they are never taken away.
+    /// Removes objects; null = objects are never removed.
     pub remove: kvt_remote_batch_fn,
-    /// Handed to all of them; taken over on success only.
+    /// Passed to the callbacks; the store owns it once kvt_store_open has succeeded.
     pub user_data: *mut c_void,
-    /// Releases user_data, once the store is closed; may be null.
+    /// Releases user_data after the store is closed; may be null.
     pub destroy: kvt_destroy_fn,
 }
 
+/// The callbacks of a custom remote.
 #[derive(Clone, Copy)]
-struct Table {
+struct Callbacks {
     get: kvt_remote_batch_fn,
     put: kvt_remote_batch_fn,
     exists: kvt_remote_batch_fn,
     remove: kvt_remote_batch_fn,
 }
 
-/// A remote, and what stands before its names.
+/// A custom remote, with the prefix of its names.
 #[derive(Clone)]
-struct Called {
-    callback: Arc<Callback<Table>>,
+struct CustomBackend {
+    callbacks: Arc<Callback<Callbacks>>,
     caps: Caps,
     prefix: Prefix,
 }
 
-/// A way to it: memory for batches.
+/// A client of a custom remote, with the tables of its batches.
 struct CustomClient {
-    remote: Called,
+    backend: CustomBackend,
     items: Vec<kvt_remote_item_t>,
     parts: Vec<kvt_remote_part_t>,
     names: Vec<u8>,
 }
 
-// SAFETY: pointers in its tables are of the batch that is under way, and of no use after it.
+// SAFETY: pointers in its tables belong to the batch in flight, and are not used after it.
 unsafe impl Send for CustomClient {}
 
-/// The remote of a store's options, and who is to keep its data once the store is open.
+/// The custom remote of a store's options, and the function that takes over its user data once the
+/// store is open.
 ///
 /// # Safety
-/// `custom` is null or valid for the size it states; its functions are what they say.
+/// `custom` is null or valid for the size it states; its functions do what the header requires.
 pub(crate) unsafe fn remote_of(
     custom: *const kvt_remote_custom_t,
 ) -> Result<Option<(CustomRemote, impl FnOnce())>> {
@@ -1711,51 +1463,47 @@ pub(crate) unsafe fn remote_of(
     // SAFETY: the caller's promise.
     let given = unsafe { read(custom)? };
     known_flags(given.flags, KVT_REMOTE_FIRST_WINS)?;
-    if given.reserved != 0 || given.batch > MAX_BATCH {
-        fail!(
-            Invalid,
-            "reserved is {}, batch {} (at most {MAX_BATCH})",
-            given.reserved,
-            given.batch
-        );
+    no_reserved(given.reserved)?;
+    if given.batch > MAX_BATCH {
+        fail!(Invalid, "batch is {}, it must be at most {MAX_BATCH} (0 = default)", given.batch);
     }
     let kvt_remote_custom_t { get, put, exists, remove, user_data, destroy, .. } = given;
     if get.is_none() || put.is_none() || exists.is_none() {
-        fail!(Invalid, "a remote needs get, put and exists");
+        fail!(Invalid, "get, put or exists is null: a custom remote needs all three");
     }
-    let or = |given: u64, usual: u64| if given == 0 { usual } else { given };
+    let or_default = |given: u64, default: u64| if given == 0 { default } else { given };
     let caps = Caps {
-        preferred_bytes: or(given.preferred_bytes, 1 << 20),
-        max_bytes: or(given.max_bytes, u64::MAX),
-        batch: or(given.batch.into(), 32) as usize,
+        preferred_bytes: or_default(given.preferred_bytes, 1 << 20),
+        max_bytes: or_default(given.max_bytes, u64::MAX),
+        batch: or_default(given.batch.into(), 32) as usize,
         ranges: true,
         first_wins: given.flags & KVT_REMOTE_FIRST_WINS != 0,
-        // What the engine's own keeps is the engine's to count.
+        // The engine accounts for the memory of its backend.
         client_bytes: 0,
     };
-    let table = Table { get, put, exists, remove };
-    let callback = Arc::new(Callback::new(table, user_data, destroy));
-    let keeper = callback.clone();
+    let callbacks = Callbacks { get, put, exists, remove };
+    let callbacks = Arc::new(Callback::new(callbacks, user_data, destroy));
+    let owner = callbacks.clone();
     let make = move |prefix: &Prefix| {
-        let (callback, prefix) = (callback.clone(), prefix.clone());
-        Box::new(Called { callback, caps, prefix }) as Box<dyn Remote>
+        let (callbacks, prefix) = (callbacks.clone(), prefix.clone());
+        Box::new(CustomBackend { callbacks, caps, prefix }) as Box<dyn Remote>
     };
-    Ok(Some((CustomRemote(Arc::new(make)), move || keeper.keep())))
+    Ok(Some((CustomRemote(Arc::new(make)), move || owner.keep())))
 }
 
-impl Remote for Called {
+impl Remote for CustomBackend {
     fn caps(&self) -> Caps {
         self.caps
     }
 
     fn client(&self) -> Box<dyn Client> {
         let (items, parts, names) = (Vec::new(), Vec::new(), Vec::new());
-        Box::new(CustomClient { remote: self.clone(), items, parts, names })
+        Box::new(CustomClient { backend: self.clone(), items, parts, names })
     }
 }
 
-/// What a callback's status says.
-fn trouble(status: kvt_status_t) -> RemoteError {
+/// The error that a callback's status stands for.
+fn remote_error(status: kvt_status_t) -> RemoteError {
     match Status::from_code(status) {
         Some(Status::NotFound) => RemoteError::Absent,
         Some(Status::Again) => RemoteError::Busy,
@@ -1768,8 +1516,8 @@ fn trouble(status: kvt_status_t) -> RemoteError {
     }
 }
 
-/// Which of the callbacks.
-type Which = fn(&Table) -> kvt_remote_batch_fn;
+/// Selects one of the callbacks.
+type Select = fn(&Callbacks) -> kvt_remote_batch_fn;
 
 impl CustomClient {
     fn clear(&mut self) {
@@ -1780,11 +1528,11 @@ impl CustomClient {
 
     fn add(&mut self, name: &Name, parts: &[Part], offset: u64) {
         let begin = self.names.len();
-        self.remote.prefix.write(name, &mut self.names);
+        self.backend.prefix.write(name, &mut self.names);
         let name_bytes = (self.names.len() - begin) as u64;
-        let of =
+        let part_for_c =
             |part: &Part| kvt_remote_part_t { address: part.address.cast(), bytes: part.bytes };
-        self.parts.extend(parts.iter().map(of));
+        self.parts.extend(parts.iter().map(part_for_c));
         self.items.push(kvt_remote_item_t {
             name: std::ptr::null(),
             name_bytes,
@@ -1797,8 +1545,8 @@ impl CustomClient {
         });
     }
 
-    /// Calls; each item's status and bytes are known then.
-    fn call(&mut self, which: Which, deadline_ns: u64) {
+    /// Calls a callback for all items. Afterwards each item has its status and bytes.
+    fn call(&mut self, select: Select, deadline_ns: u64) {
         let (mut name, mut part) = (0, 0);
         for item in &mut self.items {
             item.name = self.names.as_ptr().wrapping_add(name).cast();
@@ -1806,9 +1554,9 @@ impl CustomClient {
             name += item.name_bytes as usize;
             part += item.part_count as usize;
         }
-        for items in self.items.chunks_mut(self.remote.caps.batch) {
-            let status = self.remote.callback.call(|table, user_data| {
-                let Some(function) = which(&table) else { return Status::Unsupported.code() };
+        for items in self.items.chunks_mut(self.backend.caps.batch) {
+            let status = self.backend.callbacks.call(|callbacks, user_data| {
+                let Some(function) = select(&callbacks) else { return Status::Unsupported.code() };
                 let (count, stride) = (items.len() as u64, size_of::<kvt_remote_item_t>() as u64);
                 // SAFETY: function and data came together; the tables are borrowed for the call.
                 unsafe { function(user_data, items.as_mut_ptr(), count, stride, deadline_ns) }
@@ -1816,16 +1564,16 @@ impl CustomClient {
             if status == Status::Ok.code() {
                 continue;
             }
-            let unsaid = Status::Again.code();
-            items.iter_mut().filter(|item| item.status == unsaid).for_each(|i| i.status = status);
+            let preset = Status::Again.code();
+            items.iter_mut().filter(|item| item.status == preset).for_each(|i| i.status = status);
         }
     }
 
-    /// What each came to.
+    /// The result of each item.
     fn results(&self) -> impl Iterator<Item = std::result::Result<u64, RemoteError>> + '_ {
         self.items.iter().map(|item| match item.status == Status::Ok.code() {
             true => Ok(item.bytes),
-            false => Err(trouble(item.status)),
+            false => Err(remote_error(item.status)),
         })
     }
 }
@@ -1834,13 +1582,13 @@ impl Client for CustomClient {
     fn greet(&mut self, deadline_ns: u64) -> Result<Server> {
         self.clear();
         self.add(&Name { tenant: 0, hash: [0; 20] }, &[], 0);
-        self.call(|table| table.exists, deadline_ns);
+        self.call(|callbacks| callbacks.exists, deadline_ns);
         match self.results().next() {
             Some(Ok(_) | Err(RemoteError::Absent)) => {}
-            Some(Err(trouble)) => return Err(Error::from(trouble)),
+            Some(Err(error)) => return Err(Error::from(error)),
             None => return Err(Status::Invalid.into()),
         }
-        let words = "a remote of the engine's own".to_string();
+        let words = "a custom remote".to_string();
         Ok(Server { words, warnings: Vec::new() })
     }
 
@@ -1851,12 +1599,12 @@ impl Client for CustomClient {
             let (name, offset) = (get.name, get.offset);
             self.add(&name, gets.parts_of(at), offset);
         }
-        self.call(|table| table.get, deadline_ns);
+        self.call(|callbacks| callbacks.get, deadline_ns);
         let rooms: Vec<u64> = (0..gets.items.len()).map(|at| gets.room_of(at)).collect();
         for ((get, result), room) in gets.items.iter_mut().zip(self.results()).zip(rooms) {
-            // More than there is room for cannot have come.
+            // A callback that reports more bytes than there is room for is wrong.
             get.result = result
-                .and_then(|came| if came <= room { Ok(came) } else { Err(RemoteError::Malformed) });
+                .and_then(|read| if read <= room { Ok(read) } else { Err(RemoteError::Malformed) });
         }
     }
 
@@ -1867,25 +1615,26 @@ impl Client for CustomClient {
             let name = put.name;
             self.add(&name, puts.parts_of(at), 0);
         }
-        self.call(|table| table.put, deadline_ns);
+        self.call(|callbacks| callbacks.put, deadline_ns);
         for (put, result) in puts.items.iter_mut().zip(self.results()) {
-            put.result = result.map(|was_there| was_there != 0);
+            put.result = result.map(|existed| existed != 0);
         }
     }
 
     fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64) {
         self.clear();
-        queries.items.iter().for_each(|ask| self.add(&ask.name, &[], 0));
-        self.call(|table| table.exists, deadline_ns);
-        queries.items.iter_mut().zip(self.results()).for_each(|(ask, result)| ask.result = result);
+        queries.items.iter().for_each(|query| self.add(&query.name, &[], 0));
+        self.call(|callbacks| callbacks.exists, deadline_ns);
+        let results = self.results();
+        queries.items.iter_mut().zip(results).for_each(|(query, result)| query.result = result);
     }
 
     fn remove(&mut self, queries: &mut Queries, deadline_ns: u64) {
         self.clear();
-        queries.items.iter().for_each(|ask| self.add(&ask.name, &[], 0));
-        self.call(|table| table.remove, deadline_ns);
-        for (ask, result) in queries.items.iter_mut().zip(self.results()) {
-            ask.result = match result {
+        queries.items.iter().for_each(|query| self.add(&query.name, &[], 0));
+        self.call(|callbacks| callbacks.remove, deadline_ns);
+        for (query, result) in queries.items.iter_mut().zip(self.results()) {
+            query.result = match result {
                 Err(RemoteError::Absent) => Ok(0),
                 result => result,
             };

@@ -1,4 +1,4 @@
-//! Weights: models in files, and streamers that bring their units.
+//! Weights: models in files, and streamers that load their units.
 
 use std::ffi::{OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use crate::base::callback::refuse_reentry;
 use crate::base::core::Core;
 use crate::base::slab::Pin;
-use crate::base::status::{Result, Status};
+use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::{Event, Memory as DeviceMemory};
 use crate::fail;
@@ -27,76 +27,74 @@ use crate::stream::plan::{
 };
 use crate::stream::scheduler::{Lease, Target};
 use crate::stream::streamer::{AcquireOpts, Opts, Streamer, UnitLease, Verify};
-use crate::stream::units::{Entry, Index, MAX_PARTS, MAX_UNITS, NONE, Part, Range, Role, Units};
+use crate::stream::units::{
+    Entry, Index, MAX_PARTS, MAX_UNITS, NONE, Part, Range, Role, Units, unknown_unit,
+};
 
 // Models.
 
-/// What is in the files of a model: tensors, and the units that they move in. It never
-/// changes, so any thread may use it, and it needs no runtime. The files are not kept open.
+/// The files of a model: tensors, and the units that they are loaded in. Immutable; belongs to no
+/// runtime and keeps no file open. Texts of its structs are not NUL-terminated; they and other
+/// arrays are valid until the model is closed. At most 4096 files, 2^20 tensors, 2^18 units and
+/// 2^22 parts of tensors.
 pub struct kvt_model_t(());
 
-/// Of no layer, or no expert.
+/// No layer, no expert; for kvt_stream_fixed: all units.
 pub const KVT_NONE: u32 = 0xFFFF_FFFF;
 
 /// kvt_model_info_t.format: GGUF, one file or split.
 pub const KVT_FORMAT_GGUF: u32 = 1;
-/// kvt_model_info_t.format: safetensors, one file or sharded.
+/// safetensors, one file or sharded.
 pub const KVT_FORMAT_SAFETENSORS: u32 = 2;
-/// kvt_model_info_t.format: byte ranges that the engine has named.
+/// Byte ranges that the engine names: kvt_model_table.
 pub const KVT_FORMAT_TABLE: u32 = 3;
 
-/// A text, or a path. Stands in arrays only.
+/// A text or a path. Stands in arrays.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_str_t {
-    /// It.
     pub text: *const c_char,
-    /// Its length.
+    /// Length of the text, or KVT_NUL_TERMINATED.
     pub bytes: u64,
 }
 
-/// What a model is; numbers that its files do not say are 0.
+/// Properties of a model; 0 where its files do not state them.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_model_info_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// Bytes of all tensors.
     pub bytes: u64,
     /// KVT_FORMAT_*.
     pub format: u32,
-    /// Files.
+    /// Numbers of files, units and tensors.
     pub files: u32,
-    /// Units: see kvt_model_unit.
     pub units: u32,
-    /// Tensors: see kvt_model_tensor.
     pub tensors: u32,
-    /// Its architecture, such as "llama"; not NUL-terminated, lives until the model is closed.
+    /// Such as "llama".
     pub architecture: *const c_char,
-    /// Length of that.
     pub architecture_bytes: u64,
-    /// Layers.
     pub layers: u32,
-    /// Numbers of a hidden state.
+    /// Elements of a hidden state.
     pub hidden: u32,
-    /// Heads of queries.
+    /// Query heads.
     pub heads: u32,
-    /// Heads of keys and values of one layer; the most where layers differ.
+    /// Key and value heads of a layer, the most where layers differ; 1 where keys are a latent
+    /// vector.
     pub kv_heads: u32,
-    /// Numbers of a key, as it is kept.
+    /// Elements of a stored key.
     pub key_dim: u32,
-    /// Numbers of a value; 0 beside a key_dim where values are made of what is kept of keys.
+    /// Elements of a value; 0 beside a key_dim: values are computed from the stored keys.
     pub value_dim: u32,
-    /// The longest context.
+    /// Longest context in tokens.
     pub context: u32,
-    /// Symbols.
     pub vocabulary: u32,
     /// Experts of a layer.
     pub experts: u32,
-    /// Of them, those that a token uses.
+    /// Experts of a layer that a token uses.
     pub experts_used: u32,
-    /// What tells it from other models: a hash of headers, lengths of files, names, types,
-    /// sizes and places of tensors. Models that differ in weights alone may have the same.
+    /// BLAKE3 of the headers, of the lengths of the files, and of the names, types, sizes and
+    /// offsets of the tensors. Models that differ only in weights may have the same.
     pub fingerprint: [u8; 32],
 }
 
@@ -104,47 +102,45 @@ pub struct kvt_model_info_t {
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_model_file_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Its path; not NUL-terminated, lives until the model is closed.
     pub path: *const c_char,
-    /// Length of that.
     pub path_bytes: u64,
-    /// How long the file is.
+    /// Length of the file.
     pub bytes: u64,
 }
 
-/// A model, its units, and what finds things in them. Texts that callers borrow are in it.
-pub(crate) struct Parts {
+/// An open model: its tensors, its units, and indexes of both. It owns the texts that callers
+/// borrow.
+pub(crate) struct OpenModel {
     pub(crate) model: Model,
     pub(crate) units: Units,
     pub(crate) index: Index,
-    /// Numbers of tensors, by their names.
+    /// Tensors, sorted by name.
     pub(crate) names: Vec<u32>,
     fingerprint: [u8; 32],
 }
 
-impl Parts {
-    pub(crate) fn new(model: Model, units: Units) -> Result<Parts> {
+impl OpenModel {
+    pub(crate) fn new(model: Model, units: Units) -> Result<OpenModel> {
         let index = Index::new(&units)?;
         let mut names = Vec::new();
         names.try_reserve_exact(model.tensors.len()).map_err(|_| Status::NoMem)?;
         names.extend(0..model.tensors.len() as u32);
-        let name = |&tensor: &u32| model.tensors.get(tensor as usize).map(|t| t.name.as_str());
-        names.sort_by(|a, b| name(a).cmp(&name(b)));
+        let name_of = |&tensor: &u32| model.tensors.get(tensor as usize).map(|t| t.name.as_str());
+        names.sort_by(|a, b| name_of(a).cmp(&name_of(b)));
         let fingerprint = model.fingerprint();
-        Ok(Parts { model, units, index, names, fingerprint })
+        Ok(OpenModel { model, units, index, names, fingerprint })
     }
 }
 
-pub(crate) struct ModelNoun(pub(crate) Arc<Parts>);
+pub(crate) struct ModelNoun(pub(crate) Arc<OpenModel>);
 
 noun!(ModelNoun, kvt_model_t, 17, "model");
 
-/// Calls `body` with a model.
+/// Calls `body` with the model of a handle.
 pub(crate) fn with_model<R>(
     handle: *const kvt_model_t,
-    body: impl FnOnce(&Arc<Parts>) -> Result<R>,
+    body: impl FnOnce(&Arc<OpenModel>) -> Result<R>,
 ) -> Result<R> {
     body(&enter(handle)?.0)
 }
@@ -156,10 +152,19 @@ pub(crate) unsafe fn path(text: *const c_char, length: u64) -> Result<PathBuf> {
     // SAFETY: the caller's promise.
     let text = unsafe { text_bytes("path", text, length)? };
     if text.is_empty() || text.len() > MAX_PATH_BYTES {
-        fail!(Invalid, "a path of {} bytes: 1 to {MAX_PATH_BYTES} can be", text.len());
+        fail!(
+            Invalid,
+            "the path has {} bytes, accepted are 1 to {MAX_PATH_BYTES}: pass a shorter path that is \
+             not empty",
+            text.len()
+        );
     }
     if text.contains(&0) {
-        fail!(Invalid, "a path with a NUL in it");
+        fail!(
+            Invalid,
+            "the path contains a NUL byte: pass its length without the terminator, or \
+             KVT_NUL_TERMINATED"
+        );
     }
     Ok(PathBuf::from(OsStr::from_bytes(text)))
 }
@@ -183,24 +188,12 @@ pub(crate) unsafe fn paths(
     Ok(all)
 }
 
-/// Opens a model and groups its tensors into units by their names. Reads headers, not
-/// weights.
+/// Opens a model and groups its tensors into units by their names. Reads headers, not weights.
 ///
-/// @param paths         One path: a GGUF or safetensors file, the index of a sharded model,
-///                      the directory of a model, any one file of a split GGUF model. Or
-///                      all its files.
-/// @param path_count    How many.
-/// @param stride_bytes  sizeof(kvt_str_t).
-/// @param out           The model; close it with kvt_model_close.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_CORRUPT (files that are not what they say, with the reason),
-///         KVT_E_UNSUPPORTED, KVT_E_NOT_FOUND, KVT_E_IO, KVT_E_LIMIT, KVT_E_INVALID,
-///         KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the model. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; texts are valid for their lengths.
+/// @param paths  All files of the model, or one path: a GGUF or safetensors file, the index of a
+///               sharded model, the directory of a model, any file of a split GGUF model.
+/// @return KVT_E_CORRUPT (a damaged file, files that contradict each other), KVT_E_UNSUPPORTED
+///         (version or data type), KVT_E_NOT_FOUND, KVT_E_IO, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_model_open(
     paths: *const kvt_str_t,
@@ -214,43 +207,25 @@ pub unsafe extern "C" fn kvt_model_open(
     let paths = self::paths(paths, path_count, stride_bytes)?;
     let model = Model::open(&paths)?;
     let units = Units::of(&model)?;
-    out.write(insert(ModelNoun(Arc::new(Parts::new(model, units)?)))?);
+    out.write(insert(ModelNoun(Arc::new(OpenModel::new(model, units)?)))?);
     Ok(())
 }
 
-/// Closes a model and clears the handle. Streamers that were opened with it stay; texts that
-/// were borrowed from it go.
-///
-/// @param model  Pointer to the handle; null, or a null handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `model` is null or valid for reads and writes.
+/// Closes a model. Streamers that were opened with it stay open.
 #[capi]
 pub unsafe extern "C" fn kvt_model_close(model: *mut *mut kvt_model_t) -> kvt_status_t {
     free(model, |_| Ok(()))
 }
 
-/// What a model is.
-///
-/// @param model  The model.
-/// @param out    Filled in; start it with KVT_MODEL_INFO_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: texts are borrowed until the model is closed. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the properties of a model.
 #[capi]
 pub unsafe extern "C" fn kvt_model_info(
     model: *const kvt_model_t,
     out: *mut kvt_model_info_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    with_model(model, |parts| {
-        let (model, facts) = (&parts.model, &parts.model.facts);
+    with_model(model, |opened| {
+        let (model, facts) = (&opened.model, &opened.model.facts);
         let info = kvt_model_info_t {
             struct_size: 0,
             bytes: model.bytes(),
@@ -260,7 +235,7 @@ pub unsafe extern "C" fn kvt_model_info(
                 Format::Table => KVT_FORMAT_TABLE,
             },
             files: model.files.len() as u32,
-            units: parts.units.units.len() as u32,
+            units: opened.units.units.len() as u32,
             tensors: model.tensors.len() as u32,
             architecture: facts.architecture.as_ptr().cast(),
             architecture_bytes: facts.architecture.len() as u64,
@@ -274,24 +249,16 @@ pub unsafe extern "C" fn kvt_model_info(
             vocabulary: facts.vocabulary,
             experts: facts.experts,
             experts_used: facts.experts_used,
-            fingerprint: parts.fingerprint,
+            fingerprint: opened.fingerprint,
         };
         write(out, &info);
         Ok(())
     })
 }
 
-/// A file of a model.
+/// Describes a file of a model.
 ///
-/// @param model  The model.
-/// @param file   Which, below kvt_model_info_t.files.
-/// @param out    Filled in; start it with KVT_MODEL_FILE_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the path is borrowed until the model is closed. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @param file  Below kvt_model_info_t.files.
 #[capi]
 pub unsafe extern "C" fn kvt_model_file(
     model: *const kvt_model_t,
@@ -299,9 +266,10 @@ pub unsafe extern "C" fn kvt_model_file(
     out: *mut kvt_model_file_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    with_model(model, |parts| {
-        let Some(found) = parts.model.files.get(file as usize) else {
-            fail!(Invalid, "file {file} of {}", parts.model.files.len());
+    with_model(model, |opened| {
+        let Some(found) = opened.model.files.get(file as usize) else {
+            let count = opened.model.files.len();
+            fail!(Invalid, "file {file} does not exist: the model has {count} files");
         };
         let path = found.path.as_os_str().as_bytes();
         let row = kvt_model_file_t {
@@ -317,90 +285,75 @@ pub unsafe extern "C" fn kvt_model_file(
 
 // Contents of models.
 
-/// kvt_unit_t.role: something else.
+/// kvt_unit_t.role: other tensors.
 pub const KVT_ROLE_OTHER: u32 = 0;
-/// kvt_unit_t.role: a layer, without its experts.
+/// A layer, without its experts.
 pub const KVT_ROLE_LAYER: u32 = 1;
-/// kvt_unit_t.role: an expert of a layer.
+/// An expert of a layer.
 pub const KVT_ROLE_EXPERT: u32 = 2;
-/// kvt_unit_t.role: what symbols are looked up in.
+/// The table of token embeddings.
 pub const KVT_ROLE_EMBEDDING: u32 = 3;
-/// kvt_unit_t.role: what comes between the last layer and the head.
+/// The norm between the last layer and the head.
 pub const KVT_ROLE_NORM: u32 = 4;
-/// kvt_unit_t.role: what makes symbols of a hidden state.
+/// The output projection (LM head).
 pub const KVT_ROLE_HEAD: u32 = 5;
 
-/// A unit: bytes that are needed together, and move together. Units are numbered in the order
-/// in which a pass needs them: the embedding, what has no role, each layer followed by its
-/// experts, the norm, the head.
+/// A unit of weights: bytes that are needed together and loaded together. Units have the order in
+/// which a pass needs them: the embedding, tensors without a role, each layer followed by its
+/// experts, the norm, the head. Units of kvt_model_table have the order of the table.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_unit_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// What it is called, such as "layer 3 expert 7"; not NUL-terminated, lives until the
-    /// model is closed.
+    /// Such as "layer 3 expert 7".
     pub name: *const c_char,
-    /// Length of that.
     pub name_bytes: u64,
     /// KVT_ROLE_*.
     pub role: u32,
-    /// Its layer, or KVT_NONE.
+    /// Layer and expert; KVT_NONE where the role has none.
     pub layer: u32,
-    /// Its expert, or KVT_NONE.
     pub expert: u32,
-    /// Parts of tensors that it has.
+    /// Parts of tensors in the unit: see kvt_model_unit_parts.
     pub parts: u32,
-    /// What its tensors have.
+    /// Bytes of its tensors.
     pub bytes: u64,
-    /// What it takes in memory.
+    /// Bytes in memory: tensors with their alignment, a multiple of 4096.
     pub image_bytes: u64,
 }
 
-/// A tensor as it is in its file.
+/// A tensor in its file.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_tensor_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Its name; not NUL-terminated, lives until the model is closed.
     pub name: *const c_char,
-    /// Length of that.
     pub name_bytes: u64,
-    /// What its numbers are, as the format calls it, such as "Q6_K" or "BF16"; lives as long
-    /// as the library.
+    /// Data type as the format names it, such as "Q6_K" or "BF16".
     pub dtype: *const c_char,
-    /// Length of that.
     pub dtype_bytes: u64,
-    /// Its dimensions, the innermost first; they live until the model is closed.
+    /// Dimensions, the innermost first.
     pub dims: *const u64,
-    /// How many.
     pub dim_count: u32,
-    /// Which file of the model.
+    /// Index of the file; offset and bytes are those in the file.
     pub file: u32,
-    /// Where in that file, from its start.
     pub offset: u64,
-    /// How long it is there.
     pub bytes: u64,
-    /// Parts that it is divided into: one, or one for each expert; none if it has no bytes.
+    /// Parts: 1, or one for each expert; 0 if the tensor has no bytes.
     pub parts: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Where a tensor, or an expert's part of one, is in its unit. Stands in arrays only.
+/// A tensor in its unit, or one expert's share of a tensor. Stands in arrays.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_part_t {
-    /// Which tensor of the model.
     pub tensor: u32,
-    /// Which unit.
     pub unit: u32,
-    /// Where in the unit: kvt_unit_lease_t.address + at is its first byte.
+    /// Offset in the unit: the first byte is at kvt_unit_lease_t.address + at.
     pub at: u64,
-    /// Where in the tensor: 0 unless it is divided between experts.
+    /// Offset in the tensor; 0 unless the tensor is divided between experts.
     pub from: u64,
-    /// How long.
+    /// Length of the part.
     pub bytes: u64,
 }
 
@@ -412,7 +365,7 @@ pub(crate) fn role_of(code: u32) -> Result<Role> {
         KVT_ROLE_EMBEDDING => Role::Embedding,
         KVT_ROLE_NORM => Role::Norm,
         KVT_ROLE_HEAD => Role::Head,
-        other => fail!(Invalid, "role {other} is none of KVT_ROLE_*"),
+        other => fail!(Invalid, "role is {other}, which is unknown: set one of KVT_ROLE_*, 0 to 5"),
     })
 }
 
@@ -427,11 +380,17 @@ fn role_code(role: Role) -> u32 {
     }
 }
 
-fn unit_parts(parts: &Parts, unit: u32) -> &[Part] {
-    let all = &parts.units.parts;
+fn unit_parts(opened: &OpenModel, unit: u32) -> &[Part] {
+    let all = &opened.units.parts;
     let from = all.partition_point(|part| part.unit < unit);
     let to = all.partition_point(|part| part.unit <= unit);
     all.get(from..to).unwrap_or(&[])
+}
+
+/// The error of a tensor index that no tensor of the model has.
+fn unknown_tensor(tensor: u32, count: usize) -> Error {
+    let text = format!("tensor {tensor} does not exist: the model has {count} tensors");
+    Error::new(Status::Invalid, text)
 }
 
 fn row_of(part: &Part) -> kvt_part_t {
@@ -439,17 +398,9 @@ fn row_of(part: &Part) -> kvt_part_t {
     kvt_part_t { tensor, unit, at, from, bytes }
 }
 
-/// A unit of a model.
+/// Describes a unit of a model.
 ///
-/// @param model  The model.
-/// @param unit   Which, below kvt_model_info_t.units.
-/// @param out    Filled in; start it with KVT_UNIT_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the name is borrowed until the model is closed. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @param unit  Below kvt_model_info_t.units.
 #[capi]
 pub unsafe extern "C" fn kvt_model_unit(
     model: *const kvt_model_t,
@@ -457,9 +408,9 @@ pub unsafe extern "C" fn kvt_model_unit(
     out: *mut kvt_unit_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    with_model(model, |parts| {
-        let Some(found) = parts.units.units.get(unit as usize) else {
-            fail!(Invalid, "unit {unit} of {}", parts.units.units.len());
+    with_model(model, |opened| {
+        let Some(found) = opened.units.units.get(unit as usize) else {
+            return Err(unknown_unit(unit, opened.units.units.len()));
         };
         let row = kvt_unit_t {
             struct_size: 0,
@@ -468,7 +419,7 @@ pub unsafe extern "C" fn kvt_model_unit(
             role: role_code(found.role),
             layer: found.layer,
             expert: found.expert,
-            parts: unit_parts(parts, unit).len() as u32,
+            parts: unit_parts(opened, unit).len() as u32,
             bytes: found.bytes,
             image_bytes: found.image_bytes,
         };
@@ -477,19 +428,9 @@ pub unsafe extern "C" fn kvt_model_unit(
     })
 }
 
-/// A tensor of a model.
+/// Describes a tensor of a model. Tensors have the order of files and offsets.
 ///
-/// @param model   The model.
-/// @param tensor  Which, below kvt_model_info_t.tensors: they are in the order of files and
-///                offsets.
-/// @param out     Filled in; start it with KVT_TENSOR_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: name and dims are borrowed until the model is closed. Threading: any thread.
-/// Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @param tensor  Below kvt_model_info_t.tensors.
 #[capi]
 pub unsafe extern "C" fn kvt_model_tensor(
     model: *const kvt_model_t,
@@ -497,9 +438,9 @@ pub unsafe extern "C" fn kvt_model_tensor(
     out: *mut kvt_tensor_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    with_model(model, |parts| {
-        let Some(found) = parts.model.tensors.get(tensor as usize) else {
-            fail!(Invalid, "tensor {tensor} of {}", parts.model.tensors.len());
+    with_model(model, |opened| {
+        let Some(found) = opened.model.tensors.get(tensor as usize) else {
+            return Err(unknown_tensor(tensor, opened.model.tensors.len()));
         };
         let row = kvt_tensor_t {
             struct_size: 0,
@@ -512,7 +453,7 @@ pub unsafe extern "C" fn kvt_model_tensor(
             file: found.file,
             offset: found.offset,
             bytes: found.bytes,
-            parts: parts.index.parts(tensor).len() as u32,
+            parts: opened.index.parts(tensor).len() as u32,
             reserved: 0,
         };
         write(out, &row);
@@ -528,32 +469,20 @@ unsafe fn give_parts(
     capacity: u64,
     stride_bytes: u64,
     count_out: *mut u64,
-    of: impl FnOnce(&Parts) -> Result<&[Part]>,
+    of: impl FnOnce(&OpenModel) -> Result<&[Part]>,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
     let array = unsafe { Strided::new(rows, capacity, stride_bytes, MAX_PARTS as u64)? };
-    with_model(model, |parts| {
-        let found = of(parts)?;
+    with_model(model, |opened| {
+        let found = of(opened)?;
         // SAFETY: the caller's promise.
         unsafe { give(&array, rows.is_null(), found.iter().map(row_of), count_out) }
     })
 }
 
-/// What is in a unit, in the order of places.
+/// Lists the parts of tensors in a unit, by offset in the unit.
 ///
-/// @param model         The model.
-/// @param unit          The unit.
-/// @param parts         Receives its parts; null with room for 0 asks for the count alone.
-/// @param capacity          How many it has room for.
-/// @param stride_bytes  sizeof(kvt_part_t).
-/// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `parts` is null or valid for writes of its entries, `count_out` for a write.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT (a capacity over 2^22).
 #[capi]
 pub unsafe extern "C" fn kvt_model_unit_parts(
     model: *const kvt_model_t,
@@ -563,28 +492,17 @@ pub unsafe extern "C" fn kvt_model_unit_parts(
     stride_bytes: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
-    give_parts(model, parts, capacity, stride_bytes, count_out, |all| {
-        if unit as usize >= all.units.units.len() {
-            fail!(Invalid, "unit {unit} of {}", all.units.units.len());
+    give_parts(model, parts, capacity, stride_bytes, count_out, |opened| {
+        if unit as usize >= opened.units.units.len() {
+            return Err(unknown_unit(unit, opened.units.units.len()));
         }
-        Ok(unit_parts(all, unit))
+        Ok(unit_parts(opened, unit))
     })
 }
 
-/// Where a tensor is: one part, or one for each expert, in the order of places in it.
+/// Lists the parts of a tensor, by offset in the tensor: one, or one for each expert.
 ///
-/// @param model         The model.
-/// @param tensor        The tensor.
-/// @param parts         Receives its parts; null with room for 0 asks for the count alone.
-/// @param capacity          How many it has room for.
-/// @param stride_bytes  sizeof(kvt_part_t).
-/// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return As kvt_model_unit_parts.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `parts` is null or valid for writes of its entries, `count_out` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_model_tensor_parts(
     model: *const kvt_model_t,
@@ -594,27 +512,17 @@ pub unsafe extern "C" fn kvt_model_tensor_parts(
     stride_bytes: u64,
     count_out: *mut u64,
 ) -> kvt_status_t {
-    give_parts(model, parts, capacity, stride_bytes, count_out, |all| {
-        if tensor as usize >= all.model.tensors.len() {
-            fail!(Invalid, "tensor {tensor} of {}", all.model.tensors.len());
+    give_parts(model, parts, capacity, stride_bytes, count_out, |opened| {
+        if tensor as usize >= opened.model.tensors.len() {
+            return Err(unknown_tensor(tensor, opened.model.tensors.len()));
         }
-        Ok(all.index.parts(tensor))
+        Ok(opened.index.parts(tensor))
     })
 }
 
-/// The tensor of a name.
+/// Finds a tensor by its name, and writes its index.
 ///
-/// @param model       The model.
-/// @param name        The name.
-/// @param name_bytes  Its length.
-/// @param out         Receives its number.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `name` is null or valid for its length, `out` for a write.
+/// @return KVT_E_NOT_FOUND, KVT_E_LIMIT (a name over 1 MiB).
 #[capi]
 pub unsafe extern "C" fn kvt_model_find(
     model: *const kvt_model_t,
@@ -624,28 +532,20 @@ pub unsafe extern "C" fn kvt_model_find(
 ) -> kvt_status_t {
     require(out)?;
     let name = text("name", name, name_bytes)?;
-    let found = with_model(model, |parts| {
-        let called = |&tensor: &u32| parts.model.tensors.get(tensor as usize).map(|t| &*t.name);
-        let at = parts.names.partition_point(|tensor| called(tensor) < Some(name));
-        let found = parts.names.get(at).copied().filter(|tensor| called(tensor) == Some(name));
+    let found = with_model(model, |opened| {
+        let name_of = |&tensor: &u32| opened.model.tensors.get(tensor as usize).map(|t| &*t.name);
+        let at = opened.names.partition_point(|tensor| name_of(tensor) < Some(name));
+        let found = opened.names.get(at).copied().filter(|tensor| name_of(tensor) == Some(name));
         found.ok_or(Status::NotFound.into())
     })?;
     out.write(found);
     Ok(())
 }
 
-/// The unit of a layer, or of an expert of a layer.
+/// Finds the unit of a layer, or of an expert of a layer.
 ///
-/// @param model   The model.
-/// @param layer   The layer.
-/// @param expert  The expert; KVT_NONE = the layer itself.
-/// @param out     Receives the unit.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for a write.
+/// @param expert  KVT_NONE = the layer itself.
+/// @return KVT_E_NOT_FOUND.
 #[capi]
 pub unsafe extern "C" fn kvt_model_layer(
     model: *const kvt_model_t,
@@ -653,49 +553,44 @@ pub unsafe extern "C" fn kvt_model_layer(
     expert: u32,
     out: *mut u32,
 ) -> kvt_status_t {
-    const { assert!(KVT_NONE == NONE, "the header has the number in figures") };
+    const { assert!(KVT_NONE == NONE, "the header states the number") };
     require(out)?;
-    out.write(with_model(model, |parts| {
-        parts.index.expert(layer, expert).ok_or(Status::NotFound.into())
+    out.write(with_model(model, |opened| {
+        opened.index.expert(layer, expert).ok_or(Status::NotFound.into())
     })?);
     Ok(())
 }
 
-// Tables of models.
+// Models from tables of byte ranges.
 
-/// A stretch of a file. Stands in arrays only.
+/// A byte range of a file. Stands in arrays.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_file_range_t {
-    /// Which of the files.
+    /// Index in kvt_model_table_t.paths.
     pub file: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// Where in it.
     pub offset: u64,
-    /// How long, at least 1.
+    /// At least 1.
     pub bytes: u64,
 }
 
-/// A unit as the engine names it. Stands in arrays only.
+/// A unit that the engine names. Stands in arrays.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_unit_entry_t {
-    /// What it is called.
     pub name: *const c_char,
-    /// Length of that, 1 to 504.
+    /// 1 to 504; not KVT_NUL_TERMINATED.
     pub name_bytes: u64,
     /// KVT_ROLE_*.
     pub role: u32,
-    /// The layer, of KVT_ROLE_LAYER and KVT_ROLE_EXPERT; else 0 or KVT_NONE.
+    /// Below 65536 with KVT_ROLE_LAYER and KVT_ROLE_EXPERT; else 0 or KVT_NONE.
     pub layer: u32,
-    /// The expert, of KVT_ROLE_EXPERT; else 0 or KVT_NONE.
+    /// Below 65536 with KVT_ROLE_EXPERT; else 0 or KVT_NONE.
     pub expert: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// Its bytes; each range becomes a tensor.
+    /// Bytes of the unit, at least one range; each range becomes a tensor.
     pub ranges: *const kvt_file_range_t,
-    /// How many ranges.
     pub range_count: u64,
 }
 
@@ -703,42 +598,39 @@ pub struct kvt_unit_entry_t {
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_model_table_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// None are defined yet: 0.
+    /// 0: none are defined.
     pub flags: u64,
-    /// The files.
     pub paths: *const kvt_str_t,
-    /// How many.
     pub path_count: u64,
-    /// sizeof(kvt_str_t).
     pub path_stride_bytes: u64,
-    /// The units, in the order in which a pass needs them.
+    /// In the order in which a pass needs them.
     pub units: *const kvt_unit_entry_t,
-    /// How many.
     pub unit_count: u64,
-    /// sizeof(kvt_unit_entry_t).
     pub unit_stride_bytes: u64,
-    /// sizeof(kvt_file_range_t).
     pub range_stride_bytes: u64,
 }
 
 /// # Safety
-/// Its pointers are null or valid for their lengths.
+/// The pointers of `given` are null or valid for their lengths.
 unsafe fn entry_of(given: &kvt_unit_entry_t, stride_bytes: u64) -> Result<Entry> {
-    // Its tensors are called by its name and a number.
-    let most = MAX_NAME_BYTES as u64 - 8;
-    if given.name_bytes == 0 || given.name_bytes > most {
-        fail!(Invalid, "a unit's name has 1 to {most} bytes, not {}", given.name_bytes);
+    // The names of tensors are the name of the unit and a number.
+    let max_bytes = MAX_NAME_BYTES as u64 - 8;
+    if given.name_bytes == 0 || given.name_bytes > max_bytes {
+        fail!(
+            Invalid,
+            "the name of a unit has {} bytes, accepted are 1 to {max_bytes}: set name_bytes",
+            given.name_bytes
+        );
     }
     // SAFETY: the caller's promise.
     let name = unsafe { text("name", given.name, given.name_bytes)? };
     if given.reserved != 0 {
-        fail!(Invalid, "{name:?}: reserved is {}", given.reserved);
+        fail!(Invalid, "unit {name:?}: reserved is {}, and must be 0", given.reserved);
     }
     let role = role_of(given.role)?;
-    let number = |number: u32, has_one: bool| match number {
-        0 | KVT_NONE if !has_one => NONE,
+    let number_of = |number: u32, has_number: bool| match number {
+        0 | KVT_NONE if !has_number => NONE,
         number => number,
     };
     // SAFETY: the caller's promise; entries are only read.
@@ -751,34 +643,25 @@ unsafe fn entry_of(given: &kvt_unit_entry_t, stride_bytes: u64) -> Result<Entry>
     for row in 0..rows.len() {
         let kvt_file_range_t { file, reserved, offset, bytes } = rows.get(row)?;
         if reserved != 0 {
-            fail!(Invalid, "{name:?}: reserved of range {row} is {reserved}");
+            fail!(Invalid, "unit {name:?}: reserved of range {row} is {reserved}, and must be 0");
         }
         ranges.push(Range { file, offset, bytes });
     }
     Ok(Entry {
         name: name.to_string(),
         role,
-        layer: number(given.layer, matches!(role, Role::Layer | Role::Expert)),
-        expert: number(given.expert, role == Role::Expert),
+        layer: number_of(given.layer, matches!(role, Role::Layer | Role::Expert)),
+        expert: number_of(given.expert, role == Role::Expert),
         ranges,
     })
 }
 
-/// A model whose units the engine names, for files of a format that is not known here. The
-/// ranges are its tensors, named after their units: "layer 3#0". Numbers of the model that a
-/// plan reckons KV from are not known: say kvt_stream_terms_t.kv_bytes.
+/// Makes a model from units that the engine names, for files of other formats. Each range becomes a
+/// tensor, named after its unit: "layer 3#0". Ranges lie in their files and do not overlap; no two
+/// units are the same layer or expert. Plans reserve no KV, unless kvt_stream_terms_t.kv_bytes is
+/// set.
 ///
-/// @param table  Files and units. The library takes copies.
-/// @param out    The model; close it with kvt_model_close.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (units without bytes, two of the same layer and expert, ranges
-///         that overlap or lie outside of their file), KVT_E_NOT_FOUND, KVT_E_IO, KVT_E_LIMIT,
-///         KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the model. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `table` is valid for the size it states.
+/// @return KVT_E_NOT_FOUND, KVT_E_IO, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_model_table(
     table: *const kvt_model_table_t,
@@ -799,241 +682,231 @@ pub unsafe extern "C" fn kvt_model_table(
         entries.push(entry_of(&rows.get(row)?, given.range_stride_bytes)?);
     }
     let (model, units) = Units::table(&paths, entries)?;
-    out.write(insert(ModelNoun(Arc::new(Parts::new(model, units)?)))?);
+    out.write(insert(ModelNoun(Arc::new(OpenModel::new(model, units)?)))?);
     Ok(())
 }
 
 // Options of streamers.
 
-/// kvt_stream_terms_t.seat: the engine computes on the processor, with weights in host memory.
+/// kvt_stream_terms_t.compute: the engine computes on the processor, with weights in host memory.
 pub const KVT_COMPUTE_HOST: u32 = 1;
-/// kvt_stream_terms_t.seat: the engine computes on a device: kvt_stream_opts_t.device.
+/// The engine computes on kvt_stream_opts_t.device.
 pub const KVT_COMPUTE_DEVICE: u32 = 2;
 
-/// kvt_stream_terms_t.mode: residents stay, the others pass through a few slots.
+/// kvt_stream_terms_t.mode: some units are resident, the others pass through a few slots.
 pub const KVT_STREAM_TIERED: u32 = 0;
-/// kvt_stream_terms_t.mode: nothing stays, all memory is slots, and a policy says who leaves.
-/// For orders that nobody knows; slower where the order is known.
+/// No unit is resident: all memory is slots, and a policy chooses the victim. For unknown orders;
+/// slower than KVT_STREAM_TIERED where the order is known.
 pub const KVT_STREAM_RING: u32 = 1;
 
-/// kvt_stream_terms_t.placement: residents at equal distances.
+/// kvt_stream_terms_t.placement: resident units at equal distances, the first, or the last ones.
 pub const KVT_PLACE_INTERLEAVED: u32 = 0;
-/// kvt_stream_terms_t.placement: the first units.
 pub const KVT_PLACE_FIRST: u32 = 1;
-/// kvt_stream_terms_t.placement: the last units.
 pub const KVT_PLACE_LAST: u32 = 2;
 
-/// device_ceiling_bytes is meant as it is, also when it is 0.
+/// kvt_stream_terms_t.flags: use the field of that name even if it is 0, not its default.
 pub const KVT_TERMS_DEVICE_CEILING: u64 = 1;
-/// host_ceiling_bytes is meant as it is, also when it is 0.
 pub const KVT_TERMS_HOST_CEILING: u64 = 2;
-/// device_safety_bytes is meant as it is, also when it is 0.
 pub const KVT_TERMS_DEVICE_SAFETY: u64 = 4;
-/// host_reserve_bytes is meant as it is, also when it is 0.
 pub const KVT_TERMS_HOST_RESERVE: u64 = 8;
-/// kv_bytes is meant as it is, also when it is 0.
 pub const KVT_TERMS_KV: u64 = 16;
-/// expert_slots is meant as it is, also when it is 0.
 pub const KVT_TERMS_EXPERT_SLOTS: u64 = 32;
-/// kvt_stream_terms_t.flags: weights are to be given back while the streamer is used, by
-/// kvt_stream_rebalance or as the budget asks. Slots are there also where everything fits, as
-/// large as lets it shrink most, and no more for experts than a layer needs, unless
-/// expert_slots says so; the streamer gives those beyond that need back, too. A streamer with a budget is opened like this in any case. Not the bit
-/// of any flag of kvt_stream_opts_t.
+/// kvt_stream_terms_t.flags: weights must be able to give memory back later, by
+/// kvt_stream_rebalance or to the budget. Slots exist even where all units fit, of the size that
+/// lets most memory be given back. Experts get no more slots than a layer needs, unless
+/// expert_slots is set; slots beyond that need are given back, too. Always set with a budget; no
+/// effect with KVT_STREAM_RING.
 pub const KVT_STREAM_SHRINKS: u64 = 256;
 
-/// kvt_stream_opts_t.flags: the disk is measured first, if its speed is not said: that reads
-/// up to 256 MiB.
+/// kvt_stream_opts_t.flags: measure the disk first if its rate is not set; reads up to 256 MiB.
 pub const KVT_STREAM_MEASURE: u64 = 1;
-/// No pass follows a pass: nothing is fetched ahead across its end.
+/// Passes do not follow each other: nothing is prefetched across the end of a pass.
 pub const KVT_STREAM_ONCE: u64 = 2;
-/// Every unit has an address of its own, which never changes, and memory only while it is
-/// there: see kvt_stream_fixed. On a device it takes whole pieces of what the device maps by
-/// (2 MiB on CUDA), and the plan counts them.
+/// Each unit has a fixed address, and memory only while it is loaded: see kvt_stream_fixed. On a
+/// device, a unit takes a multiple of the mapping granularity (2 MiB on CUDA), which the plan
+/// counts.
 pub const KVT_STREAM_IN_PLACE: u64 = 4;
-/// Files are read through the page cache, which is told to forget what was read.
+/// Read through the page cache, and drop the pages afterwards.
 pub const KVT_STREAM_BUFFERED: u64 = 8;
-/// Without io_uring.
+/// Do not use io_uring.
 pub const KVT_STREAM_NO_URING: u64 = 16;
-/// By copies out of a memory map: slow, and there to be compared with. A file that is cut
-/// short while it is read ends the process (SIGBUS).
+/// Copy from a memory map: slow, for comparison. A file that is truncated meanwhile ends the
+/// process (SIGBUS).
 pub const KVT_STREAM_MAPPED: u64 = 32;
-/// Checksums are kept: in the file `sidecar`, beside the model if that is empty.
+/// Keep checksums in the file `sidecar`, or beside the model (.kvtsum) if that is empty.
 pub const KVT_STREAM_SIDECAR: u64 = 64;
-/// pinned_percent is meant as it is, also when it is 0.
+/// Use pinned_percent even if it is 0, not its default.
 pub const KVT_STREAM_PINNED: u64 = 128;
-/// The device reads units into its slots by itself, past host memory (CUDA: cuFile, loaded now,
-/// with its silent way by host memory switched off for the whole process). KVT_E_UNAVAILABLE and
-/// why, where it cannot: no library, no kernel module, another file system than ext4 and XFS. What
-/// does not lie in the file as it needs that goes by host memory as ever, and so does what fails:
-/// kvt_stream_stats counts both. Not with KVT_VERIFY_ALWAYS, and not in place.
+/// The device reads files into its slots, bypassing host memory (CUDA: cuFile, whose compatibility
+/// mode is disabled in the whole process). Opening returns KVT_E_UNAVAILABLE and the reason where
+/// it cannot: no library, no kernel module, a file system other than ext4 and XFS. Unaligned
+/// chunks, resident units and failed reads go through host memory: kvt_stream_stats_t.direct_bytes,
+/// direct_failed. The number of slots is fixed. Not with KVT_VERIFY_ALWAYS or KVT_STREAM_IN_PLACE.
 pub const KVT_STREAM_DIRECT: u64 = 512;
 
-/// kvt_stream_opts_t.verify: bytes are not compared with checksums.
+/// kvt_stream_opts_t.verify: do not compare bytes with checksums.
 pub const KVT_VERIFY_NEVER: u32 = 0;
-/// When a unit is read for the first time; checksums that nobody knows are noted.
+/// When a unit is read for the first time; unknown checksums are stored.
 pub const KVT_VERIFY_FIRST: u32 = 1;
-/// Whenever it is read.
+/// At each read.
 pub const KVT_VERIFY_ALWAYS: u32 = 2;
 
-/// What you decide about memory, and know of links. 0 is the default everywhere; where 0 has
-/// a meaning of its own a flag says that it is meant.
+/// Memory limits and link rates of a plan. 0 is the default of every field; where 0 is also a
+/// value, a KVT_TERMS_* flag selects it.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_terms_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_TERMS_*, KVT_STREAM_SHRINKS.
     pub flags: u64,
-    /// KVT_COMPUTE_*; 0 = on the device, if it has memory.
+    /// KVT_COMPUTE_*; 0 = on the device if there is one.
     pub compute: u32,
     /// KVT_STREAM_TIERED or KVT_STREAM_RING.
     pub mode: u32,
-    /// KVT_PLACE_*: which units stay.
+    /// KVT_PLACE_*.
     pub placement: u32,
-    /// Slots that units pass through; 0 = 2. In a ring, the least there may be.
+    /// At most 65536; 0 = 2. Slots for units that are not resident; in a ring the least number.
     pub slots: u32,
-    /// Most device memory for weights; 0 = what is free.
+    /// Most device memory for weights; 0 = as much as is free.
     pub device_ceiling_bytes: u64,
-    /// Most host memory for weights, slots and staging; 0 = what is free.
+    /// Most host memory for weights, slots and staging; 0 = as much as is free.
     pub host_ceiling_bytes: u64,
-    /// Kept free on the device; 0 = 256 MiB.
+    /// Device memory that stays free; 0 = 256 MiB.
     pub device_safety_bytes: u64,
-    /// Kept free of host memory; 0 = 6 GiB, less on small machines.
+    /// Host memory that stays free; 0 = 6 GiB, or a quarter of a machine with less than 24 GiB.
     pub host_reserve_bytes: u64,
-    /// Tokens of context, for the KV that is held where the engine computes; 0 = the
-    /// model's, at most 4096.
+    /// Tokens that KV is reserved for, where the engine computes; 0 = the model's, at most 4096.
     pub context: u32,
-    /// Sequences at once; 0 = 1.
+    /// Concurrent sequences; 0 = 1.
     pub sequences: u32,
-    /// Bytes of a number of KV; 0 = 2.
+    /// Bytes of a KV element; 0 = 2.
     pub kv_number_bytes: u32,
-    /// So many of the last layers are computed by the processor; for a device seat.
+    /// Number of last layers that the processor computes; only if the engine computes on a device.
     pub processor_layers: u32,
-    /// KV; 0 = computed from the context.
+    /// Bytes of KV; 0 = computed from context, sequences and kv_number_bytes.
     pub kv_bytes: u64,
-    /// Memory that the engine computes in.
+    /// Workspace of the engine.
     pub workspace_bytes: u64,
     /// Buffers for hidden states.
     pub hidden_bytes: u64,
-    /// Slots for experts; 0 = as many as there is room for, with KVT_STREAM_SHRINKS as few as a
-    /// layer needs.
+    /// 0 = as many as fit; with KVT_STREAM_SHRINKS as few as a layer needs.
     pub expert_slots: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// Host memory that reads go to on their way to a device; 0 = chosen.
+    /// Host memory for reads on their way to a device; 0 = chosen, usually 16 chunks.
     pub staging_bytes: u64,
-    /// How much one read or copy moves; 0 = 4 MiB.
+    /// Bytes of one read or copy, at most 1 GiB; 0 = 4 MiB.
     pub chunk_bytes: u64,
-    /// What computing a layer takes, for forecasts.
+    /// Time to compute a layer, for forecasts.
     pub layer_compute_ns: u64,
-    /// From the file into host memory, in bytes a second; 0 = not known.
+    /// Rate from the file to host memory; 0 = not known.
     pub disk_bytes_per_s: u64,
-    /// From host memory to the device; 0 = not known.
+    /// Rate from host memory to the device; 0 = not known.
     pub device_bytes_per_s: u64,
-    /// How fast the processor computes with weights in host memory; 0 = not known.
+    /// Rate at which the processor computes with weights in host memory; 0 = not known.
     pub processor_bytes_per_s: u64,
 }
 
-/// What memory there is.
+/// Memory that a plan is made for.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_memory_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Free on the device.
+    /// Free on the device; 0 = no device.
     pub device_free_bytes: u64,
-    /// What this process may still take of host memory.
+    /// Host memory that the process may still use.
     pub host_free_bytes: u64,
-    /// RAM of the machine, or of the cgroup if that is less.
+    /// RAM of the machine, or the limit of its cgroup if that is less; 0 = host_free_bytes.
     pub host_total_bytes: u64,
-    /// What may be locked; UINT64_MAX = as much as there is.
+    /// Memory that may be locked; UINT64_MAX = no limit.
     pub lockable_bytes: u64,
 }
 
-/// How to open a streamer.
+/// Options of kvt_stream_open.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_STREAM_MEASURE and the like.
+    /// KVT_STREAM_MEASURE, _ONCE, _IN_PLACE, _BUFFERED, _NO_URING, _MAPPED, _SIDECAR, _PINNED,
+    /// _DIRECT.
     pub flags: u64,
-    /// The model. It may be closed afterwards.
+    /// Required. May be closed afterwards.
     pub model: *const kvt_model_t,
-    /// What you decide about memory; null for defaults.
+    /// Null = defaults.
     pub terms: *const kvt_stream_terms_t,
-    /// Who pays for memory, a budget of the same runtime; null = nobody. When the budget needs
-    /// host memory for others, residents go back to the file: with a budget the terms have
-    /// KVT_STREAM_SHRINKS.
+    /// Charged for all memory, of the same runtime; null = none. Implies KVT_STREAM_SHRINKS: the
+    /// budget can reclaim resident units and expert slots.
     pub budget: *const kvt_budget_t,
-    /// Its rank there: owners of low priority are asked first to give back.
+    /// 32 bits; the budget reclaims from owners of low priority first.
     pub priority: i64,
-    /// The order of units in a pass, without experts; null = as they are numbered.
+    /// Units in the order of a pass, without experts; null = the order of their numbers.
     pub order: *const u32,
-    /// How many.
     pub order_count: u64,
-    /// Spec of who leaves slots, for KVT_STREAM_RING; empty = "fifo".
+    /// Policy spec that chooses victims in KVT_STREAM_RING; empty = "fifo".
     pub policy: *const c_char,
-    /// Length of that.
     pub policy_bytes: u64,
-    /// Spec of who leaves the slots for experts; empty = "lru".
+    /// Policy spec of the expert slots; empty = "lru".
     pub expert_policy: *const c_char,
-    /// Length of that.
     pub expert_policy_bytes: u64,
-    /// Path of the file that checksums are kept in; not empty means KVT_STREAM_SIDECAR.
+    /// Path of the checksum file; implies KVT_STREAM_SIDECAR. Ignored with KVT_VERIFY_NEVER.
     pub sidecar: *const c_char,
-    /// Length of that.
     pub sidecar_bytes: u64,
     /// KVT_VERIFY_*.
     pub verify: u32,
-    /// Threads that read; 0 = 4, at most 64.
+    /// Reader threads, at most 64; 0 = 4.
     pub readers: u32,
-    /// Reads that one thread has in flight; 0 = as many as can be.
+    /// Reads in flight of one thread, at most 64; 0 = 64.
     pub depth: u32,
-    /// Marks of what happened that are kept, for kvt_stream_marks; at most 2^20. With any,
-    /// units at home are noted too, and had under a lock.
+    /// Spans kept for kvt_stream_marks, at most 2^20; with any, each acquire takes a lock.
     pub marks: u32,
-    /// Of a hundred slots for experts, those that the most used have for themselves; 0 = 50.
+    /// Percent of the expert slots that the most used experts keep; 0 = 50.
     pub pinned_percent: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// Where the engine computes, a device of the same runtime with memory of its own; null = on
-    /// the processor.
+    /// Device of the same runtime, with memory of its own, that the engine computes on; null = the
+    /// processor.
     pub device: *const kvt_device_t,
 }
 
 fn terms_of(given: &kvt_stream_terms_t) -> Result<(PlanOptions, Links)> {
     known_flags(given.flags, (2 * KVT_TERMS_EXPERT_SLOTS - 1) | KVT_STREAM_SHRINKS)?;
     no_reserved(given.reserved)?;
-    let said = |bytes: u64, flag: u64| (bytes != 0 || given.flags & flag != 0).then_some(bytes);
-    let expert_slots = said(given.expert_slots.into(), KVT_TERMS_EXPERT_SLOTS);
+    let set = |value: u64, flag: u64| (value != 0 || given.flags & flag != 0).then_some(value);
+    let expert_slots = set(given.expert_slots.into(), KVT_TERMS_EXPERT_SLOTS);
     let plan_options = PlanOptions {
         compute: match given.compute {
             0 => None,
             KVT_COMPUTE_HOST => Some(ComputeLocation::Host),
             KVT_COMPUTE_DEVICE => Some(ComputeLocation::Device),
-            other => fail!(Invalid, "seat {other} is none of KVT_COMPUTE_*"),
+            other => fail!(
+                Invalid,
+                "compute is {other}, which is unknown: set KVT_COMPUTE_HOST (1), KVT_COMPUTE_DEVICE \
+                 (2), or 0 for the default"
+            ),
         },
         mode: match given.mode {
             KVT_STREAM_TIERED => Mode::Tiered,
             KVT_STREAM_RING => Mode::Ring,
-            other => fail!(Invalid, "mode {other} is neither KVT_STREAM_TIERED nor _RING"),
+            other => fail!(
+                Invalid,
+                "mode is {other}, which is unknown: set KVT_STREAM_TIERED (0) or KVT_STREAM_RING (1)"
+            ),
         },
         placement: match given.placement {
             KVT_PLACE_INTERLEAVED => Placement::Interleaved,
             KVT_PLACE_FIRST => Placement::First,
             KVT_PLACE_LAST => Placement::Last,
-            other => fail!(Invalid, "placement {other} is none of KVT_PLACE_*"),
+            other => fail!(
+                Invalid,
+                "placement is {other}, which is unknown: set one of KVT_PLACE_*, 0 to 2"
+            ),
         },
-        device_ceiling_bytes: said(given.device_ceiling_bytes, KVT_TERMS_DEVICE_CEILING),
-        host_ceiling_bytes: said(given.host_ceiling_bytes, KVT_TERMS_HOST_CEILING),
-        device_safety_bytes: said(given.device_safety_bytes, KVT_TERMS_DEVICE_SAFETY),
-        host_reserve_bytes: said(given.host_reserve_bytes, KVT_TERMS_HOST_RESERVE),
+        device_ceiling_bytes: set(given.device_ceiling_bytes, KVT_TERMS_DEVICE_CEILING),
+        host_ceiling_bytes: set(given.host_ceiling_bytes, KVT_TERMS_HOST_CEILING),
+        device_safety_bytes: set(given.device_safety_bytes, KVT_TERMS_DEVICE_SAFETY),
+        host_reserve_bytes: set(given.host_reserve_bytes, KVT_TERMS_HOST_RESERVE),
         context: given.context,
         sequences: given.sequences,
         kv_number_bytes: given.kv_number_bytes,
-        kv_bytes: said(given.kv_bytes, KVT_TERMS_KV),
+        kv_bytes: set(given.kv_bytes, KVT_TERMS_KV),
         workspace_bytes: given.workspace_bytes,
         hidden_bytes: given.hidden_bytes,
         slots: given.slots,
@@ -1041,7 +914,7 @@ fn terms_of(given: &kvt_stream_terms_t) -> Result<(PlanOptions, Links)> {
         shrinks: given.flags & KVT_STREAM_SHRINKS != 0,
         staging_bytes: given.staging_bytes,
         chunk_bytes: given.chunk_bytes,
-        device_granularity_bytes: 0, // as the device says, where units are in place
+        device_granularity_bytes: 0, // set from the device if units are in place
         layer_compute_ns: given.layer_compute_ns,
         processor_layers: given.processor_layers,
     };
@@ -1053,7 +926,7 @@ fn terms_of(given: &kvt_stream_terms_t) -> Result<(PlanOptions, Links)> {
     Ok((plan_options, links))
 }
 
-/// What a plan is made from, but for the model.
+/// The inputs of a plan, except the model.
 ///
 /// # Safety
 /// Pointers are null or valid for the size they state.
@@ -1079,22 +952,32 @@ pub(crate) unsafe fn inputs_of(
     Ok((plan_options, links, memory))
 }
 
-/// All but the budget.
+/// The options of a streamer, except device and budget.
 ///
 /// # Safety
-/// Its pointers are null or valid for their lengths.
+/// The pointers of `given` are null or valid for their lengths.
 pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
     known_flags(given.flags, (2 * KVT_STREAM_PINNED - 1) | KVT_STREAM_DIRECT)?;
     no_reserved(given.reserved)?;
     let has = |flag: u64| given.flags & flag != 0;
     let Ok(priority) = i32::try_from(given.priority) else {
-        fail!(Invalid, "priority {} does not fit in 32 bits", given.priority);
+        fail!(
+            Invalid,
+            "priority is {}, accepted are {} to {}: set one in this range",
+            given.priority,
+            i32::MIN,
+            i32::MAX
+        );
     };
-    // SAFETY: the caller's promise, of all that follows.
+    // SAFETY: the caller's promise, for the whole block.
     unsafe {
         let (plan_options, links) = terms_of(&read(given.terms)?)?;
         if plan_options.compute == Some(ComputeLocation::Device) && given.device.is_null() {
-            fail!(Unsupported, "the terms have a seat on a device, and there is no device");
+            fail!(
+                Unsupported,
+                "compute of the terms is KVT_COMPUTE_DEVICE, and device is null: set device, or \
+                 compute to KVT_COMPUTE_HOST"
+            );
         }
         let order = match given.order.is_null() && given.order_count == 0 {
             true => None,
@@ -1126,13 +1009,16 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
                 KVT_VERIFY_NEVER => Verify::Never,
                 KVT_VERIFY_FIRST => Verify::First,
                 KVT_VERIFY_ALWAYS => Verify::Always,
-                other => fail!(Invalid, "verify {other} is none of KVT_VERIFY_*"),
+                other => fail!(
+                    Invalid,
+                    "verify is {other}, which is unknown: set one of KVT_VERIFY_*, 0 to 2"
+                ),
             },
             sidecar,
             marks: given.marks as usize,
             pinned_percent: match given.pinned_percent {
                 0 if !has(KVT_STREAM_PINNED) => Opts::default().pinned_percent,
-                said => said,
+                percent => percent,
             },
             device: None,
             budget: None,
@@ -1143,18 +1029,14 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
 
 // Plans of streamers.
 
-/// kvt_unit_residency_t.home: the file alone.
+/// kvt_unit_residency_t.residency: only in the file, in host memory, or in device memory.
 pub const KVT_RESIDENT_FILE: u32 = 1;
-/// kvt_unit_residency_t.home: host memory.
 pub const KVT_RESIDENT_HOST: u32 = 2;
-/// kvt_unit_residency_t.home: memory of the device.
 pub const KVT_RESIDENT_DEVICE: u32 = 3;
 
-/// kvt_forecast_t.binding: computing.
+/// kvt_forecast_t.binding: computing, the link to the device, or the disk.
 pub const KVT_BINDING_COMPUTE: u32 = 1;
-/// kvt_forecast_t.binding: the way to the device.
 pub const KVT_BINDING_DEVICE: u32 = 2;
-/// kvt_forecast_t.binding: the disk.
 pub const KVT_BINDING_DISK: u32 = 3;
 
 /// A plan as text for people.
@@ -1162,55 +1044,49 @@ pub const KVT_PLAN_TEXT: u32 = 0;
 /// A plan as one JSON object.
 pub const KVT_PLAN_JSON: u32 = 1;
 
-/// Who lives where, in numbers.
+/// A plan: the residency of units, the slots, and the memory that they need.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_plan_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_COMPUTE_*: where the engine computes.
+    /// KVT_COMPUTE_*.
     pub compute: u32,
     /// KVT_STREAM_TIERED or KVT_STREAM_RING.
     pub mode: u32,
-    /// Units at home in memory of the device.
+    /// Number of units resident in device memory, in host memory, and in the file alone.
     pub device_units: u32,
-    /// Units at home in host memory.
     pub host_units: u32,
-    /// Units at home in the file alone.
     pub file_units: u32,
-    /// Slots that units without a home where they are used pass through.
+    /// Slots for units that are not resident where they are used.
     pub slots: u32,
-    /// The size of one.
+    /// Bytes of one slot.
     pub slot_bytes: u64,
-    /// Slots for experts.
     pub expert_slots: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// The size of one.
+    /// Bytes of one expert slot.
     pub expert_slot_bytes: u64,
-    /// Host memory that reads go to on their way to a device.
+    /// Host memory for reads on their way to a device.
     pub staging_bytes: u64,
-    /// How much one read or copy moves.
+    /// Bytes of one read or copy.
     pub chunk_bytes: u64,
-    /// What it takes of the device.
+    /// Device memory of the plan.
     pub device_bytes: u64,
-    /// What it takes of host memory.
+    /// Host memory of the plan.
     pub host_bytes: u64,
-    /// How much of that is locked.
+    /// Part of host_bytes that is locked.
     pub pinned_bytes: u64,
 }
 
-/// What a pass will take; all 0 where the speed of a link that it needs is not known.
+/// Forecast of a pass; all 0 if the rate of a link that the plan needs is not known.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_forecast_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// A pass in the steady state.
     pub pass_ns: u64,
-    /// The first one: nothing was fetched ahead.
+    /// The first pass, without prefetched units.
     pub first_ns: u64,
-    /// No pass can take less.
+    /// Lower bound of a pass: the longest of the three below.
     pub bound_ns: u64,
     /// Computing alone.
     pub compute_ns: u64,
@@ -1222,25 +1098,24 @@ pub struct kvt_forecast_t {
     pub device_bytes: u64,
     /// Bytes that are read in a pass.
     pub disk_bytes: u64,
-    /// Passes a second, which are tokens where a pass makes one; 0 = pass_ns is 0.
+    /// Passes a second: tokens, if a pass makes one. 0 if pass_ns is 0.
     pub tokens_per_s: f64,
-    /// KVT_BINDING_*: what limits it; 0 = nothing is known.
+    /// KVT_BINDING_*: the resource that limits a pass; 0 = not known.
     pub binding: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// Where a unit lives. Stands in arrays only.
+/// Residency of a unit. Stands in arrays.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_unit_residency_t {
     /// KVT_RESIDENT_*.
     pub residency: u32,
-    /// 1: it is used in host memory though the engine computes on a device, else 0.
+    /// 1: used in host memory, although the engine computes on a device; else 0.
     pub on_processor: u32,
 }
 
-/// Where the answer to a question for a plan goes.
+/// The outputs that a plan is written to.
 #[derive(Clone, Copy)]
 pub(crate) struct PlanOut {
     pub plan: *mut kvt_stream_plan_t,
@@ -1251,14 +1126,14 @@ pub(crate) struct PlanOut {
 }
 
 impl PlanOut {
-    pub(crate) fn nowhere() -> PlanOut {
+    pub(crate) fn none() -> PlanOut {
         use std::ptr::null_mut;
         let (plan, forecast, residency) = (null_mut(), null_mut(), null_mut());
         PlanOut { plan, forecast, residency, capacity: 0, stride_bytes: 0 }
     }
 
     /// # Safety
-    /// Its pointers are null or valid for what they state.
+    /// The pointers are null or valid for the sizes that their structs state.
     pub(crate) unsafe fn check(&self) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe {
@@ -1273,22 +1148,22 @@ impl PlanOut {
     }
 
     /// # Safety
-    /// They passed the check.
+    /// The pointers passed [`PlanOut::check`].
     pub(crate) unsafe fn give(&self, plan: &Plan) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe {
             let (capacity, stride) = (self.capacity, self.stride_bytes);
             let rows = Strided::new(self.residency, capacity, stride, MAX_UNITS as u64)?;
-            let residency =
-                plan.residencies.iter().zip(&plan.on_processor).map(|(home, on_processor)| {
-                    let home = match home {
-                        Residency::File => KVT_RESIDENT_FILE,
-                        Residency::Host => KVT_RESIDENT_HOST,
-                        Residency::Device => KVT_RESIDENT_DEVICE,
-                    };
-                    kvt_unit_residency_t { residency: home, on_processor: u32::from(*on_processor) }
-                });
-            give(&rows, self.residency.is_null(), residency, std::ptr::null_mut())?;
+            let units = plan.residencies.iter().zip(&plan.on_processor);
+            let values = units.map(|(residency, on_processor)| kvt_unit_residency_t {
+                residency: match residency {
+                    Residency::File => KVT_RESIDENT_FILE,
+                    Residency::Host => KVT_RESIDENT_HOST,
+                    Residency::Device => KVT_RESIDENT_DEVICE,
+                },
+                on_processor: u32::from(*on_processor),
+            });
+            give(&rows, self.residency.is_null(), values, std::ptr::null_mut())?;
             if !self.plan.is_null() {
                 write(self.plan, &plan_of(plan));
             }
@@ -1301,8 +1176,9 @@ impl PlanOut {
 }
 
 fn plan_of(plan: &Plan) -> kvt_stream_plan_t {
-    let count =
-        |home: Residency| plan.residencies.iter().filter(|&&other| other == home).count() as u32;
+    let count = |residency: Residency| {
+        plan.residencies.iter().filter(|&&other| other == residency).count() as u32
+    };
     kvt_stream_plan_t {
         struct_size: 0,
         compute: match plan.compute {
@@ -1351,24 +1227,27 @@ pub(crate) fn forecast_of(forecast: Option<&Forecast>) -> kvt_forecast_t {
     }
 }
 
-/// A plan in words of a kind.
-pub(crate) fn words_of(
+/// A plan in the format `kind`.
+pub(crate) fn format_plan(
     kind: u32,
-    in_text: impl FnOnce() -> String,
-    in_json: impl FnOnce() -> String,
+    text: impl FnOnce() -> String,
+    json: impl FnOnce() -> String,
 ) -> Result<String> {
     match kind {
-        KVT_PLAN_TEXT => Ok(in_text()),
-        KVT_PLAN_JSON => Ok(in_json()),
-        other => fail!(Invalid, "{other} is neither KVT_PLAN_TEXT nor KVT_PLAN_JSON"),
+        KVT_PLAN_TEXT => Ok(text()),
+        KVT_PLAN_JSON => Ok(json()),
+        other => fail!(
+            Invalid,
+            "kind is {other}, which is unknown: pass KVT_PLAN_TEXT (0) or KVT_PLAN_JSON (1)"
+        ),
     }
 }
 
-/// Calls `body` with the plan of a model, and what it is made from.
+/// Calls `body` with a plan for a model, and with the inputs of the plan.
 ///
 /// # Safety
 /// Pointers are null or valid for the size they state.
-unsafe fn planned<R>(
+unsafe fn with_plan<R>(
     model: *const kvt_model_t,
     terms: *const kvt_stream_terms_t,
     memory: *const kvt_stream_memory_t,
@@ -1376,35 +1255,21 @@ unsafe fn planned<R>(
 ) -> Result<R> {
     // SAFETY: the caller's promise.
     let (plan_options, links, memory) = unsafe { inputs_of(terms, memory)? };
-    with_model(model, |parts: &std::sync::Arc<Parts>| {
-        let (units, facts) = (&parts.units, &parts.model.facts);
+    with_model(model, |opened| {
+        let (units, facts) = (&opened.units, &opened.model.facts);
         let inputs = Inputs { units, facts, memory, links, plan_options: &plan_options };
         body(&Plan::make(&inputs)?, &inputs)
     })
 }
 
-/// Who would live where, and what a pass would take. Opens nothing and takes no memory;
-/// kvt_stream_open makes the same plan from the same terms and what memory there is then.
+/// Plans where units are resident, and forecasts a pass. Opens no files and takes no memory.
+/// kvt_stream_open makes the same plan from the same terms and the memory that is free then.
 ///
-/// @param model         The model.
-/// @param terms         What you decide; null for defaults. The seat may be a device, of which
-///                      `memory` says what is free.
-/// @param memory        What memory there is; null = looked up, and no device.
-/// @param out           Receives it in numbers; start it with KVT_STREAM_PLAN_INIT. May be null.
-/// @param forecast      Receives what a pass takes; start it with KVT_FORECAST_INIT. May be
-///                      null.
-/// @param residency         Receives the home of each unit; may be null with room for 0.
-/// @param capacity     How many it has room for: kvt_model_info_t.units.
-/// @param stride_bytes  sizeof(kvt_unit_residency_t).
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
-///         it takes at least), KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM,
-///         KVT_E_TOO_NEW, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @param memory     Null = this machine, without a device.
+/// @param out        May be null, as may forecast.
+/// @param residency  One entry for each unit; may be null with capacity 0.
+/// @return KVT_E_BUDGET (too little memory: the message names the least), KVT_E_TOO_SMALL,
+///         KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_model_plan(
     model: *const kvt_model_t,
@@ -1419,26 +1284,15 @@ pub unsafe extern "C" fn kvt_model_plan(
 ) -> kvt_status_t {
     let to = PlanOut { plan: out, forecast, residency, capacity, stride_bytes };
     to.check()?;
-    planned(model, terms, memory, |plan, _| to.give(plan))
+    with_plan(model, terms, memory, |plan, _| to.give(plan))
 }
 
-/// The same in words, with every figure explained.
+/// Describes the plan of kvt_model_plan as text, with the reason for each figure.
 ///
-/// @param model         The model.
-/// @param terms         See kvt_model_plan.
-/// @param memory        See kvt_model_plan.
 /// @param kind          KVT_PLAN_TEXT or KVT_PLAN_JSON.
-/// @param out           Receives the words, not NUL-terminated; may be null with
-///                      out_capacity 0 to learn the size.
-/// @param out_capacity  Room at `out`. Free memory changes meanwhile: leave some to spare.
-/// @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
-/// @param err           Explains a failure; may be null.
+/// @param out           Receives the text, not NUL-terminated.
+/// @param out_capacity  Free memory changes between calls: add some room to the size.
 /// @return As kvt_model_plan.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs for the size they state.
 #[capi]
 pub unsafe extern "C" fn kvt_model_plan_describe(
     model: *const kvt_model_t,
@@ -1450,28 +1304,18 @@ pub unsafe extern "C" fn kvt_model_plan_describe(
     out_bytes: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let words = planned(model, terms, memory, |plan, inputs| {
-        words_of(kind, || plan.text(inputs), || plan.json(inputs))
+    let description = with_plan(model, terms, memory, |plan, inputs| {
+        format_plan(kind, || plan.text(inputs), || plan.json(inputs))
     })?;
-    give_text(&words, out, out_capacity, out_bytes)
+    give_text(&description, out, out_capacity, out_bytes)
 }
 
-/// What a pass would take over other links, with the homes of the plan for these terms.
+/// Forecasts a pass of the plan of kvt_model_plan with other link rates. Every link that the plan
+/// needs must have a rate, in links or in terms.
 ///
-/// @param model        The model.
-/// @param terms        See kvt_model_plan.
-/// @param memory       See kvt_model_plan.
-/// @param links        The other links, such as "h2d=13,disk=3.3" in gigabytes (1e9) a second;
-///                     those not named are as the terms say.
-/// @param links_bytes  Its length.
-/// @param out          Receives it; start it with KVT_FORECAST_INIT.
-/// @param err          Explains a failure, with the offset in `links`; may be null.
-/// @return As kvt_model_plan; KVT_E_SPEC, KVT_E_INVALID when a link that is needed is not known.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; structs for the size they state.
+/// @param links  GB/s (1e9 bytes) of h2d, disk and cpu, such as "h2d=13,disk=3.3"; others as in
+///               terms.
+/// @return As kvt_model_plan; KVT_E_SPEC.
 #[capi]
 pub unsafe extern "C" fn kvt_model_what_if(
     model: *const kvt_model_t,
@@ -1484,50 +1328,46 @@ pub unsafe extern "C" fn kvt_model_what_if(
 ) -> kvt_status_t {
     check_out(out)?;
     let links = Links::parse(text("links", links, links_bytes)?)?;
-    let forecast = planned(model, terms, memory, |plan, inputs| plan.what_if(inputs, links))?;
+    let forecast = with_plan(model, terms, memory, |plan, inputs| plan.what_if(inputs, links))?;
     write(out, &forecast_of(Some(&forecast)));
     Ok(())
 }
 
 // Streamers.
 
-/// Weights that come as the engine computes: units whose home is in memory are at hand, the
-/// others pass through a few slots, fetched ahead in the order of a pass. Internally locked:
-/// any thread may use it, and different threads may have different units.
+/// A streamer: loads the units of a model ahead of their use, under a budget of memory. Resident
+/// units stay in memory; the others pass through slots and are prefetched in the order of a pass.
+/// Threads may lease units at the same time.
 pub struct kvt_stream_t(());
 
-/// kvt_stream_acquire: does not wait; KVT_E_AGAIN when the unit is not there.
+/// kvt_stream_acquire: do not wait; KVT_E_AGAIN if the unit is not loaded.
 pub const KVT_ACQUIRE_POLL: u64 = 1;
-/// kvt_stream_acquire, on a device: does not wait for copies that are on their way:
-/// kvt_unit_lease_t.event says when the bytes are there. kvt_device_stream_wait has a stream wait for it.
+/// Do not wait for copies that were submitted to the device: the bytes are complete after
+/// kvt_unit_lease_t.event. See kvt_device_stream_wait.
 pub const KVT_ACQUIRE_EARLY: u64 = 2;
 
-/// A unit that the engine has until it gives it back. Nobody but the library writes
-/// into it; copies of it are not given back on their own.
+/// A lease of a unit: the right to read its bytes until kvt_stream_release. A copy of the struct is
+/// the same lease, and is not released on its own.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_unit_lease_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Its bytes, to be read alone: a part of a tensor is at address + kvt_part_t.at. A
-    /// multiple of 4096.
+    /// Read-only, a multiple of 4096. A part of a tensor is at address + kvt_part_t.at.
     pub address: *const c_void,
-    /// How many bytes there are: kvt_unit_t.image_bytes.
+    /// kvt_unit_t.image_bytes.
     pub bytes: u64,
-    /// Which unit.
     pub unit: u32,
     /// KVT_MEMORY_*: where the address is valid.
     pub memory: u32,
-    /// The library's own: where it is. 0 = it was given back.
+    /// Opaque; 0 = released.
     pub place: u64,
-    /// The device's event from which on the bytes are complete; 0 = they are. It is the
-    /// streamer's, and known until the unit is given back.
+    /// Device event that completes the bytes; 0 = complete. Valid until the release.
     pub event: u64,
-    /// When it was had, where that is noted; else 0.
+    /// When the lease was granted; 0 = not recorded.
     pub since_ns: u64,
 }
 
-/// A streamer, and the runtime it belongs to.
+/// A streamer, and the runtime that it belongs to.
 pub(crate) struct StreamNoun {
     pub(crate) core: Arc<Core>,
     pub(crate) streamer: Streamer,
@@ -1535,45 +1375,42 @@ pub(crate) struct StreamNoun {
 
 noun!(StreamNoun, kvt_stream_t, 18, "streamer");
 
-/// A place as a number that is not 0.
-fn place_code(place: Target) -> u64 {
-    match place {
+/// The code of the memory that a lease refers to; never 0.
+fn place_code(location: Target) -> u64 {
+    match location {
         Target::Resident => 1,
         Target::Slot(slot) => u64::from(slot) << 2 | 2,
         Target::ExpertSlot(slot) => u64::from(slot) << 2 | 3,
     }
 }
 
+/// The inverse of [`place_code`].
 fn place_of(code: u64) -> Result<Target> {
     match (code & 3, u32::try_from(code >> 2)) {
         (1, Ok(0)) => Ok(Target::Resident),
         (2, Ok(slot)) => Ok(Target::Slot(slot)),
         (3, Ok(slot)) => Ok(Target::ExpertSlot(slot)),
-        _ if code == 0 => fail!(State, "the unit is not in use: it was given back"),
-        _ => fail!(Invalid, "place {code:#x} was not made by kvt_stream_acquire"),
+        _ if code == 0 => fail!(
+            State,
+            "place of the lease is 0: the lease was released before, or kvt_stream_acquire did not \
+             write it"
+        ),
+        _ => fail!(
+            Invalid,
+            "place of the lease is {code:#x}, which kvt_stream_acquire did not write: pass the lease \
+             unchanged"
+        ),
     }
 }
 
-/// Opens the files of a model, makes a plan and takes the memory that it says. Units are on
-/// their way home when this returns. With a device the engine computes there, and units come to
-/// its memory; without one it computes in host memory.
+/// Opens a streamer: opens the files, makes a plan, takes its memory, and begins to load resident
+/// units. With a device, the engine computes there and units are loaded to device memory.
 ///
-/// @param runtime  Where it belongs.
-/// @param opts     What it streams, and how.
-/// @param out      The streamer; close it with kvt_stream_close.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
-///         it takes at least), KVT_E_CORRUPT when a file is not what it was when the model was
-///         opened, KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_SPEC, KVT_E_UNSUPPORTED (a device seat without
-///         a device, a host seat with one, units in place on a device that has no addresses
-///         which stay while memory moves: the host device and custom ones), KVT_E_INVALID,
-///         KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Ownership: the caller owns the streamer. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// @return KVT_E_BUDGET (too little memory: the message names the least), KVT_E_CORRUPT (a file
+///         changed since the model was opened), KVT_E_UNSUPPORTED (KVT_COMPUTE_DEVICE without a
+///         device; KVT_STREAM_IN_PLACE on a host or custom device; flags that exclude each other),
+///         KVT_E_UNAVAILABLE (KVT_STREAM_DIRECT), KVT_E_SPEC, KVT_E_NOT_FOUND, KVT_E_IO,
+///         KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_open(
     runtime: *const kvt_runtime_t,
@@ -1583,17 +1420,20 @@ pub unsafe extern "C" fn kvt_stream_open(
 ) -> kvt_status_t {
     require(out)?;
     let given = read(opts)?;
-    let (given, mut opts) = (given, options(&given)?);
+    let mut opts = options(&given)?;
     if !given.budget.is_null() {
         opts.budget = Some(pin(given.budget, Access::Use)?.0.clone());
     }
-    let parts = with_model(given.model, |parts| Ok(parts.clone()))?;
+    let opened = with_model(given.model, |opened| Ok(opened.clone()))?;
     let noun = on_runtime(runtime, |core| {
         if opts.budget.as_ref().is_some_and(|budget| !Arc::ptr_eq(budget.core(), core)) {
-            fail!(Invalid, "the budget belongs to another runtime");
+            fail!(
+                Invalid,
+                "the budget belongs to another runtime: pass a budget of the streamer's runtime"
+            );
         }
         opts.device = device_of(core, given.device)?;
-        let (model, units) = (parts.model.clone(), parts.units.clone());
+        let (model, units) = (opened.model.clone(), opened.units.clone());
         let streamer = Streamer::open(core, model, units, opts)?;
         Ok(StreamNoun { core: core.clone(), streamer })
     })?;
@@ -1601,21 +1441,11 @@ pub unsafe extern "C" fn kvt_stream_open(
     Ok(())
 }
 
-/// Closes a streamer: ends calls that wait for units, and waits for reads that are under way.
-/// Checksums that are new are written to the sidecar.
+/// Closes a streamer: ends calls that wait for units, waits for reads and copies in flight, and
+/// saves new checksums to the sidecar.
 ///
-/// @param stream       Pointer to the handle, cleared on success; null, or a null handle, is
-///                     fine.
-/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY while units are in use (it stays open: give them back first), or
-///         when reads have not ended at the deadline (it stays closing and valid: call again);
-///         KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for reads and writes.
+/// @return KVT_E_BUSY (units are leased: the streamer stays open; or a read, a copy or an event of
+///         kvt_stream_release did not end before the deadline: it stays closing, close again).
 #[capi]
 pub unsafe extern "C" fn kvt_stream_close(
     stream: *mut *mut kvt_stream_t,
@@ -1629,27 +1459,15 @@ pub unsafe extern "C" fn kvt_stream_close(
     free(stream, close)
 }
 
-/// Asks for a unit, and waits until it is there. It stays where it is until it was given back
-/// as often as it was had. A unit at home where it is used costs one atomic operation.
+/// Leases a unit, and waits until it is loaded. The unit stays where it is until it was released as
+/// often as it was acquired. If it is resident where it is used, this costs one atomic operation.
+/// To retry a failed read, acquire the unit again.
 ///
-/// @param stream       The streamer.
-/// @param unit         The unit.
-/// @param flags        KVT_ACQUIRE_POLL or 0.
-/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param out          Receives where it is; start it with KVT_UNIT_LEASE_INIT.
-/// @param err          Explains a failure; may be null, which costs less where KVT_E_AGAIN is
-///                     expected.
-/// @return KVT_OK; KVT_E_AGAIN (poll: it is on its way), KVT_E_TIMEOUT, KVT_E_BUSY when all
-///         slots are in use by the engine, KVT_E_CORRUPT (bytes that are not what their
-///         checksums say, a file that has changed), KVT_E_IO, KVT_E_INVALID (no such unit),
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. A failed read is tried again
-///         when the unit is asked for again.
-///
-/// Ownership: the bytes are borrowed until kvt_stream_release, and are to be read alone.
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// @param flags  KVT_ACQUIRE_*, or 0.
+/// @return KVT_E_AGAIN (KVT_ACQUIRE_POLL), KVT_E_TIMEOUT, KVT_E_BUSY (leases hold all slots, or the
+///         unit itself after a failed copy), KVT_E_CORRUPT (wrong checksum, changed file),
+///         KVT_E_IO, KVT_E_BUDGET (a unit larger than slots lost its memory: see
+///         kvt_stream_rebalance).
 #[capi]
 pub unsafe extern "C" fn kvt_stream_acquire(
     stream: *const kvt_stream_t,
@@ -1663,9 +1481,9 @@ pub unsafe extern "C" fn kvt_stream_acquire(
     known_flags(flags, KVT_ACQUIRE_POLL | KVT_ACQUIRE_EARLY)?;
     let has = |flag: u64| flags & flag != 0;
     let (poll, early) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_EARLY));
-    let how = AcquireOpts { poll, when_issued: early, deadline_ns };
-    let lease = enter(stream)?.streamer.acquire(unit, how)?;
-    let given = kvt_unit_lease_t {
+    let opts = AcquireOpts { poll, when_issued: early, deadline_ns };
+    let lease = enter(stream)?.streamer.acquire(unit, opts)?;
+    let row = kvt_unit_lease_t {
         struct_size: 0,
         address: lease.address as *const c_void,
         bytes: lease.bytes,
@@ -1678,28 +1496,18 @@ pub unsafe extern "C" fn kvt_stream_acquire(
         event: lease.lease.event.map_or(0, |event| event.0),
         since_ns: lease.since_ns,
     };
-    write(out, &given);
+    write(out, &row);
     Ok(())
 }
 
-/// Gives a unit back, and clears what it was held by. Allowed while a streamer closes.
+/// Releases a lease, and clears the struct. Allowed while the streamer closes. If a copy failed
+/// after KVT_ACQUIRE_EARLY, the lease is released and the copy's error is returned: results
+/// computed with the unit are wrong. After another error the lease is not released.
 ///
-/// @param stream  The streamer.
-/// @param lease    What kvt_stream_acquire wrote.
-/// @param after   The device's event after which its memory may be used for another; 0 = now.
-///                The streamer takes it over, and releases it. kvt_device_import_event makes one of an
-///                event of the engine's.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_STATE when it was given back before, KVT_E_INVALID,
-///         KVT_E_UNSUPPORTED (an event, without a device), KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC: it was not given back. What a copy failed with that was on its way when
-///         the unit was had: it was given back, `held` is cleared, and what was computed with
-///         it is wrong.
-///
-/// Threading: any thread, also another one than had it. Since 0.1.
-///
-/// # Safety
-/// `held` is null or valid for the size it states.
+/// @param after  Device event after which the memory may be reused; 0 = now. The streamer takes the
+///               event over, except with KVT_E_UNSUPPORTED, _INVALID, _HANDLE and _STATE. See
+///               kvt_device_import_event.
+/// @return KVT_E_STATE (released before), KVT_E_UNSUPPORTED (an event, without a device).
 #[capi]
 pub unsafe extern "C" fn kvt_stream_release(
     stream: *const kvt_stream_t,
@@ -1711,7 +1519,7 @@ pub unsafe extern "C" fn kvt_stream_release(
     let given = read(lease.cast_const())?;
     let after = (after != 0).then_some(Event(after));
     let location = place_of(given.place)?;
-    let back = UnitLease {
+    let unit_lease = UnitLease {
         lease: Lease { unit: given.unit, location, event: None },
         address: given.address.addr() as u64,
         bytes: given.bytes,
@@ -1720,64 +1528,54 @@ pub unsafe extern "C" fn kvt_stream_release(
     };
     let stream = inspect(stream)?;
     if after.is_some() && !stream.streamer.has_device() {
-        fail!(Unsupported, "an event, and the engine computes in host memory");
+        fail!(
+            Unsupported,
+            "`after` is an event of a device, and the streamer has no device: pass 0"
+        );
     }
-    let right = stream.streamer.give_back(&back, after)?;
+    let copied = stream.streamer.give_back(&unit_lease, after)?;
     write(lease, &kvt_unit_lease_t { unit: given.unit, ..kvt_unit_lease_t::zeroed() });
-    right
+    copied
 }
 
 // Passes.
 
-/// host_bytes is meant as it is, also when it is 0.
+/// kvt_stream_limits_t.flags: use host_bytes or device_bytes even if it is 0.
 pub const KVT_LIMIT_HOST: u64 = 1;
-/// device_bytes is meant as it is, also when it is 0.
 pub const KVT_LIMIT_DEVICE: u64 = 2;
 
-/// What weights may have from now on.
+/// Memory for weights from now on; 0 = unchanged.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_limits_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_LIMIT_*.
     pub flags: u64,
-    /// Most host memory; 0 = as it is.
+    /// Most host memory.
     pub host_bytes: u64,
-    /// Most device memory; 0 = as it is.
+    /// Most device memory.
     pub device_bytes: u64,
-    /// Tokens of context that KV is kept for; 0 = as it is.
+    /// Tokens that KV is reserved for.
     pub context: u32,
-    /// Always 0.
     pub reserved: u32,
 }
 
-/// How far the residents are.
+/// Progress of loading the resident units.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_progress_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Units that have to come home and have not.
+    /// Units that are not yet where the plan puts them.
     pub missing: u64,
-    /// Units whose home is in memory.
+    /// Units that are resident in memory by the plan.
     pub resident_units: u64,
-    /// Bytes read so far, for whatever.
+    /// Bytes read so far, for any purpose.
     pub read_bytes: u64,
 }
 
-/// Waits until all residents are at home. Not needed: units that are asked for come first.
+/// Waits until all resident units are loaded. Optional: acquired units are loaded first.
 ///
-/// @param stream       The streamer.
-/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
-/// @param err          Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_TIMEOUT, KVT_E_REENTRANT inside a callback; KVT_E_IO, KVT_E_CORRUPT,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_TIMEOUT, KVT_E_IO, KVT_E_CORRUPT.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_load(
     stream: *const kvt_stream_t,
@@ -1788,16 +1586,7 @@ pub unsafe extern "C" fn kvt_stream_load(
     enter(stream)?.streamer.load(deadline_ns)
 }
 
-/// How far that is.
-///
-/// @param stream  The streamer.
-/// @param out     Filled in; start it with KVT_STREAM_PROGRESS_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the progress of loading the resident units.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_progress(
     stream: *const kvt_stream_t,
@@ -1817,18 +1606,9 @@ pub unsafe extern "C" fn kvt_stream_progress(
     Ok(())
 }
 
-/// A pass begins: units come in the order that was given. Files are looked at: a model that was
-/// changed meanwhile is not used any more.
+/// Begins a pass, in which units are prefetched in their order. Fails if a file was changed.
 ///
-/// @param stream  The streamer.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_CORRUPT when a file is not what it was, KVT_E_IO, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// @return KVT_E_CORRUPT (a changed file), KVT_E_IO.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_pass_begin(
     stream: *const kvt_stream_t,
@@ -1837,17 +1617,7 @@ pub unsafe extern "C" fn kvt_stream_pass_begin(
     enter(stream)?.streamer.pass_begin()
 }
 
-/// A pass has ended. Unless KVT_STREAM_ONCE was said, the first units of the next are on
-/// their way already.
-///
-/// @param stream  The streamer.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `err` is null or points to a handle that is null or an error's.
+/// Ends a pass. Without KVT_STREAM_ONCE, the first units of the next pass are being prefetched.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_pass_end(
     stream: *const kvt_stream_t,
@@ -1856,21 +1626,11 @@ pub unsafe extern "C" fn kvt_stream_pass_end(
     enter(stream)?.streamer.pass_end()
 }
 
-/// The engine will use these units, such as the experts that a router has named: they are
-/// fetched as far as there are slots that nobody needs. What was hinted before and has not
-/// been used may leave.
+/// Prefetches units that the engine will use, such as the experts that a router chose, into slots
+/// that are free or whose unit may be evicted. Experts of earlier hints that were not used may be
+/// evicted.
 ///
-/// @param stream  The streamer.
-/// @param units   The units.
-/// @param count   How many.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID (no such unit), KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `units` is null or valid for reads of `count` numbers.
+/// @return KVT_E_LIMIT (more than 2^18 units).
 #[capi]
 pub unsafe extern "C" fn kvt_stream_hint(
     stream: *const kvt_stream_t,
@@ -1882,23 +1642,13 @@ pub unsafe extern "C" fn kvt_stream_hint(
     enter(stream)?.streamer.hint(units)
 }
 
-/// Gives weights more memory, or less, while passes go on: the context grows, KV needs room.
-/// Returns at once: units in use move when they are given back, the others are brought
-/// meanwhile (kvt_stream_progress says how far). Slots stay as they are, except those for
-/// experts: with less memory there may be fewer, with more as many as at opening.
+/// Gives weights more or less memory while passes go on, and makes a new plan. Returns at once:
+/// leased units move after their release, the others are loaded meanwhile (kvt_stream_progress).
+/// Slots stay, except expert slots: their number may fall, and rise up to the number at opening.
 ///
-/// @param stream  The streamer.
-/// @param limits    What there is from now on.
-/// @param out     Receives the new plan; start it with KVT_STREAM_PLAN_INIT. May be null.
-/// @param err     Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUDGET when the slots do not fit any more (nothing was changed),
-///         KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs for the size they state.
+/// @param out  Receives the new plan; may be null.
+/// @return KVT_E_BUDGET (slots do not fit: nothing was changed), KVT_E_UNSUPPORTED (in place, a
+///         unit would move between processor and device).
 #[capi]
 pub unsafe extern "C" fn kvt_stream_rebalance(
     stream: *const kvt_stream_t,
@@ -1906,16 +1656,14 @@ pub unsafe extern "C" fn kvt_stream_rebalance(
     out: *mut kvt_stream_plan_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let to = PlanOut { plan: out, ..PlanOut::nowhere() };
+    let to = PlanOut { plan: out, ..PlanOut::none() };
     to.check()?;
     let given = read(limits)?;
     known_flags(given.flags, KVT_LIMIT_HOST | KVT_LIMIT_DEVICE)?;
-    if given.reserved != 0 {
-        crate::fail!(Invalid, "reserved is {}", given.reserved);
-    }
-    let said = |bytes: u64, flag: u64| (bytes != 0 || given.flags & flag != 0).then_some(bytes);
-    let host = said(given.host_bytes, KVT_LIMIT_HOST);
-    let device = said(given.device_bytes, KVT_LIMIT_DEVICE);
+    no_reserved(given.reserved)?;
+    let set = |bytes: u64, flag: u64| (bytes != 0 || given.flags & flag != 0).then_some(bytes);
+    let host = set(given.host_bytes, KVT_LIMIT_HOST);
+    let device = set(given.device_bytes, KVT_LIMIT_DEVICE);
     let context = (given.context != 0).then_some(given.context);
     let plan = enter(stream)?.streamer.rebalance(host, device, context)?;
     to.give(&plan)
@@ -1925,109 +1673,86 @@ pub unsafe extern "C" fn kvt_stream_rebalance(
 
 /// kvt_stream_mark_t.stage: a chunk was read.
 pub const KVT_STAGE_READ: u32 = 1;
-/// kvt_stream_mark_t.stage: a chunk was copied to the device.
+/// A chunk was copied to the device.
 pub const KVT_STAGE_COPY: u32 = 2;
-/// kvt_stream_mark_t.stage: the engine had a unit.
+/// The engine leased a unit.
 pub const KVT_STAGE_USE: u32 = 3;
-/// kvt_stream_mark_t.stage: the engine waited for a unit.
+/// The engine waited for a unit.
 pub const KVT_STAGE_WAIT: u32 = 4;
 
-/// What a streamer has done.
+/// Counters of a streamer since it was opened.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_stats_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Passes that have ended.
+    /// Passes that ended.
     pub passes: u64,
-    /// How long the last one took.
+    /// Duration of the last pass.
     pub pass_ns: u64,
-    /// Units that were had.
+    /// Leases that were granted.
     pub acquires: u64,
-    /// Calls that had to wait.
+    /// Acquires that waited.
     pub waited: u64,
-    /// How long calls waited for reads.
+    /// Time that acquires waited: for reads, for copies to the device, and for slots.
     pub wait_read_ns: u64,
-    /// For copies to the device.
     pub wait_copy_ns: u64,
-    /// For slots.
     pub wait_slot_ns: u64,
-    /// How long the engine had units; of those at home only where marks are kept.
+    /// Time that units were leased; of resident ones only with kvt_stream_opts_t.marks.
     pub use_ns: u64,
-    /// Bytes that were read.
     pub read_bytes: u64,
-    /// How long reads took, added up: more than the time that passed where several were under
-    /// way.
+    /// Sum of the durations of reads: more than the elapsed time where reads overlapped.
     pub read_ns: u64,
-    /// What the disk was measured or said to do, in bytes a second; 0 = not known.
+    /// Bytes a second of the disk, as measured or set; 0 = not known.
     pub read_ceiling: u64,
-    /// Bytes that were copied to the device.
+    /// Bytes copied to the device.
     pub copied_bytes: u64,
-    /// How long copies took, added up.
+    /// Sum of the durations of copies.
     pub copy_ns: u64,
-    /// What the link to the device was said to do; 0 = not known.
+    /// Bytes a second of the device link, as set; 0 = not known.
     pub copy_ceiling: u64,
-    /// Bytes that were brought and never used.
+    /// Bytes that were loaded and never used.
     pub wasted_bytes: u64,
     /// Reads and copies that failed.
     pub failed: u64,
-    /// Experts that were asked for and there.
+    /// Acquired experts that were in a slot.
     pub expert_hits: u64,
-    /// Experts that had to be brought.
+    /// Acquired experts that had to be loaded.
     pub expert_misses: u64,
-    /// Of the bytes that were read, those that the device read by itself (KVT_STREAM_DIRECT).
+    /// Part of read_bytes that the device read itself (KVT_STREAM_DIRECT).
     pub direct_bytes: u64,
-    /// Reads of the device's that failed: those bytes came by way of host memory. After three in a
-    /// row no more are tried.
+    /// Direct reads that failed, and went through host memory; three in a row end direct reads.
     pub direct_failed: u64,
 }
 
-/// What became of the experts of a layer. Stands in arrays only.
+/// Expert counters of a layer. Stands in arrays.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_layer_count_t {
-    /// The layer.
     pub layer: u32,
-    /// Always 0.
     pub reserved: u32,
-    /// Experts that were asked for and there.
+    /// Acquired experts that were in a slot.
     pub hits: u64,
-    /// Those that had to be brought.
+    /// Acquired experts that had to be loaded.
     pub misses: u64,
-    /// Bytes that were brought.
+    /// Bytes that were loaded.
     pub bytes: u64,
 }
 
-/// Something that took time. Stands in arrays only.
+/// A span of time. Stands in arrays.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_mark_t {
     /// KVT_STAGE_*.
     pub stage: u32,
-    /// Which unit.
     pub unit: u32,
-    /// From when, CLOCK_MONOTONIC.
+    /// CLOCK_MONOTONIC, as end_ns.
     pub begin_ns: u64,
-    /// Until when.
     pub end_ns: u64,
 }
 
-/// Who lives where now.
+/// Reads the current plan, its forecast, and the residency of each unit: see kvt_model_plan.
 ///
-/// @param stream        The streamer.
-/// @param out           Receives it in numbers; start it with KVT_STREAM_PLAN_INIT. May be null.
-/// @param forecast      Receives what a pass takes; start it with KVT_FORECAST_INIT. May be
-///                      null.
-/// @param residency         Receives the home of each unit; may be null with room for 0.
-/// @param capacity     How many it has room for.
-/// @param stride_bytes  sizeof(kvt_unit_residency_t).
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs for the size they state.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT (a capacity over 2^18).
 #[capi]
 pub unsafe extern "C" fn kvt_stream_plan(
     stream: *const kvt_stream_t,
@@ -2042,20 +1767,9 @@ pub unsafe extern "C" fn kvt_stream_plan(
     to.give(&inspect(stream)?.streamer.plan())
 }
 
-/// The same in words, with every figure explained.
+/// Describes the current plan as text: see kvt_model_plan_describe.
 ///
-/// @param stream        The streamer.
-/// @param kind          KVT_PLAN_TEXT or KVT_PLAN_JSON.
-/// @param out           Receives the words, not NUL-terminated; may be null with
-///                      out_capacity 0 to learn the size.
-/// @param out_capacity  Room at `out`.
-/// @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @return KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_plan_describe(
     stream: *const kvt_stream_t,
@@ -2065,25 +1779,14 @@ pub unsafe extern "C" fn kvt_stream_plan_describe(
     out_bytes: *mut u64,
 ) -> kvt_status_t {
     let streamer = &inspect(stream)?.streamer;
-    let words = words_of(kind, || streamer.plan_text(), || streamer.plan_json())?;
-    give_text(&words, out, out_capacity, out_bytes)
+    let description = format_plan(kind, || streamer.plan_text(), || streamer.plan_json())?;
+    give_text(&description, out, out_capacity, out_bytes)
 }
 
-/// What a pass would take over other links.
+/// Forecasts a pass of the current plan with other link rates.
 ///
-/// @param stream       The streamer.
-/// @param links        The other links, such as "disk=3.3" in gigabytes (1e9) a second; those
-///                     not named are as they are.
-/// @param links_bytes  Its length.
-/// @param out          Receives it; start it with KVT_FORECAST_INIT.
-/// @param err          Explains a failure, with the offset in `links`; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_INVALID when a link that is needed is not
-///         known; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths; `out` for the size it states.
+/// @param links  See kvt_model_what_if; others keep their current rate.
+/// @return KVT_E_SPEC, KVT_E_LIMIT (links over 256 bytes).
 #[capi]
 pub unsafe extern "C" fn kvt_stream_what_if(
     stream: *const kvt_stream_t,
@@ -2099,16 +1802,7 @@ pub unsafe extern "C" fn kvt_stream_what_if(
     Ok(())
 }
 
-/// What a streamer has done since it was opened; also of a poisoned one.
-///
-/// @param stream  The streamer.
-/// @param out     Filled in; start it with KVT_STREAM_STATS_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Reads the counters of a streamer.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_stats(
     stream: *const kvt_stream_t,
@@ -2146,7 +1840,7 @@ pub unsafe extern "C" fn kvt_stream_stats(
     Ok(())
 }
 
-/// Most rows that a caller has room for.
+/// Highest accepted capacity of an array of rows.
 const MAX_ROWS: u64 = 1 << 24;
 
 /// # Safety
@@ -2165,21 +1859,9 @@ unsafe fn give_rows<T: Plain, F>(
     }
 }
 
-/// What became of experts, by layer.
+/// Reads expert counters, one row for each layer that has experts.
 ///
-/// @param stream        The streamer.
-/// @param rows          Receives a row for each layer that has experts; null with room for 0
-///                      asks for the count alone.
-/// @param capacity          How many it has room for.
-/// @param stride_bytes  sizeof(kvt_layer_count_t).
-/// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `rows` is null or valid for writes of its entries, `count_out` for a write.
+/// @return KVT_E_TOO_SMALL, KVT_E_LIMIT (a capacity over 2^24).
 #[capi]
 pub unsafe extern "C" fn kvt_stream_layers(
     stream: *const kvt_stream_t,
@@ -2198,20 +1880,9 @@ pub unsafe extern "C" fn kvt_stream_layers(
     })
 }
 
-/// What happened last, for a picture of it: as many marks as kvt_stream_opts_t.marks says, the
-/// oldest first.
+/// Reads the last kvt_stream_opts_t.marks spans of time, the oldest first.
 ///
-/// @param stream        The streamer.
-/// @param rows          Receives them; null with room for 0 asks for the count alone.
-/// @param capacity          How many it has room for.
-/// @param stride_bytes  sizeof(kvt_stream_mark_t).
-/// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return As kvt_stream_layers.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `rows` is null or valid for writes of its entries, `count_out` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_marks(
     stream: *const kvt_stream_t,
@@ -2229,19 +1900,10 @@ pub unsafe extern "C" fn kvt_stream_marks(
     })
 }
 
-/// How files are read, for people, and why not better.
+/// Describes in one line how files are read, and why no faster method is used.
 ///
-/// @param stream        The streamer.
-/// @param out           Receives a line of text, not NUL-terminated; may be null with
-///                      out_capacity 0 to learn the size.
-/// @param out_capacity  Room at `out`.
-/// @param out_bytes     Length of the text; also written with KVT_E_TOO_SMALL. May be null.
-/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid for their lengths.
+/// @param out  Receives the text, not NUL-terminated.
+/// @return KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_engine(
     stream: *const kvt_stream_t,
@@ -2249,28 +1911,19 @@ pub unsafe extern "C" fn kvt_stream_engine(
     out_capacity: u64,
     out_bytes: *mut u64,
 ) -> kvt_status_t {
-    let (engine, why) = inspect(stream)?.streamer.engine();
-    let line = match why {
-        Some(why) => format!("{engine}: {why}"),
-        None => engine,
+    let (method, reason) = inspect(stream)?.streamer.engine();
+    let line = match reason {
+        Some(reason) => format!("{method}: {reason}"),
+        None => method,
     };
     give_text(&line, out, out_capacity, out_bytes)
 }
 
-/// Reads a unit from its files, past whatever is in memory, and compares it with its
-/// checksums; what nobody knows yet is noted. The calling thread reads, and waits.
+/// Reads a unit from its files, not from memory, on the calling thread, and compares it with its
+/// checksums. Unknown checksums are stored.
 ///
-/// @param stream   The streamer.
-/// @param unit     The unit.
-/// @param sum_out  Receives its checksum; may be null.
-/// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_CORRUPT when it is not what it was, KVT_E_IO, KVT_E_INVALID, KVT_E_BUDGET,
-///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread; waits. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid.
+/// @param sum_out  Receives the checksum of the unit; may be null.
+/// @return KVT_E_CORRUPT (wrong checksum), KVT_E_IO, KVT_E_BUDGET.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_verify(
     stream: *const kvt_stream_t,
@@ -2283,17 +1936,9 @@ pub unsafe extern "C" fn kvt_stream_verify(
     Ok(())
 }
 
-/// The checksum of a unit, if all of it has been looked at (KVT_VERIFY_*, or a sidecar).
+/// Reads the checksum of a unit.
 ///
-/// @param stream  The streamer.
-/// @param unit    The unit.
-/// @param out     Receives it.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for a write.
+/// @return KVT_E_NOT_FOUND (no sidecar has it, and not all of the unit was read with checksums).
 #[capi]
 pub unsafe extern "C" fn kvt_stream_sum(
     stream: *const kvt_stream_t,
@@ -2306,24 +1951,14 @@ pub unsafe extern "C" fn kvt_stream_sum(
     Ok(())
 }
 
-/// The address that a unit has in place (KVT_STREAM_IN_PLACE), from the opening to the close:
-/// an engine can set its pointers to weights once. There is memory only while the unit is had:
-/// reading there at another time reads zeros, or what is being brought; on a device it may be an
-/// error after which the device is lost. With a device the address is the device's, but for
-/// units that the processor uses (kvt_unit_lease_t.memory says so): theirs are outside of the range.
+/// Reads the address that a unit has from open to close (KVT_STREAM_IN_PLACE). The address has
+/// memory only while the unit is leased: other reads see zeros or incomplete data, and may be an
+/// error that ends the device's context. With a device it is a device address, except for units
+/// that the processor uses (kvt_unit_lease_t.memory): they are outside the range.
 ///
-/// @param stream       The streamer.
-/// @param unit         The unit; KVT_NONE = the whole range of addresses.
-/// @param address_out  Receives the address.
-/// @param bytes_out    Receives how many bytes it has; may be null.
-/// @return KVT_OK; KVT_E_STATE when units are not in place, KVT_E_INVALID, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the range is the streamer's, and goes with its close. Threading: any thread.
-/// Since 0.1.
-///
-/// # Safety
-/// `address_out` is null or valid for a write, and so is `bytes_out`.
+/// @param unit       KVT_NONE = the range of all units.
+/// @param bytes_out  May be null.
+/// @return KVT_E_STATE (units are not in place).
 #[capi]
 pub unsafe extern "C" fn kvt_stream_fixed(
     stream: *const kvt_stream_t,

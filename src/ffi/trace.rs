@@ -1,4 +1,4 @@
-//! Traces and their replay.
+//! Traces: reading, generation and replay.
 
 use std::ffi::{c_char, c_void};
 
@@ -16,155 +16,141 @@ use crate::trace::generate::{self, GenOpts};
 use crate::trace::reader::{self, ReadOpts};
 use crate::trace::replay::{self, Hints, ReplayOpts};
 use crate::trace::report::Report;
-use crate::trace::requests::Trace;
+use crate::trace::requests::{MAX_BLOCK_TOKENS, Trace};
 use crate::trace::study::Study;
 
 // Traces.
 
-/// Requests to a KV cache over time. Never changes: any thread may use it.
+/// Requests to a KV cache over time. Immutable; needs no runtime.
 pub struct kvt_trace_t(());
 
-/// kvt_trace_opts_t.flags: every block becomes a request of its own, without prefixes.
+/// kvt_trace_opts_t.flags: each block becomes a request of its own, without a prefix.
 pub const KVT_TRACE_FLAT: u64 = 1;
 
-/// kvt_replay_opts_t.flags: the engine can use what lies behind a hole.
+/// kvt_replay_opts_t.flags: the engine can use blocks after a hole.
 pub const KVT_REPLAY_HOLES: u64 = 1;
-/// kvt_replay_opts_t.flags: decisions are not timed, which makes the replay faster.
+/// kvt_replay_opts_t.flags: does not measure decision times; faster.
 pub const KVT_REPLAY_UNTIMED: u64 = 2;
 
-/// kvt_replay_opts_t.hints: the policy is told why requests stopped.
+/// kvt_replay_opts_t.hints: hints that the policy receives. STOP: the stop reason of each request,
+/// where the trace has it; NONE: no hints; THINK: as STOP, and the time of the session's next
+/// request.
 pub const KVT_HINTS_STOP: u32 = 0;
-/// kvt_replay_opts_t.hints: the policy is told nothing of the future.
 pub const KVT_HINTS_NONE: u32 = 1;
-/// kvt_replay_opts_t.hints: also when a session's next request comes.
 pub const KVT_HINTS_THINK: u32 = 2;
 
-/// Hears of the progress of a replay; returns 0 to stop it. Called on the calling
-/// thread, under no lock. It must not unwind.
+/// Receives the progress of a replay, every 256 requests and at the end, on the calling thread.
+/// Returns 0 to cancel the replay. Must not unwind.
 pub type kvt_progress_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, requests_done: u64, requests: u64) -> i32>;
 
-/// What to read or make.
+/// Options of kvt_trace_open and kvt_trace_generate.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_trace_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_TRACE_*.
+    /// KVT_TRACE_FLAT or 0.
     pub flags: u64,
-    /// To read: a regular file, plain or zstd.
+    /// kvt_trace_open: a regular file, plain or zstd.
     pub path: *const c_char,
-    /// Length of the path.
     pub path_bytes: u64,
-    /// To read: kvtier, mooncake, weka, sharegpt, azure, oracle or csv; empty = by
-    /// the content. To make: chat, agent, batch, multitenant or burst.
+    /// kvt_trace_open: kvtier, mooncake, weka, sharegpt, azure, oracle or csv; empty = detect from
+    /// the content. kvt_trace_generate: chat, agent, batch, multitenant or burst.
     pub kind: *const c_char,
-    /// Length of the kind.
     pub kind_bytes: u64,
-    /// Tokens of a block, where the file leaves it open; 0 = 512.
+    /// Tokens of a block, at most 2^20, unless the file states it; 0 = 512.
     pub block_tokens: u64,
-    /// For whatever the file leaves to chance, and for everything made; 0 = 7.
+    /// Seed of generated workloads, and of times that a file lacks; 0 = 7.
     pub seed: u64,
-    /// Mean time between starts of sessions that the file does not tell; 0 = usual.
+    /// kvt_trace_open: mean time between session starts that a file (weka, sharegpt) lacks; 0 = the
+    /// format's default.
     pub gap_ns: u64,
-    /// How long it goes on, where that is chosen here; 0 = a day.
+    /// Later requests are dropped, if generated or with random start times; 0 = one day.
     pub duration_ns: u64,
-    /// To make: sessions that start in a second; 0 = usual.
+    /// kvt_trace_generate: sessions started per second; 0 = the default of the kind.
     pub rate: f64,
 }
 
-/// What is in a trace.
+/// Totals of a trace.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_trace_info_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Requests.
     pub requests: u64,
-    /// Blocks they ask for.
+    /// Blocks requested, with repetitions.
     pub references: u64,
-    /// Different ones of those.
+    /// Distinct blocks.
     pub blocks: u64,
     /// Tokens of a block.
     pub block_tokens: u64,
-    /// Sessions, named or told from the paths.
+    /// Sessions, named in the trace or inferred from the prefixes.
     pub sessions: u64,
     /// From the first request to the last.
     pub duration_ns: u64,
-    /// Tokens asked for.
+    /// Tokens requested.
     pub tokens: u64,
-    /// Of those, what an unbounded cache finds.
+    /// Tokens that an unbounded cache would find.
     pub known_tokens: u64,
 }
 
-/// How to replay.
+/// Options of kvt_trace_replay.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_replay_opts_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_REPLAY_*.
     pub flags: u64,
-    /// The policy, such as "lru".
+    /// Policy, such as "lru"; not "custom".
     pub spec: *const c_char,
-    /// Length of the spec.
     pub spec_bytes: u64,
-    /// Blocks that fit; at least 1.
+    /// Capacity in blocks, at least 1; times `layers` at most 2^28.
     pub capacity_blocks: u64,
-    /// Requests that are replayed before counting starts.
+    /// Requests replayed before counting starts.
     pub warm_up: u64,
-    /// Objects are cells of so many layers; 0 = whole blocks.
+    /// Objects are cells of this many layers, at most 1,024; 0 = whole blocks.
     pub layers: u32,
     /// KVT_HINTS_*.
     pub hints: u32,
-    /// Attention cost of a token per token of context, where computing a token costs
-    /// 1; 0 = as a model of the 70B class.
+    /// Attention cost of a token per token of context, 0 to 1e12, where computing a token costs 1;
+    /// 0 = 1 / 53,800, a model of the 70B class.
     pub alpha: f64,
-    /// Hears of the progress; may be null.
+    /// May be null.
     pub progress: kvt_progress_fn,
-    /// Handed to progress.
+    /// Passed to `progress`.
     pub user_data: *mut c_void,
 }
 
-/// How a policy did.
+/// Result of a replay. All but the times are equal in every run.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_replay_report_t {
-    /// sizeof of this struct.
     pub struct_size: u64,
-    /// Requests counted.
+    /// Requests after the warm-up.
     pub requests: u64,
-    /// Blocks asked for.
+    /// Blocks requested, and the resident, usable ones among them.
     pub references: u64,
-    /// Of those, found and usable.
     pub hits: u64,
-    /// Tokens asked for.
+    /// Tokens requested, and the hits among them.
     pub tokens: u64,
-    /// Of those, found.
     pub hit_tokens: u64,
-    /// Recompute cost of everything asked for.
+    /// Recompute cost of the tokens requested, and of the hits among them.
     pub cost: f64,
-    /// Of that, found.
     pub hit_cost: f64,
-    /// Objects inserted.
+    /// Objects inserted and evicted, including the warm-up.
     pub inserts: u64,
-    /// Objects evicted.
     pub evictions: u64,
-    /// References to what was evicted and wanted again, per reference.
+    /// References to blocks seen before that were evicted or did not fit, per reference.
     pub re_prefill_rate: f64,
-    /// Jain's index over sessions.
+    /// Jain's fairness index over sessions and over tenants.
     pub jain_sessions: f64,
-    /// Jain's index over tenants.
     pub jain_tenants: f64,
     /// Mean share of the capacity in use since the first eviction.
     pub utilisation: f64,
-    /// Half of the eviction calls took at most this.
+    /// Durations of eviction calls: median, 99th percentile, maximum.
     pub decision_p50_ns: u64,
-    /// 99 of 100 took at most this.
     pub decision_p99_ns: u64,
-    /// The longest.
     pub decision_max_ns: u64,
-    /// The whole replay, by the machine's clock.
+    /// Duration of the replay.
     pub run_ns: u64,
 }
 
@@ -176,8 +162,8 @@ const DEFAULT_BLOCK_TOKENS: u32 = 512;
 const DEFAULT_SEED: u64 = 7;
 const DAY_NS: i64 = 86_400_000_000_000;
 
-/// What both ways to a trace have in common.
-struct Given {
+/// Validated options of kvt_trace_open and kvt_trace_generate.
+struct TraceOpts {
     flat: bool,
     path: String,
     kind: String,
@@ -190,7 +176,7 @@ struct Given {
 
 /// # Safety
 /// `opts` is null or valid for the size it states, its strings for their lengths.
-unsafe fn given(opts: *const kvt_trace_opts_t) -> Result<Given> {
+unsafe fn trace_opts(opts: *const kvt_trace_opts_t) -> Result<TraceOpts> {
     crate::base::fork::check()?;
     // SAFETY: the caller's promise.
     let o = unsafe { read(opts)? };
@@ -198,47 +184,45 @@ unsafe fn given(opts: *const kvt_trace_opts_t) -> Result<Given> {
     // SAFETY: the caller's promise.
     let (path, kind) =
         unsafe { (text("path", o.path, o.path_bytes)?, text("kind", o.kind, o.kind_bytes)?) };
-    let whole = |name: &str, value: u64| match i64::try_from(value) {
+    let duration = |name: &str, value: u64| match i64::try_from(value) {
         Ok(value) => Ok(value),
-        Err(_) => fail!(Invalid, "{name} is {value}"),
+        Err(_) => fail!(Invalid, "{name} is {value}: at most {} is accepted", i64::MAX),
     };
     let Ok(block_tokens) = u32::try_from(o.block_tokens) else {
-        fail!(Invalid, "block_tokens is {}", o.block_tokens);
+        fail!(
+            Invalid,
+            "block_tokens is {}: at most {MAX_BLOCK_TOKENS} is accepted",
+            o.block_tokens
+        );
     };
     if !(o.rate >= 0.0 && o.rate.is_finite()) {
-        fail!(Invalid, "rate is {}", o.rate);
+        fail!(Invalid, "rate is {}: a finite number that is not negative is accepted", o.rate);
     }
-    let duration_ns = whole("duration_ns", o.duration_ns)?;
-    Ok(Given {
+    let duration_ns = duration("duration_ns", o.duration_ns)?;
+    Ok(TraceOpts {
         flat: o.flags & KVT_TRACE_FLAT != 0,
         path: path.to_string(),
         kind: kind.to_string(),
         block_tokens: if block_tokens == 0 { DEFAULT_BLOCK_TOKENS } else { block_tokens },
         seed: if o.seed == 0 { DEFAULT_SEED } else { o.seed },
-        gap_ns: whole("gap_ns", o.gap_ns)?,
+        gap_ns: duration("gap_ns", o.gap_ns)?,
         duration_ns: if duration_ns == 0 { DAY_NS } else { duration_ns },
         rate: o.rate,
     })
 }
 
-fn keep(trace: Trace, flat: bool) -> Result<*mut kvt_trace_t> {
+/// Creates the handle of a trace.
+fn open_handle(trace: Trace, flat: bool) -> Result<*mut kvt_trace_t> {
     crate::base::fork::arm()?;
     insert(TraceNoun(if flat { trace.flat()? } else { trace }))
 }
 
-/// Reads a trace from a file of one of the known kinds, whole.
+/// Reads a trace from a file, to its end. The file is not trusted.
 ///
-/// @param opts  What to read.
-/// @param out   The trace; free it with kvt_trace_free.
-/// @param err   Explains a failure, with the place in the file; may be null.
-/// @return KVT_OK; KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_CORRUPT, KVT_E_SPEC, KVT_E_LIMIT,
-///         KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the trace. Threading: any thread; takes as long as the
-/// file is long. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @param out  Free it with kvt_trace_free.
+/// @return KVT_E_INVALID (also malformed content; the message names the place), KVT_E_NOT_FOUND,
+///         KVT_E_IO, KVT_E_CORRUPT (a damaged zstd or kvtier file), KVT_E_UNSUPPORTED (Parquet),
+///         KVT_E_SPEC (unknown kind), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_trace_open(
     opts: *const kvt_trace_opts_t,
@@ -246,9 +230,9 @@ pub unsafe extern "C" fn kvt_trace_open(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     require(out)?;
-    let given = given(opts)?;
+    let given = trace_opts(opts)?;
     if given.path.is_empty() {
-        fail!(Invalid, "no path was given");
+        fail!(Invalid, "path is empty: name a trace file");
     }
     let kind = match &*given.kind {
         "" => None,
@@ -261,23 +245,16 @@ pub unsafe extern "C" fn kvt_trace_open(
         gap_ns: given.gap_ns,
         duration_ns: given.duration_ns,
     };
-    let handle = keep(reader::open(given.path.as_ref(), &opts)?, given.flat)?;
+    let handle = open_handle(reader::open(given.path.as_ref(), &opts)?, given.flat)?;
     out.write(handle);
     Ok(())
 }
 
-/// Makes a workload up: the same for the same options on every machine.
+/// Generates a workload. Equal options give equal traces on every machine; `path` and `gap_ns` are
+/// ignored.
 ///
-/// @param opts  What to make; its path is not used.
-/// @param out   The trace; free it with kvt_trace_free.
-/// @param err   Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW,
-///         KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the trace. Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; `opts` is valid for the size it states.
+/// @param out  Free it with kvt_trace_free.
+/// @return KVT_E_SPEC (unknown kind), KVT_E_LIMIT (more than 90 days or 16 million sessions).
 #[capi]
 pub unsafe extern "C" fn kvt_trace_generate(
     opts: *const kvt_trace_opts_t,
@@ -285,43 +262,26 @@ pub unsafe extern "C" fn kvt_trace_generate(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     require(out)?;
-    let given = given(opts)?;
-    let made = generate::make(&GenOpts {
+    let given = trace_opts(opts)?;
+    let trace = generate::make(&GenOpts {
         kind: generate::kind_of(&given.kind)?,
         duration_ns: given.duration_ns,
         seed: given.seed,
         rate: given.rate,
         block_tokens: given.block_tokens,
     })?;
-    let handle = keep(made, given.flat)?;
+    let handle = open_handle(trace, given.flat)?;
     out.write(handle);
     Ok(())
 }
 
-/// Frees a trace. Replays that are going on go on to their end.
-///
-/// @param trace  Pointer to the handle, which is cleared; null is fine.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `trace` is null or valid for reads and writes.
+/// Frees a trace. Replays in progress continue to their end.
 #[capi]
 pub unsafe extern "C" fn kvt_trace_free(trace: *mut *mut kvt_trace_t) -> kvt_status_t {
     free(trace, |_| Ok(()))
 }
 
-/// What is in a trace.
-///
-/// @param trace  The trace.
-/// @param out    Filled in; start it with KVT_TRACE_INFO_INIT.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread; goes through the whole trace. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
+/// Computes the totals of a trace. Reads all of its requests.
 #[capi]
 pub unsafe extern "C" fn kvt_trace_info(
     trace: *const kvt_trace_t,
@@ -353,10 +313,10 @@ fn replay_opts(o: &kvt_replay_opts_t) -> Result<ReplayOpts> {
         KVT_HINTS_STOP => Hints::Stop,
         KVT_HINTS_NONE => Hints::None,
         KVT_HINTS_THINK => Hints::Think,
-        other => fail!(Invalid, "hints is {other}, not one of KVT_HINTS_*"),
+        other => fail!(Invalid, "hints is {other}: KVT_HINTS_STOP, _NONE or _THINK is accepted"),
     };
     if !(o.alpha >= 0.0 && o.alpha <= 1e12) {
-        fail!(Invalid, "alpha is {}", o.alpha);
+        fail!(Invalid, "alpha is {}: 0 to 1e12 is accepted", o.alpha);
     }
     let mut cost = Cost::default();
     if o.alpha > 0.0 {
@@ -396,21 +356,11 @@ fn report(r: &Report) -> kvt_replay_report_t {
     }
 }
 
-/// Replays a trace under a policy: the code that decides in production, driven as an
-/// engine would.
+/// Replays a trace on a policy: the code of production, driven as by an engine.
 ///
-/// @param trace  The trace.
-/// @param opts   Policy, capacity and the rest.
-/// @param out    Filled in; start it with KVT_REPLAY_REPORT_INIT.
-/// @param err    Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW,
-///         KVT_E_CANCELLED (progress said so), KVT_E_REENTRANT (in a callback),
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_E_SPEC, KVT_E_LIMIT, KVT_E_CANCELLED (`progress` returned 0).
 ///
-/// Threading: any thread, several at a time; takes as long as the trace. Since 0.1.
-///
-/// # Safety
-/// Pointers are null or valid; structs are valid for the sizes they state.
+/// Threading: inside any callback it returns KVT_E_REENTRANT.
 #[capi]
 pub unsafe extern "C" fn kvt_trace_replay(
     trace: *const kvt_trace_t,
@@ -424,15 +374,20 @@ pub unsafe extern "C" fn kvt_trace_replay(
     refuse_reentry()?;
     let opts = replay_opts(&given)?;
     if Spec::parse(spec)?.name == custom::NAME {
-        fail!(Invalid, "'custom' needs a score function, and a replay has none");
+        fail!(
+            Invalid,
+            "the policy 'custom' needs a score function, a replay has none: name a built-in one"
+        );
     }
     let trace = enter(trace)?;
     let study = Study::of(&trace.0, &opts.cost)?;
     let total = trace.0.requests().len() as u64;
-    let progress = given.progress.map(|hear| Foreign::new(hear, given.user_data, None));
+    let progress = given.progress.map(|function| Foreign::new(function, given.user_data, None));
     let mut watch = |done: usize| match &progress {
         // SAFETY: function and data came together from the caller.
-        Some(foreign) => foreign.call(|hear, user_data| hear(user_data, done as u64, total) != 0),
+        Some(foreign) => {
+            foreign.call(|function, user_data| function(user_data, done as u64, total) != 0)
+        }
         None => true,
     };
     let blocks = given.capacity_blocks;

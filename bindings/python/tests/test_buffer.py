@@ -183,7 +183,7 @@ def test_ranges_are_checked(runtime: kvtier.Runtime) -> None:
     for work in (kvtier.Work.checksum(buffer, 4097),
                  kvtier.Work.checksum(buffer, 1, src_offset=4096),
                  kvtier.Work.checksum(buffer, 10, src_offset=2**64 - 5)):
-        with pytest.raises(kvtier.InvalidError, match="leave the source"):
+        with pytest.raises(kvtier.InvalidError, match="exceed the source"):
             runtime.submit(work)
     with pytest.raises(kvtier.InvalidError):
         runtime.submit([])

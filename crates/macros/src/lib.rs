@@ -36,10 +36,9 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 ///   library, so no symbol of another library is replaced. The macro refuses other names.
 /// - A guard around the body: a panic becomes `KVT_E_PANIC`, nothing unwinds into C. If the
 ///   function has a parameter `err`, the guard also reports the error there.
-/// - In an `unsafe fn`, one `unsafe` block around the guard. The caller promised what the
-///   function's `# Safety` section and its parameters' comments say: each pointer is null or
-///   valid, for the length that the parameter beside it states or for the size that the struct
-///   states, and nobody else changes the memory during the call. The unsafe functions that bodies
+/// - In an `unsafe fn`, a `# Safety` section in the documentation (the C header does not need it),
+///   and one `unsafe` block around the guard. The caller promised what that section and the
+///   parameters' comments say. The unsafe functions that bodies
 ///   call (`read`, `write`, `text`, `numbers`, `Rows::new`, ...) ask for exactly that and check
 ///   the rest: null, lengths, sizes, alignment. A body explains an unsafe operation of its own
 ///   only if it relies on something else.
@@ -78,6 +77,10 @@ pub fn rows(item: TokenStream) -> TokenStream {
         Err(message) => error(message),
     }
 }
+
+const SAFETY: &str = "\n# Safety\n\nEach pointer is null or valid: for the length that the \
+    parameter beside it states, or for the size that the struct states. No other thread changes the \
+    memory during the call.";
 
 fn error(message: &str) -> TokenStream {
     tokens(&format!("compile_error!({message:?});"))
@@ -125,6 +128,14 @@ fn exported(item: TokenStream) -> Result<TokenStream, &'static str> {
         return Err("a function with a parameter err is unsafe and returns kvt_status_t");
     }
     let mut out = tokens("#[unsafe(no_mangle)]");
+    if is_unsafe {
+        // Behind the attributes, so that the section follows the function's own comment.
+        let visibility = all.iter().position(|token| matches!(token, TokenTree::Ident(_)));
+        let rest = all.split_off(visibility.unwrap_or_default());
+        out.extend(all);
+        out.extend(tokens(&format!("#[doc = {SAFETY:?}]")));
+        all = rest;
+    }
     if gives_status && let Some(body) = all.pop() {
         let guard = if reports { "guard_err" } else { "guard" };
         let mut arguments = tokens(if reports { "err, ||" } else { "||" });
