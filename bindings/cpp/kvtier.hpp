@@ -812,7 +812,7 @@ namespace item {
 inline kvt_buffer_item_t copy(const buffer &dst, std::uint64_t dst_offset, const buffer &src,
                               std::uint64_t src_offset, std::uint64_t bytes) noexcept {
     kvt_buffer_item_t i = kvt_buffer_item_t();
-    i.kind = KVT_DO_COPY;
+    i.kind = KVT_ITEM_COPY;
     i.dst = dst.get();
     i.dst_offset = dst_offset;
     i.src = src.get();
@@ -823,7 +823,7 @@ inline kvt_buffer_item_t copy(const buffer &dst, std::uint64_t dst_offset, const
 inline kvt_buffer_item_t checksum(const buffer &src, std::uint64_t offset,
                                   std::uint64_t bytes) noexcept {
     kvt_buffer_item_t i = kvt_buffer_item_t();
-    i.kind = KVT_DO_CHECKSUM;
+    i.kind = KVT_ITEM_CHECKSUM;
     i.src = src.get();
     i.src_offset = offset;
     i.bytes = bytes;
@@ -832,14 +832,14 @@ inline kvt_buffer_item_t checksum(const buffer &src, std::uint64_t offset,
 inline kvt_buffer_item_t verify(const buffer &src, std::uint64_t offset, std::uint64_t bytes,
                                 std::uint64_t expect) noexcept {
     kvt_buffer_item_t i = checksum(src, offset, bytes);
-    i.kind = KVT_DO_VERIFY;
+    i.kind = KVT_ITEM_VERIFY;
     i.expect = expect;
     return i;
 }
 inline kvt_buffer_item_t prefault(const buffer &dst, std::uint64_t offset,
                                   std::uint64_t bytes) noexcept {
     kvt_buffer_item_t i = kvt_buffer_item_t();
-    i.kind = KVT_DO_PREFAULT;
+    i.kind = KVT_ITEM_PREFAULT;
     i.dst = dst.get();
     i.dst_offset = offset;
     i.bytes = bytes;

@@ -45,7 +45,7 @@ struct simulated_opts {
 
 /// What a device is and can do.
 struct device_info {
-    /// KVT_DEVICE_HOST and so on.
+    /// KVT_DEVICE_KIND_HOST and so on.
     std::uint32_t kind = 0;
     /// Work goes on after a call has returned.
     bool asynchronous = false;
@@ -57,7 +57,7 @@ struct device_info {
     bool wants_pinned = false;
     /// How many it has: work on one is in order.
     std::uint32_t streams = 0;
-    /// 1 << KVT_LAUNCH_* for each.
+    /// 1 << KVT_DEVICE_KERNEL_* for each.
     std::uint64_t kernels = 0;
     /// What it has left to give; nothing where it does not know.
     std::optional<std::uint64_t> free_bytes;
@@ -107,7 +107,7 @@ public:
     virtual std::uint64_t flags() const { return 0; }
     /// 1 to 64.
     virtual std::uint32_t streams() const { return 1; }
-    /// The kernels that `launch` knows: 1 << KVT_LAUNCH_* for each.
+    /// The kernels that `launch` knows: 1 << KVT_DEVICE_KERNEL_* for each.
     virtual std::uint64_t kernels() const { return 0; }
 
     /// Puts copies on a stream, behind an event if `after` is not 0, and writes the event of
@@ -326,7 +326,7 @@ public:
         std::vector<std::uint64_t> all(65536);
         std::uint64_t count = 0;
         const kvt_status_t status =
-            kvt_device_sums(device_, number_, all.data(), all.size(), &count, f.out());
+            kvt_device_checksums(device_, number_, all.data(), all.size(), &count, f.out());
         all.resize(static_cast<std::size_t>(status == KVT_OK ? count : 0));
         return detail::give(status, f, std::move(all));
     }
@@ -448,13 +448,13 @@ public:
     /// The processor.
     static ret<device> host(const runtime &on) {
         kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
-        c.kind = KVT_DEVICE_HOST;
+        c.kind = KVT_DEVICE_KIND_HOST;
         return open(on, c);
     }
     /// A GPU; KVT_E_UNAVAILABLE where there is none, and the message says why.
     static ret<device> cuda(const runtime &on, const cuda_opts &opts = {}) {
         kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
-        c.kind = KVT_DEVICE_CUDA;
+        c.kind = KVT_DEVICE_KIND_CUDA;
         c.ordinal = opts.ordinal;
         c.context = opts.context;
         c.streams = opts.streams.data();
@@ -470,7 +470,7 @@ public:
     }
     static ret<device> simulated(const runtime &on, const simulated_opts &opts = {}) {
         kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
-        c.kind = KVT_DEVICE_SIMULATED;
+        c.kind = KVT_DEVICE_KIND_SIMULATED;
         c.memory_bytes = opts.memory_bytes;
         c.seed = opts.seed;
         c.latency_ns = opts.latency_ns;
@@ -485,7 +485,7 @@ public:
         std::unique_ptr<detail::device_box> box(new detail::device_box{std::move(own)});
         const kvt_device_custom_t table = box->lower();
         kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
-        c.kind = KVT_DEVICE_CUSTOM;
+        c.kind = KVT_DEVICE_KIND_CUSTOM;
         c.custom = &table;
         detail::failure f;
         kvt_device_t *raw = nullptr;
@@ -513,7 +513,7 @@ public:
         device_info about;
         about.kind = c.kind;
         about.asynchronous = (c.flags & KVT_DEVICE_ASYNCHRONOUS) != 0;
-        about.sums = (c.flags & KVT_DEVICE_SUMS) != 0;
+        about.sums = (c.flags & KVT_DEVICE_CHECKSUMS) != 0;
         about.has_memory = (c.flags & KVT_DEVICE_HAS_MEMORY) != 0;
         about.wants_pinned = (c.flags & KVT_DEVICE_WANTS_PINNED) != 0;
         about.streams = c.streams;
@@ -616,7 +616,7 @@ public:
         c.patience_ns = opts.patience_ns;
         c.rounds = opts.rounds;
         detail::verdicts heard;
-        kvt_conformance_t count = KVT_CONFORMANCE_INIT;
+        kvt_conformance_report_t count = KVT_CONFORMANCE_REPORT_INIT;
         const kvt_status_t status = kvt_device_conformance(raw_, &c, &detail::verdicts::hear,
                                                            &heard, &count, f.out());
         conformance_report report;

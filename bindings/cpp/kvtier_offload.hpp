@@ -179,7 +179,7 @@ public:
     /// was begun before has ended.
     ret<void> after(std::uint64_t event) const {
         detail::failure f;
-        const kvt_status_t status = kvt_offload_after(raw_, event, f.out());
+        const kvt_status_t status = kvt_offload_set_ready_event(raw_, event, f.out());
         return detail::check(status, f);
     }
     /// Another one, for a session that was forked from this one's.
@@ -243,7 +243,7 @@ public:
     ret<std::uint32_t> load_chosen(std::uint32_t buffer, std::uint32_t layer,
                                    span<const std::uint32_t> blocks, const sparse_context &at,
                                    const kvt_rows_t *query = nullptr) const {
-        return begin_load(buffer, layer, blocks.data(), blocks.size(), KVT_OFFLOAD_CHOSEN, at,
+        return begin_load(buffer, layer, blocks.data(), blocks.size(), KVT_OFFLOAD_LOAD_CHOSEN, at,
                           query);
     }
     ret<kvt_offload_kv_t> wait(std::uint32_t buffer) const {
@@ -254,7 +254,7 @@ public:
     }
     ret<void> done(std::uint32_t buffer) const {
         detail::failure f;
-        const kvt_status_t status = kvt_offload_done(raw_, buffer, f.out());
+        const kvt_status_t status = kvt_offload_release(raw_, buffer, f.out());
         return detail::check(status, f);
     }
     /// Begins a pass over all layers.
@@ -316,12 +316,12 @@ public:
         kept_tokens lists;
         std::uint64_t count = 0;
         std::uint32_t heads = 0;
-        kvt_status_t status = kvt_offload_kept(raw_, layer, 0, nullptr, 0, &count, &heads);
+        kvt_status_t status = kvt_offload_retained(raw_, layer, 0, nullptr, 0, &count, &heads);
         for (std::uint32_t head = 0; status == KVT_OK && head < heads; head++) {
             lists.emplace_back();
             status = numbers(lists.back(), [&](std::uint32_t *to, std::uint64_t room,
                                                std::uint64_t *many) {
-                return kvt_offload_kept(raw_, layer, head, to, room, many, nullptr);
+                return kvt_offload_retained(raw_, layer, head, to, room, many, nullptr);
             });
         }
         return detail::give(status, std::move(lists));

@@ -30,17 +30,17 @@ struct policy_hint {
 };
 
 /// A row to be inserted: an id, a size, perhaps what it continues.
-inline kvt_policy_row_t policy_row(std::uint64_t id, std::uint64_t units = 1) noexcept {
-    kvt_policy_row_t row{};
+inline kvt_policy_object_t policy_row(std::uint64_t id, std::uint64_t units = 1) noexcept {
+    kvt_policy_object_t row{};
     row.id = id;
     row.units = units;
     return row;
 }
-inline kvt_policy_row_t policy_row(std::uint64_t id, std::uint64_t units,
+inline kvt_policy_object_t policy_row(std::uint64_t id, std::uint64_t units,
                                    std::uint64_t parent) noexcept {
-    kvt_policy_row_t row = policy_row(id, units);
+    kvt_policy_object_t row = policy_row(id, units);
     row.parent = parent;
-    row.flags = KVT_ROW_PARENT;
+    row.flags = KVT_OBJECT_HAS_PARENT;
     return row;
 }
 
@@ -235,17 +235,17 @@ public:
                               ids.size(), &n, f.out());
         return detail::give(status, f, n);
     }
-    ret<void> insert(span<const kvt_policy_row_t> rows, const policy_context &who = {},
+    ret<void> insert(span<const kvt_policy_object_t> rows, const policy_context &who = {},
                      std::int64_t now_ns = 0) const {
         detail::failure f;
         const kvt_policy_context_t w = detail::lower(who);
         const kvt_status_t status = kvt_policy_insert(raw_, now_ns, &w, rows.data(), rows.size(),
-                                                      sizeof(kvt_policy_row_t), f.out());
+                                                      sizeof(kvt_policy_object_t), f.out());
         return detail::check(status, f);
     }
-    ret<void> insert(const kvt_policy_row_t &row, const policy_context &who = {},
+    ret<void> insert(const kvt_policy_object_t &row, const policy_context &who = {},
                      std::int64_t now_ns = 0) const {
-        return insert(span<const kvt_policy_row_t>(&row, 1), who, now_ns);
+        return insert(span<const kvt_policy_object_t>(&row, 1), who, now_ns);
     }
     ret<void> remove(span<const std::uint64_t> ids, std::int64_t now_ns = 0) const {
         detail::failure f;
@@ -256,7 +256,7 @@ public:
     ret<void> evicted(span<const std::uint64_t> ids, std::int64_t now_ns = 0) const {
         detail::failure f;
         const kvt_status_t status =
-            kvt_policy_evicted(raw_, now_ns, ids.data(), ids.size(), f.out());
+            kvt_policy_report_evicted(raw_, now_ns, ids.data(), ids.size(), f.out());
         return detail::check(status, f);
     }
     ret<void> resize(span<const std::uint64_t> ids, span<const std::uint64_t> units) const {
@@ -292,7 +292,7 @@ public:
         detail::failure f;
         const kvt_policy_context_t w = detail::lower(who);
         kvt_policy_hint_t c = KVT_POLICY_HINT_INIT;
-        c.flags = KVT_HINT_CONFIDENCE | (told.done ? KVT_HINT_DONE : 0);
+        c.flags = KVT_HINT_ZERO_CONFIDENCE | (told.done ? KVT_HINT_DONE : 0);
         c.stop = told.stop;
         c.next_use_ns = told.next_use_ns;
         c.confidence = told.confidence;
@@ -405,7 +405,7 @@ public:
         const kvt_status_t status = kvt_policy_advise(raw_, batch, &advice);
         return detail::give(status, advice);
     }
-    ret<void> set_advice(const kvt_policy_rules_t &rules) const {
+    ret<void> set_advice(const kvt_policy_advice_rules_t &rules) const {
         detail::failure f;
         const kvt_status_t status = kvt_policy_set_advice(raw_, &rules, f.out());
         return detail::check(status, f);

@@ -308,7 +308,7 @@ struct sparse_box {
 
 } // namespace detail
 
-/// An index for KVT_LAUNCH_PREFILL, and what the kernel is told of it: its query_count,
+/// An index for KVT_DEVICE_KERNEL_PREFILL, and what the kernel is told of it: its query_count,
 /// query_heads, key_heads, tokens and first are read; count, numbers, counts, index and
 /// scratch_bytes are written. The bytes that come back are for the caller to bring to `address`.
 inline ret<std::vector<std::uint8_t>> launch_index(const sparse_index &index, kvt_kernel_t &kernel,
@@ -319,7 +319,7 @@ inline ret<std::vector<std::uint8_t>> launch_index(const sparse_index &index, kv
     detail::failure f;
     std::uint64_t count = 0;
     const kvt_status_t status =
-        kvt_launch_index(&c, &kernel, address, bytes.data(), bytes.size(), &count, f.out());
+        kvt_kernel_pack_index(&c, &kernel, address, bytes.data(), bytes.size(), &count, f.out());
     bytes.resize(static_cast<std::size_t>(count));
     return detail::give(status, f, std::move(bytes));
 }
@@ -428,7 +428,7 @@ public:
     ret<void> seal(std::uint32_t layer, std::uint32_t block, std::uint32_t first,
                    const kvt_rows_t &keys) const {
         detail::failure f;
-        const kvt_status_t status = kvt_sparse_seal(raw_, layer, block, first, &keys, f.out());
+        const kvt_status_t status = kvt_sparse_add_block(raw_, layer, block, first, &keys, f.out());
         return detail::check(status, f);
     }
     /// A block is complete: its keys, a view for each layer.
@@ -452,7 +452,7 @@ public:
     ret<void> score(std::uint32_t layer, span<const float> scores) const {
         detail::failure f;
         const kvt_status_t status =
-            kvt_sparse_score(raw_, layer, scores.data(), scores.size(), f.out());
+            kvt_sparse_add_scores(raw_, layer, scores.data(), scores.size(), f.out());
         return detail::check(status, f);
     }
     ret<void> truncate(std::uint32_t tokens) const {
@@ -539,13 +539,13 @@ public:
         const kvt_sparse_context_t c = detail::lower(at);
         std::uint32_t some = 0;
         return keep([&](kvt_token_lists_t *to, kvt_error_t **err) {
-            return kvt_sparse_evict(raw_, layer, &c, to, &some, err);
+            return kvt_sparse_plan_eviction(raw_, layer, &c, to, &some, err);
         });
     }
     /// What evict() answered last, again.
     ret<kept_tokens> last_kept() const {
         return keep([&](kvt_token_lists_t *to, kvt_error_t **err) {
-            return kvt_sparse_last_kept(raw_, to, err);
+            return kvt_sparse_last_retained(raw_, to, err);
         });
     }
     /// These tokens are all there is now of a layer.
@@ -554,7 +554,7 @@ public:
         detail::flat_lists lists;
         lists.set(kept);
         const kvt_token_lists_t c = lists.lower();
-        const kvt_status_t status = kvt_sparse_evicted(raw_, layer, &c, f.out());
+        const kvt_status_t status = kvt_sparse_commit_eviction(raw_, layer, &c, f.out());
         return detail::check(status, f);
     }
     /// Attention of a prompt as the policy wants it, on this thread; `lse` may be empty.
@@ -600,7 +600,7 @@ private:
             lists.starts.resize(static_cast<std::size_t>(to.start_count));
             lists.items.resize(static_cast<std::size_t>(to.item_count));
             to = lists.lower();
-            status = kvt_sparse_last_kept(raw_, &to, f.out());
+            status = kvt_sparse_last_retained(raw_, &to, f.out());
         }
         return detail::give(status, f, status == KVT_OK ? detail::lift(to) : kept_tokens());
     }
@@ -625,10 +625,10 @@ private:
 /// Attention that is to be computed, in items that the engine's threads run: each once, those
 /// of a step once all of the step before have ended. All that it was opened with stays until
 /// it is closed; closing waits for items that run.
-class job : public detail::owner<job, kvt_job_t> {
-    friend class detail::owner<job, kvt_job_t>;
-    static void drop(kvt_job_t *raw) noexcept {
-        const kvt_status_t status = kvt_job_close(&raw);
+class job : public detail::owner<job, kvt_attention_job_t> {
+    friend class detail::owner<job, kvt_attention_job_t>;
+    static void drop(kvt_attention_job_t *raw) noexcept {
+        const kvt_status_t status = kvt_attention_job_close(&raw);
         if (!detail::ended(status)) detail::report("kvt::job", status);
     }
 
@@ -639,7 +639,7 @@ public:
                             span<float> lse = {}) {
         detail::failure f;
         const detail::lowered_args p(problem);
-        kvt_job_t *raw = nullptr;
+        kvt_attention_job_t *raw = nullptr;
         const kvt_status_t status = kvt_prefill_open(
             &p.c, out.data(), out.size(), detail::or_null(lse), lse.size(), &raw, f.out());
         return detail::give(status, f, job::adopt(raw));
@@ -659,7 +659,7 @@ public:
                            span<float> memory, bool keeps_scores = false) {
         detail::failure f;
         const detail::lowered_args p(problem);
-        kvt_job_t *raw = nullptr;
+        kvt_attention_job_t *raw = nullptr;
         const kvt_status_t status =
             kvt_decode_open(&p.c, flags(keeps_scores), out.data(), out.size(), lse.data(),
                             lse.size(), memory.data(), memory.size(), &raw, f.out());
@@ -671,17 +671,17 @@ public:
                          span<float> sums, bool by_head = true, std::uint32_t first = 0) {
         detail::failure f;
         const detail::lowered_args p(problem);
-        kvt_job_t *raw = nullptr;
+        kvt_attention_job_t *raw = nullptr;
         const kvt_status_t status =
-            kvt_sums_open(&p.c, lse.data(), lse.size(), first, by_head ? KVT_SUMS_BY_HEAD : 0,
+            kvt_column_sums_open(&p.c, lse.data(), lse.size(), first, by_head ? KVT_SUMS_BY_HEAD : 0,
                           sums.data(), sums.size(), &raw, f.out());
         return detail::give(status, f, job::adopt(raw));
     }
 
-    ret<void> close() { return detail::check(kvt_job_close(&raw_)); }
-    ret<kvt_job_info_t> info() const {
-        kvt_job_info_t info = KVT_JOB_INFO_INIT;
-        const kvt_status_t status = kvt_job_info(raw_, &info);
+    ret<void> close() { return detail::check(kvt_attention_job_close(&raw_)); }
+    ret<kvt_attention_job_info_t> info() const {
+        kvt_attention_job_info_t info = KVT_ATTENTION_JOB_INFO_INIT;
+        const kvt_status_t status = kvt_attention_job_info(raw_, &info);
         return detail::give(status, info);
     }
     /// Runs items of a step on this thread; scratch is this thread's.
@@ -689,17 +689,17 @@ public:
                   span<float> scratch) const {
         detail::failure f;
         const kvt_status_t status =
-            kvt_job_run(raw_, step, first, items, scratch.data(), scratch.size(), f.out());
+            kvt_attention_job_run(raw_, step, first, items, scratch.data(), scratch.size(), f.out());
         return detail::check(status, f);
     }
     /// Runs all of it on this thread.
     ret<void> run() const {
         detail::failure f;
-        kvt_job_info_t cut = KVT_JOB_INFO_INIT;
-        kvt_status_t status = kvt_job_info(raw_, &cut);
+        kvt_attention_job_info_t cut = KVT_ATTENTION_JOB_INFO_INIT;
+        kvt_status_t status = kvt_attention_job_info(raw_, &cut);
         std::vector<float> scratch(static_cast<std::size_t>(cut.scratch_count));
         for (std::uint32_t step = 0; status == KVT_OK && step < cut.steps; step++)
-            status = kvt_job_run(raw_, step, 0, UINT32_MAX, scratch.data(), scratch.size(),
+            status = kvt_attention_job_run(raw_, step, 0, UINT32_MAX, scratch.data(), scratch.size(),
                                  f.out());
         return detail::check(status, f);
     }
@@ -822,7 +822,7 @@ inline ret<void> place_sums(const attention &shape, std::uint32_t tokens,
     there.since = from;
     there.tokens = tokens;
     const kvt_index_t by = select == nullptr ? kvt_index_t{} : detail::lower(select->index);
-    const kvt_status_t status = kvt_sums_place(
+    const kvt_status_t status = kvt_column_sums_place(
         &there, &in, select == nullptr ? nullptr : &by, select == nullptr ? 0 : select->first_query,
         queries, sums.data(), sums.size(), out.data(), out.size(), f.out());
     return detail::check(status, f);

@@ -63,27 +63,27 @@ struct session_opts {
 
 /// The engine's word that its memory may be touched; moves wait for it. Closed without
 /// the word, those moves end with KVT_E_CANCELLED. Any thread may use it.
-class event : public detail::owner<event, kvt_event_t> {
-    friend class detail::owner<event, kvt_event_t>;
-    static void drop(kvt_event_t *raw) noexcept {
-        const kvt_status_t status = kvt_event_close(&raw);
+class event : public detail::owner<event, kvt_ready_event_t> {
+    friend class detail::owner<event, kvt_ready_event_t>;
+    static void drop(kvt_ready_event_t *raw) noexcept {
+        const kvt_status_t status = kvt_ready_event_close(&raw);
         if (!detail::ended(status)) detail::report("kvt::event", status);
     }
 
 public:
     static ret<event> open() {
         detail::failure f;
-        kvt_event_t *raw = nullptr;
-        const kvt_status_t status = kvt_event_open(0, &raw, f.out());
+        kvt_ready_event_t *raw = nullptr;
+        const kvt_status_t status = kvt_ready_event_open(0, &raw, f.out());
         return detail::give(status, f, event::adopt(raw));
     }
-    ret<void> close() { return detail::check(kvt_event_close(&raw_)); }
+    ret<void> close() { return detail::check(kvt_ready_event_close(&raw_)); }
     /// Never waits; also in callbacks.
-    ret<void> signal() const { return detail::check(kvt_event_signal(raw_)); }
+    ret<void> signal() const { return detail::check(kvt_ready_event_signal(raw_)); }
     ret<bool> is_signalled() const {
-        std::uint32_t state = KVT_EVENT_PENDING;
-        const kvt_status_t status = kvt_event_query(raw_, &state);
-        return detail::give(status, state == KVT_EVENT_SIGNALLED);
+        std::uint32_t state = KVT_READY_EVENT_PENDING;
+        const kvt_status_t status = kvt_ready_event_query(raw_, &state);
+        return detail::give(status, state == KVT_READY_EVENT_SIGNALLED);
     }
 };
 
@@ -241,7 +241,7 @@ inline void field(const std::optional<std::string_view> &from, const void *&data
 
 inline kvt_transfer_t lower(const transfer &r, std::uint64_t flags) noexcept {
     kvt_transfer_t c = KVT_TRANSFER_INIT;
-    c.flags = flags | (r.reuse ? KVT_TRANSFER_REUSE : 0);
+    c.flags = flags | (r.reuse ? KVT_TRANSFER_NEEDED_ONLY : 0);
     c.first_token = r.first_token;
     c.tokens = r.tokens;
     c.first_layer = r.first_layer;
@@ -291,8 +291,8 @@ inline bool fits(const names &n) noexcept {
     return n.each_bytes == 0 && n.ends[n.ends.size() - 1] <= n.bytes.size();
 }
 
-inline kvt_names_t lower(const names &n) noexcept {
-    kvt_names_t c = KVT_NAMES_INIT;
+inline kvt_block_names_t lower(const names &n) noexcept {
+    kvt_block_names_t c = KVT_BLOCK_NAMES_INIT;
     c.bytes = n.bytes.data();
     c.ends = n.ends.empty() ? nullptr : n.ends.data();
     c.each_bytes = n.each_bytes;
@@ -309,7 +309,7 @@ template <class What> bool fits(const What &r, bool with_views) noexcept {
 
 inline kvt_policy_hint_t lower(const policy_hint &told) noexcept {
     kvt_policy_hint_t c = KVT_POLICY_HINT_INIT;
-    c.flags = KVT_HINT_CONFIDENCE | (told.done ? KVT_HINT_DONE : 0);
+    c.flags = KVT_HINT_ZERO_CONFIDENCE | (told.done ? KVT_HINT_DONE : 0);
     c.next_use_ns = told.next_use_ns;
     c.confidence = told.confidence;
     c.stop = told.stop;
@@ -377,7 +377,7 @@ private:
     }
     kvt_status_t let_go(kvt_error_t **err) noexcept {
         if (session_ == nullptr) return KVT_OK;
-        kvt_names_t c = KVT_NAMES_INIT;
+        kvt_block_names_t c = KVT_BLOCK_NAMES_INIT;
         c.bytes = bytes_.data();
         c.ends = ends_.data();
         c.count = ends_.size();
@@ -513,7 +513,7 @@ public:
         detail::failure f;
         const kvt_submit_opts_t c = detail::lower(opts);
         kvt_op_t *raw = nullptr;
-        const kvt_status_t status = kvt_session_locate(raw_, &c, &raw, f.out());
+        const kvt_status_t status = kvt_session_remote_lookup(raw_, &c, &raw, f.out());
         return detail::give(status, f, op::adopt(raw));
     }
     /// Finds out which blocks are here or at the remote; the op has an item for each, and fails
@@ -521,10 +521,10 @@ public:
     ret<op> locate_blocks(const names &called, const submit_opts &opts = {}) const {
         if (!detail::fits(called)) return detail::fail<op>(kvt::error(KVT_E_INVALID));
         detail::failure f;
-        const kvt_names_t n = detail::lower(called);
+        const kvt_block_names_t n = detail::lower(called);
         const kvt_submit_opts_t c = detail::lower(opts);
         kvt_op_t *raw = nullptr;
-        const kvt_status_t status = kvt_session_locate_blocks(raw_, &n, &c, &raw, f.out());
+        const kvt_status_t status = kvt_session_remote_lookup_blocks(raw_, &n, &c, &raw, f.out());
         return detail::give(status, f, op::adopt(raw));
     }
     /// Stores blocks that the engine names itself; the op has an item for each.
@@ -545,7 +545,7 @@ public:
             return detail::fail<kvt_clear_report_t>(kvt::error(KVT_E_INVALID));
         detail::failure f;
         kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
-        const kvt_names_t c = detail::lower(called);
+        const kvt_block_names_t c = detail::lower(called);
         const kvt_status_t status = kvt_session_drop_blocks(raw_, &c, &report, f.out());
         return detail::give(status, f, report);
     }
@@ -555,7 +555,7 @@ public:
         if (!detail::fits(called)) return detail::fail<held_blocks>(kvt::error(KVT_E_INVALID));
         held_blocks held(called);
         detail::failure f;
-        const kvt_names_t c = detail::lower(called);
+        const kvt_block_names_t c = detail::lower(called);
         const kvt_status_t status =
             kvt_session_hold_blocks(raw_, &c, held.found_.data(), f.out());
         if (status == KVT_OK) held.note(raw_, called);
@@ -566,7 +566,7 @@ public:
     ret<void> hint_blocks(const names &called, const policy_hint &told) const {
         if (!detail::fits(called)) return detail::fail<void>(kvt::error(KVT_E_INVALID));
         detail::failure f;
-        const kvt_names_t c = detail::lower(called);
+        const kvt_block_names_t c = detail::lower(called);
         const kvt_policy_hint_t h = detail::lower(told);
         const kvt_status_t status = kvt_session_hint_blocks(raw_, &c, &h, f.out());
         return detail::check(status, f);
@@ -599,7 +599,7 @@ private:
         if (!detail::fits(what.called) || !detail::fits(what, views))
             return detail::fail<op>(kvt::error(KVT_E_INVALID));
         detail::failure f;
-        const kvt_names_t called = detail::lower(what.called);
+        const kvt_block_names_t called = detail::lower(what.called);
         kvt_blocks_t b = KVT_BLOCKS_INIT;
         b.names = &called;
         b.first_layer = what.first_layer;
@@ -704,8 +704,8 @@ public:
             return detail::fail<std::vector<std::uint8_t>>(kvt::error(KVT_E_INVALID));
         std::vector<std::uint8_t> found(called.count());
         detail::failure f;
-        const kvt_names_t c = detail::lower(called);
-        const kvt_status_t status = kvt_namespace_find_blocks(raw_, &c, found.data(), f.out());
+        const kvt_block_names_t c = detail::lower(called);
+        const kvt_status_t status = kvt_namespace_blocks_exist(raw_, &c, found.data(), f.out());
         return detail::give(status, f, std::move(found));
     }
     /// What the full chunks of a sequence are called in events: KVT_KEY_BYTES each.
@@ -726,7 +726,7 @@ public:
             return detail::fail<std::vector<std::uint8_t>>(kvt::error(KVT_E_INVALID));
         std::vector<std::uint8_t> keys(called.count() * KVT_KEY_BYTES);
         detail::failure f;
-        const kvt_names_t c = detail::lower(called);
+        const kvt_block_names_t c = detail::lower(called);
         const kvt_status_t status = kvt_namespace_block_keys(raw_, &c, keys.data(), f.out());
         return detail::give(status, f, std::move(keys));
     }
@@ -749,17 +749,17 @@ public:
     }
     /// Fixes what computing costs; nothing = what is observed counts again.
     ret<void> fix_prefill(std::optional<plan_terms::cost> cost) const {
-        kvt_prefill_t c = KVT_PREFILL_INIT;
+        kvt_prefill_cost_t c = KVT_PREFILL_COST_INIT;
         c.alpha_ns = cost ? cost->alpha_ns : 0;
         c.beta_ns = cost ? cost->beta_ns : 0;
         detail::failure f;
         const kvt_status_t status =
-            kvt_namespace_fix_prefill(raw_, cost ? &c : nullptr, f.out());
+            kvt_namespace_set_prefill_cost(raw_, cost ? &c : nullptr, f.out());
         return detail::check(status, f);
     }
-    ret<kvt_prefill_t> prefill() const {
-        kvt_prefill_t cost = KVT_PREFILL_INIT;
-        const kvt_status_t status = kvt_namespace_prefill(raw_, &cost);
+    ret<kvt_prefill_cost_t> prefill() const {
+        kvt_prefill_cost_t cost = KVT_PREFILL_COST_INIT;
+        const kvt_status_t status = kvt_namespace_prefill_cost(raw_, &cost);
         return detail::give(status, cost);
     }
     /// Takes away what nobody holds, and waits until it is sure to stay away.
@@ -824,7 +824,7 @@ public:
     /// What it counts of its remote; all 0 where it has none.
     ret<kvt_remote_stats_t> remote_stats() const {
         kvt_remote_stats_t stats = KVT_REMOTE_STATS_INIT;
-        const kvt_status_t status = kvt_store_remote(raw_, &stats);
+        const kvt_status_t status = kvt_store_remote_stats(raw_, &stats);
         return detail::give(status, stats);
     }
     /// Goes on with another policy for KVT_TIER_HOST or KVT_TIER_DISK.
@@ -837,7 +837,7 @@ public:
     /// Changes how many bytes a tier may have; what is too much leaves by and by.
     ret<void> set_budget(std::uint32_t tier, std::uint64_t bytes) const {
         detail::failure f;
-        const kvt_status_t status = kvt_store_set_budget(raw_, tier, bytes, f.out());
+        const kvt_status_t status = kvt_store_set_limit(raw_, tier, bytes, f.out());
         return detail::check(status, f);
     }
     /// The last evictions of a tier, the oldest of them first.

@@ -30,7 +30,7 @@ struct stream_plan {
 };
 
 struct stream_opts {
-    /// What is decided about memory; KVT_STREAM_SHRINKS is one of its flags.
+    /// What is decided about memory; KVT_TERMS_SHRINKS is one of its flags.
     kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
     /// KVT_STREAM_*.
     std::uint64_t flags = 0;
@@ -164,13 +164,13 @@ public:
     /// The tensor of a name; KVT_E_NOT_FOUND.
     ret<std::uint32_t> find(std::string_view name) const {
         std::uint32_t number = KVT_NONE;
-        const kvt_status_t status = kvt_model_find(raw_, name.data(), name.size(), &number);
+        const kvt_status_t status = kvt_model_find_tensor(raw_, name.data(), name.size(), &number);
         return detail::give(status, number);
     }
     /// The unit of a layer, or of an expert of it.
     ret<std::uint32_t> layer(std::uint32_t layer, std::uint32_t expert = KVT_NONE) const {
         std::uint32_t number = KVT_NONE;
-        const kvt_status_t status = kvt_model_layer(raw_, layer, expert, &number);
+        const kvt_status_t status = kvt_model_find_unit(raw_, layer, expert, &number);
         return detail::give(status, number);
     }
     /// Who would live where. `memory` null: what this machine has.
@@ -203,7 +203,7 @@ public:
         detail::failure f;
         kvt_forecast_t c = KVT_FORECAST_INIT;
         const kvt_status_t status =
-            kvt_model_what_if(raw_, &terms, memory, links.data(), links.size(), &c, f.out());
+            kvt_model_forecast(raw_, &terms, memory, links.data(), links.size(), &c, f.out());
         return detail::give(status, f, c);
     }
 };
@@ -323,7 +323,7 @@ public:
     /// Waits until all residents are at home.
     ret<void> load(deadline by = {}) const {
         detail::failure f;
-        const kvt_status_t status = kvt_stream_load(raw_, by.ns, f.out());
+        const kvt_status_t status = kvt_stream_wait_resident(raw_, by.ns, f.out());
         return detail::check(status, f);
     }
     ret<kvt_stream_progress_t> progress() const {
@@ -348,7 +348,7 @@ public:
     /// The same on a device, without waiting for copies that are on their way: held::event
     /// says when the bytes are there.
     ret<held> acquire_early(std::uint32_t unit, deadline by = {}) const {
-        return acquire_as(unit, KVT_ACQUIRE_EARLY, by);
+        return acquire_as(unit, KVT_ACQUIRE_SUBMITTED, by);
     }
     /// The unit if it is there, else nothing: it is on its way.
     ret<held> try_acquire(std::uint32_t unit) const {
@@ -396,7 +396,7 @@ public:
         detail::failure f;
         kvt_forecast_t c = KVT_FORECAST_INIT;
         const kvt_status_t status =
-            kvt_stream_what_if(raw_, links.data(), links.size(), &c, f.out());
+            kvt_stream_forecast(raw_, links.data(), links.size(), &c, f.out());
         return detail::give(status, f, c);
     }
     ret<kvt_stream_stats_t> stats() const {
@@ -405,16 +405,16 @@ public:
         return detail::give(status, c);
     }
     /// Experts by layer.
-    ret<std::vector<kvt_layer_count_t>> layers() const {
-        std::vector<kvt_layer_count_t> list;
+    ret<std::vector<kvt_expert_stats_t>> layers() const {
+        std::vector<kvt_expert_stats_t> list;
         const kvt_status_t status = detail::rows(list, [&](auto *to, auto room, auto each, auto *n) {
             return kvt_stream_layers(raw_, to, room, each, n);
         });
         return detail::give(status, std::move(list));
     }
     /// What happened last.
-    ret<std::vector<kvt_stream_mark_t>> marks() const {
-        std::vector<kvt_stream_mark_t> list;
+    ret<std::vector<kvt_stream_span_t>> marks() const {
+        std::vector<kvt_stream_span_t> list;
         const kvt_status_t status = detail::rows(list, [&](auto *to, auto room, auto each, auto *n) {
             return kvt_stream_marks(raw_, to, room, each, n);
         });
@@ -424,7 +424,7 @@ public:
     ret<std::string> engine() const {
         std::string text;
         const kvt_status_t status = detail::words(text, [&](char *to, auto room, auto *bytes) {
-            return kvt_stream_engine(raw_, to, room, bytes);
+            return kvt_stream_describe_io(raw_, to, room, bytes);
         });
         return detail::give(status, std::move(text));
     }
@@ -438,13 +438,13 @@ public:
     /// The checksum of a unit, if it is known.
     ret<std::uint64_t> sum(std::uint32_t unit) const {
         std::uint64_t sum = 0;
-        const kvt_status_t status = kvt_stream_sum(raw_, unit, &sum);
+        const kvt_status_t status = kvt_stream_checksum(raw_, unit, &sum);
         return detail::give(status, sum);
     }
     /// The address that a unit has in place; KVT_NONE = where all begin.
     ret<const void *> fixed(std::uint32_t unit) const {
         const void *address = nullptr;
-        const kvt_status_t status = kvt_stream_fixed(raw_, unit, &address, nullptr);
+        const kvt_status_t status = kvt_stream_unit_address(raw_, unit, &address, nullptr);
         return detail::give(status, address);
     }
 

@@ -52,13 +52,13 @@ func (p *Policy) Insert(nowNs int64, objects ...Object) error {
 	if len(objects) == 0 {
 		return nil
 	}
-	rows := make([]C.kvt_policy_row_t, len(objects))
+	rows := make([]C.kvt_policy_object_t, len(objects))
 	for i, o := range objects {
 		rows[i].id = C.uint64_t(o.ID)
 		rows[i].units = C.uint64_t(o.Units)
 		if o.HasParent {
 			rows[i].parent = C.uint64_t(o.Parent)
-			rows[i].flags = C.KVT_ROW_PARENT
+			rows[i].flags = C.KVT_OBJECT_HAS_PARENT
 		}
 	}
 	return check("insert", C.policy_insert(p.get(), C.int64_t(nowNs), &rows[0], C.uint64_t(len(rows))))

@@ -264,7 +264,7 @@ static inline outcome policy_close(handle h) {
     o.status = kvt_policy_close(&raw);
     return o;
 }
-static inline outcome policy_insert(handle h, int64_t now_ns, const kvt_policy_row_t *rows,
+static inline outcome policy_insert(handle h, int64_t now_ns, const kvt_policy_object_t *rows,
                                     uint64_t count) {
     outcome o = {KVT_OK, NULL};
     o.status = kvt_policy_insert(RAW(kvt_policy_t, h), now_ns, NULL, rows, count, sizeof *rows,

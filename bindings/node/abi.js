@@ -67,7 +67,7 @@ const FIELDS = {
   },
   kvt_lookup_t: {
     struct_size: 'uint64_t', tokens: 'uint64_t', reusable_tokens: 'uint64_t',
-    soon_tokens: 'uint64_t', device_bytes: 'uint64_t', host_bytes: 'uint64_t',
+    reusable_soon_tokens: 'uint64_t', device_bytes: 'uint64_t', host_bytes: 'uint64_t',
     disk_bytes: 'uint64_t', remote_bytes: 'uint64_t', pending_bytes: 'uint64_t',
     load_ns: 'uint64_t',
   },
@@ -110,7 +110,7 @@ const FIELDS = {
     remember: 'uint64_t', alpha: 'double', beta: 'double', custom: 'void *',
     predictor: 'void *',
   },
-  kvt_policy_row_t: {
+  kvt_policy_object_t: {
     id: 'uint64_t', parent: 'uint64_t', units: 'uint64_t', flags: 'uint64_t',
     next_use_ns: 'int64_t', cost: 'double', context: 'uint32_t', tokens: 'uint32_t',
     layer: 'uint32_t', layers: 'uint32_t', chunk: 'uint32_t', chunks: 'uint32_t',
@@ -178,7 +178,7 @@ const FUNCTIONS = [
     `${ERR})`,
   `int32_t kvt_policy_open(kvt_policy_opts_t *opts, _Inout_ void **out, ${ERR})`,
   'int32_t kvt_policy_close(_Inout_ void **h)',
-  'int32_t kvt_policy_insert(void *h, int64_t now, void *who, kvt_policy_row_t *rows, ' +
+  'int32_t kvt_policy_insert(void *h, int64_t now, void *who, kvt_policy_object_t *rows, ' +
     `uint64_t count, uint64_t stride, ${ERR})`,
   'int32_t kvt_policy_lookup(void *h, int64_t now, void *who, void *ids, uint64_t count, ' +
     `void *found, _Out_ uint64_t *out, ${ERR})`,

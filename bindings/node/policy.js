@@ -19,11 +19,11 @@ class Policy {
 
   /** Adds `{id, units, parent}`, all or none. */
   insert(objects, now = 0) {
-    const rows = objects.map(({ id, units = 1, parent }) => make('kvt_policy_row_t', { id, units,
+    const rows = objects.map(({ id, units = 1, parent }) => make('kvt_policy_object_t', { id, units,
       parent: parent ?? 0, flags: parent === undefined ? 0 : ROW_PARENT }));
     const err = [null];
     check('insert', lib.kvt_policy_insert(this.raw[0], now, null, rows, rows.length,
-      koffi.sizeof(TYPES.kvt_policy_row_t), err), err);
+      koffi.sizeof(TYPES.kvt_policy_object_t), err), err);
   }
 
   /** Counts a use of a path, and says how many from the first on are there. */

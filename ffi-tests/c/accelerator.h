@@ -48,7 +48,7 @@ static void copy_rows(const kvt_copy_rows_t *rows) {
                rows->run_bytes);
 }
 
-/* What KVT_LAUNCH_MOVE has in its table. */
+/* What KVT_DEVICE_KERNEL_MOVE has in its table. */
 typedef struct {
     uint64_t from, to;
     int64_t from_stride, to_stride;
@@ -58,7 +58,7 @@ typedef struct {
 /* The one kernel that it has. What kernels name is anywhere: what is far is the accelerator's. */
 static void run_kernel(const kvt_kernel_t *kernel) {
     const uint32_t far = KVT_MEMORY_DEVICE, host = KVT_MEMORY_HOST;
-    CHECK_EQ(kernel->kind, KVT_LAUNCH_MOVE);
+    CHECK_EQ(kernel->kind, KVT_DEVICE_KERNEL_MOVE);
     for (uint32_t i = 0; i < kernel->count; i++) {
         piece_t piece;
         const uint8_t *table = near(kernel->table, kernel->table >= FAR ? far : host);
@@ -305,7 +305,7 @@ static kvt_device_custom_t table_of(accelerator_t *home) {
     table.free_bytes = free_bytes;
     table.import_event = adopt;
     table.stream_wait = hold;
-    table.kernels = UINT64_C(1) << KVT_LAUNCH_MOVE;
+    table.kernels = UINT64_C(1) << KVT_DEVICE_KERNEL_MOVE;
     table.launch = launch;
     table.create_event = promise;
     table.signal_event = keep;
@@ -318,7 +318,7 @@ static kvt_runtime_t *runtime;
 
 static kvt_device_t *open_custom(const kvt_device_custom_t *table) {
     kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
-    opts.kind = KVT_DEVICE_CUSTOM;
+    opts.kind = KVT_DEVICE_KIND_CUSTOM;
     opts.custom = table;
     kvt_device_t *device = NULL;
     CHECK_OK(kvt_device_open(runtime, &opts, &device, NULL));

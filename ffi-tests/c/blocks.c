@@ -63,15 +63,15 @@ static int is_filled(const uint8_t *block, uint8_t fill) {
 
 static uint8_t names_of_all[POOL * 2][NAME];
 
-static kvt_names_t names_of(uint32_t first, uint32_t count) {
-    kvt_names_t names = KVT_NAMES_INIT;
+static kvt_block_names_t names_of(uint32_t first, uint32_t count) {
+    kvt_block_names_t names = KVT_BLOCK_NAMES_INIT;
     names.bytes = names_of_all[first];
     names.each_bytes = NAME;
     names.count = count;
     return names;
 }
 
-static kvt_blocks_t blocks_of(const pool_t *pool, const kvt_names_t *names) {
+static kvt_blocks_t blocks_of(const pool_t *pool, const kvt_block_names_t *names) {
     kvt_blocks_t blocks = KVT_BLOCKS_INIT;
     blocks.names = names;
     if (pool == NULL) return blocks;
@@ -152,7 +152,7 @@ static kvt_status_t put(const kvt_session_t *session, uint32_t first, uint32_t c
     open_pool(&pool, 0);
     place(&pool, count, 7, 1);
     for (uint32_t i = 0; i < count; i++) content(first + i, pool.places[i]);
-    const kvt_names_t names = names_of(first, count);
+    const kvt_block_names_t names = names_of(first, count);
     kvt_blocks_t blocks = blocks_of(&pool, &names);
     blocks.level = level;
     kvt_op_t *op = NULL;
@@ -166,7 +166,7 @@ static void get(const kvt_session_t *session, uint32_t first, uint32_t count, ui
     static kvt_status_t each[POOL];
     open_pool(&pool, 0xA5);
     place(&pool, count, 599, 7); /* 7 and the pool's size have no common divisor */
-    const kvt_names_t names = names_of(first, count);
+    const kvt_block_names_t names = names_of(first, count);
     const kvt_blocks_t blocks = blocks_of(&pool, &names);
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_get_blocks(session, &blocks, NULL, &op, NULL));
@@ -199,15 +199,15 @@ static void there_and_back(void) {
         get(session, 100, POOL, 500);
         get(session, 0, 1, 500);
         static uint8_t found[POOL];
-        const kvt_names_t names = names_of(0, POOL);
-        CHECK_OK(kvt_namespace_find_blocks(space, &names, found, NULL));
+        const kvt_block_names_t names = names_of(0, POOL);
+        CHECK_OK(kvt_namespace_blocks_exist(space, &names, found, NULL));
         for (uint32_t i = 0; i < POOL; i++) {
             CHECK_EQ((found[i] & KVT_EXISTS_WHOLE) != 0, i < 500);
             CHECK_EQ((found[i] & 1u << KVT_TIER_DISK) != 0, i < 500);
         }
         /* Another salt has none of them, by the same names. */
         kvt_namespace_t *other = open_space(store, "two");
-        CHECK_OK(kvt_namespace_find_blocks(other, &names, found, NULL));
+        CHECK_OK(kvt_namespace_blocks_exist(other, &names, found, NULL));
         for (uint32_t i = 0; i < POOL; i++) CHECK_EQ(found[i], 0);
         CHECK_OK(kvt_namespace_close(&other));
         close_all(&session, &space, &store);
@@ -220,7 +220,7 @@ static void with_a_queue(void) {
     kvt_namespace_t *space = open_space(store, "");
     kvt_session_t *session = open_session(space);
     const uint64_t ends[3] = {1, 3, 6};
-    kvt_names_t names = KVT_NAMES_INIT;
+    kvt_block_names_t names = KVT_BLOCK_NAMES_INIT;
     names.bytes = (const uint8_t *)"abbccc";
     names.ends = ends;
     names.count = 3;
@@ -244,12 +244,12 @@ static void with_a_queue(void) {
     /* "c" is none of them; the others are found by names of one length each. */
     const char *asked[4] = {"a", "c", "bb", "ccc"};
     for (int i = 0; i < 4; i++) {
-        kvt_names_t one = KVT_NAMES_INIT;
+        kvt_block_names_t one = KVT_BLOCK_NAMES_INIT;
         one.bytes = (const uint8_t *)asked[i];
         one.each_bytes = strlen(asked[i]);
         one.count = 1;
         uint8_t found = 9;
-        CHECK_OK(kvt_namespace_find_blocks(space, &one, &found, NULL));
+        CHECK_OK(kvt_namespace_blocks_exist(space, &one, &found, NULL));
         CHECK_EQ(found != 0, i != 1);
     }
     names.bytes = (const uint8_t *)"axxccc";
@@ -271,17 +271,17 @@ static void waiting_for_a_word(void) {
     kvt_store_t *store = open_store("");
     kvt_namespace_t *space = open_space(store, "");
     kvt_session_t *session = open_session(space);
-    kvt_event_t *event = NULL;
-    CHECK_OK(kvt_event_open(0, &event, NULL));
+    kvt_ready_event_t *event = NULL;
+    CHECK_OK(kvt_ready_event_open(0, &event, NULL));
     static pool_t pool;
     open_pool(&pool, 0);
     place(&pool, 20, 0, 1);
-    const kvt_names_t names = names_of(0, 20);
+    const kvt_block_names_t names = names_of(0, 20);
     kvt_blocks_t blocks = blocks_of(&pool, &names);
     blocks.ready = event;
     kvt_op_t *op = NULL, *given_up = NULL;
     CHECK_OK(kvt_session_put_blocks(session, &blocks, NULL, &op, NULL));
-    const kvt_names_t more = names_of(20, 20);
+    const kvt_block_names_t more = names_of(20, 20);
     blocks.names = &more;
     CHECK_OK(kvt_session_put_blocks(session, &blocks, NULL, &given_up, NULL));
     CHECK_OK(kvt_op_cancel(given_up));
@@ -289,10 +289,10 @@ static void waiting_for_a_word(void) {
     for (uint32_t i = 0; i < 20; i++) CHECK_IS(each[i], KVT_E_CANCELLED);
     CHECK_EQ(info_of(op).items_done, 0);
     for (uint32_t i = 0; i < 20; i++) content(i, pool.places[i]);
-    CHECK_OK(kvt_event_signal(event));
+    CHECK_OK(kvt_ready_event_signal(event));
     CHECK_OK(end_of(&op, 20, each));
     get(session, 0, 40, 20);
-    CHECK_OK(kvt_event_close(&event));
+    CHECK_OK(kvt_ready_event_close(&event));
     close_all(&session, &space, &store);
 }
 
@@ -302,7 +302,7 @@ static void going(void) {
     kvt_namespace_t *space = open_space(store, "");
     kvt_session_t *session = open_session(space);
     CHECK_OK(put(session, 0, 50, KVT_LEVEL_RAM, each));
-    const kvt_names_t names = names_of(30, 40);
+    const kvt_block_names_t names = names_of(30, 40);
     kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
     CHECK_OK(kvt_session_drop_blocks(session, &names, &report, NULL));
     CHECK_EQ(report.removed_chunks, 20);
@@ -323,9 +323,9 @@ static void holding(void) {
     kvt_session_t *session = open_session(space), *other = open_session(space);
     CHECK_OK(put(session, 0, 50, KVT_LEVEL_RAM, each));
     static uint8_t held[POOL], found[POOL];
-    const kvt_names_t names = names_of(30, 40), there = names_of(30, 20), last = names_of(49, 1);
+    const kvt_block_names_t names = names_of(30, 40), there = names_of(30, 20), last = names_of(49, 1);
     CHECK_OK(kvt_session_hold_blocks(session, &names, held, NULL));
-    CHECK_OK(kvt_namespace_find_blocks(space, &names, found, NULL));
+    CHECK_OK(kvt_namespace_blocks_exist(space, &names, found, NULL));
     CHECK(memcmp(held, found, 40) == 0);
     for (int i = 0; i < 40; i++) CHECK_EQ((held[i] & KVT_EXISTS_WHOLE) != 0, i < 20);
     CHECK_OK(kvt_session_hold_blocks(other, &last, NULL, NULL));
@@ -367,13 +367,13 @@ static void refusing(void) {
     kvt_store_t *store = open_store("");
     kvt_namespace_t *space = open_space(store, "");
     kvt_session_t *session = open_session(space);
-    const kvt_names_t names = names_of(0, 4);
+    const kvt_block_names_t names = names_of(0, 4);
     const kvt_blocks_t good = blocks_of(&pool, &names);
     kvt_op_t *op = NULL;
 #define REFUSED(status, change)                                                              \
     do {                                                                                     \
         kvt_blocks_t b = good;                                                               \
-        kvt_names_t n = names;                                                               \
+        kvt_block_names_t n = names;                                                               \
         b.names = &n;                                                                        \
         change;                                                                              \
         kvt_error_t *err = NULL;                                                             \
@@ -415,7 +415,7 @@ static void refusing(void) {
     CHECK_IS(kvt_session_put_blocks(session, NULL, NULL, &op, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_session_put_blocks(NULL, &good, NULL, &op, NULL), KVT_E_HANDLE);
     CHECK_IS(kvt_session_drop_blocks(session, NULL, NULL, NULL), KVT_E_INVALID);
-    kvt_names_t many = names_of(0, 65537);
+    kvt_block_names_t many = names_of(0, 65537);
     static uint8_t zeros[65537];
     many.bytes = zeros;
     many.each_bytes = 1;
@@ -432,10 +432,10 @@ static void refusing(void) {
     CHECK_IS(kvt_session_hint_blocks(session, NULL, &told, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_session_hint_blocks(session, &names, &wrong, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_session_hint_blocks(NULL, &names, &told, NULL), KVT_E_HANDLE);
-    CHECK_IS(kvt_namespace_find_blocks(space, &names, NULL, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_blocks_exist(space, &names, NULL, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_namespace_block_keys(space, &names, NULL, NULL), KVT_E_INVALID);
     uint8_t found[4];
-    CHECK_IS(kvt_namespace_find_blocks(NULL, &names, found, NULL), KVT_E_HANDLE);
+    CHECK_IS(kvt_namespace_blocks_exist(NULL, &names, found, NULL), KVT_E_HANDLE);
     /* Nothing of all that has left a trace. */
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
     CHECK_OK(kvt_store_stats(store, &stats));
@@ -444,7 +444,7 @@ static void refusing(void) {
     CHECK_IS(kvt_session_put_blocks(session, &good, NULL, &op, NULL), KVT_E_CLOSED);
     CHECK_IS(kvt_session_hold_blocks(session, &names, held, NULL), KVT_E_CLOSED);
     CHECK_IS(kvt_session_release_blocks(session, &names, NULL), KVT_E_CLOSED);
-    CHECK_IS(kvt_namespace_find_blocks(space, &names, found, NULL), KVT_E_CLOSED);
+    CHECK_IS(kvt_namespace_blocks_exist(space, &names, found, NULL), KVT_E_CLOSED);
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
 }
@@ -479,7 +479,7 @@ static void known_answer(void) {
     CHECK_OK(kvt_namespace_open(store, &identity, &layout, 0, &space, NULL));
     uint8_t name[32], key[KVT_KEY_BYTES];
     for (int i = 0; i < 32; i++) name[i] = (uint8_t)i;
-    kvt_names_t names = KVT_NAMES_INIT;
+    kvt_block_names_t names = KVT_BLOCK_NAMES_INIT;
     names.bytes = name;
     names.each_bytes = sizeof name;
     names.count = 1;
@@ -501,7 +501,7 @@ static void forking(void) {
     const pid_t pid = fork();
     CHECK(pid >= 0);
     if (pid == 0) {
-        const kvt_names_t names = names_of(0, 1);
+        const kvt_block_names_t names = names_of(0, 1);
         const kvt_blocks_t blocks = blocks_of(NULL, &names);
         uint8_t found[1], key[KVT_KEY_BYTES];
         CHECK_IS(kvt_session_put_blocks(session, &blocks, NULL, NULL, NULL), KVT_E_FORKED);
@@ -512,7 +512,7 @@ static void forking(void) {
         CHECK_IS(kvt_session_hold_blocks(session, &names, found, NULL), KVT_E_FORKED);
         CHECK_IS(kvt_session_release_blocks(session, &names, NULL), KVT_E_FORKED);
         CHECK_IS(kvt_session_hint_blocks(session, &names, &told, NULL), KVT_E_FORKED);
-        CHECK_IS(kvt_namespace_find_blocks(space, &names, found, NULL), KVT_E_FORKED);
+        CHECK_IS(kvt_namespace_blocks_exist(space, &names, found, NULL), KVT_E_FORKED);
         CHECK_IS(kvt_namespace_block_keys(space, &names, key, NULL), KVT_E_FORKED);
         _exit(0);
     }

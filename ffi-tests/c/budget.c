@@ -321,7 +321,7 @@ static void reclaimers(kvt_runtime_t *runtime) {
             opts.priority = 10;
             opts.name_bytes = 65;
             CHECK_IS(kvt_account_open(budget, &opts, &account, NULL), KVT_E_LIMIT);
-            opts.name_bytes = 5;
+            opts.name_bytes = KVT_NUL_TERMINATED;
             CHECK_EQ(atomic_load(&owners[i].destroyed), 0);
         }
         CHECK_OK(kvt_account_open(budget, &opts, &owners[i].account, NULL));
@@ -338,7 +338,7 @@ static void reclaimers(kvt_runtime_t *runtime) {
     CHECK_EQ(owners[2].gives, 50);
     CHECK_EQ(owners[0].gives, 100);
     CHECK_EQ(atomic_load(&owners[0].asked), 0); /* priority 10: spared */
-    CHECK_EQ(tier_of(budget, KVT_TIER_DISK).reclaim_asked_bytes, 150 + 50);
+    CHECK_EQ(tier_of(budget, KVT_TIER_DISK).reclaim_requested_bytes, 150 + 50);
 
     /* A limit below what is in use asks, too. */
     CHECK_OK(kvt_budget_resize(budget, KVT_TIER_DISK, 200, NULL));

@@ -173,7 +173,7 @@ static inline kvt_buffer_item_t copy_item(const kvt_buffer_t *dst, const kvt_buf
                                           uint64_t bytes) {
     kvt_buffer_item_t item;
     memset(&item, 0, sizeof item);
-    item.kind = KVT_DO_COPY;
+    item.kind = KVT_ITEM_COPY;
     item.dst = dst;
     item.src = src;
     item.bytes = bytes;
@@ -183,7 +183,7 @@ static inline kvt_buffer_item_t copy_item(const kvt_buffer_t *dst, const kvt_buf
 static inline kvt_buffer_item_t sum_item(const kvt_buffer_t *src, uint64_t bytes) {
     kvt_buffer_item_t item;
     memset(&item, 0, sizeof item);
-    item.kind = KVT_DO_CHECKSUM;
+    item.kind = KVT_ITEM_CHECKSUM;
     item.src = src;
     item.bytes = bytes;
     return item;

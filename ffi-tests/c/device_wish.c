@@ -16,7 +16,7 @@ static void heard(void *data, const char *name, uint64_t name_bytes, uint32_t ve
 
 static void conforms(kvt_device_t *device, uint64_t seed) {
     kvt_conformance_opts_t opts = KVT_CONFORMANCE_OPTS_INIT;
-    kvt_conformance_t result = KVT_CONFORMANCE_INIT;
+    kvt_conformance_report_t result = KVT_CONFORMANCE_REPORT_INIT;
     int names = 0;
     opts.seed = seed;
     opts.rounds = 4;
@@ -35,7 +35,7 @@ static void check_tables(void) {
     kvt_error_t *error = NULL;
     const kvt_device_custom_t good = table_of(&home);
     kvt_device_custom_t table = good;
-    opts.kind = KVT_DEVICE_CUSTOM;
+    opts.kind = KVT_DEVICE_KIND_CUSTOM;
     CHECK_IS(kvt_device_open(runtime, &opts, &device, NULL), KVT_E_INVALID);
     opts.custom = &table;
     for (int wrong = 0; wrong < 8; wrong++) {
@@ -59,7 +59,7 @@ static void check_tables(void) {
     CHECK_IS(kvt_device_open(runtime, &opts, &device, NULL), KVT_E_INVALID);
     CHECK(device == NULL && home.destroyed == 0);
 
-    opts.kind = KVT_DEVICE_CUDA;
+    opts.kind = KVT_DEVICE_KIND_CUDA;
     opts.custom = NULL;
     opts.library = "/nowhere/libcuda.so";
     opts.library_bytes = strlen(opts.library);
@@ -99,7 +99,7 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     enum { TOKENS = 40, HEADS = 3, RUN = 32, BYTES = TOKENS * HEADS * RUN };
     kvt_device_info_t info = KVT_DEVICE_INFO_INIT;
     CHECK_OK(kvt_device_info(device, &info));
-    CHECK_EQ(info.kind, KVT_DEVICE_CUSTOM);
+    CHECK_EQ(info.kind, KVT_DEVICE_KIND_CUSTOM);
     CHECK_EQ(info.flags, KVT_DEVICE_ASYNCHRONOUS | KVT_DEVICE_HAS_MEMORY);
     CHECK_EQ(info.streams, STREAMS);
     CHECK_EQ(info.free_bytes, UINT64_C(1) << 30);
@@ -186,7 +186,7 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     CHECK_IS(kvt_device_copy(device, 0, 0, &copy, 1, 12, &up, NULL), KVT_E_INVALID);
     kvt_kernel_t kernel;
     memset(&kernel, 0, sizeof kernel);
-    kernel.kind = KVT_LAUNCH_SUM;
+    kernel.kind = KVT_DEVICE_KERNEL_SUM;
     CHECK_IS(kvt_device_launch(device, 0, 0, &kernel, 1, sizeof kernel, &up, NULL),
              KVT_E_UNSUPPORTED);
     CHECK_IS(kvt_device_register_host(device, NULL, 5, NULL), KVT_E_INVALID);
@@ -198,7 +198,7 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
 }
 
 /* Two lists of columns and diagonals for one head of two, all keys for the other, laid out as
- * KVT_LAUNCH_PREFILL reads them. */
+ * KVT_DEVICE_KERNEL_PREFILL reads them. */
 static void check_index(void) {
     kvt_index_head_t heads[2] = {{KVT_INDEX_LINES, 0, 2, 0, 0, UINT32_MAX},
                                  {KVT_INDEX_DENSE, 0, 0, 0, 0, UINT32_MAX}};
@@ -212,7 +212,7 @@ static void check_index(void) {
     index.item_count = 5;
     kvt_kernel_t kernel;
     memset(&kernel, 0, sizeof kernel);
-    kernel.kind = KVT_LAUNCH_PREFILL;
+    kernel.kind = KVT_DEVICE_KERNEL_PREFILL;
     kernel.query_count = 40;
     kernel.first = 1000;
     kernel.tokens = 1040;
@@ -222,11 +222,11 @@ static void check_index(void) {
     const uint64_t at = UINT64_C(0x7000000100);
     uint8_t bytes[80];
     uint64_t need = 0;
-    CHECK_IS(kvt_launch_index(&index, &kernel, at, NULL, 0, &need, NULL), KVT_E_TOO_SMALL);
+    CHECK_IS(kvt_kernel_pack_index(&index, &kernel, at, NULL, 0, &need, NULL), KVT_E_TOO_SMALL);
     CHECK_EQ(need, sizeof bytes);
-    CHECK_IS(kvt_launch_index(&index, &kernel, at, bytes, 79, &need, NULL), KVT_E_TOO_SMALL);
+    CHECK_IS(kvt_kernel_pack_index(&index, &kernel, at, bytes, 79, &need, NULL), KVT_E_TOO_SMALL);
     CHECK(memcmp(&kernel, &before, sizeof kernel) == 0);
-    CHECK_OK(kvt_launch_index(&index, &kernel, at, bytes, sizeof bytes, &need, NULL));
+    CHECK_OK(kvt_kernel_pack_index(&index, &kernel, at, bytes, sizeof bytes, &need, NULL));
     CHECK_EQ(need, sizeof heads + sizeof starts + sizeof items);
     CHECK(memcmp(bytes, heads, sizeof heads) == 0);
     CHECK(memcmp(bytes + 48, starts, sizeof starts) == 0);
@@ -240,17 +240,17 @@ static void check_index(void) {
 
     /* What is not sound is refused: one that is not there, numbers that do not ascend. */
     heads[0].lists = 3;
-    CHECK_IS(kvt_launch_index(&index, &kernel, at, bytes, 80, &need, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_kernel_pack_index(&index, &kernel, at, bytes, 80, &need, NULL), KVT_E_INVALID);
     heads[0].lists = 2;
     items[1] = 0;
-    CHECK_IS(kvt_launch_index(&index, &kernel, at, bytes, 80, &need, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_kernel_pack_index(&index, &kernel, at, bytes, 80, &need, NULL), KVT_E_INVALID);
     items[1] = 1;
-    CHECK_IS(kvt_launch_index(&index, &kernel, at + 2, bytes, 80, &need, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_launch_index(&index, &kernel, 0, bytes, 80, &need, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_launch_index(&index, NULL, at, bytes, 80, &need, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_launch_index(&index, &kernel, at, bytes, 80, NULL, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_kernel_pack_index(&index, &kernel, at + 2, bytes, 80, &need, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_kernel_pack_index(&index, &kernel, 0, bytes, 80, &need, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_kernel_pack_index(&index, NULL, at, bytes, 80, &need, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_kernel_pack_index(&index, &kernel, at, bytes, 80, NULL, NULL), KVT_E_INVALID);
     /* No index: all keys. */
-    CHECK_OK(kvt_launch_index(NULL, &kernel, 0, NULL, 0, &need, NULL));
+    CHECK_OK(kvt_kernel_pack_index(NULL, &kernel, 0, NULL, 0, &need, NULL));
     CHECK(need == 0 && memcmp(&kernel, &before, sizeof kernel) == 0);
 }
 
@@ -514,13 +514,13 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
         CHECK_OK(kvt_stream_pass_begin(stream, NULL));
         for (uint32_t layer = 0; layer < UNITS; layer++) {
             uint32_t unit = 0;
-            CHECK_OK(kvt_model_layer(model, layer, KVT_NONE, &unit));
+            CHECK_OK(kvt_model_find_unit(model, layer, KVT_NONE, &unit));
             kvt_part_t part;
             uint64_t parts = 0;
             CHECK_OK(kvt_model_unit_parts(model, unit, &part, 1, sizeof part, &parts));
             CHECK_EQ(part.bytes, WEIGHTS);
             kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
-            CHECK_OK(kvt_stream_acquire(stream, unit, KVT_ACQUIRE_EARLY, hang_guard(), &held,
+            CHECK_OK(kvt_stream_acquire(stream, unit, KVT_ACQUIRE_SUBMITTED, hang_guard(), &held,
                                         NULL));
             CHECK_EQ(held.memory, KVT_MEMORY_DEVICE);
             /* The engine's own stream computes: here it copies what it sees. */
@@ -567,10 +567,10 @@ static void check_loss(kvt_device_t *device, accelerator_t *home) {
 static void check_sums(void) {
     kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
     kvt_device_t *device = NULL;
-    opts.kind = KVT_DEVICE_HOST;
+    opts.kind = KVT_DEVICE_KIND_HOST;
     opts.flags = KVT_DEVICE_VERIFY;
     CHECK_IS(kvt_device_open(runtime, &opts, &device, NULL), KVT_E_INVALID);
-    opts.kind = KVT_DEVICE_SIMULATED;
+    opts.kind = KVT_DEVICE_KIND_SIMULATED;
     const uint32_t peer = 1;
     opts.peers = &peer;
     opts.peer_count = 1;
@@ -579,7 +579,7 @@ static void check_sums(void) {
     CHECK_OK(kvt_device_open(runtime, &opts, &device, NULL));
     kvt_device_info_t info = KVT_DEVICE_INFO_INIT;
     CHECK_OK(kvt_device_info(device, &info));
-    CHECK(info.flags & KVT_DEVICE_SUMS);
+    CHECK(info.flags & KVT_DEVICE_CHECKSUMS);
     kvt_device_memory_t memory = KVT_DEVICE_MEMORY_INIT;
     CHECK_OK(kvt_device_alloc(device, 5000, &memory, NULL));
     static uint8_t from[5000];
@@ -594,22 +594,22 @@ static void check_sums(void) {
         copies[i].plane = from + i * 2500;
         copies[i].direction = KVT_COPY_SCATTER;
     }
-    copies[1].flags = KVT_COPY_SUM;
+    copies[1].flags = KVT_COPY_CHECKSUM;
     uint64_t event = 0, before = 0, sums[2] = {1, 1}, count = 7, right = 0;
     CHECK_OK(kvt_device_create_event(device, &before, NULL)); /* the copy waits for it */
     CHECK_OK(kvt_device_copy(device, 0, before, copies, 2, sizeof copies[0], &event, NULL));
-    CHECK_IS(kvt_device_sums(device, event, sums, 2, &count, NULL), KVT_E_BUSY);
+    CHECK_IS(kvt_device_checksums(device, event, sums, 2, &count, NULL), KVT_E_BUSY);
     CHECK_OK(kvt_device_signal_event(device, before, NULL));
     CHECK_OK(kvt_device_wait(device, event, hang_guard(), NULL));
-    CHECK_IS(kvt_device_sums(device, event, NULL, 2, &count, NULL), KVT_E_LIMIT);
-    CHECK_IS(kvt_device_sums(device, event, sums, 2, NULL, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_device_checksums(device, event, NULL, 2, &count, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_device_checksums(device, event, sums, 2, NULL, NULL), KVT_E_INVALID);
     CHECK_EQ(count, 7);
-    CHECK_OK(kvt_device_sums(device, event, sums, 2, &count, NULL));
+    CHECK_OK(kvt_device_checksums(device, event, sums, 2, &count, NULL));
     CHECK_OK(kvt_checksum(from + 2500, 2500, &right));
     CHECK(count == 1 && sums[0] == right && sums[1] == 1);
     CHECK_OK(kvt_device_release(device, &before, 1, NULL));
     CHECK_OK(kvt_device_release(device, &event, 1, NULL));
-    CHECK_IS(kvt_device_sums(device, event, sums, 2, &count, NULL), KVT_E_HANDLE);
+    CHECK_IS(kvt_device_checksums(device, event, sums, 2, &count, NULL), KVT_E_HANDLE);
     CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
 }
 
@@ -664,7 +664,7 @@ int main(void) {
     stop(&home);
 
     check_runtime_end();
-    const uint32_t others[] = {KVT_DEVICE_HOST, KVT_DEVICE_SIMULATED};
+    const uint32_t others[] = {KVT_DEVICE_KIND_HOST, KVT_DEVICE_KIND_SIMULATED};
     for (int i = 0; i < 2; i++) {
         kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
         opts.kind = others[i];

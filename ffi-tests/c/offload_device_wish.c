@@ -46,12 +46,12 @@ static void run_rows(uint64_t from, uint32_t from_memory, uint64_t to, uint32_t 
     engine.events++;
     CHECK_OK(put_work(&engine.home, ENGINE, 0, &rows, 1, sizeof rows, own));
     CHECK_OK(kvt_device_import_event(engine.device, *own, adopted, NULL));
-    CHECK_OK(kvt_offload_after(engine.offload, *adopted, NULL));
+    CHECK_OK(kvt_offload_set_ready_event(engine.offload, *adopted, NULL));
 }
 
 /* All kernels of a step have ended, and nobody waits for them any more. */
 static void settle(void) {
-    CHECK_OK(kvt_offload_after(engine.offload, 0, NULL));
+    CHECK_OK(kvt_offload_set_ready_event(engine.offload, 0, NULL));
     for (uint32_t i = 0; i < engine.events; i++) {
         CHECK_OK(kvt_device_wait(engine.device, engine.adopted[i], hang_guard(), NULL));
         CHECK_OK(kvt_device_release(engine.device, &engine.adopted[i], 1, NULL));
@@ -259,7 +259,7 @@ static void check_layers(void) {
         CHECK_OK(kvt_offload_wait(engine.offload, 0, &kv, NULL));
         CHECK_EQ(kv.tokens, engine.tokens);
         look(&seen, layer, &kv);
-        CHECK_OK(kvt_offload_done(engine.offload, 0, NULL));
+        CHECK_OK(kvt_offload_release(engine.offload, 0, NULL));
         settle();
         compare(&seen);
     }
@@ -332,7 +332,7 @@ static void check_wrong(void) {
     CHECK_IS(kvt_offload_memory_bytes(&opts, &bytes, &error), KVT_E_INVALID);
     CHECK_IS(kvt_offload_memory_bytes(&opts, NULL, &error), KVT_E_INVALID);
     CHECK(other == NULL);
-    CHECK_IS(kvt_offload_after(engine.offload, UINT64_C(1) << 60, &error), KVT_E_HANDLE);
+    CHECK_IS(kvt_offload_set_ready_event(engine.offload, UINT64_C(1) << 60, &error), KVT_E_HANDLE);
     CHECK_IS(kvt_device_close(&engine.device, 0, &error), KVT_E_BUSY);
 
     append(20);

@@ -301,7 +301,7 @@ static kvt_offload_kv_t load_all(uint32_t layer) {
     CHECK_OK(kvt_offload_load(engine.offload, 1, layer, NULL, 0, 0, NULL, &where, NULL, NULL));
     CHECK_OK(kvt_offload_wait(engine.offload, 1, &kv, NULL));
     check_kv(layer, &kv);
-    CHECK_OK(kvt_offload_done(engine.offload, 1, NULL));
+    CHECK_OK(kvt_offload_release(engine.offload, 1, NULL));
     return kv;
 }
 
@@ -363,7 +363,7 @@ static void writing(int latent, const char *policy) {
                 CHECK_EQ(kv.tail_tokens, 0);
                 CHECK_EQ(kv.buffer, buffer);
                 check_kv(layer, &kv);
-                CHECK_OK(kvt_offload_done(engine.offload, buffer, NULL));
+                CHECK_OK(kvt_offload_release(engine.offload, buffer, NULL));
             }
         }
     }
@@ -477,7 +477,7 @@ static void guessing(void) {
     CHECK_OK(kvt_offload_load(engine.offload, 0, 1, NULL, 0, 0, NULL, &where, NULL, NULL));
     CHECK_OK(kvt_offload_wait(engine.offload, 0, &kv, NULL));
     check_kv(1, &kv);
-    CHECK_OK(kvt_offload_done(engine.offload, 0, NULL));
+    CHECK_OK(kvt_offload_release(engine.offload, 0, NULL));
     close_engine();
 }
 
@@ -547,7 +547,7 @@ static void evicting(void) {
     put_all(150);
     uint64_t count = 9;
     uint32_t lists = 9, went = 9, kept[MAX_TOKENS];
-    CHECK_OK(kvt_offload_kept(engine.offload, 0, 0, kept, MAX_TOKENS, &count, &lists));
+    CHECK_OK(kvt_offload_retained(engine.offload, 0, 0, kept, MAX_TOKENS, &count, &lists));
     CHECK_EQ(count + lists, 0); /* all are left */
     float sums[150];
     for (uint32_t i = 0; i < 150; i++) sums[i] = i >= 40 && i < 48 ? 9.0f : 0.01f;
@@ -556,15 +556,15 @@ static void evicting(void) {
         CHECK_OK(kvt_offload_observe(engine.offload, layer, 150, sums, 150, 150, NULL));
         CHECK_OK(kvt_offload_evict(engine.offload, layer, &where, &went, NULL));
         CHECK_EQ(went, 1);
-        CHECK_IS(kvt_offload_kept(engine.offload, layer, 0, kept, 31, &count, &lists),
+        CHECK_IS(kvt_offload_retained(engine.offload, layer, 0, kept, 31, &count, &lists),
                  KVT_E_TOO_SMALL);
-        CHECK_OK(kvt_offload_kept(engine.offload, layer, 0, NULL, 0, &count, NULL));
+        CHECK_OK(kvt_offload_retained(engine.offload, layer, 0, NULL, 0, &count, NULL));
         CHECK_EQ(count, 32);
-        CHECK_OK(kvt_offload_kept(engine.offload, layer, 0, kept, 32, &count, &lists));
+        CHECK_OK(kvt_offload_retained(engine.offload, layer, 0, kept, 32, &count, &lists));
         CHECK_EQ(lists, 1);
         for (uint32_t i = 0; i < 32; i++)
             CHECK_EQ(kept[i], i < 4 ? i : i < 12 ? 36 + i : 118 + i);
-        CHECK_IS(kvt_offload_kept(engine.offload, layer, 1, kept, 32, &count, &lists),
+        CHECK_IS(kvt_offload_retained(engine.offload, layer, 1, kept, 32, &count, &lists),
                  KVT_E_INVALID);
     }
     CHECK_EQ(stats().evicted_tokens, LAYERS * (150 - 32));
@@ -575,13 +575,13 @@ static void evicting(void) {
         CHECK_OK(kvt_offload_blocks(engine.offload, kv.buffer, blocks, 8, &count));
         CHECK_EQ(count, 3);
         CHECK(blocks[0] == 0 && blocks[1] == 2 && blocks[2] == 8);
-        CHECK_OK(kvt_offload_kept(engine.offload, layer, 0, kept, MAX_TOKENS, &count, NULL));
+        CHECK_OK(kvt_offload_retained(engine.offload, layer, 0, kept, MAX_TOKENS, &count, NULL));
         CHECK_EQ(count, 35);
         CHECK_EQ(kept[34], 152);
     }
     truncate_to(45);
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
-        CHECK_OK(kvt_offload_kept(engine.offload, layer, 0, kept, MAX_TOKENS, &count, NULL));
+        CHECK_OK(kvt_offload_retained(engine.offload, layer, 0, kept, MAX_TOKENS, &count, NULL));
         CHECK_EQ(count, 9);
         CHECK_EQ(kept[8], 44);
     }
@@ -601,7 +601,7 @@ static void evicting_by_keys(void) {
         for (uint32_t layer = 0; layer < LAYERS; layer++) {
             CHECK_OK(kvt_offload_evict(engine.offload, layer, &where, &went, NULL));
             CHECK_EQ(went, 1);
-            CHECK_OK(kvt_offload_kept(engine.offload, layer, 1, kept, MAX_TOKENS, &count, &lists));
+            CHECK_OK(kvt_offload_retained(engine.offload, layer, 1, kept, MAX_TOKENS, &count, &lists));
             CHECK_EQ(count, 24);
             CHECK_EQ(lists, HEADS);
         }
@@ -609,7 +609,7 @@ static void evicting_by_keys(void) {
             /* Those with the shortest keys. */
             for (uint32_t head = 0; head < HEADS; head++) {
                 float norms[77], most = 0, least = INFINITY;
-                CHECK_OK(kvt_offload_kept(engine.offload, 0, head, kept, MAX_TOKENS, &count,
+                CHECK_OK(kvt_offload_retained(engine.offload, 0, head, kept, MAX_TOKENS, &count,
                                           NULL));
                 for (uint32_t t = 0, at = 0; t < 77; t++) {
                     norms[t] = 0;
@@ -663,7 +663,7 @@ static void selecting(void) {
         int has = 0;
         for (uint64_t i = 0; i < count; i++) has |= blocks[i] == 3;
         CHECK(has);
-        CHECK_OK(kvt_offload_done(engine.offload, 0, NULL));
+        CHECK_OK(kvt_offload_release(engine.offload, 0, NULL));
     }
     close_engine();
 
@@ -699,7 +699,7 @@ static void choosing(void) {
             uint64_t listed = 0;
             kvt_offload_kv_t kv = KVT_OFFLOAD_KV_INIT;
             CHECK_OK(kvt_offload_load(engine.offload, 0, layer, n > 0 ? ids : NULL, n,
-                                      KVT_OFFLOAD_CHOSEN, n % 2 ? &query : NULL, &where, &count,
+                                      KVT_OFFLOAD_LOAD_CHOSEN, n % 2 ? &query : NULL, &where, &count,
                                       NULL));
             CHECK_EQ(count, n);
             CHECK_OK(kvt_offload_blocks(engine.offload, 0, blocks, 8, &listed));
@@ -709,13 +709,13 @@ static void choosing(void) {
             CHECK_EQ(kv.tail_tokens, 11);
             CHECK_EQ(kv.tokens, n * BLOCK + 11);
             check_kv(layer, &kv);
-            CHECK_OK(kvt_offload_done(engine.offload, 0, NULL));
+            CHECK_OK(kvt_offload_release(engine.offload, 0, NULL));
         }
     }
     CHECK_EQ(stats().selections, 0);
     kvt_error_t *err = NULL;
     const uint32_t falling[] = {2, 1};
-    CHECK_IS(kvt_offload_load(engine.offload, 0, 0, falling, 2, KVT_OFFLOAD_CHOSEN, NULL, &where,
+    CHECK_IS(kvt_offload_load(engine.offload, 0, 0, falling, 2, KVT_OFFLOAD_LOAD_CHOSEN, NULL, &where,
                               NULL, &err),
              KVT_E_INVALID);
     CHECK_IS(kvt_offload_load(engine.offload, 0, 0, ids, 3, 2, NULL, &where, NULL, &err),
@@ -841,8 +841,8 @@ static void auditing(void) {
     for (size_t i = 0; i < sizeof choices / sizeof *choices; i++) {
         const kvt_offload_stats_t before = stats();
         CHECK_OK(kvt_offload_load(engine.offload, 0, 1, choices[i].ids, choices[i].count,
-                                  KVT_OFFLOAD_CHOSEN, &query, &where, NULL, NULL));
-        CHECK_OK(kvt_offload_done(engine.offload, 0, NULL));
+                                  KVT_OFFLOAD_LOAD_CHOSEN, &query, &where, NULL, NULL));
+        CHECK_OK(kvt_offload_release(engine.offload, 0, NULL));
         const kvt_offload_stats_t after = stats();
         CHECK_EQ(after.audited - before.audited, 1);
         CHECK_EQ(after.wanted - before.wanted, choices[i].count);
@@ -974,7 +974,7 @@ static void refusing_handles(const kvt_offload_t *bad) {
     CHECK_IS(kvt_offload_put(bad, 0, 0, 1, &rows.view, &rows.view, NULL, &op, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_load(bad, 0, 0, NULL, 0, 0, NULL, &where, &a, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_wait(bad, 0, &kv, &err), KVT_E_HANDLE);
-    CHECK_IS(kvt_offload_done(bad, 0, &err), KVT_E_HANDLE);
+    CHECK_IS(kvt_offload_release(bad, 0, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_begin(bad, &where, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_take(bad, 0, NULL, &kv, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_give_back(bad, 0, &err), KVT_E_HANDLE);
@@ -982,7 +982,7 @@ static void refusing_handles(const kvt_offload_t *bad) {
     CHECK_IS(kvt_offload_rows(bad, 0, &a, 1, &b, &count), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_observe(bad, 0, 1, numbers, 1, 1, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_evict(bad, 0, &where, &a, &err), KVT_E_HANDLE);
-    CHECK_IS(kvt_offload_kept(bad, 0, 0, &a, 1, &count, &b), KVT_E_HANDLE);
+    CHECK_IS(kvt_offload_retained(bad, 0, 0, &a, 1, &count, &b), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_append_keys(bad, 0, 0, &rows, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_offload_score(bad, 0, 0, numbers, 1, &err), KVT_E_HANDLE);
     CHECK(a == 7 && b == 7 && count == 7 && op == NULL);
@@ -1059,7 +1059,7 @@ static void refusing(void) {
     CHECK_EQ(count, 0);
     REFUSED(kvt_offload_wait(engine.offload, 0, &kv, &err), KVT_E_STATE, "no load to wait for");
     REFUSED(kvt_offload_wait(engine.offload, 2, &kv, &err), KVT_E_INVALID, "buffer 2");
-    REFUSED(kvt_offload_done(engine.offload, 2, &err), KVT_E_INVALID, "buffer 2");
+    REFUSED(kvt_offload_release(engine.offload, 2, &err), KVT_E_INVALID, "buffer 2");
     CHECK_IS(kvt_offload_blocks(engine.offload, 2, list, 64, &n), KVT_E_INVALID);
     CHECK_IS(kvt_offload_rows(engine.offload, 2, list, 1, list, &n), KVT_E_INVALID);
     CHECK_IS(kvt_offload_rows(engine.offload, 0, falling, 2, list, &n), KVT_E_INVALID);
@@ -1096,10 +1096,10 @@ static void refusing(void) {
 
     /* A buffer that the engine has taken from a pass is not the pass's any more. */
     CHECK_OK(kvt_offload_begin(engine.offload, &right, NULL));
-    CHECK_OK(kvt_offload_done(engine.offload, 0, NULL));
+    CHECK_OK(kvt_offload_release(engine.offload, 0, NULL));
     CHECK_OK(LOAD(0, 2, both, 1, NULL, &right));
     REFUSED(kvt_offload_take(engine.offload, 0, &query, &kv, &err), KVT_E_BUSY, "buffer 0");
-    CHECK_OK(kvt_offload_done(engine.offload, 0, NULL));
+    CHECK_OK(kvt_offload_release(engine.offload, 0, NULL));
     CHECK_OK(kvt_offload_take(engine.offload, 0, &query, &kv, NULL));
     check_kv(0, &kv);
     CHECK_OK(kvt_offload_give_back(engine.offload, 0, NULL));
@@ -1178,9 +1178,9 @@ static void refusing(void) {
     went = 9;
     CHECK_OK(kvt_offload_evict(engine.offload, 0, &right, &went, NULL));
     CHECK_EQ(went, 0);
-    CHECK_IS(kvt_offload_kept(engine.offload, 3, 0, list, 64, &n, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_offload_kept(engine.offload, 0, 1, list, 64, &n, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_offload_kept(engine.offload, 0, 0, list, 64, NULL, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_offload_retained(engine.offload, 3, 0, list, 64, &n, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_offload_retained(engine.offload, 0, 1, list, 64, &n, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_offload_retained(engine.offload, 0, 0, list, 64, NULL, NULL), KVT_E_INVALID);
     CHECK_OK(kvt_error_free(&err));
     check_tokens();
     const kvt_offload_stats_t after = stats();
@@ -1366,7 +1366,7 @@ static void closing_runtime(void) {
     CHECK_EQ(left.sessions, 1);
     runtime = before;
     for (uint32_t buffer = 0; buffer < 2; buffer++)
-        CHECK_OK(kvt_offload_done(engine.offload, buffer, NULL));
+        CHECK_OK(kvt_offload_release(engine.offload, buffer, NULL));
     CHECK_IS(kvt_offload_load(engine.offload, 1, 1, NULL, 0, 0, NULL, &where, NULL, NULL),
              KVT_E_CLOSED);
     CHECK_OK(kvt_offload_close(&engine.offload));
@@ -1385,7 +1385,7 @@ static void *loading(void *data) {
                                   NULL, NULL));
         CHECK_OK(kvt_offload_wait(engine.offload, buffer, &kv, NULL));
         check_kv(i % LAYERS, &kv);
-        CHECK_OK(kvt_offload_done(engine.offload, buffer, NULL));
+        CHECK_OK(kvt_offload_release(engine.offload, buffer, NULL));
     }
     return NULL;
 }

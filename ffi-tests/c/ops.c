@@ -70,15 +70,15 @@ static void copies(kvt_runtime_t *runtime, uint64_t rounds) {
         item.dst_offset = next_random(&state) % (room - n + 1);
         const uint8_t *source = model[from] + item.src_offset;
         const uint64_t sum = reference_checksum(source, n);
-        item.kind |= r >> 2 & (KVT_DO_CHECKSUM | KVT_DO_VERIFY);
-        const int wrong = (item.kind & KVT_DO_VERIFY) != 0 && (r >> 8 & 3) == 0;
+        item.kind |= r >> 2 & (KVT_ITEM_CHECKSUM | KVT_ITEM_VERIFY);
+        const int wrong = (item.kind & KVT_ITEM_VERIFY) != 0 && (r >> 8 & 3) == 0;
         item.expect = wrong ? sum + 1 : sum;
         kvt_op_t *op = submit(runtime, NULL, &item, 1);
         CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, 0));
         kvt_op_item_t result;
         uint64_t count = 0;
         CHECK_OK(kvt_op_items(op, 0, &result, 1, sizeof result, &count));
-        if (item.kind != KVT_DO_COPY) CHECK_EQ(result.value, sum);
+        if (item.kind != KVT_ITEM_COPY) CHECK_EQ(result.value, sum);
         CHECK_IS(finish_op(&op), wrong ? KVT_E_CORRUPT : KVT_OK);
         memmove(model[to] + item.dst_offset, source, n); /* made also when it is corrupt */
         CHECK(memcmp(model[to], real[to], room) == 0);
@@ -97,7 +97,7 @@ static void prefault(kvt_runtime_t *runtime) {
     const uint64_t before = reference_checksum(bytes, 100000);
     kvt_buffer_item_t item;
     memset(&item, 0, sizeof item);
-    item.kind = KVT_DO_PREFAULT;
+    item.kind = KVT_ITEM_PREFAULT;
     item.dst = buffer;
     const uint64_t ranges[][2] = {{0, 100000}, {1, 1}, {4095, 2}, {99999, 1}, {100000, 0}, {0, 0}};
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
@@ -135,15 +135,15 @@ static void ranges_and_kinds(kvt_runtime_t *runtime) {
         refused(runtime, &item);
     }
     for (uint32_t kind = 0; kind < 64; kind++) {
-        if (kind >= 1 && kind <= KVT_DO_PREFAULT) continue;
+        if (kind >= 1 && kind <= KVT_ITEM_PREFAULT) continue;
         kvt_buffer_item_t item = copy_item(buffer, buffer, 1);
         item.kind = kind;
         refused(runtime, &item);
     }
     kvt_buffer_item_t item = copy_item(buffer, buffer, 1);
-    item.kind = KVT_DO_CHECKSUM; /* writes nothing, so a target is a mistake */
+    item.kind = KVT_ITEM_CHECKSUM; /* writes nothing, so a target is a mistake */
     refused(runtime, &item);
-    item.kind = KVT_DO_PREFAULT; /* reads nothing */
+    item.kind = KVT_ITEM_PREFAULT; /* reads nothing */
     refused(runtime, &item);
     item.kind = UINT32_MAX;
     refused(runtime, &item);
@@ -161,7 +161,7 @@ static void partial_failure(kvt_runtime_t *runtime) {
     for (int i = 0; i < N; i++) {
         items[i] = sum_item(buffer, 16);
         items[i].src_offset = 16 * (uint64_t)i;
-        items[i].kind = KVT_DO_VERIFY;
+        items[i].kind = KVT_ITEM_VERIFY;
         items[i].expect = reference_checksum(bytes + 16 * i, 16) + (i % 10 == 7);
     }
     kvt_op_t *op = submit(runtime, NULL, items, N);
@@ -458,7 +458,7 @@ static void each(kvt_runtime_t *runtime) {
         items[i].src_offset = 8 * (uint64_t)i;
         items[i].tag = 1000 + (uint64_t)i;
         if (i % 50 == 3) {
-            items[i].kind = KVT_DO_VERIFY;
+            items[i].kind = KVT_ITEM_VERIFY;
             items[i].expect = 1;
         }
     }
@@ -519,7 +519,7 @@ static void full(void) {
              KVT_E_AGAIN);
     kvt_runtime_stats_t stats = KVT_RUNTIME_STATS_INIT;
     CHECK_OK(kvt_runtime_stats(runtime, &stats));
-    CHECK_EQ(stats.ops_refused, 3);
+    CHECK_EQ(stats.ops_rejected, 3);
     CHECK_EQ(stats.ops_live, 4);
     CHECK_OK(kvt_op_wait(ops[4], KVT_OP_RELEASED, 0));
     CHECK_OK(kvt_op_free_many(ops, 5));

@@ -518,8 +518,8 @@ static void observations(void) {
         MUST(kvt_namespace_observe_prefill(rig.space, 0, 1000, 1000 * 100000, &err));
     }
     MUST(kvt_namespace_observe_prefill(rig.space, 0, 1000, 1000 * 50, &err));
-    kvt_prefill_t cost = KVT_PREFILL_INIT;
-    MUST(kvt_namespace_prefill(rig.space, &cost));
+    kvt_prefill_cost_t cost = KVT_PREFILL_COST_INIT;
+    MUST(kvt_namespace_prefill_cost(rig.space, &cost));
     EXPECT(cost.observed == 11 && cost.beta_ns > 50000 && cost.beta_ns < 150000);
     end(&rig);
 }

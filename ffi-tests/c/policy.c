@@ -37,7 +37,7 @@ static int is_text(const char *text, uint64_t bytes, const char *want) {
 /* Objects first..first + n - 1, each of 2 units; with parents they are one path. */
 static void insert_path(const kvt_policy_t *policy, int64_t now, uint64_t first, uint64_t n,
                         int parents) {
-    kvt_policy_row_t rows[16];
+    kvt_policy_object_t rows[16];
     memset(rows, 0, sizeof rows);
     CHECK(n <= 16);
     for (uint64_t i = 0; i < n; i++) {
@@ -47,7 +47,7 @@ static void insert_path(const kvt_policy_t *policy, int64_t now, uint64_t first,
         rows[i].context = (uint32_t)(16 * i);
         if (parents && i > 0) {
             rows[i].parent = first + i - 1;
-            rows[i].flags = KVT_ROW_PARENT;
+            rows[i].flags = KVT_OBJECT_HAS_PARENT;
         }
     }
     CHECK_OK(kvt_policy_insert(policy, now, NULL, rows, n, sizeof *rows, NULL));
@@ -240,7 +240,7 @@ static void switching(void) {
 
 static void advice(void) {
     kvt_policy_t *policy = open_policy("lru", 64, 0);
-    kvt_policy_rules_t rules = KVT_POLICY_RULES_INIT;
+    kvt_policy_advice_rules_t rules = KVT_POLICY_ADVICE_RULES_INIT;
     rules.window = 1;
     rules.patience = 1;
     rules.max_batch = 8;
@@ -286,7 +286,7 @@ static void bad_calls(void) {
     who.flags = 1 << 9;
     CHECK_IS(kvt_policy_touch(policy, 100, &who, ids, 1, &n, NULL), KVT_E_INVALID);
     /* Rows: there already, twice, no size, huge, too many; nothing comes of any. */
-    kvt_policy_row_t rows[3];
+    kvt_policy_object_t rows[3];
     memset(rows, 0, sizeof rows);
     rows[0].id = 8;
     rows[0].units = 1;
@@ -599,7 +599,7 @@ struct crowd {
 static void *crowd_member(void *data) {
     struct crowd *crowd = data;
     for (uint64_t i = 0; i < crowd->rounds; i++) {
-        kvt_policy_row_t row;
+        kvt_policy_object_t row;
         memset(&row, 0, sizeof row);
         row.id = crowd->first + i;
         row.units = 1;

@@ -111,7 +111,7 @@ static uint64_t make_room(struct pool *pool, uint64_t required, uint64_t flags) 
         freed += mine;
         pool->tails += picks[v].kept_blocks > 0;
         if (s->count == 0) {
-            CHECK_OK(kvt_policy_evicted(pool->policy, pool->now_ns, &s->id, 1, NULL));
+            CHECK_OK(kvt_policy_report_evicted(pool->policy, pool->now_ns, &s->id, 1, NULL));
             s->id = 0;
             pool->evicted++;
         }

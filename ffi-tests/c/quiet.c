@@ -49,7 +49,7 @@ static void everything(void) {
     CHECK_OK(kvt_error_free(&err));
     kvt_buffer_t *buffer = open_buffer(runtime, 1 << 20, NULL);
     kvt_buffer_item_t item = sum_item(buffer, 1 << 20);
-    item.kind = KVT_DO_VERIFY;
+    item.kind = KVT_ITEM_VERIFY;
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
     kvt_op_t *op = submit(runtime, &opts, &item, 1);

@@ -108,7 +108,7 @@ static uint64_t locate(engine_t *engine) {
     opts.deadline_ns = hang_guard();
     kvt_op_t *op = NULL;
     uint64_t tokens = 0;
-    CHECK_OK(kvt_session_locate(engine->session, &opts, &op, NULL));
+    CHECK_OK(kvt_session_remote_lookup(engine->session, &opts, &op, NULL));
     CHECK_OK(end(op, &tokens));
     return tokens;
 }
@@ -131,7 +131,7 @@ static kvt_status_t get(engine_t *engine) {
 
 static kvt_remote_stats_t stats(const engine_t *engine) {
     kvt_remote_stats_t s = KVT_REMOTE_STATS_INIT;
-    CHECK_OK(kvt_store_remote(engine->store, &s));
+    CHECK_OK(kvt_store_remote_stats(engine->store, &s));
     CHECK_EQ(s.struct_size, sizeof s);
     return s;
 }
@@ -204,7 +204,7 @@ static void sharing(void) {
 }
 
 /* Moves blocks of CHUNK rows each, all of them from the engine's first row on. */
-static kvt_blocks_t blocks_of(engine_t *engine, const kvt_names_t *names, uint32_t level) {
+static kvt_blocks_t blocks_of(engine_t *engine, const kvt_block_names_t *names, uint32_t level) {
     kvt_blocks_t blocks = KVT_BLOCKS_INIT;
     blocks.names = names;
     blocks.k = engine->views;
@@ -229,7 +229,7 @@ static void naming(void) {
     open_engine(&one, 0);
     open_engine(&other, 0);
     compute(&one);
-    kvt_names_t names = KVT_NAMES_INIT;
+    kvt_block_names_t names = KVT_BLOCK_NAMES_INIT;
     names.bytes = (const uint8_t *)"abc";
     names.each_bytes = 1;
     names.count = 3;
@@ -241,18 +241,18 @@ static void naming(void) {
     CHECK_OK(end_each(op, &tokens, each, 3));
     /* Nobody knows of them before they are asked for. */
     uint8_t found[4];
-    CHECK_OK(kvt_namespace_find_blocks(other.space, &names, found, NULL));
+    CHECK_OK(kvt_namespace_blocks_exist(other.space, &names, found, NULL));
     CHECK_EQ(found[0] + found[1] + found[2], 0);
     names.bytes = (const uint8_t *)"caxc";
     names.count = 4;
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.deadline_ns = hang_guard();
-    CHECK_OK(kvt_session_locate_blocks(other.session, &names, &opts, &op, NULL));
+    CHECK_OK(kvt_session_remote_lookup_blocks(other.session, &names, &opts, &op, NULL));
     CHECK_IS(end_each(op, &tokens, each, 4), KVT_E_NOT_FOUND);
     CHECK_EQ(tokens, 2 * CHUNK);
     CHECK(each[0] == KVT_OK && each[1] == KVT_OK && each[3] == KVT_OK);
     CHECK_IS(each[2], KVT_E_NOT_FOUND);
-    CHECK_OK(kvt_namespace_find_blocks(other.space, &names, found, NULL));
+    CHECK_OK(kvt_namespace_blocks_exist(other.space, &names, found, NULL));
     CHECK_EQ(found[0], 1 << KVT_TIER_REMOTE);
     CHECK_EQ(found[2], 0);
     names.count = 2;
@@ -263,12 +263,12 @@ static void naming(void) {
         CHECK(memcmp(other.rows[layer], one.rows[layer] + 2 * CHUNK * ROW, CHUNK * ROW) == 0);
         CHECK(memcmp(other.rows[layer] + CHUNK * ROW, one.rows[layer], CHUNK * ROW) == 0);
     }
-    CHECK_OK(kvt_namespace_find_blocks(other.space, &names, found, NULL));
+    CHECK_OK(kvt_namespace_blocks_exist(other.space, &names, found, NULL));
     CHECK(found[0] & KVT_EXISTS_WHOLE && found[0] & 1 << KVT_TIER_REMOTE);
-    CHECK_IS(kvt_session_locate_blocks(other.session, NULL, NULL, &op, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_session_locate_blocks(other.session, &names, NULL, NULL, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_session_remote_lookup_blocks(other.session, NULL, NULL, &op, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_session_remote_lookup_blocks(other.session, &names, NULL, NULL, NULL), KVT_E_INVALID);
     names.count = 0;
-    CHECK_IS(kvt_session_locate_blocks(other.session, &names, NULL, &op, NULL), KVT_E_LIMIT);
+    CHECK_IS(kvt_session_remote_lookup_blocks(other.session, &names, NULL, &op, NULL), KVT_E_LIMIT);
     /* What is dropped leaves the remote, too. */
     names.count = 4;
     CHECK_OK(kvt_session_drop_blocks(one.session, &names, NULL, NULL));
@@ -330,9 +330,9 @@ static void refusing(void) {
     secrets[0].name = "password";
     CHECK_OK(kvt_store_open(runtime, NULL, &opts, &store, NULL));
     kvt_remote_stats_t s = KVT_REMOTE_STATS_INIT;
-    CHECK_OK(kvt_store_remote(store, &s));
+    CHECK_OK(kvt_store_remote_stats(store, &s));
     CHECK_EQ(s.read_circuit + s.write_circuit + s.looked_up_names, 0);
-    CHECK_IS(kvt_store_remote(store, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_store_remote_stats(store, NULL), KVT_E_INVALID);
     CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
 }
 

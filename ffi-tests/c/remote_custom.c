@@ -208,7 +208,7 @@ static kvt_status_t moved(engine_t *engine, int is_put, uint64_t *tokens) {
 
 static uint64_t locate(engine_t *engine) {
     kvt_op_t *op = NULL;
-    CHECK_OK(kvt_session_locate(engine->session, NULL, &op, NULL));
+    CHECK_OK(kvt_session_remote_lookup(engine->session, NULL, &op, NULL));
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     const uint64_t tokens = info_of(op).value;
     CHECK_OK(finish_op(&op));

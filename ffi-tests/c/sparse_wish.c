@@ -150,7 +150,7 @@ static void compare(const kvt_index_t *index, uint32_t first, uint32_t tokens) {
 
 /* A worker of the engine: its items of a step, one here, one there. */
 typedef struct {
-    kvt_job_t *job;
+    kvt_attention_job_t *job;
     uint32_t step, first, items, scratch_count;
 } work_t;
 
@@ -159,14 +159,14 @@ static void *work(void *given) {
     float *scratch = malloc(mine->scratch_count * sizeof(float) + 4);
     CHECK(scratch != NULL);
     for (uint32_t item = mine->first; item < mine->items; item += THREADS)
-        CHECK_OK(kvt_job_run(mine->job, mine->step, item, 1, scratch, mine->scratch_count, NULL));
+        CHECK_OK(kvt_attention_job_run(mine->job, mine->step, item, 1, scratch, mine->scratch_count, NULL));
     free(scratch);
     return NULL;
 }
 
-static void run_job(kvt_job_t *job) {
-    kvt_job_info_t info = KVT_JOB_INFO_INIT;
-    CHECK_OK(kvt_job_info(job, &info));
+static void run_job(kvt_attention_job_t *job) {
+    kvt_attention_job_info_t info = KVT_ATTENTION_JOB_INFO_INIT;
+    CHECK_OK(kvt_attention_job_info(job, &info));
     CHECK(info.steps == 1 || info.steps == 2);
     for (uint32_t step = 0; step < info.steps; step++) {
         pthread_t threads[THREADS];
@@ -179,8 +179,8 @@ static void run_job(kvt_job_t *job) {
         }
         for (uint32_t i = 0; i < THREADS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
     }
-    CHECK_IS(kvt_job_run(job, info.steps, 0, 1, NULL, 0, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_job_run(job, 0, info.items + 1, 1, NULL, 0, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_attention_job_run(job, info.steps, 0, 1, NULL, 0, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_attention_job_run(job, 0, info.items + 1, 1, NULL, 0, NULL), KVT_E_INVALID);
 }
 
 static kvt_attention_args_t problem_of(const kvt_rows_t *queries, const kvt_rows_t *keys,
@@ -200,13 +200,13 @@ static void prefill(const kvt_index_t *index, uint32_t first, uint32_t tokens) {
     const kvt_rows_t queries = rows(q + first * QUERY_HEADS * DIM, tokens - first, QUERY_HEADS, DIM);
     const kvt_rows_t keys = rows(k, tokens, HEADS, DIM), values = rows(v, tokens, HEADS, VALUES);
     const kvt_attention_args_t problem = problem_of(&queries, &keys, &values, index, first);
-    kvt_job_t *job = NULL;
+    kvt_attention_job_t *job = NULL;
     const uint64_t n = (tokens - first) * QUERY_HEADS;
     CHECK_IS(kvt_prefill_open(&problem, out, n * VALUES - 1, lse, n, &job, NULL), KVT_E_TOO_SMALL);
     CHECK(job == NULL);
     CHECK_OK(kvt_prefill_open(&problem, out, n * VALUES, lse, n, &job, NULL));
     run_job(job);
-    CHECK_OK(kvt_job_close(&job));
+    CHECK_OK(kvt_attention_job_close(&job));
     CHECK(job == NULL);
 }
 
@@ -259,11 +259,11 @@ static void pieces(void) {
         const kvt_rows_t values = rows(v + first * HEADS * VALUES, n, HEADS, VALUES);
         kvt_attention_args_t problem = problem_of(&queries, &keys, &values, NULL, 0);
         problem.first_key = first;
-        kvt_job_t *job = NULL;
+        kvt_attention_job_t *job = NULL;
         CHECK_OK(kvt_prefill_open(&problem, i == 0 ? out : part, rows_of * VALUES,
                                   i == 0 ? lse : part_lse, rows_of, &job, NULL));
         run_job(job);
-        CHECK_OK(kvt_job_close(&job));
+        CHECK_OK(kvt_attention_job_close(&job));
         if (i > 0)
             CHECK_OK(kvt_attention_merge(out, lse, part, part_lse, rows_of, VALUES, NULL));
     }
@@ -292,11 +292,11 @@ static void evicts(void) {
     const kvt_rows_t queries = rows(q, TOKENS, QUERY_HEADS, DIM), keys = rows(k, TOKENS, HEADS, DIM);
     const kvt_rows_t values = rows(v, TOKENS, HEADS, VALUES);
     const kvt_attention_args_t problem = problem_of(&queries, &keys, &values, NULL, 0);
-    kvt_job_t *job = NULL;
-    CHECK_OK(kvt_sums_open(&problem, lse, TOKENS * QUERY_HEADS, 0, KVT_SUMS_BY_HEAD, sums,
+    kvt_attention_job_t *job = NULL;
+    CHECK_OK(kvt_column_sums_open(&problem, lse, TOKENS * QUERY_HEADS, 0, KVT_SUMS_BY_HEAD, sums,
                            QUERY_HEADS * TOKENS, &job, NULL));
     run_job(job);
-    CHECK_OK(kvt_job_close(&job));
+    CHECK_OK(kvt_attention_job_close(&job));
     for (uint32_t query = 0; query < TOKENS; query++)
         for (uint32_t head = 0; head < QUERY_HEADS; head++) {
             double result[VALUES];
@@ -315,15 +315,15 @@ static void evicts(void) {
     const kvt_sparse_context_t context = at(1, 0, TOKENS);
     uint32_t starts[HEADS + 1], items[HEADS * TOKENS], evicted = 9;
     kvt_token_lists_t keep = KVT_TOKEN_LISTS_INIT;
-    CHECK_IS(kvt_sparse_evict(policy, 0, &context, &keep, &evicted, NULL), KVT_E_TOO_SMALL);
+    CHECK_IS(kvt_sparse_plan_eviction(policy, 0, &context, &keep, &evicted, NULL), KVT_E_TOO_SMALL);
     CHECK_EQ(keep.start_count, HEADS + 1);
     CHECK_EQ(evicted, 9);
-    CHECK_IS(kvt_sparse_last_kept(policy, &keep, NULL), KVT_E_TOO_SMALL);
+    CHECK_IS(kvt_sparse_last_retained(policy, &keep, NULL), KVT_E_TOO_SMALL);
     keep.starts = starts;
     keep.start_capacity = HEADS + 1;
     keep.items = items;
     keep.item_capacity = HEADS * TOKENS;
-    CHECK_OK(kvt_sparse_evict(policy, 0, &context, &keep, &evicted, NULL));
+    CHECK_OK(kvt_sparse_plan_eviction(policy, 0, &context, &keep, &evicted, NULL));
     CHECK_EQ(evicted, 1);
     CHECK_EQ(keep.item_count, HEADS * 32);
     /* The heaviest between the ends, by what was computed here; sums of a group go together. */
@@ -343,14 +343,14 @@ static void evicts(void) {
     }
     uint32_t again[HEADS * TOKENS];
     keep.items = again;
-    CHECK_OK(kvt_sparse_last_kept(policy, &keep, NULL));
+    CHECK_OK(kvt_sparse_last_retained(policy, &keep, NULL));
     CHECK(memcmp(again, items, HEADS * 32 * sizeof *items) == 0);
     keep.items = items;
     items[0] = items[1];
-    CHECK_IS(kvt_sparse_evicted(policy, 0, &keep, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_sparse_commit_eviction(policy, 0, &keep, NULL), KVT_E_INVALID);
     items[0] = 0;
-    CHECK_OK(kvt_sparse_evicted(policy, 0, &keep, NULL));
-    CHECK_OK(kvt_sparse_evict(policy, 0, &context, &keep, &evicted, NULL));
+    CHECK_OK(kvt_sparse_commit_eviction(policy, 0, &keep, NULL));
+    CHECK_OK(kvt_sparse_plan_eviction(policy, 0, &context, &keep, &evicted, NULL));
     CHECK_EQ(evicted, 0);
     CHECK_EQ(keep.start_count, 0);
     CHECK_OK(kvt_sparse_reset(policy));
@@ -369,7 +369,7 @@ static void pages(void) {
     uint32_t candidates[TOKENS / BLOCK], ids[TOKENS / BLOCK + 1];
     for (uint32_t id = 0; id < TOKENS / BLOCK; id++) {
         const kvt_rows_t keys = rows(k + id * BLOCK * HEADS * DIM, BLOCK, HEADS, DIM);
-        CHECK_OK(kvt_sparse_seal(policy, 2, id, id * BLOCK, &keys, NULL));
+        CHECK_OK(kvt_sparse_add_block(policy, 2, id, id * BLOCK, &keys, NULL));
         candidates[id] = TOKENS / BLOCK - 1 - id;
     }
     const uint32_t last = TOKENS - 1;
@@ -410,7 +410,7 @@ static void pages(void) {
     CHECK_OK(kvt_decode_memory(&problem, KVT_DECODE_SCORES, &need, NULL));
     float *memory = malloc(need * sizeof(float));
     CHECK(memory != NULL);
-    kvt_job_t *job = NULL;
+    kvt_attention_job_t *job = NULL;
     CHECK_IS(kvt_decode_open(&problem, KVT_DECODE_SCORES, out, QUERY_HEADS * VALUES, lse,
                              QUERY_HEADS, memory, need - 1, &job, NULL),
              KVT_E_TOO_SMALL);
@@ -418,7 +418,7 @@ static void pages(void) {
                              QUERY_HEADS, memory, need, &job, NULL));
     run_job(job);
     compare(&lists.index, last, TOKENS);
-    CHECK_OK(kvt_job_close(&job));
+    CHECK_OK(kvt_attention_job_close(&job));
     free(memory);
 
     /* What it knows goes with blocks, and to a copy. */
@@ -525,14 +525,14 @@ static void placed(void) {
     CHECK_IS(kvt_kernel_workspace(9, &limits, &most, &scratch, NULL), KVT_E_INVALID);
     float *memory = malloc(most * sizeof(float));
     CHECK(memory != NULL);
-    kvt_job_t *job = NULL;
+    kvt_attention_job_t *job = NULL;
     CHECK_OK(kvt_decode_open(&problem, KVT_DECODE_SCORES, out, QUERY_HEADS * VALUES, lse,
                              QUERY_HEADS, memory, most, &job, NULL));
     run_job(job);
 
     /* How many rows the head with most of them sees: so many sums each has. */
-    kvt_job_info_t info = KVT_JOB_INFO_INIT;
-    CHECK_OK(kvt_job_info(job, &info));
+    kvt_attention_job_info_t info = KVT_ATTENTION_JOB_INFO_INIT;
+    CHECK_OK(kvt_attention_job_info(job, &info));
     uint64_t longest = 0;
     for (uint32_t head = 0; head < QUERY_HEADS; head++) {
         uint64_t seen = 0;
@@ -542,13 +542,13 @@ static void placed(void) {
     CHECK_EQ(info.sum_keys, longest);
     memset(sums, 0, sizeof sums);
     CHECK_OK(kvt_decode_sums(job, KVT_SUMS_BY_HEAD, sums, QUERY_HEADS * longest, NULL));
-    CHECK_OK(kvt_job_close(&job));
+    CHECK_OK(kvt_attention_job_close(&job));
     free(memory);
     kvt_resident_tokens_t there = KVT_RESIDENT_TOKENS_INIT;
     there.attention = &shape;
     there.tokens = tokens;
     memset(told, 0, sizeof told);
-    CHECK_OK(kvt_sums_place(&there, &buffer, &of_rows.index, first, 1, sums, QUERY_HEADS * longest,
+    CHECK_OK(kvt_column_sums_place(&there, &buffer, &of_rows.index, first, 1, sums, QUERY_HEADS * longest,
                             told, QUERY_HEADS * tokens, NULL));
     for (uint32_t head = 0; head < QUERY_HEADS; head++) {
         double all = 0, shares[TOKENS] = {0};
@@ -695,9 +695,9 @@ static void own_policy(void) {
 
     kvt_rows_t keys[LAYERS];
     for (uint32_t i = 0; i < LAYERS; i++) keys[i] = rows(k + BLOCK * HEADS * DIM, BLOCK, HEADS, DIM);
-    CHECK_OK(kvt_sparse_seal(policy, 1, 1, BLOCK, &keys[0], NULL));
+    CHECK_OK(kvt_sparse_add_block(policy, 1, 1, BLOCK, &keys[0], NULL));
     CHECK_EQ(own.sealed, 2);
-    CHECK_IS(kvt_sparse_seal(policy, 2, 1, BLOCK, &keys[0], NULL), KVT_E_LIMIT);
+    CHECK_IS(kvt_sparse_add_block(policy, 2, 1, BLOCK, &keys[0], NULL), KVT_E_LIMIT);
     CHECK_IS(kvt_sparse_seal_all(policy, 9, 32, keys, LAYERS - 1, sizeof keys[0], NULL),
              KVT_E_INVALID);
     CHECK_OK(kvt_sparse_seal_all(policy, 9, 32, keys, LAYERS, sizeof keys[0], NULL));
@@ -782,7 +782,7 @@ static void every_name(void) {
                      KVT_E_UNSUPPORTED);
         if (!(traits.caps & KVT_SPARSE_EVICT_DECODE)) {
             kvt_token_lists_t keep = KVT_TOKEN_LISTS_INIT;
-            CHECK_IS(kvt_sparse_evict(policy, 0, &context, &keep, &chosen, NULL),
+            CHECK_IS(kvt_sparse_plan_eviction(policy, 0, &context, &keep, &chosen, NULL),
                      KVT_E_UNSUPPORTED);
         }
         CHECK_OK(kvt_sparse_close(&policy));
@@ -809,7 +809,7 @@ static void refused(void) {
     const kvt_rows_t short_values = rows(v, TOKENS - 1, HEADS, VALUES);
     const kvt_rows_t values = rows(v, TOKENS, HEADS, VALUES);
     kvt_attention_args_t problem = problem_of(&queries, &keys, &short_values, NULL, TOKENS - 1);
-    kvt_job_t *job = NULL;
+    kvt_attention_job_t *job = NULL;
     CHECK_IS(kvt_prefill_open(&problem, out, 1000, lse, 1000, &job, NULL), KVT_E_INVALID);
     problem.values = NULL;
     CHECK_IS(kvt_prefill_open(&problem, out, 1000, lse, 1000, &job, NULL), KVT_E_INVALID);
@@ -832,8 +832,8 @@ static void refused(void) {
     CHECK_IS(kvt_prefill_open(&problem, out, 1000, lse, 1000, &job, NULL), KVT_E_INVALID);
     starts[2] = 2;
     CHECK_OK(kvt_prefill_open(&problem, out, 1000, lse, 1000, &job, NULL));
-    CHECK_OK(kvt_job_close(&job));
-    CHECK_IS(kvt_job_run(job, 0, 0, 1, NULL, 0, NULL), KVT_E_HANDLE);
+    CHECK_OK(kvt_attention_job_close(&job));
+    CHECK_IS(kvt_attention_job_run(job, 0, 0, 1, NULL, 0, NULL), KVT_E_HANDLE);
 
     kvt_rows_t bad = rows(k, 1, HEADS, DIM);
     CHECK_OK(kvt_rows_check(&bad, NULL));

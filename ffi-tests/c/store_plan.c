@@ -150,7 +150,7 @@ static void keys_of(const kvt_store_t *store, uint8_t *keys, uint32_t chunks) {
     uint32_t found = 0;
     for (uint64_t i = 0; i < count; i++) {
         CHECK_EQ(events[i].number, i);
-        if (events[i].kind != KVT_STORE_STORED || events[i].tier != KVT_TIER_HOST) continue;
+        if (events[i].kind != KVT_STORE_EVENT_STORED || events[i].tier != KVT_TIER_HOST) continue;
         CHECK(events[i].position < chunks && events[i].tokens == CHUNK && events[i].at_ns > 0);
         memcpy(keys + events[i].position * KVT_KEY_BYTES, events[i].key, KVT_KEY_BYTES);
         found++;
@@ -169,7 +169,7 @@ static void looking(void) {
 
     kvt_lookup_t sum = look(space, 48);
     CHECK_EQ(sum.reusable_tokens, 40);
-    CHECK_EQ(sum.soon_tokens, 40);
+    CHECK_EQ(sum.reusable_soon_tokens, 40);
     CHECK_EQ(sum.host_bytes, 40 * LAYERS * (K + V));
     CHECK_EQ(sum.disk_bytes + sum.remote_bytes + sum.device_bytes + sum.pending_bytes, 0);
     CHECK(sum.load_ns > 0);
@@ -295,26 +295,26 @@ static void planning(void) {
     CHECK_EQ(plan.total_ns + plan.without_ns, 0);
 
     /* Without a cost it goes by what is fixed, or was observed. */
-    kvt_prefill_t cost = KVT_PREFILL_INIT;
-    CHECK_OK(kvt_namespace_prefill(space, &cost));
+    kvt_prefill_cost_t cost = KVT_PREFILL_COST_INIT;
+    CHECK_OK(kvt_namespace_prefill_cost(space, &cost));
     CHECK(cost.observed == 0 && cost.fixed == 0 && cost.beta_ns > 0);
     cost.alpha_ns = 0;
     cost.beta_ns = 2e9;
-    CHECK_OK(kvt_namespace_fix_prefill(space, &cost, NULL));
+    CHECK_OK(kvt_namespace_set_prefill_cost(space, &cost, NULL));
     for (int i = 0; i < 50; i++)
         CHECK_OK(kvt_namespace_observe_prefill(space, 0, 100, 100000, NULL));
-    CHECK_OK(kvt_namespace_prefill(space, &cost));
+    CHECK_OK(kvt_namespace_prefill_cost(space, &cost));
     CHECK(cost.observed == 50 && cost.fixed == 1 && cost.beta_ns > 1.9e9);
     CHECK_OK(kvt_session_plan(session, NULL, NULL, 0, 0, &count, &plan, NULL));
     CHECK_EQ(count, 2);
     CHECK_EQ(plan.without_ns, UINT64_C(100000000000));
-    CHECK_OK(kvt_namespace_fix_prefill(space, NULL, NULL));
-    CHECK_OK(kvt_namespace_prefill(space, &cost));
+    CHECK_OK(kvt_namespace_set_prefill_cost(space, NULL, NULL));
+    CHECK_OK(kvt_namespace_prefill_cost(space, &cost));
     CHECK(cost.fixed == 0 && cost.beta_ns < 1500);
 
     count = 0;
     terms.beta_ns = cost.beta_ns = 1e9;
-    CHECK_OK(kvt_namespace_fix_prefill(space, &cost, NULL));
+    CHECK_OK(kvt_namespace_set_prefill_cost(space, &cost, NULL));
     CHECK_IS(kvt_session_plan(session, NULL, segments, 1, sizeof *segments, &count, &plan, NULL),
              KVT_E_TOO_SMALL);
     CHECK_EQ(count, 2);
@@ -337,8 +337,8 @@ static void planning(void) {
     CHECK_IS(kvt_namespace_observe_prefill(space, 0, 0, 1, &err), KVT_E_INVALID);
     CHECK_IS(kvt_namespace_observe_prefill(space, 0, 1, UINT64_MAX, &err), KVT_E_INVALID);
     cost.beta_ns = -1;
-    CHECK_IS(kvt_namespace_fix_prefill(space, &cost, &err), KVT_E_INVALID);
-    CHECK_IS(kvt_namespace_prefill(space, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_set_prefill_cost(space, &cost, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_prefill_cost(space, NULL), KVT_E_INVALID);
     CHECK_OK(kvt_error_free(&err));
 
     kvt_session_t *empty = open_session(space, 0);
@@ -400,7 +400,7 @@ static void watching(void) {
     CHECK_IS(kvt_namespace_chunk_keys(space, &sequence, keys[0], 4, NULL, NULL), KVT_E_INVALID);
     for (int i = 0; i < 4; i++) {
         CHECK(memcmp(events[i].key, keys[i], sizeof name) == 0);
-        CHECK_EQ(events[i].kind, KVT_STORE_STORED);
+        CHECK_EQ(events[i].kind, KVT_STORE_EVENT_STORED);
         CHECK_EQ(events[i].tier, KVT_TIER_HOST);
         CHECK_EQ(events[i].position, i);
         CHECK(memcmp(events[i].namespace_key, name, sizeof name) == 0);
@@ -423,9 +423,9 @@ static void watching(void) {
     CHECK_OK(kvt_store_events(store, &cursor, events, 20, sizeof *events, &count, &missed));
     CHECK_EQ(count, 16);
     CHECK_EQ(missed, 5 + 9 + 9 - 16);
-    CHECK_EQ(events[15].kind, KVT_STORE_CLEARED);
+    CHECK_EQ(events[15].kind, KVT_STORE_EVENT_CLEARED);
     CHECK(memcmp(events[15].namespace_key, name, sizeof name) == 0);
-    CHECK_EQ(events[14].kind, KVT_STORE_REMOVED);
+    CHECK_EQ(events[14].kind, KVT_STORE_EVENT_REMOVED);
     CHECK_OK(kvt_store_events(store, &cursor, events, 20, sizeof *events, &count, &missed));
     CHECK_EQ(count + missed, 0);
 
@@ -541,21 +541,21 @@ static void clearing(void) {
     CHECK_OK(kvt_namespace_close(&space));
 }
 
-static kvt_event_t *open_event(void) {
-    kvt_event_t *event = NULL;
-    CHECK_OK(kvt_event_open(0, &event, NULL));
+static kvt_ready_event_t *open_event(void) {
+    kvt_ready_event_t *event = NULL;
+    CHECK_OK(kvt_ready_event_open(0, &event, NULL));
     CHECK(event != NULL);
     return event;
 }
 
-static uint32_t state_of(const kvt_event_t *event) {
+static uint32_t state_of(const kvt_ready_event_t *event) {
     uint32_t state = 9;
-    CHECK_OK(kvt_event_query(event, &state));
+    CHECK_OK(kvt_ready_event_query(event, &state));
     return state;
 }
 
 static void *signal_it(void *data) {
-    CHECK_OK(kvt_event_signal((kvt_event_t *)data));
+    CHECK_OK(kvt_ready_event_signal((kvt_ready_event_t *)data));
     return NULL;
 }
 
@@ -569,8 +569,8 @@ static void waiting(void) {
     open_engine(&second, 0);
 
     /* The source is written after the submission, and before the word. */
-    kvt_event_t *event = open_event();
-    CHECK_EQ(state_of(event), KVT_EVENT_PENDING);
+    kvt_ready_event_t *event = open_event();
+    CHECK_EQ(state_of(event), KVT_READY_EVENT_PENDING);
     kvt_transfer_t move = move_of(&engine, 32);
     move.ready = event;
     kvt_op_t *op = NULL, *next = NULL;
@@ -583,14 +583,14 @@ static void waiting(void) {
     uint64_t seed = 77;
     for (size_t i = 0; i < sizeof engine.memory; i++)
         engine.memory[i] = (uint8_t)next_random(&seed);
-    CHECK_OK(kvt_event_signal(event));
-    CHECK_OK(kvt_event_signal(event));
-    CHECK_EQ(state_of(event), KVT_EVENT_SIGNALLED);
+    CHECK_OK(kvt_ready_event_signal(event));
+    CHECK_OK(kvt_ready_event_signal(event));
+    CHECK_EQ(state_of(event), KVT_READY_EVENT_SIGNALLED);
     CHECK_OK(finish_op(&op));
 
     /* A target is left alone before the word, given by another thread; one that was
      * given already costs nothing. */
-    kvt_event_t *then = open_event();
+    kvt_ready_event_t *then = open_event();
     move = move_of(&first, 32);
     move.ready = then;
     CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
@@ -603,9 +603,9 @@ static void waiting(void) {
     join_thread(start_thread(signal_it, then));
     CHECK_OK(finish_op(&op));
     CHECK(is_same(&engine, &first, 32));
-    CHECK_OK(kvt_event_close(&event));
-    CHECK_OK(kvt_event_close(&then));
-    CHECK_OK(kvt_event_close(&then));
+    CHECK_OK(kvt_ready_event_close(&event));
+    CHECK_OK(kvt_ready_event_close(&then));
+    CHECK_OK(kvt_ready_event_close(&then));
 
     /* Deadlines and cancels end what waits; so does an event that goes without a word. */
     open_engine(&first, 0);
@@ -623,7 +623,7 @@ static void waiting(void) {
     for (int i = 0; i < 4; i++) CHECK_OK(kvt_session_get(session, &move, NULL, &ops[i], NULL));
     CHECK_IS(kvt_session_get(session, &move, NULL, &op, NULL), KVT_E_AGAIN); /* moves=4 */
     CHECK_EQ(stats_of(store).transfers, 4);
-    CHECK_OK(kvt_event_close(&event));
+    CHECK_OK(kvt_ready_event_close(&event));
     for (int i = 0; i < 4; i++) CHECK_IS(finish_op(&ops[i]), KVT_E_CANCELLED);
     CHECK(is_untouched(&first));
     CHECK_EQ(stats_of(store).transfers, 0);
@@ -637,20 +637,20 @@ static void waiting(void) {
     kvt_transfer_t ahead = KVT_TRANSFER_INIT;
     ahead.ready = event;
     CHECK_OK(kvt_session_prefetch(session, &ahead, NULL, &op, NULL));
-    CHECK_OK(kvt_event_signal(event));
+    CHECK_OK(kvt_ready_event_signal(event));
     for (int i = 0; i < LAYERS; i++) CHECK_OK(finish_op(&ops[i]));
     CHECK_OK(finish_op(&op));
     CHECK(is_same(&engine, &first, 32));
-    kvt_event_t *stale = event;
-    CHECK_OK(kvt_event_close(&event));
+    kvt_ready_event_t *stale = event;
+    CHECK_OK(kvt_ready_event_close(&event));
     move.ready = stale;
     CHECK_IS(kvt_session_get(session, &move, NULL, ops, NULL), KVT_E_HANDLE);
-    CHECK_IS(kvt_event_signal(stale), KVT_E_HANDLE);
+    CHECK_IS(kvt_ready_event_signal(stale), KVT_E_HANDLE);
     uint32_t state = 0;
-    CHECK_IS(kvt_event_query(stale, &state), KVT_E_HANDLE);
-    CHECK_IS(kvt_event_query(NULL, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_event_open(1, &event, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_event_open(0, NULL, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_ready_event_query(stale, &state), KVT_E_HANDLE);
+    CHECK_IS(kvt_ready_event_query(NULL, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_ready_event_open(1, &event, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_ready_event_open(0, NULL, NULL), KVT_E_INVALID);
 
     /* A store that closes waits for nobody's word. */
     event = open_event();
@@ -660,9 +660,9 @@ static void waiting(void) {
     CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
     close_store(&store);
     CHECK_IS(finish_op(&op), KVT_E_CANCELLED);
-    CHECK_OK(kvt_event_signal(event));
+    CHECK_OK(kvt_ready_event_signal(event));
     CHECK(is_untouched(&first));
-    CHECK_OK(kvt_event_close(&event));
+    CHECK_OK(kvt_ready_event_close(&event));
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
 }
@@ -678,7 +678,7 @@ static void outliving(void) {
     open_engine(&engine, 6);
     open_engine(&back, 0);
     put(session, &engine, 64, KVT_LEVEL_RAM);
-    kvt_event_t *event = open_event();
+    kvt_ready_event_t *event = open_event();
     kvt_transfer_t move = move_of(&back, 64);
     move.ready = event;
     kvt_op_t *waits = NULL, *runs = NULL;
@@ -695,7 +695,7 @@ static void outliving(void) {
     const kvt_status_t status = finish_op(&runs);
     CHECK(status == KVT_OK || status == KVT_E_CANCELLED);
     if (status == KVT_OK) CHECK(is_same(&engine, &back, 64));
-    CHECK_OK(kvt_event_signal(event));
+    CHECK_OK(kvt_ready_event_signal(event));
     CHECK_IS(kvt_session_get(session, &move, NULL, &runs, NULL), KVT_E_CLOSED);
     CHECK_IS(kvt_namespace_clear(space, 0, NULL, NULL), KVT_E_CLOSED);
     uint64_t cursor = 0, count = 0;
@@ -704,7 +704,7 @@ static void outliving(void) {
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
     close_store(&store);
-    CHECK_OK(kvt_event_close(&event));
+    CHECK_OK(kvt_ready_event_close(&event));
     store = open_disk("outlive", "");
     space = open_space(store, "");
     CHECK_EQ(look(space, 64).reusable_tokens, 64);
@@ -747,37 +747,37 @@ static void forking(void) {
     kvt_store_t *store = open_store_on(runtime, "store(host=4MiB)");
     kvt_namespace_t *space = open_space(store, "");
     kvt_session_t *session = open_session(space, 8);
-    kvt_event_t *event = open_event();
+    kvt_ready_event_t *event = open_event();
     const pid_t pid = fork();
     CHECK(pid >= 0);
     if (pid == 0) {
         uint64_t number = 0;
         uint32_t state = 0;
         uint8_t byte = 0;
-        kvt_prefill_t cost = KVT_PREFILL_INIT;
-        kvt_event_t *another = NULL;
+        kvt_prefill_cost_t cost = KVT_PREFILL_COST_INIT;
+        kvt_ready_event_t *another = NULL;
 #define FORKED(call) CHECK_IS(call, KVT_E_FORKED)
         FORKED(kvt_namespace_lookup(space, NULL, 0, NULL, 0, 0, NULL, NULL, NULL));
         FORKED(kvt_namespace_lookup_keys(space, NULL, 0, 0, NULL, 0, 0, NULL, NULL, NULL));
         FORKED(kvt_namespace_exists(space, NULL, 0, &byte));
         FORKED(kvt_namespace_observe_prefill(space, 0, 1, 1, NULL));
-        FORKED(kvt_namespace_fix_prefill(space, NULL, NULL));
-        FORKED(kvt_namespace_prefill(space, &cost));
+        FORKED(kvt_namespace_set_prefill_cost(space, NULL, NULL));
+        FORKED(kvt_namespace_prefill_cost(space, &cost));
         FORKED(kvt_namespace_clear(space, 0, NULL, NULL));
         FORKED(kvt_session_plan(session, NULL, NULL, 0, 0, NULL, NULL, NULL));
         FORKED(kvt_session_drop(session, 0, 0, NULL, NULL));
         FORKED(kvt_session_unpin(session, 0, 0, NULL));
         FORKED(kvt_store_events(store, &number, NULL, 0, 0, &number, NULL));
-        FORKED(kvt_event_open(0, &another, NULL));
-        FORKED(kvt_event_signal(event));
-        FORKED(kvt_event_query(event, &state));
-        FORKED(kvt_event_close(&event));
+        FORKED(kvt_ready_event_open(0, &another, NULL));
+        FORKED(kvt_ready_event_signal(event));
+        FORKED(kvt_ready_event_query(event, &state));
+        FORKED(kvt_ready_event_close(&event));
         _exit(0);
     }
     int status = 0;
     CHECK(waitpid(pid, &status, 0) == pid);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    CHECK_OK(kvt_event_close(&event));
+    CHECK_OK(kvt_ready_event_close(&event));
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
     close_store(&store);

@@ -111,7 +111,7 @@ static void move(worker_t *worker, kvt_session_t **session, call_t call, uint32_
     uint32_t chunks[MAX_TOKENS / CHUNK];
     if (call != kvt_session_put) {
         const uint64_t kind = dice(worker, 4);
-        if (kind == 0) what.flags = KVT_TRANSFER_REUSE;
+        if (kind == 0) what.flags = KVT_TRANSFER_NEEDED_ONLY;
         if (kind == 1 && pick_chunks(worker, *session, chunks, &what.chunk_count))
             what.chunks = chunks;
     }
@@ -145,7 +145,7 @@ static void look(worker_t *worker, const uint32_t *tokens, uint32_t count) {
     const kvt_status_t status =
         kvt_namespace_lookup(space, tokens, count, NULL, 0, 0, NULL, &sum, NULL);
     if (!went(worker, status)) return;
-    CHECK(sum.reusable_tokens <= sum.soon_tokens && sum.soon_tokens <= count);
+    CHECK(sum.reusable_tokens <= sum.reusable_soon_tokens && sum.reusable_soon_tokens <= count);
 }
 
 /* What is neither moved nor looked at. */
@@ -228,8 +228,8 @@ static void change(uint64_t round) {
         CHECK_OK(kvt_store_set_policy(store, KVT_TIER_DISK, disk, strlen(disk), NULL));
     if (round % 6 == 1) {
         const uint64_t share = 1 + round / 6 % 4;
-        CHECK_OK(kvt_store_set_budget(store, KVT_TIER_HOST, share * (256 << 10), NULL));
-        CHECK_OK(kvt_store_set_budget(store, KVT_TIER_DISK, (8 + share) << 20, NULL));
+        CHECK_OK(kvt_store_set_limit(store, KVT_TIER_HOST, share * (256 << 10), NULL));
+        CHECK_OK(kvt_store_set_limit(store, KVT_TIER_DISK, (8 + share) << 20, NULL));
     }
     if (round % 64 == 63) {
         const kvt_status_t status = kvt_namespace_clear(space, in_ms(500), NULL, NULL);

@@ -281,7 +281,7 @@ static void reusing(void) {
     CHECK_EQ(loads, 64);
 
     open_engine(&back, 0);
-    CHECK_OK(get(session, &back, 64, KVT_TRANSFER_REUSE, &value));
+    CHECK_OK(get(session, &back, 64, KVT_TRANSFER_NEEDED_ONLY, &value));
     CHECK_EQ(value, 64);
     for (int layer = 0; layer < LAYERS; layer++) {
         const uint32_t from = layer < 2 ? 0 : layer < 4 ? 40 : 56;
@@ -292,20 +292,20 @@ static void reusing(void) {
     CHECK_IS(get(session, &back, 64, 0, &value), KVT_E_NOT_FOUND);
     CHECK_EQ(value, 0);
     /* After 48 tokens the window begins with 28, and the state is that of the sixth chunk. */
-    CHECK_IS(get(session, &back, 48, KVT_TRANSFER_REUSE, &value), KVT_E_NOT_FOUND);
+    CHECK_IS(get(session, &back, 48, KVT_TRANSFER_NEEDED_ONLY, &value), KVT_E_NOT_FOUND);
     kvt_transfer_t ahead = KVT_TRANSFER_INIT;
-    ahead.flags = KVT_TRANSFER_REUSE;
+    ahead.flags = KVT_TRANSFER_NEEDED_ONLY;
     kvt_op_t *op = NULL, *ops[LAYERS];
     CHECK_OK(kvt_session_prefetch(session, &ahead, NULL, &op, NULL));
     CHECK_OK(finish_op(&op));
     engine_t views;
     kvt_transfer_t move = move_of(&views, &back, 0, 64, 0, LAYERS);
-    move.flags = KVT_TRANSFER_REUSE | KVT_TRANSFER_EACH_LAYER;
+    move.flags = KVT_TRANSFER_NEEDED_ONLY | KVT_TRANSFER_EACH_LAYER;
     CHECK_OK(kvt_session_get(session, &move, NULL, ops, NULL));
     for (int layer = 0; layer < LAYERS; layer++) CHECK_OK(finish_op(&ops[layer]));
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_session_put(session, &move, NULL, ops, &err), KVT_E_INVALID);
-    CHECK(strstr(kvt_error_message(err), "KVT_TRANSFER_REUSE") != NULL);
+    CHECK(strstr(kvt_error_message(err), "KVT_TRANSFER_NEEDED_ONLY") != NULL);
     CHECK_OK(kvt_error_free(&err));
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
@@ -463,8 +463,8 @@ static void picking_wrongly(const kvt_store_t *store, const kvt_session_t *sessi
     move = some(good, UINT64_MAX);
     refuse_picks(session, &move, KVT_E_LIMIT, "at most");
     move = some(good, 3);
-    move.flags = KVT_TRANSFER_REUSE;
-    refuse_picks(session, &move, KVT_E_INVALID, "KVT_TRANSFER_REUSE");
+    move.flags = KVT_TRANSFER_NEEDED_ONLY;
+    refuse_picks(session, &move, KVT_E_INVALID, "KVT_TRANSFER_NEEDED_ONLY");
     CHECK_EQ(stats_of(store).host_hit_cells + stats_of(store).missed_cells, begun);
 
     /* A put is one of all; also where the list makes no sense. */
@@ -536,12 +536,12 @@ static void picking(void) {
     /* The list is copied: it may change while the move waits. A struct that ends before it is
      * a move of all. */
     engine_t back;
-    kvt_event_t *event = NULL;
+    kvt_ready_event_t *event = NULL;
     kvt_op_t *op = NULL;
     uint32_t list[] = {1, 7};
     open_engine(&back, 0);
     kvt_transfer_t move = some(list, 2);
-    CHECK_OK(kvt_event_open(0, &event, NULL));
+    CHECK_OK(kvt_ready_event_open(0, &event, NULL));
     move.ready = event;
     move.k = back.k;
     move.v = back.v;
@@ -549,9 +549,9 @@ static void picking(void) {
     CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
     list[0] = 99;
     list[1] = 0;
-    CHECK_OK(kvt_event_signal(event));
+    CHECK_OK(kvt_ready_event_signal(event));
     CHECK_OK(finish_op(&op));
-    CHECK_OK(kvt_event_close(&event));
+    CHECK_OK(kvt_ready_event_close(&event));
     for (uint32_t layer = 0; layer < 4; layer++) {
         const uint8_t *start = back.memory + layer * PLANE, *from = engine.memory + layer * PLANE;
         CHECK(memcmp(start, from + 8 * K, 8 * K) == 0);
@@ -676,14 +676,14 @@ static void changing(void) {
     CHECK_IS(kvt_store_set_policy(NULL, KVT_TIER_HOST, "lru", 3, &err), KVT_E_HANDLE);
     expect_metric(store, "tier=\"host\",policy=\"slru\"", 1);
 
-    CHECK_OK(kvt_store_set_budget(store, KVT_TIER_DISK, 24 << 20, NULL));
+    CHECK_OK(kvt_store_set_limit(store, KVT_TIER_DISK, 24 << 20, NULL));
     CHECK_EQ(stats_of(store).disk_limit_bytes, 24 << 20);
-    CHECK_OK(kvt_store_set_budget(store, KVT_TIER_HOST, 512 << 10, NULL));
+    CHECK_OK(kvt_store_set_limit(store, KVT_TIER_HOST, 512 << 10, NULL));
     CHECK_EQ(stats_of(store).host_limit_bytes, 512 << 10);
-    CHECK_IS(kvt_store_set_budget(store, KVT_TIER_HOST, 1000, &err), KVT_E_INVALID);
-    CHECK_IS(kvt_store_set_budget(store, KVT_TIER_DEVICE, 1 << 20, &err), KVT_E_UNSUPPORTED);
-    CHECK_IS(kvt_store_set_budget(store, 99, 1 << 20, &err), KVT_E_INVALID);
-    CHECK_IS(kvt_store_set_budget(NULL, KVT_TIER_HOST, 1 << 20, &err), KVT_E_HANDLE);
+    CHECK_IS(kvt_store_set_limit(store, KVT_TIER_HOST, 1000, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_store_set_limit(store, KVT_TIER_DEVICE, 1 << 20, &err), KVT_E_UNSUPPORTED);
+    CHECK_IS(kvt_store_set_limit(store, 99, 1 << 20, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_store_set_limit(NULL, KVT_TIER_HOST, 1 << 20, &err), KVT_E_HANDLE);
     CHECK_EQ(stats_of(store).host_limit_bytes, 512 << 10);
 
     kvt_policy_log_entry_t entries[64];
@@ -731,7 +731,7 @@ static void changing(void) {
 
     store = open_store("store(host=1MiB)");
     CHECK_IS(kvt_store_set_policy(store, KVT_TIER_DISK, "lru", 3, NULL), KVT_E_NOT_FOUND);
-    CHECK_IS(kvt_store_set_budget(store, KVT_TIER_DISK, 1 << 30, NULL), KVT_E_NOT_FOUND);
+    CHECK_IS(kvt_store_set_limit(store, KVT_TIER_DISK, 1 << 30, NULL), KVT_E_NOT_FOUND);
     CHECK_IS(kvt_store_evictions(store, KVT_TIER_DISK, entries, 2, sizeof *entries, &count),
              KVT_E_NOT_FOUND);
     CHECK_EQ(stats_of(store).disk_engine, KVT_IO_NONE);
@@ -814,14 +814,14 @@ static void counting_tenants(void) {
     /* What was whole was timed: as many puts as there were, one get; the other missed. */
     kvt_latency_t times[16];
     CHECK_OK(kvt_store_latencies(store, NULL, 0, 0, &count));
-    CHECK_EQ(count, KVT_TIMED_LOOKUP_BATCH);
+    CHECK_EQ(count, KVT_LATENCY_LOOKUP_BATCH);
     CHECK_IS(kvt_store_latencies(store, times, 3, sizeof *times, &count), KVT_E_TOO_SMALL);
     CHECK_OK(kvt_store_latencies(store, times, 16, sizeof *times, &count));
     for (uint32_t i = 0; i < count; i++) CHECK_EQ(times[i].kind, i + 1);
-    CHECK_EQ(times[KVT_TIMED_PUT_RAM - 1].count, TENANTS);
-    CHECK_EQ(times[KVT_TIMED_GET_HOST - 1].count, 1);
-    CHECK_EQ(times[KVT_TIMED_GET_DISK - 1].count, 0);
-    const kvt_latency_t *puts = &times[KVT_TIMED_PUT_RAM - 1];
+    CHECK_EQ(times[KVT_LATENCY_PUT_RAM - 1].count, TENANTS);
+    CHECK_EQ(times[KVT_LATENCY_GET_HOST - 1].count, 1);
+    CHECK_EQ(times[KVT_LATENCY_GET_DISK - 1].count, 0);
+    const kvt_latency_t *puts = &times[KVT_LATENCY_PUT_RAM - 1];
     CHECK_EQ(puts->mean_ns > 0 && puts->max_ns >= puts->mean_ns, 1);
     CHECK_EQ(puts->p50_ns <= puts->p99_ns, 1);
     CHECK_IS(kvt_store_latencies(store, times, 1, 9, &count), KVT_E_INVALID);
@@ -1146,7 +1146,7 @@ static void forking(void) {
         FORKED(kvt_session_append_media(session, NULL, NULL));
         FORKED(kvt_namespace_lookup_media(space, NULL, NULL, 0, 0, NULL, NULL, NULL));
         FORKED(kvt_store_set_policy(store, KVT_TIER_HOST, "lru", 3, NULL));
-        FORKED(kvt_store_set_budget(store, KVT_TIER_HOST, 1 << 20, NULL));
+        FORKED(kvt_store_set_limit(store, KVT_TIER_HOST, 1 << 20, NULL));
         FORKED(kvt_store_evictions(store, KVT_TIER_HOST, NULL, 0, 0, &count));
         FORKED(kvt_store_tenants(store, NULL, 0, 0, &count));
         FORKED(kvt_store_latencies(store, NULL, 0, 0, &count));

@@ -129,7 +129,7 @@ static void learn_model(void) {
         tensor_offset[i] = tensor.offset;
         sum += tensor.bytes;
         uint32_t found = KVT_NONE;
-        CHECK_OK(kvt_model_find(model, tensor.name, tensor.name_bytes, &found));
+        CHECK_OK(kvt_model_find_tensor(model, tensor.name, tensor.name_bytes, &found));
         CHECK_EQ(found, i);
         kvt_part_t part;
         uint64_t count = 0;
@@ -140,9 +140,9 @@ static void learn_model(void) {
     }
     CHECK_EQ(sum, info.bytes);
     uint32_t found = 7;
-    CHECK_IS(kvt_model_find(model, "model.nothing", 13, &found), KVT_E_NOT_FOUND);
-    CHECK_IS(kvt_model_layer(model, LAYERS, KVT_NONE, &found), KVT_E_NOT_FOUND);
-    CHECK_IS(kvt_model_layer(model, 0, 0, &found), KVT_E_NOT_FOUND);
+    CHECK_IS(kvt_model_find_tensor(model, "model.nothing", 13, &found), KVT_E_NOT_FOUND);
+    CHECK_IS(kvt_model_find_unit(model, LAYERS, KVT_NONE, &found), KVT_E_NOT_FOUND);
+    CHECK_IS(kvt_model_find_unit(model, 0, 0, &found), KVT_E_NOT_FOUND);
     CHECK_EQ(found, 7);
 
     CHECK(info.units <= MOST_UNITS);
@@ -165,10 +165,10 @@ static void learn_model(void) {
         CHECK((unit.role == KVT_ROLE_HEAD) == (i == info.units - 1));
     }
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
-        CHECK_OK(kvt_model_layer(model, layer, KVT_NONE, &found));
+        CHECK_OK(kvt_model_find_unit(model, layer, KVT_NONE, &found));
         CHECK_EQ(found, layer_unit[layer]);
     }
-    CHECK_OK(kvt_model_layer(model, 4, 3, &found));
+    CHECK_OK(kvt_model_find_unit(model, 4, 3, &found));
     CHECK_EQ(found, expert_unit[4][3]);
     kvt_unit_t unit = KVT_UNIT_INIT;
     CHECK_IS(kvt_model_unit(model, info.units, &unit), KVT_E_INVALID);
@@ -243,10 +243,10 @@ static void check_plans(void) {
     CHECK(forecast.pass_ns >= forecast.bound_ns && forecast.disk_bytes > 0);
     CHECK_EQ(forecast.binding, KVT_BINDING_DISK);
     kvt_forecast_t faster = KVT_FORECAST_INIT;
-    CHECK_OK(kvt_model_what_if(model, &terms, &memory, "disk=2", 6, &faster, NULL));
+    CHECK_OK(kvt_model_forecast(model, &terms, &memory, "disk=2", 6, &faster, NULL));
     CHECK(faster.pass_ns < forecast.pass_ns);
     kvt_error_t *error = NULL;
-    CHECK_IS(kvt_model_what_if(model, &terms, &memory, "tape=2", 6, &faster, &error), KVT_E_SPEC);
+    CHECK_IS(kvt_model_forecast(model, &terms, &memory, "tape=2", 6, &faster, &error), KVT_E_SPEC);
     kvt_error_info_t why = KVT_ERROR_INFO_INIT;
     CHECK_OK(kvt_error_info(error, &why));
     CHECK_EQ(why.offset, 0);
@@ -381,7 +381,7 @@ static void check_passes(uint64_t host_bytes, uint64_t flags, uint32_t marks) {
     opts.flags = flags;
     opts.marks = marks;
     kvt_stream_t *stream = open_stream(&opts);
-    CHECK_OK(kvt_stream_load(stream, hang_guard(), NULL));
+    CHECK_OK(kvt_stream_wait_resident(stream, hang_guard(), NULL));
     kvt_stream_progress_t progress = KVT_STREAM_PROGRESS_INIT;
     CHECK_OK(kvt_stream_progress(stream, &progress));
     CHECK_EQ(progress.missing, 0);
@@ -401,12 +401,12 @@ static void check_passes(uint64_t host_bytes, uint64_t flags, uint32_t marks) {
     CHECK_EQ(stats.acquires, 4 * (3 + LAYERS + 4));
     CHECK_EQ(stats.failed, 0);
     CHECK(stats.read_bytes >= progress.read_bytes && stats.read_bytes > 0);
-    kvt_layer_count_t layers[4];
+    kvt_expert_stats_t layers[4];
     uint64_t count = 0;
     CHECK_OK(kvt_stream_layers(stream, layers, 4, sizeof *layers, &count));
     CHECK_EQ(count, 2);
     CHECK(layers[0].layer == 2 && layers[1].layer == 4);
-    kvt_stream_mark_t rows[64];
+    kvt_stream_span_t rows[64];
     CHECK_OK(kvt_stream_marks(stream, rows, 64, sizeof *rows, &count));
     CHECK_EQ(count > 0, marks > 0);
     for (uint64_t i = 0; i < count; i++) {
@@ -415,15 +415,15 @@ static void check_passes(uint64_t host_bytes, uint64_t flags, uint32_t marks) {
     }
     char words[256];
     uint64_t bytes = 0;
-    CHECK_OK(kvt_stream_engine(stream, words, sizeof words, &bytes));
+    CHECK_OK(kvt_stream_describe_io(stream, words, sizeof words, &bytes));
     CHECK(bytes > 0);
     CHECK_OK(kvt_stream_plan_describe(stream, KVT_PLAN_JSON, NULL, 0, &bytes));
     CHECK(bytes > 100);
     if (plan.file_units > 0)
-        CHECK_OK(kvt_stream_what_if(stream, "disk=1", 6, &forecast, NULL));
+        CHECK_OK(kvt_stream_forecast(stream, "disk=1", 6, &forecast, NULL));
     const void *fixed = NULL;
     if ((flags & KVT_STREAM_IN_PLACE) == 0)
-        CHECK_IS(kvt_stream_fixed(stream, 0, &fixed, NULL), KVT_E_STATE);
+        CHECK_IS(kvt_stream_unit_address(stream, 0, &fixed, NULL), KVT_E_STATE);
     close_stream(&stream);
 }
 
@@ -580,14 +580,14 @@ static void check_in_place(void) {
     kvt_stream_t *stream = open_stream(&opts);
     const void *start = NULL, *fixed[MOST_UNITS];
     uint64_t range = 0, bytes = 0;
-    CHECK_OK(kvt_stream_fixed(stream, KVT_NONE, &start, &range));
+    CHECK_OK(kvt_stream_unit_address(stream, KVT_NONE, &start, &range));
     CHECK_EQ(range, model_image_bytes);
     for (uint32_t i = 0; i < info.units; i++) {
-        CHECK_OK(kvt_stream_fixed(stream, i, &fixed[i], &bytes));
+        CHECK_OK(kvt_stream_unit_address(stream, i, &fixed[i], &bytes));
         CHECK((const uint8_t *)fixed[i] >= (const uint8_t *)start);
         CHECK((const uint8_t *)fixed[i] + bytes <= (const uint8_t *)start + range);
     }
-    CHECK_IS(kvt_stream_fixed(stream, info.units, &start, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_stream_unit_address(stream, info.units, &start, NULL), KVT_E_INVALID);
     for (int pass = 0; pass < 3; pass++) {
         one_pass(stream);
         for (uint32_t i = 0; i < info.units; i++) {
@@ -626,7 +626,7 @@ static void check_on_device(kvt_device_t *device, const kvt_unit_lease_t *held) 
 /* The same on a device: pointers to its memory that are set once, of which few have memory. */
 static void check_in_place_on_device(void) {
     kvt_device_opts_t which = KVT_DEVICE_OPTS_INIT;
-    which.kind = KVT_DEVICE_SIMULATED;
+    which.kind = KVT_DEVICE_KIND_SIMULATED;
     which.memory_bytes = 1u << 30;
     kvt_device_t *device = NULL;
     CHECK_OK(kvt_device_open(runtime, &which, &device, NULL));
@@ -643,13 +643,13 @@ static void check_in_place_on_device(void) {
     CHECK_EQ(plan.device_bytes % (2u << 20), 0);
     const void *fixed[MOST_UNITS];
     for (uint32_t i = 0; i < info.units; i++)
-        CHECK_OK(kvt_stream_fixed(stream, i, &fixed[i], NULL));
+        CHECK_OK(kvt_stream_unit_address(stream, i, &fixed[i], NULL));
     uint64_t on_device = 0;
     for (int pass = 0; pass < 3; pass++) {
         CHECK_OK(kvt_stream_pass_begin(stream, NULL));
         for (uint32_t i = 0; i < info.units; i++) {
             kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
-            const uint64_t how = pass == 1 ? KVT_ACQUIRE_EARLY : 0;
+            const uint64_t how = pass == 1 ? KVT_ACQUIRE_SUBMITTED : 0;
             CHECK_OK(kvt_stream_acquire(stream, i, how, hang_guard(), &held, NULL));
             CHECK(held.address == fixed[i]);
             if (held.memory == KVT_MEMORY_DEVICE) {
@@ -696,7 +696,7 @@ static void check_rebalance(void) {
     one_pass(stream);
     room.host_bytes = model_image_bytes * 7 / 10;
     CHECK_OK(kvt_stream_rebalance(stream, &room, NULL, NULL));
-    CHECK_OK(kvt_stream_load(stream, hang_guard(), NULL));
+    CHECK_OK(kvt_stream_wait_resident(stream, hang_guard(), NULL));
     CHECK(homes_of(stream) >= plan.host_units);
     one_pass(stream);
     close_stream(&stream);
@@ -709,7 +709,7 @@ static void check_shrinks(void) {
     CHECK_OK(kvt_model_plan(model, &terms, NULL, &plan, NULL, NULL, 0, 0, NULL));
     CHECK_EQ(plan.host_units, info.units);
     CHECK_EQ(plan.slots + plan.expert_slots, 0);
-    terms.flags |= KVT_STREAM_SHRINKS;
+    terms.flags |= KVT_TERMS_SHRINKS;
     CHECK_OK(kvt_model_plan(model, &terms, NULL, &plan, NULL, NULL, 0, 0, NULL));
     CHECK_EQ(plan.host_units, info.units);
     CHECK_EQ(plan.slots, 2);
@@ -728,12 +728,12 @@ static void check_shrinks(void) {
     room.host_bytes = 2 * model_image_bytes;
     CHECK_OK(kvt_stream_rebalance(stream, &room, &plan, NULL));
     CHECK_EQ(plan.host_units, info.units);
-    CHECK_OK(kvt_stream_load(stream, hang_guard(), NULL));
+    CHECK_OK(kvt_stream_wait_resident(stream, hang_guard(), NULL));
     one_pass(stream);
     close_stream(&stream);
 
     /* It belongs to the terms: elsewhere it has no meaning. */
-    opts.flags = KVT_STREAM_SHRINKS;
+    opts.flags = KVT_TERMS_SHRINKS;
     CHECK_IS(kvt_stream_open(runtime, &opts, &stream, NULL), KVT_E_INVALID);
 
     /* With a budget it goes without saying. */
@@ -741,7 +741,7 @@ static void check_shrinks(void) {
     limits.host_bytes = 2 * model_image_bytes;
     kvt_budget_t *budget = NULL;
     CHECK_OK(kvt_budget_open(runtime, &limits, &budget, NULL));
-    terms.flags &= ~(uint64_t)KVT_STREAM_SHRINKS;
+    terms.flags &= ~(uint64_t)KVT_TERMS_SHRINKS;
     opts.flags = 0;
     opts.budget = budget;
     stream = open_stream(&opts);
@@ -761,7 +761,7 @@ static void check_budget(void) {
     kvt_stream_opts_t opts = opts_of(&terms);
     opts.budget = budget;
     kvt_stream_t *stream = open_stream(&opts);
-    CHECK_OK(kvt_stream_load(stream, hang_guard(), NULL));
+    CHECK_OK(kvt_stream_wait_resident(stream, hang_guard(), NULL));
     one_pass(stream);
     const uint32_t before = homes_of(stream);
     kvt_tier_report_t report = KVT_TIER_REPORT_INIT;
@@ -809,7 +809,7 @@ static void check_table(void) {
     kvt_model_t *own = NULL;
     CHECK_OK(kvt_model_table(&table, &own, NULL));
     uint32_t unit = KVT_NONE;
-    CHECK_OK(kvt_model_layer(own, 0, KVT_NONE, &unit));
+    CHECK_OK(kvt_model_find_unit(own, 0, KVT_NONE, &unit));
     CHECK_EQ(unit, 1);
     const kvt_stream_terms_t terms = terms_of(1 << 20);
     kvt_stream_opts_t opts = opts_of(&terms);
@@ -872,15 +872,15 @@ static void check_sums(void) {
     kvt_stream_t *stream = open_stream(&opts);
     for (uint32_t i = 0; i < info.units; i++) use_unit(stream, i);
     uint64_t sum = 0, same = 0;
-    CHECK_OK(kvt_stream_sum(stream, layer_unit[3], &sum));
-    CHECK_IS(kvt_stream_sum(stream, info.units, &same), KVT_E_INVALID);
+    CHECK_OK(kvt_stream_checksum(stream, layer_unit[3], &sum));
+    CHECK_IS(kvt_stream_checksum(stream, info.units, &same), KVT_E_INVALID);
     close_stream(&stream);
     CHECK(access(sums_path, R_OK) == 0);
 
     const kvt_part_t *part = &parts[layer_unit[3]][part_count[layer_unit[3]] - 1];
     damage(tensor_offset[part->tensor] + 20000);
     stream = open_stream(&opts);
-    CHECK_OK(kvt_stream_sum(stream, layer_unit[3], &same));
+    CHECK_OK(kvt_stream_checksum(stream, layer_unit[3], &same));
     CHECK_EQ(sum, same);
     use_unit(stream, layer_unit[1]);
     kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
@@ -961,14 +961,14 @@ static void check_end_of_runtime(void) {
     const kvt_stream_terms_t terms = terms_of(2 * model_image_bytes);
     kvt_stream_opts_t opts = opts_of(&terms);
     kvt_stream_t *stream = open_stream(&opts);
-    CHECK_OK(kvt_stream_load(stream, hang_guard(), NULL));
+    CHECK_OK(kvt_stream_wait_resident(stream, hang_guard(), NULL));
     kvt_unit_lease_t held = acquire(stream, layer_unit[2]);
     kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;
     CHECK_OK(kvt_runtime_close(&runtime, hang_guard(), &report, NULL));
     CHECK_EQ(report.streamers, 1);
     kvt_unit_lease_t other = KVT_UNIT_LEASE_INIT;
     CHECK_IS(kvt_stream_acquire(stream, layer_unit[1], 0, 0, &other, NULL), KVT_E_CLOSED);
-    CHECK_IS(kvt_stream_load(stream, 0, NULL), KVT_E_CLOSED);
+    CHECK_IS(kvt_stream_wait_resident(stream, 0, NULL), KVT_E_CLOSED);
     check_unit(&held);
     CHECK_IS(kvt_stream_close(&stream, hang_guard(), NULL), KVT_E_BUSY);
     release(stream, &held);

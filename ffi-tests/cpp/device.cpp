@@ -24,7 +24,7 @@ namespace {
 
 kvt::deadline soon() { return kvt::deadline::in(HANG_GUARD); }
 
-/// What KVT_LAUNCH_MOVE has in its table.
+/// What KVT_DEVICE_KERNEL_MOVE has in its table.
 struct piece {
     std::uint64_t from, to;
     std::int64_t from_stride, to_stride;
@@ -79,7 +79,7 @@ public:
 
     std::uint64_t flags() const override { return KVT_DEVICE_HAS_MEMORY; }
     std::uint32_t streams() const override { return STREAMS; }
-    std::uint64_t kernels() const override { return 1 << KVT_LAUNCH_MOVE; }
+    std::uint64_t kernels() const override { return 1 << KVT_DEVICE_KERNEL_MOVE; }
 
     kvt_status_t submit(std::uint32_t stream, std::uint64_t after,
                         kvt::span<const kvt_copy_rows_t> copies, std::uint64_t &event) override {
@@ -151,7 +151,7 @@ private:
         std::uint64_t event = 0;
         std::uint64_t after = 0;
         std::vector<kvt_copy_rows_t> copies;
-        /// KVT_LAUNCH_MOVE alone: their tables are read when their turn comes.
+        /// KVT_DEVICE_KERNEL_MOVE alone: their tables are read when their turn comes.
         std::vector<kvt_kernel_t> kernels;
         /// Nobody asks for its event.
         bool forget = false;
@@ -292,7 +292,7 @@ void copies(const rig &on) {
     std::vector<std::uint8_t> again(from.size(), 0);
     kvt::device_memory other = on.device.alloc(PLANE);
     kvt_kernel_t kernel{};
-    kernel.kind = KVT_LAUNCH_MOVE;
+    kernel.kind = KVT_DEVICE_KERNEL_MOVE;
     const piece whole{memory.address(), other.address(), 0, 0, PLANE, 1};
     kernel.table = reinterpret_cast<std::uintptr_t>(&whole);
     kernel.count = 1;
@@ -306,7 +306,7 @@ void copies(const rig &on) {
         CHECK(std::memcmp(&again[at], &from[at], HEADS * RUN) == 0);
         CHECK(token + 1 == TOKENS || again[at + HEADS * RUN] == 0);
     }
-    kernel.kind = KVT_LAUNCH_DECODE;
+    kernel.kind = KVT_DEVICE_KERNEL_DECODE;
     CHECK_THROWS(on.device.launch(kvt::span<const kvt_kernel_t>(&kernel, 1)), KVT_E_UNSUPPORTED);
     CHECK_THROWS(on.device.copy(kvt::download(other.data(), to.data(), PLANE), 9),
                  KVT_E_INVALID);
@@ -321,7 +321,7 @@ void kernel_index() {
     index.starts = {0, 2, 3};
     index.items = {0, 5, 0};
     kvt_kernel_t kernel{};
-    kernel.kind = KVT_LAUNCH_PREFILL;
+    kernel.kind = KVT_DEVICE_KERNEL_PREFILL;
     kernel.query_count = 10;
     kernel.first = 54;
     kernel.tokens = 64;
@@ -504,12 +504,12 @@ void streams(const kvt::runtime &runtime, rig &on) {
 void kinds(const kvt::runtime &runtime) {
     const kvt::device host = kvt::device::host(runtime);
     const kvt::device_info info = host.info();
-    CHECK(info.kind == KVT_DEVICE_HOST && info.sums && !info.asynchronous && !info.has_memory);
+    CHECK(info.kind == KVT_DEVICE_KIND_HOST && info.sums && !info.asynchronous && !info.has_memory);
     std::vector<std::uint8_t> from(5000, 9), to(5000, 0);
     kvt_view_t view = kvt::view(from.data(), 100);
     view.tokens = 50;
     kvt_copy_t copy = kvt::gather(view, to.data());
-    copy.flags = KVT_COPY_SUM;
+    copy.flags = KVT_COPY_CHECKSUM;
     CHECK(host.copy(kvt::span<kvt_copy_t>(&copy, 1)).is_done() && to == from);
     CHECK(copy.sum ==
           kvt::checksum({reinterpret_cast<const std::byte *>(to.data()), to.size()}));
@@ -521,7 +521,7 @@ void kinds(const kvt::runtime &runtime) {
         const kvt::device there = kvt::device::simulated(runtime, sums);
         const kvt::device_memory memory = there.alloc(to.size());
         copy = kvt::upload(from.data(), memory.data(), from.size());
-        copy.flags = KVT_COPY_SUM;
+        copy.flags = KVT_COPY_CHECKSUM;
         const kvt::device_event event = there.copy(kvt::span<kvt_copy_t>(&copy, 1));
         event.wait();
         CHECK(there.info().sums && event.sums().size() == 1);
@@ -561,9 +561,9 @@ int main() {
         kernel_index();
         rig on(runtime);
         const kvt::device_info info = on.device.info();
-        CHECK(info.kind == KVT_DEVICE_CUSTOM && info.asynchronous && info.has_memory);
+        CHECK(info.kind == KVT_DEVICE_KIND_CUSTOM && info.asynchronous && info.has_memory);
         CHECK(info.streams == threads::STREAMS && info.free_bytes == threads::MEMORY);
-        CHECK(info.has_kernel(KVT_LAUNCH_MOVE) && !info.has_kernel(KVT_LAUNCH_DECODE));
+        CHECK(info.has_kernel(KVT_DEVICE_KERNEL_MOVE) && !info.has_kernel(KVT_DEVICE_KERNEL_DECODE));
         conforms(on.device);
         copies(on);
         engine_events(on);

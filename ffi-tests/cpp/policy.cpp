@@ -18,7 +18,7 @@ static kvt::policy_opts small(std::string_view spec) {
 
 static void objects() {
     kvt::policy p = kvt::policy::open(small("lru"));
-    const std::vector<kvt_policy_row_t> rows = {kvt::policy_row(1, 2), kvt::policy_row(2, 2, 1),
+    const std::vector<kvt_policy_object_t> rows = {kvt::policy_row(1, 2), kvt::policy_row(2, 2, 1),
                                                 kvt::policy_row(3, 2, 2)};
     p.insert(rows);
     p.insert(kvt::policy_row(9, 5));
@@ -50,7 +50,7 @@ static void objects() {
     p.set_capacity(100);
     CHECK(p.spec() == "fifo" && p.stats().capacity_units == 100);
     CHECK_THROWS(p.gauge("none"), KVT_E_NOT_FOUND);
-    kvt_policy_rules_t rules = KVT_POLICY_RULES_INIT;
+    kvt_policy_advice_rules_t rules = KVT_POLICY_ADVICE_RULES_INIT;
     rules.max_batch = 4;
     p.set_advice(rules);
     CHECK(p.advise(100).batch == 4);

@@ -143,7 +143,7 @@ bool right(const kvt::sparse_index &index, std::uint32_t first, const std::vecto
 
 /// Each thread takes its items of a step, one here, one there.
 void run_on_threads(const kvt::job &job) {
-    const kvt_job_info_t info = job.info();
+    const kvt_attention_job_info_t info = job.info();
     for (std::uint32_t step = 0; step < info.steps; step++) {
         const std::uint32_t items = step == 0 ? info.items : info.last_items;
         std::vector<std::thread> threads;
@@ -382,7 +382,7 @@ void in_a_buffer() {
     std::vector<float> memory(kvt::job::decode_memory(p, true)), sums(QUERY_HEADS * most);
     CHECK(memory.size() <= room.memory && room.scratch > 0);
     const kvt::job job = kvt::job::decode(p, out, lse, memory, true);
-    CHECK(static_cast<kvt_job_info_t>(job.info()).sum_keys == most);
+    CHECK(static_cast<kvt_attention_job_info_t>(job.info()).sum_keys == most);
     job.run();
     job.add_sums(sums);
     std::vector<float> told(QUERY_HEADS * TOKENS, 1.0f);

@@ -345,10 +345,10 @@ void wishes(const kvt::runtime &runtime, const std::string &folder) {
     const std::vector<kvt_tenant_t> tenants = store.tenants();
     CHECK(tenants.size() == 1 && tenants[0].tenant == 7);
     const std::vector<kvt_latency_t> times = store.latencies();
-    CHECK(times.size() == KVT_TIMED_LOOKUP_BATCH);
-    const kvt_latency_t &host = times[KVT_TIMED_GET_HOST - 1];
-    const kvt_latency_t &disk = times[KVT_TIMED_GET_DISK - 1];
-    CHECK(host.kind == KVT_TIMED_GET_HOST && disk.kind == KVT_TIMED_GET_DISK);
+    CHECK(times.size() == KVT_LATENCY_LOOKUP_BATCH);
+    const kvt_latency_t &host = times[KVT_LATENCY_GET_HOST - 1];
+    const kvt_latency_t &disk = times[KVT_LATENCY_GET_DISK - 1];
+    CHECK(host.kind == KVT_LATENCY_GET_HOST && disk.kind == KVT_LATENCY_GET_DISK);
     CHECK(host.count + disk.count == 1); // by how fast what was told to leave has left
     CHECK(tenants[0].put_bytes == from.bytes.size() && tenants[0].hit_cells == 4 * LAYERS);
 

@@ -140,7 +140,7 @@ void shrinks(const kvt::runtime &runtime, const kvt::model &model,
              const std::vector<char> &image) {
     kvt::stream_opts opts = half();
     opts.terms.host_ceiling_bytes = 4 * image.size();
-    opts.terms.flags |= KVT_STREAM_SHRINKS;
+    opts.terms.flags |= KVT_TERMS_SHRINKS;
     const kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
     kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
     room.host_bytes = half().terms.host_ceiling_bytes;

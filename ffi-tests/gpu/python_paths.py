@@ -218,10 +218,10 @@ def kernels(bench):
         pass
     else:
         raise AssertionError("the processor's kernels took memory of a GPU")
-    if kvtier.abi.KVT_LAUNCH_PAGE_BOXES not in device.info.kernels:
+    if kvtier.abi.KVT_DEVICE_KERNEL_PAGE_BOXES not in device.info.kernels:
         raise Skip("this GPU has no kernel for boxes of pages")
     kernel = kvtier.abi.kvt_kernel_t(
-        kind=kvtier.abi.KVT_LAUNCH_PAGE_BOXES, dtype=kvtier.abi.KVT_DTYPE_F32,
+        kind=kvtier.abi.KVT_DEVICE_KERNEL_PAGE_BOXES, dtype=kvtier.abi.KVT_DTYPE_F32,
         other_dtype=kvtier.abi.KVT_DTYPE_F32, keys=there.data_ptr(), key_stride=heads * dim * 4,
         key_head_stride=dim * 4, out=boxes.data_ptr(), out_stride=heads * 2 * dim * 4,
         out_head_stride=2 * dim * 4, page_tokens=page, count=tokens, key_heads=heads, key_dim=dim)

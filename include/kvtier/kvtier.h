@@ -51,7 +51,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_BUFFER_OPTS_INIT KVT_INIT_(kvt_buffer_opts_t)
 #define KVT_CLEAR_REPORT_INIT KVT_INIT_(kvt_clear_report_t)
 #define KVT_CLOSE_REPORT_INIT KVT_INIT_(kvt_close_report_t)
-#define KVT_CONFORMANCE_INIT KVT_INIT_(kvt_conformance_t)
+#define KVT_CONFORMANCE_REPORT_INIT KVT_INIT_(kvt_conformance_report_t)
 #define KVT_CONFORMANCE_OPTS_INIT KVT_INIT_(kvt_conformance_opts_t)
 #define KVT_DEMOTE_REPORT_INIT KVT_INIT_(kvt_demote_report_t)
 #define KVT_DEVICE_CUSTOM_INIT KVT_INIT_(kvt_device_custom_t)
@@ -64,7 +64,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_UNIT_LEASE_INIT KVT_INIT_(kvt_unit_lease_t)
 #define KVT_IDENTITY_INIT KVT_INIT_(kvt_identity_t)
 #define KVT_INDEX_INIT KVT_INIT_(kvt_index_t)
-#define KVT_JOB_INFO_INIT KVT_INIT_(kvt_job_info_t)
+#define KVT_ATTENTION_JOB_INFO_INIT KVT_INIT_(kvt_attention_job_info_t)
 #define KVT_TOKEN_LISTS_INIT KVT_INIT_(kvt_token_lists_t)
 #define KVT_KERNEL_LIMITS_INIT KVT_INIT_(kvt_kernel_limits_t)
 #define KVT_LAYOUT_INIT KVT_INIT_(kvt_layout_t)
@@ -73,7 +73,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_MODEL_INFO_INIT KVT_INIT_(kvt_model_info_t)
 #define KVT_MODEL_TABLE_INIT KVT_INIT_(kvt_model_table_t)
 #define KVT_TRANSFER_INIT KVT_INIT_(kvt_transfer_t)
-#define KVT_NAMES_INIT KVT_INIT_(kvt_names_t)
+#define KVT_BLOCK_NAMES_INIT KVT_INIT_(kvt_block_names_t)
 #define KVT_BLOCKS_INIT KVT_INIT_(kvt_blocks_t)
 #define KVT_OFFLOAD_KV_INIT KVT_INIT_(kvt_offload_kv_t)
 #define KVT_OFFLOAD_OPTS_INIT KVT_INIT_(kvt_offload_opts_t)
@@ -90,11 +90,11 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_POLICY_OPTS_INIT KVT_INIT_(kvt_policy_opts_t)
 #define KVT_POLICY_OUTCOME_INIT KVT_INIT_(kvt_policy_outcome_t)
 #define KVT_POLICY_PREDICTOR_INIT KVT_INIT_(kvt_policy_predictor_t)
-#define KVT_POLICY_RULES_INIT KVT_INIT_(kvt_policy_rules_t)
+#define KVT_POLICY_ADVICE_RULES_INIT KVT_INIT_(kvt_policy_advice_rules_t)
 #define KVT_POLICY_SELECTION_INIT KVT_INIT_(kvt_policy_selection_t)
 #define KVT_POLICY_STATS_INIT KVT_INIT_(kvt_policy_stats_t)
 #define KVT_POLICY_CONTEXT_INIT KVT_INIT_(kvt_policy_context_t)
-#define KVT_PREFILL_INIT KVT_INIT_(kvt_prefill_t)
+#define KVT_PREFILL_COST_INIT KVT_INIT_(kvt_prefill_cost_t)
 #define KVT_ATTENTION_ARGS_INIT KVT_INIT_(kvt_attention_args_t)
 #define KVT_QUEUE_OPTS_INIT KVT_INIT_(kvt_queue_opts_t)
 #define KVT_QUEUE_STATS_INIT KVT_INIT_(kvt_queue_stats_t)
@@ -168,7 +168,7 @@ template <typename T> inline T kvt_sized_() {
 /// A cancel was requested.
 #define KVT_OP_CANCEL 8
 
-/// Make each item an op of its own: ops_out receives one op for each item.
+/// Make each item an op of its own: out_ops receives one op for each item.
 #define KVT_SUBMIT_EACH 1
 
 /// Priorities: a caller waits for the work, the work is needed soon, the work can wait. Lower
@@ -213,15 +213,15 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_PAGES_FOREIGN 3
 
 /// Copy the source to the target; the ranges may overlap.
-#define KVT_DO_COPY 1
+#define KVT_ITEM_COPY 1
 /// Report the checksum of the source, as it was read, as the value of the item.
-#define KVT_DO_CHECKSUM 2
+#define KVT_ITEM_CHECKSUM 2
 
 /// Compare that checksum with `expect`; KVT_E_CORRUPT if they differ. A copy by the same item is
 /// made all the same.
-#define KVT_DO_VERIFY 4
+#define KVT_ITEM_VERIFY 4
 /// Make the target's pages present and keep their contents. Not combined with other bits.
-#define KVT_DO_PREFAULT 8
+#define KVT_ITEM_PREFAULT 8
 
 /// Memory that the processor can access.
 #define KVT_MEMORY_HOST 0
@@ -285,32 +285,32 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_EXISTS_WHOLE 16
 
 /// All cells of a chunk are resident in a tier.
-#define KVT_STORE_STORED 1
+#define KVT_STORE_EVENT_STORED 1
 /// Some cell of a chunk is no longer resident in a tier that had them all.
-#define KVT_STORE_REMOVED 2
+#define KVT_STORE_EVENT_REMOVED 2
 /// All chunks of a namespace are gone from every tier (kvt_namespace_clear).
-#define KVT_STORE_CLEARED 3
+#define KVT_STORE_EVENT_CLEARED 3
 
 /// Kinds of kvt_latency_t. GET_HOST: gets that read nothing from disk. GET_DISK: gets that did.
 /// PUT_*: puts by `level`, until they are in memory, on disk, durable. *_BATCH: batches of workers:
 /// copies between tensors and memory, disk reads, disk writes, syncs, upkeep (compaction, sweeps,
 /// checkpoints, namespace records), remote reads, remote writes, remote lookups. *_DECISION:
 /// choices of victims, of which one in 16 is timed.
-#define KVT_TIMED_GET_HOST 1
-#define KVT_TIMED_GET_DISK 2
-#define KVT_TIMED_PUT_RAM 3
-#define KVT_TIMED_PUT_DISK 4
-#define KVT_TIMED_PUT_DURABLE 5
-#define KVT_TIMED_COPY_BATCH 6
-#define KVT_TIMED_READ_BATCH 7
-#define KVT_TIMED_WRITE_BATCH 8
-#define KVT_TIMED_SYNC_BATCH 9
-#define KVT_TIMED_UPKEEP_BATCH 10
-#define KVT_TIMED_HOST_DECISION 11
-#define KVT_TIMED_DISK_DECISION 12
-#define KVT_TIMED_FETCH_BATCH 13
-#define KVT_TIMED_UPLOAD_BATCH 14
-#define KVT_TIMED_LOOKUP_BATCH 15
+#define KVT_LATENCY_GET_HOST 1
+#define KVT_LATENCY_GET_DISK 2
+#define KVT_LATENCY_PUT_RAM 3
+#define KVT_LATENCY_PUT_DISK 4
+#define KVT_LATENCY_PUT_DURABLE 5
+#define KVT_LATENCY_COPY_BATCH 6
+#define KVT_LATENCY_READ_BATCH 7
+#define KVT_LATENCY_WRITE_BATCH 8
+#define KVT_LATENCY_SYNC_BATCH 9
+#define KVT_LATENCY_UPKEEP_BATCH 10
+#define KVT_LATENCY_HOST_DECISION 11
+#define KVT_LATENCY_DISK_DECISION 12
+#define KVT_LATENCY_FETCH_BATCH 13
+#define KVT_LATENCY_UPLOAD_BATCH 14
+#define KVT_LATENCY_LOOKUP_BATCH 15
 
 /// State of the circuit breaker of a remote: requests are sent (CLOSED), none are sent for a while
 /// after failures or malformed replies (OPEN), one request probes the remote (PROBING).
@@ -324,10 +324,10 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_SESSION_PRIORITY 1
 
 /// States of a ready event.
-#define KVT_EVENT_PENDING 0
-#define KVT_EVENT_SIGNALLED 1
+#define KVT_READY_EVENT_PENDING 0
+#define KVT_READY_EVENT_SIGNALLED 1
 
-/// One op per layer: ops_out receives one for each layer of the transfer. The tag of its i-th
+/// One op per layer: out_ops receives one for each layer of the transfer. The tag of its i-th
 /// layer is the given tag plus i. The transfer is cancelled once all of its ops are.
 #define KVT_TRANSFER_EACH_LAYER 1
 
@@ -335,7 +335,7 @@ template <typename T> inline T kvt_sized_() {
 /// with a window need the chunks of the window's last tokens, layers with a state the last chunk.
 /// Their other cells are not touched and are no misses. A load step of a plan is got like this.
 /// Views describe all tokens of the transfer.
-#define KVT_TRANSFER_REUSE 2
+#define KVT_TRANSFER_NEEDED_ONLY 2
 
 /// When a put completes. RAM: its cells are in host memory.
 #define KVT_LEVEL_RAM 0
@@ -357,7 +357,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_PLAN_COST 4
 /// Steps of a plan. RESIDENT: nothing to do, the KV is in place or not needed.
 #define KVT_PLAN_RESIDENT 0
-/// Load the tokens: kvt_session_get with KVT_TRANSFER_REUSE.
+/// Load the tokens: kvt_session_get with KVT_TRANSFER_NEEDED_ONLY.
 #define KVT_PLAN_LOAD 1
 /// Compute the tokens.
 #define KVT_PLAN_RECOMPUTE 2
@@ -375,13 +375,13 @@ template <typename T> inline T kvt_sized_() {
 /// kvt_policy_context_t.priority is set, also if it is 0. Needs KVT_CONTEXT_SESSION.
 #define KVT_CONTEXT_PRIORITY 2
 
-/// kvt_policy_row_t.parent is set.
-#define KVT_ROW_PARENT 1
+/// kvt_policy_object_t.parent is set.
+#define KVT_OBJECT_HAS_PARENT 1
 
 /// The objects will not be used again.
 #define KVT_HINT_DONE 1
 /// confidence = 0 means 0, not the default 1.
-#define KVT_HINT_CONFIDENCE 2
+#define KVT_HINT_ZERO_CONFIDENCE 2
 
 /// Why a sequence stopped. TOOL_USE: it waits for a tool and continues soon. END_TURN: a person
 /// reads the answer. LENGTH: it reached the limit of tokens.
@@ -410,19 +410,19 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_SPARSE_EVICT_DECODE 32
 
 /// Inputs that a policy needs (needs). Keys of new tokens: kvt_sparse_append, or by blocks
-/// kvt_sparse_seal.
+/// kvt_sparse_add_block.
 #define KVT_NEEDS_KEYS 1
 /// Queries, in kvt_sparse_select and kvt_sparse_index.
 #define KVT_NEEDS_QUERIES 2
-/// Attention that each key received, before kvt_sparse_evict: kvt_sparse_observe.
+/// Attention that each key received, before kvt_sparse_plan_eviction: kvt_sparse_observe.
 #define KVT_NEEDS_COLUMN_SUMS 4
 /// In kvt_sparse_select, the query of the layer `ahead` layers earlier, or a prediction from it.
 #define KVT_NEEDS_NEXT_QUERY 8
-/// A score for each candidate, before each kvt_sparse_select: kvt_sparse_score.
+/// A score for each candidate, before each kvt_sparse_select: kvt_sparse_add_scores.
 #define KVT_NEEDS_SCORES 16
 /// Values of new tokens.
 #define KVT_NEEDS_VALUES 32
-/// A weight for each query and head, before each kvt_sparse_select or _index: kvt_sparse_score.
+/// A weight for each query and head, before each kvt_sparse_select or _index: kvt_sparse_add_scores.
 #define KVT_NEEDS_WEIGHTS 64
 /// All keys of the sequence, in kvt_sparse_index.
 #define KVT_NEEDS_ALL_KEYS 128
@@ -456,7 +456,7 @@ template <typename T> inline T kvt_sized_() {
 /// two items: its first key, and the key after its last.
 #define KVT_INDEX_RANGES 3
 
-/// Kernel of kvt_prefill_open, of kvt_decode_open, of kvt_sums_open.
+/// Kernel of kvt_prefill_open, of kvt_decode_open, of kvt_column_sums_open.
 #define KVT_KERNEL_PREFILL 0
 #define KVT_KERNEL_DECODE 1
 #define KVT_KERNEL_SUMS 2
@@ -483,9 +483,9 @@ template <typename T> inline T kvt_sized_() {
 
 /// In the flags of kvt_offload_load: the caller has chosen the blocks. They are loaded without a
 /// policy, and the tail follows them. A query is used for audits only.
-#define KVT_OFFLOAD_CHOSEN 1
+#define KVT_OFFLOAD_LOAD_CHOSEN 1
 
-/// No layer, no expert; for kvt_stream_fixed: all units.
+/// No layer, no expert; for kvt_stream_unit_address: all units.
 #define KVT_NONE 4294967295
 
 /// kvt_model_info_t.format: GGUF, one file or split.
@@ -538,13 +538,13 @@ template <typename T> inline T kvt_sized_() {
 /// lets most memory be given back. Experts get no more slots than a layer needs, unless
 /// expert_slots is set; slots beyond that need are given back, too. Always set with a budget; no
 /// effect with KVT_STREAM_RING.
-#define KVT_STREAM_SHRINKS 256
+#define KVT_TERMS_SHRINKS 256
 /// kvt_stream_opts_t.flags: measure the disk first if its rate is not set; reads up to 256 MiB.
 #define KVT_STREAM_MEASURE 1
 /// Passes do not follow each other: nothing is prefetched across the end of a pass.
 #define KVT_STREAM_ONCE 2
 
-/// Each unit has a fixed address, and memory only while it is loaded: see kvt_stream_fixed. On a
+/// Each unit has a fixed address, and memory only while it is loaded: see kvt_stream_unit_address. On a
 /// device, a unit takes a multiple of the mapping granularity (2 MiB on CUDA), which the plan
 /// counts.
 #define KVT_STREAM_IN_PLACE 4
@@ -559,7 +559,7 @@ template <typename T> inline T kvt_sized_() {
 /// Keep checksums in the file `sidecar`, or beside the model (.kvtsum) if that is empty.
 #define KVT_STREAM_SIDECAR 64
 /// Use pinned_percent even if it is 0, not its default.
-#define KVT_STREAM_PINNED 128
+#define KVT_STREAM_SET_PINNED_PERCENT 128
 
 /// The device reads files into its slots, bypassing host memory (CUDA: cuFile, whose compatibility
 /// mode is disabled in the whole process). Opening returns KVT_E_UNAVAILABLE and the reason where
@@ -595,13 +595,13 @@ template <typename T> inline T kvt_sized_() {
 
 /// Do not wait for copies that were submitted to the device: the bytes are complete after
 /// kvt_unit_lease_t.event. See kvt_device_stream_wait.
-#define KVT_ACQUIRE_EARLY 2
+#define KVT_ACQUIRE_SUBMITTED 2
 
 /// kvt_stream_limits_t.flags: use host_bytes or device_bytes even if it is 0.
 #define KVT_LIMIT_HOST 1
 #define KVT_LIMIT_DEVICE 2
 
-/// kvt_stream_mark_t.stage: a chunk was read.
+/// kvt_stream_span_t.stage: a chunk was read.
 #define KVT_STAGE_READ 1
 /// A chunk was copied to the device.
 #define KVT_STAGE_COPY 2
@@ -611,19 +611,19 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_STAGE_WAIT 4
 
 /// The processor copies; copies are complete when the call returns.
-#define KVT_DEVICE_HOST 1
+#define KVT_DEVICE_KIND_HOST 1
 /// A GPU, through the CUDA driver, which is loaded when the device is opened.
-#define KVT_DEVICE_CUDA 2
+#define KVT_DEVICE_KIND_CUDA 2
 /// The engine copies, through the callbacks of kvt_device_custom_t.
-#define KVT_DEVICE_CUSTOM 3
+#define KVT_DEVICE_KIND_CUSTOM 3
 
 /// A simulated device for tests: copies take time, and targets hold garbage until their event has
 /// completed.
-#define KVT_DEVICE_SIMULATED 4
+#define KVT_DEVICE_KIND_SIMULATED 4
 /// kvt_device_info_t.flags: work continues after a call has returned.
 #define KVT_DEVICE_ASYNCHRONOUS 1
-/// The device computes checksums of the planes that it copies (KVT_COPY_SUM).
-#define KVT_DEVICE_SUMS 2
+/// The device computes checksums of the planes that it copies (KVT_COPY_CHECKSUM).
+#define KVT_DEVICE_CHECKSUMS 2
 /// The device has memory that only it can access: KVT_MEMORY_DEVICE.
 #define KVT_DEVICE_HAS_MEMORY 4
 /// Copies of host memory that is not pinned are slow and block; see kvt_device_register_host.
@@ -639,33 +639,33 @@ template <typename T> inline T kvt_sized_() {
 /// kvt_copy_t.direction: from the plane to the view.
 #define KVT_COPY_SCATTER 1
 
-/// kvt_copy_t.flags: compute a checksum; ignored without KVT_DEVICE_SUMS. An asynchronous device
+/// kvt_copy_t.flags: compute a checksum; ignored without KVT_DEVICE_CHECKSUMS. An asynchronous device
 /// sums the side in its own memory: the source as read, or the target as written. If both sides are
 /// there, it sums the target.
-#define KVT_COPY_SUM 1
+#define KVT_COPY_CHECKSUM 1
 
 /// kvt_kernel_t.kind: copy runs of bytes, convert numbers to another type, compute checksums.
-#define KVT_LAUNCH_MOVE 1
-#define KVT_LAUNCH_CONVERT 2
-#define KVT_LAUNCH_SUM 3
+#define KVT_DEVICE_KERNEL_MOVE 1
+#define KVT_DEVICE_KERNEL_CONVERT 2
+#define KVT_DEVICE_KERNEL_SUM 3
 
 /// Page selection: extend bounding boxes of pages, bound a query's scores of pages, choose the
 /// largest scores.
-#define KVT_LAUNCH_PAGE_BOXES 4
-#define KVT_LAUNCH_PAGE_SCORES 5
-#define KVT_LAUNCH_TOP 6
+#define KVT_DEVICE_KERNEL_PAGE_BOXES 4
+#define KVT_DEVICE_KERNEL_PAGE_SCORES 5
+#define KVT_DEVICE_KERNEL_TOP 6
 
 /// Token eviction: add attention weights to scores of tokens, choose the tokens to keep, compact
 /// their rows.
-#define KVT_LAUNCH_ADD 7
-#define KVT_LAUNCH_KEEP 8
-#define KVT_LAUNCH_COMPACT 9
+#define KVT_DEVICE_KERNEL_ADD 7
+#define KVT_DEVICE_KERNEL_KEEP 8
+#define KVT_DEVICE_KERNEL_COMPACT 9
 
 /// Attention: estimate weights of columns and diagonals from the last queries; attention of a
 /// prompt over columns, diagonals or blocks; attention of few queries over chosen pages.
-#define KVT_LAUNCH_ESTIMATE 10
-#define KVT_LAUNCH_PREFILL 11
-#define KVT_LAUNCH_DECODE 12
+#define KVT_DEVICE_KERNEL_ESTIMATE 10
+#define KVT_DEVICE_KERNEL_PREFILL 11
+#define KVT_DEVICE_KERNEL_DECODE 12
 
 /// kvt_conformance_opts_t.flags: close the device at the end, and check that.
 #define KVT_CONFORMANCE_CLOSES 1
@@ -711,13 +711,13 @@ typedef struct kvt_error_t kvt_error_t;
 
 /// A ready event: the engine signals it once, when the memory of a transfer may be touched
 /// (kvt_transfer_t.ready). Events of a device are numbers, see kvt_transfer_t.after.
-typedef struct kvt_event_t kvt_event_t;
+typedef struct kvt_ready_event_t kvt_ready_event_t;
 
 /// An attention computation, cut into items. Threads of the engine run each item once, in any order
-/// (kvt_job_run), and those of step 1 after all of step 0. The bits of the results do not depend on
+/// (kvt_attention_job_run), and those of step 1 after all of step 0. The bits of the results do not depend on
 /// threads. Tensors, scales, outputs, memory and the arrays of `select` are borrowed until
-/// kvt_job_close.
-typedef struct kvt_job_t kvt_job_t;
+/// kvt_attention_job_close.
+typedef struct kvt_attention_job_t kvt_attention_job_t;
 
 /// The files of a model: tensors, and the units that they are loaded in. Immutable; belongs to no
 /// runtime and keeps no file open. Texts of its structs are not NUL-terminated; they and other
@@ -879,7 +879,7 @@ typedef struct kvt_runtime_stats_t {
     /// Ops that wait for a worker; a large one counts once for each worker that may share it.
     uint64_t ops_queued;
     /// Submissions that failed because max_ops ops were not freed.
-    uint64_t ops_refused;
+    uint64_t ops_rejected;
     uint32_t workers;
     /// 1 = a defect inside the library was caught: close the runtime.
     uint32_t poisoned;
@@ -1042,7 +1042,7 @@ typedef struct kvt_tier_report_t {
     /// Reservations that wait.
     uint64_t waiting;
     /// Bytes that reclaim callbacks were asked for so far.
-    uint64_t reclaim_asked_bytes;
+    uint64_t reclaim_requested_bytes;
 } kvt_tier_report_t;
 
 /// Asks an owner to release up to `bytes` of a tier. Returns the bytes that it promises to release,
@@ -1121,18 +1121,18 @@ typedef struct kvt_buffer_info_t {
 
 /// One item of kvt_buffer_submit: work on up to two buffers.
 typedef struct kvt_buffer_item_t {
-    /// KVT_DO_* bits.
+    /// KVT_ITEM_* bits.
     uint32_t kind;
     /// 0: no flags are defined.
     uint32_t flags;
-    /// Target; null unless `kind` has KVT_DO_COPY or KVT_DO_PREFAULT.
+    /// Target; null unless `kind` has KVT_ITEM_COPY or KVT_ITEM_PREFAULT.
     const struct kvt_buffer_t *dst;
     uint64_t dst_offset;
-    /// Source; null with KVT_DO_PREFAULT.
+    /// Source; null with KVT_ITEM_PREFAULT.
     const struct kvt_buffer_t *src;
     uint64_t src_offset;
     uint64_t bytes;
-    /// Expected checksum, with KVT_DO_VERIFY.
+    /// Expected checksum, with KVT_ITEM_VERIFY.
     uint64_t expect;
     /// Tag of the item's op, with KVT_SUBMIT_EACH.
     uint64_t tag;
@@ -1541,7 +1541,7 @@ typedef struct kvt_range_t {
     uint64_t load_ns;
 } kvt_range_t;
 
-/// Totals of a lookup. Bytes and time are those of continuing after soon_tokens; with
+/// Totals of a lookup. Bytes and time are those of continuing after reusable_soon_tokens; with
 /// KVT_NAMESPACE_HOLES, of loading all that is resident.
 typedef struct kvt_lookup_t {
     uint64_t struct_size;
@@ -1550,7 +1550,7 @@ typedef struct kvt_lookup_t {
     /// Longest prefix that can be reused now.
     uint64_t reusable_tokens;
     /// Longest prefix that can be reused once transfers in flight have arrived.
-    uint64_t soon_tokens;
+    uint64_t reusable_soon_tokens;
     /// Bytes that are resident in DEVICE.
     uint64_t device_bytes;
     /// Bytes to load from HOST.
@@ -1567,7 +1567,7 @@ typedef struct kvt_lookup_t {
 
 /// Cost of prefill. Computing n tokens after l tokens of context takes, in nanoseconds,
 /// n * beta_ns + alpha_ns * (n * l + n * n / 2).
-typedef struct kvt_prefill_t {
+typedef struct kvt_prefill_cost_t {
     uint64_t struct_size;
     /// Nanoseconds per token and token of context.
     double alpha_ns;
@@ -1575,10 +1575,10 @@ typedef struct kvt_prefill_t {
     double beta_ns;
     /// Out: number of calls of kvt_namespace_observe_prefill.
     uint64_t observed;
-    /// Out: 1 = set by kvt_namespace_fix_prefill, 0 = observed.
+    /// Out: 1 = set by kvt_namespace_set_prefill_cost, 0 = observed.
     uint32_t fixed;
     uint32_t reserved;
-} kvt_prefill_t;
+} kvt_prefill_cost_t;
 
 /// A change of residency. Stands in arrays only.
 typedef struct kvt_store_event_t {
@@ -1586,9 +1586,9 @@ typedef struct kvt_store_event_t {
     uint64_t number;
     /// Time, CLOCK_MONOTONIC.
     uint64_t at_ns;
-    /// KVT_STORE_STORED, _REMOVED or _CLEARED. Ignore others: kinds may be added.
+    /// KVT_STORE_EVENT_STORED, _REMOVED or _CLEARED. Ignore others: kinds may be added.
     uint32_t kind;
-    /// KVT_TIER_*; 0 with KVT_STORE_CLEARED.
+    /// KVT_TIER_*; 0 with KVT_STORE_EVENT_CLEARED.
     uint32_t tier;
     /// Tokens of the chunk.
     uint32_t tokens;
@@ -1729,7 +1729,7 @@ typedef struct kvt_policy_hint_t {
     uint64_t flags;
     /// Expected time of the next use, by the clock of now_ns; 0 = unknown.
     int64_t next_use_ns;
-    /// Confidence of next_use_ns, 0 to 1; 0 = 1, unless KVT_HINT_CONFIDENCE is set.
+    /// Confidence of next_use_ns, 0 to 1; 0 = 1, unless KVT_HINT_ZERO_CONFIDENCE is set.
     double confidence;
     /// KVT_STOP_* of the request that used the objects.
     uint32_t stop;
@@ -1801,7 +1801,7 @@ typedef struct kvt_transfer_t {
     /// The transfer begins when this event is signalled: sources are complete then, targets unused.
     /// Null = at once. At most 65536 transfers wait for one event. The handle may be closed after
     /// the signal. To read from disk in the meantime, submit a prefetch first.
-    const struct kvt_event_t *ready;
+    const struct kvt_ready_event_t *ready;
     /// Gets and prefetches: only these chunks, for example those that a sparse policy selects.
     /// Ascending; 0 = the chunk of first_token. Views have the tokens of these chunks without gaps.
     /// Null = all.
@@ -1824,7 +1824,7 @@ typedef struct kvt_plan_terms_t {
     /// KVT_PLAN_NO_OVERLAP, KVT_PLAN_NO_WAIT, KVT_PLAN_COST.
     uint64_t flags;
     /// With KVT_PLAN_COST: nanoseconds per token and token of context, 0 to 1e15. Without it, plans
-    /// use the cost of kvt_namespace_prefill.
+    /// use the cost of kvt_namespace_prefill_cost.
     double alpha_ns;
     /// With KVT_PLAN_COST: nanoseconds per token, 0 to 1e15.
     double beta_ns;
@@ -1892,7 +1892,7 @@ typedef struct kvt_sequence_t {
 
 /// Names of blocks: any bytes. Equal names must mean equal content, so a name is, for example, the
 /// engine's hash of all that the content depends on, except the namespace's identity.
-typedef struct kvt_names_t {
+typedef struct kvt_block_names_t {
     uint64_t struct_size;
     /// The names one after the other, without gaps.
     const uint8_t *bytes;
@@ -1900,9 +1900,9 @@ typedef struct kvt_names_t {
     const uint64_t *ends;
     /// 1 to 65536; 0 if `ends` is set.
     uint64_t each_bytes;
-    /// At most 65536; 2^22 for kvt_namespace_block_keys and kvt_namespace_find_blocks.
+    /// At most 65536; 2^22 for kvt_namespace_block_keys and kvt_namespace_blocks_exist.
     uint64_t count;
-} kvt_names_t;
+} kvt_block_names_t;
 
 /// Blocks to transfer, and the engine's tensors for them.
 typedef struct kvt_blocks_t {
@@ -1910,7 +1910,7 @@ typedef struct kvt_blocks_t {
     /// 0; none are defined.
     uint64_t flags;
     /// 1 to 65536 names.
-    const struct kvt_names_t *names;
+    const struct kvt_block_names_t *names;
     uint32_t first_layer;
     /// 0 = all from first_layer on.
     uint32_t layers;
@@ -1923,7 +1923,7 @@ typedef struct kvt_blocks_t {
     uint64_t stride_bytes;
     uint32_t level;
     uint32_t reserved;
-    const struct kvt_event_t *ready;
+    const struct kvt_ready_event_t *ready;
     uint64_t after;
 } kvt_blocks_t;
 
@@ -2119,10 +2119,10 @@ typedef struct kvt_policy_context_t {
 } kvt_policy_context_t;
 
 /// An object to insert.
-typedef struct kvt_policy_row_t {
+typedef struct kvt_policy_object_t {
     /// The caller's id.
     uint64_t id;
-    /// Id of the object that this one continues; needs KVT_ROW_PARENT. It may be inserted later.
+    /// Id of the object that this one continues; needs KVT_OBJECT_HAS_PARENT. It may be inserted later.
     uint64_t parent;
     /// Size, 1 to 2^32 - 1.
     uint64_t units;
@@ -2144,7 +2144,7 @@ typedef struct kvt_policy_row_t {
     uint32_t chunk;
     /// Chunks of that sequence.
     uint32_t chunks;
-} kvt_policy_row_t;
+} kvt_policy_object_t;
 
 /// An evicted object.
 typedef struct kvt_policy_victim_t {
@@ -2291,7 +2291,7 @@ typedef struct kvt_policy_advice_t {
 } kvt_policy_advice_t;
 
 /// Rules of the advice.
-typedef struct kvt_policy_rules_t {
+typedef struct kvt_policy_advice_rules_t {
     uint64_t struct_size;
     /// KVT_ADVICE_*.
     uint64_t flags;
@@ -2307,7 +2307,7 @@ typedef struct kvt_policy_rules_t {
     uint64_t window;
     /// Consecutive windows that must agree; 0 = 2.
     uint64_t patience;
-} kvt_policy_rules_t;
+} kvt_policy_advice_rules_t;
 
 /// Attention shape of a model.
 typedef struct kvt_attention_t {
@@ -2338,7 +2338,7 @@ typedef struct kvt_sparse_traits_t {
     uint64_t struct_size;
     /// KVT_SPARSE_LOAD_*, _INDEX_*, _EVICT_*. Other calls return KVT_E_UNSUPPORTED.
     uint32_t caps;
-    /// KVT_NEEDS_*. Other inputs are ignored, except that kvt_sparse_score rejects them.
+    /// KVT_NEEDS_*. Other inputs are ignored, except that kvt_sparse_add_scores rejects them.
     uint32_t needs;
     /// KVT_SCOPE_*.
     uint32_t scope;
@@ -2409,7 +2409,7 @@ typedef struct kvt_sparse_context_t {
 } kvt_sparse_context_t;
 
 /// Selects blocks for `query`. Writes at most candidate_count ids to `ids`, in any order, each a
-/// candidate and each once, and their number to `count_out`. `query` may be null.
+/// candidate and each once, and their number to `out_count`. `query` may be null.
 typedef kvt_status_t (*kvt_select_blocks_fn)(void *user_data,
                                              uint32_t layer,
                                              const struct kvt_rows_t *query,
@@ -2417,7 +2417,7 @@ typedef kvt_status_t (*kvt_select_blocks_fn)(void *user_data,
                                              uint64_t candidate_count,
                                              const struct kvt_sparse_context_t *context,
                                              uint32_t *ids,
-                                             uint64_t *count_out);
+                                             uint64_t *out_count);
 
 /// How the lists of a head are read. Heads may share lists.
 typedef struct kvt_index_head_t {
@@ -2620,7 +2620,7 @@ typedef struct kvt_resident_tokens_t {
     uint64_t struct_size;
     /// Attention shape of the model.
     const struct kvt_attention_t *attention;
-    /// Lists of the last kvt_sparse_evicted; null = nothing was evicted.
+    /// Lists of the last kvt_sparse_commit_eviction; null = nothing was evicted.
     const struct kvt_token_lists_t *kept;
     /// Tokens from this position on came after it and are all resident; 0 without `kept`.
     uint32_t since;
@@ -2647,7 +2647,7 @@ typedef struct kvt_kernel_limits_t {
 } kvt_kernel_limits_t;
 
 /// Size of a job.
-typedef struct kvt_job_info_t {
+typedef struct kvt_attention_job_info_t {
     uint64_t struct_size;
     /// 1, or 2 for a decode.
     uint32_t steps;
@@ -2660,7 +2660,7 @@ typedef struct kvt_job_info_t {
     uint64_t scratch_count;
     /// Keys per head in kvt_decode_sums; 0 without KVT_DECODE_SCORES.
     uint64_t sum_keys;
-} kvt_job_info_t;
+} kvt_attention_job_info_t;
 
 /// Input of an attention kernel. Queries see the keys up to their own position.
 typedef struct kvt_attention_args_t {
@@ -2942,7 +2942,7 @@ typedef struct kvt_model_table_t {
 /// value, a KVT_TERMS_* flag selects it.
 typedef struct kvt_stream_terms_t {
     uint64_t struct_size;
-    /// KVT_TERMS_*, KVT_STREAM_SHRINKS.
+    /// KVT_TERMS_*, KVT_TERMS_SHRINKS.
     uint64_t flags;
     /// KVT_COMPUTE_*; 0 = on the device if there is one.
     uint32_t compute;
@@ -2965,16 +2965,16 @@ typedef struct kvt_stream_terms_t {
     /// Concurrent sequences; 0 = 1.
     uint32_t sequences;
     /// Bytes of a KV element; 0 = 2.
-    uint32_t kv_number_bytes;
+    uint32_t kv_element_bytes;
     /// Number of last layers that the processor computes; only if the engine computes on a device.
     uint32_t processor_layers;
-    /// Bytes of KV; 0 = computed from context, sequences and kv_number_bytes.
+    /// Bytes of KV; 0 = computed from context, sequences and kv_element_bytes.
     uint64_t kv_bytes;
     /// Workspace of the engine.
     uint64_t workspace_bytes;
     /// Buffers for hidden states.
     uint64_t hidden_bytes;
-    /// 0 = as many as fit; with KVT_STREAM_SHRINKS as few as a layer needs.
+    /// 0 = as many as fit; with KVT_TERMS_SHRINKS as few as a layer needs.
     uint32_t expert_slots;
     uint32_t reserved;
     /// Host memory for reads on their way to a device; 0 = chosen, usually 16 chunks.
@@ -3079,7 +3079,7 @@ typedef struct kvt_stream_opts_t {
     const struct kvt_model_t *model;
     /// Null = defaults.
     const struct kvt_stream_terms_t *terms;
-    /// Charged for all memory, of the same runtime; null = none. Implies KVT_STREAM_SHRINKS: the
+    /// Charged for all memory, of the same runtime; null = none. Implies KVT_TERMS_SHRINKS: the
     /// budget can reclaim resident units and expert slots.
     const struct kvt_budget_t *budget;
     /// 32 bits; the budget reclaims from owners of low priority first.
@@ -3177,13 +3177,13 @@ typedef struct kvt_stream_stats_t {
     /// Sum of the durations of reads: more than the elapsed time where reads overlapped.
     uint64_t read_ns;
     /// Bytes a second of the disk, as measured or set; 0 = not known.
-    uint64_t read_ceiling;
+    uint64_t read_ceiling_bytes_per_s;
     /// Bytes copied to the device.
     uint64_t copied_bytes;
     /// Sum of the durations of copies.
     uint64_t copy_ns;
     /// Bytes a second of the device link, as set; 0 = not known.
-    uint64_t copy_ceiling;
+    uint64_t copy_ceiling_bytes_per_s;
     /// Bytes that were loaded and never used.
     uint64_t wasted_bytes;
     /// Reads and copies that failed.
@@ -3199,7 +3199,7 @@ typedef struct kvt_stream_stats_t {
 } kvt_stream_stats_t;
 
 /// Expert counters of a layer. Stands in arrays.
-typedef struct kvt_layer_count_t {
+typedef struct kvt_expert_stats_t {
     uint32_t layer;
     uint32_t reserved;
     /// Acquired experts that were in a slot.
@@ -3208,17 +3208,17 @@ typedef struct kvt_layer_count_t {
     uint64_t misses;
     /// Bytes that were loaded.
     uint64_t bytes;
-} kvt_layer_count_t;
+} kvt_expert_stats_t;
 
 /// A span of time. Stands in arrays.
-typedef struct kvt_stream_mark_t {
+typedef struct kvt_stream_span_t {
     /// KVT_STAGE_*.
     uint32_t stage;
     uint32_t unit;
     /// CLOCK_MONOTONIC, as end_ns.
     uint64_t begin_ns;
     uint64_t end_ns;
-} kvt_stream_mark_t;
+} kvt_stream_span_t;
 
 /// Rows of bytes to copy: `runs` runs of `run_bytes` bytes at constant strides. One side has no
 /// gaps.
@@ -3247,7 +3247,7 @@ typedef kvt_status_t (*kvt_device_submit_fn)(void *user_data,
                                              const struct kvt_copy_rows_t *copies,
                                              uint64_t count,
                                              uint64_t stride_bytes,
-                                             uint64_t *event_out);
+                                             uint64_t *out_event);
 
 /// Queries an event: KVT_OK (completed), KVT_E_AGAIN (pending), or the status that its batch failed
 /// with; the batch must not access memory any more. If only the query failed, return KVT_E_AGAIN.
@@ -3264,13 +3264,13 @@ typedef void (*kvt_device_release_fn)(void *user_data, uint64_t event);
 /// Allocates memory at a multiple of 256, not 0. KVT_E_NOMEM: not enough is free.
 typedef kvt_status_t (*kvt_device_allocate_fn)(void *user_data,
                                                uint64_t bytes,
-                                               uint64_t *address_out);
+                                               uint64_t *out_address);
 
 /// Frees memory.
 typedef void (*kvt_device_free_fn)(void *user_data, uint64_t address, uint64_t bytes);
 
 /// Writes the number of bytes that can still be allocated.
-typedef kvt_status_t (*kvt_device_free_bytes_fn)(void *user_data, uint64_t *bytes_out);
+typedef kvt_status_t (*kvt_device_free_bytes_fn)(void *user_data, uint64_t *out_bytes);
 
 /// Registers host memory that many copies will use; with `bytes` 0, unregisters it.
 typedef kvt_status_t (*kvt_device_register_host_fn)(void *user_data,
@@ -3280,7 +3280,7 @@ typedef kvt_status_t (*kvt_device_register_host_fn)(void *user_data,
 /// Imports an event; see kvt_device_import_event. `raw` stays the caller's.
 typedef kvt_status_t (*kvt_device_import_event_fn)(void *user_data,
                                                    uint64_t raw,
-                                                   uint64_t *event_out);
+                                                   uint64_t *out_event);
 
 /// Makes a stream wait for an event; see kvt_device_stream_wait. Not called for an event that is
 /// known to have completed.
@@ -3291,7 +3291,7 @@ typedef kvt_status_t (*kvt_device_stream_wait_fn)(void *user_data,
 /// One kernel launch: the same 256 bytes for all kernels. Addresses are device addresses, strides
 /// are in bytes, unused fields are 0. docs/kernels.md lists the fields of each kernel.
 typedef struct kvt_kernel_t {
-    /// KVT_LAUNCH_*.
+    /// KVT_DEVICE_KERNEL_*.
     uint32_t kind;
     /// KVT_DTYPE_* of keys and values, or of the input.
     uint32_t dtype;
@@ -3357,10 +3357,10 @@ typedef kvt_status_t (*kvt_device_launch_fn)(void *user_data,
                                              const struct kvt_kernel_t *kernels,
                                              uint64_t count,
                                              uint64_t stride_bytes,
-                                             uint64_t *event_out);
+                                             uint64_t *out_event);
 
 /// Creates an event that completes when `signal_event` is called with it.
-typedef kvt_status_t (*kvt_device_create_event_fn)(void *user_data, uint64_t *event_out);
+typedef kvt_status_t (*kvt_device_create_event_fn)(void *user_data, uint64_t *out_event);
 
 /// Signals an event of `create_event`; signalling it again does nothing. Must not wait. Called from
 /// any thread, also from the one that releases an op.
@@ -3381,7 +3381,7 @@ typedef struct kvt_device_custom_t {
     /// else.
     uint32_t streams;
     uint32_t reserved;
-    /// Kernels of `launch`: a set of 1 << KVT_LAUNCH_*.
+    /// Kernels of `launch`: a set of 1 << KVT_DEVICE_KERNEL_*.
     uint64_t kernels;
     kvt_device_submit_fn submit;
     kvt_device_query_fn query;
@@ -3409,7 +3409,7 @@ typedef struct kvt_device_opts_t {
     uint64_t struct_size;
     /// KVT_DEVICE_VERIFY or 0.
     uint64_t flags;
-    /// KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
+    /// KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
     uint32_t kind;
     /// CUDA: index of the device, unless `context` is given.
     uint32_t ordinal;
@@ -3451,11 +3451,11 @@ typedef struct kvt_device_info_t {
     uint64_t struct_size;
     /// KVT_DEVICE_ASYNCHRONOUS, _SUMS, _HAS_MEMORY, _WANTS_PINNED.
     uint64_t flags;
-    /// KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
+    /// KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
     uint32_t kind;
     /// Number of streams. Work runs in order within a stream, in any order across streams.
     uint32_t streams;
-    /// Available kernels: a set of 1 << KVT_LAUNCH_*.
+    /// Available kernels: a set of 1 << KVT_DEVICE_KERNEL_*.
     uint64_t kernels;
     /// Device memory that can still be allocated; UINT64_MAX = unknown.
     uint64_t free_bytes;
@@ -3477,7 +3477,7 @@ typedef struct kvt_device_memory_t {
 /// A copy between an engine's tensor and a plane, which holds the same tokens, heads and elements
 /// without gaps.
 typedef struct kvt_copy_t {
-    /// KVT_COPY_SUM or 0.
+    /// KVT_COPY_CHECKSUM or 0.
     uint64_t flags;
     /// The engine's tensor; it must state its number of tokens.
     struct kvt_view_t view;
@@ -3491,8 +3491,8 @@ typedef struct kvt_copy_t {
     uint32_t first_token;
     /// 0 = all from `first_token` on.
     uint32_t tokens;
-    /// Receives the checksum (see kvt_checksum) that KVT_COPY_SUM requests from a synchronous
-    /// device; an asynchronous one returns it from kvt_device_sums.
+    /// Receives the checksum (see kvt_checksum) that KVT_COPY_CHECKSUM requests from a synchronous
+    /// device; an asynchronous one returns it from kvt_device_checksums.
     uint64_t sum;
 } kvt_copy_t;
 
@@ -3521,13 +3521,13 @@ typedef void (*kvt_conformance_fn)(void *user_data,
                                    uint64_t why_bytes);
 
 /// Number of checks with each result.
-typedef struct kvt_conformance_t {
+typedef struct kvt_conformance_report_t {
     uint64_t struct_size;
     uint32_t passed;
     uint32_t skipped;
     uint32_t failed;
     uint32_t reserved;
-} kvt_conformance_t;
+} kvt_conformance_report_t;
 
 /// Options of kvt_trace_open and kvt_trace_generate.
 typedef struct kvt_trace_opts_t {
@@ -4044,7 +4044,7 @@ kvt_status_t kvt_buffer_info(const struct kvt_buffer_t *buffer, struct kvt_buffe
 /// another one reads or writes.
 ///
 /// @param count    1 to 65536.
-/// @param ops_out  Receives one op, or `count` ops with KVT_SUBMIT_EACH; may be null if opts names
+/// @param out_ops  Receives one op, or `count` ops with KVT_SUBMIT_EACH; may be null if opts names
 ///                 a queue.
 /// @return KVT_E_AGAIN (the queue or the runtime is full), KVT_E_LIMIT.
 kvt_status_t kvt_buffer_submit(const struct kvt_runtime_t *runtime,
@@ -4052,7 +4052,7 @@ kvt_status_t kvt_buffer_submit(const struct kvt_runtime_t *runtime,
                                const struct kvt_buffer_item_t *items,
                                uint64_t count,
                                uint64_t stride_bytes,
-                               struct kvt_op_t **ops_out,
+                               struct kvt_op_t **out_ops,
                                struct kvt_error_t **err);
 
 /// Computes the checksum of bytes as ops do: XXH3-64 (seed 0) of every 4096-byte block, the last
@@ -4194,12 +4194,12 @@ kvt_status_t kvt_namespace_observe_prefill(const struct kvt_namespace_t *ns,
 /// Sets the prefill cost of a namespace, whatever is observed.
 ///
 /// @param cost  Its alpha_ns and beta_ns, 0 to 1e15 each; null = use observations again.
-kvt_status_t kvt_namespace_fix_prefill(const struct kvt_namespace_t *ns,
-                                       const struct kvt_prefill_t *cost,
+kvt_status_t kvt_namespace_set_prefill_cost(const struct kvt_namespace_t *ns,
+                                       const struct kvt_prefill_cost_t *cost,
                                        struct kvt_error_t **err);
 
 /// Reads the prefill cost that plans use now.
-kvt_status_t kvt_namespace_prefill(const struct kvt_namespace_t *ns, struct kvt_prefill_t *out);
+kvt_status_t kvt_namespace_prefill_cost(const struct kvt_namespace_t *ns, struct kvt_prefill_cost_t *out);
 
 /// Reads events, oldest first. The store keeps the newest ones (`events` of its spec, 16,384 by
 /// default) for any number of readers. A reader that missed some must read the state again
@@ -4225,12 +4225,12 @@ kvt_status_t kvt_store_events(const struct kvt_store_t *store,
 /// op with KVT_E_CANCELLED.
 ///
 /// @param from    Cursor of kvt_store_events; UINT64_MAX = the next event.
-/// @param op_out  May be null if opts names a queue.
+/// @param out_op  May be null if opts names a queue.
 /// @return KVT_E_AGAIN (1,024 watches are open, `max_ops` is reached, or the queue is full).
 kvt_status_t kvt_store_watch(const struct kvt_store_t *store,
                              uint64_t from,
                              const struct kvt_submit_opts_t *opts,
-                             struct kvt_op_t **op_out,
+                             struct kvt_op_t **out_op,
                              struct kvt_error_t **err);
 
 /// Switches the eviction policy of a tier. The new policy receives every chunk with its last use
@@ -4255,7 +4255,7 @@ kvt_status_t kvt_store_set_policy(const struct kvt_store_t *store,
 /// @param bytes  At least 64 KiB for HOST; for DISK at least what kvt_store_open requires.
 /// @return KVT_E_LIMIT (above what a tier can have), KVT_E_NOT_FOUND (the store has no disk),
 ///         KVT_E_UNSUPPORTED (another tier).
-kvt_status_t kvt_store_set_budget(const struct kvt_store_t *store,
+kvt_status_t kvt_store_set_limit(const struct kvt_store_t *store,
                                   uint32_t tier,
                                   uint64_t bytes,
                                   struct kvt_error_t **err);
@@ -4305,7 +4305,7 @@ kvt_status_t kvt_store_latencies(const struct kvt_store_t *store,
                                  uint64_t *out_count);
 
 /// Reads the counters of a store's remote; all 0 without a remote. Works on a poisoned store, too.
-kvt_status_t kvt_store_remote(const struct kvt_store_t *store, struct kvt_remote_stats_t *out);
+kvt_status_t kvt_store_remote_stats(const struct kvt_store_t *store, struct kvt_remote_stats_t *out);
 
 /// Opens a session without tokens. The session keeps its namespace open.
 ///
@@ -4376,19 +4376,19 @@ kvt_status_t kvt_session_close(struct kvt_session_t **session);
 ///
 /// @param flags  0; none are defined.
 /// @return KVT_E_LIMIT (too many are open).
-kvt_status_t kvt_event_open(uint64_t flags, struct kvt_event_t **out, struct kvt_error_t **err);
+kvt_status_t kvt_ready_event_open(uint64_t flags, struct kvt_ready_event_t **out, struct kvt_error_t **err);
 
 /// Signals an event: transfers that wait for it begin. Never blocks; a second signal has no effect.
-kvt_status_t kvt_event_signal(const struct kvt_event_t *event);
+kvt_status_t kvt_ready_event_signal(const struct kvt_ready_event_t *event);
 
 /// Reads the state of an event.
 ///
 /// @param out_state  KVT_EVENT_*.
-kvt_status_t kvt_event_query(const struct kvt_event_t *event, uint32_t *out_state);
+kvt_status_t kvt_ready_event_query(const struct kvt_ready_event_t *event, uint32_t *out_state);
 
 /// Closes an event. If it is pending, transfers that wait for it end with KVT_E_CANCELLED and have
 /// touched no memory.
-kvt_status_t kvt_event_close(struct kvt_event_t **event);
+kvt_status_t kvt_ready_event_close(struct kvt_ready_event_t **event);
 
 /// Submits a put: copies the engine's tensors into host memory, from where they are written to
 /// disk and remote as the spec says. Cells that are stored already are not stored again. Never
@@ -4400,7 +4400,7 @@ kvt_status_t kvt_event_close(struct kvt_event_t **event);
 /// the same. The tensors must not change before the op is released.
 ///
 /// @param transfer  Copied, tables of pages included.
-/// @param ops_out   Receives the op, or one per layer with KVT_TRANSFER_EACH_LAYER; free them with
+/// @param out_ops   Receives the op, or one per layer with KVT_TRANSFER_EACH_LAYER; free them with
 ///                  kvt_op_free. Null = no handle, only completions.
 /// @return KVT_E_AGAIN (queue, runtime, store or `ready` is full), KVT_E_UNAVAILABLE (no disk or
 ///         remote for this level, memory that no device reaches, `after` without a device),
@@ -4409,7 +4409,7 @@ kvt_status_t kvt_event_close(struct kvt_event_t **event);
 kvt_status_t kvt_session_put(const struct kvt_session_t *session,
                              const struct kvt_transfer_t *transfer,
                              const struct kvt_submit_opts_t *opts,
-                             struct kvt_op_t **ops_out,
+                             struct kvt_op_t **out_ops,
                              struct kvt_error_t **err);
 
 /// Submits a get: copies KV into the engine's tensors, from whichever tier has it. Never blocks.
@@ -4420,12 +4420,12 @@ kvt_status_t kvt_session_put(const struct kvt_session_t *session,
 /// library's until the op is released.
 ///
 /// @param transfer  See kvt_session_put.
-/// @param ops_out   See kvt_session_put.
+/// @param out_ops   See kvt_session_put.
 /// @return As kvt_session_put.
 kvt_status_t kvt_session_get(const struct kvt_session_t *session,
                              const struct kvt_transfer_t *transfer,
                              const struct kvt_submit_opts_t *opts,
-                             struct kvt_op_t **ops_out,
+                             struct kvt_op_t **out_ops,
                              struct kvt_error_t **err);
 
 /// Submits a prefetch: brings KV into host memory for a later get. Never blocks. Value and status
@@ -4433,12 +4433,12 @@ kvt_status_t kvt_session_get(const struct kvt_session_t *session,
 ///
 /// @param transfer  Without views.
 /// @param opts      Set `priority` to KVT_PRIORITY_PREFETCH.
-/// @param ops_out   See kvt_session_put.
+/// @param out_ops   See kvt_session_put.
 /// @return As kvt_session_put.
 kvt_status_t kvt_session_prefetch(const struct kvt_session_t *session,
                                   const struct kvt_transfer_t *transfer,
                                   const struct kvt_submit_opts_t *opts,
-                                  struct kvt_op_t **ops_out,
+                                  struct kvt_op_t **out_ops,
                                   struct kvt_error_t **err);
 
 /// Computes the cheapest way to get the KV of all tokens of a session: what to load, what to
@@ -4499,18 +4499,18 @@ kvt_status_t kvt_namespace_chunk_keys(const struct kvt_namespace_t *ns,
 /// @param out  Receives KVT_KEY_BYTES per name.
 /// @return KVT_E_LIMIT.
 kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *ns,
-                                      const struct kvt_names_t *names,
+                                      const struct kvt_block_names_t *names,
                                       uint8_t *out,
                                       struct kvt_error_t **err);
 
 /// Reads in which tiers blocks are resident. Counts no use and references nothing. It does not ask
-/// the remote: a block that kvt_session_locate_blocks found there has 1 << KVT_TIER_REMOTE without
+/// the remote: a block that kvt_session_remote_lookup_blocks found there has 1 << KVT_TIER_REMOTE without
 /// KVT_EXISTS_WHOLE, and gets and prefetches fetch it.
 ///
 /// @param out  Receives a byte per name, as kvt_namespace_exists.
 /// @return KVT_E_LIMIT.
-kvt_status_t kvt_namespace_find_blocks(const struct kvt_namespace_t *ns,
-                                       const struct kvt_names_t *names,
+kvt_status_t kvt_namespace_blocks_exist(const struct kvt_namespace_t *ns,
+                                       const struct kvt_block_names_t *names,
                                        uint8_t *out,
                                        struct kvt_error_t **err);
 
@@ -4527,25 +4527,25 @@ kvt_status_t kvt_namespace_find_blocks(const struct kvt_namespace_t *ns,
 /// without a gap.
 ///
 /// @param blocks  Copied, names and tables of pages included.
-/// @param op_out  Receives the op; free it with kvt_op_free. Null = no handle, only a completion.
+/// @param out_op  Receives the op; free it with kvt_op_free. Null = no handle, only a completion.
 /// @return As kvt_session_put.
 kvt_status_t kvt_session_put_blocks(const struct kvt_session_t *session,
                                     const struct kvt_blocks_t *blocks,
                                     const struct kvt_submit_opts_t *opts,
-                                    struct kvt_op_t **op_out,
+                                    struct kvt_op_t **out_op,
                                     struct kvt_error_t **err);
 
 /// Submits a get of blocks, from whichever tier has them; from the remote only those that
-/// kvt_session_locate_blocks found there. Never blocks. If blocks are missing, the op ends with
+/// kvt_session_remote_lookup_blocks found there. Never blocks. If blocks are missing, the op ends with
 /// KVT_E_NOT_FOUND and its items say which; the tensors of a missing block may be written in part.
 ///
 /// @param blocks  See kvt_session_put_blocks.
-/// @param op_out  See kvt_session_put_blocks.
+/// @param out_op  See kvt_session_put_blocks.
 /// @return As kvt_session_put.
 kvt_status_t kvt_session_get_blocks(const struct kvt_session_t *session,
                                     const struct kvt_blocks_t *blocks,
                                     const struct kvt_submit_opts_t *opts,
-                                    struct kvt_op_t **op_out,
+                                    struct kvt_op_t **out_op,
                                     struct kvt_error_t **err);
 
 /// Submits a prefetch of blocks into host memory, for a later get. Never blocks. The items of the
@@ -4553,12 +4553,12 @@ kvt_status_t kvt_session_get_blocks(const struct kvt_session_t *session,
 ///
 /// @param blocks  Without views.
 /// @param opts    Set `priority` to KVT_PRIORITY_PREFETCH.
-/// @param op_out  See kvt_session_put_blocks.
+/// @param out_op  See kvt_session_put_blocks.
 /// @return As kvt_session_put.
 kvt_status_t kvt_session_prefetch_blocks(const struct kvt_session_t *session,
                                          const struct kvt_blocks_t *blocks,
                                          const struct kvt_submit_opts_t *opts,
-                                         struct kvt_op_t **op_out,
+                                         struct kvt_op_t **out_op,
                                          struct kvt_error_t **err);
 
 /// Removes blocks from all tiers, unless transfers or sessions (kvt_session_hold_blocks) reference
@@ -4569,7 +4569,7 @@ kvt_status_t kvt_session_prefetch_blocks(const struct kvt_session_t *session,
 /// @param out    Counts; may be null.
 /// @return KVT_E_LIMIT.
 kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
-                                     const struct kvt_names_t *names,
+                                     const struct kvt_block_names_t *names,
                                      struct kvt_clear_report_t *out,
                                      struct kvt_error_t **err);
 
@@ -4583,15 +4583,15 @@ kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
 /// An answer is a hint: a chunk that is gone when it is fetched is a miss.
 ///
 /// @param opts    Set a deadline: the op then ends with KVT_E_TIMEOUT, and answers so far count.
-/// @param op_out  Null = no handle, only a completion in the queue of `opts`.
+/// @param out_op  Null = no handle, only a completion in the queue of `opts`.
 /// @return KVT_E_AGAIN (too many transfers or ops are in flight, or the queue is full).
-kvt_status_t kvt_session_locate(const struct kvt_session_t *session,
+kvt_status_t kvt_session_remote_lookup(const struct kvt_session_t *session,
                                 const struct kvt_submit_opts_t *opts,
-                                struct kvt_op_t **op_out,
+                                struct kvt_op_t **out_op,
                                 struct kvt_error_t **err);
 
 /// Starts a lookup of blocks in this store and its remote. Never blocks. From then on,
-/// kvt_namespace_find_blocks reports those at the remote as 1 << KVT_TIER_REMOTE, and
+/// kvt_namespace_blocks_exist reports those at the remote as 1 << KVT_TIER_REMOTE, and
 /// kvt_session_get_blocks and kvt_session_prefetch_blocks fetch them. The remote is asked for all
 /// blocks that are not in this store and have no recent answer. Without a remote, or while its
 /// circuit is open, the op ends at once. Closing the session does not end it.
@@ -4606,12 +4606,12 @@ kvt_status_t kvt_session_locate(const struct kvt_session_t *session,
 ///
 /// @param names   1 to 65536; a name that occurs twice has two items. Copied.
 /// @param opts    Set a deadline: blocks without an answer then end with KVT_E_TIMEOUT.
-/// @param op_out  See kvt_session_locate.
-/// @return KVT_E_AGAIN (as kvt_session_locate, or 2^20 blocks are being looked up), KVT_E_LIMIT.
-kvt_status_t kvt_session_locate_blocks(const struct kvt_session_t *session,
-                                       const struct kvt_names_t *names,
+/// @param out_op  See kvt_session_remote_lookup.
+/// @return KVT_E_AGAIN (as kvt_session_remote_lookup, or 2^20 blocks are being looked up), KVT_E_LIMIT.
+kvt_status_t kvt_session_remote_lookup_blocks(const struct kvt_session_t *session,
+                                       const struct kvt_block_names_t *names,
                                        const struct kvt_submit_opts_t *opts,
-                                       struct kvt_op_t **op_out,
+                                       struct kvt_op_t **out_op,
                                        struct kvt_error_t **err);
 
 /// References blocks that are stored: they stay in at least one tier, and gets find them, until
@@ -4624,11 +4624,11 @@ kvt_status_t kvt_session_locate_blocks(const struct kvt_session_t *session,
 /// end with KVT_E_BUDGET, or are refused with KVT_E_LIMIT. A held block whose only copy is damaged
 /// is lost; its name stays held for the next put.
 ///
-/// @param out  Receives a byte per name, as kvt_namespace_find_blocks; 0 = not held. May be null if
+/// @param out  Receives a byte per name, as kvt_namespace_blocks_exist; 0 = not held. May be null if
 ///             only kvt_session_close releases them.
 /// @return KVT_E_LIMIT (also: 2^20 holds of a session). On failure nothing is held.
 kvt_status_t kvt_session_hold_blocks(const struct kvt_session_t *session,
-                                     const struct kvt_names_t *names,
+                                     const struct kvt_block_names_t *names,
                                      uint8_t *out,
                                      struct kvt_error_t **err);
 
@@ -4639,7 +4639,7 @@ kvt_status_t kvt_session_hold_blocks(const struct kvt_session_t *session,
 ///
 /// @return KVT_E_INVALID (also: not held as often), KVT_E_LIMIT.
 kvt_status_t kvt_session_release_blocks(const struct kvt_session_t *session,
-                                        const struct kvt_names_t *names,
+                                        const struct kvt_block_names_t *names,
                                         struct kvt_error_t **err);
 
 /// Passes a hint about the future of each block to the policies, as kvt_session_hint does for a
@@ -4649,7 +4649,7 @@ kvt_status_t kvt_session_release_blocks(const struct kvt_session_t *session,
 /// @param hint     Its times are CLOCK_MONOTONIC.
 /// @return KVT_E_LIMIT.
 kvt_status_t kvt_session_hint_blocks(const struct kvt_session_t *session,
-                                     const struct kvt_names_t *names,
+                                     const struct kvt_block_names_t *names,
                                      const struct kvt_policy_hint_t *hint,
                                      struct kvt_error_t **err);
 
@@ -4679,7 +4679,7 @@ kvt_status_t kvt_session_drop(const struct kvt_session_t *session,
 
 /// Demotes chunks of a session, also referenced and pinned ones. Chunks that are not on disk yet
 /// are written, whatever admission and `write` of the spec say; then their memory is freed. Never
-/// blocks: events (KVT_STORE_REMOVED) and kvt_store_stats show the end. A get promotes the chunks
+/// blocks: events (KVT_STORE_EVENT_REMOVED) and kvt_store_stats show the end. A get promotes the chunks
 /// again. A chunk that cannot be written stays in memory while something references it. For the
 /// range, see kvt_session_pin.
 ///
@@ -4791,7 +4791,7 @@ kvt_status_t kvt_policy_record(const struct kvt_policy_t *policy,
 kvt_status_t kvt_policy_insert(const struct kvt_policy_t *policy,
                                int64_t now_ns,
                                const struct kvt_policy_context_t *context,
-                               const struct kvt_policy_row_t *rows,
+                               const struct kvt_policy_object_t *rows,
                                uint64_t count,
                                uint64_t stride_bytes,
                                struct kvt_error_t **err);
@@ -4815,7 +4815,7 @@ kvt_status_t kvt_policy_remove(const struct kvt_policy_t *policy,
 /// @param now_ns  See kvt_policy_lookup, also for count.
 /// @param ids     Each once.
 /// @return KVT_E_STATE (a child would stay), KVT_E_LIMIT.
-kvt_status_t kvt_policy_evicted(const struct kvt_policy_t *policy,
+kvt_status_t kvt_policy_report_evicted(const struct kvt_policy_t *policy,
                                 int64_t now_ns,
                                 const uint64_t *ids,
                                 uint64_t count,
@@ -4917,7 +4917,7 @@ kvt_status_t kvt_policy_preview(const struct kvt_policy_t *policy,
 
 /// Chooses candidates that free `required_blocks`, in the policy's order. No victim is superfluous.
 /// Ids break ties, so the order of the rows does not matter. The call evicts nothing: the caller
-/// frees the victims and reports them with kvt_policy_evicted.
+/// frees the victims and reports them with kvt_policy_report_evicted.
 ///
 /// - Uses recorded for an id (such as by kvt_policy_record) take precedence over its columns.
 /// - The table keeps an object's context, tokens, layer, layers, chunk, chunks and cost from the
@@ -4987,7 +4987,7 @@ kvt_status_t kvt_policy_log(const struct kvt_policy_t *policy,
                             uint64_t *out_count);
 
 /// Advises a scheduler on its batch size: half if too much is recomputed, double if hardly anything
-/// is evicted. Consecutive windows of lookups must agree first (kvt_policy_rules_t). A change is
+/// is evicted. Consecutive windows of lookups must agree first (kvt_policy_advice_rules_t). A change is
 /// advised once.
 ///
 /// @param batch  The current batch size.
@@ -4997,7 +4997,7 @@ kvt_status_t kvt_policy_advise(const struct kvt_policy_t *policy,
 
 /// Replaces the rules of kvt_policy_advise. Windows before the call no longer count.
 kvt_status_t kvt_policy_set_advice(const struct kvt_policy_t *policy,
-                                   const struct kvt_policy_rules_t *given,
+                                   const struct kvt_policy_advice_rules_t *given,
                                    struct kvt_error_t **err);
 
 /// Opens a sparse policy for one sequence; close it with kvt_sparse_close.
@@ -5054,14 +5054,14 @@ kvt_status_t kvt_sparse_append(const struct kvt_sparse_t *policy,
 /// @param first  Position of its first token.
 /// @param keys   The model's keys of its tokens, all, or the first ones.
 /// @return As kvt_sparse_append.
-kvt_status_t kvt_sparse_seal(const struct kvt_sparse_t *policy,
+kvt_status_t kvt_sparse_add_block(const struct kvt_sparse_t *policy,
                              uint32_t layer,
                              uint32_t id,
                              uint32_t first,
                              const struct kvt_rows_t *keys,
                              struct kvt_error_t **err);
 
-/// Registers a block that decode has completed in all layers: kvt_sparse_seal for each layer, or
+/// Registers a block that decode has completed in all layers: kvt_sparse_add_block for each layer, or
 /// one call of on_decode_offload of a custom policy.
 ///
 /// @param keys  An entry for each layer of the model.
@@ -5075,7 +5075,7 @@ kvt_status_t kvt_sparse_seal_all(const struct kvt_sparse_t *policy,
                                  struct kvt_error_t **err);
 
 /// Adds the attention that each resident token of a layer received from some queries: the result of
-/// kvt_sums_open or kvt_decode_sums.
+/// kvt_column_sums_open or kvt_decode_sums.
 ///
 /// @param queries    Number of queries: the last ones of a prompt, or those of a decode step.
 /// @param sums       [query heads, tokens], or [tokens] for all heads; finite, at least 0.
@@ -5096,7 +5096,7 @@ kvt_status_t kvt_sparse_observe(const struct kvt_sparse_t *policy,
 ///
 /// @param score_count  At most 2^28.
 /// @return KVT_E_UNSUPPORTED (the policy needs neither), KVT_E_LIMIT, KVT_E_BUDGET.
-kvt_status_t kvt_sparse_score(const struct kvt_sparse_t *policy,
+kvt_status_t kvt_sparse_add_scores(const struct kvt_sparse_t *policy,
                               uint32_t layer,
                               const float *scores,
                               uint64_t score_count,
@@ -5114,14 +5114,14 @@ kvt_status_t kvt_sparse_reset(const struct kvt_sparse_t *policy);
 /// kvt_sparse_load.
 ///
 /// @param data       Null = only the size is wanted.
-/// @param count_out  Receives the number of bytes; 0 = the policy saves nothing with blocks.
+/// @param out_count  Receives the number of bytes; 0 = the policy saves nothing with blocks.
 /// @return KVT_E_TOO_SMALL, KVT_E_NOT_FOUND (an unknown block).
 kvt_status_t kvt_sparse_save(const struct kvt_sparse_t *policy,
                              uint32_t layer,
                              uint32_t id,
                              uint8_t *data,
                              uint64_t capacity,
-                             uint64_t *count_out,
+                             uint64_t *out_count,
                              struct kvt_error_t **err);
 
 /// Restores the state that kvt_sparse_save saved for a block. The bytes are validated.
@@ -5155,7 +5155,7 @@ kvt_status_t kvt_sparse_select(const struct kvt_sparse_t *policy,
                                const struct kvt_sparse_context_t *context,
                                uint32_t *ids,
                                uint64_t capacity,
-                               uint64_t *count_out,
+                               uint64_t *out_count,
                                struct kvt_error_t **err);
 
 /// Selects the keys that queries are computed with. After KVT_E_TOO_SMALL, kvt_sparse_last_index
@@ -5208,34 +5208,34 @@ kvt_status_t kvt_sparse_prefill_attention(const struct kvt_sparse_t *policy,
                                           struct kvt_error_t **err);
 
 /// Chooses the tokens of a layer that stay, if some are to be evicted. Nothing is evicted before
-/// kvt_sparse_evicted; the call may be repeated. After KVT_E_TOO_SMALL, kvt_sparse_last_kept
+/// kvt_sparse_commit_eviction; the call may be repeated. After KVT_E_TOO_SMALL, kvt_sparse_last_retained
 /// returns the same answer.
 ///
 /// @param out          Set its arrays and their capacities. Counts are 0 if all tokens stay.
-/// @param evicted_out  Receives 1 if tokens are to be evicted, else 0.
+/// @param out_evicted  Receives 1 if tokens are to be evicted, else 0.
 /// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (no KVT_SPARSE_EVICT_* for this phase), KVT_E_STATE
 ///         (sums are missing), KVT_E_LIMIT.
-kvt_status_t kvt_sparse_evict(const struct kvt_sparse_t *policy,
+kvt_status_t kvt_sparse_plan_eviction(const struct kvt_sparse_t *policy,
                               uint32_t layer,
                               const struct kvt_sparse_context_t *context,
                               struct kvt_token_lists_t *out,
-                              uint32_t *evicted_out,
+                              uint32_t *out_evicted,
                               struct kvt_error_t **err);
 
-/// Reads the last lists of kvt_sparse_evict again; none if all tokens stayed.
+/// Reads the last lists of kvt_sparse_plan_eviction again; none if all tokens stayed.
 ///
-/// @param out  See kvt_sparse_evict.
+/// @param out  See kvt_sparse_plan_eviction.
 /// @return KVT_E_TOO_SMALL.
-kvt_status_t kvt_sparse_last_kept(const struct kvt_sparse_t *policy,
+kvt_status_t kvt_sparse_last_retained(const struct kvt_sparse_t *policy,
                                   struct kvt_token_lists_t *out,
                                   struct kvt_error_t **err);
 
 /// Confirms an eviction: only the tokens in `kept` are left in the layer.
 ///
-/// @param kept  Some of the resident tokens: an answer of kvt_sparse_evict, of this policy or
+/// @param kept  Some of the resident tokens: an answer of kvt_sparse_plan_eviction, of this policy or
 ///              another one of the sequence, to which the engine may have added tokens.
 /// @return KVT_E_LIMIT.
-kvt_status_t kvt_sparse_evicted(const struct kvt_sparse_t *policy,
+kvt_status_t kvt_sparse_commit_eviction(const struct kvt_sparse_t *policy,
                                 uint32_t layer,
                                 const struct kvt_token_lists_t *kept,
                                 struct kvt_error_t **err);
@@ -5248,7 +5248,7 @@ kvt_status_t kvt_sparse_evicted(const struct kvt_sparse_t *policy,
 /// @param first            Position of the first query.
 /// @param count            Number of queries.
 /// @param out              Set its arrays and their capacities.
-/// @param first_query_out  Receives first_query of a problem over these rows, whose first_key is 0.
+/// @param out_first_query  Receives first_query of a problem over these rows, whose first_key is 0.
 /// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
                              const struct kvt_block_placement_t *placement,
@@ -5256,7 +5256,7 @@ kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
                              uint32_t first,
                              uint32_t count,
                              struct kvt_index_t *out,
-                             uint32_t *first_query_out,
+                             uint32_t *out_first_query,
                              struct kvt_error_t **err);
 
 /// Adds sums of attention over the rows of a buffer to sums over the resident tokens, as
@@ -5270,7 +5270,7 @@ kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
 ///                     `select` [query heads, sum_keys].
 /// @param out          [query heads, tokens], or [tokens]; undefined after a failure.
 /// @return KVT_E_LIMIT.
-kvt_status_t kvt_sums_place(const struct kvt_resident_tokens_t *resident,
+kvt_status_t kvt_column_sums_place(const struct kvt_resident_tokens_t *resident,
                             const struct kvt_block_placement_t *placement,
                             const struct kvt_index_t *select,
                             uint32_t first_query,
@@ -5284,29 +5284,29 @@ kvt_status_t kvt_sums_place(const struct kvt_resident_tokens_t *resident,
 /// Computes how much memory suffices for every problem within some limits, to be allocated once.
 ///
 /// @param kernel       KVT_KERNEL_*.
-/// @param memory_out   Receives the floats of `memory` of kvt_decode_open, 0 for other kernels; may
+/// @param out_memory   Receives the floats of `memory` of kvt_decode_open, 0 for other kernels; may
 ///                     be null.
-/// @param scratch_out  Receives the floats of scratch of each thread; may be null.
+/// @param out_scratch  Receives the floats of scratch of each thread; may be null.
 /// @return KVT_E_LIMIT.
 kvt_status_t kvt_kernel_workspace(uint32_t kernel,
                                   const struct kvt_kernel_limits_t *limits,
-                                  uint64_t *memory_out,
-                                  uint64_t *scratch_out,
+                                  uint64_t *out_memory,
+                                  uint64_t *out_scratch,
                                   struct kvt_error_t **err);
 
 /// Reads the size of a job.
-kvt_status_t kvt_job_info(const struct kvt_job_t *job, struct kvt_job_info_t *out);
+kvt_status_t kvt_attention_job_info(const struct kvt_attention_job_t *job, struct kvt_attention_job_info_t *out);
 
 /// Runs items of a job on the calling thread.
 ///
-/// @param step           Below kvt_job_info_t.steps.
+/// @param step           Below kvt_attention_job_info_t.steps.
 /// @param items          Number of items; those after the step's last one are ignored.
 /// @param scratch        Memory that no other thread uses during the call.
-/// @param scratch_count  At least kvt_job_info_t.scratch_count.
+/// @param scratch_count  At least kvt_attention_job_info_t.scratch_count.
 /// @return KVT_E_TOO_SMALL (scratch).
 ///
 /// Threading: several threads at once, each with other items.
-kvt_status_t kvt_job_run(const struct kvt_job_t *job,
+kvt_status_t kvt_attention_job_run(const struct kvt_attention_job_t *job,
                          uint32_t step,
                          uint32_t first,
                          uint32_t items,
@@ -5315,7 +5315,7 @@ kvt_status_t kvt_job_run(const struct kvt_job_t *job,
                          struct kvt_error_t **err);
 
 /// Waits for running items and closes a job. Everything that it borrowed is the caller's again.
-kvt_status_t kvt_job_close(struct kvt_job_t **job);
+kvt_status_t kvt_attention_job_close(struct kvt_attention_job_t **job);
 
 /// Opens a job that computes the attention of a prompt or of a part of one.
 ///
@@ -5331,17 +5331,17 @@ kvt_status_t kvt_prefill_open(const struct kvt_attention_args_t *args,
                               uint64_t out_count,
                               float *lse,
                               uint64_t lse_count,
-                              struct kvt_job_t **job_out,
+                              struct kvt_attention_job_t **out_job,
                               struct kvt_error_t **err);
 
 /// Computes the memory that kvt_decode_open needs for the same input.
 ///
 /// @param flags      KVT_DECODE_*.
-/// @param count_out  Receives the number of f32 elements.
+/// @param out_count  Receives the number of f32 elements.
 /// @return The codes of kvt_decode_open, except KVT_E_TOO_SMALL.
 kvt_status_t kvt_decode_memory(const struct kvt_attention_args_t *args,
                                uint64_t flags,
-                               uint64_t *count_out,
+                               uint64_t *out_count,
                                struct kvt_error_t **err);
 
 /// Opens a job of two steps that computes the attention of the next token or of a few. See
@@ -5361,7 +5361,7 @@ kvt_status_t kvt_decode_open(const struct kvt_attention_args_t *args,
                              uint64_t lse_count,
                              float *memory,
                              uint64_t memory_count,
-                             struct kvt_job_t **job_out,
+                             struct kvt_attention_job_t **out_job,
                              struct kvt_error_t **err);
 
 /// Opens a job that sums, for each key, the attention that a prompt's queries pay to it. Open it
@@ -5373,26 +5373,26 @@ kvt_status_t kvt_decode_open(const struct kvt_attention_args_t *args,
 /// @param sums       Receives [query_heads, keys] with KVT_SUMS_BY_HEAD, else [keys].
 /// @param sum_count  Exactly that many elements.
 /// @return KVT_E_LIMIT, KVT_E_UNSUPPORTED (dtype), KVT_E_UNAVAILABLE (device memory).
-kvt_status_t kvt_sums_open(const struct kvt_attention_args_t *args,
+kvt_status_t kvt_column_sums_open(const struct kvt_attention_args_t *args,
                            const float *lse,
                            uint64_t lse_count,
                            uint32_t first,
                            uint64_t flags,
                            float *sums,
                            uint64_t sum_count,
-                           struct kvt_job_t **job_out,
+                           struct kvt_attention_job_t **out_job,
                            struct kvt_error_t **err);
 
 /// Adds, for each key, the attention that a decode's queries pay to it. Requires KVT_DECODE_SCORES,
 /// and that all items of both steps have ended.
 ///
 /// @param flags      KVT_SUMS_*; KVT_SUMS_BY_HEAD is required if heads select different keys.
-/// @param sums       In and out: [query_heads, sum_keys] or [sum_keys] (kvt_job_info_t), in the
+/// @param sums       In and out: [query_heads, sum_keys] or [sum_keys] (kvt_attention_job_info_t), in the
 ///                   order of the selected keys.
 /// @param sum_count  Exactly that many elements.
 ///
 /// Threading: not while a thread runs items of the job.
-kvt_status_t kvt_decode_sums(const struct kvt_job_t *job,
+kvt_status_t kvt_decode_sums(const struct kvt_attention_job_t *job,
                              uint64_t flags,
                              float *sums,
                              uint64_t sum_count,
@@ -5481,12 +5481,12 @@ kvt_status_t kvt_offload_close(struct kvt_offload_t **offload);
 
 /// Reads the number of tokens of a layer.
 ///
-/// @param stored_out  Receives the tokens that were put into the store, in whole blocks.
-/// @param tail_out    Receives the tokens of the tail, which follow; may be null.
+/// @param out_stored  Receives the tokens that were put into the store, in whole blocks.
+/// @param out_tail    Receives the tokens of the tail, which follow; may be null.
 kvt_status_t kvt_offload_tokens(const struct kvt_offload_t *offload,
                                 uint32_t layer,
-                                uint32_t *stored_out,
-                                uint32_t *tail_out);
+                                uint32_t *out_stored,
+                                uint32_t *out_tail);
 
 /// Drops the tokens from position `tokens` on, in all layers. Call it before kvt_session_truncate.
 /// Loads in progress are cancelled. If the new end divides a block, the call loads the first tokens
@@ -5520,12 +5520,12 @@ kvt_status_t kvt_offload_stats(const struct kvt_offload_t *offload,
 /// @param opts  `memory` and `memory_bytes` are ignored.
 /// @return As kvt_offload_open, for errors in `opts`.
 kvt_status_t kvt_offload_memory_bytes(const struct kvt_offload_opts_t *opts,
-                                      uint64_t *bytes_out,
+                                      uint64_t *out_bytes,
                                       struct kvt_error_t **err);
 
 /// Sets the ready event of copies that begin from now on, between the engine's tensors, the buffers
 /// and the store. Call it before kvt_offload_put, with an event after the kernels that compute K
-/// and V. Call it before kvt_offload_done and kvt_offload_give_back, with an event after the
+/// and V. Call it before kvt_offload_release and kvt_offload_give_back, with an event after the
 /// kernels that read the buffer. Only the newest event counts: it must come after all work that
 /// copies have to wait for. Copies fail if their event fails.
 ///
@@ -5535,7 +5535,7 @@ kvt_status_t kvt_offload_memory_bytes(const struct kvt_offload_opts_t *opts,
 /// @param event  Event of the store's device; 0 = none.
 /// @return The status of the event, if it has failed. After a failure the previous event still
 ///         counts.
-kvt_status_t kvt_offload_after(const struct kvt_offload_t *offload,
+kvt_status_t kvt_offload_set_ready_event(const struct kvt_offload_t *offload,
                                uint64_t event,
                                struct kvt_error_t **err);
 
@@ -5548,7 +5548,7 @@ kvt_status_t kvt_offload_after(const struct kvt_offload_t *offload,
 /// @param k       K, or the latent, in host memory or in memory of the store's device.
 /// @param v       V; null for a latent.
 /// @param opts    Options of the op; KVT_SUBMIT_EACH is not accepted.
-/// @param op_out  Receives an op, which the caller frees; its release ends the use of `k` and `v`.
+/// @param out_op  Receives an op, which the caller frees; its release ends the use of `k` and `v`.
 ///                Receives null if their use has ended already. May be null with a queue, or if
 ///                `tokens` is less than block_tokens.
 /// @return KVT_E_BUDGET, KVT_E_IO (a full tail could not be put; the next put tries again),
@@ -5561,7 +5561,7 @@ kvt_status_t kvt_offload_put(const struct kvt_offload_t *offload,
                              const struct kvt_view_t *k,
                              const struct kvt_view_t *v,
                              const struct kvt_submit_opts_t *opts,
-                             struct kvt_op_t **op_out,
+                             struct kvt_op_t **out_op,
                              struct kvt_error_t **err);
 
 /// Begins to load blocks of a layer into a free buffer. From then on kvt_offload_blocks lists them;
@@ -5569,10 +5569,10 @@ kvt_status_t kvt_offload_put(const struct kvt_offload_t *offload,
 ///
 /// @param blocks     Candidates, ascending, and without the tail: for a prompt that is computed in
 ///                   parts. Null = all blocks, and the tail.
-/// @param flags      KVT_OFFLOAD_CHOSEN or 0. With it, null `blocks` load the tail alone.
+/// @param flags      KVT_OFFLOAD_LOAD_CHOSEN or 0. With it, null `blocks` load the tail alone.
 /// @param query      Queries of the layer, [tokens, query heads, key dim], by which the policy
 ///                   selects; null = all candidates are loaded.
-/// @param count_out  Receives the number of blocks; may be null.
+/// @param out_count  Receives the number of blocks; may be null.
 /// @return KVT_E_BUSY (the buffer is in use), KVT_E_LIMIT (the blocks do not fit into a buffer),
 ///         KVT_E_AGAIN.
 kvt_status_t kvt_offload_load(const struct kvt_offload_t *offload,
@@ -5583,7 +5583,7 @@ kvt_status_t kvt_offload_load(const struct kvt_offload_t *offload,
                               uint64_t flags,
                               const struct kvt_rows_t *query,
                               const struct kvt_sparse_context_t *context,
-                              uint32_t *count_out,
+                              uint32_t *out_count,
                               struct kvt_error_t **err);
 
 /// Waits for the load of a buffer, and appends the layer's tail as it is now. After a failure the
@@ -5598,8 +5598,8 @@ kvt_status_t kvt_offload_wait(const struct kvt_offload_t *offload,
                               struct kvt_error_t **err);
 
 /// Frees a buffer that the engine does not read any more; a load in progress is cancelled. If
-/// kernels may still read the buffer, call kvt_offload_after before.
-kvt_status_t kvt_offload_done(const struct kvt_offload_t *offload,
+/// kernels may still read the buffer, call kvt_offload_set_ready_event before.
+kvt_status_t kvt_offload_release(const struct kvt_offload_t *offload,
                               uint32_t buffer,
                               struct kvt_error_t **err);
 
@@ -5637,7 +5637,7 @@ kvt_status_t kvt_offload_blocks(const struct kvt_offload_t *offload,
                                 uint32_t buffer,
                                 uint32_t *blocks,
                                 uint64_t capacity,
-                                uint64_t *count_out);
+                                uint64_t *out_count);
 
 /// Finds the rows of a buffer that hold tokens at given positions: turns an index of positions into
 /// one for kernels that read the buffer. Positions that are not in the buffer are skipped.
@@ -5651,7 +5651,7 @@ kvt_status_t kvt_offload_rows(const struct kvt_offload_t *offload,
                               const uint32_t *positions,
                               uint64_t count,
                               uint32_t *rows,
-                              uint64_t *count_out);
+                              uint64_t *out_count);
 
 /// Passes the attention that queries gave to each key to the policies that need it (h2o, tova,
 /// snapkv and similar ones).
@@ -5671,30 +5671,30 @@ kvt_status_t kvt_offload_observe(const struct kvt_offload_t *offload,
                                  struct kvt_error_t **err);
 
 /// Lets the policy evict tokens of a layer, if it has to. No data is moved or dropped: blocks
-/// without retained tokens are not loaded any more, and kvt_offload_kept lists the tokens that
+/// without retained tokens are not loaded any more, and kvt_offload_retained lists the tokens that
 /// kernels may use.
 ///
-/// @param evicted_out  Receives 1 if tokens were evicted, else 0; may be null.
+/// @param out_evicted  Receives 1 if tokens were evicted, else 0; may be null.
 /// @return KVT_E_UNSUPPORTED (both policies evict).
 kvt_status_t kvt_offload_evict(const struct kvt_offload_t *offload,
                                uint32_t layer,
                                const struct kvt_sparse_context_t *context,
-                               uint32_t *evicted_out,
+                               uint32_t *out_evicted,
                                struct kvt_error_t **err);
 
 /// Lists the positions of the retained tokens of a layer, ascending.
 ///
-/// @param head       Index of the list, below `heads_out`; 0 if there are no lists.
-/// @param heads_out  Receives the number of lists: one for each key head or query head, one for
-///                   all, or 0 = all tokens are retained (then `count_out` is 0). May be null.
+/// @param head       Index of the list, below `out_heads`; 0 if there are no lists.
+/// @param out_heads  Receives the number of lists: one for each key head or query head, one for
+///                   all, or 0 = all tokens are retained (then `out_count` is 0). May be null.
 /// @return KVT_E_TOO_SMALL.
-kvt_status_t kvt_offload_kept(const struct kvt_offload_t *offload,
+kvt_status_t kvt_offload_retained(const struct kvt_offload_t *offload,
                               uint32_t layer,
                               uint32_t head,
                               uint32_t *positions,
                               uint64_t capacity,
-                              uint64_t *count_out,
-                              uint32_t *heads_out);
+                              uint64_t *out_count,
+                              uint32_t *out_heads);
 
 /// Passes rows of keys to a policy with rows of its own (dsa: the keys of its indexer). Call it
 /// before the kvt_offload_put of these tokens, which passes the model's keys to all other policies.
@@ -5777,7 +5777,7 @@ kvt_status_t kvt_model_unit_parts(const struct kvt_model_t *model,
                                   struct kvt_part_t *parts,
                                   uint64_t capacity,
                                   uint64_t stride_bytes,
-                                  uint64_t *count_out);
+                                  uint64_t *out_count);
 
 /// Lists the parts of a tensor, by offset in the tensor: one, or one for each expert.
 ///
@@ -5787,12 +5787,12 @@ kvt_status_t kvt_model_tensor_parts(const struct kvt_model_t *model,
                                     struct kvt_part_t *parts,
                                     uint64_t capacity,
                                     uint64_t stride_bytes,
-                                    uint64_t *count_out);
+                                    uint64_t *out_count);
 
 /// Finds a tensor by its name, and writes its index.
 ///
 /// @return KVT_E_NOT_FOUND, KVT_E_LIMIT (a name over 1 MiB).
-kvt_status_t kvt_model_find(const struct kvt_model_t *model,
+kvt_status_t kvt_model_find_tensor(const struct kvt_model_t *model,
                             const char *name,
                             uint64_t name_bytes,
                             uint32_t *out);
@@ -5801,7 +5801,7 @@ kvt_status_t kvt_model_find(const struct kvt_model_t *model,
 ///
 /// @param expert  KVT_NONE = the layer itself.
 /// @return KVT_E_NOT_FOUND.
-kvt_status_t kvt_model_layer(const struct kvt_model_t *model,
+kvt_status_t kvt_model_find_unit(const struct kvt_model_t *model,
                              uint32_t layer,
                              uint32_t expert,
                              uint32_t *out);
@@ -5855,7 +5855,7 @@ kvt_status_t kvt_model_plan_describe(const struct kvt_model_t *model,
 /// @param links  GB/s (1e9 bytes) of h2d, disk and cpu, such as "h2d=13,disk=3.3"; others as in
 ///               terms.
 /// @return As kvt_model_plan; KVT_E_SPEC.
-kvt_status_t kvt_model_what_if(const struct kvt_model_t *model,
+kvt_status_t kvt_model_forecast(const struct kvt_model_t *model,
                                const struct kvt_stream_terms_t *terms,
                                const struct kvt_stream_memory_t *memory,
                                const char *links,
@@ -5902,7 +5902,7 @@ kvt_status_t kvt_stream_acquire(const struct kvt_stream_t *stream,
                                 struct kvt_error_t **err);
 
 /// Releases a lease, and clears the struct. Allowed while the streamer closes. If a copy failed
-/// after KVT_ACQUIRE_EARLY, the lease is released and the copy's error is returned: results
+/// after KVT_ACQUIRE_SUBMITTED, the lease is released and the copy's error is returned: results
 /// computed with the unit are wrong. After another error the lease is not released.
 ///
 /// @param after  Device event after which the memory may be reused; 0 = now. The streamer takes the
@@ -5917,7 +5917,7 @@ kvt_status_t kvt_stream_release(const struct kvt_stream_t *stream,
 /// Waits until all resident units are loaded. Optional: acquired units are loaded first.
 ///
 /// @return KVT_E_TIMEOUT, KVT_E_IO, KVT_E_CORRUPT.
-kvt_status_t kvt_stream_load(const struct kvt_stream_t *stream,
+kvt_status_t kvt_stream_wait_resident(const struct kvt_stream_t *stream,
                              uint64_t deadline_ns,
                              struct kvt_error_t **err);
 
@@ -5976,9 +5976,9 @@ kvt_status_t kvt_stream_plan_describe(const struct kvt_stream_t *stream,
 
 /// Forecasts a pass of the current plan with other link rates.
 ///
-/// @param links  See kvt_model_what_if; others keep their current rate.
+/// @param links  See kvt_model_forecast; others keep their current rate.
 /// @return KVT_E_SPEC, KVT_E_LIMIT (links over 256 bytes).
-kvt_status_t kvt_stream_what_if(const struct kvt_stream_t *stream,
+kvt_status_t kvt_stream_forecast(const struct kvt_stream_t *stream,
                                 const char *links,
                                 uint64_t links_bytes,
                                 struct kvt_forecast_t *out,
@@ -5991,25 +5991,25 @@ kvt_status_t kvt_stream_stats(const struct kvt_stream_t *stream, struct kvt_stre
 ///
 /// @return KVT_E_TOO_SMALL, KVT_E_LIMIT (a capacity over 2^24).
 kvt_status_t kvt_stream_layers(const struct kvt_stream_t *stream,
-                               struct kvt_layer_count_t *rows,
+                               struct kvt_expert_stats_t *rows,
                                uint64_t capacity,
                                uint64_t stride_bytes,
-                               uint64_t *count_out);
+                               uint64_t *out_count);
 
 /// Reads the last kvt_stream_opts_t.marks spans of time, the oldest first.
 ///
 /// @return As kvt_stream_layers.
 kvt_status_t kvt_stream_marks(const struct kvt_stream_t *stream,
-                              struct kvt_stream_mark_t *rows,
+                              struct kvt_stream_span_t *rows,
                               uint64_t capacity,
                               uint64_t stride_bytes,
-                              uint64_t *count_out);
+                              uint64_t *out_count);
 
 /// Describes in one line how files are read, and why no faster method is used.
 ///
 /// @param out  Receives the text, not NUL-terminated.
 /// @return KVT_E_TOO_SMALL.
-kvt_status_t kvt_stream_engine(const struct kvt_stream_t *stream,
+kvt_status_t kvt_stream_describe_io(const struct kvt_stream_t *stream,
                                char *out,
                                uint64_t out_capacity,
                                uint64_t *out_bytes);
@@ -6017,17 +6017,17 @@ kvt_status_t kvt_stream_engine(const struct kvt_stream_t *stream,
 /// Reads a unit from its files, not from memory, on the calling thread, and compares it with its
 /// checksums. Unknown checksums are stored.
 ///
-/// @param sum_out  Receives the checksum of the unit; may be null.
+/// @param out_sum  Receives the checksum of the unit; may be null.
 /// @return KVT_E_CORRUPT (wrong checksum), KVT_E_IO, KVT_E_BUDGET.
 kvt_status_t kvt_stream_verify(const struct kvt_stream_t *stream,
                                uint32_t unit,
-                               uint64_t *sum_out,
+                               uint64_t *out_sum,
                                struct kvt_error_t **err);
 
 /// Reads the checksum of a unit.
 ///
 /// @return KVT_E_NOT_FOUND (no sidecar has it, and not all of the unit was read with checksums).
-kvt_status_t kvt_stream_sum(const struct kvt_stream_t *stream, uint32_t unit, uint64_t *out);
+kvt_status_t kvt_stream_checksum(const struct kvt_stream_t *stream, uint32_t unit, uint64_t *out);
 
 /// Reads the address that a unit has from open to close (KVT_STREAM_IN_PLACE). The address has
 /// memory only while the unit is leased: other reads see zeros or incomplete data, and may be an
@@ -6035,12 +6035,12 @@ kvt_status_t kvt_stream_sum(const struct kvt_stream_t *stream, uint32_t unit, ui
 /// that the processor uses (kvt_unit_lease_t.memory): they are outside the range.
 ///
 /// @param unit       KVT_NONE = the range of all units.
-/// @param bytes_out  May be null.
+/// @param out_bytes  May be null.
 /// @return KVT_E_STATE (units are not in place).
-kvt_status_t kvt_stream_fixed(const struct kvt_stream_t *stream,
+kvt_status_t kvt_stream_unit_address(const struct kvt_stream_t *stream,
                               uint32_t unit,
-                              const void **address_out,
-                              uint64_t *bytes_out);
+                              const void **out_address,
+                              uint64_t *out_bytes);
 
 /// Opens a device.
 ///
@@ -6153,16 +6153,16 @@ kvt_status_t kvt_device_wait(const struct kvt_device_t *device,
                              uint64_t deadline_ns,
                              struct kvt_error_t **err);
 
-/// Reads the checksums that copies of a batch requested (KVT_COPY_SUM), in the order of the copies.
+/// Reads the checksums that copies of a batch requested (KVT_COPY_CHECKSUM), in the order of the copies.
 /// They are available from the completion of the event until its release. Compare them with
 /// kvt_checksum of the bytes in host memory: a difference means that bytes changed on the bus.
 ///
-/// @param device    Asynchronous, with KVT_DEVICE_SUMS.
+/// @param device    Asynchronous, with KVT_DEVICE_CHECKSUMS.
 /// @param sums      Receives at most `capacity` checksums; not null.
 /// @param capacity  At most 65,536.
 /// @return KVT_E_BUSY (the event is pending), KVT_E_UNSUPPORTED (the device computes no checksums),
 ///         KVT_E_LIMIT, or the status that the batch failed with.
-kvt_status_t kvt_device_sums(const struct kvt_device_t *device,
+kvt_status_t kvt_device_checksums(const struct kvt_device_t *device,
                              uint64_t event,
                              uint64_t *sums,
                              uint64_t capacity,
@@ -6272,7 +6272,7 @@ kvt_status_t kvt_device_launch(const struct kvt_device_t *device,
                                uint64_t *out_event,
                                struct kvt_error_t **err);
 
-/// Packs an index for KVT_LAUNCH_PREFILL (heads, `starts` and `items` of kvt_index_t, contiguous)
+/// Packs an index for KVT_DEVICE_KERNEL_PREFILL (heads, `starts` and `items` of kvt_index_t, contiguous)
 /// and enters it in a kernel. The call validates the index; the kernel trusts it. Afterwards copy
 /// the bytes to `address`, and set the kernel's `scratch`.
 ///
@@ -6283,7 +6283,7 @@ kvt_status_t kvt_device_launch(const struct kvt_device_t *device,
 /// @param to       Receives the bytes, at most `out_capacity`; may be null.
 /// @return KVT_E_TOO_SMALL (`kernel` is not written), KVT_E_INVALID (also: an index that is not
 ///         valid), KVT_E_LIMIT.
-kvt_status_t kvt_launch_index(const struct kvt_index_t *index,
+kvt_status_t kvt_kernel_pack_index(const struct kvt_index_t *index,
                               struct kvt_kernel_t *kernel,
                               uint64_t address,
                               void *to,
@@ -6301,7 +6301,7 @@ kvt_status_t kvt_device_conformance(const struct kvt_device_t *device,
                                     const struct kvt_conformance_opts_t *opts,
                                     kvt_conformance_fn report,
                                     void *user_data,
-                                    struct kvt_conformance_t *out,
+                                    struct kvt_conformance_report_t *out,
                                     struct kvt_error_t **err);
 
 /// Reads a trace from a file, to its end. The file is not trusted.

@@ -221,15 +221,15 @@ pub(crate) unsafe fn with_rows<R>(
 // Jobs.
 
 /// An attention computation, cut into items. Threads of the engine run each item once, in any order
-/// (kvt_job_run), and those of step 1 after all of step 0. The bits of the results do not depend on
+/// (kvt_attention_job_run), and those of step 1 after all of step 0. The bits of the results do not depend on
 /// threads. Tensors, scales, outputs, memory and the arrays of `select` are borrowed until
-/// kvt_job_close.
-pub struct kvt_job_t(());
+/// kvt_attention_job_close.
+pub struct kvt_attention_job_t(());
 
 /// Size of a job.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_job_info_t {
+pub struct kvt_attention_job_info_t {
     pub struct_size: u64,
     /// 1, or 2 for a decode.
     pub steps: u32,
@@ -323,7 +323,7 @@ pub(crate) struct JobNoun {
     _planes: Planes,
 }
 
-noun!(JobNoun, kvt_job_t, 16, "job");
+noun!(JobNoun, kvt_attention_job_t, 16, "job");
 
 /// A call in progress on a job; ends when it is dropped.
 struct ActiveCall<'a>(&'a JobNoun);
@@ -361,7 +361,7 @@ impl Drop for ActiveCall<'_> {
 
 /// Calls `body` with the kernel of a job, which cannot be closed meanwhile.
 pub(crate) fn with_kernel<R>(
-    job: *const kvt_job_t,
+    job: *const kvt_attention_job_t,
     body: impl FnOnce(&Kernel) -> Result<R>,
 ) -> Result<R> {
     let job = enter(job)?;
@@ -372,33 +372,33 @@ pub(crate) fn with_kernel<R>(
 /// Inserts a job into the table of jobs and writes its handle.
 ///
 /// # Safety
-/// `job_out` is valid for a write; `planes` are those that the kernel borrows.
+/// `out_job` is valid for a write; `planes` are those that the kernel borrows.
 pub(crate) unsafe fn open(
     kernel: Kernel,
     planes: Planes,
-    job_out: *mut *mut kvt_job_t,
+    out_job: *mut *mut kvt_attention_job_t,
 ) -> Result<()> {
     crate::base::fork::check()?;
     crate::base::fork::arm()?;
     let (activity, idle) = (Mutex::new(Activity::default()), Condvar::new());
     let handle = insert(JobNoun { kernel, activity, idle, _planes: planes })?;
     // SAFETY: the caller's promise.
-    unsafe { job_out.write(handle) };
+    unsafe { out_job.write(handle) };
     Ok(())
 }
 
 /// Reads the size of a job.
 #[capi]
-pub unsafe extern "C" fn kvt_job_info(
-    job: *const kvt_job_t,
-    out: *mut kvt_job_info_t,
+pub unsafe extern "C" fn kvt_attention_job_info(
+    job: *const kvt_attention_job_t,
+    out: *mut kvt_attention_job_info_t,
 ) -> kvt_status_t {
     check_out(out)?;
     let ((items, last), scratch, sum_keys) =
         with_kernel(job, |kernel| Ok((kernel.steps(), kernel.scratch(), kernel.sum_keys())))?;
     write(
         out,
-        &kvt_job_info_t {
+        &kvt_attention_job_info_t {
             struct_size: 0,
             steps: 1 + u32::from(last.is_some()),
             items,
@@ -413,16 +413,16 @@ pub unsafe extern "C" fn kvt_job_info(
 
 /// Runs items of a job on the calling thread.
 ///
-/// @param step           Below kvt_job_info_t.steps.
+/// @param step           Below kvt_attention_job_info_t.steps.
 /// @param items          Number of items; those after the step's last one are ignored.
 /// @param scratch        Memory that no other thread uses during the call.
-/// @param scratch_count  At least kvt_job_info_t.scratch_count.
+/// @param scratch_count  At least kvt_attention_job_info_t.scratch_count.
 /// @return KVT_E_TOO_SMALL (scratch).
 ///
 /// Threading: several threads at once, each with other items.
 #[capi]
-pub unsafe extern "C" fn kvt_job_run(
-    job: *const kvt_job_t,
+pub unsafe extern "C" fn kvt_attention_job_run(
+    job: *const kvt_attention_job_t,
     step: u32,
     first: u32,
     items: u32,
@@ -456,7 +456,9 @@ pub unsafe extern "C" fn kvt_job_run(
 
 /// Waits for running items and closes a job. Everything that it borrowed is the caller's again.
 #[capi]
-pub unsafe extern "C" fn kvt_job_close(job: *mut *mut kvt_job_t) -> kvt_status_t {
+pub unsafe extern "C" fn kvt_attention_job_close(
+    job: *mut *mut kvt_attention_job_t,
+) -> kvt_status_t {
     free(job, |job| {
         job.close();
         Ok(())
@@ -569,34 +571,34 @@ pub unsafe extern "C" fn kvt_prefill_open(
     out_count: u64,
     lse: *mut f32,
     lse_count: u64,
-    job_out: *mut *mut kvt_job_t,
+    out_job: *mut *mut kvt_attention_job_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    require(job_out)?;
+    require(out_job)?;
     let (args, planes) = problem_of(args)?;
     let (out, logs) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
     let lse = if lse.is_null() { None } else { Some(logs) };
     let kernel = Kernel::Prefill(Prefill::new(args, out, lse)?);
-    open(kernel, planes, job_out)
+    open(kernel, planes, out_job)
 }
 
 /// Computes the memory that kvt_decode_open needs for the same input.
 ///
 /// @param flags      KVT_DECODE_*.
-/// @param count_out  Receives the number of f32 elements.
+/// @param out_count  Receives the number of f32 elements.
 /// @return The codes of kvt_decode_open, except KVT_E_TOO_SMALL.
 #[capi]
 pub unsafe extern "C" fn kvt_decode_memory(
     args: *const kvt_attention_args_t,
     flags: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     known_flags(flags, KVT_DECODE_SCORES)?;
-    require(count_out)?;
+    require(out_count)?;
     let (args, _planes) = problem_of(args)?;
     args.check()?;
-    count_out.write(Decode::memory(&args, flags & KVT_DECODE_SCORES != 0)? as u64);
+    out_count.write(Decode::memory(&args, flags & KVT_DECODE_SCORES != 0)? as u64);
     Ok(())
 }
 
@@ -619,17 +621,17 @@ pub unsafe extern "C" fn kvt_decode_open(
     lse_count: u64,
     memory: *mut f32,
     memory_count: u64,
-    job_out: *mut *mut kvt_job_t,
+    out_job: *mut *mut kvt_attention_job_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     known_flags(flags, KVT_DECODE_SCORES)?;
-    require(job_out)?;
+    require(out_job)?;
     let (args, planes) = problem_of(args)?;
     let (out, lse) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
     let memory = numbers_mut(memory, memory_count)?;
     let keeps_scores = flags & KVT_DECODE_SCORES != 0;
     let kernel = Kernel::Decode(Decode::new(args, out, lse, memory, keeps_scores)?);
-    open(kernel, planes, job_out)
+    open(kernel, planes, out_job)
 }
 
 /// Opens a job that sums, for each key, the attention that a prompt's queries pay to it. Open it
@@ -642,7 +644,7 @@ pub unsafe extern "C" fn kvt_decode_open(
 /// @param sum_count  Exactly that many elements.
 /// @return KVT_E_LIMIT, KVT_E_UNSUPPORTED (dtype), KVT_E_UNAVAILABLE (device memory).
 #[capi]
-pub unsafe extern "C" fn kvt_sums_open(
+pub unsafe extern "C" fn kvt_column_sums_open(
     args: *const kvt_attention_args_t,
     lse: *const f32,
     lse_count: u64,
@@ -650,29 +652,29 @@ pub unsafe extern "C" fn kvt_sums_open(
     flags: u64,
     sums: *mut f32,
     sum_count: u64,
-    job_out: *mut *mut kvt_job_t,
+    out_job: *mut *mut kvt_attention_job_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     known_flags(flags, KVT_SUMS_BY_HEAD)?;
-    require(job_out)?;
+    require(out_job)?;
     let (args, planes) = problem_of(args)?;
     let (lse, sums) = (numbers(lse, lse_count, MAX_ELEMENTS)?, numbers_mut(sums, sum_count)?);
     let by_head = flags & KVT_SUMS_BY_HEAD != 0;
-    open(Kernel::Sums(ColumnSums::new(args, lse, first, by_head, sums)?), planes, job_out)
+    open(Kernel::Sums(ColumnSums::new(args, lse, first, by_head, sums)?), planes, out_job)
 }
 
 /// Adds, for each key, the attention that a decode's queries pay to it. Requires KVT_DECODE_SCORES,
 /// and that all items of both steps have ended.
 ///
 /// @param flags      KVT_SUMS_*; KVT_SUMS_BY_HEAD is required if heads select different keys.
-/// @param sums       In and out: [query_heads, sum_keys] or [sum_keys] (kvt_job_info_t), in the
+/// @param sums       In and out: [query_heads, sum_keys] or [sum_keys] (kvt_attention_job_info_t), in the
 ///                   order of the selected keys.
 /// @param sum_count  Exactly that many elements.
 ///
 /// Threading: not while a thread runs items of the job.
 #[capi]
 pub unsafe extern "C" fn kvt_decode_sums(
-    job: *const kvt_job_t,
+    job: *const kvt_attention_job_t,
     flags: u64,
     sums: *mut f32,
     sum_count: u64,

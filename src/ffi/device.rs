@@ -43,19 +43,19 @@ use crate::store::state::session::PlaneView;
 pub struct kvt_device_t(());
 
 /// The processor copies; copies are complete when the call returns.
-pub const KVT_DEVICE_HOST: u32 = 1;
+pub const KVT_DEVICE_KIND_HOST: u32 = 1;
 /// A GPU, through the CUDA driver, which is loaded when the device is opened.
-pub const KVT_DEVICE_CUDA: u32 = 2;
+pub const KVT_DEVICE_KIND_CUDA: u32 = 2;
 /// The engine copies, through the callbacks of kvt_device_custom_t.
-pub const KVT_DEVICE_CUSTOM: u32 = 3;
+pub const KVT_DEVICE_KIND_CUSTOM: u32 = 3;
 /// A simulated device for tests: copies take time, and targets hold garbage until their event has
 /// completed.
-pub const KVT_DEVICE_SIMULATED: u32 = 4;
+pub const KVT_DEVICE_KIND_SIMULATED: u32 = 4;
 
 /// kvt_device_info_t.flags: work continues after a call has returned.
 pub const KVT_DEVICE_ASYNCHRONOUS: u64 = 1;
-/// The device computes checksums of the planes that it copies (KVT_COPY_SUM).
-pub const KVT_DEVICE_SUMS: u64 = 2;
+/// The device computes checksums of the planes that it copies (KVT_COPY_CHECKSUM).
+pub const KVT_DEVICE_CHECKSUMS: u64 = 2;
 /// The device has memory that only it can access: KVT_MEMORY_DEVICE.
 pub const KVT_DEVICE_HAS_MEMORY: u64 = 4;
 /// Copies of host memory that is not pinned are slow and block; see kvt_device_register_host.
@@ -78,7 +78,7 @@ pub struct kvt_device_opts_t {
     pub struct_size: u64,
     /// KVT_DEVICE_VERIFY or 0.
     pub flags: u64,
-    /// KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
+    /// KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
     pub kind: u32,
     /// CUDA: index of the device, unless `context` is given.
     pub ordinal: u32,
@@ -122,11 +122,11 @@ pub struct kvt_device_info_t {
     pub struct_size: u64,
     /// KVT_DEVICE_ASYNCHRONOUS, _SUMS, _HAS_MEMORY, _WANTS_PINNED.
     pub flags: u64,
-    /// KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
+    /// KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
     pub kind: u32,
     /// Number of streams. Work runs in order within a stream, in any order across streams.
     pub streams: u32,
-    /// Available kernels: a set of 1 << KVT_LAUNCH_*.
+    /// Available kernels: a set of 1 << KVT_DEVICE_KERNEL_*.
     pub kernels: u64,
     /// Device memory that can still be allocated; UINT64_MAX = unknown.
     pub free_bytes: u64,
@@ -225,24 +225,30 @@ fn check_fields(given: &kvt_device_opts_t) -> Result<()> {
         || given.cufile_bytes != 0;
     let simulated = given.memory_bytes | given.seed | given.latency_ns | given.bytes_per_s != 0;
     let is = |kind| given.kind == kind;
-    if cuda && !is(KVT_DEVICE_CUDA) || simulated && !is(KVT_DEVICE_SIMULATED) {
+    if cuda && !is(KVT_DEVICE_KIND_CUDA) || simulated && !is(KVT_DEVICE_KIND_SIMULATED) {
         fail!(
             Invalid,
             "a device of kind {}: fields for another kind are set, clear them",
             given.kind
         );
     }
-    if given.flags != 0 && !is(KVT_DEVICE_CUDA) && !is(KVT_DEVICE_SIMULATED) {
+    if given.flags != 0 && !is(KVT_DEVICE_KIND_CUDA) && !is(KVT_DEVICE_KIND_SIMULATED) {
         fail!(
             Invalid,
             "a device of kind {}: KVT_DEVICE_VERIFY is for CUDA and simulated devices",
             given.kind
         );
     }
-    match (is(KVT_DEVICE_CUSTOM), given.custom.is_null()) {
-        (true, true) => fail!(Invalid, "custom is null: KVT_DEVICE_CUSTOM needs its callbacks"),
+    match (is(KVT_DEVICE_KIND_CUSTOM), given.custom.is_null()) {
+        (true, true) => {
+            fail!(Invalid, "custom is null: KVT_DEVICE_KIND_CUSTOM needs its callbacks")
+        }
         (false, false) => {
-            fail!(Invalid, "custom is set for kind {}: it is for KVT_DEVICE_CUSTOM", given.kind)
+            fail!(
+                Invalid,
+                "custom is set for kind {}: it is for KVT_DEVICE_KIND_CUSTOM",
+                given.kind
+            )
         }
         _ => Ok(()),
     }
@@ -275,20 +281,20 @@ pub unsafe extern "C" fn kvt_device_open(
             insert(DeviceNoun { core, device, kind, _on_shutdown: on_shutdown, closing })
         };
         match given.kind {
-            KVT_DEVICE_HOST => register(Arc::new(Host::default())),
-            KVT_DEVICE_CUDA => {
+            KVT_DEVICE_KIND_HOST => register(Arc::new(Host::default())),
+            KVT_DEVICE_KIND_CUDA => {
                 let opts = cuda_opts(&given)?;
                 register(Arc::new(Cuda::open(clock, &opts)?))
             }
-            KVT_DEVICE_CUSTOM => {
+            KVT_DEVICE_KIND_CUSTOM => {
                 with_custom(given.custom, clock, |device| register(Arc::new(device)))
             }
-            KVT_DEVICE_SIMULATED => {
+            KVT_DEVICE_KIND_SIMULATED => {
                 register(Arc::new(Simulated::new(clock, simulated_opts(&given))?))
             }
             other => fail!(
                 Invalid,
-                "kind is {other}: KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED is accepted"
+                "kind is {other}: KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED is accepted"
             ),
         }
     })?;
@@ -351,7 +357,7 @@ pub unsafe extern "C" fn kvt_device_info(
         &kvt_device_info_t {
             struct_size: 0,
             flags: flag(facts.asynchronous, KVT_DEVICE_ASYNCHRONOUS)
-                | flag(facts.sums, KVT_DEVICE_SUMS)
+                | flag(facts.sums, KVT_DEVICE_CHECKSUMS)
                 | flag(facts.reaches_device, KVT_DEVICE_HAS_MEMORY)
                 | flag(facts.wants_pinned, KVT_DEVICE_WANTS_PINNED),
             kind: device.kind,
@@ -400,17 +406,17 @@ pub struct kvt_device_memory_t {
 pub const KVT_COPY_GATHER: u32 = 0;
 /// kvt_copy_t.direction: from the plane to the view.
 pub const KVT_COPY_SCATTER: u32 = 1;
-/// kvt_copy_t.flags: compute a checksum; ignored without KVT_DEVICE_SUMS. An asynchronous device
+/// kvt_copy_t.flags: compute a checksum; ignored without KVT_DEVICE_CHECKSUMS. An asynchronous device
 /// sums the side in its own memory: the source as read, or the target as written. If both sides are
 /// there, it sums the target.
-pub const KVT_COPY_SUM: u64 = 1;
+pub const KVT_COPY_CHECKSUM: u64 = 1;
 
 /// A copy between an engine's tensor and a plane, which holds the same tokens, heads and elements
 /// without gaps.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_copy_t {
-    /// KVT_COPY_SUM or 0.
+    /// KVT_COPY_CHECKSUM or 0.
     pub flags: u64,
     /// The engine's tensor; it must state its number of tokens.
     pub view: kvt_view_t,
@@ -424,8 +430,8 @@ pub struct kvt_copy_t {
     pub first_token: u32,
     /// 0 = all from `first_token` on.
     pub tokens: u32,
-    /// Receives the checksum (see kvt_checksum) that KVT_COPY_SUM requests from a synchronous
-    /// device; an asynchronous one returns it from kvt_device_sums.
+    /// Receives the checksum (see kvt_checksum) that KVT_COPY_CHECKSUM requests from a synchronous
+    /// device; an asynchronous one returns it from kvt_device_checksums.
     pub sum: u64,
 }
 
@@ -525,8 +531,12 @@ pub unsafe extern "C" fn kvt_device_unregister_host(
 
 /// Converts a copy.
 fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
-    if given.flags & !KVT_COPY_SUM != 0 {
-        fail!(Invalid, "flags of a copy are {:#x}: KVT_COPY_SUM or 0 is accepted", given.flags);
+    if given.flags & !KVT_COPY_CHECKSUM != 0 {
+        fail!(
+            Invalid,
+            "flags of a copy are {:#x}: KVT_COPY_CHECKSUM or 0 is accepted",
+            given.flags
+        );
     }
     let direction = match given.direction {
         KVT_COPY_GATHER => Direction::Gather,
@@ -541,7 +551,7 @@ fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
     Ok(Copy {
         memory: plane.memory,
         plane_memory: memory_of(given.plane_memory)?,
-        wants_sum: given.flags & KVT_COPY_SUM != 0,
+        wants_sum: given.flags & KVT_COPY_CHECKSUM != 0,
         ..copy
     })
 }
@@ -632,17 +642,17 @@ pub unsafe extern "C" fn kvt_device_wait(
     enter(device)?.device.wait(Event(event), deadline_ns)
 }
 
-/// Reads the checksums that copies of a batch requested (KVT_COPY_SUM), in the order of the copies.
+/// Reads the checksums that copies of a batch requested (KVT_COPY_CHECKSUM), in the order of the copies.
 /// They are available from the completion of the event until its release. Compare them with
 /// kvt_checksum of the bytes in host memory: a difference means that bytes changed on the bus.
 ///
-/// @param device    Asynchronous, with KVT_DEVICE_SUMS.
+/// @param device    Asynchronous, with KVT_DEVICE_CHECKSUMS.
 /// @param sums      Receives at most `capacity` checksums; not null.
 /// @param capacity  At most 65,536.
 /// @return KVT_E_BUSY (the event is pending), KVT_E_UNSUPPORTED (the device computes no checksums),
 ///         KVT_E_LIMIT, or the status that the batch failed with.
 #[capi]
-pub unsafe extern "C" fn kvt_device_sums(
+pub unsafe extern "C" fn kvt_device_checksums(
     device: *const kvt_device_t,
     event: u64,
     sums: *mut u64,
@@ -651,11 +661,9 @@ pub unsafe extern "C" fn kvt_device_sums(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     require(out_count)?;
-    if capacity > MAX_EVENTS as u64 || sums.is_null() {
-        fail!(
-            Limit,
-            "capacity is {capacity}, sums is {sums:p}: pass an array of at most {MAX_EVENTS}"
-        );
+    require(sums)?;
+    if capacity > MAX_EVENTS as u64 {
+        fail!(Limit, "capacity is {capacity}: at most {MAX_EVENTS} is accepted");
     }
     let mut found = Vec::new();
     found.try_reserve_exact(capacity as usize).map_err(|_| Status::NoMem)?;
@@ -685,11 +693,9 @@ pub unsafe extern "C" fn kvt_device_poll(
     out_count: *mut u64,
 ) -> kvt_status_t {
     require(out_count)?;
-    if capacity > MAX_EVENTS as u64 || events.is_null() {
-        fail!(
-            Limit,
-            "capacity is {capacity}, events is {events:p}: pass an array of at most {MAX_EVENTS}"
-        );
+    require(events)?;
+    if capacity > MAX_EVENTS as u64 {
+        fail!(Limit, "capacity is {capacity}: at most {MAX_EVENTS} is accepted");
     }
     let mut ended = [Event(0); 64];
     let mut count = 0;
@@ -823,26 +829,26 @@ pub unsafe extern "C" fn kvt_device_stream_wait_op(
 // Kernels on devices.
 
 /// kvt_kernel_t.kind: copy runs of bytes, convert numbers to another type, compute checksums.
-pub const KVT_LAUNCH_MOVE: u32 = 1;
-pub const KVT_LAUNCH_CONVERT: u32 = 2;
-pub const KVT_LAUNCH_SUM: u32 = 3;
+pub const KVT_DEVICE_KERNEL_MOVE: u32 = 1;
+pub const KVT_DEVICE_KERNEL_CONVERT: u32 = 2;
+pub const KVT_DEVICE_KERNEL_SUM: u32 = 3;
 /// Page selection: extend bounding boxes of pages, bound a query's scores of pages, choose the
 /// largest scores.
-pub const KVT_LAUNCH_PAGE_BOXES: u32 = 4;
-pub const KVT_LAUNCH_PAGE_SCORES: u32 = 5;
-pub const KVT_LAUNCH_TOP: u32 = 6;
+pub const KVT_DEVICE_KERNEL_PAGE_BOXES: u32 = 4;
+pub const KVT_DEVICE_KERNEL_PAGE_SCORES: u32 = 5;
+pub const KVT_DEVICE_KERNEL_TOP: u32 = 6;
 /// Token eviction: add attention weights to scores of tokens, choose the tokens to keep, compact
 /// their rows.
-pub const KVT_LAUNCH_ADD: u32 = 7;
-pub const KVT_LAUNCH_KEEP: u32 = 8;
-pub const KVT_LAUNCH_COMPACT: u32 = 9;
+pub const KVT_DEVICE_KERNEL_ADD: u32 = 7;
+pub const KVT_DEVICE_KERNEL_KEEP: u32 = 8;
+pub const KVT_DEVICE_KERNEL_COMPACT: u32 = 9;
 /// Attention: estimate weights of columns and diagonals from the last queries; attention of a
 /// prompt over columns, diagonals or blocks; attention of few queries over chosen pages.
-pub const KVT_LAUNCH_ESTIMATE: u32 = 10;
-pub const KVT_LAUNCH_PREFILL: u32 = 11;
-pub const KVT_LAUNCH_DECODE: u32 = 12;
+pub const KVT_DEVICE_KERNEL_ESTIMATE: u32 = 10;
+pub const KVT_DEVICE_KERNEL_PREFILL: u32 = 11;
+pub const KVT_DEVICE_KERNEL_DECODE: u32 = 12;
 
-const _: () = assert!(KVT_LAUNCH_DECODE == Kind::Decode as u32);
+const _: () = assert!(KVT_DEVICE_KERNEL_DECODE == Kind::Decode as u32);
 /// Limit: kernels of a batch.
 const MAX_KERNELS: u64 = 4096;
 
@@ -851,7 +857,7 @@ const MAX_KERNELS: u64 = 4096;
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_kernel_t {
-    /// KVT_LAUNCH_*.
+    /// KVT_DEVICE_KERNEL_*.
     pub kind: u32,
     /// KVT_DTYPE_* of keys and values, or of the input.
     pub dtype: u32,
@@ -1009,7 +1015,7 @@ fn with_index(keys: &Keys<'_>, call: Call, address: u64) -> Result<Call> {
     Ok(Call { scratch_bytes: call.line_bytes(), ..call })
 }
 
-/// Packs an index for KVT_LAUNCH_PREFILL (heads, `starts` and `items` of kvt_index_t, contiguous)
+/// Packs an index for KVT_DEVICE_KERNEL_PREFILL (heads, `starts` and `items` of kvt_index_t, contiguous)
 /// and enters it in a kernel. The call validates the index; the kernel trusts it. Afterwards copy
 /// the bytes to `address`, and set the kernel's `scratch`.
 ///
@@ -1021,7 +1027,7 @@ fn with_index(keys: &Keys<'_>, call: Call, address: u64) -> Result<Call> {
 /// @return KVT_E_TOO_SMALL (`kernel` is not written), KVT_E_INVALID (also: an index that is not
 ///         valid), KVT_E_LIMIT.
 #[capi]
-pub unsafe extern "C" fn kvt_launch_index(
+pub unsafe extern "C" fn kvt_kernel_pack_index(
     index: *const kvt_index_t,
     kernel: *mut kvt_kernel_t,
     address: u64,
@@ -1103,7 +1109,7 @@ pub type kvt_device_submit_fn = Option<
         copies: *const kvt_copy_rows_t,
         count: u64,
         stride_bytes: u64,
-        event_out: *mut u64,
+        out_event: *mut u64,
     ) -> kvt_status_t,
 >;
 
@@ -1124,7 +1130,7 @@ pub type kvt_device_release_fn = Option<unsafe extern "C" fn(user_data: *mut c_v
 
 /// Allocates memory at a multiple of 256, not 0. KVT_E_NOMEM: not enough is free.
 pub type kvt_device_allocate_fn = Option<
-    unsafe extern "C" fn(user_data: *mut c_void, bytes: u64, address_out: *mut u64) -> kvt_status_t,
+    unsafe extern "C" fn(user_data: *mut c_void, bytes: u64, out_address: *mut u64) -> kvt_status_t,
 >;
 
 /// Frees memory.
@@ -1133,7 +1139,7 @@ pub type kvt_device_free_fn =
 
 /// Writes the number of bytes that can still be allocated.
 pub type kvt_device_free_bytes_fn =
-    Option<unsafe extern "C" fn(user_data: *mut c_void, bytes_out: *mut u64) -> kvt_status_t>;
+    Option<unsafe extern "C" fn(user_data: *mut c_void, out_bytes: *mut u64) -> kvt_status_t>;
 
 /// Registers host memory that many copies will use; with `bytes` 0, unregisters it.
 pub type kvt_device_register_host_fn =
@@ -1141,7 +1147,7 @@ pub type kvt_device_register_host_fn =
 
 /// Imports an event; see kvt_device_import_event. `raw` stays the caller's.
 pub type kvt_device_import_event_fn = Option<
-    unsafe extern "C" fn(user_data: *mut c_void, raw: u64, event_out: *mut u64) -> kvt_status_t,
+    unsafe extern "C" fn(user_data: *mut c_void, raw: u64, out_event: *mut u64) -> kvt_status_t,
 >;
 
 /// Makes a stream wait for an event; see kvt_device_stream_wait. Not called for an event that is
@@ -1152,7 +1158,7 @@ pub type kvt_device_stream_wait_fn = Option<
 
 /// Creates an event that completes when `signal_event` is called with it.
 pub type kvt_device_create_event_fn =
-    Option<unsafe extern "C" fn(user_data: *mut c_void, event_out: *mut u64) -> kvt_status_t>;
+    Option<unsafe extern "C" fn(user_data: *mut c_void, out_event: *mut u64) -> kvt_status_t>;
 
 /// Signals an event of `create_event`; signalling it again does nothing. Must not wait. Called from
 /// any thread, also from the one that releases an op.
@@ -1168,7 +1174,7 @@ pub type kvt_device_launch_fn = Option<
         kernels: *const kvt_kernel_t,
         count: u64,
         stride_bytes: u64,
-        event_out: *mut u64,
+        out_event: *mut u64,
     ) -> kvt_status_t,
 >;
 
@@ -1189,7 +1195,7 @@ pub struct kvt_device_custom_t {
     /// else.
     pub streams: u32,
     pub reserved: u32,
-    /// Kernels of `launch`: a set of 1 << KVT_LAUNCH_*.
+    /// Kernels of `launch`: a set of 1 << KVT_DEVICE_KERNEL_*.
     pub kernels: u64,
     pub submit: kvt_device_submit_fn,
     pub query: kvt_device_query_fn,
@@ -1501,7 +1507,7 @@ pub struct kvt_conformance_opts_t {
 /// Number of checks with each result.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_conformance_t {
+pub struct kvt_conformance_report_t {
     pub struct_size: u64,
     pub passed: u32,
     pub skipped: u32,
@@ -1535,7 +1541,7 @@ pub unsafe extern "C" fn kvt_device_conformance(
     opts: *const kvt_conformance_opts_t,
     report: kvt_conformance_fn,
     user_data: *mut c_void,
-    out: *mut kvt_conformance_t,
+    out: *mut kvt_conformance_report_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     refuse_reentry()?;
@@ -1571,7 +1577,7 @@ pub unsafe extern "C" fn kvt_device_conformance(
     let count = run(&device.device, &opts, &mut forward);
     write(
         out,
-        &kvt_conformance_t {
+        &kvt_conformance_report_t {
             struct_size: 0,
             passed: count.passed,
             skipped: count.skipped,

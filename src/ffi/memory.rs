@@ -15,7 +15,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::{Memory, host};
 use crate::fail;
-use crate::ffi::abi::{
+use crate::ffi::abi::{length_of, 
     Access, Plain, Strided, bytes, capi, check_out, encode, enter, foreign, free, insert, inspect,
     known_flags, noun, numbers, pin, pin_optional, put, read, require, text, write,
 };
@@ -122,7 +122,7 @@ pub struct kvt_tier_report_t {
     /// Reservations that wait.
     pub waiting: u64,
     /// Bytes that reclaim callbacks were asked for so far.
-    pub reclaim_asked_bytes: u64,
+    pub reclaim_requested_bytes: u64,
 }
 
 pub(crate) struct BudgetNoun(pub(crate) Arc<Budget>);
@@ -247,7 +247,7 @@ pub unsafe extern "C" fn kvt_budget_tier(
             free_bytes: usage.limit_bytes.saturating_sub(used),
             refused: usage.refused,
             waiting: usage.waiting,
-            reclaim_asked_bytes: usage.reclaim_asked_bytes,
+            reclaim_requested_bytes: usage.reclaim_requested_bytes,
         },
     );
     Ok(())
@@ -305,13 +305,6 @@ pub unsafe extern "C" fn kvt_account_open(
     require(out)?;
     let given = read(opts)?;
     known_flags(given.flags, 0)?;
-    if given.name_bytes > MAX_ACCOUNT_NAME_BYTES {
-        fail!(
-            Limit,
-            "the name of an account has at most {MAX_ACCOUNT_NAME_BYTES} bytes, not {}",
-            given.name_bytes
-        );
-    }
     let Ok(priority) = i32::try_from(given.priority) else {
         fail!(
             Invalid,
@@ -319,6 +312,13 @@ pub unsafe extern "C" fn kvt_account_open(
             given.priority
         );
     };
+    let name_bytes = length_of("name", given.name, given.name_bytes)?;
+    if name_bytes > MAX_ACCOUNT_NAME_BYTES {
+        fail!(
+            Limit,
+            "the name of an account has at most {MAX_ACCOUNT_NAME_BYTES} bytes, not {name_bytes}"
+        );
+    }
     let name = text("name", given.name, given.name_bytes)?;
     let foreign = foreign(given.reclaim, given.user_data, given.destroy)?;
     let budget = enter(budget)?;
@@ -677,34 +677,34 @@ pub unsafe extern "C" fn kvt_buffer_info(
 // Work on host memory.
 
 /// Copy the source to the target; the ranges may overlap.
-pub const KVT_DO_COPY: u32 = 1;
+pub const KVT_ITEM_COPY: u32 = 1;
 /// Report the checksum of the source, as it was read, as the value of the item.
-pub const KVT_DO_CHECKSUM: u32 = 2;
+pub const KVT_ITEM_CHECKSUM: u32 = 2;
 /// Compare that checksum with `expect`; KVT_E_CORRUPT if they differ. A copy by the same item is
 /// made all the same.
-pub const KVT_DO_VERIFY: u32 = 4;
+pub const KVT_ITEM_VERIFY: u32 = 4;
 /// Make the target's pages present and keep their contents. Not combined with other bits.
-pub const KVT_DO_PREFAULT: u32 = 8;
+pub const KVT_ITEM_PREFAULT: u32 = 8;
 
-const _: () = assert!(KVT_DO_COPY == host::COPY && KVT_DO_CHECKSUM == host::CHECKSUM);
-const _: () = assert!(KVT_DO_VERIFY == host::VERIFY && KVT_DO_PREFAULT == host::PREFAULT);
+const _: () = assert!(KVT_ITEM_COPY == host::COPY && KVT_ITEM_CHECKSUM == host::CHECKSUM);
+const _: () = assert!(KVT_ITEM_VERIFY == host::VERIFY && KVT_ITEM_PREFAULT == host::PREFAULT);
 
 /// One item of kvt_buffer_submit: work on up to two buffers.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_buffer_item_t {
-    /// KVT_DO_* bits.
+    /// KVT_ITEM_* bits.
     pub kind: u32,
     /// 0: no flags are defined.
     pub flags: u32,
-    /// Target; null unless `kind` has KVT_DO_COPY or KVT_DO_PREFAULT.
+    /// Target; null unless `kind` has KVT_ITEM_COPY or KVT_ITEM_PREFAULT.
     pub dst: *const kvt_buffer_t,
     pub dst_offset: u64,
-    /// Source; null with KVT_DO_PREFAULT.
+    /// Source; null with KVT_ITEM_PREFAULT.
     pub src: *const kvt_buffer_t,
     pub src_offset: u64,
     pub bytes: u64,
-    /// Expected checksum, with KVT_DO_VERIFY.
+    /// Expected checksum, with KVT_ITEM_VERIFY.
     pub expect: u64,
     /// Tag of the item's op, with KVT_SUBMIT_EACH.
     pub tag: u64,
@@ -715,7 +715,7 @@ pub struct kvt_buffer_item_t {
 /// another one reads or writes.
 ///
 /// @param count    1 to 65536.
-/// @param ops_out  Receives one op, or `count` ops with KVT_SUBMIT_EACH; may be null if opts names
+/// @param out_ops  Receives one op, or `count` ops with KVT_SUBMIT_EACH; may be null if opts names
 ///                 a queue.
 /// @return KVT_E_AGAIN (the queue or the runtime is full), KVT_E_LIMIT.
 #[capi]
@@ -725,12 +725,12 @@ pub unsafe extern "C" fn kvt_buffer_submit(
     items: *const kvt_buffer_item_t,
     count: u64,
     stride_bytes: u64,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let max = MAX_ITEMS as u64;
     let given = Strided::new(items.cast_mut(), count, stride_bytes, max)?;
-    let (opts, each) = submit_opts(opts, ops_out.is_null())?;
+    let (opts, each) = submit_opts(opts, out_ops.is_null())?;
     if given.len() == 0 {
         fail!(Invalid, "count is 0: pass 1 to {MAX_ITEMS} items");
     }
@@ -741,9 +741,9 @@ pub unsafe extern "C" fn kvt_buffer_submit(
             list.push(item.map_err(|e: Error| e.within(&format!("item {i}")))?);
         }
         let write_op = |i: usize, op: &OpRef| {
-            if !ops_out.is_null() {
+            if !out_ops.is_null() {
                 // SAFETY: the caller has room for `count` handles, or for one.
-                ops_out.add(i).write(encode::<Op>(op.key()));
+                out_ops.add(i).write(encode::<Op>(op.key()));
             }
         };
         if each {

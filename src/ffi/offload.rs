@@ -298,19 +298,19 @@ pub unsafe extern "C" fn kvt_offload_close(offload: *mut *mut kvt_offload_t) -> 
 
 /// Reads the number of tokens of a layer.
 ///
-/// @param stored_out  Receives the tokens that were put into the store, in whole blocks.
-/// @param tail_out    Receives the tokens of the tail, which follow; may be null.
+/// @param out_stored  Receives the tokens that were put into the store, in whole blocks.
+/// @param out_tail    Receives the tokens of the tail, which follow; may be null.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_tokens(
     offload: *const kvt_offload_t,
     layer: u32,
-    stored_out: *mut u32,
-    tail_out: *mut u32,
+    out_stored: *mut u32,
+    out_tail: *mut u32,
 ) -> kvt_status_t {
-    require(stored_out)?;
+    require(out_stored)?;
     let (stored, tail) = with_offload(offload, |offload| offload.tokens(layer))?;
-    stored_out.write(stored);
-    put(tail_out, tail);
+    out_stored.write(stored);
+    put(out_tail, tail);
     Ok(())
 }
 
@@ -450,23 +450,23 @@ pub unsafe extern "C" fn kvt_offload_stats(
 #[capi]
 pub unsafe extern "C" fn kvt_offload_memory_bytes(
     opts: *const kvt_offload_opts_t,
-    bytes_out: *mut u64,
+    out_bytes: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    require(bytes_out)?;
+    require(out_bytes)?;
     let mut given = read(opts)?;
     (given.memory, given.memory_bytes) = (0, 0);
     let session = pin(given.session, Access::Use)?;
     // SAFETY: the caller's promise; the callbacks of custom policies are not kept.
     let (opts, _) = options(&given, session.number)?;
     let bytes = Offload::memory_bytes(&session.ns.store, &opts)?;
-    bytes_out.write(bytes);
+    out_bytes.write(bytes);
     Ok(())
 }
 
 /// Sets the ready event of copies that begin from now on, between the engine's tensors, the buffers
 /// and the store. Call it before kvt_offload_put, with an event after the kernels that compute K
-/// and V. Call it before kvt_offload_done and kvt_offload_give_back, with an event after the
+/// and V. Call it before kvt_offload_release and kvt_offload_give_back, with an event after the
 /// kernels that read the buffer. Only the newest event counts: it must come after all work that
 /// copies have to wait for. Copies fail if their event fails.
 ///
@@ -477,7 +477,7 @@ pub unsafe extern "C" fn kvt_offload_memory_bytes(
 /// @return The status of the event, if it has failed. After a failure the previous event still
 ///         counts.
 #[capi]
-pub unsafe extern "C" fn kvt_offload_after(
+pub unsafe extern "C" fn kvt_offload_set_ready_event(
     offload: *const kvt_offload_t,
     event: u64,
     err: *mut *mut kvt_error_t,
@@ -490,7 +490,7 @@ pub unsafe extern "C" fn kvt_offload_after(
 
 /// In the flags of kvt_offload_load: the caller has chosen the blocks. They are loaded without a
 /// policy, and the tail follows them. A query is used for audits only.
-pub const KVT_OFFLOAD_CHOSEN: u64 = 1;
+pub const KVT_OFFLOAD_LOAD_CHOSEN: u64 = 1;
 
 /// Most blocks or positions in one call.
 const MAX_LIST: usize = 1 << 24;
@@ -553,7 +553,7 @@ fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_k
 /// @param k       K, or the latent, in host memory or in memory of the store's device.
 /// @param v       V; null for a latent.
 /// @param opts    Options of the op; KVT_SUBMIT_EACH is not accepted.
-/// @param op_out  Receives an op, which the caller frees; its release ends the use of `k` and `v`.
+/// @param out_op  Receives an op, which the caller frees; its release ends the use of `k` and `v`.
 ///                Receives null if their use has ended already. May be null with a queue, or if
 ///                `tokens` is less than block_tokens.
 /// @return KVT_E_BUDGET, KVT_E_IO (a full tail could not be put; the next put tries again),
@@ -568,7 +568,7 @@ pub unsafe extern "C" fn kvt_offload_put(
     k: *const kvt_view_t,
     v: *const kvt_view_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     if k.is_null() {
@@ -583,7 +583,7 @@ pub unsafe extern "C" fn kvt_offload_put(
     };
     let k = plane("K", k)?;
     let v = if v.is_null() { None } else { Some(plane("V", v)?) };
-    let (opts, each) = submit_opts(opts, op_out.is_null())?;
+    let (opts, each) = submit_opts(opts, out_op.is_null())?;
     if each {
         fail!(Invalid, "KVT_SUBMIT_EACH is set, and a put is at most one op: clear it");
     }
@@ -591,12 +591,12 @@ pub unsafe extern "C" fn kvt_offload_put(
     let op = with_offload(offload, |offload| {
         // A put of fewer tokens has no whole block, and so no op.
         if opts.detached && opts.queue.is_none() && tokens >= offload.shape().block_tokens {
-            fail!(Invalid, "op_out is null and there is no queue: pass one of them");
+            fail!(Invalid, "out_op is null and there is no queue: pass one of them");
         }
         let op = offload.put(layer, first, tokens, &views, &opts)?;
         Ok(op.map_or(std::ptr::null_mut(), |op| encode::<Op>(op.key())))
     })?;
-    put(op_out, op);
+    put(out_op, op);
     Ok(())
 }
 
@@ -605,10 +605,10 @@ pub unsafe extern "C" fn kvt_offload_put(
 ///
 /// @param blocks     Candidates, ascending, and without the tail: for a prompt that is computed in
 ///                   parts. Null = all blocks, and the tail.
-/// @param flags      KVT_OFFLOAD_CHOSEN or 0. With it, null `blocks` load the tail alone.
+/// @param flags      KVT_OFFLOAD_LOAD_CHOSEN or 0. With it, null `blocks` load the tail alone.
 /// @param query      Queries of the layer, [tokens, query heads, key dim], by which the policy
 ///                   selects; null = all candidates are loaded.
-/// @param count_out  Receives the number of blocks; may be null.
+/// @param out_count  Receives the number of blocks; may be null.
 /// @return KVT_E_BUSY (the buffer is in use), KVT_E_LIMIT (the blocks do not fit into a buffer),
 ///         KVT_E_AGAIN.
 #[capi]
@@ -621,12 +621,12 @@ pub unsafe extern "C" fn kvt_offload_load(
     flags: u64,
     query: *const kvt_rows_t,
     context: *const kvt_sparse_context_t,
-    count_out: *mut u32,
+    out_count: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    known_flags(flags, KVT_OFFLOAD_CHOSEN)?;
+    known_flags(flags, KVT_OFFLOAD_LOAD_CHOSEN)?;
     let (context, ids) = (context_of(context)?, numbers(blocks, block_count, MAX_LIST)?);
-    let selection = match flags & KVT_OFFLOAD_CHOSEN {
+    let selection = match flags & KVT_OFFLOAD_LOAD_CHOSEN {
         0 if blocks.is_null() => BlockSelection::All,
         0 => BlockSelection::Blocks(ids),
         _ => BlockSelection::Chosen(ids),
@@ -635,7 +635,7 @@ pub unsafe extern "C" fn kvt_offload_load(
         with_offload(offload, |offload| offload.load(buffer, layer, selection, query, &context))
     };
     let count = with_rows("queries", query, load)?;
-    put(count_out, count);
+    put(out_count, count);
     Ok(())
 }
 
@@ -662,9 +662,9 @@ pub unsafe extern "C" fn kvt_offload_wait(
 }
 
 /// Frees a buffer that the engine does not read any more; a load in progress is cancelled. If
-/// kernels may still read the buffer, call kvt_offload_after before.
+/// kernels may still read the buffer, call kvt_offload_set_ready_event before.
 #[capi]
-pub unsafe extern "C" fn kvt_offload_done(
+pub unsafe extern "C" fn kvt_offload_release(
     offload: *const kvt_offload_t,
     buffer: u32,
     err: *mut *mut kvt_error_t,
@@ -732,11 +732,11 @@ pub unsafe extern "C" fn kvt_offload_blocks(
     buffer: u32,
     blocks: *mut u32,
     capacity: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
     with_offload(offload, |offload| {
         let all = offload.blocks(buffer)?;
-        write_list(all.len(), all.iter().copied(), blocks, capacity, count_out)
+        write_list(all.len(), all.iter().copied(), blocks, capacity, out_count)
     })
 }
 
@@ -754,7 +754,7 @@ pub unsafe extern "C" fn kvt_offload_rows(
     positions: *const u32,
     count: u64,
     rows: *mut u32,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
     let positions = numbers(positions, count, MAX_LIST)?;
     if !positions.is_sorted_by(|a, b| a < b) {
@@ -763,24 +763,24 @@ pub unsafe extern "C" fn kvt_offload_rows(
     let mut found = Vec::new();
     with_offload(offload, |offload| offload.rows_of(buffer, positions, &mut found))?;
     require(rows)?;
-    write_list(found.len(), found.iter().copied(), rows, count, count_out)
+    write_list(found.len(), found.iter().copied(), rows, count, out_count)
 }
 
 /// Writes `count` numbers to the caller's array if all fit, and `count` in any case. A null array
 /// asks for the count alone.
 ///
 /// # Safety
-/// `to` is null or valid for writes of `capacity` numbers; `count_out` is null or valid for a
+/// `to` is null or valid for writes of `capacity` numbers; `out_count` is null or valid for a
 /// write.
 unsafe fn write_list(
     count: usize,
     from: impl IntoIterator<Item = u32>,
     to: *mut u32,
     capacity: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
-    unsafe { put(count_out, count as u64) };
+    unsafe { put(out_count, count as u64) };
     if to.is_null() {
         return Ok(());
     }
@@ -824,42 +824,42 @@ pub unsafe extern "C" fn kvt_offload_observe(
 }
 
 /// Lets the policy evict tokens of a layer, if it has to. No data is moved or dropped: blocks
-/// without retained tokens are not loaded any more, and kvt_offload_kept lists the tokens that
+/// without retained tokens are not loaded any more, and kvt_offload_retained lists the tokens that
 /// kernels may use.
 ///
-/// @param evicted_out  Receives 1 if tokens were evicted, else 0; may be null.
+/// @param out_evicted  Receives 1 if tokens were evicted, else 0; may be null.
 /// @return KVT_E_UNSUPPORTED (both policies evict).
 #[capi]
 pub unsafe extern "C" fn kvt_offload_evict(
     offload: *const kvt_offload_t,
     layer: u32,
     context: *const kvt_sparse_context_t,
-    evicted_out: *mut u32,
+    out_evicted: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let context = context_of(context)?;
     let has_evicted = with_offload(offload, |offload| offload.evict(layer, &context))?;
-    put(evicted_out, u32::from(has_evicted));
+    put(out_evicted, u32::from(has_evicted));
     Ok(())
 }
 
 /// Lists the positions of the retained tokens of a layer, ascending.
 ///
-/// @param head       Index of the list, below `heads_out`; 0 if there are no lists.
-/// @param heads_out  Receives the number of lists: one for each key head or query head, one for
-///                   all, or 0 = all tokens are retained (then `count_out` is 0). May be null.
+/// @param head       Index of the list, below `out_heads`; 0 if there are no lists.
+/// @param out_heads  Receives the number of lists: one for each key head or query head, one for
+///                   all, or 0 = all tokens are retained (then `out_count` is 0). May be null.
 /// @return KVT_E_TOO_SMALL.
 #[capi]
-pub unsafe extern "C" fn kvt_offload_kept(
+pub unsafe extern "C" fn kvt_offload_retained(
     offload: *const kvt_offload_t,
     layer: u32,
     head: u32,
     positions: *mut u32,
     capacity: u64,
-    count_out: *mut u64,
-    heads_out: *mut u32,
+    out_count: *mut u64,
+    out_heads: *mut u32,
 ) -> kvt_status_t {
-    require(count_out)?;
+    require(out_count)?;
     with_offload(offload, |offload| -> Result<()> {
         let kept = offload.retained(layer)?;
         let heads = kept.as_ref().map_or(0, |kept| kept.lists() as u32);
@@ -867,12 +867,12 @@ pub unsafe extern "C" fn kvt_offload_kept(
         if head >= lists {
             fail!(Invalid, "head is {head}: pass the index of a list, below {lists}");
         }
-        put(heads_out, heads);
+        put(out_heads, heads);
         let (count, list) = match &kept {
             Some(kept) => (kept.count(head as usize), Some(kept.positions(head as usize))),
             None => (0, None),
         };
-        write_list(count, list.into_iter().flatten(), positions, capacity, count_out)
+        write_list(count, list.into_iter().flatten(), positions, capacity, out_count)
     })
 }
 

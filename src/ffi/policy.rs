@@ -338,12 +338,12 @@ pub unsafe extern "C" fn kvt_policy_info(index: u64, out: *mut kvt_policy_info_t
 pub const KVT_CONTEXT_SESSION: u64 = 1;
 /// kvt_policy_context_t.priority is set, also if it is 0. Needs KVT_CONTEXT_SESSION.
 pub const KVT_CONTEXT_PRIORITY: u64 = 2;
-/// kvt_policy_row_t.parent is set.
-pub const KVT_ROW_PARENT: u64 = 1;
+/// kvt_policy_object_t.parent is set.
+pub const KVT_OBJECT_HAS_PARENT: u64 = 1;
 /// The objects will not be used again.
 pub const KVT_HINT_DONE: u64 = 1;
 /// confidence = 0 means 0, not the default 1.
-pub const KVT_HINT_CONFIDENCE: u64 = 2;
+pub const KVT_HINT_ZERO_CONFIDENCE: u64 = 2;
 
 /// Why a sequence stopped. TOOL_USE: it waits for a tool and continues soon. END_TURN: a person
 /// reads the answer. LENGTH: it reached the limit of tokens.
@@ -379,10 +379,10 @@ pub struct kvt_policy_context_t {
 /// An object to insert.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_policy_row_t {
+pub struct kvt_policy_object_t {
     /// The caller's id.
     pub id: u64,
-    /// Id of the object that this one continues; needs KVT_ROW_PARENT. It may be inserted later.
+    /// Id of the object that this one continues; needs KVT_OBJECT_HAS_PARENT. It may be inserted later.
     pub parent: u64,
     /// Size, 1 to 2^32 - 1.
     pub units: u64,
@@ -415,7 +415,7 @@ pub struct kvt_policy_hint_t {
     pub flags: u64,
     /// Expected time of the next use, by the clock of now_ns; 0 = unknown.
     pub next_use_ns: i64,
-    /// Confidence of next_use_ns, 0 to 1; 0 = 1, unless KVT_HINT_CONFIDENCE is set.
+    /// Confidence of next_use_ns, 0 to 1; 0 = 1, unless KVT_HINT_ZERO_CONFIDENCE is set.
     pub confidence: f64,
     /// KVT_STOP_* of the request that used the objects.
     pub stop: u32,
@@ -576,8 +576,8 @@ pub unsafe extern "C" fn kvt_policy_record(
     Ok(())
 }
 
-fn new_object(row: &kvt_policy_row_t) -> Result<New> {
-    known_flags(row.flags, KVT_ROW_PARENT)?;
+fn new_object(row: &kvt_policy_object_t) -> Result<New> {
+    known_flags(row.flags, KVT_OBJECT_HAS_PARENT)?;
     let id = row.id;
     if !(1..=MAX_UNITS).contains(&row.units) {
         fail!(Invalid, "object {id} has {} units, allowed is 1 to {MAX_UNITS}", row.units);
@@ -604,7 +604,7 @@ fn new_object(row: &kvt_policy_row_t) -> Result<New> {
         cost: row.cost as f32,
         next_use_ns: row.next_use_ns,
     };
-    let parent = (row.flags & KVT_ROW_PARENT != 0).then_some(row.parent);
+    let parent = (row.flags & KVT_OBJECT_HAS_PARENT != 0).then_some(row.parent);
     Ok(New { id, parent, units: row.units, facts })
 }
 
@@ -618,7 +618,7 @@ pub unsafe extern "C" fn kvt_policy_insert(
     policy: *const kvt_policy_t,
     now_ns: i64,
     context: *const kvt_policy_context_t,
-    rows: *const kvt_policy_row_t,
+    rows: *const kvt_policy_object_t,
     count: u64,
     stride_bytes: u64,
     err: *mut *mut kvt_error_t,
@@ -680,7 +680,7 @@ pub unsafe extern "C" fn kvt_policy_remove(
 /// @param ids     Each once.
 /// @return KVT_E_STATE (a child would stay), KVT_E_LIMIT.
 #[capi]
-pub unsafe extern "C" fn kvt_policy_evicted(
+pub unsafe extern "C" fn kvt_policy_report_evicted(
     policy: *const kvt_policy_t,
     now_ns: i64,
     ids: *const u64,
@@ -774,12 +774,12 @@ pub unsafe extern "C" fn kvt_policy_unpin(
 pub(crate) unsafe fn hint(hint: *const kvt_policy_hint_t) -> Result<Hint> {
     // SAFETY: the caller's promise.
     let given = unsafe { read(hint)? };
-    known_flags(given.flags, KVT_HINT_DONE | KVT_HINT_CONFIDENCE)?;
+    known_flags(given.flags, KVT_HINT_DONE | KVT_HINT_ZERO_CONFIDENCE)?;
     no_reserved(given.reserved)?;
     let Some(stop) = Stop::from_code(u64::from(given.stop)) else {
         fail!(Invalid, "stop is {}, allowed is 0 to {KVT_STOP_CANCELLED}: KVT_STOP_*", given.stop);
     };
-    let is_default = given.flags & KVT_HINT_CONFIDENCE == 0 && given.confidence == 0.0;
+    let is_default = given.flags & KVT_HINT_ZERO_CONFIDENCE == 0 && given.confidence == 0.0;
     let confidence = if is_default { 1.0 } else { given.confidence };
     if !(0.0..=1.0).contains(&confidence) {
         fail!(Invalid, "confidence is {confidence}, allowed is 0 to 1");
@@ -1331,7 +1331,7 @@ fn write_selection(
 
 /// Chooses candidates that free `required_blocks`, in the policy's order. No victim is superfluous.
 /// Ids break ties, so the order of the rows does not matter. The call evicts nothing: the caller
-/// frees the victims and reports them with kvt_policy_evicted.
+/// frees the victims and reports them with kvt_policy_report_evicted.
 ///
 /// - Uses recorded for an id (such as by kvt_policy_record) take precedence over its columns.
 /// - The table keeps an object's context, tokens, layer, layers, chunk, chunks and cost from the
@@ -1690,7 +1690,7 @@ pub const KVT_ADVICE_ZERO_GROW: u64 = 2;
 /// Rules of the advice.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_policy_rules_t {
+pub struct kvt_policy_advice_rules_t {
     pub struct_size: u64,
     /// KVT_ADVICE_*.
     pub flags: u64,
@@ -1722,7 +1722,7 @@ pub struct kvt_policy_advice_t {
 }
 
 /// Advises a scheduler on its batch size: half if too much is recomputed, double if hardly anything
-/// is evicted. Consecutive windows of lookups must agree first (kvt_policy_rules_t). A change is
+/// is evicted. Consecutive windows of lookups must agree first (kvt_policy_advice_rules_t). A change is
 /// advised once.
 ///
 /// @param batch  The current batch size.
@@ -1747,7 +1747,7 @@ pub unsafe extern "C" fn kvt_policy_advise(
     Ok(())
 }
 
-fn rules(given: &kvt_policy_rules_t) -> Result<Rules> {
+fn rules(given: &kvt_policy_advice_rules_t) -> Result<Rules> {
     known_flags(given.flags, KVT_ADVICE_ZERO_SHRINK | KVT_ADVICE_ZERO_GROW)?;
     let defaults = Rules::default();
     let or = |n: u64, default: u64| if n == 0 { default } else { n };
@@ -1780,7 +1780,7 @@ fn rules(given: &kvt_policy_rules_t) -> Result<Rules> {
 #[capi]
 pub unsafe extern "C" fn kvt_policy_set_advice(
     policy: *const kvt_policy_t,
-    given: *const kvt_policy_rules_t,
+    given: *const kvt_policy_advice_rules_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let rules = rules(&read(given)?)?;

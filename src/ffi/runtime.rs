@@ -85,7 +85,7 @@ pub struct kvt_runtime_stats_t {
     /// Ops that wait for a worker; a large one counts once for each worker that may share it.
     pub ops_queued: u64,
     /// Submissions that failed because max_ops ops were not freed.
-    pub ops_refused: u64,
+    pub ops_rejected: u64,
     pub workers: u32,
     /// 1 = a defect inside the library was caught: close the runtime.
     pub poisoned: u32,
@@ -257,7 +257,7 @@ pub unsafe extern "C" fn kvt_runtime_stats(
             ops_open: stats.ops_open,
             ops_live: u64::from(stats.ops_live),
             ops_queued: stats.ops_queued,
-            ops_refused: stats.refused,
+            ops_rejected: stats.refused,
             workers: stats.workers,
             poisoned: u32::from(stats.poisoned || runtime.is_poisoned()),
         },
@@ -281,7 +281,7 @@ pub const KVT_OP_RELEASED: u32 = 4;
 /// A cancel was requested.
 pub const KVT_OP_CANCEL: u32 = 8;
 
-/// Make each item an op of its own: ops_out receives one op for each item.
+/// Make each item an op of its own: out_ops receives one op for each item.
 pub const KVT_SUBMIT_EACH: u64 = 1;
 
 /// Priorities: a caller waits for the work, the work is needed soon, the work can wait. Lower
@@ -386,24 +386,24 @@ pub(crate) unsafe fn submit_opts(
 /// Begins one op and writes its handle.
 ///
 /// # Safety
-/// `opts` is null or valid for the size it states, `op_out` null or valid.
+/// `opts` is null or valid for the size it states, `out_op` null or valid.
 pub(crate) unsafe fn begin_one(
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     begin: impl FnOnce(&OpOpts) -> Result<OpRef>,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
-    let (opts, each) = unsafe { submit_opts(opts, op_out.is_null())? };
+    let (opts, each) = unsafe { submit_opts(opts, out_op.is_null())? };
     if each {
         fail!(Invalid, "KVT_SUBMIT_EACH is set, and the call submits one op: clear the flag");
     }
-    if op_out.is_null() && opts.queue.is_none() {
-        fail!(Invalid, "op_out and the queue are both null: pass one of them to learn of the end");
+    if out_op.is_null() && opts.queue.is_none() {
+        fail!(Invalid, "out_op and the queue are both null: pass one of them to learn of the end");
     }
     let op = begin(&opts)?;
-    if !op_out.is_null() {
+    if !out_op.is_null() {
         // SAFETY: not null, and the caller's promise.
-        unsafe { op_out.write(encode::<Op>(op.key())) };
+        unsafe { out_op.write(encode::<Op>(op.key())) };
     }
     Ok(())
 }

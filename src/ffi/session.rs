@@ -274,11 +274,11 @@ pub unsafe extern "C" fn kvt_session_close(session: *mut *mut kvt_session_t) -> 
 
 /// A ready event: the engine signals it once, when the memory of a transfer may be touched
 /// (kvt_transfer_t.ready). Events of a device are numbers, see kvt_transfer_t.after.
-pub struct kvt_event_t(());
+pub struct kvt_ready_event_t(());
 
 /// States of a ready event.
-pub const KVT_EVENT_PENDING: u32 = 0;
-pub const KVT_EVENT_SIGNALLED: u32 = 1;
+pub const KVT_READY_EVENT_PENDING: u32 = 0;
+pub const KVT_READY_EVENT_SIGNALLED: u32 = 1;
 
 /// A ready event. If it is dropped pending, the transfers that wait for it are cancelled.
 pub(crate) struct EventNoun(pub(crate) Arc<Ready>);
@@ -289,16 +289,16 @@ impl Drop for EventNoun {
     }
 }
 
-noun!(EventNoun, kvt_event_t, 13, "event");
+noun!(EventNoun, kvt_ready_event_t, 13, "event");
 
 /// Opens a pending event. It belongs to no runtime: transfers of any store may wait for it.
 ///
 /// @param flags  0; none are defined.
 /// @return KVT_E_LIMIT (too many are open).
 #[capi]
-pub unsafe extern "C" fn kvt_event_open(
+pub unsafe extern "C" fn kvt_ready_event_open(
     flags: u64,
-    out: *mut *mut kvt_event_t,
+    out: *mut *mut kvt_ready_event_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     fork::check()?;
@@ -310,7 +310,7 @@ pub unsafe extern "C" fn kvt_event_open(
 
 /// Signals an event: transfers that wait for it begin. Never blocks; a second signal has no effect.
 #[capi]
-pub unsafe extern "C" fn kvt_event_signal(event: *const kvt_event_t) -> kvt_status_t {
+pub unsafe extern "C" fn kvt_ready_event_signal(event: *const kvt_ready_event_t) -> kvt_status_t {
     let event = enter(event)?;
     event.0.give();
     Ok(())
@@ -320,14 +320,14 @@ pub unsafe extern "C" fn kvt_event_signal(event: *const kvt_event_t) -> kvt_stat
 ///
 /// @param out_state  KVT_EVENT_*.
 #[capi]
-pub unsafe extern "C" fn kvt_event_query(
-    event: *const kvt_event_t,
+pub unsafe extern "C" fn kvt_ready_event_query(
+    event: *const kvt_ready_event_t,
     out_state: *mut u32,
 ) -> kvt_status_t {
     require(out_state)?;
     let event = inspect(event)?;
     let is_signalled = event.0.word() == Some(Word::Given);
-    let state = if is_signalled { KVT_EVENT_SIGNALLED } else { KVT_EVENT_PENDING };
+    let state = if is_signalled { KVT_READY_EVENT_SIGNALLED } else { KVT_READY_EVENT_PENDING };
     out_state.write(state);
     Ok(())
 }
@@ -335,7 +335,7 @@ pub unsafe extern "C" fn kvt_event_query(
 /// Closes an event. If it is pending, transfers that wait for it end with KVT_E_CANCELLED and have
 /// touched no memory.
 #[capi]
-pub unsafe extern "C" fn kvt_event_close(event: *mut *mut kvt_event_t) -> kvt_status_t {
+pub unsafe extern "C" fn kvt_ready_event_close(event: *mut *mut kvt_ready_event_t) -> kvt_status_t {
     free(event, |_| Ok(()))
 }
 
@@ -357,7 +357,7 @@ pub(crate) struct CommonFields {
     pub(crate) flags: u64,
     pub(crate) reserved: u32,
     pub(crate) level: u32,
-    pub(crate) ready: *const kvt_event_t,
+    pub(crate) ready: *const kvt_ready_event_t,
     pub(crate) first_layer: u32,
     pub(crate) k: *const kvt_view_t,
     pub(crate) v: *const kvt_view_t,
@@ -410,19 +410,19 @@ impl CommonFields {
 /// its ops.
 ///
 /// # Safety
-/// Pointers are null or valid, structs for the size they state; `ops_out` has room for as many
+/// Pointers are null or valid, structs for the size they state; `out_ops` has room for as many
 /// handles as `begin` returns ops.
 pub(crate) unsafe fn submit<R: TransferRequest>(
     session: *const kvt_session_t,
     kind: TransferKind,
     request: *const R,
     opts: *const kvt_submit_opts_t,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
     begin: impl FnOnce(&SessionNoun, &R, &Submission<'_>) -> Result<Vec<OpRef>>,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
     let (given, (opts, per_item)) =
-        unsafe { (read(request)?, submit_opts(opts, ops_out.is_null())?) };
+        unsafe { (read(request)?, submit_opts(opts, out_ops.is_null())?) };
     let common = given.common();
     known_flags(common.flags, R::FLAGS)?;
     if per_item {
@@ -433,23 +433,23 @@ pub(crate) unsafe fn submit<R: TransferRequest>(
     let ready = pin_optional(common.ready)?.map(|noun| noun.0.clone());
     let submission = Submission { level, opts, ready: ready.as_deref() };
     let ops = begin(&*enter(session)?, &given, &submission)?;
-    for (i, op) in ops.iter().enumerate().filter(|_| !ops_out.is_null()) {
-        // SAFETY: ops_out has room for as many ops, as the caller promises.
-        unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };
+    for (i, op) in ops.iter().enumerate().filter(|_| !out_ops.is_null()) {
+        // SAFETY: out_ops has room for as many ops, as the caller promises.
+        unsafe { out_ops.add(i).write(encode::<Op>(op.key())) };
     }
     Ok(())
 }
 
 // Transfers.
 
-/// One op per layer: ops_out receives one for each layer of the transfer. The tag of its i-th
+/// One op per layer: out_ops receives one for each layer of the transfer. The tag of its i-th
 /// layer is the given tag plus i. The transfer is cancelled once all of its ops are.
 pub const KVT_TRANSFER_EACH_LAYER: u64 = 1;
 /// Gets and prefetches: only the cells that are needed to continue after the last token. Layers
 /// with a window need the chunks of the window's last tokens, layers with a state the last chunk.
 /// Their other cells are not touched and are no misses. A load step of a plan is got like this.
 /// Views describe all tokens of the transfer.
-pub const KVT_TRANSFER_REUSE: u64 = 2;
+pub const KVT_TRANSFER_NEEDED_ONLY: u64 = 2;
 
 /// When a put completes. RAM: its cells are in host memory.
 pub const KVT_LEVEL_RAM: u32 = 0;
@@ -488,7 +488,7 @@ pub struct kvt_transfer_t {
     /// The transfer begins when this event is signalled: sources are complete then, targets unused.
     /// Null = at once. At most 65536 transfers wait for one event. The handle may be closed after
     /// the signal. To read from disk in the meantime, submit a prefetch first.
-    pub ready: *const kvt_event_t,
+    pub ready: *const kvt_ready_event_t,
     /// Gets and prefetches: only these chunks, for example those that a sparse policy selects.
     /// Ascending; 0 = the chunk of first_token. Views have the tokens of these chunks without gaps.
     /// Null = all.
@@ -506,7 +506,7 @@ pub struct kvt_transfer_t {
 }
 
 impl TransferRequest for kvt_transfer_t {
-    const FLAGS: u64 = KVT_TRANSFER_EACH_LAYER | KVT_TRANSFER_REUSE;
+    const FLAGS: u64 = KVT_TRANSFER_EACH_LAYER | KVT_TRANSFER_NEEDED_ONLY;
     const PER_ITEM: &'static str = "KVT_TRANSFER_EACH_LAYER";
 
     fn common(&self) -> CommonFields {
@@ -532,9 +532,9 @@ pub(crate) fn level_of(level: u32, kind: TransferKind) -> Result<Level> {
 /// # Safety
 /// `chunks` of `given` is null or valid for reads.
 unsafe fn selection_of(given: &kvt_transfer_t, kind: TransferKind) -> Result<Wanted> {
-    let needed = given.flags & KVT_TRANSFER_REUSE != 0;
+    let needed = given.flags & KVT_TRANSFER_NEEDED_ONLY != 0;
     if needed && kind == TransferKind::Put {
-        fail!(Invalid, "KVT_TRANSFER_REUSE is set for a put: it is for gets and prefetches");
+        fail!(Invalid, "KVT_TRANSFER_NEEDED_ONLY is set for a put: it is for gets and prefetches");
     }
     // SAFETY: the caller's promise.
     let chunks = unsafe { numbers(given.chunks, given.chunk_count, MAX_MOVE_CHUNKS)? };
@@ -545,7 +545,7 @@ unsafe fn selection_of(given: &kvt_transfer_t, kind: TransferKind) -> Result<Wan
         (true, true) => Ok(Wanted::Needed),
         (true, false) => Ok(Wanted::All),
         (false, true) => {
-            fail!(Invalid, "KVT_TRANSFER_REUSE and chunks are both set: use only one of them")
+            fail!(Invalid, "KVT_TRANSFER_NEEDED_ONLY and chunks are both set: use only one of them")
         }
         (false, false) if kind == TransferKind::Put => {
             fail!(Invalid, "chunks is set for a put, which takes all chunks: set it to null")
@@ -580,7 +580,7 @@ unsafe fn submit_transfer(
     kind: TransferKind,
     transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
 ) -> Result<()> {
     let begin = |session: &SessionNoun, given: &kvt_transfer_t, submission: &Submission<'_>| {
         // SAFETY: the caller's promise.
@@ -610,8 +610,8 @@ unsafe fn submit_transfer(
         let store = &session.ns.store;
         store.submit_after(session.number, kind, *level, transfer, opts, *ready)
     };
-    // SAFETY: the caller's promise; ops_out has room for one op, or one per layer.
-    unsafe { submit(session, kind, transfer, opts, ops_out, begin) }
+    // SAFETY: the caller's promise; out_ops has room for one op, or one per layer.
+    unsafe { submit(session, kind, transfer, opts, out_ops, begin) }
 }
 
 /// Submits a put: copies the engine's tensors into host memory, from where they are written to
@@ -624,7 +624,7 @@ unsafe fn submit_transfer(
 /// the same. The tensors must not change before the op is released.
 ///
 /// @param transfer  Copied, tables of pages included.
-/// @param ops_out   Receives the op, or one per layer with KVT_TRANSFER_EACH_LAYER; free them with
+/// @param out_ops   Receives the op, or one per layer with KVT_TRANSFER_EACH_LAYER; free them with
 ///                  kvt_op_free. Null = no handle, only completions.
 /// @return KVT_E_AGAIN (queue, runtime, store or `ready` is full), KVT_E_UNAVAILABLE (no disk or
 ///         remote for this level, memory that no device reaches, `after` without a device),
@@ -635,10 +635,10 @@ pub unsafe extern "C" fn kvt_session_put(
     session: *const kvt_session_t,
     transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    submit_transfer(session, TransferKind::Put, transfer, opts, ops_out)
+    submit_transfer(session, TransferKind::Put, transfer, opts, out_ops)
 }
 
 /// Submits a get: copies KV into the engine's tensors, from whichever tier has it. Never blocks.
@@ -649,17 +649,17 @@ pub unsafe extern "C" fn kvt_session_put(
 /// library's until the op is released.
 ///
 /// @param transfer  See kvt_session_put.
-/// @param ops_out   See kvt_session_put.
+/// @param out_ops   See kvt_session_put.
 /// @return As kvt_session_put.
 #[capi]
 pub unsafe extern "C" fn kvt_session_get(
     session: *const kvt_session_t,
     transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    submit_transfer(session, TransferKind::Get, transfer, opts, ops_out)
+    submit_transfer(session, TransferKind::Get, transfer, opts, out_ops)
 }
 
 /// Submits a prefetch: brings KV into host memory for a later get. Never blocks. Value and status
@@ -667,17 +667,17 @@ pub unsafe extern "C" fn kvt_session_get(
 ///
 /// @param transfer  Without views.
 /// @param opts      Set `priority` to KVT_PRIORITY_PREFETCH.
-/// @param ops_out   See kvt_session_put.
+/// @param out_ops   See kvt_session_put.
 /// @return As kvt_session_put.
 #[capi]
 pub unsafe extern "C" fn kvt_session_prefetch(
     session: *const kvt_session_t,
     transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    submit_transfer(session, TransferKind::Prefetch, transfer, opts, ops_out)
+    submit_transfer(session, TransferKind::Prefetch, transfer, opts, out_ops)
 }
 
 // Plans.
@@ -691,7 +691,7 @@ pub const KVT_PLAN_COST: u64 = 4;
 
 /// Steps of a plan. RESIDENT: nothing to do, the KV is in place or not needed.
 pub const KVT_PLAN_RESIDENT: u32 = 0;
-/// Load the tokens: kvt_session_get with KVT_TRANSFER_REUSE.
+/// Load the tokens: kvt_session_get with KVT_TRANSFER_NEEDED_ONLY.
 pub const KVT_PLAN_LOAD: u32 = 1;
 /// Compute the tokens.
 pub const KVT_PLAN_RECOMPUTE: u32 = 2;
@@ -704,7 +704,7 @@ pub struct kvt_plan_terms_t {
     /// KVT_PLAN_NO_OVERLAP, KVT_PLAN_NO_WAIT, KVT_PLAN_COST.
     pub flags: u64,
     /// With KVT_PLAN_COST: nanoseconds per token and token of context, 0 to 1e15. Without it, plans
-    /// use the cost of kvt_namespace_prefill.
+    /// use the cost of kvt_namespace_prefill_cost.
     pub alpha_ns: f64,
     /// With KVT_PLAN_COST: nanoseconds per token, 0 to 1e15.
     pub beta_ns: f64,
@@ -1004,7 +1004,7 @@ const KEYS_PER_LOCK: usize = 1024;
 /// engine's hash of all that the content depends on, except the namespace's identity.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_names_t {
+pub struct kvt_block_names_t {
     pub struct_size: u64,
     /// The names one after the other, without gaps.
     pub bytes: *const u8,
@@ -1012,7 +1012,7 @@ pub struct kvt_names_t {
     pub ends: *const u64,
     /// 1 to 65536; 0 if `ends` is set.
     pub each_bytes: u64,
-    /// At most 65536; 2^22 for kvt_namespace_block_keys and kvt_namespace_find_blocks.
+    /// At most 65536; 2^22 for kvt_namespace_block_keys and kvt_namespace_blocks_exist.
     pub count: u64,
 }
 
@@ -1024,7 +1024,7 @@ pub struct kvt_blocks_t {
     /// 0; none are defined.
     pub flags: u64,
     /// 1 to 65536 names.
-    pub names: *const kvt_names_t,
+    pub names: *const kvt_block_names_t,
     pub first_layer: u32,
     /// 0 = all from first_layer on.
     pub layers: u32,
@@ -1037,7 +1037,7 @@ pub struct kvt_blocks_t {
     pub stride_bytes: u64,
     pub level: u32,
     pub reserved: u32,
-    pub ready: *const kvt_event_t,
+    pub ready: *const kvt_ready_event_t,
     pub after: u64,
 }
 
@@ -1056,9 +1056,9 @@ impl TransferRequest for kvt_blocks_t {
 ///
 /// # Safety
 /// `names` is null or valid for the size it states, and all that it points to for reads.
-pub(crate) unsafe fn keys_of(ns: &Space, names: *const kvt_names_t) -> Result<Vec<Key>> {
+pub(crate) unsafe fn keys_of(ns: &Space, names: *const kvt_block_names_t) -> Result<Vec<Key>> {
     if names.is_null() {
-        fail!(Invalid, "names is null: give a kvt_names_t, with count 0 for no names");
+        fail!(Invalid, "names is null: give a kvt_block_names_t, with count 0 for no names");
     }
     // SAFETY: the caller's promise.
     let given = unsafe { read(names)? };
@@ -1119,7 +1119,7 @@ pub(crate) unsafe fn keys_of(ns: &Space, names: *const kvt_names_t) -> Result<Ve
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_block_keys(
     ns: *const kvt_namespace_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     out: *mut u8,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1136,15 +1136,15 @@ pub unsafe extern "C" fn kvt_namespace_block_keys(
 }
 
 /// Reads in which tiers blocks are resident. Counts no use and references nothing. It does not ask
-/// the remote: a block that kvt_session_locate_blocks found there has 1 << KVT_TIER_REMOTE without
+/// the remote: a block that kvt_session_remote_lookup_blocks found there has 1 << KVT_TIER_REMOTE without
 /// KVT_EXISTS_WHOLE, and gets and prefetches fetch it.
 ///
 /// @param out  Receives a byte per name, as kvt_namespace_exists.
 /// @return KVT_E_LIMIT.
 #[capi]
-pub unsafe extern "C" fn kvt_namespace_find_blocks(
+pub unsafe extern "C" fn kvt_namespace_blocks_exist(
     ns: *const kvt_namespace_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     out: *mut u8,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1171,7 +1171,7 @@ unsafe fn submit_block_transfer(
     kind: TransferKind,
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
 ) -> Result<()> {
     let begin = |session: &SessionNoun, given: &kvt_blocks_t, submission: &Submission<'_>| {
         let layers = layers_of(session.ns.layers, given.first_layer, given.layers)?;
@@ -1192,7 +1192,7 @@ unsafe fn submit_block_transfer(
         store.submit_blocks(session.number, (kind, *level), blocks, opts, *ready)
     };
     // SAFETY: the caller's promise; there is one op.
-    unsafe { submit(session, kind, blocks, opts, op_out, begin) }
+    unsafe { submit(session, kind, blocks, opts, out_op, begin) }
 }
 
 /// Submits a put of blocks that the engine names itself; otherwise as kvt_session_put, which stores
@@ -1208,35 +1208,35 @@ unsafe fn submit_block_transfer(
 /// without a gap.
 ///
 /// @param blocks  Copied, names and tables of pages included.
-/// @param op_out  Receives the op; free it with kvt_op_free. Null = no handle, only a completion.
+/// @param out_op  Receives the op; free it with kvt_op_free. Null = no handle, only a completion.
 /// @return As kvt_session_put.
 #[capi]
 pub unsafe extern "C" fn kvt_session_put_blocks(
     session: *const kvt_session_t,
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    submit_block_transfer(session, TransferKind::Put, blocks, opts, op_out)
+    submit_block_transfer(session, TransferKind::Put, blocks, opts, out_op)
 }
 
 /// Submits a get of blocks, from whichever tier has them; from the remote only those that
-/// kvt_session_locate_blocks found there. Never blocks. If blocks are missing, the op ends with
+/// kvt_session_remote_lookup_blocks found there. Never blocks. If blocks are missing, the op ends with
 /// KVT_E_NOT_FOUND and its items say which; the tensors of a missing block may be written in part.
 ///
 /// @param blocks  See kvt_session_put_blocks.
-/// @param op_out  See kvt_session_put_blocks.
+/// @param out_op  See kvt_session_put_blocks.
 /// @return As kvt_session_put.
 #[capi]
 pub unsafe extern "C" fn kvt_session_get_blocks(
     session: *const kvt_session_t,
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    submit_block_transfer(session, TransferKind::Get, blocks, opts, op_out)
+    submit_block_transfer(session, TransferKind::Get, blocks, opts, out_op)
 }
 
 /// Submits a prefetch of blocks into host memory, for a later get. Never blocks. The items of the
@@ -1244,17 +1244,17 @@ pub unsafe extern "C" fn kvt_session_get_blocks(
 ///
 /// @param blocks  Without views.
 /// @param opts    Set `priority` to KVT_PRIORITY_PREFETCH.
-/// @param op_out  See kvt_session_put_blocks.
+/// @param out_op  See kvt_session_put_blocks.
 /// @return As kvt_session_put.
 #[capi]
 pub unsafe extern "C" fn kvt_session_prefetch_blocks(
     session: *const kvt_session_t,
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    submit_block_transfer(session, TransferKind::Prefetch, blocks, opts, op_out)
+    submit_block_transfer(session, TransferKind::Prefetch, blocks, opts, out_op)
 }
 
 /// Removes blocks from all tiers, unless transfers or sessions (kvt_session_hold_blocks) reference
@@ -1267,7 +1267,7 @@ pub unsafe extern "C" fn kvt_session_prefetch_blocks(
 #[capi]
 pub unsafe extern "C" fn kvt_session_drop_blocks(
     session: *const kvt_session_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     out: *mut kvt_clear_report_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1291,23 +1291,23 @@ pub unsafe extern "C" fn kvt_session_drop_blocks(
 /// An answer is a hint: a chunk that is gone when it is fetched is a miss.
 ///
 /// @param opts    Set a deadline: the op then ends with KVT_E_TIMEOUT, and answers so far count.
-/// @param op_out  Null = no handle, only a completion in the queue of `opts`.
+/// @param out_op  Null = no handle, only a completion in the queue of `opts`.
 /// @return KVT_E_AGAIN (too many transfers or ops are in flight, or the queue is full).
 #[capi]
-pub unsafe extern "C" fn kvt_session_locate(
+pub unsafe extern "C" fn kvt_session_remote_lookup(
     session: *const kvt_session_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    begin_one(opts, op_out, |opts| {
+    begin_one(opts, out_op, |opts| {
         let session = enter(session)?;
         session.ns.store.locate(session.number, opts)
     })
 }
 
 /// Starts a lookup of blocks in this store and its remote. Never blocks. From then on,
-/// kvt_namespace_find_blocks reports those at the remote as 1 << KVT_TIER_REMOTE, and
+/// kvt_namespace_blocks_exist reports those at the remote as 1 << KVT_TIER_REMOTE, and
 /// kvt_session_get_blocks and kvt_session_prefetch_blocks fetch them. The remote is asked for all
 /// blocks that are not in this store and have no recent answer. Without a remote, or while its
 /// circuit is open, the op ends at once. Closing the session does not end it.
@@ -1322,17 +1322,17 @@ pub unsafe extern "C" fn kvt_session_locate(
 ///
 /// @param names   1 to 65536; a name that occurs twice has two items. Copied.
 /// @param opts    Set a deadline: blocks without an answer then end with KVT_E_TIMEOUT.
-/// @param op_out  See kvt_session_locate.
-/// @return KVT_E_AGAIN (as kvt_session_locate, or 2^20 blocks are being looked up), KVT_E_LIMIT.
+/// @param out_op  See kvt_session_remote_lookup.
+/// @return KVT_E_AGAIN (as kvt_session_remote_lookup, or 2^20 blocks are being looked up), KVT_E_LIMIT.
 #[capi]
-pub unsafe extern "C" fn kvt_session_locate_blocks(
+pub unsafe extern "C" fn kvt_session_remote_lookup_blocks(
     session: *const kvt_session_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    begin_one(opts, op_out, |opts| {
+    begin_one(opts, out_op, |opts| {
         let session = enter(session)?;
         session.ns.store.locate_blocks(session.number, keys_of(&session.ns, names)?, opts)
     })
@@ -1353,13 +1353,13 @@ const CELLS_PER_LOCK: usize = 1 << 14;
 /// end with KVT_E_BUDGET, or are refused with KVT_E_LIMIT. A held block whose only copy is damaged
 /// is lost; its name stays held for the next put.
 ///
-/// @param out  Receives a byte per name, as kvt_namespace_find_blocks; 0 = not held. May be null if
+/// @param out  Receives a byte per name, as kvt_namespace_blocks_exist; 0 = not held. May be null if
 ///             only kvt_session_close releases them.
 /// @return KVT_E_LIMIT (also: 2^20 holds of a session). On failure nothing is held.
 #[capi]
 pub unsafe extern "C" fn kvt_session_hold_blocks(
     session: *const kvt_session_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     out: *mut u8,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1386,7 +1386,7 @@ pub unsafe extern "C" fn kvt_session_hold_blocks(
 #[capi]
 pub unsafe extern "C" fn kvt_session_release_blocks(
     session: *const kvt_session_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let session = enter(session)?;
@@ -1403,7 +1403,7 @@ pub unsafe extern "C" fn kvt_session_release_blocks(
 #[capi]
 pub unsafe extern "C" fn kvt_session_hint_blocks(
     session: *const kvt_session_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     hint: *const kvt_policy_hint_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1517,7 +1517,7 @@ pub unsafe extern "C" fn kvt_session_drop(
 
 /// Demotes chunks of a session, also referenced and pinned ones. Chunks that are not on disk yet
 /// are written, whatever admission and `write` of the spec say; then their memory is freed. Never
-/// blocks: events (KVT_STORE_REMOVED) and kvt_store_stats show the end. A get promotes the chunks
+/// blocks: events (KVT_STORE_EVENT_REMOVED) and kvt_store_stats show the end. A get promotes the chunks
 /// again. A chunk that cannot be written stays in memory while something references it. For the
 /// range, see kvt_session_pin.
 ///

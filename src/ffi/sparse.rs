@@ -50,19 +50,19 @@ pub const KVT_SPARSE_EVICT_PREFILL: u32 = 16;
 pub const KVT_SPARSE_EVICT_DECODE: u32 = 32;
 
 /// Inputs that a policy needs (needs). Keys of new tokens: kvt_sparse_append, or by blocks
-/// kvt_sparse_seal.
+/// kvt_sparse_add_block.
 pub const KVT_NEEDS_KEYS: u32 = 1;
 /// Queries, in kvt_sparse_select and kvt_sparse_index.
 pub const KVT_NEEDS_QUERIES: u32 = 2;
-/// Attention that each key received, before kvt_sparse_evict: kvt_sparse_observe.
+/// Attention that each key received, before kvt_sparse_plan_eviction: kvt_sparse_observe.
 pub const KVT_NEEDS_COLUMN_SUMS: u32 = 4;
 /// In kvt_sparse_select, the query of the layer `ahead` layers earlier, or a prediction from it.
 pub const KVT_NEEDS_NEXT_QUERY: u32 = 8;
-/// A score for each candidate, before each kvt_sparse_select: kvt_sparse_score.
+/// A score for each candidate, before each kvt_sparse_select: kvt_sparse_add_scores.
 pub const KVT_NEEDS_SCORES: u32 = 16;
 /// Values of new tokens.
 pub const KVT_NEEDS_VALUES: u32 = 32;
-/// A weight for each query and head, before each kvt_sparse_select or _index: kvt_sparse_score.
+/// A weight for each query and head, before each kvt_sparse_select or _index: kvt_sparse_add_scores.
 pub const KVT_NEEDS_WEIGHTS: u32 = 64;
 /// All keys of the sequence, in kvt_sparse_index.
 pub const KVT_NEEDS_ALL_KEYS: u32 = 128;
@@ -90,7 +90,7 @@ pub struct kvt_sparse_traits_t {
     pub struct_size: u64,
     /// KVT_SPARSE_LOAD_*, _INDEX_*, _EVICT_*. Other calls return KVT_E_UNSUPPORTED.
     pub caps: u32,
-    /// KVT_NEEDS_*. Other inputs are ignored, except that kvt_sparse_score rejects them.
+    /// KVT_NEEDS_*. Other inputs are ignored, except that kvt_sparse_add_scores rejects them.
     pub needs: u32,
     /// KVT_SCOPE_*.
     pub scope: u32,
@@ -498,7 +498,7 @@ pub unsafe extern "C" fn kvt_sparse_append(
 /// @param keys   The model's keys of its tokens, all, or the first ones.
 /// @return As kvt_sparse_append.
 #[capi]
-pub unsafe extern "C" fn kvt_sparse_seal(
+pub unsafe extern "C" fn kvt_sparse_add_block(
     policy: *const kvt_sparse_t,
     layer: u32,
     id: u32,
@@ -510,7 +510,7 @@ pub unsafe extern "C" fn kvt_sparse_seal(
     with_keys(keys, body)
 }
 
-/// Registers a block that decode has completed in all layers: kvt_sparse_seal for each layer, or
+/// Registers a block that decode has completed in all layers: kvt_sparse_add_block for each layer, or
 /// one call of on_decode_offload of a custom policy.
 ///
 /// @param keys  An entry for each layer of the model.
@@ -539,7 +539,7 @@ pub unsafe extern "C" fn kvt_sparse_seal_all(
 }
 
 /// Adds the attention that each resident token of a layer received from some queries: the result of
-/// kvt_sums_open or kvt_decode_sums.
+/// kvt_column_sums_open or kvt_decode_sums.
 ///
 /// @param queries    Number of queries: the last ones of a prompt, or those of a decode step.
 /// @param sums       [query heads, tokens], or [tokens] for all heads; finite, at least 0.
@@ -567,7 +567,7 @@ pub unsafe extern "C" fn kvt_sparse_observe(
 /// @param score_count  At most 2^28.
 /// @return KVT_E_UNSUPPORTED (the policy needs neither), KVT_E_LIMIT, KVT_E_BUDGET.
 #[capi]
-pub unsafe extern "C" fn kvt_sparse_score(
+pub unsafe extern "C" fn kvt_sparse_add_scores(
     policy: *const kvt_sparse_t,
     layer: u32,
     scores: *const f32,
@@ -608,7 +608,7 @@ pub unsafe extern "C" fn kvt_sparse_reset(policy: *const kvt_sparse_t) -> kvt_st
 /// kvt_sparse_load.
 ///
 /// @param data       Null = only the size is wanted.
-/// @param count_out  Receives the number of bytes; 0 = the policy saves nothing with blocks.
+/// @param out_count  Receives the number of bytes; 0 = the policy saves nothing with blocks.
 /// @return KVT_E_TOO_SMALL, KVT_E_NOT_FOUND (an unknown block).
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_save(
@@ -617,13 +617,13 @@ pub unsafe extern "C" fn kvt_sparse_save(
     id: u32,
     data: *mut u8,
     capacity: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    require(count_out)?;
+    require(out_count)?;
     let mut saved = Vec::new();
     with_policy(policy, |state| state.policy.save(layer, id, &mut saved))?;
-    count_out.write(saved.len() as u64);
+    out_count.write(saved.len() as u64);
     if data.is_null() {
         return Ok(());
     }
@@ -901,17 +901,17 @@ pub unsafe extern "C" fn kvt_sparse_select(
     context: *const kvt_sparse_context_t,
     ids: *mut u32,
     capacity: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    require(count_out)?;
+    require(out_count)?;
     let (context, candidates) =
         (context_of(context)?, numbers(candidates, candidate_count, MAX_ITEMS)?);
     if !ids.is_aligned() {
         fail!(Invalid, "ids is not aligned: its address must be a multiple of 4");
     }
     if capacity < candidate_count || (ids.is_null() && capacity > 0) {
-        count_out.write(candidate_count);
+        out_count.write(candidate_count);
         return Err(too_small("an id of each candidate"));
     }
     let select = |query: Option<&Rows<'_>>| {
@@ -923,7 +923,7 @@ pub unsafe extern "C" fn kvt_sparse_select(
             // candidates, and `capacity` is at least that.
             ids.copy_from_nonoverlapping(chosen.as_ptr(), chosen.len());
             (0..rest).for_each(|i| ids.add(chosen.len() + i).write(KVT_SPARSE_NO_ID));
-            count_out.write(chosen.len() as u64);
+            out_count.write(chosen.len() as u64);
             Ok(())
         })
     };
@@ -1019,24 +1019,24 @@ pub unsafe extern "C" fn kvt_sparse_prefill_attention(
 }
 
 /// Chooses the tokens of a layer that stay, if some are to be evicted. Nothing is evicted before
-/// kvt_sparse_evicted; the call may be repeated. After KVT_E_TOO_SMALL, kvt_sparse_last_kept
+/// kvt_sparse_commit_eviction; the call may be repeated. After KVT_E_TOO_SMALL, kvt_sparse_last_retained
 /// returns the same answer.
 ///
 /// @param out          Set its arrays and their capacities. Counts are 0 if all tokens stay.
-/// @param evicted_out  Receives 1 if tokens are to be evicted, else 0.
+/// @param out_evicted  Receives 1 if tokens are to be evicted, else 0.
 /// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (no KVT_SPARSE_EVICT_* for this phase), KVT_E_STATE
 ///         (sums are missing), KVT_E_LIMIT.
 #[capi]
-pub unsafe extern "C" fn kvt_sparse_evict(
+pub unsafe extern "C" fn kvt_sparse_plan_eviction(
     policy: *const kvt_sparse_t,
     layer: u32,
     context: *const kvt_sparse_context_t,
     out: *mut kvt_token_lists_t,
-    evicted_out: *mut u32,
+    out_evicted: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    require(evicted_out)?;
+    require(out_evicted)?;
     let context = context_of(context)?;
     with_policy(policy, |state| {
         let (policy, retained) = (&mut state.policy, &mut state.retained);
@@ -1046,17 +1046,17 @@ pub unsafe extern "C" fn kvt_sparse_evict(
             retained.clear();
         }
         write_retained(&retained.heads, out)?;
-        evicted_out.write(u32::from(evicts));
+        out_evicted.write(u32::from(evicts));
         Ok(())
     })
 }
 
-/// Reads the last lists of kvt_sparse_evict again; none if all tokens stayed.
+/// Reads the last lists of kvt_sparse_plan_eviction again; none if all tokens stayed.
 ///
-/// @param out  See kvt_sparse_evict.
+/// @param out  See kvt_sparse_plan_eviction.
 /// @return KVT_E_TOO_SMALL.
 #[capi]
-pub unsafe extern "C" fn kvt_sparse_last_kept(
+pub unsafe extern "C" fn kvt_sparse_last_retained(
     policy: *const kvt_sparse_t,
     out: *mut kvt_token_lists_t,
     err: *mut *mut kvt_error_t,
@@ -1067,11 +1067,11 @@ pub unsafe extern "C" fn kvt_sparse_last_kept(
 
 /// Confirms an eviction: only the tokens in `kept` are left in the layer.
 ///
-/// @param kept  Some of the resident tokens: an answer of kvt_sparse_evict, of this policy or
+/// @param kept  Some of the resident tokens: an answer of kvt_sparse_plan_eviction, of this policy or
 ///              another one of the sequence, to which the engine may have added tokens.
 /// @return KVT_E_LIMIT.
 #[capi]
-pub unsafe extern "C" fn kvt_sparse_evicted(
+pub unsafe extern "C" fn kvt_sparse_commit_eviction(
     policy: *const kvt_sparse_t,
     layer: u32,
     kept: *const kvt_token_lists_t,
@@ -1116,7 +1116,7 @@ pub type kvt_on_decode_offload_fn = Option<
 >;
 
 /// Selects blocks for `query`. Writes at most candidate_count ids to `ids`, in any order, each a
-/// candidate and each once, and their number to `count_out`. `query` may be null.
+/// candidate and each once, and their number to `out_count`. `query` may be null.
 pub type kvt_select_blocks_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1126,7 +1126,7 @@ pub type kvt_select_blocks_fn = Option<
         candidate_count: u64,
         context: *const kvt_sparse_context_t,
         ids: *mut u32,
-        count_out: *mut u64,
+        out_count: *mut u64,
     ) -> kvt_status_t,
 >;
 
@@ -1558,7 +1558,7 @@ impl Sparse for CallbackPolicy {
         })?;
         if count > candidates.len() as u64 {
             let most = candidates.len();
-            fail!(Invalid, "callback select_blocks set count_out to {count}, the limit is {most}");
+            fail!(Invalid, "callback select_blocks set out_count to {count}, the limit is {most}");
         }
         out.truncate(count as usize);
         out.sort_unstable();
@@ -1716,14 +1716,14 @@ fn check_chosen(candidates: &[u32], chosen: &[u32]) -> Result<()> {
 
 // Placement in buffers, and memory of kernels.
 
-/// Kernel of kvt_prefill_open, of kvt_decode_open, of kvt_sums_open.
+/// Kernel of kvt_prefill_open, of kvt_decode_open, of kvt_column_sums_open.
 pub const KVT_KERNEL_PREFILL: u32 = 0;
 pub const KVT_KERNEL_DECODE: u32 = 1;
 pub const KVT_KERNEL_SUMS: u32 = 2;
 
 /// Most blocks in a buffer.
 const MAX_BLOCKS: usize = 1 << 28;
-/// Most sums in one call of kvt_sums_place.
+/// Most sums in one call of kvt_column_sums_place.
 const MAX_SUMS: usize = 1 << 40;
 
 /// Tokens in a buffer, in the order of their positions: full blocks of a sequence, then its tail.
@@ -1751,7 +1751,7 @@ pub struct kvt_resident_tokens_t {
     pub struct_size: u64,
     /// Attention shape of the model.
     pub attention: *const kvt_attention_t,
-    /// Lists of the last kvt_sparse_evicted; null = nothing was evicted.
+    /// Lists of the last kvt_sparse_commit_eviction; null = nothing was evicted.
     pub kept: *const kvt_token_lists_t,
     /// Tokens from this position on came after it and are all resident; 0 without `kept`.
     pub since: u32,
@@ -1820,7 +1820,7 @@ unsafe fn heads_of(given: *const kvt_attention_t) -> Result<Heads> {
 /// @param first            Position of the first query.
 /// @param count            Number of queries.
 /// @param out              Set its arrays and their capacities.
-/// @param first_query_out  Receives first_query of a problem over these rows, whose first_key is 0.
+/// @param out_first_query  Receives first_query of a problem over these rows, whose first_key is 0.
 /// @return KVT_E_TOO_SMALL, KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_index_place(
@@ -1830,17 +1830,17 @@ pub unsafe extern "C" fn kvt_index_place(
     first: u32,
     count: u32,
     out: *mut kvt_index_t,
-    first_query_out: *mut u32,
+    out_first_query: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    require(first_query_out)?;
+    require(out_first_query)?;
     let (heads, placement, keys) =
         (heads_of(attention)?, placement_of(placement)?, keys_of(index)?);
     let mut rows = Index::default();
     let first_query = placement.index(&keys, heads, (first, count), &mut rows)?;
     write_index(&rows.keys(), out)?;
-    first_query_out.write(first_query);
+    out_first_query.write(first_query);
     Ok(())
 }
 
@@ -1856,7 +1856,7 @@ pub unsafe extern "C" fn kvt_index_place(
 /// @param out          [query heads, tokens], or [tokens]; undefined after a failure.
 /// @return KVT_E_LIMIT.
 #[capi]
-pub unsafe extern "C" fn kvt_sums_place(
+pub unsafe extern "C" fn kvt_column_sums_place(
     resident: *const kvt_resident_tokens_t,
     placement: *const kvt_block_placement_t,
     select: *const kvt_index_t,
@@ -1890,16 +1890,16 @@ pub unsafe extern "C" fn kvt_sums_place(
 /// Computes how much memory suffices for every problem within some limits, to be allocated once.
 ///
 /// @param kernel       KVT_KERNEL_*.
-/// @param memory_out   Receives the floats of `memory` of kvt_decode_open, 0 for other kernels; may
+/// @param out_memory   Receives the floats of `memory` of kvt_decode_open, 0 for other kernels; may
 ///                     be null.
-/// @param scratch_out  Receives the floats of scratch of each thread; may be null.
+/// @param out_scratch  Receives the floats of scratch of each thread; may be null.
 /// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_kernel_workspace(
     kernel: u32,
     limits: *const kvt_kernel_limits_t,
-    memory_out: *mut u64,
-    scratch_out: *mut u64,
+    out_memory: *mut u64,
+    out_scratch: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let given = read(limits)?;
@@ -1919,7 +1919,7 @@ pub unsafe extern "C" fn kvt_kernel_workspace(
         KVT_KERNEL_SUMS => ColumnSums::workspace(&limits)?,
         other => fail!(Invalid, "kernel is {other}, it must be one of KVT_KERNEL_*"),
     };
-    for (out, value) in [(memory_out, memory), (scratch_out, scratch)] {
+    for (out, value) in [(out_memory, memory), (out_scratch, scratch)] {
         put(out, value as u64);
     }
     Ok(())

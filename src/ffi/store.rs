@@ -660,7 +660,7 @@ pub struct kvt_range_t {
     pub load_ns: u64,
 }
 
-/// Totals of a lookup. Bytes and time are those of continuing after soon_tokens; with
+/// Totals of a lookup. Bytes and time are those of continuing after reusable_soon_tokens; with
 /// KVT_NAMESPACE_HOLES, of loading all that is resident.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
@@ -671,7 +671,7 @@ pub struct kvt_lookup_t {
     /// Longest prefix that can be reused now.
     pub reusable_tokens: u64,
     /// Longest prefix that can be reused once transfers in flight have arrived.
-    pub soon_tokens: u64,
+    pub reusable_soon_tokens: u64,
     /// Bytes that are resident in DEVICE.
     pub device_bytes: u64,
     /// Bytes to load from HOST.
@@ -713,7 +713,7 @@ fn summary(look: &Look) -> kvt_lookup_t {
         struct_size: 0,
         tokens: look.tokens,
         reusable_tokens: look.now_tokens,
-        soon_tokens: look.soon_tokens,
+        reusable_soon_tokens: look.reusable_soon_tokens,
         device_bytes,
         host_bytes,
         disk_bytes,
@@ -861,7 +861,7 @@ pub unsafe extern "C" fn kvt_namespace_exists(
 /// n * beta_ns + alpha_ns * (n * l + n * n / 2).
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_prefill_t {
+pub struct kvt_prefill_cost_t {
     pub struct_size: u64,
     /// Nanoseconds per token and token of context.
     pub alpha_ns: f64,
@@ -869,7 +869,7 @@ pub struct kvt_prefill_t {
     pub beta_ns: f64,
     /// Out: number of calls of kvt_namespace_observe_prefill.
     pub observed: u64,
-    /// Out: 1 = set by kvt_namespace_fix_prefill, 0 = observed.
+    /// Out: 1 = set by kvt_namespace_set_prefill_cost, 0 = observed.
     pub fixed: u32,
     pub reserved: u32,
 }
@@ -897,9 +897,9 @@ pub unsafe extern "C" fn kvt_namespace_observe_prefill(
 ///
 /// @param cost  Its alpha_ns and beta_ns, 0 to 1e15 each; null = use observations again.
 #[capi]
-pub unsafe extern "C" fn kvt_namespace_fix_prefill(
+pub unsafe extern "C" fn kvt_namespace_set_prefill_cost(
     ns: *const kvt_namespace_t,
-    cost: *const kvt_prefill_t,
+    cost: *const kvt_prefill_cost_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let cost = match cost.is_null() {
@@ -916,9 +916,9 @@ pub unsafe extern "C" fn kvt_namespace_fix_prefill(
 
 /// Reads the prefill cost that plans use now.
 #[capi]
-pub unsafe extern "C" fn kvt_namespace_prefill(
+pub unsafe extern "C" fn kvt_namespace_prefill_cost(
     ns: *const kvt_namespace_t,
-    out: *mut kvt_prefill_t,
+    out: *mut kvt_prefill_cost_t,
 ) -> kvt_status_t {
     check_out(out)?;
     let ns = inspect(ns)?;
@@ -926,7 +926,7 @@ pub unsafe extern "C" fn kvt_namespace_prefill(
     let Cost { alpha, beta } = prefill.cost();
     write(
         out,
-        &kvt_prefill_t {
+        &kvt_prefill_cost_t {
             struct_size: 0,
             alpha_ns: alpha,
             beta_ns: beta,
@@ -941,15 +941,15 @@ pub unsafe extern "C" fn kvt_namespace_prefill(
 // Events of stores.
 
 /// All cells of a chunk are resident in a tier.
-pub const KVT_STORE_STORED: u32 = 1;
+pub const KVT_STORE_EVENT_STORED: u32 = 1;
 /// Some cell of a chunk is no longer resident in a tier that had them all.
-pub const KVT_STORE_REMOVED: u32 = 2;
+pub const KVT_STORE_EVENT_REMOVED: u32 = 2;
 /// All chunks of a namespace are gone from every tier (kvt_namespace_clear).
-pub const KVT_STORE_CLEARED: u32 = 3;
+pub const KVT_STORE_EVENT_CLEARED: u32 = 3;
 
-const _: () = assert!(KVT_STORE_STORED == Kind::Stored as u32);
-const _: () = assert!(KVT_STORE_REMOVED == Kind::Removed as u32);
-const _: () = assert!(KVT_STORE_CLEARED == Kind::Cleared as u32);
+const _: () = assert!(KVT_STORE_EVENT_STORED == Kind::Stored as u32);
+const _: () = assert!(KVT_STORE_EVENT_REMOVED == Kind::Removed as u32);
+const _: () = assert!(KVT_STORE_EVENT_CLEARED == Kind::Cleared as u32);
 
 /// Events that are read under one lock.
 const EVENT_GROUP: usize = 32;
@@ -962,9 +962,9 @@ pub struct kvt_store_event_t {
     pub number: u64,
     /// Time, CLOCK_MONOTONIC.
     pub at_ns: u64,
-    /// KVT_STORE_STORED, _REMOVED or _CLEARED. Ignore others: kinds may be added.
+    /// KVT_STORE_EVENT_STORED, _REMOVED or _CLEARED. Ignore others: kinds may be added.
     pub kind: u32,
-    /// KVT_TIER_*; 0 with KVT_STORE_CLEARED.
+    /// KVT_TIER_*; 0 with KVT_STORE_EVENT_CLEARED.
     pub tier: u32,
     /// Tokens of the chunk.
     pub tokens: u32,
@@ -1048,17 +1048,17 @@ pub unsafe extern "C" fn kvt_store_events(
 /// op with KVT_E_CANCELLED.
 ///
 /// @param from    Cursor of kvt_store_events; UINT64_MAX = the next event.
-/// @param op_out  May be null if opts names a queue.
+/// @param out_op  May be null if opts names a queue.
 /// @return KVT_E_AGAIN (1,024 watches are open, `max_ops` is reached, or the queue is full).
 #[capi]
 pub unsafe extern "C" fn kvt_store_watch(
     store: *const kvt_store_t,
     from: u64,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    begin_one(opts, op_out, |opts| enter(store)?.store.watch(from, opts))
+    begin_one(opts, out_op, |opts| enter(store)?.store.watch(from, opts))
 }
 
 // Changes to open stores.
@@ -1094,7 +1094,7 @@ pub unsafe extern "C" fn kvt_store_set_policy(
 /// @return KVT_E_LIMIT (above what a tier can have), KVT_E_NOT_FOUND (the store has no disk),
 ///         KVT_E_UNSUPPORTED (another tier).
 #[capi]
-pub unsafe extern "C" fn kvt_store_set_budget(
+pub unsafe extern "C" fn kvt_store_set_limit(
     store: *const kvt_store_t,
     tier: u32,
     bytes: u64,
@@ -1120,26 +1120,26 @@ pub unsafe extern "C" fn kvt_store_set_budget(
 /// copies between tensors and memory, disk reads, disk writes, syncs, upkeep (compaction, sweeps,
 /// checkpoints, namespace records), remote reads, remote writes, remote lookups. *_DECISION:
 /// choices of victims, of which one in 16 is timed.
-pub const KVT_TIMED_GET_HOST: u32 = 1;
-pub const KVT_TIMED_GET_DISK: u32 = 2;
-pub const KVT_TIMED_PUT_RAM: u32 = 3;
-pub const KVT_TIMED_PUT_DISK: u32 = 4;
-pub const KVT_TIMED_PUT_DURABLE: u32 = 5;
-pub const KVT_TIMED_COPY_BATCH: u32 = 6;
-pub const KVT_TIMED_READ_BATCH: u32 = 7;
-pub const KVT_TIMED_WRITE_BATCH: u32 = 8;
-pub const KVT_TIMED_SYNC_BATCH: u32 = 9;
-pub const KVT_TIMED_UPKEEP_BATCH: u32 = 10;
-pub const KVT_TIMED_HOST_DECISION: u32 = 11;
-pub const KVT_TIMED_DISK_DECISION: u32 = 12;
-pub const KVT_TIMED_FETCH_BATCH: u32 = 13;
-pub const KVT_TIMED_UPLOAD_BATCH: u32 = 14;
-pub const KVT_TIMED_LOOKUP_BATCH: u32 = 15;
+pub const KVT_LATENCY_GET_HOST: u32 = 1;
+pub const KVT_LATENCY_GET_DISK: u32 = 2;
+pub const KVT_LATENCY_PUT_RAM: u32 = 3;
+pub const KVT_LATENCY_PUT_DISK: u32 = 4;
+pub const KVT_LATENCY_PUT_DURABLE: u32 = 5;
+pub const KVT_LATENCY_COPY_BATCH: u32 = 6;
+pub const KVT_LATENCY_READ_BATCH: u32 = 7;
+pub const KVT_LATENCY_WRITE_BATCH: u32 = 8;
+pub const KVT_LATENCY_SYNC_BATCH: u32 = 9;
+pub const KVT_LATENCY_UPKEEP_BATCH: u32 = 10;
+pub const KVT_LATENCY_HOST_DECISION: u32 = 11;
+pub const KVT_LATENCY_DISK_DECISION: u32 = 12;
+pub const KVT_LATENCY_FETCH_BATCH: u32 = 13;
+pub const KVT_LATENCY_UPLOAD_BATCH: u32 = 14;
+pub const KVT_LATENCY_LOOKUP_BATCH: u32 = 15;
 
 /// Number of kinds before the decisions of policies, which `TIMED` does not contain.
-const BEFORE_DECISIONS: usize = KVT_TIMED_UPKEEP_BATCH as usize;
+const BEFORE_DECISIONS: usize = KVT_LATENCY_UPKEEP_BATCH as usize;
 
-const _: () = assert!(KVT_TIMED_LOOKUP_BATCH as usize == TIMED.len() + 2);
+const _: () = assert!(KVT_LATENCY_LOOKUP_BATCH as usize == TIMED.len() + 2);
 
 /// Latencies of one kind since the store was opened, in nanoseconds. Stands in arrays only.
 #[repr(C)]
@@ -1328,7 +1328,7 @@ pub(crate) unsafe fn secrets_of(
 
 /// Reads the counters of a store's remote; all 0 without a remote. Works on a poisoned store, too.
 #[capi]
-pub unsafe extern "C" fn kvt_store_remote(
+pub unsafe extern "C" fn kvt_store_remote_stats(
     store: *const kvt_store_t,
     out: *mut kvt_remote_stats_t,
 ) -> kvt_status_t {

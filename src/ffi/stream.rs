@@ -11,7 +11,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::{Event, Memory as DeviceMemory};
 use crate::fail;
-use crate::ffi::abi::{
+use crate::ffi::abi::{length_of, 
     Access, Plain, Strided, capi, check_out, enter, free, give, give_text, insert, inspect,
     known_flags, no_reserved, noun, numbers, pin, put, read, require, text, text_bytes, write,
 };
@@ -39,7 +39,7 @@ use crate::stream::units::{
 /// 2^22 parts of tensors.
 pub struct kvt_model_t(());
 
-/// No layer, no expert; for kvt_stream_fixed: all units.
+/// No layer, no expert; for kvt_stream_unit_address: all units.
 pub const KVT_NONE: u32 = 0xFFFF_FFFF;
 
 /// kvt_model_info_t.format: GGUF, one file or split.
@@ -468,7 +468,7 @@ unsafe fn give_parts(
     rows: *mut kvt_part_t,
     capacity: u64,
     stride_bytes: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
     of: impl FnOnce(&OpenModel) -> Result<&[Part]>,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
@@ -476,7 +476,7 @@ unsafe fn give_parts(
     with_model(model, |opened| {
         let found = of(opened)?;
         // SAFETY: the caller's promise.
-        unsafe { give(&array, rows.is_null(), found.iter().map(row_of), count_out) }
+        unsafe { give(&array, rows.is_null(), found.iter().map(row_of), out_count) }
     })
 }
 
@@ -490,9 +490,9 @@ pub unsafe extern "C" fn kvt_model_unit_parts(
     parts: *mut kvt_part_t,
     capacity: u64,
     stride_bytes: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
-    give_parts(model, parts, capacity, stride_bytes, count_out, |opened| {
+    give_parts(model, parts, capacity, stride_bytes, out_count, |opened| {
         if unit as usize >= opened.units.units.len() {
             return Err(unknown_unit(unit, opened.units.units.len()));
         }
@@ -510,9 +510,9 @@ pub unsafe extern "C" fn kvt_model_tensor_parts(
     parts: *mut kvt_part_t,
     capacity: u64,
     stride_bytes: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
-    give_parts(model, parts, capacity, stride_bytes, count_out, |opened| {
+    give_parts(model, parts, capacity, stride_bytes, out_count, |opened| {
         if tensor as usize >= opened.model.tensors.len() {
             return Err(unknown_tensor(tensor, opened.model.tensors.len()));
         }
@@ -524,7 +524,7 @@ pub unsafe extern "C" fn kvt_model_tensor_parts(
 ///
 /// @return KVT_E_NOT_FOUND, KVT_E_LIMIT (a name over 1 MiB).
 #[capi]
-pub unsafe extern "C" fn kvt_model_find(
+pub unsafe extern "C" fn kvt_model_find_tensor(
     model: *const kvt_model_t,
     name: *const c_char,
     name_bytes: u64,
@@ -547,7 +547,7 @@ pub unsafe extern "C" fn kvt_model_find(
 /// @param expert  KVT_NONE = the layer itself.
 /// @return KVT_E_NOT_FOUND.
 #[capi]
-pub unsafe extern "C" fn kvt_model_layer(
+pub unsafe extern "C" fn kvt_model_find_unit(
     model: *const kvt_model_t,
     layer: u32,
     expert: u32,
@@ -580,7 +580,7 @@ pub struct kvt_file_range_t {
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_unit_entry_t {
     pub name: *const c_char,
-    /// 1 to 504; not KVT_NUL_TERMINATED.
+    /// 1 to 504, or KVT_NUL_TERMINATED.
     pub name_bytes: u64,
     /// KVT_ROLE_*.
     pub role: u32,
@@ -616,11 +616,12 @@ pub struct kvt_model_table_t {
 unsafe fn entry_of(given: &kvt_unit_entry_t, stride_bytes: u64) -> Result<Entry> {
     // The names of tensors are the name of the unit and a number.
     let max_bytes = MAX_NAME_BYTES as u64 - 8;
-    if given.name_bytes == 0 || given.name_bytes > max_bytes {
+    // SAFETY: the caller's promise.
+    let name_bytes = unsafe { length_of("name", given.name, given.name_bytes)? };
+    if name_bytes == 0 || name_bytes > max_bytes {
         fail!(
             Invalid,
-            "the name of a unit has {} bytes, accepted are 1 to {max_bytes}: set name_bytes",
-            given.name_bytes
+            "the name of a unit has {name_bytes} bytes, accepted are 1 to {max_bytes}: set name_bytes"
         );
     }
     // SAFETY: the caller's promise.
@@ -716,13 +717,13 @@ pub const KVT_TERMS_EXPERT_SLOTS: u64 = 32;
 /// lets most memory be given back. Experts get no more slots than a layer needs, unless
 /// expert_slots is set; slots beyond that need are given back, too. Always set with a budget; no
 /// effect with KVT_STREAM_RING.
-pub const KVT_STREAM_SHRINKS: u64 = 256;
+pub const KVT_TERMS_SHRINKS: u64 = 256;
 
 /// kvt_stream_opts_t.flags: measure the disk first if its rate is not set; reads up to 256 MiB.
 pub const KVT_STREAM_MEASURE: u64 = 1;
 /// Passes do not follow each other: nothing is prefetched across the end of a pass.
 pub const KVT_STREAM_ONCE: u64 = 2;
-/// Each unit has a fixed address, and memory only while it is loaded: see kvt_stream_fixed. On a
+/// Each unit has a fixed address, and memory only while it is loaded: see kvt_stream_unit_address. On a
 /// device, a unit takes a multiple of the mapping granularity (2 MiB on CUDA), which the plan
 /// counts.
 pub const KVT_STREAM_IN_PLACE: u64 = 4;
@@ -736,7 +737,7 @@ pub const KVT_STREAM_MAPPED: u64 = 32;
 /// Keep checksums in the file `sidecar`, or beside the model (.kvtsum) if that is empty.
 pub const KVT_STREAM_SIDECAR: u64 = 64;
 /// Use pinned_percent even if it is 0, not its default.
-pub const KVT_STREAM_PINNED: u64 = 128;
+pub const KVT_STREAM_SET_PINNED_PERCENT: u64 = 128;
 /// The device reads files into its slots, bypassing host memory (CUDA: cuFile, whose compatibility
 /// mode is disabled in the whole process). Opening returns KVT_E_UNAVAILABLE and the reason where
 /// it cannot: no library, no kernel module, a file system other than ext4 and XFS. Unaligned
@@ -757,7 +758,7 @@ pub const KVT_VERIFY_ALWAYS: u32 = 2;
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_terms_t {
     pub struct_size: u64,
-    /// KVT_TERMS_*, KVT_STREAM_SHRINKS.
+    /// KVT_TERMS_*, KVT_TERMS_SHRINKS.
     pub flags: u64,
     /// KVT_COMPUTE_*; 0 = on the device if there is one.
     pub compute: u32,
@@ -780,16 +781,16 @@ pub struct kvt_stream_terms_t {
     /// Concurrent sequences; 0 = 1.
     pub sequences: u32,
     /// Bytes of a KV element; 0 = 2.
-    pub kv_number_bytes: u32,
+    pub kv_element_bytes: u32,
     /// Number of last layers that the processor computes; only if the engine computes on a device.
     pub processor_layers: u32,
-    /// Bytes of KV; 0 = computed from context, sequences and kv_number_bytes.
+    /// Bytes of KV; 0 = computed from context, sequences and kv_element_bytes.
     pub kv_bytes: u64,
     /// Workspace of the engine.
     pub workspace_bytes: u64,
     /// Buffers for hidden states.
     pub hidden_bytes: u64,
-    /// 0 = as many as fit; with KVT_STREAM_SHRINKS as few as a layer needs.
+    /// 0 = as many as fit; with KVT_TERMS_SHRINKS as few as a layer needs.
     pub expert_slots: u32,
     pub reserved: u32,
     /// Host memory for reads on their way to a device; 0 = chosen, usually 16 chunks.
@@ -833,7 +834,7 @@ pub struct kvt_stream_opts_t {
     pub model: *const kvt_model_t,
     /// Null = defaults.
     pub terms: *const kvt_stream_terms_t,
-    /// Charged for all memory, of the same runtime; null = none. Implies KVT_STREAM_SHRINKS: the
+    /// Charged for all memory, of the same runtime; null = none. Implies KVT_TERMS_SHRINKS: the
     /// budget can reclaim resident units and expert slots.
     pub budget: *const kvt_budget_t,
     /// 32 bits; the budget reclaims from owners of low priority first.
@@ -867,7 +868,7 @@ pub struct kvt_stream_opts_t {
 }
 
 fn terms_of(given: &kvt_stream_terms_t) -> Result<(PlanOptions, Links)> {
-    known_flags(given.flags, (2 * KVT_TERMS_EXPERT_SLOTS - 1) | KVT_STREAM_SHRINKS)?;
+    known_flags(given.flags, (2 * KVT_TERMS_EXPERT_SLOTS - 1) | KVT_TERMS_SHRINKS)?;
     no_reserved(given.reserved)?;
     let set = |value: u64, flag: u64| (value != 0 || given.flags & flag != 0).then_some(value);
     let expert_slots = set(given.expert_slots.into(), KVT_TERMS_EXPERT_SLOTS);
@@ -905,13 +906,13 @@ fn terms_of(given: &kvt_stream_terms_t) -> Result<(PlanOptions, Links)> {
         host_reserve_bytes: set(given.host_reserve_bytes, KVT_TERMS_HOST_RESERVE),
         context: given.context,
         sequences: given.sequences,
-        kv_number_bytes: given.kv_number_bytes,
+        kv_element_bytes: given.kv_element_bytes,
         kv_bytes: set(given.kv_bytes, KVT_TERMS_KV),
         workspace_bytes: given.workspace_bytes,
         hidden_bytes: given.hidden_bytes,
         slots: given.slots,
         expert_slots: expert_slots.map(|_| given.expert_slots),
-        shrinks: given.flags & KVT_STREAM_SHRINKS != 0,
+        shrinks: given.flags & KVT_TERMS_SHRINKS != 0,
         staging_bytes: given.staging_bytes,
         chunk_bytes: given.chunk_bytes,
         device_granularity_bytes: 0, // set from the device if units are in place
@@ -957,7 +958,7 @@ pub(crate) unsafe fn inputs_of(
 /// # Safety
 /// The pointers of `given` are null or valid for their lengths.
 pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
-    known_flags(given.flags, (2 * KVT_STREAM_PINNED - 1) | KVT_STREAM_DIRECT)?;
+    known_flags(given.flags, (2 * KVT_STREAM_SET_PINNED_PERCENT - 1) | KVT_STREAM_DIRECT)?;
     no_reserved(given.reserved)?;
     let has = |flag: u64| given.flags & flag != 0;
     let Ok(priority) = i32::try_from(given.priority) else {
@@ -1017,7 +1018,7 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
             sidecar,
             marks: given.marks as usize,
             pinned_percent: match given.pinned_percent {
-                0 if !has(KVT_STREAM_PINNED) => Opts::default().pinned_percent,
+                0 if !has(KVT_STREAM_SET_PINNED_PERCENT) => Opts::default().pinned_percent,
                 percent => percent,
             },
             device: None,
@@ -1317,7 +1318,7 @@ pub unsafe extern "C" fn kvt_model_plan_describe(
 ///               terms.
 /// @return As kvt_model_plan; KVT_E_SPEC.
 #[capi]
-pub unsafe extern "C" fn kvt_model_what_if(
+pub unsafe extern "C" fn kvt_model_forecast(
     model: *const kvt_model_t,
     terms: *const kvt_stream_terms_t,
     memory: *const kvt_stream_memory_t,
@@ -1344,7 +1345,7 @@ pub struct kvt_stream_t(());
 pub const KVT_ACQUIRE_POLL: u64 = 1;
 /// Do not wait for copies that were submitted to the device: the bytes are complete after
 /// kvt_unit_lease_t.event. See kvt_device_stream_wait.
-pub const KVT_ACQUIRE_EARLY: u64 = 2;
+pub const KVT_ACQUIRE_SUBMITTED: u64 = 2;
 
 /// A lease of a unit: the right to read its bytes until kvt_stream_release. A copy of the struct is
 /// the same lease, and is not released on its own.
@@ -1478,9 +1479,9 @@ pub unsafe extern "C" fn kvt_stream_acquire(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    known_flags(flags, KVT_ACQUIRE_POLL | KVT_ACQUIRE_EARLY)?;
+    known_flags(flags, KVT_ACQUIRE_POLL | KVT_ACQUIRE_SUBMITTED)?;
     let has = |flag: u64| flags & flag != 0;
-    let (poll, early) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_EARLY));
+    let (poll, early) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_SUBMITTED));
     let opts = AcquireOpts { poll, when_issued: early, deadline_ns };
     let lease = enter(stream)?.streamer.acquire(unit, opts)?;
     let row = kvt_unit_lease_t {
@@ -1501,7 +1502,7 @@ pub unsafe extern "C" fn kvt_stream_acquire(
 }
 
 /// Releases a lease, and clears the struct. Allowed while the streamer closes. If a copy failed
-/// after KVT_ACQUIRE_EARLY, the lease is released and the copy's error is returned: results
+/// after KVT_ACQUIRE_SUBMITTED, the lease is released and the copy's error is returned: results
 /// computed with the unit are wrong. After another error the lease is not released.
 ///
 /// @param after  Device event after which the memory may be reused; 0 = now. The streamer takes the
@@ -1577,7 +1578,7 @@ pub struct kvt_stream_progress_t {
 ///
 /// @return KVT_E_TIMEOUT, KVT_E_IO, KVT_E_CORRUPT.
 #[capi]
-pub unsafe extern "C" fn kvt_stream_load(
+pub unsafe extern "C" fn kvt_stream_wait_resident(
     stream: *const kvt_stream_t,
     deadline_ns: u64,
     err: *mut *mut kvt_error_t,
@@ -1671,7 +1672,7 @@ pub unsafe extern "C" fn kvt_stream_rebalance(
 
 // Statistics of streamers.
 
-/// kvt_stream_mark_t.stage: a chunk was read.
+/// kvt_stream_span_t.stage: a chunk was read.
 pub const KVT_STAGE_READ: u32 = 1;
 /// A chunk was copied to the device.
 pub const KVT_STAGE_COPY: u32 = 2;
@@ -1703,13 +1704,13 @@ pub struct kvt_stream_stats_t {
     /// Sum of the durations of reads: more than the elapsed time where reads overlapped.
     pub read_ns: u64,
     /// Bytes a second of the disk, as measured or set; 0 = not known.
-    pub read_ceiling: u64,
+    pub read_ceiling_bytes_per_s: u64,
     /// Bytes copied to the device.
     pub copied_bytes: u64,
     /// Sum of the durations of copies.
     pub copy_ns: u64,
     /// Bytes a second of the device link, as set; 0 = not known.
-    pub copy_ceiling: u64,
+    pub copy_ceiling_bytes_per_s: u64,
     /// Bytes that were loaded and never used.
     pub wasted_bytes: u64,
     /// Reads and copies that failed.
@@ -1727,7 +1728,7 @@ pub struct kvt_stream_stats_t {
 /// Expert counters of a layer. Stands in arrays.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_layer_count_t {
+pub struct kvt_expert_stats_t {
     pub layer: u32,
     pub reserved: u32,
     /// Acquired experts that were in a slot.
@@ -1741,7 +1742,7 @@ pub struct kvt_layer_count_t {
 /// A span of time. Stands in arrays.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_stream_mark_t {
+pub struct kvt_stream_span_t {
     /// KVT_STAGE_*.
     pub stage: u32,
     pub unit: u32,
@@ -1785,10 +1786,10 @@ pub unsafe extern "C" fn kvt_stream_plan_describe(
 
 /// Forecasts a pass of the current plan with other link rates.
 ///
-/// @param links  See kvt_model_what_if; others keep their current rate.
+/// @param links  See kvt_model_forecast; others keep their current rate.
 /// @return KVT_E_SPEC, KVT_E_LIMIT (links over 256 bytes).
 #[capi]
-pub unsafe extern "C" fn kvt_stream_what_if(
+pub unsafe extern "C" fn kvt_stream_forecast(
     stream: *const kvt_stream_t,
     links: *const c_char,
     links_bytes: u64,
@@ -1825,10 +1826,10 @@ pub unsafe extern "C" fn kvt_stream_stats(
             use_ns: stats.use_ns,
             read_bytes: stats.read_bytes,
             read_ns: stats.read_ns,
-            read_ceiling: disk.ceiling,
+            read_ceiling_bytes_per_s: disk.ceiling,
             copied_bytes: stats.copied_bytes,
             copy_ns: stats.copy_ns,
-            copy_ceiling: device.ceiling,
+            copy_ceiling_bytes_per_s: device.ceiling,
             wasted_bytes: stats.wasted_bytes,
             failed: stats.failed,
             expert_hits: stats.expert_hits,
@@ -1844,18 +1845,18 @@ pub unsafe extern "C" fn kvt_stream_stats(
 const MAX_ROWS: u64 = 1 << 24;
 
 /// # Safety
-/// `rows` is null or valid for writes of its entries, `count_out` for a write.
+/// `rows` is null or valid for writes of its entries, `out_count` for a write.
 unsafe fn give_rows<T: Plain, F>(
     rows: *mut T,
     (capacity, stride_bytes): (u64, u64),
-    count_out: *mut u64,
+    out_count: *mut u64,
     all: Result<Vec<F>>,
     row_of: impl Fn(F) -> T,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
         let array = Strided::new(rows, capacity, stride_bytes, MAX_ROWS)?;
-        give(&array, rows.is_null(), all?.into_iter().map(row_of), count_out)
+        give(&array, rows.is_null(), all?.into_iter().map(row_of), out_count)
     }
 }
 
@@ -1865,13 +1866,13 @@ unsafe fn give_rows<T: Plain, F>(
 #[capi]
 pub unsafe extern "C" fn kvt_stream_layers(
     stream: *const kvt_stream_t,
-    rows: *mut kvt_layer_count_t,
+    rows: *mut kvt_expert_stats_t,
     capacity: u64,
     stride_bytes: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
     let all = inspect(stream).map(|stream| stream.streamer.layers());
-    give_rows(rows, (capacity, stride_bytes), count_out, all, |count| kvt_layer_count_t {
+    give_rows(rows, (capacity, stride_bytes), out_count, all, |count| kvt_expert_stats_t {
         layer: count.layer,
         reserved: 0,
         hits: count.hits,
@@ -1886,13 +1887,13 @@ pub unsafe extern "C" fn kvt_stream_layers(
 #[capi]
 pub unsafe extern "C" fn kvt_stream_marks(
     stream: *const kvt_stream_t,
-    rows: *mut kvt_stream_mark_t,
+    rows: *mut kvt_stream_span_t,
     capacity: u64,
     stride_bytes: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
     let all = inspect(stream).map(|stream| stream.streamer.marks());
-    give_rows(rows, (capacity, stride_bytes), count_out, all, |mark| kvt_stream_mark_t {
+    give_rows(rows, (capacity, stride_bytes), out_count, all, |mark| kvt_stream_span_t {
         stage: mark.stage as u32,
         unit: mark.unit,
         begin_ns: mark.begin_ns,
@@ -1905,7 +1906,7 @@ pub unsafe extern "C" fn kvt_stream_marks(
 /// @param out  Receives the text, not NUL-terminated.
 /// @return KVT_E_TOO_SMALL.
 #[capi]
-pub unsafe extern "C" fn kvt_stream_engine(
+pub unsafe extern "C" fn kvt_stream_describe_io(
     stream: *const kvt_stream_t,
     out: *mut c_char,
     out_capacity: u64,
@@ -1922,17 +1923,17 @@ pub unsafe extern "C" fn kvt_stream_engine(
 /// Reads a unit from its files, not from memory, on the calling thread, and compares it with its
 /// checksums. Unknown checksums are stored.
 ///
-/// @param sum_out  Receives the checksum of the unit; may be null.
+/// @param out_sum  Receives the checksum of the unit; may be null.
 /// @return KVT_E_CORRUPT (wrong checksum), KVT_E_IO, KVT_E_BUDGET.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_verify(
     stream: *const kvt_stream_t,
     unit: u32,
-    sum_out: *mut u64,
+    out_sum: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let sum = enter(stream)?.streamer.verify(unit)?;
-    put(sum_out, sum);
+    put(out_sum, sum);
     Ok(())
 }
 
@@ -1940,7 +1941,7 @@ pub unsafe extern "C" fn kvt_stream_verify(
 ///
 /// @return KVT_E_NOT_FOUND (no sidecar has it, and not all of the unit was read with checksums).
 #[capi]
-pub unsafe extern "C" fn kvt_stream_sum(
+pub unsafe extern "C" fn kvt_stream_checksum(
     stream: *const kvt_stream_t,
     unit: u32,
     out: *mut u64,
@@ -1957,22 +1958,22 @@ pub unsafe extern "C" fn kvt_stream_sum(
 /// that the processor uses (kvt_unit_lease_t.memory): they are outside the range.
 ///
 /// @param unit       KVT_NONE = the range of all units.
-/// @param bytes_out  May be null.
+/// @param out_bytes  May be null.
 /// @return KVT_E_STATE (units are not in place).
 #[capi]
-pub unsafe extern "C" fn kvt_stream_fixed(
+pub unsafe extern "C" fn kvt_stream_unit_address(
     stream: *const kvt_stream_t,
     unit: u32,
-    address_out: *mut *const c_void,
-    bytes_out: *mut u64,
+    out_address: *mut *const c_void,
+    out_bytes: *mut u64,
 ) -> kvt_status_t {
-    require(address_out)?;
+    require(out_address)?;
     let streamer = &inspect(stream)?.streamer;
     let (address, bytes) = match unit {
         KVT_NONE => streamer.range().ok_or(Status::State)?,
         unit => streamer.fixed(unit)?,
     };
-    address_out.write(address as *const c_void);
-    put(bytes_out, bytes);
+    out_address.write(address as *const c_void);
+    put(out_bytes, bytes);
     Ok(())
 }

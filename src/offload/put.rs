@@ -20,7 +20,7 @@ impl Offload {
     /// engine's tensors; without one, it does not when this returns.
     ///
     /// After an error [`Offload::tokens`] tells how many tokens were taken. BUDGET, IO = the tail
-    /// could not be put: no token was taken, and the next put tries again.
+    /// could not be put: the tail keeps the tokens that fitted, and the next put tries again.
     ///
     /// # Safety
     /// The views lead to readable memory that nothing writes until then.

@@ -52,7 +52,8 @@ fn generated() -> String {
 /// one before if it has no comment, or a comment of one line and a name of the same family
 /// (`KVT_OP_`).
 fn grouped(text: &str) -> String {
-    let family = |line: &str| line.strip_prefix("#define KVT_")?.split('_').next().map(String::from);
+    let family =
+        |line: &str| line.strip_prefix("#define KVT_")?.split('_').next().map(String::from);
     let lines: Vec<String> = text.lines().map(in_parentheses).collect();
     let mut out = String::new();
     for (at, line) in lines.iter().enumerate() {

@@ -224,7 +224,7 @@ kvt_status_t far_open(const kvt_runtime_t * runtime, kvt_device_t ** out, kvt_er
     custom.free = free_range;
     custom.free_bytes = free_bytes;
     kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
-    opts.kind = KVT_DEVICE_CUSTOM;
+    opts.kind = KVT_DEVICE_KIND_CUSTOM;
     opts.custom = &custom;
     return kvt_device_open(runtime, &opts, out, error);
 }

@@ -82,7 +82,7 @@ bool table_open(const Source & source, std::vector<Unit> & units, kvt_model_t **
 
 kvt_stream_terms_t table_terms(uint32_t slots) {
     kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
-    terms.flags = KVT_STREAM_SHRINKS | KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
+    terms.flags = KVT_TERMS_SHRINKS | KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
     terms.compute = KVT_COMPUTE_HOST;
     if (is_far()) {
         terms.compute = KVT_COMPUTE_DEVICE;

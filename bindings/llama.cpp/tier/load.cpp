@@ -80,7 +80,7 @@ public:
         kvt_transfer_t move = KVT_TRANSFER_INIT;
         move.first_token = from;
         move.tokens = to - from;
-        move.flags = KVT_TRANSFER_REUSE;
+        move.flags = KVT_TRANSFER_NEEDED_ONLY;
         if (wanted && from < to && kvt_store_stats(tier.store, &stats) == KVT_OK &&
             (to - from) * tier.token_bytes <= stats.host_limit_bytes / 2) {
             kvt_submit_opts_t until = KVT_SUBMIT_OPTS_INIT;
@@ -128,7 +128,7 @@ found look(tier_t &tier, const request &of, size_t count) {
         return out;
     }
     kvt_lookup_t sum = look_once(tier, of, count, &out.ranges);
-    if (sum.soon_tokens > sum.reusable_tokens) {
+    if (sum.reusable_soon_tokens > sum.reusable_tokens) {
         drain(tier, now_ns() + pending_wait_ns);
         sum = look_once(tier, of, count, &out.ranges);
     }
@@ -160,7 +160,7 @@ void check_saved(tier_t &tier, sequence_t &has) {
     kvt_lookup_t sum = KVT_LOOKUP_INIT;
     if (kvt_namespace_lookup(tier.space, words, has.saved, nullptr, 0, sizeof(kvt_range_t), nullptr, &sum,
                              nullptr) != KVT_E_INVALID) {
-        has.saved = full_chunks(tier, std::min<uint64_t>(has.saved, sum.soon_tokens));
+        has.saved = full_chunks(tier, std::min<uint64_t>(has.saved, sum.reusable_soon_tokens));
     }
 }
 

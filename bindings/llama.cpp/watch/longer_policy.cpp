@@ -83,7 +83,7 @@ kvt_status_t backing::seal(uint32_t layer, uint32_t block, const void *keys, kvt
     rows.view.run_bytes = head_bytes;
     kvt_error_t *err = nullptr;
     const kvt_status_t status =
-        kvt_sparse_seal(policy_, layer, block, block * block_tokens_, &rows, &err);
+        kvt_sparse_add_block(policy_, layer, block, block * block_tokens_, &rows, &err);
     return status == KVT_OK ? KVT_OK
                             : failed(why, status, "telling the policy a block's keys", err);
 }

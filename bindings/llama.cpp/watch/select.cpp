@@ -195,7 +195,7 @@ kvt_status_t block_select::seal(const layer_roles &layer, int il, const pool &of
         const kvt_rows_t keys = rows_of(rows, shape_, each);
         kvt_error_t *error = nullptr;
         const kvt_status_t status =
-            kvt_sparse_seal(policy_.get(), (uint32_t) il, (uint32_t) sealed,
+            kvt_sparse_add_block(policy_.get(), (uint32_t) il, (uint32_t) sealed,
                             (uint32_t) (sealed * each), &keys, &error);
         if (status != KVT_OK) {
             words = words_of(&error, status);

@@ -72,7 +72,7 @@ kvt_status_t token_evict::ask(uint32_t layer, const kvt_sparse_context_t &contex
     uint32_t evicted = 0;
     kvt_error_t *error = nullptr;
     const kvt_status_t status =
-        kvt_sparse_evict(policy_.get(), layer, &context, &keep, &evicted, &error);
+        kvt_sparse_plan_eviction(policy_.get(), layer, &context, &keep, &evicted, &error);
     if (status != KVT_OK) {
         words = words_of(&error, status);
         return status;
@@ -166,7 +166,7 @@ kvt_status_t token_evict::remove(llama_memory_t memory, llama_seq_id seq, std::s
     kept_ = stay_;
     for (uint32_t layer = 0; layer < shape_.layers; layer++) {
         kvt_error_t *error = nullptr;
-        const kvt_status_t status = kvt_sparse_evicted(policy_.get(), layer, &keep, &error);
+        const kvt_status_t status = kvt_sparse_commit_eviction(policy_.get(), layer, &keep, &error);
         if (status != KVT_OK) {
             words = words_of(&error, status);
             return status;

@@ -78,7 +78,7 @@ uint64_t quarter_budget(const std::string &path) {
     while (low + 4096 < high) {
         kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
         terms.compute = KVT_COMPUTE_HOST;
-        terms.flags = KVT_TERMS_KV | KVT_TERMS_HOST_CEILING | KVT_TERMS_HOST_RESERVE | KVT_STREAM_SHRINKS;
+        terms.flags = KVT_TERMS_KV | KVT_TERMS_HOST_CEILING | KVT_TERMS_HOST_RESERVE | KVT_TERMS_SHRINKS;
         terms.host_ceiling_bytes = (low + high) / 2;
         kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
         const auto status = kvt_model_plan(model, &terms, nullptr, &plan, nullptr, nullptr, 0, 0, nullptr);

@@ -135,7 +135,7 @@ bool read_whole(Weights &w, const Entry &entry, uint8_t *out, uint64_t begin, ui
 bool read_divided(Weights &w, const Entry &entry, uint8_t *out, uint64_t begin, uint64_t bytes) {
     constexpr uint64_t most_parts = 16;
     uint32_t number = 0;
-    kvt_model_find(w.file, entry.tensor->name, std::strlen(entry.tensor->name), &number);
+    kvt_model_find_tensor(w.file, entry.tensor->name, std::strlen(entry.tensor->name), &number);
     for (uint32_t unit : entry.experts) {
         kvt_part_t parts[most_parts];
         uint64_t count = 0;

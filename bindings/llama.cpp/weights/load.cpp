@@ -159,7 +159,7 @@ kvt_status_t bind_strided(Weights &w, Entry &entry, kvt_llama_why_t *why) {
     size_t stride = 0;
     for (size_t i = 0; i < entry.experts.size(); i++) {
         const void *address = nullptr;
-        const kvt_status_t status = kvt_stream_fixed(w.stream, entry.experts[i], &address, nullptr);
+        const kvt_status_t status = kvt_stream_unit_address(w.stream, entry.experts[i], &address, nullptr);
         if (status != KVT_OK) {
             return say(why, status, "an expert has no address of its own");
         }
@@ -203,7 +203,7 @@ kvt_status_t bind_copied(Weights &w, uint32_t number, kvt_llama_why_t *why) {
     Entry &entry = *w.entries[number];
     const uint64_t part_bytes = entry.bytes / entry.experts.size();
     uint32_t tensor = 0;
-    kvt_model_find(w.file, entry.tensor->name, std::strlen(entry.tensor->name), &tensor);
+    kvt_model_find_tensor(w.file, entry.tensor->name, std::strlen(entry.tensor->name), &tensor);
     for (uint32_t unit : entry.experts) {
         uint64_t count = 0;
         kvt_model_unit_parts(w.file, unit, nullptr, 0, sizeof(kvt_part_t), &count);
@@ -269,7 +269,7 @@ kvt_status_t wait_residents(Weights &w, llama_progress_callback progress, void *
             return say(why, KVT_E_CANCELLED, "the progress callback ended the load");
         }
         kvt_error_t *error = nullptr;
-        const kvt_status_t status = kvt_stream_load(w.stream, now_ns() + 50000000ull, &error);
+        const kvt_status_t status = kvt_stream_wait_resident(w.stream, now_ns() + 50000000ull, &error);
         if (status == KVT_OK) {
             return progress && !progress(1.0f, data)
                        ? say(why, KVT_E_CANCELLED, "the progress callback ended the load")

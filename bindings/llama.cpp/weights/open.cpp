@@ -193,7 +193,7 @@ kvt_status_t choose_expert_slots(Weights &w, kvt_stream_terms_t &terms, uint64_t
         return KVT_OK;
     }
     const uint32_t least = w.experts_used + 1;
-    terms.flags |= KVT_STREAM_SHRINKS | KVT_TERMS_EXPERT_SLOTS;
+    terms.flags |= KVT_TERMS_SHRINKS | KVT_TERMS_EXPERT_SLOTS;
     for (uint32_t slots = plan.expert_slots;; slots = std::max(least, slots - std::max(1u, slots / 16))) {
         terms.expert_slots = slots;
         status = kvt_model_plan(w.file, &terms, nullptr, &plan, nullptr, nullptr, 0, 0, &error);

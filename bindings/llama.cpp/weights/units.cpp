@@ -131,7 +131,7 @@ kvt_status_t learn_homes(Weights &w, kvt_llama_why_t *why) {
 
 kvt_status_t describe(const Weights &w, const ggml_tensor *tensor, Entry &entry, kvt_llama_why_t *why) {
     uint32_t number = 0;
-    kvt_status_t status = kvt_model_find(w.file, tensor->name, std::strlen(tensor->name), &number);
+    kvt_status_t status = kvt_model_find_tensor(w.file, tensor->name, std::strlen(tensor->name), &number);
     if (status != KVT_OK) {
         return say(why, KVT_E_UNSUPPORTED, "tensor %s is not in %s: is that the file that is loaded?",
                    tensor->name, w.path.c_str());

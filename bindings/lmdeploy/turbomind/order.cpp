@@ -38,7 +38,7 @@ void order::produced(const node_ptr &n) {
         n->noted.here = true;
         return;
     }
-    kvt_policy_row_t row = n->parent ? kvt::policy_row(n->id, 1, n->parent->id)
+    kvt_policy_object_t row = n->parent ? kvt::policy_row(n->id, 1, n->parent->id)
                                      : kvt::policy_row(n->id);
     row.tokens = static_cast<std::uint32_t>(n->tokens.size());
     row.context = row.tokens * n->index;
@@ -62,7 +62,7 @@ void order::evicted(const node_ptr &n) {
     if (!n->noted.known) return;
     n->noted.here = false;
     // Where others continue it, it goes when the policy names it.
-    if (kvt_policy_evicted(policy_.get(), now_ns_, &n->id, 1, nullptr) == KVT_OK) forget(*n);
+    if (kvt_policy_report_evicted(policy_.get(), now_ns_, &n->id, 1, nullptr) == KVT_OK) forget(*n);
 }
 
 void order::recycled(const node_ptr &n) {

@@ -349,7 +349,7 @@ void tier::hint(const node_ptr &last, const kvt_policy_hint_t &told) {
         kvt::policy_hint c;
         c.stop = told.stop;
         c.next_use_ns = told.next_use_ns;
-        c.confidence = (told.flags & KVT_HINT_CONFIDENCE) != 0 ? told.confidence : 1;
+        c.confidence = (told.flags & KVT_HINT_ZERO_CONFIDENCE) != 0 ? told.confidence : 1;
         c.done = (told.flags & KVT_HINT_DONE) != 0;
         open_session(sequence_of(last)).hint(c);
     } catch (const kvt::exception &) {

@@ -144,7 +144,7 @@ class Names:
             if (ends[-1] if ends else each * count) != len(joined):
                 raise _invalid("names are bytes: one is a view of longer items, whose length is "
                                "not its bytes'")
-        self._c = _abi.kvt_names_t(count=count, each_bytes=each)
+        self._c = _abi.kvt_block_names_t(count=count, each_bytes=each)
         self._c.bytes = _BYTES.from_buffer(joined)
         self._kept = (joined, ends)  # which neither move nor resize now
         if ends:
@@ -230,7 +230,7 @@ class Blocks:
             with contextlib.suppress(Error), self.locate(called, timeout=ask) as op:
                 op.wait()
         found = ctypes.create_string_buffer(len(called))
-        check_err(lib.kvt_namespace_find_blocks(
+        check_err(lib.kvt_namespace_blocks_exist(
             self._space._raw, byref(called._c), ctypes.cast(found, _U8), byref(err)), err)
         return found.raw
 
@@ -248,7 +248,7 @@ class Blocks:
         says which, and its value is how many from the first on can be used. With a `timeout` what
         was heard until then counts. Dropped, it is cancelled."""
         called = _ready(names)
-        return self._session._one(lib.kvt_session_locate_blocks, called._c, [called], True, queue,
+        return self._session._one(lib.kvt_session_remote_lookup_blocks, called._c, [called], True, queue,
                                   tag, timeout, priority)
 
     def put(self, names: "Sequence[bytes] | Names", places: "At | Each", *, level: int = 0,
@@ -304,7 +304,7 @@ class Blocks:
         """Tells the policies what is known of the future of blocks, as `Session.hint` does of
         a session's. Those that are not there are passed over. `next_use_ns` is a moment of
         `Runtime.now_ns`, not a duration."""
-        flags = _abi.KVT_HINT_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
+        flags = _abi.KVT_HINT_ZERO_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
         told = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
                                       next_use_ns=u64(next_use_ns, 63))
         raw, called, err = self._session._raw, _ready(names), new_error()

@@ -55,7 +55,7 @@ class TierReport(NamedTuple):
     free_bytes: int
     refused: int
     waiting: int
-    reclaim_asked_bytes: int
+    reclaim_requested_bytes: int
 
 
 class Held(NamedTuple):
@@ -165,7 +165,7 @@ class Budget(Resource):
         check(lib.kvt_budget_tier(self._raw, u32(tier), byref(r)))
         return TierReport(r.asked_bytes, r.limit_bytes, r.reserved_bytes, r.committed_bytes,
                           r.peak_bytes, r.free_bytes, r.refused, r.waiting,
-                          r.reclaim_asked_bytes)
+                          r.reclaim_requested_bytes)
 
     def close(self) -> None:
         """Closes it: reservations that wait end with `ClosedError`; accounts

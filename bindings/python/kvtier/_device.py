@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ._op import Op
     from ._runtime import Runtime
 
-_KINDS = {"host": _abi.KVT_DEVICE_HOST, "cuda": _abi.KVT_DEVICE_CUDA,
-          "simulated": _abi.KVT_DEVICE_SIMULATED}
-_NAMES = {**{kind: name for name, kind in _KINDS.items()}, _abi.KVT_DEVICE_CUSTOM: "custom"}
+_KINDS = {"host": _abi.KVT_DEVICE_KIND_HOST, "cuda": _abi.KVT_DEVICE_KIND_CUDA,
+          "simulated": _abi.KVT_DEVICE_KIND_SIMULATED}
+_NAMES = {**{kind: name for name, kind in _KINDS.items()}, _abi.KVT_DEVICE_KIND_CUSTOM: "custom"}
 _VERDICTS = {_abi.KVT_VERDICT_PASSED: "passed", _abi.KVT_VERDICT_SKIPPED: "skipped",
              _abi.KVT_VERDICT_FAILED: "failed"}
 _MOST_EVENTS = 65_536
@@ -43,7 +43,7 @@ class DeviceInfo(NamedTuple):
     wants_pinned: bool
     #: How many it has: work on one is in order.
     streams: int
-    #: Numbers of the kernels it has, `abi.KVT_LAUNCH_*`.
+    #: Numbers of the kernels it has, `abi.KVT_DEVICE_KERNEL_*`.
     kernels: Tuple[int, ...]
     #: What it has left to give; None where it does not know.
     free_bytes: Optional[int]
@@ -210,7 +210,7 @@ class DeviceEvent(Closing):
     def _take_sums(self) -> None:
         err, count = new_error(), ctypes.c_uint64()
         sums = (ctypes.c_uint64 * sum(self._wants))()
-        check_err(lib.kvt_device_sums(self._raw, self.number, sums, len(sums), byref(count),
+        check_err(lib.kvt_device_checksums(self._raw, self.number, sums, len(sums), byref(count),
                                       byref(err)), err)
         told = iter(sums[: count.value])
         self.sums = [next(told, None) if want else None for want in self._wants]
@@ -278,7 +278,7 @@ def _lower(row: Any, copy: DeviceCopy, kept: List[Any]) -> None:
     row.plane_memory, row.first_token, row.tokens = (
         kind_of(plane), u32(copy.first_token), u32(copy.tokens))
     row.direction = _abi.KVT_COPY_SCATTER if copy.scatter else _abi.KVT_COPY_GATHER
-    row.flags = _abi.KVT_COPY_SUM if copy.sum else 0
+    row.flags = _abi.KVT_COPY_CHECKSUM if copy.sum else 0
     has = view.page_count * view.page_tokens if view.pages else view.tokens
     tokens = row.tokens or max(0, has - row.first_token)
     needed = tokens * view.heads * view.run_bytes
@@ -352,7 +352,7 @@ class Device(Closing):
         opts.cufile, opts.cufile_bytes = text_pointer(reader, empty_is_none=True), len(reader)
         if not isinstance(what, str):
             table, number = table_for_c(what)
-            opts.kind, opts.custom = _abi.KVT_DEVICE_CUSTOM, ctypes.pointer(table)
+            opts.kind, opts.custom = _abi.KVT_DEVICE_KIND_CUSTOM, ctypes.pointer(table)
         elif what in _KINDS:
             opts.kind = _KINDS[what]
         else:
@@ -372,7 +372,7 @@ class Device(Closing):
         check(lib.kvt_device_info(self._raw, byref(c)))
         return DeviceInfo(
             _NAMES.get(c.kind, str(c.kind)), bool(c.flags & _abi.KVT_DEVICE_ASYNCHRONOUS),
-            bool(c.flags & _abi.KVT_DEVICE_SUMS), bool(c.flags & _abi.KVT_DEVICE_HAS_MEMORY),
+            bool(c.flags & _abi.KVT_DEVICE_CHECKSUMS), bool(c.flags & _abi.KVT_DEVICE_HAS_MEMORY),
             bool(c.flags & _abi.KVT_DEVICE_WANTS_PINNED), c.streams,
             tuple(kind for kind in range(64) if c.kernels >> kind & 1),
             None if c.free_bytes == 2**64 - 1 else c.free_bytes)
@@ -486,7 +486,7 @@ class Device(Closing):
             patience_ns=0 if patience is None else max(1, u64(int(patience * 1e9))),
             rounds=u32(rounds))
         heard: List[Check] = []
-        number, count = _callbacks.register(heard), _abi.kvt_conformance_t()
+        number, count = _callbacks.register(heard), _abi.kvt_conformance_report_t()
         try:
             self._call(lambda raw, err: lib.kvt_device_conformance(
                 raw, byref(opts), on_check, number, byref(count), err))

@@ -16,7 +16,7 @@ class EventJob(_reaper.Job):
     swift = True
 
     def attempt(self) -> int:
-        return int(lib.kvt_event_close(byref(self.handle)))
+        return int(lib.kvt_ready_event_close(byref(self.handle)))
 
 
 class Event(Resource):
@@ -35,24 +35,24 @@ class Event(Resource):
 
     def __init__(self) -> None:
         handle, err = _abi.kvt_event_p(), new_error()
-        check_err(lib.kvt_event_open(0, byref(handle), byref(err)), err)
+        check_err(lib.kvt_ready_event_open(0, byref(handle), byref(err)), err)
         self._own(EventJob(handle, _reaper.RANK_OP))
 
     def signal(self) -> None:
         """It has come, for good."""
-        check(lib.kvt_event_signal(self._raw))
+        check(lib.kvt_ready_event_signal(self._raw))
 
     @property
     def is_signalled(self) -> bool:
         """Whether it has come."""
         state = ctypes.c_uint32()
-        check(lib.kvt_event_query(self._raw, byref(state)))
-        return bool(state.value == _abi.KVT_EVENT_SIGNALLED)
+        check(lib.kvt_ready_event_query(self._raw, byref(state)))
+        return bool(state.value == _abi.KVT_READY_EVENT_SIGNALLED)
 
     def close(self) -> None:
         """Closes it."""
         if self.closed:
             return
         self._raw  # noqa: B018: not in a forked child
-        check(lib.kvt_event_close(byref(self._job.handle)))
+        check(lib.kvt_ready_event_close(byref(self._job.handle)))
         self._released()

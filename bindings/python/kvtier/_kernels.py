@@ -366,12 +366,12 @@ class _Job:
 
     def __exit__(self, *_: object) -> None:
         # It waits for items that run: memory is the caller's again.
-        lib.kvt_job_close(byref(self._handle))
+        lib.kvt_attention_job_close(byref(self._handle))
 
     def info(self) -> Any:
         """How it is cut."""
-        info = _abi.kvt_job_info_t()
-        check(lib.kvt_job_info(self._handle, byref(info)))
+        info = _abi.kvt_attention_job_info_t()
+        check(lib.kvt_attention_job_info(self._handle, byref(info)))
         return info
 
     def run(self, threads: Threads) -> None:
@@ -399,7 +399,7 @@ class _Job:
     def _items(self, step: int, first: int, items: int, scratch: int,
                memory: Optional[Any] = None) -> None:
         memory, err = memory or (ctypes.c_float * scratch)(), new_error()
-        check_err(lib.kvt_job_run(self._handle, step, first, items, memory, scratch, byref(err)),
+        check_err(lib.kvt_attention_job_run(self._handle, step, first, items, memory, scratch, byref(err)),
                   err)
 
     def _share(self, steps: Sequence[int], scratch: int, pool: Executor, helpers: int) -> None:
@@ -485,7 +485,7 @@ def sums(queries: Any, keys: Any, values: Any, lse: Any, *, index: Optional[Inde
         shape = (problem.heads, problem.keys) if by_head else (problem.keys,)
         got, to, count = lent.numbers("out", out, shape)
         flags = _abi.KVT_SUMS_BY_HEAD if by_head else 0
-        with _Job(lambda job, err: lib.kvt_sums_open(
+        with _Job(lambda job, err: lib.kvt_column_sums_open(
                 byref(problem.c), logs, rows, u32(first), flags, to, count, job, err)) as job:
             job.run(threads)
     return got
@@ -598,7 +598,7 @@ def place_sums(attention: Attention, tokens: int, placed: BlockPlacement, sums: 
         shape = attention.query_heads, max(stayed + tokens - since, 0)
         out, to, room = lent.numbers("out", out, shape)
         err = new_error()
-        check_err(lib.kvt_sums_place(byref(c), byref(there), by, u32(first_query), u32(queries),
+        check_err(lib.kvt_column_sums_place(byref(c), byref(there), by, u32(first_query), u32(queries),
                                      given, count, to, room, byref(err)), err)
     return out
 
@@ -611,13 +611,13 @@ def check_rows(rows: Any) -> None:
 
 
 def launch_index(index: Index, kernel: Any, address: int) -> bytes:
-    """An index for a device's kernel of kind `abi.KVT_LAUNCH_PREFILL`, whose query_count,
+    """An index for a device's kernel of kind `abi.KVT_DEVICE_KERNEL_PREFILL`, whose query_count,
     query_heads, key_heads, tokens and first are set; its count, numbers, counts, index and
     scratch_bytes are written. What comes back is for you to bring to `address`."""
     c, need = index._lower(), ctypes.c_uint64()
     heads = c.head_count * ctypes.sizeof(_abi.kvt_index_head_t)
     room = (ctypes.c_uint8 * (heads + 4 * (c.start_count + c.item_count)))()
     err = new_error()
-    check_err(lib.kvt_launch_index(byref(c), byref(kernel), u64(address), room, len(room),
+    check_err(lib.kvt_kernel_pack_index(byref(c), byref(kernel), u64(address), room, len(room),
                                    byref(need), byref(err)), err)
     return bytes(room)[: need.value]

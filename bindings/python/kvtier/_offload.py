@@ -245,7 +245,7 @@ class Offload(Resource):
         before has ended."""
         from ._device import number_of  # it needs names of this package
         err = new_error()
-        check_err(lib.kvt_offload_after(self._raw, number_of(event), byref(err)), err)
+        check_err(lib.kvt_offload_set_ready_event(self._raw, number_of(event), byref(err)), err)
 
     def _begin(self, session: "Session", attention: Attention, dtype: str, handle: Any) -> None:
         self._session, self._attention, self._dtype = session, attention, dtype
@@ -342,7 +342,7 @@ class Offload(Resource):
             rows, export = (None, None) if query is None else _rows("queries", query)
             status = lib.kvt_offload_load(
                 raw, u32(buffer), u32(layer), ids, length,
-                _abi.KVT_OFFLOAD_CHOSEN if chosen else 0, None if rows is None else byref(rows),
+                _abi.KVT_OFFLOAD_LOAD_CHOSEN if chosen else 0, None if rows is None else byref(rows),
                 byref(c), byref(count), byref(err))
             if export is not None:
                 export.release()
@@ -359,7 +359,7 @@ class Offload(Resource):
     def done(self, buffer: int) -> None:
         """The buffer is free; a load under way is given up."""
         err = new_error()
-        check_err(lib.kvt_offload_done(self._raw, u32(buffer), byref(err)), err)
+        check_err(lib.kvt_offload_release(self._raw, u32(buffer), byref(err)), err)
 
     def begin(self, at: Context) -> None:
         """Begins a pass over all layers."""
@@ -420,10 +420,10 @@ class Offload(Resource):
     def kept(self, layer: int) -> Optional[List[List[int]]]:
         """Positions that are left, a list for each head or one for all; None: all are."""
         count, heads = ctypes.c_uint64(), ctypes.c_uint32()
-        check(lib.kvt_offload_kept(self._raw, u32(layer), 0, None, 0, byref(count), byref(heads)))
+        check(lib.kvt_offload_retained(self._raw, u32(layer), 0, None, 0, byref(count), byref(heads)))
         if heads.value == 0:
             return None
-        return [self._numbers(lambda raw, to, room, n, head=head: lib.kvt_offload_kept(
+        return [self._numbers(lambda raw, to, room, n, head=head: lib.kvt_offload_retained(
             raw, u32(layer), head, to, room, n, None)) for head in range(heads.value)]
 
     def append_keys(self, layer: int, first: int, keys: Any) -> None:

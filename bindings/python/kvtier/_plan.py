@@ -24,9 +24,9 @@ PLAN_RECOMPUTE = _abi.KVT_PLAN_RECOMPUTE
 #: Bits of `Namespace.exists`, beside `1 << TIER_*`.
 EXISTS_WHOLE = _abi.KVT_EXISTS_WHOLE
 #: Kinds of `StoreEvent`.
-STORE_STORED = _abi.KVT_STORE_STORED
-STORE_REMOVED = _abi.KVT_STORE_REMOVED
-STORE_CLEARED = _abi.KVT_STORE_CLEARED
+STORE_STORED = _abi.KVT_STORE_EVENT_STORED
+STORE_REMOVED = _abi.KVT_STORE_EVENT_REMOVED
+STORE_CLEARED = _abi.KVT_STORE_EVENT_CLEARED
 
 
 class Range(NamedTuple):
@@ -55,7 +55,7 @@ class Lookup(NamedTuple):
     #: The longest prefix that can be gone on from now.
     reusable_tokens: int
     #: The same, once what is on its way has come.
-    soon_tokens: int
+    reusable_soon_tokens: int
     device_bytes: int
     host_bytes: int
     disk_bytes: int

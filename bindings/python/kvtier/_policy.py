@@ -323,7 +323,7 @@ class Policy(Resource):
     def insert(self, rows: Sequence[Union[Row, int]], who: Optional[PolicyContext] = None,
                now_ns: int = 0) -> None:
         """Inserts objects, all or none; a bare id has one unit."""
-        array = (_abi.kvt_policy_row_t * len(rows))()
+        array = (_abi.kvt_policy_object_t * len(rows))()
         for target, row in zip(array, rows):
             one = row if isinstance(row, Row) else Row(row)
             for name in ("context", "tokens", "layer", "layers", "chunk", "chunks"):
@@ -331,9 +331,9 @@ class Policy(Resource):
             target.id, target.units, target.cost = u64(one.id), u64(one.units), one.cost
             target.next_use_ns = _i64(one.next_use_ns)
             if one.parent is not None:
-                target.parent, target.flags = u64(one.parent), _abi.KVT_ROW_PARENT
+                target.parent, target.flags = u64(one.parent), _abi.KVT_OBJECT_HAS_PARENT
         err = new_error()
-        stride = ctypes.sizeof(_abi.kvt_policy_row_t)
+        stride = ctypes.sizeof(_abi.kvt_policy_object_t)
         check_err(lib.kvt_policy_insert(self._raw, _i64(now_ns), _who(who), array, len(rows),
                                         stride, byref(err)), err)
 
@@ -343,7 +343,7 @@ class Policy(Resource):
 
     def evicted(self, ids: Column, now_ns: int = 0) -> None:
         """Says that what a selection named was freed; all or none."""
-        self._plain(lambda raw, p, n, err: lib.kvt_policy_evicted(raw, _i64(now_ns), p, n, err), ids)
+        self._plain(lambda raw, p, n, err: lib.kvt_policy_report_evicted(raw, _i64(now_ns), p, n, err), ids)
 
     def resize(self, ids: Column, units: Column) -> None:
         """Changes sizes; all or none."""
@@ -373,7 +373,7 @@ class Policy(Resource):
              stop: int = STOP_UNKNOWN, next_use_ns: int = 0, confidence: float = 1.0,
              done: bool = False) -> int:
         """Tells what is known of the future of objects; how many are there."""
-        flags = _abi.KVT_HINT_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
+        flags = _abi.KVT_HINT_ZERO_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
         told = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
                                       next_use_ns=_i64(next_use_ns))
         return self._counted(lambda raw, p, n, out, err: lib.kvt_policy_hint(
@@ -501,7 +501,7 @@ class Policy(Resource):
                    grow_below: Optional[int] = None, min_batch: int = 0, max_batch: int = 0,
                    window: int = 0, patience: int = 0) -> None:
         """Changes what advice goes by; what is not given has its default."""
-        rules = _abi.kvt_policy_rules_t(
+        rules = _abi.kvt_policy_advice_rules_t(
             shrink_above=shrink_above or 0.0, grow_below=u64(grow_below or 0),
             min_batch=u64(min_batch), max_batch=u64(max_batch), window=u64(window),
             patience=u64(patience))

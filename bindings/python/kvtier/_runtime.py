@@ -51,8 +51,8 @@ class Work:
              src_offset: int = 0, checksum: bool = False, expect: Optional[int] = None) -> "Work":
         """Copies; with `checksum` the op's value is the source's checksum, with
         `expect` it fails with `CorruptError` when that differs."""
-        kind = _abi.KVT_DO_COPY | (_abi.KVT_DO_CHECKSUM if checksum else 0)
-        kind |= 0 if expect is None else _abi.KVT_DO_VERIFY
+        kind = _abi.KVT_ITEM_COPY | (_abi.KVT_ITEM_CHECKSUM if checksum else 0)
+        kind |= 0 if expect is None else _abi.KVT_ITEM_VERIFY
         size = len(src) - src_offset if nbytes is None else nbytes
         return Work(kind, size, dst, dst_offset, src, src_offset, expect or 0)
 
@@ -60,20 +60,20 @@ class Work:
     def checksum(src: Buffer, nbytes: Optional[int] = None, *, src_offset: int = 0) -> "Work":
         """Computes a checksum: the op's value."""
         size = len(src) - src_offset if nbytes is None else nbytes
-        return Work(_abi.KVT_DO_CHECKSUM, size, src=src, src_offset=src_offset)
+        return Work(_abi.KVT_ITEM_CHECKSUM, size, src=src, src_offset=src_offset)
 
     @staticmethod
     def verify(src: Buffer, expect: int, nbytes: Optional[int] = None, *,
                src_offset: int = 0) -> "Work":
         """Fails with `CorruptError` when the checksum is not `expect`."""
         size = len(src) - src_offset if nbytes is None else nbytes
-        return Work(_abi.KVT_DO_VERIFY, size, src=src, src_offset=src_offset, expect=expect)
+        return Work(_abi.KVT_ITEM_VERIFY, size, src=src, src_offset=src_offset, expect=expect)
 
     @staticmethod
     def prefault(dst: Buffer, nbytes: Optional[int] = None, *, dst_offset: int = 0) -> "Work":
         """Makes pages present; their contents stay."""
         size = len(dst) - dst_offset if nbytes is None else nbytes
-        return Work(_abi.KVT_DO_PREFAULT, size, dst, dst_offset)
+        return Work(_abi.KVT_ITEM_PREFAULT, size, dst, dst_offset)
 
 
 class RuntimeStats(NamedTuple):
@@ -83,7 +83,7 @@ class RuntimeStats(NamedTuple):
     ops_open: int
     ops_live: int
     ops_queued: int
-    ops_refused: int
+    ops_rejected: int
     workers: int
     poisoned: bool
 
@@ -198,7 +198,7 @@ class Runtime(Closing):
         s = _abi.kvt_runtime_stats_t()
         check(lib.kvt_runtime_stats(self._raw, byref(s)))
         return RuntimeStats(s.ops_submitted, s.ops_open, s.ops_live, s.ops_queued,
-                            s.ops_refused, s.workers, bool(s.poisoned))
+                            s.ops_rejected, s.workers, bool(s.poisoned))
 
     def queue(self, capacity: int = 0,
               callback: Optional[Callable[[List[Completion]], object]] = None) -> Queue:

@@ -221,7 +221,7 @@ class Sparse(Resource):
         """A block of a layer is about to be moved away; `block` is how candidates name it."""
         with Lent() as lent:
             rows = lent.rows("keys", keys)
-            self._told(lambda raw, err: lib.kvt_sparse_seal(
+            self._told(lambda raw, err: lib.kvt_sparse_add_block(
                 raw, u32(layer), u32(block), u32(first), byref(rows), err))
 
     def seal_all(self, block: int, first: int, keys: Sequence[Any]) -> None:
@@ -245,7 +245,7 @@ class Sparse(Resource):
         each query and head."""
         with Lent() as lent:
             given, count = lent.column("scores", "f32", scores)
-            self._told(lambda raw, err: lib.kvt_sparse_score(raw, u32(layer), given, count, err))
+            self._told(lambda raw, err: lib.kvt_sparse_add_scores(raw, u32(layer), given, count, err))
 
     def truncate(self, tokens: int) -> None:
         """The sequence has so many tokens now."""
@@ -309,12 +309,12 @@ class Sparse(Resource):
         """Which tokens stay, if some have to go; None: all stay. Nothing has gone before
         `evicted` says so."""
         c, some = context_for_c(at), ctypes.c_uint32()
-        return self._keep(lambda raw, out, err: lib.kvt_sparse_evict(
+        return self._keep(lambda raw, out, err: lib.kvt_sparse_plan_eviction(
             raw, u32(layer), byref(c), out, byref(some), err))
 
     def last_kept(self) -> Optional[TokenLists]:
         """What `evict` answered last, again."""
-        return self._keep(lib.kvt_sparse_last_kept)
+        return self._keep(lib.kvt_sparse_last_retained)
 
     def _keep(self, call: Callable[[Any, Any, Any], int]) -> Optional[TokenLists]:
         keep = TokenLists(u32_room(65), u32_room(4096))
@@ -329,12 +329,12 @@ class Sparse(Resource):
                     return TokenLists(keep.starts[: out.start_count], keep.items[: out.item_count])
                 lib.kvt_error_free(byref(err))
                 keep = TokenLists(u32_room(out.start_count), u32_room(out.item_count))
-                call = lib.kvt_sparse_last_kept
+                call = lib.kvt_sparse_last_retained
 
     def evicted(self, layer: int, keep: TokenLists) -> None:
         """These tokens are all there is now of a layer."""
         c = keep._lower()
-        self._told(lambda raw, err: lib.kvt_sparse_evicted(raw, u32(layer), byref(c), err))
+        self._told(lambda raw, err: lib.kvt_sparse_commit_eviction(raw, u32(layer), byref(c), err))
 
     def prefill_attention(self, layer: int, queries: Any, keys: Any, values: Any, at: Context, *,
                           out: Optional[Any] = None, lse: Optional[Any] = None) -> Attended:

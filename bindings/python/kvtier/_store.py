@@ -296,7 +296,7 @@ class Session(Resource):
              done: bool = False) -> None:
         """Tells the policies what is known of its future. `next_use_ns` is a moment of
         `Runtime.now_ns`, not a duration."""
-        flags = _abi.KVT_HINT_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
+        flags = _abi.KVT_HINT_ZERO_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
         told = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
                                       next_use_ns=u64(next_use_ns, 63))
         err = new_error()
@@ -356,7 +356,7 @@ class Session(Resource):
         """Finds out how far it can go on with what is here and at the remote: so many tokens are
         the op's value. Dropped, it is cancelled."""
         def begin(opts: Any, handle: Any, err: Any) -> Any:
-            return lib.kvt_session_locate(raw, opts, handle, err)
+            return lib.kvt_session_remote_lookup(raw, opts, handle, err)
 
         runtime, raw = self._space._store._runtime, self._raw
         return _begin(runtime, begin, [], True, queue, tag, timeout, priority)
@@ -452,7 +452,7 @@ def _begin(runtime: Any, call: Any, kept: List[Any], cancel: bool, queue: "Optio
 
 def _wanted(move: Any, reuse: bool, chunks: Optional[Column], columns: Columns) -> None:
     """What of a get's rectangle is wanted; `columns` keeps the list until the call is over."""
-    move.flags = _abi.KVT_TRANSFER_REUSE if reuse else 0
+    move.flags = _abi.KVT_TRANSFER_NEEDED_ONLY if reuse else 0
     move.chunks, move.chunk_count = columns.take("chunks", "u32", chunks)
     if chunks is not None and move.chunk_count == 0:  # which may have no address: that is all
         raise _invalid("an empty list of chunks: a move of nothing")
@@ -577,13 +577,13 @@ class Namespace(Resource):
         """Fixes what computing costs, alpha_ns and beta_ns; None: what is observed counts."""
         err, c = new_error(), None
         if cost is not None:
-            c = byref(_abi.kvt_prefill_t(alpha_ns=float(cost[0]), beta_ns=float(cost[1])))
-        check_err(lib.kvt_namespace_fix_prefill(self._raw, c, byref(err)), err)
+            c = byref(_abi.kvt_prefill_cost_t(alpha_ns=float(cost[0]), beta_ns=float(cost[1])))
+        check_err(lib.kvt_namespace_set_prefill_cost(self._raw, c, byref(err)), err)
 
     def prefill(self) -> Prefill:
         """What computing costs, as plans see it now."""
-        c = _abi.kvt_prefill_t()
-        check(lib.kvt_namespace_prefill(self._raw, byref(c)))
+        c = _abi.kvt_prefill_cost_t()
+        check(lib.kvt_namespace_prefill_cost(self._raw, byref(c)))
         return Prefill(c.alpha_ns, c.beta_ns, c.observed, bool(c.fixed))
 
     def clear(self, timeout: Optional[float] = None) -> ClearReport:
@@ -676,7 +676,7 @@ class Store(Closing):
     def remote_stats(self) -> Dict[str, int]:
         """What it counts of its remote, by the names of kvt_remote_stats_t."""
         stats = _abi.kvt_remote_stats_t()
-        check(lib.kvt_store_remote(self._raw, byref(stats)))
+        check(lib.kvt_store_remote_stats(self._raw, byref(stats)))
         names = [name for name, *_ in stats._fields_ if name != "struct_size"]
         return {name: int(getattr(stats, name)) for name in names}
 
@@ -689,7 +689,7 @@ class Store(Closing):
     def set_budget(self, tier: int, limit: int) -> None:
         """Changes how many bytes a tier may have; what is too much leaves by and by."""
         err = new_error()
-        check_err(lib.kvt_store_set_budget(self._raw, u32(tier), u64(limit), byref(err)), err)
+        check_err(lib.kvt_store_set_limit(self._raw, u32(tier), u64(limit), byref(err)), err)
 
     def evictions(self, tier: int, most: int = 256) -> List[LogEntry]:
         """The last evictions of a tier, the oldest of them first."""

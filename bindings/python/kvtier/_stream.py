@@ -153,7 +153,7 @@ class StreamTerms:
     host_reserve_bytes: Optional[int] = None
     context: int = 0
     sequences: int = 0
-    kv_number_bytes: int = 0
+    kv_element_bytes: int = 0
     processor_layers: int = 0
     kv_bytes: Optional[int] = None
     workspace_bytes: int = 0
@@ -202,8 +202,8 @@ def _terms(given: Optional[StreamTerms]) -> Any:
             setattr(c, name, u32(value) if name == "expert_slots" else u64(value))
             c.flags |= flag
     if given.shrinks:
-        c.flags |= _abi.KVT_STREAM_SHRINKS
-    for name in ("slots", "context", "sequences", "kv_number_bytes", "processor_layers"):
+        c.flags |= _abi.KVT_TERMS_SHRINKS
+    for name in ("slots", "context", "sequences", "kv_element_bytes", "processor_layers"):
         setattr(c, name, u32(getattr(given, name)))
     for name in ("workspace_bytes", "hidden_bytes", "staging_bytes", "chunk_bytes",
                  "layer_compute_ns", "disk_bytes_per_s", "device_bytes_per_s",
@@ -382,13 +382,13 @@ class Model(Resource):
     def find(self, name: str) -> int:
         """The tensor of a name."""
         text, number = name.encode(), ctypes.c_uint32()
-        check(lib.kvt_model_find(self._raw, text, len(text), byref(number)))
+        check(lib.kvt_model_find_tensor(self._raw, text, len(text), byref(number)))
         return number.value
 
     def layer(self, layer: int, expert: Optional[int] = None) -> int:
         """The unit of a layer, or of an expert of it."""
         number = ctypes.c_uint32()
-        check(lib.kvt_model_layer(self._raw, u32(layer), _abi.KVT_NONE if expert is None
+        check(lib.kvt_model_find_unit(self._raw, u32(layer), _abi.KVT_NONE if expert is None
                                   else u32(expert), byref(number)))
         return number.value
 
@@ -413,7 +413,7 @@ class Model(Resource):
                 memory: Optional[StreamMemory] = None) -> Dict[str, Any]:
         """What a pass would take over other links: "h2d=13,disk=3.3", in GB/s."""
         text, c, err = links.encode(), _abi.kvt_forecast_t(), new_error()
-        check_err(lib.kvt_model_what_if(self._raw, byref(_terms(terms)), _memory(memory), text,
+        check_err(lib.kvt_model_forecast(self._raw, byref(_terms(terms)), _memory(memory), text,
                                         len(text), byref(c), byref(err)), err)
         return _forecast(c)
 
@@ -577,7 +577,7 @@ class Streamer(Closing):
                  _abi.KVT_STREAM_NO_URING: not uring, _abi.KVT_STREAM_MAPPED: mapped,
                  _abi.KVT_STREAM_DIRECT: direct,
                  _abi.KVT_STREAM_SIDECAR: sidecar is not None,
-                 _abi.KVT_STREAM_PINNED: pinned_percent is not None}
+                 _abi.KVT_STREAM_SET_PINNED_PERCENT: pinned_percent is not None}
         terms_c = _terms(terms)
         opts = _abi.kvt_stream_opts_t(
             flags=sum(flag for flag, is_set in flags.items() if is_set), priority=priority,
@@ -618,7 +618,7 @@ class Streamer(Closing):
     def load(self, timeout: Optional[float] = None) -> None:
         """Waits until all residents are at home."""
         err = new_error()
-        check_err(lib.kvt_stream_load(self._raw, self._end(timeout), byref(err)),
+        check_err(lib.kvt_stream_wait_resident(self._raw, self._end(timeout), byref(err)),
                   err)
 
     def progress(self) -> Dict[str, int]:
@@ -640,7 +640,7 @@ class Streamer(Closing):
         """A unit, when it is there. `early`: on a device also while copies are on their way;
         `StreamUnit.event` says when the bytes are there."""
         held, err = _abi.kvt_unit_lease_t(), new_error()
-        flags = _abi.KVT_ACQUIRE_EARLY if early else 0
+        flags = _abi.KVT_ACQUIRE_SUBMITTED if early else 0
         check_err(lib.kvt_stream_acquire(self._raw, u32(unit), flags, self._end(timeout),
                                          byref(held), byref(err)), err)
         return StreamUnit(self, held)
@@ -705,7 +705,7 @@ class Streamer(Closing):
     def what_if(self, links: str) -> Dict[str, Any]:
         """What a pass would take over other links: "disk=3.3", in GB/s."""
         text, c, err = links.encode(), _abi.kvt_forecast_t(), new_error()
-        check_err(lib.kvt_stream_what_if(self._raw, text, len(text), byref(c), byref(err)), err)
+        check_err(lib.kvt_stream_forecast(self._raw, text, len(text), byref(c), byref(err)), err)
         return _forecast(c)
 
     def stats(self) -> Dict[str, int]:
@@ -720,14 +720,14 @@ class Streamer(Closing):
     def layers(self) -> List[LayerCount]:
         """Experts by layer."""
         raw = self._raw
-        rows = _rows(_abi.kvt_layer_count_t, lambda to, room, each, n: lib.kvt_stream_layers(
+        rows = _rows(_abi.kvt_expert_stats_t, lambda to, room, each, n: lib.kvt_stream_layers(
             raw, to, room, each, n))
         return [LayerCount(row.layer, row.hits, row.misses, row.bytes) for row in rows]
 
     def marks(self) -> List[StreamMark]:
         """What happened last, the oldest first."""
         raw = self._raw
-        rows = _rows(_abi.kvt_stream_mark_t, lambda to, room, each, n: lib.kvt_stream_marks(
+        rows = _rows(_abi.kvt_stream_span_t, lambda to, room, each, n: lib.kvt_stream_marks(
             raw, to, room, each, n))
         return [StreamMark(_STAGES[row.stage], row.unit, row.begin_ns, row.end_ns)
                 for row in rows]
@@ -735,7 +735,7 @@ class Streamer(Closing):
     def engine(self) -> str:
         """How files are read, and why not better."""
         raw = self._raw
-        return _words(lambda to, room, n, err: lib.kvt_stream_engine(raw, to, room, n))
+        return _words(lambda to, room, n, err: lib.kvt_stream_describe_io(raw, to, room, n))
 
     def verify(self, unit: int) -> int:
         """Reads a unit anew and compares it with its checksums, or notes them."""
@@ -746,7 +746,7 @@ class Streamer(Closing):
     def fixed(self, unit: Optional[int] = None) -> Tuple[int, int]:
         """The address and the length of a unit in place, or of all."""
         address, length = ctypes.c_void_p(), ctypes.c_uint64()
-        check(lib.kvt_stream_fixed(self._raw, _abi.KVT_NONE if unit is None else u32(unit),
+        check(lib.kvt_stream_unit_address(self._raw, _abi.KVT_NONE if unit is None else u32(unit),
                                    byref(address), byref(length)))
         return int(address.value or 0), length.value
 

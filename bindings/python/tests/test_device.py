@@ -21,7 +21,7 @@ SOON = HANG_S
 
 
 def _runs(table: int, count: int) -> List[Tuple[int, int, int]]:
-    """What a table of KVT_LAUNCH_MOVE says: from where, to where, how many bytes."""
+    """What a table of KVT_DEVICE_KERNEL_MOVE says: from where, to where, how many bytes."""
     pieces = struct.iter_unpack("<QQqqII", ctypes.string_at(table, 40 * count))
     return [(source + i * step, target + i * far, nbytes)
             for source, target, step, far, nbytes, runs in pieces for i in range(runs)]
@@ -33,7 +33,7 @@ class Accelerator:
 
     streams = 2
     has_memory = True
-    kernels = (abi.KVT_LAUNCH_MOVE,)
+    kernels = (abi.KVT_DEVICE_KERNEL_MOVE,)
     size = 64 << 20
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ def noise(seed: int, nbytes: int) -> bytes:
 
 def test_a_device_of_ones_own_is_put_to_the_test(device: kvtier.Device) -> None:
     info = device.info
-    assert (info.kind, info.streams, info.kernels) == ("custom", 2, (abi.KVT_LAUNCH_MOVE,))
+    assert (info.kind, info.streams, info.kernels) == ("custom", 2, (abi.KVT_DEVICE_KERNEL_MOVE,))
     assert info.asynchronous and info.has_memory and not info.sums
     assert info.free_bytes == Accelerator.size
     assert "custom" in device.describe()
@@ -226,7 +226,7 @@ def test_copies_of_all_kinds(device: kvtier.Device) -> None:
             assert bytes(back) == image and home.done and there.done
         table = struct.pack("<QQqqII", memory.address, other.address, 0, 0, plane, 1)
         pieces = ctypes.create_string_buffer(table)
-        kernel = abi.kvt_kernel_t(kind=abi.KVT_LAUNCH_MOVE, table=ctypes.addressof(pieces), count=1)
+        kernel = abi.kvt_kernel_t(kind=abi.KVT_DEVICE_KERNEL_MOVE, table=ctypes.addressof(pieces), count=1)
         moved = device.launch([kernel])
         again = np.zeros(tokens * step, dtype=np.uint8)
         to = View(again, run, heads, token_stride=step)
@@ -241,7 +241,7 @@ def test_copies_of_all_kinds(device: kvtier.Device) -> None:
             device.copy([DeviceCopy(View(memory, run, offset=plane), back)])
         with pytest.raises(kvtier.InvalidError):
             device.upload(back, memory, stream=9)
-        kernel.kind = abi.KVT_LAUNCH_DECODE
+        kernel.kind = abi.KVT_DEVICE_KERNEL_DECODE
         with pytest.raises(kvtier.UnsupportedError):
             device.launch([kernel])
         for event in (there, moved):
@@ -474,7 +474,7 @@ def test_an_index_is_laid_out_for_a_kernel() -> None:
     """Heads, starts and items one behind the other; what is not sound is refused."""
     lines = kvtier.IndexHead(kvtier.IndexKind.LINES, first=0, lists=2)
     index = kvtier.Index.of([lines], [[0, 5], [0]])
-    kernel = abi.kvt_kernel_t(kind=abi.KVT_LAUNCH_PREFILL, query_heads=4, key_heads=2,
+    kernel = abi.kvt_kernel_t(kind=abi.KVT_DEVICE_KERNEL_PREFILL, query_heads=4, key_heads=2,
                               query_count=10, first=54, tokens=64)
     content = kvtier.kernels.launch_index(index, kernel, 0x1000)
     assert struct.unpack("<6I", content[:24])[:3] == (int(kvtier.IndexKind.LINES), 0, 2)

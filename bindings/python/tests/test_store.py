@@ -171,7 +171,7 @@ def test_lookups_plans_and_what_changed(runtime: kvtier.Runtime) -> None:
             session.put(*plain(full(6))).result(HANG_S)
             session.append(TOKENS[8:])
             found = space.lookup(np.array(TOKENS, dtype=np.uint32))
-            assert (found.tokens, found.reusable_tokens, found.soon_tokens) == (16, 8, 8)
+            assert (found.tokens, found.reusable_tokens, found.reusable_soon_tokens) == (16, 8, 8)
             assert [(r.first_token, r.tokens, r.state, r.tier) for r in found.ranges] == [
                 (0, 8, kvtier.RANGE_HIT, kvtier.TIER_HOST),
                 (8, 8, kvtier.RANGE_MISS, kvtier.TIER_NONE)]
@@ -422,7 +422,7 @@ def test_which_chunks_may_not_be_asked_for(runtime: kvtier.Runtime) -> None:
                 session.get_each(*plain(back), chunks=chunks)
             with pytest.raises(kvtier.InvalidError):
                 session.prefetch(chunks=chunks)
-        with pytest.raises(kvtier.InvalidError, match="KVT_TRANSFER_REUSE"):
+        with pytest.raises(kvtier.InvalidError, match="KVT_TRANSFER_NEEDED_ONLY"):
             session.get(*plain(back), chunks=[1], reuse=True)
         assert (back == 0xA5).all()
         assert session.drop(8).removed_chunks == 2

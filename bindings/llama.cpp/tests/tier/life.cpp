@@ -95,9 +95,9 @@ void holes(const subject &of) {
     kvt_llama_tier_t *tier = open_tier(ctx, opts);
     const logits_t first = with_us(tier, ctx, 0, tokens);
     flush(tier);
-    kvt_prefill_t cost = KVT_PREFILL_INIT;
+    kvt_prefill_cost_t cost = KVT_PREFILL_COST_INIT;
     cost.beta_ns = 1e9;
-    CHECK_OK(kvt_namespace_fix_prefill(tier->space, &cost, nullptr));
+    CHECK_OK(kvt_namespace_set_prefill_cost(tier->space, &cost, nullptr));
     {
         const kvtier_llama::session held(*tier, tokens.data(), 320);
         CHECK_OK(kvt_session_drop(held.handle, 64, 64, nullptr, nullptr));

@@ -76,7 +76,7 @@ static uint64_t weight_offset() {
     CHECK(kvt_model_open(&text, 1, sizeof text, &model, nullptr) == KVT_OK);
     uint32_t number = 0;
     kvt_tensor_t tensor = KVT_TENSOR_INIT;
-    CHECK(kvt_model_find(model, "blk.1.attn_q.weight", 19, &number) == KVT_OK);
+    CHECK(kvt_model_find_tensor(model, "blk.1.attn_q.weight", 19, &number) == KVT_OK);
     CHECK(kvt_model_tensor(model, number, &tensor) == KVT_OK);
     const uint64_t offset = tensor.offset;
     CHECK(kvt_model_close(&model) == KVT_OK);

@@ -22,7 +22,7 @@ static std::vector<uint8_t> bytes_of_file(const std::string &path) {
     uint32_t number = 0;
     kvt_tensor_t tensor = KVT_TENSOR_INIT;
     CHECK(kvt_model_open(&text, 1, sizeof text, &model, nullptr) == KVT_OK);
-    CHECK(kvt_model_find(model, name, std::strlen(name), &number) == KVT_OK);
+    CHECK(kvt_model_find_tensor(model, name, std::strlen(name), &number) == KVT_OK);
     CHECK(kvt_model_tensor(model, number, &tensor) == KVT_OK);
     std::vector<uint8_t> bytes(tensor.bytes);
     const int file = open(path.c_str(), O_RDONLY);

@@ -116,7 +116,7 @@
  *              multiples of 16. Zeros where a query sees nothing.
  *   more       0, or log-sum-exps, f32, [query_count, query_heads]; minus infinity for nothing.
  *   count      0: all keys. Else keys are chosen by an index that is sound: `count` heads, one,
- *              key_heads or query_heads. kvt_launch_index checks one and lays it out.
+ *              key_heads or query_heads. kvt_kernel_pack_index checks one and lays it out.
  *   numbers    heads of it, `Head` of src/attention/keys.rs or kvt_index_head_t, 24 bytes each.
  *   counts     where each list begins in `index`, and where the last ends, u32.
  *   index      what is in lists, u32.
