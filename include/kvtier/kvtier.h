@@ -13,14 +13,15 @@
  * Structs    Start with KVT_..._INIT, which sets struct_size. Zero is the default of every field; reserved
  *            fields are 0. A struct without struct_size stands in arrays; pass its sizeof as stride_bytes.
  * Arrays     An output array has `capacity` entries (or `out_capacity` bytes). The call writes the number
- *            of entries to its count, also with KVT_E_TOO_SMALL. A null array with capacity 0 asks for it.
+ *            of entries to its count, also with KVT_E_TOO_SMALL. A null array with capacity 0 asks for it,
+ *            where the number is known before the call.
  * Handles    Are never followed: a stale one is an error. Objects that a call returns belong to the caller;
  *            the close or free takes a pointer to the handle, clears it, and accepts null. Structs and
  *            arrays are copied during the call, unless the comment says that they are borrowed.
  * Threads    Any thread may call any function, also inside a callback. A call that would wait for its own
  *            callback returns KVT_E_REENTRANT. Only what differs from this is said ("Threading: ...").
  * Time       Deadlines are CLOCK_MONOTONIC nanoseconds, 0 = none. Durations end in _ns, sizes in _bytes.
- * Texts      UTF-8 with a length in bytes, or KVT_NUL_TERMINATED as the length.
+ * Texts      UTF-8 with a length in bytes, or KVT_NUL_TERMINATED as the length. Output has no NUL at its end.
  *
  * Generated from src/ffi by cbindgen and committed; a test compares. Do not edit.
  */
@@ -539,6 +540,7 @@ template <typename T> inline T kvt_sized_() {
 /// expert_slots is set; slots beyond that need are given back, too. Always set with a budget; no
 /// effect with KVT_STREAM_RING.
 #define KVT_TERMS_SHRINKS 256
+
 /// kvt_stream_opts_t.flags: measure the disk first if its rate is not set; reads up to 256 MiB.
 #define KVT_STREAM_MEASURE 1
 /// Passes do not follow each other: nothing is prefetched across the end of a pass.
@@ -693,6 +695,12 @@ template <typename T> inline T kvt_sized_() {
 /// One owner's part of a budget: the bytes that it has reserved and committed.
 typedef struct kvt_account_t kvt_account_t;
 
+/// An attention computation, cut into items. Threads of the engine run each item once, in any order
+/// (kvt_attention_job_run), and those of step 1 after all of step 0. The bits of the results do not depend on
+/// threads. Tensors, scales, outputs, memory and the arrays of `select` are borrowed until
+/// kvt_attention_job_close.
+typedef struct kvt_attention_job_t kvt_attention_job_t;
+
 /// Hard limits on the bytes in use, one for each tier.
 typedef struct kvt_budget_t kvt_budget_t;
 
@@ -708,16 +716,6 @@ typedef struct kvt_device_t kvt_device_t;
 /// fail. The variable must be null or hold an error, which is freed and replaced. In a forked child
 /// (KVT_E_FORKED) no error is written.
 typedef struct kvt_error_t kvt_error_t;
-
-/// A ready event: the engine signals it once, when the memory of a transfer may be touched
-/// (kvt_transfer_t.ready). Events of a device are numbers, see kvt_transfer_t.after.
-typedef struct kvt_ready_event_t kvt_ready_event_t;
-
-/// An attention computation, cut into items. Threads of the engine run each item once, in any order
-/// (kvt_attention_job_run), and those of step 1 after all of step 0. The bits of the results do not depend on
-/// threads. Tensors, scales, outputs, memory and the arrays of `select` are borrowed until
-/// kvt_attention_job_close.
-typedef struct kvt_attention_job_t kvt_attention_job_t;
 
 /// The files of a model: tensors, and the units that they are loaded in. Immutable; belongs to no
 /// runtime and keeps no file open. Texts of its structs are not NUL-terminated; they and other
@@ -748,6 +746,10 @@ typedef struct kvt_policy_t kvt_policy_t;
 /// both. It loses no completion: submissions fail with KVT_E_AGAIN while it is full. Several
 /// threads may drain it.
 typedef struct kvt_queue_t kvt_queue_t;
+
+/// A ready event: the engine signals it once, when the memory of a transfer may be touched
+/// (kvt_transfer_t.ready). Events of a device are numbers, see kvt_transfer_t.after.
+typedef struct kvt_ready_event_t kvt_ready_event_t;
 
 /// The root object: worker threads, clock and notifier thread. Stores, streamers, devices, queues,
 /// budgets and buffers are opened on it.
@@ -2909,7 +2911,7 @@ typedef struct kvt_file_range_t {
 /// A unit that the engine names. Stands in arrays.
 typedef struct kvt_unit_entry_t {
     const char *name;
-    /// 1 to 504; not KVT_NUL_TERMINATED.
+    /// 1 to 504, or KVT_NUL_TERMINATED.
     uint64_t name_bytes;
     /// KVT_ROLE_*.
     uint32_t role;
@@ -4195,11 +4197,12 @@ kvt_status_t kvt_namespace_observe_prefill(const struct kvt_namespace_t *ns,
 ///
 /// @param cost  Its alpha_ns and beta_ns, 0 to 1e15 each; null = use observations again.
 kvt_status_t kvt_namespace_set_prefill_cost(const struct kvt_namespace_t *ns,
-                                       const struct kvt_prefill_cost_t *cost,
-                                       struct kvt_error_t **err);
+                                            const struct kvt_prefill_cost_t *cost,
+                                            struct kvt_error_t **err);
 
 /// Reads the prefill cost that plans use now.
-kvt_status_t kvt_namespace_prefill_cost(const struct kvt_namespace_t *ns, struct kvt_prefill_cost_t *out);
+kvt_status_t kvt_namespace_prefill_cost(const struct kvt_namespace_t *ns,
+                                        struct kvt_prefill_cost_t *out);
 
 /// Reads events, oldest first. The store keeps the newest ones (`events` of its spec, 16,384 by
 /// default) for any number of readers. A reader that missed some must read the state again
@@ -4256,9 +4259,9 @@ kvt_status_t kvt_store_set_policy(const struct kvt_store_t *store,
 /// @return KVT_E_LIMIT (above what a tier can have), KVT_E_NOT_FOUND (the store has no disk),
 ///         KVT_E_UNSUPPORTED (another tier).
 kvt_status_t kvt_store_set_limit(const struct kvt_store_t *store,
-                                  uint32_t tier,
-                                  uint64_t bytes,
-                                  struct kvt_error_t **err);
+                                 uint32_t tier,
+                                 uint64_t bytes,
+                                 struct kvt_error_t **err);
 
 /// Reads the latest evictions of a tier, oldest first. The store keeps 4,096 of each tier; gaps in
 /// their numbers show what a reader missed.
@@ -4305,7 +4308,8 @@ kvt_status_t kvt_store_latencies(const struct kvt_store_t *store,
                                  uint64_t *out_count);
 
 /// Reads the counters of a store's remote; all 0 without a remote. Works on a poisoned store, too.
-kvt_status_t kvt_store_remote_stats(const struct kvt_store_t *store, struct kvt_remote_stats_t *out);
+kvt_status_t kvt_store_remote_stats(const struct kvt_store_t *store,
+                                    struct kvt_remote_stats_t *out);
 
 /// Opens a session without tokens. The session keeps its namespace open.
 ///
@@ -4376,7 +4380,9 @@ kvt_status_t kvt_session_close(struct kvt_session_t **session);
 ///
 /// @param flags  0; none are defined.
 /// @return KVT_E_LIMIT (too many are open).
-kvt_status_t kvt_ready_event_open(uint64_t flags, struct kvt_ready_event_t **out, struct kvt_error_t **err);
+kvt_status_t kvt_ready_event_open(uint64_t flags,
+                                  struct kvt_ready_event_t **out,
+                                  struct kvt_error_t **err);
 
 /// Signals an event: transfers that wait for it begin. Never blocks; a second signal has no effect.
 kvt_status_t kvt_ready_event_signal(const struct kvt_ready_event_t *event);
@@ -4510,9 +4516,9 @@ kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *ns,
 /// @param out  Receives a byte per name, as kvt_namespace_exists.
 /// @return KVT_E_LIMIT.
 kvt_status_t kvt_namespace_blocks_exist(const struct kvt_namespace_t *ns,
-                                       const struct kvt_block_names_t *names,
-                                       uint8_t *out,
-                                       struct kvt_error_t **err);
+                                        const struct kvt_block_names_t *names,
+                                        uint8_t *out,
+                                        struct kvt_error_t **err);
 
 /// Submits a put of blocks that the engine names itself; otherwise as kvt_session_put, which stores
 /// KV by tokens. Never blocks.
@@ -4586,9 +4592,9 @@ kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
 /// @param out_op  Null = no handle, only a completion in the queue of `opts`.
 /// @return KVT_E_AGAIN (too many transfers or ops are in flight, or the queue is full).
 kvt_status_t kvt_session_remote_lookup(const struct kvt_session_t *session,
-                                const struct kvt_submit_opts_t *opts,
-                                struct kvt_op_t **out_op,
-                                struct kvt_error_t **err);
+                                       const struct kvt_submit_opts_t *opts,
+                                       struct kvt_op_t **out_op,
+                                       struct kvt_error_t **err);
 
 /// Starts a lookup of blocks in this store and its remote. Never blocks. From then on,
 /// kvt_namespace_blocks_exist reports those at the remote as 1 << KVT_TIER_REMOTE, and
@@ -4609,10 +4615,10 @@ kvt_status_t kvt_session_remote_lookup(const struct kvt_session_t *session,
 /// @param out_op  See kvt_session_remote_lookup.
 /// @return KVT_E_AGAIN (as kvt_session_remote_lookup, or 2^20 blocks are being looked up), KVT_E_LIMIT.
 kvt_status_t kvt_session_remote_lookup_blocks(const struct kvt_session_t *session,
-                                       const struct kvt_block_names_t *names,
-                                       const struct kvt_submit_opts_t *opts,
-                                       struct kvt_op_t **out_op,
-                                       struct kvt_error_t **err);
+                                              const struct kvt_block_names_t *names,
+                                              const struct kvt_submit_opts_t *opts,
+                                              struct kvt_op_t **out_op,
+                                              struct kvt_error_t **err);
 
 /// References blocks that are stored: they stay in at least one tier, and gets find them, until
 /// they are released. They may be demoted to disk; kvt_session_prefetch_blocks promotes them.
@@ -4816,10 +4822,10 @@ kvt_status_t kvt_policy_remove(const struct kvt_policy_t *policy,
 /// @param ids     Each once.
 /// @return KVT_E_STATE (a child would stay), KVT_E_LIMIT.
 kvt_status_t kvt_policy_report_evicted(const struct kvt_policy_t *policy,
-                                int64_t now_ns,
-                                const uint64_t *ids,
-                                uint64_t count,
-                                struct kvt_error_t **err);
+                                       int64_t now_ns,
+                                       const uint64_t *ids,
+                                       uint64_t count,
+                                       struct kvt_error_t **err);
 
 /// Changes the sizes of objects, all or none.
 ///
@@ -5055,11 +5061,11 @@ kvt_status_t kvt_sparse_append(const struct kvt_sparse_t *policy,
 /// @param keys   The model's keys of its tokens, all, or the first ones.
 /// @return As kvt_sparse_append.
 kvt_status_t kvt_sparse_add_block(const struct kvt_sparse_t *policy,
-                             uint32_t layer,
-                             uint32_t id,
-                             uint32_t first,
-                             const struct kvt_rows_t *keys,
-                             struct kvt_error_t **err);
+                                  uint32_t layer,
+                                  uint32_t id,
+                                  uint32_t first,
+                                  const struct kvt_rows_t *keys,
+                                  struct kvt_error_t **err);
 
 /// Registers a block that decode has completed in all layers: kvt_sparse_add_block for each layer, or
 /// one call of on_decode_offload of a custom policy.
@@ -5097,10 +5103,10 @@ kvt_status_t kvt_sparse_observe(const struct kvt_sparse_t *policy,
 /// @param score_count  At most 2^28.
 /// @return KVT_E_UNSUPPORTED (the policy needs neither), KVT_E_LIMIT, KVT_E_BUDGET.
 kvt_status_t kvt_sparse_add_scores(const struct kvt_sparse_t *policy,
-                              uint32_t layer,
-                              const float *scores,
-                              uint64_t score_count,
-                              struct kvt_error_t **err);
+                                   uint32_t layer,
+                                   const float *scores,
+                                   uint64_t score_count,
+                                   struct kvt_error_t **err);
 
 /// Truncates the sequence to its first `tokens` tokens.
 kvt_status_t kvt_sparse_truncate(const struct kvt_sparse_t *policy,
@@ -5216,19 +5222,19 @@ kvt_status_t kvt_sparse_prefill_attention(const struct kvt_sparse_t *policy,
 /// @return KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (no KVT_SPARSE_EVICT_* for this phase), KVT_E_STATE
 ///         (sums are missing), KVT_E_LIMIT.
 kvt_status_t kvt_sparse_plan_eviction(const struct kvt_sparse_t *policy,
-                              uint32_t layer,
-                              const struct kvt_sparse_context_t *context,
-                              struct kvt_token_lists_t *out,
-                              uint32_t *out_evicted,
-                              struct kvt_error_t **err);
+                                      uint32_t layer,
+                                      const struct kvt_sparse_context_t *context,
+                                      struct kvt_token_lists_t *out,
+                                      uint32_t *out_evicted,
+                                      struct kvt_error_t **err);
 
 /// Reads the last lists of kvt_sparse_plan_eviction again; none if all tokens stayed.
 ///
 /// @param out  See kvt_sparse_plan_eviction.
 /// @return KVT_E_TOO_SMALL.
 kvt_status_t kvt_sparse_last_retained(const struct kvt_sparse_t *policy,
-                                  struct kvt_token_lists_t *out,
-                                  struct kvt_error_t **err);
+                                      struct kvt_token_lists_t *out,
+                                      struct kvt_error_t **err);
 
 /// Confirms an eviction: only the tokens in `kept` are left in the layer.
 ///
@@ -5236,9 +5242,9 @@ kvt_status_t kvt_sparse_last_retained(const struct kvt_sparse_t *policy,
 ///              another one of the sequence, to which the engine may have added tokens.
 /// @return KVT_E_LIMIT.
 kvt_status_t kvt_sparse_commit_eviction(const struct kvt_sparse_t *policy,
-                                uint32_t layer,
-                                const struct kvt_token_lists_t *kept,
-                                struct kvt_error_t **err);
+                                        uint32_t layer,
+                                        const struct kvt_token_lists_t *kept,
+                                        struct kvt_error_t **err);
 
 /// Translates an index of positions into an index of the rows of a buffer. Tokens that are not in
 /// the buffer are left out. No token may be missing between the first query and the last token of
@@ -5271,15 +5277,15 @@ kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
 /// @param out          [query heads, tokens], or [tokens]; undefined after a failure.
 /// @return KVT_E_LIMIT.
 kvt_status_t kvt_column_sums_place(const struct kvt_resident_tokens_t *resident,
-                            const struct kvt_block_placement_t *placement,
-                            const struct kvt_index_t *select,
-                            uint32_t first_query,
-                            uint32_t queries,
-                            const float *sums,
-                            uint64_t sum_count,
-                            float *out,
-                            uint64_t out_count,
-                            struct kvt_error_t **err);
+                                   const struct kvt_block_placement_t *placement,
+                                   const struct kvt_index_t *select,
+                                   uint32_t first_query,
+                                   uint32_t queries,
+                                   const float *sums,
+                                   uint64_t sum_count,
+                                   float *out,
+                                   uint64_t out_count,
+                                   struct kvt_error_t **err);
 
 /// Computes how much memory suffices for every problem within some limits, to be allocated once.
 ///
@@ -5295,7 +5301,8 @@ kvt_status_t kvt_kernel_workspace(uint32_t kernel,
                                   struct kvt_error_t **err);
 
 /// Reads the size of a job.
-kvt_status_t kvt_attention_job_info(const struct kvt_attention_job_t *job, struct kvt_attention_job_info_t *out);
+kvt_status_t kvt_attention_job_info(const struct kvt_attention_job_t *job,
+                                    struct kvt_attention_job_info_t *out);
 
 /// Runs items of a job on the calling thread.
 ///
@@ -5307,12 +5314,12 @@ kvt_status_t kvt_attention_job_info(const struct kvt_attention_job_t *job, struc
 ///
 /// Threading: several threads at once, each with other items.
 kvt_status_t kvt_attention_job_run(const struct kvt_attention_job_t *job,
-                         uint32_t step,
-                         uint32_t first,
-                         uint32_t items,
-                         float *scratch,
-                         uint64_t scratch_count,
-                         struct kvt_error_t **err);
+                                   uint32_t step,
+                                   uint32_t first,
+                                   uint32_t items,
+                                   float *scratch,
+                                   uint64_t scratch_count,
+                                   struct kvt_error_t **err);
 
 /// Waits for running items and closes a job. Everything that it borrowed is the caller's again.
 kvt_status_t kvt_attention_job_close(struct kvt_attention_job_t **job);
@@ -5374,14 +5381,14 @@ kvt_status_t kvt_decode_open(const struct kvt_attention_args_t *args,
 /// @param sum_count  Exactly that many elements.
 /// @return KVT_E_LIMIT, KVT_E_UNSUPPORTED (dtype), KVT_E_UNAVAILABLE (device memory).
 kvt_status_t kvt_column_sums_open(const struct kvt_attention_args_t *args,
-                           const float *lse,
-                           uint64_t lse_count,
-                           uint32_t first,
-                           uint64_t flags,
-                           float *sums,
-                           uint64_t sum_count,
-                           struct kvt_attention_job_t **out_job,
-                           struct kvt_error_t **err);
+                                  const float *lse,
+                                  uint64_t lse_count,
+                                  uint32_t first,
+                                  uint64_t flags,
+                                  float *sums,
+                                  uint64_t sum_count,
+                                  struct kvt_attention_job_t **out_job,
+                                  struct kvt_error_t **err);
 
 /// Adds, for each key, the attention that a decode's queries pay to it. Requires KVT_DECODE_SCORES,
 /// and that all items of both steps have ended.
@@ -5536,8 +5543,8 @@ kvt_status_t kvt_offload_memory_bytes(const struct kvt_offload_opts_t *opts,
 /// @return The status of the event, if it has failed. After a failure the previous event still
 ///         counts.
 kvt_status_t kvt_offload_set_ready_event(const struct kvt_offload_t *offload,
-                               uint64_t event,
-                               struct kvt_error_t **err);
+                                         uint64_t event,
+                                         struct kvt_error_t **err);
 
 /// Puts K and V of the next `tokens` tokens of a layer. The session must have these tokens
 /// (kvt_session_append). Policies see the keys, which must be finite. Then whole blocks are put
@@ -5600,8 +5607,8 @@ kvt_status_t kvt_offload_wait(const struct kvt_offload_t *offload,
 /// Frees a buffer that the engine does not read any more; a load in progress is cancelled. If
 /// kernels may still read the buffer, call kvt_offload_set_ready_event before.
 kvt_status_t kvt_offload_release(const struct kvt_offload_t *offload,
-                              uint32_t buffer,
-                              struct kvt_error_t **err);
+                                 uint32_t buffer,
+                                 struct kvt_error_t **err);
 
 /// Begins a pass over all layers in order, and frees all buffers. Layers whose blocks no policy
 /// selects by query are loaded ahead, as far as buffers are free. A policy that selects by the
@@ -5689,12 +5696,12 @@ kvt_status_t kvt_offload_evict(const struct kvt_offload_t *offload,
 ///                   all, or 0 = all tokens are retained (then `out_count` is 0). May be null.
 /// @return KVT_E_TOO_SMALL.
 kvt_status_t kvt_offload_retained(const struct kvt_offload_t *offload,
-                              uint32_t layer,
-                              uint32_t head,
-                              uint32_t *positions,
-                              uint64_t capacity,
-                              uint64_t *out_count,
-                              uint32_t *out_heads);
+                                  uint32_t layer,
+                                  uint32_t head,
+                                  uint32_t *positions,
+                                  uint64_t capacity,
+                                  uint64_t *out_count,
+                                  uint32_t *out_heads);
 
 /// Passes rows of keys to a policy with rows of its own (dsa: the keys of its indexer). Call it
 /// before the kvt_offload_put of these tokens, which passes the model's keys to all other policies.
@@ -5793,18 +5800,18 @@ kvt_status_t kvt_model_tensor_parts(const struct kvt_model_t *model,
 ///
 /// @return KVT_E_NOT_FOUND, KVT_E_LIMIT (a name over 1 MiB).
 kvt_status_t kvt_model_find_tensor(const struct kvt_model_t *model,
-                            const char *name,
-                            uint64_t name_bytes,
-                            uint32_t *out);
+                                   const char *name,
+                                   uint64_t name_bytes,
+                                   uint32_t *out);
 
 /// Finds the unit of a layer, or of an expert of a layer.
 ///
 /// @param expert  KVT_NONE = the layer itself.
 /// @return KVT_E_NOT_FOUND.
 kvt_status_t kvt_model_find_unit(const struct kvt_model_t *model,
-                             uint32_t layer,
-                             uint32_t expert,
-                             uint32_t *out);
+                                 uint32_t layer,
+                                 uint32_t expert,
+                                 uint32_t *out);
 
 /// Makes a model from units that the engine names, for files of other formats. Each range becomes a
 /// tensor, named after its unit: "layer 3#0". Ranges lie in their files and do not overlap; no two
@@ -5856,12 +5863,12 @@ kvt_status_t kvt_model_plan_describe(const struct kvt_model_t *model,
 ///               terms.
 /// @return As kvt_model_plan; KVT_E_SPEC.
 kvt_status_t kvt_model_forecast(const struct kvt_model_t *model,
-                               const struct kvt_stream_terms_t *terms,
-                               const struct kvt_stream_memory_t *memory,
-                               const char *links,
-                               uint64_t links_bytes,
-                               struct kvt_forecast_t *out,
-                               struct kvt_error_t **err);
+                                const struct kvt_stream_terms_t *terms,
+                                const struct kvt_stream_memory_t *memory,
+                                const char *links,
+                                uint64_t links_bytes,
+                                struct kvt_forecast_t *out,
+                                struct kvt_error_t **err);
 
 /// Opens a streamer: opens the files, makes a plan, takes its memory, and begins to load resident
 /// units. With a device, the engine computes there and units are loaded to device memory.
@@ -5918,8 +5925,8 @@ kvt_status_t kvt_stream_release(const struct kvt_stream_t *stream,
 ///
 /// @return KVT_E_TIMEOUT, KVT_E_IO, KVT_E_CORRUPT.
 kvt_status_t kvt_stream_wait_resident(const struct kvt_stream_t *stream,
-                             uint64_t deadline_ns,
-                             struct kvt_error_t **err);
+                                      uint64_t deadline_ns,
+                                      struct kvt_error_t **err);
 
 /// Reads the progress of loading the resident units.
 kvt_status_t kvt_stream_progress(const struct kvt_stream_t *stream,
@@ -5979,10 +5986,10 @@ kvt_status_t kvt_stream_plan_describe(const struct kvt_stream_t *stream,
 /// @param links  See kvt_model_forecast; others keep their current rate.
 /// @return KVT_E_SPEC, KVT_E_LIMIT (links over 256 bytes).
 kvt_status_t kvt_stream_forecast(const struct kvt_stream_t *stream,
-                                const char *links,
-                                uint64_t links_bytes,
-                                struct kvt_forecast_t *out,
-                                struct kvt_error_t **err);
+                                 const char *links,
+                                 uint64_t links_bytes,
+                                 struct kvt_forecast_t *out,
+                                 struct kvt_error_t **err);
 
 /// Reads the counters of a streamer.
 kvt_status_t kvt_stream_stats(const struct kvt_stream_t *stream, struct kvt_stream_stats_t *out);
@@ -6010,9 +6017,9 @@ kvt_status_t kvt_stream_marks(const struct kvt_stream_t *stream,
 /// @param out  Receives the text, not NUL-terminated.
 /// @return KVT_E_TOO_SMALL.
 kvt_status_t kvt_stream_describe_io(const struct kvt_stream_t *stream,
-                               char *out,
-                               uint64_t out_capacity,
-                               uint64_t *out_bytes);
+                                    char *out,
+                                    uint64_t out_capacity,
+                                    uint64_t *out_bytes);
 
 /// Reads a unit from its files, not from memory, on the calling thread, and compares it with its
 /// checksums. Unknown checksums are stored.
@@ -6038,9 +6045,9 @@ kvt_status_t kvt_stream_checksum(const struct kvt_stream_t *stream, uint32_t uni
 /// @param out_bytes  May be null.
 /// @return KVT_E_STATE (units are not in place).
 kvt_status_t kvt_stream_unit_address(const struct kvt_stream_t *stream,
-                              uint32_t unit,
-                              const void **out_address,
-                              uint64_t *out_bytes);
+                                     uint32_t unit,
+                                     const void **out_address,
+                                     uint64_t *out_bytes);
 
 /// Opens a device.
 ///
@@ -6163,11 +6170,11 @@ kvt_status_t kvt_device_wait(const struct kvt_device_t *device,
 /// @return KVT_E_BUSY (the event is pending), KVT_E_UNSUPPORTED (the device computes no checksums),
 ///         KVT_E_LIMIT, or the status that the batch failed with.
 kvt_status_t kvt_device_checksums(const struct kvt_device_t *device,
-                             uint64_t event,
-                             uint64_t *sums,
-                             uint64_t capacity,
-                             uint64_t *out_count,
-                             struct kvt_error_t **err);
+                                  uint64_t event,
+                                  uint64_t *sums,
+                                  uint64_t capacity,
+                                  uint64_t *out_count,
+                                  struct kvt_error_t **err);
 
 /// Returns events that have completed or failed. Never waits for one. An asynchronous device
 /// reports each event once, unless it is released before; a synchronous one reports none. Events of
@@ -6284,12 +6291,12 @@ kvt_status_t kvt_device_launch(const struct kvt_device_t *device,
 /// @return KVT_E_TOO_SMALL (`kernel` is not written), KVT_E_INVALID (also: an index that is not
 ///         valid), KVT_E_LIMIT.
 kvt_status_t kvt_kernel_pack_index(const struct kvt_index_t *index,
-                              struct kvt_kernel_t *kernel,
-                              uint64_t address,
-                              void *to,
-                              uint64_t out_capacity,
-                              uint64_t *out_bytes,
-                              struct kvt_error_t **err);
+                                   struct kvt_kernel_t *kernel,
+                                   uint64_t address,
+                                   void *to,
+                                   uint64_t out_capacity,
+                                   uint64_t *out_bytes,
+                                   struct kvt_error_t **err);
 
 /// Runs the conformance suite on a device: memory, copies of all sizes, layouts and address spaces,
 /// order, events, deadlines, rejections, threads, and its kernels. Run it first on a custom device.

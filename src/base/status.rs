@@ -131,8 +131,12 @@ impl Status {
                 "KVT_E_ABI\0",
                 "header and library do not fit together: rebuild against the installed header\0",
             ),
-            Status::Unsupported => ("KVT_E_UNSUPPORTED\0", "this library, object or policy has no such function\0"),
-            Status::Unavailable => ("KVT_E_UNAVAILABLE\0", "this machine or store does not have it now\0"),
+            Status::Unsupported => {
+                ("KVT_E_UNSUPPORTED\0", "this library, object or policy has no such function\0")
+            }
+            Status::Unavailable => {
+                ("KVT_E_UNAVAILABLE\0", "this machine or store does not have it now\0")
+            }
             Status::NotFound => ("KVT_E_NOT_FOUND\0", "no such thing\0"),
             Status::Corrupt => {
                 ("KVT_E_CORRUPT\0", "the bytes do not match their checksum: treat them as absent\0")

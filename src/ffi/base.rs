@@ -419,11 +419,11 @@ pub unsafe extern "C" fn kvt_feature_find(
     let name = text("name", name, name_bytes)?;
     let Some(index) = FEATURES.iter().position(|(known, _)| *known == name) else {
         let known: Vec<&str> = FEATURES.iter().map(|(known, _)| *known).collect();
-        let near = match nearest(name, &known) {
-            Some(near) => format!("did you mean '{near}'?"),
+        let suggestion = match nearest(name, &known) {
+            Some(suggestion) => format!("did you mean '{suggestion}'?"),
             None => format!("pass one of '{}'", known.join("', '")),
         };
-        fail!(NotFound, "feature '{name}' does not exist: {near}");
+        fail!(NotFound, "feature '{name}' does not exist: {suggestion}");
     };
     write_feature(index, out)
 }

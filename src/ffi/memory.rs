@@ -15,9 +15,9 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::{Memory, host};
 use crate::fail;
-use crate::ffi::abi::{length_of, 
+use crate::ffi::abi::{
     Access, Plain, Strided, bytes, capi, check_out, encode, enter, foreign, free, insert, inspect,
-    known_flags, noun, numbers, pin, pin_optional, put, read, require, text, write,
+    known_flags, length_of, noun, numbers, pin, pin_optional, put, read, require, text, write,
 };
 use crate::ffi::base::{kvt_destroy_fn, kvt_error_t, kvt_status_t};
 use crate::ffi::runtime::{kvt_op_t, kvt_runtime_t, kvt_submit_opts_t, on_runtime, submit_opts};

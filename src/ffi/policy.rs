@@ -21,7 +21,9 @@ use crate::policy::batch::{Room, SelectOptions, Selection};
 use crate::policy::columns::{Columns, MAX_ROWS};
 use crate::policy::custom::{ScoredEviction, Scorer};
 use crate::policy::evict::{Outcome, Victim};
-use crate::policy::evictor::{DEFAULT_OBJECTS, Evictor, MAX_BATCH, MAX_OBJECTS, New, Options, Who};
+use crate::policy::evictor::{
+    DEFAULT_OBJECTS, Evictor, MAX_BATCH, MAX_OBJECTS, NewObject, Options, RequestContext,
+};
 use crate::policy::log::{Entry, MAX_ENTRIES};
 use crate::policy::metrics::session_fairness;
 use crate::policy::registry::ENTRIES;
@@ -153,7 +155,7 @@ type Predict = unsafe extern "C" fn(*mut c_void, u64, u64, u64, *mut f64, *mut f
 pub(crate) struct State {
     pub(crate) evictor: Evictor,
     pub(crate) victims: Vec<Victim>,
-    pub(crate) new_objects: Vec<New>,
+    pub(crate) new_objects: Vec<NewObject>,
     pub(crate) selection: Selection,
 }
 
@@ -431,7 +433,7 @@ pub(crate) unsafe fn ids<'a>(data: *const u64, count: u64) -> Result<&'a [u64]> 
 
 /// # Safety
 /// `context` is null or valid for the size it states.
-pub(crate) unsafe fn context(context: *const kvt_policy_context_t) -> Result<Who> {
+pub(crate) unsafe fn context(context: *const kvt_policy_context_t) -> Result<RequestContext> {
     // SAFETY: the caller's promise.
     let given = unsafe { read(context)? };
     known_flags(given.flags, KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY)?;
@@ -452,7 +454,7 @@ pub(crate) unsafe fn context(context: *const kvt_policy_context_t) -> Result<Who
             "priority {priority} is given without a session: set session and KVT_CONTEXT_SESSION"
         );
     }
-    Ok(Who {
+    Ok(RequestContext {
         session: (given.flags & KVT_CONTEXT_SESSION != 0).then_some(given.session),
         tenant: given.tenant,
         priority: (given.flags & KVT_CONTEXT_PRIORITY != 0).then_some(priority),
@@ -475,7 +477,7 @@ pub(crate) fn check_sizes(units: &[u64]) -> Result<()> {
 
 impl PolicyNoun {
     /// Passes the engine's prediction for the call's session to the policy, as a hint.
-    fn hint_predicted(&self, context: &Who, ids: &[u64]) -> Result<()> {
+    fn hint_predicted(&self, context: &RequestContext, ids: &[u64]) -> Result<()> {
         let Some(session) = context.session else { return Ok(()) };
         let (length, max_length) = (u64::from(context.length), u64::from(context.max_length));
         if let Some((ahead_ns, confidence)) = self.predict(session, length, max_length) {
@@ -576,7 +578,7 @@ pub unsafe extern "C" fn kvt_policy_record(
     Ok(())
 }
 
-fn new_object(row: &kvt_policy_object_t) -> Result<New> {
+fn new_object(row: &kvt_policy_object_t) -> Result<NewObject> {
     known_flags(row.flags, KVT_OBJECT_HAS_PARENT)?;
     let id = row.id;
     if !(1..=MAX_UNITS).contains(&row.units) {
@@ -605,7 +607,7 @@ fn new_object(row: &kvt_policy_object_t) -> Result<New> {
         next_use_ns: row.next_use_ns,
     };
     let parent = (row.flags & KVT_OBJECT_HAS_PARENT != 0).then_some(row.parent);
-    Ok(New { id, parent, units: row.units, facts })
+    Ok(NewObject { id, parent, units: row.units, facts })
 }
 
 /// Inserts objects, all or none. An id that is in the table is an error.
@@ -1573,12 +1575,12 @@ fn gauge(evictor: &Evictor, name: &str) -> Result<f64> {
         }
     });
     found.ok_or_else(|| {
-        let near = match nearest(name, &known) {
-            Some(near) => format!("did you mean '{near}'?"),
+        let suggestion = match nearest(name, &known) {
+            Some(suggestion) => format!("did you mean '{suggestion}'?"),
             None if known.is_empty() => "it has none".to_string(),
             None => format!("it has: {}", known.join(", ")),
         };
-        let text = format!("'{}' has no gauge '{name}'; {near}", evictor.name());
+        let text = format!("'{}' has no gauge '{name}'; {suggestion}", evictor.name());
         Error::new(Status::NotFound, text)
     })
 }
@@ -1812,7 +1814,7 @@ mod tests {
         };
         let session_and_priority = KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY;
         let expected = (Some(7), 5, Some(2));
-        let fields = |context: Who| (context.session, context.tenant, context.priority);
+        let fields = |context: RequestContext| (context.session, context.tenant, context.priority);
         assert_eq!(given(session_and_priority, 5, 2).map(fields).ok(), Some(expected));
         assert!(given(KVT_CONTEXT_SESSION, 5, 2).is_ok_and(|context| context.priority.is_none()));
         assert!(

@@ -20,7 +20,7 @@ use crate::ffi::memory::{check_memory, kvt_view_t, views_of};
 use crate::ffi::policy::{hint, kvt_policy_hint_t};
 use crate::ffi::runtime::{begin_one, kvt_op_t, kvt_submit_opts_t, submit_opts};
 use crate::ffi::store::{
-    KVT_TIER_NONE, MAX_ROWS, Space, Target, answer, kvt_lookup_t, kvt_namespace_t, kvt_range_t,
+    KVT_TIER_NONE, MAX_ROWS, Namespace, Target, answer, kvt_lookup_t, kvt_namespace_t, kvt_range_t,
 };
 use crate::format::keys::Key;
 use crate::format::keys::block::BlockKeys;
@@ -29,10 +29,10 @@ use crate::meta::chunks::Pin;
 use crate::meta::cost::Cost;
 use crate::store::job_queues::LANES;
 use crate::store::plan::StepKind;
-use crate::store::ready_event::{Ready, Word};
-use crate::store::state::blocks::{BlockMove, MAX_BLOCKS};
+use crate::store::ready_event::{EventState, Ready};
+use crate::store::state::blocks::{BlockTransfer, MAX_BLOCKS};
 use crate::store::state::disk_gc::Cleared;
-use crate::store::state::plans::{Leg, PlanTerms, SessionPlan};
+use crate::store::state::plans::{PlanStep, PlanTerms, SessionPlan};
 use crate::store::state::session::Views;
 use crate::store::state::transfer::MAX_MOVE_CHUNKS;
 use crate::store::state::{
@@ -83,7 +83,7 @@ pub struct kvt_session_info_t {
 /// A session, by its number in the store. The number is reused only after the last call on the
 /// handle has returned.
 pub(crate) struct SessionNoun {
-    pub(crate) ns: Arc<Space>,
+    pub(crate) ns: Arc<Namespace>,
     pub(crate) number: u32,
 }
 
@@ -326,7 +326,7 @@ pub unsafe extern "C" fn kvt_ready_event_query(
 ) -> kvt_status_t {
     require(out_state)?;
     let event = inspect(event)?;
-    let is_signalled = event.0.word() == Some(Word::Given);
+    let is_signalled = event.0.word() == Some(EventState::Given);
     let state = if is_signalled { KVT_READY_EVENT_SIGNALLED } else { KVT_READY_EVENT_PENDING };
     out_state.write(state);
     Ok(())
@@ -787,8 +787,8 @@ fn terms_of(given: &kvt_plan_terms_t) -> Result<PlanTerms> {
     })
 }
 
-fn step(leg: &Leg) -> kvt_plan_step_t {
-    let [host_bytes, disk_bytes, remote_bytes, device_bytes] = leg.bytes;
+fn step(step: &PlanStep) -> kvt_plan_step_t {
+    let [host_bytes, disk_bytes, remote_bytes, device_bytes] = step.bytes;
     let from = [
         (remote_bytes, Tier::Remote),
         (disk_bytes, Tier::Disk),
@@ -797,9 +797,9 @@ fn step(leg: &Leg) -> kvt_plan_step_t {
     ];
     let slowest = from.into_iter().find(|&(bytes, _)| bytes > 0);
     kvt_plan_step_t {
-        first_token: leg.first_token,
-        tokens: leg.tokens,
-        kind: match leg.kind {
+        first_token: step.first_token,
+        tokens: step.tokens,
+        kind: match step.kind {
             StepKind::Resident => KVT_PLAN_RESIDENT,
             StepKind::Load => KVT_PLAN_LOAD,
             StepKind::Recompute => KVT_PLAN_RECOMPUTE,
@@ -808,15 +808,15 @@ fn step(leg: &Leg) -> kvt_plan_step_t {
         host_bytes,
         disk_bytes,
         remote_bytes,
-        predicted_ns: leg.ns as u64,
+        predicted_ns: step.ns as u64,
         device_bytes,
     }
 }
 
 fn summary(plan: &SessionPlan) -> kvt_plan_t {
     let tokens = |kind: Option<StepKind>| -> u64 {
-        let legs = plan.legs.iter().filter(|leg| kind.is_none_or(|kind| leg.kind == kind));
-        legs.map(|leg| leg.tokens).sum()
+        let steps = plan.steps.iter().filter(|step| kind.is_none_or(|kind| step.kind == kind));
+        steps.map(|step| step.tokens).sum()
     };
     kvt_plan_t {
         struct_size: 0,
@@ -857,7 +857,7 @@ pub unsafe extern "C" fn kvt_session_plan(
     let (terms, rows) = (terms, Strided::new(steps, capacity, stride_bytes, MAX_ROWS)?);
     let session = enter(session)?;
     let plan = session.ns.store.with(|core| core.plan(session.number, &terms).cloned())?;
-    give(&rows, steps.is_null(), plan.legs.iter().map(step), out_count)?;
+    give(&rows, steps.is_null(), plan.steps.iter().map(step), out_count)?;
     write(out, &summary(&plan));
     Ok(())
 }
@@ -1056,7 +1056,7 @@ impl TransferRequest for kvt_blocks_t {
 ///
 /// # Safety
 /// `names` is null or valid for the size it states, and all that it points to for reads.
-pub(crate) unsafe fn keys_of(ns: &Space, names: *const kvt_block_names_t) -> Result<Vec<Key>> {
+pub(crate) unsafe fn keys_of(ns: &Namespace, names: *const kvt_block_names_t) -> Result<Vec<Key>> {
     if names.is_null() {
         fail!(Invalid, "names is null: give a kvt_block_names_t, with count 0 for no names");
     }
@@ -1179,7 +1179,7 @@ unsafe fn submit_block_transfer(
         let keys = unsafe { keys_of(&session.ns, given.names)? };
         let tokens = keys.len() as u64 * u64::from(session.ns.chunk_tokens);
         let common = given.common();
-        let blocks = BlockMove {
+        let blocks = BlockTransfer {
             keys,
             first_layer: given.first_layer as usize,
             layers,

@@ -30,10 +30,10 @@ use crate::meta::reuse::State as ReuseState;
 use crate::store::events::{Event, Kind};
 use crate::store::handle::Store;
 use crate::store::spec::{CustomRemote, Fields, Secrets, StoreSpec};
-use crate::store::state::plans::{Look, Stretch};
+use crate::store::state::plans::{LookupRange, LookupResult};
 use crate::store::state::snapshot::MOST_EVICTIONS;
 use crate::store::state::stats::{Engine, Latency, TIMED, Tenant};
-use crate::store::state::{SpaceOpts, Write};
+use crate::store::state::{NamespaceOpts, Write};
 use crate::store::token_path::MAX_TOKENS;
 use crate::tier::remote::breaker::State as BreakerState;
 use crate::tier::remote::name::Prefix;
@@ -397,7 +397,7 @@ pub struct kvt_layout_t {
 }
 
 /// An open namespace. Its sessions keep it open.
-pub(crate) struct Space {
+pub(crate) struct Namespace {
     pub(crate) core: Arc<crate::base::core::Core>,
     pub(crate) store: Arc<Store>,
     pub(crate) number: u32,
@@ -406,10 +406,10 @@ pub(crate) struct Space {
     pub(crate) key: Key,
 }
 
-impl Drop for Space {
+impl Drop for Namespace {
     fn drop(&mut self) {
         let closed = self.store.let_go(|core| {
-            core.close_space(self.number);
+            core.close_namespace(self.number);
             Ok(())
         });
         if let Err(error) = closed {
@@ -418,7 +418,7 @@ impl Drop for Space {
     }
 }
 
-pub(crate) struct NamespaceNoun(pub(crate) Arc<Space>);
+pub(crate) struct NamespaceNoun(pub(crate) Arc<Namespace>);
 
 noun!(NamespaceNoun, kvt_namespace_t, 11, "namespace");
 
@@ -574,19 +574,19 @@ pub unsafe extern "C" fn kvt_namespace_open(
     let (key, layout, codec, tenant) =
         (key_of(&identity, &layout)?, layout, codec_of(&identity)?, identity.remote_tenant);
     let (layers, chunk_tokens) = (layout.layers(), layout.chunk_tokens());
-    let opts = SpaceOpts { key, layout, holes: flags & KVT_NAMESPACE_HOLES != 0 };
+    let opts = NamespaceOpts { key, layout, holes: flags & KVT_NAMESPACE_HOLES != 0 };
     let noun = enter(store)?;
     let number = noun.store.with(|core| {
-        let number = core.open_space(&opts)?;
+        let number = core.open_namespace(&opts)?;
         core.set_codec(number, codec);
         if let Err(error) = core.set_tenant(number, tenant) {
-            core.close_space(number);
+            core.close_namespace(number);
             return Err(error);
         }
         Ok(number)
     })?;
     let (core, store) = (noun.core.clone(), noun.store.clone());
-    let ns = Space { core, store, number, layers, chunk_tokens, key };
+    let ns = Namespace { core, store, number, layers, chunk_tokens, key };
     out.write(insert(NamespaceNoun(Arc::new(ns)))?);
     Ok(())
 }
@@ -686,7 +686,7 @@ pub struct kvt_lookup_t {
     pub load_ns: u64,
 }
 
-fn range(stretch: &Stretch) -> kvt_range_t {
+fn range(stretch: &LookupRange) -> kvt_range_t {
     let [device_bytes, host_bytes, disk_bytes, remote_bytes] = stretch.bytes;
     kvt_range_t {
         first_token: stretch.first_token,
@@ -707,7 +707,7 @@ fn range(stretch: &Stretch) -> kvt_range_t {
     }
 }
 
-fn summary(look: &Look) -> kvt_lookup_t {
+fn summary(look: &LookupResult) -> kvt_lookup_t {
     let [device_bytes, host_bytes, disk_bytes, remote_bytes] = look.bytes;
     kvt_lookup_t {
         struct_size: 0,
@@ -739,7 +739,7 @@ pub(crate) struct Target {
 pub(crate) unsafe fn answer(
     ns: *const kvt_namespace_t,
     to: &Target,
-    look: impl FnOnce(&Space) -> Result<Look>,
+    look: impl FnOnce(&Namespace) -> Result<LookupResult>,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
     let rows = unsafe {

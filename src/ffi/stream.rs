@@ -11,9 +11,10 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::{Event, Memory as DeviceMemory};
 use crate::fail;
-use crate::ffi::abi::{length_of, 
+use crate::ffi::abi::{
     Access, Plain, Strided, capi, check_out, enter, free, give, give_text, insert, inspect,
-    known_flags, no_reserved, noun, numbers, pin, put, read, require, text, text_bytes, write,
+    known_flags, length_of, no_reserved, noun, numbers, pin, put, read, require, text, text_bytes,
+    write,
 };
 use crate::ffi::base::{kvt_error_t, kvt_status_t};
 use crate::ffi::device::{device_of, kvt_device_t};

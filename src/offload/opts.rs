@@ -141,8 +141,8 @@ pub(super) fn geometry_of(store: &Arc<Store>, opts: &Opts) -> Result<Geometry> {
         Kind::Latent => 0,
     };
     store.with(|core| {
-        let space = core.session(opts.session)?.space();
-        let Some(table) = core.table_of(space) else { return Err(Status::NotFound.into()) };
+        let namespace = core.session(opts.session)?.namespace();
+        let Some(table) = core.table_of(namespace) else { return Err(Status::NotFound.into()) };
         let layout = &table.layout;
         if layout.chunk_tokens() != shape.block_tokens || layout.layers() != shape.layers as usize {
             fail!(

@@ -23,7 +23,7 @@ use crate::sparse::{Sparse, needs};
 use crate::store::handle::Store;
 use crate::store::state::session::{LayerViews, PlaneView, Tokens, Views};
 use crate::store::state::{
-    CellRange, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
+    CellRange, Level, NamespaceOpts, SessionOpts, StoreState, TransferKind, Wanted,
 };
 
 const MAGIC: [u8; 4] = *b"KVTS";
@@ -33,7 +33,7 @@ const MOST_PUTS: usize = 256;
 
 /// The namespace and session of the state.
 pub(super) struct PolicyState {
-    space: u32,
+    namespace: u32,
     session: u32,
     /// Tokens of the session.
     tokens: usize,
@@ -62,9 +62,9 @@ impl PolicyState {
         let group = Group::state(layers, row_bytes as u64, Dtype::Bytes);
         let layout = Layout::new(geometry.shape.block_tokens, vec![group])?;
         store.with(|core| {
-            let space = core.session(session)?.space();
-            let key = core.space(space).map_or(Key([0; 32]), |space| space.key);
-            let opts = SpaceOpts { key: sparse_key(&key, recipe), layout, holes: true };
+            let namespace = core.session(session)?.namespace();
+            let key = core.namespace(namespace).map_or(Key([0; 32]), |namespace| namespace.key);
+            let opts = NamespaceOpts { key: sparse_key(&key, recipe), layout, holes: true };
             PolicyState::open_in(core, &opts, row_bytes).map(Some)
         })
     }
@@ -72,26 +72,32 @@ impl PolicyState {
     /// The same namespace for a forked session. Its tokens are appended with the first put.
     pub fn fork(&self, store: &Store) -> Result<PolicyState> {
         store.with(|core| {
-            let Some(space) = core.space(self.space) else { return Err(Status::NotFound.into()) };
-            let (key, holes) = (space.key, space.holes);
-            let Some(table) = core.table_of(self.space) else {
+            let Some(namespace) = core.namespace(self.namespace) else {
                 return Err(Status::NotFound.into());
             };
-            let opts = SpaceOpts { key, layout: table.layout.clone(), holes };
+            let (key, holes) = (namespace.key, namespace.holes);
+            let Some(table) = core.table_of(self.namespace) else {
+                return Err(Status::NotFound.into());
+            };
+            let opts = NamespaceOpts { key, layout: table.layout.clone(), holes };
             PolicyState::open_in(core, &opts, self.row_bytes)
         })
     }
 
-    fn open_in(core: &mut StoreState, opts: &SpaceOpts, row_bytes: usize) -> Result<PolicyState> {
-        let space = core.open_space(opts)?;
-        let session = match core.open_session(space, &SessionOpts::default()) {
+    fn open_in(
+        core: &mut StoreState,
+        opts: &NamespaceOpts,
+        row_bytes: usize,
+    ) -> Result<PolicyState> {
+        let namespace = core.open_namespace(opts)?;
+        let session = match core.open_session(namespace, &SessionOpts::default()) {
             Ok(session) => session,
             Err(error) => {
-                core.close_space(space);
+                core.close_namespace(namespace);
                 return Err(error);
             }
         };
-        Ok(PolicyState { space, session, tokens: 0, row_bytes, puts: Vec::new() })
+        Ok(PolicyState { namespace, session, tokens: 0, row_bytes, puts: Vec::new() })
     }
 
     /// Stores the policy state of blocks of a layer; `first`: token of the first block.
@@ -173,7 +179,7 @@ impl PolicyState {
     pub fn close(&mut self, store: &Store) {
         self.reap(0);
         let closed = store.let_go(|core| {
-            core.close_space(self.space);
+            core.close_namespace(self.namespace);
             core.close_session(self.session)
         });
         if let Err(error) = closed {

@@ -145,7 +145,7 @@ impl Offload {
         }
         self.store.with(|core| {
             let (mine, other) = (core.session(self.session)?, core.session(session)?);
-            let is_space = mine.space() == other.space();
+            let is_space = mine.namespace() == other.namespace();
             let (mine, other) = (mine.path(), other.path());
             let keys = (mine.keys().get(..whole), other.keys().get(..whole));
             let ends = (mine.tokens().get(..tokens), other.tokens().get(..tokens));

@@ -238,14 +238,14 @@ mod tests {
 
     #[test]
     fn removals_leave_no_ghost_and_inserts_alone_move_the_target() {
-        use crate::policy::evictor::{New, Who};
+        use crate::policy::evictor::{NewObject, RequestContext};
         let mut cache = Cache::new("arc", 2);
         cache.get([1, 2]);
         cache.evictor.remove(2, &[1]).expect("there");
         assert_eq!(cache.gauge("arc_b1"), 0.0);
         assert_eq!(cache.order(), [2]);
-        let new = New { id: 2, units: 1, ..New::default() };
-        cache.evictor.insert(2, &Who::default(), &[new]).expect("room");
+        let new = NewObject { id: 2, units: 1, ..NewObject::default() };
+        cache.evictor.insert(2, &RequestContext::default(), &[new]).expect("room");
         assert_eq!((cache.gauge("arc_t2"), cache.gauge("arc_p")), (1.0, 1.0));
     }
 }

@@ -14,7 +14,7 @@ use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::{Facts, MAX_UNITS};
 use crate::policy::Rank;
 use crate::policy::columns::Columns;
-use crate::policy::evictor::{Evictor, New, Who};
+use crate::policy::evictor::{Evictor, NewObject, RequestContext};
 use crate::policy::pick::{Duplicates, Entry, Front, in_order, reserve};
 use crate::policy::share::Shares;
 
@@ -90,17 +90,29 @@ impl Evictor {
     /// Records a use of objects, the last one first. Ids that are not in the table are inserted
     /// with the given sizes (`units` empty: 1 each). All or none. Returns the number of inserted
     /// objects.
-    pub fn record(&mut self, now: i64, who: &Who, ids: &[u64], units: &[u64]) -> Result<usize> {
+    pub fn record(
+        &mut self,
+        now: i64,
+        request: &RequestContext,
+        ids: &[u64],
+        units: &[u64],
+    ) -> Result<usize> {
         if !units.is_empty() && units.len() != ids.len() {
             fail!(Invalid, "{} sizes for {} ids", units.len(), ids.len());
         }
         if let Some(row) = units.iter().position(|&u| u > MAX_UNITS) {
             fail!(Limit, "size {} of object {} exceeds {MAX_UNITS}", units[row], ids[row]);
         }
-        self.restoring_clock(|this| this.record_all(now, who, ids, units))
+        self.restoring_clock(|this| this.record_all(now, request, ids, units))
     }
 
-    fn record_all(&mut self, now: i64, who: &Who, ids: &[u64], units: &[u64]) -> Result<usize> {
+    fn record_all(
+        &mut self,
+        now: i64,
+        request: &RequestContext,
+        ids: &[u64],
+        units: &[u64],
+    ) -> Result<usize> {
         let first = self.begin(now, ids.len())?;
         self.find_all(ids);
         let mut unknown = self.slots.iter().filter(|&&slot| slot == NONE).count();
@@ -114,7 +126,7 @@ impl Evictor {
                 self.objects.limit()
             );
         }
-        let session = self.note_session(first, who);
+        let session = self.note_session(first, request);
         let mut added = 0;
         for (i, stamp) in (0..ids.len()).rev().zip(first..) {
             // Unknown ids are looked up again: an id may occur twice.
@@ -124,7 +136,7 @@ impl Evictor {
                 Some(slot) => self.use_slot(slot, session, stamp),
                 None => {
                     let units = units.get(i).copied().unwrap_or(1);
-                    let new = New { id: ids[i], units, ..New::default() };
+                    let new = NewObject { id: ids[i], units, ..NewObject::default() };
                     self.insert_one(&new, session, stamp)?;
                     self.history.remove(ids[i]);
                     added += 1;
@@ -631,9 +643,9 @@ mod tests {
         ) {
             let mut evictor = evictor("lru");
             let known = known.min(table.ids.len());
-            let who = Who::default();
+            let request = RequestContext::default();
             for (i, &id) in table.ids[..known].iter().enumerate() {
-                evictor.record(1000 + i as i64, &who, &[id], &[]).expect("room");
+                evictor.record(1000 + i as i64, &request, &[id], &[]).expect("room");
             }
             let time = |row: usize| if row < known { 1000 + row as i64 } else { table.last[row] };
             let order = table.order(time);
@@ -747,20 +759,23 @@ mod tests {
     #[test]
     fn records_are_all_or_none() {
         let mut evictor = evictor("lru");
-        let who = Who::default();
-        assert_eq!(evictor.record(1, &who, &[1, 2, 1], &[4, 5, 6]).expect("room"), 2);
+        let request = RequestContext::default();
+        assert_eq!(evictor.record(1, &request, &[1, 2, 1], &[4, 5, 6]).expect("room"), 2);
         assert_eq!(evictor.objects().units(), 11, "the last of the two came first");
         let many: Vec<u64> = (0..5000).collect();
-        assert_eq!(evictor.record(2, &who, &many, &[]).expect_err("full").status(), Status::Limit);
+        assert_eq!(
+            evictor.record(2, &request, &many, &[]).expect_err("full").status(),
+            Status::Limit
+        );
         assert_eq!(evictor.objects().len(), 2);
-        assert!(evictor.record(2, &who, &[7], &[1 << 40]).is_err());
+        assert!(evictor.record(2, &request, &[7], &[1 << 40]).is_err());
     }
 
     #[test]
     fn failed_calls_have_no_effect() {
         let mut evictor = evictor("gdsf");
-        let who = Who::default();
-        evictor.record(10, &who, &[1, 2, 3], &[]).expect("room");
+        let request = RequestContext::default();
+        evictor.record(10, &request, &[1, 2, 3], &[]).expect("room");
         let columns = Columns { ids: &[1, 2, 3], cost: &[3.0, 2.0, 1.0], ..Columns::default() };
         let mut out = Selection::default();
         let nan = [0.0, f64::NAN, 1.0];
@@ -773,7 +788,7 @@ mod tests {
             assert_eq!((error.status(), out.victims.len()), (Status::TooSmall, 2));
         }
         let many: Vec<u64> = (0..5000).collect();
-        evictor.record(50, &who, &many, &[]).expect_err("full");
+        evictor.record(50, &request, &many, &[]).expect_err("full");
         assert_eq!(evictor.now_ns(), 10);
         assert_eq!((evictor.metrics.counts.decisions, evictor.metrics.decision.total()), (0, 0));
         assert_eq!(evictor.objects.facts(0), Facts::default());
@@ -791,7 +806,7 @@ mod tests {
     fn columns_update_the_facts_of_recorded_objects() {
         for spec in ["gdsf(alpha=0.01)", "auto(of=any(gdsf(alpha=0.01),lru))"] {
             let mut evictor = evictor(spec);
-            evictor.record(1, &Who::default(), &[1, 2, 3, 4], &[]).expect("room");
+            evictor.record(1, &RequestContext::default(), &[1, 2, 3, 4], &[]).expect("room");
             let mut out = Selection::default();
             let any = SelectOptions::default();
             let context = [0, 500, 1000, 2000];
@@ -820,7 +835,7 @@ mod tests {
     #[test]
     fn layers_and_chunks_count_for_recorded_cells() {
         let mut evictor = evictor("pensieve(time_weight=false)");
-        evictor.record(1, &Who::default(), &[1, 2, 3, 4], &[]).expect("room");
+        evictor.record(1, &RequestContext::default(), &[1, 2, 3, 4], &[]).expect("room");
         let columns = Columns {
             ids: &[1, 2, 3, 4],
             context: &[0, 0, 32, 32],

@@ -105,25 +105,25 @@ impl Policy for Belady {
 #[cfg(test)]
 mod tests {
     use crate::policy::Hint;
-    use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::evictor::{Evictor, NewObject, Options, RequestContext};
     use crate::policy::testing::Cache;
 
     #[test]
     fn evicts_the_farthest_next_use_and_the_deepest_among_equals() {
         let options = Options { max_objects: 8, holes: true, ..Options::default() };
         let mut e = Evictor::open("belady", &options).expect("a known policy");
-        let who = Who::default();
+        let request = RequestContext::default();
         for (id, next_use_ns, context) in
             [(1, 50, 0), (2, i64::MAX, 0), (3, i64::MAX, 9), (4, 70, 0), (5, 0, 5), (6, 60, 0)]
         {
-            let mut new = New { id, units: 1, ..New::default() };
+            let mut new = NewObject { id, units: 1, ..NewObject::default() };
             (new.facts.next_use_ns, new.facts.context) = (next_use_ns, context);
-            e.insert(1, &who, &[new]).expect("room");
+            e.insert(1, &request, &[new]).expect("room");
         }
         let hint = Hint { next_use: Some((10, 1.0)), ..Hint::default() };
-        assert_eq!(e.hint(2, &who, &[4, 99], &hint).expect("a time"), 1);
+        assert_eq!(e.hint(2, &request, &[4, 99], &hint).expect("a time"), 1);
         let done = Hint { done: true, ..Hint::default() };
-        e.hint(3, &who, &[6], &done).expect("a time");
+        e.hint(3, &request, &[6], &done).expect("a time");
         let mut out = Vec::new();
         e.evict(4, 6, &mut out).expect("a time");
         let ids: Vec<u64> = out.iter().map(|v| v.id).collect();

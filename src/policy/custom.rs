@@ -25,16 +25,16 @@ pub const NAME: &str = "custom";
 
 /// Fails for a spec that names `custom` anywhere, for callers without a scorer. The policy would
 /// silently decide by LRU there.
-pub fn refuse(spec: &Spec, who: &str) -> Result<()> {
+pub fn refuse(spec: &Spec, request: &str) -> Result<()> {
     if spec.name == NAME {
         let text = format!(
-            "'{NAME}' at offset {} needs a score function, and {who} has none",
+            "'{NAME}' at offset {} needs a score function, and {request} has none",
             spec.offset
         );
         return Err(Error::at(Status::Invalid, spec.offset, text));
     }
     spec.args.iter().try_for_each(|arg| match &arg.value {
-        Value::Spec(inner) => refuse(inner, who),
+        Value::Spec(inner) => refuse(inner, request),
         _ => Ok(()),
     })
 }
@@ -272,7 +272,7 @@ pub fn score(scorer: &mut dyn Scorer, view: &Columns, now: i64) -> Result<Vec<f6
 mod tests {
     use super::*;
     use crate::base::status::Status;
-    use crate::policy::evictor::{New, Options, Who};
+    use crate::policy::evictor::{NewObject, Options, RequestContext};
 
     /// The larger the id, the earlier the eviction.
     struct Backwards;
@@ -292,8 +292,8 @@ mod tests {
         let mut evictor = Evictor::open(NAME, &options).expect("a known policy");
         for id in 1..=5 {
             let parent = (parents && id > 1).then_some(id - 1);
-            let new = New { id, parent, units: 2, ..New::default() };
-            evictor.insert(0, &Who::default(), &[new]).expect("room");
+            let new = NewObject { id, parent, units: 2, ..NewObject::default() };
+            evictor.insert(0, &RequestContext::default(), &[new]).expect("room");
         }
         evictor
     }
@@ -310,11 +310,13 @@ mod tests {
         assert_eq!(snapshot.len(), 4);
         let scores = score(&mut Backwards, &snapshot.view(), 0).expect("numbers");
         // While the scorer ran: 5 was used, 3 referenced, 2 removed and inserted again.
-        let who = Who::default();
-        evictor.touch(0, &who, &[5]).expect("a time");
+        let request = RequestContext::default();
+        evictor.touch(0, &request, &[5]).expect("a time");
         evictor.acquire(&[3]).expect("known");
         evictor.remove(0, &[2]).expect("known");
-        evictor.insert(0, &who, &[New { id: 2, units: 1, ..New::default() }]).expect("room");
+        evictor
+            .insert(0, &request, &[NewObject { id: 2, units: 1, ..NewObject::default() }])
+            .expect("room");
         let mut out = Vec::new();
         let ask = ScoredEviction { required: 9, most: 9, keep: false };
         let outcome =
@@ -344,8 +346,8 @@ mod tests {
     #[test]
     fn a_nan_score_is_rejected_without_effect() {
         let mut evictor = evictor(false);
-        let new = New { id: 666, units: 1, ..New::default() };
-        evictor.insert(0, &Who::default(), &[new]).expect("room");
+        let new = NewObject { id: 666, units: 1, ..NewObject::default() };
+        evictor.insert(0, &RequestContext::default(), &[new]).expect("room");
         let snapshot = evictor.snapshot().expect("memory");
         let error = score(&mut Backwards, &snapshot.view(), 0).expect_err("a NaN");
         assert_eq!(error.status(), Status::Invalid);

@@ -272,7 +272,7 @@ pub(super) struct Chosen {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::evictor::{New, Options, Who};
+    use crate::policy::evictor::{NewObject, Options, RequestContext};
     use proptest::prelude::*;
 
     fn opened(spec: &str, holes: bool, sizes: &[(u32, usize)]) -> Evictor {
@@ -281,8 +281,8 @@ mod tests {
         for (at, &(units, back)) in sizes.iter().enumerate() {
             let (id, back) = (at as u64 + 1, back as u64);
             let parent = (back > 0 && id > back).then(|| id - back);
-            let new = New { id, parent, units: units.into(), ..New::default() };
-            evictor.insert(at as i64 + 1, &Who::default(), &[new]).expect("room");
+            let new = NewObject { id, parent, units: units.into(), ..NewObject::default() };
+            evictor.insert(at as i64 + 1, &RequestContext::default(), &[new]).expect("room");
         }
         evictor
     }

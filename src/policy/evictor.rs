@@ -59,7 +59,7 @@ impl Default for Options {
 
 /// Context of a request. Every field is optional; 0 = unknown.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Who {
+pub struct RequestContext {
     /// The session.
     pub session: Option<u64>,
     /// Its tenant.
@@ -76,7 +76,7 @@ pub struct Who {
 
 /// An object to insert.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct New {
+pub struct NewObject {
     /// Its id.
     pub id: u64,
     /// Id of the object that it continues; that one may be inserted later.
@@ -87,12 +87,12 @@ pub struct New {
     pub facts: Facts,
 }
 
-impl New {
+impl NewObject {
     /// An object of a table, as it would be inserted into another one.
-    pub fn of(objects: &Objects, slot: Slot) -> New {
+    pub fn of(objects: &Objects, slot: Slot) -> NewObject {
         let node = objects.node(slot);
         let parent = (node.parent != NONE).then(|| objects.node(node.parent).id);
-        New { id: node.id, parent, units: u64::from(node.units), facts: objects.facts(slot) }
+        NewObject { id: node.id, parent, units: u64::from(node.units), facts: objects.facts(slot) }
     }
 }
 
@@ -281,11 +281,11 @@ impl Evictor {
     }
 
     /// Records the session of a call; returns its slot.
-    pub(super) fn note_session(&mut self, now: i64, who: &Who) -> Slot {
-        let Some(id) = who.session else { return NONE };
+    pub(super) fn note_session(&mut self, now: i64, context: &RequestContext) -> Slot {
+        let Some(id) = context.session else { return NONE };
         let slot = self.objects.sessions.get_or_add(id);
         self.objects.sessions.asking = slot;
-        self.note_who(slot, who);
+        self.note_who(slot, context);
         if let Some(row) = self.objects.sessions.of_mut(slot) {
             row.active_ns = now;
             row.turns = row.turns.saturating_add(1);
@@ -295,11 +295,11 @@ impl Evictor {
 
     /// Inserts objects, all or none, parents first. The first one counts as used last, as in a
     /// lookup, so that no object is younger than its parent.
-    pub fn insert(&mut self, now: i64, who: &Who, new: &[New]) -> Result<()> {
-        self.restoring_clock(|this| this.insert_all(now, who, new))
+    pub fn insert(&mut self, now: i64, context: &RequestContext, new: &[NewObject]) -> Result<()> {
+        self.restoring_clock(|this| this.insert_all(now, context, new))
     }
 
-    fn insert_all(&mut self, now: i64, who: &Who, new: &[New]) -> Result<()> {
+    fn insert_all(&mut self, now: i64, context: &RequestContext, new: &[NewObject]) -> Result<()> {
         let stamp = self.begin(now, new.len())?;
         self.slots.clear();
         for one in new {
@@ -316,7 +316,7 @@ impl Evictor {
         for &slot in &self.slots {
             self.objects.link_orphans(slot);
         }
-        let session = self.find_session(who);
+        let session = self.find_session(context);
         for (i, slot) in self.slots.iter().rev().enumerate() {
             self.objects.set_session(*slot, session);
             self.policy.insert(&mut self.objects, *slot, stamp + i as i64);
@@ -330,36 +330,36 @@ impl Evictor {
         Ok(())
     }
 
-    fn note_who(&mut self, slot: Slot, who: &Who) {
+    fn note_who(&mut self, slot: Slot, context: &RequestContext) {
         if let Some(row) = self.objects.sessions.of_mut(slot) {
-            row.tenant = who.tenant;
-            row.priority = who.priority.unwrap_or(row.priority);
-            row.length = who.length.max(row.length);
-            row.max_length = who.max_length.max(row.max_length);
+            row.tenant = context.tenant;
+            row.priority = context.priority.unwrap_or(row.priority);
+            row.length = context.length.max(row.length);
+            row.max_length = context.max_length.max(row.max_length);
         }
     }
 
     /// The slot of a session, without counting a turn if the session is known.
-    pub(super) fn find_session(&mut self, who: &Who) -> Slot {
-        let Some(id) = who.session else { return NONE };
+    pub(super) fn find_session(&mut self, context: &RequestContext) -> Slot {
+        let Some(id) = context.session else { return NONE };
         match self.objects.sessions.find(id) {
             Some(slot) => {
                 self.objects.sessions.asking = slot;
-                self.note_who(slot, who);
+                self.note_who(slot, context);
                 slot
             }
-            None => self.note_session(self.last_ns, who),
+            None => self.note_session(self.last_ns, context),
         }
     }
 
     /// Adds an object to the table, without notifying the policy.
-    fn enter(&mut self, new: &New, session: Slot) -> Result<Slot> {
+    fn enter(&mut self, new: &NewObject, session: Slot) -> Result<Slot> {
         let slot = self.objects.insert_with_parent_id(new.id, new.parent, new.units, &new.facts)?;
         self.objects.set_session(slot, session);
         Ok(slot)
     }
 
-    pub(super) fn insert_one(&mut self, new: &New, session: Slot, stamp: i64) -> Result<()> {
+    pub(super) fn insert_one(&mut self, new: &NewObject, session: Slot, stamp: i64) -> Result<()> {
         let slot = self.enter(new, session)?;
         self.objects.link_orphans(slot);
         self.policy.insert(&mut self.objects, slot, stamp);
@@ -448,8 +448,8 @@ mod tests {
         let mut e = Evictor::open(spec, &options).expect("a known policy");
         for id in ids.clone() {
             let parent = (id > ids.start).then(|| id - 1);
-            let new = New { id, parent, units: 1, ..New::default() };
-            e.insert(1, &Who::default(), &[new]).expect("room");
+            let new = NewObject { id, parent, units: 1, ..NewObject::default() };
+            e.insert(1, &RequestContext::default(), &[new]).expect("room");
         }
         e
     }
@@ -461,8 +461,8 @@ mod tests {
             let mut e = Evictor::open(entry.name, &options).expect("a known policy");
             // The end of a path first, then its beginning, then the object between.
             for (id, parent) in [(3, Some(2)), (4, Some(3)), (1, None), (2, Some(1))] {
-                let new = New { id, parent, units: 1, ..New::default() };
-                e.insert(1, &Who::default(), &[new]).expect("room");
+                let new = NewObject { id, parent, units: 1, ..NewObject::default() };
+                e.insert(1, &RequestContext::default(), &[new]).expect("room");
                 e.check().expect("sound");
             }
             assert_eq!(evict(&mut e, 9, 3), [4, 3, 2], "{}", entry.name);
@@ -474,11 +474,12 @@ mod tests {
     fn a_rejected_batch_leaves_waiting_children_unchanged() {
         let options = Options { max_objects: 8, remember: 8, ..Options::default() };
         let mut e = Evictor::open("lru", &options).expect("a known policy");
-        let new = |id, parent| New { id, parent, units: 1, ..New::default() };
-        e.insert(1, &Who::default(), &[new(2, Some(1))]).expect("room");
-        e.insert(1, &Who::default(), &[new(1, None), new(2, None)]).expect_err("2 is there");
+        let new = |id, parent| NewObject { id, parent, units: 1, ..NewObject::default() };
+        e.insert(1, &RequestContext::default(), &[new(2, Some(1))]).expect("room");
+        e.insert(1, &RequestContext::default(), &[new(1, None), new(2, None)])
+            .expect_err("2 is there");
         assert!(e.objects().find(1).is_none());
-        e.insert(1, &Who::default(), &[new(1, None)]).expect("room");
+        e.insert(1, &RequestContext::default(), &[new(1, None)]).expect("room");
         assert_eq!(evict(&mut e, 9, 1), [2]);
     }
 
@@ -486,7 +487,10 @@ mod tests {
     fn a_prefix_is_evicted_from_its_end() {
         let mut e = chain("lru", 10..14);
         assert_eq!(evict(&mut e, 2, 2), [13, 12]);
-        assert_eq!(e.lookup(3, &Who::default(), &[10, 11, 12, 13], &mut []).expect("ids"), 2);
+        assert_eq!(
+            e.lookup(3, &RequestContext::default(), &[10, 11, 12, 13], &mut []).expect("ids"),
+            2
+        );
         assert_eq!(e.metrics.counts.evicted_references, 2);
         assert_eq!(evict(&mut e, 4, 0), [] as [u64; 0]);
     }
@@ -510,7 +514,12 @@ mod tests {
         let options = Options { max_objects: 8, ..Options::default() };
         let mut e = Evictor::open("lru", &options).expect("a known policy");
         for (id, units) in [(1, 1), (2, 1), (3, 10), (4, 1)] {
-            e.insert(id as i64, &Who::default(), &[New { id, units, ..New::default() }]).expect("");
+            e.insert(
+                id as i64,
+                &RequestContext::default(),
+                &[NewObject { id, units, ..NewObject::default() }],
+            )
+            .expect("");
         }
         let mut seen = Vec::new();
         e.preview(8, 10, &mut seen).expect("a time");
@@ -522,13 +531,16 @@ mod tests {
     #[test]
     fn errors_have_no_effect() {
         let mut e = chain("fifo", 1..4);
-        let who = Who::default();
-        let new = |id| New { id, units: 1, ..New::default() };
-        assert!(e.insert(5, &who, &[new(7), new(8), new(2)]).is_err());
+        let context = RequestContext::default();
+        let new = |id| NewObject { id, units: 1, ..NewObject::default() };
+        assert!(e.insert(5, &context, &[new(7), new(8), new(2)]).is_err());
         assert_eq!((e.objects().len(), e.objects().find(7)), (3, None));
         // The clock did not advance either.
-        assert_eq!(e.lookup(4, &who, &[1], &mut []).expect("a time"), 1);
-        assert_eq!(e.lookup(3, &who, &[1], &mut []).expect_err("back").status(), Status::Invalid);
+        assert_eq!(e.lookup(4, &context, &[1], &mut []).expect("a time"), 1);
+        assert_eq!(
+            e.lookup(3, &context, &[1], &mut []).expect_err("back").status(),
+            Status::Invalid
+        );
         assert_eq!(e.remove(5, &[2]).expect_err("has 3").status(), Status::State);
         assert_eq!(e.remove(5, &[3, 9]).expect_err("no 9").status(), Status::NotFound);
         assert_eq!(e.remove(5, &[3, 3]).expect_err("twice").status(), Status::Invalid);
@@ -545,9 +557,14 @@ mod tests {
     fn switching_keeps_the_order() {
         let mut e = chain("lru", 1..2);
         for id in 10..15 {
-            e.insert(2, &Who::default(), &[New { id, units: 1, ..New::default() }]).expect("room");
+            e.insert(
+                2,
+                &RequestContext::default(),
+                &[NewObject { id, units: 1, ..NewObject::default() }],
+            )
+            .expect("room");
         }
-        e.touch(3, &Who::default(), &[10]).expect("there");
+        e.touch(3, &RequestContext::default(), &[10]).expect("there");
         e.switch("fifo").expect("known");
         assert_eq!(e.name(), "fifo");
         assert_eq!(evict(&mut e, 4, 6), [1, 11, 12, 13, 14, 10]);

@@ -158,14 +158,14 @@ impl Policy for Gdsf {
 #[cfg(test)]
 mod tests {
     use crate::meta::objects::Facts;
-    use crate::policy::evictor::{New, Who};
+    use crate::policy::evictor::{NewObject, RequestContext};
     use crate::policy::testing::{evict, open};
 
     fn order(facts: &[(u64, Facts)]) -> Vec<u64> {
         let mut e = open("gdsf(alpha=0.01)");
         for (id, &(units, facts)) in facts.iter().enumerate() {
-            let new = New { id: id as u64, units, facts, ..New::default() };
-            e.insert(1, &Who::default(), &[new]).expect("room");
+            let new = NewObject { id: id as u64, units, facts, ..NewObject::default() };
+            e.insert(1, &RequestContext::default(), &[new]).expect("room");
         }
         evict(&mut e, 2, u64::MAX)
     }

@@ -67,7 +67,7 @@ pub fn hand_over(
 
 #[cfg(test)]
 mod tests {
-    use crate::policy::evictor::{Evictor, Options, Who};
+    use crate::policy::evictor::{Evictor, Options, RequestContext};
     use crate::policy::testing::{evict, gauge, insert};
     use crate::policy::{Hint, Rank};
 
@@ -86,12 +86,12 @@ mod tests {
             ("lru-k(k=4)", [4, 1, 2, 3]),
         ] {
             let mut e = open("lru");
-            let who = Who::default();
+            let context = RequestContext::default();
             // The more uses, the longer ago the last one.
             for (id, uses) in [(1, 40), (2, 12), (3, 5), (4, 1)] {
-                insert(&mut e, id as i64 * 1000, &who, id);
+                insert(&mut e, id as i64 * 1000, &context, id);
                 (0..uses).for_each(|n| {
-                    e.touch(id as i64 * 1000 + n, &who, &[id]).expect("a time");
+                    e.touch(id as i64 * 1000 + n, &context, &[id]).expect("a time");
                 });
             }
             e.switch(spec).expect("a known policy");
@@ -103,26 +103,26 @@ mod tests {
     #[test]
     fn the_sketch_is_handed_over_and_receives_uses() {
         let mut e = open("lru");
-        let who = Who::default();
+        let context = RequestContext::default();
         for id in 0..40u64 {
-            insert(&mut e, id as i64 + 1, &who, id);
+            insert(&mut e, id as i64 + 1, &context, id);
         }
-        (0..9).for_each(|n| assert_eq!(e.touch(100 + n, &who, &[7]).expect("a time"), 1));
+        (0..9).for_each(|n| assert_eq!(e.touch(100 + n, &context, &[7]).expect("a time"), 1));
         let seen = |e: &Evictor, id| {
             e.policy().score(e.objects(), e.objects().find(id).expect("there"), 1 << 30)
         };
         e.switch("wtinylfu").expect("known");
         assert_eq!((seen(&e, 7), seen(&e, 8)), (10.0, 1.0));
         for now in 200..203 {
-            assert_eq!(e.lookup(now, &who, &[8], &mut []).expect("a time"), 1);
+            assert_eq!(e.lookup(now, &context, &[8], &mut []).expect("a time"), 1);
         }
         for now in 210..215 {
-            assert_eq!(e.lookup(now, &who, &[500], &mut []).expect("a time"), 0);
+            assert_eq!(e.lookup(now, &context, &[500], &mut []).expect("a time"), 0);
         }
         e.switch("wtinylfu(window=20%)").expect("known");
         e.check().expect("sound");
         // This id was looked up before and missed.
-        insert(&mut e, 220, &who, 500);
+        insert(&mut e, 220, &context, 500);
         assert_eq!(seen(&e, 500), 5.0);
         assert_eq!((seen(&e, 7), seen(&e, 8), seen(&e, 9)), (10.0, 4.0, 1.0));
     }
@@ -133,16 +133,16 @@ mod tests {
         for round in 0..20_000u64 {
             now += 500_000_000;
             let id = if round % 2 == 0 { round / 2 % 50 } else { 1_000 + round };
-            let who = Who { session: Some(id % 9), ..Who::default() };
-            if e.lookup(now, &who, &[id], &mut []).expect("a time") == 0 {
+            let context = RequestContext { session: Some(id % 9), ..RequestContext::default() };
+            if e.lookup(now, &context, &[id], &mut []).expect("a time") == 0 {
                 let over = (e.objects().len() as u64 + 1).saturating_sub(64);
                 e.evict(now, over, &mut Vec::new()).expect("a time");
-                insert(&mut e, now, &who, id);
+                insert(&mut e, now, &context, id);
             }
             if id % 7 == 0 {
                 let stop = crate::meta::sessions::Stop::from_code(id % 5);
                 let hint = Hint { stop, ..Hint::default() };
-                e.hint(now, &who, &[id], &hint).expect("a time");
+                e.hint(now, &context, &[id], &hint).expect("a time");
             }
         }
         (e, now)

@@ -101,20 +101,20 @@ impl Policy for Lfu {
 
 #[cfg(test)]
 mod tests {
-    use crate::policy::evictor::Who;
+    use crate::policy::evictor::RequestContext;
     use crate::policy::testing::{evict, gauge, insert, open};
 
     /// One object is used often, then never again; the others are used twice each.
     fn survivor(spec: &str) -> bool {
         let mut e = open(spec);
-        insert(&mut e, 1, &Who::default(), 999);
+        insert(&mut e, 1, &RequestContext::default(), 999);
         for now in 2..12 {
-            e.touch(now, &Who::default(), &[999]).expect("there");
+            e.touch(now, &RequestContext::default(), &[999]).expect("there");
         }
         for id in 0..100u64 {
             let now = 100 + id as i64 * 10;
-            insert(&mut e, now, &Who::default(), id);
-            e.touch(now + 1, &Who::default(), &[id]).expect("there");
+            insert(&mut e, now, &RequestContext::default(), id);
+            e.touch(now + 1, &RequestContext::default(), &[id]).expect("there");
             if e.objects().len() > 4 {
                 evict(&mut e, now + 2, 1);
             }
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn a_preview_does_not_move_the_clock() {
         let mut e = open("lfu");
-        (0..3).for_each(|id| insert(&mut e, 1, &Who::default(), id));
+        (0..3).for_each(|id| insert(&mut e, 1, &RequestContext::default(), id));
         let mut out = Vec::new();
         e.preview(2, 2, &mut out).expect("a time");
         assert_eq!(gauge(&e, "clock"), 0.0);

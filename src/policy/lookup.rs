@@ -6,7 +6,7 @@
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
-use crate::policy::evictor::{Evictor, Who};
+use crate::policy::evictor::{Evictor, RequestContext};
 
 /// Ids whose memory is prefetched at a time.
 pub(super) const AHEAD: usize = 64;
@@ -57,7 +57,7 @@ impl Partition {
 
 /// A lookup to be counted.
 struct CountedLookup<'a> {
-    who: &'a Who,
+    context: &'a RequestContext,
     session: Slot,
     ids: usize,
     /// Leading ids that are present.
@@ -71,23 +71,29 @@ impl Evictor {
     /// one first, so that no object is older than its children. Returns the number of leading hits.
     /// `found`, if not empty, receives 0 or 1 for each id. Where holes are allowed, objects behind
     /// a hole are hits, too.
-    pub fn lookup(&mut self, now: i64, who: &Who, ids: &[u64], found: &mut [u8]) -> Result<usize> {
+    pub fn lookup(
+        &mut self,
+        now: i64,
+        context: &RequestContext,
+        ids: &[u64],
+        found: &mut [u8],
+    ) -> Result<usize> {
         if !found.is_empty() && found.len() != ids.len() {
             fail!(Invalid, "found has {} entries for {} ids", found.len(), ids.len());
         }
-        if let ([id], None) = (ids, who.session) {
-            return self.lookup_one(now, who, *id, found);
+        if let ([id], None) = (ids, context.session) {
+            return self.lookup_one(now, context, *id, found);
         }
         let now = self.begin(now, ids.len())?;
         let leading = self.find_all(ids);
-        let session = self.note_session(now, who);
+        let session = self.note_session(now, context);
         let (hits, misses) = self.partition.fill(ids, &self.slots);
         let (usable, used) =
             if self.options.holes { (ids.len(), hits) } else { (leading, leading) };
         for (i, out) in found.iter_mut().enumerate() {
             *out = u8::from((i < usable) & (self.slots[i] != NONE));
         }
-        self.count_lookup(&CountedLookup { who, session, ids: ids.len(), leading, misses });
+        self.count_lookup(&CountedLookup { context, session, ids: ids.len(), leading, misses });
         let slots = &self.partition.present[..used];
         let mut stamp = self.policy.touch_all(&mut self.objects, slots, session, now);
         for ids in self.partition.missing[..misses].chunks(AHEAD) {
@@ -103,10 +109,16 @@ impl Evictor {
 
     /// As `lookup`, for a single id without a session. It has so few steps that the processor
     /// overlaps the memory accesses of consecutive calls.
-    fn lookup_one(&mut self, now: i64, who: &Who, id: u64, found: &mut [u8]) -> Result<usize> {
+    fn lookup_one(
+        &mut self,
+        now: i64,
+        context: &RequestContext,
+        id: u64,
+        found: &mut [u8],
+    ) -> Result<usize> {
         let now = self.tick(now, 1)?;
-        let each = who.tokens_each.max(1);
-        let all = u64::from(if who.length > 0 { who.length } else { each });
+        let each = context.tokens_each.max(1);
+        let all = u64::from(if context.length > 0 { context.length } else { each });
         let cost = self.options.cost.of(0, all);
         let counts = &mut self.metrics.counts;
         counts.requests += 1;
@@ -133,10 +145,10 @@ impl Evictor {
 
     /// Touches objects, the last one first, without counting a lookup. Returns the number that were
     /// present.
-    pub fn touch(&mut self, now: i64, who: &Who, ids: &[u64]) -> Result<usize> {
+    pub fn touch(&mut self, now: i64, context: &RequestContext, ids: &[u64]) -> Result<usize> {
         let now = self.begin(now, ids.len())?;
         self.find_all(ids);
-        let session = self.note_session(now, who);
+        let session = self.note_session(now, context);
         let (hits, _) = self.partition.fill(ids, &self.slots);
         let slots = &self.partition.present[..hits];
         let end = self.policy.touch_all(&mut self.objects, slots, session, now);
@@ -145,9 +157,9 @@ impl Evictor {
 
     /// Counts what was requested, and what of it was present and usable.
     fn count_lookup(&mut self, asked: &CountedLookup) {
-        let &CountedLookup { who, session, ids, leading, misses } = asked;
-        let each = u64::from(who.tokens_each.max(1));
-        let all = if who.length > 0 { u64::from(who.length) } else { each * ids as u64 };
+        let &CountedLookup { context, session, ids, leading, misses } = asked;
+        let each = u64::from(context.tokens_each.max(1));
+        let all = if context.length > 0 { u64::from(context.length) } else { each * ids as u64 };
         let until = |i: usize| (each * i as u64).min(all);
         let counts = &mut self.metrics.counts;
         counts.requests += 1;
@@ -185,8 +197,8 @@ impl Evictor {
             row.wanted_tokens += hit_tokens + missed_tokens;
         }
         // A session without a row still counts for its tenant.
-        if who.session.is_some() {
-            self.metrics.tenant(who.tenant, hit_tokens, hit_tokens + missed_tokens);
+        if context.session.is_some() {
+            self.metrics.tenant(context.tenant, hit_tokens, hit_tokens + missed_tokens);
         }
     }
 }

@@ -193,12 +193,12 @@ impl Policy for LruK {
 #[cfg(test)]
 mod tests {
     use crate::policy::columns::Columns;
-    use crate::policy::evictor::{Evictor, Who};
+    use crate::policy::evictor::{Evictor, RequestContext};
     use crate::policy::testing::{self, open};
     use crate::policy::{Policy, Rank};
 
     fn insert(e: &mut Evictor, now: i64, id: u64) {
-        testing::insert(e, now, &Who::default(), id);
+        testing::insert(e, now, &RequestContext::default(), id);
     }
 
     fn evict(e: &mut Evictor, now: i64) -> u64 {
@@ -209,8 +209,8 @@ mod tests {
     fn the_second_last_use_decides() {
         let mut e = open("lru-k");
         (1..=3).for_each(|id| insert(&mut e, id as i64, id));
-        e.touch(10, &Who::default(), &[2]).expect("there");
-        e.touch(11, &Who::default(), &[1]).expect("there");
+        e.touch(10, &RequestContext::default(), &[2]).expect("there");
+        e.touch(11, &RequestContext::default(), &[1]).expect("there");
         // 3 was used once; 1 was first used before 2, though last used after it.
         assert_eq!([12, 13, 14].map(|now| evict(&mut e, now)), [3, 1, 2]);
     }

@@ -426,7 +426,7 @@ impl Policy for Pensieve {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::evictor::{Evictor, NewObject, Options, RequestContext};
     use crate::policy::testing::evict;
 
     fn cell(layer: u16, chunk: u32) -> Facts {
@@ -448,8 +448,8 @@ mod tests {
             let mut e = open(spec, true);
             for (id, (layer, chunk)) in CELLS.into_iter().enumerate() {
                 let facts = cell(layer, chunk);
-                let new = New { id: id as u64, units: 1, facts, ..New::default() };
-                e.insert(1_000, &Who::default(), &[new]).expect("room");
+                let new = NewObject { id: id as u64, units: 1, facts, ..NewObject::default() };
+                e.insert(1_000, &RequestContext::default(), &[new]).expect("room");
             }
             let costs = [0.0075, 0.00375, 0.047, 0.0235];
             for (slot, cost) in costs.into_iter().enumerate() {
@@ -490,8 +490,9 @@ mod tests {
     fn weights_can_be_switched_off() {
         let cost = |spec: &str, layer, chunk| {
             let mut e = open(spec, true);
-            let new = New { id: 1, units: 1, facts: cell(layer, chunk), ..New::default() };
-            e.insert(1_000, &Who::default(), &[new]).expect("room");
+            let new =
+                NewObject { id: 1, units: 1, facts: cell(layer, chunk), ..NewObject::default() };
+            e.insert(1_000, &RequestContext::default(), &[new]).expect("room");
             e.policy().score(e.objects(), 0, 1_000)
         };
         let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} {b}");
@@ -507,8 +508,8 @@ mod tests {
         let mut e = open("pensieve(alpha=0,const=0)", true);
         for (id, tokens, at) in [(1, 100, 1_000_000_000), (2, 20, 9_500_000_000)] {
             let facts = Facts { tokens, ..Facts::default() };
-            let new = New { id, units: 1, facts, ..New::default() };
-            e.insert(at, &Who::default(), &[new]).expect("room");
+            let new = NewObject { id, units: 1, facts, ..NewObject::default() };
+            e.insert(at, &RequestContext::default(), &[new]).expect("room");
         }
         // 1.0 / 9 s against 0.2 / 0.5 s, then 1.0 / 19 s against 0.2 / 10.5 s.
         let mut out = Vec::new();
@@ -544,8 +545,8 @@ mod tests {
         let mut e = open("pensieve(time_weight=false)", true);
         for id in 0..3 {
             let facts = Facts { tokens: 10 + 10 * id as u32, ..Facts::default() };
-            let new = New { id, units: 1, facts, ..New::default() };
-            e.insert(1, &Who::default(), &[new]).expect("room");
+            let new = NewObject { id, units: 1, facts, ..NewObject::default() };
+            e.insert(1, &RequestContext::default(), &[new]).expect("room");
         }
         let old = e.objects.facts(0);
         e.objects.facts_mut(0).expect("kept").tokens = 25;

@@ -1,6 +1,6 @@
 //! Helpers for the unit tests of policies: an evictor, and a cache of objects of one unit.
 
-use crate::policy::evictor::{Evictor, New, Options, Who};
+use crate::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 
 /// An evictor for up to 256 objects, without prefix order, of unknown capacity.
 pub(crate) fn open(spec: &str) -> Evictor {
@@ -8,12 +8,12 @@ pub(crate) fn open(spec: &str) -> Evictor {
     Evictor::open(spec, &options).expect("a known policy")
 }
 
-pub(crate) fn new(id: u64) -> New {
-    New { id, units: 1, ..New::default() }
+pub(crate) fn new(id: u64) -> NewObject {
+    NewObject { id, units: 1, ..NewObject::default() }
 }
 
-pub(crate) fn insert(e: &mut Evictor, now: i64, who: &Who, id: u64) {
-    e.insert(now, who, &[new(id)]).expect("room");
+pub(crate) fn insert(e: &mut Evictor, now: i64, context: &RequestContext, id: u64) {
+    e.insert(now, context, &[new(id)]).expect("room");
 }
 
 /// Evicts so many units, and checks the tables; the ids of the victims.
@@ -48,15 +48,15 @@ impl Cache {
 
     /// Looks each id up, and inserts it after a miss; the ids evicted for that.
     pub(crate) fn get(&mut self, ids: impl IntoIterator<Item = u64>) -> Vec<u64> {
-        let (mut out, who) = (Vec::new(), Who::default());
+        let (mut out, context) = (Vec::new(), RequestContext::default());
         for id in ids {
             self.now += 1;
             let e = &mut self.evictor;
-            if e.lookup(self.now, &who, &[id], &mut []).expect("a time") == 0 {
+            if e.lookup(self.now, &context, &[id], &mut []).expect("a time") == 0 {
                 while e.objects().units() >= self.capacity {
                     out.extend(evict(e, self.now, 1));
                 }
-                insert(e, self.now, &who, id);
+                insert(e, self.now, &context, id);
             }
             e.check().expect("sound");
         }

@@ -117,15 +117,15 @@ impl Policy for Tlru {
 #[cfg(test)]
 mod tests {
     use crate::meta::objects::Facts;
-    use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 
     #[test]
     fn the_end_of_a_long_history_is_evicted_before_older_objects() {
         let options = Options { max_objects: 64, ..Options::default() };
         let spec = "tlru(threshold=200,turn=100)";
         let mut e = Evictor::open(spec, &options).expect("a known policy");
-        let path = |ids: std::ops::Range<u64>| -> Vec<New> {
-            let block = |(i, id)| New {
+        let path = |ids: std::ops::Range<u64>| -> Vec<NewObject> {
+            let block = |(i, id)| NewObject {
                 id,
                 parent: (i > 0).then(|| id - 1),
                 units: 1,
@@ -133,15 +133,19 @@ mod tests {
             };
             ids.enumerate().map(block).collect()
         };
-        let who = |session, length| Who { session: Some(session), length, ..Who::default() };
+        let request = |session, length| RequestContext {
+            session: Some(session),
+            length,
+            ..RequestContext::default()
+        };
         // Without a session: by LRU, after the part beyond B.
-        e.insert(1, &Who::default(), &path(100..101)).expect("room");
+        e.insert(1, &RequestContext::default(), &path(100..101)).expect("room");
         // 300 + 100 - 200: objects that start at 200 or later are not needed.
-        e.lookup(2, &who(7, 300), &[1], &mut []).expect("a time");
-        e.insert(3, &who(7, 300), &path(1..7)).expect("room");
+        e.lookup(2, &request(7, 300), &[1], &mut []).expect("a time");
+        e.insert(3, &request(7, 300), &path(1..7)).expect("room");
         // 100 + 100 - 200: nothing is needed.
-        e.lookup(4, &who(8, 100), &[11], &mut []).expect("a time");
-        e.insert(5, &who(8, 100), &path(11..13)).expect("room");
+        e.lookup(4, &request(8, 100), &[11], &mut []).expect("a time");
+        e.insert(5, &request(8, 100), &path(11..13)).expect("room");
         let mut out = Vec::new();
         e.evict(6, u64::MAX, &mut out).expect("a time");
         let order: Vec<u64> = out.iter().map(|v| v.id).collect();

@@ -6,7 +6,7 @@ use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::{Facts, MAX_UNITS};
 use crate::meta::sessions::Sessions;
 use crate::policy::Hint;
-use crate::policy::evictor::{Evictor, Who};
+use crate::policy::evictor::{Evictor, RequestContext};
 
 impl Evictor {
     /// Removes objects that their owner gave up, pinned or not; all or none. Children must be
@@ -184,9 +184,15 @@ impl Evictor {
 
     /// Passes on the engine's hint about objects, usually the path of a finished request. Unknown
     /// ids are skipped; returns the number of known ones.
-    pub fn hint(&mut self, now: i64, who: &Who, ids: &[u64], hint: &Hint) -> Result<usize> {
+    pub fn hint(
+        &mut self,
+        now: i64,
+        context: &RequestContext,
+        ids: &[u64],
+        hint: &Hint,
+    ) -> Result<usize> {
         let now = self.begin(now, ids.len())?;
-        let session = self.find_session(who);
+        let session = self.find_session(context);
         note_hint(&mut self.objects.sessions, session, hint);
         self.find_all(ids);
         let mut known = 0;

@@ -10,17 +10,17 @@ const MOST_WAITING: usize = 1 << 16;
 
 /// State of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Word {
+pub enum EventState {
     /// Signalled.
     Given,
     /// Cancelled: it will never be signalled.
-    TakenBack,
+    Cancelled,
 }
 
 /// An owner of waiting transfers.
 pub trait Listener: Send + Sync {
     /// The event of a ticket's transfer was signalled or cancelled. Called without a lock.
-    fn signalled(&self, ticket: u64, word: Word);
+    fn signalled(&self, ticket: u64, word: EventState);
 
     /// Whether the transfer of a ticket still waits; it may have been cancelled. Called without a
     /// lock.
@@ -37,12 +37,12 @@ type Waiting = Vec<(Weak<dyn Listener>, u64)>;
 
 #[derive(Default)]
 struct State {
-    word: Option<Word>,
+    word: Option<EventState>,
     waiting: Waiting,
 }
 
 /// Notifies all waiters, without a lock.
-fn signal_all(waiting: Waiting, word: Word) {
+fn signal_all(waiting: Waiting, word: EventState) {
     for (listener, ticket) in waiting {
         if let Some(listener) = listener.upgrade() {
             listener.signalled(ticket, word);
@@ -58,21 +58,21 @@ impl Default for Ready {
 
 impl Ready {
     /// Its state; `None` = pending.
-    pub fn word(&self) -> Option<Word> {
+    pub fn word(&self) -> Option<EventState> {
         self.state.lock().word
     }
 
     /// Signals it: waiting transfers begin. Later calls have no effect.
     pub fn give(&self) {
-        self.say(Word::Given);
+        self.say(EventState::Given);
     }
 
     /// Cancels it: waiting transfers fail.
     pub fn take_back(&self) {
-        self.say(Word::TakenBack);
+        self.say(EventState::Cancelled);
     }
 
-    fn say(&self, word: Word) {
+    fn say(&self, word: EventState) {
         let waiting = {
             let mut state = self.state.lock();
             if state.word.is_some() {
@@ -133,14 +133,14 @@ mod tests {
     use super::*;
     use crate::base::sync::Arc;
 
-    struct Ears(Mutex<Vec<(u64, Word)>>);
+    struct Ears(Mutex<Vec<(u64, EventState)>>);
 
     fn ears() -> Arc<Ears> {
         Arc::new(Ears(Mutex::new(Vec::new())))
     }
 
     impl Listener for Ears {
-        fn signalled(&self, ticket: u64, word: Word) {
+        fn signalled(&self, ticket: u64, word: EventState) {
             self.0.lock().push((ticket, word));
         }
 
@@ -168,14 +168,14 @@ mod tests {
         ready.give();
         ready.take_back();
         ready.join(weak(&ears), 4);
-        let heard = [1, 2, 4].map(|ticket| (ticket, Word::Given));
-        assert_eq!((&ears.0.lock()[..], ready.word()), (&heard[..], Some(Word::Given)));
+        let heard = [1, 2, 4].map(|ticket| (ticket, EventState::Given));
+        assert_eq!((&ears.0.lock()[..], ready.word()), (&heard[..], Some(EventState::Given)));
 
         let other = Ready::default();
         other.join(weak(&ears), 5);
         other.take_back();
         other.give();
-        assert_eq!(ears.0.lock().last(), Some(&(5, Word::TakenBack)));
+        assert_eq!(ears.0.lock().last(), Some(&(5, EventState::Cancelled)));
     }
 
     #[test]

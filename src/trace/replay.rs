@@ -17,7 +17,7 @@ use crate::meta::index;
 use crate::meta::objects::Facts;
 use crate::meta::sessions::Stop;
 use crate::policy::evict::Victim;
-use crate::policy::evictor::{Evictor, MAX_BATCH, MAX_OBJECTS, New, Options, Who};
+use crate::policy::evictor::{Evictor, MAX_BATCH, MAX_OBJECTS, NewObject, Options, RequestContext};
 use crate::policy::{Hint, custom};
 use crate::trace::report::{Point, Report, Shares};
 use crate::trace::requests::{Request, Trace};
@@ -110,7 +110,7 @@ pub struct Replay<'a> {
     ids: Vec<u64>,
     found: Vec<u8>,
     held: Vec<u64>,
-    new: Vec<New>,
+    new: Vec<NewObject>,
     victims: Vec<Victim>,
     sessions: Shares,
     tenants: Shares,
@@ -254,7 +254,7 @@ impl<'a> Replay<'a> {
     }
 
     /// The objects that the last step inserted and evicted.
-    pub fn moved(&self) -> (&[New], &[Victim]) {
+    pub fn moved(&self) -> (&[NewObject], &[Victim]) {
         (&self.new, &self.victims)
     }
 
@@ -266,7 +266,7 @@ impl<'a> Replay<'a> {
         let Some(&request) = trace.requests().get(self.at) else { return Ok(None) };
         let first = trace.requests()[0].at_ns;
         self.now = (request.at_ns - first).saturating_add(START_NS).max(self.now + 1);
-        let who = Who {
+        let who = RequestContext {
             session: self.has_sessions.then(|| u64::from(self.study.sessions[self.at])),
             tenant: request.tenant,
             priority: Some(request.priority),
@@ -286,7 +286,7 @@ impl<'a> Replay<'a> {
         Ok(Some(step))
     }
 
-    fn look_up(&mut self, request: &Request, who: &Who) -> Result<Step> {
+    fn look_up(&mut self, request: &Request, who: &RequestContext) -> Result<Step> {
         let path = self.trace.blocks(request);
         let layers = self.opts.layers;
         let cells = path.len().saturating_mul(layers as usize);
@@ -329,7 +329,7 @@ impl<'a> Replay<'a> {
     }
 
     /// Inserts the misses, after an eviction that spares the request's own hits.
-    fn store(&mut self, request: &Request, who: &Who, step: &mut Step) -> Result<()> {
+    fn store(&mut self, request: &Request, who: &RequestContext, step: &mut Step) -> Result<()> {
         let there = self.found.iter().filter(|&&f| f != 0).count();
         let wanted = self.ids.len() - there;
         let mut fits = wanted.min(self.capacity.saturating_sub(there));
@@ -389,7 +389,7 @@ impl<'a> Replay<'a> {
                 next_use_ns: self.next_use_ns(request, chunk).unwrap_or(0),
             };
             let parent = i.checked_sub(1).map(|above| self.ids[above]);
-            self.new.push(New { id, parent, units: 1, facts });
+            self.new.push(NewObject { id, parent, units: 1, facts });
         }
     }
 
@@ -403,7 +403,12 @@ impl<'a> Replay<'a> {
 
     /// Inserts everything, then evicts what exceeds the capacity: the farthest next use, also if it
     /// is new.
-    fn store_optimally(&mut self, request: &Request, who: &Who, step: &mut Step) -> Result<()> {
+    fn store_optimally(
+        &mut self,
+        request: &Request,
+        who: &RequestContext,
+        step: &mut Step,
+    ) -> Result<()> {
         let layers = self.opts.layers as usize;
         for i in 0..self.ids.len() {
             if self.found[i] != 0 {
@@ -423,7 +428,7 @@ impl<'a> Replay<'a> {
         Ok(())
     }
 
-    fn hint(&mut self, request: &Request, who: &Who) -> Result<()> {
+    fn hint(&mut self, request: &Request, who: &RequestContext) -> Result<()> {
         if self.opts.hints == Hints::None || !self.next.is_empty() {
             return Ok(());
         }

@@ -335,9 +335,9 @@ fn store_transfers_tensors_of_peer_devices() {
                 Arc::new(open(CudaOpts { choice, verify: true, ..opts(0, &[1, 2]) }));
             let others = [open(opts(1, &[])), open(opts(2, &[]))];
             let store = TestStore::on_device(&spec_of(spec), first);
-            let space = store.namespace(1, &MODEL);
+            let namespace = store.namespace(1, &MODEL);
             let tokens = document(1, TOKENS);
-            let session = store.session(space, &tokens);
+            let session = store.session(namespace, &tokens);
             let engine = Engine::computed(MODEL, SHAPES[1], &marks_of(0, &tokens));
             let from = Mirror::new(&others[0], engine);
             let mut to = Mirror::new(&others[1], Engine::new(MODEL, SHAPES[0], TOKENS));

@@ -247,14 +247,14 @@ fn store_transfers_run_between_engine_kernels() {
             let store = Store::open_with(runtime.core(), None, &spec, device).expect("opened");
             support::TestStore { handle: store, runtime }
         };
-        let space = store.namespace(1, &MODEL);
+        let namespace = store.namespace(1, &MODEL);
         let (before, behind) = (fake.stream_in(context), fake.stream_in(context));
         let events = [(); 3].map(|()| fake.event(context));
         let [gate, ready, after] = events;
         for number in 0..6 {
             let tokens = support::document(number, TOKENS);
             let marks = support::marks_of(0, &tokens);
-            let session = store.session(space, &tokens);
+            let session = store.session(namespace, &tokens);
             let mut engine = Engine::new(MODEL, Shape::Heads, TOKENS);
             for kind in [TransferKind::Put, TransferKind::Get] {
                 // The engine's kernels before: they end when the gate opens.
@@ -441,9 +441,9 @@ fn cell_memory_is_registered_and_unregistered() {
         if refuses {
             fake.lockable(0);
         }
-        let space = store.namespace(1, &MODEL);
+        let namespace = store.namespace(1, &MODEL);
         let tokens = support::document(1, TOKENS);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let engine = Engine::computed(MODEL, Shape::Heads, &support::marks_of(0, &tokens));
         for kind in [TransferKind::Put, TransferKind::Get] {
             let done = store.transfer(session, kind, Level::Ram, engine.whole());

@@ -263,9 +263,9 @@ struct Rig {
 impl Rig {
     fn open(device: Arc<dyn Device>, spec: &str) -> Rig {
         let store = TestStore::on_device(&spec_of(spec), device.clone());
-        let space = store.namespace(1, &MODEL);
+        let namespace = store.namespace(1, &MODEL);
         let tokens = document(3, TOKENS);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         Rig { device, store, session, tokens }
     }
 

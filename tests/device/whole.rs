@@ -37,12 +37,12 @@ fn device_tensors_round_trip_in_every_shape() {
     for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
         let device = cuda();
         let store = TestStore::on_device(&spec_of(spec), device.clone());
-        let space = store.namespace(1, &MODEL);
+        let namespace = store.namespace(1, &MODEL);
         let right = Done::ok(TOKENS);
         for (number, shape) in SHAPES.into_iter().enumerate() {
             let tokens = document(number as u32, TOKENS);
             let marks = marks_of(0, &tokens);
-            let session = store.session(space, &tokens);
+            let session = store.session(namespace, &tokens);
             let engine = Engine::computed(MODEL, shape, &marks);
             let from = Mirror::new(&*device, engine);
             let put = store.submit(session, TransferKind::Put, Level::Ram, from.whole());
@@ -70,12 +70,12 @@ fn transfers_wait_for_ready_events() {
     for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
         let device = cuda();
         let store = TestStore::on_device(&spec_of(spec), device.clone());
-        let space = store.namespace(1, &MODEL);
+        let namespace = store.namespace(1, &MODEL);
         let right = Done::ok(TOKENS);
         for (number, shape) in (0u32..).zip(SHAPES) {
             let tokens = document(number, TOKENS);
             let marks = marks_of(0, &tokens);
-            let session = store.session(space, &tokens);
+            let session = store.session(namespace, &tokens);
             // Nothing is there yet but poison.
             let mut tensors = Mirror::new(&*device, Engine::new(MODEL, shape, tokens.len()));
             for kind in [TransferKind::Put, TransferKind::Get, TransferKind::Get] {
@@ -117,11 +117,11 @@ fn transfers_wait_for_ready_events() {
 fn host_tensors_round_trip_through_the_device() {
     let device = cuda();
     let store = TestStore::on_device(&spec_of("store(host=8MiB)"), device);
-    let space = store.namespace(1, &MODEL);
+    let namespace = store.namespace(1, &MODEL);
     for (number, shape) in SHAPES.into_iter().enumerate() {
         let tokens = document(number as u32, TOKENS);
         let marks = marks_of(0, &tokens);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let engine = Engine::computed(MODEL, shape, &marks);
         assert_eq!(store.put(session, Level::Ram, &engine).tokens, TOKENS);
         let mut back = Engine::new(MODEL, shape, tokens.len());

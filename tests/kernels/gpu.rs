@@ -70,7 +70,7 @@ pub unsafe fn run_within(call: &Call, shared_bytes: u32) -> Result<()> {
 
 /// Memory of a process that a GPU reaches, or the system's where there is none: an allocator for
 /// whole test programs.
-pub struct Stretch {
+pub struct LookupRange {
     busy: AtomicBool,
     /// 0 = not asked for yet, 1 = the system's.
     start: AtomicUsize,
@@ -80,18 +80,18 @@ pub struct Stretch {
 }
 
 // SAFETY: what is not atomic is touched by whoever has `busy`.
-unsafe impl Sync for Stretch {}
+unsafe impl Sync for LookupRange {}
 
 /// The one of this process.
 #[global_allocator]
-pub static STRETCH: Stretch = Stretch {
+pub static STRETCH: LookupRange = LookupRange {
     busy: AtomicBool::new(false),
     start: AtomicUsize::new(0),
     used: UnsafeCell::new(0),
     free: UnsafeCell::new([0; SIZES]),
 };
 
-impl Stretch {
+impl LookupRange {
     /// Where it starts; none without a GPU.
     fn start(&self) -> Option<*mut u8> {
         let start = self.start.load(Ordering::Acquire);
@@ -129,7 +129,7 @@ impl Stretch {
 
     /// A piece, with `busy` had; null = no more.
     unsafe fn take(&self, layout: Layout) -> *mut u8 {
-        let size = Stretch::size_of(layout);
+        let size = LookupRange::size_of(layout);
         if size >= SIZES {
             return std::ptr::null_mut();
         }
@@ -157,7 +157,7 @@ impl Stretch {
 
 // SAFETY: pieces are apart, as large and as aligned as was asked, and stay until they are given
 // back.
-unsafe impl GlobalAlloc for Stretch {
+unsafe impl GlobalAlloc for LookupRange {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if self.start.load(Ordering::Acquire) == 1 {
             // SAFETY: the caller's promise.
@@ -187,7 +187,7 @@ unsafe impl GlobalAlloc for Stretch {
         self.enter();
         // SAFETY: a piece of that size, which nobody uses any more.
         unsafe {
-            let first = &mut (*self.free.get())[Stretch::size_of(layout)];
+            let first = &mut (*self.free.get())[LookupRange::size_of(layout)];
             ptr.cast::<usize>().write(*first);
             *first = ptr.expose_provenance();
         }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use kvtier::meta::objects::Facts;
 use kvtier::policy::Hint;
-use kvtier::policy::evictor::{Evictor, New, Options, Who};
+use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 
 /// xorshift64*, as in libcachesim_misses.py.
 struct Random(u64);
@@ -126,14 +126,14 @@ fn misses(spec: &str, size: u64, ids: &[u64], nexts: &[i64]) -> u64 {
         ..Options::default()
     };
     let mut evictor = Evictor::open(spec, &options).expect("a known policy");
-    let (who, foresight) = (Who::default(), spec == "belady");
+    let (context, foresight) = (RequestContext::default(), spec == "belady");
     let (mut count, mut out) = (0, Vec::new());
     for (at, &id) in ids.iter().enumerate() {
         let now = at as i64 + 1;
-        if evictor.lookup(now, &who, &[id], &mut []).expect("a time") == 1 {
+        if evictor.lookup(now, &context, &[id], &mut []).expect("a time") == 1 {
             if foresight {
                 let hint = Hint { next_use: Some((nexts[at], 1.0)), ..Hint::default() };
-                evictor.hint(now, &who, &[id], &hint).expect("a time");
+                evictor.hint(now, &context, &[id], &hint).expect("a time");
             }
             continue;
         }
@@ -144,8 +144,8 @@ fn misses(spec: &str, size: u64, ids: &[u64], nexts: &[i64]) -> u64 {
             assert_eq!(outcome.shortfall_units, 0, "{spec} finds no victim");
         }
         let facts = Facts { next_use_ns: nexts[at], ..Facts::default() };
-        let new = New { id, units: 1, facts, ..New::default() };
-        evictor.insert(now, &who, &[new]).expect("room");
+        let new = NewObject { id, units: 1, facts, ..NewObject::default() };
+        evictor.insert(now, &context, &[new]).expect("room");
     }
     evictor.check().expect("sound");
     count

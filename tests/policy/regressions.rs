@@ -4,19 +4,26 @@ use kvtier::base::status::Status;
 use kvtier::policy::batch::{SelectOptions, Selection};
 use kvtier::policy::columns::Columns;
 use kvtier::policy::evict::Victim;
-use kvtier::policy::evictor::{Evictor, New, Options, Who};
+use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 
-const WHO: Who =
-    Who { session: None, tenant: 0, priority: None, length: 0, max_length: 0, tokens_each: 0 };
+const WHO: RequestContext = RequestContext {
+    session: None,
+    tenant: 0,
+    priority: None,
+    length: 0,
+    max_length: 0,
+    tokens_each: 0,
+};
 
 fn open(spec: &str, max_objects: usize, capacity_units: u64) -> Evictor {
     let options = Options { max_objects, capacity_units, holes: true, ..Options::default() };
     Evictor::open(spec, &options).expect("a known policy")
 }
 
-fn put(e: &mut Evictor, now: i64, who: &Who, ids: impl IntoIterator<Item = u64>) {
+fn put(e: &mut Evictor, now: i64, request: &RequestContext, ids: impl IntoIterator<Item = u64>) {
     for id in ids {
-        e.insert(now, who, &[New { id, units: 1, ..New::default() }]).expect("room");
+        e.insert(now, request, &[NewObject { id, units: 1, ..NewObject::default() }])
+            .expect("room");
     }
 }
 
@@ -65,9 +72,9 @@ fn policy_switch_leaves_no_future_timestamps() {
 fn qos_returns_candidates_blocked_during_the_search() {
     for inner in ["arc", "slru", "2q", "wtinylfu", "s3fifo", "sieve", "lru", "horizon"] {
         let mut e = open(&format!("qos(inner={inner})"), 64, 20);
-        let who = |session, tenant| Who { session: Some(session), tenant, ..WHO };
-        put(&mut e, 1, &who(1, 1), [1]);
-        put(&mut e, 2, &who(2, 2), 10..20);
+        let request = |session, tenant| RequestContext { session: Some(session), tenant, ..WHO };
+        put(&mut e, 1, &request(1, 1), [1]);
+        put(&mut e, 2, &request(2, 2), 10..20);
         evict(&mut e, 30, 1);
         e.acquire(&[1]).expect("there");
         assert_eq!(evict(&mut e, 40, 100).len(), 9, "{inner}");
@@ -126,7 +133,7 @@ fn single_object_sequence_keeps_its_session() {
         if e.objects().len() == 1000 {
             evict(&mut e, now, 1);
         }
-        put(&mut e, now, &Who { session: Some(id), ..WHO }, [id]);
+        put(&mut e, now, &RequestContext { session: Some(id), ..WHO }, [id]);
         assert!(e.objects().sessions.find(id).is_some(), "{id}");
     }
 }
@@ -134,8 +141,8 @@ fn single_object_sequence_keeps_its_session() {
 #[test]
 fn unknown_id_recorded_twice_takes_one_row() {
     let mut e = Evictor::open("lru", &Options { max_objects: 2, ..Options::default() }).unwrap();
-    assert_eq!(e.record(1, &Who::default(), &[5, 5, 6], &[]).unwrap(), 2);
-    assert!(e.record(2, &Who::default(), &[7], &[]).is_err());
+    assert_eq!(e.record(1, &RequestContext::default(), &[5, 5, 6], &[]).unwrap(), 2);
+    assert!(e.record(2, &RequestContext::default(), &[7], &[]).is_err());
 }
 
 #[test]
@@ -148,10 +155,10 @@ fn oversized_ghost_list_is_an_error() {
 fn tlru_reorders_on_changed_facts() {
     let options = Options { max_objects: 8, ..Options::default() };
     let mut e = Evictor::open("tlru(threshold=100,turn=10)", &options).unwrap();
-    let who = Who { session: Some(1), length: 200, ..Who::default() };
-    e.lookup(1, &who, &[1, 2], &mut []).unwrap();
-    let new = [1, 2].map(|id| New { id, units: 1, ..New::default() });
-    e.insert(2, &who, &new).unwrap();
+    let request = RequestContext { session: Some(1), length: 200, ..RequestContext::default() };
+    e.lookup(1, &request, &[1, 2], &mut []).unwrap();
+    let new = [1, 2].map(|id| NewObject { id, units: 1, ..NewObject::default() });
+    e.insert(2, &request, &new).unwrap();
     let columns = Columns { ids: &[1, 2], context: &[150, 0], ..Columns::default() };
     let mut out = Selection::default();
     e.select(3, &columns, 1, &SelectOptions::default(), &mut out).unwrap();
@@ -164,10 +171,10 @@ fn tlru_reorders_on_changed_facts() {
 #[test]
 fn insert_learns_the_class_of_a_known_session() {
     let mut e = open("qos(ageing=0,floor=0)", 8, 8);
-    let who = |id, priority| Who { session: Some(id), priority, ..WHO };
-    e.lookup(1, &who(5, None), &[1], &mut []).unwrap();
-    put(&mut e, 2, &who(5, Some(2)), [1]);
-    put(&mut e, 3, &who(6, Some(1)), [2]);
+    let request = |id, priority| RequestContext { session: Some(id), priority, ..WHO };
+    e.lookup(1, &request(5, None), &[1], &mut []).unwrap();
+    put(&mut e, 2, &request(5, Some(2)), [1]);
+    put(&mut e, 3, &request(6, Some(1)), [2]);
     assert_eq!(evict(&mut e, 4, 1)[0].id, 2);
 }
 
@@ -196,12 +203,12 @@ fn rows_with_block_lists_have_their_size() {
 #[test]
 fn tenants_are_counted_when_the_session_table_is_full() {
     let mut e = open("lru", 2, 2);
-    let who = |session, tenant| Who { session: Some(session), tenant, ..WHO };
-    put(&mut e, 1, &who(1, 1), [1]);
-    put(&mut e, 2, &who(2, 2), [2]);
+    let request = |session, tenant| RequestContext { session: Some(session), tenant, ..WHO };
+    put(&mut e, 1, &request(1, 1), [1]);
+    put(&mut e, 2, &request(2, 2), [2]);
     for session in 1..8 {
         let tenant = session as u32;
-        e.lookup(2 + session as i64, &who(session, tenant), &[session], &mut []).unwrap();
+        e.lookup(2 + session as i64, &request(session, tenant), &[session], &mut []).unwrap();
     }
     assert_eq!(e.metrics.tenants(), 7);
 }
@@ -246,8 +253,8 @@ fn selected_victims_count_as_evicted() {
 fn changed_facts_keep_a_young_object_young() {
     for spec in ["tlru(threshold=100,turn=10)", "pensieve"] {
         let mut e = open(spec, 2000, 2000);
-        let who = Who { session: Some(1), length: 5000, ..WHO };
-        put(&mut e, 1, &who, 0..1000);
+        let request = RequestContext { session: Some(1), length: 5000, ..WHO };
+        put(&mut e, 1, &request, 0..1000);
         let columns = Columns { ids: &[999], tokens: &[7], context: &[60], ..Columns::default() };
         let mut out = Selection::default();
         e.select(2_000_000_000, &columns, 1, &SelectOptions::default(), &mut out).unwrap();
@@ -391,7 +398,7 @@ fn oldest_evictable_object_is_the_victim() {
 fn objects_moved_by_facts_keep_last_use_order() {
     const MANY: u64 = 4_000;
     let mut e = open("tlru(threshold=100,turn=10)", MANY as usize, MANY);
-    put(&mut e, 1, &Who { session: Some(1), length: 5_000, ..WHO }, 0..MANY);
+    put(&mut e, 1, &RequestContext { session: Some(1), length: 5_000, ..WHO }, 0..MANY);
     let ids = shuffled((0..MANY).filter(|id| id % 3 > 0), 3);
     let context = vec![5_000; ids.len()];
     let columns = Columns { ids: &ids, context: &context, ..Columns::default() };

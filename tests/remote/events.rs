@@ -22,8 +22,8 @@ const MODEL: Model = Model { layers: 2, heads: 2, run: 64, chunk: 16 };
 
 fn put(store: &TestStore, number: u32, tokens: usize) {
     let tokens = document(number, tokens);
-    let space = store.namespace(1, &MODEL);
-    let done = store.put_tokens((space, 1), &MODEL, &tokens, Level::Ram);
+    let namespace = store.namespace(1, &MODEL);
+    let done = store.put_tokens((namespace, 1), &MODEL, &tokens, Level::Ram);
     assert_eq!(done.status, Status::Ok);
 }
 

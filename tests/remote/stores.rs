@@ -34,16 +34,16 @@ fn remote_counters(store: &TestStore) -> RemoteStats {
 
 /// Puts a document at the level of the remote.
 fn put(store: &TestStore, tokens: &[u32], level: Level) -> Option<Status> {
-    let space = store.namespace(1, &MODEL);
-    let done = store.put_tokens((space, 1), &MODEL, tokens, level);
+    let namespace = store.namespace(1, &MODEL);
+    let done = store.put_tokens((namespace, 1), &MODEL, tokens, level);
 
     (done.status != Status::Ok).then_some(done.status)
 }
 
 /// Finds out how far a session of these tokens can go on.
 fn located(store: &TestStore, tokens: &[u32]) -> (u32, usize) {
-    let space = store.namespace(1, &MODEL);
-    let session = store.session(space, tokens);
+    let namespace = store.namespace(1, &MODEL);
+    let session = store.session(namespace, tokens);
     let op = store.handle.locate(session, &OpOpts::default()).expect("located");
     let done = wait(&op);
     assert_eq!(done.status, Status::Ok);
@@ -136,14 +136,14 @@ fn cheap_remote_kv_is_prefetched() {
     let tokens = document(1, 100);
     assert_eq!(put(&one, &tokens, Level::Remote), None);
     let other = TestStore::open(&spec(&scratch.0, ", ask=fetch"));
-    let space = other.namespace(1, &MODEL);
+    let namespace = other.namespace(1, &MODEL);
     let fix = |beta| {
         let cost = Some(Cost { alpha: 0.0, beta });
-        other.handle.with(|core| core.fix_prefill(space, cost)).expect("fixed");
+        other.handle.with(|core| core.fix_prefill(namespace, cost)).expect("fixed");
     };
     // Where computing costs nothing, nothing comes.
     fix(0.0);
-    other.close_session(other.session(space, &tokens));
+    other.close_session(other.session(namespace, &tokens));
     let (session, found) = located(&other, &tokens);
     other.close_session(session);
     other.settle();
@@ -154,7 +154,7 @@ fn cheap_remote_kv_is_prefetched() {
         remote_counters(&other)
     );
     fix(1e9);
-    let session = other.session(space, &tokens);
+    let session = other.session(namespace, &tokens);
     wait_until("it comes by itself", || remote_counters(&other).fetched_objects >= 6);
     other.settle();
     // It is here: the remote is not asked again.
@@ -164,9 +164,9 @@ fn cheap_remote_kv_is_prefetched() {
     engine.check(&marks_of(1, &tokens), 0..96, 0..MODEL.layers);
     assert_eq!(remote_counters(&other).fetched_cells, 24);
     // A session that is closed at once leaves nothing under way.
-    let space = other.namespace(2, &MODEL);
+    let namespace = other.namespace(2, &MODEL);
     for number in 0..50 {
-        other.close_session(other.session(space, &document(number, 64)));
+        other.close_session(other.session(namespace, &document(number, 64)));
     }
     other.close_session(session);
     [one, other].into_iter().for_each(TestStore::close);
@@ -288,9 +288,9 @@ fn evicted_layers_fail_a_remote_put() {
     );
     fs::create_dir_all(&scratch.0).expect("made");
     let store = TestStore::open(&spec_of(&format!("store(host=8MiB, write=back, {text})")));
-    let space = store.namespace(1, &MODEL);
+    let namespace = store.namespace(1, &MODEL);
     let tokens = document(1, 64);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(1, &tokens));
     let put = |layers: std::ops::Range<usize>| {
         let what = engine.cell_range(0, 64, layers, false);
@@ -320,7 +320,11 @@ fn plan_recomputes_if_the_remote_is_slow() {
     let plan = |alpha: f64, beta: f64| {
         let terms = PlanTerms { cost: Some(Cost { alpha, beta }), ..PlanTerms::default() };
         let plan = other.handle.with(|core| core.plan(session, &terms).cloned()).expect("planned");
-        plan.legs.iter().filter(|leg| leg.kind == StepKind::Load).map(|leg| leg.tokens).sum::<u64>()
+        plan.steps
+            .iter()
+            .filter(|step| step.kind == StepKind::Load)
+            .map(|step| step.tokens)
+            .sum::<u64>()
     };
     assert_eq!(plan(0.0, 1e9), 64, "a second a token: load");
     assert_eq!(plan(0.0, 1.0), 0, "a nanosecond a token: compute");
@@ -331,8 +335,8 @@ fn plan_recomputes_if_the_remote_is_slow() {
 #[test]
 fn remote_level_without_a_remote_is_unavailable() {
     let store = TestStore::open(&support::spec_of("store(host=1MiB)"));
-    let space = store.namespace(1, &MODEL);
-    let session = store.session(space, &document(5, 32));
+    let namespace = store.namespace(1, &MODEL);
+    let session = store.session(namespace, &document(5, 32));
     let (session, found) = {
         let op = store.handle.locate(session, &OpOpts::default()).expect("located");
         (session, wait(&op).tokens)

@@ -13,7 +13,7 @@ use kvtier::base::sync::Arc;
 use kvtier::format::keys::block::BlockKeys;
 use kvtier::meta::key::Key;
 use kvtier::store::executor::remote::RemoteExecutor;
-use kvtier::store::state::blocks::BlockMove;
+use kvtier::store::state::blocks::BlockTransfer;
 use kvtier::store::state::work::{Work, WorkerKind};
 use kvtier::store::state::{
     Config, Finished, Level, RemoteConfig, RemoteStats, TransferKind, Write,
@@ -139,7 +139,7 @@ impl Twin {
     fn begin_blocks(&self, kind: TransferKind, level: Level, names: &[u32], engine: &Engine) {
         let (keys, views) = (keys_of(names), engine.whole().views);
         let (first_layer, layers, after) = (0, MODEL.layers, None);
-        let blocks = BlockMove { keys, first_layer, layers, views, after };
+        let blocks = BlockTransfer { keys, first_layer, layers, views, after };
         let session = self.session(&[]);
         self.with(|core| core.submit_blocks(session, (kind, level, 0), blocks)).expect("begun");
         self.close_session(session);

@@ -20,8 +20,8 @@ use kvtier::store::state::disk_gc::{CheckpointWriter, Page};
 use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{
-    CellRange, Config, Finished, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
-    Write,
+    CellRange, Config, Finished, Level, NamespaceOpts, SessionOpts, StoreState, TransferKind,
+    Wanted, Write,
 };
 use kvtier::tier::disk::{CellAt, CellIndex, DiskTier, Options, Spot};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
@@ -112,7 +112,8 @@ impl Shared {
         let group =
             Group::gqa(0..LAYERS as u16, 1, (TOKEN / 2) as u32, Dtype::F16).expect("a group");
         let layout = Layout::new(CHUNK as u32, vec![group]).expect("a layout");
-        core.open_space(&SpaceOpts { key: Key([1; 32]), layout, holes: false }).expect("room");
+        core.open_namespace(&NamespaceOpts { key: Key([1; 32]), layout, holes: false })
+            .expect("room");
         let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), remote: None };
         let (finished, tickets) = (BTreeMap::new(), BTreeMap::new());
         let state = Mutex::new(Running { core, finished, tickets, stop: false });

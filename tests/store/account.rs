@@ -43,9 +43,9 @@ fn alike(tokens: &[u32], each: usize) -> Vec<u64> {
 }
 
 /// Stores a document.
-fn put(store: &TestStore, space: u32, model: Model, number: u32, each: usize, level: Level) {
+fn put(store: &TestStore, namespace: u32, model: Model, number: u32, each: usize, level: Level) {
     let tokens = document(number, model.chunk);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let mut engine = Engine::new(model, Shape::Tokens, tokens.len());
     engine.compute(&alike(&tokens, each));
     let right = Done::ok(model.chunk);
@@ -54,9 +54,9 @@ fn put(store: &TestStore, space: u32, model: Model, number: u32, each: usize, le
 }
 
 /// Loads it, and compares every byte.
-fn get(store: &TestStore, space: u32, model: Model, number: u32, each: usize) {
+fn get(store: &TestStore, namespace: u32, model: Model, number: u32, each: usize) {
     let tokens = document(number, model.chunk);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let mut engine = Engine::new(model, Shape::Tokens, tokens.len());
     let right = Done::ok(model.chunk);
     assert_eq!(store.get(session, &engine), right, "{number}");
@@ -88,7 +88,7 @@ fn small_budget_holds_with_a_codec() {
     for limit in [20 * MIB, 48 * MIB] {
         let scratch = Scratch::new("coded");
         let (store, budget) = open(&scratch.0, limit, "codec=lz4,readers=3");
-        let space = store.namespace(1, &MODEL);
+        let namespace = store.namespace(1, &MODEL);
         let next = AtomicU32::new(0);
         std::thread::scope(|scope| {
             for caller in 0..3u64 {
@@ -98,9 +98,9 @@ fn small_budget_holds_with_a_codec() {
                     for turn in 0..24 {
                         mine.push(next.fetch_add(1, Ordering::Relaxed));
                         let level = if turn % 3 == 0 { Level::Disk } else { Level::Ram };
-                        put(store, space, MODEL, mine[turn], 2, level);
+                        put(store, namespace, MODEL, mine[turn], 2, level);
                         let back = mix(caller << 32 | turn as u64) as usize % mine.len();
-                        get(store, space, MODEL, mine[back], 2);
+                        get(store, namespace, MODEL, mine[back], 2);
                         let lane = budget.usage(Tier::Host);
                         assert!(lane.reserved_bytes + lane.committed_bytes <= limit, "{lane:?}");
                     }
@@ -135,9 +135,9 @@ fn budget_below_the_reserve_is_rejected() {
     budget.resize(Tier::Host, RESERVE_BYTES + 16 * MIB).expect("a budget");
     let store = TestStore::on_budget(runtime, &budget, &spec);
 
-    let space = store.namespace(1, &MODEL);
-    (0..40).for_each(|number| put(&store, space, MODEL, number, 2, Level::Ram));
-    (0..40).for_each(|number| get(&store, space, MODEL, number, 2));
+    let namespace = store.namespace(1, &MODEL);
+    (0..40).for_each(|number| put(&store, namespace, MODEL, number, 2, Level::Ram));
+    (0..40).for_each(|number| get(&store, namespace, MODEL, number, 2));
     all_is_counted(&store, &budget, RESERVE_BYTES + 16 * MIB);
     store.close();
 }
@@ -147,10 +147,10 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
     const LIMIT: u64 = 96 * MIB;
     let scratch = Scratch::new("long");
     let (store, budget) = open(&scratch.0, LIMIT, "codec=lz4,readers=2");
-    let space = store.namespace(1, &LONG);
+    let namespace = store.namespace(1, &LONG);
     // There is room yet, and so they are coded.
     for number in 0..8 {
-        put(&store, space, LONG, number, 8, Level::Disk);
+        put(&store, namespace, LONG, number, 8, Level::Disk);
     }
     store.settle();
     assert_eq!(store.counters().coded_cells, 8);
@@ -161,7 +161,7 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
     let op = other.reserve_later(Tier::Host, LIMIT - 32 * MIB, &opts).expect("asked");
     assert_eq!(wait(&op).status, Status::Ok);
     for number in 100..116 {
-        put(&store, space, LONG, number, 8, Level::Ram);
+        put(&store, namespace, LONG, number, 8, Level::Ram);
     }
     store.settle();
     let asked = budget.usage(Tier::Host).reclaim_requested_bytes;
@@ -169,7 +169,7 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
         for caller in 0..2 {
             let store = &store;
             scope.spawn(move || {
-                (0..16).for_each(|turn| get(store, space, LONG, (turn * 3 + caller) % 8, 8));
+                (0..16).for_each(|turn| get(store, namespace, LONG, (turn * 3 + caller) % 8, 8));
             });
         }
     });
@@ -194,9 +194,9 @@ fn remote_memory_is_charged_to_the_budget() {
     let remote = |more: &str| format!("remote=dir(path=\"{}\",{more})", shared.0.display());
     let tables = |more: &str| {
         let (store, budget) = open(&scratch.0, 48 * MIB, more);
-        let space = store.namespace(1, &MODEL);
-        (0..40).for_each(|number| put(&store, space, MODEL, number, 2, Level::Disk));
-        (0..40).for_each(|number| get(&store, space, MODEL, number, 2));
+        let namespace = store.namespace(1, &MODEL);
+        (0..40).for_each(|number| put(&store, namespace, MODEL, number, 2, Level::Disk));
+        (0..40).for_each(|number| get(&store, namespace, MODEL, number, 2));
         all_is_counted(&store, &budget, 48 * MIB);
         let bytes = store.handle.with(|core| Ok(core.table_bytes())).expect("open");
         store.handle.close(store.now_ns() + LONG_NS).expect("closed");

@@ -20,10 +20,10 @@ const WIDE: Model = Model { layers: 6, heads: 4, run: 64, chunk: 16 };
 const SMALL: Model = Model { layers: 3, heads: 1, run: 64, chunk: 16 };
 
 /// Reads a document of one chunk; whether it is there. What is there is right.
-fn is_there(store: &TestStore, space: u32, number: u32) -> bool {
+fn is_there(store: &TestStore, namespace: u32, number: u32) -> bool {
     let tokens = document(number, WIDE.chunk);
     let marks = marks_of(0, &tokens);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let mut engine = Engine::new(WIDE, SHAPES[number as usize % SHAPES.len()], tokens.len());
     let done = store.get(session, &engine);
     assert!(matches!(done.status, Status::Ok | Status::NotFound), "{number}: {done:?}");
@@ -42,14 +42,14 @@ fn spill(callers: u32, rest: &str) {
     let host = WIDE.chunk_bytes() * u64::from(KEYS) / 2;
     let rest = format!("host={host}B,chunks=4096,{rest}");
     let store = TestStore::open(&with_disk(&scratch.0, "bytes=256MiB,segment=4MiB", &rest));
-    let space = store.namespace(1, &WIDE);
+    let namespace = store.namespace(1, &WIDE);
     std::thread::scope(|scope| {
         for caller in 0..callers {
             let store = &store;
             scope.spawn(move || {
                 for number in (caller..KEYS).step_by(callers as usize) {
                     let tokens = document(number, WIDE.chunk);
-                    let session = store.session(space, &tokens);
+                    let session = store.session(namespace, &tokens);
                     let engine = Engine::computed(WIDE, Shape::Tokens, &marks_of(0, &tokens));
                     let right = Done::ok(tokens.len());
                     assert_eq!(store.put(session, Level::Ram, &engine), right, "{number}");
@@ -61,7 +61,7 @@ fn spill(callers: u32, rest: &str) {
     // The newest first, and once more the other way round: what is read sends others
     // away, too.
     let numbers: Vec<u32> = (0..KEYS).rev().chain(0..KEYS).collect();
-    let gone: Vec<u32> = numbers.into_iter().filter(|&n| !is_there(&store, space, n)).collect();
+    let gone: Vec<u32> = numbers.into_iter().filter(|&n| !is_there(&store, namespace, n)).collect();
     let counters = store.counters();
     assert!(gone.is_empty(), "{} of {KEYS} keys are gone: {gone:?}, {counters:?}", gone.len());
     let lost = [
@@ -140,13 +140,13 @@ fn open(dir: &Path) -> Result<(TestStore, u32)> {
     let runtime = runtime();
     let store = Store::open(runtime.core(), None, &with_disk(dir, disk, rest))?;
     let store = TestStore { handle: store, runtime };
-    let space = store.namespace(1, &SMALL);
-    Ok((store, space))
+    let namespace = store.namespace(1, &SMALL);
+    Ok((store, namespace))
 }
 
-fn put(store: &TestStore, space: u32, number: u32) {
+fn put(store: &TestStore, namespace: u32, number: u32) {
     let tokens = tokens_of(number);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let engine = Engine::computed(SMALL, Shape::Tokens, &marks_of(0, &tokens));
     let right = Done::ok(tokens.len());
     assert_eq!(store.put(session, Level::Durable, &engine), right, "{number}");
@@ -154,10 +154,10 @@ fn put(store: &TestStore, space: u32, number: u32) {
 }
 
 /// Layers of chunks of a document that are missing; the others are right.
-fn missing(store: &TestStore, space: u32, number: u32) -> usize {
+fn missing(store: &TestStore, namespace: u32, number: u32) -> usize {
     let tokens = tokens_of(number);
     let marks = marks_of(0, &tokens);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let mut gone = 0;
     for first in (0..tokens.len()).step_by(16) {
         let mut engine = Engine::new(SMALL, Shape::Tokens, tokens.len());
@@ -181,19 +181,19 @@ fn missing(store: &TestStore, space: u32, number: u32) -> usize {
 /// A store of two lives: of the first there is a checkpoint, of the second there are
 /// the records alone.
 fn sample(dir: &Path) -> Image {
-    let (store, space) = open(dir).expect("a new store");
-    (0..DOCUMENTS / 2).for_each(|number| put(&store, space, number));
+    let (store, namespace) = open(dir).expect("a new store");
+    (0..DOCUMENTS / 2).for_each(|number| put(&store, namespace, number));
     store.close();
-    let (store, space) = open(dir).expect("opened");
-    (DOCUMENTS / 2..DOCUMENTS).for_each(|number| put(&store, space, number));
+    let (store, namespace) = open(dir).expect("opened");
+    (DOCUMENTS / 2..DOCUMENTS).for_each(|number| put(&store, namespace, number));
     drop(store); // as a crash leaves it
     load(dir)
 }
 
 /// Opens and reads what was damaged; whether it opened, and how much was missing.
 fn survive(dir: &Path, what: &str) -> Result<usize> {
-    let (store, space) = open(dir)?;
-    let gone: usize = (0..DOCUMENTS).map(|number| missing(&store, space, number)).sum();
+    let (store, namespace) = open(dir)?;
+    let gone: usize = (0..DOCUMENTS).map(|number| missing(&store, namespace, number)).sum();
     let (counters, opened) = (store.counters(), store.handle.opened);
     let disk = opened.disk.expect("a disk");
     let said = counters.corrupt_cells
@@ -202,8 +202,8 @@ fn survive(dir: &Path, what: &str) -> Result<usize> {
         + u64::from(disk.damaged_headers + disk.torn_tails + disk.failed_reads);
     assert!(gone == 0 || said > 0, "{what}: {gone} cells are gone: {counters:?} {opened:?}");
     // It goes on: what is stored now is there.
-    put(&store, space, DOCUMENTS);
-    assert_eq!(missing(&store, space, DOCUMENTS), 0, "{what}");
+    put(&store, namespace, DOCUMENTS);
+    assert_eq!(missing(&store, namespace, DOCUMENTS), 0, "{what}");
     store.settle();
     store.close();
     Ok(gone)

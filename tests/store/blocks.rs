@@ -12,10 +12,10 @@ use kvtier::format::keys::block::BlockKeys;
 use kvtier::meta::chunks::WHOLE;
 use kvtier::policy::Hint;
 use kvtier::store::state::blocks::MAX_HOLDS;
-use kvtier::store::state::blocks::{BlockMove, MAX_BLOCKS};
+use kvtier::store::state::blocks::{BlockTransfer, MAX_BLOCKS};
 use kvtier::store::state::session::{LayerViews, PlaneView, Tokens, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::store::state::{SessionOpts, SpaceOpts};
+use kvtier::store::state::{NamespaceOpts, SessionOpts};
 use kvtier_testkit::fixtures::store::{
     Engine, LONG_NS, Model, POISON, Scratch, Shape, TestStore, document, marks_of, mix, spec_of,
     with_disk,
@@ -79,7 +79,7 @@ impl Pool {
 
 struct Engineer {
     store: TestStore,
-    space: u32,
+    namespace: u32,
     session: u32,
     keys: BlockKeys,
 }
@@ -90,11 +90,12 @@ impl Engineer {
     }
 
     fn on(store: TestStore, number: u8) -> Engineer {
-        let opts = SpaceOpts { key: Key([number; 32]), layout: MODEL.layout(), holes: true };
-        let space = store.handle.with(|core| core.open_space(&opts)).expect("opened");
-        let session = store.handle.with(|core| core.open_session(space, &SessionOpts::default()));
+        let opts = NamespaceOpts { key: Key([number; 32]), layout: MODEL.layout(), holes: true };
+        let namespace = store.handle.with(|core| core.open_namespace(&opts)).expect("opened");
+        let session =
+            store.handle.with(|core| core.open_session(namespace, &SessionOpts::default()));
         let session = session.expect("a session");
-        Engineer { store, space, session, keys: BlockKeys::new(&Key([number; 32])) }
+        Engineer { store, namespace, session, keys: BlockKeys::new(&Key([number; 32])) }
     }
 
     fn keys(&self, names: &[u32]) -> Vec<Key> {
@@ -108,7 +109,7 @@ impl Engineer {
         names: &[u32],
         views: Views,
     ) -> Result<OpRef> {
-        let blocks = BlockMove {
+        let blocks = BlockTransfer {
             keys: self.keys(names),
             first_layer: 0,
             layers: MODEL.layers,
@@ -169,7 +170,7 @@ impl Engineer {
 
     fn exists(&self, names: &[u32]) -> Vec<bool> {
         let (keys, mut found) = (self.keys(names), vec![0; names.len()]);
-        let asked = self.store.handle.look(|core| core.exists(self.space, &keys, &mut found));
+        let asked = self.store.handle.look(|core| core.exists(self.namespace, &keys, &mut found));
         asked.and_then(|asked| asked).expect("open");
         found.iter().map(|&one| one & WHOLE != 0).collect()
     }
@@ -237,8 +238,9 @@ fn repeated_names_are_transferred_each_time() {
 #[test]
 fn namespaces_and_sequences_do_not_share_blocks() {
     let first = Engineer::new("store(host=16MiB)");
-    let opts = SpaceOpts { key: Key([2; 32]), layout: MODEL.layout(), holes: false };
-    let (other, tokens) = (first.store.handle.with(|core| core.open_space(&opts)), document(1, 20));
+    let opts = NamespaceOpts { key: Key([2; 32]), layout: MODEL.layout(), holes: false };
+    let (other, tokens) =
+        (first.store.handle.with(|core| core.open_namespace(&opts)), document(1, 20));
     let other = other.expect("opened");
     assert_eq!(first.put(Level::Ram, &[1, 2, 3]).0, Status::Ok);
     let keys = first.keys(&[1, 2, 3]);
@@ -251,9 +253,9 @@ fn namespaces_and_sequences_do_not_share_blocks() {
         .expect("ok");
     assert_eq!(found, [0; 3]);
     // A sequence beside them, in the same namespace, and the other one.
-    for space in [first.space, other] {
-        let marks = marks_of(space, &tokens);
-        let session = first.store.session(space, &tokens);
+    for namespace in [first.namespace, other] {
+        let marks = marks_of(namespace, &tokens);
+        let session = first.store.session(namespace, &tokens);
         let engine = Engine::computed(MODEL, Shape::Tokens, &marks);
         assert_eq!(first.store.put(session, Level::Ram, &engine).status, Status::Ok);
         let mut back = Engine::new(MODEL, Shape::Paged, tokens.len());
@@ -529,7 +531,7 @@ fn first_layers(dup: bool) -> usize {
     let (pool, order): (Pool, Vec<usize>) = (Pool::new(30), (0..30).collect());
     let mut views = pool.views(&order);
     views.0.truncate(1);
-    let blocks = BlockMove {
+    let blocks = BlockTransfer {
         keys: all.keys(&names[..30]),
         first_layer: 0,
         layers: 1,
@@ -612,7 +614,8 @@ fn holds_are_counted_and_excess_release_is_ignored() {
     assert_eq!(all.release(&[2]), Status::Invalid);
     assert_eq!(all.exists(&[1, 2]), [true, false]);
     // Another session holds by itself; one that is closed holds nothing.
-    let other = all.store.handle.with(|core| core.open_session(all.space, &SessionOpts::default()));
+    let other =
+        all.store.handle.with(|core| core.open_session(all.namespace, &SessionOpts::default()));
     let (other, keys) = (other.expect("a session"), all.keys(&[1, 3]));
     let held = all.store.handle.with(|core| core.hold_names(other, &keys, &mut [0; 2]));
     held.expect("there");
@@ -631,7 +634,7 @@ fn holds_are_counted_and_excess_release_is_ignored() {
 fn blocks_being_put_cannot_be_held() {
     let all = Engineer::new("store(host=16MiB)");
     let pool = Pool::of(&[7]);
-    let blocks = BlockMove {
+    let blocks = BlockTransfer {
         keys: all.keys(&[7]),
         first_layer: 0,
         layers: MODEL.layers,
@@ -758,14 +761,14 @@ fn maximum_blocks_are_held_and_hinted_at_once() {
 fn models_of_many_layers_are_hinted_cell_by_cell() {
     let model = Model { layers: 300, heads: 1, run: 8, chunk: 4 };
     let store = TestStore::open(&spec_of("store(host=64MiB,policy=predictive,granularity=cell)"));
-    let space = store.namespace(1, &model);
+    let namespace = store.namespace(1, &model);
     let tokens = document(1, 4);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let engine = Engine::computed(model, Shape::Tokens, &marks_of(0, &tokens));
     assert_eq!(store.put(session, Level::Ram, &engine).status, Status::Ok);
     let hint = Hint { done: true, ..Hint::default() };
     let hinted = store.handle.with(|core| {
-        let table = core.table_of(space).expect("it is open");
+        let table = core.table_of(namespace).expect("it is open");
         let slot = table.chunks.slots().next().expect("a chunk");
         let keys = vec![*table.chunks.key(slot).expect("it is there"); MAX_BLOCKS];
         core.hint_blocks(session, &keys, &hint)
@@ -901,7 +904,7 @@ fn storm(
                     } else {
                         pool.views(&order)
                     };
-                    let blocks = BlockMove {
+                    let blocks = BlockTransfer {
                         keys: all.keys(&names),
                         first_layer: 0,
                         layers: MODEL.layers,

@@ -20,7 +20,7 @@ use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
-use kvtier::store::state::{CellRange, Config, Finished, SpaceOpts, Wanted, Write};
+use kvtier::store::state::{CellRange, Config, Finished, NamespaceOpts, Wanted, Write};
 use kvtier::tier::disk::{FsckOptions, Options, RESERVE_BYTES, Report, fsck};
 use kvtier_testkit::fixtures::stepped_store::{Parts, SteppedStore, empty_disk};
 use kvtier_testkit::sim::{SimOpts, run};
@@ -123,14 +123,14 @@ fn fill(like: Like, mut state: u64, row: &mut [u8]) {
     }
 }
 
-fn space(store: &TestStore, number: u8, codec: Option<Codec>) -> u32 {
+fn namespace(store: &TestStore, number: u8, codec: Option<Codec>) -> u32 {
     let group = Group::gqa(0..LAYERS as u16, 4, 32, Dtype::F16).expect("sound");
     let layout = Layout::new(CHUNK as u32, vec![group]).expect("sound");
-    let opts = SpaceOpts { key: Key([number; 32]), layout, holes: false };
+    let opts = NamespaceOpts { key: Key([number; 32]), layout, holes: false };
     let open = store.handle.with(|core| {
-        let space = core.open_space(&opts)?;
-        core.set_codec(space, codec);
-        Ok(space)
+        let namespace = core.open_namespace(&opts)?;
+        core.set_codec(namespace, codec);
+        Ok(namespace)
     });
     open.expect("opened")
 }
@@ -149,21 +149,21 @@ fn moved(
 }
 
 /// Stores a document.
-fn put(store: &TestStore, space: u32, like: Like, tokens: &[u32]) {
-    let session = store.session(space, tokens);
-    let mut tensors = Tensors::of(like, &marks_of(space, tokens));
+fn put(store: &TestStore, namespace: u32, like: Like, tokens: &[u32]) {
+    let session = store.session(namespace, tokens);
+    let mut tensors = Tensors::of(like, &marks_of(namespace, tokens));
     let done = moved(store, session, TransferKind::Put, Level::Disk, &mut tensors);
     assert_eq!(done, Done::ok(tokens.len()));
     store.close_session(session);
 }
 
 /// Loads one, and compares what came; how many tokens.
-fn check(store: &TestStore, space: u32, like: Like, tokens: &[u32], steps: f32) -> usize {
-    let session = store.session(space, tokens);
+fn check(store: &TestStore, namespace: u32, like: Like, tokens: &[u32], steps: f32) -> usize {
+    let session = store.session(namespace, tokens);
     let mut got = Tensors::new(tokens.len());
     let done = moved(store, session, TransferKind::Get, Level::Ram, &mut got);
     assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
-    got.assert_near(&Tensors::of(like, &marks_of(space, tokens)), done.tokens, steps);
+    got.assert_near(&Tensors::of(like, &marks_of(namespace, tokens)), done.tokens, steps);
     store.close_session(session);
     done.tokens
 }
@@ -191,7 +191,7 @@ fn compressible_cells_are_coded_and_survive_restarts() {
     let spec = with_disk(&scratch.0, ROOMY, "host=8MiB,chunks=1024,codec=lz4");
     let (tokens, cells) = (document(1, 10 * CHUNK), 10 * LAYERS as u64);
     let store = TestStore::open(&spec);
-    let (dull, noise) = (space(&store, 1, None), space(&store, 2, None));
+    let (dull, noise) = (namespace(&store, 1, None), namespace(&store, 2, None));
     put(&store, dull, Like::Dull, &tokens);
     let counters = store.counters();
     assert_eq!((counters.written_cells, counters.coded_cells), (cells, cells));
@@ -211,7 +211,7 @@ fn compressible_cells_are_coded_and_survive_restarts() {
         let store = TestStore::open(&spec);
         assert_eq!(store.handle.opened.adopted.cells, 2 * cells);
         assert_eq!(store.handle.opened.adopted.dropped, 0);
-        let (dull, noise) = (space(&store, 1, None), space(&store, 2, None));
+        let (dull, noise) = (namespace(&store, 1, None), namespace(&store, 2, None));
         assert_eq!(check(&store, dull, Like::Dull, &tokens, 0.0), tokens.len());
         assert_eq!(check(&store, noise, Like::Noise, &tokens, 0.0), tokens.len());
         assert_eq!(store.counters().disk_hit_cells, 2 * cells);
@@ -232,16 +232,17 @@ fn namespaces_keep_their_recipe_and_loss_is_measured() {
         [(Some(Codec::None), Like::Dull), (None, Like::Dull), (Some(Codec::Int8), Like::Real)];
     for life in 0..3 {
         let store = TestStore::open(&spec);
-        let spaces: Vec<u32> = (0..).zip(recipes).map(|(n, (c, _))| space(&store, n, c)).collect();
-        for (tokens, (&space, (codec, like))) in
-            tokens.iter().flat_map(|t| spaces.iter().zip(recipes).map(move |s| (t, s)))
+        let namespaces: Vec<u32> =
+            (0..).zip(recipes).map(|(n, (c, _))| namespace(&store, n, c)).collect();
+        for (tokens, (&namespace, (codec, like))) in
+            tokens.iter().flat_map(|t| namespaces.iter().zip(recipes).map(move |s| (t, s)))
         {
             if life == 0 {
-                put(&store, space, like, tokens);
+                put(&store, namespace, like, tokens);
             }
             // Half a step, and what rounding to half precision adds.
             let steps = if codec == Some(Codec::Int8) { 1.1 } else { 0.0 };
-            assert_eq!(check(&store, space, like, tokens, steps), tokens.len());
+            assert_eq!(check(&store, namespace, like, tokens, steps), tokens.len());
         }
         let counters = store.counters();
         let each = (2 + 3 + 4 + 5) * LAYERS as u64;
@@ -272,28 +273,29 @@ fn evicted_and_partial_chunks_are_written_coded() {
     let scratch = Scratch::new("small");
     let spec = with_disk(&scratch.0, ROOMY, "host=1MiB,chunks=1024");
     let store = TestStore::open(&spec);
-    let spaces = [
-        (space(&store, 1, Some(Codec::Lz4)), Like::Dull, 0.0),
-        (space(&store, 2, Some(Codec::Int8)), Like::Real, 1.1),
+    let namespaces = [
+        (namespace(&store, 1, Some(Codec::Lz4)), Like::Dull, 0.0),
+        (namespace(&store, 2, Some(Codec::Int8)), Like::Real, 1.1),
     ];
     let mut open = Vec::new();
     for n in 0..12u32 {
-        for (space, like, _) in spaces {
+        for (namespace, like, _) in namespaces {
             let tokens = document(n, 3 * CHUNK + 1 + n as usize % (CHUNK - 1));
-            let session = store.session(space, &tokens);
-            let mut tensors = Tensors::of(like, &marks_of(space, &tokens));
+            let session = store.session(namespace, &tokens);
+            let mut tensors = Tensors::of(like, &marks_of(namespace, &tokens));
             let done = moved(&store, session, TransferKind::Put, Level::Ram, &mut tensors);
             assert_eq!(done.tokens, tokens.len(), "{done:?}");
-            open.push((session, space, tokens));
+            open.push((session, namespace, tokens));
         }
     }
     store.settle();
-    for (session, space, tokens) in &open {
-        let (_, like, steps) = spaces.into_iter().find(|s| s.0 == *space).expect("one of them");
+    for (session, namespace, tokens) in &open {
+        let (_, like, steps) =
+            namespaces.into_iter().find(|s| s.0 == *namespace).expect("one of them");
         let mut got = Tensors::new(tokens.len());
         let done = moved(&store, *session, TransferKind::Get, Level::Ram, &mut got);
         assert_eq!(done.tokens, tokens.len(), "{done:?}");
-        got.assert_near(&Tensors::of(like, &marks_of(*space, tokens)), tokens.len(), steps);
+        got.assert_near(&Tensors::of(like, &marks_of(*namespace, tokens)), tokens.len(), steps);
     }
     let counters = store.counters();
     assert!(counters.coded_cells > 100 && counters.disk_hit_cells > 100, "{counters:?}");
@@ -307,20 +309,20 @@ fn compaction_copies_coded_cells() {
     let scratch = Scratch::new("cleaned");
     let spec = with_disk(&scratch.0, "bytes=6MiB,segment=512KiB", "host=1MiB,chunks=4096");
     let store = TestStore::open(&spec);
-    let spaces = [
-        (space(&store, 1, Some(Codec::Lz4)), Like::Dull, 0.0),
-        (space(&store, 2, Some(Codec::Int8)), Like::Real, 1.1),
-        (space(&store, 3, None), Like::Noise, 0.0),
+    let namespaces = [
+        (namespace(&store, 1, Some(Codec::Lz4)), Like::Dull, 0.0),
+        (namespace(&store, 2, Some(Codec::Int8)), Like::Real, 1.1),
+        (namespace(&store, 3, None), Like::Noise, 0.0),
     ];
     let disk = store.handle.disk().expect("a disk");
     let (mut round, mut found) = (0, 0);
     while disk.stats().compacted_bytes < 1 << 20 {
         assert!(round < 400, "nothing is cleaned: {:?}", disk.stats());
-        for (space, like, steps) in spaces {
-            put(&store, space, like, &document(round, (1 + round as usize % 3) * CHUNK));
+        for (namespace, like, steps) in namespaces {
+            put(&store, namespace, like, &document(round, (1 + round as usize % 3) * CHUNK));
             // Some stay because they are asked for.
             let old = document(round / 2, (1 + round as usize / 2 % 3) * CHUNK);
-            found += check(&store, space, like, &old, steps);
+            found += check(&store, namespace, like, &old, steps);
         }
         round += 1;
     }
@@ -336,10 +338,10 @@ fn compaction_copies_coded_cells() {
         (2, (Some(Codec::Int8), Like::Real, 1.1)),
         (3, (None, Like::Noise, 0.0)),
     ] {
-        let space = space(&store, n, codec);
+        let namespace = namespace(&store, n, codec);
         for round in 0..round {
             let tokens = document(round, (1 + round as usize % 3) * CHUNK);
-            found += check(&store, space, like, &tokens, steps);
+            found += check(&store, namespace, like, &tokens, steps);
         }
     }
     assert!(found > 0);
@@ -356,7 +358,7 @@ fn flipped_bit_of_a_coded_cell_is_a_miss() {
     let kinds = [(1, Codec::Lz4, Like::Dull, 0.0), (2, Codec::Int8, Like::Real, 1.1)];
     let store = TestStore::open(&spec);
     for (n, codec, like, _) in kinds {
-        put(&store, space(&store, n, Some(codec)), like, &tokens);
+        put(&store, namespace(&store, n, Some(codec)), like, &tokens);
     }
     store.close();
     let segment = files_of(&scratch.0, "seg-").remove(0);
@@ -381,8 +383,8 @@ fn flipped_bit_of_a_coded_cell_is_a_miss() {
             let store = TestStore::open(&spec);
             let mut found = 0;
             for (n, codec, like, steps) in kinds {
-                let space = space(&store, n, Some(codec));
-                found += check(&store, space, like, &tokens, steps);
+                let namespace = namespace(&store, n, Some(codec));
+                found += check(&store, namespace, like, &tokens, steps);
             }
             hurt += u64::from(found < 2 * tokens.len());
             assert!(found >= tokens.len(), "one bit hurts one chunk: {found}");

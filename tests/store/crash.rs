@@ -48,7 +48,7 @@ fn child() {
     let (Some(dir), Ok(first)) = (std::env::var_os(DIR), std::env::var(FIRST)) else { return };
     let first: u32 = first.parse().expect("a number");
     let store = open(Path::new(&dir));
-    let space = store.namespace(1, &MODEL);
+    let namespace = store.namespace(1, &MODEL);
     let mut under_way = Vec::new();
     let mut report = |(number, session, op, engine): (u32, u32, _, Engine)| {
         let done = wait(&op);
@@ -59,7 +59,7 @@ fn child() {
     };
     for number in first..first + MOST {
         let tokens = tokens_of(number);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
         let level = if number % 2 == 0 { Level::Durable } else { Level::Disk };
         let mut ops =
@@ -111,9 +111,9 @@ fn kill(mut child: Child, chance: u64) -> Vec<u32> {
     stored
 }
 
-fn check(store: &TestStore, space: u32, number: u32) {
+fn check(store: &TestStore, namespace: u32, number: u32) {
     let tokens = tokens_of(number);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
     let done = store.get(session, &engine);
     let right = Done::ok(tokens.len());
@@ -133,11 +133,14 @@ fn stored_cells_survive_a_killed_process() {
         let chance = mix(seed << 20 | u64::from(round));
         let stored = kill(start(&scratch.0, round * MOST), chance);
         let store = open(&scratch.0);
-        let space = store.namespace(1, &MODEL);
-        stored.iter().for_each(|&number| check(&store, space, number));
+        let namespace = store.namespace(1, &MODEL);
+        stored.iter().for_each(|&number| check(&store, namespace, number));
         // Of those before some each time, and all at the end.
         let step = if round + 1 == rounds { 1 } else { 17 };
-        all.iter().skip(round as usize % step).step_by(step).for_each(|&n| check(&store, space, n));
+        all.iter()
+            .skip(round as usize % step)
+            .step_by(step)
+            .for_each(|&n| check(&store, namespace, n));
         all.extend(stored);
         store.settle();
         let counters = store.counters();
@@ -165,10 +168,10 @@ fn open_behind(dir: &Path) -> TestStore {
 fn behind_child() {
     let (Some(dir), Some(_)) = (std::env::var_os(DIR), std::env::var_os(BEHIND)) else { return };
     let store = open_behind(Path::new(&dir));
-    let space = store.namespace(1, &MODEL);
+    let namespace = store.namespace(1, &MODEL);
     for number in 0..MOST {
         let tokens = tokens_of(number);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         put_from(&store, session, &tokens, 0, Level::Ram);
         store.close_session(session);
         if (number + 1) % WAVE != 0 {
@@ -207,8 +210,8 @@ fn write_behind_cells_survive_a_killed_process() {
         child.kill().expect("killed");
         child.wait().expect("it ended");
         let store = open_behind(&scratch.0);
-        let space = store.namespace(1, &MODEL);
-        (0..=last).for_each(|number| check(&store, space, number));
+        let namespace = store.namespace(1, &MODEL);
+        (0..=last).for_each(|number| check(&store, namespace, number));
         store.settle();
         store.close();
     }
@@ -232,14 +235,14 @@ fn relative(number: u32) -> Vec<u32> {
 fn prefix_child() {
     let (Some(dir), Ok(way)) = (std::env::var_os(DIR), std::env::var(PREFIX)) else { return };
     let store = open_small(Path::new(&dir));
-    let space = store.namespace(1, &MODEL);
-    let prefix = store.session(space, &relative(0)[..64]);
+    let namespace = store.namespace(1, &MODEL);
+    let prefix = store.session(namespace, &relative(0)[..64]);
     put_from(&store, prefix, &relative(0)[..64], 0, Level::Ram);
     let count = if way == "durable" { 1 } else { FAMILY };
     let level = if way == "durable" { Level::Durable } else { Level::Ram };
     for number in 0..count {
         let tokens = relative(number);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         put_from(&store, session, &tokens, 64, level);
         store.close_session(session);
     }
@@ -275,10 +278,10 @@ fn kill_relatives(dir: &Path, way: &str) {
 }
 
 /// How far each document can be gone on with, byte for byte.
-fn reach(store: &TestStore, space: u32, count: u32) -> Vec<usize> {
+fn reach(store: &TestStore, namespace: u32, count: u32) -> Vec<usize> {
     let read = |number| {
         let tokens = relative(number);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
         let done = store.get(session, &engine);
         assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
@@ -296,8 +299,8 @@ fn durable_put_writes_back_its_prefix() {
     let store = open_small(&scratch.0);
     let adopted = store.handle.opened.adopted;
     assert_eq!((adopted.chunks, adopted.dropped), (10, 0), "{adopted:?}");
-    let space = store.namespace(1, &MODEL);
-    assert_eq!(reach(&store, space, 1), [160]);
+    let namespace = store.namespace(1, &MODEL);
+    assert_eq!(reach(&store, namespace, 1), [160]);
     store.settle();
     store.close();
 }
@@ -310,8 +313,8 @@ fn evicted_chunks_are_usable_without_an_evicted_prefix() {
     let adopted = store.handle.opened.adopted;
     // 358 chunks, of which 170 fit in memory.
     assert!(adopted.chunks > 150 && adopted.dropped == 0, "{adopted:?}");
-    let space = store.namespace(1, &MODEL);
-    let all = reach(&store, space, FAMILY);
+    let namespace = store.namespace(1, &MODEL);
+    let all = reach(&store, namespace, FAMILY);
     assert!(all.iter().all(|&tokens| tokens >= 64), "the prefix is gone: {all:?}");
     // Everything that was found is of use to somebody.
     let chunks: usize = all.iter().map(|tokens| tokens / 16 - 4).sum();

@@ -29,7 +29,7 @@ const ENOUGH: u32 = 6;
 /// A store, and the documents that it has said to keep on disk.
 struct Keep {
     store: TestStore,
-    space: u32,
+    namespace: u32,
     kept: Vec<u32>,
     next: u32,
 }
@@ -38,8 +38,8 @@ impl Keep {
     fn open(dir: &Path, more: &str, rest: &str) -> Keep {
         let disk = format!("bytes=1GiB,segment=1MiB{more}");
         let store = TestStore::open(&with_disk(dir, &disk, rest));
-        let space = store.namespace(1, &MODEL);
-        Keep { store, space, kept: Vec::new(), next: 0 }
+        let namespace = store.namespace(1, &MODEL);
+        Keep { store, namespace, kept: Vec::new(), next: 0 }
     }
 
     /// Opened once more, with what was kept.
@@ -53,7 +53,7 @@ impl Keep {
     fn put(&mut self, level: Level) -> Result<(), Error> {
         let (number, tokens) = (self.next, document(self.next, MODEL.chunk));
         self.next += 1;
-        let session = self.store.session(self.space, &tokens);
+        let session = self.store.session(self.namespace, &tokens);
         let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
         let what = engine.whole();
         let op = match self.store.submit(session, TransferKind::Put, level, what) {
@@ -110,7 +110,7 @@ impl Keep {
     fn get(&self, number: u32) -> Done {
         let tokens = document(number, MODEL.chunk);
         let marks = marks_of(0, &tokens);
-        let session = self.store.session(self.space, &tokens);
+        let session = self.store.session(self.namespace, &tokens);
         let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
         let done = self.store.get(session, &engine);
         engine.check(&marks, 0..done.tokens, 0..MODEL.layers);
@@ -360,8 +360,8 @@ fn on_budget(dir: &Path, limit: Option<u64>, reserve: u64) -> (Keep, std::sync::
     let spec = with_disk(dir, "bytes=1GiB,segment=4MiB", "host=96MiB,chunks=16384");
     let store = TestStore::on_budget(runtime, &budget, &spec);
 
-    let space = store.namespace(1, &MODEL);
-    (Keep { store, space, kept: Vec::new(), next: 0 }, budget)
+    let namespace = store.namespace(1, &MODEL);
+    (Keep { store, namespace, kept: Vec::new(), next: 0 }, budget)
 }
 
 /// Bytes of this process that are in memory and of no file.
@@ -495,8 +495,8 @@ fn store_yields_memory_inside_a_cgroup() {
 #[test]
 fn without_a_disk_evicted_chunks_are_dropped_and_counted() {
     let store = TestStore::open(&spec_of("store(host=8MiB,policy=lru,chunks=4096)"));
-    let space = store.namespace(1, &MODEL);
-    let mut keep = Keep { store, space, kept: Vec::new(), next: 0 };
+    let namespace = store.namespace(1, &MODEL);
+    let mut keep = Keep { store, namespace, kept: Vec::new(), next: 0 };
     for _ in 0..400 {
         keep.put(Level::Ram).expect("others leave");
     }

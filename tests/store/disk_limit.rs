@@ -58,10 +58,10 @@ fn table_smaller_than_the_disk_index_is_rejected() {
     let spec = |rest: &str| with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", rest);
     let count = |store: &TestStore| store.handle.opened.adopted.chunks;
     let store = TestStore::open(&spec("host=4MiB,chunks=1024"));
-    let space = store.namespace(1, &MODEL);
+    let namespace = store.namespace(1, &MODEL);
     for number in 0..50 {
         let tokens = document(number, 64);
-        let done = store.put_tokens((space, 0), &MODEL, &tokens, Level::Disk);
+        let done = store.put_tokens((namespace, 0), &MODEL, &tokens, Level::Disk);
         assert_eq!(done, Done::ok(64));
     }
     store.close();
@@ -113,10 +113,10 @@ fn shrinking_disk_is_charged_until_it_is_small() {
     let spec = with_disk(&scratch.0, "bytes=48MiB,segment=1MiB", "host=4MiB,write=through");
     let store = TestStore::on_budget(runtime, &budget, &spec);
 
-    let space = store.namespace(1, &MODEL);
+    let namespace = store.namespace(1, &MODEL);
     for number in 0..400 {
         let tokens = document(number, 128);
-        let done = store.put_tokens((space, 0), &MODEL, &tokens, Level::Disk);
+        let done = store.put_tokens((namespace, 0), &MODEL, &tokens, Level::Disk);
         assert_eq!(done.status, Status::Ok);
     }
     store.settle();

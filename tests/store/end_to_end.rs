@@ -27,12 +27,12 @@ fn ok(tokens: usize) -> Done {
 #[test]
 fn every_tensor_shape_reads_every_other() {
     let store = TestStore::open(&spec_of("store(host=16MiB,chunks=4096)"));
-    let space = store.namespace(1, &SMALL);
+    let namespace = store.namespace(1, &SMALL);
     for (number, from) in SHAPES.into_iter().enumerate() {
         // Not whole chunks: the tail is the session's own.
         let tokens = document(number as u32, 16 * 5 + 11);
         let marks = marks_of(0, &tokens);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let mut engine = Engine::computed(SMALL, from, &marks);
         assert_eq!(store.put(session, Level::Ram, &engine), ok(tokens.len()));
         engine.check(&marks, 0..tokens.len(), 0..SMALL.layers);
@@ -56,7 +56,7 @@ fn every_tensor_shape_reads_every_other() {
 }
 
 /// Sessions of one thread: some shared start, then their own; put and read back.
-fn talk(store: &TestStore, space: u32, thread: u32, turns: u32, may_miss: bool) -> u64 {
+fn talk(store: &TestStore, namespace: u32, thread: u32, turns: u32, may_miss: bool) -> u64 {
     let mut found = 0;
     for turn in 0..turns {
         let chance = mix(u64::from(thread) << 32 | u64::from(turn));
@@ -66,7 +66,7 @@ fn talk(store: &TestStore, space: u32, thread: u32, turns: u32, may_miss: bool) 
         tokens.extend(document(100 + thread * 1000 + turn, own));
         let marks = marks_of(0, &tokens);
         let shape = SHAPES[(chance >> 30) as usize % SHAPES.len()];
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let mut engine = Engine::computed(WIDE, shape, &marks);
         let put = store.put(session, Level::Ram, &engine);
         assert_eq!(put, ok(tokens.len()), "turn {turn} of {thread}");
@@ -80,7 +80,7 @@ fn talk(store: &TestStore, space: u32, thread: u32, turns: u32, may_miss: bool) 
             // The tail of an ended session went with it.
             tokens.truncate(if back == 0 { tokens.len() } else { tokens.len() / 16 * 16 });
             let marks = marks_of(0, &tokens);
-            let reader = if back == 0 { session } else { store.session(space, &tokens) };
+            let reader = if back == 0 { session } else { store.session(namespace, &tokens) };
             let mut engine = Engine::new(WIDE, shape, tokens.len());
             let done = store.get(reader, &engine);
             if may_miss {
@@ -101,13 +101,13 @@ fn talk(store: &TestStore, space: u32, thread: u32, turns: u32, may_miss: bool) 
     found
 }
 
-fn many_talk(store: &TestStore, space: u32, turns: u32, may_miss: bool) -> u64 {
+fn many_talk(store: &TestStore, namespace: u32, turns: u32, may_miss: bool) -> u64 {
     let found = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for thread in 0..4 {
             let found = &found;
             scope.spawn(move || {
-                let part = talk(store, space, thread, turns, may_miss);
+                let part = talk(store, namespace, thread, turns, may_miss);
                 found.fetch_add(part, Ordering::Relaxed);
             });
         }
@@ -119,8 +119,8 @@ fn many_talk(store: &TestStore, space: u32, turns: u32, may_miss: bool) -> u64 {
 fn concurrent_sessions_read_exact_bytes_from_memory() {
     // Four that put, and read what they have put, hold up to 4.2 MiB, in pieces of several sizes.
     let store = TestStore::open(&spec_of("store(host=6MiB,policy=lru,chunks=4096,copiers=3)"));
-    let space = store.namespace(1, &WIDE);
-    let found = many_talk(&store, space, 30, true);
+    let namespace = store.namespace(1, &WIDE);
+    let found = many_talk(&store, namespace, 30, true);
     store.settle();
     let counters = store.counters();
     assert!(found > 0 && counters.dropped_chunks > 0, "{counters:?}");
@@ -134,8 +134,8 @@ fn concurrent_sessions_read_exact_bytes_from_disk() {
         let scratch = Scratch::new("talk");
         let rest = format!("host=2MiB,write={write},chunks=8192,copiers=2,readers=3");
         let store = TestStore::open(&with_disk(&scratch.0, ROOMY, &rest));
-        let space = store.namespace(1, &WIDE);
-        let found = many_talk(&store, space, 25, false);
+        let namespace = store.namespace(1, &WIDE);
+        let found = many_talk(&store, namespace, 25, false);
         store.settle();
         let counters = store.counters();
         assert!(
@@ -157,8 +157,8 @@ fn concurrent_sessions_read_exact_bytes_from_disk() {
 fn on_disk(scratch: &Scratch, rest: &str, tokens: &[u32]) -> TestStore {
     let spec = with_disk(&scratch.0, ROOMY, rest);
     let store = TestStore::open(&spec);
-    let space = store.namespace(1, &WIDE);
-    let session = store.session(space, tokens);
+    let namespace = store.namespace(1, &WIDE);
+    let session = store.session(namespace, tokens);
     let engine = Engine::computed(WIDE, Shape::Tokens, &marks_of(0, tokens));
     assert_eq!(store.put(session, Level::Durable, &engine), ok(tokens.len()));
     store.close();
@@ -171,8 +171,8 @@ fn layer_ops_end_in_order() {
     let tokens = document(7, 16 * 40);
     let marks = marks_of(0, &tokens);
     let store = on_disk(&scratch, "host=32MiB,chunks=4096", &tokens);
-    let space = store.namespace(1, &WIDE);
-    let session = store.session(space, &tokens);
+    let namespace = store.namespace(1, &WIDE);
+    let session = store.session(namespace, &tokens);
     // The first time from disk, then from memory.
     for _ in 0..3 {
         let mut engine = Engine::new(WIDE, Shape::Paged, tokens.len());
@@ -195,10 +195,10 @@ fn layer_ops_end_in_order() {
 #[test]
 fn missing_layer_is_a_miss_of_its_own() {
     let store = TestStore::open(&spec_of("store(host=16MiB,chunks=4096)"));
-    let space = store.namespace(1, &WIDE);
+    let namespace = store.namespace(1, &WIDE);
     let tokens = document(3, 64);
     let marks = marks_of(0, &tokens);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let engine = Engine::computed(WIDE, Shape::Heads, &marks);
     let what = engine.cell_range(0, 64, 0..WIDE.layers - 1, true);
     let ops = store.submit(session, TransferKind::Put, Level::Ram, what).unwrap();
@@ -224,8 +224,8 @@ fn released_op_no_longer_writes_caller_memory() {
     let tokens = document(9, 16 * 200);
     let marks = marks_of(0, &tokens);
     let store = on_disk(&scratch, "host=12MiB,chunks=4096", &tokens);
-    let space = store.namespace(1, &WIDE);
-    let session = store.session(space, &tokens);
+    let namespace = store.namespace(1, &WIDE);
+    let session = store.session(namespace, &tokens);
     let mut seen = BTreeMap::<&str, u32>::new();
     for turn in 0..24u64 {
         let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
@@ -269,10 +269,10 @@ fn cancelled_put_is_not_reported_durable() {
     let scratch = Scratch::new("given-up");
     let spec = with_disk(&scratch.0, ROOMY, "host=16MiB,chunks=4096");
     let store = TestStore::open(&spec);
-    let space = store.namespace(1, &WIDE);
+    let namespace = store.namespace(1, &WIDE);
     for turn in 0..60u64 {
         let tokens = document(turn as u32, 64);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let engine = Engine::computed(WIDE, Shape::Tokens, &marks_of(0, &tokens));
         let before = store.handle.disk().unwrap().stats().syncs;
         let ops = store.submit(session, TransferKind::Put, Level::Durable, engine.whole()).unwrap();
@@ -295,8 +295,8 @@ fn closing_a_busy_store_ends_every_op_once() {
     let tokens = document(5, 16 * 100);
     for by_close in [true, false] {
         let store = on_disk(&scratch, "host=12MiB,chunks=4096", &tokens);
-        let space = store.namespace(1, &WIDE);
-        let sessions: Vec<u32> = (0..6).map(|_| store.session(space, &tokens)).collect();
+        let namespace = store.namespace(1, &WIDE);
+        let sessions: Vec<u32> = (0..6).map(|_| store.session(namespace, &tokens)).collect();
         let mut engines = Vec::new();
         let mut ops = Vec::new();
         for (i, &session) in sessions.iter().enumerate() {
@@ -338,8 +338,8 @@ fn closing_a_runtime_ends_ops_of_its_stores() {
     let scratch = Scratch::new("runtime");
     let tokens = document(5, 16 * 100);
     let store = on_disk(&scratch, "host=12MiB,chunks=4096", &tokens);
-    let space = store.namespace(1, &WIDE);
-    let session = store.session(space, &tokens);
+    let namespace = store.namespace(1, &WIDE);
+    let session = store.session(namespace, &tokens);
     let mut engine = Engine::new(WIDE, Shape::Paged, tokens.len());
     let ops = store.submit(session, TransferKind::Get, Level::Ram, engine.whole()).unwrap();
     store.runtime.close(store.now_ns() + LONG_NS).unwrap();
@@ -361,11 +361,11 @@ fn disk_cells_are_exact_after_reopening() {
         assert_eq!(store.handle.opened.adopted.cells, cells);
         assert_eq!(store.handle.opened.adopted.dropped, 0);
         for number in 0..2u8 {
-            let space = store.namespace(number, &WIDE);
+            let namespace = store.namespace(number, &WIDE);
             // What was put in an earlier life, and in this one.
             for (i, tokens) in all.iter().enumerate() {
                 let marks = marks_of(u32::from(number), tokens);
-                let session = store.session(space, tokens);
+                let session = store.session(namespace, tokens);
                 let mut engine = Engine::new(WIDE, SHAPES[i % SHAPES.len()], tokens.len());
                 if i % 3 == life {
                     engine.compute(&marks);
@@ -419,7 +419,7 @@ fn reclaimed_memory_goes_to_the_waiting_account() {
     let store = TestStore::on_budget(runtime, &budget, &spec);
     let other = budget.account("other", 1, None).unwrap();
 
-    let space = store.namespace(1, &WIDE);
+    let namespace = store.namespace(1, &WIDE);
     let (stop, asked) = (AtomicBool::new(false), AtomicU32::new(0));
     let before = rss_bytes();
     std::thread::scope(|scope| {
@@ -443,13 +443,13 @@ fn reclaimed_memory_goes_to_the_waiting_account() {
         for turn in 0..120u32 {
             let tokens = document(turn, 16 * 8);
             let marks = marks_of(0, &tokens);
-            let session = store.session(space, &tokens);
+            let session = store.session(namespace, &tokens);
             let mut engine = Engine::computed(WIDE, Shape::Tokens, &marks);
             assert_eq!(store.put(session, Level::Ram, &engine), ok(tokens.len()), "{turn}");
             engine.check(&marks, 0..tokens.len(), 0..WIDE.layers);
             store.close_session(session);
             let tokens = document(turn / 2, 16 * 8);
-            let session = store.session(space, &tokens);
+            let session = store.session(namespace, &tokens);
             assert_eq!(store.get(session, &engine), ok(tokens.len()), "{turn}");
             engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..WIDE.layers);
             store.close_session(session);
@@ -474,12 +474,12 @@ fn small_disk_loses_only_counted_chunks() {
         // 600 chunks of 96 KiB, and room for fewer than half of them.
         let spec = with_disk(&scratch.0, "bytes=32MiB,segment=1MiB", "host=2MiB,chunks=4096");
         let store = TestStore::open(&spec);
-        let space = store.namespace(1, &WIDE);
+        let namespace = store.namespace(1, &WIDE);
         let mut kept = Vec::new();
         let mut refused = 0;
         for number in 0..600u32 {
             let tokens = document(number, WIDE.chunk);
-            let session = store.session(space, &tokens);
+            let session = store.session(namespace, &tokens);
             let engine = Engine::computed(WIDE, Shape::Tokens, &marks_of(0, &tokens));
             match store.put(session, level, &engine) {
                 done if done == ok(WIDE.chunk) => kept.push(number),
@@ -493,14 +493,14 @@ fn small_disk_loses_only_counted_chunks() {
         store.settle();
         let stats = store.handle.disk().unwrap().stats();
         assert!(stats.most_used_bytes <= 32 << 20, "{stats:?}");
-        let found = audit(&store, space, &kept, &stats);
+        let found = audit(&store, namespace, &kept, &stats);
         assert!(found * chunk > 8 << 20, "only {found} chunks are there; {refused} were refused");
         let counters = store.counters();
         store.close();
         // And after a restart.
         let store = TestStore::open(&spec);
-        let space = store.namespace(1, &WIDE);
-        let gone = kept.len() as u64 - present(&store, space, &kept);
+        let namespace = store.namespace(1, &WIDE);
+        let gone = kept.len() as u64 - present(&store, namespace, &kept);
         let evicted = counters.evicted_chunks + store.counters().evicted_chunks;
         assert!(gone <= evicted, "{gone} are gone, {evicted} were sent away");
         store.settle();
@@ -509,12 +509,12 @@ fn small_disk_loses_only_counted_chunks() {
 }
 
 /// Reads everything: how much is there. Nothing may be wrong.
-fn present(store: &TestStore, space: u32, kept: &[u32]) -> u64 {
+fn present(store: &TestStore, namespace: u32, kept: &[u32]) -> u64 {
     let mut found = 0;
     for &number in kept {
         let tokens = document(number, WIDE.chunk);
         let marks = marks_of(0, &tokens);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let mut engine = Engine::new(WIDE, Shape::Padded, tokens.len());
         let done = store.get(session, &engine);
         assert!(matches!(done.status, Status::Ok | Status::NotFound), "{number}: {done:?}");
@@ -527,9 +527,9 @@ fn present(store: &TestStore, space: u32, kept: &[u32]) -> u64 {
     found
 }
 
-fn audit(store: &TestStore, space: u32, kept: &[u32], stats: &impl std::fmt::Debug) -> u64 {
+fn audit(store: &TestStore, namespace: u32, kept: &[u32], stats: &impl std::fmt::Debug) -> u64 {
     let before = store.counters();
-    let found = present(store, space, kept);
+    let found = present(store, namespace, kept);
     let after = store.counters();
     let gone = kept.len() as u64 - found;
     assert!(

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use kvtier::base::status::Status;
 use kvtier::meta::key::Key;
-use kvtier::store::state::SpaceOpts;
+use kvtier::store::state::NamespaceOpts;
 use kvtier::store::state::transfer::Level;
 use support::{Done, Engine, Model, Scratch, Shape, TestStore, document, marks_of, with_disk};
 
@@ -25,20 +25,20 @@ fn open(dir: &Path) -> TestStore {
 fn salted(store: &TestStore, salt: u32) -> u32 {
     let mut key = [7; 32];
     key[..4].copy_from_slice(&salt.to_le_bytes());
-    let opts = SpaceOpts { key: Key(key), layout: MODEL.layout(), holes: false };
-    store.handle.with(|core| core.open_space(&opts)).expect("opened")
+    let opts = NamespaceOpts { key: Key(key), layout: MODEL.layout(), holes: false };
+    store.handle.with(|core| core.open_namespace(&opts)).expect("opened")
 }
 
-fn put(store: &TestStore, space: u32, salt: u32, level: Level) -> Status {
+fn put(store: &TestStore, namespace: u32, salt: u32, level: Level) -> Status {
     let tokens = document(salt, 16);
-    let done = store.put_tokens((space, salt), &MODEL, &tokens, level);
+    let done = store.put_tokens((namespace, salt), &MODEL, &tokens, level);
 
     done.status
 }
 
-fn is_there(store: &TestStore, space: u32, salt: u32) -> bool {
+fn is_there(store: &TestStore, namespace: u32, salt: u32) -> bool {
     let tokens = document(salt, 16);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
     let done = store.get(session, &engine);
     store.close_session(session);
@@ -59,15 +59,18 @@ fn opened_namespaces_take_no_disk_space() {
     let store = open(&scratch.0);
     let before = used_bytes(&store);
     // As notes these would be more than the disk has.
-    let spaces: Vec<u32> = (0..3000).map(|salt| salted(&store, salt)).collect();
+    let namespaces: Vec<u32> = (0..3000).map(|salt| salted(&store, salt)).collect();
     store.settle();
     assert_eq!(used_bytes(&store), before);
-    assert_eq!(put(&store, spaces[2999], 2999, Level::Durable), Status::Ok);
+    assert_eq!(put(&store, namespaces[2999], 2999, Level::Durable), Status::Ok);
     store.close();
     let store = open(&scratch.0);
-    assert_eq!((store.handle.opened.adopted.spaces, store.handle.opened.adopted.chunks), (1, 1));
-    let space = salted(&store, 2999);
-    assert!(is_there(&store, space, 2999));
+    assert_eq!(
+        (store.handle.opened.adopted.namespaces, store.handle.opened.adopted.chunks),
+        (1, 1)
+    );
+    let namespace = salted(&store, 2999);
+    assert!(is_there(&store, namespace, 2999));
     store.settle();
     store.close();
 }
@@ -79,9 +82,9 @@ fn namespace_record_is_removed_with_its_last_chunk() {
     // Each has a chunk: far more than fit, and the first ones leave.
     let salts = 1200;
     for salt in 0..salts {
-        let space = salted(&store, salt);
+        let namespace = salted(&store, salt);
         assert_eq!(
-            put(&store, space, salt, Level::Disk),
+            put(&store, namespace, salt, Level::Disk),
             Status::Ok,
             "salt {salt}: {:?}",
             used_bytes(&store)
@@ -89,7 +92,7 @@ fn namespace_record_is_removed_with_its_last_chunk() {
         store
             .handle
             .with(|core| {
-                core.close_space(space);
+                core.close_namespace(namespace);
                 Ok(())
             })
             .expect("open");
@@ -107,7 +110,7 @@ fn namespace_record_is_removed_with_its_last_chunk() {
     // Each that has a chunk is known again, and no other.
     let store = open(&scratch.0);
     let adopted = store.handle.opened.adopted;
-    assert_eq!(adopted.spaces, adopted.chunks, "{adopted:?}");
+    assert_eq!(adopted.namespaces, adopted.chunks, "{adopted:?}");
     // One may have left for the room of the checkpoint that it stands in.
     assert!(adopted.dropped <= MODEL.layers as u64, "{adopted:?}");
     let again = (0..salts).filter(|&salt| is_there(&store, salted(&store, salt), salt)).count();
@@ -122,8 +125,8 @@ fn namespace_record_is_removed_with_its_last_chunk() {
 fn stale_namespace_records_are_removed_at_open() {
     let scratch = Scratch::new("salts-old");
     let store = open(&scratch.0);
-    let space = salted(&store, 1);
-    assert_eq!(put(&store, space, 1, Level::Durable), Status::Ok);
+    let namespace = salted(&store, 1);
+    assert_eq!(put(&store, namespace, 1, Level::Durable), Status::Ok);
     let layout = MODEL.layout().encode();
     let disk = store.handle.disk().expect("a disk");
     for salt in 10..800u32 {
@@ -136,13 +139,13 @@ fn stale_namespace_records_are_removed_at_open() {
     let full = used_bytes(&store);
     store.close();
     let store = open(&scratch.0);
-    assert_eq!(store.handle.opened.adopted.spaces, 1);
+    assert_eq!(store.handle.opened.adopted.namespaces, 1);
     // All that there is to do is done before it is closed.
     store.close();
     let store = open(&scratch.0);
     assert!(used_bytes(&store) + (2 << 20) < full, "{} of {full}", used_bytes(&store));
-    let space = salted(&store, 1);
-    assert!(is_there(&store, space, 1));
+    let namespace = salted(&store, 1);
+    assert!(is_there(&store, namespace, 1));
     store.settle();
     store.close();
 }

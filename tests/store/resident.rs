@@ -99,12 +99,12 @@ fn resident() -> u64 {
 /// `memory`: where the tensors are said to be.
 fn put(
     store: &TestStore,
-    space: u32,
+    namespace: u32,
     (engine, back): (&mut Engine, &mut Engine),
     (number, memory): (u32, Memory),
 ) {
     let tokens = document(number, engine.tokens);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     engine.compute(&marks_of(0, &tokens));
     let cells = in_memory(engine.whole(), memory);
     let done = store.transfer(session, TransferKind::Put, Level::Ram, cells);
@@ -165,7 +165,7 @@ fn child() {
     let on = device.clone().map(|device| device as std::sync::Arc<dyn Device>);
     let memory = if on_device { Memory::Device } else { Memory::Host };
     let store = TestStore::open_with(runtime, &spec, budget.as_ref(), on);
-    let space = store.namespace(1, &model);
+    let namespace = store.namespace(1, &model);
     let most = (setup.stored * MIB / (model.chunk_bytes() * chunks)) as u32;
     let mut worst = i64::MIN;
     let (mut said, mut looked, begun) = ((0, 0), Instant::now(), Instant::now());
@@ -177,7 +177,7 @@ fn child() {
         if is_over {
             break;
         }
-        put(&store, space, (&mut engine, &mut back), (number, memory));
+        put(&store, namespace, (&mut engine, &mut back), (number, memory));
         let is_time = seconds == 0 || looked.elapsed().as_secs() >= 1;
         let Some(budget) = budget.as_ref().filter(|_| number % 64 == 0 && is_time) else {
             continue;

@@ -11,7 +11,7 @@ use kvtier::base::status::Status;
 use kvtier::meta::key::Key;
 use kvtier::store::ready_event::Ready;
 use kvtier::store::state::work::WorkerKind;
-use kvtier::store::state::{Config, Level, SessionOpts, SpaceOpts, StoreState, TransferKind};
+use kvtier::store::state::{Config, Level, NamespaceOpts, SessionOpts, StoreState, TransferKind};
 use kvtier::tier::disk::Options;
 use kvtier_testkit::disk::plan::{Fault, Plan};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
@@ -33,9 +33,9 @@ fn put_waiting_for_its_prefix_ends_after_clear() {
     store.run_all(WorkerKind::Copy);
     store.with(|core| {
         core.close_session(session).expect("open");
-        core.close_space(store.namespace);
-        let opts = SpaceOpts { key: Key([1; 32]), layout: MODEL.layout(), holes: true };
-        core.open_space(&opts).expect("nobody has it open");
+        core.close_namespace(store.namespace);
+        let opts = NamespaceOpts { key: Key([1; 32]), layout: MODEL.layout(), holes: true };
+        core.open_namespace(&opts).expect("nobody has it open");
         let mut clearing = core.begin_clear(store.namespace).expect("open");
         while core.clear_more(&mut clearing, 8) {}
     });
@@ -111,9 +111,9 @@ fn namespace_record_of_a_failed_batch_is_removed() {
     for salt in [2, 3] {
         let tokens = document(u32::from(salt), 16);
         let session = store.with(|core| {
-            let opts = SpaceOpts { key: Key([salt; 32]), layout: MODEL.layout(), holes: false };
-            let space = core.open_space(&opts).expect("opened");
-            let number = core.open_session(space, &SessionOpts::default()).expect("room");
+            let opts = NamespaceOpts { key: Key([salt; 32]), layout: MODEL.layout(), holes: false };
+            let namespace = core.open_namespace(&opts).expect("opened");
+            let number = core.open_session(namespace, &SessionOpts::default()).expect("room");
             core.append(number, &tokens).expect("room");
             number
         });
@@ -176,12 +176,12 @@ fn measure_sync_completion() {
 fn measure_cancellation() {
     for moves in [1000u32, 2000, 4000] {
         let store = TestStore::open(&spec_of("store(host=64MiB,chunks=65536,sessions=8192)"));
-        let space = store.namespace(1, &MODEL);
+        let namespace = store.namespace(1, &MODEL);
         let ready = Ready::default();
         let (mut ops, mut engines) = (Vec::new(), Vec::new());
         for number in 0..moves {
             let tokens = document(number, 16);
-            let session = store.session(space, &tokens);
+            let session = store.session(namespace, &tokens);
             let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
             let what = engine.cell_range(0, 16, 0..2, true);
             let opts = OpOpts::default();

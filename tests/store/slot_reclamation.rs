@@ -13,8 +13,8 @@ use kvtier::meta::chunks::Pin;
 use kvtier::meta::key::Key;
 use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{
-    Config, Level, MAX_CHUNK_TABLES, MAX_SPACES, RemoteConfig, SessionOpts, SpaceOpts, StoreState,
-    TransferKind,
+    Config, Level, MAX_CHUNK_TABLES, MAX_NAMESPACES, NamespaceOpts, RemoteConfig, SessionOpts,
+    StoreState, TransferKind,
 };
 use stepped_store::{MODEL, SteppedStore, empty_disk};
 use support::{
@@ -33,8 +33,8 @@ fn model(number: u32) -> Model {
     Model { layers: 1 + number as usize % 3, heads: 1, run: 64, chunk: 16 + number as usize }
 }
 
-fn opts(number: u32, model: &Model) -> SpaceOpts {
-    SpaceOpts { key: key(number), layout: model.layout(), holes: false }
+fn opts(number: u32, model: &Model) -> NamespaceOpts {
+    NamespaceOpts { key: key(number), layout: model.layout(), holes: false }
 }
 
 /// A store with a disk, in one thread or with threads.
@@ -49,20 +49,20 @@ trait AnyStore {
     ) -> Status;
 
     fn open(&self, number: u32, model: &Model) -> Result<u32> {
-        self.core(|core| core.open_space(&opts(number, model)))
+        self.core(|core| core.open_namespace(&opts(number, model)))
     }
 
-    fn shut(&self, space: u32) {
+    fn shut(&self, namespace: u32) {
         let closed = self.core(|core| {
-            core.close_space(space);
+            core.close_namespace(namespace);
             Ok(())
         });
         closed.expect("open");
     }
 
-    fn begin(&self, space: u32, tokens: &[u32]) -> u32 {
+    fn begin(&self, namespace: u32, tokens: &[u32]) -> u32 {
         let opened = self.core(|core| {
-            let session = core.open_session(space, &SessionOpts::default())?;
+            let session = core.open_session(namespace, &SessionOpts::default())?;
             core.append(session, tokens)?;
             Ok(session)
         });
@@ -74,9 +74,9 @@ trait AnyStore {
     }
 
     /// Stores a chunk, with bytes of this mark.
-    fn keep(&self, space: u32, model: &Model, mark: u32, level: Level) {
+    fn keep(&self, namespace: u32, model: &Model, mark: u32, level: Level) {
         let tokens = document(1, model.chunk);
-        let session = self.begin(space, &tokens);
+        let session = self.begin(namespace, &tokens);
         let mut engine = Engine::new(*model, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(mark, &tokens));
         assert_eq!(self.transfer_all(session, TransferKind::Put, level, &engine), Status::Ok);
@@ -84,10 +84,10 @@ trait AnyStore {
     }
 
     /// Whether a chunk is there; then its bytes have this mark.
-    fn has(&self, space: u32, model: &Model, mark: u32) -> bool {
+    fn has(&self, namespace: u32, model: &Model, mark: u32) -> bool {
         let tokens = document(1, model.chunk);
-        let looked = self.core(|core| core.lookup(space, &tokens).cloned()).expect("open");
-        let session = self.begin(space, &tokens);
+        let looked = self.core(|core| core.lookup(namespace, &tokens).cloned()).expect("open");
+        let session = self.begin(namespace, &tokens);
         let mut engine = Engine::new(*model, Shape::Heads, tokens.len());
         let status = self.transfer_all(session, TransferKind::Get, Level::Ram, &engine);
         self.end(session);
@@ -100,8 +100,8 @@ trait AnyStore {
     }
 
     /// Drops it.
-    fn lose(&self, space: u32, model: &Model) {
-        let session = self.begin(space, &document(1, model.chunk));
+    fn lose(&self, namespace: u32, model: &Model) {
+        let session = self.begin(namespace, &document(1, model.chunk));
         let dropped = self.core(|core| core.drop_range(session, 0, model.chunk as u64));
         assert_eq!(dropped.expect("open").gone, 1);
         self.end(session);
@@ -151,12 +151,12 @@ fn open_store(dir: &Path) -> TestStore {
 }
 
 /// A store that may know few.
-fn few(spaces: usize, layouts: usize) -> SteppedStore {
-    SteppedStore::on_disk(empty_disk(), config(spaces, layouts), None)
+fn few(namespaces: usize, layouts: usize) -> SteppedStore {
+    SteppedStore::on_disk(empty_disk(), config(namespaces, layouts), None)
 }
 
-fn config(max_spaces: usize, max_layouts: usize) -> Config {
-    Config { host_bytes: 8 << 20, max_spaces, max_layouts, ..SteppedStore::config() }
+fn config(max_namespaces: usize, max_layouts: usize) -> Config {
+    Config { host_bytes: 8 << 20, max_namespaces, max_layouts, ..SteppedStore::config() }
 }
 
 /// The store's own namespace, and its layout, are no more.
@@ -170,19 +170,22 @@ fn chunk_tables_of_closed_layouts_are_reused() {
     let mut store = open_store(&scratch.0);
     for number in 0..4 * MAX_CHUNK_TABLES as u32 {
         let model = model(number);
-        let space = store.open(number, &model).expect("one at a time");
+        let namespace = store.open(number, &model).expect("one at a time");
         if number % 2 == 0 {
             let level = if number % 4 == 0 { Level::Durable } else { Level::Ram };
-            store.keep(space, &model, number, level);
-            assert!(store.has(space, &model, number));
-            store.lose(space, &model);
+            store.keep(namespace, &model, number, level);
+            assert!(store.has(namespace, &model, number));
+            store.lose(namespace, &model);
         }
-        assert!(!store.has(space, &model, number));
-        store.shut(space);
+        assert!(!store.has(namespace, &model, number));
+        store.shut(namespace);
         if number % 50 == 49 {
             store.settle();
-            let (spaces, layouts) = store.known();
-            assert!(spaces <= 2 && layouts <= 2, "{spaces} namespaces of {layouts} layouts");
+            let (namespaces, layouts) = store.known();
+            assert!(
+                namespaces <= 2 && layouts <= 2,
+                "{namespaces} namespaces of {layouts} layouts"
+            );
             store.close();
             store = open_store(&scratch.0);
         }
@@ -199,9 +202,9 @@ fn unused_layouts_are_evicted() {
     store.keep(open, &model(0), 0, Level::Durable);
     let last = 2 * MAX_CHUNK_TABLES as u32 + 7;
     for number in 1..=last {
-        let space = store.open(number, &model(number)).expect("others give way");
-        store.keep(space, &model(number), number, Level::Durable);
-        store.shut(space);
+        let namespace = store.open(number, &model(number)).expect("others give way");
+        store.keep(namespace, &model(number), number, Level::Durable);
+        store.shut(namespace);
         if number == MAX_CHUNK_TABLES as u32 + 20 {
             store.settle();
             store.close();
@@ -211,8 +214,8 @@ fn unused_layouts_are_evicted() {
     }
     store.settle();
     let there = |store: &TestStore, number: u32| {
-        let space = store.core(|core| Ok(core.find_space(&key(number)))).expect("open");
-        space.is_some_and(|space| store.has(space, &model(number), number))
+        let namespace = store.core(|core| Ok(core.find_namespace(&key(number)))).expect("open");
+        namespace.is_some_and(|namespace| store.has(namespace, &model(number), number))
     };
     assert_eq!(store.known().1, MAX_CHUNK_TABLES as u64);
     // Of those that were found when it was opened any may have gone first.
@@ -224,7 +227,7 @@ fn unused_layouts_are_evicted() {
     store.close();
     // What has left may be found again: there are never more than can be.
     let store = open_store(&scratch.0);
-    assert!(store.handle.opened.adopted.spaces <= MAX_CHUNK_TABLES as u64);
+    assert!(store.handle.opened.adopted.namespaces <= MAX_CHUNK_TABLES as u64);
     assert!((since..=last).all(|number| there(&store, number)));
     store.settle();
     store.close();
@@ -233,31 +236,31 @@ fn unused_layouts_are_evicted() {
 #[test]
 fn open_and_pinned_layouts_are_kept() {
     let store = few(64, 4);
-    let mut spaces = Vec::new();
+    let mut namespaces = Vec::new();
     for number in 1..4 {
-        let space = store.open(number, &model(number)).expect("room");
-        store.keep(space, &model(number), number, Level::Ram);
-        spaces.push(space);
+        let namespace = store.open(number, &model(number)).expect("room");
+        store.keep(namespace, &model(number), number, Level::Ram);
+        namespaces.push(namespace);
     }
     let refused = |number| store.open(number, &model(number)).expect_err("none is free").status();
     assert_eq!(refused(9), Status::Limit);
     // One is pinned, one has a session still.
-    let session = store.begin(spaces[0], &document(1, model(1).chunk));
+    let session = store.begin(namespaces[0], &document(1, model(1).chunk));
     let pin = Pin { priority: 1, until_ns: u64::MAX };
     store.core(|core| core.pin(session, 0, model(1).chunk as u64, pin)).expect("there");
     store.end(session);
-    let session = store.begin(spaces[1], &document(1, model(2).chunk));
-    store.shut(spaces[0]);
-    store.shut(spaces[1]);
+    let session = store.begin(namespaces[1], &document(1, model(2).chunk));
+    store.shut(namespaces[0]);
+    store.shut(namespaces[1]);
     assert_eq!(refused(9), Status::Limit);
-    assert!(store.has(spaces[0], &model(1), 1) && store.has(spaces[2], &model(3), 3));
+    assert!(store.has(namespaces[0], &model(1), 1) && store.has(namespaces[2], &model(3), 3));
     // Another namespace of a layout that is there needs no place.
     assert!(store.open(10, &model(3)).is_ok());
     store.end(session);
-    let space = store.open(9, &model(9)).expect("the second has left");
-    assert!(!store.has(space, &model(9), 9));
-    assert_eq!(store.core(|core| Ok(core.find_space(&key(2)))).expect("open"), None);
-    assert!(store.has(spaces[0], &model(1), 1) && store.has(spaces[2], &model(3), 3));
+    let namespace = store.open(9, &model(9)).expect("the second has left");
+    assert!(!store.has(namespace, &model(9), 9));
+    assert_eq!(store.core(|core| Ok(core.find_namespace(&key(2)))).expect("open"), None);
+    assert!(store.has(namespaces[0], &model(1), 1) && store.has(namespaces[2], &model(3), 3));
     store.settle();
 }
 
@@ -268,31 +271,31 @@ fn namespaces_of_many_salts_are_reclaimed() {
     let mut store = open_store(&scratch.0);
     let model = model(0);
     let tokens = document(1, model.chunk);
-    for number in 0..MAX_SPACES as u32 + 4000 {
-        let space = store.open(number, &model).expect("one at a time");
+    for number in 0..MAX_NAMESPACES as u32 + 4000 {
+        let namespace = store.open(number, &model).expect("one at a time");
         if number % 2000 == 0 {
-            store.keep(space, &model, number, Level::Durable);
-            assert!(store.has(space, &model, number));
+            store.keep(namespace, &model, number, Level::Durable);
+            assert!(store.has(namespace, &model, number));
         } else {
-            let session = store.begin(space, &tokens);
-            let looked = store.core(|core| core.lookup(space, &tokens).cloned()).expect("open");
+            let session = store.begin(namespace, &tokens);
+            let looked = store.core(|core| core.lookup(namespace, &tokens).cloned()).expect("open");
             assert_eq!(looked.reusable_soon_tokens, 0);
             store.close_session(session);
         }
-        store.shut(space);
+        store.shut(namespace);
         if number == 40_000 {
             store.close();
             store = open_store(&scratch.0);
-            assert_eq!(store.handle.opened.adopted.spaces, 21);
+            assert_eq!(store.handle.opened.adopted.namespaces, 21);
         }
     }
     store.settle();
-    let (spaces, layouts) = store.known();
-    assert!(spaces < 2000 && layouts == 1, "{spaces} namespaces of {layouts} layouts");
-    for number in (0..MAX_SPACES as u32).step_by(2000) {
-        let space = store.open(number, &model).expect("known");
-        assert!(store.has(space, &model, number), "salt {number}");
-        store.shut(space);
+    let (namespaces, layouts) = store.known();
+    assert!(namespaces < 2000 && layouts == 1, "{namespaces} namespaces of {layouts} layouts");
+    for number in (0..MAX_NAMESPACES as u32).step_by(2000) {
+        let namespace = store.open(number, &model).expect("known");
+        assert!(store.has(namespace, &model, number), "salt {number}");
+        store.shut(namespace);
     }
     store.close();
 }
@@ -302,13 +305,13 @@ fn namespaces_of_many_salts_are_reclaimed() {
 fn unused_namespaces_are_evicted() {
     let mut store = few(40, 4);
     for number in 0..200 {
-        let space = store.open(number, &MODEL).expect("others give way");
-        store.keep(space, &MODEL, number, Level::Durable);
-        store.shut(space);
+        let namespace = store.open(number, &MODEL).expect("others give way");
+        store.keep(namespace, &MODEL, number, Level::Durable);
+        store.shut(namespace);
         assert!(store.known().0 <= 40);
     }
     let there = |store: &SteppedStore| -> BTreeSet<u32> {
-        let find = |number| store.core(|core| Ok(core.find_space(&key(number)))).expect("open");
+        let find = |number| store.core(|core| Ok(core.find_namespace(&key(number)))).expect("open");
         let has = |&number: &u32| find(number).is_some_and(|at| store.has(at, &MODEL, number));
         (0..200).filter(has).collect()
     };
@@ -322,9 +325,9 @@ fn unused_namespaces_are_evicted() {
     let after = there(&store);
     assert!(after.contains(&199) && after.len() > 30, "{after:?}");
     for number in 300..400 {
-        let space = store.open(number, &MODEL).expect("others give way");
-        assert!(!store.has(space, &MODEL, number));
-        store.shut(space);
+        let namespace = store.open(number, &MODEL).expect("others give way");
+        assert!(!store.has(namespace, &MODEL, number));
+        store.shut(namespace);
     }
     store.settle();
 }
@@ -334,16 +337,16 @@ fn unused_namespaces_are_evicted() {
 fn open_adopts_at_most_the_maximum_of_layouts() {
     let store = few(64, 16);
     for number in 0..12 {
-        let space = store.open(number, &model(number)).expect("room");
-        store.keep(space, &model(number), number, Level::Durable);
-        store.shut(space);
+        let namespace = store.open(number, &model(number)).expect("room");
+        store.keep(namespace, &model(number), number, Level::Durable);
+        store.shut(namespace);
     }
     store.settle();
     store.files.crash().expect("memory");
     let store = SteppedStore::on_disk(store.files.reopen(), config(64, 4), None);
     // One is the store's own, which came after them.
     assert_eq!(store.known(), (4, 4));
-    let find = |number| store.core(|core| Ok(core.find_space(&key(number)))).expect("open");
+    let find = |number| store.core(|core| Ok(core.find_namespace(&key(number)))).expect("open");
     let known: Vec<u32> = (0..12).filter(|&number| find(number).is_some()).collect();
     assert_eq!(known.len(), 3);
     assert!(known.iter().all(|&at| store.has(find(at).expect("known"), &model(at), at)));
@@ -352,15 +355,15 @@ fn open_adopts_at_most_the_maximum_of_layouts() {
 
 #[test]
 fn reused_namespace_number_shows_no_old_state() {
-    for (spaces, layouts) in [(2, 4), (8, 2)] {
-        let store = few(spaces, layouts);
+    for (namespaces, layouts) in [(2, 4), (8, 2)] {
+        let store = few(namespaces, layouts);
         leave_own(&store);
         let (first, other) = (model(1), model(2));
         let old = store.open(1, &first).expect("room");
         store.core(|core| core.observe_prefill(old, 0, 100, 1_000_000)).expect("open");
         store.core(|core| core.set_tenant(old, 7)).expect("open");
         store.keep(old, &first, 1, Level::Disk);
-        let table = store.core(|core| Ok(core.space(old).expect("open").table)).expect("open");
+        let table = store.core(|core| Ok(core.namespace(old).expect("open").table)).expect("open");
         let (mut early, mut late) =
             store.core(|core| Ok((core.begin_clear(old)?, core.begin_clear(old)?))).expect("open");
         assert!(!store.core(|core| Ok(core.clear_more(&mut early, 8))).expect("open"));
@@ -371,9 +374,9 @@ fn reused_namespace_number_shows_no_old_state() {
         let (kept, again) = (kept.expect("room"), again.expect("room"));
         assert!([kept, again].contains(&old), "{kept} and {again}, not {old}");
         let (at, of, mark) = if kept == old { (kept, other, 3) } else { (again, model(4), 4) };
-        let space = store.core(|core| Ok(*core.space(at).expect("open"))).expect("open");
-        assert_eq!((space.key, space.tenant, space.handles), (key(mark), 0, 1));
-        assert_eq!(space.table, table);
+        let namespace = store.core(|core| Ok(*core.namespace(at).expect("open"))).expect("open");
+        assert_eq!((namespace.key, namespace.tenant, namespace.handles), (key(mark), 0, 1));
+        assert_eq!(namespace.table, table);
         assert_eq!(store.core(|core| Ok(core.prefill(at).observed())).expect("open"), 0);
         assert!(!store.has(at, &of, mark));
         store.keep(at, &of, mark, Level::Disk);
@@ -395,15 +398,15 @@ fn reused_namespace_number_shows_no_old_state() {
 fn pending_work_keeps_its_namespace() {
     let store = few(2, 2);
     leave_own(&store);
-    let space = store.open(1, &MODEL).expect("room");
-    let session = store.begin(space, &document(1, 16));
+    let namespace = store.open(1, &MODEL).expect("room");
+    let session = store.begin(namespace, &document(1, 16));
     let mut engine = Engine::new(MODEL, Shape::Tokens, 16);
     let what = engine.whole();
     let waits =
         store.core(|core| core.submit_waiting(session, TransferKind::Get, Level::Ram, 0, what));
     let (_, ticket) = waits.expect("submitted");
     store.end(session);
-    store.shut(space);
+    store.shut(namespace);
     // Its layout has a move still, that of the store's own has nothing.
     let other = store.open(2, &model(2)).expect("room");
     let another = store.open(3, &model(3)).map(|_| ()).map_err(|error| error.status());
@@ -425,15 +428,15 @@ fn pending_work_keeps_its_namespace() {
 #[test]
 fn session_keeps_its_namespace() {
     let store = few(2, 2);
-    let space = store.open(1, &MODEL).expect("room");
-    let session = store.begin(space, &[]);
-    store.shut(space);
+    let namespace = store.open(1, &MODEL).expect("room");
+    let session = store.begin(namespace, &[]);
+    store.shut(namespace);
     let other = store.open(2, &MODEL).map_err(|error| error.status());
     assert_eq!(other, Err(Status::Limit));
-    let kept = store.core(|core| Ok(core.find_space(&key(1)))).expect("open");
-    assert_eq!(kept, Some(space));
+    let kept = store.core(|core| Ok(core.find_namespace(&key(1)))).expect("open");
+    assert_eq!(kept, Some(namespace));
     store.end(session);
-    assert_eq!(store.open(2, &MODEL).expect("it has ended"), space);
+    assert_eq!(store.open(2, &MODEL).expect("it has ended"), namespace);
     store.settle();
 }
 
@@ -443,11 +446,11 @@ fn block_lookups_keep_their_namespace() {
     let files = empty_disk();
     let config = Config { remote: Some(RemoteConfig::default()), ..config(2, 2) };
     let store = SteppedStore::on_disk(files, config, None);
-    let space = store.open(1, &MODEL).expect("room");
-    let session = store.begin(space, &[]);
+    let namespace = store.open(1, &MODEL).expect("room");
+    let session = store.begin(namespace, &[]);
     let number = store.core(|core| core.locate_blocks(session, vec![key(77)])).expect("begun");
     store.end(session);
-    store.shut(space);
+    store.shut(namespace);
     assert!(store.with(|core| core.has_work(WorkerKind::Ask)));
     let other = store.open(2, &MODEL).map_err(|error| error.status());
     assert_eq!(other, Err(Status::Limit));
@@ -457,7 +460,7 @@ fn block_lookups_keep_their_namespace() {
             Ok(())
         })
         .expect("open");
-    assert_eq!(store.open(2, &MODEL).expect("it has ended"), space);
+    assert_eq!(store.open(2, &MODEL).expect("it has ended"), namespace);
     store.settle();
 }
 
@@ -475,27 +478,27 @@ fn evicted_namespaces_return_from_the_remote() {
     let ends = |op: Result<OpRef>| assert_eq!(wait(&op.expect("begun")).status, Status::Ok);
     for number in 0..last {
         let (model, tokens) = (model(number), document(1, model(number).chunk));
-        let space = one.open(number, &model).expect("others give way");
-        one.keep(space, &model, number, Level::Remote);
-        one.shut(space);
-        let space = other.open(number, &model).expect("others give way");
-        let session = other.begin(space, &[]);
-        let keys = other.handle.chunk_keys(space, &tokens, &[]).expect("open");
+        let namespace = one.open(number, &model).expect("others give way");
+        one.keep(namespace, &model, number, Level::Remote);
+        one.shut(namespace);
+        let namespace = other.open(number, &model).expect("others give way");
+        let session = other.begin(namespace, &[]);
+        let keys = other.handle.chunk_keys(namespace, &tokens, &[]).expect("open");
         ends(other.handle.locate_blocks(session, keys, &OpOpts::default()));
         other.end(session);
-        other.shut(space);
+        other.shut(namespace);
     }
     one.settle();
     other.settle();
     for store in [&one, &other] {
         for number in (0..last).rev() {
             let model = model(number);
-            let space = store.open(number, &model).expect("others give way");
-            let session = store.begin(space, &document(1, model.chunk));
+            let namespace = store.open(number, &model).expect("others give way");
+            let session = store.begin(namespace, &document(1, model.chunk));
             ends(store.handle.locate(session, &OpOpts::default()));
-            assert!(store.has(space, &model, number), "layout {number}");
+            assert!(store.has(namespace, &model, number), "layout {number}");
             store.close_session(session);
-            store.shut(space);
+            store.shut(namespace);
         }
         store.settle();
         let remote = store.core(|core| Ok(core.remote_stats())).expect("open").expect("a remote");

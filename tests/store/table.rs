@@ -23,20 +23,20 @@ fn full(scratch: &Scratch) -> (TestStore, u32) {
 }
 
 fn filled(store: TestStore, level: Level) -> (TestStore, u32) {
-    let space = store.namespace(1, &MODEL);
+    let namespace = store.namespace(1, &MODEL);
     for number in 0..5 {
         let tokens = document(number, 20 * 16);
-        let done = store.put_tokens((space, 0), &MODEL, &tokens, level);
+        let done = store.put_tokens((namespace, 0), &MODEL, &tokens, level);
         assert_eq!(done, Done::ok(tokens.len()));
     }
     store.settle();
-    (store, space)
+    (store, namespace)
 }
 
-fn all_are_there(store: &TestStore, space: u32) {
+fn all_are_there(store: &TestStore, namespace: u32) {
     for number in 0..5 {
         let tokens = document(number, 20 * 16);
-        let done = store.get_tokens((space, 0), &MODEL, &tokens);
+        let done = store.get_tokens((namespace, 0), &MODEL, &tokens);
         assert_eq!(done, Done::ok(tokens.len()), "document {number}");
     }
     assert_eq!(store.counters().evicted_chunks, 0);
@@ -45,11 +45,11 @@ fn all_are_there(store: &TestStore, space: u32) {
 #[test]
 fn reads_evict_nothing_from_a_full_table() {
     let scratch = Scratch::new("table");
-    let (store, space) = full(&scratch);
+    let (store, namespace) = full(&scratch);
     // With a tail, and one that is longer than the table.
     for chunks in [90, ROWS + 50] {
         let tokens = document(9, chunks * 16 + 5);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         assert_eq!(store.get(session, &engine), MISS);
         assert!(engine.is_untouched());
@@ -60,27 +60,27 @@ fn reads_evict_nothing_from_a_full_table() {
         pinned.expect("nothing to pin");
         store.close_session(session);
         store.settle();
-        all_are_there(&store, space);
+        all_are_there(&store, namespace);
     }
     // What begins as one that is there is found as far as that goes.
     let tokens = [document(3, 20 * 16), document(9, 40 * 16)].concat();
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let mut engine = Engine::new(MODEL, Shape::Padded, tokens.len());
     let done = store.get(session, &engine);
     assert_eq!(done, Done { status: Status::NotFound, tokens: 20 * 16 });
     engine.check(&marks_of(0, &tokens), 0..20 * 16, 0..MODEL.layers);
     store.close_session(session);
     store.settle();
-    all_are_there(&store, space);
+    all_are_there(&store, namespace);
     store.close();
 }
 
 #[test]
 fn put_evicts_rows_from_a_full_table() {
     let scratch = Scratch::new("table-put");
-    let (store, space) = full(&scratch);
+    let (store, namespace) = full(&scratch);
     let tokens = document(9, 90 * 16);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
     assert_eq!(store.get(session, &engine), MISS);
     engine.compute(&marks_of(0, &tokens));
@@ -97,20 +97,20 @@ fn put_evicts_rows_from_a_full_table() {
 fn rejected_put_evicts_nothing() {
     // A level that needs a disk, and more chunks than there can be.
     let store = spec_of(&format!("store(host=8MiB,chunks={ROWS})"));
-    let (store, space) = filled(TestStore::open(&store), Level::Ram);
+    let (store, namespace) = filled(TestStore::open(&store), Level::Ram);
     for (chunks, level, status) in [
         (40, Level::Disk, Status::Unavailable),
         (40, Level::Durable, Status::Unavailable),
         (ROWS + 50, Level::Ram, Status::Limit),
     ] {
         let tokens = document(9, chunks * 16 + 5);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         let refused = store.submit(session, TransferKind::Put, level, engine.whole());
         assert_eq!(refused.map(|_| ()).unwrap_err().status(), status);
         store.close_session(session);
         store.settle();
-        all_are_there(&store, space);
+        all_are_there(&store, namespace);
     }
     store.close();
 }
@@ -119,12 +119,12 @@ fn rejected_put_evicts_nothing() {
 #[test]
 fn put_without_enough_unreferenced_rows_evicts_nothing() {
     let store = spec_of(&format!("store(host=8MiB,chunks={ROWS})"));
-    let (store, space) = filled(TestStore::open(&store), Level::Ram);
+    let (store, namespace) = filled(TestStore::open(&store), Level::Ram);
     // Three documents of five.
     let open: Vec<u32> = (0..3)
         .map(|number| {
             let tokens = document(number, 20 * 16);
-            let session = store.session(space, &tokens);
+            let session = store.session(namespace, &tokens);
             let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
             assert_eq!(store.get(session, &engine).status, Status::Ok);
             engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..MODEL.layers);
@@ -133,7 +133,7 @@ fn put_without_enough_unreferenced_rows_evicts_nothing() {
         .collect();
     let put = |chunks: usize| {
         let tokens = document(9, chunks * 16);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
         let put = store.submit(session, TransferKind::Put, Level::Ram, engine.whole());
         let put = put.map(|ops| wait(&ops[0]).status).map_err(|error| error.status());
@@ -142,7 +142,7 @@ fn put_without_enough_unreferenced_rows_evicts_nothing() {
         put
     };
     assert_eq!(put(41), Err(Status::Limit));
-    all_are_there(&store, space);
+    all_are_there(&store, namespace);
     assert_eq!(put(40), Ok(Status::Ok), "as many as may leave");
     open.iter().for_each(|&session| store.close_session(session));
     assert_eq!(put(ROWS), Ok(Status::Ok));
@@ -154,13 +154,13 @@ fn put_without_enough_unreferenced_rows_evicts_nothing() {
 fn chunks_can_be_pinned_before_their_put() {
     let scratch = Scratch::new("table-pin");
     let store = TestStore::open(&with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=8MiB"));
-    let space = store.namespace(1, &MODEL);
+    let namespace = store.namespace(1, &MODEL);
     let tokens = document(1, 4 * 16);
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let pin = Pin { priority: 2, until_ns: u64::MAX };
     let pins = |core: &mut kvtier::store::state::StoreState| {
         core.pin(session, 0, 64, pin)?;
-        let table = core.table_of(space).expect("it is open");
+        let table = core.table_of(namespace).expect("it is open");
         Ok(table.chunks.slots().filter(|&s| table.chunks.chunk(s).unwrap().pin().is_some()).count())
     };
     assert_eq!(store.handle.with(pins).expect("room"), 4);

@@ -23,7 +23,7 @@ pub enum Trouble {
     /// Some reads fail, or end too early.
     Reads,
     /// A stretch of a file cannot be read.
-    Stretch(u32, Span<u64>),
+    LookupRange(u32, Span<u64>),
     /// A stretch of a file is slow.
     Slow(u32, Span<u64>),
     /// A file is cut there, while units are used.
@@ -147,7 +147,7 @@ fn trouble(random: &mut Random, files: &Files, on_device: bool) -> Trouble {
     match random.below(if on_device { 18 } else { 14 }) {
         0..5 => Trouble::Nothing,
         5 | 6 => Trouble::Reads,
-        7 => Trouble::Stretch(file, at..at + 1),
+        7 => Trouble::LookupRange(file, at..at + 1),
         8 => Trouble::Slow(file, at..at + 4096),
         9 => Trouble::Cut(file, at),
         10 => Trouble::Longer(file),
@@ -221,7 +221,7 @@ fn plant(random: &mut Random, trouble: &Trouble, sim: &SimModelFiles) {
                 sim.plant(if random.coin() { Fault::Broken(at) } else { Fault::Short(at) });
             }
         }
-        Trouble::Stretch(file, range) => sim.plant(Fault::BrokenRange(*file, range.clone())),
+        Trouble::LookupRange(file, range) => sim.plant(Fault::BrokenRange(*file, range.clone())),
         Trouble::Slow(file, range) => sim.plant(Fault::SlowRange(*file, range.clone(), 1000)),
         _ => {}
     }

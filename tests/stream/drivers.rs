@@ -68,7 +68,7 @@ impl Run {
         match (&self.case.trouble, status) {
             (_, Status::Closed) => self.case.ending != Ending::Quiet,
             (Trouble::Reads | Trouble::Copies, Status::Io) => true,
-            (Trouble::Stretch(file, span), Status::Io) => overlaps(*file, span.start, span.end),
+            (Trouble::LookupRange(file, span), Status::Io) => overlaps(*file, span.start, span.end),
             (Trouble::Cut(file, at), Status::Io | Status::Corrupt) => {
                 overlaps(*file, *at, u64::MAX)
             }

@@ -20,8 +20,8 @@ class Sized(ctypes.Structure):
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
 
 
-KVT_ACQUIRE_SUBMITTED = 2
 KVT_ACQUIRE_POLL = 1
+KVT_ACQUIRE_SUBMITTED = 2
 KVT_ADVICE_ZERO_GROW = 2
 KVT_ADVICE_ZERO_SHRINK = 1
 KVT_ATTENTION_LATENT = 1
@@ -43,23 +43,31 @@ KVT_COMPUTE_HOST = 1
 KVT_CONFORMANCE_CLOSES = 1
 KVT_CONTEXT_PRIORITY = 2
 KVT_CONTEXT_SESSION = 1
+KVT_COPY_CHECKSUM = 1
 KVT_COPY_GATHER = 0
 KVT_COPY_SCATTER = 1
-KVT_COPY_CHECKSUM = 1
 KVT_DECODE_SCORES = 1
 KVT_DEVICE_ASYNCHRONOUS = 1
+KVT_DEVICE_CHECKSUMS = 2
+KVT_DEVICE_HAS_MEMORY = 4
+KVT_DEVICE_KERNEL_ADD = 7
+KVT_DEVICE_KERNEL_COMPACT = 9
+KVT_DEVICE_KERNEL_CONVERT = 2
+KVT_DEVICE_KERNEL_DECODE = 12
+KVT_DEVICE_KERNEL_ESTIMATE = 10
+KVT_DEVICE_KERNEL_KEEP = 8
+KVT_DEVICE_KERNEL_MOVE = 1
+KVT_DEVICE_KERNEL_PAGE_BOXES = 4
+KVT_DEVICE_KERNEL_PAGE_SCORES = 5
+KVT_DEVICE_KERNEL_PREFILL = 11
+KVT_DEVICE_KERNEL_SUM = 3
+KVT_DEVICE_KERNEL_TOP = 6
 KVT_DEVICE_KIND_CUDA = 2
 KVT_DEVICE_KIND_CUSTOM = 3
-KVT_DEVICE_HAS_MEMORY = 4
 KVT_DEVICE_KIND_HOST = 1
 KVT_DEVICE_KIND_SIMULATED = 4
-KVT_DEVICE_CHECKSUMS = 2
 KVT_DEVICE_VERIFY = 1
 KVT_DEVICE_WANTS_PINNED = 8
-KVT_ITEM_CHECKSUM = 2
-KVT_ITEM_COPY = 1
-KVT_ITEM_PREFAULT = 8
-KVT_ITEM_VERIFY = 4
 KVT_DTYPE_BF16 = 3
 KVT_DTYPE_BYTES = 0
 KVT_DTYPE_F16 = 2
@@ -68,8 +76,6 @@ KVT_DTYPE_F8_E4M3 = 4
 KVT_DTYPE_F8_E5M2 = 5
 KVT_DTYPE_I4 = 7
 KVT_DTYPE_I8 = 6
-KVT_READY_EVENT_PENDING = 0
-KVT_READY_EVENT_SIGNALLED = 1
 KVT_EXISTS_WHOLE = 16
 KVT_E_ABI = -15
 KVT_E_AGAIN = -7
@@ -104,8 +110,8 @@ KVT_HEADER_VERSION = 65536
 KVT_HINTS_NONE = 1
 KVT_HINTS_STOP = 0
 KVT_HINTS_THINK = 2
-KVT_HINT_ZERO_CONFIDENCE = 2
 KVT_HINT_DONE = 1
+KVT_HINT_ZERO_CONFIDENCE = 2
 KVT_INDEX_BLOCKS = 2
 KVT_INDEX_DENSE = 0
 KVT_INDEX_LINES = 1
@@ -113,22 +119,29 @@ KVT_INDEX_RANGES = 3
 KVT_IO_NONE = 0
 KVT_IO_THREADS = 1
 KVT_IO_URING = 2
+KVT_ITEM_CHECKSUM = 2
+KVT_ITEM_COPY = 1
+KVT_ITEM_PREFAULT = 8
+KVT_ITEM_VERIFY = 4
 KVT_KERNEL_DECODE = 1
 KVT_KERNEL_PREFILL = 0
 KVT_KERNEL_SUMS = 2
 KVT_KEY_BYTES = 32
-KVT_DEVICE_KERNEL_ADD = 7
-KVT_DEVICE_KERNEL_COMPACT = 9
-KVT_DEVICE_KERNEL_CONVERT = 2
-KVT_DEVICE_KERNEL_DECODE = 12
-KVT_DEVICE_KERNEL_ESTIMATE = 10
-KVT_DEVICE_KERNEL_KEEP = 8
-KVT_DEVICE_KERNEL_MOVE = 1
-KVT_DEVICE_KERNEL_PAGE_BOXES = 4
-KVT_DEVICE_KERNEL_PAGE_SCORES = 5
-KVT_DEVICE_KERNEL_PREFILL = 11
-KVT_DEVICE_KERNEL_SUM = 3
-KVT_DEVICE_KERNEL_TOP = 6
+KVT_LATENCY_COPY_BATCH = 6
+KVT_LATENCY_DISK_DECISION = 12
+KVT_LATENCY_FETCH_BATCH = 13
+KVT_LATENCY_GET_DISK = 2
+KVT_LATENCY_GET_HOST = 1
+KVT_LATENCY_HOST_DECISION = 11
+KVT_LATENCY_LOOKUP_BATCH = 15
+KVT_LATENCY_PUT_DISK = 4
+KVT_LATENCY_PUT_DURABLE = 5
+KVT_LATENCY_PUT_RAM = 3
+KVT_LATENCY_READ_BATCH = 7
+KVT_LATENCY_SYNC_BATCH = 9
+KVT_LATENCY_UPKEEP_BATCH = 10
+KVT_LATENCY_UPLOAD_BATCH = 14
+KVT_LATENCY_WRITE_BATCH = 8
 KVT_LEVEL_DISK = 1
 KVT_LEVEL_DURABLE = 2
 KVT_LEVEL_RAM = 0
@@ -154,6 +167,7 @@ KVT_NEEDS_VALUES = 32
 KVT_NEEDS_WEIGHTS = 64
 KVT_NONE = 4294967295
 KVT_NUL_TERMINATED = 18446744073709551615
+KVT_OBJECT_HAS_PARENT = 1
 KVT_OFFLOAD_LOAD_CHOSEN = 1
 KVT_OFFLOAD_ON_DEVICE = 1
 KVT_OK = 0
@@ -186,6 +200,8 @@ KVT_RANGE_HIT = 1
 KVT_RANGE_MISS = 0
 KVT_RANGE_PENDING = 2
 KVT_RANGE_UNNEEDED = 3
+KVT_READY_EVENT_PENDING = 0
+KVT_READY_EVENT_SIGNALLED = 1
 KVT_REMOTE_CIRCUIT_CLOSED = 1
 KVT_REMOTE_CIRCUIT_OPEN = 2
 KVT_REMOTE_CIRCUIT_PROBING = 3
@@ -201,7 +217,6 @@ KVT_ROLE_HEAD = 5
 KVT_ROLE_LAYER = 1
 KVT_ROLE_NORM = 4
 KVT_ROLE_OTHER = 0
-KVT_OBJECT_HAS_PARENT = 1
 KVT_RULE_FULL = 0
 KVT_RULE_STATE = 2
 KVT_RULE_WINDOW = 1
@@ -242,9 +257,8 @@ KVT_STREAM_MAPPED = 32
 KVT_STREAM_MEASURE = 1
 KVT_STREAM_NO_URING = 16
 KVT_STREAM_ONCE = 2
-KVT_STREAM_SET_PINNED_PERCENT = 128
 KVT_STREAM_RING = 1
-KVT_TERMS_SHRINKS = 256
+KVT_STREAM_SET_PINNED_PERCENT = 128
 KVT_STREAM_SIDECAR = 64
 KVT_STREAM_TIERED = 0
 KVT_SUBMIT_EACH = 1
@@ -255,6 +269,7 @@ KVT_TERMS_EXPERT_SLOTS = 32
 KVT_TERMS_HOST_CEILING = 2
 KVT_TERMS_HOST_RESERVE = 8
 KVT_TERMS_KV = 16
+KVT_TERMS_SHRINKS = 256
 KVT_THREAD_NOTIFIER = 1
 KVT_THREAD_STORE = 2
 KVT_THREAD_STREAMER = 3
@@ -265,21 +280,6 @@ KVT_TIER_HOST = 1
 KVT_TIER_NONE = 4294967295
 KVT_TIER_PINNED = 4
 KVT_TIER_REMOTE = 3
-KVT_LATENCY_COPY_BATCH = 6
-KVT_LATENCY_DISK_DECISION = 12
-KVT_LATENCY_FETCH_BATCH = 13
-KVT_LATENCY_GET_DISK = 2
-KVT_LATENCY_GET_HOST = 1
-KVT_LATENCY_HOST_DECISION = 11
-KVT_LATENCY_LOOKUP_BATCH = 15
-KVT_LATENCY_PUT_DISK = 4
-KVT_LATENCY_PUT_DURABLE = 5
-KVT_LATENCY_PUT_RAM = 3
-KVT_LATENCY_READ_BATCH = 7
-KVT_LATENCY_SYNC_BATCH = 9
-KVT_LATENCY_UPKEEP_BATCH = 10
-KVT_LATENCY_UPLOAD_BATCH = 14
-KVT_LATENCY_WRITE_BATCH = 8
 KVT_TRACE_FLAT = 1
 KVT_TRANSFER_EACH_LAYER = 1
 KVT_TRANSFER_NEEDED_ONLY = 2
@@ -304,6 +304,10 @@ class kvt_account_p(Handle):
     """kvt_account_t *"""
 
 
+class kvt_attention_job_p(Handle):
+    """kvt_attention_job_t *"""
+
+
 class kvt_budget_p(Handle):
     """kvt_budget_t *"""
 
@@ -318,14 +322,6 @@ class kvt_device_p(Handle):
 
 class kvt_error_p(Handle):
     """kvt_error_t *"""
-
-
-class kvt_event_p(Handle):
-    """kvt_ready_event_t *"""
-
-
-class kvt_job_p(Handle):
-    """kvt_attention_job_t *"""
 
 
 class kvt_model_p(Handle):
@@ -350,6 +346,10 @@ class kvt_policy_p(Handle):
 
 class kvt_queue_p(Handle):
     """kvt_queue_t *"""
+
+
+class kvt_ready_event_p(Handle):
+    """kvt_ready_event_t *"""
 
 
 class kvt_runtime_p(Handle):
@@ -1040,7 +1040,7 @@ class kvt_transfer_t(Sized):
         ("stride_bytes", ctypes.c_uint64),
         ("level", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
-        ("ready", kvt_event_p),
+        ("ready", kvt_ready_event_p),
         ("chunks", ctypes.POINTER(ctypes.c_uint32)),
         ("chunk_count", ctypes.c_uint64),
         ("after", ctypes.c_uint64),
@@ -1126,7 +1126,7 @@ class kvt_blocks_t(Sized):
         ("stride_bytes", ctypes.c_uint64),
         ("level", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
-        ("ready", kvt_event_p),
+        ("ready", kvt_ready_event_p),
         ("after", ctypes.c_uint64),
     ]
 
@@ -2310,6 +2310,12 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_account_reserve_later": (kvt_status_t, (kvt_account_p, ctypes.c_uint32,
         ctypes.c_uint64, ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_attention_job_close": (kvt_status_t, (ctypes.POINTER(kvt_attention_job_p),)),
+    "kvt_attention_job_info": (kvt_status_t, (kvt_attention_job_p,
+        ctypes.POINTER(kvt_attention_job_info_t),)),
+    "kvt_attention_job_run": (kvt_status_t, (kvt_attention_job_p, ctypes.c_uint32,
+        ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_attention_merge": (kvt_status_t, (ctypes.POINTER(ctypes.c_float),
         ctypes.POINTER(ctypes.c_float), ctypes.POINTER(ctypes.c_float),
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32,
@@ -2337,16 +2343,27 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_checksum": (kvt_status_t, (ctypes.c_void_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_column_sums_open": (kvt_status_t, (ctypes.POINTER(kvt_attention_args_t),
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_attention_job_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_column_sums_place": (kvt_status_t, (ctypes.POINTER(kvt_resident_tokens_t),
+        ctypes.POINTER(kvt_block_placement_t), ctypes.POINTER(kvt_index_t), ctypes.c_uint32,
+        ctypes.c_uint32, ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_decode_memory": (kvt_status_t, (ctypes.POINTER(kvt_attention_args_t), ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_decode_open": (kvt_status_t, (ctypes.POINTER(kvt_attention_args_t), ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(ctypes.c_float),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
-        ctypes.POINTER(kvt_job_p), ctypes.POINTER(kvt_error_p),)),
-    "kvt_decode_sums": (kvt_status_t, (kvt_job_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_attention_job_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_decode_sums": (kvt_status_t, (kvt_attention_job_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_device_alloc": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_device_memory_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_checksums": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_device_close": (kvt_status_t, (ctypes.POINTER(kvt_device_p), ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_device_conformance": (kvt_status_t, (kvt_device_p,
@@ -2382,9 +2399,6 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_device_stream_wait_op": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, kvt_op_p,
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_device_checksums": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
-        ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
-        ctypes.POINTER(kvt_error_p),)),
     "kvt_device_unregister_host": (kvt_status_t, (kvt_device_p, ctypes.c_void_p,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_device_wait": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, ctypes.c_uint64,
@@ -2392,11 +2406,6 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_error_free": (kvt_status_t, (ctypes.POINTER(kvt_error_p),)),
     "kvt_error_info": (kvt_status_t, (kvt_error_p, ctypes.POINTER(kvt_error_info_t),)),
     "kvt_error_message": (ctypes.c_char_p, (kvt_error_p,)),
-    "kvt_ready_event_close": (kvt_status_t, (ctypes.POINTER(kvt_event_p),)),
-    "kvt_ready_event_open": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_event_p),
-        ctypes.POINTER(kvt_error_p),)),
-    "kvt_ready_event_query": (kvt_status_t, (kvt_event_p, ctypes.POINTER(ctypes.c_uint32),)),
-    "kvt_ready_event_signal": (kvt_status_t, (kvt_event_p,)),
     "kvt_feature_at": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_feature_t),)),
     "kvt_feature_count": (kvt_status_t, (ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_feature_find": (kvt_status_t, (ctypes.c_char_p, ctypes.c_uint64,
@@ -2405,15 +2414,11 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_block_placement_t), ctypes.POINTER(kvt_index_t), ctypes.c_uint32,
         ctypes.c_uint32, ctypes.POINTER(kvt_index_t), ctypes.POINTER(ctypes.c_uint32),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_attention_job_close": (kvt_status_t, (ctypes.POINTER(kvt_job_p),)),
-    "kvt_attention_job_info": (kvt_status_t, (kvt_job_p, ctypes.POINTER(kvt_attention_job_info_t),)),
-    "kvt_attention_job_run": (kvt_status_t, (kvt_job_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32,
-        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
-    "kvt_kernel_workspace": (kvt_status_t, (ctypes.c_uint32,
-        ctypes.POINTER(kvt_kernel_limits_t), ctypes.POINTER(ctypes.c_uint64),
-        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_kernel_pack_index": (kvt_status_t, (ctypes.POINTER(kvt_index_t),
         ctypes.POINTER(kvt_kernel_t), ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
+    "kvt_kernel_workspace": (kvt_status_t, (ctypes.c_uint32,
+        ctypes.POINTER(kvt_kernel_limits_t), ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_log_set": (kvt_status_t, (ctypes.c_uint32, kvt_log_fn, ctypes.c_void_p, kvt_destroy_fn,
         ctypes.POINTER(kvt_error_p),)),
@@ -2422,9 +2427,12 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_model_file_t),)),
     "kvt_model_find_tensor": (kvt_status_t, (kvt_model_p, ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint32),)),
-    "kvt_model_info": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_model_info_t),)),
     "kvt_model_find_unit": (kvt_status_t, (kvt_model_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint32),)),
+    "kvt_model_forecast": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
+        ctypes.POINTER(kvt_stream_memory_t), ctypes.c_char_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_model_info": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_model_info_t),)),
     "kvt_model_open": (kvt_status_t, (ctypes.POINTER(kvt_str_t), ctypes.c_uint64,
         ctypes.c_uint64, ctypes.POINTER(kvt_model_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_model_plan": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
@@ -2446,11 +2454,12 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_model_unit_parts": (kvt_status_t, (kvt_model_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_part_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64),)),
-    "kvt_model_forecast": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
-        ctypes.POINTER(kvt_stream_memory_t), ctypes.c_char_p, ctypes.c_uint64,
-        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_namespace_block_keys": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_block_names_t),
-        ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(kvt_error_p),)),
+    "kvt_namespace_block_keys": (kvt_status_t, (kvt_namespace_p,
+        ctypes.POINTER(kvt_block_names_t), ctypes.POINTER(ctypes.c_uint8),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_namespace_blocks_exist": (kvt_status_t, (kvt_namespace_p,
+        ctypes.POINTER(kvt_block_names_t), ctypes.POINTER(ctypes.c_uint8),
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_chunk_keys": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_sequence_t),
         ctypes.POINTER(ctypes.c_uint8), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
@@ -2459,10 +2468,6 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_namespace_close": (kvt_status_t, (ctypes.POINTER(kvt_namespace_p),)),
     "kvt_namespace_exists": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint8),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint8),)),
-    "kvt_namespace_blocks_exist": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_block_names_t),
-        ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(kvt_error_p),)),
-    "kvt_namespace_set_prefill_cost": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_cost_t),
-        ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_key": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint8),)),
     "kvt_namespace_lookup": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint32),
         ctypes.c_uint64, ctypes.POINTER(kvt_range_t), ctypes.c_uint64, ctypes.c_uint64,
@@ -2482,9 +2487,10 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_namespace_open": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_identity_t),
         ctypes.POINTER(kvt_layout_t), ctypes.c_uint64, ctypes.POINTER(kvt_namespace_p),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_namespace_prefill_cost": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_cost_t),)),
-    "kvt_offload_set_ready_event": (kvt_status_t, (kvt_offload_p, ctypes.c_uint64,
-        ctypes.POINTER(kvt_error_p),)),
+    "kvt_namespace_prefill_cost": (kvt_status_t, (kvt_namespace_p,
+        ctypes.POINTER(kvt_prefill_cost_t),)),
+    "kvt_namespace_set_prefill_cost": (kvt_status_t, (kvt_namespace_p,
+        ctypes.POINTER(kvt_prefill_cost_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_append_keys": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_begin": (kvt_status_t, (kvt_offload_p, ctypes.POINTER(kvt_sparse_context_t),
@@ -2492,8 +2498,6 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_offload_blocks": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_offload_close": (kvt_status_t, (ctypes.POINTER(kvt_offload_p),)),
-    "kvt_offload_release": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
-        ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_evict": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(ctypes.c_uint32),
         ctypes.POINTER(kvt_error_p),)),
@@ -2501,9 +2505,6 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_offload_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_give_back": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_offload_retained": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
-        ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
-        ctypes.POINTER(ctypes.c_uint32),)),
     "kvt_offload_load": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_sparse_context_t),
@@ -2519,13 +2520,20 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.c_uint32, ctypes.POINTER(kvt_view_t), ctypes.POINTER(kvt_view_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_release": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_resume": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_retained": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_uint32),)),
     "kvt_offload_rows": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint32),
         ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_offload_score": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_set_ready_event": (kvt_status_t, (kvt_offload_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_stats": (kvt_status_t, (kvt_offload_p, ctypes.POINTER(kvt_offload_stats_t),)),
     "kvt_offload_take": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_offload_kv_t),
@@ -2559,8 +2567,6 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_policy_evict": (kvt_status_t, (kvt_policy_p, ctypes.c_int64, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_victim_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_outcome_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_policy_report_evicted": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
-        ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_gauge": (kvt_status_t, (kvt_policy_p, ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_double), ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_gauge_at": (kvt_status_t, (kvt_policy_p, ctypes.c_uint64,
@@ -2572,8 +2578,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_info": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_policy_info_t),)),
     "kvt_policy_insert": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
-        ctypes.POINTER(kvt_policy_context_t), ctypes.POINTER(kvt_policy_object_t), ctypes.c_uint64,
-        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+        ctypes.POINTER(kvt_policy_context_t), ctypes.POINTER(kvt_policy_object_t),
+        ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_log": (kvt_status_t, (kvt_policy_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_log_entry_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64),)),
@@ -2596,13 +2602,15 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_remove": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_report_evicted": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_resize": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_select": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
         ctypes.POINTER(kvt_policy_columns_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_selection_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_policy_set_advice": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(kvt_policy_advice_rules_t),
-        ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_set_advice": (kvt_status_t, (kvt_policy_p,
+        ctypes.POINTER(kvt_policy_advice_rules_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_set_capacity": (kvt_status_t, (kvt_policy_p, ctypes.c_uint64,)),
     "kvt_policy_spec": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_char),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
@@ -2616,7 +2624,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_prefill_open": (kvt_status_t, (ctypes.POINTER(kvt_attention_args_t),
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(ctypes.c_float),
-        ctypes.c_uint64, ctypes.POINTER(kvt_job_p), ctypes.POINTER(kvt_error_p),)),
+        ctypes.c_uint64, ctypes.POINTER(kvt_attention_job_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_queue_close": (kvt_status_t, (ctypes.POINTER(kvt_queue_p), ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_queue_fd": (kvt_status_t, (kvt_queue_p, ctypes.POINTER(ctypes.c_int32),)),
@@ -2628,6 +2636,12 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_queue_wait": (kvt_status_t, (kvt_queue_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_completion_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_ready_event_close": (kvt_status_t, (ctypes.POINTER(kvt_ready_event_p),)),
+    "kvt_ready_event_open": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_ready_event_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_ready_event_query": (kvt_status_t, (kvt_ready_event_p,
+        ctypes.POINTER(ctypes.c_uint32),)),
+    "kvt_ready_event_signal": (kvt_status_t, (kvt_ready_event_p,)),
     "kvt_rows_check": (kvt_status_t, (ctypes.POINTER(kvt_rows_t),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_runtime_close": (kvt_status_t, (ctypes.POINTER(kvt_runtime_p), ctypes.c_uint64,
@@ -2662,11 +2676,6 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_session_hold_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_block_names_t),
         ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_info": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_session_info_t),)),
-    "kvt_session_remote_lookup": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_submit_opts_t),
-        ctypes.POINTER(kvt_op_p), ctypes.POINTER(kvt_error_p),)),
-    "kvt_session_remote_lookup_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_block_names_t),
-        ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
-        ctypes.POINTER(kvt_error_p),)),
     "kvt_session_open": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_session_opts_t),
         ctypes.POINTER(kvt_session_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_pin": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
@@ -2687,21 +2696,28 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_session_put_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_blocks_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_session_release_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_block_names_t),
+    "kvt_session_release_blocks": (kvt_status_t, (kvt_session_p,
+        ctypes.POINTER(kvt_block_names_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_remote_lookup": (kvt_status_t, (kvt_session_p,
+        ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_remote_lookup_blocks": (kvt_status_t, (kvt_session_p,
+        ctypes.POINTER(kvt_block_names_t), ctypes.POINTER(kvt_submit_opts_t),
+        ctypes.POINTER(kvt_op_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_truncate": (kvt_status_t, (kvt_session_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_session_unpin": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_add_block": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.c_uint32, ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_add_scores": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_append": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_close": (kvt_status_t, (ctypes.POINTER(kvt_sparse_p),)),
-    "kvt_sparse_count": (kvt_status_t, (ctypes.POINTER(ctypes.c_uint64),)),
-    "kvt_sparse_plan_eviction": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
-        ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(kvt_token_lists_t),
-        ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_commit_eviction": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_token_lists_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_count": (kvt_status_t, (ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_sparse_fork": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_sparse_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_index": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
@@ -2721,6 +2737,9 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_open": (kvt_status_t, (ctypes.POINTER(kvt_sparse_opts_t),
         ctypes.POINTER(kvt_sparse_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_plan_eviction": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(kvt_token_lists_t),
+        ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_prefill_attention": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_rows_t),
         ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
@@ -2729,10 +2748,6 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_sparse_save": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint8), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_sparse_add_scores": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
-        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
-    "kvt_sparse_add_block": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
-        ctypes.c_uint32, ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_seal_all": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(kvt_rows_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
@@ -2764,7 +2779,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_store_open": (kvt_status_t, (kvt_runtime_p, kvt_budget_p,
         ctypes.POINTER(kvt_store_opts_t), ctypes.POINTER(kvt_store_p),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_store_remote_stats": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_remote_stats_t),)),
+    "kvt_store_remote_stats": (kvt_status_t, (kvt_store_p,
+        ctypes.POINTER(kvt_remote_stats_t),)),
     "kvt_store_set_limit": (kvt_status_t, (kvt_store_p, ctypes.c_uint32, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_store_set_policy": (kvt_status_t, (kvt_store_p, ctypes.c_uint32, ctypes.c_char_p,
@@ -2777,18 +2793,18 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_acquire": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32, ctypes.c_uint64,
         ctypes.c_uint64, ctypes.POINTER(kvt_unit_lease_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_stream_checksum": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_stream_close": (kvt_status_t, (ctypes.POINTER(kvt_stream_p), ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_describe_io": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(ctypes.c_char),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
-    "kvt_stream_unit_address": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
-        ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_stream_forecast": (kvt_status_t, (kvt_stream_p, ctypes.c_char_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_hint": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(ctypes.c_uint32),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_layers": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_expert_stats_t),
         ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
-    "kvt_stream_wait_resident": (kvt_status_t, (kvt_stream_p, ctypes.c_uint64,
-        ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_marks": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_span_t),
         ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_stream_open": (kvt_status_t, (kvt_runtime_p, ctypes.POINTER(kvt_stream_opts_t),
@@ -2807,20 +2823,12 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_stream_release": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_unit_lease_t),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_stats": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_stats_t),)),
-    "kvt_stream_checksum": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
-        ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_stream_unit_address": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_stream_verify": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
-    "kvt_stream_forecast": (kvt_status_t, (kvt_stream_p, ctypes.c_char_p, ctypes.c_uint64,
-        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_column_sums_open": (kvt_status_t, (ctypes.POINTER(kvt_attention_args_t),
-        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64,
-        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_job_p),
+    "kvt_stream_wait_resident": (kvt_status_t, (kvt_stream_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_column_sums_place": (kvt_status_t, (ctypes.POINTER(kvt_resident_tokens_t),
-        ctypes.POINTER(kvt_block_placement_t), ctypes.POINTER(kvt_index_t), ctypes.c_uint32,
-        ctypes.c_uint32, ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
-        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_trace_free": (kvt_status_t, (ctypes.POINTER(kvt_trace_p),)),
     "kvt_trace_generate": (kvt_status_t, (ctypes.POINTER(kvt_trace_opts_t),
         ctypes.POINTER(kvt_trace_p), ctypes.POINTER(kvt_error_p),)),

@@ -182,7 +182,7 @@ impl Index {
         let mut found = vec![0; keys.len()];
         let start = thread_ns();
         for (keys, found) in keys.chunks(EACH as usize).zip(found.chunks_mut(EACH as usize)) {
-            self.fixture.state.exists(self.fixture.space, keys, found)?;
+            self.fixture.state.exists(self.fixture.namespace, keys, found)?;
         }
         let took = thread_ns() - start;
         // Every other key exists.
@@ -196,7 +196,7 @@ impl Index {
     fn lookup(&mut self, number: u32, chunks: u32) -> Result<(f64, f64)> {
         let tokens = self.fixture.document(number, chunks);
         let start = thread_ns();
-        let found = self.fixture.state.lookup(self.fixture.space, &tokens)?.now_tokens;
+        let found = self.fixture.state.lookup(self.fixture.namespace, &tokens)?.now_tokens;
         let took = thread_ns() - start;
         if found != tokens.len() as u64 {
             return Err(Error::new(Status::NotFound, format!("{found} tokens are found")));
@@ -239,7 +239,7 @@ fn index(cells: u64, rounds: u32, sizes: &mut Bar, asks: &mut Bar) -> Result<()>
         held = keys.capacity() as u64 * 32;
     }
     let counts =
-        index.fixture.state.table_of(index.fixture.space).map(|table| table.chunks.counts());
+        index.fixture.state.table_of(index.fixture.namespace).map(|table| table.chunks.counts());
     let known = counts.map_or(0, |counts| counts.cells[2]);
     if known != u64::from(chunks) * LAYERS as u64 {
         return Err(Error::new(Status::State, format!("{known} cells are known")));

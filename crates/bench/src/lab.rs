@@ -7,7 +7,7 @@
 //! serve the same file in turn.
 
 use kvtier::policy::evict::Victim;
-use kvtier::policy::evictor::{Evictor, New, Options, Who};
+use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 
 use super::fixtures::thread_ns;
 use super::peers::Zipf;
@@ -43,9 +43,9 @@ fn replay(source: &Source, batch: usize) -> Result<(usize, f64), String> {
     };
     let say = |error: kvtier::base::status::Error| error.to_string();
     let mut evictor = Evictor::open(spec, &options).map_err(say)?;
-    let (who, mut now, mut misses) = (Who::default(), 1 << 40, 0);
+    let (context, mut now, mut misses) = (RequestContext::default(), 1 << 40, 0);
     let (mut ids, mut found) = (Vec::<u64>::with_capacity(batch), vec![0u8; batch]);
-    let (mut new, mut victims) = (Vec::<New>::new(), Vec::<Victim>::new());
+    let (mut new, mut victims) = (Vec::<NewObject>::new(), Vec::<Victim>::new());
     let mut start = thread_ns();
     for (number, records) in records.chunks(batch * RECORD).enumerate() {
         if number > 0 && number * batch <= *warm {
@@ -55,12 +55,12 @@ fn replay(source: &Source, batch: usize) -> Result<(usize, f64), String> {
         ids.clear();
         ids.extend(records.chunks_exact(RECORD).map(record));
         let found = &mut found[..ids.len()];
-        evictor.lookup(now, &who, &ids, found).map_err(say)?;
+        evictor.lookup(now, &context, &ids, found).map_err(say)?;
         new.clear();
         for (&id, _) in ids.iter().zip(&*found).filter(|(_, f)| **f == 0) {
             // A duplicate id in a batch is inserted once.
-            if !new.iter().any(|one: &New| one.id == id) {
-                new.push(New { id, units: 1, ..New::default() });
+            if !new.iter().any(|one: &NewObject| one.id == id) {
+                new.push(NewObject { id, units: 1, ..NewObject::default() });
             }
         }
         if new.is_empty() {
@@ -72,7 +72,7 @@ fn replay(source: &Source, batch: usize) -> Result<(usize, f64), String> {
             victims.clear();
             evictor.evict(now, over as u64, &mut victims).map_err(say)?;
         }
-        evictor.insert(now, &who, &new).map_err(say)?;
+        evictor.insert(now, &context, &new).map_err(say)?;
     }
     Ok((misses, thread_ns() - start))
 }

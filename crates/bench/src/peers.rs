@@ -5,7 +5,7 @@ use std::hint::black_box;
 
 use kvtier::meta::index::hash;
 use kvtier::policy::evict::Victim;
-use kvtier::policy::evictor::{Evictor, New, Options, Who};
+use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 
 use super::fixtures::thread_ns;
 use super::{Bar, median};
@@ -78,7 +78,7 @@ struct Ours {
     batch: usize,
     now: i64,
     found: Vec<u8>,
-    new: Vec<New>,
+    new: Vec<NewObject>,
     victims: Vec<Victim>,
 }
 
@@ -107,19 +107,20 @@ impl Ours {
         for (i, &id) in ids.iter().enumerate() {
             // A duplicate id in a batch misses twice.
             if self.found[i] == 0 && !self.new.iter().any(|one| one.id == id) {
-                self.new.push(New { id, units: 1, ..New::default() });
+                self.new.push(NewObject { id, units: 1, ..NewObject::default() });
             }
         }
         if self.new.is_empty() {
             return;
         }
-        let (who, need) = (Who::default(), self.evictor.objects().len() + self.new.len());
+        let (context, need) =
+            (RequestContext::default(), self.evictor.objects().len() + self.new.len());
         if need > ENTRIES {
             self.victims.clear();
             let evicted = self.evictor.evict(self.now, (need - ENTRIES) as u64, &mut self.victims);
             evicted.expect("a time");
         }
-        self.evictor.insert(self.now, &who, &self.new).expect("room was made");
+        self.evictor.insert(self.now, &context, &self.new).expect("room was made");
     }
 }
 
@@ -130,12 +131,12 @@ impl Runner for Ours {
 
     fn run(&mut self, ids: &[u64], load: Load) -> usize {
         let mut hits = 0;
-        let who = Who::default();
+        let context = RequestContext::default();
         for ids in ids.chunks(self.batch) {
             self.now += 4 * BATCH as i64;
             self.found.clear();
             self.found.resize(ids.len(), 0);
-            let looked = self.evictor.lookup(self.now, &who, ids, &mut self.found);
+            let looked = self.evictor.lookup(self.now, &context, ids, &mut self.found);
             looked.expect("a time");
             let there = self.found.iter().map(|&f| usize::from(f)).sum::<usize>();
             hits += there;

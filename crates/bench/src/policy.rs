@@ -7,7 +7,7 @@ use std::time::Instant;
 use kvtier::policy::batch::{SelectOptions, Selection};
 use kvtier::policy::columns::Columns;
 use kvtier::policy::evict::Victim;
-use kvtier::policy::evictor::{Evictor, New, Options, Who};
+use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 use kvtier::policy::registry::ENTRIES;
 
 use super::{Bar, allocations, median};
@@ -126,7 +126,7 @@ fn select(spec: &str, rows: usize, known: bool, rounds: usize, goal: f64) -> Bar
     let table = Table::random(rows);
     let now = 2_000_000_000_000;
     if known {
-        let recorded = evictor.record(now, &Who::default(), &table.ids, &table.blocks);
+        let recorded = evictor.record(now, &RequestContext::default(), &table.ids, &table.blocks);
         recorded.expect("a table twice as large");
     }
     let required = table.blocks.iter().sum::<u64>() / 10;
@@ -161,12 +161,12 @@ fn victims(spec: &str, turns: u64) -> Vec<Bar> {
         Ok(evictor) => evictor,
         Err(why) => return vec![Bar { note: why, ..p50 }],
     };
-    let (who, mut seed) = (Who::default(), 7_u64);
+    let (context, mut seed) = (RequestContext::default(), 7_u64);
     let mut now = 1_000_000_000;
-    let new = |id: u64| New { id, units: 1, ..New::default() };
+    let new = |id: u64| NewObject { id, units: 1, ..NewObject::default() };
     for id in 0..MILLION {
         now += 1000;
-        evictor.insert(now, &who, &[new(id)]).expect("room");
+        evictor.insert(now, &context, &[new(id)]).expect("room");
     }
     let (mut times, mut clock) = (Vec::new(), Vec::new());
     let mut out: Vec<Victim> = Vec::with_capacity(4);
@@ -175,7 +175,7 @@ fn victims(spec: &str, turns: u64) -> Vec<Bar> {
         let x = (random(&mut seed) >> 11) as f64 / (1u64 << 53) as f64;
         let id = (x * x * (MILLION + turn) as f64) as u64;
         now += 1000;
-        evictor.lookup(now, &who, &[id], &mut []).expect("a time");
+        evictor.lookup(now, &context, &[id], &mut []).expect("a time");
         out.clear();
         let start = Instant::now();
         let empty = start.elapsed();
@@ -184,7 +184,7 @@ fn victims(spec: &str, turns: u64) -> Vec<Bar> {
         let took = start.elapsed();
         clock.push(empty.as_nanos() as f64);
         times.push(took.as_nanos() as f64);
-        evictor.insert(now, &who, &[new(MILLION + turn)]).expect("room");
+        evictor.insert(now, &context, &[new(MILLION + turn)]).expect("room");
     }
     let reading = median(&mut clock);
     let middle = median(&mut times);
@@ -207,12 +207,12 @@ fn steady_allocations() -> Bar {
     let mut evictor = open("lru", 4096).expect("a known policy");
     let table = Table::random(1000);
     let (mut chosen, mut out) = (Selection::default(), Vec::new());
-    let (who, mut now) = (Who::default(), 2_000_000_000_000);
+    let (context, mut now) = (RequestContext::default(), 2_000_000_000_000);
     let mut turn = || {
         now += 1000;
         out.clear();
-        evictor.record(now, &who, &table.ids, &table.blocks).expect("room");
-        evictor.lookup(now, &who, &table.ids, &mut []).expect("a time");
+        evictor.record(now, &context, &table.ids, &table.blocks).expect("room");
+        evictor.lookup(now, &context, &table.ids, &mut []).expect("a time");
         let options = SelectOptions { allow_tail: true, room: None };
         evictor.select(now, &table.columns(), 5000, &options, &mut chosen).expect("sound");
         evictor.evict(now, 5000, &mut out).expect("a time");

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use kvtier::base::status::{Result, Status};
 use kvtier::meta::key::Key;
-use kvtier::store::state::SpaceOpts;
+use kvtier::store::state::NamespaceOpts;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::trace::generate::{GenOpts, kind_of, make};
 
@@ -279,14 +279,14 @@ fn slowest(gets: u32) -> Result<(f64, f64)> {
         None,
     )?;
     let long = layout(1, 1024, TOKEN_BYTES)?;
-    let opts = SpaceOpts { key: Key([7; 32]), layout: long, holes: false };
-    let space = home.store.with(|core| core.open_space(&opts))?;
+    let opts = NamespaceOpts { key: Key([7; 32]), layout: long, holes: false };
+    let namespace = home.store.with(|core| core.open_namespace(&opts))?;
     let small = Tensors::new(64 << 10, 1)?;
     let large = Tensors::new(16 * MIB, 1)?;
     let session = home.session(1, small.tokens)?;
     home.transfer(session, TransferKind::Put, Level::Ram, small.whole(false))?;
     let put = |document: u32| -> Result<()> {
-        let session = home.session_in(space, document, large.tokens)?;
+        let session = home.session_in(namespace, document, large.tokens)?;
         home.transfer(session, TransferKind::Put, Level::Ram, large.whole(false))?;
         home.end(session)
     };

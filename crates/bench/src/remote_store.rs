@@ -184,8 +184,8 @@ fn loads(home: &StoreFixture, session: u32, token_ns: f64) -> Result<u64> {
     let terms = PlanTerms { cost, ..PlanTerms::default() };
     home.store.with(|core| {
         let plan = core.plan(session, &terms)?;
-        let loads = plan.legs.iter().filter(|leg| leg.kind == Planned::Load);
-        Ok(loads.map(|leg| leg.tokens).sum())
+        let loads = plan.steps.iter().filter(|step| step.kind == Planned::Load);
+        Ok(loads.map(|step| step.tokens).sum())
     })
 }
 

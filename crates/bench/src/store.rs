@@ -189,7 +189,7 @@ fn lookup_bar(rounds: u32) -> Bar {
         let (mut all, mut keys) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             let start = thread_ns();
-            let found = fixture.state.lookup(fixture.space, &tokens)?.now_tokens;
+            let found = fixture.state.lookup(fixture.namespace, &tokens)?.now_tokens;
             all.push((thread_ns() - start) / f64::from(CHUNKS));
             if found != tokens.len() as u64 {
                 return Err(Status::NotFound.into());

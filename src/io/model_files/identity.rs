@@ -31,16 +31,16 @@ pub fn identities(files: &dyn ModelFiles) -> Result<Vec<Identity>> {
 
 fn identity(files: &dyn ModelFiles, file: u32, stock: &Buffer) -> Result<Identity> {
     let stamp = files.stamp(file);
-    let grains = stamp.bytes.next_multiple_of(READ_UNIT_BYTES);
-    let head = grains.min(END_BYTES);
-    let tail = (grains - head).min(END_BYTES);
+    let rounded_bytes = stamp.bytes.next_multiple_of(READ_UNIT_BYTES);
+    let head = rounded_bytes.min(END_BYTES);
+    let tail = (rounded_bytes - head).min(END_BYTES);
     let id = FileId(file);
     let mut pieces = [
         Piece::one(id, Access::Read, 0, stock.address(), head),
         Piece::one(
             id,
             Access::Read,
-            grains - tail,
+            rounded_bytes - tail,
             stock.address().wrapping_add(head as usize),
             tail,
         ),

@@ -431,13 +431,13 @@ mod tests {
     use super::*;
     use crate::base::spec::Spec;
     use crate::meta::objects::Facts;
-    use crate::policy::evictor::{Evictor, New, Who};
+    use crate::policy::evictor::{Evictor, NewObject, RequestContext};
     use crate::policy::testing::{gauge, insert, open};
 
     const S: i64 = 1_000_000_000;
 
-    fn of(session: u64) -> Who {
-        Who { session: Some(session), ..Who::default() }
+    fn of(session: u64) -> RequestContext {
+        RequestContext { session: Some(session), ..RequestContext::default() }
     }
 
     fn evict(e: &mut Evictor, now: i64) -> (u64, &'static str) {
@@ -470,23 +470,23 @@ mod tests {
     #[test]
     fn without_a_confident_prediction_it_is_lru() {
         let mut e = open("predictive");
-        (1..=3).for_each(|id| insert(&mut e, id as i64 * S, &Who::default(), id));
-        e.touch(10 * S, &Who::default(), &[1]).expect("there");
+        (1..=3).for_each(|id| insert(&mut e, id as i64 * S, &RequestContext::default(), id));
+        e.touch(10 * S, &RequestContext::default(), &[1]).expect("there");
         assert_eq!(evict(&mut e, 20 * S), (2, "lru"));
         let unsure = Hint { next_use: Some((500 * S, 0.5)), ..Hint::default() };
-        e.hint(20 * S, &Who::default(), &[1], &unsure).expect("a time");
+        e.hint(20 * S, &RequestContext::default(), &[1], &unsure).expect("a time");
         assert_eq!(evict(&mut e, 21 * S), (3, "lru"));
     }
 
     #[test]
     fn predictions_and_last_uses_share_one_order() {
         let mut e = open("predictive");
-        insert(&mut e, S, &Who::default(), 1);
-        insert(&mut e, 90 * S, &Who::default(), 2);
-        insert(&mut e, 90 * S + 1, &Who::default(), 3);
+        insert(&mut e, S, &RequestContext::default(), 1);
+        insert(&mut e, 90 * S, &RequestContext::default(), 2);
+        insert(&mut e, 90 * S + 1, &RequestContext::default(), 3);
         let sure = |s| Hint { next_use: Some((s * S, 0.95)), ..Hint::default() };
-        e.hint(91 * S, &Who::default(), &[2], &sure(150)).expect("a time");
-        e.hint(91 * S, &Who::default(), &[3], &sure(400)).expect("a time");
+        e.hint(91 * S, &RequestContext::default(), &[2], &sure(150)).expect("a time");
+        e.hint(91 * S, &RequestContext::default(), &[3], &sure(400)).expect("a time");
         // 3 at 400 s; 1, idle for 99 s, at 199 s; 2 at 150 s.
         let order = [100, 101, 102].map(|s| evict(&mut e, s * S));
         assert_eq!(order, [(3, "predictive"), (1, "lru"), (2, "predictive")]);
@@ -495,13 +495,13 @@ mod tests {
     #[test]
     fn done_objects_are_evicted_first_and_missed_predictions_lapse() {
         let mut e = open("predictive");
-        (1..=3).for_each(|id| insert(&mut e, S, &Who::default(), id));
+        (1..=3).for_each(|id| insert(&mut e, S, &RequestContext::default(), id));
         let hint = Hint { done: true, ..Hint::default() };
-        e.hint(2 * S, &Who::default(), &[3], &hint).expect("a time");
+        e.hint(2 * S, &RequestContext::default(), &[3], &hint).expect("a time");
         assert_eq!(evict(&mut e, 3 * S).0, 3);
         let soon = Hint { next_use: Some((5 * S, 1.0)), ..Hint::default() };
-        e.hint(3 * S, &Who::default(), &[1], &soon).expect("a time");
-        e.touch(100 * S, &Who::default(), &[2]).expect("there");
+        e.hint(3 * S, &RequestContext::default(), &[1], &soon).expect("a time");
+        e.touch(100 * S, &RequestContext::default(), &[2]).expect("there");
         assert_eq!(evict(&mut e, 200 * S), (1, "lru"));
     }
 
@@ -510,8 +510,12 @@ mod tests {
         let mut e = open("predictive");
         for (id, next_use_ns) in [(1, 50 * S), (2, 70 * S), (3, 60 * S)] {
             let facts = Facts { next_use_ns, ..Facts::default() };
-            e.insert(S, &Who::default(), &[New { id, units: 1, facts, ..New::default() }])
-                .expect("room");
+            e.insert(
+                S,
+                &RequestContext::default(),
+                &[NewObject { id, units: 1, facts, ..NewObject::default() }],
+            )
+            .expect("room");
         }
         assert_eq!([2, 3, 4].map(|s| evict(&mut e, s * S).0), [2, 3, 1]);
     }
@@ -520,9 +524,9 @@ mod tests {
     fn preempt_mode_keeps_sequences_close_to_their_end() {
         let mut e = open("predictive(mode=preempt,rate=10)");
         for (session, length) in [(1, 900), (2, 100), (3, 500)] {
-            let who = Who { length, max_length: 1000, ..of(session) };
-            e.lookup(S, &who, &[session], &mut []).expect("a time");
-            insert(&mut e, S, &who, session);
+            let context = RequestContext { length, max_length: 1000, ..of(session) };
+            e.lookup(S, &context, &[session], &mut []).expect("a time");
+            insert(&mut e, S, &context, session);
         }
         assert_eq!([2, 3, 4].map(|s| evict(&mut e, s * S).0), [2, 3, 1]);
     }
@@ -532,8 +536,8 @@ mod tests {
         let mut e = open("predictive(mode=preempt)");
         insert(&mut e, S, &of(1), 1);
         for s in 2..20 {
-            let who = Who { length: 30 * s as u32, max_length: 10_000, ..of(1) };
-            e.touch(s * S, &who, &[1]).expect("there");
+            let context = RequestContext { length: 30 * s as u32, max_length: 10_000, ..of(1) };
+            e.touch(s * S, &context, &[1]).expect("there");
         }
         assert!((gauge(&e, "token_rate") - 30.0).abs() < 1.0);
         assert_eq!(gauge(&e, "predicted"), 1.0);

@@ -494,18 +494,18 @@ impl Policy for Qos {
 mod tests {
     use super::*;
     use crate::base::status::Status;
-    use crate::policy::evictor::{Evictor, Options, Who};
+    use crate::policy::evictor::{Evictor, Options, RequestContext};
     use crate::policy::testing::{self, evict, open};
 
     const S: i64 = 1_000_000_000;
 
-    fn who(tenant: u32, priority: u8) -> Who {
+    fn context(tenant: u32, priority: u8) -> RequestContext {
         let session = Some(u64::from(tenant) * 10 + u64::from(priority));
-        Who { session, tenant, priority: Some(priority), ..Who::default() }
+        RequestContext { session, tenant, priority: Some(priority), ..RequestContext::default() }
     }
 
-    fn insert(e: &mut Evictor, now: i64, who: &Who, ids: std::ops::Range<u64>) {
-        ids.for_each(|id| testing::insert(e, now, who, id));
+    fn insert(e: &mut Evictor, now: i64, context: &RequestContext, ids: std::ops::Range<u64>) {
+        ids.for_each(|id| testing::insert(e, now, context, id));
     }
 
     #[test]
@@ -521,9 +521,9 @@ mod tests {
             ("qos(strict=true)", 1000 * S, [3, 2, 1]),
         ] {
             let mut e = open(spec);
-            insert(&mut e, S, &who(0, 2), 1..2);
-            insert(&mut e, 2 * S, &who(0, 1), 2..3);
-            insert(&mut e, 3 * S, &who(0, 0), 3..4);
+            insert(&mut e, S, &context(0, 2), 1..2);
+            insert(&mut e, 2 * S, &context(0, 1), 2..3);
+            insert(&mut e, 3 * S, &context(0, 0), 3..4);
             assert_eq!(evict(&mut e, now, 3), order, "{spec} at {now}");
         }
     }
@@ -531,11 +531,11 @@ mod tests {
     #[test]
     fn a_low_class_is_not_starved_by_an_idle_high_one() {
         let mut e = open("qos(ageing=10s)");
-        insert(&mut e, S, &who(0, 2), 0..10);
+        insert(&mut e, S, &context(0, 2), 0..10);
         // One new object of the lowest class arrives per second; ten fit.
         for now in 2..60 {
             evict(&mut e, now * S, 1);
-            insert(&mut e, now * S, &who(1, 0), 100 + now as u64..101 + now as u64);
+            insert(&mut e, now * S, &context(1, 0), 100 + now as u64..101 + now as u64);
         }
         let low = e.objects().slots().filter(|&s| e.objects().node(s).id >= 100).count();
         assert!(low >= 5, "{low}");
@@ -544,8 +544,8 @@ mod tests {
     #[test]
     fn one_call_does_not_empty_a_tenant_below_its_floor() {
         let mut e = open("qos(ageing=0)");
-        insert(&mut e, S, &who(1, 0), 0..20);
-        insert(&mut e, 2 * S, &who(2, 2), 100..180);
+        insert(&mut e, S, &context(1, 0), 0..20);
+        insert(&mut e, 2 * S, &context(2, 2), 100..180);
         // The low class of tenant 1 is evicted until it holds a quarter of the rest; then both
         // tenants are.
         let gone = evict(&mut e, 3 * S, 60);
@@ -553,16 +553,16 @@ mod tests {
         let held = 20 - of_one;
         assert!((9..=11).contains(&held), "{held} left of tenant 1");
         let mut e = open("qos(strict=true)");
-        insert(&mut e, S, &who(1, 0), 0..20);
-        insert(&mut e, 2 * S, &who(2, 2), 100..180);
+        insert(&mut e, S, &context(1, 0), 0..20);
+        insert(&mut e, 2 * S, &context(2, 2), 100..180);
         assert!(evict(&mut e, 3 * S, 20).iter().all(|id| *id < 20));
     }
 
     #[test]
     fn a_preview_and_references_leave_the_order_as_it_was() {
         let mut e = open("qos(floor=45%,ageing=0)");
-        insert(&mut e, S, &who(1, 1), 0..4);
-        insert(&mut e, 2 * S, &who(2, 1), 10..16);
+        insert(&mut e, S, &context(1, 1), 0..4);
+        insert(&mut e, 2 * S, &context(2, 1), 10..16);
         let mut seen = Vec::new();
         e.preview(3 * S, 7, &mut seen).expect("a time");
         e.check().expect("sound");
@@ -578,9 +578,9 @@ mod tests {
     #[test]
     fn an_object_follows_the_session_that_used_it_last() {
         let mut e = open("qos(inner=lfu)");
-        insert(&mut e, S, &who(1, 2), 1..2);
-        insert(&mut e, S, &who(1, 1), 2..3);
-        e.lookup(2 * S, &who(1, 0), &[1], &mut []).expect("a time");
+        insert(&mut e, S, &context(1, 2), 1..2);
+        insert(&mut e, S, &context(1, 1), 2..3);
+        e.lookup(2 * S, &context(1, 0), &[1], &mut []).expect("a time");
         assert_eq!(evict(&mut e, 3 * S, 1), [1]);
     }
 

@@ -12,14 +12,14 @@ use crate::base::status::Result;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::{Facts, Objects};
 use crate::meta::sessions::Session;
-use crate::policy::evictor::{Evictor, New, Options};
+use crate::policy::evictor::{Evictor, NewObject, Options};
 use crate::policy::{Hint, Policy};
 
 /// A reference as the live side sees it.
 #[derive(Clone, Copy)]
 pub struct Reference {
     /// The object.
-    pub object: New,
+    pub object: NewObject,
     /// The session that uses it.
     pub session: Option<Session>,
 }
@@ -96,7 +96,7 @@ impl PolicyCopy {
 
     /// An object was used; it is admitted if it is missing.
     pub fn reference(&mut self, seen: &Reference, now: i64) {
-        let New { id, parent, .. } = seen.object;
+        let NewObject { id, parent, .. } = seen.object;
         if self.lookup(id, seen.session.as_ref(), now).is_none() {
             self.admit(seen, now);
         }
@@ -122,7 +122,7 @@ impl PolicyCopy {
 
     /// Admits a missing object, evicting for it; updates size and facts of a present one.
     pub fn admit(&mut self, seen: &Reference, now: i64) {
-        let New { id, units, facts, .. } = seen.object;
+        let NewObject { id, units, facts, .. } = seen.object;
         if self.evictor.objects.find(id).is_some() {
             self.resize(id, units as u32);
             return self.facts_changed(id, &facts, now);
@@ -154,7 +154,7 @@ impl PolicyCopy {
 
     /// Makes room for a missing object and returns its slot, without notifying the policy.
     fn make_room(&mut self, seen: &Reference, now: i64) -> Option<Slot> {
-        let New { id, parent, units, facts } = seen.object;
+        let NewObject { id, parent, units, facts } = seen.object;
         let e = &mut self.evictor;
         let capacity = e.options.capacity_units;
         if units > capacity {

@@ -27,7 +27,7 @@ use crate::fail;
 use crate::meta::index::{Slot, hash};
 use crate::meta::objects::{Facts, Objects};
 use crate::policy::columns::Columns;
-use crate::policy::evictor::New;
+use crate::policy::evictor::NewObject;
 use crate::policy::ghosts::Ghosts;
 use crate::policy::handover::{by_last_use, hand_over};
 use crate::policy::registry::{self, Setting};
@@ -214,7 +214,7 @@ impl Auto {
             }
             // In the order of last use, children precede their parents.
             for &(_, slot) in &order {
-                let New { id, parent, .. } = New::of(objects, slot);
+                let NewObject { id, parent, .. } = NewObject::of(objects, slot);
                 parent.into_iter().for_each(|parent| copy.set_parent(id, parent));
             }
         }
@@ -277,7 +277,7 @@ fn not_copied(spec: &Spec) -> Option<&str> {
 /// An object as used by a session of the live table.
 fn reference_of(objects: &Objects, slot: Slot, session: Slot) -> Reference {
     let session = objects.sessions.of(session).copied();
-    Reference { object: New::of(objects, slot), session }
+    Reference { object: NewObject::of(objects, slot), session }
 }
 
 fn reference_now(objects: &Objects, slot: Slot) -> Reference {
@@ -461,23 +461,35 @@ mod tests {
     use crate::meta::sessions::Stop;
     use crate::policy::Hint;
     use crate::policy::columns::Columns;
-    use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::evictor::{Evictor, NewObject, Options, RequestContext};
     use crate::policy::testing::gauge;
 
     /// Looks an id up, and inserts it after a miss.
-    fn ask_as(e: &mut Evictor, now: i64, who: &Who, new: &New, capacity: u64) -> bool {
-        if e.lookup(now, who, &[new.id], &mut []).expect("a time") == 1 {
+    fn ask_as(
+        e: &mut Evictor,
+        now: i64,
+        request: &RequestContext,
+        new: &NewObject,
+        capacity: u64,
+    ) -> bool {
+        if e.lookup(now, request, &[new.id], &mut []).expect("a time") == 1 {
             return true;
         }
         let mut out = Vec::new();
         let over = (e.objects().units() + new.units).saturating_sub(capacity);
         e.evict(now, over, &mut out).expect("a time");
-        e.insert(now, who, &[*new]).expect("room");
+        e.insert(now, request, &[*new]).expect("room");
         false
     }
 
     fn ask(e: &mut Evictor, now: i64, id: u64, capacity: u64) -> bool {
-        ask_as(e, now, &Who::default(), &New { id, units: 1, ..New::default() }, capacity)
+        ask_as(
+            e,
+            now,
+            &RequestContext::default(),
+            &NewObject { id, units: 1, ..NewObject::default() },
+            capacity,
+        )
     }
 
     fn live(e: &Evictor) -> f64 {
@@ -509,7 +521,7 @@ mod tests {
             now += 40_000_000 + dice.roll(900_000_000) as i64;
             let session = dice.roll(SESSIONS);
             let at = dice.roll(40) * dice.roll(40) / 40;
-            let who = Who {
+            let request = RequestContext {
                 session: Some(session),
                 tenant: session as u32 % 4,
                 priority: Some((session % 3) as u8),
@@ -519,14 +531,15 @@ mod tests {
             };
             let (context, tokens) = (at as u32 * 16, 16 - at as u32 % 3);
             let facts = Facts { context, tokens, ..Facts::default() };
-            let new = New { id: session * 1000 + at, units: 1, facts, ..New::default() };
+            let new =
+                NewObject { id: session * 1000 + at, units: 1, facts, ..NewObject::default() };
             let stop = Stop::from_code(dice.roll(5));
             let ahead = now + 1_000_000 * dice.roll(20_000) as i64;
             let next_use = (dice.roll(3) == 0).then_some((ahead, 0.95));
             let hint = Hint { stop, next_use, done: dice.roll(50) == 0 };
             for (e, hits) in evictors.iter_mut().zip(&mut hits) {
-                *hits += u64::from(ask_as(e, now, &who, &new, capacity));
-                e.hint(now, &who, &[new.id], &hint).expect("a time");
+                *hits += u64::from(ask_as(e, now, &request, &new, capacity));
+                e.hint(now, &request, &[new.id], &hint).expect("a time");
             }
         }
         evictors.iter().for_each(|e| e.check().expect("sound"));
@@ -578,30 +591,31 @@ mod tests {
             for _ in 0..3_000 {
                 now += 40_000_000 + dice.roll(900_000_000) as i64;
                 let (session, len) = (dice.roll(SESSIONS), 1 + dice.roll(40) * dice.roll(40) / 40);
-                let who = Who {
+                let request = RequestContext {
                     session: Some(session),
                     tenant: session as u32 % 4,
                     priority: Some((session % 3) as u8),
                     length: 16 * len as u32,
-                    ..Who::default()
+                    ..RequestContext::default()
                 };
                 let path: Vec<u64> = (0..len).map(|at| session * 1000 + at + 1).collect();
                 for (e, found) in evictors.iter_mut().zip(&mut found) {
-                    let leading = e.lookup(now, &who, &path, &mut []).expect("a time");
+                    let leading = e.lookup(now, &request, &path, &mut []).expect("a time");
                     *found += leading;
                     let missing = path.len() - leading;
                     e.acquire(&path[..leading]).expect("there");
                     let over = (e.objects().units() + missing as u64).saturating_sub(200);
                     e.evict(now, over, &mut Vec::new()).expect("a time");
                     e.release(&path[..leading]).expect("held");
-                    let new = |(at, &id): (usize, &u64)| New {
+                    let new = |(at, &id): (usize, &u64)| NewObject {
                         id,
                         parent: (at > 0).then(|| id - 1),
                         units: 1,
                         facts: Facts { context: at as u32 * 16, tokens: 16, ..Facts::default() },
                     };
-                    let news: Vec<New> = path.iter().enumerate().map(new).skip(leading).collect();
-                    e.insert(now, &who, &news).expect("room");
+                    let news: Vec<NewObject> =
+                        path.iter().enumerate().map(new).skip(leading).collect();
+                    e.insert(now, &request, &news).expect("room");
                 }
             }
             evictors.iter().for_each(|e| e.check().expect("sound"));
@@ -621,10 +635,11 @@ mod tests {
             let (session, id) =
                 if round % 2 == 0 { (1, round / 2 % 60) } else { (2, 1000 + round) };
             let priority = Some(if session == 1 { 2 } else { 0 });
-            let who = Who { session: Some(session), priority, ..Who::default() };
-            let new = New { id, units: 1, ..New::default() };
+            let request =
+                RequestContext { session: Some(session), priority, ..RequestContext::default() };
+            let new = NewObject { id, units: 1, ..NewObject::default() };
             for (e, hits) in evictors.iter_mut().zip(&mut hits) {
-                *hits += u64::from(ask_as(e, 1 + round as i64, &who, &new, 80));
+                *hits += u64::from(ask_as(e, 1 + round as i64, &request, &new, 80));
             }
         }
         assert_eq!((live(&evictors[0]), evictors[0].policy().decided_by()), (1.0, "qos"));
@@ -634,15 +649,15 @@ mod tests {
     #[test]
     fn misses_count_by_size_and_resizes_reach_the_copies() {
         let mut e = open("auto(of=any(lru,fifo),window=16)", 64, 1000);
-        let who = Who::default();
+        let request = RequestContext::default();
         (0..8).for_each(|id| assert!(!ask(&mut e, 1, id, 1000)));
         e.resize(&[0, 1], &[5, 7]).expect("there");
         (0..7).for_each(|id| assert!(ask(&mut e, 2, id, 1000)));
         // 15 references so far: 8 units missed, 5 + 7 + 5 found.
         assert_eq!(gauge(&e, "found_units_0"), 17.0);
-        let large = New { id: 99, units: 15, ..New::default() };
-        assert!(!ask_as(&mut e, 3, &who, &large, 1000));
-        assert_eq!(e.touch(4, &who, &[7]).expect("a time"), 1);
+        let large = NewObject { id: 99, units: 15, ..NewObject::default() };
+        assert!(!ask_as(&mut e, 3, &request, &large, 1000));
+        assert_eq!(e.touch(4, &request, &[7]).expect("a time"), 1);
         // The window is closed: 18 of 8 + 18 + 15.
         for rate in ["rate_0", "rate_1"] {
             assert!((gauge(&e, rate) - 18.0 / 41.0).abs() < 1e-9, "{}", gauge(&e, rate));
@@ -652,13 +667,13 @@ mod tests {
     #[test]
     fn an_insert_counts_as_one_use_with_or_without_a_lookup() {
         let mut e = open("auto(of=any(lru,fifo))", 64, 4);
-        let who = Who::default();
-        e.record(1, &who, &[1, 2, 3, 4], &[]).expect("room");
+        let request = RequestContext::default();
+        e.record(1, &request, &[1, 2, 3, 4], &[]).expect("room");
         assert_eq!(gauge(&e, "found_units_0"), 0.0);
         // Evicted from the table, not from the copies.
         let mut out = Vec::new();
         e.evict(2, 4, &mut out).expect("a time");
-        e.record(3, &who, &[1, 2], &[]).expect("room");
+        e.record(3, &request, &[1, 2], &[]).expect("room");
         assert_eq!(gauge(&e, "found_units_0"), 2.0);
         assert!(!ask(&mut e, 4, 3, 4));
         assert_eq!(gauge(&e, "found_units_0"), 3.0);
@@ -667,28 +682,30 @@ mod tests {
     #[test]
     fn changed_facts_reach_the_copies() {
         let mut e = open("auto(of=any(lru,gdsf))", 64, 2);
-        let who = Who::default();
+        let request = RequestContext::default();
         for id in [1, 2] {
-            e.insert(id as i64, &who, &[New { id, units: 1, ..New::default() }]).expect("room");
+            e.insert(id as i64, &request, &[NewObject { id, units: 1, ..NewObject::default() }])
+                .expect("room");
         }
         let columns = Columns { ids: &[1, 2], cost: &[1000.0, 1.0], ..Columns::default() };
         e.select(3, &columns, 1, &Default::default(), &mut Default::default()).expect("sound");
-        e.insert(4, &who, &[New { id: 3, units: 1, ..New::default() }]).expect("room");
-        assert_eq!(e.lookup(5, &who, &[1], &mut []).expect("a time"), 1);
+        e.insert(4, &request, &[NewObject { id: 3, units: 1, ..NewObject::default() }])
+            .expect("room");
+        assert_eq!(e.lookup(5, &request, &[1], &mut []).expect("a time"), 1);
         assert_eq!(["found_units_0", "found_units_1"].map(|g| gauge(&e, g)), [0.0, 1.0]);
     }
 
     #[test]
     fn the_sample_follows_the_capacity() {
         let mut e = open("auto(of=any(lru,fifo),window=16)", 4096, 0);
-        let who = Who::default();
+        let request = RequestContext::default();
         let mut now = 0;
         let mut uses = |e: &mut Evictor, ids: std::ops::Range<u64>| {
             for id in ids {
                 now += 1;
-                if e.touch(now, &who, &[id]).expect("a time") == 0 {
-                    let new = New { id, units: 1000, ..New::default() };
-                    e.insert(now, &who, &[new]).expect("room");
+                if e.touch(now, &request, &[id]).expect("a time") == 0 {
+                    let new = NewObject { id, units: 1000, ..NewObject::default() };
+                    e.insert(now, &request, &[new]).expect("room");
                 }
             }
             e.check().expect("sound");
@@ -718,14 +735,22 @@ mod tests {
                 Options { max_objects: 64, capacity_units: 64, holes, ..Options::default() };
             let mut e = Evictor::open("lru", &options).expect("a known policy");
             let path: Vec<u64> = (1..=40).collect();
-            let new = |&id: &u64| New { id, parent: Some(id - 1), units: 1, ..New::default() };
-            let news: Vec<New> = path.iter().map(new).collect();
-            e.insert(1, &Who::default(), &news).expect("room");
+            let new = |&id: &u64| NewObject {
+                id,
+                parent: Some(id - 1),
+                units: 1,
+                ..NewObject::default()
+            };
+            let news: Vec<NewObject> = path.iter().map(new).collect();
+            e.insert(1, &RequestContext::default(), &news).expect("room");
             e.switch("auto(of=any(fifo,lru),window=64)").expect("known policies");
-            assert_eq!(e.touch(2, &Who::default(), &[40]).expect("a time"), 1);
+            assert_eq!(e.touch(2, &RequestContext::default(), &[40]).expect("a time"), 1);
             e.check().expect("sound");
             assert_eq!(gauge(&e, "copied_objects"), 80.0);
-            assert_eq!(e.lookup(3, &Who::default(), &path, &mut []).expect("a time"), 40);
+            assert_eq!(
+                e.lookup(3, &RequestContext::default(), &path, &mut []).expect("a time"),
+                40
+            );
             assert_eq!(gauge(&e, "found_units_0"), 40.0);
         }
     }

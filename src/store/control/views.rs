@@ -140,7 +140,7 @@ pub(super) fn session(json: &mut Json, one: &SessionSnapshot) {
     json.object(|json| {
         json.key("session").whole(one.number);
         json.key("serial").whole(one.serial);
-        json.key("namespace").whole(one.space);
+        json.key("namespace").whole(one.namespace);
         json.key("tenant").whole(one.tenant);
         match one.priority {
             Some(priority) => json.key("priority").whole(priority),

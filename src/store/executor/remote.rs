@@ -6,8 +6,8 @@ use crate::base::status::Result;
 use crate::base::sync::{Arc, Mutex};
 use crate::format::codec::Codec;
 use crate::store::state::remote_fetch::{Fetch, FetchBatch};
-use crate::store::state::remote_lookup::AskBatch;
-use crate::store::state::remote_upload::{Send, SendBatch};
+use crate::store::state::remote_lookup::LookupBatch;
+use crate::store::state::remote_upload::{Send, UploadBatch};
 use crate::tier::remote::object::{CellSource, Object, Sink};
 use crate::tier::remote::{Client, Gets, Puts, Queries, Remote, RemoteError};
 
@@ -86,7 +86,7 @@ impl RemoteExecutor {
     ///
     /// # Safety
     /// Their planes do not change until the state has been told of the end.
-    pub unsafe fn send(&self, batch: &mut SendBatch) {
+    pub unsafe fn send(&self, batch: &mut UploadBatch) {
         self.run(batch.timeout_ns, |remote_job, deadline_ns| {
             // SAFETY: the caller's promise.
             unsafe { remote_job.send(batch, deadline_ns) }
@@ -94,7 +94,7 @@ impl RemoteExecutor {
     }
 
     /// Executes lookups.
-    pub fn ask(&self, batch: &mut AskBatch) {
+    pub fn ask(&self, batch: &mut LookupBatch) {
         if batch.asked.is_empty() {
             return;
         }
@@ -171,7 +171,7 @@ impl RemoteJob {
 
     /// # Safety
     /// As [`RemoteExecutor::send`].
-    unsafe fn send(&mut self, batch: &mut SendBatch, deadline_ns: u64) {
+    unsafe fn send(&mut self, batch: &mut UploadBatch, deadline_ns: u64) {
         let sizes = batch.sends.iter().map(|one| sent(one).map(|object| object.header_bytes()));
         let starts = self.room(sizes);
         self.puts.clear();
@@ -214,7 +214,7 @@ impl RemoteJob {
         }
     }
 
-    fn ask(&mut self, batch: &mut AskBatch, deadline_ns: u64) {
+    fn ask(&mut self, batch: &mut LookupBatch, deadline_ns: u64) {
         self.queries.items.clear();
         batch.asked.iter().for_each(|one| self.queries.name(one.name));
         self.client.lookup(&mut self.queries, deadline_ns);

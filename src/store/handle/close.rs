@@ -157,8 +157,8 @@ impl Store {
     /// Removes everything of a namespace that is not referenced, and waits until that survives a
     /// restart, or for a deadline (0 = none). May be called again with any deadline: it goes on
     /// from there, and reports everything removed.
-    pub fn clear(&self, space: u32, deadline_ns: u64) -> Result<Cleared> {
-        let mut clearing = self.with(|core| core.begin_clear(space))?;
+    pub fn clear(&self, namespace: u32, deadline_ns: u64) -> Result<Cleared> {
+        let mut clearing = self.with(|core| core.begin_clear(namespace))?;
         let came = self.clear_all(&mut clearing, deadline_ns);
         let turn = self.with(|core| Ok(core.request_durable_clear(&mut clearing)))?;
         let waited = came.and_then(|()| self.wait_to_last(turn, deadline_ns));

@@ -10,8 +10,8 @@ use crate::format::keys::Key;
 use crate::store::executor::Tools;
 use crate::store::executor::device_batches::{Crew, Desk};
 use crate::store::handle::{Inner, Store, finish, given_up};
-use crate::store::ready_event::{Listener, Ready, Word};
-use crate::store::state::blocks::BlockMove;
+use crate::store::ready_event::{EventState, Listener, Ready};
+use crate::store::state::blocks::BlockTransfer;
 use crate::store::state::transfer::Level;
 use crate::store::state::{CellRange, StoreState, TransferKind};
 
@@ -79,7 +79,7 @@ impl Store {
         &self,
         session: u32,
         (kind, level): (TransferKind, Level),
-        mut blocks: BlockMove,
+        mut blocks: BlockTransfer,
         opts: &OpOpts,
         ready: Option<&Ready>,
     ) -> Result<Vec<OpRef>> {
@@ -196,15 +196,15 @@ pub(super) fn undo(ops: Vec<OpRef>, error: Error) -> Error {
 // Transfers that wait for a ready event of the engine.
 
 impl Listener for Inner {
-    fn signalled(&self, ticket: u64, word: Word) {
+    fn signalled(&self, ticket: u64, word: EventState) {
         let mut state = self.state.lock();
         if state.stop || state.broken {
             return;
         }
         state.core.tick(self.runtime.clock().now_ns());
         match word {
-            Word::Given => state.core.begin_waiting(ticket),
-            Word::TakenBack => state.core.give_up_waiting(ticket, Status::Cancelled),
+            EventState::Given => state.core.begin_waiting(ticket),
+            EventState::Cancelled => state.core.give_up_waiting(ticket, Status::Cancelled),
         }
         let news = self.news(&mut state);
         drop(state);

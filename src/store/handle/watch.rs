@@ -13,7 +13,7 @@ use crate::store::handle::submit::undo;
 use crate::store::handle::{Guarded, Inner, News, Store, finish, given_up};
 use crate::store::state::Finished;
 use crate::store::state::device_tier::Audited;
-use crate::store::state::plans::Look;
+use crate::store::state::plans::LookupResult;
 use crate::store::token_path::MAX_TOKENS;
 use crate::tier::remote::{Publish, RemoteError};
 
@@ -247,35 +247,40 @@ impl Store {
     }
 
     /// Looks up a sequence in a namespace.
-    pub fn lookup(&self, space: u32, tokens: &[u32]) -> Result<Look> {
-        self.lookup_media(space, tokens, &[])
+    pub fn lookup(&self, namespace: u32, tokens: &[u32]) -> Result<LookupResult> {
+        self.lookup_media(namespace, tokens, &[])
     }
 
     /// The same, with media that start in it.
-    pub fn lookup_media(&self, space: u32, tokens: &[u32], media: &[Medium]) -> Result<Look> {
-        let keys = self.chunk_keys(space, tokens, media)?;
-        self.lookup_keys(space, &keys, tokens.len() as u64)
+    pub fn lookup_media(
+        &self,
+        namespace: u32,
+        tokens: &[u32],
+        media: &[Medium],
+    ) -> Result<LookupResult> {
+        let keys = self.chunk_keys(namespace, tokens, media)?;
+        self.lookup_keys(namespace, &keys, tokens.len() as u64)
     }
 
     /// Keys of the full chunks of a sequence.
-    pub fn chunk_keys(&self, space: u32, tokens: &[u32], media: &[Medium]) -> Result<Vec<Key>> {
+    pub fn chunk_keys(&self, namespace: u32, tokens: &[u32], media: &[Medium]) -> Result<Vec<Key>> {
         if tokens.len() > MAX_TOKENS {
             fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
         }
         media::check(media, 0..tokens.len() as u64)?;
-        let home = self.look(|core| {
-            let key = core.space(space).map(|space| space.key);
-            Some((key?, core.table_of(space)?.layout.chunk_tokens()))
+        let entry = self.look(|core| {
+            let key = core.namespace(namespace).map(|namespace| namespace.key);
+            Some((key?, core.table_of(namespace)?.layout.chunk_tokens()))
         })?;
-        let Some((key, each)) = home else { fail!(NotFound, "there is no namespace {space}") };
+        let Some((key, each)) = entry else { fail!(NotFound, "there is no namespace {namespace}") };
         let mut keys = Vec::new();
         Chain::new(key, each)?.extend(tokens, &media::extras(media, each)?, &mut keys)?;
         Ok(keys)
     }
 
     /// Looks up the keys of the full chunks of a sequence with so many tokens.
-    pub fn lookup_keys(&self, space: u32, keys: &[Key], tokens: u64) -> Result<Look> {
-        self.with(|core| core.lookup_keys(space, keys, tokens).cloned())
+    pub fn lookup_keys(&self, namespace: u32, keys: &[Key], tokens: u64) -> Result<LookupResult> {
+        self.with(|core| core.lookup_keys(namespace, keys, tokens).cloned())
     }
 }
 

@@ -12,17 +12,17 @@ use crate::format::keys::Key;
 use crate::meta::chunks::{NewChunk, WHOLE, id_of};
 use crate::meta::index::{NONE, Slot};
 use crate::policy::Hint;
-use crate::policy::evictor::Who;
+use crate::policy::evictor::RequestContext;
 use crate::store::state::disk_gc::Cleared;
 use crate::store::state::session::Views;
-use crate::store::state::transfer::{Level, MoveSpec, TransferKind};
-use crate::store::state::{Space, StoreState};
+use crate::store::state::transfer::{Level, TransferKind, TransferSpec};
+use crate::store::state::{Namespace, StoreState};
 
 /// Most blocks of one call.
 pub const MAX_BLOCKS: usize = MAX_ITEMS;
 
 /// Blocks to move, with the engine's tensors.
-pub struct BlockMove {
+pub struct BlockTransfer {
     /// Their keys. A key that occurs twice is moved twice.
     pub keys: Vec<Key>,
     /// First layer.
@@ -42,13 +42,13 @@ impl StoreState {
         &mut self,
         at: u32,
         (kind, level, lane): (TransferKind, Level, usize),
-        blocks: BlockMove,
+        blocks: BlockTransfer,
         ticket: Option<u64>,
     ) -> Result<u32> {
         let session = self.session(at)?;
-        let (space, who) = (session.space, session.who);
-        let table = self.namespaces[space as usize].table;
-        let BlockMove { keys, first_layer, layers, views, after } = blocks;
+        let (namespace, context) = (session.namespace, session.context);
+        let table = self.namespaces[namespace as usize].table;
+        let BlockTransfer { keys, first_layer, layers, views, after } = blocks;
         if keys.is_empty() || keys.len() > MAX_BLOCKS {
             fail!(Limit, "{} blocks: a transfer has 1 to {MAX_BLOCKS}", keys.len());
         }
@@ -60,15 +60,15 @@ impl StoreState {
             );
         };
         self.check_views((table, kind), &views, first_layer, tokens, chunks)?;
-        let slots = self.find_blocks(space, &keys)?;
+        let slots = self.find_blocks(namespace, &keys)?;
         let asked = match kind == TransferKind::Get && slots.contains(&NONE) {
             true => keys.iter().map(id_of).collect(),
             false => Vec::new(),
         };
-        let mut spec = MoveSpec {
+        let mut spec = TransferSpec {
             table,
             flow: at,
-            who,
+            context,
             lane,
             kind,
             level,
@@ -87,7 +87,7 @@ impl StoreState {
         self.check_move(&spec, spec.slots.len())?;
         let mut held = Vec::new();
         let holds = match kind {
-            TransferKind::Put => self.hold_blocks(space, &keys, &spec.slots, &mut held),
+            TransferKind::Put => self.hold_blocks(namespace, &keys, &spec.slots, &mut held),
             _ => Ok(()),
         };
         if holds.is_ok() && kind == TransferKind::Put {
@@ -106,7 +106,7 @@ impl StoreState {
         &mut self,
         at: u32,
         how: (TransferKind, Level, usize),
-        blocks: BlockMove,
+        blocks: BlockTransfer,
     ) -> Result<u32> {
         self.begin_blocks(at, how, blocks, None)
     }
@@ -116,7 +116,7 @@ impl StoreState {
         &mut self,
         at: u32,
         how: (TransferKind, Level, usize),
-        blocks: BlockMove,
+        blocks: BlockTransfer,
     ) -> Result<(u32, u64)> {
         let ticket = self.dependencies.next_ticket();
         let number = self.begin_blocks(at, how, blocks, Some(ticket))?;
@@ -124,15 +124,15 @@ impl StoreState {
     }
 
     /// Rows of blocks, NONE for those without one.
-    pub(super) fn find_blocks(&self, space: u32, keys: &[Key]) -> Result<Vec<Slot>> {
-        let table = self.namespaces[space as usize].table;
+    pub(super) fn find_blocks(&self, namespace: u32, keys: &[Key]) -> Result<Vec<Slot>> {
+        let table = self.namespaces[namespace as usize].table;
         let chunks = &self.tables[table as usize].chunks;
         let mut slots = Vec::new();
         slots.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
         slots.resize(keys.len(), NONE);
         chunks.find_many(keys, &mut slots);
         for slot in &mut slots {
-            if chunks.chunk(*slot).is_none_or(|row| row.namespace() != space) {
+            if chunks.chunk(*slot).is_none_or(|row| row.namespace() != namespace) {
                 *slot = NONE;
             }
         }
@@ -143,12 +143,12 @@ impl StoreState {
     /// referenced.
     fn hold_blocks(
         &mut self,
-        space: u32,
+        namespace: u32,
         keys: &[Key],
         found: &[Slot],
         held: &mut Vec<Slot>,
     ) -> Result<()> {
-        let table = self.namespaces[space as usize].table;
+        let table = self.namespaces[namespace as usize].table;
         held.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
         held.resize(keys.len(), NONE);
         let rows = &mut self.tables[table as usize];
@@ -162,7 +162,7 @@ impl StoreState {
         let unknown: BTreeSet<&Key> = unknown.map(|(key, _)| key).collect();
         self.reserve_rows(unknown.len())?;
         for (held, key) in held.iter_mut().zip(keys).filter(|(held, _)| **held == NONE) {
-            let slot = self.add_block(space, key)?;
+            let slot = self.add_block(namespace, key)?;
             self.tables[table as usize].chunks.retain(slot)?;
             *held = slot;
         }
@@ -170,12 +170,12 @@ impl StoreState {
     }
 
     /// Row of a block, added if there is none.
-    pub(super) fn add_block(&mut self, space: u32, key: &Key) -> Result<Slot> {
-        let Space { table, holes, .. } = self.namespaces[space as usize];
+    pub(super) fn add_block(&mut self, namespace: u32, key: &Key) -> Result<Slot> {
+        let Namespace { table, holes, .. } = self.namespaces[namespace as usize];
         let rows = &mut self.tables[table as usize];
         let new = NewChunk {
             key: *key,
-            namespace: space,
+            namespace,
             parent: NONE,
             position: 0,
             valid_tokens: rows.layout.chunk_tokens(),
@@ -183,7 +183,7 @@ impl StoreState {
             holes,
         };
         let added = rows.chunks.add(&new)?;
-        self.namespaces.row_added(space, added);
+        self.namespaces.row_added(namespace, added);
         Ok(added.slot())
     }
 
@@ -203,8 +203,8 @@ impl StoreState {
     /// other blocks.
     pub fn hint_blocks(&mut self, at: u32, keys: &[Key], hint: &Hint) -> Result<()> {
         let (table, slots) = self.named(at, keys)?;
-        let who = Who { session: None, ..self.session(at)?.who };
-        self.notify_hint(table, &slots, &who, hint)
+        let context = RequestContext { session: None, ..self.session(at)?.context };
+        self.notify_hint(table, &slots, &context, hint)
     }
 }
 
@@ -307,11 +307,11 @@ impl StoreState {
 
     /// Chunk table of a session and rows of blocks there, NONE for those without one.
     pub(super) fn named(&self, at: u32, keys: &[Key]) -> Result<(u32, Vec<Slot>)> {
-        let space = self.session(at)?.space;
+        let namespace = self.session(at)?.namespace;
         if keys.len() > MAX_BLOCKS {
             fail!(Limit, "{} blocks: a call has at most {MAX_BLOCKS}", keys.len());
         }
-        Ok((self.namespaces[space as usize].table, self.find_blocks(space, keys)?))
+        Ok((self.namespaces[namespace as usize].table, self.find_blocks(namespace, keys)?))
     }
 
     /// Checks that held blocks have rows that may be referenced.
@@ -323,7 +323,7 @@ impl StoreState {
             if all != *count || times.values().any(|&times| times == 0) {
                 fail!(State, "session {number} counts {count} holds and has {all}");
             }
-            let table = self.namespaces[session.space as usize].table;
+            let table = self.namespaces[session.namespace as usize].table;
             for slot in session.path.slots().iter().copied().chain(session.holds.slots()) {
                 *refs.entry((table, slot)).or_default() += u32::from(slot != NONE);
             }

@@ -134,25 +134,27 @@ impl StoreState {
         }
         let mut sessions: BTreeMap<u32, u32> = BTreeMap::new();
         for (_, session) in self.sessions.iter() {
-            *sessions.entry(session.space).or_default() += 1;
+            *sessions.entry(session.namespace).or_default() += 1;
         }
         let mut known = 0;
-        for (at, space) in self.namespaces.known() {
+        for (at, namespace) in self.namespaces.known() {
             known += 1;
-            tables[space.table as usize] += 1;
-            let has = rows.remove(&(at, space.table)).unwrap_or(0);
+            tables[namespace.table as usize] += 1;
+            let has = rows.remove(&(at, namespace.table)).unwrap_or(0);
             let open = sessions.remove(&at).unwrap_or(0);
-            if (has, open) != (space.rows, space.sessions) {
-                fail!(State, "namespace {at} has {has} chunks and {open} sessions: {space:?}");
+            if (has, open) != (namespace.rows, namespace.sessions) {
+                fail!(State, "namespace {at} has {has} chunks and {open} sessions: {namespace:?}");
             }
-            if self.namespaces.find(&space.key) != Some(at) || space.is_bare() && !space.is_listed {
-                fail!(State, "namespace {at} is unused and not listed: {space:?}");
+            if self.namespaces.find(&namespace.key) != Some(at)
+                || namespace.is_bare() && !namespace.is_listed
+            {
+                fail!(State, "namespace {at} is unused and not listed: {namespace:?}");
             }
         }
         if !rows.is_empty() || !sessions.is_empty() {
             fail!(State, "chunks {rows:?}, sessions {sessions:?} of no namespace");
         }
-        let counted = self.tables.iter().map(|table| table.spaces);
+        let counted = self.tables.iter().map(|table| table.namespaces);
         if known != self.namespaces.len() || !counted.eq(tables) {
             fail!(State, "{known} namespaces, and {} by their keys", self.namespaces.len());
         }

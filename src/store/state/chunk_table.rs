@@ -56,7 +56,7 @@ pub struct ChunkTable {
     /// Rows of the chunks.
     pub chunks: Chunks,
     /// Namespaces of this layout.
-    pub(super) spaces: u32,
+    pub(super) namespaces: u32,
     /// Flags of each chunk; see [`note`].
     pub notes: Zeroed<u16>,
     /// Uses of each chunk since it was added, at most 255.
@@ -77,7 +77,7 @@ impl ChunkTable {
         Ok(ChunkTable {
             fingerprint: Fingerprint::of(&layout.encode()),
             layout,
-            spaces: 0,
+            namespaces: 0,
             chunks: Chunks::new(Shape { layers, chunk_tokens, max_chunks })?,
             notes: Zeroed::new(max_chunks)?,
             uses: Zeroed::new(max_chunks)?,

@@ -8,7 +8,7 @@ use crate::format::codec::Codec;
 use crate::policy::custom;
 use crate::policy::evictor::MAX_OBJECTS;
 use crate::store::state::eviction::{Granularity, PIECE_BYTES, TierCache};
-use crate::store::state::namespaces::{MAX_CHUNK_TABLES, MAX_SPACES};
+use crate::store::state::namespaces::{MAX_CHUNK_TABLES, MAX_NAMESPACES};
 use crate::store::state::remote::RemoteConfig;
 use crate::store::state::snapshot::LEAST_HOST_BYTES;
 use crate::tier::host::HostOpts;
@@ -79,7 +79,7 @@ pub struct Config {
     /// Chunks recovered beyond that limit may be forgotten.
     pub forgets: bool,
     /// Most namespaces that are open or have chunks.
-    pub max_spaces: usize,
+    pub max_namespaces: usize,
     /// Most layouts.
     pub max_layouts: usize,
     /// Most sessions.
@@ -117,7 +117,7 @@ impl Default for Config {
             low: 0.92,
             max_chunks: 1 << 20,
             forgets: false,
-            max_spaces: MAX_SPACES,
+            max_namespaces: MAX_NAMESPACES,
             max_layouts: MAX_CHUNK_TABLES,
             max_sessions: 1 << 16,
             max_moves: 1 << 14,
@@ -159,9 +159,11 @@ impl Config {
         if self.batch_cells == 0 || self.max_sessions == 0 || self.max_jobs == 0 {
             fail!(Invalid, "batch, sessions and jobs must be at least 1");
         }
-        let most = 1..=MAX_SPACES;
-        if !most.contains(&self.max_spaces) || !(1..=MAX_CHUNK_TABLES).contains(&self.max_layouts) {
-            fail!(Invalid, "{} namespaces of {} layouts", self.max_spaces, self.max_layouts);
+        let most = 1..=MAX_NAMESPACES;
+        if !most.contains(&self.max_namespaces)
+            || !(1..=MAX_CHUNK_TABLES).contains(&self.max_layouts)
+        {
+            fail!(Invalid, "{} namespaces of {} layouts", self.max_namespaces, self.max_layouts);
         }
         Ok(())
     }

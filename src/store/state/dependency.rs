@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use crate::base::status::{Result, Status};
 use crate::device::Event;
 use crate::fail;
-use crate::store::state::transfer::{Level, MoveSpec, Of, Step, TransferKind, WaitList};
+use crate::store::state::transfer::{Level, Of, Step, TransferKind, TransferSpec, WaitList};
 use crate::store::state::work::CopyBatch;
 use crate::store::state::{CellRange, Job, StoreState};
 
@@ -194,7 +194,7 @@ impl StoreState {
         match outcome {
             Ok(()) => self.event_came(event.0),
             Err(status) => {
-                let is_its = |spec: &MoveSpec| spec.after == Some(event);
+                let is_its = |spec: &TransferSpec| spec.after == Some(event);
                 let all = self.transfers.table.iter().filter(|(_, one)| is_its(&one.spec));
                 let numbers: Vec<u32> = all.map(|(number, _)| number).collect();
                 numbers.into_iter().for_each(|number| self.cancel(number, status));
@@ -250,7 +250,7 @@ impl StoreState {
     }
 
     /// Checks what a transfer with an event must fulfil.
-    pub(super) fn check_after_event(&self, spec: &MoveSpec) -> Result<()> {
+    pub(super) fn check_after_event(&self, spec: &TransferSpec) -> Result<()> {
         if spec.after.is_some() && spec.kind == TransferKind::Prefetch {
             fail!(Invalid, "a prefetch has no tensors, so it takes no device event");
         }

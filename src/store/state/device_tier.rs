@@ -606,7 +606,7 @@ impl Audit {
                 let host = unsafe { std::slice::from_raw_parts(address, bytes.len()) };
                 Some(host == bytes)
             }
-            Right::Sealed(who, right, kinds) => {
+            Right::Sealed(context, right, kinds) => {
                 let mut at = 0;
                 let planes: Vec<Plane> = kinds
                     .iter()
@@ -617,7 +617,7 @@ impl Audit {
                         Plane { kind, bytes: plane_bytes, sum, ..Plane::default() }
                     })
                     .collect();
-                Some(seal(who, planes.into_iter()) == *right)
+                Some(seal(context, planes.into_iter()) == *right)
             }
             Right::Unknown => None,
         }
@@ -656,8 +656,8 @@ impl StoreState {
             _ if is_lossy => Right::Unknown,
             (Some(address), _) => Right::Bytes(address as usize),
             (_, Ok(Some(Location::Disk { seal, coded: StoredForm::PLAIN, .. }))) => {
-                let who = rows.identity_of(cell, StoredForm::PLAIN);
-                Right::Sealed(who, seal, rows.stored_planes(cell).collect())
+                let context = rows.identity_of(cell, StoredForm::PLAIN);
+                Right::Sealed(context, seal, rows.stored_planes(cell).collect())
             }
             _ => Right::Unknown,
         };

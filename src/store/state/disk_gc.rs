@@ -21,7 +21,7 @@ use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::{Granularity, Part};
 use crate::store::state::namespaces::{Noted, Unsure};
 use crate::store::state::work::{self, Work, WorkerKind};
-use crate::store::state::{At, HOST_MASK, SpaceOpts, StoreState};
+use crate::store::state::{At, HOST_MASK, NamespaceOpts, StoreState};
 use crate::tier::disk::{CellAt, CellIndex, Cover, DiskTier, Mark, Recovered, SegmentInfo, Spot};
 
 /// Attempts to write a chunk.
@@ -485,8 +485,8 @@ impl StoreState {
     }
 
     fn find_cell(&self, cell: &CellAt) -> Option<(u32, Cell)> {
-        let space = self.find_space(&cell.chunk.namespace)?;
-        let table = self.namespaces.get(space as usize)?.table;
+        let namespace = self.find_namespace(&cell.chunk.namespace)?;
+        let table = self.namespaces.get(namespace as usize)?.table;
         let slot = self.tables[table as usize].chunks.find(&cell.chunk.key)?;
         Some((table, Cell { chunk: slot, layer: cell.layer as usize }))
     }
@@ -519,7 +519,7 @@ pub struct Cleared {
 
 /// Removes the chunks of a namespace, some at a time.
 pub struct Clearing {
-    space: u32,
+    namespace: u32,
     /// Serial of the namespace, since its number may be another one's later.
     serial: u64,
     table: u32,
@@ -564,14 +564,14 @@ struct CheckpointWait {
 
 impl StoreState {
     /// Begins to clear a namespace of the chunks that it has now.
-    pub fn begin_clear(&self, space: u32) -> Result<Clearing> {
-        let Some(home) = self.space(space) else {
-            fail!(NotFound, "there is no namespace {space}");
+    pub fn begin_clear(&self, namespace: u32) -> Result<Clearing> {
+        let Some(entry) = self.namespace(namespace) else {
+            fail!(NotFound, "there is no namespace {namespace}");
         };
-        let chunks = &self.tables[home.table as usize].chunks;
+        let chunks = &self.tables[entry.table as usize].chunks;
         let mut rows: Vec<(u32, Slot, u32)> = Vec::new();
         for slot in chunks.slots() {
-            let Some(row) = chunks.chunk(slot).filter(|row| row.namespace() == space) else {
+            let Some(row) = chunks.chunk(slot).filter(|row| row.namespace() == namespace) else {
                 continue;
             };
             if rows.try_reserve(1).is_err() {
@@ -581,8 +581,8 @@ impl StoreState {
         }
         rows.sort_unstable_by_key(|&(position, slot, _)| (std::cmp::Reverse(position), slot));
         let chunks = rows.into_iter().map(|(_, slot, generation)| (slot, generation)).collect();
-        let (serial, table, cleared) = (home.serial, home.table, Cleared::default());
-        Ok(Clearing { space, serial, table, chunks, at: 0, cleared })
+        let (serial, table, cleared) = (entry.serial, entry.table, Cleared::default());
+        Ok(Clearing { namespace, serial, table, chunks, at: 0, cleared })
     }
 
     /// Cells written so far, failures included; None = nothing is queued or in flight.
@@ -595,7 +595,10 @@ impl StoreState {
     /// Removes up to `most` more chunks. Returns whether some are left.
     pub fn clear_more(&mut self, clearing: &mut Clearing, most: usize) -> bool {
         let table = clearing.table;
-        if self.space(clearing.space).is_none_or(|space| space.serial != clearing.serial) {
+        if self
+            .namespace(clearing.namespace)
+            .is_none_or(|namespace| namespace.serial != clearing.serial)
+        {
             return false; // nothing was left of it
         }
         let end = clearing.chunks.len().min(clearing.at.saturating_add(most));
@@ -606,8 +609,8 @@ impl StoreState {
         clearing.cleared = self.take_away(table, &slots, clearing.cleared);
         clearing.at = end;
         let is_over = end == clearing.chunks.len();
-        if is_over && self.namespaces[clearing.space as usize].rows == 0 {
-            self.publish_cleared(clearing.space);
+        if is_over && self.namespaces[clearing.namespace as usize].rows == 0 {
+            self.publish_cleared(clearing.namespace);
         }
         self.settle();
         !is_over
@@ -618,7 +621,7 @@ impl StoreState {
     pub fn drop_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<Cleared> {
         let (first, end, tail) = self.chunks_of(at, first, tokens)?;
         let slots = self.release_range(at, first..end, tail)?;
-        let table = self.namespaces[self.session(at)?.space as usize].table;
+        let table = self.namespaces[self.session(at)?.namespace as usize].table;
         let cleared = self.take_away(table, &slots, Cleared::default());
         self.settle();
         Ok(cleared)
@@ -674,7 +677,7 @@ impl StoreState {
                 && row.pin().is_none()
                 // A put may wait for this chunk as an ancestor, and would never be woken.
                 && !self.writeback.chunk_waiters.contains_key(&At { table, slot });
-            let holes = self.space(row.namespace()).is_some_and(|space| space.holes);
+            let holes = self.namespace(row.namespace()).is_some_and(|namespace| namespace.holes);
             let is_last = row.children() == behind.get(&slot).copied().unwrap_or(0);
             if !is_free || row.is_moving() || !(is_last || holes) {
                 continue;
@@ -720,8 +723,8 @@ impl StoreState {
         fate
     }
 
-    fn publish_cleared(&mut self, space: u32) {
-        let Some(key) = self.space(space).map(|space| space.key.0) else { return };
+    fn publish_cleared(&mut self, namespace: u32) {
+        let Some(key) = self.namespace(namespace).map(|namespace| namespace.key.0) else { return };
         self.events.add(Event {
             at_ns: self.now_ns,
             kind: Kind::Cleared as u32,
@@ -747,28 +750,29 @@ impl StoreState {
     /// wait to the end, its number is returned.
     pub fn request_durable_clear(&mut self, clearing: &mut Clearing) -> u64 {
         let gone = clearing.cleared.gone;
-        let space = self.namespaces.get_mut(clearing.space as usize);
-        let Some(space) = space.filter(|space| space.serial == clearing.serial) else {
+        let namespace = self.namespaces.get_mut(clearing.namespace as usize);
+        let Some(namespace) = namespace.filter(|namespace| namespace.serial == clearing.serial)
+        else {
             return self.ask_to_last();
         };
-        let before = std::mem::take(&mut space.unsure);
+        let before = std::mem::take(&mut namespace.unsure);
         clearing.cleared.gone += before.gone;
         let failed = matches!(self.lasts(before.turn), Some(Err(_)));
         let turn = match gone == 0 && before.turn > 0 && !failed {
             true => before.turn,
             false => self.ask_to_last(),
         };
-        if let Some(space) = self.namespaces.get_mut(clearing.space as usize) {
-            space.unsure = Unsure { turn, gone: clearing.cleared.gone };
+        if let Some(namespace) = self.namespaces.get_mut(clearing.namespace as usize) {
+            namespace.unsure = Unsure { turn, gone: clearing.cleared.gone };
         }
         turn
     }
 
     /// The caller of a clear knows whether it is durable.
     pub fn end_clear(&mut self, clearing: &Clearing) {
-        let space = self.namespaces.get_mut(clearing.space as usize);
-        if let Some(space) = space.filter(|space| space.serial == clearing.serial) {
-            space.unsure = Unsure::default();
+        let namespace = self.namespaces.get_mut(clearing.namespace as usize);
+        if let Some(namespace) = namespace.filter(|namespace| namespace.serial == clearing.serial) {
+            namespace.unsure = Unsure::default();
         }
     }
 
@@ -904,7 +908,7 @@ const VERSION: u8 = 1;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Adopted {
     /// Namespaces recovered.
-    pub spaces: u64,
+    pub namespaces: u64,
     /// Chunks recovered.
     pub chunks: u64,
     /// Cells recovered.
@@ -917,8 +921,8 @@ impl StoreState {
     /// Takes over what the disk tier has recovered. Must be called before anything else.
     pub fn adopt(&mut self, recovered: &Recovered) -> Result<Adopted> {
         self.check_limits(recovered)?;
-        let spaces = self.adopt_namespaces(recovered)?;
-        let mut adopted = Adopted { spaces: spaces.len() as u64, ..Adopted::default() };
+        let namespaces = self.adopt_namespaces(recovered)?;
+        let mut adopted = Adopted { namespaces: namespaces.len() as u64, ..Adopted::default() };
         let mut unwanted: Vec<(Spot, u64)> = Vec::new();
         for (chunk, cells) in oldest_first(recovered, self.free_rows()) {
             let added = self.adopt_chunk(chunk);
@@ -948,7 +952,7 @@ impl StoreState {
         self.counters.recovered_cells = adopted.cells;
         self.counters.recovered_unusable_cells = adopted.dropped;
         // Namespaces without a usable chunk.
-        self.look_at_spaces(&spaces);
+        self.list_unused_namespaces(&namespaces);
         self.charge_rows(0);
         if let Some(disk) = &self.disk {
             disk.drop_cells(unwanted);
@@ -980,7 +984,7 @@ impl StoreState {
             // A namespace that was given up may have been opened again since.
             let layout = opts.layout.encode();
             let is_new = !layouts.contains(&layout);
-            if fit.len() >= self.config.max_spaces
+            if fit.len() >= self.config.max_namespaces
                 || is_new && layouts.len() >= self.config.max_layouts
             {
                 self.drop_found_note(&session.name);
@@ -1016,13 +1020,13 @@ impl StoreState {
     }
 
     fn adopt_chunk(&mut self, chunk: &record::Chunk) -> Option<(u32, Slot)> {
-        let number = self.find_space(&chunk.namespace)?;
-        let space = self.namespaces[number as usize];
-        let is_known = self.tables[space.table as usize].chunks.find(&chunk.key).is_some();
+        let number = self.find_namespace(&chunk.namespace)?;
+        let namespace = self.namespaces[number as usize];
+        let is_known = self.tables[namespace.table as usize].chunks.find(&chunk.key).is_some();
         if !is_known && self.free_rows() == 0 {
             return None;
         }
-        let rows = &mut self.tables[space.table as usize];
+        let rows = &mut self.tables[namespace.table as usize];
         // A partial chunk belongs to a session, which is gone.
         if rows.fingerprint != chunk.fingerprint || chunk.valid_tokens != rows.layout.chunk_tokens()
         {
@@ -1035,12 +1039,12 @@ impl StoreState {
             position: chunk.position,
             valid_tokens: chunk.valid_tokens,
             owner: NONE,
-            holes: space.holes,
+            holes: namespace.holes,
         };
         // Its parent may have been in memory only, and may be stored again.
         let added = rows.chunks.add_with_parent_key(&new, &chunk.parent).ok()?;
         self.namespaces.row_added(number, added);
-        Some((space.table, added.slot()))
+        Some((namespace.table, added.slot()))
     }
 
     fn adopt_cell(&mut self, table: u32, cell: Cell, place: Location) -> bool {
@@ -1058,10 +1062,10 @@ impl StoreState {
 
     /// Name and content of a namespace's record.
     pub(super) fn namespace_note(&self, at: u32) -> (Vec<u8>, Vec<u8>) {
-        let space = &self.namespaces[at as usize];
-        let name = [NOTE, &space.key.0].concat();
-        let layout = self.tables[space.table as usize].layout.encode();
-        (name, [&[VERSION, u8::from(space.holes)], layout.as_slice()].concat())
+        let namespace = &self.namespaces[at as usize];
+        let name = [NOTE, &namespace.key.0].concat();
+        let layout = self.tables[namespace.table as usize].layout.encode();
+        (name, [&[VERSION, u8::from(namespace.holes)], layout.as_slice()].concat())
     }
 }
 
@@ -1106,12 +1110,12 @@ fn form_of(place: &CellEntry, raw_bytes: u64) -> Option<StoredForm> {
     StoredForm::new(codec, blocks_of(stored)).filter(|_| is_known && is_shorter)
 }
 
-fn read_note(key: &[u8], content: &[u8]) -> Result<SpaceOpts> {
+fn read_note(key: &[u8], content: &[u8]) -> Result<NamespaceOpts> {
     let (Ok(key), [VERSION, holes, layout @ ..]) = (<[u8; 32]>::try_from(key), content) else {
         fail!(Unsupported, "a namespace record of {} bytes is not valid", content.len());
     };
     if *holes > 1 {
         return Err(Status::Corrupt.into());
     }
-    Ok(SpaceOpts { key: Key(key), layout: Layout::decode(layout)?, holes: *holes == 1 })
+    Ok(NamespaceOpts { key: Key(key), layout: Layout::decode(layout)?, holes: *holes == 1 })
 }

@@ -13,7 +13,7 @@ use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::{Facts, MAX_UNITS};
 use crate::policy::Hint;
 use crate::policy::evict::Victim;
-use crate::policy::evictor::{Evictor, New, Options, Who};
+use crate::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 use crate::store::admission::Admission;
 use crate::store::admission::Candidate;
 use crate::store::events::Kind;
@@ -260,41 +260,47 @@ impl TierCache {
     }
 
     /// Notifies the policy of an access to the objects of a path.
-    pub fn look(&mut self, now_ns: u64, who: &Who, ids: &[u64]) {
+    pub fn look(&mut self, now_ns: u64, request: &RequestContext, ids: &[u64]) {
         let now = self.time(now_ns);
-        if let Err(error) = self.evictor.lookup(now, who, ids, &mut []) {
+        if let Err(error) = self.evictor.lookup(now, request, ids, &mut []) {
             log::debug!("a policy refused a lookup: {error}");
         }
         if let Some(shadow) = watching(&mut self.shadow, now_ns) {
-            shadow.look(now, &self.evictor, who, ids);
+            shadow.look(now, &self.evictor, request, ids);
         }
     }
 
     /// Inserts objects. Returns false if the policy has no room for them.
-    pub fn insert(&mut self, now_ns: u64, who: &Who, new: &[New]) -> bool {
+    pub fn insert(&mut self, now_ns: u64, request: &RequestContext, new: &[NewObject]) -> bool {
         let now = self.time(now_ns);
-        let entered = self.evictor.insert(now, who, new);
+        let entered = self.evictor.insert(now, request, new);
         if let Err(error) = &entered {
             log::debug!("a policy refused {} objects: {error}", new.len());
         }
         if let Some(shadow) = watching(&mut self.shadow, now_ns) {
-            shadow.take_in(now, who, new);
+            shadow.take_in(now, request, new);
         }
         // An object that was evicted while others continue it is still known.
         entered.is_ok() || new.iter().all(|one| self.knows(one.id))
     }
 
     /// Records the place of a cell. Returns whether the policy knows it.
-    pub fn set_home(&mut self, id: u64, home: u64) -> bool {
+    pub fn set_cell_owner(&mut self, id: u64, owner: u64) -> bool {
         let slot = self.evictor.objects().find(id);
         if let Some(slot) = slot {
-            self.cells_of[slot as usize] = home;
+            self.cells_of[slot as usize] = owner;
         }
         slot.is_some()
     }
 
     /// Moves chunks to a session's object, or one chunk to an object of its own.
-    pub fn join(&mut self, now_ns: u64, who: &Who, id: u64, members: &[Member]) -> bool {
+    pub fn join(
+        &mut self,
+        now_ns: u64,
+        request: &RequestContext,
+        id: u64,
+        members: &[Member],
+    ) -> bool {
         let before = members.iter().filter_map(|&member| self.groups.join(member, id));
         let before: BTreeSet<u64> = before.collect();
         for other in before {
@@ -305,7 +311,7 @@ impl TierCache {
             return true;
         }
         let Some((units, facts)) = self.sized(id) else { return true };
-        if self.insert(now_ns, who, &[New { id, parent: None, units, facts }]) {
+        if self.insert(now_ns, request, &[NewObject { id, parent: None, units, facts }]) {
             return true;
         }
         for member in members {
@@ -357,12 +363,18 @@ impl TierCache {
     }
 
     /// Notifies the policy of a hint.
-    pub fn hint(&mut self, now_ns: u64, who: &Who, ids: &[u64], hint: &Hint) -> Result<()> {
+    pub fn hint(
+        &mut self,
+        now_ns: u64,
+        request: &RequestContext,
+        ids: &[u64],
+        hint: &Hint,
+    ) -> Result<()> {
         let now = self.time(now_ns);
         if let Some(shadow) = watching(&mut self.shadow, now_ns) {
-            shadow.hint(now, who, ids, hint);
+            shadow.hint(now, request, ids, hint);
         }
-        self.evictor.hint(now, who, ids, hint).map(|_| ())
+        self.evictor.hint(now, request, ids, hint).map(|_| ())
     }
 
     /// Chooses up to `most` victims, and removes them from the policy.
@@ -379,7 +391,7 @@ impl TierCache {
             Granularity::Chunk => out.extend(ids.map(Chosen::Chunk)),
             Granularity::Cell => {
                 let cells_of = self.evictor.victim_slots().map(|slot| self.cells_of[slot as usize]);
-                out.extend(ids.zip(cells_of).map(|(id, home)| Chosen::Cell(id, home)));
+                out.extend(ids.zip(cells_of).map(|(id, owner)| Chosen::Cell(id, owner)));
             }
             Granularity::Session => {
                 for id in ids {
@@ -459,14 +471,14 @@ pub(super) fn member(rows: &ChunkTable, at: At) -> Member {
 
 /// A chunk as a policy object. If its namespace allows holes it has no parent, so it may be evicted
 /// before the chunks that continue it.
-pub(super) fn new_object(spaces: &Namespaces, rows: &ChunkTable, slot: Slot) -> New {
+pub(super) fn new_object(namespaces: &Namespaces, rows: &ChunkTable, slot: Slot) -> NewObject {
     let row = rows.chunks.chunk(slot);
-    let space = row.and_then(|row| spaces.get(row.namespace() as usize));
-    let holes = space.is_some_and(|space| space.holes);
+    let namespace = row.and_then(|row| namespaces.get(row.namespace() as usize));
+    let holes = namespace.is_some_and(|namespace| namespace.holes);
     let parent = rows.chunks.parent(slot).filter(|&parent| parent != NONE && !holes);
     let tokens = row.map_or(0, |row| row.valid_tokens());
     let context = row.map_or(0, |row| row.position()).saturating_mul(rows.layout.chunk_tokens());
-    New {
+    NewObject {
         id: rows.id(slot),
         parent: parent.map(|parent| rows.id(parent)),
         units: units_of(rows.chunk_bytes(slot)),
@@ -475,10 +487,10 @@ pub(super) fn new_object(spaces: &Namespaces, rows: &ChunkTable, slot: Slot) -> 
 }
 
 /// A cell as a policy object. Its parent is the cell of the same layer in the chunk before.
-pub(super) fn new_cell(spaces: &Namespaces, rows: &ChunkTable, cell: Cell) -> New {
-    let chunk = new_object(spaces, rows, cell.chunk);
+pub(super) fn new_cell(namespaces: &Namespaces, rows: &ChunkTable, cell: Cell) -> NewObject {
+    let chunk = new_object(namespaces, rows, cell.chunk);
     let small = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
-    New {
+    NewObject {
         id: cell_id(chunk.id, cell.layer),
         parent: chunk.parent.map(|parent| cell_id(parent, cell.layer)),
         units: units_of(rows.planes(cell).bytes()),
@@ -499,22 +511,22 @@ pub(super) fn new_cell(spaces: &Namespaces, rows: &ChunkTable, cell: Cell) -> Ne
 #[derive(Default)]
 struct News {
     /// Cells that the policy does not know.
-    new: Vec<New>,
-    all: Vec<Comer>,
+    new: Vec<NewObject>,
+    all: Vec<NewEntry>,
 }
 
 /// A cell on its way into memory: policy id, place, and whether the policy knew it.
-struct Comer {
+struct NewEntry {
     id: u64,
-    home: u64,
+    owner: u64,
     is_known: bool,
 }
 
 impl News {
     /// Adds a cell. One that was evicted while others continue it is still known.
-    fn add(&mut self, cache: &TierCache, new: New, home: u64) {
+    fn add(&mut self, cache: &TierCache, new: NewObject, owner: u64) {
         let is_known = cache.knows(new.id);
-        self.all.push(Comer { id: new.id, home, is_known });
+        self.all.push(NewEntry { id: new.id, owner, is_known });
         if !is_known {
             self.new.push(new);
         }
@@ -526,7 +538,7 @@ impl StoreState {
     /// brings.
     pub(super) fn notify_policies(&mut self, number: u32) {
         let one = &mut self.transfers.table[number].spec;
-        let (who, kind, by_chunk) = (one.who, one.kind, one.by_chunk);
+        let (request, kind, by_chunk) = (one.context, one.kind, one.by_chunk);
         let all = std::mem::take(&mut one.slots);
         let once = if by_chunk { each_once(&all) } else { None };
         let slots = once.as_deref().unwrap_or(&all);
@@ -534,7 +546,7 @@ impl StoreState {
         for slot in slots.iter().filter(|&&slot| slot != NONE).map(|&slot| slot as usize) {
             match kind {
                 TransferKind::Get => rows.uses[slot] = rows.uses[slot].saturating_add(1),
-                TransferKind::Put => rows.classes[slot] = who.priority.unwrap_or(1),
+                TransferKind::Put => rows.classes[slot] = request.priority.unwrap_or(1),
                 _ => {}
             }
         }
@@ -566,10 +578,10 @@ impl StoreState {
         let there = slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
         let chunks = || there.clone().take(if one.asked.is_empty() { usize::MAX } else { 0 });
         let chunks = || chunks().chain(one.asked.iter().copied());
-        let (mut who, mut ids) = (one.who, Vec::with_capacity(slots.len()));
+        let (mut request, mut ids) = (one.context, Vec::with_capacity(slots.len()));
         match cache.granularity {
             Granularity::Session if one.by_chunk => {
-                who.session = None;
+                request.session = None;
                 ids.extend(chunks());
             }
             Granularity::Chunk => ids.extend(chunks()),
@@ -579,11 +591,11 @@ impl StoreState {
                 // The last object of a path is evicted first: late layers, and within a layer the
                 // end.
                 ids.extend(layers.flat_map(of));
-                who.tokens_each = (who.tokens_each / rows.layout.layers() as u32).max(1);
+                request.tokens_each = (request.tokens_each / rows.layout.layers() as u32).max(1);
             }
             Granularity::Session => {
-                ids.extend(who.session);
-                who.tokens_each = who.tokens_each.saturating_mul(slots.len() as u32);
+                ids.extend(request.session);
+                request.tokens_each = request.tokens_each.saturating_mul(slots.len() as u32);
             }
         }
         if one.by_chunk {
@@ -591,13 +603,13 @@ impl StoreState {
             ids = each_once(&ids).unwrap_or(ids);
             ids.sort_by_key(|&id| !cache.knows(id));
         }
-        cache.look(self.now_ns, &who, &ids);
+        cache.look(self.now_ns, &request, &ids);
     }
 
     /// Inserts the chunks that a transfer brings into memory.
     fn notify_chunks(&mut self, number: u32, slots: &[Slot]) {
         let one = &self.transfers.table[number].spec;
-        let (who, kind, table) = (one.who, one.kind, one.table);
+        let (request, kind, table) = (one.context, one.kind, one.table);
         let rows = &mut self.tables[table as usize];
         let mut new = Vec::new();
         for &slot in slots {
@@ -606,7 +618,7 @@ impl StoreState {
                 new.push(new_object(&self.namespaces, rows, slot));
             }
         }
-        if new.is_empty() || self.eviction.host.insert(self.now_ns, &who, &new) {
+        if new.is_empty() || self.eviction.host.insert(self.now_ns, &request, &new) {
             slots.iter().for_each(|&slot| self.note_held(table, slot));
             return;
         }
@@ -622,7 +634,7 @@ impl StoreState {
     /// Inserts the cells that a transfer brings into memory.
     fn notify_cells(&mut self, number: u32, slots: &[Slot]) {
         let one = &self.transfers.table[number].spec;
-        let (who, table) = (one.who, one.table);
+        let (request, table) = (one.context, one.table);
         let mut news = News::default();
         for layer in one.first_layer..one.first_layer + one.layers {
             for &slot in slots {
@@ -640,7 +652,7 @@ impl StoreState {
         let pieces = (self.config.host_bytes.saturating_sub(self.host.live_bytes())) / PIECE_BYTES;
         let spare = pieces + self.config.max_jobs as u64;
         if self.eviction.host.has_room(news.new.len(), spare) {
-            self.enter_cells(table, Tier::Host, &who, &news);
+            self.enter_cells(table, Tier::Host, &request, &news);
         }
         slots.iter().for_each(|&slot| self.note_held(table, slot));
     }
@@ -648,8 +660,8 @@ impl StoreState {
     /// Moves the chunks of a transfer to its session's object, in all tiers.
     fn notify_session(&mut self, number: u32, slots: &[Slot]) {
         let one = &self.transfers.table[number].spec;
-        let (who, kind, table) = (one.who, one.kind, one.table);
-        let Some(id) = who.session else { return self.notify_each(number, slots) };
+        let (request, kind, table) = (one.context, one.kind, one.table);
+        let Some(id) = request.session else { return self.notify_each(number, slots) };
         for tier in [Tier::Host, Tier::Disk] {
             let rows = &mut self.tables[table as usize];
             let is_last = self.eviction.disk.is_none() || tier == Tier::Disk;
@@ -679,7 +691,7 @@ impl StoreState {
                 rows.set(slot, flag_of(tier));
                 members.push(member(rows, At { table, slot }));
             }
-            if !members.is_empty() && !cache.join(self.now_ns, &who, id, &members) {
+            if !members.is_empty() && !cache.join(self.now_ns, &request, id, &members) {
                 members.iter().for_each(|member| rows.clear(member.at.slot, flag_of(tier)));
             }
         }
@@ -698,7 +710,7 @@ impl StoreState {
     }
 
     /// Inserts cells into a tier's policy.
-    fn enter_cells(&mut self, table: u32, tier: Tier, who: &Who, news: &News) {
+    fn enter_cells(&mut self, table: u32, tier: Tier, request: &RequestContext, news: &News) {
         let is_last = self.is_last(tier);
         let Some(cache) =
             cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier)
@@ -706,17 +718,17 @@ impl StoreState {
             return;
         };
         if !news.new.is_empty() {
-            cache.insert(self.now_ns, who, &news.new);
+            cache.insert(self.now_ns, request, &news.new);
         }
         let rows = &mut self.tables[table as usize];
-        for comer in &news.all {
-            if !cache.set_home(comer.id, comer.home) {
+        for entry in &news.all {
+            if !cache.set_cell_owner(entry.id, entry.owner) {
                 continue;
             }
-            let slot = cell_of_owner(comer.home).1.chunk;
+            let slot = cell_of_owner(entry.owner).1.chunk;
             rows.set(slot, flag_of(tier));
-            if is_last && !comer.is_known && rows.has(slot, note::HELD) {
-                cache.hold(comer.id, true);
+            if is_last && !entry.is_known && rows.has(slot, note::HELD) {
+                cache.hold(entry.id, true);
             }
         }
     }
@@ -740,22 +752,22 @@ impl StoreState {
     pub(super) fn enter_cache(&mut self, at: At, tier: Tier, part: Part) {
         let rows = &self.tables[at.table as usize];
         let priority = Some(rows.classes[at.slot as usize].min(2));
-        let who = Who { priority, ..Who::default() };
+        let request = RequestContext { priority, ..RequestContext::default() };
         let Some(cache) =
             cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier)
         else {
             return;
         };
         let entered = match cache.granularity {
-            Granularity::Cell => return self.enter_part(at, tier, part, &who),
+            Granularity::Cell => return self.enter_part(at, tier, part, &request),
             _ if rows.has(at.slot, flag_of(tier)) => return,
             Granularity::Chunk => {
-                cache.insert(self.now_ns, &who, &[new_object(&self.namespaces, rows, at.slot)])
+                cache.insert(self.now_ns, &request, &[new_object(&self.namespaces, rows, at.slot)])
             }
             Granularity::Session => {
                 let (alone, user) = (rows.id(at.slot), rows.users[at.slot as usize]);
                 let id = if part == Part::All || user == 0 { alone } else { user };
-                cache.join(self.now_ns, &who, id, &[member(rows, at)])
+                cache.join(self.now_ns, &request, id, &[member(rows, at)])
             }
         };
         if entered {
@@ -764,7 +776,7 @@ impl StoreState {
         }
     }
 
-    fn enter_part(&mut self, at: At, tier: Tier, part: Part, who: &Who) {
+    fn enter_part(&mut self, at: At, tier: Tier, part: Part, request: &RequestContext) {
         let rows = &self.tables[at.table as usize];
         let Some(marks) = rows.chunks.marks(at.slot) else { return };
         let Some(cache) =
@@ -785,7 +797,7 @@ impl StoreState {
             }
         }
         if !news.all.is_empty() {
-            self.enter_cells(at.table, tier, who, &news);
+            self.enter_cells(at.table, tier, request, &news);
             self.note_held(at.table, at.slot);
         }
     }
@@ -855,13 +867,13 @@ impl StoreState {
         }
     }
 
-    /// Notifies the policies of a hint for a session's chunks; for each chunk alone if `who` names
+    /// Notifies the policies of a hint for a session's chunks; for each chunk alone if `request` names
     /// no session.
     pub(super) fn notify_hint(
         &mut self,
         table: u32,
         slots: &[Slot],
-        who: &Who,
+        request: &RequestContext,
         hint: &Hint,
     ) -> Result<()> {
         let rows = &self.tables[table as usize];
@@ -872,7 +884,8 @@ impl StoreState {
         let mut some = Vec::with_capacity(MOST_HINTS);
         for cache in caches.into_iter().flatten() {
             let of = |layer| chunks().map(move |id| cell_id(id, layer));
-            let mut ids: Box<dyn Iterator<Item = u64>> = match (cache.granularity, who.session) {
+            let mut ids: Box<dyn Iterator<Item = u64>> = match (cache.granularity, request.session)
+            {
                 (Granularity::Session, Some(session)) => Box::new(std::iter::once(session)),
                 (Granularity::Chunk | Granularity::Session, _) => Box::new(chunks()),
                 (Granularity::Cell, _) => Box::new((0..layers).flat_map(of)),
@@ -881,7 +894,7 @@ impl StoreState {
             loop {
                 some.clear();
                 some.extend(ids.by_ref().take(MOST_HINTS));
-                cache.hint(self.now_ns, who, &some, hint)?;
+                cache.hint(self.now_ns, request, &some, hint)?;
                 if some.len() < MOST_HINTS {
                     break;
                 }
@@ -895,8 +908,8 @@ impl StoreState {
         match chosen {
             Chosen::Chunk(id) => Some((self.chunk_of_id(id)?, Part::All)),
             Chosen::Member(at) => Some((at, Part::All)),
-            Chosen::Cell(id, home) => {
-                let (table, cell) = cell_of_owner(home);
+            Chosen::Cell(id, owner) => {
+                let (table, cell) = cell_of_owner(owner);
                 let rows = self.tables.get(table as usize)?;
                 // Its row may be another chunk's by now.
                 let is_it = rows.chunks.chunk(cell.chunk).is_some()
@@ -1083,7 +1096,7 @@ impl StoreState {
     /// do not exist yet are pinned, too, if the table has room for all of them.
     pub fn pin(&mut self, at: u32, first: u64, tokens: u64, pin: Pin) -> Result<()> {
         let slots = self.rows_if_free(at, first, tokens)?;
-        let table = self.namespaces[self.session(at)?.space as usize].table;
+        let table = self.namespaces[self.session(at)?.namespace as usize].table;
         for slot in slots {
             let chunks = &mut self.tables[table as usize].chunks;
             let place = At { table, slot };

@@ -35,13 +35,13 @@ pub use chunk_table::ChunkTable;
 pub use config::{Config, DeviceConfig, Write};
 pub use disk_gc::Adopted;
 pub use disk_gc::disk_room;
-pub use namespaces::{MAX_CHUNK_TABLES, MAX_SPACES, Space, SpaceOpts};
+pub use namespaces::{MAX_CHUNK_TABLES, MAX_NAMESPACES, Namespace, NamespaceOpts};
 pub use remote::RemoteConfig;
 pub use session::{CellRange, TO_THE_END, Wanted};
 pub use session::{SessionOpts, Truncated};
 pub use stats::BESIDE_BYTES as ROW_BESIDE_BYTES;
 pub use transfer::Job;
-pub use transfer::{Finished, Level, MoveSpec, TransferKind};
+pub use transfer::{Finished, Level, TransferKind, TransferSpec};
 pub use writeback::RECORD_CELLS;
 
 use crate::base::account::Account;
@@ -230,7 +230,7 @@ impl StoreState {
         while let Some(slot) = next.take() {
             let chunks = &self.tables[table as usize].chunks;
             let Some(row) = chunks.chunk(slot) else { return };
-            let (is_bare, space) = (row.cells_somewhere() == 0, row.namespace());
+            let (is_bare, namespace) = (row.cells_somewhere() == 0, row.namespace());
             let at = At { table, slot };
             if !is_bare || !chunks.may_leave(slot) || self.is_kept_by_hint(at) {
                 return;
@@ -238,7 +238,7 @@ impl StoreState {
             self.forget_chunk(at);
             match self.tables[table as usize].chunks.remove(slot, |_, _| ()) {
                 Ok(above) => {
-                    self.namespaces.row_removed(space);
+                    self.namespaces.row_removed(namespace);
                     // It has no children any more: it may be a victim now.
                     above.into_iter().for_each(|above| self.note_held(table, above));
                     next = above;
@@ -285,7 +285,7 @@ impl StoreState {
     pub(super) fn record_of(&self, at: At) -> record::Chunk {
         let table = &self.tables[at.table as usize];
         let row = table.chunks.chunk(at.slot);
-        let space = row.and_then(|row| self.namespaces.get(row.namespace() as usize));
-        table.record_of(at.slot, space.map_or(Key::default(), |space| space.key))
+        let namespace = row.and_then(|row| self.namespaces.get(row.namespace() as usize));
+        table.record_of(at.slot, namespace.map_or(Key::default(), |namespace| namespace.key))
     }
 }

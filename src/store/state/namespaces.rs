@@ -21,12 +21,12 @@ use crate::store::state::{At, StoreState};
 use crate::tier::disk::{Mark, Recovered};
 
 /// Most namespaces.
-pub const MAX_SPACES: usize = 1 << 16;
+pub const MAX_NAMESPACES: usize = 1 << 16;
 /// Most layouts.
 pub const MAX_CHUNK_TABLES: usize = 64;
 /// How to open a namespace.
 #[derive(Clone, Debug)]
-pub struct SpaceOpts {
+pub struct NamespaceOpts {
     /// Its key.
     pub key: Key,
     /// Layout of its cells.
@@ -37,7 +37,7 @@ pub struct SpaceOpts {
 
 /// A namespace.
 #[derive(Clone, Copy, Debug)]
-pub struct Space {
+pub struct Namespace {
     /// Its key.
     pub key: Key,
     /// The engine can compute holes.
@@ -75,7 +75,7 @@ pub struct Unsure {
     pub(super) gone: u64,
 }
 
-impl Space {
+impl Namespace {
     /// Whether it has an open handle or session.
     pub(super) fn is_open(&self) -> bool {
         self.handles > 0 || self.sessions > 0
@@ -90,7 +90,7 @@ impl Space {
 /// All namespaces, by number.
 #[derive(Default)]
 pub(super) struct Namespaces {
-    rows: Vec<Space>,
+    rows: Vec<Namespace>,
     by_key: BTreeMap<Key, u32>,
     /// Unused numbers.
     free: Vec<u32>,
@@ -109,13 +109,13 @@ impl Namespaces {
     }
 
     /// A namespace.
-    pub(super) fn get(&self, at: usize) -> Option<&Space> {
-        self.rows.get(at).filter(|space| space.is_known)
+    pub(super) fn get(&self, at: usize) -> Option<&Namespace> {
+        self.rows.get(at).filter(|namespace| namespace.is_known)
     }
 
     /// A namespace, mutable.
-    pub(super) fn get_mut(&mut self, at: usize) -> Option<&mut Space> {
-        self.rows.get_mut(at).filter(|space| space.is_known)
+    pub(super) fn get_mut(&mut self, at: usize) -> Option<&mut Namespace> {
+        self.rows.get_mut(at).filter(|namespace| namespace.is_known)
     }
 
     /// Number of the namespace with a key.
@@ -124,8 +124,8 @@ impl Namespaces {
     }
 
     /// All namespaces with their numbers.
-    pub(super) fn known(&self) -> impl Iterator<Item = (u32, &Space)> {
-        (0..).zip(&self.rows).filter(|(_, space)| space.is_known)
+    pub(super) fn known(&self) -> impl Iterator<Item = (u32, &Namespace)> {
+        (0..).zip(&self.rows).filter(|(_, namespace)| namespace.is_known)
     }
 
     fn next_serial(&mut self) -> u64 {
@@ -136,7 +136,7 @@ impl Namespaces {
     /// Adds a namespace without handles.
     fn add(&mut self, key: Key, holes: bool, table: u32) -> Result<u32> {
         let serial = self.next_serial();
-        let space = Space {
+        let namespace = Namespace {
             key,
             holes,
             table,
@@ -154,7 +154,7 @@ impl Namespaces {
         };
         let at = match self.free.pop() {
             Some(at) => {
-                self.rows[at as usize] = space;
+                self.rows[at as usize] = namespace;
                 at
             }
             None => {
@@ -164,7 +164,7 @@ impl Namespaces {
                     let more = self.rows.capacity() - self.free.len();
                     self.free.try_reserve(more).map_err(|_| Status::NoMem)?;
                 }
-                self.rows.push(space);
+                self.rows.push(namespace);
                 self.rows.len() as u32 - 1
             }
         };
@@ -173,16 +173,16 @@ impl Namespaces {
     }
 
     pub(super) fn remove(&mut self, at: u32) {
-        let space = &mut self.rows[at as usize];
-        space.is_known = false;
-        self.by_key.remove(&space.key);
+        let namespace = &mut self.rows[at as usize];
+        namespace.is_known = false;
+        self.by_key.remove(&namespace.key);
         self.free.push(at);
     }
 
     /// Lists a namespace that may be unused now.
     pub(super) fn look_at(&mut self, at: u32) {
-        let space = &mut self.rows[at as usize];
-        if space.is_bare() && !std::mem::replace(&mut space.is_listed, true) {
+        let namespace = &mut self.rows[at as usize];
+        if namespace.is_bare() && !std::mem::replace(&mut namespace.is_listed, true) {
             self.idle.push_back(at);
         }
     }
@@ -205,40 +205,40 @@ impl Namespaces {
     }
 
     /// A chunk of a namespace was removed from the table.
-    pub(super) fn row_removed(&mut self, space: u32) {
-        self[space as usize].rows -= 1;
-        self.look_at(space);
+    pub(super) fn row_removed(&mut self, namespace: u32) {
+        self[namespace as usize].rows -= 1;
+        self.look_at(namespace);
     }
 
     /// Counts a chunk of a namespace, if it was added to the table.
-    pub(super) fn row_added(&mut self, space: u32, added: Added) {
-        self[space as usize].rows += u32::from(matches!(added, Added::New(_)));
+    pub(super) fn row_added(&mut self, namespace: u32, added: Added) {
+        self[namespace as usize].rows += u32::from(matches!(added, Added::New(_)));
     }
 
     /// A session of a namespace was closed.
-    pub(super) fn session_closed(&mut self, space: u32) {
-        self[space as usize].sessions -= 1;
-        self.touch(space);
-        self.look_at(space);
+    pub(super) fn session_closed(&mut self, namespace: u32) {
+        self[namespace as usize].sessions -= 1;
+        self.touch(namespace);
+        self.look_at(namespace);
     }
 
     /// A session of a namespace was opened.
-    pub(super) fn session_opened(&mut self, space: u32) {
-        self[space as usize].sessions += 1;
-        self.touch(space);
+    pub(super) fn session_opened(&mut self, namespace: u32) {
+        self[namespace as usize].sessions += 1;
+        self.touch(namespace);
     }
 }
 
 impl Index<usize> for Namespaces {
-    type Output = Space;
+    type Output = Namespace;
 
-    fn index(&self, at: usize) -> &Space {
+    fn index(&self, at: usize) -> &Namespace {
         &self.rows[at]
     }
 }
 
 impl IndexMut<usize> for Namespaces {
-    fn index_mut(&mut self, at: usize) -> &mut Space {
+    fn index_mut(&mut self, at: usize) -> &mut Namespace {
         &mut self.rows[at]
     }
 }
@@ -246,34 +246,34 @@ impl IndexMut<usize> for Namespaces {
 impl StoreState {
     /// Opens or finds a namespace and returns its number, which stays valid while a handle or a
     /// session is open.
-    pub fn open_space(&mut self, opts: &SpaceOpts) -> Result<u32> {
-        let at = match self.find_space(&opts.key) {
+    pub fn open_namespace(&mut self, opts: &NamespaceOpts) -> Result<u32> {
+        let at = match self.find_namespace(&opts.key) {
             Some(at) => at,
             None => {
                 self.make_room_for(&opts.layout)?;
                 self.add_namespace(opts)?
             }
         };
-        let space = &mut self.namespaces[at as usize];
-        if self.tables[space.table as usize].layout != opts.layout {
+        let namespace = &mut self.namespaces[at as usize];
+        if self.tables[namespace.table as usize].layout != opts.layout {
             fail!(
                 Invalid,
                 "the namespace is open with another layout: the layout is part of its identity"
             );
         }
-        if space.holes != opts.holes && space.handles > 0 {
-            let how = if space.holes { "with" } else { "without" };
+        if namespace.holes != opts.holes && namespace.handles > 0 {
+            let how = if namespace.holes { "with" } else { "without" };
             fail!(Invalid, "the namespace is open {how} holes: use the same flags");
         }
-        space.holes = opts.holes;
-        space.handles += 1;
+        namespace.holes = opts.holes;
+        namespace.handles += 1;
         self.namespaces.touch(at);
         Ok(at)
     }
 
     /// Adds a namespace without handles.
-    pub(super) fn add_namespace(&mut self, opts: &SpaceOpts) -> Result<u32> {
-        let most = self.config.max_spaces;
+    pub(super) fn add_namespace(&mut self, opts: &NamespaceOpts) -> Result<u32> {
+        let most = self.config.max_namespaces;
         if self.namespaces.len() >= most {
             fail!(
                 Limit,
@@ -291,45 +291,45 @@ impl StoreState {
             }
         };
         let at = self.namespaces.add(opts.key, opts.holes, table as u32)?;
-        self.tables[table].spaces += 1;
+        self.tables[table].namespaces += 1;
         self.follow_breaker();
         Ok(at)
     }
 
     /// Sets the codec that the recipe of a namespace names; `None` = the store's. A lossy codec
     /// changes KV, so another recipe is another namespace.
-    pub fn set_codec(&mut self, space: u32, codec: Option<Codec>) {
-        if let Some(space) = self.namespaces.get_mut(space as usize) {
-            space.codec = codec;
+    pub fn set_codec(&mut self, namespace: u32, codec: Option<Codec>) {
+        if let Some(namespace) = self.namespaces.get_mut(namespace as usize) {
+            namespace.codec = codec;
         }
     }
 
     /// Number of the namespace with a key.
-    pub fn find_space(&self, key: &Key) -> Option<u32> {
+    pub fn find_namespace(&self, key: &Key) -> Option<u32> {
         self.namespaces.find(key)
     }
 
     /// Closes a handle of a namespace. Its chunks stay.
-    pub fn close_space(&mut self, at: u32) {
-        let Some(space) = self.namespaces.get_mut(at as usize) else { return };
-        space.handles = space.handles.saturating_sub(1);
+    pub fn close_namespace(&mut self, at: u32) {
+        let Some(namespace) = self.namespaces.get_mut(at as usize) else { return };
+        namespace.handles = namespace.handles.saturating_sub(1);
         self.namespaces.touch(at);
         self.namespaces.look_at(at);
     }
 
     /// A namespace.
-    pub fn space(&self, at: u32) -> Option<&Space> {
+    pub fn namespace(&self, at: u32) -> Option<&Namespace> {
         self.namespaces.get(at as usize)
     }
 
     /// Chunk table of a namespace.
-    pub fn table_of(&self, space: u32) -> Option<&ChunkTable> {
-        self.tables.get(self.namespaces.get(space as usize)?.table as usize)
+    pub fn table_of(&self, namespace: u32) -> Option<&ChunkTable> {
+        self.tables.get(self.namespaces.get(namespace as usize)?.table as usize)
     }
 
     /// Lists recovered namespaces as unused, those with the latest writes first, so that they are
     /// given up last. One that turns out to be empty may be forgotten.
-    pub(super) fn look_at_spaces(&mut self, found: &[u32]) {
+    pub(super) fn list_unused_namespaces(&mut self, found: &[u32]) {
         for &at in found.iter().rev() {
             self.namespaces.touch(at);
             self.drop_note(at);
@@ -390,8 +390,8 @@ impl StoreState {
         let chunks = self.config.max_chunks as u64;
         if self.namespaces.noted_chunks != chunks {
             let content = [&[VERSION][..], &chunks.to_le_bytes()].concat();
-            let (space, name) = (NO_SPACE, NAME.to_vec());
-            batch.notes.push(SpaceNote { space, name, content, mark: None });
+            let (namespace, name) = (NO_SPACE, NAME.to_vec());
+            batch.notes.push(SpaceNote { namespace, name, content, mark: None });
         }
     }
 
@@ -451,9 +451,9 @@ impl StoreState {
         let below = &mut self.namespaces[number as usize].below;
         below.writing += 1;
         let is_known = matches!(below.noted, Noted::Written(_) | Noted::Lasts);
-        if !is_known && batch.notes.iter().all(|note| note.space != number) {
+        if !is_known && batch.notes.iter().all(|note| note.namespace != number) {
             let (name, content) = self.namespace_note(number);
-            batch.notes.push(SpaceNote { space: number, name, content, mark: None });
+            batch.notes.push(SpaceNote { namespace: number, name, content, mark: None });
         }
     }
 
@@ -463,19 +463,19 @@ impl StoreState {
         for note in &batch.notes {
             // A record counts although another one of the batch failed, and with that all chunks.
             let Some(mark) = note.mark else { continue };
-            if note.space == NO_SPACE {
+            if note.namespace == NO_SPACE {
                 self.limits_noted();
             } else {
-                self.namespaces[note.space as usize].below.noted = Noted::Written(mark);
+                self.namespaces[note.namespace as usize].below.noted = Noted::Written(mark);
             }
         }
-        let mut spaces = BTreeSet::new();
+        let mut namespaces = BTreeSet::new();
         for &at in &batch.chunks {
             let Some(number) = self.namespace_of(at) else { continue };
             self.namespaces[number as usize].below.writing -= 1;
-            spaces.insert(number);
+            namespaces.insert(number);
         }
-        spaces.into_iter().for_each(|number| self.drop_note(number));
+        namespaces.into_iter().for_each(|number| self.drop_note(number));
     }
 
     /// A chunk has its first cell on disk.
@@ -511,17 +511,17 @@ impl StoreState {
     pub(super) fn mark_of_note(&self, number: u32) -> Option<Mark> {
         let one = &self.transfers.table[number].spec;
         let slot = *one.slots.first()?;
-        let space = self.namespace_of(At { table: one.table, slot })?;
-        match self.namespaces[space as usize].below.noted {
+        let namespace = self.namespace_of(At { table: one.table, slot })?;
+        match self.namespaces[namespace as usize].below.noted {
             Noted::Written(mark) => Some(mark),
-            Noted::Lost(mark) => Some(self.mark_of_moved(space, mark)),
+            Noted::Lost(mark) => Some(self.mark_of_moved(namespace, mark)),
             Noted::No | Noted::Lasts => None,
         }
     }
 
     /// Mark of a record that could not be made durable at its place: compaction may have moved it.
-    fn mark_of_moved(&self, space: u32, lost: Mark) -> Mark {
-        let name = [NOTE, &self.namespaces[space as usize].key.0].concat();
+    fn mark_of_moved(&self, namespace: u32, lost: Mark) -> Mark {
+        let name = [NOTE, &self.namespaces[namespace as usize].key.0].concat();
         let segment = self.disk.as_ref().and_then(|disk| disk.segment_of_session(&name));
         segment.filter(|&segment| segment != lost.segment()).map_or(lost, Mark::so_far)
     }
@@ -533,9 +533,9 @@ impl StoreState {
         let Some((.., how)) = how else { return };
         let one = &self.transfers.table[number].spec;
         let first = one.slots.first().map(|&slot| At { table: one.table, slot });
-        if let Some(space) = first.and_then(|at| self.namespace_of(at)) {
+        if let Some(namespace) = first.and_then(|at| self.namespace_of(at)) {
             let noted = if how.is_ok() { Noted::Lasts } else { Noted::Lost(mark) };
-            self.namespaces[space as usize].below.noted = noted;
+            self.namespaces[namespace as usize].below.noted = noted;
         }
     }
 
@@ -581,7 +581,7 @@ impl StoreState {
     fn vacant_table(&self) -> Option<usize> {
         let is_moved =
             |at: usize| self.transfers.table.iter().any(|(_, one)| one.spec.table == at as u32);
-        let is_vacant = |table: &ChunkTable| table.spaces == 0 && table.chunks.is_empty();
+        let is_vacant = |table: &ChunkTable| table.namespaces == 0 && table.chunks.is_empty();
         (0..self.tables.len()).find(|&at| is_vacant(&self.tables[at]) && !is_moved(at))
     }
 
@@ -612,15 +612,15 @@ impl StoreState {
     /// that were unused for the longest time are dropped.
     pub(super) fn make_room_for(&mut self, layout: &Layout) -> Result<()> {
         let is_new = self.table_for(layout).is_none();
-        let is_full = self.namespaces.len() >= self.config.max_spaces;
+        let is_full = self.namespaces.len() >= self.config.max_namespaces;
         self.forget_idle(if is_new || is_full { 0 } else { MOST_IDLE });
-        let lacks_space = self.namespaces.len() >= self.config.max_spaces;
+        let lacks_space = self.namespaces.len() >= self.config.max_namespaces;
         if is_new && (lacks_space || self.lacks_table()) {
             // A layout that can have no table must not evict anything.
             drop(self.new_table(layout)?);
         }
         if lacks_space {
-            self.give_up_spaces();
+            self.evict_unused_namespaces();
         }
         let lacks_table = is_new && self.lacks_table();
         if lacks_table {
@@ -656,21 +656,22 @@ impl StoreState {
         self.plans.forget_namespace(at);
         self.forget_remote_names(at);
         let table = self.namespaces[at as usize].table;
-        self.tables[table as usize].spaces -= 1;
+        self.tables[table as usize].namespaces -= 1;
         self.namespaces.remove(at);
     }
 
     /// Drops the chunks of namespaces without handles, of as many as are worth it.
-    fn give_up_spaces(&mut self) {
-        let most = self.config.max_spaces;
-        let closed = self.namespaces.known().filter(|(_, space)| !space.is_open());
-        let mut closed: Vec<(u64, u32)> = closed.map(|(at, space)| (space.used, at)).collect();
+    fn evict_unused_namespaces(&mut self) {
+        let most = self.config.max_namespaces;
+        let closed = self.namespaces.known().filter(|(_, namespace)| !namespace.is_open());
+        let mut closed: Vec<(u64, u32)> =
+            closed.map(|(at, namespace)| (namespace.used, at)).collect();
         closed.sort_unstable();
         for part in closed.chunks((most / GIVEN_UP).max(1)) {
             let goes: BTreeSet<u32> = part.iter().map(|&(_, at)| at).collect();
             let tables = goes.iter().map(|&at| self.namespaces[at as usize].table);
             for table in tables.collect::<BTreeSet<u32>>() {
-                self.send_away(table, |space| goes.contains(&space));
+                self.send_away(table, |namespace| goes.contains(&namespace));
             }
             self.forget_idle(0);
             if self.namespaces.len() < most {
@@ -682,9 +683,9 @@ impl StoreState {
     /// Drops the chunks of a layout without open namespaces, if all of them may leave.
     fn give_up_table(&mut self) {
         let mut last = vec![Some(0); self.tables.len()];
-        for (_, space) in self.namespaces.known() {
-            let used = &mut last[space.table as usize];
-            *used = used.filter(|_| !space.is_open()).map(|used: u64| used.max(space.used));
+        for (_, namespace) in self.namespaces.known() {
+            let used = &mut last[namespace.table as usize];
+            *used = used.filter(|_| !namespace.is_open()).map(|used: u64| used.max(namespace.used));
         }
         let closed = (0u32..).zip(last).filter_map(|(at, used)| Some((used?, at)));
         let mut closed: Vec<(u64, u32)> = closed.collect();

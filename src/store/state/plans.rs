@@ -29,7 +29,7 @@ pub(super) const MOST_KEPT: usize = 1 << 17;
 
 /// A run of tokens of equal state.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Stretch {
+pub struct LookupRange {
     /// First token.
     pub first_token: u64,
     /// Number of tokens.
@@ -48,7 +48,7 @@ pub struct Stretch {
 
 /// Result of a lookup.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Look {
+pub struct LookupResult {
     /// Tokens looked up.
     pub tokens: u64,
     /// Longest prefix that can be reused now.
@@ -58,7 +58,7 @@ pub struct Look {
     /// All tokens in order: what must be loaded to continue after `reusable_soon_tokens`, or after all of
     /// them if the namespace allows holes. Tokens of partial chunks are misses, except a session's
     /// own.
-    pub ranges: Vec<Stretch>,
+    pub ranges: Vec<LookupRange>,
     /// Bytes to load from each tier.
     pub bytes: [u64; TIERS],
     /// Bytes on their way into the store.
@@ -73,22 +73,22 @@ pub(super) struct Scratch {
     keys: Vec<Key>,
     pub(super) slots: Vec<Slot>,
     pub(super) found: Vec<ChunkReuse>,
-    look: Look,
+    look: LookupResult,
 }
 
 impl StoreState {
     /// Looks up a sequence in a namespace.
-    pub fn lookup(&mut self, space: u32, tokens: &[u32]) -> Result<&Look> {
-        let (home, _) = self.home_of(space)?;
-        let each = self.tables[home.table as usize].layout.chunk_tokens();
+    pub fn lookup(&mut self, namespace: u32, tokens: &[u32]) -> Result<&LookupResult> {
+        let (entry, _) = self.entry_of(namespace)?;
+        let each = self.tables[entry.table as usize].layout.chunk_tokens();
         if tokens.len() > MAX_TOKENS {
             fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
         }
         let mut keys = std::mem::take(&mut self.plans.scratch.keys);
         room(&mut keys, tokens.len() / each as usize)?;
-        let hashed = Chain::new(home.key, each)?.extend(tokens, &[], &mut keys);
+        let hashed = Chain::new(entry.key, each)?.extend(tokens, &[], &mut keys);
         let looked = match hashed {
-            Ok(_) => self.look_up(space, &keys, tokens.len() as u64),
+            Ok(_) => self.look_up(namespace, &keys, tokens.len() as u64),
             Err(error) => Err(error),
         };
         self.plans.scratch.keys = keys;
@@ -97,23 +97,28 @@ impl StoreState {
 
     /// Looks up the keys of a sequence's full chunks; `tokens` is its length. A caller that hashes
     /// them before the call holds the lock for a shorter time.
-    pub fn lookup_keys(&mut self, space: u32, keys: &[Key], tokens: u64) -> Result<&Look> {
-        let (home, _) = self.home_of(space)?;
-        let each = u64::from(self.tables[home.table as usize].layout.chunk_tokens());
+    pub fn lookup_keys(
+        &mut self,
+        namespace: u32,
+        keys: &[Key],
+        tokens: u64,
+    ) -> Result<&LookupResult> {
+        let (entry, _) = self.entry_of(namespace)?;
+        let each = u64::from(self.tables[entry.table as usize].layout.chunk_tokens());
         if tokens > MAX_TOKENS as u64 || keys.len() as u64 != tokens / each {
             let many = keys.len();
             fail!(Invalid, "{many} keys do not fit {tokens} tokens in chunks of {each}");
         }
-        self.look_up(space, keys, tokens)?;
+        self.look_up(namespace, keys, tokens)?;
         Ok(&self.plans.scratch.look)
     }
 
     /// For each key, a mask of the tiers that have every cell of the chunk (bit 0 is the device),
     /// with [`WHOLE`](crate::meta::chunks::WHOLE) if every cell is in some tier of this store. The
     /// bit of the remote is a hint.
-    pub fn exists(&self, space: u32, keys: &[Key], found: &mut [u8]) -> Result<()> {
+    pub fn exists(&self, namespace: u32, keys: &[Key], found: &mut [u8]) -> Result<()> {
         const GROUP: usize = 64;
-        let chunks = &self.home_of(space)?.1.chunks;
+        let chunks = &self.entry_of(namespace)?.1.chunks;
         let mut slots = [NONE; GROUP];
         for (keys, found) in keys.chunks(GROUP).zip(found.chunks_mut(GROUP)) {
             let slots = &mut slots[..keys.len()];
@@ -122,7 +127,7 @@ impl StoreState {
                 // A caller may pass any key.
                 let is_it = chunks
                     .chunk(slot)
-                    .is_some_and(|row| row.namespace() == space && row.owner().is_none());
+                    .is_some_and(|row| row.namespace() == namespace && row.owner().is_none());
                 *found = if is_it { chunks.trusted_tiers(slot) } else { 0 };
             }
         }
@@ -130,21 +135,21 @@ impl StoreState {
     }
 
     /// Looks up the path of a session, chunks included that others have stored since.
-    pub fn look_session(&mut self, session: u32) -> Result<&Look> {
-        let (space, tokens, reach) = self.find_path(session)?;
-        self.describe(space, tokens, reach)?;
+    pub fn lookup_session(&mut self, session: u32) -> Result<&LookupResult> {
+        let (namespace, tokens, reach) = self.find_path(session)?;
+        self.describe(namespace, tokens, reach)?;
         Ok(&self.plans.scratch.look)
     }
 
-    fn home_of(&self, space: u32) -> Result<(super::Space, &super::ChunkTable)> {
-        let Some(&home) = self.namespaces.get(space as usize) else {
-            fail!(NotFound, "there is no namespace {space}");
+    fn entry_of(&self, namespace: u32) -> Result<(super::Namespace, &super::ChunkTable)> {
+        let Some(&entry) = self.namespaces.get(namespace as usize) else {
+            fail!(NotFound, "there is no namespace {namespace}");
         };
-        Ok((home, &self.tables[home.table as usize]))
+        Ok((entry, &self.tables[entry.table as usize]))
     }
 
-    fn look_up(&mut self, space: u32, keys: &[Key], tokens: u64) -> Result<()> {
-        let table = self.home_of(space)?.0.table as usize;
+    fn look_up(&mut self, namespace: u32, keys: &[Key], tokens: u64) -> Result<()> {
+        let table = self.entry_of(namespace)?.0.table as usize;
         let scratch = &mut self.plans.scratch;
         room(&mut scratch.slots, keys.len())?;
         scratch.slots.resize(keys.len(), NONE);
@@ -154,19 +159,19 @@ impl StoreState {
         let each = rows.layout.chunk_tokens();
         for (at, slot) in scratch.slots.iter_mut().enumerate() {
             let is_it = rows.chunks.chunk(*slot).is_some_and(|row| {
-                (row.namespace(), row.position() as usize) == (space, at)
+                (row.namespace(), row.position() as usize) == (namespace, at)
                     && row.valid_tokens() == each
             });
             *slot = if is_it { *slot } else { NONE };
         }
         let reach = scratch.look(&rows.chunks, &rows.layout)?;
-        self.describe(space, tokens, reach)
+        self.describe(namespace, tokens, reach)
     }
 
     /// Finds the chunks of a session. Returns its namespace, its tokens, and how far they reach.
     pub(super) fn find_path(&mut self, session: u32) -> Result<(u32, u64, ReusablePrefix)> {
-        let space = self.session(session)?.space;
-        let rows = &self.tables[self.home_of(space)?.0.table as usize];
+        let namespace = self.session(session)?.namespace;
+        let rows = &self.tables[self.entry_of(namespace)?.0.table as usize];
         let (path, scratch) = (&self.sessions[session].path, &mut self.plans.scratch);
         room(&mut scratch.slots, path.slots().len() + 1)?;
         scratch.slots.extend_from_slice(path.slots());
@@ -176,17 +181,17 @@ impl StoreState {
         scratch.slots.extend(path.tail());
         let tokens = path.tokens().len() as u64;
         let reach = scratch.look(&rows.chunks, &rows.layout)?;
-        Ok((space, tokens, reach))
+        Ok((namespace, tokens, reach))
     }
 
     /// Fills in the result.
-    fn describe(&mut self, space: u32, tokens: u64, reach: ReusablePrefix) -> Result<()> {
-        let home = self.home_of(space)?.0;
-        let rows = &self.tables[home.table as usize];
-        let routes = self.routes(space, 0)?;
+    fn describe(&mut self, namespace: u32, tokens: u64, reach: ReusablePrefix) -> Result<()> {
+        let entry = self.entry_of(namespace)?.0;
+        let rows = &self.tables[entry.table as usize];
+        let routes = self.routes(namespace, 0)?;
         let scratch = &mut self.plans.scratch;
         let (slots, found) = (&scratch.slots, &mut scratch.found);
-        let until = if home.holes { slots.len() } else { reach.soon_chunks };
+        let until = if entry.holes { slots.len() } else { reach.soon_chunks };
         let moves = reuse::plan_reuse(&rows.chunks, &rows.layout, slots, until, true, found)?;
         let look = &mut scratch.look;
         (look.tokens, look.bytes, look.pending_bytes) = (tokens, moves.bytes, 0);
@@ -202,7 +207,7 @@ impl StoreState {
             let load_ns = time(&routes, &range.bytes, pending, these, false);
             look.pending_bytes += pending;
             counts.iter_mut().zip(these).for_each(|(sum, n)| *sum += n);
-            let stretch = Stretch {
+            let stretch = LookupRange {
                 first_token: at,
                 tokens: range.tokens,
                 state: range.state,
@@ -216,14 +221,14 @@ impl StoreState {
         }
         look.load_ns = time(&routes, &look.bytes, look.pending_bytes, counts, true);
         if tokens > at {
-            let rest = Stretch { first_token: at, tokens: tokens - at, ..MISS };
+            let rest = LookupRange { first_token: at, tokens: tokens - at, ..MISS };
             add(&mut look.ranges, rest)?;
         }
         Ok(())
     }
 }
 
-const MISS: Stretch = Stretch {
+const MISS: LookupRange = LookupRange {
     first_token: 0,
     tokens: 0,
     state: State::Miss,
@@ -255,7 +260,7 @@ fn room<T>(list: &mut Vec<T>, count: usize) -> Result<()> {
 }
 
 /// Adds a range, or extends the last one if both are misses.
-fn add(ranges: &mut Vec<Stretch>, next: Stretch) -> Result<()> {
+fn add(ranges: &mut Vec<LookupRange>, next: LookupRange) -> Result<()> {
     if let Some(last) =
         ranges.last_mut().filter(|last| (last.state, next.state) == (State::Miss, State::Miss))
     {
@@ -332,7 +337,7 @@ impl Default for PlanTerms {
 
 /// A run of tokens with the same step.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Leg {
+pub struct PlanStep {
     /// What to do. Resident: nothing.
     pub kind: StepKind,
     /// First token.
@@ -349,7 +354,7 @@ pub struct Leg {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SessionPlan {
     /// Its steps, in the order of its tokens.
-    pub legs: Vec<Leg>,
+    pub steps: Vec<PlanStep>,
     /// Total time.
     pub total_ns: f64,
     /// Time of the loads alone.
@@ -371,8 +376,8 @@ pub(super) struct Plans {
 
 impl Plans {
     /// Forgets a namespace: its number will be used again.
-    pub(super) fn forget_namespace(&mut self, space: u32) {
-        self.prefills.remove(&space);
+    pub(super) fn forget_namespace(&mut self, namespace: u32) {
+        self.prefills.remove(&namespace);
     }
 }
 
@@ -397,10 +402,10 @@ struct Ground<'a> {
 impl StoreState {
     /// The cheapest plan for all tokens of a session. Counts no access.
     pub fn plan(&mut self, session: u32, terms: &PlanTerms) -> Result<&SessionPlan> {
-        let (space, tokens, reach) = self.find_path(session)?;
-        let home = self.namespaces[space as usize];
-        let rows = &self.tables[home.table as usize];
-        let routes = self.routes(space, terms.lane)?;
+        let (namespace, tokens, reach) = self.find_path(session)?;
+        let entry = self.namespaces[namespace as usize];
+        let rows = &self.tables[entry.table as usize];
+        let routes = self.routes(namespace, terms.lane)?;
         let ground = Ground {
             layout: &rows.layout,
             chunks: &rows.chunks,
@@ -408,9 +413,9 @@ impl StoreState {
             tokens,
             wait: terms.wait,
             terms: Terms {
-                cost: terms.cost.unwrap_or_else(|| self.prefill(space).cost()),
+                cost: terms.cost.unwrap_or_else(|| self.prefill(namespace).cost()),
                 routes,
-                holes: home.holes,
+                holes: entry.holes,
                 overlap: terms.overlap,
                 layers: rows.layout.layers() as u32,
             },
@@ -547,19 +552,19 @@ impl Drafts {
         let (plan, session, cost) = (&self.plan, &mut self.session, ground.terms.cost);
         (session.total_ns, session.load_ns) = (plan.total_ns, plan.load_ns);
         (session.compute_ns, session.without_ns) = (plan.compute_ns, cost.of(0, ground.tokens));
-        session.legs.clear();
-        if session.legs.try_reserve(plan.segments.len()).is_err() {
+        session.steps.clear();
+        if session.steps.try_reserve(plan.segments.len()).is_err() {
             fail!(NoMem, "no memory for {} steps of a plan", plan.segments.len());
         }
         let mut at = 0;
-        session.legs.extend(plan.segments.iter().map(|one| {
+        session.steps.extend(plan.segments.iter().map(|one| {
             let [all, disk, remote, device] = one.bytes;
             let bytes = [all.saturating_sub(disk).saturating_sub(remote), disk, remote, device];
             let (kind, tokens, first_token) = (one.kind, one.tokens, at);
             at += tokens;
             let ns =
                 if kind == StepKind::Recompute { cost.of(first_token, tokens) } else { one.ns };
-            Leg { kind, first_token, tokens, bytes, ns }
+            PlanStep { kind, first_token, tokens, bytes, ns }
         }));
         Ok(())
     }
@@ -586,37 +591,37 @@ impl StoreState {
     /// Records that the engine computed `tokens` after `context` tokens in `ns`.
     pub fn observe_prefill(
         &mut self,
-        space: u32,
+        namespace: u32,
         context: u64,
         tokens: u64,
         ns: u64,
     ) -> Result<()> {
-        self.prefill_mut(space)?.observe(context, tokens, ns)
+        self.prefill_mut(namespace)?.observe(context, tokens, ns)
     }
 
     /// Fixes the cost of prefill, in ns; `None` = use observations again.
-    pub fn fix_prefill(&mut self, space: u32, cost: Option<Cost>) -> Result<()> {
-        self.prefill_mut(space)?.fix(cost)
+    pub fn fix_prefill(&mut self, namespace: u32, cost: Option<Cost>) -> Result<()> {
+        self.prefill_mut(namespace)?.fix(cost)
     }
 
-    fn prefill_mut(&mut self, space: u32) -> Result<&mut Prefill> {
-        if self.namespaces.get(space as usize).is_none() {
-            fail!(NotFound, "there is no namespace {space}");
+    fn prefill_mut(&mut self, namespace: u32) -> Result<&mut Prefill> {
+        if self.namespaces.get(namespace as usize).is_none() {
+            fail!(NotFound, "there is no namespace {namespace}");
         }
-        Ok(self.plans.prefills.entry(space).or_default())
+        Ok(self.plans.prefills.entry(namespace).or_default())
     }
 
     /// Cost of prefill in a namespace.
-    pub fn prefill(&self, space: u32) -> Prefill {
-        self.plans.prefills.get(&space).copied().unwrap_or_default()
+    pub fn prefill(&self, namespace: u32) -> Prefill {
+        self.plans.prefills.get(&namespace).copied().unwrap_or_default()
     }
 
     /// Routes of a namespace's chunks, by source: all are copied from memory, and those on disk are
     /// read before that. Times are for whole chunks. Queues of lanes less urgent than `lane` do not
     /// count.
-    pub fn routes(&self, space: u32, lane: usize) -> Result<[Route; SOURCES]> {
-        let Some(table) = self.table_of(space) else {
-            fail!(NotFound, "there is no namespace {space}");
+    pub fn routes(&self, namespace: u32, lane: usize) -> Result<[Route; SOURCES]> {
+        let Some(table) = self.table_of(namespace) else {
+            fail!(NotFound, "there is no namespace {namespace}");
         };
         let stages = &self.stages;
         let [copying, reading, fetching] = [WorkerKind::Copy, WorkerKind::Read, WorkerKind::Fetch]

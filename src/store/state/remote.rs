@@ -271,24 +271,24 @@ impl StoreState {
     }
 
     /// Names of the objects of a namespace.
-    pub(super) fn remote_names(&mut self, space: u32) -> Option<Arc<Names>> {
-        let home = *self.namespaces.get(space as usize)?;
-        let fingerprint = self.tables[home.table as usize].fingerprint;
+    pub(super) fn remote_names(&mut self, namespace: u32) -> Option<Arc<Names>> {
+        let entry = *self.namespaces.get(namespace as usize)?;
+        let fingerprint = self.tables[entry.table as usize].fingerprint;
         let remote = self.remote.as_mut()?;
-        if let Some(names) = remote.names.get(&space) {
+        if let Some(names) = remote.names.get(&namespace) {
             return Some(names.clone());
         }
         let secret = remote.config.secret.as_ref();
-        let keys = ObjectKeys::new(&home.key, &fingerprint, secret.map(Secret::bytes));
-        let names = Arc::new(Names::new(keys, home.tenant, Codec::None, secret.is_some()));
-        remote.names.insert(space, names.clone());
+        let keys = ObjectKeys::new(&entry.key, &fingerprint, secret.map(Secret::bytes));
+        let names = Arc::new(Names::new(keys, entry.tenant, Codec::None, secret.is_some()));
+        remote.names.insert(namespace, names.clone());
         Some(names)
     }
 
     /// Sets the owner of a namespace's objects at the remote; 0 = shared by all. Fails with INVALID
     /// if the namespace is open with another owner.
-    pub fn set_tenant(&mut self, space: u32, tenant: u64) -> Result<()> {
-        let Some(one) = self.namespaces.get_mut(space as usize) else { return Ok(()) };
+    pub fn set_tenant(&mut self, namespace: u32, tenant: u64) -> Result<()> {
+        let Some(one) = self.namespaces.get_mut(namespace as usize) else { return Ok(()) };
         if one.tenant == tenant {
             return Ok(());
         }
@@ -301,15 +301,15 @@ impl StoreState {
         }
         one.tenant = tenant;
         if let Some(remote) = &mut self.remote {
-            remote.names.remove(&space);
+            remote.names.remove(&namespace);
         }
         Ok(())
     }
 
     /// Forgets a namespace: its number will be used again.
-    pub(super) fn forget_remote_names(&mut self, space: u32) {
+    pub(super) fn forget_remote_names(&mut self, namespace: u32) {
         if let Some(remote) = &mut self.remote {
-            remote.names.remove(&space);
+            remote.names.remove(&namespace);
         }
     }
 
@@ -331,8 +331,8 @@ impl StoreState {
     /// Name of an object of a chunk.
     pub(super) fn remote_name(&mut self, at: At, shape: &Shape, object: u32) -> Option<Name> {
         let rows = &self.tables[at.table as usize].chunks;
-        let (space, key) = (rows.chunk(at.slot)?.namespace(), *rows.key(at.slot)?);
-        let names = self.remote_names(space)?;
+        let (namespace, key) = (rows.chunk(at.slot)?.namespace(), *rows.key(at.slot)?);
+        let names = self.remote_names(namespace)?;
         Some(names.name(&key, &shape.cut(object as usize)))
     }
 
@@ -481,7 +481,7 @@ const MOST_ASKED: usize = 1 << 20;
 /// Blocks that a transfer looks up.
 #[derive(Default)]
 pub(super) struct Named {
-    space: u32,
+    namespace: u32,
     keys: Vec<Key>,
 }
 
@@ -493,12 +493,12 @@ impl StoreState {
     /// Begins a transfer that completes when it is known which blocks are here or at the remote.
     /// Each block has an outcome; NOT_FOUND = in neither. It goes on when the session is closed.
     pub fn locate_blocks(&mut self, at: u32, keys: Vec<Key>) -> Result<u32> {
-        let space = self.session(at)?.space;
+        let namespace = self.session(at)?.namespace;
         if keys.is_empty() || keys.len() > MAX_BLOCKS {
             fail!(Limit, "{} blocks: a transfer has 1 to {MAX_BLOCKS}", keys.len());
         }
-        let table = self.namespaces[space as usize].table;
-        let mut slots = self.find_blocks(space, &keys)?;
+        let table = self.namespaces[namespace as usize].table;
+        let mut slots = self.find_blocks(namespace, &keys)?;
         let asks = slots.iter().any(|&slot| !self.is_found(table, slot));
         let asking = self.remote.as_ref().filter(|_| asks).map(|remote| &remote.asking);
         let waiting: usize = asking
@@ -518,14 +518,14 @@ impl StoreState {
         match self.remote.as_mut().filter(|_| asks) {
             Some(remote) => {
                 remote.asking.serial += 1;
-                let (serial, named) = (remote.asking.serial, Named { space, keys });
+                let (serial, named) = (remote.asking.serial, Named { namespace, keys });
                 let inquiry =
                     PendingLookup { serial, is_busy: true, named, ..PendingLookup::default() };
                 remote.asking.inquiries.insert(Asker::Blocks(number), inquiry);
                 remote.asking.line.push_back(Asker::Blocks(number));
                 remote.asking.is_urgent = true;
             }
-            None => self.end_locating(number, &Named { space, keys }, Status::NotFound),
+            None => self.end_locating(number, &Named { namespace, keys }, Status::NotFound),
         }
         self.settle();
         Ok(number)
@@ -542,9 +542,10 @@ impl StoreState {
     }
 
     /// Row of a block, or NONE.
-    fn find_block(&self, space: u32, key: &Key) -> Slot {
-        let chunks = &self.tables[self.namespaces[space as usize].table as usize].chunks;
-        let is_it = |slot: &Slot| chunks.chunk(*slot).is_some_and(|row| row.namespace() == space);
+    fn find_block(&self, namespace: u32, key: &Key) -> Slot {
+        let chunks = &self.tables[self.namespaces[namespace as usize].table as usize].chunks;
+        let is_it =
+            |slot: &Slot| chunks.chunk(*slot).is_some_and(|row| row.namespace() == namespace);
         chunks.find(key).filter(is_it).unwrap_or(NONE)
     }
 
@@ -553,10 +554,10 @@ impl StoreState {
     }
 
     /// Whether a transfer looks up blocks of a namespace. Its session may be closed.
-    pub(super) fn is_looked_up(&self, space: u32) -> bool {
+    pub(super) fn is_looked_up(&self, namespace: u32) -> bool {
         let first = Asker::Blocks(0);
         self.remote.as_ref().is_some_and(|remote| {
-            remote.asking.inquiries.range(first..).any(|(_, one)| one.named.space == space)
+            remote.asking.inquiries.range(first..).any(|(_, one)| one.named.namespace == namespace)
         })
     }
 
@@ -578,9 +579,9 @@ impl StoreState {
 
     /// The next blocks of a transfer to look up.
     pub(super) fn window_of_blocks(&mut self, number: u32) -> Option<Window> {
-        let space = self.named_by(number)?.named.space;
-        let table = self.namespaces[space as usize].table;
-        let (shape, names) = (self.remote_shape(table)?, self.remote_names(space)?);
+        let namespace = self.named_by(number)?.named.namespace;
+        let table = self.namespaces[namespace as usize].table;
+        let (shape, names) = (self.remote_shape(table)?, self.remote_names(namespace)?);
         let (remote, inquiry) = (self.remote.as_ref()?, self.named_by(number)?);
         let (config, cut) = (&remote.config, shape.cut(shape.objects() - 1));
         let mut window = Window { end: inquiry.next, ..Window::default() };
@@ -591,7 +592,7 @@ impl StoreState {
                 break;
             }
             window.end = chunk + 1;
-            let is_known = self.is_found(table, self.find_block(space, key));
+            let is_known = self.is_found(table, self.find_block(namespace, key));
             // A block that is named twice is looked up once.
             if is_known || window.asked.iter().any(|one| one.key == *key) {
                 continue;
@@ -628,14 +629,15 @@ impl StoreState {
     /// blocks.
     pub(super) fn note_blocks(&mut self, number: u32, chunks: &[usize]) {
         for &chunk in chunks {
-            let Some(Named { space, keys }) = self.named_by(number).map(|one| &one.named) else {
+            let Some(Named { namespace, keys }) = self.named_by(number).map(|one| &one.named)
+            else {
                 return;
             };
-            let (space, Some(key)) = (*space, keys.get(chunk).copied()) else { return };
-            let table = self.namespaces[space as usize].table;
-            let slot = match self.find_block(space, &key) {
+            let (namespace, Some(key)) = (*namespace, keys.get(chunk).copied()) else { return };
+            let table = self.namespaces[namespace as usize].table;
+            let slot = match self.find_block(namespace, &key) {
                 NONE if !self.rows_for_hints(1) => return,
-                NONE => self.add_block(space, &key),
+                NONE => self.add_block(namespace, &key),
                 slot => Ok(slot),
             };
             match slot {
@@ -703,10 +705,10 @@ impl StoreState {
     }
 
     fn end_locating(&mut self, number: u32, named: &Named, status: Status) {
-        let table = self.namespaces[named.space as usize].table;
+        let table = self.namespaces[named.namespace as usize].table;
         let error = Error::from(status);
         for (chunk, key) in named.keys.iter().enumerate() {
-            let slot = self.find_block(named.space, key);
+            let slot = self.find_block(named.namespace, key);
             if !self.is_found(table, slot) {
                 self.transfers.table[number].note_failure(chunk as u32, &error);
             }

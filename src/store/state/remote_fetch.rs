@@ -501,19 +501,20 @@ impl StoreState {
     fn fetch_for(&mut self, at: u32) {
         let terms = PlanTerms { lane: LANE, ..PlanTerms::default() };
         let Ok(plan) = self.plan(at, &terms) else { return };
-        let mut loads = plan.legs.iter().filter(|leg| leg.kind == plan::StepKind::Load);
-        let remote = loads.clone().filter(|leg| leg.bytes[ELSEWHERE] > 0);
-        let mut legs: Vec<(u64, u64)> = remote.map(|leg| (leg.first_token, leg.tokens)).collect();
-        let end = loads.next_back().map_or(0, |leg| leg.first_token + leg.tokens);
+        let mut loads = plan.steps.iter().filter(|step| step.kind == plan::StepKind::Load);
+        let remote = loads.clone().filter(|step| step.bytes[ELSEWHERE] > 0);
+        let mut steps: Vec<(u64, u64)> =
+            remote.map(|step| (step.first_token, step.tokens)).collect();
+        let end = loads.next_back().map_or(0, |step| step.first_token + step.tokens);
         let Ok(session) = self.session(at) else { return };
-        let home = self.namespaces[session.space as usize];
-        let layers = self.tables[home.table as usize].layout.layers();
+        let entry = self.namespaces[session.namespace as usize];
+        let layers = self.tables[entry.table as usize].layout.layers();
         // Without holes a session continues at one point, and needs only what that point needs.
-        let wanted = if home.holes { Wanted::All } else { Wanted::Needed };
-        if !home.holes && !legs.is_empty() {
-            legs = vec![(0, end)];
+        let wanted = if entry.holes { Wanted::All } else { Wanted::Needed };
+        if !entry.holes && !steps.is_empty() {
+            steps = vec![(0, end)];
         }
-        for (first_token, tokens) in legs {
+        for (first_token, tokens) in steps {
             let cell_range = CellRange {
                 first_token,
                 tokens,

@@ -11,7 +11,7 @@ use crate::meta::key::Key;
 use crate::store::state::remote::Named;
 use crate::store::state::remote::{Ticket, What};
 use crate::store::state::session::Views;
-use crate::store::state::transfer::{Level, MoveSpec, Transfer, TransferKind};
+use crate::store::state::transfer::{Level, Transfer, TransferKind, TransferSpec};
 use crate::store::state::{At, StoreState};
 use crate::tier::remote::breaker::{Direction, Permit};
 use crate::tier::remote::{Name, RemoteError};
@@ -81,7 +81,7 @@ pub struct Asked {
 }
 
 /// A batch of lookups.
-pub struct AskBatch {
+pub struct LookupBatch {
     asker: Asker,
     serial: u64,
     /// The names.
@@ -95,10 +95,10 @@ pub struct AskBatch {
     ticket: Ticket,
 }
 
-impl AskBatch {
-    fn none(asker: Asker) -> AskBatch {
+impl LookupBatch {
+    fn none(asker: Asker) -> LookupBatch {
         let (asked, timeout_ns, since_ns) = (Vec::new(), 0, 0);
-        AskBatch { asker, serial: 0, asked, timeout_ns, since_ns, probes: false, ticket: (0, 0) }
+        LookupBatch { asker, serial: 0, asked, timeout_ns, since_ns, probes: false, ticket: (0, 0) }
     }
 }
 
@@ -124,7 +124,7 @@ impl StoreState {
     /// Records remembered answers for a session's chunks, and queues a lookup for the rest.
     fn inquire(&mut self, at: u32, asks: bool) {
         let Ok(session) = self.session(at) else { return };
-        let (serial, next) = (session.who.session.unwrap_or(0), session.asked);
+        let (serial, next) = (session.context.session.unwrap_or(0), session.asked);
         if next >= session.path.keys().len() {
             return;
         }
@@ -162,7 +162,7 @@ impl StoreState {
     pub(super) fn inquire_after(&mut self, at: u32, tokens: usize) {
         let asks = self.remote.as_ref().is_some_and(|remote| remote.config.asks);
         let Ok(session) = self.session(at) else { return };
-        let table = self.namespaces[session.space as usize].table;
+        let table = self.namespaces[session.namespace as usize].table;
         let each = self.tables[table as usize].layout.chunk_tokens() as usize;
         if tokens >= each {
             self.inquire(at, asks);
@@ -194,10 +194,10 @@ impl StoreState {
     /// Begins a transfer without cells, with an outcome for each of `slots`, or none for a path.
     pub(super) fn begin_locating(&mut self, at: u32, slots: Vec<Slot>) -> Result<u32> {
         let session = self.session(at)?;
-        let spec = MoveSpec {
-            table: self.namespaces[session.space as usize].table,
+        let spec = TransferSpec {
+            table: self.namespaces[session.namespace as usize].table,
             flow: at,
-            who: session.who,
+            context: session.context,
             lane: 0,
             kind: TransferKind::Prefetch,
             level: Level::Ram,
@@ -280,7 +280,7 @@ impl StoreState {
 
     /// Takes the next batch of names. An empty batch = an asker has more to do without a request,
     /// and is queued again.
-    pub(super) fn take_lookups(&mut self) -> Option<AskBatch> {
+    pub(super) fn take_lookups(&mut self) -> Option<LookupBatch> {
         self.remote.as_mut()?.asking.is_urgent = false;
         while let Some(asker) = self.remote.as_mut()?.asking.line.pop_front() {
             let window = match asker {
@@ -299,7 +299,7 @@ impl StoreState {
                 inquiry.next = window.end;
                 if window.is_cut {
                     let serial = inquiry.serial;
-                    return Some(AskBatch { serial, ..AskBatch::none(asker) });
+                    return Some(LookupBatch { serial, ..LookupBatch::none(asker) });
                 }
                 self.end_lookup(asker);
                 continue;
@@ -315,7 +315,15 @@ impl StoreState {
             let (asked, since_ns) = (window.asked, self.now_ns);
             let what = What::Ask(asker, serial);
             let ticket = remote.watch.begin(self.now_ns, timeout_ns, what, probes);
-            return Some(AskBatch { asker, serial, asked, timeout_ns, since_ns, probes, ticket });
+            return Some(LookupBatch {
+                asker,
+                serial,
+                asked,
+                timeout_ns,
+                since_ns,
+                probes,
+                ticket,
+            });
         }
         None
     }
@@ -324,11 +332,11 @@ impl StoreState {
     fn window(&mut self, at: u32, most: usize) -> Option<Window> {
         let first = self.remote.as_ref()?.asking.inquiries.get(&Asker::Session(at))?.next;
         self.refresh(at, first..usize::MAX).ok()?;
-        let space = self.session(at).ok()?.space;
+        let namespace = self.session(at).ok()?.namespace;
         let (table, holes) =
-            (self.namespaces[space as usize].table, self.namespaces[space as usize].holes);
+            (self.namespaces[namespace as usize].table, self.namespaces[namespace as usize].holes);
         let shape = self.remote_shape(table)?;
-        let names = self.remote_names(space)?;
+        let names = self.remote_names(namespace)?;
         let (remote, session) = (self.remote.as_ref()?, self.session(at).ok()?);
         let mut window = Window { end: first, ..Window::default() };
         let cut = shape.cut(shape.objects() - 1);
@@ -365,7 +373,7 @@ impl StoreState {
         Some(window)
     }
 
-    pub(super) fn done_lookups(&mut self, batch: &AskBatch) {
+    pub(super) fn done_lookups(&mut self, batch: &LookupBatch) {
         let now_ns = self.now_ns;
         let Some(remote) = &mut self.remote else { return };
         if batch.asked.is_empty() {
@@ -417,7 +425,8 @@ impl StoreState {
     /// Records the answers for chunks of a session. Returns whether more must be looked up.
     fn note_path_answer(&mut self, at: u32, asked: &[Asked]) -> bool {
         let Ok(session) = self.session(at) else { return false };
-        let (keys, holes) = (session.path.keys(), self.namespaces[session.space as usize].holes);
+        let (keys, holes) =
+            (session.path.keys(), self.namespaces[session.namespace as usize].holes);
         let length = keys.len();
         // The first chunk without an answer, because the session was truncated or the remote did
         // not reply; where holes are not allowed, also the first absent chunk.
@@ -467,7 +476,7 @@ impl StoreState {
     fn note_in_remote(&mut self, at: u32, chunks: &[usize]) {
         let Some(&last) = chunks.last() else { return };
         let Ok(session) = self.session(at) else { return };
-        let table = self.namespaces[session.space as usize].table;
+        let table = self.namespaces[session.namespace as usize].table;
         let Ok(missing) = self.missing_before(at, last + 1) else { return };
         if !self.rows_for_hints(missing) || self.make_chunks(at, last + 1).is_err() {
             return;

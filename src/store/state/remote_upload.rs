@@ -63,7 +63,7 @@ impl Send {
 
 /// A batch of uploads.
 #[derive(Default)]
-pub struct SendBatch {
+pub struct UploadBatch {
     /// The uploads.
     pub sends: Vec<Send>,
     /// Names to remove before anything is uploaded; none of them is uploaded in this batch.
@@ -246,7 +246,7 @@ impl StoreState {
     }
 
     /// Takes the next uploads, up to a batch. None while the circuit is open.
-    pub(super) fn take_uploads(&mut self) -> Option<SendBatch> {
+    pub(super) fn take_uploads(&mut self) -> Option<UploadBatch> {
         let remote = self.remote.as_mut()?;
         if !remote.has_to_send() {
             return None;
@@ -254,7 +254,7 @@ impl StoreState {
         let leave = remote.breaker.admit(Direction::Write, self.now_ns);
         let most = if leave == Permit::Allow { remote.config.batch } else { 1 };
         let (timeout_ns, probes) = (remote.config.timeout_ns, leave == Permit::Probe);
-        let mut batch = SendBatch { timeout_ns, probes, ..SendBatch::default() };
+        let mut batch = UploadBatch { timeout_ns, probes, ..UploadBatch::default() };
         if leave == Permit::Deny {
             remote.removals.clear();
         }
@@ -331,7 +331,7 @@ impl StoreState {
         Some(Send { at, object, name, shape, chunk, planes, result })
     }
 
-    pub(super) fn done_uploads(&mut self, batch: &SendBatch) {
+    pub(super) fn done_uploads(&mut self, batch: &UploadBatch) {
         let in_time = self.remote.as_mut().is_some_and(|remote| remote.watch.end(batch.ticket));
         for send in &batch.sends {
             if let Some(remote) = self.remote.as_mut().filter(|_| in_time) {

@@ -13,9 +13,9 @@ use crate::meta::index::{NONE, Slot};
 use crate::meta::layout::{Layout, Rule};
 use crate::meta::view::{Place, Side, View};
 use crate::policy::Hint;
-use crate::policy::evictor::Who;
+use crate::policy::evictor::RequestContext;
 use crate::store::state::blocks::Holds;
-use crate::store::state::transfer::{Level, MoveSpec, TransferKind};
+use crate::store::state::transfer::{Level, TransferKind, TransferSpec};
 use crate::store::state::{At, StoreState};
 use crate::store::token_path::{Home, Path};
 
@@ -38,8 +38,8 @@ pub struct SessionOpts<'a> {
 /// A session.
 pub struct Session {
     pub(super) path: Path,
-    pub(super) space: u32,
-    pub(super) who: Who,
+    pub(super) namespace: u32,
+    pub(super) context: RequestContext,
     /// Blocks that it holds by name.
     pub(super) holds: Holds,
     /// Chunks at its front that a remote lookup has covered.
@@ -55,19 +55,19 @@ pub struct Truncated {
 
 impl StoreState {
     /// Opens a session without tokens and returns its number.
-    pub fn open_session(&mut self, space: u32, opts: &SessionOpts<'_>) -> Result<u32> {
-        self.open_session_behind(space, opts, None)
+    pub fn open_session(&mut self, namespace: u32, opts: &SessionOpts<'_>) -> Result<u32> {
+        self.open_session_behind(namespace, opts, None)
     }
 
     /// Opens a session with all tokens of another one.
     fn open_session_behind(
         &mut self,
-        space: u32,
+        namespace: u32,
         opts: &SessionOpts<'_>,
         other: Option<u32>,
     ) -> Result<u32> {
-        let Some(home) = self.namespaces.get(space as usize).copied() else {
-            fail!(NotFound, "there is no namespace {space}");
+        let Some(home) = self.namespaces.get(namespace as usize).copied() else {
+            fail!(NotFound, "there is no namespace {namespace}");
         };
         if opts.name.len() > MAX_NAME_BYTES {
             fail!(Limit, "a session name of {} bytes: at most {MAX_NAME_BYTES}", opts.name.len());
@@ -87,7 +87,7 @@ impl StoreState {
         let name = [opts.name, &[0], &serial].concat();
         let rows = &mut self.tables[home.table as usize];
         let chunk_tokens = rows.layout.chunk_tokens();
-        let mut who = Who {
+        let mut context = RequestContext {
             session: Some(self.session_serial),
             tenant: opts.tenant,
             priority: opts.priority,
@@ -96,15 +96,20 @@ impl StoreState {
             tokens_each: chunk_tokens,
         };
         let session = self.sessions.vacant();
-        let (key, namespace, holes) = (home.key, space, home.holes);
+        let (key, namespace, holes) = (home.key, namespace, home.holes);
         let path = match other.and_then(|other| self.sessions.get(other)) {
             Some(other) => other.path.fork(&mut rows.chunks, session, &name)?,
             None => Path::new(Home { key, namespace, chunk_tokens, holes, session }, &name)?,
         };
-        who.length = u32::try_from(path.tokens().len()).unwrap_or(u32::MAX);
-        let added =
-            self.sessions.add(Session { path, space, who, holds: Holds::default(), asked: 0 })?;
-        self.namespaces.session_opened(space);
+        context.length = u32::try_from(path.tokens().len()).unwrap_or(u32::MAX);
+        let added = self.sessions.add(Session {
+            path,
+            namespace,
+            context,
+            holds: Holds::default(),
+            asked: 0,
+        })?;
+        self.namespaces.session_opened(namespace);
         Ok(added)
     }
 
@@ -134,7 +139,7 @@ impl StoreState {
         let new = self.session(at)?.path.keys().len()..usize::MAX;
         self.with_path(at, new, |path, rows| path.append_media(&mut rows.chunks, tokens, media))?;
         let session = self.session_mut(at)?;
-        session.who.length = u32::try_from(session.path.tokens().len()).unwrap_or(u32::MAX);
+        session.context.length = u32::try_from(session.path.tokens().len()).unwrap_or(u32::MAX);
         self.inquire_after(at, tokens.len());
         Ok(())
     }
@@ -147,14 +152,14 @@ impl StoreState {
         chunks: Range<usize>,
         act: impl FnOnce(&mut Path, &mut super::ChunkTable) -> Result<R>,
     ) -> Result<R> {
-        let space = self.session(at)?.space;
-        let table = self.namespaces[space as usize].table;
+        let namespace = self.session(at)?.namespace;
+        let table = self.namespaces[namespace as usize].table;
         let session = &mut self.sessions[at];
         let rows = &mut self.tables[table as usize];
         let before = rows.chunks.len();
         let result = act(&mut session.path, rows);
         let more = rows.chunks.len() - before;
-        self.namespaces[space as usize].rows += more as u32;
+        self.namespaces[namespace as usize].rows += more as u32;
         for i in chunks.start..chunks.end.min(self.sessions[at].path.slots().len()) {
             let slot = self.sessions[at].path.slots()[i];
             if slot != NONE {
@@ -183,13 +188,13 @@ impl StoreState {
     /// Truncates a session to so many tokens.
     pub fn truncate(&mut self, at: u32, tokens: u64) -> Result<Truncated> {
         let tokens = usize::try_from(tokens).map_err(|_| Status::Invalid)?;
-        let table = self.namespaces[self.session(at)?.space as usize].table;
+        let table = self.namespaces[self.session(at)?.namespace as usize].table;
         let session = &mut self.sessions[at];
         let old = session.path.held_after_event(tokens);
         let mut freed = Vec::new();
         let chunks = &mut self.tables[table as usize].chunks;
         session.path.truncate(chunks, tokens, &mut |slot| freed.push(slot))?;
-        session.who.length = u32::try_from(tokens).unwrap_or(u32::MAX);
+        session.context.length = u32::try_from(tokens).unwrap_or(u32::MAX);
         let chunks = session.path.keys().len();
         session.asked = session.asked.min(chunks);
         self.shorten_lookup(at, chunks);
@@ -201,8 +206,8 @@ impl StoreState {
 
     /// Opens a session with the tokens of `at`.
     pub fn fork(&mut self, at: u32, opts: &SessionOpts<'_>) -> Result<u32> {
-        let space = self.session(at)?.space;
-        let other = self.open_session_behind(space, opts, Some(at))?;
+        let namespace = self.session(at)?.namespace;
+        let other = self.open_session_behind(namespace, opts, Some(at))?;
         self.with_path(other, 0..usize::MAX, |path, rows| {
             path.refresh(&mut rows.chunks, 0..usize::MAX)
         })?;
@@ -212,7 +217,7 @@ impl StoreState {
 
     /// Closes a session and releases its chunks. Its transfers go on.
     pub fn close_session(&mut self, at: u32) -> Result<()> {
-        let table = self.namespaces[self.session(at)?.space as usize].table;
+        let table = self.namespaces[self.session(at)?.namespace as usize].table;
         self.forget_lookup(at);
         let Some(session) = self.sessions.remove(at) else { return Ok(()) };
         let old = session.path.held_after_event(0);
@@ -223,7 +228,7 @@ impl StoreState {
         self.were_held(table, &freed);
         self.were_held(table, &old);
         self.end_holds(table, session.holds);
-        self.namespaces.session_closed(session.space);
+        self.namespaces.session_closed(session.namespace);
         self.settle();
         closed
     }
@@ -244,7 +249,7 @@ impl StoreState {
         tokens: u64,
     ) -> Result<(usize, usize, bool)> {
         let session = self.session(at)?;
-        let table = self.namespaces[session.space as usize].table;
+        let table = self.namespaces[session.namespace as usize].table;
         let each = u64::from(self.tables[table as usize].layout.chunk_tokens());
         let all = session.path.tokens().len() as u64;
         let Some(end) = first.checked_add(tokens).filter(|&end| end <= all && tokens > 0) else {
@@ -287,7 +292,7 @@ impl StoreState {
     /// Policy ids of chunks of a path, those without rows included.
     pub(super) fn ids_of(&self, at: u32, first: usize, end: usize, tail: bool) -> Result<Vec<u64>> {
         let session = self.session(at)?;
-        let rows = &self.tables[self.namespaces[session.space as usize].table as usize];
+        let rows = &self.tables[self.namespaces[session.namespace as usize].table as usize];
         let mut ids = Vec::new();
         ids.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
         ids.extend(session.path.keys()[first..end].iter().map(id_of));
@@ -330,7 +335,7 @@ impl StoreState {
         slots.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
         slots.extend_from_slice(&self.sessions[at].path.slots()[first..end]);
         if tail {
-            let table = self.namespaces[self.sessions[at].space as usize].table;
+            let table = self.namespaces[self.sessions[at].namespace as usize].table;
             let mut freed = Vec::new();
             let made = self.with_path(at, end..end, |path, rows| {
                 path.make_tail(&mut rows.chunks, &mut |slot| freed.push(slot))
@@ -346,7 +351,7 @@ impl StoreState {
         let (first, end, tail) = self.chunks_of(at, first, tokens)?;
         self.refresh(at, first..end)?;
         let session = self.session(at)?;
-        let table = self.namespaces[session.space as usize].table;
+        let table = self.namespaces[session.namespace as usize].table;
         let slots = session.path.slots()[first..end].iter().copied().filter(|&slot| slot != NONE);
         let slots = slots.chain(session.path.tail().filter(|_| tail));
         Ok(slots.map(|slot| At { table, slot }).collect())
@@ -365,7 +370,7 @@ impl StoreState {
         let mut slots: Vec<Slot> = path.tail().filter(|_| tail).into_iter().collect();
         slots.extend(path.slots()[chunks.clone()].iter().rev().filter(|&&slot| slot != NONE));
         self.with_path(at, 0..0, |path, rows| path.let_go(&mut rows.chunks, chunks, tail))?;
-        let table = self.namespaces[self.session(at)?.space as usize].table;
+        let table = self.namespaces[self.session(at)?.namespace as usize].table;
         slots.iter().for_each(|&slot| self.note_held(table, slot));
         Ok(slots)
     }
@@ -373,9 +378,9 @@ impl StoreState {
     /// Passes a hint about a session to the policies.
     pub fn hint(&mut self, at: u32, hint: &Hint) -> Result<()> {
         let session = self.session(at)?;
-        let table = self.namespaces[session.space as usize].table;
-        let (who, slots) = (session.who, session.path.slots().to_vec());
-        self.notify_hint(table, &slots, &who, hint)
+        let table = self.namespaces[session.namespace as usize].table;
+        let (context, slots) = (session.context, session.path.slots().to_vec());
+        self.notify_hint(table, &slots, &context, hint)
     }
 }
 
@@ -386,8 +391,8 @@ impl Session {
     }
 
     /// Number of its namespace.
-    pub fn space(&self) -> u32 {
-        self.space
+    pub fn namespace(&self) -> u32 {
+        self.namespace
     }
 }
 
@@ -459,8 +464,8 @@ impl StoreState {
             cell_range.tokens = all.saturating_sub(cell_range.first_token);
         }
         let (first, end, tail) = self.chunks_of(at, cell_range.first_token, cell_range.tokens)?;
-        let space = self.session(at)?.space;
-        let table = self.namespaces[space as usize].table;
+        let namespace = self.session(at)?.namespace;
+        let table = self.namespaces[namespace as usize].table;
         if kind == TransferKind::Put && cell_range.wanted != Wanted::All {
             fail!(Invalid, "a put needs all cells of its layers and tokens: Wanted::All");
         }
@@ -478,11 +483,11 @@ impl StoreState {
         let chunks = picked.map_or(all, |picked| picked.len() as u32);
         let CellRange { first_layer, layers, by_layer, wanted, views, after, .. } = &cell_range;
         self.check_views((table, kind), views, *first_layer, tokens, chunks)?;
-        let who = self.session(at)?.who;
-        let mut spec = MoveSpec {
+        let context = self.session(at)?.context;
+        let mut spec = TransferSpec {
             table,
             flow: at,
-            who,
+            context,
             lane,
             kind,
             level,

@@ -10,7 +10,7 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::meta::objects::Facts;
 use crate::policy::evict::Victim;
-use crate::policy::evictor::{Evictor, New, Options, Who};
+use crate::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 use crate::policy::handover::by_last_use;
 use crate::policy::metrics::{Counts, Metrics, session_fairness};
 use crate::policy::{Hint, custom};
@@ -34,7 +34,7 @@ pub struct Plan {
     /// Capacity of a shadow, in units.
     pub units: u64,
     /// Objects of the live table, the most recently used first.
-    pub seed: Vec<New>,
+    pub seed: Vec<NewObject>,
 }
 
 /// Result of one shadow.
@@ -66,7 +66,7 @@ pub struct Shadow {
     pub span_ns: (u64, u64),
     /// The results, once it has ended.
     scores: Option<Vec<Score>>,
-    new: Vec<New>,
+    new: Vec<NewObject>,
     victims: Vec<Victim>,
 }
 
@@ -84,7 +84,7 @@ impl Plan {
         }
         let mut room = units;
         for &(_, slot) in order.iter().rev().take(count) {
-            let new = New::of(objects, slot);
+            let new = NewObject::of(objects, slot);
             if new.units > room {
                 break;
             }
@@ -111,11 +111,11 @@ impl Shadow {
         for spec in specs {
             let mut copy = Evictor::open(&spec, &plan.options)?;
             // Inserted and evicted again, so that no timed decision touches fresh memory.
-            let new = |id| New { id, units: 1, ..New::default() };
-            let some: Vec<New> = (0..WARM_UP).map(|n| new(u64::MAX - n)).collect();
-            copy.insert(1, &Who::default(), &some)?;
+            let new = |id| NewObject { id, units: 1, ..NewObject::default() };
+            let some: Vec<NewObject> = (0..WARM_UP).map(|n| new(u64::MAX - n)).collect();
+            copy.insert(1, &RequestContext::default(), &some)?;
             copy.evict(1, WARM_UP, &mut Vec::new())?;
-            copy.insert(1, &Who::default(), &plan.seed)?;
+            copy.insert(1, &RequestContext::default(), &plan.seed)?;
             copy.metrics = Metrics::default();
             copies.push(copy);
         }
@@ -151,14 +151,14 @@ impl Shadow {
     }
 
     /// A lookup of a path: chunks that the live policy has are inserted into shadows that miss them.
-    pub fn look(&mut self, now: i64, live: &Evictor, who: &Who, ids: &[u64]) {
+    pub fn look(&mut self, now: i64, live: &Evictor, request: &RequestContext, ids: &[u64]) {
         let mut here = std::mem::take(&mut self.new);
         here.clear();
         for (at, &id) in ids.iter().enumerate() {
             let Some(slot) = live.objects().find(id) else { continue };
-            let mut new = New::of(live.objects(), slot);
+            let mut new = NewObject::of(live.objects(), slot);
             if !live.objects().has_facts() {
-                let tokens = who.tokens_each;
+                let tokens = request.tokens_each;
                 let context = (at as u32).saturating_mul(tokens);
                 new.facts = Facts { tokens, context, ..Facts::default() };
             }
@@ -166,14 +166,14 @@ impl Shadow {
         }
         for copy in &mut self.copies {
             // Chunks that a shadow rejects stay missing, which counts against it.
-            let _ = copy.lookup(now, who, ids, &mut []);
+            let _ = copy.lookup(now, request, ids, &mut []);
         }
-        self.take_in(now, who, &here);
+        self.take_in(now, request, &here);
         self.new = here;
     }
 
     /// Inserts chunks into the shadows that miss them, then evicts what exceeds the capacity.
-    pub fn take_in(&mut self, now: i64, who: &Who, new: &[New]) {
+    pub fn take_in(&mut self, now: i64, request: &RequestContext, new: &[NewObject]) {
         let mut missing = Vec::new();
         for copy in &mut self.copies {
             missing.clear();
@@ -181,7 +181,7 @@ impl Shadow {
             if missing.is_empty() {
                 continue;
             }
-            let _ = copy.insert(now, who, &missing);
+            let _ = copy.insert(now, request, &missing);
             let over = copy.objects().units().saturating_sub(self.units);
             if over > 0 {
                 self.victims.clear();
@@ -198,9 +198,9 @@ impl Shadow {
     }
 
     /// The engine gave a hint.
-    pub fn hint(&mut self, now: i64, who: &Who, ids: &[u64], hint: &Hint) {
+    pub fn hint(&mut self, now: i64, request: &RequestContext, ids: &[u64], hint: &Hint) {
         for copy in &mut self.copies {
-            let _ = copy.hint(now, who, ids, hint);
+            let _ = copy.hint(now, request, ids, hint);
         }
     }
 
@@ -249,12 +249,17 @@ mod tests {
         let mut victims = Vec::new();
         for at in rounds.start * ASKED..rounds.end * ASKED {
             let id = if at % ASKED < 2 * HOT { 1 + at % HOT } else { 1000 + at };
-            let who = Who { session: Some(id), tokens_each: 16, ..Who::default() };
+            let request =
+                RequestContext { session: Some(id), tokens_each: 16, ..RequestContext::default() };
             let now = (1 + at) * 1_000;
-            cache.look(now, &who, &[id]);
+            cache.look(now, &request, &[id]);
             if cache.evictor.objects().find(id).is_none() {
                 let facts = Facts { tokens: 16, ..Facts::default() };
-                assert!(cache.insert(now, &who, &[New { id, parent: None, units: 1, facts }]));
+                assert!(cache.insert(
+                    now,
+                    &request,
+                    &[NewObject { id, parent: None, units: 1, facts }]
+                ));
             }
             let over = cache.evictor.objects().units().saturating_sub(ROOM);
             if over > 0 {
@@ -305,8 +310,8 @@ mod tests {
         work(&mut cache, 1..2);
         let scores = cache.shadow().expect("begun").scores();
         assert_eq!(scores[1].counts.references, ASKED);
-        let who = Who::default();
-        cache.look(2_000_000_000, &who, &[1, 2, 3]);
+        let request = RequestContext::default();
+        cache.look(2_000_000_000, &request, &[1, 2, 3]);
         let ended = cache.shadow().expect("still there");
         assert!(!ended.is_on());
         assert_eq!((ended.scores(), ended.span_ns), (scores, (0, 1_000_000_000)));

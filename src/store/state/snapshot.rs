@@ -13,7 +13,7 @@ use crate::store::state::eviction::TierCache;
 use crate::store::state::session::Session;
 use crate::store::state::shadow::{Plan, Score, Shadow};
 use crate::store::state::{DEVICE_MASK, DISK_MASK, HOST_MASK};
-use crate::store::state::{Space, StoreState};
+use crate::store::state::{Namespace, StoreState};
 
 /// Most sessions in one list.
 pub const MOST_SESSIONS: usize = 1024;
@@ -34,7 +34,7 @@ pub struct SessionSnapshot {
     /// Counts sessions: the latest has the largest.
     pub serial: u64,
     /// Number of its namespace.
-    pub space: u32,
+    pub namespace: u32,
     /// Its tenant.
     pub tenant: u32,
     /// Its priority class, if it has one.
@@ -124,15 +124,15 @@ impl StoreState {
     }
 
     fn session_seen(&self, number: u32, one: &Session) -> Option<SessionSnapshot> {
-        let Space { table, .. } = *self.namespaces.get(one.space as usize)?;
+        let Namespace { table, .. } = *self.namespaces.get(one.namespace as usize)?;
         let layout = &self.tables.get(table as usize)?.layout;
         let tokens = one.path().tokens().len() as u64;
         Some(SessionSnapshot {
             number,
-            serial: one.who.session.unwrap_or(0),
-            space: one.space,
-            tenant: one.who.tenant,
-            priority: one.who.priority,
+            serial: one.context.session.unwrap_or(0),
+            namespace: one.namespace,
+            tenant: one.context.tenant,
+            priority: one.context.priority,
             tokens,
             chunks: tokens.div_ceil(u64::from(layout.chunk_tokens().max(1))),
             layers: layout.layers() as u64,
@@ -148,7 +148,7 @@ impl StoreState {
         most: usize,
     ) -> Result<TableSnapshot> {
         let newest = || {
-            let serial = |(_, one): &(u32, &Session)| one.who.session;
+            let serial = |(_, one): &(u32, &Session)| one.context.session;
             self.sessions.iter().max_by_key(serial).map(|(number, _)| number)
         };
         let Some(number) = session.or_else(newest) else {
@@ -161,7 +161,7 @@ impl StoreState {
         let layers = snapshot.layers as usize;
         let most = most.min(MOST_CHUNKS).min(MOST_CELLS / layers.max(1));
         let slots = self.slots_seen(one, usize::try_from(first).unwrap_or(usize::MAX), most)?;
-        let Some(rows) = self.table_of(one.space) else { return Err(Status::State.into()) };
+        let Some(rows) = self.table_of(one.namespace) else { return Err(Status::State.into()) };
         let mut sheet = Vec::new();
         sheet.try_reserve_exact(layers).map_err(|_| Status::NoMem)?;
         for layer in 0..layers {
@@ -177,7 +177,7 @@ impl StoreState {
     /// Rows of a session's chunks from one on, those included that others have stored since.
     fn slots_seen(&self, one: &Session, first: usize, most: usize) -> Result<Vec<Slot>> {
         let path = one.path();
-        let Some(rows) = self.table_of(one.space) else { return Err(Status::State.into()) };
+        let Some(rows) = self.table_of(one.namespace) else { return Err(Status::State.into()) };
         let end = first.saturating_add(most).min(path.slots().len());
         let mut slots: Vec<Slot> = Vec::new();
         slots.try_reserve_exact(most).map_err(|_| Status::NoMem)?;

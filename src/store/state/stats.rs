@@ -183,7 +183,7 @@ impl StoreState {
             lossy_error_mean: lossy.mean(),
             lossy_error_relative: lossy.relative(),
             namespaces: self.namespaces.len() as u64,
-            layouts: self.tables.iter().filter(|table| table.spaces > 0).count() as u64,
+            layouts: self.tables.iter().filter(|table| table.namespaces > 0).count() as u64,
             sessions: self.sessions.len() as u64,
             tenants: self.stats.tenants.rows().len() as u64,
             pins: self.eviction.pins.len() as u64,

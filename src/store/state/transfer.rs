@@ -25,7 +25,7 @@ use crate::fail;
 use crate::format::codec::Codec;
 use crate::meta::chunks::{Arrival, Begin, Cell, Location, Residency};
 use crate::meta::index::{NONE, Slot};
-use crate::policy::evictor::Who;
+use crate::policy::evictor::RequestContext;
 use crate::store::job_queues::Queues;
 use crate::store::state::Config;
 use crate::store::state::chunk_table::note;
@@ -79,13 +79,13 @@ const WINDOW: u32 = 1024;
 pub const MAX_MOVE_CHUNKS: usize = 1 << 22;
 
 /// A request for a transfer.
-pub struct MoveSpec {
+pub struct TransferSpec {
     /// Chunk table of its namespace.
     pub table: u32,
     /// Session whose share of the bandwidth it uses.
     pub flow: u32,
     /// Session and tenant that policies are notified with.
-    pub who: Who,
+    pub context: RequestContext,
     /// Urgency; 0 is served first.
     pub lane: usize,
     /// Kind of the transfer.
@@ -127,7 +127,7 @@ pub(super) struct Part {
 
 /// A transfer in flight.
 pub struct Transfer {
-    pub(super) spec: MoveSpec,
+    pub(super) spec: TransferSpec,
     cursor: u64,
     pub(super) under_way: u32,
     /// Its jobs in flight.
@@ -174,7 +174,7 @@ pub struct Finished {
 }
 
 impl Transfer {
-    pub(super) fn new(spec: MoveSpec, now_ns: u64) -> Result<Transfer> {
+    pub(super) fn new(spec: TransferSpec, now_ns: u64) -> Result<Transfer> {
         let chunks = spec.slots.len() as u32;
         let (parts, left) = match spec.by_layer {
             true => (spec.layers, chunks),
@@ -346,7 +346,7 @@ impl Transfers {
 
 impl StoreState {
     /// Begins a transfer and returns its number. Its chunks are referenced until it is over.
-    pub fn submit(&mut self, spec: MoveSpec) -> Result<u32> {
+    pub fn submit(&mut self, spec: TransferSpec) -> Result<u32> {
         self.check_move(&spec, spec.slots.len())?;
         let slots: Vec<Slot> = spec.slots.iter().copied().filter(|&slot| slot != NONE).collect();
         let (table, ticket, after) = (spec.table, spec.ticket, spec.after);
@@ -382,7 +382,7 @@ impl StoreState {
 
     /// Checks a request for so many chunks. Called before rows are reserved, too, since that may
     /// evict others.
-    pub(super) fn check_move(&self, spec: &MoveSpec, chunks: usize) -> Result<()> {
+    pub(super) fn check_move(&self, spec: &TransferSpec, chunks: usize) -> Result<()> {
         let Some(table) = self.tables.get(spec.table as usize) else {
             fail!(NotFound, "there is no chunk table {}", spec.table);
         };
@@ -523,7 +523,7 @@ impl StoreState {
     /// Counts the outcome of a cell.
     pub(super) fn count(&mut self, number: u32, at: u64, bytes: u64, error: Option<Error>) {
         let one = &self.transfers.table[number].spec;
-        self.stats.tenants.count(one.who.tenant, one.kind, bytes, error.as_ref());
+        self.stats.tenants.count(one.context.tenant, one.kind, bytes, error.as_ref());
         self.end_cell(number, at, bytes, error);
     }
 
@@ -1573,10 +1573,10 @@ fn add_read(
     batch: &mut ReadBatch,
 ) {
     let Location::Disk { spot, seal, coded } = place else { return };
-    let (spot, who) = (Spot(spot), rows.identity_of(cell, coded));
+    let (spot, context) = (Spot(spot), rows.identity_of(cell, coded));
     let (id, version) = (0, 0);
     match coded.blocks() {
-        None => batch.gets.cell(spot, who, seal, true),
+        None => batch.gets.cell(spot, context, seal, true),
         Some(blocks) => {
             batch.decodings.push(Decoding {
                 get: batch.gets.len(),
@@ -1585,7 +1585,7 @@ fn add_read(
                 planes: rows.planes(cell),
                 address,
             });
-            batch.gets.coded(spot, who, seal, blocks as u32);
+            batch.gets.coded(spot, context, seal, blocks as u32);
         }
     }
     let mut offset = 0;

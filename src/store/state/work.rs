@@ -11,8 +11,8 @@ use crate::store::state::device_tier::SlabWork;
 use crate::store::state::disk_gc::Checkpoint;
 use crate::store::state::remote::RemoteTier;
 use crate::store::state::remote_fetch::FetchBatch;
-use crate::store::state::remote_lookup::AskBatch;
-use crate::store::state::remote_upload::SendBatch;
+use crate::store::state::remote_lookup::LookupBatch;
+use crate::store::state::remote_upload::UploadBatch;
 use crate::store::state::session::Views;
 use crate::store::state::stage::{Load, Stage};
 use crate::store::state::{At, StoreState};
@@ -216,7 +216,7 @@ pub struct WriteBatch {
 
 /// The record of a namespace.
 pub(super) struct SpaceNote {
-    pub(super) space: u32,
+    pub(super) namespace: u32,
     pub(super) name: Vec<u8>,
     pub(super) content: Vec<u8>,
     /// Position of the record, once it is written.
@@ -262,9 +262,9 @@ pub enum Work {
     /// Remote reads.
     Fetches(FetchBatch),
     /// Remote writes.
-    Sends(SendBatch),
+    Sends(UploadBatch),
     /// Remote lookups.
-    Asks(AskBatch),
+    Asks(LookupBatch),
 }
 
 /// Outcome of a batch. Batches that carry an outcome for each job ignore it.

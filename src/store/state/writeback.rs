@@ -317,8 +317,8 @@ impl StoreState {
     /// Codec of the cells of a chunk: of its namespace's recipe, or else the store's.
     pub(super) fn codec_of(&self, at: At) -> Codec {
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
-        let space = row.and_then(|row| self.namespaces.get(row.namespace() as usize));
-        space.and_then(|space| space.codec).unwrap_or(self.config.codec)
+        let namespace = row.and_then(|row| self.namespaces.get(row.namespace() as usize));
+        namespace.and_then(|namespace| namespace.codec).unwrap_or(self.config.codec)
     }
 
     /// Whether a batch with cells of a chunk is in flight.
@@ -443,8 +443,8 @@ impl StoreState {
     fn needs_ancestors(&self, at: At) -> bool {
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
         row.is_some_and(|row| {
-            let space = self.namespaces.get(row.namespace() as usize);
-            row.owner().is_none() && space.is_some_and(|space| !space.holes)
+            let namespace = self.namespaces.get(row.namespace() as usize);
+            row.owner().is_none() && namespace.is_some_and(|namespace| !namespace.holes)
         })
     }
 

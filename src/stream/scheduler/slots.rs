@@ -4,7 +4,7 @@
 use crate::base::status::{Result, Status};
 use crate::device::Event;
 use crate::policy::evict::Victim;
-use crate::policy::evictor::{Evictor, New, Options, Who};
+use crate::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 use crate::stream::scheduler::Scheduler;
 use crate::stream::units::NONE;
 
@@ -133,8 +133,8 @@ impl SlotPool {
         };
         evictor.insert(
             now,
-            &Who::default(),
-            &[New { id: unit.into(), units: 1, ..New::default() }],
+            &RequestContext::default(),
+            &[NewObject { id: unit.into(), units: 1, ..NewObject::default() }],
         )?;
         let place = &mut self.slots[slot as usize];
         place.unit = unit;
@@ -170,7 +170,7 @@ impl SlotPool {
         let unit = self.slots[slot as usize].unit;
         if let Some(evictor) = &mut self.evictor {
             let now = i64::try_from(now_ns).unwrap_or(i64::MAX / 4).max(evictor.now_ns());
-            evictor.touch(now, &Who::default(), &[unit.into()])?;
+            evictor.touch(now, &RequestContext::default(), &[unit.into()])?;
         }
         Ok(())
     }

@@ -302,14 +302,14 @@ unsafe fn measure(puts: &mut Puts, record: usize) -> Result<(u32, u32)> {
             // SAFETY: the caller's guarantee: the plane's memory is valid.
             plane.sum = Some(unsafe { sum_of(plane.address, plane.bytes) });
         }
-        let who = Identity {
+        let identity = Identity {
             key: put.chunk.key,
             fingerprint: put.chunk.fingerprint,
             layer: cell.layer,
             valid_tokens: put.chunk.valid_tokens,
             codec: cell.codec,
         };
-        cell.seal = seal(&who, planes.iter().map(described));
+        cell.seal = seal(&identity, planes.iter().map(described));
     }
     Ok((header, all as u32))
 }

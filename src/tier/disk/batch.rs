@@ -209,7 +209,7 @@ pub struct Get {
     /// Its place.
     pub spot: Spot,
     /// Expected identity.
-    pub who: Identity,
+    pub identity: Identity,
     /// Expected seal.
     pub seal: u64,
     /// The memory after the last plane may be overwritten up to a whole block: then a cell of any
@@ -244,17 +244,17 @@ impl Gets {
     }
 
     /// Adds a cell; its planes follow.
-    pub fn cell(&mut self, spot: Spot, who: Identity, seal: u64, padded: bool) {
+    pub fn cell(&mut self, spot: Spot, identity: Identity, seal: u64, padded: bool) {
         let planes = self.planes.len()..self.planes.len();
         let result = Err(Error::from(Status::Again));
         let (blocks, address) = (0, std::ptr::null_mut());
-        self.gets.push(Get { spot, who, seal, padded, blocks, address, planes, result });
+        self.gets.push(Get { spot, identity, seal, padded, blocks, address, planes, result });
     }
 
     /// Adds an encoded cell; its planes follow, with kinds only. Reading the blocks finds the
     /// planes in them. The cell needs [`Gets::set_address`] before.
-    pub fn coded(&mut self, spot: Spot, who: Identity, seal: u64, blocks: u32) {
-        self.cell(spot, who, seal, true);
+    pub fn coded(&mut self, spot: Spot, identity: Identity, seal: u64, blocks: u32) {
+        self.cell(spot, identity, seal, true);
         if let Some(get) = self.gets.last_mut() {
             get.blocks = blocks;
         }

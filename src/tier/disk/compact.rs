@@ -86,12 +86,12 @@ impl Content {
         for cell in record.cells() {
             let first = self.planes.len();
             self.planes.extend(cell.planes());
-            let who = identity(&head.chunk, cell.layer, cell.codec);
+            let identity = identity_of(&head.chunk, cell.layer, cell.codec);
             let at = CellAt {
                 chunk: head.chunk,
                 layer: cell.layer,
                 spot: Spot::new(head.segment, head.at + cell.block, cell.block),
-                seal: seal(&who, cell.planes()),
+                seal: seal(&identity, cell.planes()),
                 stored_bytes: cell.stored_bytes,
             };
             let planes = first..self.planes.len();
@@ -101,7 +101,7 @@ impl Content {
     }
 }
 
-fn identity(chunk: &Chunk, layer: u32, codec: u16) -> Identity {
+fn identity_of(chunk: &Chunk, layer: u32, codec: u16) -> Identity {
     let Chunk { key, fingerprint, valid_tokens, .. } = *chunk;
     Identity { key, fingerprint, layer, valid_tokens, codec }
 }
@@ -212,8 +212,8 @@ impl DiskTier {
         let mut gets = Gets::default();
         let address = |at: u64, bytes: u64| buffer.range(at, bytes);
         for (old, at) in batch {
-            let who = identity(&old.cell.chunk, old.cell.layer, old.codec);
-            gets.cell(old.cell.spot, who, old.cell.seal, true);
+            let identity = identity_of(&old.cell.chunk, old.cell.layer, old.codec);
+            gets.cell(old.cell.spot, identity, old.cell.seal, true);
             let mut at = *at;
             for plane in content.planes.get(old.planes.clone()).unwrap_or(&[]) {
                 let Plane { kind, id, version, bytes, .. } = *plane;

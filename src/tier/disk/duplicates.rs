@@ -86,7 +86,7 @@ impl DiskTier {
 
     /// Verifies a cell.
     fn is_right(&self, chunk: &Chunk, place: &CellEntry) -> Result<()> {
-        let who = Identity {
+        let identity = Identity {
             key: chunk.key,
             fingerprint: chunk.fingerprint,
             layer: place.layer,
@@ -94,11 +94,11 @@ impl DiskTier {
             codec: place.codec,
         };
         let spot = Spot(place.spot);
-        let planes = self.planes(spot, &who, place.seal)?;
+        let planes = self.planes(spot, &identity, place.seal)?;
         let bytes = blocks_of(place.stored_bytes.into()) * BLOCK_BYTES as u64;
         let buffer = self.staging.scratch(bytes, bytes)?;
         let mut gets = Gets::default();
-        gets.cell(spot, who, place.seal, true);
+        gets.cell(spot, identity, place.seal, true);
         let mut at = 0;
         for Plane { kind, id, version, bytes, .. } in planes {
             let Some(address) = buffer.range(at, bytes) else {

@@ -138,8 +138,8 @@ impl DiskTier {
     }
 
     /// The planes of a cell, from the header of its record; their combined seal must be `seal`.
-    pub fn planes(&self, spot: Spot, who: &Identity, seal: u64) -> Result<Vec<Plane>> {
-        self.with_header(spot, who, seal, |cell| Ok(cell.planes().collect()))
+    pub fn planes(&self, spot: Spot, identity: &Identity, seal: u64) -> Result<Vec<Plane>> {
+        self.with_header(spot, identity, seal, |cell| Ok(cell.planes().collect()))
     }
 
     /// Reads one plane of a cell, selected by `plane.kind` and `plane.id`.
@@ -149,11 +149,11 @@ impl DiskTier {
     pub unsafe fn read_plane(
         &self,
         spot: Spot,
-        who: &Identity,
+        identity: &Identity,
         seal: u64,
         plane: &GetPlane,
     ) -> Result<()> {
-        let (start, found, stored) = self.with_header(spot, who, seal, |cell| {
+        let (start, found, stored) = self.with_header(spot, identity, seal, |cell| {
             let mut start = 0;
             for found in cell.planes() {
                 if (found.kind, found.id) == (plane.kind, plane.id) {
@@ -198,7 +198,7 @@ impl DiskTier {
     fn with_header<T>(
         &self,
         spot: Spot,
-        who: &Identity,
+        identity: &Identity,
         expected: u64,
         then: impl FnOnce(&Cell<'_>) -> Result<T>,
     ) -> Result<T> {
@@ -221,13 +221,14 @@ impl DiskTier {
             let record = record::decode(header).filter(|record| {
                 let head = &record.head;
                 (head.store, head.segment, head.at) == (self.store, spot.segment(), at)
-                    && (head.chunk.key, head.chunk.fingerprint) == (who.key, who.fingerprint)
-                    && head.chunk.valid_tokens == who.valid_tokens
+                    && (head.chunk.key, head.chunk.fingerprint)
+                        == (identity.key, identity.fingerprint)
+                    && head.chunk.valid_tokens == identity.valid_tokens
             });
             let cell = record.and_then(|record| record.cells().find(|cell| cell.block == back));
             let is_it = |cell: &Cell<'_>| {
-                (cell.layer, cell.codec) == (who.layer, who.codec)
-                    && seal(who, cell.planes()) == expected
+                (cell.layer, cell.codec) == (identity.layer, identity.codec)
+                    && seal(identity, cell.planes()) == expected
             };
             let Some(cell) = cell.filter(is_it) else {
                 self.state.lock().stats.corrupt += 1;
@@ -305,5 +306,5 @@ unsafe fn sealed(get: &Get, planes: &[GetPlane]) -> u64 {
         // SAFETY: the caller's guarantee: the planes' memory is valid.
         sum: unsafe { sum_of(plane.address, plane.bytes) },
     });
-    seal(&get.who, summed)
+    seal(&get.identity, summed)
 }

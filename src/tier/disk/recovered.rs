@@ -152,7 +152,7 @@ impl Finder {
         let first = self.all.places.len();
         self.all.places.try_reserve(head.items as usize).map_err(no_memory)?;
         for cell in record.cells() {
-            let who = Identity {
+            let identity = Identity {
                 key: head.chunk.key,
                 fingerprint: head.chunk.fingerprint,
                 layer: cell.layer,
@@ -163,7 +163,7 @@ impl Finder {
             self.all.places.push(CellEntry {
                 spot: Spot::new(head.segment, head.at + cell.block, cell.block).0,
                 planes: planes.len() as u16,
-                seal: seal(&who, planes),
+                seal: seal(&identity, planes),
                 // A record is shorter than 2^28 bytes.
                 stored_bytes: cell.stored_bytes as u32,
                 layer: cell.layer,

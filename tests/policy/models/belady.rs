@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use kvtier::policy::Hint;
-use kvtier::policy::evictor::{Evictor, New, Options};
+use kvtier::policy::evictor::{Evictor, NewObject, Options};
 use proptest::prelude::*;
 
 use crate::models::WHO;
@@ -38,7 +38,7 @@ fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
     for (now, step) in (1i64..).zip(steps) {
         match step {
             Step::Insert(id, at) if !known.contains_key(&id) => {
-                let mut new = New { id, units: 1, ..New::default() };
+                let mut new = NewObject { id, units: 1, ..NewObject::default() };
                 (new.facts.next_use_ns, new.facts.context) = (at, id as u32);
                 evictor.insert(now, &WHO, &[new]).expect("room");
                 known.insert(id, (at, id as u32, 0));

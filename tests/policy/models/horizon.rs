@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use kvtier::base::random::Random;
 use kvtier::meta::objects::Facts;
 use kvtier::policy::Hint;
-use kvtier::policy::evictor::{Evictor, New, Options, Who};
+use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 
 /// A cohort's score is that of its oldest, up to a fiftieth of its age ago, and
 /// spans a twentieth of it: where a score is steep in age that shows. Weights
@@ -38,17 +38,17 @@ fn run(spec: &str, holes: bool, seed: u64) {
     let mut e = Evictor::open(spec, &options).expect("a known policy");
     let (mut random, mut now, mut judged) = (Random::new(seed), 1_000_000_000i64, 0u32);
     let (mut beyond, mut parents) = ([0.0; 2], BTreeMap::new());
-    let who = Who { tokens_each: 512, ..Who::default() };
+    let request = RequestContext { tokens_each: 512, ..RequestContext::default() };
     for step in 0..12_000u64 {
         now += 1_000_000 << random.below(10);
         // Low ids return soon, high ones hardly ever.
         let id = random.below(if step % 3 == 0 { 4000 } else { 200 });
-        let there = e.lookup(now, &who, &[id], &mut []).expect("a time") == 1;
+        let there = e.lookup(now, &request, &[id], &mut []).expect("a time") == 1;
         if there {
             if random.below(9) == 0 {
                 let next = now + (random.below(1000) * 100_000_000) as i64;
                 let hint = Hint { next_use: Some((next, 1.0)), ..Hint::default() };
-                e.hint(now, &who, &[id], &hint).expect("a time");
+                e.hint(now, &request, &[id], &hint).expect("a time");
             }
             if random.below(20) == 0 {
                 e.pin(&[id], random.below(2) == 0).expect("there");
@@ -68,7 +68,7 @@ fn run(spec: &str, holes: bool, seed: u64) {
         let context = random.below(300) as u32 * 512;
         let facts = Facts { context, tokens: 512, ..Facts::default() };
         let parent = Some(random.below(4000)).filter(|p| *p != id);
-        e.insert(now, &who, &[New { id, parent, units: 1, facts }]).expect("room");
+        e.insert(now, &request, &[NewObject { id, parent, units: 1, facts }]).expect("room");
         parents.insert(id, parent);
         e.check().expect("sound");
     }
@@ -98,15 +98,15 @@ fn horizon_learns_which_objects_return() {
             let now = second * 1_000_000_000;
             let regular = (second % 100) as u64;
             for id in (0..10).map(|n| 10_000 + 10 * second as u64 + n).chain([regular]) {
-                if e.lookup(now, &Who::default(), &[id], &mut []).expect("a time") == 1 {
+                if e.lookup(now, &RequestContext::default(), &[id], &mut []).expect("a time") == 1 {
                     found += 1;
                     continue;
                 }
                 out.clear();
                 let over = (e.objects().units() + 1).saturating_sub(300);
                 e.evict(now, over, &mut out).expect("a time");
-                let new = New { id, units: 1, ..New::default() };
-                e.insert(now, &Who::default(), &[new]).expect("room");
+                let new = NewObject { id, units: 1, ..NewObject::default() };
+                e.insert(now, &RequestContext::default(), &[new]).expect("room");
             }
         }
         hits.push(found);

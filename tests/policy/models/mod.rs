@@ -28,7 +28,7 @@ mod wtinylfu;
 use std::collections::BTreeMap;
 
 use kvtier::base::status::Status;
-use kvtier::policy::evictor::{Evictor, New, Options, Who};
+use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 use proptest::prelude::*;
 
 /// A policy by its definition. `now` is what the policy sees: strictly
@@ -102,8 +102,14 @@ struct World<'a> {
     leaf_first: bool,
 }
 
-const WHO: Who =
-    Who { session: None, tenant: 0, priority: None, length: 0, max_length: 0, tokens_each: 0 };
+const WHO: RequestContext = RequestContext {
+    session: None,
+    tenant: 0,
+    priority: None,
+    length: 0,
+    max_length: 0,
+    tokens_each: 0,
+};
 
 impl World<'_> {
     fn blocked(&self, id: u64) -> bool {
@@ -131,7 +137,7 @@ impl World<'_> {
 
     fn insert(&mut self, id: u64, parent: u64, units: u64) {
         let parent = Some(parent).filter(|p| self.facts.contains_key(p) && *p != id);
-        let new = New { id, parent, units, ..New::default() };
+        let new = NewObject { id, parent, units, ..NewObject::default() };
         let done = self.evictor.insert(self.now, &WHO, &[new]);
         if self.facts.contains_key(&id) {
             assert_eq!(done.expect_err("a duplicate").status(), Status::Invalid);

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kvtier::meta::objects::Facts;
 use kvtier::policy::Hint;
-use kvtier::policy::evictor::{Evictor, New, Options, Who};
+use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 use proptest::prelude::*;
 
 /// What the table knows of a session.
@@ -22,11 +22,11 @@ pub struct User {
 
 impl User {
     /// What any call says of a session.
-    fn note(&mut self, who: &Who) {
-        self.tenant = who.tenant;
-        self.priority = who.priority.unwrap_or(self.priority);
-        self.length = self.length.max(who.length);
-        self.max_length = self.max_length.max(who.max_length);
+    fn note(&mut self, request: &RequestContext) {
+        self.tenant = request.tenant;
+        self.priority = request.priority.unwrap_or(self.priority);
+        self.length = self.length.max(request.length);
+        self.max_length = self.max_length.max(request.max_length);
     }
 }
 
@@ -179,15 +179,15 @@ fn call() -> impl Strategy<Value = Call> {
 }
 
 /// Tenant and class of a session: three tenants, three classes, one too high.
-fn who(session: Option<u64>, length: u32) -> Who {
-    let Some(id) = session else { return Who::default() };
-    Who {
+fn request(session: Option<u64>, length: u32) -> RequestContext {
+    let Some(id) = session else { return RequestContext::default() };
+    RequestContext {
         session,
         tenant: (id % 3) as u32,
         priority: (id < 8).then_some((id % 4) as u8),
         length,
         max_length: 4000,
-        ..Who::default()
+        ..RequestContext::default()
     }
 }
 
@@ -198,21 +198,21 @@ struct World<'a> {
 }
 
 impl World<'_> {
-    fn see(&mut self, who: &Who) {
-        let Some(id) = who.session else { return };
+    fn see(&mut self, request: &RequestContext) {
+        let Some(id) = request.session else { return };
         let fresh = User { priority: 1, ..User::default() };
         let user = self.state.users.entry(id).or_insert(fresh);
-        user.note(who);
+        user.note(request);
         user.turns += 1;
         user.active_ns = self.state.now;
     }
 
     fn lookup(&mut self, id: u64, session: Option<u64>, length: u32) {
-        let who = who(session, length);
+        let request = request(session, length);
         let now = self.state.now;
-        let found = self.evictor.lookup(now, &who, &[id], &mut []).expect("a time") == 1;
+        let found = self.evictor.lookup(now, &request, &[id], &mut []).expect("a time") == 1;
         assert_eq!(found, self.state.objects.contains_key(&id));
-        self.see(&who);
+        self.see(&request);
         if found {
             let object = self.state.objects.get_mut(&id).expect("found");
             let before = *object;
@@ -226,12 +226,12 @@ impl World<'_> {
         if self.state.objects.contains_key(&id) {
             return;
         }
-        let (now, who) = (self.state.now, who(session, 500));
-        let new = New { id, parent: None, units, facts };
-        self.evictor.insert(now, &who, &[new]).expect("room");
+        let (now, request) = (self.state.now, request(session, 500));
+        let new = NewObject { id, parent: None, units, facts };
+        self.evictor.insert(now, &request, &[new]).expect("room");
         match session.and_then(|id| self.state.users.get_mut(&id)) {
-            Some(user) => user.note(&who),
-            None => self.see(&who),
+            Some(user) => user.note(&request),
+            None => self.see(&request),
         }
         let object = Object { units, facts, session, used: now, refs: 0 };
         self.state.objects.insert(id, object);
@@ -263,9 +263,9 @@ impl World<'_> {
 
     fn hint(&mut self, id: u64, hint: &Hint) {
         let Some(object) = self.state.objects.get_mut(&id) else { return };
-        let who = who(object.session, 0);
-        self.evictor.hint(self.state.now, &who, &[id], hint).expect("a time");
-        if let (Some(user), Some(next)) = (who.session, hint.next_use) {
+        let request = request(object.session, 0);
+        self.evictor.hint(self.state.now, &request, &[id], hint).expect("a time");
+        if let (Some(user), Some(next)) = (request.session, hint.next_use) {
             self.state.users.entry(user).and_modify(|user| user.next_use = Some(next));
         }
         self.model.hinted(&self.state, id, hint);

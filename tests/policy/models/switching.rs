@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use kvtier::policy::evictor::{Evictor, New, Options};
+use kvtier::policy::evictor::{Evictor, NewObject, Options};
 use proptest::prelude::*;
 
 use super::{Model, WHO, World, call};
@@ -116,7 +116,9 @@ fn capacities_from_zero_to_huge() {
                 if evictor.objects().len() == 64 {
                     evictor.evict_most(now, u64::MAX, 1, &mut out).expect("a time");
                 }
-                evictor.insert(now, &WHO, &[New { id, units, ..New::default() }]).expect("room");
+                evictor
+                    .insert(now, &WHO, &[NewObject { id, units, ..NewObject::default() }])
+                    .expect("room");
             }
             evictor.check().expect("sound");
         }

@@ -37,7 +37,7 @@ struct Done {
 
 struct Worker {
     store: TestStore,
-    space: u32,
+    namespace: u32,
     done: Done,
     /// Where chance is.
     step: u32,
@@ -104,8 +104,8 @@ fn say(words: &str) {
 impl Worker {
     fn open(spec: &str, number: u32) -> Worker {
         let store = TestStore::open(&StoreSpec::parse(spec).expect("a sound spec"));
-        let space = store.namespace(3, &MODEL);
-        Worker { store, space, done: Done::default(), step: number * 7 }
+        let namespace = store.namespace(3, &MODEL);
+        Worker { store, namespace, done: Done::default(), step: number * 7 }
     }
 
     fn obey(&mut self, word: &str, rest: &str, documents: u32, (number, of): (u32, u32)) {
@@ -146,7 +146,7 @@ impl Worker {
     /// One document: put, or found and got. How that went, and how many tokens came.
     fn turn(&mut self, number: u32, is_put: bool) -> (Status, usize) {
         let tokens = tokens_of(number);
-        let session = self.store.session(self.space, &tokens);
+        let session = self.store.session(self.namespace, &tokens);
         let went = match is_put {
             true => self.put_in(session, &tokens),
             false => self.get_from(session, &tokens),

@@ -143,14 +143,14 @@ fn cell_lost_during_promotion_is_not_resident_on_the_device() {
     let batch = take(&store).expect("a get");
     store.with(|state| {
         assert_eq!(state.demote_range(session, 0, TOKENS as u64).expect("open").freed, 4);
-        let (space, slots) = {
+        let (namespace, slots) = {
             let session = state.session(session).expect("open");
-            (session.space(), session.path().slots().to_vec())
+            (session.namespace(), session.path().slots().to_vec())
         };
         for (slot, layer) in
             slots.iter().flat_map(|&slot| (0..MODEL.layers).map(move |l| (slot, l)))
         {
-            let table = state.table_of(space).expect("open");
+            let table = state.table_of(namespace).expect("open");
             let cell = Cell { chunk: slot, layer };
             let place = table.chunks.place(cell, Tier::Disk).expect("there is a chunk");
             let Some(Location::Disk { spot, seal, coded }) = place else {

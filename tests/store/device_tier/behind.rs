@@ -189,8 +189,8 @@ fn invalid_ready_events_are_rejected() {
     store.close();
     // A store that was opened without a device knows none of its events.
     let store = TestStore::open(&spec_of("store(host=8MiB)"));
-    let space = store.namespace(1, &MODEL);
-    let session = store.session(space, &tokens);
+    let namespace = store.namespace(1, &MODEL);
+    let session = store.session(namespace, &tokens);
     assert_eq!(refused(&store, session, TransferKind::Get, Event(1)), Status::Unavailable);
     store.close_session(session);
     store.close();

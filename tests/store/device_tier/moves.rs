@@ -92,10 +92,10 @@ fn plans_and_lookups_report_device_residency() {
             core.observe_prefill(store.namespace, 0, 1000, 1_000_000_000_000)?;
             core.plan(session, &terms).cloned()
         });
-        let legs = plan.expect("a plan").legs;
-        assert_eq!(legs.len(), 1);
-        assert_eq!((legs[0].kind, legs[0].bytes), (plan::StepKind::Load, from));
-        assert!(legs[0].ns > 0.0);
+        let steps = plan.expect("a plan").steps;
+        assert_eq!(steps.len(), 1);
+        assert_eq!((steps[0].kind, steps[0].bytes), (plan::StepKind::Load, from));
+        assert!(steps[0].ns > 0.0);
         let look = store.handle.lookup(store.namespace, &tokens).expect("a look");
         let tier = if memory == Memory::Device { Tier::Device } else { Tier::Host };
         assert_eq!(look.bytes[tier as usize], bytes);
@@ -260,7 +260,7 @@ fn cells_of_another_size_get_a_slab() {
     let store = DeviceStore::open(&spec_of("store(host=64MiB, device=device(capacity=1MiB))"));
     (0..12).for_each(|number| store.put_document(number, Memory::Device));
     let other = Model { layers: 2, heads: 8, run: 64, chunk: 16 };
-    let space = store.namespace(2, &other);
+    let namespace = store.namespace(2, &other);
     let clock = Clock::real();
     let late_ns = clock.now_ns() + LONG_NS;
     let mut number = 0;
@@ -269,7 +269,7 @@ fn cells_of_another_size_get_a_slab() {
         assert!(clock.now_ns() < late_ns, "it never gets room");
         number += 1;
         let tokens = document(1000 + number, TOKENS);
-        let session = store.session(space, &tokens);
+        let session = store.session(namespace, &tokens);
         let mut engine = Engine::computed(other, Shape::Tokens, &marks_of(0, &tokens));
         for kind in [TransferKind::Put, TransferKind::Get] {
             let what = in_memory(engine.whole(), Memory::Device);

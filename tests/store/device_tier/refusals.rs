@@ -126,9 +126,9 @@ fn bad_pointer_fails_only_its_transfer() {
 fn bad_pointer_behind_an_event_fails_only_its_transfer() {
     let device = picky(quick());
     let store = TestStore::on_device(&spec_of("store(host=8MiB, copiers=1)"), device.clone());
-    let space = store.namespace(1, &MODEL);
+    let namespace = store.namespace(1, &MODEL);
     let tokens = document(1, TOKENS);
-    let sessions = [store.session(space, &tokens), store.session(space, &tokens)];
+    let sessions = [store.session(namespace, &tokens), store.session(namespace, &tokens)];
     let mut engines = [(); 2].map(|()| Engine::new(MODEL, Shape::Tokens, TOKENS));
     engines[0].compute(&marks_of(0, &tokens));
     assert_eq!(store.put(sessions[0], Level::Ram, &engines[0]), RIGHT);
@@ -173,8 +173,8 @@ fn closed_store_releases_its_device() {
         &spec_of("store(host=8MiB, device=device(capacity=1MiB))"),
         device.clone(),
     );
-    let space = store.namespace(1, &MODEL);
-    let session = store.session(space, &document(1, TOKENS));
+    let namespace = store.namespace(1, &MODEL);
+    let session = store.session(namespace, &document(1, TOKENS));
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
     let what = in_memory(engine.whole(), Memory::Device);
     let ops = store.submit(session, TransferKind::Put, Level::Ram, what).expect("submitted");
@@ -195,9 +195,9 @@ fn failed_audit_drops_nothing() {
         &spec_of("store(host=8MiB, device=device(capacity=1MiB))"),
         device.clone(),
     );
-    let space = store.namespace(1, &MODEL);
+    let namespace = store.namespace(1, &MODEL);
     for number in 0..5 {
-        let session = store.session(space, &document(number, TOKENS));
+        let session = store.session(namespace, &document(number, TOKENS));
         let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
         let what = in_memory(engine.whole(), Memory::Device);
         let done = store.transfer(session, TransferKind::Put, Level::Ram, what);
@@ -223,8 +223,8 @@ fn audit_survives_a_worker_panic() {
         &spec_of("store(host=8MiB, copiers=1, device=device(capacity=1MiB))"),
         device.clone(),
     );
-    let space = store.namespace(1, &MODEL);
-    let session = store.session(space, &document(1, TOKENS));
+    let namespace = store.namespace(1, &MODEL);
+    let session = store.session(namespace, &document(1, TOKENS));
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
     let put = |engine: &Engine| {
         let what = in_memory(engine.whole(), Memory::Device);
@@ -236,7 +236,7 @@ fn audit_survives_a_worker_panic() {
         let audit = scope.spawn(|| store.handle.audit_device());
         device.wait_while(Next::IsHeldUp);
         device.set_next(Next::Panics);
-        let other = store.session(space, &document(3, TOKENS));
+        let other = store.session(namespace, &document(3, TOKENS));
         let what = in_memory(engine.whole(), Memory::Device);
         let done = store.transfer(other, TransferKind::Put, Level::Ram, what);
         assert_eq!(done.status, Status::Panic);

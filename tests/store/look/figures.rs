@@ -310,7 +310,7 @@ fn report_totals_are_consistent() {
 #[test]
 fn transfers_are_counted_per_tenant() {
     let mut world = World::new(12, 4 << 20, 0);
-    let bytes = 24 * world.spaces[0].layout.chunk_bytes(4);
+    let bytes = 24 * world.namespaces[0].layout.chunk_bytes(4);
     for tenant in [7, 3] {
         let at = world.open(0, tenant);
         world.grow(at, tenant, 96);

@@ -6,7 +6,7 @@ use kvtier::format::keys::chain::Chain;
 use kvtier::meta::chunks::TIERS;
 use kvtier::meta::reuse::State;
 use kvtier::store::plan::Route;
-use kvtier::store::state::plans::Look;
+use kvtier::store::state::plans::LookupResult;
 
 use crate::look::naive::{Chosen, Rows};
 use crate::look::world::World;
@@ -33,7 +33,7 @@ fn load_ns(routes: &[Route], chunks: &[Chosen], queued: bool) -> u64 {
 }
 
 /// Whether a lookup says what the rows say.
-pub fn compare(look: &Look, rows: &Rows, holes: bool, routes: &[Route]) {
+pub fn compare(look: &LookupResult, rows: &Rows, holes: bool, routes: &[Route]) {
     let (now, soon) = (rows.reach(false), rows.reach(true));
     assert_eq!(look.tokens, rows.tokens.iter().sum::<u64>());
     assert_eq!((look.now_tokens, look.reusable_soon_tokens), (rows.start(now), rows.start(soon)));
@@ -74,31 +74,34 @@ fn look_around(world: &mut World) -> [u64; 4] {
     let tokens = world.prompt();
     let mut core = world.core.0.lock();
     let before = core.report();
-    for space in &world.spaces {
-        let rows = Rows::of(&core, space, &tokens, None);
-        let routes = core.routes(space.number, 0).unwrap();
-        let look = core.lookup(space.number, &tokens).unwrap();
-        compare(look, &rows, space.holes, &routes);
+    for namespace in &world.namespaces {
+        let rows = Rows::of(&core, namespace, &tokens, None);
+        let routes = core.routes(namespace.number, 0).unwrap();
+        let look = core.lookup(namespace.number, &tokens).unwrap();
+        compare(look, &rows, namespace.holes, &routes);
         look.ranges.iter().for_each(|range| seen[range.state as usize] += 1);
         let by_tokens = look.clone();
         let mut keys = Vec::new();
-        let each = space.layout.chunk_tokens();
-        Chain::new(space.key, each).unwrap().extend(&tokens, &[], &mut keys).unwrap();
-        let by_keys = core.lookup_keys(space.number, &keys, tokens.len() as u64).unwrap();
+        let each = namespace.layout.chunk_tokens();
+        Chain::new(namespace.key, each).unwrap().extend(&tokens, &[], &mut keys).unwrap();
+        let by_keys = core.lookup_keys(namespace.number, &keys, tokens.len() as u64).unwrap();
         assert_eq!(*by_keys, by_tokens);
         // Under another namespace nothing is there, though it has the same layout.
-        let other = world.spaces.iter().find(|s| s.layout == space.layout && s.key != space.key);
+        let other = world
+            .namespaces
+            .iter()
+            .find(|s| s.layout == namespace.layout && s.key != namespace.key);
         let number = other.unwrap().number;
         let nothing = core.lookup_keys(number, &keys, tokens.len() as u64).unwrap();
         assert_eq!((nothing.reusable_soon_tokens, nothing.bytes), (0, [0; TIERS]));
         assert!(nothing.ranges.iter().all(|range| range.state == State::Miss));
     }
     for session in &world.sessions {
-        let space = &world.spaces[session.space];
+        let namespace = &world.namespaces[session.namespace];
         let tail = core.session(session.number).unwrap().path().tail();
-        let rows = Rows::of(&core, space, &session.tokens, tail);
-        let routes = core.routes(space.number, 0).unwrap();
-        compare(core.look_session(session.number).unwrap(), &rows, space.holes, &routes);
+        let rows = Rows::of(&core, namespace, &session.tokens, tail);
+        let routes = core.routes(namespace.number, 0).unwrap();
+        compare(core.lookup_session(session.number).unwrap(), &rows, namespace.holes, &routes);
     }
     assert_eq!(core.report(), before, "a lookup is no use");
     seen
@@ -137,19 +140,24 @@ fn stored_prefixes_are_found() {
             world.rest(0);
             let tokens = world.prompt();
             let mut core = world.core.0.lock();
-            for (at, space) in world.spaces.iter().enumerate() {
-                let mut rows = Rows::of(&core, space, &tokens, None);
-                let each = space.layout.chunk_tokens() as usize;
+            for (at, namespace) in world.namespaces.iter().enumerate() {
+                let mut rows = Rows::of(&core, namespace, &tokens, None);
+                let each = namespace.layout.chunk_tokens() as usize;
                 let full = tokens.len() / each;
                 for chunk in 0..full {
                     let prefix = tokens[..(chunk + 1) * each].to_vec();
-                    for layer in 0..space.layout.layers() {
+                    for layer in 0..namespace.layout.layers() {
                         let there = world.stored.contains(&(at, prefix.clone(), layer));
                         rows.cells[chunk][layer] = (there.then_some(HOST), false);
                     }
                 }
-                let routes = core.routes(space.number, 0).unwrap();
-                compare(core.lookup(space.number, &tokens).unwrap(), &rows, space.holes, &routes);
+                let routes = core.routes(namespace.number, 0).unwrap();
+                compare(
+                    core.lookup(namespace.number, &tokens).unwrap(),
+                    &rows,
+                    namespace.holes,
+                    &routes,
+                );
             }
         }
         assert!(world.stored.len() > 200, "too little was stored");
@@ -162,9 +170,9 @@ fn invalid_lookups_are_rejected() {
     let mut core = world.core.0.lock();
     let none = core.lookup(99, &[1, 2, 3]).unwrap_err();
     assert_eq!(none.status(), Status::NotFound);
-    assert_eq!(core.look_session(0).unwrap_err().status(), Status::NotFound);
-    let number = world.spaces[0].number;
-    let keys = [world.spaces[0].key];
+    assert_eq!(core.lookup_session(0).unwrap_err().status(), Status::NotFound);
+    let number = world.namespaces[0].number;
+    let keys = [world.namespaces[0].key];
     assert_eq!(core.lookup_keys(number, &keys, 8).unwrap_err().status(), Status::Invalid);
     assert_eq!(core.lookup_keys(number, &[], 1 << 40).unwrap_err().status(), Status::Invalid);
     let look = core.lookup(number, &[]).unwrap();

@@ -13,7 +13,7 @@ use kvtier::store::state::plans::PlanTerms;
 use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{
-    CellRange, Config, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
+    CellRange, Config, Level, NamespaceOpts, SessionOpts, StoreState, TransferKind, Wanted,
 };
 
 fn best_ns(mut body: impl FnMut()) -> f64 {
@@ -55,9 +55,9 @@ fn measure_a_lookup_of_128k_tokens() {
     let mut core = StoreState::new(config, None, None).unwrap();
     let layout = Layout::new(256, vec![Group::gqa(0..32, 1, 2, Dtype::Bf16).unwrap()]).unwrap();
     let key = Key([1; 32]);
-    let space = core.open_space(&SpaceOpts { key, layout, holes: false }).unwrap();
+    let namespace = core.open_namespace(&NamespaceOpts { key, layout, holes: false }).unwrap();
     let tokens: Vec<u32> = (0..TOKENS).map(|i| i.wrapping_mul(2_654_435_761) >> 15).collect();
-    let session = core.open_session(space, &SessionOpts::default()).unwrap();
+    let session = core.open_session(namespace, &SessionOpts::default()).unwrap();
     core.append(session, &tokens).unwrap();
     let mut keys = Vec::new();
     let hash = best_ns(|| {
@@ -70,16 +70,16 @@ fn measure_a_lookup_of_128k_tokens() {
             store(&mut core, session, TOKENS, layers);
         }
         let whole = best_ns(|| {
-            black_box(core.lookup(space, &tokens).unwrap().tokens);
+            black_box(core.lookup(namespace, &tokens).unwrap().tokens);
         });
         let by_keys = best_ns(|| {
-            black_box(core.lookup_keys(space, &keys, TOKENS.into()).unwrap().tokens);
+            black_box(core.lookup_keys(namespace, &keys, TOKENS.into()).unwrap().tokens);
         });
         let terms = PlanTerms::default();
         let plan = best_ns(|| {
             black_box(core.plan(session, &terms).unwrap().total_ns);
         });
-        let reach = core.look_session(session).unwrap().now_tokens;
+        let reach = core.lookup_session(session).unwrap().now_tokens;
         let us = [whole, by_keys, plan].map(|ns| format!("{:.1}", ns / 1e3));
         println!("{what} there: lookup, by keys, plan: {us:?} us; {reach} tokens go on");
     }

@@ -8,7 +8,7 @@ use kvtier::meta::layout::{Layout, Rule};
 use kvtier::meta::reuse::State;
 use kvtier::store::state::StoreState;
 
-use crate::look::world::Space;
+use crate::look::world::Namespace;
 
 /// What is known of a cell: the nearest tier it is in, whether it is on its way.
 pub type CellFacts = (Option<usize>, bool);
@@ -31,12 +31,17 @@ pub struct Chosen {
 
 impl Rows {
     /// What the table says of a sequence, and of the chunk behind its full ones.
-    pub fn of(core: &StoreState, space: &Space, tokens: &[u32], tail: Option<Slot>) -> Rows {
-        let layout = space.layout.clone();
+    pub fn of(
+        core: &StoreState,
+        namespace: &Namespace,
+        tokens: &[u32],
+        tail: Option<Slot>,
+    ) -> Rows {
+        let layout = namespace.layout.clone();
         let each = layout.chunk_tokens();
         let mut keys: Vec<Key> = Vec::new();
-        Chain::new(space.key, each).unwrap().extend(tokens, &[], &mut keys).unwrap();
-        let chunks = &core.table_of(space.number).unwrap().chunks;
+        Chain::new(namespace.key, each).unwrap().extend(tokens, &[], &mut keys).unwrap();
+        let chunks = &core.table_of(namespace.number).unwrap().chunks;
         let facts = |slot: Option<Slot>| match slot.and_then(|slot| chunks.marks(slot)) {
             Some(marks) => marks.iter().map(|m| (m.nearest(), m.arriving() != 0)).collect(),
             None => vec![(None, false); layout.layers()],

@@ -12,7 +12,7 @@ use kvtier::store::state::{StoreState, Wanted};
 
 use crate::look::naive::{Chosen, Rows};
 
-use crate::look::world::{Space, World};
+use crate::look::world::{Namespace, World};
 
 const HOST: usize = Tier::Host as usize;
 const DISK: usize = Tier::Disk as usize;
@@ -27,13 +27,13 @@ fn part_of(rows: &Rows, chunk: usize, one: &Chosen) -> Part {
     Part { tokens: rows.tokens[chunk] as u32, need }
 }
 
-fn terms_of(core: &StoreState, space: &Space, terms: &PlanTerms) -> Terms {
+fn terms_of(core: &StoreState, namespace: &Namespace, terms: &PlanTerms) -> Terms {
     Terms {
-        cost: terms.cost.unwrap_or(core.prefill(space.number).cost()),
-        routes: core.routes(space.number, terms.lane).unwrap(),
-        holes: space.holes,
+        cost: terms.cost.unwrap_or(core.prefill(namespace.number).cost()),
+        routes: core.routes(namespace.number, terms.lane).unwrap(),
+        holes: namespace.holes,
         overlap: terms.overlap,
-        layers: space.layout.layers() as u32,
+        layers: namespace.layout.layers() as u32,
     }
 }
 
@@ -67,12 +67,12 @@ fn close(a: f64, b: f64) -> bool {
 /// The deed of each chunk; legs cover them exactly.
 fn steps_of(rows: &Rows, plan: &SessionPlan) -> Vec<StepKind> {
     let (mut steps, mut at) = (Vec::new(), 0);
-    for (i, leg) in plan.legs.iter().enumerate() {
-        assert_eq!(leg.first_token, at);
-        assert!(i == 0 || plan.legs[i - 1].kind != leg.kind, "two legs of a kind");
-        at += leg.tokens;
+    for (i, step) in plan.steps.iter().enumerate() {
+        assert_eq!(step.first_token, at);
+        assert!(i == 0 || plan.steps[i - 1].kind != step.kind, "two legs of a kind");
+        at += step.tokens;
         while steps.len() < rows.tokens.len() && rows.start(steps.len() + 1) <= at {
-            steps.push(leg.kind);
+            steps.push(step.kind);
         }
         assert_eq!(rows.start(steps.len()), at, "a leg ends inside of a chunk");
     }
@@ -89,8 +89,8 @@ fn check_sound(rows: &Rows, plan: &SessionPlan, wait: bool, terms: &Terms) {
     if !terms.holes {
         assert!(steps.windows(2).all(|pair| pair[0] != StepKind::Recompute || pair[1] == pair[0]));
     }
-    let (mut legs, mut sums) = (plan.legs.iter(), [0; SOURCES]);
-    let mut leg = legs.next();
+    let (mut runs, mut sums) = (plan.steps.iter(), [0; SOURCES]);
+    let mut run = runs.next();
     for (chunk, step) in steps.iter().enumerate() {
         let layers = 0..rows.layout.layers();
         let needed = layers.filter(|&l| points.iter().any(|&p| rows.needs(l, p, chunk)));
@@ -105,16 +105,16 @@ fn check_sound(rows: &Rows, plan: &SessionPlan, wait: bool, terms: &Terms) {
                 sums[1] += bytes[DISK];
             }
         }
-        if let Some(one) = leg.filter(|one| rows.start(chunk + 1) == one.first_token + one.tokens) {
+        if let Some(one) = run.filter(|one| rows.start(chunk + 1) == one.first_token + one.tokens) {
             assert_eq!(one.bytes, sums);
             if one.kind == StepKind::Recompute {
                 assert!(close(one.ns, terms.cost.of(one.first_token, one.tokens)));
             }
-            (leg, sums) = (legs.next(), [0; SOURCES]);
+            (run, sums) = (runs.next(), [0; SOURCES]);
         }
     }
-    let computed = plan.legs.iter().filter(|leg| leg.kind == StepKind::Recompute);
-    let compute_ns: f64 = computed.map(|leg| leg.ns).sum();
+    let computed = plan.steps.iter().filter(|step| step.kind == StepKind::Recompute);
+    let compute_ns: f64 = computed.map(|step| step.ns).sum();
     assert!(close(plan.compute_ns, compute_ns));
     assert!(close(plan.without_ns, terms.cost.of(0, points[points.len() - 1])));
     assert!(plan.total_ns <= plan.without_ns * 1.000001 + 1.0);
@@ -122,28 +122,31 @@ fn check_sound(rows: &Rows, plan: &SessionPlan, wait: bool, terms: &Terms) {
 
 fn check(
     core: &mut StoreState,
-    space: &Space,
+    namespace: &Namespace,
     session: u32,
     rows: &Rows,
     asked: &PlanTerms,
 ) -> bool {
-    let terms = terms_of(core, space, asked);
+    let terms = terms_of(core, namespace, asked);
     let plan = core.plan(session, asked).unwrap();
     check_sound(rows, plan, asked.wait, &terms);
     let reached = rows.reach(asked.wait);
-    let until = if space.holes { rows.tokens.len() } else { reached };
+    let until = if namespace.holes { rows.tokens.len() } else { reached };
     let chosen = rows.choose(until, asked.wait, |_| false);
     let all = honest(rows, &chosen, &terms);
     assert!(plan.total_ns <= all * 1.000001 + 1.0, "{} for {all}", plan.total_ns);
-    if space.layout.groups().iter().all(|group| group.rule == Rule::Full) {
+    if namespace.layout.groups().iter().all(|group| group.rule == Rule::Full) {
         let parts = chosen.iter().enumerate().map(|(chunk, one)| part_of(rows, chunk, one));
         let parts: Vec<Part> = parts.collect();
         let mut same = Plan::default();
         same.make(&parts, &terms).unwrap();
         let want: Vec<_> = same.segments.iter().map(|s| (s.kind, s.tokens)).collect();
-        assert_eq!(plan.legs.iter().map(|leg| (leg.kind, leg.tokens)).collect::<Vec<_>>(), want);
+        assert_eq!(
+            plan.steps.iter().map(|step| (step.kind, step.tokens)).collect::<Vec<_>>(),
+            want
+        );
         assert!(close(plan.total_ns, same.total_ns) && close(plan.load_ns, same.load_ns));
-    } else if !space.holes {
+    } else if !namespace.holes {
         // No point that can be gone on from is much better.
         let rows_of = |n: usize| honest(rows, &rows.choose(n, asked.wait, |_| false), &terms);
         let sound = |&n: &usize| {
@@ -153,7 +156,7 @@ fn check(
         let best = (0..=reached).filter(sound).map(rows_of).fold(f64::INFINITY, f64::min);
         assert!(plan.total_ns <= best * 1.25 + 1.0, "{} for {best}", plan.total_ns);
     }
-    plan.legs.len() > 1
+    plan.steps.len() > 1
 }
 
 #[test]
@@ -176,12 +179,12 @@ fn plans_cover_the_session_at_minimal_cost() {
             let mut core = world.core.0.lock();
             let before = core.report();
             for session in &world.sessions {
-                let space = &world.spaces[session.space];
+                let namespace = &world.namespaces[session.namespace];
                 let tail = core.session(session.number).unwrap().path().tail();
-                let rows = Rows::of(&core, space, &session.tokens, tail);
-                mixed += u32::from(check(&mut core, space, session.number, &rows, &asked));
+                let rows = Rows::of(&core, namespace, &session.tokens, tail);
+                mixed += u32::from(check(&mut core, namespace, session.number, &rows, &asked));
                 let plan = core.plan(session.number, &asked).unwrap();
-                plan.legs.iter().for_each(|leg| steps[leg.kind as usize] += 1);
+                plan.steps.iter().for_each(|step| steps[step.kind as usize] += 1);
             }
             assert_eq!(core.report(), before, "a plan is no use");
         }
@@ -196,12 +199,12 @@ fn planned_segments_can_be_loaded() {
     let mut world = World::new(5, 8 << 20, 0);
     let cost = Some(Cost { alpha: 0.0, beta: 1e9 });
     let terms = PlanTerms { cost, ..PlanTerms::default() };
-    for space in 0..world.spaces.len() {
-        let layout = world.spaces[space].layout.clone();
+    for namespace in 0..world.namespaces.len() {
+        let layout = world.namespaces[namespace].layout.clone();
         let each = layout.chunk_tokens() as usize;
         let all = 10 * each;
-        let at = world.open(space, 0);
-        world.grow(at, space as u32, all);
+        let at = world.open(namespace, 0);
+        world.grow(at, namespace as u32, all);
         let mut partial = false;
         for layer in 0..layout.layers() {
             let reach = layout.group(layer).unwrap().rule.reach_tokens().min(all as u64);
@@ -212,9 +215,9 @@ fn planned_segments_can_be_loaded() {
             world.rest(0);
         }
         let plan = world.core.0.lock().plan(world.sessions[at].number, &terms).unwrap().clone();
-        let loads = plan.legs.iter().filter(|leg| leg.kind == StepKind::Load);
-        let loads: Vec<_> = loads.map(|leg| (leg.first_token, leg.tokens)).collect();
-        assert!(plan.legs.iter().all(|leg| leg.kind != StepKind::Recompute));
+        let loads = plan.steps.iter().filter(|step| step.kind == StepKind::Load);
+        let loads: Vec<_> = loads.map(|step| (step.first_token, step.tokens)).collect();
+        assert!(plan.steps.iter().all(|step| step.kind != StepKind::Recompute));
         let (mut missed, get) = ([0; 2], kvtier::store::state::TransferKind::Get);
         for (first, tokens) in loads {
             for (i, wanted) in [Wanted::All, Wanted::Needed].into_iter().enumerate() {
@@ -238,25 +241,25 @@ fn observed_prefill_speed_decides_the_plan() {
     world.grow(at, 1, 64);
     assert!(world.submit_part(at, kvtier::store::state::TransferKind::Put, 0, 0, 64, 0..3));
     world.rest(0);
-    let (number, space) = (world.sessions[at].number, world.spaces[0].number);
+    let (number, namespace) = (world.sessions[at].number, world.namespaces[0].number);
     let mut core = world.core.0.lock();
     let terms = PlanTerms { overlap: false, ..PlanTerms::default() };
     let steps = |core: &mut StoreState| {
-        core.plan(number, &terms).unwrap().legs.iter().map(|leg| leg.kind).collect::<Vec<_>>()
+        core.plan(number, &terms).unwrap().steps.iter().map(|step| step.kind).collect::<Vec<_>>()
     };
     for _ in 0..50 {
-        core.observe_prefill(space, 0, 1000, 1_000_000_000).unwrap();
+        core.observe_prefill(namespace, 0, 1000, 1_000_000_000).unwrap();
     }
     assert_eq!(steps(&mut core), [StepKind::Load], "a millisecond a token");
     for _ in 0..400 {
-        core.observe_prefill(space, 0, 1000, 10_000).unwrap();
+        core.observe_prefill(namespace, 0, 1000, 10_000).unwrap();
     }
     assert_eq!(steps(&mut core), [StepKind::Recompute], "ten nanoseconds a token");
-    core.fix_prefill(space, Some(Cost { alpha: 0.0, beta: 1e6 })).unwrap();
+    core.fix_prefill(namespace, Some(Cost { alpha: 0.0, beta: 1e6 })).unwrap();
     assert_eq!(steps(&mut core), [StepKind::Load]);
-    assert_eq!(core.prefill(world.spaces[1].number).observed(), 0, "each has its own");
+    assert_eq!(core.prefill(world.namespaces[1].number).observed(), 0, "each has its own");
     let none = core.observe_prefill(99, 0, 1, 1).unwrap_err();
     assert_eq!(none.status(), Status::NotFound);
-    assert!(core.observe_prefill(space, 0, 0, 1).is_err());
+    assert!(core.observe_prefill(namespace, 0, 0, 1).is_err());
     assert_eq!(core.plan(77, &terms).unwrap_err().status(), Status::NotFound);
 }

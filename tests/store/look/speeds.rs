@@ -2,7 +2,7 @@
 
 use kvtier::base::sync::Arc;
 use kvtier::store::state::TransferKind;
-use kvtier::store::state::plans::Look;
+use kvtier::store::state::plans::LookupResult;
 use kvtier::store::state::work::{Work, WorkerKind};
 
 use crate::look::world::World;
@@ -33,13 +33,13 @@ fn bandwidth_model_converges_to_measurements() {
     for elapsed_ns in [1_000_000, 50_000, 9_000_000] {
         rounds(&mut world, at, 60, elapsed_ns);
         let core = world.core.0.lock();
-        let space = &world.spaces[0];
-        let route = core.routes(space.number, 0).unwrap()[0];
+        let namespace = &world.namespaces[0];
+        let route = core.routes(namespace.number, 0).unwrap()[0];
         assert_eq!(route.queued_ns, 0.0);
         // Batches are alike: so many cells each, taken one at a time.
         let cells = 24.0 * 3.0;
         let batches = (cells / world.batch_cells as f64).ceil();
-        let bytes = space.layout.chunk_bytes(4);
+        let bytes = namespace.layout.chunk_bytes(4);
         let want = batches * elapsed_ns as f64;
         let got = route.speed.ns(24 * bytes, 24);
         assert!((got - want).abs() < 0.25 * want, "{got} for {want}");
@@ -56,14 +56,15 @@ fn plan_includes_queued_and_running_work() {
     let mut world = World::new(6, 4 << 20, 0);
     let at = whole(&mut world);
     let number = world.sessions[at].number;
-    let look =
-        |world: &World| -> Look { world.core.0.lock().look_session(number).unwrap().clone() };
+    let look = |world: &World| -> LookupResult {
+        world.core.0.lock().lookup_session(number).unwrap().clone()
+    };
     let alone = look(&world).load_ns;
     assert!(alone > 0);
     for (lane, counts) in [(0, true), (2, false)] {
         assert!(world.submit_part(at, TransferKind::Get, lane, 0, 96, 0..3));
         let report = world.core.0.lock().report();
-        let bytes = 24 * world.spaces[0].layout.chunk_bytes(4);
+        let bytes = 24 * world.namespaces[0].layout.chunk_bytes(4);
         assert_eq!((report.copies.bytes[lane], report.copies.cells[lane]), (bytes, 72));
         assert_eq!(look(&world).load_ns > alone, counts, "lane {lane}");
         let taken = world.core.0.lock().take(WorkerKind::Copy).unwrap();
@@ -99,9 +100,9 @@ fn concurrent_batches_share_bandwidth() {
             }
             world.rest(0);
         }
-        let bytes = world.spaces[0].layout.chunk_bytes(4);
-        let space = world.spaces[0].number;
-        world.core.0.lock().routes(space, 0).unwrap()[0].speed.ns(bytes, 1)
+        let bytes = world.namespaces[0].layout.chunk_bytes(4);
+        let namespace = world.namespaces[0].number;
+        world.core.0.lock().routes(namespace, 0).unwrap()[0].speed.ns(bytes, 1)
     };
     let (one, four) = (learned(1, 1_000_000), learned(4, 4_000_000));
     // The first to be taken and the last to end had fewer beside them.

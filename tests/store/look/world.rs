@@ -17,7 +17,7 @@ use kvtier::store::executor::Tools;
 use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::work::{Work, WorkerKind};
 use kvtier::store::state::{
-    CellRange, Config, Level, SessionOpts, SpaceOpts, StoreState, TransferKind, Wanted,
+    CellRange, Config, Level, NamespaceOpts, SessionOpts, StoreState, TransferKind, Wanted,
 };
 use kvtier::tier::disk::{DiskTier, Options};
 use kvtier_testkit::disk::{SimFiles, SimOpts};
@@ -29,12 +29,12 @@ const SEGMENT: u64 = 32 * 4096;
 /// A session, and what it should be.
 pub struct Session {
     pub number: u32,
-    pub space: usize,
+    pub namespace: usize,
     pub tokens: Vec<u32>,
 }
 
 /// A namespace.
-pub struct Space {
+pub struct Namespace {
     pub number: u32,
     pub key: Key,
     pub layout: Layout,
@@ -43,7 +43,7 @@ pub struct Space {
 
 pub struct World {
     pub core: SharedState,
-    pub spaces: Vec<Space>,
+    pub namespaces: Vec<Namespace>,
     pub sessions: Vec<Session>,
     pub random: Random,
     /// Cells of full chunks whose put has ended well: namespace, prefix, layer.
@@ -112,18 +112,18 @@ impl World {
         });
         let mut core = StoreState::new(config, None, disk.clone()).unwrap();
         core.tick(1);
-        let mut spaces = Vec::new();
+        let mut namespaces = Vec::new();
         for (i, layout) in layouts().into_iter().enumerate() {
             for holes in [false, true] {
                 let key = Key([2 * i as u8 + u8::from(holes) + 1; 32]);
-                let opts = SpaceOpts { key, layout: layout.clone(), holes };
-                let number = core.open_space(&opts).unwrap();
-                spaces.push(Space { number, key, layout: layout.clone(), holes });
+                let opts = NamespaceOpts { key, layout: layout.clone(), holes };
+                let number = core.open_namespace(&opts).unwrap();
+                namespaces.push(Namespace { number, key, layout: layout.clone(), holes });
             }
         }
         World {
             core: SharedState(Arc::new(Mutex::new(core))),
-            spaces,
+            namespaces,
             sessions: Vec::new(),
             random,
             stored: BTreeSet::new(),
@@ -159,18 +159,19 @@ impl World {
 
     pub fn open_session(&mut self) {
         if self.sessions.len() < 12 {
-            let space = self.random.below(self.spaces.len() as u64) as usize;
-            let tenant = space as u32 % 3;
-            self.open(space, tenant);
+            let namespace = self.random.below(self.namespaces.len() as u64) as usize;
+            let tenant = namespace as u32 % 3;
+            self.open(namespace, tenant);
             self.append();
         }
     }
 
     /// A session without tokens.
-    pub fn open(&mut self, space: usize, tenant: u32) -> usize {
+    pub fn open(&mut self, namespace: usize, tenant: u32) -> usize {
         let opts = SessionOpts { tenant, ..SessionOpts::default() };
-        let number = self.core.0.lock().open_session(self.spaces[space].number, &opts).unwrap();
-        self.sessions.push(Session { number, space, tokens: Vec::new() });
+        let number =
+            self.core.0.lock().open_session(self.namespaces[namespace].number, &opts).unwrap();
+        self.sessions.push(Session { number, namespace, tokens: Vec::new() });
         self.sessions.len() - 1
     }
 
@@ -202,7 +203,7 @@ impl World {
         }
         let at = self.random.below(self.sessions.len() as u64) as usize;
         let session = &self.sessions[at];
-        let layout = &self.spaces[session.space].layout;
+        let layout = &self.namespaces[session.namespace].layout;
         let (each, all) = (layout.chunk_tokens() as usize, session.tokens.len());
         let first = self.random.below((all / each + 1) as u64) as usize / 3 * each;
         let tokens = match self.random.below(3) {
@@ -234,7 +235,7 @@ impl World {
         layers: std::ops::Range<usize>,
     ) -> bool {
         let session = &self.sessions[at];
-        let layout = &self.spaces[session.space].layout;
+        let layout = &self.namespaces[session.namespace].layout;
         let views = layers.clone().map(|layer| self.views(layout, layer, tokens));
         let cell_range = CellRange {
             first_token: first as u64,
@@ -254,7 +255,7 @@ impl World {
                 let from = if kind == TransferKind::Put { first } else { tokens.len() };
                 self.asked.push((
                     number,
-                    session.space,
+                    session.namespace,
                     [&[from as u32], &tokens[..]].concat(),
                     layers,
                 ));
@@ -315,16 +316,16 @@ impl World {
         self.core.0.lock().finished(&mut finished);
         for one in finished {
             let at = self.asked.iter().position(|asked| asked.0 == one.number).unwrap();
-            let (_, space, tokens, layers) = self.asked.swap_remove(at);
+            let (_, namespace, tokens, layers) = self.asked.swap_remove(at);
             let (from, tokens) = (tokens[0] as usize, &tokens[1..]);
-            let each = self.spaces[space].layout.chunk_tokens() as usize;
+            let each = self.namespaces[namespace].layout.chunk_tokens() as usize;
             if let Some(error) = one.error {
                 self.missed += u32::from(error.status() == Status::NotFound);
                 continue;
             }
             for end in (from + each..=tokens.len()).step_by(each) {
                 for layer in layers.clone() {
-                    self.stored.insert((space, tokens[..end].to_vec(), layer));
+                    self.stored.insert((namespace, tokens[..end].to_vec(), layer));
                 }
             }
         }

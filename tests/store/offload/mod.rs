@@ -18,7 +18,7 @@ use kvtier::sparse::{Context, Index, Kind, Shape, Sparse, registry};
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
 use kvtier::store::state::session::{LayerViews, PlaneView, Tokens};
-use kvtier::store::state::{SessionOpts, SpaceOpts, StoreState};
+use kvtier::store::state::{NamespaceOpts, SessionOpts, StoreState};
 
 mod audit;
 mod cut;
@@ -792,8 +792,9 @@ fn block_summaries_are_stored_with_blocks() {
         let session = store.with(|core| {
             let group = Group::mla_expanded(0..3, 2, 8, 6, Dtype::F32)?;
             let layout = Layout::new(BLOCK, vec![group])?;
-            let space = core.open_space(&SpaceOpts { key: Key([9; 32]), layout, holes: false })?;
-            let session = core.open_session(space, &SessionOpts::default())?;
+            let namespace =
+                core.open_namespace(&NamespaceOpts { key: Key([9; 32]), layout, holes: false })?;
+            let session = core.open_session(namespace, &SessionOpts::default())?;
             core.append(session, &tokens)?;
             Ok(session)
         });

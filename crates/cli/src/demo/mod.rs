@@ -15,7 +15,7 @@ use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::meta::key::Key;
 use kvtier::store::handle::Store;
 use kvtier::store::spec::StoreSpec;
-use kvtier::store::state::SpaceOpts;
+use kvtier::store::state::NamespaceOpts;
 
 use model::Model;
 use show::Screen;
@@ -122,17 +122,18 @@ fn run_one(opts: &Opts, model: &Model, spec: &StoreSpec, screen: &Screen) -> Out
     let scratch = spec.disk.as_ref().map(|disk| Scratch(disk.path.clone()));
     let store = Store::open(runtime.core(), None, spec)?;
     let layout = model.layout.clone();
-    let space = store
-        .with(|core| core.open_space(&SpaceOpts { key: Key([0xD3; 32]), layout, holes: false }))?;
+    let namespace = store.with(|core| {
+        core.open_namespace(&NamespaceOpts { key: Key([0xD3; 32]), layout, holes: false })
+    })?;
     screen.begin(opts, model, spec, all_bytes(opts, model));
 
-    let mut workload = Workload::new(&store, space, model, opts.sessions);
+    let mut workload = Workload::new(&store, namespace, model, opts.sessions);
     let started = Instant::now();
     let turns = u64::from(opts.sessions) * model::TURNS;
     for turn in 0..turns {
         workload.turn()?;
         if screen.is_due() || turn + 1 == turns {
-            screen.draw(&store, space, &workload, turn + 1, turns)?;
+            screen.draw(&store, namespace, &workload, turn + 1, turns)?;
         }
     }
     workload.totals.took = started.elapsed();
@@ -181,9 +182,10 @@ fn damage(
     let store = Store::open(runtime.core(), None, spec)?;
     let open = start.elapsed();
     let layout = model.layout.clone();
-    let space = store
-        .with(|core| core.open_space(&SpaceOpts { key: Key([0xD3; 32]), layout, holes: false }))?;
-    let mut workload = Workload::new(&store, space, model, sessions);
+    let namespace = store.with(|core| {
+        core.open_namespace(&NamespaceOpts { key: Key([0xD3; 32]), layout, holes: false })
+    })?;
+    let mut workload = Workload::new(&store, namespace, model, sessions);
     let back = workload.read_all()?;
     if workload.totals.wrong > 0 {
         return Err("a damaged cell was returned as good".into());

@@ -13,7 +13,7 @@ use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::base::status::Status;
 use kvtier::meta::key::Key;
 use kvtier::store::handle::Store;
-use kvtier::store::state::{Level, RemoteStats, SessionOpts, SpaceOpts, TransferKind};
+use kvtier::store::state::{Level, NamespaceOpts, RemoteStats, SessionOpts, TransferKind};
 use serde_json::{Value, json};
 
 use super::Outcome;
@@ -141,7 +141,7 @@ fn execute(args: &Args) -> Outcome<Value> {
 struct Peer {
     store: Store,
     _runtime: Runtime,
-    space: u32,
+    namespace: u32,
     model: Model,
     documents: Vec<Conversation>,
     tensors: Tensors,
@@ -156,8 +156,9 @@ impl Peer {
         let spec = target.store(&format!("store(host={bytes}B, policy=lru)"))?;
         let runtime = Runtime::open(RuntimeOpts::default())?;
         let store = Store::open(runtime.core(), None, &spec).map_err(explain)?;
-        let opts = SpaceOpts { key: key(&args.key)?, layout: model.layout.clone(), holes: false };
-        let space = store.with(|core| core.open_space(&opts))?;
+        let opts =
+            NamespaceOpts { key: key(&args.key)?, layout: model.layout.clone(), holes: false };
+        let namespace = store.with(|core| core.open_namespace(&opts))?;
         let document = |number: u32| {
             let mut one = Conversation::default();
             one.append(0..SYSTEM_TOKENS as u32);
@@ -166,12 +167,12 @@ impl Peer {
         };
         let tensors = Tensors::new(&model, most);
         let documents = (0..DOCUMENTS).map(document).collect();
-        Ok(Peer { store, _runtime: runtime, space, model, documents, tensors })
+        Ok(Peer { store, _runtime: runtime, namespace, model, documents, tensors })
     }
 
     fn session(&self, document: usize) -> Outcome<u32> {
         Ok(self.store.with(|core| {
-            let session = core.open_session(self.space, &SessionOpts::default())?;
+            let session = core.open_session(self.namespace, &SessionOpts::default())?;
             core.append(session, &self.documents[document].tokens).map(|()| session)
         })?)
     }
@@ -256,7 +257,7 @@ impl Peer {
     /// Removes the objects of the demo; returns how many chunks may be left.
     fn clean(&self) -> Outcome<u64> {
         let before = remote_stats(&self.store)?.removed_objects;
-        let cleared = self.store.clear(self.space, 0)?;
+        let cleared = self.store.clear(self.namespace, 0)?;
         self.store.settle(kvtier::base::clock::Clock::real().now_ns() + CLEAN.as_nanos() as u64)?;
         let all = SYSTEM_TOKENS + u64::from(DOCUMENTS) * OWN_TOKENS;
         let chunks = all / u64::from(self.model.layout.chunk_tokens());

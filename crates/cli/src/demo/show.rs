@@ -66,7 +66,7 @@ impl Screen {
     pub fn draw(
         &self,
         store: &Store,
-        space: u32,
+        namespace: u32,
         workload: &Workload,
         turn: u64,
         turns: u64,
@@ -77,7 +77,7 @@ impl Screen {
         self.drawn.set(Instant::now());
         self.bar.set_length(turns);
         self.bar.set_position(turn);
-        self.bar.set_message(table(store, space, workload)?);
+        self.bar.set_message(table(store, namespace, workload)?);
         Ok(())
     }
 
@@ -88,10 +88,10 @@ impl Screen {
 }
 
 /// The residency map, one letter a cell: M memory, D disk, B both, . neither.
-fn table(store: &Store, space: u32, workload: &Workload) -> Outcome<String> {
+fn table(store: &Store, namespace: u32, workload: &Workload) -> Outcome<String> {
     let tokens = workload.tokens(workload.last);
     Ok(store.with(|core| {
-        let session = core.open_session(space, &SessionOpts::default())?;
+        let session = core.open_session(namespace, &SessionOpts::default())?;
         core.append(session, tokens)?;
         let slots: Vec<u32> = core.session(session)?.path().slots().to_vec();
         let mut text = String::new();
@@ -102,7 +102,7 @@ fn table(store: &Store, space: u32, workload: &Workload) -> Outcome<String> {
             text += &format!(", disk {} of {}", human(stats.used_bytes), human(stats.budget_bytes));
         }
         text += "\nresidency of the last conversation (rows: layers, columns: chunks):\n";
-        let Some(rows) = core.table_of(space) else { return Ok(text) };
+        let Some(rows) = core.table_of(namespace) else { return Ok(text) };
         for layer in 0..rows.layout.layers() {
             for &slot in slots.iter().take(MAP_CHUNKS) {
                 let marks = rows.chunks.marks(slot).and_then(|all| all.get(layer));

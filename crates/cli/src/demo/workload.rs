@@ -51,7 +51,7 @@ pub(super) struct Conversation {
 /// All conversations.
 pub struct Workload<'a> {
     store: &'a Store,
-    space: u32,
+    namespace: u32,
     model: &'a Model,
     all: Vec<Conversation>,
     random: u64,
@@ -64,7 +64,7 @@ pub struct Workload<'a> {
 
 impl<'a> Workload<'a> {
     /// Conversations without a turn.
-    pub fn new(store: &'a Store, space: u32, model: &'a Model, sessions: u32) -> Workload<'a> {
+    pub fn new(store: &'a Store, namespace: u32, model: &'a Model, sessions: u32) -> Workload<'a> {
         let most = SYSTEM_TOKENS + TURNS * TURN_TOKENS;
         let begin = |_| {
             let mut one = Conversation::default();
@@ -73,7 +73,7 @@ impl<'a> Workload<'a> {
         };
         Workload {
             store,
-            space,
+            namespace,
             model,
             all: (0..sessions).map(begin).collect(),
             random: 7,
@@ -151,9 +151,9 @@ impl<'a> Workload<'a> {
     }
 
     fn open(&self, at: usize) -> Outcome<u32> {
-        let (space, tokens) = (self.space, &self.all[at].tokens);
+        let (namespace, tokens) = (self.namespace, &self.all[at].tokens);
         Ok(self.store.with(|core| {
-            let session = core.open_session(space, &SessionOpts::default())?;
+            let session = core.open_session(namespace, &SessionOpts::default())?;
             core.append(session, tokens).map(|()| session)
         })?)
     }

@@ -90,23 +90,23 @@ fn number(value: &Value, path: &str) -> u64 {
 
 /// Puts a document, and reads some of those before it; every byte that comes is
 /// compared.
-fn turn(store: &TestStore, space: u32, turn: u32, tokens: usize) {
-    let done = talk(store, space, turn, tokens);
+fn turn(store: &TestStore, namespace: u32, turn: u32, tokens: usize) {
+    let done = talk(store, namespace, turn, tokens);
     assert_eq!(done, Done { status: Status::Ok, tokens }, "turn {turn}");
 }
 
 /// The same; how the put ended.
-fn talk(store: &TestStore, space: u32, turn: u32, tokens: usize) -> Done {
+fn talk(store: &TestStore, namespace: u32, turn: u32, tokens: usize) -> Done {
     let own = document(turn, tokens);
     let marks = marks_of(0, &own);
-    let session = store.session(space, &own);
+    let session = store.session(namespace, &own);
     let mut engine = Engine::computed(SMALL, Shape::Tokens, &marks);
     let put = store.put(session, Level::Ram, &engine);
     engine.check(&marks, 0..tokens, 0..SMALL.layers);
     store.close_session(session);
     let back = mix(u64::from(turn)) as u32 % (turn + 1);
     let own = document(back, tokens);
-    let (session, marks) = (store.session(space, &own), marks_of(0, &own));
+    let (session, marks) = (store.session(namespace, &own), marks_of(0, &own));
     let done = store.get(session, &engine);
     assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
     engine.check(&marks, 0..done.tokens, 0..SMALL.layers);
@@ -122,10 +122,10 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
     let facts = std::fs::symlink_metadata(&path).expect("there");
     assert!(facts.file_type().is_socket());
     assert_eq!(facts.permissions().mode() & 0o777, 0o600);
-    let space = store.namespace(1, &SMALL);
+    let namespace = store.namespace(1, &SMALL);
     let (status, words) = ask(&path, "residency");
     assert_eq!((status.as_str(), words.as_str()), ("KVT_E_NOT_FOUND", "no session is open"));
-    (0..40).for_each(|n| turn(&store, space, n, 64));
+    (0..40).for_each(|n| turn(&store, namespace, n, 64));
     store.settle();
 
     let stats = ask_ok(&path, "stats");
@@ -161,7 +161,7 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
     // A board: what was read last is in memory, what was never stored is nowhere.
     let mut tokens = document(39, 64);
     tokens.extend(document(500, 20));
-    let session = store.session(space, &tokens);
+    let session = store.session(namespace, &tokens);
     let table = ask_ok(&path, "residency");
     assert_eq!(number(&table, "/session/session"), u64::from(session));
     assert_eq!((number(&table, "/session/tokens"), number(&table, "/session/chunks")), (84, 6));
@@ -196,11 +196,11 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
 fn a_new_policy_takes_over_resident_chunks() {
     let (_scratch, path) = place("switch");
     let store = with_disk(&path, "host=256KiB,policy=lru");
-    let space = store.namespace(1, &SMALL);
+    let namespace = store.namespace(1, &SMALL);
     let policies = ["arc", "s3fifo", "horizon", "qos(inner=lfu)", "tlru", "lru"];
     for (round, policy) in policies.into_iter().enumerate() {
         let first = round as u32 * 12;
-        (first..first + 12).for_each(|n| turn(&store, space, n, 64));
+        (first..first + 12).for_each(|n| turn(&store, namespace, n, 64));
         // What goes down on its own would be counted in one look and not in the other.
         store.settle();
         for tier in ["host", "disk"] {
@@ -212,7 +212,7 @@ fn a_new_policy_takes_over_resident_chunks() {
             assert!(known > 0 && kept == known, "{tier}, {policy}: {known} chunks, then {kept}");
         }
     }
-    (72..90).for_each(|n| turn(&store, space, n, 64));
+    (72..90).for_each(|n| turn(&store, namespace, n, 64));
     store.settle();
     assert_eq!(store.counters().corrupt_cells, 0);
     for (request, status, word) in [
@@ -247,10 +247,10 @@ fn until(what: &str, holds: impl Fn() -> bool) {
 fn the_host_budget_grows_and_shrinks_under_load() {
     let (_scratch, path) = place("memory");
     let store = with_disk(&path, "host=512KiB,policy=lru");
-    let space = store.namespace(1, &SMALL);
+    let namespace = store.namespace(1, &SMALL);
     let mut next = 0;
     let mut work = |turns: u32| {
-        (next..next + turns).for_each(|n| turn(&store, space, n, 64));
+        (next..next + turns).for_each(|n| turn(&store, namespace, n, 64));
         next += turns;
     };
     work(40);
@@ -287,9 +287,9 @@ fn the_host_budget_grows_and_shrinks_under_load() {
 fn the_disk_budget_grows_and_shrinks_under_load() {
     let (_scratch, path) = place("disk");
     let store = with_disk(&path, "host=1MiB,policy=lru,write=through");
-    let space = store.namespace(1, &SMALL);
+    let namespace = store.namespace(1, &SMALL);
     ask_ok(&path, "budget(disk=16MiB)");
-    (0..100).for_each(|n| turn(&store, space, n, 256));
+    (0..100).for_each(|n| turn(&store, namespace, n, 256));
     store.settle();
     assert!(budget(&path, "disk", "used") > 8 << 20, "enough to shrink");
     let before = budget(&path, "disk", "used");
@@ -299,7 +299,7 @@ fn the_disk_budget_grows_and_shrinks_under_load() {
     assert!(budget(&path, "disk", "used") < before);
     for n in 100..140 {
         // One that is hardly larger than what is held may refuse.
-        let done = talk(&store, space, n, 256);
+        let done = talk(&store, namespace, n, 256);
         assert!(matches!(done.status, Status::Ok | Status::Budget), "turn {n}: {done:?}");
     }
     store.settle();
@@ -319,8 +319,8 @@ fn the_disk_budget_grows_and_shrinks_under_load() {
 fn shadow_evaluation_compares_policies_on_live_requests() {
     let (_scratch, path) = place("ab");
     let store = opened(&path, "host=128KiB,policy=lru,chunks=4096");
-    let space = store.namespace(1, &SMALL);
-    (0..10).for_each(|n| turn(&store, space, n, 64));
+    let namespace = store.namespace(1, &SMALL);
+    (0..10).for_each(|n| turn(&store, namespace, n, 64));
     let begun = ask_ok(&path, "ab(policies=any(lfu,lru,qos(inner=arc)),seconds=3600)");
     assert_eq!(begun["running"], true);
     let names: Vec<&str> = begun["policies"]
@@ -333,7 +333,7 @@ fn shadow_evaluation_compares_policies_on_live_requests() {
     let (status, words) = ask(&path, "ab(policies=any(lfu),seconds=1)");
     assert!(status == "KVT_E_BUSY", "{words}");
     assert_eq!(ask(&path, "ab-read(tier=disk)").0, "KVT_E_NOT_FOUND");
-    (10..60).for_each(|n| turn(&store, space, n, 64));
+    (10..60).for_each(|n| turn(&store, namespace, n, 64));
     let seen = ask_ok(&path, "ab-read");
     assert_eq!(number(&seen, "/policies/0/requests"), 50, "a get a turn");
     let ended = ask_ok(&path, "ab-end");
@@ -471,8 +471,8 @@ fn beside_a_client_that_never_reads() -> Duration {
     for _ in 0..20 {
         ask_ok(&path, "stats");
     }
-    let space = store.namespace(1, &SMALL);
-    turn(&store, space, 0, 64);
+    let namespace = store.namespace(1, &SMALL);
+    turn(&store, namespace, 0, 64);
     store.close();
     let took = start.elapsed();
     assert!(!path.exists());
@@ -521,13 +521,15 @@ fn a_socket_path_belongs_to_one_store_until_it_closes() {
 fn the_control_socket_works_under_load() {
     let (_scratch, path) = place("beside");
     let store = with_disk(&path, "host=512KiB,policy=horizon,copiers=2");
-    let space = store.namespace(1, &SMALL);
+    let namespace = store.namespace(1, &SMALL);
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..2u32)
             .map(|thread| {
                 let store = &store;
-                scope.spawn(move || (0..60).for_each(|n| turn(store, space, thread * 100 + n, 64)))
+                scope.spawn(move || {
+                    (0..60).for_each(|n| turn(store, namespace, thread * 100 + n, 64))
+                })
             })
             .collect();
         let (path, done) = (&path, &done);
@@ -576,9 +578,9 @@ fn tool(args: &[&str], path: &Path) -> (bool, String, String) {
 fn commands_print_answers_as_text_and_json() {
     let (_scratch, path) = place("tool");
     let store = with_disk(&path, "host=256KiB,policy=lru");
-    let space = store.namespace(1, &SMALL);
-    (0..30).for_each(|n| turn(&store, space, n, 64));
-    let session = store.session(space, &document(29, 64));
+    let namespace = store.namespace(1, &SMALL);
+    (0..30).for_each(|n| turn(&store, namespace, n, 64));
+    let session = store.session(namespace, &document(29, 64));
     for (args, word) in [
         (&["stats"][..], "stored cells"),
         (&["top", "--once"], "rows: 4 layers"),

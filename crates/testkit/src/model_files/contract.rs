@@ -123,9 +123,9 @@ fn reads_past_the_end_are_zeroed() {
         assert!(files.align_bytes() <= 4096 && files.align_bytes().is_power_of_two());
         for (file, len) in (0..).zip(LENGTHS) {
             assert_eq!((files.bytes(file), files.check(file)), (len, Ok(())));
-            let grains = len.next_multiple_of(4096);
-            let found = read(files, file, 0, grains).expect("read");
-            assert!(found == expected(file, 0, grains), "file {file}");
+            let rounded_bytes = len.next_multiple_of(4096);
+            let found = read(files, file, 0, rounded_bytes).expect("read");
+            assert!(found == expected(file, 0, rounded_bytes), "file {file}");
         }
         assert_eq!((files.bytes(99), files.stamp(99)), (0, Stamp::default()));
         assert_eq!(status(files.check(99)), Status::Invalid);

@@ -14,7 +14,7 @@ use kvtier::format::keys::Key;
 use kvtier::format::keys::block::BlockKeys;
 use kvtier::meta::chunks::WHOLE;
 use kvtier::policy::Hint;
-use kvtier::store::state::blocks::BlockMove;
+use kvtier::store::state::blocks::BlockTransfer;
 use kvtier::store::state::session::Views;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::{Finished, SessionOpts};
@@ -27,7 +27,7 @@ const MOST: u64 = 12;
 pub(super) struct SubmittedBlocks {
     kind: TransferKind,
     level: Level,
-    space: u32,
+    namespace: u32,
     names: Vec<u32>,
     planes: Vec<Planes>,
     /// All of its blocks were durable.
@@ -81,9 +81,9 @@ fn names_held(holder: &Holder, names: &[u32]) -> usize {
     names.iter().filter(|name| holder.held.contains_key(name)).count()
 }
 
-fn marks_of(space: u32, name: u32, each: usize) -> Vec<u64> {
+fn marks_of(namespace: u32, name: u32, each: usize) -> Vec<u64> {
     let tokens: Vec<u32> = (0..each as u32).map(|i| name * 1000 + i).collect();
-    prefixes(space + 100, &tokens)
+    prefixes(namespace + 100, &tokens)
 }
 
 impl World {
@@ -92,40 +92,45 @@ impl World {
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
         let what = blocks.random.below(100);
         let count = 1 + blocks.random.below(MOST);
-        let space = blocks.random.below(u64::from(SPACES)) as u32;
+        let namespace = blocks.random.below(u64::from(SPACES)) as u32;
         let names: Vec<u32> = (0..count).map(|_| blocks.random.below(NAMES) as u32).collect();
         let level = [Level::Ram, Level::Ram, Level::Disk, Level::Durable];
         let level = level[blocks.random.below(4) as usize];
         match what {
-            0..=6 => self.move_blocks(TransferKind::Put, level, space, names, false),
-            7..=12 => self.move_blocks(TransferKind::Get, Level::Ram, space, names, false),
-            13..=14 => self.move_blocks(TransferKind::Prefetch, Level::Ram, space, names, false),
-            15 => self.drop_blocks(space, &names),
+            0..=6 => self.move_blocks(TransferKind::Put, level, namespace, names, false),
+            7..=12 => self.move_blocks(TransferKind::Get, Level::Ram, namespace, names, false),
+            13..=14 => {
+                self.move_blocks(TransferKind::Prefetch, Level::Ram, namespace, names, false)
+            }
+            15 => self.drop_blocks(namespace, &names),
             16 => {
                 if let Some(&number) = blocks.submitted.keys().next() {
                     self.core.0.lock().cancel(number, Status::Cancelled);
                 }
                 Ok(())
             }
-            17..=18 => self.hold_blocks(space, &names),
-            19..=20 => self.release_blocks(space, &names),
-            21 => self.hint_blocks(space, &names),
-            22 => self.end_holder(space),
+            17..=18 => self.hold_blocks(namespace, &names),
+            19..=20 => self.release_blocks(namespace, &names),
+            21 => self.hint_blocks(namespace, &names),
+            22 => self.end_holder(namespace),
             _ => Ok(()),
         }?;
         self.check_held_blocks()
     }
 
-    fn keys_of(space: u32, names: &[u32]) -> Outcome<Vec<Key>> {
-        let keys = BlockKeys::new(&Key([space as u8 + 1; 32]));
+    fn keys_of(namespace: u32, names: &[u32]) -> Outcome<Vec<Key>> {
+        let keys = BlockKeys::new(&Key([namespace as u8 + 1; 32]));
         let all: Vec<[u8; 4]> = names.iter().map(|name| name.to_le_bytes()).collect();
         Ok(keys.all(all.iter().map(|name| &name[..]))?)
     }
 
     /// Opens a session for one call; none at the limit of sessions.
-    fn asker(&mut self, space: u32) -> Outcome<Option<u32>> {
-        let opened =
-            self.core.0.lock().open_session(self.spaces[space as usize], &SessionOpts::default());
+    fn asker(&mut self, namespace: u32) -> Outcome<Option<u32>> {
+        let opened = self
+            .core
+            .0
+            .lock()
+            .open_session(self.namespaces[namespace as usize], &SessionOpts::default());
         match opened {
             Ok(number) => Ok(Some(number)),
             Err(error) if error.status() == Status::Again => Ok(None),
@@ -137,15 +142,16 @@ impl World {
         &mut self,
         kind: TransferKind,
         level: Level,
-        space: u32,
+        namespace: u32,
         names: Vec<u32>,
         must_exist: bool,
     ) -> Outcome<()> {
         // Numbers of ended transfers are reused.
         self.collect()?;
-        let layout = self.layouts[space as usize].clone();
+        let layout = self.layouts[namespace as usize].clone();
         let each = layout.chunk_tokens() as usize;
-        let marks: Vec<u64> = names.iter().flat_map(|&name| marks_of(space, name, each)).collect();
+        let marks: Vec<u64> =
+            names.iter().flat_map(|&name| marks_of(namespace, name, each)).collect();
         let (mut planes, mut views) = (Vec::new(), Vec::new());
         for layer in 0..layout.layers() {
             let Some(group) = layout.group(layer) else { continue };
@@ -163,14 +169,14 @@ impl World {
                 views.push(views_of(group, planes, marks.len(), each, Memory::Host));
             }
         }
-        let moved = BlockMove {
-            keys: World::keys_of(space, &names)?,
+        let moved = BlockTransfer {
+            keys: World::keys_of(namespace, &names)?,
             first_layer: 0,
             layers: layout.layers(),
             views: Arc::new(Views(views)),
             after: None,
         };
-        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let Some(asker) = self.asker(namespace)? else { return Ok(()) };
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
         let how = (kind, level, blocks.random.below(3) as usize);
         let mut core = self.core.0.lock();
@@ -180,11 +186,18 @@ impl World {
         match begun {
             Ok(number) => {
                 if kind == TransferKind::Put {
-                    blocks.begun.extend(names.iter().map(|&name| (space, name)));
+                    blocks.begun.extend(names.iter().map(|&name| (namespace, name)));
                 }
                 let is_lookup = false;
-                let submitted =
-                    SubmittedBlocks { kind, level, space, names, planes, must_exist, is_lookup };
+                let submitted = SubmittedBlocks {
+                    kind,
+                    level,
+                    namespace,
+                    names,
+                    planes,
+                    must_exist,
+                    is_lookup,
+                };
                 blocks.submitted.insert(number, submitted);
                 Ok(())
             }
@@ -196,12 +209,12 @@ impl World {
     /// Looks up some blocks, locally and at the remote. The session closes before the answer.
     pub(super) fn locate_blocks(&mut self) -> Outcome<()> {
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
-        let (count, space) =
+        let (count, namespace) =
             (1 + blocks.random.below(4 * MOST), blocks.random.below(SPACES.into()));
         let names: Vec<u32> = (0..count).map(|_| blocks.random.below(NAMES) as u32).collect();
-        let (space, level) = (space as u32, Level::Ram);
-        let keys = World::keys_of(space, &names)?;
-        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let (namespace, level) = (namespace as u32, Level::Ram);
+        let keys = World::keys_of(namespace, &names)?;
+        let Some(asker) = self.asker(namespace)? else { return Ok(()) };
         let mut core = self.core.0.lock();
         let begun = core.locate_blocks(asker, keys);
         core.close_session(asker)?;
@@ -210,8 +223,15 @@ impl World {
             (Ok(number), Some(blocks)) => {
                 let (kind, planes, must_exist, is_lookup) =
                     (TransferKind::Prefetch, Vec::new(), false, true);
-                let submitted =
-                    SubmittedBlocks { kind, level, space, names, planes, must_exist, is_lookup };
+                let submitted = SubmittedBlocks {
+                    kind,
+                    level,
+                    namespace,
+                    names,
+                    planes,
+                    must_exist,
+                    is_lookup,
+                };
                 blocks.submitted.insert(number, submitted);
                 Ok(())
             }
@@ -220,41 +240,41 @@ impl World {
         }
     }
 
-    fn drop_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+    fn drop_blocks(&mut self, namespace: u32, names: &[u32]) -> Outcome<()> {
         // Puts that became durable must be recorded before they are dropped.
         self.collect()?;
-        let keys = World::keys_of(space, names)?;
-        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let keys = World::keys_of(namespace, names)?;
+        let Some(asker) = self.asker(namespace)? else { return Ok(()) };
         let mut core = self.core.0.lock();
         let cleared = core.drop_blocks(asker, &keys)?;
         core.close_session(asker)?;
         drop(core);
-        let held = self.blocks.iter().flat_map(|all| all.holders.get(&space));
+        let held = self.blocks.iter().flat_map(|all| all.holders.get(&namespace));
         let held: usize = held.map(|one| names_held(one, names)).sum();
         if cleared.held + cleared.moving < held as u64 {
             return Err(wrong(format!("{held} of {names:?} are held: {cleared:?}")));
         }
         if let Some(blocks) = &mut self.blocks {
-            blocks.durable_blocks.retain(|(of, name)| *of != space || !names.contains(name));
+            blocks.durable_blocks.retain(|(of, name)| *of != namespace || !names.contains(name));
         }
         Ok(())
     }
 
     /// A few at a time: holding everything would block the store.
-    fn hold_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+    fn hold_blocks(&mut self, namespace: u32, names: &[u32]) -> Outcome<()> {
         let names = &names[..names.len().min(4)];
-        let known = self.blocks.iter().find_map(|all| Some(all.holders.get(&space)?.session));
+        let known = self.blocks.iter().find_map(|all| Some(all.holders.get(&namespace)?.session));
         let session = match known {
             Some(session) => session,
-            None => match self.asker(space)? {
+            None => match self.asker(namespace)? {
                 Some(session) => session,
                 None => return Ok(()),
             },
         };
-        let keys = World::keys_of(space, names)?;
+        let keys = World::keys_of(namespace, names)?;
         let (mut found, mut there) = (vec![0; names.len()], vec![0; names.len()]);
         let mut core = self.core.0.lock();
-        core.exists(self.spaces[space as usize], &keys, &mut there)?;
+        core.exists(self.namespaces[namespace as usize], &keys, &mut there)?;
         core.hold_names(session, &keys, &mut found)?;
         drop(core);
         let whole: Vec<u8> =
@@ -264,7 +284,7 @@ impl World {
         }
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
         let none = Holder { session, held: BTreeMap::new() };
-        let held = &mut blocks.holders.entry(space).or_insert(none).held;
+        let held = &mut blocks.holders.entry(namespace).or_insert(none).held;
         for (&name, _) in names.iter().zip(&found).filter(|(_, found)| **found != 0) {
             *held.entry(name).or_default() += 1;
         }
@@ -272,9 +292,9 @@ impl World {
     }
 
     /// Releases held blocks; releasing others, or too many, must be rejected.
-    fn release_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+    fn release_blocks(&mut self, namespace: u32, names: &[u32]) -> Outcome<()> {
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
-        let Some(holder) = blocks.holders.get_mut(&space) else { return Ok(()) };
+        let Some(holder) = blocks.holders.get_mut(&namespace) else { return Ok(()) };
         let mut rest = holder.held.clone();
         let mut take = |name: &u32| match rest.get_mut(name).filter(|times| **times > 0) {
             Some(times) => {
@@ -286,23 +306,23 @@ impl World {
         let (held, others): (Vec<u32>, Vec<u32>) = names.iter().partition(|name| take(name));
         let (session, mut core) = (holder.session, self.core.0.lock());
         if !others.is_empty() {
-            let refused = core.release_names(session, &World::keys_of(space, names)?);
+            let refused = core.release_names(session, &World::keys_of(namespace, names)?);
             if refused.map_err(|error| error.status()) != Err(Status::Invalid) {
                 return Err(wrong(format!(
                     "{others:?} of {names:?} were released without being held"
                 )));
             }
         }
-        core.release_names(session, &World::keys_of(space, &held)?)?;
+        core.release_names(session, &World::keys_of(namespace, &held)?)?;
         rest.retain(|_, times| *times > 0);
         holder.held = rest;
         Ok(())
     }
 
-    fn hint_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
-        let keys = World::keys_of(space, names)?;
+    fn hint_blocks(&mut self, namespace: u32, names: &[u32]) -> Outcome<()> {
+        let keys = World::keys_of(namespace, names)?;
         let now_ns = self.clock.now_ns() as i64;
-        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let Some(asker) = self.asker(namespace)? else { return Ok(()) };
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
         let later = blocks.random.below(2_000_000_000) as i64;
         let done = blocks.random.below(4) == 0;
@@ -314,9 +334,9 @@ impl World {
     }
 
     /// Closes the holder's session, which releases its references.
-    fn end_holder(&mut self, space: u32) -> Outcome<()> {
+    fn end_holder(&mut self, namespace: u32) -> Outcome<()> {
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
-        if let Some(holder) = blocks.holders.remove(&space) {
+        if let Some(holder) = blocks.holders.remove(&namespace) {
             self.core.0.lock().close_session(holder.session)?;
         }
         Ok(())
@@ -329,14 +349,14 @@ impl World {
         if self.is_rotten || self.may_damage() || core.counters.corrupt_cells > 0 {
             return Ok(());
         }
-        for (&space, holder) in &blocks.holders {
+        for (&namespace, holder) in &blocks.holders {
             let names: Vec<u32> = holder.held.keys().copied().collect();
             let mut found = vec![0; names.len()];
-            let keys = World::keys_of(space, &names)?;
-            core.exists(self.spaces[space as usize], &keys, &mut found)?;
+            let keys = World::keys_of(namespace, &names)?;
+            core.exists(self.namespaces[namespace as usize], &keys, &mut found)?;
             if let Some((name, _)) = names.iter().zip(&found).find(|(_, one)| **one & WHOLE == 0) {
                 return Err(wrong(format!(
-                    "block {name} of namespace {space} is held but missing"
+                    "block {name} of namespace {namespace} is held but missing"
                 )));
             }
         }
@@ -347,7 +367,7 @@ impl World {
     pub(super) fn end_blocks(&mut self, one: &Finished) -> Outcome<bool> {
         let Some(blocks) = &mut self.blocks else { return Ok(false) };
         let Some(submitted) = blocks.submitted.remove(&one.number) else { return Ok(false) };
-        let layout = self.layouts[submitted.space as usize].clone();
+        let layout = self.layouts[submitted.namespace as usize].clone();
         let each = layout.chunk_tokens() as usize;
         let ended =
             |words: &str| Err(wrong(format!("blocks {:?}: {words}: {one:?}", submitted.names)));
@@ -364,7 +384,7 @@ impl World {
             [Status::Ok, Status::NotFound, Status::Cancelled, Status::Budget, Status::Io];
         let hears_wrong = self.may_hear_wrong();
         for (at, (&name, status)) in submitted.names.iter().zip(&one.outcomes).enumerate() {
-            let was_begun = |all: &Blocks| all.begun.contains(&(submitted.space, name));
+            let was_begun = |all: &Blocks| all.begun.contains(&(submitted.namespace, name));
             if submitted.is_lookup
                 && *status == Status::Ok
                 && !hears_wrong
@@ -384,11 +404,11 @@ impl World {
             match (submitted.kind, *status) {
                 (TransferKind::Put, Status::Ok) if submitted.level == Level::Durable => {
                     if let Some(blocks) = &mut self.blocks {
-                        blocks.durable_blocks.insert((submitted.space, name));
+                        blocks.durable_blocks.insert((submitted.namespace, name));
                     }
                 }
                 (TransferKind::Get, Status::Ok) => {
-                    self.check_block(&submitted, at, &marks_of(submitted.space, name, each))?
+                    self.check_block(&submitted, at, &marks_of(submitted.namespace, name, each))?
                 }
                 (TransferKind::Get, _) if submitted.must_exist => {
                     let counters = self.core.0.lock().counters;
@@ -410,13 +430,13 @@ impl World {
         at: usize,
         marks: &[u64],
     ) -> Outcome<()> {
-        let layout = self.layouts[submitted.space as usize].clone();
+        let layout = self.layouts[submitted.namespace as usize].clone();
         let each = layout.chunk_tokens() as usize;
         for (layer, got) in submitted.planes.iter().enumerate() {
             let Some(group) = layout.group(layer) else { continue };
             let right = Planes::of(group, layer, marks, each);
             let (k, v) = (right.k.len(), right.v.len());
-            let ([k_shape, v_shape], codec) = self.coding_of(submitted.space, layer);
+            let ([k_shape, v_shape], codec) = self.coding_of(submitted.namespace, layer);
             self.report.checked_bytes += (k + v) as u64;
             if !is_right(codec, &k_shape, k, &right.k, &got.k[at * k..][..k])
                 || !is_right(codec, &v_shape, v, &right.v, &got.v[at * v..][..v])
@@ -435,8 +455,8 @@ impl World {
             blocks.durable_blocks.clear();
             return Ok(());
         }
-        for (space, name) in blocks.durable_blocks.clone() {
-            self.move_blocks(TransferKind::Get, Level::Ram, space, vec![name], true)?;
+        for (namespace, name) in blocks.durable_blocks.clone() {
+            self.move_blocks(TransferKind::Get, Level::Ram, namespace, vec![name], true)?;
             self.drain()?;
             if self.forgets {
                 // The disk is nearly full: evicted blocks may be missing.

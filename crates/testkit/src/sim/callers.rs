@@ -25,14 +25,14 @@ impl World {
         if self.sessions.len() as u64 >= MAX_SESSIONS {
             return self.close_session();
         }
-        let space = self.random.below(u64::from(SPACES)) as u32;
+        let namespace = self.random.below(u64::from(SPACES)) as u32;
         let opts = SessionOpts {
-            tenant: space,
+            tenant: namespace,
             priority: Some(self.random.below(3) as u8),
             ..Default::default()
         };
-        let number = self.core.0.lock().open_session(self.spaces[space as usize], &opts)?;
-        self.sessions.push(Session { number, space, tokens: Vec::new(), marks: Vec::new() });
+        let number = self.core.0.lock().open_session(self.namespaces[namespace as usize], &opts)?;
+        self.sessions.push(Session { number, namespace, tokens: Vec::new(), marks: Vec::new() });
         self.append()
     }
 
@@ -47,7 +47,7 @@ impl World {
         let tokens: Vec<u32> = (from..from + count).map(|i| document * 1000 + i as u32).collect();
         self.core.0.lock().append(session.number, &tokens)?;
         session.tokens.extend(tokens);
-        session.marks = prefixes(session.space, &session.tokens);
+        session.marks = prefixes(session.namespace, &session.tokens);
         Ok(())
     }
 
@@ -59,7 +59,7 @@ impl World {
     ) -> Option<(CellRange, Submitted)> {
         let (memory, after) = (self.memory(), self.next_event(kind));
         let session = &self.sessions[at];
-        let layout = &self.layouts[session.space as usize];
+        let layout = &self.layouts[session.namespace as usize];
         let each = layout.chunk_tokens() as usize;
         let all = session.tokens.len();
         let first = self.random.below((all / each + 1) as u64) as usize / 2 * each;
@@ -119,7 +119,7 @@ impl World {
         let mut submitted = Submitted {
             kind,
             level: Level::Ram,
-            space: session.space,
+            namespace: session.namespace,
             tokens: session.tokens.clone(),
             marks,
             first,
@@ -201,8 +201,9 @@ impl World {
         }
         let session = &self.sessions[at];
         let number = self.core.0.lock().fork(session.number, &SessionOpts::default())?;
-        let (space, tokens, marks) = (session.space, session.tokens.clone(), session.marks.clone());
-        self.sessions.push(Session { number, space, tokens, marks });
+        let (namespace, tokens, marks) =
+            (session.namespace, session.tokens.clone(), session.marks.clone());
+        self.sessions.push(Session { number, namespace, tokens, marks });
         Ok(())
     }
 
@@ -259,7 +260,7 @@ impl World {
     }
 
     pub(super) fn compare(&mut self, submitted: &Submitted, one: &Finished) -> Outcome<()> {
-        let layout = &self.layouts[submitted.space as usize];
+        let layout = &self.layouts[submitted.namespace as usize];
         let each = layout.chunk_tokens() as usize;
         let tokens = one.tokens as usize;
         let layers = match submitted.by_layer {
@@ -297,7 +298,7 @@ impl World {
             let got = &submitted.planes[layer];
             self.report.checked_bytes += (right.k.len() + right.v.len()) as u64;
             let (k, v) = Planes::lengths(group, each, each);
-            let ([k_shape, v_shape], codec) = self.coding_of(submitted.space, at);
+            let ([k_shape, v_shape], codec) = self.coding_of(submitted.namespace, at);
             if !is_right(codec, &k_shape, k, &right.k, &got.k[..right.k.len()])
                 || !is_right(codec, &v_shape, v, &right.v, &got.v[..right.v.len()])
             {
@@ -305,7 +306,7 @@ impl World {
                 let poison = got.k.iter().filter(|&&b| b == POISON).count();
                 return Err(wrong(format!(
                     "wrong bytes in layer {at} of {}: {one:?}, K from {bad:?} on, {poison} of {} untouched",
-                    submitted.space,
+                    submitted.namespace,
                     got.k.len()
                 )));
             }
@@ -314,11 +315,12 @@ impl World {
     }
 
     /// Shapes and codec of a layer's planes.
-    pub(super) fn coding_of(&self, space: u32, layer: usize) -> ([Shape; 2], Codec) {
+    pub(super) fn coding_of(&self, namespace: u32, layer: usize) -> ([Shape; 2], Codec) {
         let core = self.core.0.lock();
-        let shapes = core.table_of(self.spaces[space as usize]).map(|table| table.shapes(layer));
+        let shapes =
+            core.table_of(self.namespaces[namespace as usize]).map(|table| table.shapes(layer));
         let plain = Shape { dtype: Dtype::Bytes, row_bytes: 1, scales: Scales::Token };
-        let codec = self.codecs[space as usize].unwrap_or(self.config.codec);
+        let codec = self.codecs[namespace as usize].unwrap_or(self.config.codec);
         (shapes.unwrap_or([plain; 2]), codec)
     }
 
@@ -328,7 +330,7 @@ impl World {
         let end = submitted.first + self.tokens_of(submitted, tokens);
         let mut at = submitted.first + each;
         while at <= end {
-            let key = (submitted.space, submitted.marks[at - 1], layer);
+            let key = (submitted.namespace, submitted.marks[at - 1], layer);
             self.durable_cells.insert(key, submitted.tokens[..at].to_vec());
             at += each;
         }
@@ -336,7 +338,7 @@ impl World {
 
     /// Tokens of a transfer, from the length of its planes.
     pub(super) fn tokens_of(&self, submitted: &Submitted, most: usize) -> usize {
-        let layout = &self.layouts[submitted.space as usize];
+        let layout = &self.layouts[submitted.namespace as usize];
         let each = layout.chunk_tokens() as usize;
         let Some(group) = layout.group(submitted.first_layer) else { return 0 };
         let k = submitted.planes[0].k.len() as u64;

@@ -7,8 +7,8 @@ use kvtier::format::codec::{Codec, Shape, decode, encode, room};
 use kvtier::meta::layout::{Group, Rule};
 
 /// A hash of every prefix of a sequence, by its length less one.
-pub fn prefixes(space: u32, tokens: &[u32]) -> Vec<u64> {
-    let mut mark = u64::from(space) + 1;
+pub fn prefixes(namespace: u32, tokens: &[u32]) -> Vec<u64> {
+    let mut mark = u64::from(namespace) + 1;
     let next = |&token: &u32| {
         mark = Random::new(mark ^ u64::from(token) << 32).draw();
         mark

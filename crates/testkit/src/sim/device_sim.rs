@@ -128,7 +128,8 @@ impl World {
         let Some(session) = self.sessions.get(draw % self.sessions.len().max(1)) else { return };
         let mut core = self.core.0.lock();
         let found = core.session(session.number).ok().and_then(|one| {
-            let (table, space) = (core.table_of(one.space())?, core.space(one.space())?);
+            let (table, namespace) =
+                (core.table_of(one.namespace())?, core.namespace(one.namespace())?);
             let layer = draw % table.layout.layers();
             // Prefer a cell that is being copied to the device.
             let is_filled = |slot: &Slot| {
@@ -140,7 +141,7 @@ impl World {
             let cell = Cell { chunk: slot, layer };
             let place = table.chunks.place(cell, Tier::Disk).ok()?;
             let Some(Location::Disk { spot, seal, coded }) = place else { return None };
-            let chunk = table.record_of(slot, space.key);
+            let chunk = table.record_of(slot, namespace.key);
             let (spot, stored_bytes) = (Spot(spot), table.disk_bytes(cell, coded));
             Some(CellAt { chunk, layer: layer as u32, spot, seal, stored_bytes })
         });

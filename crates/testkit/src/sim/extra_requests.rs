@@ -97,9 +97,9 @@ impl World {
     /// Records put chunks: they may exist again.
     pub(super) fn note_put(&mut self, submitted: &Submitted) {
         let Some(extra_requests) = &mut self.extra_requests else { return };
-        let each = self.layouts[submitted.space as usize].chunk_tokens() as usize;
+        let each = self.layouts[submitted.namespace as usize].chunk_tokens() as usize;
         for end in (submitted.first + each..=submitted.tokens.len()).step_by(each) {
-            let key = (submitted.space, submitted.marks[end - 1]);
+            let key = (submitted.namespace, submitted.marks[end - 1]);
             extra_requests.put.insert(key, submitted.tokens[..end].to_vec());
             extra_requests.gone.remove(&key);
             extra_requests.going.iter_mut().for_each(|(_, ends)| drop(ends.remove(&key)));
@@ -114,7 +114,7 @@ impl World {
         }
         let which = extra_requests.random.below(count) as usize;
         let session = &self.sessions[which];
-        let each = self.layouts[session.space as usize].chunk_tokens() as usize;
+        let each = self.layouts[session.namespace as usize].chunk_tokens() as usize;
         let all = session.tokens.len();
         let first = extra_requests.random.below((all / each + 1) as u64) as usize * each;
         if first >= all {
@@ -131,8 +131,8 @@ impl World {
         let Some((number, first, end, which)) = self.session_range() else { return Ok(()) };
         self.core.0.lock().drop_range(number, first as u64, (end - first) as u64)?;
         let session = &self.sessions[which];
-        let (space, marks) = (session.space, &session.marks[first..end]);
-        self.durable_cells.retain(|&(s, mark, _), _| s != space || !marks.contains(&mark));
+        let (namespace, marks) = (session.namespace, &session.marks[first..end]);
+        self.durable_cells.retain(|&(s, mark, _), _| s != namespace || !marks.contains(&mark));
         Ok(())
     }
 
@@ -144,10 +144,10 @@ impl World {
 
     fn clear(&mut self) -> Outcome<()> {
         let Some(extra_requests) = &mut self.extra_requests else { return Ok(()) };
-        let space = extra_requests.random.below(u64::from(SPACES)) as u32;
+        let namespace = extra_requests.random.below(u64::from(SPACES)) as u32;
         if extra_requests.random.coin() {
             let (old, kept): (Vec<_>, Vec<_>) =
-                self.sessions.drain(..).partition(|session| session.space == space);
+                self.sessions.drain(..).partition(|session| session.namespace == namespace);
             self.sessions = kept;
             for session in old {
                 self.core.0.lock().close_session(session.number)?;
@@ -158,18 +158,18 @@ impl World {
             }
         }
         let mut core = self.core.0.lock();
-        let mut clearing = core.begin_clear(self.spaces[space as usize])?;
+        let mut clearing = core.begin_clear(self.namespaces[namespace as usize])?;
         while core.clear_more(&mut clearing, 7) {}
         let turn = core.ask_to_last();
         core.check()?;
         drop(core);
-        self.durable_cells.retain(|&(s, ..), _| s != space);
+        self.durable_cells.retain(|&(s, ..), _| s != namespace);
         let cleared = clearing.cleared;
         let Some(extra_requests) = &mut self.extra_requests else { return Ok(()) };
         if cleared.held + cleared.moving > 0 {
             return Ok(());
         }
-        let ends = extra_requests.put.iter().filter(|((s, _), _)| *s == space);
+        let ends = extra_requests.put.iter().filter(|((s, _), _)| *s == namespace);
         let ends: Ends = ends.map(|(&key, tokens)| (key, tokens.clone())).collect();
         self.check_absent(&ends)?;
         self.report.cleared += cleared.gone;
@@ -208,16 +208,20 @@ impl World {
         if self.remote_sim.is_some() {
             return Ok(());
         }
-        for (&(space, _), tokens) in ends {
-            let each = self.layouts[space as usize].chunk_tokens();
+        for (&(namespace, _), tokens) in ends {
+            let each = self.layouts[namespace as usize].chunk_tokens();
             let mut keys = Vec::new();
-            Chain::new(Key([space as u8 + 1; 32]), each)?.extend(tokens, &[], &mut keys)?;
+            Chain::new(Key([namespace as u8 + 1; 32]), each)?.extend(tokens, &[], &mut keys)?;
             let (mut found, last) = ([0], keys.len() - 1);
-            self.core.0.lock().exists(self.spaces[space as usize], &keys[last..], &mut found)?;
+            self.core.0.lock().exists(
+                self.namespaces[namespace as usize],
+                &keys[last..],
+                &mut found,
+            )?;
             if found != [0] {
                 let end = tokens.len();
                 return Err(wrong(format!(
-                    "the chunk that ends with token {end} of namespace {space} was cleared but exists"
+                    "the chunk that ends with token {end} of namespace {namespace} was cleared but exists"
                 )));
             }
         }

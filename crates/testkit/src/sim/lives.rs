@@ -51,7 +51,7 @@ impl World {
         self.engine_events = EngineEvents::of(self.report.crashes.into(), &self.tools);
         // The disk may hold more than a small table has rows for.
         self.forgets |= dropped > 0 && self.config.max_chunks == FEW_CHUNKS;
-        self.open_spaces()?;
+        self.open_namespaces()?;
         self.core.0.lock().check()?;
         self.check_cleared()?;
         self.check_durable_blocks()?;
@@ -83,9 +83,9 @@ impl World {
         }
         let all: Vec<_> =
             self.durable_cells.iter().map(|(&key, tokens)| (key, tokens.clone())).collect();
-        for ((space, _, layer), tokens) in all {
-            let marks = prefixes(space, &tokens);
-            self.check_durable(space, layer, &tokens, &marks)?;
+        for ((namespace, _, layer), tokens) in all {
+            let marks = prefixes(namespace, &tokens);
+            self.check_durable(namespace, layer, &tokens, &marks)?;
             if self.forgets {
                 self.durable_cells.clear();
                 self.forgets = false;
@@ -97,19 +97,19 @@ impl World {
 
     fn check_durable(
         &mut self,
-        space: u32,
+        namespace: u32,
         layer: usize,
         tokens: &[u32],
         marks: &[u64],
     ) -> Outcome<()> {
-        let layout = self.layouts[space as usize].clone();
+        let layout = self.layouts[namespace as usize].clone();
         let each = layout.chunk_tokens() as usize;
         let first = tokens.len() - each;
         let number = self
             .core
             .0
             .lock()
-            .open_session(self.spaces[space as usize], &SessionOpts::default())?;
+            .open_session(self.namespaces[namespace as usize], &SessionOpts::default())?;
         self.core.0.lock().append(number, tokens)?;
         let Some(group) = layout.group(layer) else { return Ok(()) };
         let (k, v) = Planes::lengths(group, each, each);
@@ -131,7 +131,7 @@ impl World {
         let submitted = Submitted {
             kind: TransferKind::Get,
             level: ram,
-            space,
+            namespace,
             tokens: tokens.to_vec(),
             marks: marks.to_vec(),
             first,
@@ -156,7 +156,7 @@ impl World {
         if after > before {
             let end = tokens.len();
             return Err(wrong(format!(
-                "tokens {first}..{end} of namespace {space}, layer {layer}, were durable and are gone"
+                "tokens {first}..{end} of namespace {namespace}, layer {layer}, were durable and are gone"
             )));
         }
         self.report.kept += 1;

@@ -95,15 +95,15 @@ impl World {
     /// Closes all sessions of a namespace, reclaims memory, and reopens them.
     fn reopen_sessions(&mut self) -> Outcome<()> {
         let Some(at) = self.any_session() else { return Ok(()) };
-        let space = self.sessions[at].space;
+        let namespace = self.sessions[at].namespace;
         let mut core = self.core.0.lock();
-        for session in self.sessions.iter().filter(|session| session.space == space) {
+        for session in self.sessions.iter().filter(|session| session.namespace == namespace) {
             core.close_session(session.number)?;
         }
         core.shrink(self.config.host_bytes);
-        for session in self.sessions.iter_mut().filter(|session| session.space == space) {
+        for session in self.sessions.iter_mut().filter(|session| session.namespace == namespace) {
             let opts = SessionOpts::default();
-            session.number = core.open_session(self.spaces[space as usize], &opts)?;
+            session.number = core.open_session(self.namespaces[namespace as usize], &opts)?;
             core.append(session.number, &session.tokens)?;
         }
         Ok(())
@@ -117,7 +117,7 @@ impl World {
         let submitted = Submitted {
             kind: TransferKind::Prefetch,
             level: Level::Ram,
-            space: self.sessions[at].space,
+            namespace: self.sessions[at].namespace,
             tokens,
             marks: self.sessions[at].marks.clone(),
             first: 0,

@@ -26,7 +26,7 @@ use kvtier::store::state::disk_gc::{CheckpointWriter, Page};
 use kvtier::store::state::eviction::Granularity;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::work::{Work, WorkerKind};
-use kvtier::store::state::{Config, SpaceOpts, StoreState, Write};
+use kvtier::store::state::{Config, NamespaceOpts, StoreState, Write};
 use kvtier::tier::disk::{CellAt, CellIndex, Spot};
 
 pub(super) type Outcome<T> = std::result::Result<T, Failure>;
@@ -46,7 +46,7 @@ pub(super) fn wrong(words: String) -> Failure {
 
 pub(super) struct Session {
     pub(super) number: u32,
-    pub(super) space: u32,
+    pub(super) namespace: u32,
     pub(super) tokens: Vec<u32>,
     pub(super) marks: Vec<u64>,
 }
@@ -55,7 +55,7 @@ pub(super) struct Session {
 pub(super) struct Submitted {
     pub(super) kind: TransferKind,
     pub(super) level: Level,
-    pub(super) space: u32,
+    pub(super) namespace: u32,
     pub(super) tokens: Vec<u32>,
     pub(super) marks: Vec<u64>,
     pub(super) first: usize,
@@ -106,7 +106,7 @@ pub(super) struct World {
     pub(super) layouts: Vec<Layout>,
     /// Codec of each namespace's recipe.
     pub(super) codecs: [Option<Codec>; SPACES as usize],
-    pub(super) spaces: Vec<u32>,
+    pub(super) namespaces: Vec<u32>,
     pub(super) sessions: Vec<Session>,
     pub(super) submitted: BTreeMap<u32, Submitted>,
     /// Work that was taken and not executed.
@@ -232,7 +232,7 @@ impl World {
             clock,
             layouts: layouts()?,
             codecs,
-            spaces: Vec::new(),
+            namespaces: Vec::new(),
             sessions: Vec::new(),
             submitted: BTreeMap::new(),
             pending: Vec::new(),
@@ -247,19 +247,19 @@ impl World {
             remote_sim,
             report: Report::default(),
         };
-        world.open_spaces()?;
+        world.open_namespaces()?;
         Ok(world)
     }
 
-    pub(super) fn open_spaces(&mut self) -> Outcome<()> {
-        self.spaces.clear();
+    pub(super) fn open_namespaces(&mut self) -> Outcome<()> {
+        self.namespaces.clear();
         for (i, layout) in self.layouts.iter().enumerate() {
             let key = Key([i as u8 + 1; 32]);
-            let opts = SpaceOpts { key, layout: layout.clone(), holes: i == 1 };
+            let opts = NamespaceOpts { key, layout: layout.clone(), holes: i == 1 };
             let mut core = self.core.0.lock();
-            let space = core.open_space(&opts)?;
-            core.set_codec(space, self.codecs[i]);
-            self.spaces.push(space);
+            let namespace = core.open_namespace(&opts)?;
+            core.set_codec(namespace, self.codecs[i]);
+            self.namespaces.push(namespace);
         }
         Ok(())
     }

@@ -163,7 +163,7 @@ impl Check<'_> {
             self.finder.record(record)?;
         }
         for cell in record.cells() {
-            let who = Identity {
+            let identity = Identity {
                 key: head.chunk.key,
                 fingerprint: head.chunk.fingerprint,
                 layer: cell.layer,
@@ -188,7 +188,7 @@ impl Check<'_> {
             self.seen.0.try_reserve(1).map_err(|_| Status::NoMem)?;
             self.seen.0.push(Sighting {
                 spot: Spot::new(head.segment, at, cell.block).0,
-                seal: seal(&who, cell.planes()),
+                seal: seal(&identity, cell.planes()),
                 bytes: u32::try_from(cell.stored_bytes).unwrap_or(u32::MAX),
                 sound: read == Ok(true),
                 live: false,
