@@ -560,7 +560,7 @@ static void *signal_it(void *data) {
 }
 
 static void waiting(void) {
-    kvt_store_t *store = open_store_on(runtime, "store(host=4MiB, moves=4)");
+    kvt_store_t *store = open_store_on(runtime, "store(host=4MiB, transfers=4)");
     kvt_namespace_t *space = open_space(store, "");
     kvt_session_t *session = open_session(space, 32);
     engine_t engine, first, second;
@@ -621,7 +621,7 @@ static void waiting(void) {
     CHECK_IS(finish_op(&op), KVT_E_CANCELLED);
     kvt_op_t *ops[4];
     for (int i = 0; i < 4; i++) CHECK_OK(kvt_session_get(session, &move, NULL, &ops[i], NULL));
-    CHECK_IS(kvt_session_get(session, &move, NULL, &op, NULL), KVT_E_AGAIN); /* moves=4 */
+    CHECK_IS(kvt_session_get(session, &move, NULL, &op, NULL), KVT_E_AGAIN); /* transfers=4 */
     CHECK_EQ(stats_of(store).transfers, 4);
     CHECK_OK(kvt_ready_event_close(&event));
     for (int i = 0; i < 4; i++) CHECK_IS(finish_op(&ops[i]), KVT_E_CANCELLED);

@@ -267,7 +267,7 @@ static kvt_store_t *open_store(void) {
     char spec[256];
     snprintf(spec, sizeof spec,
              "store(host=512KiB, disk=disk(path=\"%s/kv\", bytes=12MiB, segment=1MiB, "
-             "buffered=true), chunks=4096, sessions=64, moves=32, cells=512, events=256)",
+             "buffered=true), chunks=4096, sessions=64, transfers=32, cells=512, events=256)",
              folder);
     kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
     opts.spec = spec;

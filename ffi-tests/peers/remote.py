@@ -43,7 +43,7 @@ class Kvtier:
         self.rows, self.back = rows, np.zeros_like(rows)
         self.runtime = kvtier.Runtime()
         spec = (f'store(host={3 * rows.nbytes}B, chunks=65536, remote=redis('
-                f'url="redis://127.0.0.1:{port}", write=never, ask=locate, timeout=10000))')
+                f'url="redis://127.0.0.1:{port}", write=never, lookup=explicit, timeout=10000))')
         self.stores = [kvtier.Store(self.runtime, spec) for _ in range(2)]
         group = kvtier.Group(layers=[0], k_bytes=RUN)
         self.spaces = [store.namespace(kvtier.Identity(model=b"peers"), chunk_tokens=TOKENS,

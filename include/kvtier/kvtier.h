@@ -4582,7 +4582,7 @@ kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
 /// Starts a remote lookup of a session's chunks. Never blocks. The op's value is the number of
 /// tokens, from the first on, that can be reused from this store and its remote. From then on,
 /// lookups and plans count chunks at the remote, and gets and prefetches fetch them. Appending at
-/// least a chunk starts the same lookup (`ask=append`); the op then only waits for it. Without a
+/// least a chunk starts the same lookup (`lookup=append`); the op then only waits for it. Without a
 /// remote, or while its circuit is open, the op ends at once. Closing the session ends it with
 /// KVT_E_CANCELLED.
 ///

@@ -547,7 +547,7 @@ fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_k
 /// Puts K and V of the next `tokens` tokens of a layer. The session must have these tokens
 /// (kvt_session_append). Policies see the keys, which must be finite. Then whole blocks are put
 /// into the store, and the rest is copied to the tail. The call waits for the put of a full tail.
-/// After a failure kvt_offload_tokens tells how many tokens were taken.
+/// After a failure kvt_offload_tokens says how many tokens were taken.
 ///
 /// @param first   Position of the first token: the number of tokens that the layer has.
 /// @param k       K, or the latent, in host memory or in memory of the store's device.

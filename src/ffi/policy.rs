@@ -388,7 +388,7 @@ pub struct kvt_policy_object_t {
     pub parent: u64,
     /// Size, 1 to 2^32 - 1.
     pub units: u64,
-    /// KVT_ROW_*.
+    /// KVT_OBJECT_*.
     pub flags: u64,
     /// Expected time of the next use, by the clock of now_ns; 0 = unknown.
     pub next_use_ns: i64,

@@ -1284,7 +1284,7 @@ pub unsafe extern "C" fn kvt_session_drop_blocks(
 /// Starts a remote lookup of a session's chunks. Never blocks. The op's value is the number of
 /// tokens, from the first on, that can be reused from this store and its remote. From then on,
 /// lookups and plans count chunks at the remote, and gets and prefetches fetch them. Appending at
-/// least a chunk starts the same lookup (`ask=append`); the op then only waits for it. Without a
+/// least a chunk starts the same lookup (`lookup=append`); the op then only waits for it. Without a
 /// remote, or while its circuit is open, the op ends at once. Closing the session ends it with
 /// KVT_E_CANCELLED.
 ///
@@ -1318,7 +1318,7 @@ pub unsafe extern "C" fn kvt_session_remote_lookup(
 ///
 /// An answer is a hint: a block that is gone when it is fetched is a miss. A hint is forgotten when
 /// the store needs its row for a chunk of its own, or after `known` later ones (a parameter of the
-/// remote); locate the block again then.
+/// remote); look the block up again then.
 ///
 /// @param names   1 to 65536; a name that occurs twice has two items. Copied.
 /// @param opts    Set a deadline: blocks without an answer then end with KVT_E_TIMEOUT.

@@ -1145,7 +1145,7 @@ const _: () = assert!(KVT_LATENCY_LOOKUP_BATCH as usize == TIMED.len() + 2);
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_latency_t {
-    /// KVT_TIMED_*.
+    /// KVT_LATENCY_*.
     pub kind: u32,
     pub reserved: u32,
     /// Number of timings.
@@ -1250,7 +1250,7 @@ pub unsafe extern "C" fn kvt_store_tenants(
 }
 
 /// Reads the latencies of gets, puts, worker batches and policy decisions: one row for each
-/// KVT_TIMED_*, in their order. Gets and puts count if they moved everything, from the call (or the
+/// KVT_LATENCY_*, in their order. Gets and puts count if they moved everything, from the call (or the
 /// ready event) to completion; those with `after` do not count. kvt_store_metrics has the
 /// histograms.
 ///

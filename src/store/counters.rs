@@ -262,7 +262,7 @@ pub struct RemoteStats {
     /// KVT_REMOTE_CIRCUIT_* of writes.
     #[gauge]
     pub write_circuit: u32,
-    /// Times that a circuit was opened: the remote was left alone for a while.
+    /// Times that a circuit was opened: requests were suspended for a while.
     pub circuit_opens: u64,
     /// Names looked up.
     pub looked_up_names: u64,

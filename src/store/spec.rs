@@ -17,7 +17,7 @@
 //! | `chunks` | 1048576 | most chunks, of all namespaces |
 //! | `forget` | false | chunks on disk may be forgotten that are more than `chunks`, where that was larger before |
 //! | `sessions` | 65536 | most sessions at once |
-//! | `moves`, `cells` | 16384, 65536 | most moves, and cells on their way, at once |
+//! | `transfers`, `cells` | 16384, 65536 | most transfers in flight, and their cells |
 //! | `events` | 16384 | events that are kept for readers |
 //! | `copiers`, `readers` | 0, 2 | threads that copy (0: as many as cores, at most 4), and that read the disk |
 //! | `control` | none | `"path"` of a local socket at which the tool can look at the store and change it |
@@ -59,10 +59,10 @@
 //! | `admission` | `all` | what is uploaded: `all`, `none`, `select(...)` |
 //! | `timeout` | 250, 2000 with S3 | milliseconds for a request, and one more for every 16 KiB that it moves |
 //! | `connect` | 1000 | milliseconds until a connection is usable |
-//! | `ask` | `append` | `append`: sessions look up the remote as soon as they have tokens; `fetch`: and fetch what arrives sooner than it is computed; `locate`: only on request |
+//! | `lookup` | `append` | `append`: sessions look up the remote as soon as they have tokens; `fetch`: and fetch what arrives sooner than it is computed; `explicit`: only by `kvt_session_remote_lookup` |
 //! | `fresh`, `absent` | 60000, 5000 | milliseconds for which an answer is valid: present, absent |
 //! | `known` | 65536 | names of which the answer is remembered |
-//! | `fetchers`, `senders` | 2, 1 | threads |
+//! | `fetchers`, `uploaders` | 2, 1 | threads |
 //! | `require` | false | an unreachable remote fails the opening of the store |
 //! | `ca`, `insecure` | none, false | with TLS: a file of authorities (PEM), default the system's; `insecure` disables certificate verification |
 //! | `cert`, `cert_key` | none, as `cert` | files (PEM) of a client certificate and its key |
@@ -213,7 +213,7 @@ impl StoreSpec {
             forgets: reader.bool("forget", false)?,
             max_sessions: reader.u64("sessions", u64::from(usual.max_sessions), 1..=1 << 24)?
                 as u32,
-            max_moves: reader.u64("moves", u64::from(usual.max_moves), 1..=1 << 20)? as u32,
+            max_moves: reader.u64("transfers", u64::from(usual.max_moves), 1..=1 << 20)? as u32,
             max_jobs: reader.u64("cells", u64::from(usual.max_jobs), 1..=1 << 24)? as u32,
             events: reader.u64("events", usual.events as u64, 1..=1 << 22)? as usize,
             ..usual
@@ -503,7 +503,7 @@ impl RemoteSpec {
             );
         }
         let write = reader.choice("write", &["through", "back", "never"])?;
-        let ask = reader.choice("ask", &["append", "locate", "fetch"])?;
+        let ask = reader.choice("lookup", &["append", "explicit", "fetch"])?;
         // Objects of S3 are long, and may come from far away.
         let usual_ms = if matches!(kind, Kind::S3 { .. }) { 2000 } else { 250 };
         let mut ms = |key, usual| reader.u64(key, usual, 1..=86_400_000).map(|ms: u64| ms * MS);
@@ -527,7 +527,7 @@ impl RemoteSpec {
             ..usual
         };
         let (fetchers, senders) =
-            (reader.u64("fetchers", 2, 1..=64)? as u32, reader.u64("senders", 1, 1..=64)? as u32);
+            (reader.u64("fetchers", 2, 1..=64)? as u32, reader.u64("uploaders", 1, 1..=64)? as u32);
         let require = reader.bool("require", false)?;
         reader.finish()?;
         let prefix = Prefix::new(prefix.unwrap_or("kvt"))?;
@@ -921,7 +921,7 @@ mod remote_spec_tests {
     #[test]
     fn a_remote_is_described() {
         let text =
-            "redis(url=\"redis://a:1\", write=through, timeout=100, ask=locate, prefix=\"p\")";
+            "redis(url=\"redis://a:1\", write=through, timeout=100, lookup=explicit, prefix=\"p\")";
         let spec = read(text).unwrap().unwrap();
         assert_eq!((spec.config.write, spec.config.timeout_ns), (Write::Through, 100 * MS));
         assert!(!spec.config.asks && !spec.require && spec.fetchers == 2);

@@ -106,7 +106,7 @@ impl Client for GatedLane {
 /// A store with one of these, by this clock.
 fn open(remote: &Gated, clock: &Clock) -> TestStore {
     let mut spec = spec_of(&format!(
-        "store(host=8MiB, remote=custom(object=16KiB, fetchers=1, senders=1, ask=locate, \
+        "store(host=8MiB, remote=custom(object=16KiB, fetchers=1, uploaders=1, lookup=explicit, \
          timeout={}))",
         TIMEOUT_NS / 1_000_000
     ));

@@ -95,12 +95,12 @@ fn stores_share_kv_through_the_remote() {
 
 #[test]
 fn located_kv_is_fetched_by_other_sessions() {
-    for ask in ["append", "locate"] {
+    for ask in ["append", "explicit"] {
         let scratch = Scratch::new(&format!("remote-again-{ask}"));
         let one = TestStore::open(&spec(&scratch.0, ""));
         let tokens = document(1, 100);
         assert_eq!(put(&one, &tokens, Level::Remote), None);
-        let other = TestStore::open(&spec(&scratch.0, &format!(", ask={ask}")));
+        let other = TestStore::open(&spec(&scratch.0, &format!(", lookup={ask}")));
         let (session, found) = located(&other, &tokens);
         assert_eq!(found, 96);
         other.close_session(session);
@@ -135,7 +135,7 @@ fn cheap_remote_kv_is_prefetched() {
     let one = TestStore::open(&spec(&scratch.0, ""));
     let tokens = document(1, 100);
     assert_eq!(put(&one, &tokens, Level::Remote), None);
-    let other = TestStore::open(&spec(&scratch.0, ", ask=fetch"));
+    let other = TestStore::open(&spec(&scratch.0, ", lookup=fetch"));
     let namespace = other.namespace(1, &MODEL);
     let fix = |beta| {
         let cost = Some(Cost { alpha: 0.0, beta });

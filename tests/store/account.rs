@@ -206,8 +206,8 @@ fn remote_memory_is_charged_to_the_budget() {
         bytes
     };
     let without = tables("remote=none");
-    let few = tables(&remote("known=4096,fetchers=1,senders=1"));
-    let many = tables(&remote("known=262144,fetchers=4,senders=2"));
+    let few = tables(&remote("known=4096,fetchers=1,uploaders=1"));
+    let many = tables(&remote("known=262144,fetchers=4,uploaders=2"));
     // Names of 16 bytes each, and threads.
     assert!(few >= without + (4096 << 4) + 3 * (256 << 10), "{few} {without}");
     assert!(many - few >= (258_048 << 4) + 4 * (256 << 10), "{many} {few}");

@@ -18,7 +18,7 @@ fn counted(store: &SteppedStore) -> BTreeMap<String, i64> {
     let text = store.lock().metrics_text();
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     let parts = lines.filter_map(|line| line.rsplit_once(' '));
-    let other = ["seconds", "_ns", "per_second", "_rate", "segments", "used_bytes", "table"];
+    let other = ["seconds", "_ns", "per_second", "_rate", "slabs", "used_bytes", "cost_bytes"];
     let kept = parts.filter(|(name, _)| !other.iter().any(|word| name.contains(word)));
     kept.map(|(name, number)| (name.to_string(), number.parse::<f64>().expect("a number") as i64))
         .collect()

@@ -83,7 +83,7 @@ def test_plans_are_explained(path: Path) -> None:
     model = kvtier.Model(path)
     memory = kvtier.StreamMemory(host_free_bytes=1 << 40, host_total_bytes=1 << 40)
     plan = model.plan(half(), memory)
-    assert plan["seat"] == "host" and plan["homes"]["file"]["units"] > 0 and plan["figures"]
+    assert plan["compute"] == "host" and plan["residency"]["file"]["units"] > 0 and plan["figures"]
     assert "host" in model.plan_text(half(), memory)
     slow, fast = model.what_if("disk=1", half(), memory), model.what_if("disk=2", half(), memory)
     assert fast["pass_ns"] < slow["pass_ns"] and slow["binding"] == "disk"
@@ -124,7 +124,7 @@ def test_units_have_the_bytes_of_the_file(runtime: kvtier.Runtime, path: Path, i
         assert [count.layer for count in streamer.layers()] == [4]
         assert {mark.stage for mark in streamer.marks()} <= {"read", "copy", "use", "wait"}
         assert len(streamer.residency()) == len(units) and "file" in streamer.residency()
-        assert streamer.plan()["seat"] == "host" and streamer.plan_text() and streamer.engine()
+        assert streamer.plan()["compute"] == "host" and streamer.plan_text() and streamer.engine()
         assert streamer.verify(0) == streamer.verify(0)
 
 

@@ -210,13 +210,13 @@ impl Plan {
     pub fn json(&self, inputs: &Inputs) -> String {
         let mut json = Json::default();
         json.object(|json| {
-            json.key("seat").text(if self.compute == ComputeLocation::Device {
+            json.key("compute").text(if self.compute == ComputeLocation::Device {
                 "device"
             } else {
                 "host"
             });
             json.key("mode").text(if self.mode == Mode::Ring { "ring" } else { "tiered" });
-            json.key("homes").object(|json| self.residencies_json(json, inputs));
+            json.key("residency").object(|json| self.residencies_json(json, inputs));
             json.key("runs").list(|json| self.runs_json(json, inputs));
             for (name, count, bytes) in [
                 ("slots", self.slots, self.slot_bytes),
@@ -261,7 +261,7 @@ impl Plan {
             json.object(|json| {
                 json.key("first").whole(run.first as u64);
                 json.key("last").whole(run.last as u64);
-                json.key("home").text(name_of(run.residency));
+                json.key("residency").text(name_of(run.residency));
                 json.key("on_processor").flag(run.on_processor);
             });
         }

@@ -165,11 +165,11 @@ fn description_totals_are_consistent() {
 fn is_read_by_programs(setup: &Setup, plan: &Plan) {
     let json: serde_json::Value = serde_json::from_str(&plan.json(&setup.inputs())).unwrap();
     assert_eq!(json["figures"].as_array().unwrap().len(), plan.figures.len());
-    assert_eq!(json["homes"]["host"]["units"], 1);
+    assert_eq!(json["residency"]["host"]["units"], 1);
     assert_eq!(json["forecast"]["pass_ns"], plan.forecast.unwrap().pass_ns);
     let runs = json["runs"].as_array().unwrap();
     assert_eq!(
-        (runs[0]["home"].as_str(), runs[0]["on_processor"].as_bool()),
+        (runs[0]["residency"].as_str(), runs[0]["on_processor"].as_bool()),
         (Some("host"), Some(true))
     );
 }

@@ -37,7 +37,7 @@ fn a_plan_is_made_for_another_machine() {
     let args = ["--device", "264M", "--device-link", "2G", "--host", "64M", "--disk", "1G"];
     let more = ["--context", "16", "--what-if", "h2d=1,disk=4", "--json"];
     let said = json(&plan(&[&path], &[&args[..], &more[..]].concat()).fine());
-    assert_eq!(said["seat"], "device");
+    assert_eq!(said["compute"], "device");
     assert!(number(&said, "/homes/device/units") > 0 && number(&said, "/homes/host/units") > 0);
     // Nothing comes from the disk, so it is the device link that counts: half as fast, twice
     // as long.
@@ -74,7 +74,7 @@ fn placements_and_slots_follow_the_arguments() {
         let of = |unit: u64| {
             let holds =
                 |run: &&Value| number(run, "/first") <= unit && unit <= number(run, "/last");
-            runs.iter().find(holds).expect("it")["home"].as_str().expect("text").to_string()
+            runs.iter().find(holds).expect("it")["residency"].as_str().expect("text").to_string()
         };
         (of(2), of(13))
     };

@@ -66,7 +66,7 @@ fn a_device_is_simulated() {
     let args = ["--device", "6M", "--device-link", "500M", "--host", "24M", "--compute", "100us"];
     for more in [&[][..], &["--ring"]] {
         let said = json(&run(&path, &[&args[..], more, &["--json"]].concat()).fine());
-        assert_eq!(said["plan"]["seat"], "device");
+        assert_eq!(said["plan"]["compute"], "device");
         let expected = if more.is_empty() { "tiered" } else { "ring" };
         assert_eq!(said["plan"]["mode"], expected);
         for pass in said["passes"].as_array().expect("passes") {
