@@ -624,7 +624,7 @@ fn read_kind(spec: &Spec, reader: &mut Reader) -> Result<Option<Kind>> {
             cluster: reader.bool("cluster", false)?,
             replicas: reader.choice("replicas", &["never", "read"])? == Some(1),
             ttl_s: reader.u64("ttl", 0, 0..=u64::from(u32::MAX))?,
-            wait: reader.u64("wait", 0, 0..=64)? as u32,
+            wait: reader.u64("wait", 0, 0..=16)? as u32,
             events: events(reader)?,
             events_kept: reader.u64("events_kept", 10_000, 1..=1 << 32)?,
         },

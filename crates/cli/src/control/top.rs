@@ -170,7 +170,7 @@ fn residency_map(out: &mut String, table: &Value, colours: bool) {
     let _ = writeln!(
         out,
         "\nsession {} of tenant {}: {} tokens; columns: chunks {} to {} of {}, rows: {} layers{}\n\
-         M memory, D disk, B both, ~ in transfer, . neither",
+         G device, M memory, D disk, B memory and disk, ~ in transfer, . none",
         number(session, "session"),
         number(session, "tenant"),
         number(session, "tokens"),
