@@ -1,6 +1,6 @@
 /*
- * The calls that bench.py times, in a loop of C's: what a call costs where no Python is. Each
- * function gives nanoseconds a call, or a negative status.
+ * C loops of the calls that bench.py times: the cost of a call without Python. Each function
+ * returns the nanoseconds per call, or a negative status.
  */
 #include <kvtier/kvtier.h>
 #include <time.h>
@@ -31,9 +31,9 @@ double bench_op_info(const kvt_op_t *op, uint64_t count) {
     TIMED(count, kvt_op_info(op, &out));
 }
 
-double bench_event(const kvt_event_t *event, uint64_t count) {
+double bench_event(const kvt_ready_event_t *event, uint64_t count) {
     uint32_t out;
-    TIMED(count, kvt_event_query(event, &out));
+    TIMED(count, kvt_ready_event_query(event, &out));
 }
 
 double bench_touch(const kvt_policy_t *policy, const uint64_t *ids, uint64_t each,

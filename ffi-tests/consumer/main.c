@@ -33,7 +33,7 @@ static int run(const char *faults, kvt_status_t expected) {
     TRY(kvt_buffer_wrap(runtime, memory[0], sizeof memory[0], NULL, NULL, &from, &err));
     TRY(kvt_buffer_wrap(runtime, memory[1], sizeof memory[1], NULL, NULL, &to, &err));
     memset(&item, 0, sizeof item);
-    item.kind = KVT_DO_COPY;
+    item.kind = KVT_ITEM_COPY;
     item.src = from;
     item.dst = to;
     item.bytes = sizeof memory[0];

@@ -36,7 +36,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_BUFFER_OPTS_INIT KVT_INIT_(kvt_buffer_opts_t)
 #define KVT_CLEAR_REPORT_INIT KVT_INIT_(kvt_clear_report_t)
 #define KVT_CLOSE_REPORT_INIT KVT_INIT_(kvt_close_report_t)
-#define KVT_CONFORMANCE_INIT KVT_INIT_(kvt_conformance_t)
+#define KVT_CONFORMANCE_REPORT_INIT KVT_INIT_(kvt_conformance_report_t)
 #define KVT_CONFORMANCE_OPTS_INIT KVT_INIT_(kvt_conformance_opts_t)
 #define KVT_DEMOTE_REPORT_INIT KVT_INIT_(kvt_demote_report_t)
 #define KVT_DEVICE_CUSTOM_INIT KVT_INIT_(kvt_device_custom_t)
@@ -49,7 +49,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_UNIT_LEASE_INIT KVT_INIT_(kvt_unit_lease_t)
 #define KVT_IDENTITY_INIT KVT_INIT_(kvt_identity_t)
 #define KVT_INDEX_INIT KVT_INIT_(kvt_index_t)
-#define KVT_JOB_INFO_INIT KVT_INIT_(kvt_job_info_t)
+#define KVT_ATTENTION_JOB_INFO_INIT KVT_INIT_(kvt_attention_job_info_t)
 #define KVT_TOKEN_LISTS_INIT KVT_INIT_(kvt_token_lists_t)
 #define KVT_KERNEL_LIMITS_INIT KVT_INIT_(kvt_kernel_limits_t)
 #define KVT_LAYOUT_INIT KVT_INIT_(kvt_layout_t)
@@ -58,7 +58,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_MODEL_INFO_INIT KVT_INIT_(kvt_model_info_t)
 #define KVT_MODEL_TABLE_INIT KVT_INIT_(kvt_model_table_t)
 #define KVT_TRANSFER_INIT KVT_INIT_(kvt_transfer_t)
-#define KVT_NAMES_INIT KVT_INIT_(kvt_names_t)
+#define KVT_BLOCK_NAMES_INIT KVT_INIT_(kvt_block_names_t)
 #define KVT_BLOCKS_INIT KVT_INIT_(kvt_blocks_t)
 #define KVT_OFFLOAD_KV_INIT KVT_INIT_(kvt_offload_kv_t)
 #define KVT_OFFLOAD_OPTS_INIT KVT_INIT_(kvt_offload_opts_t)
@@ -75,11 +75,11 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_POLICY_OPTS_INIT KVT_INIT_(kvt_policy_opts_t)
 #define KVT_POLICY_OUTCOME_INIT KVT_INIT_(kvt_policy_outcome_t)
 #define KVT_POLICY_PREDICTOR_INIT KVT_INIT_(kvt_policy_predictor_t)
-#define KVT_POLICY_RULES_INIT KVT_INIT_(kvt_policy_rules_t)
+#define KVT_POLICY_ADVICE_RULES_INIT KVT_INIT_(kvt_policy_advice_rules_t)
 #define KVT_POLICY_SELECTION_INIT KVT_INIT_(kvt_policy_selection_t)
 #define KVT_POLICY_STATS_INIT KVT_INIT_(kvt_policy_stats_t)
 #define KVT_POLICY_CONTEXT_INIT KVT_INIT_(kvt_policy_context_t)
-#define KVT_PREFILL_INIT KVT_INIT_(kvt_prefill_t)
+#define KVT_PREFILL_COST_INIT KVT_INIT_(kvt_prefill_cost_t)
 #define KVT_ATTENTION_ARGS_INIT KVT_INIT_(kvt_attention_args_t)
 #define KVT_QUEUE_OPTS_INIT KVT_INIT_(kvt_queue_opts_t)
 #define KVT_QUEUE_STATS_INIT KVT_INIT_(kvt_queue_stats_t)
@@ -213,7 +213,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_OP_CANCEL 8
 
 /**
- * Each item becomes an op of its own; ops_out then receives one per item.
+ * Each item becomes an op of its own; out_ops then receives one per item.
  */
 #define KVT_SUBMIT_EACH 1
 
@@ -326,23 +326,23 @@ template <typename T> inline T kvt_sized_() {
 /**
  * Copy the source to the target; they may overlap.
  */
-#define KVT_DO_COPY 1
+#define KVT_ITEM_COPY 1
 
 /**
  * Report the checksum of the source as it was read.
  */
-#define KVT_DO_CHECKSUM 2
+#define KVT_ITEM_CHECKSUM 2
 
 /**
  * Compare that checksum with `expect`: KVT_E_CORRUPT if it differs (a copy
  * asked for along with it has been made all the same).
  */
-#define KVT_DO_VERIFY 4
+#define KVT_ITEM_VERIFY 4
 
 /**
  * Make the target's pages present; contents stay. Alone only.
  */
-#define KVT_DO_PREFAULT 8
+#define KVT_ITEM_PREFAULT 8
 
 /**
  * The processor reaches it.
@@ -489,92 +489,92 @@ template <typename T> inline T kvt_sized_() {
 /**
  * A whole chunk has come to a tier.
  */
-#define KVT_STORE_STORED 1
+#define KVT_STORE_EVENT_STORED 1
 
 /**
  * A chunk is whole in a tier no more.
  */
-#define KVT_STORE_REMOVED 2
+#define KVT_STORE_EVENT_REMOVED 2
 
 /**
  * Nothing of a namespace is left in any tier (kvt_namespace_clear).
  */
-#define KVT_STORE_CLEARED 3
+#define KVT_STORE_EVENT_CLEARED 3
 
 /**
  * Gets of which all was in memory.
  */
-#define KVT_TIMED_GET_HOST 1
+#define KVT_LATENCY_GET_HOST 1
 
 /**
  * Gets of which something had to be read from disk.
  */
-#define KVT_TIMED_GET_DISK 2
+#define KVT_LATENCY_GET_DISK 2
 
 /**
  * Puts until they are in memory.
  */
-#define KVT_TIMED_PUT_RAM 3
+#define KVT_LATENCY_PUT_RAM 3
 
 /**
  * Puts until they are on disk.
  */
-#define KVT_TIMED_PUT_DISK 4
+#define KVT_LATENCY_PUT_DISK 4
 
 /**
  * Puts until they are durable.
  */
-#define KVT_TIMED_PUT_DURABLE 5
+#define KVT_LATENCY_PUT_DURABLE 5
 
 /**
  * Batches of copies between tensors and memory.
  */
-#define KVT_TIMED_COPY_BATCH 6
+#define KVT_LATENCY_COPY_BATCH 6
 
 /**
  * Batches of reads of the disk.
  */
-#define KVT_TIMED_READ_BATCH 7
+#define KVT_LATENCY_READ_BATCH 7
 
 /**
  * Batches of writes to it.
  */
-#define KVT_TIMED_WRITE_BATCH 8
+#define KVT_LATENCY_WRITE_BATCH 8
 
 /**
  * Syncs.
  */
-#define KVT_TIMED_SYNC_BATCH 9
+#define KVT_LATENCY_SYNC_BATCH 9
 
 /**
  * Cleanings, sweeps, checkpoints and notes.
  */
-#define KVT_TIMED_UPKEEP_BATCH 10
+#define KVT_LATENCY_UPKEEP_BATCH 10
 
 /**
  * Choices of who leaves memory: one in some is timed.
  */
-#define KVT_TIMED_HOST_DECISION 11
+#define KVT_LATENCY_HOST_DECISION 11
 
 /**
  * Choices of who leaves the disk: one in some is timed.
  */
-#define KVT_TIMED_DISK_DECISION 12
+#define KVT_LATENCY_DISK_DECISION 12
 
 /**
  * Batches of objects that come from the remote.
  */
-#define KVT_TIMED_FETCH_BATCH 13
+#define KVT_LATENCY_FETCH_BATCH 13
 
 /**
  * Batches of objects that go there.
  */
-#define KVT_TIMED_UPLOAD_BATCH 14
+#define KVT_LATENCY_UPLOAD_BATCH 14
 
 /**
  * Questions what the remote has.
  */
-#define KVT_TIMED_LOOKUP_BATCH 15
+#define KVT_LATENCY_LOOKUP_BATCH 15
 
 /**
  * Requests go to the remote.
@@ -604,15 +604,15 @@ template <typename T> inline T kvt_sized_() {
 /**
  * It has not come yet.
  */
-#define KVT_EVENT_PENDING 0
+#define KVT_READY_EVENT_PENDING 0
 
 /**
  * It has come.
  */
-#define KVT_EVENT_SIGNALLED 1
+#define KVT_READY_EVENT_SIGNALLED 1
 
 /**
- * An op for each layer: ops_out then receives one per layer of the move, and the
+ * An op for each layer: out_ops then receives one per layer of the move, and the
  * tag of layer i of the move is the given one plus i. The move is given up once all
  * of them were cancelled.
  */
@@ -624,7 +624,7 @@ template <typename T> inline T kvt_sized_() {
  * state the last chunk; their other cells are left alone, and are no misses. So a segment
  * of a plan can be got as it is planned. Views describe all tokens of the move.
  */
-#define KVT_TRANSFER_REUSE 2
+#define KVT_TRANSFER_NEEDED_ONLY 2
 
 /**
  * A put has ended when the cells are in memory.
@@ -707,7 +707,7 @@ template <typename T> inline T kvt_sized_() {
 /**
  * `parent` is given.
  */
-#define KVT_ROW_PARENT 1
+#define KVT_OBJECT_HAS_PARENT 1
 
 /**
  * It will not be used again.
@@ -717,7 +717,7 @@ template <typename T> inline T kvt_sized_() {
 /**
  * `confidence` is meant as it is; without this flag it is 1.
  */
-#define KVT_HINT_CONFIDENCE 2
+#define KVT_HINT_ZERO_CONFIDENCE 2
 
 /**
  * Why a sequence stopped: not said.
@@ -810,7 +810,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_NEEDS_NEXT_QUERY 8
 
 /**
- * A score a candidate, before each selection: kvt_sparse_score.
+ * A score a candidate, before each selection: kvt_sparse_add_scores.
  */
 #define KVT_NEEDS_SCORES 16
 
@@ -820,7 +820,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_NEEDS_VALUES 32
 
 /**
- * A weight for each query and head, before each question: kvt_sparse_score.
+ * A weight for each query and head, before each question: kvt_sparse_add_scores.
  */
 #define KVT_NEEDS_WEIGHTS 64
 
@@ -907,7 +907,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_KERNEL_DECODE 1
 
 /**
- * kvt_sums_open.
+ * kvt_column_sums_open.
  */
 #define KVT_KERNEL_SUMS 2
 
@@ -955,7 +955,7 @@ template <typename T> inline T kvt_sized_() {
  * Of a load: these blocks were chosen by somebody else. They come as they are, no policy is
  * asked, and the tail comes behind them. A query serves audits alone.
  */
-#define KVT_OFFLOAD_CHOSEN 1
+#define KVT_OFFLOAD_LOAD_CHOSEN 1
 
 /**
  * Of no layer, or no expert.
@@ -1080,7 +1080,7 @@ template <typename T> inline T kvt_sized_() {
  * expert_slots says so; the streamer gives those beyond that need back, too. A streamer with a budget is opened like this in any case. Not the bit
  * of any flag of kvt_stream_opts_t.
  */
-#define KVT_STREAM_SHRINKS 256
+#define KVT_TERMS_SHRINKS 256
 
 /**
  * kvt_stream_opts_t.flags: the disk is measured first, if its speed is not said: that reads
@@ -1095,7 +1095,7 @@ template <typename T> inline T kvt_sized_() {
 
 /**
  * Every unit has an address of its own, which never changes, and memory only while it is
- * there: see kvt_stream_fixed. On a device it takes whole pieces of what the device maps by
+ * there: see kvt_stream_unit_address. On a device it takes whole pieces of what the device maps by
  * (2 MiB on CUDA), and the plan counts them.
  */
 #define KVT_STREAM_IN_PLACE 4
@@ -1124,7 +1124,7 @@ template <typename T> inline T kvt_sized_() {
 /**
  * pinned_percent is meant as it is, also when it is 0.
  */
-#define KVT_STREAM_PINNED 128
+#define KVT_STREAM_SET_PINNED_PERCENT 128
 
 /**
  * The device reads units into its slots by itself, past host memory (CUDA: cuFile, loaded now,
@@ -1199,7 +1199,7 @@ template <typename T> inline T kvt_sized_() {
  * kvt_stream_acquire, on a device: does not wait for copies that are on their way:
  * kvt_unit_lease_t.event says when the bytes are there. kvt_device_stream_wait has a stream wait for it.
  */
-#define KVT_ACQUIRE_EARLY 2
+#define KVT_ACQUIRE_SUBMITTED 2
 
 /**
  * host_bytes is meant as it is, also when it is 0.
@@ -1212,44 +1212,44 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_LIMIT_DEVICE 2
 
 /**
- * kvt_stream_mark_t.stage: a chunk was read.
+ * kvt_stream_span_t.stage: a chunk was read.
  */
 #define KVT_STAGE_READ 1
 
 /**
- * kvt_stream_mark_t.stage: a chunk was copied to the device.
+ * kvt_stream_span_t.stage: a chunk was copied to the device.
  */
 #define KVT_STAGE_COPY 2
 
 /**
- * kvt_stream_mark_t.stage: the engine had a unit.
+ * kvt_stream_span_t.stage: the engine had a unit.
  */
 #define KVT_STAGE_USE 3
 
 /**
- * kvt_stream_mark_t.stage: the engine waited for a unit.
+ * kvt_stream_span_t.stage: the engine waited for a unit.
  */
 #define KVT_STAGE_WAIT 4
 
 /**
  * The processor copies, done when the call returns.
  */
-#define KVT_DEVICE_HOST 1
+#define KVT_DEVICE_KIND_HOST 1
 
 /**
  * A GPU by way of the CUDA driver, which is loaded when the device is opened.
  */
-#define KVT_DEVICE_CUDA 2
+#define KVT_DEVICE_KIND_CUDA 2
 
 /**
  * The engine copies: kvt_device_custom_t.
  */
-#define KVT_DEVICE_CUSTOM 3
+#define KVT_DEVICE_KIND_CUSTOM 3
 
 /**
  * None at all: it takes its time and spoils what is not waited for. For tests.
  */
-#define KVT_DEVICE_SIMULATED 4
+#define KVT_DEVICE_KIND_SIMULATED 4
 
 /**
  * Work goes on after a call has returned.
@@ -1259,7 +1259,7 @@ template <typename T> inline T kvt_sized_() {
 /**
  * It sums what it copies.
  */
-#define KVT_DEVICE_SUMS 2
+#define KVT_DEVICE_CHECKSUMS 2
 
 /**
  * It has memory that only it reaches: KVT_MEMORY_DEVICE.
@@ -1290,70 +1290,70 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_COPY_SCATTER 1
 
 /**
- * Its checksum is wanted, of devices that sum (KVT_DEVICE_SUMS): of an asynchronous one that of
+ * Its checksum is wanted, of devices that sum (KVT_DEVICE_CHECKSUMS): of an asynchronous one that of
  * the side in its memory, what was read there or what is there now (both sides: the target).
  */
-#define KVT_COPY_SUM 1
+#define KVT_COPY_CHECKSUM 1
 
 /**
  * Moves runs of bytes.
  */
-#define KVT_LAUNCH_MOVE 1
+#define KVT_DEVICE_KERNEL_MOVE 1
 
 /**
  * Changes what numbers are, with scales or without.
  */
-#define KVT_LAUNCH_CONVERT 2
+#define KVT_DEVICE_KERNEL_CONVERT 2
 
 /**
  * Sums bytes as the store does.
  */
-#define KVT_LAUNCH_SUM 3
+#define KVT_DEVICE_KERNEL_SUM 3
 
 /**
  * Makes the boxes of pages wider.
  */
-#define KVT_LAUNCH_PAGE_BOXES 4
+#define KVT_DEVICE_KERNEL_PAGE_BOXES 4
 
 /**
  * The most that a query can have of each page.
  */
-#define KVT_LAUNCH_PAGE_SCORES 5
+#define KVT_DEVICE_KERNEL_PAGE_SCORES 5
 
 /**
  * The largest of each row.
  */
-#define KVT_LAUNCH_TOP 6
+#define KVT_DEVICE_KERNEL_TOP 6
 
 /**
  * Adds weights to what tokens had.
  */
-#define KVT_LAUNCH_ADD 7
+#define KVT_DEVICE_KERNEL_ADD 7
 
 /**
  * Which tokens stay.
  */
-#define KVT_LAUNCH_KEEP 8
+#define KVT_DEVICE_KERNEL_KEEP 8
 
 /**
  * Moves what stays together.
  */
-#define KVT_LAUNCH_COMPACT 9
+#define KVT_DEVICE_KERNEL_COMPACT 9
 
 /**
  * Columns and diagonals of the last queries.
  */
-#define KVT_LAUNCH_ESTIMATE 10
+#define KVT_DEVICE_KERNEL_ESTIMATE 10
 
 /**
  * Attention of a prompt over lines or blocks.
  */
-#define KVT_LAUNCH_PREFILL 11
+#define KVT_DEVICE_KERNEL_PREFILL 11
 
 /**
  * Attention of few queries over chosen pages.
  */
-#define KVT_LAUNCH_DECODE 12
+#define KVT_DEVICE_KERNEL_DECODE 12
 
 /**
  * The device is closed at the end, which is a check as well.
@@ -1441,7 +1441,7 @@ typedef struct kvt_error_t kvt_error_t;
  * A moment that comes once: memory is ready. Moves wait for it (kvt_transfer_t.ready).
  * Internally locked: any thread may use it.
  */
-typedef struct kvt_event_t kvt_event_t;
+typedef struct kvt_ready_event_t kvt_ready_event_t;
 
 /**
  * Attention that is to be computed. Pieces of it are *items*, which the engine's threads run,
@@ -1449,7 +1449,7 @@ typedef struct kvt_event_t kvt_event_t;
  * comes out has the same bits whoever runs what. All that a job was opened with stays as it
  * is until it is closed.
  */
-typedef struct kvt_job_t kvt_job_t;
+typedef struct kvt_attention_job_t kvt_attention_job_t;
 
 /**
  * What is in the files of a model: tensors, and the units that they move in. It never
@@ -1760,7 +1760,7 @@ typedef struct kvt_runtime_stats_t {
     /**
      * Submissions refused because max_ops lived.
      */
-    uint64_t ops_refused;
+    uint64_t ops_rejected;
     /**
      * Worker threads.
      */
@@ -1842,7 +1842,7 @@ typedef struct kvt_op_item_t {
 typedef struct kvt_completion_t {
     /**
      * The op, still to be freed by you; null when it was submitted without a
-     * handle (ops_out null).
+     * handle (out_ops null).
      */
     struct kvt_op_t *op;
     /**
@@ -2089,7 +2089,7 @@ typedef struct kvt_tier_report_t {
     /**
      * Bytes owners were asked to give back so far.
      */
-    uint64_t reclaim_asked_bytes;
+    uint64_t reclaim_requested_bytes;
 } kvt_tier_report_t;
 
 /**
@@ -2241,7 +2241,7 @@ typedef struct kvt_buffer_info_t {
  */
 typedef struct kvt_buffer_item_t {
     /**
-     * KVT_DO_* bits.
+     * KVT_ITEM_* bits.
      */
     uint32_t kind;
     /**
@@ -2257,7 +2257,7 @@ typedef struct kvt_buffer_item_t {
      */
     uint64_t dst_offset;
     /**
-     * The source; null for KVT_DO_PREFAULT.
+     * The source; null for KVT_ITEM_PREFAULT.
      */
     const struct kvt_buffer_t *src;
     /**
@@ -2269,7 +2269,7 @@ typedef struct kvt_buffer_item_t {
      */
     uint64_t bytes;
     /**
-     * The checksum to compare with, for KVT_DO_VERIFY.
+     * The checksum to compare with, for KVT_ITEM_VERIFY.
      */
     uint64_t expect;
     /**
@@ -3018,7 +3018,7 @@ typedef struct kvt_lookup_t {
     /**
      * The same, once what is on its way has come.
      */
-    uint64_t soon_tokens;
+    uint64_t reusable_soon_tokens;
     /**
      * Bytes that are on the device.
      */
@@ -3049,7 +3049,7 @@ typedef struct kvt_lookup_t {
  * What computing costs: n tokens after l tokens of context take
  * n * beta_ns + alpha_ns * (n * l + n * n / 2).
  */
-typedef struct kvt_prefill_t {
+typedef struct kvt_prefill_cost_t {
     /**
      * sizeof of this struct.
      */
@@ -3074,7 +3074,7 @@ typedef struct kvt_prefill_t {
      * Always 0.
      */
     uint32_t reserved;
-} kvt_prefill_t;
+} kvt_prefill_cost_t;
 
 /**
  * Something that changed. Stands in arrays only.
@@ -3089,12 +3089,12 @@ typedef struct kvt_store_event_t {
      */
     uint64_t at_ns;
     /**
-     * KVT_STORE_STORED, KVT_STORE_REMOVED or KVT_STORE_CLEARED. There may be others
+     * KVT_STORE_EVENT_STORED, KVT_STORE_EVENT_REMOVED or KVT_STORE_EVENT_CLEARED. There may be others
      * one day: pass them by.
      */
     uint32_t kind;
     /**
-     * Which tier, KVT_TIER_*; 0 with KVT_STORE_CLEARED.
+     * Which tier, KVT_TIER_*; 0 with KVT_STORE_EVENT_CLEARED.
      */
     uint32_t tier;
     /**
@@ -3530,7 +3530,7 @@ typedef struct kvt_transfer_t {
      * then, targets in use by nobody. Null = now. The handle may be closed once it was
      * signalled. Prefetch before, if what comes from disk is to come meanwhile.
      */
-    const struct kvt_event_t *ready;
+    const struct kvt_ready_event_t *ready;
     /**
      * Of a get or a prefetch: the chunks that are wanted, 0 = the one of first_token,
      * ascending; copied. Views have their tokens one after the other, and no others. Null =
@@ -3567,7 +3567,7 @@ typedef struct kvt_plan_terms_t {
     uint64_t flags;
     /**
      * With KVT_PLAN_COST: nanoseconds a token and token of context. Without it plans
-     * go by kvt_namespace_prefill.
+     * go by kvt_namespace_prefill_cost.
      */
     double alpha_ns;
     /**
@@ -3718,7 +3718,7 @@ typedef struct kvt_sequence_t {
  * are equal content: its own hashes, say, of all that the content depends on and the
  * namespace's identity does not say.
  */
-typedef struct kvt_names_t {
+typedef struct kvt_block_names_t {
     /**
      * sizeof of this struct.
      */
@@ -3739,7 +3739,7 @@ typedef struct kvt_names_t {
      * How many; at most 2^22, and 65536 for a move or to locate them.
      */
     uint64_t count;
-} kvt_names_t;
+} kvt_block_names_t;
 
 /**
  * Blocks, and where the engine has them.
@@ -3756,7 +3756,7 @@ typedef struct kvt_blocks_t {
     /**
      * What they are called.
      */
-    const struct kvt_names_t *names;
+    const struct kvt_block_names_t *names;
     /**
      * The first layer.
      */
@@ -3791,7 +3791,7 @@ typedef struct kvt_blocks_t {
     /**
      * See kvt_transfer_t.
      */
-    const struct kvt_event_t *ready;
+    const struct kvt_ready_event_t *ready;
     /**
      * See kvt_transfer_t.
      */
@@ -4157,13 +4157,13 @@ typedef struct kvt_policy_context_t {
 /**
  * An object to be inserted. Stands in arrays only.
  */
-typedef struct kvt_policy_row_t {
+typedef struct kvt_policy_object_t {
     /**
      * The caller's number for it.
      */
     uint64_t id;
     /**
-     * The object that it continues, with KVT_ROW_PARENT; one that is not there
+     * The object that it continues, with KVT_OBJECT_HAS_PARENT; one that is not there
      * counts as none.
      */
     uint64_t parent;
@@ -4207,7 +4207,7 @@ typedef struct kvt_policy_row_t {
      * Chunks of that sequence.
      */
     uint32_t chunks;
-} kvt_policy_row_t;
+} kvt_policy_object_t;
 
 /**
  * One that leaves. Stands in arrays only.
@@ -4516,7 +4516,7 @@ typedef struct kvt_policy_advice_t {
 /**
  * What advice goes by.
  */
-typedef struct kvt_policy_rules_t {
+typedef struct kvt_policy_advice_rules_t {
     /**
      * sizeof of this struct.
      */
@@ -4549,7 +4549,7 @@ typedef struct kvt_policy_rules_t {
      * Windows in a row that must agree; 0 = 2.
      */
     uint64_t patience;
-} kvt_policy_rules_t;
+} kvt_policy_advice_rules_t;
 
 /**
  * What a model's attention is.
@@ -4744,7 +4744,7 @@ typedef struct kvt_sparse_context_t {
 
 /**
  * Chooses among blocks, for `query`: writes ids, each a candidate and each once, to `ids`,
- * which has room for all of them, and their number to `count_out`. Any order.
+ * which has room for all of them, and their number to `out_count`. Any order.
  */
 typedef kvt_status_t (*kvt_select_blocks_fn)(void *user_data,
                                              uint32_t layer,
@@ -4753,7 +4753,7 @@ typedef kvt_status_t (*kvt_select_blocks_fn)(void *user_data,
                                              uint64_t candidate_count,
                                              const struct kvt_sparse_context_t *context,
                                              uint32_t *ids,
-                                             uint64_t *count_out);
+                                             uint64_t *out_count);
 
 /**
  * How the lists of a head are meant. Heads may share lists. Stands in arrays only.
@@ -5149,7 +5149,7 @@ typedef struct kvt_resident_tokens_t {
      */
     const struct kvt_attention_t *attention;
     /**
-     * What has stayed: the lists of kvt_sparse_evicted. Null = nothing was evicted.
+     * What has stayed: the lists of kvt_sparse_commit_eviction. Null = nothing was evicted.
      */
     const struct kvt_token_lists_t *kept;
     /**
@@ -5203,7 +5203,7 @@ typedef struct kvt_kernel_limits_t {
 /**
  * How a job is cut.
  */
-typedef struct kvt_job_info_t {
+typedef struct kvt_attention_job_info_t {
     /**
      * sizeof of this struct.
      */
@@ -5232,7 +5232,7 @@ typedef struct kvt_job_info_t {
      * Of a decode that keeps scores: keys that kvt_decode_sums has sums of, for each head.
      */
     uint64_t sum_keys;
-} kvt_job_info_t;
+} kvt_attention_job_info_t;
 
 /**
  * What is to be computed: queries are at `first_query` and the positions after it, and see
@@ -5874,7 +5874,7 @@ typedef struct kvt_stream_terms_t {
      */
     uint64_t struct_size;
     /**
-     * KVT_TERMS_*, KVT_STREAM_SHRINKS.
+     * KVT_TERMS_*, KVT_TERMS_SHRINKS.
      */
     uint64_t flags;
     /**
@@ -5921,7 +5921,7 @@ typedef struct kvt_stream_terms_t {
     /**
      * Bytes of a number of KV; 0 = 2.
      */
-    uint32_t kv_number_bytes;
+    uint32_t kv_element_bytes;
     /**
      * So many of the last layers are computed by the processor; for a device seat.
      */
@@ -5939,7 +5939,7 @@ typedef struct kvt_stream_terms_t {
      */
     uint64_t hidden_bytes;
     /**
-     * Slots for experts; 0 = as many as there is room for, with KVT_STREAM_SHRINKS as few as a
+     * Slots for experts; 0 = as many as there is room for, with KVT_TERMS_SHRINKS as few as a
      * layer needs.
      */
     uint32_t expert_slots;
@@ -6160,7 +6160,7 @@ typedef struct kvt_stream_opts_t {
     /**
      * Who pays for memory, a budget of the same runtime; null = nobody. When the budget needs
      * host memory for others, residents go back to the file: with a budget the terms have
-     * KVT_STREAM_SHRINKS.
+     * KVT_TERMS_SHRINKS.
      */
     const struct kvt_budget_t *budget;
     /**
@@ -6376,7 +6376,7 @@ typedef struct kvt_stream_stats_t {
     /**
      * What the disk was measured or said to do, in bytes a second; 0 = not known.
      */
-    uint64_t read_ceiling;
+    uint64_t read_ceiling_bytes_per_s;
     /**
      * Bytes that were copied to the device.
      */
@@ -6388,7 +6388,7 @@ typedef struct kvt_stream_stats_t {
     /**
      * What the link to the device was said to do; 0 = not known.
      */
-    uint64_t copy_ceiling;
+    uint64_t copy_ceiling_bytes_per_s;
     /**
      * Bytes that were brought and never used.
      */
@@ -6419,7 +6419,7 @@ typedef struct kvt_stream_stats_t {
 /**
  * What became of the experts of a layer. Stands in arrays only.
  */
-typedef struct kvt_layer_count_t {
+typedef struct kvt_expert_stats_t {
     /**
      * The layer.
      */
@@ -6440,12 +6440,12 @@ typedef struct kvt_layer_count_t {
      * Bytes that were brought.
      */
     uint64_t bytes;
-} kvt_layer_count_t;
+} kvt_expert_stats_t;
 
 /**
  * Something that took time. Stands in arrays only.
  */
-typedef struct kvt_stream_mark_t {
+typedef struct kvt_stream_span_t {
     /**
      * KVT_STAGE_*.
      */
@@ -6462,7 +6462,7 @@ typedef struct kvt_stream_mark_t {
      * Until when.
      */
     uint64_t end_ns;
-} kvt_stream_mark_t;
+} kvt_stream_span_t;
 
 /**
  * Rows of bytes to copy: `runs` runs of `run_bytes` bytes, read and written at equal distances.
@@ -6516,7 +6516,7 @@ typedef kvt_status_t (*kvt_device_submit_fn)(void *user_data,
                                              const struct kvt_copy_rows_t *copies,
                                              uint64_t count,
                                              uint64_t stride_bytes,
-                                             uint64_t *event_out);
+                                             uint64_t *out_event);
 
 /**
  * Whether an event has come: KVT_OK, or KVT_E_AGAIN while it has not. Anything else is what its
@@ -6542,7 +6542,7 @@ typedef void (*kvt_device_release_fn)(void *user_data, uint64_t event);
  */
 typedef kvt_status_t (*kvt_device_allocate_fn)(void *user_data,
                                                uint64_t bytes,
-                                               uint64_t *address_out);
+                                               uint64_t *out_address);
 
 /**
  * Takes it back.
@@ -6552,7 +6552,7 @@ typedef void (*kvt_device_free_fn)(void *user_data, uint64_t address, uint64_t b
 /**
  * What it has left to give.
  */
-typedef kvt_status_t (*kvt_device_free_bytes_fn)(void *user_data, uint64_t *bytes_out);
+typedef kvt_status_t (*kvt_device_free_bytes_fn)(void *user_data, uint64_t *out_bytes);
 
 /**
  * Learns of host memory that copies use again and again; with 0 bytes: that it goes.
@@ -6567,7 +6567,7 @@ typedef kvt_status_t (*kvt_device_register_host_fn)(void *user_data,
  */
 typedef kvt_status_t (*kvt_device_import_event_fn)(void *user_data,
                                                    uint64_t raw,
-                                                   uint64_t *event_out);
+                                                   uint64_t *out_event);
 
 /**
  * Has a stream that the engine names go on only after an event: see kvt_device_stream_wait. It is not
@@ -6584,7 +6584,7 @@ typedef kvt_status_t (*kvt_device_stream_wait_fn)(void *user_data,
  */
 typedef struct kvt_kernel_t {
     /**
-     * KVT_LAUNCH_*.
+     * KVT_DEVICE_KERNEL_*.
      */
     uint32_t kind;
     /**
@@ -6750,12 +6750,12 @@ typedef kvt_status_t (*kvt_device_launch_fn)(void *user_data,
                                              const struct kvt_kernel_t *kernels,
                                              uint64_t count,
                                              uint64_t stride_bytes,
-                                             uint64_t *event_out);
+                                             uint64_t *out_event);
 
 /**
  * Makes an event that comes when `keep` says so: what is put behind it waits until then.
  */
-typedef kvt_status_t (*kvt_device_create_event_fn)(void *user_data, uint64_t *event_out);
+typedef kvt_status_t (*kvt_device_create_event_fn)(void *user_data, uint64_t *out_event);
 
 /**
  * Has such an event come, if it has not. It must not wait. Any thread may say so: that which ends
@@ -6790,7 +6790,7 @@ typedef struct kvt_device_custom_t {
      */
     uint32_t reserved;
     /**
-     * The kernels that `launch` knows: 1 << KVT_LAUNCH_* for each.
+     * The kernels that `launch` knows: 1 << KVT_DEVICE_KERNEL_* for each.
      */
     uint64_t kernels;
     /**
@@ -6869,7 +6869,7 @@ typedef struct kvt_device_opts_t {
      */
     uint64_t flags;
     /**
-     * KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
+     * KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
      */
     uint32_t kind;
     /**
@@ -6968,7 +6968,7 @@ typedef struct kvt_device_info_t {
      */
     uint32_t streams;
     /**
-     * The kernels it has: 1 << KVT_LAUNCH_* for each.
+     * The kernels it has: 1 << KVT_DEVICE_KERNEL_* for each.
      */
     uint64_t kernels;
     /**
@@ -7013,7 +7013,7 @@ typedef struct kvt_device_memory_t {
  */
 typedef struct kvt_copy_t {
     /**
-     * KVT_COPY_SUM or 0.
+     * KVT_COPY_CHECKSUM or 0.
      */
     uint64_t flags;
     /**
@@ -7042,7 +7042,7 @@ typedef struct kvt_copy_t {
     uint32_t tokens;
     /**
      * Receives the checksum (as kvt_checksum makes it), if one was wanted and the device sums. An
-     * asynchronous device is asked for it later: kvt_device_sums.
+     * asynchronous device is asked for it later: kvt_device_checksums.
      */
     uint64_t sum;
 } kvt_copy_t;
@@ -7091,7 +7091,7 @@ typedef void (*kvt_conformance_fn)(void *user_data,
 /**
  * How many checks ended how.
  */
-typedef struct kvt_conformance_t {
+typedef struct kvt_conformance_report_t {
     /**
      * sizeof of this struct.
      */
@@ -7112,7 +7112,7 @@ typedef struct kvt_conformance_t {
      * Always 0.
      */
     uint32_t reserved;
-} kvt_conformance_t;
+} kvt_conformance_report_t;
 
 /**
  * What to read or make.
@@ -8191,7 +8191,7 @@ kvt_status_t kvt_buffer_info(const struct kvt_buffer_t *buffer, struct kvt_buffe
  * @param items         The work; copied, so yours again when this returns.
  * @param count         How many items, 1 to 65536.
  * @param stride_bytes  sizeof(kvt_buffer_item_t).
- * @param ops_out       Receives the op (`count` ops with KVT_SUBMIT_EACH), to be
+ * @param out_ops       Receives the op (`count` ops with KVT_SUBMIT_EACH), to be
  *                      freed by you; null when the queue alone tells of the end.
  * @param err           Explains a failure; may be null.
  * @return KVT_OK when submitted; KVT_E_AGAIN when the queue or the runtime is
@@ -8206,7 +8206,7 @@ kvt_status_t kvt_buffer_submit(const struct kvt_runtime_t *runtime,
                                const struct kvt_buffer_item_t *items,
                                uint64_t count,
                                uint64_t stride_bytes,
-                               struct kvt_op_t **ops_out,
+                               struct kvt_op_t **out_ops,
                                struct kvt_error_t **err);
 
 /**
@@ -8464,20 +8464,20 @@ kvt_status_t kvt_namespace_observe_prefill(const struct kvt_namespace_t *ns,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_fix_prefill(const struct kvt_namespace_t *ns,
-                                       const struct kvt_prefill_t *cost,
+kvt_status_t kvt_namespace_set_prefill_cost(const struct kvt_namespace_t *ns,
+                                       const struct kvt_prefill_cost_t *cost,
                                        struct kvt_error_t **err);
 
 /**
  * What computing costs, as plans see it now.
  *
  * @param ns  The namespace.
- * @param out    Filled in; start it with KVT_PREFILL_INIT.
+ * @param out    Filled in; start it with KVT_PREFILL_COST_INIT.
  * @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_prefill(const struct kvt_namespace_t *ns, struct kvt_prefill_t *out);
+kvt_status_t kvt_namespace_prefill_cost(const struct kvt_namespace_t *ns, struct kvt_prefill_cost_t *out);
 
 /**
  * Reads what changed in a store, the oldest first. The store keeps the newest events
@@ -8518,7 +8518,7 @@ kvt_status_t kvt_store_events(const struct kvt_store_t *store,
  * @param from    The number of the first event that is wanted, as kvt_store_events has left it
  *                in its cursor; UINT64_MAX for the next one to come.
  * @param opts    Queue, tag, deadline; null for defaults.
- * @param op_out  Receives the op; null with a queue to be told by that alone.
+ * @param out_op  Receives the op; null with a queue to be told by that alone.
  * @param err     Explains a failure; may be null.
  * @return KVT_OK; KVT_E_AGAIN (1,024 watches wait, as many ops are under way as may be, or the
  *         queue is full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
@@ -8530,7 +8530,7 @@ kvt_status_t kvt_store_events(const struct kvt_store_t *store,
 kvt_status_t kvt_store_watch(const struct kvt_store_t *store,
                              uint64_t from,
                              const struct kvt_submit_opts_t *opts,
-                             struct kvt_op_t **op_out,
+                             struct kvt_op_t **out_op,
                              struct kvt_error_t **err);
 
 /**
@@ -8575,7 +8575,7 @@ kvt_status_t kvt_store_set_policy(const struct kvt_store_t *store,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_store_set_budget(const struct kvt_store_t *store,
+kvt_status_t kvt_store_set_limit(const struct kvt_store_t *store,
                                   uint32_t tier,
                                   uint64_t bytes,
                                   struct kvt_error_t **err);
@@ -8661,7 +8661,7 @@ kvt_status_t kvt_store_latencies(const struct kvt_store_t *store,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_store_remote(const struct kvt_store_t *store, struct kvt_remote_stats_t *out);
+kvt_status_t kvt_store_remote_stats(const struct kvt_store_t *store, struct kvt_remote_stats_t *out);
 
 /**
  * Opens a session without tokens.
@@ -8797,14 +8797,14 @@ kvt_status_t kvt_session_close(struct kvt_session_t **session);
  * store may wait for it.
  *
  * @param flags  None are defined yet: 0.
- * @param out    The event, pending; close it with kvt_event_close.
+ * @param out    The event, pending; close it with kvt_ready_event_close.
  * @param err    Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Ownership: the caller owns the event. Threading: any thread, also in callbacks.
  * Since 0.1.
  */
-kvt_status_t kvt_event_open(uint64_t flags, struct kvt_event_t **out, struct kvt_error_t **err);
+kvt_status_t kvt_ready_event_open(uint64_t flags, struct kvt_ready_event_t **out, struct kvt_error_t **err);
 
 /**
  * Signals an event: it has come, for good. Moves that wait for it begin. Never
@@ -8815,7 +8815,7 @@ kvt_status_t kvt_event_open(uint64_t flags, struct kvt_event_t **out, struct kvt
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_event_signal(const struct kvt_event_t *event);
+kvt_status_t kvt_ready_event_signal(const struct kvt_ready_event_t *event);
 
 /**
  * Whether an event has come.
@@ -8826,7 +8826,7 @@ kvt_status_t kvt_event_signal(const struct kvt_event_t *event);
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_event_query(const struct kvt_event_t *event, uint32_t *out_state);
+kvt_status_t kvt_ready_event_query(const struct kvt_ready_event_t *event, uint32_t *out_state);
 
 /**
  * Closes an event. Moves that wait for one that has not come end with
@@ -8838,7 +8838,7 @@ kvt_status_t kvt_event_query(const struct kvt_event_t *event, uint32_t *out_stat
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_event_close(struct kvt_event_t **event);
+kvt_status_t kvt_ready_event_close(struct kvt_ready_event_t **event);
 
 /**
  * Stores the KV of a transfer: from the engine's tensors into memory, and down
@@ -8853,7 +8853,7 @@ kvt_status_t kvt_event_close(struct kvt_event_t **event);
  * @param session    The session; closing it does not end its moves.
  * @param transfer  What, and where it is; copied, tables of pages too.
  * @param opts       Queue, tag, deadline, priority; null for none.
- * @param ops_out    Receives the op (one per layer with KVT_TRANSFER_EACH_LAYER), to
+ * @param out_ops    Receives the op (one per layer with KVT_TRANSFER_EACH_LAYER), to
  *                   be freed by you; null when the queue alone tells of the end.
  * @param err        Explains a failure; may be null.
  * @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
@@ -8868,7 +8868,7 @@ kvt_status_t kvt_event_close(struct kvt_event_t **event);
 kvt_status_t kvt_session_put(const struct kvt_session_t *session,
                              const struct kvt_transfer_t *transfer,
                              const struct kvt_submit_opts_t *opts,
-                             struct kvt_op_t **ops_out,
+                             struct kvt_op_t **out_ops,
                              struct kvt_error_t **err);
 
 /**
@@ -8883,7 +8883,7 @@ kvt_status_t kvt_session_put(const struct kvt_session_t *session,
  * @param session    See kvt_session_put.
  * @param transfer  See kvt_session_put.
  * @param opts       See kvt_session_put.
- * @param ops_out    See kvt_session_put.
+ * @param out_ops    See kvt_session_put.
  * @param err        Explains a failure; may be null.
  * @return As kvt_session_put.
  *
@@ -8892,7 +8892,7 @@ kvt_status_t kvt_session_put(const struct kvt_session_t *session,
 kvt_status_t kvt_session_get(const struct kvt_session_t *session,
                              const struct kvt_transfer_t *transfer,
                              const struct kvt_submit_opts_t *opts,
-                             struct kvt_op_t **ops_out,
+                             struct kvt_op_t **out_ops,
                              struct kvt_error_t **err);
 
 /**
@@ -8902,7 +8902,7 @@ kvt_status_t kvt_session_get(const struct kvt_session_t *session,
  * @param session    See kvt_session_put.
  * @param transfer  What; without views.
  * @param opts       See kvt_session_put; KVT_PRIORITY_PREFETCH is what it is for.
- * @param ops_out    See kvt_session_put.
+ * @param out_ops    See kvt_session_put.
  * @param err        Explains a failure; may be null.
  * @return As kvt_session_put.
  *
@@ -8912,7 +8912,7 @@ kvt_status_t kvt_session_get(const struct kvt_session_t *session,
 kvt_status_t kvt_session_prefetch(const struct kvt_session_t *session,
                                   const struct kvt_transfer_t *transfer,
                                   const struct kvt_submit_opts_t *opts,
-                                  struct kvt_op_t **ops_out,
+                                  struct kvt_op_t **out_ops,
                                   struct kvt_error_t **err);
 
 /**
@@ -9025,13 +9025,13 @@ kvt_status_t kvt_namespace_chunk_keys(const struct kvt_namespace_t *ns,
  * Threading: any thread, also in callbacks. Since 0.1.
  */
 kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *ns,
-                                      const struct kvt_names_t *names,
+                                      const struct kvt_block_names_t *names,
                                       uint8_t *out,
                                       struct kvt_error_t **err);
 
 /**
  * Says of blocks whether a namespace has them, and where. No use is counted, nothing
- * is held. The remote is not asked: kvt_session_locate_blocks does that, and one that was found
+ * is held. The remote is not asked: kvt_session_remote_lookup_blocks does that, and one that was found
  * there has 1 << KVT_TIER_REMOTE alone; without KVT_EXISTS_WHOLE it is not here, but gets and
  * prefetches bring it.
  *
@@ -9043,8 +9043,8 @@ kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *ns,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_namespace_find_blocks(const struct kvt_namespace_t *ns,
-                                       const struct kvt_names_t *names,
+kvt_status_t kvt_namespace_blocks_exist(const struct kvt_namespace_t *ns,
+                                       const struct kvt_block_names_t *names,
                                        uint8_t *out,
                                        struct kvt_error_t **err);
 
@@ -9065,7 +9065,7 @@ kvt_status_t kvt_namespace_find_blocks(const struct kvt_namespace_t *ns,
  * @param session  The session; closing it does not end its moves.
  * @param blocks   What, and where it is; copied, names and tables of pages too.
  * @param opts     Queue, tag, deadline, priority; null for none.
- * @param op_out   Receives the op, to be freed by you; null when the queue alone tells of
+ * @param out_op   Receives the op, to be freed by you; null when the queue alone tells of
  *                 the end.
  * @param err      Explains a failure; may be null.
  * @return As kvt_session_put.
@@ -9076,12 +9076,12 @@ kvt_status_t kvt_namespace_find_blocks(const struct kvt_namespace_t *ns,
 kvt_status_t kvt_session_put_blocks(const struct kvt_session_t *session,
                                     const struct kvt_blocks_t *blocks,
                                     const struct kvt_submit_opts_t *opts,
-                                    struct kvt_op_t **op_out,
+                                    struct kvt_op_t **out_op,
                                     struct kvt_error_t **err);
 
 /**
  * Loads blocks into the engine's tensors, from whatever tier has them; from the remote those that
- * were located there (kvt_session_locate_blocks). Never waits.
+ * were located there (kvt_session_remote_lookup_blocks). Never waits.
  *
  * The op ends with KVT_E_NOT_FOUND where some are missing: the others came. Its items say
  * which; the tensors of one that did not come may have been written in part.
@@ -9089,7 +9089,7 @@ kvt_status_t kvt_session_put_blocks(const struct kvt_session_t *session,
  * @param session  See kvt_session_put_blocks.
  * @param blocks   See kvt_session_put_blocks.
  * @param opts     See kvt_session_put_blocks.
- * @param op_out   See kvt_session_put_blocks.
+ * @param out_op   See kvt_session_put_blocks.
  * @param err      Explains a failure; may be null.
  * @return As kvt_session_put.
  *
@@ -9099,7 +9099,7 @@ kvt_status_t kvt_session_put_blocks(const struct kvt_session_t *session,
 kvt_status_t kvt_session_get_blocks(const struct kvt_session_t *session,
                                     const struct kvt_blocks_t *blocks,
                                     const struct kvt_submit_opts_t *opts,
-                                    struct kvt_op_t **op_out,
+                                    struct kvt_op_t **out_op,
                                     struct kvt_error_t **err);
 
 /**
@@ -9109,7 +9109,7 @@ kvt_status_t kvt_session_get_blocks(const struct kvt_session_t *session,
  * @param session  See kvt_session_put_blocks.
  * @param blocks   What; without views.
  * @param opts     See kvt_session_put_blocks; KVT_PRIORITY_PREFETCH is what it is for.
- * @param op_out   See kvt_session_put_blocks.
+ * @param out_op   See kvt_session_put_blocks.
  * @param err      Explains a failure; may be null.
  * @return As kvt_session_put.
  *
@@ -9118,7 +9118,7 @@ kvt_status_t kvt_session_get_blocks(const struct kvt_session_t *session,
 kvt_status_t kvt_session_prefetch_blocks(const struct kvt_session_t *session,
                                          const struct kvt_blocks_t *blocks,
                                          const struct kvt_submit_opts_t *opts,
-                                         struct kvt_op_t **op_out,
+                                         struct kvt_op_t **out_op,
                                          struct kvt_error_t **err);
 
 /**
@@ -9136,7 +9136,7 @@ kvt_status_t kvt_session_prefetch_blocks(const struct kvt_session_t *session,
  * Threading: any thread, also in callbacks. Since 0.1.
  */
 kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
-                                     const struct kvt_names_t *names,
+                                     const struct kvt_block_names_t *names,
                                      struct kvt_clear_report_t *out,
                                      struct kvt_error_t **err);
 
@@ -9153,7 +9153,7 @@ kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
  * @param session  The session.
  * @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it the op
  *                 ends with KVT_E_TIMEOUT, and what was heard until then counts.
- * @param op_out   Receives the op; null with a queue to be told by that alone.
+ * @param out_op   Receives the op; null with a queue to be told by that alone.
  * @param err      Explains a failure; may be null.
  * @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way as may be, or the queue is
  *         full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
@@ -9161,14 +9161,14 @@ kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
  *
  * Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_session_locate(const struct kvt_session_t *session,
+kvt_status_t kvt_session_remote_lookup(const struct kvt_session_t *session,
                                 const struct kvt_submit_opts_t *opts,
-                                struct kvt_op_t **op_out,
+                                struct kvt_op_t **out_op,
                                 struct kvt_error_t **err);
 
 /**
  * Begins to find out which of some blocks the store has, in a tier of its own or at its remote.
- * Never waits. What is at the remote is known to kvt_namespace_find_blocks from then on, as
+ * Never waits. What is at the remote is known to kvt_namespace_blocks_exist from then on, as
  * 1 << KVT_TIER_REMOTE, and comes with kvt_session_get_blocks and kvt_session_prefetch_blocks.
  * No block depends on another: all are asked for that are not here and were not asked for lately.
  * Without a remote, or while that is left alone, the op ends at once with what is here.
@@ -9186,7 +9186,7 @@ kvt_status_t kvt_session_locate(const struct kvt_session_t *session,
  * @param names    The names, 1 to 65536; one that is there twice has two items. Copied.
  * @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it blocks that
  *                 nothing is known of end with KVT_E_TIMEOUT, and what was heard counts.
- * @param op_out   Receives the op; null with a queue to be told by that alone.
+ * @param out_op   Receives the op; null with a queue to be told by that alone.
  * @param err      Explains a failure; may be null.
  * @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way, or 2^20 blocks are asked for,
  *         as may be; or the queue is full), KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW,
@@ -9194,10 +9194,10 @@ kvt_status_t kvt_session_locate(const struct kvt_session_t *session,
  *
  * Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_session_locate_blocks(const struct kvt_session_t *session,
-                                       const struct kvt_names_t *names,
+kvt_status_t kvt_session_remote_lookup_blocks(const struct kvt_session_t *session,
+                                       const struct kvt_block_names_t *names,
                                        const struct kvt_submit_opts_t *opts,
-                                       struct kvt_op_t **op_out,
+                                       struct kvt_op_t **out_op,
                                        struct kvt_error_t **err);
 
 /**
@@ -9214,7 +9214,7 @@ kvt_status_t kvt_session_locate_blocks(const struct kvt_session_t *session,
  *
  * @param session  The session. Others hold the same blocks on their own account.
  * @param names    The names, at most 65536.
- * @param out      Receives a byte for each, as kvt_namespace_find_blocks gives: 0 = not held.
+ * @param out      Receives a byte for each, as kvt_namespace_blocks_exist gives: 0 = not held.
  *                 May be null for who lets go by closing the session.
  * @param err      Explains a failure; may be null.
  * @return KVT_OK; KVT_E_LIMIT (also: a session has 2^20 holds), KVT_E_INVALID,
@@ -9224,7 +9224,7 @@ kvt_status_t kvt_session_locate_blocks(const struct kvt_session_t *session,
  * Threading: any thread, also in callbacks. Since 0.1.
  */
 kvt_status_t kvt_session_hold_blocks(const struct kvt_session_t *session,
-                                     const struct kvt_names_t *names,
+                                     const struct kvt_block_names_t *names,
                                      uint8_t *out,
                                      struct kvt_error_t **err);
 
@@ -9244,7 +9244,7 @@ kvt_status_t kvt_session_hold_blocks(const struct kvt_session_t *session,
  * Threading: any thread, also in callbacks. Since 0.1.
  */
 kvt_status_t kvt_session_release_blocks(const struct kvt_session_t *session,
-                                        const struct kvt_names_t *names,
+                                        const struct kvt_block_names_t *names,
                                         struct kvt_error_t **err);
 
 /**
@@ -9262,7 +9262,7 @@ kvt_status_t kvt_session_release_blocks(const struct kvt_session_t *session,
  * Threading: any thread. Since 0.1.
  */
 kvt_status_t kvt_session_hint_blocks(const struct kvt_session_t *session,
-                                     const struct kvt_names_t *names,
+                                     const struct kvt_block_names_t *names,
                                      const struct kvt_policy_hint_t *hint,
                                      struct kvt_error_t **err);
 
@@ -9315,7 +9315,7 @@ kvt_status_t kvt_session_drop(const struct kvt_session_t *session,
 /**
  * Sends chunks of a session down: what of them is in memory is written to disk where it
  * is not there yet, and its memory is given back. Never waits: events
- * (KVT_STORE_REMOVED) and kvt_store_stats tell of the end. What admission and write=
+ * (KVT_STORE_EVENT_REMOVED) and kvt_store_stats tell of the end. What admission and write=
  * say does not count. Who holds or has pinned the chunks finds them on disk; a get brings
  * them up again. What the disk refuses stays in memory as long as somebody holds it.
  *
@@ -9517,7 +9517,7 @@ kvt_status_t kvt_policy_record(const struct kvt_policy_t *policy,
  * @param context           Who brought them; may be null.
  * @param rows          The objects; a parent stands before what continues it.
  * @param count         How many.
- * @param stride_bytes  sizeof(kvt_policy_row_t).
+ * @param stride_bytes  sizeof(kvt_policy_object_t).
  * @param err           Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID (an id that is there, a size of 0, a clock that
  *         went back), KVT_E_LIMIT (the table is full: evict), KVT_E_TOO_NEW,
@@ -9528,7 +9528,7 @@ kvt_status_t kvt_policy_record(const struct kvt_policy_t *policy,
 kvt_status_t kvt_policy_insert(const struct kvt_policy_t *policy,
                                int64_t now_ns,
                                const struct kvt_policy_context_t *context,
-                               const struct kvt_policy_row_t *rows,
+                               const struct kvt_policy_object_t *rows,
                                uint64_t count,
                                uint64_t stride_bytes,
                                struct kvt_error_t **err);
@@ -9572,7 +9572,7 @@ kvt_status_t kvt_policy_remove(const struct kvt_policy_t *policy,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_policy_evicted(const struct kvt_policy_t *policy,
+kvt_status_t kvt_policy_report_evicted(const struct kvt_policy_t *policy,
                                 int64_t now_ns,
                                 const uint64_t *ids,
                                 uint64_t count,
@@ -9900,7 +9900,7 @@ kvt_status_t kvt_policy_advise(const struct kvt_policy_t *policy,
  * Threading: any thread. Since 0.1.
  */
 kvt_status_t kvt_policy_set_advice(const struct kvt_policy_t *policy,
-                                   const struct kvt_policy_rules_t *given,
+                                   const struct kvt_policy_advice_rules_t *given,
                                    struct kvt_error_t **err);
 
 /**
@@ -10024,7 +10024,7 @@ kvt_status_t kvt_sparse_append(const struct kvt_sparse_t *policy,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_sparse_seal(const struct kvt_sparse_t *policy,
+kvt_status_t kvt_sparse_add_block(const struct kvt_sparse_t *policy,
                              uint32_t layer,
                              uint32_t id,
                              uint32_t first,
@@ -10032,7 +10032,7 @@ kvt_status_t kvt_sparse_seal(const struct kvt_sparse_t *policy,
                              struct kvt_error_t **err);
 
 /**
- * A block that was written token by token is complete in all layers: kvt_sparse_seal of
+ * A block that was written token by token is complete in all layers: kvt_sparse_add_block of
  * each, or on_decode_offload of an engine's own policy.
  *
  * @param policy        The policy.
@@ -10055,7 +10055,7 @@ kvt_status_t kvt_sparse_seal_all(const struct kvt_sparse_t *policy,
                                  struct kvt_error_t **err);
 
 /**
- * What each key got of the attention of some queries: a kernel's sums (kvt_sums_open,
+ * What each key got of the attention of some queries: a kernel's sums (kvt_column_sums_open,
  * kvt_decode_sums).
  *
  * @param policy     The policy.
@@ -10096,7 +10096,7 @@ kvt_status_t kvt_sparse_observe(const struct kvt_sparse_t *policy,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_sparse_score(const struct kvt_sparse_t *policy,
+kvt_status_t kvt_sparse_add_scores(const struct kvt_sparse_t *policy,
                               uint32_t layer,
                               const float *scores,
                               uint64_t score_count,
@@ -10135,7 +10135,7 @@ kvt_status_t kvt_sparse_reset(const struct kvt_sparse_t *policy);
  * @param id         The block, as it was sealed.
  * @param data       Receives the bytes; null = only their number is wanted.
  * @param capacity       How many it has room for.
- * @param count_out  Receives how many there are, also when there is no room; 0 = the policy
+ * @param out_count  Receives how many there are, also when there is no room; 0 = the policy
  *                   keeps nothing with blocks.
  * @param err        Explains a failure; may be null.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_NOT_FOUND (a block that is not known), KVT_E_INVALID,
@@ -10148,7 +10148,7 @@ kvt_status_t kvt_sparse_save(const struct kvt_sparse_t *policy,
                              uint32_t id,
                              uint8_t *data,
                              uint64_t capacity,
-                             uint64_t *count_out,
+                             uint64_t *out_count,
                              struct kvt_error_t **err);
 
 /**
@@ -10189,7 +10189,7 @@ kvt_status_t kvt_sparse_load(const struct kvt_sparse_t *policy,
  *                         behind them.
  * @param capacity             How many it has room for: as many as there are candidates, or the
  *                         call is refused before the policy is asked.
- * @param count_out        Receives how many are chosen; with KVT_E_TOO_SMALL how much room is
+ * @param out_count        Receives how many are chosen; with KVT_E_TOO_SMALL how much room is
  *                         needed.
  * @param err              Explains a failure; may be null.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not select there,
@@ -10207,7 +10207,7 @@ kvt_status_t kvt_sparse_select(const struct kvt_sparse_t *policy,
                                const struct kvt_sparse_context_t *context,
                                uint32_t *ids,
                                uint64_t capacity,
-                               uint64_t *count_out,
+                               uint64_t *out_count,
                                struct kvt_error_t **err);
 
 /**
@@ -10288,15 +10288,15 @@ kvt_status_t kvt_sparse_prefill_attention(const struct kvt_sparse_t *policy,
 
 /**
  * Which tokens of a layer stay, if some have to go. Nothing has gone until it is told with
- * kvt_sparse_evicted: to ask again is fine. With KVT_E_TOO_SMALL the answer is kept:
- * kvt_sparse_last_kept has it.
+ * kvt_sparse_commit_eviction: to ask again is fine. With KVT_E_TOO_SMALL the answer is kept:
+ * kvt_sparse_last_retained has it.
  *
  * @param policy       The policy.
  * @param layer        The layer.
  * @param context      Where in the sequence that is.
  * @param out          Start it with KVT_TOKEN_LISTS_INIT, and set arrays and their room. Counts are 0
  *                     where all stay.
- * @param evicted_out  Receives 1 when some have to go, else 0.
+ * @param out_evicted  Receives 1 when some have to go, else 0.
  * @param err          Explains a failure; may be null.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not evict there, KVT_E_STATE
  *         when sums are missing, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUSY, KVT_E_TOO_NEW,
@@ -10304,30 +10304,30 @@ kvt_status_t kvt_sparse_prefill_attention(const struct kvt_sparse_t *policy,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_sparse_evict(const struct kvt_sparse_t *policy,
+kvt_status_t kvt_sparse_plan_eviction(const struct kvt_sparse_t *policy,
                               uint32_t layer,
                               const struct kvt_sparse_context_t *context,
                               struct kvt_token_lists_t *out,
-                              uint32_t *evicted_out,
+                              uint32_t *out_evicted,
                               struct kvt_error_t **err);
 
 /**
  * The last lists that a policy answered with, again; none where all stayed.
  *
  * @param policy  The policy.
- * @param out     As in kvt_sparse_evict.
+ * @param out     As in kvt_sparse_plan_eviction.
  * @param err     Explains a failure; may be null.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_HANDLE,
  *         KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_sparse_last_kept(const struct kvt_sparse_t *policy,
+kvt_status_t kvt_sparse_last_retained(const struct kvt_sparse_t *policy,
                                   struct kvt_token_lists_t *out,
                                   struct kvt_error_t **err);
 
 /**
- * What was kept of a layer is all there is now: an answer of kvt_sparse_evict, of this policy
+ * What was kept of a layer is all there is now: an answer of kvt_sparse_plan_eviction, of this policy
  * or another of the sequence, to which the engine may have added tokens that must stay.
  *
  * @param policy  The policy.
@@ -10339,7 +10339,7 @@ kvt_status_t kvt_sparse_last_kept(const struct kvt_sparse_t *policy,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_sparse_evicted(const struct kvt_sparse_t *policy,
+kvt_status_t kvt_sparse_commit_eviction(const struct kvt_sparse_t *policy,
                                 uint32_t layer,
                                 const struct kvt_token_lists_t *kept,
                                 struct kvt_error_t **err);
@@ -10354,7 +10354,7 @@ kvt_status_t kvt_sparse_evicted(const struct kvt_sparse_t *policy,
  * @param first            The position of the first query.
  * @param count            How many queries.
  * @param out              Start it with KVT_INDEX_INIT, and set arrays and their room.
- * @param first_query_out  Receives first_query of a problem over these rows, whose first_key
+ * @param out_first_query  Receives first_query of a problem over these rows, whose first_key
  *                         is 0.
  * @param err              Explains a failure; may be null.
  * @return KVT_OK; KVT_E_TOO_SMALL with counts in `out`, KVT_E_INVALID, KVT_E_LIMIT,
@@ -10368,7 +10368,7 @@ kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
                              uint32_t first,
                              uint32_t count,
                              struct kvt_index_t *out,
-                             uint32_t *first_query_out,
+                             uint32_t *out_first_query,
                              struct kvt_error_t **err);
 
 /**
@@ -10390,7 +10390,7 @@ kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_sums_place(const struct kvt_resident_tokens_t *resident,
+kvt_status_t kvt_column_sums_place(const struct kvt_resident_tokens_t *resident,
                             const struct kvt_block_placement_t *placement,
                             const struct kvt_index_t *select,
                             uint32_t first_query,
@@ -10406,8 +10406,8 @@ kvt_status_t kvt_sums_place(const struct kvt_resident_tokens_t *resident,
  *
  * @param kernel       KVT_KERNEL_*.
  * @param limits       The largest that problems become.
- * @param memory_out   Receives numbers of a job's memory (0 but for decodes); may be null.
- * @param scratch_out  Receives numbers of scratch of each thread; may be null.
+ * @param out_memory   Receives numbers of a job's memory (0 but for decodes); may be null.
+ * @param out_scratch  Receives numbers of scratch of each thread; may be null.
  * @param err          Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_PANIC.
  *
@@ -10415,20 +10415,20 @@ kvt_status_t kvt_sums_place(const struct kvt_resident_tokens_t *resident,
  */
 kvt_status_t kvt_kernel_workspace(uint32_t kernel,
                                   const struct kvt_kernel_limits_t *limits,
-                                  uint64_t *memory_out,
-                                  uint64_t *scratch_out,
+                                  uint64_t *out_memory,
+                                  uint64_t *out_scratch,
                                   struct kvt_error_t **err);
 
 /**
  * How a job is cut.
  *
  * @param job  The job.
- * @param out  Filled in; start it with KVT_JOB_INFO_INIT.
+ * @param out  Filled in; start it with KVT_ATTENTION_JOB_INFO_INIT.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_job_info(const struct kvt_job_t *job, struct kvt_job_info_t *out);
+kvt_status_t kvt_attention_job_info(const struct kvt_attention_job_t *job, struct kvt_attention_job_info_t *out);
 
 /**
  * Runs items of a job, on this thread.
@@ -10438,14 +10438,14 @@ kvt_status_t kvt_job_info(const struct kvt_job_t *job, struct kvt_job_info_t *ou
  * @param first          Its first item.
  * @param items          How many; all to the last of the step, if it has fewer.
  * @param scratch        Memory that no other thread uses meanwhile.
- * @param scratch_count  How many numbers: kvt_job_info.
+ * @param scratch_count  How many numbers: kvt_attention_job_info.
  * @param err            Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
  *         KVT_E_PANIC.
  *
  * Threading: any threads at a time, with other items each. Since 0.1.
  */
-kvt_status_t kvt_job_run(const struct kvt_job_t *job,
+kvt_status_t kvt_attention_job_run(const struct kvt_attention_job_t *job,
                          uint32_t step,
                          uint32_t first,
                          uint32_t items,
@@ -10462,7 +10462,7 @@ kvt_status_t kvt_job_run(const struct kvt_job_t *job,
  *
  * Threading: any thread; waits. Since 0.1.
  */
-kvt_status_t kvt_job_close(struct kvt_job_t **job);
+kvt_status_t kvt_attention_job_close(struct kvt_attention_job_t **job);
 
 /**
  * Opens a job that computes the attention of a prompt, or of a part of one.
@@ -10474,7 +10474,7 @@ kvt_status_t kvt_job_close(struct kvt_job_t **job);
  * @param lse        Receives [queries, query heads] log-sum-exps, -inf where a query sees no
  *                   key; may be null.
  * @param lse_count  How many it has room for.
- * @param job_out    The job; close it with kvt_job_close.
+ * @param out_job    The job; close it with kvt_attention_job_close.
  * @param err        Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED (a type that
  *         kernels do not read), KVT_E_UNAVAILABLE (not in host memory), KVT_E_TOO_NEW,
@@ -10488,7 +10488,7 @@ kvt_status_t kvt_prefill_open(const struct kvt_attention_args_t *args,
                               uint64_t out_count,
                               float *lse,
                               uint64_t lse_count,
-                              struct kvt_job_t **job_out,
+                              struct kvt_attention_job_t **out_job,
                               struct kvt_error_t **err);
 
 /**
@@ -10496,7 +10496,7 @@ kvt_status_t kvt_prefill_open(const struct kvt_attention_args_t *args,
  *
  * @param args    What is to be computed.
  * @param flags      KVT_DECODE_*.
- * @param count_out  Receives the number.
+ * @param out_count  Receives the number.
  * @param err        Explains a failure; may be null.
  * @return As kvt_decode_open.
  *
@@ -10504,7 +10504,7 @@ kvt_status_t kvt_prefill_open(const struct kvt_attention_args_t *args,
  */
 kvt_status_t kvt_decode_memory(const struct kvt_attention_args_t *args,
                                uint64_t flags,
-                               uint64_t *count_out,
+                               uint64_t *out_count,
                                struct kvt_error_t **err);
 
 /**
@@ -10518,7 +10518,7 @@ kvt_status_t kvt_decode_memory(const struct kvt_attention_args_t *args,
  * @param lse_count     How many it has room for.
  * @param memory        Memory of the job's until it is closed.
  * @param memory_count  How many numbers: kvt_decode_memory.
- * @param job_out       The job; close it with kvt_job_close.
+ * @param out_job       The job; close it with kvt_attention_job_close.
  * @param err           Explains a failure; may be null.
  * @return As kvt_prefill_open.
  *
@@ -10532,7 +10532,7 @@ kvt_status_t kvt_decode_open(const struct kvt_attention_args_t *args,
                              uint64_t lse_count,
                              float *memory,
                              uint64_t memory_count,
-                             struct kvt_job_t **job_out,
+                             struct kvt_attention_job_t **out_job,
                              struct kvt_error_t **err);
 
 /**
@@ -10546,20 +10546,20 @@ kvt_status_t kvt_decode_open(const struct kvt_attention_args_t *args,
  * @param flags      KVT_SUMS_*.
  * @param sums       Receives [query heads, keys], or [keys].
  * @param sum_count  How many numbers that are.
- * @param job_out    The job; close it with kvt_job_close.
+ * @param out_job    The job; close it with kvt_attention_job_close.
  * @param err        Explains a failure; may be null.
  * @return As kvt_prefill_open.
  *
  * Ownership: as kvt_prefill_open. Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_sums_open(const struct kvt_attention_args_t *args,
+kvt_status_t kvt_column_sums_open(const struct kvt_attention_args_t *args,
                            const float *lse,
                            uint64_t lse_count,
                            uint32_t first,
                            uint64_t flags,
                            float *sums,
                            uint64_t sum_count,
-                           struct kvt_job_t **job_out,
+                           struct kvt_attention_job_t **out_job,
                            struct kvt_error_t **err);
 
 /**
@@ -10568,7 +10568,7 @@ kvt_status_t kvt_sums_open(const struct kvt_attention_args_t *args,
  *
  * @param job        The job.
  * @param flags      KVT_SUMS_*; sums of heads that see different keys are by head.
- * @param sums       [query heads, sum_keys] or [sum_keys] (kvt_job_info), in the order in which
+ * @param sums       [query heads, sum_keys] or [sum_keys] (kvt_attention_job_info), in the order in which
  *                   keys are selected.
  * @param sum_count  How many numbers that are.
  * @param err        Explains a failure; may be null.
@@ -10576,7 +10576,7 @@ kvt_status_t kvt_sums_open(const struct kvt_attention_args_t *args,
  *
  * Threading: any thread, while none runs items. Since 0.1.
  */
-kvt_status_t kvt_decode_sums(const struct kvt_job_t *job,
+kvt_status_t kvt_decode_sums(const struct kvt_attention_job_t *job,
                              uint64_t flags,
                              float *sums,
                              uint64_t sum_count,
@@ -10705,21 +10705,21 @@ kvt_status_t kvt_offload_close(struct kvt_offload_t **offload);
  *
  * @param offload     The offload.
  * @param layer       The layer.
- * @param stored_out  Receives those that are in the store, in whole blocks.
- * @param tail_out    Receives those behind them, which fill no block yet; may be null.
+ * @param out_stored  Receives those that are in the store, in whole blocks.
+ * @param out_tail    Receives those behind them, which fill no block yet; may be null.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
  */
 kvt_status_t kvt_offload_tokens(const struct kvt_offload_t *offload,
                                 uint32_t layer,
-                                uint32_t *stored_out,
-                                uint32_t *tail_out);
+                                uint32_t *out_stored,
+                                uint32_t *out_tail);
 
 /**
  * Takes back what came behind `tokens` tokens, in all layers. To be called before
  * kvt_session_truncate: where a block is cut, its first tokens come back from the store.
- * Loads under way are given up, as by kvt_offload_done. After a failure no layer is cut: cut
+ * Loads under way are given up, as by kvt_offload_release. After a failure no layer is cut: cut
  * again, there or at a multiple of a block, which brings nothing back.
  *
  * @param offload  The offload.
@@ -10771,20 +10771,20 @@ kvt_status_t kvt_offload_stats(const struct kvt_offload_t *offload,
  * has to lend. Nothing is opened.
  *
  * @param opts       What it would be opened with; `memory` is not looked at.
- * @param bytes_out  Receives how much.
+ * @param out_bytes  Receives how much.
  * @param err        Explains a failure; may be null.
  * @return KVT_OK; what kvt_offload_open refuses of `opts`.
  *
  * Threading: any thread. Since 0.1.
  */
 kvt_status_t kvt_offload_memory_bytes(const struct kvt_offload_opts_t *opts,
-                                      uint64_t *bytes_out,
+                                      uint64_t *out_bytes,
                                       struct kvt_error_t **err);
 
 /**
  * What an offload copies from now on waits for an event of the store's device: that kernels
  * have read buffers which are given back, that what is put was computed. To be called before
- * kvt_offload_put, and before the kvt_offload_done or kvt_offload_give_back of a buffer that
+ * kvt_offload_put, and before the kvt_offload_release or kvt_offload_give_back of a buffer that
  * kernels may still read. Only the newest event counts: one that comes behind all that has to
  * be waited for.
  *
@@ -10799,7 +10799,7 @@ kvt_status_t kvt_offload_memory_bytes(const struct kvt_offload_opts_t *opts,
  * offload was closed, and once the puts and loads that were begun until then have ended. What
  * waits for an event that fails, fails. Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_offload_after(const struct kvt_offload_t *offload,
+kvt_status_t kvt_offload_set_ready_event(const struct kvt_offload_t *offload,
                                uint64_t event,
                                struct kvt_error_t **err);
 
@@ -10815,7 +10815,7 @@ kvt_status_t kvt_offload_after(const struct kvt_offload_t *offload,
  * @param k        K, or the latent, in host memory or in that of the store's device.
  * @param v        V; null for a latent.
  * @param opts     Queue, tag, deadline, priority of the op; null for none.
- * @param op_out   Receives an op, to be freed by you: when it is released `k` and `v` are
+ * @param out_op   Receives an op, to be freed by you: when it is released `k` and `v` are
  *                 yours again. Receives null where they are at once. May be null when the
  *                 queue tells, and where fewer tokens are put than a block has.
  * @param err      Explains a failure; may be null.
@@ -10836,7 +10836,7 @@ kvt_status_t kvt_offload_put(const struct kvt_offload_t *offload,
                              const struct kvt_view_t *k,
                              const struct kvt_view_t *v,
                              const struct kvt_submit_opts_t *opts,
-                             struct kvt_op_t **op_out,
+                             struct kvt_op_t **out_op,
                              struct kvt_error_t **err);
 
 /**
@@ -10849,12 +10849,12 @@ kvt_status_t kvt_offload_put(const struct kvt_offload_t *offload,
  * @param blocks       Only of these, ascending, and without the tail: a prompt in parts
  *                     goes through earlier blocks so. Null = all there are, and the tail.
  * @param block_count  How many.
- * @param flags        KVT_OFFLOAD_CHOSEN or 0. With it `blocks` is not null unless there is
+ * @param flags        KVT_OFFLOAD_LOAD_CHOSEN or 0. With it `blocks` is not null unless there is
  *                     none: then the tail comes alone.
  * @param query        The layer's queries, [tokens, query heads, key dim], for which a
  *                     policy selects; null = all blocks come.
  * @param context      Where in the sequence that is.
- * @param count_out    Receives how many blocks come; may be null.
+ * @param out_count    Receives how many blocks come; may be null.
  * @param err          Explains a failure; may be null.
  * @return KVT_OK; KVT_E_BUSY when the buffer is in use, KVT_E_LIMIT when it is too short for
  *         the blocks, KVT_E_INVALID, KVT_E_AGAIN, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
@@ -10870,7 +10870,7 @@ kvt_status_t kvt_offload_load(const struct kvt_offload_t *offload,
                               uint64_t flags,
                               const struct kvt_rows_t *query,
                               const struct kvt_sparse_context_t *context,
-                              uint32_t *count_out,
+                              uint32_t *out_count,
                               struct kvt_error_t **err);
 
 /**
@@ -10904,7 +10904,7 @@ kvt_status_t kvt_offload_wait(const struct kvt_offload_t *offload,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_offload_done(const struct kvt_offload_t *offload,
+kvt_status_t kvt_offload_release(const struct kvt_offload_t *offload,
                               uint32_t buffer,
                               struct kvt_error_t **err);
 
@@ -10965,7 +10965,7 @@ kvt_status_t kvt_offload_give_back(const struct kvt_offload_t *offload,
  * @param buffer     The buffer.
  * @param blocks     Receives them; null = only the count is wanted.
  * @param capacity       How many it has room for.
- * @param count_out  Receives how many there are, also when there is no room for them.
+ * @param out_count  Receives how many there are, also when there is no room for them.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
@@ -10974,7 +10974,7 @@ kvt_status_t kvt_offload_blocks(const struct kvt_offload_t *offload,
                                 uint32_t buffer,
                                 uint32_t *blocks,
                                 uint64_t capacity,
-                                uint64_t *count_out);
+                                uint64_t *out_count);
 
 /**
  * Which rows of a buffer have tokens at these positions: what an index of positions is for
@@ -10985,7 +10985,7 @@ kvt_status_t kvt_offload_blocks(const struct kvt_offload_t *offload,
  * @param positions  Positions in the sequence, ascending.
  * @param count      How many.
  * @param rows       Receives the rows, ascending; room for `count`. May be `positions`.
- * @param count_out  Receives how many there are.
+ * @param out_count  Receives how many there are.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
  *         KVT_E_PANIC.
  *
@@ -10996,7 +10996,7 @@ kvt_status_t kvt_offload_rows(const struct kvt_offload_t *offload,
                               const uint32_t *positions,
                               uint64_t count,
                               uint32_t *rows,
-                              uint64_t *count_out);
+                              uint64_t *out_count);
 
 /**
  * What each key got of the attention of some queries: policies that want to know it are
@@ -11025,13 +11025,13 @@ kvt_status_t kvt_offload_observe(const struct kvt_offload_t *offload,
 
 /**
  * Has policies evict tokens of a layer, if some have to go. Nothing is moved in the store:
- * blocks of which nothing is left are not loaded any more, and kvt_offload_kept says which
+ * blocks of which nothing is left are not loaded any more, and kvt_offload_retained says which
  * tokens of the others kernels are to see.
  *
  * @param offload      The offload.
  * @param layer        The layer.
  * @param context      Where in the sequence that is.
- * @param evicted_out  Receives 1 when some went, else 0; may be null.
+ * @param out_evicted  Receives 1 when some went, else 0; may be null.
  * @param err          Explains a failure; may be null.
  * @return KVT_OK; KVT_E_UNSUPPORTED when both policies evict, KVT_E_INVALID, KVT_E_TOO_NEW,
  *         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
@@ -11041,7 +11041,7 @@ kvt_status_t kvt_offload_observe(const struct kvt_offload_t *offload,
 kvt_status_t kvt_offload_evict(const struct kvt_offload_t *offload,
                                uint32_t layer,
                                const struct kvt_sparse_context_t *context,
-                               uint32_t *evicted_out,
+                               uint32_t *out_evicted,
                                struct kvt_error_t **err);
 
 /**
@@ -11049,23 +11049,23 @@ kvt_status_t kvt_offload_evict(const struct kvt_offload_t *offload,
  *
  * @param offload    The offload.
  * @param layer      The layer.
- * @param head       Of which list: there are `heads_out` of them, one for each head of keys
+ * @param head       Of which list: there are `out_heads` of them, one for each head of keys
  *                   (or of queries), or one for all.
  * @param positions  Receives positions, ascending; null = only counts are wanted.
  * @param capacity       How many it has room for.
- * @param count_out  Receives how many there are, also when there is no room for them.
- * @param heads_out  Receives how many lists there are; 0 = all tokens are left. May be null.
+ * @param out_count  Receives how many there are, also when there is no room for them.
+ * @param out_heads  Receives how many lists there are; 0 = all tokens are left. May be null.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_offload_kept(const struct kvt_offload_t *offload,
+kvt_status_t kvt_offload_retained(const struct kvt_offload_t *offload,
                               uint32_t layer,
                               uint32_t head,
                               uint32_t *positions,
                               uint64_t capacity,
-                              uint64_t *count_out,
-                              uint32_t *heads_out);
+                              uint64_t *out_count,
+                              uint32_t *out_heads);
 
 /**
  * Tells a policy of rows of its own (dsa: what its indexer keeps of each token): kvt_offload_put
@@ -11228,7 +11228,7 @@ kvt_status_t kvt_model_tensor(const struct kvt_model_t *model,
  * @param parts         Receives its parts; null with room for 0 asks for the count alone.
  * @param capacity          How many it has room for.
  * @param stride_bytes  sizeof(kvt_part_t).
- * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+ * @param out_count     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
  *         KVT_E_PANIC.
  *
@@ -11239,7 +11239,7 @@ kvt_status_t kvt_model_unit_parts(const struct kvt_model_t *model,
                                   struct kvt_part_t *parts,
                                   uint64_t capacity,
                                   uint64_t stride_bytes,
-                                  uint64_t *count_out);
+                                  uint64_t *out_count);
 
 /**
  * Where a tensor is: one part, or one for each expert, in the order of places in it.
@@ -11249,7 +11249,7 @@ kvt_status_t kvt_model_unit_parts(const struct kvt_model_t *model,
  * @param parts         Receives its parts; null with room for 0 asks for the count alone.
  * @param capacity          How many it has room for.
  * @param stride_bytes  sizeof(kvt_part_t).
- * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+ * @param out_count     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
  * @return As kvt_model_unit_parts.
  *
  * Threading: any thread. Since 0.1.
@@ -11259,7 +11259,7 @@ kvt_status_t kvt_model_tensor_parts(const struct kvt_model_t *model,
                                     struct kvt_part_t *parts,
                                     uint64_t capacity,
                                     uint64_t stride_bytes,
-                                    uint64_t *count_out);
+                                    uint64_t *out_count);
 
 /**
  * The tensor of a name.
@@ -11273,7 +11273,7 @@ kvt_status_t kvt_model_tensor_parts(const struct kvt_model_t *model,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_model_find(const struct kvt_model_t *model,
+kvt_status_t kvt_model_find_tensor(const struct kvt_model_t *model,
                             const char *name,
                             uint64_t name_bytes,
                             uint32_t *out);
@@ -11289,7 +11289,7 @@ kvt_status_t kvt_model_find(const struct kvt_model_t *model,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_model_layer(const struct kvt_model_t *model,
+kvt_status_t kvt_model_find_unit(const struct kvt_model_t *model,
                              uint32_t layer,
                              uint32_t expert,
                              uint32_t *out);
@@ -11383,7 +11383,7 @@ kvt_status_t kvt_model_plan_describe(const struct kvt_model_t *model,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_model_what_if(const struct kvt_model_t *model,
+kvt_status_t kvt_model_forecast(const struct kvt_model_t *model,
                                const struct kvt_stream_terms_t *terms,
                                const struct kvt_stream_memory_t *memory,
                                const char *links,
@@ -11493,7 +11493,7 @@ kvt_status_t kvt_stream_release(const struct kvt_stream_t *stream,
  *
  * Threading: any thread; waits. Since 0.1.
  */
-kvt_status_t kvt_stream_load(const struct kvt_stream_t *stream,
+kvt_status_t kvt_stream_wait_resident(const struct kvt_stream_t *stream,
                              uint64_t deadline_ns,
                              struct kvt_error_t **err);
 
@@ -11629,7 +11629,7 @@ kvt_status_t kvt_stream_plan_describe(const struct kvt_stream_t *stream,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_stream_what_if(const struct kvt_stream_t *stream,
+kvt_status_t kvt_stream_forecast(const struct kvt_stream_t *stream,
                                 const char *links,
                                 uint64_t links_bytes,
                                 struct kvt_forecast_t *out,
@@ -11653,18 +11653,18 @@ kvt_status_t kvt_stream_stats(const struct kvt_stream_t *stream, struct kvt_stre
  * @param rows          Receives a row for each layer that has experts; null with room for 0
  *                      asks for the count alone.
  * @param capacity          How many it has room for.
- * @param stride_bytes  sizeof(kvt_layer_count_t).
- * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+ * @param stride_bytes  sizeof(kvt_expert_stats_t).
+ * @param out_count     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
  * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
  *         KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
  */
 kvt_status_t kvt_stream_layers(const struct kvt_stream_t *stream,
-                               struct kvt_layer_count_t *rows,
+                               struct kvt_expert_stats_t *rows,
                                uint64_t capacity,
                                uint64_t stride_bytes,
-                               uint64_t *count_out);
+                               uint64_t *out_count);
 
 /**
  * What happened last, for a picture of it: as many marks as kvt_stream_opts_t.marks says, the
@@ -11673,17 +11673,17 @@ kvt_status_t kvt_stream_layers(const struct kvt_stream_t *stream,
  * @param stream        The streamer.
  * @param rows          Receives them; null with room for 0 asks for the count alone.
  * @param capacity          How many it has room for.
- * @param stride_bytes  sizeof(kvt_stream_mark_t).
- * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+ * @param stride_bytes  sizeof(kvt_stream_span_t).
+ * @param out_count     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
  * @return As kvt_stream_layers.
  *
  * Threading: any thread. Since 0.1.
  */
 kvt_status_t kvt_stream_marks(const struct kvt_stream_t *stream,
-                              struct kvt_stream_mark_t *rows,
+                              struct kvt_stream_span_t *rows,
                               uint64_t capacity,
                               uint64_t stride_bytes,
-                              uint64_t *count_out);
+                              uint64_t *out_count);
 
 /**
  * How files are read, for people, and why not better.
@@ -11697,7 +11697,7 @@ kvt_status_t kvt_stream_marks(const struct kvt_stream_t *stream,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_stream_engine(const struct kvt_stream_t *stream,
+kvt_status_t kvt_stream_describe_io(const struct kvt_stream_t *stream,
                                char *out,
                                uint64_t out_capacity,
                                uint64_t *out_bytes);
@@ -11708,7 +11708,7 @@ kvt_status_t kvt_stream_engine(const struct kvt_stream_t *stream,
  *
  * @param stream   The streamer.
  * @param unit     The unit.
- * @param sum_out  Receives its checksum; may be null.
+ * @param out_sum  Receives its checksum; may be null.
  * @param err      Explains a failure; may be null.
  * @return KVT_OK; KVT_E_CORRUPT when it is not what it was, KVT_E_IO, KVT_E_INVALID, KVT_E_BUDGET,
  *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
@@ -11717,7 +11717,7 @@ kvt_status_t kvt_stream_engine(const struct kvt_stream_t *stream,
  */
 kvt_status_t kvt_stream_verify(const struct kvt_stream_t *stream,
                                uint32_t unit,
-                               uint64_t *sum_out,
+                               uint64_t *out_sum,
                                struct kvt_error_t **err);
 
 /**
@@ -11730,7 +11730,7 @@ kvt_status_t kvt_stream_verify(const struct kvt_stream_t *stream,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_stream_sum(const struct kvt_stream_t *stream, uint32_t unit, uint64_t *out);
+kvt_status_t kvt_stream_checksum(const struct kvt_stream_t *stream, uint32_t unit, uint64_t *out);
 
 /**
  * The address that a unit has in place (KVT_STREAM_IN_PLACE), from the opening to the close:
@@ -11741,18 +11741,18 @@ kvt_status_t kvt_stream_sum(const struct kvt_stream_t *stream, uint32_t unit, ui
  *
  * @param stream       The streamer.
  * @param unit         The unit; KVT_NONE = the whole range of addresses.
- * @param address_out  Receives the address.
- * @param bytes_out    Receives how many bytes it has; may be null.
+ * @param out_address  Receives the address.
+ * @param out_bytes    Receives how many bytes it has; may be null.
  * @return KVT_OK; KVT_E_STATE when units are not in place, KVT_E_INVALID, KVT_E_HANDLE,
  *         KVT_E_FORKED, KVT_E_PANIC.
  *
  * Ownership: the range is the streamer's, and goes with its close. Threading: any thread.
  * Since 0.1.
  */
-kvt_status_t kvt_stream_fixed(const struct kvt_stream_t *stream,
+kvt_status_t kvt_stream_unit_address(const struct kvt_stream_t *stream,
                               uint32_t unit,
-                              const void **address_out,
-                              uint64_t *bytes_out);
+                              const void **out_address,
+                              uint64_t *out_bytes);
 
 /**
  * Opens a device.
@@ -11951,12 +11951,12 @@ kvt_status_t kvt_device_wait(const struct kvt_device_t *device,
                              struct kvt_error_t **err);
 
 /**
- * The checksums of the copies of a batch that wanted one (KVT_COPY_SUM), in their order, from
+ * The checksums of the copies of a batch that wanted one (KVT_COPY_CHECKSUM), in their order, from
  * when its event has come until that is released. Who copies by itself holds them against
  * kvt_checksum of what is in host memory: bytes that changed on the bus have another. Never
  * waits.
  *
- * @param device     An asynchronous device that sums (KVT_DEVICE_SUMS): others have put sums
+ * @param device     An asynchronous device that sums (KVT_DEVICE_CHECKSUMS): others have put sums
  *                   into the copies.
  * @param event      One of its events.
  * @param sums       Receives checksums.
@@ -11969,7 +11969,7 @@ kvt_status_t kvt_device_wait(const struct kvt_device_t *device,
  *
  * Threading: any thread. Since 0.1.
  */
-kvt_status_t kvt_device_sums(const struct kvt_device_t *device,
+kvt_status_t kvt_device_checksums(const struct kvt_device_t *device,
                              uint64_t event,
                              uint64_t *sums,
                              uint64_t capacity,
@@ -12137,7 +12137,7 @@ kvt_status_t kvt_device_launch(const struct kvt_device_t *device,
                                struct kvt_error_t **err);
 
 /**
- * Lays an index out for KVT_LAUNCH_PREFILL, and tells the kernel of it: heads, then `starts`, then
+ * Lays an index out for KVT_DEVICE_KERNEL_PREFILL, and tells the kernel of it: heads, then `starts`, then
  * `items`, as kvt_index_t has them, one behind the other. It is checked here: the kernel trusts
  * it. The caller copies the bytes to where the device reaches them, and sets `scratch`.
  *
@@ -12155,7 +12155,7 @@ kvt_status_t kvt_device_launch(const struct kvt_device_t *device,
  *
  * Threading: any thread, also in callbacks. Since 0.1.
  */
-kvt_status_t kvt_launch_index(const struct kvt_index_t *index,
+kvt_status_t kvt_kernel_pack_index(const struct kvt_index_t *index,
                               struct kvt_kernel_t *kernel,
                               uint64_t address,
                               void *to,
@@ -12173,7 +12173,7 @@ kvt_status_t kvt_launch_index(const struct kvt_index_t *index,
  * @param opts       How; null for defaults.
  * @param report     Hears of each check; may be null.
  * @param user_data  Handed to it.
- * @param out        How many checks ended how; start it with KVT_CONFORMANCE_INIT.
+ * @param out        How many checks ended how; start it with KVT_CONFORMANCE_REPORT_INIT.
  * @param err        Explains a failure of the call; may be null.
  * @return KVT_OK, also where checks failed: look at `out`. KVT_E_INVALID, KVT_E_LIMIT,
  *         KVT_E_TOO_NEW, KVT_E_REENTRANT inside a callback, KVT_E_HANDLE, KVT_E_FORKED,
@@ -12185,7 +12185,7 @@ kvt_status_t kvt_device_conformance(const struct kvt_device_t *device,
                                     const struct kvt_conformance_opts_t *opts,
                                     kvt_conformance_fn report,
                                     void *user_data,
-                                    struct kvt_conformance_t *out,
+                                    struct kvt_conformance_report_t *out,
                                     struct kvt_error_t **err);
 
 /**

@@ -102,7 +102,7 @@ pub struct TierUsage {
     /// Reservations that wait.
     pub waiting: u64,
     /// Bytes that owners were asked to release.
-    pub reclaim_asked_bytes: u64,
+    pub reclaim_requested_bytes: u64,
 }
 
 impl TierUsage {
@@ -418,7 +418,7 @@ impl Inner {
     /// Counts a call of a reclaimer; returns all bytes released so far.
     fn begin_reclaim(&mut self, tier: Tier, bytes: u64) -> u64 {
         let usage = &mut self.tiers[tier as usize];
-        usage.reclaim_asked_bytes = usage.reclaim_asked_bytes.saturating_add(bytes);
+        usage.reclaim_requested_bytes = usage.reclaim_requested_bytes.saturating_add(bytes);
         self.returned[tier as usize]
     }
 

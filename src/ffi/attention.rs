@@ -223,12 +223,12 @@ pub(crate) unsafe fn with_rows<R>(
 /// each once and in any order; items of a step once all of the step before have ended. What
 /// comes out has the same bits whoever runs what. All that a job was opened with stays as it
 /// is until it is closed.
-pub struct kvt_job_t(());
+pub struct kvt_attention_job_t(());
 
 /// How a job is cut.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_job_info_t {
+pub struct kvt_attention_job_info_t {
     /// sizeof of this struct.
     pub struct_size: u64,
     /// How many steps it has.
@@ -323,7 +323,7 @@ pub(crate) struct JobNoun {
     _planes: Planes,
 }
 
-noun!(JobNoun, kvt_job_t, 16, "job");
+noun!(JobNoun, kvt_attention_job_t, 16, "job");
 
 /// Leaves a job when it is dropped.
 struct Entered<'a>(&'a JobNoun);
@@ -361,7 +361,7 @@ impl Drop for Entered<'_> {
 
 /// Calls `body` with the kernel of a job, which nobody closes meanwhile.
 pub(crate) fn with_kernel<R>(
-    job: *const kvt_job_t,
+    job: *const kvt_attention_job_t,
     body: impl FnOnce(&Kernel) -> Result<R>,
 ) -> Result<R> {
     let job = enter(job)?;
@@ -372,25 +372,25 @@ pub(crate) fn with_kernel<R>(
 /// Puts a job into its table.
 ///
 /// # Safety
-/// `job_out` is valid for a write; planes are those of the kernel.
+/// `out_job` is valid for a write; planes are those of the kernel.
 pub(crate) unsafe fn open(
     kernel: Kernel,
     planes: Planes,
-    job_out: *mut *mut kvt_job_t,
+    out_job: *mut *mut kvt_attention_job_t,
 ) -> Result<()> {
     crate::base::fork::check()?;
     crate::base::fork::arm()?;
     let (inside, left) = (Mutex::new(Inside::default()), Condvar::new());
     let handle = insert(JobNoun { kernel, inside, left, _planes: planes })?;
     // SAFETY: the caller's promise.
-    unsafe { job_out.write(handle) };
+    unsafe { out_job.write(handle) };
     Ok(())
 }
 
 /// How a job is cut.
 ///
 /// @param job  The job.
-/// @param out  Filled in; start it with KVT_JOB_INFO_INIT.
+/// @param out  Filled in; start it with KVT_ATTENTION_JOB_INFO_INIT.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
 /// Threading: any thread. Since 0.1.
@@ -398,16 +398,16 @@ pub(crate) unsafe fn open(
 /// # Safety
 /// `out` is null or valid for the size it states.
 #[capi]
-pub unsafe extern "C" fn kvt_job_info(
-    job: *const kvt_job_t,
-    out: *mut kvt_job_info_t,
+pub unsafe extern "C" fn kvt_attention_job_info(
+    job: *const kvt_attention_job_t,
+    out: *mut kvt_attention_job_info_t,
 ) -> kvt_status_t {
     check_out(out)?;
     let ((items, last), scratch, sum_keys) =
         with_kernel(job, |kernel| Ok((kernel.steps(), kernel.scratch(), kernel.sum_keys())))?;
     write(
         out,
-        &kvt_job_info_t {
+        &kvt_attention_job_info_t {
             struct_size: 0,
             steps: 1 + u32::from(last.is_some()),
             items,
@@ -427,7 +427,7 @@ pub unsafe extern "C" fn kvt_job_info(
 /// @param first          Its first item.
 /// @param items          How many; all to the last of the step, if it has fewer.
 /// @param scratch        Memory that no other thread uses meanwhile.
-/// @param scratch_count  How many numbers: kvt_job_info.
+/// @param scratch_count  How many numbers: kvt_attention_job_info.
 /// @param err            Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
 ///         KVT_E_PANIC.
@@ -438,8 +438,8 @@ pub unsafe extern "C" fn kvt_job_info(
 /// `scratch` is valid for reads and writes of `scratch_count` numbers; no two threads run the
 /// same item at a time, or an item of a step before all of the step before have ended.
 #[capi]
-pub unsafe extern "C" fn kvt_job_run(
-    job: *const kvt_job_t,
+pub unsafe extern "C" fn kvt_attention_job_run(
+    job: *const kvt_attention_job_t,
     step: u32,
     first: u32,
     items: u32,
@@ -476,7 +476,7 @@ pub unsafe extern "C" fn kvt_job_run(
 /// # Safety
 /// `job` is null or valid for reads and writes.
 #[capi]
-pub unsafe extern "C" fn kvt_job_close(job: *mut *mut kvt_job_t) -> kvt_status_t {
+pub unsafe extern "C" fn kvt_attention_job_close(job: *mut *mut kvt_attention_job_t) -> kvt_status_t {
     free(job, |job| {
         job.close();
         Ok(())
@@ -586,7 +586,7 @@ pub(crate) unsafe fn numbers_mut<'a>(data: *mut f32, count: u64) -> Result<&'a m
 /// @param lse        Receives [queries, query heads] log-sum-exps, -inf where a query sees no
 ///                   key; may be null.
 /// @param lse_count  How many it has room for.
-/// @param job_out    The job; close it with kvt_job_close.
+/// @param out_job    The job; close it with kvt_attention_job_close.
 /// @param err        Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED (a type that
 ///         kernels do not read), KVT_E_UNAVAILABLE (not in host memory), KVT_E_TOO_NEW,
@@ -605,22 +605,22 @@ pub unsafe extern "C" fn kvt_prefill_open(
     out_count: u64,
     lse: *mut f32,
     lse_count: u64,
-    job_out: *mut *mut kvt_job_t,
+    out_job: *mut *mut kvt_attention_job_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    require(job_out)?;
+    require(out_job)?;
     let (args, planes) = problem_of(args)?;
     let (out, logs) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
     let lse = if lse.is_null() { None } else { Some(logs) };
     let kernel = Kernel::Prefill(Prefill::new(args, out, lse)?);
-    open(kernel, planes, job_out)
+    open(kernel, planes, out_job)
 }
 
 /// How many numbers of memory a decode of this problem needs beside scratch.
 ///
 /// @param args    What is to be computed.
 /// @param flags      KVT_DECODE_*.
-/// @param count_out  Receives the number.
+/// @param out_count  Receives the number.
 /// @param err        Explains a failure; may be null.
 /// @return As kvt_decode_open.
 ///
@@ -632,14 +632,14 @@ pub unsafe extern "C" fn kvt_prefill_open(
 pub unsafe extern "C" fn kvt_decode_memory(
     args: *const kvt_attention_args_t,
     flags: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     known_flags(flags, KVT_DECODE_SCORES)?;
-    require(count_out)?;
+    require(out_count)?;
     let (args, _planes) = problem_of(args)?;
     args.check()?;
-    count_out.write(Decode::memory(&args, flags & KVT_DECODE_SCORES != 0)? as u64);
+    out_count.write(Decode::memory(&args, flags & KVT_DECODE_SCORES != 0)? as u64);
     Ok(())
 }
 
@@ -653,7 +653,7 @@ pub unsafe extern "C" fn kvt_decode_memory(
 /// @param lse_count     How many it has room for.
 /// @param memory        Memory of the job's until it is closed.
 /// @param memory_count  How many numbers: kvt_decode_memory.
-/// @param job_out       The job; close it with kvt_job_close.
+/// @param out_job       The job; close it with kvt_attention_job_close.
 /// @param err           Explains a failure; may be null.
 /// @return As kvt_prefill_open.
 ///
@@ -671,16 +671,16 @@ pub unsafe extern "C" fn kvt_decode_open(
     lse_count: u64,
     memory: *mut f32,
     memory_count: u64,
-    job_out: *mut *mut kvt_job_t,
+    out_job: *mut *mut kvt_attention_job_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     known_flags(flags, KVT_DECODE_SCORES)?;
-    require(job_out)?;
+    require(out_job)?;
     let (args, planes) = problem_of(args)?;
     let (out, lse) = (numbers_mut(out, out_count)?, numbers_mut(lse, lse_count)?);
     let memory = numbers_mut(memory, memory_count)?;
     let keeps = flags & KVT_DECODE_SCORES != 0;
-    open(Kernel::Decode(Decode::new(args, out, lse, memory, keeps)?), planes, job_out)
+    open(Kernel::Decode(Decode::new(args, out, lse, memory, keeps)?), planes, out_job)
 }
 
 /// Opens a job that says what each key got of the attention of a prompt's queries, after a
@@ -693,7 +693,7 @@ pub unsafe extern "C" fn kvt_decode_open(
 /// @param flags      KVT_SUMS_*.
 /// @param sums       Receives [query heads, keys], or [keys].
 /// @param sum_count  How many numbers that are.
-/// @param job_out    The job; close it with kvt_job_close.
+/// @param out_job    The job; close it with kvt_attention_job_close.
 /// @param err        Explains a failure; may be null.
 /// @return As kvt_prefill_open.
 ///
@@ -702,7 +702,7 @@ pub unsafe extern "C" fn kvt_decode_open(
 /// # Safety
 /// As of kvt_prefill_open.
 #[capi]
-pub unsafe extern "C" fn kvt_sums_open(
+pub unsafe extern "C" fn kvt_column_sums_open(
     args: *const kvt_attention_args_t,
     lse: *const f32,
     lse_count: u64,
@@ -710,15 +710,15 @@ pub unsafe extern "C" fn kvt_sums_open(
     flags: u64,
     sums: *mut f32,
     sum_count: u64,
-    job_out: *mut *mut kvt_job_t,
+    out_job: *mut *mut kvt_attention_job_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     known_flags(flags, KVT_SUMS_BY_HEAD)?;
-    require(job_out)?;
+    require(out_job)?;
     let (args, planes) = problem_of(args)?;
     let (lse, sums) = (numbers(lse, lse_count, MAX_NUMBERS)?, numbers_mut(sums, sum_count)?);
     let by_head = flags & KVT_SUMS_BY_HEAD != 0;
-    open(Kernel::Sums(ColumnSums::new(args, lse, first, by_head, sums)?), planes, job_out)
+    open(Kernel::Sums(ColumnSums::new(args, lse, first, by_head, sums)?), planes, out_job)
 }
 
 /// Adds what each key got of the attention of a decode's queries to sums, when all items of
@@ -726,7 +726,7 @@ pub unsafe extern "C" fn kvt_sums_open(
 ///
 /// @param job        The job.
 /// @param flags      KVT_SUMS_*; sums of heads that see different keys are by head.
-/// @param sums       [query heads, sum_keys] or [sum_keys] (kvt_job_info), in the order in which
+/// @param sums       [query heads, sum_keys] or [sum_keys] (kvt_attention_job_info), in the order in which
 ///                   keys are selected.
 /// @param sum_count  How many numbers that are.
 /// @param err        Explains a failure; may be null.
@@ -738,7 +738,7 @@ pub unsafe extern "C" fn kvt_sums_open(
 /// `sums` is valid for reads and writes of `sum_count` numbers; all items have ended.
 #[capi]
 pub unsafe extern "C" fn kvt_decode_sums(
-    job: *const kvt_job_t,
+    job: *const kvt_attention_job_t,
     flags: u64,
     sums: *mut f32,
     sum_count: u64,

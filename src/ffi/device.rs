@@ -43,18 +43,18 @@ use crate::store::state::session::PlaneView;
 pub struct kvt_device_t(());
 
 /// The processor copies, done when the call returns.
-pub const KVT_DEVICE_HOST: u32 = 1;
+pub const KVT_DEVICE_KIND_HOST: u32 = 1;
 /// A GPU by way of the CUDA driver, which is loaded when the device is opened.
-pub const KVT_DEVICE_CUDA: u32 = 2;
+pub const KVT_DEVICE_KIND_CUDA: u32 = 2;
 /// The engine copies: kvt_device_custom_t.
-pub const KVT_DEVICE_CUSTOM: u32 = 3;
+pub const KVT_DEVICE_KIND_CUSTOM: u32 = 3;
 /// None at all: it takes its time and spoils what is not waited for. For tests.
-pub const KVT_DEVICE_SIMULATED: u32 = 4;
+pub const KVT_DEVICE_KIND_SIMULATED: u32 = 4;
 
 /// Work goes on after a call has returned.
 pub const KVT_DEVICE_ASYNCHRONOUS: u64 = 1;
 /// It sums what it copies.
-pub const KVT_DEVICE_SUMS: u64 = 2;
+pub const KVT_DEVICE_CHECKSUMS: u64 = 2;
 /// It has memory that only it reaches: KVT_MEMORY_DEVICE.
 pub const KVT_DEVICE_HAS_MEMORY: u64 = 4;
 /// Copies are slow, and not asynchronous, unless host memory is pinned: see
@@ -79,7 +79,7 @@ pub struct kvt_device_opts_t {
     pub struct_size: u64,
     /// KVT_DEVICE_VERIFY, or 0.
     pub flags: u64,
-    /// KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
+    /// KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
     pub kind: u32,
     /// CUDA: which device, where no context is given.
     pub ordinal: u32,
@@ -134,7 +134,7 @@ pub struct kvt_device_info_t {
     pub kind: u32,
     /// How many streams it has: work on one is in order.
     pub streams: u32,
-    /// The kernels it has: 1 << KVT_LAUNCH_* for each.
+    /// The kernels it has: 1 << KVT_DEVICE_KERNEL_* for each.
     pub kernels: u64,
     /// What it has left to give; UINT64_MAX where it does not know.
     pub free_bytes: u64,
@@ -233,10 +233,10 @@ fn check_fields(given: &kvt_device_opts_t) -> Result<()> {
         || given.cufile_bytes != 0;
     let simulated = given.memory_bytes | given.seed | given.latency_ns | given.bytes_per_s != 0;
     let is = |kind| given.kind == kind;
-    if cuda && !is(KVT_DEVICE_CUDA)
-        || simulated && !is(KVT_DEVICE_SIMULATED)
-        || given.flags != 0 && !is(KVT_DEVICE_CUDA) && !is(KVT_DEVICE_SIMULATED)
-        || given.custom.is_null() == is(KVT_DEVICE_CUSTOM)
+    if cuda && !is(KVT_DEVICE_KIND_CUDA)
+        || simulated && !is(KVT_DEVICE_KIND_SIMULATED)
+        || given.flags != 0 && !is(KVT_DEVICE_KIND_CUDA) && !is(KVT_DEVICE_KIND_SIMULATED)
+        || given.custom.is_null() == is(KVT_DEVICE_KIND_CUSTOM)
     {
         fail!(Invalid, "fields are set that are for another kind of device, or custom is null");
     }
@@ -279,13 +279,13 @@ pub unsafe extern "C" fn kvt_device_open(
             insert(DeviceNoun { core, device, kind, _keeper: keeper, closing })
         };
         match given.kind {
-            KVT_DEVICE_HOST => put(Arc::new(Host::default())),
-            KVT_DEVICE_CUDA => {
+            KVT_DEVICE_KIND_HOST => put(Arc::new(Host::default())),
+            KVT_DEVICE_KIND_CUDA => {
                 let opts = cuda_opts(&given)?;
                 put(Arc::new(Cuda::open(clock, &opts)?))
             }
-            KVT_DEVICE_CUSTOM => with_custom(given.custom, clock, |device| put(Arc::new(device))),
-            KVT_DEVICE_SIMULATED => put(Arc::new(Simulated::new(clock, simulated_opts(&given))?)),
+            KVT_DEVICE_KIND_CUSTOM => with_custom(given.custom, clock, |device| put(Arc::new(device))),
+            KVT_DEVICE_KIND_SIMULATED => put(Arc::new(Simulated::new(clock, simulated_opts(&given))?)),
             other => fail!(Invalid, "kind {other} is none of KVT_DEVICE_*"),
         }
     })?;
@@ -367,7 +367,7 @@ pub unsafe extern "C" fn kvt_device_info(
         &kvt_device_info_t {
             struct_size: 0,
             flags: flag(facts.asynchronous, KVT_DEVICE_ASYNCHRONOUS)
-                | flag(facts.sums, KVT_DEVICE_SUMS)
+                | flag(facts.sums, KVT_DEVICE_CHECKSUMS)
                 | flag(facts.reaches_device, KVT_DEVICE_HAS_MEMORY)
                 | flag(facts.wants_pinned, KVT_DEVICE_WANTS_PINNED),
             kind: device.kind,
@@ -426,16 +426,16 @@ pub struct kvt_device_memory_t {
 pub const KVT_COPY_GATHER: u32 = 0;
 /// From the plane into the view.
 pub const KVT_COPY_SCATTER: u32 = 1;
-/// Its checksum is wanted, of devices that sum (KVT_DEVICE_SUMS): of an asynchronous one that of
+/// Its checksum is wanted, of devices that sum (KVT_DEVICE_CHECKSUMS): of an asynchronous one that of
 /// the side in its memory, what was read there or what is there now (both sides: the target).
-pub const KVT_COPY_SUM: u64 = 1;
+pub const KVT_COPY_CHECKSUM: u64 = 1;
 
 /// A copy between tokens as an engine has them and a plane: the same tokens, heads and numbers
 /// one after the other, without gaps. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_copy_t {
-    /// KVT_COPY_SUM or 0.
+    /// KVT_COPY_CHECKSUM or 0.
     pub flags: u64,
     /// Where the engine has the tokens. It says how many it has.
     pub view: kvt_view_t,
@@ -450,7 +450,7 @@ pub struct kvt_copy_t {
     /// How many; 0 = all from there on.
     pub tokens: u32,
     /// Receives the checksum (as kvt_checksum makes it), if one was wanted and the device sums. An
-    /// asynchronous device is asked for it later: kvt_device_sums.
+    /// asynchronous device is asked for it later: kvt_device_checksums.
     pub sum: u64,
 }
 
@@ -582,7 +582,7 @@ pub unsafe extern "C" fn kvt_device_unregister_host(
 
 /// A copy as devices take it, of a plane as the engine has it.
 fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
-    if given.flags & !KVT_COPY_SUM != 0 {
+    if given.flags & !KVT_COPY_CHECKSUM != 0 {
         fail!(Invalid, "flags {:#x} of a copy", given.flags);
     }
     let direction = match given.direction {
@@ -596,7 +596,7 @@ fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
     Ok(Copy {
         memory: plane.memory,
         plane_memory: memory_of(given.plane_memory)?,
-        wants_sum: given.flags & KVT_COPY_SUM != 0,
+        wants_sum: given.flags & KVT_COPY_CHECKSUM != 0,
         ..copy
     })
 }
@@ -716,12 +716,12 @@ pub unsafe extern "C" fn kvt_device_wait(
     enter(device)?.device.wait(Event(event), deadline_ns)
 }
 
-/// The checksums of the copies of a batch that wanted one (KVT_COPY_SUM), in their order, from
+/// The checksums of the copies of a batch that wanted one (KVT_COPY_CHECKSUM), in their order, from
 /// when its event has come until that is released. Who copies by itself holds them against
 /// kvt_checksum of what is in host memory: bytes that changed on the bus have another. Never
 /// waits.
 ///
-/// @param device     An asynchronous device that sums (KVT_DEVICE_SUMS): others have put sums
+/// @param device     An asynchronous device that sums (KVT_DEVICE_CHECKSUMS): others have put sums
 ///                   into the copies.
 /// @param event      One of its events.
 /// @param sums       Receives checksums.
@@ -737,7 +737,7 @@ pub unsafe extern "C" fn kvt_device_wait(
 /// # Safety
 /// `sums` has room for `capacity` numbers; `out_count` is null or valid for a write.
 #[capi]
-pub unsafe extern "C" fn kvt_device_sums(
+pub unsafe extern "C" fn kvt_device_checksums(
     device: *const kvt_device_t,
     event: u64,
     sums: *mut u64,
@@ -969,31 +969,31 @@ pub unsafe extern "C" fn kvt_device_stream_wait_op(
 // Kernels on devices.
 
 /// Moves runs of bytes.
-pub const KVT_LAUNCH_MOVE: u32 = 1;
+pub const KVT_DEVICE_KERNEL_MOVE: u32 = 1;
 /// Changes what numbers are, with scales or without.
-pub const KVT_LAUNCH_CONVERT: u32 = 2;
+pub const KVT_DEVICE_KERNEL_CONVERT: u32 = 2;
 /// Sums bytes as the store does.
-pub const KVT_LAUNCH_SUM: u32 = 3;
+pub const KVT_DEVICE_KERNEL_SUM: u32 = 3;
 /// Makes the boxes of pages wider.
-pub const KVT_LAUNCH_PAGE_BOXES: u32 = 4;
+pub const KVT_DEVICE_KERNEL_PAGE_BOXES: u32 = 4;
 /// The most that a query can have of each page.
-pub const KVT_LAUNCH_PAGE_SCORES: u32 = 5;
+pub const KVT_DEVICE_KERNEL_PAGE_SCORES: u32 = 5;
 /// The largest of each row.
-pub const KVT_LAUNCH_TOP: u32 = 6;
+pub const KVT_DEVICE_KERNEL_TOP: u32 = 6;
 /// Adds weights to what tokens had.
-pub const KVT_LAUNCH_ADD: u32 = 7;
+pub const KVT_DEVICE_KERNEL_ADD: u32 = 7;
 /// Which tokens stay.
-pub const KVT_LAUNCH_KEEP: u32 = 8;
+pub const KVT_DEVICE_KERNEL_KEEP: u32 = 8;
 /// Moves what stays together.
-pub const KVT_LAUNCH_COMPACT: u32 = 9;
+pub const KVT_DEVICE_KERNEL_COMPACT: u32 = 9;
 /// Columns and diagonals of the last queries.
-pub const KVT_LAUNCH_ESTIMATE: u32 = 10;
+pub const KVT_DEVICE_KERNEL_ESTIMATE: u32 = 10;
 /// Attention of a prompt over lines or blocks.
-pub const KVT_LAUNCH_PREFILL: u32 = 11;
+pub const KVT_DEVICE_KERNEL_PREFILL: u32 = 11;
 /// Attention of few queries over chosen pages.
-pub const KVT_LAUNCH_DECODE: u32 = 12;
+pub const KVT_DEVICE_KERNEL_DECODE: u32 = 12;
 
-const _: () = assert!(KVT_LAUNCH_DECODE == Kind::Decode as u32);
+const _: () = assert!(KVT_DEVICE_KERNEL_DECODE == Kind::Decode as u32);
 /// Most kernels of a batch.
 const MAX_KERNELS: u64 = 4096;
 
@@ -1003,7 +1003,7 @@ const MAX_KERNELS: u64 = 4096;
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_kernel_t {
-    /// KVT_LAUNCH_*.
+    /// KVT_DEVICE_KERNEL_*.
     pub kind: u32,
     /// KVT_DTYPE_*: what keys and values, or what is read, are.
     pub dtype: u32,
@@ -1181,7 +1181,7 @@ fn told(keys: &Keys<'_>, call: Call, address: u64) -> Result<Call> {
     Ok(Call { scratch_bytes: call.line_bytes(), ..call })
 }
 
-/// Lays an index out for KVT_LAUNCH_PREFILL, and tells the kernel of it: heads, then `starts`, then
+/// Lays an index out for KVT_DEVICE_KERNEL_PREFILL, and tells the kernel of it: heads, then `starts`, then
 /// `items`, as kvt_index_t has them, one behind the other. It is checked here: the kernel trusts
 /// it. The caller copies the bytes to where the device reaches them, and sets `scratch`.
 ///
@@ -1203,7 +1203,7 @@ fn told(keys: &Keys<'_>, call: Call, address: u64) -> Result<Call> {
 /// Pointers are null or valid; `index` for the size it states, its arrays for their counts, `to`
 /// for writes of its room.
 #[capi]
-pub unsafe extern "C" fn kvt_launch_index(
+pub unsafe extern "C" fn kvt_kernel_pack_index(
     index: *const kvt_index_t,
     kernel: *mut kvt_kernel_t,
     address: u64,
@@ -1291,7 +1291,7 @@ pub type kvt_device_submit_fn = Option<
         copies: *const kvt_copy_rows_t,
         count: u64,
         stride_bytes: u64,
-        event_out: *mut u64,
+        out_event: *mut u64,
     ) -> kvt_status_t,
 >;
 
@@ -1313,7 +1313,7 @@ pub type kvt_device_release_fn = Option<unsafe extern "C" fn(user_data: *mut c_v
 
 /// Gives memory at a multiple of 256; KVT_E_NOMEM where there is not so much.
 pub type kvt_device_allocate_fn = Option<
-    unsafe extern "C" fn(user_data: *mut c_void, bytes: u64, address_out: *mut u64) -> kvt_status_t,
+    unsafe extern "C" fn(user_data: *mut c_void, bytes: u64, out_address: *mut u64) -> kvt_status_t,
 >;
 
 /// Takes it back.
@@ -1322,7 +1322,7 @@ pub type kvt_device_free_fn =
 
 /// What it has left to give.
 pub type kvt_device_free_bytes_fn =
-    Option<unsafe extern "C" fn(user_data: *mut c_void, bytes_out: *mut u64) -> kvt_status_t>;
+    Option<unsafe extern "C" fn(user_data: *mut c_void, out_bytes: *mut u64) -> kvt_status_t>;
 
 /// Learns of host memory that copies use again and again; with 0 bytes: that it goes.
 pub type kvt_device_register_host_fn =
@@ -1331,7 +1331,7 @@ pub type kvt_device_register_host_fn =
 /// Makes an event of its own that comes with one that the engine names: see kvt_device_import_event.
 /// The one that is named stays the engine's.
 pub type kvt_device_import_event_fn = Option<
-    unsafe extern "C" fn(user_data: *mut c_void, raw: u64, event_out: *mut u64) -> kvt_status_t,
+    unsafe extern "C" fn(user_data: *mut c_void, raw: u64, out_event: *mut u64) -> kvt_status_t,
 >;
 
 /// Has a stream that the engine names go on only after an event: see kvt_device_stream_wait. It is not
@@ -1342,7 +1342,7 @@ pub type kvt_device_stream_wait_fn = Option<
 
 /// Makes an event that comes when `keep` says so: what is put behind it waits until then.
 pub type kvt_device_create_event_fn =
-    Option<unsafe extern "C" fn(user_data: *mut c_void, event_out: *mut u64) -> kvt_status_t>;
+    Option<unsafe extern "C" fn(user_data: *mut c_void, out_event: *mut u64) -> kvt_status_t>;
 
 /// Has such an event come, if it has not. It must not wait. Any thread may say so: that which ends
 /// an op, too.
@@ -1358,7 +1358,7 @@ pub type kvt_device_launch_fn = Option<
         kernels: *const kvt_kernel_t,
         count: u64,
         stride_bytes: u64,
-        event_out: *mut u64,
+        out_event: *mut u64,
     ) -> kvt_status_t,
 >;
 
@@ -1380,7 +1380,7 @@ pub struct kvt_device_custom_t {
     pub streams: u32,
     /// Always 0.
     pub reserved: u32,
-    /// The kernels that `launch` knows: 1 << KVT_LAUNCH_* for each.
+    /// The kernels that `launch` knows: 1 << KVT_DEVICE_KERNEL_* for each.
     pub kernels: u64,
     /// Copies.
     pub submit: kvt_device_submit_fn,
@@ -1703,7 +1703,7 @@ pub struct kvt_conformance_opts_t {
 /// How many checks ended how.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_conformance_t {
+pub struct kvt_conformance_report_t {
     /// sizeof of this struct.
     pub struct_size: u64,
     /// As they should.
@@ -1738,7 +1738,7 @@ pub type kvt_conformance_fn = Option<
 /// @param opts       How; null for defaults.
 /// @param report     Hears of each check; may be null.
 /// @param user_data  Handed to it.
-/// @param out        How many checks ended how; start it with KVT_CONFORMANCE_INIT.
+/// @param out        How many checks ended how; start it with KVT_CONFORMANCE_REPORT_INIT.
 /// @param err        Explains a failure of the call; may be null.
 /// @return KVT_OK, also where checks failed: look at `out`. KVT_E_INVALID, KVT_E_LIMIT,
 ///         KVT_E_TOO_NEW, KVT_E_REENTRANT inside a callback, KVT_E_HANDLE, KVT_E_FORKED,
@@ -1754,7 +1754,7 @@ pub unsafe extern "C" fn kvt_device_conformance(
     opts: *const kvt_conformance_opts_t,
     report: kvt_conformance_fn,
     user_data: *mut c_void,
-    out: *mut kvt_conformance_t,
+    out: *mut kvt_conformance_report_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     refuse_reentry()?;
@@ -1790,7 +1790,7 @@ pub unsafe extern "C" fn kvt_device_conformance(
     let count = run(&device.device, &opts, &mut tell);
     write(
         out,
-        &kvt_conformance_t {
+        &kvt_conformance_report_t {
             struct_size: 0,
             passed: count.passed,
             skipped: count.skipped,

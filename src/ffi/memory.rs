@@ -130,7 +130,7 @@ pub struct kvt_tier_report_t {
     /// Reservations that wait.
     pub waiting: u64,
     /// Bytes owners were asked to give back so far.
-    pub reclaim_asked_bytes: u64,
+    pub reclaim_requested_bytes: u64,
 }
 
 pub(crate) struct BudgetNoun(pub(crate) Arc<Budget>);
@@ -301,7 +301,7 @@ pub unsafe extern "C" fn kvt_budget_tier(
             free_bytes: lane.limit_bytes.saturating_sub(used),
             refused: lane.refused,
             waiting: lane.waiting,
-            reclaim_asked_bytes: lane.reclaim_asked_bytes,
+            reclaim_requested_bytes: lane.reclaim_requested_bytes,
         },
     );
     Ok(())
@@ -845,23 +845,23 @@ pub unsafe extern "C" fn kvt_buffer_info(
 // Work on host memory.
 
 /// Copy the source to the target; they may overlap.
-pub const KVT_DO_COPY: u32 = 1;
+pub const KVT_ITEM_COPY: u32 = 1;
 /// Report the checksum of the source as it was read.
-pub const KVT_DO_CHECKSUM: u32 = 2;
+pub const KVT_ITEM_CHECKSUM: u32 = 2;
 /// Compare that checksum with `expect`: KVT_E_CORRUPT if it differs (a copy
 /// asked for along with it has been made all the same).
-pub const KVT_DO_VERIFY: u32 = 4;
+pub const KVT_ITEM_VERIFY: u32 = 4;
 /// Make the target's pages present; contents stay. Alone only.
-pub const KVT_DO_PREFAULT: u32 = 8;
+pub const KVT_ITEM_PREFAULT: u32 = 8;
 
-const _: () = assert!(KVT_DO_COPY == host::COPY && KVT_DO_CHECKSUM == host::CHECKSUM);
-const _: () = assert!(KVT_DO_VERIFY == host::VERIFY && KVT_DO_PREFAULT == host::PREFAULT);
+const _: () = assert!(KVT_ITEM_COPY == host::COPY && KVT_ITEM_CHECKSUM == host::CHECKSUM);
+const _: () = assert!(KVT_ITEM_VERIFY == host::VERIFY && KVT_ITEM_PREFAULT == host::PREFAULT);
 
 /// One piece of work on up to two buffers.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_buffer_item_t {
-    /// KVT_DO_* bits.
+    /// KVT_ITEM_* bits.
     pub kind: u32,
     /// None are defined yet: 0.
     pub flags: u32,
@@ -869,13 +869,13 @@ pub struct kvt_buffer_item_t {
     pub dst: *const kvt_buffer_t,
     /// Where in the target.
     pub dst_offset: u64,
-    /// The source; null for KVT_DO_PREFAULT.
+    /// The source; null for KVT_ITEM_PREFAULT.
     pub src: *const kvt_buffer_t,
     /// Where in the source.
     pub src_offset: u64,
     /// How much.
     pub bytes: u64,
-    /// The checksum to compare with, for KVT_DO_VERIFY.
+    /// The checksum to compare with, for KVT_ITEM_VERIFY.
     pub expect: u64,
     /// Your own word, with KVT_SUBMIT_EACH.
     pub tag: u64,
@@ -890,7 +890,7 @@ pub struct kvt_buffer_item_t {
 /// @param items         The work; copied, so yours again when this returns.
 /// @param count         How many items, 1 to 65536.
 /// @param stride_bytes  sizeof(kvt_buffer_item_t).
-/// @param ops_out       Receives the op (`count` ops with KVT_SUBMIT_EACH), to be
+/// @param out_ops       Receives the op (`count` ops with KVT_SUBMIT_EACH), to be
 ///                      freed by you; null when the queue alone tells of the end.
 /// @param err           Explains a failure; may be null.
 /// @return KVT_OK when submitted; KVT_E_AGAIN when the queue or the runtime is
@@ -901,7 +901,7 @@ pub struct kvt_buffer_item_t {
 /// until the release. Threading: any thread, also in callbacks. Since 0.1.
 ///
 /// # Safety
-/// `items` is valid for `count` * `stride_bytes`, `ops_out` null or valid for the
+/// `items` is valid for `count` * `stride_bytes`, `out_ops` null or valid for the
 /// handles it receives, `opts` for the size it states.
 #[capi]
 pub unsafe extern "C" fn kvt_buffer_submit(
@@ -910,12 +910,12 @@ pub unsafe extern "C" fn kvt_buffer_submit(
     items: *const kvt_buffer_item_t,
     count: u64,
     stride_bytes: u64,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let max = MAX_ITEMS as u64;
     let given = Strided::new(items.cast_mut(), count, stride_bytes, max)?;
-    let (opts, each) = submit_opts(opts, ops_out.is_null())?;
+    let (opts, each) = submit_opts(opts, out_ops.is_null())?;
     let (given, opts, each) = (given, opts, each);
     if given.len() == 0 {
         fail!(Invalid, "there is nothing to do: count is 0");
@@ -927,9 +927,9 @@ pub unsafe extern "C" fn kvt_buffer_submit(
             list.push(item.map_err(|e: Error| e.within(&format!("item {i}")))?);
         }
         let hand_out = |i: usize, op: &OpRef| {
-            if !ops_out.is_null() {
+            if !out_ops.is_null() {
                 // SAFETY: the caller has room for `count` handles, or for one.
-                ops_out.add(i).write(encode::<Op>(op.key()));
+                out_ops.add(i).write(encode::<Op>(op.key()));
             }
         };
         if each {

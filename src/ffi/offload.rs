@@ -310,8 +310,8 @@ pub unsafe extern "C" fn kvt_offload_close(offload: *mut *mut kvt_offload_t) -> 
 ///
 /// @param offload     The offload.
 /// @param layer       The layer.
-/// @param stored_out  Receives those that are in the store, in whole blocks.
-/// @param tail_out    Receives those behind them, which fill no block yet; may be null.
+/// @param out_stored  Receives those that are in the store, in whole blocks.
+/// @param out_tail    Receives those behind them, which fill no block yet; may be null.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
 /// Threading: any thread. Since 0.1.
@@ -322,19 +322,19 @@ pub unsafe extern "C" fn kvt_offload_close(offload: *mut *mut kvt_offload_t) -> 
 pub unsafe extern "C" fn kvt_offload_tokens(
     offload: *const kvt_offload_t,
     layer: u32,
-    stored_out: *mut u32,
-    tail_out: *mut u32,
+    out_stored: *mut u32,
+    out_tail: *mut u32,
 ) -> kvt_status_t {
-    require(stored_out)?;
+    require(out_stored)?;
     let (stored, tail) = with_offload(offload, |offload| offload.tokens(layer))?;
-    stored_out.write(stored);
-    put(tail_out, tail);
+    out_stored.write(stored);
+    put(out_tail, tail);
     Ok(())
 }
 
 /// Takes back what came behind `tokens` tokens, in all layers. To be called before
 /// kvt_session_truncate: where a block is cut, its first tokens come back from the store.
-/// Loads under way are given up, as by kvt_offload_done. After a failure no layer is cut: cut
+/// Loads under way are given up, as by kvt_offload_release. After a failure no layer is cut: cut
 /// again, there or at a multiple of a block, which brings nothing back.
 ///
 /// @param offload  The offload.
@@ -500,7 +500,7 @@ pub unsafe extern "C" fn kvt_offload_stats(
 /// has to lend. Nothing is opened.
 ///
 /// @param opts       What it would be opened with; `memory` is not looked at.
-/// @param bytes_out  Receives how much.
+/// @param out_bytes  Receives how much.
 /// @param err        Explains a failure; may be null.
 /// @return KVT_OK; what kvt_offload_open refuses of `opts`.
 ///
@@ -511,23 +511,23 @@ pub unsafe extern "C" fn kvt_offload_stats(
 #[capi]
 pub unsafe extern "C" fn kvt_offload_memory_bytes(
     opts: *const kvt_offload_opts_t,
-    bytes_out: *mut u64,
+    out_bytes: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    require(bytes_out)?;
+    require(out_bytes)?;
     let mut given = read(opts)?;
     (given.memory, given.memory_bytes) = (0, 0);
     let session = pin(given.session, Access::Use)?;
     // SAFETY: the caller's promise; policies of the engine's are not kept.
     let (opts, _) = options(&given, session.number)?;
     let bytes = Offload::memory_bytes(&session.ns.store, &opts)?;
-    bytes_out.write(bytes);
+    out_bytes.write(bytes);
     Ok(())
 }
 
 /// What an offload copies from now on waits for an event of the store's device: that kernels
 /// have read buffers which are given back, that what is put was computed. To be called before
-/// kvt_offload_put, and before the kvt_offload_done or kvt_offload_give_back of a buffer that
+/// kvt_offload_put, and before the kvt_offload_release or kvt_offload_give_back of a buffer that
 /// kernels may still read. Only the newest event counts: one that comes behind all that has to
 /// be waited for.
 ///
@@ -545,7 +545,7 @@ pub unsafe extern "C" fn kvt_offload_memory_bytes(
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
 #[capi]
-pub unsafe extern "C" fn kvt_offload_after(
+pub unsafe extern "C" fn kvt_offload_set_ready_event(
     offload: *const kvt_offload_t,
     event: u64,
     err: *mut *mut kvt_error_t,
@@ -558,7 +558,7 @@ pub unsafe extern "C" fn kvt_offload_after(
 
 /// Of a load: these blocks were chosen by somebody else. They come as they are, no policy is
 /// asked, and the tail comes behind them. A query serves audits alone.
-pub const KVT_OFFLOAD_CHOSEN: u64 = 1;
+pub const KVT_OFFLOAD_LOAD_CHOSEN: u64 = 1;
 
 /// Most blocks, or positions, of one call.
 const MAX_LIST: usize = 1 << 24;
@@ -626,7 +626,7 @@ fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_k
 /// @param k        K, or the latent, in host memory or in that of the store's device.
 /// @param v        V; null for a latent.
 /// @param opts     Queue, tag, deadline, priority of the op; null for none.
-/// @param op_out   Receives an op, to be freed by you: when it is released `k` and `v` are
+/// @param out_op   Receives an op, to be freed by you: when it is released `k` and `v` are
 ///                 yours again. Receives null where they are at once. May be null when the
 ///                 queue tells, and where fewer tokens are put than a block has.
 /// @param err      Explains a failure; may be null.
@@ -652,7 +652,7 @@ pub unsafe extern "C" fn kvt_offload_put(
     k: *const kvt_view_t,
     v: *const kvt_view_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     if k.is_null() {
@@ -667,7 +667,7 @@ pub unsafe extern "C" fn kvt_offload_put(
     };
     let k = plane("K", k)?;
     let v = if v.is_null() { None } else { Some(plane("V", v)?) };
-    let (opts, each) = submit_opts(opts, op_out.is_null())?;
+    let (opts, each) = submit_opts(opts, out_op.is_null())?;
     if each {
         fail!(Invalid, "KVT_SUBMIT_EACH has no meaning for a put");
     }
@@ -675,12 +675,12 @@ pub unsafe extern "C" fn kvt_offload_put(
     let op = with_offload(offload, |offload| {
         // Fewer tokens are no whole block: there is no op then.
         if opts.detached && opts.queue.is_none() && tokens >= offload.shape().block_tokens {
-            fail!(Invalid, "neither op_out nor a queue: nobody is told when k is read");
+            fail!(Invalid, "neither out_op nor a queue: nobody is told when k is read");
         }
         let op = offload.put(layer, first, tokens, &views, &opts)?;
         Ok(op.map_or(std::ptr::null_mut(), |op| encode::<Op>(op.key())))
     })?;
-    put(op_out, op);
+    put(out_op, op);
     Ok(())
 }
 
@@ -693,12 +693,12 @@ pub unsafe extern "C" fn kvt_offload_put(
 /// @param blocks       Only of these, ascending, and without the tail: a prompt in parts
 ///                     goes through earlier blocks so. Null = all there are, and the tail.
 /// @param block_count  How many.
-/// @param flags        KVT_OFFLOAD_CHOSEN or 0. With it `blocks` is not null unless there is
+/// @param flags        KVT_OFFLOAD_LOAD_CHOSEN or 0. With it `blocks` is not null unless there is
 ///                     none: then the tail comes alone.
 /// @param query        The layer's queries, [tokens, query heads, key dim], for which a
 ///                     policy selects; null = all blocks come.
 /// @param context      Where in the sequence that is.
-/// @param count_out    Receives how many blocks come; may be null.
+/// @param out_count    Receives how many blocks come; may be null.
 /// @param err          Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_BUSY when the buffer is in use, KVT_E_LIMIT when it is too short for
 ///         the blocks, KVT_E_INVALID, KVT_E_AGAIN, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
@@ -719,12 +719,12 @@ pub unsafe extern "C" fn kvt_offload_load(
     flags: u64,
     query: *const kvt_rows_t,
     context: *const kvt_sparse_context_t,
-    count_out: *mut u32,
+    out_count: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    known_flags(flags, KVT_OFFLOAD_CHOSEN)?;
+    known_flags(flags, KVT_OFFLOAD_LOAD_CHOSEN)?;
     let (context, ids) = (context_of(context)?, numbers(blocks, block_count, MAX_LIST)?);
-    let which = match flags & KVT_OFFLOAD_CHOSEN {
+    let which = match flags & KVT_OFFLOAD_LOAD_CHOSEN {
         0 if blocks.is_null() => BlockSelection::All,
         0 => BlockSelection::Blocks(ids),
         _ => BlockSelection::Chosen(ids),
@@ -733,7 +733,7 @@ pub unsafe extern "C" fn kvt_offload_load(
         with_offload(offload, |offload| offload.load(buffer, layer, which, query, &context))
     };
     let count = with_rows("queries", query, load)?;
-    put(count_out, count);
+    put(out_count, count);
     Ok(())
 }
 
@@ -782,7 +782,7 @@ pub unsafe extern "C" fn kvt_offload_wait(
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
 #[capi]
-pub unsafe extern "C" fn kvt_offload_done(
+pub unsafe extern "C" fn kvt_offload_release(
     offload: *const kvt_offload_t,
     buffer: u32,
     err: *mut *mut kvt_error_t,
@@ -874,24 +874,24 @@ pub unsafe extern "C" fn kvt_offload_give_back(
 /// @param buffer     The buffer.
 /// @param blocks     Receives them; null = only the count is wanted.
 /// @param capacity       How many it has room for.
-/// @param count_out  Receives how many there are, also when there is no room for them.
+/// @param out_count  Receives how many there are, also when there is no room for them.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
 /// Threading: any thread. Since 0.1.
 ///
 /// # Safety
-/// `blocks` is null or valid for writes of `room` numbers, `count_out` for a write.
+/// `blocks` is null or valid for writes of `room` numbers, `out_count` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_blocks(
     offload: *const kvt_offload_t,
     buffer: u32,
     blocks: *mut u32,
     capacity: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
     with_offload(offload, |offload| {
         let all = offload.blocks(buffer)?;
-        fill(all.len(), all.iter().copied(), blocks, capacity, count_out)
+        fill(all.len(), all.iter().copied(), blocks, capacity, out_count)
     })
 }
 
@@ -903,14 +903,14 @@ pub unsafe extern "C" fn kvt_offload_blocks(
 /// @param positions  Positions in the sequence, ascending.
 /// @param count      How many.
 /// @param rows       Receives the rows, ascending; room for `count`. May be `positions`.
-/// @param count_out  Receives how many there are.
+/// @param out_count  Receives how many there are.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
 ///         KVT_E_PANIC.
 ///
 /// Threading: any thread. Since 0.1.
 ///
 /// # Safety
-/// `positions` is valid for reads, `rows` for writes of `count` numbers, `count_out` is null or
+/// `positions` is valid for reads, `rows` for writes of `count` numbers, `out_count` is null or
 /// valid for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_offload_rows(
@@ -919,7 +919,7 @@ pub unsafe extern "C" fn kvt_offload_rows(
     positions: *const u32,
     count: u64,
     rows: *mut u32,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
     let positions = numbers(positions, count, MAX_LIST)?;
     if !positions.is_sorted_by(|a, b| a < b) {
@@ -928,23 +928,23 @@ pub unsafe extern "C" fn kvt_offload_rows(
     let mut found = Vec::new();
     with_offload(offload, |offload| offload.rows_of(buffer, positions, &mut found))?;
     require(rows)?;
-    fill(found.len(), found.iter().copied(), rows, count, count_out)
+    fill(found.len(), found.iter().copied(), rows, count, out_count)
 }
 
 /// Writes so many numbers to a caller's array if all of them fit, and how many there are in
 /// any case.
 ///
 /// # Safety
-/// `to` is null or valid for writes of `room` numbers, `count_out` is null or valid for a write.
+/// `to` is null or valid for writes of `room` numbers, `out_count` is null or valid for a write.
 pub(crate) unsafe fn fill(
     count: usize,
     from: impl IntoIterator<Item = u32>,
     to: *mut u32,
     capacity: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
-    unsafe { put(count_out, count as u64) };
+    unsafe { put(out_count, count as u64) };
     if to.is_null() {
         return Ok(());
     }
@@ -997,13 +997,13 @@ pub unsafe extern "C" fn kvt_offload_observe(
 }
 
 /// Has policies evict tokens of a layer, if some have to go. Nothing is moved in the store:
-/// blocks of which nothing is left are not loaded any more, and kvt_offload_kept says which
+/// blocks of which nothing is left are not loaded any more, and kvt_offload_retained says which
 /// tokens of the others kernels are to see.
 ///
 /// @param offload      The offload.
 /// @param layer        The layer.
 /// @param context      Where in the sequence that is.
-/// @param evicted_out  Receives 1 when some went, else 0; may be null.
+/// @param out_evicted  Receives 1 when some went, else 0; may be null.
 /// @param err          Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_UNSUPPORTED when both policies evict, KVT_E_INVALID, KVT_E_TOO_NEW,
 ///         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
@@ -1017,12 +1017,12 @@ pub unsafe extern "C" fn kvt_offload_evict(
     offload: *const kvt_offload_t,
     layer: u32,
     context: *const kvt_sparse_context_t,
-    evicted_out: *mut u32,
+    out_evicted: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let context = context_of(context)?;
     let went = with_offload(offload, |offload| offload.evict(layer, &context))?;
-    put(evicted_out, u32::from(went));
+    put(out_evicted, u32::from(went));
     Ok(())
 }
 
@@ -1030,12 +1030,12 @@ pub unsafe extern "C" fn kvt_offload_evict(
 ///
 /// @param offload    The offload.
 /// @param layer      The layer.
-/// @param head       Of which list: there are `heads_out` of them, one for each head of keys
+/// @param head       Of which list: there are `out_heads` of them, one for each head of keys
 ///                   (or of queries), or one for all.
 /// @param positions  Receives positions, ascending; null = only counts are wanted.
 /// @param capacity       How many it has room for.
-/// @param count_out  Receives how many there are, also when there is no room for them.
-/// @param heads_out  Receives how many lists there are; 0 = all tokens are left. May be null.
+/// @param out_count  Receives how many there are, also when there is no room for them.
+/// @param out_heads  Receives how many lists there are; 0 = all tokens are left. May be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
 /// Threading: any thread. Since 0.1.
@@ -1043,28 +1043,28 @@ pub unsafe extern "C" fn kvt_offload_evict(
 /// # Safety
 /// `positions` is null or valid for writes of `room` numbers, the others for a write.
 #[capi]
-pub unsafe extern "C" fn kvt_offload_kept(
+pub unsafe extern "C" fn kvt_offload_retained(
     offload: *const kvt_offload_t,
     layer: u32,
     head: u32,
     positions: *mut u32,
     capacity: u64,
-    count_out: *mut u64,
-    heads_out: *mut u32,
+    out_count: *mut u64,
+    out_heads: *mut u32,
 ) -> kvt_status_t {
-    require(count_out)?;
+    require(out_count)?;
     with_offload(offload, |offload| -> Result<()> {
         let kept = offload.retained(layer)?;
         let heads = kept.as_ref().map_or(0, |kept| kept.lists() as u32);
         if head >= heads.max(1) {
             fail!(Invalid, "list {head} of {heads}");
         }
-        put(heads_out, heads);
+        put(out_heads, heads);
         let (count, list) = match &kept {
             Some(kept) => (kept.count(head as usize), Some(kept.positions(head as usize))),
             None => (0, None),
         };
-        fill(count, list.into_iter().flatten(), positions, capacity, count_out)
+        fill(count, list.into_iter().flatten(), positions, capacity, out_count)
     })
 }
 

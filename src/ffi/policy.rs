@@ -385,11 +385,11 @@ pub const KVT_CONTEXT_SESSION: u64 = 1;
 /// `priority` is given, also when it is 0.
 pub const KVT_CONTEXT_PRIORITY: u64 = 2;
 /// `parent` is given.
-pub const KVT_ROW_PARENT: u64 = 1;
+pub const KVT_OBJECT_HAS_PARENT: u64 = 1;
 /// It will not be used again.
 pub const KVT_HINT_DONE: u64 = 1;
 /// `confidence` is meant as it is; without this flag it is 1.
-pub const KVT_HINT_CONFIDENCE: u64 = 2;
+pub const KVT_HINT_ZERO_CONFIDENCE: u64 = 2;
 
 /// Why a sequence stopped: not said.
 pub const KVT_STOP_UNKNOWN: u32 = 0;
@@ -430,10 +430,10 @@ pub struct kvt_policy_context_t {
 /// An object to be inserted. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_policy_row_t {
+pub struct kvt_policy_object_t {
     /// The caller's number for it.
     pub id: u64,
-    /// The object that it continues, with KVT_ROW_PARENT; one that is not there
+    /// The object that it continues, with KVT_OBJECT_HAS_PARENT; one that is not there
     /// counts as none.
     pub parent: u64,
     /// Its size, 1 to 2^32 - 1.
@@ -648,8 +648,8 @@ pub unsafe extern "C" fn kvt_policy_record(
     Ok(())
 }
 
-fn new_row(row: &kvt_policy_row_t) -> Result<New> {
-    known_flags(row.flags, KVT_ROW_PARENT)?;
+fn new_row(row: &kvt_policy_object_t) -> Result<New> {
+    known_flags(row.flags, KVT_OBJECT_HAS_PARENT)?;
     let id = row.id;
     if !(1..=MAX_UNITS).contains(&row.units) {
         fail!(Invalid, "object {id} has a size of {}, allowed is 1 to {MAX_UNITS}", row.units);
@@ -670,7 +670,7 @@ fn new_row(row: &kvt_policy_row_t) -> Result<New> {
         cost: row.cost as f32,
         next_use_ns: row.next_use_ns,
     };
-    let parent = (row.flags & KVT_ROW_PARENT != 0).then_some(row.parent);
+    let parent = (row.flags & KVT_OBJECT_HAS_PARENT != 0).then_some(row.parent);
     Ok(New { id, parent, units: row.units, facts })
 }
 
@@ -681,7 +681,7 @@ fn new_row(row: &kvt_policy_row_t) -> Result<New> {
 /// @param context           Who brought them; may be null.
 /// @param rows          The objects; a parent stands before what continues it.
 /// @param count         How many.
-/// @param stride_bytes  sizeof(kvt_policy_row_t).
+/// @param stride_bytes  sizeof(kvt_policy_object_t).
 /// @param err           Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID (an id that is there, a size of 0, a clock that
 ///         went back), KVT_E_LIMIT (the table is full: evict), KVT_E_TOO_NEW,
@@ -696,7 +696,7 @@ pub unsafe extern "C" fn kvt_policy_insert(
     policy: *const kvt_policy_t,
     now_ns: i64,
     context: *const kvt_policy_context_t,
-    rows: *const kvt_policy_row_t,
+    rows: *const kvt_policy_object_t,
     count: u64,
     stride_bytes: u64,
     err: *mut *mut kvt_error_t,
@@ -780,7 +780,7 @@ pub unsafe extern "C" fn kvt_policy_remove(
 /// # Safety
 /// Pointers are null or valid for their lengths.
 #[capi]
-pub unsafe extern "C" fn kvt_policy_evicted(
+pub unsafe extern "C" fn kvt_policy_report_evicted(
     policy: *const kvt_policy_t,
     now_ns: i64,
     ids: *const u64,
@@ -919,12 +919,12 @@ pub unsafe extern "C" fn kvt_policy_unpin(
 pub(crate) unsafe fn hint(hint: *const kvt_policy_hint_t) -> Result<Hint> {
     // SAFETY: the caller's promise.
     let given = unsafe { read(hint)? };
-    known_flags(given.flags, KVT_HINT_DONE | KVT_HINT_CONFIDENCE)?;
+    known_flags(given.flags, KVT_HINT_DONE | KVT_HINT_ZERO_CONFIDENCE)?;
     let stop = match Stop::from_code(u64::from(given.stop)) {
         Some(stop) if given.reserved == 0 => stop,
         _ => fail!(Invalid, "stop is {}, reserved is {}", given.stop, given.reserved),
     };
-    let sure = given.flags & KVT_HINT_CONFIDENCE == 0 && given.confidence == 0.0;
+    let sure = given.flags & KVT_HINT_ZERO_CONFIDENCE == 0 && given.confidence == 0.0;
     let confidence = if sure { 1.0 } else { given.confidence };
     if !(0.0..=1.0).contains(&confidence) {
         fail!(Invalid, "confidence is {confidence}, not 0 to 1");
@@ -1937,7 +1937,7 @@ pub const KVT_ADVICE_ZERO_GROW: u64 = 2;
 /// What advice goes by.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_policy_rules_t {
+pub struct kvt_policy_advice_rules_t {
     /// sizeof of this struct.
     pub struct_size: u64,
     /// KVT_ADVICE_*.
@@ -2004,7 +2004,7 @@ pub unsafe extern "C" fn kvt_policy_advise(
     Ok(())
 }
 
-fn rules(given: &kvt_policy_rules_t) -> Result<Rules> {
+fn rules(given: &kvt_policy_advice_rules_t) -> Result<Rules> {
     known_flags(given.flags, KVT_ADVICE_ZERO_SHRINK | KVT_ADVICE_ZERO_GROW)?;
     let usual = Rules::default();
     let or = |n: u64, default: u64| if n == 0 { default } else { n };
@@ -2044,7 +2044,7 @@ fn rules(given: &kvt_policy_rules_t) -> Result<Rules> {
 #[capi]
 pub unsafe extern "C" fn kvt_policy_set_advice(
     policy: *const kvt_policy_t,
-    given: *const kvt_policy_rules_t,
+    given: *const kvt_policy_advice_rules_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let rules = rules(&read(given)?)?;

@@ -92,7 +92,7 @@ pub struct kvt_runtime_stats_t {
     /// Ops waiting for a worker.
     pub ops_queued: u64,
     /// Submissions refused because max_ops lived.
-    pub ops_refused: u64,
+    pub ops_rejected: u64,
     /// Worker threads.
     pub workers: u32,
     /// 1 after a defect was caught inside; close the runtime then.
@@ -313,7 +313,7 @@ pub unsafe extern "C" fn kvt_runtime_stats(
             ops_open: stats.ops_open,
             ops_live: u64::from(stats.ops_live),
             ops_queued: stats.ops_queued,
-            ops_refused: stats.refused,
+            ops_rejected: stats.refused,
             workers: stats.workers,
             poisoned: u32::from(stats.poisoned || runtime.is_poisoned()),
         },
@@ -338,7 +338,7 @@ pub const KVT_OP_RELEASED: u32 = 4;
 /// A cancel was asked for.
 pub const KVT_OP_CANCEL: u32 = 8;
 
-/// Each item becomes an op of its own; ops_out then receives one per item.
+/// Each item becomes an op of its own; out_ops then receives one per item.
 pub const KVT_SUBMIT_EACH: u64 = 1;
 
 /// Work somebody waits for.
@@ -445,24 +445,24 @@ pub(crate) unsafe fn submit_opts(
 /// Begins what is one op, and gives its handle.
 ///
 /// # Safety
-/// `opts` is null or valid for the size it states, `op_out` null or valid.
+/// `opts` is null or valid for the size it states, `out_op` null or valid.
 pub(crate) unsafe fn begin_one(
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     begin: impl FnOnce(&OpOpts) -> Result<OpRef>,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
-    let (opts, each) = unsafe { submit_opts(opts, op_out.is_null())? };
+    let (opts, each) = unsafe { submit_opts(opts, out_op.is_null())? };
     if each {
         fail!(Invalid, "KVT_SUBMIT_EACH has no meaning here: there is one op");
     }
-    if op_out.is_null() && opts.queue.is_none() {
-        fail!(Invalid, "there is no queue, and op_out is null: nobody would hear of its end");
+    if out_op.is_null() && opts.queue.is_none() {
+        fail!(Invalid, "there is no queue, and out_op is null: nobody would hear of its end");
     }
     let op = begin(&opts)?;
-    if !op_out.is_null() {
+    if !out_op.is_null() {
         // SAFETY: not null, and the caller's promise.
-        unsafe { op_out.write(encode::<Op>(op.key())) };
+        unsafe { out_op.write(encode::<Op>(op.key())) };
     }
     Ok(())
 }
@@ -670,7 +670,7 @@ pub struct kvt_queue_t(());
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_completion_t {
     /// The op, still to be freed by you; null when it was submitted without a
-    /// handle (ops_out null).
+    /// handle (out_ops null).
     pub op: *mut kvt_op_t,
     /// The word given at submission.
     pub tag: u64,

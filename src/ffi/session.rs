@@ -353,12 +353,12 @@ pub unsafe extern "C" fn kvt_session_close(session: *mut *mut kvt_session_t) -> 
 
 /// A moment that comes once: memory is ready. Moves wait for it (kvt_transfer_t.ready).
 /// Internally locked: any thread may use it.
-pub struct kvt_event_t(());
+pub struct kvt_ready_event_t(());
 
 /// It has not come yet.
-pub const KVT_EVENT_PENDING: u32 = 0;
+pub const KVT_READY_EVENT_PENDING: u32 = 0;
 /// It has come.
-pub const KVT_EVENT_SIGNALLED: u32 = 1;
+pub const KVT_READY_EVENT_SIGNALLED: u32 = 1;
 
 /// An event; what waits for one that goes without a word does not begin.
 pub(crate) struct EventNoun(pub(crate) Arc<Ready>);
@@ -369,13 +369,13 @@ impl Drop for EventNoun {
     }
 }
 
-noun!(EventNoun, kvt_event_t, 13, "event");
+noun!(EventNoun, kvt_ready_event_t, 13, "event");
 
 /// Opens an event that the program signals itself. It needs no runtime; moves of any
 /// store may wait for it.
 ///
 /// @param flags  None are defined yet: 0.
-/// @param out    The event, pending; close it with kvt_event_close.
+/// @param out    The event, pending; close it with kvt_ready_event_close.
 /// @param err    Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
 ///
@@ -385,9 +385,9 @@ noun!(EventNoun, kvt_event_t, 13, "event");
 /// # Safety
 /// Pointers are null or valid.
 #[capi]
-pub unsafe extern "C" fn kvt_event_open(
+pub unsafe extern "C" fn kvt_ready_event_open(
     flags: u64,
-    out: *mut *mut kvt_event_t,
+    out: *mut *mut kvt_ready_event_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     fork::check()?;
@@ -408,7 +408,7 @@ pub unsafe extern "C" fn kvt_event_open(
 /// # Safety
 /// None beyond the handle.
 #[capi]
-pub unsafe extern "C" fn kvt_event_signal(event: *const kvt_event_t) -> kvt_status_t {
+pub unsafe extern "C" fn kvt_ready_event_signal(event: *const kvt_ready_event_t) -> kvt_status_t {
     let event = enter(event)?;
     event.0.give();
     Ok(())
@@ -425,14 +425,14 @@ pub unsafe extern "C" fn kvt_event_signal(event: *const kvt_event_t) -> kvt_stat
 /// # Safety
 /// `out_state` is null or valid for a write.
 #[capi]
-pub unsafe extern "C" fn kvt_event_query(
-    event: *const kvt_event_t,
+pub unsafe extern "C" fn kvt_ready_event_query(
+    event: *const kvt_ready_event_t,
     out_state: *mut u32,
 ) -> kvt_status_t {
     require(out_state)?;
     let event = inspect(event)?;
     let has_come = event.0.word() == Some(Word::Given);
-    let state = if has_come { KVT_EVENT_SIGNALLED } else { KVT_EVENT_PENDING };
+    let state = if has_come { KVT_READY_EVENT_SIGNALLED } else { KVT_READY_EVENT_PENDING };
     out_state.write(state);
     Ok(())
 }
@@ -449,7 +449,7 @@ pub unsafe extern "C" fn kvt_event_query(
 /// # Safety
 /// `event` is null or valid for reads and writes.
 #[capi]
-pub unsafe extern "C" fn kvt_event_close(event: *mut *mut kvt_event_t) -> kvt_status_t {
+pub unsafe extern "C" fn kvt_ready_event_close(event: *mut *mut kvt_ready_event_t) -> kvt_status_t {
     free(event, |_| Ok(()))
 }
 
@@ -471,7 +471,7 @@ pub(crate) struct Common {
     pub(crate) flags: u64,
     pub(crate) reserved: u32,
     pub(crate) level: u32,
-    pub(crate) ready: *const kvt_event_t,
+    pub(crate) ready: *const kvt_ready_event_t,
     pub(crate) first_layer: u32,
     pub(crate) k: *const kvt_view_t,
     pub(crate) v: *const kvt_view_t,
@@ -525,11 +525,11 @@ pub(crate) unsafe fn submit<M: Moved>(
     kind: TransferKind,
     moved: *const M,
     opts: *const kvt_submit_opts_t,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
     begin: impl FnOnce(&SessionNoun, &M, &How<'_>) -> Result<Vec<OpRef>>,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
-    let (given, (opts, each)) = unsafe { (read(moved)?, submit_opts(opts, ops_out.is_null())?) };
+    let (given, (opts, each)) = unsafe { (read(moved)?, submit_opts(opts, out_ops.is_null())?) };
     let common = given.common();
     known_flags(common.flags, M::FLAGS)?;
     if each {
@@ -540,16 +540,16 @@ pub(crate) unsafe fn submit<M: Moved>(
     let ready = pin_optional(common.ready)?.map(|noun| noun.0.clone());
     let how = How { level, opts, ready: ready.as_deref() };
     let ops = begin(&*enter(session)?, &given, &how)?;
-    for (i, op) in ops.iter().enumerate().filter(|_| !ops_out.is_null()) {
+    for (i, op) in ops.iter().enumerate().filter(|_| !out_ops.is_null()) {
         // SAFETY: the caller has room for them.
-        unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };
+        unsafe { out_ops.add(i).write(encode::<Op>(op.key())) };
     }
     Ok(())
 }
 
 // Transfers.
 
-/// An op for each layer: ops_out then receives one per layer of the move, and the
+/// An op for each layer: out_ops then receives one per layer of the move, and the
 /// tag of layer i of the move is the given one plus i. The move is given up once all
 /// of them were cancelled.
 pub const KVT_TRANSFER_EACH_LAYER: u64 = 1;
@@ -557,7 +557,7 @@ pub const KVT_TRANSFER_EACH_LAYER: u64 = 1;
 /// window that is the chunks that have one of the window's last tokens, of layers with a
 /// state the last chunk; their other cells are left alone, and are no misses. So a segment
 /// of a plan can be got as it is planned. Views describe all tokens of the move.
-pub const KVT_TRANSFER_REUSE: u64 = 2;
+pub const KVT_TRANSFER_NEEDED_ONLY: u64 = 2;
 
 /// A put has ended when the cells are in memory.
 pub const KVT_LEVEL_RAM: u32 = 0;
@@ -601,7 +601,7 @@ pub struct kvt_transfer_t {
     /// Nothing of the move is begun before this event has come: sources are complete
     /// then, targets in use by nobody. Null = now. The handle may be closed once it was
     /// signalled. Prefetch before, if what comes from disk is to come meanwhile.
-    pub ready: *const kvt_event_t,
+    pub ready: *const kvt_ready_event_t,
     /// Of a get or a prefetch: the chunks that are wanted, 0 = the one of first_token,
     /// ascending; copied. Views have their tokens one after the other, and no others. Null =
     /// all. What a sparse policy selects is got so.
@@ -619,7 +619,7 @@ pub struct kvt_transfer_t {
 }
 
 impl Moved for kvt_transfer_t {
-    const FLAGS: u64 = KVT_TRANSFER_EACH_LAYER | KVT_TRANSFER_REUSE;
+    const FLAGS: u64 = KVT_TRANSFER_EACH_LAYER | KVT_TRANSFER_NEEDED_ONLY;
     const EACH: &'static str = "KVT_TRANSFER_EACH_LAYER";
 
     fn common(&self) -> Common {
@@ -643,9 +643,9 @@ pub(crate) fn level_of(level: u32, kind: TransferKind) -> Result<Level> {
 /// # Safety
 /// `chunks` of `given` is null or valid for reads.
 unsafe fn wanted_of(given: &kvt_transfer_t, kind: TransferKind) -> Result<Wanted> {
-    let needed = given.flags & KVT_TRANSFER_REUSE != 0;
+    let needed = given.flags & KVT_TRANSFER_NEEDED_ONLY != 0;
     if needed && kind == TransferKind::Put {
-        fail!(Invalid, "KVT_TRANSFER_REUSE has no meaning for a put");
+        fail!(Invalid, "KVT_TRANSFER_NEEDED_ONLY has no meaning for a put");
     }
     // SAFETY: the caller's promise.
     let chunks = unsafe { numbers(given.chunks, given.chunk_count, MAX_MOVE_CHUNKS)? };
@@ -655,7 +655,7 @@ unsafe fn wanted_of(given: &kvt_transfer_t, kind: TransferKind) -> Result<Wanted
     match (chunks.is_empty(), needed) {
         (true, true) => Ok(Wanted::Needed),
         (true, false) => Ok(Wanted::All),
-        (false, true) => fail!(Invalid, "KVT_TRANSFER_REUSE and chunks: one or the other"),
+        (false, true) => fail!(Invalid, "KVT_TRANSFER_NEEDED_ONLY and chunks: one or the other"),
         (false, false) if kind == TransferKind::Put => fail!(Invalid, "chunks are for gets alone"),
         (false, false) => {
             let mut wanted = Vec::new();
@@ -683,7 +683,7 @@ unsafe fn move_rectangle(
     kind: TransferKind,
     transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
 ) -> Result<()> {
     let begin = |noun: &SessionNoun, given: &kvt_transfer_t, how: &How<'_>| {
         // SAFETY: the caller's promise.
@@ -709,7 +709,7 @@ unsafe fn move_rectangle(
         store.submit_after(noun.number, kind, *level, transfer, opts, *ready)
     };
     // SAFETY: the caller's promise; he has room for one op, or one a layer.
-    unsafe { submit(session, kind, transfer, opts, ops_out, begin) }
+    unsafe { submit(session, kind, transfer, opts, out_ops, begin) }
 }
 
 /// Stores the KV of a transfer: from the engine's tensors into memory, and down
@@ -724,7 +724,7 @@ unsafe fn move_rectangle(
 /// @param session    The session; closing it does not end its moves.
 /// @param transfer  What, and where it is; copied, tables of pages too.
 /// @param opts       Queue, tag, deadline, priority; null for none.
-/// @param ops_out    Receives the op (one per layer with KVT_TRANSFER_EACH_LAYER), to
+/// @param out_ops    Receives the op (one per layer with KVT_TRANSFER_EACH_LAYER), to
 ///                   be freed by you; null when the queue alone tells of the end.
 /// @param err        Explains a failure; may be null.
 /// @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
@@ -744,10 +744,10 @@ pub unsafe extern "C" fn kvt_session_put(
     session: *const kvt_session_t,
     transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_rectangle(session, TransferKind::Put, transfer, opts, ops_out)
+    move_rectangle(session, TransferKind::Put, transfer, opts, out_ops)
 }
 
 /// Loads the KV of a transfer into the engine's tensors, from whatever tier has
@@ -761,7 +761,7 @@ pub unsafe extern "C" fn kvt_session_put(
 /// @param session    See kvt_session_put.
 /// @param transfer  See kvt_session_put.
 /// @param opts       See kvt_session_put.
-/// @param ops_out    See kvt_session_put.
+/// @param out_ops    See kvt_session_put.
 /// @param err        Explains a failure; may be null.
 /// @return As kvt_session_put.
 ///
@@ -774,10 +774,10 @@ pub unsafe extern "C" fn kvt_session_get(
     session: *const kvt_session_t,
     transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_rectangle(session, TransferKind::Get, transfer, opts, ops_out)
+    move_rectangle(session, TransferKind::Get, transfer, opts, out_ops)
 }
 
 /// Brings the KV of a transfer into memory, for a get to come. Never waits. The
@@ -786,7 +786,7 @@ pub unsafe extern "C" fn kvt_session_get(
 /// @param session    See kvt_session_put.
 /// @param transfer  What; without views.
 /// @param opts       See kvt_session_put; KVT_PRIORITY_PREFETCH is what it is for.
-/// @param ops_out    See kvt_session_put.
+/// @param out_ops    See kvt_session_put.
 /// @param err        Explains a failure; may be null.
 /// @return As kvt_session_put.
 ///
@@ -800,10 +800,10 @@ pub unsafe extern "C" fn kvt_session_prefetch(
     session: *const kvt_session_t,
     transfer: *const kvt_transfer_t,
     opts: *const kvt_submit_opts_t,
-    ops_out: *mut *mut kvt_op_t,
+    out_ops: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_rectangle(session, TransferKind::Prefetch, transfer, opts, ops_out)
+    move_rectangle(session, TransferKind::Prefetch, transfer, opts, out_ops)
 }
 
 // Plans.
@@ -831,7 +831,7 @@ pub struct kvt_plan_terms_t {
     /// KVT_PLAN_NO_OVERLAP, KVT_PLAN_NO_WAIT, KVT_PLAN_COST.
     pub flags: u64,
     /// With KVT_PLAN_COST: nanoseconds a token and token of context. Without it plans
-    /// go by kvt_namespace_prefill.
+    /// go by kvt_namespace_prefill_cost.
     pub alpha_ns: f64,
     /// With KVT_PLAN_COST: nanoseconds a token.
     pub beta_ns: f64,
@@ -1183,7 +1183,7 @@ const GROUP: usize = 1024;
 /// namespace's identity does not say.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_names_t {
+pub struct kvt_block_names_t {
     /// sizeof of this struct.
     pub struct_size: u64,
     /// The names, without gaps.
@@ -1205,7 +1205,7 @@ pub struct kvt_blocks_t {
     /// Always 0.
     pub flags: u64,
     /// What they are called.
-    pub names: *const kvt_names_t,
+    pub names: *const kvt_block_names_t,
     /// The first layer.
     pub first_layer: u32,
     /// How many; 0 = all from the first on.
@@ -1224,7 +1224,7 @@ pub struct kvt_blocks_t {
     /// Always 0.
     pub reserved: u32,
     /// See kvt_transfer_t.
-    pub ready: *const kvt_event_t,
+    pub ready: *const kvt_ready_event_t,
     /// See kvt_transfer_t.
     pub after: u64,
 }
@@ -1244,7 +1244,7 @@ impl Moved for kvt_blocks_t {
 ///
 /// # Safety
 /// `names` is valid for the size it states, and what it leads to for reads.
-pub(crate) unsafe fn keys_of(ns: &Space, names: *const kvt_names_t) -> Result<Vec<Key>> {
+pub(crate) unsafe fn keys_of(ns: &Space, names: *const kvt_block_names_t) -> Result<Vec<Key>> {
     if names.is_null() {
         fail!(Invalid, "names is null");
     }
@@ -1302,7 +1302,7 @@ pub(crate) unsafe fn keys_of(ns: &Space, names: *const kvt_names_t) -> Result<Ve
 #[capi]
 pub unsafe extern "C" fn kvt_namespace_block_keys(
     ns: *const kvt_namespace_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     out: *mut u8,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1319,7 +1319,7 @@ pub unsafe extern "C" fn kvt_namespace_block_keys(
 }
 
 /// Says of blocks whether a namespace has them, and where. No use is counted, nothing
-/// is held. The remote is not asked: kvt_session_locate_blocks does that, and one that was found
+/// is held. The remote is not asked: kvt_session_remote_lookup_blocks does that, and one that was found
 /// there has 1 << KVT_TIER_REMOTE alone; without KVT_EXISTS_WHOLE it is not here, but gets and
 /// prefetches bring it.
 ///
@@ -1334,9 +1334,9 @@ pub unsafe extern "C" fn kvt_namespace_block_keys(
 /// # Safety
 /// As kvt_namespace_block_keys.
 #[capi]
-pub unsafe extern "C" fn kvt_namespace_find_blocks(
+pub unsafe extern "C" fn kvt_namespace_blocks_exist(
     ns: *const kvt_namespace_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     out: *mut u8,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1363,7 +1363,7 @@ unsafe fn move_blocks(
     kind: TransferKind,
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
 ) -> Result<()> {
     let begin = |noun: &SessionNoun, given: &kvt_blocks_t, how: &How<'_>| {
         let layers = layers_of(noun.ns.layers, given.first_layer, given.layers)?;
@@ -1383,7 +1383,7 @@ unsafe fn move_blocks(
         store.submit_blocks(noun.number, (kind, *level), blocks, opts, *ready)
     };
     // SAFETY: the caller's promise; there is one op.
-    unsafe { submit(session, kind, blocks, opts, op_out, begin) }
+    unsafe { submit(session, kind, blocks, opts, out_op, begin) }
 }
 
 /// Stores blocks that the engine has named: from its tensors into memory, and down from
@@ -1402,7 +1402,7 @@ unsafe fn move_blocks(
 /// @param session  The session; closing it does not end its moves.
 /// @param blocks   What, and where it is; copied, names and tables of pages too.
 /// @param opts     Queue, tag, deadline, priority; null for none.
-/// @param op_out   Receives the op, to be freed by you; null when the queue alone tells of
+/// @param out_op   Receives the op, to be freed by you; null when the queue alone tells of
 ///                 the end.
 /// @param err      Explains a failure; may be null.
 /// @return As kvt_session_put.
@@ -1418,14 +1418,14 @@ pub unsafe extern "C" fn kvt_session_put_blocks(
     session: *const kvt_session_t,
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_blocks(session, TransferKind::Put, blocks, opts, op_out)
+    move_blocks(session, TransferKind::Put, blocks, opts, out_op)
 }
 
 /// Loads blocks into the engine's tensors, from whatever tier has them; from the remote those that
-/// were located there (kvt_session_locate_blocks). Never waits.
+/// were located there (kvt_session_remote_lookup_blocks). Never waits.
 ///
 /// The op ends with KVT_E_NOT_FOUND where some are missing: the others came. Its items say
 /// which; the tensors of one that did not come may have been written in part.
@@ -1433,7 +1433,7 @@ pub unsafe extern "C" fn kvt_session_put_blocks(
 /// @param session  See kvt_session_put_blocks.
 /// @param blocks   See kvt_session_put_blocks.
 /// @param opts     See kvt_session_put_blocks.
-/// @param op_out   See kvt_session_put_blocks.
+/// @param out_op   See kvt_session_put_blocks.
 /// @param err      Explains a failure; may be null.
 /// @return As kvt_session_put.
 ///
@@ -1447,10 +1447,10 @@ pub unsafe extern "C" fn kvt_session_get_blocks(
     session: *const kvt_session_t,
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_blocks(session, TransferKind::Get, blocks, opts, op_out)
+    move_blocks(session, TransferKind::Get, blocks, opts, out_op)
 }
 
 /// Brings blocks into memory, for a get to come. Never waits. The op's items are as those
@@ -1459,7 +1459,7 @@ pub unsafe extern "C" fn kvt_session_get_blocks(
 /// @param session  See kvt_session_put_blocks.
 /// @param blocks   What; without views.
 /// @param opts     See kvt_session_put_blocks; KVT_PRIORITY_PREFETCH is what it is for.
-/// @param op_out   See kvt_session_put_blocks.
+/// @param out_op   See kvt_session_put_blocks.
 /// @param err      Explains a failure; may be null.
 /// @return As kvt_session_put.
 ///
@@ -1472,10 +1472,10 @@ pub unsafe extern "C" fn kvt_session_prefetch_blocks(
     session: *const kvt_session_t,
     blocks: *const kvt_blocks_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    move_blocks(session, TransferKind::Prefetch, blocks, opts, op_out)
+    move_blocks(session, TransferKind::Prefetch, blocks, opts, out_op)
 }
 
 /// Takes blocks away that nobody holds: out of all tiers. Those that moves or sessions hold
@@ -1496,7 +1496,7 @@ pub unsafe extern "C" fn kvt_session_prefetch_blocks(
 #[capi]
 pub unsafe extern "C" fn kvt_session_drop_blocks(
     session: *const kvt_session_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     out: *mut kvt_clear_report_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1522,7 +1522,7 @@ pub unsafe extern "C" fn kvt_session_drop_blocks(
 /// @param session  The session.
 /// @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it the op
 ///                 ends with KVT_E_TIMEOUT, and what was heard until then counts.
-/// @param op_out   Receives the op; null with a queue to be told by that alone.
+/// @param out_op   Receives the op; null with a queue to be told by that alone.
 /// @param err      Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way as may be, or the queue is
 ///         full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
@@ -1533,20 +1533,20 @@ pub unsafe extern "C" fn kvt_session_drop_blocks(
 /// # Safety
 /// Pointers are null or valid; `opts` is valid for the size it states.
 #[capi]
-pub unsafe extern "C" fn kvt_session_locate(
+pub unsafe extern "C" fn kvt_session_remote_lookup(
     session: *const kvt_session_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    begin_one(opts, op_out, |opts| {
+    begin_one(opts, out_op, |opts| {
         let session = enter(session)?;
         session.ns.store.locate(session.number, opts)
     })
 }
 
 /// Begins to find out which of some blocks the store has, in a tier of its own or at its remote.
-/// Never waits. What is at the remote is known to kvt_namespace_find_blocks from then on, as
+/// Never waits. What is at the remote is known to kvt_namespace_blocks_exist from then on, as
 /// 1 << KVT_TIER_REMOTE, and comes with kvt_session_get_blocks and kvt_session_prefetch_blocks.
 /// No block depends on another: all are asked for that are not here and were not asked for lately.
 /// Without a remote, or while that is left alone, the op ends at once with what is here.
@@ -1564,7 +1564,7 @@ pub unsafe extern "C" fn kvt_session_locate(
 /// @param names    The names, 1 to 65536; one that is there twice has two items. Copied.
 /// @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it blocks that
 ///                 nothing is known of end with KVT_E_TIMEOUT, and what was heard counts.
-/// @param op_out   Receives the op; null with a queue to be told by that alone.
+/// @param out_op   Receives the op; null with a queue to be told by that alone.
 /// @param err      Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way, or 2^20 blocks are asked for,
 ///         as may be; or the queue is full), KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW,
@@ -1575,14 +1575,14 @@ pub unsafe extern "C" fn kvt_session_locate(
 /// # Safety
 /// Pointers are null or valid; structs are valid for the size they state.
 #[capi]
-pub unsafe extern "C" fn kvt_session_locate_blocks(
+pub unsafe extern "C" fn kvt_session_remote_lookup_blocks(
     session: *const kvt_session_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    begin_one(opts, op_out, |opts| {
+    begin_one(opts, out_op, |opts| {
         let session = enter(session)?;
         session.ns.store.locate_blocks(session.number, keys_of(&session.ns, names)?, opts)
     })
@@ -1606,7 +1606,7 @@ const CELLS_AT_ONCE: usize = 1 << 14;
 ///
 /// @param session  The session. Others hold the same blocks on their own account.
 /// @param names    The names, at most 65536.
-/// @param out      Receives a byte for each, as kvt_namespace_find_blocks gives: 0 = not held.
+/// @param out      Receives a byte for each, as kvt_namespace_blocks_exist gives: 0 = not held.
 ///                 May be null for who lets go by closing the session.
 /// @param err      Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_LIMIT (also: a session has 2^20 holds), KVT_E_INVALID,
@@ -1620,7 +1620,7 @@ const CELLS_AT_ONCE: usize = 1 << 14;
 #[capi]
 pub unsafe extern "C" fn kvt_session_hold_blocks(
     session: *const kvt_session_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     out: *mut u8,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1657,7 +1657,7 @@ pub unsafe extern "C" fn kvt_session_hold_blocks(
 #[capi]
 pub unsafe extern "C" fn kvt_session_release_blocks(
     session: *const kvt_session_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let session = enter(session)?;
@@ -1683,7 +1683,7 @@ pub unsafe extern "C" fn kvt_session_release_blocks(
 #[capi]
 pub unsafe extern "C" fn kvt_session_hint_blocks(
     session: *const kvt_session_t,
-    names: *const kvt_names_t,
+    names: *const kvt_block_names_t,
     hint: *const kvt_policy_hint_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1824,7 +1824,7 @@ pub unsafe extern "C" fn kvt_session_drop(
 
 /// Sends chunks of a session down: what of them is in memory is written to disk where it
 /// is not there yet, and its memory is given back. Never waits: events
-/// (KVT_STORE_REMOVED) and kvt_store_stats tell of the end. What admission and write=
+/// (KVT_STORE_EVENT_REMOVED) and kvt_store_stats tell of the end. What admission and write=
 /// say does not count. Who holds or has pinned the chunks finds them on disk; a get brings
 /// them up again. What the disk refuses stays in memory as long as somebody holds it.
 ///

@@ -59,11 +59,11 @@ pub const KVT_NEEDS_QUERIES: u32 = 2;
 pub const KVT_NEEDS_COLUMN_SUMS: u32 = 4;
 /// The query of the layer `ahead` before, when it is asked what to load.
 pub const KVT_NEEDS_NEXT_QUERY: u32 = 8;
-/// A score a candidate, before each selection: kvt_sparse_score.
+/// A score a candidate, before each selection: kvt_sparse_add_scores.
 pub const KVT_NEEDS_SCORES: u32 = 16;
 /// Values, as they come.
 pub const KVT_NEEDS_VALUES: u32 = 32;
-/// A weight for each query and head, before each question: kvt_sparse_score.
+/// A weight for each query and head, before each question: kvt_sparse_add_scores.
 pub const KVT_NEEDS_WEIGHTS: u32 = 64;
 /// All keys of the sequence, when it is asked for an index.
 pub const KVT_NEEDS_ALL_KEYS: u32 = 128;
@@ -573,7 +573,7 @@ pub unsafe extern "C" fn kvt_sparse_append(
 /// # Safety
 /// As of kvt_sparse_append.
 #[capi]
-pub unsafe extern "C" fn kvt_sparse_seal(
+pub unsafe extern "C" fn kvt_sparse_add_block(
     policy: *const kvt_sparse_t,
     layer: u32,
     id: u32,
@@ -585,7 +585,7 @@ pub unsafe extern "C" fn kvt_sparse_seal(
     with_keys(keys, body)
 }
 
-/// A block that was written token by token is complete in all layers: kvt_sparse_seal of
+/// A block that was written token by token is complete in all layers: kvt_sparse_add_block of
 /// each, or on_decode_offload of an engine's own policy.
 ///
 /// @param policy        The policy.
@@ -624,7 +624,7 @@ pub unsafe extern "C" fn kvt_sparse_seal_all(
     tell(policy, |seat| seat.served.seal_all(id, first, &rows))
 }
 
-/// What each key got of the attention of some queries: a kernel's sums (kvt_sums_open,
+/// What each key got of the attention of some queries: a kernel's sums (kvt_column_sums_open,
 /// kvt_decode_sums).
 ///
 /// @param policy     The policy.
@@ -675,7 +675,7 @@ pub unsafe extern "C" fn kvt_sparse_observe(
 /// # Safety
 /// `scores` is valid for reads of `score_count` numbers.
 #[capi]
-pub unsafe extern "C" fn kvt_sparse_score(
+pub unsafe extern "C" fn kvt_sparse_add_scores(
     policy: *const kvt_sparse_t,
     layer: u32,
     scores: *const f32,
@@ -738,7 +738,7 @@ pub unsafe extern "C" fn kvt_sparse_reset(policy: *const kvt_sparse_t) -> kvt_st
 /// @param id         The block, as it was sealed.
 /// @param data       Receives the bytes; null = only their number is wanted.
 /// @param capacity       How many it has room for.
-/// @param count_out  Receives how many there are, also when there is no room; 0 = the policy
+/// @param out_count  Receives how many there are, also when there is no room; 0 = the policy
 ///                   keeps nothing with blocks.
 /// @param err        Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_NOT_FOUND (a block that is not known), KVT_E_INVALID,
@@ -755,13 +755,13 @@ pub unsafe extern "C" fn kvt_sparse_save(
     id: u32,
     data: *mut u8,
     capacity: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    require(count_out)?;
+    require(out_count)?;
     let mut saved = Vec::new();
     with_seat(policy, |seat| seat.served.save(layer, id, &mut saved))?;
-    count_out.write(saved.len() as u64);
+    out_count.write(saved.len() as u64);
     if data.is_null() {
         return Ok(());
     }
@@ -1053,7 +1053,7 @@ pub struct kvt_token_lists_t {
 ///                         behind them.
 /// @param capacity             How many it has room for: as many as there are candidates, or the
 ///                         call is refused before the policy is asked.
-/// @param count_out        Receives how many are chosen; with KVT_E_TOO_SMALL how much room is
+/// @param out_count        Receives how many are chosen; with KVT_E_TOO_SMALL how much room is
 ///                         needed.
 /// @param err              Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not select there,
@@ -1075,17 +1075,17 @@ pub unsafe extern "C" fn kvt_sparse_select(
     context: *const kvt_sparse_context_t,
     ids: *mut u32,
     capacity: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    require(count_out)?;
+    require(out_count)?;
     let (context, candidates) =
         (context_of(context)?, numbers(candidates, candidate_count, MAX_ITEMS)?);
     if !ids.is_aligned() {
         fail!(Invalid, "ids is not aligned");
     }
     if capacity < candidate_count || (ids.is_null() && capacity > 0) {
-        count_out.write(candidate_count);
+        out_count.write(candidate_count);
         return Err(too_small("ids"));
     }
     let select = |query: Option<&Rows<'_>>| {
@@ -1097,7 +1097,7 @@ pub unsafe extern "C" fn kvt_sparse_select(
             // are candidates, as `CheckedPolicy` sees to.
             ids.copy_from_nonoverlapping(out.as_ptr(), out.len());
             (0..rest).for_each(|i| ids.add(out.len() + i).write(KVT_SPARSE_NO_ID));
-            count_out.write(out.len() as u64);
+            out_count.write(out.len() as u64);
             Ok(())
         })
     };
@@ -1225,15 +1225,15 @@ pub unsafe extern "C" fn kvt_sparse_prefill_attention(
 }
 
 /// Which tokens of a layer stay, if some have to go. Nothing has gone until it is told with
-/// kvt_sparse_evicted: to ask again is fine. With KVT_E_TOO_SMALL the answer is kept:
-/// kvt_sparse_last_kept has it.
+/// kvt_sparse_commit_eviction: to ask again is fine. With KVT_E_TOO_SMALL the answer is kept:
+/// kvt_sparse_last_retained has it.
 ///
 /// @param policy       The policy.
 /// @param layer        The layer.
 /// @param context      Where in the sequence that is.
 /// @param out          Start it with KVT_TOKEN_LISTS_INIT, and set arrays and their room. Counts are 0
 ///                     where all stay.
-/// @param evicted_out  Receives 1 when some have to go, else 0.
+/// @param out_evicted  Receives 1 when some have to go, else 0.
 /// @param err          Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not evict there, KVT_E_STATE
 ///         when sums are missing, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUSY, KVT_E_TOO_NEW,
@@ -1245,16 +1245,16 @@ pub unsafe extern "C" fn kvt_sparse_prefill_attention(
 /// Pointers are null or valid; structs are valid for the size they state, the arrays of `out`
 /// for writes of their room.
 #[capi]
-pub unsafe extern "C" fn kvt_sparse_evict(
+pub unsafe extern "C" fn kvt_sparse_plan_eviction(
     policy: *const kvt_sparse_t,
     layer: u32,
     context: *const kvt_sparse_context_t,
     out: *mut kvt_token_lists_t,
-    evicted_out: *mut u32,
+    out_evicted: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    require(evicted_out)?;
+    require(out_evicted)?;
     let context = context_of(context)?;
     with_seat(policy, |seat| {
         let (served, keep) = (&mut seat.served, &mut seat.keep);
@@ -1264,7 +1264,7 @@ pub unsafe extern "C" fn kvt_sparse_evict(
             keep.clear();
         }
         give_keep(&keep.heads, out)?;
-        evicted_out.write(u32::from(goes));
+        out_evicted.write(u32::from(goes));
         Ok(())
     })
 }
@@ -1272,7 +1272,7 @@ pub unsafe extern "C" fn kvt_sparse_evict(
 /// The last lists that a policy answered with, again; none where all stayed.
 ///
 /// @param policy  The policy.
-/// @param out     As in kvt_sparse_evict.
+/// @param out     As in kvt_sparse_plan_eviction.
 /// @param err     Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_HANDLE,
 ///         KVT_E_FORKED, KVT_E_PANIC.
@@ -1282,7 +1282,7 @@ pub unsafe extern "C" fn kvt_sparse_evict(
 /// # Safety
 /// `out` is null or valid for the size it states, its arrays for writes of their room.
 #[capi]
-pub unsafe extern "C" fn kvt_sparse_last_kept(
+pub unsafe extern "C" fn kvt_sparse_last_retained(
     policy: *const kvt_sparse_t,
     out: *mut kvt_token_lists_t,
     err: *mut *mut kvt_error_t,
@@ -1291,7 +1291,7 @@ pub unsafe extern "C" fn kvt_sparse_last_kept(
     with_seat(policy, |seat| give_keep(&seat.keep.heads, out))
 }
 
-/// What was kept of a layer is all there is now: an answer of kvt_sparse_evict, of this policy
+/// What was kept of a layer is all there is now: an answer of kvt_sparse_plan_eviction, of this policy
 /// or another of the sequence, to which the engine may have added tokens that must stay.
 ///
 /// @param policy  The policy.
@@ -1306,7 +1306,7 @@ pub unsafe extern "C" fn kvt_sparse_last_kept(
 /// # Safety
 /// `kept` is null or valid for the size it states, its arrays for reads of their counts.
 #[capi]
-pub unsafe extern "C" fn kvt_sparse_evicted(
+pub unsafe extern "C" fn kvt_sparse_commit_eviction(
     policy: *const kvt_sparse_t,
     layer: u32,
     kept: *const kvt_token_lists_t,
@@ -1353,7 +1353,7 @@ pub type kvt_on_decode_offload_fn = Option<
 >;
 
 /// Chooses among blocks, for `query`: writes ids, each a candidate and each once, to `ids`,
-/// which has room for all of them, and their number to `count_out`. Any order.
+/// which has room for all of them, and their number to `out_count`. Any order.
 pub type kvt_select_blocks_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -1363,7 +1363,7 @@ pub type kvt_select_blocks_fn = Option<
         candidate_count: u64,
         context: *const kvt_sparse_context_t,
         ids: *mut u32,
-        count_out: *mut u64,
+        out_count: *mut u64,
     ) -> kvt_status_t,
 >;
 
@@ -1930,7 +1930,7 @@ fn check_chosen(candidates: &[u32], chosen: &[u32]) -> Result<()> {
 pub const KVT_KERNEL_PREFILL: u32 = 0;
 /// kvt_decode_open.
 pub const KVT_KERNEL_DECODE: u32 = 1;
-/// kvt_sums_open.
+/// kvt_column_sums_open.
 pub const KVT_KERNEL_SUMS: u32 = 2;
 
 /// Most blocks of a buffer.
@@ -1967,7 +1967,7 @@ pub struct kvt_resident_tokens_t {
     pub struct_size: u64,
     /// The model's attention.
     pub attention: *const kvt_attention_t,
-    /// What has stayed: the lists of kvt_sparse_evicted. Null = nothing was evicted.
+    /// What has stayed: the lists of kvt_sparse_commit_eviction. Null = nothing was evicted.
     pub kept: *const kvt_token_lists_t,
     /// Tokens from this position on came after that; 0 without lists.
     pub since: u32,
@@ -2035,7 +2035,7 @@ unsafe fn heads_of(given: *const kvt_attention_t) -> Result<Heads> {
 /// @param first            The position of the first query.
 /// @param count            How many queries.
 /// @param out              Start it with KVT_INDEX_INIT, and set arrays and their room.
-/// @param first_query_out  Receives first_query of a problem over these rows, whose first_key
+/// @param out_first_query  Receives first_query of a problem over these rows, whose first_key
 ///                         is 0.
 /// @param err              Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL with counts in `out`, KVT_E_INVALID, KVT_E_LIMIT,
@@ -2054,16 +2054,16 @@ pub unsafe extern "C" fn kvt_index_place(
     first: u32,
     count: u32,
     out: *mut kvt_index_t,
-    first_query_out: *mut u32,
+    out_first_query: *mut u32,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    require(first_query_out)?;
+    require(out_first_query)?;
     let (heads, placement, keys) = (heads_of(attention)?, placed_of(placement)?, keys_of(index)?);
     let mut rows = Index::default();
     let first_query = placement.index(&keys, heads, (first, count), &mut rows)?;
     give_index(&rows.keys(), out)?;
-    first_query_out.write(first_query);
+    out_first_query.write(first_query);
     Ok(())
 }
 
@@ -2089,7 +2089,7 @@ pub unsafe extern "C" fn kvt_index_place(
 /// Pointers are null or valid; structs are valid for the size they state, arrays for their
 /// counts.
 #[capi]
-pub unsafe extern "C" fn kvt_sums_place(
+pub unsafe extern "C" fn kvt_column_sums_place(
     resident: *const kvt_resident_tokens_t,
     placement: *const kvt_block_placement_t,
     select: *const kvt_index_t,
@@ -2124,8 +2124,8 @@ pub unsafe extern "C" fn kvt_sums_place(
 ///
 /// @param kernel       KVT_KERNEL_*.
 /// @param limits       The largest that problems become.
-/// @param memory_out   Receives numbers of a job's memory (0 but for decodes); may be null.
-/// @param scratch_out  Receives numbers of scratch of each thread; may be null.
+/// @param out_memory   Receives numbers of a job's memory (0 but for decodes); may be null.
+/// @param out_scratch  Receives numbers of scratch of each thread; may be null.
 /// @param err          Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_PANIC.
 ///
@@ -2137,8 +2137,8 @@ pub unsafe extern "C" fn kvt_sums_place(
 pub unsafe extern "C" fn kvt_kernel_workspace(
     kernel: u32,
     limits: *const kvt_kernel_limits_t,
-    memory_out: *mut u64,
-    scratch_out: *mut u64,
+    out_memory: *mut u64,
+    out_scratch: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let given = read(limits)?;
@@ -2158,7 +2158,7 @@ pub unsafe extern "C" fn kvt_kernel_workspace(
         KVT_KERNEL_SUMS => ColumnSums::workspace(&limits)?,
         other => fail!(Invalid, "kernel {other} is none of KVT_KERNEL_*"),
     };
-    for (out, value) in [(memory_out, memory), (scratch_out, scratch)] {
+    for (out, value) in [(out_memory, memory), (out_scratch, scratch)] {
         put(out, value as u64);
     }
     Ok(())

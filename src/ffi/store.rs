@@ -943,7 +943,7 @@ pub struct kvt_lookup_t {
     /// The longest prefix that can be gone on from now.
     pub reusable_tokens: u64,
     /// The same, once what is on its way has come.
-    pub soon_tokens: u64,
+    pub reusable_soon_tokens: u64,
     /// Bytes that are on the device.
     pub device_bytes: u64,
     /// Bytes to be loaded from memory.
@@ -985,7 +985,7 @@ fn summary(look: &Look) -> kvt_lookup_t {
         struct_size: 0,
         tokens: look.tokens,
         reusable_tokens: look.now_tokens,
-        soon_tokens: look.soon_tokens,
+        reusable_soon_tokens: look.reusable_soon_tokens,
         device_bytes,
         host_bytes,
         disk_bytes,
@@ -1163,7 +1163,7 @@ pub unsafe extern "C" fn kvt_namespace_exists(
 /// n * beta_ns + alpha_ns * (n * l + n * n / 2).
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_prefill_t {
+pub struct kvt_prefill_cost_t {
     /// sizeof of this struct.
     pub struct_size: u64,
     /// Nanoseconds a token and token of context.
@@ -1219,9 +1219,9 @@ pub unsafe extern "C" fn kvt_namespace_observe_prefill(
 /// # Safety
 /// Pointers are null or valid; `cost` is valid for the size it states.
 #[capi]
-pub unsafe extern "C" fn kvt_namespace_fix_prefill(
+pub unsafe extern "C" fn kvt_namespace_set_prefill_cost(
     ns: *const kvt_namespace_t,
-    cost: *const kvt_prefill_t,
+    cost: *const kvt_prefill_cost_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let cost = match cost.is_null() {
@@ -1239,7 +1239,7 @@ pub unsafe extern "C" fn kvt_namespace_fix_prefill(
 /// What computing costs, as plans see it now.
 ///
 /// @param ns  The namespace.
-/// @param out    Filled in; start it with KVT_PREFILL_INIT.
+/// @param out    Filled in; start it with KVT_PREFILL_COST_INIT.
 /// @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
 ///
 /// Threading: any thread, also in callbacks. Since 0.1.
@@ -1247,9 +1247,9 @@ pub unsafe extern "C" fn kvt_namespace_fix_prefill(
 /// # Safety
 /// `out` is null or valid for the size it states.
 #[capi]
-pub unsafe extern "C" fn kvt_namespace_prefill(
+pub unsafe extern "C" fn kvt_namespace_prefill_cost(
     ns: *const kvt_namespace_t,
-    out: *mut kvt_prefill_t,
+    out: *mut kvt_prefill_cost_t,
 ) -> kvt_status_t {
     check_out(out)?;
     let ns = inspect(ns)?;
@@ -1257,7 +1257,7 @@ pub unsafe extern "C" fn kvt_namespace_prefill(
     let Cost { alpha, beta } = prefill.cost();
     write(
         out,
-        &kvt_prefill_t {
+        &kvt_prefill_cost_t {
             struct_size: 0,
             alpha_ns: alpha,
             beta_ns: beta,
@@ -1272,15 +1272,15 @@ pub unsafe extern "C" fn kvt_namespace_prefill(
 // Events of stores.
 
 /// A whole chunk has come to a tier.
-pub const KVT_STORE_STORED: u32 = 1;
+pub const KVT_STORE_EVENT_STORED: u32 = 1;
 /// A chunk is whole in a tier no more.
-pub const KVT_STORE_REMOVED: u32 = 2;
+pub const KVT_STORE_EVENT_REMOVED: u32 = 2;
 /// Nothing of a namespace is left in any tier (kvt_namespace_clear).
-pub const KVT_STORE_CLEARED: u32 = 3;
+pub const KVT_STORE_EVENT_CLEARED: u32 = 3;
 
-const _: () = assert!(KVT_STORE_STORED == Kind::Stored as u32);
-const _: () = assert!(KVT_STORE_REMOVED == Kind::Removed as u32);
-const _: () = assert!(KVT_STORE_CLEARED == Kind::Cleared as u32);
+const _: () = assert!(KVT_STORE_EVENT_STORED == Kind::Stored as u32);
+const _: () = assert!(KVT_STORE_EVENT_REMOVED == Kind::Removed as u32);
+const _: () = assert!(KVT_STORE_EVENT_CLEARED == Kind::Cleared as u32);
 
 /// Events that are read while the lock is held.
 const EVENT_GROUP: usize = 32;
@@ -1293,10 +1293,10 @@ pub struct kvt_store_event_t {
     pub number: u64,
     /// When, CLOCK_MONOTONIC.
     pub at_ns: u64,
-    /// KVT_STORE_STORED, KVT_STORE_REMOVED or KVT_STORE_CLEARED. There may be others
+    /// KVT_STORE_EVENT_STORED, KVT_STORE_EVENT_REMOVED or KVT_STORE_EVENT_CLEARED. There may be others
     /// one day: pass them by.
     pub kind: u32,
-    /// Which tier, KVT_TIER_*; 0 with KVT_STORE_CLEARED.
+    /// Which tier, KVT_TIER_*; 0 with KVT_STORE_EVENT_CLEARED.
     pub tier: u32,
     /// Tokens of the chunk.
     pub tokens: u32,
@@ -1396,7 +1396,7 @@ pub unsafe extern "C" fn kvt_store_events(
 /// @param from    The number of the first event that is wanted, as kvt_store_events has left it
 ///                in its cursor; UINT64_MAX for the next one to come.
 /// @param opts    Queue, tag, deadline; null for defaults.
-/// @param op_out  Receives the op; null with a queue to be told by that alone.
+/// @param out_op  Receives the op; null with a queue to be told by that alone.
 /// @param err     Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_AGAIN (1,024 watches wait, as many ops are under way as may be, or the
 ///         queue is full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
@@ -1412,10 +1412,10 @@ pub unsafe extern "C" fn kvt_store_watch(
     store: *const kvt_store_t,
     from: u64,
     opts: *const kvt_submit_opts_t,
-    op_out: *mut *mut kvt_op_t,
+    out_op: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    begin_one(opts, op_out, |opts| enter(store)?.store.watch(from, opts))
+    begin_one(opts, out_op, |opts| enter(store)?.store.watch(from, opts))
 }
 
 // Changes of open stores.
@@ -1473,7 +1473,7 @@ pub unsafe extern "C" fn kvt_store_set_policy(
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
 #[capi]
-pub unsafe extern "C" fn kvt_store_set_budget(
+pub unsafe extern "C" fn kvt_store_set_limit(
     store: *const kvt_store_t,
     tier: u32,
     bytes: u64,
@@ -1491,40 +1491,40 @@ pub unsafe extern "C" fn kvt_store_set_budget(
 // Rows of stores.
 
 /// Gets of which all was in memory.
-pub const KVT_TIMED_GET_HOST: u32 = 1;
+pub const KVT_LATENCY_GET_HOST: u32 = 1;
 /// Gets of which something had to be read from disk.
-pub const KVT_TIMED_GET_DISK: u32 = 2;
+pub const KVT_LATENCY_GET_DISK: u32 = 2;
 /// Puts until they are in memory.
-pub const KVT_TIMED_PUT_RAM: u32 = 3;
+pub const KVT_LATENCY_PUT_RAM: u32 = 3;
 /// Puts until they are on disk.
-pub const KVT_TIMED_PUT_DISK: u32 = 4;
+pub const KVT_LATENCY_PUT_DISK: u32 = 4;
 /// Puts until they are durable.
-pub const KVT_TIMED_PUT_DURABLE: u32 = 5;
+pub const KVT_LATENCY_PUT_DURABLE: u32 = 5;
 /// Batches of copies between tensors and memory.
-pub const KVT_TIMED_COPY_BATCH: u32 = 6;
+pub const KVT_LATENCY_COPY_BATCH: u32 = 6;
 /// Batches of reads of the disk.
-pub const KVT_TIMED_READ_BATCH: u32 = 7;
+pub const KVT_LATENCY_READ_BATCH: u32 = 7;
 /// Batches of writes to it.
-pub const KVT_TIMED_WRITE_BATCH: u32 = 8;
+pub const KVT_LATENCY_WRITE_BATCH: u32 = 8;
 /// Syncs.
-pub const KVT_TIMED_SYNC_BATCH: u32 = 9;
+pub const KVT_LATENCY_SYNC_BATCH: u32 = 9;
 /// Cleanings, sweeps, checkpoints and notes.
-pub const KVT_TIMED_UPKEEP_BATCH: u32 = 10;
+pub const KVT_LATENCY_UPKEEP_BATCH: u32 = 10;
 /// Choices of who leaves memory: one in some is timed.
-pub const KVT_TIMED_HOST_DECISION: u32 = 11;
+pub const KVT_LATENCY_HOST_DECISION: u32 = 11;
 /// Choices of who leaves the disk: one in some is timed.
-pub const KVT_TIMED_DISK_DECISION: u32 = 12;
+pub const KVT_LATENCY_DISK_DECISION: u32 = 12;
 /// Batches of objects that come from the remote.
-pub const KVT_TIMED_FETCH_BATCH: u32 = 13;
+pub const KVT_LATENCY_FETCH_BATCH: u32 = 13;
 /// Batches of objects that go there.
-pub const KVT_TIMED_UPLOAD_BATCH: u32 = 14;
+pub const KVT_LATENCY_UPLOAD_BATCH: u32 = 14;
 /// Questions what the remote has.
-pub const KVT_TIMED_LOOKUP_BATCH: u32 = 15;
+pub const KVT_LATENCY_LOOKUP_BATCH: u32 = 15;
 
 /// Kinds of the core's own that decisions come behind, in its order.
-const BEFORE_DECISIONS: usize = KVT_TIMED_UPKEEP_BATCH as usize;
+const BEFORE_DECISIONS: usize = KVT_LATENCY_UPKEEP_BATCH as usize;
 
-const _: () = assert!(KVT_TIMED_LOOKUP_BATCH as usize == TIMED.len() + 2);
+const _: () = assert!(KVT_LATENCY_LOOKUP_BATCH as usize == TIMED.len() + 2);
 
 /// How long one kind of thing took. Stands in arrays only.
 #[repr(C)]
@@ -1838,7 +1838,7 @@ fn remote_stats_for_c(breaker: &Breaker, counted: &RemoteCounters) -> kvt_remote
 /// # Safety
 /// `out` is null or valid for the size it states.
 #[capi]
-pub unsafe extern "C" fn kvt_store_remote(
+pub unsafe extern "C" fn kvt_store_remote_stats(
     store: *const kvt_store_t,
     out: *mut kvt_remote_stats_t,
 ) -> kvt_status_t {

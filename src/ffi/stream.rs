@@ -527,7 +527,7 @@ unsafe fn give_parts(
     rows: *mut kvt_part_t,
     capacity: u64,
     stride_bytes: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
     of: impl FnOnce(&Parts) -> Result<&[Part]>,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
@@ -535,7 +535,7 @@ unsafe fn give_parts(
     with_model(model, |parts| {
         let found = of(parts)?;
         // SAFETY: the caller's promise.
-        unsafe { give(&array, rows.is_null(), found.iter().map(row_of), count_out) }
+        unsafe { give(&array, rows.is_null(), found.iter().map(row_of), out_count) }
     })
 }
 
@@ -546,14 +546,14 @@ unsafe fn give_parts(
 /// @param parts         Receives its parts; null with room for 0 asks for the count alone.
 /// @param capacity          How many it has room for.
 /// @param stride_bytes  sizeof(kvt_part_t).
-/// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+/// @param out_count     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
 ///         KVT_E_PANIC.
 ///
 /// Threading: any thread. Since 0.1.
 ///
 /// # Safety
-/// `parts` is null or valid for writes of its entries, `count_out` for a write.
+/// `parts` is null or valid for writes of its entries, `out_count` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_model_unit_parts(
     model: *const kvt_model_t,
@@ -561,9 +561,9 @@ pub unsafe extern "C" fn kvt_model_unit_parts(
     parts: *mut kvt_part_t,
     capacity: u64,
     stride_bytes: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
-    give_parts(model, parts, capacity, stride_bytes, count_out, |all| {
+    give_parts(model, parts, capacity, stride_bytes, out_count, |all| {
         if unit as usize >= all.units.units.len() {
             fail!(Invalid, "unit {unit} of {}", all.units.units.len());
         }
@@ -578,13 +578,13 @@ pub unsafe extern "C" fn kvt_model_unit_parts(
 /// @param parts         Receives its parts; null with room for 0 asks for the count alone.
 /// @param capacity          How many it has room for.
 /// @param stride_bytes  sizeof(kvt_part_t).
-/// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+/// @param out_count     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return As kvt_model_unit_parts.
 ///
 /// Threading: any thread. Since 0.1.
 ///
 /// # Safety
-/// `parts` is null or valid for writes of its entries, `count_out` for a write.
+/// `parts` is null or valid for writes of its entries, `out_count` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_model_tensor_parts(
     model: *const kvt_model_t,
@@ -592,9 +592,9 @@ pub unsafe extern "C" fn kvt_model_tensor_parts(
     parts: *mut kvt_part_t,
     capacity: u64,
     stride_bytes: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
-    give_parts(model, parts, capacity, stride_bytes, count_out, |all| {
+    give_parts(model, parts, capacity, stride_bytes, out_count, |all| {
         if tensor as usize >= all.model.tensors.len() {
             fail!(Invalid, "tensor {tensor} of {}", all.model.tensors.len());
         }
@@ -616,7 +616,7 @@ pub unsafe extern "C" fn kvt_model_tensor_parts(
 /// # Safety
 /// `name` is null or valid for its length, `out` for a write.
 #[capi]
-pub unsafe extern "C" fn kvt_model_find(
+pub unsafe extern "C" fn kvt_model_find_tensor(
     model: *const kvt_model_t,
     name: *const c_char,
     name_bytes: u64,
@@ -647,7 +647,7 @@ pub unsafe extern "C" fn kvt_model_find(
 /// # Safety
 /// `out` is null or valid for a write.
 #[capi]
-pub unsafe extern "C" fn kvt_model_layer(
+pub unsafe extern "C" fn kvt_model_find_unit(
     model: *const kvt_model_t,
     layer: u32,
     expert: u32,
@@ -840,7 +840,7 @@ pub const KVT_TERMS_EXPERT_SLOTS: u64 = 32;
 /// large as lets it shrink most, and no more for experts than a layer needs, unless
 /// expert_slots says so; the streamer gives those beyond that need back, too. A streamer with a budget is opened like this in any case. Not the bit
 /// of any flag of kvt_stream_opts_t.
-pub const KVT_STREAM_SHRINKS: u64 = 256;
+pub const KVT_TERMS_SHRINKS: u64 = 256;
 
 /// kvt_stream_opts_t.flags: the disk is measured first, if its speed is not said: that reads
 /// up to 256 MiB.
@@ -848,7 +848,7 @@ pub const KVT_STREAM_MEASURE: u64 = 1;
 /// No pass follows a pass: nothing is fetched ahead across its end.
 pub const KVT_STREAM_ONCE: u64 = 2;
 /// Every unit has an address of its own, which never changes, and memory only while it is
-/// there: see kvt_stream_fixed. On a device it takes whole pieces of what the device maps by
+/// there: see kvt_stream_unit_address. On a device it takes whole pieces of what the device maps by
 /// (2 MiB on CUDA), and the plan counts them.
 pub const KVT_STREAM_IN_PLACE: u64 = 4;
 /// Files are read through the page cache, which is told to forget what was read.
@@ -861,7 +861,7 @@ pub const KVT_STREAM_MAPPED: u64 = 32;
 /// Checksums are kept: in the file `sidecar`, beside the model if that is empty.
 pub const KVT_STREAM_SIDECAR: u64 = 64;
 /// pinned_percent is meant as it is, also when it is 0.
-pub const KVT_STREAM_PINNED: u64 = 128;
+pub const KVT_STREAM_SET_PINNED_PERCENT: u64 = 128;
 /// The device reads units into its slots by itself, past host memory (CUDA: cuFile, loaded now,
 /// with its silent way by host memory switched off for the whole process). KVT_E_UNAVAILABLE and
 /// why, where it cannot: no library, no kernel module, another file system than ext4 and XFS. What
@@ -883,7 +883,7 @@ pub const KVT_VERIFY_ALWAYS: u32 = 2;
 pub struct kvt_stream_terms_t {
     /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_TERMS_*, KVT_STREAM_SHRINKS.
+    /// KVT_TERMS_*, KVT_TERMS_SHRINKS.
     pub flags: u64,
     /// KVT_COMPUTE_*; 0 = on the device, if it has memory.
     pub compute: u32,
@@ -907,7 +907,7 @@ pub struct kvt_stream_terms_t {
     /// Sequences at once; 0 = 1.
     pub sequences: u32,
     /// Bytes of a number of KV; 0 = 2.
-    pub kv_number_bytes: u32,
+    pub kv_element_bytes: u32,
     /// So many of the last layers are computed by the processor; for a device seat.
     pub processor_layers: u32,
     /// KV; 0 = computed from the context.
@@ -916,7 +916,7 @@ pub struct kvt_stream_terms_t {
     pub workspace_bytes: u64,
     /// Buffers for hidden states.
     pub hidden_bytes: u64,
-    /// Slots for experts; 0 = as many as there is room for, with KVT_STREAM_SHRINKS as few as a
+    /// Slots for experts; 0 = as many as there is room for, with KVT_TERMS_SHRINKS as few as a
     /// layer needs.
     pub expert_slots: u32,
     /// Always 0.
@@ -965,7 +965,7 @@ pub struct kvt_stream_opts_t {
     pub terms: *const kvt_stream_terms_t,
     /// Who pays for memory, a budget of the same runtime; null = nobody. When the budget needs
     /// host memory for others, residents go back to the file: with a budget the terms have
-    /// KVT_STREAM_SHRINKS.
+    /// KVT_TERMS_SHRINKS.
     pub budget: *const kvt_budget_t,
     /// Its rank there: owners of low priority are asked first to give back.
     pub priority: i64,
@@ -1004,7 +1004,7 @@ pub struct kvt_stream_opts_t {
 }
 
 fn terms_of(given: &kvt_stream_terms_t) -> Result<(PlanOptions, Links)> {
-    known_flags(given.flags, (2 * KVT_TERMS_EXPERT_SLOTS - 1) | KVT_STREAM_SHRINKS)?;
+    known_flags(given.flags, (2 * KVT_TERMS_EXPERT_SLOTS - 1) | KVT_TERMS_SHRINKS)?;
     no_reserved(given.reserved)?;
     let said = |bytes: u64, flag: u64| (bytes != 0 || given.flags & flag != 0).then_some(bytes);
     let expert_slots = said(given.expert_slots.into(), KVT_TERMS_EXPERT_SLOTS);
@@ -1032,13 +1032,13 @@ fn terms_of(given: &kvt_stream_terms_t) -> Result<(PlanOptions, Links)> {
         host_reserve_bytes: said(given.host_reserve_bytes, KVT_TERMS_HOST_RESERVE),
         context: given.context,
         sequences: given.sequences,
-        kv_number_bytes: given.kv_number_bytes,
+        kv_element_bytes: given.kv_element_bytes,
         kv_bytes: said(given.kv_bytes, KVT_TERMS_KV),
         workspace_bytes: given.workspace_bytes,
         hidden_bytes: given.hidden_bytes,
         slots: given.slots,
         expert_slots: expert_slots.map(|_| given.expert_slots),
-        shrinks: given.flags & KVT_STREAM_SHRINKS != 0,
+        shrinks: given.flags & KVT_TERMS_SHRINKS != 0,
         staging_bytes: given.staging_bytes,
         chunk_bytes: given.chunk_bytes,
         device_granularity_bytes: 0, // as the device says, where units are in place
@@ -1084,7 +1084,7 @@ pub(crate) unsafe fn inputs_of(
 /// # Safety
 /// Its pointers are null or valid for their lengths.
 pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
-    known_flags(given.flags, (2 * KVT_STREAM_PINNED - 1) | KVT_STREAM_DIRECT)?;
+    known_flags(given.flags, (2 * KVT_STREAM_SET_PINNED_PERCENT - 1) | KVT_STREAM_DIRECT)?;
     no_reserved(given.reserved)?;
     let has = |flag: u64| given.flags & flag != 0;
     let Ok(priority) = i32::try_from(given.priority) else {
@@ -1131,7 +1131,7 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
             sidecar,
             marks: given.marks as usize,
             pinned_percent: match given.pinned_percent {
-                0 if !has(KVT_STREAM_PINNED) => Opts::default().pinned_percent,
+                0 if !has(KVT_STREAM_SET_PINNED_PERCENT) => Opts::default().pinned_percent,
                 said => said,
             },
             device: None,
@@ -1473,7 +1473,7 @@ pub unsafe extern "C" fn kvt_model_plan_describe(
 /// # Safety
 /// Pointers are null or valid for their lengths; structs for the size they state.
 #[capi]
-pub unsafe extern "C" fn kvt_model_what_if(
+pub unsafe extern "C" fn kvt_model_forecast(
     model: *const kvt_model_t,
     terms: *const kvt_stream_terms_t,
     memory: *const kvt_stream_memory_t,
@@ -1500,7 +1500,7 @@ pub struct kvt_stream_t(());
 pub const KVT_ACQUIRE_POLL: u64 = 1;
 /// kvt_stream_acquire, on a device: does not wait for copies that are on their way:
 /// kvt_unit_lease_t.event says when the bytes are there. kvt_device_stream_wait has a stream wait for it.
-pub const KVT_ACQUIRE_EARLY: u64 = 2;
+pub const KVT_ACQUIRE_SUBMITTED: u64 = 2;
 
 /// A unit that the engine has until it gives it back. Nobody but the library writes
 /// into it; copies of it are not given back on their own.
@@ -1660,9 +1660,9 @@ pub unsafe extern "C" fn kvt_stream_acquire(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     check_out(out)?;
-    known_flags(flags, KVT_ACQUIRE_POLL | KVT_ACQUIRE_EARLY)?;
+    known_flags(flags, KVT_ACQUIRE_POLL | KVT_ACQUIRE_SUBMITTED)?;
     let has = |flag: u64| flags & flag != 0;
-    let (poll, early) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_EARLY));
+    let (poll, early) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_SUBMITTED));
     let how = AcquireOpts { poll, when_issued: early, deadline_ns };
     let lease = enter(stream)?.streamer.acquire(unit, how)?;
     let given = kvt_unit_lease_t {
@@ -1779,7 +1779,7 @@ pub struct kvt_stream_progress_t {
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
 #[capi]
-pub unsafe extern "C" fn kvt_stream_load(
+pub unsafe extern "C" fn kvt_stream_wait_resident(
     stream: *const kvt_stream_t,
     deadline_ns: u64,
     err: *mut *mut kvt_error_t,
@@ -1923,13 +1923,13 @@ pub unsafe extern "C" fn kvt_stream_rebalance(
 
 // Statistics of streamers.
 
-/// kvt_stream_mark_t.stage: a chunk was read.
+/// kvt_stream_span_t.stage: a chunk was read.
 pub const KVT_STAGE_READ: u32 = 1;
-/// kvt_stream_mark_t.stage: a chunk was copied to the device.
+/// kvt_stream_span_t.stage: a chunk was copied to the device.
 pub const KVT_STAGE_COPY: u32 = 2;
-/// kvt_stream_mark_t.stage: the engine had a unit.
+/// kvt_stream_span_t.stage: the engine had a unit.
 pub const KVT_STAGE_USE: u32 = 3;
-/// kvt_stream_mark_t.stage: the engine waited for a unit.
+/// kvt_stream_span_t.stage: the engine waited for a unit.
 pub const KVT_STAGE_WAIT: u32 = 4;
 
 /// What a streamer has done.
@@ -1960,13 +1960,13 @@ pub struct kvt_stream_stats_t {
     /// way.
     pub read_ns: u64,
     /// What the disk was measured or said to do, in bytes a second; 0 = not known.
-    pub read_ceiling: u64,
+    pub read_ceiling_bytes_per_s: u64,
     /// Bytes that were copied to the device.
     pub copied_bytes: u64,
     /// How long copies took, added up.
     pub copy_ns: u64,
     /// What the link to the device was said to do; 0 = not known.
-    pub copy_ceiling: u64,
+    pub copy_ceiling_bytes_per_s: u64,
     /// Bytes that were brought and never used.
     pub wasted_bytes: u64,
     /// Reads and copies that failed.
@@ -1985,7 +1985,7 @@ pub struct kvt_stream_stats_t {
 /// What became of the experts of a layer. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_layer_count_t {
+pub struct kvt_expert_stats_t {
     /// The layer.
     pub layer: u32,
     /// Always 0.
@@ -2001,7 +2001,7 @@ pub struct kvt_layer_count_t {
 /// Something that took time. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
-pub struct kvt_stream_mark_t {
+pub struct kvt_stream_span_t {
     /// KVT_STAGE_*.
     pub stage: u32,
     /// Which unit.
@@ -2085,7 +2085,7 @@ pub unsafe extern "C" fn kvt_stream_plan_describe(
 /// # Safety
 /// Pointers are null or valid for their lengths; `out` for the size it states.
 #[capi]
-pub unsafe extern "C" fn kvt_stream_what_if(
+pub unsafe extern "C" fn kvt_stream_forecast(
     stream: *const kvt_stream_t,
     links: *const c_char,
     links_bytes: u64,
@@ -2131,10 +2131,10 @@ pub unsafe extern "C" fn kvt_stream_stats(
             use_ns: stats.use_ns,
             read_bytes: stats.read_bytes,
             read_ns: stats.read_ns,
-            read_ceiling: disk.ceiling,
+            read_ceiling_bytes_per_s: disk.ceiling,
             copied_bytes: stats.copied_bytes,
             copy_ns: stats.copy_ns,
-            copy_ceiling: device.ceiling,
+            copy_ceiling_bytes_per_s: device.ceiling,
             wasted_bytes: stats.wasted_bytes,
             failed: stats.failed,
             expert_hits: stats.expert_hits,
@@ -2150,18 +2150,18 @@ pub unsafe extern "C" fn kvt_stream_stats(
 const MAX_ROWS: u64 = 1 << 24;
 
 /// # Safety
-/// `rows` is null or valid for writes of its entries, `count_out` for a write.
+/// `rows` is null or valid for writes of its entries, `out_count` for a write.
 unsafe fn give_rows<T: Plain, F>(
     rows: *mut T,
     (capacity, stride_bytes): (u64, u64),
-    count_out: *mut u64,
+    out_count: *mut u64,
     all: Result<Vec<F>>,
     row_of: impl Fn(F) -> T,
 ) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
         let array = Strided::new(rows, capacity, stride_bytes, MAX_ROWS)?;
-        give(&array, rows.is_null(), all?.into_iter().map(row_of), count_out)
+        give(&array, rows.is_null(), all?.into_iter().map(row_of), out_count)
     }
 }
 
@@ -2171,25 +2171,25 @@ unsafe fn give_rows<T: Plain, F>(
 /// @param rows          Receives a row for each layer that has experts; null with room for 0
 ///                      asks for the count alone.
 /// @param capacity          How many it has room for.
-/// @param stride_bytes  sizeof(kvt_layer_count_t).
-/// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+/// @param stride_bytes  sizeof(kvt_expert_stats_t).
+/// @param out_count     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
 ///         KVT_E_PANIC.
 ///
 /// Threading: any thread. Since 0.1.
 ///
 /// # Safety
-/// `rows` is null or valid for writes of its entries, `count_out` for a write.
+/// `rows` is null or valid for writes of its entries, `out_count` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_layers(
     stream: *const kvt_stream_t,
-    rows: *mut kvt_layer_count_t,
+    rows: *mut kvt_expert_stats_t,
     capacity: u64,
     stride_bytes: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
     let all = inspect(stream).map(|stream| stream.streamer.layers());
-    give_rows(rows, (capacity, stride_bytes), count_out, all, |count| kvt_layer_count_t {
+    give_rows(rows, (capacity, stride_bytes), out_count, all, |count| kvt_expert_stats_t {
         layer: count.layer,
         reserved: 0,
         hits: count.hits,
@@ -2204,24 +2204,24 @@ pub unsafe extern "C" fn kvt_stream_layers(
 /// @param stream        The streamer.
 /// @param rows          Receives them; null with room for 0 asks for the count alone.
 /// @param capacity          How many it has room for.
-/// @param stride_bytes  sizeof(kvt_stream_mark_t).
-/// @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+/// @param stride_bytes  sizeof(kvt_stream_span_t).
+/// @param out_count     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
 /// @return As kvt_stream_layers.
 ///
 /// Threading: any thread. Since 0.1.
 ///
 /// # Safety
-/// `rows` is null or valid for writes of its entries, `count_out` for a write.
+/// `rows` is null or valid for writes of its entries, `out_count` for a write.
 #[capi]
 pub unsafe extern "C" fn kvt_stream_marks(
     stream: *const kvt_stream_t,
-    rows: *mut kvt_stream_mark_t,
+    rows: *mut kvt_stream_span_t,
     capacity: u64,
     stride_bytes: u64,
-    count_out: *mut u64,
+    out_count: *mut u64,
 ) -> kvt_status_t {
     let all = inspect(stream).map(|stream| stream.streamer.marks());
-    give_rows(rows, (capacity, stride_bytes), count_out, all, |mark| kvt_stream_mark_t {
+    give_rows(rows, (capacity, stride_bytes), out_count, all, |mark| kvt_stream_span_t {
         stage: mark.stage as u32,
         unit: mark.unit,
         begin_ns: mark.begin_ns,
@@ -2243,7 +2243,7 @@ pub unsafe extern "C" fn kvt_stream_marks(
 /// # Safety
 /// Pointers are null or valid for their lengths.
 #[capi]
-pub unsafe extern "C" fn kvt_stream_engine(
+pub unsafe extern "C" fn kvt_stream_describe_io(
     stream: *const kvt_stream_t,
     out: *mut c_char,
     out_capacity: u64,
@@ -2262,7 +2262,7 @@ pub unsafe extern "C" fn kvt_stream_engine(
 ///
 /// @param stream   The streamer.
 /// @param unit     The unit.
-/// @param sum_out  Receives its checksum; may be null.
+/// @param out_sum  Receives its checksum; may be null.
 /// @param err      Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_CORRUPT when it is not what it was, KVT_E_IO, KVT_E_INVALID, KVT_E_BUDGET,
 ///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
@@ -2275,11 +2275,11 @@ pub unsafe extern "C" fn kvt_stream_engine(
 pub unsafe extern "C" fn kvt_stream_verify(
     stream: *const kvt_stream_t,
     unit: u32,
-    sum_out: *mut u64,
+    out_sum: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let sum = enter(stream)?.streamer.verify(unit)?;
-    put(sum_out, sum);
+    put(out_sum, sum);
     Ok(())
 }
 
@@ -2295,7 +2295,7 @@ pub unsafe extern "C" fn kvt_stream_verify(
 /// # Safety
 /// `out` is null or valid for a write.
 #[capi]
-pub unsafe extern "C" fn kvt_stream_sum(
+pub unsafe extern "C" fn kvt_stream_checksum(
     stream: *const kvt_stream_t,
     unit: u32,
     out: *mut u64,
@@ -2314,8 +2314,8 @@ pub unsafe extern "C" fn kvt_stream_sum(
 ///
 /// @param stream       The streamer.
 /// @param unit         The unit; KVT_NONE = the whole range of addresses.
-/// @param address_out  Receives the address.
-/// @param bytes_out    Receives how many bytes it has; may be null.
+/// @param out_address  Receives the address.
+/// @param out_bytes    Receives how many bytes it has; may be null.
 /// @return KVT_OK; KVT_E_STATE when units are not in place, KVT_E_INVALID, KVT_E_HANDLE,
 ///         KVT_E_FORKED, KVT_E_PANIC.
 ///
@@ -2323,21 +2323,21 @@ pub unsafe extern "C" fn kvt_stream_sum(
 /// Since 0.1.
 ///
 /// # Safety
-/// `address_out` is null or valid for a write, and so is `bytes_out`.
+/// `out_address` is null or valid for a write, and so is `out_bytes`.
 #[capi]
-pub unsafe extern "C" fn kvt_stream_fixed(
+pub unsafe extern "C" fn kvt_stream_unit_address(
     stream: *const kvt_stream_t,
     unit: u32,
-    address_out: *mut *const c_void,
-    bytes_out: *mut u64,
+    out_address: *mut *const c_void,
+    out_bytes: *mut u64,
 ) -> kvt_status_t {
-    require(address_out)?;
+    require(out_address)?;
     let streamer = &inspect(stream)?.streamer;
     let (address, bytes) = match unit {
         KVT_NONE => streamer.range().ok_or(Status::State)?,
         unit => streamer.fixed(unit)?,
     };
-    address_out.write(address as *const c_void);
-    put(bytes_out, bytes);
+    out_address.write(address as *const c_void);
+    put(out_bytes, bytes);
     Ok(())
 }

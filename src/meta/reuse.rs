@@ -65,7 +65,7 @@ pub struct ReusablePrefix {
     /// The same, with everything in flight.
     pub soon_chunks: usize,
     /// Tokens of that prefix.
-    pub soon_tokens: u64,
+    pub reusable_soon_tokens: u64,
 }
 
 /// The cost to continue from a point.
@@ -119,7 +119,7 @@ pub fn find_reusable(
             (reach.chunks, reach.tokens) = (at + 1, tokens);
         }
         if goes[1] {
-            (reach.soon_chunks, reach.soon_tokens) = (at + 1, tokens);
+            (reach.soon_chunks, reach.reusable_soon_tokens) = (at + 1, tokens);
         }
     }
     Ok(reach)

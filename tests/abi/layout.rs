@@ -58,7 +58,7 @@ fn rust_table() -> BTreeMap<String, String> {
             offloads, streamers, devices,
         }
         kvt_runtime_stats_t {
-            struct_size, ops_submitted, ops_open, ops_live, ops_queued, ops_refused, workers,
+            struct_size, ops_submitted, ops_open, ops_live, ops_queued, ops_rejected, workers,
             poisoned,
         }
         kvt_op_info_t {
@@ -82,7 +82,7 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_tier_report_t {
             struct_size, asked_bytes, limit_bytes, reserved_bytes, committed_bytes, peak_bytes,
-            free_bytes, refused, waiting, reclaim_asked_bytes,
+            free_bytes, refused, waiting, reclaim_requested_bytes,
         }
         kvt_account_opts_t {
             struct_size, flags, name, name_bytes, priority, reclaim, user_data, destroy,
@@ -106,7 +106,7 @@ fn rust_table() -> BTreeMap<String, String> {
             struct_size, flags, session, tenant, priority, length, max_length, tokens_each,
             reserved,
         }
-        kvt_policy_row_t {
+        kvt_policy_object_t {
             id, parent, units, flags, next_use_ns, cost, context, tokens, layer, layers, chunk,
             chunks,
         }
@@ -139,7 +139,7 @@ fn rust_table() -> BTreeMap<String, String> {
             number, at_ns, id, session, stamp_ns, score, units, hits, queue, has_session, policy,
             reserved,
         }
-        kvt_policy_rules_t {
+        kvt_policy_advice_rules_t {
             struct_size, flags, shrink_above, grow_below, min_batch, max_batch, window, patience,
         }
         kvt_policy_advice_t { struct_size, batch, re_prefill_rate, evictions }
@@ -229,7 +229,7 @@ fn rust_table() -> BTreeMap<String, String> {
             struct_size, flags, first_token, tokens, first_layer, layers, k, v, stride_bytes, level,
             reserved, ready, chunks, chunk_count, after,
         }
-        kvt_names_t { struct_size, bytes, ends, each_bytes, count }
+        kvt_block_names_t { struct_size, bytes, ends, each_bytes, count }
         kvt_blocks_t {
             struct_size, flags, names, first_layer, layers, k, v, stride_bytes, level, reserved,
             ready, after,
@@ -276,7 +276,7 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_kernel_limits_t {
             struct_size, flags, queries, keys, tokens, query_heads, key_dim, value_dim,
         }
-        kvt_job_info_t {
+        kvt_attention_job_info_t {
             struct_size, steps, items, last_items, reserved, scratch_count, sum_keys,
         }
         kvt_offload_opts_t {
@@ -298,10 +298,10 @@ fn rust_table() -> BTreeMap<String, String> {
             pending_bytes, load_ns,
         }
         kvt_lookup_t {
-            struct_size, tokens, reusable_tokens, soon_tokens, device_bytes, host_bytes, disk_bytes,
+            struct_size, tokens, reusable_tokens, reusable_soon_tokens, device_bytes, host_bytes, disk_bytes,
             remote_bytes, pending_bytes, load_ns,
         }
-        kvt_prefill_t { struct_size, alpha_ns, beta_ns, observed, fixed, reserved }
+        kvt_prefill_cost_t { struct_size, alpha_ns, beta_ns, observed, fixed, reserved }
         kvt_store_event_t {
             number, at_ns, kind, tier, tokens, position, key, parent, namespace_key,
         }
@@ -338,7 +338,7 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_stream_terms_t {
             struct_size, flags, compute, mode, placement, slots, device_ceiling_bytes,
             host_ceiling_bytes, device_safety_bytes, host_reserve_bytes, context, sequences,
-            kv_number_bytes, processor_layers, kv_bytes, workspace_bytes, hidden_bytes,
+            kv_element_bytes, processor_layers, kv_bytes, workspace_bytes, hidden_bytes,
             expert_slots, reserved, staging_bytes, chunk_bytes, layer_compute_ns, disk_bytes_per_s,
             device_bytes_per_s, processor_bytes_per_s,
         }
@@ -369,7 +369,7 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_device_memory_t { struct_size, address, bytes, number, memory, reserved }
         kvt_copy_t { flags, view, plane, plane_memory, direction, first_token, tokens, sum }
         kvt_conformance_opts_t { struct_size, flags, seed, patience_ns, rounds, reserved }
-        kvt_conformance_t { struct_size, passed, skipped, failed, reserved }
+        kvt_conformance_report_t { struct_size, passed, skipped, failed, reserved }
         kvt_stream_opts_t {
             struct_size, flags, model, terms, budget, priority, order, order_count, policy,
             policy_bytes, expert_policy, expert_policy_bytes, sidecar, sidecar_bytes, verify,
@@ -390,12 +390,12 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_stream_progress_t { struct_size, missing, resident_units, read_bytes }
         kvt_stream_stats_t {
             struct_size, passes, pass_ns, acquires, waited, wait_read_ns, wait_copy_ns,
-            wait_slot_ns, use_ns, read_bytes, read_ns, read_ceiling, copied_bytes, copy_ns,
-            copy_ceiling, wasted_bytes, failed, expert_hits, expert_misses, direct_bytes,
+            wait_slot_ns, use_ns, read_bytes, read_ns, read_ceiling_bytes_per_s, copied_bytes, copy_ns,
+            copy_ceiling_bytes_per_s, wasted_bytes, failed, expert_hits, expert_misses, direct_bytes,
             direct_failed,
         }
-        kvt_layer_count_t { layer, reserved, hits, misses, bytes }
-        kvt_stream_mark_t { stage, unit, begin_ns, end_ns }
+        kvt_expert_stats_t { layer, reserved, hits, misses, bytes }
+        kvt_stream_span_t { stage, unit, begin_ns, end_ns }
     }
 }
 

@@ -559,7 +559,7 @@ fn c_abi_supports_direct_reads() {
         let each = size_of::<kvt_str_t>() as u64;
         assert_eq!(kvt_model_open(&text, 1, each, &mut model, null_mut()), KVT_OK);
         let mut how: kvt_device_opts_t = std::mem::zeroed();
-        (how.struct_size, how.kind) = (size_of_val(&how) as u64, KVT_DEVICE_CUDA);
+        (how.struct_size, how.kind) = (size_of_val(&how) as u64, KVT_DEVICE_KIND_CUDA);
         (how.library, how.library_bytes) = name(&driver);
         (how.cufile, how.cufile_bytes) = name(&cufile);
         let (mut device, mut stream, mut error) = (null_mut(), null_mut(), null_mut());

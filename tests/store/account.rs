@@ -164,7 +164,7 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
         put(&store, space, LONG, number, 8, Level::Ram);
     }
     store.settle();
-    let asked = budget.usage(Tier::Host).reclaim_asked_bytes;
+    let asked = budget.usage(Tier::Host).reclaim_requested_bytes;
     std::thread::scope(|scope| {
         for caller in 0..2 {
             let store = &store;
@@ -176,7 +176,7 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
     let counters = store.counters();
     assert!(counters.disk_hits > 8, "{counters:?}");
     let lane = budget.usage(Tier::Host);
-    assert!(lane.reclaim_asked_bytes > asked, "cells gave way: {lane:?}");
+    assert!(lane.reclaim_requested_bytes > asked, "cells gave way: {lane:?}");
     assert_eq!((counters.no_room, counters.failed_reads, counters.corrupt), (0, 0, 0));
     store.settle();
     assert!(budget.usage(Tier::Host).peak_bytes <= LIMIT);

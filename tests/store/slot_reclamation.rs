@@ -92,7 +92,7 @@ trait AnyStore {
         let status = self.transfer_all(session, TransferKind::Get, Level::Ram, &engine);
         self.end(session);
         let is_there = status == Status::Ok;
-        assert_eq!(looked.soon_tokens > 0, is_there, "{looked:?}");
+        assert_eq!(looked.reusable_soon_tokens > 0, is_there, "{looked:?}");
         if is_there {
             engine.check(&marks_of(mark, &tokens), 0..tokens.len(), 0..model.layers);
         }
@@ -276,7 +276,7 @@ fn namespaces_of_many_salts_are_reclaimed() {
         } else {
             let session = store.begin(space, &tokens);
             let looked = store.core(|core| core.lookup(space, &tokens).cloned()).expect("open");
-            assert_eq!(looked.soon_tokens, 0);
+            assert_eq!(looked.reusable_soon_tokens, 0);
             store.close_session(session);
         }
         store.shut(space);

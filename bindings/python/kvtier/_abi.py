@@ -20,7 +20,7 @@ class Sized(ctypes.Structure):
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
 
 
-KVT_ACQUIRE_EARLY = 2
+KVT_ACQUIRE_SUBMITTED = 2
 KVT_ACQUIRE_POLL = 1
 KVT_ADVICE_ZERO_GROW = 2
 KVT_ADVICE_ZERO_SHRINK = 1
@@ -45,21 +45,21 @@ KVT_CONTEXT_PRIORITY = 2
 KVT_CONTEXT_SESSION = 1
 KVT_COPY_GATHER = 0
 KVT_COPY_SCATTER = 1
-KVT_COPY_SUM = 1
+KVT_COPY_CHECKSUM = 1
 KVT_DECODE_SCORES = 1
 KVT_DEVICE_ASYNCHRONOUS = 1
-KVT_DEVICE_CUDA = 2
-KVT_DEVICE_CUSTOM = 3
+KVT_DEVICE_KIND_CUDA = 2
+KVT_DEVICE_KIND_CUSTOM = 3
 KVT_DEVICE_HAS_MEMORY = 4
-KVT_DEVICE_HOST = 1
-KVT_DEVICE_SIMULATED = 4
-KVT_DEVICE_SUMS = 2
+KVT_DEVICE_KIND_HOST = 1
+KVT_DEVICE_KIND_SIMULATED = 4
+KVT_DEVICE_CHECKSUMS = 2
 KVT_DEVICE_VERIFY = 1
 KVT_DEVICE_WANTS_PINNED = 8
-KVT_DO_CHECKSUM = 2
-KVT_DO_COPY = 1
-KVT_DO_PREFAULT = 8
-KVT_DO_VERIFY = 4
+KVT_ITEM_CHECKSUM = 2
+KVT_ITEM_COPY = 1
+KVT_ITEM_PREFAULT = 8
+KVT_ITEM_VERIFY = 4
 KVT_DTYPE_BF16 = 3
 KVT_DTYPE_BYTES = 0
 KVT_DTYPE_F16 = 2
@@ -68,8 +68,8 @@ KVT_DTYPE_F8_E4M3 = 4
 KVT_DTYPE_F8_E5M2 = 5
 KVT_DTYPE_I4 = 7
 KVT_DTYPE_I8 = 6
-KVT_EVENT_PENDING = 0
-KVT_EVENT_SIGNALLED = 1
+KVT_READY_EVENT_PENDING = 0
+KVT_READY_EVENT_SIGNALLED = 1
 KVT_EXISTS_WHOLE = 16
 KVT_E_ABI = -15
 KVT_E_AGAIN = -7
@@ -104,7 +104,7 @@ KVT_HEADER_VERSION = 65536
 KVT_HINTS_NONE = 1
 KVT_HINTS_STOP = 0
 KVT_HINTS_THINK = 2
-KVT_HINT_CONFIDENCE = 2
+KVT_HINT_ZERO_CONFIDENCE = 2
 KVT_HINT_DONE = 1
 KVT_INDEX_BLOCKS = 2
 KVT_INDEX_DENSE = 0
@@ -117,18 +117,18 @@ KVT_KERNEL_DECODE = 1
 KVT_KERNEL_PREFILL = 0
 KVT_KERNEL_SUMS = 2
 KVT_KEY_BYTES = 32
-KVT_LAUNCH_ADD = 7
-KVT_LAUNCH_COMPACT = 9
-KVT_LAUNCH_CONVERT = 2
-KVT_LAUNCH_DECODE = 12
-KVT_LAUNCH_ESTIMATE = 10
-KVT_LAUNCH_KEEP = 8
-KVT_LAUNCH_MOVE = 1
-KVT_LAUNCH_PAGE_BOXES = 4
-KVT_LAUNCH_PAGE_SCORES = 5
-KVT_LAUNCH_PREFILL = 11
-KVT_LAUNCH_SUM = 3
-KVT_LAUNCH_TOP = 6
+KVT_DEVICE_KERNEL_ADD = 7
+KVT_DEVICE_KERNEL_COMPACT = 9
+KVT_DEVICE_KERNEL_CONVERT = 2
+KVT_DEVICE_KERNEL_DECODE = 12
+KVT_DEVICE_KERNEL_ESTIMATE = 10
+KVT_DEVICE_KERNEL_KEEP = 8
+KVT_DEVICE_KERNEL_MOVE = 1
+KVT_DEVICE_KERNEL_PAGE_BOXES = 4
+KVT_DEVICE_KERNEL_PAGE_SCORES = 5
+KVT_DEVICE_KERNEL_PREFILL = 11
+KVT_DEVICE_KERNEL_SUM = 3
+KVT_DEVICE_KERNEL_TOP = 6
 KVT_LEVEL_DISK = 1
 KVT_LEVEL_DURABLE = 2
 KVT_LEVEL_RAM = 0
@@ -154,7 +154,7 @@ KVT_NEEDS_VALUES = 32
 KVT_NEEDS_WEIGHTS = 64
 KVT_NONE = 4294967295
 KVT_NUL_TERMINATED = 18446744073709551615
-KVT_OFFLOAD_CHOSEN = 1
+KVT_OFFLOAD_LOAD_CHOSEN = 1
 KVT_OFFLOAD_ON_DEVICE = 1
 KVT_OK = 0
 KVT_OP_CANCEL = 8
@@ -201,7 +201,7 @@ KVT_ROLE_HEAD = 5
 KVT_ROLE_LAYER = 1
 KVT_ROLE_NORM = 4
 KVT_ROLE_OTHER = 0
-KVT_ROW_PARENT = 1
+KVT_OBJECT_HAS_PARENT = 1
 KVT_RULE_FULL = 0
 KVT_RULE_STATE = 2
 KVT_RULE_WINDOW = 1
@@ -232,9 +232,9 @@ KVT_STOP_END_TURN = 2
 KVT_STOP_LENGTH = 3
 KVT_STOP_TOOL_USE = 1
 KVT_STOP_UNKNOWN = 0
-KVT_STORE_CLEARED = 3
-KVT_STORE_REMOVED = 2
-KVT_STORE_STORED = 1
+KVT_STORE_EVENT_CLEARED = 3
+KVT_STORE_EVENT_REMOVED = 2
+KVT_STORE_EVENT_STORED = 1
 KVT_STREAM_BUFFERED = 8
 KVT_STREAM_DIRECT = 512
 KVT_STREAM_IN_PLACE = 4
@@ -242,9 +242,9 @@ KVT_STREAM_MAPPED = 32
 KVT_STREAM_MEASURE = 1
 KVT_STREAM_NO_URING = 16
 KVT_STREAM_ONCE = 2
-KVT_STREAM_PINNED = 128
+KVT_STREAM_SET_PINNED_PERCENT = 128
 KVT_STREAM_RING = 1
-KVT_STREAM_SHRINKS = 256
+KVT_TERMS_SHRINKS = 256
 KVT_STREAM_SIDECAR = 64
 KVT_STREAM_TIERED = 0
 KVT_SUBMIT_EACH = 1
@@ -265,24 +265,24 @@ KVT_TIER_HOST = 1
 KVT_TIER_NONE = 4294967295
 KVT_TIER_PINNED = 4
 KVT_TIER_REMOTE = 3
-KVT_TIMED_COPY_BATCH = 6
-KVT_TIMED_DISK_DECISION = 12
-KVT_TIMED_FETCH_BATCH = 13
-KVT_TIMED_GET_DISK = 2
-KVT_TIMED_GET_HOST = 1
-KVT_TIMED_HOST_DECISION = 11
-KVT_TIMED_LOOKUP_BATCH = 15
-KVT_TIMED_PUT_DISK = 4
-KVT_TIMED_PUT_DURABLE = 5
-KVT_TIMED_PUT_RAM = 3
-KVT_TIMED_READ_BATCH = 7
-KVT_TIMED_SYNC_BATCH = 9
-KVT_TIMED_UPKEEP_BATCH = 10
-KVT_TIMED_UPLOAD_BATCH = 14
-KVT_TIMED_WRITE_BATCH = 8
+KVT_LATENCY_COPY_BATCH = 6
+KVT_LATENCY_DISK_DECISION = 12
+KVT_LATENCY_FETCH_BATCH = 13
+KVT_LATENCY_GET_DISK = 2
+KVT_LATENCY_GET_HOST = 1
+KVT_LATENCY_HOST_DECISION = 11
+KVT_LATENCY_LOOKUP_BATCH = 15
+KVT_LATENCY_PUT_DISK = 4
+KVT_LATENCY_PUT_DURABLE = 5
+KVT_LATENCY_PUT_RAM = 3
+KVT_LATENCY_READ_BATCH = 7
+KVT_LATENCY_SYNC_BATCH = 9
+KVT_LATENCY_UPKEEP_BATCH = 10
+KVT_LATENCY_UPLOAD_BATCH = 14
+KVT_LATENCY_WRITE_BATCH = 8
 KVT_TRACE_FLAT = 1
 KVT_TRANSFER_EACH_LAYER = 1
-KVT_TRANSFER_REUSE = 2
+KVT_TRANSFER_NEEDED_ONLY = 2
 KVT_VERDICT_FAILED = 2
 KVT_VERDICT_PASSED = 0
 KVT_VERDICT_SKIPPED = 1
@@ -321,11 +321,11 @@ class kvt_error_p(Handle):
 
 
 class kvt_event_p(Handle):
-    """kvt_event_t *"""
+    """kvt_ready_event_t *"""
 
 
 class kvt_job_p(Handle):
-    """kvt_job_t *"""
+    """kvt_attention_job_t *"""
 
 
 class kvt_model_p(Handle):
@@ -450,7 +450,7 @@ class kvt_runtime_stats_t(Sized):
         ("ops_open", ctypes.c_uint64),
         ("ops_live", ctypes.c_uint64),
         ("ops_queued", ctypes.c_uint64),
-        ("ops_refused", ctypes.c_uint64),
+        ("ops_rejected", ctypes.c_uint64),
         ("workers", ctypes.c_uint32),
         ("poisoned", ctypes.c_uint32),
     ]
@@ -560,7 +560,7 @@ class kvt_tier_report_t(Sized):
         ("free_bytes", ctypes.c_uint64),
         ("refused", ctypes.c_uint64),
         ("waiting", ctypes.c_uint64),
-        ("reclaim_asked_bytes", ctypes.c_uint64),
+        ("reclaim_requested_bytes", ctypes.c_uint64),
     ]
 
 
@@ -849,7 +849,7 @@ class kvt_lookup_t(Sized):
         ("struct_size", ctypes.c_uint64),
         ("tokens", ctypes.c_uint64),
         ("reusable_tokens", ctypes.c_uint64),
-        ("soon_tokens", ctypes.c_uint64),
+        ("reusable_soon_tokens", ctypes.c_uint64),
         ("device_bytes", ctypes.c_uint64),
         ("host_bytes", ctypes.c_uint64),
         ("disk_bytes", ctypes.c_uint64),
@@ -859,7 +859,7 @@ class kvt_lookup_t(Sized):
     ]
 
 
-class kvt_prefill_t(Sized):
+class kvt_prefill_cost_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("alpha_ns", ctypes.c_double),
@@ -1077,7 +1077,7 @@ class kvt_sequence_t(Sized):
     ]
 
 
-class kvt_names_t(Sized):
+class kvt_block_names_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("bytes", ctypes.POINTER(ctypes.c_uint8)),
@@ -1091,7 +1091,7 @@ class kvt_blocks_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
-        ("names", ctypes.POINTER(kvt_names_t)),
+        ("names", ctypes.POINTER(kvt_block_names_t)),
         ("first_layer", ctypes.c_uint32),
         ("layers", ctypes.c_uint32),
         ("k", ctypes.POINTER(kvt_view_t)),
@@ -1221,7 +1221,7 @@ class kvt_policy_context_t(Sized):
     ]
 
 
-class kvt_policy_row_t(ctypes.Structure):
+class kvt_policy_object_t(ctypes.Structure):
     _fields_ = [
         ("id", ctypes.c_uint64),
         ("parent", ctypes.c_uint64),
@@ -1334,7 +1334,7 @@ class kvt_policy_advice_t(Sized):
     ]
 
 
-class kvt_policy_rules_t(Sized):
+class kvt_policy_advice_rules_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
@@ -1575,7 +1575,7 @@ class kvt_kernel_limits_t(Sized):
     ]
 
 
-class kvt_job_info_t(Sized):
+class kvt_attention_job_info_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("steps", ctypes.c_uint32),
@@ -1800,7 +1800,7 @@ class kvt_stream_terms_t(Sized):
         ("host_reserve_bytes", ctypes.c_uint64),
         ("context", ctypes.c_uint32),
         ("sequences", ctypes.c_uint32),
-        ("kv_number_bytes", ctypes.c_uint32),
+        ("kv_element_bytes", ctypes.c_uint32),
         ("processor_layers", ctypes.c_uint32),
         ("kv_bytes", ctypes.c_uint64),
         ("workspace_bytes", ctypes.c_uint64),
@@ -1943,10 +1943,10 @@ class kvt_stream_stats_t(Sized):
         ("use_ns", ctypes.c_uint64),
         ("read_bytes", ctypes.c_uint64),
         ("read_ns", ctypes.c_uint64),
-        ("read_ceiling", ctypes.c_uint64),
+        ("read_ceiling_bytes_per_s", ctypes.c_uint64),
         ("copied_bytes", ctypes.c_uint64),
         ("copy_ns", ctypes.c_uint64),
-        ("copy_ceiling", ctypes.c_uint64),
+        ("copy_ceiling_bytes_per_s", ctypes.c_uint64),
         ("wasted_bytes", ctypes.c_uint64),
         ("failed", ctypes.c_uint64),
         ("expert_hits", ctypes.c_uint64),
@@ -1956,7 +1956,7 @@ class kvt_stream_stats_t(Sized):
     ]
 
 
-class kvt_layer_count_t(ctypes.Structure):
+class kvt_expert_stats_t(ctypes.Structure):
     _fields_ = [
         ("layer", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
@@ -1966,7 +1966,7 @@ class kvt_layer_count_t(ctypes.Structure):
     ]
 
 
-class kvt_stream_mark_t(ctypes.Structure):
+class kvt_stream_span_t(ctypes.Structure):
     _fields_ = [
         ("stage", ctypes.c_uint32),
         ("unit", ctypes.c_uint32),
@@ -2182,7 +2182,7 @@ kvt_conformance_fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctyp
     ctypes.c_uint64, ctypes.c_uint32, ctypes.POINTER(ctypes.c_char), ctypes.c_uint64)
 
 
-class kvt_conformance_t(Sized):
+class kvt_conformance_report_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("passed", ctypes.c_uint32),
@@ -2324,7 +2324,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_device_conformance": (kvt_status_t, (kvt_device_p,
         ctypes.POINTER(kvt_conformance_opts_t), kvt_conformance_fn, ctypes.c_void_p,
-        ctypes.POINTER(kvt_conformance_t), ctypes.POINTER(kvt_error_p),)),
+        ctypes.POINTER(kvt_conformance_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_device_copy": (kvt_status_t, (kvt_device_p, ctypes.c_uint32, ctypes.c_uint64,
         ctypes.POINTER(kvt_copy_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
@@ -2355,7 +2355,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_device_stream_wait_op": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, kvt_op_p,
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_device_sums": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
+    "kvt_device_checksums": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_device_unregister_host": (kvt_status_t, (kvt_device_p, ctypes.c_void_p,
@@ -2365,11 +2365,11 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_error_free": (kvt_status_t, (ctypes.POINTER(kvt_error_p),)),
     "kvt_error_info": (kvt_status_t, (kvt_error_p, ctypes.POINTER(kvt_error_info_t),)),
     "kvt_error_message": (ctypes.c_char_p, (kvt_error_p,)),
-    "kvt_event_close": (kvt_status_t, (ctypes.POINTER(kvt_event_p),)),
-    "kvt_event_open": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_event_p),
+    "kvt_ready_event_close": (kvt_status_t, (ctypes.POINTER(kvt_event_p),)),
+    "kvt_ready_event_open": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_event_p),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_event_query": (kvt_status_t, (kvt_event_p, ctypes.POINTER(ctypes.c_uint32),)),
-    "kvt_event_signal": (kvt_status_t, (kvt_event_p,)),
+    "kvt_ready_event_query": (kvt_status_t, (kvt_event_p, ctypes.POINTER(ctypes.c_uint32),)),
+    "kvt_ready_event_signal": (kvt_status_t, (kvt_event_p,)),
     "kvt_feature_at": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_feature_t),)),
     "kvt_feature_count": (kvt_status_t, (ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_feature_find": (kvt_status_t, (ctypes.c_char_p, ctypes.c_uint64,
@@ -2378,14 +2378,14 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_block_placement_t), ctypes.POINTER(kvt_index_t), ctypes.c_uint32,
         ctypes.c_uint32, ctypes.POINTER(kvt_index_t), ctypes.POINTER(ctypes.c_uint32),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_job_close": (kvt_status_t, (ctypes.POINTER(kvt_job_p),)),
-    "kvt_job_info": (kvt_status_t, (kvt_job_p, ctypes.POINTER(kvt_job_info_t),)),
-    "kvt_job_run": (kvt_status_t, (kvt_job_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32,
+    "kvt_attention_job_close": (kvt_status_t, (ctypes.POINTER(kvt_job_p),)),
+    "kvt_attention_job_info": (kvt_status_t, (kvt_job_p, ctypes.POINTER(kvt_attention_job_info_t),)),
+    "kvt_attention_job_run": (kvt_status_t, (kvt_job_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_kernel_workspace": (kvt_status_t, (ctypes.c_uint32,
         ctypes.POINTER(kvt_kernel_limits_t), ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
-    "kvt_launch_index": (kvt_status_t, (ctypes.POINTER(kvt_index_t),
+    "kvt_kernel_pack_index": (kvt_status_t, (ctypes.POINTER(kvt_index_t),
         ctypes.POINTER(kvt_kernel_t), ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_log_set": (kvt_status_t, (ctypes.c_uint32, kvt_log_fn, ctypes.c_void_p, kvt_destroy_fn,
@@ -2393,10 +2393,10 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_model_close": (kvt_status_t, (ctypes.POINTER(kvt_model_p),)),
     "kvt_model_file": (kvt_status_t, (kvt_model_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_model_file_t),)),
-    "kvt_model_find": (kvt_status_t, (kvt_model_p, ctypes.c_char_p, ctypes.c_uint64,
+    "kvt_model_find_tensor": (kvt_status_t, (kvt_model_p, ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint32),)),
     "kvt_model_info": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_model_info_t),)),
-    "kvt_model_layer": (kvt_status_t, (kvt_model_p, ctypes.c_uint32, ctypes.c_uint32,
+    "kvt_model_find_unit": (kvt_status_t, (kvt_model_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint32),)),
     "kvt_model_open": (kvt_status_t, (ctypes.POINTER(kvt_str_t), ctypes.c_uint64,
         ctypes.c_uint64, ctypes.POINTER(kvt_model_p), ctypes.POINTER(kvt_error_p),)),
@@ -2419,10 +2419,10 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_model_unit_parts": (kvt_status_t, (kvt_model_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_part_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64),)),
-    "kvt_model_what_if": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
+    "kvt_model_forecast": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
         ctypes.POINTER(kvt_stream_memory_t), ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_namespace_block_keys": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_names_t),
+    "kvt_namespace_block_keys": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_block_names_t),
         ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_chunk_keys": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_sequence_t),
         ctypes.POINTER(ctypes.c_uint8), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
@@ -2432,9 +2432,9 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_namespace_close": (kvt_status_t, (ctypes.POINTER(kvt_namespace_p),)),
     "kvt_namespace_exists": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint8),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint8),)),
-    "kvt_namespace_find_blocks": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_names_t),
+    "kvt_namespace_blocks_exist": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_block_names_t),
         ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(kvt_error_p),)),
-    "kvt_namespace_fix_prefill": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_t),
+    "kvt_namespace_set_prefill_cost": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_cost_t),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_key": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint8),)),
     "kvt_namespace_lookup": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint32),
@@ -2455,8 +2455,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_namespace_open": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_identity_t),
         ctypes.POINTER(kvt_layout_t), ctypes.c_uint64, ctypes.POINTER(kvt_namespace_p),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_namespace_prefill": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_t),)),
-    "kvt_offload_after": (kvt_status_t, (kvt_offload_p, ctypes.c_uint64,
+    "kvt_namespace_prefill_cost": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_cost_t),)),
+    "kvt_offload_set_ready_event": (kvt_status_t, (kvt_offload_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_append_keys": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
@@ -2465,7 +2465,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_offload_blocks": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_offload_close": (kvt_status_t, (ctypes.POINTER(kvt_offload_p),)),
-    "kvt_offload_done": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+    "kvt_offload_release": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_evict": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(ctypes.c_uint32),
@@ -2474,7 +2474,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_offload_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_give_back": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_offload_kept": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
+    "kvt_offload_retained": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(ctypes.c_uint32),)),
     "kvt_offload_load": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
@@ -2532,7 +2532,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_policy_evict": (kvt_status_t, (kvt_policy_p, ctypes.c_int64, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_victim_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_outcome_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_policy_evicted": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
+    "kvt_policy_report_evicted": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_gauge": (kvt_status_t, (kvt_policy_p, ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_double), ctypes.POINTER(kvt_error_p),)),
@@ -2545,7 +2545,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_info": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_policy_info_t),)),
     "kvt_policy_insert": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
-        ctypes.POINTER(kvt_policy_context_t), ctypes.POINTER(kvt_policy_row_t), ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_context_t), ctypes.POINTER(kvt_policy_object_t), ctypes.c_uint64,
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_log": (kvt_status_t, (kvt_policy_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_log_entry_t), ctypes.c_uint64, ctypes.c_uint64,
@@ -2574,7 +2574,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_policy_select": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
         ctypes.POINTER(kvt_policy_columns_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_selection_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_policy_set_advice": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(kvt_policy_rules_t),
+    "kvt_policy_set_advice": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(kvt_policy_advice_rules_t),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_set_capacity": (kvt_status_t, (kvt_policy_p, ctypes.c_uint64,)),
     "kvt_policy_spec": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_char),
@@ -2618,7 +2618,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_demote_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_drop": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_clear_report_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_session_drop_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_names_t),
+    "kvt_session_drop_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_block_names_t),
         ctypes.POINTER(kvt_clear_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_fork": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_session_opts_t),
         ctypes.POINTER(kvt_session_p), ctypes.POINTER(kvt_error_p),)),
@@ -2630,14 +2630,14 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_session_hint": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_policy_hint_t),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_session_hint_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_names_t),
+    "kvt_session_hint_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_block_names_t),
         ctypes.POINTER(kvt_policy_hint_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_session_hold_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_names_t),
+    "kvt_session_hold_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_block_names_t),
         ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_info": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_session_info_t),)),
-    "kvt_session_locate": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_submit_opts_t),
+    "kvt_session_remote_lookup": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_submit_opts_t),
         ctypes.POINTER(kvt_op_p), ctypes.POINTER(kvt_error_p),)),
-    "kvt_session_locate_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_names_t),
+    "kvt_session_remote_lookup_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_block_names_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_session_open": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_session_opts_t),
@@ -2660,7 +2660,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_session_put_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_blocks_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_session_release_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_names_t),
+    "kvt_session_release_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_block_names_t),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_session_truncate": (kvt_status_t, (kvt_session_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
@@ -2670,10 +2670,10 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_close": (kvt_status_t, (ctypes.POINTER(kvt_sparse_p),)),
     "kvt_sparse_count": (kvt_status_t, (ctypes.POINTER(ctypes.c_uint64),)),
-    "kvt_sparse_evict": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+    "kvt_sparse_plan_eviction": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(kvt_token_lists_t),
         ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(kvt_error_p),)),
-    "kvt_sparse_evicted": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+    "kvt_sparse_commit_eviction": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
         ctypes.POINTER(kvt_token_lists_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_fork": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_sparse_p),
         ctypes.POINTER(kvt_error_p),)),
@@ -2684,7 +2684,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_sparse_info": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_sparse_info_t),)),
     "kvt_sparse_last_index": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_index_t),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_sparse_last_kept": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_token_lists_t),
+    "kvt_sparse_last_retained": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_token_lists_t),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_load": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint8), ctypes.c_uint64,
@@ -2702,9 +2702,9 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_sparse_save": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint8), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_sparse_score": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+    "kvt_sparse_add_scores": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
-    "kvt_sparse_seal": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
+    "kvt_sparse_add_block": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.c_uint32, ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_sparse_seal_all": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(kvt_rows_t), ctypes.c_uint64, ctypes.c_uint64,
@@ -2737,8 +2737,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_store_open": (kvt_status_t, (kvt_runtime_p, kvt_budget_p,
         ctypes.POINTER(kvt_store_opts_t), ctypes.POINTER(kvt_store_p),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_store_remote": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_remote_stats_t),)),
-    "kvt_store_set_budget": (kvt_status_t, (kvt_store_p, ctypes.c_uint32, ctypes.c_uint64,
+    "kvt_store_remote_stats": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_remote_stats_t),)),
+    "kvt_store_set_limit": (kvt_status_t, (kvt_store_p, ctypes.c_uint32, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_store_set_policy": (kvt_status_t, (kvt_store_p, ctypes.c_uint32, ctypes.c_char_p,
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
@@ -2752,17 +2752,17 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.c_uint64, ctypes.POINTER(kvt_unit_lease_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_close": (kvt_status_t, (ctypes.POINTER(kvt_stream_p), ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_stream_engine": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(ctypes.c_char),
+    "kvt_stream_describe_io": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(ctypes.c_char),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
-    "kvt_stream_fixed": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
+    "kvt_stream_unit_address": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_stream_hint": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(ctypes.c_uint32),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
-    "kvt_stream_layers": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_layer_count_t),
+    "kvt_stream_layers": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_expert_stats_t),
         ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
-    "kvt_stream_load": (kvt_status_t, (kvt_stream_p, ctypes.c_uint64,
+    "kvt_stream_wait_resident": (kvt_status_t, (kvt_stream_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_stream_marks": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_mark_t),
+    "kvt_stream_marks": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_span_t),
         ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_stream_open": (kvt_status_t, (kvt_runtime_p, ctypes.POINTER(kvt_stream_opts_t),
         ctypes.POINTER(kvt_stream_p), ctypes.POINTER(kvt_error_p),)),
@@ -2780,17 +2780,17 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_stream_release": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_unit_lease_t),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_stream_stats": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_stats_t),)),
-    "kvt_stream_sum": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
+    "kvt_stream_checksum": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_stream_verify": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
-    "kvt_stream_what_if": (kvt_status_t, (kvt_stream_p, ctypes.c_char_p, ctypes.c_uint64,
+    "kvt_stream_forecast": (kvt_status_t, (kvt_stream_p, ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_error_p),)),
-    "kvt_sums_open": (kvt_status_t, (ctypes.POINTER(kvt_attention_args_t),
+    "kvt_column_sums_open": (kvt_status_t, (ctypes.POINTER(kvt_attention_args_t),
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_job_p),
         ctypes.POINTER(kvt_error_p),)),
-    "kvt_sums_place": (kvt_status_t, (ctypes.POINTER(kvt_resident_tokens_t),
+    "kvt_column_sums_place": (kvt_status_t, (ctypes.POINTER(kvt_resident_tokens_t),
         ctypes.POINTER(kvt_block_placement_t), ctypes.POINTER(kvt_index_t), ctypes.c_uint32,
         ctypes.c_uint32, ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),

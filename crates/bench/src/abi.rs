@@ -68,7 +68,7 @@ impl Bench {
 
     fn item(&self, tag: u64) -> kvt_buffer_item_t {
         let mut item: kvt_buffer_item_t = zeroed();
-        item.kind = KVT_DO_COPY;
+        item.kind = KVT_ITEM_COPY;
         item.dst = self.buffer;
         item.src = self.buffer;
         item.src_offset = 4096;

@@ -9,9 +9,9 @@ use std::process::ExitCode;
 use clap::ValueEnum;
 use kvtier::ffi::base::{kvt_error_free, kvt_error_message, kvt_error_t};
 use kvtier::ffi::device::{
-    KVT_CONFORMANCE_CLOSES, KVT_DEVICE_CUDA, KVT_DEVICE_CUSTOM, KVT_DEVICE_HOST,
-    KVT_DEVICE_SIMULATED, KVT_VERDICT_FAILED, KVT_VERDICT_PASSED, kvt_conformance_opts_t,
-    kvt_conformance_t, kvt_device_close, kvt_device_conformance, kvt_device_custom_t,
+    KVT_CONFORMANCE_CLOSES, KVT_DEVICE_KIND_CUDA, KVT_DEVICE_KIND_CUSTOM, KVT_DEVICE_KIND_HOST,
+    KVT_DEVICE_KIND_SIMULATED, KVT_VERDICT_FAILED, KVT_VERDICT_PASSED, kvt_conformance_opts_t,
+    kvt_conformance_report_t, kvt_device_close, kvt_device_conformance, kvt_device_custom_t,
     kvt_device_describe, kvt_device_open, kvt_device_opts_t, kvt_device_t,
 };
 use kvtier::ffi::runtime::{kvt_runtime_close, kvt_runtime_open, kvt_runtime_t};
@@ -148,10 +148,10 @@ unsafe fn test(runtime: *const kvt_runtime_t, opts: &Opts) -> Result<bool, Strin
         let mut given: kvt_device_opts_t = std::mem::zeroed();
         given.struct_size = size_of::<kvt_device_opts_t>() as u64;
         given.kind = match opts.kind {
-            Kind::Host => KVT_DEVICE_HOST,
-            Kind::Cuda => KVT_DEVICE_CUDA,
-            Kind::Simulated => KVT_DEVICE_SIMULATED,
-            Kind::Custom => KVT_DEVICE_CUSTOM,
+            Kind::Host => KVT_DEVICE_KIND_HOST,
+            Kind::Cuda => KVT_DEVICE_KIND_CUDA,
+            Kind::Simulated => KVT_DEVICE_KIND_SIMULATED,
+            Kind::Custom => KVT_DEVICE_KIND_CUSTOM,
         };
         match opts.kind {
             Kind::Cuda => {
@@ -176,8 +176,8 @@ unsafe fn test(runtime: *const kvt_runtime_t, opts: &Opts) -> Result<bool, Strin
         let mut how: kvt_conformance_opts_t = std::mem::zeroed();
         how.struct_size = size_of::<kvt_conformance_opts_t>() as u64;
         (how.flags, how.seed, how.rounds) = (KVT_CONFORMANCE_CLOSES, opts.seed, opts.rounds);
-        let mut count: kvt_conformance_t = std::mem::zeroed();
-        count.struct_size = size_of::<kvt_conformance_t>() as u64;
+        let mut count: kvt_conformance_report_t = std::mem::zeroed();
+        count.struct_size = size_of::<kvt_conformance_report_t>() as u64;
         let json = opts.json;
         let data = (&raw const json).cast_mut().cast();
         let status = kvt_device_conformance(

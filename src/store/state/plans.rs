@@ -54,8 +54,8 @@ pub struct Look {
     /// Longest prefix that can be reused now.
     pub now_tokens: u64,
     /// Longest prefix that can be reused once transfers in flight have arrived.
-    pub soon_tokens: u64,
-    /// All tokens in order: what must be loaded to continue after `soon_tokens`, or after all of
+    pub reusable_soon_tokens: u64,
+    /// All tokens in order: what must be loaded to continue after `reusable_soon_tokens`, or after all of
     /// them if the namespace allows holes. Tokens of partial chunks are misses, except a session's
     /// own.
     pub ranges: Vec<Stretch>,
@@ -190,7 +190,7 @@ impl StoreState {
         let moves = reuse::plan_reuse(&rows.chunks, &rows.layout, slots, until, true, found)?;
         let look = &mut scratch.look;
         (look.tokens, look.bytes, look.pending_bytes) = (tokens, moves.bytes, 0);
-        (look.now_tokens, look.soon_tokens) = (reach.tokens, reach.soon_tokens);
+        (look.now_tokens, look.reusable_soon_tokens) = (reach.tokens, reach.reusable_soon_tokens);
         look.ranges.clear();
         let (mut counts, mut at) = ([0; SOURCES], 0);
         for range in reuse::ranges(found) {

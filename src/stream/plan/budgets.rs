@@ -88,10 +88,10 @@ fn kv(facts: &Facts, plan_options: &PlanOptions, layers: u32) -> Result<(u64, St
         said => said,
     };
     let sequences = plan_options.sequences.max(1);
-    let number = if plan_options.kv_number_bytes == 0 {
+    let number = if plan_options.kv_element_bytes == 0 {
         KV_NUMBER_BYTES
     } else {
-        plan_options.kv_number_bytes
+        plan_options.kv_element_bytes
     };
     let full_layers = layers.min(facts.layers.saturating_sub(facts.windowed_layers));
     let (windowed, window) = (layers - full_layers, context.min(facts.window));

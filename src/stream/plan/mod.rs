@@ -113,7 +113,7 @@ pub struct PlanOptions {
     /// Concurrent sequences; 0 = 1.
     pub sequences: u32,
     /// Bytes of a KV element; 0 = 2.
-    pub kv_number_bytes: u32,
+    pub kv_element_bytes: u32,
     /// Bytes of KV; none = computed from the context.
     pub kv_bytes: Option<u64>,
     /// Bytes of the engine's workspace.

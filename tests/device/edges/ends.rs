@@ -98,7 +98,7 @@ fn open(runtime: *mut kvt_runtime_t, world: &'static World) -> (*mut kvt_device_
     custom.destroy = Some(destroy);
     custom.user_data = std::ptr::from_ref(world).cast_mut().cast();
     let mut opts = new!(kvt_device_opts_t);
-    (opts.kind, opts.custom) = (KVT_DEVICE_CUSTOM, &custom);
+    (opts.kind, opts.custom) = (KVT_DEVICE_KIND_CUSTOM, &custom);
     let (mut device, mut event) = (null_mut(), 0);
     // SAFETY: structs and places.
     unsafe {
@@ -177,10 +177,10 @@ unsafe extern "C" fn closes(
 fn conformance_report_callback_may_not_reenter() {
     let runtime = runtime();
     let (mut opts, mut device) = (new!(kvt_device_opts_t), null_mut());
-    opts.kind = KVT_DEVICE_HOST;
+    opts.kind = KVT_DEVICE_KIND_HOST;
     let mut how = new!(kvt_conformance_opts_t);
     how.rounds = 1;
-    let mut out = new!(kvt_conformance_t);
+    let mut out = new!(kvt_conformance_report_t);
     // SAFETY: structs, places and handles.
     unsafe {
         assert_eq!(kvt_device_open(runtime, &opts, &mut device, null_mut()), KVT_OK);

@@ -116,8 +116,8 @@ impl TableCase {
         let mut found = vec![ChunkReuse::default(); path.len()];
         let reach = find_reusable(&table, &self.layout, &path, &mut found).expect("sound");
         let (now, soon) = (self.reach(false), self.reach(true));
-        let (tokens, soon_tokens) = (self.start(now), self.start(soon));
-        let want = ReusablePrefix { chunks: now, tokens, soon_chunks: soon, soon_tokens };
+        let (tokens, reusable_soon_tokens) = (self.start(now), self.start(soon));
+        let want = ReusablePrefix { chunks: now, tokens, soon_chunks: soon, reusable_soon_tokens };
         assert_eq!(reach, want);
         for (found, &given_up) in found.iter_mut().zip(&self.given_up) {
             found.given_up = given_up;

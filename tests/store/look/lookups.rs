@@ -36,7 +36,7 @@ fn load_ns(routes: &[Route], chunks: &[Chosen], queued: bool) -> u64 {
 pub fn compare(look: &Look, rows: &Rows, holes: bool, routes: &[Route]) {
     let (now, soon) = (rows.reach(false), rows.reach(true));
     assert_eq!(look.tokens, rows.tokens.iter().sum::<u64>());
-    assert_eq!((look.now_tokens, look.soon_tokens), (rows.start(now), rows.start(soon)));
+    assert_eq!((look.now_tokens, look.reusable_soon_tokens), (rows.start(now), rows.start(soon)));
     let until = if holes { rows.tokens.len() } else { soon };
     let chosen = rows.choose(until, true, |_| false);
     let (mut at, mut chunk) = (0, 0);
@@ -90,7 +90,7 @@ fn look_around(world: &mut World) -> [u64; 4] {
         let other = world.spaces.iter().find(|s| s.layout == space.layout && s.key != space.key);
         let number = other.unwrap().number;
         let nothing = core.lookup_keys(number, &keys, tokens.len() as u64).unwrap();
-        assert_eq!((nothing.soon_tokens, nothing.bytes), (0, [0; TIERS]));
+        assert_eq!((nothing.reusable_soon_tokens, nothing.bytes), (0, [0; TIERS]));
         assert!(nothing.ranges.iter().all(|range| range.state == State::Miss));
     }
     for session in &world.sessions {

@@ -26,7 +26,7 @@ fn llama_70b(context: u32) -> Setup {
     setup.facts.context = 8192;
     let tokens = u64::from(context);
     setup.plan_options.context = context;
-    setup.plan_options.kv_number_bytes = NUMBER as u32;
+    setup.plan_options.kv_element_bytes = NUMBER as u32;
     setup.plan_options.workspace_bytes = tokens * (2 * 28_672 + 2 * 8_192 + 2 * 1_024) * NUMBER;
     setup.plan_options.hidden_bytes = tokens * 2 * 8_192 * NUMBER;
     setup
