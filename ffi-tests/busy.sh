@@ -1,13 +1,12 @@
 #!/bin/bash
-# Runs stages of ffi-tests/run again and again on a busy machine, and says which failed:
+# Runs stages of ffi-tests/run repeatedly on a busy machine, and reports which failed:
 #
-#   ffi-tests/busy.sh ROUNDS [STAGE...]
+#   ffi-tests/busy.sh ROUNDS [STAGE...]     default stages: rust ctest python languages
 #
-# Stages are those of ffi-tests/run; without any: rust ctest python languages. Beside them run 8
-# loops that do nothing but compute (KVTIER_BUSY_LOOPS sets another number). No test may fail for
-# that: a test that does depends on how fast the machine is. What is built once is built before the
-# loops start. Works where ffi-tests/run does (KVTIER_TEST_DIR); the logs of each round are kept
-# in busy/ROUND there. The status says whether any stage failed.
+# 8 compute loops run at the same time (KVTIER_BUSY_LOOPS sets another number). A test that fails
+# only then depends on the speed of the machine, which is a defect of the test. Builds are made
+# before the loops start. Works in the directory of ffi-tests/run (KVTIER_TEST_DIR), and keeps the
+# logs of each round in busy/ROUND there. The exit status is 0 if no stage failed.
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -22,14 +21,14 @@ mkdir -p "$work"
 work=$(cd "$work" && pwd)
 rm -rf "$work/busy" && mkdir -p "$work/busy"
 
-# What stages take is built before the loops start.
+# Build what the stages need before the loops start.
 "$here/run" plain dist || exit 1
 
 busy=""
 running=""
 end_all() {
     trap - EXIT INT TERM HUP
-    # The stages are a group of their own: what they have started ends with them.
+    # The stages are a process group of their own, so this also ends their children.
     [ -z "$running" ] || kill -- "-$running" 2>/dev/null
     # shellcheck disable=SC2086
     [ -z "$busy" ] || kill $busy 2>/dev/null
@@ -40,7 +39,7 @@ trap 'end_all; exit 130' INT
 trap 'end_all; exit 143' TERM HUP
 
 for _ in $(seq "$loops"); do
-    # Ends also when this script is killed in a way that it cannot see.
+    # The loop also ends if this script is killed by SIGKILL.
     (while kill -0 $$ 2>/dev/null; do for _ in {1..100000}; do :; done; done) &
     busy="$busy $!"
 done
@@ -64,7 +63,7 @@ for round in $(seq "$rounds"); do
         code=$(cat "$work/log/$stage.status" 2>/dev/null || echo none)
         case $code in 0 | 77) ;; *) failed="$failed $stage" ;; esac
     done
-    # A status of its own without a stage that failed: no such stage, no disk.
+    # The run failed outside of the stages: an unknown stage, a full disk.
     if [ -z "$failed" ] && [ "$status" -ne 0 ]; then failed=" (status $status)"; fi
     if [ -z "$failed" ]; then
         line="round $round: passed, $((SECONDS - start)) s"

@@ -1,14 +1,14 @@
 #!/bin/bash
-# The connectors against real engines, on the processor:
+# Tests the connectors against real engines, on the CPU:
 #
 #   ffi-tests/engines.sh PREBUILT WORK [--bench] [ENGINE...]
 #
-# ENGINE is lmdeploy, vllm, sglang, transformers or mooncake; all of them by default. PREBUILT has
-# lib/libkvtier.so (see cmake/build.sh). A virtual environment with torch, transformers and the
-# engines' wheels (without what they depend on: only their interfaces are run) goes to WORK, 8 GB
-# of it; KVTIER_ENGINES_PYTHON names an interpreter that has them already. With --bench the bench
-# scripts run, too (Mooncake's has lmdeploy's bars): a line a bar, of some JSON, of others text. What
-# cannot be run says SKIP and why.
+# ENGINE is lmdeploy, vllm, sglang, transformers or mooncake; default: all. PREBUILT has
+# lib/libkvtier.so (see cmake/build.sh). WORK gets a virtual environment (8 GB) with torch,
+# transformers and the engines' wheels, without their dependencies: only their interfaces are used.
+# KVTIER_ENGINES_PYTHON names an interpreter that has all of them. With --bench the bench scripts
+# run, too, and print one line per result, JSON or text; Mooncake's script has lmdeploy's results. A
+# test that cannot run prints SKIP and the reason.
 set -uo pipefail
 prebuilt=${1:?usage: engines.sh PREBUILT WORK [--bench] [ENGINE...]}
 work=${2:?usage: engines.sh PREBUILT WORK [--bench] [ENGINE...]}
@@ -18,14 +18,14 @@ if [ "${1:-}" = --bench ]; then bench=1 && shift; fi
 known="lmdeploy vllm sglang transformers mooncake"
 engines=${*:-$known}
 for engine in $engines; do
-    case " $known " in *" $engine "*) ;; *) echo "no engine '$engine': $known" && exit 2 ;; esac
+    case " $known " in *" $engine "*) ;; *) echo "unknown engine '$engine': use $known" && exit 2 ;; esac
 done
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 prebuilt=$(cd "$prebuilt" && pwd) || exit 1
 mkdir -p "$work" && work=$(cd "$work" && pwd) || exit 1
 unset KVTIER_LIBRARY PYTHONPATH
 export PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-# No engine asks anybody for anything.
+# Engines must not use the network.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
 # The versions that the connectors are written for.
@@ -33,34 +33,34 @@ declare -A wheels=([lmdeploy]="lmdeploy==0.18.0" [vllm]="vllm==0.33.0 lmcache==0
     [sglang]="sglang==0.5.23" [transformers]=""
     [mooncake]="lmdeploy==0.18.0 vllm==0.33.0 sglang==0.5.23")
 base="torch==2.15.0 transformers==5.23.0 numpy pytest mypy"
-# What imports of the engines' interfaces need, and checks of ours.
+# Imports of the engines' interfaces, and tools of the checks.
 small="msgspec pydantic psutil xxhash safetensors ml_dtypes auditwheel pyright"
-# What SGLang's storage and controller import on their way.
+# Imports of SGLang's storage and controller.
 small="$small aiohttp apache-tvm-ffi compressed-tensors dill gguf ipython loguru orjson pillow \
 pybase64 pyzmq requests sentencepiece setproctitle starlette torchvision uvloop"
-# What LMCache's disk imports, which vLLM's tier is compared with.
+# Imports of LMCache's disk backend, with which vLLM's tier is compared.
 small="$small aiofile cachetools cryptography numba prometheus_client py-cpuinfo sortedcontainers"
-# SGLang compiles its hash of pages when it is first asked for one: with ninja, and OpenSSL's headers.
+# SGLang compiles its page hash at the first use, with ninja and OpenSSL's headers.
 small="$small ninja"
 
 environment() {
     local free_mib engine
     free_mib=$(($(df -Pk "$work" | awk 'NR == 2 { print $4 }') / 1024))
     if [ ! -x "$work/venv/bin/python" ] && [ "$free_mib" -lt 12288 ]; then
-        echo "SKIP: torch and the engines need 12 GiB of disk under $work; free are $free_mib MiB"
+        echo "SKIP: torch and the engines need 12 GiB of disk under $work, which has $free_mib MiB free"
         return 77
     fi
     [ -x "$work/venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$work/venv" || return 1
     # shellcheck disable=SC2086
     if ! "$work/venv/bin/pip" install -q $base $small; then
-        echo "SKIP: torch, transformers and small packages cannot be had"
+        echo "SKIP: pip cannot install torch, transformers and small packages"
         return 77
     fi
     for engine in $engines; do
         [ -n "${wheels[$engine]}" ] || continue
         # shellcheck disable=SC2086
         "$work/venv/bin/pip" install -q --no-deps ${wheels[$engine]} ||
-            echo "SKIP: ${wheels[$engine]} cannot be had: tests that need it skip"
+            echo "SKIP: pip cannot install ${wheels[$engine]}; its tests are skipped"
     done
 }
 
@@ -71,7 +71,7 @@ headers() {
         { apt-get update && apt-get install -y --no-install-recommends g++ libssl-dev; } \
             >"$work/apt.log" 2>&1 && return
     fi
-    echo "SKIP: no compiler with OpenSSL's headers (libssl-dev): SGLang's own threads cannot run"
+    echo "SKIP: SGLang's own threads need a C++ compiler and OpenSSL's headers; install libssl-dev"
     export KVTIER_NO_SGLANG_HASH=1
 }
 
@@ -82,13 +82,13 @@ if [ -z "$python" ]; then
     python=$work/venv/bin/python
 fi
 
-# The wheel, in a folder of its own: an interpreter that was lent stays as it is.
+# Install the wheel into a separate folder, so that a given interpreter is not changed.
 rm -rf "$work/dist" "$work/kvtier"
 "$python" "$root/bindings/python/build_wheel.py" --prebuilt "$prebuilt" --out "$work/dist" &&
     "$python" -m pip install -q --no-index --no-deps --target "$work/kvtier" \
         "$work"/dist/kvtier-*.whl || exit 1
 export PYTHONPATH=$work/kvtier
-# Programs of the environment, and a place of our own for what engines compile.
+# Programs of the environment, and a separate folder for code that engines compile.
 PATH=$(dirname "$python"):$PATH
 export PATH TORCH_EXTENSIONS_DIR=$work/extensions
 
@@ -99,16 +99,16 @@ check() {
     "$python" -m pytest -ra -p no:cacheprovider -c "$root/bindings/python/pyproject.toml" "$@" |
         tee "$log"
     status=${PIPESTATUS[0]}
-    # 5: there was nothing to run. Tests that all skip, each by itself, are as much.
+    # Status 5: no test was collected. If every test is skipped, report SKIP, too.
     if [ "$status" -eq 5 ] || { [ "$status" -eq 0 ] && ! tail -n 1 "$log" | grep -q ' passed'; }
     then
-        echo "SKIP: nothing of ${*: -1} can run here"
+        echo "SKIP: no test of ${*: -1} can run here"
         return
     fi
     [ "$status" -eq 0 ] || failed=1
 }
 
-echo "--- the package: what needs torch, or auditwheel"
+echo "--- the package: tests that need torch or auditwheel"
 tests=$root/bindings/python/tests
 check --rootdir "$root/bindings/python" "$tests/test_tensors.py" "$tests/test_buffer.py" \
     "$tests/test_process.py"
@@ -116,35 +116,35 @@ if "$python" -m pyright --version >/dev/null 2>&1; then
     (cd "$root/bindings/python" && "$python" -m pyright --pythonpath "$python" \
         kvtier bench.py build_wheel.py generate.py) || failed=1
 else
-    echo "SKIP: pyright cannot run (it needs node, and fetches itself once)"
+    echo "SKIP: pyright cannot run: it needs node, and the network for its first start"
 fi
-echo "--- what is run on a GPU, on tensors of the processor"
+echo "--- the GPU tests, on tensors in host memory"
 "$python" "$root/ffi-tests/gpu/python_paths.py" --device cpu --quick || failed=1
-# Tests of connectors may look at the source tree, which has no library in it.
+# Connector tests may import from the source tree, which has no library.
 export KVTIER_LIBRARY=$prebuilt/lib/libkvtier.so
 for engine in $engines; do
-    home=$root/bindings/$engine
-    if ! compgen -G "$home/tests/test_*.py" >/dev/null; then
+    folder=$root/bindings/$engine
+    if ! compgen -G "$folder/tests/test_*.py" >/dev/null; then
         echo "SKIP: $engine: bindings/$engine/tests has no tests"
         continue
     fi
-    echo "--- $engine, its interface stubbed"
-    check --rootdir "$home/tests" "$home"/tests/test_*.py
-    if [ -d "$home/tests/engine" ]; then
-        echo "--- $engine itself"
-        KVTIER_ENGINES=1 check --rootdir "$home/tests" "$home/tests/engine"
+    echo "--- $engine, with a stub of its interface"
+    check --rootdir "$folder/tests" "$folder"/tests/test_*.py
+    if [ -d "$folder/tests/engine" ]; then
+        echo "--- $engine, the real engine"
+        KVTIER_ENGINES=1 check --rootdir "$folder/tests" "$folder/tests/engine"
     fi
 done
 
 if [ -n "$bench" ]; then
     ran=" "
     for engine in python $engines; do
-        home=$engine
-        if [ "$engine" = lmdeploy ]; then home=mooncake; fi # one script has the bars of both
-        case $ran in *" $home "*) continue ;; esac
-        ran="$ran$home "
-        echo "--- what $engine costs (bindings/$home/bench.py)"
-        KVTIER_ENGINES=1 "$python" "$root/bindings/$home/bench.py" || failed=1
+        binding=$engine
+        if [ "$engine" = lmdeploy ]; then binding=mooncake; fi # one script measures both
+        case $ran in *" $binding "*) continue ;; esac
+        ran="$ran$binding "
+        echo "--- benchmark of $engine (bindings/$binding/bench.py)"
+        KVTIER_ENGINES=1 "$python" "$root/bindings/$binding/bench.py" || failed=1
     done
 fi
 exit $failed

@@ -1,12 +1,12 @@
 #!/bin/bash
-# What a newcomer waits for, measured:  ffi-tests/first.sh [--dist] [WORKDIR]
+# Measures the times of a new contributor:  ffi-tests/first.sh [--dist] [WORKDIR]
 #
-# In a clean clone, with crates fetched: the first command to the demo's table and the disk it takes;
-# the library, and `cargo check`, after a change in one policy file; a C program that is linked to
-# target/release and starts. With --dist also the demo beside that of the shipped profile (whole-program
-# optimisation: some minutes more). Prints a bar a line, beside its goal for two cores, and fails only
-# where something does not work: time is no test. Needs 3 GiB of disk under WORKDIR (a new
-# directory in TMPDIR, which is removed at the end).
+# Works in a clean clone with fetched crates. It measures the first command up to the demo's table
+# and its disk use, then the library and `cargo check` after a change in one policy file. It also
+# starts a C program that is linked to target/release. With --dist it compares the demo with that of
+# the shipped profile (link-time optimisation, some minutes more). Prints one line per result with
+# its goal for two cores. Fails only if a command fails, never because of a time. Needs 3 GiB of
+# disk under WORKDIR (default: a new directory in TMPDIR, removed at the end).
 set -euo pipefail
 dist=""
 if [ "${1:-}" = --dist ]; then dist=yes && shift; fi
@@ -23,7 +23,7 @@ git clone -q "$root" "$work/clone"
 cd "$work/clone"
 cargo fetch --locked --quiet
 
-seconds() { # COMMAND...: runs it quietly, prints how long that took
+seconds() { # COMMAND...: runs the command silently, prints its time in seconds
     local begin end
     begin=$(date +%s%N)
     "$@" >"$work/out" 2>&1 || { tail -n 20 "$work/out" >&2; return 1; }
@@ -39,12 +39,12 @@ row "cargo run --release -- demo, seconds" "$first" "<= 100"
 row "its disk, MiB" "$(du -sm target | cut -f1)" "<= 2048"
 row "the demo alone, seconds" "$(seconds target/release/kvtier demo)" "within 10 % of the dist build's"
 
-# A program that is linked to the build finds the library when it starts.
+# A program that is linked to the build must find the library at start.
 cc -Iinclude ffi-tests/c/version.c -o "$work/linked" -Ltarget/release -lkvtier -Wl,-rpath,"$PWD/target/release"
 "$work/linked" >/dev/null
 row "a C program linked to target/release" "starts" "starts"
 
-# A change that code generation sees.
+# A change that affects code generation.
 seconds cargo build --locked --release -p kvtier --lib >/dev/null
 cat >>src/policy/lru.rs <<'END'
 

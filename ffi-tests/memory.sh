@@ -1,25 +1,25 @@
 #!/bin/sh
-# The C programs under memcheck: no invalid access, no use of undefined bytes, no leak.
+# Runs the C programs under memcheck: no invalid access, no use of undefined bytes, no leak.
 #
 #   ffi-tests/memory.sh LIBDIR WORKDIR
 #
-# Nothing is suppressed. What the library keeps for ever (slots of
-# handles, the page that tells a fork) stays reachable, which is no error to memcheck.
+# There are no suppressions. Memory that the library never frees (handle slots, the page that
+# detects a fork) stays reachable, which memcheck does not report.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/.." && pwd)
 libdir=$(cd "${1:?usage: memory.sh LIBDIR WORKDIR}" && pwd)
 mkdir -p "${2:?usage: memory.sh LIBDIR WORKDIR}"
 work=$(cd "$2" && pwd)
-command -v valgrind >/dev/null || { echo "SKIP: valgrind is not here"; exit 77; }
+command -v valgrind >/dev/null || { echo "SKIP: valgrind is not installed"; exit 77; }
 cc=${CC:-cc}
 passed=0
 failed=0
 KVT_TEST_SECONDS=900
 export KVT_TEST_SECONDS
 
-# one NAME [ARGUMENT]: counts are lowered, memcheck is some thirty times slower. Its
-# threads take turns, fairly, or one that waits by looking would starve the rest.
+# one NAME [ARGUMENT]: runs a program. Counts are low, because memcheck is about thirty times
+# slower. Fair scheduling keeps a polling thread from starving the others.
 one() {
     name=$1
     shift
@@ -58,20 +58,20 @@ one policy 200
 one trace 300
 one store 1
 one store_plan 1
-one store_wish 1
+one store_engine 1
 one blocks 1
 one small_stack
 one remote
 one remote_custom
-one offload_wish
-one stream_wish
-one device_wish
-one offload_device_wish
-one sparse_wish
+one offload_engine
+one stream_engine
+one device_engine
+one offload_device_engine
+one sparse_engine
 one pool 2000
 one panic
-# A forked child is checked at its end, too, and there the stacks of its parent's threads
-# belong to nobody.
+# A forked child is checked at its end, too. There the stacks of the parent's threads count as lost,
+# so the leak check is off.
 leaks=no
 one fork 3
 leaks=full

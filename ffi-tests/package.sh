@@ -1,8 +1,8 @@
 #!/bin/bash
-# Uses kvtier in every way it is packaged:  ffi-tests/package.sh WORKDIR
+# Tests every way in which kvtier is packaged:  ffi-tests/package.sh WORKDIR
 #
-# Prints `ok NAME` or `FAIL NAME` for each and `N passed, M failed` at the end. The logs
-# stay in WORKDIR/log. Builds once in release, and once in dev for the offline way.
+# Prints `ok NAME` or `FAIL NAME` for each test, and `N passed, M failed` at the end. The logs stay
+# in WORKDIR/log. Builds once in release, and once in dev for the offline test.
 set -euo pipefail
 
 work=${1:?usage: package.sh WORKDIR}
@@ -21,11 +21,11 @@ cc=${CC:-cc} cxx=${CXX:-c++}
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/Cargo.toml" | head -n 1)
 passed=0 failed=0
 
-# way NAME COMMAND...: COMMAND runs in a subshell that stops at the first failure.
+# way NAME COMMAND...: runs COMMAND in a subshell that stops at the first failure.
 way() {
     local name=$1 rc=0
     shift
-    # Not in an `if` or `||`: bash would switch errexit off inside.
+    # Not in an `if` or `||`, where bash disables errexit.
     set +e
     (set -e; "$@") >"$work/log/$name" 2>&1
     rc=$?
@@ -40,7 +40,7 @@ way() {
     fi
 }
 
-# runs PROGRAM LINKAGE: it works, and is linked as it should be.
+# runs PROGRAM LINKAGE: checks that the program works and is linked as expected.
 runs() {
     timeout 600 "$1"
     local needed
@@ -51,7 +51,7 @@ runs() {
     esac
 }
 
-# consume NAME LINKAGE ARGS...: the consumer through CMake.
+# consume NAME LINKAGE ARGS...: builds and runs the consumer with CMake.
 consume() {
     local dir=$work/b/$1 linkage=$2
     shift 2
@@ -61,7 +61,7 @@ consume() {
     runs "$dir/consumer_cpp" "$linkage"
 }
 
-# by_pc NAME LINKAGE PREFIX LIBDIR: the consumer through pkg-config.
+# by_pc NAME LINKAGE PREFIX LIBDIR: builds and runs the consumer with pkg-config.
 by_pc() {
     local cflags libs args=() rpath=()
     export PKG_CONFIG_PATH=$3/$4/pkgconfig
@@ -70,7 +70,7 @@ by_pc() {
     [ "$(pkg-config --modversion kvtier)" = "$version" ]
     cflags=$(pkg-config --cflags kvtier)
     libs=$(pkg-config "${args[@]}" --libs kvtier)
-    # A mixed link takes the archive by name; all else comes from Libs.private.
+    # A mixed link names the archive; the other libraries come from Libs.private.
     [ "$2" = static ] && libs=${libs/-lkvtier/-l:libkvtier.a}
     # shellcheck disable=SC2086
     "$cc" -std=c99 $cflags "$here/consumer/main.c" -Wl,--gc-sections $libs "${rpath[@]}" -o "$work/bin/$1_c"
@@ -91,19 +91,19 @@ build() {
     readelf -d "$lib/libkvtier.so" | grep "SONAME.*libkvtier.so.${version%.*}]"
 }
 
-# The list the .pc and Config files carry is what this compiler says.
+# The list of static libraries in the .pc and Config files equals that of this compiler.
 static_list() {
-    local said
-    said=$("${RUSTC:-rustc}" --print native-static-libs --crate-type staticlib -o "$work/probe.a" - \
+    local libraries
+    libraries=$("${RUSTC:-rustc}" --print native-static-libs --crate-type staticlib -o "$work/probe.a" - \
         </dev/null 2>&1 | sed -n 's/.*native-static-libs: //p')
-    [ -n "$said" ]
-    [ "$said" = "$(cat "$root/cmake/static-libs.txt")" ]
-    grep -F "Libs.private: $said" "$work/inst/lib/pkgconfig/kvtier.pc"
+    [ -n "$libraries" ]
+    [ "$libraries" = "$(cat "$root/cmake/static-libs.txt")" ]
+    grep -F "Libs.private: $libraries" "$work/inst/lib/pkgconfig/kvtier.pc"
 }
 
 no_build_paths() {
     local file path sysroot
-    # A distribution's toolchain lies in /usr on every machine: no trace of this one.
+    # /usr is the toolchain's path on every machine, so it does not identify this one.
     sysroot=$(rustc --print sysroot)
     [ "$sysroot" != /usr ] || sysroot=/nonesuch
     for file in "$work/inst/lib/libkvtier.so" "$work/inst/lib/libkvtier.a"; do
@@ -111,7 +111,7 @@ no_build_paths() {
             if strings -a "$file" | grep -F "$path"; then return 1; fi
         done
     done
-    # Texts, so that whoever installs them elsewhere gets no stale path either.
+    # The CMake and pkg-config files must not contain the build directory either.
     if grep -rF "$work/" "$work/inst/lib/cmake" "$work/inst/lib/pkgconfig"; then return 1; fi
 }
 
@@ -120,11 +120,11 @@ only_kvt() {
     all=$(nm -g --defined-only "$work/inst/lib/libkvtier.a" | awk 'NF == 3 { print $3 }')
     [ -n "$all" ]
     if grep -v '^kvt_' <<<"$all"; then return 1; fi
-    # The archive and the shared object offer the same calls.
+    # The archive and the shared library export the same functions.
     diff <(sort <<<"$all") <(nm -D --defined-only "$work/inst/lib/libkvtier.so" | awk '{ print $3 }' | sort)
 }
 
-# Another Rust static library in the same program, its standard library and all.
+# A program may link another Rust static library, including its standard library.
 two_rusts() {
     cat >"$work/other.rs" <<'RUST'
 #[unsafe(no_mangle)]
@@ -194,7 +194,7 @@ cmake_equals_script() {
 subproject() {
     consume subproject shared -DWAY=subproject -DKVTIER_SOURCE="$root"
     consume subproject static -DWAY=subproject -DKVTIER_SOURCE="$root" -DLINK=static
-    # A guest installs nothing.
+    # A subproject installs nothing.
     cmake --install "$work/b/subproject" --prefix "$work/guest"
     [ ! -e "$work/guest/lib" ]
 }
@@ -210,7 +210,7 @@ prebuilt() {
 }
 
 offline() {
-    # Not what an earlier run left when it was cut off.
+    # Discard the incomplete folder of an interrupted run.
     if [ ! -e "$work/vendored" ]; then
         rm -rf "$work/vendor"
         "$root/cmake/vendor.sh" "$work/vendor"
@@ -223,7 +223,7 @@ offline() {
         KVTIER_CARGO_ARGS=$args CARGO_TARGET_DIR=$work/target-offline \
         RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup} CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 \
         "$root/cmake/build.sh" "$work/vendor-out" dev
-    # Nothing was fetched. (Some cargos make an empty registry folder all the same.)
+    # Nothing was downloaded. Some versions of cargo create an empty registry folder.
     [ -z "$(find "$work/home" -name '*.crate' -print -quit)" ]
     "$root/cmake/install.sh" --prefix "$work/vendor-inst" --from "$work/vendor-out"
     by_pc offline static "$work/vendor-inst" lib

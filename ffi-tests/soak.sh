@@ -1,15 +1,18 @@
 #!/bin/bash
-# What is long by nature, for a given time:  ffi-tests/soak.sh MINUTES PREBUILT WORKDIR
+# Runs long tests for a given time:  ffi-tests/soak.sh MINUTES PREBUILT WORKDIR
 #
-# (`ffi-tests/run --soak MINUTES` builds what this needs and calls it.) The time is split: a third
-# for seeds of the store's simulation, a third for processes that are killed while they store, a
-# sixth for the C and C++ programs with threads that are late at random, a sixth for random
-# programs over the ABI and random tests with many cases. Each part repeats short rounds until its
-# time is over, goes on after a failure, and prints how to run a failing round again. Before the parts, in
-# time of their own: what large stores have resident, and what they take in a small cgroup; and where the
-# stage `llama` has run before, its long tests with large models.
-# Seeds continue from KVTIER_SOAK_FIRST (a number from the clock by default), so that two soaks
-# do not repeat each other.
+# `ffi-tests/run --soak MINUTES` builds the prerequisites and calls this script. The time is split:
+#
+#   1/3  seeds of the store's simulation
+#   1/3  processes that are killed while they store
+#   1/6  the C and C++ programs with random delays of threads
+#   1/6  random programs over the ABI, and random tests with many cases
+#
+# Each part repeats short rounds until its time is over. It continues after a failure, and prints
+# how to repeat a failing round. Two tests run before the parts, in extra time: the resident memory
+# of large stores, also in a small cgroup; and, if the stage `llama` has run before, its long tests
+# with large models. Seeds start at KVTIER_SOAK_FIRST (default: from the clock), so that two runs
+# differ.
 set -uo pipefail
 minutes=${1:?usage: soak.sh MINUTES PREBUILT WORKDIR}
 prebuilt=$(cd "${2:?usage: soak.sh MINUTES PREBUILT WORKDIR}" && pwd) || exit 1
@@ -22,8 +25,8 @@ first=${KVTIER_SOAK_FIRST:-$(($(date +%s) * 1000))}
 features="--features tls,seal,s3"
 passed=0 failed=0
 
-# part NAME SECONDS COMMAND...: rounds of a command until the time is over. The command finds the
-# number of its round in $round.
+# part NAME SECONDS COMMAND...: repeats a command until the time is over. $round is the number of
+# the round.
 part() {
     local name=$1 until=$((SECONDS + $2)) log=$work/$1.log
     shift 2
@@ -43,7 +46,7 @@ part() {
     echo "ok    $name: $round rounds"
 }
 
-# once NAME COMMAND...: a command that has its own length.
+# once NAME COMMAND...: runs a command once.
 once() {
     local name=$1 log=$work/$1.log
     shift
@@ -57,9 +60,8 @@ once() {
     fi
 }
 
-# Stores of up to 8 GiB, a small cgroup, and one store for a sixth of the time: at most nine minutes,
-# since the test runner ends a test after ten.
-# shellcheck disable=SC2086
+# Stores of up to 8 GiB, a small cgroup, and one store for a sixth of the time. This takes at most
+# nine minutes, because the test runner kills a test after ten. shellcheck disable=SC2086
 resident() {
     KVTIER_RESIDENT_SECONDS=$((seconds / 6 < 540 ? seconds / 6 : 540)) cargo nextest run --locked --workspace \
         $features --test store --run-ignored only -j 1 --no-capture -E 'test(resident::)'
@@ -79,12 +81,12 @@ cmake -S "$root" -B "$work/cmake" -G Ninja -DKVTIER_PREBUILT_DIR="$prebuilt" -DK
     -DKVTIER_INSTALL=OFF -DCMAKE_BUILD_TYPE=Debug >"$work/cmake.log" &&
     cmake --build "$work/cmake" >>"$work/cmake.log" || { tail -n 20 "$work/cmake.log"; exit 1; }
 mapfile -t programs < <(find "$work/cmake" -maxdepth 1 -type f -name 'kvtier_test_*' -perm -u+x | sort)
-[ "${#programs[@]}" -gt 0 ] || { echo "no test programs below $work/cmake"; exit 1; }
+[ "${#programs[@]}" -gt 0 ] || { echo "no test programs in $work/cmake; see $work/cmake.log"; exit 1; }
 
 if [ -e "$work/../llama/build/CTestTestfile.cmake" ]; then
     once llama ctest --test-dir "$work/../llama/build" -L long --output-on-failure
 else
-    echo "SKIP  llama: the stage llama has not run in this directory"
+    echo "SKIP  llama: run the stage llama in this directory first"
 fi
 
 seconds=$((minutes * 60))

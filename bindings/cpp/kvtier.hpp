@@ -1,14 +1,14 @@
-// kvtier for C++: move-only owners over the C header, nothing else to link.
+// kvtier for C++ (C++17 or later): header-only, move-only owners of the C handles.
 //
-// Two faces, chosen before the include:
+// Error handling is chosen before the include:
 //   default               a call that fails throws kvt::exception
-//   KVTIER_NO_EXCEPTIONS  it returns kvt::result<T> instead (also under -fno-exceptions)
+//   KVTIER_NO_EXCEPTIONS  calls return kvt::result<T> instead (also under -fno-exceptions)
 //
-// C++17 or later. kvt::span is std::span where there is one; kvt::reactor, which makes
-// ops awaitable, exists where the compiler has coroutines.
+// kvt::span is std::span if the standard library has it. kvt::reactor, which makes ops
+// awaitable, exists if the compiler supports coroutines.
 //
-// Handles are never followed by the library, so calls on a moved-from or empty object
-// fail with KVT_E_HANDLE, and objects may be destroyed in any order.
+// The library never dereferences a handle. A call on a moved-from or empty object fails with
+// KVT_E_HANDLE, and objects may be destroyed in any order.
 
 #ifndef KVTIER_HPP
 #define KVTIER_HPP
@@ -50,8 +50,8 @@
 #define KVTIER_NO_EXCEPTIONS 1
 #endif
 
-// Objects compiled with different faces may meet in one program: the inline namespace
-// keeps the linker from merging functions that only look alike.
+// A program may link objects that were compiled with different error handling. The inline
+// namespace keeps the linker from merging functions of equal names and different code.
 #if !defined(KVTIER_NO_EXCEPTIONS)
 #define KVTIER_FACE_ throwing
 #elif defined(__cpp_exceptions)
@@ -62,10 +62,10 @@
 
 namespace kvt {
 
-// --- what cannot be returned -------------------------------------------------
+// --- defect hook -------------------------------------------------------------
 
-/// Told of what has no caller to return to: a callback that threw, a destructor that
-/// could not close. `what` is borrowed for the call. Any thread may be calling.
+/// Receives errors that no caller can receive: a callback threw, or a destructor could not
+/// close its handle. `what` is valid during the call. Called on any thread.
 using defect_hook = void (*)(const char *where, kvt_status_t status, const char *what) noexcept;
 
 namespace shared {
@@ -75,8 +75,8 @@ inline std::atomic<defect_hook> &hook_slot() noexcept {
 }
 }  // namespace shared
 
-/// Sets the process-wide hook and returns the former one. Without one such events pass
-/// in silence: the binding never prints and never terminates the program.
+/// Sets the process-wide hook and returns the previous one. Without a hook such errors are
+/// ignored: the binding never prints and never terminates the program.
 inline defect_hook set_defect_hook(defect_hook hook) noexcept {
     return shared::hook_slot().exchange(hook, std::memory_order_acq_rel);
 }
@@ -88,7 +88,7 @@ inline namespace KVTIER_FACE_ {
 #if defined(__cpp_lib_span)
 template <class T> using span = std::span<T>;
 #else
-/// As much of std::span as the binding needs.
+/// The subset of std::span that the binding needs.
 template <class T> class span {
 public:
     using element_type = T;
@@ -100,7 +100,7 @@ public:
     constexpr span(T *data, std::size_t size) noexcept : data_(data), size_(size) {}
     template <std::size_t N>
     constexpr span(T (&array)[N]) noexcept : data_(array), size_(N) {}
-    /// From anything contiguous: vector, array, string, a span of the non-const type.
+    /// From any contiguous container: vector, array, string, a span of the non-const type.
     template <class C, class P = decltype(std::data(std::declval<C &>())),
               class = decltype(std::size(std::declval<C &>())),
               class = std::enable_if_t<
@@ -145,7 +145,7 @@ inline void report(const char *where, kvt_status_t status) noexcept {
     report(where, status, kvt_status_str(status));
 }
 
-/// The one owner all classes share: move-only, closed by the derived class's drop().
+/// Base of all owners: move-only, closes its handle with the derived class's drop().
 template <class Derived, class Raw> class owner {
 public:
     using raw_type = Raw;
@@ -162,19 +162,19 @@ public:
     owner &operator=(const owner &) = delete;
     ~owner() { reset(); }
 
-    /// Takes over a handle of the C interface.
+    /// Takes ownership of a handle of the C interface.
     static Derived adopt(Raw *raw) noexcept {
         Derived d;
         d.raw_ = raw;
         return d;
     }
-    /// The handle, for the C interface; stays owned.
+    /// The handle, for calls of the C interface. This object still owns it.
     Raw *get() const noexcept { return raw_; }
-    /// The handle, not owned any more.
+    /// Returns the handle and gives up its ownership.
     Raw *release() noexcept { return std::exchange(raw_, nullptr); }
     explicit operator bool() const noexcept { return raw_ != nullptr; }
     void swap(owner &other) noexcept { std::swap(raw_, other.raw_); }
-    /// Closes now. What could not be closed is reported to the hook and given up.
+    /// Closes the handle now. A failure is reported to the defect hook, and the handle is leaked.
     void reset() noexcept {
         if (raw_ == nullptr) return;
         Derived::drop(raw_);
@@ -185,14 +185,14 @@ protected:
     Raw *raw_ = nullptr;
 };
 
-/// A child process owns nothing of its parent's, so there is nothing to complain about.
+/// Whether a close is no defect. KVT_E_FORKED is none: a forked child owns no handle of its parent.
 inline bool ended(kvt_status_t status) noexcept {
     return status == KVT_OK || status == KVT_E_FORKED;
 }
 
-/// Polls until `done()`, at most `limit`: for the places where the library must not block.
+/// Polls until `done()` is true, at most for `limit`; for callers that must not block.
 template <class F>
-bool patience(F done, std::chrono::milliseconds limit = std::chrono::seconds(5)) noexcept {
+bool poll_until(F done, std::chrono::milliseconds limit = std::chrono::seconds(5)) noexcept {
     const auto end = std::chrono::steady_clock::now() + limit;
     while (!done()) {
         if (std::chrono::steady_clock::now() >= end) return false;
@@ -204,7 +204,7 @@ bool patience(F done, std::chrono::milliseconds limit = std::chrono::seconds(5))
 
 // --- errors ------------------------------------------------------------------
 
-/// Why a call failed: the status, and the library's words where it had some.
+/// Why a call failed: the status, and the library's message if it wrote one.
 class error : public detail::owner<error, kvt_error_t> {
     friend class detail::owner<error, kvt_error_t>;
     static void drop(kvt_error_t *raw) noexcept { (void)kvt_error_free(&raw); }
@@ -218,14 +218,14 @@ public:
     kvt_status_t status() const noexcept { return status_; }
     /// The status constant's name, such as "KVT_E_BUSY".
     const char *name() const noexcept { return kvt_status_name(status_); }
-    /// Lives as long as this object; the status in words when there is nothing more.
+    /// The library's message, else a description of the status. Valid as long as this object.
     const char *message() const noexcept {
         const char *text = kvt_error_message(raw_);
         return *text != '\0' ? text : kvt_status_str(status_);
     }
-    /// Where in the input text; UINT64_MAX when it is not about one.
+    /// Offset of the error in the input text; UINT64_MAX if the error is not about a text.
     std::uint64_t offset() const noexcept { return info().offset; }
-    /// errno when the operating system was asked, else 0.
+    /// errno of the system call that failed; 0 if none did.
     int os_errno() const noexcept { return info().os_errno; }
 
 private:
@@ -239,7 +239,7 @@ private:
 };
 
 #if !defined(KVTIER_NO_EXCEPTIONS)
-/// What a failing call throws. what() is "KVT_E_NAME: message".
+/// Thrown by a call that fails. what() is "KVT_E_NAME: message".
 class exception : public std::runtime_error {
 public:
     explicit exception(const error &e)
@@ -260,7 +260,7 @@ private:
 };
 #endif
 
-/// A value or the error that kept it away.
+/// A value, or the error of the call that should have returned it.
 template <class T> class [[nodiscard]] result {
 public:
     result(T value) : value_(std::move(value)) {}
@@ -270,7 +270,7 @@ public:
     explicit operator bool() const noexcept { return ok(); }
     kvt_status_t status() const noexcept { return ok() ? KVT_OK : error_.status(); }
     const kvt::error &error() const noexcept { return error_; }
-    /// Only when ok().
+    /// Only if ok().
     T &operator*() & noexcept { return assert(ok()), *value_; }
     const T &operator*() const & noexcept { return assert(ok()), *value_; }
     T &&operator*() && noexcept { return assert(ok()), std::move(*value_); }
@@ -296,7 +296,7 @@ private:
     kvt::error error_;
 };
 
-/// What calls return: T, or result<T> without exceptions.
+/// The return type of calls: T, or result<T> without exceptions.
 #if defined(KVTIER_NO_EXCEPTIONS)
 template <class T> using ret = result<T>;
 #else
@@ -304,7 +304,7 @@ template <class T> using ret = T;
 #endif
 
 namespace detail {
-/// The trailing kvt_error_t ** of a call.
+/// Owns the error that a call writes to its trailing kvt_error_t **.
 class failure {
 public:
     failure() noexcept = default;
@@ -344,14 +344,14 @@ template <class T> ret<T> give(kvt_status_t status, T value) {
 
 inline const void *address_of(const std::byte *p) noexcept { return p; }
 
-/// A text for the library; an empty one is none.
+/// Passes a text to the library; an empty text becomes null.
 inline void text(std::string_view from, const char *&data, std::uint64_t &bytes) noexcept {
     data = from.empty() ? nullptr : from.data();
     bytes = from.size();
 }
 
-/// Text of which the library says how long it is.
-template <class Call> kvt_status_t words(std::string &text, Call call) {
+/// Reads a text from a call that reports its length. Grows the buffer until the text fits.
+template <class Call> kvt_status_t read_text(std::string &text, Call call) {
     std::uint64_t bytes = 0;
     text.resize(4096);
     for (;;) {
@@ -361,7 +361,8 @@ template <class Call> kvt_status_t words(std::string &text, Call call) {
     }
 }
 
-/// Runs a callable on behalf of the library: nothing may unwind into it.
+/// Runs a callable that the library called. Exceptions must not unwind into the library: they go
+/// to the defect hook, and the call returns `otherwise`.
 template <class R, class F, class... A>
 R guarded(const char *where, R otherwise, F &f, A &&...args) noexcept {
 #if defined(__cpp_exceptions)
@@ -370,7 +371,7 @@ R guarded(const char *where, R otherwise, F &f, A &&...args) noexcept {
     } catch (const std::exception &e) {
         report(where, KVT_E_STATE, e.what());
     } catch (...) {
-        report(where, KVT_E_STATE, "an exception that is no std::exception");
+        report(where, KVT_E_STATE, "an exception that is no std::exception was thrown");
     }
     return otherwise;
 #else
@@ -385,12 +386,12 @@ void guarded_void(const char *where, F &f, A &&...args) noexcept {
     (void)guarded<int>(where, 0, call);
 }
 
-/// Deletes a boxed callable; a capture whose destructor throws ends the program, as
-/// anywhere in C++.
+/// Deletes a boxed callable. A capture whose destructor throws terminates the program, as
+/// everywhere in C++.
 template <class Box> void unbox(void *user_data) noexcept { delete static_cast<Box *>(user_data); }
 }  // namespace detail
 
-// --- small things ------------------------------------------------------------
+// --- enumerations, deadlines, batches ----------------------------------------
 
 enum class tier : std::uint32_t {
     device = KVT_TIER_DEVICE,
@@ -419,13 +420,13 @@ enum class log_level : std::uint32_t {
     trace = KVT_LOG_TRACE
 };
 
-/// A moment on the library's clock; `never` where a deadline is asked for.
+/// A time on the library's clock (CLOCK_MONOTONIC); the default is no deadline.
 struct deadline {
     std::uint64_t ns = 0;
     constexpr deadline() noexcept = default;
     constexpr explicit deadline(std::uint64_t monotonic_ns) noexcept : ns(monotonic_ns) {}
     static constexpr deadline never() noexcept { return deadline(); }
-    /// `d` from now; not in the past even for a negative one, since 0 means never.
+    /// The time `d` from now. At least 1 ns, because 0 means no deadline.
     template <class Rep, class Period>
     static deadline in(std::chrono::duration<Rep, Period> d) noexcept {
         // steady_clock is CLOCK_MONOTONIC in every standard library for Linux.
@@ -436,8 +437,8 @@ struct deadline {
     }
 };
 
-/// Completions as a callback gets them. Strided, since a newer library's entries may be
-/// longer than this header's.
+/// The completions that a callback receives. Strided, because entries of a newer library may be
+/// longer than those of this header.
 class batch {
 public:
     class iterator {
@@ -481,7 +482,8 @@ private:
 
 // --- op ----------------------------------------------------------------------
 
-/// A submitted operation. Its destructor waits: buffers must not outlive their op's use.
+/// A submitted operation. Its destructor cancels it and waits for its release, so that buffers of
+/// the op may be freed afterwards.
 class op : public detail::owner<op, kvt_op_t> {
     friend class detail::owner<op, kvt_op_t>;
     static void drop(kvt_op_t *raw) noexcept {
@@ -494,12 +496,12 @@ class op : public detail::owner<op, kvt_op_t> {
     }
 
 public:
-    /// Cancels and waits until the library has let go of the op's memory.
+    /// Cancels an op and waits until the library has released its memory.
     static void settle(kvt_op_t *raw) noexcept {
         (void)kvt_op_cancel(raw);
         if (kvt_op_wait(raw, KVT_OP_RELEASED, 0) != KVT_E_REENTRANT) return;
-        // In a callback one may not wait, but the workers go on while this one polls.
-        (void)detail::patience([raw] {
+        // Callbacks must not wait. The workers go on while this thread polls.
+        (void)detail::poll_until([raw] {
             kvt_op_info_t info = KVT_OP_INFO_INIT;
             return kvt_op_info(raw, &info) != KVT_OK || (info.state & KVT_OP_RELEASED) != 0;
         });
@@ -510,13 +512,13 @@ public:
         const kvt_status_t status = kvt_op_info(raw_, &info);
         return detail::give(status, info);
     }
-    /// True when the moments were reached, false at the deadline.
+    /// Waits for moments of the op (KVT_OP_*). True when they were reached, false at the deadline.
     ret<bool> wait(std::uint32_t moments = KVT_OP_RELEASED, deadline by = {}) const {
         const kvt_status_t status = kvt_op_wait(raw_, moments, by.ns);
         return detail::give(status == KVT_E_TIMEOUT ? KVT_OK : status, status == KVT_OK);
     }
     ret<void> cancel() const { return detail::check(kvt_op_cancel(raw_)); }
-    /// Waits for the release; the op's own failure is this call's.
+    /// Waits for the release. Fails with the op's status if the op failed.
     ret<kvt_op_info_t> finish() const {
         kvt_op_info_t info = KVT_OP_INFO_INIT;
         kvt_status_t status = kvt_op_wait(raw_, KVT_OP_RELEASED, 0);
@@ -525,21 +527,21 @@ public:
         if (info.status != KVT_OK) return detail::fail<kvt_op_info_t>(words(raw_, info.status));
         return ret<kvt_op_info_t>(info);
     }
-    /// Entries from `first` on; returns how many were written.
+    /// Reads the op's items from index `first` on; returns the number written.
     ret<std::size_t> items(span<kvt_op_item_t> out, std::uint64_t first = 0) const {
         std::uint64_t count = 0;
         const kvt_status_t status = kvt_op_items(raw_, first, out.data(), out.size(),
                                                  sizeof(kvt_op_item_t), &count);
         return detail::give(status, static_cast<std::size_t>(count));
     }
-    /// Why it failed; status() is KVT_OK when it did not, KVT_E_STATE before it is resolved.
+    /// The op's error. Its status() is KVT_OK if the op succeeded, KVT_E_STATE before it resolves.
     kvt::error error() const noexcept {
         kvt_op_info_t info = KVT_OP_INFO_INIT;
         kvt_status_t status = kvt_op_info(raw_, &info);
         if (status == KVT_OK && (info.state & KVT_OP_RESOLVED) == 0) status = KVT_E_STATE;
         return status != KVT_OK ? kvt::error(status) : words(raw_, info.status);
     }
-    /// The error of a resolved op whose status is known.
+    /// The error of a resolved op with a known status.
     static kvt::error words(const kvt_op_t *raw, kvt_status_t status) noexcept {
         kvt_error_t *text = nullptr;
         (void)kvt_op_error(raw, &text);
@@ -553,12 +555,12 @@ using completion_fn = std::function<void(const batch &)>;
 
 struct queue_opts {
     std::uint64_t capacity = 0;
-    /// Called on the notifier thread; empty = the queue is polled. An exception in it ends
-    /// at the hook, and the rest of that batch goes unseen.
+    /// Called on the notifier thread; empty = the queue is polled. An exception goes to the defect
+    /// hook, and the rest of that batch is lost.
     completion_fn callback{};
 };
 
-/// Where completions arrive. The destructor cancels what reports here and waits for it.
+/// A completion queue. The destructor cancels the ops that report to it and waits for them.
 class queue : public detail::owner<queue, kvt_queue_t> {
     friend class detail::owner<queue, kvt_queue_t>;
     static void drop(kvt_queue_t *raw) noexcept {
@@ -567,19 +569,21 @@ class queue : public detail::owner<queue, kvt_queue_t> {
     }
 
 public:
-    /// Fails with KVT_E_BUSY at the deadline; the queue is then closing, and still owned.
+    /// Fails with KVT_E_BUSY at the deadline. The queue is closing then, and this object still owns
+    /// it: call again.
     ret<void> close(deadline by = {}) {
         detail::failure f;
         const kvt_status_t status = kvt_queue_close(&raw_, by.ns, f.out());
         return detail::check(status, f);
     }
+    /// Takes completions without waiting; returns the number written.
     ret<std::size_t> poll(span<kvt_completion_t> out) const {
         std::uint64_t count = 0;
         const kvt_status_t status =
             kvt_queue_poll(raw_, out.data(), out.size(), sizeof(kvt_completion_t), &count);
         return detail::give(status, static_cast<std::size_t>(count));
     }
-    /// 0 at the deadline.
+    /// Waits for completions; returns the number written, 0 at the deadline.
     ret<std::size_t> wait(span<kvt_completion_t> out, deadline by = {}) const {
         std::uint64_t count = 0;
         const kvt_status_t status = kvt_queue_wait(raw_, by.ns, out.data(), out.size(),
@@ -587,7 +591,7 @@ public:
         return detail::give(status == KVT_E_TIMEOUT ? KVT_OK : status,
                             static_cast<std::size_t>(status == KVT_OK ? count : 0));
     }
-    /// Readable exactly while completions wait; not yours to close.
+    /// A descriptor that is readable while the queue has completions. The queue closes it.
     ret<int> fd() const {
         std::int32_t fd = -1;
         const kvt_status_t status = kvt_queue_fd(raw_, &fd);
@@ -604,7 +608,7 @@ struct submit_opts {
     const kvt::queue *queue = nullptr;
     std::uint64_t tag = 0;
     kvt::deadline deadline{};
-    /// Moments that get a completion each; 0 = KVT_OP_RELEASED.
+    /// Moments that post a completion each (KVT_OP_*); 0 = KVT_OP_RELEASED.
     std::uint32_t notify = 0;
     kvt::priority priority = kvt::priority::demand;
 };
@@ -623,7 +627,8 @@ inline kvt_submit_opts_t lower(const submit_opts &o) noexcept {
 
 // --- budget ------------------------------------------------------------------
 
-/// Returns how many bytes it promises to release soon; one that throws promises none.
+/// Releases bytes of a tier for another owner. Returns the bytes that it promises to release by
+/// `by`. An exception counts as 0.
 using reclaim_fn = std::function<std::uint64_t(tier, std::uint64_t bytes, deadline by)>;
 
 struct account_opts {
@@ -632,8 +637,8 @@ struct account_opts {
     reclaim_fn reclaim{};
 };
 
-/// One owner's part in a budget. Give everything back before it is destroyed: an account
-/// that still holds bytes cannot be closed, and is reported to the hook and given up.
+/// One owner's part of a budget. Release all bytes before it is destroyed: an account that holds
+/// bytes cannot be closed. It is then reported to the defect hook and leaked.
 class account : public detail::owner<account, kvt_account_t> {
     friend class detail::owner<account, kvt_account_t>;
     static void drop(kvt_account_t *raw) noexcept {
@@ -657,12 +662,13 @@ public:
         const kvt_status_t status = kvt_account_reserve(raw_, num(t), bytes, f.out());
         return detail::check(status, f);
     }
-    /// False where reserve() would fail with KVT_E_BUDGET; no text is made.
+    /// Returns false if reserve() would fail with KVT_E_BUDGET. Formats no message.
     ret<bool> try_reserve(tier t, std::uint64_t bytes) const {
         const kvt_status_t status = kvt_account_reserve(raw_, num(t), bytes, nullptr);
         return detail::give(status == KVT_E_BUDGET ? KVT_OK : status, status == KVT_OK);
     }
-    /// Ends with KVT_OK when the bytes are reserved; others are asked to give back.
+    /// Reserves bytes as soon as they are free; owners' reclaim callbacks are called meanwhile. The
+    /// op ends with KVT_OK when the bytes are reserved.
     ret<op> reserve_later(tier t, std::uint64_t bytes, const submit_opts &opts = {}) const {
         detail::failure f;
         const kvt_submit_opts_t c = detail::lower(opts);
@@ -703,7 +709,7 @@ struct budget_opts {
     std::uint64_t reserve_bytes = 0;
 };
 
-/// The bytes that may be used, per tier.
+/// Hard limits on the bytes in use, one for each tier.
 class budget : public detail::owner<budget, kvt_budget_t> {
     friend class detail::owner<budget, kvt_budget_t>;
     static void drop(kvt_budget_t *raw) noexcept {
@@ -777,10 +783,11 @@ class buffer : public detail::owner<buffer, kvt_buffer_t> {
     friend class detail::owner<buffer, kvt_buffer_t>;
     static void drop(kvt_buffer_t *raw) noexcept {
         kvt_status_t status = kvt_buffer_free(&raw);
-        // Ops on buffers end by themselves, but there is nothing to wait on: poll. Memory
-        // that a defect keeps in flight is given up, which is safe; freeing it is not.
+        // Ops on the buffer end by themselves, but there is no handle to wait for: poll. A buffer
+        // that stays in use is leaked, because freeing it would be unsafe.
         if (status == KVT_E_BUSY)
-            (void)detail::patience([&] { return (status = kvt_buffer_free(&raw)) != KVT_E_BUSY; });
+            (void)detail::poll_until(
+                [&] { return (status = kvt_buffer_free(&raw)) != KVT_E_BUSY; });
         if (!detail::ended(status)) detail::report("kvt::buffer", status);
     }
 
@@ -790,14 +797,15 @@ public:
         const kvt_status_t status = kvt_buffer_info(raw_, &info);
         return detail::give(status, info);
     }
-    /// Empty for an empty owner. Yours, except between a submit and its release.
+    /// The memory; empty for an empty owner. Do not touch it from the submission of an op that uses
+    /// it until the op's release.
     span<std::byte> bytes() const noexcept {
         void *address = nullptr;
         std::uint64_t size = 0;
         if (kvt_buffer_address(raw_, &address, &size) != KVT_OK) return span<std::byte>();
         return span<std::byte>(static_cast<std::byte *>(address), static_cast<std::size_t>(size));
     }
-    /// As elements of a trivial type; bytes that do not fill one are left out.
+    /// The memory as elements of a trivial type, without an incomplete last element.
     template <class T> span<T> as() const noexcept {
         static_assert(std::is_trivially_copyable_v<T>, "a buffer holds plain data");
         const span<std::byte> b = bytes();
@@ -854,12 +862,12 @@ struct runtime_opts {
     std::uint32_t max_ops = 0;
     std::string_view name{};
     std::string_view faults{};
-    /// Called first in every thread; must not call the library.
+    /// Called at the start of every thread of the library; must not call the library.
     std::function<void(thread_role, std::uint32_t index)> on_thread{};
 };
 
-/// The root. The destructor cancels, waits and joins; what the program forgot stays valid
-/// and is reported by close() alone.
+/// The root object: threads, clock, log target. The destructor cancels ops, waits for them and
+/// joins the threads. Objects that are still open stay valid; only close() counts them.
 class runtime : public detail::owner<runtime, kvt_runtime_t> {
     friend class detail::owner<runtime, kvt_runtime_t>;
     static void drop(kvt_runtime_t *raw) noexcept {
@@ -896,7 +904,8 @@ public:
         return detail::give(status, f, runtime::adopt(raw));
     }
 
-    /// Says what was left open. Fails with KVT_E_BUSY at the deadline, and stays owned.
+    /// Returns the number of objects that are still open. Fails with KVT_E_BUSY at the deadline;
+    /// this object still owns the runtime then.
     ret<kvt_close_report_t> close(deadline by = {}) {
         detail::failure f;
         kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;
@@ -971,7 +980,8 @@ public:
         return alloc(opts);
     }
 
-    /// Makes memory of yours usable for ops; `on_free` runs once no op uses it any more.
+    /// Makes a buffer of the caller's memory. `on_free` runs once the buffer is freed and no op
+    /// uses it.
     ret<buffer> wrap(span<std::byte> memory, std::function<void()> on_free = {}) const {
         struct box {
             std::function<void()> call;
@@ -991,7 +1001,7 @@ public:
         return detail::give(status, f, buffer::adopt(raw));
     }
 
-    /// One op for all items.
+    /// Submits all items as one op.
     ret<op> submit(span<const kvt_buffer_item_t> items, const submit_opts &opts = {}) const {
         detail::failure f;
         const kvt_submit_opts_t c = detail::lower(opts);
@@ -1003,13 +1013,13 @@ public:
     ret<op> submit(const kvt_buffer_item_t &item, const submit_opts &opts = {}) const {
         return submit(span<const kvt_buffer_item_t>(&item, 1), opts);
     }
-    /// One op for each item.
+    /// Submits one op for each item.
     ret<std::vector<op>> submit_each(span<const kvt_buffer_item_t> items,
                                      const submit_opts &opts = {}) const {
         detail::failure f;
         kvt_submit_opts_t c = detail::lower(opts);
         c.flags |= KVT_SUBMIT_EACH;
-        // All memory first: once submitted, nothing may fail before the ops are owned.
+        // Allocate first: nothing may throw between the submission and the ownership of the ops.
         std::vector<kvt_op_t *> raw(items.size());
         std::vector<op> ops;
         ops.reserve(items.size());
@@ -1019,7 +1029,7 @@ public:
             if (status == KVT_OK) ops.push_back(op::adopt(one));
         return detail::give(status, f, std::move(ops));
     }
-    /// Without op handles: the queue of `opts` alone tells of the end.
+    /// Submits without op handles: only the queue of `opts` reports completions.
     ret<void> post(span<const kvt_buffer_item_t> items, const submit_opts &opts,
                    bool each = false) const {
         detail::failure f;
@@ -1029,7 +1039,7 @@ public:
                                                       sizeof(kvt_buffer_item_t), nullptr, f.out());
         return detail::check(status, f);
     }
-    /// submit() for hot paths: KVT_E_AGAIN is ordinary there, and costs no text here.
+    /// submit() for hot paths, which expect KVT_E_AGAIN: formats no message.
     kvt_status_t try_submit(span<const kvt_buffer_item_t> items, const submit_opts &opts,
                             op &out) const noexcept {
         const kvt_submit_opts_t c = detail::lower(opts);
@@ -1041,11 +1051,11 @@ public:
     }
 };
 
-// --- the library as a whole --------------------------------------------------
+// --- functions of the library ------------------------------------------------
 
 inline const char *version() noexcept { return kvt_version_str(); }
 
-/// Call it once, first: fails with KVT_E_ABI when header and library do not fit.
+/// Fails with KVT_E_ABI if library and header are incompatible. Call it once, first.
 inline ret<void> check_abi() {
     detail::failure f;
     const kvt_status_t status = kvt_abi_check(KVT_HEADER_VERSION, f.out());
@@ -1058,7 +1068,7 @@ inline ret<std::uint64_t> checksum(span<const std::byte> data) {
     return detail::give(status, value);
 }
 
-/// The canonical form of a spec string.
+/// Checks a spec string and returns its canonical form.
 inline ret<std::string> check_spec(std::string_view spec) {
     std::string out(spec.size() + 64, '\0');
     for (;;) {
@@ -1076,7 +1086,7 @@ inline ret<std::string> check_spec(std::string_view spec) {
     }
 }
 
-/// Its texts live as long as the library.
+/// An optional feature of the library. Its texts live as long as the library.
 struct feature {
     std::string_view name;
     std::string_view note;
@@ -1085,7 +1095,7 @@ struct feature {
 };
 
 namespace detail {
-inline feature raise(const kvt_feature_t &c) noexcept {
+inline feature lift(const kvt_feature_t &c) noexcept {
     feature f;
     f.name = std::string_view(c.name, static_cast<std::size_t>(c.name_bytes));
     f.note = std::string_view(c.note, static_cast<std::size_t>(c.note_bytes));
@@ -1102,7 +1112,7 @@ inline ret<std::vector<feature>> features() {
     for (std::uint64_t i = 0; status == KVT_OK && i < count; ++i) {
         kvt_feature_t one = KVT_FEATURE_INIT;
         status = kvt_feature_at(i, &one);
-        if (status == KVT_OK) all.push_back(detail::raise(one));
+        if (status == KVT_OK) all.push_back(detail::lift(one));
     }
     return detail::give(status, std::move(all));
 }
@@ -1112,13 +1122,13 @@ inline ret<feature> find_feature(std::string_view name) {
     kvt_feature_t one = KVT_FEATURE_INIT;
     const kvt_status_t status = kvt_feature_find(name.data(), name.size(), &one, f.out());
     if (status != KVT_OK) return detail::fail<feature>(f.take(status));
-    return ret<feature>(detail::raise(one));
+    return ret<feature>(detail::lift(one));
 }
 
 using log_fn = std::function<void(log_level, std::string_view target, std::string_view message)>;
 
-/// Sets the process-wide sink. It may be called from several threads at once, and once
-/// more after it has been replaced.
+/// Sets the process-wide log sink. Several threads may call it at once, and a call that has begun
+/// may end after the sink was replaced.
 inline ret<void> set_log(log_level most_detailed, log_fn sink) {
     struct box {
         log_fn call;
@@ -1145,7 +1155,7 @@ inline ret<void> clear_log() { return set_log(log_level::off, log_fn()); }
 // --- coroutines --------------------------------------------------------------
 
 #if defined(KVTIER_HAS_COROUTINES)
-/// How an awaited op went.
+/// The result of an awaited op.
 struct outcome {
     std::uint64_t value = 0;
     std::uint64_t bytes_done = 0;
@@ -1154,14 +1164,14 @@ struct outcome {
 namespace detail {
 struct reactor_core;
 
-/// Shared by the awaiting coroutine and the completion on its way, since either may go first.
+/// An op in flight. The coroutine and the pending completion share it, since either may end first.
 struct flight {
-    enum : int { flying, awaited, landed, abandoned };
+    enum : int { pending, awaited, completed, abandoned };
     std::atomic<int> refs{2};
-    std::atomic<int> phase{flying};
+    std::atomic<int> phase{pending};
     std::coroutine_handle<> waiter{};
     kvt_op_t *raw = nullptr;
-    kvt_completion_t seen{};
+    kvt_completion_t completion{};
     flight *next = nullptr;
     flight *prev = nullptr;
 
@@ -1176,41 +1186,42 @@ struct reactor_core {
     std::mutex lock;
     kvt::queue completions;
     flight *first = nullptr;
-    std::size_t flying = 0;
+    std::size_t in_flight = 0;
     bool closing = false;
 
-    void land(const kvt_completion_t &c) noexcept {
+    void complete(const kvt_completion_t &c) noexcept {
         auto *f = reinterpret_cast<flight *>(static_cast<std::uintptr_t>(c.tag));
         {
-            // Also what makes the submitting thread's writes to the flight visible here.
+            // The lock also makes the submitting thread's writes to the flight visible here.
             std::lock_guard<std::mutex> held(lock);
             if (f->prev != nullptr) f->prev->next = f->next;
             else first = f->next;
             if (f->next != nullptr) f->next->prev = f->prev;
-            --flying;
+            --in_flight;
         }
-        f->seen = c;
-        if (f->phase.exchange(flight::landed, std::memory_order_acq_rel) == flight::awaited)
+        f->completion = c;
+        if (f->phase.exchange(flight::completed, std::memory_order_acq_rel) == flight::awaited)
             guarded_void("kvt coroutine", f->waiter);
         f->unref();
     }
 
-    /// True when there was something; false at the deadline or once the queue is closed.
+    /// Takes completions of the queue and resumes their coroutines. With `wait`, waits for the
+    /// first completion. `count` receives their number.
     kvt_status_t pump(deadline by, bool wait, std::size_t &count) noexcept {
-        kvt_completion_t room[32];
+        kvt_completion_t batch[32];
         std::uint64_t n = 0;
         const kvt_status_t status =
-            wait ? kvt_queue_wait(completions.get(), by.ns, room, 32, sizeof(room[0]), &n)
-                 : kvt_queue_poll(completions.get(), room, 32, sizeof(room[0]), &n);
+            wait ? kvt_queue_wait(completions.get(), by.ns, batch, 32, sizeof(batch[0]), &n)
+                 : kvt_queue_poll(completions.get(), batch, 32, sizeof(batch[0]), &n);
         count = status == KVT_OK ? static_cast<std::size_t>(n) : 0;
-        for (std::size_t i = 0; i < count; ++i) land(room[i]);
+        for (std::size_t i = 0; i < count; ++i) complete(batch[i]);
         return status;
     }
 };
 }  // namespace detail
 
-/// An op in flight that one coroutine may co_await, once. Destroying it, as destroying its
-/// coroutine does, cancels the op and waits until the memory is free.
+/// An op in flight that one coroutine may co_await once. Destroying it cancels the op and waits for
+/// its release. Destroying the coroutine destroys it.
 class async_op {
 public:
     async_op() noexcept = default;
@@ -1233,18 +1244,18 @@ public:
 
     bool await_ready() const noexcept {
         return flight_ == nullptr ||
-               flight_->phase.load(std::memory_order_acquire) == detail::flight::landed;
+               flight_->phase.load(std::memory_order_acquire) == detail::flight::completed;
     }
     bool await_suspend(std::coroutine_handle<> waiter) noexcept {
         flight_->waiter = waiter;
-        int phase = detail::flight::flying;
-        // Once this succeeds the coroutine may already run elsewhere: touch nothing more.
+        int phase = detail::flight::pending;
+        // After this succeeds another thread may run the coroutine: do not touch *this any more.
         return flight_->phase.compare_exchange_strong(phase, detail::flight::awaited,
                                                       std::memory_order_acq_rel);
     }
     ret<outcome> await_resume() {
         if (flight_ == nullptr) return detail::fail<outcome>(kvt::error(KVT_E_HANDLE));
-        const kvt_completion_t &c = flight_->seen;
+        const kvt_completion_t &c = flight_->completion;
         if (c.status != KVT_OK) return detail::fail<outcome>(op::words(flight_->raw, c.status));
         outcome o;
         o.value = c.value;
@@ -1257,17 +1268,20 @@ private:
         detail::flight *f = std::exchange(flight_, nullptr);
         if (f == nullptr) return;
         if (f->phase.exchange(detail::flight::abandoned, std::memory_order_acq_rel) !=
-            detail::flight::landed)
+            detail::flight::completed)
             op::settle(f->raw);
         f->unref();
     }
     detail::flight *flight_ = nullptr;
 };
 
-/// Submits ops that can be awaited, and resumes who awaits them: in run()/poll() where the
-/// program calls these (`driven`), or on the notifier thread (`spontaneous`), where a
-/// coroutine may submit but not wait. Must outlive its coroutines' awaiting: the destructor
-/// cancels what is in flight and resumes everybody with that outcome.
+/// Submits ops that coroutines can await, and resumes the coroutines:
+///
+/// - `driven`: in run(), run_once() and poll(), which the program calls;
+/// - `spontaneous`: on the notifier thread, where a coroutine may submit but must not block.
+///
+/// The reactor must live while coroutines await its ops. The destructor cancels ops in flight and
+/// resumes their coroutines with that result.
 class reactor {
 public:
     enum class mode { driven, spontaneous };
@@ -1280,7 +1294,7 @@ public:
         if (m == mode::spontaneous) {
             detail::reactor_core *core = r.core_.get();
             opts.callback = [core](const batch &done) {
-                for (const kvt_completion_t &c : done) core->land(c);
+                for (const kvt_completion_t &c : done) core->complete(c);
             };
         }
         ret<queue> q = rt.open_queue(std::move(opts));
@@ -1323,32 +1337,33 @@ public:
         });
     }
 
-    /// Resumes who can go on; returns how many ops have ended.
+    /// Resumes coroutines whose ops have ended, without waiting; returns the number of ops.
     ret<std::size_t> poll() {
         std::size_t count = 0;
         const kvt_status_t status = core_ ? core_->pump({}, false, count) : KVT_E_HANDLE;
         return detail::give(status, count);
     }
-    /// Waits for the first; 0 at the deadline, or at once when nothing is in flight.
+    /// Waits until an op has ended, then does what poll() does. Returns 0 at the deadline, and at
+    /// once if nothing is in flight.
     ret<std::size_t> run_once(deadline by = {}) {
         std::size_t count = 0;
         kvt_status_t status = core_ ? KVT_OK : KVT_E_HANDLE;
         if (status == KVT_OK && in_flight() != 0) status = core_->pump(by, true, count);
         return detail::give(status == KVT_E_TIMEOUT ? KVT_OK : status, count);
     }
-    /// Until nothing is in flight.
+    /// Resumes coroutines until no op is in flight.
     ret<void> run() {
         kvt_status_t status = core_ ? KVT_OK : KVT_E_HANDLE;
         std::size_t count = 0;
         while (status == KVT_OK && in_flight() != 0) status = core_->pump({}, true, count);
         return detail::check(status);
     }
-    /// For an event loop: poll() when it is readable. Driven reactors only.
+    /// A descriptor for an event loop: call poll() when it is readable. Driven reactors only.
     ret<int> fd() const { return core_ ? core_->completions.fd() : queue().fd(); }
     std::size_t in_flight() const noexcept {
         if (!core_) return 0;
         std::lock_guard<std::mutex> held(core_->lock);
-        return core_->flying;
+        return core_->in_flight;
     }
 
 private:
@@ -1362,14 +1377,14 @@ private:
         c.notify = KVT_OP_RELEASED;
         kvt_status_t status = KVT_E_CLOSED;
         {
-            // Held over the call, so that no completion overtakes the bookkeeping.
+            // Locked during the call, so that no completion is handled before the flight is listed.
             std::lock_guard<std::mutex> held(core_->lock);
             if (!core_->closing) status = call(&c, &flight->raw, f.out());
             if (status == KVT_OK) {
                 flight->next = core_->first;
                 if (core_->first != nullptr) core_->first->prev = flight.get();
                 core_->first = flight.get();
-                ++core_->flying;
+                ++core_->in_flight;
             }
         }
         if (status != KVT_OK) return detail::fail<async_op>(f.take(status));
@@ -1386,13 +1401,14 @@ private:
         }
         kvt_status_t status = KVT_OK;
         std::size_t count = 0;
-        // Closing a polled queue would drop what nobody polled, and strand its coroutines.
+        // Closing a polled queue drops completions that were not polled. Their coroutines would
+        // never be resumed.
         while (driven_ && status == KVT_OK && in_flight() != 0)
             status = core_->pump({}, true, count);
         kvt_queue_t *raw = core_->completions.release();
         const kvt_status_t closed = kvt_queue_close(&raw, 0, nullptr);
         if (!detail::ended(closed)) {
-            // The callback may still come, so what it uses must stay.
+            // The callback may still be called: leak the core that it uses.
             detail::report("kvt::reactor", closed);
             (void)core_.release();
         }

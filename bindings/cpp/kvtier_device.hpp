@@ -1,5 +1,5 @@
-// kvt::device: who copies between the engine's memory and the library's. Part of kvtier.hpp,
-// which includes it.
+// kvt::device: copies between the engine's memory and the library's, by the processor, a GPU or
+// code of the engine. kvtier.hpp includes this file.
 
 #ifndef KVTIER_DEVICE_HPP
 #define KVTIER_DEVICE_HPP
@@ -11,55 +11,62 @@
 namespace kvt {
 inline namespace KVTIER_FACE_ {
 
-/// A GPU by way of CUDA.
+/// Options of a CUDA device.
 struct cuda_opts {
+    /// Index of the device, unless `context` is given.
     std::uint32_t ordinal = 0;
-    /// The engine's CUcontext, which outlives the device; 0 = the one that the process shares.
+    /// The engine's CUcontext, which must outlive the device; 0 = the primary context.
     std::uint64_t context = 0;
-    /// The engine's streams (CUstream) of that context; none = some of the device's own.
+    /// At most 64 streams (CUstream) of the engine in that context; empty = four of the device's
+    /// own.
     std::vector<std::uint64_t> streams;
-    /// The path of the driver's library; empty = the system's.
+    /// Path of the driver's library; empty = the system's.
     std::string_view library;
-    /// Memory of that device, which outlives it, and how much: what it gives out comes from
-    /// there. 0 = the driver is asked.
+    /// Device memory of the engine that allocations come from; it must outlive the device. 0 =
+    /// allocate from the driver.
     std::uint64_t arena = 0;
     std::uint64_t arena_bytes = 0;
-    /// The path of cuFile's, which KVT_STREAM_DIRECT loads; empty = the system's.
+    /// Path of cuFile's library, which KVT_STREAM_DIRECT loads; empty = the system's.
     std::string_view cufile;
-    /// Other devices of the process (ordinals) whose memory copies may name, too.
+    /// Ordinals of other devices of the process. Copies may name memory of these devices.
     std::vector<std::uint32_t> peers;
-    /// It sums what it copies, where it lies in its memory, and stores compare.
+    /// The device computes checksums of copied planes in its own memory, and stores compare them
+    /// with the bytes on the host.
     bool verify = false;
 };
 
-/// A device that is none, for tests: it takes its time, and spoils what is not waited for.
+/// Options of a simulated device, for tests. Copies take time, and targets hold garbage until their
+/// event has completed.
 struct simulated_opts {
-    /// 0 = no limit.
+    /// Bytes that can be allocated; 0 = no limit.
     std::uint64_t memory_bytes = 0;
+    /// Seed of all random choices.
     std::uint64_t seed = 0;
+    /// Least duration of a batch; 0 = 10 us.
     std::uint64_t latency_ns = 0;
+    /// Bandwidth of a stream; 0 = 20 GB/s.
     std::uint64_t bytes_per_s = 0;
-    /// As of `cuda_opts`.
+    /// See cuda_opts::verify.
     bool verify = false;
 };
 
-/// What a device is and can do.
+/// Properties of a device.
 struct device_info {
-    /// KVT_DEVICE_KIND_HOST and so on.
+    /// KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
     std::uint32_t kind = 0;
-    /// Work goes on after a call has returned.
+    /// Work continues after a call has returned.
     bool asynchronous = false;
-    /// It sums what it copies.
+    /// The device computes checksums of the planes that it copies.
     bool sums = false;
-    /// It has memory that only it reaches.
+    /// The device has memory that only it can access.
     bool has_memory = false;
-    /// Host memory that copies use is to be made known: device::register_host.
+    /// Copies of host memory are slow unless the memory is registered: device::register_host.
     bool wants_pinned = false;
-    /// How many it has: work on one is in order.
+    /// Number of streams. Work runs in order within a stream.
     std::uint32_t streams = 0;
-    /// 1 << KVT_DEVICE_KERNEL_* for each.
+    /// Available kernels: a set of 1 << KVT_DEVICE_KERNEL_*.
     std::uint64_t kernels = 0;
-    /// What it has left to give; nothing where it does not know.
+    /// Bytes that can still be allocated; empty = unknown.
     std::optional<std::uint64_t> free_bytes;
 
     bool has_kernel(std::uint32_t kind_of_kernel) const noexcept {
@@ -67,26 +74,28 @@ struct device_info {
     }
 };
 
+/// Options of device::conformance.
 struct conformance_opts {
-    /// Chooses all that is left to chance.
+    /// Seed of all random choices.
     std::uint64_t seed = 0;
-    /// How long an event may take; 0 = 30 s.
+    /// Time limit of an event; 0 = 30 s.
     std::uint64_t patience_ns = 0;
-    /// How often what is left to chance is tried; 0 = 40.
+    /// Random trials; 0 = 40.
     std::uint32_t rounds = 0;
-    /// The device is closed at the end, which is a check as well.
+    /// Close the device at the end, and check that.
     bool closes = false;
 };
 
-/// A check that a device was put to.
+/// The result of one conformance check.
 struct conformance_check {
     std::string name;
     /// KVT_VERDICT_*.
     std::uint32_t verdict = KVT_VERDICT_PASSED;
-    /// Why it failed, or was skipped.
+    /// Why the check failed or was skipped; empty if it passed.
     std::string why;
 };
 
+/// The number of checks with each result, and all results.
 struct conformance_report {
     std::uint32_t passed = 0;
     std::uint32_t skipped = 0;
@@ -94,53 +103,57 @@ struct conformance_report {
     std::vector<conformance_check> checks;
 };
 
-/// A device of the engine's own: derive from it. Methods are called from any thread, from
-/// several at once, and must not call the device they are of. Those that are not overridden
-/// say that there is no such thing. What throws fails with KVT_E_STATE, and the defect hook
-/// hears of it; what `query` throws is no answer, and the event is asked for again.
-/// KVT_E_UNAVAILABLE, from any, says that the device is gone.
+/// A device that the engine implements: derive from this class, and test it with
+/// device::conformance. Methods that are not overridden do nothing, or report that the device lacks
+/// the feature.
+///
+/// Threading: methods are called from any thread, several at once. They must not call this device.
+///
+/// Errors: a method that throws fails with KVT_E_STATE (`allocate`: KVT_E_NOMEM) and is reported to
+/// the defect hook. If `query` throws, the library queries the event again. KVT_E_UNAVAILABLE, from
+/// any method, means that the device is lost.
 class custom_device {
 public:
     virtual ~custom_device() = default;
 
-    /// KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED. This and the next two are asked once.
+    /// KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED. Called once, as the next two.
     virtual std::uint64_t flags() const { return 0; }
-    /// 1 to 64.
+    /// Number of streams, 1 to 64.
     virtual std::uint32_t streams() const { return 1; }
-    /// The kernels that `launch` knows: 1 << KVT_DEVICE_KERNEL_* for each.
+    /// Kernels of `launch`: a set of 1 << KVT_DEVICE_KERNEL_*.
     virtual std::uint64_t kernels() const { return 0; }
 
-    /// Puts copies on a stream, behind an event if `after` is not 0, and writes the event of
-    /// their end, any number but 0. No copies: the event marks the place. What is refused must
-    /// not have begun, what throws neither.
+    /// Submits copies to a stream, after the event `after` (0 = none). Writes the event that
+    /// completes with them, a number other than 0. Without copies it only records an event. If it
+    /// returns an error or throws, the batch must not have begun.
     virtual kvt_status_t submit(std::uint32_t stream, std::uint64_t after,
                                 span<const kvt_copy_rows_t> copies, std::uint64_t &event) = 0;
-    /// KVT_OK: it has come; KVT_E_AGAIN: not yet; else what its batch failed with.
+    /// KVT_OK: completed; KVT_E_AGAIN: pending; else the status that its batch failed with.
     virtual kvt_status_t query(std::uint64_t event) = 0;
-    /// Until a deadline; it may return early.
+    /// Waits for an event until a deadline. It may return early.
     virtual kvt_status_t wait(std::uint64_t, deadline) { return KVT_OK; }
 
-    // A lock may be held around these four: they call nothing of the library, and wait for
-    // nobody who does.
-    /// Nobody asks for an event any more.
+    // The library may hold a lock while it calls the next four. They must not call the library, nor
+    // wait for a thread that does.
+    /// Releases an event: the library uses it no more.
     virtual void release(std::uint64_t) {}
-    /// Memory at a multiple of 256.
+    /// Allocates memory at a multiple of 256.
     virtual kvt_status_t allocate(std::uint64_t, std::uint64_t &) { return KVT_E_UNSUPPORTED; }
     virtual void free(std::uint64_t, std::uint64_t) {}
-    /// What it has left to give.
+    /// Bytes that can still be allocated; empty = unknown.
     virtual std::optional<std::uint64_t> free_bytes() { return std::nullopt; }
 
-    /// Host memory that copies use again and again; with 0 bytes: that it goes.
+    /// Registers host memory that many copies will use; with 0 bytes, unregisters it.
     virtual kvt_status_t register_host(std::uint64_t, std::uint64_t) { return KVT_OK; }
-    /// An event of its own that comes with one that the engine names.
+    /// Imports an event of the engine: writes an event of the device that completes with it.
     virtual kvt_status_t import_event(std::uint64_t, std::uint64_t &) { return KVT_E_UNSUPPORTED; }
-    /// A stream that the engine names goes on only after an event.
+    /// Makes a stream of the engine wait for an event.
     virtual kvt_status_t stream_wait(std::uint64_t, std::uint64_t) { return KVT_E_UNSUPPORTED; }
-    /// An event of its own that comes when `signal_event` says so.
+    /// Creates an event that completes when `signal_event` is called with it.
     virtual kvt_status_t create_event(std::uint64_t &) { return KVT_E_UNSUPPORTED; }
-    /// Has such an event come; it must not wait.
+    /// Signals an event of `create_event`. Must not wait.
     virtual kvt_status_t signal_event(std::uint64_t) { return KVT_E_UNSUPPORTED; }
-    /// Puts kernels on a stream, as copies.
+    /// Submits kernels to a stream, as `submit` does copies.
     virtual kvt_status_t launch(std::uint32_t, std::uint64_t, span<const kvt_kernel_t>,
                                 std::uint64_t &) {
         return KVT_E_UNSUPPORTED;
@@ -148,18 +161,18 @@ public:
 };
 
 namespace detail {
-/// Entries of an array; `room` has them where a newer library's are longer.
+/// The entries of an array. If those of a newer library are longer, they are copied to `copies`.
 template <class Row>
 span<const Row> entries(const Row *first, std::uint64_t count, std::uint64_t stride,
-                        std::vector<Row> &room) {
+                        std::vector<Row> &copies) {
     if (stride == sizeof(Row)) return span<const Row>(first, static_cast<std::size_t>(count));
     const auto *at = reinterpret_cast<const unsigned char *>(first);
     for (std::uint64_t i = 0; i < count; i++)
-        room.push_back(*reinterpret_cast<const Row *>(at + i * stride));
-    return span<const Row>(room);
+        copies.push_back(*reinterpret_cast<const Row *>(at + i * stride));
+    return span<const Row>(copies);
 }
 
-/// What C calls: a device of the engine's, and nothing unwinds.
+/// The C callbacks of a custom device. Exceptions do not unwind into C.
 struct device_box {
     std::unique_ptr<custom_device> own;
 
@@ -173,12 +186,12 @@ struct device_box {
                                const kvt_copy_rows_t *copies, std::uint64_t count,
                                std::uint64_t stride, std::uint64_t *event) noexcept {
         return call(user_data, [&](custom_device &own) {
-            std::vector<kvt_copy_rows_t> room;
-            return own.submit(stream, after, entries(copies, count, stride, room), *event);
+            std::vector<kvt_copy_rows_t> rows;
+            return own.submit(stream, after, entries(copies, count, stride, rows), *event);
         });
     }
     static kvt_status_t query(void *user_data, std::uint64_t event) noexcept {
-        // The question failed, the batch perhaps not: it may use its memory still.
+        // Only the query failed. The batch may still access its memory.
         return call(
             user_data, [&](custom_device &own) { return own.query(event); }, KVT_E_AGAIN);
     }
@@ -208,14 +221,16 @@ struct device_box {
         });
     }
     static kvt_status_t register_host(void *user_data, std::uint64_t address,
-                                  std::uint64_t bytes) noexcept {
+                                      std::uint64_t bytes) noexcept {
         return call(user_data,
                     [&](custom_device &own) { return own.register_host(address, bytes); });
     }
-    static kvt_status_t import_event(void *user_data, std::uint64_t raw, std::uint64_t *event) noexcept {
+    static kvt_status_t import_event(void *user_data, std::uint64_t raw,
+                                     std::uint64_t *event) noexcept {
         return call(user_data, [&](custom_device &own) { return own.import_event(raw, *event); });
     }
-    static kvt_status_t stream_wait(void *user_data, std::uint64_t raw, std::uint64_t event) noexcept {
+    static kvt_status_t stream_wait(void *user_data, std::uint64_t raw,
+                                    std::uint64_t event) noexcept {
         return call(user_data, [&](custom_device &own) { return own.stream_wait(raw, event); });
     }
     static kvt_status_t create_event(void *user_data, std::uint64_t *event) noexcept {
@@ -228,12 +243,12 @@ struct device_box {
                                const kvt_kernel_t *kernels, std::uint64_t count,
                                std::uint64_t stride, std::uint64_t *event) noexcept {
         return call(user_data, [&](custom_device &own) {
-            std::vector<kvt_kernel_t> room;
-            return own.launch(stream, after, entries(kernels, count, stride, room), *event);
+            std::vector<kvt_kernel_t> copies;
+            return own.launch(stream, after, entries(kernels, count, stride, copies), *event);
         });
     }
 
-    /// The table of C.
+    /// The callback table for C.
     kvt_device_custom_t lower() {
         kvt_device_custom_t c = KVT_DEVICE_CUSTOM_INIT;
         c.flags = own->flags();
@@ -258,26 +273,25 @@ struct device_box {
     }
 };
 
-/// Collects what conformance says.
-struct verdicts {
+/// Collects the results of conformance checks.
+struct check_collector {
     std::vector<conformance_check> checks;
 
-    static void hear(void *user_data, const char *name, std::uint64_t name_bytes,
-                     std::uint32_t verdict, const char *why, std::uint64_t why_bytes) noexcept {
-        auto note = [&] {
+    static void add(void *user_data, const char *name, std::uint64_t name_bytes,
+                    std::uint32_t verdict, const char *why, std::uint64_t why_bytes) noexcept {
+        auto append = [&] {
             const auto size = [](std::uint64_t bytes) { return static_cast<std::size_t>(bytes); };
-            static_cast<verdicts *>(user_data)->checks.push_back(
+            static_cast<check_collector *>(user_data)->checks.push_back(
                 conformance_check{std::string(name, size(name_bytes)), verdict,
                                   std::string(why, size(why_bytes))});
         };
-        guarded_void("kvt conformance", note);
+        guarded_void("kvt conformance", append);
     }
 };
 }  // namespace detail
 
-/// A moment on a stream of a device. When this goes it waits until the moment has come, so that
-/// the memory of the copies is nobody else's then, and forgets it. Move-only; the device
-/// outlives it.
+/// An event of a device, which must outlive it. Move-only. The destructor waits for the event and
+/// releases it, so that memory of its copies may be freed afterwards.
 class device_event {
 public:
     device_event() noexcept = default;
@@ -298,29 +312,29 @@ public:
     ~device_event() { reset(); }
 
     explicit operator bool() const noexcept { return number_ != 0; }
-    /// What it is called where an event is asked for as a number; 0 = none. Stays owned.
+    /// The event's number, as other calls take it; 0 = none. This object still owns the event.
     std::uint64_t number() const noexcept { return number_; }
-    /// The number, not owned any more.
+    /// Returns the number and gives up ownership of the event.
     std::uint64_t release() noexcept { return std::exchange(number_, 0); }
-    /// Whether it has come; fails with what its batch failed with.
+    /// Whether the event has completed. Fails with the status of its batch.
     ret<bool> is_done() const {
         const kvt_status_t status = kvt_device_query(device_, number_);
         return detail::give(status == KVT_E_AGAIN ? KVT_OK : status, status == KVT_OK);
     }
-    /// Fails with what its batch failed with, or KVT_E_TIMEOUT.
+    /// Waits for the event. Fails with KVT_E_TIMEOUT, or with the status of its batch.
     ret<void> wait(deadline by = {}) const {
         detail::failure f;
         const kvt_status_t status = kvt_device_wait(device_, number_, by.ns, f.out());
         return detail::check(status, f);
     }
-    /// Of one that device::create_event made: it comes, if it has not.
+    /// Signals an event of device::create_event. Signalling it again does nothing.
     ret<void> signal() const {
         detail::failure f;
         const kvt_status_t status = kvt_device_signal_event(device_, number_, f.out());
         return detail::check(status, f);
     }
-    /// The checksums of its copies that wanted one, once it has come: of asynchronous devices that
-    /// sum.
+    /// The checksums that its copies requested (KVT_COPY_CHECKSUM), once the event has completed. Only
+    /// of asynchronous devices that compute checksums.
     ret<std::vector<std::uint64_t>> sums() const {
         detail::failure f;
         std::vector<std::uint64_t> all(65536);
@@ -330,7 +344,8 @@ public:
         all.resize(static_cast<std::size_t>(status == KVT_OK ? count : 0));
         return detail::give(status, f, std::move(all));
     }
-    /// Waits and forgets it; how it ended is not looked at. A promise is kept before.
+    /// Waits for the event and releases it; ignores its status. An event of device::create_event is
+    /// signalled first.
     void reset() noexcept {
         if (number_ == 0) return;
         const std::uint64_t number = release();
@@ -349,8 +364,8 @@ private:
     bool created_ = false;
 };
 
-/// Memory of a device, given back when this goes; before that, who uses it has to end.
-/// Move-only.
+/// An allocation of device memory. Move-only. The destructor frees it: work that uses the memory
+/// must have ended.
 class device_memory {
 public:
     device_memory() noexcept = default;
@@ -369,22 +384,23 @@ public:
     ~device_memory() { reset(); }
 
     explicit operator bool() const noexcept { return device_ != nullptr; }
-    /// Where it starts: a multiple of 256.
+    /// Start of the memory: a multiple of 256.
     void *data() const noexcept {
         return reinterpret_cast<void *>(static_cast<std::uintptr_t>(raw_.address));
     }
     std::uint64_t address() const noexcept { return raw_.address; }
     std::uint64_t bytes() const noexcept { return raw_.bytes; }
-    /// KVT_MEMORY_*: where the address is valid.
+    /// KVT_MEMORY_*: address space of the address.
     std::uint32_t memory() const noexcept { return raw_.memory; }
-    /// Gives it back; KVT_E_BUSY while work under way is seen to use it, and it stays.
+    /// Frees the memory. Fails with KVT_E_BUSY if work in flight is known to use it; this object
+    /// still owns it then.
     ret<void> free() {
         detail::failure f;
         const kvt_status_t status = kvt_device_free(device_, &raw_, f.out());
         if (status == KVT_OK) device_ = nullptr;
         return detail::check(status, f);
     }
-    /// Gives it back; what fails is told to the hook.
+    /// Frees the memory; reports a failure to the defect hook.
     void reset() noexcept {
         if (device_ == nullptr) return;
         const kvt_status_t status = kvt_device_free(device_, &raw_, nullptr);
@@ -400,7 +416,7 @@ private:
     kvt_device_memory_t raw_ = KVT_DEVICE_MEMORY_INIT;
 };
 
-/// From the engine's tokens into a plane; `where` is KVT_MEMORY_*.
+/// A copy from a view of the engine's tensor into a plane. `where` is the plane's KVT_MEMORY_*.
 inline kvt_copy_t gather(const kvt_view_t &view, void *plane,
                          std::uint32_t where = KVT_MEMORY_HOST) noexcept {
     kvt_copy_t copy{};
@@ -410,14 +426,14 @@ inline kvt_copy_t gather(const kvt_view_t &view, void *plane,
     copy.direction = KVT_COPY_GATHER;
     return copy;
 }
-/// From a plane to the engine's tokens.
+/// A copy from a plane into a view of the engine's tensor.
 inline kvt_copy_t scatter(const kvt_view_t &view, const void *plane,
                           std::uint32_t where = KVT_MEMORY_HOST) noexcept {
     kvt_copy_t copy = gather(view, const_cast<void *>(plane), where);
     copy.direction = KVT_COPY_SCATTER;
     return copy;
 }
-/// Plain bytes, from host memory to where `where` says.
+/// A copy of bytes from host memory to memory of the kind `where` (KVT_MEMORY_*).
 inline kvt_copy_t upload(const void *host, void *to, std::uint64_t bytes,
                          std::uint32_t where = KVT_MEMORY_DEVICE) noexcept {
     kvt_view_t view{};
@@ -427,7 +443,7 @@ inline kvt_copy_t upload(const void *host, void *to, std::uint64_t bytes,
     view.memory = where;
     return scatter(view, host);
 }
-/// Plain bytes, from where `where` says to host memory.
+/// A copy of bytes to host memory from memory of the kind `where` (KVT_MEMORY_*).
 inline kvt_copy_t download(const void *from, void *host, std::uint64_t bytes,
                            std::uint32_t where = KVT_MEMORY_DEVICE) noexcept {
     kvt_copy_t copy = upload(host, const_cast<void *>(from), bytes, where);
@@ -435,8 +451,8 @@ inline kvt_copy_t download(const void *from, void *host, std::uint64_t bytes,
     return copy;
 }
 
-/// Who copies between the engine's memory and the library's. Stores and streamers are opened
-/// with one, and have to be closed before it. Any thread may use it.
+/// Copies between the engine's memory and the library's. Close stores and streamers that were
+/// opened with a device before the device. Any thread may use it.
 class device : public detail::owner<device, kvt_device_t> {
     friend class detail::owner<device, kvt_device_t>;
     static void drop(kvt_device_t *raw) noexcept {
@@ -445,13 +461,13 @@ class device : public detail::owner<device, kvt_device_t> {
     }
 
 public:
-    /// The processor.
+    /// The processor as a device; its copies are synchronous.
     static ret<device> host(const runtime &on) {
         kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
         c.kind = KVT_DEVICE_KIND_HOST;
         return open(on, c);
     }
-    /// A GPU; KVT_E_UNAVAILABLE where there is none, and the message says why.
+    /// A GPU. Fails with KVT_E_UNAVAILABLE if it cannot be used; the message gives the reason.
     static ret<device> cuda(const runtime &on, const cuda_opts &opts = {}) {
         kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
         c.kind = KVT_DEVICE_KIND_CUDA;
@@ -468,6 +484,7 @@ public:
         c.flags = opts.verify ? KVT_DEVICE_VERIFY : 0;
         return open(on, c);
     }
+    /// A simulated device, for tests.
     static ret<device> simulated(const runtime &on, const simulated_opts &opts = {}) {
         kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
         c.kind = KVT_DEVICE_KIND_SIMULATED;
@@ -478,8 +495,8 @@ public:
         c.flags = opts.verify ? KVT_DEVICE_VERIFY : 0;
         return open(on, c);
     }
-    /// The engine's own. It is deleted when the device has been closed and nobody asks for its
-    /// events any more. `conformance` says whether all is as it should be.
+    /// A device that the engine implements. `own` is deleted once the device is closed and its
+    /// events are not used any more. Test it with conformance().
     static ret<device> custom(const runtime &on, std::unique_ptr<custom_device> own) {
         if (!own) return detail::fail<device>(kvt::error(KVT_E_INVALID));
         std::unique_ptr<detail::device_box> box(new detail::device_box{std::move(own)});
@@ -493,15 +510,15 @@ public:
         if (status == KVT_OK) (void)box.release();
         return detail::give(status, f, device::adopt(raw));
     }
-    /// As C has it.
+    /// Opens a device with the options of the C interface.
     static ret<device> open(const runtime &on, const kvt_device_opts_t &opts) {
         detail::failure f;
         kvt_device_t *raw = nullptr;
         const kvt_status_t status = kvt_device_open(on.get(), &opts, &raw, f.out());
         return detail::give(status, f, device::adopt(raw));
     }
-    /// Waits for what is under way. Fails with KVT_E_BUSY while a store or a streamer has it, or
-    /// at the deadline, and stays owned.
+    /// Waits for work in flight. Fails with KVT_E_BUSY if a store or streamer uses the device, or
+    /// at the deadline; this object still owns it then.
     ret<void> close(deadline by = {}) {
         detail::failure f;
         const kvt_status_t status = kvt_device_close(&raw_, by.ns, f.out());
@@ -521,35 +538,37 @@ public:
         if (c.free_bytes != UINT64_MAX) about.free_bytes = c.free_bytes;
         return detail::give(status, about);
     }
-    /// For logs.
+    /// Describes the device for logs: its name, and how it copies.
     ret<std::string> describe() const {
         std::string text;
-        const kvt_status_t status = detail::words(text, [&](char *to, auto room, auto *bytes) {
-            return kvt_device_describe(raw_, to, room, bytes);
-        });
+        const auto read = [&](char *to, auto capacity, auto *bytes) {
+            return kvt_device_describe(raw_, to, capacity, bytes);
+        };
+        const kvt_status_t status = detail::read_text(text, read);
         return detail::give(status, std::move(text));
     }
+    /// Allocates device memory with undefined content.
     ret<device_memory> alloc(std::uint64_t bytes) const {
         detail::failure f;
         kvt_device_memory_t c = KVT_DEVICE_MEMORY_INIT;
         const kvt_status_t status = kvt_device_alloc(raw_, bytes, &c, f.out());
         return detail::give(status, f, device_memory(status == KVT_OK ? raw_ : nullptr, c));
     }
-    /// Host memory that copies will use again and again. Where CUDA cannot pin it, they are
-    /// slower, and `describe` says so.
+    /// Registers host memory that many copies will use. If CUDA cannot pin the memory, its copies
+    /// are slower, and describe() states the amount.
     ret<void> register_host(void *address, std::uint64_t bytes) const {
         detail::failure f;
         const kvt_status_t status = kvt_device_register_host(raw_, address, bytes, f.out());
         return detail::check(status, f);
     }
-    /// Before the memory goes.
+    /// Unregisters host memory. Call it before the memory is unmapped.
     ret<void> unregister_host(void *address) const {
         detail::failure f;
         const kvt_status_t status = kvt_device_unregister_host(raw_, address, f.out());
         return detail::check(status, f);
     }
-    /// Puts copies on a stream, behind the event `after` if that is not 0; none: marks the
-    /// place. Sums that are wanted are written.
+    /// Submits copies to a stream, after the event `after` (0 = none). Without copies it only
+    /// records an event. A synchronous device writes requested checksums to the copies.
     ret<device_event> copy(span<kvt_copy_t> copies, std::uint32_t stream = 0,
                            std::uint64_t after = 0) const {
         detail::failure f;
@@ -563,7 +582,7 @@ public:
                            std::uint64_t after = 0) const {
         return copy(span<kvt_copy_t>(&one, 1), stream, after);
     }
-    /// Puts kernels on a stream.
+    /// Submits kernels to a stream, after the event `after` (0 = none).
     ret<device_event> launch(span<const kvt_kernel_t> kernels, std::uint32_t stream = 0,
                              std::uint64_t after = 0) const {
         detail::failure f;
@@ -573,41 +592,45 @@ public:
                               sizeof(kvt_kernel_t), &event, f.out());
         return detail::give(status, f, device_event(raw_, event));
     }
-    /// Events that have ended, well or not, each told once. They stay their owners'.
-    ret<std::vector<std::uint64_t>> poll(std::size_t most = 256) const {
-        std::vector<std::uint64_t> events(most);
+    /// Returns events that have completed or failed, each once, at most `max_events`. Their owners
+    /// keep them.
+    ret<std::vector<std::uint64_t>> poll(std::size_t max_events = 256) const {
+        std::vector<std::uint64_t> events(max_events);
         std::uint64_t count = 0;
-        const kvt_status_t status = kvt_device_poll(raw_, events.data(), most, &count);
+        const kvt_status_t status = kvt_device_poll(raw_, events.data(), max_events, &count);
         events.resize(static_cast<std::size_t>(count));
         return detail::give(status, std::move(events));
     }
-    /// An event that comes with one of the engine's own: for CUDA a CUevent that was recorded.
+    /// Imports an event of the engine (CUDA: a recorded CUevent): a device event that completes
+    /// with it.
     ret<device_event> import_event(std::uint64_t raw_event) const {
         detail::failure f;
         std::uint64_t event = 0;
         const kvt_status_t status = kvt_device_import_event(raw_, raw_event, &event, f.out());
         return detail::give(status, f, device_event(raw_, event));
     }
-    /// A stream of the engine's own (for CUDA a CUstream) goes on only when an event has come.
+    /// Makes a stream of the engine (CUDA: a CUstream) wait for a device event.
     ret<void> stream_wait(std::uint64_t raw_stream, std::uint64_t event) const {
         detail::failure f;
         const kvt_status_t status = kvt_device_stream_wait(raw_, raw_stream, event, f.out());
         return detail::check(status, f);
     }
-    /// A stream of the engine's own goes on only when an op was released, well or not.
+    /// Makes a stream of the engine wait until an op is released, whether it succeeded or not.
     ret<void> stream_wait(std::uint64_t raw_stream, const op &until) const {
         detail::failure f;
-        const kvt_status_t status = kvt_device_stream_wait_op(raw_, raw_stream, until.get(), f.out());
+        const kvt_status_t status =
+            kvt_device_stream_wait_op(raw_, raw_stream, until.get(), f.out());
         return detail::check(status, f);
     }
-    /// An event that comes when its `signal_event` says so: what is behind it waits until then.
+    /// Creates an event that completes when device_event::signal is called. Work may wait for it
+    /// before that.
     ret<device_event> create_event() const {
         detail::failure f;
         std::uint64_t event = 0;
         const kvt_status_t status = kvt_device_create_event(raw_, &event, f.out());
         return detail::give(status, f, device_event(raw_, event, true));
     }
-    /// Puts it to the test; nothing else should use it meanwhile.
+    /// Runs the conformance suite. Nothing else should use the device meanwhile.
     ret<conformance_report> conformance(const conformance_opts &opts = {}) const {
         detail::failure f;
         kvt_conformance_opts_t c = KVT_CONFORMANCE_OPTS_INIT;
@@ -615,15 +638,15 @@ public:
         c.seed = opts.seed;
         c.patience_ns = opts.patience_ns;
         c.rounds = opts.rounds;
-        detail::verdicts heard;
+        detail::check_collector results;
         kvt_conformance_report_t count = KVT_CONFORMANCE_REPORT_INIT;
-        const kvt_status_t status = kvt_device_conformance(raw_, &c, &detail::verdicts::hear,
-                                                           &heard, &count, f.out());
+        const kvt_status_t status = kvt_device_conformance(raw_, &c, &detail::check_collector::add,
+                                                           &results, &count, f.out());
         conformance_report report;
         report.passed = count.passed;
         report.skipped = count.skipped;
         report.failed = count.failed;
-        report.checks = std::move(heard.checks);
+        report.checks = std::move(results.checks);
         return detail::give(status, f, std::move(report));
     }
 };

@@ -1,5 +1,4 @@
-// kvt::trace: requests over time, and how a policy does on them. Part of kvtier.hpp,
-// which includes it.
+// kvt::trace: traces of requests, and their replay on a policy. kvtier.hpp includes this file.
 
 #ifndef KVTIER_LAB_HPP
 #define KVTIER_LAB_HPP
@@ -11,29 +10,38 @@
 namespace kvt {
 inline namespace KVTIER_FACE_ {
 
-/// What to read or make. Zeros are defaults.
+/// Options of trace::open and trace::generate. 0 is the default of every field.
 struct trace_opts {
-    /// To read: the format, empty = by the content. To make: the workload.
+    /// trace::open: the format, empty = detect it from the content. trace::generate: the workload.
     std::string_view kind;
+    /// KVT_TRACE_*.
     std::uint64_t flags = 0;
     std::uint64_t block_tokens = 0;
     std::uint64_t seed = 0;
+    /// trace::open: mean time between session starts that the file lacks.
     std::chrono::nanoseconds gap{0};
+    /// Later requests are dropped; 0 = one day.
     std::chrono::nanoseconds duration{0};
+    /// trace::generate: sessions started per second.
     double rate = 0;
 };
 
-/// Hears how many requests are done and how many there are; false stops the replay.
+/// Receives the number of replayed requests and their total; false cancels the replay.
 using progress_fn = std::function<bool(std::uint64_t, std::uint64_t)>;
 
-/// How to replay.
+/// Options of a replay.
 struct replay_opts {
+    /// KVT_REPLAY_*.
     std::uint64_t flags = 0;
+    /// Requests replayed before counting starts.
     std::uint64_t warm_up = 0;
+    /// Objects are cells of this many layers; 0 = whole blocks.
     std::uint32_t layers = 0;
+    /// KVT_HINTS_*.
     std::uint32_t hints = KVT_HINTS_STOP;
+    /// Attention cost of a token per token of context; 0 = the default.
     double alpha = 0;
-    /// A copy is called on the calling thread. One that throws stops the replay.
+    /// A copy is called on the calling thread. An exception cancels the replay.
     progress_fn progress;
 };
 
@@ -45,7 +53,7 @@ inline kvt_trace_opts_t lower(const trace_opts &opts, std::string_view path) noe
     detail::text(opts.kind, c.kind, c.kind_bytes);
     c.block_tokens = opts.block_tokens;
     c.seed = opts.seed;
-    // What is below zero becomes too large, which the library refuses.
+    // A negative duration becomes a very large number, which the library rejects.
     c.gap_ns = static_cast<std::uint64_t>(opts.gap.count());
     c.duration_ns = static_cast<std::uint64_t>(opts.duration.count());
     c.rate = opts.rate;
@@ -61,7 +69,7 @@ struct progress_box {
 };
 }  // namespace detail
 
-/// Requests to a KV cache over time. Never changes; any thread may use it.
+/// A trace: requests to a KV cache over time. Immutable; any thread may use it.
 class trace : public detail::owner<trace, kvt_trace_t> {
     friend class detail::owner<trace, kvt_trace_t>;
     static void drop(kvt_trace_t *raw) noexcept {
@@ -70,7 +78,7 @@ class trace : public detail::owner<trace, kvt_trace_t> {
     }
 
 public:
-    /// Reads a file, plain or zstd.
+    /// Reads a trace file, plain or zstd.
     static ret<trace> open(std::string_view path, const trace_opts &opts = {}) {
         detail::failure f;
         const kvt_trace_opts_t c = detail::lower(opts, path);
@@ -78,7 +86,7 @@ public:
         const kvt_status_t status = kvt_trace_open(&c, &raw, f.out());
         return detail::give(status, f, trace::adopt(raw));
     }
-    /// Makes a workload up, such as "chat".
+    /// Generates a workload, such as "chat".
     static ret<trace> generate(const trace_opts &opts) {
         detail::failure f;
         const kvt_trace_opts_t c = detail::lower(opts, {});
@@ -93,7 +101,7 @@ public:
         const kvt_status_t status = kvt_trace_info(raw_, &info);
         return detail::give(status, info);
     }
-    /// Replays it under a policy with room for so many blocks.
+    /// Replays the trace on a policy with a capacity in blocks.
     ret<kvt_replay_report_t> replay(std::string_view spec, std::uint64_t capacity_blocks,
                                     const replay_opts &opts = {}) const {
         detail::failure f;
@@ -105,7 +113,7 @@ public:
         c.layers = opts.layers;
         c.hints = opts.hints;
         c.alpha = opts.alpha;
-        // Of its own: the callable may free what holds the options.
+        // A copy: the callable may destroy the options.
         detail::progress_box box{opts.progress};
         if (box.call) {
             c.progress = &detail::progress_box::run;

@@ -1,5 +1,5 @@
-// kvt::sparse and kvt::job: sparse policies and kernels alone, for engines that keep KV
-// themselves. Part of kvtier.hpp, which includes it.
+// kvt::sparse and kvt::job: sparse policies and attention kernels without a store, for engines that
+// keep KV themselves. kvtier.hpp includes this file.
 
 #ifndef KVTIER_SPARSE_HPP
 #define KVTIER_SPARSE_HPP
@@ -11,87 +11,99 @@
 namespace kvt {
 inline namespace KVTIER_FACE_ {
 
-/// Which keys queries are computed with, as kvt_index_t says it. No head = all keys.
+/// The keys that queries are computed with, as in kvt_index_t. No heads = all keys.
 struct sparse_index {
+    /// How the lists of each head are read.
     std::vector<kvt_index_head_t> heads;
+    /// Start of each list in `items`, then the end of the last list.
     std::vector<std::uint32_t> starts;
+    /// Contents of all lists.
     std::vector<std::uint32_t> items;
 
-    /// Adds a list and returns its number.
+    /// Adds a list; returns its index.
     std::uint32_t add(span<const std::uint32_t> list) {
         if (starts.empty()) starts.push_back(0);
         items.insert(items.end(), list.begin(), list.end());
         starts.push_back(static_cast<std::uint32_t>(items.size()));
         return static_cast<std::uint32_t>(starts.size() - 2);
     }
-    /// An empty one again; memory stays.
+    /// Empties the index and keeps its memory.
     void clear() noexcept {
         heads.clear();
         starts.clear();
         items.clear();
     }
-    /// List `number`, which must be one.
+    /// List `number`, which must exist.
     span<const std::uint32_t> list(std::size_t number) const noexcept {
         return span<const std::uint32_t>(items.data() + starts[number],
                                          starts[number + 1] - starts[number]);
     }
 };
 
-/// What is to be computed. Rows are those of kvt::rows; what they lead to, and `select`, stay
-/// as they are until the job is closed.
+/// Input of an attention kernel. Rows are made by kvt::rows. Do not change their memory, nor
+/// `select`, until the job is closed.
 struct attention_args {
     kvt_rows_t queries = KVT_ROWS_INIT;
     kvt_rows_t keys = KVT_ROWS_INIT;
     kvt_rows_t values = KVT_ROWS_INIT;
-    /// Null = all keys.
+    /// Keys to use; null = all keys.
     const sparse_index *select = nullptr;
+    /// Positions of the first query and of the first key.
     std::uint32_t first_query = 0;
     std::uint32_t first_key = 0;
-    /// 0 = 1 / sqrt(key dim).
+    /// Factor of query-key products; 0 = 1 / sqrt(key dim).
     float scale = 0;
 };
 
-/// A sparse policy of the engine's own: traits, and the functions that they ask for. They
-/// return KVT_OK, or what the call that led to them fails with; one that throws is reported
-/// to the hook, and is KVT_E_STATE. What they are handed is borrowed for the call.
+/// A custom sparse policy: its traits, and the functions that they require. A function returns
+/// KVT_OK or the status that the engine's call fails with. An exception is reported to the defect
+/// hook and counts as KVT_E_STATE. Arguments are borrowed for the call.
 struct sparse_custom {
     kvt_sparse_traits_t traits = KVT_SPARSE_TRAITS_INIT;
-    /// Block, layer, position of the first token, keys.
+    /// Called before a block of a layer is moved away. Arguments: block, layer, position of the
+    /// first token, keys.
     std::function<kvt_status_t(std::uint32_t, std::uint32_t, std::uint32_t, const kvt_rows_t &)>
         on_prefill_offload;
-    /// Block, position of the first token, keys of all layers.
+    /// Called when decode has completed a block. Arguments: block, position of the first token,
+    /// keys of all layers.
     std::function<kvt_status_t(std::uint32_t, std::uint32_t, span<const kvt_rows_t>)>
         on_decode_offload;
-    /// Layer, query (may be null), candidates; adds those that it chooses to the empty list.
+    /// Selects blocks. Arguments: layer, query (may be null), candidates, context. Adds the chosen
+    /// candidates to the list, which is empty.
     std::function<kvt_status_t(std::uint32_t, const kvt_rows_t *, span<const std::uint32_t>,
                                const sparse_context &, std::vector<std::uint32_t> &)>
         select_blocks;
-    /// Layer, queries, keys (may be null); fills the empty index.
+    /// Selects keys. Arguments: layer, queries, keys (may be null), context. Fills the index, which
+    /// is empty.
     std::function<kvt_status_t(std::uint32_t, const kvt_rows_t &, const kvt_rows_t *,
                                const sparse_context &, sparse_index &)>
         index;
-    /// Layer, queries, keys, values; writes outputs, and log-sum-exps unless that is empty.
+    /// Computes attention. Arguments: layer, queries, keys, values, context. Writes outputs, and
+    /// log-sum-exps unless that span is empty.
     std::function<kvt_status_t(std::uint32_t, const kvt_rows_t &, const kvt_rows_t &,
                                const kvt_rows_t &, const sparse_context &, span<float>,
                                span<float>)>
         sparse_prefill_attention;
-    /// Layer, of how many queries, sums, how many tokens are kept.
+    /// Takes the attention that keys received. Arguments: layer, number of queries, sums, number of
+    /// retained tokens.
     std::function<kvt_status_t(std::uint32_t, std::uint32_t, span<const float>, std::uint32_t)>
         observe;
-    /// Layer; fills the empty lists with what stays, or leaves them where all does.
+    /// Chooses the tokens of a layer that stay. Fills the lists, which are empty; no list = all
+    /// stay.
     std::function<kvt_status_t(std::uint32_t, const sparse_context &, kept_tokens &)> evict;
+    /// Called after an eviction. Arguments: layer, retained tokens.
     std::function<kvt_status_t(std::uint32_t, const kept_tokens &)> evicted;
-    /// How many tokens are left; 0 = the sequence begins anew.
+    /// Truncates the sequence to a number of tokens; 0 = a new sequence starts.
     std::function<kvt_status_t(std::uint32_t)> truncate;
-    /// A policy for a copy, with the same functions set; null = KVT_E_UNSUPPORTED.
+    /// Creates the policy of a copy, with the same functions set; null = KVT_E_UNSUPPORTED.
     std::function<std::unique_ptr<sparse_custom>()> fork;
 };
 
 namespace detail {
-/// An index as C reads it, or fills it: its arrays are the room.
+/// An index for C, which reads its arrays or fills them up to their sizes.
 inline kvt_index_t lower(const sparse_index &of) noexcept {
     kvt_index_t c = KVT_INDEX_INIT;
-    c.heads = const_cast<kvt_index_head_t *>(of.heads.data()); // read, where `of` is const
+    c.heads = const_cast<kvt_index_head_t *>(of.heads.data()); // only read if `of` is const
     c.head_capacity = c.head_count = of.heads.size();
     c.starts = const_cast<std::uint32_t *>(of.starts.data());
     c.start_capacity = c.start_count = of.starts.size();
@@ -100,14 +112,14 @@ inline kvt_index_t lower(const sparse_index &of) noexcept {
     return c;
 }
 
-/// As many entries as C says that there are.
+/// Resizes the arrays of an index to the counts that C wrote.
 inline void resize(sparse_index &out, const kvt_index_t &to) {
     out.heads.resize(static_cast<std::size_t>(to.head_count));
     out.starts.resize(static_cast<std::size_t>(to.start_count));
     out.items.resize(static_cast<std::size_t>(to.item_count));
 }
 
-/// Lists one behind the other, as C has them.
+/// Lists of tokens in the two arrays that C uses.
 struct flat_lists {
     std::vector<std::uint32_t> starts;
     std::vector<std::uint32_t> items;
@@ -149,7 +161,7 @@ inline sparse_context lift(const kvt_sparse_context_t &from) noexcept {
     return at;
 }
 
-/// The user data of a policy of the engine's own: the functions, and their last answers.
+/// The user data of a custom policy: the functions, and their last answers.
 struct sparse_box {
     sparse_custom own;
     std::uint32_t layers;
@@ -160,7 +172,7 @@ struct sparse_box {
     sparse_index index;
     flat_lists kept;
 
-    /// Runs a function of the box.
+    /// Calls `f` with the box; exceptions become KVT_E_STATE.
     template <class F> static kvt_status_t call(void *user_data, F f) noexcept {
         sparse_box &box = *static_cast<sparse_box *>(user_data);
         auto body = [&]() -> kvt_status_t { return f(box); };
@@ -178,7 +190,7 @@ struct sparse_box {
                                           std::uint32_t first, const kvt_rows_t *keys,
                                           std::uint32_t layers) noexcept {
         return call(user_data, [&](sparse_box &box) {
-            // A newer library's entries may be longer.
+            // Entries of a newer library may be longer.
             const std::size_t size = static_cast<std::size_t>(keys->struct_size);
             const auto *at = reinterpret_cast<const unsigned char *>(keys);
             box.rows.clear();
@@ -197,7 +209,7 @@ struct sparse_box {
             const kvt_status_t status =
                 box.own.select_blocks(layer, query, among, lift(*context), box.chosen);
             *count_out = box.chosen.size();
-            // More than there is room for is refused by its number alone.
+            // Too many ids: the library rejects their number.
             for (std::size_t i = 0; i < box.chosen.size() && i < count; i++)
                 ids[i] = box.chosen[i];
             return status;
@@ -242,9 +254,9 @@ struct sparse_box {
     static kvt_status_t evict(void *user_data, std::uint32_t layer,
                               const kvt_sparse_context_t *context, kvt_token_lists_t *out) noexcept {
         return call(user_data, [&](sparse_box &box) {
-            kept_tokens stays;
-            const kvt_status_t status = box.own.evict(layer, lift(*context), stays);
-            box.kept.set(stays);
+            kept_tokens lists;
+            const kvt_status_t status = box.own.evict(layer, lift(*context), lists);
+            box.kept.set(lists);
             const kvt_token_lists_t answer = box.kept.lower();
             out->starts = answer.starts;
             out->start_count = answer.start_count;
@@ -265,13 +277,14 @@ struct sparse_box {
         return call(user_data, [&](sparse_box &box) -> kvt_status_t {
             std::unique_ptr<sparse_custom> copy = box.own.fork();
             if (!copy) return KVT_E_UNSUPPORTED;
-            // The library goes on with the same functions.
+            // The library calls the same functions for the copy.
             if (!has_all(*copy, box.own)) return KVT_E_INVALID;
             *copy_out = new sparse_box{
                 std::move(*copy), box.layers, box.query_heads, box.value_dim, {}, {}, {}, {}};
             return KVT_OK;
         });
     }
+    /// Whether `copy` has every function that `own` has.
     static bool has_all(const sparse_custom &copy, const sparse_custom &own) noexcept {
         const auto has = [](bool here, bool there) { return here || !there; };
         return has(bool(copy.on_prefill_offload), bool(own.on_prefill_offload)) &&
@@ -286,7 +299,7 @@ struct sparse_box {
                has(bool(copy.fork), bool(own.fork));
     }
 
-    /// The table of C: of what is there.
+    /// The callback table for C, with the functions that are set.
     kvt_sparse_custom_t lower_custom() noexcept {
         kvt_sparse_custom_t c = KVT_SPARSE_CUSTOM_INIT;
         c.traits = &own.traits;
@@ -308,9 +321,9 @@ struct sparse_box {
 
 } // namespace detail
 
-/// An index for KVT_DEVICE_KERNEL_PREFILL, and what the kernel is told of it: its query_count,
-/// query_heads, key_heads, tokens and first are read; count, numbers, counts, index and
-/// scratch_bytes are written. The bytes that come back are for the caller to bring to `address`.
+/// Packs an index for KVT_DEVICE_KERNEL_PREFILL and enters it in a kernel. Reads the kernel's query_count,
+/// query_heads, key_heads, tokens and first; writes its count, numbers, counts, index and
+/// scratch_bytes. Copy the returned bytes to `address`.
 inline ret<std::vector<std::uint8_t>> launch_index(const sparse_index &index, kvt_kernel_t &kernel,
                                                    std::uint64_t address) {
     const kvt_index_t c = detail::lower(index);
@@ -325,7 +338,7 @@ inline ret<std::vector<std::uint8_t>> launch_index(const sparse_index &index, kv
 }
 
 namespace detail {
-/// A problem as C has it, with the structs that it leads to.
+/// The input of a kernel for C, with the index that it points to.
 struct lowered_args {
     kvt_index_t select = KVT_INDEX_INIT;
     kvt_attention_args_t c = KVT_ATTENTION_ARGS_INIT;
@@ -346,7 +359,7 @@ struct lowered_args {
     lowered_args &operator=(const lowered_args &) = delete;
 };
 
-/// An array that may be absent: an empty span is.
+/// The data of an optional array: null for an empty span.
 inline float *or_null(span<float> of) noexcept { return of.empty() ? nullptr : of.data(); }
 }  // namespace detail
 
@@ -366,14 +379,14 @@ inline ret<offload> offload::open(const session &on, const offload_opts &opts,
     ret<offload> opened = open_with(on, opts, boxes[0] ? &tables[0] : nullptr,
                                     boxes[1] ? &tables[1] : nullptr);
     if (opened) {
-        // They are the library's now.
+        // The library owns the boxes now.
         for (auto &box : boxes) (void)box.release();
     }
     return opened;
 }
 
-/// A sparse policy for one sequence. Any thread may use it, one at a time: a call that comes
-/// while another is inside fails with KVT_E_BUSY.
+/// A sparse policy for one sequence. Any thread may use it, one at a time: a call during another
+/// one fails with KVT_E_BUSY.
 class sparse : public detail::owner<sparse, kvt_sparse_t> {
     friend class detail::owner<sparse, kvt_sparse_t>;
     static void drop(kvt_sparse_t *raw) noexcept {
@@ -382,25 +395,26 @@ class sparse : public detail::owner<sparse, kvt_sparse_t> {
     }
 
 public:
-    /// By a spec, such as "minference(budget=0.2)". The account pays for what it keeps.
+    /// Opens a policy by its spec, such as "minference(budget=0.2)". The account is charged for its
+    /// state; null = no account.
     static ret<sparse> open(const attention &shape, std::string_view spec,
-                            const account *pays = nullptr) {
+                            const kvt::account *account = nullptr) {
         kvt_sparse_opts_t c = KVT_SPARSE_OPTS_INIT;
         detail::spec(spec, c.spec, c.spec_bytes);
-        return open_with(shape, c, pays);
+        return open_with(shape, c, account);
     }
-    /// Of the engine's own.
+    /// Opens a custom policy.
     static ret<sparse> open(const attention &shape, sparse_custom own,
-                            const account *pays = nullptr) {
+                            const kvt::account *account = nullptr) {
         std::unique_ptr<detail::sparse_box> box(new detail::sparse_box{
             std::move(own), shape.layers, shape.query_heads, shape.value_dim, {}, {}, {}, {}});
         const kvt_sparse_custom_t custom = box->lower_custom();
         kvt_sparse_opts_t c = KVT_SPARSE_OPTS_INIT;
         c.custom = &custom;
-        return open_with(shape, c, pays, &box);
+        return open_with(shape, c, account, &box);
     }
     ret<void> close() { return detail::check(kvt_sparse_close(&raw_)); }
-    /// A copy for a sequence that goes on from here.
+    /// A copy with its state, for a sequence that continues from here.
     ret<sparse> fork() const {
         detail::failure f;
         kvt_sparse_t *raw = nullptr;
@@ -418,20 +432,21 @@ public:
         return detail::give(status, stats);
     }
 
-    /// Keys of tokens have been computed.
+    /// Adds the keys of new tokens of a layer.
     ret<void> append(std::uint32_t layer, std::uint32_t first, const kvt_rows_t &keys) const {
         detail::failure f;
         const kvt_status_t status = kvt_sparse_append(raw_, layer, first, &keys, f.out());
         return detail::check(status, f);
     }
-    /// A block of a layer is about to be moved away.
+    /// Registers a block of a layer as a candidate. Call it before the block is moved away.
     ret<void> seal(std::uint32_t layer, std::uint32_t block, std::uint32_t first,
                    const kvt_rows_t &keys) const {
         detail::failure f;
         const kvt_status_t status = kvt_sparse_add_block(raw_, layer, block, first, &keys, f.out());
         return detail::check(status, f);
     }
-    /// A block is complete: its keys, a view for each layer.
+    /// Registers a block that decode has completed in all layers. `keys` has an entry for each
+    /// layer.
     ret<void> seal_all(std::uint32_t block, std::uint32_t first,
                        span<const kvt_rows_t> keys) const {
         detail::failure f;
@@ -439,8 +454,8 @@ public:
                                                         keys.size(), sizeof(kvt_rows_t), f.out());
         return detail::check(status, f);
     }
-    /// What each kept key got of the attention of some queries: a row of `tokens` numbers for
-    /// each query head, or one for all.
+    /// Adds the attention that each retained key received from some queries: a row of `tokens` sums
+    /// for each query head, or one row for all.
     ret<void> observe(std::uint32_t layer, std::uint32_t queries, span<const float> sums,
                       std::uint32_t tokens) const {
         detail::failure f;
@@ -448,21 +463,23 @@ public:
                                                        sums.size(), tokens, f.out());
         return detail::check(status, f);
     }
-    /// The engine's numbers for the next question about a layer.
+    /// Passes scores of the engine for the next select() or index() of a layer.
     ret<void> score(std::uint32_t layer, span<const float> scores) const {
         detail::failure f;
         const kvt_status_t status =
             kvt_sparse_add_scores(raw_, layer, scores.data(), scores.size(), f.out());
         return detail::check(status, f);
     }
+    /// Truncates the sequence to its first `tokens` tokens.
     ret<void> truncate(std::uint32_t tokens) const {
         detail::failure f;
         const kvt_status_t status = kvt_sparse_truncate(raw_, tokens, f.out());
         return detail::check(status, f);
     }
-    /// Begins anew; reset() closes the object.
+    /// Starts a new, empty sequence; reset() closes the policy instead.
     ret<void> restart() const { return detail::check(kvt_sparse_reset(raw_)); }
-    /// What it knows of a block, to be kept beside it; nothing where it keeps nothing there.
+    /// Saves the policy's state of a block, to be stored with the block. Empty = the policy saves
+    /// nothing with blocks.
     ret<std::vector<std::uint8_t>> save(std::uint32_t layer, std::uint32_t block) const {
         detail::failure f;
         std::vector<std::uint8_t> bytes;
@@ -475,7 +492,7 @@ public:
         }
         return detail::give(status, f, std::move(bytes));
     }
-    /// What was saved of a block, which came back.
+    /// Restores the state that save() returned for a block.
     ret<void> load(std::uint32_t layer, std::uint32_t block, std::uint32_t first,
                    span<const std::uint8_t> saved) const {
         detail::failure f;
@@ -484,7 +501,8 @@ public:
         return detail::check(status, f);
     }
 
-    /// Which candidates are to be loaded for a query, ascending; without one all are.
+    /// Selects the candidates to load for a query, ascending. Without a query, policies that select
+    /// by queries choose all.
     ret<std::vector<std::uint32_t>> select(std::uint32_t layer, const kvt_rows_t *query,
                                            span<const std::uint32_t> candidates,
                                            const sparse_context &at) const {
@@ -493,8 +511,7 @@ public:
         const kvt_status_t status = select_into(ids, layer, query, candidates, at, f.out());
         return detail::give(status, f, std::move(ids));
     }
-    /// The same with a vector that is kept from call to call: it does not allocate once it is
-    /// large enough.
+    /// select() into a vector that the caller reuses: does not allocate once it is large enough.
     kvt_status_t select_into(std::vector<std::uint32_t> &ids, std::uint32_t layer,
                              const kvt_rows_t *query, span<const std::uint32_t> candidates,
                              const sparse_context &at, kvt_error_t **err = nullptr) const {
@@ -507,7 +524,8 @@ public:
         ids.resize(status == KVT_OK ? static_cast<std::size_t>(count) : 0);
         return status;
     }
-    /// Which keys queries are computed with; `keys` may be null unless the traits want them.
+    /// Selects the keys that queries are computed with. `keys` may be null without
+    /// KVT_NEEDS_ALL_KEYS.
     ret<sparse_index> index(std::uint32_t layer, const kvt_rows_t &queries,
                             const kvt_rows_t *keys, const sparse_context &at) const {
         detail::failure f;
@@ -515,40 +533,40 @@ public:
         const kvt_status_t status = index_into(out, layer, queries, keys, at, f.out());
         return detail::give(status, f, std::move(out));
     }
-    /// The same with vectors that are kept from call to call.
+    /// index() into vectors that the caller reuses.
     kvt_status_t index_into(sparse_index &out, std::uint32_t layer, const kvt_rows_t &queries,
                             const kvt_rows_t *keys, const sparse_context &at,
                             kvt_error_t **err = nullptr) const {
         const kvt_sparse_context_t c = detail::lower(at);
-        return lists(out, [&](kvt_index_t *to) {
+        return read_index(out, [&](kvt_index_t *to) {
             return kvt_sparse_index(raw_, layer, &queries, keys, &c, to, err);
         }, err);
     }
-    /// The last index, again.
+    /// Reads the last index of the policy again.
     ret<sparse_index> last_index() const {
         detail::failure f;
         sparse_index out;
-        const kvt_status_t status = lists(out, [&](kvt_index_t *to) {
+        const kvt_status_t status = read_index(out, [&](kvt_index_t *to) {
             return kvt_sparse_last_index(raw_, to, f.out());
         }, f.out());
         return detail::give(status, f, std::move(out));
     }
-    /// Which tokens stay, if some have to go; no list = all stay. Nothing has gone before
-    /// evicted() says it.
+    /// Chooses the tokens of a layer that stay, if some are to be evicted; no list = all stay.
+    /// Nothing is evicted before evicted() is called.
     ret<kept_tokens> evict(std::uint32_t layer, const sparse_context &at) const {
         const kvt_sparse_context_t c = detail::lower(at);
-        std::uint32_t some = 0;
-        return keep([&](kvt_token_lists_t *to, kvt_error_t **err) {
-            return kvt_sparse_plan_eviction(raw_, layer, &c, to, &some, err);
+        std::uint32_t evicts = 0;
+        return read_lists([&](kvt_token_lists_t *to, kvt_error_t **err) {
+            return kvt_sparse_plan_eviction(raw_, layer, &c, to, &evicts, err);
         });
     }
-    /// What evict() answered last, again.
+    /// Reads the last answer of evict() again.
     ret<kept_tokens> last_kept() const {
-        return keep([&](kvt_token_lists_t *to, kvt_error_t **err) {
+        return read_lists([&](kvt_token_lists_t *to, kvt_error_t **err) {
             return kvt_sparse_last_retained(raw_, to, err);
         });
     }
-    /// These tokens are all there is now of a layer.
+    /// Confirms an eviction: only the tokens in `kept` are left in the layer.
     ret<void> evicted(std::uint32_t layer, const kept_tokens &kept) const {
         detail::failure f;
         detail::flat_lists lists;
@@ -557,7 +575,8 @@ public:
         const kvt_status_t status = kvt_sparse_commit_eviction(raw_, layer, &c, f.out());
         return detail::check(status, f);
     }
-    /// Attention of a prompt as the policy wants it, on this thread; `lse` may be empty.
+    /// Computes the attention of a prompt on the calling thread, with the policy's index. `lse` may
+    /// be empty.
     ret<void> prefill_attention(std::uint32_t layer, const kvt_rows_t &queries,
                                 const kvt_rows_t &keys, const kvt_rows_t &values,
                                 const sparse_context &at, span<float> out,
@@ -572,24 +591,24 @@ public:
 
 private:
     static ret<sparse> open_with(const attention &shape, kvt_sparse_opts_t &c,
-                                 const account *pays,
+                                 const kvt::account *account,
                                  std::unique_ptr<detail::sparse_box> *box = nullptr) {
         detail::failure f;
         const kvt_attention_t of = detail::lower(shape);
         c.attention = &of;
-        if (pays != nullptr) {
-            // An account that is closed is no reason to go on without one.
-            if (!*pays) return detail::fail<sparse>(error(KVT_E_HANDLE));
-            c.account = pays->get();
+        if (account != nullptr) {
+            // A closed account is an error, not the absence of an account.
+            if (!*account) return detail::fail<sparse>(error(KVT_E_HANDLE));
+            c.account = account->get();
         }
         kvt_sparse_t *raw = nullptr;
         const kvt_status_t status = kvt_sparse_open(&c, &raw, f.out());
         if (status == KVT_OK && box != nullptr) (void)box->release();
         return detail::give(status, f, sparse::adopt(raw));
     }
-    /// Lists; what did not fit at first is read again.
+    /// Reads lists of tokens from a call. If they do not fit, reads them again with larger arrays.
     template <class Call>
-    ret<kept_tokens> keep(Call call) const {
+    ret<kept_tokens> read_lists(Call call) const {
         detail::failure f;
         detail::flat_lists lists;
         lists.starts.resize(65);
@@ -604,9 +623,9 @@ private:
         }
         return detail::give(status, f, status == KVT_OK ? detail::lift(to) : kept_tokens());
     }
-    /// Fills an index; what did not fit at first is asked for again.
+    /// Reads an index from a call. If it does not fit, reads it again with larger arrays.
     template <class Call>
-    kvt_status_t lists(sparse_index &out, Call call, kvt_error_t **err) const {
+    kvt_status_t read_index(sparse_index &out, Call call, kvt_error_t **err) const {
         kvt_index_t to = detail::lower(out);
         kvt_status_t status = call(&to);
         while (status == KVT_E_TOO_SMALL) {
@@ -622,9 +641,9 @@ private:
     }
 };
 
-/// Attention that is to be computed, in items that the engine's threads run: each once, those
-/// of a step once all of the step before have ended. All that it was opened with stays until
-/// it is closed; closing waits for items that run.
+/// An attention computation, cut into items that threads of the engine run. Run each item once, and
+/// those of a step after all items of the step before. The job borrows its input and output until
+/// it is closed; closing waits for running items.
 class job : public detail::owner<job, kvt_attention_job_t> {
     friend class detail::owner<job, kvt_attention_job_t>;
     static void drop(kvt_attention_job_t *raw) noexcept {
@@ -633,8 +652,8 @@ class job : public detail::owner<job, kvt_attention_job_t> {
     }
 
 public:
-    /// Attention of a prompt, or of a part of one: [queries, query heads, value dim], and
-    /// [queries, query heads] log-sum-exps unless that is empty.
+    /// Computes the attention of a prompt or of a part of one. `out` is [queries, query heads,
+    /// value dim], `lse` is [queries, query heads] log-sum-exps or empty.
     static ret<job> prefill(const attention_args &problem, span<float> out,
                             span<float> lse = {}) {
         detail::failure f;
@@ -644,7 +663,7 @@ public:
             &p.c, out.data(), out.size(), detail::or_null(lse), lse.size(), &raw, f.out());
         return detail::give(status, f, job::adopt(raw));
     }
-    /// How many numbers of memory a decode needs.
+    /// Number of floats of memory that a decode needs.
     static ret<std::size_t> decode_memory(const attention_args &problem,
                                           bool keeps_scores = false) {
         detail::failure f;
@@ -653,8 +672,8 @@ public:
         const kvt_status_t status = kvt_decode_memory(&p.c, flags(keeps_scores), &count, f.out());
         return detail::give(status, f, static_cast<std::size_t>(count));
     }
-    /// Attention of the next token, or of a few, in two steps. With scores add_sums() says
-    /// what each key got.
+    /// Computes the attention of the next token or of a few, in two steps. add_sums() needs
+    /// keeps_scores.
     static ret<job> decode(const attention_args &problem, span<float> out, span<float> lse,
                            span<float> memory, bool keeps_scores = false) {
         detail::failure f;
@@ -665,8 +684,9 @@ public:
                             lse.size(), memory.data(), memory.size(), &raw, f.out());
         return detail::give(status, f, job::adopt(raw));
     }
-    /// What each key got of the attention of a prompt's queries from `first` on, by the
-    /// log-sum-exps that came out: [query heads, keys], or [keys].
+    /// Sums, for each key, the attention that it received from a prompt's queries from `first` on.
+    /// `lse` are the log-sum-exps of prefill(). `sums` is [query heads, keys], or [keys] without
+    /// by_head.
     static ret<job> sums(const attention_args &problem, span<const float> lse,
                          span<float> sums, bool by_head = true, std::uint32_t first = 0) {
         detail::failure f;
@@ -684,7 +704,7 @@ public:
         const kvt_status_t status = kvt_attention_job_info(raw_, &info);
         return detail::give(status, info);
     }
-    /// Runs items of a step on this thread; scratch is this thread's.
+    /// Runs items of a step on the calling thread. No other thread may use `scratch` meanwhile.
     ret<void> run(std::uint32_t step, std::uint32_t first, std::uint32_t items,
                   span<float> scratch) const {
         detail::failure f;
@@ -692,18 +712,19 @@ public:
             kvt_attention_job_run(raw_, step, first, items, scratch.data(), scratch.size(), f.out());
         return detail::check(status, f);
     }
-    /// Runs all of it on this thread.
+    /// Runs all items on the calling thread.
     ret<void> run() const {
         detail::failure f;
-        kvt_attention_job_info_t cut = KVT_ATTENTION_JOB_INFO_INIT;
-        kvt_status_t status = kvt_attention_job_info(raw_, &cut);
-        std::vector<float> scratch(static_cast<std::size_t>(cut.scratch_count));
-        for (std::uint32_t step = 0; status == KVT_OK && step < cut.steps; step++)
+        kvt_attention_job_info_t info = KVT_ATTENTION_JOB_INFO_INIT;
+        kvt_status_t status = kvt_attention_job_info(raw_, &info);
+        std::vector<float> scratch(static_cast<std::size_t>(info.scratch_count));
+        for (std::uint32_t step = 0; status == KVT_OK && step < info.steps; step++)
             status = kvt_attention_job_run(raw_, step, 0, UINT32_MAX, scratch.data(), scratch.size(),
                                  f.out());
         return detail::check(status, f);
     }
-    /// Adds what each key got of the attention of a decode that has ended and kept scores.
+    /// Adds, for each key, the attention that it received in a decode with keeps_scores. All items
+    /// of the decode must have ended.
     ret<void> add_sums(span<float> sums, bool by_head = true) const {
         detail::failure f;
         const kvt_status_t status = kvt_decode_sums(raw_, by_head ? KVT_SUMS_BY_HEAD : 0,
@@ -717,7 +738,7 @@ private:
     }
 };
 
-/// Adds keys to the boxes of pages, [pages, key heads, 2 * key dim].
+/// Adds keys to the bounding boxes of pages, [pages, key heads, 2 * key dim].
 inline ret<void> extend_pages(span<float> boxes, std::uint32_t page_tokens, std::uint32_t first,
                               const kvt_rows_t &keys) {
     detail::failure f;
@@ -726,8 +747,8 @@ inline ret<void> extend_pages(span<float> boxes, std::uint32_t page_tokens, std:
     return detail::check(status, f);
 }
 
-/// The largest product that each query can have with a key of each page: [queries, query heads,
-/// count]. Scratch of queries * query heads * (2 * key dim + 96) + 4096 numbers is enough.
+/// Computes the largest product that each query can have with a key of each page: [queries, query
+/// heads, count]. Scratch: queries * query heads * (2 * key dim + 96) + 4096 floats suffice.
 inline ret<void> score_pages(const kvt_rows_t &boxes, const kvt_rows_t &queries,
                              std::uint32_t first, std::uint32_t count, span<float> scores,
                              span<float> scratch) {
@@ -738,7 +759,7 @@ inline ret<void> score_pages(const kvt_rows_t &boxes, const kvt_rows_t &queries,
     return detail::check(status, f);
 }
 
-/// Puts attention to other keys together with what is there, by their log-sum-exps.
+/// Merges the attention of the same queries to other keys into `out`, by the log-sum-exps of both.
 inline ret<void> merge_attention(span<float> out, span<float> lse, span<const float> other,
                                  span<const float> other_lse) {
     detail::failure f;
@@ -752,16 +773,16 @@ inline ret<void> merge_attention(span<float> out, span<float> lse, span<const fl
     return detail::check(status, f);
 }
 
-/// Tokens in a buffer: some blocks, ascending, and the last tokens behind them.
+/// Tokens in a buffer: full blocks, ascending, then the tail of the sequence.
 struct block_placement {
     span<const std::uint32_t> blocks;
     std::uint32_t block_tokens = 0;
-    /// The position of the first of the last tokens.
+    /// Position of the first token of the tail.
     std::uint32_t tail_first = 0;
     std::uint32_t tail_tokens = 0;
 };
 
-/// An index of rows, and the row of the first query.
+/// An index of rows of a buffer, and the row of the first query.
 struct placed_index {
     sparse_index index;
     std::uint32_t first_query = 0;
@@ -779,8 +800,8 @@ inline kvt_block_placement_t lower(const block_placement &of) noexcept {
 }
 }  // namespace detail
 
-/// Says of the rows of a buffer what an index (null = all keys) says of positions, for `count`
-/// queries from position `first` on.
+/// Translates an index of positions (null = all keys) into an index of the rows of a buffer, for
+/// `count` queries from position `first` on.
 inline ret<placed_index> place_index(const attention &shape, const block_placement &placed,
                                      const sparse_index *index, std::uint32_t first,
                                      std::uint32_t count) {
@@ -803,9 +824,9 @@ inline ret<placed_index> place_index(const attention &shape, const block_placeme
     return detail::give(status, f, std::move(out));
 }
 
-/// Adds sums over the rows of a buffer to those of the tokens that are there, as observe()
-/// wants them. `kept` are lists of evicted(), tokens from `from` on came after it; with
-/// `select` sums are those of add_sums() of a decode.
+/// Adds sums over the rows of a buffer to sums over the resident tokens, as sparse::observe takes
+/// them. `kept` are the lists of the last sparse::evicted; tokens from `from` on came after it.
+/// With `select`, `sums` are those of job::add_sums of a decode.
 inline ret<void> place_sums(const attention &shape, std::uint32_t tokens,
                             const block_placement &placed, span<const float> sums, span<float> out,
                             const placed_index *select = nullptr, std::uint32_t queries = 0,
@@ -815,25 +836,26 @@ inline ret<void> place_sums(const attention &shape, std::uint32_t tokens,
     const kvt_block_placement_t in = detail::lower(placed);
     detail::flat_lists lists;
     lists.set(kept);
-    const kvt_token_lists_t stayed = lists.lower();
-    kvt_resident_tokens_t there = KVT_RESIDENT_TOKENS_INIT;
-    there.attention = &of;
-    there.kept = kept.empty() ? nullptr : &stayed;
-    there.since = from;
-    there.tokens = tokens;
-    const kvt_index_t by = select == nullptr ? kvt_index_t{} : detail::lower(select->index);
-    const kvt_status_t status = kvt_column_sums_place(
-        &there, &in, select == nullptr ? nullptr : &by, select == nullptr ? 0 : select->first_query,
-        queries, sums.data(), sums.size(), out.data(), out.size(), f.out());
+    const kvt_token_lists_t retained = lists.lower();
+    kvt_resident_tokens_t resident = KVT_RESIDENT_TOKENS_INIT;
+    resident.attention = &of;
+    resident.kept = kept.empty() ? nullptr : &retained;
+    resident.since = from;
+    resident.tokens = tokens;
+    const kvt_index_t rows = select == nullptr ? kvt_index_t{} : detail::lower(select->index);
+    const kvt_status_t status =
+        kvt_column_sums_place(&resident, &in, select == nullptr ? nullptr : &rows,
+                       select == nullptr ? 0 : select->first_query, queries, sums.data(),
+                       sums.size(), out.data(), out.size(), f.out());
     return detail::check(status, f);
 }
 
-/// Numbers of memory that a job, and each of its threads, needs at most.
+/// Floats of memory that a job needs at most, and floats of scratch of each of its threads.
 struct kernel_workspace {
     std::size_t memory = 0, scratch = 0;
 };
 
-/// What no problem within some limits needs more of: memory to be lent once.
+/// Computes how much memory suffices for every problem within some limits, to be allocated once.
 inline ret<kernel_workspace> workspace(std::uint32_t kernel,
                                        const kvt_kernel_limits_t &limits) {
     detail::failure f;
@@ -846,14 +868,14 @@ inline ret<kernel_workspace> workspace(std::uint32_t kernel,
     return detail::give(status, f, all);
 }
 
-/// Fails unless all numbers are finite.
+/// Fails unless all elements and scales of the rows are finite.
 inline ret<void> check_rows(const kvt_rows_t &rows) {
     detail::failure f;
     const kvt_status_t status = kvt_rows_check(&rows, f.out());
     return detail::check(status, f);
 }
 
-/// The sparse policies that can be opened.
+/// The sparse policies that can be opened by name.
 inline ret<std::vector<policy_info>> sparse_policies() {
     std::uint64_t count = 0;
     kvt_status_t status = kvt_sparse_count(&count);
@@ -861,11 +883,7 @@ inline ret<std::vector<policy_info>> sparse_policies() {
     for (std::uint64_t i = 0; status == KVT_OK && i < count; ++i) {
         kvt_sparse_info_t c = KVT_SPARSE_INFO_INIT;
         status = kvt_sparse_info(i, &c);
-        if (status != KVT_OK) break;
-        policy_info one;
-        one.name = std::string_view(c.name, static_cast<std::size_t>(c.name_bytes));
-        one.about = std::string_view(c.about, static_cast<std::size_t>(c.about_bytes));
-        all.push_back(one);
+        if (status == KVT_OK) all.push_back(detail::lift_info(c));
     }
     return detail::give(status, std::move(all));
 }

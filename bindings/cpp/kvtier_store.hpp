@@ -1,5 +1,4 @@
-// kvt::store, kvt::name_space, kvt::session: KV in tiers. Part of kvtier.hpp, which
-// includes it.
+// kvt::store, kvt::name_space, kvt::session: KV in tiers. kvtier.hpp includes this file.
 
 #ifndef KVTIER_STORE_HPP
 #define KVTIER_STORE_HPP
@@ -11,58 +10,75 @@
 namespace kvt {
 inline namespace KVTIER_FACE_ {
 
-/// Which part of the KV this rank holds.
+/// The part of the KV that this rank holds: `index` of `count`.
 struct shard {
     std::uint32_t index = 0;
     std::uint32_t count = 1;
 };
 
-/// A field of the engine's own, with a tag of 0x80000000 at least.
+/// A field of an identity that the engine defines. Its tag is at least 0x80000000.
 struct identity_extra {
     std::uint32_t tag = 0;
     std::string_view value;
 };
 
-/// Everything that makes KV other KV. What is not given differs from what is empty.
+/// Everything that KV depends on beside its tokens: sessions share KV if all fields are equal. An
+/// absent field differs from an empty one.
 struct identity {
     std::optional<std::string_view> model;
+    /// Fingerprint of the weights.
     std::optional<std::string_view> weights;
+    /// Adapters that change the KV.
     std::optional<std::string_view> lora;
+    /// Digest of media that all sequences have.
     std::optional<std::string_view> media;
+    /// Separates the KV of tenants.
     std::optional<std::string_view> salt;
+    /// How KV is computed and encoded if that is not exact.
     std::optional<std::string_view> recipe;
     std::optional<kvt::shard> shard;
     std::vector<identity_extra> extra;
-    /// Whose names objects have at a remote; 0 = everybody's. No part of the identity.
+    /// Tenant in the names of objects at a remote, for access rules; 0 = no tenant. Not part of the
+    /// identity.
     std::uint64_t remote_tenant = 0;
 };
 
-/// Layers that keep the same, and need the same.
+/// Layers with equal sizes, dtype and reuse rule.
 struct layer_group {
     std::vector<std::uint16_t> layers;
+    /// KVT_RULE_*.
     std::uint32_t rule = KVT_RULE_FULL;
+    /// KVT_DTYPE_*.
     std::uint32_t dtype = KVT_DTYPE_BYTES;
     std::uint32_t kv_heads = 0;
+    /// With KVT_RULE_WINDOW.
     std::uint32_t window_tokens = 0;
+    /// Bytes of K and of V per token and layer.
     std::uint64_t k_bytes = 0;
     std::uint64_t v_bytes = 0;
+    /// With KVT_RULE_STATE: bytes of a layer's state.
     std::uint64_t state_bytes = 0;
 };
 
+/// Chunk length and contents of a model's cells.
 struct layout {
+    /// Tokens of a chunk, the unit of sharing.
     std::uint32_t chunk_tokens = 0;
     std::vector<layer_group> groups;
 };
 
 struct session_opts {
     std::string_view name;
+    /// Tenant number, for fairness and statistics.
     std::uint32_t tenant = 0;
+    /// Priority class; 0 is evicted first.
     std::optional<std::uint8_t> priority;
+    /// Expected maximum length in tokens, for policies; 0 = unknown.
     std::uint32_t max_tokens = 0;
 };
 
-/// The engine's word that its memory may be touched; moves wait for it. Closed without
-/// the word, those moves end with KVT_E_CANCELLED. Any thread may use it.
+/// A ready event: the engine signals it when the memory of a transfer may be touched. If it is
+/// closed pending, transfers that wait for it end with KVT_E_CANCELLED. Any thread may use it.
 class event : public detail::owner<event, kvt_ready_event_t> {
     friend class detail::owner<event, kvt_ready_event_t>;
     static void drop(kvt_ready_event_t *raw) noexcept {
@@ -78,7 +94,7 @@ public:
         return detail::give(status, f, event::adopt(raw));
     }
     ret<void> close() { return detail::check(kvt_ready_event_close(&raw_)); }
-    /// Never waits; also in callbacks.
+    /// Signals the event. Never blocks; allowed in callbacks.
     ret<void> signal() const { return detail::check(kvt_ready_event_signal(raw_)); }
     ret<bool> is_signalled() const {
         std::uint32_t state = KVT_READY_EVENT_PENDING;
@@ -87,100 +103,109 @@ public:
     }
 };
 
-/// Tokens by layers of a session, and where the engine has them: as many views as layers.
+/// A range of tokens by a range of layers of a session, and the engine's tensors for them: one view
+/// per layer.
 struct transfer {
+    /// A multiple of chunk_tokens.
     std::uint64_t first_token = 0;
-    /// 0 = to the end.
+    /// 0 = to the end of the session.
     std::uint64_t tokens = 0;
     std::uint32_t first_layer = 0;
-    /// 0 = as many as `k` has; without views all from the first on.
+    /// 0 = as many as `k` has; without views, all from first_layer on.
     std::uint32_t layers = 0;
     span<const kvt_view_t> k{};
-    /// Empty where no layer has V.
+    /// Empty if no layer has V.
     span<const kvt_view_t> v{};
-    /// Of a put.
+    /// Puts only: KVT_LEVEL_* at which the put completes.
     std::uint32_t level = KVT_LEVEL_RAM;
-    /// Of a get or a prefetch: only what going on after its last token needs.
+    /// Gets and prefetches: only the cells that are needed to continue after the last token.
     bool reuse = false;
-    /// Nothing begins before it was signalled.
+    /// The transfer begins when this event is signalled; null = at once.
     const event *ready = nullptr;
-    /// An event of the store's device that copies are behind; 0 = none.
+    /// Event of the store's device that copies run after; 0 = none.
     std::uint64_t after = 0;
-    /// Of a get or a prefetch: the chunks that are wanted, 0 = the one of `first_token`,
-    /// ascending; views have their tokens one after the other. Nothing = all, but an empty
-    /// list is an error. The numbers must stay until the call returns, as must the views.
+    /// Gets and prefetches: only these chunks, ascending; 0 = the chunk of `first_token`. Views
+    /// have the tokens of these chunks without gaps. Absent = all chunks; an empty list is an
+    /// error. Keep the numbers and the views unchanged until the call returns.
     std::optional<span<const std::uint32_t>> chunks{};
 };
 
-/// What an engine calls its blocks: all names, one after the other, of `each_bytes` each, or up
-/// to `ends`.
+/// Names of blocks, one after the other: `each_bytes` bytes each, or up to `ends`.
 struct names {
     span<const std::uint8_t> bytes{};
     std::uint64_t each_bytes = 0;
-    /// Instead of each_bytes: where each name ends.
+    /// Instead of each_bytes: the end of each name as an offset in `bytes`.
     span<const std::uint64_t> ends{};
 
-    /// How many.
+    /// Number of names.
     std::uint64_t count() const noexcept {
         if (!ends.empty()) return ends.size();
         return each_bytes == 0 ? 0 : bytes.size() / each_bytes;
     }
 };
 
-/// Blocks that an engine names itself, and where it has them: as many views as layers.
+/// Blocks that the engine names, and its tensors for them: one view per layer.
 struct blocks {
+    /// Names of the blocks.
     names called{};
     std::uint32_t first_layer = 0;
-    /// 0 = as many as `k` has; without views all from the first on.
+    /// 0 = as many as `k` has; without views, all from first_layer on.
     std::uint32_t layers = 0;
     span<const kvt_view_t> k{};
-    /// Empty where no layer has V.
+    /// Empty if no layer has V.
     span<const kvt_view_t> v{};
-    /// Of a put.
+    /// Puts only: KVT_LEVEL_* at which the put completes.
     std::uint32_t level = KVT_LEVEL_RAM;
-    /// Nothing begins before it was signalled.
+    /// The transfer begins when this event is signalled; null = at once.
     const event *ready = nullptr;
-    /// An event of the store's device that copies are behind; 0 = none.
+    /// Event of the store's device that copies run after; 0 = none.
     std::uint64_t after = 0;
 };
 
-/// How the engine will run what is planned.
+/// How the engine will run, as input of a plan.
 struct plan_terms {
-    /// It computes while loads go on.
+    /// The engine computes while loads are in flight.
     bool overlap = true;
-    /// What is on its way into the store is counted on.
+    /// Use KV that is still on its way into the store.
     bool wait = true;
+    /// Priority of the loads.
     kvt::priority priority = kvt::priority::demand;
-    /// What computing costs, ns; else what was observed in the namespace, or fixed.
+    /// Cost of prefill: nanoseconds per token and token of context, and nanoseconds per token.
     struct cost {
         double alpha_ns = 0;
         double beta_ns = 0;
     };
+    /// Absent = the cost that the namespace observed or that was fixed.
     std::optional<cost> costs;
 };
 
+/// The steps of a plan, and their totals.
 struct session_plan {
     std::vector<kvt_plan_step_t> steps;
     kvt_plan_t sum = KVT_PLAN_INIT;
 };
 
-/// How to open a store; what is set counts instead of what the spec says.
+/// Options of a store. A field that is set overrides the spec's parameter.
 struct store_opts {
     std::string_view spec = "store";
+    /// Limit of cells in host memory; 0 = as in the spec.
     std::uint64_t host_bytes = 0;
+    /// Limit of all files; 0 = as in the spec.
     std::uint64_t disk_bytes = 0;
+    /// Directory of the disk tier; empty = as in the spec.
     std::string_view disk_path;
+    /// Eviction policies of HOST and of DISK; empty = as in the spec.
     std::string_view policy;
     std::string_view disk_policy;
-    /// KVT_WRITE_*.
+    /// KVT_WRITE_*; 0 = as in the spec.
     std::uint32_t write = 0;
-    /// Who copies between the engine's memory and the store's; null = the processor.
+    /// Device that copies between the engine's memory and the store's; null = the processor.
     const kvt::device *device = nullptr;
-    /// What only the remote's server is to see: copied.
+    /// Credentials for the remote's server; copied.
     span<const kvt_secret_t> secrets{};
 };
 
-/// A secret of a store's options; both texts must stay until the store is open.
+/// A credential of store_opts. Keep both texts valid until the store is open.
 inline kvt_secret_t secret(std::string_view name, std::string_view bytes) noexcept {
     kvt_secret_t c;
     detail::text(name, c.name, c.name_bytes);
@@ -189,18 +214,20 @@ inline kvt_secret_t secret(std::string_view name, std::string_view bytes) noexce
     return c;
 }
 
+/// The result of a lookup: ranges that cover all tokens, and their totals.
 struct lookup_result {
     std::vector<kvt_range_t> ranges;
     kvt_lookup_t sum = KVT_LOOKUP_INIT;
 };
 
-/// What changed in a store, up to the next call's cursor.
+/// Events of a store from a cursor on.
 struct store_events {
     std::vector<kvt_store_event_t> events;
+    /// Events that were lost before these.
     std::uint64_t missed = 0;
 };
 
-/// Tokens one after the other, heads without gaps. Set what differs.
+/// A view of tokens without gaps. Change the fields that differ.
 inline kvt_view_t view(void *address, std::uint64_t run_bytes, std::uint32_t heads = 1,
                        std::uint32_t tokens = 0) noexcept {
     kvt_view_t v{};
@@ -210,7 +237,7 @@ inline kvt_view_t view(void *address, std::uint64_t run_bytes, std::uint32_t hea
     v.tokens = tokens;
     return v;
 }
-/// Tokens in pages.
+/// A view of tokens in pages.
 inline kvt_view_t view(span<void *const> pages, std::uint32_t page_tokens, std::uint64_t run_bytes,
                        std::uint32_t heads = 1) noexcept {
     kvt_view_t v = view(nullptr, run_bytes, heads);
@@ -231,7 +258,7 @@ inline kvt_session_opts_t lower(const session_opts &o) noexcept {
     return c;
 }
 
-/// A field that is empty has a pointer, one that is absent has none.
+/// Passes an optional field. An absent one becomes null, an empty one a pointer with length 0.
 inline void field(const std::optional<std::string_view> &from, const void *&data,
                   std::uint64_t &bytes) noexcept {
     if (!from) return;
@@ -253,14 +280,14 @@ inline kvt_transfer_t lower(const transfer &r, std::uint64_t flags) noexcept {
     c.ready = r.ready != nullptr ? r.ready->get() : nullptr;
     c.after = r.after;
     if (r.chunks) {
-        static constexpr std::uint32_t none = 0; // null would be all
+        static constexpr std::uint32_t none = 0; // null means all chunks
         c.chunks = r.chunks->empty() ? &none : r.chunks->data();
         c.chunk_count = r.chunks->size();
     }
     return c;
 }
 
-/// Tokens with the media that start in them.
+/// A sequence of tokens with the media that start in them.
 inline kvt_sequence_t lower(span<const std::uint32_t> tokens,
                             span<const kvt_media_t> media) noexcept {
     kvt_sequence_t c = KVT_SEQUENCE_INIT;
@@ -272,7 +299,7 @@ inline kvt_sequence_t lower(span<const std::uint32_t> tokens,
     return c;
 }
 
-/// Fills rows of which the library says how many there are.
+/// Reads rows from a call that reports their number. Grows the vector until they fit.
 template <class Row, class Call> kvt_status_t all_rows(std::vector<Row> &rows, Call call) {
     std::uint64_t count = 0;
     rows.resize(16);
@@ -285,7 +312,7 @@ template <class Row, class Call> kvt_status_t all_rows(std::vector<Row> &rows, C
     }
 }
 
-/// Names fill their bytes, and end in them.
+/// Whether names fill their bytes exactly, or end within them.
 inline bool fits(const names &n) noexcept {
     if (n.ends.empty()) return n.bytes.size() == n.count() * n.each_bytes;
     return n.each_bytes == 0 && n.ends[n.ends.size() - 1] <= n.bytes.size();
@@ -300,25 +327,17 @@ inline kvt_block_names_t lower(const names &n) noexcept {
     return c;
 }
 
-/// The library reads as many views as there are layers.
-template <class What> bool fits(const What &r, bool with_views) noexcept {
+/// Whether a transfer has one view per layer, which the library relies on.
+template <class Transfer> bool fits(const Transfer &r, bool with_views) noexcept {
     const std::size_t layers = r.layers != 0 ? r.layers : r.k.size();
     const bool k = with_views ? r.k.size() == layers && layers != 0 : r.k.empty();
     return k && (r.v.empty() || r.v.size() == layers);
 }
 
-inline kvt_policy_hint_t lower(const policy_hint &told) noexcept {
-    kvt_policy_hint_t c = KVT_POLICY_HINT_INIT;
-    c.flags = KVT_HINT_ZERO_CONFIDENCE | (told.done ? KVT_HINT_DONE : 0);
-    c.next_use_ns = told.next_use_ns;
-    c.confidence = told.confidence;
-    c.stop = told.stop;
-    return c;
-}
 }  // namespace detail
 
-/// Blocks that a session holds (session::hold_blocks): they do not leave before this ends, or
-/// the session is closed. It may outlive the session.
+/// Blocks that a session holds (session::hold_blocks). They stay in at least one tier until this
+/// object is destroyed or the session is closed. It may outlive the session.
 class held_blocks {
 public:
     held_blocks() noexcept = default;
@@ -339,12 +358,12 @@ public:
     held_blocks &operator=(const held_blocks &) = delete;
     ~held_blocks() { reset(); }
 
-    /// A byte for each name that was given, as find_blocks has it; 0 = not held.
+    /// A byte for each name of the call, as name_space::find_blocks; 0 = not held.
     const std::vector<std::uint8_t> &found() const noexcept { return found_; }
-    /// Lets go of what is held. Doing so twice is fine.
+    /// Releases the blocks. A second call does nothing.
     ret<void> release() {
         detail::failure f;
-        const kvt_status_t status = let_go(f.out());
+        const kvt_status_t status = release_once(f.out());
         return detail::check(status, f);
     }
 
@@ -352,17 +371,18 @@ private:
     friend class session;
     kvt_session_t *session_ = nullptr;
     std::vector<std::uint8_t> found_;
-    /// The names of those that are held, and where each ends.
+    /// Names of the held blocks, and the end of each.
     std::vector<std::uint8_t> bytes_;
     std::vector<std::uint64_t> ends_;
 
-    /// Takes the memory that it needs before anything is held.
+    /// Allocates all memory before anything is held.
     explicit held_blocks(const names &called) {
         found_.resize(called.count());
         bytes_.reserve(called.bytes.size());
         ends_.reserve(found_.size());
     }
-    void note(kvt_session_t *session, const names &called) noexcept {
+    /// Stores the names of the blocks that the session holds now.
+    void take_over(kvt_session_t *session, const names &called) noexcept {
         std::uint64_t from = 0;
         for (std::size_t i = 0; i < found_.size(); i++) {
             const std::uint64_t to =
@@ -375,28 +395,29 @@ private:
         }
         session_ = ends_.empty() ? nullptr : session;
     }
-    kvt_status_t let_go(kvt_error_t **err) noexcept {
+    kvt_status_t release_once(kvt_error_t **err) noexcept {
         if (session_ == nullptr) return KVT_OK;
         kvt_block_names_t c = KVT_BLOCK_NAMES_INIT;
         c.bytes = bytes_.data();
         c.ends = ends_.data();
         c.count = ends_.size();
         const kvt_status_t status = kvt_session_release_blocks(session_, &c, err);
-        // A session that is closed, or whose store is, holds nothing.
-        const bool is_over = status == KVT_E_HANDLE || status == KVT_E_CLOSED;
-        if (status != KVT_OK && !is_over) return status;
+        // A closed session holds nothing, nor does a session of a closed store.
+        const bool is_closed = status == KVT_E_HANDLE || status == KVT_E_CLOSED;
+        if (status != KVT_OK && !is_closed) return status;
         session_ = nullptr;
-        if (is_over && err != nullptr) (void)kvt_error_free(err);
+        if (is_closed && err != nullptr) (void)kvt_error_free(err);
         return KVT_OK;
     }
     void reset() noexcept {
-        const kvt_status_t status = let_go(nullptr);
+        const kvt_status_t status = release_once(nullptr);
         if (!detail::ended(status)) detail::report("kvt::held_blocks", status);
         session_ = nullptr;
     }
 };
 
-/// A sequence of tokens whose KV is kept. Any thread may use it. Ops outlive it.
+/// A sequence of tokens in a namespace. While it is open, its chunks stay in at least one tier. Any
+/// thread may use it. Ops outlive it.
 class session : public detail::owner<session, kvt_session_t> {
     friend class detail::owner<session, kvt_session_t>;
     friend class name_space;
@@ -407,25 +428,27 @@ class session : public detail::owner<session, kvt_session_t> {
 
 public:
     ret<void> close() { return detail::check(kvt_session_close(&raw_)); }
+    /// Appends tokens.
     ret<void> append(span<const std::uint32_t> tokens) const {
         detail::failure f;
         const kvt_status_t status =
             kvt_session_append(raw_, tokens.data(), tokens.size(), f.out());
         return detail::check(status, f);
     }
-    /// The same with images and sounds, by the index of the first token of each.
+    /// Appends tokens with images and sounds, by the index of the first token of each.
     ret<void> append(span<const std::uint32_t> tokens, span<const kvt_media_t> media) const {
         detail::failure f;
         const kvt_sequence_t c = detail::lower(tokens, media);
         const kvt_status_t status = kvt_session_append_media(raw_, &c, f.out());
         return detail::check(status, f);
     }
+    /// Truncates the session to its first `tokens` tokens.
     ret<void> truncate(std::uint64_t tokens) const {
         detail::failure f;
         const kvt_status_t status = kvt_session_truncate(raw_, tokens, f.out());
         return detail::check(status, f);
     }
-    /// Another session that goes on from here.
+    /// Opens another session with the tokens of this one. Both share the full chunks.
     ret<session> fork(const session_opts &opts = {}) const {
         detail::failure f;
         const kvt_session_opts_t c = detail::lower(opts);
@@ -433,7 +456,8 @@ public:
         const kvt_status_t status = kvt_session_fork(raw_, &c, &raw, f.out());
         return detail::give(status, f, session::adopt(raw));
     }
-    /// Keeps chunks until a time; tokens 0 = to the end, no time = for ever.
+    /// Pins chunks until a time; tokens 0 = to the end, no time = without end. Pins of low priority
+    /// are given up first.
     ret<void> pin(std::uint64_t first_token, std::uint64_t tokens, std::uint8_t priority = 0,
                   deadline until = {}) const {
         detail::failure f;
@@ -441,13 +465,13 @@ public:
             kvt_session_pin(raw_, first_token, tokens, priority, until.ns, f.out());
         return detail::check(status, f);
     }
-    /// Takes pins away, whoever has set them.
+    /// Removes the pins of chunks, whichever session set them.
     ret<void> unpin(std::uint64_t first_token = 0, std::uint64_t tokens = 0) const {
         detail::failure f;
         const kvt_status_t status = kvt_session_unpin(raw_, first_token, tokens, f.out());
         return detail::check(status, f);
     }
-    /// Takes chunks away that nobody else holds.
+    /// Removes chunks from all tiers, unless something else references them.
     ret<kvt_clear_report_t> drop_chunks(std::uint64_t first_token = 0,
                                         std::uint64_t tokens = 0) const {
         detail::failure f;
@@ -456,7 +480,7 @@ public:
             kvt_session_drop(raw_, first_token, tokens, &report, f.out());
         return detail::give(status, f, report);
     }
-    /// Sends chunks down; their memory is given back once they are on disk.
+    /// Demotes chunks: their memory is freed once they are on disk.
     ret<kvt_demote_report_t> demote(std::uint64_t first_token = 0,
                                     std::uint64_t tokens = 0) const {
         detail::failure f;
@@ -465,7 +489,7 @@ public:
             kvt_session_demote(raw_, first_token, tokens, &report, f.out());
         return detail::give(status, f, report);
     }
-    /// The cheapest way to have all of it.
+    /// Computes the cheapest way to get the KV of all tokens: what to load, what to compute.
     ret<session_plan> plan(const plan_terms &terms = {}) const {
         kvt_plan_terms_t c = KVT_PLAN_TERMS_INIT;
         c.flags = (terms.overlap ? 0 : KVT_PLAN_NO_OVERLAP) | (terms.wait ? 0 : KVT_PLAN_NO_WAIT) |
@@ -476,17 +500,17 @@ public:
         detail::failure f;
         session_plan plan;
         const kvt_status_t status = detail::all_rows(
-            plan.steps, [&](kvt_plan_step_t *rows, std::uint64_t capacity,
-                               std::uint64_t stride, std::uint64_t *count) {
+            plan.steps, [&](kvt_plan_step_t *rows, std::uint64_t capacity, std::uint64_t stride,
+                            std::uint64_t *count) {
                 return kvt_session_plan(raw_, &c, rows, capacity, stride, count, &plan.sum,
                                         f.out());
             });
         return detail::give(status, f, std::move(plan));
     }
-    /// Times are CLOCK_MONOTONIC.
-    ret<void> hint(const policy_hint &told) const {
+    /// Passes a hint about the future of the session to the policies. Times are CLOCK_MONOTONIC.
+    ret<void> hint(const policy_hint &given) const {
         detail::failure f;
-        const kvt_policy_hint_t c = detail::lower(told);
+        const kvt_policy_hint_t c = detail::lower(given);
         const kvt_status_t status = kvt_session_hint(raw_, &c, f.out());
         return detail::check(status, f);
     }
@@ -496,19 +520,21 @@ public:
         return detail::give(status, info);
     }
 
-    /// Stores; info().value of the op is how many tokens without a gap.
+    /// Submits a put. The op's value is the number of tokens, from the first on, that were stored
+    /// without a gap.
     ret<op> put(const transfer &what, const submit_opts &opts = {}) const {
-        return one(&kvt_session_put, what, opts, true);
+        return submit(&kvt_session_put, what, opts, true);
     }
-    /// Loads; the op fails with KVT_E_NOT_FOUND when something was missing.
+    /// Submits a get. The op fails with KVT_E_NOT_FOUND if cells are missing; the others arrive.
     ret<op> get(const transfer &what, const submit_opts &opts = {}) const {
-        return one(&kvt_session_get, what, opts, true);
+        return submit(&kvt_session_get, what, opts, true);
     }
-    /// Into memory, for a get to come; without views.
+    /// Submits a prefetch into host memory, for a later get; without views.
     ret<op> prefetch(const transfer &what, const submit_opts &opts = {}) const {
-        return one(&kvt_session_prefetch, what, opts, false);
+        return submit(&kvt_session_prefetch, what, opts, false);
     }
-    /// Finds out how far it can go on with what is here and at the remote: the op's value.
+    /// Starts a remote lookup of the session's chunks. The op's value is the number of tokens, from
+    /// the first on, that can be reused from this store and its remote.
     ret<op> locate(const submit_opts &opts = {}) const {
         detail::failure f;
         const kvt_submit_opts_t c = detail::lower(opts);
@@ -516,8 +542,8 @@ public:
         const kvt_status_t status = kvt_session_remote_lookup(raw_, &c, &raw, f.out());
         return detail::give(status, f, op::adopt(raw));
     }
-    /// Finds out which blocks are here or at the remote; the op has an item for each, and fails
-    /// with KVT_E_NOT_FOUND where some are in neither.
+    /// Starts a lookup of blocks in this store and its remote. The op has an item for each block,
+    /// and fails with KVT_E_NOT_FOUND if some are in neither.
     ret<op> locate_blocks(const names &called, const submit_opts &opts = {}) const {
         if (!detail::fits(called)) return detail::fail<op>(kvt::error(KVT_E_INVALID));
         detail::failure f;
@@ -527,19 +553,19 @@ public:
         const kvt_status_t status = kvt_session_remote_lookup_blocks(raw_, &n, &c, &raw, f.out());
         return detail::give(status, f, op::adopt(raw));
     }
-    /// Stores blocks that the engine names itself; the op has an item for each.
+    /// Submits a put of blocks that the engine names. The op has an item for each block.
     ret<op> put_blocks(const blocks &what, const submit_opts &opts = {}) const {
-        return some(&kvt_session_put_blocks, what, opts, true);
+        return submit_blocks(&kvt_session_put_blocks, what, opts, true);
     }
-    /// Loads blocks; the op fails with KVT_E_NOT_FOUND where some are missing.
+    /// Submits a get of blocks. The op fails with KVT_E_NOT_FOUND if blocks are missing.
     ret<op> get_blocks(const blocks &what, const submit_opts &opts = {}) const {
-        return some(&kvt_session_get_blocks, what, opts, true);
+        return submit_blocks(&kvt_session_get_blocks, what, opts, true);
     }
-    /// Into memory, for a get to come; without views.
+    /// Submits a prefetch of blocks into host memory, for a later get; without views.
     ret<op> prefetch_blocks(const blocks &what, const submit_opts &opts = {}) const {
-        return some(&kvt_session_prefetch_blocks, what, opts, false);
+        return submit_blocks(&kvt_session_prefetch_blocks, what, opts, false);
     }
-    /// Takes blocks away that nobody holds.
+    /// Removes blocks from all tiers, unless transfers or sessions reference them.
     ret<kvt_clear_report_t> drop_blocks(const names &called) const {
         if (!detail::fits(called))
             return detail::fail<kvt_clear_report_t>(kvt::error(KVT_E_INVALID));
@@ -549,8 +575,8 @@ public:
         const kvt_status_t status = kvt_session_drop_blocks(raw_, &c, &report, f.out());
         return detail::give(status, f, report);
     }
-    /// Keeps those that are there from leaving as long as what comes back is kept. They may go
-    /// to disk and come back; several holds of a block count each.
+    /// References the blocks that are stored: they stay in at least one tier until the result is
+    /// released. They may be demoted to disk. Holds are counted.
     ret<held_blocks> hold_blocks(const names &called) const {
         if (!detail::fits(called)) return detail::fail<held_blocks>(kvt::error(KVT_E_INVALID));
         held_blocks held(called);
@@ -558,44 +584,46 @@ public:
         const kvt_block_names_t c = detail::lower(called);
         const kvt_status_t status =
             kvt_session_hold_blocks(raw_, &c, held.found_.data(), f.out());
-        if (status == KVT_OK) held.note(raw_, called);
+        if (status == KVT_OK) held.take_over(raw_, called);
         return detail::give(status, f, std::move(held));
     }
-    /// Tells the policies of some blocks; times are CLOCK_MONOTONIC. Those that are not there
-    /// are passed over.
-    ret<void> hint_blocks(const names &called, const policy_hint &told) const {
+    /// Passes a hint about the future of blocks to the policies. Times are CLOCK_MONOTONIC. Names
+    /// without a block are skipped.
+    ret<void> hint_blocks(const names &called, const policy_hint &given) const {
         if (!detail::fits(called)) return detail::fail<void>(kvt::error(KVT_E_INVALID));
         detail::failure f;
         const kvt_block_names_t c = detail::lower(called);
-        const kvt_policy_hint_t h = detail::lower(told);
+        const kvt_policy_hint_t h = detail::lower(given);
         const kvt_status_t status = kvt_session_hint_blocks(raw_, &c, &h, f.out());
         return detail::check(status, f);
     }
-    /// The same with an op for each layer, whose tags count up.
+    /// Submits a put with one op per layer. The tag of the i-th layer is the given tag plus i.
     ret<std::vector<op>> put_each(const transfer &what, const submit_opts &opts = {}) const {
-        return each(&kvt_session_put, what, opts, true);
+        return submit_each(&kvt_session_put, what, opts);
     }
+    /// Submits a get with one op per layer.
     ret<std::vector<op>> get_each(const transfer &what, const submit_opts &opts = {}) const {
-        return each(&kvt_session_get, what, opts, true);
+        return submit_each(&kvt_session_get, what, opts);
     }
 
 private:
-    using call = kvt_status_t (*)(const kvt_session_t *, const kvt_transfer_t *,
-                                  const kvt_submit_opts_t *, kvt_op_t **, kvt_error_t **);
+    using transfer_fn = kvt_status_t (*)(const kvt_session_t *, const kvt_transfer_t *,
+                                         const kvt_submit_opts_t *, kvt_op_t **, kvt_error_t **);
+    using blocks_fn = kvt_status_t (*)(const kvt_session_t *, const kvt_blocks_t *,
+                                       const kvt_submit_opts_t *, kvt_op_t **, kvt_error_t **);
 
-    ret<op> one(call move, const transfer &what, const submit_opts &opts, bool views) const {
+    ret<op> submit(transfer_fn call, const transfer &what, const submit_opts &opts,
+                   bool views) const {
         if (!detail::fits(what, views)) return detail::fail<op>(kvt::error(KVT_E_INVALID));
         detail::failure f;
         const kvt_transfer_t m = detail::lower(what, 0);
         const kvt_submit_opts_t c = detail::lower(opts);
         kvt_op_t *raw = nullptr;
-        const kvt_status_t status = move(raw_, &m, &c, &raw, f.out());
+        const kvt_status_t status = call(raw_, &m, &c, &raw, f.out());
         return detail::give(status, f, op::adopt(raw));
     }
-    using block_call = kvt_status_t (*)(const kvt_session_t *, const kvt_blocks_t *,
-                                        const kvt_submit_opts_t *, kvt_op_t **, kvt_error_t **);
-
-    ret<op> some(block_call move, const blocks &what, const submit_opts &opts, bool views) const {
+    ret<op> submit_blocks(blocks_fn call, const blocks &what, const submit_opts &opts,
+                          bool views) const {
         if (!detail::fits(what.called) || !detail::fits(what, views))
             return detail::fail<op>(kvt::error(KVT_E_INVALID));
         detail::failure f;
@@ -612,27 +640,28 @@ private:
         b.after = what.after;
         const kvt_submit_opts_t c = detail::lower(opts);
         kvt_op_t *raw = nullptr;
-        const kvt_status_t status = move(raw_, &b, &c, &raw, f.out());
+        const kvt_status_t status = call(raw_, &b, &c, &raw, f.out());
         return detail::give(status, f, op::adopt(raw));
     }
-    ret<std::vector<op>> each(call move, const transfer &what, const submit_opts &opts,
-                              bool views) const {
-        if (!detail::fits(what, views))
+    ret<std::vector<op>> submit_each(transfer_fn call, const transfer &what,
+                                     const submit_opts &opts) const {
+        if (!detail::fits(what, true))
             return detail::fail<std::vector<op>>(kvt::error(KVT_E_INVALID));
         detail::failure f;
         const kvt_transfer_t m = detail::lower(what, KVT_TRANSFER_EACH_LAYER);
         const kvt_submit_opts_t c = detail::lower(opts);
         std::vector<kvt_op_t *> raw(m.layers, nullptr);
         std::vector<op> ops;
-        ops.reserve(m.layers); // nothing may throw once the moves are under way
-        const kvt_status_t status = move(raw_, &m, &c, raw.data(), f.out());
+        ops.reserve(m.layers); // nothing may throw once the transfers are submitted
+        const kvt_status_t status = call(raw_, &m, &c, raw.data(), f.out());
         for (kvt_op_t *r : raw)
             if (r != nullptr) ops.push_back(op::adopt(r));
         return detail::give(status, f, std::move(ops));
     }
 };
 
-/// Who may share. Any thread may use it; sessions outlive it.
+/// A namespace of a store: its sessions share the KV of common prefixes. Any thread may use it.
+/// Sessions outlive it.
 class name_space : public detail::owner<name_space, kvt_namespace_t> {
     friend class detail::owner<name_space, kvt_namespace_t>;
     friend class store;
@@ -645,11 +674,13 @@ public:
     using key_bytes = std::vector<std::uint8_t>;
 
     ret<void> close() { return detail::check(kvt_namespace_close(&raw_)); }
+    /// The key of the namespace: the hash of its identity and layout.
     ret<key_bytes> key() const {
         key_bytes key(KVT_KEY_BYTES);
         const kvt_status_t status = kvt_namespace_key(raw_, key.data());
         return detail::give(status, std::move(key));
     }
+    /// Opens a session without tokens.
     ret<session> open_session(const session_opts &opts = {}) const {
         detail::failure f;
         const kvt_session_opts_t c = detail::lower(opts);
@@ -657,7 +688,7 @@ public:
         const kvt_status_t status = kvt_session_open(raw_, &c, &raw, f.out());
         return detail::give(status, f, session::adopt(raw));
     }
-    /// How far a sequence could go on with what is there. Nothing is held.
+    /// Looks up how much of a sequence is reusable. Counts no use and references nothing.
     ret<lookup_result> lookup(span<const std::uint32_t> tokens) const {
         detail::failure f;
         lookup_result found;
@@ -669,7 +700,7 @@ public:
             });
         return detail::give(status, f, std::move(found));
     }
-    /// The same for a sequence with images and sounds.
+    /// Looks up a sequence with images and sounds.
     ret<lookup_result> lookup(span<const std::uint32_t> tokens,
                               span<const kvt_media_t> media) const {
         detail::failure f;
@@ -683,7 +714,7 @@ public:
             });
         return detail::give(status, f, std::move(found));
     }
-    /// The same by the keys of its full chunks, KVT_KEY_BYTES each.
+    /// Looks up a sequence of `tokens` tokens by the keys of its full chunks, KVT_KEY_BYTES each.
     ret<lookup_result> lookup_keys(span<const std::uint8_t> keys, std::uint64_t tokens) const {
         if (keys.size() % KVT_KEY_BYTES != 0)
             return detail::fail<lookup_result>(kvt::error(KVT_E_INVALID));
@@ -698,7 +729,7 @@ public:
             });
         return detail::give(status, f, std::move(found));
     }
-    /// A byte for each block: KVT_EXISTS_WHOLE, 1 << KVT_TIER_*.
+    /// The residency of blocks, a byte for each block: KVT_EXISTS_WHOLE, 1 << KVT_TIER_*.
     ret<std::vector<std::uint8_t>> find_blocks(const names &called) const {
         if (!detail::fits(called))
             return detail::fail<std::vector<std::uint8_t>>(kvt::error(KVT_E_INVALID));
@@ -708,7 +739,7 @@ public:
         const kvt_status_t status = kvt_namespace_blocks_exist(raw_, &c, found.data(), f.out());
         return detail::give(status, f, std::move(found));
     }
-    /// What the full chunks of a sequence are called in events: KVT_KEY_BYTES each.
+    /// The keys of the full chunks of a sequence, as events have them: KVT_KEY_BYTES each.
     ret<std::vector<std::uint8_t>> chunk_keys(span<const std::uint32_t> tokens,
                                               span<const kvt_media_t> media = {}) const {
         const kvt_sequence_t c = detail::lower(tokens, media);
@@ -720,7 +751,7 @@ public:
             status = kvt_namespace_chunk_keys(raw_, &c, keys.data(), count, &count, f.out());
         return detail::give(status, f, std::move(keys));
     }
-    /// What blocks are called in events: KVT_KEY_BYTES each.
+    /// The keys of blocks, as events have them: KVT_KEY_BYTES each.
     ret<std::vector<std::uint8_t>> block_keys(const names &called) const {
         if (!detail::fits(called))
             return detail::fail<std::vector<std::uint8_t>>(kvt::error(KVT_E_INVALID));
@@ -730,7 +761,7 @@ public:
         const kvt_status_t status = kvt_namespace_block_keys(raw_, &c, keys.data(), f.out());
         return detail::give(status, f, std::move(keys));
     }
-    /// A byte for each key: KVT_EXISTS_WHOLE, 1 << KVT_TIER_*.
+    /// The residency of chunks, a byte for each key: KVT_EXISTS_WHOLE, 1 << KVT_TIER_*.
     ret<std::vector<std::uint8_t>> exists(span<const std::uint8_t> keys) const {
         std::vector<std::uint8_t> found(keys.size() / KVT_KEY_BYTES);
         if (keys.size() % KVT_KEY_BYTES != 0)
@@ -739,7 +770,8 @@ public:
             kvt_namespace_exists(raw_, keys.data(), found.size(), found.data());
         return detail::give(status, std::move(found));
     }
-    /// The engine computed tokens after a context; plans go by that.
+    /// Records that the engine computed `tokens` tokens after a context in `ns`. Plans use the cost
+    /// that these observations give.
     ret<void> observe_prefill(std::uint64_t context_tokens, std::uint64_t tokens,
                               std::uint64_t ns) const {
         detail::failure f;
@@ -747,7 +779,7 @@ public:
             kvt_namespace_observe_prefill(raw_, context_tokens, tokens, ns, f.out());
         return detail::check(status, f);
     }
-    /// Fixes what computing costs; nothing = what is observed counts again.
+    /// Fixes the cost of prefill; absent = observe it again.
     ret<void> fix_prefill(std::optional<plan_terms::cost> cost) const {
         kvt_prefill_cost_t c = KVT_PREFILL_COST_INIT;
         c.alpha_ns = cost ? cost->alpha_ns : 0;
@@ -757,12 +789,14 @@ public:
             kvt_namespace_set_prefill_cost(raw_, cost ? &c : nullptr, f.out());
         return detail::check(status, f);
     }
+    /// The cost of prefill that plans use.
     ret<kvt_prefill_cost_t> prefill() const {
         kvt_prefill_cost_t cost = KVT_PREFILL_COST_INIT;
         const kvt_status_t status = kvt_namespace_prefill_cost(raw_, &cost);
         return detail::give(status, cost);
     }
-    /// Takes away what nobody holds, and waits until it is sure to stay away.
+    /// Removes all chunks that nothing references, and waits until no opening of the store finds
+    /// them again.
     ret<kvt_clear_report_t> clear(deadline by = {}) const {
         detail::failure f;
         kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
@@ -771,27 +805,29 @@ public:
     }
 };
 
-/// KV in tiers. The destructor cancels, waits and lets the directory go.
+/// A store: keeps KV in tiers. The destructor cancels ops, waits for them and releases its
+/// directory.
 class store : public detail::owner<store, kvt_store_t> {
     friend class detail::owner<store, kvt_store_t>;
     static void drop(kvt_store_t *raw) noexcept {
         kvt_status_t status = kvt_store_close(&raw, 0, nullptr);
         if (status == KVT_E_IO) {
             detail::report("kvt::store", status);
-            status = kvt_store_close(&raw, 0, nullptr); // it is closed: this frees it
+            status = kvt_store_close(&raw, 0, nullptr); // closed already: frees the handle
         }
         if (!detail::ended(status)) detail::report("kvt::store", status);
     }
 
 public:
+    /// Opens a store by its spec. `budget` is charged for its memory; null = a private budget.
     static ret<store> open(const runtime &on, std::string_view spec = "store",
-                           const budget *pays = nullptr) {
+                           const kvt::budget *budget = nullptr) {
         store_opts opts;
         opts.spec = spec;
-        return open(on, opts, pays);
+        return open(on, opts, budget);
     }
     static ret<store> open(const runtime &on, const store_opts &opts,
-                           const budget *pays = nullptr) {
+                           const kvt::budget *budget = nullptr) {
         detail::failure f;
         kvt_store_opts_t c = KVT_STORE_OPTS_INIT;
         detail::text(opts.spec, c.spec, c.spec_bytes);
@@ -807,10 +843,11 @@ public:
         c.secret_stride_bytes = sizeof(kvt_secret_t);
         kvt_store_t *raw = nullptr;
         const kvt_status_t status =
-            kvt_store_open(on.get(), pays != nullptr ? pays->get() : nullptr, &c, &raw, f.out());
+            kvt_store_open(on.get(), budget != nullptr ? budget->get() : nullptr, &c, &raw,
+                           f.out());
         return detail::give(status, f, store::adopt(raw));
     }
-    /// Fails with KVT_E_BUSY at the deadline, and stays owned.
+    /// Fails with KVT_E_BUSY at the deadline; this object still owns the store then.
     ret<void> close(deadline by = {}) {
         detail::failure f;
         const kvt_status_t status = kvt_store_close(&raw_, by.ns, f.out());
@@ -821,36 +858,36 @@ public:
         const kvt_status_t status = kvt_store_stats(raw_, &stats);
         return detail::give(status, stats);
     }
-    /// What it counts of its remote; all 0 where it has none.
+    /// Counters of the remote; all 0 without a remote.
     ret<kvt_remote_stats_t> remote_stats() const {
         kvt_remote_stats_t stats = KVT_REMOTE_STATS_INIT;
         const kvt_status_t status = kvt_store_remote_stats(raw_, &stats);
         return detail::give(status, stats);
     }
-    /// Goes on with another policy for KVT_TIER_HOST or KVT_TIER_DISK.
+    /// Switches the eviction policy of KVT_TIER_HOST, KVT_TIER_DISK or KVT_TIER_DEVICE.
     ret<void> set_policy(std::uint32_t tier, std::string_view spec) const {
         detail::failure f;
         const kvt_status_t status =
             kvt_store_set_policy(raw_, tier, spec.data(), spec.size(), f.out());
         return detail::check(status, f);
     }
-    /// Changes how many bytes a tier may have; what is too much leaves by and by.
+    /// Changes the limit of a tier. Chunks above a lower limit are evicted in the background.
     ret<void> set_budget(std::uint32_t tier, std::uint64_t bytes) const {
         detail::failure f;
         const kvt_status_t status = kvt_store_set_limit(raw_, tier, bytes, f.out());
         return detail::check(status, f);
     }
-    /// The last evictions of a tier, the oldest of them first.
+    /// The last evictions of a tier, at most `max_entries`, the oldest first.
     ret<std::vector<kvt_policy_log_entry_t>> evictions(std::uint32_t tier,
-                                                       std::size_t most = 256) const {
-        std::vector<kvt_policy_log_entry_t> entries(most);
+                                                       std::size_t max_entries = 256) const {
+        std::vector<kvt_policy_log_entry_t> entries(max_entries);
         std::uint64_t count = 0;
         const kvt_status_t status = kvt_store_evictions(
-            raw_, tier, entries.data(), most, sizeof(kvt_policy_log_entry_t), &count);
+            raw_, tier, entries.data(), max_entries, sizeof(kvt_policy_log_entry_t), &count);
         entries.resize(static_cast<std::size_t>(count));
         return detail::give(status, std::move(entries));
     }
-    /// What each tenant has moved; the last row may be the rest.
+    /// Traffic of each tenant. The last row may sum up further tenants.
     ret<std::vector<kvt_tenant_t>> tenants() const {
         std::vector<kvt_tenant_t> rows;
         const kvt_status_t status = detail::all_rows(
@@ -860,7 +897,7 @@ public:
             });
         return detail::give(status, std::move(rows));
     }
-    /// How long things took: a row for each KVT_TIMED_*.
+    /// Latency histograms: a row for each KVT_TIMED_*.
     ret<std::vector<kvt_latency_t>> latencies() const {
         std::vector<kvt_latency_t> rows;
         const kvt_status_t status = detail::all_rows(
@@ -870,20 +907,20 @@ public:
             });
         return detail::give(status, std::move(rows));
     }
-    /// What changed from a cursor on, at most so many; the cursor moves on. 0 = from the
-    /// start, UINT64_MAX = what is to come.
-    ret<store_events> events(std::uint64_t &cursor, std::size_t most = 256) const {
+    /// Reads events from a cursor on, at most `max_events`, and advances the cursor. Cursor 0 =
+    /// from the start, UINT64_MAX = future events only.
+    ret<store_events> events(std::uint64_t &cursor, std::size_t max_events = 256) const {
         store_events read;
-        read.events.resize(most);
+        read.events.resize(max_events);
         std::uint64_t count = 0;
         const kvt_status_t status =
-            kvt_store_events(raw_, &cursor, read.events.data(), most, sizeof(kvt_store_event_t),
-                             &count, &read.missed);
+            kvt_store_events(raw_, &cursor, read.events.data(), max_events,
+                             sizeof(kvt_store_event_t), &count, &read.missed);
         read.events.resize(static_cast<std::size_t>(count));
         return detail::give(status, std::move(read));
     }
-    /// An op that ends when there is an event with a number, or a later one; its value is how many
-    /// there are. UINT64_MAX = the next one to come.
+    /// Submits an op that completes when the event `from` or a later one exists. Its value is the
+    /// number of events from `from` on. UINT64_MAX = the next event.
     ret<op> watch(std::uint64_t from, const submit_opts &opts = {}) const {
         detail::failure f;
         const kvt_submit_opts_t c = detail::lower(opts);
@@ -891,13 +928,13 @@ public:
         const kvt_status_t status = kvt_store_watch(raw_, from, &c, &raw, f.out());
         return detail::give(status, f, op::adopt(raw));
     }
-    /// In the text format of Prometheus.
+    /// The statistics of the store as Prometheus text.
     ret<std::string> metrics() const {
         std::string text;
         std::uint64_t bytes = 0;
         kvt_status_t status = kvt_store_metrics(raw_, nullptr, 0, &bytes);
         while (status == KVT_OK) {
-            text.resize(static_cast<std::size_t>(bytes) + 256); // it may have grown meanwhile
+            text.resize(static_cast<std::size_t>(bytes) + 256); // it may grow between calls
             status = kvt_store_metrics(raw_, &text[0], text.size(), &bytes);
             if (status != KVT_E_TOO_SMALL) break;
             status = KVT_OK;
@@ -905,33 +942,35 @@ public:
         if (status == KVT_OK) text.resize(static_cast<std::size_t>(bytes));
         return detail::give(status, std::move(text));
     }
-    ret<name_space> open_name_space(const identity &who, const layout &what,
+    /// Opens a namespace. Equal identities and layouts give the same namespace. `flags` are
+    /// KVT_NAMESPACE_*.
+    ret<name_space> open_name_space(const kvt::identity &identity, const kvt::layout &layout,
                                     std::uint64_t flags = 0) const {
-        std::vector<kvt_identity_extra_t> extra(who.extra.size());
+        std::vector<kvt_identity_extra_t> extra(identity.extra.size());
         for (std::size_t i = 0; i < extra.size(); i++) {
             extra[i] = kvt_identity_extra_t{};
-            extra[i].tag = who.extra[i].tag;
-            extra[i].value = who.extra[i].value.data();
-            extra[i].value_bytes = who.extra[i].value.size();
+            extra[i].tag = identity.extra[i].tag;
+            extra[i].value = identity.extra[i].value.data();
+            extra[i].value_bytes = identity.extra[i].value.size();
         }
         kvt_identity_t id = KVT_IDENTITY_INIT;
-        detail::field(who.model, id.model, id.model_bytes);
-        detail::field(who.weights, id.weights, id.weights_bytes);
-        detail::field(who.lora, id.lora, id.lora_bytes);
-        detail::field(who.media, id.media, id.media_bytes);
-        detail::field(who.salt, id.salt, id.salt_bytes);
-        detail::field(who.recipe, id.recipe, id.recipe_bytes);
-        if (who.shard) {
-            id.shard_index = who.shard->index;
-            id.shard_count = who.shard->count;
+        detail::field(identity.model, id.model, id.model_bytes);
+        detail::field(identity.weights, id.weights, id.weights_bytes);
+        detail::field(identity.lora, id.lora, id.lora_bytes);
+        detail::field(identity.media, id.media, id.media_bytes);
+        detail::field(identity.salt, id.salt, id.salt_bytes);
+        detail::field(identity.recipe, id.recipe, id.recipe_bytes);
+        if (identity.shard) {
+            id.shard_index = identity.shard->index;
+            id.shard_count = identity.shard->count;
         }
         id.extra = extra.data();
         id.extra_count = extra.size();
         id.extra_stride_bytes = sizeof(kvt_identity_extra_t);
-        id.remote_tenant = who.remote_tenant;
-        std::vector<kvt_group_t> groups(what.groups.size());
+        id.remote_tenant = identity.remote_tenant;
+        std::vector<kvt_group_t> groups(layout.groups.size());
         for (std::size_t i = 0; i < groups.size(); i++) {
-            const layer_group &from = what.groups[i];
+            const layer_group &from = layout.groups[i];
             kvt_group_t &g = groups[i] = kvt_group_t{};
             g.rule = from.rule;
             g.dtype = from.dtype;
@@ -943,15 +982,15 @@ public:
             g.layers = from.layers.data();
             g.layer_count = from.layers.size();
         }
-        kvt_layout_t layout = KVT_LAYOUT_INIT;
-        layout.chunk_tokens = what.chunk_tokens;
-        layout.groups = groups.data();
-        layout.group_count = groups.size();
-        layout.stride_bytes = sizeof(kvt_group_t);
+        kvt_layout_t c = KVT_LAYOUT_INIT;
+        c.chunk_tokens = layout.chunk_tokens;
+        c.groups = groups.data();
+        c.group_count = groups.size();
+        c.stride_bytes = sizeof(kvt_group_t);
         detail::failure f;
         kvt_namespace_t *raw = nullptr;
         const kvt_status_t status =
-            kvt_namespace_open(raw_, &id, &layout, flags, &raw, f.out());
+            kvt_namespace_open(raw_, &id, &c, flags, &raw, f.out());
         return detail::give(status, f, name_space::adopt(raw));
     }
 };

@@ -1,5 +1,5 @@
-// kvt::model and kvt::streamer: weights of models larger than memory, unit by unit. Part of
-// kvtier.hpp, which includes it.
+// kvt::model and kvt::streamer: stream the weights of models that are larger than memory, unit by
+// unit. kvtier.hpp includes this file.
 
 #ifndef KVTIER_STREAM_HPP
 #define KVTIER_STREAM_HPP
@@ -11,45 +11,51 @@
 namespace kvt {
 inline namespace KVTIER_FACE_ {
 
-/// A unit as the engine names it, for files of a format that is not known.
+/// A unit that the engine names, for files of formats that the library does not know.
 struct unit_entry {
     std::string name;
     /// KVT_ROLE_*.
     std::uint32_t role = KVT_ROLE_OTHER;
     std::uint32_t layer = KVT_NONE;
     std::uint32_t expert = KVT_NONE;
+    /// Bytes of the unit, at least one range.
     std::vector<kvt_file_range_t> ranges;
 };
 
-/// What a plan is, and who lives where.
+/// A plan with its forecast, and the residency of each unit.
 struct stream_plan {
     kvt_stream_plan_t numbers = KVT_STREAM_PLAN_INIT;
     kvt_forecast_t forecast = KVT_FORECAST_INIT;
-    /// By unit.
+    /// One entry for each unit.
     std::vector<kvt_unit_residency_t> residency;
 };
 
 struct stream_opts {
-    /// What is decided about memory; KVT_TERMS_SHRINKS is one of its flags.
+    /// Memory limits and link rates; KVT_TERMS_SHRINKS is one of their flags.
     kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
     /// KVT_STREAM_*.
     std::uint64_t flags = 0;
-    /// Its rank in the budget.
+    /// The budget reclaims from owners of low priority first.
     std::int64_t priority = 0;
-    /// Units in the order of a pass; nothing = as they are numbered.
+    /// Units in the order of a pass; absent = the order of their numbers.
     std::optional<std::vector<std::uint32_t>> order;
-    /// Specs; empty = the defaults.
+    /// Spec of the policy that chooses victims in a ring; empty = "fifo".
     std::string_view policy;
+    /// Spec of the policy of the expert slots; empty = "lru".
     std::string_view expert_policy;
-    /// Where checksums are kept.
+    /// Path of the checksum file.
     std::string_view sidecar;
     /// KVT_VERIFY_*.
     std::uint32_t verify = KVT_VERIFY_NEVER;
+    /// Reader threads; 0 = 4.
     std::uint32_t readers = 0;
+    /// Reads in flight of one thread; 0 = 64.
     std::uint32_t depth = 0;
+    /// Spans kept for streamer::marks; 0 = none.
     std::uint32_t marks = 0;
+    /// Percent of the expert slots that the most used experts keep; 0 = 50.
     std::uint32_t pinned_percent = 0;
-    /// Where the engine computes, with memory of its own; null = on the processor.
+    /// Device with memory of its own that the engine computes on; null = the processor.
     const kvt::device *device = nullptr;
 };
 
@@ -61,20 +67,10 @@ inline std::vector<kvt_str_t> texts(span<const std::string> all) {
     return list;
 }
 
-/// Rows of which the library says how many there are.
-template <class Row, class Call> kvt_status_t rows(std::vector<Row> &list, Call call) {
-    std::uint64_t count = 0;
-    list.resize(64);
-    for (;;) {
-        const kvt_status_t status = call(list.data(), list.size(), sizeof(Row), &count);
-        list.resize(static_cast<std::size_t>(count));
-        if (status != KVT_E_TOO_SMALL) return status;
-    }
-}
 }  // namespace detail
 
-/// What is in the files of a model. It never changes; any thread may use it. Texts in its
-/// answers live as long as it does.
+/// The files of a model: tensors, and the units that they are loaded in. Immutable; any thread may
+/// use it. Texts of its structs are valid until it is closed.
 class model : public detail::owner<model, kvt_model_t> {
     friend class detail::owner<model, kvt_model_t>;
     static void drop(kvt_model_t *raw) noexcept {
@@ -83,8 +79,8 @@ class model : public detail::owner<model, kvt_model_t> {
     }
 
 public:
-    /// A GGUF or safetensors file, the index of a sharded model, a directory, any file of a
-    /// split GGUF model; or all its files.
+    /// Opens a model. `paths` are all its files, or one path: a GGUF or safetensors file, the index
+    /// of a sharded model, its directory, or any file of a split GGUF model.
     static ret<model> open(span<const std::string> paths) {
         detail::failure f;
         const std::vector<kvt_str_t> c = detail::texts(paths);
@@ -96,7 +92,7 @@ public:
     static ret<model> open(const std::string &path) {
         return open(span<const std::string>(&path, 1));
     }
-    /// Units that the engine names.
+    /// Makes a model from units that the engine names.
     static ret<model> table(span<const std::string> paths, span<const unit_entry> units) {
         detail::failure f;
         const std::vector<kvt_str_t> files = detail::texts(paths);
@@ -145,35 +141,38 @@ public:
         const kvt_status_t status = kvt_model_tensor(raw_, number, &c);
         return detail::give(status, c);
     }
-    /// What is in a unit, in the order of places.
+    /// The parts of tensors in a unit, by offset in the unit.
     ret<std::vector<kvt_part_t>> unit_parts(std::uint32_t unit) const {
         std::vector<kvt_part_t> list;
-        const kvt_status_t status = detail::rows(list, [&](auto *to, auto room, auto each, auto *n) {
-            return kvt_model_unit_parts(raw_, unit, to, room, each, n);
-        });
+        const auto read = [&](auto *to, auto capacity, auto stride, auto *n) {
+            return kvt_model_unit_parts(raw_, unit, to, capacity, stride, n);
+        };
+        const kvt_status_t status = detail::all_rows(list, read);
         return detail::give(status, std::move(list));
     }
-    /// Where a tensor is: one part, or one for each expert.
+    /// The parts of a tensor, by offset in the tensor: one, or one for each expert.
     ret<std::vector<kvt_part_t>> tensor_parts(std::uint32_t tensor) const {
         std::vector<kvt_part_t> list;
-        const kvt_status_t status = detail::rows(list, [&](auto *to, auto room, auto each, auto *n) {
-            return kvt_model_tensor_parts(raw_, tensor, to, room, each, n);
-        });
+        const auto read = [&](auto *to, auto capacity, auto stride, auto *n) {
+            return kvt_model_tensor_parts(raw_, tensor, to, capacity, stride, n);
+        };
+        const kvt_status_t status = detail::all_rows(list, read);
         return detail::give(status, std::move(list));
     }
-    /// The tensor of a name; KVT_E_NOT_FOUND.
+    /// The index of the tensor with a name; fails with KVT_E_NOT_FOUND.
     ret<std::uint32_t> find(std::string_view name) const {
         std::uint32_t number = KVT_NONE;
         const kvt_status_t status = kvt_model_find_tensor(raw_, name.data(), name.size(), &number);
         return detail::give(status, number);
     }
-    /// The unit of a layer, or of an expert of it.
+    /// The unit of a layer, or of an expert of a layer.
     ret<std::uint32_t> layer(std::uint32_t layer, std::uint32_t expert = KVT_NONE) const {
         std::uint32_t number = KVT_NONE;
         const kvt_status_t status = kvt_model_find_unit(raw_, layer, expert, &number);
         return detail::give(status, number);
     }
-    /// Who would live where. `memory` null: what this machine has.
+    /// Plans where units are resident, and forecasts a pass. `memory` null = this machine, without
+    /// a device.
     ret<stream_plan> plan(const kvt_stream_terms_t &terms,
                           const kvt_stream_memory_t *memory = nullptr) const {
         detail::failure f;
@@ -182,22 +181,25 @@ public:
         kvt_status_t status = kvt_model_info(raw_, &about);
         p.residency.resize(about.units);
         if (status == KVT_OK)
-            status = kvt_model_plan(raw_, &terms, memory, &p.numbers, &p.forecast, p.residency.data(),
-                                    p.residency.size(), sizeof(kvt_unit_residency_t), f.out());
+            status = kvt_model_plan(raw_, &terms, memory, &p.numbers, &p.forecast,
+                                    p.residency.data(), p.residency.size(),
+                                    sizeof(kvt_unit_residency_t), f.out());
         return detail::give(status, f, std::move(p));
     }
-    /// The plan in words: KVT_PLAN_TEXT or KVT_PLAN_JSON.
+    /// Describes that plan: KVT_PLAN_TEXT or KVT_PLAN_JSON.
     ret<std::string> plan_describe(const kvt_stream_terms_t &terms,
-                                const kvt_stream_memory_t *memory = nullptr,
-                                std::uint32_t kind = KVT_PLAN_TEXT) const {
+                                   const kvt_stream_memory_t *memory = nullptr,
+                                   std::uint32_t kind = KVT_PLAN_TEXT) const {
         detail::failure f;
         std::string text;
-        const kvt_status_t status = detail::words(text, [&](char *to, auto room, auto *bytes) {
-            return kvt_model_plan_describe(raw_, &terms, memory, kind, to, room, bytes, f.out());
-        });
+        const auto read = [&](char *to, auto capacity, auto *bytes) {
+            return kvt_model_plan_describe(raw_, &terms, memory, kind, to, capacity, bytes,
+                                           f.out());
+        };
+        const kvt_status_t status = detail::read_text(text, read);
         return detail::give(status, f, std::move(text));
     }
-    /// What a pass would take over other links, such as "h2d=13,disk=3.3".
+    /// Forecasts a pass of that plan with other link rates in GB/s, such as "h2d=13,disk=3.3".
     ret<kvt_forecast_t> what_if(const kvt_stream_terms_t &terms, std::string_view links,
                                 const kvt_stream_memory_t *memory = nullptr) const {
         detail::failure f;
@@ -208,8 +210,8 @@ public:
     }
 };
 
-/// A unit that the engine has. Given back when this goes; the streamer cannot be closed
-/// before. Move-only.
+/// A lease of a unit: the right to read its bytes. Move-only. The destructor releases it. A
+/// streamer cannot be closed while its units are leased.
 class held {
 public:
     held() noexcept = default;
@@ -231,38 +233,38 @@ public:
     std::uint32_t unit() const noexcept { return raw_.unit; }
     const std::byte *data() const noexcept { return static_cast<const std::byte *>(raw_.address); }
     std::uint64_t bytes() const noexcept { return raw_.bytes; }
-    /// KVT_MEMORY_*: where `data` is valid.
+    /// KVT_MEMORY_*: address space of `data`.
     std::uint32_t memory() const noexcept { return raw_.memory; }
-    /// The device's event from which on the bytes are complete; 0 = they are.
+    /// The device event that completes the bytes; 0 = the bytes are complete.
     std::uint64_t event() const noexcept { return raw_.event; }
-    /// A part of a tensor in it.
+    /// The bytes of a part of a tensor in the unit.
     span<const std::byte> part(const kvt_part_t &part) const noexcept {
         return span<const std::byte>(data() + part.at, static_cast<std::size_t>(part.bytes));
     }
-    /// Gives it back.
+    /// Releases the lease.
     ret<void> release() {
         detail::failure f;
         const kvt_status_t status = kvt_stream_release(stream_, &raw_, 0, f.out());
         stream_ = nullptr;
         return detail::check(status, f);
     }
-    /// Gives it back; its memory is used for another after this event of the device's, which
-    /// the streamer takes over. Where that is refused both stay what they were. What a copy to
-    /// the device failed with is told here, too, and then the unit has gone back.
+    /// Releases the lease; its memory may be reused after the device event `after`. The streamer
+    /// takes the event over. If it rejects the event, lease and event are unchanged. If a copy to
+    /// the device failed, the lease is released and the call fails with the status of the copy.
     ret<void> release(device_event &&after) {
         detail::failure f;
         const kvt_status_t status =
             kvt_stream_release(stream_, &raw_, after.number(), f.out());
-        const bool refused = status == KVT_E_UNSUPPORTED || status == KVT_E_INVALID ||
-                             status == KVT_E_HANDLE || status == KVT_E_STATE ||
-                             status == KVT_E_FORKED;
-        if (!refused) {
+        const bool rejected = status == KVT_E_UNSUPPORTED || status == KVT_E_INVALID ||
+                              status == KVT_E_HANDLE || status == KVT_E_STATE ||
+                              status == KVT_E_FORKED;
+        if (!rejected) {
             stream_ = nullptr;
             (void)after.release();
         }
         return detail::check(status, f);
     }
-    /// Gives it back; what fails is told to the hook.
+    /// Releases the lease; reports a failure to the defect hook.
     void reset() noexcept {
         if (stream_ == nullptr) return;
         const kvt_status_t status = kvt_stream_release(stream_, &raw_, 0, nullptr);
@@ -278,7 +280,7 @@ private:
     kvt_unit_lease_t raw_ = KVT_UNIT_LEASE_INIT;
 };
 
-/// Weights that come as the engine computes. Any thread may use it.
+/// Loads the units of a model ahead of their use, under a budget of memory. Any thread may use it.
 class streamer : public detail::owner<streamer, kvt_stream_t> {
     friend class detail::owner<streamer, kvt_stream_t>;
     static void drop(kvt_stream_t *raw) noexcept {
@@ -287,14 +289,16 @@ class streamer : public detail::owner<streamer, kvt_stream_t> {
     }
 
 public:
+    /// Opens a streamer and begins to load resident units. `budget` is charged for all memory; null
+    /// = no budget.
     static ret<streamer> open(const runtime &on, const model &of, const stream_opts &opts = {},
-                              const budget *pays = nullptr) {
+                              const kvt::budget *budget = nullptr) {
         detail::failure f;
         kvt_stream_opts_t c = KVT_STREAM_OPTS_INIT;
-        static constexpr std::uint32_t none = 0; // null would be the order of units
+        static constexpr std::uint32_t none = 0; // null means the order of the units' numbers
         c.model = of.get();
         c.terms = &opts.terms;
-        c.budget = pays != nullptr ? pays->get() : nullptr;
+        c.budget = budget != nullptr ? budget->get() : nullptr;
         c.flags = opts.flags;
         c.priority = opts.priority;
         if (opts.order) {
@@ -314,84 +318,89 @@ public:
         const kvt_status_t status = kvt_stream_open(on.get(), &c, &raw, f.out());
         return detail::give(status, f, streamer::adopt(raw));
     }
-    /// Fails with KVT_E_BUSY while units are in use, and stays owned.
+    /// Fails with KVT_E_BUSY while units are leased; this object still owns the streamer then.
     ret<void> close(deadline by = {}) {
         detail::failure f;
         const kvt_status_t status = kvt_stream_close(&raw_, by.ns, f.out());
         return detail::check(status, f);
     }
-    /// Waits until all residents are at home.
+    /// Waits until all resident units are loaded. Optional: acquired units are loaded first.
     ret<void> load(deadline by = {}) const {
         detail::failure f;
         const kvt_status_t status = kvt_stream_wait_resident(raw_, by.ns, f.out());
         return detail::check(status, f);
     }
+    /// The progress of loading the resident units.
     ret<kvt_stream_progress_t> progress() const {
         kvt_stream_progress_t c = KVT_STREAM_PROGRESS_INIT;
         const kvt_status_t status = kvt_stream_progress(raw_, &c);
         return detail::give(status, c);
     }
+    /// Begins a pass, in which units are prefetched in their order.
     ret<void> pass_begin() const {
         detail::failure f;
         const kvt_status_t status = kvt_stream_pass_begin(raw_, f.out());
         return detail::check(status, f);
     }
+    /// Ends a pass.
     ret<void> pass_end() const {
         detail::failure f;
         const kvt_status_t status = kvt_stream_pass_end(raw_, f.out());
         return detail::check(status, f);
     }
-    /// Waits until a unit is there.
+    /// Leases a unit, and waits until it is loaded.
     ret<held> acquire(std::uint32_t unit, deadline by = {}) const {
         return acquire_as(unit, 0, by);
     }
-    /// The same on a device, without waiting for copies that are on their way: held::event
-    /// says when the bytes are there.
+    /// Leases a unit on a device, without waiting for copies in flight: the bytes are complete
+    /// after held::event.
     ret<held> acquire_early(std::uint32_t unit, deadline by = {}) const {
         return acquire_as(unit, KVT_ACQUIRE_SUBMITTED, by);
     }
-    /// The unit if it is there, else nothing: it is on its way.
+    /// Leases a unit if it is loaded; else returns an empty lease, and the unit is being loaded.
     ret<held> try_acquire(std::uint32_t unit) const {
         kvt_unit_lease_t c = KVT_UNIT_LEASE_INIT;
         kvt_status_t status = kvt_stream_acquire(raw_, unit, KVT_ACQUIRE_POLL, 0, &c, nullptr);
-        const bool there = status == KVT_OK;
+        const bool leased = status == KVT_OK;
         if (status == KVT_E_AGAIN) status = KVT_OK;
-        return detail::give(status, held(there ? raw_ : nullptr, c));
+        return detail::give(status, held(leased ? raw_ : nullptr, c));
     }
-    /// The engine will use these.
+    /// Prefetches units that the engine will use, such as the experts that a router chose.
     ret<void> hint(span<const std::uint32_t> units) const {
         detail::failure f;
         const kvt_status_t status = kvt_stream_hint(raw_, units.data(), units.size(), f.out());
         return detail::check(status, f);
     }
-    /// Other memory for weights; start with KVT_STREAM_LIMITS_INIT.
-    ret<kvt_stream_plan_t> rebalance(const kvt_stream_limits_t &room) const {
+    /// Gives weights more or less memory; returns the new plan. Start with KVT_STREAM_LIMITS_INIT.
+    ret<kvt_stream_plan_t> rebalance(const kvt_stream_limits_t &limits) const {
         detail::failure f;
         kvt_stream_plan_t c = KVT_STREAM_PLAN_INIT;
-        const kvt_status_t status = kvt_stream_rebalance(raw_, &room, &c, f.out());
+        const kvt_status_t status = kvt_stream_rebalance(raw_, &limits, &c, f.out());
         return detail::give(status, f, c);
     }
+    /// The current plan, its forecast, and the residency of each unit.
     ret<stream_plan> plan() const {
         stream_plan p;
-        const kvt_status_t status = detail::rows(p.residency, [&](auto *to, auto room, auto each,
-                                                              auto *n) {
+        const auto read = [&](auto *to, auto capacity, auto stride, auto *n) {
             kvt_stream_plan_t c = KVT_STREAM_PLAN_INIT;
-            const kvt_status_t known = kvt_stream_plan(raw_, &c, nullptr, nullptr, 0, each);
-            *n = known == KVT_OK ? std::uint64_t{c.device_units} + c.host_units + c.file_units : 0;
-            if (known != KVT_OK) return known;
-            return kvt_stream_plan(raw_, &p.numbers, &p.forecast, to, room, each);
-        });
+            const kvt_status_t status = kvt_stream_plan(raw_, &c, nullptr, nullptr, 0, stride);
+            *n = status == KVT_OK ? std::uint64_t{c.device_units} + c.host_units + c.file_units : 0;
+            if (status != KVT_OK) return status;
+            return kvt_stream_plan(raw_, &p.numbers, &p.forecast, to, capacity, stride);
+        };
+        const kvt_status_t status = detail::all_rows(p.residency, read);
         return detail::give(status, std::move(p));
     }
-    /// The plan in words: KVT_PLAN_TEXT or KVT_PLAN_JSON.
+    /// Describes the current plan: KVT_PLAN_TEXT or KVT_PLAN_JSON.
     ret<std::string> plan_describe(std::uint32_t kind = KVT_PLAN_TEXT) const {
         std::string text;
-        const kvt_status_t status = detail::words(text, [&](char *to, auto room, auto *bytes) {
-            return kvt_stream_plan_describe(raw_, kind, to, room, bytes);
-        });
+        const auto read = [&](char *to, auto capacity, auto *bytes) {
+            return kvt_stream_plan_describe(raw_, kind, to, capacity, bytes);
+        };
+        const kvt_status_t status = detail::read_text(text, read);
         return detail::give(status, std::move(text));
     }
-    /// What a pass would take over other links, such as "disk=3.3".
+    /// Forecasts a pass of the current plan with other link rates in GB/s, such as "disk=3.3".
     ret<kvt_forecast_t> what_if(std::string_view links) const {
         detail::failure f;
         kvt_forecast_t c = KVT_FORECAST_INIT;
@@ -404,44 +413,49 @@ public:
         const kvt_status_t status = kvt_stream_stats(raw_, &c);
         return detail::give(status, c);
     }
-    /// Experts by layer.
+    /// Expert counters, one row for each layer that has experts.
     ret<std::vector<kvt_expert_stats_t>> layers() const {
         std::vector<kvt_expert_stats_t> list;
-        const kvt_status_t status = detail::rows(list, [&](auto *to, auto room, auto each, auto *n) {
-            return kvt_stream_layers(raw_, to, room, each, n);
-        });
+        const auto read = [&](auto *to, auto capacity, auto stride, auto *n) {
+            return kvt_stream_layers(raw_, to, capacity, stride, n);
+        };
+        const kvt_status_t status = detail::all_rows(list, read);
         return detail::give(status, std::move(list));
     }
-    /// What happened last.
+    /// The last stream_opts::marks spans of time, the oldest first.
     ret<std::vector<kvt_stream_span_t>> marks() const {
         std::vector<kvt_stream_span_t> list;
-        const kvt_status_t status = detail::rows(list, [&](auto *to, auto room, auto each, auto *n) {
-            return kvt_stream_marks(raw_, to, room, each, n);
-        });
+        const auto read = [&](auto *to, auto capacity, auto stride, auto *n) {
+            return kvt_stream_marks(raw_, to, capacity, stride, n);
+        };
+        const kvt_status_t status = detail::all_rows(list, read);
         return detail::give(status, std::move(list));
     }
-    /// How files are read, and why not better.
+    /// Describes how files are read, and why no faster method is used.
     ret<std::string> engine() const {
         std::string text;
-        const kvt_status_t status = detail::words(text, [&](char *to, auto room, auto *bytes) {
-            return kvt_stream_describe_io(raw_, to, room, bytes);
-        });
+        const auto read = [&](char *to, auto capacity, auto *bytes) {
+            return kvt_stream_describe_io(raw_, to, capacity, bytes);
+        };
+        const kvt_status_t status = detail::read_text(text, read);
         return detail::give(status, std::move(text));
     }
-    /// Reads a unit anew and compares it with its checksums, or notes them; its checksum.
+    /// Reads a unit from its files and compares it with its checksums; stores unknown ones. Returns
+    /// the checksum of the unit.
     ret<std::uint64_t> verify(std::uint32_t unit) const {
         detail::failure f;
         std::uint64_t sum = 0;
         const kvt_status_t status = kvt_stream_verify(raw_, unit, &sum, f.out());
         return detail::give(status, f, sum);
     }
-    /// The checksum of a unit, if it is known.
+    /// The checksum of a unit; fails with KVT_E_NOT_FOUND if it is unknown.
     ret<std::uint64_t> sum(std::uint32_t unit) const {
         std::uint64_t sum = 0;
         const kvt_status_t status = kvt_stream_checksum(raw_, unit, &sum);
         return detail::give(status, sum);
     }
-    /// The address that a unit has in place; KVT_NONE = where all begin.
+    /// The fixed address of a unit (KVT_STREAM_IN_PLACE); KVT_NONE = the start of the range of all
+    /// units.
     ret<const void *> fixed(std::uint32_t unit) const {
         const void *address = nullptr;
         const kvt_status_t status = kvt_stream_unit_address(raw_, unit, &address, nullptr);

@@ -6,11 +6,11 @@ import "C"
 
 import "fmt"
 
-// Status is the library's reason for a failure. It is an error by itself, so that
-// errors.Is(err, kvtier.NotFound) asks for one.
+// Status is the library's status of a failed call. It is an error itself, so that
+// errors.Is(err, kvtier.NotFound) works.
 type Status int32
 
-// The reasons that programs ask for most; docs/abi.md has all of them.
+// The statuses that programs handle most often. docs/abi.md lists all.
 const (
 	Invalid     Status = C.KVT_E_INVALID
 	BadHandle   Status = C.KVT_E_HANDLE
@@ -28,19 +28,20 @@ const (
 	BadState    Status = C.KVT_E_STATE
 )
 
-// String is the name of the constant in C, such as "KVT_E_BUSY".
+// String returns the name of the constant in C, such as "KVT_E_BUSY".
 func (s Status) String() string { return C.GoString(C.kvt_status_name(C.kvt_status_t(s))) }
 
 func (s Status) Error() string { return C.GoString(C.kvt_status_str(C.kvt_status_t(s))) }
 
-// Error is what failing calls return.
+// Error is the error that failing calls return.
 type Error struct {
+	// Call is the name of the operation that failed.
 	Call    string
 	Status  Status
 	Message string
-	// Offset is where in a spec it went wrong; -1 when it is not about a text.
+	// Offset is the position of the error in a spec; -1 if the error is not about a text.
 	Offset int
-	// Errno is the operating system's reason, or 0.
+	// Errno is the operating system's error number, or 0.
 	Errno int
 }
 
@@ -48,9 +49,15 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("kvtier: %s: %s: %s", e.Call, e.Status.String(), e.Message)
 }
 
-// Unwrap makes errors.Is find the status.
+// Unwrap returns the status, for errors.Is.
 func (e *Error) Unwrap() error { return e.Status }
 
+// invalid is the error for arguments that the binding rejects itself.
+func invalid(call, message string) *Error {
+	return &Error{Call: call, Status: Invalid, Message: message, Offset: -1}
+}
+
+// check turns the result of a C call into an error, and frees the C error.
 func check(call string, o C.outcome) error {
 	if o.status == C.KVT_OK {
 		return nil

@@ -15,10 +15,11 @@ import (
 
 const (
 	layers, chunk, heads, run = 3, 8, 2, 32
-	most                      = 80
-	plane                     = most * heads * run
+	maxTokens                 = 80
+	plane                     = maxTokens * heads * run
 )
 
+// must ends the test if err is not nil.
 func must(t *testing.T, err error) {
 	t.Helper()
 	if err != nil {
@@ -26,10 +27,11 @@ func must(t *testing.T, err error) {
 	}
 }
 
-func is(t *testing.T, err error, want Status) {
+// wantStatus ends the test unless err has the status.
+func wantStatus(t *testing.T, err error, want Status) {
 	t.Helper()
 	if !errors.Is(err, want) {
-		t.Fatalf("%v, not %s", err, want)
+		t.Fatalf("the error is %v, want %s", err, want)
 	}
 }
 
@@ -53,12 +55,13 @@ func closeAll(t *testing.T, r *Runtime, s *Store, n *Namespace) {
 	left, err := r.CloseWithin(10 * time.Minute)
 	must(t, err)
 	if left != 0 {
-		t.Fatalf("%d things were left open", left)
+		t.Fatalf("%d objects are still open, want 0", left)
 	}
-	must(t, r.Close()) // again is fine
+	must(t, r.Close()) // a second close does nothing
 }
 
-func viewsOf(b *Buffer) (m Transfer) {
+// transferOf describes all layers of a buffer: K and V of each layer, one after the other.
+func transferOf(b *Buffer) (m Transfer) {
 	for i := 0; i < layers; i++ {
 		m.K = append(m.K, View{Buffer: b, Offset: 2 * i * plane, Heads: heads, RunBytes: run})
 		m.V = append(m.V, View{Buffer: b, Offset: (2*i + 1) * plane, Heads: heads, RunBytes: run})
@@ -74,6 +77,7 @@ func sequence(seed, n int) []uint32 {
 	return tokens
 }
 
+// buffer allocates a buffer; a seed other than 0 fills it with random bytes.
 func buffer(t *testing.T, r *Runtime, seed int64) *Buffer {
 	t.Helper()
 	b, err := r.Buffer(2 * layers * plane)
@@ -84,6 +88,7 @@ func buffer(t *testing.T, r *Runtime, seed int64) *Buffer {
 	return b
 }
 
+// same reports whether the first tokens of both buffers are equal.
 func same(a, b *Buffer, tokens int) bool {
 	for i := 0; i < 2*layers; i++ {
 		from, to := i*plane, i*plane+tokens*heads*run
@@ -94,6 +99,7 @@ func same(a, b *Buffer, tokens int) bool {
 	return true
 }
 
+// finish waits for an op that must succeed, and returns its value.
 func finish(t *testing.T, op *Op, err error) int {
 	t.Helper()
 	must(t, err)
@@ -102,21 +108,21 @@ func finish(t *testing.T, op *Op, err error) int {
 	return n
 }
 
-func TestThereAndBack(t *testing.T) {
+func TestDurablePutSurvivesRestart(t *testing.T) {
 	spec := fmt.Sprintf(`store(host=1MiB, disk=disk(path="%s/kv", bytes=16MiB, segment=1MiB))`,
 		t.TempDir())
 	var original []byte
-	for turn := 0; turn < 2; turn++ {
+	for round := 0; round < 2; round++ {
 		r, s, n := openAll(t, spec)
-		session, err := n.Session("someone", 3)
+		session, err := n.Session("a session", 3)
 		must(t, err)
 		must(t, session.Append(sequence(1, 64)...))
 		from, to := buffer(t, r, 7), buffer(t, r, 0)
-		if turn == 0 {
+		if round == 0 {
 			original = append([]byte(nil), from.Bytes()...)
-			move := viewsOf(from)
-			move.Level = Durable
-			op, err := session.Put(move)
+			transfer := transferOf(from)
+			transfer.Level = Durable
+			op, err := session.Put(transfer)
 			if n := finish(t, op, err); n != 64 {
 				t.Fatal(n)
 			}
@@ -131,14 +137,14 @@ func TestThereAndBack(t *testing.T) {
 		if len(plan) != 1 || plan[0].StepKind != Load || plan[0].Tokens != 64 {
 			t.Fatal(plan)
 		}
-		op, err := session.Get(viewsOf(to))
+		op, err := session.Get(transferOf(to))
 		finish(t, op, err)
 		if !same(from, to, 64) {
-			t.Fatal("other bytes")
+			t.Fatal("the loaded bytes differ from the stored bytes")
 		}
 		stats, err := s.Stats()
 		must(t, err)
-		if turn == 1 && stats.DiskHitCells == 0 {
+		if round == 1 && stats.DiskHitCells == 0 {
 			t.Fatal(stats)
 		}
 		metrics, err := s.Metrics()
@@ -153,16 +159,16 @@ func TestThereAndBack(t *testing.T) {
 	}
 }
 
-func TestWhatIsMissing(t *testing.T) {
+func TestGetOfMissingKVEndsWithNotFound(t *testing.T) {
 	r, s, n := openAll(t, "store(host=1MiB)")
 	session, err := n.Session("", 0)
 	must(t, err)
 	must(t, session.Append(sequence(2, 16)...))
 	b := buffer(t, r, 0)
-	op, err := session.Get(viewsOf(b))
+	op, err := session.Get(transferOf(b))
 	must(t, err)
 	got, err := op.Wait(context.Background())
-	is(t, err, NotFound)
+	wantStatus(t, err, NotFound)
 	var e *Error
 	if got != 0 || !errors.As(err, &e) || e.Message == "" || e.Call != "get" {
 		t.Fatal(got, err)
@@ -175,41 +181,41 @@ func TestWhatIsMissing(t *testing.T) {
 	closeAll(t, r, s, n)
 }
 
-func TestBadInput(t *testing.T) {
+func TestInvalidArgumentsAreRejected(t *testing.T) {
 	r, s, n := openAll(t, "store(host=1MiB)")
 	_, err := r.OpenStore("stroe")
-	is(t, err, BadSpec)
+	wantStatus(t, err, BadSpec)
 	var e *Error
 	if !errors.As(err, &e) || e.Offset != 0 || !strings.Contains(err.Error(), "KVT_E_SPEC") {
 		t.Fatal(err)
 	}
 	_, err = s.Namespace(Identity{}, Layout{})
-	is(t, err, Invalid)
-	is(t, s.SetPolicy(Host, "lruu"), BadSpec)
+	wantStatus(t, err, Invalid)
+	wantStatus(t, s.SetPolicy(Host, "lruu"), BadSpec)
 	must(t, s.SetPolicy(Host, "arc"))
 	session, err := n.Session("", 0)
 	must(t, err)
 	must(t, session.Append(sequence(1, 90)...))
 	b := buffer(t, r, 0)
-	_, err = session.Put(viewsOf(b)) // 90 tokens, room for 80
-	is(t, err, Invalid)
+	_, err = session.Put(transferOf(b)) // 90 tokens, but the buffer has 80
+	wantStatus(t, err, Invalid)
 	_, err = session.Put(Transfer{})
-	is(t, err, Invalid)
+	wantStatus(t, err, Invalid)
 	_, err = session.Put(Transfer{Tokens: 8, K: []View{{RunBytes: 1}}})
-	is(t, err, Invalid)
+	wantStatus(t, err, Invalid)
 	must(t, b.Close())
 	must(t, session.Close())
-	is(t, session.Append(1), BadHandle)
+	wantStatus(t, session.Append(1), BadHandle)
 	_, err = session.Len()
-	is(t, err, BadHandle)
+	wantStatus(t, err, BadHandle)
 	closeAll(t, r, s, n)
 	_, err = r.Buffer(1)
-	is(t, err, BadHandle)
+	wantStatus(t, err, BadHandle)
 	_, err = n.Session("", 0)
-	is(t, err, BadHandle)
+	wantStatus(t, err, BadHandle)
 }
 
-func TestManyGoroutines(t *testing.T) {
+func TestGoroutinesTransferConcurrently(t *testing.T) {
 	r, s, n := openAll(t, "store(host=8MiB)")
 	var all sync.WaitGroup
 	for g := 0; g < 16; g++ {
@@ -224,13 +230,13 @@ func TestManyGoroutines(t *testing.T) {
 				}
 				var op *Op
 				if err == nil {
-					op, err = session.Put(viewsOf(from))
+					op, err = session.Put(transferOf(from))
 				}
 				if err == nil {
 					_, err = op.Wait(context.Background())
 				}
 				if err == nil {
-					op, err = session.Get(viewsOf(to))
+					op, err = session.Get(transferOf(to))
 				}
 				if err == nil {
 					_, err = op.Wait(context.Background())
@@ -239,7 +245,7 @@ func TestManyGoroutines(t *testing.T) {
 					t.Error(err, g, i)
 					return
 				}
-				runtime.GC() // nothing of Go's may be in the library's hands
+				runtime.GC() // the library must not use Go memory
 				_ = session.Close()
 			}
 			_ = from.Close()
@@ -250,21 +256,21 @@ func TestManyGoroutines(t *testing.T) {
 	closeAll(t, r, s, n)
 }
 
-func TestContextsThatEnd(t *testing.T) {
+func TestContextCancelsOp(t *testing.T) {
 	r, s, n := openAll(t, "store(host=8MiB)")
 	b := buffer(t, r, 3)
 	for i := 0; i < 200; i++ {
 		session, err := n.Session("", 0)
 		must(t, err)
-		must(t, session.Append(sequence(i, most)...))
+		must(t, session.Append(sequence(i, maxTokens)...))
 		ctx, cancel := context.WithCancel(context.Background())
-		op, err := session.Put(viewsOf(b))
+		op, err := session.Put(transferOf(b))
 		must(t, err)
 		if i%2 == 0 {
 			cancel()
 		}
 		if i%8 == 1 {
-			is(t, b.Close(), Busy)
+			wantStatus(t, b.Close(), Busy)
 		}
 		_, err = op.Wait(ctx)
 		if err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, Cancelled) {
@@ -277,8 +283,8 @@ func TestContextsThatEnd(t *testing.T) {
 	closeAll(t, r, s, n)
 }
 
-// The store and the runtime go while moves are under way: each op ends, once.
-func TestCloseInTheMiddle(t *testing.T) {
+// The store and the runtime are closed during transfers. Each op ends, once.
+func TestClosingStoreEndsOps(t *testing.T) {
 	for i := 0; i < 20; i++ {
 		r, s, n := openAll(t, "store(host=8MiB)")
 		b := buffer(t, r, 3)
@@ -286,8 +292,8 @@ func TestCloseInTheMiddle(t *testing.T) {
 		for j := 0; j < 8; j++ {
 			session, err := n.Session("", 0)
 			must(t, err)
-			must(t, session.Append(sequence(100*i+j, most)...))
-			op, err := session.Put(viewsOf(b))
+			must(t, session.Append(sequence(100*i+j, maxTokens)...))
+			op, err := session.Put(transferOf(b))
 			must(t, err)
 			ops = append(ops, op)
 			must(t, session.Close())
@@ -305,38 +311,39 @@ func TestCloseInTheMiddle(t *testing.T) {
 	}
 }
 
-func TestPolicies(t *testing.T) {
+func TestPolicyEvictsAndSwitches(t *testing.T) {
 	p, err := OpenPolicy("lru", PolicyOptions{Capacity: 100})
 	must(t, err)
 	for id := uint64(1); id <= 5; id++ {
 		must(t, p.Insert(int64(id), Object{ID: id, Units: 1}))
 	}
 	must(t, p.Insert(6, Object{ID: 6, Units: 2, Parent: 5, HasParent: true}))
-	is(t, p.Insert(7, Object{ID: 6, Units: 1}), Invalid)
+	wantStatus(t, p.Insert(7, Object{ID: 6, Units: 1}), Invalid)
 	if n, err := p.Lookup(8, 1, 2, 99); err != nil || n != 2 {
 		t.Fatal(n, err)
 	}
-	gone, short, err := p.Evict(9, 3, 10)
-	if err != nil || short != 0 || len(gone) != 2 || gone[0].ID != 3 || gone[1] != (Victim{6, 2}) {
-		t.Fatal(gone, short, err)
+	victims, shortfall, err := p.Evict(9, 3, 10)
+	if err != nil || shortfall != 0 || len(victims) != 2 || victims[0].ID != 3 || victims[1] != (Victim{6, 2}) {
+		t.Fatal(victims, shortfall, err)
 	}
 	must(t, p.Switch("qos(inner=s3fifo)"))
 	spec, err := p.Spec()
 	if err != nil || !strings.HasPrefix(spec, "qos") {
 		t.Fatal(spec, err)
 	}
-	gone, short, err = p.Evict(10, 100, 10)
-	if err != nil || len(gone) != 4 || short != 96 {
-		t.Fatal(gone, short, err)
+	victims, shortfall, err = p.Evict(10, 100, 10)
+	if err != nil || len(victims) != 4 || shortfall != 96 {
+		t.Fatal(victims, shortfall, err)
 	}
-	is(t, p.Switch("arcc"), BadSpec)
+	wantStatus(t, p.Switch("arcc"), BadSpec)
 	must(t, p.Close())
 	must(t, p.Close())
-	is(t, p.Switch("arc"), BadHandle)
+	wantStatus(t, p.Switch("arc"), BadHandle)
 }
 
-// A view never leads out of its buffer, whatever its strides multiply to; and never into a closed one.
-func TestViewsStayInside(t *testing.T) {
+// Views that exceed their buffer are rejected, also if their strides overflow; views of closed buffers,
+// too.
+func TestViewsOutsideTheirBufferAreRejected(t *testing.T) {
 	r, s, n := openAll(t, "store(host=1MiB)")
 	session, err := n.Session("", 0)
 	must(t, err)
@@ -351,13 +358,13 @@ func TestViewsStayInside(t *testing.T) {
 	} {
 		for _, tokens := range []int{2, 5, 8} {
 			_, err = session.Put(Transfer{K: []View{v}, V: []View{v}, Tokens: tokens})
-			is(t, err, Invalid)
+			wantStatus(t, err, Invalid)
 		}
 	}
-	must(t, b.Close()) // none of them uses it
+	must(t, b.Close()) // no op uses it
 	must(t, b.Close())
-	_, err = session.Put(viewsOf(b))
-	is(t, err, BadHandle)
+	_, err = session.Put(transferOf(b))
+	wantStatus(t, err, BadHandle)
 	must(t, session.Close())
 	closeAll(t, r, s, n)
 }

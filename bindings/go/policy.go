@@ -5,15 +5,15 @@ import "C"
 
 import "unsafe"
 
-// Policy says who leaves first, of objects that the program keeps itself. It needs no runtime, and any
+// Policy is an eviction policy for objects that the program keeps itself. It needs no runtime, and any
 // goroutine may use it.
 type Policy struct{ owner }
 
-// PolicyOptions may all be zero.
+// PolicyOptions are the options of a policy. All may be zero.
 type PolicyOptions struct {
-	Capacity   int // units that there is room for
-	LogEntries int
-	Holes      bool // objects leave before those that continue them
+	Capacity   int  // of the cache, in units; 0 = unknown
+	LogEntries int  // evictions that the log keeps
+	Holes      bool // parents may be evicted before their children
 }
 
 // OpenPolicy opens a policy by its spec, such as "arc" or "qos(inner=s3fifo)".
@@ -34,15 +34,15 @@ func OpenPolicy(spec string, o PolicyOptions) (*Policy, error) {
 	return p, nil
 }
 
-// Close closes it.
+// Close closes the policy.
 func (p *Policy) Close() error {
-	return p.shut("policy close", func(h C.handle) C.outcome { return C.policy_close(h) })
+	return p.closeHandle("policy close", func(h C.handle) C.outcome { return C.policy_close(h) })
 }
 
-// Object is one to be inserted.
+// Object is an object to insert.
 type Object struct {
 	ID, Units uint64
-	// Parent is the object that it continues, if HasParent.
+	// Parent is the object that this one continues, if HasParent is set.
 	Parent    uint64
 	HasParent bool
 }
@@ -64,7 +64,8 @@ func (p *Policy) Insert(nowNs int64, objects ...Object) error {
 	return check("insert", C.policy_insert(p.get(), C.int64_t(nowNs), &rows[0], C.uint64_t(len(rows))))
 }
 
-// Lookup counts a use of a path of objects, and says how many from the first on are there.
+// Lookup looks up a path of objects and touches the hits. It returns the number of hits before the first
+// miss.
 func (p *Policy) Lookup(nowNs int64, ids ...uint64) (int, error) {
 	if len(ids) == 0 {
 		return 0, nil
@@ -75,16 +76,16 @@ func (p *Policy) Lookup(nowNs int64, ids ...uint64) (int, error) {
 	return int(n), err
 }
 
-// Victim is an object that left.
+// Victim is an evicted object.
 type Victim struct{ ID, Units uint64 }
 
-// Evict lets objects leave until so many units are free, at most `most` of them; what is still short is
-// no error.
-func (p *Policy) Evict(nowNs int64, units uint64, most int) (victims []Victim, short uint64, err error) {
-	rows := make([]C.kvt_policy_victim_t, most+1) // one more: never an empty array
+// Evict evicts objects until units are free, at most maxVictims. If too little can be evicted, it returns
+// the missing units as the shortfall, which is no error.
+func (p *Policy) Evict(nowNs int64, units uint64, maxVictims int) (victims []Victim, shortfall uint64, err error) {
+	rows := make([]C.kvt_policy_victim_t, maxVictims+1) // not empty, so that it has an address
 	var n, missing C.uint64_t
 	err = check("evict", C.policy_evict(p.get(), C.int64_t(nowNs), C.uint64_t(units), &rows[0],
-		C.uint64_t(most), &n, &missing))
+		C.uint64_t(maxVictims), &n, &missing))
 	if err != nil {
 		return nil, 0, err
 	}
@@ -94,15 +95,15 @@ func (p *Policy) Evict(nowNs int64, units uint64, most int) (victims []Victim, s
 	return victims, uint64(missing), nil
 }
 
-// Switch goes on with another policy on the same objects.
+// Switch switches to another policy, which takes over the objects.
 func (p *Policy) Switch(spec string) error {
 	s, n := text(spec)
 	return check("switch", C.policy_switch(p.get(), s, n))
 }
 
-// Spec is the policy's spec in canonical form.
+// Spec returns the policy's spec in canonical form.
 func (p *Policy) Spec() (string, error) {
-	to := make([]byte, 8192) // longer than any
+	to := make([]byte, 8192) // longer than any spec
 	var n C.uint64_t
 	err := check("spec", C.policy_spec(p.get(), (*C.char)(unsafe.Pointer(&to[0])),
 		C.uint64_t(len(to)), &n))

@@ -1,26 +1,27 @@
-// Package kvtier keeps KV caches of language models in tiers: memory, disk, and back.
+// Package kvtier keeps KV caches of language models in tiers: host memory and disk.
 //
-// It is a thin layer over the C interface. Everything that is opened is closed by Close, in any
-// order and by any goroutine; there are no finalizers. Bytes that the library reads and writes lie
-// in a Buffer, outside of Go's heap, so nothing is pinned and nothing moves.
+// It is a thin layer over the C interface. Close every object, in any order and from any goroutine;
+// there are no finalizers. The library reads and writes the memory of Buffers only. That memory is
+// outside of Go's heap: the garbage collector does not move it, and nothing is pinned.
 package kvtier
 
 // #include "shim.h"
 import "C"
 
 import (
+	"fmt"
 	"sync/atomic"
 	"time"
 	"unsafe"
 )
 
-// owner is a handle that is closed once. Calls on a closed one fail with BadHandle.
+// owner holds a C handle that is closed once. Calls on a closed handle fail with BadHandle.
 type owner struct{ raw atomic.Uint64 }
 
 func (o *owner) get() C.handle { return C.handle(o.raw.Load()) }
 
-// shut closes it, and keeps it where that fails (Busy at a deadline).
-func (o *owner) shut(call string, closing func(C.handle) C.outcome) error {
+// closeHandle closes the handle. It keeps the handle if closing fails with Busy, such as at a deadline.
+func (o *owner) closeHandle(call string, closing func(C.handle) C.outcome) error {
 	raw := o.raw.Swap(0)
 	if raw == 0 {
 		return nil
@@ -32,7 +33,7 @@ func (o *owner) shut(call string, closing func(C.handle) C.outcome) error {
 	return err
 }
 
-// text gives a string's bytes for the time of a call. Go pointers in C are only for that time.
+// text passes a string's bytes to a C call. The pointer is valid during that call only.
 func text(s string) (*C.char, C.uint64_t) {
 	if s == "" {
 		return nil, 0
@@ -41,7 +42,7 @@ func text(s string) (*C.char, C.uint64_t) {
 	return (*C.char)(unsafe.Pointer(&b[0])), C.uint64_t(len(b))
 }
 
-// deadline is now and so much on the library's clock; 0 stays "none".
+// deadline is a time after now on the library's clock; 0 = no deadline.
 func deadline(after time.Duration) C.uint64_t {
 	if after <= 0 {
 		return 0
@@ -49,10 +50,10 @@ func deadline(after time.Duration) C.uint64_t {
 	return C.clock_ns() + C.uint64_t(after.Nanoseconds())
 }
 
-// Runtime owns the threads; a store is opened on one.
+// Runtime owns the library's threads. Stores are opened on a runtime.
 type Runtime struct{ owner }
 
-// Open starts a runtime; 0 workers are as many as the machine suggests.
+// Open starts a runtime; workers 0 = a number that fits the machine.
 func Open(workers int) (*Runtime, error) {
 	if err := check("open", C.check_abi()); err != nil {
 		return nil, err
@@ -66,39 +67,40 @@ func Open(workers int) (*Runtime, error) {
 	return r, nil
 }
 
-// Close cancels what runs and waits for it.
+// Close cancels ops, waits for them and ends the threads.
 func (r *Runtime) Close() error {
 	_, err := r.CloseWithin(0)
 	return err
 }
 
-// CloseWithin is Close with a limit (0: none), and says how many things were left open on it: they
-// go on answering and are closed as usual.
+// CloseWithin is Close with a time limit (0 = none). It returns the number of objects that are still
+// open on the runtime. They stay valid and are closed as usual.
 func (r *Runtime) CloseWithin(limit time.Duration) (leftOpen int, err error) {
 	var left C.uint64_t
-	err = r.shut("close", func(h C.handle) C.outcome {
+	err = r.closeHandle("close", func(h C.handle) C.outcome {
 		return C.runtime_close(h, deadline(limit), &left)
 	})
 	return int(left), err
 }
 
-// Buffer is memory of the library's, which ops may read and write.
+// Buffer is memory of the library that ops read and write.
 type Buffer struct {
 	owner
 	address unsafe.Pointer
 	size    int
-	// users is how many ops use it, or closed.
+	// users counts the ops that use the buffer; bufferClosed once it is closed.
 	users atomic.Int64
 }
 
-const closed = -1 << 62
+const bufferClosed = -1 << 62
 
-// use keeps it open until unuse.
+// use keeps the buffer open until unuse.
 func (b *Buffer) use() error {
 	for {
 		n := b.users.Load()
 		if n < 0 {
-			return &Error{Call: "move", Status: BadHandle, Message: "the buffer is closed", Offset: -1}
+			return &Error{Call: "transfer", Status: BadHandle, Offset: -1,
+				Message: "a view is of a closed buffer: use a buffer that is open"}
 		}
 		if b.users.CompareAndSwap(n, n+1) {
 			return nil
@@ -108,7 +110,7 @@ func (b *Buffer) use() error {
 
 func (b *Buffer) unuse() { b.users.Add(-1) }
 
-// Buffer allocates memory; it is zero.
+// Buffer allocates size bytes of memory, set to zero.
 func (r *Runtime) Buffer(size int) (*Buffer, error) {
 	b := &Buffer{size: size}
 	var raw C.handle
@@ -120,18 +122,20 @@ func (r *Runtime) Buffer(size int) (*Buffer, error) {
 	return b, nil
 }
 
-// Bytes is the memory itself: not to be touched while an op uses it, nor after Close.
+// Bytes is the buffer's memory. Do not touch it while an op uses it, nor after Close.
 func (b *Buffer) Bytes() []byte { return unsafe.Slice((*byte)(b.address), b.size) }
 
-// Close gives the memory back. It fails with Busy while an op uses it: wait for the op first.
+// Close frees the memory. It fails with Busy while an op uses it: wait for the op first.
 func (b *Buffer) Close() error {
-	if !b.users.CompareAndSwap(0, closed) {
-		if b.users.Load() < 0 {
+	if !b.users.CompareAndSwap(0, bufferClosed) {
+		n := b.users.Load()
+		if n < 0 {
 			return nil
 		}
-		return &Error{Call: "close", Status: Busy, Message: "an op uses the buffer: wait for it", Offset: -1}
+		return &Error{Call: "close", Status: Busy, Offset: -1,
+			Message: fmt.Sprintf("%d ops use the buffer: wait for them, then close it", n)}
 	}
-	err := b.shut("close", func(h C.handle) C.outcome { return C.buffer_free(h) })
+	err := b.closeHandle("close", func(h C.handle) C.outcome { return C.buffer_free(h) })
 	if b.get() != 0 {
 		b.users.Store(0)
 	}

@@ -1,6 +1,8 @@
-/* The C calls as Go makes them. Handles are numbers, not addresses, so Go keeps them as such: a value
- * of a pointer type that points nowhere is not for its garbage collector. Structs with pointers are
- * made here, where no Go pointer is ever stored in memory: what is passed in counts for the call. */
+/* Wrappers of the C functions for cgo.
+ *
+ * Go keeps handles as numbers: they are not addresses, and the garbage collector rejects pointers that
+ * point nowhere. Structs with pointers are built here, on the C stack, so that no Go pointer is stored
+ * in memory. Go pointers that are passed in are used during the call only. */
 
 #ifndef KVTIER_GO_SHIM_H
 #define KVTIER_GO_SHIM_H
@@ -9,7 +11,7 @@
 #include <time.h>
 
 typedef uint64_t handle;
-/* Text and bytes with a length; a length of NO_TEXT: absent. */
+/* Length of an absent text. */
 #define NO_TEXT UINT64_MAX
 
 #define RAW(type, h) ((type *)(uintptr_t)(h))
@@ -20,7 +22,7 @@ typedef struct {
     kvt_error_t *error;
 } outcome;
 
-/* The library's clock. */
+/* The library's clock, CLOCK_MONOTONIC. */
 static inline uint64_t clock_ns(void) {
     struct timespec t = {0, 0};
     (void)clock_gettime(CLOCK_MONOTONIC, &t);
@@ -61,7 +63,7 @@ static inline outcome buffer_alloc(handle runtime, uint64_t bytes, handle *out, 
     o.status = kvt_buffer_alloc(RAW(kvt_runtime_t, runtime), &c, &raw, &o.error);
     if (o.status == KVT_OK) {
         o.status = kvt_buffer_address(raw, address, &size);
-        if (o.status != KVT_OK) (void)kvt_buffer_free(&raw); /* nobody would know of it */
+        if (o.status != KVT_OK) (void)kvt_buffer_free(&raw); /* the caller gets no handle */
     }
     *out = NUM(raw);
     return o;
@@ -101,9 +103,9 @@ static inline outcome store_stats(handle h, kvt_store_stats_t *out) {
     o.status = kvt_store_stats(RAW(kvt_store_t, h), out);
     return o;
 }
-static inline outcome store_metrics(handle h, char *to, uint64_t room, uint64_t *bytes) {
+static inline outcome store_metrics(handle h, char *to, uint64_t capacity, uint64_t *bytes) {
     outcome o = {KVT_OK, NULL};
-    o.status = kvt_store_metrics(RAW(kvt_store_t, h), to, room, bytes);
+    o.status = kvt_store_metrics(RAW(kvt_store_t, h), to, capacity, bytes);
     return o;
 }
 
@@ -156,15 +158,15 @@ static inline outcome namespace_lookup(handle h, const uint32_t *tokens, uint64_
     return o;
 }
 
-static inline outcome session_open(handle space, const char *name, uint64_t name_bytes,
+static inline outcome session_open(handle ns, const char *name, uint64_t name_bytes,
                                    uint32_t tenant, handle *out) {
     outcome o = {KVT_OK, NULL};
     kvt_session_opts_t c = KVT_SESSION_OPTS_INIT;
     kvt_session_t *raw = NULL;
-    c.name = name_bytes ? name : NULL; /* no name, not an empty one */
+    c.name = name_bytes ? name : NULL; /* an empty name means no name */
     c.name_bytes = name_bytes;
     c.tenant = tenant;
-    o.status = kvt_session_open(RAW(kvt_namespace_t, space), &c, &raw, &o.error);
+    o.status = kvt_session_open(RAW(kvt_namespace_t, ns), &c, &raw, &o.error);
     *out = NUM(raw);
     return o;
 }
@@ -185,7 +187,7 @@ static inline outcome session_info(handle h, kvt_session_info_t *out) {
     return o;
 }
 static inline outcome session_plan(handle h, double alpha_ns, double beta_ns, int has_cost,
-                                   kvt_plan_step_t *rows, uint64_t room, uint64_t *count,
+                                   kvt_plan_step_t *rows, uint64_t capacity, uint64_t *count,
                                    kvt_plan_t *out) {
     outcome o = {KVT_OK, NULL};
     kvt_plan_terms_t c = KVT_PLAN_TERMS_INIT;
@@ -193,27 +195,28 @@ static inline outcome session_plan(handle h, double alpha_ns, double beta_ns, in
     c.alpha_ns = alpha_ns;
     c.beta_ns = beta_ns;
     out->struct_size = sizeof *out;
-    o.status = kvt_session_plan(RAW(kvt_session_t, h), &c, rows, room, sizeof *rows, count, out,
-                                &o.error);
+    o.status = kvt_session_plan(RAW(kvt_session_t, h), &c, rows, capacity, sizeof *rows, count,
+                                out, &o.error);
     return o;
 }
-/* The views are copied: they may be on Go's heap, as their addresses are the library's memory. */
-static inline outcome session_move(handle h, int is_put, uint64_t first_token, uint64_t tokens,
-                                   uint32_t first_layer, const kvt_view_t *k, const kvt_view_t *v,
-                                   uint32_t layers, uint32_t level, handle *out) {
+/* The library copies the views, so they may be on Go's heap. Their addresses are memory of buffers. */
+static inline outcome session_transfer(handle h, int is_put, uint64_t first_token, uint64_t tokens,
+                                       uint32_t first_layer, const kvt_view_t *k,
+                                       const kvt_view_t *v, uint32_t layers, uint32_t level,
+                                       handle *out) {
     outcome o = {KVT_OK, NULL};
-    kvt_transfer_t m = KVT_TRANSFER_INIT;
+    kvt_transfer_t t = KVT_TRANSFER_INIT;
     kvt_op_t *raw = NULL;
-    m.first_token = first_token;
-    m.tokens = tokens;
-    m.first_layer = first_layer;
-    m.layers = layers;
-    m.k = k;
-    m.v = v;
-    m.stride_bytes = sizeof(kvt_view_t);
-    m.level = level;
-    o.status = is_put ? kvt_session_put(RAW(kvt_session_t, h), &m, NULL, &raw, &o.error)
-                      : kvt_session_get(RAW(kvt_session_t, h), &m, NULL, &raw, &o.error);
+    t.first_token = first_token;
+    t.tokens = tokens;
+    t.first_layer = first_layer;
+    t.layers = layers;
+    t.k = k;
+    t.v = v;
+    t.stride_bytes = sizeof(kvt_view_t);
+    t.level = level;
+    o.status = is_put ? kvt_session_put(RAW(kvt_session_t, h), &t, NULL, &raw, &o.error)
+                      : kvt_session_get(RAW(kvt_session_t, h), &t, NULL, &raw, &o.error);
     *out = NUM(raw);
     return o;
 }
@@ -228,7 +231,7 @@ static inline kvt_status_t op_wait(handle h, uint64_t deadline_ns) {
     return kvt_op_wait(RAW(kvt_op_t, h), KVT_OP_RELEASED, deadline_ns);
 }
 static inline kvt_status_t op_cancel(handle h) { return kvt_op_cancel(RAW(kvt_op_t, h)); }
-/* The op's own status, and its words. */
+/* Reads the result of an op: its status and its error. */
 static inline outcome op_result(handle h, kvt_op_info_t *info) {
     outcome o = {KVT_OK, NULL};
     info->struct_size = sizeof *info;
@@ -279,12 +282,12 @@ static inline outcome policy_lookup(handle h, int64_t now_ns, const uint64_t *id
     return o;
 }
 static inline outcome policy_evict(handle h, int64_t now_ns, uint64_t units,
-                                   kvt_policy_victim_t *rows, uint64_t room, uint64_t *count,
+                                   kvt_policy_victim_t *rows, uint64_t capacity, uint64_t *count,
                                    uint64_t *shortfall) {
     outcome o = {KVT_OK, NULL};
     kvt_policy_outcome_t c = KVT_POLICY_OUTCOME_INIT;
-    o.status = kvt_policy_evict(RAW(kvt_policy_t, h), now_ns, units, rows, room, sizeof *rows, &c,
-                                &o.error);
+    o.status = kvt_policy_evict(RAW(kvt_policy_t, h), now_ns, units, rows, capacity, sizeof *rows,
+                                &c, &o.error);
     *count = c.victims;
     *shortfall = c.shortfall_units;
     return o;
@@ -294,9 +297,9 @@ static inline outcome policy_switch(handle h, const char *spec, uint64_t bytes) 
     o.status = kvt_policy_switch(RAW(kvt_policy_t, h), spec, bytes, &o.error);
     return o;
 }
-static inline outcome policy_spec(handle h, char *to, uint64_t room, uint64_t *bytes) {
+static inline outcome policy_spec(handle h, char *to, uint64_t capacity, uint64_t *bytes) {
     outcome o = {KVT_OK, NULL};
-    o.status = kvt_policy_spec(RAW(kvt_policy_t, h), to, room, bytes);
+    o.status = kvt_policy_spec(RAW(kvt_policy_t, h), to, capacity, bytes);
     return o;
 }
 

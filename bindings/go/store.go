@@ -4,11 +4,12 @@ package kvtier
 import "C"
 
 import (
+	"fmt"
 	"time"
 	"unsafe"
 )
 
-// Tier is where bytes rest.
+// Tier is a storage level.
 type Tier uint32
 
 // The tiers.
@@ -18,20 +19,20 @@ const (
 	NoTier Tier = C.KVT_TIER_NONE
 )
 
-// Level says when a put has ended: in memory, on disk, or synced.
+// Level is when a put completes.
 type Level uint32
 
 // The levels.
 const (
-	RAM     Level = C.KVT_LEVEL_RAM
-	OnDisk  Level = C.KVT_LEVEL_DISK
-	Durable Level = C.KVT_LEVEL_DURABLE
+	RAM     Level = C.KVT_LEVEL_RAM     // in host memory
+	OnDisk  Level = C.KVT_LEVEL_DISK    // written to disk
+	Durable Level = C.KVT_LEVEL_DURABLE // synced to disk
 )
 
-// DType is what numbers a layer's KV has.
+// DType is the element type of a layer's KV.
 type DType uint32
 
-// The types.
+// The element types.
 const (
 	AnyBytes DType = C.KVT_DTYPE_BYTES
 	F32      DType = C.KVT_DTYPE_F32
@@ -54,25 +55,25 @@ func (r *Runtime) OpenStore(spec string) (*Store, error) {
 	return store, nil
 }
 
-// Close waits for what is written, at most so long (0: as long as it takes; then Busy, and the store
-// stays open).
+// Close waits until KV in memory is written to disk, at most for limit (0 = no limit). At the limit it
+// fails with Busy: call it again.
 func (s *Store) Close(limit time.Duration) error {
-	return s.shut("store close", func(h C.handle) C.outcome { return C.store_close(h, deadline(limit)) })
+	return s.closeHandle("store close", func(h C.handle) C.outcome { return C.store_close(h, deadline(limit)) })
 }
 
-// SetPolicy goes on with another policy for Host or Disk.
+// SetPolicy switches the eviction policy of Host or Disk.
 func (s *Store) SetPolicy(tier Tier, spec string) error {
 	t, n := text(spec)
 	return check("set policy", C.store_set_policy(s.get(), C.uint32_t(tier), t, n))
 }
 
-// StoreStats are the numbers that say how it goes; Metrics has all.
+// StoreStats has the main counters of a store; Metrics has all of them.
 type StoreStats struct {
 	Puts, Gets, HostHitCells, DiskHitCells, MissedCells uint64
 	HostUsedBytes, DiskUsedBytes, EvictedChunks         uint64
 }
 
-// Stats counts.
+// Stats reads the counters of the store.
 func (s *Store) Stats() (StoreStats, error) {
 	var c C.kvt_store_stats_t
 	if err := check("stats", C.store_stats(s.get(), &c)); err != nil {
@@ -86,12 +87,12 @@ func (s *Store) Stats() (StoreStats, error) {
 	}, nil
 }
 
-// Metrics is the text that Prometheus reads.
+// Metrics returns the statistics of the store as Prometheus text.
 func (s *Store) Metrics() (string, error) {
-	for room := 64 << 10; ; room *= 2 {
-		to := make([]byte, room)
+	for capacity := 64 << 10; ; capacity *= 2 {
+		to := make([]byte, capacity)
 		var n C.uint64_t
-		o := C.store_metrics(s.get(), (*C.char)(unsafe.Pointer(&to[0])), C.uint64_t(room), &n)
+		o := C.store_metrics(s.get(), (*C.char)(unsafe.Pointer(&to[0])), C.uint64_t(capacity), &n)
 		if o.status == C.KVT_E_TOO_SMALL {
 			continue
 		}
@@ -99,22 +100,24 @@ func (s *Store) Metrics() (string, error) {
 	}
 }
 
-// Identity is everything that makes KV other KV. Empty fields are absent.
+// Identity is everything that KV depends on beside its tokens. Sessions share KV if all fields are
+// equal. Empty fields are absent.
 type Identity struct{ Model, Weights, Salt, Recipe string }
 
-// Layout says what a token has in each layer. All layers are alike here, and need every earlier token;
-// the C interface also has layers with windows and with states.
+// Layout describes the KV of a token in each layer. All layers have equal sizes and need all earlier
+// tokens; the C interface also has layers with windows and with states.
 type Layout struct {
 	ChunkTokens    int
 	Layers         int
 	DType          DType
 	KVHeads        int
-	KBytes, VBytes int // of a token in a layer
+	KBytes, VBytes int // per token and layer
 }
 
-// Namespace is who may share.
+// Namespace is the unit of sharing: its sessions share the KV of common prefixes.
 type Namespace struct{ owner }
 
+// field passes a field of an identity to C; an empty one is absent.
 func field(s string) (*C.char, C.uint64_t) {
 	if s == "" {
 		return nil, C.NO_TEXT
@@ -122,25 +125,26 @@ func field(s string) (*C.char, C.uint64_t) {
 	return text(s)
 }
 
-// Namespace opens one, or finds it: equal identities and layouts are the same.
-func (s *Store) Namespace(who Identity, what Layout) (*Namespace, error) {
-	model, modelBytes := field(who.Model)
-	weights, weightsBytes := field(who.Weights)
-	salt, saltBytes := field(who.Salt)
-	recipe, recipeBytes := field(who.Recipe)
-	if what.Layers <= 0 {
-		return nil, &Error{Call: "namespace", Status: Invalid, Message: "a layout without layers", Offset: -1}
+// Namespace opens a namespace. Equal identities and layouts give the same namespace.
+func (s *Store) Namespace(identity Identity, layout Layout) (*Namespace, error) {
+	model, modelBytes := field(identity.Model)
+	weights, weightsBytes := field(identity.Weights)
+	salt, saltBytes := field(identity.Salt)
+	recipe, recipeBytes := field(identity.Recipe)
+	if layout.Layers <= 0 {
+		return nil, invalid("namespace", fmt.Sprintf("the layout has %d layers: set Layers to at least 1",
+			layout.Layers))
 	}
-	layers := make([]C.uint16_t, what.Layers)
+	layers := make([]C.uint16_t, layout.Layers)
 	for i := range layers {
 		layers[i] = C.uint16_t(i)
 	}
 	var raw C.handle
-	// What is built in shim.h points at these for the time of the call alone.
+	// Structs in shim.h point to these bytes during the call only.
 	err := check("namespace", C.namespace_open(s.get(), model, modelBytes, weights, weightsBytes,
-		salt, saltBytes, recipe, recipeBytes, C.uint32_t(what.ChunkTokens), C.uint32_t(what.DType),
-		C.uint32_t(what.KVHeads), C.uint64_t(what.KBytes), C.uint64_t(what.VBytes), &layers[0],
-		C.uint64_t(what.Layers), 0, &raw))
+		salt, saltBytes, recipe, recipeBytes, C.uint32_t(layout.ChunkTokens), C.uint32_t(layout.DType),
+		C.uint32_t(layout.KVHeads), C.uint64_t(layout.KBytes), C.uint64_t(layout.VBytes), &layers[0],
+		C.uint64_t(layout.Layers), 0, &raw))
 	if err != nil {
 		return nil, err
 	}
@@ -149,11 +153,12 @@ func (s *Store) Namespace(who Identity, what Layout) (*Namespace, error) {
 	return n, nil
 }
 
-// Close closes it; its chunks and sessions stay.
+// Close closes the namespace. Its chunks stay in the store, its sessions stay open.
 func (n *Namespace) Close() error {
-	return n.shut("namespace close", func(h C.handle) C.outcome { return C.namespace_close(h) })
+	return n.closeHandle("namespace close", func(h C.handle) C.outcome { return C.namespace_close(h) })
 }
 
+// tokensOf passes tokens to a C call.
 func tokensOf(tokens []uint32) (*C.uint32_t, C.uint64_t) {
 	if len(tokens) == 0 {
 		return nil, 0
@@ -161,7 +166,8 @@ func tokensOf(tokens []uint32) (*C.uint32_t, C.uint64_t) {
 	return (*C.uint32_t)(unsafe.Pointer(&tokens[0])), C.uint64_t(len(tokens))
 }
 
-// Reusable is how many tokens of a sequence could be gone on from. Nothing is held.
+// Reusable returns the number of leading tokens of a sequence whose KV can be reused. It references
+// nothing: chunks may be evicted before the next call.
 func (n *Namespace) Reusable(tokens []uint32) (int, error) {
 	var c C.kvt_lookup_t
 	t, count := tokensOf(tokens)
@@ -169,7 +175,8 @@ func (n *Namespace) Reusable(tokens []uint32) (int, error) {
 	return int(c.reusable_tokens), err
 }
 
-// Session opens a sequence without tokens; the name and the tenant are for the books.
+// Session opens a session without tokens. Name and tenant are for statistics; the tenant is also for
+// fairness.
 func (n *Namespace) Session(name string, tenant int) (*Session, error) {
 	var raw C.handle
 	t, length := text(name)

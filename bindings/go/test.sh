@@ -3,9 +3,9 @@
 #
 #   bindings/go/test.sh PREBUILT WORK
 #
-# PREBUILT has lib/libkvtier.so (see cmake/build.sh); it is installed to WORK, where the package finds
-# it by pkg-config. Where there is no Go, root on Debian gets it from packages; else this is skipped
-# (status 77). NO_RACE=1: not again under the race detector.
+# PREBUILT has lib/libkvtier.so (see cmake/build.sh). The script installs it to WORK, where the package
+# finds it by pkg-config. If Go is missing, root on Debian installs it; otherwise the script is skipped
+# (status 77). NO_RACE=1 skips the tests under the race detector.
 set -euo pipefail
 prebuilt=${1:?usage: test.sh PREBUILT WORK}
 work=${2:?usage: test.sh PREBUILT WORK}
@@ -24,11 +24,11 @@ command -v go >/dev/null || need+=(golang-go)
 command -v pkg-config >/dev/null || need+=(pkg-config)
 command -v cmake >/dev/null || need+=(cmake)
 if [ ${#need[@]} -gt 0 ]; then
-    [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null || skip "no ${need[*]}"
+    [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null || skip "missing ${need[*]}: install them"
     { apt-get update && apt-get install -y --no-install-recommends "${need[@]}"; } \
-        >"$work/apt.log" 2>&1 || skip "${need[*]} cannot be installed, see $work/apt.log"
+        >"$work/apt.log" 2>&1 || skip "${need[*]} could not be installed: see $work/apt.log"
 fi
-command -v cc >/dev/null || command -v gcc >/dev/null || skip "cgo needs a C compiler"
+command -v cc >/dev/null || command -v gcc >/dev/null || skip "no C compiler, which cgo needs: install cc or gcc"
 
 generator=()
 if command -v ninja >/dev/null; then generator=(-G Ninja); fi
@@ -42,7 +42,7 @@ cd "$here"
 [ -z "$(gofmt -l .)" ] || { gofmt -d .; exit 1; }
 go vet ./...
 go test -count=1 -v . | tee "$work/test.log"
-# cgo's own check of every pointer that is passed or stored. (Later toolchains want it as an experiment.)
+# cgo checks every pointer that is passed or stored. From Go 1.21 on the check is an experiment.
 if [ "$(go env GOVERSION | sed 's/^go1\.\([0-9]*\).*/\1/')" -lt 21 ]; then
     GODEBUG=cgocheck=2 go test -count=1 ./...
 else
@@ -50,5 +50,5 @@ else
 fi
 [ -n "${NO_RACE:-}" ] || go test -race -count=1 ./...
 go run ./example | tee "$work/example.log"
-grep -q 'loaded: every byte is as it was' "$work/example.log"
+grep -q 'loaded: every byte is equal' "$work/example.log"
 echo "$(grep -c '^--- PASS' "$work/test.log") passed, 0 failed, with $(go env GOVERSION)"

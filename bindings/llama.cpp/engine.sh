@@ -1,16 +1,16 @@
 #!/bin/sh
-# Builds llama.cpp as an engine author has it, from a package, and installs it:
+# Builds llama.cpp from a package and installs it, as an engine author would have it:
 #
 #   bindings/llama.cpp/engine.sh WORK
 #
-# WORK/engine gets include/, lib/ and lib/cmake/; WORK/engine-src the source, whose private headers
-# (ggml-backend-impl.h) the weights and the plugin are compiled against. Only libllama and ggml's
-# processor backend are built: 3 minutes on two cores. What is there already is left alone.
-# For any processor with AVX2; KVTIER_ENGINE_NATIVE=ON builds for the one that is here, as benchmarks
-# should be (valgrind then cannot run it where that has AVX-512).
+# WORK/engine gets include/, lib/ and lib/cmake/. WORK/engine-src gets the source: the weights and the
+# plugin are compiled against its private headers (ggml-backend-impl.h). Only libllama and ggml's CPU
+# backend are built: 3 minutes on two cores. An existing build is kept.
+# The build runs on any CPU with AVX2. KVTIER_ENGINE_NATIVE=ON builds for this CPU, as benchmarks need;
+# valgrind cannot run that build on a CPU with AVX-512.
 set -eu
 work=${1:?usage: engine.sh WORK}
-version=0.1.161 # of the crate that carries the source: llama 0.6.0, ggml 0.26.0
+version=0.1.161  # version of the crate that has the source: llama 0.6.0, ggml 0.26.0
 mkdir -p "$work"
 work=$(cd "$work" && pwd)
 native=${KVTIER_ENGINE_NATIVE:-OFF}
@@ -37,8 +37,8 @@ for package in json.load(sys.stdin)["packages"]:
     if package["name"] == "llama-cpp-sys-2":
         print(os.path.dirname(package["manifest_path"]))')
 cp -r "$source/llama.cpp" "$work/engine-src"
-# libllama builds graphs, ggml computes them: a lower level of optimisation takes less to compile.
-# ggml keeps its own. Benchmarks take the engine as it is.
+# libllama only builds graphs, ggml computes them, so a lower optimisation level saves compile time. ggml
+# keeps its own level. Benchmarks use the engine unchanged.
 [ "$native" = ON ] || echo 'target_compile_options(llama PRIVATE -O1)' >>"$work/engine-src/src/CMakeLists.txt"
 
 launcher=""

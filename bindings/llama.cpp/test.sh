@@ -1,10 +1,10 @@
 #!/bin/bash
-# Checks the adapters for llama.cpp against a built library, a real engine and real models:
+# Tests the adapters for llama.cpp with a built library, a real engine and real models:
 #
 #   bindings/llama.cpp/test.sh PREBUILT WORK [ctest arguments]
 #
-# PREBUILT has lib/libkvtier.so (see cmake/build.sh). The engine, the models and what is built go to
-# WORK and are used again. Needs cmake, ninja, python3 with pip, cargo.
+# PREBUILT has lib/libkvtier.so (see cmake/build.sh). The engine, the models and the builds go to WORK
+# and are reused. Needs cmake, ninja, python3 with pip, cargo.
 set -euo pipefail
 prebuilt=${1:?usage: test.sh PREBUILT WORK}
 work=${2:?usage: test.sh PREBUILT WORK}
@@ -18,7 +18,7 @@ work=$(cd "$work" && pwd)
 "$here/engine.sh" "$work"
 "$here/models.sh" "$work"
 
-# kvtier as an engine author finds it: installed.
+# Install kvtier as an engine author would.
 cmake -S "$root" -B "$work/kvtier-build" -G Ninja -DKVTIER_PREBUILT_DIR="$prebuilt" \
     -DCMAKE_INSTALL_PREFIX="$work/kvtier" -DCMAKE_INSTALL_LIBDIR=lib >"$work/kvtier.log"
 cmake --install "$work/kvtier-build" >>"$work/kvtier.log"
@@ -27,14 +27,14 @@ cmake -S "$here" -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=None -DCMAKE_C_FLA
     -DCMAKE_PREFIX_PATH="$work/engine;$work/kvtier" -DKVTIER_LLAMA_SOURCE="$work/engine-src" \
     -DKVTIER_LLAMA_TESTS=ON -DKVTIER_LLAMA_MODELS="$work/models" >"$work/cmake.log"
 cmake --build "$work/build"
-# Those that take long with large models are part of the soak.
+# Tests labelled `long` (large models) run in the soak only.
 ctest --test-dir "$work/build" --output-on-failure -LE long -j "$(nproc)" "$@" | tee "$work/ctest.log"
-# All that a test can miss was made or fetched above.
+# Everything that a test needs was made or fetched above, so no test may be skipped in CI.
 if [ -n "${CI:-}" ] && grep -q '[*]Skipped' "$work/ctest.log"; then
-    echo "tests were skipped"
+    echo "tests were skipped: see $work/ctest.log"
     exit 1
 fi
 [ $# -eq 0 ] || exit 0
 
-# The four stories, with tiny models.
+# The four parts of the demo, with tiny models.
 KVTIER_PREBUILT=$prebuilt "$here/demo/run" "$work" --quick

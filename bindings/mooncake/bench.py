@@ -1,11 +1,11 @@
-"""What the shim and lmdeploy's connector cost over the C calls that they come to.
+"""The overhead of the shim and of lmdeploy's connector over the C calls that they make.
 
     python bindings/mooncake/bench.py [--quick] [--json]
 
-A batch of 1,000 blocks of 16 rows, in memory. Medians of interleaved pairs: the same blocks moved
-by calls of the C functions with everything prepared, and through the binding as an engine calls it.
-lmdeploy's connector is driven without lmdeploy (its base class is that of the tests' stubs), and
-its op is waited for: when an engine asks what has ended is the engine's.
+It transfers a batch of 1,000 blocks of 16 rows, in memory, and prints medians of interleaved
+pairs: prepared calls of the C functions, and calls of the binding as an engine makes them.
+lmdeploy's connector runs without lmdeploy, on the stubs of the tests. The benchmark waits for its
+ops, because engines choose by themselves when to poll them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ BLOCKS, ROWS = 1000, 16
 GOAL = 1.05
 
 
-class Prepared:
-    """A C call with everything prepared: submit, wait, free."""
+class PreparedCall:
+    """A C call with prepared arguments: submit, wait, free."""
 
     def __init__(self, blocks: Blocks, names: List[bytes], rows: "np.ndarray[Any, Any]",
                  call: Any) -> None:
@@ -62,7 +62,7 @@ class Prepared:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """How long a call takes."""
+    """The wall-clock seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -82,7 +82,7 @@ def pairs(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int,
 
 
 def shim_calls(rows: "np.ndarray[Any, Any]", names: List[bytes]) -> Dict[str, Any]:
-    """The shim's store with the rows registered, and its calls."""
+    """Calls of the shim's store, with the rows registered."""
     import kvtier_mooncake
 
     kvtier_mooncake.configure(spec=f"store(host={2 * rows.nbytes + (64 << 20)})")
@@ -108,7 +108,7 @@ def shim_calls(rows: "np.ndarray[Any, Any]", names: List[bytes]) -> Dict[str, An
 
 
 def connector_calls(rows: "np.ndarray[Any, Any]", names: List[bytes]) -> Dict[str, Any]:
-    """lmdeploy's connector, a worker's side, and its steps."""
+    """Steps of the worker side of lmdeploy's connector."""
     import stubs
     from kvtier_lmdeploy._meta import Load, Save, StepMeta
 
@@ -117,29 +117,29 @@ def connector_calls(rows: "np.ndarray[Any, Any]", names: List[bytes]) -> Dict[st
     every = tuple(range(len(names)))
     number = iter(range(1 << 30))
 
-    def until_done(meta: Any) -> None:
+    def run_step(meta: Any) -> None:
         worker.bind_connector_metadata(meta)
         worker.start_load_kv()
         worker.start_save_kv()
-        moves = (*worker._worker._loads.values(), *worker._worker._saves.values())
-        for _, op, _ in moves:
+        transfers = (*worker._worker._loads.values(), *worker._worker._saves.values())
+        for _, op, _ in transfers:
             op.wait()
         output = worker.get_finished()
         assert not output.invalid_block_ids and (
             output.finished_receiving or output.completed_save_ids)
 
     def put() -> None:
-        until_done(StepMeta(saves=(Save(next(number), 1, every, every, tuple(names)),)))
+        run_step(StepMeta(saves=(Save(next(number), 1, every, every, tuple(names)),)))
 
     def get() -> None:
-        until_done(StepMeta(loads=(Load(next(number), 1, every, tuple(names)),)))
+        run_step(StepMeta(loads=(Load(next(number), 1, every, tuple(names)),)))
 
     put()
     return {"put": put, "get": get, "blocks": worker._worker._blocks, "close": worker.shutdown}
 
 
 def main() -> None:
-    """Prints a line for each bar."""
+    """Prints a line for each result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -154,9 +154,9 @@ def main() -> None:
         blocks = calls["blocks"]
         for verb, native in (("get", lib.kvt_session_get_blocks),
                              ("put", lib.kvt_session_put_blocks)):
-            # What is stored is not stored again: puts begin with nothing there.
+            # A stored block is not stored again, so each put starts with an empty store.
             between = (lambda: blocks.drop(names)) if verb == "put" else (lambda: None)
-            ratio, ours, theirs = pairs(calls[verb], Prepared(blocks, names, rows, native),
+            ratio, ours, theirs = pairs(calls[verb], PreparedCall(blocks, names, rows, native),
                                         rounds, between)
             line = {"group": group,
                     "bar": f"{what}: {verb} of {BLOCKS} blocks of {ROWS * row_bytes >> 10} KiB",

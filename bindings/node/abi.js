@@ -1,18 +1,21 @@
 'use strict';
-// The C interface as koffi reads it: structs, functions, constants. Handles are numbers, not
-// addresses; koffi keeps a `void *` as a BigInt, which is what they are. A test compares every struct
-// with the layout that a C compiler gave.
+// Declarations of the C interface for koffi: structs, functions, constants. Handles are numbers, not
+// addresses; koffi represents a `void *` as a BigInt, which suits them. A test compares every struct
+// with the layout of a C compiler.
 
 const koffi = require('koffi');
 
 const HEADER_VERSION = 65536;
 
 const RELEASED = 4; // KVT_OP_RELEASED
-const ROW_PARENT = 1;
-const POLICY_HOLES = 1;
-const PLAN_COST = 4;
+const ROW_PARENT = 1; // KVT_OBJECT_HAS_PARENT
+const POLICY_HOLES = 1; // KVT_POLICY_HOLES
+const PLAN_COST = 4; // KVT_PLAN_COST
+const E_INVALID = -1; // KVT_E_INVALID
+const E_TOO_SMALL = -4; // KVT_E_TOO_SMALL
+const E_CLOSED = -9; // KVT_E_CLOSED
 
-/** @type {Object<string, Object<string, string>>} fields in their order */
+/** Fields of each struct, in order. @type {Object<string, Object<string, string>>} */
 const FIELDS = {
   kvt_error_info_t: {
     struct_size: 'uint64_t', message: 'void *', message_bytes: 'uint64_t', offset: 'uint64_t',
@@ -126,11 +129,11 @@ const FIELDS = {
 const TYPES = {};
 for (const [name, fields] of Object.entries(FIELDS)) TYPES[name] = koffi.struct(name, fields);
 
-/** A struct with all that is not given zero; its size is set where it has one. */
-function make(name, given = {}) {
+/** A struct with the given values; other fields are zero, struct_size is set. */
+function make(name, values = {}) {
   const value = {};
   for (const [field, type] of Object.entries(FIELDS[name])) {
-    value[field] = field in given ? given[field] : type.endsWith('*') ? null : 0;
+    value[field] = field in values ? values[field] : type.endsWith('*') ? null : 0;
   }
   if ('struct_size' in FIELDS[name]) value.struct_size = koffi.sizeof(TYPES[name]);
   return value;
@@ -159,28 +162,28 @@ const FUNCTIONS = [
   `int32_t kvt_store_close(_Inout_ void **h, uint64_t deadline, ${ERR})`,
   `int32_t kvt_store_set_policy(void *h, uint32_t tier, void *spec, uint64_t bytes, ${ERR})`,
   'int32_t kvt_store_metrics(void *h, void *out, uint64_t capacity, _Out_ uint64_t *bytes)',
-  'int32_t kvt_namespace_open(void *store, kvt_identity_t *who, kvt_layout_t *what, ' +
+  'int32_t kvt_namespace_open(void *store, kvt_identity_t *identity, kvt_layout_t *layout, ' +
     `uint64_t flags, _Inout_ void **out, ${ERR})`,
   'int32_t kvt_namespace_close(_Inout_ void **h)',
   'int32_t kvt_namespace_lookup(void *h, void *tokens, uint64_t count, void *ranges, ' +
     `uint64_t capacity, uint64_t stride, void *out_count, _Inout_ kvt_lookup_t *out, ${ERR})`,
-  `int32_t kvt_session_open(void *space, kvt_session_opts_t *opts, _Inout_ void **out, ${ERR})`,
+  `int32_t kvt_session_open(void *ns, kvt_session_opts_t *opts, _Inout_ void **out, ${ERR})`,
   'int32_t kvt_session_close(_Inout_ void **h)',
   `int32_t kvt_session_append(void *h, void *tokens, uint64_t count, ${ERR})`,
   `int32_t kvt_session_truncate(void *h, uint64_t tokens, ${ERR})`,
   'int32_t kvt_session_info(void *h, _Inout_ kvt_session_info_t *out)',
-  'int32_t kvt_session_put(void *h, kvt_transfer_t *move, kvt_submit_opts_t *opts, ' +
+  'int32_t kvt_session_put(void *h, kvt_transfer_t *transfer, kvt_submit_opts_t *opts, ' +
     `_Inout_ void **op, ${ERR})`,
-  'int32_t kvt_session_get(void *h, kvt_transfer_t *move, kvt_submit_opts_t *opts, ' +
+  'int32_t kvt_session_get(void *h, kvt_transfer_t *transfer, kvt_submit_opts_t *opts, ' +
     `_Inout_ void **op, ${ERR})`,
   'int32_t kvt_session_plan(void *h, kvt_plan_terms_t *terms, void *rows, ' +
     'uint64_t capacity, uint64_t stride, _Out_ uint64_t *count, _Inout_ kvt_plan_t *out, ' +
     `${ERR})`,
   `int32_t kvt_policy_open(kvt_policy_opts_t *opts, _Inout_ void **out, ${ERR})`,
   'int32_t kvt_policy_close(_Inout_ void **h)',
-  'int32_t kvt_policy_insert(void *h, int64_t now, void *who, kvt_policy_object_t *rows, ' +
+  'int32_t kvt_policy_insert(void *h, int64_t now, void *context, kvt_policy_object_t *rows, ' +
     `uint64_t count, uint64_t stride, ${ERR})`,
-  'int32_t kvt_policy_lookup(void *h, int64_t now, void *who, void *ids, uint64_t count, ' +
+  'int32_t kvt_policy_lookup(void *h, int64_t now, void *context, void *ids, uint64_t count, ' +
     `void *found, _Out_ uint64_t *out, ${ERR})`,
   'int32_t kvt_policy_evict(void *h, int64_t now, uint64_t units, void *rows, ' +
     `uint64_t capacity, uint64_t stride, _Inout_ kvt_policy_outcome_t *out, ${ERR})`,
@@ -188,7 +191,7 @@ const FUNCTIONS = [
   'int32_t kvt_policy_spec(void *h, void *out, uint64_t capacity, _Out_ uint64_t *bytes)',
 ];
 
-/** The library that KVTIER_LIBRARY names, else the one that the system finds. */
+/** The library at the path in KVTIER_LIBRARY, else the one that the loader finds. */
 const shared = koffi.load(process.env.KVTIER_LIBRARY || 'libkvtier.so.0.1');
 const lib = {};
 for (const prototype of FUNCTIONS) {
@@ -196,4 +199,4 @@ for (const prototype of FUNCTIONS) {
 }
 
 module.exports = { koffi, lib, make, FIELDS, TYPES, HEADER_VERSION, RELEASED, ROW_PARENT,
-  POLICY_HOLES, PLAN_COST };
+  POLICY_HOLES, PLAN_COST, E_INVALID, E_TOO_SMALL, E_CLOSED };

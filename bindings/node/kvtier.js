@@ -1,35 +1,39 @@
 'use strict';
-// kvtier for Node.js: classes over the C interface. What is opened is closed by `close`, in any order.
-// Moves are promises: they resolve when the library has let go of their memory, and until then hold it.
+// kvtier for Node.js: classes over the C interface. Close every object with `close`, in any order.
+// Transfers return promises. A promise keeps the transfer's memory alive, and resolves when the library
+// has released it.
 
-const { koffi, lib, make, TYPES, HEADER_VERSION, RELEASED, PLAN_COST } = require('./abi');
-const { KvtError, check, invalid, wordsOf } = require('./errors');
+const { koffi, lib, make, TYPES, HEADER_VERSION, RELEASED, PLAN_COST, E_TOO_SMALL,
+  E_CLOSED } = require('./abi');
+const { KvtError, check, invalid, takeDetails } = require('./errors');
 const { Policy } = require('./policy');
 
 const TIER = Object.freeze({ HOST: 1, DISK: 2 });
 const LEVEL = Object.freeze({ RAM: 0, DISK: 1, DURABLE: 2 });
 const DTYPE = Object.freeze({ BYTES: 0, F32: 1, F16: 2, BF16: 3 });
 const STEP_KINDS = ['resident', 'load', 'recompute'];
-const COMPLETIONS = 64;
-const CLOSED = -9; // KVT_E_CLOSED
+const COMPLETIONS = 64; // read at once
 
 const bytesOf = (text) => Buffer.from(text, 'utf8');
-/** A field of an identity: absent, or there and perhaps empty. */
-function field(into, name, text) {
+/** Sets a field of an identity. `undefined` is absent, which differs from empty. */
+function setField(into, name, text) {
   if (text === undefined) return;
   const bytes = bytesOf(text);
   into[name] = bytes.length > 0 ? bytes : Buffer.alloc(1);
   into[`${name}_bytes`] = bytes.length;
 }
+/** Tokens as a Uint32Array. */
 function tokensOf(tokens) {
   if (tokens instanceof Uint32Array) return tokens;
   for (const t of tokens) {
-    if (!Number.isInteger(t) || t < 0 || t > 0xffffffff) throw invalid('tokens', `${t} is no token`);
+    if (!Number.isInteger(t) || t < 0 || t > 0xffffffff) {
+      throw invalid('tokens', `${t} is no token: tokens are integers from 0 to 4294967295`);
+    }
   }
   return Uint32Array.from(tokens);
 }
 
-/** Owns the library's threads, and a queue on which moves come to their end. */
+/** Owns the library's threads, and the completion queue of all transfers. */
 class Runtime {
   constructor({ workers = 0 } = {}) {
     const err = [null];
@@ -38,12 +42,12 @@ class Runtime {
     check('runtime', lib.kvt_runtime_open(make('kvt_runtime_opts_t', { workers }), out, err), err);
     this.raw = out;
     this._queue = [null];
-    this._pending = new Map(); // by tag: what is under way, and its memory
+    this._pending = new Map(); // transfers in flight by tag, with their memory
     this._nextTag = 1;
     this._isWaiting = false;
     this._isClosing = false;
-    this._idle = [];
-    this._lost = [];
+    this._onIdle = []; // resolve functions, called when no transfer is in flight
+    this._lost = []; // transfers whose end is unknown, with their memory
     const status = lib.kvt_queue_open(this.raw[0], make('kvt_queue_opts_t', { capacity: 65536 }),
       this._queue, err);
     if (status !== 0) {
@@ -52,13 +56,13 @@ class Runtime {
     }
   }
 
-  /** A store by its spec, such as `store(host=8GiB, disk=disk(path="kv", bytes=1TiB))`. */
+  /** Opens a store by its spec, such as `store(host=8GiB, disk=disk(path="kv", bytes=1TiB))`. */
   openStore(spec = 'store') { return new Store(this, spec); }
 
-  /** Begins a move; `memory` is held until its release. */
+  /** Submits a transfer by `begin`; `memory` is kept alive until its release. */
   _submit(call, begin, memory, signal) {
-    // Nobody would wait for it but the queue's close, which holds the event loop up.
-    if (this._isClosing) return Promise.reject(new KvtError(call, CLOSED));
+    // Only closing the queue would wait for it, which blocks the event loop.
+    if (this._isClosing) return Promise.reject(new KvtError(call, E_CLOSED));
     if (signal?.aborted) return Promise.reject(signal.reason);
     const tag = this._nextTag++;
     const opts = make('kvt_submit_opts_t', { queue: this._queue[0], tag, notify: RELEASED });
@@ -68,13 +72,13 @@ class Runtime {
     return new Promise((resolve, reject) => {
       const cancel = () => lib.kvt_op_cancel(op[0]);
       signal?.addEventListener('abort', cancel, { once: true });
-      this._pending.set(tag, { op, memory, fail: reject, done: (completion) => {
+      this._pending.set(tag, { op, memory, fail: reject, complete: (completion) => {
         signal?.removeEventListener('abort', cancel);
         const failed = completion.status !== 0 ? [null] : null;
         if (failed) lib.kvt_op_error(op[0], failed);
         lib.kvt_op_free(op);
         if (!failed) return resolve(Number(completion.value));
-        const error = new KvtError(call, completion.status, wordsOf(failed));
+        const error = new KvtError(call, completion.status, takeDetails(failed));
         error.value = Number(completion.value);
         return reject(signal?.aborted && error.code === 'KVT_E_CANCELLED' ? signal.reason : error);
       } });
@@ -82,7 +86,7 @@ class Runtime {
     });
   }
 
-  /** One thread of koffi's waits for all moves, only while there are any; this one goes on. */
+  /** Lets one thread of koffi wait for completions, as long as transfers are in flight. */
   _wait() {
     if (this._isWaiting || this._pending.size === 0) return;
     this._isWaiting = true;
@@ -92,39 +96,39 @@ class Runtime {
     lib.kvt_queue_wait.async(this._queue[0], 0, rows, COMPLETIONS, size, count, (failure, status) => {
       this._isWaiting = false;
       if (failure || status !== 0) {
-        // Nobody can say when the memory is free: it is held for ever.
+        // It is unknown when the library releases the memory: keep it alive forever.
         this._lost.push(...this._pending.values());
         this._pending.clear();
-        for (const one of this._lost) one.fail(failure || new KvtError('wait', status));
-        for (const resolve of this._idle.splice(0)) resolve();
+        for (const transfer of this._lost) transfer.fail(failure || new KvtError('wait', status));
+        for (const resolve of this._onIdle.splice(0)) resolve();
         return;
       }
       for (let i = 0; i < Number(count[0]); i++) {
         const completion = koffi.decode(rows, i * size, 'kvt_completion_t');
         const tag = Number(completion.tag);
-        const one = this._pending.get(tag);
+        const transfer = this._pending.get(tag);
         this._pending.delete(tag);
-        one.done(completion);
+        transfer.complete(completion);
       }
-      if (this._pending.size === 0) for (const resolve of this._idle.splice(0)) resolve();
+      if (this._pending.size === 0) for (const resolve of this._onIdle.splice(0)) resolve();
       this._wait();
     });
   }
 
-  /** Cancels what is under way, waits for it, and ends the threads. */
+  /** Cancels transfers in flight, waits for them, and ends the threads. */
   async close() {
     if (this.raw[0] === null) return;
     this._isClosing = true;
-    for (const one of this._pending.values()) lib.kvt_op_cancel(one.op[0]);
-    if (this._pending.size > 0) await new Promise((resolve) => this._idle.push(resolve));
-    if (this.raw[0] === null) return; // somebody else has closed it meanwhile
+    for (const transfer of this._pending.values()) lib.kvt_op_cancel(transfer.op[0]);
+    if (this._pending.size > 0) await new Promise((resolve) => this._onIdle.push(resolve));
+    if (this.raw[0] === null) return; // another call has closed it meanwhile
     const err = [null];
     check('queue close', lib.kvt_queue_close(this._queue, 0, err), err);
     check('close', lib.kvt_runtime_close(this.raw, 0, make('kvt_close_report_t'), err), err);
   }
 }
 
-/** KV in tiers. */
+/** A store: keeps KV in tiers. */
 class Store {
   constructor(runtime, spec) {
     const text = bytesOf(spec);
@@ -135,29 +139,30 @@ class Store {
       make('kvt_store_opts_t', { spec: text, spec_bytes: text.length }), this.raw, err), err);
   }
 
-  /** Who may share: `{model, weights, salt, recipe}`, and what a token has:
-   *  `{chunkTokens, layers, dtype, kvHeads, kBytes, vBytes}`. */
+  /** Opens a namespace. The identity is `{model, weights, lora, salt, recipe}`. The layout is
+   *  `{chunkTokens, layers, dtype, kvHeads, kBytes, vBytes}`, with bytes per token and layer. */
   namespace(identity, layout) { return new Namespace(this, identity, layout); }
 
+  /** Switches the eviction policy of TIER.HOST or TIER.DISK. */
   setPolicy(tier, spec) {
     const text = bytesOf(spec);
     const err = [null];
     check('set policy', lib.kvt_store_set_policy(this.raw[0], tier, text, text.length, err), err);
   }
 
-  /** The text that Prometheus reads. */
+  /** The statistics of the store as Prometheus text. */
   metrics() {
-    for (let room = 1 << 16; ; room *= 2) {
-      const to = Buffer.alloc(room);
+    for (let capacity = 1 << 16; ; capacity *= 2) {
+      const to = Buffer.alloc(capacity);
       const bytes = [0];
-      const status = lib.kvt_store_metrics(this.raw[0], to, room, bytes);
-      if (status === -4) continue; // KVT_E_TOO_SMALL
+      const status = lib.kvt_store_metrics(this.raw[0], to, capacity, bytes);
+      if (status === E_TOO_SMALL) continue;
       check('metrics', status);
       return to.toString('utf8', 0, Number(bytes[0]));
     }
   }
 
-  /** Waits, off this thread, until what was given is written. */
+  /** Closes the store. Waits on another thread until KV in memory is written to disk. */
   close() {
     if (this.raw[0] === null) return Promise.resolve();
     const raw = [this.raw[0]];
@@ -177,83 +182,92 @@ class Store {
   }
 }
 
-/** Who may share. */
+/** A namespace, the unit of sharing: its sessions share the KV of common prefixes. */
 class Namespace {
   constructor(store, identity, { chunkTokens, layers, dtype = DTYPE.BYTES, kvHeads = 0, kBytes,
     vBytes = 0 }) {
-    const who = make('kvt_identity_t');
-    for (const name of ['model', 'weights', 'lora', 'salt', 'recipe']) field(who, name, identity[name]);
+    const fields = make('kvt_identity_t');
+    for (const name of ['model', 'weights', 'lora', 'salt', 'recipe']) {
+      setField(fields, name, identity[name]);
+    }
     const numbers = Uint16Array.from({ length: layers }, (_, i) => i);
     const group = make('kvt_group_t', { dtype, kv_heads: kvHeads, k_bytes: kBytes, v_bytes: vBytes,
       layers: numbers, layer_count: layers });
-    const what = make('kvt_layout_t', { chunk_tokens: chunkTokens, groups: [group], group_count: 1,
+    const layout = make('kvt_layout_t', { chunk_tokens: chunkTokens, groups: [group], group_count: 1,
       stride_bytes: koffi.sizeof(TYPES.kvt_group_t) });
     const err = [null];
     this.raw = [null];
     this._runtime = store._runtime;
     this.tokenBytes = { k: kBytes, v: vBytes };
-    check('namespace', lib.kvt_namespace_open(store.raw[0], who, what, 0, this.raw, err), err);
+    check('namespace', lib.kvt_namespace_open(store.raw[0], fields, layout, 0, this.raw, err),
+      err);
   }
 
-  /** How many tokens of a sequence could be gone on from. Nothing is held. */
+  /** The number of leading tokens of a sequence whose KV can be reused. References nothing: chunks may
+   *  be evicted before the next call. */
   reusable(tokens) {
     const list = tokensOf(tokens);
-    const sum = make('kvt_lookup_t');
+    const totals = make('kvt_lookup_t');
     const err = [null];
-    check('lookup', lib.kvt_namespace_lookup(this.raw[0], list, list.length, null, 0, 0, null, sum,
+    check('lookup', lib.kvt_namespace_lookup(this.raw[0], list, list.length, null, 0, 0, null, totals,
       err), err);
-    return Number(sum.reusable_tokens);
+    return Number(totals.reusable_tokens);
   }
 
+  /** Opens a session without tokens. Name and tenant are for statistics. */
   session({ name = '', tenant = 0 } = {}) { return new Session(this, name, tenant); }
 
   close() { check('namespace close', lib.kvt_namespace_close(this.raw)); }
 }
 
-/** A sequence of tokens whose KV is kept. */
+/** A sequence of tokens in a namespace. While it is open, its chunks stay in at least one tier. */
 class Session {
-  constructor(space, name, tenant) {
+  constructor(namespace, name, tenant) {
     const text = bytesOf(name);
     const err = [null];
     this.raw = [null];
-    this._runtime = space._runtime;
-    this._tokenBytes = space.tokenBytes;
-    check('session', lib.kvt_session_open(space.raw[0],
+    this._runtime = namespace._runtime;
+    this._tokenBytes = namespace.tokenBytes;
+    check('session', lib.kvt_session_open(namespace.raw[0],
       make('kvt_session_opts_t', { name: text.length > 0 ? text : null, name_bytes: text.length,
         tenant }), this.raw, err), err);
   }
 
+  /** Appends tokens. */
   append(tokens) {
     const list = tokensOf(tokens);
     const err = [null];
     check('append', lib.kvt_session_append(this.raw[0], list, list.length, err), err);
   }
 
+  /** Truncates the session to its first `tokens` tokens. */
   truncate(tokens) {
     const err = [null];
     check('truncate', lib.kvt_session_truncate(this.raw[0], tokens, err), err);
   }
 
+  /** The number of tokens. */
   get length() {
     const info = make('kvt_session_info_t');
     check('info', lib.kvt_session_info(this.raw[0], info));
     return Number(info.tokens);
   }
 
-  /** The cheapest way to have all of it; `cost` is `{alphaNs, betaNs}`, else what was observed. */
+  /** Computes the cheapest way to get the KV of all tokens, as steps `{firstToken, tokens, kind,
+   *  predictedNs}`. `cost` is the cost of prefill, `{alphaNs, betaNs}`; default: the observed one. */
   plan(cost) {
     const terms = make('kvt_plan_terms_t', cost
       ? { flags: PLAN_COST, alpha_ns: cost.alphaNs, beta_ns: cost.betaNs } : {});
     const size = koffi.sizeof(TYPES.kvt_plan_step_t);
-    for (let room = 16; ;) {
-      const rows = Buffer.alloc(size * room);
+    for (let capacity = 16; ;) {
+      const rows = Buffer.alloc(size * capacity);
       const count = [0];
-      const sum = make('kvt_plan_t');
+      const totals = make('kvt_plan_t');
       const err = [null];
-      const status = lib.kvt_session_plan(this.raw[0], terms, rows, room, size, count, sum, err);
-      if (status === -4) { // KVT_E_TOO_SMALL
-        wordsOf(err);
-        room = Number(count[0]);
+      const status = lib.kvt_session_plan(this.raw[0], terms, rows, capacity, size, count, totals, err);
+      if (status === E_TOO_SMALL) {
+        takeDetails(err); // frees the error
+        capacity = Number(count[0]);
         continue;
       }
       check('plan', status, err);
@@ -267,24 +281,26 @@ class Session {
     }
   }
 
-  /** Stores. A promise of how many tokens from the first on are there without a gap.
+  /** Submits a put. The promise resolves to the number of tokens, from the first on, that were stored
+   *  without a gap.
    *
-   *  `k` and `v` have a view for each layer: a Buffer or typed array, or `{data, offset, heads,
-   *  tokenStride, headStride}` in bytes. They must not be written until the promise has ended. */
-  put(move) { return this._move('put', lib.kvt_session_put, move); }
+   *  `k` and `v` have a view per layer: a Buffer or typed array, or `{data, offset, heads, tokenStride,
+   *  headStride}` in bytes. Do not write to them until the promise has settled. */
+  put(transfer) { return this._transfer('put', lib.kvt_session_put, transfer); }
 
-  /** Loads, into memory that must not be read before the promise has ended. Where something is
-   *  missing it fails with KVT_E_NOT_FOUND; the rest came. */
-  get(move) { return this._move('get', lib.kvt_session_get, move); }
+  /** Submits a get. Do not touch the memory until the promise has settled. If KV is missing, the
+   *  promise rejects with KVT_E_NOT_FOUND; the rest has arrived. */
+  get(transfer) { return this._transfer('get', lib.kvt_session_get, transfer); }
 
-  _move(call, native, { k, v = [], firstToken = 0, tokens = 0, firstLayer = 0, level = LEVEL.RAM,
+  _transfer(call, native, { k, v = [], firstToken = 0, tokens = 0, firstLayer = 0, level = LEVEL.RAM,
     signal } = {}) {
     if (!Array.isArray(k) || k.length === 0 || (v.length !== 0 && v.length !== k.length)) {
-      throw invalid(call, 'a view for each layer');
+      throw invalid(call, `the transfer has ${k?.length ?? 0} views of K and ${v.length} of V: ` +
+        'pass arrays with one view per layer, or none of V');
     }
     const count = tokens || this.length - firstToken;
-    const memory = { held: [] };
-    const lower = (bytes) => (view) => viewOf(call, view, bytes, count, memory.held);
+    const memory = [];
+    const lower = (bytes) => (view) => viewOf(call, view, bytes, count, memory);
     const rows = k.map(lower(this._tokenBytes.k));
     const values = v.map(lower(this._tokenBytes.v));
     const c = make('kvt_transfer_t', { first_token: firstToken, tokens: count, first_layer: firstLayer,
@@ -297,22 +313,27 @@ class Session {
   close() { check('session close', lib.kvt_session_close(this.raw)); }
 }
 
-/** C's view of memory, which never leads out of it. `held` keeps that memory where it is. */
-function viewOf(call, view, tokenBytes, tokens, held) {
+/** Converts a view for C. Rejects views that exceed their array. Adds the array to `memory`, which
+ *  keeps it alive. */
+function viewOf(call, view, tokenBytes, tokens, memory) {
   const given = ArrayBuffer.isView(view) ? { data: view } : view;
   const { data, offset = 0, heads = 1 } = given;
-  if (!ArrayBuffer.isView(data)) throw invalid(call, 'a view of a Buffer or a typed array');
+  if (!ArrayBuffer.isView(data)) {
+    throw invalid(call, 'the data of a view is no memory: pass a Buffer or a typed array');
+  }
   const run = tokenBytes / heads;
-  // 0 is without gaps, as in C.
+  // A stride of 0 means no gaps, as in C.
   const tokenStride = given.tokenStride || tokenBytes, headStride = given.headStride || run;
   const end = offset + (tokens - 1) * tokenStride + (heads - 1) * headStride + run;
-  // C would cut what is no integer, and read elsewhere than was looked at here.
+  // C would truncate a number that is no integer, and access other memory than was checked here.
   if (![run, tokens, heads, offset, tokenStride, headStride].every(Number.isSafeInteger) ||
       run <= 0 || tokens <= 0 || heads <= 0 || offset < 0 || tokenStride < 0 || headStride < 0 ||
       !(end <= data.byteLength)) {
-    throw invalid(call, `a view of ${tokens} tokens that leads out of ${data.byteLength} bytes`);
+    throw invalid(call, `a view of ${tokens} tokens does not fit its array of ${data.byteLength} ` +
+      'bytes: check offset, heads and the strides, which must be integers');
   }
-  held.push(data, data.buffer); // asked for its buffer, a small array leaves the moving heap
+  // Reading `buffer` moves the data of a small array out of the heap, where it could be relocated.
+  memory.push(data, data.buffer);
   return make('kvt_view_t', { address: koffi.address(data) + BigInt(offset), run_bytes: run, heads,
     token_stride_bytes: tokenStride, head_stride_bytes: headStride });
 }

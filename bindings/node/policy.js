@@ -5,8 +5,8 @@ const { check } = require('./errors');
 
 const bytesOf = (text) => Buffer.from(text, 'utf8');
 
-/** Says who leaves first, of objects that the program keeps itself. Ids are numbers or BigInts; `now`
- *  is the program's monotonic clock in ns, or 0 in every call. It needs no runtime. */
+/** An eviction policy for objects that the program keeps itself. Needs no runtime. Ids are numbers or
+ *  BigInts; `now` is the program's monotonic clock in ns, or 0 in every call. */
 class Policy {
   constructor(spec = 'lru', { capacity = 0, logEntries = 0, holes = false } = {}) {
     const text = bytesOf(spec);
@@ -17,7 +17,7 @@ class Policy {
       flags: holes ? POLICY_HOLES : 0 }), this.raw, err), err);
   }
 
-  /** Adds `{id, units, parent}`, all or none. */
+  /** Inserts objects `{id, units, parent}`, all or none. */
   insert(objects, now = 0) {
     const rows = objects.map(({ id, units = 1, parent }) => make('kvt_policy_object_t', { id, units,
       parent: parent ?? 0, flags: parent === undefined ? 0 : ROW_PARENT }));
@@ -26,7 +26,8 @@ class Policy {
       koffi.sizeof(TYPES.kvt_policy_object_t), err), err);
   }
 
-  /** Counts a use of a path, and says how many from the first on are there. */
+  /** Looks up a path of objects and touches the hits; returns the number of hits before the first
+   *  miss. */
   lookup(ids, now = 0) {
     const list = BigUint64Array.from(ids, BigInt);
     const out = [0];
@@ -36,7 +37,8 @@ class Policy {
     return Number(out[0]);
   }
 
-  /** Lets objects leave until so many units are free. What is still short is no error. */
+  /** Evicts objects until `units` are free, at most `most` victims. Returns the victims, and as `short`
+   *  the units that are still missing, which is no error. */
   evict(units, { most = 1024, now = 0 } = {}) {
     const size = koffi.sizeof(TYPES.kvt_policy_victim_t);
     const rows = Buffer.alloc(size * Math.max(most, 1));
@@ -50,15 +52,16 @@ class Policy {
     return { victims, short: Number(out.shortfall_units) };
   }
 
-  /** Goes on with another policy on the same objects. */
+  /** Switches to another policy, which takes over the objects. */
   switchTo(spec) {
     const text = bytesOf(spec);
     const err = [null];
     check('switch', lib.kvt_policy_switch(this.raw[0], text, text.length, err), err);
   }
 
+  /** The policy's spec in canonical form. */
   get spec() {
-    const to = Buffer.alloc(8192); // longer than any
+    const to = Buffer.alloc(8192); // longer than any spec
     const bytes = [0];
     check('spec', lib.kvt_policy_spec(this.raw[0], to, to.length, bytes));
     return to.toString('utf8', 0, Number(bytes[0]));

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""What the binding costs over C: calls, and a batch of blocks.
+"""Measures the cost of the binding over C: single calls, and a batch of blocks.
 
     bench.py [--quick] [--rounds N]
 
-Prints an object a line, with the keys of `kvtier-bench --json`. A call of Python's is timed
-beside the same call in a loop of C's, on the same handles in the same process, turn about: the
-value is the median of the differences. Without a C compiler, or the header, the call alone is
-timed, and there is no verdict. A batch is timed beside the same native call with structs that
-were filled before, twice in a row, each going first once. Bars that are missed are told, and
-fail nothing.
+Prints one JSON object per line, with the keys of `kvtier-bench --json`.
+
+- A Python call and the same call in a C loop are timed in alternation, on the same handles in one
+  process. The value is the median of the differences. Without a C compiler, or the header, only
+  the Python call is timed, without a verdict.
+- A batch is timed beside the same native call with prepared structs. Of two consecutive rounds
+  each side goes first once.
+
+A missed bar is reported, and is no failure.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 
 HERE = Path(__file__).resolve().parent
 if sys.path and Path(sys.path[0]).resolve() == HERE:
-    del sys.path[0]  # what is installed is timed: the package beside this file has no library
+    del sys.path[0]  # times the installed package; the one beside this file has no library
 
 import kvtier  # noqa: E402
 from kvtier import _lib  # noqa: E402
@@ -40,7 +43,7 @@ BATCH_GOAL = 1.05
 
 def line(bar: str, value: Optional[float], unit: str, baseline: str,
          baseline_value: Optional[float], goal: Optional[float], note: str = "") -> None:
-    """One bar; without a value or a baseline there is no verdict."""
+    """Prints one bar; without a value or a baseline there is no verdict."""
     known = value is not None and baseline_value is not None and goal is not None
     shown: Dict[str, Any] = {
         "group": "python", "bar": bar, "value": value, "unit": unit, "baseline": baseline,
@@ -52,7 +55,7 @@ def line(bar: str, value: Optional[float], unit: str, baseline: str,
 
 
 class Call(NamedTuple):
-    """A call that is timed: here, and in C with its arguments."""
+    """A timed call: the Python function, and the C function with its arguments."""
 
     name: str
     python: Callable[[], object]
@@ -61,22 +64,22 @@ class Call(NamedTuple):
 
 
 def native_library(where: Path) -> Tuple[Optional[ctypes.CDLL], str]:
-    """The loops of C, built beside the library that is loaded here; or why there are none."""
+    """Builds the C loops against the loaded library; returns them, or the reason for none."""
     compiler = shutil.which("cc")
     include = HERE.parent.parent / "include"
     if compiler is None or not (include / "kvtier" / "kvtier.h").exists():
         return None, "no C compiler, or no header"
     target = where / "bench_native.so"
-    made = subprocess.run(
+    compiled = subprocess.run(
         [compiler, "-O2", "-shared", "-fPIC", f"-I{include}", str(HERE / "bench_native.c"),
          _lib.lib._name, "-o", str(target)], capture_output=True, text=True)
-    if made.returncode:
-        return None, f"the compiler said: {made.stderr.strip()[:200]}"
+    if compiled.returncode:
+        return None, f"the C compiler failed: {compiled.stderr.strip()[:200]}"
     return ctypes.CDLL(str(target)), ""
 
 
 def calls(runtime: kvtier.Runtime) -> Iterator[Call]:
-    """Hot calls, each with its objects, which stay until the next is asked for."""
+    """Yields frequent calls. The objects of a call live until the next call is requested."""
     yield Call("now", runtime.now_ns, "bench_now", (runtime._raw,))
     with runtime.buffer(4096) as buffer:
         op = runtime.submit(kvtier.Work.checksum(buffer))
@@ -103,7 +106,7 @@ def calls(runtime: kvtier.Runtime) -> Iterator[Call]:
 
 
 def timed(call: Callable[[], object], count: int) -> float:
-    """Nanoseconds a call, less those of the loop."""
+    """Returns the nanoseconds per call, without those of the loop."""
     spins = range(count)
     begin = time.perf_counter_ns()
     for _ in spins:
@@ -116,7 +119,7 @@ def timed(call: Callable[[], object], count: int) -> float:
 
 
 def bench_calls(rounds: int, count: int) -> None:
-    """What a call costs over the same in C."""
+    """Measures the cost of calls over the same calls in C."""
     with tempfile.TemporaryDirectory() as where, kvtier.Runtime(workers=1) as runtime:
         native, why = native_library(Path(where))
         for call in calls(runtime):
@@ -139,7 +142,7 @@ def bench_calls(rounds: int, count: int) -> None:
 
 
 class Batch:
-    """A store with a batch of blocks in it, and the same batch as C wants it."""
+    """A store with a batch of blocks, and the same batch prepared for C."""
 
     def __init__(self, runtime: kvtier.Runtime) -> None:
         room = 2 * BATCH * (BLOCK_BYTES + 4096)
@@ -149,30 +152,31 @@ class Batch:
         self.memory = bytearray(b"\5") * (BATCH * BLOCK_BYTES)
         self.pool = kvtier.Pool(self.memory, BLOCK_BYTES)
         self.order = list(range(BATCH))
-        self.ready, self.there = kvtier.Names(self.names), self.pool.at(self.order)
+        self.ready, self.places = kvtier.Names(self.names), self.pool.at(self.order)
         self.runtime = runtime
 
     def put(self) -> None:
-        """Through the binding."""
+        """Stores the batch through the binding."""
         with self.blocks.put(self.names, self.pool.at(self.order)) as op:
             assert op.result().value == BATCH
 
     def get(self) -> None:
-        """Through the binding."""
+        """Loads the batch through the binding."""
         with self.blocks.get(self.names, self.pool.at(self.order)) as op:
             assert op.result().value == BATCH
 
     def get_ready(self) -> None:
-        """The same with names and places that were made ready before."""
-        with self.blocks.get(self.ready, self.there) as op:
+        """Loads the batch through the binding, with prepared names and addresses."""
+        with self.blocks.get(self.ready, self.places) as op:
             assert op.result().value == BATCH
 
     def clear(self) -> None:
-        """Leaves nothing for the next put to find."""
+        """Removes the blocks, so that the next put stores all of them."""
         self.blocks.clear(10)
 
     def prepared(self) -> Tuple[Callable[[Any], Any], List[Any]]:
-        """A function that makes one native move and waits for it, with structs that stand."""
+        """Returns a function that runs one native transfer with prepared structs, and the objects
+        to keep."""
         abi = kvtier.abi
         names = kvtier.Names(self.names)
         first = ctypes.addressof(ctypes.c_ubyte.from_buffer(self.memory))
@@ -186,53 +190,54 @@ class Batch:
         opts, session = abi.kvt_submit_opts_t(), self.blocks._session._raw
         info = abi.kvt_op_info_t()
 
-        def move(call: Any) -> None:
+        def transfer(call: Any) -> None:
             op, err = abi.kvt_op_p(), abi.kvt_error_p()
             _lib.check_err(call(session, ctypes.byref(c), ctypes.byref(opts), ctypes.byref(op),
                                 ctypes.byref(err)), err)
             _lib.check(_lib.lib.kvt_op_wait(op, abi.KVT_OP_RELEASED, 0))
             _lib.check(_lib.lib.kvt_op_info(op, ctypes.byref(info)))
-            assert info.status == abi.KVT_OK and info.value == BATCH  # as the binding's side asks
+            # The binding's side checks the same.
+            assert info.status == abi.KVT_OK and info.value == BATCH
             _lib.check(_lib.lib.kvt_op_free(ctypes.byref(op)))
 
-        return move, [names, table, rows, c, opts]
+        return transfer, [names, table, rows, c, opts]
 
     def close(self) -> None:
-        """Closes all of it."""
+        """Closes the blocks and the store."""
         self.blocks.close()
         self.store.close()
 
 
 def once(call: Callable[[], object]) -> float:
-    """How long it takes, in nanoseconds."""
+    """Returns the time of one call in nanoseconds."""
     begin = time.perf_counter_ns()
     call()
     return float(time.perf_counter_ns() - begin)
 
 
 def bench_batch(rounds: int) -> None:
-    """A batch through `Blocks`, beside the same native call."""
+    """Measures a batch through `Blocks` beside the same native call."""
     with kvtier.Runtime(workers=2) as runtime:
         batch = Batch(runtime)
-        move, _kept = batch.prepared()
+        transfer, _kept = batch.prepared()
         lib = _lib.lib
         ways: Dict[str, Tuple[Callable[[], object], Callable[[], object]]] = {
-            "put": (batch.put, lambda: move(lib.kvt_session_put_blocks)),
-            "get": (batch.get, lambda: move(lib.kvt_session_get_blocks)),
-            "get_ready": (batch.get_ready, lambda: move(lib.kvt_session_get_blocks))}
+            "put": (batch.put, lambda: transfer(lib.kvt_session_put_blocks)),
+            "get": (batch.get, lambda: transfer(lib.kvt_session_get_blocks)),
+            "get_ready": (batch.get_ready, lambda: transfer(lib.kvt_session_get_blocks))}
         found: Dict[str, List[Tuple[float, float]]] = {name: [] for name in ways}
         for turn in range(2 * rounds + 1):
             for name, both in ways.items():
                 spent = [0.0, 0.0]
-                # Who goes first changes: the second finds caches warm.
+                # The order alternates, because the second call finds warm caches.
                 for which in ((0, 1), (1, 0))[turn % 2]:
                     if name == "put":
                         batch.clear()
                     spent[which] = once(both[which])
-                if turn:  # the first warms up
+                if turn:  # the first round warms up
                     found[name].append((spent[0], spent[1]))
         for name, pairs in found.items():
-            # Of two turns at a time: each side went first in one of them.
+            # Pairs of rounds: each side goes first in one of them.
             ratio = statistics.median((a[0] + b[0]) / (a[1] + b[1])
                                       for a, b in zip(pairs[::2], pairs[1::2]))
             line(f"batch_{name}_{BATCH}", round(ratio, 4), "x",
@@ -242,12 +247,12 @@ def bench_batch(rounds: int) -> None:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description="What the binding costs over C.")
-    options.add_argument("--quick", action="store_true", help="ends within a minute")
+    options = argparse.ArgumentParser(description="Measures the cost of the binding over C.")
+    options.add_argument("--quick", action="store_true", help="takes less than a minute")
     options.add_argument("--rounds", type=int, default=0)
     given = options.parse_args()
     rounds = given.rounds or (9 if given.quick else 31)
-    # Short turns, and many: most end before the kernel gives the core to somebody else.
+    # Many short rounds: most of them end before the kernel schedules another process.
     bench_calls(40 * rounds, 250)
     bench_batch(rounds)
     return 0

@@ -1,6 +1,6 @@
 /*
- * The calls that bench.py times, in a loop of C's: what a call costs where no Python is. Each
- * function gives nanoseconds a call, or a negative status.
+ * C loops of the calls that bench.py times: the cost of a call without Python. Each function
+ * returns the nanoseconds per call, or a negative status.
  */
 #include <kvtier/kvtier.h>
 #include <time.h>

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Makes the wheel: the package with the shared library in it, and the connectors of engines
-(`bindings/*/kvtier_*`), for any Python 3.
+"""Builds the wheel for any Python 3: the package with the shared library, and the connectors for
+engines (`bindings/*/kvtier_*`).
 
     build_wheel.py [--prebuilt DIR] [--out DIR]
 
-DIR/lib/libkvtier.so is taken as it is (also named by KVTIER_PREBUILT_DIR);
-without one, cmake/build.sh makes it with cargo. This file is also the PEP 517
-backend that `pip install` calls. No build dependency: a wheel is a zip file.
-The same input gives the same bytes.
+The wheel contains DIR/lib/libkvtier.so unchanged; KVTIER_PREBUILT_DIR can name DIR, too. Without
+DIR, cmake/build.sh builds the library with cargo. This file is also the PEP 517 backend that
+`pip install` calls. It has no build dependencies, because a wheel is a zip file. The build is
+reproducible.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = HERE.parent.parent
 PACKAGE = HERE / "kvtier"
 
 MACHINES = {62: "x86_64", 183: "aarch64"}
-#: The C runtime's own libraries; a manylinux wheel may need no others.
+#: The libraries of the C runtime; a manylinux wheel may need no others.
 SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1",
           "libgcc_s.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 SHT_DYNAMIC, SHT_GNU_VERNEED = 6, 0x6FFFFFFE
@@ -40,11 +40,11 @@ DT_NEEDED = 1
 
 
 class Elf:
-    """As much of a 64-bit little-endian ELF file as the wheel's tag needs."""
+    """The parts of a 64-bit little-endian ELF file that determine the wheel's tag."""
 
     def __init__(self, data: bytes) -> None:
         if data[:6] != b"\x7fELF\x02\x01":
-            raise SystemExit("not a 64-bit little-endian ELF file")
+            raise SystemExit("the library is not a 64-bit little-endian ELF file")
         self.data = data
         self.machine = struct.unpack_from("<H", data, 18)[0]
         offset, = struct.unpack_from("<Q", data, 40)
@@ -69,7 +69,7 @@ class Elf:
         return names
 
     def needed_versions(self) -> Iterator[Tuple[str, str]]:
-        """Pairs of library and symbol version."""
+        """Yields pairs of library and symbol version."""
         for section in self.sections:
             if section[1] != SHT_GNU_VERNEED:
                 continue
@@ -87,23 +87,26 @@ class Elf:
 
 
 def platform_tag(library: bytes) -> str:
-    """The oldest manylinux that has every symbol version the library needs."""
+    """Returns the oldest manylinux tag with every symbol version that the library needs."""
     elf = Elf(library)
     machine = MACHINES.get(elf.machine)
     if machine is None:
-        raise SystemExit(f"ELF machine {elf.machine} is not supported")
+        raise SystemExit(f"ELF machine {elf.machine} is not supported: it must be one of "
+                         f"{', '.join(MACHINES.values())}")
     foreign = set(elf.needed_libraries()) - SYSTEM
     if foreign:
-        raise SystemExit(f"the library needs {sorted(foreign)}, which no manylinux promises")
+        raise SystemExit(f"the library needs {sorted(foreign)}, which manylinux does not "
+                         f"guarantee: link it to none but {sorted(SYSTEM)}")
     minor = 17  # the oldest tag that pip knows by version
     for _, version in elf.needed_versions():
         found = re.fullmatch(r"GLIBC_2\.(\d+)(?:\.\d+)?", version)
         if found:
             minor = max(minor, int(found.group(1)))
         elif version.startswith("GLIBC_") and version != "GLIBC_ABI_DT_RELR":
-            raise SystemExit(f"the library needs {version}, which is no numbered version")
+            raise SystemExit(f"the library needs {version}: only GLIBC_2.N and GLIBC_ABI_DT_RELR "
+                             "map to a manylinux tag")
         elif version == "GLIBC_ABI_DT_RELR":
-            minor = max(minor, 36)  # the first that loads packed relocations
+            minor = max(minor, 36)  # the first glibc that loads packed relocations
     return f"manylinux_2_{minor}_{machine}"
 
 
@@ -129,31 +132,31 @@ def metadata() -> str:
 
 
 def library(prebuilt: Optional[str]) -> bytes:
-    """The shared library's bytes, built if there are none."""
+    """Returns the shared library's bytes, and builds the library if none is given."""
     prebuilt = prebuilt or os.environ.get("KVTIER_PREBUILT_DIR")
     if prebuilt:
         return (Path(prebuilt) / "lib" / "libkvtier.so").read_bytes()
     script = ROOT / "cmake" / "build.sh"
     if not script.exists():
-        raise SystemExit("set KVTIER_PREBUILT_DIR to a directory with lib/libkvtier.so: "
-                         "this is not a source checkout")
+        raise SystemExit("this is not a source checkout, so the library cannot be built: set "
+                         "KVTIER_PREBUILT_DIR to a directory with lib/libkvtier.so")
     with tempfile.TemporaryDirectory() as out:
         subprocess.run(["sh", str(script), out], check=True, stdout=sys.stderr)
         return (Path(out) / "lib" / "libkvtier.so").read_bytes()
 
 
 def packages() -> List[Path]:
-    """The package, and those for engines: beside it in a source archive, else each in the
-    folder of its engine."""
-    # What lies beside an unpacked archive is anybody's.
-    homes = [HERE] if (HERE / "PKG-INFO").exists() else [*HERE.parent.glob("*"), HERE]
-    found = {path.name: path for home in homes for path in home.glob("kvtier_*")
+    """Returns the package and the connectors. A source archive has them beside the package, a
+    checkout in the folder of each engine."""
+    # Folders beside an unpacked archive are unrelated.
+    folders = [HERE] if (HERE / "PKG-INFO").exists() else [*HERE.parent.glob("*"), HERE]
+    found = {path.name: path for folder in folders for path in folder.glob("kvtier_*")
              if (path / "__init__.py").is_file()}
     return [PACKAGE, *(found[name] for name in sorted(found))]
 
 
 def sources(package: Path) -> Iterator[Tuple[str, bytes]]:
-    """The files of a package by their names in the wheel."""
+    """Yields the files of a package with their names in the wheel."""
     for path in sorted(package.rglob("*")):
         within = path.relative_to(package.parent)
         if "tests" in within.parts or not path.is_file():
@@ -163,7 +166,7 @@ def sources(package: Path) -> Iterator[Tuple[str, bytes]]:
 
 
 def entries(tag: str, shared: Optional[bytes]) -> Dict[str, bytes]:
-    """The wheel's files, less RECORD."""
+    """Returns the wheel's files without RECORD."""
     found = {name: data for package in packages() for name, data in sources(package)}
     if shared is not None:
         found["kvtier/lib/libkvtier.so"] = shared
@@ -176,14 +179,14 @@ def entries(tag: str, shared: Optional[bytes]) -> Dict[str, bytes]:
 
 
 def licence() -> Dict[str, bytes]:
-    """The licence, by its name: an unpacked archive has its own."""
-    home = HERE if (HERE / "PKG-INFO").exists() else ROOT
-    path = home / "LICENSE"
+    """Returns the licence by its file name; an unpacked archive has its own copy."""
+    folder = HERE if (HERE / "PKG-INFO").exists() else ROOT
+    path = folder / "LICENSE"
     return {path.name: path.read_bytes()} if path.exists() else {}
 
 
 def write_wheel(out: Path, shared: bytes) -> Path:
-    """Writes the wheel; returns where it is."""
+    """Writes the wheel and returns its path."""
     tag = f"py3-none-{platform_tag(shared)}"
     return _pack(out, tag, entries(tag, shared))
 
@@ -201,7 +204,7 @@ def _pack(out: Path, tag: str, files: Dict[str, bytes]) -> Path:
     target = out / f"kvtier-{package_version()}-{tag}.whl"
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
-            # A fixed time, so that the same input gives the same bytes.
+            # A fixed time keeps the build reproducible.
             entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
             entry.create_system = 3
             mode = 0o755 if name.endswith(".so") else 0o644
@@ -233,17 +236,18 @@ def build_wheel(wheel_directory: str, config_settings: Any = None,
 
 def build_editable(wheel_directory: str, config_settings: Any = None,
                    metadata_directory: Optional[str] = None) -> str:
-    """Points at this directory and those of the connectors; the library is found by
-    KVTIER_LIBRARY or the system's loader, as nothing is put into the source tree."""
+    """Points to this directory and those of the connectors. KVTIER_LIBRARY, or the system's
+    loader, finds the library, because nothing is written to the source tree."""
     tag = "py3-none-any"
     files = {name: data for name, data in entries(tag, None).items() if ".dist-info/" in name}
-    homes = dict.fromkeys(package.parent for package in packages())
-    files["kvtier.pth"] = "".join(f"{home}\n" for home in homes).encode()
+    folders = dict.fromkeys(package.parent for package in packages())
+    files["kvtier.pth"] = "".join(f"{folder}\n" for folder in folders).encode()
     return _pack(Path(wheel_directory), tag, files).name
 
 
 def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
-    """This directory and the connectors: building from it needs KVTIER_PREBUILT_DIR."""
+    """Packs this directory and the connectors. A build from the archive needs
+    KVTIER_PREBUILT_DIR."""
     base = f"kvtier-{package_version()}"
     names = ["README.md", "build_wheel.py", "generate.py", "pyproject.toml"]
     files = {name: (HERE / name).read_bytes() for name in names}
@@ -264,7 +268,7 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description="Makes the kvtier wheel.")
+    options = argparse.ArgumentParser(description="Builds the kvtier wheel.")
     options.add_argument("--prebuilt", help="directory with lib/libkvtier.so")
     options.add_argument("--out", type=Path, default=Path("dist"))
     given = options.parse_args()

@@ -4,8 +4,8 @@
     generate.py            writes the file
     generate.py --check    exits 1 and shows a diff when the file is stale
 
-The header is what cbindgen writes, so a small parser is enough; whatever it
-does not know is an error here and not a wrong call at run time.
+cbindgen writes the header, so a small parser is enough. An unknown construct is an error here
+instead of a wrong call at run time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SCALARS = {
 
 
 class Unknown(Exception):
-    """A construct this generator does not understand."""
+    """A construct that this generator does not support."""
 
 
 @dataclass(frozen=True)
 class CType:
-    """A C type: its base name, how many stars, whether the pointee is const."""
+    """A C type: its base name, the number of stars, whether the pointee is const."""
 
     base: str
     stars: int = 0
@@ -69,7 +69,7 @@ def without_comments(text: str) -> str:
 
 
 def preprocess(text: str, out: Header) -> str:
-    """Takes the directives out, as a C compiler would: no C++ branches."""
+    """Evaluates and removes the directives, as a C compiler does, without C++ branches."""
     active: List[bool] = []
     rest: List[str] = []
     for line in text.split("\n"):
@@ -178,12 +178,12 @@ def take(part: Dict[str, Optional[str]], out: Header) -> None:
         made = Function(restype, parameters(part["params"] or ""))
         # C allows a declaration to be repeated, but not to differ.
         if out.functions.setdefault(part["function"], made) != made:
-            raise Unknown(f"two different declarations of {part['function']}")
+            raise Unknown(f"two different declarations of {part['function']}: they must be equal")
 
 
 def same(name: Optional[str], alias: Optional[str]) -> None:
     if name != alias:
-        raise Unknown(f"struct {name} under another name, {alias}")
+        raise Unknown(f"struct {name} has the other alias {alias}: names must be equal")
 
 
 def unique(names: List[str], name: str) -> None:
@@ -196,7 +196,7 @@ def verify(out: Header) -> None:
     for name in out.sized:
         fields = out.structs.get(name)
         if not fields or fields[0] != ("struct_size", CType("uint64_t")):
-            raise Unknown(f"an initialiser for {name}, which has no struct_size")
+            raise Unknown(f"an initialiser for {name}, whose first field is not struct_size")
     for name, fields in out.structs.items():
         if fields[0][0] == "struct_size" and name not in out.sized:
             raise Unknown(f"{name} has a struct_size and no initialiser")
@@ -204,7 +204,7 @@ def verify(out: Header) -> None:
             raise Unknown(f"a field without a name in {name}")
     for needed in ("KVT_HEADER_VERSION", "KVT_OK"):
         if needed not in out.constants:
-            raise Unknown(f"no {needed}")
+            raise Unknown(f"the constant {needed} is missing")
 
 
 def handle(name: str) -> str:
@@ -219,11 +219,11 @@ def spell(out: Header, kind: CType, place: str) -> str:
             return "None"
         text = {1: "ctypes.c_void_p", 2: "ctypes.POINTER(ctypes.c_void_p)"}.get(stars)
     elif base == "char" and stars == 1:
-        # Only these are known to end in NUL: the other texts carry a length.
+        # Only these texts end in NUL: the others have a length.
         nul_ended = place == "result" or (place == "param" and kind.const)
         text = "ctypes.c_char_p" if nul_ended else "ctypes.POINTER(ctypes.c_char)"
     elif base == "char" and stars == 2 and place == "param":
-        # Where a text that lives as long as the library is written; its length is too.
+        # Output of a text that lives as long as the library, with a separate length.
         text = "ctypes.POINTER(ctypes.POINTER(ctypes.c_char))"
     elif base in out.opaque:
         text = {1: handle(base), 2: f"ctypes.POINTER({handle(base)})"}.get(stars)
@@ -314,7 +314,7 @@ def main() -> int:
     try:
         text = emit(parse(given.header.read_text(encoding="utf-8")))
     except Unknown as error:
-        print(f"{given.header.name}: not understood: {error}", file=sys.stderr)
+        print(f"{given.header.name}: unsupported construct: {error}", file=sys.stderr)
         return 2
     if not given.check:
         given.output.write_text(text, encoding="utf-8")
@@ -326,7 +326,7 @@ def main() -> int:
         before.splitlines(True), text.splitlines(True), str(given.output.name), "generated"
     )
     sys.stdout.writelines(diff)
-    print(f"{given.output.name} is stale: run generate.py", file=sys.stderr)
+    print(f"{given.output.name} is out of date: run generate.py", file=sys.stderr)
     return 1
 
 

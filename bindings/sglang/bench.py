@@ -1,9 +1,9 @@
-"""What the backend costs: over kvtier.Blocks itself, and beside SGLang's own file backend.
+"""The overhead of the backend over kvtier.Blocks, and its speed against SGLang's file backend.
 
     python bench.py [--pages 1000] [--pairs 25] [--file DIR] [--file-pairs 5]
 
-A JSON line for each bar; medians of interleaved pairs. Without `--file`, or without SGLang, the
-bars beside the file backend are left out, and stubs stand for the engine.
+It prints a JSON line per result, with medians of interleaved pairs. The comparison with the file
+backend needs `--file` and KVTIER_ENGINES=1 with SGLang; otherwise stubs replace the engine.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Call = Callable[[], None]
 
 
 def seconds(call: Call) -> float:
-    """How long it takes."""
+    """The wall-clock seconds of a call."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
 
 
 class Pairs:
-    """Medians of what two calls take that are made in turns, each first every other time: wall
-    clock, and what the calling thread itself computed, which other load does not change."""
+    """Median times of two calls that alternate, each first in every other turn: the wall clock,
+    and the CPU time of the calling thread, which other load does not change."""
 
     def __init__(self, count: int, before: Call, ours: Call, theirs: Call) -> None:
         wall: Dict[Call, List[float]] = {ours: [], theirs: []}
@@ -56,16 +56,16 @@ class Pairs:
         mine, other = (statistics.median(own[one][2:]) for one in (ours, theirs))
         self.more = mine - other
 
-    def words(self, nbytes: int) -> str:
-        """What the two medians were."""
+    def describe(self, nbytes: int) -> str:
+        """Both medians as text."""
         return (f"{self.ours * 1e3:.2f} ms ({nbytes / self.ours / 1e9:.2f} GB/s) against "
                 f"{self.theirs * 1e3:.2f} ms ({nbytes / self.theirs / 1e9:.2f} GB/s), the calling "
                 f"thread {self.more * 1e6:+.0f} us")
 
 
-def tell(bar: str, value: float, baseline: str, goal: Optional[float], better: str,
-         note: str) -> None:
-    """A line."""
+def print_result(bar: str, value: float, baseline: str, goal: Optional[float], better: str,
+                 note: str) -> None:
+    """Prints a result as a JSON line."""
     ok = None if goal is None else value <= goal if better == "lower" else value >= goal
     print(json.dumps({
         "group": "sglang", "bar": bar, "value": round(value, 4), "unit": "ratio",
@@ -74,14 +74,14 @@ def tell(bar: str, value: float, baseline: str, goal: Optional[float], better: s
 
 
 def opened(pool: Any, **extra: Any) -> KvtierStorage:
-    """A backend for a pool."""
+    """Makes a backend for a pool."""
     backend = KvtierStorage(config(extra, enable_storage_metrics=False), {})
     backend.register_mem_pool_host(pool)
     return backend
 
 
-def over_blocks(pool: MiniPool, keys: List[str], rounds: int) -> None:
-    """The cost of being a backend: names, slots, checks, answers."""
+def compare_with_blocks(pool: MiniPool, keys: List[str], rounds: int) -> None:
+    """Measures the overhead of the backend's names, slots, checks and results."""
     nbytes = len(keys) * len(pool.bytes_of(0))
     backend = opened(pool, host_bytes=2 * nbytes + (128 << 20))
     blocks = backend._pools["kv"].blocks
@@ -106,23 +106,24 @@ def over_blocks(pool: MiniPool, keys: List[str], rounds: int) -> None:
     for bar, before, ours, move in (
             ("get_over_blocks", lambda: None, backend.batch_get_v1, blocks.get),
             ("set_over_blocks", clear, backend.batch_set_v1, blocks.put)):
-        took = Pairs(rounds, before, lambda: ours(keys, slots) and None, lambda: bare(move))
-        tell(f"{bar}_{pool.layout}", took.ratio, "kvtier.Blocks", 1.05, "lower",
-             f"{len(keys)} pages: {took.words(nbytes)}")
-        tell(f"{bar}_{pool.layout}_own", 1 + took.more / took.theirs, "kvtier.Blocks", 1.05,
-             "lower", "what the calling thread computes more than for the bare call, on top of "
-             "that call's time: the same, without what other load adds to either")
+        measured = Pairs(rounds, before, lambda: ours(keys, slots) and None, lambda: bare(move))
+        print_result(f"{bar}_{pool.layout}", measured.ratio, "kvtier.Blocks", 1.05, "lower",
+                     f"{len(keys)} pages: {measured.describe(nbytes)}")
+        print_result(f"{bar}_{pool.layout}_own", 1 + measured.more / measured.theirs,
+                     "kvtier.Blocks", 1.05, "lower",
+                     "the same from the calling thread's CPU time: its extra CPU time over the "
+                     "bare call, added to the bare call's time, without the effect of other load")
     backend.close()
 
 
-def beside_file(keys: List[str], rounds: int, place: str) -> None:
-    """The same pages of SGLang's own pool, and its own file backend."""
+def compare_with_file(keys: List[str], rounds: int, place: str) -> None:
+    """Compares with SGLang's file backend, on the same pages of SGLang's own pool."""
     sys.path.insert(0, str(HERE / "tests" / "engine"))
     import pools
     import torch
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolName, PoolTransfer
 
-    torch.set_num_threads(1)  # its threads wait for each other where others compute, too
+    torch.set_num_threads(1)  # torch's threads would wait for each other under other load
     pool = pools.mha("page_first", layers=8, dim=128, page=32, tokens=16 * len(keys))
     pools.fill(pool, 2)
     nbytes = len(keys) * 2 * 8 * 32 * 2 * 128 * 2
@@ -143,16 +144,16 @@ def beside_file(keys: List[str], rounds: int, place: str) -> None:
     def theirs(call: Any) -> None:
         assert all(call([move])[PoolName.KV])
 
-    took = Pairs(rounds, clear, lambda: ours(backend.batch_set_v1),
-                 lambda: theirs(file.batch_set_v2))
-    tell("set_speed_beside_file", 1 / took.ratio, "HiCacheFile", 1.0, "higher",
-         f"written to disk, neither synced: {took.words(nbytes)}")
+    measured = Pairs(rounds, clear, lambda: ours(backend.batch_set_v1),
+                     lambda: theirs(file.batch_set_v2))
+    print_result("set_speed_beside_file", 1 / measured.ratio, "HiCacheFile", 1.0, "higher",
+                 f"written to disk, neither synced: {measured.describe(nbytes)}")
     ours(backend.batch_set_v1)
     theirs(file.batch_set_v2)
-    took = Pairs(rounds, lambda: None, lambda: ours(backend.batch_get_v1),
-                 lambda: theirs(file.batch_get_v2))
-    tell("get_speed_beside_file", 1 / took.ratio, "HiCacheFile", 1.0, "higher",
-         f"kvtier from its memory, files from the page cache: {took.words(nbytes)}")
+    measured = Pairs(rounds, lambda: None, lambda: ours(backend.batch_get_v1),
+                     lambda: theirs(file.batch_get_v2))
+    print_result("get_speed_beside_file", 1 / measured.ratio, "HiCacheFile", 1.0, "higher",
+                 f"kvtier from its memory, files from the page cache: {measured.describe(nbytes)}")
     cold: List[float] = []
     warm: List[float] = []
     for _ in range(max(3, rounds // 3)):
@@ -161,30 +162,30 @@ def beside_file(keys: List[str], rounds: int, place: str) -> None:
         cold.append(seconds(lambda: ours(backend.batch_get_v1)))
         warm.append(seconds(lambda: theirs(file.batch_get_v2)))
     mine, other = statistics.median(cold), statistics.median(warm)
-    tell("get_after_restart_beside_file", other / mine, "HiCacheFile", None, "higher",
-         "kvtier from its disk, files from the page cache as they were just written: "
-         f"{mine * 1e3:.0f} ms against {other * 1e3:.0f} ms")
+    print_result("get_after_restart_beside_file", other / mine, "HiCacheFile", None, "higher",
+                 "kvtier from its disk, files from the page cache as they were just written: "
+                 f"{mine * 1e3:.0f} ms against {other * 1e3:.0f} ms")
     backend.close()
     file.clear()
 
 
 def main() -> None:
-    """All bars."""
+    """Runs all comparisons."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pages", type=int, default=1000)
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--file-pairs", type=int, default=5)
-    parser.add_argument("--file", help="a directory for SGLang's file backend and our disk")
+    parser.add_argument("--file", help="a directory for SGLang's file backend and kvtier's disk")
     given = parser.parse_args()
     keys = names(given.pages)
     for layout in ("page_first", "layer_first"):
         # 256 KiB a page: 8 layers, 2 heads of 128 halves, 32 tokens, K and V.
         pool = MiniPool(layout, pages=given.pages, layers=8, page_size=32, dim=128)
         pool.fill(1)
-        over_blocks(pool, keys, given.pairs)
+        compare_with_blocks(pool, keys, given.pairs)
     if given.file and os.environ.get("KVTIER_ENGINES") == "1":
         with tempfile.TemporaryDirectory(dir=given.file) as place:
-            beside_file(keys, given.file_pairs, place)
+            compare_with_file(keys, given.file_pairs, place)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What TieredCache costs: JSON lines, medians of interleaved pairs against the stock cache.
+"""Measures the cost of TieredCache against the stock cache: medians of interleaved runs.
 
     python bindings/transformers/bench.py [--quick] [MODEL...]
 
-Wall time is the bar. On a machine with other work each wake-up of a thread costs the generating
-one its place, so the CPU time of that thread stands beside it, and that of all threads.
+Prints JSON lines. The bar applies to wall time. On a busy machine each wake-up of a thread
+preempts the generating one, so the CPU time of that thread and of the process are printed too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, List, Tuple
+from typing import Callable, List, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tests"))
 
@@ -31,7 +31,7 @@ CLOCKS: List[Tuple[str, Callable[[], int]]] = [
 
 
 def line(bar: str, value: float, baseline_ns: float, goal: float) -> None:
-    """One bar: a ratio, and the nanoseconds that it is a ratio to."""
+    """Prints one bar: a ratio and its baseline in nanoseconds per token."""
     print(json.dumps({"group": "transformers", "bar": bar, "value": round(value, 4),
                       "unit": "ratio", "baseline": "DynamicCache, ns a token",
                       "baseline_value": round(baseline_ns), "goal": goal, "better": "lower",
@@ -39,9 +39,11 @@ def line(bar: str, value: float, baseline_ns: float, goal: float) -> None:
 
 
 def pairs(name: str, rounds: int) -> Tuple[List[List[float]], List[List[float]]]:
-    """By each clock: ratios of ours to stock over as many tokens as are stored at a time, so that
-    each has its share of that, steps taken in turns; and stock's ns a token. Each chunk is new to
-    the store."""
+    """Returns for each clock the ratios of our cache to the stock cache, and the stock cache's ns
+    per token.
+
+    The two caches take steps in turns. Each ratio covers as many tokens as one put, so that it
+    includes the put's cost. Each chunk is new to the store."""
     model = make(name)
     ratios: List[List[float]] = [[] for _ in CLOCKS]
     stock_ns: List[List[float]] = [[] for _ in CLOCKS]
@@ -72,15 +74,15 @@ def pairs(name: str, rounds: int) -> Tuple[List[List[float]], List[List[float]]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(MAKERS)}: all of them")
+    parser.add_argument("models", nargs="*", help=f"{', '.join(MAKERS)} (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = {name: pairs(name, 2 if args.quick else 8) for name in args.models or MAKERS}
-    for at, (what, _) in enumerate(CLOCKS):
+    for at, (clock, _) in enumerate(CLOCKS):
         for name, (ratios, stock_ns) in found.items():
-            line(f"full-device decode, {name}{what}", statistics.median(ratios[at]),
+            line(f"full-device decode, {name}{clock}", statistics.median(ratios[at]),
                  statistics.median(stock_ns[at]), GOAL)
-        line(f"full-device decode, all models{what}",
+        line(f"full-device decode, all models{clock}",
              statistics.median(one for ratios, _ in found.values() for one in ratios[at]),
              statistics.median(one for _, base in found.values() for one in base[at]), GOAL)
 

@@ -1,10 +1,10 @@
-"""What the kvtier tier moves, beside `kvtier.Blocks`, vLLM's own file tier and LMCache's disk.
+"""Throughput of the kvtier tier against `kvtier.Blocks`, vLLM's file tier and LMCache's disk.
 
     python bindings/vllm/bench.py [--quick] [--json] [--dir DIR]
 
-Needs the installed vLLM (and LMCache for its row). Each number is the median of interleaved pairs,
-on the same blocks; a ratio above 1 means that kvtier is faster. What cannot run is told, and has
-"ok": null.
+Needs the installed vLLM, and LMCache for its row. Each number is the median of interleaved pairs
+on the same blocks; a ratio above 1 means that kvtier is faster. A comparison that cannot run
+prints the reason, with "ok": null.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import kvtier  # noqa: E402
 import numpy as np  # noqa: E402
 
 BATCH = 128
-#: Turns that do not count: memory is touched for the first time, files are made.
+#: Warm-up turns that do not count: they touch memory first and create files.
 WARM = 6
 
 
 class Side:
-    """Something that stores and loads rows under names."""
+    """One side of a comparison: stores and loads rows under names."""
 
     def store(self, names: List[bytes], rows: List[int]) -> None:
         raise NotImplementedError
@@ -42,11 +42,11 @@ class Side:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends it."""
+        """Releases the resources of the side."""
 
 
 class Tier(Side):
-    """A tier of vLLM's, called as its manager does."""
+    """A secondary tier, called as vLLM's manager calls it."""
 
     def __init__(self, kind: Any, rows: np.ndarray, row: int, options: Dict[str, Any]) -> None:
         from vllm.v1.kv_offload import config as c
@@ -83,7 +83,7 @@ class Tier(Side):
 
 
 class Library(Side):
-    """`kvtier.Blocks` alone: a call of the C library for each batch."""
+    """`kvtier.Blocks` alone: one call of the C library per batch."""
 
     def __init__(self, rows: np.ndarray, row: int, options: Dict[str, Any], level: int) -> None:
         self._runtime = kvtier.Runtime()
@@ -120,71 +120,71 @@ def filled(rows: np.ndarray, turn: int) -> np.ndarray:
     return np.random.default_rng(turn).integers(-128, 128, rows[:BATCH].shape, np.int8)
 
 
-def pairs(ours: Side, other: Side, rows: np.ndarray, turns: int, lag: int
+def pairs(ours: Side, baseline: Side, rows: np.ndarray, turns: int, lag: int
           ) -> Tuple[Tuple[float, float], Tuple[float, float]]:
-    """Of stores and loads: the median ratio, and the median seconds of the other. Loaded is the
-    batch of `lag` turns before: of stores with little memory it has gone to disk."""
+    """The median ratio and the baseline's median seconds, for stores and for loads. Loads read
+    the batch of `lag` turns before, which a store with little memory has demoted to disk."""
     all_rows, back = list(range(BATCH)), list(range(BATCH, 2 * BATCH))
     stores: List[Tuple[float, float]] = []
     loads: List[Tuple[float, float]] = []
     for turn in range(turns + WARM):
         rows[:BATCH] = filled(rows, turn)
-        sides = (ours, other) if turn % 2 else (other, ours)
+        sides = (ours, baseline) if turn % 2 else (baseline, ours)
         took = {side: timed(lambda s=side: s.store(names_of(turn * BATCH), all_rows))
                 for side in sides}
         if turn >= WARM:
-            stores.append((took[ours], took[other]))
+            stores.append((took[ours], took[baseline]))
         if turn < lag:
             continue
-        names, right = names_of((turn - lag) * BATCH), filled(rows, turn - lag)
+        names, expected = names_of((turn - lag) * BATCH), filled(rows, turn - lag)
         for side in sides:
             rows[BATCH:] = 0
             took[side] = timed(lambda s=side: s.load(names, back))
-            assert (rows[BATCH:] == right).all(), "wrong bytes"
+            assert (rows[BATCH:] == expected).all(), "wrong bytes"
         if turn >= WARM:
-            loads.append((took[ours], took[other]))
+            loads.append((took[ours], took[baseline]))
     return tuple((statistics.median(b / a for a, b in one),  # type: ignore[return-value]
                   statistics.median(b for _, b in one)) for one in (stores, loads))
 
 
-def line(bar: str, ratio: Optional[float], baseline: str, goal: float, rate: Optional[float],
-         why: str = "") -> Dict[str, Any]:
-    """A row as all benches of the project print them; `baseline_value` in GiB/s."""
-    told: Dict[str, Any] = {
+def result_row(bar: str, ratio: Optional[float], baseline: str, goal: float, rate: Optional[float],
+               why: str = "") -> Dict[str, Any]:
+    """A result in the form of all benchmarks of the project; `baseline_value` is in GiB/s."""
+    result: Dict[str, Any] = {
         "group": "vllm", "bar": bar, "value": None if ratio is None else round(ratio, 3),
         "unit": "ratio", "baseline": baseline,
         "baseline_value": None if rate is None else round(rate, 3), "goal": goal,
         "better": "higher", "ok": None if ratio is None else bool(ratio >= goal)}
     if why:
-        told["why"] = why
-    return told
+        result["why"] = why
+    return result
 
 
 def compare(make: Callable[[], Side], ours: Callable[[], Side], rows: np.ndarray, turns: int,
             lag: int, label: str, baseline: str, goal: float) -> List[Dict[str, Any]]:
-    """Both directions against one other."""
-    one, other = ours(), None
+    """Compares stores and loads with one baseline."""
+    one, baseline_side = ours(), None
     try:
         try:
-            other = make()
-        except Exception as error:  # noqa: B902: whatever keeps it from running is told
+            baseline_side = make()
+        except Exception as error:  # noqa: B902: printed as the reason
             why = f"{type(error).__name__}: {error}"[:200]
-            return [line(f"{label}_{what}", None, baseline, goal, None, why)
+            return [result_row(f"{label}_{what}", None, baseline, goal, None, why)
                     for what in ("store", "load")]
         nbytes = rows[:BATCH].nbytes / (1 << 30)
-        return [line(f"{label}_{what}", ratio, baseline, goal, nbytes / theirs)
+        return [result_row(f"{label}_{what}", ratio, baseline, goal, nbytes / theirs)
                 for what, (ratio, theirs) in zip(("store", "load"),
-                                                 pairs(one, other, rows, turns, lag))]
+                                                 pairs(one, baseline_side, rows, turns, lag))]
     finally:
         one.close()
-        if other is not None:
-            other.close()
+        if baseline_side is not None:
+            baseline_side.close()
 
 
 def run(folder: Path, quick: bool) -> Iterator[Dict[str, Any]]:
-    """All bars."""
+    """Runs all comparisons."""
     if not absent.engine().startswith("0.33."):
-        yield line("tier", None, "vllm", 1.0, None, "vLLM 0.33 is not installed")
+        yield result_row("tier", None, "vllm", 1.0, None, "vLLM 0.33 is not installed")
         return
     from kvtier_vllm.tier import KvtierTier
     from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
@@ -192,7 +192,7 @@ def run(folder: Path, quick: bool) -> Iterator[Dict[str, Any]]:
     for row, turns in ((256 << 10, 5 if quick else 25), (1 << 20, 0 if quick else 11)):
         if not turns:
             continue
-        # Aligned to pages, as the CPU tier's region is: files are read and written in place.
+        # Page-aligned, as the CPU tier's region is, so that files are read and written in place.
         rows = np.frombuffer(mmap.mmap(-1, 2 * BATCH * row), np.int8).reshape(2 * BATCH, row)
         size = f"{row >> 10}KiB"
         disk = {"disk_bytes": 16 << 30, "host_bytes": max(64 << 20, 2 * BATCH * row)}
@@ -226,8 +226,9 @@ def run(folder: Path, quick: bool) -> Iterator[Dict[str, Any]]:
             (files, tier("tier", disk), 4, "tier_against_fs", "vLLM's file tier", 1.0),
             (lmcache, tier("tier", disk), 4, "tier_against_lmcache", "LMCache's local disk", 1.0),
         )
-        for other, ours, lag, label, baseline, goal in against:
-            yield from compare(other, ours, rows, turns, lag, f"{label}_{size}", baseline, goal)
+        for make_baseline, ours, lag, label, baseline, goal in against:
+            yield from compare(make_baseline, ours, rows, turns, lag, f"{label}_{size}", baseline,
+                               goal)
             for name in folder.iterdir():
                 shutil.rmtree(name, ignore_errors=True)
 
@@ -236,16 +237,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer turns, one size")
     parser.add_argument("--json", action="store_true", help="one object a line")
-    parser.add_argument("--dir", type=Path, help="where the disks are; default: a temporary one")
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=asked.dir) as folder:
-        for told in run(Path(folder), asked.quick):
-            if asked.json:
-                print(json.dumps(told), flush=True)
+    parser.add_argument("--dir", type=Path,
+                        help="folder for the disk tiers; default: a temporary one")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+        for result in run(Path(folder), options.quick):
+            if options.json:
+                print(json.dumps(result), flush=True)
             else:
-                print(f"{told['bar']:36} {told['value']} of {told['baseline']} "
-                      f"(goal {told['goal']}, {told['baseline_value']} GiB/s) "
-                      f"{told.get('why', '')}", flush=True)
+                print(f"{result['bar']:36} {result['value']} of {result['baseline']} "
+                      f"(goal {result['goal']}, {result['baseline_value']} GiB/s) "
+                      f"{result.get('why', '')}", flush=True)
     return 0
 
 

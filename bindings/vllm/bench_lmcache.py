@@ -1,5 +1,8 @@
-"""LMCache's local disk backend as a side of the bench. Its memory objects lie over the same rows,
-so nothing is copied that is not its own; its files are read and written as ours are (O_DIRECT)."""
+"""LMCache's local disk backend, as a side of the benchmark.
+
+Its memory objects refer to the benchmark's rows, so there are no extra copies. It uses O_DIRECT
+for its files, as kvtier does.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import numpy as np
 
 
 class Disk:
-    """Stores and loads rows under names."""
+    """Stores and loads rows under names in LMCache's local disk."""
 
     def __init__(self, folder: Path, rows: np.ndarray) -> None:
         import torch
@@ -23,7 +26,8 @@ class Disk:
         from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
         self._key, self._torch, self._rows = CacheEngineKey, torch, rows
-        self._object, self._about, self._format = TensorMemoryObj, MemoryObjMetadata, MemoryFormat
+        self._object, self._metadata = TensorMemoryObj, MemoryObjMetadata
+        self._format = MemoryFormat
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -32,14 +36,15 @@ class Disk:
             local_cpu=False, local_disk=str(folder), max_local_disk_size=16,
             extra_config={"use_odirect": True})
         self._next: List[int] = []
-        memory = SimpleNamespace(allocate=lambda shape, dtype, fmt: self._of(self._next.pop(0)))
+        memory = SimpleNamespace(
+            allocate=lambda shape, dtype, fmt: self._memory_object(self._next.pop(0)))
         self._disk = LocalDiskBackend(config, self._loop, memory, "cpu")
 
-    def _of(self, row: int) -> Any:
+    def _memory_object(self, row: int) -> Any:
         raw = self._torch.from_numpy(self._rows[row].view(np.uint8))
         shape = self._torch.Size([len(raw)])
-        about = self._about(shape, self._torch.uint8, 0, len(raw), 1, 0, self._format.BINARY)
-        return self._object(raw, about, None)
+        metadata = self._metadata(shape, self._torch.uint8, 0, len(raw), 1, 0, self._format.BINARY)
+        return self._object(raw, metadata, None)
 
     def _names(self, names: List[bytes]) -> List[Any]:
         return [self._key("bench", 1, 0, int.from_bytes(name[:32], "big"), self._torch.uint8)
@@ -56,13 +61,13 @@ class Disk:
                     done.set()
 
         for key, row in zip(self._names(names), rows):
-            self._disk.submit_put_task(key, self._of(row), on_complete_callback=written)
-        assert done.wait(60), "not all was stored"
+            self._disk.submit_put_task(key, self._memory_object(row), on_complete_callback=written)
+        assert done.wait(60), "LMCache did not store all rows within 60 s"
 
     def load(self, names: List[bytes], rows: List[int]) -> None:
         self._next = list(rows)
         got = self._disk.batched_get_blocking(self._names(names))
-        assert all(one is not None for one in got), "not all was loaded"
+        assert all(one is not None for one in got), "LMCache did not load all rows"
 
     def close(self) -> None:
         self._disk.close()

@@ -69,12 +69,12 @@ static void transfer(kvt_session_t *session, int is_put, tensors_t *kv, uint32_t
     kvt_view_t k[LAYERS], v[LAYERS];
     for (uint32_t i = 0; i < count; i++)
         k[i] = view_of(kv->k[first + i][0][0]), v[i] = view_of(kv->v[first + i][0][0]);
-    kvt_transfer_t move = KVT_TRANSFER_INIT;
-    move.tokens = TOKENS, move.first_layer = first, move.layers = count;
-    move.k = k, move.v = v, move.stride_bytes = sizeof k[0];
-    if (is_put) move.level = KVT_LEVEL_DURABLE; /* survives kill -9 and power loss */
+    kvt_transfer_t request = KVT_TRANSFER_INIT;
+    request.tokens = TOKENS, request.first_layer = first, request.layers = count;
+    request.k = k, request.v = v, request.stride_bytes = sizeof k[0];
+    if (is_put) request.level = KVT_LEVEL_DURABLE; /* survives kill -9 and power loss */
     kvt_op_t *op = NULL;
-    must((is_put ? kvt_session_put : kvt_session_get)(session, &move, NULL, &op, &err), "submitting");
+    must((is_put ? kvt_session_put : kvt_session_get)(session, &request, NULL, &op, &err), "submitting");
     MUST(kvt_op_wait(op, KVT_OP_RELEASED, 0)); /* submitting returned at once: an engine computes meanwhile */
     kvt_op_info_t info = KVT_OP_INFO_INIT;
     MUST(kvt_op_info(op, &info));

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""A tiny router: sends each request to the engine that has the longest part of its prompt.
+"""A small router: forwards each request to the engine that has the longest prefix of its prompt.
 
     router.py --redis HOST:PORT --space space.json [--prefix kvt] [--listen 127.0.0.1:8080]
 
-Engines tell a Redis stream what their stores have (docs/remote.md, "Events"): their stores are
-opened with `remote=redis(url=..., events="http://engine-0:8000")`, and what they call themselves
-there is where they are asked. A request is a POST with a JSON body whose `prompt` is a list of
-tokens; it is passed on as it is, and the answer comes back with `X-Engine`. `GET /` says what is
-known.
+Engines publish the events of their stores to a Redis stream (docs/remote.md, "Events"). They open
+their stores with `remote=redis(url=..., events="http://engine-0:8000")`; the value of `events` is
+the URL that requests are forwarded to.
 
-space.json says what is hashed into keys, as the engines say it:
+A request is a POST with a JSON body whose `prompt` is a list of tokens. The router forwards it
+unchanged, and adds `X-Engine` to the response. `GET /` returns the number of chunks of each engine.
+
+space.json has the namespace's identity and layout, equal to those of the engines:
 
     {"identity": {"model": "llama-3-8b", "weights": "sha256:..."}, "chunk_tokens": 16,
      "groups": [{"layers": [0, 1, 2], "k_bytes": 2048, "v_bytes": 2048}]}
 
-Needs the package kvtier, and nothing else.
+It needs the package kvtier and no other package.
 """
 
 import argparse
@@ -32,74 +33,77 @@ import kvtier
 EVENT = struct.Struct("<4I32s32s32s")
 STORED, REMOVED, CLEARED = 1, 2, 3
 TIER_REMOTE = 3
-MOST_KEYS = 4_000_000
-MOST_BODY = 64 << 20
+MAX_KEYS = 4_000_000
+MAX_BODY_BYTES = 64 << 20
 
 
-class Places:
-    """Who has which chunks. What engines share at the remote is no reason to prefer one."""
+class ResidencyIndex:
+    """The chunks that are resident at each engine. Chunks at the shared remote do not count."""
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._has = {}  # engine -> {key: bits of tiers}
-        self._spaces = {}  # engine -> {namespace: its keys}
-        self._runs = {}
-        self._busy = {}
+        self._resident = {}  # engine -> {key: set of tiers as bits}
+        self._namespaces = {}  # engine -> {namespace: its keys}
+        self._runs = {}  # engine -> id of its current run
+        self._requests = {}  # engine -> number of requests in flight
 
-    def take(self, fields):
-        """An entry of the stream, as bytes by names."""
+    def apply(self, fields):
+        """Applies an entry of the stream, whose fields are bytes."""
         if fields.get(b"v") != b"1":
             return
         node, run = fields[b"node"].decode(), fields[b"run"]
         with self._lock:
             if self._runs.get(node) != run or fields[b"stage"] == b"closed":
-                self._has.pop(node, None)
-                self._spaces.pop(node, None)
+                self._resident.pop(node, None)
+                self._namespaces.pop(node, None)
             self._runs[node] = run
             if fields[b"stage"] == b"closed":
                 del self._runs[node]
                 return
-            has, spaces = self._has.setdefault(node, {}), self._spaces.setdefault(node, {})
-            for kind, tier, _, _, key, _, space in EVENT.iter_unpack(fields[b"events"]):
+            resident = self._resident.setdefault(node, {})
+            namespaces = self._namespaces.setdefault(node, {})
+            for kind, tier, _, _, key, _, namespace in EVENT.iter_unpack(fields[b"events"]):
                 if kind == CLEARED:
-                    for gone in spaces.pop(space, ()):
-                        has.pop(gone, None)
+                    for cleared in namespaces.pop(namespace, ()):
+                        resident.pop(cleared, None)
                 elif tier == TIER_REMOTE:
                     continue
-                elif kind == STORED and len(has) < MOST_KEYS:
-                    has[key] = has.get(key, 0) | 1 << tier
-                    spaces.setdefault(space, set()).add(key)
-                elif kind == REMOVED and key in has:
-                    has[key] &= ~(1 << tier)
-                    if not has[key]:
-                        del has[key]
-                        spaces.get(space, set()).discard(key)
+                elif kind == STORED and len(resident) < MAX_KEYS:
+                    resident[key] = resident.get(key, 0) | 1 << tier
+                    namespaces.setdefault(namespace, set()).add(key)
+                elif kind == REMOVED and key in resident:
+                    resident[key] &= ~(1 << tier)
+                    if not resident[key]:
+                        del resident[key]
+                        namespaces.get(namespace, set()).discard(key)
 
-    def choose(self, keys, but=()):
-        """The engine with most of these chunks from the first on, of several the least busy; and
-        how many it has."""
+    def choose(self, keys, excluded=()):
+        """Returns the engine with the longest prefix of these chunks, and the prefix's length in
+        chunks. Among equals it prefers the engine with the fewest requests in flight."""
         with self._lock:
-            def length(node):
-                has = self._has.get(node, {})
-                return next((at for at, key in enumerate(keys) if key not in has), len(keys))
+            def prefix(node):
+                resident = self._resident.get(node, {})
+                return next((at for at, key in enumerate(keys) if key not in resident), len(keys))
 
-            nodes = [node for node in self._runs if node not in but]
+            nodes = [node for node in self._runs if node not in excluded]
             if not nodes:
                 return None, 0
-            best = max(nodes, key=lambda node: (length(node), -self._busy.get(node, 0)))
-            return best, length(best)
+            best = max(nodes, key=lambda node: (prefix(node), -self._requests.get(node, 0)))
+            return best, prefix(best)
 
-    def busy(self, node, by):
+    def count_request(self, node, change):
+        """Adds `change` to the number of requests in flight at an engine."""
         with self._lock:
-            self._busy[node] = self._busy.get(node, 0) + by
+            self._requests[node] = self._requests.get(node, 0) + change
 
-    def known(self):
+    def chunk_counts(self):
+        """The number of resident chunks of each engine."""
         with self._lock:
-            return {node: len(self._has.get(node, {})) for node in self._runs}
+            return {node: len(self._resident.get(node, {})) for node in self._runs}
 
 
 class Redis:
-    """As much of the protocol as reading a stream takes."""
+    """The part of the Redis protocol that reading a stream needs."""
 
     def __init__(self, host, port):
         self._socket = socket.create_connection((host, port), timeout=10)
@@ -114,7 +118,7 @@ class Redis:
     def _read(self):
         line = self._file.readline()
         if not line.endswith(b"\r\n"):
-            raise ConnectionError("the server has ended the connection")
+            raise ConnectionError("the Redis server closed the connection")
         kind, rest = line[:1], line[1:-2]
         if kind == b"-":
             raise ConnectionError(rest.decode(errors="replace"))
@@ -126,14 +130,15 @@ class Redis:
             return None if rest == b"-1" else self._file.read(int(rest) + 2)[:-2]
         if kind == b"*":
             return None if rest == b"-1" else [self._read() for _ in range(int(rest))]
-        raise ConnectionError("this is no Redis server")
+        raise ConnectionError(f"unknown reply {line[:40]!r}: does --redis name a Redis server?")
 
     def close(self):
         self._socket.close()
 
 
-def follow(places, host, port, stream, stop):
-    """Reads the stream from its beginning, for ever; again where a server was away or is another."""
+def follow(index, host, port, stream, stop):
+    """Applies the stream to the index until `stop` is set. After an error it reconnects and reads
+    the stream from its beginning."""
     last, redis = b"0", None
     while not stop.is_set():
         try:
@@ -143,81 +148,85 @@ def follow(places, host, port, stream, stop):
                 for number, fields in entries:
                     last = number
                     try:
-                        places.take(dict(zip(fields[::2], fields[1::2])))
+                        index.apply(dict(zip(fields[::2], fields[1::2])))
                     except (KeyError, ValueError, struct.error) as error:
-                        print(f"an entry is not understood: {error!r}", file=sys.stderr)
+                        print(f"skipped the malformed entry {number!r} of {stream}: {error!r}",
+                              file=sys.stderr)
         except (OSError, ValueError) as error:
-            print(f"the stream cannot be read, and is tried again: {error}", file=sys.stderr)
+            print(f"cannot read {stream} from {host}:{port}, trying again in 1 s: {error}",
+                  file=sys.stderr)
             if redis:
                 redis.close()
-            # What a new server calls its entries begins anew.
+            # A restarted server numbers its entries from the start.
             last, redis = b"0", None
             stop.wait(1)
 
 
-class Keys:
-    """What the chunks of prompts are called."""
+class PromptKeys:
+    """Computes the chunk keys of prompts."""
 
     def __init__(self, space):
         self._runtime = kvtier.Runtime(workers=1)
         self._store = kvtier.Store(self._runtime, "store(host=1MiB, chunks=64, events=1)")
         identity = {name: value.encode() for name, value in space["identity"].items()}
         groups = [kvtier.Group(**group) for group in space["groups"]]
-        self._space = self._store.namespace(kvtier.Identity(**identity),
-                                            chunk_tokens=space["chunk_tokens"], groups=groups)
+        self._namespace = self._store.namespace(kvtier.Identity(**identity),
+                                                chunk_tokens=space["chunk_tokens"], groups=groups)
 
     def of(self, tokens):
-        return self._space.chunk_keys(tokens)
+        return self._namespace.chunk_keys(tokens)
 
     def close(self):
-        for one in (self._space, self._store, self._runtime):
-            one.close()
+        for handle in (self._namespace, self._store, self._runtime):
+            handle.close()
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        self._answer(200, json.dumps(self.server.places.known()).encode())
+        self._respond(200, json.dumps(self.server.index.chunk_counts()).encode())
 
     def do_POST(self):
         length = int(self.headers.get("Content-Length") or 0)
-        if not 0 < length <= MOST_BODY:
-            return self._answer(413, b"the body is empty or too long")
+        if not 0 < length <= MAX_BODY_BYTES:
+            return self._respond(413, f"the body has {length} bytes; 1 to {MAX_BODY_BYTES} are "
+                                      "accepted".encode())
         body = self.rfile.read(length)
         try:
             tokens = json.loads(body)["prompt"]
             keys = self.server.keys.of(tokens)
         except (ValueError, TypeError, KeyError, kvtier.Error) as error:
-            return self._answer(400, f"prompt must be a list of tokens: {error}".encode())
+            return self._respond(400, f"`prompt` must be a list of tokens: {error}".encode())
         tried = []
         while True:
-            node, chunks = self.server.places.choose(keys, tried)
+            node, chunks = self.server.index.choose(keys, tried)
             if node is None:
-                return self._answer(503, b"no engine is known, or none answers")
+                return self._respond(503, f"none of {len(tried)} engines answered; engines must "
+                                          "publish events to be known".encode())
             tried.append(node)
-            self.server.places.busy(node, 1)
+            self.server.index.count_request(node, 1)
             try:
-                return self._pass_on(node, chunks, body)
+                return self._forward(node, chunks, body)
             except OSError as error:
-                print(f"{node} does not answer: {error}", file=sys.stderr)
+                print(f"{node} did not answer, trying another engine: {error}", file=sys.stderr)
             finally:
-                self.server.places.busy(node, -1)
+                self.server.index.count_request(node, -1)
 
-    def _pass_on(self, node, chunks, body):
-        where = urllib.parse.urlsplit(node)
-        engine = http.client.HTTPConnection(where.hostname, where.port, timeout=600)
+    def _forward(self, node, chunks, body):
+        url = urllib.parse.urlsplit(node)
+        engine = http.client.HTTPConnection(url.hostname, url.port, timeout=600)
         try:
             engine.request("POST", self.path, body, {"Content-Type": "application/json"})
-            answer = engine.getresponse()
-            data = answer.read()
+            response = engine.getresponse()
+            data = response.read()
         except http.client.HTTPException as error:
             raise ConnectionError(error) from error
         finally:
             engine.close()
-        self._answer(answer.status, data, {"X-Engine": node, "X-Chunks": str(chunks)})
+        self._respond(response.status, data, {"X-Engine": node, "X-Chunks": str(chunks)})
 
-    def _answer(self, status, data, headers=()):
+    def _respond(self, status, data, headers=()):
         self.send_response(status)
         for name, value in dict(headers).items():
             self.send_header(name, value)
@@ -230,15 +239,15 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Router(ThreadingHTTPServer):
-    """Serves until it is shut down."""
+    """The HTTP server of the router, with a thread that follows the stream of events."""
 
     daemon_threads = True
 
     def __init__(self, listen, redis, stream, space):
         super().__init__(listen, Handler)
-        self.places, self.keys, self._stop = Places(), Keys(space), threading.Event()
+        self.index, self.keys, self._stop = ResidencyIndex(), PromptKeys(space), threading.Event()
         self._reader = threading.Thread(target=follow, daemon=True, args=(
-            self.places, *redis, stream, self._stop))
+            self.index, *redis, stream, self._stop))
         self._reader.start()
 
     def server_close(self):
@@ -249,6 +258,7 @@ class Router(ThreadingHTTPServer):
 
 
 def address(text):
+    """Splits HOST:PORT."""
     host, _, port = text.rpartition(":")
     return host or "127.0.0.1", int(port)
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The layout of every struct and the value of every constant, as C compilers see
-them, compared between compilers and with the committed table:
+"""Compares the layout of every struct and the value of every constant between C compilers, and with
+the committed table:
 
     layout.py [--bless] [--functions] [--emit]
 
-    --bless      write layout.txt anew
-    --functions  print the names of the functions the header declares
+    --bless      write layout.txt
+    --functions  print the names of the functions that the header declares
     --emit       print the C program
 
 Lines are `type size align`, `type.field offset size` and `CONSTANT value`, in the
@@ -36,7 +36,7 @@ def structs(text):
     for match in re.finditer(r"typedef struct (\w+) \{(.*?)\} (\w+);", text, flags=re.S):
         tag, body, name = match.groups()
         if tag != name:
-            sys.exit(f"struct {tag} is called {name}")
+            sys.exit(f"struct {tag} has the typedef name {name}; both must be equal")
         fields = []
         for field in filter(None, (part.strip() for part in body.split(";"))):
             found = re.fullmatch(r".*?(\w+)(\s*\[[^]]*\])*", field, flags=re.S)
@@ -54,7 +54,7 @@ def constants(text):
 
 
 def functions(text):
-    # Not the type of a callback: "typedef kvt_status_t (*kvt_..._fn)(...)".
+    # Skip callback types: "typedef kvt_status_t (*kvt_..._fn)(...)".
     pattern = r"^(?!typedef\b)[\w \t*]*?\b(kvt_\w+)\s*\([^;{]*\)\s*;"
     declared = re.findall(pattern, text, flags=re.M)
     return sorted(set(declared))
@@ -102,7 +102,7 @@ def main():
         return
     found = [c for c in COMPILERS if shutil.which(c)]
     if not found:
-        sys.exit("layout: no C compiler is here")
+        sys.exit(f"layout: no C compiler found; install one of {', '.join(COMPILERS)}")
     with tempfile.TemporaryDirectory() as folder:
         tables = {c: table_of(c, source, folder) for c in found}
     first = tables[found[0]]
@@ -111,14 +111,15 @@ def main():
             sys.exit(f"layout: {found[0]} and {compiler} differ:\n"
                      + difference(first, tables[compiler]))
     if first.count("\n") < 100 or "kvt_runtime_opts_t.workers" not in first:
-        sys.exit("layout: the header was not understood: too little was found in it")
+        sys.exit("layout: too few structs and constants found in the header: correct the patterns "
+                 "in layout.py")
     if "--bless" in sys.argv:
         with open(TABLE, "w", encoding="utf-8") as f:
             f.write(first)
     with open(TABLE, encoding="utf-8") as f:
         committed = f.read()
     if committed != first:
-        sys.exit("layout: layout.txt and the header differ (--bless renews it):\n"
+        sys.exit("layout: layout.txt and the header differ (--bless writes layout.txt):\n"
                  + difference(committed, first))
     print(f"layout: {first.count(chr(10))} lines agree, with {' and '.join(found)}")
 

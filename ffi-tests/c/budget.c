@@ -1,5 +1,5 @@
-/* Budgets: limits that hold at every instant, reservations that wait in order, owners
- * that are asked to give back, accounts, and buffers that are paid for. */
+/* Tests of budgets: hard limits, reservations that wait in order, reclaiming from owners, accounts,
+ * and buffers that are charged to an account. */
 
 #include "check.h"
 
@@ -12,7 +12,8 @@ static kvt_tier_report_t tier_of(const kvt_budget_t *budget, uint32_t tier) {
     return report;
 }
 
-static void held(const kvt_account_t *account, uint32_t tier, uint64_t reserved, uint64_t used) {
+static void expect_held(const kvt_account_t *account, uint32_t tier, uint64_t reserved,
+                        uint64_t used) {
     uint64_t out[2] = {99, 99};
     CHECK_OK(kvt_account_held(account, tier, &out[0], &out[1]));
     CHECK_EQ(out[0], reserved);
@@ -20,7 +21,7 @@ static void held(const kvt_account_t *account, uint32_t tier, uint64_t reserved,
     CHECK_OK(kvt_account_held(account, tier, NULL, NULL));
 }
 
-static void limits(kvt_runtime_t *runtime) {
+static void reservations_never_exceed_a_limit(kvt_runtime_t *runtime) {
     kvt_budget_opts_t opts = KVT_BUDGET_OPTS_INIT;
     opts.device_bytes = 1000;
     opts.host_bytes = 1 << 20;
@@ -43,7 +44,7 @@ static void limits(kvt_runtime_t *runtime) {
     CHECK_IS(kvt_account_reserve(account, KVT_TIER_DEVICE, UINT64_MAX, NULL), KVT_E_BUDGET);
     CHECK_OK(kvt_account_reserve(account, KVT_TIER_DEVICE, 0, NULL));
     CHECK_IS(kvt_account_reserve(account, KVT_TIER_REMOTE, 1, NULL), KVT_E_BUDGET);
-    /* The far end of the numbers. */
+    /* Largest numbers. */
     CHECK_OK(kvt_account_reserve(account, KVT_TIER_DISK, UINT64_MAX, NULL));
     CHECK_IS(kvt_account_reserve(account, KVT_TIER_DISK, 1, NULL), KVT_E_BUDGET);
     CHECK_OK(kvt_account_commit(account, KVT_TIER_DISK, UINT64_MAX, UINT64_MAX, NULL));
@@ -53,9 +54,9 @@ static void limits(kvt_runtime_t *runtime) {
     CHECK_IS(kvt_account_commit(account, KVT_TIER_DEVICE, 1001, 1, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_account_commit(account, KVT_TIER_DEVICE, 10, 11, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_account_release(account, KVT_TIER_DEVICE, 1, NULL), KVT_E_INVALID);
-    held(account, KVT_TIER_DEVICE, 1000, 0);
+    expect_held(account, KVT_TIER_DEVICE, 1000, 0);
     CHECK_OK(kvt_account_commit(account, KVT_TIER_DEVICE, 700, 300, NULL));
-    held(account, KVT_TIER_DEVICE, 300, 300);
+    expect_held(account, KVT_TIER_DEVICE, 300, 300);
     CHECK_EQ(tier_of(budget, KVT_TIER_DEVICE).free_bytes, 400);
     CHECK_EQ(tier_of(budget, KVT_TIER_DEVICE).peak_bytes, 1000);
     CHECK_IS(kvt_account_close(&account, &err), KVT_E_BUSY);
@@ -77,7 +78,7 @@ static void limits(kvt_runtime_t *runtime) {
     CHECK_OK(kvt_account_close(&account, NULL));
     CHECK_OK(kvt_budget_close(&budget, NULL));
 
-    /* More than the machine has: cut, or refused when strict. */
+    /* A limit above the machine's memory is reduced, or refused if strict. */
     kvt_budget_opts_t huge = KVT_BUDGET_OPTS_INIT;
     huge.host_bytes = UINT64_C(1) << 60;
     CHECK_OK(kvt_budget_open(runtime, &huge, &budget, NULL));
@@ -95,21 +96,22 @@ static void limits(kvt_runtime_t *runtime) {
     zero.flags = KVT_BUDGET_ZERO_HOST;
     CHECK_OK(kvt_budget_open(runtime, &zero, &budget, NULL));
     CHECK_EQ(tier_of(budget, KVT_TIER_HOST).limit_bytes, 0);
-    CHECK_EQ(tier_of(budget, KVT_TIER_PINNED).limit_bytes, 0); /* a part of it */
+    /* pinned memory is part of host memory */
+    CHECK_EQ(tier_of(budget, KVT_TIER_PINNED).limit_bytes, 0);
     CHECK_OK(kvt_budget_close(&budget, NULL));
 }
 
-/* Threads that take and give; one that looks all the time. */
+/* Threads that reserve and release, and one that reads reports all the time. */
 enum { LIMIT = 1000, THREADS = 4 };
 static kvt_budget_t *shared;
-static _Atomic uint64_t granted; /* our own count of what we were given */
+static _Atomic uint64_t granted; /* the test's own count of granted bytes */
 static atomic_bool stop;
-static uint64_t turns;
+static uint64_t rounds;
 
-static void *taker(void *data) {
+static void *reserve_and_release(void *data) {
     uint64_t state = 31 + (uint64_t)(uintptr_t)data;
     kvt_account_t *account = open_account(shared);
-    for (uint64_t i = 0; i < turns; i++) {
+    for (uint64_t i = 0; i < rounds; i++) {
         const uint64_t bytes = 1 + next_random(&state) % 400;
         if (i % 3 == 0) {
             kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
@@ -126,19 +128,19 @@ static void *taker(void *data) {
         }
         CHECK(atomic_fetch_add(&granted, bytes) + bytes <= LIMIT);
         const uint64_t used = next_random(&state) % (bytes + 1);
-        held(account, KVT_TIER_DISK, bytes, 0);
+        expect_held(account, KVT_TIER_DISK, bytes, 0);
         CHECK_OK(kvt_account_commit(account, KVT_TIER_DISK, bytes, bytes, NULL));
         atomic_fetch_sub(&granted, used);
         CHECK_OK(kvt_account_release(account, KVT_TIER_DISK, used, NULL));
         atomic_fetch_sub(&granted, bytes - used);
         CHECK_OK(kvt_account_release(account, KVT_TIER_DISK, bytes - used, NULL));
     }
-    held(account, KVT_TIER_DISK, 0, 0);
+    expect_held(account, KVT_TIER_DISK, 0, 0);
     CHECK_OK(kvt_account_close(&account, NULL));
     return NULL;
 }
 
-static void *watcher(void *data) {
+static void *watch_reports(void *data) {
     (void)data;
     while (!atomic_load(&stop)) {
         const kvt_tier_report_t report = tier_of(shared, KVT_TIER_DISK);
@@ -148,13 +150,13 @@ static void *watcher(void *data) {
     return NULL;
 }
 
-static void hard_under_threads(kvt_runtime_t *runtime) {
+static void limit_holds_under_threads(kvt_runtime_t *runtime) {
     shared = open_budget(runtime, LIMIT);
     atomic_store(&stop, 0);
     pthread_t threads[THREADS];
-    pthread_t watching = start_thread(watcher, NULL);
+    pthread_t watching = start_thread(watch_reports, NULL);
     for (int i = 0; i < THREADS; i++)
-        threads[i] = start_thread(taker, (void *)(uintptr_t)(i * 99991));
+        threads[i] = start_thread(reserve_and_release, (void *)(uintptr_t)(i * 99991));
     for (int i = 0; i < THREADS; i++) join_thread(threads[i]);
     atomic_store(&stop, 1);
     join_thread(watching);
@@ -165,8 +167,9 @@ static void hard_under_threads(kvt_runtime_t *runtime) {
 
 static int is_done(const kvt_op_t *op) { return (info_of(op).state & KVT_OP_RELEASED) != 0; }
 
-/* First come, first served, and who leaves the line lets the next one up. */
-static void first_come(kvt_runtime_t *runtime) {
+/* Reservations are granted in order. When the first one is cancelled or expires, the next is
+ * granted. */
+static void reservations_are_granted_in_order(kvt_runtime_t *runtime) {
     kvt_budget_t *budget = open_budget(runtime, 100);
     kvt_account_t *account = open_account(budget), *other = open_account(budget);
     CHECK_OK(kvt_account_reserve(account, KVT_TIER_DISK, 90, NULL));
@@ -174,8 +177,9 @@ static void first_come(kvt_runtime_t *runtime) {
     kvt_op_t *second = reserve_later(other, 5, NULL);
     CHECK(!is_done(first) && !is_done(second)); /* it would fit, but came later */
     CHECK_EQ(tier_of(budget, KVT_TIER_DISK).waiting, 2);
-    CHECK_IS(kvt_account_reserve(other, KVT_TIER_DISK, 1, NULL), KVT_E_BUDGET); /* passes nobody */
-    CHECK_IS(kvt_account_close(&other, NULL), KVT_E_BUSY); /* it waits for bytes */
+    /* overtakes no waiter */
+    CHECK_IS(kvt_account_reserve(other, KVT_TIER_DISK, 1, NULL), KVT_E_BUDGET);
+    CHECK_IS(kvt_account_close(&other, NULL), KVT_E_BUSY); /* it has a waiting reservation */
     kvt_op_t *third = NULL;
     CHECK_IS(kvt_account_reserve_later(other, KVT_TIER_DISK, 101, NULL, &third, NULL),
              KVT_E_BUDGET); /* can never fit */
@@ -187,11 +191,11 @@ static void first_come(kvt_runtime_t *runtime) {
     CHECK(!is_done(second)); /* 50 + 50 are taken */
     unreserve(account, 5);
     CHECK_OK(finish_op(&second));
-    held(account, KVT_TIER_DISK, 95, 0);
-    held(other, KVT_TIER_DISK, 5, 0);
+    expect_held(account, KVT_TIER_DISK, 95, 0);
+    expect_held(other, KVT_TIER_DISK, 5, 0);
 
-    /* A cancel, and a deadline, of the one in front. The second waits as long as the first:
-     * a turn in which the deadline passed before that was seen is repeated with a later one. */
+    /* Cancel, then deadline, of the first waiter. The second waits as long as the first. If the
+     * deadline passed before the test saw both waiting, the round is repeated with a later one. */
     uint64_t ms = 30;
     for (int how = 0; how < 2;) {
         kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
@@ -200,31 +204,31 @@ static void first_come(kvt_runtime_t *runtime) {
         first = reserve_later(account, 50, &opts);
         second = reserve_later(other, 10, NULL);
         const int waited = !is_done(second);
-        const int is_first_in_line = !is_done(first);
-        if (is_first_in_line) CHECK(waited);
+        const int first_waited = !is_done(first);
+        if (first_waited) CHECK(waited);
         if (how == 0) CHECK_OK(kvt_op_cancel(first));
         CHECK_EQ(finish_op(&first), how == 0 ? KVT_E_CANCELLED : KVT_E_TIMEOUT);
         CHECK_OK(finish_op(&second));
         unreserve(other, 10);
         CHECK_OK(kvt_account_reserve(account, KVT_TIER_DISK, 10, NULL));
-        if (how == 0) CHECK(is_first_in_line);
-        if (is_first_in_line) how++;
+        if (how == 0) CHECK(first_waited);
+        if (first_waited) how++;
         else ms *= 2;
     }
-    /* Tiers do not stand in each other's way. */
+    /* A waiter of one tier does not block another tier. */
     first = reserve_later(account, 1, NULL);
     CHECK_OK(kvt_budget_resize(budget, KVT_TIER_REMOTE, 7, NULL));
     CHECK_OK(kvt_account_reserve(other, KVT_TIER_REMOTE, 7, NULL));
     CHECK_OK(kvt_account_commit(other, KVT_TIER_REMOTE, 7, 0, NULL));
     CHECK(!is_done(first));
 
-    /* EACH has no meaning here. */
+    /* KVT_SUBMIT_EACH is invalid for reservations. */
     kvt_submit_opts_t each = KVT_SUBMIT_OPTS_INIT;
     each.flags = KVT_SUBMIT_EACH;
     CHECK_IS(kvt_account_reserve_later(other, KVT_TIER_DISK, 1, &each, &third, NULL),
              KVT_E_INVALID);
 
-    /* Closing ends who waits; what is held can still be given back. */
+    /* Closing ends waiting reservations; held bytes can still be released. */
     const kvt_budget_t *copy = budget;
     CHECK_OK(kvt_budget_close(&budget, NULL));
     CHECK_EQ(finish_op(&first), KVT_E_CLOSED);
@@ -237,8 +241,8 @@ static void first_come(kvt_runtime_t *runtime) {
     CHECK_OK(kvt_account_close(&other, NULL));
 }
 
-/* A limit below what is in use: nothing is granted until enough came back. */
-static void resize(kvt_runtime_t *runtime) {
+/* After a limit was reduced below its use, no reservation is granted until enough is released. */
+static void resize_below_use_grants_nothing(kvt_runtime_t *runtime) {
     kvt_budget_t *budget = open_budget(runtime, 100);
     kvt_account_t *account = open_account(budget);
     CHECK_OK(kvt_account_reserve(account, KVT_TIER_DISK, 80, NULL));
@@ -255,9 +259,9 @@ static void resize(kvt_runtime_t *runtime) {
     CHECK_OK(finish_op(&op));
     op = reserve_later(account, 30, NULL);
     CHECK(!is_done(op));
-    CHECK_OK(kvt_budget_resize(budget, KVT_TIER_DISK, 80, NULL)); /* room appears */
+    CHECK_OK(kvt_budget_resize(budget, KVT_TIER_DISK, 80, NULL)); /* now it fits */
     CHECK_OK(finish_op(&op));
-    /* Smaller than what waits: that one can never be granted, and is told. */
+    /* A reservation larger than the new limit can never be granted, and fails. */
     op = reserve_later(account, 60, NULL);
     CHECK_OK(kvt_budget_resize(budget, KVT_TIER_DISK, 50, NULL));
     unreserve(account, 50);
@@ -271,8 +275,8 @@ static void resize(kvt_runtime_t *runtime) {
 
 struct owner {
     kvt_account_t *account;
-    uint64_t gives; /* what it has to give */
-    atomic_uint asked, destroyed;
+    uint64_t reclaimable; /* bytes that it can release */
+    atomic_uint calls, destroyed;
     unsigned turn;
     pthread_t thread;
 };
@@ -287,18 +291,19 @@ static uint64_t reclaim(void *data, uint32_t tier, uint64_t bytes, uint64_t dead
     CHECK(!pthread_equal(pthread_self(), owner->thread));
     CHECK_EQ(atomic_load(&owner->destroyed), 0);
     owner->turn = atomic_fetch_add(&turn, 1);
-    const uint64_t n = bytes < owner->gives ? bytes : owner->gives;
-    owner->gives -= n;
-    /* Before: what is given back may end the op that somebody waits for. */
-    atomic_fetch_add(&owner->asked, 1);
-    if (n > 0) CHECK_OK(kvt_account_release(owner->account, KVT_TIER_DISK, n, NULL)); /* no lock */
+    const uint64_t n = bytes < owner->reclaimable ? bytes : owner->reclaimable;
+    owner->reclaimable -= n;
+    /* Count before the release: it may end the op that the test waits for. */
+    atomic_fetch_add(&owner->calls, 1);
+    /* no lock is held */
+    if (n > 0) CHECK_OK(kvt_account_release(owner->account, KVT_TIER_DISK, n, NULL));
     return n;
 }
 
-static void owner_gone(void *data) { atomic_fetch_add(&((struct owner *)data)->destroyed, 1); }
+static void owner_destroyed(void *data) { atomic_fetch_add(&((struct owner *)data)->destroyed, 1); }
 
-/* Owners are asked in the order of their priority, for what is short and no more. */
-static void reclaimers(kvt_runtime_t *runtime) {
+/* Owners reclaim in the order of their priority, and only as much as is needed. */
+static void owners_reclaim_by_priority(kvt_runtime_t *runtime) {
     kvt_budget_t *budget = open_budget(runtime, 300);
     static struct owner owners[3];
     memset(owners, 0, sizeof owners);
@@ -311,10 +316,10 @@ static void reclaimers(kvt_runtime_t *runtime) {
         opts.priority = priorities[i];
         opts.reclaim = reclaim;
         opts.user_data = &owners[i];
-        opts.destroy = owner_gone;
+        opts.destroy = owner_destroyed;
         owners[i].thread = pthread_self();
-        owners[i].gives = 100;
-        if (i == 0) { /* failures take nothing over */
+        owners[i].reclaimable = 100;
+        if (i == 0) { /* a failed open does not take over user_data */
             kvt_account_t *account = NULL;
             opts.priority = INT64_MAX;
             CHECK_IS(kvt_account_open(budget, &opts, &account, NULL), KVT_E_INVALID);
@@ -331,21 +336,21 @@ static void reclaimers(kvt_runtime_t *runtime) {
     kvt_account_t *account = open_account(budget);
     kvt_op_t *op = reserve_later(account, 150, NULL);
     CHECK_OK(finish_op(&op));
-    CHECK_EQ(atomic_load(&owners[1].asked), 1); /* priority -5: all it has */
-    CHECK_EQ(atomic_load(&owners[2].asked), 1); /* priority 0: the rest */
+    CHECK_EQ(atomic_load(&owners[1].calls), 1); /* priority -5: all it has */
+    CHECK_EQ(atomic_load(&owners[2].calls), 1); /* priority 0: the rest */
     CHECK(owners[1].turn < owners[2].turn);
-    CHECK_EQ(owners[1].gives, 0);
-    CHECK_EQ(owners[2].gives, 50);
-    CHECK_EQ(owners[0].gives, 100);
-    CHECK_EQ(atomic_load(&owners[0].asked), 0); /* priority 10: spared */
+    CHECK_EQ(owners[1].reclaimable, 0);
+    CHECK_EQ(owners[2].reclaimable, 50);
+    CHECK_EQ(owners[0].reclaimable, 100);
+    CHECK_EQ(atomic_load(&owners[0].calls), 0); /* priority 10: spared */
     CHECK_EQ(tier_of(budget, KVT_TIER_DISK).reclaim_requested_bytes, 150 + 50);
 
-    /* A limit below what is in use asks, too. */
+    /* Reducing a limit below its use reclaims, too. */
     CHECK_OK(kvt_budget_resize(budget, KVT_TIER_DISK, 200, NULL));
     const uint64_t until = hang_guard();
     while (tier_of(budget, KVT_TIER_DISK).committed_bytes + 150 > 200) {
         CHECK(now_ns() < until);
-        breathe();
+        short_pause();
     }
     unreserve(account, 150);
     CHECK_OK(kvt_account_close(&account, NULL));
@@ -359,87 +364,87 @@ static void reclaimers(kvt_runtime_t *runtime) {
     for (int i = 0; i < 3; i++) {
         while (atomic_load(&owners[i].destroyed) == 0) {
             CHECK(now_ns() < until);
-            breathe();
+            short_pause();
         }
         CHECK_EQ(atomic_load(&owners[i].destroyed), 1);
     }
 }
 
-/* Buffers are paid for in whole pages and give everything back. */
-static void buffers(kvt_runtime_t *runtime) {
+/* Buffers are charged in whole pages, and freeing returns all bytes. */
+static void buffers_are_charged_in_whole_pages(kvt_runtime_t *runtime) {
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     kvt_budget_opts_t opts = KVT_BUDGET_OPTS_INIT;
     opts.host_bytes = 10 * page;
     kvt_budget_t *budget = NULL;
     CHECK_OK(kvt_budget_open(runtime, &opts, &budget, NULL));
     kvt_account_t *account = open_account(budget);
-    kvt_buffer_opts_t wish = KVT_BUFFER_OPTS_INIT;
-    wish.bytes = page + 1;
-    wish.account = account;
+    kvt_buffer_opts_t request = KVT_BUFFER_OPTS_INIT;
+    request.bytes = page + 1;
+    request.account = account;
     kvt_buffer_t *buffer = NULL, *more = NULL;
-    CHECK_OK(kvt_buffer_alloc(runtime, &wish, &buffer, NULL));
-    held(account, KVT_TIER_HOST, 0, 2 * page);
+    CHECK_OK(kvt_buffer_alloc(runtime, &request, &buffer, NULL));
+    expect_held(account, KVT_TIER_HOST, 0, 2 * page);
     kvt_buffer_info_t info = KVT_BUFFER_INFO_INIT;
     CHECK_OK(kvt_buffer_info(buffer, &info));
     CHECK_EQ(info.bytes, page + 1);
     CHECK_EQ(info.charged_bytes, 2 * page);
     CHECK_EQ(info.pinned, 0);
     CHECK_IS(kvt_account_close(&account, NULL), KVT_E_BUSY);
-    wish.bytes = 8 * page + 1;
-    CHECK_IS(kvt_buffer_alloc(runtime, &wish, &more, NULL), KVT_E_BUDGET);
+    request.bytes = 8 * page + 1;
+    CHECK_IS(kvt_buffer_alloc(runtime, &request, &more, NULL), KVT_E_BUDGET);
     CHECK(more == NULL);
-    held(account, KVT_TIER_HOST, 0, 2 * page);
-    wish.bytes = 8 * page;
-    wish.flags = KVT_BUFFER_PREFAULT;
-    CHECK_OK(kvt_buffer_alloc(runtime, &wish, &more, NULL));
-    held(account, KVT_TIER_HOST, 0, 10 * page);
+    expect_held(account, KVT_TIER_HOST, 0, 2 * page);
+    request.bytes = 8 * page;
+    request.flags = KVT_BUFFER_PREFAULT;
+    CHECK_OK(kvt_buffer_alloc(runtime, &request, &more, NULL));
+    expect_held(account, KVT_TIER_HOST, 0, 10 * page);
     free_buffer(&more);
     free_buffer(&buffer);
-    held(account, KVT_TIER_HOST, 0, 0);
+    expect_held(account, KVT_TIER_HOST, 0, 0);
 
-    /* Locked memory, as far as this machine allows any. */
+    /* Pinned memory, as far as this machine allows it. */
     const uint64_t lockable = tier_of(budget, KVT_TIER_PINNED).limit_bytes;
-    wish.bytes = page;
-    wish.flags = KVT_BUFFER_TRY_PIN;
-    CHECK_OK(kvt_buffer_alloc(runtime, &wish, &buffer, NULL));
+    request.bytes = page;
+    request.flags = KVT_BUFFER_TRY_PIN;
+    CHECK_OK(kvt_buffer_alloc(runtime, &request, &buffer, NULL));
     CHECK_OK(kvt_buffer_info(buffer, &info));
-    held(account, KVT_TIER_HOST, 0, page);
-    held(account, KVT_TIER_PINNED, 0, info.pinned ? page : 0);
+    expect_held(account, KVT_TIER_HOST, 0, page);
+    expect_held(account, KVT_TIER_PINNED, 0, info.pinned ? page : 0);
     CHECK(lockable >= page || !info.pinned);
     free_buffer(&buffer);
-    held(account, KVT_TIER_PINNED, 0, 0);
-    wish.flags = KVT_BUFFER_PIN;
-    const kvt_status_t status = kvt_buffer_alloc(runtime, &wish, &buffer, NULL);
+    expect_held(account, KVT_TIER_PINNED, 0, 0);
+    request.flags = KVT_BUFFER_PIN;
+    const kvt_status_t status = kvt_buffer_alloc(runtime, &request, &buffer, NULL);
     CHECK(status == KVT_OK || status == KVT_E_PIN_QUOTA || status == KVT_E_BUDGET);
     if (status == KVT_OK) free_buffer(&buffer);
     CHECK_OK(kvt_budget_resize(budget, KVT_TIER_PINNED, 0, NULL));
-    CHECK_IS(kvt_buffer_alloc(runtime, &wish, &buffer, NULL), KVT_E_BUDGET);
-    wish.flags = KVT_BUFFER_TRY_PIN;
-    CHECK_OK(kvt_buffer_alloc(runtime, &wish, &buffer, NULL));
+    CHECK_IS(kvt_buffer_alloc(runtime, &request, &buffer, NULL), KVT_E_BUDGET);
+    request.flags = KVT_BUFFER_TRY_PIN;
+    CHECK_OK(kvt_buffer_alloc(runtime, &request, &buffer, NULL));
     CHECK_OK(kvt_buffer_info(buffer, &info));
     CHECK_EQ(info.pinned, 0);
     free_buffer(&buffer);
-    held(account, KVT_TIER_HOST, 0, 0);
-    held(account, KVT_TIER_PINNED, 0, 0);
+    expect_held(account, KVT_TIER_HOST, 0, 0);
+    expect_held(account, KVT_TIER_PINNED, 0, 0);
 
-    /* What is no size, and no alignment. */
-    wish.account = NULL;
-    wish.flags = 0;
+    /* Invalid sizes and alignments. */
+    request.account = NULL;
+    request.flags = 0;
     const uint64_t sizes[] = {0, (UINT64_C(1) << 46) + 1, UINT64_MAX, UINT64_MAX - 4095};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        wish.bytes = sizes[i];
-        CHECK_IS(kvt_buffer_alloc(runtime, &wish, &buffer, NULL), KVT_E_INVALID);
+        request.bytes = sizes[i];
+        CHECK_IS(kvt_buffer_alloc(runtime, &request, &buffer, NULL), KVT_E_INVALID);
     }
-    wish.bytes = 1;
+    request.bytes = 1;
     const uint64_t aligns[] = {3, 100, 4097, 3 << 12, UINT64_C(1) << 31, UINT64_MAX};
     for (size_t i = 0; i < sizeof aligns / sizeof *aligns; i++) {
-        wish.align_bytes = aligns[i];
-        CHECK_IS(kvt_buffer_alloc(runtime, &wish, &buffer, NULL), KVT_E_INVALID);
+        request.align_bytes = aligns[i];
+        CHECK_IS(kvt_buffer_alloc(runtime, &request, &buffer, NULL), KVT_E_INVALID);
     }
     CHECK(buffer == NULL);
     for (uint64_t align = 1; align <= UINT64_C(1) << 30; align *= 2) {
-        wish.align_bytes = align;
-        CHECK_OK(kvt_buffer_alloc(runtime, &wish, &buffer, NULL));
+        request.align_bytes = align;
+        CHECK_OK(kvt_buffer_alloc(runtime, &request, &buffer, NULL));
         CHECK_OK(kvt_buffer_info(buffer, &info));
         CHECK_EQ((uint64_t)(uintptr_t)info.address % align, 0);
         ((uint8_t *)info.address)[0] = 1;
@@ -449,22 +454,24 @@ static void buffers(kvt_runtime_t *runtime) {
     CHECK_OK(kvt_budget_close(&budget, NULL));
 }
 
-static void wrapped_gone(void *data) { atomic_fetch_add((atomic_uint *)data, 1); }
+static void count_destroy(void *data) { atomic_fetch_add((atomic_uint *)data, 1); }
 
-static void wrapping(kvt_runtime_t *runtime) {
-    atomic_uint gone = 0;
+static void wrapped_memory_is_not_charged(kvt_runtime_t *runtime) {
+    atomic_uint destroyed = 0;
     uint8_t *own = malloc(1000);
     CHECK(own != NULL);
     memset(own, 7, 1000);
     kvt_buffer_t *buffer = NULL;
-    CHECK_IS(kvt_buffer_wrap(runtime, NULL, 1000, &gone, wrapped_gone, &buffer, NULL),
+    CHECK_IS(kvt_buffer_wrap(runtime, NULL, 1000, &destroyed, count_destroy, &buffer, NULL),
              KVT_E_INVALID);
-    CHECK_IS(kvt_buffer_wrap(runtime, own, 0, &gone, wrapped_gone, &buffer, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_buffer_wrap(runtime, own, UINT64_MAX, &gone, wrapped_gone, &buffer, NULL),
+    CHECK_IS(kvt_buffer_wrap(runtime, own, 0, &destroyed, count_destroy, &buffer, NULL),
              KVT_E_INVALID);
-    CHECK_IS(kvt_buffer_wrap(runtime, own, 1000, &gone, wrapped_gone, NULL, NULL), KVT_E_INVALID);
-    CHECK_EQ(atomic_load(&gone), 0);
-    CHECK_OK(kvt_buffer_wrap(runtime, own, 1000, &gone, wrapped_gone, &buffer, NULL));
+    CHECK_IS(kvt_buffer_wrap(runtime, own, UINT64_MAX, &destroyed, count_destroy, &buffer, NULL),
+             KVT_E_INVALID);
+    CHECK_IS(kvt_buffer_wrap(runtime, own, 1000, &destroyed, count_destroy, NULL, NULL),
+             KVT_E_INVALID);
+    CHECK_EQ(atomic_load(&destroyed), 0);
+    CHECK_OK(kvt_buffer_wrap(runtime, own, 1000, &destroyed, count_destroy, &buffer, NULL));
     kvt_buffer_info_t info = KVT_BUFFER_INFO_INIT;
     CHECK_OK(kvt_buffer_info(buffer, &info));
     CHECK(info.address == own);
@@ -478,25 +485,25 @@ static void wrapping(kvt_runtime_t *runtime) {
     CHECK(own[500] == 9 && own[501] == 7);
     free_buffer(&buffer);
     const uint64_t until = hang_guard();
-    while (atomic_load(&gone) == 0) {
+    while (atomic_load(&destroyed) == 0) {
         CHECK(now_ns() < until);
-        breathe();
+        short_pause();
     }
-    CHECK_EQ(atomic_load(&gone), 1);
+    CHECK_EQ(atomic_load(&destroyed), 1);
     free(own);
 }
 
 int main(int argc, char **argv) {
     check_begin();
-    turns = count_arg(argc, argv, 20000);
+    rounds = count_arg(argc, argv, 20000);
     kvt_runtime_t *runtime = open_runtime(2, NULL);
-    limits(runtime);
-    first_come(runtime);
-    resize(runtime);
-    reclaimers(runtime);
-    wrapping(runtime);
-    hard_under_threads(runtime);
-    buffers(runtime);
+    reservations_never_exceed_a_limit(runtime);
+    reservations_are_granted_in_order(runtime);
+    resize_below_use_grants_nothing(runtime);
+    owners_reclaim_by_priority(runtime);
+    wrapped_memory_is_not_charged(runtime);
+    limit_holds_under_threads(runtime);
+    buffers_are_charged_in_whole_pages(runtime);
     close_runtime(&runtime);
     return check_end("budget");
 }

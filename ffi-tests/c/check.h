@@ -1,5 +1,5 @@
-/* What the C programs share: checks that name the place, the expression and the
- * status, and a few openers. Every program is a standalone main. */
+/* Helpers of the C test programs: checks that print the line, the expression and the status, and
+ * functions that open and close objects. Every program is a standalone main. */
 
 #ifndef KVT_TESTS_CHECK_H
 #define KVT_TESTS_CHECK_H
@@ -20,7 +20,7 @@
 #define CHECK(condition)                                                                     \
     do {                                                                                     \
         if (!(condition)) {                                                                  \
-            fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);        \
+            fprintf(stderr, "%s:%d: check failed: %s\n", __FILE__, __LINE__, #condition);    \
             exit(1);                                                                         \
         }                                                                                    \
     } while (0)
@@ -30,20 +30,20 @@
         const uint64_t left_ = (uint64_t)(left);                                             \
         const uint64_t right_ = (uint64_t)(right);                                           \
         if (left_ != right_) {                                                               \
-            fprintf(stderr, "%s:%d: %s is %" PRIu64 ", %s is %" PRIu64 "\n", __FILE__,       \
+            fprintf(stderr, "%s:%d: %s is %" PRIu64 ", but %s is %" PRIu64 "\n", __FILE__,   \
                     __LINE__, #left, left_, #right, right_);                                 \
             exit(1);                                                                         \
         }                                                                                    \
     } while (0)
 
-/* The call must give exactly this status. */
+/* The call must return exactly this status. */
 #define CHECK_IS(call, expected)                                                             \
     do {                                                                                     \
         const kvt_status_t want_ = (expected);                                               \
         const kvt_status_t got_ = (call);                                                    \
         if (got_ != want_) {                                                                 \
-            fprintf(stderr, "%s:%d: %s gave %s (%d), not %s\n", __FILE__, __LINE__, #call,   \
-                    kvt_status_name(got_), (int)got_, kvt_status_name(want_));               \
+            fprintf(stderr, "%s:%d: %s returned %s (%d), expected %s\n", __FILE__, __LINE__, \
+                    #call, kvt_status_name(got_), (int)got_, kvt_status_name(want_));        \
             exit(1);                                                                         \
         }                                                                                    \
     } while (0)
@@ -53,12 +53,12 @@
 #define SECOND_NS UINT64_C(1000000000)
 #define MS_NS UINT64_C(1000000)
 
-/* A wait that takes longer is a hang. No test asserts that something is faster than that:
- * a loaded machine may be slow. */
+/* A longer wait counts as a hang. No test asserts a shorter time, because a loaded machine may be
+ * slow. */
 #define HANG_SECONDS 600
 
-/* The entry of every program: one that hangs is killed, and so fails. Checkers
- * that slow a program down give it more time. */
+/* Every program calls this first. An alarm kills a program that hangs, so the test fails.
+ * KVT_TEST_SECONDS gives more time under tools that slow a program down. */
 static inline void check_begin(void) {
     const char *seconds = getenv("KVT_TEST_SECONDS");
     alarm(seconds != NULL ? (unsigned)atoi(seconds) : HANG_SECONDS);
@@ -80,18 +80,18 @@ static inline uint64_t in_ms(uint64_t ms) { return now_ns() + ms * MS_NS; }
 /* The deadline of every wait that must succeed. */
 static inline uint64_t hang_guard(void) { return now_ns() + HANG_SECONDS * SECOND_NS; }
 
-/* A pause between two looks at a condition. */
-static inline void breathe(void) {
+/* Pause between two polls of a condition. */
+static inline void short_pause(void) {
     const struct timespec t = {0, 200000};
     nanosleep(&t, NULL);
 }
 
-/* Counts of a program are lowered under checkers. */
+/* The first argument, or `fallback`. Runs under a sanitizer or valgrind pass lower counts. */
 static inline uint64_t count_arg(int argc, char **argv, uint64_t fallback) {
     return argc > 1 ? strtoull(argv[1], NULL, 10) : fallback;
 }
 
-/* A small generator of its own, so that runs repeat. */
+/* A small random generator, so that runs repeat. */
 static inline uint64_t next_random(uint64_t *state) {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -99,9 +99,9 @@ static inline uint64_t next_random(uint64_t *state) {
     return *state;
 }
 
-/* What a spec says of writes beside `more`: nothing is written before its memory is needed, unless
- * that says so, and what is where does not depend on how long a test takes. */
-static inline const char *write_of(const char *more) {
+/* Appends "write=back" to a store spec, unless `more` sets `write`. Chunks are then written back
+ * only when memory is needed, so residency does not depend on the time that a test takes. */
+static inline const char *write_option(const char *more) {
     return strstr(more, "write=") != NULL ? "" : ", write=back";
 }
 
@@ -116,17 +116,18 @@ static inline kvt_runtime_t *open_runtime(uint32_t workers, const char *faults) 
     return runtime;
 }
 
-/* Whoever ended an op counts it for a moment after it was told: waits until none counts. */
-static inline void no_ops_left(const kvt_runtime_t *runtime) {
+/* Waits until the runtime counts no op. The thread that completes an op may count it for a moment
+ * after the completion. */
+static inline void wait_no_ops(const kvt_runtime_t *runtime) {
     kvt_runtime_stats_t stats = KVT_RUNTIME_STATS_INIT;
     for (;;) {
         CHECK_OK(kvt_runtime_stats(runtime, &stats));
         if (stats.ops_open == 0 && stats.ops_live == 0) return;
-        breathe();
+        short_pause();
     }
 }
 
-/* Closes and demands that nothing was left open. */
+/* Closes the runtime and checks that no object was left open. */
 static inline void close_runtime(kvt_runtime_t **runtime) {
     kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;
     CHECK_OK(kvt_runtime_close(runtime, hang_guard(), &report, NULL));
@@ -204,16 +205,16 @@ static inline kvt_op_info_t info_of(const kvt_op_t *op) {
     return info;
 }
 
-/* Waits by looking, for moments that nothing tells of. */
+/* Polls an op's state, for moments that have no notification. */
 static inline void wait_state(const kvt_op_t *op, uint32_t bits) {
     const uint64_t until = hang_guard();
     while ((info_of(op).state & bits) != bits) {
         CHECK(now_ns() < until);
-        breathe();
+        short_pause();
     }
 }
 
-/* Waits for the release, gives the result and frees the op. */
+/* Waits until the op is released, frees it and returns its status. */
 static inline kvt_status_t finish_op(kvt_op_t **op) {
     CHECK_OK(kvt_op_wait(*op, KVT_OP_RELEASED, hang_guard()));
     const kvt_status_t status = info_of(*op).status;
@@ -222,7 +223,7 @@ static inline kvt_status_t finish_op(kvt_op_t **op) {
     return status;
 }
 
-/* A budget with one counted tier, far from what the machine has. */
+/* A budget whose disk tier has this limit, independent of the machine. */
 static inline kvt_budget_t *open_budget(const kvt_runtime_t *runtime, uint64_t disk_bytes) {
     kvt_budget_opts_t opts = KVT_BUDGET_OPTS_INIT;
     opts.disk_bytes = disk_bytes;

@@ -1,5 +1,5 @@
-/* A forked child must not enter the library: every function that takes a handle says
- * KVT_E_FORKED there, at once and without harm to the parent, which goes on. */
+/* In a forked child every function that takes a handle returns KVT_E_FORKED at once. The parent is
+ * not affected. */
 
 #include "check.h"
 
@@ -17,7 +17,7 @@ static kvt_buffer_item_t item;
 
 #define FORKED(call) CHECK_IS(call, KVT_E_FORKED)
 
-static void child(void) {
+static void every_call_is_refused_in_a_child(void) {
     kvt_runtime_t *r = runtime;
     kvt_queue_t *q = queue;
     kvt_budget_t *b = budget;
@@ -80,7 +80,7 @@ static void child(void) {
     CHECK(r == runtime && q == queue && b == budget && a == account && f == buffer && o == op);
     CHECK_EQ(n, 0);
 
-    /* What takes no handle works. */
+    /* Functions without a handle work. */
     CHECK(strcmp(kvt_status_name(KVT_E_FORKED), "KVT_E_FORKED") == 0);
     CHECK(strlen(kvt_version_str()) > 0);
     CHECK_OK(kvt_version(&n));
@@ -91,7 +91,7 @@ static void child(void) {
     CHECK(strcmp(kvt_error_message(NULL), "") == 0);
 }
 
-/* A child that hangs is killed by its own alarm, and so fails. */
+/* Runs a function in a forked child. The child's own alarm kills a hang, so the test fails. */
 static void in_child(void (*body)(void)) {
     fflush(stdout);
     const pid_t pid = fork();
@@ -103,11 +103,11 @@ static void in_child(void (*body)(void)) {
     }
     int status = 0;
     CHECK(waitpid(pid, &status, 0) == pid);
-    if (WIFSIGNALED(status)) fprintf(stderr, "the child was ended by signal %d\n", WTERMSIG(status));
+    if (WIFSIGNALED(status)) fprintf(stderr, "signal %d ended the child\n", WTERMSIG(status));
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-static void work(void) {
+static void submit_and_wait(void) {
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
     CHECK_OK(kvt_buffer_submit(runtime, &opts, &item, 1, sizeof item, NULL, NULL));
@@ -119,8 +119,8 @@ static void work(void) {
 
 static atomic_bool stop;
 
-/* Keeps the library's locks busy: a fork may catch any of them held. */
-static void *busy(void *data) {
+/* Takes the library's locks all the time, so that a fork may happen while one is held. */
+static void *keep_locks_busy(void *data) {
     (void)data;
     while (!atomic_load(&stop)) {
         kvt_error_t *err = NULL;
@@ -142,7 +142,7 @@ static void errors_in_child(void) {
 int main(int argc, char **argv) {
     check_begin();
     const uint64_t rounds = count_arg(argc, argv, 300);
-    /* Before anything is opened a fork is harmless. */
+    /* Before the first open a fork is harmless. */
     CHECK_IS(kvt_abi_check(0, &error), KVT_E_ABI);
     runtime = open_runtime(2, NULL);
     queue = open_queue(runtime, 16);
@@ -154,15 +154,16 @@ int main(int argc, char **argv) {
     op = submit(runtime, NULL, &item, 1);
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, 0));
     for (int i = 0; i < 3; i++) {
-        in_child(child);
-        work(); /* the parent goes on */
+        in_child(every_call_is_refused_in_a_child);
+        submit_and_wait(); /* the parent still works */
     }
-    pthread_t threads[2] = {start_thread(busy, NULL), start_thread(busy, NULL)};
+    pthread_t threads[2];
+    for (int i = 0; i < 2; i++) threads[i] = start_thread(keep_locks_busy, NULL);
     for (uint64_t i = 0; i < rounds; i++) in_child(errors_in_child);
     atomic_store(&stop, 1);
     join_thread(threads[0]);
     join_thread(threads[1]);
-    work();
+    submit_and_wait();
     CHECK_OK(kvt_error_free(&error));
     CHECK_OK(kvt_op_free(&op));
     free_buffer(&buffer);

@@ -1,18 +1,18 @@
-/* Every function that takes a handle gets null, garbage, foreign pointers, handles
- * of every other type and stale ones; each must be KVT_E_HANDLE, with no output. */
+/* Every function that takes a handle gets null, garbage, foreign pointers, stale handles, and
+ * handles of every other type. Each call must return KVT_E_HANDLE and write no output. */
 
 #include "check.h"
 
-enum noun { ERROR, RUNTIME, OP, QUEUE, BUDGET, ACCOUNT, BUFFER, NOUNS };
+enum handle_type { ERROR, RUNTIME, OP, QUEUE, BUDGET, ACCOUNT, BUFFER, HANDLE_TYPES };
 
-/* Valid objects for the other arguments of a call. */
+/* Valid objects for the other arguments. */
 static kvt_runtime_t *runtime;
 static kvt_account_t *account;
 static kvt_buffer_t *buffer;
 
 #define UNTOUCHED UINT64_C(0x5a5a5a5a5a5a5a5a)
 
-/* No failed call may have written its output. */
+/* A failed call must not write its outputs. */
 static uint64_t out_word = UNTOUCHED;
 static void *out_handle = &out_word;
 
@@ -37,7 +37,7 @@ static kvt_status_t error_info(void *h) {
     UNCHANGED(status);
 }
 
-/* Free and close take the address of the variable; on failure it stays as it was. */
+/* Free and close take the address of the handle; on failure they leave the handle unchanged. */
 #define TAKES_VARIABLE(name, type, call)                                                     \
     static kvt_status_t name(void *h) {                                                      \
         type *handle = h;                                                                    \
@@ -98,7 +98,7 @@ static kvt_status_t queue_stats(void *h) {
     UNCHANGED(status);
 }
 static kvt_status_t queue_in_submit(void *h) {
-    if (h == NULL) return KVT_E_HANDLE; /* null is no queue there, which is fine */
+    if (h == NULL) return KVT_E_HANDLE; /* null means no queue there, which is valid */
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = h;
     const kvt_buffer_item_t item = sum_item(buffer, 1);
@@ -153,7 +153,7 @@ static kvt_status_t account_held(void *h) {
     return kvt_account_held(h, KVT_TIER_DISK, &out_word, &out_word);
 }
 static kvt_status_t account_in_alloc(void *h) {
-    if (h == NULL) return KVT_E_HANDLE; /* null is nobody there, which is fine */
+    if (h == NULL) return KVT_E_HANDLE; /* null means no account there, which is valid */
     kvt_buffer_opts_t opts = KVT_BUFFER_OPTS_INIT;
     opts.bytes = 1;
     opts.account = h;
@@ -194,8 +194,8 @@ static kvt_status_t buffer_as_target(void *h) {
 
 static const struct target {
     const char *name;
-    enum noun noun;
-    int frees; /* takes the variable: a null handle is fine */
+    enum handle_type handle_type;
+    int frees; /* takes the address of the handle: a null handle is valid */
     kvt_status_t (*call)(void *handle);
 } targets[] = {
     {"kvt_error_info", ERROR, 0, error_info},
@@ -241,11 +241,11 @@ static const struct target {
     {"kvt_buffer_submit(target)", BUFFER, 0, buffer_as_target},
 };
 
-static void demand(const struct target *target, void *handle, const char *what) {
+static void check_refused(const struct target *target, void *handle, const char *what) {
     const kvt_status_t want = handle == NULL && target->frees ? KVT_OK : KVT_E_HANDLE;
     const kvt_status_t got = target->call(handle);
     if (got != want) {
-        fprintf(stderr, "%s with %s (%p) gave %s, not %s\n", target->name, what, handle,
+        fprintf(stderr, "%s with %s (%p) returned %s, expected %s\n", target->name, what, handle,
                 kvt_status_name(got), kvt_status_name(want));
         exit(1);
     }
@@ -253,38 +253,39 @@ static void demand(const struct target *target, void *handle, const char *what) 
     CHECK(strcmp(kvt_error_message(NULL), "") == 0);
 }
 
-static void garbage(const struct target *target, const void *live) {
+static void garbage_is_refused(const struct target *target, const void *live) {
     static const uint64_t fixed[] = {
         1, 7, 8, 0x1000, UINT64_MAX, UINT64_MAX - 1, UINT64_C(1) << 63, UINT64_C(1) << 55,
         UINT64_C(0x8000000000000001), UINT64_C(0xff00000000000000), UINT64_C(0xdeadbeefdeadbeef),
         UINT64_C(0x7fffffffffffffff)};
     for (size_t i = 0; i < sizeof fixed / sizeof *fixed; i++)
-        demand(target, (void *)(uintptr_t)fixed[i], "garbage");
+        check_refused(target, (void *)(uintptr_t)fixed[i], "garbage");
     uint64_t state = 0x1234567;
     for (int i = 0; i < 200; i++) {
-        /* Half of them look like a handle of the right type. */
+        /* Half of them have the type bits of a valid handle. */
         uint64_t bits = next_random(&state);
         if (i % 2 == 1)
             bits = (bits & UINT64_C(0x00ffffffffffffff)) |
                    ((uint64_t)(uintptr_t)live & UINT64_C(0xff00000000000000));
-        if (bits != (uint64_t)(uintptr_t)live) demand(target, (void *)(uintptr_t)bits, "noise");
+        if (bits != (uint64_t)(uintptr_t)live)
+            check_refused(target, (void *)(uintptr_t)bits, "noise");
     }
-    /* One bit off a live handle is another object or none; never this one. The
-     * low bits name slots, which may be live: those are left alone. */
+    /* A live handle with one flipped bit must never reach this object. The low bits select the slot
+     * and could name another live object, so they are not flipped. */
     for (int bit = 20; bit < 64; bit++) {
         const uint64_t bits = (uint64_t)(uintptr_t)live ^ (UINT64_C(1) << bit);
-        demand(target, (void *)(uintptr_t)bits, "a flipped bit");
+        check_refused(target, (void *)(uintptr_t)bits, "a flipped bit");
     }
 }
 
-static void foreign(const struct target *target) {
+static void foreign_pointers_are_refused(const struct target *target) {
     static uint64_t in_data[8];
     uint64_t on_stack[8] = {0};
     uint64_t *on_heap = calloc(8, sizeof *on_heap);
-    demand(target, in_data, "a pointer to data");
-    demand(target, on_stack, "a pointer to the stack");
-    demand(target, on_heap, "a pointer to the heap");
-    demand(target, (void *)(uintptr_t)&foreign, "a pointer to code");
+    check_refused(target, in_data, "a pointer to data");
+    check_refused(target, on_stack, "a pointer to the stack");
+    check_refused(target, on_heap, "a pointer to the heap");
+    check_refused(target, (void *)(uintptr_t)&foreign_pointers_are_refused, "a pointer to code");
     free(on_heap);
 }
 
@@ -300,11 +301,11 @@ int main(void) {
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_abi_check(0, &err), KVT_E_ABI);
-    void *const live[NOUNS] = {err, runtime, op, queue, budget, account, buffer};
+    void *const live[HANDLE_TYPES] = {err, runtime, op, queue, budget, account, buffer};
 
-    /* Stale: the same type, freed, their slots in use again by others or not. */
+    /* Stale handles: the right type, but freed. Their slots may be in use again. */
     kvt_runtime_t *old_runtime = open_runtime(1, NULL);
-    void *stale[NOUNS];
+    void *stale[HANDLE_TYPES];
     kvt_queue_t *old_queue = open_queue(old_runtime, 0);
     kvt_buffer_t *old_buffer = open_buffer(old_runtime, 1, NULL);
     kvt_budget_t *old_budget = open_budget(old_runtime, 1);
@@ -326,21 +327,21 @@ int main(void) {
 
     for (size_t t = 0; t < sizeof targets / sizeof *targets; t++) {
         const struct target *target = &targets[t];
-        demand(target, NULL, "null");
-        demand(target, stale[target->noun], "a stale handle");
-        for (int noun = 0; noun < NOUNS; noun++) {
-            if (noun == (int)target->noun) continue;
-            demand(target, live[noun], "a handle of another type");
-            demand(target, stale[noun], "a stale handle of another type");
+        check_refused(target, NULL, "null");
+        check_refused(target, stale[target->handle_type], "a stale handle");
+        for (int handle_type = 0; handle_type < HANDLE_TYPES; handle_type++) {
+            if (handle_type == (int)target->handle_type) continue;
+            check_refused(target, live[handle_type], "a handle of another type");
+            check_refused(target, stale[handle_type], "a stale handle of another type");
         }
-        garbage(target, live[target->noun]);
-        foreign(target);
+        garbage_is_refused(target, live[target->handle_type]);
+        foreign_pointers_are_refused(target);
     }
-    /* An error's message is a string whatever is asked. */
+    /* kvt_error_message returns a string for every argument. */
     CHECK(strcmp(kvt_error_message((kvt_error_t *)stale[ERROR]), "") == 0);
     CHECK(strcmp(kvt_error_message((kvt_error_t *)(uintptr_t)0x1234), "") == 0);
 
-    /* A function that frees takes no variable at all. */
+    /* A function that frees accepts a null address. */
     CHECK_OK(kvt_op_free(NULL));
     CHECK_OK(kvt_op_free_many(NULL, 0));
     CHECK_IS(kvt_op_free_many(NULL, 1), KVT_E_INVALID);
@@ -349,7 +350,7 @@ int main(void) {
     CHECK_OK(kvt_account_close(NULL, NULL));
     CHECK_OK(kvt_buffer_free(NULL));
 
-    /* None of it did harm. */
+    /* The valid objects still work. */
     CHECK_OK(kvt_op_free(&op));
     CHECK_OK(kvt_error_free(&err));
     close_queue(&queue);

@@ -1,11 +1,11 @@
-/* Opening and closing runtimes: options, threads' hook, reports, deadlines,
- * stale copies, and closing against everything that may be going on. */
+/* Tests of opening and closing runtimes: options, the thread hook, reports, deadlines, stale
+ * handles, and closing while other threads work. */
 
 #include "gate.h"
 
 #include <stdatomic.h>
 
-static void options(void) {
+static void invalid_options_are_refused(void) {
     kvt_error_t *err = NULL;
     kvt_runtime_t *const untouched = (kvt_runtime_t *)(uintptr_t)0x55;
     kvt_runtime_t *runtime = untouched;
@@ -84,7 +84,7 @@ static void on_thread(void *data, uint32_t role, uint32_t index) {
 
 static void on_destroy(void *data) { atomic_fetch_add(&((struct hook *)data)->destroyed, 1); }
 
-static void thread_hook(void) {
+static void thread_hook_runs_on_every_thread(void) {
     struct hook hook;
     memset(&hook, 0, sizeof hook);
     kvt_runtime_opts_t opts = KVT_RUNTIME_OPTS_INIT;
@@ -104,10 +104,10 @@ static void thread_hook(void) {
     CHECK_EQ(atomic_load(&hook.workers), 4);
     CHECK_EQ(atomic_load(&hook.indices), 15);
     CHECK_EQ(atomic_load(&hook.notifiers), 1);
-    CHECK(atomic_load(&hook.stores) & 1); /* from 0 on */
+    CHECK(atomic_load(&hook.stores) & 1); /* indices begin at 0 */
     CHECK_EQ(atomic_load(&hook.destroyed), 1);
 
-    /* An open that fails keeps nothing, however far it came. */
+    /* A failed open releases everything, at whatever step it failed. */
     for (int at = 1; at <= 5; at++) {
         char faults[64];
         snprintf(faults, sizeof faults, "faults(thread=at(fail=%d))", at);
@@ -123,7 +123,7 @@ static void thread_hook(void) {
     }
 }
 
-static void stale_copies(void) {
+static void stale_copies_are_refused(void) {
     kvt_runtime_t *runtime = open_runtime(1, NULL);
     kvt_queue_t *queue = open_queue(runtime, 0), *queue_copy = queue;
     kvt_buffer_t *buffer = open_buffer(runtime, 1, NULL), *buffer_copy = buffer;
@@ -144,10 +144,10 @@ static void stale_copies(void) {
     CHECK_IS(kvt_budget_close(&budget_copy, NULL), KVT_E_HANDLE);
     close_runtime(&runtime);
     CHECK_IS(kvt_runtime_close(&runtime_copy, 0, NULL, NULL), KVT_E_HANDLE);
-    CHECK(runtime_copy != NULL && op_copy != NULL); /* a failure clears nothing */
+    CHECK(runtime_copy != NULL && op_copy != NULL); /* a failed call does not clear the handle */
 }
 
-static void report(void) {
+static void close_reports_what_is_left_open(void) {
     kvt_runtime_t *runtime = open_runtime(2, NULL);
     kvt_runtime_t *other = open_runtime(1, NULL); /* its objects are not counted */
     kvt_buffer_t *elsewhere = open_buffer(other, 1, NULL);
@@ -169,7 +169,7 @@ static void report(void) {
     CHECK_EQ(left.accounts, 1);
     CHECK_EQ(left.ops, 2);
 
-    /* What is left works as far as it can, and goes as usual. */
+    /* Remaining objects stay usable as far as possible, and can be freed. */
     CHECK_EQ(info_of(waiting).status, KVT_E_CANCELLED);
     CHECK_EQ(info_of(done).status, KVT_OK);
     CHECK_OK(kvt_op_free(&waiting));
@@ -189,13 +189,13 @@ static void report(void) {
     close_runtime(&other);
 }
 
-static void busy_until_the_work_is_done(void) {
+static void close_waits_for_running_work(void) {
     kvt_runtime_t *runtime = open_runtime(1, NULL);
     gate_t *gate = make_gate(runtime);
     const kvt_buffer_item_t item = gate_item(gate);
     kvt_op_t *running = submit(runtime, NULL, &item, 1);
     kvt_op_t *queued = submit(runtime, NULL, &item, 1);
-    until_entered(gate);
+    wait_entered(gate);
     kvt_error_t *err = NULL;
     kvt_close_report_t left = KVT_CLOSE_REPORT_INIT;
     CHECK_IS(kvt_runtime_close(&runtime, in_ms(5), &left, &err), KVT_E_BUSY);
@@ -204,7 +204,7 @@ static void busy_until_the_work_is_done(void) {
     CHECK(strlen(kvt_error_message(err)) > 0);
     CHECK_OK(kvt_error_free(&err));
 
-    /* Closing: no new work of any kind, but looking is allowed. */
+    /* While closing, new work is refused and queries are allowed. */
     kvt_op_t *op = NULL;
     kvt_queue_t *queue = NULL;
     kvt_budget_t *budget = NULL;
@@ -226,22 +226,22 @@ static void busy_until_the_work_is_done(void) {
     open_gate(gate);
     CHECK_OK(kvt_runtime_close(&runtime, 0, &left, NULL));
     CHECK_EQ(left.ops, 2);
-    CHECK_OK(finish_op(&running)); /* its only item had begun: it was carried out */
+    CHECK_OK(finish_op(&running)); /* its only item had started, so it was executed */
     CHECK_EQ(finish_op(&queued), KVT_E_CANCELLED);
     free_gate(gate);
 }
 
-static void *close_it(void *data) {
+static void *close_runtime_once(void *data) {
     kvt_runtime_t *copy = data;
     const kvt_status_t status = kvt_runtime_close(&copy, hang_guard(), NULL, NULL);
     return (void *)(uintptr_t)(uint32_t)status;
 }
 
-static void two_closers(uint64_t rounds) {
+static void one_of_three_closers_succeeds(uint64_t rounds) {
     for (uint64_t i = 0; i < rounds; i++) {
         kvt_runtime_t *runtime = open_runtime(2, NULL);
         pthread_t threads[3];
-        for (int t = 0; t < 3; t++) threads[t] = start_thread(close_it, runtime);
+        for (int t = 0; t < 3; t++) threads[t] = start_thread(close_runtime_once, runtime);
         int closed = 0;
         for (int t = 0; t < 3; t++) {
             void *result = NULL;
@@ -274,8 +274,8 @@ static void *submitter(void *data) {
             race->reserve
                 ? kvt_account_reserve_later(race->account, KVT_TIER_DISK, 1, NULL, op, NULL)
                 : kvt_buffer_submit(race->runtime, NULL, &item, 1, sizeof item, op, NULL);
-        if (status == KVT_E_AGAIN) { /* 4096 reservations wait already: until it closes */
-            breathe();
+        if (status == KVT_E_AGAIN) { /* 4096 reservations are waiting already */
+            short_pause();
             continue;
         }
         if (status != KVT_OK) {
@@ -288,8 +288,8 @@ static void *submitter(void *data) {
     return NULL;
 }
 
-/* An op that was accepted ends, whatever closed around it. */
-static void submit_against_close(uint64_t rounds, int reserve) {
+/* An accepted op completes, even if the runtime closes meanwhile. */
+static void accepted_ops_end_when_closing(uint64_t rounds, int reserve) {
     static struct race race;
     for (uint64_t i = 0; i < rounds; i++) {
         memset(&race, 0, sizeof race);
@@ -300,7 +300,7 @@ static void submit_against_close(uint64_t rounds, int reserve) {
         race.account = open_account(budget);
         CHECK_OK(kvt_account_reserve(race.account, KVT_TIER_DISK, 10, NULL));
         pthread_t thread = start_thread(submitter, &race);
-        while (!atomic_load(&race.started)) breathe();
+        while (!atomic_load(&race.started)) short_pause();
         kvt_runtime_t *runtime = race.runtime;
         CHECK_OK(kvt_runtime_close(&runtime, hang_guard(), NULL, NULL));
         join_thread(thread);
@@ -321,8 +321,8 @@ static void count_completions(void *data, const kvt_completion_t *batch, uint64_
     atomic_fetch_add((atomic_uint *)data, (unsigned)count);
 }
 
-/* A callback hears of every op, also when runtime and queue close at once. */
-static void callbacks_against_close(uint64_t rounds) {
+/* The callback receives a completion for every op, even if runtime and queue close concurrently. */
+static void callbacks_get_every_op_when_closing(uint64_t rounds) {
     for (uint64_t i = 0; i < rounds; i++) {
         kvt_runtime_t *runtime = open_runtime(2, NULL);
         kvt_buffer_t *buffer = open_buffer(runtime, 64, NULL);
@@ -348,14 +348,14 @@ static void callbacks_against_close(uint64_t rounds) {
 int main(int argc, char **argv) {
     check_begin();
     const uint64_t rounds = count_arg(argc, argv, 300);
-    options();
-    thread_hook();
-    stale_copies();
-    report();
-    busy_until_the_work_is_done();
-    two_closers(rounds / 5 + 1);
-    submit_against_close(rounds / 10 + 1, 0);
-    submit_against_close(rounds / 10 + 1, 1);
-    callbacks_against_close(rounds);
+    invalid_options_are_refused();
+    thread_hook_runs_on_every_thread();
+    stale_copies_are_refused();
+    close_reports_what_is_left_open();
+    close_waits_for_running_work();
+    one_of_three_closers_succeeds(rounds / 5 + 1);
+    accepted_ops_end_when_closing(rounds / 10 + 1, 0);
+    accepted_ops_end_when_closing(rounds / 10 + 1, 1);
+    callbacks_get_every_op_when_closing(rounds);
     return check_end("lifecycle");
 }

@@ -1,5 +1,5 @@
-/* Operations: right bytes and right sums, results per item, cancelling, deadlines
- * and the order of an op's moments, priorities, limits. */
+/* Tests of ops: copied bytes and checksums, results per item, cancellation, deadlines, the order
+ * of an op's events, priorities, limits. */
 
 #include "gate.h"
 #include "xxh3.h"
@@ -8,7 +8,7 @@ static void fill(uint8_t *at, uint64_t bytes, uint64_t seed) {
     for (uint64_t i = 0; i < bytes; i++) at[i] = (uint8_t)(next_random(&seed) >> 32);
 }
 
-static void sums(kvt_runtime_t *runtime) {
+static void checksums_match_the_reference(kvt_runtime_t *runtime) {
     const uint64_t room = 4096 * 200 + 77;
     uint8_t *bytes = NULL;
     kvt_buffer_t *buffer = open_buffer(runtime, room, &bytes);
@@ -39,7 +39,7 @@ static void sums(kvt_runtime_t *runtime) {
     }
     uint64_t sum = 0;
     CHECK_OK(kvt_checksum(NULL, 0, &sum));
-    CHECK_EQ(sum, UINT64_C(0x2d06800538d394c2)); /* XXH3-64 of nothing, as published */
+    CHECK_EQ(sum, UINT64_C(0x2d06800538d394c2)); /* XXH3-64 of no bytes, as published */
     sum = 5;
     CHECK_IS(kvt_checksum(NULL, 1, &sum), KVT_E_INVALID);
     CHECK_IS(kvt_checksum(bytes, UINT64_MAX, &sum), KVT_E_INVALID);
@@ -48,8 +48,8 @@ static void sums(kvt_runtime_t *runtime) {
     free_buffer(&buffer);
 }
 
-/* Copies between and inside buffers, against memmove on a copy of our own. */
-static void copies(kvt_runtime_t *runtime, uint64_t rounds) {
+/* Copies between and inside buffers equal memmove on a model. */
+static void copies_match_memmove(kvt_runtime_t *runtime, uint64_t rounds) {
     const uint64_t room = 60000;
     uint8_t *a = NULL, *b = NULL;
     kvt_buffer_t *buffers[2] = {open_buffer(runtime, room, &a), open_buffer(runtime, room, &b)};
@@ -80,7 +80,7 @@ static void copies(kvt_runtime_t *runtime, uint64_t rounds) {
         CHECK_OK(kvt_op_items(op, 0, &result, 1, sizeof result, &count));
         if (item.kind != KVT_ITEM_COPY) CHECK_EQ(result.value, sum);
         CHECK_IS(finish_op(&op), wrong ? KVT_E_CORRUPT : KVT_OK);
-        memmove(model[to] + item.dst_offset, source, n); /* made also when it is corrupt */
+        memmove(model[to] + item.dst_offset, source, n); /* also copied if the checksum is wrong */
         CHECK(memcmp(model[to], real[to], room) == 0);
     }
     for (int i = 0; i < 2; i++) {
@@ -90,7 +90,7 @@ static void copies(kvt_runtime_t *runtime, uint64_t rounds) {
     }
 }
 
-static void prefault(kvt_runtime_t *runtime) {
+static void prefault_touches_pages(kvt_runtime_t *runtime) {
     uint8_t *bytes = NULL;
     kvt_buffer_t *buffer = open_buffer(runtime, 100000, &bytes);
     fill(bytes, 100000, 3);
@@ -110,7 +110,7 @@ static void prefault(kvt_runtime_t *runtime) {
     free_buffer(&buffer);
 }
 
-static void refused(kvt_runtime_t *runtime, const kvt_buffer_item_t *item) {
+static void is_refused(kvt_runtime_t *runtime, const kvt_buffer_item_t *item) {
     kvt_op_t *op = NULL;
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_buffer_submit(runtime, NULL, item, 1, sizeof *item, &op, &err), KVT_E_INVALID);
@@ -118,7 +118,7 @@ static void refused(kvt_runtime_t *runtime, const kvt_buffer_item_t *item) {
     CHECK_OK(kvt_error_free(&err));
 }
 
-static void ranges_and_kinds(kvt_runtime_t *runtime) {
+static void invalid_items_are_refused(kvt_runtime_t *runtime) {
     uint8_t *bytes = NULL;
     kvt_buffer_t *buffer = open_buffer(runtime, 100, &bytes);
     const uint64_t bad[][2] = {{0, 101},          {1, 100},
@@ -129,30 +129,30 @@ static void ranges_and_kinds(kvt_runtime_t *runtime) {
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         kvt_buffer_item_t item = sum_item(buffer, bad[i][1]);
         item.src_offset = bad[i][0];
-        refused(runtime, &item);
+        is_refused(runtime, &item);
         item = copy_item(buffer, buffer, bad[i][1]);
         item.dst_offset = bad[i][0];
-        refused(runtime, &item);
+        is_refused(runtime, &item);
     }
     for (uint32_t kind = 0; kind < 64; kind++) {
         if (kind >= 1 && kind <= KVT_ITEM_PREFAULT) continue;
         kvt_buffer_item_t item = copy_item(buffer, buffer, 1);
         item.kind = kind;
-        refused(runtime, &item);
+        is_refused(runtime, &item);
     }
     kvt_buffer_item_t item = copy_item(buffer, buffer, 1);
-    item.kind = KVT_ITEM_CHECKSUM; /* writes nothing, so a target is a mistake */
-    refused(runtime, &item);
-    item.kind = KVT_ITEM_PREFAULT; /* reads nothing */
-    refused(runtime, &item);
+    item.kind = KVT_ITEM_CHECKSUM; /* writes nothing, so a target is invalid */
+    is_refused(runtime, &item);
+    item.kind = KVT_ITEM_PREFAULT; /* reads nothing, so a source is invalid */
+    is_refused(runtime, &item);
     item.kind = UINT32_MAX;
-    refused(runtime, &item);
+    is_refused(runtime, &item);
     CHECK_EQ(bytes[0], 0);
     free_buffer(&buffer);
 }
 
-/* One op, many items: each has its own result, the op has the first that is bad. */
-static void partial_failure(kvt_runtime_t *runtime) {
+/* Every item of an op has its own status; the op has the first error. */
+static void each_item_has_its_own_status(kvt_runtime_t *runtime) {
     enum { N = 300 };
     uint8_t *bytes = NULL;
     kvt_buffer_t *buffer = open_buffer(runtime, N * 16, &bytes);
@@ -203,8 +203,8 @@ static void partial_failure(kvt_runtime_t *runtime) {
     free_buffer(&buffer);
 }
 
-/* A bad item anywhere: nothing of the call happens. */
-static void all_or_nothing(kvt_runtime_t *runtime) {
+/* A call with one invalid item has no effect. */
+static void one_invalid_item_refuses_the_call(kvt_runtime_t *runtime) {
     uint8_t *bytes = NULL;
     kvt_buffer_t *buffer = open_buffer(runtime, 64, &bytes);
     bytes[0] = 1;
@@ -224,13 +224,13 @@ static void all_or_nothing(kvt_runtime_t *runtime) {
     CHECK_OK(kvt_buffer_info(buffer, &info));
     CHECK_EQ(info.in_flight, 0);
     CHECK(bytes[10] == 0 && bytes[11] == 0);
-    opts.flags = 0; /* nobody would hear of its end */
+    opts.flags = 0; /* without op and queue nothing reports the completion */
     CHECK_IS(kvt_buffer_submit(runtime, &opts, items, 1, sizeof *items, NULL, NULL), KVT_E_INVALID);
     free_buffer(&buffer);
 }
 
-/* Cancelling what waits, what runs and what is done; the first result counts. */
-static void cancels(void) {
+/* Cancelling queued, running and completed ops; the first result counts. */
+static void cancel_keeps_the_first_result(void) {
     kvt_runtime_t *runtime = open_runtime(1, NULL);
     gate_t *gate = make_gate(runtime);
     kvt_buffer_t *buffer = open_buffer(runtime, 64, NULL);
@@ -241,7 +241,7 @@ static void cancels(void) {
     running = submit(runtime, NULL, items, 8);
     items[0] = sum_item(buffer, 8);
     queued = submit(runtime, NULL, items, 8);
-    until_entered(gate);
+    wait_entered(gate);
     CHECK((info_of(running).state & KVT_OP_ISSUED) != 0);
     CHECK_IS(kvt_op_free(&running), KVT_E_BUSY);
     CHECK_IS(kvt_op_free(&queued), KVT_E_BUSY);
@@ -252,7 +252,7 @@ static void cancels(void) {
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_op_error(running, &err), KVT_E_STATE);
     CHECK_IS(kvt_op_wait(running, KVT_OP_RELEASED, in_ms(1)), KVT_E_TIMEOUT);
-    CHECK_IS(kvt_op_wait(running, KVT_OP_RELEASED, 1), KVT_E_TIMEOUT); /* long past */
+    CHECK_IS(kvt_op_wait(running, KVT_OP_RELEASED, 1), KVT_E_TIMEOUT); /* the deadline has passed */
 
     CHECK_OK(kvt_op_cancel(queued));
     kvt_op_info_t info = info_of(queued); /* ended at once */
@@ -264,14 +264,14 @@ static void cancels(void) {
     CHECK_EQ(info.bytes_done, 0);
 
     CHECK_OK(kvt_op_cancel(running));
-    CHECK_OK(kvt_op_cancel(running)); /* again is fine */
-    CHECK_EQ(info_of(running).state & KVT_OP_RELEASED, 0); /* the worker reads its memory */
+    CHECK_OK(kvt_op_cancel(running)); /* a second cancel is valid */
+    CHECK_EQ(info_of(running).state & KVT_OP_RELEASED, 0); /* the worker still reads the memory */
     open_gate(gate);
     CHECK_OK(kvt_op_wait(running, KVT_OP_RELEASED, hang_guard()));
     info = info_of(running);
     CHECK_EQ(info.status, KVT_E_CANCELLED);
     CHECK_EQ(info.items_done, 8);
-    CHECK_EQ(info.items_failed, 7); /* the one that had begun was carried out */
+    CHECK_EQ(info.items_failed, 7); /* the item that had started was executed */
     CHECK_EQ(info.bytes_done, 8 * (8 - info.items_failed));
     CHECK_OK(kvt_op_free_many(both, 2));
     CHECK(both[0] == NULL && both[1] == NULL);
@@ -286,22 +286,22 @@ static void cancels(void) {
 }
 
 static void *open_after_a_pause(void *gate) {
-    for (int i = 0; i < 100; i++) breathe();
+    for (int i = 0; i < 100; i++) short_pause();
     open_gate(gate);
     return NULL;
 }
 
-/* A wait for ISSUED ends when the op begins, not when the op ends: the op cannot end before
- * this wait has returned, since a gate of its own holds its only item. */
-static void issue_wakes(void) {
+/* A wait for ISSUED returns when the op starts. The op cannot end before that, because a gate
+ * blocks its only item. */
+static void wait_for_issued_returns_at_the_start(void) {
     kvt_runtime_t *runtime = open_runtime(1, NULL);
     gate_t *before = make_gate(runtime), *inside = make_gate(runtime);
     const kvt_buffer_item_t items[2] = {gate_item(before), gate_item(inside)};
     kvt_op_t *first = submit(runtime, NULL, &items[0], 1);
     kvt_op_t *op = submit(runtime, NULL, &items[1], 1);
-    until_entered(before);
+    wait_entered(before);
     CHECK_EQ(info_of(op).state, 0);
-    /* The pause lets the wait below begin first. Where it is too short the wait ends at once. */
+    /* The pause lets the wait below start first. If it is too short, the wait returns at once. */
     pthread_t opener = start_thread(open_after_a_pause, before);
     CHECK_OK(kvt_op_wait(op, KVT_OP_ISSUED, hang_guard()));
     CHECK_EQ(info_of(op).state & (KVT_OP_RESOLVED | KVT_OP_RELEASED), 0);
@@ -314,10 +314,10 @@ static void issue_wakes(void) {
     close_runtime(&runtime);
 }
 
-/* A deadline resolves an op that runs; the release follows, and a queue is told
- * of each moment in order. Gives 0 where the deadline passed before the worker had begun
- * the op: the caller then tries a later deadline. */
-static int deadline_of_a_running_op(kvt_runtime_t *runtime, kvt_queue_t *queue, uint64_t ms) {
+/* A deadline resolves a running op; the release follows, and the queue reports both in order.
+ * Returns 0 if the deadline passed before a worker started the op; the caller then tries a later
+ * one. */
+static int deadline_resolves_a_running_op(kvt_runtime_t *runtime, kvt_queue_t *queue, uint64_t ms) {
     gate_t *gate = make_gate(runtime);
     const kvt_buffer_item_t items[2] = {gate_item(gate), gate_item(gate)};
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
@@ -332,7 +332,7 @@ static int deadline_of_a_running_op(kvt_runtime_t *runtime, kvt_queue_t *queue, 
     CHECK_EQ(info_of(op).status, KVT_E_TIMEOUT);
     const int is_running = is_entered(gate);
     if (is_running) CHECK_IS(kvt_op_free(&op), KVT_E_BUSY);
-    /* Released before the gate opens: no worker has begun it. */
+    /* Released before the gate opens: no worker had started it. */
     CHECK_OK(kvt_op_wait(queued, KVT_OP_RELEASED, hang_guard()));
     open_gate(gate);
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
@@ -342,22 +342,22 @@ static int deadline_of_a_running_op(kvt_runtime_t *runtime, kvt_queue_t *queue, 
     CHECK_EQ(info_of(queued).status, KVT_E_TIMEOUT);
     CHECK_EQ(info_of(queued).items_failed, 2);
 
-    uint32_t told[2] = {0, 0};
+    uint32_t reported[2] = {0, 0};
     const uint32_t all = KVT_OP_ISSUED | KVT_OP_RESOLVED | KVT_OP_RELEASED;
-    while (told[0] != all || told[1] != all) {
+    while (reported[0] != all || reported[1] != all) {
         kvt_completion_t entry;
         uint64_t count = 0;
         CHECK_OK(kvt_queue_wait(queue, hang_guard(), &entry, 1, sizeof entry, &count));
         CHECK(entry.tag == 5 || entry.tag == 6);
-        uint32_t *mine = &told[entry.tag - 5];
-        CHECK_EQ(*mine & entry.events, 0); /* each moment once */
-        CHECK(entry.events > *mine);       /* and in order */
+        uint32_t *own = &reported[entry.tag - 5];
+        CHECK_EQ(*own & entry.events, 0); /* each event once */
+        CHECK(entry.events > *own);       /* and in order */
         CHECK(entry.op == (entry.tag == 5 ? op : queued));
         if (entry.events & (KVT_OP_RESOLVED | KVT_OP_RELEASED))
             CHECK_EQ(entry.status, KVT_E_TIMEOUT);
         else
             CHECK_EQ(entry.status, KVT_OK);
-        *mine |= entry.events;
+        *own |= entry.events;
     }
     kvt_queue_stats_t stats = KVT_QUEUE_STATS_INIT;
     CHECK_OK(kvt_queue_stats(queue, &stats));
@@ -368,14 +368,13 @@ static int deadline_of_a_running_op(kvt_runtime_t *runtime, kvt_queue_t *queue, 
     return is_running;
 }
 
-static void deadlines(void) {
+static void deadlines_end_ops(void) {
     kvt_runtime_t *runtime = open_runtime(1, NULL);
     kvt_queue_t *queue = open_queue(runtime, 16);
     uint64_t ms = 40;
-    while (!deadline_of_a_running_op(runtime, queue, ms)) ms *= 2; /* the alarm ends it */
+    while (!deadline_resolves_a_running_op(runtime, queue, ms)) ms *= 2; /* the alarm limits it */
 
-    /* A deadline that has passed is no reason to refuse: the op times out, also where the
-     * worker is at it already. */
+    /* A deadline in the past is accepted: the op times out, even if a worker started it. */
     gate_t *gate = make_gate(runtime);
     kvt_buffer_t *buffer = open_buffer(runtime, 64, NULL);
     const kvt_buffer_item_t blocked = gate_item(gate), item = sum_item(buffer, 8);
@@ -387,7 +386,7 @@ static void deadlines(void) {
     open_gate(gate);
     CHECK_EQ(finish_op(&op), KVT_E_TIMEOUT);
     free_gate(gate);
-    /* And one that is far away does nothing. */
+    /* A distant deadline has no effect. */
     opts.deadline_ns = UINT64_MAX;
     op = submit(runtime, &opts, &item, 1);
     CHECK_OK(finish_op(&op));
@@ -396,9 +395,9 @@ static void deadlines(void) {
     close_runtime(&runtime);
 }
 
-/* Every subset of moments, for ops that run and for ops that are cancelled before:
- * what was asked for is told once, and no place of the queue stays taken. */
-static void every_notification(void) {
+/* Every subset of events, for ops that run and ops that end before they start: each requested event
+ * is reported once, and no place in the queue stays reserved. */
+static void every_requested_event_is_reported_once(void) {
     kvt_runtime_t *runtime = open_runtime(1, NULL);
     kvt_budget_t *budget = open_budget(runtime, 10);
     kvt_account_t *account = open_account(budget);
@@ -413,23 +412,23 @@ static void every_notification(void) {
             kvt_op_t *op = NULL;
             if (how == 0) {
                 op = submit(runtime, &opts, &item, 1);
-            } else if (how == 1) { /* granted at once */
+            } else if (how == 1) { /* granted immediately */
                 op = reserve_later(account, 10, &opts);
-            } else { /* ended while it waits: by a cancel, by its deadline */
+            } else { /* ended while waiting: by a cancel or its deadline */
                 CHECK_OK(kvt_account_reserve(account, KVT_TIER_DISK, 10, NULL));
                 if (how == 3) opts.deadline_ns = in_ms(2);
                 op = reserve_later(account, 10, &opts);
                 if (how == 2) CHECK_OK(kvt_op_cancel(op));
             }
             CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
-            uint32_t told = 0;
-            while (told != notify) {
+            uint32_t reported = 0;
+            while (reported != notify) {
                 kvt_completion_t entry;
                 uint64_t count = 0;
                 CHECK_OK(kvt_queue_wait(queue, hang_guard(), &entry, 1, sizeof entry, &count));
-                CHECK_EQ(entry.events & told, 0);
+                CHECK_EQ(entry.events & reported, 0);
                 CHECK_EQ(entry.events & ~notify, 0);
-                told |= entry.events;
+                reported |= entry.events;
             }
             kvt_queue_stats_t stats = KVT_QUEUE_STATS_INIT;
             CHECK_OK(kvt_queue_stats(queue, &stats));
@@ -446,7 +445,7 @@ static void every_notification(void) {
     close_runtime(&runtime);
 }
 
-static void each(kvt_runtime_t *runtime) {
+static void submit_each_makes_one_op_per_item(kvt_runtime_t *runtime) {
     enum { N = 200 };
     uint8_t *bytes = NULL;
     kvt_buffer_t *buffer = open_buffer(runtime, N * 8, &bytes);
@@ -467,7 +466,7 @@ static void each(kvt_runtime_t *runtime) {
         memset(ops, 0, sizeof ops);
         kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
         opts.queue = queue;
-        opts.tag = 7; /* the items' own tags count */
+        opts.tag = 7; /* ignored: items have their own tags */
         opts.flags = KVT_SUBMIT_EACH;
         CHECK_OK(kvt_buffer_submit(runtime, &opts, items, N, sizeof *items,
                                    detached ? NULL : ops, NULL));
@@ -494,7 +493,7 @@ static void each(kvt_runtime_t *runtime) {
     free_buffer(&buffer);
 }
 
-static void full(void) {
+static void full_runtime_and_queue_refuse_ops(void) {
     kvt_runtime_opts_t runtime_opts = KVT_RUNTIME_OPTS_INIT;
     runtime_opts.workers = 1;
     runtime_opts.max_ops = 4;
@@ -510,7 +509,7 @@ static void full(void) {
     CHECK(ops[0] == NULL);
     CHECK_OK(kvt_buffer_submit(runtime, &opts, items, 4, sizeof *items, ops, NULL));
     for (int i = 0; i < 4; i++) CHECK_OK(kvt_op_wait(ops[i], KVT_OP_RELEASED, 0));
-    /* Done but not freed still counts. */
+    /* A completed op counts until it is freed. */
     CHECK_IS(kvt_buffer_submit(runtime, NULL, items, 1, sizeof *items, &ops[4], NULL),
              KVT_E_AGAIN);
     CHECK_OK(kvt_op_free(&ops[2]));
@@ -524,7 +523,7 @@ static void full(void) {
     CHECK_OK(kvt_op_wait(ops[4], KVT_OP_RELEASED, 0));
     CHECK_OK(kvt_op_free_many(ops, 5));
 
-    /* A full queue: nothing is accepted that could not be told. */
+    /* A full queue: an op is refused if the queue has no place for its completions. */
     kvt_queue_t *queue = open_queue(runtime, 2);
     opts.flags = 0;
     opts.queue = queue;
@@ -551,8 +550,8 @@ static void full(void) {
     close_runtime(&runtime);
 }
 
-/* With one worker busy, what waits is begun by priority; and yet none starves. */
-static void priorities(void) {
+/* Waiting ops start in the order of their priority. */
+static void ops_start_by_priority(void) {
     kvt_runtime_t *runtime = open_runtime(1, NULL);
     gate_t *gate = make_gate(runtime);
     kvt_queue_t *queue = open_queue(runtime, 64);
@@ -560,7 +559,7 @@ static void priorities(void) {
     const kvt_buffer_item_t item = sum_item(buffer, 8), blocked = gate_item(gate);
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     kvt_op_t *blocker = submit(runtime, &opts, &blocked, 1);
-    until_entered(gate);
+    wait_entered(gate);
     opts.queue = queue;
     const uint32_t order[] = {KVT_PRIORITY_BACKGROUND, KVT_PRIORITY_PREFETCH, KVT_PRIORITY_DEMAND,
                               KVT_PRIORITY_DEMAND, KVT_PRIORITY_PREFETCH};
@@ -591,19 +590,19 @@ int main(int argc, char **argv) {
     check_begin();
     const uint64_t rounds = count_arg(argc, argv, 2000);
     kvt_runtime_t *runtime = open_runtime(3, NULL);
-    sums(runtime);
-    copies(runtime, rounds);
-    prefault(runtime);
-    ranges_and_kinds(runtime);
-    partial_failure(runtime);
-    all_or_nothing(runtime);
-    each(runtime);
+    checksums_match_the_reference(runtime);
+    copies_match_memmove(runtime, rounds);
+    prefault_touches_pages(runtime);
+    invalid_items_are_refused(runtime);
+    each_item_has_its_own_status(runtime);
+    one_invalid_item_refuses_the_call(runtime);
+    submit_each_makes_one_op_per_item(runtime);
     close_runtime(&runtime);
-    full();
-    priorities();
-    cancels();
-    deadlines();
-    issue_wakes();
-    every_notification();
+    full_runtime_and_queue_refuse_ops();
+    ops_start_by_priority();
+    cancel_keeps_the_first_result();
+    deadlines_end_ops();
+    wait_for_issued_returns_at_the_start();
+    every_requested_event_is_reported_once();
     return check_end("ops");
 }

@@ -1,7 +1,7 @@
-/* What a stranger meets: a client written from the header alone, which tries what users of the
- * library have stumbled over. It shares nothing with the other programs here.
+/* A client written from the header alone. It tests what users of the library stumbled over, and
+ * shares no code with the other programs here.
  *
- *   outsider [TOPIC...]     all topics without one */
+ *   outsider [TOPIC...]     default: all topics */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <ftw.h>
@@ -17,7 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { LAYERS = 2, CHUNK = 16, TOKEN_BYTES = 512, MOST_TOKENS = 1024 };
+enum { LAYERS = 2, CHUNK = 16, TOKEN_BYTES = 512, MAX_TOKENS = 1024 };
 
 static kvt_error_t *err;
 
@@ -31,11 +31,11 @@ static void fail_at(int line, const char *text) {
     } while (0)
 #define MUST(call) EXPECT((call) == KVT_OK)
 
-/* The call is refused with a status, and the message has a word that helps. */
+/* The call must fail with this status, and the message must contain this word. */
 static void refused_at(int line, kvt_status_t got, kvt_status_t want, const char *word) {
     if (got != want || err == NULL || strstr(kvt_error_message(err), word) == NULL) {
-        fprintf(stderr, "outsider.c:%d: %s, not %s with '%s': %s\n", line, kvt_status_name(got),
-                kvt_status_name(want), word, err ? kvt_error_message(err) : "no message");
+        fprintf(stderr, "outsider.c:%d: %s, expected %s with '%s': %s\n", line,
+                kvt_status_name(got), kvt_status_name(want), word, err ? kvt_error_message(err) : "no message");
         exit(1);
     }
     kvt_error_free(&err);
@@ -48,12 +48,12 @@ static uint64_t now(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* An engine's side: a runtime, a store, a namespace. */
+/* The objects of an engine: a runtime, a store, a namespace. */
 typedef struct {
     char path[64];
     kvt_runtime_t *runtime;
     kvt_store_t *store;
-    kvt_namespace_t *space;
+    kvt_namespace_t *ns;
 } rig_t;
 
 static kvt_status_t open_store(rig_t *rig, const char *spec) {
@@ -67,7 +67,7 @@ static kvt_status_t open_store(rig_t *rig, const char *spec) {
     return kvt_store_open(rig->runtime, NULL, &opts, &rig->store, &err);
 }
 
-/* A namespace of a model, with a recipe or without (NULL). */
+/* Opens a namespace; `recipe` may be NULL. */
 static kvt_status_t open_namespace(const rig_t *rig, const char *recipe, kvt_namespace_t **out) {
     static const uint16_t layers[LAYERS] = {0, 1};
     kvt_group_t group = {0};
@@ -92,7 +92,7 @@ static kvt_status_t open_namespace(const rig_t *rig, const char *recipe, kvt_nam
     return kvt_namespace_open(rig->store, &identity, &layout, 0, out, &err);
 }
 
-static void open_space(rig_t *rig) { MUST(open_namespace(rig, NULL, &rig->space)); }
+static void open_default_namespace(rig_t *rig) { MUST(open_namespace(rig, NULL, &rig->ns)); }
 
 static void begin(rig_t *rig, const char *spec, int has_disk) {
     memset(rig, 0, sizeof *rig);
@@ -102,7 +102,7 @@ static void begin(rig_t *rig, const char *spec, int has_disk) {
     }
     MUST(kvt_runtime_open(NULL, &rig->runtime, &err));
     MUST(open_store(rig, spec));
-    open_space(rig);
+    open_default_namespace(rig);
 }
 
 static int remove_entry(const char *path, const struct stat *facts, int type, struct FTW *walk) {
@@ -110,25 +110,25 @@ static int remove_entry(const char *path, const struct stat *facts, int type, st
 }
 
 static void end(rig_t *rig) {
-    MUST(kvt_namespace_close(&rig->space));
+    MUST(kvt_namespace_close(&rig->ns));
     MUST(kvt_store_close(&rig->store, 0, &err));
     MUST(kvt_runtime_close(&rig->runtime, 0, NULL, &err));
     if (rig->path[0] != 0) nftw(rig->path, remove_entry, 8, FTW_DEPTH | FTW_PHYS);
 }
 
-/* A session of its own tokens. */
+/* A session whose tokens no other number shares. */
 static kvt_session_t *session_of(const rig_t *rig, uint32_t number, uint32_t tokens) {
-    uint32_t ids[MOST_TOKENS];
+    uint32_t ids[MAX_TOKENS];
     for (uint32_t i = 0; i < tokens; i++) ids[i] = number * 131071u + i;
     kvt_session_t *session = NULL;
-    MUST(kvt_session_open(rig->space, NULL, &session, &err));
+    MUST(kvt_session_open(rig->ns, NULL, &session, &err));
     MUST(kvt_session_append(session, ids, tokens, &err));
     return session;
 }
 
-/* Moves from or to one tensor that stands for all layers; `room` = what its views say. */
-static kvt_status_t move_all(const kvt_session_t *session, int is_put, void *tensor, uint64_t tokens,
-                             uint32_t room) {
+/* Puts or gets all layers with one tensor. `room`: tokens of its views. */
+static kvt_status_t transfer_all(const kvt_session_t *session, int is_put, void *tensor,
+                                 uint64_t tokens, uint32_t room) {
     kvt_view_t k[LAYERS] = {0}, v[LAYERS];
     for (int i = 0; i < LAYERS; i++) {
         k[i].address = tensor;
@@ -152,17 +152,17 @@ static kvt_status_t move_all(const kvt_session_t *session, int is_put, void *ten
     return info.status;
 }
 
-static uint8_t tensor[MOST_TOKENS * TOKEN_BYTES];
+static uint8_t tensor[MAX_TOKENS * TOKEN_BYTES];
 
 static void store_sessions(const rig_t *rig, uint32_t first, uint32_t count, uint32_t tokens) {
     for (uint32_t i = first; i < first + count; i++) {
         kvt_session_t *session = session_of(rig, i, tokens);
-        EXPECT(move_all(session, 1, tensor, tokens, tokens) == KVT_OK);
+        EXPECT(transfer_all(session, 1, tensor, tokens, tokens) == KVT_OK);
         MUST(kvt_session_close(&session));
     }
 }
 
-/* Texts: a pointer without a length was forgotten. */
+/* A text without a length is refused. */
 static void texts(void) {
     rig_t rig;
     begin(&rig, "store(host=16MiB)", 0);
@@ -181,18 +181,18 @@ static void texts(void) {
     kvt_session_opts_t named = KVT_SESSION_OPTS_INIT;
     kvt_session_t *session = NULL;
     named.name = "x";
-    REFUSED(kvt_session_open(rig.space, &named, &session, &err), KVT_E_INVALID, "name");
+    REFUSED(kvt_session_open(rig.ns, &named, &session, &err), KVT_E_INVALID, "name");
     named.name_bytes = KVT_NUL_TERMINATED;
-    MUST(kvt_session_open(rig.space, &named, &session, &err));
+    MUST(kvt_session_open(rig.ns, &named, &session, &err));
     MUST(kvt_session_close(&session));
     const char half[] = {(char)0xff, 0};
     named.name = half;
-    REFUSED(kvt_session_open(rig.space, &named, &session, &err), KVT_E_INVALID, "UTF-8");
+    REFUSED(kvt_session_open(rig.ns, &named, &session, &err), KVT_E_INVALID, "UTF-8");
     end(&rig);
 }
 
-/* Close and clear go on from where an earlier call left them, whatever its deadline: a store that
- * is polled ends, and does not begin anew each time. */
+/* Close and clear continue where an earlier call timed out. So repeated calls with short deadlines
+ * end, and none starts anew. */
 static void polls(void) {
     rig_t rig;
     const uint64_t periods_ns[] = {1, 100000, 10000000};
@@ -202,31 +202,31 @@ static void polls(void) {
         kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
         kvt_status_t status = KVT_E_TIMEOUT;
         while (status == KVT_E_TIMEOUT) {
-            status = kvt_namespace_clear(rig.space, now() + periods_ns[i], &report, &err);
+            status = kvt_namespace_clear(rig.ns, now() + periods_ns[i], &report, &err);
             if (status == KVT_E_TIMEOUT) kvt_error_free(&err);
         }
         MUST(status);
         EXPECT(report.removed_chunks == 200);
         store_sessions(&rig, 100, 100, 2 * CHUNK);
-        MUST(kvt_namespace_close(&rig.space));
+        MUST(kvt_namespace_close(&rig.ns));
         status = KVT_E_BUSY;
         while (status == KVT_E_BUSY) {
             status = kvt_store_close(&rig.store, now() + periods_ns[i], &err);
             if (status == KVT_E_BUSY) kvt_error_free(&err);
         }
         MUST(status);
-        /* What was in memory alone was written down on the way. */
+        /* Closing has written back what was only in memory. */
         MUST(open_store(&rig, "store(host=16MiB, disk=disk(bytes=256MiB, segment=4MiB))"));
-        open_space(&rig);
+        open_default_namespace(&rig);
         kvt_session_t *session = session_of(&rig, 150, 2 * CHUNK);
-        EXPECT(move_all(session, 0, tensor, 2 * CHUNK, 2 * CHUNK) == KVT_OK);
+        EXPECT(transfer_all(session, 0, tensor, 2 * CHUNK, 2 * CHUNK) == KVT_OK);
         MUST(kvt_session_close(&session));
         end(&rig);
     }
 }
 
-/* A move "to the end" of a session that others append to: the end is that of the moment when it is
- * submitted, and no byte is touched behind what the views have. */
+/* A transfer "to the end" of a session that grows meanwhile: the end is the one at submission,
+ * and no byte behind the views is touched. */
 enum { APPENDS = 4000, PIECE = 3 };
 static int has_ended;
 
@@ -245,37 +245,36 @@ static void appends(void) {
     rig_t rig;
     begin(&rig, "store(host=64MiB)", 0);
     kvt_session_t *session = NULL;
-    MUST(kvt_session_open(rig.space, NULL, &session, &err));
-    REFUSED(move_all(session, 1, tensor, 0, MOST_TOKENS), KVT_E_INVALID, "append");
-    /* Behind the tensor nothing may be touched: the page there is nobody's. */
-    const size_t bytes = MOST_TOKENS * TOKEN_BYTES, page = (size_t)sysconf(_SC_PAGESIZE);
+    MUST(kvt_session_open(rig.ns, NULL, &session, &err));
+    REFUSED(transfer_all(session, 1, tensor, 0, MAX_TOKENS), KVT_E_INVALID, "append");
+    /* An access behind the tensor faults. */
+    const size_t bytes = MAX_TOKENS * TOKEN_BYTES, page = (size_t)sysconf(_SC_PAGESIZE);
     uint8_t *own = mmap(NULL, bytes + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     EXPECT(own != MAP_FAILED && mprotect(own + bytes, page, PROT_NONE) == 0);
     pthread_t thread;
     EXPECT(pthread_create(&thread, NULL, append_all, session) == 0);
     uint64_t fits = 0, too_long = 0;
     do {
-        /* One that says nowhere how much there is may be overrun. */
-        const kvt_status_t blind = move_all(session, 1, own, 0, 0);
-        EXPECT(blind == KVT_E_INVALID);
+        /* Views without a token count could be overrun, so they are refused. */
+        const kvt_status_t unbounded = transfer_all(session, 1, own, 0, 0);
+        EXPECT(unbounded == KVT_E_INVALID);
         kvt_error_free(&err);
-        const kvt_status_t status = move_all(session, 1, own, 0, MOST_TOKENS);
+        const kvt_status_t status = transfer_all(session, 1, own, 0, MAX_TOKENS);
         EXPECT(status == KVT_OK || status == KVT_E_INVALID);
         kvt_error_free(&err);
         *(status == KVT_OK ? &fits : &too_long) += 1;
     } while (!__atomic_load_n(&has_ended, __ATOMIC_ACQUIRE));
     EXPECT(pthread_join(thread, NULL) == 0);
-    REFUSED(move_all(session, 1, own, 0, MOST_TOKENS), KVT_E_INVALID, "1024");
-    MUST(kvt_session_truncate(session, MOST_TOKENS, &err));
-    MUST(move_all(session, 1, own, 0, MOST_TOKENS));
+    REFUSED(transfer_all(session, 1, own, 0, MAX_TOKENS), KVT_E_INVALID, "1024");
+    MUST(kvt_session_truncate(session, MAX_TOKENS, &err));
+    MUST(transfer_all(session, 1, own, 0, MAX_TOKENS));
     MUST(kvt_session_close(&session));
     EXPECT(munmap(own, bytes + page) == 0);
     end(&rig);
-    printf("appends: %d moves fit, %d were too long\n", (int)fits, (int)too_long);
+    printf("appends: %d transfers fit, %d were too long\n", (int)fits, (int)too_long);
 }
 
-/* A disk needs few descriptors, however many segments it has, and an opening that fails leaves
- * nothing behind. */
+/* Counts open descriptors. A disk needs few, however many segments it has. */
 static unsigned open_descriptors(void) {
     unsigned count = 0;
     DIR *all = opendir("/proc/self/fd");
@@ -302,9 +301,10 @@ static void descriptors(void) {
     end(&rig);
 }
 
+/* A failed open leaves no file behind. */
 static void budgets(void) {
     rig_t rig;
-    nftw("outsider-budgets", remove_entry, 8, FTW_DEPTH | FTW_PHYS); /* of a run that was killed */
+    nftw("outsider-budgets", remove_entry, 8, FTW_DEPTH | FTW_PHYS); /* of a killed run */
     nftw("outsider-more", remove_entry, 8, FTW_DEPTH | FTW_PHYS);
     begin(&rig, "store(host=1MiB)", 0);
     kvt_budget_opts_t limits = KVT_BUDGET_OPTS_INIT;
@@ -318,13 +318,13 @@ static void budgets(void) {
     opts.spec_bytes = KVT_NUL_TERMINATED;
     REFUSED(kvt_store_open(rig.runtime, budget, &opts, &store, &err), KVT_E_BUDGET, "disk_bytes");
     EXPECT(access("outsider-budgets", F_OK) != 0);
-    /* What is found out when the disk is open already. */
+    /* The open fails after the disk was opened. */
     opts.spec = "store(host=8MiB, disk=disk(path=\"outsider-budgets\", bytes=64MiB, segment=4MiB),"
                 "remote=dir(path=\"outsider-none/none\"))";
     EXPECT(kvt_store_open(rig.runtime, budget, &opts, &store, &err) != KVT_OK);
     kvt_error_free(&err);
     EXPECT(access("outsider-budgets", F_OK) != 0);
-    /* What others have there stays. */
+    /* Files of others in the directory stay. */
     EXPECT(mkdir("outsider-budgets", 0700) == 0);
     FILE *note = fopen("outsider-budgets/note.txt", "w");
     EXPECT(note != NULL && fclose(note) == 0);
@@ -350,36 +350,36 @@ static void budgets(void) {
     end(&rig);
 }
 
-enum { KEPT = 6 };
+enum { SESSIONS = 6 };
 
-/* A process that stores with the defaults, and dies. */
-static void keeps_child(const char *path) {
+/* Child process: stores with the default options, waits for the write-behind, and kills itself. */
+static void restart_child(const char *path) {
     rig_t rig;
     memset(&rig, 0, sizeof rig);
     snprintf(rig.path, sizeof rig.path, "%s", path);
     MUST(kvt_runtime_open(NULL, &rig.runtime, &err));
     MUST(open_store(&rig, "store(host=16MiB, disk=disk(bytes=256MiB))"));
-    open_space(&rig);
+    open_default_namespace(&rig);
     memset(tensor, 0x5a, sizeof tensor);
-    store_sessions(&rig, 0, KEPT, 4 * CHUNK);
+    store_sessions(&rig, 0, SESSIONS, 4 * CHUNK);
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
-    do { /* the alarm ends it */
+    do { /* the alarm limits it */
         usleep(1000);
         MUST(kvt_store_stats(rig.store, &stats));
-    } while (stats.written_cells < KEPT * 4 * LAYERS);
+    } while (stats.written_cells < SESSIONS * 4 * LAYERS);
     EXPECT(stats.unwritten_bytes == 0);
     raise(SIGKILL);
 }
 
-/* Who names a disk finds what was put there some time before the process was killed. */
-static void keeps(void) {
+/* Chunks that were written behind survive a SIGKILL. */
+static void restart(void) {
     char path[] = "outsider-XXXXXX", program[4096];
     const ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
     EXPECT(length > 0 && mkdtemp(path) != NULL);
     program[length] = 0;
     const pid_t child = fork();
     if (child == 0) {
-        execl(program, program, "keeps-child", path, (char *)NULL);
+        execl(program, program, "restart-child", path, (char *)NULL);
         _exit(127);
     }
     int how = 0;
@@ -390,45 +390,45 @@ static void keeps(void) {
     memcpy(rig.path, path, sizeof path);
     MUST(kvt_runtime_open(NULL, &rig.runtime, &err));
     MUST(open_store(&rig, "store(host=16MiB, disk=disk(bytes=256MiB))"));
-    open_space(&rig);
-    for (uint32_t i = 0; i < KEPT; i++) {
+    open_default_namespace(&rig);
+    for (uint32_t i = 0; i < SESSIONS; i++) {
         kvt_session_t *session = session_of(&rig, i, 4 * CHUNK);
         memset(tensor, 0, sizeof tensor);
-        EXPECT(move_all(session, 0, tensor, 4 * CHUNK, 4 * CHUNK) == KVT_OK);
+        EXPECT(transfer_all(session, 0, tensor, 4 * CHUNK, 4 * CHUNK) == KVT_OK);
         for (size_t at = 0; at < 4 * CHUNK * TOKEN_BYTES; at++) EXPECT(tensor[at] == 0x5a);
         MUST(kvt_session_close(&session));
     }
     end(&rig);
 }
 
-/* Limits that became smaller. */
+/* A store reopens with smaller limits. */
 static void limits(void) {
     rig_t rig;
     begin(&rig, "store(host=16MiB, write=through, disk=disk(bytes=128MiB))", 1);
     store_sessions(&rig, 0, 40, 16 * CHUNK);
-    MUST(kvt_namespace_close(&rig.space));
+    MUST(kvt_namespace_close(&rig.ns));
     MUST(kvt_store_close(&rig.store, 0, &err));
     const char *fewer = "store(host=16MiB, chunks=100, disk=disk(bytes=128MiB))";
     REFUSED(open_store(&rig, fewer), KVT_E_LIMIT, "forget=true");
     MUST(open_store(&rig, "store(host=16MiB, chunks=100, forget=true, disk=disk(bytes=128MiB))"));
-    open_space(&rig);
+    open_default_namespace(&rig);
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
     MUST(kvt_store_stats(rig.store, &stats));
     EXPECT(stats.recovered_chunks == 100);
-    /* A smaller disk: files go until it holds, though nothing is written. */
+    /* A smaller disk: segments are deleted until it fits, even without writes. */
     store_sessions(&rig, 100, 40, 16 * CHUNK);
-    MUST(kvt_namespace_close(&rig.space));
+    MUST(kvt_namespace_close(&rig.ns));
     MUST(kvt_store_close(&rig.store, 0, &err));
     MUST(open_store(&rig, "store(host=16MiB, chunks=100, forget=true, disk=disk(bytes=32MiB))"));
-    open_space(&rig);
-    do { /* the alarm ends it */
+    open_default_namespace(&rig);
+    do { /* the alarm limits it */
         usleep(1000);
         MUST(kvt_store_stats(rig.store, &stats));
     } while (stats.disk_used_bytes > stats.disk_limit_bytes);
     end(&rig);
 }
 
-/* Bytes of this process in memory, as the kernel counts them. */
+/* Resident bytes of this process, as the kernel counts them. */
 static uint64_t resident(void) {
     unsigned long long kib = 0;
     char line[256];
@@ -441,8 +441,8 @@ static uint64_t resident(void) {
     return kib * 1024;
 }
 
-/* What a store takes is what its budget says, and the least of it that it can do with. */
-static void takes(void) {
+/* The resident memory of a store stays within what its budget has committed. */
+static void memory(void) {
     rig_t rig;
     memset(&rig, 0, sizeof rig);
     MUST(kvt_runtime_open(NULL, &rig.runtime, &err));
@@ -456,7 +456,7 @@ static void takes(void) {
     opts.spec = "store(host=64MiB)";
     opts.spec_bytes = KVT_NUL_TERMINATED;
     MUST(kvt_store_open(rig.runtime, budget, &opts, &rig.store, &err));
-    open_space(&rig);
+    open_default_namespace(&rig);
     for (uint32_t round = 0; round < 10; round++) {
         store_sessions(&rig, round * 40, 40, 64 * CHUNK); /* 80 MiB */
         kvt_tier_report_t tier = KVT_TIER_REPORT_INIT;
@@ -466,38 +466,38 @@ static void takes(void) {
         EXPECT(tier.committed_bytes <= limits.host_bytes);
         EXPECT(now_bytes < before + most);
     }
-    MUST(kvt_namespace_close(&rig.space));
+    MUST(kvt_namespace_close(&rig.ns));
     MUST(kvt_store_close(&rig.store, 0, &err));
     MUST(kvt_budget_close(&budget, &err));
     MUST(kvt_runtime_close(&rig.runtime, 0, NULL, &err));
 }
 
-/* What is on disk is read while memory is full of what sessions hold. */
-static void reads(void) {
+/* Chunks on disk can be read while sessions' chunks fill host memory. */
+static void disk_reads(void) {
     enum { HELD = 200, OLD = 8 };
     rig_t rig;
     begin(&rig, "store(host=1MiB, write=through, disk=disk(bytes=64MiB))", 1);
     store_sessions(&rig, 1000, OLD, 2 * CHUNK);
     kvt_session_t *held[HELD];
     int count = 0;
-    while (count < HELD) { /* until no more goes in */
+    while (count < HELD) { /* until memory is full */
         held[count] = session_of(&rig, (uint32_t)count, 2 * CHUNK);
-        const kvt_status_t put = move_all(held[count], 1, tensor, 2 * CHUNK, 2 * CHUNK);
+        const kvt_status_t put = transfer_all(held[count], 1, tensor, 2 * CHUNK, 2 * CHUNK);
         EXPECT(put == KVT_OK || put == KVT_E_BUDGET);
         count++;
         if (put != KVT_OK) break;
     }
     for (uint32_t i = 0; i < OLD; i++) {
         kvt_session_t *session = session_of(&rig, 1000 + i, 2 * CHUNK);
-        EXPECT(move_all(session, 0, tensor, 2 * CHUNK, 2 * CHUNK) == KVT_OK);
+        EXPECT(transfer_all(session, 0, tensor, 2 * CHUNK, 2 * CHUNK) == KVT_OK);
         MUST(kvt_session_close(&session));
     }
     for (int i = 0; i < count; i++) MUST(kvt_session_close(&held[i]));
     end(&rig);
 }
 
-/* Chunks that left the disk are chunks, also where their cells leave one by one. */
-static void counts(void) {
+/* Evictions from disk are counted in chunks, even with granularity=cell. */
+static void evictions(void) {
     enum { CHUNKS = 1200 };
     rig_t rig;
     begin(&rig, "store(host=1MiB, granularity=cell, drop=cell, write=through, disk=disk(bytes=16MiB, segment=1MiB))", 1);
@@ -508,24 +508,24 @@ static void counts(void) {
     end(&rig);
 }
 
-/* Observations that cannot be, and one that is wrong among ten that are right. */
+/* Impossible observations are refused; one outlier among ten good ones changes little. */
 static void observations(void) {
     rig_t rig;
     begin(&rig, "store(host=1MiB)", 0);
-    REFUSED(kvt_namespace_observe_prefill(rig.space, 0, UINT64_MAX, 5, &err), KVT_E_INVALID, "tokens");
-    REFUSED(kvt_namespace_observe_prefill(rig.space, 0, 1000, 5, &err), KVT_E_INVALID, "ns");
+    REFUSED(kvt_namespace_observe_prefill(rig.ns, 0, UINT64_MAX, 5, &err), KVT_E_INVALID, "tokens");
+    REFUSED(kvt_namespace_observe_prefill(rig.ns, 0, 1000, 5, &err), KVT_E_INVALID, "ns");
     for (int i = 0; i < 10; i++) {
-        MUST(kvt_namespace_observe_prefill(rig.space, 0, 1000, 1000 * 100000, &err));
+        MUST(kvt_namespace_observe_prefill(rig.ns, 0, 1000, 1000 * 100000, &err));
     }
-    MUST(kvt_namespace_observe_prefill(rig.space, 0, 1000, 1000 * 50, &err));
+    MUST(kvt_namespace_observe_prefill(rig.ns, 0, 1000, 1000 * 50, &err));
     kvt_prefill_cost_t cost = KVT_PREFILL_COST_INIT;
-    MUST(kvt_namespace_prefill_cost(rig.space, &cost));
+    MUST(kvt_namespace_prefill_cost(rig.ns, &cost));
     EXPECT(cost.observed == 11 && cost.beta_ns > 50000 && cost.beta_ns < 150000);
     end(&rig);
 }
 
-/* What is refused says what was wrong, what is accepted, what to do. */
-static void words(void) {
+/* Error messages say what was wrong and what is accepted. */
+static void messages(void) {
     rig_t rig;
     begin(&rig, "store(host=1MiB)", 0);
     kvt_store_t *store = NULL;
@@ -554,17 +554,17 @@ static void words(void) {
         }
         kvt_error_free(&err);
     }
-    /* A recipe that begins as a spec and is none would store KV that is not what was asked for. */
-    kvt_namespace_t *space = NULL;
-    REFUSED(open_namespace(&rig, "kv(codec=int8", &space), KVT_E_SPEC, ")");
-    /* Moves: tokens that are not there, a view too short, no tensor at all. */
+    /* A malformed recipe is refused; otherwise KV would be stored with another encoding. */
+    kvt_namespace_t *ns = NULL;
+    REFUSED(open_namespace(&rig, "kv(codec=int8", &ns), KVT_E_SPEC, ")");
+    /* Transfers of missing tokens, with a short view, without a tensor. */
     kvt_session_t *session = NULL;
-    MUST(kvt_session_open(rig.space, NULL, &session, &err));
-    REFUSED(move_all(session, 1, tensor, CHUNK, CHUNK), KVT_E_INVALID, "append");
+    MUST(kvt_session_open(rig.ns, NULL, &session, &err));
+    REFUSED(transfer_all(session, 1, tensor, CHUNK, CHUNK), KVT_E_INVALID, "append");
     MUST(kvt_session_close(&session));
     session = session_of(&rig, 1, 2 * CHUNK);
-    REFUSED(move_all(session, 1, tensor, 2 * CHUNK, CHUNK), KVT_E_INVALID, "view");
-    REFUSED(move_all(session, 1, NULL, 2 * CHUNK, 2 * CHUNK), KVT_E_INVALID, "address");
+    REFUSED(transfer_all(session, 1, tensor, 2 * CHUNK, CHUNK), KVT_E_INVALID, "view");
+    REFUSED(transfer_all(session, 1, NULL, 2 * CHUNK, 2 * CHUNK), KVT_E_INVALID, "address");
     MUST(kvt_session_close(&session));
     end(&rig);
 }
@@ -573,13 +573,13 @@ static const struct {
     const char *name;
     void (*run)(void);
 } topics[] = {{"texts", texts}, {"polls", polls}, {"appends", appends},
-              {"descriptors", descriptors}, {"budgets", budgets}, {"keeps", keeps},
-              {"limits", limits}, {"takes", takes}, {"reads", reads}, {"counts", counts},
-              {"observations", observations}, {"words", words}};
+              {"descriptors", descriptors}, {"budgets", budgets}, {"restart", restart},
+              {"limits", limits}, {"memory", memory}, {"disk_reads", disk_reads},
+              {"evictions", evictions}, {"observations", observations}, {"messages", messages}};
 
 int main(int argc, char **argv) {
     alarm(600);
-    if (argc == 3 && strcmp(argv[1], "keeps-child") == 0) keeps_child(argv[2]);
+    if (argc == 3 && strcmp(argv[1], "restart-child") == 0) restart_child(argv[2]);
     for (size_t i = 0; i < sizeof topics / sizeof *topics; i++) {
         int is_wanted = argc < 2;
         for (int k = 1; k < argc; k++) is_wanted |= strcmp(argv[k], topics[i].name) == 0;

@@ -1,6 +1,6 @@
-/* Planted faults: a panic inside ends ops with KVT_E_PANIC and poisons the runtime,
- * which still counts, drains and closes; failures of the system are statuses. The
- * library prints nothing: standard error is a file here, and looked at. */
+/* Fault injection. A panic inside the library ends ops with KVT_E_PANIC and poisons the runtime,
+ * which can still be drained and closed. System failures are returned as statuses. The library
+ * prints nothing: the test captures standard error and checks that. */
 
 #include "gate.h"
 
@@ -25,12 +25,12 @@ static void end_capture(void) {
     close(saved_stderr);
     char text[256] = "";
     const ssize_t n = pread(capture, text, sizeof text - 1, 0);
-    if (n != 0) fprintf(stderr, "the library printed: %s\n", text);
+    if (n != 0) fprintf(stderr, "the library printed to standard error: %s\n", text);
     CHECK(n == 0);
     close(capture);
 }
 
-/* A check that fails while standard error is captured must still be seen. */
+/* Prints the message of a check that failed while standard error was captured. */
 static void show_on_exit(void) {
     if (capture > 0) {
         char text[512];
@@ -47,7 +47,7 @@ static void on_log(void *data, uint32_t level, const char *target, uint64_t targ
     if (level == KVT_LOG_ERROR) atomic_fetch_add(&logged, 1);
 }
 
-static void poisoned(kvt_runtime_t *runtime) {
+static void is_poisoned(kvt_runtime_t *runtime) {
     kvt_runtime_stats_t stats = KVT_RUNTIME_STATS_INIT;
     CHECK_OK(kvt_runtime_stats(runtime, &stats));
     CHECK_EQ(stats.poisoned, 1);
@@ -61,7 +61,7 @@ static void poisoned(kvt_runtime_t *runtime) {
     CHECK_IS(kvt_buffer_alloc(runtime, &opts, &buffer, NULL), KVT_E_PANIC);
 }
 
-static void worker_panics(void) {
+static void worker_panic_ends_all_ops(void) {
     kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(panic=3))");
     gate_t *gate = make_gate(runtime); /* no panic before both ops are submitted */
     kvt_queue_t *queue = open_queue(runtime, 16);
@@ -76,7 +76,7 @@ static void worker_panics(void) {
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
     kvt_op_t *op = submit(runtime, &opts, items, 5);
-    kvt_op_t *behind = submit(runtime, &opts, items, 5);
+    kvt_op_t *later = submit(runtime, &opts, items, 5);
     open_gate(gate);
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     kvt_op_item_t results[5];
@@ -87,30 +87,30 @@ static void worker_panics(void) {
     for (int i = 2; i < 5; i++) CHECK_EQ(results[i].status, KVT_E_PANIC);
     CHECK_EQ(info_of(op).status, KVT_E_PANIC);
     CHECK_EQ(info_of(op).items_failed, 3);
-    CHECK_OK(kvt_op_wait(behind, KVT_OP_RELEASED, hang_guard()));
-    CHECK_EQ(info_of(behind).status, KVT_E_PANIC);
-    poisoned(runtime);
+    CHECK_OK(kvt_op_wait(later, KVT_OP_RELEASED, hang_guard()));
+    CHECK_EQ(info_of(later).status, KVT_E_PANIC);
+    is_poisoned(runtime);
     kvt_op_t *refused = NULL;
     CHECK_IS(kvt_buffer_submit(runtime, NULL, items, 1, sizeof *items, &refused, NULL),
              KVT_E_PANIC);
     CHECK_IS(kvt_account_reserve_later(account, KVT_TIER_DISK, 1, NULL, &refused, NULL),
              KVT_E_PANIC);
 
-    /* Nothing stays open: also what merely waited ends. */
+    /* Waiting ops end, too. */
     CHECK_OK(kvt_op_wait(waiting, KVT_OP_RELEASED, hang_guard()));
     CHECK_EQ(finish_op(&waiting), KVT_E_PANIC);
 
-    /* Draining, giving back, freeing and closing work. */
+    /* Draining, releasing, freeing and closing work. */
     for (int got = 0; got < 2;) {
         kvt_completion_t entries[4];
         CHECK_OK(kvt_queue_wait(queue, hang_guard(), entries, 4, sizeof *entries, &count));
         for (uint64_t i = 0; i < count; i++, got++) CHECK_EQ(entries[i].status, KVT_E_PANIC);
     }
     CHECK_EQ(finish_op(&op), KVT_E_PANIC);
-    CHECK_EQ(finish_op(&behind), KVT_E_PANIC);
+    CHECK_EQ(finish_op(&later), KVT_E_PANIC);
     unreserve(account, 10);
     free_gate(gate);
-    free_buffer(&buffer); /* its memory is leaked on purpose: who knows who writes there */
+    free_buffer(&buffer); /* the library leaks its memory: a worker may still write there */
     close_queue(&queue);
     CHECK_OK(kvt_account_close(&account, NULL));
     CHECK_OK(kvt_budget_close(&budget, NULL));
@@ -122,7 +122,7 @@ static void count_up(void *data, const kvt_completion_t *batch, uint64_t count, 
     atomic_fetch_add((atomic_uint *)data, (unsigned)count);
 }
 
-static void notifier_panics(void) {
+static void notifier_panic_still_delivers(void) {
     kvt_runtime_t *runtime = open_runtime(1, "faults(notifier=at(panic=1))");
     atomic_uint seen = 0;
     kvt_queue_opts_t opts = KVT_QUEUE_OPTS_INIT;
@@ -136,11 +136,11 @@ static void notifier_panics(void) {
     submit_opts.queue = queue;
     kvt_op_t *op = submit(runtime, &submit_opts, &item, 1);
     const uint64_t until = hang_guard();
-    while (atomic_load(&seen) == 0) { /* the entry is told all the same */
+    while (atomic_load(&seen) == 0) { /* the completion is delivered anyway */
         CHECK(now_ns() < until);
-        breathe();
+        short_pause();
     }
-    poisoned(runtime);
+    is_poisoned(runtime);
     finish_op(&op);
     free_buffer(&buffer);
     close_queue(&queue);
@@ -148,8 +148,8 @@ static void notifier_panics(void) {
     close_runtime(&runtime);
 }
 
-/* A panic inside a call of ours: the call says so, and the caller's thread lives. */
-static void caller_panics(void) {
+/* A panic in a call returns KVT_E_PANIC, and the calling thread survives. */
+static void caller_panic_is_a_status(void) {
     const char *const faults[] = {"faults(map=at(panic=1))", "faults(pin=at(panic=1))"};
     for (int i = 0; i < 2; i++) {
         kvt_runtime_t *runtime = open_runtime(1, faults[i]);
@@ -161,7 +161,7 @@ static void caller_panics(void) {
         CHECK_IS(kvt_buffer_alloc(runtime, &opts, &buffer, &err), KVT_E_PANIC);
         CHECK(buffer == NULL && strstr(kvt_error_message(err), "injected") != NULL);
         CHECK_OK(kvt_error_free(&err));
-        poisoned(runtime);
+        is_poisoned(runtime);
         close_runtime(&runtime);
     }
     kvt_runtime_opts_t opts = KVT_RUNTIME_OPTS_INIT;
@@ -172,7 +172,7 @@ static void caller_panics(void) {
     CHECK(runtime == NULL);
 }
 
-static void system_failures(void) {
+static void system_failures_are_statuses(void) {
     kvt_runtime_t *runtime = open_runtime(1, "faults(map=at(fail=1),pin=at(fail=1))");
     kvt_budget_opts_t budget_opts = KVT_BUDGET_OPTS_INIT;
     budget_opts.host_bytes = 1 << 20;
@@ -195,7 +195,7 @@ static void system_failures(void) {
     CHECK_OK(kvt_account_held(account, KVT_TIER_PINNED, NULL, &used));
     CHECK_EQ(used, 0);
     opts.flags = 0;
-    CHECK_OK(kvt_buffer_alloc(runtime, &opts, &buffer, NULL)); /* the second one works */
+    CHECK_OK(kvt_buffer_alloc(runtime, &opts, &buffer, NULL)); /* only the first call fails */
     free_buffer(&buffer);
     CHECK_OK(kvt_account_close(&account, NULL));
     CHECK_OK(kvt_budget_close(&budget, NULL));
@@ -214,12 +214,12 @@ static void system_failures(void) {
     CHECK_EQ(finish_op(&op), KVT_E_IO);
     kvt_runtime_stats_t stats = KVT_RUNTIME_STATS_INIT;
     CHECK_OK(kvt_runtime_stats(runtime, &stats));
-    CHECK_EQ(stats.poisoned, 0); /* a failure is no defect */
+    CHECK_EQ(stats.poisoned, 0); /* a system failure does not poison */
     free_buffer(&buffer);
     close_runtime(&runtime);
 }
 
-static void stalls(void) {
+static void injected_stalls_delay_items(void) {
     kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=300ms))");
     kvt_buffer_t *buffer = open_buffer(runtime, 8, NULL);
     const kvt_buffer_item_t items[3] = {sum_item(buffer, 8), sum_item(buffer, 8),
@@ -236,14 +236,14 @@ int main(void) {
     check_begin();
     begin_capture();
     atexit(show_on_exit);
-    worker_panics(); /* first without a sink: not even then a word */
+    worker_panic_ends_all_ops(); /* first without a log sink */
     CHECK_OK(kvt_log_set(KVT_LOG_TRACE, on_log, NULL, NULL, NULL));
-    notifier_panics();
+    notifier_panic_still_delivers();
     CHECK(atomic_load(&logged) > 0);
     CHECK_OK(kvt_log_set(KVT_LOG_OFF, NULL, NULL, NULL, NULL));
-    caller_panics();
-    system_failures();
-    stalls();
+    caller_panic_is_a_status();
+    system_failures_are_statuses();
+    injected_stalls_delay_items();
     end_capture();
     capture = 0;
     return check_end("panic");

@@ -1,4 +1,4 @@
-/* Policies: every call, and everything that can be wrong about one. */
+/* Tests of policies: every call, and every invalid use of one. */
 
 #include "check.h"
 
@@ -34,7 +34,7 @@ static int is_text(const char *text, uint64_t bytes, const char *want) {
     return bytes == strlen(want) && memcmp(text, want, (size_t)bytes) == 0;
 }
 
-/* Objects first..first + n - 1, each of 2 units; with parents they are one path. */
+/* Inserts objects first..first + n - 1 of 2 units each; with parents they form one path. */
 static void insert_path(const kvt_policy_t *policy, int64_t now, uint64_t first, uint64_t n,
                         int parents) {
     kvt_policy_object_t rows[16];
@@ -53,7 +53,7 @@ static void insert_path(const kvt_policy_t *policy, int64_t now, uint64_t first,
     CHECK_OK(kvt_policy_insert(policy, now, NULL, rows, n, sizeof *rows, NULL));
 }
 
-static void opening(void) {
+static void policies_open_with_valid_specs_only(void) {
     uint64_t count = 0;
     CHECK_OK(kvt_policy_count(&count));
     CHECK(count >= 2);
@@ -106,28 +106,28 @@ static void opening(void) {
     CHECK_OK(kvt_error_free(&err));
 }
 
-static void using(const char *spec) {
+static void evictions_respect_references_and_pins(const char *spec) {
     kvt_policy_t *policy = open_policy(spec, 64, 0);
     insert_path(policy, 10, 1, 4, 1);
     insert_path(policy, 20, 11, 3, 0);
-    kvt_policy_context_t who = KVT_POLICY_CONTEXT_INIT;
-    who.flags = KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY;
-    who.session = 5;
-    who.priority = 2;
-    who.tokens_each = 16;
+    kvt_policy_context_t context = KVT_POLICY_CONTEXT_INIT;
+    context.flags = KVT_CONTEXT_SESSION | KVT_CONTEXT_PRIORITY;
+    context.session = 5;
+    context.priority = 2;
+    context.tokens_each = 16;
     const uint64_t path[] = {1, 2, 3, 99, 4};
     uint8_t found[5];
     uint64_t n = 0;
-    CHECK_OK(kvt_policy_lookup(policy, 30, &who, path, 5, found, &n, NULL));
+    CHECK_OK(kvt_policy_lookup(policy, 30, &context, path, 5, found, &n, NULL));
     CHECK_EQ(n, 3);
     CHECK(memcmp(found, "\1\1\1\0\0", 5) == 0);
     CHECK_OK(kvt_policy_touch(policy, 40, NULL, path, 5, &n, NULL));
     CHECK_EQ(n, 4);
     const uint64_t mixed[] = {1, 50, 51};
     const uint64_t sizes[] = {9, 3, 4};
-    CHECK_OK(kvt_policy_record(policy, 50, &who, mixed, sizes, 3, &n, NULL));
+    CHECK_OK(kvt_policy_record(policy, 50, &context, mixed, sizes, 3, &n, NULL));
     CHECK_EQ(n, 2);
-    CHECK_OK(kvt_policy_record(policy, 50, &who, mixed, NULL, 3, &n, NULL));
+    CHECK_OK(kvt_policy_record(policy, 50, &context, mixed, NULL, 3, &n, NULL));
     CHECK_EQ(n, 0);
     kvt_policy_stats_t stats = stats_of(policy);
     CHECK_EQ(stats.objects, 9);
@@ -141,10 +141,10 @@ static void using(const char *spec) {
     kvt_policy_hint_t hint = KVT_POLICY_HINT_INIT;
     hint.stop = KVT_STOP_TOOL_USE;
     hint.next_use_ns = 1000;
-    CHECK_OK(kvt_policy_hint(policy, 60, &who, path, 5, &hint, &n, NULL));
+    CHECK_OK(kvt_policy_hint(policy, 60, &context, path, 5, &hint, &n, NULL));
     CHECK_EQ(n, 4);
 
-    /* 1 and 2 are referenced, 50 and 51 pinned: 3, 4, 11, 12, 13 may leave. */
+    /* 1 and 2 are referenced, 50 and 51 pinned: 3, 4, 11, 12, 13 are candidates. */
     kvt_policy_victim_t victims[16];
     kvt_policy_outcome_t out = KVT_POLICY_OUTCOME_INIT;
     CHECK_OK(kvt_policy_preview(policy, 70, 100, victims, 16, sizeof *victims, &out, NULL));
@@ -169,8 +169,8 @@ static void using(const char *spec) {
     CHECK_EQ(stats.objects, 0);
     CHECK_EQ(stats.evictions, 9);
 
-    /* What was evicted and is wanted again. */
-    CHECK_OK(kvt_policy_lookup(policy, 80, &who, path, 5, NULL, NULL, NULL));
+    /* Lookups of evicted objects count as evicted references. */
+    CHECK_OK(kvt_policy_lookup(policy, 80, &context, path, 5, NULL, NULL, NULL));
     stats = stats_of(policy);
     CHECK_EQ(stats.evicted_references, 4);
     CHECK(stats.re_prefill_rate > 0.39 && stats.re_prefill_rate < 0.41);
@@ -189,7 +189,7 @@ static void using(const char *spec) {
     close_policy(&policy);
 }
 
-static void switching(void) {
+static void state_survives_a_switch(void) {
     kvt_policy_t *policy = open_policy("lru", 64, KVT_POLICY_HOLES);
     insert_path(policy, 10, 1, 5, 0);
     const uint64_t one = 1;
@@ -213,8 +213,8 @@ static void switching(void) {
     kvt_policy_victim_t victims[8];
     kvt_policy_outcome_t out = KVT_POLICY_OUTCOME_INIT;
     CHECK_OK(kvt_policy_evict(policy, 30, 100, victims, 8, sizeof *victims, &out, NULL));
-    CHECK_EQ(out.victims, 4); /* the pin carried over */
-    CHECK_EQ(victims[0].id, 5); /* of one call the first counts as the last used */
+    CHECK_EQ(out.victims, 4); /* the pin survives the switch */
+    CHECK_EQ(victims[0].id, 5); /* within a call, the first object counts as used last */
     double value = 7;
     CHECK_IS(kvt_policy_gauge(policy, "nonsense", 8, &value, &err), KVT_E_NOT_FOUND);
     CHECK(value == 7);
@@ -238,7 +238,7 @@ static void switching(void) {
     close_policy(&policy);
 }
 
-static void advice(void) {
+static void advice_follows_the_rules(void) {
     kvt_policy_t *policy = open_policy("lru", 64, 0);
     kvt_policy_advice_rules_t rules = KVT_POLICY_ADVICE_RULES_INIT;
     rules.window = 1;
@@ -261,7 +261,7 @@ static void advice(void) {
     close_policy(&policy);
 }
 
-static void bad_calls(void) {
+static void invalid_calls_change_nothing(void) {
     kvt_policy_t *policy = open_policy("lru", 4, 0);
     insert_path(policy, 100, 1, 3, 0);
     const uint64_t ids[] = {1, 2, 1};
@@ -279,13 +279,13 @@ static void bad_calls(void) {
              KVT_E_INVALID);
     CHECK_OK(kvt_policy_touch(policy, 100, NULL, NULL, 0, &n, NULL));
     CHECK_EQ(n, 0);
-    kvt_policy_context_t who = KVT_POLICY_CONTEXT_INIT;
-    who.priority = 256;
-    CHECK_IS(kvt_policy_touch(policy, 100, &who, ids, 1, &n, NULL), KVT_E_INVALID);
-    who.priority = 0;
-    who.flags = 1 << 9;
-    CHECK_IS(kvt_policy_touch(policy, 100, &who, ids, 1, &n, NULL), KVT_E_INVALID);
-    /* Rows: there already, twice, no size, huge, too many; nothing comes of any. */
+    kvt_policy_context_t context = KVT_POLICY_CONTEXT_INIT;
+    context.priority = 256;
+    CHECK_IS(kvt_policy_touch(policy, 100, &context, ids, 1, &n, NULL), KVT_E_INVALID);
+    context.priority = 0;
+    context.flags = 1 << 9;
+    CHECK_IS(kvt_policy_touch(policy, 100, &context, ids, 1, &n, NULL), KVT_E_INVALID);
+    /* Rows: known ids, duplicates, no size, a huge size, too many. No call has an effect. */
     kvt_policy_object_t rows[3];
     memset(rows, 0, sizeof rows);
     rows[0].id = 8;
@@ -311,7 +311,7 @@ static void bad_calls(void) {
     const uint64_t zero[] = {0, 1};
     CHECK_IS(kvt_policy_record(policy, 100, NULL, many, zero, 2, &n, NULL), KVT_E_INVALID);
     CHECK_EQ(stats_of(policy).objects, 3);
-    /* Unknown ids, given twice, nothing to give back. */
+    /* Unknown ids, duplicate ids, releases without a reference. */
     const uint64_t unknown[] = {1, 404};
     CHECK_IS(kvt_policy_remove(policy, 100, unknown, 2, NULL), KVT_E_NOT_FOUND);
     CHECK_IS(kvt_policy_remove(policy, 100, ids, 3, NULL), KVT_E_INVALID);
@@ -362,7 +362,7 @@ static kvt_policy_columns_t candidates(void) {
     return columns;
 }
 
-static void selecting(void) {
+static void select_returns_victims_of_columns(void) {
     kvt_policy_t *policy = open_policy("lru", 64, 0);
     kvt_policy_columns_t columns = candidates();
     kvt_policy_pick_t picks[ROWS];
@@ -380,12 +380,12 @@ static void selecting(void) {
     CHECK(picks[2].freed_blocks == 1 && picks[2].kept_blocks == 3);
     CHECK_OK(kvt_policy_select(policy, 1000, &columns, 0, 0, &out, NULL));
     CHECK_EQ(out.victim_count + out.freed_blocks + out.shortfall_blocks, 0);
-    /* Recorded wins: 10 was just used. */
+    /* Recorded uses override the columns: 10 was just used. */
     const uint64_t ten = 10;
     CHECK_OK(kvt_policy_record(policy, 1001, NULL, &ten, NULL, 1, NULL, NULL));
     CHECK_OK(kvt_policy_select(policy, 1001, &columns, 4, 0, &out, NULL));
     CHECK(out.victim_count == 1 && picks[0].id == 20);
-    /* Pinned, shared: never. More than there is: a shortfall. */
+    /* Pinned and shared rows are never chosen. Too large a request leaves a shortfall. */
     const uint8_t pinned[ROWS] = {0, 0, 0, 0, 1, 0};
     const uint32_t refs[ROWS] = {1, 1, 1, 2, 0, 1};
     columns.pinned = pinned;
@@ -393,12 +393,12 @@ static void selecting(void) {
     CHECK_OK(kvt_policy_select(policy, 1001, &columns, 1000, 0, &out, NULL));
     CHECK_EQ(out.victim_count, 4);
     CHECK_EQ(out.shortfall_blocks, 1000 - 16);
-    /* Too little room: the counts, and nothing else. */
+    /* Too small an output: only the counts are written. */
     out.victim_capacity = 1;
     out.freed_blocks = 99;
     const uint64_t decisions = stats_of(policy).decisions;
     CHECK_IS(kvt_policy_select(policy, 2000, &columns, 1000, 0, &out, NULL), KVT_E_TOO_SMALL);
-    CHECK_EQ(stats_of(policy).decisions, decisions); /* nor did the time go on */
+    CHECK_EQ(stats_of(policy).decisions, decisions); /* time did not advance either */
     CHECK(out.victim_count == 4 && out.freed_blocks == 99);
     out.victim_capacity = ROWS;
 
@@ -435,10 +435,10 @@ static void selecting(void) {
     close_policy(&policy);
 }
 
-static void shared_blocks(void) {
+static void shared_blocks_are_freed_once(void) {
     kvt_policy_t *policy = open_policy("lru", 64, 0);
     kvt_policy_columns_t columns = KVT_POLICY_COLUMNS_INIT;
-    /* 1 and 2 share blocks 100 and 101; 3 shares 300 with somebody else. */
+    /* 1 and 2 share blocks 100 and 101; 3 shares block 300 with an unknown sequence. */
     const uint64_t ids[] = {1, 2, 3};
     const int64_t last[] = {10, 20, 5};
     const uint64_t offsets[] = {0, 3, 6, 7};
@@ -478,10 +478,10 @@ static void shared_blocks(void) {
     close_policy(&policy);
 }
 
-/* A custom policy: the largest id leaves first. It uses the policy from inside. */
+/* A custom policy that evicts the largest id first. Its callback calls the policy. */
 struct own {
     const kvt_policy_t *policy;
-    uint64_t touch; /* touched while the scores are made */
+    uint64_t touch; /* id to touch inside the callback */
     int bad;
     int calls;
     int destroyed;
@@ -514,7 +514,7 @@ static uint32_t predict(void *user_data, uint64_t sequence, uint64_t length, uin
 
 static void destroy(void *user_data) { ((struct own *)user_data)->destroyed++; }
 
-static void customs(void) {
+static void custom_policy_scores_candidates(void) {
     struct own own = {0}, other = {0};
     kvt_policy_custom_t table = KVT_POLICY_CUSTOM_INIT;
     table.score = score;
@@ -549,7 +549,7 @@ static void customs(void) {
     }
     own.bad = 0;
     CHECK_EQ(stats_of(policy).objects, 6);
-    /* 6 is used while the scores are made: it stays, 5 leaves. */
+    /* 6 is used while it is scored: 5 is evicted instead. */
     own.touch = 6;
     CHECK_OK(kvt_policy_evict(policy, 0, 2, victims, 8, sizeof *victims, &out, NULL));
     CHECK(out.victims == 1 && victims[0].id == 5);
@@ -568,19 +568,19 @@ static void customs(void) {
     CHECK(chosen.victim_count == 2 && picks[0].id == 60 && picks[1].id == 50);
     CHECK_EQ(own.calls, 1);
     CHECK_EQ(other.calls, ROWS);
-    other.bad = 1; /* no number: as if it did not know */
+    other.bad = 1; /* NaN counts as no prediction */
     CHECK_OK(kvt_policy_select(policy, 0, &columns, 5, 0, &chosen, NULL));
     own.bad = 1;
     CHECK_IS(kvt_policy_select(policy, 0, &columns, 5, 0, &chosen, NULL), KVT_E_INVALID);
     own.bad = 0;
     other.bad = 0;
-    kvt_policy_context_t who = KVT_POLICY_CONTEXT_INIT;
-    who.flags = KVT_CONTEXT_SESSION;
-    who.session = 3;
+    kvt_policy_context_t context = KVT_POLICY_CONTEXT_INIT;
+    context.flags = KVT_CONTEXT_SESSION;
+    context.session = 3;
     const uint64_t one = 1;
     other.calls = 0;
-    CHECK_OK(kvt_policy_lookup(policy, 0, &who, &one, 1, NULL, NULL, NULL));
-    CHECK_OK(kvt_policy_record(policy, 0, &who, &one, NULL, 1, NULL, NULL));
+    CHECK_OK(kvt_policy_lookup(policy, 0, &context, &one, 1, NULL, NULL, NULL));
+    CHECK_OK(kvt_policy_record(policy, 0, &context, &one, NULL, 1, NULL, NULL));
     CHECK_EQ(other.calls, 2);
     CHECK_OK(kvt_policy_switch(policy, "lru", 3, NULL));
     CHECK_OK(kvt_policy_switch(policy, "custom", 6, NULL));
@@ -588,43 +588,43 @@ static void customs(void) {
     CHECK(own.destroyed == 1 && other.destroyed == 1);
 }
 
-/* Threads on one policy: nothing is lost, nobody is evicted twice. */
-struct crowd {
+/* Threads on one policy: no object is lost or evicted twice. */
+struct worker {
     const kvt_policy_t *policy;
     uint64_t first;
     uint64_t rounds;
     uint64_t evicted;
 };
 
-static void *crowd_member(void *data) {
-    struct crowd *crowd = data;
-    for (uint64_t i = 0; i < crowd->rounds; i++) {
+static void *insert_and_evict(void *data) {
+    struct worker *worker = data;
+    for (uint64_t i = 0; i < worker->rounds; i++) {
         kvt_policy_object_t row;
         memset(&row, 0, sizeof row);
-        row.id = crowd->first + i;
+        row.id = worker->first + i;
         row.units = 1;
-        CHECK_OK(kvt_policy_insert(crowd->policy, 0, NULL, &row, 1, sizeof row, NULL));
-        CHECK_OK(kvt_policy_lookup(crowd->policy, 0, NULL, &row.id, 1, NULL, NULL, NULL));
+        CHECK_OK(kvt_policy_insert(worker->policy, 0, NULL, &row, 1, sizeof row, NULL));
+        CHECK_OK(kvt_policy_lookup(worker->policy, 0, NULL, &row.id, 1, NULL, NULL, NULL));
         kvt_policy_victim_t victim;
         kvt_policy_outcome_t out = KVT_POLICY_OUTCOME_INIT;
-        CHECK_OK(kvt_policy_evict(crowd->policy, 0, i % 2, &victim, 1, sizeof victim, &out, NULL));
-        crowd->evicted += out.victims;
+        CHECK_OK(kvt_policy_evict(worker->policy, 0, i % 2, &victim, 1, sizeof victim, &out, NULL));
+        worker->evicted += out.victims;
     }
     return NULL;
 }
 
-static void together(uint64_t rounds) {
+static void threads_evict_each_object_once(uint64_t rounds) {
     kvt_policy_t *policy = open_policy("lru", 4 * rounds, 0);
-    struct crowd crowds[4];
+    struct worker workers[4];
     pthread_t threads[4];
     for (uint64_t i = 0; i < 4; i++) {
-        crowds[i] = (struct crowd){policy, i << 32, rounds, 0};
-        threads[i] = start_thread(crowd_member, &crowds[i]);
+        workers[i] = (struct worker){policy, i << 32, rounds, 0};
+        threads[i] = start_thread(insert_and_evict, &workers[i]);
     }
     uint64_t evicted = 0;
     for (int i = 0; i < 4; i++) {
         join_thread(threads[i]);
-        evicted += crowds[i].evicted;
+        evicted += workers[i].evicted;
     }
     const kvt_policy_stats_t stats = stats_of(policy);
     CHECK_EQ(stats.evictions, evicted);
@@ -634,15 +634,15 @@ static void together(uint64_t rounds) {
 
 int main(int argc, char **argv) {
     check_begin();
-    opening();
-    using("lru");
-    using("fifo");
-    switching();
-    advice();
-    bad_calls();
-    selecting();
-    shared_blocks();
-    customs();
-    together(count_arg(argc, argv, 5000));
+    policies_open_with_valid_specs_only();
+    evictions_respect_references_and_pins("lru");
+    evictions_respect_references_and_pins("fifo");
+    state_survives_a_switch();
+    advice_follows_the_rules();
+    invalid_calls_change_nothing();
+    select_returns_victims_of_columns();
+    shared_blocks_are_freed_once();
+    custom_policy_scores_candidates();
+    threads_evict_each_object_once(count_arg(argc, argv, 5000));
     return check_end("policy");
 }

@@ -1,14 +1,13 @@
-/* An engine with a block pool and tables of its own: sequences share the blocks of
- * common prefixes by reference counts. When blocks run out it asks the policy who
- * should go, frees them, and tries again. Nothing of the engine is in the policy but
- * the uses that it records. */
+/* An engine with its own block pool and tables. Sequences share the blocks of common prefixes by
+ * reference counts. When blocks run out, the engine asks the policy for victims, frees them, and
+ * tries again. The policy only knows the uses that the engine records. */
 
 #include "check.h"
 
 enum { BLOCKS = 512, SEQUENCES = 64, LONGEST = 24, PREFIXES = 4, PREFIX_BLOCKS = 6 };
 
 struct sequence {
-    uint64_t id; /* 0: the place is free */
+    uint64_t id; /* 0: the slot is free */
     uint64_t blocks[LONGEST];
     uint64_t count;
     int64_t created_ns;
@@ -76,8 +75,8 @@ static void tabulate(struct pool *pool, struct table *table) {
     table->offsets[table->rows] = at;
 }
 
-/* Frees what the policy chose; the numbers must be what really becomes free. */
-static uint64_t make_room(struct pool *pool, uint64_t required, uint64_t flags) {
+/* Evicts the victims that the policy chose. The reported numbers must equal the freed blocks. */
+static uint64_t evict(struct pool *pool, uint64_t required, uint64_t flags) {
     static struct table table;
     tabulate(pool, &table);
     kvt_policy_columns_t columns = KVT_POLICY_COLUMNS_INIT;
@@ -105,10 +104,10 @@ static uint64_t make_room(struct pool *pool, uint64_t required, uint64_t flags) 
     for (uint64_t v = 0; v < chosen.victim_count; v++) {
         struct sequence *s = table.of[picks[v].row];
         CHECK(s->id == picks[v].id && !s->running);
-        uint64_t mine = 0;
-        while (s->count > picks[v].kept_blocks) mine += drop_block(pool, s->blocks[--s->count]);
-        CHECK_EQ(mine, picks[v].freed_blocks);
-        freed += mine;
+        uint64_t own = 0;
+        while (s->count > picks[v].kept_blocks) own += drop_block(pool, s->blocks[--s->count]);
+        CHECK_EQ(own, picks[v].freed_blocks);
+        freed += own;
         pool->tails += picks[v].kept_blocks > 0;
         if (s->count == 0) {
             CHECK_OK(kvt_policy_report_evicted(pool->policy, pool->now_ns, &s->id, 1, NULL));
@@ -126,9 +125,9 @@ static uint64_t make_room(struct pool *pool, uint64_t required, uint64_t flags) 
     return freed;
 }
 
-/* Blocks for a sequence; on shortage somebody makes room. 0 when nobody can. */
+/* Allocates blocks for a sequence, and evicts if necessary. Returns 0 if that is not possible. */
 static int allocate(struct pool *pool, struct sequence *s, uint64_t n, uint64_t flags) {
-    if (pool->free_count < n) (void)make_room(pool, n - pool->free_count, flags);
+    if (pool->free_count < n) (void)evict(pool, n - pool->free_count, flags);
     if (pool->free_count < n) return 0;
     while (n-- > 0) s->blocks[s->count++] = take_block(pool);
     return 1;
@@ -142,7 +141,7 @@ static void release(struct pool *pool, struct sequence *s) {
     memset(s, 0, sizeof *s);
 }
 
-/* A new sequence, on a prefix that others may have in blocks already. */
+/* Starts a sequence on a prefix whose blocks may exist already. */
 static void admit(struct pool *pool, struct sequence *s, uint64_t id, uint64_t random) {
     release(pool, s);
     const uint64_t prefix = random % PREFIXES, tail = 1 + random / 7 % (LONGEST - PREFIX_BLOCKS);
@@ -158,7 +157,7 @@ static void admit(struct pool *pool, struct sequence *s, uint64_t id, uint64_t r
         if (!allocate(pool, s, PREFIX_BLOCKS, 0)) return;
         memcpy(pool->prefixes[prefix], s->blocks, sizeof pool->prefixes[prefix]);
         pool->has_prefix[prefix] = 1;
-        /* The pool itself holds every second prefix: such blocks never leave. */
+        /* The pool references every second prefix, so its blocks are never evicted. */
         for (int k = 0; prefix % 2 == 0 && k < PREFIX_BLOCKS; k++) pool->refs[s->blocks[k]]++;
     }
     if (!allocate(pool, s, tail, random % 3 == 0 ? KVT_SELECT_TAIL : 0)) {
@@ -170,7 +169,7 @@ static void admit(struct pool *pool, struct sequence *s, uint64_t id, uint64_t r
     CHECK_OK(kvt_policy_record(pool->policy, pool->now_ns, NULL, &s->id, NULL, 1, NULL, NULL));
 }
 
-/* A prefix that nobody holds any more is gone. */
+/* Forgets prefixes whose blocks were freed. */
 static void forget_prefixes(struct pool *pool) {
     for (int p = 0; p < PREFIXES; p++) {
         for (int k = 0; pool->has_prefix[p] && k < PREFIX_BLOCKS; k++) {
@@ -179,6 +178,7 @@ static void forget_prefixes(struct pool *pool) {
     }
 }
 
+/* Checks the reference counts. */
 static void audit(const struct pool *pool) {
     uint32_t refs[BLOCKS] = {0};
     for (int i = 0; i < SEQUENCES; i++) {
@@ -198,7 +198,7 @@ static void audit(const struct pool *pool) {
     CHECK_EQ(idle, pool->free_count);
 }
 
-static void run(const char *spec, uint64_t turns) {
+static void run(const char *spec, uint64_t steps) {
     static struct pool pool;
     memset(&pool, 0, sizeof pool);
     for (uint64_t b = 0; b < BLOCKS; b++) pool.free[pool.free_count++] = b;
@@ -209,12 +209,12 @@ static void run(const char *spec, uint64_t turns) {
     opts.remember = 4 * SEQUENCES;
     CHECK_OK(kvt_policy_open(&opts, &pool.policy, NULL));
     uint64_t state = 20240229;
-    for (uint64_t turn = 1; turn <= turns; turn++) {
-        pool.now_ns = (int64_t)(turn * MS_NS);
+    for (uint64_t step = 1; step <= steps; step++) {
+        pool.now_ns = (int64_t)(step * MS_NS);
         const uint64_t random = next_random(&state);
         struct sequence *s = &pool.sequences[random % SEQUENCES];
         if (s->id == 0) {
-            admit(&pool, s, turn, random >> 8);
+            admit(&pool, s, step, random >> 8);
         } else if (random >> 8 & 1) {
             s->running = random >> 9 & 1;
             s->last_ns = pool.now_ns;
@@ -226,14 +226,14 @@ static void run(const char *spec, uint64_t turns) {
             release(&pool, s);
         }
         forget_prefixes(&pool);
-        if (turn % 64 == 0) audit(&pool);
+        if (step % 64 == 0) audit(&pool);
     }
     audit(&pool);
     kvt_policy_stats_t stats = KVT_POLICY_STATS_INIT;
     CHECK_OK(kvt_policy_stats(pool.policy, &stats));
     CHECK_EQ(stats.decisions, pool.selections);
     CHECK_EQ(stats.shortfalls, pool.shortfalls);
-    CHECK(turns < 5000 || (pool.evicted > 100 && pool.tails > 0));
+    CHECK(steps < 5000 || (pool.evicted > 100 && pool.tails > 0));
     printf("%s: %" PRIu64 " selections, %" PRIu64 " evicted, %" PRIu64 " tails, %" PRIu64
            " shortfalls\n",
            spec, pool.selections, pool.evicted, pool.tails, pool.shortfalls);
@@ -242,8 +242,8 @@ static void run(const char *spec, uint64_t turns) {
 
 int main(int argc, char **argv) {
     check_begin();
-    const uint64_t turns = count_arg(argc, argv, 20000);
-    run("lru", turns);
-    run("fifo", turns);
+    const uint64_t steps = count_arg(argc, argv, 20000);
+    run("lru", steps);
+    run("fifo", steps);
     return check_end("pool");
 }

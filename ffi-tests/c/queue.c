@@ -1,5 +1,5 @@
-/* Completion queues: polling, waiting, the descriptor, callbacks and what they may
- * do, closing. */
+/* Tests of completion queues: polling, waiting, the descriptor, callbacks and the calls that
+ * they may make, closing. */
 
 #include "gate.h"
 
@@ -24,11 +24,11 @@ static uint64_t pending(kvt_queue_t *queue) {
     return stats.pending;
 }
 
-static void until_pending(kvt_queue_t *queue, uint64_t n) {
+static void wait_pending(kvt_queue_t *queue, uint64_t n) {
     const uint64_t until = hang_guard();
     while (pending(queue) != n) {
         CHECK(now_ns() < until);
-        breathe();
+        short_pause();
     }
 }
 
@@ -39,7 +39,7 @@ static int readable(int fd, int timeout_ms) {
     return n == 1 && (p.revents & POLLIN) != 0;
 }
 
-static void polling(void) {
+static void polls_return_every_completion(void) {
     kvt_queue_t *queue = open_queue(runtime, 0);
     kvt_completion_t entries[8];
     uint64_t count = 9;
@@ -53,7 +53,7 @@ static void polling(void) {
     CHECK_EQ(count, 9);
 
     for (uint64_t tag = 0; tag < 10; tag++) post(queue, tag);
-    until_pending(queue, 10);
+    wait_pending(queue, 10);
     uint8_t seen[10] = {0};
     const uint64_t takes[] = {1, 8, 8};
     const uint64_t gives[] = {1, 8, 1};
@@ -85,15 +85,15 @@ static void polling(void) {
     CHECK(queue == NULL);
 }
 
-/* Readable exactly while completions are waiting. */
-static void descriptor(void) {
+/* The descriptor is readable exactly while completions wait. */
+static void descriptor_is_readable_while_completions_wait(void) {
     for (int late = 0; late < 2; late++) {
         kvt_queue_t *queue = open_queue(runtime, 16);
         int32_t fd = -1, again = -1;
-        if (late) { /* asked for when something is there already */
+        if (late) { /* the descriptor is opened after a completion */
             post(queue, 0);
             post(queue, 1);
-            until_pending(queue, 2);
+            wait_pending(queue, 2);
         }
         CHECK_OK(kvt_queue_fd(queue, &fd));
         CHECK_OK(kvt_queue_fd(queue, &again));
@@ -105,7 +105,7 @@ static void descriptor(void) {
             post(queue, 0);
             CHECK(readable(fd, 60000));
             post(queue, 1);
-            until_pending(queue, 2);
+            wait_pending(queue, 2);
         }
         for (uint64_t left = 2; left > 0; left--) {
             CHECK(readable(fd, 0));
@@ -115,7 +115,7 @@ static void descriptor(void) {
             CHECK_EQ(count, 1);
         }
         CHECK(!readable(fd, 0));
-        post(queue, 2); /* and again after it was drained */
+        post(queue, 2); /* again after it was drained */
         CHECK(readable(fd, 60000));
         close_queue(&queue);
         CHECK(fcntl(fd, F_GETFD) == -1);
@@ -123,7 +123,7 @@ static void descriptor(void) {
     CHECK_IS(kvt_queue_fd(NULL, NULL), KVT_E_INVALID);
 }
 
-/* A reader driven by poll(2) alone gets everything that several threads submit. */
+/* A reader that only uses poll(2) gets every completion of several threads. */
 static void *poster(void *queue) {
     for (uint64_t i = 0; i < 2000; i++) {
         kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
@@ -132,14 +132,14 @@ static void *poster(void *queue) {
         kvt_status_t status;
         do {
             status = kvt_buffer_submit(runtime, &opts, &item, 1, sizeof item, NULL, NULL);
-            if (status == KVT_E_AGAIN) breathe();
+            if (status == KVT_E_AGAIN) short_pause();
         } while (status == KVT_E_AGAIN);
         CHECK_OK(status);
     }
     return NULL;
 }
 
-static void event_loop(void) {
+static void event_loop_gets_every_completion(void) {
     kvt_queue_t *queue = open_queue(runtime, 64);
     int32_t fd = -1;
     CHECK_OK(kvt_queue_fd(queue, &fd));
@@ -149,7 +149,7 @@ static void event_loop(void) {
         kvt_completion_t entries[7];
         uint64_t count = 0;
         CHECK_OK(kvt_queue_poll(queue, entries, 7, sizeof *entries, &count));
-        CHECK(count > 0); /* never readable for nothing */
+        CHECK(count > 0); /* never readable without a completion */
         got += count;
     }
     join_thread(threads[0]);
@@ -165,7 +165,7 @@ struct calls {
     atomic_uint completions, destroyed, inside, submitted;
     int reenter;
     unsigned opened;
-    kvt_queue_t *left[16];
+    kvt_queue_t *to_close[16];
 };
 
 static void reenter(struct calls *calls, kvt_op_t *op) {
@@ -182,8 +182,8 @@ static void reenter(struct calls *calls, kvt_op_t *op) {
     CHECK_IS(kvt_queue_wait(polled, 1, &entry, 1, sizeof entry, &count), KVT_E_REENTRANT);
     CHECK_IS(kvt_queue_close(&polled, 0, NULL), KVT_E_REENTRANT);
     CHECK(polled != NULL);
-    CHECK(calls->opened < sizeof calls->left / sizeof *calls->left);
-    calls->left[calls->opened++] = polled; /* closed by who is not inside */
+    CHECK(calls->opened < sizeof calls->to_close / sizeof *calls->to_close);
+    calls->to_close[calls->opened++] = polled; /* closed outside of the callback */
     kvt_buffer_opts_t opts = KVT_BUFFER_OPTS_INIT;
     opts.bytes = 8;
     opts.flags = KVT_BUFFER_PREFAULT; /* waits for the workers */
@@ -192,7 +192,7 @@ static void reenter(struct calls *calls, kvt_op_t *op) {
     opts.flags = 0;
     CHECK_OK(kvt_buffer_alloc(own, &opts, &more, NULL));
     CHECK_OK(kvt_buffer_free(&more));
-    /* What does not wait is allowed. */
+    /* Calls that do not wait are allowed. */
     CHECK_OK(kvt_op_cancel(op));
     CHECK_EQ(info_of(op).status, KVT_OK);
     if (atomic_fetch_add(&calls->submitted, 1) < 3) {
@@ -207,7 +207,7 @@ static void reenter(struct calls *calls, kvt_op_t *op) {
 static void on_completions(void *data, const kvt_completion_t *batch, uint64_t count,
                            uint64_t stride) {
     struct calls *calls = data;
-    CHECK_EQ(atomic_fetch_add(&calls->inside, 1), 0); /* never from two threads at once */
+    CHECK_EQ(atomic_fetch_add(&calls->inside, 1), 0); /* never concurrently */
     CHECK_EQ(atomic_load(&calls->destroyed), 0);
     CHECK(!pthread_equal(pthread_self(), calls->thread));
     CHECK(count > 0 && stride >= sizeof *batch);
@@ -228,7 +228,7 @@ static void on_destroy(void *data) {
     atomic_fetch_add(&calls->destroyed, 1);
 }
 
-static void callbacks(int reentrant) {
+static void callback_queue_delivers_every_completion(int reentrant) {
     static struct calls calls;
     memset(&calls, 0, sizeof calls);
     calls.thread = pthread_self();
@@ -239,7 +239,7 @@ static void callbacks(int reentrant) {
     opts.user_data = &calls;
     opts.destroy = on_destroy;
 
-    kvt_queue_t *queue = NULL; /* what fails takes nothing over */
+    kvt_queue_t *queue = NULL; /* a failed open does not take over user_data */
     opts.capacity = UINT64_MAX;
     CHECK_IS(kvt_queue_open(runtime, &opts, &queue, NULL), KVT_E_LIMIT);
     opts.capacity = 0;
@@ -272,18 +272,18 @@ static void callbacks(int reentrant) {
     const uint64_t until = hang_guard();
     while (atomic_load(&calls.completions) < all) {
         CHECK(now_ns() < until);
-        breathe();
+        short_pause();
     }
     CHECK_EQ(atomic_load(&calls.destroyed), 0);
     close_queue(&queue);
     CHECK_EQ(atomic_load(&calls.destroyed), 1);
     CHECK_EQ(atomic_load(&calls.completions), all);
-    for (unsigned i = 0; i < calls.opened; i++) close_queue(&calls.left[i]);
+    for (unsigned i = 0; i < calls.opened; i++) close_queue(&calls.to_close[i]);
 }
 
-/* A close cancels what reports to the queue, waits for it, and drops what nobody
- * polled; the ops stay. */
-static void closing(void) {
+/* A close cancels the ops that report to the queue, waits for them, and drops completions that were
+ * not polled. The ops stay. */
+static void close_cancels_ops_of_the_queue(void) {
     kvt_runtime_t *slow = open_runtime(1, NULL);
     gate_t *gate = make_gate(slow);
     kvt_queue_t *queue = open_queue(slow, 16), *other = open_queue(slow, 16);
@@ -294,7 +294,7 @@ static void closing(void) {
     kvt_op_t *queued = submit(slow, &opts, &item, 1);
     opts.queue = other;
     kvt_op_t *elsewhere = submit(slow, &opts, &item, 1);
-    until_entered(gate);
+    wait_entered(gate);
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_queue_close(&queue, in_ms(2), &err), KVT_E_BUSY);
     CHECK(queue != NULL && strlen(kvt_error_message(err)) > 0);
@@ -305,7 +305,7 @@ static void closing(void) {
     CHECK_EQ(info_of(queued).status, KVT_E_CANCELLED);
     CHECK_EQ(info_of(elsewhere).state & KVT_OP_CANCEL, 0);
     open_gate(gate);
-    /* What is still to come can be waited for; only then is it over. */
+    /* Remaining completions can be waited for; only then the wait returns KVT_E_CLOSED. */
     for (int got = 0; got < 2;) {
         kvt_completion_t entries[2];
         uint64_t count = 0;
@@ -328,24 +328,24 @@ static void *waiter(void *queue) {
     kvt_completion_t entry;
     uint64_t count = 0;
     const kvt_status_t status = kvt_queue_wait(queue, 0, &entry, 1, sizeof entry, &count);
-    /* One that began only after the close finds a stale handle. */
+    /* A wait that started after the close gets KVT_E_HANDLE. */
     CHECK(status == KVT_E_CLOSED || status == KVT_E_HANDLE);
     return NULL;
 }
 
-/* Waiters do not outlast the queue. */
+/* Closing a queue wakes its waiters. */
 static void close_wakes_waiters(void) {
     for (int i = 0; i < 50; i++) {
         kvt_queue_t *queue = open_queue(runtime, 4);
         pthread_t threads[3];
         for (int t = 0; t < 3; t++) threads[t] = start_thread(waiter, queue);
-        for (int t = 0; t < i % 5; t++) breathe(); /* sometimes early, sometimes late */
+        for (int t = 0; t < i % 5; t++) short_pause(); /* close before or after the waits begin */
         close_queue(&queue);
         for (int t = 0; t < 3; t++) join_thread(threads[t]);
     }
 }
 
-static void other_runtimes(void) {
+static void queues_of_other_runtimes_are_refused(void) {
     kvt_runtime_t *other = open_runtime(1, NULL);
     kvt_queue_t *queue = open_queue(other, 4);
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
@@ -362,15 +362,15 @@ int main(void) {
     check_begin();
     runtime = open_runtime(2, NULL);
     buffer = open_buffer(runtime, 64, NULL);
-    polling();
-    descriptor();
-    event_loop();
-    callbacks(0);
-    callbacks(1);
-    other_runtimes();
+    polls_return_every_completion();
+    descriptor_is_readable_while_completions_wait();
+    event_loop_gets_every_completion();
+    callback_queue_delivers_every_completion(0);
+    callback_queue_delivers_every_completion(1);
+    queues_of_other_runtimes_are_refused();
     close_wakes_waiters();
     free_buffer(&buffer);
     close_runtime(&runtime);
-    closing();
+    close_cancels_ops_of_the_queue();
     return check_end("queue");
 }

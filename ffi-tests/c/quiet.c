@@ -1,5 +1,5 @@
-/* A library is a guest: no output, no threads before open or after close, no
- * descriptors left, no signal handlers, no locale, nothing in the environment. */
+/* The library leaves the process alone: no output, no threads before open or after close, no open
+ * descriptors, no signal handlers, no change of the locale, the umask or the signal mask. */
 
 #include "check.h"
 
@@ -17,12 +17,13 @@ static unsigned entries(const char *path) {
     return n - 2;
 }
 
-/* The kernel takes a joined thread out of /proc a moment after the join. */
-static void until_threads(unsigned want) {
+/* Waits for this number of threads: the kernel removes a joined thread from /proc a moment
+ * later. */
+static void wait_threads(unsigned want) {
     const uint64_t until = hang_guard();
     while (entries("/proc/self/task") != want) {
         CHECK(now_ns() < until);
-        breathe();
+        short_pause();
     }
 }
 
@@ -33,7 +34,7 @@ static void handlers(struct sigaction *out) {
     }
 }
 
-static void everything(void) {
+static void use_everything(void) {
     kvt_error_t *err = NULL;
     kvt_runtime_t *runtime = open_runtime(3, NULL);
     CHECK_EQ(entries("/proc/self/task"), 1 + 3 + 1);
@@ -65,7 +66,7 @@ static void everything(void) {
     CHECK_OK(kvt_budget_close(&budget, NULL));
     close_queue(&queue);
     close_runtime(&runtime);
-    /* Leaving things open is reported to who asks, and told to nobody else. */
+    /* Objects left open are reported to the caller only, never printed. */
     runtime = open_runtime(1, NULL);
     buffer = open_buffer(runtime, 1, NULL);
     CHECK_OK(kvt_runtime_close(&runtime, 0, NULL, NULL));
@@ -101,8 +102,8 @@ int main(void) {
 
     CHECK(dup2(capture, 1) == 1 && dup2(capture, 2) == 2);
     for (int i = 0; i < 3; i++) {
-        everything();
-        until_threads(1);
+        use_everything();
+        wait_threads(1);
     }
     fflush(NULL);
     CHECK(dup2(saved[0], 1) == 1 && dup2(saved[1], 2) == 2);

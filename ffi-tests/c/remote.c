@@ -1,5 +1,5 @@
-/* Two stores that share a remote, here a directory: what one has put the other finds, fetches
- * and gets right; what was damaged there is a miss. */
+/* Two stores share a remote, here a directory. One fetches what the other has uploaded, byte by
+ * byte. A damaged object is a miss. */
 
 #include "check.h"
 
@@ -17,7 +17,7 @@ static char folder[] = "/tmp/kvt-remote-XXXXXX";
 
 typedef struct {
     kvt_store_t *store;
-    kvt_namespace_t *space;
+    kvt_namespace_t *ns;
     kvt_session_t *session;
     uint8_t rows[LAYERS][TOKENS * ROW];
     kvt_view_t views[LAYERS];
@@ -60,9 +60,9 @@ static void open_engine(engine_t *engine, uint64_t tenant) {
     who.model = "a model";
     who.model_bytes = 7;
     who.remote_tenant = tenant;
-    CHECK_OK(kvt_namespace_open(engine->store, &who, &layout, 0, &engine->space, NULL));
+    CHECK_OK(kvt_namespace_open(engine->store, &who, &layout, 0, &engine->ns, NULL));
     kvt_session_opts_t opts = KVT_SESSION_OPTS_INIT;
-    CHECK_OK(kvt_session_open(engine->space, &opts, &engine->session, NULL));
+    CHECK_OK(kvt_session_open(engine->ns, &opts, &engine->session, NULL));
     uint32_t tokens[TOKENS];
     for (uint32_t i = 0; i < TOKENS; i++) tokens[i] = 7 * i;
     CHECK_OK(kvt_session_append(engine->session, tokens, TOKENS, NULL));
@@ -76,7 +76,7 @@ static void open_engine(engine_t *engine, uint64_t tenant) {
 
 static void close_engine(engine_t *engine) {
     CHECK_OK(kvt_session_close(&engine->session));
-    CHECK_OK(kvt_namespace_close(&engine->space));
+    CHECK_OK(kvt_namespace_close(&engine->ns));
     CHECK_OK(kvt_store_close(&engine->store, hang_guard(), NULL));
 }
 
@@ -86,18 +86,18 @@ static void compute(engine_t *engine) {
             engine->rows[layer][i] = (uint8_t)(i * 31 + layer * 7 + i / 251);
 }
 
-static kvt_transfer_t all_of(engine_t *engine, uint32_t level, uint64_t tokens) {
-    kvt_transfer_t move = KVT_TRANSFER_INIT;
-    move.tokens = tokens;
-    move.layers = LAYERS;
-    move.level = level;
-    move.k = engine->views;
-    move.stride_bytes = sizeof engine->views[0];
-    return move;
+static kvt_transfer_t transfer_of(engine_t *engine, uint32_t level, uint64_t tokens) {
+    kvt_transfer_t transfer = KVT_TRANSFER_INIT;
+    transfer.tokens = tokens;
+    transfer.layers = LAYERS;
+    transfer.level = level;
+    transfer.k = engine->views;
+    transfer.stride_bytes = sizeof engine->views[0];
+    return transfer;
 }
 
-/* What is not waited for by name is waited for here: puts, gets, questions. */
-static kvt_status_t end(kvt_op_t *op, uint64_t *value) {
+/* Waits for an op, writes its value and returns its status. */
+static kvt_status_t finish(kvt_op_t *op, uint64_t *value) {
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     *value = info_of(op).value;
     return finish_op(&op);
@@ -109,24 +109,24 @@ static uint64_t locate(engine_t *engine) {
     kvt_op_t *op = NULL;
     uint64_t tokens = 0;
     CHECK_OK(kvt_session_remote_lookup(engine->session, &opts, &op, NULL));
-    CHECK_OK(end(op, &tokens));
+    CHECK_OK(finish(op, &tokens));
     return tokens;
 }
 
 static kvt_status_t put(engine_t *engine, uint32_t level) {
-    const kvt_transfer_t move = all_of(engine, level, TOKENS);
+    const kvt_transfer_t transfer = transfer_of(engine, level, TOKENS);
     kvt_op_t *op = NULL;
     uint64_t tokens = 0;
-    CHECK_OK(kvt_session_put(engine->session, &move, NULL, &op, NULL));
-    return end(op, &tokens);
+    CHECK_OK(kvt_session_put(engine->session, &transfer, NULL, &op, NULL));
+    return finish(op, &tokens);
 }
 
 static kvt_status_t get(engine_t *engine) {
-    const kvt_transfer_t move = all_of(engine, 0, FULL);
+    const kvt_transfer_t transfer = transfer_of(engine, 0, FULL);
     kvt_op_t *op = NULL;
     uint64_t tokens = 0;
-    CHECK_OK(kvt_session_get(engine->session, &move, NULL, &op, NULL));
-    return end(op, &tokens);
+    CHECK_OK(kvt_session_get(engine->session, &transfer, NULL, &op, NULL));
+    return finish(op, &tokens);
 }
 
 static kvt_remote_stats_t stats(const engine_t *engine) {
@@ -136,7 +136,7 @@ static kvt_remote_stats_t stats(const engine_t *engine) {
     return s;
 }
 
-/* Changes the last byte of all files of a folder, and of those in it; how many. */
+/* Changes the last byte of every file below a folder; returns the number of files. */
 static int damage(const char *path) {
     DIR *entries = opendir(path);
     CHECK(entries != NULL);
@@ -162,7 +162,7 @@ static int damage(const char *path) {
     return count;
 }
 
-static void sharing(void) {
+static void other_store_fetches_what_one_uploaded(void) {
     open_engine(&one, 0);
     open_engine(&other, 0);
     CHECK_EQ(locate(&one), 0);
@@ -174,7 +174,7 @@ static void sharing(void) {
     CHECK_EQ(s.write_circuit, KVT_REMOTE_CIRCUIT_CLOSED);
     CHECK_EQ(s.failed_uploads + s.rejected_chunks + s.late_requests, 0);
 
-    /* It asked before anything was there: what it heard counts for some seconds. */
+    /* Reopen: its earlier lookup found nothing, and that answer is cached for some seconds. */
     close_engine(&other);
     open_engine(&other, 0);
     CHECK_EQ(locate(&other), FULL);
@@ -183,7 +183,7 @@ static void sharing(void) {
     uint64_t count = 0;
     uint32_t tokens[TOKENS];
     for (uint32_t i = 0; i < TOKENS; i++) tokens[i] = 7 * i;
-    CHECK_OK(kvt_namespace_lookup(other.space, tokens, TOKENS, ranges, 4, sizeof ranges[0], &count,
+    CHECK_OK(kvt_namespace_lookup(other.ns, tokens, TOKENS, ranges, 4, sizeof ranges[0], &count,
                                   &found, NULL));
     CHECK_EQ(found.reusable_tokens, FULL);
     CHECK_OK(get(&other));
@@ -196,14 +196,14 @@ static void sharing(void) {
     CHECK_EQ(s.corrupt_objects + s.absent_objects, 0);
     close_engine(&other);
 
-    /* A tenant has names of his own. */
+    /* Another tenant has other names. */
     open_engine(&other, 42);
     CHECK_EQ(locate(&other), 0);
     close_engine(&other);
     close_engine(&one);
 }
 
-/* Moves blocks of CHUNK rows each, all of them from the engine's first row on. */
+/* Blocks of CHUNK rows each, from the engine's first row on. */
 static kvt_blocks_t blocks_of(engine_t *engine, const kvt_block_names_t *names, uint32_t level) {
     kvt_blocks_t blocks = KVT_BLOCKS_INIT;
     blocks.names = names;
@@ -213,7 +213,8 @@ static kvt_blocks_t blocks_of(engine_t *engine, const kvt_block_names_t *names, 
     return blocks;
 }
 
-static kvt_status_t end_each(kvt_op_t *op, uint64_t *value, kvt_status_t *each, uint64_t count) {
+static kvt_status_t finish_blocks(kvt_op_t *op, uint64_t *value, kvt_status_t *each,
+                                  uint64_t count) {
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     kvt_op_item_t items[4];
     memset(items, 0, sizeof items);
@@ -225,7 +226,7 @@ static kvt_status_t end_each(kvt_op_t *op, uint64_t *value, kvt_status_t *each, 
     return finish_op(&op);
 }
 
-static void naming(void) {
+static void blocks_are_found_after_a_remote_lookup(void) {
     open_engine(&one, 0);
     open_engine(&other, 0);
     compute(&one);
@@ -238,38 +239,38 @@ static void naming(void) {
     kvt_op_t *op = NULL;
     kvt_blocks_t blocks = blocks_of(&one, &names, KVT_LEVEL_REMOTE);
     CHECK_OK(kvt_session_put_blocks(one.session, &blocks, NULL, &op, NULL));
-    CHECK_OK(end_each(op, &tokens, each, 3));
-    /* Nobody knows of them before they are asked for. */
+    CHECK_OK(finish_blocks(op, &tokens, each, 3));
+    /* They are unknown before a remote lookup. */
     uint8_t found[4];
-    CHECK_OK(kvt_namespace_blocks_exist(other.space, &names, found, NULL));
+    CHECK_OK(kvt_namespace_blocks_exist(other.ns, &names, found, NULL));
     CHECK_EQ(found[0] + found[1] + found[2], 0);
     names.bytes = (const uint8_t *)"caxc";
     names.count = 4;
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.deadline_ns = hang_guard();
     CHECK_OK(kvt_session_remote_lookup_blocks(other.session, &names, &opts, &op, NULL));
-    CHECK_IS(end_each(op, &tokens, each, 4), KVT_E_NOT_FOUND);
+    CHECK_IS(finish_blocks(op, &tokens, each, 4), KVT_E_NOT_FOUND);
     CHECK_EQ(tokens, 2 * CHUNK);
     CHECK(each[0] == KVT_OK && each[1] == KVT_OK && each[3] == KVT_OK);
     CHECK_IS(each[2], KVT_E_NOT_FOUND);
-    CHECK_OK(kvt_namespace_blocks_exist(other.space, &names, found, NULL));
+    CHECK_OK(kvt_namespace_blocks_exist(other.ns, &names, found, NULL));
     CHECK_EQ(found[0], 1 << KVT_TIER_REMOTE);
     CHECK_EQ(found[2], 0);
     names.count = 2;
     blocks = blocks_of(&other, &names, 0);
     CHECK_OK(kvt_session_get_blocks(other.session, &blocks, NULL, &op, NULL));
-    CHECK_OK(end_each(op, &tokens, each, 2));
+    CHECK_OK(finish_blocks(op, &tokens, each, 2));
     for (int layer = 0; layer < LAYERS; layer++) {
         CHECK(memcmp(other.rows[layer], one.rows[layer] + 2 * CHUNK * ROW, CHUNK * ROW) == 0);
         CHECK(memcmp(other.rows[layer] + CHUNK * ROW, one.rows[layer], CHUNK * ROW) == 0);
     }
-    CHECK_OK(kvt_namespace_blocks_exist(other.space, &names, found, NULL));
+    CHECK_OK(kvt_namespace_blocks_exist(other.ns, &names, found, NULL));
     CHECK(found[0] & KVT_EXISTS_WHOLE && found[0] & 1 << KVT_TIER_REMOTE);
     CHECK_IS(kvt_session_remote_lookup_blocks(other.session, NULL, NULL, &op, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_session_remote_lookup_blocks(other.session, &names, NULL, NULL, NULL), KVT_E_INVALID);
     names.count = 0;
     CHECK_IS(kvt_session_remote_lookup_blocks(other.session, &names, NULL, &op, NULL), KVT_E_LIMIT);
-    /* What is dropped leaves the remote, too. */
+    /* Dropping removes the objects from the remote, too. */
     names.count = 4;
     CHECK_OK(kvt_session_drop_blocks(one.session, &names, NULL, NULL));
     names.bytes = (const uint8_t *)"b";
@@ -279,7 +280,7 @@ static void naming(void) {
     close_engine(&one);
 }
 
-static void lying(void) {
+static void damaged_objects_are_misses(void) {
     CHECK_EQ(damage(folder), FULL / CHUNK);
     open_engine(&other, 0);
     CHECK_EQ(locate(&other), FULL);
@@ -288,7 +289,7 @@ static void lying(void) {
     close_engine(&other);
 }
 
-static void refusing(void) {
+static void invalid_remotes_are_refused(void) {
     kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
     kvt_store_t *store = NULL;
     kvt_error_t *err = NULL;
@@ -308,7 +309,7 @@ static void refusing(void) {
         CHECK(store == NULL && strstr(kvt_error_message(err), "hunter2") == NULL);
         CHECK_OK(kvt_error_free(&err));
     }
-    /* One that nobody needs may be away. */
+    /* Without require=true the remote may be unreachable. */
     store = open_store("redis(url=\"redis://127.0.0.1:1\", connect=200)");
     CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
 
@@ -340,10 +341,10 @@ int main(void) {
     check_begin();
     CHECK(mkdtemp(folder) != NULL);
     runtime = open_runtime(1, NULL);
-    sharing();
-    lying();
-    naming();
-    refusing();
+    other_store_fetches_what_one_uploaded();
+    damaged_objects_are_misses();
+    blocks_are_found_after_a_remote_lookup();
+    invalid_remotes_are_refused();
     close_runtime(&runtime);
     char command[600];
     snprintf(command, sizeof command, "rm -r '%s'", folder);

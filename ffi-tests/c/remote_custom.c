@@ -1,6 +1,6 @@
-/* A remote of the engine's own: here a table in memory under a lock, in the shape in which
- * Mooncake, NIXL or InfiniStore would be called (batches of names with pieces of memory). Two
- * stores share it; then it lies, is late, and goes away. */
+/* A custom remote: a table in memory under a lock. Its callbacks get batches of names with
+ * pieces of memory, as Mooncake, NIXL or InfiniStore would. Two stores share it; then it returns
+ * wrong bytes and becomes unavailable. */
 
 #include "check.h"
 
@@ -20,7 +20,7 @@ typedef struct {
     pthread_mutex_t lock;
     object_t objects[MOST];
     uint32_t count, gets, puts, asks, removals, destroyed;
-    int is_away, lies;
+    int is_unavailable, returns_wrong_bytes;
 } table_t;
 
 static table_t table;
@@ -43,7 +43,7 @@ static kvt_status_t get(void *data, kvt_remote_item_t *items, uint64_t count, ui
     table_t *t = data;
     CHECK(deadline_ns > now_ns());
     pthread_mutex_lock(&t->lock);
-    const int away = t->is_away;
+    const int away = t->is_unavailable;
     for (uint64_t i = 0; i < count && !away; i++) {
         kvt_remote_item_t *item = item_at(items, stride, i);
         const object_t *object = find(t, item);
@@ -58,7 +58,8 @@ static kvt_status_t get(void *data, kvt_remote_item_t *items, uint64_t count, ui
             at += n;
             item->bytes += n;
         }
-        if (t->lies && item->part_count > 1) *(uint8_t *)item->parts[1].address ^= 0x10;
+        if (t->returns_wrong_bytes && item->part_count > 1)
+            *(uint8_t *)item->parts[1].address ^= 0x10;
     }
     pthread_mutex_unlock(&t->lock);
     return away ? KVT_E_UNAVAILABLE : KVT_OK;
@@ -69,7 +70,7 @@ static kvt_status_t put(void *data, kvt_remote_item_t *items, uint64_t count, ui
     table_t *t = data;
     (void)deadline_ns;
     pthread_mutex_lock(&t->lock);
-    const int away = t->is_away;
+    const int away = t->is_unavailable;
     for (uint64_t i = 0; i < count && !away; i++) {
         kvt_remote_item_t *item = item_at(items, stride, i);
         t->puts++;
@@ -96,7 +97,7 @@ static kvt_status_t exists(void *data, kvt_remote_item_t *items, uint64_t count,
     table_t *t = data;
     (void)deadline_ns;
     pthread_mutex_lock(&t->lock);
-    const int away = t->is_away;
+    const int away = t->is_unavailable;
     for (uint64_t i = 0; i < count && !away; i++) {
         kvt_remote_item_t *item = item_at(items, stride, i);
         const object_t *object = find(t, item);
@@ -108,7 +109,7 @@ static kvt_status_t exists(void *data, kvt_remote_item_t *items, uint64_t count,
     return away ? KVT_E_UNAVAILABLE : KVT_OK;
 }
 
-static kvt_status_t removing(void *data, kvt_remote_item_t *items, uint64_t count,
+static kvt_status_t remove_objects(void *data, kvt_remote_item_t *items, uint64_t count,
                              uint64_t stride, uint64_t deadline_ns) {
     table_t *t = data;
     (void)deadline_ns;
@@ -131,7 +132,7 @@ static void destroyed(void *data) { ((table_t *)data)->destroyed++; }
 
 typedef struct {
     kvt_store_t *store;
-    kvt_namespace_t *space;
+    kvt_namespace_t *ns;
     kvt_session_t *session;
     uint8_t rows[LAYERS][TOKENS * ROW];
     kvt_view_t views[LAYERS];
@@ -146,7 +147,7 @@ static kvt_remote_custom_t custom_of(void) {
     custom.get = get;
     custom.put = put;
     custom.exists = exists;
-    custom.remove = removing;
+    custom.remove = remove_objects;
     custom.user_data = &table;
     custom.destroy = destroyed;
     return custom;
@@ -173,9 +174,9 @@ static void open_engine(engine_t *engine) {
     layout.groups = &group;
     layout.group_count = 1;
     layout.stride_bytes = sizeof group;
-    CHECK_OK(kvt_namespace_open(engine->store, NULL, &layout, 0, &engine->space, NULL));
+    CHECK_OK(kvt_namespace_open(engine->store, NULL, &layout, 0, &engine->ns, NULL));
     kvt_session_opts_t session = KVT_SESSION_OPTS_INIT;
-    CHECK_OK(kvt_session_open(engine->space, &session, &engine->session, NULL));
+    CHECK_OK(kvt_session_open(engine->ns, &session, &engine->session, NULL));
     uint32_t tokens[TOKENS];
     for (uint32_t i = 0; i < TOKENS; i++) tokens[i] = 11 * i;
     CHECK_OK(kvt_session_append(engine->session, tokens, TOKENS, NULL));
@@ -189,18 +190,19 @@ static void open_engine(engine_t *engine) {
 
 static void close_engine(engine_t *engine) {
     CHECK_OK(kvt_session_close(&engine->session));
-    CHECK_OK(kvt_namespace_close(&engine->space));
+    CHECK_OK(kvt_namespace_close(&engine->ns));
     CHECK_OK(kvt_store_close(&engine->store, hang_guard(), NULL));
 }
 
-static kvt_status_t moved(engine_t *engine, int is_put, uint64_t *tokens) {
-    kvt_transfer_t move = KVT_TRANSFER_INIT;
-    move.layers = LAYERS;
-    move.level = is_put ? KVT_LEVEL_REMOTE : 0;
-    move.k = engine->views;
-    move.stride_bytes = sizeof engine->views[0];
+static kvt_status_t transfer_all(engine_t *engine, int is_put, uint64_t *tokens) {
+    kvt_transfer_t transfer = KVT_TRANSFER_INIT;
+    transfer.layers = LAYERS;
+    transfer.level = is_put ? KVT_LEVEL_REMOTE : 0;
+    transfer.k = engine->views;
+    transfer.stride_bytes = sizeof engine->views[0];
     kvt_op_t *op = NULL;
-    CHECK_OK((is_put ? kvt_session_put : kvt_session_get)(engine->session, &move, NULL, &op, NULL));
+    CHECK_OK((is_put ? kvt_session_put : kvt_session_get)(engine->session, &transfer, NULL, &op,
+                                                          NULL));
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     *tokens = info_of(op).value;
     return finish_op(&op);
@@ -224,40 +226,40 @@ int main(void) {
     open_engine(&one);
     for (int layer = 0; layer < LAYERS; layer++)
         for (int i = 0; i < TOKENS * ROW; i++) one.rows[layer][i] = (uint8_t)(i * 13 + layer);
-    CHECK_OK(moved(&one, 1, &tokens));
+    CHECK_OK(transfer_all(&one, 1, &tokens));
     CHECK_EQ(tokens, TOKENS);
     CHECK_EQ(table.count, TOKENS / CHUNK);
     CHECK(strncmp(table.objects[0].name, "mine/v1/", 8) == 0);
 
     open_engine(&other);
     CHECK_EQ(locate(&other), TOKENS);
-    CHECK_OK(moved(&other, 0, &tokens));
+    CHECK_OK(transfer_all(&other, 0, &tokens));
     CHECK_EQ(tokens, TOKENS);
     for (int layer = 0; layer < LAYERS; layer++)
         CHECK(memcmp(one.rows[layer], other.rows[layer], TOKENS * ROW) == 0);
     close_engine(&other);
 
-    /* It lies: a miss, and nobody else reads that again. */
-    table.lies = 1;
+    /* Wrong bytes are a miss, and the objects are removed. */
+    table.returns_wrong_bytes = 1;
     open_engine(&other);
     CHECK_EQ(locate(&other), TOKENS);
-    CHECK_IS(moved(&other, 0, &tokens), KVT_E_NOT_FOUND);
+    CHECK_IS(transfer_all(&other, 0, &tokens), KVT_E_NOT_FOUND);
     CHECK_EQ(tokens, 0);
     close_engine(&other);
     CHECK_EQ(table.removals, TOKENS / CHUNK);
     CHECK_EQ(table.count, 0);
-    table.lies = 0;
+    table.returns_wrong_bytes = 0;
 
-    /* It goes away: what is here stays, what is there is not found, and who asks is told. */
-    table.is_away = 1;
-    CHECK_IS(moved(&one, 1, &tokens), KVT_E_UNAVAILABLE);
+    /* An unavailable remote: uploads fail, and chunks in host memory are still found. */
+    table.is_unavailable = 1;
+    CHECK_IS(transfer_all(&one, 1, &tokens), KVT_E_UNAVAILABLE);
     CHECK_EQ(locate(&one), TOKENS);
-    CHECK_OK(moved(&one, 0, &tokens));
-    table.is_away = 0;
+    CHECK_OK(transfer_all(&one, 0, &tokens));
+    table.is_unavailable = 0;
     close_engine(&one);
     CHECK_EQ(table.destroyed, 3);
 
-    /* What is no remote is refused, and its data stays the caller's. */
+    /* An invalid table is refused, and the library does not take over user_data. */
     kvt_remote_custom_t custom = custom_of();
     kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
     kvt_store_t *store = NULL;

@@ -1,5 +1,5 @@
-/* Engines call from threads with small stacks: an FFI of Node.js gives its own 128 KiB. A store
- * opens, is listed and closes on such a thread. */
+/* Engines call from threads with small stacks: the FFI of Node.js has 128 KiB. A store must open,
+ * list and close on such a thread. */
 
 #include "check.h"
 

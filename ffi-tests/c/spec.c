@@ -1,10 +1,10 @@
-/* Spec strings: canonical forms, sizes, errors with their offset, and noise. */
+/* Tests of spec strings: canonical forms, sizes, errors with their offset, random input. */
 
 #include "check.h"
 
 #include <locale.h>
 
-static void canonical(const char *text, const char *want) {
+static void has_canonical_form(const char *text, const char *want) {
     char out[5000];
     uint64_t bytes = 0;
     CHECK_OK(kvt_spec_check(text, strlen(text), NULL, 0, &bytes, NULL));
@@ -21,13 +21,13 @@ static void canonical(const char *text, const char *want) {
         CHECK_EQ(needed, bytes);
         CHECK(out[0] == '#');
     }
-    /* A canonical form is its own. */
+    /* A canonical form is its own canonical form. */
     uint64_t again = 0;
     CHECK_OK(kvt_spec_check(want, strlen(want), out, sizeof out, &again, NULL));
     CHECK(again == strlen(want) && memcmp(out, want, again) == 0);
 }
 
-static void wrong(const char *text, uint64_t bytes, kvt_status_t status, uint64_t offset) {
+static void is_refused(const char *text, uint64_t bytes, kvt_status_t status, uint64_t offset) {
     kvt_error_t *err = NULL;
     uint64_t out_bytes = 77;
     CHECK_IS(kvt_spec_check(text, bytes, NULL, 0, &out_bytes, &err), status);
@@ -39,7 +39,7 @@ static void wrong(const char *text, uint64_t bytes, kvt_status_t status, uint64_
     CHECK_OK(kvt_error_free(&err));
 }
 
-static void noise(uint64_t rounds) {
+static void random_input_is_handled(uint64_t rounds) {
     static const char *const pieces[] = {
         "lru", "2q", "lru-k", "(", ")", ",", "=", "\"", "\\", "1", "1e", "1e5", "-", ".5", "+1",
         "%", "KiB", "ms", " ", "\t", "\n", "\xc3\xa9", "\xe2\x82\xac", "\xf0\x9f\x98\x80", "\xff",
@@ -71,23 +71,23 @@ static void noise(uint64_t rounds) {
 
 int main(int argc, char **argv) {
     check_begin();
-    canonical("lru", "lru");
-    canonical(" lru ( ) ", "lru");
-    canonical("qos( inner = s3fifo( small = 10% ) )", "qos(inner=s3fifo(small=10%))");
-    canonical("2q(1,2.50,\"a b\",lru-k)", "2q(1,2.5,\"a b\",lru-k)");
-    canonical("x(\"q\\\"uote\")", "x(\"q\\\"uote\")");
-    canonical("x(\"\xc3\xa9\")", "x(\"\xc3\xa9\")");
-    wrong("", KVT_NUL_TERMINATED, KVT_E_SPEC, 0);
-    wrong("lru)", 4, KVT_E_SPEC, 3);
-    wrong("lru(", 4, KVT_E_SPEC, 4);
-    wrong("lru(a=1,a=2)", 12, KVT_E_SPEC, 8);
-    wrong("lru\0", 4, KVT_E_SPEC, 3);
-    wrong("\xc3\xa9", 2, KVT_E_SPEC, 0);
-    wrong("ab\xff", 3, KVT_E_INVALID, 2);
+    has_canonical_form("lru", "lru");
+    has_canonical_form(" lru ( ) ", "lru");
+    has_canonical_form("qos( inner = s3fifo( small = 10% ) )", "qos(inner=s3fifo(small=10%))");
+    has_canonical_form("2q(1,2.50,\"a b\",lru-k)", "2q(1,2.5,\"a b\",lru-k)");
+    has_canonical_form("x(\"q\\\"uote\")", "x(\"q\\\"uote\")");
+    has_canonical_form("x(\"\xc3\xa9\")", "x(\"\xc3\xa9\")");
+    is_refused("", KVT_NUL_TERMINATED, KVT_E_SPEC, 0);
+    is_refused("lru)", 4, KVT_E_SPEC, 3);
+    is_refused("lru(", 4, KVT_E_SPEC, 4);
+    is_refused("lru(a=1,a=2)", 12, KVT_E_SPEC, 8);
+    is_refused("lru\0", 4, KVT_E_SPEC, 3);
+    is_refused("\xc3\xa9", 2, KVT_E_SPEC, 0);
+    is_refused("ab\xff", 3, KVT_E_INVALID, 2);
     CHECK_IS(kvt_spec_check(NULL, 3, NULL, 0, NULL, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_spec_check(NULL, 0, NULL, 0, NULL, NULL), KVT_E_SPEC);
     CHECK_IS(kvt_spec_check("lru", UINT64_MAX - 1, NULL, 0, NULL, NULL), KVT_E_LIMIT);
-    /* Room that is none: a failure, so nothing is written. */
+    /* A null buffer with a size is refused, and nothing is written. */
     uint64_t bytes = 77;
     CHECK_IS(kvt_spec_check("lru", 3, NULL, 10, &bytes, NULL), KVT_E_INVALID);
     CHECK_EQ(bytes, 77);
@@ -107,9 +107,9 @@ int main(int argc, char **argv) {
     CHECK_IS(kvt_spec_check(big, 4096, NULL, 0, NULL, NULL), KVT_E_LIMIT);
     free(big);
 
-    noise(count_arg(argc, argv, 200000));
-    /* Numbers do not look at the locale. */
+    random_input_is_handled(count_arg(argc, argv, 200000));
+    /* Numbers do not depend on the locale. */
     setlocale(LC_ALL, "de_DE.UTF-8");
-    canonical("x(2.50)", "x(2.5)");
+    has_canonical_form("x(2.50)", "x(2.5)");
     return check_end("spec");
 }

@@ -1,13 +1,12 @@
-/* The store: KV of several sessions in the engine's own shapes, put, read back in
- * other shapes, closed, opened again; every byte is compared. And what can be wrong
- * about each call. */
+/* Tests of the store: KV of several sessions is put from one tensor shape and read into another,
+ * also after a restart; every byte is compared. Then every invalid use of each call. */
 
 #include "check.h"
 
 #include <dirent.h>
 #include <sys/wait.h>
 
-/* Layers 0 to 2: two heads with K and V. Layer 3: a latent, without V. Layer 4: a
+/* Layers 0 to 2 have two heads with K and V. Layer 3 has latent rows without V. Layer 4 is a
  * state at the end of each chunk. */
 #define LAYERS 5
 #define CHUNK 8
@@ -30,7 +29,7 @@ static uint64_t mixed(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* A sequence: its tokens, and for each a mark of all tokens up to it. */
+/* A sequence: its tokens, and for each position a hash of all tokens up to it. */
 typedef struct {
     uint32_t tokens[MAX_TOKENS];
     uint64_t marks[MAX_TOKENS];
@@ -45,7 +44,7 @@ static void extend(text_t *text, uint32_t token) {
     text->count++;
 }
 
-/* All have the first `shared` tokens in common. */
+/* All texts have the first `shared` tokens in common. */
 static text_t text_of(uint32_t seed, uint32_t shared, uint32_t count) {
     text_t text;
     text.count = 0;
@@ -53,7 +52,7 @@ static text_t text_of(uint32_t seed, uint32_t shared, uint32_t count) {
     return text;
 }
 
-/* How an engine keeps its tensors. */
+/* Tensor shapes of engines. */
 enum shape { PLAIN, BY_HEAD, TOGETHER, PAGED, SHAPES };
 
 typedef struct {
@@ -68,7 +67,7 @@ static uint32_t heads_of(uint32_t layer) { return layer < 3 ? 2 : 1; }
 static uint32_t run_of(uint32_t layer) { return layer < 3 ? RUN : layer == 3 ? LATENT : STATE; }
 static uint32_t planes_of(uint32_t layer) { return layer < 3 ? 2 : 1; }
 
-/* Its tensors begin with token `first` of the sequence. */
+/* Allocates tensors that begin with token `first` of the sequence. */
 static void open_engine(engine_t *engine, enum shape shape) {
     memset(engine, 0, sizeof *engine);
     engine->shape = shape;
@@ -83,13 +82,13 @@ static void open_engine(engine_t *engine, enum shape shape) {
             kvt_view_t *view = plane == 0 ? &engine->k[layer] : &engine->v[layer];
             view->run_bytes = run;
             view->heads = heads;
-            if (layer == 4) { /* states: always one after the other */
+            if (layer == 4) { /* states are always contiguous */
                 view->address = start;
                 view->tokens = (MAX_TOKENS + CHUNK - 1) / CHUNK;
                 continue;
             }
             switch (shape) {
-            case PLAIN: /* the rest is as usual */
+            case PLAIN: /* the defaults */
                 view->address = start + plane * MAX_TOKENS * token_bytes;
                 view->tokens = MAX_TOKENS;
                 break;
@@ -141,11 +140,11 @@ static uint8_t byte_of(uint64_t mark, uint32_t layer, uint32_t plane, uint32_t h
     return (uint8_t)mixed(mark + layer * 4096 + plane * 2048 + head * 1024 + i);
 }
 
-/* What is done with the tokens first..end of all layers: write, or demand. */
-enum deed { FILL, HOLDS, UNTOUCHED };
+/* Action on the tokens first..end of all layers: write them, check them, check the poison. */
+enum action { FILL, CHECK_CONTENT, CHECK_POISON };
 
 static void each_byte(const engine_t *engine, const text_t *text, uint32_t first, uint32_t end,
-                      enum deed deed) {
+                      enum action action) {
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
         const int is_state = layer == 4;
         const uint32_t n = is_state ? (end - first + CHUNK - 1) / CHUNK : end - first;
@@ -160,9 +159,9 @@ static void each_byte(const engine_t *engine, const text_t *text, uint32_t first
                     uint8_t *run = byte_at(engine, layer, plane, at, head);
                     for (uint32_t i = 0; i < run_of(layer); i++) {
                         const uint8_t want = byte_of(text->marks[token], layer, plane, head, i);
-                        if (deed == FILL) run[i] = want;
-                        if (deed == HOLDS) CHECK_EQ(run[i], want);
-                        if (deed == UNTOUCHED) CHECK_EQ(run[i], POISON);
+                        if (action == FILL) run[i] = want;
+                        if (action == CHECK_CONTENT) CHECK_EQ(run[i], want);
+                        if (action == CHECK_POISON) CHECK_EQ(run[i], POISON);
                     }
                 }
         }
@@ -185,7 +184,7 @@ static kvt_store_t *open_disk(const char *name, const char *more) {
     char spec[256];
     snprintf(spec, sizeof spec,
              "store(disk=disk(path=\"%s/%s\", bytes=16MiB, segment=1MiB, buffered=true)%s%s)",
-             folder, name, more, write_of(more));
+             folder, name, more, write_option(more));
     return open_store(spec);
 }
 
@@ -202,7 +201,7 @@ static kvt_store_stats_t stats_of(const kvt_store_t *store) {
     return stats;
 }
 
-/* The layout of the model above. */
+/* Groups and layout of the model above. */
 typedef struct {
     uint16_t full[3], latent[1], state[1];
     kvt_group_t groups[3];
@@ -237,7 +236,7 @@ static void make_model(model_t *model) {
     model->layout.stride_bytes = sizeof *model->groups;
 }
 
-static kvt_namespace_t *open_space(const kvt_store_t *store, const char *salt) {
+static kvt_namespace_t *open_namespace(const kvt_store_t *store, const char *salt) {
     model_t model;
     make_model(&model);
     kvt_identity_t identity = KVT_IDENTITY_INIT;
@@ -245,20 +244,20 @@ static kvt_namespace_t *open_space(const kvt_store_t *store, const char *salt) {
     identity.model_bytes = 5;
     identity.salt = salt;
     identity.salt_bytes = strlen(salt);
-    kvt_namespace_t *space = NULL;
-    CHECK_OK(kvt_namespace_open(store, &identity, &model.layout, 0, &space, NULL));
-    return space;
+    kvt_namespace_t *ns = NULL;
+    CHECK_OK(kvt_namespace_open(store, &identity, &model.layout, 0, &ns, NULL));
+    return ns;
 }
 
-static kvt_session_t *open_session(const kvt_namespace_t *space, const text_t *text) {
+static kvt_session_t *open_session(const kvt_namespace_t *ns, const text_t *text) {
     kvt_session_opts_t opts = KVT_SESSION_OPTS_INIT;
     opts.name = "someone";
     opts.name_bytes = 7;
     opts.tenant = 3;
     kvt_session_t *session = NULL;
-    CHECK_OK(kvt_session_open(space, &opts, &session, NULL));
+    CHECK_OK(kvt_session_open(ns, &opts, &session, NULL));
     if (text != NULL) {
-        /* In two parts, as prompts and answers come. */
+        /* In two parts, like a prompt and an answer. */
         const uint32_t half = text->count / 2;
         CHECK_OK(kvt_session_append(session, text->tokens, half, NULL));
         CHECK_OK(kvt_session_append(session, text->tokens + half, text->count - half, NULL));
@@ -272,24 +271,24 @@ static void close_session(kvt_session_t **session) {
     CHECK_OK(kvt_session_close(session));
 }
 
-static void close_space(kvt_namespace_t **space) {
-    CHECK_OK(kvt_namespace_close(space));
-    CHECK(*space == NULL);
+static void close_namespace(kvt_namespace_t **ns) {
+    CHECK_OK(kvt_namespace_close(ns));
+    CHECK(*ns == NULL);
 }
 
-static kvt_transfer_t move_of(const engine_t *engine, uint32_t first, uint32_t tokens) {
-    kvt_transfer_t move = KVT_TRANSFER_INIT;
-    move.first_token = first;
-    move.tokens = tokens;
+static kvt_transfer_t transfer_of(const engine_t *engine, uint32_t first, uint32_t tokens) {
+    kvt_transfer_t transfer = KVT_TRANSFER_INIT;
+    transfer.first_token = first;
+    transfer.tokens = tokens;
     if (engine != NULL) {
-        move.k = engine->k;
-        move.v = engine->v;
-        move.stride_bytes = sizeof *engine->k;
+        transfer.k = engine->k;
+        transfer.v = engine->v;
+        transfer.stride_bytes = sizeof *engine->k;
     }
-    return move;
+    return transfer;
 }
 
-/* Waits, and gives the status and the value. */
+/* Waits for an op, writes its value and returns its status. */
 static kvt_status_t finish(kvt_op_t **op, uint64_t *value) {
     CHECK_OK(kvt_op_wait(*op, KVT_OP_RELEASED, hang_guard()));
     *value = info_of(*op).value;
@@ -301,11 +300,11 @@ static void put_all(const kvt_session_t *session, const text_t *text, enum shape
     engine_t engine;
     open_engine(&engine, shape);
     each_byte(&engine, text, 0, text->count, FILL);
-    kvt_transfer_t move = move_of(&engine, 0, 0);
-    move.level = level;
+    kvt_transfer_t transfer = transfer_of(&engine, 0, 0);
+    transfer.level = level;
     kvt_op_t *op = NULL;
     uint64_t value = 0;
-    CHECK_OK(kvt_session_put(session, &move, NULL, &op, NULL));
+    CHECK_OK(kvt_session_put(session, &transfer, NULL, &op, NULL));
     CHECK_OK(finish(&op, &value));
     CHECK_EQ(value, text->count);
     close_engine(&engine);
@@ -315,27 +314,27 @@ static void get_and_compare(const kvt_session_t *session, const text_t *text, en
                             uint32_t first, uint32_t tokens) {
     engine_t engine;
     open_engine(&engine, shape);
-    const kvt_transfer_t move = move_of(&engine, first, tokens);
+    const kvt_transfer_t transfer = transfer_of(&engine, first, tokens);
     kvt_op_t *op = NULL;
     uint64_t value = 0;
-    CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &op, NULL));
     CHECK_OK(finish(&op, &value));
     CHECK_EQ(value, tokens);
-    each_byte(&engine, text, first, first + tokens, HOLDS);
+    each_byte(&engine, text, first, first + tokens, CHECK_CONTENT);
     close_engine(&engine);
 }
 
-/* Several sessions with a common beginning, through little memory, closed and opened
- * again. The tail of each is its own and does not come back. */
-static void round_trip(void) {
+/* Several sessions with a common prefix, in little memory, are read again after a restart. The
+ * tail of a session is private and is not found again. */
+static void sessions_survive_a_restart(void) {
     enum { SESSIONS = 8, SHARED = 32, TOKENS = 99, FULL = TOKENS / CHUNK * CHUNK };
     kvt_store_t *store = open_disk("trip", ", host=256KiB, write=through");
-    kvt_namespace_t *space = open_space(store, "salt");
+    kvt_namespace_t *ns = open_namespace(store, "salt");
     text_t texts[SESSIONS];
     kvt_session_t *sessions[SESSIONS];
     for (uint32_t i = 0; i < SESSIONS; i++) {
         texts[i] = text_of(i + 1, SHARED, TOKENS);
-        sessions[i] = open_session(space, &texts[i]);
+        sessions[i] = open_session(ns, &texts[i]);
         put_all(sessions[i], &texts[i], i % SHAPES, KVT_LEVEL_DURABLE);
     }
     kvt_store_stats_t stats = stats_of(store);
@@ -351,16 +350,16 @@ static void round_trip(void) {
         CHECK(stats_of(store).host_used_bytes <= 256 << 10);
     }
     for (uint32_t i = 0; i < SESSIONS; i++) close_session(&sessions[i]);
-    close_space(&space);
+    close_namespace(&ns);
     close_store(&store);
 
     store = open_disk("trip", ", host=256KiB");
     stats = stats_of(store);
     CHECK_EQ(stats.recovered_chunks, SHARED / CHUNK + SESSIONS * (FULL - SHARED) / CHUNK);
     CHECK_EQ(stats.recovered_cells, stats.recovered_chunks * LAYERS);
-    space = open_space(store, "salt");
+    ns = open_namespace(store, "salt");
     for (uint32_t i = 0; i < SESSIONS; i++) {
-        sessions[i] = open_session(space, &texts[i]);
+        sessions[i] = open_session(ns, &texts[i]);
         get_and_compare(sessions[i], &texts[i], i % SHAPES, 0, FULL);
         get_and_compare(sessions[i], &texts[i], PAGED, FULL - CHUNK, CHUNK);
         close_session(&sessions[i]);
@@ -368,32 +367,32 @@ static void round_trip(void) {
     CHECK(stats_of(store).disk_hit_cells > 0);
     CHECK_EQ(stats_of(store).corrupt_cells, 0);
 
-    /* Another tenant's salt: nothing is found, nothing is touched. */
-    kvt_namespace_t *other = open_space(store, "pepper");
+    /* Another salt: nothing is found, and no byte is touched. */
+    kvt_namespace_t *other = open_namespace(store, "pepper");
     sessions[0] = open_session(other, &texts[0]);
     engine_t engine;
     open_engine(&engine, PLAIN);
-    const kvt_transfer_t move = move_of(&engine, 0, FULL);
+    const kvt_transfer_t transfer = transfer_of(&engine, 0, FULL);
     kvt_op_t *op = NULL;
     uint64_t value = 9;
-    CHECK_OK(kvt_session_get(sessions[0], &move, NULL, &op, NULL));
+    CHECK_OK(kvt_session_get(sessions[0], &transfer, NULL, &op, NULL));
     CHECK_IS(finish(&op, &value), KVT_E_NOT_FOUND);
     CHECK_EQ(value, 0);
-    each_byte(&engine, &texts[0], 0, FULL, UNTOUCHED);
+    each_byte(&engine, &texts[0], 0, FULL, CHECK_POISON);
     close_engine(&engine);
     close_session(&sessions[0]);
-    close_space(&other);
-    close_space(&space);
+    close_namespace(&other);
+    close_namespace(&ns);
     close_store(&store);
 }
 
-/* One op a layer; a queue with tags; forks and cuts; what is missing. */
-static void moving(void) {
+/* One op per layer, a queue with tags, forks and truncation, missing tokens. */
+static void transfers_work_by_layer_and_after_forks(void) {
     kvt_store_t *store = open_disk("moving", "");
-    kvt_namespace_t *space = open_space(store, "");
+    kvt_namespace_t *ns = open_namespace(store, "");
     text_t text = text_of(1, 0, 40);
-    kvt_session_t *session = open_session(space, &text);
-    close_space(&space); /* the session keeps it */
+    kvt_session_t *session = open_session(ns, &text);
+    close_namespace(&ns); /* the session keeps it open */
 
     engine_t engine;
     open_engine(&engine, PAGED);
@@ -402,9 +401,9 @@ static void moving(void) {
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
     opts.tag = 100;
-    kvt_transfer_t move = move_of(&engine, 0, 40);
-    move.flags = KVT_TRANSFER_EACH_LAYER;
-    CHECK_OK(kvt_session_put(session, &move, &opts, NULL, NULL));
+    kvt_transfer_t transfer = transfer_of(&engine, 0, 40);
+    transfer.flags = KVT_TRANSFER_EACH_LAYER;
+    CHECK_OK(kvt_session_put(session, &transfer, &opts, NULL, NULL));
     uint32_t seen = 0;
     while (seen != (1u << LAYERS) - 1) {
         kvt_completion_t entries[LAYERS];
@@ -420,28 +419,28 @@ static void moving(void) {
     }
     close_engine(&engine);
 
-    /* Handles, one a layer, of layers 1 to 3. */
+    /* One handle per layer, for layers 1 to 3. */
     open_engine(&engine, BY_HEAD);
-    move = move_of(&engine, 0, 0);
-    move.flags = KVT_TRANSFER_EACH_LAYER;
-    move.first_layer = 1;
-    move.layers = 3;
-    move.k = engine.k + 1;
-    move.v = engine.v + 1;
+    transfer = transfer_of(&engine, 0, 0);
+    transfer.flags = KVT_TRANSFER_EACH_LAYER;
+    transfer.first_layer = 1;
+    transfer.layers = 3;
+    transfer.k = engine.k + 1;
+    transfer.v = engine.v + 1;
     kvt_op_t *ops[3] = {NULL, NULL, NULL};
     uint64_t value = 0;
-    CHECK_OK(kvt_session_get(session, &move, NULL, ops, NULL));
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, ops, NULL));
     for (int i = 0; i < 3; i++) {
         CHECK_OK(finish(&ops[i], &value));
         CHECK_EQ(value, 40);
     }
-    move = move_of(&engine, 0, 0);
-    CHECK_OK(kvt_session_get(session, &move, NULL, ops, NULL));
+    transfer = transfer_of(&engine, 0, 0);
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, ops, NULL));
     CHECK_OK(finish(&ops[0], &value));
-    each_byte(&engine, &text, 0, 40, HOLDS);
+    each_byte(&engine, &text, 0, 40, CHECK_CONTENT);
     close_engine(&engine);
 
-    /* A fork goes on by itself: its own tokens are not there yet. */
+    /* A fork has its own tokens; they are not stored yet. */
     kvt_session_t *fork = NULL;
     CHECK_OK(kvt_session_fork(session, NULL, &fork, NULL));
     CHECK_OK(kvt_session_truncate(fork, 20, NULL));
@@ -457,21 +456,21 @@ static void moving(void) {
     CHECK_EQ(info.chunk_tokens, CHUNK);
     CHECK_EQ(info.layers, LAYERS);
     open_engine(&engine, TOGETHER);
-    move = move_of(&engine, 0, 0);
-    CHECK_OK(kvt_session_get(fork, &move, NULL, ops, NULL));
+    transfer = transfer_of(&engine, 0, 0);
+    CHECK_OK(kvt_session_get(fork, &transfer, NULL, ops, NULL));
     CHECK_IS(finish(&ops[0], &value), KVT_E_NOT_FOUND);
     CHECK_EQ(value, 16);
-    each_byte(&engine, &other, 0, 16, HOLDS);
+    each_byte(&engine, &other, 0, 16, CHECK_CONTENT);
     close_engine(&engine);
     put_all(fork, &other, TOGETHER, KVT_LEVEL_RAM);
     get_and_compare(fork, &other, PLAIN, 0, 36);
     get_and_compare(session, &text, PLAIN, 0, 40);
 
-    /* Into memory, without views. */
-    move = move_of(NULL, 0, 16);
+    /* A prefetch into host memory, without views. */
+    transfer = transfer_of(NULL, 0, 16);
     opts.queue = NULL;
     opts.priority = KVT_PRIORITY_PREFETCH;
-    CHECK_OK(kvt_session_prefetch(session, &move, &opts, ops, NULL));
+    CHECK_OK(kvt_session_prefetch(session, &transfer, &opts, ops, NULL));
     CHECK_OK(finish(&ops[0], &value));
     CHECK_EQ(value, 16);
     CHECK_EQ(stats_of(store).prefetches, 1);
@@ -482,21 +481,21 @@ static void moving(void) {
     close_store(&store);
 }
 
-/* Late ones, unwanted ones. Whatever has come by then is right. */
-static void giving_up(void) {
+/* Expired and cancelled transfers: the bytes that arrived before are right. */
+static void cancelled_transfers_leave_right_bytes(void) {
     kvt_store_t *store = open_disk("late", ", host=256KiB, write=through");
-    kvt_namespace_t *space = open_space(store, "");
+    kvt_namespace_t *ns = open_namespace(store, "");
     const text_t text = text_of(5, 0, 120);
-    kvt_session_t *session = open_session(space, &text);
+    kvt_session_t *session = open_session(ns, &text);
     put_all(session, &text, PLAIN, KVT_LEVEL_DISK);
 
     engine_t engine;
     open_engine(&engine, PLAIN);
-    kvt_transfer_t move = move_of(&engine, 0, 0);
+    kvt_transfer_t transfer = transfer_of(&engine, 0, 0);
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.deadline_ns = 1;
     kvt_op_t *op = NULL;
-    CHECK_OK(kvt_session_get(session, &move, &opts, &op, NULL));
+    CHECK_OK(kvt_session_get(session, &transfer, &opts, &op, NULL));
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     const kvt_status_t late = finish_op(&op);
     CHECK(late == KVT_E_TIMEOUT || late == KVT_OK);
@@ -504,7 +503,7 @@ static void giving_up(void) {
     opts.deadline_ns = 0;
     enum { MANY = 64 };
     kvt_op_t *ops[MANY];
-    kvt_transfer_t ahead = move_of(NULL, 0, 0);
+    kvt_transfer_t ahead = transfer_of(NULL, 0, 0);
     for (int i = 0; i < MANY; i++) {
         CHECK_OK(kvt_session_prefetch(session, &ahead, NULL, &ops[i], NULL));
         CHECK_OK(kvt_op_cancel(ops[i]));
@@ -513,16 +512,16 @@ static void giving_up(void) {
         const kvt_status_t status = finish_op(&ops[i]);
         CHECK(status == KVT_OK || status == KVT_E_CANCELLED);
     }
-    CHECK_OK(kvt_session_get(session, &move, &opts, &op, NULL));
+    CHECK_OK(kvt_session_get(session, &transfer, &opts, &op, NULL));
     CHECK_OK(finish_op(&op));
-    each_byte(&engine, &text, 0, 120, HOLDS);
+    each_byte(&engine, &text, 0, 120, CHECK_CONTENT);
     close_engine(&engine);
     close_session(&session);
-    close_space(&space);
+    close_namespace(&ns);
     close_store(&store);
 }
 
-static void opening(void) {
+static void invalid_specs_are_refused(void) {
     kvt_store_t *store = NULL;
     kvt_error_t *err = NULL;
     kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
@@ -552,7 +551,7 @@ static void opening(void) {
     CHECK_IS(kvt_store_open(runtime, NULL, &opts, &store, &err), KVT_E_INVALID);
     CHECK(store == NULL);
 
-    /* Two stores in one directory; a budget of another runtime. */
+    /* Two stores in one directory are refused, as is a budget of another runtime. */
     store = open_disk("once", "");
     char spec[256];
     snprintf(spec, sizeof spec, "store(disk=disk(path=\"%s/once\", bytes=16MiB))", folder);
@@ -570,10 +569,10 @@ static void opening(void) {
     close_store(&second);
     CHECK_OK(kvt_budget_close(&budget, NULL));
 
-    /* A runtime says what was left open; that is closed all the same. */
+    /* A runtime reports what was left open, and closes anyway. */
     CHECK_OK(kvt_store_open(elsewhere, NULL, NULL, &second, NULL));
-    kvt_namespace_t *space = open_space(second, "");
-    kvt_session_t *session = open_session(space, NULL);
+    kvt_namespace_t *ns = open_namespace(second, "");
+    kvt_session_t *session = open_session(ns, NULL);
     kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;
     CHECK_OK(kvt_runtime_close(&elsewhere, 0, &report, NULL));
     CHECK_EQ(report.stores, 1);
@@ -582,7 +581,7 @@ static void opening(void) {
     const uint32_t token = 1;
     CHECK_IS(kvt_session_append(session, &token, 1, NULL), KVT_E_CLOSED);
     close_session(&session);
-    close_space(&space);
+    close_namespace(&ns);
     CHECK_EQ(stats_of(second).sessions, 0);
     close_store(&second);
 
@@ -592,18 +591,18 @@ static void opening(void) {
     CHECK_OK(kvt_store_close(NULL, 0, NULL));
 }
 
-static void naming(void) {
+static void namespace_keys_depend_on_identity_and_layout(void) {
     kvt_store_t *store = open_store("store(host=4MiB)");
-    kvt_namespace_t *space = open_space(store, "a");
-    kvt_namespace_t *same = open_space(store, "a");
-    kvt_namespace_t *other = open_space(store, "b");
+    kvt_namespace_t *ns = open_namespace(store, "a");
+    kvt_namespace_t *same = open_namespace(store, "a");
+    kvt_namespace_t *other = open_namespace(store, "b");
     uint8_t keys[3][KVT_KEY_BYTES];
-    CHECK_OK(kvt_namespace_key(space, keys[0]));
+    CHECK_OK(kvt_namespace_key(ns, keys[0]));
     CHECK_OK(kvt_namespace_key(same, keys[1]));
     CHECK_OK(kvt_namespace_key(other, keys[2]));
     CHECK(memcmp(keys[0], keys[1], KVT_KEY_BYTES) == 0);
     CHECK(memcmp(keys[0], keys[2], KVT_KEY_BYTES) != 0);
-    CHECK_IS(kvt_namespace_key(space, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_key(ns, NULL), KVT_E_INVALID);
     CHECK_EQ(stats_of(store).namespaces, 2);
 
     model_t model;
@@ -615,10 +614,10 @@ static void naming(void) {
     CHECK_IS(kvt_namespace_open(store, NULL, &model.layout, 2, &none, &err), KVT_E_INVALID);
     CHECK_IS(kvt_namespace_open(NULL, NULL, &model.layout, 0, &none, &err), KVT_E_HANDLE);
 
-    /* The layout is part of the key, and cannot be wrong unseen. */
+    /* The layout is part of the key, and an invalid layout is refused. */
     CHECK_OK(kvt_namespace_open(store, NULL, &model.layout, 0, &none, &err));
     CHECK_OK(kvt_namespace_key(none, keys[1]));
-    close_space(&none);
+    close_namespace(&none);
     model.groups[1].window_tokens = 65;
     CHECK_OK(kvt_namespace_open(store, NULL, &model.layout, KVT_NAMESPACE_HOLES, &none, &err));
     CHECK_OK(kvt_namespace_key(none, keys[2]));
@@ -626,7 +625,7 @@ static void naming(void) {
     kvt_namespace_t *twice = NULL;
     CHECK_IS(kvt_namespace_open(store, NULL, &model.layout, 0, &twice, &err), KVT_E_INVALID);
     CHECK(strstr(kvt_error_message(err), "holes") != NULL);
-    close_space(&none);
+    close_namespace(&none);
 
     const kvt_group_t sound = model.groups[0];
 #define REFUSED(change, status, word)                                                         \
@@ -670,43 +669,43 @@ static void naming(void) {
     extra[1].tag++;
     CHECK_OK(kvt_namespace_open(store, &identity, &model.layout, 0, &none, &err));
     CHECK_OK(kvt_error_free(&err));
-    close_space(&none);
+    close_namespace(&none);
 
-    kvt_namespace_t *stale = space;
-    close_space(&space);
+    kvt_namespace_t *stale = ns;
+    close_namespace(&ns);
     CHECK_IS(kvt_namespace_key(stale, keys[0]), KVT_E_HANDLE);
     CHECK_IS(kvt_namespace_close(&stale), KVT_E_HANDLE);
     kvt_namespace_t *wrong = (kvt_namespace_t *)store;
     CHECK_IS(kvt_namespace_close(&wrong), KVT_E_HANDLE);
-    close_space(&same);
-    close_space(&other);
+    close_namespace(&same);
+    close_namespace(&other);
     close_store(&store);
 }
 
-static void mistakes(void) {
+static void invalid_calls_are_refused(void) {
     kvt_store_t *store = open_store("store(host=4MiB, sessions=2)");
-    kvt_namespace_t *space = open_space(store, "");
+    kvt_namespace_t *ns = open_namespace(store, "");
     const text_t text = text_of(1, 0, 21);
-    kvt_session_t *session = open_session(space, &text);
-    kvt_session_t *second = open_session(space, NULL);
+    kvt_session_t *session = open_session(ns, &text);
+    kvt_session_t *second = open_session(ns, NULL);
     kvt_session_t *none = NULL;
     kvt_error_t *err = NULL;
-    CHECK_IS(kvt_session_open(space, NULL, &none, &err), KVT_E_AGAIN);
+    CHECK_IS(kvt_session_open(ns, NULL, &none, &err), KVT_E_AGAIN);
     close_session(&second);
-    kvt_session_opts_t who = KVT_SESSION_OPTS_INIT;
-    who.priority = 1;
-    CHECK_IS(kvt_session_open(space, &who, &none, &err), KVT_E_INVALID);
-    who.flags = KVT_SESSION_PRIORITY;
-    who.priority = 256;
-    CHECK_IS(kvt_session_open(space, &who, &none, &err), KVT_E_INVALID);
-    who.priority = 0;
+    kvt_session_opts_t session_opts = KVT_SESSION_OPTS_INIT;
+    session_opts.priority = 1;
+    CHECK_IS(kvt_session_open(ns, &session_opts, &none, &err), KVT_E_INVALID);
+    session_opts.flags = KVT_SESSION_PRIORITY;
+    session_opts.priority = 256;
+    CHECK_IS(kvt_session_open(ns, &session_opts, &none, &err), KVT_E_INVALID);
+    session_opts.priority = 0;
     char name[257];
     memset(name, 'x', sizeof name);
-    who.name = name;
-    who.name_bytes = sizeof name;
-    CHECK_IS(kvt_session_open(space, &who, &none, &err), KVT_E_LIMIT);
-    who.name_bytes--;
-    CHECK_OK(kvt_session_open(space, &who, &none, &err));
+    session_opts.name = name;
+    session_opts.name_bytes = sizeof name;
+    CHECK_IS(kvt_session_open(ns, &session_opts, &none, &err), KVT_E_LIMIT);
+    session_opts.name_bytes--;
+    CHECK_OK(kvt_session_open(ns, &session_opts, &none, &err));
     close_session(&none);
 
     CHECK_IS(kvt_session_append(session, NULL, 1, &err), KVT_E_INVALID);
@@ -728,36 +727,36 @@ static void mistakes(void) {
     engine_t engine;
     open_engine(&engine, PAGED);
     kvt_op_t *op = NULL;
-    kvt_transfer_t move = move_of(&engine, 0, 0);
-    const kvt_transfer_t good = move;
+    kvt_transfer_t transfer = transfer_of(&engine, 0, 0);
+    const kvt_transfer_t good = transfer;
     const kvt_view_t view = engine.k[0];
 #define WRONG(change, status, word)                                                           \
     do {                                                                                      \
         change;                                                                               \
-        CHECK_IS(kvt_session_put(session, &move, NULL, &op, &err), status);                   \
+        CHECK_IS(kvt_session_put(session, &transfer, NULL, &op, &err), status);                   \
         if (strstr(kvt_error_message(err), word) == NULL) {                                   \
             fprintf(stderr, "%d: %s\n", __LINE__, kvt_error_message(err));                    \
             exit(1);                                                                          \
         }                                                                                     \
-        move = good;                                                                          \
+        transfer = good;                                                                          \
         engine.k[0] = view;                                                                   \
     } while (0)
-    WRONG(move.first_token = 3, KVT_E_INVALID, "multiples");
-    WRONG(move.tokens = 9, KVT_E_INVALID, "multiples");
-    WRONG(move.tokens = 22, KVT_E_INVALID, "22");
-    WRONG(move.first_token = 24, KVT_E_INVALID, "24");
-    WRONG(move.tokens = UINT64_MAX, KVT_E_INVALID, "session");
-    WRONG(move.layers = LAYERS + 1, KVT_E_INVALID, "layers");
-    WRONG(move.first_layer = LAYERS, KVT_E_INVALID, "layers");
-    WRONG(move.layers = UINT32_MAX, KVT_E_INVALID, "layers");
-    WRONG(move.flags = 4, KVT_E_INVALID, "flags");
-    WRONG(move.level = 4, KVT_E_INVALID, "level");
-    WRONG(move.level = KVT_LEVEL_REMOTE, KVT_E_UNAVAILABLE, "remote");
-    WRONG(move.level = KVT_LEVEL_DURABLE, KVT_E_UNAVAILABLE, "disk");
-    WRONG(move.k = NULL, KVT_E_INVALID, "k is null");
-    WRONG(move.v = NULL, KVT_E_INVALID, "V is missing");
-    WRONG(move.v = engine.k, KVT_E_INVALID, "no V");
-    WRONG(move.stride_bytes = 4, KVT_E_INVALID, "stride_bytes");
+    WRONG(transfer.first_token = 3, KVT_E_INVALID, "multiples");
+    WRONG(transfer.tokens = 9, KVT_E_INVALID, "multiples");
+    WRONG(transfer.tokens = 22, KVT_E_INVALID, "22");
+    WRONG(transfer.first_token = 24, KVT_E_INVALID, "24");
+    WRONG(transfer.tokens = UINT64_MAX, KVT_E_INVALID, "session");
+    WRONG(transfer.layers = LAYERS + 1, KVT_E_INVALID, "layers");
+    WRONG(transfer.first_layer = LAYERS, KVT_E_INVALID, "layers");
+    WRONG(transfer.layers = UINT32_MAX, KVT_E_INVALID, "layers");
+    WRONG(transfer.flags = 4, KVT_E_INVALID, "flags");
+    WRONG(transfer.level = 4, KVT_E_INVALID, "level");
+    WRONG(transfer.level = KVT_LEVEL_REMOTE, KVT_E_UNAVAILABLE, "remote");
+    WRONG(transfer.level = KVT_LEVEL_DURABLE, KVT_E_UNAVAILABLE, "disk");
+    WRONG(transfer.k = NULL, KVT_E_INVALID, "k is null");
+    WRONG(transfer.v = NULL, KVT_E_INVALID, "V is missing");
+    WRONG(transfer.v = engine.k, KVT_E_INVALID, "no V");
+    WRONG(transfer.stride_bytes = 4, KVT_E_INVALID, "stride_bytes");
     WRONG(engine.k[0].memory = KVT_MEMORY_DEVICE, KVT_E_UNAVAILABLE, "K of layer 0");
     WRONG(engine.k[0].memory = 7, KVT_E_INVALID, "memory 7");
     WRONG(engine.k[0].address = engine.memory, KVT_E_INVALID, "both");
@@ -772,12 +771,12 @@ static void mistakes(void) {
     CHECK_IS(kvt_session_put(session, NULL, NULL, &op, &err), KVT_E_INVALID);
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.flags = KVT_SUBMIT_EACH;
-    CHECK_IS(kvt_session_put(session, &move, &opts, &op, &err), KVT_E_INVALID);
-    CHECK_IS(kvt_session_put(session, &move, NULL, NULL, &err), KVT_E_INVALID);
-    CHECK_IS(kvt_session_prefetch(session, &move, NULL, &op, &err), KVT_E_INVALID);
-    /* A target must not overlap itself. */
+    CHECK_IS(kvt_session_put(session, &transfer, &opts, &op, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_session_put(session, &transfer, NULL, NULL, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_session_prefetch(session, &transfer, NULL, &op, &err), KVT_E_INVALID);
+    /* A target must not overlap with itself. */
     engine.k[0].token_stride_bytes = 1;
-    CHECK_IS(kvt_session_get(session, &move, NULL, &op, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_session_get(session, &transfer, NULL, &op, &err), KVT_E_INVALID);
     CHECK(op == NULL);
     CHECK_OK(kvt_error_free(&err));
     close_engine(&engine);
@@ -788,9 +787,9 @@ static void mistakes(void) {
     CHECK_IS(kvt_session_append(stale, text.tokens, 1, NULL), KVT_E_HANDLE);
     CHECK_IS(kvt_session_close(&stale), KVT_E_HANDLE);
     kvt_session_info_t info = KVT_SESSION_INFO_INIT;
-    CHECK_IS(kvt_session_info((kvt_session_t *)space, &info), KVT_E_HANDLE);
+    CHECK_IS(kvt_session_info((kvt_session_t *)ns, &info), KVT_E_HANDLE);
     CHECK_IS(kvt_session_info(stale, NULL), KVT_E_INVALID);
-    close_space(&space);
+    close_namespace(&ns);
     close_store(&store);
 }
 
@@ -803,12 +802,12 @@ static void on_completion(void *user_data, const kvt_completion_t *batch, uint64
     CHECK_IS(kvt_store_close(store, 0, NULL), KVT_E_REENTRANT);
 }
 
-/* What outlives its store says so, and keeps nothing of it. */
-static void closing(void) {
+/* Handles that outlive their store return KVT_E_CLOSED and release the store's memory. */
+static void handles_that_outlive_the_store_are_closed(void) {
     kvt_store_t *store = open_disk("end", "");
-    kvt_namespace_t *space = open_space(store, "");
+    kvt_namespace_t *ns = open_namespace(store, "");
     const text_t text = text_of(9, 0, 64);
-    kvt_session_t *session = open_session(space, &text);
+    kvt_session_t *session = open_session(ns, &text);
     kvt_queue_opts_t queue_opts = KVT_QUEUE_OPTS_INIT;
     queue_opts.callback = on_completion;
     queue_opts.user_data = &store;
@@ -819,10 +818,10 @@ static void closing(void) {
     each_byte(&engine, &text, 0, 64, FILL);
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
-    kvt_transfer_t move = move_of(&engine, 0, 0);
-    move.level = KVT_LEVEL_DURABLE;
+    kvt_transfer_t transfer = transfer_of(&engine, 0, 0);
+    transfer.level = KVT_LEVEL_DURABLE;
     kvt_op_t *op = NULL;
-    CHECK_OK(kvt_session_put(session, &move, &opts, &op, NULL));
+    CHECK_OK(kvt_session_put(session, &transfer, &opts, &op, NULL));
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     close_queue(&queue);
 
@@ -838,47 +837,47 @@ static void closing(void) {
 
     close_store(&store);
     CHECK_IS(kvt_session_append(session, text.tokens, 1, NULL), KVT_E_CLOSED);
-    CHECK_IS(kvt_session_put(session, &move, NULL, &op, NULL), KVT_E_CLOSED);
+    CHECK_IS(kvt_session_put(session, &transfer, NULL, &op, NULL), KVT_E_CLOSED);
     kvt_session_info_t info = KVT_SESSION_INFO_INIT;
     CHECK_IS(kvt_session_info(session, &info), KVT_E_CLOSED);
     kvt_session_t *none = NULL;
-    CHECK_IS(kvt_session_open(space, NULL, &none, NULL), KVT_E_CLOSED);
+    CHECK_IS(kvt_session_open(ns, NULL, &none, NULL), KVT_E_CLOSED);
     uint8_t key[KVT_KEY_BYTES];
-    CHECK_OK(kvt_namespace_key(space, key));
+    CHECK_OK(kvt_namespace_key(ns, key));
 
-    /* The directory is free, though handles of the old store are left. */
+    /* The directory is free, although handles of the old store remain. */
     store = open_disk("end", "");
-    kvt_namespace_t *again = open_space(store, "");
+    kvt_namespace_t *again = open_namespace(store, "");
     kvt_session_t *back = open_session(again, &text);
     get_and_compare(back, &text, PAGED, 0, 64);
     close_session(&back);
-    close_space(&again);
+    close_namespace(&again);
     close_store(&store);
 
     CHECK_EQ(info_of(op).value, 64);
     CHECK_OK(finish_op(&op));
     close_session(&session);
-    close_space(&space);
+    close_namespace(&ns);
     close_engine(&engine);
 }
 
-/* A forked child is told so by every call, and takes nothing from its parent. */
-static void forking(void) {
+/* In a forked child every call is refused, and the parent is not affected. */
+static void calls_in_a_forked_child_are_refused(void) {
     kvt_store_t *store = open_disk("fork", "");
-    kvt_namespace_t *space = open_space(store, "");
+    kvt_namespace_t *ns = open_namespace(store, "");
     const text_t text = text_of(3, 0, 24);
-    kvt_session_t *session = open_session(space, &text);
+    kvt_session_t *session = open_session(ns, &text);
     const pid_t pid = fork();
     CHECK(pid >= 0);
     if (pid == 0) {
         model_t model;
         make_model(&model);
         kvt_store_t *s = store;
-        kvt_namespace_t *n = space;
-        kvt_session_t *who = session;
+        kvt_namespace_t *n = ns;
+        kvt_session_t *session_opts = session;
         kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
         kvt_session_info_t info = KVT_SESSION_INFO_INIT;
-        const kvt_transfer_t move = KVT_TRANSFER_INIT;
+        const kvt_transfer_t transfer = KVT_TRANSFER_INIT;
         kvt_policy_hint_t hint = KVT_POLICY_HINT_INIT;
         uint8_t key[KVT_KEY_BYTES];
         uint64_t bytes = 0;
@@ -889,17 +888,17 @@ static void forking(void) {
         FORKED(kvt_store_metrics(s, NULL, 0, &bytes));
         FORKED(kvt_namespace_open(s, NULL, &model.layout, 0, &n, NULL));
         FORKED(kvt_namespace_key(n, key));
-        FORKED(kvt_session_open(n, NULL, &who, NULL));
-        FORKED(kvt_session_fork(who, NULL, &who, NULL));
-        FORKED(kvt_session_append(who, text.tokens, 1, NULL));
-        FORKED(kvt_session_truncate(who, 1, NULL));
-        FORKED(kvt_session_pin(who, 0, 0, 0, 0, NULL));
-        FORKED(kvt_session_hint(who, &hint, NULL));
-        FORKED(kvt_session_info(who, &info));
-        FORKED(kvt_session_put(who, &move, NULL, &op, NULL));
-        FORKED(kvt_session_get(who, &move, NULL, &op, NULL));
-        FORKED(kvt_session_prefetch(who, &move, NULL, &op, NULL));
-        FORKED(kvt_session_close(&who));
+        FORKED(kvt_session_open(n, NULL, &session_opts, NULL));
+        FORKED(kvt_session_fork(session_opts, NULL, &session_opts, NULL));
+        FORKED(kvt_session_append(session_opts, text.tokens, 1, NULL));
+        FORKED(kvt_session_truncate(session_opts, 1, NULL));
+        FORKED(kvt_session_pin(session_opts, 0, 0, 0, 0, NULL));
+        FORKED(kvt_session_hint(session_opts, &hint, NULL));
+        FORKED(kvt_session_info(session_opts, &info));
+        FORKED(kvt_session_put(session_opts, &transfer, NULL, &op, NULL));
+        FORKED(kvt_session_get(session_opts, &transfer, NULL, &op, NULL));
+        FORKED(kvt_session_prefetch(session_opts, &transfer, NULL, &op, NULL));
+        FORKED(kvt_session_close(&session_opts));
         FORKED(kvt_namespace_close(&n));
         FORKED(kvt_store_close(&s, 0, NULL));
         _exit(0);
@@ -910,7 +909,7 @@ static void forking(void) {
     put_all(session, &text, PLAIN, KVT_LEVEL_DURABLE);
     get_and_compare(session, &text, PAGED, 0, 24);
     close_session(&session);
-    close_space(&space);
+    close_namespace(&ns);
     close_store(&store);
 }
 
@@ -940,14 +939,15 @@ int main(int argc, char **argv) {
     check_begin();
     CHECK(mkdtemp(folder) != NULL);
     runtime = open_runtime(1, NULL);
-    opening();
-    naming();
-    mistakes();
-    round_trip();
-    moving();
-    giving_up();
-    closing();
-    if (argc == 1) forking(); /* checkers blame the child for its parent's threads */
+    invalid_specs_are_refused();
+    namespace_keys_depend_on_identity_and_layout();
+    invalid_calls_are_refused();
+    sessions_survive_a_restart();
+    transfers_work_by_layer_and_after_forks();
+    cancelled_transfers_leave_right_bytes();
+    handles_that_outlive_the_store_are_closed();
+    /* not under sanitizers: they report the parent's threads in the child */
+    if (argc == 1) calls_in_a_forked_child_are_refused();
     close_runtime(&runtime);
     remove_folder();
     return check_end("store");

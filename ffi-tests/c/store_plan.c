@@ -1,5 +1,5 @@
-/* The store beside moves: lookups, plans, what changed, what leaves at a wish, moves that
- * wait for the engine's word, and a runtime that goes before its store. */
+/* Tests of the store besides plain transfers: lookups, plans, events, dropping and clearing,
+ * transfers that wait for a ready event, and a runtime that closes before its store. */
 
 #include "check.h"
 
@@ -16,7 +16,7 @@
 static kvt_runtime_t *runtime;
 static char folder[] = "/tmp/kvt-plan-XXXXXX";
 
-/* The engine's tensors: tokens one after the other, K of a layer, then its V. */
+/* The engine's tensors: for each layer the K of all tokens, then the V. */
 typedef struct {
     uint8_t memory[LAYERS * PLANE];
     kvt_view_t k[LAYERS], v[LAYERS];
@@ -65,7 +65,7 @@ static kvt_store_t *open_disk_on(const kvt_runtime_t *on, const char *name, cons
     snprintf(spec, sizeof spec,
              "store(host=4MiB, disk=disk(path=\"%s/%s\", bytes=16MiB, segment=1MiB, "
              "buffered=true)%s%s)",
-             folder, name, more, write_of(more));
+             folder, name, more, write_option(more));
     return open_store_on(on, spec);
 }
 
@@ -78,7 +78,7 @@ static void close_store(kvt_store_t **store) {
     CHECK(*store == NULL);
 }
 
-static kvt_namespace_t *open_space(const kvt_store_t *store, const char *salt) {
+static kvt_namespace_t *open_namespace(const kvt_store_t *store, const char *salt) {
     const uint16_t layers[LAYERS] = {0, 1};
     kvt_group_t group;
     memset(&group, 0, sizeof group);
@@ -94,41 +94,41 @@ static kvt_namespace_t *open_space(const kvt_store_t *store, const char *salt) {
     kvt_identity_t identity = KVT_IDENTITY_INIT;
     identity.salt = salt;
     identity.salt_bytes = strlen(salt);
-    kvt_namespace_t *space = NULL;
-    CHECK_OK(kvt_namespace_open(store, &identity, &layout, 0, &space, NULL));
-    return space;
+    kvt_namespace_t *ns = NULL;
+    CHECK_OK(kvt_namespace_open(store, &identity, &layout, 0, &ns, NULL));
+    return ns;
 }
 
 static uint32_t tokens_of_all[MAX_TOKENS];
 
-static kvt_session_t *open_session(const kvt_namespace_t *space, uint32_t tokens) {
+static kvt_session_t *open_session(const kvt_namespace_t *ns, uint32_t tokens) {
     kvt_session_t *session = NULL;
-    CHECK_OK(kvt_session_open(space, NULL, &session, NULL));
+    CHECK_OK(kvt_session_open(ns, NULL, &session, NULL));
     CHECK_OK(kvt_session_append(session, tokens_of_all, tokens, NULL));
     return session;
 }
 
-static kvt_transfer_t move_of(const engine_t *engine, uint32_t tokens) {
-    kvt_transfer_t move = KVT_TRANSFER_INIT;
-    move.tokens = tokens;
-    move.k = engine->k;
-    move.v = engine->v;
-    move.stride_bytes = sizeof *engine->k;
-    return move;
+static kvt_transfer_t transfer_of(const engine_t *engine, uint32_t tokens) {
+    kvt_transfer_t transfer = KVT_TRANSFER_INIT;
+    transfer.tokens = tokens;
+    transfer.k = engine->k;
+    transfer.v = engine->v;
+    transfer.stride_bytes = sizeof *engine->k;
+    return transfer;
 }
 
 static void put(const kvt_session_t *session, const engine_t *engine, uint32_t tokens,
                 uint32_t level) {
-    kvt_transfer_t move = move_of(engine, tokens);
-    move.level = level;
+    kvt_transfer_t transfer = transfer_of(engine, tokens);
+    transfer.level = level;
     kvt_op_t *op = NULL;
-    CHECK_OK(kvt_session_put(session, &move, NULL, &op, NULL));
+    CHECK_OK(kvt_session_put(session, &transfer, NULL, &op, NULL));
     CHECK_OK(finish_op(&op));
 }
 
-static kvt_lookup_t look(const kvt_namespace_t *space, uint32_t tokens) {
+static kvt_lookup_t lookup_sum(const kvt_namespace_t *ns, uint32_t tokens) {
     kvt_lookup_t sum = KVT_LOOKUP_INIT;
-    CHECK_OK(kvt_namespace_lookup(space, tokens_of_all, tokens, NULL, 0, 0, NULL, &sum, NULL));
+    CHECK_OK(kvt_namespace_lookup(ns, tokens_of_all, tokens, NULL, 0, 0, NULL, &sum, NULL));
     CHECK_EQ(sum.struct_size, sizeof sum);
     CHECK_EQ(sum.tokens, tokens);
     return sum;
@@ -140,7 +140,7 @@ static kvt_store_stats_t stats_of(const kvt_store_t *store) {
     return stats;
 }
 
-/* Keys from the store's own events: chunk i of the sequence that was put first. */
+/* Reads keys from the store's events: chunk i of the sequence that was put first. */
 static void keys_of(const kvt_store_t *store, uint8_t *keys, uint32_t chunks) {
     kvt_store_event_t events[64];
     uint64_t cursor = 0, count = 0, missed = 9;
@@ -158,16 +158,16 @@ static void keys_of(const kvt_store_t *store, uint8_t *keys, uint32_t chunks) {
     CHECK_EQ(found, chunks);
 }
 
-static void looking(void) {
+static void lookups_count_reusable_tokens(void) {
     kvt_store_t *store = open_disk("look", ", write=never");
-    kvt_namespace_t *space = open_space(store, "a");
-    kvt_session_t *session = open_session(space, 40);
+    kvt_namespace_t *ns = open_namespace(store, "a");
+    kvt_session_t *session = open_session(ns, 40);
     engine_t engine;
     open_engine(&engine, 1);
-    CHECK_EQ(look(space, 48).reusable_tokens, 0);
+    CHECK_EQ(lookup_sum(ns, 48).reusable_tokens, 0);
     put(session, &engine, 40, KVT_LEVEL_RAM);
 
-    kvt_lookup_t sum = look(space, 48);
+    kvt_lookup_t sum = lookup_sum(ns, 48);
     CHECK_EQ(sum.reusable_tokens, 40);
     CHECK_EQ(sum.reusable_soon_tokens, 40);
     CHECK_EQ(sum.host_bytes, 40 * LAYERS * (K + V));
@@ -176,16 +176,16 @@ static void looking(void) {
 
     kvt_range_t ranges[3];
     uint64_t count = 0;
-    CHECK_OK(kvt_namespace_lookup(space, tokens_of_all, 48, NULL, 0, 0, &count, NULL, NULL));
+    CHECK_OK(kvt_namespace_lookup(ns, tokens_of_all, 48, NULL, 0, 0, &count, NULL, NULL));
     CHECK_EQ(count, 2);
     count = 0;
     memset(ranges, 0xEE, sizeof ranges);
-    CHECK_IS(kvt_namespace_lookup(space, tokens_of_all, 48, ranges, 1, sizeof *ranges, &count,
+    CHECK_IS(kvt_namespace_lookup(ns, tokens_of_all, 48, ranges, 1, sizeof *ranges, &count,
                                   &sum, NULL),
              KVT_E_TOO_SMALL);
     CHECK_EQ(count, 2);
     CHECK_EQ(ranges[0].tokens, UINT64_C(0xEEEEEEEEEEEEEEEE));
-    CHECK_OK(kvt_namespace_lookup(space, tokens_of_all, 48, ranges, 3, sizeof *ranges, &count,
+    CHECK_OK(kvt_namespace_lookup(ns, tokens_of_all, 48, ranges, 3, sizeof *ranges, &count,
                                   &sum, NULL));
     CHECK_EQ(ranges[0].first_token, 0);
     CHECK_EQ(ranges[0].tokens, 40);
@@ -196,89 +196,89 @@ static void looking(void) {
     CHECK_EQ(ranges[1].tokens, 8);
     CHECK_EQ(ranges[1].state, KVT_RANGE_MISS);
     CHECK_EQ(ranges[1].tier, KVT_TIER_NONE);
-    /* An older program's entries end sooner. */
-    CHECK_OK(kvt_namespace_lookup(space, tokens_of_all, 48, ranges, 6, 24, &count, NULL, NULL));
+    /* The entries of an older program are shorter. */
+    CHECK_OK(kvt_namespace_lookup(ns, tokens_of_all, 48, ranges, 6, 24, &count, NULL, NULL));
     CHECK_EQ(((uint64_t *)ranges)[3], 40);
     CHECK_EQ(((uint64_t *)ranges)[4], 8);
 
-    /* The same by keys; whose, and how many, is checked. */
+    /* The same by keys; another namespace and a wrong count are detected. */
     enum { CHUNKS = 10 };
-    uint8_t keys[(CHUNKS + 1) * KVT_KEY_BYTES], there[CHUNKS + 1];
+    uint8_t keys[(CHUNKS + 1) * KVT_KEY_BYTES], found[CHUNKS + 1];
     memset(keys, 7, sizeof keys);
     keys_of(store, keys, CHUNKS);
-    CHECK_OK(kvt_namespace_lookup_keys(space, keys, CHUNKS, 41, NULL, 0, 0, &count, &sum, NULL));
+    CHECK_OK(kvt_namespace_lookup_keys(ns, keys, CHUNKS, 41, NULL, 0, 0, &count, &sum, NULL));
     CHECK_EQ(sum.reusable_tokens, 40);
     kvt_error_t *err = NULL;
-    CHECK_IS(kvt_namespace_lookup_keys(space, keys, CHUNKS, 44, NULL, 0, 0, NULL, NULL, &err),
+    CHECK_IS(kvt_namespace_lookup_keys(ns, keys, CHUNKS, 44, NULL, 0, 0, NULL, NULL, &err),
              KVT_E_INVALID);
     CHECK(strstr(kvt_error_message(err), "10 keys") != NULL);
-    memset(there, 9, sizeof there);
-    CHECK_OK(kvt_namespace_exists(space, keys, CHUNKS + 1, there));
-    for (int i = 0; i < CHUNKS; i++) CHECK_EQ(there[i], KVT_EXISTS_WHOLE | 1 << KVT_TIER_HOST);
-    CHECK_EQ(there[CHUNKS], 0);
-    kvt_namespace_t *other = open_space(store, "b");
-    CHECK_OK(kvt_namespace_exists(other, keys, CHUNKS, there));
-    for (int i = 0; i < CHUNKS; i++) CHECK_EQ(there[i], 0);
+    memset(found, 9, sizeof found);
+    CHECK_OK(kvt_namespace_exists(ns, keys, CHUNKS + 1, found));
+    for (int i = 0; i < CHUNKS; i++) CHECK_EQ(found[i], KVT_EXISTS_WHOLE | 1 << KVT_TIER_HOST);
+    CHECK_EQ(found[CHUNKS], 0);
+    kvt_namespace_t *other = open_namespace(store, "b");
+    CHECK_OK(kvt_namespace_exists(other, keys, CHUNKS, found));
+    for (int i = 0; i < CHUNKS; i++) CHECK_EQ(found[i], 0);
     CHECK_OK(kvt_namespace_lookup_keys(other, keys, CHUNKS, 40, NULL, 0, 0, NULL, &sum, NULL));
     CHECK_EQ(sum.reusable_tokens, 0);
     CHECK_OK(kvt_namespace_close(&other));
 
-    /* Some of it on disk as well. */
+    /* Two chunks are on disk as well. */
     put(session, &engine, 8, KVT_LEVEL_DURABLE);
-    CHECK_OK(kvt_namespace_exists(space, keys, 3, there));
-    CHECK_EQ(there[1], KVT_EXISTS_WHOLE | 1 << KVT_TIER_HOST | 1 << KVT_TIER_DISK);
-    CHECK_EQ(there[2], KVT_EXISTS_WHOLE | 1 << KVT_TIER_HOST);
+    CHECK_OK(kvt_namespace_exists(ns, keys, 3, found));
+    CHECK_EQ(found[1], KVT_EXISTS_WHOLE | 1 << KVT_TIER_HOST | 1 << KVT_TIER_DISK);
+    CHECK_EQ(found[2], KVT_EXISTS_WHOLE | 1 << KVT_TIER_HOST);
 
     CHECK_IS(kvt_namespace_lookup(NULL, NULL, 0, NULL, 0, 0, NULL, NULL, &err), KVT_E_HANDLE);
-    CHECK_IS(kvt_namespace_lookup(space, NULL, 1, NULL, 0, 0, NULL, NULL, &err), KVT_E_INVALID);
-    CHECK_IS(kvt_namespace_lookup(space, tokens_of_all, UINT64_MAX, NULL, 0, 0, NULL, NULL, &err),
+    CHECK_IS(kvt_namespace_lookup(ns, NULL, 1, NULL, 0, 0, NULL, NULL, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_lookup(ns, tokens_of_all, UINT64_MAX, NULL, 0, 0, NULL, NULL, &err),
              KVT_E_LIMIT);
-    CHECK_IS(kvt_namespace_lookup(space, tokens_of_all, 8, ranges, 3, 7, &count, NULL, &err),
+    CHECK_IS(kvt_namespace_lookup(ns, tokens_of_all, 8, ranges, 3, 7, &count, NULL, &err),
              KVT_E_INVALID);
-    CHECK_IS(kvt_namespace_lookup(space, tokens_of_all, 8, NULL, 3, 24, &count, NULL, &err),
+    CHECK_IS(kvt_namespace_lookup(ns, tokens_of_all, 8, NULL, 3, 24, &count, NULL, &err),
              KVT_E_INVALID);
     sum.struct_size = 3;
-    CHECK_IS(kvt_namespace_lookup(space, tokens_of_all, 8, NULL, 0, 0, NULL, &sum, &err),
+    CHECK_IS(kvt_namespace_lookup(ns, tokens_of_all, 8, NULL, 0, 0, NULL, &sum, &err),
              KVT_E_INVALID);
-    CHECK_IS(kvt_namespace_exists(space, keys, UINT64_MAX, there), KVT_E_LIMIT);
-    CHECK_IS(kvt_namespace_exists(space, NULL, 1, there), KVT_E_INVALID);
-    CHECK_IS(kvt_namespace_exists(space, keys, 1, NULL), KVT_E_INVALID);
-    CHECK_OK(kvt_namespace_exists(space, NULL, 0, NULL));
+    CHECK_IS(kvt_namespace_exists(ns, keys, UINT64_MAX, found), KVT_E_LIMIT);
+    CHECK_IS(kvt_namespace_exists(ns, NULL, 1, found), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_exists(ns, keys, 1, NULL), KVT_E_INVALID);
+    CHECK_OK(kvt_namespace_exists(ns, NULL, 0, NULL));
     CHECK_OK(kvt_error_free(&err));
     CHECK_OK(kvt_session_close(&session));
     close_store(&store);
-    CHECK_IS(kvt_namespace_exists(space, keys, 1, there), KVT_E_CLOSED);
-    CHECK_IS(kvt_namespace_lookup(space, tokens_of_all, 8, NULL, 0, 0, NULL, NULL, NULL),
+    CHECK_IS(kvt_namespace_exists(ns, keys, 1, found), KVT_E_CLOSED);
+    CHECK_IS(kvt_namespace_lookup(ns, tokens_of_all, 8, NULL, 0, 0, NULL, NULL, NULL),
              KVT_E_CLOSED);
-    CHECK_OK(kvt_namespace_close(&space));
+    CHECK_OK(kvt_namespace_close(&ns));
 }
 
-static void planning(void) {
+static void plans_follow_the_prefill_cost(void) {
     kvt_store_t *store = open_store_on(runtime, "store(host=4MiB)");
-    kvt_namespace_t *space = open_space(store, "");
-    kvt_session_t *session = open_session(space, 50);
+    kvt_namespace_t *ns = open_namespace(store, "");
+    kvt_session_t *session = open_session(ns, 50);
     engine_t engine;
     open_engine(&engine, 2);
     put(session, &engine, 40, KVT_LEVEL_RAM);
 
     kvt_plan_terms_t terms = KVT_PLAN_TERMS_INIT;
     terms.flags = KVT_PLAN_COST;
-    terms.beta_ns = 1e9; /* a second a token: whatever is there is loaded */
-    kvt_plan_step_t segments[4];
+    terms.beta_ns = 1e9; /* a second per token: every stored chunk is loaded */
+    kvt_plan_step_t steps[4];
     kvt_plan_t plan = KVT_PLAN_INIT;
     uint64_t count = 0;
-    CHECK_OK(kvt_session_plan(session, &terms, segments, 4, sizeof *segments, &count, &plan, NULL));
+    CHECK_OK(kvt_session_plan(session, &terms, steps, 4, sizeof *steps, &count, &plan, NULL));
     CHECK_EQ(count, 2);
-    CHECK_EQ(segments[0].kind, KVT_PLAN_LOAD);
-    CHECK_EQ(segments[0].tier, KVT_TIER_HOST);
-    CHECK_EQ(segments[0].tokens, 40);
-    CHECK_EQ(segments[0].host_bytes, 40 * LAYERS * (K + V));
-    CHECK(segments[0].predicted_ns > 0);
-    CHECK_EQ(segments[1].kind, KVT_PLAN_RECOMPUTE);
-    CHECK_EQ(segments[1].tier, KVT_TIER_NONE);
-    CHECK_EQ(segments[1].first_token, 40);
-    CHECK_EQ(segments[1].tokens, 10);
-    CHECK_EQ(segments[1].predicted_ns, UINT64_C(10000000000));
+    CHECK_EQ(steps[0].kind, KVT_PLAN_LOAD);
+    CHECK_EQ(steps[0].tier, KVT_TIER_HOST);
+    CHECK_EQ(steps[0].tokens, 40);
+    CHECK_EQ(steps[0].host_bytes, 40 * LAYERS * (K + V));
+    CHECK(steps[0].predicted_ns > 0);
+    CHECK_EQ(steps[1].kind, KVT_PLAN_RECOMPUTE);
+    CHECK_EQ(steps[1].tier, KVT_TIER_NONE);
+    CHECK_EQ(steps[1].first_token, 40);
+    CHECK_EQ(steps[1].tokens, 10);
+    CHECK_EQ(steps[1].predicted_ns, UINT64_C(10000000000));
     CHECK_EQ(plan.struct_size, sizeof plan);
     CHECK_EQ(plan.tokens, 50);
     CHECK_EQ(plan.load_tokens, 40);
@@ -288,34 +288,34 @@ static void planning(void) {
     CHECK_EQ(plan.compute_ns, UINT64_C(10000000000));
     CHECK(plan.load_ns > 0 && plan.total_ns >= plan.compute_ns && plan.total_ns < plan.without_ns);
 
-    terms.beta_ns = 0; /* computing is for nothing */
-    CHECK_OK(kvt_session_plan(session, &terms, segments, 4, sizeof *segments, &count, &plan, NULL));
+    terms.beta_ns = 0; /* recomputing is free */
+    CHECK_OK(kvt_session_plan(session, &terms, steps, 4, sizeof *steps, &count, &plan, NULL));
     CHECK_EQ(count, 1);
     CHECK_EQ(plan.recompute_tokens, 50);
     CHECK_EQ(plan.total_ns + plan.without_ns, 0);
 
-    /* Without a cost it goes by what is fixed, or was observed. */
+    /* Without a cost the plan uses the fixed or the observed cost. */
     kvt_prefill_cost_t cost = KVT_PREFILL_COST_INIT;
-    CHECK_OK(kvt_namespace_prefill_cost(space, &cost));
+    CHECK_OK(kvt_namespace_prefill_cost(ns, &cost));
     CHECK(cost.observed == 0 && cost.fixed == 0 && cost.beta_ns > 0);
     cost.alpha_ns = 0;
     cost.beta_ns = 2e9;
-    CHECK_OK(kvt_namespace_set_prefill_cost(space, &cost, NULL));
+    CHECK_OK(kvt_namespace_set_prefill_cost(ns, &cost, NULL));
     for (int i = 0; i < 50; i++)
-        CHECK_OK(kvt_namespace_observe_prefill(space, 0, 100, 100000, NULL));
-    CHECK_OK(kvt_namespace_prefill_cost(space, &cost));
+        CHECK_OK(kvt_namespace_observe_prefill(ns, 0, 100, 100000, NULL));
+    CHECK_OK(kvt_namespace_prefill_cost(ns, &cost));
     CHECK(cost.observed == 50 && cost.fixed == 1 && cost.beta_ns > 1.9e9);
     CHECK_OK(kvt_session_plan(session, NULL, NULL, 0, 0, &count, &plan, NULL));
     CHECK_EQ(count, 2);
     CHECK_EQ(plan.without_ns, UINT64_C(100000000000));
-    CHECK_OK(kvt_namespace_set_prefill_cost(space, NULL, NULL));
-    CHECK_OK(kvt_namespace_prefill_cost(space, &cost));
+    CHECK_OK(kvt_namespace_set_prefill_cost(ns, NULL, NULL));
+    CHECK_OK(kvt_namespace_prefill_cost(ns, &cost));
     CHECK(cost.fixed == 0 && cost.beta_ns < 1500);
 
     count = 0;
     terms.beta_ns = cost.beta_ns = 1e9;
-    CHECK_OK(kvt_namespace_set_prefill_cost(space, &cost, NULL));
-    CHECK_IS(kvt_session_plan(session, NULL, segments, 1, sizeof *segments, &count, &plan, NULL),
+    CHECK_OK(kvt_namespace_set_prefill_cost(ns, &cost, NULL));
+    CHECK_IS(kvt_session_plan(session, NULL, steps, 1, sizeof *steps, &count, &plan, NULL),
              KVT_E_TOO_SMALL);
     CHECK_EQ(count, 2);
 
@@ -334,29 +334,29 @@ static void planning(void) {
     WRONG(terms.alpha_ns = -1, KVT_E_INVALID);
     WRONG(terms.beta_ns = 1e16, KVT_E_INVALID);
     WRONG(terms.struct_size = 9, KVT_E_INVALID);
-    CHECK_IS(kvt_namespace_observe_prefill(space, 0, 0, 1, &err), KVT_E_INVALID);
-    CHECK_IS(kvt_namespace_observe_prefill(space, 0, 1, UINT64_MAX, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_observe_prefill(ns, 0, 0, 1, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_observe_prefill(ns, 0, 1, UINT64_MAX, &err), KVT_E_INVALID);
     cost.beta_ns = -1;
-    CHECK_IS(kvt_namespace_set_prefill_cost(space, &cost, &err), KVT_E_INVALID);
-    CHECK_IS(kvt_namespace_prefill_cost(space, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_set_prefill_cost(ns, &cost, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_prefill_cost(ns, NULL), KVT_E_INVALID);
     CHECK_OK(kvt_error_free(&err));
 
-    kvt_session_t *empty = open_session(space, 0);
-    CHECK_OK(kvt_session_plan(empty, NULL, segments, 4, sizeof *segments, &count, &plan, NULL));
+    kvt_session_t *empty = open_session(ns, 0);
+    CHECK_OK(kvt_session_plan(empty, NULL, steps, 4, sizeof *steps, &count, &plan, NULL));
     CHECK_EQ(count + plan.tokens + plan.total_ns, 0);
     CHECK_OK(kvt_session_close(&empty));
     CHECK_IS(kvt_session_plan(empty, NULL, NULL, 0, 0, NULL, NULL, NULL), KVT_E_HANDLE);
     CHECK_OK(kvt_session_close(&session));
-    CHECK_OK(kvt_namespace_close(&space));
+    CHECK_OK(kvt_namespace_close(&ns));
     close_store(&store);
 }
 
-static void watching(void) {
+static void events_report_changes(void) {
     kvt_store_t *store = open_store_on(runtime, "store(host=4MiB, events=16)");
-    kvt_namespace_t *space = open_space(store, "");
-    kvt_session_t *session = open_session(space, 16);
+    kvt_namespace_t *ns = open_namespace(store, "");
+    kvt_session_t *session = open_session(ns, 16);
     uint8_t name[KVT_KEY_BYTES];
-    CHECK_OK(kvt_namespace_key(space, name));
+    CHECK_OK(kvt_namespace_key(ns, name));
     engine_t engine;
     open_engine(&engine, 3);
     uint64_t cursor = 0, count = 9, missed = 9, later = UINT64_MAX;
@@ -389,15 +389,15 @@ static void watching(void) {
     kvt_sequence_t sequence = KVT_SEQUENCE_INIT;
     sequence.tokens = tokens_of_all;
     sequence.token_count = 16;
-    CHECK_OK(kvt_namespace_chunk_keys(space, &sequence, NULL, 0, &count, NULL));
+    CHECK_OK(kvt_namespace_chunk_keys(ns, &sequence, NULL, 0, &count, NULL));
     CHECK_EQ(count, 4);
     count = 0;
-    CHECK_IS(kvt_namespace_chunk_keys(space, &sequence, keys[0], 3, &count, NULL),
+    CHECK_IS(kvt_namespace_chunk_keys(ns, &sequence, keys[0], 3, &count, NULL),
              KVT_E_TOO_SMALL);
     CHECK_EQ(count, 4);
-    CHECK_OK(kvt_namespace_chunk_keys(space, &sequence, keys[0], 4, &count, NULL));
-    CHECK_IS(kvt_namespace_chunk_keys(space, &sequence, NULL, 4, &count, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_namespace_chunk_keys(space, &sequence, keys[0], 4, NULL, NULL), KVT_E_INVALID);
+    CHECK_OK(kvt_namespace_chunk_keys(ns, &sequence, keys[0], 4, &count, NULL));
+    CHECK_IS(kvt_namespace_chunk_keys(ns, &sequence, NULL, 4, &count, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_chunk_keys(ns, &sequence, keys[0], 4, NULL, NULL), KVT_E_INVALID);
     for (int i = 0; i < 4; i++) {
         CHECK(memcmp(events[i].key, keys[i], sizeof name) == 0);
         CHECK_EQ(events[i].kind, KVT_STORE_EVENT_STORED);
@@ -407,14 +407,15 @@ static void watching(void) {
         if (i > 0) CHECK(memcmp(events[i].parent, events[i - 1].key, sizeof name) == 0);
     }
 
-    /* Sixteen are kept: who is slow hears of that, and of a namespace that was cleared. */
+    /* Sixteen events are kept. A slow reader gets the number of lost events, and sees the cleared
+     * namespace. */
     CHECK_OK(kvt_session_close(&session));
     for (int turn = 0; turn < 3; turn++) {
-        session = open_session(space, 16);
+        session = open_session(ns, 16);
         put(session, &engine, 16, KVT_LEVEL_RAM);
         CHECK_OK(kvt_session_close(&session));
         kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
-        CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
+        CHECK_OK(kvt_namespace_clear(ns, hang_guard(), &report, NULL));
         CHECK_EQ(report.struct_size, sizeof report);
         CHECK_EQ(report.removed_chunks, 4);
         CHECK_EQ(report.referenced_chunks + report.transferring_chunks, 0);
@@ -438,7 +439,7 @@ static void watching(void) {
     CHECK_IS(kvt_store_events(store, &cursor, events, 20, 4, &count, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_store_events(NULL, &cursor, events, 20, sizeof *events, &count, NULL),
              KVT_E_HANDLE);
-    CHECK_OK(kvt_namespace_close(&space));
+    CHECK_OK(kvt_namespace_close(&ns));
     close_store(&store);
     CHECK_OK(kvt_op_wait(ops[2], KVT_OP_RELEASED, hang_guard()));
     kvt_op_info_t ended = KVT_OP_INFO_INIT;
@@ -447,81 +448,80 @@ static void watching(void) {
     CHECK_OK(kvt_op_free(&ops[2]));
 }
 
-/* A store that dies without a word: what it had cleared is not there afterwards, what it
- * had kept is. */
-static void die(void) {
+/* Child process: clears a namespace, keeps another, and exits without closing the store. */
+static void clear_and_exit(void) {
     kvt_runtime_t *own = open_runtime(1, NULL);
     kvt_store_t *store = open_disk_on(own, "clear", "");
-    kvt_namespace_t *space = open_space(store, "gone"), *kept = open_space(store, "kept");
+    kvt_namespace_t *ns = open_namespace(store, "gone"), *kept = open_namespace(store, "kept");
     engine_t engine;
     open_engine(&engine, 4);
-    kvt_session_t *session = open_session(space, 30), *other = open_session(kept, 30);
+    kvt_session_t *session = open_session(ns, 30), *other = open_session(kept, 30);
     put(session, &engine, 30, KVT_LEVEL_DURABLE);
     put(other, &engine, 30, KVT_LEVEL_DURABLE);
     kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
     CHECK_OK(kvt_session_truncate(session, 8, NULL));
     CHECK_OK(kvt_session_pin(session, 0, 4, 1, 0, NULL));
-    CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
+    CHECK_OK(kvt_namespace_clear(ns, hang_guard(), &report, NULL));
     CHECK_EQ(report.referenced_chunks, 2);
     CHECK_OK(kvt_session_close(&session));
-    CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
+    CHECK_OK(kvt_namespace_clear(ns, hang_guard(), &report, NULL));
     CHECK_EQ(report.referenced_chunks, 1); /* the pin */
-    session = open_session(space, 4);
+    session = open_session(ns, 4);
     CHECK_OK(kvt_session_unpin(session, 0, 0, NULL));
     CHECK_OK(kvt_session_unpin(session, 0, 4, NULL));
     CHECK_OK(kvt_session_close(&session));
-    CHECK_OK(kvt_namespace_clear(space, 0, &report, NULL));
+    CHECK_OK(kvt_namespace_clear(ns, 0, &report, NULL));
     CHECK_EQ(report.removed_chunks, 1);
-    CHECK_EQ(look(space, 30).reusable_tokens, 0);
-    CHECK_EQ(look(kept, 30).reusable_tokens, 28);
+    CHECK_EQ(lookup_sum(ns, 30).reusable_tokens, 0);
+    CHECK_EQ(lookup_sum(kept, 30).reusable_tokens, 28);
     _exit(0);
 }
 
-static int has_died;
+static int child_has_run;
 
-static void dying(void) {
+static void start_child(void) {
     const pid_t pid = fork();
     CHECK(pid >= 0);
-    if (pid == 0) die();
+    if (pid == 0) clear_and_exit();
     int status = 0;
     CHECK(waitpid(pid, &status, 0) == pid);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    has_died = 1;
+    child_has_run = 1;
 }
 
-static void clearing(void) {
+static void cleared_chunks_stay_cleared_after_a_crash(void) {
     kvt_store_t *store = open_disk("clear", "");
-    kvt_namespace_t *space = open_space(store, "gone"), *kept = open_space(store, "kept");
-    if (has_died) {
-        CHECK_EQ(look(space, 30).reusable_tokens, 0);
-        CHECK_EQ(look(kept, 30).reusable_tokens, 28);
+    kvt_namespace_t *ns = open_namespace(store, "gone"), *kept = open_namespace(store, "kept");
+    if (child_has_run) {
+        CHECK_EQ(lookup_sum(ns, 30).reusable_tokens, 0);
+        CHECK_EQ(lookup_sum(kept, 30).reusable_tokens, 28);
     }
 
-    /* Parts of a session. */
+    /* Drops parts of a session. */
     engine_t engine, back;
     open_engine(&engine, 5);
     open_engine(&back, 0);
-    kvt_session_t *session = open_session(space, 30);
+    kvt_session_t *session = open_session(ns, 30);
     put(session, &engine, 30, KVT_LEVEL_DISK);
-    kvt_session_t *other = open_session(space, 12);
+    kvt_session_t *other = open_session(ns, 12);
     kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
     CHECK_OK(kvt_session_drop(session, 8, 0, &report, NULL));
-    CHECK_EQ(report.removed_chunks, 5); /* the tail is one of them */
+    CHECK_EQ(report.removed_chunks, 5); /* including the tail */
     CHECK_EQ(report.referenced_chunks, 1); /* the other session's third */
-    CHECK_EQ(look(space, 30).reusable_tokens, 12);
-    kvt_transfer_t move = move_of(&back, 30);
+    CHECK_EQ(lookup_sum(ns, 30).reusable_tokens, 12);
+    kvt_transfer_t transfer = transfer_of(&back, 30);
     kvt_op_t *op = NULL;
-    CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &op, NULL));
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     CHECK_EQ(info_of(op).value, 12);
     CHECK_IS(finish_op(&op), KVT_E_NOT_FOUND);
     CHECK(is_same(&engine, &back, 12));
     put(session, &engine, 30, KVT_LEVEL_RAM);
-    CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &op, NULL));
     CHECK_OK(finish_op(&op));
     CHECK(is_same(&engine, &back, 30));
-    CHECK_OK(kvt_session_drop(session, 16, 4, NULL, NULL)); /* others continue it */
-    CHECK_EQ(look(space, 30).reusable_tokens, 28);
+    CHECK_OK(kvt_session_drop(session, 16, 4, NULL, NULL)); /* later chunks continue it */
+    CHECK_EQ(lookup_sum(ns, 30).reusable_tokens, 28);
 
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_session_drop(session, 3, 0, &report, &err), KVT_E_INVALID);
@@ -530,15 +530,15 @@ static void clearing(void) {
     CHECK_IS(kvt_session_unpin(NULL, 0, 0, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_namespace_clear(NULL, 0, NULL, &err), KVT_E_HANDLE);
     report.struct_size = 1;
-    CHECK_IS(kvt_namespace_clear(space, 0, &report, &err), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_clear(ns, 0, &report, &err), KVT_E_INVALID);
     CHECK_IS(kvt_session_drop(session, 0, 0, &report, &err), KVT_E_INVALID);
     CHECK_OK(kvt_error_free(&err));
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_session_close(&other));
     CHECK_OK(kvt_namespace_close(&kept));
     close_store(&store);
-    CHECK_IS(kvt_namespace_clear(space, 0, NULL, NULL), KVT_E_CLOSED);
-    CHECK_OK(kvt_namespace_close(&space));
+    CHECK_IS(kvt_namespace_clear(ns, 0, NULL, NULL), KVT_E_CLOSED);
+    CHECK_OK(kvt_namespace_close(&ns));
 }
 
 static kvt_ready_event_t *open_event(void) {
@@ -554,30 +554,30 @@ static uint32_t state_of(const kvt_ready_event_t *event) {
     return state;
 }
 
-static void *signal_it(void *data) {
+static void *signal_event(void *data) {
     CHECK_OK(kvt_ready_event_signal((kvt_ready_event_t *)data));
     return NULL;
 }
 
-static void waiting(void) {
+static void transfers_wait_for_the_ready_event(void) {
     kvt_store_t *store = open_store_on(runtime, "store(host=4MiB, transfers=4)");
-    kvt_namespace_t *space = open_space(store, "");
-    kvt_session_t *session = open_session(space, 32);
+    kvt_namespace_t *ns = open_namespace(store, "");
+    kvt_session_t *session = open_session(ns, 32);
     engine_t engine, first, second;
     open_engine(&engine, 0);
     open_engine(&first, 0);
     open_engine(&second, 0);
 
-    /* The source is written after the submission, and before the word. */
+    /* The source is written after the submission and before the event. */
     kvt_ready_event_t *event = open_event();
     CHECK_EQ(state_of(event), KVT_READY_EVENT_PENDING);
-    kvt_transfer_t move = move_of(&engine, 32);
-    move.ready = event;
+    kvt_transfer_t transfer = transfer_of(&engine, 32);
+    transfer.ready = event;
     kvt_op_t *op = NULL, *next = NULL;
-    CHECK_OK(kvt_session_put(session, &move, NULL, &op, NULL));
-    /* Another move of the same cells comes and goes meanwhile: nothing has begun. */
-    move = move_of(&first, 32);
-    CHECK_OK(kvt_session_get(session, &move, NULL, &next, NULL));
+    CHECK_OK(kvt_session_put(session, &transfer, NULL, &op, NULL));
+    /* Another transfer of the same cells completes meanwhile; the first one has not started. */
+    transfer = transfer_of(&first, 32);
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &next, NULL));
     CHECK_IS(finish_op(&next), KVT_E_NOT_FOUND);
     CHECK((info_of(op).state & KVT_OP_RESOLVED) == 0);
     uint64_t seed = 77;
@@ -588,52 +588,53 @@ static void waiting(void) {
     CHECK_EQ(state_of(event), KVT_READY_EVENT_SIGNALLED);
     CHECK_OK(finish_op(&op));
 
-    /* A target is left alone before the word, given by another thread; one that was
-     * given already costs nothing. */
-    kvt_ready_event_t *then = open_event();
-    move = move_of(&first, 32);
-    move.ready = then;
-    CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
-    move = move_of(&second, 32);
-    move.ready = event;
-    CHECK_OK(kvt_session_get(session, &move, NULL, &next, NULL));
+    /* A target is untouched before the event, which another thread signals. An event that was
+     * signaled before does not delay. */
+    kvt_ready_event_t *second_event = open_event();
+    transfer = transfer_of(&first, 32);
+    transfer.ready = second_event;
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &op, NULL));
+    transfer = transfer_of(&second, 32);
+    transfer.ready = event;
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &next, NULL));
     CHECK_OK(finish_op(&next));
     CHECK(is_same(&engine, &second, 32) && is_untouched(&first));
     CHECK((info_of(op).state & KVT_OP_RESOLVED) == 0);
-    join_thread(start_thread(signal_it, then));
+    join_thread(start_thread(signal_event, second_event));
     CHECK_OK(finish_op(&op));
     CHECK(is_same(&engine, &first, 32));
     CHECK_OK(kvt_ready_event_close(&event));
-    CHECK_OK(kvt_ready_event_close(&then));
-    CHECK_OK(kvt_ready_event_close(&then));
+    CHECK_OK(kvt_ready_event_close(&second_event));
+    CHECK_OK(kvt_ready_event_close(&second_event));
 
-    /* Deadlines and cancels end what waits; so does an event that goes without a word. */
+    /* Deadlines and cancels end waiting transfers, and so does closing an event without a
+     * signal. */
     open_engine(&first, 0);
     event = open_event();
-    move = move_of(&first, 32);
-    move.ready = event;
+    transfer = transfer_of(&first, 32);
+    transfer.ready = event;
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.deadline_ns = in_ms(5);
-    CHECK_OK(kvt_session_get(session, &move, &opts, &op, NULL));
+    CHECK_OK(kvt_session_get(session, &transfer, &opts, &op, NULL));
     CHECK_IS(finish_op(&op), KVT_E_TIMEOUT);
-    CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &op, NULL));
     CHECK_OK(kvt_op_cancel(op));
     CHECK_IS(finish_op(&op), KVT_E_CANCELLED);
     kvt_op_t *ops[4];
-    for (int i = 0; i < 4; i++) CHECK_OK(kvt_session_get(session, &move, NULL, &ops[i], NULL));
-    CHECK_IS(kvt_session_get(session, &move, NULL, &op, NULL), KVT_E_AGAIN); /* transfers=4 */
+    for (int i = 0; i < 4; i++) CHECK_OK(kvt_session_get(session, &transfer, NULL, &ops[i], NULL));
+    CHECK_IS(kvt_session_get(session, &transfer, NULL, &op, NULL), KVT_E_AGAIN); /* transfers=4 */
     CHECK_EQ(stats_of(store).transfers, 4);
     CHECK_OK(kvt_ready_event_close(&event));
     for (int i = 0; i < 4; i++) CHECK_IS(finish_op(&ops[i]), KVT_E_CANCELLED);
     CHECK(is_untouched(&first));
     CHECK_EQ(stats_of(store).transfers, 0);
 
-    /* By layers; a prefetch may wait, too. */
+    /* One op per layer; a prefetch may wait, too. */
     event = open_event();
-    move = move_of(&first, 32);
-    move.ready = event;
-    move.flags = KVT_TRANSFER_EACH_LAYER;
-    CHECK_OK(kvt_session_get(session, &move, NULL, ops, NULL));
+    transfer = transfer_of(&first, 32);
+    transfer.ready = event;
+    transfer.flags = KVT_TRANSFER_EACH_LAYER;
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, ops, NULL));
     kvt_transfer_t ahead = KVT_TRANSFER_INIT;
     ahead.ready = event;
     CHECK_OK(kvt_session_prefetch(session, &ahead, NULL, &op, NULL));
@@ -643,8 +644,8 @@ static void waiting(void) {
     CHECK(is_same(&engine, &first, 32));
     kvt_ready_event_t *stale = event;
     CHECK_OK(kvt_ready_event_close(&event));
-    move.ready = stale;
-    CHECK_IS(kvt_session_get(session, &move, NULL, ops, NULL), KVT_E_HANDLE);
+    transfer.ready = stale;
+    CHECK_IS(kvt_session_get(session, &transfer, NULL, ops, NULL), KVT_E_HANDLE);
     CHECK_IS(kvt_ready_event_signal(stale), KVT_E_HANDLE);
     uint32_t state = 0;
     CHECK_IS(kvt_ready_event_query(stale, &state), KVT_E_HANDLE);
@@ -652,39 +653,39 @@ static void waiting(void) {
     CHECK_IS(kvt_ready_event_open(1, &event, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_ready_event_open(0, NULL, NULL), KVT_E_INVALID);
 
-    /* A store that closes waits for nobody's word. */
+    /* Closing a store does not wait for events. */
     event = open_event();
     open_engine(&first, 0);
-    move = move_of(&first, 32);
-    move.ready = event;
-    CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
+    transfer = transfer_of(&first, 32);
+    transfer.ready = event;
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &op, NULL));
     close_store(&store);
     CHECK_IS(finish_op(&op), KVT_E_CANCELLED);
     CHECK_OK(kvt_ready_event_signal(event));
     CHECK(is_untouched(&first));
     CHECK_OK(kvt_ready_event_close(&event));
     CHECK_OK(kvt_session_close(&session));
-    CHECK_OK(kvt_namespace_close(&space));
+    CHECK_OK(kvt_namespace_close(&ns));
 }
 
-/* A runtime that goes before its store ends the moves; the store stays until it is closed,
- * and puts away what it has. */
-static void outliving(void) {
+/* A runtime that closes before its store ends the transfers. The store stays until it is closed,
+ * and then writes back what it has. */
+static void store_outlives_its_runtime(void) {
     kvt_runtime_t *own = open_runtime(1, NULL);
     kvt_store_t *store = open_disk_on(own, "outlive", "");
-    kvt_namespace_t *space = open_space(store, "");
-    kvt_session_t *session = open_session(space, 64);
+    kvt_namespace_t *ns = open_namespace(store, "");
+    kvt_session_t *session = open_session(ns, 64);
     engine_t engine, back;
     open_engine(&engine, 6);
     open_engine(&back, 0);
     put(session, &engine, 64, KVT_LEVEL_RAM);
     kvt_ready_event_t *event = open_event();
-    kvt_transfer_t move = move_of(&back, 64);
-    move.ready = event;
+    kvt_transfer_t transfer = transfer_of(&back, 64);
+    transfer.ready = event;
     kvt_op_t *waits = NULL, *runs = NULL;
-    CHECK_OK(kvt_session_get(session, &move, NULL, &waits, NULL));
-    move.ready = NULL;
-    CHECK_OK(kvt_session_get(session, &move, NULL, &runs, NULL));
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &waits, NULL));
+    transfer.ready = NULL;
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &runs, NULL));
     kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;
     CHECK_OK(kvt_runtime_close(&own, hang_guard(), &report, NULL));
     CHECK_EQ(report.stores, 1);
@@ -696,19 +697,19 @@ static void outliving(void) {
     CHECK(status == KVT_OK || status == KVT_E_CANCELLED);
     if (status == KVT_OK) CHECK(is_same(&engine, &back, 64));
     CHECK_OK(kvt_ready_event_signal(event));
-    CHECK_IS(kvt_session_get(session, &move, NULL, &runs, NULL), KVT_E_CLOSED);
-    CHECK_IS(kvt_namespace_clear(space, 0, NULL, NULL), KVT_E_CLOSED);
+    CHECK_IS(kvt_session_get(session, &transfer, NULL, &runs, NULL), KVT_E_CLOSED);
+    CHECK_IS(kvt_namespace_clear(ns, 0, NULL, NULL), KVT_E_CLOSED);
     uint64_t cursor = 0, count = 0;
     CHECK_OK(kvt_store_events(store, &cursor, NULL, 0, 0, &count, NULL));
     CHECK_EQ(stats_of(store).sessions, 1);
     CHECK_OK(kvt_session_close(&session));
-    CHECK_OK(kvt_namespace_close(&space));
+    CHECK_OK(kvt_namespace_close(&ns));
     close_store(&store);
     CHECK_OK(kvt_ready_event_close(&event));
     store = open_disk("outlive", "");
-    space = open_space(store, "");
-    CHECK_EQ(look(space, 64).reusable_tokens, 64);
-    CHECK_OK(kvt_namespace_close(&space));
+    ns = open_namespace(store, "");
+    CHECK_EQ(lookup_sum(ns, 64).reusable_tokens, 64);
+    CHECK_OK(kvt_namespace_close(&ns));
     close_store(&store);
 }
 
@@ -720,33 +721,33 @@ static void on_completion(void *user_data, const kvt_completion_t *batch, uint64
     CHECK_IS(kvt_namespace_clear((kvt_namespace_t *)user_data, 0, NULL, NULL), KVT_E_REENTRANT);
 }
 
-static void in_callbacks(void) {
+static void waiting_calls_are_refused_in_callbacks(void) {
     kvt_store_t *store = open_store_on(runtime, "store(host=4MiB)");
-    kvt_namespace_t *space = open_space(store, "");
-    kvt_session_t *session = open_session(space, 8);
+    kvt_namespace_t *ns = open_namespace(store, "");
+    kvt_session_t *session = open_session(ns, 8);
     kvt_queue_opts_t queue_opts = KVT_QUEUE_OPTS_INIT;
     queue_opts.callback = on_completion;
-    queue_opts.user_data = space;
+    queue_opts.user_data = ns;
     kvt_queue_t *queue = NULL;
     CHECK_OK(kvt_queue_open(runtime, &queue_opts, &queue, NULL));
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
     engine_t engine;
     open_engine(&engine, 8);
-    const kvt_transfer_t move = move_of(&engine, 8);
+    const kvt_transfer_t transfer = transfer_of(&engine, 8);
     kvt_op_t *op = NULL;
-    CHECK_OK(kvt_session_put(session, &move, &opts, &op, NULL));
+    CHECK_OK(kvt_session_put(session, &transfer, &opts, &op, NULL));
     CHECK_OK(finish_op(&op));
     close_queue(&queue);
     CHECK_OK(kvt_session_close(&session));
-    CHECK_OK(kvt_namespace_close(&space));
+    CHECK_OK(kvt_namespace_close(&ns));
     close_store(&store);
 }
 
-static void forking(void) {
+static void calls_in_a_forked_child_are_refused(void) {
     kvt_store_t *store = open_store_on(runtime, "store(host=4MiB)");
-    kvt_namespace_t *space = open_space(store, "");
-    kvt_session_t *session = open_session(space, 8);
+    kvt_namespace_t *ns = open_namespace(store, "");
+    kvt_session_t *session = open_session(ns, 8);
     kvt_ready_event_t *event = open_event();
     const pid_t pid = fork();
     CHECK(pid >= 0);
@@ -757,13 +758,13 @@ static void forking(void) {
         kvt_prefill_cost_t cost = KVT_PREFILL_COST_INIT;
         kvt_ready_event_t *another = NULL;
 #define FORKED(call) CHECK_IS(call, KVT_E_FORKED)
-        FORKED(kvt_namespace_lookup(space, NULL, 0, NULL, 0, 0, NULL, NULL, NULL));
-        FORKED(kvt_namespace_lookup_keys(space, NULL, 0, 0, NULL, 0, 0, NULL, NULL, NULL));
-        FORKED(kvt_namespace_exists(space, NULL, 0, &byte));
-        FORKED(kvt_namespace_observe_prefill(space, 0, 1, 1, NULL));
-        FORKED(kvt_namespace_set_prefill_cost(space, NULL, NULL));
-        FORKED(kvt_namespace_prefill_cost(space, &cost));
-        FORKED(kvt_namespace_clear(space, 0, NULL, NULL));
+        FORKED(kvt_namespace_lookup(ns, NULL, 0, NULL, 0, 0, NULL, NULL, NULL));
+        FORKED(kvt_namespace_lookup_keys(ns, NULL, 0, 0, NULL, 0, 0, NULL, NULL, NULL));
+        FORKED(kvt_namespace_exists(ns, NULL, 0, &byte));
+        FORKED(kvt_namespace_observe_prefill(ns, 0, 1, 1, NULL));
+        FORKED(kvt_namespace_set_prefill_cost(ns, NULL, NULL));
+        FORKED(kvt_namespace_prefill_cost(ns, &cost));
+        FORKED(kvt_namespace_clear(ns, 0, NULL, NULL));
         FORKED(kvt_session_plan(session, NULL, NULL, 0, 0, NULL, NULL, NULL));
         FORKED(kvt_session_drop(session, 0, 0, NULL, NULL));
         FORKED(kvt_session_unpin(session, 0, 0, NULL));
@@ -779,7 +780,7 @@ static void forking(void) {
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     CHECK_OK(kvt_ready_event_close(&event));
     CHECK_OK(kvt_session_close(&session));
-    CHECK_OK(kvt_namespace_close(&space));
+    CHECK_OK(kvt_namespace_close(&ns));
     close_store(&store);
 }
 
@@ -794,16 +795,17 @@ int main(int argc, char **argv) {
     check_begin();
     CHECK(mkdtemp(folder) != NULL);
     for (uint32_t i = 0; i < MAX_TOKENS; i++) tokens_of_all[i] = 100 + i;
-    if (argc == 1) dying(); /* before the library is in use here: the child opens its own */
+    if (argc == 1) start_child(); /* before this process opens a runtime: the child opens its own */
     runtime = open_runtime(1, NULL);
-    looking();
-    planning();
-    watching();
-    clearing();
-    waiting();
-    outliving();
-    in_callbacks();
-    if (argc == 1) forking(); /* checkers blame the child for its parent's threads */
+    lookups_count_reusable_tokens();
+    plans_follow_the_prefill_cost();
+    events_report_changes();
+    cleared_chunks_stay_cleared_after_a_crash();
+    transfers_wait_for_the_ready_event();
+    store_outlives_its_runtime();
+    waiting_calls_are_refused_in_callbacks();
+    /* not under sanitizers: they report the parent's threads in the child */
+    if (argc == 1) calls_in_a_forked_child_are_refused();
     close_runtime(&runtime);
     remove_folder();
     return check_end("store_plan");

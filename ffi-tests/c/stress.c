@@ -1,6 +1,7 @@
-/* Four producers, two consumers, one queue: every op accepted completes exactly
- * once, none is lost, none comes twice, whatever is cancelled in between.
- * The argument is the number of ops, 1000000 without one. */
+/* Four producers, two consumers, one queue: every accepted op completes exactly once, even if
+ * ops are cancelled meanwhile.
+ *
+ *   stress [OPS]     default: 1000000 */
 
 #include "check.h"
 
@@ -35,7 +36,7 @@ static void *producer(void *data) {
         opts.priority = (uint32_t)(next_random(&state) % 3);
         const uint64_t dice = next_random(&state) % 8;
         if (dice == 0) opts.deadline_ns = now_ns() + next_random(&state) % 200000;
-        /* Some are detached; of the rest, some are cancelled by who submitted. */
+        /* Some ops are detached; the producer cancels some of the others. */
         kvt_op_t *ops[BATCH];
         const int keeps = dice > 3;
         kvt_status_t status;
@@ -50,7 +51,7 @@ static void *producer(void *data) {
         CHECK_OK(status);
         if (keeps && dice < 6)
             for (uint64_t i = 0; i < n; i++) {
-                /* The consumer may have freed it already: then the handle is stale. */
+                /* The handle is stale if a consumer has freed the op. */
                 const kvt_status_t cancel = kvt_op_cancel(ops[i]);
                 CHECK(cancel == KVT_OK || cancel == KVT_E_HANDLE);
             }
@@ -116,7 +117,7 @@ int main(int argc, char **argv) {
     kvt_runtime_stats_t counters = KVT_RUNTIME_STATS_INIT;
     CHECK_OK(kvt_runtime_stats(runtime, &counters));
     CHECK_EQ(counters.ops_submitted, total);
-    no_ops_left(runtime);
+    wait_no_ops(runtime);
     CHECK_EQ(counters.poisoned, 0);
     free_buffer(&buffer);
     close_queue(&queue);

@@ -1,6 +1,6 @@
-/* Structs that grow: every one too short, exact, longer with a zero tail, longer
- * with something in the tail, and with sizes that are none. Each lies at the end
- * of a page before one that faults, so that no byte beyond its size is touched. */
+/* Structs may grow in later versions. Every struct is passed too short, exact, longer with a
+ * zero tail, longer with a nonzero tail, and with invalid sizes. Each ends at a guard page, so
+ * an access beyond its size faults. */
 
 #include "check.h"
 
@@ -20,7 +20,7 @@ static void guard_page(void) {
     page_end = start + 2 * PAGE;
 }
 
-/* `bytes` bytes ending at the guard: the start of `model`, zero after it. */
+/* `bytes` bytes that end at the guard page: `model`, then zeros. */
 static void *placed(const void *model, uint64_t model_bytes, uint64_t bytes, uint64_t size) {
     uint8_t *at = page_end - bytes;
     memset(at, 0, bytes);
@@ -37,7 +37,7 @@ static kvt_buffer_t *buffer;
 static kvt_op_t *op;
 static kvt_error_t *err;
 
-/* Inputs: each call undoes what it did. */
+/* Input structs; each call frees what it created. */
 static kvt_status_t in_runtime(void *s) {
     kvt_runtime_t *out = NULL;
     const kvt_status_t status = kvt_runtime_open(s, &out, NULL);
@@ -109,7 +109,7 @@ static void input(const char *name, kvt_status_t (*call)(void *), const void *mo
     printf("  %s\n", name);
 }
 
-/* Outputs. */
+/* Output structs. */
 static kvt_status_t out_error(void *s) { return kvt_error_info(err, s); }
 static kvt_status_t out_feature(void *s) { return kvt_feature_at(0, s); }
 static kvt_status_t out_found(void *s) { return kvt_feature_find("cuda", 4, s, NULL); }
@@ -141,7 +141,7 @@ static void output(const char *name, kvt_status_t (*call)(void *), uint64_t byte
         at = page_end - n;
         memset(at - 8, 0xa5, n + 8);
         memcpy(at, &n, 8);
-        CHECK_OK(call(at)); /* a byte too many would fault */
+        CHECK_OK(call(at)); /* one byte more would fault */
         memcpy(&size, at, 8);
         CHECK_EQ(size, bytes); /* the library reports its own size */
         CHECK(at[-1] == 0xa5);
@@ -167,7 +167,7 @@ static void output(const char *name, kvt_status_t (*call)(void *), uint64_t byte
     printf("  %s\n", name);
 }
 
-static void flags(void) {
+static void unknown_flags_are_refused(void) {
     for (int bit = 0; bit < 64; bit++) {
         const uint64_t flag = UINT64_C(1) << bit;
         kvt_runtime_opts_t r = KVT_RUNTIME_OPTS_INIT;
@@ -218,8 +218,8 @@ static void flags(void) {
     CHECK_IS(kvt_op_wait(op, 0, 0), KVT_E_INVALID);
 }
 
-/* Entries of arrays follow the same rule, with one stride for all. */
-static void item_strides(void) {
+/* Array entries follow the same rule; their stride is common. */
+static void item_strides_may_differ(void) {
     const uint64_t bytes = sizeof(kvt_buffer_item_t);
     const uint64_t full[] = {bytes, bytes + 8, bytes + 64, MAX_BYTES / 2};
     const kvt_buffer_item_t item = sum_item(buffer, 64);
@@ -239,7 +239,7 @@ static void item_strides(void) {
                  KVT_E_TOO_NEW);
         CHECK(out == NULL);
     }
-    /* A shorter entry ends before fields whose default, zero, does for a sum. */
+    /* A shorter entry ends before fields that a checksum does not need. */
     const uint64_t shorter = offsetof(kvt_buffer_item_t, expect);
     uint8_t *at = page_end - 2 * shorter;
     memcpy(at, &item, shorter);
@@ -263,7 +263,7 @@ static void one_completion(void) {
     CHECK_OK(kvt_buffer_submit(runtime, &opts, &item, 1, sizeof item, NULL, NULL));
 }
 
-static void completion_strides(void) {
+static void completion_strides_may_differ(void) {
     const uint64_t bytes = sizeof(kvt_completion_t);
     const uint64_t strides[] = {8, 16, bytes - 8, bytes, bytes + 24, 104};
     for (size_t i = 0; i < sizeof strides / sizeof *strides; i++) {
@@ -296,7 +296,7 @@ static void completion_strides(void) {
     CHECK_EQ(count, 0);
 }
 
-static void op_item_strides(void) {
+static void op_item_strides_may_differ(void) {
     const uint64_t bytes = sizeof(kvt_op_item_t);
     const uint64_t strides[] = {8, bytes, bytes + 8};
     for (size_t i = 0; i < sizeof strides / sizeof *strides; i++) {
@@ -345,7 +345,7 @@ int main(void) {
     input("kvt_queue_opts_t", in_queue, &q, sizeof q, 8);
     input("kvt_budget_opts_t", in_budget, &b, sizeof b, 8);
     input("kvt_account_opts_t", in_account, &a, sizeof a, 8);
-    /* `bytes` has no default: a struct that ends before it lacks something. */
+    /* `bytes` has no default, so a struct that ends before it is refused. */
     input("kvt_buffer_opts_t", in_buffer, &f, sizeof f, 24);
     CHECK_IS(in_buffer(placed(&f, sizeof f, 16, 16)), KVT_E_INVALID);
     CHECK_IS(in_buffer(NULL), KVT_E_INVALID);
@@ -366,10 +366,10 @@ int main(void) {
     CHECK_IS(kvt_runtime_stats(runtime, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_error_info(err, NULL), KVT_E_INVALID);
 
-    flags();
-    item_strides();
-    completion_strides();
-    op_item_strides();
+    unknown_flags_are_refused();
+    item_strides_may_differ();
+    completion_strides_may_differ();
+    op_item_strides_may_differ();
 
     CHECK_OK(kvt_error_free(&err));
     CHECK_OK(kvt_op_free(&op));

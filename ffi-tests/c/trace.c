@@ -1,4 +1,4 @@
-/* Traces and their replay: every call, and everything that can be wrong about one. */
+/* Tests of traces and their replay: every call, and every invalid use of one. */
 
 #include "check.h"
 
@@ -9,7 +9,7 @@ static const char *const kinds[] = {"chat", "agent", "batch", "multitenant", "bu
 static const char *const formats[] = {"kvtier", "mooncake", "weka", "sharegpt",
                                       "azure",  "oracle",   "csv",  ""};
 
-static kvt_trace_opts_t asked(const char *kind) {
+static kvt_trace_opts_t opts_of(const char *kind) {
     kvt_trace_opts_t opts = KVT_TRACE_OPTS_INIT;
     opts.kind = kind[0] != 0 ? kind : NULL;
     opts.kind_bytes = strlen(kind);
@@ -17,7 +17,7 @@ static kvt_trace_opts_t asked(const char *kind) {
 }
 
 static kvt_trace_t *generate(const char *kind, uint64_t seconds, double rate) {
-    kvt_trace_opts_t opts = asked(kind);
+    kvt_trace_opts_t opts = opts_of(kind);
     opts.duration_ns = seconds * SECOND_NS;
     opts.rate = rate;
     kvt_trace_t *trace = NULL;
@@ -38,7 +38,7 @@ static kvt_trace_info_t trace_info(const kvt_trace_t *trace) {
     return info;
 }
 
-static kvt_replay_opts_t how(const char *spec, uint64_t blocks) {
+static kvt_replay_opts_t replay_opts(const char *spec, uint64_t blocks) {
     kvt_replay_opts_t opts = KVT_REPLAY_OPTS_INIT;
     opts.spec = spec;
     opts.spec_bytes = strlen(spec);
@@ -46,7 +46,7 @@ static kvt_replay_opts_t how(const char *spec, uint64_t blocks) {
     return opts;
 }
 
-/* The path of a file that comes with the sources, seen from this one. */
+/* The path of a file in tests/data, relative to this source file. */
 static const char *data_path(const char *name) {
     static char path[4096];
     const char *slash = strrchr(__FILE__, '/');
@@ -57,7 +57,7 @@ static const char *data_path(const char *name) {
 }
 
 static kvt_status_t open_path(const char *path, const char *format, kvt_trace_t **out) {
-    kvt_trace_opts_t opts = asked(format);
+    kvt_trace_opts_t opts = opts_of(format);
     opts.path = path;
     opts.path_bytes = strlen(path);
     kvt_error_t *err = NULL;
@@ -69,9 +69,9 @@ static kvt_status_t open_path(const char *path, const char *format, kvt_trace_t 
     return status;
 }
 
-/* --- making ---------------------------------------------------------------- */
+/* --- generating ------------------------------------------------------------ */
 
-static void making(void) {
+static void generated_traces_are_consistent(void) {
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         kvt_trace_t *trace = generate(kinds[i], 600, 0.05);
         const kvt_trace_info_t info = trace_info(trace);
@@ -80,7 +80,7 @@ static void making(void) {
         CHECK(info.duration_ns <= 600 * SECOND_NS);
         free_trace(&trace);
     }
-    kvt_trace_opts_t opts = asked("chat");
+    kvt_trace_opts_t opts = opts_of("chat");
     opts.flags = KVT_TRACE_FLAT;
     opts.duration_ns = 600 * SECOND_NS;
     opts.rate = 0.05;
@@ -91,17 +91,17 @@ static void making(void) {
     free_trace(&flat);
 }
 
-static void wrong_making(void) {
+static void invalid_generators_are_refused(void) {
     kvt_trace_t *trace = NULL;
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_trace_generate(NULL, NULL, NULL), KVT_E_INVALID);
-    CHECK_IS(kvt_trace_generate(NULL, &trace, NULL), KVT_E_SPEC); /* of no kind */
-    kvt_trace_opts_t opts = asked("chta");
+    CHECK_IS(kvt_trace_generate(NULL, &trace, NULL), KVT_E_SPEC); /* no kind */
+    kvt_trace_opts_t opts = opts_of("chta");
     CHECK_IS(kvt_trace_generate(&opts, &trace, &err), KVT_E_SPEC);
     CHECK(strstr(kvt_error_message(err), "'chat'") != NULL);
-    opts = asked("mooncake"); /* is read, not made */
+    opts = opts_of("mooncake"); /* a file format, not a generator */
     CHECK_IS(kvt_trace_generate(&opts, &trace, &err), KVT_E_SPEC);
-    opts = asked("chat");
+    opts = opts_of("chat");
     opts.kind = NULL;
     CHECK_IS(kvt_trace_generate(&opts, &trace, &err), KVT_E_INVALID);
     opts.kind = "\xff\xfe\xff\xfe";
@@ -109,7 +109,7 @@ static void wrong_making(void) {
     opts.kind = "chat";
     opts.kind_bytes = UINT64_MAX - 1;
     CHECK_IS(kvt_trace_generate(&opts, &trace, &err), KVT_E_LIMIT);
-    opts = asked("chat");
+    opts = opts_of("chat");
     opts.flags = 2;
     CHECK_IS(kvt_trace_generate(&opts, &trace, &err), KVT_E_INVALID);
     opts.flags = 0;
@@ -120,8 +120,8 @@ static void wrong_making(void) {
         opts.rate = bad_rates[i];
         CHECK_IS(kvt_trace_generate(&opts, &trace, &err), means[i]);
     }
-    CHECK(trace != NULL); /* so few sessions that there is none */
-    kvt_replay_opts_t once = how("lru", 1);
+    CHECK(trace != NULL); /* so short that it has no session */
+    kvt_replay_opts_t once = replay_opts("lru", 1);
     kvt_replay_report_t report = KVT_REPLAY_REPORT_INIT;
     CHECK_OK(kvt_trace_replay(trace, &once, &report, &err));
     free_trace(&trace);
@@ -170,7 +170,7 @@ static void write_file(const void *data, size_t n) {
     CHECK(fwrite(data, 1, n, file) == n && fclose(file) == 0);
 }
 
-static void reading(void) {
+static void files_of_every_format_are_read(void) {
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         char name[64];
         snprintf(name, sizeof name, "%s.kvtrace", kinds[i]);
@@ -192,12 +192,12 @@ static void reading(void) {
     free_trace(&trace);
 }
 
-static void wrong_reading(void) {
+static void invalid_paths_and_formats_are_refused(void) {
     kvt_trace_t *trace = NULL;
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_trace_open(NULL, NULL, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_trace_open(NULL, &trace, &err), KVT_E_INVALID); /* no path */
-    kvt_trace_opts_t opts = asked("moncake");
+    kvt_trace_opts_t opts = opts_of("moncake");
     opts.path = "/nonexistent/trace";
     opts.path_bytes = 18;
     CHECK_IS(kvt_trace_open(&opts, &trace, &err), KVT_E_SPEC);
@@ -223,7 +223,7 @@ static void wrong_reading(void) {
     CHECK_OK(kvt_error_free(&err));
 }
 
-/* A file of kvtier's whose sum is right. */
+/* A file in kvtier's format with a valid checksum. */
 static void write_summed(const uint8_t *body, size_t n) {
     uint8_t all[256];
     CHECK(n + 8 <= sizeof all);
@@ -234,14 +234,14 @@ static void write_summed(const uint8_t *body, size_t n) {
     write_file(all, n + 8);
 }
 
-static void hostile_files(uint64_t rounds) {
+static void damaged_files_are_refused(uint64_t rounds) {
     kvt_trace_t *trace = NULL;
     write_file("", 0);
     CHECK(open_path(scratch, "", &trace) < 0);
     write_file("words\n", 6);
     CHECK_IS(open_path(scratch, "", &trace), KVT_E_INVALID);
 
-    /* Cut off, and with one bit turned: never taken, wherever that is. */
+    /* A truncated file, and one with a flipped bit, are always refused. */
     struct bytes good = read_file(data_path("batch.kvtrace"));
     uint64_t random = 88172645463325252u;
     for (uint64_t i = 0; i < rounds; i++) {
@@ -256,7 +256,7 @@ static void hostile_files(uint64_t rounds) {
     }
     free(good.at);
 
-    /* Sums that are right over headers that lie. */
+    /* Valid checksums over invalid headers. */
     static const uint8_t newer[] = "KVTTRACE\x02";
     write_summed(newer, 9);
     CHECK_IS(open_path(scratch, "", &trace), KVT_E_TOO_NEW);
@@ -277,7 +277,7 @@ static void hostile_files(uint64_t rounds) {
         if (open_path(scratch, "kvtier", &trace) == KVT_OK) free_trace(&trace);
     }
 
-    /* Anything as anything: a status, and what is taken can be replayed. */
+    /* Any text in any format: the call returns a status, and an accepted trace can be replayed. */
     static const char *const texts[] = {
         "{\"timestamp\": 0, \"input_length\": -1, \"output_length\": 1e999, \"hash_ids\": [0]}\n",
         "{\"timestamp\": 0, \"hash_ids\": [18446744073709551616]}\n",
@@ -294,7 +294,7 @@ static void hostile_files(uint64_t rounds) {
             const int is_deep = t == sizeof texts / sizeof *texts;
             write_file(is_deep ? deep : texts[t], is_deep ? sizeof deep : strlen(texts[t]));
             if (open_path(scratch, formats[f], &trace) != KVT_OK) continue;
-            kvt_replay_opts_t opts = how("lru", 2);
+            kvt_replay_opts_t opts = replay_opts("lru", 2);
             kvt_replay_report_t report = KVT_REPLAY_REPORT_INIT;
             CHECK_OK(kvt_trace_replay(trace, &opts, &report, NULL));
             free_trace(&trace);
@@ -318,13 +318,13 @@ static void same_outcome(kvt_replay_report_t a, kvt_replay_report_t b) {
     CHECK(memcmp(&a, &b, sizeof a) == 0);
 }
 
-static void replaying(const kvt_trace_t *trace) {
+static void replays_are_deterministic(const kvt_trace_t *trace) {
     const kvt_trace_info_t info = trace_info(trace);
     const char *const specs[] = {"lru", "horizon", "belady", "auto"};
     for (int s = 0; s < 4; s++) {
         for (int part = 1; part <= 8; part *= 2) {
             const uint64_t blocks = info.blocks / 64 * (uint64_t)part + 1;
-            kvt_replay_opts_t opts = how(specs[s], blocks);
+            kvt_replay_opts_t opts = replay_opts(specs[s], blocks);
             const kvt_replay_report_t got = replay(trace, &opts);
             CHECK_EQ(got.requests, info.requests);
             CHECK_EQ(got.references, info.references);
@@ -345,8 +345,8 @@ static void replaying(const kvt_trace_t *trace) {
             CHECK_EQ(untimed.decision_max_ns, 0);
         }
     }
-    /* Where everything fits nothing leaves, and all that was there is found. */
-    kvt_replay_opts_t opts = how("lru", info.blocks);
+    /* If everything fits, nothing is evicted, and every known block is a hit. */
+    kvt_replay_opts_t opts = replay_opts("lru", info.blocks);
     kvt_replay_report_t got = replay(trace, &opts);
     CHECK_EQ(got.evictions, 0);
     CHECK_EQ(got.inserts, info.blocks);
@@ -357,20 +357,20 @@ static void replaying(const kvt_trace_t *trace) {
     opts.alpha = 0.001;
     got = replay(trace, &opts);
     CHECK_EQ(got.hit_tokens, info.known_tokens);
-    opts = how("lru", 100);
+    opts = replay_opts("lru", 100);
     opts.warm_up = info.requests - 1;
     CHECK_EQ(replay(trace, &opts).requests, 1);
     opts.warm_up = UINT64_MAX;
     CHECK_EQ(replay(trace, &opts).requests, 0);
 }
 
-static void wrong_replaying(const kvt_trace_t *trace) {
+static void invalid_replays_are_refused(const kvt_trace_t *trace) {
     kvt_replay_report_t out, before;
     memset(&out, 0x5a, sizeof out);
     out.struct_size = sizeof out;
     before = out;
     kvt_error_t *err = NULL;
-    kvt_replay_opts_t opts = how("lru", 100);
+    kvt_replay_opts_t opts = replay_opts("lru", 100);
     CHECK_IS(kvt_trace_replay(trace, &opts, NULL, &err), KVT_E_INVALID);
     CHECK_IS(kvt_trace_replay(NULL, &opts, &out, &err), KVT_E_HANDLE);
     CHECK_IS(kvt_trace_replay((const kvt_trace_t *)0x1234567, &opts, &out, &err), KVT_E_HANDLE);
@@ -399,14 +399,14 @@ static void wrong_replaying(const kvt_trace_t *trace) {
         opts.alpha = alphas[i];
         CHECK_IS(kvt_trace_replay(trace, &opts, &out, &err), KVT_E_INVALID);
     }
-    opts = how("horizn", 100);
+    opts = replay_opts("horizn", 100);
     CHECK_IS(kvt_trace_replay(trace, &opts, &out, &err), KVT_E_SPEC);
     CHECK(strstr(kvt_error_message(err), "'horizon'") != NULL);
-    opts = how("lru(", 100);
+    opts = replay_opts("lru(", 100);
     CHECK_IS(kvt_trace_replay(trace, &opts, &out, &err), KVT_E_SPEC);
-    opts = how("custom", 100); /* nobody to ask for scores */
+    opts = replay_opts("custom", 100); /* no callback for scores */
     CHECK_IS(kvt_trace_replay(trace, &opts, &out, &err), KVT_E_INVALID);
-    opts = how("", 100);
+    opts = replay_opts("", 100);
     CHECK_IS(kvt_trace_replay(trace, &opts, &out, &err), KVT_E_INVALID);
     opts.spec_bytes = KVT_NUL_TERMINATED;
     CHECK_IS(kvt_trace_replay(trace, &opts, &out, &err), KVT_E_SPEC);
@@ -434,29 +434,29 @@ struct watcher {
     int frees, nests;
 };
 
-static int32_t hear(void *user_data, uint64_t done, uint64_t total) {
+static int32_t on_progress(void *user_data, uint64_t done, uint64_t total) {
     struct watcher *w = user_data;
     CHECK(done >= w->last && done <= total);
     w->calls += 1;
     w->last = done;
     w->total = total;
     if (w->nests) {
-        kvt_replay_opts_t opts = how("lru", 10);
+        kvt_replay_opts_t opts = replay_opts("lru", 10);
         kvt_replay_report_t report = KVT_REPLAY_REPORT_INIT;
         CHECK_IS(kvt_trace_replay(w->trace, &opts, &report, NULL), KVT_E_REENTRANT);
-        CHECK_EQ(trace_info(w->trace).requests, total); /* looking is fine */
+        CHECK_EQ(trace_info(w->trace).requests, total); /* queries are allowed */
     }
     if (w->frees) CHECK_OK(kvt_trace_free(&w->trace));
     return w->stop_after == 0 || w->calls < w->stop_after;
 }
 
-static void progress(uint64_t seconds) {
+static void progress_can_cancel_and_free(uint64_t seconds) {
     kvt_trace_t *trace = generate("chat", seconds, 1);
     const uint64_t requests = trace_info(trace).requests;
     CHECK(requests > 600);
     struct watcher w = {0};
-    kvt_replay_opts_t opts = how("lru", 1000);
-    opts.progress = hear;
+    kvt_replay_opts_t opts = replay_opts("lru", 1000);
+    opts.progress = on_progress;
     opts.user_data = &w;
     const kvt_replay_report_t whole = replay(trace, &opts);
     CHECK_EQ(w.last, requests);
@@ -480,7 +480,7 @@ static void progress(uint64_t seconds) {
     w = (struct watcher){.trace = trace, .nests = 1};
     same_outcome(whole, replay(trace, &opts));
 
-    /* Its own trace is freed on the way: it goes on to its end. */
+    /* The callback frees the trace: the replay still runs to its end. */
     const kvt_trace_t *stale = trace;
     w = (struct watcher){.trace = trace, .frees = 1};
     same_outcome(whole, replay(trace, &opts));
@@ -506,21 +506,21 @@ static int32_t arrive(void *user_data, uint64_t done, uint64_t total) {
 
 static void *replayer(void *data) {
     int first = 1;
-    kvt_replay_opts_t opts = how("horizon", 500);
+    kvt_replay_opts_t opts = replay_opts("horizon", 500);
     opts.progress = arrive;
     opts.user_data = &first;
     *(kvt_replay_report_t *)data = replay(shared_trace, &opts);
     return NULL;
 }
 
-static void threads(uint64_t seconds) {
+static void threads_replay_a_freed_trace(uint64_t seconds) {
     kvt_trace_t *trace = generate("burst", seconds, 0.5);
     shared_trace = trace;
     kvt_replay_report_t reports[3];
     pthread_t ids[3];
     CHECK(pthread_barrier_init(&started, NULL, 4) == 0);
     for (int i = 0; i < 3; i++) ids[i] = start_thread(replayer, &reports[i]);
-    pthread_barrier_wait(&started); /* all three are under way */
+    pthread_barrier_wait(&started); /* all three are running */
     free_trace(&trace);
     for (int i = 0; i < 3; i++) join_thread(ids[i]);
     CHECK(pthread_barrier_destroy(&started) == 0);
@@ -528,8 +528,8 @@ static void threads(uint64_t seconds) {
     same_outcome(reports[0], reports[2]);
 }
 
-/* A process that opened nothing but a trace is told of a fork as well. */
-static void forking(void) {
+/* A fork is detected even if the process opened nothing but a trace. */
+static void calls_in_a_forked_child_are_refused(void) {
     kvt_trace_t *trace = generate("chat", 60, 0.1);
     fflush(stdout);
     const pid_t pid = fork();
@@ -537,9 +537,9 @@ static void forking(void) {
     if (pid == 0) {
         alarm(HANG_SECONDS);
         kvt_trace_t *other = NULL;
-        kvt_trace_opts_t chat = asked("chat"), file = asked("");
+        kvt_trace_opts_t chat = opts_of("chat"), file = opts_of("");
         kvt_trace_info_t info = KVT_TRACE_INFO_INIT;
-        kvt_replay_opts_t opts = how("lru", 10);
+        kvt_replay_opts_t opts = replay_opts("lru", 10);
         kvt_replay_report_t report = KVT_REPLAY_REPORT_INIT;
         CHECK_IS(kvt_trace_generate(&chat, &other, NULL), KVT_E_FORKED);
         CHECK_IS(kvt_trace_open(&file, &other, NULL), KVT_E_FORKED);
@@ -560,18 +560,18 @@ int main(int argc, char **argv) {
     const uint64_t seconds = count_arg(argc, argv, 1800);
     const int fd = mkstemp(scratch);
     CHECK(fd >= 0 && close(fd) == 0);
-    forking();
-    making();
-    wrong_making();
-    reading();
-    wrong_reading();
-    hostile_files(seconds / 20);
+    calls_in_a_forked_child_are_refused();
+    generated_traces_are_consistent();
+    invalid_generators_are_refused();
+    files_of_every_format_are_read();
+    invalid_paths_and_formats_are_refused();
+    damaged_files_are_refused(seconds / 20);
     kvt_trace_t *trace = generate("chat", seconds, 0.5);
-    replaying(trace);
-    wrong_replaying(trace);
+    replays_are_deterministic(trace);
+    invalid_replays_are_refused(trace);
     free_trace(&trace);
-    progress(seconds < 600 ? 600 : seconds);
-    threads(seconds);
+    progress_can_cancel_and_free(seconds < 600 ? 600 : seconds);
+    threads_replay_a_freed_trace(seconds);
     CHECK(unlink(scratch) == 0);
     return check_end("trace");
 }

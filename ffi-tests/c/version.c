@@ -1,8 +1,8 @@
-/* Version numbers, the fit of header and library, names of statuses, features. */
+/* Tests of version numbers, the check of header against library, status names, features. */
 
 #include "check.h"
 
-static void versions(void) {
+static void version_matches_the_header(void) {
     uint64_t version = 0;
     CHECK_OK(kvt_version(&version));
     CHECK_EQ(version, KVT_HEADER_VERSION);
@@ -16,22 +16,22 @@ static void versions(void) {
     CHECK_EQ(joined, KVT_HEADER_VERSION);
 }
 
-static void fit(void) {
+static void other_header_versions_are_refused(void) {
     kvt_error_t *err = NULL;
     CHECK_OK(kvt_abi_check(KVT_HEADER_VERSION, &err));
     CHECK(err == NULL);
-    const uint64_t strangers[] = {0, KVT_HEADER_VERSION + 1, KVT_HEADER_VERSION + (1 << 16),
+    const uint64_t others[] = {0, KVT_HEADER_VERSION + 1, KVT_HEADER_VERSION + (1 << 16),
                                   KVT_HEADER_VERSION | (UINT64_C(1) << 32), UINT64_MAX};
-    for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++) {
-        CHECK_IS(kvt_abi_check(strangers[i], &err), KVT_E_ABI);
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        CHECK_IS(kvt_abi_check(others[i], &err), KVT_E_ABI);
         CHECK(strstr(kvt_error_message(err), kvt_version_str()) != NULL);
-        CHECK_IS(kvt_abi_check(strangers[i], NULL), KVT_E_ABI);
+        CHECK_IS(kvt_abi_check(others[i], NULL), KVT_E_ABI);
     }
     CHECK_OK(kvt_error_free(&err));
     CHECK(err == NULL);
 }
 
-static void names(void) {
+static void every_status_has_a_name(void) {
     CHECK(strcmp(kvt_status_name(KVT_OK), "KVT_OK") == 0);
     CHECK(strcmp(kvt_status_name(KVT_E_BUSY), "KVT_E_BUSY") == 0);
     for (kvt_status_t status = KVT_E_STATE; status <= 0; status++) {
@@ -50,7 +50,7 @@ static void names(void) {
     }
 }
 
-static void features(void) {
+static void features_are_listed_and_found(void) {
     uint64_t count = 0;
     CHECK_OK(kvt_feature_count(&count));
     CHECK(count > 0);
@@ -75,15 +75,15 @@ static void features(void) {
     CHECK_IS(kvt_feature_find("\xff", 1, &feature, &err), KVT_E_INVALID);
     CHECK_IS(kvt_feature_find("", 0, &feature, &err), KVT_E_INVALID);
     CHECK_IS(kvt_feature_find(NULL, 0, &feature, &err), KVT_E_NOT_FOUND);
-    CHECK(feature.name == NULL); /* no failure wrote an output */
+    CHECK(feature.name == NULL); /* failed calls wrote no output */
     CHECK_OK(kvt_error_free(&err));
 }
 
 int main(void) {
     check_begin();
-    versions();
-    fit();
-    names();
-    features();
+    version_matches_the_header();
+    other_header_versions_are_refused();
+    every_status_has_a_name();
+    features_are_listed_and_found();
     return check_end("version");
 }

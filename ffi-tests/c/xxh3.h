@@ -1,5 +1,5 @@
-/* XXH3-64 (seed 0), written here from its specification, so that checksums are
- * compared with something other than the library's own code. Plain and slow. */
+/* XXH3-64 (seed 0), written from its specification: an independent reference for the library's
+ * checksums. Simple and slow. */
 
 #ifndef KVT_TESTS_XXH3_H
 #define KVT_TESTS_XXH3_H
@@ -147,7 +147,7 @@ static inline uint64_t xxh3_64(const uint8_t *p, size_t n) {
     return xxh_avalanche(h);
 }
 
-/* The library's checksum: of every 4096 bytes, then of those sums. */
+/* The library's checksum: XXH3-64 of every 4096 bytes, then XXH3-64 of those sums. */
 static inline uint64_t reference_checksum(const uint8_t *p, size_t n) {
     static _Thread_local uint8_t sums[8 * 1024];
     size_t used = 0;

@@ -1,4 +1,4 @@
-// co_await on ops: pumped and on the notifier, failing, cancelled, abandoned, shut down.
+// co_await on ops: driven and spontaneous reactors; ops that fail, are cancelled or abandoned.
 #include <kvtier/kvtier.hpp>
 
 #include "check.hpp"
@@ -13,7 +13,7 @@ int main() { return 77; }
 
 static_assert(std::is_same_v<kvt::span<int>, std::span<int>>);
 
-// The least coroutine: starts at once, is destroyed by its owner.
+// A minimal coroutine: starts at once and is destroyed by its owner.
 struct task {
     struct promise_type {
         task get_return_object() {
@@ -56,14 +56,14 @@ static task copies(kvt::reactor &reactor, kvt::runtime &rt, std::atomic<int> &fi
     ++finished;
 }
 
-static void driven() {
+static void driven_reactor_resumes_coroutines_in_run() {
     kvt::runtime rt = kvt::runtime::open();
     kvt::reactor reactor = kvt::reactor::open(rt);
     std::atomic<int> finished{0};
     std::vector<task> tasks;
     for (int i = 0; i < 8; ++i) tasks.push_back(copies(reactor, rt, finished));
     CHECK(reactor.fd() >= 0);
-    kvt::reactor moved = std::move(reactor);  // what is in flight does not notice
+    kvt::reactor moved = std::move(reactor);  // ops in flight are not affected
     reactor = std::move(moved);
     while (finished < 8)
         CHECK(reactor.run_once(kvt::deadline::in(HANG_GUARD)) > 0);
@@ -71,31 +71,33 @@ static void driven() {
     CHECK(reactor.in_flight() == 0 && reactor.poll() == 0 && reactor.run_once() == 0);
 }
 
-static void spontaneous() {
+static void spontaneous_reactor_resumes_coroutines_on_the_notifier() {
     kvt::runtime rt = kvt::runtime::open();
     std::atomic<int> finished{0};
     std::vector<task> tasks;
     {
         kvt::reactor reactor = kvt::reactor::open(rt, kvt::reactor::mode::spontaneous);
         for (int i = 0; i < 8; ++i) tasks.push_back(copies(reactor, rt, finished));
-        CHECK(comes_true([&] { return finished == 8; }));
+        CHECK(wait_until([&] { return finished == 8; }));
     }
-    // The coroutine is suspended for good a moment after it says so; the reactor's
-    // destructor has waited for that.
+    // A coroutine reaches its final suspension after it counts itself. The reactor's destructor
+    // has waited for that.
     for (task &t : tasks) CHECK(t.self.done());
 }
 
-static task reserves(kvt::reactor &reactor, kvt::account &a, std::atomic<kvt_status_t> &how) {
-    how = 1;
+constexpr kvt_status_t PENDING = 1;
+
+static task reserves(kvt::reactor &reactor, kvt::account &a, std::atomic<kvt_status_t> &status) {
+    status = PENDING;
     try {
         co_await reactor.reserve(a, kvt::tier::host, 4096);
-        how = KVT_OK;
+        status = KVT_OK;
     } catch (const kvt::exception &e) {
-        how = e.status();
+        status = e.status();
     }
 }
 
-static void abandoned_and_shut() {
+static void destroying_a_coroutine_or_reactor_cancels_ops() {
     kvt::runtime rt = kvt::runtime::open();
     kvt::budget_opts limits;
     limits.host_bytes = 1 << 20;
@@ -107,44 +109,44 @@ static void abandoned_and_shut() {
         std::atomic<kvt_status_t> first{0}, second{0}, third{0}, ready{0};
         kvt::reactor reactor = kvt::reactor::open(rt, mode);
         {
-            task gone = reserves(reactor, a, first);
-            CHECK(first == 1 && reactor.in_flight() == 1);
+            task destroyed = reserves(reactor, a, first);
+            CHECK(first == PENDING && reactor.in_flight() == 1);
         }  // destroyed while it awaits: cancelled, never resumed
-        CHECK(first == 1);
+        CHECK(first == PENDING);
         task granted = reserves(reactor, a, second);
         a.commit(kvt::tier::host, 4096, 0);
-        CHECK(comes_true([&] {
+        CHECK(wait_until([&] {
             if (mode == kvt::reactor::mode::driven) (void)reactor.poll();
-            return second != 1;
+            return second != PENDING;
         }));
         CHECK(second == KVT_OK);
-        task stays = reserves(reactor, a, third);
-        reactor = kvt::reactor();  // resumes everybody: what is in flight is cancelled
-        CHECK(third == KVT_E_CANCELLED && stays.self.done());
-        task refused = reserves(reactor, a, ready);
+        task cancelled = reserves(reactor, a, third);
+        reactor = kvt::reactor();  // cancels ops in flight and resumes their coroutines
+        CHECK(third == KVT_E_CANCELLED && cancelled.self.done());
+        task rejected = reserves(reactor, a, ready);
         CHECK(ready == KVT_E_HANDLE);
     }
     a.commit(kvt::tier::host, a.held(kvt::tier::host).reserved_bytes, 0);
     a.close();
-    no_ops_left(rt);
+    check_no_ops(rt);
 }
 
-static task throws_out(kvt::reactor &reactor, kvt::runtime &rt, kvt::buffer &b) {
+static task throws_after_await(kvt::reactor &reactor, kvt::runtime &rt, kvt::buffer &b) {
     co_await reactor.submit(rt, kvt::item::checksum(b, 0, 4096));
     throw 5;
 }
 
 int main() {
     kvt::set_defect_hook(count_defect);
-    driven();
-    spontaneous();
-    abandoned_and_shut();
+    driven_reactor_resumes_coroutines_in_run();
+    spontaneous_reactor_resumes_coroutines_on_the_notifier();
+    destroying_a_coroutine_or_reactor_cancels_ops();
     CHECK(defects == 0);
     {
         kvt::runtime rt = kvt::runtime::open();
         kvt::buffer b = rt.alloc(4096);
         kvt::reactor reactor = kvt::reactor::open(rt);
-        task t = throws_out(reactor, rt, b);
+        task t = throws_after_await(reactor, rt, b);
         reactor.run();
         CHECK(defects == 1);
     }

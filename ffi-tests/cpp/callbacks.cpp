@@ -1,4 +1,4 @@
-// Callables behind the C callbacks: queue, reclaimer, threads, log; throwing ones too.
+// Callables as C callbacks: queue, reclaim, threads, log; also callables that throw.
 #include <kvtier/kvtier.hpp>
 
 #include "check.hpp"
@@ -12,18 +12,18 @@
 
 static std::mutex lock;
 static std::vector<std::string> defects;
-static void note(const char *where, kvt_status_t, const char *what) noexcept {
+static void record_defect(const char *where, kvt_status_t, const char *what) noexcept {
     std::lock_guard<std::mutex> held(lock);
     defects.push_back(std::string(where) + ": " + what);
 }
-static bool noted(const std::string &text) {
+static bool has_defect(const std::string &text) {
     std::lock_guard<std::mutex> held(lock);
     for (const std::string &d : defects)
         if (d.find(text) != std::string::npos) return true;
     return false;
 }
 
-static void called_back() {
+static void queue_callback_receives_every_completion() {
     auto alive = std::make_shared<int>(0);
     std::mutex m;
     std::condition_variable more;
@@ -36,8 +36,8 @@ static void called_back() {
         opts.callback = [&, alive](const kvt::batch &batch) {
             std::lock_guard<std::mutex> held(m);
             for (const kvt_completion_t &c : batch) {
-                kvt::op mine = kvt::op::adopt(c.op);  // freeing in here is fine
-                wait_inside = kvt_op_wait(mine.get(), KVT_OP_RELEASED, 0);
+                kvt::op owned = kvt::op::adopt(c.op);  // a callback may free an op
+                wait_inside = kvt_op_wait(owned.get(), KVT_OP_RELEASED, 0);
                 seen.push_back(c);
             }
             more.notify_all();
@@ -63,8 +63,8 @@ static void called_back() {
     for (const kvt_completion_t &c : seen) CHECK(c.status == KVT_OK && c.tag < 100);
 }
 
-// Whatever flies out of a callback stops in the trampoline, and the runtime goes on.
-static void throwing() {
+// The binding catches exceptions of callbacks, and the runtime continues.
+static void exceptions_of_callbacks_go_to_the_defect_hook() {
     kvt::runtime_opts opts;
     opts.workers = 2;
     opts.on_thread = [](kvt::thread_role, std::uint32_t) { throw 7; };
@@ -87,11 +87,11 @@ static void throwing() {
     kvt::buffer wrapped = rt.wrap(memory, [] { throw std::logic_error("out of on_free"); });
     wrapped.reset();
     rt.close();
-    CHECK(noted("out of the callback") && noted("out of on_free"));
-    CHECK(noted("no std::exception"));
+    CHECK(has_defect("out of the callback") && has_defect("out of on_free"));
+    CHECK(has_defect("no std::exception"));
 }
 
-static void threads_named() {
+static void on_thread_is_called_in_every_thread() {
     std::atomic<int> workers{0}, notifiers{0};
     kvt::runtime_opts opts;
     opts.workers = 3;
@@ -106,21 +106,21 @@ static void threads_named() {
     CHECK(workers == 3 && notifiers >= 1);
 }
 
-// One owner gives back what another waits for.
-static void reclaims(bool throws) {
+// An account reserves bytes that the reclaim callback of another account releases.
+static void reclaim_callback_releases_bytes_for_a_waiting_reservation(bool throws) {
     kvt::runtime rt = kvt::runtime::open();
     kvt::budget_opts limits;
     limits.host_bytes = 1 << 20;
     limits.reserve_bytes = 1;
     kvt::budget budget = rt.open_budget(limits);
     kvt::account cache, *cache_at = &cache;
-    std::atomic<int> asked{0};
+    std::atomic<int> calls{0};
     kvt::account_opts opts;
     opts.name = "cache";
     opts.priority = -1;
     opts.reclaim = [&, cache_at](kvt::tier tier, std::uint64_t bytes, kvt::deadline) {
         CHECK(tier == kvt::tier::host && bytes > 0);
-        ++asked;
+        ++calls;
         if (throws) throw std::runtime_error("out of the reclaimer");
         cache_at->release_bytes(tier, 1 << 20);
         return std::uint64_t(1) << 20;
@@ -133,9 +133,10 @@ static void reclaims(bool throws) {
     CHECK_THROWS(store.reserve_later(kvt::tier::host, 1 << 21), KVT_E_BUDGET);
     kvt::op later;
     if (throws) {
-        // What threw has given nothing back: the deadline ends the op. A turn whose deadline
-        // came before the reclaimer was called is repeated with a later one.
-        for (auto wait = std::chrono::milliseconds(50); !noted("out of the reclaimer"); wait *= 2) {
+        // The callback threw and released nothing: the deadline ends the op. If the deadline was
+        // reached before the callback was called, try again with a later one.
+        for (auto wait = std::chrono::milliseconds(50); !has_defect("out of the reclaimer");
+             wait *= 2) {
             kvt::submit_opts submit;
             submit.deadline = kvt::deadline::in(wait);
             later = store.reserve_later(kvt::tier::host, 4096, submit);
@@ -143,7 +144,7 @@ static void reclaims(bool throws) {
             CHECK(wait < HANG_GUARD);
             if (wait >= HANG_GUARD) break;
         }
-        CHECK(noted("out of the reclaimer"));
+        CHECK(has_defect("out of the reclaimer"));
         cache.release_bytes(kvt::tier::host, 1 << 20);
     } else {
         later = store.reserve_later(kvt::tier::host, 4096);
@@ -151,14 +152,14 @@ static void reclaims(bool throws) {
         CHECK(store.held(kvt::tier::host).reserved_bytes == 4096);
         store.commit(kvt::tier::host, 4096, 0);
     }
-    CHECK(asked >= 1);
+    CHECK(calls >= 1);
     CHECK(budget.tier_report(kvt::tier::host).waiting == 0);
     later.reset();
     store.close();
     cache.close();
 }
 
-static void waiting_destroyed() {
+static void destroying_a_waiting_op_cancels_it() {
     kvt::runtime rt = kvt::runtime::open();
     kvt::budget_opts limits;
     limits.host_bytes = 1 << 20;
@@ -168,12 +169,12 @@ static void waiting_destroyed() {
     a.reserve(kvt::tier::host, 1 << 20);
     {
         kvt::op never = a.reserve_later(kvt::tier::host, 4096);
-    }  // cancelled by its destructor, which would wait for ever otherwise
+    }  // the destructor cancels the op; without that it would wait forever
     a.commit(kvt::tier::host, 1 << 20, 0);
     a.close();
 }
 
-static void logs() {
+static void log_sink_may_throw_and_is_released() {
     auto alive = std::make_shared<int>(0);
     kvt::set_log(kvt::log_level::trace,
                  [alive](kvt::log_level, std::string_view, std::string_view) { throw 1; });
@@ -183,14 +184,14 @@ static void logs() {
 }
 
 int main() {
-    kvt::set_defect_hook(note);
-    called_back();
+    kvt::set_defect_hook(record_defect);
+    queue_callback_receives_every_completion();
     CHECK(defects.empty());
-    throwing();
-    threads_named();
-    reclaims(false);
-    reclaims(true);
-    waiting_destroyed();
-    logs();
+    exceptions_of_callbacks_go_to_the_defect_hook();
+    on_thread_is_called_in_every_thread();
+    reclaim_callback_releases_bytes_for_a_waiting_reservation(false);
+    reclaim_callback_releases_bytes_for_a_waiting_reservation(true);
+    destroying_a_waiting_op_cancels_it();
+    log_sink_may_throw_and_is_released();
     return done();
 }

@@ -1,4 +1,4 @@
-// The whole test framework: CHECK prints what failed, done() makes it the exit code.
+// The test framework: CHECK prints conditions that fail, done() returns the exit code.
 #ifndef KVTIER_TEST_CHECK_HPP
 #define KVTIER_TEST_CHECK_HPP
 
@@ -35,11 +35,11 @@ inline std::atomic<int> &failures() {
         }                                                                           \
     } while (0)
 
-// A wait that takes longer is a hang: no test asserts that something is faster than that.
+// A longer wait counts as a hang. No test asserts that anything is faster.
 constexpr std::chrono::minutes HANG_GUARD{10};
 
-// Looks until the condition is true; false where that is a hang.
-template <typename Condition> bool comes_true(Condition condition) {
+// Polls until the condition is true; returns false after HANG_GUARD.
+template <typename Condition> bool wait_until(Condition condition) {
     const auto end = std::chrono::steady_clock::now() + HANG_GUARD;
     while (!condition()) {
         if (std::chrono::steady_clock::now() > end) return false;
@@ -48,11 +48,11 @@ template <typename Condition> bool comes_true(Condition condition) {
     return true;
 }
 
-// Whoever ended an op counts it for a moment after it was told: waits until none counts.
-template <typename Runtime> void no_ops_left(const Runtime &runtime) {
+// Checks that the runtime has no ops. The counters may fall only after an op's completion: waits.
+template <typename Runtime> void check_no_ops(const Runtime &runtime) {
     const auto is_idle = [&] { return runtime.stats().ops_open + runtime.stats().ops_live == 0; };
-    if (comes_true(is_idle)) return;
-    std::fprintf(stderr, "%llu ops are left\n",
+    if (wait_until(is_idle)) return;
+    std::fprintf(stderr, "%llu ops are still live, expected 0\n",
                  static_cast<unsigned long long>(runtime.stats().ops_live));
     ++failures();
 }

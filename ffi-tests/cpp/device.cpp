@@ -1,5 +1,5 @@
-// kvt::device: a device of the engine's own, with threads, that is put to the test, has a store
-// and a streamer; copies, events and memory as owners; exceptions in callbacks.
+// kvt::device: a custom device with threads that passes conformance and serves a store and a
+// streamer; copies, events and memory as owners; exceptions in callbacks.
 #include <kvtier/kvtier.hpp>
 
 #include "check.hpp"
@@ -24,58 +24,58 @@ namespace {
 
 kvt::deadline soon() { return kvt::deadline::in(HANG_GUARD); }
 
-/// What KVT_DEVICE_KERNEL_MOVE has in its table.
+/// An entry of the table of KVT_DEVICE_KERNEL_MOVE.
 struct piece {
     std::uint64_t from, to;
     std::int64_t from_stride, to_stride;
     std::uint32_t run_bytes, runs;
 };
 
-/// An accelerator as an engine might have one: a thread for each stream, and memory that is
-/// called the device's. `adopt` and `hold` take its own events and streams.
-class threads : public kvt::custom_device {
+/// An accelerator as an engine might have one: a thread for each stream, and host memory that
+/// counts as device memory.
+class thread_device : public kvt::custom_device {
 public:
     static constexpr std::uint32_t STREAMS = 3;
     static constexpr std::uint64_t MEMORY = std::uint64_t{64} << 20;
 
-    threads() {
+    thread_device() {
         for (std::uint32_t stream = 0; stream < STREAMS; stream++)
             workers_.emplace_back([this, stream] { serve(stream); });
     }
-    ~threads() override {
+    ~thread_device() override {
         {
             const std::lock_guard<std::mutex> locked(lock_);
-            over_ = true;
+            stopping_ = true;
         }
         changed_.notify_all();
         for (std::thread &worker : workers_) worker.join();
         for (const auto &one : memory_) ::operator delete(one.second, std::align_val_t{256});
-        ++ended();
+        ++deleted();
     }
-    threads(const threads &) = delete;
-    threads &operator=(const threads &) = delete;
+    thread_device(const thread_device &) = delete;
+    thread_device &operator=(const thread_device &) = delete;
 
-    /// How many have been deleted.
-    static std::atomic<int> &ended() {
+    /// Number of devices that were deleted.
+    static std::atomic<int> &deleted() {
         static std::atomic<int> count{0};
         return count;
     }
     /// The next `submit` or `allocate` throws.
-    std::atomic<bool> bad{false};
+    std::atomic<bool> work_throws{false};
     /// The next `query` throws.
-    std::atomic<bool> doubts{false};
-    /// Events that nobody has taken back.
-    std::size_t known() {
+    std::atomic<bool> query_throws{false};
+    /// Number of events that are not released.
+    std::size_t live_events() {
         const std::lock_guard<std::mutex> locked(lock_);
         return events_.size();
     }
-    /// The engine's own event, which comes with `come`.
-    std::uint64_t later() {
+    /// Creates an event of the engine, which `complete` completes.
+    std::uint64_t pending_event() {
         const std::lock_guard<std::mutex> locked(lock_);
         events_[++last_] = KVT_E_AGAIN;
         return last_;
     }
-    void come(std::uint64_t event) { settle(event, KVT_OK); }
+    void complete(std::uint64_t event) { set_status(event, KVT_OK); }
 
     std::uint64_t flags() const override { return KVT_DEVICE_HAS_MEMORY; }
     std::uint32_t streams() const override { return STREAMS; }
@@ -83,26 +83,26 @@ public:
 
     kvt_status_t submit(std::uint32_t stream, std::uint64_t after,
                         kvt::span<const kvt_copy_rows_t> copies, std::uint64_t &event) override {
-        return put(stream, after, work{0, 0, {copies.begin(), copies.end()}, {}}, event);
+        return enqueue(stream, after, work{0, 0, {copies.begin(), copies.end()}, {}}, event);
     }
     kvt_status_t launch(std::uint32_t stream, std::uint64_t after,
                         kvt::span<const kvt_kernel_t> kernels, std::uint64_t &event) override {
-        work moves;
-        moves.kernels.assign(kernels.begin(), kernels.end());
-        return put(stream, after, std::move(moves), event);
+        work launched;
+        launched.kernels.assign(kernels.begin(), kernels.end());
+        return enqueue(stream, after, std::move(launched), event);
     }
     kvt_status_t query(std::uint64_t event) override {
-        if (doubts.exchange(false)) throw std::runtime_error("a question that fails");
+        if (query_throws.exchange(false)) throw std::runtime_error("the query failed");
         const std::lock_guard<std::mutex> locked(lock_);
         const auto found = events_.find(event);
         return found == events_.end() ? KVT_E_HANDLE : found->second;
     }
     kvt_status_t wait(std::uint64_t event, kvt::deadline by) override {
         std::unique_lock<std::mutex> locked(lock_);
-        const auto come = [&] { return events_[event] != KVT_E_AGAIN; };
+        const auto is_done = [&] { return events_[event] != KVT_E_AGAIN; };
         const std::chrono::steady_clock::time_point end{std::chrono::nanoseconds(by.ns)};
-        if (by.ns == 0) changed_.wait(locked, come);
-        else (void)changed_.wait_until(locked, end, come);
+        if (by.ns == 0) changed_.wait(locked, is_done);
+        else (void)changed_.wait_until(locked, end, is_done);
         return KVT_OK;
     }
     void release(std::uint64_t event) override {
@@ -110,7 +110,7 @@ public:
         events_.erase(event);
     }
     kvt_status_t allocate(std::uint64_t bytes, std::uint64_t &address) override {
-        if (bad.exchange(false)) throw std::bad_alloc();
+        if (work_throws.exchange(false)) throw std::bad_alloc();
         const std::lock_guard<std::mutex> locked(lock_);
         if (bytes > MEMORY - used_) return KVT_E_NOMEM;
         void *const memory =
@@ -136,50 +136,52 @@ public:
         return pinned_.erase(address) != 0 ? KVT_OK : KVT_E_NOT_FOUND;
     }
     kvt_status_t import_event(std::uint64_t raw, std::uint64_t &event) override {
-        // A copy of its own: the engine's may be released before.
-        return put(STREAMS - 1, raw, work{}, event);
+        // An event of its own: the engine may release `raw` before.
+        return enqueue(STREAMS - 1, raw, work{}, event);
     }
     kvt_status_t stream_wait(std::uint64_t raw_stream, std::uint64_t event) override {
         std::uint64_t mark = 0;
-        return put(static_cast<std::uint32_t>(raw_stream), event, work{}, mark, true);
+        return enqueue(static_cast<std::uint32_t>(raw_stream), event, work{}, mark, true);
     }
-    kvt_status_t create_event(std::uint64_t &event) override { return event = later(), KVT_OK; }
-    kvt_status_t signal_event(std::uint64_t event) override { return come(event), KVT_OK; }
+    kvt_status_t create_event(std::uint64_t &event) override {
+        return event = pending_event(), KVT_OK;
+    }
+    kvt_status_t signal_event(std::uint64_t event) override { return complete(event), KVT_OK; }
 
 private:
     struct work {
         std::uint64_t event = 0;
         std::uint64_t after = 0;
         std::vector<kvt_copy_rows_t> copies;
-        /// KVT_DEVICE_KERNEL_MOVE alone: their tables are read when their turn comes.
+        /// Kernels of KVT_DEVICE_KERNEL_MOVE. Their tables are read when they run.
         std::vector<kvt_kernel_t> kernels;
-        /// Nobody asks for its event.
-        bool forget = false;
+        /// Its event is not recorded.
+        bool without_event = false;
     };
 
-    kvt_status_t put(std::uint32_t stream, std::uint64_t after, work what, std::uint64_t &event,
-                     bool forget = false) {
-        if (bad.exchange(false)) throw std::runtime_error("the accelerator is out of order");
+    kvt_status_t enqueue(std::uint32_t stream, std::uint64_t after, work what,
+                         std::uint64_t &event, bool without_event = false) {
+        if (work_throws.exchange(false)) throw std::runtime_error("the accelerator failed");
         {
             const std::lock_guard<std::mutex> locked(lock_);
             if (stream >= STREAMS) return KVT_E_INVALID;
             if (after != 0 && events_.count(after) == 0) return KVT_E_HANDLE;
             event = what.event = ++last_;
             what.after = after;
-            what.forget = forget;
-            if (!forget) events_[event] = KVT_E_AGAIN;
-            // Who is waited for may be released meanwhile.
+            what.without_event = without_event;
+            if (!without_event) events_[event] = KVT_E_AGAIN;
+            // A completed event may be released before the work runs.
             if (after != 0 && events_[after] == KVT_OK) what.after = 0;
             queues_[stream].push_back(std::move(what));
         }
         changed_.notify_all();
         return KVT_OK;
     }
-    void settle(std::uint64_t event, kvt_status_t how) {
+    void set_status(std::uint64_t event, kvt_status_t status) {
         {
             const std::lock_guard<std::mutex> locked(lock_);
             const auto found = events_.find(event);
-            if (found != events_.end()) found->second = how;
+            if (found != events_.end()) found->second = status;
         }
         changed_.notify_all();
     }
@@ -187,26 +189,25 @@ private:
         for (;;) {
             std::unique_lock<std::mutex> locked(lock_);
             std::deque<work> &queue = queues_[stream];
-            changed_.wait(locked, [&] { return over_ || !queue.empty(); });
+            changed_.wait(locked, [&] { return stopping_ || !queue.empty(); });
             if (queue.empty()) return;
             const work now = std::move(queue.front());
             queue.pop_front();
-            const auto come = [&] {
+            const auto is_ready = [&] {
                 const auto found = events_.find(now.after);
-                return over_ || found == events_.end() || found->second != KVT_E_AGAIN;
+                return stopping_ || found == events_.end() || found->second != KVT_E_AGAIN;
             };
-            if (now.after != 0) changed_.wait(locked, come);
-            const auto before = events_.find(now.after);
-            const kvt_status_t how =
-                now.after == 0 || before == events_.end() ? KVT_OK : before->second;
+            if (now.after != 0) changed_.wait(locked, is_ready);
+            const auto after = events_.find(now.after);
+            const kvt_status_t status =
+                now.after == 0 || after == events_.end() ? KVT_OK : after->second;
             locked.unlock();
-            if (how == KVT_OK)
-                carry_out(now);
-            if (!now.forget) settle(now.event, how);
+            if (status == KVT_OK) execute(now);
+            if (!now.without_event) set_status(now.event, status);
         }
     }
-    static void carry_out(const work &now) {
-        for (const kvt_copy_rows_t &rows : now.copies) move(rows);
+    static void execute(const work &now) {
+        for (const kvt_copy_rows_t &rows : now.copies) copy(rows);
         for (const kvt_kernel_t &kernel : now.kernels) {
             const piece *const pieces = reinterpret_cast<const piece *>(kernel.table);
             for (std::uint32_t i = 0; i < kernel.count; i++) {
@@ -217,11 +218,11 @@ private:
                 rows.to_stride_bytes = static_cast<std::uint64_t>(pieces[i].to_stride);
                 rows.run_bytes = pieces[i].run_bytes;
                 rows.runs = pieces[i].runs;
-                move(rows);
+                copy(rows);
             }
         }
     }
-    static void move(const kvt_copy_rows_t &rows) {
+    static void copy(const kvt_copy_rows_t &rows) {
         for (std::uint64_t i = 0; i < rows.runs; i++)
             std::memcpy(reinterpret_cast<void *>(rows.to + i * rows.to_stride_bytes),
                         reinterpret_cast<const void *>(rows.from + i * rows.from_stride_bytes),
@@ -237,22 +238,22 @@ private:
     std::vector<std::thread> workers_;
     std::uint64_t last_ = 0;
     std::uint64_t used_ = 0;
-    bool over_ = false;
+    bool stopping_ = false;
 };
 
-/// The device, and the engine's side of it, which it owns.
+/// A custom device, and the engine's object behind it, which the device owns.
 struct rig {
-    threads *engine;
+    thread_device *engine;
     kvt::device device;
 
     explicit rig(const kvt::runtime &runtime) {
-        std::unique_ptr<threads> own(new threads);
+        std::unique_ptr<thread_device> own(new thread_device);
         engine = own.get();
         device = kvt::device::custom(runtime, std::move(own));
     }
 };
 
-void conforms(const kvt::device &device) {
+void device_passes_conformance(const kvt::device &device) {
     kvt::conformance_opts opts;
     opts.seed = 7;
     opts.rounds = 10;
@@ -264,8 +265,8 @@ void conforms(const kvt::device &device) {
     CHECK(report.checks.size() == report.passed + report.skipped);
 }
 
-/// Tokens with gaps between them go to the device and come back without.
-void copies(const rig &on) {
+/// Copies tokens with gaps to the device, and back without gaps.
+void copies_and_kernels_move_rows(const rig &on) {
     constexpr std::uint32_t TOKENS = 33, HEADS = 2, RUN = 48, GAP = 16;
     constexpr std::size_t PLANE = std::size_t{TOKENS} * HEADS * RUN;
     std::vector<std::uint8_t> from(TOKENS * (HEADS * RUN + GAP)), to(PLANE), plain;
@@ -281,14 +282,14 @@ void copies(const rig &on) {
     kvt::device_memory memory = on.device.alloc(PLANE);
     CHECK(memory.memory() == KVT_MEMORY_DEVICE && memory.address() % 256 == 0);
     CHECK(memory.bytes() == PLANE);
-    const kvt::device_event there =
+    const kvt::device_event gathered =
         on.device.copy(kvt::gather(view, memory.data(), memory.memory()), 0);
-    const kvt::device_event back =
-        on.device.copy(kvt::download(memory.data(), to.data(), PLANE), 1, there.number());
-    back.wait(soon());
-    CHECK(back.is_done() && there.is_done() && to == plain);
+    const kvt::device_event downloaded =
+        on.device.copy(kvt::download(memory.data(), to.data(), PLANE), 1, gathered.number());
+    downloaded.wait(soon());
+    CHECK(downloaded.is_done() && gathered.is_done() && to == plain);
 
-    // The other way, a kernel between: the engine's only one moves bytes.
+    // The reverse, with a kernel in between that moves the bytes.
     std::vector<std::uint8_t> again(from.size(), 0);
     kvt::device_memory other = on.device.alloc(PLANE);
     kvt_kernel_t kernel{};
@@ -298,9 +299,9 @@ void copies(const rig &on) {
     kernel.count = 1;
     view.address = again.data();
     const kvt::device_event moved = on.device.launch(kvt::span<const kvt_kernel_t>(&kernel, 1));
-    const kvt::device_event home = on.device.copy(
+    const kvt::device_event scattered = on.device.copy(
         kvt::scatter(view, other.data(), other.memory()), 2, moved.number());
-    home.wait(soon());
+    scattered.wait(soon());
     for (std::uint32_t token = 0; token < TOKENS; token++) {
         const std::size_t at = std::size_t{token} * (HEADS * RUN + GAP);
         CHECK(std::memcmp(&again[at], &from[at], HEADS * RUN) == 0);
@@ -314,8 +315,8 @@ void copies(const rig &on) {
     CHECK(!other);
 }
 
-/// An index is laid out for a kernel: heads, where lists begin, and what is in them.
-void kernel_index() {
+/// An index is packed for a kernel: heads, starts of lists, items.
+void launch_index_packs_an_index() {
     kvt::sparse_index index;
     index.heads.push_back({KVT_INDEX_LINES, 0, 2, 0, 0, UINT32_MAX});
     index.starts = {0, 2, 3};
@@ -336,26 +337,26 @@ void kernel_index() {
     CHECK(kvt::launch_index(kvt::sparse_index{}, kernel, 0x1000).empty() && kernel.count == 0);
 }
 
-/// What is behind an event of the engine's waits for it, and no thread does.
-void engine_events(const rig &on) {
+/// Work after an imported event waits for the event on the device; no thread waits.
+void work_waits_for_events_of_the_engine(const rig &on) {
     std::vector<std::uint8_t> host(4096, 7), back(4096, 0);
     const kvt::device_memory memory = on.device.alloc(host.size());
-    const std::uint64_t computed = on.engine->later();
-    const kvt::device_event adopted = on.device.import_event(computed);
-    kvt::device_event there = on.device.copy(
-        kvt::upload(host.data(), memory.data(), host.size()), 0, adopted.number());
-    on.device.stream_wait(1, there.number());
-    const kvt::device_event home =
+    const std::uint64_t computed = on.engine->pending_event();
+    const kvt::device_event imported = on.device.import_event(computed);
+    kvt::device_event uploaded = on.device.copy(
+        kvt::upload(host.data(), memory.data(), host.size()), 0, imported.number());
+    on.device.stream_wait(1, uploaded.number());
+    const kvt::device_event downloaded =
         on.device.copy(kvt::download(memory.data(), back.data(), back.size()), 1);
-    CHECK(!adopted.is_done() && !there.is_done() && !home.is_done());
-    CHECK_THROWS(there.wait(kvt::deadline::in(std::chrono::milliseconds(20))), KVT_E_TIMEOUT);
-    on.engine->come(computed);
-    home.wait(soon());
-    CHECK(back == host && there.is_done());
+    CHECK(!imported.is_done() && !uploaded.is_done() && !downloaded.is_done());
+    CHECK_THROWS(uploaded.wait(kvt::deadline::in(std::chrono::milliseconds(20))), KVT_E_TIMEOUT);
+    on.engine->complete(computed);
+    downloaded.wait(soon());
+    CHECK(back == host && uploaded.is_done());
     CHECK_THROWS(on.device.import_event(1 << 30), KVT_E_HANDLE);
     on.engine->release(computed);
 
-    /* One that the library makes, and one that goes before it was kept: then it is. */
+    /* Created events: one is signalled, one is destroyed pending, which signals it. */
     std::vector<std::uint8_t> once(4096, 0), twice(4096, 0);
     const kvt::device_event first = on.device.create_event();
     kvt::device_event second = on.device.create_event();
@@ -371,9 +372,9 @@ void engine_events(const rig &on) {
     late.wait(soon());
     CHECK(twice == host);
     CHECK_THROWS(early.signal(), KVT_E_HANDLE);
-    std::set<std::uint64_t> told;
-    for (const std::uint64_t event : on.device.poll()) told.insert(event);
-    CHECK(told.count(there.number()) == 1 && told.count(home.number()) == 1);
+    std::set<std::uint64_t> polled;
+    for (const std::uint64_t event : on.device.poll()) polled.insert(event);
+    CHECK(polled.count(uploaded.number()) == 1 && polled.count(downloaded.number()) == 1);
     on.device.register_host(host.data(), host.size());
     on.device.unregister_host(host.data());
     CHECK_THROWS(on.device.unregister_host(host.data()), KVT_E_NOT_FOUND);
@@ -384,29 +385,29 @@ std::atomic<int> &defects() {
     return count;
 }
 
-/// What an engine throws is a status, and the device goes on.
-void exceptions(const rig &on) {
+/// An exception of the engine becomes a status, and the device stays usable.
+void exceptions_of_the_engine_become_statuses(const rig &on) {
     std::vector<std::uint8_t> host(64, 3);
     const kvt::device_memory memory = on.device.alloc(host.size());
     const kvt_copy_t copy = kvt::upload(host.data(), memory.data(), host.size());
-    const kvt::defect_hook former = kvt::set_defect_hook(
+    const kvt::defect_hook previous = kvt::set_defect_hook(
         [](const char *, kvt_status_t, const char *) noexcept { ++defects(); });
-    on.engine->bad = true;
+    on.engine->work_throws = true;
     CHECK_THROWS(on.device.copy(copy), KVT_E_STATE);
-    on.engine->bad = true;
+    on.engine->work_throws = true;
     CHECK_THROWS(on.device.alloc(64), KVT_E_NOMEM);
     CHECK(defects() == 2);
-    // A question is no answer: the event is asked for again.
-    on.engine->doubts = true;
+    // After a query that throws, the library queries the event again.
+    on.engine->query_throws = true;
     on.device.copy(copy).wait(soon());
-    CHECK(!on.engine->doubts && defects() == 3);
-    (void)kvt::set_defect_hook(former);
-    CHECK_THROWS(on.device.alloc(threads::MEMORY + 1), KVT_E_NOMEM);
+    CHECK(!on.engine->query_throws && defects() == 3);
+    (void)kvt::set_defect_hook(previous);
+    CHECK_THROWS(on.device.alloc(thread_device::MEMORY + 1), KVT_E_NOMEM);
     CHECK_THROWS(on.device.alloc(0), KVT_E_INVALID);
 }
 
-/// KV goes from memory of the device into a store, and back.
-void stores(const kvt::runtime &runtime, rig &on) {
+/// Puts KV from device memory into a store, and gets it back.
+void store_transfers_device_memory(const kvt::runtime &runtime, rig &on) {
     constexpr std::uint32_t TOKENS = 16, RUN = 64;
     constexpr std::size_t PLANE = TOKENS * RUN;
     kvt::store_opts opts;
@@ -420,9 +421,9 @@ void stores(const kvt::runtime &runtime, rig &on) {
     kvt::layout layout;
     layout.chunk_tokens = 4;
     layout.groups = {group};
-    kvt::identity who;
-    who.model = "m";
-    kvt::session session = store.open_name_space(who, layout).open_session();
+    kvt::identity identity;
+    identity.model = "m";
+    kvt::session session = store.open_name_space(identity, layout).open_session();
     std::vector<std::uint32_t> tokens(TOKENS);
     for (std::uint32_t i = 0; i < TOKENS; i++) tokens[i] = i;
     session.append(tokens);
@@ -451,8 +452,8 @@ void stores(const kvt::runtime &runtime, rig &on) {
     store.close();
 }
 
-/// Weights of a file go to the device; the engine says when it has read them.
-void streams(const kvt::runtime &runtime, rig &on) {
+/// Streams weights of a file to the device; leases are released after events of the engine.
+void streamer_loads_units_to_the_device(const kvt::runtime &runtime, rig &on) {
     constexpr std::uint32_t UNITS = 5;
     constexpr std::uint64_t BYTES = 40960;
     char path[] = "/tmp/kvt-device-cpp-XXXXXX";
@@ -482,17 +483,17 @@ void streams(const kvt::runtime &runtime, rig &on) {
     for (int pass = 0; pass < 2; pass++) {
         streamer.pass_begin();
         for (std::uint32_t unit = 0; unit < UNITS; unit++) {
-            kvt::held held = streamer.acquire_early(unit, soon());
-            CHECK(held.memory() == KVT_MEMORY_DEVICE);
+            kvt::held lease = streamer.acquire_early(unit, soon());
+            CHECK(lease.memory() == KVT_MEMORY_DEVICE);
             kvt::device_event read = on.device.copy(
-                kvt::download(held.data(), found.data(), BYTES), 2, held.event());
+                kvt::download(lease.data(), found.data(), BYTES), 2, lease.event());
             read.wait(soon());
             CHECK(std::memcmp(found.data(), &image[unit * BYTES], BYTES) == 0);
-            const std::uint64_t computed = on.engine->later();
+            const std::uint64_t computed = on.engine->pending_event();
             kvt::device_event after = on.device.import_event(computed);
-            held.release(std::move(after));
-            CHECK(!held && !after);
-            on.engine->come(computed);
+            lease.release(std::move(after));
+            CHECK(!lease && !after);
+            on.engine->complete(computed);
             on.engine->release(computed);
         }
         streamer.pass_end();
@@ -501,7 +502,7 @@ void streams(const kvt::runtime &runtime, rig &on) {
     CHECK(std::remove(path) == 0);
 }
 
-void kinds(const kvt::runtime &runtime) {
+void host_simulated_and_cuda_devices_open(const kvt::runtime &runtime) {
     const kvt::device host = kvt::device::host(runtime);
     const kvt::device_info info = host.info();
     CHECK(info.kind == KVT_DEVICE_KIND_HOST && info.sums && !info.asynchronous && !info.has_memory);
@@ -518,13 +519,13 @@ void kinds(const kvt::runtime &runtime) {
     {
         kvt::simulated_opts sums;
         sums.verify = true;
-        const kvt::device there = kvt::device::simulated(runtime, sums);
-        const kvt::device_memory memory = there.alloc(to.size());
+        const kvt::device device = kvt::device::simulated(runtime, sums);
+        const kvt::device_memory memory = device.alloc(to.size());
         copy = kvt::upload(from.data(), memory.data(), from.size());
         copy.flags = KVT_COPY_CHECKSUM;
-        const kvt::device_event event = there.copy(kvt::span<kvt_copy_t>(&copy, 1));
+        const kvt::device_event event = device.copy(kvt::span<kvt_copy_t>(&copy, 1));
         event.wait();
-        CHECK(there.info().sums && event.sums().size() == 1);
+        CHECK(device.info().sums && event.sums().size() == 1);
         CHECK(event.sums()[0] ==
               kvt::checksum({reinterpret_cast<const std::byte *>(from.data()), from.size()}));
     }
@@ -536,7 +537,7 @@ void kinds(const kvt::runtime &runtime) {
     CHECK(simulated.info().has_memory && simulated.info().free_bytes == opts.memory_bytes);
     {
         const kvt::device_memory memory = simulated.alloc(to.size());
-        // Nothing waits by name: the event does when it goes.
+        // Each event waits in its destructor.
         (void)simulated.copy(kvt::upload(from.data(), memory.data(), from.size()));
         to.assign(to.size(), 0);
         (void)simulated.copy(kvt::download(memory.data(), to.data(), to.size()));
@@ -557,23 +558,25 @@ int main() {
     kvt::check_abi();
     {
         const kvt::runtime runtime = kvt::runtime::open();
-        kinds(runtime);
-        kernel_index();
+        host_simulated_and_cuda_devices_open(runtime);
+        launch_index_packs_an_index();
         rig on(runtime);
         const kvt::device_info info = on.device.info();
         CHECK(info.kind == KVT_DEVICE_KIND_CUSTOM && info.asynchronous && info.has_memory);
-        CHECK(info.streams == threads::STREAMS && info.free_bytes == threads::MEMORY);
+        CHECK(info.streams == thread_device::STREAMS);
+        CHECK(info.free_bytes == thread_device::MEMORY);
         CHECK(info.has_kernel(KVT_DEVICE_KERNEL_MOVE) && !info.has_kernel(KVT_DEVICE_KERNEL_DECODE));
-        conforms(on.device);
-        copies(on);
-        engine_events(on);
-        exceptions(on);
-        stores(runtime, on);
-        streams(runtime, on);
-        CHECK(on.engine->known() == 0 && on.engine->free_bytes() == threads::MEMORY);
-        CHECK(threads::ended() == 0);
+        device_passes_conformance(on.device);
+        copies_and_kernels_move_rows(on);
+        work_waits_for_events_of_the_engine(on);
+        exceptions_of_the_engine_become_statuses(on);
+        store_transfers_device_memory(runtime, on);
+        streamer_loads_units_to_the_device(runtime, on);
+        CHECK(on.engine->live_events() == 0);
+        CHECK(on.engine->free_bytes() == thread_device::MEMORY);
+        CHECK(thread_device::deleted() == 0);
         on.device.close(soon());
-        CHECK(threads::ended() == 1);
+        CHECK(thread_device::deleted() == 1);
     }
     return done();
 }

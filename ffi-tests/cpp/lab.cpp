@@ -1,4 +1,4 @@
-// kvt::trace: made, read, replayed; progress that stops, throws, or frees.
+// kvt::trace: generation, reading, replay; progress callbacks that cancel, throw or close.
 #include <kvtier/kvtier.hpp>
 
 #include "check.hpp"
@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-static kvt::trace chat(double rate = 1) {
+static kvt::trace generate_chat(double rate = 1) {
     kvt::trace_opts opts;
     opts.kind = "chat";
     opts.duration = std::chrono::minutes(10);
@@ -14,8 +14,8 @@ static kvt::trace chat(double rate = 1) {
     return kvt::trace::generate(opts);
 }
 
-static void traces() {
-    kvt::trace t = chat();
+static void replay_is_deterministic() {
+    kvt::trace t = generate_chat();
     const kvt_trace_info_t info = t.info();
     CHECK(info.requests > 600 && info.block_tokens == 512 && info.known_tokens <= info.tokens);
     const kvt_replay_report_t all = t.replay("lru", info.blocks);
@@ -23,10 +23,10 @@ static void traces() {
     kvt::replay_opts opts;
     opts.flags = KVT_REPLAY_UNTIMED;
     opts.hints = KVT_HINTS_NONE;
-    const kvt_replay_report_t some = t.replay("horizon", info.blocks / 8, opts);
-    CHECK(some.evictions > 0 && some.hits < all.hits && some.decision_max_ns == 0);
+    const kvt_replay_report_t limited = t.replay("horizon", info.blocks / 8, opts);
+    CHECK(limited.evictions > 0 && limited.hits < all.hits && limited.decision_max_ns == 0);
     const kvt_replay_report_t again = t.replay("horizon", info.blocks / 8, opts);
-    CHECK(some.hit_tokens == again.hit_tokens && some.evictions == again.evictions);
+    CHECK(limited.hit_tokens == again.hit_tokens && limited.evictions == again.evictions);
     opts.warm_up = info.requests;
     CHECK(t.replay("lru", 9, opts).requests == 0);
     kvt::trace moved = std::move(t);
@@ -37,7 +37,7 @@ static void traces() {
     CHECK_THROWS(moved.replay("lru", 9), KVT_E_HANDLE);
 }
 
-static void mistakes() {
+static void invalid_trace_options_throw() {
     kvt::trace_opts opts;
     opts.kind = "chta";
     CHECK_THROWS(kvt::trace::generate(opts), KVT_E_SPEC);
@@ -47,7 +47,7 @@ static void mistakes() {
     opts.kind = "chat";
     opts.duration = std::chrono::nanoseconds(-1);
     CHECK_THROWS(kvt::trace::generate(opts), KVT_E_INVALID);
-    kvt::trace t = chat(0.1);
+    kvt::trace t = generate_chat(0.1);
     CHECK_THROWS(t.replay("lru", 0), KVT_E_LIMIT);
     CHECK_THROWS(t.replay("lur", 1), KVT_E_SPEC);
     std::string here = __FILE__;
@@ -57,8 +57,8 @@ static void mistakes() {
     CHECK(info.requests > 0);
 }
 
-static void progress() {
-    kvt::trace t = chat();
+static void progress_callback_can_cancel_throw_and_close() {
+    kvt::trace t = generate_chat();
     const std::uint64_t requests = t.info().requests;
     std::uint64_t calls = 0, last = 0;
     kvt::replay_opts opts;
@@ -76,14 +76,14 @@ static void progress() {
     CHECK_THROWS(t.replay("lru", 100, opts), KVT_E_CANCELLED);
     opts.progress = [&](std::uint64_t, std::uint64_t) {
         CHECK_THROWS(t.replay("lru", 100), KVT_E_REENTRANT);
-        t.close();  // the replay goes on to its end
+        t.close();  // the replay continues to its end
         return true;
     };
     CHECK(t.replay("lru", 100, opts).requests == requests);
     CHECK(!t);
 }
 
-static void gauges() {
+static void gauges_are_listed_and_read_by_name() {
     kvt::policy_opts opts;
     opts.spec = "arc";
     opts.max_objects = 16;
@@ -98,9 +98,9 @@ static void gauges() {
 
 int main() {
     kvt::check_abi();
-    traces();
-    mistakes();
-    progress();
-    gauges();
+    replay_is_deterministic();
+    invalid_trace_options_throw();
+    progress_callback_can_cancel_throw_and_close();
+    gauges_are_listed_and_read_by_name();
     return done();
 }

@@ -1,4 +1,5 @@
-// kvt::offload: a prompt and text through passes, what is kept, errors as exceptions.
+// kvt::offload: puts and loads of a prompt, decode passes, forks, eviction, custom policies, device
+// memory, errors as exceptions.
 #include <kvtier/kvtier.hpp>
 
 #include "check.hpp"
@@ -16,7 +17,7 @@ namespace {
 constexpr std::uint32_t LAYERS = 3, BLOCK = 16, HEADS = 2, QUERY_HEADS = 4, DIM = 8;
 constexpr std::uint32_t ROW = HEADS * DIM;
 
-kvt::name_space open_space(const kvt::store &store) {
+kvt::name_space open_namespace(const kvt::store &store) {
     kvt::layer_group group;
     group.layers = {0, 1, 2};
     group.dtype = KVT_DTYPE_F32;
@@ -27,7 +28,7 @@ kvt::name_space open_space(const kvt::store &store) {
     return store.open_name_space({}, layout);
 }
 
-kvt::offload_opts model() {
+kvt::offload_opts model_opts() {
     kvt::offload_opts opts;
     opts.shape.layers = LAYERS;
     opts.shape.query_heads = QUERY_HEADS;
@@ -64,7 +65,7 @@ void put(const kvt::offload &offload, std::uint32_t layer, std::vector<float> &k
     if (op) op.finish();
 }
 
-/// Every row of a buffer is the one that was put.
+/// Whether every row of a buffer equals the row that was put.
 bool same(const kvt::offload &offload, const kvt_offload_kv_t &kv, const std::vector<float> &k,
           const std::vector<float> &v, std::uint32_t tokens) {
     std::vector<std::uint32_t> at;
@@ -84,10 +85,10 @@ bool same(const kvt::offload &offload, const kvt_offload_kv_t &kv, const std::ve
     return rows.size() == at.size();
 }
 
-void writing(const kvt::store &store) {
-    const kvt::name_space space = open_space(store);
+void loads_return_the_rows_that_were_put(const kvt::store &store) {
+    const kvt::name_space space = open_namespace(store);
     const kvt::session session = space.open_session();
-    kvt::offload_opts opts = model();
+    kvt::offload_opts opts = model_opts();
     opts.decode = "quest(budget=48,page=16,dense=1)";
     kvt::offload first = kvt::offload::open(session, opts);
     const kvt::offload offload = std::move(first);
@@ -121,9 +122,9 @@ void writing(const kvt::store &store) {
     CHECK(offload.wait(1).tokens == 8);
     offload.done(1);
 
-    std::vector<float> asked = numbers(QUERY_HEADS * DIM, 0);
+    std::vector<float> queries = numbers(QUERY_HEADS * DIM, 0);
     const kvt_rows_t query =
-        kvt::rows(asked.data(), 1, QUERY_HEADS, DIM * sizeof(float), KVT_DTYPE_F32);
+        kvt::rows(queries.data(), 1, QUERY_HEADS, DIM * sizeof(float), KVT_DTYPE_F32);
     for (std::uint32_t token = 120; token < 140; token++) {
         append(session, token, 1);
         kvt::sparse_context now;
@@ -147,14 +148,14 @@ void writing(const kvt::store &store) {
     CHECK_THROWS(offload.wait(5), KVT_E_INVALID);
     CHECK_THROWS(offload.resume(16), KVT_E_BUSY);
     CHECK_THROWS(offload.take(9), KVT_E_STATE);
-    CHECK_THROWS(offload.score(0, false, asked), KVT_E_UNSUPPORTED);
+    CHECK_THROWS(offload.score(0, false, queries), KVT_E_UNSUPPORTED);
     CHECK_THROWS(offload.append_keys(9, 0, query), KVT_E_INVALID);
 }
 
-void forking(const kvt::store &store) {
-    const kvt::name_space space = open_space(store);
+void fork_has_tails_and_policies_of_its_own(const kvt::store &store) {
+    const kvt::name_space space = open_namespace(store);
     const kvt::session session = space.open_session();
-    kvt::offload_opts opts = model();
+    kvt::offload_opts opts = model_opts();
     opts.decode = "quest(budget=48,page=16,dense=1)";
     opts.audit_every = 1;
     kvt::offload offload = kvt::offload::open(session, opts);
@@ -172,9 +173,9 @@ void forking(const kvt::store &store) {
         put(offload, i, k, v, 100, 50);
         put(fork, i, other_k, other_v, 100, 50);
     }
-    std::vector<float> asked = numbers(QUERY_HEADS * DIM, 0);
+    std::vector<float> queries = numbers(QUERY_HEADS * DIM, 0);
     const kvt_rows_t query =
-        kvt::rows(asked.data(), 1, QUERY_HEADS, DIM * sizeof(float), KVT_DTYPE_F32);
+        kvt::rows(queries.data(), 1, QUERY_HEADS, DIM * sizeof(float), KVT_DTYPE_F32);
     kvt::sparse_context at;
     at.first_query = 149;
     at.tokens = 150;
@@ -192,10 +193,10 @@ void forking(const kvt::store &store) {
     CHECK(same(fork, fork.wait(0), other_k, other_v, 150));
 }
 
-void evicting(const kvt::store &store) {
-    const kvt::name_space space = open_space(store);
+void evict_keeps_the_keys_with_most_attention(const kvt::store &store) {
+    const kvt::name_space space = open_namespace(store);
     const kvt::session session = space.open_session();
-    kvt::offload_opts opts = model();
+    kvt::offload_opts opts = model_opts();
     opts.decode = "h2o(sink=4,recent=20,budget=8,heads=all)";
     kvt::offload offload = kvt::offload::open(session, opts);
     std::vector<float> k = numbers(150 * ROW, 7), v = numbers(150 * ROW, 8);
@@ -215,15 +216,15 @@ void evicting(const kvt::store &store) {
     CHECK(!offload);
 }
 
-void wrong(const kvt::store &store) {
-    const kvt::name_space space = open_space(store);
+void invalid_options_throw(const kvt::store &store) {
+    const kvt::name_space space = open_namespace(store);
     const kvt::session session = space.open_session();
-    kvt::offload_opts opts = model();
+    kvt::offload_opts opts = model_opts();
     opts.decode = "questt";
     CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_SPEC);
     opts.decode = "";
     CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_INVALID);
-    opts = model();
+    opts = model_opts();
     opts.shape.layers = 4;
     CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_INVALID);
     const kvt::offload none;
@@ -231,11 +232,11 @@ void wrong(const kvt::store &store) {
     CHECK_THROWS(none.blocks(0), KVT_E_HANDLE);
 }
 
-/// Every second block, by a policy of the engine's own, which is told of what leaves.
-void called_back(const kvt::store &store) {
-    const kvt::name_space space = open_space(store);
+/// A custom policy that selects every second block, and counts the blocks that are moved away.
+void custom_policy_selects_blocks(const kvt::store &store) {
+    const kvt::name_space space = open_namespace(store);
     const kvt::session session = space.open_session();
-    std::uint32_t alone = 0, together = 0;
+    std::uint32_t by_layer = 0, all_layers = 0;
     auto own = std::make_unique<kvt::sparse_custom>();
     own->traits.caps = KVT_SPARSE_LOAD_DECODE;
     own->traits.needs = KVT_NEEDS_QUERIES | KVT_NEEDS_KEYS;
@@ -244,12 +245,12 @@ void called_back(const kvt::store &store) {
     own->traits.flags = KVT_SPARSE_SELECTS;
     own->on_prefill_offload = [&](std::uint32_t, std::uint32_t, std::uint32_t,
                                   const kvt_rows_t &) {
-        alone++;
+        by_layer++;
         return KVT_OK;
     };
     own->on_decode_offload = [&](std::uint32_t, std::uint32_t,
                                  kvt::span<const kvt_rows_t> keys) {
-        together += keys.size() == LAYERS ? 1 : 100;
+        all_layers += keys.size() == LAYERS ? 1 : 100;
         return KVT_OK;
     };
     own->select_blocks = [](std::uint32_t, const kvt_rows_t *query,
@@ -259,20 +260,20 @@ void called_back(const kvt::store &store) {
             if (query != nullptr && id % 2 == 0) chosen.push_back(id);
         return KVT_OK;
     };
-    kvt::offload_opts opts = model();
+    kvt::offload_opts opts = model_opts();
     opts.buffers = 0;
     CHECK_THROWS(kvt::offload::open(session, opts, nullptr,
                                     std::make_unique<kvt::sparse_custom>(*own)),
                  KVT_E_INVALID);
-    opts = model();
+    opts = model_opts();
     const kvt::offload offload = kvt::offload::open(session, opts, nullptr, std::move(own));
     std::vector<float> k = numbers(512 * ROW, 3), v = numbers(512 * ROW, 4);
-    // Other tokens than before: equal ones have equal KV.
+    // Tokens that no other test uses: equal tokens have equal KV.
     append(session, 9000, 90);
     for (std::uint32_t i = 0; i < LAYERS; i++) put(offload, i, k, v, 0, 90);
-    std::vector<float> asked = numbers(QUERY_HEADS * DIM, 0);
+    std::vector<float> queries = numbers(QUERY_HEADS * DIM, 0);
     const kvt_rows_t query =
-        kvt::rows(asked.data(), 1, QUERY_HEADS, DIM * sizeof(float), KVT_DTYPE_F32);
+        kvt::rows(queries.data(), 1, QUERY_HEADS, DIM * sizeof(float), KVT_DTYPE_F32);
     for (std::uint32_t token = 90; token < 96; token++) {
         append(session, 9000 + token, 1);
         kvt::sparse_context now;
@@ -286,19 +287,19 @@ void called_back(const kvt::store &store) {
             offload.give_back(i);
         }
     }
-    CHECK(alone == 5 * LAYERS && together == 1);
+    CHECK(by_layer == 5 * LAYERS && all_layers == 1);
 }
 
-/// The ring, the tails and what is put are in memory of a device; it is lent or given.
-void on_a_device(const kvt::runtime &runtime) {
+/// Ring, tails and tensors are in device memory, which the device allocates or the engine lends.
+void ring_and_tails_are_in_device_memory(const kvt::runtime &runtime) {
     const kvt::device device = kvt::device::simulated(runtime);
     for (const bool lends : {false, true}) {
         kvt::store_opts with;
         with.host_bytes = 4 << 20;
         with.device = &device;
         const kvt::store store = kvt::store::open(runtime, with);
-        const kvt::session session = open_space(store).open_session();
-        kvt::offload_opts opts = model();
+        const kvt::session session = open_namespace(store).open_session();
+        kvt::offload_opts opts = model_opts();
         opts.on_device = true;
         const std::uint64_t bytes = kvt::offload::memory_bytes(session, opts);
         CHECK(bytes == (2 * (256 + BLOCK) + 2 * LAYERS * BLOCK) * 2 * ROW * sizeof(float));
@@ -314,15 +315,16 @@ void on_a_device(const kvt::runtime &runtime) {
         std::vector<float> k = numbers(512 * ROW, 5), v = numbers(512 * ROW, 6);
         append(session, 0, 70);
         const std::uint64_t half = 70 * ROW * sizeof(float);
-        const kvt::device_memory there = device.alloc(2 * half);
-        auto *const second = static_cast<unsigned char *>(there.data()) + half;
+        const kvt::device_memory tensors = device.alloc(2 * half);
+        auto *const second = static_cast<unsigned char *>(tensors.data()) + half;
         for (std::uint32_t layer = 0; layer < LAYERS; layer++) {
-            // Not there yet when it is put.
-            const kvt::device_event first = device.copy(kvt::upload(k.data(), there.data(), half));
-            const kvt::device_event come =
+            // The put is submitted before the uploads have completed.
+            const kvt::device_event first =
+                device.copy(kvt::upload(k.data(), tensors.data(), half));
+            const kvt::device_event uploaded =
                 device.copy(kvt::upload(v.data(), second, half), 0, first.number());
-            offload.after(come.number());
-            kvt_view_t of_k = kvt::view(there.data(), DIM * sizeof(float), HEADS);
+            offload.after(uploaded.number());
+            kvt_view_t of_k = kvt::view(tensors.data(), DIM * sizeof(float), HEADS);
             kvt_view_t of_v = kvt::view(second, DIM * sizeof(float), HEADS);
             of_k.memory = of_v.memory = KVT_MEMORY_DEVICE;
             const kvt::op op = offload.put(layer, 0, 70, of_k, &of_v);
@@ -334,13 +336,13 @@ void on_a_device(const kvt::runtime &runtime) {
         now.first_query = 69;
         now.tokens = 70;
         for (std::uint32_t layer = 0; layer < LAYERS; layer++) {
-            const auto soon = kvt::deadline::in(HANG_GUARD);
+            const auto by = kvt::deadline::in(HANG_GUARD);
             offload.load(0, layer, now);
             kvt_offload_kv_t kv = offload.wait(0);
             CHECK(kv.memory == KVT_MEMORY_DEVICE && kv.tokens == 70);
             std::vector<float> got_k(70 * ROW), got_v(70 * ROW);
-            device.copy(kvt::download(kv.k, got_k.data(), half)).wait(soon);
-            device.copy(kvt::download(kv.v, got_v.data(), half)).wait(soon);
+            device.copy(kvt::download(kv.k, got_k.data(), half)).wait(by);
+            device.copy(kvt::download(kv.v, got_v.data(), half)).wait(by);
             kv.k = got_k.data();
             kv.v = got_v.data();
             CHECK(same(offload, kv, k, v, 70));
@@ -355,11 +357,11 @@ void on_a_device(const kvt::runtime &runtime) {
 int main() {
     const kvt::runtime runtime = kvt::runtime::open();
     const kvt::store store = kvt::store::open(runtime, "store(host=4MiB)");
-    writing(store);
-    forking(store);
-    evicting(store);
-    called_back(store);
-    wrong(store);
-    on_a_device(runtime);
+    loads_return_the_rows_that_were_put(store);
+    fork_has_tails_and_policies_of_its_own(store);
+    evict_keeps_the_keys_with_most_attention(store);
+    custom_policy_selects_blocks(store);
+    invalid_options_throw(store);
+    ring_and_tails_are_in_device_memory(runtime);
     return done();
 }

@@ -1,4 +1,4 @@
-// RAII, moved-from objects, any order of destruction, what an exception says, the span.
+// Ownership of handles, moved-from objects, orders of destruction, exception contents, kvt::span.
 #include <kvtier/kvtier.hpp>
 
 #include "check.hpp"
@@ -16,7 +16,7 @@ static_assert(std::is_nothrow_move_constructible_v<kvt::runtime> &&
               std::is_nothrow_move_constructible_v<kvt::account> &&
               std::is_nothrow_move_constructible_v<kvt::error> &&
               std::is_nothrow_destructible_v<kvt::budget>);
-static_assert(sizeof(kvt::buffer) == sizeof(void *), "an owner costs nothing");
+static_assert(sizeof(kvt::buffer) == sizeof(void *), "an owner is as large as its handle");
 static_assert(std::is_convertible_v<std::vector<int> &, kvt::span<const int>>);
 static_assert(std::is_convertible_v<kvt::span<int>, kvt::span<const int>>);
 static_assert(!std::is_convertible_v<const std::vector<int> &, kvt::span<int>>);
@@ -24,11 +24,11 @@ static_assert(!std::is_convertible_v<const std::vector<int> &, kvt::span<int>>);
 static std::atomic<int> defects{0};
 static void count_defect(const char *, kvt_status_t, const char *) noexcept { ++defects; }
 
-static void moves() {
+static void moved_from_and_empty_owners_fail_with_handle_error() {
     kvt::runtime rt = kvt::runtime::open();
     CHECK(rt);
     kvt::runtime other = std::move(rt);
-    CHECK(other && !rt);  // NOLINT: what is left is what is tested
+    CHECK(other && !rt);  // NOLINT: tests the moved-from object
     CHECK(rt.get() == nullptr);
     CHECK_THROWS(rt.stats(), KVT_E_HANDLE);
     CHECK_THROWS(rt.open_queue(), KVT_E_HANDLE);
@@ -38,7 +38,7 @@ static void moves() {
     CHECK(other && other.now_ns() > 0);
 
     kvt::buffer a = other.alloc(4096), b = other.alloc(8192);
-    a = std::move(b);  // frees the first
+    a = std::move(b);  // frees the buffer that `a` owned
     CHECK(a.size() == 8192 && b.bytes().empty() && b.data() == nullptr);
     a.swap(b);
     CHECK(!a && b.size() == 8192);
@@ -62,7 +62,7 @@ static void moves() {
     CHECK_THROWS(no_budget.report(), KVT_E_HANDLE);
 }
 
-static void any_order() {
+static void children_outlive_their_runtime() {
     std::vector<std::byte> memory(4096);
     int freed = 0;
     kvt::buffer wrapped;
@@ -82,8 +82,8 @@ static void any_order() {
     CHECK(freed == 1);
 }
 
-// Destroying a buffer and an op in flight, in the order that would hurt.
-static void in_flight() {
+// Destroys buffers while an op uses them, before the op.
+static void buffers_may_be_destroyed_before_ops_in_flight() {
     kvt::runtime_opts opts;
     opts.workers = 1;
     kvt::runtime rt = kvt::runtime::open(opts);
@@ -102,7 +102,7 @@ static void in_flight() {
     CHECK(left.ops == 0 && left.buffers == 0);
 }
 
-static void words() {
+static void exceptions_have_status_message_and_offset() {
     try {
         kvt::check_spec("qos(inner=)");
         CHECK(false);
@@ -111,7 +111,7 @@ static void words() {
         CHECK(e.offset() != UINT64_MAX && e.offset() <= 11);
         CHECK(std::string(e.what()) == std::string("KVT_E_SPEC: ") + e.message());
         CHECK(std::strlen(e.message()) > 0 && e.os_errno() == 0);
-        const kvt::exception copy = e;  // what is thrown must be copyable
+        const kvt::exception copy = e;  // exceptions must be copyable
         CHECK(copy.offset() == e.offset());
     }
     try {
@@ -135,7 +135,7 @@ static void words() {
     kvt::check_abi();
 }
 
-static void spans() {
+static void spans_view_arrays_and_buffers() {
     int raw[4] = {1, 2, 3, 4};
     kvt::span<int> s(raw);
     CHECK(s.size() == 4 && s.size_bytes() == 16 && s[2] == 3 && s.front() == 1 && s.back() == 4);
@@ -159,7 +159,7 @@ static void spans() {
     CHECK(kvt::checksum(b.bytes()) != 0);
 }
 
-static void work() {
+static void ops_report_items_and_completions() {
     kvt::runtime rt = kvt::runtime::open();
     kvt::buffer from = rt.alloc(65536), to = rt.alloc(65536);
     std::memset(from.data(), 0x5a, from.size());
@@ -196,7 +196,7 @@ static void work() {
     CHECK(!queue);
 }
 
-static void account_that_holds() {
+static void account_with_bytes_cannot_be_closed() {
     kvt::runtime rt = kvt::runtime::open();
     kvt::budget_opts limits;
     limits.host_bytes = 1 << 20;
@@ -209,7 +209,7 @@ static void account_that_holds() {
     CHECK(!account.try_reserve(kvt::tier::host, 1 << 20));
     const int before = defects;
     kvt_account_t *raw = account.get();
-    account.reset();  // cannot close it, may not throw
+    account.reset();  // fails to close, must not throw
     CHECK(defects == before + 1 && !account);
     account = kvt::account::adopt(raw);
     account.commit(kvt::tier::host, 4096, 4096);
@@ -221,13 +221,13 @@ static void account_that_holds() {
 
 int main() {
     kvt::set_defect_hook(count_defect);
-    moves();
-    any_order();
-    in_flight();
-    words();
-    spans();
-    work();
+    moved_from_and_empty_owners_fail_with_handle_error();
+    children_outlive_their_runtime();
+    buffers_may_be_destroyed_before_ops_in_flight();
+    exceptions_have_status_message_and_offset();
+    spans_view_arrays_and_buffers();
+    ops_report_items_and_completions();
     CHECK(defects == 0);
-    account_that_holds();
+    account_with_bytes_cannot_be_closed();
     return done();
 }

@@ -1,4 +1,4 @@
-// kvt::policy: every call once, callables as callbacks, exceptions in them.
+// kvt::policy: every call, callables as callbacks, exceptions in callbacks.
 #include <kvtier/kvtier.hpp>
 
 #include "check.hpp"
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-static kvt::policy_opts small(std::string_view spec) {
+static kvt::policy_opts small_policy(std::string_view spec) {
     kvt::policy_opts opts;
     opts.spec = spec;
     opts.max_objects = 64;
@@ -16,28 +16,29 @@ static kvt::policy_opts small(std::string_view spec) {
     return opts;
 }
 
-static void objects() {
-    kvt::policy p = kvt::policy::open(small("lru"));
+static void policy_evicts_objects_of_its_table() {
+    kvt::policy p = kvt::policy::open(small_policy("lru"));
     const std::vector<kvt_policy_object_t> rows = {kvt::policy_row(1, 2), kvt::policy_row(2, 2, 1),
                                                 kvt::policy_row(3, 2, 2)};
     p.insert(rows);
     p.insert(kvt::policy_row(9, 5));
-    kvt::policy_context who;
-    who.session = 4;
-    who.tokens_each = 16;
+    kvt::policy_context context;
+    context.session = 4;
+    context.tokens_each = 16;
     const std::vector<std::uint64_t> path = {1, 2, 3, 4};
     std::vector<std::uint8_t> found(4);
-    CHECK(p.lookup(path, who, 0, found) == 3);
+    CHECK(p.lookup(path, context, 0, found) == 3);
     CHECK(found[2] == 1 && found[3] == 0);
     CHECK(p.touch(path) == 3);
-    CHECK(p.record(std::vector<std::uint64_t>{9, 10}, who) == 1);
+    CHECK(p.record(std::vector<std::uint64_t>{9, 10}, context) == 1);
     kvt::policy_hint hint;
     hint.stop = KVT_STOP_END_TURN;
-    CHECK(p.hint(path, hint, who) == 3);
+    CHECK(p.hint(path, hint, context) == 3);
     const std::vector<std::uint64_t> nine = {9}, three = {3};
     p.pin(nine);
     p.acquire(three);
-    CHECK(p.preview(100).victims.size() == 1);  // 10: the path is held at its end
+    // Only 10 is a candidate: 9 is pinned, and a reference on the end of the path protects it.
+    CHECK(p.preview(100).victims.size() == 1);
     p.unpin(nine);
     p.release_refs(three);
     p.resize(nine, std::vector<std::uint64_t>{6});
@@ -59,8 +60,8 @@ static void objects() {
     CHECK_THROWS(p.stats(), KVT_E_HANDLE);
 }
 
-static void columns() {
-    kvt::policy p = kvt::policy::open(small("lru"));
+static void select_chooses_among_the_callers_candidates() {
+    kvt::policy p = kvt::policy::open(small_policy("lru"));
     const std::vector<std::uint64_t> ids = {3, 2, 1}, blocks = {4, 4, 4};
     const std::vector<std::int64_t> last = {30, 20, 10};
     kvt_policy_columns_t c = kvt::policy_columns(ids);
@@ -76,14 +77,14 @@ static void columns() {
     CHECK_THROWS(p.select(c, 5), KVT_E_INVALID);
 }
 
-static void callables() {
-    CHECK_THROWS(kvt::policy::open(small("custom")), KVT_E_INVALID);
+static void score_and_predict_callables_are_called() {
+    CHECK_THROWS(kvt::policy::open(small_policy("custom")), KVT_E_INVALID);
     int calls = 0;
-    bool bad = false;
-    kvt::policy_opts opts = small("custom");
+    bool throws = false;
+    kvt::policy_opts opts = small_policy("custom");
     opts.score = [&](const kvt_policy_columns_t &c, std::int64_t, kvt::span<double> scores) {
         ++calls;
-        if (bad) throw std::runtime_error("no");
+        if (throws) throw std::runtime_error("no");
         for (std::size_t i = 0; i < scores.size(); ++i)
             scores[i] = -static_cast<double>(c.ids[i]);
         return KVT_OK;
@@ -95,21 +96,21 @@ static void callables() {
     kvt::policy p = kvt::policy::open(std::move(opts));
     p.record(std::vector<std::uint64_t>{1, 2, 3});
     CHECK(p.evict(1).victims.at(0).id == 3);
-    bad = true;
+    throws = true;
     CHECK_THROWS(p.evict(1), KVT_E_STATE);
-    bad = false;
+    throws = false;
     CHECK(p.stats().objects == 2);
-    kvt::policy_context who;
-    who.session = 1;
+    kvt::policy_context context;
+    context.session = 1;
     calls = 0;
-    p.lookup(std::vector<std::uint64_t>{1}, who);
+    p.lookup(std::vector<std::uint64_t>{1}, context);
     CHECK(calls == 1);
 }
 
 int main() {
     kvt::check_abi();
-    objects();
-    columns();
-    callables();
+    policy_evicts_objects_of_its_table();
+    select_chooses_among_the_callers_candidates();
+    score_and_predict_callables_are_called();
     return done();
 }

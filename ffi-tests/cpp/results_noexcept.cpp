@@ -1,4 +1,4 @@
-// The face without exceptions: results, and callbacks, under -fno-exceptions.
+// Error handling without exceptions: results and callbacks, compiled with -fno-exceptions.
 #include <kvtier/kvtier.hpp>
 
 #include "check.hpp"

@@ -1,6 +1,6 @@
-// kvt::sparse and kvt::job: a prompt with an index and a job on threads, sums that evict, pages
-// for text, a policy of the engine's own. Results are compared with attention computed here, in
-// double, key by key.
+// kvt::sparse and kvt::job: prefill with an index and a job on threads, eviction by sums, decode by
+// pages, custom policies. Results are compared with attention that this file computes in double,
+// key by key.
 #include <kvtier/kvtier.hpp>
 
 #include "check.hpp"
@@ -33,7 +33,7 @@ const std::vector<float> q = numbers(TOKENS * QUERY_HEADS * DIM, 1);
 const std::vector<float> k = numbers(TOKENS * HEADS * DIM, 2);
 const std::vector<float> v = numbers(TOKENS * HEADS * VALUES, 3);
 
-kvt::attention model() {
+kvt::attention model_shape() {
     kvt::attention shape;
     shape.layers = LAYERS;
     shape.query_heads = QUERY_HEADS;
@@ -55,14 +55,14 @@ kvt_rows_t queries_from(std::uint32_t first) {
     return rows(q, first, TOKENS - first, QUERY_HEADS, DIM);
 }
 
-kvt::attention_args problem(std::uint32_t first, const kvt::sparse_index *select) {
-    kvt::attention_args p;
-    p.queries = queries_from(first);
-    p.keys = rows(k, 0, TOKENS, HEADS, DIM);
-    p.values = rows(v, 0, TOKENS, HEADS, VALUES);
-    p.select = select;
-    p.first_query = first;
-    return p;
+kvt::attention_args attention_of(std::uint32_t first, const kvt::sparse_index *select) {
+    kvt::attention_args args;
+    args.queries = queries_from(first);
+    args.keys = rows(k, 0, TOKENS, HEADS, DIM);
+    args.values = rows(v, 0, TOKENS, HEADS, VALUES);
+    args.select = select;
+    args.first_query = first;
+    return args;
 }
 
 kvt::sparse_context at(bool is_prefill, std::uint32_t first) {
@@ -78,7 +78,7 @@ bool has(const kvt::sparse_index &index, std::uint32_t list, std::uint32_t item)
     return std::find(items.begin(), items.end(), item) != items.end();
 }
 
-/// Whether a query at a position sees a key, as the header tells it.
+/// Whether a query at a position sees a key, by the definition of kvt_index_t.
 bool sees(const kvt::sparse_index &index, std::uint32_t head, std::uint32_t first,
           std::uint32_t query, std::uint32_t key) {
     if (key > query) return false;
@@ -98,7 +98,7 @@ bool sees(const kvt::sparse_index &index, std::uint32_t head, std::uint32_t firs
     return false;
 }
 
-/// Attention of one query and head; what each key got is added to its head's sums.
+/// Attention of one query and head; adds the attention that each key received to the head's sums.
 double attend(const kvt::sparse_index &index, std::uint32_t first, std::uint32_t query,
               std::uint32_t head, std::vector<double> &result, std::vector<double> *sums) {
     const std::uint32_t of = head / (QUERY_HEADS / HEADS);
@@ -126,8 +126,8 @@ double attend(const kvt::sparse_index &index, std::uint32_t first, std::uint32_t
 
 bool near(double got, double want) { return std::fabs(got - want) < 2e-5; }
 
-/// Whether outputs of all queries from first on are what they should be.
-bool right(const kvt::sparse_index &index, std::uint32_t first, const std::vector<float> &out,
+/// Whether the outputs of all queries from `first` on equal the attention computed here.
+bool is_right(const kvt::sparse_index &index, std::uint32_t first, const std::vector<float> &out,
            const std::vector<float> &lse) {
     std::vector<double> want;
     for (std::uint32_t query = first; query < TOKENS; query++)
@@ -141,7 +141,7 @@ bool right(const kvt::sparse_index &index, std::uint32_t first, const std::vecto
     return true;
 }
 
-/// Each thread takes its items of a step, one here, one there.
+/// Runs a job on several threads, which take turns in the items of a step.
 void run_on_threads(const kvt::job &job) {
     const kvt_attention_job_info_t info = job.info();
     for (std::uint32_t step = 0; step < info.steps; step++) {
@@ -158,11 +158,11 @@ void run_on_threads(const kvt::job &job) {
     CHECK_THROWS(job.run(info.steps, 0, 1, {}), KVT_E_INVALID);
 }
 
-void prompts(const char *spec) {
-    const kvt::sparse policy = kvt::sparse::open(model(), spec);
+void prefill_matches_dense_reference(const char *spec) {
+    const kvt::sparse policy = kvt::sparse::open(model_shape(), spec);
     const kvt_sparse_traits_t traits = policy.traits();
     CHECK((traits.caps & KVT_SPARSE_INDEX_PREFILL) != 0);
-    const kvt::attention_args all = problem(0, nullptr);
+    const kvt::attention_args all = attention_of(0, nullptr);
     const bool wants_keys = (traits.needs & KVT_NEEDS_ALL_KEYS) != 0;
     const kvt::sparse_index index =
         policy.index(1, all.queries, wants_keys ? &all.keys : nullptr, at(true, 0));
@@ -170,12 +170,12 @@ void prompts(const char *spec) {
     CHECK(again.items == index.items && again.starts == index.starts);
 
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES), lse(TOKENS * QUERY_HEADS);
-    const kvt::attention_args p = problem(0, &index);
+    const kvt::attention_args p = attention_of(0, &index);
     kvt::job job = kvt::job::prefill(p, out, lse);
     run_on_threads(job);
     job.close();
-    CHECK(!job && right(index, 0, out, lse));
-    // On this thread, and in one call: the same bits.
+    CHECK(!job && is_right(index, 0, out, lse));
+    // On one thread, and in one call, the bits are equal.
     std::vector<float> same(out.size());
     kvt::job::prefill(p, same).run();
     CHECK(same == out);
@@ -188,29 +188,29 @@ void prompts(const char *spec) {
     CHECK_THROWS(kvt::job::prefill(p, same), KVT_E_TOO_SMALL);
 }
 
-void pieces() {
+void attention_over_pieces_of_keys_merges() {
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES), lse(TOKENS * QUERY_HEADS);
     std::vector<float> part(out.size()), part_lse(lse.size());
     const std::uint32_t cuts[] = {0, 50, 53, TOKENS};
     for (std::uint32_t i = 0; i < 3; i++) {
-        kvt::attention_args p = problem(0, nullptr);
+        kvt::attention_args p = attention_of(0, nullptr);
         p.keys = rows(k, cuts[i], cuts[i + 1] - cuts[i], HEADS, DIM);
         p.values = rows(v, cuts[i], cuts[i + 1] - cuts[i], HEADS, VALUES);
         p.first_key = cuts[i];
         kvt::job::prefill(p, i == 0 ? out : part, i == 0 ? lse : part_lse).run();
         if (i > 0) kvt::merge_attention(out, lse, part, part_lse);
     }
-    CHECK(right({}, 0, out, lse));
+    CHECK(is_right({}, 0, out, lse));
     part.pop_back();
     CHECK_THROWS(kvt::merge_attention(out, lse, part, part_lse), KVT_E_INVALID);
 }
 
-void evicting(const kvt::runtime &runtime) {
-    kvt::budget_opts money;
-    money.host_bytes = 1 << 24;
-    const kvt::budget budget = runtime.open_budget(money);
+void evict_keeps_the_keys_with_most_attention(const kvt::runtime &runtime) {
+    kvt::budget_opts limits;
+    limits.host_bytes = 1 << 24;
+    const kvt::budget budget = runtime.open_budget(limits);
     const kvt::account account = budget.open_account();
-    const kvt::attention_args p = problem(0, nullptr);
+    const kvt::attention_args p = attention_of(0, nullptr);
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES), lse(TOKENS * QUERY_HEADS);
     std::vector<float> sums(QUERY_HEADS * TOKENS);
     kvt::job::prefill(p, out, lse).run();
@@ -222,7 +222,8 @@ void evicting(const kvt::runtime &runtime) {
     for (std::size_t i = 0; i < want.size(); i++)
         CHECK(std::fabs(double{sums[i]} - want[i]) < 1e-3);
 
-    kvt::sparse policy = kvt::sparse::open(model(), "h2o(sink=2,recent=10,budget=20)", &account);
+    kvt::sparse policy =
+        kvt::sparse::open(model_shape(), "h2o(sink=2,recent=10,budget=20)", &account);
     policy.append(0, 0, p.keys);
     policy.observe(0, TOKENS, sums, TOKENS);
     CHECK_THROWS(policy.observe(LAYERS, TOKENS, sums, TOKENS), KVT_E_INVALID);
@@ -235,18 +236,18 @@ void evicting(const kvt::runtime &runtime) {
     for (std::uint32_t head = 0; head < kept.size(); head++) {
         const std::vector<std::uint32_t> &list = kept[head];
         CHECK(list.size() == 32);
-        double least = INFINITY, most_gone = 0;
+        double least_kept = INFINITY, most_evicted = 0;
         for (std::uint32_t key = 0; key < TOKENS; key++) {
-            const double got = want[2 * head * TOKENS + key] + want[(2 * head + 1) * TOKENS + key];
+            const double sum = want[2 * head * TOKENS + key] + want[(2 * head + 1) * TOKENS + key];
             const bool stays = std::binary_search(list.begin(), list.end(), key);
             if (key < 2 || key >= TOKENS - 10)
                 CHECK(stays);
             else if (stays)
-                least = std::min(least, got);
+                least_kept = std::min(least_kept, sum);
             else
-                most_gone = std::max(most_gone, got);
+                most_evicted = std::max(most_evicted, sum);
         }
-        CHECK(least > most_gone - 1e-3);
+        CHECK(least_kept > most_evicted - 1e-3);
     }
     policy.evicted(0, kept);
     CHECK(static_cast<kvt::kept_tokens>(policy.evict(0, at(true, 0))).empty());
@@ -256,11 +257,11 @@ void evicting(const kvt::runtime &runtime) {
     policy.close();
     CHECK(static_cast<kvt::account::holding>(account.held(kvt::tier::host)).used_bytes == 0);
     const kvt::account none;
-    CHECK_THROWS(kvt::sparse::open(model(), "full", &none), KVT_E_HANDLE);
+    CHECK_THROWS(kvt::sparse::open(model_shape(), "full", &none), KVT_E_HANDLE);
 }
 
-void text_by_pages() {
-    const kvt::sparse policy = kvt::sparse::open(model(), "quest(budget=48,page=16,dense=0)");
+void decode_selects_blocks_by_pages() {
+    const kvt::sparse policy = kvt::sparse::open(model_shape(), "quest(budget=48,page=16,dense=0)");
     std::vector<std::uint32_t> candidates;
     for (std::uint32_t id = 0; id < BLOCKS; id++) {
         policy.seal(2, id, id * BLOCK, rows(k, id * BLOCK, BLOCK, HEADS, DIM));
@@ -274,20 +275,20 @@ void text_by_pages() {
     CHECK_THROWS(policy.select(2, &query, candidates, at(false, last)), KVT_E_INVALID);
     candidates[0] = BLOCKS - 1;
 
-    // What is seen is a part of what is loaded.
+    // Every key in the index is in a selected block.
     const kvt::sparse_index index = policy.index(2, query, nullptr, at(false, last));
     for (std::uint32_t head = 0; head < QUERY_HEADS; head++)
         for (std::uint32_t key = 0; key < TOKENS; key++)
             CHECK(!sees(index, head, last, last, key) ||
                   std::binary_search(ids.begin(), ids.end(), key / BLOCK));
     std::vector<float> out(QUERY_HEADS * VALUES), lse(QUERY_HEADS);
-    const kvt::attention_args p = problem(last, &index);
+    const kvt::attention_args p = attention_of(last, &index);
     std::vector<float> memory(kvt::job::decode_memory(p));
     run_on_threads(kvt::job::decode(p, out, lse, memory));
-    CHECK(right(index, last, out, lse));
+    CHECK(is_right(index, last, out, lse));
 
-    // All keys, and what each of them got.
-    const kvt::attention_args all = problem(last, nullptr);
+    // Attention over all keys, and the attention that each key received.
+    const kvt::attention_args all = attention_of(last, nullptr);
     memory.resize(kvt::job::decode_memory(all, true));
     const kvt::job job = kvt::job::decode(all, out, lse, memory, true);
     job.run();
@@ -298,7 +299,7 @@ void text_by_pages() {
         attend({}, last, last, head, result, &want);
     for (std::size_t i = 0; i < want.size(); i++) CHECK(near(double{sums[i]}, want[i]));
 
-    // What it knows goes with blocks, and to a copy.
+    // State of a block can be saved and loaded; a fork has the state, too.
     std::vector<std::uint8_t> saved = policy.save(2, 3);
     CHECK(!saved.empty());
     CHECK_THROWS(policy.save(1, 3), KVT_E_NOT_FOUND);
@@ -326,8 +327,8 @@ void text_by_pages() {
         }
 }
 
-/// Some blocks and the last tokens in a buffer: an index and sums of their rows.
-void in_a_buffer() {
+/// Some blocks and the tail in a buffer: an index of their rows, and sums over them.
+void index_and_sums_are_placed_in_a_buffer() {
     const std::vector<std::uint32_t> blocks = {0, 2, 5};
     const std::uint32_t last = TOKENS - 1;
     kvt::block_placement placed;
@@ -346,15 +347,15 @@ void in_a_buffer() {
         const std::vector<std::uint32_t> list = {0, 1 + head % 2, 4, 11, 15};
         wanted.heads.push_back({KVT_INDEX_BLOCKS, wanted.add(list), 1, 0, 8, UINT32_MAX});
     }
-    const kvt::placed_index of_rows = kvt::place_index(model(), placed, &wanted, last, 1);
+    const kvt::placed_index of_rows = kvt::place_index(model_shape(), placed, &wanted, last, 1);
     CHECK(of_rows.first_query == n - 1);
     std::size_t most = 0;
     for (std::uint32_t head = 0; head < QUERY_HEADS; head++) {
         std::size_t count = 0;
         for (std::uint32_t row = 0; row < n; row++) {
-            const bool is = sees(of_rows.index, head, n - 1, n - 1, row);
-            CHECK(is == sees(wanted, head, last, last, position[row]));
-            count += is ? 1 : 0;
+            const bool visible = sees(of_rows.index, head, n - 1, n - 1, row);
+            CHECK(visible == sees(wanted, head, last, last, position[row]));
+            count += visible ? 1 : 0;
         }
         most = std::max(most, count);
     }
@@ -378,16 +379,16 @@ void in_a_buffer() {
     limits.query_heads = QUERY_HEADS;
     limits.key_dim = DIM;
     limits.value_dim = VALUES;
-    const kvt::kernel_workspace room = kvt::workspace(KVT_KERNEL_DECODE, limits);
+    const kvt::kernel_workspace workspace = kvt::workspace(KVT_KERNEL_DECODE, limits);
     std::vector<float> memory(kvt::job::decode_memory(p, true)), sums(QUERY_HEADS * most);
-    CHECK(memory.size() <= room.memory && room.scratch > 0);
+    CHECK(memory.size() <= workspace.memory && workspace.scratch > 0);
     const kvt::job job = kvt::job::decode(p, out, lse, memory, true);
     CHECK(static_cast<kvt_attention_job_info_t>(job.info()).sum_keys == most);
     job.run();
     job.add_sums(sums);
-    std::vector<float> told(QUERY_HEADS * TOKENS, 1.0f);
-    kvt::place_sums(model(), TOKENS, placed, sums, told, &of_rows, 1);
-    // Only what is there has got something: attention over it.
+    std::vector<float> token_sums(QUERY_HEADS * TOKENS, 1.0f);
+    kvt::place_sums(model_shape(), TOKENS, placed, sums, token_sums, &of_rows, 1);
+    // Only tokens in the buffer received attention.
     std::vector<double> logits(TOKENS);
     for (std::uint32_t head = 0; head < QUERY_HEADS; head++) {
         double all = 0;
@@ -402,22 +403,23 @@ void in_a_buffer() {
             all += std::exp(logits[key]);
         }
         for (std::uint32_t key = 0; key < TOKENS; key++)
-            CHECK(near(double{told[head * TOKENS + key]}, 1 + std::exp(logits[key]) / all));
+            CHECK(near(double{token_sums[head * TOKENS + key]}, 1 + std::exp(logits[key]) / all));
     }
-    told.pop_back();
-    CHECK_THROWS(kvt::place_sums(model(), TOKENS, placed, sums, told, &of_rows, 1), KVT_E_INVALID);
+    token_sums.pop_back();
+    CHECK_THROWS(kvt::place_sums(model_shape(), TOKENS, placed, sums, token_sums, &of_rows, 1),
+                 KVT_E_INVALID);
     placed.tail_first = 3;
-    CHECK_THROWS(kvt::place_index(model(), placed, &wanted, last, 1), KVT_E_INVALID);
+    CHECK_THROWS(kvt::place_index(model_shape(), placed, &wanted, last, 1), KVT_E_INVALID);
 }
 
-/// What a policy of the engine's own has seen; copies of it share this.
-struct seen {
-    std::uint32_t sealed = 0, sealed_all = 0, forks = 0, observed = 0, left = 99;
+/// The calls that a custom policy received. Its copies share them.
+struct record {
+    std::uint32_t sealed = 0, sealed_all = 0, forks = 0, observed = 0, length = 99;
     kvt::kept_tokens evicted;
     const kvt::sparse *self = nullptr;
 };
 
-kvt::sparse_custom own_policy(const std::shared_ptr<seen> &own) {
+kvt::sparse_custom custom_policy(const std::shared_ptr<record> &own) {
     kvt::sparse_custom custom;
     custom.traits.caps =
         KVT_SPARSE_LOAD_DECODE | KVT_SPARSE_INDEX_PREFILL | KVT_SPARSE_EVICT_DECODE;
@@ -446,11 +448,11 @@ kvt::sparse_custom own_policy(const std::shared_ptr<seen> &own) {
                                  std::vector<std::uint32_t> &chosen) -> kvt_status_t {
         if (query == nullptr) throw std::runtime_error("no query");
         CHECK(query->view.heads == QUERY_HEADS && context.tokens == TOKENS);
-        // Inside of a callback the policy is busy.
+        // A call from a callback finds the policy busy.
         CHECK_THROWS(own->self->restart(), KVT_E_BUSY);
         for (const std::uint32_t id : candidates)
             if (id % 4 == 0) chosen.insert(chosen.begin(), id);
-        if (layer == 1) chosen[0] = 1000; // it is wrong here
+        if (layer == 1) chosen[0] = 1000; // no candidate
         if (layer == 2) chosen.resize(100, 0);
         return KVT_OK;
     };
@@ -476,22 +478,22 @@ kvt::sparse_custom own_policy(const std::shared_ptr<seen> &own) {
         return KVT_OK;
     };
     custom.truncate = [own](std::uint32_t tokens) {
-        own->left = tokens;
+        own->length = tokens;
         return KVT_OK;
     };
     custom.fork = [own]() -> std::unique_ptr<kvt::sparse_custom> {
         if (++own->forks > 1) return nullptr;
-        return std::make_unique<kvt::sparse_custom>(own_policy(own));
+        return std::make_unique<kvt::sparse_custom>(custom_policy(own));
     };
     return custom;
 }
 
-void of_the_engines_own() {
-    const std::shared_ptr<seen> own = std::make_shared<seen>();
-    kvt::sparse_custom without = own_policy(own);
+void custom_policy_is_called_and_checked() {
+    const std::shared_ptr<record> own = std::make_shared<record>();
+    kvt::sparse_custom without = custom_policy(own);
     without.select_blocks = nullptr;
-    CHECK_THROWS(kvt::sparse::open(model(), std::move(without)), KVT_E_INVALID);
-    const kvt::sparse policy = kvt::sparse::open(model(), own_policy(own));
+    CHECK_THROWS(kvt::sparse::open(model_shape(), std::move(without)), KVT_E_INVALID);
+    const kvt::sparse policy = kvt::sparse::open(model_shape(), custom_policy(own));
     own->self = &policy;
     const kvt_rows_t block = rows(k, BLOCK, BLOCK, HEADS, DIM);
     policy.seal(1, 1, BLOCK, block);
@@ -512,20 +514,20 @@ void of_the_engines_own() {
           wanted);
     CHECK_THROWS(policy.select(1, &query, candidates, now), KVT_E_INVALID);
     CHECK_THROWS(policy.select(2, &query, candidates, now), KVT_E_INVALID);
-    static std::string told;
-    told.clear();
-    const kvt::defect_hook former = kvt::set_defect_hook(
-        [](const char *, kvt_status_t, const char *what) noexcept { told = what; });
+    static std::string defect;
+    defect.clear();
+    const kvt::defect_hook previous = kvt::set_defect_hook(
+        [](const char *, kvt_status_t, const char *what) noexcept { defect = what; });
     CHECK_THROWS(policy.select(0, nullptr, candidates, now), KVT_E_STATE);
-    kvt::set_defect_hook(former);
-    CHECK(told == "no query");
+    kvt::set_defect_hook(previous);
+    CHECK(defect == "no query");
 
-    const kvt::attention_args p = problem(0, nullptr);
+    const kvt::attention_args p = attention_of(0, nullptr);
     const kvt::sparse_index index = policy.index(0, p.queries, nullptr, at(true, 0));
     CHECK(index.items.size() == 9 && index.heads.size() == 1);
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES), lse(TOKENS * QUERY_HEADS);
     policy.prefill_attention(0, p.queries, p.keys, p.values, at(true, 0), out, lse);
-    CHECK(right(index, 0, out, lse));
+    CHECK(is_right(index, 0, out, lse));
     const kvt::sparse_index again = policy.index(0, p.queries, nullptr, at(true, 0));
     CHECK(again.items == index.items);
 
@@ -539,20 +541,20 @@ void of_the_engines_own() {
     policy.evicted(1, kept);
     CHECK(own->evicted == two);
     policy.truncate(5);
-    CHECK(own->left == 5);
+    CHECK(own->length == 5);
     policy.restart();
-    CHECK(own->left == 0);
+    CHECK(own->length == 0);
 
     CHECK(own.use_count() > 1);
     {
         const kvt::sparse copy = policy.fork();
         copy.truncate(33);
-        CHECK(own->left == 33);
+        CHECK(own->length == 33);
         CHECK_THROWS(policy.fork(), KVT_E_UNSUPPORTED);
     }
 
-    // With a kernel of its own.
-    kvt::sparse_custom custom = own_policy(own);
+    // A policy with its own kernel.
+    kvt::sparse_custom custom = custom_policy(own);
     custom.sparse_prefill_attention = [](std::uint32_t, const kvt_rows_t &, const kvt_rows_t &,
                                          const kvt_rows_t &, const kvt::sparse_context &,
                                          kvt::span<float> to, kvt::span<float> logs) {
@@ -560,38 +562,38 @@ void of_the_engines_own() {
         std::fill(to.begin(), to.end(), 7.0f);
         return KVT_OK;
     };
-    const kvt::sparse other = kvt::sparse::open(model(), std::move(custom));
+    const kvt::sparse other = kvt::sparse::open(model_shape(), std::move(custom));
     other.prefill_attention(0, p.queries, p.keys, p.values, at(true, 0), out);
     CHECK(out.front() == 7.0f && out.back() == 7.0f);
-    // A copy that lacks a function is none.
+    // A copy that lacks a function of the original is rejected.
     own->forks = 0;
     CHECK_THROWS(other.fork(), KVT_E_INVALID);
 }
 
-void nothing_stays_behind() {
-    const std::shared_ptr<seen> own = std::make_shared<seen>();
+void closing_a_custom_policy_destroys_its_functions() {
+    const std::shared_ptr<record> own = std::make_shared<record>();
     {
-        const kvt::sparse policy = kvt::sparse::open(model(), own_policy(own));
+        const kvt::sparse policy = kvt::sparse::open(model_shape(), custom_policy(own));
         const kvt::sparse copy = policy.fork();
         CHECK(own.use_count() > 2);
     }
     CHECK(own.use_count() == 1);
 }
 
-void wrong() {
-    CHECK_THROWS(kvt::sparse::open(model(), "qest"), KVT_E_SPEC);
-    CHECK_THROWS(kvt::sparse::open(model(), ""), KVT_E_INVALID);
+void invalid_calls_throw() {
+    CHECK_THROWS(kvt::sparse::open(model_shape(), "qest"), KVT_E_SPEC);
+    CHECK_THROWS(kvt::sparse::open(model_shape(), ""), KVT_E_INVALID);
     const kvt::sparse none;
     CHECK_THROWS(none.stats(), KVT_E_HANDLE);
     CHECK_THROWS(none.restart(), KVT_E_HANDLE);
     CHECK_THROWS(kvt::job().info(), KVT_E_HANDLE);
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES);
-    kvt::attention_args p = problem(0, nullptr);
+    kvt::attention_args p = attention_of(0, nullptr);
     p.values = rows(v, 0, TOKENS - 1, HEADS, VALUES);
     CHECK_THROWS(kvt::job::prefill(p, out), KVT_E_INVALID);
     kvt::sparse_index nonsense;
     nonsense.heads = {{9, 0, 0, 0, 0, 0}};
-    CHECK_THROWS(kvt::job::prefill(problem(0, &nonsense), out), KVT_E_INVALID);
+    CHECK_THROWS(kvt::job::prefill(attention_of(0, &nonsense), out), KVT_E_INVALID);
     std::vector<float> bad(DIM * HEADS, 1.0f);
     kvt::check_rows(rows(bad, 0, 1, HEADS, DIM));
     bad[3] = NAN;
@@ -607,17 +609,17 @@ void wrong() {
 
 int main() {
     const kvt::runtime runtime = kvt::runtime::open();
-    prompts("minference(budget=0.2,last_q=16,sinks=4,recent=8)");
-    prompts("minference(type=tri_shape,sinks=8,recent=32,dense_rows=20)");
-    prompts("xattention(block=32,stride=4)");
-    prompts("streaming(sinks=4,recent=40)");
-    prompts("full");
-    pieces();
-    evicting(runtime);
-    text_by_pages();
-    in_a_buffer();
-    of_the_engines_own();
-    nothing_stays_behind();
-    wrong();
+    prefill_matches_dense_reference("minference(budget=0.2,last_q=16,sinks=4,recent=8)");
+    prefill_matches_dense_reference("minference(type=tri_shape,sinks=8,recent=32,dense_rows=20)");
+    prefill_matches_dense_reference("xattention(block=32,stride=4)");
+    prefill_matches_dense_reference("streaming(sinks=4,recent=40)");
+    prefill_matches_dense_reference("full");
+    attention_over_pieces_of_keys_merges();
+    evict_keeps_the_keys_with_most_attention(runtime);
+    decode_selects_blocks_by_pages();
+    index_and_sums_are_placed_in_a_buffer();
+    custom_policy_is_called_and_checked();
+    closing_a_custom_policy_destroys_its_functions();
+    invalid_calls_throw();
     return done();
 }

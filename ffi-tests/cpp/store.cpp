@@ -1,4 +1,5 @@
-// kvt::store: owners in any order, moves in whole and by layers, errors as exceptions.
+// kvt::store: closing in any order, transfers as one op and by layers, blocks, lookups, plans,
+// remote, errors as exceptions.
 #include <kvtier/kvtier.hpp>
 
 #include "check.hpp"
@@ -33,7 +34,7 @@ struct tensors {
     }
 };
 
-kvt::layout model() {
+kvt::layout model_layout() {
     kvt::layer_group group;
     group.layers = {0, 1, 2};
     group.dtype = KVT_DTYPE_F16;
@@ -45,7 +46,7 @@ kvt::layout model() {
     return layout;
 }
 
-kvt::identity who(std::string_view salt) {
+kvt::identity identity_with(std::string_view salt) {
     kvt::identity id;
     id.model = "m";
     id.salt = salt;
@@ -53,7 +54,7 @@ kvt::identity who(std::string_view salt) {
     return id;
 }
 
-void there_and_back(const kvt::runtime &runtime, const std::string &folder) {
+void durable_put_survives_reopen(const kvt::runtime &runtime, const std::string &folder) {
     const std::string spec =
         "store(host=1MiB, write=back, disk=disk(path=\"" + folder +
         "\", bytes=16MiB, segment=1MiB))";
@@ -64,7 +65,8 @@ void there_and_back(const kvt::runtime &runtime, const std::string &folder) {
         from.bytes[i] = static_cast<std::uint8_t>(i * 31 + i / 256);
     {
         kvt::store store = kvt::store::open(runtime, spec);
-        kvt::session session = store.open_name_space(who("a"), model()).open_session();
+        kvt::session session =
+            store.open_name_space(identity_with("a"), model_layout()).open_session();
         session.append(tokens);
         kvt::transfer what = from.all();
         what.level = KVT_LEVEL_DURABLE;
@@ -78,12 +80,12 @@ void there_and_back(const kvt::runtime &runtime, const std::string &folder) {
         hint.stop = KVT_STOP_END_TURN;
         fork.hint(hint);
         CHECK(store.stats().pins == 2);
-        // The store goes first; what was opened on it says so.
+        // The store is closed before its sessions, which report that.
         store.close();
         CHECK_THROWS(fork.append(tokens), KVT_E_CLOSED);
     }
     kvt::store store = kvt::store::open(runtime, spec);
-    kvt::name_space space = store.open_name_space(who("a"), model());
+    kvt::name_space space = store.open_name_space(identity_with("a"), model_layout());
     kvt::session session = space.open_session();
     session.append(tokens);
     tensors to(16);
@@ -95,55 +97,55 @@ void there_and_back(const kvt::runtime &runtime, const std::string &folder) {
     ahead.tokens = 8;
     CHECK(session.prefetch(ahead).finish().value == 8);
 
-    kvt::name_space other = store.open_name_space(who("b"), model());
+    kvt::name_space other = store.open_name_space(identity_with("b"), model_layout());
     CHECK(other.key() != space.key() && space.key().size() == KVT_KEY_BYTES);
-    kvt::session stranger = other.open_session();
-    stranger.append(tokens);
-    tensors none(16);
-    kvt::op missing = stranger.get(none.all());
+    kvt::session unrelated = other.open_session();
+    unrelated.append(tokens);
+    tensors untouched(16);
+    kvt::op missing = unrelated.get(untouched.all());
     CHECK_THROWS(missing.finish(), KVT_E_NOT_FOUND);
-    CHECK(missing.info().value == 0 && none.bytes == tensors(16).bytes);
+    CHECK(missing.info().value == 0 && untouched.bytes == tensors(16).bytes);
     CHECK(store.metrics().find("# TYPE kvtier_") != std::string::npos);
 }
 
-// Blocks that the engine names itself.
-void blocks(const kvt::runtime &runtime) {
+void blocks_are_stored_and_held_by_name(const kvt::runtime &runtime) {
     kvt::store store = kvt::store::open(runtime, "store(host=1MiB)");
-    kvt::name_space space = store.open_name_space(who("a"), model());
+    kvt::name_space space = store.open_name_space(identity_with("a"), model_layout());
     kvt::session session = space.open_session();
     tensors from(3 * CHUNK), to(4 * CHUNK);
     for (std::size_t i = 0; i < from.bytes.size(); i++)
         from.bytes[i] = static_cast<std::uint8_t>(i * 13 + i / 256);
-    const std::vector<std::uint8_t> called = {'a', 'b', 'c', 'x'};
+    const std::vector<std::uint8_t> name_bytes = {'a', 'b', 'c', 'x'};
     kvt::blocks what;
-    what.called.bytes = {called.data(), 3};
+    what.called.bytes = {name_bytes.data(), 3};
     what.called.each_bytes = 1;
-    const kvt::transfer all = from.all(), room = to.all();
+    const kvt::transfer all = from.all(), targets = to.all();
     what.k = all.k;
     what.v = all.v;
     kvt::op stored = session.put_blocks(what);
     CHECK(stored.finish().value == 3 * CHUNK && stored.info().items == 3);
     kvt::blocks back;
     const std::vector<std::uint64_t> ends = {1, 2, 3, 4};
-    back.called.bytes = {called.data(), called.size()};
+    back.called.bytes = {name_bytes.data(), name_bytes.size()};
     back.called.ends = {ends.data(), ends.size()};
-    back.k = room.k;
-    back.v = room.v;
+    back.k = targets.k;
+    back.v = targets.v;
     kvt::op loaded = session.get_blocks(back);
     CHECK_THROWS(loaded.finish(), KVT_E_NOT_FOUND);
     CHECK(loaded.info().items_failed == 1);
     std::vector<kvt_op_item_t> items(9);
-    CHECK(loaded.items(items) == 4 && items[2].status == KVT_OK && items[3].status == KVT_E_NOT_FOUND);
+    CHECK(loaded.items(items) == 4);
+    CHECK(items[2].status == KVT_OK && items[3].status == KVT_E_NOT_FOUND);
     for (std::size_t layer = 0; layer < LAYERS; layer++)
-        CHECK(std::memcmp(all.k[layer].address, room.k[layer].address,
+        CHECK(std::memcmp(all.k[layer].address, targets.k[layer].address,
                           3 * CHUNK * HEADS * RUN) == 0);
     kvt::blocks ahead;
     ahead.called = what.called;
     CHECK(session.prefetch_blocks(ahead).finish().value == 3 * CHUNK);
-    const std::vector<std::uint8_t> there = space.find_blocks(back.called);
-    CHECK(there.size() == 4 && there[0] != 0 && there[3] == 0);
+    const std::vector<std::uint8_t> resident = space.find_blocks(back.called);
+    CHECK(resident.size() == 4 && resident[0] != 0 && resident[3] == 0);
     CHECK(space.block_keys(back.called).size() == 4 * KVT_KEY_BYTES);
-    // What is held does not go, and is let go once, also by whoever took it over.
+    // Held blocks are not dropped. Each hold is released once, also after a move assignment.
     {
         kvt::held_blocks held = session.hold_blocks(back.called);
         CHECK(held.found().size() == 4 && held.found()[2] != 0 && held.found()[3] == 0);
@@ -153,11 +155,11 @@ void blocks(const kvt::runtime &runtime) {
         again.release();
         again = std::move(held);
         CHECK(session.drop_blocks(what.called).referenced_chunks == 3);
-        kvt::policy_hint told;
-        told.done = true;
-        session.hint_blocks(back.called, told);
-        told.confidence = 2;
-        CHECK_THROWS(session.hint_blocks(back.called, told), KVT_E_INVALID);
+        kvt::policy_hint hint;
+        hint.done = true;
+        session.hint_blocks(back.called, hint);
+        hint.confidence = 2;
+        CHECK_THROWS(session.hint_blocks(back.called, hint), KVT_E_INVALID);
     }
     kvt::held_blocks outlives;
     {
@@ -169,11 +171,11 @@ void blocks(const kvt::runtime &runtime) {
     CHECK(session.drop_blocks(what.called).removed_chunks == 3);
     CHECK(session.hold_blocks(what.called).found() == std::vector<std::uint8_t>(3, 0));
     CHECK(space.find_blocks(what.called) == std::vector<std::uint8_t>(3, 0));
-    // Names that do not fill their bytes, or end behind them, are not read.
-    back.called = {{called.data(), 3}, 2, {}};
+    // Names that do not fill their bytes, or end after them, are rejected.
+    back.called = {{name_bytes.data(), 3}, 2, {}};
     CHECK_THROWS(session.get_blocks(back), KVT_E_INVALID);
     CHECK_THROWS(space.find_blocks(back.called), KVT_E_INVALID);
-    back.called = {{called.data(), 3}, 0, {ends.data(), ends.size()}};
+    back.called = {{name_bytes.data(), 3}, 0, {ends.data(), ends.size()}};
     CHECK_THROWS(session.drop_blocks(back.called), KVT_E_INVALID);
     CHECK_THROWS(session.hold_blocks(back.called), KVT_E_INVALID);
     CHECK_THROWS(session.hint_blocks(back.called, {}), KVT_E_INVALID);
@@ -181,12 +183,12 @@ void blocks(const kvt::runtime &runtime) {
     CHECK_THROWS(session.put_blocks(what), KVT_E_INVALID);
 }
 
-void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {
+void lookups_events_and_plans_follow_puts(const kvt::runtime &runtime, const std::string &folder) {
     const std::string spec =
         "store(host=1MiB, write=back, disk=disk(path=\"" + folder +
         "\", bytes=16MiB, segment=1MiB))";
     kvt::store store = kvt::store::open(runtime, spec);
-    kvt::name_space space = store.open_name_space(who("a"), model());
+    kvt::name_space space = store.open_name_space(identity_with("a"), model_layout());
     kvt::session session = space.open_session();
     std::vector<std::uint32_t> tokens(24, 5);
     session.append(tokens);
@@ -213,15 +215,15 @@ void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {
     CHECK(found.ranges.size() == 2 && found.sum.reusable_tokens == 16);
     CHECK(found.ranges[0].state == KVT_RANGE_HIT && found.ranges[0].tier == KVT_TIER_HOST);
     std::uint64_t cursor = 0;
-    const kvt::store_events news = store.events(cursor);
-    CHECK(news.events.size() == 4 && news.missed == 0 && cursor == 4);
+    const kvt::store_events read = store.events(cursor);
+    CHECK(read.events.size() == 4 && read.missed == 0 && cursor == 4);
     CHECK(store.events(cursor).events.empty());
     CHECK(store.watch(1).finish().value == 3);
     kvt::op next = store.watch(UINT64_MAX);
     next.cancel();
     CHECK_THROWS(next.finish(), KVT_E_CANCELLED);
     std::vector<std::uint8_t> keys;
-    for (const kvt_store_event_t &e : news.events)
+    for (const kvt_store_event_t &e : read.events)
         keys.insert(keys.end(), e.key, e.key + KVT_KEY_BYTES);
     CHECK(keys == space.chunk_keys(kvt::span<const std::uint32_t>(tokens.data(), 19)));
     CHECK(space.chunk_keys({}).empty());
@@ -255,17 +257,17 @@ void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {
     CHECK(space.clear(kvt::deadline{}).removed_chunks == 3 && store.stats().chunks == 0);
 }
 
-/// Some chunks of a session, into tensors that have room for those alone.
-void picks(const kvt::runtime &runtime) {
+/// Gets some chunks of a session into tensors of exactly their size.
+void get_loads_only_the_chosen_chunks(const kvt::runtime &runtime) {
     kvt::store store = kvt::store::open(runtime, "store(host=1MiB)");
-    kvt::session session = store.open_name_space(who("a"), model()).open_session();
+    kvt::session session = store.open_name_space(identity_with("a"), model_layout()).open_session();
     session.append(std::vector<std::uint32_t>(22, 9));
     tensors from(22), to(10);
     for (std::size_t i = 0; i < from.bytes.size(); i++)
         from.bytes[i] = static_cast<std::uint8_t>(i * 29 + i / 256);
     session.put(from.all()).finish();
 
-    const std::vector<std::uint32_t> list = {1, 3, 5}; // the last one has two tokens
+    const std::vector<std::uint32_t> list = {1, 3, 5}; // chunk 5 is partial: two tokens
     kvt::transfer what = to.all();
     what.chunks = list;
     CHECK(session.get(what).finish().value == 10);
@@ -279,7 +281,7 @@ void picks(const kvt::runtime &runtime) {
     kvt::transfer ahead;
     ahead.first_token = 8;
     ahead.chunks = kvt::span<const std::uint32_t>(list.data(), 2);
-    CHECK(session.prefetch(ahead).finish().value == 6); // chunks 3 and 5 of all
+    CHECK(session.prefetch(ahead).finish().value == 6); // chunks 3 and 5 of the session
     ahead.chunks = list;
     CHECK_THROWS(session.prefetch(ahead), KVT_E_INVALID);
 
@@ -290,7 +292,7 @@ void picks(const kvt::runtime &runtime) {
     CHECK_THROWS(session.get(what), KVT_E_INVALID);
     what.reuse = false;
     what.chunks = kvt::span<const std::uint32_t>();
-    CHECK_THROWS(session.get(what), KVT_E_INVALID); // nothing is not all
+    CHECK_THROWS(session.get(what), KVT_E_INVALID); // an empty list does not mean all chunks
     CHECK_THROWS(session.get_each(what), KVT_E_INVALID);
     const std::uint32_t twice[] = {1, 1};
     what.chunks = twice;
@@ -310,7 +312,7 @@ kvt_media_t image(std::uint64_t token, std::uint8_t fill) {
     return media;
 }
 
-void wishes(const kvt::runtime &runtime, const std::string &folder) {
+void store_options_override_the_spec(const kvt::runtime &runtime, const std::string &folder) {
     kvt::store_opts opts;
     opts.spec = "store(policy=lru, disk=disk(path=\"wrong\", bytes=1GiB, segment=1MiB))";
     opts.host_bytes = 2 << 20;
@@ -321,7 +323,7 @@ void wishes(const kvt::runtime &runtime, const std::string &folder) {
     kvt::store store = kvt::store::open(runtime, opts);
     CHECK(store.stats().host_limit_bytes == 2 << 20);
     CHECK(store.stats().disk_limit_bytes == 16 << 20);
-    kvt::name_space space = store.open_name_space(who("a"), model());
+    kvt::name_space space = store.open_name_space(identity_with("a"), model_layout());
     const std::vector<std::uint32_t> tokens(16, 5);
     const std::vector<kvt_media_t> cat = {image(5, 1)}, dog = {image(5, 2)};
     kvt::session_opts as;
@@ -349,7 +351,7 @@ void wishes(const kvt::runtime &runtime, const std::string &folder) {
     const kvt_latency_t &host = times[KVT_LATENCY_GET_HOST - 1];
     const kvt_latency_t &disk = times[KVT_LATENCY_GET_DISK - 1];
     CHECK(host.kind == KVT_LATENCY_GET_HOST && disk.kind == KVT_LATENCY_GET_DISK);
-    CHECK(host.count + disk.count == 1); // by how fast what was told to leave has left
+    CHECK(host.count + disk.count == 1); // whether the demotion ended before the get
     CHECK(tenants[0].put_bytes == from.bytes.size() && tenants[0].hit_cells == 4 * LAYERS);
 
     store.set_policy(KVT_TIER_HOST, "s3fifo");
@@ -362,20 +364,22 @@ void wishes(const kvt::runtime &runtime, const std::string &folder) {
     CHECK_THROWS(store.evictions(KVT_TIER_REMOTE), KVT_E_UNSUPPORTED);
 }
 
-/* Two stores that share a directory. */
-void remote(const kvt::runtime &runtime, const std::string &path) {
+/* Two stores share a directory as their remote. */
+void remote_objects_are_found_by_another_store(const kvt::runtime &runtime,
+                                               const std::string &path) {
     std::filesystem::create_directory(path);
     const std::string spec = "store(host=8MiB, remote=dir(path=\"" + path + "\", timeout=600000))";
     kvt::store_opts opts;
     opts.spec = spec;
-    const kvt_secret_t secrets[] = {kvt::secret("password", "of nobody")};
+    const kvt_secret_t secrets[] = {kvt::secret("password", "unused")};
     opts.secrets = secrets;
     kvt::store one = kvt::store::open(runtime, opts);
     kvt::store other = kvt::store::open(runtime, opts);
     std::vector<std::uint32_t> tokens(64);
     for (std::uint32_t i = 0; i < 64; i++) tokens[i] = i * 3;
     const auto open = [&](const kvt::store &store) {
-        kvt::session session = store.open_name_space(who("far"), model()).open_session();
+        kvt::session session =
+            store.open_name_space(identity_with("remote"), model_layout()).open_session();
         session.append(tokens);
         return session;
     };
@@ -401,26 +405,26 @@ void remote(const kvt::runtime &runtime, const std::string &path) {
     b.v = r.v;
     b.level = KVT_LEVEL_REMOTE;
     first.put_blocks(b).wait(KVT_OP_RELEASED);
-    kvt::op asked = second.locate_blocks(called);
-    asked.wait(KVT_OP_RELEASED);
-    CHECK(asked.info().status == KVT_OK && asked.info().items == 2);
-    called.each_bytes = 3; // its bytes are not names of that length
+    kvt::op found = second.locate_blocks(called);
+    found.wait(KVT_OP_RELEASED);
+    CHECK(found.info().status == KVT_OK && found.info().items == 2);
+    called.each_bytes = 3; // 2 bytes are no names of 3 bytes
     CHECK_THROWS(second.locate_blocks(called), KVT_E_INVALID);
 }
 
-void mistakes(const kvt::runtime &runtime) {
+void invalid_calls_throw(const kvt::runtime &runtime) {
     CHECK_THROWS(kvt::store::open(runtime, "shop"), KVT_E_SPEC);
     kvt::store store = kvt::store::open(runtime, "store(host=1MiB)");
-    kvt::layout wrong = model();
+    kvt::layout wrong = model_layout();
     wrong.groups[0].layers.pop_back();
     wrong.groups[0].layers[0] = 7;
-    CHECK_THROWS(store.open_name_space(who(""), wrong), KVT_E_INVALID);
-    kvt::session session = store.open_name_space(who(""), model()).open_session();
+    CHECK_THROWS(store.open_name_space(identity_with(""), wrong), KVT_E_INVALID);
+    kvt::session session = store.open_name_space(identity_with(""), model_layout()).open_session();
     const std::uint32_t tokens[] = {1, 2, 3, 4, 5};
     session.append(tokens);
     tensors t(5);
     kvt::transfer r = t.all();
-    r.layers = 2; // three views: the library would read two, and v as many
+    r.layers = 2; // but three views
     CHECK_THROWS(session.put(r), KVT_E_INVALID);
     r = t.all();
     r.v = kvt::span<const kvt_view_t>(t.v.data(), 2);
@@ -447,13 +451,13 @@ int main() {
     CHECK(mkdtemp(folder) != nullptr);
     {
         kvt::runtime runtime = kvt::runtime::open();
-        there_and_back(runtime, std::string(folder) + "/kv");
-        blocks(runtime);
-        lookups_and_plans(runtime, std::string(folder) + "/kv2");
-        wishes(runtime, std::string(folder) + "/kv3");
-        picks(runtime);
-        remote(runtime, std::string(folder) + "/far");
-        mistakes(runtime);
+        durable_put_survives_reopen(runtime, std::string(folder) + "/kv");
+        blocks_are_stored_and_held_by_name(runtime);
+        lookups_events_and_plans_follow_puts(runtime, std::string(folder) + "/kv2");
+        store_options_override_the_spec(runtime, std::string(folder) + "/kv3");
+        get_loads_only_the_chosen_chunks(runtime);
+        remote_objects_are_found_by_another_store(runtime, std::string(folder) + "/remote");
+        invalid_calls_throw(runtime);
         CHECK(runtime.close().stores == 0);
     }
     std::filesystem::remove_all(folder);

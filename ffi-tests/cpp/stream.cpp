@@ -1,5 +1,5 @@
-// kvt::model and kvt::streamer: passes over a model in a file, units that go back by
-// themselves, memory that becomes less, errors as exceptions.
+// kvt::model and kvt::streamer: passes over a model in a file, leases that release themselves, less
+// memory during passes, errors as exceptions.
 #include <kvtier/kvtier.hpp>
 
 #include "check.hpp"
@@ -43,24 +43,24 @@ std::string write_model(const std::string &folder, std::vector<char> &image) {
     return path;
 }
 
-kvt::stream_opts half() {
+kvt::stream_opts half_memory() {
     kvt::stream_opts opts;
     opts.terms.flags = KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
     opts.terms.host_ceiling_bytes = 5 * 73728 + 24576;
     return opts;
 }
 
-bool same(const kvt::model &model, const kvt::held &held, const std::vector<char> &image) {
-    for (const kvt_part_t &part : model.unit_parts(held.unit())) {
+bool same(const kvt::model &model, const kvt::held &lease, const std::vector<char> &image) {
+    for (const kvt_part_t &part : model.unit_parts(lease.unit())) {
         const kvt_tensor_t tensor = model.tensor(part.tensor);
-        const auto bytes = held.part(part);
+        const auto bytes = lease.part(part);
         if (std::memcmp(bytes.data(), image.data() + tensor.offset + part.from, bytes.size()) != 0)
             return false;
     }
     return true;
 }
 
-void look(const kvt::model &model, std::size_t image_bytes) {
+void model_lists_units_and_plans(const kvt::model &model, std::size_t image_bytes) {
     const kvt_model_info_t info = model.info();
     CHECK(info.units == LAYERS + 1 && info.tensors == LAYERS + 1);
     CHECK(model.file(0).bytes == image_bytes);
@@ -71,7 +71,7 @@ void look(const kvt::model &model, std::size_t image_bytes) {
     CHECK_THROWS(model.find("nothing"), KVT_E_NOT_FOUND);
     CHECK_THROWS(model.layer(0, 0), KVT_E_NOT_FOUND);
 
-    kvt::stream_opts opts = half();
+    kvt::stream_opts opts = half_memory();
     const kvt::stream_plan plan = model.plan(opts.terms);
     CHECK(plan.residency.size() == info.units && plan.numbers.file_units > 0);
     CHECK(model.plan_describe(opts.terms).find("host") != std::string::npos);
@@ -83,8 +83,9 @@ void look(const kvt::model &model, std::size_t image_bytes) {
     CHECK_THROWS(model.plan(opts.terms), KVT_E_BUDGET);
 }
 
-void passes(const kvt::runtime &runtime, const kvt::model &model, const std::vector<char> &image) {
-    kvt::streamer streamer = kvt::streamer::open(runtime, model, half());
+void passes_lease_every_unit(const kvt::runtime &runtime, const kvt::model &model,
+                             const std::vector<char> &image) {
+    kvt::streamer streamer = kvt::streamer::open(runtime, model, half_memory());
     streamer.load();
     CHECK(streamer.progress().missing == 0);
     for (int pass = 0; pass < 3; pass++) {
@@ -114,9 +115,9 @@ void passes(const kvt::runtime &runtime, const kvt::model &model, const std::vec
     const std::vector<std::uint32_t> next = {1, 2};
     streamer.hint(next);
 
-    kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
-    room.host_bytes = 4 * 73728 + 24576;
-    CHECK(streamer.rebalance(room).host_units < plan.numbers.host_units);
+    kvt_stream_limits_t limits = KVT_STREAM_LIMITS_INIT;
+    limits.host_bytes = 4 * 73728 + 24576;
+    CHECK(streamer.rebalance(limits).host_units < plan.numbers.host_units);
     CHECK(same(model, streamer.acquire(2), image));
     const std::uint64_t sum = streamer.verify(2);
     CHECK(streamer.sum(2) == sum);
@@ -124,35 +125,36 @@ void passes(const kvt::runtime &runtime, const kvt::model &model, const std::vec
     CHECK(!streamer);
 }
 
-void in_place(const kvt::runtime &runtime, const kvt::model &model,
-              const std::vector<char> &image) {
-    kvt::stream_opts opts = half();
+void units_in_place_have_fixed_addresses(const kvt::runtime &runtime, const kvt::model &model,
+                                         const std::vector<char> &image) {
+    kvt::stream_opts opts = half_memory();
     opts.flags = KVT_STREAM_IN_PLACE;
     opts.order = std::vector<std::uint32_t>{5, 4, 3, 2, 1, 0};
     const kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
     for (std::uint32_t unit = LAYERS; unit-- > 0;) {
-        const kvt::held held = streamer.acquire(unit, kvt::deadline::in(HANG_GUARD));
-        CHECK(held.data() == streamer.fixed(unit) && same(model, held, image));
+        const kvt::held lease = streamer.acquire(unit, kvt::deadline::in(HANG_GUARD));
+        CHECK(lease.data() == streamer.fixed(unit) && same(model, lease, image));
     }
 }
 
-void shrinks(const kvt::runtime &runtime, const kvt::model &model,
-             const std::vector<char> &image) {
-    kvt::stream_opts opts = half();
+void rebalance_reduces_resident_units(const kvt::runtime &runtime, const kvt::model &model,
+                                      const std::vector<char> &image) {
+    kvt::stream_opts opts = half_memory();
     opts.terms.host_ceiling_bytes = 4 * image.size();
     opts.terms.flags |= KVT_TERMS_SHRINKS;
     const kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
-    kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
-    room.host_bytes = half().terms.host_ceiling_bytes;
+    kvt_stream_limits_t limits = KVT_STREAM_LIMITS_INIT;
+    limits.host_bytes = half_memory().terms.host_ceiling_bytes;
     CHECK(model.plan(opts.terms).numbers.slots == 2);
-    CHECK(streamer.rebalance(room).host_units < LAYERS);
+    CHECK(streamer.rebalance(limits).host_units < LAYERS);
     for (std::uint32_t unit = 0; unit < LAYERS; unit++)
         CHECK(same(model, streamer.acquire(unit), image));
 }
 
-void table(const kvt::runtime &runtime, const std::string &path, const std::vector<char> &image) {
+void model_of_a_table_has_the_named_units(const kvt::runtime &runtime, const std::string &path,
+                                          const std::vector<char> &image) {
     std::vector<kvt::unit_entry> units(1);
-    units[0].name = "a stretch";
+    units[0].name = "two ranges";
     units[0].ranges = {kvt_file_range_t{0, 0, 5000, 9000}, kvt_file_range_t{0, 0, 100, 7}};
     const std::vector<std::string> paths = {path};
     const kvt::model model = kvt::model::table(paths, units);
@@ -165,7 +167,7 @@ void table(const kvt::runtime &runtime, const std::string &path, const std::vect
 }  // namespace
 
 int main() {
-    static_assert(!std::is_copy_constructible<kvt::held>::value, "one gives back");
+    static_assert(!std::is_copy_constructible<kvt::held>::value, "only one object releases");
     char folder[] = "/tmp/kvt-stream-cpp-XXXXXX";
     CHECK(mkdtemp(folder) != nullptr);
     std::vector<char> image;
@@ -173,11 +175,11 @@ int main() {
     {
         kvt::runtime runtime = kvt::runtime::open();
         kvt::model model = kvt::model::open(path);
-        look(model, image.size());
-        passes(runtime, model, image);
-        in_place(runtime, model, image);
-        shrinks(runtime, model, image);
-        table(runtime, path, image);
+        model_lists_units_and_plans(model, image.size());
+        passes_lease_every_unit(runtime, model, image);
+        units_in_place_have_fixed_addresses(runtime, model, image);
+        rebalance_reduces_resident_units(runtime, model, image);
+        model_of_a_table_has_the_named_units(runtime, path, image);
         CHECK_THROWS(kvt::model::open(path + ".none"), KVT_E_NOT_FOUND);
         model.close();
         CHECK_THROWS(kvt::streamer::open(runtime, model), KVT_E_HANDLE);

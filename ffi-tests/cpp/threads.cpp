@@ -7,11 +7,11 @@
 #include <vector>
 
 int main() {
-    constexpr std::size_t makers = 6, drainers = 2, each = 500;
+    constexpr std::size_t submitters = 6, drainers = 2, each = 500;
     kvt::runtime rt = kvt::runtime::open();
     kvt::buffer shared = rt.alloc(1 << 20);
     kvt::queue_opts small;
-    small.capacity = 64;  // so that they get to see KVT_E_AGAIN
+    small.capacity = 64;  // small enough that submissions return KVT_E_AGAIN
     kvt::queue queue = rt.open_queue(std::move(small));
     kvt::budget_opts limits;
     limits.host_bytes = 1 << 24;
@@ -21,7 +21,7 @@ int main() {
 
     std::atomic<std::size_t> drained{0}, sum{0};
     std::vector<std::thread> threads;
-    for (std::size_t t = 0; t < makers; ++t)
+    for (std::size_t t = 0; t < submitters; ++t)
         threads.emplace_back([&, t] {
             for (std::size_t i = 0; i < each; ++i) {
                 if (account.try_reserve(kvt::tier::host, 4096)) {
@@ -45,7 +45,7 @@ int main() {
     for (std::size_t t = 0; t < drainers; ++t)
         threads.emplace_back([&] {
             kvt_completion_t got[16];
-            while (drained < makers * each) {
+            while (drained < submitters * each) {
                 const std::size_t n =
                     queue.wait(got, kvt::deadline::in(std::chrono::milliseconds(20)));
                 for (std::size_t i = 0; i < n; ++i) {
@@ -56,11 +56,11 @@ int main() {
             }
         });
     for (std::thread &t : threads) t.join();
-    const std::size_t all = makers * each;
+    const std::size_t all = submitters * each;
     CHECK(drained == all && sum == all * (all - 1) / 2);
     CHECK(account.held(kvt::tier::host).used_bytes == 0);
     account.close();
     queue.close();
-    no_ops_left(rt);
+    check_no_ops(rt);
     return done();
 }

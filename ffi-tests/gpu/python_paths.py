@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The Python package and its connectors on tensors of a GPU:
+"""Tests the Python package and its connectors with tensors on a GPU:
 
     python_paths.py [--package FOLDER] [--device cuda|cpu] [--quick] [PART...]
 
-prints a row of a table for each part: passed, skipped and why, or failed. FOLDER has the package
-`kvtier` and the connectors (an unpacked wheel); without one they are the interpreter's. Engines are
-the stand-ins of bindings/*/tests, tensors are torch's. With `--device cpu` the same goes over
-tensors in host memory, as far as it can; `--quick` moves less. Each part is a process of its own,
-so that one that ends badly ends alone. The exit status is how many failed.
+Prints a table row for each part: passed, skipped with the reason, or failed. FOLDER has the package
+`kvtier` and the connectors (an unpacked wheel); the default are those of the interpreter. The engines
+are the stubs of bindings/*/tests, the tensors are torch's. `--device cpu` uses tensors in host memory
+as far as possible; `--quick` transfers less. Each part runs in a separate process, so a crash ends
+only that part. The exit status is the number of failed parts.
 """
 
 import argparse
@@ -21,21 +21,21 @@ import time
 
 BINDINGS = pathlib.Path(__file__).resolve().parents[2] / "bindings"
 SKIPPED = 77
-SOON = 300.0  # a hang guard, within what the device is lent for
+HANG_SECONDS = 300.0  # a longer wait counts as a hang
 
 
 class Skip(Exception):
-    """A part that cannot run here, and why."""
+    """A part cannot run here; the message is the reason."""
 
 
 def need(condition, words):
-    """As `assert`, which python -O leaves out."""
+    """Like `assert`, but python -O does not remove it."""
     if not condition:
         raise AssertionError(words)
 
 
 class Bench:
-    """What parts work with: torch, where tensors are, and a runtime, device and store on it."""
+    """Environment of a part: torch, the tensors' device, and a runtime, device and store."""
 
     def __init__(self, where, quick):
         import torch
@@ -47,7 +47,7 @@ class Bench:
         self.kvtier, self.opened = kvtier, []
 
     def open(self, spec="store(host=64MiB)"):
-        """A runtime, its device (none on a CPU) and a store."""
+        """Opens a runtime, its device (None on a CPU) and a store."""
         runtime = self.kvtier.Runtime()
         device = self.kvtier.Device(runtime, "cuda") if self.on_gpu else None
         store = self.kvtier.Store(runtime, spec, device=device)
@@ -56,36 +56,36 @@ class Bench:
 
     def close(self):
         for one in self.opened:
-            one.close(SOON)
+            one.close(HANG_SECONDS)
 
     def noise(self, *shape):
-        """Bytes, the same on both sides: those of the host, and the tensor."""
-        here = self.torch.randint(0, 256, shape, dtype=self.torch.uint8)
-        return here, here.clone().to(self.where)
+        """Random bytes as a host tensor, and a copy of it on the device."""
+        host = self.torch.randint(0, 256, shape, dtype=self.torch.uint8)
+        return host, host.clone().to(self.where)
 
     def zeros(self, *shape):
         return self.torch.zeros(shape, dtype=self.torch.uint8, device=self.where)
 
     def same(self, one, other):
-        """Whether the bytes are equal, wherever they are."""
-        self.settle()
+        """Whether the bytes of two tensors on any devices are equal."""
+        self.synchronize()
         return self.torch.equal(one.cpu(), other.cpu())
 
-    def settle(self):
+    def synchronize(self):
         if self.on_gpu:
             self.torch.cuda.synchronize()
 
     def stream(self):
-        """A stream that is not the default one, or none."""
+        """A stream that is not the default one; None on a CPU."""
         return self.torch.cuda.Stream() if self.on_gpu else None
 
     def late(self, stream, work, device):
-        """Does some work late on a stream; an event of the device's behind it."""
+        """Submits delayed work to a stream; returns torch's event and the imported one behind it."""
         if not self.on_gpu:
             work()
             return None, None
         with self.torch.cuda.stream(stream):
-            # A tenth of a second: whoever does not wait for the event is found out.
+            # A tenth of a second, so that code that does not wait for the event fails.
             self.torch.cuda._sleep(200_000_000)
             work()
             event = self.torch.cuda.Event()
@@ -94,7 +94,7 @@ class Bench:
 
 
 def blocks(bench):
-    """Pool, At and Each: every byte, behind events of torch's streams."""
+    """Pool, At and Each: every byte, also with ready events of torch's streams."""
     kvtier, (_, device, store) = bench.kvtier, bench.open()
     parts = [4096, 1024, 4096]
     each, count = sum(parts), 32
@@ -102,53 +102,53 @@ def blocks(bench):
         names = [b"block %d" % at for at in range(count)]
         want, cache = bench.noise(count, each)
         back, order = bench.zeros(count, each), list(range(count))[::-1]
-        need(kept.put(names, kvtier.Pool(cache, each).at(range(count))).result(SOON).value == count,
-             "a put stored less")
-        kept.get(names, kvtier.Pool(back, each).at(order)).result(SOON)
-        need(bench.same(back, want[order]), "Pool: other bytes came back")
-        # The same by addresses: a block at an address, and each part at one of its own.
+        need(kept.put(names, kvtier.Pool(cache, each).at(range(count))).result(HANG_SECONDS).value == count,
+             "a put stored fewer blocks")
+        kept.get(names, kvtier.Pool(back, each).at(order)).result(HANG_SECONDS)
+        need(bench.same(back, want[order]), "Pool: a get returned wrong bytes")
+        # The same by addresses: one address per block, then one per part.
         back = bench.zeros(count, each)
         at = [back.data_ptr() + each * n for n in range(count)]
-        kept.get(names, kvtier.At(at, device=bench.on_gpu, kept=back)).result(SOON)
-        need(bench.same(back, want), "At: other bytes came back")
+        kept.get(names, kvtier.At(at, device=bench.on_gpu, kept=back)).result(HANG_SECONDS)
+        need(bench.same(back, want), "At: a get returned wrong bytes")
         planes = [bench.zeros(count, size) for size in parts]
         tables = [[plane.data_ptr() + size * n for n in range(count)]
                   for plane, size in zip(planes, parts)]
-        kept.get(names, kvtier.Each(tables, device=bench.on_gpu, kept=planes)).result(SOON)
+        kept.get(names, kvtier.Each(tables, device=bench.on_gpu, kept=planes)).result(HANG_SECONDS)
         start = 0
         for plane, size in zip(planes, parts):
-            need(bench.same(plane, want[:, start:start + size]), "Each: other bytes came back")
+            need(bench.same(plane, want[:, start:start + size]), "Each: a get returned wrong bytes")
             start += size
         kept.drop(names[:8])
-        need(kept.exists(names)[:8] == bytes(8), "blocks that were dropped are there")
+        need(kept.exists(names)[:8] == bytes(8), "dropped blocks still exist")
         op = kept.get(names, kvtier.Pool(back, each).at(range(count)))
-        op.wait(SOON)
+        op.wait(HANG_SECONDS)
         need(op.failed() == list(range(8)), f"missing blocks are {op.failed()}")
         op.close()
-        # A put behind what a stream writes late; a get behind what it still reads.
+        # A put waits for a delayed write of a stream; a get waits for a delayed read.
         stream, late = bench.stream(), bench.zeros(count, each)
-        bench.settle()
+        bench.synchronize()
         raw, event = bench.late(stream, lambda: late.copy_(cache), device)
         others = [b"late " + name for name in names]
-        kept.put(others, kvtier.Pool(late, each).at(range(count)), after=event).result(SOON)
-        kept.get(others, kvtier.Pool(back, each).at(range(count))).result(SOON)
+        kept.put(others, kvtier.Pool(late, each).at(range(count)), after=event).result(HANG_SECONDS)
+        kept.get(others, kvtier.Pool(back, each).at(range(count))).result(HANG_SECONDS)
         need(bench.same(back, want), "a put did not wait for its stream's event")
         seen = bench.zeros(count, each)
-        bench.settle()
+        bench.synchronize()
         raw, event = bench.late(stream, lambda: seen.copy_(late), device)
         turned = kept.get(others, kvtier.Pool(late, each).at(order), after=event)
         if bench.on_gpu:
-            # The stream goes on when the get has ended, and nobody waits for either.
+            # The stream continues after the get; no thread waits for either.
             final = bench.zeros(count, each)
-            bench.settle()
+            bench.synchronize()
             again = bench.stream()
             device.hold_op(int(again.cuda_stream), turned)
             with bench.torch.cuda.stream(again):
                 final.copy_(late)
             again.synchronize()
-            need(bench.same(final, want[order]), "a stream that was held went on too soon")
-        turned.result(SOON)
-        need(bench.same(late, want[order]), "a get behind an event: other bytes came back")
+            need(bench.same(final, want[order]), "a held stream did not wait for the get")
+        turned.result(HANG_SECONDS)
+        need(bench.same(late, want[order]), "a get with a ready event returned wrong bytes")
         need(bench.same(seen, want), "a get did not wait for its stream's event")
         del raw, event
     return "Pool, At, Each, missing blocks" + bench.on_gpu * (
@@ -156,7 +156,7 @@ def blocks(bench):
 
 
 def session(bench):
-    """Views of tensors: strided, in pages, a layer at a time."""
+    """Views of tensors: strided, in pages, one layer at a time."""
     kvtier, (_, device, store) = bench.kvtier, bench.open()
     tokens, heads, run, layers = 64, 2, 32, 3
     groups = [kvtier.Group(list(range(layers)), heads * run, heads * run, "int8", heads)]
@@ -165,14 +165,14 @@ def session(bench):
         with space.session() as writer:
             writer.append(list(range(tokens)))
             stream, late = bench.stream(), bench.zeros(layers, 2, tokens, heads, run)
-            bench.settle()
+            bench.synchronize()
             raw, event = bench.late(stream, lambda: late.copy_(kv), device)
             writer.put([kvtier.View(late[n, 0], run, heads) for n in range(layers)],
                        [kvtier.View(late[n, 1], run, heads) for n in range(layers)],
-                       after=event).result(SOON)
+                       after=event).result(HANG_SECONDS)
         with space.session() as reader:
             reader.append(list(range(tokens)))
-            # K and V of a token beside each other, and V in pages in another order.
+            # K and V of a token are adjacent; V also in pages in another order.
             mixed, paged = bench.zeros(layers, tokens, 2, heads, run), bench.zeros(
                 layers, tokens, heads, run)
             page, step = 16, 2 * heads * run
@@ -181,58 +181,60 @@ def session(bench):
             v = [kvtier.View(paged[n], run, heads, pages=pages, page_tokens=page)
                  for n in range(layers)]
             for op in reader.get_each(k, v):
-                op.result(SOON)
-            need(bench.same(mixed[:, :, 0], want[:, 0]), "strided views: other bytes")
+                op.result(HANG_SECONDS)
+            need(bench.same(mixed[:, :, 0], want[:, 0]), "strided views: a get returned wrong bytes")
             for at, where in enumerate((2, 0, 3, 1)):
                 got = paged[:, where * page:(where + 1) * page]
-                need(bench.same(got, want[:, 1, at * page:(at + 1) * page]), "pages: other bytes")
+                need(bench.same(got, want[:, 1, at * page:(at + 1) * page]),
+                     "pages: a get returned wrong bytes")
         if bench.on_gpu:
             try:
                 kvtier.checksum(kv)
             except kvtier.InvalidError:
                 pass
             else:
-                raise AssertionError("memory of a GPU was read by the processor")
+                raise AssertionError("kvtier.checksum accepted GPU memory")
         del raw, event
     return "strided views, pages, layers one by one" + bench.on_gpu * ", a put behind an event"
 
 
 def kernels(bench):
-    """Kernels of the device on tensors, beside those of the processor."""
+    """The device's kernels on tensors give the results of the CPU kernels."""
     kvtier, torch = bench.kvtier, bench.torch
     import numpy
     tokens, heads, dim, page = 256, 2, 64, 16
     numbers = numpy.random.default_rng(5).standard_normal((tokens, heads, dim)).astype("float32")
     want = numpy.asarray(kvtier.kernels.page_boxes(numbers, page))
     if not bench.on_gpu:
-        there = torch.from_numpy(numbers)
-        need((numpy.asarray(kvtier.kernels.page_boxes(there, page)) == want).all(), "other boxes")
-        return "boxes of pages of tensors, by the processor"
+        tensor = torch.from_numpy(numbers)
+        need((numpy.asarray(kvtier.kernels.page_boxes(tensor, page)) == want).all(),
+             "boxes of a tensor differ from those of an array")
+        return "page boxes of tensors, on the CPU"
     _, device, _ = bench.open()
-    there = torch.from_numpy(numbers).to(bench.where)
+    tensor = torch.from_numpy(numbers).to(bench.where)
     boxes = torch.zeros(want.shape, dtype=torch.float32, device=bench.where)
-    bench.settle()
+    bench.synchronize()
     try:
-        kvtier.kernels.page_boxes(there, page)
+        kvtier.kernels.page_boxes(tensor, page)
     except kvtier.InvalidError:
         pass
     else:
-        raise AssertionError("the processor's kernels took memory of a GPU")
+        raise AssertionError("the CPU kernel page_boxes accepted GPU memory")
     if kvtier.abi.KVT_DEVICE_KERNEL_PAGE_BOXES not in device.info.kernels:
-        raise Skip("this GPU has no kernel for boxes of pages")
+        raise Skip("this device has no kernel KVT_DEVICE_KERNEL_PAGE_BOXES")
     kernel = kvtier.abi.kvt_kernel_t(
         kind=kvtier.abi.KVT_DEVICE_KERNEL_PAGE_BOXES, dtype=kvtier.abi.KVT_DTYPE_F32,
-        other_dtype=kvtier.abi.KVT_DTYPE_F32, keys=there.data_ptr(), key_stride=heads * dim * 4,
+        other_dtype=kvtier.abi.KVT_DTYPE_F32, keys=tensor.data_ptr(), key_stride=heads * dim * 4,
         key_head_stride=dim * 4, out=boxes.data_ptr(), out_stride=heads * 2 * dim * 4,
         out_head_stride=2 * dim * 4, page_tokens=page, count=tokens, key_heads=heads, key_dim=dim)
     with device.launch([kernel]) as event:
-        event.wait(SOON)
-    need((boxes.cpu().numpy() == want).all(), "boxes are others than the processor's")
-    return "boxes of pages by the GPU are the processor's"
+        event.wait(HANG_SECONDS)
+    need((boxes.cpu().numpy() == want).all(), "page boxes of the GPU differ from those of the CPU")
+    return "page boxes of the GPU equal those of the CPU"
 
 
 def transformers(bench):
-    """TieredCache and eviction: the logits of the stock cache."""
+    """TieredCache and eviction give the logits of the stock cache."""
     torch = bench.torch
     from transformers import DynamicCache
     sys.path.insert(0, str(BINDINGS / "transformers" / "tests"))
@@ -253,43 +255,43 @@ def transformers(bench):
                 seen = torch.cat([seen, tokens], 1)
             need(ours.unknown == "", ours.unknown)
             ours.save()
-            need(ours.stats()["failed_puts"] == 0, "puts have failed")
+            need(ours.stats()["failed_puts"] == 0, "save: puts failed")
             again = tiers.cache(resident_layers=mode)
-            came = again.resume(seen)
-            need(came >= 48, f"{came} tokens came back")
-            a = model(input_ids=seen[:, came:], past_key_values=again).logits[:, -1]
+            resumed = again.resume(seen)
+            need(resumed >= 48, f"resume returned {resumed} tokens, expected at least 48")
+            a = model(input_ids=seen[:, resumed:], past_key_values=again).logits[:, -1]
             b = model(input_ids=seen, past_key_values=DynamicCache(config=model.config)).logits
-            far = float((a - b[:, -1]).abs().max())
-            need(far < 1e-4, f"after a resume logits are {far} from the stock cache's")
-        need(most < 1e-5, f"{name}, {mode}: logits are {most} from the stock cache's")
+            error = float((a - b[:, -1]).abs().max())
+            need(error < 1e-4, f"after a resume, logits differ by {error} from the stock cache's")
+        need(most < 1e-5, f"{name}, {mode}: logits differ by {most} from the stock cache's")
     model = tiny_models.make("llama").to(bench.where)
     prompt = torch.randint(1, tiny_models.VOCAB, (1, 40)).to(bench.where)
-    how = {"max_new_tokens": 16, "do_sample": False}
-    want = model.generate(prompt, **how)
+    options = {"max_new_tokens": 16, "do_sample": False}
+    want = model.generate(prompt, **options)
     install_kv_eviction(model, budget=1024)
-    need(torch.equal(model.generate(prompt, **how), want), "eviction that has room changes tokens")
+    need(torch.equal(model.generate(prompt, **options), want), "eviction with a sufficient budget changes tokens")
     remove_kv_eviction(model)
     install_kv_eviction(model, budget=8, n_recent=8)
-    need(model.generate(prompt, **how).shape == want.shape, "eviction generates less")
+    need(model.generate(prompt, **options).shape == want.shape, "eviction generates fewer tokens")
     remove_kv_eviction(model)
     bits = "bit for bit" if equal else f"within {most:.1e}"
     return f"whole and offloaded caches: logits of the stock cache {bits}; resume; eviction"
 
 
-def stand_ins(engine):
-    """Where an engine is imported from instead of itself. Its stand-in of torch comes too late."""
+def use_stubs(engine):
+    """Makes the stubs of an engine importable. Their stub of torch is not used: torch is loaded."""
     tests = BINDINGS / engine / "tests"
     if not tests.is_dir():
-        raise Skip(f"bindings/{engine}/tests is not there")
+        raise Skip(f"bindings/{engine}/tests does not exist")
     sys.path[:0] = [str(tests / "stubs"), str(tests)]
 
 
 def vllm(bench):
     """The connector between steps and layer by layer, and the offloading spec."""
-    stand_ins("vllm")
+    use_stubs("vllm")
     import mini
     import numpy
-    import vllm  # noqa: F401: as an engine is there before what it loads
+    import vllm  # noqa: F401: an engine is loaded before its connectors
     from kvtier_vllm import connector
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -301,19 +303,19 @@ def vllm(bench):
 
         def check(self, rank, layer, request, blocks, first, end):
             for token in range(first, end):
-                there = self.caches[rank][layer][blocks[token // mini.BLOCK], :,
-                                                 token % mini.BLOCK].cpu().numpy()
-                need((there == mini.expected(layer, rank, request, token)).all(),
-                     f"layer {layer}, token {token}: other numbers came")
+                block = self.caches[rank][layer][blocks[token // mini.BLOCK]]
+                got = block[:, token % mini.BLOCK].cpu().numpy()
+                need((got == mini.expected(layer, rank, request, token)).all(),
+                     f"layer {layer}, token {token}: wrong numbers were loaded")
 
     for layerwise in (False, True):
         engine = Engine(lambda config, role, cache, rank: connector.KvtierConnector(
             config, role, cache), KVConnectorRole,
             extra={"host_bytes": "64MiB", "layerwise": layerwise}, engine=f"gpu-{layerwise}")
         prompt = list(range(100))
-        came = [engine.run(mini.Request(name, prompt[:length])) for name, length in
-                (("a", 100), ("b", 100), ("c", 50))]
-        need(came == [0, 96, 48], f"tokens that came: {came}")
+        loaded = [engine.run(mini.Request(name, prompt[:length])) for name, length in
+                  (("a", 100), ("b", 100), ("c", 50))]
+        need(loaded == [0, 96, 48], f"loaded tokens are {loaded}, expected [0, 96, 48]")
         engine.close()
 
     from types import SimpleNamespace
@@ -338,10 +340,10 @@ def vllm(bench):
     keys = [base.make_offload_key(bytes([n]) * 32, 0) for n in range(8)]
     before = [one.clone().cpu() for one in tensors]
 
-    def moved(job, submit, *places):
-        need(submit(job, *places), "a job was refused")
+    def transfer(job, submit, *places):
+        need(submit(job, *places), f"job {job} was refused")
         worker.wait({job})
-        need([one.success for one in worker.get_finished()] == [True], "a job has failed")
+        need([one.success for one in worker.get_finished()] == [True], f"job {job} failed")
 
     def place(blocks):
         return base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
@@ -349,32 +351,32 @@ def vllm(bench):
     context = base.ReqContext(req_id="r")
     manager.on_new_request(context)
     stored = manager.prepare_store(keys, context)
-    moved(1, worker.submit_store, place(list(range(8))), stored.store_spec)
+    transfer(1, worker.submit_store, place(list(range(8))), stored.store_spec)
     manager.complete_store(keys, context)
     manager.on_request_finished(context)
     context = base.ReqContext(req_id="s")
     manager.on_new_request(context)
-    end = time.monotonic() + SOON
+    end = time.monotonic() + HANG_SECONDS
     for key in keys:
         while manager.lookup(key, context).name != "HIT":
-            need(time.monotonic() < end, "a block that was stored is no hit")
+            need(time.monotonic() < end, "a stored block is not a hit")
             manager.on_schedule_end(SimpleNamespace())
             time.sleep(0.001)
-    moved(2, worker.submit_load, manager.prepare_load(keys, context), place(list(range(20, 28))))
+    transfer(2, worker.submit_load, manager.prepare_load(keys, context), place(list(range(20, 28))))
     manager.complete_load(set(keys), context)
     manager.on_request_finished(context)
     for one, was, size in zip(tensors, before, (page, 1024)):
         got = one.cpu().numpy()
-        need(numpy.array_equal(got[20:28, :size], was.numpy()[:8, :size]), "other bytes came")
-        need(numpy.array_equal(got[:20], was.numpy()[:20]), "blocks beside were written")
+        need(numpy.array_equal(got[20:28, :size], was.numpy()[:8, :size]), "a load returned wrong bytes")
+        need(numpy.array_equal(got[:20], was.numpy()[:20]), "a load wrote other blocks")
     manager.shutdown()
     worker.shutdown()
     return "the connector between steps and by layers, the offloading spec"
 
 
 def lmdeploy(bench):
-    """A worker's side: saves and loads of blocks, behind the engine's stream."""
-    stand_ins("lmdeploy")
+    """The worker: saves and loads of blocks, ordered with the engine's stream."""
+    use_stubs("lmdeploy")
     import stubs
     from kvtier_lmdeploy import _names
     from kvtier_lmdeploy._meta import Load, Save, StepMeta
@@ -390,16 +392,16 @@ def lmdeploy(bench):
             worker.bind_connector_metadata(meta)
             worker.start_load_kv()
             worker.start_save_kv()
-            end, bad = time.monotonic() + SOON, set()
+            end, bad = time.monotonic() + HANG_SECONDS, set()
             while True:
                 output = worker.get_finished()
                 bad |= output.invalid_block_ids
                 if done(output):
                     break
-                need(time.monotonic() < end, "a step does not end")
+                need(time.monotonic() < end, f"a step did not end in {HANG_SECONDS:.0f} s")
                 time.sleep(0.001)
             worker.clear_connector_metadata()
-            need(not bad, f"blocks did not come: {bad}")
+            need(not bad, f"blocks were not loaded: {bad}")
 
         step(StepMeta(saves=(Save(0, 1, (0, 3, 5, 7), (0, 1, 2, 3), tuple(names)),)),
              lambda output: output.completed_save_ids)
@@ -409,15 +411,15 @@ def lmdeploy(bench):
              lambda output: output.finished_receiving)
         for name, row in rows.items():
             got, was = row.cpu().numpy(), want[name].numpy()
-            need((got[[1, 2, 4, 6]] == was[[0, 3, 5, 7]]).all(), f"{name}: other bytes came")
-            need((got[[0, 3, 5, 7]] == 0xEE).all(), f"{name}: blocks beside were written")
+            need((got[[1, 2, 4, 6]] == was[[0, 3, 5, 7]]).all(), f"{name}: a load returned wrong bytes")
+            need((got[[0, 3, 5, 7]] == 0xEE).all(), f"{name}: a load wrote other blocks")
         worker.shutdown()
     return "a worker's saves and loads, rows of one size and of several"
 
 
 def sglang(bench):
-    """The linker: pages of device pools, loaded layer by layer."""
-    stand_ins("sglang")
+    """The linker: pages of device pools are offloaded and loaded layer by layer."""
+    use_stubs("sglang")
     from types import SimpleNamespace
 
     import numpy
@@ -440,7 +442,7 @@ def sglang(bench):
     module.resolve_hybrid_device_pool_group = lambda **_: group
     module.get_parallel = lambda: SimpleNamespace(tp_size=1, attn_dp_rank=0)
     module.get_model = lambda: SimpleNamespace(model_path="some/model")
-    if bench.on_gpu:  # as the engine's own does
+    if bench.on_gpu:  # as the real engine does
         module.get_device_module = lambda: torch.cuda
         unified_cache_linker.get_device_module = lambda: torch.cuda
     params = SimpleNamespace(
@@ -457,11 +459,11 @@ def sglang(bench):
 
     keys, source, target = names(4), (0, 1, 2, 3), (9, 20, 5, 30)
     need(linker.offload([kv(keys, source)]), "an offload was refused")
-    end = time.monotonic() + SOON
+    end = time.monotonic() + HANG_SECONDS
     while not linker.num_completed_offloads():
-        need(time.monotonic() < end, "an offload does not end")
+        need(time.monotonic() < end, f"an offload did not end in {HANG_SECONDS:.0f} s")
         time.sleep(0.001)
-    need(linker.pop_completed_offload(), "an offload has failed")
+    need(linker.pop_completed_offload(), "an offload failed")
     need(linker.load("r", [kv(keys, target)]), "a load was refused")
     index = linker.start_layer_wise_loading()
     linker.layer_done_counter.set_consumer(index)
@@ -472,14 +474,14 @@ def sglang(bench):
             for before, after in zip(source, target):
                 need((got[after * page:(after + 1) * page]
                       == want[at][before * page:(before + 1) * page]).all(),
-                     f"layer {layer}: other bytes came")
-    need(linker.finish_layer_wise_loading(index), "a load has failed")
+                     f"layer {layer}: a load returned wrong bytes")
+    need(linker.finish_layer_wise_loading(index), "a load failed")
     linker.close()
-    return "pages offloaded, and loaded a layer at a time"
+    return "pages offloaded, and loaded layer by layer"
 
 
 def mooncake(bench):
-    """Registered memory of a device."""
+    """Transfers with registered device memory."""
     from kvtier_mooncake import MooncakeDistributedStore, ReplicateConfig
     store = MooncakeDistributedStore()
     settings = {"host_bytes": 64 << 20, **({"device": "cuda"} if bench.on_gpu else {})}
@@ -488,7 +490,7 @@ def mooncake(bench):
     (want, cache), back = bench.noise(8, 4096), bench.zeros(8, 4096)
     for one in (cache, back):
         need(store.register_buffer(one.data_ptr(), 8 * 4096) == 0, "a buffer was refused")
-    bench.settle()
+    bench.synchronize()
     keys = [f"key {n}" for n in range(8)]
 
     def places(tensor):
@@ -500,15 +502,15 @@ def mooncake(bench):
     need(list(codes) == [0] * 8, f"puts: {codes}")
     codes = store.batch_get_into_multi_buffers(keys, places(back), sizes)
     need(list(codes) == [4096] * 8, f"gets: {codes}")
-    need(bench.same(back, want), "other bytes came back")
+    need(bench.same(back, want), "a get returned wrong bytes")
     for one in (cache, back):
-        need(store.unregister_buffer(one.data_ptr()) == 0, "a buffer stays registered")
+        need(store.unregister_buffer(one.data_ptr()) == 0, "unregister_buffer failed")
     store.close()
     return "registered buffers, objects in several of them"
 
 
 def bandwidth(bench):
-    """1,000 blocks of 256 KiB to host memory and back, beside torch's copies of as much."""
+    """1,000 blocks of 256 KiB to host memory and back, compared with torch's copies."""
     kvtier, torch = bench.kvtier, bench.torch
     count, each, rounds = (16, 4096, 2) if bench.quick else (1000, 256 << 10, 7)
     total = count * each
@@ -516,30 +518,30 @@ def bandwidth(bench):
     want, cache = bench.noise(count, each)
     pinned = torch.empty((count, each), dtype=torch.uint8, pin_memory=bench.on_gpu)
 
-    # Rounds that do not count: memory is mapped and pinned in them.
-    before = 4
+    # Warm-up rounds: memory is mapped and pinned in them.
+    warm_up = 4
 
     def rate(call):
-        """The median of some rounds: GB/s."""
+        """The median rate of the rounds in GB/s."""
         times = []
-        for turn in range(before + rounds):
-            bench.settle()
+        for turn in range(warm_up + rounds):
+            bench.synchronize()
             began = time.perf_counter()
             call(turn)
-            bench.settle()
+            bench.synchronize()
             times.append(time.perf_counter() - began)
-        return total / sorted(times[before:])[rounds // 2] / 1e9
+        return total / sorted(times[warm_up:])[rounds // 2] / 1e9
 
     places = kvtier.Pool(cache, each).at(range(count))
-    every = [[b"%d %d" % (turn, at) for at in range(count)] for turn in range(before + rounds + 1)]
+    every = [[b"%d %d" % (turn, at) for at in range(count)] for turn in range(warm_up + rounds + 1)]
     names = every[-1]
     with kvtier.Blocks(store, kvtier.Identity(model=b"rate"), [each]) as kept:
-        # Others leave for what comes.
-        put = rate(lambda turn: kept.put(every[turn], places).result(SOON))
-        kept.put(names, places).result(SOON)
+        # Each put evicts the blocks of earlier rounds.
+        put = rate(lambda turn: kept.put(every[turn], places).result(HANG_SECONDS))
+        kept.put(names, places).result(HANG_SECONDS)
         cache.fill_(0)
-        get = rate(lambda _: kept.get(names, places).result(SOON))
-        need(bench.same(cache, want), "other bytes came back")
+        get = rate(lambda _: kept.get(names, places).result(HANG_SECONDS))
+        need(bench.same(cache, want), "a get returned wrong bytes")
     out = rate(lambda _: pinned.copy_(cache, non_blocking=True))
     back = rate(lambda _: cache.copy_(pinned, non_blocking=True))
     del device
@@ -547,7 +549,7 @@ def bandwidth(bench):
             f"copy; get {get:.1f} GB/s, {get / back:.2f}")
 
 
-#: What each part needs beside torch and the package.
+#: Modules that each part needs besides torch and the package.
 PARTS = {
     blocks: (), session: (), kernels: ("numpy",), transformers: ("transformers",),
     vllm: ("numpy",), lmdeploy: ("numpy",), sglang: ("numpy",), mooncake: ("numpy",),
@@ -564,13 +566,13 @@ def reason(error):
     return one_line(f"{type(error).__name__}: {error}")
 
 
-def alone(name, options):
-    """A part, in this process; its exit status."""
+def run_part(name, options):
+    """Runs a part in this process; returns its exit status."""
     part, bench = BY_NAME[name], None
     try:
         for module in ("torch", "kvtier", *PARTS[part]):
             if importlib.util.find_spec(module) is None:
-                raise Skip(f"{module} is not there")
+                raise Skip(f"module {module} is not installed")
         try:
             bench = Bench(options.device, options.quick)
         except (ImportError, OSError) as error:
@@ -589,18 +591,18 @@ def alone(name, options):
 
 
 def main():
-    said = argparse.ArgumentParser(description="The Python package on tensors of a GPU.")
-    said.add_argument("--package", help="folder with the package and the connectors")
-    said.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    said.add_argument("--quick", action="store_true", help="moves less")
-    said.add_argument("--alone", choices=BY_NAME, help=argparse.SUPPRESS)
-    said.add_argument("parts", nargs="*", metavar="PART", help=", ".join(BY_NAME))
-    options = said.parse_args()
+    parser = argparse.ArgumentParser(description="Tests the Python package with tensors on a GPU.")
+    parser.add_argument("--package", help="folder with the package and the connectors")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="transfers less")
+    parser.add_argument("--alone", choices=BY_NAME, help=argparse.SUPPRESS)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(BY_NAME))
+    options = parser.parse_args()
     if options.alone:
-        return alone(options.alone, options)
+        return run_part(options.alone, options)
     unknown = set(options.parts) - set(BY_NAME)
     if unknown:
-        said.error(f"{', '.join(sorted(unknown))}: there are {', '.join(BY_NAME)}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: use {', '.join(BY_NAME)}")
     environment = dict(os.environ, HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1",
                        PYTHONDONTWRITEBYTECODE="1")
     if options.package:
@@ -615,7 +617,7 @@ def main():
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=480)
             code, out, errors = done.returncode, done.stdout, done.stderr
         except subprocess.TimeoutExpired:
-            code, out, errors = 124, "", "it did not end in 480 s"
+            code, out, errors = 124, "", "the part did not end in 480 s"
         last = (out.strip().splitlines() or [""])[-1]
         took = f" ({time.monotonic() - began:.0f} s)"
         if code == 0:

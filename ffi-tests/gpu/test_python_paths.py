@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""python_paths.py without a GPU:  test_python_paths.py WORK
+"""Tests python_paths.py without a GPU:  test_python_paths.py WORK
 
-Its parts run on the driver without a device (ffi-tests/cuda), by a torch that only looks like it
-(stand_in), and must pass; where events come too soon they must fail; where torch is not there they
-say so. The interpreter has the package `kvtier` and numpy. What is compiled goes to WORK.
+Its parts run with a fake driver (ffi-tests/cuda) and a fake torch (stand_in), and must pass. If events
+are signaled too early they must fail, and without torch they must be skipped. The interpreter has the
+package `kvtier` and numpy. Compiled libraries go to WORK.
 """
 
 import os
@@ -17,7 +17,7 @@ CUDA, KERNELS = HERE.parent / "cuda", ROOT / "src" / "device" / "cuda" / "kernel
 
 
 def compiled(to, sources, beside, command):
-    """Makes a library, unless it is newer than what it is made of."""
+    """Builds a library unless it is newer than its sources."""
     newest = max(path.stat().st_mtime for path in [*sources, *beside])
     if not to.exists() or to.stat().st_mtime < newest:
         subprocess.run([*command, "-shared", "-fPIC", "-o", str(to), *map(str, sources), "-ldl",
@@ -25,7 +25,7 @@ def compiled(to, sources, beside, command):
 
 
 def build(work):
-    """The driver, by the name that it is looked for, and the kernels that it runs."""
+    """Builds the fake driver under the name libcuda.so.1, and the kernels that it runs."""
     work.mkdir(parents=True, exist_ok=True)
     compiled(work / "libcuda.so.1", [CUDA / "fake.c"], CUDA.glob("*.h"),
              [os.environ.get("CC", "cc"), "-std=c11", "-O1"])
@@ -39,13 +39,14 @@ def build(work):
 
 
 def rows(work, *arguments, status=0, torch=HERE / "stand_in", **more):
-    """What it prints of each part: the outcome, and what is said of it."""
+    """Runs python_paths.py; returns the outcome and note of each part."""
     environment = {**os.environ, "PYTHONPATH": str(torch), "LD_LIBRARY_PATH": str(work),
                    "KVTIER_FAKE_KERNELS": str(work / "kernels.so"), **more}
     done = subprocess.run([sys.executable, str(HERE / "python_paths.py"), *arguments],
                           env=environment, capture_output=True, text=True, timeout=600)
     if done.returncode != status:
-        sys.exit(f"{done.returncode} parts failed:\n{done.stdout}{done.stderr}")
+        sys.exit(f"python_paths.py returned {done.returncode}, expected {status}:\n"
+                 f"{done.stdout}{done.stderr}")
     lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
     assert all(len(line) == 3 for line in lines), done.stdout
     return {name.partition(" ")[2]: (outcome, note) for name, outcome, note in lines}
@@ -61,7 +62,7 @@ def main():
         assert all(outcome == "passed" for outcome, _ in found.values()), found
         assert ("events" in found["blocks"][1]) == (device == "cuda"), found
         assert "torch's copy" in found["bandwidth"][1], found
-    # Whoever does not wait for an event is found out.
+    # Parts fail if transfers do not wait for events.
     found = rows(work, "blocks", "session", status=2, KVTIER_EARLY="1")
     assert all(outcome.startswith("**failed") for outcome, _ in found.values()), found
     assert "did not wait for its stream's event" in found["blocks"][1], found
@@ -72,7 +73,7 @@ def main():
     assert len(found) == len(parts) + 1, found
     assert all(one == "skipped" for one, _ in found.values()), found
     assert "libcudart" in found["blocks"][1], found
-    print("python_paths: as it should")
+    print("python_paths: passed")
 
 
 main()

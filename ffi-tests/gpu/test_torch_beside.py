@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""torch_beside.py over a torch and a tool that only look like them: what it prints, and that it
-never fails. Each stand-in says how long things take, so that what is printed can be told here."""
+"""Tests torch_beside.py with a fake torch and a fake tool: the printed rows, and that it never fails.
+Both fakes define the measured times, so the expected rows are known."""
 
 import os
 import pathlib
@@ -22,8 +22,7 @@ printf '%s\\n' '{"bar": "d2d_copy", "value": 1.0, "note": "20.0 GB/s"}' \\
  '{"bar": "both_ways", "value": 0.8, "baseline_value": 500.0, "note": ""}'
 """
 
-# Time is what the shape says: 88 ms for a prompt, 0.5 ms for a step, 1 ms for a copy, 2 for two
-# at once.
+# Fake times: 88 ms for a prompt, 0.5 ms for a decode step, 1 ms for a copy, 2 ms for two at once.
 TORCH = '''
 import contextlib, sys, types
 __version__ = "0.0-stub"
@@ -73,15 +72,15 @@ sys.modules["torch.nn"], sys.modules["torch.nn.attention"] = nn, attention
 
 
 def run(work, torch, tool):
-    """Rows that it prints with a torch, after those of the head."""
-    place = work / "modules"
-    place.mkdir(exist_ok=True)
-    (place / "torch.py").write_text(torch)
+    """Runs torch_beside.py; returns the printed rows without the table head, and the text."""
+    modules = work / "modules"
+    modules.mkdir(exist_ok=True)
+    (modules / "torch.py").write_text(torch)
     path = work / "kvtier"
     path.write_text(tool)
     path.chmod(0o755)
     command = [sys.executable, str(HERE / "torch_beside.py"), str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(modules), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and not done.stderr, (done.returncode, done.stderr)
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
@@ -122,7 +121,7 @@ def main():
         ]:
             rows, text = run(work, torch, tool)
             assert len(rows) == 1 and rows[0][0] == "SKIP" and word in text, text
-    print("torch_beside: as it should")
+    print("torch_beside: passed")
 
 
 main()

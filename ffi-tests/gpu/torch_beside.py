@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Attention of torch beside the kernels of this library:  torch_beside.py KVTIER
+"""Compares this library's kernels with torch's attention:  torch_beside.py KVTIER_BENCH
 
-Runs `KVTIER_BENCH device --json`, then the same shapes by torch's flash attention, and prints rows
-of a table: what this library takes, what torch takes, and how much faster it is than torch. Where
-torch is not there, or has no GPU, it says so in a row. It never fails: what does not work is told.
+Runs `KVTIER_BENCH device --json`, then the same shapes with torch's flash attention, and prints table
+rows: this library's time, torch's time, and the speedup over torch. Without torch or a GPU it prints a
+row with the reason. It never fails: errors are printed in rows.
 """
 
 import json
@@ -15,9 +15,9 @@ import sys
 QUERY_HEADS, KEY_HEADS, DIM = 32, 8, 128
 ROUNDS = 7
 COPY_BYTES = 1 << 30
-#: Under this name `ours` has what copies reach, by bar.
+#: The key under which `ours` returns the rates of copies, by bar.
 RATES = "copies"
-# What sparse prefill of 30 % is to reach of dense.
+# Goal: speedup of sparse prefill with 30 % of the keys over dense prefill.
 GOAL = 2.0
 
 
@@ -26,11 +26,11 @@ def row(what, *columns):
 
 
 def ours(kvtier):
-    """Bars by name: how much faster than over all keys, how many tokens, and how fast those."""
+    """Bars by name: speedup over all keys, number of tokens, and rate with all keys."""
     command = [kvtier, "device", "--json"]
-    said = subprocess.run(command, stdout=subprocess.PIPE, timeout=400, check=True).stdout.decode()
+    output = subprocess.run(command, stdout=subprocess.PIPE, timeout=400, check=True).stdout.decode()
     found, rates = {}, {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         bar = json.loads(line)
         if bar.get("value") and bar.get("baseline_value"):
             rates[bar["bar"]] = bar["value"] * bar["baseline_value"]
@@ -43,7 +43,7 @@ def ours(kvtier):
 
 
 class Torch:
-    """What is needed of it."""
+    """Measurements with torch."""
 
     def __init__(self):
         import torch
@@ -52,7 +52,7 @@ class Torch:
             raise RuntimeError("torch sees no GPU")
 
     def seconds(self, call):
-        """The median of some rounds, after three that do not count."""
+        """The median time of some rounds, after three warm-up rounds."""
         cuda, times = self.torch.cuda, []
         for turn in range(ROUNDS + 3):
             began, ended = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
@@ -65,7 +65,7 @@ class Torch:
         return statistics.median(times)
 
     def flash(self):
-        """Nothing but flash attention: an error where it cannot be had."""
+        """A context that allows only flash attention; without it torch raises an error."""
         try:
             from torch.nn.attention import SDPBackend, sdpa_kernel
             return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
@@ -85,28 +85,28 @@ class Torch:
             return self.seconds(lambda: call(q, k, v, is_causal=is_causal))
 
     def copy(self):
-        """Bytes that a copy within the device reads and writes in a second."""
+        """Bytes per second that a copy within the device reads and writes."""
         torch = self.torch
         source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         return 2 * COPY_BYTES / self.seconds(lambda: target.copy_(source))
 
     def bus(self):
-        """Bytes in a second to the device, from it, and both ways at once; a quarter of a gigabyte."""
+        """Bytes per second to the device, from it, and in both directions at once; 256 MiB each."""
         torch, count = self.torch, COPY_BYTES // 4
-        here = [torch.empty(count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        there = [torch.empty(count, dtype=torch.uint8, device="cuda") for _ in range(2)]
-        aside, now = torch.cuda.Stream(), torch.cuda.current_stream()
+        host = [torch.empty(count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        device = [torch.empty(count, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        second, current = torch.cuda.Stream(), torch.cuda.current_stream()
 
         def both():
-            aside.wait_stream(now)
-            there[0].copy_(here[0], non_blocking=True)
-            with torch.cuda.stream(aside):
-                here[1].copy_(there[1], non_blocking=True)
-            now.wait_stream(aside)
+            second.wait_stream(current)
+            device[0].copy_(host[0], non_blocking=True)
+            with torch.cuda.stream(second):
+                host[1].copy_(device[1], non_blocking=True)
+            current.wait_stream(second)
 
-        up = self.seconds(lambda: there[0].copy_(here[0], non_blocking=True))
-        down = self.seconds(lambda: here[1].copy_(there[1], non_blocking=True))
+        up = self.seconds(lambda: device[0].copy_(host[0], non_blocking=True))
+        down = self.seconds(lambda: host[1].copy_(device[1], non_blocking=True))
         return count / up, count / down, 2 * count / self.seconds(both)
 
 
@@ -114,7 +114,7 @@ def prefill(torch, name, dtype, bars):
     times, tokens, rate = bars[name]
     dense = 2.0 * tokens**2 * QUERY_HEADS * DIM / (rate * 1e12)
     sparse = dense / times
-    # Heads of keys as many as of queries: where products are what takes time it is the same work.
+    # torch gets as many key heads as query heads: prefill is compute-bound, so the work is equal.
     theirs = torch.attend(QUERY_HEADS, tokens, tokens, dtype, True)
     own = f"dense {dense * 1e3:.2f} ms, 30 % {sparse * 1e3:.2f} ms"
     ratio = f"dense {theirs / dense:.2f}x, 30 % {theirs / sparse:.2f}x"
@@ -127,7 +127,7 @@ def prefill(torch, name, dtype, bars):
 def decode(torch, name, dtype, bars):
     times, tokens, rate = bars[name]
     dense = 4.0 * tokens * KEY_HEADS * DIM / (rate * 1e9)
-    # Heads that share keys are rows of one product: nothing is read twice.
+    # Query heads that share keys become rows of one product, so torch reads no key twice.
     theirs = torch.attend(KEY_HEADS, QUERY_HEADS // KEY_HEADS, tokens, dtype, False)
     own = f"all {dense * 1e3:.3f} ms, a 16th {dense / times * 1e3:.3f} ms"
     ratio = f"all {theirs / dense:.2f}x, a 16th {theirs / dense * times:.2f}x"
@@ -141,20 +141,20 @@ def copied(torch, name, dtype, bars):
         f"{ceiling:.0f} GB/s read and written", f"{rate / ceiling:.2f}x")
 
 
-def moved(torch, name, _dtype, bars):
+def transferred(torch, name, _dtype, bars):
     own = [bars[name][bar] for bar in ("h2d_pinned", "d2h_pinned", "both_ways")]
     for what, rate, theirs in zip(("to the device", "from it", "both ways"), own, torch.bus()):
         row(f"pinned memory {what}", f"{rate:.1f} GB/s", f"{theirs / 1e9:.1f} GB/s",
             f"{rate * 1e9 / theirs:.2f}x")
 
 
-ASKED = [
+MEASUREMENTS = [
     (prefill, "prefill_sparse_30", "bfloat16"),
     (prefill, "prefill_sparse_30_f16", "float16"),
     (decode, "decode_chosen_16th", "bfloat16"),
     (decode, "decode_chosen_16th_f16", "float16"),
     (copied, "decode_chosen_16th", "bfloat16"),
-    (moved, RATES, "bytes"),
+    (transferred, RATES, "bytes"),
 ]
 
 
@@ -163,11 +163,11 @@ def reason(error):
 
 
 def main():
-    row("beside torch", "kvtier", "torch", "kvtier is so much faster")
+    row("beside torch", "kvtier", "torch", "speedup of kvtier")
     row("---", "---", "---", "---")
     try:
         torch = Torch()
-    except Exception as error:  # a torch that is broken fails in any way it likes
+    except Exception as error:  # a broken torch may raise any exception
         return row("SKIP", "", "", reason(error))
     try:
         bars = ours(sys.argv[1])
@@ -175,7 +175,7 @@ def main():
         return row("SKIP", reason(error), "", "")
     version = getattr(torch.torch, "__version__", "?")
     row(f"torch {version}", "", "flash attention", "")
-    for measure, name, dtype in ASKED:
+    for measure, name, dtype in MEASUREMENTS:
         if name not in bars:
             row(f"{measure.__name__} {dtype}", f"SKIP: no {name}", "", "")
             continue

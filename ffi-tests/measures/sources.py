@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Counts what the sources are made of: lines of code, comments and tests, the store's files and
-fields, the header's lines, and identifiers that use retired words.
+"""Counts lines of code, comments and tests, files and fields of the store, lines of the header, and
+identifiers with retired words.
 
     ffi-tests/measures/sources.py [--words]
 
---words names the files in which retired words are used most."""
+--words lists the files with the most retired words."""
 import argparse
 import collections
 import os
 import re
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# Words that the glossary replaces. A word counts where it is a whole part of an identifier:
-# `told` in `note_told` and `ToldKind`, not in `threshold`.
+# Words that the glossary replaces. A word counts if it is a whole part of an identifier: `told` in
+# `note_told` and `ToldKind`, not in `threshold`.
 RETIRED = set("""
     shelf shelves told tell deed errand errands hands hungry starve board boards ledger books
     vacancies sight trial grain whoever debt owed along rectangle
@@ -24,10 +24,10 @@ PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 def files(*folders, ending=".rs"):
     for folder in folders:
-        for place, _, names in os.walk(os.path.join(ROOT, folder)):
+        for path, _, names in os.walk(os.path.join(ROOT, folder)):
             for name in sorted(names):
                 if name.endswith(ending):
-                    yield os.path.join(place, name)
+                    yield os.path.join(path, name)
 
 
 def text_of(path):
@@ -36,7 +36,7 @@ def text_of(path):
 
 
 def split(path):
-    """Lines of code, of comments, blank ones, and those of unit tests."""
+    """Counts lines of code, comments and unit tests, and blank lines."""
     counts = collections.Counter()
     product, _, tests = text_of(path).partition("\n#[cfg(test)]")
     counts["tests"] += len(tests.splitlines())
@@ -64,19 +64,19 @@ def retired(path):
 
 
 def fields(path, name):
-    """How many fields a struct has."""
+    """The number of fields of a struct."""
     found = re.search(r"\npub struct %s \{(.*?)\n\}" % name, text_of(path), re.S)
     body = found.group(1) if found else ""
     return len(re.findall(r"^    (?:pub(?:\(\w+\))? )?\w+: ", body, re.M))
 
 
 def store():
-    """Where the store is, and its largest struct."""
+    """The store's folder, and the file and name of its largest struct."""
     for folder, name in (("src/store/state", "StoreState"),):
         path = os.path.join(ROOT, folder, "mod.rs")
         if os.path.exists(path):
             return os.path.dirname(folder), path, name
-    raise SystemExit("where is the store?")
+    raise SystemExit("src/store/state/mod.rs does not exist: correct the path in store()")
 
 
 def main():

@@ -3,9 +3,9 @@
 
     ffi-tests/measures/trips.py [--list]
 
-A put and a get run on their own threads under callgrind, which notes the file of every
-instruction; nothing is inlined. Printed for each: files of src/, files of the store
-among them, and calls from one file of src/ to another. --list names the files."""
+A put and a get run on their own threads under callgrind, which records the file of every
+instruction; nothing is inlined. For each it prints the number of files of src/, of files of the
+store among them, and of calls between files of src/. --list names the files."""
 import argparse
 import collections
 import os
@@ -15,7 +15,7 @@ import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TARGET = os.path.join(ROOT, "target", "measures")
-# What an eviction is: all that runs below this function while memory is full.
+# An eviction is everything that runs below this function while memory is full.
 EVICTION = "kvtier::store::state::*::make_room"
 STORE = ("src/store/",)
 
@@ -76,10 +76,10 @@ def read(profile):
 def measure(program, trip):
     with tempfile.TemporaryDirectory() as scratch:
         out = os.path.join(scratch, "profile")
-        how = ["--instr-atstart=no"]
+        options = ["--instr-atstart=no"]
         if trip == "evict":
-            how += ["--toggle-collect=" + EVICTION]
-        run("valgrind", "--tool=callgrind", "-q", "--callgrind-out-file=" + out, *how,
+            options += ["--toggle-collect=" + EVICTION]
+        run("valgrind", "--tool=callgrind", "-q", "--callgrind-out-file=" + out, *options,
             program, trip, os.path.join(scratch, "kv"))
         parts = [os.path.join(scratch, name) for name in os.listdir(scratch)
                  if name.startswith("profile")]

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Trains the two small models of the reference engine, offline, and writes what it and its tests read.
+"""Trains the two small models of the reference engine offline, and writes their weights and fixtures.
 
     python3 ffi-tests/models/train.py gqa          # tests/data/models/gqa.kvm, gqa.logits
     python3 ffi-tests/models/train.py mla
-    python3 ffi-tests/models/train.py gqa --fixture    # the logits alone, of weights that are there
-    python3 ffi-tests/models/train.py gqa --check      # how good they are
+    python3 ffi-tests/models/train.py gqa --fixture    # only the logits, of existing weights
+    python3 ffi-tests/models/train.py gqa --check      # the quality of the weights
 
-It needs torch, one core, and about a quarter of an hour a model. A seed decides everything: the same torch on
-the same kind of processor gives the same weights. Nothing is downloaded; texts are made up here. What
-they are like, docs/reference.md says; `crates/lab/src/reference/text.rs` makes the same ones.
+It needs torch, one core, and about 15 minutes per model. The seed is fixed: the same torch on the same
+kind of CPU gives the same weights. Nothing is downloaded, because texts are generated here.
+docs/reference.md describes them; `crates/lab/src/reference/text.rs` generates the same ones.
 
-Weights: 16 little-endian u32 (magic, version, kind, then sizes, see `HEADER`), then all tensors in
-the order of `tensors`, rows of outputs, as f16. Logits: four u32 (tokens, rows, and what `fixture` hides),
-the tokens as bytes, then the logits behind the last tokens as f32, with all keys and with few.
+Weights file: 16 little-endian u32 (magic, version, kind, then sizes, see `HEADER`), then all tensors in
+the order of `tensors`, rows of outputs, as f16. Logits file: four u32 (tokens, rows, and what `fixture`
+masks), the tokens as bytes, then the logits of the last tokens as f32, with all keys and with few.
 """
 
 import argparse
@@ -38,10 +38,10 @@ LOOKS = "old new red low big sad raw dry hot shy odd dim wet fat mad calm".split
 THINGS = "door lamp boat coin road tree song book wall ring rope field clock stone glass river".split()
 
 KINDS = {
-    # A Llama: rotary keys, heads of keys shared by groups of query heads.
+    # Like Llama: rotary keys; groups of query heads share a key head.
     "gqa": dict(vocab=VOCAB, layers=3, width=64, hidden=160, heads=4, key_heads=2,
                 nope=0, rope=32, value=32, latent=0, theta=20000),
-    # Latent attention: a row of `latent` numbers and `rope` turned ones serves all heads.
+    # Latent attention: all heads share a row of `latent` numbers and `rope` rotated ones.
     "mla": dict(vocab=VOCAB, layers=3, width=64, hidden=160, heads=4, key_heads=1,
                 nope=32, rope=16, value=32, latent=48, theta=20000),
 }
@@ -52,7 +52,7 @@ def letters(word):
 
 
 def text(rng, length):
-    """So many symbols of sentences about a few names, and where words begin."""
+    """`length` symbols of sentences about a few names, and the positions where words begin."""
     names = [list(rng.integers(0, 26, 4)) for _ in range(6)]
     out, starts = [], []
     while len(out) < length:
@@ -68,10 +68,10 @@ def text(rng, length):
 
 
 def sample(rng, tokens, pairs, questions):
-    """A text with pairs of keys and values between its words, then questions for some of them.
+    """A text with pairs of keys and values between its words, then questions about some of them.
 
-    Returns the symbols and what is to be said behind each, -1 where nobody could know. Answers are
-    never a part of the text: a question follows a question."""
+    Returns the symbols and the target behind each, -1 if it is unpredictable. Answers are not part
+    of the text: a question follows a question."""
     body = tokens - 1 - 3 * pairs - 2 * questions
     chars, starts = text(rng, body)
     keys = rng.permutation(32)[:pairs]
@@ -82,26 +82,26 @@ def sample(rng, tokens, pairs, questions):
         out += chars[last:starts[place]] + [PAIR, KEYS + key, VALUES + value]
         last = starts[place]
     out += chars[last:]
-    asked = [rng.permutation(pairs) for _ in range(-(-questions // pairs))]
-    asked = np.concatenate(asked)[:questions]
-    said = [symbol if symbol <= STOP else -1 for symbol in out[1:]] + [-1]
-    for place in asked:
+    questioned = [rng.permutation(pairs) for _ in range(-(-questions // pairs))]
+    questioned = np.concatenate(questioned)[:questions]
+    targets = [symbol if symbol <= STOP else -1 for symbol in out[1:]] + [-1]
+    for place in questioned:
         out += [ASK, KEYS + keys[place]]
-        said += [-1, VALUES + values[place]]
-    return out, said
+        targets += [-1, VALUES + values[place]]
+    return out, targets
 
 
 def batch(rng, count, tokens, pairs, questions, reach):
     rows = [sample(rng, tokens, pairs, questions) for _ in range(count)]
     symbols = torch.tensor(np.array([row[0] for row in rows]), dtype=torch.long)
-    said = torch.tensor(np.array([row[1] for row in rows]), dtype=torch.long)
-    # Some steps are long, so that distances up to `reach` are known without texts of that length.
+    targets = torch.tensor(np.array([row[1] for row in rows]), dtype=torch.long)
+    # Some positions jump, so that the model learns distances up to `reach` from shorter texts.
     steps = np.ones((count, tokens), dtype=np.int64)
     for row in steps:
         spare = rng.integers(0, max(1, reach - tokens))
         cuts = np.sort(rng.integers(0, spare + 1, 6))
         row[rng.integers(1, tokens, 6)] += np.diff(np.concatenate([cuts, [spare]]))
-    return symbols, said, torch.tensor(steps.cumsum(1) - 1)
+    return symbols, targets, torch.tensor(steps.cumsum(1) - 1)
 
 
 class Norm(torch.nn.Module):
@@ -120,7 +120,7 @@ def linear(inputs, outputs, scale=1.0):
 
 
 def turn(x, cos, sin):
-    """Rotary positions: the first half of the numbers with the second."""
+    """Rotates the first half of the numbers with the second (rotary positions)."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -191,7 +191,7 @@ class Model(torch.nn.Module):
 
 
 def tensors(model):
-    """All weights in the order of the file."""
+    """All weights in file order."""
     yield model.symbols.weight
     for layer in model.layers:
         yield layer.first.gain
@@ -208,7 +208,7 @@ def tensors(model):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal, for matrices (Jordan et al., 2024)."""
+    """The Muon optimizer for matrices: orthogonalized momentum (Jordan et al., 2024)."""
 
     def __init__(self, params):
         super().__init__(params, dict(lr=0.02, momentum=0.95))
@@ -230,15 +230,15 @@ class Muon(torch.optim.Optimizer):
                 p.add_(x, alpha=-group["lr"] * max(1.0, g.shape[0] / g.shape[1]) ** 0.5)
 
 
-def losses(logits, said):
-    each = F.cross_entropy(logits.flatten(0, 1), said.flatten(), ignore_index=-1, reduction="none")
-    is_answer = (said >= VALUES).flatten()
-    is_text = ((said >= 0) & (said < VALUES)).flatten()
-    right = (logits.argmax(-1).flatten() == said.flatten())[is_answer].float().mean()
+def losses(logits, targets):
+    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+    is_answer = (targets >= VALUES).flatten()
+    is_text = ((targets >= 0) & (targets < VALUES)).flatten()
+    right = (logits.argmax(-1).flatten() == targets.flatten())[is_answer].float().mean()
     return each[is_text].mean(), each[is_answer].mean(), right
 
 
-# Steps, rows of a step, symbols of a row, pairs, questions: texts get longer.
+# Steps, rows of a step, symbols of a row, pairs, questions. The texts get longer.
 STAGES = {
     "gqa": [(500, 64, 80, 8, 16), (700, 40, 128, 12, 24), (500, 20, 256, 16, 32),
             (300, 10, 512, 24, 48), (120, 5, 1024, 28, 56), (60, 3, 2048, 32, 64)],
@@ -246,7 +246,7 @@ STAGES = {
             (120, 10, 512, 24, 48), (60, 5, 1024, 28, 56), (30, 3, 2048, 32, 64)],
 }
 REACH = 4096
-# Of a fixture: rows of logits, and what they see where most is hidden.
+# Fixture: rows of logits, and the visible keys of the masked run.
 ROWS, SINKS, NEAR = 24, 4, 60
 
 
@@ -261,23 +261,23 @@ def train(model, rng, stages):
         for _ in range(count):
             rate = min(1.0, (step + 1) / 50, 0.02 + 1.2 * (1 - step / steps))
             fast.param_groups[0]["lr"], slow.param_groups[0]["lr"] = 0.02 * rate, 4e-3 * rate
-            symbols, said, positions = batch(rng, *sizes, REACH)
-            plain, asked, right = losses(model(symbols, positions), said)
+            symbols, targets, positions = batch(rng, *sizes, REACH)
+            plain, questioned, right = losses(model(symbols, positions), targets)
             model.zero_grad(set_to_none=True)
-            (plain + asked).backward()
+            (plain + questioned).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             fast.step()
             slow.step()
             step += 1
             if step % 50 == 0 or step == 1:
                 print(f"{step:5} of {steps}, {time.time() - start:5.0f} s: {sizes[1]:4} symbols, "
-                      f"text {plain:.3f}, answers {asked:.3f}, {100 * right:.1f} % right", flush=True)
+                      f"text {plain:.3f}, answers {questioned:.3f}, {100 * right:.1f} % right", flush=True)
 
 
 def load(kind):
     data = (OUT / f"{kind}.kvm").read_bytes()
     header = struct.unpack("<16I", data[:64])
-    assert header[:3] == (MAGIC, 1, list(KINDS).index(kind)), "not such a file"
+    assert header[:3] == (MAGIC, 1, list(KINDS).index(kind)), f"{kind}.kvm is not a weights file of this kind"
     model = Model(dict(zip(HEADER, header[3:])))
     numbers = torch.tensor(np.frombuffer(data[64:], dtype="<f2").astype(np.float32))
     for tensor in tensors(model):
@@ -296,8 +296,8 @@ def save(kind, model):
 
 
 def fixture(kind):
-    """Logits of a text with questions, computed in f64 with the weights of the file: with all keys, and
-    where the last ones see only the first `SINKS` symbols, the `NEAR` before them, and themselves."""
+    """Logits of a text with questions, computed in f64 with the weights of the file: once with all keys,
+    once with the last rows seeing only the first `SINKS` keys, the `NEAR` before them, and themselves."""
     model, rng = load(kind).double(), np.random.default_rng(77)
     symbols, _ = sample(rng, 700, 20, 20)
     count, rows = len(symbols), ROWS
@@ -316,12 +316,12 @@ def fixture(kind):
 
 
 def check(kind):
-    """What the weights of the file are worth, in texts that training did not see."""
+    """Prints the quality of the weights on texts that were not used in training."""
     model, rng = load(kind), np.random.default_rng(1234)
     with torch.no_grad():
         for tokens, pairs, rows in [(256, 16, 32), (512, 24, 16), (1024, 24, 16), (2048, 24, 10), (3072, 32, 8)]:
-            symbols, said, _ = batch(rng, rows, tokens, pairs, pairs, tokens)
-            plain, asked, right = losses(model(symbols, torch.arange(tokens).repeat(rows, 1)), said)
+            symbols, targets, _ = batch(rng, rows, tokens, pairs, pairs, tokens)
+            plain, questioned, right = losses(model(symbols, torch.arange(tokens).repeat(rows, 1)), targets)
             print(f"{tokens} symbols, {pairs} pairs: perplexity {plain.exp():.3f}, "
                   f"{100 * right:.1f} % of {rows * pairs} right", flush=True)
 

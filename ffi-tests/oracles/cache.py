@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""What a get and an insert with eviction cost beside libCacheSim, in one run.
+"""Compares the cost of a get, and of an insert with eviction, with libCacheSim, in one run.
 
     cache.py TOOL          TOOL is the kvtier program, a release build
     cache.py TOOL --quick --policies lru,s3fifo
 
-The loads of `kvtier-bench cache`: 1,000,000 entries, Zipf 1.0. `get` asks for
-900,000 keys that are all there; `mix` for 4,000,000, of which what is not there
-is inserted and mostly evicts. Prints one JSON object a line, as `kvtier-bench`
-does: our time in parts of libCacheSim's, at most 1 is wanted. Both read the same
-records, one thread each, timed by the processor time of that thread and in turn.
-libCacheSim's table is tried with 2^24 buckets (as it comes) and with 2^21; the
-faster counts. The misses of single requests must be equal. Needs the package
-libcachesim, and numpy, which that brings.
+The loads are those of `kvtier-bench cache`: 1,000,000 entries, Zipf 1.0. `get` requests 900,000
+keys that are all cached. `mix` requests 4,000,000 keys; misses are inserted, and most of them evict.
+Prints one JSON object per line, as `kvtier-bench` does: kvtier's time divided by libCacheSim's, with
+the goal 1. Both read the same records in one thread, in turn, and are timed by the CPU time of that
+thread. libCacheSim's table is tried with 2^24 buckets (its default) and with 2^21; the faster one
+counts. The misses of single requests must be equal. Needs the package libcachesim, and numpy, which
+libcachesim installs.
 """
 
 import argparse
@@ -37,7 +36,7 @@ def skip(why):
 
 
 def spread(ranks):
-    """Neighbours in rank are neighbours nowhere else."""
+    """Maps ranks to ids that are not adjacent."""
     import numpy as np
 
     return ranks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) & np.uint64((1 << 63) - 1)
@@ -60,7 +59,7 @@ def write(path, ids):
 
 
 def theirs(lcs, name, warm, timed, count, power):
-    """Nanoseconds a request and misses."""
+    """Nanoseconds per request, and misses."""
     cache = getattr(lcs, POLICIES[name])(ENTRIES, hashpower=power)
     cache.process_trace(lcs.TraceReader(str(warm), lcs.TraceType.ORACLE_GENERAL_TRACE))
     reader = lcs.TraceReader(str(timed), lcs.TraceType.ORACLE_GENERAL_TRACE)
@@ -70,7 +69,7 @@ def theirs(lcs, name, warm, timed, count, power):
 
 
 def ours(tool, name, path, warm):
-    """Nanoseconds a request and the note, by bar."""
+    """Nanoseconds per request and the note, by bar."""
     names = {"KVTIER_BENCH_TRACE": str(path), "KVTIER_BENCH_OBJECTS": str(ENTRIES),
              "KVTIER_BENCH_SPEC": name, "KVTIER_BENCH_WARM": str(warm)}
     command = [tool, "bench", "lab", "--quick", "--json"]
@@ -81,14 +80,14 @@ def ours(tool, name, path, warm):
 
 
 def compare(lcs, tool, load, name, paths, sizes, rounds):
-    """One line a bar; whether the misses agree."""
+    """Prints one line per bar; returns whether the misses agree."""
     (warm, timed, both), (before, count) = paths, sizes
     ratios, speeds, same = {}, [], True
     for _ in range(rounds):
-        mine = ours(tool, name, both, before)
+        own = ours(tool, name, both, before)
         took, missed = min(theirs(lcs, name, warm, timed, count, power) for power in POWERS)
         speeds.append(took)
-        for bar, (spent, note) in mine.items():
+        for bar, (spent, note) in own.items():
             ratios.setdefault("64" if bar.endswith("_64") else "1", []).append(spent / took)
             if bar == "replay_lru" and f" {missed} missed" not in note:
                 print(f"{load} {name}: libCacheSim misses {missed}, kvtier {note}", file=sys.stderr)
@@ -105,19 +104,19 @@ def compare(lcs, tool, load, name, paths, sizes, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="get and insert beside libCacheSim")
+    parser = argparse.ArgumentParser(description="get and insert compared with libCacheSim")
     parser.add_argument("tool")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--policies", default=",".join(POLICIES))
     args = parser.parse_args()
     names = args.policies.split(",")
     if unknown := set(names) - set(POLICIES):
-        parser.error(f"{', '.join(sorted(unknown))}: not among {', '.join(POLICIES)}")
+        parser.error(f"unknown policy {', '.join(sorted(unknown))}: use {', '.join(POLICIES)}")
     try:
         import libcachesim as lcs
         import numpy as np
     except ImportError as why:
-        skip(f"a package is not there: {why}")
+        skip(f"install the package libcachesim: {why}")
     rounds, count = (1, 1_000_000) if args.quick else (7, 4_000_000)
     rng, same = np.random.default_rng(11), True
     with tempfile.TemporaryDirectory() as folder:

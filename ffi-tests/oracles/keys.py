@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Keys as docs/keys.md defines them: the oracle of tests/store/keys.rs.
+"""Keys by the definition of docs/keys.md: the oracle of tests/store/keys.rs.
 
     keys.py --write FILE    writes the vectors
     keys.py --check FILE    computes every result in FILE again from its inputs
 
-Shares nothing with the library: BLAKE3 is written here from its specification,
-checked with its authors' test vectors, and compared with the package blake3 where
-that is installed.
+Shares no code with the library. BLAKE3 is written here from its specification, and checked with the
+published test vectors and with the package blake3 if that is installed.
 """
 
 import argparse
@@ -54,7 +53,7 @@ def packed(value):
 
 
 def subtree(data, first, key, flags, root):
-    """The chaining value over data, whose first chunk has the number `first`."""
+    """The chaining value of data whose first chunk has the number `first`."""
     if len(data) <= CHUNK_BYTES:
         value = key
         blocks = [data[at : at + 64] for at in range(0, len(data), 64)] or [b""]
@@ -64,7 +63,7 @@ def subtree(data, first, key, flags, root):
                 here |= CHUNK_END | root
             value = compress(value, block, first, len(block), here)
         return value
-    # The left part is the largest power of two of chunks that leaves something.
+    # The left part is the largest power of two of chunks that is smaller than the data.
     left = CHUNK_BYTES
     while left * 2 < len(data):
         left *= 2
@@ -87,7 +86,7 @@ def keyed_hash(key, data):
     return packed(subtree(data, 0, list(struct.unpack("<8I", key)), KEYED_HASH, ROOT))
 
 
-# From test_vectors.json of BLAKE3: bytes 0, 1 .. 250, 0, 1 .. of some lengths.
+# From test_vectors.json of BLAKE3: inputs 0, 1 .. 250, 0, 1 .. of several lengths.
 OFFICIAL = {
     0: "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
     1: "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213",
@@ -144,7 +143,7 @@ FIRST_EXTRA_TAG = 0x80000000
 
 
 def encoded(fields):
-    """Fields by tag."""
+    """Encodes fields in the order of their tags."""
     parts = [struct.pack("<I", len(fields))]
     for tag in sorted(fields):
         parts += [struct.pack("<IQ", tag, len(fields[tag])), fields[tag]]
@@ -192,7 +191,7 @@ def layout_results(case):
 
 
 def tokens_of(case):
-    """count, first, step: token i is first + i * step, modulo 2^32."""
+    """The tokens of a case: token i is first + i * step, modulo 2^32."""
     count, first, step = (case["tokens"][name] for name in ["count", "first", "step"])
     return [(first + i * step) & MASK for i in range(count)]
 
@@ -249,7 +248,7 @@ def object_results(case):
 
 
 def media_results(case):
-    """The extra digest of each chunk in which media start."""
+    """The extra digest of each chunk in which an item of media starts."""
     each, chunks = case["chunk_tokens"], {}
     for token, digest in case["media"]:
         chunks.setdefault(token // each, []).append((token % each, bytes.fromhex(digest)))
@@ -274,7 +273,7 @@ RESULTS = {
 }
 
 
-# The cases that --write makes results for.
+# The cases for which --write computes results.
 
 
 def identity(name, extra=(), shard=None, **fields):
@@ -400,20 +399,20 @@ def objects(namespace, layout, chunk):
 
 
 def layouts():
-    near = {"layers": [0, 1, 2], "dtype": "bf16", "rule": "window", "window": 1024}
-    near |= {"kv_heads": 8, "k_bytes": 2048, "v_bytes": 2048}
-    far = {"layers": [3], "dtype": "bf16", "rule": "full", "kv_heads": 8, "k_bytes": 2048, "v_bytes": 2048}
+    windowed = {"layers": [0, 1, 2], "dtype": "bf16", "rule": "window", "window": 1024}
+    windowed |= {"kv_heads": 8, "k_bytes": 2048, "v_bytes": 2048}
+    full = {"layers": [3], "dtype": "bf16", "rule": "full", "kv_heads": 8, "k_bytes": 2048, "v_bytes": 2048}
     latent = {"layers": list(range(61)), "dtype": "fp8_e4m3", "rule": "full", "kv_heads": 1, "k_bytes": 576}
     state = {"layers": [0, 2], "dtype": "f32", "rule": "state", "state_bytes": 65536}
     packed = {"layers": [1], "dtype": "int4", "rule": "full", "kv_heads": 4, "k_bytes": 256, "v_bytes": 256}
     for name, chunk_tokens, groups in [
-        ("example", 16, [far, near]),
-        ("example with longer chunks", 256, [near, far]),
+        ("example", 16, [full, windowed]),
+        ("example with longer chunks", 256, [windowed, full]),
         ("latent", 64, [latent]),
         ("states", 1, [packed, state]),
     ]:
         yield {"name": name, "layout": {"chunk_tokens": chunk_tokens, "groups": groups}}
-    # The fingerprint is defined for any bytes.
+    # The fingerprint is defined for arbitrary bytes.
     for count in [0, 1, 2000]:
         data = bytes(i % 251 for i in range(count))
         yield {"name": f"{count} bytes, no layout", "layout": None, "bytes": data.hex()}
@@ -442,7 +441,7 @@ def vectors():
 
 
 def check(found):
-    """How many cases were computed again; ends the program where one differs."""
+    """Computes all cases again and returns their number; exits at the first difference."""
     assert found["contexts"] == CONTEXTS, found["contexts"]
     count = 0
     for kind, results in RESULTS.items():
@@ -456,7 +455,7 @@ def check(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="keys of kvtier, from the published definition")
+    parser = argparse.ArgumentParser(description="keys of kvtier by the published definition")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", metavar="FILE")
     what.add_argument("--check", metavar="FILE")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What libCacheSim misses: the oracle of tests/policy/oracle.rs.
+"""Misses of libCacheSim: the oracle of tests/policy/oracle.rs.
 
     libcachesim_misses.py             writes libcachesim_misses.txt beside this file
     libcachesim_misses.py --check     compares with that file instead
@@ -8,9 +8,9 @@
                                       into folder D; run the Rust test with
                                       KVTIER_LIBCACHESIM_DIR=D
 
-Needs the package libcachesim, and for --traces zstandard. The sequences come from
-integers alone (xorshift64*, tables of integer weights), so that the Rust test
-makes the same ones; a checksum in the file proves it.
+Needs the package libcachesim, and zstandard for --traces. The sequences are computed with integers
+only (xorshift64*, tables of integer weights), so that the Rust test generates the same ones; a
+checksum in the file proves that.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Random:
 
 
 class Zipf:
-    """Ids 0 to n - 1, weight 2^30 / (id + 1), rounded down."""
+    """Ids 0 to n - 1 with weights 2^30 / (id + 1), rounded down."""
 
     def __init__(self, n):
         self.ends = []
@@ -73,7 +73,7 @@ class Zipf:
 
 
 def zipf(random, requests):
-    """Popularity that does not change."""
+    """Constant popularity."""
     table = Zipf(4000)
     return [table.next(random) for _ in range(requests)]
 
@@ -94,7 +94,7 @@ def mixed(random, requests):
 
 
 def drift(random, requests):
-    """Popularity that moves on, with a fifth of ids used once."""
+    """Popularity that drifts; a fifth of the ids are used once."""
     table, out = Zipf(1500), []
     for i in range(requests):
         if random.below(5) == 0:
@@ -116,7 +116,7 @@ def checksum(ids):
 
 
 def next_uses(ids):
-    """For each place, the place of the id's next use."""
+    """For each request, the position of the id's next use."""
     seen, out = {}, [NEVER] * len(ids)
     for at in range(len(ids) - 1, -1, -1):
         out[at] = seen.get(ids[at], NEVER)
@@ -186,7 +186,7 @@ def main():
     text = "\n".join(generated()) + "\n"
     if args.check:
         same = golden.read_text() == text
-        print("same" if same else "the misses differ from the file")
+        print("same" if same else f"the misses differ from {golden}")
         sys.exit(not same)
     golden.write_text(text)
 

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Prefix-token hit ratios of `kvtier lab` against the package kvcache-simulator.
+"""Compares prefix-token hit ratios of `kvtier lab` with the package kvcache-simulator.
 
     prefix_hits.py TOOL         TOOL is the kvtier program
 
-Both replay the same jsonl traces: two made up here from integers alone, and the
-mooncake traces where KVTIER_TRACE_DIR names their folder. Counted are the tokens
-of the leading blocks found, over the last half of the requests. LRU must agree to
-four digits: it is defined alike (leaves first, by the last use; what a request
-uses stays while its own blocks come in). FIFO is not: there, blocks leave in the
-order of their coming whatever continues them, and a block behind a hole stays;
-here, a block leaves after those that continue it. It may differ by FIFO_MOST.
+Both replay the same jsonl traces: two generated from integers, and the mooncake traces if
+KVTIER_TRACE_DIR names their folder. The ratio counts tokens of the leading blocks found, over the
+last half of the requests. LRU must agree to four digits, because both define it alike: leaves are
+evicted first, by the last use, and a request's blocks stay while it inserts its own. FIFO differs:
+the simulator evicts in insertion order and may leave holes, kvtier evicts a block after its
+successors. FIFO may differ by FIFO_TOLERANCE.
 """
 
 import json
@@ -20,7 +19,7 @@ import sys
 import tempfile
 
 DIGITS = 4
-FIFO_MOST = 0.05
+FIFO_TOLERANCE = 0.05
 BLOCK = 512
 SHARES = [1, 3, 5, 10]
 
@@ -41,7 +40,7 @@ class Random:
 
 
 def sessions(seed, requests, prompts):
-    """Sessions that start with one of some prompts and grow turn by turn."""
+    """Sessions that start with one of `prompts` prompts and grow turn by turn."""
     random, fresh, live = Random(seed), 0, []
     starts = []
     for _ in range(prompts):
@@ -51,7 +50,7 @@ def sessions(seed, requests, prompts):
     for at in range(requests):
         if len(live) < 40 or random.below(6) == 0:
             live.append(list(starts[random.below(random.below(prompts) + 1)]))
-        # Those that were active lately go on more often.
+        # Recently active sessions continue more often.
         turn = live[max(random.below(len(live)), random.below(len(live)))]
         count = 1 + random.below(8)
         turn.extend(range(fresh, fresh + count))
@@ -89,7 +88,7 @@ def ours(tool, path, sizes, requests):
 
 
 def check(tool, name, path):
-    """How many ratios differ by more than they may."""
+    """The number of ratios that differ by more than the tolerance."""
     from kvcache_sim.plan import build_execution_plan
     from kvcache_sim.policies import simulate_policy
     from kvcache_sim.trace import parse_trace_file
@@ -101,14 +100,14 @@ def check(tool, name, path):
         for share, size in zip(SHARES, sizes):
             done = simulate_policy(plan, policy, size)
             if done.measurementMode != "fixed_window":
-                print(f"{name:14} {policy:4} {share:3} % {size:7} blocks: not full at half, not compared")
+                print(f"{name:14} {policy:4} {share:3} % {size:7} blocks: not compared, the cache is not full after half of the requests")
                 continue
-            here = found[(policy, size)]
-            apart = abs(here - done.hitRate)
-            fine = apart <= (0.5 * 10**-DIGITS if policy == "lru" else FIFO_MOST)
-            wrong += not fine
-            verdict = "ok" if fine else "DIFFERS"
-            print(f"{name:14} {policy:4} {share:3} % {size:7} blocks: {here:.4f} {done.hitRate:.4f} {verdict}")
+            own = found[(policy, size)]
+            difference = abs(own - done.hitRate)
+            is_close = difference <= (0.5 * 10**-DIGITS if policy == "lru" else FIFO_TOLERANCE)
+            wrong += not is_close
+            verdict = "ok" if is_close else "DIFFERS"
+            print(f"{name:14} {policy:4} {share:3} % {size:7} blocks: {own:.4f} {done.hitRate:.4f} {verdict}")
     return wrong
 
 
@@ -118,7 +117,7 @@ def main():
     try:
         import kvcache_sim  # noqa: F401
     except ImportError as why:
-        print(f"SKIP: the package kvcache-simulator is not there: {why}")
+        print(f"SKIP: install the package kvcache-simulator: {why}")
         return
     with tempfile.TemporaryDirectory() as folder:
         wrong = sum(check(sys.argv[1], *one) for one in traces(pathlib.Path(folder)))

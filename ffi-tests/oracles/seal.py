@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Sealed objects as docs/remote.md defines them: the oracle of src/tier/remote/seal_tests.rs.
+"""Sealed objects by the definition of docs/remote.md: the oracle of src/tier/remote/seal_tests.rs.
 
     seal.py --write FILE    writes the vectors
-    seal.py --check FILE    seals everything in FILE again, and compares
+    seal.py --check FILE    seals all objects of FILE again, and compares
 
-Shares nothing with the library: BLAKE3 is the one of keys.py, AES-GCM that of the package
-cryptography. Lines of the file are a word and a value; of frames it has the tags, which depend
-on every byte before them, and the last bytes.
+Shares no code with the library: BLAKE3 comes from keys.py, AES-GCM from the package cryptography.
+A line of the file is a name and a value. For frames the file has the tags, which depend on every
+byte before them, and the last bytes.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def lines():
 
 
 def main():
-    parser = argparse.ArgumentParser(description="sealed objects, from the published definition")
+    parser = argparse.ArgumentParser(description="sealed objects by the published definition")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", metavar="FILE")
     what.add_argument("--check", metavar="FILE")
@@ -70,7 +70,7 @@ def main():
     if args.write:
         pathlib.Path(args.write).write_text(text, encoding="utf-8")
     elif pathlib.Path(args.check).read_text(encoding="utf-8") != text:
-        sys.exit("the sealed objects differ")
+        sys.exit(f"the sealed objects differ from {args.check}")
     else:
         print(f"{text.count('tags ')} sealed objects agree")
 

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""How fast LRU replays a trace: kvtier against libCacheSim, in turn, in one run.
+"""Compares the replay speed of LRU with libCacheSim, in turn, in one run.
 
     throughput.py TOOL          TOOL is the kvtier program, a release build
     throughput.py TOOL --quick
 
-Prints one JSON object a line, as `kvtier-bench` does. Both read the same file of
-oracleGeneral records, one thread each, and are timed by the processor time of
-that thread; ids are as they stand in the trace, hashing them is timed. The misses
-must be equal. Needs the package libcachesim, and zstandard for the mooncake traces
-in KVTIER_TRACE_DIR; a skewed sequence is replayed where there are none.
+Prints one JSON object per line, as `kvtier-bench` does. Both read the same file of oracleGeneral
+records in one thread, and are timed by the CPU time of that thread, including the hashing of ids.
+The misses must be equal. Needs the package libcachesim, and zstandard for the mooncake traces in
+KVTIER_TRACE_DIR. A skewed sequence is always replayed.
 """
 
 import argparse
@@ -40,7 +39,7 @@ def mooncake(path):
 
 
 def skewed(keys, count):
-    """Weights 1/rank, from integers alone; the rank is spread over 63 bits."""
+    """Ids with weights 1/rank, computed with integers only; ranks are spread over 63 bits."""
     state, ends, total = 88172645463325252, [], 0
     for rank in range(1, keys + 1):
         total += (1 << 32) // rank
@@ -63,7 +62,7 @@ def write(path, ids):
 
 
 def theirs(lcs, path, size, power):
-    """Nanoseconds of the thread and misses."""
+    """CPU nanoseconds of the thread, and misses."""
     count = os.path.getsize(path) // 24
     reader = lcs.TraceReader(str(path), lcs.TraceType.ORACLE_GENERAL_TRACE)
     cache = lcs.LRU(size, hashpower=power)
@@ -73,7 +72,7 @@ def theirs(lcs, path, size, power):
 
 
 def ours(tool, path, size):
-    """Millions of requests a second and misses, by bar."""
+    """Millions of requests per second, and misses, by bar."""
     names = {"KVTIER_BENCH_TRACE": str(path), "KVTIER_BENCH_OBJECTS": str(size)}
     command = [tool, "bench", "lab", "--quick", "--json"]
     done = subprocess.run(command, env={**os.environ, **names}, capture_output=True, check=True)
@@ -82,17 +81,17 @@ def ours(tool, path, size):
 
 
 def compare(lcs, tool, name, path, size, rounds):
-    """One line a bar; whether the misses agree."""
+    """Prints one line per bar; returns whether the misses agree."""
     count = os.path.getsize(path) // 24
-    # Its table as it comes (2^24 buckets), and one that just holds the objects.
+    # The default table (2^24 buckets), and one that just holds the objects.
     tables = {"": 24, "_fitted": max(16, size.bit_length())}
     ratios, speeds, same = {}, {}, True
     for _ in range(rounds):
-        mine = ours(tool, path, size)
+        own = ours(tool, path, size)
         for table, power in tables.items():
             took, missed = theirs(lcs, path, size, power)
             speeds.setdefault(table, []).append(count * 1e3 / took)
-            for bar, (speed, note) in mine.items():
+            for bar, (speed, note) in own.items():
                 ratios.setdefault((bar, table), []).append(speed * took / count / 1e3)
                 if bar == "replay_lru" and f" {missed} missed" not in note:
                     print(f"{name}: libCacheSim misses {missed}, kvtier {note}", file=sys.stderr)
@@ -117,14 +116,14 @@ def compare(lcs, tool, name, path, size, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="replay speed beside libCacheSim")
+    parser = argparse.ArgumentParser(description="replay speed compared with libCacheSim")
     parser.add_argument("tool")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     try:
         import libcachesim as lcs
     except ImportError as why:
-        skip(f"the package libcachesim is not there: {why}")
+        skip(f"install the package libcachesim: {why}")
     rounds = 3 if args.quick else 9
     same = True
     with tempfile.TemporaryDirectory() as folder:

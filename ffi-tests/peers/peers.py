@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What kvtier makes of cells of 1 MiB beside other systems, in one run.
+"""Compares kvtier with other systems on cells of 1 MiB, in one run.
 
     peers.py DIR [--quick]     DIR is on the disk to be measured
 
-Same sizes, same directory, the same bytes, turns that alternate. Prints one JSON
-object a line, as `kvtier-bench` does: our rate in parts of the peer's, the median of
-the rounds. A peer that is not installed, or does not start, has no value and says why.
-KVTIER_LIBRARY names the library; `run.sh` installs the peers and does all of it.
+All systems use the same sizes, directory and bytes, and rounds alternate. Prints one JSON object per
+line, as `kvtier-bench` does: kvtier's rate divided by the peer's, the median of the rounds. A peer
+that is not installed or does not start has no value and a note with the reason. KVTIER_LIBRARY names
+the library; `run.sh` installs the peers and runs this script.
 """
 
 import argparse
@@ -28,7 +28,7 @@ CELL = 1 << 20
 TOKENS = 256
 RUN = CELL // TOKENS // 2
 DEPTH = 100
-# Rounds before those that count: until memory is full, and known to the machine.
+# Warm-up rounds: until memory is full and mapped.
 WARM = 5
 ROUNDS = 7
 
@@ -45,7 +45,7 @@ def line(bar, ours=None, theirs=None, baseline="", note=""):
 
 
 def memory(cells):
-    """Page-aligned bytes that are there, and look like chance."""
+    """Page-aligned, mapped memory with random bytes."""
     area = mmap.mmap(-1, cells * CELL)
     area.write(os.urandom(CELL) * cells)
     return area
@@ -56,7 +56,7 @@ def address(area):
 
 
 def recent(number):
-    """A document that is in memory still: one of the last two that were put."""
+    """A document that is still in memory: one of the last two that were put."""
     return WARM + ROUNDS - 1 - number % 2
 
 
@@ -67,8 +67,7 @@ def timed(act):
 
 
 class Kvtier:
-    """A store; a document is so many chunks of one layer, a cell each. Without a path it
-    has memory only."""
+    """A store; without a path it has host memory only. A document has `cells` chunks of one cell."""
 
     def __init__(self, path, cells):
         self.kvtier, self.cells = importlib.import_module("kvtier"), cells
@@ -87,11 +86,11 @@ class Kvtier:
         spec += ")"
         self.store = self.kvtier.Store(self.runtime, spec)
         group = self.kvtier.Group(layers=[0], k_bytes=RUN, v_bytes=RUN, dtype="f16", kv_heads=1)
-        who = self.kvtier.Identity(model=b"peers")
-        self.space = self.store.namespace(who, chunk_tokens=TOKENS, groups=[group])
+        identity = self.kvtier.Identity(model=b"peers")
+        self.namespace = self.store.namespace(identity, chunk_tokens=TOKENS, groups=[group])
 
     def close(self):
-        self.space.close()
+        self.namespace.close()
         self.store.close()
 
     def views(self):
@@ -102,7 +101,7 @@ class Kvtier:
     def session(self, number):
         import numpy as np
 
-        session = self.space.session()
+        session = self.namespace.session()
         first = number << 22
         session.append(np.arange(first, first + self.cells * TOKENS, dtype=np.uint32))
         return session
@@ -121,7 +120,7 @@ class Kvtier:
                 op.result(120)
 
             took = timed(act)
-            assert op.result(1).value == self.cells * TOKENS, "something is missing"
+            assert op.result(1).value == self.cells * TOKENS, "the get did not return all tokens"
             return took
 
     def put_ram(self, number):
@@ -140,7 +139,7 @@ class Kvtier:
 
 
 class Nixl:
-    """One file of as many cells, moved by the POSIX plugin with O_DIRECT."""
+    """One file with all cells, read and written by the POSIX plugin with O_DIRECT."""
 
     def __init__(self, path, cells):
         from nixl_cu12._api import nixl_agent, nixl_agent_config
@@ -156,15 +155,15 @@ class Nixl:
         disk = [(i * CELL, CELL, self.file, "") for i in range(cells)]
         self.agent.register_memory(ram, "DRAM", backends=["POSIX"])
         self.agent.register_memory(disk, "FILE", backends=["POSIX"])
-        self.ways = [
+        self.batches = [
             (self.agent.get_xfer_descs([d[:3] for d in ram[i:i + DEPTH]], "DRAM"),
              self.agent.get_xfer_descs([d[:3] for d in disk[i:i + DEPTH]], "FILE"))
             for i in range(0, cells, DEPTH)
         ]
 
-    def move(self, way):
-        for ram, disk in self.ways:
-            handle = self.agent.initialize_xfer(way, ram, disk, "peers")
+    def transfer(self, direction):
+        for ram, disk in self.batches:
+            handle = self.agent.initialize_xfer(direction, ram, disk, "peers")
             state = self.agent.transfer(handle)
             while state not in ("DONE", "ERR"):
                 state = self.agent.check_xfer_state(handle)
@@ -172,17 +171,17 @@ class Nixl:
             assert state == "DONE", state
 
     def put_durable(self, number):
-        return timed(lambda: (self.move("WRITE"), os.fdatasync(self.file)))
+        return timed(lambda: (self.transfer("WRITE"), os.fdatasync(self.file)))
 
     def get_cold(self, number):
-        return timed(lambda: self.move("READ"))
+        return timed(lambda: self.transfer("READ"))
 
     def close(self):
         os.close(self.file)
 
 
 class Mooncake:
-    """A segment of memory behind a master on this machine."""
+    """A memory segment, with a master on this machine."""
 
     def __init__(self, path, cells):
         program = pathlib.Path(sys.executable).parent / "mooncake_master"
@@ -205,10 +204,10 @@ class Mooncake:
             if code == 0:
                 break
         else:
-            raise RuntimeError(f"setup ended with {code}")
+            raise RuntimeError(f"MooncakeDistributedStore.setup returned {code}")
         base = address(self.area)
         if self.store.register_buffer(base, cells * CELL) != 0:
-            raise RuntimeError("the buffer was not registered")
+            raise RuntimeError("MooncakeDistributedStore.register_buffer failed")
         self.places = [base + i * CELL for i in range(cells)]
 
     def batches(self, number, call):
@@ -218,7 +217,7 @@ class Mooncake:
             assert all(end >= 0 for end in ends), ends
 
     def put_ram(self, number):
-        # Room for what comes is not on the clock.
+        # Making room for the document is not timed.
         self.store.remove_by_regex(f"^{number - 3}-.*", True)
         return timed(lambda: self.batches(number, self.store.batch_put_from))
 
@@ -234,7 +233,7 @@ class Mooncake:
 
 
 def contest(name, peer_class, bars, path, cells, on_disk):
-    """Rounds of ours and theirs in turn, the one first, then the other."""
+    """Measures rounds of both systems; their order alternates."""
     ours = theirs = None
     try:
         theirs = peer_class(path / name, cells)
@@ -252,9 +251,9 @@ def contest(name, peer_class, bars, path, cells, on_disk):
                     for all_of, t in zip(times[bar], took):
                         all_of.append(t)
         gib = cells * CELL / (1 << 30)
-        for bar, (mine, other) in times.items():
-            rates = [gib / statistics.median(t) for t in (mine, other)]
-            line(f"{bar}_{name}", mine, other, name,
+        for bar, (own, other) in times.items():
+            rates = [gib / statistics.median(t) for t in (own, other)]
+            line(f"{bar}_{name}", own, other, name,
                  f"({rates[0]:.2f} against {rates[1]:.2f} GiB/s)")
     except Exception as error:
         for bar in bars:
@@ -272,14 +271,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("dir", type=pathlib.Path)
     parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
-    importlib.import_module("kvtier")  # ours has to be there
-    cells = 200 if given.quick else 1000
-    given.dir.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    importlib.import_module("kvtier")  # fail early without kvtier
+    cells = 200 if args.quick else 1000
+    args.dir.mkdir(parents=True, exist_ok=True)
     contest("nixl", Nixl, {"durable_put": "put_durable", "cold_get": "get_cold"},
-            given.dir, cells, True)
+            args.dir, cells, True)
     contest("mooncake", Mooncake, {"ram_put": "put_ram", "ram_get": "get_ram"},
-            given.dir, cells, False)
+            args.dir, cells, False)
     for bar in ("l1_put", "l1_get", "l2_put", "l2_get"):
         line(f"{bar}_lmcache", baseline="lmcache",
              note="not measured: it needs a torch built for CUDA, 6 GiB in all")

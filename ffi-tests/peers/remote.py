@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Chunks of 256 KiB to a Redis server and back: a kvtier store beside LMCache's Redis connectors.
+"""Compares a kvtier store with LMCache's Redis connectors: chunks of 256 KiB to a Redis server and
+back.
 
     remote.py [--quick]
 
-Starts a redis-server. Both sides begin with rows of an engine and end with them: ours are put
-at the level of the remote and got by another store, which copies and checks them twice; theirs
-lie in the connector's own memory objects, so that nothing is copied that is not its own, and
-nothing is checked. Turns alternate. Prints a JSON object a line, as `kvtier-bench` does: our rate
-in parts of the peer's, the median of the rounds. Needs kvtier (KVTIER_LIBRARY, PYTHONPATH), numpy,
-and an interpreter with lmcache, torch and redis, as `ffi-tests/run --engines vllm` makes one.
+Starts a redis-server. Both systems start and end with an engine's rows. kvtier puts rows at the
+remote level, and another store gets them, with two copies and two checks. LMCache uses its own
+memory objects, without further copies or checks. Rounds alternate. Prints one JSON object per line,
+as `kvtier-bench` does: kvtier's rate divided by the peer's, the median of the rounds. Needs kvtier
+(KVTIER_LIBRARY, PYTHONPATH), numpy, and an interpreter with lmcache, torch and redis;
+`ffi-tests/run --engines vllm` creates one.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def timed(act):
 
 
 class Kvtier:
-    """A store that puts, and one that gets; a document is so many chunks of a cell each."""
+    """A store that puts, and another one that gets. A document has one chunk of one cell per row."""
 
     def __init__(self, port, rows):
         self.rows, self.back = rows, np.zeros_like(rows)
@@ -46,11 +47,11 @@ class Kvtier:
                 f'url="redis://127.0.0.1:{port}", write=never, lookup=explicit, timeout=10000))')
         self.stores = [kvtier.Store(self.runtime, spec) for _ in range(2)]
         group = kvtier.Group(layers=[0], k_bytes=RUN)
-        self.spaces = [store.namespace(kvtier.Identity(model=b"peers"), chunk_tokens=TOKENS,
+        self.namespaces = [store.namespace(kvtier.Identity(model=b"peers"), chunk_tokens=TOKENS,
                                        groups=[group]) for store in self.stores]
 
     def session(self, which, number):
-        session = self.spaces[which].session()
+        session = self.namespaces[which].session()
         count = len(self.rows) * TOKENS
         session.append(np.arange(number << 20, (number << 20) + count, dtype=np.uint32))
         return session
@@ -70,16 +71,16 @@ class Kvtier:
             return timed(act)
 
     def check(self):
-        assert (self.back == self.rows).all(), "bytes are wrong"
+        assert (self.back == self.rows).all(), "the get returned wrong bytes"
         self.back[:] = 0
 
     def close(self):
-        for one in (*self.spaces, *self.stores, self.runtime):
+        for one in (*self.namespaces, *self.stores, self.runtime):
             one.close()
 
 
 class Lmcache:
-    """One of its connectors, on a loop of its own."""
+    """An LMCache connector with its own event loop."""
 
     def __init__(self, port, rows, kind):
         import torch
@@ -141,11 +142,12 @@ class Lmcache:
 
     def check(self):
         rows = np.sort(self.back.view(np.uint64)[:, 0])
-        assert (rows == np.sort(self.rows.view(np.uint64)[:, 0])).all(), "bytes are missing"
+        assert (rows == np.sort(self.rows.view(np.uint64)[:, 0])).all(), "LMCache returned wrong bytes"
         self.back[:] = 0
 
     def close(self):
-        # Its own close waits for jobs that nobody ends: the loop is a daemon's, and goes with us.
+        # The connector's close waits for jobs that never end. The loop's thread is a daemon, so it
+        # ends with the process.
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
@@ -167,7 +169,7 @@ def compare(port, rows, rounds, kind):
     for number in range(1, rounds + 3):
         server.sendall(b"FLUSHALL\r\n")
         assert server.recv(64).startswith(b"+OK")
-        # Who is first in one round is second in the next.
+        # The order of the systems alternates.
         for at, side in sorted(enumerate((ours, theirs)), key=lambda one: (one[0] + number) % 2):
             took = side.put(number), side.get(number)
             side.check()
@@ -187,7 +189,7 @@ def main():
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     if not shutil.which("redis-server"):
-        sys.exit("redis-server is not here")
+        sys.exit("redis-server is not installed: install it or extend PATH")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-// Keeps the KV of a conversation on disk, plans how to go on with it, and loads it again.
+// An example: stores the KV of a prompt on disk, reopens the store, plans, and loads the KV.
 package main
 
 import (
@@ -20,17 +20,17 @@ const (
 var layout = kvtier.Layout{ChunkTokens: chunk, Layers: layers, DType: kvtier.F16, KVHeads: heads,
 	KBytes: heads * run, VBytes: heads * run}
 
-// views are of tensors that lie one after the other: K and V of each layer.
-func views(b *kvtier.Buffer) (m kvtier.Transfer) {
+// transferOf describes tensors that lie one after the other: K and V of each layer.
+func transferOf(b *kvtier.Buffer) (t kvtier.Transfer) {
 	for i := 0; i < layers; i++ {
-		m.K = append(m.K, kvtier.View{Buffer: b, Offset: 2 * i * plane, Heads: heads, RunBytes: run})
-		m.V = append(m.V, kvtier.View{Buffer: b, Offset: (2*i + 1) * plane, Heads: heads, RunBytes: run})
+		t.K = append(t.K, kvtier.View{Buffer: b, Offset: 2 * i * plane, Heads: heads, RunBytes: run})
+		t.V = append(t.V, kvtier.View{Buffer: b, Offset: (2*i + 1) * plane, Heads: heads, RunBytes: run})
 	}
-	return m
+	return t
 }
 
-// turn opens the store, and either keeps the conversation's KV or brings it back.
-func turn(ctx context.Context, runtime *kvtier.Runtime, folder string, prompt []uint32) (err error) {
+// storeOrLoad opens the store. It loads the prompt's KV if the plan says so, else computes and stores it.
+func storeOrLoad(ctx context.Context, runtime *kvtier.Runtime, folder string, prompt []uint32) (err error) {
 	store, err := runtime.OpenStore(fmt.Sprintf(
 		`store(host=4MiB, disk=disk(path="%s", bytes=64MiB, segment=1MiB))`, folder))
 	if err != nil {
@@ -41,12 +41,12 @@ func turn(ctx context.Context, runtime *kvtier.Runtime, folder string, prompt []
 			err = e
 		}
 	}()
-	space, err := store.Namespace(kvtier.Identity{Model: "example", Weights: "1"}, layout)
+	namespace, err := store.Namespace(kvtier.Identity{Model: "example", Weights: "1"}, layout)
 	if err != nil {
 		return err
 	}
-	defer space.Close()
-	session, err := space.Session("a conversation", 1)
+	defer namespace.Close()
+	session, err := namespace.Session("example", 1)
 	if err != nil {
 		return err
 	}
@@ -63,12 +63,12 @@ func turn(ctx context.Context, runtime *kvtier.Runtime, folder string, prompt []
 		return err
 	}
 	defer tensors.Close()
-	for _, part := range plan {
-		fmt.Printf("  tokens %d to %d: %s\n", part.First, part.First+part.Tokens, part.StepKind)
-		move := views(tensors)
-		if part.StepKind == kvtier.Load {
-			move.Tokens = part.Tokens
-			op, err := session.Get(move)
+	for _, step := range plan {
+		fmt.Printf("  tokens %d to %d: %s\n", step.First, step.First+step.Tokens, step.StepKind)
+		transfer := transferOf(tensors)
+		if step.StepKind == kvtier.Load {
+			transfer.Tokens = step.Tokens
+			op, err := session.Get(transfer)
 			if err != nil {
 				return err
 			}
@@ -77,17 +77,17 @@ func turn(ctx context.Context, runtime *kvtier.Runtime, folder string, prompt []
 			}
 			for i, b := range tensors.Bytes() {
 				if b != byte(i*31) {
-					return fmt.Errorf("byte %d is %d", i, b)
+					return fmt.Errorf("byte %d is %d, want %d", i, b, byte(i*31))
 				}
 			}
-			fmt.Println("  loaded: every byte is as it was")
+			fmt.Println("  loaded: every byte is equal")
 			continue
 		}
-		for i := range tensors.Bytes() { // the model computes
+		for i := range tensors.Bytes() { // stands for the model
 			tensors.Bytes()[i] = byte(i * 31)
 		}
-		move.Level = kvtier.Durable
-		op, err := session.Put(move)
+		transfer.Level = kvtier.Durable
+		op, err := session.Put(transfer)
 		if err != nil {
 			return err
 		}
@@ -95,13 +95,13 @@ func turn(ctx context.Context, runtime *kvtier.Runtime, folder string, prompt []
 		if err != nil {
 			return err
 		}
-		fmt.Printf("  computed, and %d tokens are durable\n", n)
+		fmt.Printf("  computed; %d tokens are durable\n", n)
 	}
 	return nil
 }
 
-// victims has a policy choose among blocks that the program keeps itself.
-func victims() error {
+// evict lets a policy choose victims among objects that the program keeps itself.
+func evict() error {
 	policy, err := kvtier.OpenPolicy("arc", kvtier.PolicyOptions{Capacity: 100})
 	if err != nil {
 		return err
@@ -115,8 +115,8 @@ func victims() error {
 	if _, err := policy.Lookup(5, 1); err != nil {
 		return err
 	}
-	gone, _, err := policy.Evict(6, 2, 10)
-	fmt.Println("  who leaves first:", gone)
+	victims, _, err := policy.Evict(6, 2, 10)
+	fmt.Println("  victims:", victims)
 	return err
 }
 
@@ -136,14 +136,14 @@ func main() {
 	for i := range prompt {
 		prompt[i] = uint32(i * i)
 	}
-	for _, what := range []string{"first turn:", "after a restart:"} {
-		fmt.Println(what)
-		if err := turn(ctx, runtime, folder+"/kv", prompt); err != nil {
+	for _, title := range []string{"first run:", "after a restart:"} {
+		fmt.Println(title)
+		if err := storeOrLoad(ctx, runtime, folder+"/kv", prompt); err != nil {
 			log.Panic(err)
 		}
 	}
-	fmt.Println("a policy alone:")
-	if err := victims(); err != nil {
+	fmt.Println("a policy without a store:")
+	if err := evict(); err != nil {
 		log.Panic(err)
 	}
 	if err := runtime.Close(); err != nil {

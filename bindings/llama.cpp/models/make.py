@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Writes models of random weights as GGUF, to try adapters with: they say nothing that makes sense,
-but load and decode as real ones do.
+"""Writes GGUF models of random weights, for tests of the adapters. Their output is meaningless, but they load
+and decode as real models do.
 
     make.py DIRECTORY                      all tiny models, for tests: 1 to 5 MB each
     make.py DIRECTORY tiny-moe tiny-mla    some of them
     make.py FILE.gguf --kind llama --layers 32 --width 1024 --type q8_0
-                                           one of a size of your own, for benches
+                                           one model of a given size, for benchmarks
 
     tiny-llama-f16   Llama, 4 layers, 4 heads on 2, f16
-    tiny-swa         Gemma 3, sliding window 64, every third layer sees all
-    tiny-moe         Qwen 3 MoE, 8 experts of which 2 are used
-    tiny-mla         DeepSeek 2: a latent cache, which has no V
+    tiny-swa         Gemma 3, sliding window 64, full attention in every third layer
+    tiny-moe         Qwen 3 MoE, 2 of 8 experts used
+    tiny-mla         DeepSeek 2: a latent cache without V
     tiny-mamba       Mamba: a recurrent state and no cells
-    tiny-hybrid      Granite 4: recurrent and attention layers in turn
+    tiny-hybrid      Granite 4: recurrent and attention layers alternate
 
 The same arguments make the same file. Needs the packages numpy and gguf.
 """
@@ -33,13 +33,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIALS = ["<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# Pairs that become one token, so that tokens are not all one byte; each half is a token before it.
+# Pairs that become one token, so that not all tokens are single bytes. Both halves are earlier tokens.
 MERGES = ["t h", "th e", "i n", "e r", "a n", "o n", "Ġ t", "Ġ a", "Ġ s", "r e", "Ġt he", "in g", "an d"]
 WINDOW = 64
 
 
 def byte_letters():
-    """The letter that stands for each byte in vocabularies of GPT-2's kind."""
+    """The letter that stands for each byte in GPT-2 vocabularies."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in plain}
     for byte in range(256):
@@ -52,7 +52,7 @@ def vocabulary():
 
 
 class Model:
-    """One file while it is made: its metadata, and weights as they are drawn."""
+    """A file being written: its metadata, and its random weights."""
 
     def __init__(self, path, arch, shape):
         self.arch, self.shape = arch, shape
@@ -93,14 +93,14 @@ class Model:
         self.out.add_chat_template(CHAT_TEMPLATE)
 
     def plain(self, name, values):
-        """A tensor that stays f32: norms, biases and what the engine's kernels want so."""
+        """Adds a tensor that stays f32: norms, biases, and others that the engine's kernels need as f32."""
         self.out.add_tensor(name, numpy.ascontiguousarray(values, dtype=numpy.float32))
 
     def ones(self, name, *dims):
         self.plain(name, numpy.ones(dims, dtype=numpy.float32))
 
     def weight(self, name, *dims, gain=1.0):
-        """A matrix [..., out, in] that keeps the size of what goes through it, times gain."""
+        """Adds a matrix [..., out, in] that preserves the magnitude of its input, times gain."""
         values = self.draw.standard_normal(dims, dtype=numpy.float32) * (gain / dims[-1] ** 0.5)
         self.matrix(name, values)
 
@@ -116,7 +116,7 @@ class Model:
         rows = self.draw.standard_normal((len(self.vocab), width), dtype=numpy.float32)
         self.matrix("token_embd.weight", rows * scale)
         rows = self.draw.standard_normal((len(self.vocab), width), dtype=numpy.float32) * (3 / width**0.5)
-        # Answers are to be readable and of the length that was asked for.
+        # Keeps generated text readable, and of the requested length.
         for at, text in enumerate(self.vocab):
             if at < 256 and not 32 <= at < 127:
                 rows[at] *= 0.4
@@ -135,7 +135,7 @@ class Model:
 
     def attention(self, layer, heads, kv_heads, head_width):
         width, at = self.shape.width, f"blk.{layer}."
-        # Gains above one: what is attended to shall matter.
+        # Gains above 1, so that attention affects the output.
         self.weight(at + "attn_q.weight", heads * head_width, width, gain=1.5)
         self.weight(at + "attn_k.weight", kv_heads * head_width, width, gain=1.5)
         self.weight(at + "attn_v.weight", kv_heads * head_width, width, gain=1.5)
@@ -263,7 +263,7 @@ def latent_attention(model, layer, heads, plain, rope, latent, q_rank, v_width):
 
 
 def time_steps(model, count):
-    """What softplus turns into steps from 0.001 to 0.1: memory of some ten to some thousand tokens."""
+    """Inverse softplus of steps from 0.001 to 0.1: a memory of about ten to a thousand tokens."""
     steps = numpy.exp(model.draw.uniform(numpy.log(1e-3), numpy.log(1e-1), count))
     return steps + numpy.log(-numpy.expm1(-steps))
 
@@ -334,7 +334,7 @@ TINY = {"tiny-llama-f16": ("llama", 4), "tiny-swa": ("swa", 6), "tiny-moe": ("mo
 
 
 def make(kind, path, shape):
-    """Whole or not at all: a file of that name is one that was written to its end."""
+    """Writes to a temporary name first, so that a file of the final name is complete."""
     new = path.with_suffix(".new")
     KINDS[kind](new, shape)
     os.replace(new, path)
@@ -349,22 +349,22 @@ def parse(arguments):
     one = parser.add_argument_group("for one FILE, which ends with .gguf")
     one.add_argument("--kind", choices=KINDS, default="llama")
     one.add_argument("--layers", type=int, default=4)
-    one.add_argument("--width", type=int, default=128, help="a multiple of 64")
-    one.add_argument("--hidden", type=int, help="of the feed-forward part; 3 x width if not given")
+    one.add_argument("--width", type=int, default=128, help="a multiple of 64 (default 128)")
+    one.add_argument("--hidden", type=int, help="width of the feed-forward part (default 3 x width)")
     one.add_argument("--context", type=int, default=4096)
     one.add_argument("--type", choices=["f16", "q8_0"], default="f16")
     shape = parser.parse_args(arguments)
     shape.one = shape.to.suffix == ".gguf"
     if not shape.one and any(word.startswith("--") for word in arguments):
-        parser.error("the tiny models have their sizes: name a file that ends with .gguf for one of yours")
+        parser.error("the tiny models have fixed sizes: name a FILE that ends with .gguf to set sizes")
     if not 1 <= shape.layers <= 256 or not 64 <= shape.width <= 16384 or shape.width % 64:
-        parser.error("1 to 256 layers, a width from 64 to 16384 that is a multiple of 64")
+        parser.error("--layers must be 1 to 256, --width 64 to 16384 and a multiple of 64")
     shape.hidden = shape.hidden or 3 * shape.width
     if not 96 <= shape.hidden <= 65536 or shape.hidden % 96:
-        parser.error("--hidden: 96 to 65536 and a multiple of 96")
+        parser.error("--hidden must be 96 to 65536 and a multiple of 96")
     unknown = set(shape.names) - set(TINY)
     if unknown or (shape.names and shape.one):
-        parser.error(f"names are {' '.join(TINY)}, and stand beside a directory")
+        parser.error(f"unknown names, or names for a FILE: with a DIRECTORY use {' '.join(TINY)}")
     return shape
 
 

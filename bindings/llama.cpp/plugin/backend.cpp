@@ -1,5 +1,5 @@
-// The backend of a context: graphs are cut where they come to another layer; that layer's weights are
-// had, and the backend underneath computes the piece.
+// The backend of a context. It cuts a graph where another layer begins, acquires that layer's weights,
+// and has the inner backend compute the piece.
 #include "buffer.h"
 #include "stats.h"
 
@@ -15,9 +15,10 @@ namespace {
 
 struct Backend {
     ggml_backend_t inner = nullptr;
-    // Of the engine's last graph that failed: the same words are not said for every token.
-    std::string said;
-    // Of another device: where products of rows are computed. It grows, and is of what the engine computes in.
+    // The last logged error, so that it is not logged again for every token.
+    std::string last_error;
+    // Result buffer for products of rows on an inner device with its own memory. It grows, and is not
+    // charged.
     ggml_backend_buffer_t product = nullptr;
 
     ~Backend() {
@@ -25,7 +26,7 @@ struct Backend {
         ggml_backend_free(inner);
     }
 
-    ggml_backend_buffer_t product_room(size_t bytes) {
+    ggml_backend_buffer_t product_buffer(size_t bytes) {
         if (!product || ggml_backend_buffer_get_size(product) < bytes) {
             ggml_backend_buffer_free(product);
             product = ggml_backend_buft_alloc_buffer(buffer_type(), bytes);
@@ -51,25 +52,27 @@ bool is_computed(const ggml_tensor * node) {
     }
 }
 
-// Where another device computes, tensors of weights are its own while it does, and ours at all other times.
-class Lent {
+// Points tensors of weights to the inner device's memory while it computes; the destructor restores
+// them.
+class InnerRedirect {
 public:
-    Lent() = default;
-    ~Lent() {
-        for (auto was = all_.rbegin(); was != all_.rend(); ++was) {
-            was->tensor->buffer = was->buffer;
-            was->tensor->data = was->data;
+    InnerRedirect() = default;
+    ~InnerRedirect() {
+        for (auto saved = saved_.rbegin(); saved != saved_.rend(); ++saved) {
+            saved->tensor->buffer = saved->buffer;
+            saved->tensor->data = saved->data;
         }
     }
-    Lent(const Lent &) = delete;
-    Lent & operator=(const Lent &) = delete;
+    InnerRedirect(const InnerRedirect &) = delete;
+    InnerRedirect & operator=(const InnerRedirect &) = delete;
 
-    // Takes down what is to be lent: whose a view is can only be seen before its tensor is.
-    bool note(ggml_tensor * tensor, std::string & why) {
+    // Records a tensor before any is redirected: only then can the owner of a view be found.
+    bool record(ggml_tensor * tensor, std::string & why) {
         const Record * record = tensor ? record_of(tensor) : nullptr;
         record = record && record->bytes > 0 ? record : nullptr;
-        if (record && !record->far.buffer) {
-            why = std::string(ggml_get_name(record->tensor)) + " is used while it is not there";
+        if (record && !record->inner.buffer) {
+            why = std::string(ggml_get_name(record->tensor)) +
+                  " is used while it is not in memory: this is a defect of kvtier";
             return false;
         }
         if (record) {
@@ -78,7 +81,7 @@ public:
         return true;
     }
 
-    void lend() {
+    void apply() {
         for (const auto & [tensor, record] : wanted_) {
             set(record->tensor, *record, 0);
             set(tensor, *record, tensor == record->tensor ? 0 : tensor->view_offs);
@@ -86,28 +89,28 @@ public:
     }
 
 private:
-    struct Was {
+    struct Saved {
         ggml_tensor * tensor;
         ggml_backend_buffer_t buffer;
         void * data;
     };
 
     void set(ggml_tensor * tensor, const Record & record, size_t offset) {
-        if (tensor->buffer != record.far.buffer || tensor->data != record.far.data + offset) {
-            all_.push_back({tensor, tensor->buffer, tensor->data});
-            tensor->buffer = record.far.buffer;
-            tensor->data = record.far.data + offset;
+        if (tensor->buffer != record.inner.buffer || tensor->data != record.inner.data + offset) {
+            saved_.push_back({tensor, tensor->buffer, tensor->data});
+            tensor->buffer = record.inner.buffer;
+            tensor->data = record.inner.data + offset;
         }
     }
 
     std::vector<std::pair<ggml_tensor *, const Record *>> wanted_;
-    std::vector<Was> all_;
+    std::vector<Saved> saved_;
 };
 
-// One graph on its way.
-class Walk {
+// The computation of one graph.
+class GraphRun {
 public:
-    Walk(Backend & backend, ggml_cgraph * graph) : backend_(backend), graph_(graph) {}
+    GraphRun(Backend & backend, ggml_cgraph * graph) : backend_(backend), graph_(graph) {}
 
     ggml_status all() {
         for (int i = 0; i < graph_->n_nodes; i++) {
@@ -118,8 +121,8 @@ public:
         }
         const ggml_status status = compute(graph_->n_nodes);
         if (status == GGML_STATUS_SUCCESS) {
-            for (const Needs & one : seen_) {
-                if (!one.weights->rest(why_)) {
+            for (const Needs & one : used_) {
+                if (!one.weights->end_graph(why_)) {
                     return GGML_STATUS_FAILED;
                 }
             }
@@ -135,27 +138,27 @@ private:
         std::vector<uint32_t> units;
     };
 
-    // Computes what comes before this node and was not yet.
+    // Computes all nodes before `end` that were not computed yet.
     ggml_status compute(int end) {
         if (end <= begin_) {
             return GGML_STATUS_SUCCESS;
         }
         ggml_cgraph piece = ggml_graph_view(graph_, begin_, end);
-        Lent lent;
-        for (int i = begin_; is_far() && i < end; i++) {
+        InnerRedirect redirect;
+        for (int i = begin_; inner_has_memory() && i < end; i++) {
             ggml_tensor * node = graph_->nodes[i];
             if (!is_computed(node)) {
                 continue;
             }
-            bool is_there = lent.note(node, why_);
+            bool is_present = redirect.record(node, why_);
             for (ggml_tensor * source : node->src) {
-                is_there = is_there && lent.note(source, why_);
+                is_present = is_present && redirect.record(source, why_);
             }
-            if (!is_there) {
+            if (!is_present) {
                 return GGML_STATUS_FAILED;
             }
         }
-        lent.lend();
+        redirect.apply();
         begin_ = end;
         totals().runs++;
         return ggml_backend_graph_compute(backend_.inner, &piece);
@@ -167,7 +170,7 @@ private:
             return GGML_STATUS_SUCCESS;
         }
         needs_.clear();
-        if (node->view_src && !stays(node)) {
+        if (node->view_src && !make_resident(node)) {
             return GGML_STATUS_FAILED;
         }
         for (ggml_tensor * source : node->src) {
@@ -176,18 +179,18 @@ private:
                 continue;
             }
             if (is_row_wise(node, source) && record->piece_rows > 0) {
-                return pieces(number, *record);
+                return compute_pieces(number, *record);
             }
             if (record->piece_rows == 0 && !is_written(node, source)) {
-                want(*record);
-            } else if (!stays(source)) {
+                require_unit(*record);
+            } else if (!make_resident(source)) {
                 return GGML_STATUS_FAILED;
             }
         }
-        return needs_.empty() ? GGML_STATUS_SUCCESS : have(number);
+        return needs_.empty() ? GGML_STATUS_SUCCESS : acquire_units(number);
     }
 
-    void want(const Record & record) {
+    void require_unit(const Record & record) {
         const auto same = [&](const Needs & one) { return one.weights == record.owner; };
         auto at = std::find_if(needs_.begin(), needs_.end(), same);
         if (at == needs_.end()) {
@@ -199,92 +202,94 @@ private:
         }
     }
 
-    // Has what a node needs. What is had for nodes before it is computed with first, as it may leave.
-    ggml_status have(int number) {
+    // Acquires the units of a node. Earlier nodes are computed first, because their units may be
+    // released.
+    ggml_status acquire_units(int number) {
         for (const Needs & one : needs_) {
-            const bool is_there = std::all_of(one.units.begin(), one.units.end(),
+            const bool is_present = std::all_of(one.units.begin(), one.units.end(),
                                               [&](uint32_t unit) { return one.weights->has(unit); });
-            if (!is_there) {
+            if (!is_present) {
                 const ggml_status status = compute(number);
                 if (status != GGML_STATUS_SUCCESS) {
                     return status;
                 }
-                if (!hold(*one.weights, one.units)) {
+                if (!lease_units(*one.weights, one.units)) {
                     return GGML_STATUS_FAILED;
                 }
             }
         }
         for (ggml_tensor * source : graph_->nodes[number]->src) {
             if (source) {
-                point(source);
+                update_view(source);
             }
         }
         return GGML_STATUS_SUCCESS;
     }
 
-    bool hold(Weights & weights, const std::vector<uint32_t> & units) {
+    bool lease_units(Weights & weights, const std::vector<uint32_t> & units) {
         const auto same = [&](const Needs & one) { return one.weights == &weights; };
-        if (std::none_of(seen_.begin(), seen_.end(), same)) {
-            seen_.push_back({&weights, {}});
+        if (std::none_of(used_.begin(), used_.end(), same)) {
+            used_.push_back({&weights, {}});
         }
-        return weights.hold(units, why_);
+        return weights.lease_units(units, why_);
     }
 
-    // A step of training writes to what it is given.
+    // Training steps write to their first source.
     static bool is_written(const ggml_tensor * node, const ggml_tensor * source) {
         return source == node->src[0] &&
                (node->op == GGML_OP_OPT_STEP_ADAMW || node->op == GGML_OP_OPT_STEP_SGD);
     }
 
-    // What is written to, or used as a whole though it is in pieces, has memory of its own from now on.
-    bool stays(ggml_tensor * tensor) {
+    // Makes a tensor resident that is written to, or that is in pieces but used as a whole.
+    bool make_resident(ggml_tensor * tensor) {
         Record * record = record_of(tensor);
         if (record && record->streams && !record->owner->materialise(*record, why_)) {
             return false;
         }
-        point(tensor);
+        update_view(tensor);
         return true;
     }
 
-    // A view was made of the address that the weights had then.
-    static void point(ggml_tensor * source) {
+    // Updates a view, which was created from the address that the weights had then.
+    static void update_view(ggml_tensor * source) {
         if (source->view_src && record_of(source)) {
             source->data = static_cast<char *>(source->view_src->data) + source->view_offs;
         }
     }
 
-    // Rows of the product are made of rows of the matrix, and of nothing else of it.
+    // Tells whether rows of the product depend on the same rows of the matrix only.
     static bool is_row_wise(const ggml_tensor * node, const ggml_tensor * source) {
         return node->op == GGML_OP_MUL_MAT && node->src[0] == source && node->src[1] != source &&
                !source->view_src && !node->view_src && source->ne[2] == 1 && source->ne[3] == 1 &&
                node->type == GGML_TYPE_F32 && !record_of(node->src[1]);
     }
 
-    ggml_status pieces(int number, const Record & record) {
+    ggml_status compute_pieces(int number, const Record & record) {
         const ggml_status status = compute(number);
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
         const ggml_tensor * node = graph_->nodes[number];
         for (size_t i = 0; i < record.units.size(); i++) {
-            if (!hold(*record.owner, {record.units[i]})) {
+            if (!lease_units(*record.owner, {record.units[i]})) {
                 return GGML_STATUS_FAILED;
             }
             const int64_t row = int64_t(i) * record.piece_rows;
             ggml_tensor rows = *record.tensor, product = *node;
             rows.ne[1] = std::min(record.piece_rows, record.tensor->ne[1] - row);
             rows.nb[2] = rows.nb[3] = rows.nb[1] * size_t(rows.ne[1]);
-            if (is_far()) {
-                rows.buffer = record.far.buffer;
-                rows.data = record.far.data;
+            if (inner_has_memory()) {
+                rows.buffer = record.inner.buffer;
+                rows.data = record.inner.data;
             } else {
                 rows.data = const_cast<char *>(record.owner->address(record.units[i])) + record.at[i];
             }
             product.ne[0] = rows.ne[1];
             product.data = static_cast<char *>(node->data) + size_t(row) * node->nb[0];
             product.src[0] = &rows;
-            const bool has_gaps = is_far() && !ggml_is_contiguous(&product);
-            const ggml_status done = has_gaps ? with_gaps(number, product) : alone(number, product);
+            const bool has_gaps = inner_has_memory() && !ggml_is_contiguous(&product);
+            const ggml_status done = has_gaps ? compute_strided(number, product) : compute_single(number,
+                product);
             if (done != GGML_STATUS_SUCCESS) {
                 return done;
             }
@@ -293,8 +298,8 @@ private:
         return GGML_STATUS_SUCCESS;
     }
 
-    // Computes one node instead of that of the graph.
-    ggml_status alone(int number, ggml_tensor & node) {
+    // Computes one node in place of that of the graph.
+    ggml_status compute_single(int number, ggml_tensor & node) {
         ggml_tensor * only = &node;
         ggml_cgraph piece = ggml_graph_view(graph_, number, number + 1);
         piece.nodes = &only;
@@ -302,19 +307,20 @@ private:
         return ggml_backend_graph_compute(backend_.inner, &piece);
     }
 
-    // GPUs write products without gaps between columns: elsewhere, and then they are copied to where they belong.
-    ggml_status with_gaps(int number, const ggml_tensor & product) {
+    // GPUs write products without gaps between columns. Such a product is computed in another buffer,
+    // then copied.
+    ggml_status compute_strided(int number, const ggml_tensor & product) {
         ggml_tensor dense = product;
         for (int i = 1; i < GGML_MAX_DIMS; i++) {
             dense.nb[i] = dense.nb[i - 1] * size_t(dense.ne[i - 1]);
         }
-        dense.buffer = backend_.product_room(far_bytes(&dense));
+        dense.buffer = backend_.product_buffer(inner_bytes(&dense));
         if (!dense.buffer) {
-            why_ = "the device has no memory for a product of rows";
+            why_ = "the device has no memory for a product of rows: lower KVTIER_DEVICE_BUDGET";
             return GGML_STATUS_ALLOC_FAILED;
         }
         dense.data = ggml_backend_buffer_get_base(dense.buffer);
-        const ggml_status status = alone(number, dense);
+        const ggml_status status = compute_single(number, dense);
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
@@ -326,22 +332,22 @@ private:
         std::memset(copy.op_params, 0, sizeof copy.op_params);
         copy.src[0] = &dense;
         copy.src[1] = &target;
-        return alone(number, copy);
+        return compute_single(number, copy);
     }
 
     Backend & backend_;
     ggml_cgraph * graph_;
     int begin_ = 0;
-    std::vector<Needs> needs_, seen_;
+    std::vector<Needs> needs_, used_;
     std::string why_;
 };
 
-// Whether it uses weights that come and go; of another device, any.
+// Tells whether the graph uses streamed weights; with an inner device of its own memory, any weights.
 bool is_streamed(const ggml_cgraph * graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
         for (const ggml_tensor * source : graph->nodes[i]->src) {
             const Record * record = source ? record_of(source) : nullptr;
-            if (record && (record->streams || is_far())) {
+            if (record && (record->streams || inner_has_memory())) {
                 return true;
             }
         }
@@ -359,15 +365,15 @@ ggml_status graph_compute(ggml_backend_t wrapped, ggml_cgraph * graph) {
             return ggml_backend_graph_compute(backend.inner, graph);
         }
         totals().streamed_graphs++;
-        Walk walk(backend, graph);
-        const ggml_status status = walk.all();
-        if (!walk.why().empty() && walk.why() != backend.said) {
-            say(walk.why());
-            backend.said = walk.why();
+        GraphRun run(backend, graph);
+        const ggml_status status = run.all();
+        if (!run.why().empty() && run.why() != backend.last_error) {
+            log_line(run.why());
+            backend.last_error = run.why();
         }
         return status;
     } catch (...) {
-        say("no memory to compute a graph");
+        log_line("out of memory while a graph is computed: lower KVTIER_BUDGET, or free memory");
         return GGML_STATUS_ALLOC_FAILED;
     }
 }
@@ -389,14 +395,14 @@ ggml_guid_t guid() {
 
 // A function of the backend that computes, by its name.
 void * inner_proc(const char * name) {
-    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(under_device()), name);
+    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(inner_device()), name);
 }
 
 void set_threads(ggml_backend_t wrapped, int threads) {
     const auto set = reinterpret_cast<ggml_backend_set_n_threads_t>(inner_proc("ggml_backend_set_n_threads"));
     if (set && backend_is_ours(wrapped)) {
-        const uint32_t said = settings().threads;
-        set(of(wrapped).inner, said ? int(said) : threads);
+        const uint32_t own_threads = settings().threads;
+        set(of(wrapped).inner, own_threads ? int(own_threads) : threads);
     }
 }
 
@@ -425,13 +431,13 @@ void * backend_proc(const char * name) {
     return nullptr;
 }
 
-// No asynchronous work, no events: when a graph has been handed over it is done.
+// No asynchronous work and no events: a graph is complete when the call returns.
 ggml_backend_t backend_open(ggml_backend_dev_t device) {
     std::unique_ptr<Backend> backend(new Backend);
     std::unique_ptr<ggml_backend> wrapped(new ggml_backend{});
-    backend->inner = ggml_backend_dev_init(under_device(), nullptr);
+    backend->inner = ggml_backend_dev_init(inner_device(), nullptr);
     if (!backend->inner) {
-        say("the device " + settings().under + " cannot be used");
+        log_line("the device KVTIER_UNDER=" + settings().inner + " cannot be opened: see the engine's log");
         return nullptr;
     }
     wrapped->guid = guid();

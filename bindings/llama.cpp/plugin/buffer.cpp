@@ -1,10 +1,10 @@
-// Our buffer type: what the engine puts there is weights, KV, or what it computes with.
+// The plugin's buffer type: weights, KV, or the engine's compute buffers.
 //
-// It is not called host memory, though it is: the processor's own backend would use weights at their
-// addresses then, which is right only inside our graph_compute. Everything else asks for bytes.
+// It does not report host memory, although it is: the CPU backend would then read weights at their
+// addresses, which is valid only inside graph_compute. Everything else asks for bytes.
 #include "buffer.h"
 
-#include "far.h"
+#include "inner_device.h"
 #include "stats.h"
 
 #include <ggml-alloc.h>
@@ -18,7 +18,7 @@ namespace kvtier_plugin {
 
 namespace {
 
-constexpr size_t MOST_BYTES = size_t(1) << 46;
+constexpr size_t MAX_BYTES = size_t(1) << 46;
 
 char * addresses(size_t bytes, bool is_memory) {
     const int access = is_memory ? PROT_READ | PROT_WRITE : PROT_NONE;
@@ -32,31 +32,33 @@ ggml_backend_buffer_t wrap(ggml_backend_buffer_type_t type, std::unique_ptr<Buff
 }
 
 ggml_backend_buffer_t refused(const std::string & why) {
-    say(why);
+    log_line(why);
     return nullptr;
 }
 
-// A buffer of the device underneath, which has to see its own type: all that is ours is its end.
-ggml_backend_buffer_t open_far(std::unique_ptr<Buffer> & buffer) {
-    ggml_backend_buffer_t made = ggml_backend_buft_alloc_buffer(far_type(), buffer->bytes);
+// A buffer of the inner device, which must see its own buffer type; only its free function is replaced.
+ggml_backend_buffer_t open_inner(std::unique_ptr<Buffer> & buffer) {
+    ggml_backend_buffer_t made = ggml_backend_buft_alloc_buffer(inner_buffer_type(), buffer->bytes);
     if (!made) {
         return nullptr;
     }
-    buffer->far_free = made->iface.free_buffer;
+    buffer->inner_free = made->iface.free_buffer;
     try {
-        far_buffer_note(made, std::move(buffer));
+        inner_buffer_register(made, std::move(buffer));
     } catch (...) {
         ggml_backend_buffer_free(made);
         return nullptr;
     }
-    made->iface.free_buffer = far_buffer_free;
+    made->iface.free_buffer = inner_buffer_free;
     return made;
 }
 
-// Memory at once. What the engine computes in is not paid for: its own flags say how much it is.
+// Allocates memory at once. Compute buffers are not charged: the engine's own options determine their
+// size.
 ggml_backend_buffer_t open_plain(ggml_backend_buffer_type_t type, size_t bytes, const char * what) {
-    if (bytes > MOST_BYTES) {
-        return refused(std::string(what) + " of more than " + mebibytes(MOST_BYTES));
+    if (bytes > MAX_BYTES) {
+        return refused(std::string(what) + " needs " + mebibytes(bytes) + ", at most " +
+                       mebibytes(MAX_BYTES) + " is allowed");
     }
     std::unique_ptr<Buffer> buffer(new Buffer);
     Totals & all = totals();
@@ -74,16 +76,17 @@ ggml_backend_buffer_t open_plain(ggml_backend_buffer_type_t type, size_t bytes, 
     std::atomic<uint64_t> & count = is_kv ? all.kv_bytes : is_compute ? all.compute_bytes : all.other_bytes;
     buffer->count = &count;
     ggml_backend_buffer_t made = nullptr;
-    if (is_far()) {
-        made = open_far(buffer);
+    if (inner_has_memory()) {
+        made = open_inner(buffer);
     } else if ((buffer->base = addresses(bytes, true))) {
         made = wrap(type, std::move(buffer));
     }
     if (!made) {
         if (Memory * memory = Memory::opened()) {
-            memory->give_back(charged_bytes);
+            memory->release(charged_bytes);
         }
-        return refused(std::string("there are no ") + mebibytes(bytes) + " of memory for " + what);
+        return refused(mebibytes(bytes) + " of memory for " + what +
+                       " cannot be allocated: lower the budget, or free memory");
     }
     Totals::more(count,
                  is_kv        ? all.kv_peak_bytes
@@ -98,8 +101,9 @@ ggml_backend_buffer_t open_weights(ggml_backend_buffer_type_t type, std::unique_
     std::unique_ptr<Buffer> buffer(new Buffer);
     buffer->bytes = size_t(weights->span_bytes());
     buffer->base = addresses(buffer->bytes, false);
-    std::string why = "there are no addresses for weights";
-    if (!buffer->base || !weights->settle(buffer->base, why)) {
+    std::string why = "the weights' addresses cannot be reserved: raise the limit on address space "
+                      "(ulimit -v)";
+    if (!buffer->base || !weights->allocate(buffer->base, why)) {
         if (buffer->base) {
             munmap(buffer->base, buffer->bytes);
         }
@@ -110,7 +114,7 @@ ggml_backend_buffer_t open_weights(ggml_backend_buffer_type_t type, std::unique_
     ggml_backend_buffer_t wrapped = wrap(type, std::move(buffer));
     for (int i = 0; i < count; i++) {
         const Record & record = owner->record(size_t(i));
-        if (ggml_backend_tensor_alloc(wrapped, tensors[i], record.home) != GGML_STATUS_SUCCESS) {
+        if (ggml_backend_tensor_alloc(wrapped, tensors[i], record.reserved) != GGML_STATUS_SUCCESS) {
             ggml_backend_buffer_free(wrapped);
             return nullptr;
         }
@@ -122,7 +126,8 @@ size_t plain_bytes(ggml_tensor * const * tensors, int count) {
     size_t bytes = 0;
     for (int i = 0; i < count; i++) {
         if (!tensors[i]->data && !tensors[i]->view_src) {
-            bytes += is_far() ? far_bytes(tensors[i]) : GGML_PAD(ggml_nbytes(tensors[i]), ALIGNMENT);
+            bytes += inner_has_memory() ? inner_bytes(tensors[i]) : GGML_PAD(ggml_nbytes(tensors[i]),
+                ALIGNMENT);
         }
     }
     return bytes;
@@ -137,15 +142,16 @@ const char * type_name(ggml_backend_buffer_type_t) {
 }
 
 size_t type_alignment(ggml_backend_buffer_type_t) {
-    return is_far() ? ggml_backend_buft_get_alignment(far_type()) : ALIGNMENT;
+    return inner_has_memory() ? ggml_backend_buft_get_alignment(inner_buffer_type()) : ALIGNMENT;
 }
 
 size_t type_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
-    return is_far() ? ggml_backend_buft_get_alloc_size(far_type(), tensor) : ggml_nbytes(tensor);
+    return inner_has_memory() ? ggml_backend_buft_get_alloc_size(inner_buffer_type(),
+        tensor) : ggml_nbytes(tensor);
 }
 
-size_t type_most(ggml_backend_buffer_type_t) {
-    return is_far() ? ggml_backend_buft_get_max_size(far_type()) : SIZE_MAX;
+size_t type_max_size(ggml_backend_buffer_type_t) {
+    return inner_has_memory() ? ggml_backend_buft_get_max_size(inner_buffer_type()) : SIZE_MAX;
 }
 
 bool type_is_host(ggml_backend_buffer_type_t) {
@@ -170,8 +176,9 @@ ggml_backend_buffer_t alloc_list(ggml_backend_buffer_type_t type, ggml_tensor **
         return refused(why);
     }
     if (are_weights(tensors, count)) {
-        say("no file that this process has open has these weights: they stay in memory. KVTIER_MODEL says "
-            "which file it is, KVTIER_DIR where they may be written to");
+        log_line("no open file of this process has these weights, so they stay in memory: set "
+                 "KVTIER_MODEL to the "
+            "file, or KVTIER_DIR to a directory for a copy of them");
     }
     const size_t bytes = plain_bytes(tensors, count);
     const char * what = is_kv(tensors, count) ? "KV" : "tensors";
@@ -180,12 +187,12 @@ ggml_backend_buffer_t alloc_list(ggml_backend_buffer_type_t type, ggml_tensor **
     if (!buffer) {
         return nullptr;
     }
-    ggml_tallocr room = ggml_tallocr_new(buffer);
+    ggml_tallocr allocator = ggml_tallocr_new(buffer);
     for (int i = 0; i < count; i++) {
         ggml_tensor * tensor = tensors[i];
         ggml_status status = GGML_STATUS_SUCCESS;
         if (!tensor->data && !tensor->view_src) {
-            status = ggml_tallocr_alloc(&room, tensor);
+            status = ggml_tallocr_alloc(&allocator, tensor);
         } else if (tensor->view_src && !tensor->buffer) {
             status = ggml_backend_view_init(tensor);
         }
@@ -205,7 +212,8 @@ ggml_backend_buffer_t type_alloc_list(ggml_backend_buffer_type_t type, ggml_tens
     }
 }
 
-// What it takes of memory, for engines that reckon whether all fits before they load it.
+// The memory that a list of tensors takes, for engines that check whether everything fits before
+// loading.
 size_t type_size_list(ggml_backend_buffer_type_t, ggml_tensor ** tensors, int count) {
     try {
         std::string why;
@@ -214,7 +222,7 @@ size_t type_size_list(ggml_backend_buffer_type_t, ggml_tensor ** tensors, int co
             return size_t(weights->resident_bytes() + weights->floor_bytes());
         }
     } catch (...) {
-        // As if they were not weights.
+        // Treat them as other tensors.
     }
     return plain_bytes(tensors, count);
 }
@@ -228,7 +236,7 @@ ggml_backend_buffer_type_t buffer_type() {
         made.iface.alloc_buffer = type_alloc;
         made.iface.alloc_buffer_n = type_alloc_list;
         made.iface.get_alignment = type_alignment;
-        made.iface.get_max_size = type_most;
+        made.iface.get_max_size = type_max_size;
         made.iface.get_alloc_size = type_alloc_size;
         made.iface.get_alloc_size_n = type_size_list;
         made.iface.is_host = type_is_host;

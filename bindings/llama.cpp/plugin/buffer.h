@@ -9,27 +9,27 @@
 
 namespace kvtier_plugin {
 
-// A stretch of addresses. All of it is memory that was paid for, except where it is of weights: there
-// only what stays is memory, and the rest stands for what is streamed.
+// A range of addresses. It is charged and backed by memory, except in a buffer of weights. There only
+// resident weights have memory; the other addresses stand for streamed weights.
 struct Buffer {
     char * base = nullptr;
     size_t bytes = 0;
     uint64_t charged_bytes = 0;
-    // What it counts as; null where it is of weights.
+    // The counter of its bytes; null for weights.
     std::atomic<uint64_t> * count = nullptr;
-    // Of a buffer of the device underneath: how that frees it.
-    void (*far_free)(ggml_backend_buffer_t buffer) = nullptr;
+    // For a buffer of the inner device: that device's own free function.
+    void (*inner_free)(ggml_backend_buffer_t buffer) = nullptr;
     std::unique_ptr<Weights> weights;
 };
 
-// What is known of a tensor of weights, or of what it is a view of; null of any other.
+// The record of a tensor of weights, or of the tensor that it is a view of; null for any other tensor.
 Record * record_of(const ggml_tensor * tensor);
 
 ggml_backend_buffer_i buffer_interface();
 
-// Buffers of the device underneath are known until they are freed.
-void far_buffer_note(ggml_backend_buffer_t made, std::unique_ptr<Buffer> buffer);
-void far_buffer_free(ggml_backend_buffer_t made);
+// Buffers of the inner device are registered until they are freed.
+void inner_buffer_register(ggml_backend_buffer_t made, std::unique_ptr<Buffer> buffer);
+void inner_buffer_free(ggml_backend_buffer_t made);
 
 } // namespace kvtier_plugin
 

@@ -1,4 +1,4 @@
-// Reading and writing what lies in our buffers.
+// Reads and writes tensors in the plugin's buffers.
 #include "buffer.h"
 #include "stats.h"
 
@@ -16,27 +16,27 @@ Buffer & of(ggml_backend_buffer_t buffer) {
     return *static_cast<Buffer *>(buffer->context);
 }
 
-// Addresses without memory may be behind it.
+// Such a tensor may have addresses without memory.
 bool is_of_weights(const ggml_tensor * tensor) {
     const ggml_tensor * root = tensor->view_src ? tensor->view_src : tensor;
     return buffer_is_ours(root->buffer) && of(root->buffer).weights;
 }
 
-// Of a view the offset in what it is a view of.
+// A view's offset is relative to its source tensor.
 uint64_t offset_in(const ggml_tensor * tensor, size_t offset) {
     return tensor->view_src ? tensor->view_offs + offset : offset;
 }
 
-// What it was counted as and paid with.
-void settle_up(const Buffer & buffer) {
+// Subtracts the buffer from its counter and from the budget.
+void unaccount(const Buffer & buffer) {
     if (buffer.count) {
         Totals::less(*buffer.count, buffer.bytes);
     }
     Memory * memory = Memory::opened();
     if (memory && buffer.charged_bytes > 0) {
-        memory->give_back(buffer.charged_bytes);
+        memory->release(buffer.charged_bytes);
         const std::lock_guard<std::mutex> guard(weights_lock());
-        totals().spread();
+        totals().rebalance();
     }
 }
 
@@ -44,12 +44,12 @@ void buffer_free(ggml_backend_buffer_t wrapped) {
     std::unique_ptr<Buffer> buffer(&of(wrapped));
     buffer->weights.reset();
     munmap(buffer->base, buffer->bytes);
-    settle_up(*buffer);
+    unaccount(*buffer);
 }
 
-std::mutex far_lock;
+std::mutex inner_lock;
 
-std::map<ggml_backend_buffer_t, std::unique_ptr<Buffer>> & far_buffers() {
+std::map<ggml_backend_buffer_t, std::unique_ptr<Buffer>> & inner_buffers() {
     static auto * all = new std::map<ggml_backend_buffer_t, std::unique_ptr<Buffer>>;
     return *all;
 }
@@ -58,7 +58,7 @@ void * buffer_base(ggml_backend_buffer_t buffer) {
     return of(buffer).base;
 }
 
-// Of weights also where a copy of the tensor is asked with.
+// Also finds weights by a copy of their tensor.
 Record * record_like(const ggml_tensor * tensor) {
     if (Record * record = record_of(tensor)) {
         return record;
@@ -72,7 +72,8 @@ void put(const ggml_tensor * tensor, const void * data, size_t offset, size_t by
         const std::lock_guard<std::mutex> guard(weights_lock());
         record->owner->put(*record, data, offset_in(tensor, offset), bytes);
     } else if (is_of_weights(tensor)) {
-        say(std::string(ggml_get_name(tensor)) + " is no weight that is known: it is not written to");
+        log_line(std::string(ggml_get_name(tensor)) +
+                 " is not one of this model's weights: nothing is written");
     } else {
         std::memcpy(static_cast<char *>(tensor->data) + offset, data, bytes);
     }
@@ -82,13 +83,13 @@ void get(const ggml_tensor * tensor, void * data, size_t offset, size_t bytes) {
     if (const Record * record = record_like(tensor)) {
         const std::lock_guard<std::mutex> guard(weights_lock());
         if (!record->owner->get(*record, data, offset_in(tensor, offset), bytes)) {
-            // There is no way to say so here. Numbers that are none make it seen further on.
+            // This function cannot report an error. NaN values make the failure visible in the results.
             std::memset(data, 0xff, bytes);
-            say(std::string(ggml_get_name(tensor)) + " cannot be read from its file");
+            log_line(std::string(ggml_get_name(tensor)) + " cannot be read from its file: it reads as NaN");
         }
     } else if (is_of_weights(tensor)) {
         std::memset(data, 0xff, bytes);
-        say(std::string(ggml_get_name(tensor)) + " is no weight that is known: it cannot be read");
+        log_line(std::string(ggml_get_name(tensor)) + " is not one of this model's weights: it reads as NaN");
     } else {
         std::memcpy(data, static_cast<const char *>(tensor->data) + offset, bytes);
     }
@@ -98,7 +99,7 @@ void buffer_put(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, 
     try {
         put(tensor, data, offset, bytes);
     } catch (...) {
-        say("no memory to take a tensor over");
+        log_line("out of memory while a tensor is written: free memory");
     }
 }
 
@@ -115,11 +116,11 @@ void buffer_memset(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t value, s
         const std::vector<uint8_t> filled(bytes, value);
         put(tensor, filled.data(), offset, bytes);
     } catch (...) {
-        say("no memory to fill a tensor");
+        log_line("out of memory while a tensor is filled: free memory");
     }
 }
 
-// Contiguous both, as ggml has made sure: bytes are copied as they are.
+// ggml has made sure that both are contiguous, so bytes are copied as they are.
 bool buffer_copy(ggml_backend_buffer_t, const ggml_tensor * from, ggml_tensor * to) {
     const ggml_backend_buffer_t source = from->view_src ? from->view_src->buffer : from->buffer;
     if (is_of_weights(to) || is_of_weights(from)) {
@@ -145,22 +146,22 @@ void buffer_clear(ggml_backend_buffer_t wrapped, uint8_t value) {
 
 } // namespace
 
-void far_buffer_note(ggml_backend_buffer_t made, std::unique_ptr<Buffer> buffer) {
-    const std::lock_guard<std::mutex> guard(far_lock);
-    far_buffers()[made] = std::move(buffer);
+void inner_buffer_register(ggml_backend_buffer_t made, std::unique_ptr<Buffer> buffer) {
+    const std::lock_guard<std::mutex> guard(inner_lock);
+    inner_buffers()[made] = std::move(buffer);
 }
 
-void far_buffer_free(ggml_backend_buffer_t made) {
+void inner_buffer_free(ggml_backend_buffer_t made) {
     std::unique_ptr<Buffer> buffer;
     {
-        const std::lock_guard<std::mutex> guard(far_lock);
-        buffer = std::move(far_buffers().at(made));
-        far_buffers().erase(made);
+        const std::lock_guard<std::mutex> guard(inner_lock);
+        buffer = std::move(inner_buffers().at(made));
+        inner_buffers().erase(made);
     }
-    if (buffer->far_free) {
-        buffer->far_free(made);
+    if (buffer->inner_free) {
+        buffer->inner_free(made);
     }
-    settle_up(*buffer);
+    unaccount(*buffer);
 }
 
 Record * record_of(const ggml_tensor * tensor) {

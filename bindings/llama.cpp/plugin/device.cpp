@@ -1,5 +1,5 @@
-// The device KVTIER and the entry by which the engine finds it.
-#include "far.h"
+// The device KVTIER, and the entry point by which the engine finds it.
+#include "inner_device.h"
 #include "memory.h"
 #include "plugin.h"
 #include "stats.h"
@@ -20,7 +20,7 @@ namespace {
 constexpr const char * PLAIN_KINDS[] = {"CUDA", "ROCm", "MUSA", "Vulkan"};
 
 Settings the_settings;
-ggml_backend_dev_t the_under = nullptr;
+ggml_backend_dev_t the_inner = nullptr;
 
 ggml_backend_device & device();
 
@@ -29,14 +29,14 @@ const char * device_name(ggml_backend_dev_t) {
 }
 
 const char * device_description(ggml_backend_dev_t) {
-    return is_far() ? "kvtier: weights and KV in a budget, computed by another device"
-                    : "kvtier: weights and KV in a budget, computed by the processor";
+    return inner_has_memory() ? "kvtier: weights and KV in a budget, computed by another device"
+                    : "kvtier: weights and KV in a budget, computed by the CPU";
 }
 
-// The budget, and what is left of it: never nothing, which engines would divide by.
+// The budget and its free part, at least 1 MiB: engines divide by these numbers.
 void device_memory(ggml_backend_dev_t, size_t * free_bytes, size_t * total_bytes) {
-    constexpr uint64_t LEAST_BYTES = 1 << 20;
-    uint64_t total = LEAST_BYTES, left = LEAST_BYTES;
+    constexpr uint64_t MIN_BYTES = 1 << 20;
+    uint64_t total = MIN_BYTES, left = MIN_BYTES;
     try {
         std::string why;
         if (const Memory * memory = Memory::get(why)) {
@@ -44,10 +44,10 @@ void device_memory(ggml_backend_dev_t, size_t * free_bytes, size_t * total_bytes
             total = std::max(total, now.limit_bytes);
             left = std::max(left, now.free_bytes);
         } else {
-            say(why);
+            log_line(why);
         }
     } catch (...) {
-        // The least there is.
+        // Report the minimum.
     }
     *free_bytes = size_t(left);
     *total_bytes = size_t(total);
@@ -60,17 +60,18 @@ enum ggml_backend_dev_type device_type(ggml_backend_dev_t) {
 
 void device_props(ggml_backend_dev_t which, ggml_backend_dev_props * out) {
     std::memset(out, 0, sizeof *out);
-    if (is_far()) {
-        // Engines that take all devices take one of those that are the same: not this one and what is under it.
-        ggml_backend_dev_props under;
-        ggml_backend_dev_get_props(the_under, &under);
-        out->device_id = under.device_id;
+    if (inner_has_memory()) {
+        // Engines that use all devices use only one of several equal ones, so this one takes the inner
+        // device's id.
+        ggml_backend_dev_props inner;
+        ggml_backend_dev_get_props(the_inner, &inner);
+        out->device_id = inner.device_id;
     }
     out->name = device_name(which);
     out->description = device_description(which);
     device_memory(which, &out->memory_free, &out->memory_total);
     out->type = device_type(which);
-    // A map of the file is what weights are best handed over from: nothing of it is read.
+    // Weights are best passed as a map of the file: nothing of it is read.
     out->caps.mmap_support = true;
 }
 
@@ -87,13 +88,14 @@ ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t) {
 }
 
 bool device_supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
-    return ggml_backend_dev_supports_op(the_under, op);
+    return ggml_backend_dev_supports_op(the_inner, op);
 }
 
-// Ours alone, of which KV and the like is the other device's where there is one. Host memory could be read, too, but an engine gives work to the first device that can
-// read its operands: that of layers which are to be the processor's would come here.
+// Only the plugin's own buffers, which include KV buffers of an inner device with its own memory. Host
+// memory could be read too. But an engine gives work to the first device that can read its operands,
+// and would give this one the layers that the CPU is to compute.
 bool device_supports_type(ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
-    return type == buffer_type() || (is_far() && type == far_type());
+    return type == buffer_type() || (inner_has_memory() && type == inner_buffer_type());
 }
 
 const char * registry_name(ggml_backend_reg_t) {
@@ -147,43 +149,47 @@ ggml_backend_device & device() {
     return made;
 }
 
-// The device that computes: the processor, or one with memory of its own. Others help the processor.
-bool find_under(std::string & why) {
-    std::string name = the_settings.under;
+// Finds the device that computes: the CPU, or a device with its own memory.
+bool find_inner(std::string & why) {
+    std::string name = the_settings.inner;
     const bool is_trusted = !name.empty() && name.back() == '!';
     name.resize(name.size() - size_t(is_trusted));
     ggml_backend_dev_t found = ggml_backend_dev_by_name(name.c_str());
     if (!found) {
-        why = "KVTIER_UNDER=" + the_settings.under + " is no device of this engine";
+        why = "KVTIER_UNDER=" + the_settings.inner +
+              " is not a device of this engine: name one that it lists";
         return false;
     }
     const auto type = ggml_backend_dev_type(found);
-    const bool is_near = type == GGML_BACKEND_DEVICE_TYPE_CPU;
+    const bool is_cpu = type == GGML_BACKEND_DEVICE_TYPE_CPU;
     const bool has_memory = type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
-    if (!is_near && (!has_memory || ggml_backend_buft_is_host(ggml_backend_dev_buffer_type(found)))) {
-        why = "KVTIER_UNDER=" + the_settings.under + " is neither the processor nor a device with memory of its own";
+    if (!is_cpu && (!has_memory || ggml_backend_buft_is_host(ggml_backend_dev_buffer_type(found)))) {
+        why = "KVTIER_UNDER=" + the_settings.inner +
+              " is neither the CPU nor a device with memory of its own";
         return false;
     }
-    // Some keep tensors in a form of their own: bytes of a file would be wrong numbers there.
+    // Some backends store tensors in a form of their own, where a file's bytes would be wrong numbers.
     const std::string kind = ggml_backend_reg_name(ggml_backend_dev_backend_reg(found));
     const auto is_kind = [&](const char * one) { return kind == one; };
-    if (!is_near && !is_trusted && std::none_of(std::begin(PLAIN_KINDS), std::end(PLAIN_KINDS), is_kind)) {
-        why = "KVTIER_UNDER=" + the_settings.under + ": whether " + kind +
-              " keeps weights as files have them is not known; KVTIER_UNDER=" + name + "! says that it does";
+    if (!is_cpu && !is_trusted && std::none_of(std::begin(PLAIN_KINDS), std::end(PLAIN_KINDS), is_kind)) {
+        why = "KVTIER_UNDER=" + the_settings.inner + ": kvtier does not know whether " + kind +
+              " keeps weights as files have them; if it does, set KVTIER_UNDER=" + name + "!";
         return false;
     }
-    the_under = found;
+    the_inner = found;
     return true;
 }
 
 bool is_same_engine(std::string & why) {
     if (std::strcmp(ggml_version(), KVTIER_GGML_VERSION) != 0) {
         why = std::string("ggml ") + ggml_version() + " is loaded, but this plugin was compiled against " +
-              KVTIER_GGML_VERSION + ": compile it against the headers of the engine that is used";
+              KVTIER_GGML_VERSION + ": compile it against the headers of the loaded engine";
         return false;
     }
     if (kvt_abi_check(KVT_HEADER_VERSION, nullptr) != KVT_OK) {
-        why = std::string("libkvtier ") + kvt_version_str() + " is not what this plugin was compiled against";
+        why = std::string("libkvtier ") + kvt_version_str() +
+              " is loaded, but this plugin was compiled against another version of its header: compile "
+              "it again";
         return false;
     }
     return true;
@@ -195,8 +201,8 @@ const Settings & settings() {
     return the_settings;
 }
 
-ggml_backend_dev_t under_device() {
-    return the_under;
+ggml_backend_dev_t inner_device() {
+    return the_inner;
 }
 
 ggml_backend_reg_t load() {
@@ -204,12 +210,12 @@ ggml_backend_reg_t load() {
         std::string why;
         Settings read;
         if (!is_same_engine(why) || !settings_read(read, why)) {
-            say(why + ". There is no device KVTIER");
+            log_line(why + ". The device KVTIER is not available");
             return false;
         }
         the_settings = read;
-        if (!find_under(why)) {
-            say(why + ". There is no device KVTIER");
+        if (!find_inner(why)) {
+            log_line(why + ". The device KVTIER is not available");
             return false;
         }
         if (read.has_stats) {

@@ -1,6 +1,6 @@
 #include "memory.h"
 
-#include "far.h"
+#include "inner_device.h"
 
 #include <ctime>
 
@@ -10,7 +10,7 @@ namespace kvtier_plugin {
 
 namespace {
 
-// How long others may take to give back before an allocation is refused.
+// How long an allocation waits for memory to be reclaimed.
 constexpr uint64_t RECLAIM_SECONDS = 10;
 
 std::mutex opening;
@@ -18,9 +18,9 @@ Memory * the_memory = nullptr;
 
 } // namespace
 
-std::string Failure::words(const char * what, kvt_status_t status) const {
-    const char * said = error_ ? kvt_error_message(error_) : nullptr;
-    return std::string(what) + ": " + (said ? said : ("status " + std::to_string(status)).c_str());
+std::string Failure::text(const char * what, kvt_status_t status) const {
+    const char * message = error_ ? kvt_error_message(error_) : nullptr;
+    return std::string(what) + ": " + (message ? message : ("status " + std::to_string(status)).c_str());
 }
 
 uint64_t deadline_in(uint64_t seconds) {
@@ -65,27 +65,28 @@ bool Memory::open(std::string & why) {
     if (status == KVT_OK) {
         kvt_budget_opts_t opts = KVT_BUDGET_OPTS_INIT;
         opts.host_bytes = settings().budget_bytes;
-        // Who names a budget has left room for the rest; 0 would be half a gigabyte.
+        // A user who sets a budget has reserved the rest already; 0 would reserve half a gigabyte.
         opts.reserve_bytes = settings().budget_bytes ? 1 : 0;
-        if (is_far()) {
+        if (inner_has_memory()) {
             tier_ = KVT_TIER_DEVICE;
-            opts.device_bytes = settings().device_bytes ? settings().device_bytes : far_free_bytes() / 10 * 9;
+            opts.device_bytes =
+                settings().device_bytes ? settings().device_bytes : inner_free_bytes() / 10 * 9;
         }
         status = kvt_budget_open(runtime_, &opts, &budget_, failure.out());
     }
-    if (status == KVT_OK && is_far()) {
-        status = far_open(runtime_, &device_, failure.out());
+    if (status == KVT_OK && inner_has_memory()) {
+        status = copy_device_open(runtime_, &device_, failure.out());
     }
     if (status == KVT_OK) {
         kvt_account_opts_t opts = KVT_ACCOUNT_OPTS_INIT;
         opts.name = "llama.cpp";
         opts.name_bytes = 9;
-        // Nothing of it can be given back; who asks for a lot of memory is served after weights.
+        // This account cannot give memory back. Large requests are served after those of weights.
         opts.priority = 1;
         status = kvt_account_open(budget_, &opts, &account_, failure.out());
     }
     if (status != KVT_OK) {
-        why = failure.words("no memory can be managed", status);
+        why = failure.text("opening the memory budget", status);
     }
     return status == KVT_OK;
 }
@@ -107,10 +108,10 @@ bool Memory::reserve(uint64_t bytes, const char * what, std::string & why) {
     }
     if (status != KVT_OK) {
         const kvt_tier_report_t now = report();
-        why = std::string(what) + " needs " + mebibytes(bytes) + ", of the budget of " +
-              mebibytes(now.limit_bytes) + " there are " + mebibytes(now.free_bytes) +
-              " left: raise " + (is_far() ? "KVTIER_DEVICE_BUDGET" : "KVTIER_BUDGET") +
-              ", or let the engine ask for less (a shorter context: -c)";
+        why = std::string(what) + " needs " + mebibytes(bytes) + ", but of the budget of " +
+              mebibytes(now.limit_bytes) + " only " + mebibytes(now.free_bytes) + " are free: raise " +
+              (inner_has_memory() ? "KVTIER_DEVICE_BUDGET" : "KVTIER_BUDGET") +
+              ", or use a shorter context (-c)";
     }
     return status == KVT_OK;
 }
@@ -123,17 +124,17 @@ bool Memory::charge(uint64_t bytes, const char * what, std::string & why) {
            kvt_account_commit(account_, tier_, bytes, bytes, nullptr) == KVT_OK;
 }
 
-void Memory::give_back(uint64_t bytes) {
+void Memory::release(uint64_t bytes) {
     if (bytes > 0) {
         kvt_account_release(account_, tier_, bytes, nullptr);
     }
 }
 
-bool Memory::promise(uint64_t bytes, const char * what, std::string & why) {
+bool Memory::reserve_ahead(uint64_t bytes, const char * what, std::string & why) {
     return bytes == 0 || reserve(bytes, what, why);
 }
 
-void Memory::forget_promise(uint64_t bytes) {
+void Memory::unreserve(uint64_t bytes) {
     if (bytes > 0) {
         kvt_account_commit(account_, tier_, bytes, 0, nullptr);
     }

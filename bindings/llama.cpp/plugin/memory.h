@@ -1,4 +1,4 @@
-// The memory that a process gives weights and KV: kvtier's runtime and one budget, for all models.
+// The process's memory for weights and KV: kvtier's runtime and one budget for all models.
 #ifndef KVTIER_PLUGIN_MEMORY_H
 #define KVTIER_PLUGIN_MEMORY_H
 
@@ -9,7 +9,7 @@
 
 namespace kvtier_plugin {
 
-// An error of the library, in words.
+// Owns an error of the library.
 class Failure {
 public:
     Failure() = default;
@@ -17,7 +17,7 @@ public:
     Failure(const Failure &) = delete;
     Failure & operator=(const Failure &) = delete;
     kvt_error_t ** out() { return &error_; }
-    std::string words(const char * what, kvt_status_t status) const;
+    std::string text(const char * what, kvt_status_t status) const;
 
 private:
     kvt_error_t * error_ = nullptr;
@@ -25,23 +25,23 @@ private:
 
 class Memory {
 public:
-    // Opens runtime and budget at the first call. Null with words where that fails.
+    // Opens runtime and budget at the first call; null with a text on failure.
     static Memory * get(std::string & why);
-    // The one that is open, or null.
+    // The open one, or null.
     static Memory * opened();
 
     const kvt_runtime_t * runtime() const { return runtime_; }
     const kvt_budget_t * budget() const { return budget_; }
-    // Null where the processor computes.
+    // Null if the CPU computes.
     const kvt_device_t * device() const { return device_; }
 
-    // Pays for memory that is about to be taken. Where it does not fit, streamers are asked to give
-    // back what they keep, and waited for.
+    // Charges memory that is about to be allocated. If the budget is full, waits until streamers gave
+    // memory back.
     bool charge(uint64_t bytes, const char * what, std::string & why);
-    void give_back(uint64_t bytes);
-    // Memory that has to be there later; it is not used yet.
-    bool promise(uint64_t bytes, const char * what, std::string & why);
-    void forget_promise(uint64_t bytes);
+    void release(uint64_t bytes);
+    // Reserves memory for later use.
+    bool reserve_ahead(uint64_t bytes, const char * what, std::string & why);
+    void unreserve(uint64_t bytes);
 
     kvt_tier_report_t report() const;
 
@@ -53,11 +53,11 @@ private:
     kvt_budget_t * budget_ = nullptr;
     kvt_account_t * account_ = nullptr;
     kvt_device_t * device_ = nullptr;
-    // Where what is computed with lies.
+    // The tier whose memory the inner device computes in.
     uint32_t tier_ = KVT_TIER_HOST;
 };
 
-// CLOCK_MONOTONIC, so many seconds from now.
+// CLOCK_MONOTONIC, `seconds` from now.
 uint64_t deadline_in(uint64_t seconds);
 
 std::string mebibytes(uint64_t bytes);

@@ -10,10 +10,10 @@ namespace kvtier_plugin {
 
 namespace {
 
-constexpr uint64_t MOST_SLOTS = 64;
-constexpr uint64_t MOST_THREADS = 512;
+constexpr uint64_t MAX_SLOTS = 64;
+constexpr uint64_t MAX_THREADS = 512;
 
-// Null where a variable is not set, or empty.
+// Null if a variable is not set, or empty.
 const char * variable(const char * name) {
     const char * value = std::getenv(name);
     return value && *value ? value : nullptr;
@@ -49,7 +49,7 @@ bool path_read(const char * name, mode_t kind, std::string & out, std::string & 
     struct stat seen;
     if (stat(path, &seen) != 0 || (seen.st_mode & S_IFMT) != kind) {
         why = std::string(name) + "=" + path + " is not a " +
-              (kind == S_IFDIR ? "directory" : "file") + " that can be looked at";
+              (kind == S_IFDIR ? "directory" : "file") + ", or cannot be accessed";
         return false;
     }
     out = path;
@@ -107,8 +107,8 @@ bool settings_read(Settings & out, std::string & why) {
         return false;
     }
     uint64_t slots = out.slots, threads = 0, has_stats = 0, spills = 0;
-    if (!number_read("KVTIER_RING", 2, MOST_SLOTS, slots, why) ||
-        !number_read("KVTIER_THREADS", 1, MOST_THREADS, threads, why) ||
+    if (!number_read("KVTIER_RING", 2, MAX_SLOTS, slots, why) ||
+        !number_read("KVTIER_THREADS", 1, MAX_THREADS, threads, why) ||
         !number_read("KVTIER_STATS", 0, 1, has_stats, why) ||
         !number_read("KVTIER_SPILL", 0, 1, spills, why) ||
         !path_read("KVTIER_MODEL", S_IFREG, out.model, why) ||
@@ -120,17 +120,17 @@ bool settings_read(Settings & out, std::string & why) {
     out.has_stats = has_stats != 0;
     out.spills = spills != 0;
     if (out.spills && out.directory.empty()) {
-        why = "KVTIER_SPILL=1 needs KVTIER_DIR, the directory that weights are written to";
+        why = "KVTIER_SPILL=1 needs KVTIER_DIR: set it to the directory that weights are written to";
         return false;
     }
-    if (const char * under = variable("KVTIER_UNDER")) {
-        out.under = under;
+    if (const char * inner = variable("KVTIER_UNDER")) {
+        out.inner = inner;
     }
     return true;
 }
 
-void say(const std::string & words) {
-    std::fprintf(stderr, "kvtier: %s\n", words.c_str());
+void log_line(const std::string & text) {
+    std::fprintf(stderr, "kvtier: %s\n", text.c_str());
 }
 
 } // namespace kvtier_plugin

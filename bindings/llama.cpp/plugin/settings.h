@@ -1,4 +1,4 @@
-// What the environment says. A stock binary gives a backend nothing else.
+// Settings from the environment: a stock binary passes a backend nothing else.
 #ifndef KVTIER_PLUGIN_SETTINGS_H
 #define KVTIER_PLUGIN_SETTINGS_H
 
@@ -8,34 +8,34 @@
 namespace kvtier_plugin {
 
 struct Settings {
-    // KVTIER_BUDGET: bytes of host memory for weights and KV; 0 = half of what is free.
+    // KVTIER_BUDGET: bytes of host memory for weights and KV; 0 = half of the free memory.
     uint64_t budget_bytes = 0;
-    // KVTIER_DEVICE_BUDGET: the same of a device with memory of its own; 0 = nine tenths of what is free.
+    // KVTIER_DEVICE_BUDGET: bytes of the inner device's own memory; 0 = nine tenths of its free memory.
     uint64_t device_bytes = 0;
-    // KVTIER_MODEL: the model's file, where it is not to be found out. Empty = it is.
+    // KVTIER_MODEL: the model's file; empty = found among the files that the process has open.
     std::string model;
-    // KVTIER_DIR: where weights are written to if no file is found that has them.
+    // KVTIER_DIR: directory for a copy of weights that no open file has.
     std::string directory;
-    // KVTIER_SPILL=1: they are written there in any case.
+    // KVTIER_SPILL=1: always write weights there.
     bool spills = false;
-    // KVTIER_RING: slots that layers pass through.
+    // KVTIER_RING: slots for streamed layers, 2 to 64.
     uint32_t slots = 2;
     // KVTIER_UNDER: the device that computes.
-    std::string under = "CPU";
-    // KVTIER_THREADS: instead of what the engine says; 0 = what the engine says.
+    std::string inner = "CPU";
+    // KVTIER_THREADS: threads that compute, 1 to 512; 0 = as the engine says.
     uint32_t threads = 0;
-    // KVTIER_STATS=1: a line of figures at exit.
+    // KVTIER_STATS=1: print a line of statistics at exit.
     bool has_stats = false;
 };
 
-// Reads the environment. False with words where a value cannot be meant.
+// Reads the environment. False, with a text, for an invalid value.
 bool settings_read(Settings & out, std::string & why);
 
-// A size such as 512M; false where it is none.
+// Parses a size such as 512M; false if it is not one.
 bool size_parse(const char * text, uint64_t & out);
 
-// A line on stderr: the one place where a user of a stock binary sees us.
-void say(const std::string & words);
+// Writes a line to stderr, the only channel that a user of a stock binary sees.
+void log_line(const std::string & text);
 
 } // namespace kvtier_plugin
 

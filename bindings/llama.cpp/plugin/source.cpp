@@ -18,8 +18,8 @@ namespace kvtier_plugin {
 namespace {
 
 constexpr uint64_t COMPARE_BYTES = 1 << 20;
-// More than any loader opens; what is beyond is not looked at.
-constexpr size_t MOST_FILES = 4096;
+// More than any loader opens; further files are ignored.
+constexpr size_t MAX_FILES = 4096;
 
 bool read_all(int fd, void * out, uint64_t bytes, uint64_t offset) {
     char * at = static_cast<char *>(out);
@@ -55,7 +55,7 @@ bool write_all(int fd, const void * data, uint64_t bytes, uint64_t offset) {
     return true;
 }
 
-// Whether the header has this tensor, and where it is from the start of the file.
+// Tells whether the header has this tensor; `offset` is from the start of the file.
 bool header_has(const gguf_context * header, const ggml_tensor * tensor, uint64_t & offset) {
     const int64_t id = gguf_find_tensor(header, ggml_get_name(tensor));
     if (id < 0 || gguf_get_tensor_type(header, id) != tensor->type ||
@@ -77,7 +77,7 @@ std::vector<std::string> open_files() {
         return found;
     }
     while (const dirent * entry = readdir(directory)) {
-        if (entry->d_name[0] != '.' && found.size() < MOST_FILES) {
+        if (entry->d_name[0] != '.' && found.size() < MAX_FILES) {
             found.push_back(std::string("/proc/self/fd/") + entry->d_name);
         }
     }
@@ -90,10 +90,10 @@ std::vector<std::string> open_files() {
 std::unique_ptr<Source> Source::of_open_files(ggml_tensor * const * tensors, int count) {
     std::unique_ptr<Source> source(new Source);
     if (!settings().model.empty()) {
-        source->consider(settings().model, tensors, count);
+        source->add_if_matching(settings().model, tensors, count);
     }
     for (const std::string & path : open_files()) {
-        source->consider(path, tensors, count);
+        source->add_if_matching(path, tensors, count);
     }
     return source->files_.empty() ? nullptr : std::move(source);
 }
@@ -103,7 +103,7 @@ std::unique_ptr<Source> Source::of_directory(const std::string & directory, std:
     File file;
     file.fd = open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     if (file.fd < 0) {
-        why = "no file can be made in KVTIER_DIR=" + directory + ": " + std::strerror(errno);
+        why = "cannot create a file in KVTIER_DIR=" + directory + ": " + std::strerror(errno);
         return nullptr;
     }
     source->files_.push_back(file);
@@ -124,8 +124,8 @@ bool Source::is_known(const struct stat & seen) const {
     });
 }
 
-// A descriptor of the engine's is opened anew: it may read directly, and is closed some time.
-void Source::consider(const std::string & path, ggml_tensor * const * tensors, int count) {
+// Opens the file again: the engine's descriptor may use direct I/O, and will be closed.
+void Source::add_if_matching(const std::string & path, ggml_tensor * const * tensors, int count) {
     struct stat seen;
     if (stat(path.c_str(), &seen) != 0 || !S_ISREG(seen.st_mode) || is_known(seen)) {
         return;
@@ -157,7 +157,7 @@ bool Source::place(const ggml_tensor * tensor, Place & out) {
     if (spills_) {
         const uint64_t offset = spill_bytes_;
         const uint64_t end = offset + GGML_PAD(ggml_nbytes(tensor), ALIGNMENT);
-        // As long as it will be, so that a table of it can be made before the bytes come.
+        // Extended now, so that a table of the file can be made before the bytes are written.
         if (ftruncate(files_[0].fd, off_t(end)) != 0) {
             return false;
         }
@@ -175,12 +175,13 @@ bool Source::place(const ggml_tensor * tensor, Place & out) {
     return false;
 }
 
-bool Source::take(const Place & place, uint64_t from, const void * data, uint64_t bytes, std::string & why) {
+bool Source::accept(const Place & place, uint64_t from, const void * data, uint64_t bytes,
+                    std::string & why) {
     const int fd = files_[place.file].fd;
     const uint64_t offset = place.offset + from;
     if (spills_) {
         if (!write_all(fd, data, bytes, offset)) {
-            why = "weights cannot be written to KVTIER_DIR: " + std::string(std::strerror(errno));
+            why = "cannot write weights to KVTIER_DIR: " + std::string(std::strerror(errno));
             return false;
         }
         return true;
@@ -200,7 +201,7 @@ bool Source::take(const Place & place, uint64_t from, const void * data, uint64_
     return true;
 }
 
-// What is handed over as a map of the file at that very place need not be compared, nor touched.
+// Bytes that are a map of the file at this very place need no comparison, and are not touched.
 bool Source::is_map_of(const Place & place, uint64_t from, const void * data, uint64_t bytes) {
     const uint64_t address = reinterpret_cast<uintptr_t>(data);
     const auto covers = [&] { return map_.begin <= address && map_.end - address >= bytes; };
@@ -229,7 +230,7 @@ bool Source::map_find(uint64_t address, Map & out) const {
             address < begin || address >= end) {
             continue;
         }
-        // A private map that is written to is not what the file is.
+        // A private map that is written to may differ from the file.
         const bool is_clean = access[1] == '-';
         for (uint32_t file = 0; is_clean && file < files_.size() && !found; file++) {
             const struct stat & seen = files_[file].seen;

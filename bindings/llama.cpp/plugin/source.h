@@ -1,5 +1,5 @@
-// Where the bytes of weights lie while they are not in memory: in the model's own files, or in a file
-// that they are written to.
+// The files that have the weights' bytes while they are not in memory: the model's own files, or a file
+// that the plugin writes.
 #ifndef KVTIER_PLUGIN_SOURCE_H
 #define KVTIER_PLUGIN_SOURCE_H
 
@@ -22,20 +22,20 @@ struct Place {
 
 class Source {
 public:
-    // Of the files that the process has open (and KVTIER_MODEL) those that have tensors of these
-    // names, types and shapes. Null where none has.
+    // The files open in the process, and KVTIER_MODEL, that have tensors of these names, types and
+    // shapes. Null if there is none.
     static std::unique_ptr<Source> of_open_files(ggml_tensor * const * tensors, int count);
-    // A file without a name in this directory, for as many bytes as are asked for.
+    // A file without a name in this directory; it grows as tensors are placed.
     static std::unique_ptr<Source> of_directory(const std::string & directory, std::string & why);
     ~Source();
 
-    // Where a tensor lies; false where none of the files has it.
+    // The place of a tensor; false if no file has it.
     bool place(const ggml_tensor * tensor, Place & out);
-    // Takes what the engine hands over. True where it is what the files have from now on.
-    bool take(const Place & place, uint64_t from, const void * data, uint64_t bytes, std::string & why);
+    // Accepts bytes from the engine. True if the files have the same bytes from now on.
+    bool accept(const Place & place, uint64_t from, const void * data, uint64_t bytes, std::string & why);
     bool read(const Place & place, uint64_t from, void * out, uint64_t bytes) const;
 
-    // Paths that lead to the very files that are open here, whatever becomes of their names.
+    // Paths of the open files, valid even if their names change.
     std::vector<std::string> paths() const;
     bool is_spill() const { return spills_; }
 
@@ -45,14 +45,14 @@ private:
         struct stat seen = {};
         gguf_context * header = nullptr;
     };
-    // A stretch of addresses that is a map of a file.
+    // A range of addresses that maps a file.
     struct Map {
         uint64_t begin = 0, end = 0, offset = 0;
         uint32_t file = 0;
     };
 
     Source() = default;
-    void consider(const std::string & path, ggml_tensor * const * tensors, int count);
+    void add_if_matching(const std::string & path, ggml_tensor * const * tensors, int count);
     bool is_known(const struct stat & seen) const;
     bool is_map_of(const Place & place, uint64_t from, const void * data, uint64_t bytes);
     bool map_find(uint64_t address, Map & out) const;

@@ -7,7 +7,7 @@
 namespace kvtier_plugin {
 
 Totals & totals() {
-    // Not destroyed: figures are printed after static objects are.
+    // Never destroyed: statistics are printed after static objects are destroyed.
     static Totals * all = new Totals;
     return *all;
 }
@@ -28,13 +28,13 @@ void Totals::remove(Weights & weights) {
     const auto at = std::find(live_.begin(), live_.end(), &weights);
     if (at != live_.end()) {
         live_.erase(at);
-        gone_.add(weights);
+        freed_.add(weights);
     }
 }
 
-void Totals::spread() {
+void Totals::rebalance() {
     for (Weights * weights : live_) {
-        weights->spread();
+        weights->rebalance();
     }
 }
 
@@ -47,7 +47,7 @@ void Totals::Streamed::add(const Weights & weights) {
     kvt_stream_stats_t done = KVT_STREAM_STATS_INIT;
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
     if (weights.stats(done, plan)) {
-        home_units += is_far() ? plan.device_units : plan.host_units;
+        home_units += inner_has_memory() ? plan.device_units : plan.host_units;
         slot_bytes += plan.slots * plan.slot_bytes;
         acquires += done.acquires;
         waited += done.waited;
@@ -59,13 +59,13 @@ void Totals::Streamed::add(const Weights & weights) {
 }
 
 void Totals::print() {
-    // At exit others may be in the middle of a graph, and stay there.
+    // At exit another thread may be inside a graph, and stay there.
     const std::unique_lock<std::mutex> guard(weights_lock(), std::try_to_lock);
     if (!guard.owns_lock()) {
-        std::fprintf(stderr, "kvtier: no figures: a graph is being computed\n");
+        std::fprintf(stderr, "kvtier: no statistics: a graph is being computed\n");
         return;
     }
-    Streamed all = gone_;
+    Streamed all = freed_;
     for (const Weights * weights : live_) {
         all.add(*weights);
     }

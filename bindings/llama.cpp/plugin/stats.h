@@ -1,4 +1,4 @@
-// What happened, for KVTIER_STATS=1.
+// Statistics for KVTIER_STATS=1.
 #ifndef KVTIER_PLUGIN_STATS_H
 #define KVTIER_PLUGIN_STATS_H
 
@@ -10,23 +10,23 @@
 
 namespace kvtier_plugin {
 
-// Figures of a process. Those of weights that are gone are kept.
+// Statistics of the process. They include weights that were freed.
 class Totals {
 public:
     std::atomic<uint64_t> graphs{0}, streamed_graphs{0}, runs{0}, materialised{0};
-    // Now, and the most there ever was.
+    // Now, and at most so far.
     std::atomic<uint64_t> kv_bytes{0}, compute_bytes{0}, other_bytes{0};
     std::atomic<uint64_t> kv_peak_bytes{0}, compute_peak_bytes{0}, other_peak_bytes{0};
 
     static void more(std::atomic<uint64_t> & now, std::atomic<uint64_t> & peak, uint64_t bytes);
     static void less(std::atomic<uint64_t> & now, uint64_t bytes) { now -= bytes; }
 
-    // Under weights_lock().
+    // Must be called under weights_lock().
     void add(Weights & weights);
     void remove(Weights & weights);
-    void spread();
+    void rebalance();
 
-    // One line of JSON on stderr.
+    // Prints one line of JSON to stderr.
     void print();
 
 private:
@@ -38,7 +38,7 @@ private:
     };
 
     std::vector<Weights *> live_;
-    Streamed gone_;
+    Streamed freed_;
 };
 
 Totals & totals();

@@ -1,4 +1,4 @@
-// Units as a table of byte ranges, which kvtier's streamer takes instead of a model that it knows.
+// Describes units to kvtier's streamer as a table of byte ranges, in place of a known model format.
 #include "plugin.h"
 #include "weights.h"
 
@@ -6,8 +6,8 @@ namespace kvtier_plugin {
 
 namespace {
 
-// Where in their units tensors start: the library keeps the order of files.
-bool parts_learn(const kvt_model_t * table, std::vector<Unit> & units) {
+// Reads where tensors start in their units: the library keeps the order of files.
+bool read_parts(const kvt_model_t * table, std::vector<Unit> & units) {
     for (uint32_t number = 0; number < units.size(); number++) {
         std::vector<Range> & ranges = units[number].ranges;
         std::vector<kvt_part_t> parts(ranges.size());
@@ -70,11 +70,11 @@ bool table_open(const Source & source, std::vector<Unit> & units, kvt_model_t **
     Failure failure;
     const kvt_status_t status = kvt_model_table(&table, out, failure.out());
     if (status != KVT_OK) {
-        why = failure.words("weights cannot be streamed from their file", status);
+        why = failure.text("describing the model's file to the streamer", status);
         return false;
     }
-    if (!parts_learn(*out, units)) {
-        why = "weights are not where they were put: this is a defect of kvtier";
+    if (!read_parts(*out, units)) {
+        why = "the streamer's units differ from the plugin's: this is a defect of kvtier";
         return false;
     }
     return true;
@@ -84,41 +84,41 @@ kvt_stream_terms_t table_terms(uint32_t slots) {
     kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
     terms.flags = KVT_TERMS_SHRINKS | KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
     terms.compute = KVT_COMPUTE_HOST;
-    if (is_far()) {
+    if (inner_has_memory()) {
         terms.compute = KVT_COMPUTE_DEVICE;
-        // The budget says how much of the device there is.
+        // The budget limits the device's memory.
         terms.flags |= KVT_TERMS_DEVICE_SAFETY;
     }
     terms.slots = slots;
     return terms;
 }
 
-// Plans are made for less and less memory until there is none: that is what it takes.
+// Finds the least memory by bisection of plans.
 bool table_floor(const kvt_model_t * table, uint32_t slots, uint64_t & out, std::string & why) {
-    constexpr uint64_t NEAR_BYTES = 4096, PLENTY_BYTES = uint64_t(1) << 46;
+    constexpr uint64_t TOLERANCE_BYTES = 4096, PLENTY_BYTES = uint64_t(1) << 46;
     kvt_model_info_t info = KVT_MODEL_INFO_INIT;
     kvt_model_info(table, &info);
     const kvt_stream_terms_t terms = table_terms(slots);
     Failure failure;
     const auto has_plan = [&](uint64_t bytes, kvt_error_t ** err) {
         kvt_stream_memory_t memory = KVT_STREAM_MEMORY_INIT;
-        memory.host_free_bytes = is_far() ? PLENTY_BYTES : bytes;
+        memory.host_free_bytes = inner_has_memory() ? PLENTY_BYTES : bytes;
         memory.host_total_bytes = memory.host_free_bytes;
-        memory.device_free_bytes = is_far() ? bytes : 0;
+        memory.device_free_bytes = inner_has_memory() ? bytes : 0;
         memory.lockable_bytes = UINT64_MAX;
         return kvt_model_plan(table, &terms, &memory, nullptr, nullptr, nullptr, 0,
                               sizeof(kvt_unit_residency_t), err);
     };
-    // Images are whole grains, of which each range has two at most besides its bytes; all slots may
-    // come on top.
-    uint64_t most = (info.bytes + 2 * uint64_t(info.tensors) * NEAR_BYTES) * (uint64_t(slots) + 1);
+    // Images are whole pages; each range adds at most two pages to its bytes. All slots may come on
+    // top.
+    uint64_t most = (info.bytes + 2 * uint64_t(info.tensors) * TOLERANCE_BYTES) * (uint64_t(slots) + 1);
     uint64_t least = 0;
     const kvt_status_t status = has_plan(most, failure.out());
     if (status != KVT_OK) {
-        why = failure.words("weights cannot be streamed", status);
+        why = failure.text("planning the streamer", status);
         return false;
     }
-    while (most - least > NEAR_BYTES) {
+    while (most - least > TOLERANCE_BYTES) {
         const uint64_t middle = least + (most - least) / 2;
         if (has_plan(middle, nullptr) == KVT_OK) {
             most = middle;

@@ -15,14 +15,15 @@ namespace kvtier_plugin {
 namespace {
 
 constexpr uint64_t PAGE_BYTES = 4096;
-// Smaller ones that belong to no layer stay.
+// Smaller tensors outside layers are resident.
 constexpr uint64_t LARGE_BYTES = 1 << 20;
-// Of a piece where no layer says what is usual.
+// Size of a piece if the model has no streamed layers.
 constexpr uint64_t PIECE_BYTES = 8 << 20;
-// Kernels go by tiles of so many rows: whole ones, so that they do the same as without pieces.
+// Kernels work in tiles of this many rows. Pieces are whole tiles, so that results equal those without
+// pieces.
 constexpr int64_t TILE_ROWS = 256;
-constexpr int64_t LEAST_ROWS = 32;
-// What a unit may take to come: a disk that does not answer ends a decode, not the process.
+constexpr int64_t MIN_ROWS = 32;
+// A unit that the disk does not deliver within this time fails the decode, not the process.
 constexpr uint64_t UNIT_SECONDS = 300;
 constexpr uint64_t CLOSE_SECONDS = 30;
 
@@ -54,15 +55,15 @@ bool layer_of(const std::string & name, std::pair<std::string, uint32_t> & out) 
     return true;
 }
 
-// The tensor as the device underneath has it.
-ggml_tensor far_tensor(const Record & record) {
+// The tensor with its place on the inner device.
+ggml_tensor inner_tensor(const Record & record) {
     ggml_tensor there = *record.tensor;
-    there.buffer = record.far.buffer;
-    there.data = record.far.data;
+    there.buffer = record.inner.buffer;
+    there.data = record.inner.data;
     return there;
 }
 
-// What a unit has of a tensor: all, or rows. It is nowhere yet.
+// The tensor, or the rows of it, that a unit has; not allocated yet.
 ggml_tensor part_of(const Range & range) {
     ggml_tensor part = *range.record->tensor;
     part.buffer = nullptr;
@@ -74,9 +75,10 @@ ggml_tensor part_of(const Range & range) {
     return part;
 }
 
-// Kernels may read behind the end of it, and have to find zeros there. In a slot the next tensor follows.
+// Kernels may read past the end of such a tensor and need zeros there. In a slot the next tensor
+// follows.
 bool is_padded(const ggml_tensor & part) {
-    return ggml_backend_buft_get_alloc_size(far_type(), &part) != ggml_nbytes(&part);
+    return ggml_backend_buft_get_alloc_size(inner_buffer_type(), &part) != ggml_nbytes(&part);
 }
 
 } // namespace
@@ -113,10 +115,10 @@ std::unique_ptr<Weights> Weights::make(ggml_tensor * const * tensors, int count,
     if (!made->source_) {
         return nullptr;
     }
-    return made->sort(tensors, count, why) ? std::move(made) : nullptr;
+    return made->classify(tensors, count, why) ? std::move(made) : nullptr;
 }
 
-bool Weights::sort(ggml_tensor * const * tensors, int count, std::string & why) {
+bool Weights::classify(ggml_tensor * const * tensors, int count, std::string & why) {
     std::set<std::pair<uint32_t, uint64_t>> taken;
     std::vector<std::pair<Record *, uint32_t>> of_layers;
     for (int i = 0; i < count; i++) {
@@ -126,16 +128,16 @@ bool Weights::sort(ggml_tensor * const * tensors, int count, std::string & why) 
         record.tensor = tensors[i];
         by_tensor_[tensors[i]] = &record;
         record.bytes = ggml_nbytes(tensors[i]);
-        span_bytes_ += pages(staying_bytes(record));
+        span_bytes_ += pages(resident_size(record));
         std::pair<std::string, uint32_t> key;
         const bool is_layer = layer_of(ggml_get_name(tensors[i]), key);
         const bool is_large = record.bytes >= LARGE_BYTES && ggml_n_dims(tensors[i]) == 2;
-        // The same bytes twice, as where weights are tied: only the first ones are streamed.
+        // Tied weights have the same bytes twice: only the first tensor is streamed.
         record.streams = record.bytes > 0 && (is_layer || is_large) &&
                          source_->place(tensors[i], record.place) &&
                          taken.insert({record.place.file, record.place.offset}).second;
         if (!record.streams) {
-            resident_bytes_ += staying_bytes(record);
+            resident_bytes_ += resident_size(record);
             continue;
         }
         streamed_bytes_ += record.bytes;
@@ -166,12 +168,12 @@ bool Weights::sort(ggml_tensor * const * tensors, int count, std::string & why) 
         }
         largest = std::max(largest, bytes);
     }
-    cut_pieces(largest > 0 ? largest : PIECE_BYTES);
-    for (uint32_t unit = 0; is_far() && unit < units_.size(); unit++) {
+    split_large(largest > 0 ? largest : PIECE_BYTES);
+    for (uint32_t unit = 0; inner_has_memory() && unit < units_.size(); unit++) {
         uint64_t bytes = 0;
         for (const Range & range : units_[unit].ranges) {
             const ggml_tensor part = part_of(range);
-            bytes += is_padded(part) ? far_bytes(&part) : 0;
+            bytes += is_padded(part) ? inner_bytes(&part) : 0;
         }
         padded_bytes_ = std::max(padded_bytes_, bytes);
     }
@@ -183,44 +185,47 @@ bool Weights::sort(ggml_tensor * const * tensors, int count, std::string & why) 
            table_floor(table_, settings().slots, floor_bytes_, why);
 }
 
-uint64_t Weights::staying_bytes(const Record & record) {
-    return is_far() ? far_bytes(record.tensor) : pages(record.bytes);
+uint64_t Weights::resident_size(const Record & record) {
+    return inner_has_memory() ? inner_bytes(record.tensor) : pages(record.bytes);
 }
 
-bool Weights::stay(Record & record, std::string & why) {
+bool Weights::allocate_resident(Record & record, std::string & why) {
     if (record.bytes == 0) {
         return true;
     }
-    if (!is_far()) {
-        const bool is_there = mprotect(record.home, pages(record.bytes), PROT_READ | PROT_WRITE) == 0;
-        why = is_there ? why : "there is no memory for weights";
-        return is_there;
+    if (!inner_has_memory()) {
+        const bool is_present = mprotect(record.reserved, pages(record.bytes), PROT_READ | PROT_WRITE) == 0;
+        why = is_present ? why : "the resident weights' memory cannot be made writable: free memory";
+        return is_present;
     }
-    far_buffers_.reserve(far_buffers_.size() + 1);
-    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(far_type(), staying_bytes(record));
-    // A copy of the tensor: the device may have to prepare what lies behind it.
+    inner_buffers_.reserve(inner_buffers_.size() + 1);
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(inner_buffer_type(), resident_size(record));
+    // A copy of the tensor: the device may have to prepare the bytes after it.
     ggml_tensor there = *record.tensor;
     there.buffer = nullptr;
     there.data = nullptr;
     if (!buffer ||
-        ggml_backend_tensor_alloc(buffer, &there, ggml_backend_buffer_get_base(buffer)) != GGML_STATUS_SUCCESS) {
-        why = std::string("the device has no memory for ") + ggml_get_name(record.tensor);
+        ggml_backend_tensor_alloc(buffer, &there,
+                                  ggml_backend_buffer_get_base(buffer)) != GGML_STATUS_SUCCESS) {
+        why = std::string("the device has no memory for ") + ggml_get_name(record.tensor) +
+              ": lower KVTIER_DEVICE_BUDGET";
         ggml_backend_buffer_free(buffer);
         return false;
     }
     ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    far_buffers_.push_back(buffer);
-    record.far = {buffer, static_cast<char *>(there.data)};
+    inner_buffers_.push_back(buffer);
+    record.inner = {buffer, static_cast<char *>(there.data)};
     return true;
 }
 
-// A matrix as large as many layers would need a slot as large as that. Its rows are independent.
-void Weights::cut_pieces(uint64_t most_bytes) {
+// A matrix as large as many layers would need a slot of its size. Its rows are independent, so it is
+// split.
+void Weights::split_large(uint64_t most_bytes) {
     for (Record * record : large_) {
         const uint64_t row_bytes = record->tensor->nb[1];
         int64_t rows = int64_t(most_bytes / row_bytes);
-        rows -= rows % (rows > TILE_ROWS ? TILE_ROWS : LEAST_ROWS);
-        rows = std::max(rows, LEAST_ROWS);
+        rows -= rows % (rows > TILE_ROWS ? TILE_ROWS : MIN_ROWS);
+        rows = std::max(rows, MIN_ROWS);
         record->piece_rows = rows;
         for (int64_t row = 0; row < record->tensor->ne[1]; row += rows) {
             const uint64_t from = uint64_t(row) * row_bytes;
@@ -243,7 +248,7 @@ Record * Weights::find_like(const ggml_tensor * tensor) const {
     for (const std::unique_ptr<Record> & record : records_) {
         const bool is_alike = record->bytes == ggml_nbytes(tensor) && record->tensor->type == tensor->type &&
                               std::strcmp(record->tensor->name, tensor->name) == 0;
-        if (is_alike && (tensor->data == record->home || tensor->data == record->tensor->data)) {
+        if (is_alike && (tensor->data == record->reserved || tensor->data == record->tensor->data)) {
             return record.get();
         }
         if (is_alike && tensor->name[0]) {
@@ -253,31 +258,31 @@ Record * Weights::find_like(const ggml_tensor * tensor) const {
     return found;
 }
 
-bool Weights::settle(char * base, std::string & why) {
+bool Weights::allocate(char * base, std::string & why) {
     Memory * memory = Memory::get(why);
-    if (!memory || !memory->charge(resident_bytes_, "weights that stay", why)) {
+    if (!memory || !memory->charge(resident_bytes_, "resident weights", why)) {
         return false;
     }
     charged_bytes_ = resident_bytes_;
-    if (!memory->promise(floor_bytes_, "streaming weights", why)) {
+    if (!memory->reserve_ahead(floor_bytes_, "streaming weights", why)) {
         return false;
     }
-    promised_bytes_ = floor_bytes_;
+    reserved_bytes_ = floor_bytes_;
     base_ = base;
     for (const std::unique_ptr<Record> & record : records_) {
-        record->home = base;
-        base += pages(staying_bytes(*record));
-        if (!record->streams && !stay(*record, why)) {
+        record->reserved = base;
+        base += pages(resident_size(*record));
+        if (!record->streams && !allocate_resident(*record, why)) {
             return false;
         }
     }
     if (padded_bytes_ > 0) {
-        padded_ = ggml_backend_buft_alloc_buffer(far_type(), padded_bytes_);
+        padded_ = ggml_backend_buft_alloc_buffer(inner_buffer_type(), padded_bytes_);
         if (!padded_) {
-            why = "the device has no memory for a layer's padding";
+            why = "the device has no memory for a layer's padding: lower KVTIER_DEVICE_BUDGET";
             return false;
         }
-        far_buffers_.push_back(padded_);
+        inner_buffers_.push_back(padded_);
         ggml_backend_buffer_set_usage(padded_, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     }
     totals().add(*this);
@@ -287,17 +292,17 @@ bool Weights::settle(char * base, std::string & why) {
 Weights::~Weights() {
     const std::lock_guard<std::mutex> guard(weights_lock());
     totals().remove(*this);
-    while (!held_.empty()) {
-        release(held_.begin()->first);
+    while (!leases_.empty()) {
+        release(leases_.begin()->first);
     }
     kvt_stream_close(&stream_, deadline_in(CLOSE_SECONDS), nullptr);
     kvt_model_close(&table_);
-    for (ggml_backend_buffer_t buffer : far_buffers_) {
+    for (ggml_backend_buffer_t buffer : inner_buffers_) {
         ggml_backend_buffer_free(buffer);
     }
     if (Memory * memory = Memory::opened()) {
-        memory->forget_promise(promised_bytes_);
-        memory->give_back(charged_bytes_);
+        memory->unreserve(reserved_bytes_);
+        memory->release(charged_bytes_);
     }
 }
 
@@ -307,21 +312,22 @@ void Weights::put(Record & record, const void * data, uint64_t from, uint64_t by
         return;
     }
     if (record.streams) {
-        if (source_->take(record.place, from, data, bytes, why)) {
+        if (source_->accept(record.place, from, data, bytes, why)) {
             return;
         }
-        // Not what the file has: it is not ours to say which is right. The engine's bytes count.
+        // The engine's bytes differ from the file's. The plugin cannot tell which are right; the
+        // engine's count.
         if (!why.empty() || !materialise(record, why)) {
             broken_ = why;
-            say(why);
+            log_line(why);
             return;
         }
     }
-    if (is_far()) {
-        ggml_tensor there = far_tensor(record);
+    if (inner_has_memory()) {
+        ggml_tensor there = inner_tensor(record);
         ggml_backend_tensor_set(&there, data, from, bytes);
     } else {
-        std::memcpy(record.home + from, data, bytes);
+        std::memcpy(record.reserved + from, data, bytes);
     }
 }
 
@@ -329,20 +335,20 @@ bool Weights::get(const Record & record, void * out, uint64_t from, uint64_t byt
     if (record.streams) {
         return source_->read(record.place, from, out, bytes);
     }
-    if (is_far()) {
-        const ggml_tensor there = far_tensor(record);
+    if (inner_has_memory()) {
+        const ggml_tensor there = inner_tensor(record);
         ggml_backend_tensor_get(&there, out, from, bytes);
     } else {
-        std::memcpy(out, record.home + from, bytes);
+        std::memcpy(out, record.reserved + from, bytes);
     }
     return true;
 }
 
 bool Weights::materialise(Record & record, std::string & why) {
-    const uint64_t bytes = staying_bytes(record);
+    const uint64_t bytes = resident_size(record);
     const std::string unread = std::string(ggml_get_name(record.tensor)) + " cannot be read from its file";
-    std::vector<char> read(is_far() ? record.bytes : 0);
-    if (is_far() && !source_->read(record.place, 0, read.data(), record.bytes)) {
+    std::vector<char> read(inner_has_memory() ? record.bytes : 0);
+    if (inner_has_memory() && !source_->read(record.place, 0, read.data(), record.bytes)) {
         why = unread;
         return false;
     }
@@ -350,18 +356,19 @@ bool Weights::materialise(Record & record, std::string & why) {
     if (!memory || !memory->charge(bytes, ggml_get_name(record.tensor), why)) {
         return false;
     }
-    const bool has_place = stay(record, why);
-    if (!has_place || (!is_far() && !source_->read(record.place, 0, record.home, record.bytes))) {
+    const bool has_place = allocate_resident(record, why);
+    if (!has_place || (!inner_has_memory() && !source_->read(record.place, 0, record.reserved,
+        record.bytes))) {
         why = has_place ? unread : why;
-        memory->give_back(bytes);
+        memory->release(bytes);
         return false;
     }
     charged_bytes_ += bytes;
     record.streams = false;
-    if (is_far()) {
+    if (inner_has_memory()) {
         put(record, read.data(), 0, record.bytes);
     } else {
-        record.tensor->data = record.home;
+        record.tensor->data = record.reserved;
     }
     totals().materialised++;
     return true;
@@ -375,8 +382,8 @@ bool Weights::open_stream(std::string & why) {
     if (!memory) {
         return false;
     }
-    memory->forget_promise(promised_bytes_);
-    promised_bytes_ = 0;
+    memory->unreserve(reserved_bytes_);
+    reserved_bytes_ = 0;
     const kvt_stream_terms_t terms = table_terms(settings().slots);
     kvt_stream_opts_t opts = KVT_STREAM_OPTS_INIT;
     opts.model = table_;
@@ -386,19 +393,20 @@ bool Weights::open_stream(std::string & why) {
     Failure failure;
     const kvt_status_t status = kvt_stream_open(memory->runtime(), &opts, &stream_, failure.out());
     if (status != KVT_OK) {
-        why = failure.words("weights cannot be streamed", status);
+        why = failure.text("opening the streamer", status);
         std::string ignored;
-        promised_bytes_ = memory->promise(floor_bytes_, "streaming weights", ignored) ? floor_bytes_ : 0;
+        reserved_bytes_ = memory->reserve_ahead(floor_bytes_, "streaming weights",
+                                                ignored) ? floor_bytes_ : 0;
     }
     return status == KVT_OK;
 }
 
-bool Weights::hold(const std::vector<uint32_t> & units, std::string & why) {
+bool Weights::lease_units(const std::vector<uint32_t> & units, std::string & why) {
     if (!broken_.empty()) {
         why = broken_;
         return false;
     }
-    for (auto at = held_.begin(); at != held_.end();) {
+    for (auto at = leases_.begin(); at != leases_.end();) {
         const uint32_t unit = (at++)->first;
         if (std::find(units.begin(), units.end(), unit) == units.end()) {
             release(unit);
@@ -408,22 +416,22 @@ bool Weights::hold(const std::vector<uint32_t> & units, std::string & why) {
                        [&](uint32_t unit) { return has(unit) || acquire(unit, why); });
 }
 
-bool Weights::begin(std::string & why) {
+bool Weights::begin_pass(std::string & why) {
     Failure failure;
     const kvt_status_t status = kvt_stream_pass_begin(stream_, failure.out());
     if (status != KVT_OK) {
-        why = failure.words("the model's file", status);
+        why = failure.text("checking the model's files", status);
     }
     return status == KVT_OK;
 }
 
-// Units come in the order of the model. One that lies behind the last is of another pass.
-bool Weights::pass_to(uint32_t unit, std::string & why) {
+// Units are acquired in the order of the model. A unit before the last one belongs to another pass.
+bool Weights::continue_pass(uint32_t unit, std::string & why) {
     if (is_passing_ && unit < last_unit_) {
         kvt_stream_pass_end(stream_, nullptr);
         is_passing_ = false;
     }
-    if (!is_passing_ && !begin(why)) {
+    if (!is_passing_ && !begin_pass(why)) {
         return false;
     }
     is_passing_ = true;
@@ -432,34 +440,35 @@ bool Weights::pass_to(uint32_t unit, std::string & why) {
 }
 
 bool Weights::acquire(uint32_t unit, std::string & why) {
-    if (!open_stream(why) || !pass_to(unit, why)) {
+    if (!open_stream(why) || !continue_pass(unit, why)) {
         return false;
     }
-    kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
+    kvt_unit_lease_t lease = KVT_UNIT_LEASE_INIT;
     Failure failure;
     const kvt_status_t status =
-        kvt_stream_acquire(stream_, unit, 0, deadline_in(UNIT_SECONDS), &held, failure.out());
+        kvt_stream_acquire(stream_, unit, 0, deadline_in(UNIT_SECONDS), &lease, failure.out());
     if (status != KVT_OK) {
-        why = failure.words(units_[unit].name.c_str(), status);
+        why = failure.text(units_[unit].name.c_str(), status);
         if (status == KVT_E_BUSY) {
-            why += " (KVTIER_RING gives more slots)";
+            why += " (raise KVTIER_RING, the number of slots)";
         }
         return false;
     }
-    held_.emplace(unit, held);
-    if (is_far()) {
-        const bool is_placed = far_point(unit, static_cast<const char *>(held.address), why);
+    leases_.emplace(unit, lease);
+    if (inner_has_memory()) {
+        const bool is_placed = place_on_inner(unit, static_cast<const char *>(lease.address), why);
         if (!is_placed) {
             release(unit);
         }
         return is_placed;
     }
-    point(unit, static_cast<const char *>(held.address));
+    point_tensors(unit, static_cast<const char *>(lease.address));
     return true;
 }
 
-// Tensors that need zeros behind them have a place of their own: one for all layers, as one is used at once.
-bool Weights::far_point(uint32_t unit, const char * address, std::string & why) {
+// Tensors that need zeros after them are copied to a buffer of their own. One buffer serves all layers,
+// because only one layer is used at a time.
+bool Weights::place_on_inner(uint32_t unit, const char * address, std::string & why) {
     uint64_t used_bytes = 0;
     for (const Range & range : units_[unit].ranges) {
         Record & record = *range.record;
@@ -467,9 +476,9 @@ bool Weights::far_point(uint32_t unit, const char * address, std::string & why) 
             continue;
         }
         const size_t piece = record.piece_rows > 0 ? unit - record.units.front() : 0;
-        record.far = far_place(address + record.at[piece]);
-        if (!record.far.buffer) {
-            why = units_[unit].name + " is not where it was put: this is a defect of kvtier";
+        record.inner = inner_place(address + record.at[piece]);
+        if (!record.inner.buffer) {
+            why = units_[unit].name + " is not at its address: this is a defect of kvtier";
             return false;
         }
         ggml_tensor there = part_of(range);
@@ -477,67 +486,70 @@ bool Weights::far_point(uint32_t unit, const char * address, std::string & why) 
             continue;
         }
         if (padded_unit_ != KVT_NONE && padded_unit_ != unit) {
-            why = units_[unit].name + " and " + units_[padded_unit_].name + " are used at once: they have to stay";
+            why = units_[unit].name + " and " + units_[padded_unit_].name +
+                  " are used in one node, but the padding buffer holds one: run this model without KVTIER";
             return false;
         }
         padded_unit_ = unit;
-        ggml_tensor source = far_tensor(record);
+        ggml_tensor source = inner_tensor(record);
         std::copy(there.ne, there.ne + GGML_MAX_DIMS, source.ne);
         std::copy(there.nb, there.nb + GGML_MAX_DIMS, source.nb);
         char * at = static_cast<char *>(ggml_backend_buffer_get_base(padded_)) + used_bytes;
         if (ggml_backend_tensor_alloc(padded_, &there, at) != GGML_STATUS_SUCCESS) {
-            why = std::string(ggml_get_name(record.tensor)) + " has no place on the device";
+            why = std::string(ggml_get_name(record.tensor)) +
+                  " cannot be placed in the device's padding buffer";
             return false;
         }
-        used_bytes += far_bytes(&there);
+        used_bytes += inner_bytes(&there);
         ggml_backend_tensor_copy(&source, &there);
-        record.far = {padded_, at};
+        record.inner = {padded_, at};
     }
     return true;
 }
 
 void Weights::release(uint32_t unit) {
-    const auto at = held_.find(unit);
-    point(unit, nullptr);
+    const auto at = leases_.find(unit);
+    point_tensors(unit, nullptr);
     padded_unit_ = padded_unit_ == unit ? KVT_NONE : padded_unit_;
     kvt_stream_release(stream_, &at->second, 0, nullptr);
-    held_.erase(at);
+    leases_.erase(at);
 }
 
-// Nobody writes to weights; ggml's pointer says nothing of that. Where another device computes, tensors are
-// changed only while it does.
-void Weights::point(uint32_t unit, const char * address) {
+// Nobody writes to weights, although ggml's pointer is not const. With an inner device of its own
+// memory, tensors are changed only while it computes.
+void Weights::point_tensors(uint32_t unit, const char * address) {
     for (const Range & range : units_[unit].ranges) {
         Record & record = *range.record;
-        if (is_far() && record.streams) {
-            record.far = {};
+        if (inner_has_memory() && record.streams) {
+            record.inner = {};
         } else if (record.streams && record.piece_rows == 0) {
-            record.tensor->data = address ? const_cast<char *>(address) + record.at.front() : record.home;
+            record.tensor->data = address ? const_cast<char *>(address) + record.at.front() : record.reserved;
         }
     }
 }
 
 const char * Weights::address(uint32_t unit) const {
-    return static_cast<const char *>(held_.at(unit).address);
+    return static_cast<const char *>(leases_.at(unit).address);
 }
 
-bool Weights::rest(std::string & why) {
+bool Weights::end_graph(std::string & why) {
     if (!is_passing_ || last_unit_ + 1 != units_.size()) {
         return true;
     }
-    while (!held_.empty()) {
-        release(held_.begin()->first);
+    while (!leases_.empty()) {
+        release(leases_.begin()->first);
     }
     kvt_stream_pass_end(stream_, nullptr);
     is_passing_ = false;
-    // Beginning looks at files: what was computed is of one state of them. The next pass begins once more.
-    return begin(why);
+    // Beginning a pass checks the files, so that all results come from one version of them. The next
+    // pass begins again.
+    return begin_pass(why);
 }
 
-void Weights::spread() {
+void Weights::rebalance() {
     if (stream_) {
-        const kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
-        kvt_stream_rebalance(stream_, &room, nullptr, nullptr);
+        const kvt_stream_limits_t limits = KVT_STREAM_LIMITS_INIT;
+        kvt_stream_rebalance(stream_, &limits, nullptr, nullptr);
     }
 }
 

@@ -1,12 +1,12 @@
-// The weights of a model that the engine has put into a buffer of ours.
+// The weights of a model in one of the plugin's buffers.
 //
-// Layers, and the large matrices beside them in pieces, are units of a streamer: in memory as far as
-// the budget goes, else in their file, and brought in time. What is small and belongs to no layer
-// stays. Everything that is not const is called under weights_lock().
+// Layers, and large matrices outside layers in pieces, are units of a streamer. Units stay in memory as
+// far as the budget allows; others are read from their file ahead of their use. Small tensors outside
+// layers are resident. All functions that are not const must be called under weights_lock().
 #ifndef KVTIER_PLUGIN_WEIGHTS_H
 #define KVTIER_PLUGIN_WEIGHTS_H
 
-#include "far.h"
+#include "inner_device.h"
 #include "memory.h"
 #include "source.h"
 
@@ -19,29 +19,32 @@
 
 namespace kvtier_plugin {
 
-// One computes at a time where weights are streamed: they have one place for all contexts, and the
-// processor is the same.
+// One graph at a time computes with streamed weights: all contexts share one placement of them, and the
+// same processor.
 std::mutex & weights_lock();
 
 class Weights;
 
-// What is known of a tensor. (Its `extra` cannot lead here: kernels take one for a layout of their own.)
+// The plugin's data of a tensor. It is not found by `extra`: kernels take that for a layout of their
+// own.
 struct Record {
     Weights * owner = nullptr;
     ggml_tensor * tensor = nullptr;
-    // Its address while it is not there: reading it ends the process rather than giving zeros.
-    char * home = nullptr;
+    // The tensor's reserved address while it is not in memory. Reading it ends the process instead of
+    // giving zeros.
+    char * reserved = nullptr;
     uint64_t bytes = 0;
     Place place;
-    // False: it lies at home.
+    // False: the tensor is resident at its reserved address.
     bool streams = false;
-    // Its unit, or the units of its pieces, and where in them it starts.
+    // Its unit, or the units of its pieces, and the tensor's offset in each.
     std::vector<uint32_t> units;
     std::vector<uint64_t> at;
-    // Rows of a piece but the last; 0 = it is not in pieces.
+    // Rows of each piece except the last; 0 = not in pieces.
     int64_t piece_rows = 0;
-    // Where it is for a device underneath that has memory of its own. No buffer while it is not there.
-    FarPlace far;
+    // Its place in the inner device's memory, if that device has its own; no buffer while it is not
+    // there.
+    InnerPlace inner;
 };
 
 // Bytes of a tensor that a unit has.
@@ -57,68 +60,67 @@ struct Unit {
     std::vector<Range> ranges;
 };
 
-// The units as a model of kvtier's; fills in `at` of the records.
+// Describes the units to kvtier as a model; fills in `at` of the records.
 bool table_open(const Source & source, std::vector<Unit> & units, kvt_model_t ** out, std::string & why);
-// The least memory that it can be streamed in.
+// The least memory in which the model can be streamed.
 bool table_floor(const kvt_model_t * table, uint32_t slots, uint64_t & out, std::string & why);
-// Whether a list of tensors is the weights of a model, with layers, rather than KV or an adapter.
+// Tells whether these tensors are a model's weights, with layers, rather than KV or an adapter.
 bool are_weights(ggml_tensor * const * tensors, int count);
-// What is decided about memory: nothing is kept free for KV, which has the budget in common.
+// Terms of the streamer's plan. No memory is reserved for KV, because the budget covers KV too.
 kvt_stream_terms_t table_terms(uint32_t slots);
 
 class Weights {
 public:
-    // Null without words where these tensors are no weights, or no file has them.
+    // Null without a text if these tensors are not weights, or no file has them.
     static std::unique_ptr<Weights> make(ggml_tensor * const * tensors, int count, std::string & why);
     ~Weights();
     Weights(const Weights &) = delete;
     Weights & operator=(const Weights &) = delete;
 
-    // Addresses that it takes, and the memory of them that is used from the beginning on.
+    // Addresses that the weights take, and the memory in use from the beginning on.
     uint64_t span_bytes() const { return span_bytes_; }
     uint64_t resident_bytes() const { return resident_bytes_; }
     uint64_t floor_bytes() const { return floor_bytes_; }
     uint64_t streamed_bytes() const { return streamed_bytes_; }
 
-    // Pays for what is there from now on, takes its memory, and keeps room for streaming.
-    bool settle(char * base, std::string & why);
+    // Charges and allocates resident weights, and reserves memory for streaming.
+    bool allocate(char * base, std::string & why);
     Record & record(size_t number) { return *records_[number]; }
-    // Any thread: it does not change. Null of a tensor that is none of these.
+    // For any thread: the map does not change. Null for a tensor of another owner.
     Record * find(const ggml_tensor * tensor) const;
-    // The same of a copy of one, by its name: bytes are asked for so where a model is saved.
+    // Finds a tensor by a copy of it, by name: the engine passes copies when it saves a model.
     Record * find_like(const ggml_tensor * tensor) const;
 
     void put(Record & record, const void * data, uint64_t from, uint64_t bytes);
     bool get(const Record & record, void * out, uint64_t from, uint64_t bytes) const;
-    // Gives a tensor its memory for good: it is used in a way that streaming cannot serve.
+    // Makes a tensor resident for good, because it is used in a way that streaming cannot serve.
     bool materialise(Record & record, std::string & why);
 
-    // Has these units and no others from now on.
-    bool hold(const std::vector<uint32_t> & units, std::string & why);
-    bool has(uint32_t unit) const { return held_.count(unit) != 0; }
+    // Leases exactly these units from now on; releases all others.
+    bool lease_units(const std::vector<uint32_t> & units, std::string & why);
+    bool has(uint32_t unit) const { return leases_.count(unit) != 0; }
     const char * address(uint32_t unit) const;
-    // A graph has ended. With the last unit of the order a pass has, too: false where a file of it was
-    // changed meanwhile.
-    bool rest(std::string & why);
-    // There may be more memory than before.
-    void spread();
+    // Ends a graph, and with the last unit also a pass. False if a file was changed during the pass.
+    bool end_graph(std::string & why);
+    // Rebalances the streamer after other owners released memory.
+    void rebalance();
 
     bool stats(kvt_stream_stats_t & out, kvt_stream_plan_t & plan) const;
     size_t unit_count() const { return units_.size(); }
 
 private:
     Weights() = default;
-    bool sort(ggml_tensor * const * tensors, int count, std::string & why);
-    void cut_pieces(uint64_t most_bytes);
+    bool classify(ggml_tensor * const * tensors, int count, std::string & why);
+    void split_large(uint64_t most_bytes);
     bool open_stream(std::string & why);
     bool acquire(uint32_t unit, std::string & why);
     void release(uint32_t unit);
-    bool begin(std::string & why);
-    bool pass_to(uint32_t unit, std::string & why);
-    void point(uint32_t unit, const char * address);
-    static uint64_t staying_bytes(const Record & record);
-    bool stay(Record & record, std::string & why);
-    bool far_point(uint32_t unit, const char * address, std::string & why);
+    bool begin_pass(std::string & why);
+    bool continue_pass(uint32_t unit, std::string & why);
+    void point_tensors(uint32_t unit, const char * address);
+    static uint64_t resident_size(const Record & record);
+    bool allocate_resident(Record & record, std::string & why);
+    bool place_on_inner(uint32_t unit, const char * address, std::string & why);
 
     std::unique_ptr<Source> source_;
     std::vector<std::unique_ptr<Record>> records_;
@@ -128,14 +130,15 @@ private:
     std::vector<Record *> large_;
     uint64_t span_bytes_ = 0, resident_bytes_ = 0, streamed_bytes_ = 0, floor_bytes_ = 0;
     char * base_ = nullptr;
-    uint64_t charged_bytes_ = 0, promised_bytes_ = 0;
+    uint64_t charged_bytes_ = 0, reserved_bytes_ = 0;
     std::string broken_;
 
     kvt_model_t * table_ = nullptr;
     kvt_stream_t * stream_ = nullptr;
-    std::map<uint32_t, kvt_unit_lease_t> held_;
-    // Of a device underneath: what stays, and the place of tensors that need zeros behind them, with whose it is.
-    std::vector<ggml_backend_buffer_t> far_buffers_;
+    std::map<uint32_t, kvt_unit_lease_t> leases_;
+    // On the inner device: resident tensors, and the buffer for tensors that need zeros after them,
+    // with the unit that uses it.
+    std::vector<ggml_backend_buffer_t> inner_buffers_;
     ggml_backend_buffer_t padded_ = nullptr;
     uint64_t padded_bytes_ = 0;
     uint32_t padded_unit_ = KVT_NONE;

@@ -9,40 +9,40 @@
 
 namespace {
 
-// How many tokens of an answer a kill may cost.
+// Tokens between two saves: a kill loses at most so many tokens of an answer.
 constexpr size_t save_every = 32;
 
-class request {
+class answer_run {
   public:
-    request(engine &e, keeper &k, screen &out, tokens_t &tokens, const asked_t &asked)
-        : engine_(e), keeper_(k), out_(out), tokens_(tokens), asked_(asked), start_ns_(now_ns()) {
+    answer_run(engine &e, kv_cache &cache, screen &out, tokens_t &tokens, const answer_options &opts)
+        : engine_(e), cache_(cache), out_(out), tokens_(tokens), opts_(opts), start_ns_(now_ns()) {
         done_.prompt_tokens = (uint32_t) tokens.size();
     }
 
     answer_t run() {
-        need_room(keeper_, tokens_);
-        if (prompt()) {
-            speak();
+        check_room(cache_, tokens_);
+        if (prefill_prompt()) {
+            decode_answer();
         }
-        keep();
+        save();
         return done_;
     }
 
   private:
-    bool prompt() {
-        out_.busy("restoring");
-        done_.reused = keeper_.attach(tokens_);
+    bool prefill_prompt() {
+        out_.activity("restoring");
+        done_.reused = cache_.attach(tokens_);
         out_.clear();
         const uint64_t start = now_ns();
         const size_t first = done_.reused.all(), all = tokens_.size();
         const size_t piece = llama_n_batch(engine_.context());
         size_t at = first;
-        while (at < all && !answer_stopped()) {
+        while (at < all && !answer_interrupted()) {
             const size_t upto = std::min(all, at + piece);
             if (all - first > piece) {
-                out_.bar("prompt", at - first, all - first);
+                out_.progress("prompt", at - first, all - first);
             }
-            keeper_.prefill(tokens_, at, upto);
+            cache_.prefill(tokens_, at, upto);
             at = upto;
         }
         out_.clear();
@@ -50,82 +50,81 @@ class request {
         done_.prefill_ns = (double) (now_ns() - start);
         if (at < all) {
             done_.stop = stop_t::interrupted;
-            held_ = at;
+            context_tokens_ = at;
         }
         return at == all;
     }
 
-    void speak() {
-        held_ = tokens_.size();
-        saved_ = held_;
+    void decode_answer() {
+        context_tokens_ = tokens_.size();
+        saved_ = context_tokens_;
         const uint64_t start = now_ns();
         engine_.start_answer();
         done_.stop = stop_t::length;
-        while (done_.decoded < asked_.most_tokens) {
-            const llama_token token = engine_.choose();
+        while (done_.decoded < opts_.max_tokens) {
+            const llama_token token = engine_.sample();
             if (done_.decoded == 0) {
                 done_.first_ns = (double) (now_ns() - start_ns_);
             }
-            if (engine_.ends(token)) {
+            if (engine_.is_end(token)) {
                 done_.stop = stop_t::end;
                 break;
             }
-            say(characters_.feed(engine_.bytes_of(token)));
+            emit(characters_.feed(engine_.bytes_of(token)));
             tokens_.push_back(token);
             ++done_.decoded;
-            if (answer_stopped() || !out_.alive()) {
+            if (answer_interrupted() || !out_.is_open()) {
                 done_.stop = stop_t::interrupted;
                 break;
             }
-            if (tokens_.size() >= keeper_.most_tokens()) {
+            if (tokens_.size() >= cache_.max_tokens()) {
                 done_.stop = stop_t::context;
                 break;
             }
-            if (done_.decoded < asked_.most_tokens) {
-                keeper_.decode(token);
-                held_ = tokens_.size();
+            if (done_.decoded < opts_.max_tokens) {
+                cache_.decode(token);
+                context_tokens_ = tokens_.size();
             }
-            if (held_ - saved_ >= save_every) {
-                keep();
+            if (context_tokens_ - saved_ >= save_every) {
+                save();
             }
         }
-        say(characters_.rest());
+        emit(characters_.rest());
         done_.decode_ns = (double) (now_ns() - start);
     }
 
-    void say(const std::string &part) {
+    void emit(const std::string &part) {
         done_.text += part;
         unsaved_ += part;
-        if (asked_.on_text) {
-            asked_.on_text(part);
+        if (opts_.on_text) {
+            opts_.on_text(part);
         }
     }
 
-    // The last token of an answer was chosen but never decoded: it is not in the context.
-    void keep() {
-        if (held_ == 0) {
+    // The last token of an answer was sampled but not decoded, so the context does not hold it.
+    void save() {
+        if (context_tokens_ == 0) {
             return;
         }
-        const tokens_t held(tokens_.begin(), tokens_.begin() + (ptrdiff_t) held_);
-        keeper_.commit(held);
-        const size_t told = std::max(saved_, (size_t) done_.prompt_tokens);
-        if (asked_.on_saved && tokens_.size() > told) {
-            asked_.on_saved(unsaved_, tokens_t(tokens_.begin() + (ptrdiff_t) told, tokens_.end()));
+        cache_.commit(tokens_t(tokens_.begin(), tokens_.begin() + (ptrdiff_t) context_tokens_));
+        const size_t reported = std::max(saved_, (size_t) done_.prompt_tokens);
+        if (opts_.on_saved && tokens_.size() > reported) {
+            opts_.on_saved(unsaved_, tokens_t(tokens_.begin() + (ptrdiff_t) reported, tokens_.end()));
         }
         unsaved_.clear();
         saved_ = tokens_.size();
     }
 
     engine &engine_;
-    keeper &keeper_;
+    kv_cache &cache_;
     screen &out_;
     tokens_t &tokens_;
-    const asked_t &asked_;
+    const answer_options &opts_;
     const uint64_t start_ns_;
     answer_t done_;
     utf8_stream characters_;
     std::string unsaved_;
-    size_t held_ = 0;
+    size_t context_tokens_ = 0;
     size_t saved_ = 0;
 };
 
@@ -145,17 +144,18 @@ const char *stop_text(stop_t why) {
     return "";
 }
 
-void need_room(const keeper &k, const tokens_t &tokens) {
-    if (tokens.size() >= k.most_tokens()) {
-        throw failure(exit_failed, "there are " + std::to_string(tokens.size()) +
-                                       " tokens, and the context has " + std::to_string(k.most_tokens()) +
-                                       ": say less, or take a greater --ctx");
+void check_room(const kv_cache &cache, const tokens_t &tokens) {
+    if (tokens.size() >= cache.max_tokens()) {
+        throw failure(exit_failed, "the text has " + std::to_string(tokens.size()) +
+                                       " tokens, the context has room for " +
+                                       std::to_string(cache.max_tokens()) +
+                                       ": shorten the text or raise --ctx (with --longer: raise --longer)");
     }
     if (tokens.empty()) {
-        throw failure(exit_failed, "the prompt is empty");
+        throw failure(exit_failed, "the prompt is empty: give at least one token");
     }
 }
 
-answer_t answer(engine &e, keeper &k, screen &out, tokens_t &tokens, const asked_t &asked) {
-    return request(e, k, out, tokens, asked).run();
+answer_t answer(engine &e, kv_cache &cache, screen &out, tokens_t &tokens, const answer_options &opts) {
+    return answer_run(e, cache, out, tokens, opts).run();
 }

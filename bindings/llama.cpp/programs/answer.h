@@ -2,7 +2,7 @@
 #pragma once
 
 #include "engine.h"
-#include "keeper.h"
+#include "kv_cache.h"
 #include "screen.h"
 
 #include <functional>
@@ -16,7 +16,7 @@ struct answer_t {
     std::string text;
     stop_t stop = stop_t::end;
     uint32_t prompt_tokens = 0;
-    found reused;
+    prefix_reuse reused;
     uint32_t prefilled = 0;
     uint32_t decoded = 0; // tokens of the answer
     double prefill_ns = 0;
@@ -24,17 +24,17 @@ struct answer_t {
     double first_ns = 0; // from the request to the first token
 };
 
-struct asked_t {
-    uint32_t most_tokens = 0;
+struct answer_options {
+    uint32_t max_tokens = 0;
     // Called with each part of the text.
     std::function<void(const std::string &)> on_text;
-    // Called every few tokens, when they are safe in the store's hands.
+    // Called every 32 tokens and at the end, after these tokens were committed to the store.
     std::function<void(const std::string &, const tokens_t &)> on_saved;
 };
 
-// Throws failure where the context has no room for these and one more.
-void need_room(const keeper &k, const tokens_t &tokens);
+// Throws failure unless the context has room for the tokens and one more.
+void check_room(const kv_cache &cache, const tokens_t &tokens);
 
-// Answers the prompt; tokens get the answer's behind them. An interrupt in the prefill ends with no text.
-// Throws failure.
-answer_t answer(engine &e, keeper &k, screen &out, tokens_t &tokens, const asked_t &asked);
+// Answers the prompt and appends the answer's tokens to `tokens`. An interrupt during the prefill gives an
+// empty text. Throws failure.
+answer_t answer(engine &e, kv_cache &cache, screen &out, tokens_t &tokens, const answer_options &opts);

@@ -1,4 +1,4 @@
-// batch: requests of many users, one after the other, as a server would get them.
+// The command batch: answers the requests of many users one after the other.
 #include "answer.h"
 #include "commands.h"
 #include "conversation.h"
@@ -11,37 +11,37 @@
 
 namespace {
 
-constexpr size_t most_users = 65536;
+constexpr size_t max_users = 65536;
 
 struct request {
     std::string user, prompt;
-    std::string id = "null"; // as JSON: it comes back as it came
-    uint32_t most_tokens = 0;
+    std::string id = "null"; // as JSON, returned unchanged
+    uint32_t max_tokens = 0;
 };
 
-std::string text_of(const json_value &line, const char *name, bool needed) {
+std::string text_field(const json_value &line, const char *name, bool required) {
     const json_value *value = line.find(name);
-    if (!value && !needed) {
+    if (!value && !required) {
         return "";
     }
     if (!value || value->is != json_value::string) {
-        throw std::runtime_error(std::string("'") + name + "' has to be a text");
+        throw std::runtime_error(std::string("'") + name + "' must be a JSON string");
     }
     return value->text;
 }
 
-request read_json_request(const std::string &line, uint32_t most_tokens) {
+request read_json_request(const std::string &line, uint32_t max_tokens) {
     const json_value value = read_json(line);
     request r;
-    r.most_tokens = most_tokens;
+    r.max_tokens = max_tokens;
     for (const auto &field : value.fields) {
         const std::string &name = field.first;
         if (name != "user" && name != "prompt" && name != "id" && name != "n") {
-            throw std::runtime_error("there is no field '" + name + "': user, prompt, id, n");
+            throw std::runtime_error("unknown field '" + name + "': accepted are user, prompt, id and n");
         }
     }
-    r.user = text_of(value, "user", false);
-    r.prompt = text_of(value, "prompt", true);
+    r.user = text_field(value, "user", false);
+    r.prompt = text_field(value, "prompt", true);
     if (const json_value *id = value.find("id")) {
         char digits[40];
         std::snprintf(digits, sizeof digits, "%.15g", id->amount);
@@ -49,29 +49,29 @@ request read_json_request(const std::string &line, uint32_t most_tokens) {
                : id->is == json_value::number ? digits
                                               : "";
         if (r.id.empty()) {
-            throw std::runtime_error("'id' has to be a text or a number");
+            throw std::runtime_error("'id' must be a JSON string or a number");
         }
     }
     if (const json_value *n = value.find("n")) {
         if (n->is != json_value::number || !(n->amount >= 1 && n->amount <= 1 << 24) ||
             n->amount != std::floor(n->amount)) {
-            throw std::runtime_error("'n' has to be a whole number of at least 1");
+            throw std::runtime_error("'n' must be an integer from 1 to 16777216");
         }
-        r.most_tokens = (uint32_t) n->amount;
+        r.max_tokens = (uint32_t) n->amount;
     }
     return r;
 }
 
-request read_request(const std::string &line, uint32_t most_tokens) {
+request read_request(const std::string &line, uint32_t max_tokens) {
     if (line[line.find_first_not_of(" \t")] == '{') {
-        return read_json_request(line, most_tokens);
+        return read_json_request(line, max_tokens);
     }
     const size_t colon = line.find(':');
     if (colon == std::string::npos || colon == 0) {
-        throw std::runtime_error("neither 'user: text' nor JSON");
+        throw std::runtime_error("the line is neither 'user: text' nor a JSON object");
     }
     request r;
-    r.most_tokens = most_tokens;
+    r.max_tokens = max_tokens;
     r.user = line.substr(0, colon);
     const size_t start = line.find_first_not_of(" \t", colon + 1);
     r.prompt = start == std::string::npos ? "" : line.substr(start);
@@ -82,84 +82,86 @@ class server {
   public:
     explicit server(run &r) : r_(r) {}
 
-    // One line of the input. What is wrong with one is said, and the next one is served.
-    void take(const std::string &line) {
+    // Answers one line of the input. An invalid line is reported and does not end the run.
+    void handle_line(const std::string &line) {
         ++number_;
         if (line.find_first_not_of(" \t") == std::string::npos) {
             return;
         }
-        request asked;
+        request req;
         try {
-            asked = read_request(line, r_.o.answer_tokens);
-            serve(asked);
+            req = read_request(line, r_.o.answer_tokens);
+            serve(req);
         } catch (const failure &what) {
-            fail(asked, what.what());
+            fail(req, what.what());
         } catch (const std::runtime_error &what) {
-            fail(asked, "line " + std::to_string(number_) + ": " + what.what());
+            fail(req, "line " + std::to_string(number_) + ": " + what.what());
         }
     }
 
   private:
-    void serve(const request &asked) {
-        asked_t how;
-        how.most_tokens = asked.most_tokens;
+    void serve(const request &req) {
+        answer_options opts;
+        opts.max_tokens = req.max_tokens;
         if (!r_.out.json) {
-            r_.out.text("[" + (asked.user.empty() ? std::to_string(number_) : asked.user) + "] ");
-            how.on_text = [this](const std::string &part) { r_.out.text(part); };
+            r_.out.text("[" + (req.user.empty() ? std::to_string(number_) : req.user) + "] ");
+            opts.on_text = [this](const std::string &part) { r_.out.text(part); };
         }
-        const answer_t a = asked.user.empty() ? complete(asked, how) : talk(asked, how);
+        const answer_t a = req.user.empty() ? complete(req, opts) : chat_turn(req, opts);
         r_.done.add(a);
         r_.out.end_text();
         json_object line = answer_line(a);
-        line.raw("id", asked.id);
-        if (!asked.user.empty()) {
-            line.text("user", asked.user);
+        line.raw("id", req.id);
+        if (!req.user.empty()) {
+            line.text("user", req.user);
         }
         r_.out.line(line);
     }
 
-    answer_t complete(const request &asked, const asked_t &how) {
-        tokens_t tokens = r_.e.tokens_of(asked.prompt, true);
-        return answer(r_.e, r_.k, r_.out, tokens, how);
+    answer_t complete(const request &req, const answer_options &opts) {
+        tokens_t tokens = r_.e.tokens_of(req.prompt, true);
+        return answer(r_.e, r_.cache, r_.out, tokens, opts);
     }
 
-    answer_t talk(const request &asked, const asked_t &how) {
-        // It would end the user's turn, and speak for the model.
-        if (const std::string marker = r_.e.marker_in(asked.prompt); !marker.empty()) {
-            throw failure(exit_usage, "a user's prompt cannot have the model's marker " + marker);
+    answer_t chat_turn(const request &req, const answer_options &opts) {
+        // A marker would end the user's turn, so that the user could write text in the model's name.
+        if (const std::string marker = r_.e.marker_in(req.prompt); !marker.empty()) {
+            throw failure(exit_usage, "the prompt of a user has the control marker " + marker +
+                                           ", which only the chat template may use: remove it");
         }
-        auto it = users_.find(asked.user);
+        auto it = users_.find(req.user);
         if (it == users_.end()) {
-            if (users_.size() >= most_users) {
-                throw failure(exit_failed, "more than " + std::to_string(most_users) + " users");
+            if (users_.size() >= max_users) {
+                throw failure(exit_failed, "the input has more than " + std::to_string(max_users) +
+                                               " users: split it into several runs");
             }
-            r_.e.need_template();
-            it = users_.emplace(asked.user, conversation(r_.e, r_.o.system)).first;
+            r_.e.check_template();
+            it = users_.emplace(req.user, conversation(r_.e, r_.o.system)).first;
         }
         conversation &chat = it->second;
         const tokens_t before = chat.tokens;
-        chat.add(chat.ask(asked.prompt));
+        chat.add(chat.ask(req.prompt));
         try {
-            const answer_t a = answer(r_.e, r_.k, r_.out, chat.tokens, how);
+            const answer_t a = answer(r_.e, r_.cache, r_.out, chat.tokens, opts);
             chat.add(chat.end_answer(a.text));
             return a;
         } catch (const failure &) {
-            chat.unask(before);
+            chat.withdraw_question(before);
             throw;
         }
     }
 
-    void fail(const request &asked, const std::string &what) {
+    void fail(const request &req, const std::string &what) {
         r_.done.add_failure();
         json_object line;
-        line.text("type", "error").text("error", what).raw("id", asked.id).count("line", number_);
-        if (!asked.user.empty()) {
-            line.text("user", asked.user);
+        line.text("type", "error").text("error", what).raw("id", req.id).count("line", number_);
+        if (!req.user.empty()) {
+            line.text("user", req.user);
         }
         r_.out.line(line);
         if (!r_.out.json) {
             r_.out.end_text();
-            r_.out.complain(what);
+            r_.out.error(what);
         }
     }
 
@@ -174,16 +176,16 @@ int run_batch(run &r) {
     line_reader lines(r.o.input.empty() ? "-" : r.o.input);
     server all(r);
     std::string line;
-    while (r.out.alive()) {
-        const line_is got = lines.next(line);
-        if (got == line_is::stopped) {
+    while (r.out.is_open()) {
+        const read_result got = lines.next(line);
+        if (got == read_result::interrupted) {
             return exit_interrupted;
         }
-        if (got == line_is::last) {
+        if (got == read_result::end) {
             break;
         }
-        all.take(line);
-        if (answer_stopped()) {
+        all.handle_line(line);
+        if (answer_interrupted()) {
             return exit_interrupted;
         }
     }

@@ -1,8 +1,8 @@
-// chat, complete, batch. Each gives the exit status.
+// The commands chat, complete and batch. Each returns the exit status.
 #pragma once
 
 #include "engine.h"
-#include "keeper.h"
+#include "kv_cache.h"
 #include "options.h"
 #include "report.h"
 #include "screen.h"
@@ -10,7 +10,7 @@
 struct run {
     const options &o;
     engine &e;
-    keeper &k;
+    kv_cache &cache;
     screen &out;
     report done;
 };

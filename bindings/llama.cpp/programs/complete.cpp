@@ -1,4 +1,4 @@
-// complete: goes on with one text.
+// The command complete: continues one text.
 #include "answer.h"
 #include "commands.h"
 #include "failure.h"
@@ -11,10 +11,10 @@ int run_complete(run &r) {
     if (!r.out.json && !r.o.quiet) {
         r.out.text(prompt);
     }
-    asked_t asked;
-    asked.most_tokens = r.o.answer_tokens;
-    asked.on_text = [&r](const std::string &part) { r.out.text(part); };
-    const answer_t a = answer(r.e, r.k, r.out, tokens, asked);
+    answer_options opts;
+    opts.max_tokens = r.o.answer_tokens;
+    opts.on_text = [&r](const std::string &part) { r.out.text(part); };
+    const answer_t a = answer(r.e, r.cache, r.out, tokens, opts);
     r.done.add(a);
     r.out.end_text();
     r.out.line(answer_line(a));

@@ -1,6 +1,5 @@
-// Templates only make whole texts. What a turn adds is the difference of two of them, and the tokens of
-// what was said before stay as they are: a text that is cut into tokens anew may be cut otherwise, and
-// then its KV is of no use.
+// A chat template renders whole conversations. A turn adds the difference of two renderings. Earlier tokens
+// are kept: tokenizing the text again may give other tokens, for which no KV exists.
 #include "conversation.h"
 
 namespace {
@@ -24,7 +23,7 @@ conversation::conversation(const engine &e, const std::string &system) : engine_
 }
 
 tokens_t conversation::ask(const std::string &text) {
-    // Some templates put the system's words into the first question: a prefix only from then on.
+    // Some templates put the system message into the first question; earlier text is no prefix before it.
     const std::string before = tokens.empty() ? "" : engine_->chat_text(messages_, false);
     messages_.push_back({"user", text});
     const std::string now = engine_->chat_text(messages_, true);
@@ -37,7 +36,7 @@ tokens_t conversation::ask(const std::string &text) {
 
 tokens_t conversation::end_answer(const std::string &text) {
     const std::string before = engine_->chat_text(messages_, true);
-    // Where the template does not say what belongs behind an answer, the model's own mark does.
+    // If the template rewrites the answer, the model's end-of-turn token follows it.
     messages_.push_back({"assistant", text});
     const std::string now = engine_->chat_text(messages_, false);
     for (const std::string &said : {text, trimmed(text)}) {
@@ -48,7 +47,7 @@ tokens_t conversation::end_answer(const std::string &text) {
     return {engine_->end_of_turn()};
 }
 
-void conversation::unask(const tokens_t &before) {
+void conversation::withdraw_question(const tokens_t &before) {
     messages_.pop_back();
     tokens = before;
 }

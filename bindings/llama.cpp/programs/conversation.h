@@ -1,8 +1,8 @@
-// One conversation, as messages and as the tokens that the context is to hold for it.
+// One conversation: its messages, and the tokens that the context holds for it.
 #pragma once
 
 #include "engine.h"
-#include "keeper.h"
+#include "kv_cache.h"
 
 #include <string>
 #include <vector>
@@ -11,14 +11,15 @@ class conversation {
   public:
     conversation(const engine &e, const std::string &system);
 
-    // A question: what is to be decoded behind the tokens so far. The last message is the question now.
+    // Appends a question. Returns the tokens to decode after the tokens so far. Clears `tokens` if the
+    // template changed the text before the question.
     tokens_t ask(const std::string &text);
-    // The answer to it: what belongs behind it, as the template has it.
+    // Appends the answer. Returns the tokens that the template puts after it.
     tokens_t end_answer(const std::string &text);
-    // Takes a question back that could not be answered: these were the tokens before it.
-    void unask(const tokens_t &before);
+    // Removes the last question, which got no answer, and restores the tokens before it.
+    void withdraw_question(const tokens_t &before);
 
-    // As they were written down.
+    // Appends a message of a transcript.
     void restore(const message &m) { messages_.push_back(m); }
 
     void add(const tokens_t &more) { tokens.insert(tokens.end(), more.begin(), more.end()); }

@@ -1,4 +1,4 @@
-// Loading, tokens, templates, sampling.
+// Loading, tokenizing, chat templates, sampling.
 #include "engine.h"
 
 #include "failure.h"
@@ -14,36 +14,36 @@
 namespace {
 
 constexpr uint32_t default_ctx = 4096;
-// A prompt is decoded in pieces of this size at most: Ctrl-C and the bar come in between.
+// Limit of a batch. Ctrl-C and the progress bar are handled between batches.
 constexpr uint32_t batch_tokens = 256;
 
-// The engine's last complaint: what it says is the best explanation of why it could not load something.
-std::string last_complaint;
+// The engine's last error message. Messages quote it, because llama.h returns no reason for a failed load.
+std::string last_engine_error;
 
-void hear(ggml_log_level level, const char *text, void *) {
+void on_engine_log(ggml_log_level level, const char *text, void *) {
     if (level == GGML_LOG_LEVEL_ERROR) {
-        last_complaint = text;
-        while (!last_complaint.empty() && last_complaint.back() == '\n') {
-            last_complaint.pop_back();
+        last_engine_error = text;
+        while (!last_engine_error.empty() && last_engine_error.back() == '\n') {
+            last_engine_error.pop_back();
         }
     }
 }
 
 bool loading(float done, void *data) {
-    static_cast<screen *>(data)->bar("loading", (uint64_t) (done * 1000), 1000);
-    return !answer_stopped();
+    static_cast<screen *>(data)->progress("loading", (uint64_t) (done * 1000), 1000);
+    return !answer_interrupted();
 }
 
-// Who ends the program is given the end of the token that is computed; a disk that hangs has no end.
-bool gives_up(void *) {
-    constexpr uint64_t patience_ns = 5000000000ull;
+// After SIGTERM the token in progress has 5 s to finish. A hanging disk must not block the exit.
+bool should_abort(void *) {
+    constexpr uint64_t grace_ns = 5000000000ull;
     static std::atomic<uint64_t> since_ns{0};
-    if (!program_stopped()) {
+    if (!termination_requested()) {
         return false;
     }
     uint64_t none = 0;
     since_ns.compare_exchange_strong(none, now_ns());
-    return now_ns() - since_ns > patience_ns;
+    return now_ns() - since_ns > grace_ns;
 }
 
 } // namespace
@@ -53,8 +53,9 @@ uint64_t now_ns() {
     return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-engine::engine(const options &o, screen &out, parts_t parts) : parts_(std::move(parts)), path_(o.model) {
-    llama_log_set(hear, nullptr);
+engine::engine(const options &o, screen &out, adapters_t adapters)
+    : adapters_(std::move(adapters)), path_(o.model) {
+    llama_log_set(on_engine_log, nullptr);
     const uint64_t start = now_ns();
     load(o, out);
     out.clear();
@@ -75,7 +76,7 @@ engine::engine(const options &o, screen &out, parts_t parts) : parts_(std::move(
 }
 
 engine::~engine() {
-    for (const auto &p : parts_) {
+    for (const auto &p : adapters_) {
         p->unbind();
     }
 }
@@ -89,7 +90,7 @@ void engine::load(const options &o, screen &out) {
     llama_model_params params = llama_model_default_params();
     params.progress_callback = loading;
     params.progress_callback_user_data = &out;
-    for (const auto &p : parts_) {
+    for (const auto &p : adapters_) {
         if (!model_) {
             model_.reset(p->load(params));
         }
@@ -97,14 +98,15 @@ void engine::load(const options &o, screen &out) {
     if (!model_) {
         model_.reset(llama_model_load_from_file(o.model.c_str(), params));
     }
-    if (!model_ && answer_stopped()) {
-        throw failure(exit_interrupted, "stopped");
+    if (!model_ && answer_interrupted()) {
+        throw failure(exit_interrupted, "interrupted");
     }
     if (!model_) {
-        throw failure(exit_model, o.model + " cannot be loaded: " + last_complaint);
+        throw failure(exit_model, o.model + " cannot be loaded: " + last_engine_error);
     }
     if (llama_model_has_encoder(model()) || !llama_model_has_decoder(model())) {
-        throw failure(exit_model, o.model + " is no model that goes on with a text");
+        throw failure(exit_model, o.model + " is not a text generation model: use one with a decoder and no "
+                                            "encoder");
     }
 }
 
@@ -114,20 +116,21 @@ void engine::open_context(const options &o) {
     params.n_ctx = o.ctx ? o.ctx : std::min(default_ctx, trained);
     params.n_batch = params.n_ubatch = std::min(batch_tokens, params.n_ctx);
     params.n_threads = params.n_threads_batch = (int32_t) o.threads;
-    // One sequence to talk in and one for work on the side, in the same cells.
+    // Sequence 0 for the conversation, sequence 1 as the adapters' scratch sequence, in the same cells.
     params.n_seq_max = 2;
     params.kv_unified = true;
-    params.abort_callback = gives_up;
-    for (const auto &p : parts_) {
+    params.abort_callback = should_abort;
+    for (const auto &p : adapters_) {
         p->prepare(model(), params);
     }
     ctx_.reset(llama_init_from_model(model(), params));
     if (!ctx_) {
-        throw failure(exit_model, o.model + ": no context of " + std::to_string(params.n_ctx) +
-                                      " tokens (try a smaller --ctx): " + last_complaint);
+        throw failure(exit_model, o.model + ": the engine cannot create a context of " +
+                                      std::to_string(params.n_ctx) + " tokens (try a smaller --ctx): " +
+                                      last_engine_error);
     }
     n_ctx_ = llama_n_ctx(context());
-    for (const auto &p : parts_) {
+    for (const auto &p : adapters_) {
         p->bind(context());
     }
 }
@@ -137,7 +140,7 @@ int32_t engine::decode_batch(const llama_token *tokens, size_t n_tokens, bool la
     std::vector<int8_t> wanted(n_tokens, 0);
     wanted.back() = last;
     batch.logits = wanted.data();
-    for (const auto &p : parts_) {
+    for (const auto &p : adapters_) {
         int32_t status = 0;
         if (p->decode(batch, &status)) {
             return status;
@@ -154,21 +157,21 @@ void engine::decode(const llama_token *tokens, size_t n_tokens, bool last) {
         if (status == 0) {
             continue;
         }
-        const std::string why = trouble();
-        if (status == 2 && program_stopped()) {
-            throw failure(exit_interrupted, "stopped");
+        const std::string why = failure_reason();
+        if (status == 2 && termination_requested()) {
+            throw failure(exit_interrupted, "interrupted");
         }
-        throw failure(exit_failed, "the engine could not decode: " +
+        throw failure(exit_failed, "decoding failed: " +
                                        (!why.empty()  ? why
                                         : status == 1 ? "the context is full"
                                                       : "status " + std::to_string(status)));
     }
 }
 
-std::string engine::trouble() const {
+std::string engine::failure_reason() const {
     std::string why;
-    for (const auto &p : parts_) {
-        why = why.empty() ? p->trouble() : why;
+    for (const auto &p : adapters_) {
+        why = why.empty() ? p->failure_reason() : why;
     }
     return why;
 }
@@ -179,7 +182,7 @@ std::vector<llama_token> engine::tokens_of(const std::string &text, bool start) 
     std::vector<llama_token> tokens((size_t) std::max(0, wanted));
     const int32_t got = llama_tokenize(vocab_, text.data(), bytes, tokens.data(), wanted, start, true);
     if (got < 0 || got != wanted) {
-        throw failure(exit_failed, "the text cannot be cut into tokens");
+        throw failure(exit_failed, "the engine cannot tokenize the text");
     }
     return tokens;
 }
@@ -194,17 +197,17 @@ std::string engine::marker_in(const std::string &text) const {
 }
 
 std::string engine::bytes_of(llama_token token) const {
-    char room[256];
-    const int32_t got = llama_token_to_piece(vocab_, token, room, sizeof room, 0, false);
+    char piece_buffer[256];
+    const int32_t got = llama_token_to_piece(vocab_, token, piece_buffer, sizeof piece_buffer, 0, false);
     if (got >= 0) {
-        return std::string(room, (size_t) got);
+        return std::string(piece_buffer, (size_t) got);
     }
     std::string piece((size_t) -got, 0);
     llama_token_to_piece(vocab_, token, &piece[0], -got, 0, false);
     return piece;
 }
 
-bool engine::ends(llama_token token) const {
+bool engine::is_end(llama_token token) const {
     return llama_vocab_is_eog(vocab_, token);
 }
 
@@ -213,10 +216,10 @@ llama_token engine::end_of_turn() const {
     return turn >= 0 ? turn : llama_vocab_eos(vocab_);
 }
 
-void engine::need_template() const {
+void engine::check_template() const {
     if (template_.empty()) {
-        throw failure(exit_usage, "the model has no chat template: name one with --template, such as "
-                                  "chatml, llama3 or gemma, or use complete");
+        throw failure(exit_usage, "the model has no chat template: choose one with --template, such as "
+                                  "chatml, llama3 or gemma, or use the command complete");
     }
     chat_text({{"user", "?"}}, true);
 }
@@ -233,8 +236,8 @@ std::string engine::chat_text(const std::vector<message> &messages, bool answer)
         const int32_t got = llama_chat_apply_template(template_.c_str(), chat.data(), chat.size(), answer,
                                                       &text[0], (int32_t) text.size());
         if (got < 0) {
-            throw failure(exit_usage, "llama.cpp knows no chat template like that of this model: name one "
-                                      "with --template, such as chatml, llama3 or gemma");
+            throw failure(exit_usage, "llama.cpp does not support the chat template of this model: choose "
+                                      "one with --template, such as chatml, llama3 or gemma");
         }
         const bool fits = (size_t) got <= text.size();
         text.resize((size_t) got);
@@ -245,7 +248,7 @@ std::string engine::chat_text(const std::vector<message> &messages, bool answer)
     return text;
 }
 
-llama_token engine::choose() {
+llama_token engine::sample() {
     return llama_sampler_sample(sampler_.get(), context(), -1);
 }
 

@@ -1,4 +1,4 @@
-// What ends the program, or one request: a text for its user and an exit status.
+// An error that ends the program or one request: a message for the user and an exit status.
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// Lines and signals.
+// Reads lines and handles signals.
 #include "input.h"
 
 #include "failure.h"
@@ -14,50 +14,50 @@
 
 namespace {
 
-volatile std::sig_atomic_t ctrl_c = 0;
-volatile std::sig_atomic_t leave = 0;
+volatile std::sig_atomic_t interrupt_received = 0;
+volatile std::sig_atomic_t terminate_received = 0;
 
-void on_ctrl_c(int) {
-    if (ctrl_c) {
+void on_interrupt(int) {
+    if (interrupt_received) {
         _exit(exit_interrupted);
     }
-    ctrl_c = 1;
+    interrupt_received = 1;
 }
 
-void on_leave(int) {
-    leave = 1;
+void on_terminate(int) {
+    terminate_received = 1;
 }
 
 void watch(int number, void (*handler)(int)) {
     struct sigaction action = {};
     action.sa_handler = handler;
     sigemptyset(&action.sa_mask);
-    // Without SA_RESTART: a read that waits for a line comes back.
+    // Without SA_RESTART a signal interrupts a read that waits for a line.
     sigaction(number, &action, nullptr);
 }
 
 } // namespace
 
 void watch_signals() {
-    watch(SIGINT, on_ctrl_c);
-    watch(SIGTERM, on_leave);
-    watch(SIGHUP, on_leave);
+    watch(SIGINT, on_interrupt);
+    watch(SIGTERM, on_terminate);
+    watch(SIGHUP, on_terminate);
     watch(SIGPIPE, SIG_IGN);
 }
 
-bool answer_stopped() {
-    return ctrl_c || leave;
+bool answer_interrupted() {
+    return interrupt_received || terminate_received;
 }
 
-bool program_stopped() {
-    return leave;
+bool termination_requested() {
+    return terminate_received;
 }
 
-void forget_ctrl_c() {
-    ctrl_c = 0;
+void clear_interrupt() {
+    interrupt_received = 0;
 }
 
-line_reader::line_reader(const std::string &path, size_t most_bytes) : file(0), most_bytes(most_bytes) {
+line_reader::line_reader(const std::string &path, size_t max_bytes) : file(0), max_bytes(max_bytes) {
     if (path != "-") {
         file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
         if (file < 0) {
@@ -72,7 +72,7 @@ line_reader::~line_reader() {
     }
 }
 
-// Waits until there is something to read. False: a signal came first; none is missed on the way.
+// Waits for input. False: a signal came first. Signals are blocked up to ppoll, so that none is missed.
 bool line_reader::wait() {
     sigset_t ours, before;
     sigemptyset(&ours);
@@ -80,12 +80,12 @@ bool line_reader::wait() {
         sigaddset(&ours, number);
     }
     pthread_sigmask(SIG_BLOCK, &ours, &before);
-    pollfd what = {file, POLLIN, 0};
-    if (!answer_stopped()) {
-        ppoll(&what, 1, nullptr, &before);
+    pollfd poll_input = {file, POLLIN, 0};
+    if (!answer_interrupted()) {
+        ppoll(&poll_input, 1, nullptr, &before);
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    return !answer_stopped();
+    return !answer_interrupted();
 }
 
 bool line_reader::fill() {
@@ -95,18 +95,18 @@ bool line_reader::fill() {
     char part[1 << 16];
     const ssize_t got = read(file, part, sizeof part);
     if (got < 0 && errno != EINTR && errno != EAGAIN) {
-        throw failure(exit_failed, std::string("the input cannot be read: ") + std::strerror(errno));
+        throw failure(exit_failed, std::string("reading the input failed: ") + std::strerror(errno));
     }
     ended = got == 0;
     held.append(part, got > 0 ? (size_t) got : 0);
-    if (held.size() > most_bytes) {
-        throw failure(exit_usage, std::string("the input has a line, or a prompt, of more than ") +
-                                     std::to_string(most_bytes >> 20) + " MiB");
+    if (held.size() > max_bytes) {
+        throw failure(exit_usage, std::string("a line or a prompt of the input exceeds the limit of ") +
+                                     std::to_string(max_bytes >> 20) + " MiB: shorten it");
     }
     return true;
 }
 
-line_is line_reader::next(std::string &line) {
+read_result line_reader::next(std::string &line) {
     size_t searched = 0;
     for (;;) {
         const size_t end = held.find('\n', searched);
@@ -116,11 +116,11 @@ line_is line_reader::next(std::string &line) {
             if (!line.empty() && line.back() == '\r') {
                 line.pop_back();
             }
-            return line_is::there;
+            return read_result::line;
         }
         searched = held.size();
         if (ended || !fill()) {
-            return ended ? line_is::last : line_is::stopped;
+            return ended ? read_result::end : read_result::interrupted;
         }
     }
 }
@@ -128,7 +128,7 @@ line_is line_reader::next(std::string &line) {
 std::string line_reader::all() {
     while (!ended) {
         if (!fill()) {
-            throw failure(exit_interrupted, "stopped");
+            throw failure(exit_interrupted, "interrupted");
         }
     }
     return std::move(held);

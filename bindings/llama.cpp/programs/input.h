@@ -1,31 +1,31 @@
-// Lines of a file or of standard input, and Ctrl-C.
+// Lines of a file or of standard input, and signals.
 #pragma once
 
 #include <cstddef>
 #include <string>
 
-// Ctrl-C ends an answer, SIGTERM and SIGHUP end the program in an orderly way. A second Ctrl-C, before
-// the first was dealt with, ends the program at once.
+// Handles SIGINT, SIGTERM and SIGHUP. Ctrl-C ends an answer; the other two end the program after a save. A
+// second Ctrl-C before clear_interrupt ends the program at once.
 void watch_signals();
-bool answer_stopped();  // Ctrl-C came, or worse
-bool program_stopped(); // SIGTERM or SIGHUP came
-void forget_ctrl_c();   // it was dealt with
+bool answer_interrupted();    // one of the three signals came
+bool termination_requested(); // SIGTERM or SIGHUP came
+void clear_interrupt();       // forgets the last Ctrl-C
 
-enum class line_is { there, last, stopped };
+enum class read_result { line, end, interrupted };
 
-// Throws failure: no such file, or a line (or all) of more bytes than are allowed.
+// Throws failure: the file cannot be read, or a line (or the whole input, for all) exceeds the limit.
 class line_reader {
   public:
-    // "-" is standard input.
-    explicit line_reader(const std::string &path, size_t most_bytes = size_t(16) << 20);
+    // `max_bytes`: limit of a line; 16 MiB by default. "-" is standard input.
+    explicit line_reader(const std::string &path, size_t max_bytes = size_t(16) << 20);
     ~line_reader();
     line_reader(const line_reader &) = delete;
     line_reader &operator=(const line_reader &) = delete;
 
     // The next line, without its end.
-    line_is next(std::string &line);
+    read_result next(std::string &line);
 
-    // All that is left, as it is.
+    // The remaining input, unchanged.
     std::string all();
 
   private:
@@ -33,7 +33,7 @@ class line_reader {
     bool fill();
 
     int file;
-    size_t most_bytes;
+    size_t max_bytes;
     std::string held;
     bool ended = false;
 };

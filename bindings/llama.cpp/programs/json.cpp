@@ -1,4 +1,4 @@
-// A writer of JSON objects and a strict reader with limits.
+// Writes JSON objects; parses values strictly, with a limit of the depth.
 #include "json.h"
 
 #include "text.h"
@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int most_depth = 32;
+constexpr int max_depth = 32; // the message of parse_value names it
 
 void add_utf8(std::string &out, uint32_t c) {
     if (c < 0x80) {
@@ -35,11 +35,11 @@ class reader {
   public:
     explicit reader(const std::string &what) : text(what) {}
 
-    json_value whole() {
-        json_value value = any(0);
+    json_value parse() {
+        json_value value = parse_value(0);
         skip();
         if (at != text.size()) {
-            wrong("something follows the value");
+            fail("text after the value");
         }
         return value;
     }
@@ -48,8 +48,8 @@ class reader {
     const std::string &text;
     size_t at = 0;
 
-    [[noreturn]] void wrong(const char *what) const {
-        throw std::runtime_error("no JSON: " + std::string(what) + " at byte " + std::to_string(at));
+    [[noreturn]] void fail(const char *what) const {
+        throw std::runtime_error("invalid JSON: " + std::string(what) + " at byte " + std::to_string(at));
     }
 
     void skip() {
@@ -58,27 +58,27 @@ class reader {
 
     bool take(char c) {
         skip();
-        const bool there = at < text.size() && text[at] == c;
-        at += there;
-        return there;
+        const bool found = at < text.size() && text[at] == c;
+        at += found;
+        return found;
     }
 
-    void want(char c, const char *what) {
+    void expect(char c, const char *what) {
         if (!take(c)) {
-            wrong(what);
+            fail(what);
         }
     }
 
-    bool word(const char *letters) {
+    bool literal(const char *letters) {
         const std::string all = letters;
-        const bool there = text.compare(at, all.size(), all) == 0;
-        at += there ? all.size() : 0;
-        return there;
+        const bool found = text.compare(at, all.size(), all) == 0;
+        at += found ? all.size() : 0;
+        return found;
     }
 
-    json_value any(int depth) {
-        if (depth > most_depth) {
-            wrong("too deep");
+    json_value parse_value(int depth) {
+        if (depth > max_depth) {
+            fail("more than 32 nested values");
         }
         skip();
         json_value value;
@@ -90,10 +90,10 @@ class reader {
         } else if (c == '"') {
             value.is = json_value::string;
             value.text = string();
-        } else if (word("true") || word("false")) {
+        } else if (literal("true") || literal("false")) {
             value.is = json_value::boolean;
             value.truth = c == 't';
-        } else if (!word("null")) {
+        } else if (!literal("null")) {
             number(value);
         }
         return value;
@@ -108,15 +108,15 @@ class reader {
         do {
             skip();
             if (at >= text.size() || text[at] != '"') {
-                wrong("a name is missing");
+                fail("a member name in quotes is missing");
             }
             const std::string name = string();
-            want(':', "':' is missing");
-            if (!value.fields.emplace(name, any(depth + 1)).second) {
-                wrong("a name is there twice");
+            expect(':', "':' is missing");
+            if (!value.fields.emplace(name, parse_value(depth + 1)).second) {
+                fail("a repeated member name");
             }
         } while (take(','));
-        want('}', "',' or '}' is missing");
+        expect('}', "',' or '}' is missing");
     }
 
     void array(json_value &value, int depth) {
@@ -126,9 +126,9 @@ class reader {
             return;
         }
         do {
-            value.items.push_back(any(depth + 1));
+            value.items.push_back(parse_value(depth + 1));
         } while (take(','));
-        want(']', "',' or ']' is missing");
+        expect(']', "',' or ']' is missing");
     }
 
     void number(json_value &value) {
@@ -144,7 +144,7 @@ class reader {
         const bool starts = digits.size() > first && digits[first] >= '0' && digits[first] <= '9';
         if (!starts || *end != 0 || !std::isfinite(value.amount)) {
             at = start;
-            wrong("no value");
+            fail("no valid value");
         }
     }
 
@@ -153,11 +153,11 @@ class reader {
         for (int i = 0; i < 4; ++i, ++at) {
             const char digit = at < text.size() ? text[at] : 0;
             const char lower = (char) (digit >= 'A' && digit <= 'F' ? digit + 32 : digit);
-            const size_t worth = std::string("0123456789abcdef").find(lower);
-            if (digit == 0 || worth == std::string::npos) {
-                wrong("\\u wants four digits");
+            const size_t digit_value = std::string("0123456789abcdef").find(lower);
+            if (digit == 0 || digit_value == std::string::npos) {
+                fail("\\u without four hexadecimal digits");
             }
-            c = c << 4 | (uint32_t) worth;
+            c = c << 4 | (uint32_t) digit_value;
         }
         return c;
     }
@@ -172,7 +172,7 @@ class reader {
             return;
         }
         if (c != 'u') {
-            wrong("an escape that there is not");
+            fail("an unknown escape");
         }
         uint32_t code = hex4();
         if (code >= 0xD800 && code < 0xDC00 && text.compare(at, 2, "\\u") == 0) {
@@ -190,7 +190,7 @@ class reader {
         while (at < text.size() && text[at] != '"') {
             const char c = text[at++];
             if ((unsigned char) c < 0x20) {
-                wrong("a control character in a text");
+                fail("a control character in a string");
             }
             if (c == '\\') {
                 escape(out);
@@ -199,7 +199,7 @@ class reader {
             }
         }
         if (at >= text.size()) {
-            wrong("a text does not end");
+            fail("an unterminated string");
         }
         ++at;
         return out;
@@ -256,5 +256,5 @@ const json_value *json_value::find(const std::string &name) const {
 }
 
 json_value read_json(const std::string &text) {
-    return reader(text).whole();
+    return reader(text).parse();
 }

@@ -1,4 +1,4 @@
-// JSON, as much as lines of it need: objects are written field by field, and read whole.
+// JSON as far as its lines need: objects are written field by field; values are read whole.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-// A text in quotes, valid whatever its bytes are.
+// A string in quotes, valid JSON for any bytes.
 std::string json_text(const std::string &text);
 
-// Writes one object. Fields come in the order of the calls.
+// Writes one object, with fields in the order of the calls.
 class json_object {
   public:
     json_object &text(const char *name, const std::string &value);
@@ -23,7 +23,7 @@ class json_object {
     std::string fields;
 };
 
-// What was read. Numbers are kept as they are.
+// A parsed value.
 struct json_value {
     enum kind { null, boolean, number, string, array, object } is = null;
     bool truth = false;
@@ -35,5 +35,5 @@ struct json_value {
     const json_value *find(const std::string &name) const;
 };
 
-// Reads one value that fills all of the text. Throws std::runtime_error with what is wrong and where.
+// Parses one value that fills the text. Throws std::runtime_error with the error and its offset.
 json_value read_json(const std::string &text);

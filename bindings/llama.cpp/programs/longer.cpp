@@ -1,8 +1,8 @@
-// --longer: a sequence that is longer than the context. It keeps its own KV in the store, under a name.
+// --longer: a sequence longer than the context. The adapter stores the KV itself, under the session's name.
+#include "adapters.h"
 #include "engine.h"
 #include "failure.h"
-#include "keeper.h"
-#include "parts.h"
+#include "kv_cache.h"
 
 #include <kvtier/llama_longer.h>
 
@@ -13,12 +13,12 @@
 
 namespace {
 
-std::string words(kvt_status_t status, const kvt_llama_why_t &why) {
+std::string message(kvt_status_t status, const kvt_llama_why_t &why) {
     return why.text[0] ? why.text : kvt_status_str(status);
 }
 
-// Whose KV it is. A file that was written anew is another model; tokens that saw another part of what was
-// before them have other KV.
+// The identity of the KV: model file, context size, sparse policy, salt. A rewritten file counts as another
+// model. Context size and policy decide which tokens were visible, so they change the KV.
 std::string identity(const options &o) {
     struct stat file = {};
     kvt_model_t *model = nullptr;
@@ -29,7 +29,7 @@ std::string identity(const options &o) {
                        kvt_model_info(model, &info) == KVT_OK;
     kvt_model_close(&model);
     if (!known) {
-        throw failure(exit_model, o.model + " cannot be read");
+        throw failure(exit_model, o.model + " cannot be read as a model file");
     }
     std::string out;
     for (const uint8_t byte : info.fingerprint) {
@@ -42,33 +42,33 @@ std::string identity(const options &o) {
            std::to_string(o.ctx) + " sparse " + o.sparse + " " + o.salt;
 }
 
-// The adapter, which the context has a callback into: it lives as long as that.
+// Owns the adapter. The context calls back into it, so both share it until the context is freed.
 struct longer_t {
     kvt_llama_longer_t *handle = nullptr;
     std::shared_ptr<kv_store> store;
-    size_t most_tokens = 0;
+    size_t max_tokens = 0;
 
     ~longer_t() { kvt_llama_longer_close(&handle, nullptr); }
 };
 
-class longer_keeper final : public keeper {
+class longer_cache final : public kv_cache {
   public:
-    longer_keeper(engine &e, std::shared_ptr<longer_t> longer) : engine_(e), longer_(std::move(longer)) {}
+    longer_cache(engine &e, std::shared_ptr<longer_t> longer) : engine_(e), longer_(std::move(longer)) {}
 
-    found attach(const tokens_t &tokens) override {
+    prefix_reuse attach(const tokens_t &tokens) override {
         const uint64_t start = now_ns();
-        const size_t most = std::min(held_.size(), tokens.size() - 1);
-        size_t same = 0;
-        while (same < most && held_[same] == tokens[same]) {
-            ++same;
+        const size_t limit = std::min(context_tokens_.size(), tokens.size() - 1);
+        size_t common = 0;
+        while (common < limit && context_tokens_[common] == tokens[common]) {
+            ++common;
         }
-        found out;
-        if (same < held_.size() && kvt_llama_longer_truncate(handle(), same, &why_) != KVT_OK) {
-            same = 0;
+        prefix_reuse out;
+        if (common < context_tokens_.size() && kvt_llama_longer_truncate(handle(), common, &why_) != KVT_OK) {
+            common = 0;
             check(kvt_llama_longer_truncate(handle(), 0, &why_), "truncate");
         }
-        out.kept = (uint32_t) same;
-        if (same == 0) {
+        out.kept = (uint32_t) common;
+        if (common == 0) {
             size_t got = 0;
             const kvt_store_stats_t before = store_stats();
             const kvt_status_t status =
@@ -78,34 +78,34 @@ class longer_keeper final : public keeper {
             const double host = (double) (after.host_hit_cells - before.host_hit_cells);
             out.disk = (uint32_t) (disk > 0 ? (double) got * disk / (disk + host) : 0);
             out.host = (uint32_t) got - out.disk;
-            out.refused = status == KVT_OK ? "" : words(status, why_);
+            out.refused = status == KVT_OK ? "" : message(status, why_);
         }
-        held_.assign(tokens.begin(), tokens.begin() + (ptrdiff_t) out.all());
+        context_tokens_.assign(tokens.begin(), tokens.begin() + (ptrdiff_t) out.all());
         out.ns = now_ns() - start;
         return out;
     }
 
     void prefill(const tokens_t &tokens, size_t first, size_t upto) override {
         check(kvt_llama_longer_decode(handle(), tokens.data() + first, upto - first, &why_), "prefill");
-        held_.assign(tokens.begin(), tokens.begin() + (ptrdiff_t) upto);
+        context_tokens_.assign(tokens.begin(), tokens.begin() + (ptrdiff_t) upto);
     }
 
     void decode(llama_token token) override {
         check(kvt_llama_longer_decode(handle(), &token, 1, &why_), "decode");
-        held_.push_back(token);
+        context_tokens_.push_back(token);
     }
 
-    size_t most_tokens() const override { return longer_->most_tokens; }
+    size_t max_tokens() const override { return longer_->max_tokens; }
 
     void commit(const tokens_t &) override {
         const kvt_status_t status = kvt_llama_longer_save(handle(), &why_);
-        trouble_ = status == KVT_OK ? "" : words(status, why_);
+        save_error_ = status == KVT_OK ? "" : message(status, why_);
     }
 
-    std::string flush() override { return trouble_; }
+    std::string flush() override { return save_error_; }
 
-    kept_totals totals() const override {
-        kept_totals out;
+    cache_totals totals() const override {
+        cache_totals out;
         const kvt_llama_longer_stats_t s = stats();
         out.saved_tokens = s.saved_tokens;
         out.saved_bytes = s.saved_bytes;
@@ -119,9 +119,9 @@ class longer_keeper final : public keeper {
         char out[400];
         std::snprintf(out, sizeof out,
                       "  %-26s %llu of %llu tokens in the store, cells for %llu\n"
-                      "  %-26s %llu of %llu blocks, %llu loaded (%s); choosing %s, loading %s\n",
+                      "  %-26s %llu of %llu blocks, %llu loaded (%s); selection %s, loading %s\n",
                       "longer than the context", (unsigned long long) s.stored_tokens,
-                      (unsigned long long) s.tokens, (unsigned long long) s.cells, "chosen",
+                      (unsigned long long) s.tokens, (unsigned long long) s.cells, "selected",
                       (unsigned long long) s.chosen_blocks, (unsigned long long) s.candidate_blocks,
                       (unsigned long long) s.loaded_blocks, bytes_text((double) s.loaded_bytes).c_str(),
                       time_text((double) s.choose_ns).c_str(), time_text((double) s.load_ns).c_str());
@@ -155,25 +155,25 @@ class longer_keeper final : public keeper {
 
     void check(kvt_status_t status, const char *what) const {
         if (status != KVT_OK) {
-            const std::string trouble = engine_.trouble();
+            const std::string failure_reason = engine_.failure_reason();
             throw failure(exit_failed, std::string("kvtier, ") + what + ": " +
-                                           (trouble.empty() ? words(status, why_) : trouble));
+                                           (failure_reason.empty() ? message(status, why_) : failure_reason));
         }
     }
 
     engine &engine_;
     std::shared_ptr<longer_t> longer_;
     kvt_llama_why_t why_ = {};
-    tokens_t held_;
-    std::string trouble_;
+    tokens_t context_tokens_;
+    std::string save_error_;
 };
 
-class longer_part final : public part {
+class longer_adapter final : public adapter {
   public:
-    longer_part(const options &o, const std::shared_ptr<kv_store> &store)
+    longer_adapter(const options &o, const std::shared_ptr<kv_store> &store)
         : o_(o), longer_(std::make_shared<longer_t>()) {
         longer_->store = store;
-        longer_->most_tokens = o.longer_tokens;
+        longer_->max_tokens = o.longer_tokens;
     }
 
     void prepare(llama_model *, llama_context_params &params) override {
@@ -188,7 +188,7 @@ class longer_part final : public part {
         kvt_llama_why_t why = {};
         const kvt_status_t status = kvt_llama_longer_open(&opts, &params, &longer_->handle, &why);
         if (status != KVT_OK) {
-            throw failure(exit_usage, "--longer: " + words(status, why));
+            throw failure(exit_usage, "--longer: " + message(status, why));
         }
     }
 
@@ -196,12 +196,12 @@ class longer_part final : public part {
         kvt_llama_why_t why = {};
         const kvt_status_t status = kvt_llama_longer_bind(longer_->handle, ctx, &why);
         if (status != KVT_OK) {
-            throw failure(exit_usage, "--longer: " + words(status, why));
+            throw failure(exit_usage, "--longer: " + message(status, why));
         }
     }
 
-    std::unique_ptr<keeper> make_keeper(engine &e) override {
-        return std::make_unique<longer_keeper>(e, longer_);
+    std::unique_ptr<kv_cache> make_kv_cache(engine &e) override {
+        return std::make_unique<longer_cache>(e, longer_);
     }
 
   private:
@@ -211,6 +211,6 @@ class longer_part final : public part {
 
 } // namespace
 
-std::unique_ptr<part> open_longer(const options &o, const std::shared_ptr<kv_store> &store) {
-    return std::make_unique<longer_part>(o, store);
+std::unique_ptr<adapter> open_longer(const options &o, const std::shared_ptr<kv_store> &store) {
+    return std::make_unique<longer_adapter>(o, store);
 }

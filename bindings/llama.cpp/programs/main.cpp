@@ -1,4 +1,4 @@
-// kvtier-llama: loads, does what is asked, saves, and says what it did.
+// kvtier-llama: opens store and model, runs the command, saves, prints the statistics.
 #include "commands.h"
 #include "failure.h"
 #include "input.h"
@@ -12,7 +12,7 @@
 
 namespace {
 
-int say(bool json, exit_status status, const char *what) {
+int report_error(bool json, exit_status status, const char *what) {
     if (json) {
         std::printf("%s\n", json_object().text("type", "error").text("error", what).str().c_str());
     } else {
@@ -28,7 +28,7 @@ void make_directory(const std::string &path) {
 }
 
 int serve(run &r) {
-    switch (r.o.what) {
+    switch (r.o.action) {
     case command::chat:
         return run_chat(r);
     case command::complete:
@@ -39,22 +39,22 @@ int serve(run &r) {
     return exit_usage;
 }
 
-// Answers count also where their KV could not be stored: it is computed anew then.
+// A failed flush does not fail the run: a later run recomputes the KV.
 void save(run &r) {
-    r.out.busy("saving");
-    const std::string trouble = r.k.flush();
+    r.out.activity("saving");
+    const std::string reason = r.cache.flush();
     r.out.clear();
-    if (!trouble.empty()) {
-        r.out.note("not all could be saved: " + trouble);
+    if (!reason.empty()) {
+        r.out.note("not all KV was saved: " + reason);
     }
 }
 
-// What was computed is saved also where the run ends early.
+// Saves also after an error, so that computed KV is not lost.
 int serve_and_save(run &r) {
     try {
         const int status = serve(r);
         save(r);
-        r.done.show(r.out, r.e, r.k, r.o.kv);
+        r.done.show(r.out, r.e, r.cache, r.o.kv);
         return status;
     } catch (...) {
         r.out.clear();
@@ -63,9 +63,9 @@ int serve_and_save(run &r) {
     }
 }
 
-std::unique_ptr<keeper> open_keeper(const options &o, engine &e, const std::shared_ptr<kv_store> &store) {
-    for (const auto &p : e.parts()) {
-        if (std::unique_ptr<keeper> own = p->make_keeper(e)) {
+std::unique_ptr<kv_cache> open_kv_cache(const options &o, engine &e, const std::shared_ptr<kv_store> &store) {
+    for (const auto &p : e.adapters()) {
+        if (std::unique_ptr<kv_cache> own = p->make_kv_cache(e)) {
             return own;
         }
     }
@@ -76,9 +76,9 @@ int run_program(const options &o) {
     screen out(o.json, o.quiet);
     make_directory(o.disk);
     const std::shared_ptr<kv_store> store = o.kv ? open_store(o) : nullptr;
-    engine e(o, out, open_parts(o, store));
-    const std::unique_ptr<keeper> k = open_keeper(o, e, store);
-    run r = {o, e, *k, out, {}};
+    engine e(o, out, open_adapters(o, store));
+    const std::unique_ptr<kv_cache> cache = open_kv_cache(o, e, store);
+    run r = {o, e, *cache, out, {}};
     return serve_and_save(r);
 }
 
@@ -86,7 +86,7 @@ int run_program(const options &o) {
 
 int main(int argc, char **argv) {
     options o;
-    // Also what is wrong with the flags is said as JSON where that was wanted.
+    // Found before parsing, so that errors of the command line are JSON, too.
     for (int i = 1; i < argc; ++i) {
         o.json = o.json || std::strcmp(argv[i], "--json") == 0;
     }
@@ -97,8 +97,8 @@ int main(int argc, char **argv) {
         watch_signals();
         return run_program(o);
     } catch (const failure &what) {
-        return say(o.json, what.status, what.what());
+        return report_error(o.json, what.status, what.what());
     } catch (const std::exception &what) {
-        return say(o.json, exit_failed, what.what());
+        return report_error(o.json, exit_failed, what.what());
     }
 }

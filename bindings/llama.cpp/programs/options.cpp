@@ -1,8 +1,8 @@
 // The command line: flags, sizes, and the text of --help.
 #include "options.h"
 
+#include "adapters.h"
 #include "failure.h"
-#include "parts.h"
 
 #include <cmath>
 #include <cstdio>
@@ -15,8 +15,8 @@
 
 namespace {
 
-[[noreturn]] void wrong(const std::string &text) {
-    throw failure(exit_usage, text + " (kvtier-llama --help says more)");
+[[noreturn]] void usage_error(const std::string &text) {
+    throw failure(exit_usage, text + " (see kvtier-llama --help)");
 }
 
 double parse_number(const std::string &flag, const std::string &text, double least, double most) {
@@ -25,7 +25,7 @@ double parse_number(const std::string &flag, const std::string &text, double lea
     if (text.empty() || *end != 0 || !(value >= least && value <= most)) {
         char range[96];
         std::snprintf(range, sizeof range, "a number from %.12g to %.12g", least, most);
-        wrong(flag + " wants " + range + ", not '" + text + "'");
+        usage_error(flag + " must be " + range + ", not '" + text + "'");
     }
     return value;
 }
@@ -33,14 +33,14 @@ double parse_number(const std::string &flag, const std::string &text, double lea
 uint32_t parse_count(const std::string &flag, const std::string &text, double least, double most) {
     const double value = parse_number(flag, text, least, most);
     if (value != std::floor(value)) {
-        wrong(flag + " wants a whole number, not '" + text + "'");
+        usage_error(flag + " must be an integer, not '" + text + "'");
     }
     return (uint32_t) value;
 }
 
 struct flag {
     const char *name;
-    const char *value; // null: the flag has none
+    const char *value; // placeholder in --help; null: the flag takes no value
     std::string help;
     std::function<void(const std::string &)> set;
 };
@@ -52,39 +52,39 @@ struct section {
 
 section kv_flags(options &o) {
     return {"KV tier", {
-        {"--host", "SIZE", "memory for KV that left the context (1GiB)",
+        {"--host", "SIZE", "limit of the host memory for KV (1GiB)",
          [&o](const std::string &v) { o.host_bytes = parse_size("--host", v); }},
-        {"--disk", "DIR", "keep KV there, too: it outlives the program, and kill -9",
+        {"--disk", "DIR", "store KV in this directory, too: it survives the program, even a kill -9",
          [&o](const std::string &v) { o.disk = v; }},
-        {"--disk-size", "SIZE", "most bytes of that directory (8GiB)",
+        {"--disk-size", "SIZE", "limit of the KV in that directory (8GiB)",
          [&o](const std::string &v) { o.disk_bytes = parse_size("--disk-size", v); }},
-        {"--policy", "SPEC", "who leaves memory first, such as lru, s3fifo, horizon",
+        {"--policy", "SPEC", "eviction policy of the host memory, such as lru, s3fifo, horizon",
          [&o](const std::string &v) { o.policy = v; }},
-        {"--salt", "TEXT", "KV is shared only with runs that name the same text",
+        {"--salt", "TEXT", "KV is shared only with runs that give the same text",
          [&o](const std::string &v) { o.salt = v; }},
-        {"--no-kv", nullptr, "the same run without kvtier, to compare with",
+        {"--no-kv", nullptr, "run without kvtier, for comparison",
          [&o](const std::string &) { o.kv = false; }},
     }};
 }
 
 section model_flags(options &o) {
     return {"Model", {
-        {"-m", "FILE", "the model, GGUF (needed)", [&o](const std::string &v) { o.model = v; }},
-        {"--ctx", "N", "tokens of the context (what the model was trained for, at most 4096)",
+        {"-m", "FILE", "the model, GGUF (required)", [&o](const std::string &v) { o.model = v; }},
+        {"--ctx", "N", "tokens of the context (the trained length of the model, at most 4096)",
          [&o](const std::string &v) { o.ctx = parse_count("--ctx", v, 64, 1 << 24); }},
-        {"--threads", "N", "threads that compute (the number of cores)",
+        {"--threads", "N", "compute threads (the number of cores)",
          [&o](const std::string &v) { o.threads = parse_count("--threads", v, 1, 512); }},
     }};
 }
 
 section answer_flags(options &o) {
     return {"Answers", {
-        {"-n", "N", "most tokens of an answer (512)",
+        {"-n", "N", "limit of an answer, in tokens (512)",
          [&o](const std::string &v) { o.answer_tokens = parse_count("-n", v, 1, 1 << 24); }},
-        {"--temp", "T", "temperature (0.8); 0 = always the likeliest token",
+        {"--temp", "T", "temperature (0.8); 0 = always the most likely token",
          [&o](const std::string &v) { o.temp = (float) parse_number("--temp", v, 0, 10); }},
         {"--greedy", nullptr, "the same as --temp 0", [&o](const std::string &) { o.temp = 0; }},
-        {"--seed", "N", "makes answers repeat (random)",
+        {"--seed", "N", "seed of the sampler (random)",
          [&o](const std::string &v) {
              o.seed = parse_count("--seed", v, 0, 4294967295.0);
              o.seed_given = true;
@@ -93,16 +93,17 @@ section answer_flags(options &o) {
 }
 
 section input_flags(options &o) {
-    return {"What is asked", {
+    return {"Input", {
         {"-p", "TEXT", "complete: the prompt",
          [&o](const std::string &v) { o.prompt = v, o.prompt_given = true; }},
-        {"-f", "FILE", "complete: a file with the prompt; batch: the requests; - = standard input, which is "
-         "the default", [&o](const std::string &v) { o.input = v; }},
-        {"--session", "NAME", "chat: a conversation that goes on where it stopped; needs --disk",
+        {"-f", "FILE", "complete: file with the prompt; batch: file with the requests; - = standard input "
+         "(-)",
+         [&o](const std::string &v) { o.input = v; }},
+        {"--session", "NAME", "chat: name of a conversation that later runs continue; needs --disk",
          [&o](const std::string &v) { o.session = v; }},
-        {"--system", "TEXT", "chat, batch: what the model is told first",
+        {"--system", "TEXT", "chat, batch: the system message",
          [&o](const std::string &v) { o.system = v; }},
-        {"--template", "NAME", "chat, batch: a template of llama.cpp, instead of the model's own",
+        {"--template", "NAME", "chat, batch: a chat template of llama.cpp, instead of the model's",
          [&o](const std::string &v) { o.chat_template = v; }},
     }};
 }
@@ -111,54 +112,54 @@ section output_flags(options &o) {
     return {"Output", {
         {"--json", nullptr, "JSON lines on standard output",
          [&o](const std::string &) { o.json = true; }},
-        {"--quiet", nullptr, "answers only: no bars, no table",
+        {"--quiet", nullptr, "print answers only: no progress bars, no table",
          [&o](const std::string &) { o.quiet = true; }},
     }};
 }
 
 std::vector<section> all_flags(options &o) {
     std::vector<section> sections = {model_flags(o), answer_flags(o), input_flags(o), kv_flags(o)};
-    section parts = {"More than fits", {}};
-    parts.flags.push_back({"--longer", "N", longer_help(), [&o](const std::string &v) {
+    section adapters = {"Models and sequences larger than memory", {}};
+    adapters.flags.push_back({"--longer", "N", longer_help(), [&o](const std::string &v) {
         o.longer_tokens = parse_count("--longer", v, 64, 1 << 24);
     }});
-    parts.flags.push_back({"--sparse", "SPEC", sparse_help(), [&o](const std::string &v) { o.sparse = v; }});
+    adapters.flags.push_back({"--sparse", "SPEC", sparse_help(),
+                              [&o](const std::string &v) { o.sparse = v; }});
     if (has_stream()) {
-        parts.flags.push_back({"--stream-budget", "SIZE", stream_help(), [&o](const std::string &v) {
+        adapters.flags.push_back({"--stream-budget", "SIZE", stream_help(), [&o](const std::string &v) {
             o.stream_bytes = parse_size("--stream-budget", v);
         }});
     }
-    if (!parts.flags.empty()) {
-        sections.push_back(parts);
-    }
+    sections.push_back(adapters);
     sections.push_back(output_flags(o));
     return sections;
 }
 
 const char usage[] =
-    "kvtier-llama: a language model whose KV cache outlives the context, and the process\n"
+    "kvtier-llama: runs a language model with a KV cache that survives the context and the process\n"
     "\n"
     "  kvtier-llama chat     -m MODEL [--disk DIR --session NAME]    a conversation\n"
-    "  kvtier-llama complete -m MODEL -p TEXT                        goes on with a text\n"
-    "  kvtier-llama batch    -m MODEL -f REQUESTS [--json]           many users, one after the other\n";
+    "  kvtier-llama complete -m MODEL -p TEXT                        continues a text\n"
+    "  kvtier-llama batch    -m MODEL -f REQUESTS [--json]           requests of many users\n";
 
 const char more[] =
     "\n"
     "Sizes: 65536, 512KiB, 512MiB, 1.5GB. K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024.\n"
     "\n"
-    "Requests (batch), one a line: 'anna: What is a river?' or JSON:\n"
+    "Requests (batch), one per line: 'anna: What is a river?' or JSON:\n"
     "  {\"user\": \"anna\", \"prompt\": \"What is a river?\", \"id\": \"any\", \"n\": 100}\n"
-    "A user's requests are one conversation, and cannot have the model's markers (<|im_end|>). Without a\n"
-    "user the prompt is a text to go on with, and markers in it count.\n"
-    "With --json each answer is a line (type: answer), as are errors and, at the end, the summary.\n"
+    "The requests of a user are one conversation. Their prompts must not contain control markers such as\n"
+    "<|im_end|>. A request without a user continues its prompt; markers in it are control tokens.\n"
+    "--json prints one line for each answer (type: answer) and error, and a summary at the end.\n"
     "\n"
-    "Chat: /quit (or Ctrl-D) leaves, /forget starts anew, /stats shows the table, /help lists these.\n"
-    "Ctrl-C ends the answer; what it said until then stays, and is saved. A second one ends the program.\n"
+    "Chat: /quit (or Ctrl-D) ends the program, /forget starts a new conversation, /stats shows the table,\n"
+    "/help lists the commands.\n"
+    "Ctrl-C ends the answer and saves its text and KV so far. A second Ctrl-C ends the program.\n"
     "\n"
-    "Exit status: 0 good, 1 something failed, 2 wrong flags, 3 no such model or it does not load,\n"
-    "4 the store cannot be used, 130 ended by Ctrl-C.\n";
+    "Exit status: 0 success, 1 a request failed, 2 invalid flags, 3 the model cannot be loaded,\n"
+    "4 the store cannot be used, 130 ended by a signal.\n";
 
-// Lines of at most 100 columns; those behind the first begin where it does.
+// Wraps at 100 columns, with a hanging indent.
 void print_flag(const flag &f) {
     const size_t indent = 25, width = 75;
     std::string left = std::string("  ") + f.name + (f.value ? std::string(" ") + f.value : "");
@@ -186,11 +187,11 @@ void print_help() {
 
 bool parse_command(const std::string &word, options &out) {
     if (word == "chat") {
-        out.what = command::chat;
+        out.action = command::chat;
     } else if (word == "complete") {
-        out.what = command::complete;
+        out.action = command::complete;
     } else if (word == "batch") {
-        out.what = command::batch;
+        out.action = command::batch;
     } else {
         return false;
     }
@@ -214,14 +215,14 @@ void parse_flags(int argc, char **argv, options &out) {
             }
         }
         if (!known) {
-            wrong("there is no flag '" + word + "'");
+            usage_error("unknown flag '" + word + "'");
         }
         if (!known->value && joined) {
-            wrong(word + " has no value");
+            usage_error(word + " takes no value");
         }
         if (known->value && !joined) {
             if (i + 1 >= argc) {
-                wrong(word + " wants a value: " + known->value);
+                usage_error(word + " needs a value: " + known->value);
             }
             value = argv[++i];
         }
@@ -235,39 +236,41 @@ void check_session(const options &o) {
         return;
     }
     if (o.disk.empty()) {
-        wrong("--session needs --disk: that is where it is kept");
+        usage_error("--session needs --disk, the directory for its transcript");
     }
     const char *letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
     if (name.size() > 64 || name[0] == '.' || name.find_first_not_of(letters) != std::string::npos) {
-        wrong("--session wants at most 64 letters, digits, '-', '_', '.', and no '.' first");
+        usage_error("--session must be 1 to 64 letters, digits, '-', '_' or '.', and must not begin with '.'; it "
+                    "is '" + name + "'");
     }
 }
 
 void check(options &o) {
     if (o.model.empty()) {
-        wrong("-m names no model");
+        usage_error("no model is given: add -m FILE");
     }
-    const bool talks = o.what != command::complete;
-    if (talks && o.prompt_given) {
-        wrong("-p is for complete");
+    const bool chats = o.action != command::complete;
+    if (chats && o.prompt_given) {
+        usage_error("-p is for complete only");
     }
-    if (o.what == command::chat && !o.input.empty()) {
-        wrong("-f is for complete and batch: chat reads standard input");
+    if (o.action == command::chat && !o.input.empty()) {
+        usage_error("-f is for complete and batch only: chat reads standard input");
     }
     if (o.prompt_given && !o.input.empty()) {
-        wrong("-p and -f are two prompts");
+        usage_error("-p and -f both give a prompt: use one of them");
     }
-    if (o.what != command::chat && !o.session.empty()) {
-        wrong("--session is for chat");
+    if (o.action != command::chat && !o.session.empty()) {
+        usage_error("--session is for chat only");
     }
-    if (!talks && (!o.system.empty() || !o.chat_template.empty())) {
-        wrong("--system and --template are for chat and batch: complete takes the prompt as it is");
+    if (!chats && (!o.system.empty() || !o.chat_template.empty())) {
+        usage_error("--system and --template are for chat and batch only: complete uses the prompt "
+                    "unchanged");
     }
     if (!o.kv && (!o.policy.empty() || !o.salt.empty())) {
-        wrong("--no-kv has no use for --policy and --salt");
+        usage_error("--policy and --salt have no effect with --no-kv: remove one or the other");
     }
-    if (o.longer_tokens && (!o.kv || o.what == command::batch)) {
-        wrong("--longer is for chat and complete, and not without kvtier");
+    if (o.longer_tokens && (!o.kv || o.action == command::batch)) {
+        usage_error("--longer is for chat and complete only, and not with --no-kv");
     }
     check_session(o);
     if (o.threads == 0) {
@@ -299,7 +302,7 @@ uint64_t parse_size(const std::string &flag, const std::string &text) {
     }
     const bool digit = !text.empty() && text[0] >= '0' && text[0] <= '9';
     if (!digit || factor == 0 || !(number * factor >= 1) || !(number * factor < 9e18)) {
-        wrong(flag + " wants a size such as 512MiB or 2GB, not '" + text + "'");
+        usage_error(flag + " must be a size such as 512MiB or 2GB, not '" + text + "'");
     }
     return (uint64_t) (number * factor);
 }
@@ -315,8 +318,8 @@ bool parse_options(int argc, char **argv, options &out) {
         return false;
     }
     if (!parse_command(first, out)) {
-        wrong(first.empty() ? "what is to be done: chat, complete or batch?"
-                            : "'" + first + "' is none of chat, complete, batch");
+        usage_error(first.empty() ? "no command is given: use chat, complete or batch"
+                            : "unknown command '" + first + "': use chat, complete or batch");
     }
     parse_flags(argc, argv, out);
     check(out);

@@ -1,4 +1,4 @@
-// The command line.
+// The options of the command line.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 enum class command { chat, complete, batch };
 
 struct options {
-    command what = command::complete;
+    command action = command::complete;
     std::string model;
     uint32_t ctx = 0;
     uint32_t threads = 0;
@@ -39,8 +39,9 @@ struct options {
     bool quiet = false;
 };
 
-// Reads the command line. Throws failure{exit_usage}. False: --help or --version was asked for and printed.
+// Parses the command line. False: help was printed. Throws failure{exit_usage}.
 bool parse_options(int argc, char **argv, options &out);
 
-// "512MiB", "1.5GB", "65536". kB, MB are powers of 1000, KiB, MiB, K, M of 1024. Throws failure{exit_usage}.
+// Bytes of a size such as 65536, 512MiB or 1.5GB. kB and MB are powers of 1000; KiB, MiB, K and M of 1024.
+// Throws failure{exit_usage}.
 uint64_t parse_size(const std::string &flag, const std::string &text);

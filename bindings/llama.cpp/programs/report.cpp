@@ -1,4 +1,4 @@
-// The closing table.
+// The closing table and the JSON summary.
 #include "report.h"
 
 #include <cstdio>
@@ -10,7 +10,7 @@ double per_second(double count, double ns) {
     return ns > 0 ? count * 1e9 / ns : 0;
 }
 
-// One row: what, how many tokens, bytes, time, rate; what is 0 stays blank.
+// One row of the table: label, tokens, bytes, time, rate. Bytes and time that are 0 stay blank.
 std::string row(const char *what, uint64_t tokens, double bytes, double ns, bool rate) {
     char out[160], speed[32] = "";
     if (rate && ns > 0 && tokens > 0) {
@@ -48,19 +48,19 @@ void report::add(const answer_t &a) {
     first_ns_ += a.first_ns;
 }
 
-void report::table(screen &out, const engine &e, const keeper &k, bool kv) const {
-    const kept_totals t = k.totals();
+void report::table(screen &out, const engine &e, const kv_cache &cache, bool kv) const {
+    const cache_totals t = cache.totals();
     std::string all = "\n" + e.name() + ", " + bytes_text((double) e.model_bytes()) + ", context of " +
                       std::to_string(e.n_ctx()) + " tokens, loaded in " + time_text(e.load_ns) + "\n";
     all += "                                tokens      bytes       time       rate\n";
     all += row("prompts", prompt_, 0, 0, false);
-    all += row("  were in the context", kept_, 0, 0, false);
+    all += row("  resident in the context", kept_, 0, 0, false);
     if (kv) {
         const uint64_t restored = host_ + disk_;
         all += row("  restored from memory", host_, 0, 0, false);
         all += row("  restored from disk", disk_, 0, 0, false);
-        all += row("  restored, together", restored, (double) restored_bytes_, restore_ns_, true);
-        all += row("  holes computed anew", recomputed_, 0, 0, false);
+        all += row("  restored, total", restored, (double) restored_bytes_, restore_ns_, true);
+        all += row("  holes recomputed", recomputed_, 0, 0, false);
     }
     all += row("  decoded", prefilled_, 0, prefill_ns_, true);
     all += row("answers", decoded_, 0, decode_ns_, true);
@@ -71,33 +71,33 @@ void report::table(screen &out, const engine &e, const keeper &k, bool kv) const
             all += tier_row("disk", t.disk_bytes, t.disk_limit_bytes);
         }
         char line[200];
-        std::snprintf(line, sizeof line, "  %-26s %llu to disk, %llu dropped; %llu left the disk\n",
-                      "chunks that left memory", (unsigned long long) t.to_disk_chunks,
+        std::snprintf(line, sizeof line, "  %-26s %llu to disk, %llu dropped; %llu from disk\n",
+                      "evicted chunks", (unsigned long long) t.to_disk_chunks,
                       (unsigned long long) t.dropped_chunks, (unsigned long long) t.disk_evicted_chunks);
         all += line;
         if (t.failed_saves || t.refused_restores) {
-            std::snprintf(line, sizeof line, "  %-26s %llu saves failed, %llu restores were refused\n",
-                          "trouble", (unsigned long long) t.failed_saves,
+            std::snprintf(line, sizeof line, "  %-26s %llu saves failed, %llu restores refused\n",
+                          "failures", (unsigned long long) t.failed_saves,
                           (unsigned long long) t.refused_restores);
             all += line;
         }
     }
-    all += k.rows();
-    for (const auto &p : e.parts()) {
+    all += cache.rows();
+    for (const auto &p : e.adapters()) {
         all += p->rows();
     }
     out.clear();
     std::fputs(all.c_str(), stderr);
 }
 
-void report::show(screen &out, const engine &e, const keeper &k, bool kv) const {
+void report::show(screen &out, const engine &e, const kv_cache &cache, bool kv) const {
     if (!out.json) {
         if (!out.quiet) {
-            table(out, e, k, kv);
+            table(out, e, cache, kv);
         }
         return;
     }
-    const kept_totals t = k.totals();
+    const cache_totals t = cache.totals();
     json_object line;
     line.text("type", "summary").flag("kv", kv).count("answers", answers_).count("failed", failed_);
     line.count("prompt_tokens", prompt_).count("kept_tokens", kept_).count("host_tokens", host_);
@@ -116,8 +116,8 @@ void report::show(screen &out, const engine &e, const keeper &k, bool kv) const 
         line.count("chunks_dropped", t.dropped_chunks).count("chunks_left_disk", t.disk_evicted_chunks);
         line.count("failed_saves", t.failed_saves).count("refused_restores", t.refused_restores);
     }
-    k.fields(line);
-    for (const auto &p : e.parts()) {
+    cache.fields(line);
+    for (const auto &p : e.adapters()) {
         p->fields(line);
     }
     out.line(line);

@@ -1,4 +1,4 @@
-// Standard output, standard error, bars.
+// Standard output, standard error, progress bars.
 #include "screen.h"
 
 #include <cmath>
@@ -34,21 +34,21 @@ void screen::line(const json_object &object) {
     }
 }
 
-void screen::note(const std::string &words) {
+void screen::note(const std::string &message) {
     if (json) {
-        line(json_object().text("type", "note").text("text", words));
+        line(json_object().text("type", "note").text("text", message));
     } else if (!quiet) {
         clear();
-        std::fprintf(stderr, "%s\n", words.c_str());
+        std::fprintf(stderr, "%s\n", message.c_str());
     }
 }
 
-void screen::complain(const std::string &words) {
+void screen::error(const std::string &message) {
     clear();
-    std::fprintf(stderr, "kvtier-llama: %s\n", words.c_str());
+    std::fprintf(stderr, "kvtier-llama: %s\n", message.c_str());
 }
 
-void screen::bar(const char *what, uint64_t done, uint64_t all) {
+void screen::progress(const char *what, uint64_t done, uint64_t all) {
     const int share = all ? (int) (100.0 * (double) done / (double) all) : 100;
     if (!terminal || (shown && share == last_share)) {
         return;
@@ -64,7 +64,7 @@ void screen::bar(const char *what, uint64_t done, uint64_t all) {
     last_share = share;
 }
 
-void screen::busy(const std::string &what) {
+void screen::activity(const std::string &what) {
     if (terminal) {
         std::fprintf(stderr, "\r\033[K%s ...", what.c_str());
         shown = true;

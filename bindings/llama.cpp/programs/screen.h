@@ -1,4 +1,4 @@
-// What is shown: answers on standard output, as they come; all else on standard error.
+// Output: answers on standard output as they are decoded; everything else on standard error.
 #pragma once
 
 #include "json.h"
@@ -10,28 +10,28 @@ class screen {
   public:
     screen(bool json, bool quiet);
 
-    // A part of an answer.
+    // Prints a part of an answer.
     void text(const std::string &part);
-    // The end of an answer's line.
+    // Ends the line of an answer.
     void end_text();
-    // A line of JSON; nothing where --json was not given.
+    // Prints a line of JSON; nothing without --json.
     void line(const json_object &object);
-    // Words for the user, not part of an answer. With --json a line of type "note".
-    void note(const std::string &words);
-    // Something went wrong, and the run goes on. Not with --json, where errors are lines of their own.
-    void complain(const std::string &words);
-    // A bar; one that is full, or another output, removes it. Only on a terminal.
-    void bar(const char *what, uint64_t done, uint64_t all);
-    // Something that takes a while and cannot be measured.
-    void busy(const std::string &what);
+    // Prints a message that is not part of an answer; with --json as a line of type "note".
+    void note(const std::string &message);
+    // Prints an error after which the run continues. Not used with --json, which has lines of type "error".
+    void error(const std::string &message);
+    // Shows a progress bar, on a terminal only. A full bar and any other output remove it.
+    void progress(const char *what, uint64_t done, uint64_t all);
+    // Shows that work without a known length is in progress, on a terminal only.
+    void activity(const std::string &what);
     void clear();
 
     const bool json;
     const bool quiet;
     const bool terminal;
 
-    // False once standard output is gone: whoever read it left.
-    bool alive() const { return !broken; }
+    // False after a failed write: the reader of standard output is gone.
+    bool is_open() const { return !broken; }
 
   private:
     void put(const std::string &bytes);

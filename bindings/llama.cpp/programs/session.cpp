@@ -1,4 +1,4 @@
-// Transcripts: JSON lines with the tokens as they were, so that the KV that was saved fits them.
+// Transcripts: JSON lines with text and tokens. Stored tokens match the saved KV; tokenizing again might not.
 #include "session.h"
 
 #include "failure.h"
@@ -17,10 +17,10 @@
 
 namespace {
 
-constexpr size_t most_tokens = size_t(1) << 24;
-constexpr size_t most_bytes = size_t(1) << 30;
-// Of conversations that were forgotten.
-constexpr int most_old = 10000;
+constexpr size_t max_tokens = size_t(1) << 24;
+constexpr size_t max_bytes = size_t(1) << 30;
+// Limit of the transcripts that /forget keeps.
+constexpr int max_old_transcripts = 10000;
 
 std::string list_of(const tokens_t &tokens) {
     std::string out = "[";
@@ -37,7 +37,7 @@ std::string list_of(const tokens_t &tokens) {
 const std::string &field_text(const json_value &line, const char *name) {
     const json_value *value = line.find(name);
     if (!value || value->is != json_value::string) {
-        throw std::runtime_error(std::string("no text '") + name + "'");
+        throw std::runtime_error(std::string("the field '") + name + "' is missing or is not a string");
     }
     return value->text;
 }
@@ -74,12 +74,14 @@ session::~session() {
     }
 }
 
-// Two programs would write their lines between each other's.
+// Locks the file, because lines of two programs would mix.
 void session::lock() {
     if (flock(file_, LOCK_EX | LOCK_NB) != 0) {
         throw failure(exit_store, path_ + ": " +
-                                      (errno == EWOULDBLOCK ? "another program has this session open"
-                                                            : std::strerror(errno)));
+                                      (errno == EWOULDBLOCK
+                                           ? "another program has this session open: close that program, "
+                                             "or choose another --session"
+                                           : std::strerror(errno)));
     }
 }
 
@@ -88,7 +90,7 @@ void session::start() {
 }
 
 void session::read() {
-    line_reader reader(path_, most_bytes);
+    line_reader reader(path_, max_bytes);
     const std::string all = reader.all();
     const size_t whole = all.rfind('\n') == std::string::npos ? 0 : all.rfind('\n') + 1;
     if (whole < all.size() && ftruncate(file_, (off_t) whole) != 0) {
@@ -107,9 +109,11 @@ void session::read() {
             if (++number > 1) {
                 records_.push_back(record_of(line));
             } else if (const json_value head = read_json(line); !head.find("kvtier_llama_session")) {
-                throw std::runtime_error("it is no session of this program");
+                throw std::runtime_error("the file is not a transcript of kvtier-llama: choose another "
+                                         "--session");
             } else if (field_text(head, "vocabulary") != vocabulary_) {
-                throw std::runtime_error("it was held with another vocabulary: name another session");
+                throw std::runtime_error("the transcript belongs to a model with another vocabulary: choose "
+                                         "another --session");
             }
         } catch (const std::runtime_error &what) {
             throw failure(exit_store, path_ + ", line " + std::to_string(number) + ": " + what.what());
@@ -123,53 +127,54 @@ session::record session::record_of(const std::string &line) const {
     r.role = field_text(value, "role");
     r.text = field_text(value, "text");
     r.end = field_true(value, "end");
-    r.anew = field_true(value, "anew");
+    r.replaces = field_true(value, "anew");
     const double n_vocab = std::strtod(vocabulary_.c_str(), nullptr);
     const json_value *tokens = value.find("tokens");
-    if (!tokens || tokens->is != json_value::array || tokens->items.size() > most_tokens) {
-        throw std::runtime_error("no list 'tokens'");
+    if (!tokens || tokens->is != json_value::array || tokens->items.size() > max_tokens) {
+        throw std::runtime_error("the field 'tokens' is missing, is not an array, or has more than 16777216 "
+                                 "tokens");
     }
     for (const json_value &token : tokens->items) {
         if (token.is != json_value::number || !(token.amount >= 0 && token.amount < n_vocab)) {
-            throw std::runtime_error("a token that the model does not have");
+            throw std::runtime_error("'tokens' has a token that is not in the vocabulary of the model");
         }
         r.tokens.push_back((llama_token) token.amount);
     }
     return r;
 }
 
-bool session::restore(conversation &to, std::string &so_far) const {
+bool session::restore(conversation &to, std::string &partial_answer) const {
     bool open_answer = false;
-    so_far.clear();
+    partial_answer.clear();
     for (const record &r : records_) {
-        if (r.anew) {
+        if (r.replaces) {
             to.tokens.clear();
         }
         to.add(r.tokens);
         if (r.role != "assistant") {
             to.restore({r.role, r.text});
             open_answer = r.role == "user";
-            so_far.clear();
+            partial_answer.clear();
             continue;
         }
-        so_far += r.text;
+        partial_answer += r.text;
         open_answer = !r.end;
         if (r.end) {
-            to.restore({r.role, so_far});
-            so_far.clear();
+            to.restore({r.role, partial_answer});
+            partial_answer.clear();
         }
     }
     return open_answer;
 }
 
 void session::add(const std::string &role, const std::string &text, const tokens_t &tokens, bool end,
-                  bool anew) {
+                  bool replaces) {
     if (file_ < 0) {
         return;
     }
     json_object line;
     line.text("role", role).text("text", text).raw("tokens", list_of(tokens)).flag("end", end);
-    if (anew) {
+    if (replaces) {
         line.flag("anew", true);
     }
     write(line.str());
@@ -177,12 +182,13 @@ void session::add(const std::string &role, const std::string &text, const tokens
 
 void session::write(const std::string &line) {
     const std::string whole = line + "\n";
-    struct stat now = {};
-    if (fstat(file_, &now) != 0) {
+    struct stat info = {};
+    if (fstat(file_, &info) != 0) {
         io_failure(path_);
     }
-    if (whole.size() > most_bytes - std::min(most_bytes, (size_t) now.st_size)) {
-        throw failure(exit_store, path_ + " is longer than 1 GiB with that: name another session");
+    if (whole.size() > max_bytes - std::min(max_bytes, (size_t) info.st_size)) {
+        throw failure(exit_store, path_ + " would exceed its limit of 1 GiB: use /forget or another "
+                                          "--session");
     }
     size_t at = 0;
     while (at < whole.size()) {
@@ -202,7 +208,7 @@ void session::forget() {
         return;
     }
     std::string old = path_ + ".old";
-    for (int number = 2; number <= most_old && access(old.c_str(), F_OK) == 0; ++number) {
+    for (int number = 2; number <= max_old_transcripts && access(old.c_str(), F_OK) == 0; ++number) {
         old = path_ + ".old." + std::to_string(number);
     }
     if (std::rename(path_.c_str(), old.c_str()) != 0) {

@@ -1,5 +1,5 @@
-// A conversation written down, so that the program can go on with it: DIR/sessions/NAME.jsonl, beside the
-// store. Lines are only added; one that a kill tore off does not count.
+// The transcript of a conversation, which a later run continues: DIR/sessions/NAME.jsonl, beside the store.
+// Lines are only appended. An incomplete last line, left by a kill, is ignored.
 #pragma once
 
 #include "conversation.h"
@@ -9,28 +9,31 @@
 class session {
   public:
     session() = default;
-    // Opens or makes it. Throws failure: it cannot be read, is another program's, or of another vocabulary.
+    // Opens or creates the transcript. Throws failure: the file cannot be read, another program has it open,
+    // or it belongs to another vocabulary.
     session(const std::string &dir, const std::string &name, const std::string &vocabulary);
     ~session();
     session(const session &) = delete;
     session &operator=(const session &) = delete;
 
-    // What was said, put into `to`. True: the last answer was cut off; `so_far` is what there was of it.
-    bool restore(conversation &to, std::string &so_far) const;
-    // Whether anything was said yet.
+    // Appends the messages and tokens to `to`. True: the last answer is incomplete, and `partial_answer` has
+    // its text so far.
+    bool restore(conversation &to, std::string &partial_answer) const;
+    // Whether the transcript has no message yet.
     bool fresh() const { return records_.empty(); }
 
-    // Written and synced: it is there after a kill. Nothing happens without a file.
-    void add(const std::string &role, const std::string &text, const tokens_t &tokens, bool end, bool anew);
-    // The conversation starts anew; what was said is kept as NAME.jsonl.old, .old.2 and so on.
+    // Appends a line and syncs it, so that it survives a kill. Does nothing without a file.
+    void add(const std::string &role, const std::string &text, const tokens_t &tokens, bool end,
+             bool replaces);
+    // Starts a new conversation. The old transcript becomes NAME.jsonl.old, .old.2 and so on.
     void forget();
 
   private:
     struct record {
         std::string role, text;
         tokens_t tokens;
-        bool end = true;  // of what that role said
-        bool anew = false; // its tokens replace all before
+        bool end = true;       // the message ends with this record
+        bool replaces = false; // its tokens replace all tokens before
     };
 
     void lock();

@@ -1,6 +1,6 @@
-// --sparse: a policy chooses what of the context is seen, or what leaves it.
+// --sparse: a sparse policy selects the blocks that attention reads, or evicts tokens from the context.
+#include "adapters.h"
 #include "failure.h"
-#include "parts.h"
 #include "screen.h"
 
 #include <kvtier/llama_watch.h>
@@ -9,10 +9,10 @@
 
 namespace {
 
-// Blocks are whole pages of a policy, and only its spec says how long these are.
+// A block must be a whole number of the policy's pages, and only the spec tells the page size: try these.
 constexpr uint32_t block_sizes[] = {16, 32, 64, 128, 256};
 
-// What a policy of this spec is like. Throws failure{exit_usage}.
+// The traits of the policy with this spec. Throws failure{exit_usage}.
 kvt_sparse_traits_t traits_of(const std::string &spec) {
     kvt_attention_t attention = KVT_ATTENTION_INIT;
     attention.layers = 1;
@@ -35,31 +35,31 @@ kvt_sparse_traits_t traits_of(const std::string &spec) {
     if (status == KVT_OK) {
         status = kvt_sparse_traits(policy, &traits);
     }
-    const std::string words = error ? kvt_error_message(error) : kvt_status_str(status);
+    const std::string message = error ? kvt_error_message(error) : kvt_status_str(status);
     kvt_error_free(&error);
     kvt_sparse_close(&policy);
     if (status != KVT_OK) {
-        throw failure(exit_usage, "--sparse: " + words);
+        throw failure(exit_usage, "--sparse: " + message);
     }
     return traits;
 }
 
-class sparse_part final : public part {
+class sparse_adapter final : public adapter {
   public:
-    explicit sparse_part(const options &o) : spec_(o.sparse), traits_(traits_of(o.sparse)) {
+    explicit sparse_adapter(const options &o) : spec_(o.sparse), traits_(traits_of(o.sparse)) {
         const uint32_t evicts = KVT_SPARSE_EVICT_PREFILL | KVT_SPARSE_EVICT_DECODE;
         if (o.kv && (traits_.caps & evicts)) {
             throw failure(exit_usage, "--sparse " + spec_ +
-                                          ": by this policy tokens leave the context for good, and what is "
-                                          "left is not to be stored: add --no-kv, or take one that chooses, "
-                                          "such as quest");
+                                          ": this policy evicts tokens from the context, and a context with "
+                                          "evicted tokens cannot be stored: add --no-kv, or use a policy that "
+                                          "selects blocks, such as quest");
         }
     }
 
-    ~sparse_part() override { kvt_llama_watch_close(&watch_); }
+    ~sparse_adapter() override { kvt_llama_watch_close(&watch_); }
 
     void prepare(llama_model *model, llama_context_params &params) override {
-        // What tokens get of the attention is nowhere to be seen with flash attention.
+        // Flash attention does not expose the attention weights that column sums are made of.
         if (traits_.needs & KVT_NEEDS_COLUMN_SUMS) {
             params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
         }
@@ -76,7 +76,7 @@ class sparse_part final : public part {
 
     bool decode(const llama_batch &batch, int32_t *status) override {
         *status = -1;
-        // A policy that ends is told in the table: the engine goes on as without it.
+        // A failed policy does not fail the decode; the table and the summary report it.
         kvt_llama_watch_decode(watch_, batch, status, &why_);
         return true;
     }
@@ -85,12 +85,12 @@ class sparse_part final : public part {
         const kvt_llama_watch_stats_t s = stats();
         char out[400];
         std::snprintf(out, sizeof out,
-                      "  %-26s %llu of %llu cells masked in %llu tokens, %llu tokens left; %s\n", "sparse",
+                      "  %-26s %llu of %llu cells masked in %llu tokens, %llu tokens evicted; %s\n", "sparse",
                       (unsigned long long) s.masked_cells, (unsigned long long) s.seen_cells,
                       (unsigned long long) s.sparse_tokens, (unsigned long long) s.evicted_tokens,
                       time_text((double) s.policy_ns).c_str());
-        const std::string fault = fault_words();
-        return fault.empty() ? out : out + ("  " + std::string("the policy ended: ") + fault + "\n");
+        const std::string fault = fault_message();
+        return fault.empty() ? out : out + ("  " + std::string("the policy failed: ") + fault + "\n");
     }
 
     void fields(json_object &line) const override {
@@ -98,7 +98,7 @@ class sparse_part final : public part {
         line.count("sparse_tokens", s.sparse_tokens).count("sparse_seen_cells", s.seen_cells);
         line.count("sparse_masked_cells", s.masked_cells).count("sparse_evicted_tokens", s.evicted_tokens);
         line.number("sparse_policy_ms", (double) s.policy_ns / 1e6);
-        const std::string fault = fault_words();
+        const std::string fault = fault_message();
         if (!fault.empty()) {
             line.text("sparse_ended", fault);
         }
@@ -118,7 +118,7 @@ class sparse_part final : public part {
         return s;
     }
 
-    std::string fault_words() const {
+    std::string fault_message() const {
         kvt_llama_why_t why = {};
         const kvt_status_t status = kvt_llama_watch_fault(watch_, &why);
         return status == KVT_OK ? "" : why.text[0] ? why.text : kvt_status_str(status);
@@ -132,6 +132,6 @@ class sparse_part final : public part {
 
 } // namespace
 
-std::unique_ptr<part> open_sparse(const options &o) {
-    return std::make_unique<sparse_part>(o);
+std::unique_ptr<adapter> open_sparse(const options &o) {
+    return std::make_unique<sparse_adapter>(o);
 }

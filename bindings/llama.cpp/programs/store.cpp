@@ -1,4 +1,4 @@
-// Opening and closing the store.
+// Opens and closes the store.
 #include "store.h"
 
 #include "failure.h"
@@ -8,7 +8,7 @@
 namespace {
 
 constexpr uint64_t second_ns = 1000000000;
-// A disk that takes longer than this to write down what was saved is broken.
+// A disk that needs longer for a flush is broken.
 constexpr uint64_t flush_wait_ns = 120 * second_ns;
 
 struct error_text {
@@ -16,7 +16,7 @@ struct error_text {
 
     ~error_text() { kvt_error_free(&error); }
 
-    std::string words(kvt_status_t status) const {
+    std::string message(kvt_status_t status) const {
         return error ? kvt_error_message(error) : kvt_status_str(status);
     }
 };
@@ -29,8 +29,8 @@ uint64_t flush_deadline_ns() {
     return (uint64_t) t.tv_sec * second_ns + (uint64_t) t.tv_nsec + flush_wait_ns;
 }
 
-// Nothing can be done about a failure here: what was to be saved was flushed before. A store whose disk
-// failed is closed by the first call and freed by the second.
+// Errors are ignored, because the run was flushed before. If the disk failed, the first close reports the
+// failure and the second one frees the store.
 kv_store::~kv_store() {
     kvt_store_close(&store, flush_deadline_ns(), nullptr);
     kvt_store_close(&store, flush_deadline_ns(), nullptr);
@@ -59,12 +59,15 @@ std::shared_ptr<kv_store> open_store(const options &o) {
         status = kvt_store_open(out->runtime, nullptr, &opts, &out->store, &error.error);
     }
     if (status == KVT_E_SPEC) {
-        throw failure(exit_usage, "--policy: " + error.words(status));
+        throw failure(exit_usage, "--policy: " + error.message(status));
     }
     if (status != KVT_OK) {
         throw failure(exit_store, "the store" + (path.empty() ? "" : " in " + path) + " cannot be opened: " +
-                                      error.words(status) +
-                                      (status == KVT_E_BUSY ? " (does another program use it?)" : ""));
+                                      error.message(status) +
+                                      (status == KVT_E_BUSY
+                                           ? " (does another program use it? Close that program, or choose "
+                                             "another --disk)"
+                                           : ""));
     }
     return out;
 }

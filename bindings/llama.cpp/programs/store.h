@@ -1,4 +1,4 @@
-// The store of a run, which the tier and the closing table share.
+// The store of a run, which the KV tier and the closing table share.
 #pragma once
 
 #include "options.h"
@@ -18,8 +18,8 @@ struct kv_store {
     kv_store &operator=(const kv_store &) = delete;
 };
 
-// Opened before a model is loaded: what is wrong with it is known soon. Throws failure.
+// Opens the store, before the model is loaded, so that errors show early. Throws failure.
 std::shared_ptr<kv_store> open_store(const options &o);
 
-// A deadline for what a working disk has done long before.
+// 120 s from now: only a broken disk misses this deadline of a flush.
 uint64_t flush_deadline_ns();

@@ -1,6 +1,6 @@
-// --stream-budget: weights come from the file while they are computed, in memory of a size that was said.
+// --stream-budget: streams weights from the file ahead of their use, under a memory limit.
+#include "adapters.h"
 #include "failure.h"
-#include "parts.h"
 #include "screen.h"
 
 #include <kvtier/llama_weights.h>
@@ -9,9 +9,9 @@
 
 namespace {
 
-class stream_part final : public part {
+class stream_adapter final : public adapter {
   public:
-    explicit stream_part(const options &o) : model_(o.model) {
+    explicit stream_adapter(const options &o) : model_(o.model) {
         kvt_llama_weights_opts_t opts = {};
         opts.model_path = o.model.c_str();
         opts.budget_bytes = o.stream_bytes;
@@ -19,20 +19,20 @@ class stream_part final : public part {
         if (status != KVT_OK) {
             throw failure(status == KVT_E_BUDGET ? exit_usage : exit_model,
                           o.model + ": --stream-budget " + bytes_text((double) o.stream_bytes) + ": " +
-                              words(status));
+                              message(status));
         }
     }
 
-    ~stream_part() override { kvt_llama_weights_close(&weights_, nullptr); }
+    ~stream_adapter() override { kvt_llama_weights_close(&weights_, nullptr); }
 
     llama_model *load(const llama_model_params &params) override {
         llama_model *model = nullptr;
         const kvt_status_t status = kvt_llama_weights_load(weights_, &params, &model, &why_);
         if (status == KVT_E_CANCELLED) {
-            throw failure(exit_interrupted, "stopped");
+            throw failure(exit_interrupted, "interrupted");
         }
         if (status != KVT_OK) {
-            throw failure(exit_model, model_ + " cannot be loaded: " + words(status));
+            throw failure(exit_model, model_ + " cannot be loaded: " + message(status));
         }
         return model;
     }
@@ -40,21 +40,21 @@ class stream_part final : public part {
     void prepare(llama_model *, llama_context_params &params) override {
         const kvt_status_t status = kvt_llama_weights_context(weights_, &params, &why_);
         if (status != KVT_OK) {
-            throw failure(exit_model, "--stream-budget: " + words(status));
+            throw failure(exit_model, "--stream-budget: " + message(status));
         }
     }
 
-    std::string trouble() override {
+    std::string failure_reason() override {
         const kvt_status_t status = kvt_llama_weights_error(weights_, &why_);
-        return status == KVT_OK ? "" : words(status);
+        return status == KVT_OK ? "" : message(status);
     }
 
     std::string rows() const override {
         const kvt_llama_weights_stats_t s = stats();
         char out[400];
         std::snprintf(out, sizeof out,
-                      "  %-26s %s of %s at most; %s of weights, %u parts stay, %u are streamed\n"
-                      "  %-26s %s in %llu passes; waited %s for them\n",
+                      "  %-26s peak %s of %s; %s of weights, %u units resident, %u streamed\n"
+                      "  %-26s %s in %llu passes, waited %s\n",
                       "weights", bytes_text((double) s.peak_bytes).c_str(),
                       bytes_text((double) s.budget_bytes).c_str(),
                       bytes_text((double) s.model_bytes).c_str(), s.resident_units, s.streamed_units,
@@ -72,7 +72,7 @@ class stream_part final : public part {
     }
 
   private:
-    std::string words(kvt_status_t status) const {
+    std::string message(kvt_status_t status) const {
         return why_.text[0] ? why_.text : kvt_status_str(status);
     }
 
@@ -89,6 +89,6 @@ class stream_part final : public part {
 
 } // namespace
 
-std::unique_ptr<part> open_stream(const options &o) {
-    return std::make_unique<stream_part>(o);
+std::unique_ptr<adapter> open_stream(const options &o) {
+    return std::make_unique<stream_adapter>(o);
 }

@@ -1,11 +1,11 @@
-// UTF-8 out of bytes that come in pieces.
+// Decodes UTF-8 from a stream of bytes.
 #include "text.h"
 
 namespace {
 
 const char replacement[] = "\xEF\xBF\xBD";
 
-// Bytes of the character that starts with this one; 0: none does.
+// Length of the character that starts with this byte, in bytes; 0 if no character starts with it.
 size_t length_of(unsigned char first) {
     if (first < 0x80) {
         return 1;
@@ -19,7 +19,7 @@ size_t length_of(unsigned char first) {
     return first >= 0xF0 && first < 0xF5 ? 4 : 0;
 }
 
-// Whether `byte` may stand at `at` (from 1) behind `first`: no overlong forms, no surrogates.
+// Whether `byte` is valid at index `at` (from 1) after `first`. Rejects overlong forms and surrogates.
 bool follows(unsigned char first, size_t at, unsigned char byte) {
     unsigned char least = 0x80, most = 0xBF;
     if (at == 1) {

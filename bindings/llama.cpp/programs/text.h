@@ -1,19 +1,19 @@
-// Bytes that become text: tokens end in the middle of a character, and need not be UTF-8 at all.
+// Bytes to UTF-8 text. Tokens may end inside a character and need not be UTF-8.
 #pragma once
 
 #include <string>
 
 class utf8_stream {
   public:
-    // Takes bytes; gives the characters that are whole by now. What is no UTF-8 becomes U+FFFD.
+    // Takes bytes and returns the complete characters so far. Invalid bytes become U+FFFD.
     std::string feed(const std::string &bytes);
 
-    // What is left in the end: at most a part of a character, as U+FFFD.
+    // The rest at the end: an incomplete character, as U+FFFD, or nothing.
     std::string rest();
 
   private:
     std::string held;
 };
 
-// All of it at once.
+// Converts a whole text at once.
 std::string clean_utf8(const std::string &bytes);

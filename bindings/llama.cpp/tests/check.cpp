@@ -1,4 +1,4 @@
-// The engine that is loaded is the one that the adapters were compiled against.
+// kvt_llama_check accepts the engine that the adapters were compiled against.
 #include <kvtier/llama.h>
 
 #include <cstdio>

@@ -1,4 +1,4 @@
-// Reading and writing plain numbers of bounded bytes.
+// Bounds-checked reading and writing of plain numbers.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace kvtier_llama {
 
-/// The first word of a blob, and the limits of what is believed to be one.
+/// The first word of a blob, and limits that a blob must keep to.
 constexpr uint32_t blob_magic = 0xaf143cd8;
 constexpr uint32_t max_streams = 256;
 constexpr uint32_t max_layers = 4096;
@@ -30,7 +30,7 @@ struct reader {
         return value;
     }
 
-    /// The place of `count` * `each` bytes, which are passed.
+    /// Skips `count` * `each` bytes and returns their offset.
     uint64_t skip(uint64_t count, uint64_t each) {
         const uint64_t here = at;
         if (!ok || (each != 0 && count > (bytes - at) / each)) {
@@ -42,7 +42,7 @@ struct reader {
     }
 };
 
-/// Writes where there is memory, and counts in any case.
+/// Writes if `data` is not null, and counts the bytes in any case.
 struct writer {
     uint8_t *data;
     uint64_t at = 0;

@@ -1,4 +1,4 @@
-// No exception leaves a C function.
+// Keeps exceptions from leaving a C function.
 #pragma once
 
 #include <cstdio>
@@ -6,27 +6,27 @@
 
 namespace kvtier_llama {
 
-inline void tell(kvt_llama_why_t *why, const char *words) noexcept {
+inline void set_why(kvt_llama_why_t *why, const char *message) noexcept {
     if (why) {
-        std::snprintf(why->text, sizeof why->text, "%s", words);
+        std::snprintf(why->text, sizeof why->text, "%s", message);
     }
 }
 
 template <typename F> kvt_status_t guarded(kvt_llama_why_t *why, F &&body) noexcept {
-    tell(why, "");
+    set_why(why, "");
     try {
         return body();
     } catch (const failure &one) {
-        tell(why, one.words.c_str());
+        set_why(why, one.message.c_str());
         return one.status;
     } catch (const std::bad_alloc &) {
-        tell(why, "no memory");
+        set_why(why, "out of memory: lower buffer_bytes or host_bytes, or free memory");
         return KVT_E_NOMEM;
     } catch (const std::exception &one) {
-        tell(why, one.what());
+        set_why(why, one.what());
         return KVT_E_STATE;
     } catch (...) {
-        tell(why, "an exception of no known kind");
+        set_why(why, "internal error: an exception of unknown type");
         return KVT_E_STATE;
     }
 }

@@ -1,4 +1,4 @@
-// Whose KV it is: what makes the namespace's key, beside the layout.
+// The identity of KV: the parts of the namespace's key besides the layout.
 #include "tier/tier.hpp"
 
 #include <ggml.h>
@@ -12,30 +12,31 @@ namespace kvtier_llama {
 
 namespace {
 
-/// A file up to this length is summed in full; of a longer one each tensor in blocks.
+/// Files up to this length are checksummed completely; of longer ones, blocks of each tensor.
 constexpr uint64_t whole_bytes = uint64_t(512) << 20;
 constexpr uint64_t block_bytes = 4096;
 constexpr uint64_t blocks_of_tensor = 16;
-constexpr size_t most_sums = 8000;
-constexpr size_t most_overrides = 1024;
+constexpr size_t max_sums = 8000;
+constexpr size_t max_overrides = 1024;
 
 void append_sum(std::vector<uint64_t> &sums, size_t place, const void *data, uint64_t bytes) {
     uint64_t sum = 0;
     demand(kvt_checksum(data, bytes, &sum), nullptr, "summing the model");
-    if (sums.size() < most_sums) {
+    if (sums.size() < max_sums) {
         sums.push_back(sum);
         return;
     }
-    // A model of very many tensors: several share a place.
-    const uint64_t both[2] = {sums[place % most_sums], sum};
-    demand(kvt_checksum(both, sizeof both, &sums[place % most_sums]), nullptr, "summing the model");
+    // A model with very many tensors: several share a slot.
+    const uint64_t both[2] = {sums[place % max_sums], sum};
+    demand(kvt_checksum(both, sizeof both, &sums[place % max_sums]), nullptr, "summing the model");
 }
 
 void read_at(std::ifstream &file, uint64_t offset, uint64_t bytes, uint8_t *out, const char *path) {
     file.seekg(std::streamoff(offset));
     file.read(reinterpret_cast<char *>(out), std::streamsize(bytes));
     if (!file) {
-        fail(KVT_E_IO, std::string("cannot read ") + path + ", whose fingerprint is wanted");
+        fail(KVT_E_IO, std::string("cannot read ") + path +
+                           " for the model's fingerprint: check the file, or set model_id");
     }
 }
 
@@ -63,13 +64,14 @@ void sum_tensor(std::vector<uint64_t> &sums, size_t number, std::ifstream &file,
     append_sum(sums, number, bytes.data(), bytes.size());
 }
 
-/// Headers, names, types and places of all tensors in full, by the library; then sums of the weights.
+/// Fingerprint of a model's file. The library covers headers, names, types and offsets of all
+/// tensors; checksums of the weights follow.
 std::string fingerprint(const char *path) {
     kvt_str_t text{path, std::char_traits<char>::length(path)};
     kvt_model_t *handle = nullptr;
     kvt_error_t *error = nullptr;
     const kvt_status_t opened = kvt_model_open(&text, 1, sizeof text, &handle, &error);
-    demand(opened, error, "the model's file has no fingerprint (model_id can be given instead)");
+    demand(opened, error, "cannot fingerprint the model's file (or set model_id)");
     struct closer {
         kvt_model_t *model;
         ~closer() { kvt_model_close(&model); }
@@ -98,7 +100,7 @@ std::string fingerprint(const char *path) {
     return out;
 }
 
-/// What the model's file says of itself. What was overridden at load is not in it.
+/// Checksum of the metadata in the model's file. It does not include overrides at load.
 std::string metadata(const llama_model *model) {
     std::string all;
     char key[256], value[1024];
@@ -123,16 +125,18 @@ std::string value_of(const llama_model_kv_override &one) {
         std::snprintf(value, sizeof value, "%.*s", int(sizeof one.val_str), one.val_str);
         return value;
     }
-    fail(KVT_E_INVALID, "model_params has an override of no known type");
+    fail(KVT_E_INVALID, "model_params: kv_overrides has an entry of the unknown type " +
+                            std::to_string(int(one.tag)));
 }
 
-/// What was overridden when the model was loaded, in words; the list ends with an empty key.
+/// Text of the overrides with which the model was loaded; an entry with an empty key ends the list.
 std::string overrides(const llama_model_params *params) {
     std::string all;
     const llama_model_kv_override *one = params ? params->kv_overrides : nullptr;
     for (size_t i = 0; one && one[i].key[0] != 0; i++) {
-        if (i == most_overrides) {
-            fail(KVT_E_LIMIT, "model_params has more overrides than 1024: is the last one's key empty?");
+        if (i == max_overrides) {
+            fail(KVT_E_LIMIT, "model_params: kv_overrides has more than 1024 entries; end the list with "
+                              "an empty key");
         }
         all += std::string(one[i].key, strnlen(one[i].key, sizeof one[i].key)) + "=" +
                std::to_string(int(one[i].tag)) + " " + value_of(one[i]) + "\n";
@@ -140,7 +144,7 @@ std::string overrides(const llama_model_params *params) {
     return all;
 }
 
-/// What a key of the model is, after overrides; empty = it has none.
+/// The value of a metadata key after overrides; empty = the model has no such key.
 std::string value_of(const llama_model *model, const llama_model_params *params, const std::string &key) {
     const llama_model_kv_override *one = params ? params->kv_overrides : nullptr;
     for (; one && one->key[0] != 0; one++) {
@@ -152,30 +156,31 @@ std::string value_of(const llama_model *model, const llama_model_params *params,
     return llama_model_meta_val_str(model, key.c_str(), value, sizeof value) >= 0 ? value : "";
 }
 
-/// Some models scale RoPE in another way once the context is longer than what they were trained on. The
-/// engine compares with what the model says, whatever the context's YaRN settings are.
+/// Tells whether the context is longer than the model's original context. Some models then scale
+/// RoPE in another way. The engine compares with the metadata, regardless of the context's YaRN
+/// settings.
 bool is_long(const llama_context *ctx, const llama_model_params *params) {
     const llama_model *model = llama_get_model(ctx);
     const std::string arch = value_of(model, params, "general.architecture");
-    std::string said = value_of(model, params, arch + ".rope.scaling.original_context_length");
-    if (said.empty()) {
+    std::string original_text = value_of(model, params, arch + ".rope.scaling.original_context_length");
+    if (original_text.empty()) {
         // Opening a context may change llama_model_n_ctx_train.
-        said = value_of(model, params, arch + ".context_length");
+        original_text = value_of(model, params, arch + ".context_length");
     }
-    const uint64_t original = said.empty() ? uint64_t(std::max(llama_model_n_ctx_train(model), 0))
-                                           : std::strtoull(said.c_str(), nullptr, 10);
+    const uint64_t original = original_text.empty() ? uint64_t(std::max(llama_model_n_ctx_train(model), 0))
+                                           : std::strtoull(original_text.c_str(), nullptr, 10);
     return llama_n_ctx_seq(ctx) > original;
 }
 
 std::string settings(const llama_context *ctx, const llama_context_params &of,
                      const llama_model_params *params) {
-    char words[320];
-    std::snprintf(words, sizeof words,
+    char text[320];
+    std::snprintf(text, sizeof text,
                   "rope %d %a %a yarn %a %a %a %a %u attention %d long %d causal", int(of.rope_scaling_type),
                   double(of.rope_freq_base), double(of.rope_freq_scale), double(of.yarn_ext_factor),
                   double(of.yarn_attn_factor), double(of.yarn_beta_fast), double(of.yarn_beta_slow),
                   of.yarn_orig_ctx, int(of.attention_type), int(is_long(ctx, params)));
-    return words;
+    return text;
 }
 
 } // namespace
@@ -191,19 +196,20 @@ bool is_causal(const llama_context *ctx, const llama_context_params *params) {
 identity identify(const tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     const llama_model *model = llama_get_model(tier.ctx);
     const llama_context_params plain = llama_context_default_params();
-    char words[256];
+    char text[256];
     identity out;
-    llama_model_desc(model, words, sizeof words);
-    out.model = std::string(words) + " " + metadata(model) + "\n" + overrides(opts.model_params);
+    llama_model_desc(model, text, sizeof text);
+    out.model = std::string(text) + " " + metadata(model) + "\n" + overrides(opts.model_params);
     if (opts.model_id) {
         out.weights = std::string("id ") + opts.model_id;
     } else if (opts.model_path) {
         out.weights = "file " + fingerprint(opts.model_path);
     } else {
-        fail(KVT_E_INVALID, "whose KV is it? Give model_path, the model's file, or model_id");
+        fail(KVT_E_INVALID, "the options do not identify the model: set model_path, the model's file, "
+                            "or model_id");
     }
     const llama_context_params &params = opts.params ? *opts.params : plain;
-    out.context = settings(tier.ctx, params, opts.model_params) + "; " + tier.shape.words();
+    out.context = settings(tier.ctx, params, opts.model_params) + "; " + tier.shape.describe();
     out.engine = std::string("llama.cpp ") + llama_version() + " ggml " + ggml_version();
     return out;
 }

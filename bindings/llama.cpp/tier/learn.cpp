@@ -1,6 +1,6 @@
-// The shape of a blob that nothing is known of but how many tokens it holds. Headings say most of it;
-// what they leave open (what kind a section is, whether there is V) is tried, and exactly one way has
-// to end where the blob ends.
+// Infers the shape of a blob of which only the number of tokens is known. Headings give most of the
+// shape. The kind of a section and the presence of V are tried; exactly one way must end where the
+// blob ends.
 #include "tier/cursor.hpp"
 #include "tier/state.hpp"
 
@@ -11,7 +11,7 @@ namespace kvtier_llama {
 
 namespace {
 
-constexpr size_t most_sections = 4;
+constexpr size_t max_sections = 4;
 constexpr bool has_rotations = LLAMA_STATE_SEQ_VERSION >= 4;
 
 struct search {
@@ -32,7 +32,7 @@ bool type_fits(int32_t type, uint64_t bytes) {
     return each != 0 && bytes % each == 0;
 }
 
-bool learn_cells(const search &in_all, reader &in, section_shape *out, uint32_t *behind) {
+bool learn_cells(const search &in_all, reader &in, section_shape *out, uint32_t *later_streams) {
     out->streams = in.take<uint32_t>();
     if (!in.ok || out->streams == 0 || out->streams > max_streams) {
         return false;
@@ -40,12 +40,12 @@ bool learn_cells(const search &in_all, reader &in, section_shape *out, uint32_t 
     uint32_t count = 0;
     for (uint32_t stream = 0; stream < out->streams && count == 0; stream++) {
         count = in.take<uint32_t>();
-        *behind = out->streams - 1 - stream;
+        *later_streams = out->streams - 1 - stream;
     }
     if (!in.ok || count != in_all.tokens) {
         return false;
     }
-    // Cells of M-RoPE have two more numbers here: then the words do not fit, and it is refused.
+    // Cells of M-RoPE have two more numbers here, so the comparison fails and the blob is refused.
     for (uint32_t i = 0; i < count; i++) {
         const bool same = in.take<int32_t>() == int32_t(i) && in.take<uint32_t>() == 1 &&
                           in.take<int32_t>() == in_all.sequence;
@@ -105,8 +105,8 @@ void learn_next(search &all, uint64_t at);
 void learn_attention(search &all, uint64_t at) {
     reader in{all.data, all.bytes, at};
     section_shape section;
-    uint32_t behind = 0;
-    if (!learn_cells(all, in, &section, &behind) || !learn_keys(all, in, &section)) {
+    uint32_t later_streams = 0;
+    if (!learn_cells(all, in, &section, &later_streams) || !learn_keys(all, in, &section)) {
         return;
     }
     const section_shape bare = section;
@@ -116,9 +116,9 @@ void learn_attention(search &all, uint64_t at) {
         if (values && !learn_values(all, rest, &section)) {
             continue;
         }
-        // Streams behind this one have nothing.
+        // Later streams must be empty.
         bool good = true;
-        for (uint32_t i = 0; i < behind && good; i++) {
+        for (uint32_t i = 0; i < later_streams && good; i++) {
             good = rest.take<uint32_t>() == 0 && rest.ok;
         }
         if (good) {
@@ -129,7 +129,7 @@ void learn_attention(search &all, uint64_t at) {
     }
 }
 
-/// Always the last section: how many tensors it has is not written anywhere.
+/// A recurrent section is always the last one: no field has its number of tensors.
 void learn_recurrent(search &all, uint64_t at) {
     reader in{all.data, all.bytes, at};
     section_shape section;
@@ -144,7 +144,7 @@ void learn_recurrent(search &all, uint64_t at) {
         part_shape part;
         part.type = in.take<int32_t>();
         part.bytes = in.take<uint64_t>();
-        // Convolutions without a state have rows of no bytes.
+        // Convolutions without a state have rows of zero bytes.
         const bool fits = part.bytes == 0 ? part.type == GGML_TYPE_F32 : type_fits(part.type, part.bytes);
         if (!in.ok || !fits || section.parts.size() >= 2 * size_t(section.model_layers)) {
             return;
@@ -165,7 +165,7 @@ void learn_next(search &all, uint64_t at) {
         all.ways++;
         return;
     }
-    if (all.now.sections.size() < most_sections) {
+    if (all.now.sections.size() < max_sections) {
         learn_attention(all, at);
         learn_recurrent(all, at);
     }
@@ -185,9 +185,9 @@ bool learn_shape(const uint8_t *data, size_t bytes, int32_t sequence, uint32_t t
         return true;
     }
     *why = all.ways == 0
-               ? "this model's memory is none that kvtier knows (M-RoPE, or an attention with extra "
-                 "caches): its KV is not kept, requests are decoded as without kvtier"
-               : "the state of this model can be read in two ways: its KV is not kept";
+               ? "this model's memory has a format that kvtier does not support (M-RoPE, or attention "
+                 "with extra caches): run it without the KV tier"
+               : "the state of this model can be parsed in two ways: run it without the KV tier";
     return false;
 }
 

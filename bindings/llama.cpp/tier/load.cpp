@@ -1,4 +1,4 @@
-// Before a request: what is reusable, and that it is in the sequence.
+// Attach: looks up the reusable prefix of a prompt, and restores it into the sequence.
 #include "tier/tier.hpp"
 
 #include <algorithm>
@@ -10,18 +10,19 @@ namespace {
 constexpr uint64_t pending_wait_ns = 2000000000;
 constexpr uint64_t prefetch_wait_ns = 5000000000;
 
-/// A request, as far as it is understood.
+/// An attach request and what is known about it.
 struct request {
     llama_seq_id seq;
     const llama_token *tokens;
-    /// The most that may be reused: one token less than there are.
+    /// Most tokens that may be reused: one less than the prompt has.
     size_t limit;
-    /// Tokens that the sequence has, equal to the prompt's, and fit to go on from.
+    /// Tokens that the sequence already has, equal to the prompt's, from which decoding can
+    /// continue.
     size_t keep = 0;
     kvt_llama_attached_t *out;
 };
 
-/// Holds the tier's notes of a sequence against what the engine says of it.
+/// Compares the tier's record of a sequence with the engine's state.
 void check_held(tier_t &tier, const request &of) {
     if (tier.sequences[of.seq].forgotten) {
         llama_memory_seq_rm(tier.memory, of.seq, -1, -1);
@@ -42,8 +43,8 @@ uint32_t largest_window(const tier_t &tier) {
     return window;
 }
 
-/// How much of it can stay: the common beginning, if the engine can go on from its end.
-size_t keepable(const tier_t &tier, const request &of) {
+/// Length of the common prefix that can stay, if the engine can continue from its end.
+size_t reusable_length(const tier_t &tier, const request &of) {
     const tokens_t &has = tier.sequences.at(of.seq).tokens;
     const size_t both = std::min(has.size(), of.limit);
     const auto differ = std::mismatch(has.begin(), has.begin() + long(both), of.tokens);
@@ -61,38 +62,38 @@ size_t keepable(const tier_t &tier, const request &of) {
     return window == 0 || whole ? common : 0;
 }
 
-struct found {
+struct lookup_result {
     size_t reusable = 0;
     std::vector<kvt_range_t> ranges;
 };
 
-bool is_on_disk(const found &there) {
-    return std::any_of(there.ranges.begin(), there.ranges.end(),
+bool is_on_disk(const lookup_result &cached) {
+    return std::any_of(cached.ranges.begin(), cached.ranges.end(),
                        [](const kvt_range_t &range) { return range.disk_bytes != 0; });
 }
 
-/// What is on disk begins to come at once, all of it, not only when its turn has come; as far as memory
-/// has room for it beside what others have there.
+/// Prefetches everything that is on disk at once, instead of piece by piece, if half of the store's
+/// host memory can hold it.
 class prefetched {
 public:
     prefetched(const tier_t &tier, const session &held, size_t from, size_t to, bool wanted) {
         kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
-        kvt_transfer_t move = KVT_TRANSFER_INIT;
-        move.first_token = from;
-        move.tokens = to - from;
-        move.flags = KVT_TRANSFER_NEEDED_ONLY;
+        kvt_transfer_t transfer = KVT_TRANSFER_INIT;
+        transfer.first_token = from;
+        transfer.tokens = to - from;
+        transfer.flags = KVT_TRANSFER_NEEDED_ONLY;
         if (wanted && from < to && kvt_store_stats(tier.store, &stats) == KVT_OK &&
             (to - from) * tier.token_bytes <= stats.host_limit_bytes / 2) {
             kvt_submit_opts_t until = KVT_SUBMIT_OPTS_INIT;
             until.deadline_ns = now_ns() + prefetch_wait_ns;
-            kvt_session_prefetch(held.handle, &move, &until, &op, nullptr);
+            kvt_session_prefetch(held.handle, &transfer, &until, &op, nullptr);
         }
     }
     prefetched(const prefetched &) = delete;
     prefetched &operator=(const prefetched &) = delete;
     ~prefetched() {
         if (op) {
-            // It has no memory of ours: where it does not end it is left.
+            // A prefetch uses no memory of the tier: if it does not complete it may be abandoned.
             kvt_op_cancel(op);
             kvt_op_wait(op, KVT_OP_RELEASED, now_ns() + prefetch_wait_ns);
             kvt_op_free(&op);
@@ -103,43 +104,43 @@ private:
     kvt_op_t *op = nullptr;
 };
 
-kvt_lookup_t look_once(const tier_t &tier, const request &of, size_t count,
+kvt_lookup_t lookup_once(const tier_t &tier, const request &of, size_t count,
                        std::vector<kvt_range_t> *ranges) {
-    const auto *words = reinterpret_cast<const uint32_t *>(of.tokens);
+    const auto *token_words = reinterpret_cast<const uint32_t *>(of.tokens);
     kvt_lookup_t sum = KVT_LOOKUP_INIT;
     ranges->resize(64);
     for (;;) {
-        uint64_t there = 0;
+        uint64_t range_count = 0;
         const kvt_status_t status =
-            kvt_namespace_lookup(tier.space, words, count, ranges->data(), ranges->size(),
-                                 sizeof(kvt_range_t), &there, &sum, nullptr);
+            kvt_namespace_lookup(tier.kv_namespace, token_words, count, ranges->data(), ranges->size(),
+                                 sizeof(kvt_range_t), &range_count, &sum, nullptr);
         if (status != KVT_E_TOO_SMALL) {
-            demand(status, nullptr, "looking for the prompt's KV");
-            ranges->resize(there);
+            demand(status, nullptr, "looking up the prompt's KV");
+            ranges->resize(range_count);
             return sum;
         }
-        ranges->resize(there + there / 4);
+        ranges->resize(range_count + range_count / 4);
     }
 }
 
-found look(tier_t &tier, const request &of, size_t count) {
-    found out;
+lookup_result lookup(tier_t &tier, const request &of, size_t count) {
+    lookup_result out;
     if (count == 0) {
         return out;
     }
-    kvt_lookup_t sum = look_once(tier, of, count, &out.ranges);
+    kvt_lookup_t sum = lookup_once(tier, of, count, &out.ranges);
     if (sum.reusable_soon_tokens > sum.reusable_tokens) {
         drain(tier, now_ns() + pending_wait_ns);
-        sum = look_once(tier, of, count, &out.ranges);
+        sum = lookup_once(tier, of, count, &out.ranges);
     }
     out.reusable = full_chunks(tier, std::min<uint64_t>(sum.reusable_tokens, count));
     return out;
 }
 
-void count_tiers(const found &from, size_t first, size_t end, kvt_llama_attached_t *out) {
+void count_tiers(const lookup_result &from, size_t first, size_t end, kvt_llama_attached_t *out) {
     uint64_t disk = 0;
     uint32_t tier = KVT_TIER_HOST;
-    // Tokens of which nothing is needed any more count with those behind them.
+    // Tokens that need no KV any more count with those after them.
     for (size_t i = from.ranges.size(); i-- > 0;) {
         const kvt_range_t &range = from.ranges[i];
         const uint64_t begin = std::max<uint64_t>(range.first_token, first);
@@ -151,21 +152,22 @@ void count_tiers(const found &from, size_t first, size_t end, kvt_llama_attached
     out->host_tokens += uint32_t(end - first - disk);
 }
 
-/// What was saved and has left the store since is saved again.
+/// Marks saved chunks that were evicted from the store since as not saved.
 void check_saved(tier_t &tier, sequence_t &has) {
     if (has.saved == 0 || tier.shape.has_states() || tier.shape.has_windows()) {
         return;
     }
-    const auto *words = reinterpret_cast<const uint32_t *>(has.tokens.data());
+    const auto *token_words = reinterpret_cast<const uint32_t *>(has.tokens.data());
     kvt_lookup_t sum = KVT_LOOKUP_INIT;
-    if (kvt_namespace_lookup(tier.space, words, has.saved, nullptr, 0, sizeof(kvt_range_t), nullptr, &sum,
+    if (kvt_namespace_lookup(tier.kv_namespace, token_words, has.saved, nullptr, 0, sizeof(kvt_range_t),
+                             nullptr, &sum,
                              nullptr) != KVT_E_INVALID) {
         has.saved = full_chunks(tier, std::min<uint64_t>(has.saved, sum.reusable_soon_tokens));
     }
 }
 
-/// Removes what lies behind `keep`, after it was saved. False = all of it is gone.
-bool cut(tier_t &tier, const request &of, size_t keep) {
+/// Removes what lies after `keep`, after saving it. False = the whole sequence was removed.
+bool truncate_to(tier_t &tier, const request &of, size_t keep) {
     sequence_t &has = tier.sequences[of.seq];
     if (has.tokens.size() > keep) {
         check_saved(tier, has);
@@ -183,7 +185,7 @@ bool cut(tier_t &tier, const request &of, size_t keep) {
     return kept;
 }
 
-void note(tier_t &tier, const request &of, size_t count) {
+void record_tokens(tier_t &tier, const request &of, size_t count) {
     sequence_t &has = tier.sequences[of.seq];
     has.tokens.assign(of.tokens, of.tokens + count);
     has.saved = full_chunks(tier, count);
@@ -196,25 +198,27 @@ void refuse(tier_t &tier, request &of, kvt_status_t status) {
     tier.stats.refused_restores++;
 }
 
-/// Empties a sequence in which a restore has left something that nobody can go on from.
-size_t give_up(tier_t &tier, const request &of) {
+/// Empties a sequence in which a restore left KV that decoding cannot continue from.
+size_t discard_sequence(tier_t &tier, const request &of) {
     llama_memory_seq_rm(tier.memory, of.seq, -1, -1);
-    note(tier, of, 0);
+    record_tokens(tier, of, 0);
     return 0;
 }
 
-/// Restores [from, to), and the tail behind it if there is one. How many tokens there are then.
-size_t bring(tier_t &tier, request &of, const found &there, size_t from, size_t to, const tail_t *tail) {
+/// Restores [from, to), and the tail after it if there is one. Returns the tokens that the sequence
+/// has.
+size_t restore_prefix(tier_t &tier, request &of, const lookup_result &cached, size_t from, size_t to,
+                      const tail_t *tail) {
     const session held(tier, of.tokens, to);
     const bool alone = !tier.shape.has_attention();
     const bool with_state = !tail && tier.shape.has_states();
     restored_t done;
     if (alone) {
-        // Nothing but the state at the end: one piece, or the tail by itself.
+        // Only the state at the end is needed: one piece, or the tail alone.
         done = tail ? restored_t{uint32_t(to), 0, KVT_OK}
                     : restore(tier, held, of.seq, uint32_t(to) - tier.chunk, uint32_t(to), true);
     } else {
-        const prefetched ahead(tier, held, from, to, is_on_disk(there));
+        const prefetched ahead(tier, held, from, to, is_on_disk(cached));
         done = restore(tier, held, of.seq, uint32_t(from), uint32_t(to), with_state);
     }
     of.out->bytes += done.bytes;
@@ -223,9 +227,9 @@ size_t bring(tier_t &tier, request &of, const found &there, size_t from, size_t 
         refuse(tier, of, done.refused);
     }
     if (done.tokens < to && needs_end) {
-        return give_up(tier, of);
+        return discard_sequence(tier, of);
     }
-    count_tiers(there, from, std::max<size_t>(done.tokens, from), of.out);
+    count_tiers(cached, from, std::max<size_t>(done.tokens, from), of.out);
     size_t end = done.tokens;
     if (tail && end == to) {
         const bool empty = alone || to == 0;
@@ -235,49 +239,50 @@ size_t bring(tier_t &tier, request &of, const found &there, size_t from, size_t 
             of.out->host_tokens += uint32_t(end - to);
         } else if (tier.shape.has_states()) {
             refuse(tier, of, KVT_E_STATE);
-            return give_up(tier, of);
+            return discard_sequence(tier, of);
         }
     }
     if (llama_memory_seq_pos_max(tier.memory, of.seq) + 1 != llama_pos(end)) {
         refuse(tier, of, KVT_E_STATE);
-        return give_up(tier, of);
+        return discard_sequence(tier, of);
     }
-    note(tier, of, end);
+    record_tokens(tier, of, end);
     return end;
 }
 
-/// A tail that can be had: all before it is there, or may be (states: trying says).
+/// A tail whose prefix is available, or may be: with states only the restore shows that.
 std::shared_ptr<const tail_t> usable_tail(const tier_t &tier, const request &of, size_t reusable) {
     std::shared_ptr<const tail_t> tail = find_tail(tier, of.tokens, of.limit, std::max(reusable, of.keep));
     if (!tail || (tier.scratch < 0 && tier.shape.has_attention())) {
         return nullptr;
     }
     const size_t before = full_chunks(tier, tail->tokens.size());
-    const bool there = before <= reusable || before <= of.keep || tier.shape.has_states();
-    return there ? tail : nullptr;
+    const bool available = before <= reusable || before <= of.keep || tier.shape.has_states();
+    return available ? tail : nullptr;
 }
 
 size_t attach_prefix(tier_t &tier, request &of) {
     size_t limit = full_chunks(tier, of.limit);
-    // A miss shows only when it is got: then what is there is less than it seemed, and asked for anew.
+    // A get may find less than the lookup did, since that can be stale. Then look up a shorter
+    // prefix.
     for (int attempt = 0; attempt < 3; attempt++) {
-        const found there = look(tier, of, limit);
+        const lookup_result cached = lookup(tier, of, limit);
         std::shared_ptr<const tail_t> tail;
         if (attempt == 0) {
-            tail = usable_tail(tier, of, there.reusable);
+            tail = usable_tail(tier, of, cached.reusable);
         }
-        const size_t to = tail ? full_chunks(tier, tail->tokens.size()) : there.reusable;
+        const size_t to = tail ? full_chunks(tier, tail->tokens.size()) : cached.reusable;
         if (!tail && to <= of.keep) {
             break;
         }
         const bool from_start = tier.scratch < 0 || tier.shape.has_states() || tier.shape.has_windows();
         const size_t keep = from_start ? 0 : std::min(full_chunks(tier, of.keep), to);
-        of.keep = cut(tier, of, keep) ? keep : 0;
+        of.keep = truncate_to(tier, of, keep) ? keep : 0;
         of.out->host_tokens = of.out->disk_tokens = 0;
         const uint64_t refused = tier.stats.refused_restores;
-        const size_t end = bring(tier, of, there, of.keep, to, tail.get());
-        if (tail && to > there.reusable && end == 0) {
-            // It was not said that all before the tail is there: this was how to find out.
+        const size_t end = restore_prefix(tier, of, cached, of.keep, to, tail.get());
+        if (tail && to > cached.reusable && end == 0) {
+            // The lookup did not promise the tail's prefix, so its absence is not a failure.
             tier.stats.refused_restores = refused;
             of.out->refused = KVT_OK;
         }
@@ -288,24 +293,25 @@ size_t attach_prefix(tier_t &tier, request &of) {
     }
     of.out->host_tokens = of.out->disk_tokens = 0;
     const size_t keep = std::min(of.keep, tier.sequences[of.seq].tokens.size());
-    of.keep = cut(tier, of, keep) ? keep : 0;
+    of.keep = truncate_to(tier, of, keep) ? keep : 0;
     return of.keep;
 }
 
-/// Takes down what a sequence has now. What was computed anew, or kept unsaved, is not in the store.
-void note_holes(tier_t &tier, const request &of, size_t count) {
+/// Records what a sequence has now. Tokens that were recomputed, or kept unsaved, are not in the
+/// store.
+void record_holes(tier_t &tier, const request &of, size_t count) {
     sequence_t &has = tier.sequences[of.seq];
     const size_t stored = has.saved;
-    note(tier, of, count);
+    record_tokens(tier, of, count);
     if (of.out->recomputed_tokens != 0 || stored < full_chunks(tier, of.keep)) {
         has.saved = std::min(stored, has.saved);
     }
 }
 
-/// The same with holes: what lies between what is there is decoded, in the order of positions.
+/// Like attach_prefix, with holes: decodes what is missing between resident ranges, in order.
 size_t attach_holes(tier_t &tier, request &of) {
     const size_t limit = full_chunks(tier, of.limit);
-    const found there = look(tier, of, limit);
+    const lookup_result cached = lookup(tier, of, limit);
     const session held(tier, of.tokens, limit);
     std::vector<kvt_plan_step_t> plan(limit / tier.chunk + 1);
     uint64_t count = 0;
@@ -313,14 +319,14 @@ size_t attach_holes(tier_t &tier, request &of) {
         kvt_error_t *error = nullptr;
         const kvt_status_t status = kvt_session_plan(held.handle, nullptr, plan.data(), plan.size(),
                                                      sizeof plan[0], &count, nullptr, &error);
-        demand(status, error, "a plan");
+        demand(status, error, "planning the restore");
     }
     while (count > 0 && plan[count - 1].kind == KVT_PLAN_RECOMPUTE) {
         count--;
     }
     const size_t last = count != 0 ? plan[count - 1].first_token + plan[count - 1].tokens : 0;
     const size_t keep = last > of.keep ? full_chunks(tier, of.keep) : of.keep;
-    of.keep = cut(tier, of, keep) ? keep : 0;
+    of.keep = truncate_to(tier, of, keep) ? keep : 0;
     size_t end = of.keep;
     for (uint64_t i = 0; i < count; i++) {
         const size_t to = plan[i].first_token + plan[i].tokens;
@@ -329,34 +335,34 @@ size_t attach_holes(tier_t &tier, request &of) {
         }
         if (plan[i].kind == KVT_PLAN_RECOMPUTE) {
             if (decode(tier, of.seq, of.tokens, end, to, false) != 0) {
-                return give_up(tier, of);
+                return discard_sequence(tier, of);
             }
             of.out->recomputed_tokens += uint32_t(to - end);
         } else {
             const restored_t done = restore(tier, held, of.seq, uint32_t(end), uint32_t(to), false);
-            count_tiers(there, end, done.tokens, of.out);
+            count_tiers(cached, end, done.tokens, of.out);
             of.out->bytes += done.bytes;
             if (done.tokens < to) {
                 refuse(tier, of, done.refused);
-                note_holes(tier, of, done.tokens);
+                record_holes(tier, of, done.tokens);
                 return done.tokens;
             }
         }
         end = to;
     }
     if (end > of.keep) {
-        note_holes(tier, of, end);
+        record_holes(tier, of, end);
     }
     return end;
 }
 
-const char *words_of(kvt_status_t refused) {
+const char *restore_error_text(kvt_status_t refused) {
     switch (refused) {
     case KVT_OK: return "";
-    case KVT_E_NOT_FOUND: return "something of it has left the store, or was damaged there";
-    case KVT_E_STATE: return "the context did not take it: its KV cache has no room";
-    case KVT_E_AGAIN: return "there was no buffer for it in time";
-    case KVT_E_TIMEOUT: return "the disk did not bring it in time";
+    case KVT_E_NOT_FOUND: return "a chunk was evicted from the store, or is damaged; the rest is decoded";
+    case KVT_E_STATE: return "the context refused the state: its KV cache has no free cells";
+    case KVT_E_AGAIN: return "no buffer became free in time: raise buffer_bytes";
+    case KVT_E_TIMEOUT: return "the disk did not answer in time; the rest is decoded";
     default: return kvt_status_str(refused);
     }
 }
@@ -364,7 +370,7 @@ const char *words_of(kvt_status_t refused) {
 void attach(tier_t &tier, request &of) {
     check_scratch(tier);
     check_held(tier, of);
-    of.keep = keepable(tier, of);
+    of.keep = reusable_length(tier, of);
     const size_t end = tier.holes ? attach_holes(tier, of) : attach_prefix(tier, of);
     kvt_llama_attached_t &out = *of.out;
     out.reused_tokens = uint32_t(end);
@@ -391,7 +397,8 @@ extern "C" kvt_status_t kvt_llama_attach(kvt_llama_tier_t *tier, llama_seq_id se
     *report = kvt_llama_attached_t{};
     return guarded(why, [&] {
         if (!tier || !tokens || n_tokens == 0 || n_tokens > INT32_MAX) {
-            fail(KVT_E_INVALID, "a tier and a prompt of at least one token are wanted");
+            fail(KVT_E_INVALID, "tier or tokens is null, or n_tokens is not in 1..INT32_MAX: a prompt "
+                                "is required");
         }
         const uint64_t start = now_ns();
         check_sequence(*tier, seq);
@@ -403,11 +410,11 @@ extern "C" kvt_status_t kvt_llama_attach(kvt_llama_tier_t *tier, llama_seq_id se
         });
         if (status != KVT_OK) {
             // The store or memory failed half way: the request is decoded from its start.
-            give_up(*tier, of);
+            discard_sequence(*tier, of);
             *report = kvt_llama_attached_t{};
             refuse(*tier, of, status);
         } else {
-            tell(why, words_of(report->refused));
+            set_why(why, restore_error_text(report->refused));
         }
         report->ns = now_ns() - start;
         tier->stats.attaches++;

@@ -1,4 +1,4 @@
-// The life of a tier.
+// Opening and closing a tier, and its small queries.
 #include "tier/tier.hpp"
 
 #include <algorithm>
@@ -7,7 +7,7 @@ namespace kvtier_llama {
 
 namespace {
 
-constexpr uint32_t default_chunk = 32, most_chunk = 4096;
+constexpr uint32_t default_chunk = 32, max_chunk = 4096;
 constexpr uint32_t default_checkpoint = 512;
 constexpr uint64_t default_save_wait_ns = 50000000;
 constexpr uint64_t close_wait_ns = uint64_t(60) * 1000000000;
@@ -17,11 +17,11 @@ void open(tier_t &tier, llama_context *ctx, const kvt_llama_tier_opts_t &opts) {
     tier.memory = llama_get_memory(ctx);
     tier.n_seq_max = llama_n_seq_max(ctx);
     tier.chunk = opts.chunk_tokens != 0 ? opts.chunk_tokens : default_chunk;
-    if (tier.chunk > most_chunk) {
-        fail(KVT_E_LIMIT, "a chunk has 4096 tokens at most (chunk_tokens)");
+    if (tier.chunk > max_chunk) {
+        fail(KVT_E_LIMIT, "chunk_tokens is " + std::to_string(tier.chunk) + ", at most 4096 is allowed");
     }
     if ((opts.flags & ~KVT_LLAMA_HOLES) != 0) {
-        fail(KVT_E_INVALID, "flags has a bit that is not known");
+        fail(KVT_E_INVALID, "flags is " + std::to_string(opts.flags) + ", only KVT_LLAMA_HOLES is allowed");
     }
     const uint32_t checkpoint = opts.checkpoint_tokens != 0 ? opts.checkpoint_tokens : default_checkpoint;
     tier.checkpoint = std::max(tier.chunk, checkpoint / tier.chunk * tier.chunk);
@@ -29,13 +29,14 @@ void open(tier_t &tier, llama_context *ctx, const kvt_llama_tier_opts_t &opts) {
     tier.save_wait_ns = opts.save_wait_ns != 0 ? opts.save_wait_ns : default_save_wait_ns;
     probe(tier, opts);
     if (tier.holes && (tier.shape.has_states() || tier.shape.has_windows())) {
-        fail(KVT_E_UNSUPPORTED, "holes cannot be computed in models with windows or recurrent states: "
-                                "leave KVT_LLAMA_HOLES out");
+        fail(KVT_E_UNSUPPORTED, "KVT_LLAMA_HOLES does not work with windows or recurrent states: "
+                                "do not set it for this model");
     }
     if (tier.holes && tier.scratch < 0) {
-        fail(KVT_E_UNSUPPORTED, "holes need a context with kv_unified and one sequence more than is used");
+        fail(KVT_E_UNSUPPORTED,
+             "KVT_LLAMA_HOLES needs a scratch sequence: set kv_unified and one more n_seq_max");
     }
-    open_room(tier, opts);
+    open_tier_store(tier, opts);
 }
 
 } // namespace
@@ -47,7 +48,7 @@ using namespace kvtier_llama;
 extern "C" kvt_status_t kvt_llama_tier_open(llama_context *ctx, const kvt_llama_tier_opts_t *opts,
                                             kvt_llama_tier_t **out, kvt_llama_why_t *why) {
     if (!out) {
-        tell(why, "there is no place for the tier");
+        set_why(why, "out is null: pass the address of a tier pointer");
         return KVT_E_INVALID;
     }
     *out = nullptr;
@@ -57,14 +58,14 @@ extern "C" kvt_status_t kvt_llama_tier_open(llama_context *ctx, const kvt_llama_
     }
     return guarded(why, [&] {
         if (!ctx || !opts) {
-            fail(KVT_E_INVALID, "a context and options are wanted");
+            fail(KVT_E_INVALID, "ctx or opts is null: both are required");
         }
         auto tier = std::make_unique<kvt_llama_tier_t>();
         try {
             open(*tier, ctx, *opts);
         } catch (...) {
             std::string ignored;
-            close_room(*tier, &ignored);
+            close_tier_store(*tier, &ignored);
             throw;
         }
         *out = tier.release();
@@ -74,17 +75,17 @@ extern "C" kvt_status_t kvt_llama_tier_open(llama_context *ctx, const kvt_llama_
 
 extern "C" kvt_status_t kvt_llama_tier_close(kvt_llama_tier_t **tier, kvt_llama_why_t *why) {
     if (!tier || !*tier) {
-        tell(why, "");
+        set_why(why, "");
         return KVT_OK;
     }
     std::unique_ptr<kvt_llama_tier_t> own(*tier);
     *tier = nullptr;
     kvt_status_t flushed = kvt_llama_flush(own.get(), now_ns() + close_wait_ns, why);
-    kvt_llama_why_t said{};
-    std::string words;
-    const kvt_status_t closed = guarded(&said, [&] { return close_room(*own, &words); });
+    kvt_llama_why_t close_why{};
+    std::string message;
+    const kvt_status_t closed = guarded(&close_why, [&] { return close_tier_store(*own, &message); });
     if (flushed == KVT_OK && closed != KVT_OK) {
-        tell(why, words.empty() ? said.text : words.c_str());
+        set_why(why, message.empty() ? close_why.text : message.c_str());
         flushed = closed;
     }
     return flushed;
@@ -112,5 +113,5 @@ extern "C" kvt_status_t kvt_llama_tier_stats(const kvt_llama_tier_t *tier, kvt_l
 }
 
 extern "C" kvt_status_t kvt_llama_tier_key(const kvt_llama_tier_t *tier, uint8_t *out_key) {
-    return tier && out_key ? kvt_namespace_key(tier->space, out_key) : KVT_E_INVALID;
+    return tier && out_key ? kvt_namespace_key(tier->kv_namespace, out_key) : KVT_E_INVALID;
 }

@@ -1,4 +1,4 @@
-// Decoding, where the tier does it: prompts whose states are kept on the way, and holes.
+// Decodes on behalf of the tier: prompts with saves in between, and holes.
 #include "tier/tier.hpp"
 
 #include <algorithm>
@@ -7,8 +7,9 @@ namespace kvtier_llama {
 
 namespace {
 
-/// Where the next batch ends: with the context's batch; with a micro-batch where windows forget what is
-/// older; with a checkpoint, and the last chunk, where states are only what they are at one position.
+/// End of the next batch. It ends at n_batch; at n_ubatch with windows, because they forget older
+/// cells; at a checkpoint and at the last chunk with recurrent states, which exist at one position
+/// only.
 size_t batch_end(const tier_t &tier, size_t at, size_t end) {
     size_t step = llama_n_batch(tier.ctx);
     if (tier.shape.has_windows()) {
@@ -52,7 +53,7 @@ int decode(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t fir
         }
         llama_synchronize(tier.ctx);
         const uint64_t took = std::max<uint64_t>(now_ns() - start, 1);
-        kvt_namespace_observe_prefill(tier.space, at, count, took, nullptr);
+        kvt_namespace_observe_prefill(tier.kv_namespace, at, count, took, nullptr);
         tier.stats.decoded_tokens += count;
         at += count;
     }
@@ -68,7 +69,8 @@ extern "C" kvt_status_t kvt_llama_prefill(kvt_llama_tier_t *tier, llama_seq_id s
                                           kvt_llama_why_t *why) {
     return guarded(why, [&] {
         if (!tier || !tokens || first >= n_tokens || n_tokens > INT32_MAX) {
-            fail(KVT_E_INVALID, "a tier and at least one token to decode are wanted");
+            fail(KVT_E_INVALID, "tier or tokens is null, or first is not below n_tokens: at least one "
+                                "token is required");
         }
         check_sequence(*tier, seq);
         check_tokens(*tier, tokens, n_tokens);
@@ -77,8 +79,8 @@ extern "C" kvt_status_t kvt_llama_prefill(kvt_llama_tier_t *tier, llama_seq_id s
             const int status = decode(*tier, seq, tokens, at, end, end == n_tokens);
             if (status != 0) {
                 fail(status == 1 ? KVT_E_BUDGET : KVT_E_STATE,
-                     status == 1 ? "the context has no room for these tokens: free sequences, or make it "
-                                   "with a larger n_ctx"
+                     status == 1 ? "the KV cache has no free cells for these tokens: free sequences, or make "
+                                   "the context with a larger n_ctx"
                                  : "llama_decode failed with " + std::to_string(status));
             }
             at = end;
@@ -87,7 +89,7 @@ extern "C" kvt_status_t kvt_llama_prefill(kvt_llama_tier_t *tier, llama_seq_id s
                 commit(*tier, seq, tokens, at, true);
                 return KVT_OK;
             });
-            // A prompt is decoded also where it cannot be kept.
+            // A failed save must not fail the prompt.
             tier->stats.failed_saves += saved != KVT_OK;
             tier->stats.commit_ns += now_ns() - start;
         }

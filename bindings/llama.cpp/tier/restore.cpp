@@ -1,5 +1,5 @@
-// Out of the store, into the context: pieces in the order of positions, the next ones on their way while
-// the engine takes one in.
+// Copies pieces from the store into the context, in the order of positions. The next pieces are
+// read while the engine takes one in.
 #include "tier/tier.hpp"
 
 #include <algorithm>
@@ -12,10 +12,10 @@ namespace {
 constexpr size_t pieces_ahead = 3;
 constexpr uint32_t first_piece_tokens = 32;
 constexpr uint64_t buffer_wait_ns = 1000000000;
-/// A disk that is slower than this is slower than decoding: what is late is a miss.
+/// A disk slower than this is slower than decoding, so a late piece is a miss.
 constexpr uint64_t get_wait_ns = 5000000000;
 constexpr uint64_t byte_wait_ns = 10;
-/// After its deadline or a cancel an op lets go of its memory at once, unless the disk hangs.
+/// After its deadline or a cancel an op releases its memory at once, unless the disk hangs.
 constexpr uint64_t release_wait_ns = 1000000000;
 
 struct piece_t {
@@ -25,10 +25,10 @@ struct piece_t {
     uint64_t deadline_ns = 0;
 };
 
-/// What the blob of a piece has. Of windows only what is needed at `to`, of states only the last.
-std::vector<cells_wanted> cells_of(const tier_t &tier, uint32_t first, uint32_t end, uint32_t to,
+/// Cells of the blob of a piece: of windows only those needed at `to`, of states only the last.
+std::vector<cell_range> cells_of(const tier_t &tier, uint32_t first, uint32_t end, uint32_t to,
                                    bool state) {
-    std::vector<cells_wanted> cells;
+    std::vector<cell_range> cells;
     for (const section_shape &is : tier.shape.sections) {
         if (is.recurrent) {
             cells.push_back({int32_t(to) - 1, state && end == to ? 1u : 0u});
@@ -43,11 +43,12 @@ std::vector<cells_wanted> cells_of(const tier_t &tier, uint32_t first, uint32_t 
     return cells;
 }
 
-bool has_cells(const std::vector<cells_wanted> &cells) {
-    return std::any_of(cells.begin(), cells.end(), [](const cells_wanted &one) { return one.count != 0; });
+bool has_cells(const std::vector<cell_range> &cells) {
+    return std::any_of(cells.begin(), cells.end(), [](const cell_range &one) { return one.count != 0; });
 }
 
-/// Waits for the gets of a piece. Where they do not end its buffer stays taken: it is the store's still.
+/// Waits for the gets of a piece. If they do not complete, its buffer stays taken, because the
+/// store may still write into it.
 kvt_status_t end_piece(tier_t &tier, piece_t &piece, uint64_t deadline_ns) {
     kvt_status_t status = KVT_OK;
     if (reap(tier, *piece.buffer, deadline_ns, &status)) {
@@ -58,7 +59,7 @@ kvt_status_t end_piece(tier_t &tier, piece_t &piece, uint64_t deadline_ns) {
     return KVT_E_TIMEOUT;
 }
 
-/// The buffer of a piece that is given up: its gets have to end before it is anyone else's.
+/// Cancels a piece. Its gets must complete before its buffer is reused.
 void drop_piece(tier_t &tier, piece_t &piece) {
     if (!piece.buffer) {
         return;
@@ -69,9 +70,9 @@ void drop_piece(tier_t &tier, piece_t &piece) {
     end_piece(tier, piece, now_ns() + release_wait_ns);
 }
 
-/// What the store said, or KVT_E_AGAIN where there was no buffer.
+/// Returns the store's status, or KVT_E_AGAIN without a buffer.
 kvt_status_t begin_piece(tier_t &tier, const session &held, piece_t &piece,
-                         const std::vector<cells_wanted> &cells) {
+                         const std::vector<cell_range> &cells) {
     const uint64_t bytes = blob_bytes(tier.shape, cells);
     piece.buffer = bytes != 0 ? take_buffer(tier, bytes, now_ns() + buffer_wait_ns) : nullptr;
     if (!piece.buffer) {
@@ -87,7 +88,7 @@ kvt_status_t begin_piece(tier_t &tier, const session &held, piece_t &piece,
     return status;
 }
 
-/// Pieces under way. However a restore ends, none is left behind.
+/// Pieces in flight. The destructor cancels all of them, however a restore ends.
 struct pipeline {
     tier_t &tier;
     std::deque<piece_t> pieces;
@@ -102,7 +103,7 @@ struct pipeline {
     }
 };
 
-/// Pieces get longer: the first is short, since nothing goes on beside its way out of the store.
+/// Pieces grow: the first one is short, because nothing overlaps with its read.
 uint32_t next_end(const tier_t &tier, uint32_t from, uint32_t at, uint32_t to) {
     if (tier.scratch < 0) {
         return to;
@@ -136,7 +137,7 @@ restored_t restore(tier_t &tier, const session &held, llama_seq_id seq, uint32_t
     while (at < to || !line.pieces.empty()) {
         while (at < to && line.pieces.size() < pieces_ahead) {
             const uint32_t end = next_end(tier, from, at, to);
-            const std::vector<cells_wanted> cells = cells_of(tier, at, end, to, state);
+            const std::vector<cell_range> cells = cells_of(tier, at, end, to, state);
             if (has_cells(cells)) {
                 line.pieces.emplace_back();
                 piece_t &piece = line.pieces.back();

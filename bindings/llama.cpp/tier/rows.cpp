@@ -1,4 +1,4 @@
-// Rows of a blob as rectangles of a session: views without a copy.
+// Transfers between rows of a blob and a session: views into the blob, without a copy.
 #include "tier/tier.hpp"
 
 #include <algorithm>
@@ -7,17 +7,17 @@ namespace kvtier_llama {
 
 namespace {
 
-/// Where the rows of consecutive positions are in a section.
-struct order_t {
-    /// They lie one after the other, from this row on.
+/// The order of rows in a section for consecutive positions.
+struct row_order {
+    /// The rows are contiguous, from row `first` on.
     bool straight = true;
     uint32_t first = 0;
-    /// Else: the row of each position.
+    /// If not contiguous: the row of each position.
     std::vector<uint32_t> rows;
 };
 
-order_t order_of(const section_place &place, uint32_t first, uint32_t end) {
-    order_t order;
+row_order order_of(const section_place &place, uint32_t first, uint32_t end) {
+    row_order order;
     order.rows.assign(end - first, 0);
     const size_t cells = place.positions.size();
     for (size_t row = 0; row < cells; row++) {
@@ -33,14 +33,14 @@ order_t order_of(const section_place &place, uint32_t first, uint32_t end) {
     return order;
 }
 
-/// Views of a section's layers, and what they point to.
+/// Views of a section's layers, and the page tables that they point to.
 struct views_t {
     std::vector<kvt_view_t> k, v;
     bool has_v = false;
-    /// Tables of places, one for each distance between rows.
+    /// Page tables, one per row size.
     std::vector<std::pair<uint64_t, std::vector<void *>>> tables;
 
-    void *const *table(uint8_t *data, const order_t &order, uint64_t row_bytes) {
+    void *const *table(uint8_t *data, const row_order &order, uint64_t row_bytes) {
         for (const auto &one : tables) {
             if (one.first == row_bytes) {
                 return one.second.data();
@@ -55,7 +55,7 @@ struct views_t {
     }
 };
 
-kvt_view_t plane_view(views_t &all, uint8_t *data, const order_t &order, uint64_t at, uint64_t row_bytes) {
+kvt_view_t plane_view(views_t &all, uint8_t *data, const row_order &order, uint64_t at, uint64_t row_bytes) {
     kvt_view_t view{};
     if (order.straight) {
         view.address = data + at + order.first * row_bytes;
@@ -72,15 +72,16 @@ kvt_view_t plane_view(views_t &all, uint8_t *data, const order_t &order, uint64_
 
 void section_views(views_t &all, const section_shape &is, const section_place &place, uint8_t *data,
                    uint32_t first, uint32_t end) {
-    const order_t order = order_of(place, first, end);
-    // Pointers into the tables stay good while a table is added: rows of two lengths at most a layer.
+    const row_order order = order_of(place, first, end);
+    // Reserved, so that adding a table does not move the others: at most two row sizes per layer.
     all.tables.reserve(2 * is.layers.size());
     for (size_t i = 0; i < is.layers.size(); i++) {
         const layer_shape &layer = is.layers[i];
         all.k.push_back(plane_view(all, data, order, place.k_at[i], layer.k_bytes));
         kvt_view_t v{};
         if (layer.v_bytes != 0 && is.transposed) {
-            // Each number of V has its own row, of all cells: numbers are what heads are elsewhere.
+            // In transposed V each element has a row of all cells, so elements take the place of
+            // heads.
             v = plane_view(all, data, order, place.v_at[i], layer.v_element_bytes);
             v.heads = uint32_t(layer.v_bytes / layer.v_element_bytes);
             v.head_stride_bytes = uint64_t(layer.v_element_bytes) * place.positions.size();
@@ -103,28 +104,28 @@ void state_views(views_t &all, const section_shape &is, const section_place &pla
     }
 }
 
-enum class way { put, get };
+enum class direction { put, get };
 
-kvt_status_t submit(tier_t &tier, const session &of, buffer_t &buffer, way which, views_t &views,
+kvt_status_t submit(tier_t &tier, const session &of, buffer_t &buffer, direction which, views_t &views,
                     const section_layers &layers, uint32_t first, uint32_t end, uint64_t deadline_ns) {
-    kvt_transfer_t move = KVT_TRANSFER_INIT;
-    move.first_token = first;
-    move.tokens = end - first;
-    move.first_layer = layers.first;
-    move.layers = layers.count;
-    move.k = views.k.data();
-    move.v = views.has_v ? views.v.data() : nullptr;
-    move.stride_bytes = sizeof(kvt_view_t);
+    kvt_transfer_t transfer = KVT_TRANSFER_INIT;
+    transfer.first_token = first;
+    transfer.tokens = end - first;
+    transfer.first_layer = layers.first;
+    transfer.layers = layers.count;
+    transfer.k = views.k.data();
+    transfer.v = views.has_v ? views.v.data() : nullptr;
+    transfer.stride_bytes = sizeof(kvt_view_t);
     kvt_op_t *op = nullptr;
     kvt_status_t status = KVT_OK;
     buffer.ops.reserve(buffer.ops.size() + 1);
-    if (which == way::put) {
-        move.level = tier.has_disk ? KVT_LEVEL_DURABLE : KVT_LEVEL_RAM;
-        status = kvt_session_put(of.handle, &move, nullptr, &op, nullptr);
+    if (which == direction::put) {
+        transfer.level = tier.has_disk ? KVT_LEVEL_DURABLE : KVT_LEVEL_RAM;
+        status = kvt_session_put(of.handle, &transfer, nullptr, &op, nullptr);
     } else {
         kvt_submit_opts_t until = KVT_SUBMIT_OPTS_INIT;
         until.deadline_ns = deadline_ns;
-        status = kvt_session_get(of.handle, &move, &until, &op, nullptr);
+        status = kvt_session_get(of.handle, &transfer, &until, &op, nullptr);
     }
     if (op) {
         buffer.ops.push_back(op);
@@ -133,7 +134,7 @@ kvt_status_t submit(tier_t &tier, const session &of, buffer_t &buffer, way which
 }
 
 kvt_status_t move_section(tier_t &tier, const session &of, buffer_t &buffer, const blob_place &place,
-                          size_t number, way which, uint32_t first, uint32_t end,
+                          size_t number, direction which, uint32_t first, uint32_t end,
                           uint64_t deadline_ns) {
     const section_shape &is = tier.shape.sections[number];
     views_t views;
@@ -148,14 +149,14 @@ kvt_status_t move_section(tier_t &tier, const session &of, buffer_t &buffer, con
 } // namespace
 
 uint32_t rows_begin(const section_place &place, uint32_t first, uint32_t end) {
-    std::vector<bool> there(end - first, false);
+    std::vector<bool> present(end - first, false);
     for (const int32_t position : place.positions) {
         if (uint32_t(position) >= first && uint32_t(position) < end) {
-            there[uint32_t(position) - first] = true;
+            present[uint32_t(position) - first] = true;
         }
     }
     uint32_t begin = end;
-    while (begin > first && there[begin - first - 1]) {
+    while (begin > first && present[begin - first - 1]) {
         begin--;
     }
     return begin;
@@ -176,7 +177,7 @@ kvt_status_t put_rows(tier_t &tier, const session &from, buffer_t &buffer, const
         if (begin >= end) {
             continue;
         }
-        const kvt_status_t status = move_section(tier, from, buffer, place, i, way::put, begin, end, 0);
+        const kvt_status_t status = move_section(tier, from, buffer, place, i, direction::put, begin, end, 0);
         worst = status != KVT_OK ? status : worst;
     }
     return worst;
@@ -192,7 +193,7 @@ kvt_status_t get_rows(tier_t &tier, const session &from, buffer_t &buffer, const
         const uint32_t begin = tier.shape.sections[i].recurrent ? end - tier.chunk
                                                                 : std::max(first, uint32_t(at[0]));
         const kvt_status_t status =
-            move_section(tier, from, buffer, place, i, way::get, begin, end, deadline_ns);
+            move_section(tier, from, buffer, place, i, direction::get, begin, end, deadline_ns);
         if (status != KVT_OK) {
             return status;
         }

@@ -1,4 +1,4 @@
-// Out of the context, into the store.
+// Save: copies chunks out of the context and submits them to the store.
 #include "tier/tier.hpp"
 
 #include <algorithm>
@@ -7,19 +7,19 @@ namespace kvtier_llama {
 
 namespace {
 
-/// Without a scratch sequence all of a sequence is copied for whatever is new: seldom, then.
+/// Without a scratch sequence every save copies the whole sequence, so saves are less frequent.
 constexpr size_t whole_step_tokens = 256;
 
 uint64_t piece_blob_bytes(const tier_t &tier, uint32_t tokens) {
-    std::vector<cells_wanted> cells;
+    std::vector<cell_range> cells;
     for (const section_shape &section : tier.shape.sections) {
         cells.push_back({0, section.recurrent ? 1u : tokens});
     }
     return blob_bytes(tier.shape, cells);
 }
 
-/// That the blob has what it is stored as: every position of a section without a window.
-bool has_all(const tier_t &tier, const blob_place &place, uint32_t first, uint32_t end) {
+/// Tells whether the blob has every position in all sections without a window.
+bool has_all_rows(const tier_t &tier, const blob_place &place, uint32_t first, uint32_t end) {
     for (size_t i = 0; i < place.sections.size(); i++) {
         const section_shape &is = tier.shape.sections[i];
         if (!is.recurrent && is.window_tokens == 0 && rows_begin(place.sections[i], first, end) != first) {
@@ -39,20 +39,20 @@ uint64_t copy_out(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t end, 
     return bytes;
 }
 
-bool worth_it(const tier_t &tier, const sequence_t &has) {
+bool copy_pays_off(const tier_t &tier, const sequence_t &has) {
     const size_t end = full_chunks(tier, has.tokens.size());
     return tier.scratch >= 0 || end - has.saved >= std::max(whole_step_tokens, has.saved / 4);
 }
 
-void check_told(const tier_t &tier, llama_seq_id seq, size_t count) {
+void check_committed(const tier_t &tier, llama_seq_id seq, size_t count) {
     if (llama_memory_seq_pos_max(tier.memory, seq) + 1 < llama_pos(count)) {
-        fail(KVT_E_INVALID, "the sequence does not hold as many tokens as are committed: a token that "
-                            "was sampled counts once it was decoded");
+        fail(KVT_E_INVALID, std::to_string(count) + " tokens are committed, but the sequence holds fewer: "
+                            "commit a sampled token after it was decoded");
     }
 }
 
-/// Takes down what the sequence holds now. True when it is more than one token more than before.
-bool note_tokens(const tier_t &tier, sequence_t &has, const llama_token *tokens, size_t count) {
+/// Records what the sequence holds now. True if it changed by more than one appended token.
+bool update_tokens(const tier_t &tier, sequence_t &has, const llama_token *tokens, size_t count) {
     const size_t before = has.tokens.size();
     const size_t both = std::min(before, count);
     const size_t common =
@@ -70,16 +70,17 @@ size_t full_chunks(const tier_t &tier, size_t tokens) { return tokens / tier.chu
 
 void check_sequence(const tier_t &tier, llama_seq_id seq) {
     if (seq < 0 || uint32_t(seq) >= tier.n_seq_max || seq == tier.scratch) {
-        fail(KVT_E_INVALID, "there is no such sequence, or it is the tier's scratch sequence");
+        fail(KVT_E_INVALID, "sequence " + std::to_string(seq) + " is not in the context (n_seq_max), or is "
+                            "the tier's scratch sequence");
     }
 }
 
 void check_tokens(const tier_t &tier, const llama_token *tokens, size_t count) {
     for (size_t i = 0; i < count; i++) {
         if (tokens[i] < 0 || tokens[i] >= tier.n_vocab) {
-            fail(KVT_E_INVALID, "token " + std::to_string(i) + " is none of the vocabulary: what stands for "
-                                "an image or other embeddings does not say which one it is; commit and "
-                                "attach what lies before it");
+            fail(KVT_E_INVALID, "token " + std::to_string(i) + " is " + std::to_string(tokens[i]) +
+                                ", not in the vocabulary: placeholders do not identify an image or other "
+                                "embeddings; commit and attach only the tokens before it");
         }
     }
 }
@@ -87,7 +88,7 @@ void check_tokens(const tier_t &tier, const llama_token *tokens, size_t count) {
 void check_scratch(const tier_t &tier) {
     if (tier.scratch >= 0 && llama_memory_seq_pos_max(tier.memory, tier.scratch) >= 0) {
         fail(KVT_E_STATE, "sequence " + std::to_string(tier.scratch) + " is the tier's scratch sequence, "
-                          "and it is not empty: empty it, or name another one (scratch_seq)");
+                          "but it is not empty: empty it, or set another scratch_seq");
     }
 }
 
@@ -95,7 +96,7 @@ size_t trim(tier_t &tier, llama_seq_id seq) {
     sequence_t &has = tier.sequences[seq];
     const size_t end = size_t(llama_memory_seq_pos_max(tier.memory, seq) + 1);
     if (end < has.tokens.size()) {
-        // A recurrent state cannot be cut: it is another one then.
+        // A recurrent state cannot be shortened, so nothing of the sequence can be reused.
         has.tokens.resize(tier.shape.has_states() ? 0 : end);
         has.saved = std::min(has.saved, full_chunks(tier, has.tokens.size()));
         has.state_saved = std::min(has.state_saved, has.tokens.size());
@@ -123,7 +124,7 @@ held_buffer export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t
     std::string why;
     const bool good = bytes != 0 && bytes <= buffer->bytes &&
                       read_blob(tier.shape, buffer->data, bytes, whole ? seq : tier.scratch, place, &why) &&
-                      has_all(tier, *place, first, end);
+                      has_all_rows(tier, *place, first, end);
     if (!good) {
         tier.stats.failed_saves++;
         tier.save_failure = KVT_E_STATE;
@@ -138,7 +139,7 @@ void save(tier_t &tier, llama_seq_id seq, uint64_t deadline_ns, bool state) {
     const size_t end = full_chunks(tier, has.tokens.size());
     const bool with_state = state && tier.shape.has_states() && end == has.tokens.size() && end != 0 &&
                             end > has.state_saved;
-    // A model of states alone has nothing to save but those.
+    // A model with states alone has only those to save.
     size_t at = tier.shape.has_attention() ? has.saved : end;
     if (at >= end && with_state) {
         at = end - tier.chunk;
@@ -172,15 +173,15 @@ void save(tier_t &tier, llama_seq_id seq, uint64_t deadline_ns, bool state) {
 void commit(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t count, bool state) {
     check_sequence(tier, seq);
     check_tokens(tier, tokens, count);
-    check_told(tier, seq, count);
+    check_committed(tier, seq, count);
     sequence_t &has = tier.sequences[seq];
     has.forgotten = has.forgotten && llama_memory_seq_pos_max(tier.memory, seq) >= 0;
     if (has.forgotten) {
         return;
     }
-    const bool jumped = note_tokens(tier, has, tokens, count);
+    const bool jumped = update_tokens(tier, has, tokens, count);
     const bool checkpoint = count >= has.state_saved + tier.checkpoint;
-    const bool new_chunk = full_chunks(tier, count) > has.saved && worth_it(tier, has);
+    const bool new_chunk = full_chunks(tier, count) > has.saved && copy_pays_off(tier, has);
     const bool new_state = tier.shape.has_states() && (state || jumped || checkpoint);
     if (new_chunk || new_state) {
         save(tier, seq, now_ns() + tier.save_wait_ns, new_state);
@@ -196,7 +197,7 @@ extern "C" kvt_status_t kvt_llama_commit(kvt_llama_tier_t *tier, llama_seq_id se
                                          kvt_llama_why_t *why) {
     return guarded(why, [&] {
         if (!tier || (!tokens && n_tokens != 0) || n_tokens > INT32_MAX) {
-            fail(KVT_E_INVALID, "a tier and tokens are wanted");
+            fail(KVT_E_INVALID, "tier or tokens is null, or n_tokens is above INT32_MAX");
         }
         const uint64_t start = now_ns();
         commit(*tier, seq, tokens, n_tokens, false);
@@ -210,7 +211,7 @@ extern "C" kvt_status_t kvt_llama_flush(kvt_llama_tier_t *tier, uint64_t deadlin
                                         kvt_llama_why_t *why) {
     return guarded(why, [&]() -> kvt_status_t {
         if (!tier) {
-            fail(KVT_E_INVALID, "a tier is wanted");
+            fail(KVT_E_INVALID, "tier is null: pass an open tier");
         }
         const uint64_t until = deadline_ns != 0 ? deadline_ns : UINT64_MAX / 2;
         bool all = true;
@@ -219,13 +220,13 @@ extern "C" kvt_status_t kvt_llama_flush(kvt_llama_tier_t *tier, uint64_t deadlin
             all = all && one.second.saved >= full_chunks(*tier, one.second.tokens.size());
         }
         if (!drain(*tier, until)) {
-            fail(KVT_E_TIMEOUT, "not all of it was stored in time: it goes on");
+            fail(KVT_E_TIMEOUT, "not everything was stored before the deadline: saving continues");
         }
         const kvt_status_t status = tier->save_failure;
         tier->save_failure = KVT_OK;
         if (status != KVT_OK || !all) {
             fail(status != KVT_OK ? status : KVT_E_TIMEOUT,
-                 "something could not be stored: the store has no room for it, or its disk failed");
+                 "some chunks could not be stored: the store has no space for them, or its disk failed");
         }
         return KVT_OK;
     });

@@ -1,4 +1,4 @@
-// Blobs of a known shape: read, measured, built.
+// Parses, measures and builds blobs of a known shape.
 #include "tier/state.hpp"
 
 #include "tier/cursor.hpp"
@@ -9,7 +9,7 @@
 #include <cstdio>
 
 #if LLAMA_STATE_SEQ_VERSION != 3 && LLAMA_STATE_SEQ_VERSION != 4
-#error "kvtier knows versions 3 and 4 of LLAMA_STATE_SEQ_VERSION: take a newer kvtier or an older engine"
+#error "kvtier supports LLAMA_STATE_SEQ_VERSION 3 and 4: use a newer kvtier or an older engine"
 #endif
 
 namespace kvtier_llama {
@@ -19,11 +19,11 @@ namespace {
 constexpr bool has_rotations = LLAMA_STATE_SEQ_VERSION >= 4;
 
 bool refuse(std::string *why, const char *what) {
-    *why = std::string("a sequence state that kvtier cannot read: ") + what;
+    *why = std::string("the engine's sequence state cannot be parsed: ") + what;
     return false;
 }
 
-/// Two cells of one position (images have such) are not told apart by it.
+/// Positions must be unique. Cells of images share a position, and could not be told apart.
 bool repeats(std::vector<int32_t> positions) {
     std::sort(positions.begin(), positions.end());
     return std::adjacent_find(positions.begin(), positions.end()) != positions.end();
@@ -34,7 +34,7 @@ bool read_cells(const section_shape &is, reader &in, int32_t sequence, section_p
         return false;
     }
     uint32_t count = 0;
-    // Streams of other sequences are empty; that of this one has its tensors right behind its cells.
+    // Streams of other sequences are empty. In this sequence's stream the tensors follow the cells.
     for (uint32_t stream = 0; stream < is.streams && count == 0; stream++) {
         count = in.take<uint32_t>();
         out->stream = count != 0 ? stream : 0;
@@ -129,7 +129,7 @@ bool read_recurrent(const section_shape &is, reader &in, section_place *out) {
     return in.ok;
 }
 
-void build_attention(const section_shape &is, const cells_wanted &want, int32_t sequence, writer &out,
+void build_attention(const section_shape &is, const cell_range &want, int32_t sequence, writer &out,
                      section_place *place) {
     out.put(is.streams);
     for (uint32_t stream = 0; stream < want.stream; stream++) {
@@ -175,7 +175,7 @@ void build_attention(const section_shape &is, const cells_wanted &want, int32_t 
     }
 }
 
-void build_recurrent(const section_shape &is, const cells_wanted &want, writer &out,
+void build_recurrent(const section_shape &is, const cell_range &want, writer &out,
                      section_place *place) {
     out.put(want.count);
     if (want.count != 0) {
@@ -238,7 +238,7 @@ uint32_t shape::streams() const {
     return 1;
 }
 
-std::string shape::words() const {
+std::string shape::describe() const {
     std::string text = "state " + std::to_string(LLAMA_STATE_SEQ_VERSION);
     char word[160];
     for (const section_shape &section : sections) {
@@ -268,7 +268,7 @@ bool read_blob(const shape &is, const uint8_t *data, size_t bytes, int32_t seque
     out->bytes = bytes;
     out->sections.assign(is.sections.size(), section_place{});
     if (in.take<uint32_t>() != blob_magic || in.take<int32_t>() != sequence || !in.ok) {
-        return refuse(why, "it does not begin like one of this sequence");
+        return refuse(why, "its magic word or its sequence id is wrong");
     }
     for (size_t i = 0; i < is.sections.size(); i++) {
         const section_shape &section = is.sections[i];
@@ -276,13 +276,13 @@ bool read_blob(const shape &is, const uint8_t *data, size_t bytes, int32_t seque
         const bool good = section.recurrent ? read_recurrent(section, in, place)
                                             : read_attention(section, in, sequence, place);
         if (!good) {
-            return refuse(why, "a section is not what this context has written before");
+            return refuse(why, "a section differs from the shape of this context's states");
         }
     }
-    return in.at == bytes || refuse(why, "something follows its last section");
+    return in.at == bytes || refuse(why, "it has bytes after its last section");
 }
 
-uint64_t blob_bytes(const shape &is, const std::vector<cells_wanted> &cells) {
+uint64_t blob_bytes(const shape &is, const std::vector<cell_range> &cells) {
     uint64_t rows = 0;
     for (size_t i = 0; i < is.sections.size(); i++) {
         uint64_t each = 12;
@@ -301,7 +301,7 @@ uint64_t blob_bytes(const shape &is, const std::vector<cells_wanted> &cells) {
     return rows > uint64_t(1) << 48 ? 0 : build_blob(is, cells, 0, nullptr).bytes;
 }
 
-blob_place build_blob(const shape &is, const std::vector<cells_wanted> &cells, int32_t sequence,
+blob_place build_blob(const shape &is, const std::vector<cell_range> &cells, int32_t sequence,
                       uint8_t *data) {
     writer out{data};
     blob_place place;

@@ -1,6 +1,6 @@
-// Ends of conversations that fill no chunk. The store shares full chunks only, and what a session of it
-// has beyond them goes with the session; here they are kept as the engine wrote them, as long as there
-// is room, so that who comes back finds all of it.
+// Ends of conversations that fill no chunk. The store shares full chunks only. Tails are kept here
+// as the engine wrote them, within a limit, so that a returning conversation is restored
+// completely.
 #include "tier/tier.hpp"
 
 #include <algorithm>
@@ -10,15 +10,15 @@ namespace kvtier_llama {
 
 namespace {
 
-constexpr size_t most_tails = 64;
+constexpr size_t max_tails = 64;
 
 void drop(tier_t &tier, std::list<std::shared_ptr<const tail_t>>::iterator one) {
     tier.tail_bytes -= (*one)->blob.size();
-    pay_back(tier, (*one)->blob.size());
+    release_memory(tier, (*one)->blob.size());
     tier.tails.erase(one);
 }
 
-/// Makes room for one more, and pays for it.
+/// Evicts tails until one more fits, and charges the budget for it.
 bool make_room(tier_t &tier, const tokens_t &same, uint64_t bytes) {
     const uint64_t limit = tier.buffer_limit / 4;
     for (auto one = tier.tails.begin(); one != tier.tails.end(); ++one) {
@@ -27,10 +27,10 @@ bool make_room(tier_t &tier, const tokens_t &same, uint64_t bytes) {
             break;
         }
     }
-    while (!tier.tails.empty() && (tier.tails.size() >= most_tails || tier.tail_bytes + bytes > limit)) {
+    while (!tier.tails.empty() && (tier.tails.size() >= max_tails || tier.tail_bytes + bytes > limit)) {
         drop(tier, std::prev(tier.tails.end()));
     }
-    return bytes <= limit && pay(tier, bytes);
+    return bytes <= limit && reserve_memory(tier, bytes);
 }
 
 } // namespace

@@ -1,4 +1,4 @@
-// The KV tier of one context, from the inside.
+// Internal declarations of the KV tier of one context.
 #pragma once
 
 #include "tier/state.hpp"
@@ -11,7 +11,8 @@
 #include <string>
 #include <vector>
 
-/// Calls that not every engine has: one that is there is found by its argument, and fits better.
+/// Fallbacks for calls that not every engine has. Where the engine declares one, overload
+/// resolution prefers it, because its argument type fits better.
 namespace kvtier_llama {
 
 inline uint32_t llama_n_rs_seq(const void *) { return 0; }
@@ -23,56 +24,56 @@ namespace kvtier_llama {
 
 using tokens_t = std::vector<llama_token>;
 
-/// What went wrong: a status, and words for the caller.
+/// Thrown on an error: a status and a text for the caller.
 struct failure {
     kvt_status_t status;
-    std::string words;
+    std::string message;
 };
 
-[[noreturn]] void fail(kvt_status_t status, const std::string &words);
-/// Throws what the library said where it said no.
+[[noreturn]] void fail(kvt_status_t status, const std::string &message);
+/// Throws the library's error if `status` is not KVT_OK; frees `error`.
 void demand(kvt_status_t status, kvt_error_t *error, const char *what);
 uint64_t now_ns();
 
-/// Memory between the context and the store. While ops are under way it is theirs.
+/// Memory between the context and the store. The store owns it while ops are in flight.
 struct buffer_t {
     uint8_t *data = nullptr;
     uint64_t bytes = 0;
     std::vector<kvt_op_t *> ops;
-    /// Of ops that have ended while others have not.
+    /// First error of ops that have completed while others have not.
     kvt_status_t worst = KVT_OK;
-    /// What a put of it stores.
+    /// Tokens that a put from this buffer stores.
     uint64_t tokens = 0;
     bool taken = false;
-    /// Gets into it did not end in time: nobody's until they have.
+    /// Gets into this buffer missed their deadline; it stays taken until they complete.
     bool stuck = false;
 };
 
-/// A taken buffer is given back at the end of the block, unless it is released.
-struct giver {
+/// Deleter of held_buffer: makes a taken buffer available again.
+struct return_buffer {
     void operator()(buffer_t *buffer) const { buffer->taken = false; }
 };
-using held_buffer = std::unique_ptr<buffer_t, giver>;
+using held_buffer = std::unique_ptr<buffer_t, return_buffer>;
 
-/// What the tier knows of a sequence of the context.
+/// The tier's record of one sequence of the context.
 struct sequence_t {
-    /// What it holds, from position 0 on.
+    /// Tokens that the sequence holds, from position 0 on.
     tokens_t tokens;
-    /// Of those: handed to the store, in full chunks.
+    /// How many of these, in full chunks, were submitted to the store.
     size_t saved = 0;
-    /// Where its recurrent state was saved last.
+    /// Position at which the recurrent state was saved last.
     size_t state_saved = 0;
-    /// Nobody knows what its cells are: nothing of it is saved until it was empty.
+    /// The cells are unknown: nothing is saved until the sequence was empty.
     bool forgotten = false;
 };
 
-/// The end of a conversation that fills no chunk, as the engine wrote it.
+/// The end of a conversation that fills no chunk, as a state blob of the engine.
 struct tail_t {
     tokens_t tokens;
     std::vector<uint8_t> blob;
 };
 
-/// Layers of the layout that are one section of the blob.
+/// The layers of the layout that belong to one section of the blob.
 struct section_layers {
     uint32_t first = 0, count = 0;
 };
@@ -86,10 +87,10 @@ struct kvt_llama_tier_t {
     std::vector<kvtier_llama::section_layers> layers;
     uint32_t n_seq_max = 1;
     int32_t n_vocab = 0;
-    /// -1 = there is none: whole sequences are copied.
+    /// -1 = no scratch sequence: whole sequences are copied.
     llama_seq_id scratch = -1;
     uint32_t chunk = 32, checkpoint = 512, piece = 256;
-    /// Of attention, of one token.
+    /// Bytes of attention KV of one token.
     uint64_t token_bytes = 0;
     bool holes = false, has_disk = false;
     uint64_t save_wait_ns = 0;
@@ -98,13 +99,13 @@ struct kvt_llama_tier_t {
     kvt_store_t *own_store = nullptr;
     kvt_account_t *account = nullptr;
     const kvt_store_t *store = nullptr;
-    kvt_namespace_t *space = nullptr;
+    kvt_namespace_t *kv_namespace = nullptr;
 
     uint64_t buffer_limit = 0;
-    /// The order of being taken: the oldest first.
+    /// Least recently taken first.
     std::list<kvtier_llama::buffer_t> buffers;
     std::map<llama_seq_id, kvtier_llama::sequence_t> sequences;
-    /// The newest first. Whoever uses one keeps it, also when it has to leave here.
+    /// Newest first. Shared, so that an evicted tail outlives its use.
     std::list<std::shared_ptr<const kvtier_llama::tail_t>> tails;
     uint64_t tail_bytes = 0;
     kvt_status_t save_failure = KVT_OK;
@@ -115,21 +116,21 @@ namespace kvtier_llama {
 
 using tier_t = kvt_llama_tier_t;
 
-// room.cpp: the store's side.
-void open_room(tier_t &tier, const kvt_llama_tier_opts_t &opts);
-/// Waits a while for what is under way. What does not end then keeps its memory for good.
-kvt_status_t close_room(tier_t &tier, std::string *words);
-/// Has the budget pay for memory of the tier; false where it has not that much.
-bool pay(tier_t &tier, uint64_t bytes);
-void pay_back(tier_t &tier, uint64_t bytes);
-/// A buffer with room for `bytes`, waited for until `deadline_ns`; null where there is none then.
+// store.cpp: namespace and layout, buffers, ops, sessions.
+void open_tier_store(tier_t &tier, const kvt_llama_tier_opts_t &opts);
+/// Waits for ops in flight until a deadline. Memory of ops that do not complete is never freed.
+kvt_status_t close_tier_store(tier_t &tier, std::string *message);
+/// Reserves and commits host memory in the budget; false if the budget has not enough left.
+bool reserve_memory(tier_t &tier, uint64_t bytes);
+void release_memory(tier_t &tier, uint64_t bytes);
+/// Takes a buffer of at least `bytes`, waiting until `deadline_ns`; null if none becomes free.
 held_buffer take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns);
-/// Looks at the ops of a buffer; true when all of them have ended and were freed.
+/// Collects the ops of a buffer; true when all have completed and were freed.
 bool reap(tier_t &tier, buffer_t &buffer, uint64_t deadline_ns, kvt_status_t *status);
-/// Waits for all saves under way.
+/// Waits for all saves in flight.
 bool drain(tier_t &tier, uint64_t deadline_ns);
 
-/// A session of the store for a prefix; closed at the end of the block.
+/// A store session for a prefix; closed at the end of the scope.
 class session {
 public:
     session(const tier_t &tier, const llama_token *tokens, size_t count);
@@ -139,62 +140,63 @@ public:
     kvt_session_t *handle = nullptr;
 };
 
-// rows.cpp: rows of a blob as rectangles of a session.
-/// Puts the chunks of [first, end) that the blob has all rows of; with `state` the recurrent state at
-/// `end` too. Ops go to the buffer that has the blob.
+// rows.cpp: transfers between rows of a blob and a session.
+/// Puts those chunks of [first, end) whose rows the blob has completely; with `state` also the
+/// recurrent state at `end`. The ops are attached to the buffer that holds the blob.
 kvt_status_t put_rows(tier_t &tier, const session &from, buffer_t &buffer, const blob_place &place,
                       uint32_t first, uint32_t end, bool state);
-/// Gets what a restored blob has of [first, end), all of it chunks, until a deadline.
+/// Gets the cells that a restored blob has of [first, end), until a deadline. `first` and `end` are
+/// chunk boundaries.
 kvt_status_t get_rows(tier_t &tier, const session &from, buffer_t &buffer, const blob_place &place,
                       uint32_t first, uint32_t end, uint64_t deadline_ns);
-/// Where the rows of a section begin that go on without a gap up to `end`; `end` = there are none.
+/// First position from which on a section has all rows up to `end`; `end` = it has none.
 uint32_t rows_begin(const section_place &place, uint32_t first, uint32_t end);
 
-// probe.cpp: what the context's KV looks like.
+// probe.cpp: learns the layout of the context's KV.
 void probe(tier_t &tier, const kvt_llama_tier_opts_t &opts);
 
 // save.cpp
-/// Hands chunks of what the sequence holds to the store, as far as buffers are had in time; with
-/// `state` also the recurrent state, if the sequence ends with a chunk.
+/// Submits the sequence's new chunks to the store, as far as buffers become free in time. With
+/// `state` also the recurrent state, if the sequence ends at a chunk boundary.
 void save(tier_t &tier, llama_seq_id seq, uint64_t deadline_ns, bool state);
-/// Cuts the notes of a sequence to what the engine still has of it; where that ends.
+/// Shortens the record of a sequence to what the engine still holds; returns the engine's end.
 size_t trim(tier_t &tier, llama_seq_id seq);
-/// Where the last full chunk of `tokens` ends.
+/// The end of the last full chunk of `tokens`.
 size_t full_chunks(const tier_t &tier, size_t tokens);
-/// That a sequence is one of the context's and not the scratch sequence.
+/// Fails unless `seq` is a sequence of the context other than the scratch sequence.
 void check_sequence(const tier_t &tier, llama_seq_id seq);
-/// That all of them are tokens of the vocabulary.
+/// Fails unless all tokens are in the vocabulary.
 void check_tokens(const tier_t &tier, const llama_token *tokens, size_t count);
-/// That nobody has put anything into the scratch sequence.
+/// Fails unless the scratch sequence is empty.
 void check_scratch(const tier_t &tier);
-/// Copies [first, end) of a sequence out of the context. Null where no buffer is had in time, or
-/// where the sequence does not hold that.
+/// Copies [first, end) of a sequence out of the context. Null if no buffer becomes free in time, or
+/// if the sequence does not hold that range.
 held_buffer export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t end,
                         uint64_t deadline_ns, blob_place *place);
 void commit(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t count, bool state);
 
 // restore.cpp
 struct restored_t {
-    /// Tokens that the sequence holds now.
+    /// Tokens that the sequence now holds.
     uint32_t tokens = 0;
     uint64_t bytes = 0;
     kvt_status_t refused = KVT_OK;
 };
-/// Brings [from, to) into a sequence that ends at `from`, chunks both. With `state` false recurrent
-/// states are left out: a tail brings them.
+/// Restores [from, to), both chunk boundaries, into a sequence that ends at `from`. With `state`
+/// false recurrent states are omitted, because a tail provides them.
 restored_t restore(tier_t &tier, const session &held, llama_seq_id seq, uint32_t from, uint32_t to,
                    bool state);
-/// Puts a blob behind what the sequence holds.
+/// Appends a blob to what the sequence holds.
 bool splice(tier_t &tier, llama_seq_id seq, bool empty, const uint8_t *blob, uint64_t bytes);
 
 // prefill.cpp
-/// Decodes [first, end) of a prompt in batches of at most `batch`; logits of the last one if wanted.
+/// Decodes [first, end) of a prompt in batches of at most n_batch; `logits`: those of the last token.
 int decode(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t first, size_t end,
            bool logits);
 
 // tails.cpp
 void keep_tail(tier_t &tier, llama_seq_id seq);
-/// The longest tail that the prompt goes on with, longer than `longer_than`; null = none.
+/// The longest tail that is a prefix of the prompt and longer than `longer_than`; null = none.
 std::shared_ptr<const tail_t> find_tail(const tier_t &tier, const llama_token *tokens, size_t limit,
                                         size_t longer_than);
 
@@ -203,10 +205,10 @@ struct identity {
     std::string model, weights, context, engine;
 };
 identity identify(const tier_t &tier, const kvt_llama_tier_opts_t &opts);
-/// Whether a token sees only those before it.
+/// Tells whether tokens attend to earlier tokens only.
 bool is_causal(const llama_context *ctx, const llama_context_params *params);
 
-/// Runs what may throw; every exported function is one of these.
+/// Runs the body of an exported function and turns exceptions into a status and a text.
 template <typename F> kvt_status_t guarded(kvt_llama_why_t *why, F &&body) noexcept;
 
 } // namespace kvtier_llama

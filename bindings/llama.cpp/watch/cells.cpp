@@ -60,7 +60,7 @@ void cell_order::add(int64_t cell) {
     visible_++;
 }
 
-void cell_order::see(const mask_row &row, int64_t own_cell) {
+void cell_order::update(const mask_row &row, int64_t own_cell) {
     overwritten(&own_cell, 1);
     for (size_t token = 0; token < cells_.size(); token++) {
         const int32_t cell = cells_[token];
@@ -68,7 +68,7 @@ void cell_order::see(const mask_row &row, int64_t own_cell) {
             forget(token);
         }
     }
-    // What was taken back at the end makes room for what comes instead.
+    // Tokens removed at the end free their places for the tokens that replace them.
     while (!cells_.empty() && cells_.back() < 0) {
         cells_.pop_back();
         changed_ = std::min(changed_, cells_.size());
@@ -82,7 +82,7 @@ void cell_order::see(const mask_row &row, int64_t own_cell) {
     if (own_cell >= 0 && (size_t) own_cell < row.cells && row.is_visible((size_t) own_cell)) {
         add(own_cell);
     }
-    // More holes than tokens: what is left begins anew, and is read again.
+    // More removed tokens than present ones: rebuild the map; all rows are read again.
     if (cells_.size() > 64 && visible_ * 2 < cells_.size()) {
         std::vector<int32_t> left;
         std::copy_if(cells_.begin(), cells_.end(), std::back_inserter(left),
@@ -115,7 +115,7 @@ size_t cell_order::take_changed() {
     return changed;
 }
 
-bool cell_marks::is_other(ggml_tensor *cache, int64_t first_cell, const cell_order &order,
+bool cell_marks::has_changed(ggml_tensor *cache, int64_t first_cell, const cell_order &order,
                           int64_t own_cell) {
     const uint8_t *data = host_bytes(cache);
     if (!data || cache->nb[1] < sizeof(uint64_t)) {

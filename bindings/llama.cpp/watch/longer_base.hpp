@@ -1,4 +1,4 @@
-// What the sources of contexts longer than the cache share: words, and what a model is like.
+// Error text, time, and the shape of a model, shared by the sources of long sequences.
 #ifndef KVTIER_LLAMA_LONGER_BASE_HPP
 #define KVTIER_LLAMA_LONGER_BASE_HPP
 
@@ -16,17 +16,17 @@ namespace longer {
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
-inline kvt_status_t refuse(kvt_llama_why_t *why, kvt_status_t status, const char *words, ...) {
+inline kvt_status_t refuse(kvt_llama_why_t *why, kvt_status_t status, const char *format, ...) {
     if (why) {
         va_list list;
-        va_start(list, words);
-        std::vsnprintf(why->text, sizeof why->text, words, list);
+        va_start(list, format);
+        std::vsnprintf(why->text, sizeof why->text, format, list);
         va_end(list);
     }
     return status;
 }
 
-// What a call of kvtier failed with, in its words. Frees the error.
+// Writes the library's error with a prefix, and frees it.
 inline kvt_status_t failed(kvt_llama_why_t *why, kvt_status_t status, const char *doing,
                            kvt_error_t *err) {
     const char *message = err ? kvt_error_message(err) : nullptr;
@@ -55,7 +55,7 @@ class stopwatch {
     uint64_t begun_;
 };
 
-// The attention of all layers, which are alike.
+// The attention of the layers, which all have the same shape.
 struct shape {
     uint32_t layers = 0, query_heads = 0, key_heads = 0, key_dim = 0, value_dim = 0;
     uint32_t cells = 0; // rows of a cache
@@ -64,7 +64,7 @@ struct shape {
     float scale = 0;
 };
 
-// How policies read rows of a cache; those of other types are bytes to them.
+// The dtype by which policies read rows of a cache; other types are bytes to them.
 inline uint32_t dtype_of(ggml_type type) {
     switch (type) {
     case GGML_TYPE_F32: return KVT_DTYPE_F32;

@@ -9,7 +9,7 @@ namespace longer {
 cells::cells(uint32_t count, uint32_t block_tokens, uint32_t sink_tokens, uint32_t slot_count)
     : count_(count), block_tokens_(block_tokens), sink_tokens_(sink_tokens),
       slot_count_(slot_count) {
-    // Dividing moves cells of the engine as well: it must not end half way, without memory.
+    // Reserved here: dividing also changes the engine's cells, so it must not fail half way.
     sinks_.reserve(sink_tokens);
     slots_.reserve(slot_tokens());
 }
@@ -18,7 +18,7 @@ uint32_t cells::free_count() const {
     return count_ - (uint32_t) (sinks_.size() + slots_.size() + window_.size());
 }
 
-// Without a gap all tokens are in the window, sinks too.
+// Without a gap all tokens are in the window, including the sinks.
 uint32_t cells::cell_of(uint32_t position) const {
     return position < window_first_ ? sinks_[position] : window_[position - window_first_];
 }
@@ -55,7 +55,7 @@ void cells::divide(uint32_t window_first, std::vector<uint32_t> sinks, std::vect
     window_.assign(window.begin(), window.end());
 }
 
-void cells::leave(uint32_t first) {
+void cells::remove_from_window(uint32_t first) {
     window_.erase(window_.begin(), window_.begin() + (std::ptrdiff_t) (first - window_first_));
     window_first_ = first;
 }
@@ -87,23 +87,23 @@ void slots::place(const std::vector<uint32_t> &chosen, bool is_ordered,
         place_ordered(chosen, missing);
         return;
     }
-    clock_++;
-    there_.clear();
+    open_layer_++;
+    resident_.clear();
     for (uint32_t slot = 0; slot < block_.size(); slot++) {
         if (block_[slot] != none) {
-            there_.push_back({block_[slot], slot});
+            resident_.push_back({block_[slot], slot});
         }
     }
-    std::sort(there_.begin(), there_.end(),
+    std::sort(resident_.begin(), resident_.end(),
               [](const load &a, const load &b) { return a.block < b.block; });
-    auto at = there_.begin();
+    auto at = resident_.begin();
     for (const uint32_t block : chosen) {
-        while (at != there_.end() && at->block < block) {
+        while (at != resident_.end() && at->block < block) {
             ++at;
         }
-        if (at != there_.end() && at->block == block) {
+        if (at != resident_.end() && at->block == block) {
             chosen_[at->slot] = 1;
-            used_[at->slot] = clock_;
+            used_[at->slot] = open_layer_;
         } else {
             missing.push_back({block, none});
         }
@@ -114,14 +114,14 @@ void slots::place(const std::vector<uint32_t> &chosen, bool is_ordered,
             free_.push_back(slot);
         }
     }
-    // Empty ones were never used, or lost what they had: they are as good as the oldest.
+    // Empty slots count as the least recently used.
     std::stable_sort(free_.begin(), free_.end(), [this](uint32_t a, uint32_t b) {
         return (block_[a] == none ? 0 : used_[a]) < (block_[b] == none ? 0 : used_[b]);
     });
     for (size_t i = 0; i < missing.size(); i++) {
         missing[i].slot = free_[i];
         chosen_[free_[i]] = 1;
-        used_[free_[i]] = clock_;
+        used_[free_[i]] = open_layer_;
     }
 }
 

@@ -1,4 +1,4 @@
-// Which cell has which token, and which slot of a layer has which block.
+// Maps tokens to cells, and blocks to slots of a layer.
 #ifndef KVTIER_LLAMA_LONGER_CELLS_HPP
 #define KVTIER_LLAMA_LONGER_CELLS_HPP
 
@@ -10,13 +10,13 @@
 namespace kvt_llama {
 namespace longer {
 
-// Cells of the sequence: sinks, then (once it is longer than the cache) a gap that is in the store
-// alone, then the window. Positions follow each other in both.
+// Cells of the sequence: sinks, then the window. Once the sequence is longer than the cache, a gap lies
+// between them, whose tokens are in the store only. Positions are consecutive in both parts.
 class cells {
   public:
     cells(uint32_t count, uint32_t block_tokens, uint32_t sink_tokens, uint32_t slot_count);
 
-    // Tokens of the sequence; the first one behind the gap; whether there is a gap at all.
+    // Tokens of the sequence; the first token after the gap; whether there is a gap.
     uint32_t tokens() const { return window_first_ + (uint32_t) window_.size(); }
     uint32_t window_first() const { return window_first_; }
     bool is_divided() const { return window_first_ > 0; }
@@ -25,24 +25,23 @@ class cells {
     uint32_t slot_count() const { return slot_count_; }
     uint32_t slot_tokens() const { return slot_count_ * block_tokens_; }
 
-    // Cells that nobody has.
+    // Number of free cells.
     uint32_t free_count() const;
 
     uint32_t cell_of(uint32_t position) const;
 
-    // New tokens at the end.
+    // Appends new tokens in these cells.
     void append(const std::vector<uint32_t> &at);
     void truncate(uint32_t tokens);
 
-    // Divides a sequence without a gap: the cells of the first blocks behind the sinks become
-    // slots.
+    // Divides a sequence without a gap: the cells of the first blocks after the sinks become slots.
     void divide();
-    // The same for one of which only these have cells (it begins empty).
+    // The same for an empty sequence of which only these tokens have cells.
     void divide(uint32_t window_first, std::vector<uint32_t> sinks, std::vector<uint32_t> slots,
                 const std::vector<uint32_t> &window);
 
     // Tokens [window_first, first) leave their cells.
-    void leave(uint32_t first);
+    void remove_from_window(uint32_t first);
 
     const uint32_t *slot_cells(uint32_t slot) const {
         return slots_.data() + (size_t) slot * block_tokens_;
@@ -57,7 +56,7 @@ class cells {
     std::deque<uint32_t> window_;
 };
 
-// What the slots of one layer have, and what of it was chosen last.
+// The block in each slot of one layer, and the slots that were chosen last.
 class slots {
   public:
     static constexpr uint32_t none = UINT32_MAX;
@@ -66,14 +65,15 @@ class slots {
 
     void reset();
 
-    // Finds slots for chosen blocks (ascending, no more than slots). What is not there yet is in
-    // `missing`, with its slot. The rest stays where it is, what was chosen longest ago goes first.
+    // Finds slots for chosen blocks (ascending, at most as many as slots). Blocks that must be loaded
+    // are in `missing`, with their slot. Other blocks keep their slots; the least recently chosen ones
+    // are replaced.
     struct load {
         uint32_t block, slot;
     };
     void place(const std::vector<uint32_t> &chosen, bool is_ordered, std::vector<load> &missing);
 
-    // A block is in its slot now, or did not come.
+    // Records that a block is in its slot, or that its load failed.
     void set(const load &done, bool is_there) { block_[done.slot] = is_there ? done.block : none; }
 
     uint32_t block(uint32_t slot) const { return block_[slot]; }
@@ -86,8 +86,8 @@ class slots {
     std::vector<uint32_t> block_;
     std::vector<uint64_t> used_;
     std::vector<char> chosen_;
-    uint64_t clock_ = 0;
-    std::vector<load> there_; // used by place
+    uint64_t open_layer_ = 0;
+    std::vector<load> resident_; // used by place
     std::vector<uint32_t> free_;
 };
 

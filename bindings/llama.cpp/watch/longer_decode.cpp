@@ -1,4 +1,4 @@
-// Tokens come in at the end of the sequence; where cells run out, others leave for the store.
+// Appends tokens to the sequence. When cells run out, blocks leave the window for the store.
 #include "watch/longer.hpp"
 
 #include <algorithm>
@@ -28,44 +28,45 @@ int kvt_llama_longer_t::run_batch(const llama_token *tokens, uint32_t n, llama_p
     return rc;
 }
 
-// What the graph has failed with is found when it has ended.
+// Failures inside a graph are reported after it has ended.
 kvt_status_t kvt_llama_longer_t::check_part(int rc, uint32_t n, kvt_llama_why_t *why) const {
     if (failure_ != KVT_OK) {
         return refuse(why, failure_, "%s", failure_why_.text);
     }
     if (rc == 1) {
         return refuse(why, KVT_E_BUSY,
-                      "the engine has no cells for %u tokens: other sequences of this context have "
-                      "some, and must leave it",
+                      "the engine has no free cells for %u tokens: remove other sequences from this "
+                      "context",
                       n);
     }
     if (rc != 0) {
-        return refuse(why, KVT_E_BUSY, "llama_decode says %d", rc);
+        return refuse(why, KVT_E_BUSY, "llama_decode returned %d: see the engine's log", rc);
     }
     return new_cells_.size() == n ? KVT_OK
                                   : refuse(why, KVT_E_UNSUPPORTED,
-                                           "the graph did not say which cells its tokens have");
+                                           "the graph does not show the cells of its tokens: this "
+                                           "engine is not supported");
 }
 
-// One graph. Where it, or what comes behind it, fails, its tokens are taken back.
+// Decodes one graph. If it or the append fails, its tokens are removed.
 kvt_status_t kvt_llama_longer_t::decode_part(const llama_token *tokens, uint32_t n,
                                              bool wants_logits, kvt_llama_why_t *why) {
-    const uint32_t before = where_->tokens();
+    const uint32_t before = cells_->tokens();
     const auto take_back = [&] {
-        llama_memory_seq_rm(memory_, set_.seq, (llama_pos) before, -1);
-        if (where_->tokens() > before) {
-            where_->truncate(before);
+        llama_memory_seq_rm(memory_, settings_.seq, (llama_pos) before, -1);
+        if (cells_->tokens() > before) {
+            cells_->truncate(before);
         }
         stats_.failed_parts++;
     };
     try {
         new_cells_.clear();
         work_ = work::run;
-        const int rc = run_batch(tokens, n, (llama_pos) before, set_.seq, wants_logits);
+        const int rc = run_batch(tokens, n, (llama_pos) before, settings_.seq, wants_logits);
         kvt_status_t status = check_part(rc, n, why);
         if (status == KVT_OK) {
-            where_->append(new_cells_);
-            status = store_.append(tokens, n, where_->is_divided() ? 0 : n, why);
+            cells_->append(new_cells_);
+            status = store_.append(tokens, n, cells_->is_divided() ? 0 : n, why);
         }
         if (status != KVT_OK) {
             take_back();
@@ -76,30 +77,31 @@ kvt_status_t kvt_llama_longer_t::decode_part(const llama_token *tokens, uint32_t
         take_back();
         throw;
     }
-    (where_->is_divided() ? stats_.sparse_tokens : stats_.dense_tokens) += n;
+    (cells_->is_divided() ? stats_.sparse_tokens : stats_.dense_tokens) += n;
     return KVT_OK;
 }
 
 kvt_status_t kvt_llama_longer_t::decode(const llama_token *tokens, size_t n, kvt_llama_why_t *why) {
     const stopwatch time(stats_.decode_ns);
-    if (n > set_.max_tokens - where_->tokens()) {
+    if (n > settings_.max_tokens - cells_->tokens()) {
         return refuse(why, KVT_E_LIMIT,
-                      "%zu tokens behind %u: the sequence may have %u (max_tokens)", n,
-                      where_->tokens(), set_.max_tokens);
+                      "%zu tokens after %u exceed max_tokens, %u: raise it, or truncate", n,
+                      cells_->tokens(), settings_.max_tokens);
     }
     const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx_)));
     if (std::any_of(tokens, tokens + n,
                     [n_vocab](llama_token t) { return t < 0 || t >= n_vocab; })) {
-        return refuse(why, KVT_E_INVALID, "there is a token that the model does not have");
+        return refuse(why, KVT_E_INVALID, "a token is not in the vocabulary: ids are 0 to %d",
+                      n_vocab - 1);
     }
     for (size_t done = 0; done < n;) {
-        // As many as the engine would take, until the cells are full; then parts that share a
+        // Before the cells are full: as many as the engine takes. After that: parts that share a
         // choice.
-        const bool is_dense = !where_->is_divided() && where_->free_count() > 0;
-        const uint32_t most = is_dense ? std::min(where_->free_count(), batch_tokens_)
-                                       : std::min(set_.part_tokens, batch_tokens_);
+        const bool is_dense = !cells_->is_divided() && cells_->free_count() > 0;
+        const uint32_t most = is_dense ? std::min(cells_->free_count(), batch_tokens_)
+                                       : std::min(settings_.part_tokens, batch_tokens_);
         const uint32_t part = (uint32_t) std::min<size_t>(n - done, most);
-        kvt_status_t status = make_room(part, why);
+        kvt_status_t status = free_cells(part, why);
         if (status == KVT_OK) {
             status = decode_part(tokens + done, part, done + part == n, why);
         }
@@ -111,44 +113,45 @@ kvt_status_t kvt_llama_longer_t::decode(const llama_token *tokens, size_t n, kvt
     return KVT_OK;
 }
 
-kvt_status_t kvt_llama_longer_t::make_room(uint32_t n, kvt_llama_why_t *why) {
-    if (where_->free_count() >= n) {
+kvt_status_t kvt_llama_longer_t::free_cells(uint32_t n, kvt_llama_why_t *why) {
+    if (cells_->free_count() >= n) {
         return KVT_OK;
     }
-    kvt_status_t status = where_->is_divided() ? KVT_OK : divide(why);
-    if (status != KVT_OK || where_->free_count() >= n) {
+    kvt_status_t status = cells_->is_divided() ? KVT_OK : divide(why);
+    if (status != KVT_OK || cells_->free_count() >= n) {
         return status;
     }
-    const uint32_t block = set_.block_tokens, short_of = n - where_->free_count();
-    const uint32_t first = where_->window_first() + (short_of + block - 1) / block * block;
+    const uint32_t block = settings_.block_tokens, short_of = n - cells_->free_count();
+    const uint32_t first = cells_->window_first() + (short_of + block - 1) / block * block;
     status = save_until(first, false, why);
     if (status != KVT_OK) {
         return status;
     }
-    llama_memory_seq_rm(memory_, set_.seq, (llama_pos) where_->window_first(), (llama_pos) first);
-    where_->leave(first);
+    llama_memory_seq_rm(memory_, settings_.seq, (llama_pos) cells_->window_first(), (llama_pos) first);
+    cells_->remove_from_window(first);
     return KVT_OK;
 }
 
-// The first blocks behind the sinks go to the store, and stay in their cells, which are slots now.
+// Stores the first blocks after the sinks. They stay in their cells, which become slots.
 kvt_status_t kvt_llama_longer_t::divide(kvt_llama_why_t *why) {
-    const uint32_t sinks = where_->sink_tokens(), end = sinks + where_->slot_tokens();
+    const uint32_t sinks = cells_->sink_tokens(), end = sinks + cells_->slot_tokens();
     const kvt_status_t status = save_until(end, false, why);
     if (status != KVT_OK) {
         return status;
     }
-    llama_memory_seq_cp(memory_, set_.seq, set_.held_seq, (llama_pos) sinks, (llama_pos) end);
-    llama_memory_seq_rm(memory_, set_.seq, (llama_pos) sinks, (llama_pos) end);
-    where_->divide();
+    llama_memory_seq_cp(memory_, settings_.seq, settings_.held_seq, (llama_pos) sinks, (llama_pos) end);
+    llama_memory_seq_rm(memory_, settings_.seq, (llama_pos) sinks, (llama_pos) end);
+    cells_->divide();
     for (slots &layer : slots_) {
-        for (uint32_t slot = 0; slot < where_->slot_count(); slot++) {
-            layer.set({sinks / set_.block_tokens + slot, slot}, true);
+        for (uint32_t slot = 0; slot < cells_->slot_count(); slot++) {
+            layer.set({sinks / settings_.block_tokens + slot, slot}, true);
         }
     }
     return KVT_OK;
 }
 
-// What was stored, but not told to the policy, is stored (which costs nothing) and told again.
+// Stores and seals blocks up to `end`. A block that was stored but not sealed is stored again, at no
+// cost.
 kvt_status_t kvt_llama_longer_t::save_until(uint32_t end, bool is_durable, kvt_llama_why_t *why) {
     const stopwatch time(stats_.save_ns);
     while (saved_end_ < end) {
@@ -168,11 +171,10 @@ kvt_status_t kvt_llama_longer_t::save_until(uint32_t end, bool is_durable, kvt_l
     return KVT_OK;
 }
 
-// What was put while text was written is in memory for sure, no more: it is put once more, and that
-// ends when it is durable.
-kvt_status_t kvt_llama_longer_t::save_again(uint32_t end, kvt_llama_why_t *why) {
+// Blocks put during decoding are in memory for sure, but perhaps not durable: put them again, durably.
+kvt_status_t kvt_llama_longer_t::make_durable(uint32_t end, kvt_llama_why_t *why) {
     const stopwatch time(stats_.save_ns);
-    const uint32_t block = set_.block_tokens;
+    const uint32_t block = settings_.block_tokens;
     const size_t k_bytes = block * model_.k_row_bytes, v_bytes = block * model_.v_row_bytes;
     std::vector<uint8_t> rows(model_.layers * (k_bytes + v_bytes));
     std::vector<place> layers(model_.layers);
@@ -194,16 +196,16 @@ kvt_status_t kvt_llama_longer_t::save_again(uint32_t end, kvt_llama_why_t *why) 
 }
 
 kvt_status_t kvt_llama_longer_t::save(kvt_llama_why_t *why) {
-    const uint32_t end = where_->tokens() / set_.block_tokens * set_.block_tokens,
+    const uint32_t end = cells_->tokens() / settings_.block_tokens * settings_.block_tokens,
                    before = saved_end_;
-    const kvt_status_t status = save_again(std::min(before, end), why);
+    const kvt_status_t status = make_durable(std::min(before, end), why);
     return status == KVT_OK ? save_until(end, true, why) : status;
 }
 
-kvt_status_t kvt_llama_longer_t::begin_anew(kvt_llama_why_t *why) {
-    llama_memory_seq_rm(memory_, set_.seq, -1, -1);
-    llama_memory_seq_rm(memory_, set_.held_seq, -1, -1);
-    where_->truncate(0);
+kvt_status_t kvt_llama_longer_t::reset(kvt_llama_why_t *why) {
+    llama_memory_seq_rm(memory_, settings_.seq, -1, -1);
+    llama_memory_seq_rm(memory_, settings_.held_seq, -1, -1);
+    cells_->truncate(0);
     for (slots &layer : slots_) {
         layer.reset();
     }
@@ -215,29 +217,29 @@ kvt_status_t kvt_llama_longer_t::begin_anew(kvt_llama_why_t *why) {
 }
 
 kvt_status_t kvt_llama_longer_t::truncate(size_t tokens, kvt_llama_why_t *why) {
-    if (tokens >= where_->tokens()) {
-        return tokens == where_->tokens()
+    if (tokens >= cells_->tokens()) {
+        return tokens == cells_->tokens()
                    ? KVT_OK
-                   : refuse(why, KVT_E_INVALID, "the sequence has %u tokens, not %zu",
-                            where_->tokens(), tokens);
+                   : refuse(why, KVT_E_INVALID, "n_tokens is %zu, but the sequence has only %u", tokens,
+                            cells_->tokens());
     }
     if (tokens == 0) {
-        return begin_anew(why);
+        return reset(why);
     }
-    if (where_->is_divided() && tokens < where_->window_first()) {
+    if (cells_->is_divided() && tokens < cells_->window_first()) {
         return refuse(why, KVT_E_UNSUPPORTED,
-                      "tokens before %u have left their cells: cut to 0, and decode or resume "
-                      "what is wanted",
-                      where_->window_first());
+                      "tokens before %u have left their cells: truncate to 0, then decode or "
+                      "resume",
+                      cells_->window_first());
     }
     const uint32_t left = (uint32_t) tokens;
-    const uint32_t whole = std::min(saved_end_, left / set_.block_tokens * set_.block_tokens);
+    const uint32_t whole = std::min(saved_end_, left / settings_.block_tokens * settings_.block_tokens);
     const kvt_status_t status = store_.truncate(left, whole, why);
     if (status != KVT_OK) {
         return status;
     }
-    llama_memory_seq_rm(memory_, set_.seq, (llama_pos) left, -1);
-    where_->truncate(left);
+    llama_memory_seq_rm(memory_, settings_.seq, (llama_pos) left, -1);
+    cells_->truncate(left);
     saved_end_ = whole;
     durable_end_ = std::min(durable_end_, whole);
     return KVT_OK;

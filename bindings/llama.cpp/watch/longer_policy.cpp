@@ -1,39 +1,39 @@
-// The policy's side: what it has to be like, what it is told, what it chooses.
+// The policy of a long sequence: requirements, sealing of blocks, choice.
 #include "watch/longer_store.hpp"
 
 namespace kvt_llama {
 namespace longer {
 
-// What a mask for all heads and a choice by this layer's queries can serve.
+// Checks that one mask for all heads and a choice by this layer's queries can serve the policy.
 kvt_status_t backing::check_policy(const settings &set, kvt_llama_why_t *why) const {
     kvt_sparse_traits_t traits = KVT_SPARSE_TRAITS_INIT;
     const kvt_status_t status = kvt_sparse_traits(policy_, &traits);
     if (status != KVT_OK) {
-        return refuse(why, status, "the policy does not say what it is like");
+        return refuse(why, status, "the policy's traits cannot be read");
     }
     const char *spec = set.spec.c_str();
     if (!(traits.caps & KVT_SPARSE_LOAD_DECODE)) {
         return refuse(why, KVT_E_UNSUPPORTED,
-                      "%s selects no blocks to be loaded: say quest(share=bound, dense=0) "
+                      "%s selects no blocks to be loaded: use quest(share=bound, dense=0) "
                       "or arkvale(dense=0)",
                       spec);
     }
     if (traits.scope != KVT_SCOPE_LAYER) {
         return refuse(why, KVT_E_UNSUPPORTED,
-                      "%s chooses for each head, and llama.cpp has one mask for all of "
-                      "them: say share=bound, or arkvale",
+                      "%s chooses blocks for each head, but llama.cpp has one mask for all "
+                      "heads: use share=bound, or arkvale",
                       spec);
     }
     if (traits.dense_layers) {
         return refuse(why, KVT_E_UNSUPPORTED,
-                      "%s lets %u first layers see everything, which does not fit into the "
-                      "slots: say dense=0",
+                      "%s gives the first %u layers full attention, which does not fit into "
+                      "the slots: use dense=0",
                       spec, traits.dense_layers);
     }
-    const uint32_t told = KVT_NEEDS_KEYS | KVT_NEEDS_QUERIES;
-    if ((traits.needs & ~told) || traits.ahead || traits.own_dim) {
+    const uint32_t supported_needs = KVT_NEEDS_KEYS | KVT_NEEDS_QUERIES;
+    if ((traits.needs & ~supported_needs) || traits.ahead || traits.own_dim) {
         return refuse(why, KVT_E_UNSUPPORTED,
-                      "%s wants more than a layer's own keys and queries: say "
+                      "%s needs more than a layer's own keys and queries: use "
                       "quest(share=bound, dense=0) or arkvale(dense=0)",
                       spec);
     }
@@ -85,7 +85,7 @@ kvt_status_t backing::seal(uint32_t layer, uint32_t block, const void *keys, kvt
     const kvt_status_t status =
         kvt_sparse_add_block(policy_, layer, block, block * block_tokens_, &rows, &err);
     return status == KVT_OK ? KVT_OK
-                            : failed(why, status, "telling the policy a block's keys", err);
+                            : failed(why, status, "sealing a block's keys in the policy", err);
 }
 
 kvt_status_t backing::choose(uint32_t layer, const kvt_rows_t &queries, uint32_t tokens,

@@ -1,5 +1,6 @@
-// A sequence from blocks of the store. The engine has no call that gives cells to tokens without
-// computing them; but it gives them before it computes, and lets a callback end the computation.
+// Restores a sequence from blocks of the store. The engine has no call that gives cells to tokens
+// without computing them. But it assigns cells before it computes, and a callback can end the
+// computation.
 #include "watch/longer.hpp"
 
 #include <algorithm>
@@ -8,7 +9,7 @@
 using namespace kvt_llama;
 using namespace kvt_llama::longer;
 
-// Positions [first, first + n) of a sequence get cells, with nothing in them.
+// Gives empty cells to positions [first, first + n) of a sequence.
 kvt_status_t kvt_llama_longer_t::claim(llama_seq_id seq, llama_pos first, uint32_t n,
                                        std::vector<uint32_t> &at, kvt_llama_why_t *why) {
     new_cells_.clear();
@@ -21,35 +22,34 @@ kvt_status_t kvt_llama_longer_t::claim(llama_seq_id seq, llama_pos first, uint32
         }
         done += part;
         if (rc != 0 || new_cells_.size() != done) {
-            return refuse(why, KVT_E_BUSY, "llama_decode says %d where cells were to be had", rc);
+            return refuse(why, KVT_E_BUSY, "llama_decode returned %d instead of giving cells", rc);
         }
     }
     at = new_cells_;
     return KVT_OK;
 }
 
-// Sinks, slots, window: in this order in the cache, so that they are seen in the order of the
-// sequence. Window and slots are claimed as one run of positions, for the engine wants no gap in
-// it.
+// Claims cells for sinks, slots and window, in the cache's order, so that they are read in the order of
+// the sequence. Window and slots are claimed as one run of positions, because the engine allows no gap.
 kvt_status_t kvt_llama_longer_t::claim_divided(uint32_t tokens, kvt_llama_why_t *why) {
-    const uint32_t sinks = where_->sink_tokens(), held = where_->slot_tokens(),
-                   block = set_.block_tokens;
-    const uint32_t window = (model_.cells - sinks - held - set_.part_tokens) / block * block;
+    const uint32_t sinks = cells_->sink_tokens(), held = cells_->slot_tokens(),
+                   block = settings_.block_tokens;
+    const uint32_t window = (model_.cells - sinks - held - settings_.part_tokens) / block * block;
     const uint32_t window_first = tokens - window;
     std::vector<uint32_t> sinks_at, rest_at;
-    kvt_status_t status = claim(set_.seq, 0, sinks, sinks_at, why);
+    kvt_status_t status = claim(settings_.seq, 0, sinks, sinks_at, why);
     if (status == KVT_OK) {
         status =
-            claim(set_.held_seq, (llama_pos) (window_first - held), held + window, rest_at, why);
+            claim(settings_.held_seq, (llama_pos) (window_first - held), held + window, rest_at, why);
     }
     if (status != KVT_OK) {
         return status;
     }
-    llama_memory_seq_cp(memory_, set_.held_seq, set_.seq, (llama_pos) window_first,
+    llama_memory_seq_cp(memory_, settings_.held_seq, settings_.seq, (llama_pos) window_first,
                         (llama_pos) tokens);
-    llama_memory_seq_rm(memory_, set_.held_seq, (llama_pos) window_first, (llama_pos) tokens);
+    llama_memory_seq_rm(memory_, settings_.held_seq, (llama_pos) window_first, (llama_pos) tokens);
     const auto middle = rest_at.begin() + (std::ptrdiff_t) held;
-    where_->divide(window_first, std::move(sinks_at),
+    cells_->divide(window_first, std::move(sinks_at),
                    std::vector<uint32_t>(rest_at.begin(), middle),
                    std::vector<uint32_t>(middle, rest_at.end()));
     return KVT_OK;
@@ -57,15 +57,15 @@ kvt_status_t kvt_llama_longer_t::claim_divided(uint32_t tokens, kvt_llama_why_t 
 
 kvt_status_t kvt_llama_longer_t::fill_cells(uint32_t tokens, kvt_llama_why_t *why) {
     std::vector<uint32_t> blocks, at;
-    for (uint32_t block = 0; block < tokens / set_.block_tokens; block++) {
-        const uint32_t first = block * set_.block_tokens;
-        if (where_->is_divided() && first >= where_->sink_tokens() &&
-            first < where_->window_first()) {
+    for (uint32_t block = 0; block < tokens / settings_.block_tokens; block++) {
+        const uint32_t first = block * settings_.block_tokens;
+        if (cells_->is_divided() && first >= cells_->sink_tokens() &&
+            first < cells_->window_first()) {
             continue;
         }
         blocks.push_back(block);
-        for (uint32_t i = 0; i < set_.block_tokens; i++) {
-            at.push_back(where_->cell_of(first + i));
+        for (uint32_t i = 0; i < settings_.block_tokens; i++) {
+            at.push_back(cells_->cell_of(first + i));
         }
     }
     for (uint32_t il = 0; il < model_.layers; il++) {
@@ -77,16 +77,16 @@ kvt_status_t kvt_llama_longer_t::fill_cells(uint32_t tokens, kvt_llama_why_t *wh
     return KVT_OK;
 }
 
-// The policy sees all keys once.
-kvt_status_t kvt_llama_longer_t::learn_keys(uint32_t tokens, kvt_llama_why_t *why) {
+// Seals all blocks in the policy.
+kvt_status_t kvt_llama_longer_t::seal_all(uint32_t tokens, kvt_llama_why_t *why) {
     constexpr uint32_t group = 16;
-    const size_t k_bytes = set_.block_tokens * model_.k_row_bytes,
-                 v_bytes = set_.block_tokens * model_.v_row_bytes;
+    const size_t k_bytes = settings_.block_tokens * model_.k_row_bytes,
+                 v_bytes = settings_.block_tokens * model_.v_row_bytes;
     std::vector<uint8_t> rows(group * (k_bytes + v_bytes));
     place to;
     to.k = rows.data();
     to.v = rows.data() + group * k_bytes;
-    const uint32_t end = tokens / set_.block_tokens;
+    const uint32_t end = tokens / settings_.block_tokens;
     std::vector<uint32_t> blocks;
     for (uint32_t il = 0; il < model_.layers; il++) {
         for (uint32_t first = 0; first < end; first += group) {
@@ -109,16 +109,16 @@ kvt_status_t kvt_llama_longer_t::learn_keys(uint32_t tokens, kvt_llama_why_t *wh
 kvt_status_t kvt_llama_longer_t::resume(const llama_token *tokens, size_t n, size_t &found,
                                         kvt_llama_why_t *why) {
     const stopwatch time(stats_.decode_ns);
-    if (where_->tokens() > 0) {
-        return refuse(why, KVT_E_STATE, "the sequence has %u tokens: cut it to 0 before",
-                      where_->tokens());
+    if (cells_->tokens() > 0) {
+        return refuse(why, KVT_E_STATE, "the sequence has %u tokens: truncate it to 0 first",
+                      cells_->tokens());
     }
     found = 0;
     size_t there = 0, exact = 0;
-    const size_t most = std::min<size_t>(n ? n - 1 : 0, set_.max_tokens - 1) / set_.block_tokens *
-                        set_.block_tokens;
+    const size_t most = std::min<size_t>(n ? n - 1 : 0, settings_.max_tokens - 1) / settings_.block_tokens *
+                        settings_.block_tokens;
     kvt_status_t status = most ? store_.lookup(tokens, most, there, exact, why) : KVT_OK;
-    const uint32_t end = (uint32_t) (std::min(there, most) / set_.block_tokens * set_.block_tokens);
+    const uint32_t end = (uint32_t) (std::min(there, most) / settings_.block_tokens * settings_.block_tokens);
     if (status != KVT_OK || end == 0) {
         return status;
     }
@@ -126,11 +126,11 @@ kvt_status_t kvt_llama_longer_t::resume(const llama_token *tokens, size_t n, siz
         status = restore(tokens, end, std::min<size_t>(exact, end), why);
     } catch (...) {
         work_ = work::none;
-        begin_anew(nullptr);
+        reset(nullptr);
         throw;
     }
     if (status != KVT_OK) {
-        begin_anew(nullptr);
+        reset(nullptr);
         return status;
     }
     saved_end_ = end;
@@ -138,15 +138,15 @@ kvt_status_t kvt_llama_longer_t::resume(const llama_token *tokens, size_t n, siz
     return KVT_OK;
 }
 
-// The first `end` tokens, of which so many are exact, come from the store.
+// Restores the first `end` tokens, the first `exact` of which are exact.
 kvt_status_t kvt_llama_longer_t::restore(const llama_token *tokens, uint32_t end, size_t exact,
                                          kvt_llama_why_t *why) {
     kvt_status_t status = store_.append(tokens, end, exact, why);
-    if (status == KVT_OK && end + set_.part_tokens <= model_.cells) {
+    if (status == KVT_OK && end + settings_.part_tokens <= model_.cells) {
         std::vector<uint32_t> at;
-        status = claim(set_.seq, 0, end, at, why);
+        status = claim(settings_.seq, 0, end, at, why);
         if (status == KVT_OK) {
-            where_->append(at);
+            cells_->append(at);
         }
     } else if (status == KVT_OK) {
         status = claim_divided(end, why);
@@ -154,5 +154,5 @@ kvt_status_t kvt_llama_longer_t::restore(const llama_token *tokens, uint32_t end
     if (status == KVT_OK) {
         status = fill_cells(end, why);
     }
-    return status == KVT_OK ? learn_keys(end, why) : status;
+    return status == KVT_OK ? seal_all(end, why) : status;
 }

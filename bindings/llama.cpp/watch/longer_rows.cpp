@@ -1,5 +1,5 @@
-// Rows of K and V between the caches of a context and the store. Where the processor reaches the
-// caches, nothing lies between them; else rows pass through staging memory.
+// Copies rows of K and V between the caches of a context and the store: directly if the CPU can address
+// the caches, else through staging memory.
 #include "watch/longer.hpp"
 
 #include <algorithm>
@@ -8,7 +8,7 @@ using namespace kvt_llama::longer;
 
 namespace {
 
-// Calls f(first index, first cell, how many) for cells that follow each other.
+// Calls f(first index, first cell, count) for each run of consecutive cells.
 template <typename F> void each_run(const std::vector<uint32_t> &at, F f) {
     for (size_t i = 0; i < at.size();) {
         size_t end = i + 1;
@@ -29,12 +29,12 @@ bool are_blocks_whole(const std::vector<uint32_t> &at, uint32_t block_tokens) {
     return true;
 }
 
-// Staging for a put stays near this size.
+// Approximate size of the staging memory for a put.
 constexpr size_t staging_bytes = 8u << 20;
 
 } // namespace
 
-place place::behind(uint32_t tokens, const shape &model) const {
+place place::skip_tokens(uint32_t tokens, const shape &model) const {
     place out = *this;
     if (k_pages.empty()) {
         out.k = (char *) k + tokens * model.k_row_bytes;
@@ -48,7 +48,7 @@ place place::behind(uint32_t tokens, const shape &model) const {
 }
 
 void kvt_llama_longer_t::pages_of(uint32_t il, const std::vector<uint32_t> &at, place &out) const {
-    out.page_tokens = are_blocks_whole(at, set_.block_tokens) ? set_.block_tokens : 1;
+    out.page_tokens = are_blocks_whole(at, settings_.block_tokens) ? settings_.block_tokens : 1;
     out.k_pages.clear();
     out.v_pages.clear();
     for (size_t i = 0; i < at.size(); i += out.page_tokens) {
@@ -71,11 +71,11 @@ void kvt_llama_longer_t::write_rows(ggml_tensor *cache, const std::vector<uint32
     });
 }
 
-// How many tokens of all layers are staged at once.
+// Number of tokens of all layers that are staged at once.
 uint32_t kvt_llama_longer_t::group_tokens() const {
     const size_t block_bytes =
-        (size_t) set_.block_tokens * model_.layers * (model_.k_row_bytes + model_.v_row_bytes);
-    return set_.block_tokens *
+        (size_t) settings_.block_tokens * model_.layers * (model_.k_row_bytes + model_.v_row_bytes);
+    return settings_.block_tokens *
            (uint32_t) std::max<size_t>(1, std::min<size_t>(64, staging_bytes / block_bytes));
 }
 
@@ -83,7 +83,7 @@ kvt_status_t kvt_llama_longer_t::put_cells(uint32_t first, uint32_t n, bool is_d
                                            kvt_llama_why_t *why) {
     std::vector<uint32_t> at(n);
     for (uint32_t i = 0; i < n; i++) {
-        at[i] = where_->cell_of(first + i);
+        at[i] = cells_->cell_of(first + i);
     }
     std::vector<place> layers(model_.layers);
     const size_t k_bytes = n * model_.k_row_bytes, v_bytes = n * model_.v_row_bytes;
@@ -128,14 +128,14 @@ kvt_status_t kvt_llama_longer_t::get_cells(uint32_t il, const std::vector<uint32
     return status;
 }
 
-// The policy is told the keys of whole blocks that are in cells.
+// Seals whole blocks that are in cells.
 kvt_status_t kvt_llama_longer_t::seal_cells(uint32_t first, uint32_t n, kvt_llama_why_t *why) {
-    std::vector<uint32_t> at(set_.block_tokens);
-    std::vector<uint8_t> keys(set_.block_tokens * model_.k_row_bytes);
-    for (uint32_t block = first / set_.block_tokens; block < (first + n) / set_.block_tokens;
+    std::vector<uint32_t> at(settings_.block_tokens);
+    std::vector<uint8_t> keys(settings_.block_tokens * model_.k_row_bytes);
+    for (uint32_t block = first / settings_.block_tokens; block < (first + n) / settings_.block_tokens;
          block++) {
-        for (uint32_t i = 0; i < set_.block_tokens; i++) {
-            at[i] = where_->cell_of(block * set_.block_tokens + i);
+        for (uint32_t i = 0; i < settings_.block_tokens; i++) {
+            at[i] = cells_->cell_of(block * settings_.block_tokens + i);
         }
         for (uint32_t il = 0; il < model_.layers; il++) {
             read_rows(k_[il], at, model_.k_row_bytes, keys.data());

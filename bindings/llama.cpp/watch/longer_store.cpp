@@ -10,13 +10,13 @@ namespace kvt_llama {
 namespace longer {
 namespace {
 
-// What takes longer is broken: an op is given up then.
+// An op that takes longer is cancelled.
 constexpr uint64_t wait_ns = 60ull * 1000000000u;
-// So long a store that others keep busy is asked again.
-constexpr uint64_t patience_ns = 5ull * 1000000000u;
+// How long a submit is retried while other users keep the store busy.
+constexpr uint64_t retry_ns = 5ull * 1000000000u;
 
-template <typename F> kvt_status_t patiently(kvt_error_t **err, F submit) {
-    const uint64_t until = now_ns() + patience_ns;
+template <typename F> kvt_status_t retry_while_busy(kvt_error_t **err, F submit) {
+    const uint64_t until = now_ns() + retry_ns;
     kvt_status_t status = submit();
     while (status == KVT_E_AGAIN && now_ns() < until) {
         kvt_error_free(err);
@@ -43,7 +43,7 @@ kvt_view_t no_view() {
 
 } // namespace
 
-// The store may use what is left of the memory by the policy, tables and staging.
+// Opens an own store. It may use the memory that policy, tables and staging leave.
 kvt_status_t backing::open_own(const settings &set, kvt_llama_why_t *why) {
     kvt_error_t *err = nullptr;
     kvt_runtime_opts_t runtime = KVT_RUNTIME_OPTS_INIT;
@@ -138,19 +138,19 @@ kvt_status_t backing::open_namespace(const settings &set, const char *descriptio
     layout.group_count = 1;
     layout.stride_bytes = sizeof group;
     kvt_error_t *err = nullptr;
-    // What is sparse continues what is exact, which is elsewhere.
+    // The sparse namespace continues the exact one, so its beginning is missing.
     const uint64_t flags = sparse.empty() ? 0 : KVT_NAMESPACE_HOLES;
     const kvt_status_t status =
         kvt_namespace_open(used_store_, &identity, &layout, flags, out, &err);
     return status == KVT_OK ? KVT_OK : failed(why, status, "opening a namespace", err);
 }
 
-kvt_status_t backing::open_session(const kvt_namespace_t *space, kvt_session_t **out,
+kvt_status_t backing::open_session(const kvt_namespace_t *name_space, kvt_session_t **out,
                                    kvt_llama_why_t *why) {
     kvt_session_opts_t session = KVT_SESSION_OPTS_INIT;
     session.max_tokens = max_tokens_;
     kvt_error_t *err = nullptr;
-    const kvt_status_t status = kvt_session_open(space, &session, out, &err);
+    const kvt_status_t status = kvt_session_open(name_space, &session, out, &err);
     return status == KVT_OK ? KVT_OK : failed(why, status, "opening a session", err);
 }
 
@@ -168,10 +168,10 @@ kvt_status_t backing::reserve(uint64_t bytes, kvt_llama_why_t *why) {
         }
         kvt_account_commit(account_, KVT_TIER_HOST, bytes, 0, nullptr);
     }
-    return failed(why, status, "memory for maps of cells and staging", err);
+    return failed(why, status, "reserving memory for maps of cells and staging", err);
 }
 
-// May be called again, for another context, after a failure.
+// May be called again for another context after a failure.
 kvt_status_t backing::begin(const settings &set, const shape &model, const char *description,
                             uint64_t own_bytes, kvt_llama_why_t *why) {
     end();
@@ -189,16 +189,16 @@ kvt_status_t backing::begin(const settings &set, const shape &model, const char 
     }
     kvt_status_t status = reserve(own_bytes, why);
     if (status == KVT_OK) {
-        status = open_namespace(set, description, "", &space_, why);
+        status = open_namespace(set, description, "", &namespace_, why);
     }
     if (status == KVT_OK) {
-        status = open_session(space_, &session_, why);
+        status = open_session(namespace_, &session_, why);
     }
     if (status == KVT_OK && has_name_) {
-        status = open_namespace(set, description, set.sparse, &sparse_space_, why);
+        status = open_namespace(set, description, set.sparse, &sparse_namespace_, why);
     }
     if (status == KVT_OK && has_name_) {
-        status = open_session(sparse_space_, &sparse_session_, why);
+        status = open_session(sparse_namespace_, &sparse_session_, why);
     }
     if (status == KVT_OK) {
         status = open_policy(set, why);
@@ -222,7 +222,7 @@ kvt_status_t backing::append(const llama_token *tokens, size_t n, size_t exact,
         }
     }
     if (status != KVT_OK) {
-        return failed(why, status, "adding tokens to the session", err);
+        return failed(why, status, "appending tokens to the session", err);
     }
     exact_ += exact_ == tokens_ ? (uint32_t) exact : 0;
     tokens_ += (uint32_t) n;
@@ -242,7 +242,7 @@ kvt_status_t backing::truncate(uint32_t tokens, uint32_t policy_tokens, kvt_llam
         tokens_ = tokens;
         exact_ = std::min(exact_, tokens);
     }
-    return status == KVT_OK ? KVT_OK : failed(why, status, "cutting the sequence", err);
+    return status == KVT_OK ? KVT_OK : failed(why, status, "truncating the sequence", err);
 }
 
 kvt_view_t backing::view(void *address, const std::vector<void *> &pages, uint32_t page_tokens,
@@ -259,8 +259,8 @@ kvt_view_t backing::view(void *address, const std::vector<void *> &pages, uint32
     return view;
 }
 
-// The memory is the library's until the op is released: there is no way on before that.
-kvt_status_t backing::finish(kvt_op_t **op, const char *doing, kvt_llama_why_t *why) {
+// The library owns the memory until the op is released, so this waits for that without a limit.
+kvt_status_t backing::wait_op(kvt_op_t **op, const char *doing, kvt_llama_why_t *why) {
     kvt_status_t status = kvt_op_wait(*op, KVT_OP_RELEASED, now_ns() + wait_ns);
     if (status != KVT_OK) {
         kvt_op_cancel(*op);
@@ -278,7 +278,8 @@ kvt_status_t backing::finish(kvt_op_t **op, const char *doing, kvt_llama_why_t *
     return status;
 }
 
-// Whole blocks from here on have tokens that were computed sparsely, and are elsewhere.
+// End of the exact blocks. Blocks from here on have sparsely computed tokens and are in the other
+// session.
 uint32_t backing::exact_end() const {
     return sparse_session_ ? exact_ / block_tokens_ * block_tokens_ : UINT32_MAX;
 }
@@ -294,7 +295,7 @@ kvt_status_t backing::put(uint32_t first, uint32_t n, const std::vector<place> &
     if (status == KVT_OK && exact < n) {
         std::vector<place> rest;
         for (const place &layer : layers) {
-            rest.push_back(layer.behind(exact, model_));
+            rest.push_back(layer.skip_tokens(exact, model_));
         }
         status = put_run(sparse_session_, first + exact, n - exact, rest, is_durable, why);
     }
@@ -309,28 +310,28 @@ kvt_status_t backing::put_run(const kvt_session_t *session, uint32_t first, uint
         k.push_back(view(layer.k, layer.k_pages, layer.page_tokens, model_.k_row_bytes));
         v.push_back(view(layer.v, layer.v_pages, layer.page_tokens, model_.v_row_bytes));
     }
-    kvt_transfer_t move = KVT_TRANSFER_INIT;
-    move.first_token = first;
-    move.tokens = n;
-    move.layers = model_.layers;
-    move.k = k.data();
-    move.v = v.data();
-    move.stride_bytes = sizeof(kvt_view_t);
-    move.level = is_durable && has_disk_ ? KVT_LEVEL_DURABLE : KVT_LEVEL_RAM;
+    kvt_transfer_t transfer = KVT_TRANSFER_INIT;
+    transfer.first_token = first;
+    transfer.tokens = n;
+    transfer.layers = model_.layers;
+    transfer.k = k.data();
+    transfer.v = v.data();
+    transfer.stride_bytes = sizeof(kvt_view_t);
+    transfer.level = is_durable && has_disk_ ? KVT_LEVEL_DURABLE : KVT_LEVEL_RAM;
     kvt_submit_opts_t submit = KVT_SUBMIT_OPTS_INIT;
     submit.deadline_ns = now_ns() + wait_ns / 2;
     kvt_error_t *err = nullptr;
     kvt_op_t *op = nullptr;
-    const auto put_it = [&] { return kvt_session_put(session, &move, &submit, &op, &err); };
-    kvt_status_t status = patiently(&err, put_it);
-    if (status == KVT_E_UNAVAILABLE && move.level != KVT_LEVEL_RAM) {
-        // A store that was lent does not say before that it has no disk.
+    const auto submit_put = [&] { return kvt_session_put(session, &transfer, &submit, &op, &err); };
+    kvt_status_t status = retry_while_busy(&err, submit_put);
+    if (status == KVT_E_UNAVAILABLE && transfer.level != KVT_LEVEL_RAM) {
+        // Only the put shows whether a caller's store has a disk.
         has_disk_ = false;
-        move.level = KVT_LEVEL_RAM;
+        transfer.level = KVT_LEVEL_RAM;
         kvt_error_free(&err);
-        status = patiently(&err, put_it);
+        status = retry_while_busy(&err, submit_put);
     }
-    return status == KVT_OK ? finish(&op, "storing blocks", why)
+    return status == KVT_OK ? wait_op(&op, "storing blocks", why)
                             : failed(why, status, "storing blocks", err);
 }
 
@@ -345,7 +346,7 @@ kvt_status_t backing::get(uint32_t layer, const std::vector<uint32_t> &blocks, c
     }
     if (status == KVT_OK && rest > 0) {
         status = get_run(sparse_session_, layer, blocks.data() + exact, rest,
-                         to.behind((uint32_t) exact * block_tokens_, model_), why);
+                         to.skip_tokens((uint32_t) exact * block_tokens_, model_), why);
     }
     return status;
 }
@@ -354,22 +355,22 @@ kvt_status_t backing::get_run(const kvt_session_t *session, uint32_t layer, cons
                               size_t count, const place &to, kvt_llama_why_t *why) {
     const kvt_view_t k = view(to.k, to.k_pages, to.page_tokens, model_.k_row_bytes);
     const kvt_view_t v = view(to.v, to.v_pages, to.page_tokens, model_.v_row_bytes);
-    kvt_transfer_t move = KVT_TRANSFER_INIT;
-    move.tokens = (uint64_t) (blocks[count - 1] + 1) * block_tokens_;
-    move.first_layer = layer;
-    move.layers = 1;
-    move.k = &k;
-    move.v = &v;
-    move.stride_bytes = sizeof(kvt_view_t);
-    move.chunks = blocks;
-    move.chunk_count = count;
+    kvt_transfer_t transfer = KVT_TRANSFER_INIT;
+    transfer.tokens = (uint64_t) (blocks[count - 1] + 1) * block_tokens_;
+    transfer.first_layer = layer;
+    transfer.layers = 1;
+    transfer.k = &k;
+    transfer.v = &v;
+    transfer.stride_bytes = sizeof(kvt_view_t);
+    transfer.chunks = blocks;
+    transfer.chunk_count = count;
     kvt_submit_opts_t submit = KVT_SUBMIT_OPTS_INIT;
     submit.deadline_ns = now_ns() + wait_ns / 2;
     kvt_error_t *err = nullptr;
     kvt_op_t *op = nullptr;
-    const kvt_status_t status = patiently(
-        &err, [&] { return kvt_session_get(session, &move, &submit, &op, &err); });
-    return status == KVT_OK ? finish(&op, "loading blocks", why)
+    const kvt_status_t status = retry_while_busy(
+        &err, [&] { return kvt_session_get(session, &transfer, &submit, &op, &err); });
+    return status == KVT_OK ? wait_op(&op, "loading blocks", why)
                             : failed(why, status, "loading blocks", err);
 }
 
@@ -378,27 +379,27 @@ kvt_status_t backing::lookup(const llama_token *tokens, size_t n, size_t &found,
     std::vector<uint32_t> ids(tokens, tokens + n);
     kvt_lookup_t sum = KVT_LOOKUP_INIT;
     kvt_error_t *err = nullptr;
-    const kvt_status_t status = kvt_namespace_lookup(space_, ids.data(), ids.size(), nullptr, 0,
+    const kvt_status_t status = kvt_namespace_lookup(namespace_, ids.data(), ids.size(), nullptr, 0,
                                                      sizeof(kvt_range_t), nullptr, &sum, &err);
     if (status != KVT_OK && status != KVT_E_TOO_SMALL) {
-        return failed(why, status, "looking for stored blocks", err);
+        return failed(why, status, "looking up stored blocks", err);
     }
     kvt_error_free(&err);
     found = exact = (size_t) sum.reusable_tokens;
-    return sparse_space_ ? lookup_sparse(ids.data(), ids.size(), found, why) : KVT_OK;
+    return sparse_namespace_ ? lookup_sparse(ids.data(), ids.size(), found, why) : KVT_OK;
 }
 
-// What is there behind the first `found`.
+// Extends `found` by sparsely computed blocks.
 kvt_status_t backing::lookup_sparse(const uint32_t *tokens, size_t n, size_t &found,
                                     kvt_llama_why_t *why) const {
     std::vector<kvt_range_t> ranges(n / block_tokens_ + 1);
     uint64_t count = 0;
     kvt_error_t *err = nullptr;
     const kvt_status_t status =
-        kvt_namespace_lookup(sparse_space_, tokens, n, ranges.data(), ranges.size(),
+        kvt_namespace_lookup(sparse_namespace_, tokens, n, ranges.data(), ranges.size(),
                              sizeof(kvt_range_t), &count, nullptr, &err);
     if (status != KVT_OK) {
-        return failed(why, status, "looking for stored blocks", err);
+        return failed(why, status, "looking up stored blocks", err);
     }
     ranges.resize(count);
     for (const kvt_range_t &range : ranges) {
@@ -410,16 +411,16 @@ kvt_status_t backing::lookup_sparse(const uint32_t *tokens, size_t n, size_t &fo
     return KVT_OK;
 }
 
-// What has no name is nobody's afterwards: its blocks make room at once.
+// Blocks without a name cannot be used again, so their space is freed at once.
 void backing::end() {
     kvt_sparse_close(&policy_);
     kvt_session_close(&session_);
     kvt_session_close(&sparse_session_);
-    if (space_ && !has_name_) {
-        kvt_namespace_clear(space_, now_ns() + wait_ns, nullptr, nullptr);
+    if (namespace_ && !has_name_) {
+        kvt_namespace_clear(namespace_, now_ns() + wait_ns, nullptr, nullptr);
     }
-    kvt_namespace_close(&space_);
-    kvt_namespace_close(&sparse_space_);
+    kvt_namespace_close(&namespace_);
+    kvt_namespace_close(&sparse_namespace_);
     tokens_ = exact_ = 0;
     if (reserved_bytes_) {
         kvt_account_release(account_, KVT_TIER_HOST, reserved_bytes_, nullptr);

@@ -1,4 +1,5 @@
-// kvtier's side of a long sequence: a store, a session that has its blocks, a policy that chooses.
+// The store's side of a long sequence: the store, sessions with its blocks, and the policy that
+// chooses.
 #ifndef KVTIER_LLAMA_LONGER_STORE_HPP
 #define KVTIER_LLAMA_LONGER_STORE_HPP
 
@@ -10,7 +11,7 @@
 namespace kvt_llama {
 namespace longer {
 
-// Options with all defaults filled in, and texts of their own.
+// Options with all defaults filled in, and own copies of texts.
 struct settings {
     const kvt_store_t *store = nullptr;
     const kvt_account_t *account = nullptr;
@@ -18,21 +19,20 @@ struct settings {
     bool has_disk = false, has_name = false;
     std::string disk_path, name, model_id, spec, adapters;
     std::string context; // how K and V are computed in such a context
-    std::string sparse;  // which of them a token sees, where it does not see all
+    std::string sparse; // which of them a token sees, if it does not see all
     uint32_t block_tokens = 0, sink_tokens = 0, slot_tokens = 0, part_tokens = 0, max_tokens = 0;
     llama_seq_id seq = 0, held_seq = 0;
     bool is_ordered = false, is_staged = false;
 };
 
-// Where K and V of tokens of one layer are, block after block: in pages of equal size, or in one
-// piece.
+// Memory for K and V of one layer's tokens, block after block: in pages of equal size, or contiguous.
 struct place {
     void *k = nullptr, *v = nullptr;
     std::vector<void *> k_pages, v_pages;
     uint32_t page_tokens = 0;
 
     // The same without the first tokens, which are whole pages.
-    place behind(uint32_t tokens, const shape &model) const;
+    place skip_tokens(uint32_t tokens, const shape &model) const;
 };
 
 class backing {
@@ -44,31 +44,32 @@ class backing {
 
     kvt_status_t open(const settings &set, kvt_llama_why_t *why);
 
-    // Namespace, session and policy, for a model. `own_bytes` is what the adapter keeps itself.
+    // Opens namespace, session and policy for a model. `own_bytes` is the adapter's own memory.
     kvt_status_t begin(const settings &set, const shape &model, const char *description,
                        uint64_t own_bytes, kvt_llama_why_t *why);
 
-    // The first `exact` of these are computed as the engine alone would.
+    // Appends tokens. The first `exact` of them are computed as by the engine alone.
     kvt_status_t append(const llama_token *tokens, size_t n, size_t exact, kvt_llama_why_t *why);
-    // The first tokens are left; what a policy knows of whole blocks of them.
+    // Keeps the first `tokens`; the policy keeps `policy_tokens`, whole blocks.
     kvt_status_t truncate(uint32_t tokens, uint32_t policy_tokens, kvt_llama_why_t *why);
 
-    // Tokens [first, first + n), whole blocks, of all layers; waits.
+    // Stores tokens [first, first + n), whole blocks of all layers, and waits.
     kvt_status_t put(uint32_t first, uint32_t n, const std::vector<place> &layers, bool is_durable,
                      kvt_llama_why_t *why);
-    // Blocks of one layer, ascending; waits. Nothing is written to `to` after it.
+    // Loads blocks of one layer, ascending, and waits. Nothing writes to `to` afterwards.
     kvt_status_t get(uint32_t layer, const std::vector<uint32_t> &blocks, const place &to,
                      kvt_llama_why_t *why);
-    // How many of these tokens are there, from the first on; and how many of those are exact.
+    // How many tokens of the prefix are stored, and how many of these are exact.
     kvt_status_t lookup(const llama_token *tokens, size_t n, size_t &found, size_t &exact,
                         kvt_llama_why_t *why);
 
-    // A policy learns the keys of a block of a layer, and chooses among blocks [first, end).
+    // `seal` passes the keys of a layer's block to the policy; `choose` selects among blocks [first,
+    // end).
     kvt_status_t seal(uint32_t layer, uint32_t block, const void *keys, kvt_llama_why_t *why);
     kvt_status_t choose(uint32_t layer, const kvt_rows_t &queries, uint32_t tokens, uint32_t first,
                         uint32_t end, std::vector<uint32_t> &chosen, kvt_llama_why_t *why);
 
-    // Whether what is put can be durable; of a store that was lent true until a put says no.
+    // Tells whether puts can be durable. True for a caller's store until a put shows otherwise.
     bool has_disk() const { return has_disk_; }
 
     uint64_t policy_bytes() const;
@@ -80,7 +81,7 @@ class backing {
     kvt_status_t open_namespace(const settings &set, const char *description,
                                 const std::string &sparse, kvt_namespace_t **out,
                                 kvt_llama_why_t *why);
-    kvt_status_t open_session(const kvt_namespace_t *space, kvt_session_t **out,
+    kvt_status_t open_session(const kvt_namespace_t *name_space, kvt_session_t **out,
                               kvt_llama_why_t *why);
     void end();
     uint32_t exact_end() const;
@@ -94,7 +95,7 @@ class backing {
     kvt_status_t check_policy(const settings &set, kvt_llama_why_t *why) const;
     kvt_view_t view(void *address, const std::vector<void *> &pages, uint32_t page_tokens,
                     size_t row_bytes) const;
-    kvt_status_t finish(kvt_op_t **op, const char *doing, kvt_llama_why_t *why);
+    kvt_status_t wait_op(kvt_op_t **op, const char *doing, kvt_llama_why_t *why);
 
     kvt_runtime_t *runtime_ = nullptr;
     kvt_budget_t *budget_ = nullptr;
@@ -102,18 +103,18 @@ class backing {
     kvt_account_t *own_account_ = nullptr;
     const kvt_account_t *account_ = nullptr;
     const kvt_store_t *used_store_ = nullptr;
-    // What was computed exactly may be had by contexts of any size; the rest, where it has a name,
-    // is in a namespace of those who choose likewise.
-    kvt_namespace_t *space_ = nullptr, *sparse_space_ = nullptr;
+    // Exact blocks may be shared by contexts of any size. Sparsely computed ones, if the sequence has a
+    // name, are in another namespace for contexts with the same choice.
+    kvt_namespace_t *namespace_ = nullptr, *sparse_namespace_ = nullptr;
     kvt_session_t *session_ = nullptr, *sparse_session_ = nullptr;
     kvt_sparse_t *policy_ = nullptr;
     bool has_disk_ = false, has_name_ = false;
     uint64_t reserved_bytes_ = 0;
     uint32_t block_tokens_ = 0, max_tokens_ = 0;
-    uint32_t tokens_ = 0, exact_ = 0; // of the sequence; the first of those that are exact
+    uint32_t tokens_ = 0, exact_ = 0; // tokens of the sequence; length of its exact prefix
     shape model_;
-    std::vector<float> keys_;          // of a block, where the cache has a type of its own
-    std::vector<uint32_t> candidates_; // of the choice under way
+    std::vector<float> keys_; // of a block, if the cache's type must be converted
+    std::vector<uint32_t> candidates_; // of the current choice
 };
 
 } // namespace longer

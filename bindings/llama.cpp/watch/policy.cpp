@@ -5,10 +5,10 @@
 
 namespace kvt_llama {
 
-std::string words_of(kvt_error_t **error, kvt_status_t status) {
-    std::string words = error && *error ? kvt_error_message(*error) : kvt_status_str(status);
+std::string take_message(kvt_error_t **error, kvt_status_t status) {
+    std::string message = error && *error ? kvt_error_message(*error) : kvt_status_str(status);
     kvt_error_free(error);
-    return words;
+    return message;
 }
 
 policy::~policy() {
@@ -18,7 +18,7 @@ policy::~policy() {
     kvt_sparse_close(&handle_);
 }
 
-kvt_status_t policy::set_source(const policy_source &source, std::string &words) {
+kvt_status_t policy::set_source(const policy_source &source, std::string &message) {
     spec_ = source.spec;
     if (!source.custom) {
         return KVT_OK;
@@ -26,7 +26,8 @@ kvt_status_t policy::set_source(const policy_source &source, std::string &words)
     const uint64_t bytes = source.custom->struct_size;
     if (bytes != sizeof custom_ || !source.custom->traits ||
         source.custom->traits->struct_size != sizeof traits_) {
-        words = "a policy of its own needs kvt_sparse_custom_t and its traits, of this header's size";
+        message = "custom has a wrong struct_size or no traits: initialise both structs with their "
+                  "_INIT macros";
         return KVT_E_INVALID;
     }
     custom_ = *source.custom;
@@ -35,7 +36,7 @@ kvt_status_t policy::set_source(const policy_source &source, std::string &words)
     return KVT_OK;
 }
 
-kvt_status_t policy::open(const attention_shape &shape, std::string &words) {
+kvt_status_t policy::open(const attention_shape &shape, std::string &message) {
     kvt_attention_t attention = KVT_ATTENTION_INIT;
     attention.layers = shape.layers;
     attention.query_heads = shape.query_heads;
@@ -51,7 +52,7 @@ kvt_status_t policy::open(const attention_shape &shape, std::string &words) {
     opts.spec = is_custom_ ? nullptr : spec_.c_str();
     opts.spec_bytes = is_custom_ ? 0 : KVT_NUL_TERMINATED;
     if (is_custom_ && handle_) {
-        words = "a policy of its own serves one shape of a model";
+        message = "a custom policy serves one shape of heads: layers with other heads are not supported";
         return KVT_E_STATE;
     }
 
@@ -63,7 +64,7 @@ kvt_status_t policy::open(const attention_shape &shape, std::string &words) {
         status = kvt_sparse_traits(opened, &traits);
     }
     if (status != KVT_OK) {
-        words = words_of(&error, status);
+        message = take_message(&error, status);
         kvt_sparse_close(&opened);
         return status;
     }

@@ -1,5 +1,4 @@
-// A sparse policy of the library, for this room: opened for a shape, closed with its owner, its
-// refusals in words.
+// Owns a sparse policy of the library: opens it for a shape, closes it, and turns errors into text.
 #ifndef KVTIER_LLAMA_POLICY_HPP
 #define KVTIER_LLAMA_POLICY_HPP
 
@@ -25,7 +24,7 @@ struct attention_shape {
     }
 };
 
-// By a spec, or the caller's own.
+// A policy by its spec, or the caller's own.
 struct policy_source {
     std::string spec;
     const kvt_sparse_custom_t *custom = nullptr;
@@ -40,15 +39,15 @@ class policy {
     policy &operator=(const policy &) = delete;
     ~policy();
 
-    // Of a policy of the caller's own the traits are known from here on; it is opened once, when
-    // the shape is known, since opening takes its data over.
-    kvt_status_t set_source(const policy_source &source, std::string &words);
+    // Reads the source. The traits of a caller's own policy are known from here on. It is opened only
+    // once, when the shape is known, because opening takes ownership of its data.
+    kvt_status_t set_source(const policy_source &source, std::string &message);
 
-    // The caller's data is ours to release, whether it has been opened or not.
+    // Takes ownership of the caller's data, whether the policy is opened or not.
     void adopt() { owns_data_ = true; }
 
-    // One by a spec may be opened anew: what it knew is gone.
-    kvt_status_t open(const attention_shape &shape, std::string &words);
+    // A policy by spec may be opened again; its state is lost.
+    kvt_status_t open(const attention_shape &shape, std::string &message);
 
     bool is_custom() const { return is_custom_; }
     bool is_open() const { return handle_ != nullptr; }
@@ -63,8 +62,8 @@ class policy {
     kvt_sparse_traits_t traits_ = KVT_SPARSE_TRAITS_INIT;
 };
 
-// What the library said of a failure; frees it.
-std::string words_of(kvt_error_t **error, kvt_status_t status);
+// The text of the library's error, which it frees.
+std::string take_message(kvt_error_t **error, kvt_status_t status);
 
 } // namespace kvt_llama
 

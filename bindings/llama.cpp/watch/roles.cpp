@@ -7,10 +7,10 @@
 namespace kvt_llama {
 namespace {
 
-// Layers of no model come near; numbers from names are not trusted.
+// More layers than any model has: numbers from names are not trusted.
 constexpr int layers_max = 4096;
 
-// The number that a text is up to its end or a space (" (view)"), or -1.
+// The number that a text is, up to its end or a space (" (view)"), or -1.
 int number_of(const char *text) {
     int number = 0, digits = 0;
     for (; *text >= '0' && *text <= '9' && digits < 5; text++, digits++) {
@@ -30,8 +30,8 @@ bool is_view(const ggml_tensor *node) {
            node->op == GGML_OP_TRANSPOSE;
 }
 
-// Scores of a SOFT_MAX may be scaled, capped or biased before; the product of keys and queries
-// stands at the start.
+// Finds the product of keys and queries. Its scores may be scaled, capped or biased before the
+// SOFT_MAX.
 ggml_tensor *product_of(ggml_tensor *node) {
     for (int depth = 0; node && depth < 8; depth++) {
         if (node->op == GGML_OP_MUL_MAT) {
@@ -45,17 +45,17 @@ ggml_tensor *product_of(ggml_tensor *node) {
     return nullptr;
 }
 
-struct role_word {
+struct role_text {
     uint32_t role;
-    const char *word;
+    const char *text;
 };
 
-constexpr role_word role_words[] = {
-    {role_q, "queries behind RoPE"},
-    {role_k, "keys behind RoPE"},
+constexpr role_text role_texts[] = {
+    {role_q, "queries after RoPE"},
+    {role_k, "keys after RoPE"},
     {role_v, "values"},
     {role_attention, "attention (SOFT_MAX or FLASH_ATTN_EXT with keys of a cache)"},
-    {role_soft_max, "SOFT_MAX (there is none with flash attention: open the context with "
+    {role_soft_max, "SOFT_MAX (flash attention has none: open the context with "
                     "LLAMA_FLASH_ATTN_TYPE_DISABLED)"},
     {role_mask, "mask of the attention"},
     {role_k_idxs, "cells that keys are written to (SET_ROWS into cache_k_l)"},
@@ -68,9 +68,9 @@ constexpr role_word role_words[] = {
 } // namespace
 
 const char *role_name(uint32_t role) {
-    for (const role_word &entry : role_words) {
+    for (const role_text &entry : role_texts) {
         if (entry.role == role) {
-            return entry.word;
+            return entry.text;
         }
     }
     return "?";
@@ -83,7 +83,7 @@ ggml_tensor *storage_of(ggml_tensor *tensor) {
     return tensor;
 }
 
-// Between "cache_" and the kind may stand what tells caches of one layer apart.
+// A qualifier of the cache may stand between "cache_" and the kind.
 int cache_layer(const ggml_tensor *storage, char *kind) {
     if (!storage || storage->op != GGML_OP_NONE || std::strncmp(storage->name, "cache_", 6) != 0) {
         return -1;
@@ -96,7 +96,7 @@ int cache_layer(const ggml_tensor *storage, char *kind) {
     return number_of(mark + 2);
 }
 
-// Nodes that work in place and SET_ROWS are views of what they change.
+// In-place nodes and SET_ROWS are views of the tensor that they change.
 bool roles::is_computed(ggml_tensor *tensor) const {
     const ggml_tensor *storage = storage_of(tensor);
     return storage && std::none_of(pending_.begin(), pending_.end(), [&](ggml_tensor *node) {
@@ -104,15 +104,15 @@ bool roles::is_computed(ggml_tensor *tensor) const {
     });
 }
 
-// Layers come in order, so one before the current is of another graph. The first one of a model
-// with one layer is told by that layer's end.
+// Layers come in order, so an earlier layer belongs to another graph. In a model with one layer, the
+// end of that layer shows it.
 bool roles::is_next_graph(int layer) const {
     return restarted_ || layer < current_ ||
            (layer == current_ && ended_ && layers_.size() == 1);
 }
 
-// What came before the last layer of the graph before has been computed. Nodes behind it stay:
-// some may be of the new graph, before its first layer.
+// Nodes before the last layer of the previous graph have been computed. Later nodes stay pending,
+// because some may belong to the new graph, before its first layer.
 void roles::begin_graph() {
     std::fill(layers_.begin(), layers_.end(), layer_roles{});
     pending_.erase(pending_.begin(), pending_.begin() + (std::ptrdiff_t) last_layer_);
@@ -120,12 +120,12 @@ void roles::begin_graph() {
     restarted_ = false;
 }
 
-void roles::cut() {
+void roles::mark_computed() {
     pending_.clear();
     last_layer_ = 0;
 }
 
-void roles::see_write(ggml_tensor *node, ggml_tensor *cache, seen &out) {
+void roles::visit_write(ggml_tensor *node, ggml_tensor *cache, node_info &out) {
     char kind = 0;
     const int il = cache_layer(cache, &kind);
     if (il < 0 || il >= n_layers()) {
@@ -152,7 +152,7 @@ void roles::see_write(ggml_tensor *node, ggml_tensor *cache, seen &out) {
     }
 }
 
-bool roles::see_attention(ggml_tensor *node, seen &out) {
+bool roles::visit_attention(ggml_tensor *node, node_info &out) {
     const bool is_flash = node->op == GGML_OP_FLASH_ATTN_EXT;
     ggml_tensor *product = is_flash ? nullptr : product_of(node->src[0]);
     ggml_tensor *keys = is_flash ? node->src[1] : (product ? product->src[0] : nullptr);
@@ -172,8 +172,8 @@ bool roles::see_attention(ggml_tensor *node, seen &out) {
     layer.cache_layer = read;
     layer.found |= role_attention | role_cache_k | (is_flash ? 0u : (uint32_t) role_soft_max) |
                    (layer.q ? (uint32_t) role_q : 0u) | (layer.mask ? (uint32_t) role_mask : 0u);
-    // Without flash attention the values come only behind this node: their cache is known by the
-    // write. A model whose layers share caches writes nothing here.
+    // Without flash attention the values come after this node: their cache is known by the write.
+    // Layers that share caches write nothing here.
     if (is_flash) {
         layer.cache_v = storage_of(node->src[2]);
         layer.found |= role_cache_v;
@@ -183,8 +183,8 @@ bool roles::see_attention(ggml_tensor *node, seen &out) {
     return true;
 }
 
-seen roles::look(ggml_tensor *node) {
-    seen out;
+node_info roles::visit(ggml_tensor *node) {
+    node_info out;
     if (is_view(node)) {
         return out;
     }
@@ -204,9 +204,9 @@ seen roles::look(ggml_tensor *node) {
         ended_ = false;
     }
     if (node->op == GGML_OP_SOFT_MAX || node->op == GGML_OP_FLASH_ATTN_EXT) {
-        see_attention(node, out);
+        visit_attention(node, out);
     } else if (node->view_src) {
-        see_write(node, storage_of(node), out);
+        visit_write(node, storage_of(node), out);
     } else if (out.layer >= 0 && std::strncmp(node->name, "l_out-", 6) == 0) {
         layers_[(size_t) out.layer].end = node;
         layers_[(size_t) out.layer].found |= role_layer_end;
@@ -216,9 +216,9 @@ seen roles::look(ggml_tensor *node) {
     return out;
 }
 
-bool roles::is_missing(int il, uint32_t wanted, char *words, size_t words_bytes) const {
-    if (words_bytes) {
-        words[0] = 0;
+bool roles::is_missing(int il, uint32_t wanted, char *message, size_t message_bytes) const {
+    if (message_bytes) {
+        message[0] = 0;
     }
     if (il < 0 || il >= n_layers()) {
         return false;
@@ -227,13 +227,13 @@ bool roles::is_missing(int il, uint32_t wanted, char *words, size_t words_bytes)
     if (!lacking) {
         return false;
     }
-    int used = std::snprintf(words, words_bytes, "layer %d of this graph has no ", il);
-    const char *between = "";
-    for (const role_word &entry : role_words) {
-        if ((lacking & entry.role) && used > 0 && (size_t) used < words_bytes) {
-            used += std::snprintf(words + used, words_bytes - (size_t) used, "%s%s", between,
-                                  entry.word);
-            between = "; no ";
+    int used = std::snprintf(message, message_bytes, "layer %d of this graph has no ", il);
+    const char *separator = "";
+    for (const role_text &entry : role_texts) {
+        if ((lacking & entry.role) && used > 0 && (size_t) used < message_bytes) {
+            used += std::snprintf(message + used, message_bytes - (size_t) used, "%s%s", separator,
+                                  entry.text);
+            separator = "; no ";
         }
     }
     return true;

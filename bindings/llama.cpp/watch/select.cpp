@@ -8,7 +8,8 @@
 namespace kvt_llama {
 namespace {
 
-// Blocks are whole pages of a policy, whose size only its spec says: the first of these that fits.
+// A block is a whole number of policy pages. Only the spec knows their size: the first of these that
+// fits is used.
 constexpr uint32_t block_sizes[] = {16, 32, 64, 128, 256};
 
 kvt_rows_t rows_of(const rows_view &rows, const attention_shape &shape, size_t n) {
@@ -23,7 +24,7 @@ kvt_rows_t rows_of(const rows_view &rows, const attention_shape &shape, size_t n
     return out;
 }
 
-// Copies what the mask has for some tokens, and says how many of them are there.
+// Copies the mask values of some tokens, and returns how many of them are present.
 template <typename number>
 size_t copy_cells(const number *from, number *to, const cell_order &order, size_t first, size_t last) {
     size_t copied = 0;
@@ -41,18 +42,18 @@ size_t copy_cells(const number *from, number *to, const cell_order &order, size_
 
 kvt_status_t block_select::make(const policy_source &source, uint32_t block_tokens, int n_layers,
                                 uint32_t n_window, std::unique_ptr<block_select> &out,
-                                std::string &words) {
+                                std::string &message) {
     std::unique_ptr<block_select> made(new block_select);
     made->n_window_ = n_window;
-    // Heads are only known when a graph is seen; whether a spec can be is known before.
+    // Heads are known only from a graph; the spec is checked before.
     attention_shape shape = {(uint32_t) n_layers, 1, 1, 64, block_tokens, 1u << 20};
-    kvt_status_t status = made->policy_.set_source(source, words);
+    kvt_status_t status = made->policy_.set_source(source, message);
     for (const uint32_t size : block_sizes) {
         shape.block_tokens = block_tokens ? block_tokens : size;
         if (status != KVT_OK || made->policy_.is_custom()) {
             break;
         }
-        status = made->policy_.open(shape, words);
+        status = made->policy_.open(shape, message);
         if (status != KVT_E_SPEC || block_tokens) {
             break;
         }
@@ -61,11 +62,11 @@ kvt_status_t block_select::make(const policy_source &source, uint32_t block_toke
     if (status != KVT_OK) {
         return status;
     }
-    words.clear();
+    message.clear();
     const kvt_sparse_traits_t &traits = made->policy_.traits();
-    constexpr uint32_t served = KVT_NEEDS_KEYS | KVT_NEEDS_QUERIES | KVT_NEEDS_NEXT_QUERY;
-    if (!(traits.caps & KVT_SPARSE_LOAD_DECODE) || (traits.needs & ~served)) {
-        words = source.name() + " does not choose blocks by keys and queries: quest and arkvale do";
+    constexpr uint32_t supported_needs = KVT_NEEDS_KEYS | KVT_NEEDS_QUERIES | KVT_NEEDS_NEXT_QUERY;
+    if (!(traits.caps & KVT_SPARSE_LOAD_DECODE) || (traits.needs & ~supported_needs)) {
+        message = source.name() + " does not choose blocks by keys and queries: use quest or arkvale";
         return KVT_E_UNSUPPORTED;
     }
     made->shape_ = shape;
@@ -112,24 +113,26 @@ block_select::pool &block_select::pool_of(const layer_roles &layer, bool &is_fir
     return pools_[at];
 }
 
-// The first layer of a graph that uses a mask: who sees what now.
-kvt_status_t block_select::look_at(const layer_roles &layer, pool &of, std::string &words) {
+// Called at the first layer of a graph that uses a mask: reads it and updates the map of cells.
+kvt_status_t block_select::read_mask(const layer_roles &layer, pool &of, std::string &message) {
     of.is_narrowed = of.is_open = false;
     of.mask = layer.mask;
     if (!of.row.read(layer.mask)) {
-        words = "the mask is not one that can be narrowed (one token, f16 or f32, filled by the engine)";
+        message = "the mask cannot be narrowed: it must have one token, type f16 or f32, and be filled "
+                  "by the "
+                "engine";
         return KVT_E_UNSUPPORTED;
     }
     int64_t cell = -1;
     ggml_backend_tensor_get(layer.k_idxs, &cell, 0, sizeof cell);
     of.first_cell = (int64_t) (layer.keys->view_offs / layer.cache_k->nb[1]);
     of.own_cell = cell - of.first_cell;
-    of.order.see(of.row, of.own_cell);
+    of.order.update(of.row, of.own_cell);
     size_t changed = of.order.take_changed();
     of.marks.forget_from(changed);
-    if (of.last_cache && of.marks.is_other(of.last_cache, of.first_cell, of.order, of.own_cell)) {
+    if (of.last_cache && of.marks.has_changed(of.last_cache, of.first_cell, of.order, of.own_cell)) {
         forget();
-        of.order.see(of.row, of.own_cell);
+        of.order.update(of.row, of.own_cell);
         changed = of.order.take_changed();
     }
     of.is_open = of.order.visible() > n_window_ && of.order.size() > shape_.block_tokens;
@@ -143,22 +146,22 @@ kvt_status_t block_select::look_at(const layer_roles &layer, pool &of, std::stri
     return KVT_OK;
 }
 
-// Opens the policy for the heads that the model turns out to have.
-kvt_status_t block_select::reopen(const layer_roles &layer, std::string &words) {
+// Opens the policy for the model's heads, once they are known.
+kvt_status_t block_select::open_for_heads(const layer_roles &layer, std::string &message) {
     attention_shape shape = shape_;
     shape.key_dim = (uint32_t) layer.keys->ne[0];
     shape.key_heads = (uint32_t) layer.keys->ne[2];
     shape.query_heads = (uint32_t) layer.q->ne[2];
-    // Places of tokens that went stay, until half of all are such.
+    // Removed tokens keep their places in the map until they are half of all.
     shape.max_tokens = (uint32_t) (2 * layer.cache_k->ne[1] + 128);
     if (has_shape_ && shape == shape_) {
         return KVT_OK;
     }
     if (has_shape_ || shape.key_dim * shape.key_heads != layer.cache_k->ne[0]) {
-        words = "its heads are not like those of the layers before";
+        message = "its heads differ from those of earlier layers, which is not supported";
         return KVT_E_UNSUPPORTED;
     }
-    const kvt_status_t status = policy_.open(shape, words);
+    const kvt_status_t status = policy_.open(shape, message);
     if (status == KVT_OK) {
         shape_ = shape;
         has_shape_ = true;
@@ -166,9 +169,9 @@ kvt_status_t block_select::reopen(const layer_roles &layer, std::string &words) 
     return status;
 }
 
-// Tells the policy the keys of blocks that became complete. The own token is not among them.
+// Seals the keys of newly complete blocks in the policy. The current token is not among them.
 kvt_status_t block_select::seal(const layer_roles &layer, int il, const pool &of,
-                                std::string &words) {
+                                std::string &message) {
     const size_t each = shape_.block_tokens, complete = (of.order.size() - 1) / each;
     size_t &sealed = sealed_[(size_t) il];
     cells_.resize(each);
@@ -181,15 +184,15 @@ kvt_status_t block_select::seal(const layer_roles &layer, int il, const pool &of
         if (any < 0) {
             continue;
         }
-        // A token that went before its block was told is replaced by one that is there: a box
-        // around keys does not mind.
+        // A token that was removed before its block was sealed is replaced by a present one. The
+        // bounding box of the keys allows that.
         for (int64_t &cell : cells_) {
             cell = of.first_cell + (cell >= 0 ? cell : any);
         }
         rows_view rows;
         if (!reader_.read(layer.cache_k, cells_.data(), each, rows)) {
-            words = std::string("keys of type ") + ggml_type_name(layer.cache_k->type) +
-                    " cannot be read";
+            message = std::string("keys of type ") + ggml_type_name(layer.cache_k->type) +
+                    " cannot be read: open the context with another type_k";
             return KVT_E_UNSUPPORTED;
         }
         const kvt_rows_t keys = rows_of(rows, shape_, each);
@@ -198,7 +201,7 @@ kvt_status_t block_select::seal(const layer_roles &layer, int il, const pool &of
             kvt_sparse_add_block(policy_.get(), (uint32_t) il, (uint32_t) sealed,
                             (uint32_t) (sealed * each), &keys, &error);
         if (status != KVT_OK) {
-            words = words_of(&error, status);
+            message = take_message(&error, status);
             return status;
         }
     }
@@ -217,9 +220,9 @@ void block_select::keep_query(const layer_roles &layer, int il) {
     }
 }
 
-// Fills ids_: which of the candidates are seen.
+// Fills ids_ with the chosen candidates.
 kvt_status_t block_select::choose(const layer_roles &layer, int il, const pool &of,
-                                  std::string &words) {
+                                  std::string &message) {
     const size_t each = shape_.block_tokens, complete = (of.order.size() - 1) / each;
     candidates_.clear();
     for (size_t block = 0; block < complete; block++) {
@@ -259,7 +262,7 @@ kvt_status_t block_select::choose(const layer_roles &layer, int il, const pool &
         kvt_sparse_select(policy_.get(), (uint32_t) il, &query, candidates_.data(),
                           candidates_.size(), &context, ids_.data(), ids_.size(), &n_ids_, &error);
     if (status != KVT_OK) {
-        words = words_of(&error, status);
+        message = take_message(&error, status);
     }
     return status;
 }
@@ -277,7 +280,7 @@ void block_select::restore_masks() {
     }
 }
 
-// Writes the mask: chosen blocks and what lies behind the last complete one.
+// Writes the mask: chosen blocks, and tokens after the last complete block.
 void block_select::narrow(pool &of) {
     const size_t each = shape_.block_tokens, n = of.order.size(), complete = (n - 1) / each;
     row_.resize(of.row.bytes.size());
@@ -310,7 +313,7 @@ void block_select::narrow(pool &of) {
     of.is_narrowed = has_narrowed_ = true;
 }
 
-kvt_status_t block_select::at_attention(const roles &found, int il, std::string &words) {
+kvt_status_t block_select::at_attention(const roles &found, int il, std::string &message) {
     const layer_roles &layer = found.layer(il);
     bool is_first = false;
     pool &of = pool_of(layer, is_first);
@@ -326,27 +329,27 @@ kvt_status_t block_select::at_attention(const roles &found, int il, std::string 
         }
         return KVT_OK;
     }
-    kvt_status_t status = is_first ? look_at(layer, of, words) : KVT_OK;
+    kvt_status_t status = is_first ? read_mask(layer, of, message) : KVT_OK;
     of.last_cache = layer.cache_k;
     if (status == KVT_OK && of.is_open && !found.is_computed(layer.q)) {
-        words = "its queries are not computed before its keys are written";
+        message = "its queries are not computed before its keys are written: this engine is not supported";
         status = KVT_E_UNSUPPORTED;
     }
     if (status == KVT_OK && of.is_open) {
-        status = reopen(layer, words);
+        status = open_for_heads(layer, message);
     }
     if (status != KVT_OK || !of.is_open) {
         restore(of);
         return status;
     }
     keep_query(layer, il);
-    // Nobody asks the first layers by queries of a layer before them.
+    // The first layers have no earlier layer whose queries they could use.
     if ((uint32_t) il < std::max(policy_.traits().dense_layers, policy_.traits().ahead)) {
         restore(of);
         return KVT_OK;
     }
-    status = seal(layer, il, of, words);
-    status = status == KVT_OK ? choose(layer, il, of, words) : status;
+    status = seal(layer, il, of, message);
+    status = status == KVT_OK ? choose(layer, il, of, message) : status;
     if (status != KVT_OK || n_ids_ == candidates_.size()) {
         restore(of);
     } else {
@@ -355,7 +358,7 @@ kvt_status_t block_select::at_attention(const roles &found, int il, std::string 
     return status;
 }
 
-// The share of the attention that fell on what was chosen, in the mean over heads.
+// Adds the share of the attention that the choice covers, as the mean over heads.
 void block_select::after_soft_max(const layer_roles &layer) {
     const ggml_tensor *node = layer.attention;
     const size_t cells = (size_t) node->ne[0], heads = (size_t) node->ne[2];

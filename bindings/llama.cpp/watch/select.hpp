@@ -1,10 +1,9 @@
-// Blocks of a sequence are chosen layer by layer, and the mask is narrowed to them.
+// Chooses blocks of a sequence in each layer, and narrows the mask to them.
 //
-// A block is so many tokens that came one after the other. When it is complete its keys are read
-// from the cache and told to the policy; the tokens behind the last complete block are always seen.
-// In the ask phase of a layer's attention the policy is asked with this layer's queries, and the
-// mask, which all layers share, is written anew for this one. One mask serves all heads, so what
-// each head wants of its own is united.
+// A block is a run of consecutive tokens. When it is complete, its keys are read from the cache and
+// sealed in the policy. Tokens after the last complete block are always visible. In the ask phase of a
+// layer's attention the policy selects with this layer's queries. The mask, which all layers share, is
+// then written for this layer. One mask serves all heads, so the choices of all heads are united.
 #ifndef KVTIER_LLAMA_SELECT_HPP
 #define KVTIER_LLAMA_SELECT_HPP
 
@@ -19,39 +18,39 @@
 namespace kvt_llama {
 
 struct select_counts {
-    uint64_t tokens = 0;         // single tokens that a policy was asked for
-    uint64_t layers = 0;         // layers of those that were narrowed
-    uint64_t seen_cells = 0;     // cells that the engine would have looked at, in those layers
-    uint64_t masked_cells = 0;   // of those, cells that were masked
-    uint64_t rebuilds = 0;       // times that all that was known had to be read anew
-    uint64_t audited_layers = 0; // layers whose choice was held against the attention of all cells
-    double audited_mass = 0;     // sum over those of the share of the attention that was chosen
+    uint64_t tokens = 0; // single tokens that a policy was asked for
+    uint64_t layers = 0; // their layers whose mask was narrowed
+    uint64_t seen_cells = 0; // cells that the engine would have attended to in those layers
+    uint64_t masked_cells = 0; // masked cells among these
+    uint64_t rebuilds = 0; // times that all metadata had to be rebuilt
+    uint64_t audited_layers = 0; // layers whose choice was compared with the attention of all cells
+    double audited_mass = 0; // sum over these of the share of the attention that was chosen
 };
 
 class block_select {
   public:
-    // One that cannot serve here is refused with words.
+    // Fails with a text if the policy cannot be served here.
     static kvt_status_t make(const policy_source &source, uint32_t block_tokens, int n_layers,
                              uint32_t n_window, std::unique_ptr<block_select> &out,
-                             std::string &words);
+                             std::string &message);
     void adopt() { policy_.adopt(); }
 
-    // Another graph begins. `is_own`: it computes one token, of this sequence.
+    // Another graph begins. `is_own`: it computes one token of this sequence.
     void begin_graph(bool is_own, bool is_audit);
 
-    // Ask phase of a layer's attention. Anything but KVT_OK: the layer sees everything, words say why.
-    kvt_status_t at_attention(const roles &found, int il, std::string &words);
+    // Ask phase of a layer's attention. On an error the layer sees everything, and the text says why.
+    kvt_status_t at_attention(const roles &found, int il, std::string &message);
 
-    // After the SOFT_MAX of a layer whose choice is audited.
+    // Call after the SOFT_MAX of a layer whose choice is audited.
     void after_soft_max(const layer_roles &layer);
 
-    // Masks of the graph that is being computed are as the engine filled them again.
+    // Restores the masks of the current graph to what the engine filled in.
     void restore_masks();
 
-    // Keys have changed where they lie, or may have.
+    // Keys in the cache have changed, or may have: discards all metadata.
     void forget();
 
-    // Some layer of this graph does not see all that the engine meant it to see.
+    // True if some layer of this graph does not see all that the engine's mask shows.
     bool has_narrowed() const { return has_narrowed_; }
     bool is_audited_now() const { return is_audit_ && has_audit_; }
     const select_counts &counts() const { return counts_; }
@@ -64,17 +63,17 @@ class block_select {
         cell_order order;
         cell_marks marks;
         ggml_tensor *last_cache = nullptr; // of the deepest layer
-        int64_t first_cell = 0;            // of the sequence's stream
+        int64_t first_cell = 0; // of the sequence's stream
         int64_t own_cell = -1;
-        bool is_narrowed = false; // the mask is not as the engine filled it
-        bool is_open = false;     // some of its tokens may be left out
+        bool is_narrowed = false; // the mask differs from the engine's
+        bool is_open = false; // some of its tokens may be masked
     };
 
-    kvt_status_t look_at(const layer_roles &layer, pool &of, std::string &words);
+    kvt_status_t read_mask(const layer_roles &layer, pool &of, std::string &message);
     pool &pool_of(const layer_roles &layer, bool &is_first);
-    kvt_status_t reopen(const layer_roles &layer, std::string &words);
-    kvt_status_t seal(const layer_roles &layer, int il, const pool &of, std::string &words);
-    kvt_status_t choose(const layer_roles &layer, int il, const pool &of, std::string &words);
+    kvt_status_t open_for_heads(const layer_roles &layer, std::string &message);
+    kvt_status_t seal(const layer_roles &layer, int il, const pool &of, std::string &message);
+    kvt_status_t choose(const layer_roles &layer, int il, const pool &of, std::string &message);
     void keep_query(const layer_roles &layer, int il);
     void narrow(pool &of);
     void restore(pool &of);

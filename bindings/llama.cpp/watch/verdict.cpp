@@ -1,12 +1,12 @@
-// What a policy says of the tokens of a sequence, and what is done about it.
+// Asks a policy which tokens of a sequence to evict, and removes them.
 #include "watch/evict.hpp"
 
 #include <algorithm>
 
 namespace kvt_llama {
 
-// Keys of new tokens, as the cache has them, of all layers.
-kvt_status_t token_evict::append_keys(std::string &words) {
+// Passes the keys of new tokens in all layers to the policy, as the cache has them.
+kvt_status_t token_evict::append_keys(std::string &message) {
     const size_t first = positions_.size() - new_.size();
     cells_.assign(new_.size(), -1);
     for (size_t cell = 0; !pools_.empty() && cell < pools_[0].owners.size(); cell++) {
@@ -16,29 +16,29 @@ kvt_status_t token_evict::append_keys(std::string &words) {
         }
     }
     if (std::count(cells_.begin(), cells_.end(), -1) != 0) {
-        words = "keys of new tokens were not found in the cache";
+        message = "the keys of new tokens are not in the cache: decode with kvt_llama_watch_decode only";
         return KVT_E_STATE;
     }
     kvt_status_t status = KVT_OK;
     for (uint32_t il = 0; il < shape_.layers && status == KVT_OK; il++) {
-        status = append_layer(il, (uint32_t) first, words);
+        status = append_layer(il, (uint32_t) first, message);
     }
     return status;
 }
 
-kvt_status_t token_evict::append_layer(uint32_t il, uint32_t first, std::string &words) {
+kvt_status_t token_evict::append_layer(uint32_t il, uint32_t first, std::string &message) {
     ggml_tensor *cache = caches_[il];
     rows_view rows;
     if (!cache || cache->ne[0] % shape_.key_heads != 0 || cache->ne[2] != 1 ||
         !reader_.read(cache, cells_.data(), cells_.size(), rows)) {
-        words = "keys of layer " + std::to_string(il) + " cannot be read: caches of one stream "
-                "(kv_unified), in all layers, are needed";
+        message = "the keys of layer " + std::to_string(il) + " cannot be read: open the context with "
+                "kv_unified, and use a model with a cache in all layers";
         return KVT_E_UNSUPPORTED;
     }
     const uint32_t dim = (uint32_t) cache->ne[0] / shape_.key_heads;
     if (!has_shape_) {
         shape_.key_dim = dim;
-        const kvt_status_t status = policy_.open(shape_, words);
+        const kvt_status_t status = policy_.open(shape_, message);
         if (status != KVT_OK) {
             return status;
         }
@@ -54,14 +54,14 @@ kvt_status_t token_evict::append_layer(uint32_t il, uint32_t first, std::string 
     kvt_error_t *error = nullptr;
     const kvt_status_t status = kvt_sparse_append(policy_.get(), il, first, &keys, &error);
     if (status != KVT_OK) {
-        words = words_of(&error, status);
+        message = take_message(&error, status);
     }
     return status;
 }
 
-// Adds what one layer's answer keeps to the votes. `any`: some would go.
-kvt_status_t token_evict::ask(uint32_t layer, const kvt_sparse_context_t &context, bool &any,
-                              std::string &words) {
+// Reads one layer's answer. `any`: it evicts at least one token.
+kvt_status_t token_evict::read_answer(uint32_t layer, const kvt_sparse_context_t &context, bool &any,
+                              std::string &message) {
     starts_.resize(shape_.key_heads + 1);
     items_.resize(kept_.size() * shape_.key_heads);
     kvt_token_lists_t keep = KVT_TOKEN_LISTS_INIT;
@@ -74,7 +74,7 @@ kvt_status_t token_evict::ask(uint32_t layer, const kvt_sparse_context_t &contex
     const kvt_status_t status =
         kvt_sparse_plan_eviction(policy_.get(), layer, &context, &keep, &evicted, &error);
     if (status != KVT_OK) {
-        words = words_of(&error, status);
+        message = take_message(&error, status);
         return status;
     }
     any = evicted != 0 && keep.start_count > 1;
@@ -95,9 +95,9 @@ void token_evict::count_votes(size_t &longest) {
     }
 }
 
-kvt_status_t token_evict::evict(llama_memory_t memory, llama_seq_id seq, std::string &words) {
+kvt_status_t token_evict::evict(llama_memory_t memory, llama_seq_id seq, std::string &message) {
     const uint32_t caps = policy_.traits().caps;
-    const bool is_end = is_prompt_ && is_asked_;
+    const bool is_end = is_prompt_ && wants_logits_;
     const bool is_due = is_end ? (caps & KVT_SPARSE_EVICT_PREFILL) != 0
                                : is_decode_ && (caps & KVT_SPARSE_EVICT_DECODE);
     if (!is_due || kept_.empty()) {
@@ -112,63 +112,65 @@ kvt_status_t token_evict::evict(llama_memory_t memory, llama_seq_id seq, std::st
     uint32_t answers = 0;
     for (uint32_t layer = 0; layer < shape_.layers; layer++) {
         bool any = false;
-        const kvt_status_t status = ask(layer, context, any, words);
+        const kvt_status_t status = read_answer(layer, context, any, message);
         if (status != KVT_OK) {
             return status;
         }
         answers += any;
         count_votes(longest);
     }
-    // Layers that keep all have no list: every token has their vote, which changes nothing but how
-    // many stay.
+    // A layer that keeps all returns no list. It votes for every token, which only raises the number of
+    // kept tokens.
     longest = answers < shape_.layers ? kept_.size() : longest;
-    // The newest stays whatever is said: the engine wants the next position to follow it.
+    // The newest token always stays: the engine requires that the next position follows it.
     longest = std::max<size_t>(longest, 1);
     votes_[kept_.back()] = UINT32_MAX;
     if (longest >= kept_.size()) {
         return KVT_OK;
     }
-    stay_ = kept_;
-    std::stable_sort(stay_.begin(), stay_.end(), [&](uint32_t a, uint32_t b) {
+    survivors_ = kept_;
+    std::stable_sort(survivors_.begin(), survivors_.end(), [&](uint32_t a, uint32_t b) {
         return votes_[a] != votes_[b] ? votes_[a] > votes_[b] : a > b;
     });
-    stay_.resize(longest);
-    std::sort(stay_.begin(), stay_.end());
-    return remove(memory, seq, words);
+    survivors_.resize(longest);
+    std::sort(survivors_.begin(), survivors_.end());
+    return remove(memory, seq, message);
 }
 
-// Everything of kept_ that is not in stay_ goes, in runs.
-kvt_status_t token_evict::remove(llama_memory_t memory, llama_seq_id seq, std::string &words) {
+// Removes all tokens of kept_ that are not in stay_, in runs.
+kvt_status_t token_evict::remove(llama_memory_t memory, llama_seq_id seq, std::string &message) {
     for (size_t i = 0; i < kept_.size();) {
-        if (std::binary_search(stay_.begin(), stay_.end(), kept_[i])) {
+        if (std::binary_search(survivors_.begin(), survivors_.end(), kept_[i])) {
             i++;
             continue;
         }
         size_t end = i + 1;
-        while (end < kept_.size() && !std::binary_search(stay_.begin(), stay_.end(), kept_[end])) {
+        while (end < kept_.size() && !std::binary_search(survivors_.begin(), survivors_.end(), kept_[end])) {
             end++;
         }
         const llama_pos from = positions_[kept_[i]], to = positions_[kept_[end - 1]] + 1;
         if (!llama_memory_seq_rm(memory, seq, from, to)) {
-            words = "the memory of this model cannot remove tokens in the middle of a sequence";
+            message = "the memory of this model cannot remove tokens in the middle of a sequence: use "
+                      "quest or "
+                    "arkvale";
             return KVT_E_UNSUPPORTED;
         }
         counts_.evicted += end - i;
         i = end;
     }
     counts_.evictions++;
-    const uint32_t starts[2] = {0, (uint32_t) stay_.size()};
+    const uint32_t starts[2] = {0, (uint32_t) survivors_.size()};
     kvt_token_lists_t keep = KVT_TOKEN_LISTS_INIT;
     keep.starts = const_cast<uint32_t *>(starts);
     keep.start_capacity = keep.start_count = 2;
-    keep.items = stay_.data();
-    keep.item_capacity = keep.item_count = stay_.size();
-    kept_ = stay_;
+    keep.items = survivors_.data();
+    keep.item_capacity = keep.item_count = survivors_.size();
+    kept_ = survivors_;
     for (uint32_t layer = 0; layer < shape_.layers; layer++) {
         kvt_error_t *error = nullptr;
         const kvt_status_t status = kvt_sparse_commit_eviction(policy_.get(), layer, &keep, &error);
         if (status != KVT_OK) {
-            words = words_of(&error, status);
+            message = take_message(&error, status);
             return status;
         }
     }

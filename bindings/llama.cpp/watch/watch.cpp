@@ -16,7 +16,7 @@ uint64_t now_ns() {
     return (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
 }
 
-// Adds the time of a scope.
+// Adds the duration of a scope.
 class timed {
   public:
     explicit timed(uint64_t &sum_ns) : sum_ns_(sum_ns), from_ns_(now_ns()) {}
@@ -34,34 +34,34 @@ kvt_llama_watch_t::kvt_llama_watch_t(const llama_model *model, const kvt_llama_w
       may_lack_attention_(llama_model_is_hybrid(model) || llama_model_is_recurrent(model)),
       roles_(llama_model_n_layer(model)) {}
 
-// Nothing may be thrown through the scheduler. What fails here ends the policy, not the graph.
-bool kvt_llama_watch_t::on_node(ggml_tensor *node, bool ask, void *user_data) {
+// No exception may pass through the scheduler. A failure here ends the policy, not the graph.
+bool kvt_llama_watch_t::on_node(ggml_tensor *node, bool is_ask, void *user_data) {
     kvt_llama_watch_t &watch = *static_cast<kvt_llama_watch_t *>(user_data);
     try {
-        if (ask) {
-            watch.next_wants_ = watch.next_ && watch.next_(node, true, watch.next_data_);
-            const bool wants = watch.ask(node) || watch.next_wants_;
+        if (is_ask) {
+            watch.user_wants_ = watch.user_eval_ && watch.user_eval_(node, true, watch.user_eval_data_);
+            const bool wants = watch.before_node(node) || watch.user_wants_;
             if (wants) {
-                watch.roles_.cut();
+                watch.roles_.mark_computed();
             }
             return wants;
         }
-        watch.answer(node);
-        return !watch.next_wants_ || watch.next_(node, false, watch.next_data_);
+        watch.after_node(node);
+        return !watch.user_wants_ || watch.user_eval_(node, false, watch.user_eval_data_);
     } catch (const std::bad_alloc &) {
-        watch.fail(KVT_E_NOMEM, -1, "no memory for what a policy keeps");
+        watch.fail(KVT_E_NOMEM, -1, "out of memory for a policy's metadata: the policy ends");
     } catch (...) {
-        watch.fail(KVT_E_PANIC, -1, "a policy failed");
+        watch.fail(KVT_E_PANIC, -1, "internal error in a policy: the policy ends");
     }
-    return ask ? watch.next_wants_ : true;
+    return is_ask ? watch.user_wants_ : true;
 }
 
-bool kvt_llama_watch_t::ask(ggml_tensor *node) {
-    if (served_.empty() && !opts_.on_layer) {
+bool kvt_llama_watch_t::before_node(ggml_tensor *node) {
+    if (policies_.empty() && !opts_.on_layer) {
         return false;
     }
-    const int before = clock_;
-    const seen s = roles_.look(node);
+    const int before = open_layer_;
+    const node_info s = roles_.visit(node);
     if (s.new_graph) {
         end_graph();
         begin_graph();
@@ -69,7 +69,7 @@ bool kvt_llama_watch_t::ask(ggml_tensor *node) {
         check_layer(before);
     }
     if (s.first) {
-        clock_ = s.layer;
+        open_layer_ = s.layer;
         if (opts_.on_layer) {
             opts_.on_layer(opts_.on_layer_data, s.layer, 0);
         }
@@ -77,7 +77,7 @@ bool kvt_llama_watch_t::ask(ggml_tensor *node) {
     bool wants = false;
     switch (s.what) {
     case step::write_k:
-        wants = own_ && own_->select && is_single_;
+        wants = active_ && active_->select && is_single_;
         break;
     case step::attention:
         attentions_++;
@@ -85,7 +85,7 @@ bool kvt_llama_watch_t::ask(ggml_tensor *node) {
         break;
     case step::layer_end:
         check_layer(s.layer);
-        clock_ = -1;
+        open_layer_ = -1;
         wants = opts_.on_layer != nullptr;
         break;
     case step::change:
@@ -99,15 +99,15 @@ bool kvt_llama_watch_t::ask(ggml_tensor *node) {
     return wants;
 }
 
-// The scheduler has computed up to this node, because somebody wanted it.
-void kvt_llama_watch_t::answer(ggml_tensor *node) {
+// The scheduler has computed up to this node, because the callback requested a stop.
+void kvt_llama_watch_t::after_node(ggml_tensor *node) {
     if (observed_ >= 0 && roles_.layer(observed_).attention == node) {
         timed time(stats_.policy_ns);
         const layer_roles &layer = roles_.layer(observed_);
-        if (own_ && own_->evict) {
-            own_->evict->after_soft_max(layer);
-        } else if (own_ && own_->select) {
-            own_->select->after_soft_max(layer);
+        if (active_ && active_->evict) {
+            active_->evict->after_soft_max(layer);
+        } else if (active_ && active_->select) {
+            active_->select->after_soft_max(layer);
         }
     }
     observed_ = -1;
@@ -123,11 +123,11 @@ void kvt_llama_watch_t::answer(ggml_tensor *node) {
 void kvt_llama_watch_t::begin_graph() {
     is_in_graph_ = true;
     attentions_ = 0;
-    clock_ = -1;
+    open_layer_ = -1;
     stats_.graphs++;
-    for (auto &entry : served_) {
-        served &of = entry.second;
-        const bool is_own = &of == own_;
+    for (auto &entry : policies_) {
+        sequence_policy &of = entry.second;
+        const bool is_own = &of == active_;
         if (of.evict && is_own) {
             of.evict->begin_graph();
         }
@@ -142,60 +142,60 @@ void kvt_llama_watch_t::end_graph() {
         return;
     }
     is_in_graph_ = false;
-    if (clock_ >= 0) {
-        check_layer(clock_);
+    if (open_layer_ >= 0) {
+        check_layer(open_layer_);
     }
-    if (own_ && own_->evict) {
-        own_->evict->end_graph();
+    if (active_ && active_->evict) {
+        active_->evict->end_graph();
     }
-    if (own_ && (own_->evict || own_->select) && !attentions_) {
+    if (active_ && (active_->evict || active_->select) && !attentions_) {
         fail(KVT_E_UNSUPPORTED, -1, std::string("no layer of this graph has ") +
                                         role_name(role_attention) + ": the policy ends");
     }
-    clock_ = -1;
+    open_layer_ = -1;
 }
 
-// A layer is behind us: what is needed of it was there.
+// A layer has ended: checks that all required roles were found in it.
 void kvt_llama_watch_t::check_layer(int il) {
     uint32_t wanted = opts_.on_layer ? (uint32_t) role_layer_end : 0u;
     const bool has_any = roles_.layer(il).found & (role_attention | role_cache_k);
-    if (own_ && (own_->evict || own_->select) && (has_any || !may_lack_attention_)) {
-        wanted |= own_->select ? select_roles : evict_roles;
+    if (active_ && (active_->evict || active_->select) && (has_any || !may_lack_attention_)) {
+        wanted |= active_->select ? select_roles : evict_roles;
     }
-    char words[400];
-    if (roles_.is_missing(il, wanted, words, sizeof words)) {
-        fail(KVT_E_UNSUPPORTED, -1, words);
+    char message[400];
+    if (roles_.is_missing(il, wanted, message, sizeof message)) {
+        fail(KVT_E_UNSUPPORTED, -1, message);
     }
 }
 
 bool kvt_llama_watch_t::at_attention(int il) {
     timed time(stats_.policy_ns);
-    std::string words;
+    std::string message;
     const uint32_t lacking = ~roles_.layer(il).found;
-    for (auto &entry : served_) {
-        served &of = entry.second;
-        if (&of != own_ && of.select && !(lacking & evict_roles)) {
-            of.select->at_attention(roles_, il, words);
+    for (auto &entry : policies_) {
+        sequence_policy &of = entry.second;
+        if (&of != active_ && of.select && !(lacking & evict_roles)) {
+            of.select->at_attention(roles_, il, message);
         }
     }
-    if (!own_ || (!own_->evict && !own_->select)) {
+    if (!active_ || (!active_->evict && !active_->select)) {
         return false;
     }
     char text[400];
-    if (roles_.is_missing(il, own_->select ? select_roles : evict_roles, text, sizeof text)) {
+    if (roles_.is_missing(il, active_->select ? select_roles : evict_roles, text, sizeof text)) {
         fail(KVT_E_UNSUPPORTED, -1, text);
         return false;
     }
-    const kvt_status_t status = own_->evict ? own_->evict->at_attention(roles_, il, words)
-                                            : own_->select->at_attention(roles_, il, words);
-    own_->is_narrowed = own_->is_narrowed || (own_->select && own_->select->has_narrowed());
+    const kvt_status_t status = active_->evict ? active_->evict->at_attention(roles_, il, message)
+                                            : active_->select->at_attention(roles_, il, message);
+    active_->is_narrowed = active_->is_narrowed || (active_->select && active_->select->has_narrowed());
     if (status != KVT_OK) {
-        fail(status, il, words);
+        fail(status, il, message);
         return false;
     }
     const bool is_soft_max = roles_.layer(il).attention->op == GGML_OP_SOFT_MAX;
     const bool wants =
-        own_->evict ? own_->evict->wants_soft_max() : own_->select->is_audited_now();
+        active_->evict ? active_->evict->wants_soft_max() : active_->select->is_audited_now();
     if (wants && !is_soft_max) {
         fail(KVT_E_UNSUPPORTED, il, std::string("it has no ") + role_name(role_soft_max));
         return false;
@@ -204,24 +204,24 @@ bool kvt_llama_watch_t::at_attention(int il) {
     return wants;
 }
 
-// The policy of the batch's sequence ends.
-void kvt_llama_watch_t::fail(kvt_status_t status, int il, const std::string &words) {
-    const std::string text = il >= 0 ? "layer " + std::to_string(il) + ": " + words : words;
+// Records the failure and ends the policy of the batch's sequence.
+void kvt_llama_watch_t::fail(kvt_status_t status, int il, const std::string &message) {
+    const std::string text = il >= 0 ? "layer " + std::to_string(il) + ": " + message : message;
     if (batch_fault_ == KVT_OK) {
         batch_fault_ = status;
-        batch_words_ = text;
+        batch_message_ = text;
     }
     if (fault_ == KVT_OK) {
         fault_ = status;
-        fault_words_ = text;
+        fault_message_ = text;
     }
-    if (own_) {
-        end_policy(*own_);
+    if (active_) {
+        end_policy(*active_);
     }
 }
 
-// The layers that are left of a graph see what the engine meant them to see.
-void kvt_llama_watch_t::end_policy(served &of) {
+// The remaining layers of the graph see what the engine's mask shows.
+void kvt_llama_watch_t::end_policy(sequence_policy &of) {
     if (!of.evict && !of.select) {
         return;
     }
@@ -234,25 +234,25 @@ void kvt_llama_watch_t::end_policy(served &of) {
     stats_.ended++;
 }
 
-// Keys were changed where they lie: tokens have other positions now.
+// Keys were changed in place: tokens have other positions now.
 void kvt_llama_watch_t::at_shift() {
-    for (auto &entry : served_) {
-        served &of = entry.second;
+    for (auto &entry : policies_) {
+        sequence_policy &of = entry.second;
         if (of.select) {
             of.select->forget();
         }
         if (of.evict) {
-            served *before = own_;
-            own_ = &of;
+            sequence_policy *before = active_;
+            active_ = &of;
             fail(KVT_E_UNSUPPORTED, -1, "positions were shifted: the policy of sequence " +
                                             std::to_string(entry.first) + " ends");
-            own_ = before;
+            active_ = before;
         }
     }
 }
 
-// What a policy has counted.
-void kvt_llama_watch_t::add_counts(const served &of, kvt_llama_watch_stats_t &to) {
+// Adds a policy's counters.
+void kvt_llama_watch_t::add_counts(const sequence_policy &of, kvt_llama_watch_stats_t &to) {
     if (of.evict) {
         to.observed_layers += of.evict->counts().observed_layers;
         to.observed_rows += of.evict->counts().observed_rows;
@@ -275,7 +275,7 @@ void kvt_llama_watch_t::add_counts(const served &of, kvt_llama_watch_stats_t &to
 
 void kvt_llama_watch_t::stats(kvt_llama_watch_stats_t &out) const {
     out = stats_;
-    for (const auto &entry : served_) {
+    for (const auto &entry : policies_) {
         add_counts(entry.second, out);
     }
 }
@@ -293,7 +293,7 @@ batch_facts kvt_llama_watch_t::facts_of(const llama_batch &batch) const {
         }
         facts.seq = seq;
     }
-    facts.is_asked = n && (!batch.logits || batch.logits[n - 1]);
+    facts.wants_logits = n && (!batch.logits || batch.logits[n - 1]);
     if (facts.seq >= 0) {
         const llama_pos first =
             batch.pos ? 0 : llama_memory_seq_pos_max(llama_get_memory(ctx_), facts.seq) + 1;
@@ -304,65 +304,65 @@ batch_facts kvt_llama_watch_t::facts_of(const llama_batch &batch) const {
     return facts;
 }
 
-kvt_status_t kvt_llama_watch_t::begin_batch(const llama_batch &batch, std::string &words) {
+kvt_status_t kvt_llama_watch_t::begin_batch(const llama_batch &batch, std::string &message) {
     const batch_facts facts = facts_of(batch);
-    own_ = nullptr;
+    active_ = nullptr;
     if (facts.seq < 0) {
-        // Whoever is in it has tokens now that its policy did not see come.
+        // Eviction policies of its sequences would not observe these tokens, so they end.
         for (int32_t i = 0; i < batch.n_tokens; i++) {
             const int32_t n = batch.n_seq_id ? batch.n_seq_id[i] : 1;
             for (int32_t j = 0; j < n; j++) {
-                const auto found = served_.find(batch.seq_id[i][j]);
-                if (found != served_.end() && found->second.evict) {
-                    own_ = &found->second;
-                    words = "a batch of several sequences: tokens of sequence " +
-                            std::to_string(found->first) + " would not be observed; decode it apart";
-                    fail(KVT_E_UNSUPPORTED, -1, words);
-                    own_ = nullptr;
+                const auto found = policies_.find(batch.seq_id[i][j]);
+                if (found != policies_.end() && found->second.evict) {
+                    active_ = &found->second;
+                    message = "a batch of several sequences would leave tokens of sequence " +
+                            std::to_string(found->first) + " unobserved: decode this sequence separately";
+                    fail(KVT_E_UNSUPPORTED, -1, message);
+                    active_ = nullptr;
                 }
             }
         }
         return KVT_OK;
     }
-    const auto found = served_.find(facts.seq);
-    if (found == served_.end()) {
+    const auto found = policies_.find(facts.seq);
+    if (found == policies_.end()) {
         return KVT_OK;
     }
-    own_ = &found->second;
-    own_seq_ = facts.seq;
+    active_ = &found->second;
+    active_seq_ = facts.seq;
     is_single_ = batch.n_tokens == 1;
-    const uint32_t every = own_->audit_every;
-    is_audit_ = own_->select && is_single_ && every && ++own_->n_steps % every == 0;
+    const uint32_t every = active_->audit_every;
+    is_audit_ = active_->select && is_single_ && every && ++active_->n_steps % every == 0;
     llama_memory_t memory = llama_get_memory(ctx_);
     if (llama_memory_seq_pos_max(memory, facts.seq) < 0) {
-        own_->evicted = 0;
-        own_->is_narrowed = false;
+        active_->evicted = 0;
+        active_->is_narrowed = false;
     }
-    if (!own_->evict) {
+    if (!active_->evict) {
         return KVT_OK;
     }
-    return own_->evict->begin_batch(memory, facts.seq, facts.positions.data(),
-                                    facts.positions.size(), facts.is_asked, words);
+    return active_->evict->begin_batch(memory, facts.seq, facts.positions.data(),
+                                    facts.positions.size(), facts.wants_logits, message);
 }
 
-// What is done around llama_decode; nothing is thrown past it.
+// Wraps the work around llama_decode; no exception passes it.
 template <typename work> void kvt_llama_watch_t::guarded(work &&run) {
     kvt_status_t status = KVT_OK;
-    std::string words;
+    std::string message;
     try {
-        status = run(words);
+        status = run(message);
     } catch (const std::bad_alloc &) {
         status = KVT_E_NOMEM;
-        words = "no memory for what a policy keeps";
+        message = "out of memory for a policy's metadata: the policy ends";
     }
     if (status != KVT_OK) {
-        fail(status, -1, words);
+        fail(status, -1, message);
     }
 }
 
-kvt_status_t kvt_llama_watch_t::decode(llama_batch batch, int32_t &rc, std::string &words) {
+kvt_status_t kvt_llama_watch_t::decode(llama_batch batch, int32_t &rc, std::string &message) {
     batch_fault_ = KVT_OK;
-    batch_words_.clear();
+    batch_message_.clear();
     roles_.restart();
     is_in_graph_ = is_single_ = is_audit_ = false;
     guarded([&](std::string &why) { return begin_batch(batch, why); });
@@ -370,41 +370,41 @@ kvt_status_t kvt_llama_watch_t::decode(llama_batch batch, int32_t &rc, std::stri
     guarded([&](std::string &why) {
         timed time(stats_.policy_ns);
         end_graph();
-        return own_ && own_->evict ? end_batch(rc, why) : KVT_OK;
+        return active_ && active_->evict ? end_batch(rc, why) : KVT_OK;
     });
     roles_.restart();
-    own_ = nullptr;
+    active_ = nullptr;
     is_single_ = is_audit_ = false;
-    words = batch_words_;
+    message = batch_message_;
     return batch_fault_;
 }
 
-kvt_status_t kvt_llama_watch_t::end_batch(int32_t rc, std::string &words) {
+kvt_status_t kvt_llama_watch_t::end_batch(int32_t rc, std::string &message) {
     if (rc != 0) {
-        own_->evict->abandon_batch();
+        active_->evict->abandon_batch();
         return KVT_OK;
     }
-    const uint64_t before = own_->evict->counts().evicted;
+    const uint64_t before = active_->evict->counts().evicted;
     const kvt_status_t status =
-        own_->evict->end_batch(llama_get_memory(ctx_), own_seq_, words);
-    own_->evicted += own_->evict->counts().evicted - before;
+        active_->evict->end_batch(llama_get_memory(ctx_), active_seq_, message);
+    active_->evicted += active_->evict->counts().evicted - before;
     return status;
 }
 
 kvt_status_t kvt_llama_watch_t::evicted(llama_seq_id seq, uint64_t &out) const {
-    const auto found = served_.find(seq);
-    out = found == served_.end() ? 0 : found->second.evicted;
+    const auto found = policies_.find(seq);
+    out = found == policies_.end() ? 0 : found->second.evicted;
     return KVT_OK;
 }
 
 bool kvt_llama_watch_t::is_exact(llama_seq_id seq) const {
-    const auto found = served_.find(seq);
-    return found == served_.end() || (!found->second.evicted && !found->second.is_narrowed);
+    const auto found = policies_.find(seq);
+    return found == policies_.end() || (!found->second.evicted && !found->second.is_narrowed);
 }
 
 void kvt_llama_watch_t::changed(llama_seq_id seq) {
-    const auto found = served_.find(seq);
-    if (found != served_.end() && found->second.select) {
+    const auto found = policies_.find(seq);
+    if (found != policies_.end() && found->second.select) {
         found->second.select->forget();
     }
 }

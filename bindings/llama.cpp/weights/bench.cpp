@@ -1,10 +1,11 @@
-// Streamed weights beside what they can be held against: JSON, one bar a line.
+// Compares streamed weights with their lower bounds, and with a memory map. Prints JSON, one bar per
+// line.
 //
 //   kvtier-llama-weights-bench MODEL.gguf [--tokens N] [--pairs N] [--threads N] [--slots N]
 //                              [--budget BYTES]
 //
-// The budget is what the model takes at least, and a quarter of its layers. Processes of their own (--child)
-// run in a memory cgroup, of either version, where one can be made.
+// The default budget is the model's minimum plus a quarter of its layers. Child processes (--child) run
+// in a memory cgroup of version 1 or 2, where one can be made.
 #include "bench.hpp"
 
 #include <atomic>
@@ -15,7 +16,7 @@
 
 namespace {
 
-/// Bytes a second of direct reads of a file, so many at once, into memory that is there already.
+/// Bytes per second of direct reads of a file, `at_once` in parallel, into allocated memory.
 double read_some(int file, uint64_t wanted_bytes, uint64_t chunk, uint32_t at_once, uint8_t *memory) {
     const uint64_t chunks = static_cast<uint64_t>(lseek(file, 0, SEEK_END)) / chunk;
     const uint64_t wanted = std::max<uint64_t>(1, wanted_bytes / chunk);
@@ -37,17 +38,17 @@ double read_some(int file, uint64_t wanted_bytes, uint64_t chunk, uint32_t at_on
     return failed ? 0 : double(wanted * chunk) / (now_s() - begin);
 }
 
-/// What the disk gives: the better of few large reads and many small ones, into huge pages.
+/// The disk's rate: the better of few large reads and many small ones, into huge pages.
 double read_raw(const std::string &path, uint64_t bytes) {
-    constexpr size_t room = 32u << 20;
+    constexpr size_t memory_bytes = 32u << 20;
     static uint8_t *memory = nullptr;
     if (!memory) {
         void *made = nullptr;
-        if (posix_memalign(&made, 2u << 20, room) != 0) {
+        if (posix_memalign(&made, 2u << 20, memory_bytes) != 0) {
             return 0;
         }
-        madvise(made, room, MADV_HUGEPAGE);
-        memory = static_cast<uint8_t *>(std::memset(made, 1, room));
+        madvise(made, memory_bytes, MADV_HUGEPAGE);
+        memory = static_cast<uint8_t *>(std::memset(made, 1, memory_bytes));
     }
     const int file = ::open(path.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
     if (file < 0) {
@@ -59,12 +60,12 @@ double read_raw(const std::string &path, uint64_t bytes) {
     return rate;
 }
 
-/// What the model takes at least, by bisection of plans, and a quarter of its layers.
+/// The smallest budget that the model can run in, by bisection of plans, plus a quarter of its layers.
 uint64_t quarter_budget(const std::string &path) {
     const kvt_str_t text = {path.c_str(), path.size()};
     kvt_model_t *model = nullptr;
     if (kvt_model_open(&text, 1, sizeof text, &model, nullptr) != KVT_OK) {
-        die("no model: " + path);
+        die("cannot open the model " + path);
     }
     kvt_model_info_t info = KVT_MODEL_INFO_INIT;
     kvt_model_info(model, &info);
@@ -89,7 +90,7 @@ uint64_t quarter_budget(const std::string &path) {
 }
 
 void bench_token(const Options &options) {
-    const Bar bar = {"weights_token", "the longer of computing with all in memory and reading raw", "lower",
+    const Bar bar = {"weights_token", "the longer of computing in memory and raw reading", "lower",
                      1.15};
     const Bar resident_bar = {"weights_resident", "the same model without kvtier", "lower", 1.05};
     Runner resident, streamed, roomy;

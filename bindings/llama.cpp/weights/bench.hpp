@@ -1,4 +1,4 @@
-// What the benches of streamed weights share: options, bars, runs.
+// Options, bars and runs that the benchmarks of streamed weights share.
 #ifndef KVTIER_LLAMA_WEIGHTS_BENCH_HPP
 #define KVTIER_LLAMA_WEIGHTS_BENCH_HPP
 
@@ -18,8 +18,8 @@ struct Options {
     uint64_t budget_bytes = 0;
 };
 
-[[noreturn]] inline void die(const std::string &words) {
-    std::fprintf(stderr, "kvtier-llama-weights-bench: %s\n", words.c_str());
+[[noreturn]] inline void die(const std::string &text) {
+    std::fprintf(stderr, "kvtier-llama-weights-bench: %s\n", text.c_str());
     std::exit(1);
 }
 
@@ -45,10 +45,10 @@ inline void print(const Bar &bar, double value, double baseline_value) {
     std::fflush(stdout);
 }
 
-inline void print_none(const Bar &bar, const std::string &words) {
+inline void print_none(const Bar &bar, const std::string &text) {
     std::printf("{\"group\":\"llama\",\"bar\":\"%s\",\"value\":null,\"unit\":\"ratio\",\"baseline\":\"%s\","
                 "\"baseline_value\":null,\"goal\":%.2f,\"better\":\"%s\",\"ok\":null,\"why\":\"%s\"}\n",
-                bar.name, bar.baseline, bar.goal, bar.better, words.c_str());
+                bar.name, bar.baseline, bar.goal, bar.better, text.c_str());
     std::fflush(stdout);
 }
 
@@ -85,11 +85,11 @@ struct Runner {
         }
         ctx = model ? llama_init_from_model(model, context) : nullptr;
         if (!ctx) {
-            die("the engine does not load " + options.model);
+            die("the engine cannot load " + options.model);
         }
     }
 
-    /// Seconds of a token.
+    /// Decodes; returns the seconds per token.
     double decode(uint32_t tokens) {
         const double begin = now_s();
         for (uint32_t i = 0; i < tokens; i++) {

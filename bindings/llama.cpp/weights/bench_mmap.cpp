@@ -1,4 +1,4 @@
-// Streamed weights beside a memory map, in processes that may take the same memory.
+// Compares streamed weights with a memory map, in processes with the same memory limit.
 #include "bench.hpp"
 
 #include <cerrno>
@@ -12,7 +12,7 @@
 
 namespace {
 
-/// A cgroup with a limit of memory; gone with this object.
+/// A cgroup with a memory limit; removed by the destructor.
 struct Cgroup {
     std::string path, why;
     bool is_second = false;
@@ -30,12 +30,12 @@ struct Cgroup {
         path = (is_second ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory") + name;
         const char *limit = is_second ? "memory.max" : "memory.limit_in_bytes";
         if (mkdir(path.c_str(), 0700) != 0) {
-            why = "no memory cgroup can be made here: " + std::string(std::strerror(errno));
+            why = "cannot make a memory cgroup: " + std::string(std::strerror(errno));
             path.clear();
             return false;
         }
         if (!write(limit, std::to_string(limit_bytes))) {
-            why = "the cgroup takes no limit of memory: is `memory` in cgroup.subtree_control?";
+            why = "cannot set the cgroup's memory limit: add `memory` to cgroup.subtree_control";
             return false;
         }
         // Without swap, as the budget has none.
@@ -68,7 +68,7 @@ uint64_t peak_bytes() {
 
 } // namespace
 
-/// Runs in its process: tokens of one kind of run, after a few to get there.
+/// Measures one kind of run in this process, after a few tokens of warm-up.
 int run_child(const Options &options) {
     Runner runner;
     runner.open(options, options.child == "stream", LLAMA_LOAD_MODE_MMAP);
@@ -113,7 +113,7 @@ Child start(const Options &options, const char *kind, Cgroup *cgroup) {
     return child;
 }
 
-/// Takes a file out of the page cache; false if others keep it there.
+/// Drops a file from the page cache; false if other processes keep it there.
 bool drop_cache(const std::string &path) {
     const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
     const off_t bytes = lseek(file, 0, SEEK_END);
@@ -133,7 +133,7 @@ bool drop_cache(const std::string &path) {
     return known && static_cast<size_t>(there) <= pages.size() / 20;
 }
 
-/// Kilobytes that the disk of a file is read ahead by, or -1.
+/// Read-ahead of the disk that has the file, in KiB, or -1.
 long readahead_kb(const std::string &path) {
     struct stat found {};
     if (stat(path.c_str(), &found) != 0) {
@@ -158,16 +158,16 @@ void bench_mmap(const Options &options) {
     const Bar ahead_bar = {"weights_mmap_readahead_128k", "a memory map in the same cgroup", "higher", 2.5};
     const Child free = start(options, "stream", nullptr);
     std::string why = free.is_done ? "" : "the streamed run failed";
-    // What the streamed run takes, and some for what the kernel counts with it.
+    // The peak of the streamed run, and some more for memory that the kernel charges to the cgroup.
     const uint64_t limit_bytes = free.peak_bytes + free.peak_bytes / 20 + (8u << 20);
     std::vector<double> ratios, maps;
     for (uint32_t i = 0; why.empty() && i < options.pairs; i++) {
-        // What is in memory already is not counted as this cgroup's.
+        // Pages that are in memory already would not be charged to this cgroup.
         if (!drop_cache(options.model)) {
-            why = "others keep the model in the page cache: take a copy of it";
+            why = "other processes keep the model in the page cache: use a copy of the file";
             break;
         }
-        // Each has a cgroup of its own: pages that the one before has read would be counted.
+        // One cgroup for each run, because pages read by the other run would be charged to it.
         Cgroup one, other;
         if (!one.make(limit_bytes) || !other.make(limit_bytes)) {
             why = one.why + other.why;
@@ -177,7 +177,8 @@ void bench_mmap(const Options &options) {
         drop_cache(options.model);
         const Child stream = start(options, "stream", &other);
         if (!map.is_done || !stream.is_done) {
-            why = map.is_done ? "the streamed run did not end in the cgroup" : "the memory map did not";
+            why = map.is_done ? "the streamed run failed in the cgroup" :
+                  "the memory-mapped run failed in the cgroup";
             break;
         }
         std::fprintf(stderr, "map %.2f ms, streamed %.2f ms\n", map.token_s * 1e3, stream.token_s * 1e3);
@@ -194,7 +195,7 @@ void bench_mmap(const Options &options) {
     if (ahead == 128) {
         print(ahead_bar, median(ratios), median(maps));
     } else {
-        print_none(ahead_bar, "the disk reads " + std::to_string(ahead) +
-                                  " KiB ahead: write 128 to its queue/read_ahead_kb, as root");
+        print_none(ahead_bar, "the disk's read-ahead is " + std::to_string(ahead) +
+                                  " KiB, not 128: write 128 to its queue/read_ahead_kb, as root");
     }
 }

@@ -1,4 +1,4 @@
-// The buffer type that the engine's loader puts all weights into: addresses without memory.
+// The buffer type in which the engine's loader places all weights: addresses without memory.
 #include "weights/weights.hpp"
 
 #include <algorithm>
@@ -9,7 +9,7 @@ namespace kvt_weights {
 
 namespace {
 
-/// Addresses of a buffer. They read as zeros, so that nobody can fall over them.
+/// Addresses of a buffer. They read as zeros, so that a stray read is harmless.
 struct Range {
     Weights *weights = nullptr;
     void *base = nullptr;
@@ -19,20 +19,20 @@ struct Range {
 Weights &weights_of(ggml_backend_buffer_type_t type) { return *static_cast<Weights *>(type->context); }
 Range &range_of(ggml_backend_buffer_t buffer) { return *static_cast<Range *>(buffer->context); }
 
-void refuse(Weights &w, const char *words) {
+void refuse(Weights &w, const char *message) {
     std::lock_guard<std::mutex> guard(w.lock);
     if (w.refusal.empty()) {
-        w.refusal = words;
+        w.refusal = message;
     }
 }
 
 const char *type_name(ggml_backend_buffer_type_t) { return "kvtier"; }
 size_t type_alignment(ggml_backend_buffer_type_t) { return 64; }
 
-/// While the engine loads it must not read into what has no memory.
+/// False while the engine loads, so that it does not read into addresses without memory.
 bool type_is_host(ggml_backend_buffer_type_t type) { return weights_of(type).is_host.load(); }
 
-/// The model is gone: a next one may be loaded.
+/// The model was freed; another one may be loaded.
 void forget_model(Weights &w) {
     w.by_tensor.clear();
     w.entries.clear();
@@ -73,7 +73,7 @@ ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor *tensor
     const kvt_status_t status = guarded(&why, [&]() -> kvt_status_t {
         auto entry = std::make_unique<Entry>();
         entry->tensor = tensor;
-        entry->home = tensor->data;
+        entry->placeholder = tensor->data;
         const kvt_status_t found = describe(w, tensor, *entry, &why);
         if (found == KVT_OK) {
             std::lock_guard<std::mutex> guard(w.lock);
@@ -89,7 +89,7 @@ ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor *tensor
     return GGML_STATUS_SUCCESS;
 }
 
-/// Weights stay as the file has them; the loader is told that it has set them.
+/// The bytes are those of the file, so the loader's writes are ignored.
 void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor *, const void *, size_t, size_t) {}
 void buffer_memset_tensor(ggml_backend_buffer_t, ggml_tensor *, uint8_t, size_t, size_t) {}
 void buffer_clear(ggml_backend_buffer_t, uint8_t) {}
@@ -99,25 +99,25 @@ struct Piece {
     uint64_t at, from, bytes;
 };
 
-/// Who reads a weight by itself, such as who saves the model, gets it from its unit.
+/// Serves direct reads of a weight, such as those of llama_model_save_to_file, from its unit.
 bool read_piece(Weights &w, const Piece &piece, uint8_t *out, uint64_t offset, uint64_t bytes) {
     const uint64_t from = std::max(offset, piece.from);
     const uint64_t end = std::min(offset + bytes, piece.from + piece.bytes);
     if (from >= end) {
         return true;
     }
-    kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
-    if (kvt_stream_acquire(w.stream, piece.unit, 0, now_ns() + most_read_ns, &held, nullptr) != KVT_OK) {
+    kvt_unit_lease_t lease = KVT_UNIT_LEASE_INIT;
+    if (kvt_stream_acquire(w.stream, piece.unit, 0, now_ns() + max_read_ns, &lease, nullptr) != KVT_OK) {
         return false;
     }
-    const auto *bytes_of_unit = static_cast<const uint8_t *>(held.address);
+    const auto *bytes_of_unit = static_cast<const uint8_t *>(lease.address);
     std::memcpy(out + (from - offset), bytes_of_unit + piece.at + (from - piece.from), end - from);
-    kvt_stream_release(w.stream, &held, 0, nullptr);
+    kvt_stream_release(w.stream, &lease, 0, nullptr);
     return true;
 }
 
-/// Who saves the model asks with copies of its tensors, which have their names.
-const Entry *entry_like(const Weights &w, const ggml_tensor *tensor) {
+/// Finds a weight by its name. When a model is saved, the engine asks with copies of its tensors.
+const Entry *find_by_name(const Weights &w, const ggml_tensor *tensor) {
     for (const auto &entry : w.entries) {
         const bool is_named = std::strncmp(entry->tensor->name, tensor->name, GGML_MAX_NAME) == 0;
         if (is_named && entry->tensor->type == tensor->type && entry->bytes == ggml_nbytes(tensor)) {
@@ -131,16 +131,16 @@ bool read_whole(Weights &w, const Entry &entry, uint8_t *out, uint64_t begin, ui
     return read_piece(w, {entry.unit, entry.at, 0, entry.bytes}, out, begin, bytes);
 }
 
-/// Of all experts the parts that are asked for.
+/// Reads the requested range from the parts of all experts.
 bool read_divided(Weights &w, const Entry &entry, uint8_t *out, uint64_t begin, uint64_t bytes) {
-    constexpr uint64_t most_parts = 16;
+    constexpr uint64_t max_parts = 16;
     uint32_t number = 0;
     kvt_model_find_tensor(w.file, entry.tensor->name, std::strlen(entry.tensor->name), &number);
     for (uint32_t unit : entry.experts) {
-        kvt_part_t parts[most_parts];
+        kvt_part_t parts[max_parts];
         uint64_t count = 0;
-        kvt_model_unit_parts(w.file, unit, parts, most_parts, sizeof parts[0], &count);
-        if (count > most_parts) {
+        kvt_model_unit_parts(w.file, unit, parts, max_parts, sizeof parts[0], &count);
+        if (count > max_parts) {
             return false;
         }
         for (uint64_t i = 0; i < count; i++) {
@@ -158,7 +158,7 @@ void buffer_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor *tensor, 
     Weights &w = *range_of(buffer).weights;
     const ggml_tensor *root = tensor->view_src ? tensor->view_src : tensor;
     const Entry *known = entry_of(w, root);
-    const Entry *entry = known ? known : entry_like(w, root);
+    const Entry *entry = known ? known : find_by_name(w, root);
     const uint64_t begin = offset + (tensor->view_src ? tensor->view_offs : 0);
     auto *out = static_cast<uint8_t *>(data);
     std::memset(out, 0, bytes);
@@ -168,7 +168,7 @@ void buffer_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor *tensor, 
                                           : read_divided(w, *entry, out, begin, bytes);
     }
     if (!done) {
-        refuse(w, "a weight could not be read for the engine, which got zeros");
+        refuse(w, "a weight could not be read: the engine received zeros");
     }
 }
 
@@ -177,14 +177,14 @@ ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, size_t bytes) 
     {
         std::lock_guard<std::mutex> guard(w.lock);
         if (w.phase != Phase::loading) {
-            // Adapters (LoRA) are put where the weights are that they belong to: they are small, stay, and
-            // are none of ours.
+            // Adapters (LoRA) are allocated in the buffer type of their weights. They are small and not
+            // streamed.
             return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), bytes);
         }
     }
     auto range = std::unique_ptr<Range>(new (std::nothrow) Range);
     if (!range) {
-        refuse(w, "no memory");
+        refuse(w, "out of memory: lower budget_bytes, or free memory");
         return nullptr;
     }
     range->weights = &w;
@@ -192,7 +192,7 @@ ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, size_t bytes) 
     const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     range->base = mmap(nullptr, range->bytes, PROT_READ, kind, -1, 0);
     if (range->base == MAP_FAILED) {
-        refuse(w, "no addresses for the model (see ulimit -v)");
+        refuse(w, "the model's addresses cannot be reserved: raise the limit on address space (ulimit -v)");
         return nullptr;
     }
     ggml_backend_buffer_i calls = {};
@@ -217,7 +217,7 @@ void make_buffer_type(Weights &w) {
     w.buft.iface.is_host = type_is_host;
     w.buft.device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     w.buft.context = &w;
-    // One type for all: a tensor is found by its name, whatever buffer it is in.
+    // One type for all tensors: they are found by name, whatever buffer they are in.
     w.overrides[0] = {".", &w.buft};
     w.overrides[1] = {nullptr, nullptr};
 }

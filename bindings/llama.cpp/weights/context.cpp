@@ -1,4 +1,4 @@
-// Contexts: their callbacks, and what they say of failures.
+// The callbacks of contexts, and the errors of their decodes.
 #include "weights/weights.hpp"
 
 #include <algorithm>
@@ -10,9 +10,9 @@ namespace {
 
 kvt_status_t add_context(Weights &w, llama_context_params &params, kvt_llama_why_t *why) {
     if (w.contexts.size() >= w.contexts_at_once) {
-        return say(why, KVT_E_LIMIT,
-                   "there are %zu contexts already: open the weights with more `contexts`, or say that one "
-                   "has ended",
+        return set_error(why, KVT_E_LIMIT,
+                   "%zu contexts exist already: open the weights with more `contexts`, or end one with "
+                   "kvt_llama_weights_context_end",
                    w.contexts.size());
     }
     auto context = std::make_unique<Context>();
@@ -40,20 +40,22 @@ kvt_status_t kvt_llama_weights_context(kvt_llama_weights_t *weights, struct llam
                                        kvt_llama_why_t *why) {
     return guarded(why, [&]() -> kvt_status_t {
         if (!weights || !params) {
-            return say(why, KVT_E_INVALID, "weights or params is null");
+            return set_error(why, KVT_E_INVALID, "weights or params is null: both are required");
         }
         Weights &w = *weights;
         std::lock_guard<std::mutex> guard(w.lock);
         if (w.phase != Phase::bound) {
-            return say(why, KVT_E_STATE, "load the model first, then bind it");
+            return set_error(why, KVT_E_STATE, "no model is bound: load the model first, then bind it");
         }
         if (params->cb_eval == on_node || params->abort_callback == on_abort) {
-            return say(why, KVT_E_INVALID, "these parameters are another context's: begin with fresh ones");
+            return set_error(why, KVT_E_INVALID,
+                             "params were already used for another context: start from the default "
+                             "parameters");
         }
         // All experts of a batch are needed at once.
         if (w.experts && w.experts_at_once < w.experts) {
             const uint32_t tokens = std::max(1u, w.experts_at_once / w.experts_used);
-            // 0 is n_batch to the engine.
+            // The engine takes 0 as n_batch.
             params->n_ubatch = params->n_ubatch ? std::min(params->n_ubatch, tokens) : tokens;
         }
         params->op_offload = false;
@@ -88,7 +90,7 @@ kvt_status_t kvt_llama_weights_context_end(kvt_llama_weights_t *weights,
 kvt_status_t kvt_llama_weights_error(kvt_llama_weights_t *weights, kvt_llama_why_t *why) {
     return guarded(why, [&]() -> kvt_status_t {
         if (!weights) {
-            return say(why, KVT_E_INVALID, "weights is null");
+            return set_error(why, KVT_E_INVALID, "weights is null: pass an open object");
         }
         std::vector<Context *> failed;
         {
@@ -98,7 +100,7 @@ kvt_status_t kvt_llama_weights_error(kvt_llama_weights_t *weights, kvt_llama_why
                     failed.push_back(context.get());
                 }
             }
-            // Others may still be in a decode that ends: they are for the threads that decode with them.
+            // Other contexts may still be in a failing decode, whose own thread asks for its error.
             const auto is_own = [](const Context *context) {
                 return context->failed_by == std::this_thread::get_id();
             };
@@ -107,7 +109,7 @@ kvt_status_t kvt_llama_weights_error(kvt_llama_weights_t *weights, kvt_llama_why
                 failed.erase(others, failed.end());
             }
             if (failed.empty() && !weights->refusal.empty()) {
-                say(why, KVT_E_IO, "%s", weights->refusal.c_str());
+                set_error(why, KVT_E_IO, "%s", weights->refusal.c_str());
                 weights->refusal.clear();
                 return KVT_E_IO;
             }
@@ -115,7 +117,7 @@ kvt_status_t kvt_llama_weights_error(kvt_llama_weights_t *weights, kvt_llama_why
         kvt_status_t status = KVT_OK;
         for (Context *context : failed) {
             if (status == KVT_OK) {
-                status = say(why, context->status, "%s", context->words);
+                status = set_error(why, context->status, "%s", context->message);
             }
             release_all(*context);
             context->status = KVT_OK;

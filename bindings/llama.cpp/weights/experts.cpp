@@ -1,4 +1,4 @@
-// Experts: only those that the router has chosen are brought.
+// Acquires only those experts that the router chose.
 #include "weights/weights.hpp"
 
 #include <algorithm>
@@ -9,7 +9,7 @@ namespace kvt_weights {
 
 namespace {
 
-/// Which source of a node says whose rows of another one are read.
+/// The source of a node that has the row ids for another source, or -1.
 int ids_source(const ggml_tensor *node, int source) {
     switch (node->op) {
     case GGML_OP_MUL_MAT_ID:
@@ -23,15 +23,15 @@ int ids_source(const ggml_tensor *node, int source) {
     }
 }
 
-/// Ids that are there already: computed in this graph, or an input of it.
+/// Tells whether ids are available: computed in this graph, or an input of the graph.
 bool is_known(const Context &c, const ggml_tensor *ids) {
     const ggml_tensor *root = ids->view_src ? ids->view_src : ids;
-    const auto &known = c.numbers;
+    const auto &known = c.integer_nodes;
     return root->op == GGML_OP_NONE || std::find(known.begin(), known.end(), root) != known.end() ||
            std::find(known.begin(), known.end(), ids) != known.end();
 }
 
-/// Writes the units of the experts that are chosen to `wanted`, each once.
+/// Writes the units of the chosen experts to `wanted`, each once.
 bool read_ids(Context &c, const Entry &entry, const ggml_tensor *ids) {
     const auto *bytes = static_cast<const uint8_t *>(ids->data);
     std::fill(c.seen.begin(), c.seen.end(), 0);
@@ -56,9 +56,9 @@ bool read_ids(Context &c, const Entry &entry, const ggml_tensor *ids) {
     return true;
 }
 
-bool has(const Context &c, uint32_t unit) {
-    for (const Hold &hold : c.holds) {
-        if (hold.held.unit == unit) {
+bool has_lease(const Context &c, uint32_t unit) {
+    for (const Lease &lease : c.leases) {
+        if (lease.handle.unit == unit) {
             return true;
         }
     }
@@ -67,29 +67,31 @@ bool has(const Context &c, uint32_t unit) {
 
 } // namespace
 
-bool hold_experts(Context &c, const Entry &entry, const ggml_tensor *node, int source) {
+bool acquire_experts(Context &c, const Entry &entry, const ggml_tensor *node, int source) {
     Weights &w = *c.weights;
     const int from = ids_source(node, source);
     const ggml_tensor *ids = from < 0 ? nullptr : node->src[from];
     if (!ids || ids->type != GGML_TYPE_I32 || !ids->data || !is_known(c, ids)) {
         fail(c, KVT_E_UNSUPPORTED,
-             "%s (%s) reads experts of %s in a way that is not known: run this model without this adapter",
+             "%s (%s) reads experts of %s in an unsupported way: run this model without this adapter",
              node->name, ggml_op_name(node->op), entry.tensor->name);
         return false;
     }
     if (!read_ids(c, entry, ids)) {
-        fail(c, KVT_E_CORRUPT, "%s has experts that there are not", ids->name);
+        fail(c, KVT_E_CORRUPT, "%s has ids of experts outside 0..%zu, or an unsupported shape", ids->name,
+             entry.experts.size() - 1);
         return false;
     }
     if (c.wanted.size() > w.experts_at_once) {
         fail(c, KVT_E_BUDGET,
-             "a batch uses %zu experts of a layer, %u fit: make contexts with n_ubatch of at most %u",
+             "a batch uses %zu experts of a layer, but only %u fit: make contexts with n_ubatch of at "
+             "most %u",
              c.wanted.size(), w.experts_at_once, std::max(1u, w.experts_at_once / w.experts_used));
         return false;
     }
     c.missing.clear();
     for (uint32_t unit : c.wanted) {
-        if (!has(c, unit)) {
+        if (!has_lease(c, unit)) {
             c.missing.push_back(unit);
         }
     }
@@ -97,7 +99,7 @@ bool hold_experts(Context &c, const Entry &entry, const ggml_tensor *node, int s
         kvt_stream_hint(w.stream, c.missing.data(), c.missing.size(), nullptr);
     }
     for (uint32_t unit : c.wanted) {
-        if (!hold(c, unit)) {
+        if (!acquire(c, unit)) {
             return false;
         }
     }
@@ -107,19 +109,19 @@ bool hold_experts(Context &c, const Entry &entry, const ggml_tensor *node, int s
 void copy_parts(Weights &w, uint32_t unit, const void *address) {
     const auto *bytes = static_cast<const uint8_t *>(address);
     for (const kvt_part_t &part : w.units[unit].copied) {
-        auto *home = static_cast<uint8_t *>(w.entries[part.tensor]->home);
-        std::memcpy(home + part.from, bytes + part.at, part.bytes);
+        auto *placeholder = static_cast<uint8_t *>(w.entries[part.tensor]->placeholder);
+        std::memcpy(placeholder + part.from, bytes + part.at, part.bytes);
         w.copied_bytes += part.bytes;
     }
 }
 
-/// Pages that lie in it as a whole go; those at its ends are shared with other tensors.
+/// Frees pages that lie in the tensor completely; pages at its ends are shared with other tensors.
 void drop_copies(Weights &w, uint32_t layer) {
     for (const auto &entry : w.entries) {
         if (entry->kind != Kind::copied || entry->layer != layer) {
             continue;
         }
-        const auto begin = reinterpret_cast<uintptr_t>(entry->home);
+        const auto begin = reinterpret_cast<uintptr_t>(entry->placeholder);
         const uintptr_t page = page_bytes();
         const uintptr_t from = (begin + page - 1) & ~(page - 1);
         const uintptr_t end = (begin + entry->bytes) & ~(page - 1);

@@ -1,4 +1,4 @@
-// Loading a model without its weights.
+// Loads a model without reading its weights.
 #include "weights/weights.hpp"
 
 #include <algorithm>
@@ -13,51 +13,52 @@ namespace kvt_weights {
 
 namespace {
 
-/// The model's file as the loader sees it: headers are read, weights are said to have been read.
-struct Skimmed {
+/// The model's file as the loader reads it: headers are read, weights are skipped.
+struct SkippingReader {
     Weights *weights = nullptr;
     int file = -1;
     int64_t at = 0, bytes = 0;
-    /// Stretches of weights that are ours, known when the first of them is read.
-    std::vector<std::pair<int64_t, int64_t>> ours;
+    /// Ranges of streamed weights in the file, known when the first of them is read.
+    std::vector<std::pair<int64_t, int64_t>> weight_ranges;
 };
 
-void learn_ours(Skimmed &s) {
+void find_weight_ranges(SkippingReader &s) {
     std::lock_guard<std::mutex> guard(s.weights->lock);
-    if (s.ours.size() == s.weights->entries.size()) {
+    if (s.weight_ranges.size() == s.weights->entries.size()) {
         return;
     }
-    s.ours.clear();
+    s.weight_ranges.clear();
     for (const auto &entry : s.weights->entries) {
         const auto from = static_cast<int64_t>(entry->file_offset);
-        s.ours.emplace_back(from, from + static_cast<int64_t>(entry->bytes));
+        s.weight_ranges.emplace_back(from, from + static_cast<int64_t>(entry->bytes));
     }
-    std::sort(s.ours.begin(), s.ours.end());
+    std::sort(s.weight_ranges.begin(), s.weight_ranges.end());
 }
 
-/// How far from `at` all is ours, or (negative) is not.
-int64_t stretch(const Skimmed &s, int64_t at, int64_t end) {
-    auto next = std::upper_bound(s.ours.begin(), s.ours.end(), std::make_pair(at, INT64_MAX));
-    if (next != s.ours.begin() && std::prev(next)->second > at) {
+/// Length from `at` to the end of a range of weights; negative: to the beginning of the next one.
+int64_t range_length(const SkippingReader &s, int64_t at, int64_t end) {
+    auto next = std::upper_bound(s.weight_ranges.begin(), s.weight_ranges.end(), std::make_pair(at,
+        INT64_MAX));
+    if (next != s.weight_ranges.begin() && std::prev(next)->second > at) {
         return std::min(std::prev(next)->second, end) - at;
     }
-    return at - (next == s.ours.end() ? end : std::min(next->first, end));
+    return at - (next == s.weight_ranges.end() ? end : std::min(next->first, end));
 }
 
-ssize_t skim(void *cookie, char *out, size_t wanted) {
-    auto &s = *static_cast<Skimmed *>(cookie);
+ssize_t read_skipping(void *cookie, char *out, size_t wanted) {
+    auto &s = *static_cast<SkippingReader *>(cookie);
     const int64_t begin = s.at;
     const int64_t end = std::min(s.bytes, begin + static_cast<int64_t>(std::min<size_t>(wanted, 1u << 30)));
     try {
-        learn_ours(s);
+        find_weight_ranges(s);
     } catch (...) {
         errno = ENOMEM;
         return -1;
     }
     while (s.at < end) {
-        const int64_t length = stretch(s, s.at, end);
+        const int64_t length = range_length(s, s.at, end);
         if (length > 0) {
-            // Whatever is at `out` goes to set_tensor, which throws it away.
+            // The content of `out` does not matter, because set_tensor ignores it.
             s.at += length;
             continue;
         }
@@ -74,8 +75,8 @@ ssize_t skim(void *cookie, char *out, size_t wanted) {
     return s.at - begin;
 }
 
-int skim_seek(void *cookie, off64_t *offset, int whence) {
-    auto &s = *static_cast<Skimmed *>(cookie);
+int seek_skipping(void *cookie, off64_t *offset, int whence) {
+    auto &s = *static_cast<SkippingReader *>(cookie);
     const int64_t from = whence == SEEK_SET ? 0 : whence == SEEK_CUR ? s.at : s.bytes;
     if (*offset > INT64_MAX - from || from + *offset < 0) {
         errno = EINVAL;
@@ -86,25 +87,25 @@ int skim_seek(void *cookie, off64_t *offset, int whence) {
     return 0;
 }
 
-llama_model *load_skimmed(Weights &w, const llama_model_params &params, kvt_llama_why_t *why) {
-    Skimmed s;
+llama_model *load_skipping(Weights &w, const llama_model_params &params, kvt_llama_why_t *why) {
+    SkippingReader s;
     s.weights = &w;
     s.file = open(w.path.c_str(), O_RDONLY | O_CLOEXEC);
     if (s.file < 0) {
-        say(why, KVT_E_IO, "%s: %s", w.path.c_str(), std::strerror(errno));
+        set_error(why, KVT_E_IO, "%s: %s", w.path.c_str(), std::strerror(errno));
         return nullptr;
     }
     struct stat now {};
     if (fstat(s.file, &now) != 0 || !is_same_file(w, now)) {
-        say(why, KVT_E_CORRUPT, "%s is not the file any more that was opened: open the weights anew",
-            w.path.c_str());
+        set_error(why, KVT_E_CORRUPT, "%s changed since it was opened: open the weights again",
+                  w.path.c_str());
         close(s.file);
         return nullptr;
     }
     s.bytes = now.st_size;
     cookie_io_functions_t calls{};
-    calls.read = skim;
-    calls.seek = skim_seek;
+    calls.read = read_skipping;
+    calls.seek = seek_skipping;
     FILE *file = fopencookie(&s, "rb", calls);
     llama_model *model = nullptr;
     if (file) {
@@ -129,10 +130,12 @@ void change_params(Weights &w, llama_model_params &params) {
 kvt_status_t begin_load(Weights &w, const llama_model_params &params, kvt_llama_why_t *why) {
     std::lock_guard<std::mutex> guard(w.lock);
     if (w.buffers) {
-        return say(why, KVT_E_STATE, "there is a model already: open other weights for another one");
+        return set_error(why, KVT_E_STATE,
+                         "a model is already loaded: open another weights object for another model");
     }
     if (params.no_alloc || params.vocab_only) {
-        return say(why, KVT_E_INVALID, "no_alloc and vocab_only load no weights: load without this adapter");
+        return set_error(why, KVT_E_INVALID,
+                         "no_alloc and vocab_only load no weights: load the model without this adapter");
     }
     w.by_tensor.clear();
     w.entries.clear();
@@ -142,14 +145,15 @@ kvt_status_t begin_load(Weights &w, const llama_model_params &params, kvt_llama_
     return KVT_OK;
 }
 
-bool has_words(const kvt_llama_why_t *why) { return why && why->text[0]; }
+bool has_text(const kvt_llama_why_t *why) { return why && why->text[0]; }
 
-/// Where parts of experts are copied to must be writable.
-kvt_status_t open_home(const Entry &entry, kvt_llama_why_t *why) {
-    const auto from = reinterpret_cast<uintptr_t>(entry.home) & ~(page_bytes() - 1);
-    const uintptr_t end = reinterpret_cast<uintptr_t>(entry.home) + entry.bytes;
+/// Addresses that parts of experts are copied to must be writable.
+kvt_status_t make_writable(const Entry &entry, kvt_llama_why_t *why) {
+    const auto from = reinterpret_cast<uintptr_t>(entry.placeholder) & ~(page_bytes() - 1);
+    const uintptr_t end = reinterpret_cast<uintptr_t>(entry.placeholder) + entry.bytes;
     if (mprotect(reinterpret_cast<void *>(from), end - from, PROT_READ | PROT_WRITE) != 0) {
-        return say(why, KVT_E_NOMEM, "no memory for experts: %s", std::strerror(errno));
+        return set_error(why, KVT_E_NOMEM, "memory for copied experts cannot be made writable: %s",
+                         std::strerror(errno));
     }
     return KVT_OK;
 }
@@ -161,13 +165,14 @@ kvt_status_t bind_strided(Weights &w, Entry &entry, kvt_llama_why_t *why) {
         const void *address = nullptr;
         const kvt_status_t status = kvt_stream_unit_address(w.stream, entry.experts[i], &address, nullptr);
         if (status != KVT_OK) {
-            return say(why, status, "an expert has no address of its own");
+            return set_error(why, status, "an expert of %s has no fixed address", entry.tensor->name);
         }
         const auto at = reinterpret_cast<uintptr_t>(address);
         first = i == 0 ? at : first;
         stride = i == 1 ? at - first : stride;
         if (at != first + i * stride) {
-            return say(why, KVT_E_UNSUPPORTED, "experts of %s are not at equal distances",
+            return set_error(why, KVT_E_UNSUPPORTED,
+                       "experts of %s are not at equal distances: use KVT_LLAMA_WEIGHTS_NOT_IN_PLACE",
                        entry.tensor->name);
         }
     }
@@ -177,28 +182,28 @@ kvt_status_t bind_strided(Weights &w, Entry &entry, kvt_llama_why_t *why) {
     return KVT_OK;
 }
 
-/// The engine turns its cache (K-shift) before it has given a context's callback to its scheduler: what it
-/// reads then, factors of RoPE, has to be there always.
-bool is_read_alone(const Entry &entry) {
+/// K-shift reads the factors of RoPE before the engine gives a context's callback to its scheduler.
+/// They must therefore always be in memory.
+bool is_always_resident(const Entry &entry) {
     constexpr uint64_t small_bytes = 64 << 10;
     return entry.kind == Kind::whole && entry.bytes <= small_bytes &&
            std::strncmp(entry.tensor->name, "rope_f", 6) == 0;
 }
 
-kvt_status_t bind_for_good(Weights &w, Entry &entry, kvt_llama_why_t *why) {
-    const kvt_status_t status = open_home(entry, why);
+kvt_status_t bind_resident(Weights &w, Entry &entry, kvt_llama_why_t *why) {
+    const kvt_status_t status = make_writable(entry, why);
     if (status != KVT_OK) {
         return status;
     }
-    if (!read_entry(w, entry, entry.home)) {
-        return say(why, KVT_E_IO, "%s cannot be read", entry.tensor->name);
+    if (!read_entry(w, entry, entry.placeholder)) {
+        return set_error(why, KVT_E_IO, "tensor %s cannot be read from the file", entry.tensor->name);
     }
-    // No pass asks for it any more.
+    // No pass acquires it any more.
     w.by_tensor.erase(entry.tensor);
     return KVT_OK;
 }
 
-/// Which part of which tensor an expert's unit has.
+/// Records which part of the tensor each expert's unit has.
 kvt_status_t bind_copied(Weights &w, uint32_t number, kvt_llama_why_t *why) {
     Entry &entry = *w.entries[number];
     const uint64_t part_bytes = entry.bytes / entry.experts.size();
@@ -211,7 +216,7 @@ kvt_status_t bind_copied(Weights &w, uint32_t number, kvt_llama_why_t *why) {
         const kvt_status_t status =
             kvt_model_unit_parts(w.file, unit, parts.data(), count, sizeof(kvt_part_t), &count);
         if (status != KVT_OK) {
-            return say(why, status, "parts of an expert of %s", entry.tensor->name);
+            return set_error(why, status, "the parts of an expert of %s cannot be read", entry.tensor->name);
         }
         for (kvt_part_t part : parts) {
             const bool is_in = part.bytes == part_bytes && part.from <= entry.bytes - part.bytes;
@@ -221,7 +226,7 @@ kvt_status_t bind_copied(Weights &w, uint32_t number, kvt_llama_why_t *why) {
             }
         }
     }
-    return open_home(entry, why);
+    return make_writable(entry, why);
 }
 
 } // namespace
@@ -229,18 +234,19 @@ kvt_status_t bind_copied(Weights &w, uint32_t number, kvt_llama_why_t *why) {
 kvt_status_t bind(Weights &w, kvt_llama_why_t *why) {
     std::lock_guard<std::mutex> guard(w.lock);
     if (w.phase != Phase::loading || w.entries.empty()) {
-        return say(why, KVT_E_STATE, "no model was loaded with these weights' parameters");
+        return set_error(why, KVT_E_STATE,
+                         "no model was loaded with the parameters of kvt_llama_weights_params");
     }
     struct stat now {};
     if (stat(w.path.c_str(), &now) != 0 || !is_same_file(w, now)) {
-        return say(why, KVT_E_CORRUPT, "%s is not the file any more that was opened: open the weights anew",
+        return set_error(why, KVT_E_CORRUPT, "%s changed since it was opened: open the weights again",
                    w.path.c_str());
     }
     for (uint32_t i = 0; i < w.entries.size(); i++) {
         Entry &entry = *w.entries[i];
         kvt_status_t status = KVT_OK;
-        if (is_read_alone(entry)) {
-            status = bind_for_good(w, entry, why);
+        if (is_always_resident(entry)) {
+            status = bind_resident(w, entry, why);
         } else if (entry.kind == Kind::whole) {
             w.units[entry.unit].entries.push_back(i);
         } else if (entry.kind == Kind::strided) {
@@ -259,24 +265,24 @@ kvt_status_t bind(Weights &w, kvt_llama_why_t *why) {
 
 namespace {
 
-/// Until those are there that stay; what a pass asks for would come first, so it may be left out.
+/// Waits for the resident units. Reads for a pass have priority over them, so a pass need not wait.
 kvt_status_t wait_residents(Weights &w, llama_progress_callback progress, void *data, kvt_llama_why_t *why) {
     for (;;) {
         kvt_stream_progress_t now = KVT_STREAM_PROGRESS_INIT;
         kvt_stream_progress(w.stream, &now);
         const float part = now.resident_units ? 1.0f - float(now.missing) / float(now.resident_units) : 1.0f;
         if (progress && !progress(part, data)) {
-            return say(why, KVT_E_CANCELLED, "the progress callback ended the load");
+            return set_error(why, KVT_E_CANCELLED, "the progress callback cancelled the load");
         }
         kvt_error_t *error = nullptr;
         const kvt_status_t status = kvt_stream_wait_resident(w.stream, now_ns() + 50000000ull, &error);
         if (status == KVT_OK) {
             return progress && !progress(1.0f, data)
-                       ? say(why, KVT_E_CANCELLED, "the progress callback ended the load")
+                       ? set_error(why, KVT_E_CANCELLED, "the progress callback cancelled the load")
                        : KVT_OK;
         }
         if (status != KVT_E_TIMEOUT) {
-            return say_error(why, status, "weights cannot be read", error);
+            return set_library_error(why, status, "reading the resident weights", error);
         }
         kvt_error_free(&error);
     }
@@ -293,7 +299,7 @@ kvt_status_t load(Weights &w, const llama_model_params &given, llama_model **out
     llama_model *model = nullptr;
     if (w.info.files == 1) {
         params.load_mode = LLAMA_LOAD_MODE_NONE;
-        model = load_skimmed(w, params, why);
+        model = load_skipping(w, params, why);
     } else {
         model = llama_model_load_from_file(w.path.c_str(), params);
     }
@@ -301,10 +307,10 @@ kvt_status_t load(Weights &w, const llama_model_params &given, llama_model **out
         std::lock_guard<std::mutex> guard(w.lock);
         w.phase = Phase::idle;
         if (!w.refusal.empty()) {
-            return say(why, KVT_E_UNSUPPORTED, "%s", w.refusal.c_str());
+            return set_error(why, KVT_E_UNSUPPORTED, "%s", w.refusal.c_str());
         }
-        return has_words(why) ? KVT_E_IO
-                              : say(why, KVT_E_CORRUPT, "the engine refuses to load %s: see its log",
+        return has_text(why) ? KVT_E_IO
+                              : set_error(why, KVT_E_CORRUPT, "the engine cannot load %s: see its log",
                                     w.path.c_str());
     }
     status = bind(w, why);
@@ -328,7 +334,7 @@ kvt_status_t kvt_llama_weights_load(kvt_llama_weights_t *weights, const struct l
                                     struct llama_model **out, kvt_llama_why_t *why) {
     return guarded(why, [&]() -> kvt_status_t {
         if (!weights || !params || !out) {
-            return say(why, KVT_E_INVALID, "weights, params or out is null");
+            return set_error(why, KVT_E_INVALID, "weights, params or out is null: all are required");
         }
         return load(*weights, *params, out, why);
     });
@@ -338,7 +344,7 @@ kvt_status_t kvt_llama_weights_params(kvt_llama_weights_t *weights, struct llama
                                       kvt_llama_why_t *why) {
     return guarded(why, [&]() -> kvt_status_t {
         if (!weights || !params) {
-            return say(why, KVT_E_INVALID, "weights or params is null");
+            return set_error(why, KVT_E_INVALID, "weights or params is null: both are required");
         }
         const kvt_status_t status = begin_load(*weights, *params, why);
         if (status == KVT_OK) {
@@ -352,11 +358,14 @@ kvt_status_t kvt_llama_weights_bind(kvt_llama_weights_t *weights, const struct l
                                     kvt_llama_why_t *why) {
     return guarded(why, [&]() -> kvt_status_t {
         if (!weights || !model) {
-            return say(why, KVT_E_INVALID, "weights or model is null: %s",
-                       weights && !weights->refusal.empty() ? weights->refusal.c_str() : "did it load?");
+            return set_error(why, KVT_E_INVALID, "weights or model is null: %s",
+                       weights && !weights->refusal.empty() ? weights->refusal.c_str()
+                                                            : "load the model first");
         }
         if (llama_model_size(model) != weights->info.bytes) {
-            return say(why, KVT_E_INVALID, "that is another model than %s", weights->path.c_str());
+            return set_error(why, KVT_E_INVALID,
+                             "the model was not loaded from %s: pass the model of this "
+                             "file", weights->path.c_str());
         }
         return bind(*weights, why);
     });

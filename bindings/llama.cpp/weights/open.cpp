@@ -1,4 +1,4 @@
-// Opening and closing: the model's file, the budget, the streamer.
+// Opens and closes streamed weights: the model's file, the budget, the streamer.
 #include "weights/weights.hpp"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace kvt_weights {
 
-kvt_status_t say(kvt_llama_why_t *why, kvt_status_t status, const char *form, ...) {
+kvt_status_t set_error(kvt_llama_why_t *why, kvt_status_t status, const char *form, ...) {
     if (why) {
         va_list list;
         va_start(list, form);
@@ -20,12 +20,13 @@ kvt_status_t say(kvt_llama_why_t *why, kvt_status_t status, const char *form, ..
     return status;
 }
 
-kvt_status_t say_error(kvt_llama_why_t *why, kvt_status_t status, const char *what, kvt_error_t *error) {
+kvt_status_t set_library_error(kvt_llama_why_t *why, kvt_status_t status, const char *what,
+                               kvt_error_t *error) {
     const char *message = error ? kvt_error_message(error) : nullptr;
     if (message && *message) {
-        say(why, status, "%s: %s", what, message);
+        set_error(why, status, "%s: %s", what, message);
     } else {
-        say(why, status, "%s: kvtier's status %d", what, (int) status);
+        set_error(why, status, "%s: status %d (%s)", what, (int) status, kvt_status_str(status));
     }
     kvt_error_free(&error);
     return status;
@@ -50,7 +51,7 @@ bool is_same_file(const Weights &w, const struct stat &now) {
 
 namespace {
 
-/// The version that the loaded library says of itself, not the one of the headers.
+/// Compares with the version that the loaded library reports, not with that of the headers.
 kvt_status_t check_interface(kvt_llama_why_t *why) {
     const kvt_status_t status = kvt_llama_check(why);
     if (status != KVT_OK) {
@@ -58,13 +59,14 @@ kvt_status_t check_interface(kvt_llama_why_t *why) {
     }
     ggml_backend_dev_t processor = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     if (!processor) {
-        return say(why, KVT_E_UNSUPPORTED, "the engine has no processor backend: load its backends first");
+        return set_error(why, KVT_E_UNSUPPORTED,
+                         "the engine has no CPU backend: call ggml_backend_load_all first");
     }
     const int loaded = ggml_backend_dev_backend_reg(processor)->api_version;
     if (loaded != GGML_BACKEND_API_VERSION) {
-        return say(why, KVT_E_UNSUPPORTED,
+        return set_error(why, KVT_E_UNSUPPORTED,
                    "ggml's backend interface is version %d, kvtier was compiled for %d: compile it against "
-                   "the source of the engine that is used",
+                   "the source of the loaded engine",
                    loaded, GGML_BACKEND_API_VERSION);
     }
     return KVT_OK;
@@ -74,19 +76,21 @@ kvt_status_t check_opts(const kvt_llama_weights_opts_t &opts, kvt_llama_why_t *w
     const uint32_t places = KVT_LLAMA_WEIGHTS_IN_PLACE | KVT_LLAMA_WEIGHTS_NOT_IN_PLACE;
     const uint32_t known = places | KVT_LLAMA_WEIGHTS_BUFFERED | KVT_LLAMA_WEIGHTS_VERIFY;
     if (!opts.model_path || !*opts.model_path) {
-        return say(why, KVT_E_INVALID, "model_path is missing");
+        return set_error(why, KVT_E_INVALID, "model_path is missing: set it to the GGUF file");
     }
     if (opts.flags & ~known) {
-        return say(why, KVT_E_INVALID, "unknown flags %#x", opts.flags & ~known);
+        return set_error(why, KVT_E_INVALID, "unknown flags %#x: only KVT_LLAMA_WEIGHTS_* are allowed",
+                   opts.flags & ~known);
     }
     if ((opts.flags & places) == places) {
-        return say(why, KVT_E_INVALID, "in place and not in place");
+        return set_error(why, KVT_E_INVALID, "flags has both IN_PLACE and NOT_IN_PLACE: set one of them");
     }
-    if (opts.contexts > most_contexts) {
-        return say(why, KVT_E_LIMIT, "contexts is %u, at most %u", opts.contexts, most_contexts);
+    if (opts.contexts > max_contexts) {
+        return set_error(why, KVT_E_LIMIT, "contexts is %u, at most %u is allowed", opts.contexts,
+                         max_contexts);
     }
     if (opts.budget && !opts.runtime) {
-        return say(why, KVT_E_INVALID, "a budget without its runtime");
+        return set_error(why, KVT_E_INVALID, "budget is set but runtime is null: pass the budget's runtime");
     }
     return KVT_OK;
 }
@@ -100,18 +104,18 @@ kvt_status_t open_budget(Weights &w, const kvt_llama_weights_opts_t &opts, kvt_l
         runtime.workers = 1;
         const kvt_status_t status = kvt_runtime_open(&runtime, &w.own_runtime, &error);
         if (status != KVT_OK) {
-            return say_error(why, status, "no runtime", error);
+            return set_library_error(why, status, "opening a runtime", error);
         }
         w.runtime = w.own_runtime;
     }
     if (!w.budget && opts.budget_bytes) {
         kvt_budget_opts_t limits = KVT_BUDGET_OPTS_INIT;
         limits.host_bytes = opts.budget_bytes;
-        // Who names a budget has left room for the rest; 0 would be half a gigabyte.
+        // A caller who sets a limit has reserved the rest already; 0 would reserve half a gigabyte.
         limits.reserve_bytes = 1;
         const kvt_status_t status = kvt_budget_open(w.runtime, &limits, &w.own_budget, &error);
         if (status != KVT_OK) {
-            return say_error(why, status, "no budget", error);
+            return set_library_error(why, status, "opening a budget", error);
         }
         w.budget = w.own_budget;
     }
@@ -123,16 +127,17 @@ kvt_status_t open_file(Weights &w, kvt_llama_why_t *why) {
     kvt_error_t *error = nullptr;
     const kvt_status_t status = kvt_model_open(&path, 1, sizeof path, &w.file, &error);
     if (status != KVT_OK) {
-        return say_error(why, status, "the model cannot be read", error);
+        return set_library_error(why, status, "opening the model", error);
     }
     kvt_model_info(w.file, &w.info);
     if (w.info.format != KVT_FORMAT_GGUF) {
-        return say(why, KVT_E_UNSUPPORTED, "%s is no GGUF file", w.path.c_str());
+        return set_error(why, KVT_E_UNSUPPORTED, "%s is not a GGUF file: only GGUF is supported",
+                         w.path.c_str());
     }
     return KVT_OK;
 }
 
-/// What copies of experts take at most: parts of one layer's experts for each context.
+/// Upper limit of the bytes of copied experts: parts of one layer's experts for each context.
 uint64_t copies_bytes(const Weights &w, uint32_t at_once) {
     std::vector<uint64_t> layers;
     uint64_t most = 0;
@@ -166,28 +171,28 @@ kvt_stream_terms_t terms_of(const Weights &w, const kvt_llama_weights_opts_t &op
     terms.slots = opts.slots ? opts.slots : w.contexts_at_once + 1;
     terms.flags = KVT_TERMS_KV;
     if (limit_bytes) {
-        // Who names a limit has left room for the rest.
+        // A caller who sets a limit has reserved the rest already.
         terms.flags |= KVT_TERMS_HOST_CEILING | KVT_TERMS_HOST_RESERVE;
         terms.host_ceiling_bytes = limit_bytes;
     }
     return terms;
 }
 
-/// Experts have what is left as slots: the ones that are used then stay.
+/// Gives experts all remaining memory as slots, so that experts in use stay resident.
 kvt_status_t choose_expert_slots(Weights &w, kvt_stream_terms_t &terms, uint64_t copies,
                                  kvt_llama_why_t *why) {
     if (w.experts == 0) {
         return KVT_OK;
     }
     char what[128];
-    std::snprintf(what, sizeof what, "the model cannot be streamed beside %llu bytes for copies of experts",
+    std::snprintf(what, sizeof what, "planning the streamer with %llu bytes for copied experts",
                   (unsigned long long) copies);
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
     kvt_error_t *error = nullptr;
     kvt_status_t status =
         kvt_model_plan(w.file, &terms, nullptr, &plan, nullptr, nullptr, 0, 0, &error);
     if (status != KVT_OK) {
-        return say_error(why, status, what, error);
+        return set_library_error(why, status, what, error);
     }
     if (plan.expert_slots == 0) {
         return KVT_OK;
@@ -201,12 +206,12 @@ kvt_status_t choose_expert_slots(Weights &w, kvt_stream_terms_t &terms, uint64_t
             return KVT_OK;
         }
         if (status != KVT_E_BUDGET || slots <= least) {
-            return say_error(why, status, what, error);
+            return set_library_error(why, status, what, error);
         }
     }
 }
 
-kvt_status_t pay_copies(Weights &w, uint64_t bytes, int64_t priority, kvt_llama_why_t *why) {
+kvt_status_t charge_copies(Weights &w, uint64_t bytes, int64_t priority, kvt_llama_why_t *why) {
     if (bytes == 0 || !w.budget) {
         return KVT_OK;
     }
@@ -223,13 +228,13 @@ kvt_status_t pay_copies(Weights &w, uint64_t bytes, int64_t priority, kvt_llama_
         status = kvt_account_commit(w.account, KVT_TIER_HOST, bytes, bytes, &error);
     }
     if (status != KVT_OK) {
-        return say_error(why, status, "no room for copies of experts", error);
+        return set_library_error(why, status, "reserving memory for copied experts", error);
     }
     w.account_bytes = bytes;
     return KVT_OK;
 }
 
-void give_back_copies(Weights &w) {
+void release_copies(Weights &w) {
     if (w.account && w.account_bytes) {
         kvt_account_release(w.account, KVT_TIER_HOST, w.account_bytes, nullptr);
     }
@@ -254,19 +259,20 @@ kvt_stream_opts_t stream_opts(const Weights &w, const kvt_llama_weights_opts_t &
     return stream;
 }
 
-/// The streamer, beside room for copies of so many experts.
+/// Opens the streamer, and reserves memory for copies of `copied` experts.
 kvt_status_t try_stream(Weights &w, const kvt_llama_weights_opts_t &opts, uint32_t copied,
                         kvt_llama_why_t *why) {
     const uint64_t all = host_limit(w, opts);
     const uint64_t copies = copies_bytes(w, copied);
     if (all && copies >= all) {
-        return say(why, KVT_E_BUDGET, "copies of experts take %llu bytes of a budget of %llu: give it more",
+        return set_error(why, KVT_E_BUDGET,
+                         "copied experts take %llu bytes of a budget of %llu: raise the budget",
                    (unsigned long long) copies, (unsigned long long) all);
     }
     kvt_stream_terms_t terms = terms_of(w, opts, all ? all - copies : 0);
     kvt_status_t status = choose_expert_slots(w, terms, copies, why);
     if (status == KVT_OK) {
-        status = pay_copies(w, copies, opts.priority, why);
+        status = charge_copies(w, copies, opts.priority, why);
     }
     if (status != KVT_OK) {
         return status;
@@ -275,7 +281,7 @@ kvt_status_t try_stream(Weights &w, const kvt_llama_weights_opts_t &opts, uint32
     kvt_error_t *error = nullptr;
     status = kvt_stream_open(w.runtime, &stream, &w.stream, &error);
     if (status != KVT_OK) {
-        return say_error(why, status, "the model cannot be streamed", error);
+        return set_library_error(why, status, "opening the streamer", error);
     }
     kvt_stream_plan(w.stream, &w.plan, nullptr, nullptr, 0, 0);
     w.experts_at_once = std::min(w.experts, w.plan.expert_slots / w.contexts_at_once);
@@ -285,15 +291,15 @@ kvt_status_t try_stream(Weights &w, const kvt_llama_weights_opts_t &opts, uint32
 }
 
 kvt_status_t open_stream(Weights &w, const kvt_llama_weights_opts_t &opts, kvt_llama_why_t *why) {
-    // All where that is little, as many as a small batch uses, or else a token.
+    // Copy all experts if they take little memory, else as many as a small batch uses, or else a token.
     const uint64_t all = host_limit(w, opts);
-    const bool is_little = all == 0 || copies_bytes(w, w.experts) <= all / 8;
-    const uint32_t many = is_little ? w.experts : std::min(w.experts, 4 * w.experts_used);
-    const kvt_status_t status = try_stream(w, opts, many, why);
-    if (status != KVT_E_BUDGET || many <= w.experts_used) {
+    const bool copies_are_small = all == 0 || copies_bytes(w, w.experts) <= all / 8;
+    const uint32_t copied = copies_are_small ? w.experts : std::min(w.experts, 4 * w.experts_used);
+    const kvt_status_t status = try_stream(w, opts, copied, why);
+    if (status != KVT_E_BUDGET || copied <= w.experts_used) {
         return status;
     }
-    give_back_copies(w);
+    release_copies(w);
     return try_stream(w, opts, w.experts_used, why);
 }
 
@@ -301,18 +307,18 @@ kvt_status_t close_parts(Weights &w, kvt_llama_why_t *why) {
     kvt_error_t *error = nullptr;
     kvt_status_t status = kvt_stream_close(&w.stream, 0, &error);
     if (status != KVT_OK) {
-        return say_error(why, status, "the streamer cannot be closed", error);
+        return set_library_error(why, status, "closing the streamer", error);
     }
-    give_back_copies(w);
+    release_copies(w);
     kvt_model_close(&w.file);
     status = kvt_budget_close(&w.own_budget, &error);
     if (status != KVT_OK) {
-        return say_error(why, status, "the budget cannot be closed", error);
+        return set_library_error(why, status, "closing the budget", error);
     }
     if (w.own_runtime) {
         status = kvt_runtime_close(&w.own_runtime, 0, nullptr, &error);
         if (status != KVT_OK) {
-            return say_error(why, status, "the runtime cannot be closed", error);
+            return set_library_error(why, status, "closing the runtime", error);
         }
     }
     return KVT_OK;
@@ -324,22 +330,23 @@ kvt_status_t open_all(Weights &w, const kvt_llama_weights_opts_t &opts, kvt_llam
     w.contexts_at_once = opts.contexts ? opts.contexts : 1;
     kvt_status_t status = open_budget(w, opts, why);
     if (status == KVT_OK) {
-        // Where it fails, opening says why.
+        // If stat fails, opening the file reports the reason.
         stat(w.path.c_str(), &w.opened);
         status = open_file(w, why);
     }
     if (status == KVT_OK) {
-        status = learn_units(w, why);
+        status = read_units(w, why);
     }
     if (status == KVT_OK) {
         status = open_stream(w, opts, why);
     }
     struct stat now {};
     if (status == KVT_OK && (stat(w.path.c_str(), &now) != 0 || !is_same_file(w, now))) {
-        status = say(why, KVT_E_CORRUPT, "%s changed while it was opened", w.path.c_str());
+        status = set_error(why, KVT_E_CORRUPT, "%s changed while it was opened: open it again",
+                           w.path.c_str());
     }
     if (status == KVT_OK) {
-        status = learn_homes(w, why);
+        status = read_residency(w, why);
     }
     return status;
 }
@@ -353,7 +360,7 @@ kvt_status_t kvt_llama_weights_open(const kvt_llama_weights_opts_t *opts, kvt_ll
                                     kvt_llama_why_t *why) {
     return guarded(why, [&]() -> kvt_status_t {
         if (!opts || !out) {
-            return say(why, KVT_E_INVALID, "opts or out is null");
+            return set_error(why, KVT_E_INVALID, "opts or out is null: both are required");
         }
         kvt_status_t status = check_interface(why);
         if (status == KVT_OK) {
@@ -388,8 +395,9 @@ kvt_status_t kvt_llama_weights_close(kvt_llama_weights_t **weights, kvt_llama_wh
         {
             std::lock_guard<std::mutex> guard(w.lock);
             if (w.buffers) {
-                return say(why, KVT_E_BUSY,
-                           "the model is there: free its contexts, then the model, then its weights");
+                return set_error(why, KVT_E_BUSY,
+                           "the model still exists: free its contexts, then the model, then close its "
+                           "weights");
             }
         }
         for (auto &context : w.contexts) {

@@ -1,4 +1,4 @@
-// What streamed weights have done.
+// Statistics of streamed weights.
 #include "weights/weights.hpp"
 
 using namespace kvt_weights;

@@ -1,4 +1,4 @@
-// What the file has: units, tensors, experts.
+// Reads units, tensors and experts from the model's file.
 #include "weights/weights.hpp"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ std::string text(const char *bytes, uint64_t length) {
     return std::string(bytes, static_cast<size_t>(length));
 }
 
-/// All parts of a tensor, or a failure of the library.
+/// All parts of a tensor, or the library's error.
 kvt_status_t parts_of(const Weights &w, uint32_t tensor, std::vector<kvt_part_t> &parts) {
     uint64_t count = 0;
     kvt_status_t status = kvt_model_tensor_parts(w.file, tensor, nullptr, 0, sizeof(kvt_part_t), &count);
@@ -29,7 +29,7 @@ kvt_status_t parts_of(const Weights &w, uint32_t tensor, std::vector<kvt_part_t>
     return status == KVT_OK && count != parts.size() ? KVT_E_CORRUPT : status;
 }
 
-/// Whether parts of experts will be at equal distances if units are in place, one behind the other.
+/// Tells whether parts of experts are at equal distances when units are in place, one after the other.
 bool are_strided(const Weights &w, const std::vector<kvt_part_t> &parts) {
     uint64_t image_bytes = 0;
     for (size_t i = 0; i < parts.size(); i++) {
@@ -49,7 +49,7 @@ bool are_strided(const Weights &w, const std::vector<kvt_part_t> &parts) {
     return true;
 }
 
-kvt_status_t learn_stacks(Weights &w, kvt_llama_why_t *why) {
+kvt_status_t read_stacks(Weights &w, kvt_llama_why_t *why) {
     uint64_t strided_bytes = 0, copied_bytes = 0;
     for (uint32_t i = 0; i < w.info.tensors; i++) {
         kvt_tensor_t tensor = KVT_TENSOR_INIT;
@@ -62,7 +62,8 @@ kvt_status_t learn_stacks(Weights &w, kvt_llama_why_t *why) {
             status = parts_of(w, i, parts);
         }
         if (status != KVT_OK || parts.empty() || parts[0].unit >= w.units.size()) {
-            return say(why, status == KVT_OK ? KVT_E_CORRUPT : status, "tensor %s has no parts",
+            return set_error(why, status == KVT_OK ? KVT_E_CORRUPT : status,
+                             "the parts of tensor %s cannot be read",
                        text(tensor.name, tensor.name_bytes).c_str());
         }
         Stack stack;
@@ -82,14 +83,14 @@ kvt_status_t learn_stacks(Weights &w, kvt_llama_why_t *why) {
 
 } // namespace
 
-kvt_status_t learn_units(Weights &w, kvt_llama_why_t *why) {
+kvt_status_t read_units(Weights &w, kvt_llama_why_t *why) {
     w.units.resize(w.info.units);
     std::map<uint32_t, uint32_t> layers;
     for (uint32_t i = 0; i < w.info.units; i++) {
         kvt_unit_t unit = KVT_UNIT_INIT;
         const kvt_status_t status = kvt_model_unit(w.file, i, &unit);
         if (status != KVT_OK) {
-            return say(why, status, "unit %u of the model cannot be looked at", i);
+            return set_error(why, status, "unit %u of the model cannot be read", i);
         }
         Unit &own = w.units[i];
         own.role = unit.role;
@@ -103,27 +104,28 @@ kvt_status_t learn_units(Weights &w, kvt_llama_why_t *why) {
         }
     }
     w.layer_holders.assign(layers.empty() ? 0 : layers.rbegin()->first + 1, 0);
-    return learn_stacks(w, why);
+    return read_stacks(w, why);
 }
 
-kvt_status_t learn_homes(Weights &w, kvt_llama_why_t *why) {
+kvt_status_t read_residency(Weights &w, kvt_llama_why_t *why) {
     std::vector<kvt_unit_residency_t> residency(w.units.size());
     const kvt_status_t status =
         kvt_stream_plan(w.stream, nullptr, nullptr, residency.data(), residency.size(), sizeof residency[0]);
     if (status != KVT_OK) {
-        return say(why, status, "the plan of the streamer cannot be looked at");
+        return set_error(why, status, "the streamer's plan cannot be read");
     }
-    bool all_at_home = true;
+    bool all_resident = true;
     for (size_t i = 0; i < residency.size(); i++) {
-        all_at_home = all_at_home && (w.units[i].role != KVT_ROLE_EXPERT || residency[i].residency != KVT_RESIDENT_FILE);
-        // What belongs to no layer, such as factors of RoPE, is used between tensors of layers: it is
-        // kept through a pass where that takes nobody's slot.
-        const bool aside = w.units[i].role != KVT_ROLE_LAYER && w.units[i].role != KVT_ROLE_EXPERT;
-        if (aside && residency[i].residency != KVT_RESIDENT_FILE) {
+        all_resident = all_resident && (w.units[i].role != KVT_ROLE_EXPERT ||
+                                        residency[i].residency != KVT_RESIDENT_FILE);
+        // Units outside layers, such as factors of RoPE, are used between tensors of layers. They stay
+        // leased for a whole pass, unless they would occupy a slot.
+        const bool outside_layers = w.units[i].role != KVT_ROLE_LAYER && w.units[i].role != KVT_ROLE_EXPERT;
+        if (outside_layers && residency[i].residency != KVT_RESIDENT_FILE) {
             w.units[i].group = no_group;
         }
     }
-    if (all_at_home) {
+    if (all_resident) {
         w.experts_at_once = w.copied_at_once;
     }
     return KVT_OK;
@@ -133,7 +135,7 @@ kvt_status_t describe(const Weights &w, const ggml_tensor *tensor, Entry &entry,
     uint32_t number = 0;
     kvt_status_t status = kvt_model_find_tensor(w.file, tensor->name, std::strlen(tensor->name), &number);
     if (status != KVT_OK) {
-        return say(why, KVT_E_UNSUPPORTED, "tensor %s is not in %s: is that the file that is loaded?",
+        return set_error(why, KVT_E_UNSUPPORTED, "tensor %s is not in %s: load the model from this file",
                    tensor->name, w.path.c_str());
     }
     kvt_tensor_t found = KVT_TENSOR_INIT;
@@ -143,11 +145,11 @@ kvt_status_t describe(const Weights &w, const ggml_tensor *tensor, Entry &entry,
         status = parts_of(w, number, parts);
     }
     if (status != KVT_OK || parts.empty()) {
-        return say(why, KVT_E_UNSUPPORTED, "tensor %s cannot be found in units", tensor->name);
+        return set_error(why, KVT_E_UNSUPPORTED, "tensor %s is in no unit of the file", tensor->name);
     }
     const std::string dtype = text(found.dtype, found.dtype_bytes);
     if (found.bytes != ggml_nbytes(tensor) || strcasecmp(dtype.c_str(), ggml_type_name(tensor->type)) != 0) {
-        return say(why, KVT_E_UNSUPPORTED,
+        return set_error(why, KVT_E_UNSUPPORTED,
                    "tensor %s is %llu bytes of %s in the file, %llu of %s in the engine",
                    tensor->name, (unsigned long long) found.bytes, dtype.c_str(),
                    (unsigned long long) ggml_nbytes(tensor), ggml_type_name(tensor->type));
@@ -161,7 +163,8 @@ kvt_status_t describe(const Weights &w, const ggml_tensor *tensor, Entry &entry,
     }
     const int last = ggml_n_dims(tensor) - 1;
     if (tensor->ne[last] != static_cast<int64_t>(parts.size()) || tensor->nb[last] != parts[0].bytes) {
-        return say(why, KVT_E_UNSUPPORTED, "tensor %s is not divided as its experts are", tensor->name);
+        return set_error(why, KVT_E_UNSUPPORTED,
+                         "tensor %s has other dimensions than its experts in the file", tensor->name);
     }
     entry.kind = last == 2 && w.in_place && are_strided(w, parts) ? Kind::strided : Kind::copied;
     entry.unit = parts[0].unit;

@@ -1,8 +1,8 @@
-"""KV of lmdeploy's PyTorch engine in kvtier's tiers.
+"""Tiered KV cache for lmdeploy's PyTorch engine.
 
-`activate()`, or `python -m kvtier_lmdeploy -m lmdeploy serve ...`; then an engine with
-`KVTransferConfig("KvtierConnector", "kv_both", {...})` keeps its KV in memory and on disk. This
-module imports neither lmdeploy nor torch.
+Call `activate()`, or start with `python -m kvtier_lmdeploy -m lmdeploy serve ...`. An engine with
+`KVTransferConfig("KvtierConnector", "kv_both", {...})` then keeps its KV in host memory and on
+disk. This module imports neither lmdeploy nor torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CONNECTOR", "SUPPORTED", "KvtierConnector", "Settings", "activate", 
 
 
 def __getattr__(name: str) -> Any:
-    # It is a subclass of a class of lmdeploy's.
+    # Imported on first use: the class derives from a class of lmdeploy.
     if name == "KvtierConnector":
         from ._connector import KvtierConnector
 

@@ -1,4 +1,7 @@
-"""`python -m kvtier_lmdeploy -m lmdeploy serve ...`, or a script's path: runs it activated."""
+"""Runs a module or script with the connector activated.
+
+Example: `python -m kvtier_lmdeploy -m lmdeploy serve ...`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ._activate import activate
 
 
 def main() -> None:
-    """Activates, this process and those that it starts, and goes on as the program."""
+    """Activates the connector in this process and its children, then runs the program."""
     program = sys.argv[1:]
     module = program[:1] == ["-m"]
     program = program[1:] if module else program

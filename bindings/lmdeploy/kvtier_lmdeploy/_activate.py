@@ -1,8 +1,8 @@
-"""Has lmdeploy build our connector, without a file of it changed.
+"""Makes lmdeploy build our connector without changing a file of lmdeploy.
 
-Its factory knows one connector. Two functions of the factory are replaced as its module is
-imported, so whoever takes them from there has ours; what had taken them before is told. For every
-other connector's name they do what they did.
+lmdeploy's connector factory knows one connector. An import hook replaces two functions of the
+factory when its module is imported. Modules that imported these functions earlier are patched too.
+Other connectors' names still go to the original functions.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 from kvtier import abi
 from kvtier._errors import make
 
-#: What `kv_connector` is to say.
+#: Value of `kv_connector` that selects this connector.
 CONNECTOR = "KvtierConnector"
 
-#: Versions whose seam this package was written for.
+#: lmdeploy versions whose connector interface this package supports.
 SUPPORTED = ("0.18.0",)
 
 _FACTORY = "lmdeploy.pytorch.kv_connector.factory"
-#: Who takes the factory's functions by name.
-_TAKERS = ("lmdeploy.pytorch.kv_connector", "lmdeploy.pytorch.engine.engine",
+#: Modules that import the factory's functions by name.
+_IMPORTERS = ("lmdeploy.pytorch.kv_connector", "lmdeploy.pytorch.engine.engine",
            "lmdeploy.pytorch.engine.model_agent.agent")
 _FUNCTIONS = ("build_kv_connector", "prepare_kv_connector_config")
 
@@ -36,7 +36,7 @@ _finder: "Optional[_Finder]" = None
 
 
 def version() -> str:
-    """lmdeploy's; "" where it is not installed."""
+    """Returns lmdeploy's version, or "" if lmdeploy is not installed."""
     try:
         return importlib.metadata.version("lmdeploy")
     except importlib.metadata.PackageNotFoundError:
@@ -44,8 +44,9 @@ def version() -> str:
 
 
 def activate() -> None:
-    """From now on this process's engines know the connector; again, it does nothing. Another
-    version of lmdeploy than those supported is refused, unless KVTIER_LMDEPLOY_ANY is 1."""
+    """Makes the connector known to the engines of this process. A second call does nothing.
+
+    Raises for an unsupported version of lmdeploy, unless KVTIER_LMDEPLOY_ANY is 1."""
     global _finder
     if _finder is not None:
         return
@@ -58,12 +59,12 @@ def activate() -> None:
 
 
 def activated() -> bool:
-    """Whether it is."""
+    """Whether `activate` is in effect in this process."""
     return _finder is not None
 
 
 def deactivate() -> None:
-    """Puts the factory's own functions back; connectors that were built stay."""
+    """Restores the factory's own functions. Connectors that were already built stay."""
     global _finder
     if _finder is None:
         return
@@ -71,52 +72,53 @@ def deactivate() -> None:
     _finder = None
     ours = {name: getattr(sys.modules.get(_FACTORY), name, None) for name in _originals}
     for name, original in _originals.items():
-        for module in _holders():
+        for module in _loaded_importers():
             if getattr(module, name, None) is ours[name]:
                 setattr(module, name, original)
     _originals.clear()
 
 
 def check_version() -> None:
-    """Refuses a seam that may be another."""
+    """Raises if lmdeploy is missing, or if its version is not in SUPPORTED."""
     found = version()
     if found in SUPPORTED or os.environ.get("KVTIER_LMDEPLOY_ANY") == "1":
         return
     if not found:
-        raise make(abi.KVT_E_UNAVAILABLE, "lmdeploy is not installed: pip install lmdeploy==0.18.0")
+        raise make(abi.KVT_E_UNAVAILABLE,
+                   "lmdeploy is not installed: run pip install lmdeploy==0.18.0")
     raise make(abi.KVT_E_UNSUPPORTED,
-               f"lmdeploy {found}: this connector is for {', '.join(SUPPORTED)}. Install that, or "
-               "set KVTIER_LMDEPLOY_ANY=1 to try it all the same")
+               f"lmdeploy {found} is installed; this connector supports {', '.join(SUPPORTED)}. "
+               "Install a supported version, or set KVTIER_LMDEPLOY_ANY=1 to try this one")
 
 
 class Activation:
-    """Travels with an engine's configuration: a process that reads it is activated, too."""
+    """Marker in an engine's configuration: a process that unpickles it activates the connector."""
 
     def __reduce__(self) -> Tuple[Any, ...]:
-        return _arrived, ()
+        return _activate_on_unpickle, ()
 
 
-def _arrived() -> Activation:
+def _activate_on_unpickle() -> Activation:
     activate()
     return Activation()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Sees the factory being imported; finds nothing itself."""
+    """Wraps the loader of the factory's module. It finds no modules of its own."""
 
     def __init__(self) -> None:
-        self._asking = False
+        self._searching = False
 
     def find_spec(self, name: str, path: Optional[Sequence[str]],
                   target: Optional[ModuleType] = None) -> Optional[importlib.machinery.ModuleSpec]:
-        """The spec that others find, with a loader that goes on with ours."""
-        if name != _FACTORY or self._asking:
+        """Returns the spec of the other finders with its loader wrapped in `_Loader`."""
+        if name != _FACTORY or self._searching:
             return None
-        self._asking = True
+        self._searching = True
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self._asking = False
+            self._searching = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
@@ -129,31 +131,32 @@ class _Loader(importlib.abc.Loader):
         self._loader = loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Optional[ModuleType]:
-        """As the module's own loader does."""
+        """Delegates to the module's own loader."""
         made: Optional[ModuleType] = self._loader.create_module(spec)
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """As it does, and one step more."""
+        """Executes the module, then replaces the factory's functions."""
         self._loader.exec_module(module)
         if activated():
             _replace(module)
 
 
-def _holders() -> Tuple[ModuleType, ...]:
-    names = (_FACTORY, *_TAKERS)
+def _loaded_importers() -> Tuple[ModuleType, ...]:
+    names = (_FACTORY, *_IMPORTERS)
     return tuple(sys.modules[name] for name in names if name in sys.modules)
 
 
 def _replace(factory: ModuleType) -> None:
     missing = [name for name in _FUNCTIONS if not callable(getattr(factory, name, None))]
     if missing:
-        raise make(abi.KVT_E_UNSUPPORTED, f"lmdeploy {version()} has no {', '.join(missing)} in "
-                   f"{_FACTORY}: its seam is another one")
+        raise make(abi.KVT_E_UNSUPPORTED,
+                   f"lmdeploy {version()} has no {', '.join(missing)} in {_FACTORY}. Install a "
+                   f"supported version: {', '.join(SUPPORTED)}")
     for name, ours in (("build_kv_connector", build), ("prepare_kv_connector_config", prepare)):
         original = getattr(factory, name)
         _originals[name] = original
-        for module in _holders():
+        for module in _loaded_importers():
             if getattr(module, name, None) is original:
                 setattr(module, name, ours)
 
@@ -165,7 +168,8 @@ def _is_ours(cache_config: Any) -> bool:
 
 
 def prepare(cache_config: Any, **given: Any) -> None:
-    """In the engine's process, before its configuration goes to the workers."""
+    """Replaces `prepare_kv_connector_config`: runs in the engine's process, before the workers
+    receive the configuration."""
     if not _is_ours(cache_config):
         _originals["prepare_kv_connector_config"](cache_config, **given)
         return
@@ -175,7 +179,7 @@ def prepare(cache_config: Any, **given: Any) -> None:
 
 
 def build(role: Any, cache_config: Any, **given: Any) -> Any:
-    """A connector of ours, or what the factory makes."""
+    """Replaces `build_kv_connector`: builds our connector, or delegates to the original."""
     if not _is_ours(cache_config):
         return _originals["build_kv_connector"](role, cache_config, **given)
     from ._connector import KvtierConnector

@@ -1,4 +1,4 @@
-"""The connector that lmdeploy builds: it passes calls on to the side that it has."""
+"""The connector class that lmdeploy builds. It forwards calls to its scheduler or worker side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ with imports():
         KVConnectorRole,
     )
 
-from ._lookup import Asker
+from ._lookup import LookupClient
 from ._meta import StepMeta
 from ._scheduler import SchedulerSide
 from ._settings import INTERNAL, Settings, invalid, refuse_hybrid
@@ -27,9 +27,11 @@ _TIERS = {"host": TIER_HOST, "disk": TIER_DISK}
 
 
 class KvtierConnector(KVConnectorBase):
-    """KV of lmdeploy's PyTorch engine in kvtier's tiers. One for the scheduler, one for each
-    worker; on the scheduler's are also `advice`, `set_policy`, `set_weights`,
-    `metrics`, `evictions` (`engine.scheduler.kv_connector`)."""
+    """Connects lmdeploy's PyTorch engine to kvtier's tiers.
+
+    lmdeploy builds one instance for the scheduler and one for each worker. The scheduler's
+    instance is `engine.scheduler.kv_connector`. Only that instance offers `advice`,
+    `set_weights`, `set_policy`, `stats`, `metrics` and `evictions`."""
 
     def __init__(self, role: KVConnectorRole, cache_config: Any, *, global_rank: int = 0,
                  tp_rank: int = 0, tp_size: int = 1, kv_head_replica_num: int = 1) -> None:
@@ -40,15 +42,16 @@ class KvtierConnector(KVConnectorBase):
         refuse_hybrid(cache_config)
         engine = extra.get(INTERNAL)
         if engine is None:
-            raise make(abi.KVT_E_STATE, "the engine's configuration was not prepared: call "
-                       "kvtier_lmdeploy.activate() before the engine is made, or start with "
+            raise make(abi.KVT_E_STATE, "kv_connector_extra_config was not prepared: call "
+                       "kvtier_lmdeploy.activate() before you create the engine, or start with "
                        "python -m kvtier_lmdeploy -m lmdeploy ...")
         if tp_size % max(1, kv_head_replica_num):
-            raise invalid(f"{tp_size} workers, and {kv_head_replica_num} with the same heads")
+            raise invalid(f"tp_size is {tp_size}; it must be a multiple of kv_head_replica_num, "
+                          f"which is {kv_head_replica_num}")
         self._scheduler: Optional[SchedulerSide] = None
         self._worker: Optional[WorkerSide] = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(cache_config, settings, engine, Asker(
+            self._scheduler = SchedulerSide(cache_config, settings, engine, LookupClient(
                 engine, range(tp_size), float(settings.lookup_timeout_s), settings.lookup_async))
         else:
             self._worker = WorkerSide(cache_config, settings, engine,
@@ -56,25 +59,27 @@ class KvtierConnector(KVConnectorBase):
 
     def _scheduler_side(self) -> SchedulerSide:
         if self._scheduler is None:
-            raise make(abi.KVT_E_STATE, "a call for the scheduler's side, of a worker's connector")
+            raise make(abi.KVT_E_STATE, "this is a worker's connector: call this method on the "
+                       "scheduler's connector (engine.scheduler.kv_connector)")
         return self._scheduler
 
     def _worker_side(self) -> WorkerSide:
         if self._worker is None:
-            raise make(abi.KVT_E_STATE, "a call for a worker's side, of the scheduler's connector")
+            raise make(abi.KVT_E_STATE, "this is the scheduler's connector: call this method on a "
+                       "worker's connector")
         return self._worker
 
-    # What the engine calls on the scheduler's side.
+    # Interface of the engine, scheduler's side.
 
     def get_num_new_matched_tokens(self, request: Any,
                                    num_computed_tokens: int) -> Tuple[Optional[int], bool]:
         """See KVConnectorBase."""
-        return self._scheduler_side().matched(request, int(num_computed_tokens))
+        return self._scheduler_side().match(request, int(num_computed_tokens))
 
     def update_state_after_alloc(self, request: Any, block_ids: Sequence[int],
                                  num_external_tokens: int) -> None:
         """See KVConnectorBase."""
-        self._scheduler_side().allocated(request, block_ids, int(num_external_tokens))
+        self._scheduler_side().blocks_allocated(request, block_ids, int(num_external_tokens))
 
     def build_connector_meta(self, step_input: Any) -> Optional[StepMeta]:
         """See KVConnectorBase."""
@@ -82,15 +87,15 @@ class KvtierConnector(KVConnectorBase):
 
     def on_new_request(self, request: Any) -> None:
         """See KVConnectorBase."""
-        self._scheduler_side().begun(request)
+        self._scheduler_side().request_started(request)
 
     def is_lookup_pending(self, request_id: int) -> bool:
         """See KVConnectorBase."""
-        return self._scheduler_side().asker.pending(int(request_id))
+        return self._scheduler_side().lookups.pending(int(request_id))
 
     def cancel_lookup(self, request_id: int) -> None:
         """See KVConnectorBase."""
-        self._scheduler_side().asker.cancel(int(request_id))
+        self._scheduler_side().lookups.cancel(int(request_id))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> KVConnectorResult:
         """See KVConnectorBase."""
@@ -98,13 +103,13 @@ class KvtierConnector(KVConnectorBase):
 
     def finish_transfers_after_worker_drain(self) -> None:
         """See KVConnectorBase."""
-        self._scheduler_side().drained()
+        self._scheduler_side().workers_drained()
 
     def request_finished(self, request: Any) -> None:
         """See KVConnectorBase."""
-        self._scheduler_side().finished(request)
+        self._scheduler_side().request_finished(request)
 
-    # What it calls on a worker's.
+    # Interface of the engine, worker's side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """See KVConnectorBase."""
@@ -129,36 +134,44 @@ class KvtierConnector(KVConnectorBase):
         else:
             self._worker_side().shutdown()
 
-    # What kvtier has beside, on the scheduler's side.
+    # Extensions of kvtier, on the scheduler's side.
 
     def advice(self, batch: int) -> Optional[Advice]:
-        """How many requests to run, from the number that run now."""
+        """Recommends how many requests to run; `batch` is the number that run now.
+
+        Returns None without `advice` in the settings, or while the stores' capacity is unknown."""
         return self._scheduler_side().advice(batch)
 
     def set_weights(self, version: str) -> None:
-        """The engine has other weights from now on: only KV that was computed with the same
-        `version` is loaded, and what requests that run now go on with is neither saved nor
-        loaded. "" are those that the engine began with."""
+        """Declares that the engine's weights changed; "" names the weights at its start.
+
+        From now on only KV that was computed under the same `version` is loaded. Requests that
+        run now mix KV of both weights, so their KV is neither saved nor loaded."""
         self._scheduler_side().set_weights(str(version))
 
     def set_policy(self, tier: str, spec: str) -> None:
-        """Another policy for "host" or "disk", from the engine's next step on."""
-        if tier not in _TIERS:
-            raise invalid(f"tier {tier!r} is none of {', '.join(_TIERS)}")
-        Policy(spec, holes=True).close()  # a spec that is none is refused here, not in a worker
-        self._scheduler_side().switch(_TIERS[tier], spec)
+        """Sets the eviction policy of tier "host" or "disk", from the engine's next step on."""
+        tier_id = _tier_id(tier)
+        Policy(spec, holes=True).close()  # reports a wrong spec here, not in a worker's log
+        self._scheduler_side().switch(tier_id, spec)
 
     def stats(self) -> List[Optional[Dict[str, Any]]]:
-        """What each worker's store counts; None of one that does not answer."""
-        return self._scheduler_side().asker.all({"ask": "describe"})
+        """Statistics of each worker's store; None for a worker that does not answer."""
+        return self._scheduler_side().lookups.query_all({"query": "describe"})
 
     def metrics(self) -> List[Optional[str]]:
-        """The same for Prometheus."""
-        return self._scheduler_side().asker.all({"ask": "metrics"})
+        """Metrics of each worker's store as Prometheus text; None for one that does not answer."""
+        return self._scheduler_side().lookups.query_all({"query": "metrics"})
 
     def evictions(self, tier: str = "host", most: int = 256) -> List[Optional[List[Any]]]:
-        """The last evictions of each worker's store, the oldest of them first."""
-        if tier not in _TIERS:
-            raise invalid(f"tier {tier!r} is none of {', '.join(_TIERS)}")
-        return self._scheduler_side().asker.all({"ask": "evictions", "tier": tier, "most": most})
+        """The last `most` evictions of each worker's store, oldest first."""
+        _tier_id(tier)
+        return self._scheduler_side().lookups.query_all(
+            {"query": "evictions", "tier": tier, "most": most})
+
+
+def _tier_id(tier: str) -> int:
+    if tier not in _TIERS:
+        raise invalid(f"tier {tier!r} is unknown: use one of {', '.join(_TIERS)}")
+    return _TIERS[tier]
 

@@ -1,4 +1,4 @@
-"""How lmdeploy's interface is imported."""
+"""Guards the imports of lmdeploy's connector interface."""
 
 from __future__ import annotations
 
@@ -13,5 +13,6 @@ _NEEDS = Needs("kvtier_lmdeploy", f"lmdeploy {', '.join(SUPPORTED)}", f"lmdeploy
 
 
 def imports() -> ContextManager[None]:
-    """Around imports of it: a version that has not what is imported is refused as such."""
+    """Context manager for imports from lmdeploy. An unsupported version is reported as such, not
+    as a missing name."""
     return _NEEDS.imports(check_version)

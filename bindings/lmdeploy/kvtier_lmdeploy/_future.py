@@ -1,4 +1,4 @@
-"""What is known of a request's future when it has ended."""
+"""Predicts the next use of a request's KV from how the request ended."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import kvtier
 STOPS: Dict[str, int] = {"end_turn": kvtier.STOP_END_TURN, "length": kvtier.STOP_LENGTH,
                          "cancelled": kvtier.STOP_CANCELLED}
 
-#: Of a stop: the seconds after which KV is wanted again, or that it never is.
+#: Stop reason to seconds until the KV is used again, or to NEVER.
 Lifetimes = Mapping[str, Union[int, float, str]]
 NEVER = "never"
 
 
 def stop_of(request: Any) -> str:
-    """Why a request ended, as its tokens say: the engine's seam does not. One that neither said
-    a stop word nor came to its length was ended from outside."""
+    """Returns why a request ended: a key of STOPS.
+
+    The engine's interface does not pass the reason, so it is derived from the tokens. A request
+    that reached neither a stop word nor its length limit was cancelled."""
     if not request.num_new_tokens:
         return "cancelled" if request.sampling_param.max_new_tokens else "length"
     if int(request.generated_ids[-1]) in (request.sampling_param.stop_words or ()):
@@ -26,8 +28,9 @@ def stop_of(request: Any) -> str:
 
 
 def expected(stop: str, lifetimes: Lifetimes) -> Tuple[Optional[float], bool]:
-    """In how many seconds KV of such a request is wanted again, and whether it never is."""
-    said = lifetimes.get(stop)
-    if said is None or isinstance(said, str):
-        return None, said == NEVER
-    return float(said), False
+    """Returns the seconds until KV of such a request is used again (None: unknown), and whether
+    it is never used again."""
+    lifetime = lifetimes.get(stop)
+    if lifetime is None or isinstance(lifetime, str):
+        return None, lifetime == NEVER
+    return float(lifetime), False

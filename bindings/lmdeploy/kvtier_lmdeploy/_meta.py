@@ -1,4 +1,4 @@
-"""What a scheduler's side tells the workers with each step of the engine."""
+"""Metadata that the scheduler's side sends to the workers with each step of the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ with imports():
 
 @dataclass(frozen=True)
 class Load:
-    """Blocks that a request waits for."""
+    """Blocks to load for a waiting request."""
 
     request: int
     session: int
@@ -23,7 +23,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Blocks that are full after this step's forward."""
+    """Blocks to save: they are full after this step's forward pass."""
 
     number: int
     session: int
@@ -34,7 +34,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Switch:
-    """Another policy for a tier."""
+    """A new eviction policy for a tier."""
 
     tier: int
     spec: str
@@ -42,8 +42,8 @@ class Switch:
 
 @dataclass(frozen=True)
 class Hint:
-    """What is known of the future of a request's blocks: why it stopped, in how many seconds
-    they are wanted again, or that they never are."""
+    """Expected reuse of an ended request's blocks: the stop reason, the seconds until the next
+    use (None: unknown), and `done` if they are never used again."""
 
     stop: int
     names: Tuple[bytes, ...]
@@ -53,7 +53,7 @@ class Hint:
 
 @dataclass(frozen=True)
 class StepMeta(KVConnectorMetadata):
-    """All of it. One without anything has workers say what has ended."""
+    """Metadata of one step. An empty one makes workers report completed transfers."""
 
     loads: Tuple[Load, ...] = ()
     saves: Tuple[Save, ...] = ()
@@ -61,5 +61,5 @@ class StepMeta(KVConnectorMetadata):
     hints: Tuple[Hint, ...] = ()
 
     def get_save_block_leases(self) -> Tuple[KVSaveBlockLease, ...]:
-        """The blocks that must stay until their saves have ended."""
+        """Blocks that the engine must keep until their saves have completed."""
         return tuple(KVSaveBlockLease(save.number, save.logical) for save in self.saves)

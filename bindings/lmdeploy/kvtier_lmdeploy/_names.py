@@ -1,4 +1,4 @@
-"""What blocks of tokens are called: the same for the same tokens after the same tokens."""
+"""Names of token blocks: a hash chain over a block's tokens and all tokens before them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _ROOT = b"kvtier lmdeploy block 1\0"
 
 def extend(names: List[bytes], tokens: Any, block_tokens: int, adapter: str,
            blocks: int) -> None:
-    """Goes on with a sequence's names until there are so many; `tokens` are all from its start
-    on."""
+    """Extends a sequence's `names` to `blocks` names. `tokens` begin at the sequence's start.
+
+    Raises ValueError if there are fewer than `blocks` full blocks of tokens."""
     first = len(names)
     if first >= blocks:
         return
@@ -28,8 +29,9 @@ def extend(names: List[bytes], tokens: Any, block_tokens: int, adapter: str,
     flat = np.ascontiguousarray(tokens[first * block_tokens:blocks * block_tokens], dtype="<i8")
     data, each = flat.view(np.uint8).data, 8 * block_tokens
     if len(data) != each * (blocks - first):
-        raise ValueError(f"{blocks} blocks of {block_tokens} tokens, of {first} blocks and "
-                         f"{len(data) // 8} tokens")
+        raise ValueError(f"{blocks} blocks of {block_tokens} tokens need "
+                         f"{(blocks - first) * block_tokens} tokens after block {first}; there are "
+                         f"{len(data) // 8}")
     for at in range(0, len(data), each):
         digest = hashlib.sha256(before)
         digest.update(data[at:at + each])
@@ -38,5 +40,5 @@ def extend(names: List[bytes], tokens: Any, block_tokens: int, adapter: str,
 
 
 def numbers(names: Sequence[bytes]) -> List[int]:
-    """Blocks as policies know them."""
+    """Returns the 64-bit object ids of blocks, as policies use them."""
     return [int.from_bytes(name[:8], "little") for name in names]

@@ -1,4 +1,4 @@
-"""The scheduler's side: what to load, what to save, and when both have ended."""
+"""Scheduler's side of the connector: decides which blocks to load and save, tracks completion."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvtier._errors import make
 from lmdeploy.pytorch.kv_connector.base import KVConnectorResult, KVLoadResult
 
 from . import _future, _names
-from ._lookup import Asker
+from ._lookup import LookupClient
 from ._meta import Hint, Load, Save, StepMeta, Switch
-from ._room import AT_FIRST, Room
+from ._capacity import INITIAL_BLOCKS, StoreCapacity
 from ._settings import Settings
 
 log = logging.getLogger("kvtier.lmdeploy")
@@ -23,99 +23,103 @@ log = logging.getLogger("kvtier.lmdeploy")
 
 @dataclass
 class _Request:
-    """What is known of one request."""
+    """State of one request."""
 
-    #: What it is computed with, besides its tokens.
-    kind: str = ""
+    #: What its KV depends on besides tokens: weights and adapter (`SchedulerSide._variant`).
+    variant: str = ""
+    #: Names of its full blocks, as far as they were needed.
     names: List[bytes] = field(default_factory=list)
-    #: How many tokens from the start on a lookup found, until they are loaded.
+    #: Length in tokens of the prefix that a lookup found; None without a result in use.
     found_tokens: Optional[int] = None
-    #: The next block to be saved.
+    #: Index of the next block to save.
     next_save: int = 0
-    #: From this block on it has saved them itself; those before may be everybody's.
-    own: Optional[int] = None
-    #: Saves that have not ended.
+    #: Index of the first block that this request saved; earlier blocks may be shared.
+    first_saved: Optional[int] = None
+    #: Numbers of its saves in progress.
     saving: Set[int] = field(default_factory=set)
     load: Optional[Load] = None
-    #: After this many blocks a load goes on.
+    #: Index of the load's first block.
     load_start: int = 0
+    #: A load failed: the request computes its prefix.
     failed: bool = False
-    #: The weights changed while it was there.
-    spoilt: bool = False
+    #: The weights changed during the request, so its KV is of both.
+    stale: bool = False
 
 
 class SchedulerSide:
-    """One engine's. The engine's loop alone uses it, but for `asker`."""
+    """The connector's state of one engine. Only the engine's loop uses it, except `lookups`."""
 
     def __init__(self, cache_config: Any, settings: Settings, engine: Dict[str, Any],
-                 asker: Asker) -> None:
+                 lookups: LookupClient) -> None:
         transfer = cache_config.kv_transfer_config
         self._loads_kv, self._saves_kv = transfer.is_kv_consumer, transfer.is_kv_producer
         self._block_tokens = int(cache_config.block_size)
-        self.asker = asker
-        self._advisor = Advisor(settings.policy, room=AT_FIRST, logger=log) if (
+        self.lookups = lookups
+        self._advisor = Advisor(settings.policy, room=INITIAL_BLOCKS, logger=log) if (
             settings.advice) else None
-        self._room = Room(asker)
+        self._capacity = StoreCapacity(lookups)
         self._requests: Dict[int, _Request] = {}
         self._pending: Dict[int, Load] = {}
-        self._moving: Dict[int, Load] = {}
+        self._loading: Dict[int, Load] = {}
         self._saves: Dict[int, Save] = {}
         self._next_save = 0
         self._bad_blocks: Set[int] = set()
         self._switches: List[Switch] = []
         self._hints: List[Hint] = []
-        #: Of requests that ended before their saves did.
-        self._late: List[Tuple[Set[int], Hint]] = []
-        self._tells, self._lifetimes = settings.hints, settings.lifetimes
+        #: Hints of ended requests, each with the saves that must complete before it is sent.
+        self._deferred_hints: List[Tuple[Set[int], Hint]] = []
+        self._sends_hints, self._lifetimes = settings.hints, settings.lifetimes
         self._adapters, self._nonce = dict(engine["adapters"]), str(engine["nonce"])
         self._keeps_weights, self._weights = settings.sleep_keeps_weights, ""
 
     # Lookups and loads.
 
-    def matched(self, request: Any, computed: int) -> Tuple[Optional[int], bool]:
-        """How many tokens after those that are computed could be loaded."""
+    def match(self, request: Any, computed: int) -> Tuple[Optional[int], bool]:
+        """Returns how many tokens after the computed ones can be loaded (None: lookup pending),
+        and whether they load asynchronously."""
         if not self._loads_kv or _has_media(request):
             return 0, False
         number, each = int(request.seq_id), self._block_tokens
         limit = request.clamp_prefix_cache_match_step(request.get_prefix_cache_max_candidate_step())
         limit = limit // each * each
-        # Blocks whose rows also depend on the token after them are computed again.
+        # With MTP a block's rows also depend on the next token: recompute the last blocks.
         overlap = max(0, request.prefix_cache.recompute_overlap.recompute_blocks) * each
-        state = self._of(request)
-        if limit < each or computed >= limit - overlap or state.failed or self._mixed(request):
+        state = self._state_of(request)
+        if (limit < each or computed >= limit - overlap or state.failed
+                or self._has_stale_kv(request)):
             return 0, False
         if state.found_tokens is not None:
-            if state.found_tokens > computed:  # there was no room for it yet
+            if state.found_tokens > computed:  # the engine had no free blocks at the first call
                 return state.found_tokens - computed, True
             state.found_tokens = None
-        names = self._named(request, state, limit // each)
-        found = self.asker.prefix(number, names)
+        names = self._block_names(request, state, limit // each)
+        found = self.lookups.prefix(number, names)
         if found is None:
             return None, False
         if self._advisor is not None:
             self._advisor.looked_up(_names.numbers(names))
         tokens = max(0, found * each - overlap)
         if tokens <= computed:
-            # Also less than it has saved: that has left, or was not stored.
+            # Fewer than it has saved: the store evicted or rejected blocks, so save them again.
             state.next_save = tokens // each
             return 0, False
         state.found_tokens = tokens
         return tokens - computed, True
 
-    def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
-        """There are blocks for what was found."""
+    def blocks_allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
+        """Queues a load into the `blocks` that the engine allocated for found `tokens`."""
         if tokens <= 0:
             return
         number, each = int(request.seq_id), self._block_tokens
-        state = self._of(request)
+        state = self._state_of(request)
         found, state.found_tokens = state.found_tokens, None
         start = int(request.num_history_ids) // each
         end = start + len(blocks)
         if found is None or tokens != len(blocks) * each or end * each > found:
-            raise ValueError(f"request {number}: {len(blocks)} blocks for {tokens} tokens from "
-                             f"block {start} on, and {found} tokens were found")
+            raise ValueError(f"request {number} has {len(blocks)} blocks for {tokens} tokens from "
+                             f"block {start} on, but {found} tokens were found")
         if state.load is not None:
-            raise RuntimeError(f"request {number} is being loaded already")
+            raise RuntimeError(f"request {number} has a load in progress already")
         state.load = Load(number, int(request.session_id), tuple(map(int, blocks)),
                           tuple(state.names[start:end]))
         state.load_start = start
@@ -124,14 +128,15 @@ class SchedulerSide:
     # Steps.
 
     def step(self, given: Any) -> Optional[StepMeta]:
-        """What the workers are to do now; None where nothing is, and nothing is under way."""
+        """Returns the workers' metadata of this step; None if there is no work and no transfer in
+        progress."""
         saves = self._new_saves(given)
         switches, self._switches = tuple(self._switches), []
         hints, self._hints = tuple(self._hints), []
-        if not (saves or switches or hints or self._pending or self._moving or self._saves):
+        if not (saves or switches or hints or self._pending or self._loading or self._saves):
             return None
         loads = tuple(self._pending.values())
-        self._moving.update(self._pending)
+        self._loading.update(self._pending)
         self._pending.clear()
         for save in saves:
             self._saves[save.number] = save
@@ -145,176 +150,180 @@ class SchedulerSide:
         rows = (given.running, lengths, given.connector_block_ids,
                 given.connector_logical_block_ids)
         if len({len(row) for row in rows}) != 1:
-            raise ValueError("a step with lengths and blocks of other requests than run")
+            raise ValueError("the step's lists differ in length: "
+                             f"{', '.join(str(len(row)) for row in rows)} entries for running "
+                             "requests, token counts, block ids and logical block ids")
         for request, tokens, blocks, logical in zip(*rows):
-            if _has_media(request) or self._mixed(request):
+            if _has_media(request) or self._has_stale_kv(request):
                 continue
-            state, end = self._of(request), int(tokens) // self._block_tokens
+            state, end = self._state_of(request), int(tokens) // self._block_tokens
             first = state.next_save
             if end <= first:
                 continue
             if end > min(len(blocks), len(logical)):
-                raise RuntimeError(f"request {request.seq_id}: {tokens} tokens in {len(blocks)} "
-                                   "blocks")
-            names = self._named(request, state, end)
+                raise RuntimeError(f"request {request.seq_id} has {tokens} tokens, but only "
+                                   f"{min(len(blocks), len(logical))} blocks")
+            names = self._block_names(request, state, end)
             made.append(Save(self._next_save, int(request.session_id), tuple(blocks[first:end]),
                              tuple(logical[first:end]), tuple(names[first:end])))
-            if state.own is None:
-                state.own = first
+            if state.first_saved is None:
+                state.first_saved = first
             state.saving.add(self._next_save)
             self._next_save += 1
             state.next_save = end
         return tuple(made)
 
     def progress(self, output: Any) -> KVConnectorResult:
-        """What all workers have ended since the last time."""
+        """Handles transfers that completed on all workers, and returns the engine's result."""
         saved = frozenset(number for number in output.completed_save_ids or ()
                           if number in self._saves)
         for number in saved:
             save = self._saves.pop(number)
             if self._advisor is not None:
-                self._learn()
+                self._update_advisor()
                 self._advisor.stored(_names.numbers(save.names))
-        self._ended(saved)
+        self._saves_ended(saved)
         self._bad_blocks.update(output.invalid_block_ids)
         results = []
         for number in sorted(output.finished_receiving or ()):
-            load = self._moving.pop(number, None)
+            load = self._loading.pop(number, None)
             if load is not None:
                 results.append(self._loaded(number, load))
         return KVConnectorResult(tuple(results), saved)
 
-    def _ended(self, saves: "frozenset[int]") -> None:
-        """What is known of blocks can be told once they are stored."""
+    def _saves_ended(self, saves: "frozenset[int]") -> None:
+        """Removes completed saves, and releases the hints that waited for them."""
         if not saves:
             return
         for state in self._requests.values():
             state.saving -= saves
-        for left, hint in self._late:
-            left -= saves
-            if not left:
+        for remaining, hint in self._deferred_hints:
+            remaining -= saves
+            if not remaining:
                 self._hints.append(hint)
-        self._late = [one for one in self._late if one[0]]
+        self._deferred_hints = [one for one in self._deferred_hints if one[0]]
 
     def _loaded(self, number: int, load: Load) -> KVLoadResult:
         blocks = set(load.blocks)
         state = self._requests.get(number)
-        well = blocks.isdisjoint(self._bad_blocks) and (state is None or not state.spoilt)
+        success = blocks.isdisjoint(self._bad_blocks) and (state is None or not state.stale)
         self._bad_blocks -= blocks
         if state is not None:
             state.load = None
-            # What failed once is computed: asking again could fail as well, for ever.
-            state.failed = not well
-            state.next_save = state.load_start + (len(load.blocks) if well else 0)
-        return KVLoadResult(number, well)
+            # After a failure the request computes: another load could fail for ever.
+            state.failed = not success
+            state.next_save = state.load_start + (len(load.blocks) if success else 0)
+        return KVLoadResult(number, success)
 
     # Requests.
 
-    def begun(self, request: Any) -> None:
-        """A request, or one more turn of a session."""
-        self._requests[int(request.seq_id)] = _Request(self._kind(request))
+    def request_started(self, request: Any) -> None:
+        """Starts the state of a request, or of a session's next turn."""
+        self._requests[int(request.seq_id)] = _Request(self._variant(request))
 
-    def finished(self, request: Any) -> None:
-        """It is over."""
+    def request_finished(self, request: Any) -> None:
+        """Ends a request: cancels its lookup and load, and queues its hint."""
         number = int(request.seq_id)
-        self.asker.cancel(number)
+        self.lookups.cancel(number)
         state = self._requests.pop(number, None)
-        if state is not None and self._tells and not state.spoilt:
-            self._tell(request, state)
-        load = self._pending.pop(number, None) or self._moving.pop(number, None)
+        if state is not None and self._sends_hints and not state.stale:
+            self._queue_hint(request, state)
+        load = self._pending.pop(number, None) or self._loading.pop(number, None)
         if load is not None:
             self._bad_blocks.difference_update(load.blocks)
 
-    def _tell(self, request: Any, state: _Request) -> None:
-        """Has the policies told why a request ended, in one call a worker."""
+    def _queue_hint(self, request: Any, state: _Request) -> None:
+        """Queues one hint for the workers' policies: why the request ended."""
         stop = _future.stop_of(request)
         next_use_s, never = _future.expected(stop, self._lifetimes)
         names = tuple(state.names)
-        if never:  # what others have saved, or have used, too, may be theirs
-            names = () if state.own is None else names[state.own:]
+        if never:  # other requests may share the blocks that this one did not save
+            names = () if state.first_saved is None else names[state.first_saved:]
         if names:
             hint = Hint(_future.STOPS[stop], names, next_use_s, never)
             if state.saving:
-                self._late.append((state.saving, hint))
+                self._deferred_hints.append((state.saving, hint))
             else:
                 self._hints.append(hint)
 
     def set_weights(self, version: str) -> None:
-        """Other weights: names of blocks are others, and requests of both are left alone."""
+        """Changes block names to those of the new weights, and marks running requests as stale."""
         if version != self._weights:
             self._weights = version
             for state in self._requests.values():
-                state.spoilt = True
+                state.stale = True
 
     def switch(self, tier: int, spec: str) -> None:
-        """Another policy from the next step on."""
+        """Sets a tier's policy from the next step on."""
         self._switches.append(Switch(tier, spec))
         if self._advisor is not None and tier == TIER_HOST:
             self._advisor.switch(spec)
 
     def advice(self, batch: int) -> Optional[Advice]:
-        """How many requests to run; None where it was not asked for, or the store's size is not
-        known yet."""
+        """Returns a recommended batch size; None if advice is off or the capacity is unknown."""
         if self._advisor is None:
             return None
-        if self.asker.closed:
-            raise make(abi.KVT_E_CLOSED, "the connector was shut down")
-        self._learn()
-        return self._advisor.advise(batch) if self._room.blocks else None
+        if self.lookups.closed:
+            raise make(abi.KVT_E_CLOSED, "the connector was shut down: advice is available only "
+                       "before shutdown()")
+        self._update_advisor()
+        return self._advisor.advise(batch) if self._capacity.blocks else None
 
-    def _learn(self) -> None:
-        if self._advisor is not None and self._room.learned():
-            self._advisor.resize(self._room.blocks)
-            self._advisor.store_has(self._room.policy)
+    def _update_advisor(self) -> None:
+        if self._advisor is not None and self._capacity.update():
+            self._advisor.resize(self._capacity.blocks)
+            self._advisor.store_has(self._capacity.policy)
 
-    def drained(self) -> None:
-        """The workers have ended all, and what they said of it was not heard."""
-        for number in (*self._pending, *self._moving):
+    def workers_drained(self) -> None:
+        """Forgets all transfers: the workers have ended them without reporting results."""
+        for number in (*self._pending, *self._loading):
             state = self._requests.get(number)
             if state is not None:
                 state.load = None
         self._pending.clear()
-        self._moving.clear()
-        self._ended(frozenset(self._saves))
+        self._loading.clear()
+        self._saves_ended(frozenset(self._saves))
         self._saves.clear()
         self._bad_blocks.clear()
-        if not self._keeps_weights:  # the engine slept, and may wake with others
+        if not self._keeps_weights:  # the engine may wake from its sleep with other weights
             self.set_weights(secrets.token_hex(16))
 
     def close(self) -> None:
-        """Ends lookups and forgets all."""
-        self.asker.close()
+        """Closes lookups and the advisor, and forgets all requests."""
+        self.lookups.close()
         if self._advisor is not None:
             self._advisor.close()
-        self.drained()
+        self.workers_drained()
         self._requests.clear()
 
-    def _of(self, request: Any) -> _Request:
+    def _state_of(self, request: Any) -> _Request:
         state = self._requests.get(int(request.seq_id))
         if state is None:
-            state = self._requests[int(request.seq_id)] = _Request(self._kind(request))
+            state = self._requests[int(request.seq_id)] = _Request(self._variant(request))
         return state
 
-    def _kind(self, request: Any) -> str:
-        """What blocks' names say beside tokens: the adapter, and which weights by now. Names
-        of adapters are no proof of what is in them: what is not configured is this engine's."""
+    def _variant(self, request: Any) -> str:
+        """Returns what block names contain besides tokens: the weights' version and the adapter.
+
+        An adapter's name does not identify its content. Without a configured description the
+        engine's nonce makes the names unique to this engine."""
         name = request.adapter_name or ""
         if not name and not self._weights:
             return ""
-        said = self._adapters.get(name)
-        adapter = [said] if said else [name, self._nonce] if name else []
+        description = self._adapters.get(name)
+        adapter = [description] if description else [name, self._nonce] if name else []
         return json.dumps([self._weights, adapter])
 
-    def _mixed(self, request: Any) -> bool:
-        """Whether some of its KV is of other weights, or of another adapter."""
-        state = self._of(request)
-        return state.spoilt or state.kind != self._kind(request)
+    def _has_stale_kv(self, request: Any) -> bool:
+        """Whether part of a request's KV comes from other weights or another adapter."""
+        state = self._state_of(request)
+        return state.stale or state.variant != self._variant(request)
 
-    def _named(self, request: Any, state: _Request, blocks: int) -> List[bytes]:
-        _names.extend(state.names, request.all_ids, self._block_tokens, state.kind, blocks)
+    def _block_names(self, request: Any, state: _Request, blocks: int) -> List[bytes]:
+        _names.extend(state.names, request.all_ids, self._block_tokens, state.variant, blocks)
         return state.names[:blocks]
 
 
 def _has_media(request: Any) -> bool:
-    """Images and sounds: tokens do not say what they are."""
+    """Whether a request has images or audio: its tokens do not identify these."""
     return not request.history_multimodals.empty() or len(request.history_embeddings) > 0

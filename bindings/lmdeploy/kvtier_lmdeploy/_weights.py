@@ -1,7 +1,7 @@
-"""What weights are: a digest of every byte of their files, read once.
+"""Fingerprints of weights: a digest over every byte of a model's files.
 
-A digest is kept with the file's device, inode, size and times, so the next start reads nothing. The
-time of a file's last change is the kernel's own: who writes to it cannot keep it as it was.
+The digests are cached with each file's device, inode, size and times, so the next start reads
+nothing. The cache relies on the change time, which the kernel sets and a program cannot reset.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from typing import Any, Dict, List, Optional
 
 log = logging.getLogger("kvtier.lmdeploy")
 
-#: Weights, and what says how they are used: configurations, and code that comes with a model.
+#: Files that KV depends on: weights, configurations, and a model's own code.
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py")
 
-#: So much is read at a time, and files side by side.
+#: Bytes of one read; files that are read in parallel.
 PIECE_BYTES, READERS = 4 << 20, 8
 
-#: A file that changed so shortly before it was read may change again within one tick of the
-#: kernel's clock: its digest is not kept.
+#: Least age of a file's last change for its digest to be cached, in nanoseconds. A younger file
+#: may change again within one tick of the kernel's clock.
 SETTLED_NS = 2_000_000_000
 
-Known = Dict[str, List[Any]]
+#: Path to the file's stamp, followed by its digest.
+DigestCache = Dict[str, List[Any]]
 
 
 def fingerprint(folder: str) -> str:
-    """A digest of all files of a model (or an adapter) that its KV depends on."""
+    """Returns a digest over all files of a model or an adapter that its KV depends on."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIXES))
     paths = [os.path.realpath(os.path.join(folder, name)) for name in names]
-    known = _kept()
-    new = [path for path in paths if _digest_kept(known, path) is None]
+    cache = _load_cache()
+    new = [path for path in paths if _cached_digest(cache, path) is None]
     size = sum(os.path.getsize(path) for path in new)
     if size >= 1 << 30:
-        log.info("reading %.1f GiB of weights once, to know whose KV it is; `weights` in "
-                 "kv_connector_extra_config says it without", size / (1 << 30))
+        log.info("reading %.1f GiB once to compute the fingerprint of the weights; set `weights` "
+                 "in kv_connector_extra_config to avoid this", size / (1 << 30))
     with ThreadPoolExecutor(READERS, "kvtier-weights") as pool:
-        digests = list(pool.map(lambda path: _digest(known, path), paths))
+        digests = list(pool.map(lambda path: _digest(cache, path), paths))
     if new:
-        _keep(known)
+        _save_cache(cache)
     total = hashlib.sha256(b"kvtier weights 1\0")
     for name, digest in zip(names, digests):
         total.update(f"{len(name)} {name} {digest}\n".encode())
@@ -55,15 +56,15 @@ def _stamp(path: str) -> List[int]:
     return [it.st_dev, it.st_ino, it.st_size, it.st_mtime_ns, it.st_ctime_ns]
 
 
-def _digest_kept(known: Known, path: str) -> Optional[str]:
-    entry = known.get(path)
+def _cached_digest(cache: DigestCache, path: str) -> Optional[str]:
+    entry = cache.get(path)
     return str(entry[-1]) if entry is not None and entry[:-1] == _stamp(path) else None
 
 
-def _digest(known: Known, path: str) -> str:
-    kept = _digest_kept(known, path)
-    if kept is not None:
-        return kept
+def _digest(cache: DigestCache, path: str) -> str:
+    cached = _cached_digest(cache, path)
+    if cached is not None:
+        return cached
     began, before = time.time_ns(), _stamp(path)
     digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -73,40 +74,41 @@ def _digest(known: Known, path: str) -> str:
                 break
             digest.update(piece[:got])
     if before == _stamp(path) and max(before[3:]) + SETTLED_NS < began:
-        known[path] = [*before, digest.hexdigest()]
+        cache[path] = [*before, digest.hexdigest()]
     return digest.hexdigest()
 
 
-def _place() -> str:
+def _cache_path() -> str:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "kvtier", "weights.json")
 
 
-def _kept() -> Known:
+def _load_cache() -> DigestCache:
     try:
-        with open(_place(), encoding="utf-8") as file:
+        with open(_cache_path(), encoding="utf-8") as file:
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 return {}
-            known = json.load(file)
+            cache = json.load(file)
     except (OSError, ValueError):
         return {}
-    if not isinstance(known, dict):
+    if not isinstance(cache, dict):
         return {}
-    return {path: entry for path, entry in known.items()
+    return {path: entry for path, entry in cache.items()
             if isinstance(entry, list) and len(entry) == 6}
 
 
-def _keep(known: Known) -> None:
-    """Where it cannot be kept, files are read again."""
-    place = _place()
+def _save_cache(cache: DigestCache) -> None:
+    """Saves the cache. A failure is logged only: the next start reads the files again."""
+    target = _cache_path()
     try:
-        os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
-        # What another process has kept meanwhile stays.
-        together = {path: entry for path, entry in {**_kept(), **known}.items()
-                    if os.path.exists(path)}
-        handle, made = tempfile.mkstemp(dir=os.path.dirname(place))
+        os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+        # Keep entries that another process has saved meanwhile.
+        merged = {path: entry for path, entry in {**_load_cache(), **cache}.items()
+                  if os.path.exists(path)}
+        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target))
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(together, file)
-        os.replace(made, place)
+            json.dump(merged, file)
+        os.replace(temporary, target)
     except OSError as error:
-        log.info("digests of weights are not kept: %s", error)
+        log.info("cannot save the digests of weights to %s, the next start reads the files again: "
+                 "%s", target, error)

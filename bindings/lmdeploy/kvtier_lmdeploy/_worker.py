@@ -1,7 +1,7 @@
-"""A worker's side: a store, and the moves between it and the cache's rows.
+"""Worker's side of the connector: a store, and transfers between it and the engine's KV cache.
 
-Moves are ops of the library: nothing here waits for them, no thread is made for them. Each step of
-the engine asks which have ended.
+Transfers are ops of the library. Each step of the engine polls for completed ones, so no thread
+waits for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ with imports():
     from lmdeploy.pytorch.kv_connector.base import KVConnectorOutput
 
 from . import _rows
-from ._lookup import Service
+from ._lookup import LookupServer
 from ._meta import Hint, Load, Save, StepMeta
 from ._settings import LEVELS, Settings, invalid
 
@@ -31,7 +31,8 @@ _TIERS = {"host": TIER_HOST, "disk": TIER_DISK}
 
 
 class WorkerSide:
-    """One worker's. The engine's loop uses it, and lookups do from other threads."""
+    """The connector's state of one worker. The engine's loop calls it; lookup queries arrive on
+    other threads."""
 
     def __init__(self, cache_config: Any, settings: Settings, engine: Dict[str, Any],
                  ranks: Tuple[int, int, int, int]) -> None:
@@ -41,13 +42,13 @@ class WorkerSide:
         self._runtime: Optional[kvtier.Runtime] = None
         self._device: Optional[kvtier.Device] = None
         self._store: Optional[kvtier.Store] = None
-        #: What its memory goes by.
+        #: Eviction policy of the store's host tier.
         self._policy = ""
         self._blocks: Optional[Blocks] = None
-        self._service: Optional[Service] = None
+        self._service: Optional[LookupServer] = None
         self._identity = Identity()
         self._sessions: "OrderedDict[int, Blocks]" = OrderedDict()
-        # With the event of the device that the op is behind, which must outlive it.
+        # The third item is the op's ready event, which must outlive the op.
         self._loads: Dict[int, Tuple[Load, Optional[kvtier.Op], Any]] = {}
         self._saves: Dict[int, Tuple[Save, Optional[kvtier.Op], Any]] = {}
         self._seen_evictions = {TIER_HOST: 0, TIER_DISK: 0}
@@ -56,37 +57,39 @@ class WorkerSide:
     # Opening and closing.
 
     def register(self, caches: Mapping[str, Any]) -> None:
-        """The cache is there: opens the store, and answers lookups."""
+        """Opens the store for the engine's cache, and starts to answer lookup queries."""
         if self._rows is not None:
-            raise invalid("a cache is registered already: shut the connector down first")
+            raise invalid("a cache is registered already: call shutdown() before you register "
+                          "another one")
         rows = _rows.read(caches, int(self._cache_config.num_gpu_blocks))
         self._open(rows)
         self._rows = rows
         try:
-            self._service = Service(self._engine, self._tp_rank, self._answer)
+            self._service = LookupServer(self._engine, self._tp_rank, self._handle_query)
         except BaseException:
             self.shutdown()
             raise
-        log.info("kvtier keeps the cache of rank %d: %s", self._global_rank,
+        log.info("kvtier stores the KV cache of rank %d: %s", self._global_rank,
                  ", ".join(_rows.summary(rows)))
 
     def _open(self, rows: _rows.Rows) -> None:
         settings = self._settings
-        where = settings.store_of(self._global_rank, self._tp_size)
+        store_options = settings.store_of(self._global_rank, self._tp_size)
         runtime = self._runtime = kvtier.Runtime(workers=int(settings.workers), name="lmdeploy")
         try:
             name = settings.device or ("" if rows.device == "cpu" else rows.device)
             if name:
-                what, _, ordinal = name.partition(":")
-                self._device = kvtier.Device(runtime, what, ordinal=int(ordinal or 0))
-            self._store = kvtier.Store(runtime, device=self._device, **where)
+                kind, _, ordinal = name.partition(":")
+                self._device = kvtier.Device(runtime, kind, ordinal=int(ordinal or 0))
+            self._store = kvtier.Store(runtime, device=self._device, **store_options)
             self._policy = settings.policy or kvtier.Advisor.policy_of(self._store)
             if settings.level == "remote" and not self._store.remote_stats()["read_circuit"]:
-                raise invalid("level 'remote', and the store has no remote: say one in spec")
+                raise invalid("level is 'remote', but the store has no remote: add one to spec "
+                              "(remote=...), or set level to \"ram\"")
             if (settings.level in ("disk", "durable")
                     and not self._store.stats()["disk_limit_bytes"]):
-                raise invalid(f"level {settings.level!r}, and the store has no disk: say disk_path "
-                              "and disk_bytes, or level \"ram\"")
+                raise invalid(f"level is {settings.level!r}, but the store has no disk: set "
+                              "disk_path and disk_bytes, or set level to \"ram\"")
             self._identity = self._identity_of(rows)
             self._blocks = Blocks(self._store, self._identity, rows.parts)
         except BaseException:
@@ -105,8 +108,10 @@ class WorkerSide:
                         shard=(self._tp_rank // self._replicas, self._tp_size // self._replicas))
 
     def shutdown(self) -> None:
-        """Lets what is under way end, then closes the store: what was acknowledged stays as its
-        level says. Again, it does nothing."""
+        """Waits for transfers in progress, at most `drain_s` seconds, then closes the store.
+
+        Late transfers are cancelled. Completed saves stay as `level` promises. A second call does
+        nothing."""
         service, self._service = self._service, None
         if service is not None:
             service.close()
@@ -114,11 +119,11 @@ class WorkerSide:
         end = time.monotonic() + self._settings.drain_s
         late = [op for op in ops if not op.wait(max(0.0, end - time.monotonic()))]
         if late:
-            log.error("%d moves did not end in %g s: they are cancelled", len(late),
-                      self._settings.drain_s)
+            log.error("%d transfers did not complete within drain_s = %g s and are cancelled",
+                      len(late), self._settings.drain_s)
         for op in late:
             op.cancel()
-        for op in late:  # until then the cache is not the engine's to free
+        for op in late:  # the engine may free its cache only after this
             op.wait()
         self._collect(KVConnectorOutput())
         self._close_store()
@@ -130,54 +135,58 @@ class WorkerSide:
         self._sessions.clear()
         if self._blocks is not None:
             self._blocks.close()
-        for thing in (self._store, self._device, self._runtime):
-            if isinstance(thing, kvtier.Device):
-                thing.close()
-            elif thing is not None:
-                thing.close(self._settings.drain_s)
+        if self._store is not None:
+            self._store.close(self._settings.drain_s)
+        if self._device is not None:
+            self._device.close()
+        if self._runtime is not None:
+            self._runtime.close(self._settings.drain_s)
         self._blocks = self._store = self._device = self._runtime = None
 
     # Steps.
 
     def start_loads(self, meta: StepMeta) -> None:
-        """Has blocks loaded, and notes what the scheduler's side passes on."""
+        """Applies policy changes and hints, then submits the step's loads."""
         for switch in meta.switches:
             self._switch(switch.tier, switch.spec)
         for hint in meta.hints:
             self._hint(hint)
-        # Blocks may be of those that the forward under way still uses.
-        behind = self._mark() if meta.loads else None
+        # The running forward pass may still use these blocks, so loads wait for it.
+        ready = self._record_event() if meta.loads else None
         for load in meta.loads:
             if load.request not in self._loads:
-                self._loads[load.request] = (load, self._submit("load", load, behind), behind)
+                self._loads[load.request] = (load, self._submit("load", load, ready), ready)
 
     def start_saves(self, meta: StepMeta) -> None:
-        """Has blocks saved, behind what the engine has given its device to do."""
+        """Submits the step's saves; they wait for the work that the engine queued on its device."""
         if not meta.saves:
             return
-        behind = self._mark()
+        ready = self._record_event()
         for save in meta.saves:
             if save.number not in self._saves:
-                self._saves[save.number] = (save, self._submit("save", save, behind), behind)
+                self._saves[save.number] = (save, self._submit("save", save, ready), ready)
 
-    def _submit(self, what: str, move: "Load | Save", behind: Any) -> Optional[kvtier.Op]:
-        """An op; None where it was refused: that is the end of this move, not of the engine."""
+    def _submit(self, kind: str, transfer: "Load | Save", ready: Any) -> Optional[kvtier.Op]:
+        """Submits a transfer that waits for the event `ready`. Returns None if the store rejects
+        it: the transfer fails, the engine goes on."""
         rows = self._rows
         if rows is None:
-            raise invalid("a step before the cache was registered, or after the shutdown")
+            raise invalid("a step arrived before the cache was registered or after the shutdown: "
+                          "call register_kv_caches first")
         try:
-            blocks, places = self._of_session(move.session), rows.at(move.blocks)
-            after = None if behind is None else behind[0]
-            if what == "load":
-                return blocks.get(move.names, places, after=after)
-            return blocks.put(move.names, places, level=LEVELS[self._settings.level], after=after)
+            blocks, addresses = self._session_blocks(transfer.session), rows.at(transfer.blocks)
+            after = None if ready is None else ready[0]
+            if kind == "load":
+                return blocks.get(transfer.names, addresses, after=after)
+            return blocks.put(transfer.names, addresses, level=LEVELS[self._settings.level],
+                              after=after)
         except kvtier.Error as error:
-            log.error("a %s of %d blocks was refused: %s", what, len(move.blocks), error)
+            log.error("a %s of %d blocks was rejected: %s", kind, len(transfer.blocks), error)
             return None
 
-    def _mark(self) -> Any:
-        """An event of the device behind the forward that was queued, and what holds it. On a CPU
-        all has happened."""
+    def _record_event(self) -> Any:
+        """Records an event after the queued forward pass. Returns the imported event and the torch
+        event that owns it, or None on a CPU, where the pass has completed."""
         if self._rows is None or self._rows.device == "cpu":
             return None
         import torch
@@ -187,8 +196,8 @@ class WorkerSide:
         assert self._device is not None
         return self._device.import_event(int(event.cuda_event)), event
 
-    def _of_session(self, session: int) -> Blocks:
-        """The cache's blocks as a session asks for them: the policies tell sessions apart."""
+    def _session_blocks(self, session: int) -> Blocks:
+        """Returns the `Blocks` of a session: the policies distinguish sessions by them."""
         assert self._store is not None and self._rows is not None
         found = self._sessions.get(session)
         if found is None:
@@ -201,7 +210,7 @@ class WorkerSide:
         return found
 
     def progress(self) -> KVConnectorOutput:
-        """What has ended since the last time."""
+        """Returns the transfers that completed since the last call."""
         output = KVConnectorOutput()
         self._collect(output)
         if self._settings.log_evictions:
@@ -214,7 +223,7 @@ class WorkerSide:
                 continue
             del self._loads[request]
             bad = set(load.blocks) if op is None else {load.blocks[at] for at in op.failed()}
-            self._ended("load", op, len(bad))
+            self._close_op("load", op, len(bad))
             self.failed_loads += bool(bad)
             output.invalid_block_ids.update(bad)
             output.finished_receiving = (output.finished_receiving or set()) | {request}
@@ -225,19 +234,19 @@ class WorkerSide:
             del self._saves[number]
             failed = 0 if op is None else len(op.failed())
             self.failed_saves += op is None or failed > 0
-            self._ended("save", op, failed)
+            self._close_op("save", op, failed)
             done.add(number)
         if done:
             output.completed_save_ids = done
 
-    def _ended(self, what: str, op: Optional[kvtier.Op], failed: int) -> None:
+    def _close_op(self, kind: str, op: Optional[kvtier.Op], failed: int) -> None:
         if op is None:
             return
         if failed:
-            log.warning("a %s: %d blocks did not come through: %s", what, failed, op.error())
+            log.warning("a %s failed for %d blocks: %s", kind, failed, op.error())
         op.close()
 
-    # What the scheduler's side passes on, and asks.
+    # Notifications and queries of the scheduler's side.
 
     def _switch(self, tier: int, spec: str) -> None:
         assert self._store is not None
@@ -246,17 +255,17 @@ class WorkerSide:
             if tier == TIER_HOST:
                 self._policy = spec
         except kvtier.Error as error:
-            log.error("set_policy(%d, %r): %s", tier, spec, error)
+            log.error("cannot set policy %r of tier %d: %s", spec, tier, error)
 
-    def _hint(self, told: Hint) -> None:
-        if self._blocks is None:  # shut down meanwhile: its blocks are nobody's to hint
+    def _hint(self, hint: Hint) -> None:
+        if self._blocks is None:  # shut down meanwhile
             return
-        # The policies' clock, which other machines do not have: what is said counts from now.
-        use = 0 if told.next_use_s is None else time.monotonic_ns() + int(told.next_use_s * 1e9)
+        # Hints carry a delay: the scheduler may run on a machine with another clock.
+        use = 0 if hint.next_use_s is None else time.monotonic_ns() + int(hint.next_use_s * 1e9)
         try:
-            self._blocks.hint(told.names, stop=told.stop, next_use_ns=use, done=told.done)
+            self._blocks.hint(hint.names, stop=hint.stop, next_use_ns=use, done=hint.done)
         except kvtier.Error as error:
-            log.error("a hint of %d blocks was refused: %s", len(told.names), error)
+            log.error("a hint of %d blocks was rejected: %s", len(hint.names), error)
 
     def _log_evictions(self) -> None:
         store = self._store
@@ -269,7 +278,7 @@ class WorkerSide:
                     log.info("evicted from %s: %s", name, entry)
 
     def describe(self) -> Dict[str, Any]:
-        """What the store counts, and how large a block is."""
+        """Returns the store's statistics with the block size, the policy, and transfer counts."""
         if self._store is None or self._rows is None:
             return {}
         stats: Dict[str, Any] = dict(self._store.stats())
@@ -280,20 +289,18 @@ class WorkerSide:
                      failed_loads=self.failed_loads, failed_saves=self.failed_saves)
         return stats
 
-    def _answer(self, question: Dict[str, Any], names: List[bytes]) -> Any:
-        """A question of the scheduler's side, on whatever thread."""
-        store, blocks, ask = self._store, self._blocks, question.get("ask")
+    def _handle_query(self, query: Dict[str, Any], names: List[bytes]) -> Any:
+        """Answers a query of the scheduler's side, on any thread."""
+        store, blocks, kind = self._store, self._blocks, query.get("query")
         if store is None or blocks is None:
             return None
-        if ask == "prefix":
+        if kind == "prefix":
             return blocks.prefix(names, self._settings.ask_s)
-        if ask == "describe":
+        if kind == "describe":
             return self.describe()
-        if ask == "metrics":
+        if kind == "metrics":
             return store.metrics()
-        if ask == "tenants":
-            return [one._asdict() for one in store.tenants()]
-        if ask == "evictions":
+        if kind == "evictions":
             return [one._asdict() for one in store.evictions(
-                _TIERS[question["tier"]], int(question["most"]))]
+                _TIERS[query["tier"]], int(query["most"]))]
         return None

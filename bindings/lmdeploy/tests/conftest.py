@@ -1,5 +1,6 @@
-"""The connector against stand-ins of lmdeploy's modules, numpy arrays instead of tensors. The tests
-in `engine` have the real ones, and are run by their folder's name."""
+"""Fixtures. These tests use stand-ins for lmdeploy's modules, and numpy arrays as tensors.
+
+The tests in `engine` use the real modules; name their folder on the command line to run them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any, Callable, Iterator, List
 import pytest
 
 HERE = Path(__file__).resolve().parent
-# The folder itself: an interpreter in some other "engines" is in argv, too.
+# Compare whole paths: argv also names the interpreter, whose path may contain "engine".
 ENGINE = any(HERE / "engine" in (path, *path.parents)
              for path in (Path(argument.partition("::")[0]).resolve() for argument in sys.argv))
 sys.path.insert(0, str(HERE.parent))
@@ -24,7 +25,7 @@ from kvtier import _callbacks, _reaper  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def no_leaked_handles() -> Iterator[None]:
     yield
     end = time.monotonic() + 600.0
     while True:
@@ -39,7 +40,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def closing() -> Iterator[Callable[[Any], Any]]:
-    """Connectors that are shut down in the end, as the engine does."""
+    """Registers connectors, and shuts them down after the test."""
     made: List[Any] = []
 
     def keep(connector: Any) -> Any:

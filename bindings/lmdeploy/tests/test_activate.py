@@ -1,4 +1,4 @@
-"""How lmdeploy comes to know the connector."""
+"""Activation: lmdeploy's factory builds our connector in this process and its children."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(text: str, **env: str) -> str:
     return done.stdout.strip()
 
 
-def test_before_and_after_the_engine_is_imported() -> None:
+def test_activate_patches_modules_imported_before_and_after() -> None:
     ours, theirs = "{'kvtier_lmdeploy._activate'}", "{'lmdeploy.pytorch.kv_connector.factory'}"
     assert run(PRELUDE + "kvtier_lmdeploy.activate(); print(all_ours())") == ours
     assert run(PRELUDE + "all_ours(); kvtier_lmdeploy.activate(); print(all_ours())") == ours
@@ -45,7 +45,7 @@ kvtier_lmdeploy.deactivate(); kvtier_lmdeploy.deactivate(); print(all_ours())"""
     assert run(PRELUDE + "print(all_ours(), 'torch' in sys.modules)") == f"{theirs} False"
 
 
-def test_other_connectors_are_as_before() -> None:
+def test_other_connectors_use_the_original_factory() -> None:
     assert run(PRELUDE + """
 kvtier_lmdeploy.activate()
 from lmdeploy.pytorch.engine import engine
@@ -59,24 +59,24 @@ except ValueError as error:
 """).splitlines() == ["lmdeploy Mooncake's", "Unsupported KV connector: 'Nobody'"]
 
 
-def test_versions() -> None:
+def test_unsupported_version_needs_the_override() -> None:
     text = """
 import kvtier, kvtier_lmdeploy
 from kvtier_lmdeploy import _activate
 _activate.version = lambda: {version!r}
 try:
     kvtier_lmdeploy.activate()
-    print("well")
+    print("activated")
 except kvtier.Error as error:
     print(error.name, error)
 """
     other = run(text.format(version="0.19.0"))
     assert other.startswith("KVT_E_UNSUPPORTED") and "KVTIER_LMDEPLOY_ANY=1" in other
     assert run(text.format(version="")).startswith("KVT_E_UNAVAILABLE")
-    assert run(text.format(version="0.19.0"), KVTIER_LMDEPLOY_ANY="1") == "well"
+    assert run(text.format(version="0.19.0"), KVTIER_LMDEPLOY_ANY="1") == "activated"
 
 
-def test_python_m(tmp_path: Path) -> None:
+def test_python_m_runs_scripts_and_modules_activated(tmp_path: Path) -> None:
     script = tmp_path / "serve.py"
     script.write_text("import sys, kvtier_lmdeploy\n"
                       "print(sys.argv[1:], kvtier_lmdeploy.activated(), __name__)\n")
@@ -92,8 +92,8 @@ def test_python_m(tmp_path: Path) -> None:
     assert done.returncode == 1 and "usage" in done.stderr
 
 
-def test_processes_that_a_program_starts(tmp_path: Path) -> None:
-    """Spawned ones, and another sitecustomize beside ours."""
+def test_spawned_processes_are_activated(tmp_path: Path) -> None:
+    """A spawned process activates on import, and runs another sitecustomize on the path too."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "sitecustomize.py").write_text("import sys; sys.theirs = True\n")
@@ -116,7 +116,7 @@ def test_processes_that_a_program_starts(tmp_path: Path) -> None:
     assert done.stdout.strip() == "False kvtier_lmdeploy._activate True", done.stderr
 
 
-def test_backend_that_drops_progress() -> None:
+def test_mp_backend_is_rejected() -> None:
     assert run(PRELUDE + """
 import kvtier
 kvtier_lmdeploy.activate()

@@ -1,4 +1,4 @@
-"""Both sides of the connector, and what they refuse."""
+"""Scheduler's and worker's side of the connector: transfers, lookups, hints, rejected input."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def names_of(count: int, first: int = 0) -> Any:
 
 
 def work(worker: Any, meta: StepMeta, seconds: float = 600.0) -> KVConnectorOutput:
-    """A step, and what ends of it."""
+    """Runs one step of the worker, and waits until its transfers have completed."""
     together, end = KVConnectorOutput(), time.monotonic() + seconds
     worker.bind_connector_metadata(pickle.loads(pickle.dumps(meta)))
     worker.start_load_kv()
@@ -62,7 +62,7 @@ def work(worker: Any, meta: StepMeta, seconds: float = 600.0) -> KVConnectorOutp
 
 
 @pytest.mark.parametrize("sizes", [(512, 512), (512, 96, 512), (1,)])
-def test_blocks_go_and_come_back(sizes: Any, closing: Callable[[Any], Any]) -> None:
+def test_saved_blocks_load_into_other_blocks(sizes: Any, closing: Callable[[Any], Any]) -> None:
     cache, rows = stubs.cache_config(HOST), arrays(8, *sizes)
     worker = closing(stubs.worker(cache, tensors(rows)))
     names, want = names_of(4), {name: array.copy() for name, array in rows.items()}
@@ -76,7 +76,7 @@ def test_blocks_go_and_come_back(sizes: Any, closing: Callable[[Any], Any]) -> N
         assert (array[[0, 3, 5, 7]] == 0xEE).all()
 
 
-def test_a_load_says_which_blocks_did_not_come(closing: Callable[[Any], Any]) -> None:
+def test_load_reports_missing_blocks(closing: Callable[[Any], Any]) -> None:
     cache, rows = stubs.cache_config(HOST), arrays()
     worker = closing(stubs.worker(cache, tensors(rows)))
     names = names_of(4)
@@ -85,19 +85,19 @@ def test_a_load_says_which_blocks_did_not_come(closing: Callable[[Any], Any]) ->
     assert out.invalid_block_ids == {6, 7}
 
 
-def test_blocks_of_one_host_are_found_by_another(closing: Callable[[Any], Any],
-                                                 tmp_path: Any) -> None:
-    where = {"spec": f'store(host=8MiB, remote=dir(path="{tmp_path}", timeout=600000))',
+def test_remote_blocks_are_found_and_loaded(closing: Callable[[Any], Any], tmp_path: Any) -> None:
+    extra = {"spec": f'store(host=8MiB, remote=dir(path="{tmp_path}", timeout=600000))',
              "level": "remote"}
-    cache, rows = stubs.cache_config(where), arrays()
+    cache, rows = stubs.cache_config(extra), arrays()
     names = names_of(3)
     one = closing(stubs.worker(cache, tensors(rows)))
     work(one, StepMeta(saves=(Save(0, 1, (0, 3, 5), (0, 1, 2), names),)))
     want = {name: array.copy() for name, array in rows.items()}
-    other = closing(stubs.worker(stubs.cache_config({**where, "ask_s": 600.0}), tensors(rows)))
-    deaf = closing(stubs.worker(cache, tensors(rows)))
-    asked = [worker._worker._answer({"ask": "prefix"}, names) for worker in (deaf, other)]
-    assert asked == [0, 3]
+    other = closing(stubs.worker(stubs.cache_config({**extra, "ask_s": 600.0}), tensors(rows)))
+    without = closing(stubs.worker(cache, tensors(rows)))  # ask_s is 0: no remote lookup
+    found = [worker._worker._handle_query({"query": "prefix"}, names)
+             for worker in (without, other)]
+    assert found == [0, 3]
     for array in rows.values():
         array[:] = 0xEE
     out = work(other, StepMeta(loads=(Load(9, 1, (1, 2, 4), names),)))
@@ -106,8 +106,8 @@ def test_blocks_of_one_host_are_found_by_another(closing: Callable[[Any], Any],
         assert (array[[1, 2, 4]] == want[name][[0, 3, 5]]).all()
 
 
-def test_refused_moves_end(closing: Callable[[Any], Any]) -> None:
-    """A block that is none ends its move, not the engine."""
+def test_rejected_transfers_complete_as_failed(closing: Callable[[Any], Any]) -> None:
+    """A block id out of range fails its transfer; the engine goes on."""
     cache, rows = stubs.cache_config(HOST), arrays()
     worker = closing(stubs.worker(cache, tensors(rows)))
     out = work(worker, StepMeta(loads=(Load(9, 1, (7, 8), names_of(2)),),
@@ -117,7 +117,7 @@ def test_refused_moves_end(closing: Callable[[Any], Any]) -> None:
 
 
 class Loop:
-    """The scheduler's connector, a worker's, and the engine's calls between them."""
+    """The scheduler's and a worker's connector, with the engine's calls between them."""
 
     def __init__(self, closing: Callable[[Any], Any], **extra: Any) -> None:
         self.cache, self.rows = stubs.cache_config({**HOST, **extra}), arrays()
@@ -132,18 +132,18 @@ class Loop:
         return meta
 
 
-def test_what_is_saved_is_found_loaded_and_not_saved_again(closing: Callable[[Any], Any]) -> None:
+def test_loaded_blocks_are_not_saved_again(closing: Callable[[Any], Any]) -> None:
     loop = Loop(closing)
     connector, one = loop.connector, Request(1, range(65))
     connector.on_new_request(one)
     assert connector.get_num_new_matched_tokens(one, 0) == (0, False)
     meta = loop.save(one, range(4))
     assert [lease.logical_block_ids for lease in meta.get_save_block_leases()] == [(0, 1, 2, 3)]
-    assert loop.save(one, range(4)) is None  # nothing new, nothing under way
+    assert loop.save(one, range(4)) is None  # no new block, no transfer in progress
     connector.request_finished(one)
     two = Request(2, list(range(65)) + [3] * 20)
     assert connector.get_num_new_matched_tokens(two, 0) == (64, True)
-    assert connector.get_num_new_matched_tokens(two, 16) == (48, True)  # asked once, told again
+    assert connector.get_num_new_matched_tokens(two, 16) == (48, True)  # no second lookup
     two.num_history_ids = 16
     connector.update_state_after_alloc(two, (5, 6, 7), 48)
     meta = connector.build_connector_meta(KVConnectorStepInput())
@@ -158,7 +158,7 @@ def test_what_is_saved_is_found_loaded_and_not_saved_again(closing: Callable[[An
     assert [save.blocks for save in meta.saves] == [(4,)]
 
 
-def test_adapters_and_media_are_other_kv(closing: Callable[[Any], Any]) -> None:
+def test_adapters_and_media_do_not_share_kv(closing: Callable[[Any], Any]) -> None:
     loop = Loop(closing)
     loop.save(Request(1, range(33)), range(2))
     found = loop.connector.get_num_new_matched_tokens
@@ -168,13 +168,13 @@ def test_adapters_and_media_are_other_kv(closing: Callable[[Any], Any]) -> None:
     picture = Request(5, range(33))
     picture.history_embeddings = [object()]
     assert found(picture, 0) == (0, False) and loop.save(picture, range(2)) is None
-    # Blocks whose rows depend on the token after them are computed again.
+    # With MTP a block's rows depend on the next token: the last block is recomputed.
     mtp = Request(6, range(33))
     mtp.prefix_cache.recompute_overlap.recompute_blocks = 1
     assert found(mtp, 0) == (16, True)
 
 
-def test_allocations_that_do_not_fit_what_was_found(closing: Callable[[Any], Any]) -> None:
+def test_allocation_must_match_the_lookup(closing: Callable[[Any], Any]) -> None:
     loop = Loop(closing)
     loop.save(Request(1, range(65)), range(4))
     request = Request(2, range(65))
@@ -188,7 +188,8 @@ def test_allocations_that_do_not_fit_what_was_found(closing: Callable[[Any], Any
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_roles(role: str, closing: Callable[[Any], Any]) -> None:
+def test_producers_only_save_and_consumers_only_load(
+        role: str, closing: Callable[[Any], Any]) -> None:
     loop = Loop(closing)
     loop.save(Request(1, range(33)), range(2))
     loop.cache.kv_transfer_config.kv_role = role
@@ -199,7 +200,7 @@ def test_roles(role: str, closing: Callable[[Any], Any]) -> None:
     assert bool(one.build_connector_meta(step)) == ("producer" in role)
 
 
-def test_policies_switch_and_requests_end(closing: Callable[[Any], Any]) -> None:
+def test_policy_changes_and_hints_reach_the_worker(closing: Callable[[Any], Any]) -> None:
     loop = Loop(closing, policy="horizon")
     request = Request(1, range(33), session_id=42)
     loop.save(request, range(2))
@@ -211,12 +212,12 @@ def test_policies_switch_and_requests_end(closing: Callable[[Any], Any]) -> None
     work(loop.worker, meta)
     assert loop.connector.build_connector_meta(KVConnectorStepInput()) is None
     assert not loop.connector._scheduler_side()._requests
-    # One that the worker's store refuses is a line of the log.
+    # A policy that the worker's store rejects is only logged.
     work(loop.worker, StepMeta(switches=(Switch(kvtier.TIER_DISK, "lru"),)))
 
 
 def ended(seq_id: int, answer: Any, first: int = 0) -> Request:
-    """A request of two blocks, whose last tokens are its answer."""
+    """A request of two blocks whose last tokens, `answer`, are generated."""
     tokens = list(range(first, first + 2 * BLOCK + 1))
     request = Request(seq_id, [*tokens, *answer])
     request.num_new_tokens = len(answer)
@@ -226,14 +227,14 @@ def ended(seq_id: int, answer: Any, first: int = 0) -> Request:
 @pytest.mark.parametrize("answer,stop", [
     ([5, 2], "end_turn"), ([5] * 8, "length"), ([5] * 7 + [2], "end_turn"), ([5], "cancelled"),
     ([], "cancelled")])
-def test_why_requests_end(answer: Any, stop: str) -> None:
+def test_stop_reason_follows_from_tokens(answer: Any, stop: str) -> None:
     assert _future.stop_of(ended(1, answer)) == stop
     nothing = ended(1, [])
     nothing.sampling_param.max_new_tokens = 0
     assert _future.stop_of(nothing) == "length"
 
 
-def test_hints_are_told_once_what_they_are_of_is_stored(closing: Callable[[Any], Any]) -> None:
+def test_hint_is_sent_after_the_save_completes(closing: Callable[[Any], Any]) -> None:
     loop = Loop(closing, lifetimes={"end_turn": 30, "cancelled": "never"})
     side, request = loop.connector._scheduler_side(), ended(1, [5, 2])
     meta = loop.connector.build_connector_meta(KVConnectorStepInput(
@@ -241,11 +242,11 @@ def test_hints_are_told_once_what_they_are_of_is_stored(closing: Callable[[Any],
     loop.connector.request_finished(request)
     assert loop.connector.build_connector_meta(KVConnectorStepInput()) == StepMeta()
     loop.connector.update_connector_output(work(loop.worker, meta))
-    told = loop.connector.build_connector_meta(KVConnectorStepInput())
-    assert told == StepMeta(hints=(Hint(kvtier.STOP_END_TURN, names_of(2), 30.0),))
-    work(loop.worker, told)
-    assert not side._late and not side._requests
-    # Of one that was given up, what it has found may be everybody's.
+    meta = loop.connector.build_connector_meta(KVConnectorStepInput())
+    assert meta == StepMeta(hints=(Hint(kvtier.STOP_END_TURN, names_of(2), 30.0),))
+    work(loop.worker, meta)
+    assert not side._deferred_hints and not side._requests
+    # A cancelled request sends no hint for blocks that it found: others may share them.
     again = ended(2, [5])
     assert loop.connector.get_num_new_matched_tokens(again, 0) == (2 * BLOCK, True)
     loop.connector.request_finished(again)
@@ -258,8 +259,8 @@ def test_hints_are_told_once_what_they_are_of_is_stored(closing: Callable[[Any],
 
 
 @pytest.mark.parametrize("hints", [False, True])
-def test_a_hint_changes_who_leaves(closing: Callable[[Any], Any], hints: bool) -> None:
-    """Requests that were given up go first, though others were used before them."""
+def test_hint_changes_the_victims(closing: Callable[[Any], Any], hints: bool) -> None:
+    """Blocks of cancelled requests are evicted before older blocks of completed ones."""
     loop = Loop(closing, host_bytes=512 << 10, policy="predictive", hints=hints,
                 lifetimes={"cancelled": "never"})
     requests = [ended(n, [5, 2] if n < 20 else [5], 1000 * n) for n in range(40)]
@@ -271,20 +272,20 @@ def test_a_hint_changes_who_leaves(closing: Callable[[Any], Any], hints: bool) -
         work(loop.worker, meta)
     for n in range(100, 125):
         loop.save(ended(n, [5, 2], 1000 * n), range(2))
-    there = [sum(map(bool, loop.worker._worker._blocks.exists(names_of(2, 1000 * n))))
-             for n in range(40)]
-    assert (sum(there[:20]) > sum(there[20:])) == hints, there
+    resident = [sum(map(bool, loop.worker._worker._blocks.exists(names_of(2, 1000 * n))))
+                for n in range(40)]
+    assert (sum(resident[:20]) > sum(resident[20:])) == hints, resident
 
 
-@pytest.mark.parametrize("said", [{"stop": 1}, {"length": -1}, {"length": True}, {"length": "x"},
-                                  [1]])
-def test_lifetimes_that_are_none(said: Any) -> None:
+@pytest.mark.parametrize("lifetimes", [{"stop": 1}, {"length": -1}, {"length": True},
+                                       {"length": "x"}, [1]])
+def test_wrong_lifetimes_are_rejected(lifetimes: Any) -> None:
     with pytest.raises(kvtier.InvalidError, match="lifetimes"):
-        stubs.scheduler(stubs.cache_config({**HOST, "lifetimes": said}))
+        stubs.scheduler(stubs.cache_config({**HOST, "lifetimes": lifetimes}))
 
 
 def advised(connector: Any, batch: int) -> Any:
-    """Advice, once the workers have said how much they hold."""
+    """Returns advice; waits until the workers have reported their capacity."""
     end = time.monotonic() + 600
     while (found := connector.advice(batch)) is None:
         assert time.monotonic() < end
@@ -292,7 +293,7 @@ def advised(connector: Any, batch: int) -> Any:
     return found
 
 
-def test_advice_shrinks_where_what_left_is_asked_for_again(closing: Callable[[Any], Any]) -> None:
+def test_advice_shrinks_the_batch_on_thrashing(closing: Callable[[Any], Any]) -> None:
     loop = Loop(closing)
     advisor = loop.connector._scheduler_side()._advisor
     assert advised(loop.connector, 8).batch == 8
@@ -305,7 +306,7 @@ def test_advice_shrinks_where_what_left_is_asked_for_again(closing: Callable[[An
         advisor.stored(names)
     assert loop.connector.advice(8).batch == 4
     assert advisor._policy.stats()["units"] <= 8
-    # What fails in it ends it, and nothing else.
+    # A failure inside the advisor ends advice only; saves go on.
     advisor._policy.close()
     loop.save(Request(9, range(33)), range(2))
     assert loop.connector.advice(8) is None
@@ -313,7 +314,7 @@ def test_advice_shrinks_where_what_left_is_asked_for_again(closing: Callable[[An
     assert without.advice(8) is None
 
 
-def test_advice_goes_by_the_policy_that_was_switched_to(closing: Callable[[Any], Any]) -> None:
+def test_advice_follows_set_policy(closing: Callable[[Any], Any]) -> None:
     loop = Loop(closing, policy="lru")
     policy = loop.connector._scheduler_side()._advisor._policy
     loop.connector.set_policy("disk", "s3fifo")
@@ -322,30 +323,31 @@ def test_advice_goes_by_the_policy_that_was_switched_to(closing: Callable[[Any],
     assert policy.spec.startswith("arc")
 
 
-@pytest.mark.parametrize("said, policy", [({}, "horizon"), ({"policy": "lru"}, "lru"),
-                                          ({"spec": "store(policy=arc)"}, "arc")])
-def test_advice_goes_by_the_policy_of_the_store(closing: Callable[[Any], Any],
-                                                said: Dict[str, str], policy: str) -> None:
-    loop = Loop(closing, **said)
+@pytest.mark.parametrize("extra, policy", [({}, "horizon"), ({"policy": "lru"}, "lru"),
+                                           ({"spec": "store(policy=arc)"}, "arc")])
+def test_advice_uses_the_policy_of_the_store(closing: Callable[[Any], Any],
+                                             extra: Dict[str, str], policy: str) -> None:
+    loop = Loop(closing, **extra)
     assert advised(loop.connector, 8).batch == 8
     assert loop.connector._scheduler_side()._advisor._policy.stats()["name"] == policy
 
 
-@pytest.mark.parametrize("learned", [False, True])
-def test_no_advice_after_the_shutdown(closing: Callable[[Any], Any], learned: bool) -> None:
+@pytest.mark.parametrize("capacity_known", [False, True])
+def test_advice_after_shutdown_is_closed(closing: Callable[[Any], Any],
+                                         capacity_known: bool) -> None:
     loop = Loop(closing)
-    if learned:
+    if capacity_known:
         advised(loop.connector, 8)
     loop.connector.shutdown()
     with pytest.raises(kvtier.ClosedError):
         loop.connector.advice(8)
 
 
-def test_evictions_are_logged_once_where_it_was_asked_for(
+def test_log_evictions_logs_each_eviction_once(
         closing: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvtier.lmdeploy")
 
-    def told(log_evictions: bool) -> List[str]:
+    def logged_evictions(log_evictions: bool) -> List[str]:
         caplog.clear()
         cache = stubs.cache_config({"host_bytes": 36 << 20, "policy": "lru",
                                     "log_evictions": log_evictions})
@@ -360,18 +362,18 @@ def test_evictions_are_logged_once_where_it_was_asked_for(
         return [one.getMessage() for one in caplog.records
                 if one.getMessage().startswith("evicted from host")]
 
-    logged = told(True)
+    logged = logged_evictions(True)
     assert logged and len(set(logged)) == len(logged)
-    assert told(False) == []
+    assert logged_evictions(False) == []
 
 
-def test_a_level_that_the_store_does_not_have() -> None:
+def test_level_without_its_tier_is_rejected() -> None:
     cache = stubs.cache_config({**HOST, "level": "durable"})
     with pytest.raises(kvtier.InvalidError, match="no disk"):
         stubs.worker(cache, tensors(arrays()))
 
 
-def test_drain_forgets_what_was_under_way(closing: Callable[[Any], Any]) -> None:
+def test_drain_forgets_loads_in_progress(closing: Callable[[Any], Any]) -> None:
     loop = Loop(closing, sleep_keeps_weights=True)
     loop.save(Request(1, range(65)), range(4))
     request = Request(2, range(65))
@@ -384,16 +386,16 @@ def test_drain_forgets_what_was_under_way(closing: Callable[[Any], Any]) -> None
 
 
 @pytest.mark.parametrize("extra, words", [
-    ({}, "store of no size"), ({"host_bytes": -1}, "no number"),
-    ({"host_bytes": "8GiB"}, "no number"), ({"hots": 1}, "there are"),
-    ({"host_bytes": 1 << 26, "level": "gone"}, "none of ram"),
-    ({"host_bytes": math.inf}, "no number"), ({**HOST, "drain_s": math.nan}, "no number"),
+    ({}, "store has no size"), ({"host_bytes": -1}, "finite number"),
+    ({"host_bytes": "8GiB"}, "finite number"), ({"hots": 1}, "unknown names hots"),
+    ({"host_bytes": 1 << 26, "level": "gone"}, "one of ram"),
+    ({"host_bytes": math.inf}, "finite number"), ({**HOST, "drain_s": math.nan}, "finite number"),
     ({**HOST, "sleep_keeps_weights": "false"}, "without quotes"),
     ({**HOST, "lookup_async": "no"}, "without quotes"), ({**HOST, "hints": 1}, "without quotes"),
-    ({"spec": 7}, "no text"), ({**HOST, "salt": None}, "no text"),
+    ({"spec": 7}, "must be a string"), ({**HOST, "salt": None}, "must be a string"),
     ({"spec": "store(disk=disk(path=\"x\", bytes=1GiB))"}, ""),
 ])
-def test_configurations_that_are_refused(extra: Any, words: str) -> None:
+def test_wrong_settings_are_rejected(extra: Any, words: str) -> None:
     if words:
         with pytest.raises(kvtier.InvalidError, match=words):
             stubs.cache_config(extra)
@@ -406,26 +408,27 @@ def test_configurations_that_are_refused(extra: Any, words: str) -> None:
 @pytest.mark.parametrize("more, words", [
     ({"states_shapes": [((1,), "f")]}, "states"), ({"window_size": 4096}, "windows"),
     ({"num_cpu_blocks": 4}, "num_cpu_blocks=0")])
-def test_hybrid_models_are_refused(more: Any, words: str) -> None:
+def test_hybrid_models_are_rejected(more: Any, words: str) -> None:
     with pytest.raises(kvtier.UnsupportedError, match=words):
         stubs.cache_config(HOST, **more)
     cache = stubs.cache_config(HOST)
-    for name, value in more.items():  # what is known only later
+    for name, value in more.items():  # known only after the preparation
         setattr(cache, name, value)
     with pytest.raises(kvtier.UnsupportedError, match=words):
         stubs.scheduler(cache)
 
 
-def test_caches_that_are_refused() -> None:
+def test_unsupported_caches_are_rejected() -> None:
     good = np.zeros((8, 512), np.uint8)
     cases = [
         ({"a": Tensor(np.zeros((8, 1024), np.uint8)[:, ::2])}, "not contiguous"),
         ({"a": Tensor(good.astype(np.float64))}, "float64"),
         ({"a": Tensor(good, dtype="torch.complex64")}, "complex64"),
         ({"a": Tensor(good, device="npu")}, "npu"),
-        ({"a": Tensor(good), "b": Tensor(good, device="cuda")}, "several devices"),
-        ({"a": Tensor(np.zeros((7, 3), np.uint8))}, "no 8 blocks"),
-        ({"a": good}, "no tensor"), ({"a": [good]}, "no tensor"), ({}, "without rows"),
+        ({"a": Tensor(good), "b": Tensor(good, device="cuda")}, "on one device"),
+        ({"a": Tensor(np.zeros((7, 3), np.uint8))}, "21 bytes.*into 8 blocks"),
+        ({"a": good}, "must be a tensor"), ({"a": [good]}, "must be a tensor"),
+        ({}, "no cache tensors"),
     ]
     for caches, words in cases:
         with pytest.raises(kvtier.Error, match=words):
@@ -433,15 +436,15 @@ def test_caches_that_are_refused() -> None:
     assert _rows.read({"a": [Tensor(good), Tensor(good)]}, 8).parts == [512, 512]
 
 
-def test_a_gpu_that_is_not_there(closing: Callable[[Any], Any]) -> None:
-    """CUDA's memory goes through CUDA, which says so where there is none."""
+def test_missing_gpu_is_reported(closing: Callable[[Any], Any]) -> None:
+    """A cache in CUDA memory needs CUDA: without it the worker fails to open."""
     cache = stubs.cache_config(HOST)
     with pytest.raises(kvtier.Error) as caught:
         stubs.worker(cache, {"a": Tensor(np.zeros((8, 512), np.uint8), device="cuda")})
     assert caught.value.name in ("KVT_E_UNAVAILABLE", "KVT_E_UNSUPPORTED")
 
 
-def test_sides_and_order(closing: Callable[[Any], Any]) -> None:
+def test_calls_on_the_wrong_side_or_in_the_wrong_order(closing: Callable[[Any], Any]) -> None:
     loop = Loop(closing)
     with pytest.raises(kvtier.StateError):
         loop.connector.get_finished()
@@ -457,8 +460,8 @@ def test_sides_and_order(closing: Callable[[Any], Any]) -> None:
         work(loop.worker, StepMeta(loads=(Load(1, 1, (0,), names_of(1)),)))
 
 
-def test_two_workers_cannot_have_one_directory(tmp_path: Path,
-                                               closing: Callable[[Any], Any]) -> None:
+def test_workers_have_separate_directories(tmp_path: Path,
+                                           closing: Callable[[Any], Any]) -> None:
     disk = {**HOST, "disk_path": str(tmp_path), "disk_bytes": 256 << 20}
     for rank in range(2):
         closing(stubs.worker(stubs.cache_config(disk), tensors(arrays()), global_rank=rank,
@@ -481,13 +484,13 @@ worker.shutdown()
 """
 
 
-def test_a_worker_in_another_process(closing: Callable[[Any], Any]) -> None:
-    """Its configuration activates it, and it answers over a socket."""
+def test_worker_in_another_process_answers_lookups(closing: Callable[[Any], Any]) -> None:
+    """The pickled configuration activates the worker's process, which answers over a socket."""
     cache = stubs.cache_config({**HOST, "lookup_async": True, "lookup_timeout_s": 600.0})
     here = closing(stubs.worker(cache, tensors(arrays()), tp_size=2))
     work(here, StepMeta(saves=(Save(0, 1, (0, 1, 2, 3), (0,), names_of(4)),)))
     connector = closing(stubs.scheduler(cache, tp_size=2))
-    # What is installed here need not be lmdeploy: its stand-in is asked.
+    # lmdeploy need not be installed: the child uses its stand-in.
     env = {**os.environ, "KVTIER_LMDEPLOY_ANY": "1", "PYTHONPATH": os.pathsep.join(
         [str(Path(__file__).parent), *sys.path])}
     child = subprocess.Popen([sys.executable, "-c", WORKER], env=env, stdin=subprocess.PIPE,
@@ -505,7 +508,7 @@ def test_a_worker_in_another_process(closing: Callable[[Any], Any]) -> None:
         assert [one["rank"] for one in connector.stats()] == [0, 1]
         folder = Path(cache.kv_transfer_config.kv_connector_extra_config["kvtier_engine"]["folder"])
         assert folder.stat().st_mode & 0o777 == 0o700
-        # Who does not know the secret gets no answer, and harms nobody.
+        # A client without the secret is rejected; other clients are not affected.
         from multiprocessing import AuthenticationError
         from multiprocessing.connection import Client
 
@@ -514,61 +517,61 @@ def test_a_worker_in_another_process(closing: Callable[[Any], Any]) -> None:
         assert connector.stats()[1] is not None
         child.stdin.close()
         assert child.wait(600) == 0
-        # It is gone: what all workers have is nothing.
-        assert connector._scheduler_side().asker._prefix(list(names_of(4))) == 0
+        # One worker has ended, so no block counts as present on all workers.
+        assert connector._scheduler_side().lookups._prefix(list(names_of(4))) == 0
     finally:
         child.kill()
         child.wait()
 
 
-def test_lookups_pending_cancelled_and_closed() -> None:
+def test_lookups_can_be_pending_cancelled_and_closed() -> None:
     gate = threading.Event()
     engine = {"folder": "here", "pid": os.getpid(), "secret": "s"}
 
-    def answer(question: Any, names: Any) -> int:
+    def handler(query: Any, names: Any) -> int:
         gate.wait(600)
         return len(names)
 
-    service = _lookup.Service(engine, 0, answer)
-    asker = _lookup.Asker(engine, [0], 1.0, True)
+    service = _lookup.LookupServer(engine, 0, handler)
+    lookups = _lookup.LookupClient(engine, [0], 1.0, True)
     names = list(names_of(3))
-    assert asker.prefix(1, names) is None and asker.pending(1)
-    assert asker.prefix(2, names) is None and asker.prefix(1, names) is None
-    asker.cancel(2)
-    assert not asker.pending(2)
+    assert lookups.prefix(1, names) is None and lookups.pending(1)
+    assert lookups.prefix(2, names) is None and lookups.prefix(1, names) is None
+    lookups.cancel(2)
+    assert not lookups.pending(2)
     gate.set()
     end = time.monotonic() + 600
-    while asker.pending(1):
+    while lookups.pending(1):
         assert time.monotonic() < end
         time.sleep(0.001)
-    assert asker.prefix(1, names) == 3 and not asker._pending
-    asker.prefix(3, names)
-    asker.close()
-    assert asker.prefix(4, names) == 0
+    assert lookups.prefix(1, names) == 3 and not lookups._pending
+    lookups.prefix(3, names)
+    lookups.close()
+    assert lookups.prefix(4, names) == 0
     service.close()
 
 
-def test_a_worker_that_fails_to_answer(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_handler_counts_as_no_blocks(caplog: pytest.LogCaptureFixture) -> None:
     engine = {"folder": "there", "pid": os.getpid(), "secret": "s"}
 
-    def answer(question: Any, names: Any) -> int:
+    def handler(query: Any, names: Any) -> int:
         raise RuntimeError("no")
 
-    service = _lookup.Service(engine, 0, answer)
-    asker = _lookup.Asker(engine, [0], 1.0, None)
-    assert asker.prefix(1, list(names_of(3))) == 0
-    assert "gave no answer" in caplog.text
-    asker.close()
+    service = _lookup.LookupServer(engine, 0, handler)
+    lookups = _lookup.LookupClient(engine, [0], 1.0, None)
+    assert lookups.prefix(1, list(names_of(3))) == 0
+    assert "did not answer" in caplog.text
+    lookups.close()
     service.close()
 
 
-def test_configurations_travel(closing: Callable[[Any], Any]) -> None:
+def test_prepared_configuration_can_be_copied(closing: Callable[[Any], Any]) -> None:
     cache = stubs.cache_config(HOST)
     for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         closing(stubs.scheduler(copied))
 
 
-def test_names() -> None:
+def test_names_depend_on_all_tokens_before() -> None:
     grown: List[bytes] = []
     for blocks in (1, 3, 3, 4):
         _names.extend(grown, np.arange(64), BLOCK, "", blocks)

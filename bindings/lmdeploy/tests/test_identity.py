@@ -1,4 +1,4 @@
-"""Whose KV it is: models, adapters, and configurations that were used before."""
+"""Identity of KV: models, weights, adapters, and reused configurations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stubs import Request
 from test_connector import HOST, arrays, names_of, tensors
 
 
-def test_other_models_see_nothing_of_each_other(tmp_path: Path,
-                                                closing: Callable[[Any], Any]) -> None:
+def test_models_with_equal_names_do_not_share_kv(tmp_path: Path,
+                                                 closing: Callable[[Any], Any]) -> None:
     from lmdeploy.pytorch.kv_connector import factory
 
     models = []
@@ -33,11 +33,11 @@ def test_other_models_see_nothing_of_each_other(tmp_path: Path,
         keys.append(worker._worker._blocks.keys(names_of(1)))
     assert keys[0] != keys[1]
     nowhere = stubs.Cache(stubs.Transfer(kv_connector_extra_config=dict(HOST)))
-    with pytest.raises(kvtier.InvalidError, match="say weights"):
+    with pytest.raises(kvtier.InvalidError, match="set weights"):
         factory.prepare_kv_connector_config(nowhere, model_path="somebody/model")
 
 
-def test_every_byte_of_weights_counts_and_is_read_once(
+def test_fingerprint_covers_every_byte_and_is_cached(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtier_lmdeploy import _weights
 
@@ -47,27 +47,27 @@ def test_every_byte_of_weights_counts_and_is_read_once(
     (folder / "config.json").write_text("{}")
     weights = folder / "model.safetensors"
     weights.write_bytes(b"a" * 300_000)
-    for path in (folder / "config.json", weights):  # just written, however slow the machine is
+    for path in (folder / "config.json", weights):  # in the future: recent on any slow machine
         os.utime(path, (time.time() + 3600, time.time() + 3600))
     before = _weights.fingerprint(str(folder))
-    assert not _weights._kept()  # it could change within the same tick of the clock
+    assert not _weights._load_cache()  # the file could change within the same tick
     monkeypatch.setattr(_weights, "SETTLED_NS", -10**13)
     assert _weights.fingerprint(str(folder)) == before
-    assert len(_weights._kept()) == 2
-    assert Path(_weights._place()).stat().st_mode & 0o777 == 0o600
-    assert Path(_weights._place()).parent.stat().st_mode & 0o777 == 0o700
+    assert len(_weights._load_cache()) == 2
+    assert Path(_weights._cache_path()).stat().st_mode & 0o777 == 0o600
+    assert Path(_weights._cache_path()).parent.stat().st_mode & 0o777 == 0o700
     with monkeypatch.context() as closed:
         closed.setattr(_weights.hashlib, "sha256", once := Counting(_weights.hashlib.sha256))
         assert _weights.fingerprint(str(folder)) == before
-        assert once.calls == 1  # the sum of what is kept
-    # Any byte, with the size and the time that it had.
+        assert once.calls == 1  # the total only: all files come from the cache
+    # A changed byte with the old size and modification time.
     at = weights.stat()
     with open(weights, "r+b") as file:
         file.seek(123_456)
         file.write(b"b")
     os.utime(weights, ns=(at.st_atime_ns, at.st_mtime_ns))
     assert _weights.fingerprint(str(folder)) != before
-    with open(_weights._place(), "w") as file:
+    with open(_weights._cache_path(), "w") as file:
         file.write("[broken")
     weights.write_bytes(b"a" * 300_000)
     assert _weights.fingerprint(str(folder)) == before
@@ -84,33 +84,33 @@ class Counting:
         return self.real(*given)
 
 
-def test_adapters_of_the_same_name_are_not_the_same(tmp_path: Path) -> None:
-    """An adapter's name says nothing of its weights: of another engine's KV nothing is found,
-    unless the configuration says what it is."""
-    def kinds(**extra: Any) -> List[str]:
+def test_adapters_with_equal_names_do_not_share_kv(tmp_path: Path) -> None:
+    """Engines share KV under an adapter only if the configuration describes the adapter."""
+    def variant_of(**extra: Any) -> List[str]:
         cache, found = stubs.cache_config({**HOST, **extra}), []
         scheduler = stubs.scheduler(cache)
         for _ in range(2):
-            found.append(scheduler._scheduler_side()._kind(Request(1, range(33), adapter="lora")))
+            request = Request(1, range(33), adapter="lora")
+            found.append(scheduler._scheduler_side()._variant(request))
         assert found[0] == found[1] != ""
         scheduler.shutdown()
         return found[0]
 
-    assert kinds() != kinds()
+    assert variant_of() != variant_of()
     folders = []
     for data in (b"1", b"2", b"1"):
         folders.append(tmp_path / str(len(folders)))
         folders[-1].mkdir()
         (folders[-1] / "adapter_model.safetensors").write_bytes(data)
-    one, two, same = (kinds(adapters={"lora": str(folder)}) for folder in folders)
+    one, two, same = (variant_of(adapters={"lora": str(folder)}) for folder in folders)
     assert one == same != two
-    assert kinds(adapters={"lora": "v1"}) == kinds(adapters={"lora": "v1"})
+    assert variant_of(adapters={"lora": "v1"}) == variant_of(adapters={"lora": "v1"})
     with pytest.raises(kvtier.InvalidError, match="adapters"):
         stubs.cache_config({**HOST, "adapters": ["lora"]})
 
 
-def test_an_engine_is_not_taken_for_the_one_before() -> None:
-    """A configuration that was prepared for another engine has nothing of its identity."""
+def test_reused_configuration_gets_a_new_identity() -> None:
+    """Preparing a configuration again replaces the previous engine's identity."""
     from lmdeploy.pytorch.kv_connector import factory
 
     cache = stubs.cache_config(HOST)

@@ -6,17 +6,22 @@
 namespace kvtier_turbomind {
 
 struct adapter::impl {
-    book blocks;
+    block_index blocks;
     std::unique_ptr<order> victims;
     std::unique_ptr<tier> store;
 };
 
 namespace {
-/// Whether it worked, and the words if not.
-bool said(kvt_status_t status, kvt_error_t *err, std::string *why) {
+/// Returns whether a call succeeded; otherwise sets `why` to its message. Consumes `err`.
+bool succeeded(kvt_status_t status, kvt_error_t *err, std::string *why) {
     const kvt::error error(status, err);
     if (status != KVT_OK && why != nullptr) *why = error.message();
     return status == KVT_OK;
+}
+
+bool unavailable(const char *message, std::string *why) {
+    if (why != nullptr) *why = message;
+    return false;
 }
 }  // namespace
 
@@ -43,7 +48,7 @@ void adapter::begin_pass(std::int64_t now_ns) {
     if (impl_->store) impl_->store->poll();
 }
 
-void adapter::used(const std::vector<block_t> &path, const kvt_policy_context_t *who) {
+void adapter::used(const std::vector<block_t> &path, const kvt_policy_context_t *context) {
     if (!impl_->victims) return;
     std::vector<node_ptr> nodes;
     for (block_t block : path) {
@@ -51,7 +56,7 @@ void adapter::used(const std::vector<block_t> &path, const kvt_policy_context_t 
         if (!n) break;
         nodes.push_back(std::move(n));
     }
-    impl_->victims->used(nodes, who);
+    impl_->victims->used(nodes, context);
 }
 
 void adapter::produced(block_t block) {
@@ -68,31 +73,32 @@ void adapter::sort(std::vector<candidate> &all, std::uint64_t floor, std::uint64
     }
     std::vector<const node *> nodes;
     nodes.reserve(all.size());
-    for (const candidate &c : all) nodes.push_back(impl_->blocks.look(c.block));
+    for (const candidate &c : all) nodes.push_back(impl_->blocks.peek(c.block));
     impl_->victims->sort(all, nodes, floor, needed);
 }
 
 bool adapter::set_order(const std::string &spec, std::string *why) {
-    if (!impl_->victims) return said(KVT_E_UNAVAILABLE, nullptr, why);
+    if (!impl_->victims) return unavailable("there is no device policy: set options::order", why);
     kvt_error_t *err = nullptr;
     const kvt_status_t status =
         kvt_policy_switch(impl_->victims->policy().get(), spec.data(), spec.size(), &err);
-    return said(status, err, why);
+    return succeeded(status, err, why);
 }
 
 bool adapter::set_store_policy(std::uint32_t tier, const std::string &spec, std::string *why) {
-    if (!impl_->store) return said(KVT_E_UNAVAILABLE, nullptr, why);
+    if (!impl_->store) return unavailable("there is no store: set options::store", why);
     kvt_error_t *err = nullptr;
     const kvt_status_t status = kvt_store_set_policy(impl_->store->store().get(), tier, spec.data(),
                                                      spec.size(), &err);
-    return said(status, err, why);
+    return succeeded(status, err, why);
 }
 
-void adapter::hint(block_t last, const kvt_policy_hint_t &told, const kvt_policy_context_t *who) {
+void adapter::hint(block_t last, const kvt_policy_hint_t &hint,
+                   const kvt_policy_context_t *context) {
     const node_ptr n = impl_->blocks.find(last);
     if (!n) return;
-    if (impl_->victims) impl_->victims->hint(n, told, who);
-    if (impl_->store) impl_->store->hint(n, told);
+    if (impl_->victims) impl_->victims->hint(n, hint, context);
+    if (impl_->store) impl_->store->hint(n, hint);
 }
 
 std::vector<kvt_policy_log_entry_t> adapter::evictions(std::uint64_t from) const {

@@ -1,4 +1,4 @@
-// What the adapter knows of blocks: by content, beside the engine's own tree.
+// Index of the engine's blocks by content. The engine keeps its own trie.
 
 #ifndef KVTIER_TURBOMIND_NODES_HPP
 #define KVTIER_TURBOMIND_NODES_HPP
@@ -10,29 +10,29 @@
 
 namespace kvtier_turbomind {
 
-/// A block's content: its tokens, and all before it. Parents are held: what was evicted here may be
-/// asked of the store long after the engine has recycled its parents.
+/// A block's content: its tokens, and its parent. A node keeps its parents alive, because a lookup
+/// in the store may need them long after the engine has recycled their blocks.
 struct node {
     std::shared_ptr<const node> parent;
     std::vector<std::uint32_t> tokens;
-    std::vector<kvt_media_t> media;  // by the index in the block
-    std::uint64_t id = 0;            // a name for policies; never trusted for bytes
-    std::uint32_t index = 0;         // blocks before it
+    std::vector<kvt_media_t> media;  // token positions are relative to the block
+    std::uint64_t id = 0;            // object id for policies; the store compares tokens
+    std::uint32_t index = 0;         // number of blocks before this one
 
-    /// What the order of victims notes of it: kept here, since each pass looks at all blocks.
-    struct note {
-        bool known = false;      // the policy has it, by this node
-        bool here = false;       // its content is on the device
-        bool held = false;       // it is referenced there
-        std::uint64_t pass = 0;  // the last one in which it might have left
-        std::uint64_t used = 0;  // or was in use
-        std::size_t row = 0;     // where it stood then
+    /// State of class `order`. It is kept here because each pass visits all blocks.
+    struct order_state {
+        bool in_policy = false;          // the policy has an object for this node
+        bool resident = false;           // its content is on the device
+        bool acquired = false;           // the policy's object is referenced
+        std::uint64_t evictable_in = 0;  // last pass in which it was a candidate
+        std::uint64_t used_in = 0;       // last pass in which it was in use
+        std::size_t row = 0;             // its index in the candidates of that pass
     };
-    mutable note noted;
+    mutable order_state state;
 };
 using node_ptr = std::shared_ptr<const node>;
 
-inline std::uint64_t mixed(std::uint64_t x) noexcept {
+inline std::uint64_t mix(std::uint64_t x) noexcept {
     x += UINT64_C(0x9E3779B97F4A7C15);
     x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
     x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
@@ -41,19 +41,19 @@ inline std::uint64_t mixed(std::uint64_t x) noexcept {
 
 inline std::uint64_t id_of(const node &n) noexcept {
     std::uint64_t id = n.parent ? n.parent->id : 1;
-    for (const std::uint32_t t : n.tokens) id = mixed(id ^ t);
+    for (const std::uint32_t t : n.tokens) id = mix(id ^ t);
     for (const kvt_media_t &m : n.media) {
-        id = mixed(id ^ m.token);
+        id = mix(id ^ m.token);
         for (std::size_t i = 0; i < sizeof m.digest; i += 8) {
             std::uint64_t word;
             std::memcpy(&word, m.digest + i, 8);
-            id = mixed(id ^ word);
+            id = mix(id ^ word);
         }
     }
     return id;
 }
 
-/// A whole sequence, from the first block to this one.
+/// The content of a path, from its first block on.
 struct sequence {
     std::vector<std::uint32_t> tokens;
     std::vector<kvt_media_t> media;
@@ -78,14 +78,14 @@ inline sequence sequence_of(const node_ptr &last) {
     return all;
 }
 
-/// The engine's blocks that are in its trie.
-class book {
+/// The blocks of the engine's trie with their nodes.
+class block_index {
 public:
     void add(block_t block, block_t parent, const int *tokens, std::size_t count,
              const kvt_media_t *media, std::size_t media_count) {
         auto n = std::make_shared<node>();
         n->parent = find(parent);
-        if (parent != nullptr && !n->parent) return; // it continues what is not known
+        if (parent != nullptr && !n->parent) return; // the parent is not indexed
         n->tokens.assign(tokens, tokens + count);
         n->media.assign(media, media + media_count);
         n->index = n->parent ? n->parent->index + 1 : 0;
@@ -98,7 +98,7 @@ public:
         return it != nodes_.end() ? it->second : nullptr;
     }
 
-    const node *look(block_t block) const {
+    const node *peek(block_t block) const {
         const auto it = block != nullptr ? nodes_.find(block) : nodes_.end();
         return it != nodes_.end() ? it->second.get() : nullptr;
     }

@@ -1,10 +1,10 @@
 #!/bin/bash
-# Checks the adapter for TurboMind against a built library, in a miniature of the engine:
+# Tests the adapter for TurboMind with a built library, in a miniature of the engine:
 #
 #   bindings/lmdeploy/turbomind/test.sh PREBUILT WORK [ctest arguments]
 #
-# PREBUILT has lib/libkvtier.so (see cmake/build.sh). Needs cmake and a C++17 compiler. Runs plain,
-# then with ASan and UBSan, then with TSan; NO_SANITIZE=1: plain only.
+# PREBUILT contains lib/libkvtier.so (see cmake/build.sh). Needs cmake and a C++17 compiler. Runs
+# without sanitizers, then with ASan and UBSan, then with TSan. NO_SANITIZE=1 skips the sanitizers.
 set -euo pipefail
 prebuilt=${1:?usage: test.sh PREBUILT WORK}
 work=${2:?usage: test.sh PREBUILT WORK}
@@ -17,7 +17,7 @@ work=$(cd "$work" && pwd)
 generator=()
 if command -v ninja >/dev/null; then generator=(-G Ninja); fi
 
-# kvtier as an engine author finds it: installed.
+# Use an installed kvtier, as an engine author would.
 cmake "${generator[@]}" -S "$root" -B "$work/kvtier-build" -DKVTIER_PREBUILT_DIR="$prebuilt" \
     -DCMAKE_INSTALL_PREFIX="$work/kvtier" -DCMAKE_INSTALL_LIBDIR=lib >"$work/kvtier.log"
 cmake --install "$work/kvtier-build" >>"$work/kvtier.log"
@@ -34,6 +34,6 @@ check() {
 check plain "" "$@"
 [ -z "${NO_SANITIZE:-}" ] || exit 0
 check memory address,undefined "$@"
-# The library is not instrumented: what it hands from thread to thread is not seen by TSan.
+# The library is not instrumented, so TSan cannot see how it synchronises its threads.
 export TSAN_OPTIONS="ignore_noninstrumented_modules=1"
 check threads thread "$@"

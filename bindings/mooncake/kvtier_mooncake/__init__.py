@@ -1,7 +1,7 @@
-"""A store of the shape of Mooncake's, over kvtier.
+"""A replacement for Mooncake's store that keeps objects in a kvtier store.
 
-Engines that have a Mooncake backend (lmdeploy, vLLM, SGLang, LMCache) keep their KV in kvtier's
-tiers with it, without a line of theirs changed: `install()` before they import `mooncake.store`,
+Engines with a Mooncake backend (lmdeploy, vLLM, SGLang, LMCache) use it without a change. There
+are three ways: `install()` before the engine imports `mooncake.store`,
 `python -m kvtier_mooncake -m lmdeploy ...`, or the folder `shim` on PYTHONPATH.
 """
 

@@ -11,20 +11,21 @@ from ._install import install
 
 
 def main() -> None:
-    """Runs a program with `mooncake.store` answered, in its child processes as well."""
+    """Runs a program with this package as `mooncake.store`, also in its child processes."""
     parser = argparse.ArgumentParser(
         prog="python -m kvtier_mooncake", allow_abbrev=False,
-        description="Runs a program whose Mooncake store is kvtier's.")
-    parser.add_argument("--spec", help="the store's spec; {rank} or {slot} for its process")
-    parser.add_argument("--config", help="JSON, or the path of a file of it")
+        description="Runs a program with kvtier as its Mooncake store.")
+    parser.add_argument("--spec", help="the store's spec; {rank} or {slot} makes it differ by "
+                        "process")
+    parser.add_argument("--config", help="the options as JSON, or the path of a JSON file")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...",
                         help="a module to run and its arguments, as with python -m")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="or a script and its arguments")
     options = parser.parse_args()
     program = options.module or options.script
     if not program:
-        parser.error("nothing to run: -m MODULE, or the path of a script")
-    # Children of an engine take it from the environment, and the module from PYTHONPATH.
+        parser.error("nothing to run: give -m MODULE, or the path of a script")
+    # Child processes get the options from the environment, and the module from PYTHONPATH.
     for name, value in (("SPEC", options.spec), ("CONFIG", options.config)):
         if value is not None:
             os.environ[f"KVTIER_MOONCAKE_{name}"] = value

@@ -1,4 +1,4 @@
-"""The numbers that engines get instead of exceptions."""
+"""Mooncake's return codes, which engines get instead of exceptions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ OK = 0
 NO_AVAILABLE_HANDLE = -200
 INVALID_PARAMS = -600
 OBJECT_NOT_FOUND = -704
-#: What fails in the library: of all codes for that the one that engines take for "nothing is under
-#: way any more", which holds of every answer here. After others vLLM's store of embeddings gives up
-#: its store, and keeps the buffers for ever.
+#: A failure inside the library. Engines read this code as "no transfer is underway any more",
+#: which is true of every result here. After other failure codes, vLLM's embedding store abandons
+#: its store and keeps the buffers forever.
 RPC_FAIL = -900
 UNAVAILABLE_IN_CURRENT_STATUS = -1010
 
@@ -26,7 +26,7 @@ _OF_STATUS: Dict[int, int] = {
     abi.KVT_E_NOMEM: NO_AVAILABLE_HANDLE,
     abi.KVT_E_AGAIN: NO_AVAILABLE_HANDLE,
     abi.KVT_E_NOT_FOUND: OBJECT_NOT_FOUND,
-    # What does not match its sum is as good as absent.
+    # A checksum mismatch is a miss.
     abi.KVT_E_CORRUPT: OBJECT_NOT_FOUND,
     abi.KVT_E_CLOSED: UNAVAILABLE_IN_CURRENT_STATUS,
     abi.KVT_E_HANDLE: UNAVAILABLE_IN_CURRENT_STATUS,
@@ -35,10 +35,10 @@ _OF_STATUS: Dict[int, int] = {
 
 
 def of_status(status: int) -> int:
-    """The code of a status of the C library."""
+    """The return code for a status of the C library."""
     return _OF_STATUS.get(status, RPC_FAIL)
 
 
 def of_error(error: kvtier.Error) -> int:
-    """The code of an exception of the package."""
+    """The return code for an exception of the kvtier package."""
     return of_status(error.status)

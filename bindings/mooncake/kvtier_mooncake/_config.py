@@ -1,4 +1,4 @@
-"""Where the shim's store is configured, in the order in which it counts:
+"""The options of the shim's store. The first of these sources that is present counts:
 
 1. `configure(...)`, or the options of `python -m kvtier_mooncake`;
 2. `KVTIER_MOONCAKE_SPEC`, a store's spec, and `KVTIER_MOONCAKE_CONFIG`, JSON or a file of it;
@@ -25,22 +25,23 @@ from kvtier._errors import make
 LEVELS: Dict[str, int] = {"ram": LEVEL_RAM, "disk": LEVEL_DISK, "durable": LEVEL_DURABLE,
                           "remote": LEVEL_REMOTE}
 
-#: Longer than this no call waits for a remote's answer.
-MOST_ASK_S = 3600
+#: Most seconds that a call may wait for a remote lookup.
+MAX_ASK_S = 3600
 
-#: A store has 64 layouts at most; the catalogue is one, and some are of shapes that were closed.
-MOST_SHAPES = 60
+#: Most open shapes. A store has at most 64 layouts: the catalogue needs one, and closed shapes
+#: with objects need some.
+MAX_SHAPES = 60
 
-#: The engines' own configuration files, which may have a part of ours.
+#: Variables that name the engines' own configuration files, which may have a key "kvtier".
 ENGINE_FILES = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
 
-#: Who says which process of several this is.
-RANKS = ("KVTIER_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK")
+#: Variables that may give the rank of this process, in this order.
+RANK_VARIABLES = ("KVTIER_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a store is opened with. `spec` and `disk_path` may say `{rank}`, which comes from
+    """The options of a store. `spec` and `disk_path` may contain `{rank}`, which comes from
     `rank` or the environment, or `{slot}`, the first number whose directory is free."""
 
     spec: str = ""
@@ -50,34 +51,34 @@ class Settings:
     policy: str = ""
     disk_policy: str = ""
     write: str = ""
-    #: When a put is answered: "ram", "disk", "durable" or "remote".
+    #: The level at which a put returns: "ram", "disk", "durable" or "remote".
     level: str = "ram"
-    #: Calls wait so many seconds, at most, for what the store's remote says; 0: it is not asked.
+    #: Seconds that a call waits at most for a remote lookup; 0 = no remote lookup.
     ask_s: float = 0.5
-    #: Which model and weights the objects are of: those of another are not found.
+    #: Names the model and its weights: objects under another name are not found.
     model: str = ""
-    #: "" for host memory alone, or "cuda", "cuda:1": who copies what is registered there.
+    #: The device of registered device memory: "cuda" or "cuda:1"; "" = host memory only.
     device: str = ""
     rank: Optional[int] = None
     workers: int = 0
-    #: How many kinds of objects (tuples of buffer sizes) are open at once.
+    #: Most shapes (tuples of buffer sizes) that a tenant has open at once, 1 to 60.
     max_shapes: int = 48
-    #: A line of the log for each eviction.
+    #: Log each eviction.
     log_evictions: bool = False
 
-    def place(self) -> Tuple[str, str]:
-        """The texts that say where the store is."""
+    def templates(self) -> Tuple[str, str]:
+        """The options that may contain placeholders."""
         return self.spec, self.disk_path
 
-    def with_number(self, name: str, number: int) -> "Settings":
-        """The same with a placeholder filled in."""
-        hole = "{%s}" % name
-        return replace(self, spec=self.spec.replace(hole, str(number)),
-                       disk_path=self.disk_path.replace(hole, str(number)))
+    def fill_placeholder(self, name: str, number: int) -> "Settings":
+        """The same options with a number in place of a placeholder."""
+        placeholder = "{%s}" % name
+        return replace(self, spec=self.spec.replace(placeholder, str(number)),
+                       disk_path=self.disk_path.replace(placeholder, str(number)))
 
-    def wants(self, name: str) -> bool:
-        """Whether a placeholder is in it."""
-        return any("{%s}" % name in text for text in self.place())
+    def has_placeholder(self, name: str) -> bool:
+        """Whether the options contain a placeholder."""
+        return any("{%s}" % name in text for text in self.templates())
 
 
 _NAMES = {field.name for field in fields(Settings)}
@@ -88,38 +89,43 @@ def _invalid(text: str) -> Exception:
     return make(abi.KVT_E_INVALID, text)
 
 
-def from_mapping(given: Mapping[str, Any], whence: str) -> Settings:
-    """Settings from JSON; a name that is none is refused."""
+def from_mapping(given: Mapping[str, Any], source: str) -> Settings:
+    """Reads settings from a mapping. `source` names it in errors, for example for unknown names."""
     unknown = sorted(set(given) - _NAMES)
     if unknown:
-        raise _invalid(f"{whence}: {', '.join(unknown)}: there are {', '.join(sorted(_NAMES))}")
+        raise _invalid(f"{source}: unknown options {', '.join(unknown)}: the known options are "
+                       f"{', '.join(sorted(_NAMES))}")
     for name, value in given.items():
-        usual = getattr(Settings(), name)
-        wanted = int if usual is None else type(usual)
-        kinds = (int, float) if wanted is float else (wanted,)
-        if not (isinstance(value, kinds) or value is usual) or (
-                isinstance(value, bool) and wanted is not bool):
-            raise _invalid(f"{whence}: {name}: {value!r} is no {wanted.__name__}")
+        default = getattr(Settings(), name)
+        expected = int if default is None else type(default)
+        kinds = (int, float) if expected is float else (expected,)
+        if not (isinstance(value, kinds) or value is default) or (
+                isinstance(value, bool) and expected is not bool):
+            raise _invalid(f"{source}: {name} is {value!r}, but must be of type "
+                           f"{expected.__name__}")
     settings = Settings(**given)
     if settings.level not in LEVELS:
-        raise _invalid(f"{whence}: level {settings.level!r} is none of {', '.join(LEVELS)}")
-    if not 0 <= settings.ask_s <= MOST_ASK_S:
-        raise _invalid(f"{whence}: ask_s {settings.ask_s!r} is no time from 0 to {MOST_ASK_S} s")
-    if not 1 <= settings.max_shapes <= MOST_SHAPES:
-        raise _invalid(f"{whence}: max_shapes {settings.max_shapes} is not in 1 to {MOST_SHAPES}")
+        raise _invalid(f"{source}: level {settings.level!r} is unknown: use one of "
+                       f"{', '.join(LEVELS)}")
+    if not 0 <= settings.ask_s <= MAX_ASK_S:
+        raise _invalid(f"{source}: ask_s {settings.ask_s!r} is out of range: give seconds from 0 "
+                       f"to {MAX_ASK_S}")
+    if not 1 <= settings.max_shapes <= MAX_SHAPES:
+        raise _invalid(f"{source}: max_shapes {settings.max_shapes} is out of range: give 1 to "
+                       f"{MAX_SHAPES}")
     return settings
 
 
 def configure(settings: Optional[Settings] = None, **given: Any) -> None:
-    """Says how stores are opened from now on, whatever environment and files say.
-    `configure()` forgets that."""
+    """Sets the options of the stores that are opened from now on, over environment and files.
+    `configure()` without arguments removes them."""
     global _configured
     if settings is None and given:
         settings = from_mapping(given, "configure")
     _configured = settings
 
 
-def _from_text(text: str, whence: str) -> Settings:
+def _from_text(text: str, source: str) -> Settings:
     data = text.strip()
     try:
         if not data.startswith("{"):
@@ -127,10 +133,10 @@ def _from_text(text: str, whence: str) -> Settings:
                 data = file.read()
         given = json.loads(data)
     except (OSError, ValueError) as error:
-        raise _invalid(f"{whence}: {error}") from error
+        raise _invalid(f"{source} is neither JSON nor the path of a JSON file: {error}") from error
     if not isinstance(given, dict):
-        raise _invalid(f"{whence}: not a JSON object")
-    return from_mapping(given, whence)
+        raise _invalid(f"{source} is a JSON {type(given).__name__}: give a JSON object")
+    return from_mapping(given, source)
 
 
 def _from_engine() -> Optional[Settings]:
@@ -142,14 +148,14 @@ def _from_engine() -> Optional[Settings]:
             with open(path, encoding="utf-8") as file:
                 part = json.load(file).get("kvtier")
         except (OSError, ValueError, AttributeError):
-            continue  # the engine reads the file too, and says what is wrong with it
+            continue  # the engine reads the same file, and reports what is wrong with it
         if isinstance(part, dict):
             return from_mapping(part, f"'kvtier' in {path}")
     return None
 
 
 def current() -> Settings:
-    """What is configured, without what `setup` says."""
+    """The configured settings, without the arguments of `setup`."""
     if _configured is not None:
         return _configured
     spec, config = (os.environ.get(f"KVTIER_MOONCAKE_{name}", "") for name in ("SPEC", "CONFIG"))
@@ -159,10 +165,10 @@ def current() -> Settings:
 
 
 def rank_of(settings: Settings) -> Optional[int]:
-    """Which process of several this is, if anyone says so."""
+    """The rank of this process, from the settings or the environment; None if unknown."""
     if settings.rank is not None:
         return settings.rank
-    for name in RANKS:
+    for name in RANK_VARIABLES:
         text = os.environ.get(name, "")
         if text.isdigit():
             return int(text)

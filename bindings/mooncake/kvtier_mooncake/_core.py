@@ -1,5 +1,5 @@
-"""The kvtier store behind the stores of a process: those with the same settings share it, since a
-directory is open once."""
+"""The kvtier stores of this process. Mooncake stores with equal settings share one, because a
+directory can be open only once."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ._shapes import Shapes
 
 log = logging.getLogger("kvtier.mooncake")
 
-#: How many directories `{slot}` goes through.
-SLOTS = 64
+#: Most directories that `{slot}` tries.
+MAX_SLOTS = 64
 
-#: Evictions that are read at a time.
-MOST_EVICTIONS = 4096
+#: Most evictions of a tier that are read at once.
+MAX_EVICTIONS = 4096
 
-#: How long closing may wait for what is being written.
+#: Most seconds that closing waits for running writes.
 CLOSE_S = 30.0
 
 
 class Core:
-    """A runtime, a device if there is one, and the store on them."""
+    """A kvtier store with its runtime and, if configured, its device."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -49,22 +49,22 @@ class Core:
     def _open(self) -> None:
         settings = self.settings
         self.device = _device(self.runtime, settings.device)
-        self.store, self.opened = _open(self.runtime, settings, self.device)
+        self.store, self.opened = _open_store(self.runtime, settings, self.device)
         self.on_disk = self.store.stats()["disk_limit_bytes"] > 0
         if settings.level in ("disk", "durable") and not self.on_disk:
-            raise make(abi.KVT_E_INVALID, f"level {settings.level!r}, and the store has no "
-                       "disk: say disk_path and disk_bytes, or level \"ram\"")
+            raise make(abi.KVT_E_INVALID, f"level {settings.level!r} needs a disk, which the store "
+                       "does not have: set disk_path and disk_bytes, or level \"ram\"")
         remote = self.store.remote_stats()
         if settings.level == "remote" and not remote["writes"]:
-            raise make(abi.KVT_E_INVALID, "level 'remote', and the store sends to none: say "
-                       "remote= in the spec, or level \"ram\"")
+            raise make(abi.KVT_E_INVALID, "level 'remote' needs a remote that the store writes to: "
+                       "set remote= in the spec, or level \"ram\"")
         if (self.on_disk or remote["reads"]) and not settings.model:
-            log.warning("objects on a disk or a remote outlive the process under the engine's keys "
-                        "alone, which name a model but not its weights: say \"model\", a text "
-                        "that changes with them")
+            log.warning("objects on a disk or a remote outlive the process, but the engine's keys "
+                        "name only a model, not its weights: set \"model\" to a text that changes "
+                        "with the weights")
 
     def shapes(self, tenant: str) -> Shapes:
-        """A tenant's objects."""
+        """The objects of a tenant, by shape."""
         with self._lock:
             found = self._shapes.get(tenant)
             if found is None:
@@ -75,25 +75,25 @@ class Core:
             return found
 
     def _catalogue_level(self) -> int:
-        """Who finds objects has to know their shapes."""
+        """The level of the catalogue's writes. Processes that find objects need their shapes."""
         if self.settings.level == "remote":
             return abi.KVT_LEVEL_REMOTE
         return abi.KVT_LEVEL_DURABLE if self.on_disk else abi.KVT_LEVEL_RAM
 
     def log_evictions(self) -> None:
-        """Those since the last time, each a line of the log, where that was asked for."""
+        """Logs the evictions since the last call, if `log_evictions` is set."""
         if not self.settings.log_evictions or self.store is None:
             return
         tiers = {TIER_HOST: "host", TIER_DISK: "disk"} if self.on_disk else {TIER_HOST: "host"}
         with self._lock:
             for tier, name in tiers.items():
-                for entry in self.store.evictions(tier, MOST_EVICTIONS):
+                for entry in self.store.evictions(tier, MAX_EVICTIONS):
                     if entry.number >= self._logged.get(tier, 0):
                         self._logged[tier] = entry.number + 1
                         log.info("evicted from %s: %s", name, entry)
 
     def close(self) -> None:
-        """Closes all; what was answered at its level stays."""
+        """Closes the store. Completed puts stay at their level."""
         for shapes in self._shapes.values():
             shapes.close()
         if self.store is not None:
@@ -106,33 +106,35 @@ class Core:
 def _device(runtime: kvtier.Runtime, text: str) -> Optional[kvtier.Device]:
     if not text:
         return None
-    what, colon, ordinal = text.partition(":")
+    kind, colon, ordinal = text.partition(":")
     if colon and not ordinal.isdecimal():
-        raise make(abi.KVT_E_INVALID, f"device {text!r}: a number is after the colon")
-    return kvtier.Device(runtime, what, ordinal=int(ordinal or 0))
+        raise make(abi.KVT_E_INVALID, f"device {text!r} is invalid: give a kind, such as \"cuda\", "
+                   "or a kind and a number, such as \"cuda:1\"")
+    return kvtier.Device(runtime, kind, ordinal=int(ordinal or 0))
 
 
-def _open(runtime: kvtier.Runtime, settings: Settings,
-          device: Optional[kvtier.Device]) -> Tuple[kvtier.Store, Settings]:
-    if settings.wants("rank"):
+def _open_store(runtime: kvtier.Runtime, settings: Settings,
+                device: Optional[kvtier.Device]) -> Tuple[kvtier.Store, Settings]:
+    if settings.has_placeholder("rank"):
         rank = rank_of(settings)
         if rank is None:
-            raise make(abi.KVT_E_INVALID, "{rank} in the store's place, and nobody says which "
-                       "process this is: set KVTIER_RANK in each, or say {slot}")
-        settings = settings.with_number("rank", rank)
-    if not settings.wants("slot"):
-        return _one(runtime, settings, device), settings
-    for slot in range(SLOTS):
-        chosen = settings.with_number("slot", slot)
+            raise make(abi.KVT_E_INVALID, "spec or disk_path contains {rank}, but the rank of this "
+                       "process is unknown: set KVTIER_RANK in each process, or use {slot}")
+        settings = settings.fill_placeholder("rank", rank)
+    if not settings.has_placeholder("slot"):
+        return _open_one(runtime, settings, device), settings
+    for slot in range(MAX_SLOTS):
+        chosen = settings.fill_placeholder("slot", slot)
         try:
-            return _one(runtime, chosen, device), chosen
+            return _open_one(runtime, chosen, device), chosen
         except kvtier.BusyError:
             continue
-    raise make(abi.KVT_E_BUSY, f"{SLOTS} slots, and all are open in other processes")
+    raise make(abi.KVT_E_BUSY, f"all {MAX_SLOTS} directories for {{slot}} are in use by other "
+               "processes: end some, or use another path")
 
 
-def _one(runtime: kvtier.Runtime, settings: Settings,
-         device: Optional[kvtier.Device]) -> kvtier.Store:
+def _open_one(runtime: kvtier.Runtime, settings: Settings,
+              device: Optional[kvtier.Device]) -> kvtier.Store:
     try:
         return kvtier.Store(
             runtime, settings.spec or "store", host_bytes=settings.host_bytes,
@@ -140,7 +142,7 @@ def _one(runtime: kvtier.Runtime, settings: Settings,
             policy=settings.policy, disk_policy=settings.disk_policy, write=settings.write,
             device=device)
     except kvtier.BusyError as error:
-        advice = "a process has a directory to itself: say {rank} or {slot} in its path"
+        advice = "a directory belongs to one process: use {rank} or {slot} in its path"
         raise make(error.status, f"{error.message} ({advice})") from error
 
 
@@ -148,17 +150,18 @@ _cores: List[Core] = []
 _cores_lock = threading.Lock()
 
 
-def borrow(settings: Settings, segment_bytes: int) -> Core:
-    """The process's store with these settings; `give_back` when done. Without a size of its
-    own a store has what `setup` says, and where that is nothing another's."""
+def acquire(settings: Settings, segment_bytes: int) -> Core:
+    """The process's store with these settings; each caller calls `release`. Settings without a
+    size get `segment_bytes` of host memory. If that is 0, too, an open store is shared."""
     if not (settings.spec or settings.host_bytes or settings.disk_bytes):
         settings = replace(settings, host_bytes=segment_bytes)
     with _cores_lock:
         found = next((core for core in _cores if core.settings == settings), None)
         if found is None and not (settings.spec or settings.host_bytes):
             if not _cores:
-                raise make(abi.KVT_E_INVALID, "a client without memory of its own, and no store "
-                           "in this process: set KVTIER_MOONCAKE_SPEC, or global_segment_size")
+                raise make(abi.KVT_E_INVALID, "the store has no size, and this process has no "
+                           "other store to share: set KVTIER_MOONCAKE_SPEC, or pass a "
+                           "global_segment_size above 0")
             found = _cores[0]
         if found is None:
             found = Core(settings)
@@ -167,18 +170,18 @@ def borrow(settings: Settings, segment_bytes: int) -> Core:
         return found
 
 
-def give_back(core: Core) -> None:
-    """The last to give it back closes it."""
+def release(core: Core) -> None:
+    """Gives up one use of a store; the last one closes it."""
     with _cores_lock:
         core.users -= 1
         if core.users > 0 or core not in _cores:
             return
         _cores.remove(core)
-        core.close()  # meanwhile nobody opens its directory again: it would be refused
+        core.close()  # under the lock: opening the same directory meanwhile would fail
 
 
 def _at_exit() -> None:
-    # Some engines never close theirs. What is in flight then is let finish.
+    # Some engines never close their stores. Running transfers finish here.
     with _cores_lock:
         left = list(_cores)
         _cores.clear()
@@ -186,7 +189,7 @@ def _at_exit() -> None:
         try:
             core.close()
         except kvtier.Error as error:
-            log.warning("the store at exit: %s", error)
+            log.warning("closing a store at exit failed: %s", error)
 
 
 atexit.register(_at_exit)

@@ -1,4 +1,4 @@
-"""Answers to `mooncake.store`."""
+"""Installs this package as the module `mooncake.store`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from ._config import Settings, configure
 
 
 def install(settings: Optional[Settings] = None, *, force: bool = False, **given: Any) -> None:
-    """From now on `from mooncake.store import MooncakeDistributedStore` is the one of this
-    package. With the real one imported already it is refused, but with `force`: what was
-    imported stays what it was. Other arguments are those of `configure`."""
+    """Makes `from mooncake.store import MooncakeDistributedStore` import this package's class.
+    It raises an error if the real module is imported already, unless `force` is true; names that
+    were imported before do not change. The other arguments are those of `configure`."""
     if settings is not None or given:
         configure(settings, **given)
-    there = sys.modules.get("mooncake.store")
-    if there is not None and not _ours(there) and not force:
-        raise make(abi.KVT_E_STATE, "mooncake.store is imported already: install() earlier, or "
-                                    "start with python -m kvtier_mooncake -m ...")
+    current = sys.modules.get("mooncake.store")
+    if current is not None and not _is_shim(current) and not force:
+        raise make(abi.KVT_E_STATE, "the real mooncake.store is imported already: call install() "
+                   "before that, or start the program with python -m "
+                   "kvtier_mooncake -m ...")
     import kvtier_mooncake
 
     package = sys.modules.get("mooncake") or types.ModuleType("mooncake")
@@ -39,17 +40,17 @@ def install(settings: Optional[Settings] = None, *, force: bool = False, **given
 
 
 def uninstall() -> None:
-    """Takes the module away again; what was imported from it stays."""
-    there = sys.modules.get("mooncake.store")
-    if there is None or not _ours(there):
+    """Removes the module again. Names that were imported from it do not change."""
+    current = sys.modules.get("mooncake.store")
+    if current is None or not _is_shim(current):
         return
     del sys.modules["mooncake.store"]
     package = sys.modules.get("mooncake")
-    if package is not None and getattr(package, "store", None) is there:
+    if package is not None and getattr(package, "store", None) is current:
         delattr(package, "store")
         if not package.__path__:
             del sys.modules["mooncake"]
 
 
-def _ours(module: types.ModuleType) -> bool:
+def _is_shim(module: types.ModuleType) -> bool:
     return bool(getattr(module, "__kvtier__", False))

@@ -1,4 +1,4 @@
-"""Which memory may be read and written: what was registered, and nothing else."""
+"""The registered buffers: the only memory that transfers may read and write."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 #: Kinds of memory.
 HOST, DEVICE = 0, 1
 
-#: What `_Spans` says of an address that is in none.
+#: The kind of memory that is in no registered buffer.
 NOWHERE = -1
 
 
 def mapped(address: int, size: int) -> bool:
-    """Whether the processor can read and write all of it, as the kernel's table has it.
-    Memory of a GPU is not in there, or has no rights."""
+    """Whether the process can read and write the whole range, according to /proc/self/maps.
+    Memory of a GPU is not listed there, or has no rights."""
     end, at = address + size, address
     with open("/proc/self/maps", encoding="ascii", errors="replace") as table:
         for line in table:
@@ -40,7 +40,7 @@ def mapped(address: int, size: int) -> bool:
 
 
 class _Spans:
-    """Intervals of one kind of memory that do not touch each other, in order."""
+    """Disjoint intervals of one kind of memory, in order of address."""
 
     def __init__(self, regions: List[Tuple[int, int]]) -> None:
         self.starts: List[int] = []
@@ -52,136 +52,137 @@ class _Spans:
                 self.starts.append(start)
                 self.ends.append(end)
 
-    def hold(self, low: int, high: int) -> bool:
-        """Whether one of them has all of that."""
+    def contains(self, low: int, high: int) -> bool:
+        """Whether one interval contains the range."""
         at = bisect_right(self.starts, low) - 1
         return at >= 0 and high <= self.ends[at]
 
 
 class Regions:
-    """The registered buffers of one store. Any thread may use it. What is taken out of it may be
-    freed then: moves that may have found it there are waited for."""
+    """The registered buffers of one store. Any thread may use it. A removed buffer may be freed,
+    because removing it waits for the transfers that may have found it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
-        self._moves: Set[int] = set()
+        self._transfers: Set[int] = set()
         self._begun = 0
-        self._of: Dict[int, Tuple[int, int]] = {}
+        self._buffers: Dict[int, Tuple[int, int]] = {}
         self._spans = (_Spans([]), _Spans([]))
 
     def add(self, address: int, size: int, kind: int) -> None:
-        """Registers; at an address that is there already the larger size counts."""
+        """Registers a buffer. At an address that is registered already, the larger size counts."""
         with self._lock:
-            before = self._of.get(address)
-            if before is not None and before[1] == kind:
-                size = max(size, before[0])
-            self._of[address] = (size, kind)
+            previous = self._buffers.get(address)
+            if previous is not None and previous[1] == kind:
+                size = max(size, previous[0])
+            self._buffers[address] = (size, kind)
             self._build()
 
     def remove(self, address: int) -> bool:
-        """False where none was registered there."""
+        """Removes a buffer. Returns False if none is registered at the address."""
         with self._lock:
-            if self._of.pop(address, None) is None:
+            if self._buffers.pop(address, None) is None:
                 return False
             self._build()
             self._wait()
             return True
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all buffers."""
         with self._lock:
-            self._of.clear()
+            self._buffers.clear()
             self._build()
             self._wait()
 
     def begin(self) -> int:
-        """A move looks for its buffers; `end` it when it has let go of them."""
+        """Begins a transfer, before it looks up buffers. Returns the number to pass to `end`."""
         with self._lock:
             self._begun += 1
-            self._moves.add(self._begun)
+            self._transfers.add(self._begun)
             return self._begun
 
-    def end(self, move: int) -> None:
-        """See `begin`."""
+    def end(self, transfer: int) -> None:
+        """Ends a transfer, which does not use buffers any more."""
         with self._lock:
-            self._moves.discard(move)
+            self._transfers.discard(transfer)
             self._ended.notify_all()
 
     def _wait(self) -> None:
-        before = set(self._moves)  # later ones do not find what was taken out
-        while before & self._moves:
+        before = set(self._transfers)  # later transfers cannot find a removed buffer
+        while before & self._transfers:
             self._ended.wait()
 
     def _build(self) -> None:
         self._spans = tuple(
-            _Spans([(at, at + size) for at, (size, one) in self._of.items() if one == kind])
+            _Spans([(at, at + size) for at, (size, of_kind) in self._buffers.items()
+                    if of_kind == kind])
             for kind in (HOST, DEVICE))  # type: ignore[assignment]
 
     def kind(self, address: int, size: int) -> int:
-        """HOST, DEVICE, or NOWHERE."""
+        """The kind of memory of a range: HOST, DEVICE, or NOWHERE."""
         for kind, spans in enumerate(self._spans):
-            if spans.hold(address, address + size):
+            if spans.contains(address, address + size):
                 return kind
         return NOWHERE
 
-    def columns(self, lows: List[int], ends: List[int]) -> int:
-        """The same for parts that lie between two addresses each, when all of them are in
-        buffers of one kind, and those without a gap; else NOWHERE, and each is looked at."""
+    def kind_of_columns(self, lows: List[int], ends: List[int]) -> int:
+        """The kind of memory of several ranges, if all are in contiguous buffers of one kind.
+        Otherwise NOWHERE, and the caller checks each address by itself."""
         for kind, spans in enumerate(self._spans):
-            if all(spans.hold(low, end) for low, end in zip(lows, ends)):
+            if all(spans.contains(low, end) for low, end in zip(lows, ends)):
                 return kind
         return NOWHERE
 
 
 class Fragments:
-    """Where the parts of some objects are: a table of addresses for each part, as C wants
-    them, and which objects of the call they are."""
+    """The memory of some objects of a call: a table of addresses for each part, as the C
+    interface needs it, and the indexes of the objects in the call."""
 
-    __slots__ = ("device", "refused", "tables", "which")
+    __slots__ = ("device", "indexes", "rejected", "tables")
 
-    def __init__(self, tables: "Sequence[Table]", device: bool, which: Sequence[int],
-                 refused: Sequence[int]) -> None:
+    def __init__(self, tables: "Sequence[Table]", device: bool, indexes: Sequence[int],
+                 rejected: Sequence[int]) -> None:
         self.tables, self.device = tables, device
-        self.which, self.refused = which, refused
+        self.indexes, self.rejected = indexes, rejected
 
 
-def check(regions: Regions, rows: Sequence[Sequence[int]], shape: Tuple[int, ...],
-          which: Sequence[int]) -> List[Fragments]:
-    """Objects by the kind of their memory: usually all of one. `which` are their indexes in
-    the call; what leads out of the registered buffers is refused. Rows are as long as the
-    shape."""
+def resolve(regions: Regions, rows: Sequence[Sequence[int]], shape: Tuple[int, ...],
+            indexes: Sequence[int]) -> List[Fragments]:
+    """Groups objects by the kind of their memory, usually into one group. `indexes` are the
+    objects' indexes in the call, and each row has the length of the shape. Objects outside of
+    the registered buffers are rejected."""
     try:
         flat = np.fromiter(chain.from_iterable(rows), np.uint64, len(rows) * len(shape))
-    except (OverflowError, TypeError, ValueError):  # what is no address is in no buffer
-        return _sorted_out(regions, rows, shape, which)
+    except (OverflowError, TypeError, ValueError):  # some are no addresses
+        return _check_each(regions, rows, shape, indexes)
     table = flat.reshape(len(rows), len(shape))
     lows = table.min(axis=0).tolist()
     ends = [high + size for high, size in zip(table.max(axis=0).tolist(), shape)]
-    kind = regions.columns(lows, ends)
+    kind = regions.kind_of_columns(lows, ends)
     if kind == NOWHERE:
-        return _sorted_out(regions, rows, shape, which)
-    return [Fragments(list(np.ascontiguousarray(table.T)), kind == DEVICE, which, [])]
+        return _check_each(regions, rows, shape, indexes)
+    return [Fragments(list(np.ascontiguousarray(table.T)), kind == DEVICE, indexes, [])]
 
 
-def _sorted_out(regions: Regions, rows: Sequence[Sequence[int]], shape: Tuple[int, ...],
-                which: Sequence[int]) -> List[Fragments]:
+def _check_each(regions: Regions, rows: Sequence[Sequence[int]], shape: Tuple[int, ...],
+                indexes: Sequence[int]) -> List[Fragments]:
     found: Tuple[List[int], List[int]] = ([], [])
-    refused: List[int] = []
+    rejected: List[int] = []
     for at, row in enumerate(rows):
         kind = _kind_of(regions, row, shape)
-        (found[kind] if kind is not None else refused).append(at)
+        (found[kind] if kind is not None else rejected).append(at)
     groups = []
     for kind, chosen in enumerate(found):
         if chosen:
             table = np.array([rows[at] for at in chosen], dtype=np.uint64)
             groups.append(Fragments(list(np.ascontiguousarray(table.T)), kind == DEVICE,
-                                    [which[at] for at in chosen], []))
-    return [*groups, Fragments([], False, [], [which[at] for at in refused])]
+                                    [indexes[at] for at in chosen], []))
+    return [*groups, Fragments([], False, [], [indexes[at] for at in rejected])]
 
 
 def _kind_of(regions: Regions, row: Sequence[int], shape: Tuple[int, ...]) -> Optional[int]:
-    """The kind of memory of all of an object; None where there is none, or two."""
+    """The kind of memory of an object; None if it is unregistered, or of two kinds."""
     try:
         kinds = {regions.kind(int(one), size) for one, size in zip(row, shape)}
     except (TypeError, ValueError):
@@ -190,18 +191,18 @@ def _kind_of(regions: Regions, row: Sequence[int], shape: Tuple[int, ...]) -> Op
 
 
 def bytes_at(address: int, size: int) -> memoryview:
-    """Host memory of a registered buffer."""
+    """A view of host memory in a registered buffer."""
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
 
 class MooncakeHostMemAllocator:
-    """Memory for an engine's pools: plain pages, mapped in one piece."""
+    """Allocates host memory for an engine's pools, with mmap."""
 
     def __init__(self) -> None:
         self._maps: Dict[int, mmap.mmap] = {}
 
     def alloc(self, size: int) -> int:
-        """The address of so many bytes of zeros; 0 where there is no memory."""
+        """The address of `size` zeroed bytes; 0 if there is not enough memory."""
         try:
             memory = mmap.mmap(-1, size)
         except (OSError, ValueError, OverflowError):
@@ -211,12 +212,12 @@ class MooncakeHostMemAllocator:
         return address
 
     def free(self, address: int, size: int = 0) -> int:
-        """Gives it back; nothing may use it any more."""
+        """Frees memory, which nothing may use any more: 0, or -600 for an unknown address."""
         memory = self._maps.pop(address, None)
         if memory is None:
             return -600
         try:
             memory.close()
-        except BufferError:  # a view of it is left, and it goes with that
+        except BufferError:  # a view still exists, and frees the memory when it ends
             pass
         return 0

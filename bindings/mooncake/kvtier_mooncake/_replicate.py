@@ -1,4 +1,4 @@
-"""How a put is to be replicated: taken, and of no effect in one process's store."""
+"""Mooncake's replication options, which are accepted and have no effect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import List
 
 
 class ReplicateConfig:
-    """The fields that engines set. kvtier keeps one copy, in this process's tiers."""
+    """The fields that engines set. kvtier keeps one copy of an object, in its own tiers."""
 
     def __init__(self) -> None:
         self.replica_num = 1

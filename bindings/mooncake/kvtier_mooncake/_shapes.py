@@ -1,7 +1,7 @@
-"""Objects by their shape: the sizes of the buffers that they were put from.
+"""The objects of a tenant, by shape: the sizes of the buffers that an object was put from.
 
-A `kvtier.Blocks` has blocks of one shape, and an object of Mooncake's has a name alone. So a name
-is looked for in each shape that is known: of those an engine has one or a few.
+A `kvtier.Blocks` holds blocks of one shape, but a Mooncake object has only a name. So a name is
+looked up in each known shape. An engine uses one shape or a few.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ Shape = Tuple[int, ...]
 
 log = logging.getLogger("kvtier.mooncake")
 
-#: The catalogue: blocks of so many bytes, so many of them, that say which shapes there are.
-PAGE, PAGES = 4096, 256
+#: The catalogue lists the known shapes: bytes of one of its pages, and most pages.
+PAGE, MAX_PAGES = 4096, 256
 
-#: So long a put of a new shape, or closing, waits for the catalogue at most.
-NOTE_S = 5.0
+#: Most seconds that a put of a new shape, or closing, waits for the catalogue.
+CATALOGUE_WAIT_S = 5.0
 
-#: A buffer's bytes, and buffers of an object: the library's own limits.
-MOST_BYTES, MOST_BUFFERS = 32 << 20, 4096
+#: Most bytes of a buffer, and most buffers of an object: the library's own limits.
+MAX_BUFFER_BYTES, MAX_BUFFERS = 32 << 20, 4096
 
 
 class Shapes:
-    """The kinds of objects of a tenant. Any thread may use it."""
+    """The shapes of a tenant's objects. Any thread may use it."""
 
-    def __init__(self, store: kvtier.Store, model: str, tenant: str, most: int,
+    def __init__(self, store: kvtier.Store, model: str, tenant: str, max_open: int,
                  level: int, ask_s: float = 0.0) -> None:
-        self._store, self._most, self._level, self._ask_s = store, most, level, ask_s
+        self._store, self._max_open, self._level, self._ask_s = store, max_open, level, ask_s
         weights, salt = model.encode() or None, tenant.encode() or None
         self._identity = kvtier.Identity(model=b"mooncake", weights=weights, salt=salt)
-        # Nobody waits for the store with it: other threads look up meanwhile.
+        # Never held while waiting for the store, so that other threads can look up.
         self._lock = threading.Lock()
         self._open: "OrderedDict[Shape, Blocks]" = OrderedDict()
         self._pages: Dict[Shape, int] = {}
-        #: Pages on their way to the catalogue.
-        self._notes: Dict[Shape, kvtier.Op] = {}
+        #: Running writes of catalogue pages.
+        self._page_writes: Dict[Shape, kvtier.Op] = {}
         self._catalogue = Blocks(store, kvtier.Identity(
             model=b"mooncake catalogue", weights=weights, salt=salt), [PAGE])
-        self._read()
+        self._read_catalogue()
 
     def of(self, shape: Shape) -> Blocks:
-        """The blocks of a shape, which is known from now on. At most `most` are open; of one
-        that was closed objects stay, and are found again when it is asked for."""
+        """The blocks of a shape, which becomes known. If too many are open, the least recently
+        used shape is closed. Its objects stay, and are found again once it is reopened."""
         with self._lock:
             blocks = self._open.get(shape)
             if blocks is None:
                 blocks = self._open_one(shape)
-                self._note(shape)
+                self._add_to_catalogue(shape)
             self._open.move_to_end(shape)
             return blocks
 
-    def there(self, shape: Shape) -> Optional[Blocks]:
-        """The same; None where the store has no room for one more: nothing of it is there."""
+    def try_open(self, shape: Shape) -> Optional[Blocks]:
+        """As `of`, but None if the store has no room for the shape, which then has no objects."""
         try:
             return self.of(shape)
         except kvtier.BudgetError:
@@ -71,32 +71,34 @@ class Shapes:
     def _open_one(self, shape: Shape) -> Blocks:
         try:
             blocks = Blocks(self._store, self._identity, shape)
-        except kvtier.LimitError as error:  # the shape itself was checked
-            raise make(abi.KVT_E_BUDGET, f"no more kinds of objects: {error.message}") from error
+        except kvtier.LimitError as error:  # the shape itself is valid
+            raise make(abi.KVT_E_BUDGET, "the store has no room for another object shape: "
+                       f"{error.message}") from error
         self._open[shape] = blocks
-        if len(self._open) > self._most:
-            # Calls of other threads may be about to use it: it closes when they let go of it.
+        if len(self._open) > self._max_open:
+            # It closes when its last reference goes: other threads may be about to use it.
             self._open.popitem(last=False)
         return blocks
 
     def known(self) -> List[Tuple[Shape, Blocks]]:
-        """Those that are open, the last used first."""
+        """The open shapes and their blocks, the most recently used first."""
         with self._lock:
             return list(reversed(self._open.items()))
 
-    def find(self, names: Sequence[bytes], but: Optional[Shape] = None) -> List[Optional[Shape]]:
-        """The shape that each object is there in; a remote is asked for those that are not here."""
-        known = [(shape, blocks) for shape, blocks in self.known() if shape != but]
+    def find(self, names: Sequence[bytes],
+             excluded: Optional[Shape] = None) -> List[Optional[Shape]]:
+        """The shape that each object is stored in, also at the remote; None if it is not stored."""
+        known = [(shape, blocks) for shape, blocks in self.known() if shape != excluded]
         found: List[Optional[Shape]] = [None] * len(names)
-        self._look(known, names, found)
-        if None in found and self.asks:
+        self._lookup(known, names, found)
+        if None in found and self.uses_remote:
             missing = [name for name, shape in zip(names, found) if shape is None]
-            self._ask([blocks for _, blocks in known], missing)
-            self._look(known, names, found)
+            self._lookup_at_remote([blocks for _, blocks in known], missing)
+            self._lookup(known, names, found)
         return found
 
-    def _look(self, known: Sequence[Tuple[Shape, Blocks]], names: Sequence[bytes],
-              found: List[Optional[Shape]]) -> None:
+    def _lookup(self, known: Sequence[Tuple[Shape, Blocks]], names: Sequence[bytes],
+                found: List[Optional[Shape]]) -> None:
         left = [at for at, shape in enumerate(found) if shape is None]
         for shape, blocks in known:
             if not left:
@@ -108,125 +110,125 @@ class Shapes:
             left = [at for at in left if found[at] is None]
 
     @property
-    def asks(self) -> bool:
-        """Whether a remote is asked for what is not here."""
+    def uses_remote(self) -> bool:
+        """Whether objects that local tiers lack are looked up at a remote."""
         return bool(self._ask_s) and self._catalogue.has_remote
 
-    def _ask(self, shapes: Sequence[Blocks], names: Sequence[bytes]) -> None:
-        """Asks for names in all shapes at once, which takes no longer than for one of them."""
+    def _lookup_at_remote(self, shapes: Sequence[Blocks], names: Sequence[bytes]) -> None:
+        """Looks up names at the remote in all shapes at once, as fast as in one shape."""
         ready = kvtier.Names(names)
         with contextlib.ExitStack() as stack:
             ops = []
             for blocks in shapes:
-                # What it does not say in time, or refuses to be asked, is not there.
+                # A lookup that fails, or has no answer in time, is a miss.
                 with contextlib.suppress(kvtier.Error):
                     ops.append(stack.enter_context(blocks.locate(ready, timeout=self._ask_s)))
             for op in ops:
                 op.wait()
 
-    def came(self, shape: Shape, names: Sequence[bytes]) -> List[int]:
-        """Which of some objects that were not here are at the remote, in a shape."""
-        blocks = self.there(shape) if self.asks else None
+    def find_at_remote(self, shape: Shape, names: Sequence[bytes]) -> List[int]:
+        """The positions of the objects that the remote has in a shape."""
+        blocks = self.try_open(shape) if self.uses_remote else None
         if blocks is None:
             return []
         return [at for at, state in enumerate(blocks.exists(names, self._ask_s)) if state]
 
     def states(self, names: Sequence[bytes]) -> List[int]:
-        """1 for each that is there, 0 for the others."""
+        """1 for each object that is stored, 0 for the others."""
         known = self.known()
         if len(known) == 1:  # the usual case costs one native call and one pass
             states = known[0][1].exists(names)
-            if 0 in states and self.asks:
+            if 0 in states and self.uses_remote:
                 states = known[0][1].exists(names, self._ask_s)
             return [1 if state else 0 for state in states]
         return [0 if shape is None else 1 for shape in self.find(names)]
 
     def drop(self, name: bytes) -> Tuple[int, int]:
-        """Takes all copies of an object away; how many went, and how many could not. Shapes that
-        are not open are looked into, too: a copy there would come back."""
+        """Removes all copies of an object, and returns the numbers of removed copies and of copies
+        in use. It also looks into shapes that are not open, where a copy would reappear later."""
         with self._lock:
             shapes, opened = list(self._pages), dict(self._open)
-        gone = held = 0
+        removed = blocked = 0
         for shape in shapes:
-            blocks = opened.get(shape) or self.there(shape)
+            blocks = opened.get(shape) or self.try_open(shape)
             if blocks is None:
-                held += self._catalogue.has_remote  # which may have a copy
+                blocked += self._catalogue.has_remote  # the remote may have a copy
                 continue
             report = blocks.drop([name])
-            gone += report.removed_chunks
-            held += report.referenced_chunks + report.transferring_chunks
-        return gone, held
+            removed += report.removed_chunks
+            blocked += report.referenced_chunks + report.transferring_chunks
+        return removed, blocked
 
     def clear(self) -> int:
-        """Takes all objects of all shapes away, and says how many."""
+        """Removes all objects of all shapes, and returns their number."""
         with self._lock:
             shapes = list(self._pages)
         count = 0
         for shape in shapes:
-            blocks = self.there(shape)
+            blocks = self.try_open(shape)
             count += 0 if blocks is None else blocks.clear().removed_chunks
         return count
 
     def close(self) -> None:
-        """Closes them; objects stay. The catalogue is put again, should it have left."""
+        """Closes all shapes. Objects stay. It writes the catalogue again, in case of evictions."""
         with self._lock:
             shapes, self._pages = dict(self._pages), {}
-            self._notes.clear()
+            self._page_writes.clear()
             self._open.clear()
-        op = self._put(shapes)
+        op = self._write_pages(shapes)
         if op is not None:
-            _wait(op)
+            _wait_for_write(op)
         self._catalogue.close()
 
-    def _read(self) -> None:
-        """Which shapes there are of earlier processes, and of others that share a remote."""
-        names = [_page_name(page) for page in range(PAGES)]
+    def _read_catalogue(self) -> None:
+        """Reads the shapes of earlier processes, and of processes that share the remote."""
+        names = [_page_name(page) for page in range(MAX_PAGES)]
         states = self._catalogue.exists(names, self._ask_s)
-        there = [at for at, state in enumerate(states) if state]
-        if not there:
+        present = [at for at, state in enumerate(states) if state]
+        if not present:
             return
-        memory = bytearray(PAGE * len(there))
-        with self._catalogue.get([names[at] for at in there], Pool(memory, PAGE).at(
-                range(len(there))), timeout=NOTE_S) as op:
+        memory = bytearray(PAGE * len(present))
+        with self._catalogue.get([names[at] for at in present], Pool(memory, PAGE).at(
+                range(len(present))), timeout=CATALOGUE_WAIT_S) as op:
             op.wait()
             failed = set(op.failed())
-        for at, page in enumerate(there):
+        for at, page in enumerate(present):
             text = bytes(memory[at * PAGE:(at + 1) * PAGE]).rstrip(b"\0")
-            shape = _parsed(text) if at not in failed else None
+            shape = _parse(text) if at not in failed else None
             if shape is None:
                 continue
             self._pages[shape] = page
-            if len(self._open) < self._most:
-                with contextlib.suppress(kvtier.BudgetError):  # it is opened when it is asked for
+            if len(self._open) < self._max_open:
+                with contextlib.suppress(kvtier.BudgetError):  # opened on first use
                     self._open_one(shape)
 
-    def _note(self, shape: Shape) -> None:
+    def _add_to_catalogue(self, shape: Shape) -> None:
         if shape in self._pages:
             return
         taken = set(self._pages.values())
-        page = next((one for one in range(PAGES) if one not in taken), None)
-        self._pages[shape] = PAGES if page is None else page
-        op = self._put({shape: self._pages[shape]})
+        page = next((one for one in range(MAX_PAGES) if one not in taken), None)
+        self._pages[shape] = MAX_PAGES if page is None else page
+        op = self._write_pages({shape: self._pages[shape]})
         if op is not None:
-            self._notes[shape] = op
+            self._page_writes[shape] = op
 
-    def noted(self, shape: Shape) -> None:
-        """Waits until the catalogue has the shape: before a put of it is answered, since other
-        processes find by that what was put. Not longer than `NOTE_S`: it is written then all the
-        same, once that goes."""
+    def wait_for_catalogue(self, shape: Shape) -> None:
+        """Waits at most `CATALOGUE_WAIT_S` until the catalogue lists a shape, before a put of it
+        returns: other processes need the entry to find the object. A slow write continues."""
         with self._lock:
-            op = self._notes.get(shape)
+            op = self._page_writes.get(shape)
         if op is None:
             return
-        _wait(op)
+        _wait_for_write(op)
         with self._lock:
-            self._notes.pop(shape, None)
+            self._page_writes.pop(shape, None)
 
-    def _put(self, shapes: Dict[Shape, int]) -> Optional[kvtier.Op]:
-        """Begins to write their pages."""
-        texts = {page: json.dumps(_runs(shape)).encode() for shape, page in shapes.items()}
-        # A next process finds objects of others once it has put or asked for one.
-        texts = {page: text for page, text in texts.items() if page < PAGES and len(text) <= PAGE}
+    def _write_pages(self, shapes: Dict[Shape, int]) -> Optional[kvtier.Op]:
+        """Starts to write the catalogue pages of some shapes."""
+        texts = {page: json.dumps(_run_lengths(shape)).encode() for shape, page in shapes.items()}
+        # Shapes without a page: a later process finds their objects once it uses the shape itself.
+        texts = {page: text for page, text in texts.items()
+                 if page < MAX_PAGES and len(text) <= PAGE}
         if not texts:
             return None
         memory = b"".join(text.ljust(PAGE, b"\0") for text in texts.values())
@@ -235,23 +237,27 @@ class Shapes:
                 [_page_name(page) for page in texts],
                 Pool(memory, PAGE, writable=False).at(range(len(texts))), level=self._level)
         except kvtier.Error as error:
-            log.warning("the catalogue of shapes could not be written: %s", error)
+            log.warning("the catalogue of object shapes could not be written, so other processes "
+                        "may not find new shapes: %s", error)
             return None
 
 
-def _wait(op: kvtier.Op) -> None:
-    """For pages on their way. Several threads may; an op that is dropped goes on."""
-    error: Optional[object] = op.error() if op.wait(NOTE_S) else f"not within {NOTE_S:g} s"
+def _wait_for_write(op: kvtier.Op) -> None:
+    """Waits for a catalogue write. Several threads may wait; a dropped op continues."""
+    error: Optional[object] = f"it took longer than {CATALOGUE_WAIT_S:g} s"
+    if op.wait(CATALOGUE_WAIT_S):
+        error = op.error()
     if error is not None:
-        log.warning("the catalogue of shapes could not be written: %s", error)
+        log.warning("the catalogue of object shapes could not be written, so other processes may "
+                    "not find new shapes: %s", error)
 
 
 def _page_name(page: int) -> bytes:
     return b"shape %d" % page
 
 
-def _runs(shape: Iterable[int]) -> List[List[int]]:
-    """Sizes and how many of each follow each other."""
+def _run_lengths(shape: Iterable[int]) -> List[List[int]]:
+    """The run-length encoding of a shape: pairs of a size and its number of repetitions."""
     runs: List[List[int]] = []
     for size in shape:
         if runs and runs[-1][0] == size:
@@ -261,7 +267,7 @@ def _runs(shape: Iterable[int]) -> List[List[int]]:
     return runs
 
 
-def _parsed(text: bytes) -> Optional[Shape]:
+def _parse(text: bytes) -> Optional[Shape]:
     try:
         runs: Any = json.loads(text)
         shape = tuple(int(size) for size, count in runs for _ in range(int(count)))
@@ -271,12 +277,13 @@ def _parsed(text: bytes) -> Optional[Shape]:
 
 
 def check_shape(sizes: Sequence[int]) -> Shape:
-    """A shape from the sizes of an object's buffers."""
+    """Validates the sizes of an object's buffers, and returns them as a shape."""
     try:
         shape = tuple(map(operator.index, sizes))
     except TypeError:
         shape = ()
-    if not 0 < len(shape) <= MOST_BUFFERS or min(shape) <= 0 or max(shape) > MOST_BYTES:
-        raise make(abi.KVT_E_INVALID, f"an object of buffers of {list(sizes)[:8]} bytes: up to "
-                   f"{MOST_BUFFERS} can be, of 1 to {MOST_BYTES} bytes")
+    if not 0 < len(shape) <= MAX_BUFFERS or min(shape) <= 0 or max(shape) > MAX_BUFFER_BYTES:
+        raise make(abi.KVT_E_INVALID, f"an object cannot have {len(sizes)} buffers of "
+                   f"{list(sizes)[:8]} bytes: it needs 1 to {MAX_BUFFERS} buffers of 1 to "
+                   f"{MAX_BUFFER_BYTES} bytes each")
     return shape

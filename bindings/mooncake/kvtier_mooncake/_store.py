@@ -1,4 +1,4 @@
-"""`MooncakeDistributedStore`: the methods that engines call, on raw addresses and sizes."""
+"""`MooncakeDistributedStore`: Mooncake's methods on raw addresses and sizes, over kvtier."""
 
 from __future__ import annotations
 
@@ -13,62 +13,62 @@ from kvtier import TIER_DISK, TIER_HOST, Pool
 from . import _codes as codes
 from . import _memory as memory
 from ._config import LEVELS, Settings, current
-from ._core import Core, borrow, give_back
-from ._moves import Mover, fetched
+from ._core import Core, acquire, release
 from ._shapes import Shapes, check_shape
+from ._transfers import Transfer, fetch
 
 log = logging.getLogger("kvtier.mooncake")
 
-#: What `setup` takes and has no use for.
+#: Arguments of `setup` that have no effect.
 IGNORED = ("metadata_server", "local_buffer_size", "protocol", "device_name",
            "master_server_address", "engine")
 
 
 class BufferHandle:
-    """An object's bytes, as a buffer."""
+    """A buffer with an object's bytes."""
 
     def __init__(self, data: bytearray) -> None:
         self._data = data
 
     def ptr(self) -> int:
-        """Where they are."""
+        """The address of the bytes."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._data))
 
     def size(self) -> int:
-        """How many."""
+        """The number of bytes."""
         return len(self._data)
 
     def __len__(self) -> int:
         return len(self._data)
 
     def view(self) -> memoryview:
-        """The bytes themselves."""
+        """A view of the bytes."""
         return memoryview(self._data)
 
 
 class ReplicaDescriptor:
-    """Where an object is: what `batch_get_replica_desc` says of it."""
+    """The tiers of an object, as `batch_get_replica_desc` returns them."""
 
     def __init__(self, tiers: int) -> None:
         self._tiers = tiers
 
     def is_memory_replica(self) -> bool:
-        """All of it is in memory."""
+        """Whether the whole object is in host memory."""
         return bool(self._tiers & 1 << TIER_HOST)
 
     def is_disk_replica(self) -> bool:
-        """No: a disk that several share."""
+        """False: there is no disk that several processes share."""
         return False
 
     def is_local_disk_replica(self) -> bool:
-        """All of it is on this process's disk."""
+        """Whether the whole object is on this process's disk."""
         return bool(self._tiers & 1 << TIER_DISK)
 
 
 class MooncakeDistributedStore:
-    """A store in this process, of one tenant. Any thread may use it; calls wait for the move and
-    let other threads run. Nothing is raised but for arguments that are no arguments (`TypeError`):
-    what fails is a code, and a line of the log `kvtier.mooncake`."""
+    """A store of one tenant in this process. Any thread may use it; calls block until their
+    transfer has ended, and let other threads run. A failure returns a code, and logs a line to
+    `kvtier.mooncake`. Only arguments of a wrong type raise an exception (`TypeError`)."""
 
     def __init__(self) -> None:
         self._core: Optional[Core] = None
@@ -83,15 +83,15 @@ class MooncakeDistributedStore:
               protocol: str = "tcp", device_name: str = "", master_server_address: str = "",
               engine: Any = None, *, enable_ssd_offload: bool = False,
               ssd_offload_path: Optional[str] = None, tenant_id: str = "") -> int:
-        """Opens the store: as the settings say, else with `global_segment_size` bytes of memory.
-        A mapping of the same names is taken, too."""
+        """Opens the store with the configured settings, else with `global_segment_size` bytes of
+        host memory. The arguments may be one mapping. Returns 0 or a code."""
         if isinstance(local_hostname, Mapping):
             return self._setup_mapping(local_hostname)
         given = {"metadata_server": metadata_server, "local_buffer_size": local_buffer_size,
                  "protocol": protocol, "device_name": device_name,
                  "master_server_address": master_server_address, "engine": engine}
         if self._core is not None:
-            log.error("setup: it is set up already")
+            log.error("setup: the store is set up already: close it first")
             return codes.INVALID_PARAMS
         self._hostname = local_hostname
         self._tenant = "" if tenant_id in ("", "default", None) else str(tenant_id)
@@ -102,15 +102,15 @@ class MooncakeDistributedStore:
         names = ("metadata_server", "global_segment_size", "local_buffer_size", "protocol",
                  "device_name", "master_server_address", "ssd_offload_path", "tenant_id")
         known = {name: given[name] for name in names if given.get(name) not in (None, "")}
-        more = sorted(set(given) - {*names, "local_hostname", "enable_ssd_offload"})
-        if more:
-            log.info("setup: %s mean nothing here", ", ".join(more))
+        unknown = sorted(set(given) - {*names, "local_hostname", "enable_ssd_offload"})
+        if unknown:
+            log.info("setup: these keys have no effect: %s", ", ".join(unknown))
         offload = str(given.get("enable_ssd_offload", "")).lower() in ("1", "true", "yes", "on")
         return self.setup(str(given.get("local_hostname", "")), enable_ssd_offload=offload, **known)
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int,
                     server_address: str) -> int:
-        """A client of a store in another process: there is none here, so it is one of its own."""
+        """Sets up a store of its own: kvtier has no clients of stores in other processes."""
         return self.setup("localhost", global_segment_size=int(mem_pool_size),
                           local_buffer_size=local_buffer_size,
                           master_server_address=server_address)
@@ -120,82 +120,83 @@ class MooncakeDistributedStore:
         settings = current()
         if offload and path and not (settings.spec or settings.disk_path):
             if not settings.disk_bytes:
-                log.error("setup: ssd_offload_path without a size: set disk_bytes in "
-                          "KVTIER_MOONCAKE_CONFIG")
+                log.error("setup: ssd_offload_path=%r needs a size: set disk_bytes in "
+                          "KVTIER_MOONCAKE_CONFIG", path)
                 return codes.INVALID_PARAMS
             settings = _with_disk(settings, path, segment_bytes)
-        core = borrow(settings, segment_bytes)
-        try:  # the catalogue is read now, not in the first lookup
+        core = acquire(settings, segment_bytes)
+        try:  # read the catalogue now, not in the first lookup
             core.shapes(self._tenant)
         except BaseException:
-            give_back(core)
+            release(core)
             raise
         self._core = core
         ignored = [f"{name}={given[name]!r}" for name in IGNORED if given[name] not in ("", None)]
-        log.info("kvtier's store answers for Mooncake's (%s); not used: %s",
+        log.info("kvtier replaces Mooncake's store (%s); arguments without effect: %s",
                  core.opened, ", ".join(ignored) or "nothing")
         return codes.OK
 
     def close(self) -> int:
-        """Lets it go: the last of the process that has these settings closes the store."""
+        """Closes this store. The last one of the process with equal settings closes kvtier's."""
         core, self._core = self._core, None
         self._regions.clear()
-        return codes.OK if core is None else self._guard("close", lambda: _gone(core))
+        return codes.OK if core is None else self._guard("close", lambda: _release(core))
 
     def get_hostname(self) -> str:
-        """What `setup` was told."""
+        """The host name that `setup` got."""
         return self._hostname
 
     # Buffers.
 
     def register_buffer(self, buffer_ptr: int, size: int, location: str = "") -> int:
-        """Memory that may be named from now on. What the processor cannot reach is taken for
-        the device's, which must have been configured."""
+        """Registers memory for transfers. Memory that is not mapped in this process counts as
+        device memory, and needs the option `device`."""
         if size <= 0 or buffer_ptr <= 0:
-            log.error("register_buffer: %d bytes at %#x", size, buffer_ptr)
+            log.error("register_buffer: %d bytes at %#x are no buffer: both must be above 0", size,
+                      buffer_ptr)
             return codes.INVALID_PARAMS
         on_device = location.startswith(("cuda", "device"))
         if not on_device and memory.mapped(buffer_ptr, size):
             self._regions.add(buffer_ptr, size, memory.HOST)
             return codes.OK
         if self._core is None or self._core.device is None:
-            log.error("register_buffer: %d bytes at %#x are no memory that the processor reaches; "
-                      "for a GPU's set \"device\": \"cuda\" in KVTIER_MOONCAKE_CONFIG",
+            log.error("register_buffer: %d bytes at %#x are not in host memory of this process: "
+                      "for GPU memory set \"device\": \"cuda\" in KVTIER_MOONCAKE_CONFIG",
                       size, buffer_ptr)
             return codes.INVALID_PARAMS
         self._regions.add(buffer_ptr, size, memory.DEVICE)
         return codes.OK
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        """From now on it may not be named. Moves that may use it have ended when this returns."""
+        """Unregisters a buffer, and waits for transfers that may use it."""
         if self._regions.remove(buffer_ptr):
             return codes.OK
-        log.error("unregister_buffer: nothing was registered at %#x", buffer_ptr)
+        log.error("unregister_buffer: no buffer is registered at %#x", buffer_ptr)
         return codes.INVALID_PARAMS
 
-    # What is there.
+    # Lookups.
 
     def is_exist(self, key: str) -> int:
-        """1, 0, or a code."""
+        """1 if the object is stored, 0 if not, or a code."""
         return self.batch_is_exist([key])[0]
 
     def batch_is_exist(self, keys: Sequence[str]) -> List[int]:
-        """1, 0, or a code, for each."""
-        return self._each("batch_is_exist", keys, lambda shapes: shapes.states(_names(keys)))
+        """For each object: 1 if it is stored, 0 if not, or a code."""
+        return self._call("batch_is_exist", keys, lambda shapes: shapes.states(_names(keys)))
 
     def get_size(self, key: str) -> int:
-        """How many bytes an object has."""
-        def ask(shapes: Shapes) -> List[int]:
+        """The number of bytes of an object, or a code."""
+        def lookup(shapes: Shapes) -> List[int]:
             shape = shapes.find(_names([key]))[0]
             return [codes.OBJECT_NOT_FOUND if shape is None else sum(shape)]
 
-        return self._each("get_size", [key], ask)[0]
+        return self._call("get_size", [key], lookup)[0]
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> Dict[str, List[ReplicaDescriptor]]:
-        """In which tiers objects are."""
+        """The tiers of each stored object."""
         found: Dict[str, List[ReplicaDescriptor]] = {}
 
-        def ask(shapes: Shapes) -> List[int]:
+        def lookup(shapes: Shapes) -> List[int]:
             names = _names(keys)
             for _, blocks in shapes.known():
                 for key, tiers in zip(keys, blocks.exists(names)):
@@ -203,70 +204,73 @@ class MooncakeDistributedStore:
                         found[key] = [ReplicaDescriptor(tiers)]
             return []
 
-        self._each("batch_get_replica_desc", keys, ask)
+        self._call("batch_get_replica_desc", keys, lookup)
         return found
 
-    # Moves from and to registered buffers.
+    # Transfers from and to registered buffers.
 
     def batch_put_from_multi_buffers(
             self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]],
             all_sizes: Sequence[Sequence[int]], config: Any = None) -> List[int]:
-        """Stores objects, each from some buffers: 0, or a code, for each. One that is there
-        already from buffers of these sizes stays, and that is 0."""
-        return self._move("batch_put_from_multi_buffers", keys, all_buffer_ptrs, all_sizes, True)
+        """Stores objects, each from several buffers: 0 or a code for each. An object that is
+        already stored in the same shape stays, and counts as 0."""
+        return self._transfer("batch_put_from_multi_buffers", keys, all_buffer_ptrs, all_sizes,
+                              True)
 
     def batch_get_into_multi_buffers(
             self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]],
             all_sizes: Sequence[Sequence[int]],
             prefer_alloc_in_same_node: bool = False) -> List[int]:
-        """Loads objects: how many bytes came, or a code, for each."""
-        return self._move("batch_get_into_multi_buffers", keys, all_buffer_ptrs, all_sizes, False)
+        """Loads objects, each into several buffers: the bytes loaded, or a code, for each."""
+        return self._transfer("batch_get_into_multi_buffers", keys, all_buffer_ptrs, all_sizes,
+                              False)
 
     def batch_put_from(self, keys: Sequence[str], buffer_ptrs: Sequence[int],
                        sizes: Sequence[int], config: Any = None) -> List[int]:
-        """The same from a buffer each."""
-        return self._move("batch_put_from", keys, [(one,) for one in buffer_ptrs],
-                          [(one,) for one in sizes], True)
+        """Stores objects, each from one buffer: 0 or a code for each."""
+        return self._transfer("batch_put_from", keys, [(one,) for one in buffer_ptrs],
+                              [(one,) for one in sizes], True)
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int],
                        sizes: Sequence[int]) -> List[int]:
-        """The same into a buffer each."""
-        return self._move("batch_get_into", keys, [(one,) for one in buffer_ptrs],
-                          [(one,) for one in sizes], False)
+        """Loads objects, each into one buffer: the bytes loaded, or a code, for each."""
+        return self._transfer("batch_get_into", keys, [(one,) for one in buffer_ptrs],
+                              [(one,) for one in sizes], False)
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: Any = None) -> int:
-        """One of them."""
+        """Stores one object from one buffer: 0 or a code."""
         return self.batch_put_from([key], [buffer_ptr], [size], config)[0]
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        """One of them."""
+        """Loads one object into one buffer: the bytes loaded, or a code."""
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
-    def _move(self, what: str, keys: Sequence[str], rows: Sequence[Sequence[int]],
-              sizes: Sequence[Sequence[int]], put: bool) -> List[int]:
+    def _transfer(self, method: str, keys: Sequence[str], rows: Sequence[Sequence[int]],
+                  sizes: Sequence[Sequence[int]], put: bool) -> List[int]:
         if not len(keys) == len(rows) == len(sizes):
-            log.error("%s: %d keys, %d buffers, %d sizes", what, len(keys), len(rows), len(sizes))
+            log.error("%s: got %d keys, %d buffers and %d sizes; the numbers must be equal", method,
+                      len(keys), len(rows), len(sizes))
             return [codes.INVALID_PARAMS] * len(keys)
         core = self._core
-        move = self._regions.begin()
+        transfer = self._regions.begin()
         try:
-            return self._each(what, keys, lambda shapes: Mover(
-                what, shapes, self._regions, 0 if core is None else LEVELS[core.settings.level],
+            return self._call(method, keys, lambda shapes: Transfer(
+                method, shapes, self._regions, 0 if core is None else LEVELS[core.settings.level],
                 put).run(_names(keys), rows, sizes))
         finally:
-            self._regions.end(move)
+            self._regions.end(transfer)
 
     # Values.
 
     def put(self, key: str, value: Any, config: Any = None) -> int:
-        """Stores bytes."""
+        """Stores bytes as an object: 0 or a code."""
         return self.put_parts(key, value, config=config)
 
     def put_parts(self, key: str, *parts: Any, config: Any = None) -> int:
-        """Stores the bytes of some buffers as one object."""
+        """Stores the bytes of several buffers as one object: 0 or a code."""
         data = bytearray(b"".join(memoryview(part).cast("B") for part in parts))
         if not data:
-            log.error("put: %s without bytes", key)
+            log.error("put: the value of %s is empty; it needs at least 1 byte", key)
             return codes.INVALID_PARAMS
         level = LEVELS[self._core.settings.level] if self._core is not None else 0
 
@@ -277,23 +281,23 @@ class MooncakeDistributedStore:
             with shapes.of(shape).put(_names([key]), Pool(data, len(data)).at([0]),
                                       level=level) as op:
                 op.result()
-            shapes.noted(shape)
+            shapes.wait_for_catalogue(shape)
             return [codes.OK]
 
-        return self._each("put", [key], store)[0]
+        return self._call("put", [key], store)[0]
 
     def get(self, key: str) -> bytes:
-        """An object's bytes; none where it is not there."""
+        """An object's bytes; empty if it is not stored."""
         found = self._buffers([key])[0]
         return b"" if found is None else bytes(found)
 
     def get_buffer(self, key: str) -> Optional[BufferHandle]:
-        """The same as a buffer, or None."""
+        """An object's bytes as a buffer; None if it is not stored."""
         found = self._buffers([key])[0]
         return None if found is None else BufferHandle(found)
 
     def batch_get_buffer(self, keys: Sequence[str]) -> List[Optional[bytearray]]:
-        """The same for some."""
+        """The bytes of several objects; None for each that is not stored."""
         return self._buffers(keys)
 
     def _buffers(self, keys: Sequence[str]) -> List[Optional[bytearray]]:
@@ -303,38 +307,38 @@ class MooncakeDistributedStore:
             names = _names(keys)
             for at, shape in enumerate(shapes.find(names)):
                 if shape is not None:
-                    found[at] = fetched(shapes, shape, names[at])
+                    found[at] = fetch(shapes, shape, names[at])
             return []
 
-        self._each("get", keys, load)
+        self._call("get", keys, load)
         return found
 
-    # Taking away.
+    # Removal.
 
     def remove(self, key: str, force: bool = False) -> int:
-        """Takes an object away, in all shapes that it was put in."""
+        """Removes an object, in all shapes that it was put in: 0 or a code."""
         def drop(shapes: Shapes) -> List[int]:
             names = _names([key])
-            found = shapes.find(names)[0]  # at a remote, too
-            gone, held = shapes.drop(names[0])
-            if not (found or gone or held):
+            found = shapes.find(names)[0]  # also at the remote
+            removed, blocked = shapes.drop(names[0])
+            if not (found or removed or blocked):
                 return [codes.OBJECT_NOT_FOUND]
-            return [codes.OK if gone and not held else codes.UNAVAILABLE_IN_CURRENT_STATUS]
+            return [codes.OK if removed and not blocked else codes.UNAVAILABLE_IN_CURRENT_STATUS]
 
-        return self._each("remove", [key], drop)[0]
+        return self._call("remove", [key], drop)[0]
 
     def remove_all(self, force: bool = False) -> int:
-        """Takes all objects of the tenant away, and says how many there were."""
-        return self._each("remove_all", [""], lambda shapes: [shapes.clear()])[0]
+        """Removes all objects of the tenant, and returns their number."""
+        return self._call("remove_all", [""], lambda shapes: [shapes.clear()])[0]
 
-    # How calls fail.
+    # Failures.
 
-    def _each(self, what: str, keys: Sequence[str],
+    def _call(self, method: str, keys: Sequence[str],
               call: Callable[[Shapes], List[int]]) -> List[int]:
-        """A call for some keys; where it fails as a whole, each has its code."""
+        """Runs a method for some keys. If it fails as a whole, each key gets the code."""
         core = self._core
         if core is None:
-            log.error("%s: the store is not set up", what)
+            log.error("%s: the store is not set up, or closed: call setup first", method)
             return [codes.UNAVAILABLE_IN_CURRENT_STATUS] * len(keys)
         if not keys:
             return []
@@ -343,26 +347,26 @@ class MooncakeDistributedStore:
             core.log_evictions()
             return answers
         except kvtier.Error as error:
-            log.error("%s: %s", what, error)
+            log.error("%s: %s", method, error)
             return [codes.of_error(error)] * len(keys)
 
-    def _guard(self, what: str, call: Callable[[], int]) -> int:
+    def _guard(self, method: str, call: Callable[[], int]) -> int:
         try:
             return call()
         except kvtier.Error as error:
-            log.error("%s: %s", what, error)
+            log.error("%s: %s", method, error)
             return codes.of_error(error)
 
-    # What kvtier has beside Mooncake's methods.
+    # Beyond Mooncake's methods.
 
     @property
     def kvtier_store(self) -> Optional[kvtier.Store]:
-        """The store itself: `stats`, `tenants`, `set_policy`, `evictions`, `metrics`."""
+        """The kvtier store, for `stats`, `tenants`, `set_policy`, `evictions` and `metrics`."""
         return None if self._core is None else self._core.store
 
 
-def _gone(core: Core) -> int:
-    give_back(core)
+def _release(core: Core) -> int:
+    release(core)
     return codes.OK
 
 

@@ -1,4 +1,4 @@
-"""Finds the packages beside it; each test begins and ends without a store."""
+"""Puts the packages on the path, and checks that each test closes its stores."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from kvtier import _callbacks, _reaper  # noqa: E402
 from kvtier_mooncake import _core  # noqa: E402
 from registered import HOST  # noqa: E402
 
-# Those have the real engines, and are run by their folder's name, an engine at a time.
-asked = [Path(argument.partition("::")[0]).resolve() for argument in sys.argv]
-if not any(HERE / "engine" in (path, *path.parents) for path in asked):
+# The tests in `engine` need the real engines, and run only if named, one engine at a time.
+paths = [Path(argument.partition("::")[0]).resolve() for argument in sys.argv]
+if not any(HERE / "engine" in (path, *path.parents) for path in paths):
     collect_ignore = ["engine"]
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_handles_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clears the configuration, and fails a test that leaves handles of the library open."""
     for name in list(os.environ):
         if name.startswith(("KVTIER_MOONCAKE", "MOONCAKE", "KVTIER_RANK", "RANK", "LOCAL_RANK")):
             monkeypatch.delenv(name)
@@ -48,7 +49,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Any]]:
-    """Stores that were set up; closed in the end."""
+    """Makes stores that are set up, and closes them after the test."""
     made: List[Any] = []
 
     def make(**given: Any) -> Any:

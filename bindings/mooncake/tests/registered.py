@@ -1,4 +1,4 @@
-"""Registered memory that tests put from and get into."""
+"""Registered memory for the tests' puts and gets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOST = "store(host=64MiB)"
 
 
 class Memory:
-    """A registered array of blocks of some rows."""
+    """Registered arrays, one per row, with some blocks each."""
 
     def __init__(self, store: Any, blocks: int = 16, sizes: Any = (4096, 4096)) -> None:
         self.sizes = list(sizes)
@@ -28,6 +28,6 @@ class Memory:
     def bytes(self, block: int) -> bytes:
         return b"".join(row[block].tobytes() for row in self.rows)
 
-    def spoil(self) -> None:
+    def overwrite(self) -> None:
         for row in self.rows:
             row[:] = 0xEE

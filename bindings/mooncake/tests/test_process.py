@@ -1,4 +1,4 @@
-"""Activation, several processes, and how processes end."""
+"""Installation, several processes, and the end of processes."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def run(text: str, *, shim: bool = True, **env: str) -> "subprocess.CompletedPro
         env={**os.environ, "PYTHONPATH": paths if shim else PATHS, **env})
 
 
-def test_install_and_uninstall() -> None:
+def test_install_replaces_the_module_and_uninstall_removes_it() -> None:
     kvtier_mooncake.install(spec="store(host=64MiB)")
     module: Any = importlib.import_module("mooncake.store")
     assert module.MooncakeDistributedStore is kvtier_mooncake.MooncakeDistributedStore
-    kvtier_mooncake.install()  # again: nothing new
+    kvtier_mooncake.install()  # installing twice is allowed
     kvtier_mooncake.uninstall()
     assert "mooncake.store" not in sys.modules
 
 
-def test_the_real_one_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_is_rejected_after_the_real_import(monkeypatch: pytest.MonkeyPatch) -> None:
     import types
 
     monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
@@ -58,12 +58,12 @@ def test_the_real_one_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(sys.modules["mooncake.store"], "ReplicateConfig")
 
 
-def test_the_folder_for_pythonpath() -> None:
+def test_the_shim_folder_works_on_pythonpath() -> None:
     done = run(PRELUDE + "print(code, store.put('k', b'v'), store.get('k'))")
     assert done.stdout.split() == ["0", "0", "b'v'"], done.stderr
 
 
-def test_python_m(tmp_path: Path) -> None:
+def test_python_m_runs_programs_and_their_children(tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text(textwrap.dedent("""
         import subprocess, sys
@@ -92,7 +92,7 @@ def disk(path: Path, name: str = "d") -> Dict[str, str]:
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "store.close()", "pass"])
-def test_what_was_answered_durable_is_there_again(end: str, tmp_path: Path) -> None:
+def test_durable_objects_survive_the_process(end: str, tmp_path: Path) -> None:
     first = run(PRELUDE + f"print(store.batch_put_from_multi_buffers(keys, at, sizes))\n"
                           f"store.put('v', b'value')\nsys.stdout.flush()\n{end}", **disk(tmp_path))
     assert first.returncode == (-signal.SIGKILL if "kill" in end else 0), first.stderr
@@ -107,7 +107,7 @@ def test_what_was_answered_durable_is_there_again(end: str, tmp_path: Path) -> N
         second.stderr
 
 
-def test_a_directory_is_one_process(tmp_path: Path) -> None:
+def test_a_directory_belongs_to_one_process(tmp_path: Path) -> None:
     again = PRELUDE + """
         if "again" not in os.environ:
             print(code)
@@ -129,7 +129,7 @@ def test_a_directory_is_one_process(tmp_path: Path) -> None:
     assert done.stdout.split() == ["-600"] and "KVTIER_RANK" in done.stderr
 
 
-def test_a_forked_child_is_refused(tmp_path: Path) -> None:
+def test_calls_in_a_forked_child_fail(tmp_path: Path) -> None:
     done = run(PRELUDE + """
         store.put("k", b"v")
         child = os.fork()
@@ -140,8 +140,8 @@ def test_a_forked_child_is_refused(tmp_path: Path) -> None:
     assert done.stdout.split() == ["0", "b'v'"], done.stderr
 
 
-def test_exit_in_the_middle_of_moves() -> None:
-    """Threads that go on while the interpreter ends: no crash, no hang."""
+def test_the_interpreter_exits_during_transfers() -> None:
+    """Threads that still transfer at exit cause neither a crash nor a hang."""
     done = run(PRELUDE + """
         import threading
         turns = threading.Semaphore(0)
@@ -153,7 +153,7 @@ def test_exit_in_the_middle_of_moves() -> None:
                 turns.release()
         for of in range(4):
             threading.Thread(target=work, args=(of,), daemon=True).start()
-        for _ in range(40):  # until they are all at it
+        for _ in range(40):  # until all threads transfer
             assert turns.acquire(timeout=600)
         print("end")
     """.replace("\n        ", "\n"))

@@ -1,4 +1,4 @@
-"""The calls that engines make, and what they return."""
+"""The methods that engines call, and their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtier_mooncake import (
     ReplicateConfig,
     _codes,
     _core,
-    _moves,
+    _transfers,
     _shapes,
 )
 from registered import HOST, Memory
@@ -30,7 +30,7 @@ def names(count: int, of: str = "key") -> Any:
     return [f"{of}@{at}" for at in range(count)]
 
 
-def test_put_and_get_from_many_buffers(store: Any) -> None:
+def test_objects_from_several_buffers_come_back(store: Any) -> None:
     memory, keys = Memory(store, sizes=(4096, 100, 8192)), names(8)
     sizes = [list(memory.sizes)] * 8
     assert store.batch_is_exist(keys) == [0] * 8
@@ -39,12 +39,12 @@ def test_put_and_get_from_many_buffers(store: Any) -> None:
     states = store.batch_is_exist([*keys, "other"])
     assert states == [1] * 8 + [0] and all(type(one) is int for one in states)
     want = [memory.bytes(block) for block in range(8)]
-    memory.spoil()
+    memory.overwrite()
     got = store.batch_get_into_multi_buffers(
         [*keys, "other"], memory.at(*range(15, 6, -1)), [memory.sizes] * 9)
     assert got == [sum(memory.sizes)] * 8 + [-704]
     assert [memory.bytes(15 - at) for at in range(8)] == want
-    # What is there stays, and that is no failure.
+    # An object that is stored already stays, and the put succeeds.
     assert store.batch_put_from_multi_buffers(keys, memory.at(*range(8)), sizes) == [0] * 8
     assert store.get(keys[3]) == want[3]
 
@@ -59,12 +59,12 @@ def test_objects_of_several_shapes_in_one_call(store: Any) -> None:
     assert store.get_into("y", a, 20) == 20 and store.put_from("v", a, 7) == 0
 
 
-def test_other_buffers_than_it_was_put_from(store: Any) -> None:
-    """A header and its data as one; more room than it needs; less."""
+def test_objects_load_into_other_shapes(store: Any) -> None:
+    """Buffers that are merged, split, larger than the object, and too small."""
     memory = Memory(store)
     want = memory.bytes(2)
     assert store.batch_put_from_multi_buffers(["k"], memory.at(2), [[4096, 4096]]) == [0]
-    memory.spoil()
+    memory.overwrite()
     row = memory.rows[0].ctypes.data
     assert store.batch_get_into(["k"], [row], [8192]) == [8192]
     assert memory.rows[0].tobytes()[:8192] == want
@@ -75,7 +75,7 @@ def test_other_buffers_than_it_was_put_from(store: Any) -> None:
     assert memory.rows[0].tobytes()[20000:20192] == want[-192:]
 
 
-def test_values(store: Any) -> None:
+def test_values_come_back(store: Any) -> None:
     assert store.put("k", b"hello") == 0 and store.get("k") == b"hello"
     assert store.put("k", b"other") == 0 and store.get("k") == b"hello"  # first writer wins
     assert store.put_parts("p", b"ab", bytearray(b"cd"), np.arange(3, dtype=np.uint8)) == 0
@@ -87,7 +87,7 @@ def test_values(store: Any) -> None:
     assert store.is_exist("p") == 1 and store.is_exist("q") == 0
 
 
-def test_remove(store: Any) -> None:
+def test_removed_objects_are_gone(store: Any) -> None:
     for key in ("a", "b", "ccc"):
         store.put(key, key.encode() * 10)
     assert store.remove("a") == 0 and store.remove("a") == -704
@@ -96,14 +96,14 @@ def test_remove(store: Any) -> None:
     assert store.put("a", b"again") == 0 and store.get("a") == b"again"
 
 
-def test_remove_takes_all_copies_away(opened: Callable[..., Any]) -> None:
+def test_remove_removes_the_copies_of_all_shapes(opened: Callable[..., Any]) -> None:
     store = opened(spec=HOST, max_shapes=3)
     memory = Memory(store, sizes=(2, 2))
     assert store.put("k", b"old!") == 0
     assert store.batch_put_from_multi_buffers(["k"], memory.at(0), [[2, 2]]) == [0]
     assert store.remove("k") == 0
     assert store.is_exist("k") == 0 and store.get("k") == b"" and store.remove("k") == -704
-    # One in a shape that is not open any more, too.
+    # A copy in a closed shape is removed, too.
     assert store.put("k", b"old!") == 0
     for size in range(5, 9):
         assert store.put(f"k{size}", bytes(size)) == 0
@@ -113,7 +113,7 @@ def test_remove_takes_all_copies_away(opened: Callable[..., Any]) -> None:
     assert store.remove_all() == 4
 
 
-def test_a_shape_that_is_refused_fails_alone(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_shape_fails_alone(store: Any, caplog: pytest.LogCaptureFixture) -> None:
     big = np.arange(33 << 20, dtype=np.uint8)
     a = big.ctypes.data
     assert store.register_buffer(a, big.nbytes) == 0
@@ -124,7 +124,7 @@ def test_a_shape_that_is_refused_fails_alone(store: Any, caplog: pytest.LogCaptu
     assert store.batch_get_into(keys, at, sizes) == [10, -600, 20]
 
 
-def test_addresses_outside_of_registered_buffers_are_never_touched(
+def test_unregistered_addresses_are_never_accessed(
         store: Any, caplog: pytest.LogCaptureFixture) -> None:
     memory, one = Memory(store), [[4096, 4096]]
     good = memory.at(0)[0]
@@ -132,8 +132,8 @@ def test_addresses_outside_of_registered_buffers_are_never_touched(
                 [good[0] - 1, good[1]], [good[0] + 16 * 4096 - 4095, good[1]]):
         assert store.batch_put_from_multi_buffers(["b"], [bad], one) == [-600]
         assert store.batch_get_into_multi_buffers(["b"], [bad], one) == [-600]
-        assert "lead out of the registered buffers" in caplog.text
-    # The others of the call go on.
+        assert "outside of the registered buffers" in caplog.text
+    # The other objects of the call succeed.
     assert store.batch_put_from_multi_buffers(
         ["g", "b", "h"], [good, [1, 2], memory.at(1)[0]], one * 3) == [0, -600, 0]
     assert store.batch_is_exist(["g", "b", "h"]) == [1, 0, 1]
@@ -143,18 +143,18 @@ def test_addresses_outside_of_registered_buffers_are_never_touched(
 
 
 @pytest.mark.parametrize("how", ["unregister", "close"])
-def test_memory_is_the_engines_once_it_is_taken_out(
+def test_unregister_and_close_wait_for_transfers(
         how: str, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an engine frees after `unregister_buffer`, or `close`, no other thread's move uses."""
+    """After `unregister_buffer` or `close` no transfer of another thread uses the buffer."""
     memory, inside, gate = Memory(store), threading.Event(), threading.Event()
-    real = _moves.Mover._put_group
+    real = _transfers.Transfer._put_group
 
     def slow(*given: Any) -> None:
-        inside.set()  # its addresses were found good
+        inside.set()  # the addresses have been checked
         assert gate.wait(600)
         real(*given)
 
-    monkeypatch.setattr(_moves.Mover, "_put_group", slow)
+    monkeypatch.setattr(_transfers.Transfer, "_put_group", slow)
     results: List[Any] = []
     put = threading.Thread(target=lambda: results.append(
         store.batch_put_from_multi_buffers(["k"], memory.at(0), [[4096, 4096]])))
@@ -165,35 +165,35 @@ def test_memory_is_the_engines_once_it_is_taken_out(
         else store.unregister_buffer(memory.rows[0].ctypes.data)))
     out.start()
     end = time.monotonic() + 600
-    while memory.rows[0].ctypes.data in store._regions._of:  # until it waits for the put alone
+    while memory.rows[0].ctypes.data in store._regions._buffers:  # until it only waits for the put
         assert time.monotonic() < end
         time.sleep(0.001)
     assert out.is_alive() and not results
-    if how == "unregister":  # a later one is not waited for, and does not find it
+    if how == "unregister":  # a later transfer does not find the buffer, and is not waited for
         assert store.batch_put_from_multi_buffers(["l"], memory.at(1), [[4096, 4096]]) == [-600]
     gate.set()
     put.join(600)
     out.join(600)
-    assert sorted(map(str, results)) == ["0", "[0]"] and not store._regions._moves
+    assert sorted(map(str, results)) == ["0", "[0]"] and not store._regions._transfers
 
 
-def test_a_failure_of_the_library_is_one_that_engines_go_on_after() -> None:
-    """vLLM's store of embeddings keeps its buffers for ever after other codes."""
+def test_library_failures_return_rpc_fail() -> None:
+    """After other codes vLLM's embedding store keeps its buffers forever."""
     for status in (abi.KVT_E_IO, abi.KVT_E_CANCELLED, abi.KVT_E_PANIC, abi.KVT_E_TIMEOUT):
         assert _codes.of_status(status) == -900
 
 
-def test_what_cannot_be_registered(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_buffers_are_not_registered(store: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert store.register_buffer(1 << 12, 4096) == -600  # nothing is mapped there
     assert "device" in caplog.text
     assert store.register_buffer(0, 10) == -600
     array = np.zeros(10, np.uint8)
     assert store.register_buffer(array.ctypes.data, 0) == -600
-    assert store.register_buffer(array.ctypes.data, 1 << 40) == -600  # not all of it
+    assert store.register_buffer(array.ctypes.data, 1 << 40) == -600  # only a part is mapped
     assert store.register_buffer(array.ctypes.data, 10, "cuda:0") == -600
 
 
-def test_malformed_calls(store: Any) -> None:
+def test_malformed_calls_return_invalid_params(store: Any) -> None:
     memory = Memory(store)
     put = store.batch_put_from_multi_buffers
     assert put(["a", "b"], memory.at(0), [[4096, 4096]]) == [-600] * 2
@@ -204,7 +204,7 @@ def test_malformed_calls(store: Any) -> None:
     assert store.batch_is_exist([]) == [] and store.batch_put_from([], [], []) == []
 
 
-def test_a_store_that_is_not_set_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_before_setup_fail(caplog: pytest.LogCaptureFixture) -> None:
     store = MooncakeDistributedStore()
     assert store.batch_is_exist(["a", "b"]) == [-1010] * 2 and store.get("a") == b""
     assert store.put("a", b"x") == -1010 and store.remove("a") == -1010
@@ -212,30 +212,30 @@ def test_a_store_that_is_not_set_up(caplog: pytest.LogCaptureFixture) -> None:
     assert store.close() == 0
 
 
-def test_setup_again_and_use_after_close(opened: Callable[..., Any]) -> None:
+def test_a_second_setup_and_use_after_close_fail(opened: Callable[..., Any]) -> None:
     store = opened()
     assert store.setup("h") == -600
     assert store.close() == 0 and store.close() == 0
     assert store.batch_is_exist(["a"]) == [-1010]
 
 
-def test_a_full_store(opened: Callable[..., Any]) -> None:
-    """An object larger than all memory is refused with Mooncake's code for that."""
+def test_a_too_large_object_returns_no_available_handle(opened: Callable[..., Any]) -> None:
+    """An object larger than all memory gets Mooncake's code for that."""
     store = opened(spec="store(host=32MiB)")
     big = np.zeros(60 << 20, np.uint8)
     assert store.register_buffer(big.ctypes.data, big.nbytes) == 0
-    # A buffer has 32 MiB at most.
+    # A buffer of over 32 MiB is an invalid argument.
     assert store.batch_put_from(["big"], [big.ctypes.data], [33 << 20]) == [-600]
     at, sizes = [[big.ctypes.data + (part << 20) for part in (0, 20, 40)]], [[20 << 20] * 3]
     assert store.batch_put_from_multi_buffers(["big"], at, sizes) == [-200]
     assert store.is_exist("big") == 0
-    # Small ones come and go.
+    # Small objects evict each other.
     for at in range(200):
         assert store.put(f"k{at}", bytes(1 << 20)) == 0
     assert 0 < sum(store.batch_is_exist([f"k{at}" for at in range(200)])) < 200
 
 
-def test_stores_of_a_process_share_what_has_the_same_settings(opened: Callable[..., Any]) -> None:
+def test_stores_with_equal_settings_share_one_kvtier_store(opened: Callable[..., Any]) -> None:
     first, second = opened(), opened()
     first.put("k", b"v")
     assert second.get("k") == b"v"
@@ -249,7 +249,7 @@ def test_stores_of_a_process_share_what_has_the_same_settings(opened: Callable[.
     assert lookups.close() == 0
 
 
-def test_a_setup_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_setup_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ({"host_bytes": "8GiB"}, {"host_bytes": 1 << 26, "device": "cuda:x"},
                   {"spec": 5}, {"host_bytes": True}):
         monkeypatch.setenv("KVTIER_MOONCAKE_CONFIG", json.dumps(given))
@@ -257,19 +257,20 @@ def test_a_setup_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         assert store.setup("localhost", "P2PHANDSHAKE", 0) == -600
     kvtier_mooncake.configure(spec=HOST)
     with monkeypatch.context() as broken:
-        broken.setattr(_core.Core, "shapes", _fails)
+        broken.setattr(_core.Core, "shapes", raise_io_error)
         assert store.setup("localhost", "P2PHANDSHAKE", 0) == -900
     assert not _core._cores and store.kvtier_store is None
     assert store.setup("localhost", "P2PHANDSHAKE", 0) == 0 and store.put("k", b"v") == 0
     assert store.close() == 0
 
 
-def _fails(*_: Any) -> None:
+def raise_io_error(*_: Any) -> None:
     raise make(abi.KVT_E_IO, "no")
 
 
-def test_another_model_on_the_same_disk(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Engines' keys name a model, if anything, and not its weights."""
+def test_objects_of_another_model_are_not_found(tmp_path: Any,
+                                                caplog: pytest.LogCaptureFixture) -> None:
+    """The option `model` separates weights, because engines' keys do not."""
     for model, found in (("a", 0), ("a", 1), ("b", 0), ("a", 1)):
         kvtier_mooncake.configure(host_bytes=64 << 20, disk_path=str(tmp_path), level="durable",
                                   disk_bytes=256 << 20, model=model)
@@ -285,7 +286,8 @@ def test_another_model_on_the_same_disk(tmp_path: Any, caplog: pytest.LogCapture
     store.close()
 
 
-def test_what_others_put_is_found_at_the_remote(opened: Callable[..., Any], tmp_path: Any) -> None:
+def test_objects_of_other_stores_are_found_at_the_remote(opened: Callable[..., Any],
+                                                         tmp_path: Any) -> None:
     given = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=600000))',
              "ask_s": 600}
     first, keys = opened(**given, level="remote"), names(8)
@@ -297,19 +299,19 @@ def test_what_others_put_is_found_at_the_remote(opened: Callable[..., Any], tmp_
 
     def other(policy: str, **more: Any) -> Any:  # a store of its own
         one = opened(**{**given, **more}, policy=policy)
-        memory.spoil()
+        memory.overwrite()
         for row in memory.rows:
             assert one.register_buffer(row.ctypes.data, row.nbytes) == 0
         return one
 
-    # One that looks first, of objects in one shape and in several.
+    # A store that looks up first, objects in one shape and in several.
     one = other("lru")
     assert one.batch_is_exist([keys[0], "nothing", "value"]) == [1, 0, 1]
     assert one.batch_is_exist([*keys, "nothing"]) == [1] * 8 + [0]
     into = memory.at(*range(15, 7, -1))
     assert one.batch_get_into_multi_buffers(keys, into, sizes) == [sum(memory.sizes)] * 8
     assert [memory.bytes(15 - at) for at in range(8)] == want
-    # One that does not, for all of them, some of which it has by then, and those that are nowhere.
+    # A store that gets without a lookup: local, remote and missing objects in one call.
     one = other("arc")
     assert one.batch_get_into_multi_buffers(keys[3:5], into[3:5], sizes[:2]) \
         == [sum(memory.sizes)] * 2
@@ -319,7 +321,7 @@ def test_what_others_put_is_found_at_the_remote(opened: Callable[..., Any], tmp_
         == [-704, *[sum(memory.sizes)] * 8, -704]
     assert [memory.bytes(15 - at) for at in range(8)] == want
     assert one.get("value") == b"of bytes" and one.get_size(keys[0]) == sum(memory.sizes)
-    # One that is told not to ask.
+    # A store without remote lookups.
     one = other("s3fifo", ask_s=0)
     assert one.batch_is_exist([*keys, "value"]) == [0] * 9 and one.get("value") == b""
     assert one.batch_get_into_multi_buffers(keys, into, sizes) == [-704] * 8
@@ -337,7 +339,7 @@ def test_tenants_do_not_see_each_other(opened: Callable[..., Any]) -> None:
     theirs.close()
 
 
-def test_setup_by_a_mapping_as_lmcache_does() -> None:
+def test_setup_takes_a_mapping() -> None:
     store = MooncakeDistributedStore()
     assert store.setup({"local_hostname": "here", "metadata_server": "P2PHANDSHAKE",
                         "global_segment_size": str(64 << 20), "local_buffer_size": "1",
@@ -348,8 +350,8 @@ def test_setup_by_a_mapping_as_lmcache_does() -> None:
     assert store.close() == 0
 
 
-def test_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any,
-                       caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_configured_source_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any,
+                                            caplog: pytest.LogCaptureFixture) -> None:
     def limit() -> int:
         store = MooncakeDistributedStore()
         assert store.setup("h", global_segment_size=33 << 20) == 0
@@ -383,12 +385,12 @@ def test_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any,
         kvtier_mooncake.configure(hots=1)
 
 
-def test_a_client_without_memory_and_no_store(caplog: pytest.LogCaptureFixture) -> None:
+def test_setup_without_memory_needs_another_store(caplog: pytest.LogCaptureFixture) -> None:
     assert MooncakeDistributedStore().setup("h", global_segment_size=0) == -600
     assert "KVTIER_MOONCAKE_SPEC" in caplog.text
 
 
-def test_live_policy_metrics_and_evictions(opened: Callable[..., Any]) -> None:
+def test_policies_metrics_evictions_and_tiers_are_available(opened: Callable[..., Any]) -> None:
     store = opened(spec=HOST, policy="lru")
     native = store.kvtier_store
     native.set_policy(kvtier.TIER_HOST, "arc")
@@ -403,35 +405,35 @@ def test_live_policy_metrics_and_evictions(opened: Callable[..., Any]) -> None:
                and not one[0].is_local_disk_replica() for one in tiers.values())
 
 
-def test_evictions_are_logged_once_where_it_was_asked_for(
+def test_evictions_are_logged_once_if_enabled(
         opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvtier.mooncake")
-    for asked in (False, True):
-        store = opened(spec=HOST, policy="lru", log_evictions=asked)
+    for enabled in (False, True):
+        store = opened(spec=HOST, policy="lru", log_evictions=enabled)
         for at in range(80):
             store.put(f"k{at}", bytes(1 << 20))
         store.is_exist("k0")
         store.close()
-        told = [one.getMessage() for one in caplog.records
-                if one.getMessage().startswith("evicted from host")]
-        assert len(set(told)) == len(told) and bool(told) == asked
+        messages = [one.getMessage() for one in caplog.records
+                    if one.getMessage().startswith("evicted from host")]
+        assert len(set(messages)) == len(messages) and bool(messages) == enabled
 
 
-def test_at_most_so_many_shapes_are_open(opened: Callable[..., Any]) -> None:
+def test_closed_shapes_are_reopened_on_use(opened: Callable[..., Any]) -> None:
     store = opened(spec=HOST, max_shapes=3)
     for size in range(1, 9):
         assert store.put(f"k{size}", bytes([size]) * size) == 0
     assert sum(store.batch_is_exist([f"k{size}" for size in range(1, 9)])) == 3
     memory = np.zeros(16, np.uint8)
     store.register_buffer(memory.ctypes.data, 16)
-    assert store.batch_get_into(["k1"], [memory.ctypes.data], [1]) == [1]  # there all the same
+    assert store.batch_get_into(["k1"], [memory.ctypes.data], [1]) == [1]  # in a closed shape
     assert memory[0] == 1 and store.is_exist("k1") == 1
     assert store.remove_all() == 8
 
 
-def test_a_store_with_no_room_for_one_more_shape(store: Any,
-                                                 caplog: pytest.LogCaptureFixture) -> None:
-    """The library has so many layouts: what is there goes on, what is new is not stored."""
+def test_a_new_shape_without_room_is_rejected(store: Any,
+                                              caplog: pytest.LogCaptureFixture) -> None:
+    """The number of layouts is limited: known shapes work, and new ones are not stored."""
     memory = np.zeros(100, np.uint8)
     a = memory.ctypes.data
     assert store.register_buffer(a, memory.nbytes) == 0
@@ -443,21 +445,23 @@ def test_a_store_with_no_room_for_one_more_shape(store: Any,
             one.put([b"b"], kvtier.Pool(bytes(size), size, writable=False).at([0])).result()
         assert store.batch_put_from(["new"], [a], [20]) == [-200]
         assert store.put("new", bytes(20)) == -200
-        told = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
-        assert len(told) == 2 and all("no more kinds of objects: " in one for one in told)
+        messages = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+        assert len(messages) == 2
+        assert all("no room for another object shape: " in one for one in messages)
         caplog.clear()
         assert store.batch_get_into(["new", "k"], [a, a + 20], [20, 20]) == [-704, 10]
         assert store.batch_get_into(["k", "new"], [a, a + 20], [10, 20]) == [10, -704]
         assert store.batch_is_exist(["k", "new"]) == [1, 0] and store.get("k") == bytes(10)
         assert store.batch_put_from(["l", "new"], [a, a], [10, 20]) == [0, -200]
         assert store.remove("new") == -704 and store.remove("l") == 0
-        assert store.batch_put_from(["x" * 9], [a], [33 << 20]) == [-600]  # none could have it
+        # A shape that no store accepts.
+        assert store.batch_put_from(["x" * 9], [a], [33 << 20]) == [-600]
 
 
-def test_nobody_waits_with_what_others_need(opened: Callable[..., Any], tmp_path: Any,
-                                            monkeypatch: pytest.MonkeyPatch,
-                                            caplog: pytest.LogCaptureFixture) -> None:
-    """The catalogue is written as slowly as a remote that is stuck."""
+def test_lookups_do_not_wait_for_a_catalogue_write(opened: Callable[..., Any], tmp_path: Any,
+                                                   monkeypatch: pytest.MonkeyPatch,
+                                                   caplog: pytest.LogCaptureFixture) -> None:
+    """A catalogue write that is stuck delays only the put of the new shape."""
     disk = {"host_bytes": 64 << 20, "disk_path": str(tmp_path), "disk_bytes": 256 << 20,
             "model": "m"}
     store = opened(**disk)
@@ -470,7 +474,7 @@ def test_nobody_waits_with_what_others_need(opened: Callable[..., Any], tmp_path
         return real(*args, ready=ready, **more)
 
     monkeypatch.setattr(shapes._catalogue, "put", stuck)
-    monkeypatch.setattr(_shapes, "NOTE_S", 600.0)  # the put waits until the test lets it go on
+    monkeypatch.setattr(_shapes, "CATALOGUE_WAIT_S", 600.0)  # the put waits for the test
     results: List[Any] = []
     put = threading.Thread(target=lambda: results.append(store.put("l", b"newer")))
     put.start()
@@ -484,14 +488,14 @@ def test_nobody_waits_with_what_others_need(opened: Callable[..., Any], tmp_path
     for thread in (look, put):
         thread.join(600)
     ready.close()
-    assert found == [[1, 0, b"old"]] and waits  # other processes could not find it
+    assert found == [[1, 0, b"old"]] and waits  # the put still waits for the catalogue
     assert results[1:] == [0] and "catalogue" not in caplog.text
-    # It is not waited for without end, and neither by closing.
-    monkeypatch.setattr(_shapes, "NOTE_S", 0.1)
+    # A put, and closing, wait for the catalogue for a limited time.
+    monkeypatch.setattr(_shapes, "CATALOGUE_WAIT_S", 0.1)
     ready = kvtier.Event()
     assert store.put("m", b"the newest") == 0 and "catalogue" in caplog.text
     caplog.clear()
-    # The event is signalled only after the close: one that waited for it would not end.
+    # The event is signalled only after the close, so an unlimited wait would never end.
     closing = threading.Thread(target=shapes.close)
     closing.start()
     closing.join(600)
@@ -502,8 +506,8 @@ def test_nobody_waits_with_what_others_need(opened: Callable[..., Any], tmp_path
     assert opened(**disk).batch_is_exist(list("klm")) == [1] * 3
 
 
-def test_threads(store: Any) -> None:
-    """Puts, gets and registrations at once, with every byte compared."""
+def test_threads_put_get_and_register_concurrently(store: Any) -> None:
+    """Concurrent puts, gets and registrations, with every byte compared."""
     errors = []
 
     def work(of: int) -> None:
@@ -515,7 +519,7 @@ def test_threads(store: Any) -> None:
                 want = [memory.bytes(block) for block in range(8)]
                 assert store.batch_put_from_multi_buffers(keys, memory.at(*range(8)), sizes) \
                     == [0] * 8
-                memory.spoil()
+                memory.overwrite()
                 assert store.batch_get_into_multi_buffers(
                     keys, memory.at(*range(8)), sizes) == [4000 + of] * 8
                 assert [memory.bytes(block) for block in range(8)] == want
@@ -532,8 +536,8 @@ def test_threads(store: Any) -> None:
     assert errors == []
 
 
-def test_device_memory(opened: Callable[..., Any]) -> None:
-    """Memory of a device goes through it: here the one for tests, which is slow and spoils."""
+def test_device_memory_is_transferred_through_the_device(opened: Callable[..., Any]) -> None:
+    """Device memory is copied by the device, here by the simulated one."""
     store = opened(spec="store(host=64MiB)", device="simulated")
     device = store._core.device
     memory = device.alloc(8 * 4096)
@@ -549,7 +553,7 @@ def test_device_memory(opened: Callable[..., Any]) -> None:
     back = np.zeros_like(data)
     device.download(memory, back).wait()
     assert (back.reshape(8, 4096)[::-1] == data.reshape(8, 4096)).all()
-    # One object in memory of both kinds is refused.
+    # An object in memory of both kinds is rejected.
     array = np.zeros(4096, np.uint8)
     store.register_buffer(array.ctypes.data, 4096)
     assert store.batch_put_from_multi_buffers(["m"], [[array.ctypes.data, at[0]]],
@@ -558,7 +562,7 @@ def test_device_memory(opened: Callable[..., Any]) -> None:
     del event, memory
 
 
-def test_memory_for_an_engines_pools(store: Any) -> None:
+def test_the_allocators_memory_can_be_registered(store: Any) -> None:
     allocator = MooncakeHostMemAllocator()
     address = allocator.alloc(1 << 20)
     assert address and store.register_buffer(address, 1 << 20) == 0

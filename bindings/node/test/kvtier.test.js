@@ -9,17 +9,19 @@ const test = require('node:test');
 const abi = require('../abi');
 const { Runtime, Policy, KvtError, TIER, LEVEL, DTYPE } = require('..');
 
-const LAYERS = 3, CHUNK = 8, HEADS = 2, RUN = 32, MOST = 80, TOKEN = HEADS * RUN;
+const LAYERS = 3, CHUNK = 8, HEADS = 2, RUN = 32, MAX_TOKENS = 80, TOKEN = HEADS * RUN;
 const LAYOUT = { chunkTokens: CHUNK, layers: LAYERS, dtype: DTYPE.F16, kvHeads: HEADS,
   kBytes: TOKEN, vBytes: TOKEN };
 const code = (wanted) => (error) => error instanceof KvtError && error.code === wanted;
 
-function tensors(fill) {
+/** K and V of each layer: random bytes, or zeros. */
+function tensors(isRandom) {
   const make = () => Array.from({ length: LAYERS }, () => (
-    fill ? crypto.randomBytes(MOST * TOKEN) : Buffer.alloc(MOST * TOKEN)));
+    isRandom ? crypto.randomBytes(MAX_TOKENS * TOKEN) : Buffer.alloc(MAX_TOKENS * TOKEN)));
   return { k: make(), v: make() };
 }
-function same(a, b, tokens) {
+/** Asserts that the first tokens of both tensors are equal. */
+function assertSame(a, b, tokens) {
   for (const plane of ['k', 'v']) {
     a[plane].forEach((from, i) => assert.ok(
       from.subarray(0, tokens * TOKEN).equals(b[plane][i].subarray(0, tokens * TOKEN))));
@@ -30,17 +32,17 @@ const sequence = (seed, count) => Array.from({ length: count }, (_, i) => seed *
 async function withStore(spec, body) {
   const runtime = new Runtime({ workers: 2 });
   const store = runtime.openStore(spec);
-  const space = store.namespace({ model: 'm', salt: 's' }, LAYOUT);
+  const namespace = store.namespace({ model: 'm', salt: 's' }, LAYOUT);
   try {
-    await body({ runtime, store, space });
+    await body({ runtime, store, namespace });
   } finally {
-    space.close();
+    namespace.close();
     await store.close();
     await runtime.close();
   }
 }
 
-test('structs are what a C compiler makes of them', () => {
+test('structs have the layout of a C compiler', () => {
   const layout = path.join(__dirname, '../../../ffi-tests/abi/layout.txt');
   const rows = new Map(fs.readFileSync(layout, 'utf8').trim().split('\n')
     .map((line) => line.split(' ')).map(([name, at, size]) => [name, [Number(at), Number(size)]]));
@@ -56,29 +58,29 @@ test('structs are what a C compiler makes of them', () => {
   }
 });
 
-test('there and back, through a restart', async () => {
+test('durable put survives a restart', async () => {
   const folder = fs.mkdtempSync(path.join(os.tmpdir(), 'kvtier-node-'));
   const spec = `store(host=1MiB, disk=disk(path="${folder}/kv", bytes=16MiB, segment=1MiB))`;
   const from = tensors(true);
   for (const round of [0, 1]) {
-    await withStore(spec, async ({ store, space }) => {
-      const session = space.session({ name: 'someone', tenant: 3 });
+    await withStore(spec, async ({ store, namespace }) => {
+      const session = namespace.session({ name: 'a session', tenant: 3 });
       session.append(sequence(1, 64));
       assert.equal(session.length, 64);
       if (round === 0) assert.equal(await session.put({ ...from, level: LEVEL.DURABLE }), 64);
-      assert.equal(space.reusable(sequence(1, 70)), 64);
+      assert.equal(namespace.reusable(sequence(1, 70)), 64);
       const plan = session.plan({ alphaNs: 1, betaNs: 1e9 });
       assert.deepEqual(plan.map(({ firstToken, tokens, kind }) => [firstToken, tokens, kind]),
         [[0, 64, 'load']]);
       const to = tensors(false);
       assert.equal(await session.get(to), 64);
-      same(from, to, 64);
-      // Heads far from each other, in typed arrays, of some layers and tokens.
-      const far = new Uint32Array(MOST * TOKEN);
-      const view = { data: far, offset: 8, heads: HEADS, tokenStride: 2 * TOKEN, headStride: TOKEN };
+      assertSame(from, to, 64);
+      // Some layers and tokens, into a typed array with gaps between heads.
+      const gapped = new Uint32Array(MAX_TOKENS * TOKEN);
+      const view = { data: gapped, offset: 8, heads: HEADS, tokenStride: 2 * TOKEN, headStride: TOKEN };
       assert.equal(await session.get({ k: [view], v: [to.v[1]], firstLayer: 1, firstToken: CHUNK,
         tokens: 2 * CHUNK }), 16);
-      const bytes = Buffer.from(far.buffer);
+      const bytes = Buffer.from(gapped.buffer);
       for (let t = 0; t < 16; t++) {
         for (let h = 0; h < HEADS; h++) {
           const at = 8 + t * 2 * TOKEN + h * TOKEN;
@@ -97,33 +99,34 @@ test('there and back, through a restart', async () => {
 
 const SMALL = 'store(host=1MiB)';
 
-test('what is missing is said, and nothing is touched', () => withStore(SMALL, async ({ space }) => {
-  const session = space.session();
-  session.append(sequence(2, 16));
-  const to = tensors(false);
-  await assert.rejects(session.get(to),
-    (error) => code('KVT_E_NOT_FOUND')(error) && error.value === 0);
-  same(to, tensors(false), MOST);
-  session.close();
-}));
+test('a get of missing KV rejects and leaves memory unchanged', () => (
+  withStore(SMALL, async ({ namespace }) => {
+    const session = namespace.session();
+    session.append(sequence(2, 16));
+    const to = tensors(false);
+    await assert.rejects(session.get(to),
+      (error) => code('KVT_E_NOT_FOUND')(error) && error.value === 0);
+    assertSame(to, tensors(false), MAX_TOKENS);
+    session.close();
+  })));
 
-test('bad input', () => withStore(SMALL, async ({ runtime, store, space }) => {
+test('invalid arguments throw', () => withStore(SMALL, async ({ runtime, store, namespace }) => {
   assert.throws(() => runtime.openStore('stroe'),
     (error) => code('KVT_E_SPEC')(error) && error.offset === 0);
   assert.throws(() => store.setPolicy(TIER.HOST, 'lruu'), code('KVT_E_SPEC'));
   store.setPolicy(TIER.HOST, 'arc');
-  assert.throws(() => space.reusable([-1]), code('KVT_E_INVALID'));
-  const session = space.session();
+  assert.throws(() => namespace.reusable([-1]), code('KVT_E_INVALID'));
+  const session = namespace.session();
   session.append(new Uint32Array(sequence(1, 90)));
   const { k, v } = tensors(true);
-  assert.throws(() => session.put({ k, v }), code('KVT_E_INVALID')); // room for 80
+  assert.throws(() => session.put({ k, v }), code('KVT_E_INVALID')); // 90 tokens, memory for 80
   assert.throws(() => session.put({ k: [], v: [] }), code('KVT_E_INVALID'));
   assert.throws(() => session.put({ k, v: [v[0]] }), code('KVT_E_INVALID'));
   for (const view of [{ data: [1, 2] }, { data: k[0], heads: 3 }, { data: k[0], offset: -1 },
     { data: k[0], offset: 0.5 }, { data: k[0], heads: 0 }]) {
     assert.throws(() => session.put({ k: [view], tokens: 1 }), code('KVT_E_INVALID'));
   }
-  // A stride of 0 is one without gaps; C would make one of what is less than 1.
+  // A stride of 0 means no gaps. C would truncate 0.5 to 0.
   for (const tokenStride of [0, 0.5]) {
     const data = Buffer.alloc(TOKEN);
     assert.throws(() => session.get({ k: [{ data, tokenStride }], v: [{ data, tokenStride }],
@@ -137,34 +140,33 @@ test('bad input', () => withStore(SMALL, async ({ runtime, store, space }) => {
   assert.throws(() => session.put({ k, v, tokens: 8 }), code('KVT_E_HANDLE'));
 }));
 
-test('hundreds of moves at once, with memory that nobody else holds', () => (
-  withStore('store(host=32MiB)', async ({ space }) => {
+test('transfers keep their memory alive', () => (
+  withStore('store(host=32MiB)', async ({ namespace }) => {
     const collect = setInterval(() => globalThis.gc?.(), 2); // with --expose-gc
-    const works = Array.from({ length: 400 }, async (_, i) => {
+    const transfers = Array.from({ length: 400 }, async (_, i) => {
       const tokens = CHUNK * (1 + i % 10);
-      const session = space.session({ tenant: i % 5 });
+      const session = namespace.session({ tenant: i % 5 });
       session.append(sequence(i + 10, tokens));
       const from = tensors(true);
       assert.equal(await session.put({ k: from.k.map((b) => Buffer.from(b)),
         v: from.v.map((b) => Buffer.from(b)) }), tokens);
       const to = tensors(false);
       assert.equal(await session.get(to), tokens);
-      same(from, to, tokens);
+      assertSame(from, to, tokens);
       session.close();
     });
-    await Promise.all(works);
+    await Promise.all(transfers);
     clearInterval(collect);
   })));
 
-test('the main thread goes on meanwhile', () => withStore(SMALL, async ({ space }) => {
-  const session = space.session();
-  session.append(sequence(1, MOST));
-  let turns = 0;
-  const timer = setInterval(() => { turns++; }, 1);
-  // Timers run while puts are awaited, and at no other time. A put that held the main thread
-  // until it ended would let none of them run.
+test('transfers do not block the event loop', () => withStore(SMALL, async ({ namespace }) => {
+  const session = namespace.session();
+  session.append(sequence(1, MAX_TOKENS));
+  let ticks = 0;
+  const timer = setInterval(() => { ticks++; }, 1);
+  // Timers run only while puts are awaited. If puts blocked the main thread, none would run.
   const end = Date.now() + 600_000;
-  for (let i = 0; i < 50 || turns <= 3; i++) {
+  for (let i = 0; i < 50 || ticks <= 3; i++) {
     assert.ok(Date.now() < end);
     await session.put(tensors(true));
   }
@@ -172,58 +174,59 @@ test('the main thread goes on meanwhile', () => withStore(SMALL, async ({ space 
   session.close();
 }));
 
-test('an abort ends a move', () => withStore('store(host=8MiB)', async ({ space }) => {
-  for (let i = 0; i < 100; i++) {
-    const session = space.session();
-    session.append(sequence(i, MOST));
-    const stop = new AbortController();
-    const put = session.put({ ...tensors(true), signal: stop.signal });
-    stop.abort();
-    await put.catch((error) => assert.equal(error.name, 'AbortError'));
-    await assert.rejects(session.put({ ...tensors(true), signal: stop.signal }),
-      { name: 'AbortError' });
-    session.close();
-  }
-}));
+test('an abort signal cancels a transfer', () => (
+  withStore('store(host=8MiB)', async ({ namespace }) => {
+    for (let i = 0; i < 100; i++) {
+      const session = namespace.session();
+      session.append(sequence(i, MAX_TOKENS));
+      const stop = new AbortController();
+      const put = session.put({ ...tensors(true), signal: stop.signal });
+      stop.abort();
+      await put.catch((error) => assert.equal(error.name, 'AbortError'));
+      await assert.rejects(session.put({ ...tensors(true), signal: stop.signal }),
+        { name: 'AbortError' });
+      session.close();
+    }
+  })));
 
-test('closing in the middle: every promise ends', async () => {
+test('closing settles every promise', async () => {
   for (let i = 0; i < 10; i++) {
     const runtime = new Runtime({ workers: 2 });
     const store = runtime.openStore('store(host=8MiB)');
-    const space = store.namespace({}, LAYOUT);
-    const session = space.session();
-    session.append(sequence(i, MOST));
-    const moves = Array.from({ length: 8 }, () => session.put(tensors(true)));
-    const ends = i % 2 === 0 ? [runtime.close(), store.close()]
+    const namespace = store.namespace({}, LAYOUT);
+    const session = namespace.session();
+    session.append(sequence(i, MAX_TOKENS));
+    const transfers = Array.from({ length: 8 }, () => session.put(tensors(true)));
+    const closes = i % 2 === 0 ? [runtime.close(), store.close()]
       : [store.close(), runtime.close(), runtime.close()];
-    const results = await Promise.allSettled(moves);
+    const results = await Promise.allSettled(transfers);
     for (const result of results) {
       if (result.status === 'rejected') assert.match(result.reason.code, /CANCELLED|CLOSED/);
     }
-    await Promise.all(ends);
+    await Promise.all(closes);
     session.close();
-    space.close();
+    namespace.close();
   }
 });
 
-test('no move begins once the runtime closes', async () => {
+test('transfers are rejected once the runtime closes', async () => {
   const runtime = new Runtime({ workers: 2 });
   const store = runtime.openStore('store(host=8MiB)');
-  const space = store.namespace({}, LAYOUT);
-  const session = space.session();
-  session.append(sequence(7, MOST));
-  // As the last one under way ends, before `close` goes on.
+  const namespace = store.namespace({}, LAYOUT);
+  const session = namespace.session();
+  session.append(sequence(7, MAX_TOKENS));
+  // Submitted when the last transfer in flight ends, before `close` continues.
   const last = session.put(tensors(true)).catch(() => 0).then(() => session.put(tensors(true)));
-  const end = runtime.close();
+  const closed = runtime.close();
   await assert.rejects(session.put(tensors(true)), code('KVT_E_CLOSED'));
   await assert.rejects(last, code('KVT_E_CLOSED'));
-  await end;
+  await closed;
   session.close();
-  space.close();
+  namespace.close();
   await store.close();
 });
 
-test('policies alone', () => {
+test('a policy evicts, and switches to another one', () => {
   const policy = new Policy('lru', { capacity: 100 });
   for (const id of [1, 2, 3, 4, 5]) policy.insert([{ id }], id);
   policy.insert([{ id: 6n, units: 2, parent: 5 }], 6);

@@ -1,8 +1,8 @@
 """kvtier: tiered KV-cache storage for LLM inference engines.
 
-Everything is opened on a `Runtime`. Handles are closed by `close`, by leaving
-a `with`, or when the last reference goes. See the package's README for the
-rules of memory, asyncio, threads and fork.
+Most objects are opened on a `Runtime`. `close`, the end of a `with` block, or the loss of the
+last reference closes a handle. The README documents the rules of memory, asyncio, threads and
+fork.
 """
 
 from __future__ import annotations
@@ -61,7 +61,16 @@ from ._errors import (
     UnsupportedError,
 )
 from ._event import Event
-from ._kernels import Attended, Decoded, Index, IndexHead, IndexKind, TokenLists, BlockPlacement, Rows
+from ._kernels import (
+    Attended,
+    BlockPlacement,
+    Decoded,
+    Index,
+    IndexHead,
+    IndexKind,
+    Rows,
+    TokenLists,
+)
 from ._lab import Lab, LabRow, LabRun, LabTable
 from ._misc import Feature, checksum, feature, features, log_to, spec_check, version
 from ._offload import Attention, Context, DevicePlane, LayerKV, Offload, OffloadTokens

@@ -1,4 +1,4 @@
-"""How many requests an engine should run, by what it asks a store for."""
+"""Advice on batch sizes, from the lookups and stores of an engine."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ if TYPE_CHECKING:
     from ._store import Store
 
 
-#: What a store goes by that is told nothing.
+#: The default policy of a store.
 _DEFAULT = "horizon"
 _LABEL = re.compile(r'^kvtier_policy_objects\{tier="host",policy="([^"]*)"', re.MULTILINE)
 
 
 class Advisor:
-    """A policy beside a store that is told the same lookups and stores, one object a block, and
-    judges by them how large a batch should be. Blocks are names, or 64-bit numbers that stand
-    for them.
+    """A policy beside a store that observes the same lookups and stores, one object per block.
+    It derives from them how large a batch should be. Blocks are names, or 64-bit numbers.
 
-    There is no policy before advice is first asked for, so it costs whoever asks, and nobody
-    else; with `room` (so many blocks fit) it learns from the start on. What goes wrong in it
-    ends advice, with a line of the log, and nothing else. Any thread may use it. Without
-    `policy` it goes by the one that a store has which is told nothing.
+    The policy is created when advice is first requested, so an unused advisor costs nothing.
+    With `room`, the number of blocks that fit, the advisor observes from the start. An error of
+    the policy ends the advice and is logged; it has no other effect. Any thread may use an
+    advisor. Without `policy` it uses the default policy of stores.
 
     >>> import kvtier
     >>> with kvtier.Advisor("lru") as advisor:
@@ -58,16 +57,16 @@ class Advisor:
 
     @property
     def learns(self) -> bool:
-        """Whether it wants to be told."""
+        """Whether the advisor has a policy that observes lookups and stores."""
         return self._policy is not None
 
     def looked_up(self, blocks: Sequence[Union[bytes, int]]) -> None:
-        """Blocks that were asked for, in their order."""
+        """Records a lookup of blocks, in their order."""
         if blocks and self.learns:
             self._guard(lambda policy: policy.lookup(_numbers(blocks)))
 
     def stored(self, blocks: Sequence[Union[bytes, int]]) -> None:
-        """Blocks that are in the store now; others leave for them."""
+        """Records blocks that were stored, and evicts what exceeds the capacity."""
         if blocks and self.learns:
             self._guard(lambda policy: self._record(policy, blocks))
 
@@ -78,18 +77,18 @@ class Advisor:
             policy.evict(over)
 
     def switch(self, spec: str) -> None:
-        """The store goes on with another policy."""
+        """Switches to another policy, as the store did."""
         with self._lock:
             self._spec = spec
         self._guard(lambda policy: policy.switch(spec))
 
     def store_has(self, spec: str) -> None:
-        """What the store goes by, where that is known later; nothing if a policy was said."""
+        """Sets the store's policy after opening; no effect if the caller named a policy."""
         if spec and not self._spec:
             self.switch(spec)
 
     def resize(self, room: int) -> None:
-        """So many blocks fit, where that is known later, or has changed."""
+        """Changes the number of blocks that fit."""
         self._guard(lambda policy: self._resize(policy, room))
 
     def _resize(self, policy: Policy, room: int) -> None:
@@ -97,8 +96,8 @@ class Advisor:
         self._room = room
 
     def advise(self, batch: int, room: int = 0) -> Optional[Advice]:
-        """The batch to run, from the one that runs; None where there is no advice. The first
-        time says for a store with room for how many blocks."""
+        """Returns the batch to run, given the current one; None if there is no advice. The first
+        call needs `room`, the number of blocks that fit into the store."""
         with self._lock:
             if room and self._policy is None and not self._ended:
                 self._begin(room)
@@ -107,13 +106,13 @@ class Advisor:
 
     @staticmethod
     def room_of(store: "Store", block_bytes: int) -> int:
-        """How many blocks the larger of a store's tiers has room for."""
+        """Returns how many blocks fit into the larger of a store's host and disk tiers."""
         stats = store.stats()
         return max(stats["host_limit_bytes"], stats["disk_limit_bytes"]) // block_bytes
 
     @staticmethod
     def policy_of(store: "Store") -> str:
-        """What a store's memory goes by, as its metrics name it: without options."""
+        """Returns the host policy of a store from its metrics, without options."""
         found = _LABEL.search(store.metrics())
         return found[1] if found else _DEFAULT
 
@@ -125,8 +124,9 @@ class Advisor:
                 return call(self._policy)
             except Error as error:
                 self._end()
-                # As text: whoever kept the exception would keep all that its frames have.
-                self._logger.warning("no advice from now on: %s", str(error))
+                # As text: a handler that kept the exception would keep its frames alive.
+                self._logger.warning("no advice from now on, because the advisor's policy "
+                                     "failed: %s", str(error))
                 return None
 
     def _end(self) -> None:
@@ -136,7 +136,7 @@ class Advisor:
             self._policy = None
 
     def close(self) -> None:
-        """There is no advice any more; doing so twice is fine."""
+        """Ends the advice. A second call has no effect."""
         with self._lock:
             self._end()
 
@@ -148,6 +148,6 @@ class Advisor:
 
 
 def _numbers(blocks: Sequence[Union[bytes, int]]) -> List[int]:
-    """Blocks as policies know them."""
-    return [one if isinstance(one, int) else int.from_bytes(
-        hashlib.blake2b(one, digest_size=8).digest(), "little") for one in blocks]
+    """Returns the 64-bit object ids of blocks; names are hashed."""
+    return [block if isinstance(block, int) else int.from_bytes(
+        hashlib.blake2b(block, digest_size=8).digest(), "little") for block in blocks]

@@ -1,4 +1,4 @@
-"""The bytes that may be used, per tier, and who uses them."""
+"""Budgets: the most bytes that may be used in each tier, and the accounts that use them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIER_REMOTE = _abi.KVT_TIER_REMOTE
 TIER_PINNED = _abi.KVT_TIER_PINNED
 _TIERS = (TIER_DEVICE, TIER_HOST, TIER_DISK, TIER_REMOTE, TIER_PINNED)
 
-#: Asked with tier, bytes and the seconds left (None: no deadline); returns how
+#: Called with a tier, the bytes to reclaim and the seconds left (None: no deadline). Returns how
 #: many bytes it will release soon.
 Reclaimer = Callable[[int, int, Optional[float]], Optional[int]]
 
@@ -30,7 +30,7 @@ _NO_LIMIT = 2**64 - 1
 
 
 class BudgetReport(NamedTuple):
-    """What a budget found on this machine; None where there is no limit."""
+    """The memory limits that a budget found on this machine; None: no limit."""
 
     total_bytes: int
     available_bytes: int
@@ -59,7 +59,7 @@ class TierReport(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What an account holds of a tier."""
+    """The bytes that an account has in a tier."""
 
     reserved_bytes: int
     used_bytes: int
@@ -75,8 +75,8 @@ class BudgetJob(_reaper.Job):
 
 
 class AccountJob(_reaper.Job):
-    """Closes an account nobody has any more: nobody else can give back what it
-    holds itself; what its buffers hold they give back."""
+    """Closes a dropped account and releases its own bytes, which no caller can release any more.
+    Its buffers release their bytes themselves."""
 
     __slots__ = ()
 
@@ -103,10 +103,11 @@ def _limit(value: Optional[int]) -> Optional[int]:
 
 
 class Budget(Resource):
-    """Limits, hard at every instant. None is the default of the library: for
-    the host half of what this process may still use, for locked memory its
-    quota, for the reserve an eighth
-    of it, at most 512 MiB.
+    """Limits in bytes per tier, hard at every instant. None selects the library's default:
+
+    - host tier: half of the memory that this process may still use
+    - locked memory: its quota
+    - reserve: an eighth of the memory that this process may use, at most 512 MiB
 
     >>> import kvtier
     >>> with kvtier.Runtime() as runtime, runtime.budget(host_bytes=1 << 20) as budget:
@@ -118,7 +119,7 @@ class Budget(Resource):
     524288
     """
 
-    _noun = "budget"
+    _type_name = "budget"
 
     def __init__(self, runtime: "Runtime", *, device_bytes: int = 0,
                  host_bytes: Optional[int] = None, disk_bytes: int = 0, remote_bytes: int = 0,
@@ -151,7 +152,7 @@ class Budget(Resource):
         check_err(lib.kvt_budget_resize(self._raw, u32(tier), u64(nbytes), byref(err)), err)
 
     def report(self) -> BudgetReport:
-        """What this process may use, measured now."""
+        """Measures now what this process may use."""
         r = _abi.kvt_budget_report_t()
         check(lib.kvt_budget_report(self._raw, byref(r)))
         return BudgetReport(r.total_bytes, r.available_bytes, _limit(r.cgroup_limit_bytes),
@@ -160,7 +161,7 @@ class Budget(Resource):
                             r.cgroup_version)
 
     def tier(self, tier: int) -> TierReport:
-        """Counters of a tier."""
+        """Returns the counters of a tier."""
         r = _abi.kvt_tier_report_t()
         check(lib.kvt_budget_tier(self._raw, u32(tier), byref(r)))
         return TierReport(r.asked_bytes, r.limit_bytes, r.reserved_bytes, r.committed_bytes,
@@ -168,8 +169,8 @@ class Budget(Resource):
                           r.reclaim_requested_bytes)
 
     def close(self) -> None:
-        """Closes it: reservations that wait end with `ClosedError`; accounts
-        stay and can still give back."""
+        """Closes the budget. Waiting reservations end with `ClosedError`; accounts stay open and
+        can still release bytes."""
         if self.closed:
             return
         self._raw  # noqa: B018: not in a forked child
@@ -179,10 +180,10 @@ class Budget(Resource):
 
 
 class Account(Resource):
-    """One owner's part in a budget: see `Budget`. `reclaim` is asked for bytes that others
-    want."""
+    """One owner's part of a budget: see `Budget`. The library calls `reclaim` when another
+    account needs bytes."""
 
-    _noun = "account"
+    _type_name = "account"
 
     def __init__(self, budget: Budget, name: str = "", *, priority: int = 0,
                  reclaim: Optional[Reclaimer] = None) -> None:
@@ -203,14 +204,14 @@ class Account(Resource):
         self._own(AccountJob(handle))
 
     def reserve(self, tier: int, nbytes: int) -> None:
-        """Reserves bytes now; `BudgetError` when they do not fit."""
+        """Reserves bytes now; raises `BudgetError` if they do not fit."""
         err = new_error()
         check_err(lib.kvt_account_reserve(self._raw, u32(tier), u64(nbytes), byref(err)), err)
 
     def reserve_later(self, tier: int, nbytes: int, *, queue: "Optional[Queue]" = None,
                       tag: object = None, timeout: Optional[float] = None) -> Op:
-        """Reserves bytes when they can be had, first come, first served. The op
-        succeeds when they are reserved. Dropped, it is cancelled."""
+        """Reserves bytes as soon as they are free, first come, first served. The op succeeds
+        when they are reserved. A dropped op is cancelled."""
         from ._runtime import submit_opts
 
         runtime, raw = self._budget._runtime, self._raw
@@ -221,30 +222,30 @@ class Account(Resource):
         status = lib.kvt_account_reserve_later(raw, tier, nbytes, byref(opts),
                                                byref(handle), byref(err))
         if status != _abi.KVT_OK:
-            op._refused()
+            op._submit_failed()
         check_err(status, err)
         op._bind(handle.value)
         return op
 
     def commit(self, tier: int, reserved_bytes: int, used_bytes: int) -> None:
-        """Turns reserved bytes into used ones; the difference is free again."""
+        """Turns reserved bytes into used ones and frees the difference."""
         err = new_error()
         check_err(lib.kvt_account_commit(self._raw, u32(tier), u64(reserved_bytes),
                                          u64(used_bytes), byref(err)), err)
 
     def release(self, tier: int, nbytes: int) -> None:
-        """Gives used bytes back."""
+        """Releases used bytes."""
         err = new_error()
         check_err(lib.kvt_account_release(self._raw, u32(tier), u64(nbytes), byref(err)), err)
 
     def held(self, tier: int) -> Held:
-        """What it holds of a tier."""
+        """Returns the account's bytes in a tier."""
         reserved, used = ctypes.c_uint64(), ctypes.c_uint64()
         check(lib.kvt_account_held(self._raw, u32(tier), byref(reserved), byref(used)))
         return Held(reserved.value, used.value)
 
     def close(self) -> None:
-        """Closes it; `BusyError` while it holds or awaits bytes."""
+        """Closes the account; raises `BusyError` while it has or awaits bytes."""
         if self.closed:
             return
         self._raw  # noqa: B018: not in a forked child
@@ -253,7 +254,7 @@ class Account(Resource):
         self._released()
 
 
-def _ask(reclaim: Reclaimer, tier: int, nbytes: int, deadline_ns: int) -> int:
+def _call_reclaimer(reclaim: Reclaimer, tier: int, nbytes: int, deadline_ns: int) -> int:
     left = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
     return min(max(0, int(reclaim(tier, nbytes, left) or 0)), _NO_LIMIT)
 
@@ -262,7 +263,7 @@ def _on_reclaim(number: int, tier: int, nbytes: int, deadline_ns: int) -> int:
     reclaim: Any = _callbacks.find(number)
     if reclaim is None:
         return 0
-    return _callbacks.call(_ask, reclaim, tier, nbytes, deadline_ns) or 0
+    return _callbacks.call(_call_reclaimer, reclaim, tier, nbytes, deadline_ns) or 0
 
 
 on_reclaim = _abi.kvt_reclaim_fn(_on_reclaim)

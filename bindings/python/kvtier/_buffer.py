@@ -1,4 +1,4 @@
-"""Host memory that ops may read and write, shared with Python without a copy."""
+"""Buffers: host memory that ops read and write, shared with Python without a copy."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PAGES = {
     _abi.KVT_PAGES_FOREIGN: "foreign",
 }
 
-#: What `pin` and `huge` may be: no, must, or where it can be had.
-Wish = Union[bool, str]
+#: The values of `pin` and `huge`: False, True (required), or "try" (if available).
+MemoryOption = Union[bool, str]
 
 
 class BufferInfo(NamedTuple):
-    """What a buffer is."""
+    """Address, sizes and kind of a buffer's memory."""
 
     address: int
     nbytes: int
@@ -41,21 +41,20 @@ class BufferJob(_reaper.Job):
     """Frees a buffer; busy while an op uses it."""
 
     __slots__ = ()
-    swift = True
+    nonblocking = True
 
     def attempt(self) -> int:
         return int(lib.kvt_buffer_free(byref(self.handle)))
 
 
 class _Memory(Resource):
-    """The handle itself. The buffer holds it, and so does every view: the last
-    of them to go frees it."""
+    """The handle of a buffer. The buffer and every view hold it; the last holder frees it."""
 
-    _noun = "buffer"
+    _type_name = "buffer"
 
     def __init__(self, handle: _abi.kvt_buffer_p, runtime: "Runtime",
                  account: "Optional[Account]") -> None:
-        # What it stands on must not be closed before it.
+        # The runtime and the account must stay open longer than the memory.
         self._runtime, self._account = runtime, account
         address, nbytes = ctypes.c_void_p(), ctypes.c_uint64()
         check(lib.kvt_buffer_address(handle, byref(address), byref(nbytes)))
@@ -68,33 +67,32 @@ class _Memory(Resource):
         self._released()
 
 
-def _flag(value: Wish, must: int, soft: int, what: str) -> int:
+def _flag(value: MemoryOption, required: int, preferred: int, name: str) -> int:
     if value == "try":
-        return soft
+        return preferred
     if not isinstance(value, bool):
-        raise ValueError(f"{what} is True, False or 'try', not {value!r}")
-    return must if value else 0
+        raise ValueError(f"{name} is {value!r}: it must be True, False or 'try'")
+    return required if value else 0
 
 
 class Buffer:
     """A range of host memory.
 
-    `view()` (and on Python 3.12 `memoryview(buffer)`) is the memory itself.
-    Closing never pulls memory away from under a view: it lives until the last
-    view is gone. Between submitting an op on it and the op's release the bytes
-    are the library's alone.
+    `view()` (from Python 3.12 on also `memoryview(buffer)`) is the memory itself. Closing never
+    frees memory that a view uses: the memory lives until the last view is gone. From the submit
+    of an op to its release only the library may use the bytes.
 
     >>> import kvtier
     >>> with kvtier.Runtime() as runtime, runtime.buffer(4096) as buffer:
     ...     view = buffer.view()
     ...     view[:2] = b"kv"
-    >>> buffer.closed, bytes(view[:2])    # the memory goes with the last view
+    >>> buffer.closed, bytes(view[:2])    # the last view frees the memory
     (True, b'kv')
     """
 
     def __init__(self, runtime: "Runtime", nbytes: int, *, align_bytes: int = 0,
-                 account: "Optional[Account]" = None, pin: Wish = False, huge: Wish = False,
-                 prefault: bool = False) -> None:
+                 account: "Optional[Account]" = None, pin: MemoryOption = False,
+                 huge: MemoryOption = False, prefault: bool = False) -> None:
         opts = _abi.kvt_buffer_opts_t(bytes=u64(nbytes), align_bytes=u64(align_bytes))
         opts.flags = (
             _flag(pin, _abi.KVT_BUFFER_PIN, _abi.KVT_BUFFER_TRY_PIN, "pin")
@@ -109,9 +107,8 @@ class Buffer:
 
     @classmethod
     def wrap(cls, runtime: "Runtime", source: Any) -> "Buffer":
-        """Makes the memory of a writable, contiguous object (a bytearray, a
-        numpy array, an mmap) usable for ops. The object is held until the
-        buffer is freed and no op uses it."""
+        """Wraps the memory of a writable, contiguous object (a bytearray, a numpy array, an
+        mmap) for ops. The object is held until the buffer is freed and no op uses it."""
         raw = runtime._raw
         export = Export(source, writable=True)
         number = _callbacks.register(export)
@@ -134,7 +131,7 @@ class Buffer:
         memory = self._memory
         if memory is None:
             raise status_error(_abi.KVT_E_CLOSED, "this buffer is closed")
-        refuse_fork()  # the child does not even have the memory
+        refuse_fork()  # a forked child does not have the memory
         return memory
 
     @property
@@ -143,12 +140,12 @@ class Buffer:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed. Views may still keep the memory."""
+        """Whether the buffer was closed. Views may still keep the memory."""
         return self._memory is None
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return self._open().nbytes
 
     def __len__(self) -> int:
@@ -156,16 +153,16 @@ class Buffer:
 
     @property
     def address(self) -> int:
-        """Where it starts; borrowed until it is closed."""
+        """The address of the first byte, valid until the buffer is closed."""
         return self._open().address
 
     @property
     def exported(self) -> bool:
-        """Whether views of it exist, each of which keeps the memory."""
+        """Whether views exist; each of them keeps the memory."""
         return self._array is not None and self._array() is not None
 
     def view(self) -> memoryview:
-        """The bytes themselves, writable."""
+        """Returns a writable view of the memory."""
         memory = self._open()
         array = self._array() if self._array is not None else None
         if array is None:
@@ -179,25 +176,26 @@ class Buffer:
 
     @property
     def __array_interface__(self) -> Dict[str, Any]:
-        # Before Python 3.12 numpy finds the memory this way. The view, and not
-        # an address, so that the array keeps the memory alive.
+        # numpy finds the memory this way before Python 3.12. It gets a view instead of an
+        # address, so that the array keeps the memory alive.
         shape: Tuple[int, ...] = (self.nbytes,)
         return {"version": 3, "typestr": "|u1", "shape": shape, "data": self.view()}
 
     def info(self) -> BufferInfo:
-        """What it is."""
+        """Returns address, sizes and kind of the memory."""
         info = _abi.kvt_buffer_info_t()
         check(lib.kvt_buffer_info(self._raw, byref(info)))
         return BufferInfo(info.address or 0, info.bytes, info.charged_bytes, info.in_flight,
                           bool(info.pinned), _PAGES.get(info.pages, str(info.pages)))
 
     def close(self) -> None:
-        """Gives it up; `BusyError` while an op uses it. The memory goes now, or
+        """Closes the buffer; raises `BusyError` while an op uses it. The memory is freed now, or
         with the last view."""
         if self._memory is None:
             return
         if self.info().in_flight:
-            raise status_error(_abi.KVT_E_BUSY, "an op still uses this buffer")
+            raise status_error(_abi.KVT_E_BUSY, "an op in flight uses this buffer: wait for its "
+                                                "release before you close the buffer")
         self._memory = None
 
     def __enter__(self) -> "Buffer":
@@ -205,10 +203,10 @@ class Buffer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Also with an op in flight: then the memory goes with that op.
+        # Allowed with an op in flight: the release of that op then frees the memory.
         self._memory = None
 
     def __repr__(self) -> str:
         memory = self._memory
-        what = "closed" if memory is None else f"{memory.nbytes} bytes"
-        return f"<kvtier.Buffer {what}>"
+        state = "closed" if memory is None else f"{memory.nbytes} bytes"
+        return f"<kvtier.Buffer {state}>"

@@ -1,7 +1,7 @@
 """Callbacks: C gets a few fixed functions and a number, never a Python object.
 
-The functions live as long as the module, so that none is freed while C is in
-it; the number finds the Python callable and is forgotten when C calls destroy.
+The functions live as long as the module, so none is freed while C executes it. The number
+identifies the Python callable and is forgotten when C calls destroy.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ _inside = threading.local()
 
 
 def register(target: Any) -> int:
-    """A number for C's user_data."""
+    """Registers an object and returns its number, for C's user_data."""
     number = next(_numbers)
     _registry[number] = target
     return number
 
 
 def find(number: int) -> Any:
-    """What a number stands for; None when C has given it up."""
+    """Returns the object of a number; None after C released the number."""
     return _registry.get(number)
 
 
 def forget(number: int) -> Any:
-    """Gives a number up."""
+    """Releases a number and returns its object."""
     return _registry.pop(number, None)
 
 
 def live() -> int:
-    """How many numbers C still holds."""
+    """Returns how many numbers C still holds."""
     return len(_registry)
 
 
-def in_quiet_callback() -> bool:
+def in_restricted_callback() -> bool:
     """Whether this thread is in a callback that must not call the library."""
-    return getattr(_inside, "quiet", 0) > 0
+    return getattr(_inside, "restricted", 0) > 0
 
 
-class Quiet:
-    """Marks a callback that must not call the library, not even to free."""
+class Restricted:
+    """Marks a callback that must not call the library, not even to free a handle."""
 
     def __enter__(self) -> None:
-        _inside.quiet = getattr(_inside, "quiet", 0) + 1
+        _inside.restricted = getattr(_inside, "restricted", 0) + 1
 
     def __exit__(self, *_: object) -> None:
-        _inside.quiet -= 1
+        _inside.restricted -= 1
 
 
 def _raise(error: BaseException) -> NoReturn:
@@ -64,43 +64,43 @@ _raise_in_callback = ctypes.CFUNCTYPE(None, ctypes.py_object)(_raise)
 
 
 def report(error: BaseException) -> None:
-    """Hands an exception to sys.unraisablehook.
+    """Passes an exception to sys.unraisablehook.
 
-    ctypes does that with what leaves a callback; the type of the hook's
-    argument cannot be made from Python.
+    ctypes calls the hook for an exception that leaves a callback. Python code cannot create the
+    hook's argument itself.
     """
     _raise_in_callback(error)
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a user's function; no exception leaves. None when it raised."""
+    """Calls a user's function and reports its exception; returns None if it raised."""
     try:
         return function(*args)
-    except BaseException as error:  # noqa: BLE001: nothing may cross into C
+    except BaseException as error:  # noqa: BLE001: no exception may cross into C
         report(error)
         return None
 
 
 def call_and_keep(function: Callable[..., Any], *args: Any) -> Any:
-    """Like `call`, but what was raised is kept for the call that is under way on
-    this thread, which must end by `take_raised`."""
+    """Like `call`, but keeps the exception for the library call that is under way on this
+    thread. The caller of that library call must end it with `take_raised`."""
     try:
         return function(*args)
-    except BaseException as error:  # noqa: BLE001: nothing may cross into C
-        # What they looked at ends with the callback, the traceback does not.
+    except BaseException as error:  # noqa: BLE001: no exception may cross into C
+        # The views in the frames end with the callback, but the traceback stays.
         traceback.clear_frames(error.__traceback__)
         _inside.raised = error
         return None
 
 
 def raised() -> Optional[BaseException]:
-    """What `call_and_keep` keeps on this thread."""
+    """Returns the exception that `call_and_keep` kept on this thread."""
     error: Optional[BaseException] = getattr(_inside, "raised", None)
     return error
 
 
 def take_raised() -> Optional[BaseException]:
-    """What `call_and_keep` kept on this thread, once."""
+    """Returns the exception that `call_and_keep` kept on this thread, and forgets it."""
     error = raised()
     _inside.raised = None
     return error
@@ -110,5 +110,5 @@ def _destroy(number: int) -> None:
     forget(number)
 
 
-#: C calls it once when it has given a number up.
+#: C calls this function once when it releases a number.
 on_destroy = _abi.kvt_destroy_fn(_destroy)

@@ -1,5 +1,4 @@
-"""Numbers for C without a copy where there is an array of the right kind, and
-with one where there is a list."""
+"""Columns of numbers for C: arrays of the right type are not copied, lists are."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ _C: Dict[str, Any] = {
 }
 #: The bytes of a number.
 _SIZES = {kind: ctypes.sizeof(number) for kind, number in _C.items()}
-#: What stands for a pointer to numbers: a cast would take five times as long.
+#: Empty arrays that serve as pointers to numbers: a cast would take five times as long.
 _POINTERS: Dict[str, Any] = {kind: number * 0 for kind, number in _C.items()}
 _AT = ctypes.c_ubyte * 0
-#: How buffers of u64 call themselves.
+#: The formats of buffers of u64.
 _U64 = frozenset(("Q", "L", "N", "@Q", "@L", "@N", "=Q", "<Q"))
-#: array.array's codes; those of 64 bits are the same on every 64-bit Linux.
+#: The codes of array.array; the 64-bit codes are the same on every 64-bit Linux.
 _CODE = {"u8": "B", "u32": "I", "u64": "Q", "i64": "q", "f32": "f", "f64": "d"}
 _FORMATS = {"u8": "B?", "u32": "IL", "u64": "QLN", "i64": "qln", "f32": "f", "f64": "d"}
 
@@ -38,8 +37,8 @@ _READ, _WRITE = 0x100, 0x200
 
 
 def view(kind: str, pointer: Any, rows: int, writable: bool = False) -> Any:
-    """A column of C's as a memoryview, read-only unless said otherwise, for as long as C keeps
-    it."""
+    """Returns a memoryview of a column in C, valid as long as C keeps the column. It is read-only
+    unless `writable`."""
     address = ctypes.cast(pointer, ctypes.c_void_p).value
     nbytes = rows * ctypes.sizeof(_C[kind])
     return _view(address, nbytes, _WRITE if writable else _READ).cast(_CODE[kind])
@@ -50,14 +49,14 @@ def _invalid(text: str) -> Exception:
 
 
 def ids_of(name: str, values: Any) -> Tuple[Any, int, Any]:
-    """One column of u64, for calls that come very often: the pointer, the length, and what is to
-    be released after the call."""
+    """Returns one column of u64 for frequent calls: the pointer, the length, and an object that
+    the caller releases after the call."""
     try:
         seen = memoryview(values)
         if type(values) is array.array and values.typecode == "Q":
             return (*values.buffer_info(), seen)
         if seen.format in _U64 and seen.ndim == 1:
-            # It refuses what is read-only, or has gaps.
+            # from_buffer rejects read-only memory and memory with gaps.
             return ctypes.addressof(_AT.from_buffer(seen)), len(seen), seen
     except (TypeError, ValueError, BufferError):
         pass
@@ -66,12 +65,12 @@ def ids_of(name: str, values: Any) -> Tuple[Any, int, Any]:
 
 
 class Columns:
-    """Columns of a call, kept where they are until it is over."""
+    """The columns of one call. They neither move nor resize until the call is over."""
 
     __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        #: Each has a `release`, but for arrays that nobody else knows.
+        #: Objects with a `release` method, and private arrays, which need none.
         self._kept: List[Any] = []
 
     def __enter__(self) -> "Columns":
@@ -81,13 +80,13 @@ class Columns:
         self.release()
 
     def release(self) -> None:
-        """The call is over."""
-        for one in self._kept:
-            if type(one) is not array.array:
-                one.release()
+        """Releases the columns after the call."""
+        for kept in self._kept:
+            if type(kept) is not array.array:
+                kept.release()
 
     def take(self, name: str, kind: str, values: Any) -> Tuple[Any, int]:
-        """The pointer and the length of a column; None is an absent one."""
+        """Returns the pointer and the length of a column; None is an absent column."""
         if values is None:
             return None, 0
         if isinstance(values, (list, tuple, range)):
@@ -95,18 +94,19 @@ class Columns:
         try:
             seen = memoryview(values)
         except (TypeError, ValueError, BufferError) as error:
-            return self._taken(name, kind, values, error)
+            return self._tensor(name, kind, values, error)
         size, formats = _SIZES[kind], _FORMATS[kind]
         if seen.itemsize != size or seen.format.lstrip("@=<") not in formats or seen.ndim != 1:
-            raise _invalid(f"column {name} has type '{seen.format}' in {seen.ndim} dimensions, "
-                           f"wanted is '{formats[0]}' ({kind}) in one: convert it")
+            raise _invalid(f"column {name} has type '{seen.format}' and {seen.ndim} dimensions: "
+                           f"it must have type '{formats[0]}' ({kind}) and one dimension; "
+                           "convert it")
         if not seen.contiguous:
             return self._copied(name, kind, seen.tolist())
         if seen.readonly:
             export = Export(values, writable=False)
             self._kept.append(export)
             return _POINTERS[kind].from_address(export.address), export.nbytes // size
-        self._kept.append(seen)  # while it is there, the object neither moves nor resizes
+        self._kept.append(seen)  # the object neither moves nor resizes while this view exists
         address = ctypes.addressof(_AT.from_buffer(seen))
         return _POINTERS[kind].from_address(address), len(seen)
 
@@ -119,15 +119,16 @@ class Columns:
         address, count = numbers.buffer_info()
         return _POINTERS[kind].from_address(address), count
 
-    def _taken(self, name: str, kind: str, values: Any, error: Exception) -> Tuple[Any, int]:
-        """A tensor's."""
+    def _tensor(self, name: str, kind: str, values: Any, error: Exception) -> Tuple[Any, int]:
+        """Takes the numbers of a tensor."""
         try:
             seen = described(values)
         except TypeError:
-            raise _invalid(f"column {name} is neither a list nor an array") from error
+            raise _invalid(f"column {name} is a {type(values).__name__}: pass a list, an array "
+                           "or a tensor") from error
         if seen.dtype != kind or len(seen.shape) != 1:
-            raise _invalid(f"column {name} has {seen.dtype} in {len(seen.shape)} dimensions, "
-                           f"wanted is {kind} in one: convert it")
+            raise _invalid(f"column {name} has type {seen.dtype} and {len(seen.shape)} "
+                           f"dimensions: it must have type {kind} and one dimension; convert it")
         export = Export(values, writable=False)
         self._kept.append(export)
         return _POINTERS[kind].from_address(export.address), seen.shape[0]

@@ -1,4 +1,4 @@
-"""Devices: who copies between your memory and the library's."""
+"""Devices: copy engines between the caller's memory and the library's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._errors import make
 from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
 from ._own_device import table_for_c
 from ._resource import Closing, Resource, byref, new_error, refuse_fork
-from ._view import Place, View, fill, kind_of, lend
+from ._view import Place, View, export, fill, kind_of
 
 if TYPE_CHECKING:
     from ._op import Op
@@ -29,28 +29,28 @@ _MOST_EVENTS = 65_536
 
 
 class DeviceInfo(NamedTuple):
-    """What a device is and can do."""
+    """Kind and capabilities of a device."""
 
     #: "host", "cuda", "simulated" or "custom".
     kind: str
-    #: Work goes on after a call has returned.
+    #: Work continues after a call has returned.
     asynchronous: bool
-    #: It sums what it copies.
+    #: The device computes checksums of copies.
     sums: bool
-    #: It has memory that only it reaches.
+    #: The device has memory that the CPU cannot access.
     has_memory: bool
-    #: Host memory that copies use is to be made known: `Device.register_host`.
+    #: The caller should register host memory that copies use: `Device.register_host`.
     wants_pinned: bool
-    #: How many it has: work on one is in order.
+    #: The number of streams; work on one stream runs in order.
     streams: int
-    #: Numbers of the kernels it has, `abi.KVT_DEVICE_KERNEL_*`.
+    #: The kinds of kernels that the device can launch, `abi.KVT_DEVICE_KERNEL_*`.
     kernels: Tuple[int, ...]
-    #: What it has left to give; None where it does not know.
+    #: Free device memory; None if unknown.
     free_bytes: Optional[int]
 
 
 class Check(NamedTuple):
-    """Something that a device was put to."""
+    """The result of one conformance check."""
 
     name: str
     #: "passed", "skipped" or "failed".
@@ -59,7 +59,7 @@ class Check(NamedTuple):
 
 
 class Conformance(NamedTuple):
-    """How a device did."""
+    """The results of the conformance suite."""
 
     passed: int
     skipped: int
@@ -69,24 +69,24 @@ class Conformance(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceCopy:
-    """A copy between tokens as you have them (`view`, which has to fit) and a plane: the same
-    tokens, heads and numbers without gaps, from `plane_offset` on in an object or in
-    `DeviceMemory`."""
+    """A copy between an engine's tensor (`view`) and a plane, which has the same tokens and heads
+    without gaps. The plane begins at `plane_offset` in an object or in `DeviceMemory`, and must
+    fit."""
 
     view: View
     plane: Any
-    #: From the plane into the view; else from the view into the plane.
+    #: True: from the plane into the view. False: from the view into the plane.
     scatter: bool = False
     first_token: int = 0
-    #: 0 = all that the view has.
+    #: 0 = all tokens of the view.
     tokens: int = 0
     plane_offset: int = 0
-    #: Its checksum is wanted, of devices that sum.
+    #: Computes a checksum of the copy, on devices with `sums`.
     sum: bool = False
 
 
 class DeviceJob(_reaper.Job):
-    """Closes a device; busy while a store or a streamer has it."""
+    """Closes a device; busy while a store or a streamer uses it."""
 
     __slots__ = ()
 
@@ -95,7 +95,7 @@ class DeviceJob(_reaper.Job):
 
 
 class _MemoryJob(_reaper.Job):
-    """Gives memory of a device back. Its handle is the device's."""
+    """Frees device memory. The job's handle is the device's."""
 
     __slots__ = ("memory",)
 
@@ -108,7 +108,7 @@ class _MemoryJob(_reaper.Job):
 
 
 class _EventJob(_reaper.Job):
-    """Forgets an event that has ended, and then what its copies use."""
+    """Releases an event that has completed, and then the objects that its copies use."""
 
     __slots__ = ("number", "kept", "owned")
 
@@ -118,9 +118,9 @@ class _EventJob(_reaper.Job):
 
     def attempt(self) -> int:
         if self.owned:
-            one = ctypes.c_uint64(self.number)
-            return int(lib.kvt_device_release(self.handle, byref(one), 1, None))
-        # Somebody else forgets it, who waits until it has ended.
+            number = ctypes.c_uint64(self.number)
+            return int(lib.kvt_device_release(self.handle, byref(number), 1, None))
+        # Another owner releases the event after its completion.
         status = int(lib.kvt_device_query(self.handle, self.number))
         return _abi.KVT_E_BUSY if status == _abi.KVT_E_AGAIN else _abi.KVT_OK
 
@@ -129,8 +129,8 @@ class _EventJob(_reaper.Job):
         super().done()
 
 
-class _PromiseJob(_EventJob):
-    """Keeps a promise that was let go of, and forgets it."""
+class _UserEventJob(_EventJob):
+    """Signals a dropped user event, and releases it."""
 
     __slots__ = ()
 
@@ -140,17 +140,17 @@ class _PromiseJob(_EventJob):
 
 
 class DeviceMemory(Resource, Place):
-    """Memory of a device (`Device.alloc`), given back when it is closed or let go of. What was
-    submitted with it keeps it."""
+    """Device memory (`Device.alloc`), freed when it is closed or dropped. Submitted work keeps
+    it."""
 
-    _noun = "memory of a device"
+    _type_name = "device memory"
 
     def __init__(self, device: "Device", nbytes: int) -> None:
         memory, err = _abi.kvt_device_memory_t(), new_error()
         raw = device._raw
         check_err(lib.kvt_device_alloc(raw, u64(nbytes), byref(memory), byref(err)), err)
         self._device, self._memory = device, memory
-        #: Where it starts: a multiple of 256.
+        #: The address of the first byte, a multiple of 256.
         self.address: int = memory.address
         self.nbytes: int = memory.bytes
         self.on_device: bool = memory.memory == _abi.KVT_MEMORY_DEVICE
@@ -160,10 +160,10 @@ class DeviceMemory(Resource, Place):
         return self.nbytes
 
     def _check(self, writable: bool) -> None:
-        self._raw  # noqa: B018: it is open, and this is no forked child
+        self._raw  # noqa: B018: raises if closed, or in a forked child
 
     def close(self) -> None:
-        """Gives it back; `BusyError` while work under way is seen to use it."""
+        """Frees the memory; raises `BusyError` while known work in flight uses it."""
         if self.closed:
             return
         err = new_error()
@@ -172,18 +172,18 @@ class DeviceMemory(Resource, Place):
 
 
 class DeviceEvent(Closing):
-    """A moment on a stream of a device. It keeps what its copies use until it has come."""
+    """A point on a device's stream. The event keeps the objects of its copies until it
+    completes."""
 
-    _noun = "event of a device"
+    _type_name = "device event"
 
     def __init__(self, device: "Device", number: int, kept: List[Any],
                  sums: Sequence[Optional[int]] = (), wants: Sequence[bool] = ()) -> None:
         self._device = device
         self._wants = wants
-        #: What it is called where an event is asked for.
+        #: The event's number, for calls that take an event.
         self.number: int = number
-        #: The checksum of each copy that asked for it; of an asynchronous device they are there
-        #: when it was waited for.
+        #: The checksum of each copy with `sum`. Asynchronous devices provide it after `wait`.
         self.sums: List[Optional[int]] = list(sums)
         self._own(self._job_of(device._raw.value, number, kept))
 
@@ -192,7 +192,7 @@ class DeviceEvent(Closing):
 
     @property
     def done(self) -> bool:
-        """Whether it has come; raises what its batch failed with."""
+        """Whether the event has completed; raises the error of its batch."""
         status = lib.kvt_device_query(self._raw, self.number)
         if status == _abi.KVT_E_AGAIN:
             return False
@@ -200,7 +200,7 @@ class DeviceEvent(Closing):
         return True
 
     def wait(self, timeout: Optional[float] = None) -> None:
-        """Until it has come; raises `TimeoutError`, or what its batch failed with."""
+        """Waits for completion; raises `TimeoutError`, or the error of the event's batch."""
         err = new_error()
         end = deadline_after(time.monotonic_ns(), timeout)
         check_err(lib.kvt_device_wait(self._raw, self.number, end, byref(err)), err)
@@ -212,43 +212,43 @@ class DeviceEvent(Closing):
         sums = (ctypes.c_uint64 * sum(self._wants))()
         check_err(lib.kvt_device_checksums(self._raw, self.number, sums, len(sums), byref(count),
                                       byref(err)), err)
-        told = iter(sums[: count.value])
-        self.sums = [next(told, None) if want else None for want in self._wants]
+        computed = iter(sums[: count.value])
+        self.sums = [next(computed, None) if want else None for want in self._wants]
         self._wants = ()
 
     def close(self, timeout: Optional[float] = None) -> None:
-        """Waits until it has come, however that went, and forgets it; `BusyError` when time
-        runs out, and then it can be tried again."""
+        """Waits for completion, successful or not, and releases the event. Raises `BusyError`
+        after `timeout` seconds; then the call can be repeated."""
         if self.closed:
             return
-        raw, err, one = self._raw, new_error(), ctypes.c_uint64(self.number)
+        raw, err, number = self._raw, new_error(), ctypes.c_uint64(self.number)
         end = deadline_after(time.monotonic_ns(), timeout)
         lib.kvt_device_wait(raw, self.number, end, None)
-        check_err(lib.kvt_device_release(raw, byref(one), 1, byref(err)), err)
+        check_err(lib.kvt_device_release(raw, byref(number), 1, byref(err)), err)
         self._released()
 
-    def _taken_over(self) -> None:
-        """Somebody else forgets it; what its copies use stays until it has come."""
+    def _hand_over(self) -> None:
+        """Leaves the release of the event to another owner. The objects of its copies stay until
+        it completes."""
         job = self._job
         job.owned = False
         self._finalizer.detach()
         rest = _EventJob(self._device._raw.value, job.number, job.kept)
         rest.owned = False
         self._released()
-        _reaper.bury(rest)
+        _reaper.close_later(rest)
 
 
-#: An event, its number, or none.
 class UserEvent(DeviceEvent):
-    """An event that comes when `keep` says so. Closing it keeps it, too."""
+    """A device event that completes when the host calls `signal`. Closing signals it, too."""
 
-    _noun = "promise of a device"
+    _type_name = "user event"
 
     def _job_of(self, device: int, number: int, kept: List[Any]) -> _EventJob:
-        return _PromiseJob(device, number, kept)
+        return _UserEventJob(device, number, kept)
 
     def signal(self) -> None:
-        """It comes, if it has not."""
+        """Completes the event; a second call has no effect."""
         err = new_error()
         check_err(lib.kvt_device_signal_event(self._raw, self.number, byref(err)), err)
 
@@ -258,13 +258,15 @@ class UserEvent(DeviceEvent):
         super().close(timeout)
 
 
+#: An event, its number, or None.
 After = Union[DeviceEvent, int, None]
 
 
 def number_of(event: After, kept: Optional[List[Any]] = None) -> int:
-    """What C calls an event; 0 = none. `kept` has it stay as long as what is behind it."""
+    """Returns the number of an event; 0 = none. `kept` keeps the event as long as the work that
+    waits for it."""
     if isinstance(event, DeviceEvent):
-        event._raw  # noqa: B018: a closed one is no event any more
+        event._raw  # noqa: B018: raises if the event is closed
         if kept is not None:
             kept.append(event)
         return event.number
@@ -272,9 +274,9 @@ def number_of(event: After, kept: Optional[List[Any]] = None) -> int:
 
 
 def _lower(row: Any, copy: DeviceCopy, kept: List[Any]) -> None:
-    """A copy for C, checked against the objects it uses."""
+    """Fills a copy for C, checked against the memory that it uses."""
     fill(row.view, copy.view, copy.scatter, kept)
-    view, plane = row.view, lend(copy.plane, not copy.scatter, kept)
+    view, plane = row.view, export(copy.plane, not copy.scatter, kept)
     row.plane_memory, row.first_token, row.tokens = (
         kind_of(plane), u32(copy.first_token), u32(copy.tokens))
     row.direction = _abi.KVT_COPY_SCATTER if copy.scatter else _abi.KVT_COPY_GATHER
@@ -283,36 +285,42 @@ def _lower(row: Any, copy: DeviceCopy, kept: List[Any]) -> None:
     tokens = row.tokens or max(0, has - row.first_token)
     needed = tokens * view.heads * view.run_bytes
     if u64(copy.plane_offset) + needed > plane.nbytes:
-        raise make(_abi.KVT_E_INVALID, f"{needed} bytes from {copy.plane_offset} on lead out of "
-                                       f"a plane of {plane.nbytes}")
+        raise make(_abi.KVT_E_INVALID, f"the copy needs {needed} bytes from plane_offset "
+                                       f"{copy.plane_offset} on: the plane has {plane.nbytes}")
     row.plane = plane.address + copy.plane_offset
 
 
 class Device(Closing):
-    """PolicyContext copies between your memory and the library's: "host", "cuda", "simulated" (none at
-    all, for tests: it takes its time and spoils what is not waited for), or one of your own.
-    Stores and streamers are opened with one. Any thread may use it.
+    """A copy engine between the caller's memory and the library's. Any thread may use it.
 
-    A device of your own is any object with these methods, those after the first two where it
-    has them; they are called from any thread, from several at once, and must not call the
-    device they are of::
+    Kinds are "host", "cuda", "simulated", and custom devices. The simulated device is for tests:
+    it delays its work, and corrupts data that is used before its event. Stores and streamers
+    are opened with a device.
+
+    A custom device is any object with the methods below; all but the first two are optional.
+    The library calls them from any thread, also concurrently. They must not call their own
+    device::
 
         submit(stream, after, copies) -> event      query(event) -> bool
         wait(event, deadline_ns)     release(event)     free_bytes() -> int
         allocate(nbytes) -> address  free(address, nbytes)
-        register_host(address, nbytes)   (0 bytes: it goes)
+        register_host(address, nbytes)   (0 bytes: unregister)
         import_event(raw) -> event          stream_wait(raw_stream, event)
         launch(stream, after, kernels) -> event
-        create_event() -> event           signal_event(event)   (it comes then)
+        create_event() -> event           signal_event(event)   (completes it)
 
-    and with these attributes, where they are not as here: `streams = 1`, `has_memory = False`,
-    `wants_pinned = False`, `kernels = ()`. Copies are a list of `CopyRows`, events any numbers
-    but 0; `after` is 0 or an event that comes before. A `kvtier.Error` that is raised is the
-    status; what else is raised is a `StateError`, and goes to `sys.unraisablehook`; of `query` it
-    is no answer, and the event is asked for again. What is
-    refused must not have begun. `release`, `allocate`, `free` and `free_bytes` must call
-    nothing of the library and wait for nobody. `conformance` says whether all is as it should
-    be.
+    Its optional attributes have these defaults: `streams = 1`, `has_memory = False`,
+    `wants_pinned = False`, `kernels = ()`.
+
+    - Copies are a list of `CopyRows`. Events are any numbers but 0. `after` is 0, or an event
+      that the work waits for.
+    - A raised `kvtier.Error` becomes the status of the call. Any other exception becomes a
+      `StateError` and goes to `sys.unraisablehook`.
+    - After an exception of `query` the library queries the event again.
+    - A method that raises must not have begun its work.
+    - `release`, `allocate`, `free` and `free_bytes` must not call the library and must not block.
+
+    Run `conformance` on a custom device before using it.
 
     >>> import kvtier
     >>> with kvtier.Runtime() as runtime:
@@ -325,7 +333,7 @@ class Device(Closing):
     bytearray(b'kv')
     """
 
-    _noun = "device"
+    _type_name = "device"
 
     def __init__(self, runtime: "Runtime", what: Union[str, Any] = "host", *, ordinal: int = 0,
                  context: int = 0, streams: Sequence[int] = (),
@@ -334,11 +342,17 @@ class Device(Closing):
                  seed: int = 0, latency_ns: int = 0, bytes_per_s: int = 0,
                  arena: int = 0, arena_bytes: int = 0,
                  cufile: "Union[str, os.PathLike[str]]" = "") -> None:
-        """CUDA: the GPU `ordinal`, or of your `context`, with `streams` of that; `library` is
-        the path of the driver's, `cufile` that of cuFile's; copies may name the memory of its
-        `peers`, other ordinals, too; what it gives out comes from your memory at `arena`, if
-        there is some. Simulated: `memory_bytes` to `bytes_per_s`. Both: with `verify` it sums
-        what it copies, where it lies in its memory, and stores compare."""
+        """`what` is a kind, or a custom device.
+
+        CUDA: `ordinal` selects the GPU; a `context` of the caller, with its `streams`, replaces
+        it. `library` and `cufile` are the paths of the driver's and of cuFile's library. Copies
+        may also use memory of `peers`, which are other ordinals. Device memory is allocated from
+        the caller's memory at `arena`, if given.
+
+        Simulated: `memory_bytes`, `seed`, `latency_ns`, `bytes_per_s`.
+
+        Both: with `verify` the device computes checksums of copies in its memory, and stores
+        compare them."""
         opts = _abi.kvt_device_opts_t(
             ordinal=u32(ordinal), context=u64(context), stream_count=len(streams),
             memory_bytes=u64(memory_bytes), seed=u64(seed), latency_ns=u64(latency_ns),
@@ -356,7 +370,8 @@ class Device(Closing):
         elif what in _KINDS:
             opts.kind = _KINDS[what]
         else:
-            raise make(_abi.KVT_E_INVALID, f"{what!r} is none of {', '.join(_KINDS)}")
+            raise make(_abi.KVT_E_INVALID, f"device kind {what!r} is unknown: it must be one of "
+                                           f"{', '.join(_KINDS)}, or a custom device")
         self._runtime = runtime
         handle, err = _abi.kvt_device_p(), new_error()
         status = lib.kvt_device_open(runtime._raw, byref(opts), byref(handle), byref(err))
@@ -367,7 +382,7 @@ class Device(Closing):
 
     @property
     def info(self) -> DeviceInfo:
-        """What it is and can do."""
+        """Kind and capabilities of the device."""
         c = _abi.kvt_device_info_t()
         check(lib.kvt_device_info(self._raw, byref(c)))
         return DeviceInfo(
@@ -378,7 +393,7 @@ class Device(Closing):
             None if c.free_bytes == 2**64 - 1 else c.free_bytes)
 
     def describe(self) -> str:
-        """The same for logs."""
+        """Returns a description for logs."""
         raw, room, n = self._raw, 256, ctypes.c_uint64()
         while True:
             to = ctypes.create_string_buffer(room)
@@ -389,22 +404,22 @@ class Device(Closing):
             room = n.value
 
     def alloc(self, nbytes: int) -> DeviceMemory:
-        """Sets memory aside."""
+        """Allocates device memory."""
         return DeviceMemory(self, nbytes)
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """Copies will use this host memory again and again. Where CUDA cannot pin it, they are
-        slower, and `describe` says so. The memory stays until `unregister_host`."""
+        """Registers host memory that copies will use repeatedly. If CUDA cannot pin it, copies
+        are slower, and `describe` says so. The memory must stay valid until `unregister_host`."""
         self._call(lambda raw, err: lib.kvt_device_register_host(raw, u64(address), u64(nbytes), err))
 
     def unregister_host(self, address: int) -> None:
-        """Takes that back, before the memory goes."""
+        """Unregisters host memory before it is freed."""
         self._call(lambda raw, err: lib.kvt_device_unregister_host(raw, u64(address), err))
 
     def copy(self, copies: Iterable[DeviceCopy] = (), *, stream: int = 0,
              after: After = None) -> DeviceEvent:
-        """Puts copies on a stream, behind an event if one is given; the event of their end.
-        Without copies it marks the place."""
+        """Submits copies to a stream, after the event `after` if given, and returns the event of
+        their completion. Without copies the event marks the stream's current position."""
         given = list(copies)
         kept: List[Any] = []
         rows = (_abi.kvt_copy_t * len(given))()
@@ -422,26 +437,26 @@ class Device(Closing):
 
     def upload(self, source: Any, memory: DeviceMemory, *, offset: int = 0, stream: int = 0,
                after: After = None) -> DeviceEvent:
-        """Plain bytes of an object into memory, from `offset` on."""
+        """Copies the bytes of an object into device memory, from `offset` on."""
         return self._plain(source, memory, offset, True, stream, after)
 
     def download(self, memory: Place, target: Any, *, offset: int = 0, stream: int = 0,
                  after: After = None) -> DeviceEvent:
-        """Plain bytes of memory (or of a `StreamUnit`), from `offset` on, into a writable object,
-        which they fill."""
+        """Fills a writable object with the bytes of device memory, or of a `StreamUnit`, from
+        `offset` on."""
         return self._plain(target, memory, offset, False, stream, after)
 
     def _plain(self, host: Any, memory: Place, offset: int, up: bool, stream: int,
                after: After) -> DeviceEvent:
         kept: List[Any] = []
-        nbytes = lend(host, not up, kept).nbytes
-        one = DeviceCopy(View(memory, nbytes, offset=offset), host, scatter=up, tokens=1)
-        return self.copy([one], stream=stream, after=after)
+        nbytes = export(host, not up, kept).nbytes
+        copy = DeviceCopy(View(memory, nbytes, offset=offset), host, scatter=up, tokens=1)
+        return self.copy([copy], stream=stream, after=after)
 
     def launch(self, kernels: Sequence[Any], *, stream: int = 0,
                after: After = None) -> DeviceEvent:
-        """Puts kernels (`abi.kvt_kernel_t`) on a stream. You keep the memory that they name
-        until the event."""
+        """Submits kernels (`abi.kvt_kernel_t`) to a stream. The caller keeps their memory valid
+        until the returned event."""
         rows = (_abi.kvt_kernel_t * len(kernels))(*kernels)
         event = self._event(lambda raw, out, err: lib.kvt_device_launch(
             raw, u32(stream), number_of(after), rows, len(kernels),
@@ -449,50 +464,51 @@ class Device(Closing):
         return DeviceEvent(self, event, [])
 
     def poll(self, most: int = 256) -> List[int]:
-        """Numbers of events that have ended, well or not, each told once."""
+        """Returns the numbers of completed events, successful or not. Each is returned once."""
         room, n = min(u64(most), _MOST_EVENTS), ctypes.c_uint64()
         events = (ctypes.c_uint64 * max(1, room))()
         check(lib.kvt_device_poll(self._raw, events, room, byref(n)))
         return list(events[: n.value])
 
     def import_event(self, raw_event: int, keep: object = None) -> DeviceEvent:
-        """An event that comes with one of yours: for CUDA a CUevent that was recorded. Yours has
-        to stay until then: `keep`, the object that it goes with, is held so long."""
+        """Imports an event of the caller, for CUDA a recorded CUevent. The caller's event must
+        exist until it completes; the import holds the object `keep` until then."""
         event = self._event(lambda raw, out, err: lib.kvt_device_import_event(
             raw, u64(raw_event), out, err))
         return DeviceEvent(self, event, [keep])
 
     def stream_wait(self, raw_stream: int, event: After) -> None:
-        """A stream of yours (for CUDA a CUstream) goes on only when an event has come."""
+        """Makes a stream of the caller (for CUDA a CUstream) wait for an event."""
         self._call(lambda raw, err: lib.kvt_device_stream_wait(
             raw, u64(raw_stream), number_of(event), err))
 
     def hold_op(self, raw_stream: int, op: Op) -> None:
-        """A stream of yours goes on only when an op was released, well or not."""
+        """Makes a stream of the caller wait for the release of an op, successful or not."""
         self._call(lambda raw, err: lib.kvt_device_stream_wait_op(
             raw, u64(raw_stream), op._raw, err))
 
     def create_event(self) -> UserEvent:
-        """An event that comes when it is kept: what is behind it waits until then."""
+        """Creates an event that completes when the caller signals it. Work after it waits."""
         event = self._event(lambda raw, out, err: lib.kvt_device_create_event(raw, out, err))
         return UserEvent(self, event, [])
 
     def conformance(self, *, seed: int = 0, rounds: int = 0, patience: Optional[float] = None,
                     closes: bool = False) -> Conformance:
-        """Puts it to the test; nothing else should use it meanwhile. `patience` is how many
-        seconds an event may take, None = 30. `closes`: it is closed at the end."""
+        """Runs the conformance suite; nothing else should use the device meanwhile. `patience`
+        is the limit in seconds for an event, None = 30. `closes`: closes the device at the
+        end."""
         opts = _abi.kvt_conformance_opts_t(
             flags=_abi.KVT_CONFORMANCE_CLOSES if closes else 0, seed=u64(seed),
             patience_ns=0 if patience is None else max(1, u64(int(patience * 1e9))),
             rounds=u32(rounds))
-        heard: List[Check] = []
-        number, count = _callbacks.register(heard), _abi.kvt_conformance_report_t()
+        checks: List[Check] = []
+        number, count = _callbacks.register(checks), _abi.kvt_conformance_report_t()
         try:
             self._call(lambda raw, err: lib.kvt_device_conformance(
                 raw, byref(opts), on_check, number, byref(count), err))
         finally:
             _callbacks.forget(number)
-        return Conformance(count.passed, count.skipped, count.failed, heard)
+        return Conformance(count.passed, count.skipped, count.failed, checks)
 
     def _call(self, call: Callable[[Any, Any], int]) -> None:
         err = new_error()
@@ -504,8 +520,8 @@ class Device(Closing):
         return number.value
 
     def close(self, timeout: Optional[float] = None) -> None:
-        """Refuses new work and waits for what is under way; `BusyError` while a store or a
-        streamer has it, or when time runs out, and then it can be tried again."""
+        """Rejects new work and waits for work in flight. Raises `BusyError` while a store or a
+        streamer uses the device, or after `timeout` seconds; then the call can be repeated."""
         if self.closed:
             return
         refuse_fork()

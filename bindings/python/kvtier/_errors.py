@@ -11,9 +11,8 @@ from . import _abi
 class Error(Exception):
     """A failed call.
 
-    `status` is the number, `name` the constant's name, `message` the words,
-    `offset` a place in the input text for errors about one, `errno` what the
-    operating system said, when it was asked.
+    `status` is the number, `name` the constant's name, `message` the text. `offset` is a position
+    in the input text, for errors about a text. `errno` is the operating system's error, if any.
     """
 
     status: int
@@ -41,7 +40,7 @@ class Error(Exception):
         return f"{self.message} [{self.name}]"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Plain Exception pickling would pass the message alone.
+        # The pickling of plain Exception would pass only the message.
         return type(self), (self.message, self.status, self.name, self.offset, self.errno)
 
 
@@ -50,7 +49,7 @@ class InvalidError(Error, ValueError):
 
 
 class BufferError(InvalidError, builtins.BufferError):  # noqa: A001
-    """An object's memory cannot be used as it is: it has gaps, must not be written, or is on a
+    """An object's memory cannot be used directly: it has gaps, is read-only, or is on a
     device."""
 
 
@@ -59,19 +58,19 @@ class HandleError(Error, ValueError):
 
 
 class NoMemoryError(Error, builtins.MemoryError):
-    """The system has no memory for this."""
+    """The system is out of memory."""
 
 
 class BudgetError(Error):
-    """The budget of that tier has no room."""
+    """The budget of a tier does not have the bytes."""
 
 
 class AgainError(Error):
-    """A bounded queue or table is full: drain, free, retry."""
+    """A bounded queue or table is full: drain it, free handles, and retry."""
 
 
 class BusyError(Error):
-    """Still in use by work in flight."""
+    """The object is in use by work in flight."""
 
 
 class ClosedError(Error, ValueError):
@@ -79,15 +78,15 @@ class ClosedError(Error, ValueError):
 
 
 class CancelledError(Error):
-    """The op was cancelled before it was done."""
+    """The op was cancelled before its end."""
 
 
 class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001
-    """The deadline passed first."""
+    """The deadline passed."""
 
 
 class ReentrantError(Error, RuntimeError):
-    """Not allowed from inside a callback."""
+    """The call is not allowed inside a callback."""
 
 
 class ForkedError(Error, RuntimeError):
@@ -95,27 +94,27 @@ class ForkedError(Error, RuntimeError):
 
 
 class PanicError(Error, RuntimeError):
-    """A defect inside the library was caught; the object is poisoned."""
+    """The library caught an internal defect; the object is poisoned."""
 
 
 class AbiError(Error):
-    """Header and library do not fit together."""
+    """The versions of header and library do not match."""
 
 
 class UnsupportedError(Error, NotImplementedError):
-    """Not built into this library."""
+    """The feature is not built into this library."""
 
 
 class UnavailableError(Error):
-    """This machine does not offer it."""
+    """The feature is not available on this machine."""
 
 
 class NotFoundError(Error, LookupError):
-    """No such thing."""
+    """The object does not exist."""
 
 
 class CorruptError(Error):
-    """Bytes do not match their checksum: treat them as absent."""
+    """Bytes do not match their checksum: treat them as missing."""
 
 
 class IoError(Error, OSError):
@@ -123,7 +122,7 @@ class IoError(Error, OSError):
 
 
 class SpecError(Error, ValueError):
-    """A spec string is malformed; `offset` says where."""
+    """A spec string is malformed; `offset` is the position of the error."""
 
 
 class LimitError(Error, ValueError):
@@ -172,6 +171,6 @@ NAMES: Dict[int, str] = {
 
 def make(status: int, message: str, offset: Optional[int] = None,
          errno: Optional[int] = None) -> Error:
-    """The exception of a status; a status this package does not know is an `Error`."""
+    """Returns the exception of a status; an unknown status gives a plain `Error`."""
     name = NAMES.get(status, "KVT_E_UNKNOWN")
     return CLASSES.get(status, Error)(message, status, name, offset, errno)

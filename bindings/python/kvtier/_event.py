@@ -1,4 +1,4 @@
-"""The engine's word that its memory may be touched."""
+"""Ready events: an engine signals that the library may access its memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ class EventJob(_reaper.Job):
     """Closes an event."""
 
     __slots__ = ()
-    swift = True
+    nonblocking = True
 
     def attempt(self) -> int:
         return int(lib.kvt_ready_event_close(byref(self.handle)))
 
 
 class Event(Resource):
-    """A moment that comes once: memory is ready. Moves that were given it (`ready=`) do
-    not begin before. Closed or dropped without a `signal`, those moves end with
-    `CancelledError`. Needs no runtime; any thread may use it, also in callbacks.
+    """A ready event, signalled once: a transfer with `ready=event` begins after the signal.
+
+    If the event is closed or dropped without a signal, its transfers end with `CancelledError`.
+    An event needs no runtime. Any thread may use it, also in callbacks.
 
     >>> import kvtier
     >>> with kvtier.Event() as ready:
@@ -31,7 +32,7 @@ class Event(Resource):
     True
     """
 
-    _noun = "event"
+    _type_name = "event"
 
     def __init__(self) -> None:
         handle, err = _abi.kvt_event_p(), new_error()
@@ -39,18 +40,18 @@ class Event(Resource):
         self._own(EventJob(handle, _reaper.RANK_OP))
 
     def signal(self) -> None:
-        """It has come, for good."""
+        """Signals the event; it stays signalled."""
         check(lib.kvt_ready_event_signal(self._raw))
 
     @property
     def is_signalled(self) -> bool:
-        """Whether it has come."""
+        """Whether the event was signalled."""
         state = ctypes.c_uint32()
         check(lib.kvt_ready_event_query(self._raw, byref(state)))
         return bool(state.value == _abi.KVT_READY_EVENT_SIGNALLED)
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the event."""
         if self.closed:
             return
         self._raw  # noqa: B018: not in a forked child

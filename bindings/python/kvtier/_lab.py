@@ -1,4 +1,4 @@
-"""The lab: policies by sizes on several traces, as a table."""
+"""The lab: compares policies at several sizes on several traces, as a table."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ._lib import u64
 from ._resource import Resource
 from ._trace import Replay, Trace
 
-#: A trace, the path of one, or what `Trace.generate` makes ("chat").
+#: A trace, the path of a trace, or a kind for `Trace.generate` ("chat").
 Source = Union[Trace, str, "os.PathLike[str]"]
-#: Blocks, or a part of the trace's: "5%".
+#: A number of blocks, or a share of the trace's blocks: "5%".
 Size = Union[int, str]
-#: Told of each run and how far it is: the row's trace, policy and size, then requests done and
-#: how many there are. False stops all.
+#: Called with the run, the requests done, and the number of requests. False stops the
+#: comparison.
 LabProgress = Callable[["LabRun", int, int], Any]
 
 
@@ -26,7 +26,7 @@ def _invalid(text: str) -> Exception:
 
 
 class LabRun(NamedTuple):
-    """A run of a comparison: which it is of how many, and of what."""
+    """A run of a comparison: its number, the number of runs, and its parameters."""
 
     number: int
     runs: int
@@ -36,27 +36,27 @@ class LabRun(NamedTuple):
 
 
 class LabRow(NamedTuple):
-    """How a policy did on a trace at a size."""
+    """The result of a policy on a trace at a size."""
 
     trace: str
     policy: str
-    #: As it was asked for.
+    #: The size as the caller gave it.
     size: str
     capacity_blocks: int
     replay: Replay
 
     @property
     def token_miss_ratio(self) -> float:
-        """Tokens to be computed, of all that were asked for."""
+        """The share of requested tokens that must be computed."""
         return 1.0 - self.replay.token_hit_rate
 
     @property
     def cost_miss_ratio(self) -> float:
-        """The same of what computing costs."""
+        """The share of the requested tokens' recompute cost that is not saved."""
         return 1.0 - self.replay.cost_hit_rate
 
     def as_dict(self) -> Dict[str, Any]:
-        """All numbers by name."""
+        """Returns all numbers by name."""
         return {"trace": self.trace, "policy": self.policy, "size": self.size,
                 "capacity_blocks": self.capacity_blocks,
                 "token_miss_ratio": self.token_miss_ratio,
@@ -64,15 +64,16 @@ class LabRow(NamedTuple):
 
 
 class LabTable(List[LabRow]):
-    """The rows of a comparison: traces, policies within them, sizes within policies.
-    `str(table)` is the table for people."""
+    """The rows of a comparison, ordered by trace, policy and size. `str(table)` is a readable
+    table."""
 
     def dicts(self) -> List[Dict[str, Any]]:
-        """The rows as dicts, for `pandas.DataFrame` and `csv.DictWriter`."""
+        """Returns the rows as dicts, for `pandas.DataFrame` and `csv.DictWriter`."""
         return [row.as_dict() for row in self]
 
     def best(self) -> "LabTable":
-        """For each trace and size the row that misses the fewest tokens, the first of equals."""
+        """Returns the row with the fewest missed tokens per trace and size, the first of
+        equals."""
         found: Dict[Tuple[str, str], LabRow] = {}
         for row in self:
             key = row.trace, row.size
@@ -81,7 +82,7 @@ class LabTable(List[LabRow]):
         return LabTable(found.values())
 
     def text(self) -> str:
-        """The table for people."""
+        """Returns a readable table."""
         head = ["trace", "policy", "size", "blocks", "tokens missed", "cost missed", "refilled",
                 "decision p99"]
         lines = [head, *(
@@ -89,21 +90,22 @@ class LabTable(List[LabRow]):
              f"{100 * row.token_miss_ratio:.2f} %", f"{100 * row.cost_miss_ratio:.2f} %",
              f"{100 * row.replay.re_prefill_rate:.2f} %",
              f"{row.replay.decision_p99_ns / 1000:.1f} us"] for row in self)]
-        wide = [max(map(len, column)) for column in zip(*lines)]
-        # Names to the left, numbers to the right.
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        # Names are aligned to the left, numbers to the right.
         return "\n".join("  ".join(
             word.ljust(width) if at < 2 else word.rjust(width)
-            for at, (word, width) in enumerate(zip(line, wide))).rstrip() for line in lines)
+            for at, (word, width) in enumerate(zip(line, widths))).rstrip() for line in lines)
 
     def __str__(self) -> str:
         return self.text()
 
 
 class Lab(Resource):
-    """Traces, and what policies would do on them. Traces are given by name, or one after the
-    other: open ones, which stay yours, paths of files, or kinds that can be generated ("chat",
-    "agent", "batch", "multitenant", "burst"); `options` are for those that are opened or made
-    here (`Trace.open`, `Trace.generate`). Any thread may use it.
+    """Replays traces under several policies. Any thread may use it.
+
+    Traces are positional, or `named`. A trace is an open `Trace`, which the caller keeps, a path,
+    or a kind to generate ("chat", "agent", "batch", "multitenant", "burst"). `options` apply to
+    traces that the lab opens or generates (`Trace.open`, `Trace.generate`).
 
     >>> import kvtier
     >>> with kvtier.Lab("chat", duration_ns=600 * 10**9, seed=1) as lab:
@@ -116,20 +118,21 @@ class Lab(Resource):
     trace  policy  size  blocks  tokens missed  cost missed  refilled  decision p99
     """
 
-    _noun = "lab"
+    _type_name = "lab"
 
     def __init__(self, *traces: Source, named: Optional[Mapping[str, Source]] = None,
                  **options: Any) -> None:
-        given: List[Tuple[str, Source]] = [(_name_of(one), one) for one in traces]
+        given: List[Tuple[str, Source]] = [(_name_of(source), source) for source in traces]
         given += list((named or {}).items())
         if not given:
-            raise _invalid("a lab without traces")
+            raise _invalid("the lab has no traces: give at least one")
         self._traces: Optional[Dict[str, Trace]] = {}
-        self._mine: List[Trace] = []
+        self._owned: List[Trace] = []
         try:
             for name, source in given:
                 if name in self._traces:
-                    raise _invalid(f"two traces are called {name!r}: name them, Lab(named={{...}})")
+                    raise _invalid(f"two traces have the name {name!r}: give names with "
+                                   "Lab(named={...})")
                 self._traces[name] = self._take(source, options)
         except BaseException:
             self.close()
@@ -142,12 +145,12 @@ class Lab(Resource):
             trace = Trace.generate(source, **options)
         else:
             trace = Trace.open(source, **options)
-        self._mine.append(trace)
+        self._owned.append(trace)
         return trace
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the lab was closed."""
         return self._traces is None
 
     @property
@@ -164,40 +167,41 @@ class Lab(Resource):
     def compare(self, policies: Union[str, Iterable[str]] = ("lru", "s3fifo", "arc", "horizon"),
                 sizes: Union[Size, Iterable[Size]] = ("1%", "5%", "10%"), *,
                 progress: Optional[LabProgress] = None, **options: Any) -> LabTable:
-        """Replays every trace under each policy at each size; the options are those of
-        `Trace.replay`. `progress` is called on this thread; what it raises is raised here, and
-        where it gives False all ends with `CancelledError`."""
+        """Replays every trace under each policy at each size, with the options of `Trace.replay`.
+        `progress` is called on this thread. Its exceptions are raised here; if it returns False,
+        the comparison ends with `CancelledError`."""
         specs = [policies] if isinstance(policies, str) else list(policies)
-        asked = [sizes] if isinstance(sizes, (int, str)) else list(sizes)
+        wanted = [sizes] if isinstance(sizes, (int, str)) else list(sizes)
         todo = [(name, trace, spec, size) for name, trace in self.traces.items()
-                for spec in specs for size in asked]
+                for spec in specs for size in wanted]
         table = LabTable()
         for number, (name, trace, spec, size) in enumerate(todo):
             blocks = _blocks(size, trace.info.blocks)
             run = LabRun(number, len(todo), name, spec, blocks)
-            replay = trace.replay(spec, blocks, progress=_told(progress, run), **options)
+            replay = trace.replay(spec, blocks, progress=_progress_of(progress, run), **options)
             table.append(LabRow(name, spec, str(size), blocks, replay))
         return table
 
     def close(self) -> None:
-        """Closes the traces that were opened or made here."""
+        """Closes the traces that the lab opened or generated."""
         self._traces = None
-        while self._mine:
-            self._mine.pop().close()
+        while self._owned:
+            self._owned.pop().close()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.traces)
 
     def __repr__(self) -> str:
-        what = "closed" if self._traces is None else ", ".join(self._traces)
-        return f"<kvtier.Lab {what}>"
+        state = "closed" if self._traces is None else ", ".join(self._traces)
+        return f"<kvtier.Lab {state}>"
 
 
-def _told(progress: Optional[LabProgress], run: LabRun) -> "Optional[Callable[[int, int], Any]]":
+def _progress_of(progress: Optional[LabProgress],
+                 run: LabRun) -> "Optional[Callable[[int, int], Any]]":
     if progress is None:
         return None
-    hear = progress
-    return lambda done, total: hear(run, done, total)
+    callback = progress
+    return lambda done, total: callback(run, done, total)
 
 
 def _name_of(source: Source) -> str:
@@ -207,18 +211,20 @@ def _name_of(source: Source) -> str:
     return name[: -len(".kvtrace")] if name.endswith(".kvtrace") else name
 
 
-def _blocks(size: Size, all_of_them: int) -> int:
-    """A size in blocks; a part of them is rounded up."""
+def _blocks(size: Size, trace_blocks: int) -> int:
+    """Returns a size in blocks; a share is rounded up."""
     if not isinstance(size, str):
         return u64(size)
     if not size.endswith("%"):
         if size.isdigit():
             return int(size)
-        raise _invalid(f"a size of {size!r}: blocks, or a part of the trace's such as '5%'")
+        raise _invalid(f"size {size!r} is invalid: give a number of blocks, or a share of the "
+                       "trace's blocks such as '5%'")
     try:
-        part = float(size[:-1])
+        percent = float(size[:-1])
     except ValueError:
-        part = 0.0
-    if not 0.0 < part <= 1e6:
-        raise _invalid(f"a size of {size!r}: a part is more than 0 %")
-    return max(1, -int(-all_of_them * part // 100))
+        percent = 0.0
+    if not 0.0 < percent <= 1e6:
+        raise _invalid(f"size {size!r} is invalid: a share must be above 0 % and at most "
+                       "1000000 %")
+    return max(1, -int(-trace_blocks * percent // 100))

@@ -1,4 +1,4 @@
-"""Finds and loads the shared library, and turns statuses into exceptions."""
+"""Finds and loads the shared library, and converts statuses to exceptions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from . import _abi
 from ._errors import Error, make
 
 NO_OFFSET = 2**64 - 1
-FOR_EVER = 0
+NO_DEADLINE = 0
 
 
 def _candidates() -> List[str]:
     named = os.environ.get("KVTIER_LIBRARY")
     if named:
-        return [named]  # who names one wants that one and no other
+        return [named]  # no fallback: a named library must be the one that is used
     packaged = Path(__file__).parent / "lib" / "libkvtier.so"
     if packaged.exists():
         return [str(packaged)]
@@ -39,18 +39,21 @@ def _load() -> ctypes.CDLL:
         try:
             _abi.bind(library)
         except AttributeError as error:
-            raise make(_abi.KVT_E_ABI, f"{name} lacks a function: {error}") from error
+            raise make(_abi.KVT_E_ABI, f"{name} lacks a function of this package's header: "
+                                       f"{error}; install the library of the same version"
+                       ) from error
         return library
     tried = "; ".join(reasons)
-    raise ImportError(f"the kvtier library was not found (set KVTIER_LIBRARY): {tried}")
+    raise ImportError("the kvtier library was not found; set KVTIER_LIBRARY to its path. Tried: "
+                      f"{tried}")
 
 
 lib = _load()
 
 
 def quick(name: str) -> Any:
-    """A function once more, for calls that come very often: pointers are taken as they come,
-    for checking what they point to takes a third of such a call."""
+    """Returns a function for frequent calls, whose pointer arguments are not type-checked. The
+    check takes a third of such a call."""
     function = lib[name]
     restype, argtypes = _abi.FUNCTIONS[name]
     function.restype = restype
@@ -61,7 +64,7 @@ def quick(name: str) -> Any:
 
 
 def take_error(status: int, err: _abi.kvt_error_p) -> Error:
-    """The exception of a failed call; frees the C error."""
+    """Returns the exception of a failed call; frees the C error."""
     if not err.value:
         text = lib.kvt_status_str(status).decode("utf-8", "replace")
         return make(status, text)
@@ -77,50 +80,51 @@ def take_error(status: int, err: _abi.kvt_error_p) -> Error:
 
 
 def check(status: int) -> None:
-    """Raises what a failed status means."""
+    """Raises the exception of a failed status."""
     if status != _abi.KVT_OK:
         raise take_error(status, _abi.kvt_error_p())
 
 
 def check_err(status: int, err: _abi.kvt_error_p) -> None:
-    """Like `check`, with the words of the call's own error."""
+    """Like `check`, with the message of the call's own error."""
     if status != _abi.KVT_OK:
         raise take_error(status, err)
 
 
 def status_error(status: int, message: Optional[str] = None) -> Error:
-    """The exception of a status, with the library's sentence for it."""
+    """Returns the exception of a status, by default with the library's text for it."""
     return make(status, message or lib.kvt_status_str(status).decode("utf-8", "replace"))
 
 
 def deadline_after(now_ns: int, timeout: Optional[float]) -> int:
-    """A deadline `timeout` seconds after `now_ns`; None and infinity are for ever."""
+    """Returns a deadline `timeout` seconds after `now_ns`; None and infinity give no deadline."""
     if timeout is None:
-        return FOR_EVER
+        return NO_DEADLINE
     if math.isnan(timeout):
-        raise ValueError("a timeout that is not a number")
+        raise ValueError("timeout is NaN: give seconds, or None for no deadline")
     if timeout == math.inf:
-        return FOR_EVER
-    # At least 1: 0 would mean for ever.
+        return NO_DEADLINE
+    # At least 1: 0 would mean no deadline.
     return max(1, min(now_ns + max(0, int(timeout * 1e9)), 2**64 - 1))
 
 
 def u64(value: int, bits: int = 64) -> int:
-    """An integer for C. ctypes would cut what does not fit without a word."""
+    """Returns an integer for C, checked against its range. ctypes would truncate it silently."""
     number = operator.index(value)
     if not 0 <= number < 1 << bits:
-        raise make(_abi.KVT_E_INVALID, f"{number} is not an unsigned {bits}-bit number")
+        raise make(_abi.KVT_E_INVALID, f"{number} is out of range: it must be an unsigned "
+                                       f"{bits}-bit integer")
     return number
 
 
 def u32(value: int) -> int:
-    """Likewise, of 32 bits."""
+    """Like `u64`, with 32 bits."""
     return u64(value, 32)
 
 
 def text_pointer(data: bytes, empty_is_none: bool = False) -> Any:
-    """Bytes for a struct field; the field keeps them alive. A text that is there and empty is
-    refused by the library."""
+    """Returns bytes for a struct field, which keeps them alive. The library rejects a text that
+    is present but empty."""
     if empty_is_none and not data:
         return None
     return ctypes.cast(ctypes.c_char_p(data), ctypes.POINTER(ctypes.c_char))

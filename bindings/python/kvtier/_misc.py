@@ -1,4 +1,4 @@
-"""What needs no runtime: versions, features, specs, checksums, the log."""
+"""Functions that need no runtime: versions, features, specs, checksums, logging."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._lib import check, check_err, lib
 from ._pybuffer import Export
 from ._resource import byref, new_error
 
-#: Below logging.DEBUG, for the most detailed messages.
+#: A level below logging.DEBUG, for the most detailed messages.
 TRACE = 5
 
 _LEVELS: Dict[int, int] = {
@@ -24,7 +24,7 @@ _LEVELS: Dict[int, int] = {
 
 
 class Feature(NamedTuple):
-    """An optional feature: in this library, and on this machine."""
+    """An optional feature: whether this library was built with it, and this machine has it."""
 
     name: str
     note: str
@@ -33,7 +33,7 @@ class Feature(NamedTuple):
 
 
 def version() -> str:
-    """The library's version."""
+    """Returns the library's version."""
     return str(lib.kvt_version_str().decode())
 
 
@@ -44,7 +44,7 @@ def _feature(out: Any) -> Feature:
 
 
 def features() -> List[Feature]:
-    """All optional features."""
+    """Returns all optional features."""
     count = ctypes.c_uint64()
     check(lib.kvt_feature_count(byref(count)))
     found = []
@@ -56,15 +56,16 @@ def features() -> List[Feature]:
 
 
 def feature(name: str) -> Feature:
-    """A feature by its name, such as "cuda"; `NotFoundError` names the nearest."""
+    """Returns a feature by its name, such as "cuda"; `NotFoundError` names the most similar
+    one."""
     text, out, err = name.encode(), _abi.kvt_feature_t(), new_error()
     check_err(lib.kvt_feature_find(text, len(text), byref(out), byref(err)), err)
     return _feature(out)
 
 
 def spec_check(spec: str) -> str:
-    """The canonical form of a spec string; `SpecError` says where it is wrong
-    (`offset` counts bytes of UTF-8).
+    """Returns the canonical form of a spec string. The `offset` of a `SpecError` is the position
+    of the error in bytes of UTF-8.
 
     >>> import kvtier
     >>> kvtier.spec_check("store( host = 8GiB )")
@@ -84,7 +85,7 @@ def spec_check(spec: str) -> str:
 
 
 def checksum(data: Any) -> int:
-    """The checksum of a bytes-like object or a tensor, as ops compute it.
+    """Returns the checksum of a bytes-like object or a tensor, as ops compute it.
 
     >>> import kvtier
     >>> kvtier.checksum(b"kv") == kvtier.checksum(bytearray(b"kv")) != kvtier.checksum(b"vk")
@@ -98,10 +99,10 @@ def checksum(data: Any) -> int:
 
 def log_to(logger: Union[logging.Logger, str, None] = "kvtier",
            level: Optional[int] = None) -> None:
-    """Passes the library's messages on to `logging`; None stops that.
+    """Forwards the library's messages to `logging`; None stops it.
 
-    The target of a message is the child logger's name. `level` is the most
-    detailed one that is passed on, by default what the logger lets through.
+    The target of a message is the child logger's name. `level` is the most detailed level that is
+    forwarded, by default the logger's effective level.
     """
     err = new_error()
     if logger is None:
@@ -120,7 +121,7 @@ def log_to(logger: Union[logging.Logger, str, None] = "kvtier",
     check_err(status, err)
 
 
-def _pass_on(logger: logging.Logger, level: int, target: str, message: str) -> None:
+def _forward(logger: logging.Logger, level: int, target: str, message: str) -> None:
     suffix = target.replace("::", ".")
     if suffix == "kvtier" or suffix.startswith("kvtier."):
         suffix = suffix[len("kvtier."):]
@@ -135,7 +136,7 @@ def _on_log(number: int, level: int, target: Any, target_bytes: int, message: An
         return
     name = ctypes.string_at(target, target_bytes).decode("utf-8", "replace")
     text = ctypes.string_at(message, message_bytes).decode("utf-8", "replace")
-    _callbacks.call(_pass_on, logger, level, name, text)
+    _callbacks.call(_forward, logger, level, name, text)
 
 
 on_log = _abi.kvt_log_fn(_on_log)

@@ -1,4 +1,4 @@
-"""What a connector is for, and what to install where that is not there."""
+"""The requirements of a connector, and the error that says what to install."""
 
 from __future__ import annotations
 
@@ -9,39 +9,41 @@ from typing import Callable, Iterator, Tuple
 
 
 class Needs:
-    """What a package of this wheel needs beside it: `modules`, of which `what` is told in words
-    and `install` in those of pip."""
+    """The `modules` that a `package` of this wheel requires. Messages name their `purpose`, and
+    what to pass to `pip install`."""
 
-    def __init__(self, who: str, what: str, install: str, modules: Tuple[str, ...]) -> None:
-        self.who, self.what, self.install, self.modules = who, what, install, modules
+    def __init__(self, package: str, purpose: str, install: str,
+                 modules: Tuple[str, ...]) -> None:
+        self.package, self.purpose, self.install, self.modules = (
+            package, purpose, install, modules)
 
     def check(self) -> None:
-        """Fails where one of them is not installed: an ImportError that names it."""
+        """Raises an ImportError that names the first module that is not installed."""
         for name in self.modules:
-            if not _there(name):
+            if not _is_installed(name):
                 raise ModuleNotFoundError(
-                    f"{self.who} is for {self.what}; {name} is not installed for {sys.executable}:"
-                    f" pip install {self.install}", name=name)
+                    f"{self.package} is for {self.purpose}, but {name} is not installed for "
+                    f"{sys.executable}: run pip install {self.install}", name=name)
 
     @contextmanager
     def imports(self, version: Callable[[], None]) -> Iterator[None]:
-        """Around imports of them. `version` refuses another version than those supported: that is
-        said rather than which name it lacks."""
+        """Surrounds imports of the modules. If an import fails, `version` is called: it raises
+        for an unsupported version, which is a better error than the missing name."""
         self.check()
         try:
             yield
         except ImportError as error:
             try:
                 version()
-            except Exception as refused:
-                raise refused from error
+            except Exception as unsupported:
+                raise unsupported from error
             raise
 
 
-def _there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     if sys.modules.get(name) is not None:
         return True
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # it is being replaced by somebody
+    except ValueError:  # another import is replacing the module
         return True

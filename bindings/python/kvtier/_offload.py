@@ -1,4 +1,4 @@
-"""Layer-wise offload: a session's KV through a ring of buffers, by sparse policies."""
+"""Layer-wise offload: a session's KV passes through a ring of buffers, by sparse policies."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from ._queue import Queue
     from ._store import Session
 
-#: Codes of memoryviews, and their bytes. Halves come as their bits: numpy's
-#: `.view(np.float16)`, torch's `.view(torch.bfloat16)`.
+#: Format codes of memoryviews, and their bytes. Half-precision types are exposed as bits: use
+#: numpy's `.view(np.float16)`, or torch's `.view(torch.bfloat16)`.
 _CODES: Dict[str, Tuple[str, int]] = {
     "f32": ("f", 4), "f16": ("H", 2), "bf16": ("H", 2), "int8": ("b", 1), "fp8_e4m3": ("B", 1),
     "fp8_e5m2": ("B", 1), "bytes": ("B", 1),
 }
-#: What numbers of rows are, by their types.
+#: The dtype of rows, by the type of their object.
 _ROWS: Dict[str, int] = {
     "f32": _abi.KVT_DTYPE_F32, "f16": _abi.KVT_DTYPE_F16, "bf16": _abi.KVT_DTYPE_BF16,
     "u16": _abi.KVT_DTYPE_BF16,
@@ -43,8 +43,8 @@ def _invalid(text: str) -> Exception:
 
 @dataclass(frozen=True)
 class Attention:
-    """What a model's attention is. A latent has one head of keys, whose first `value_dim`
-    numbers are the values."""
+    """The shape of a model's attention. A latent has one key head, whose first `value_dim` numbers
+    are the values."""
 
     layers: int
     query_heads: int
@@ -59,7 +59,7 @@ class Attention:
 
 
 class Context(NamedTuple):
-    """Where in a sequence a question is asked: `tokens` has those of the queries."""
+    """The position of queries in a sequence. `tokens` includes the tokens of the queries."""
 
     tokens: int
     first_query: int = 0
@@ -69,30 +69,31 @@ class Context(NamedTuple):
 
 
 class OffloadTokens(NamedTuple):
-    """How many tokens of a layer are in the store, and behind them in the tail."""
+    """The number of a layer's tokens in the store, and in the tail after them."""
 
     stored: int
     tail: int
 
 
 class DevicePlane(Place):
-    """K or V of a buffer in memory of a device: where it is, for kernels and `View`."""
+    """K or V of a buffer in device memory: its address, for kernels and `View`."""
 
     on_device = True
 
     def __init__(self, address: int, shape: Tuple[int, int, int], nbytes: int,
                  owner: object) -> None:
         self.address, self.shape, self.nbytes = address, shape, nbytes
-        self._owner = owner  # which stays as long as anybody looks at it
+        self._owner = owner  # keeps the memory while this plane exists
 
     def _check(self, writable: bool) -> None:
         if writable:
-            raise _invalid("a buffer of an offload is only read")
+            raise _invalid("an offload's buffer is read-only: copy the plane to other memory to "
+                           "change it")
 
 
 class LayerKV(NamedTuple):
-    """K and V in a buffer of the ring, [tokens, heads, dim], read-only: the memory itself,
-    with something else in it once the buffer is given back. `v` is None for a latent."""
+    """K and V in a buffer of the ring, [tokens, heads, dim], read-only. They are the memory itself
+    and valid until the buffer is given back. `v` is None for a latent."""
 
     k: Union[memoryview, DevicePlane]
     v: Optional[Union[memoryview, DevicePlane]]
@@ -103,28 +104,28 @@ class LayerKV(NamedTuple):
 
 
 class OffloadJob(_reaper.Job):
-    """Closes an offload, and lets go then of memory that it was lent."""
+    """Closes an offload, and then drops the caller's device memory that it used."""
 
-    __slots__ = ("lent",)
+    __slots__ = ("memory",)
 
     def __init__(self, handle: Any, rank: int) -> None:
         super().__init__(handle, rank)
-        self.lent: "Optional[DeviceMemory]" = None
+        self.memory: "Optional[DeviceMemory]" = None
 
     def attempt(self) -> int:
         return int(lib.kvt_offload_close(byref(self.handle)))
 
     def done(self) -> None:
-        self.lent = None
+        self.memory = None
         super().done()
 
 
 class _Memory:
-    """The ring's memory: it goes with the offload, or with the last view of it."""
+    """The owner of the ring's memory. The offload and its views hold it; the last one frees it."""
 
 
 def attention_for_c(a: Attention) -> Any:
-    """A model's attention, for a call."""
+    """Converts a model's attention for C."""
     return _abi.kvt_attention_t(
         layers=u32(a.layers), query_heads=u32(a.query_heads), key_heads=u32(a.key_heads),
         key_dim=u32(a.key_dim), value_dim=u32(a.value_dim),
@@ -133,19 +134,21 @@ def attention_for_c(a: Attention) -> Any:
 
 
 def context_for_c(at: Context) -> Any:
-    """Where a question is asked, for a call."""
+    """Converts the position of queries for C."""
     return _abi.kvt_sparse_context_t(
         is_prefill=1 if at.is_prefill else 0, part=u32(at.part), parts=u32(at.parts),
         first_query=u32(at.first_query), tokens=u32(at.tokens))
 
 
 def _rows(name: str, source: Any) -> Tuple[Any, Export]:
-    """Rows for C: an object with [tokens, heads, dim] numbers without gaps."""
+    """Converts an object with contiguous numbers [tokens, heads, dim] for C."""
     seen = described(source)
     shape = seen.shape
     if len(shape) != 3 or not seen.contiguous or seen.dtype not in _ROWS or 0 in shape:
-        raise _invalid(f"{name} are [tokens, heads, dim] numbers without gaps: f32, f16, bf16 or "
-                       f"its bits (uint16): these are {list(shape)} of {seen.dtype}")
+        gaps = "" if seen.contiguous else ", with gaps"
+        raise _invalid(f"{name} have shape {list(shape)} and type {seen.dtype}{gaps}: they must "
+                       "be contiguous [tokens, heads, dim], not empty, of f32, f16, bf16, or "
+                       "bf16's bits (uint16)")
     export = Export(source, writable=False)
     tokens, heads, dim = shape
     rows = _abi.kvt_rows_t(dtype=_ROWS[seen.dtype])
@@ -158,7 +161,7 @@ def _rows(name: str, source: Any) -> Tuple[Any, Export]:
 def _opts(session: "Session", attention: Attention, dtype: str, buffers: int,
           buffer_tokens: int) -> Any:
     if dtype not in _CODES:
-        raise _invalid(f"dtype {dtype!r} is none of {', '.join(_CODES)}")
+        raise _invalid(f"dtype {dtype!r} is unknown: it must be one of {', '.join(_CODES)}")
     shape = attention_for_c(attention)
     opts = _abi.kvt_offload_opts_t(
         dtype=DTYPES[dtype], buffers=u32(buffers), buffer_tokens=u32(buffer_tokens))
@@ -167,9 +170,10 @@ def _opts(session: "Session", attention: Attention, dtype: str, buffers: int,
 
 
 class Offload(Resource):
-    """A session's KV, layer by layer: a ring of buffers, the store behind it, and sparse
-    policies that say which blocks have to come. Any thread may use it; calls come one at a
-    time. Closed, its memory goes with the last view.
+    """Loads and stores a session's KV layer by layer, through a ring of buffers.
+
+    Sparse policies choose the blocks to load from the store. Any thread may use an offload;
+    calls are serialized. After `close` the last view frees the memory.
 
     >>> import kvtier
     >>> from kvtier import Context, Group, Identity, View
@@ -191,23 +195,24 @@ class Offload(Resource):
     6 2 (6, 1, 4)
     """
 
-    _noun = "offload"
+    _type_name = "offload"
 
     def __init__(self, session: "Session", attention: Attention, dtype: str = "f16", *,
                  buffers: int = 2, buffer_tokens: int, level: int = LEVEL_RAM,
                  prefill: Optional[Union[str, Any]] = None,
                  decode: Optional[Union[str, Any]] = None, audit_every: int = 0,
                  on_device: bool = False, memory: "Optional[DeviceMemory]" = None) -> None:
-        """`prefill` and `decode` are specs, or policies of your own: see `help(kvtier.Sparse)`.
-        `on_device`: the ring and the tails are in memory of the store's device, which gives it,
-        or in `memory`, at least `memory_bytes`, that is its own until it is closed."""
+        """`prefill` and `decode` are specs, or custom policies: see `help(kvtier.Sparse)`. With
+        `on_device` the ring and the tails are in memory of the store's device. The device
+        allocates it, or the caller provides `memory` of at least `memory_bytes` bytes, which
+        belongs to the offload until it is closed."""
         opts = _opts(session, attention, dtype, buffers, buffer_tokens)
         opts.level, opts.audit_every = u32(level), u32(audit_every)
         opts.flags = _abi.KVT_OFFLOAD_ON_DEVICE if on_device else 0
         if memory is not None:
             memory._check(True)
             opts.memory, opts.memory_bytes = memory.address, memory.nbytes
-        from . import _callbacks, _sparse  # it needs names of this module
+        from . import _callbacks, _sparse  # here, because _sparse imports this module
         held: List[Any] = []
         numbers: List[int] = []
         for when, policy in (("prefill", prefill), ("decode", decode)):
@@ -228,22 +233,22 @@ class Offload(Resource):
                 _callbacks.forget(number)
         check_err(status, err)
         self._begin(session, attention, dtype, handle)
-        self._job.lent = memory
+        self._job.memory = memory
 
     @staticmethod
     def memory_bytes(session: "Session", attention: Attention, dtype: str = "f16", *,
                      buffers: int = 2, buffer_tokens: int) -> int:
-        """How much memory the ring and the tails take of one that is opened so."""
+        """Returns the bytes of the ring and the tails of an offload with these options."""
         opts = _opts(session, attention, dtype, buffers, buffer_tokens)
         nbytes, err = ctypes.c_uint64(), new_error()
         check_err(lib.kvt_offload_memory_bytes(byref(opts), byref(nbytes), byref(err)), err)
         return nbytes.value
 
     def after(self, event: "After") -> None:
-        """What is copied from now on waits for an event of the store's device; None: for
-        none. TokenLists the event until another is given or this is closed, and what was begun
-        before has ended."""
-        from ._device import number_of  # it needs names of this package
+        """Makes later copies wait for an event of the store's device; None: for no event. The
+        library uses the event until another one is set or the offload is closed, and all earlier
+        copies have completed."""
+        from ._device import number_of  # here, to avoid an import cycle
         err = new_error()
         check_err(lib.kvt_offload_set_ready_event(self._raw, number_of(event), byref(err)), err)
 
@@ -253,12 +258,12 @@ class Offload(Resource):
         self._views: "List[weakref.ref[Any]]" = []
         self._memory: Optional[_Memory] = _Memory()
         self._job = OffloadJob(handle, _reaper.RANK_SESSION)
-        self._finalizer = weakref.finalize(self._memory, _reaper.bury, self._job)
+        self._finalizer = weakref.finalize(self._memory, _reaper.close_later, self._job)
         self._finalizer.atexit = False
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the offload was closed."""
         return self._memory is None
 
     @property
@@ -268,31 +273,31 @@ class Offload(Resource):
         return super()._raw
 
     def tokens(self, layer: int) -> OffloadTokens:
-        """How many tokens of a layer it has."""
+        """Returns how many tokens of a layer the offload has."""
         stored, tail = ctypes.c_uint32(), ctypes.c_uint32()
         check(lib.kvt_offload_tokens(self._raw, u32(layer), byref(stored), byref(tail)))
         return OffloadTokens(stored.value, tail.value)
 
     def stats(self) -> Dict[str, int]:
-        """What it has done, and who waited for what."""
+        """Returns counters, including wait times."""
         stats = _abi.kvt_offload_stats_t()
         check(lib.kvt_offload_stats(self._raw, byref(stats)))
         names = [name for name, *_ in stats._fields_ if name != "struct_size"]
         return {name: int(getattr(stats, name)) for name in names}
 
     def truncate(self, tokens: int) -> None:
-        """Takes back what came behind; before `Session.truncate`."""
+        """Removes the tokens from this position on. Call it before `Session.truncate`."""
         err = new_error()
         check_err(lib.kvt_offload_truncate(self._raw, u32(tokens), byref(err)), err)
 
     def resume(self, tokens: int) -> None:
-        """Goes on from tokens, whole blocks, that the session has and the store too."""
+        """Resumes after `tokens` tokens, whole blocks, that are in the session and the store."""
         err = new_error()
         check_err(lib.kvt_offload_resume(self._raw, u32(tokens), byref(err)), err)
 
     def fork(self, session: "Session") -> "Offload":
-        """Another one, for a session that was forked from this one's (`Session.fork`): the
-        blocks in the store are those of both, tails and policies are copied."""
+        """Returns an offload for a session that was forked from this one's (`Session.fork`). Both
+        share the blocks in the store; tails and policies are copied."""
         handle, err = _abi.kvt_offload_p(), new_error()
         check_err(lib.kvt_offload_fork(self._raw, session._raw, byref(handle), byref(err)), err)
         other = Offload.__new__(Offload)
@@ -302,9 +307,10 @@ class Offload(Resource):
     def put(self, layer: int, first: int, tokens: int, k: View, v: Optional[View] = None, *,
             queue: "Optional[Queue]" = None, tag: object = None,
             timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Optional[Op]:
-        """Keeps K and V of tokens of a layer; `v` is None for a latent. The objects are held
-        until the op is closed. None: they are not read any more, and no queue is told."""
-        raw, runtime = self._raw, self._session._space._store._runtime
+        """Stores K and V of a layer's tokens; `v` is None for a latent. The op holds the objects
+        until it is closed. A result of None means that the call has read the objects already:
+        there is no op and no completion."""
+        raw, runtime = self._raw, self._session._namespace._store._runtime
         layer, first, tokens = u32(layer), u32(first), u32(tokens)
         kept: List[Any] = []
         rows = (_abi.kvt_view_t * 2)()
@@ -319,7 +325,7 @@ class Offload(Resource):
             raw, layer, first, tokens, byref(rows[0]),
             None if v is None else byref(rows[1]), byref(opts), byref(handle), byref(err))
         if not handle.value:
-            op._refused()
+            op._submit_failed()
         check_err(status, err)
         if not handle.value:
             return None
@@ -328,17 +334,18 @@ class Offload(Resource):
 
     def load(self, buffer: int, layer: int, at: Context, *, blocks: Optional[Column] = None,
              chosen: bool = False, query: Optional[Any] = None) -> int:
-        """Begins to load a layer into a buffer; how many blocks come (`blocks()` says which).
-        All and the tail, or only `blocks`, ascending, without it; those that the policy selects
-        for a query. `chosen`: the caller has chosen `blocks`; they come with the tail, and no
-        policy is asked."""
+        """Begins to load a layer into a buffer; returns how many blocks (`blocks()` lists them).
+
+        Loads all blocks and the tail, or only `blocks`, ascending, without the tail. With a
+        `query` the policy selects among them. `chosen`: loads exactly `blocks`, with the tail and
+        without the policy."""
         if chosen and blocks is None:
-            raise _invalid("chosen: which blocks?")
+            raise _invalid("chosen=True needs blocks: give the blocks to load")
         raw, c, count, err = self._raw, context_for_c(at), ctypes.c_uint32(), new_error()
         with Columns() as columns:
             ids, length = columns.take("blocks", "u32", blocks)
             if blocks is not None and length == 0 and not chosen:
-                ids = (ctypes.c_uint32 * 1)()  # null would be all
+                ids = (ctypes.c_uint32 * 1)()  # a null pointer would mean all blocks
             rows, export = (None, None) if query is None else _rows("queries", query)
             status = lib.kvt_offload_load(
                 raw, u32(buffer), u32(layer), ids, length,
@@ -350,14 +357,14 @@ class Offload(Resource):
         return count.value
 
     def wait(self, buffer: int) -> LayerKV:
-        """Waits until what is loaded into a buffer is there, with the tail as it is now."""
+        """Waits for the load of a buffer; returns its KV with the current tail."""
         kv, err = _abi.kvt_offload_kv_t(), new_error()
         with self._lock:
             check_err(lib.kvt_offload_wait(self._raw, u32(buffer), byref(kv), byref(err)), err)
             return self._layer(kv)
 
     def done(self, buffer: int) -> None:
-        """The buffer is free; a load under way is given up."""
+        """Frees a buffer; a load in flight is abandoned."""
         err = new_error()
         check_err(lib.kvt_offload_release(self._raw, u32(buffer), byref(err)), err)
 
@@ -367,7 +374,7 @@ class Offload(Resource):
         check_err(lib.kvt_offload_begin(self._raw, byref(c), byref(err)), err)
 
     def take(self, layer: int, query: Optional[Any] = None) -> LayerKV:
-        """The next layer of the pass."""
+        """Returns the next layer of the pass."""
         kv, err = _abi.kvt_offload_kv_t(), new_error()
         rows, export = (None, None) if query is None else _rows("queries", query)
         with self._lock:
@@ -382,18 +389,18 @@ class Offload(Resource):
             return self._layer(kv)
 
     def give_back(self, layer: int) -> None:
-        """Gives the layer back that was taken."""
+        """Returns the buffer of a taken layer to the ring."""
         err = new_error()
         check_err(lib.kvt_offload_give_back(self._raw, u32(layer), byref(err)), err)
 
     def blocks(self, buffer: int) -> List[int]:
-        """The blocks of a buffer, ascending."""
+        """Returns the blocks of a buffer, ascending."""
         return self._numbers(lambda raw, to, room, count: lib.kvt_offload_blocks(
             raw, u32(buffer), to, room, count))
 
     def rows(self, buffer: int, positions: Column) -> List[int]:
-        """Which rows of a buffer have these positions, both ascending; those that are not
-        there are left out."""
+        """Returns the rows of a buffer that have these positions, both ascending. Positions that
+        the buffer does not have are skipped."""
         raw, count = self._raw, ctypes.c_uint64()
         with Columns() as columns:
             given, length = columns.take("positions", "u32", positions)
@@ -402,8 +409,8 @@ class Offload(Resource):
         return list(found[: count.value])
 
     def observe(self, layer: int, queries: int, sums: Column, tokens: int) -> None:
-        """What each kept key got of the attention of so many queries: `tokens` numbers for
-        each query head, or once for all."""
+        """Passes attention sums of kept keys over `queries` queries to the policy: `tokens`
+        numbers per query head, or once for all heads."""
         raw, err = self._raw, new_error()
         with Columns() as columns:
             given, length = columns.take("sums", "f32", sums)
@@ -411,14 +418,14 @@ class Offload(Resource):
                                               u32(tokens), byref(err)), err)
 
     def evict(self, layer: int, at: Context) -> bool:
-        """Has policies evict tokens, if some have to go; whether some went."""
-        c, went, err = context_for_c(at), ctypes.c_uint32(), new_error()
-        check_err(lib.kvt_offload_evict(self._raw, u32(layer), byref(c), byref(went), byref(err)),
-                  err)
-        return bool(went.value)
+        """Lets the policy evict tokens if necessary; returns whether it evicted some."""
+        c, evicted, err = context_for_c(at), ctypes.c_uint32(), new_error()
+        check_err(lib.kvt_offload_evict(self._raw, u32(layer), byref(c), byref(evicted),
+                                        byref(err)), err)
+        return bool(evicted.value)
 
     def kept(self, layer: int) -> Optional[List[List[int]]]:
-        """Positions that are left, a list for each head or one for all; None: all are."""
+        """Returns the kept positions, a list per head or one for all heads; None: all are kept."""
         count, heads = ctypes.c_uint64(), ctypes.c_uint32()
         check(lib.kvt_offload_retained(self._raw, u32(layer), 0, None, 0, byref(count), byref(heads)))
         if heads.value == 0:
@@ -427,7 +434,8 @@ class Offload(Resource):
             raw, u32(layer), head, to, room, n, None)) for head in range(heads.value)]
 
     def append_keys(self, layer: int, first: int, keys: Any) -> None:
-        """Rows of a policy's own (`dsa`), [tokens, heads, dim]; before these tokens are put."""
+        """Passes the policy's own key rows (`dsa`), [tokens, heads, dim], before the put of these
+        tokens."""
         rows, export = _rows("keys", keys)
         err = new_error()
         with export:
@@ -435,8 +443,8 @@ class Offload(Resource):
                                                 byref(err)), err)
 
     def score(self, layer: int, scores: Column, *, is_prefill: bool = False) -> None:
-        """Numbers for the next load of a layer: a score for each block that can be loaded
-        (`external`), or a weight for each query and head (`dsa`)."""
+        """Sets numbers for the next load of a layer: a score per loadable block (`external`), or
+        a weight per query and head (`dsa`)."""
         raw, err = self._raw, new_error()
         with Columns() as columns:
             given, length = columns.take("scores", "f32", scores)
@@ -444,7 +452,7 @@ class Offload(Resource):
                                             length, byref(err)), err)
 
     def close(self) -> None:
-        """Closes it. What the store has stays there."""
+        """Closes the offload. Stored KV stays in the store."""
         with self._lock:
             if self.closed:
                 return
@@ -456,30 +464,32 @@ class Offload(Resource):
 
     def _layer(self, kv: Any) -> LayerKV:
         a = self._attention
-        view = self._view if kv.memory == _abi.KVT_MEMORY_HOST else self._far
+        view = self._host_view if kv.memory == _abi.KVT_MEMORY_HOST else self._device_plane
         v = None if a.latent else view(kv.v, kv.tokens, a.key_heads, a.value_dim)
         return LayerKV(view(kv.k, kv.tokens, a.key_heads, a.key_dim), v, kv.tokens,
                        kv.tail_tokens, kv.blocks, kv.buffer)
 
-    def _far(self, address: Optional[int], tokens: int, heads: int, dim: int) -> DevicePlane:
+    def _device_plane(self, address: Optional[int], tokens: int, heads: int,
+                      dim: int) -> DevicePlane:
         nbytes = tokens * heads * dim * _CODES[self._dtype][1]
         plane = DevicePlane(address or 0, (tokens, heads, dim), nbytes, self._memory)
-        self._watch(plane)
+        self._track(plane)
         return plane
 
-    def _watch(self, view: object) -> None:
+    def _track(self, view: object) -> None:
         self._views = [known for known in self._views if known() is not None]
         self._views.append(weakref.ref(view))
 
-    def _view(self, address: Optional[int], tokens: int, heads: int, dim: int) -> memoryview:
+    def _host_view(self, address: Optional[int], tokens: int, heads: int,
+                   dim: int) -> memoryview:
         code, size = _CODES[self._dtype]
         if tokens == 0 or not address:
             empty: Any = memoryview(b"")
             nothing: memoryview = empty.cast(code)
             return nothing
         memory: Any = (ctypes.c_ubyte * (tokens * heads * dim * size)).from_address(address)
-        memory.owner = self._memory  # which stays as long as anybody looks at it
-        self._watch(memory)
+        memory.owner = self._memory  # keeps the memory while a view exists
+        self._track(memory)
         flat: Any = memoryview(memory).cast("B").toreadonly()
         shaped: memoryview = flat.cast(code, shape=[tokens, heads, dim])
         return shaped

@@ -1,4 +1,4 @@
-"""Operations: what was submitted, how far it is, how it ended."""
+"""Ops: submitted operations, their progress and their results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from ._queue import Queue
     from ._runtime import Runtime
 
-#: Moments of an op.
+#: The moments of an op.
 ISSUED = _abi.KVT_OP_ISSUED
 RESOLVED = _abi.KVT_OP_RESOLVED
 RELEASED = _abi.KVT_OP_RELEASED
 
-# C is waited in for so long at a time, so that Ctrl-C is heard.
+# The longest single wait inside C, so that Python can handle Ctrl-C in between.
 _SLICE_NS = 200_000_000
 
 serials = itertools.count(1)
@@ -31,7 +31,7 @@ _bind_lock = threading.Lock()
 
 
 class OpInfo(NamedTuple):
-    """How far an op is."""
+    """The state and progress of an op."""
 
     state: int
     status: int
@@ -43,17 +43,17 @@ class OpInfo(NamedTuple):
 
     @property
     def resolved(self) -> bool:
-        """The result is known."""
+        """Whether the result is known."""
         return bool(self.state & RESOLVED)
 
     @property
     def released(self) -> bool:
-        """The memory is the program's again."""
+        """Whether the caller owns the memory again."""
         return bool(self.state & RELEASED)
 
 
 class ItemOutcome(NamedTuple):
-    """How one item of an op went."""
+    """The outcome of one item of an op."""
 
     value: int
     status: int
@@ -61,18 +61,18 @@ class ItemOutcome(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What an op that succeeded brought: the first item's value (a checksum,
-    or 0; of a move of a session its tokens) and the bytes that were handled."""
+    """The result of a successful op: the first item's value and the processed bytes. The value is
+    a checksum or 0; for a session's transfer it is the number of tokens."""
 
     value: int
     bytes_done: int
 
 
 class OpJob(_reaper.Job):
-    """Frees an op. Work underway is let finish: its memory is the library's."""
+    """Frees an op. Work in flight finishes first, because the library owns its memory."""
 
     __slots__ = ("cancel", "kept")
-    swift = True
+    nonblocking = True
 
     def __init__(self, handle: _abi.kvt_op_p, cancel: bool) -> None:
         super().__init__(handle, _reaper.RANK_OP)
@@ -90,11 +90,11 @@ class OpJob(_reaper.Job):
 
 
 class Op(Resource):
-    """A submitted operation. It completes exactly once: *resolved* when its
-    result is known, *released* when the library lets go of the memory.
+    """A submitted operation. It completes exactly once: *resolved* when its result is known,
+    *released* when the library no longer touches the caller's memory.
 
-    Wait for it with `wait` or `result`, or `await` it where its queue is
-    attached to the running loop.
+    Wait for it with `wait` or `result`, or `await` it if its queue is attached to the running
+    loop.
 
     >>> import asyncio, kvtier
     >>> async def main(runtime, work):
@@ -107,50 +107,52 @@ class Op(Resource):
     (8192, 8192)
     """
 
-    _noun = "op"
+    _type_name = "op"
 
     def __init__(self, runtime: "Runtime", queue: "Optional[Queue]", tag: object,
                  cancel_when_dropped: bool) -> None:
         self._runtime = runtime
         self._queue = queue
         self._serial = next(serials)
-        #: The program's own object, given when it was submitted.
+        #: The caller's object from the submit.
         self.tag = tag
         self._bound = False
-        self._gone = False  # it is known to be released
+        self._known_released = False
         self._waiters: List["asyncio.Future[None]"] = []
         self._own(OpJob(_abi.kvt_op_p(), cancel_when_dropped))
 
     def _bind(self, handle: Optional[int]) -> None:
-        # A callback may see the op, and even free it, before the submit that
-        # made it returns: only the first to know the handle sets it.
+        # A callback may see the op, and even free it, before its submit returns. Only the first
+        # call with the handle sets it.
         with _bind_lock:
             if handle and not self._bound:
                 self._bound = True
                 self._job.handle.value = handle
 
     def _keep(self, kept: Sequence[Any]) -> None:
-        """Memory that must stay until the op is freed, whatever becomes of this object."""
+        """Keeps objects until the op is freed, even if this Python object is dropped."""
         job = self._job
         assert isinstance(job, OpJob)
         job.kept = kept
 
-    def _refused(self) -> None:
-        """C made no op: nobody uses what was kept for it. (Not the finalizer's to say: where an
-        exception came between the call and `_bind`, C still does.)"""
+    def _submit_failed(self) -> None:
+        """Cleans up after a submit that created no op, so that nothing uses the kept objects.
+
+        The finalizer cannot do this: after an exception between the call and `_bind`, C still
+        uses the objects."""
         if self._queue is not None:
             self._queue._forget(self._serial)
         self._job.done()
 
     def info(self) -> OpInfo:
-        """How far it is, without waiting."""
+        """Returns state and progress, without waiting."""
         info = _abi.kvt_op_info_t()
         check(lib.kvt_op_info(self._raw, byref(info)))
         return OpInfo(info.state, info.status, info.items, info.items_done,
                       info.items_failed, info.bytes_done, info.value)
 
     def wait(self, timeout: Optional[float] = None, moments: int = RELEASED) -> bool:
-        """Waits for moments (by default the release); False when time ran out."""
+        """Waits for moments, by default the release; returns False after the timeout."""
         end = deadline_after(time.monotonic_ns(), timeout)
         while True:
             now = time.monotonic_ns()
@@ -158,7 +160,7 @@ class Op(Resource):
             status = lib.kvt_op_wait(self._raw, moments, until)
             if status == _abi.KVT_OK:
                 if moments & RELEASED:
-                    self._gone = True
+                    self._known_released = True
                 return True
             if status != _abi.KVT_E_TIMEOUT:
                 check(status)
@@ -166,9 +168,10 @@ class Op(Resource):
                 return False
 
     def result(self, timeout: Optional[float] = None) -> Result:
-        """Waits for the release; what it brought, or its error."""
+        """Waits for the release; returns the result, or raises the op's error."""
         if not self.wait(timeout):
-            raise status_error(_abi.KVT_E_TIMEOUT, "the op is not done yet")
+            raise status_error(_abi.KVT_E_TIMEOUT, f"the op was not released within {timeout} s: "
+                                                   "wait again, or cancel it")
         return self._outcome()
 
     def _outcome(self) -> Result:
@@ -179,7 +182,7 @@ class Op(Resource):
         return Result(info.value, info.bytes_done)
 
     def error(self) -> Optional[Error]:
-        """Its error; None when it succeeded or is not resolved."""
+        """Returns the op's error; None if it succeeded or is not resolved."""
         info = self.info()
         return self._error_of(info) if info.resolved else None
 
@@ -192,7 +195,7 @@ class Op(Resource):
         return status_error(info.status)
 
     def items(self, first: int = 0, count: Optional[int] = None) -> List[ItemOutcome]:
-        """How its items went; also while it runs."""
+        """Returns the outcomes of items, also while the op runs."""
         if count is None:
             count = max(0, self.info().items - first)
         if count == 0:
@@ -204,7 +207,7 @@ class Op(Resource):
         return [ItemOutcome(i.value, i.status, bool(i.done)) for i in room[: got.value]]
 
     def failed(self) -> List[int]:
-        """Which items did not go well, or are not done; empty when all is well."""
+        """Returns the indexes of items that failed or are not done."""
         info = self.info()
         if info.items_done == info.items and info.items_failed == 0:
             return []
@@ -212,11 +215,11 @@ class Op(Resource):
                 if item.status != _abi.KVT_OK or not item.done]
 
     def cancel(self) -> None:
-        """Asks it to end. Its memory is still the library's until the release."""
+        """Requests cancellation. The library owns the memory until the release."""
         check(lib.kvt_op_cancel(self._raw))
 
     def close(self) -> None:
-        """Frees it; `BusyError` before the release."""
+        """Frees the op; raises `BusyError` before its release."""
         if self.closed:
             return
         self._raw  # noqa: B018: not in a forked child
@@ -224,16 +227,15 @@ class Op(Resource):
         self._released()
 
     def __exit__(self, *_: object) -> None:
-        # Leaving the block means nobody wants it any more; the memory must be
-        # free to use afterwards.
+        # After the block nobody uses the result, and the caller may use the memory.
         if not self.closed:
-            if not self._gone:
+            if not self._known_released:
                 self.cancel()
                 self.wait()
             self.close()
 
     def _notice_release(self) -> None:
-        self._gone = True
+        self._known_released = True
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             loop = waiter.get_loop()
@@ -247,23 +249,23 @@ class Op(Resource):
             raise RuntimeError("to await an op, submit it with a queue that is attached "
                                "to the running loop: queue.attach()")
         cancelled: Optional[asyncio.CancelledError] = None
-        while not self._gone:
+        while not self._known_released:
             waiter: "asyncio.Future[None]" = loop.create_future()
             self._waiters.append(waiter)
-            if self._gone:  # told by another thread in between
+            if self._known_released:  # another thread noticed the release in between
                 break
             try:
                 await waiter
             except asyncio.CancelledError as error:
-                # The memory is the library's until the release, so a cancelled
-                # task still waits for that; the cancel makes it come soon.
+                # The library owns the memory until the release. A cancelled task therefore waits
+                # for the release, which the cancellation of the op accelerates.
                 cancelled = error
                 self.cancel()
         if cancelled is not None:
             raise cancelled
 
     def __await__(self) -> Generator[Any, None, Result]:
-        if not (self._gone or self.info().released):
+        if not (self._known_released or self.info().released):
             yield from self._wait_released().__await__()
         return self._outcome()
 

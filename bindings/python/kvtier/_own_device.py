@@ -1,4 +1,4 @@
-"""Devices of the user's own: what C calls, and what becomes of answers and exceptions."""
+"""Custom devices: the functions that C calls, and the conversion of results and exceptions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ._lib import u32, u64
 
 
 class CopyRows(NamedTuple):
-    """Runs of bytes to copy, read and written at equal distances."""
+    """Runs of bytes to copy, at constant strides in source and target."""
 
     #: Addresses of the first run.
     source: int
     target: int
-    #: From a run to the next.
+    #: Bytes from a run to the next.
     source_stride: int
     target_stride: int
-    #: Bytes of a run.
+    #: Bytes per run.
     run_bytes: int
-    #: How many runs.
+    #: The number of runs.
     runs: int
     #: `abi.KVT_MEMORY_*`.
     source_memory: int
@@ -32,7 +32,7 @@ _ROW_FIELDS = [name for name, *_ in _abi.kvt_copy_rows_t._fields_]
 
 
 def _status(call: Callable[[], Any]) -> int:
-    """Calls what is the user's; what it raises is a status."""
+    """Calls a method of the user's device, and converts its exception to a status."""
     try:
         call()
         return _abi.KVT_OK
@@ -40,13 +40,13 @@ def _status(call: Callable[[], Any]) -> int:
         return error.status
     except MemoryError:
         return _abi.KVT_E_NOMEM
-    except BaseException as error:  # noqa: BLE001: nothing may cross into C
+    except BaseException as error:  # noqa: BLE001: no exception may cross into C
         _callbacks.report(error)
         return _abi.KVT_E_STATE
 
 
 def _entries(kind: Any, first: Any, count: int, stride: int) -> List[Any]:
-    """Copies of C's entries, which may be longer than this package knows."""
+    """Copies entries from C, which may be longer than this package knows."""
     size = ctypes.sizeof(kind)
     start = ctypes.cast(first, ctypes.c_void_p).value or 0
     return [kind.from_buffer_copy(ctypes.string_at(start + i * stride, size))
@@ -77,8 +77,8 @@ def _query(number: int, event: int) -> int:
         return _abi.KVT_OK if _callbacks.find(number).query(event) else _abi.KVT_E_AGAIN
     except Error as error:
         return error.status
-    except BaseException as error:  # noqa: BLE001: nothing may cross into C
-        # The question failed, the batch perhaps not: it may use its memory still.
+    except BaseException as error:  # noqa: BLE001: no exception may cross into C
+        # The query failed, but the batch may still run and use its memory.
         _callbacks.report(error)
         return _abi.KVT_E_AGAIN
 
@@ -88,22 +88,22 @@ def _wait(number: int, event: int, deadline_ns: int) -> int:
 
 
 def _release(number: int, event: int) -> None:
-    with _callbacks.Quiet():
+    with _callbacks.Restricted():
         _status(lambda: _callbacks.find(number).release(event))
 
 
 def _allocate(number: int, nbytes: int, out: Any) -> int:
-    with _callbacks.Quiet():
+    with _callbacks.Restricted():
         return _status(lambda: _put(out, _callbacks.find(number).allocate(nbytes)))
 
 
 def _free(number: int, address: int, nbytes: int) -> None:
-    with _callbacks.Quiet():
+    with _callbacks.Restricted():
         _status(lambda: _callbacks.find(number).free(address, nbytes))
 
 
 def _free_bytes(number: int, out: Any) -> int:
-    with _callbacks.Quiet():
+    with _callbacks.Restricted():
         return _status(lambda: _put(out, _callbacks.find(number).free_bytes()))
 
 
@@ -133,14 +133,17 @@ _FUNCTIONS = {
     "allocate": _abi.kvt_device_allocate_fn(_allocate), "free": _abi.kvt_device_free_fn(_free),
     "free_bytes": _abi.kvt_device_free_bytes_fn(_free_bytes),
     "register_host": _abi.kvt_device_register_host_fn(_register_host),
-    "import_event": _abi.kvt_device_import_event_fn(_import_event), "stream_wait": _abi.kvt_device_stream_wait_fn(_stream_wait),
+    "import_event": _abi.kvt_device_import_event_fn(_import_event),
+    "stream_wait": _abi.kvt_device_stream_wait_fn(_stream_wait),
     "launch": _abi.kvt_device_launch_fn(_launch),
-    "create_event": _abi.kvt_device_create_event_fn(_create_event), "signal_event": _abi.kvt_device_signal_event_fn(_signal_event),
+    "create_event": _abi.kvt_device_create_event_fn(_create_event),
+    "signal_event": _abi.kvt_device_signal_event_fn(_signal_event),
 }
 
 
 def table_for_c(device: Any) -> Tuple[Any, int]:
-    """The table of C for a device of the user's own; its number is C's on success only."""
+    """Returns the C table of a custom device, and its callback number. C owns the number only if
+    the open succeeds."""
     table = _abi.kvt_device_custom_t(destroy=_callbacks.on_destroy)
     for name, flag in (("has_memory", _abi.KVT_DEVICE_HAS_MEMORY),
                        ("wants_pinned", _abi.KVT_DEVICE_WANTS_PINNED)):

@@ -1,4 +1,4 @@
-"""What lookups and plans of a store come to, and what changed in it."""
+"""Results of lookups and plans, reports and events of a store."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ._resource import new_error
 
 #: No tier.
 TIER_NONE = _abi.KVT_TIER_NONE
-#: What tokens are good for, in a lookup.
+#: States of a range of a lookup.
 RANGE_MISS = _abi.KVT_RANGE_MISS
 RANGE_HIT = _abi.KVT_RANGE_HIT
 RANGE_PENDING = _abi.KVT_RANGE_PENDING
 RANGE_UNNEEDED = _abi.KVT_RANGE_UNNEEDED
-#: What is to be done with tokens, in a plan.
+#: Kinds of a step of a plan.
 PLAN_RESIDENT = _abi.KVT_PLAN_RESIDENT
 PLAN_LOAD = _abi.KVT_PLAN_LOAD
 PLAN_RECOMPUTE = _abi.KVT_PLAN_RECOMPUTE
@@ -30,49 +30,49 @@ STORE_CLEARED = _abi.KVT_STORE_EVENT_CLEARED
 
 
 class Range(NamedTuple):
-    """Tokens in a row of which the same can be said."""
+    """Consecutive tokens with the same state in a lookup."""
 
     first_token: int
     tokens: int
     #: RANGE_*.
     state: int
-    #: The farthest tier that something of them is loaded from, or TIER_NONE.
+    #: The slowest tier that the range is loaded from, or TIER_NONE.
     tier: int
     device_bytes: int
     host_bytes: int
     disk_bytes: int
     remote_bytes: int
-    #: On their way into the store.
+    #: Bytes in flight to the store.
     pending_bytes: int
     load_ns: int
 
 
 class Lookup(NamedTuple):
-    """How far a sequence could go on with what is there."""
+    """How far a sequence is reusable."""
 
     ranges: List[Range]
     tokens: int
-    #: The longest prefix that can be gone on from now.
+    #: The longest prefix that is reusable now.
     reusable_tokens: int
-    #: The same, once what is on its way has come.
+    #: The longest prefix that is reusable after the transfers in flight.
     reusable_soon_tokens: int
     device_bytes: int
     host_bytes: int
     disk_bytes: int
     remote_bytes: int
     pending_bytes: int
-    #: With what waits before it.
+    #: Includes the queued work before the load.
     load_ns: int
 
 
 class PlanStep(NamedTuple):
-    """Tokens in a row with which the same is to be done."""
+    """Consecutive tokens that are resident, loaded or recomputed together."""
 
     first_token: int
     tokens: int
     #: PLAN_*.
     kind: int
-    #: The farthest tier that something of them is loaded from, or TIER_NONE.
+    #: The slowest tier that the step is loaded from, or TIER_NONE.
     tier: int
     host_bytes: int
     disk_bytes: int
@@ -82,7 +82,7 @@ class PlanStep(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What it takes to have all tokens of a session."""
+    """The steps to make all tokens of a session available, and their predicted times."""
 
     steps: List[PlanStep]
     tokens: int
@@ -92,12 +92,12 @@ class Plan(NamedTuple):
     total_ns: int
     load_ns: int
     compute_ns: int
-    #: What computing all of it would take.
+    #: The time to compute all tokens.
     without_ns: int
 
 
 class Prefill(NamedTuple):
-    """What computing costs: n tokens after l tokens of context take
+    """The cost of computing n tokens after l tokens of context:
     n * beta_ns + alpha_ns * (n * l + n * n / 2)."""
 
     alpha_ns: float
@@ -107,31 +107,31 @@ class Prefill(NamedTuple):
 
 
 class ClearReport(NamedTuple):
-    """What became of chunks that were to go."""
+    """The outcome of a removal of chunks."""
 
     removed_chunks: int
-    #: Sessions, moves or pins hold them, or others that stay continue them.
+    #: Not removed: referenced by sessions, transfers or pins, or ancestors of kept chunks.
     referenced_chunks: int
-    #: They were on their way between tiers: try again.
+    #: Not removed: in transfer between tiers; try again.
     transferring_chunks: int
 
 
 class DemoteReport(NamedTuple):
-    """What becomes of chunks in memory that are to go down."""
+    """The outcome of a demotion of chunks in host memory."""
 
-    #: They were on disk, too.
+    #: Freed at once, because they were also on disk.
     freed_chunks: int
-    #: Their memory is given back once they are on disk.
+    #: Freed as soon as they are on disk.
     pending_chunks: int
-    #: They stay: there is no disk.
+    #: Not demoted, because the store has no disk.
     kept_chunks: int
 
 
 class Tenant(NamedTuple):
-    """What a tenant has moved."""
+    """The traffic of a tenant."""
 
     tenant: int
-    #: All tenants together that are not told apart.
+    #: True: the sum of all tenants without a row of their own.
     is_rest: bool
     put_bytes: int
     got_bytes: int
@@ -140,19 +140,19 @@ class Tenant(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """How long one kind of thing took, in nanoseconds."""
+    """The latency of one kind of operation, in nanoseconds."""
 
-    #: How many were timed.
+    #: The number of timed operations.
     timed: int
     mean_ns: int
-    #: What half of them did not exceed, to a fourth.
+    #: The median, with a precision of a quarter of its value.
     p50_ns: int
     p99_ns: int
     max_ns: int
 
 
 class StoreEvent(NamedTuple):
-    """Something that changed in a store."""
+    """A change in a store."""
 
     number: int
     at_ns: int
@@ -168,7 +168,7 @@ class StoreEvent(NamedTuple):
 
 
 class StoreEvents(NamedTuple):
-    """What changed, how much of it was missed, and where to go on."""
+    """Events, the number of missed events, and the cursor for the next call."""
 
     events: List[StoreEvent]
     missed: int
@@ -176,7 +176,7 @@ class StoreEvents(NamedTuple):
 
 
 def values(row: Any, like: Any) -> Tuple[Any, ...]:
-    """The fields of a C struct by the names of a NamedTuple, arrays as bytes."""
+    """Returns the fields of a C struct in the order of a NamedTuple, arrays as bytes."""
     names = {"namespace": "namespace_key", "timed": "count"}
     wanted = [names[name] if name in names else name for name in like._fields]
     found = (getattr(row, name) for name in wanted if hasattr(row, name))
@@ -184,8 +184,8 @@ def values(row: Any, like: Any) -> Tuple[Any, ...]:
 
 
 def all_rows(kind: Any, call: Callable[..., int]) -> List[Any]:
-    """Rows of which the library says how many there are: `call(rows, capacity, stride,
-    count, err)`."""
+    """Returns all rows of a call that reports their count: `call(rows, capacity, stride, count,
+    err)`."""
     count, capacity = ctypes.c_uint64(), 16
     while True:
         rows, err = (kind * capacity)(), new_error()
@@ -194,15 +194,17 @@ def all_rows(kind: Any, call: Callable[..., int]) -> List[Any]:
             check_err(status, err)
             return list(rows[: count.value])
         lib.kvt_error_free(ctypes.byref(err))
-        capacity = count.value + 8  # it may grow meanwhile
+        capacity = count.value + 8  # the count may grow until the next call
 
 
 def sequence(tokens: Any, count: int, media: "Sequence[Tuple[int, bytes]]") -> Tuple[Any, Any]:
-    """Tokens and the media that start in them, for C, and what has to be kept meanwhile."""
+    """Converts tokens and the media that start in them for C. Returns the struct, and an object
+    that must be kept during the call."""
     rows = (_abi.kvt_media_t * len(media))()
     for row, (token, digest) in zip(rows, media):
         if len(digest) != len(row.digest):
-            raise make(_abi.KVT_E_INVALID, f"a digest of {len(digest)} bytes: 32 are wanted")
+            raise make(_abi.KVT_E_INVALID, f"a media digest has {len(digest)} bytes: it must have "
+                                           f"{len(row.digest)}")
         row.token = u64(token)
         row.digest[:] = digest
     c = _abi.kvt_sequence_t(token_count=count, media_count=len(rows))
@@ -212,17 +214,18 @@ def sequence(tokens: Any, count: int, media: "Sequence[Tuple[int, bytes]]") -> T
 
 
 def key_bytes(keys: Any) -> Tuple[Any, int]:
-    """Keys in a row, and how many: one `bytes`, or a list of them."""
+    """Returns contiguous keys for C and their count, from one `bytes` object or a list."""
     joined = keys if isinstance(keys, (bytes, bytearray)) else b"".join(keys)
     count, rest = divmod(len(joined), _abi.KVT_KEY_BYTES)
     if rest:
-        raise make(_abi.KVT_E_INVALID, f"{len(joined)} bytes are no keys of 32 bytes each")
+        raise make(_abi.KVT_E_INVALID, f"keys have {len(joined)} bytes: each key must have "
+                                       f"{_abi.KVT_KEY_BYTES}")
     return (ctypes.c_uint8 * len(joined)).from_buffer_copy(joined), count
 
 
 def terms(overlap: bool, wait: bool, priority: int,
           cost: "Optional[Tuple[float, float]]") -> Any:
-    """How the engine will run, for C."""
+    """Converts the options of a plan for C."""
     c = _abi.kvt_plan_terms_t(priority=priority)
     c.flags = (0 if overlap else _abi.KVT_PLAN_NO_OVERLAP) | (
         0 if wait else _abi.KVT_PLAN_NO_WAIT)

@@ -1,4 +1,4 @@
-"""PolicyContext leaves first: an eviction policy, on the library's table or on one's own."""
+"""Eviction policies, on the library's table of objects or on the caller's own tables."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ._errors import Error, make
 from ._lib import check, check_err, lib, quick, text_pointer, u32, u64
 from ._resource import Resource, byref, new_error
 
-#: Why a sequence stopped.
+#: The reason why a sequence stopped.
 STOP_UNKNOWN = _abi.KVT_STOP_UNKNOWN
 STOP_TOOL_USE = _abi.KVT_STOP_TOOL_USE
 STOP_END_TURN = _abi.KVT_STOP_END_TURN
 STOP_LENGTH = _abi.KVT_STOP_LENGTH
 STOP_CANCELLED = _abi.KVT_STOP_CANCELLED
 
-#: Sequence, length, maximum length; returns seconds and confidence, or None.
+#: Called with sequence, length and maximum length; returns seconds and confidence, or None.
 Predictor = Callable[[int, int, int], Optional[Tuple[float, float]]]
-#: The candidates' columns by name, each a read-only memoryview, and the time in ns;
-#: returns a score each, the least leaves first. The views end with the call.
+#: Called with the candidates' columns by name, each a read-only memoryview, and the time in ns.
+#: Returns a score per candidate; the lowest is evicted first. The views end with the call.
 Scorer = Callable[[Dict[str, Any], int], Sequence[float]]
 
-#: The type of each column that a selection takes.
+#: The type of each column of a selection.
 COLUMNS: Dict[str, str] = {
     "ids": "u64", "blocks": "u64", "created_ns": "i64", "last_access_ns": "i64",
     "count": "u64", "priority": "u8", "pinned": "u8", "lifetime_ns": "i64",
@@ -37,8 +37,8 @@ COLUMNS: Dict[str, str] = {
 }
 
 
-class _Answer(ctypes.Structure):
-    """A number and an error, in one piece: two would take as long again."""
+class _CallResult(ctypes.Structure):
+    """A number and an error in one allocation: two allocations would take twice as long."""
 
     _fields_ = [("out", ctypes.c_uint64), ("err", ctypes.c_void_p)]
 
@@ -47,21 +47,21 @@ _lookup, _touch = quick("kvt_policy_lookup"), quick("kvt_policy_touch")
 
 
 class PolicyInfo(NamedTuple):
-    """A policy that can be opened."""
+    """Name and description of a policy that can be opened."""
 
     name: str
     about: str
 
 
 class Victim(NamedTuple):
-    """One that leaves."""
+    """An evicted object."""
 
     id: int
     units: int
 
 
 class Eviction(NamedTuple):
-    """What an eviction came to."""
+    """The result of an eviction."""
 
     victims: List[Victim]
     freed_units: int
@@ -71,18 +71,18 @@ class Eviction(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """A candidate that was chosen: it leaves, or keeps its first blocks."""
+    """A chosen candidate: it is evicted entirely, or except for its first blocks."""
 
     row: int
     id: int
     freed_blocks: int
     kept_blocks: int
-    #: The blocks that are free by it, where the candidates list blocks.
+    #: The blocks that this eviction frees, if the candidates list blocks.
     block_ids: Tuple[int, ...]
 
 
 class Selection(NamedTuple):
-    """What was chosen among candidates."""
+    """The candidates that a selection chose."""
 
     victims: List[Pick]
     freed_blocks: int
@@ -92,7 +92,7 @@ class Selection(NamedTuple):
 
 
 class LogEntry(NamedTuple):
-    """An eviction in the log."""
+    """An entry of the eviction log."""
 
     number: int
     at_ns: int
@@ -107,7 +107,7 @@ class LogEntry(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What a scheduler is advised."""
+    """Advice for a scheduler."""
 
     batch: int
     re_prefill_rate: float
@@ -115,7 +115,7 @@ class Advice(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An object to be inserted."""
+    """An object to insert."""
 
     id: int
     units: int = 1
@@ -131,7 +131,7 @@ class Row(NamedTuple):
 
 
 class PolicyContext(NamedTuple):
-    """PolicyContext asks."""
+    """The session, tenant and length of a request, for a policy."""
 
     session: Optional[int] = None
     tenant: int = 0
@@ -145,7 +145,7 @@ class PolicyJob(_reaper.Job):
     """Closes a policy."""
 
     __slots__ = ()
-    swift = True
+    nonblocking = True
 
     def __init__(self, handle: _abi.kvt_policy_p) -> None:
         super().__init__(handle, _reaper.RANK_BUFFER)
@@ -162,14 +162,16 @@ def _i64(value: int) -> int:
     if value.__class__ is int and -0x8000000000000000 <= value <= 0x7FFFFFFFFFFFFFFF:
         return value
     if isinstance(value, float):
-        raise make(_abi.KVT_E_INVALID, f"{value} is not a number of nanoseconds")
+        raise make(_abi.KVT_E_INVALID, f"time {value} is a float: it must be an integer of "
+                                       "nanoseconds")
     number = operator.index(value)
     if not -(1 << 63) <= number < 1 << 63:
-        raise make(_abi.KVT_E_INVALID, f"{number} is not a signed 64-bit number")
+        raise make(_abi.KVT_E_INVALID, f"{number} is out of range: it must be a signed 64-bit "
+                                       "integer")
     return number
 
 
-def _who(who: Optional[PolicyContext]) -> Any:
+def _context(who: Optional[PolicyContext]) -> Any:
     if who is None:
         return None
     given = _abi.kvt_policy_context_t(
@@ -181,7 +183,7 @@ def _who(who: Optional[PolicyContext]) -> Any:
 
 
 def policies() -> List[PolicyInfo]:
-    """The policies that can be opened.
+    """Returns the policies that can be opened.
 
     >>> import kvtier
     >>> {"lru", "arc", "horizon"} <= {policy.name for policy in kvtier.policies()}
@@ -198,7 +200,7 @@ def policies() -> List[PolicyInfo]:
 
 
 def log_entries(entries: Sequence[Any]) -> List[LogEntry]:
-    """Entries of a log, with the names of the policies that decided."""
+    """Converts log entries from C, with the names of the deciding policies."""
     names = [info.name for info in policies()]
     return [LogEntry(e.number, e.at_ns, e.id, e.session if e.has_session else None,
                      e.stamp_ns, e.score, e.units, e.hits, e.queue,
@@ -207,10 +209,11 @@ def log_entries(entries: Sequence[Any]) -> List[LogEntry]:
 
 
 class Policy(Resource):
-    """An eviction policy from a spec such as "arc". Needs no runtime; any thread may
-    use it. `now_ns` is the caller's clock, which must not go back; 0 is the library's.
+    """An eviction policy from a spec such as "arc". It needs no runtime; any thread may use it.
 
-    `score` is for the spec "custom"; `predict` says lifetimes. Both may use the policy.
+    `now_ns` is a time on the caller's clock, which must not go back; 0 uses the library's clock.
+    `score` is the score function of the spec "custom"; `predict` predicts lifetimes. Both may
+    call the policy.
 
     >>> import kvtier
     >>> with kvtier.Policy("lru", max_objects=100) as policy:
@@ -220,7 +223,7 @@ class Policy(Resource):
     1
     [3]
 
-    On tables of one's own, whose columns are read where they are:
+    On the caller's own tables, whose columns are not copied:
 
     >>> from array import array
     >>> with kvtier.Policy("lru") as policy:
@@ -230,14 +233,15 @@ class Policy(Resource):
     [8]
     """
 
-    _noun = "policy"
+    _type_name = "policy"
 
     def __init__(self, spec: str = "lru", *, holes: bool = False, max_objects: int = 0,
                  capacity_units: int = 0, log_entries: int = 0, remember: Optional[int] = None,
                  alpha: Optional[float] = None, beta: Optional[float] = None,
                  score: Optional[Scorer] = None, predict: Optional[Predictor] = None) -> None:
         if (alpha is None) != (beta is None):
-            raise make(_abi.KVT_E_INVALID, "alpha and beta belong together")
+            raise make(_abi.KVT_E_INVALID, f"alpha is {alpha} and beta is {beta}: give both or "
+                                           "none")
         text = spec.encode()
         opts = _abi.kvt_policy_opts_t(
             spec_bytes=len(text), max_objects=u64(max_objects), log_entries=u64(log_entries),
@@ -270,99 +274,103 @@ class Policy(Resource):
         self._own(PolicyJob(handle))
 
     def lookup(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0) -> int:
-        """Looks a path of objects up and counts it; how many from the start on are there."""
+        """Looks up a path of objects and counts the lookup. Returns how many leading objects are
+        present."""
         handle = self._job.handle.value
         if not handle or _reaper.in_child:
-            self._raw  # noqa: B018: says why not
-        asks, now = None if who is None else _who(who), _i64(now_ns) if now_ns else 0
-        pointer, count, lent = ids_of("ids", ids)
-        answer = _Answer()
-        at = ctypes.addressof(answer)
-        status = _lookup(handle, now, asks, pointer, count, None, at, at + 8)
-        lent.release()
+            self._raw  # noqa: B018: raises the reason
+        context, now = None if who is None else _context(who), _i64(now_ns) if now_ns else 0
+        pointer, count, borrowed = ids_of("ids", ids)
+        result = _CallResult()
+        at = ctypes.addressof(result)
+        status = _lookup(handle, now, context, pointer, count, None, at, at + 8)
+        borrowed.release()
         if status:
-            check_err(status, _abi.kvt_error_p(answer.err))
-        return int(answer.out)
+            check_err(status, _abi.kvt_error_p(result.err))
+        return int(result.out)
 
     def found(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0) -> List[bool]:
-        """Like `lookup`, and says it for each id."""
+        """Like `lookup`, but returns for each id whether it is present."""
         room: List[Any] = []
 
         def call(raw: Any, p: Any, n: int, out: Any, err: Any) -> int:
             room.append((ctypes.c_uint8 * n)())
-            return int(lib.kvt_policy_lookup(raw, _i64(now_ns), _who(who), p, n, room[0], out, err))
+            return int(lib.kvt_policy_lookup(raw, _i64(now_ns), _context(who), p, n, room[0], out,
+                                             err))
 
         self._counted(call, ids)
         return [bool(hit) for hit in room[0]]
 
     def touch(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0) -> int:
-        """Touches objects without counting a lookup; how many were there."""
+        """Touches objects without counting a lookup. Returns how many were present."""
         handle = self._job.handle.value
         if not handle or _reaper.in_child:
-            self._raw  # noqa: B018: says why not
-        asks, now = None if who is None else _who(who), _i64(now_ns) if now_ns else 0
-        pointer, count, lent = ids_of("ids", ids)
-        answer = _Answer()
-        at = ctypes.addressof(answer)
-        status = _touch(handle, now, asks, pointer, count, at, at + 8)
-        lent.release()
+            self._raw  # noqa: B018: raises the reason
+        context, now = None if who is None else _context(who), _i64(now_ns) if now_ns else 0
+        pointer, count, borrowed = ids_of("ids", ids)
+        result = _CallResult()
+        at = ctypes.addressof(result)
+        status = _touch(handle, now, context, pointer, count, at, at + 8)
+        borrowed.release()
         if status:
-            check_err(status, _abi.kvt_error_p(answer.err))
-        return int(answer.out)
+            check_err(status, _abi.kvt_error_p(result.err))
+        return int(result.out)
 
     def record(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0,
                units: Optional[Column] = None) -> int:
-        """Touches objects that are there and inserts the others; how many were new."""
+        """Touches present objects and inserts the others. Returns how many were inserted."""
         with Columns() as columns:
             sizes, count = columns.take("units", "u64", units)
             if units is not None and count != len(ids):
-                raise make(_abi.KVT_E_INVALID, f"{count} units for {len(ids)} ids")
+                raise make(_abi.KVT_E_INVALID, f"{count} units for {len(ids)} ids: give one per "
+                                               "id")
             return self._counted(lambda raw, p, n, out, err: lib.kvt_policy_record(
-                raw, _i64(now_ns), _who(who), p, sizes, n, out, err), ids)
+                raw, _i64(now_ns), _context(who), p, sizes, n, out, err), ids)
 
     def insert(self, rows: Sequence[Union[Row, int]], who: Optional[PolicyContext] = None,
                now_ns: int = 0) -> None:
         """Inserts objects, all or none; a bare id has one unit."""
         array = (_abi.kvt_policy_object_t * len(rows))()
         for target, row in zip(array, rows):
-            one = row if isinstance(row, Row) else Row(row)
+            source = row if isinstance(row, Row) else Row(row)
             for name in ("context", "tokens", "layer", "layers", "chunk", "chunks"):
-                setattr(target, name, u32(getattr(one, name)))
-            target.id, target.units, target.cost = u64(one.id), u64(one.units), one.cost
-            target.next_use_ns = _i64(one.next_use_ns)
-            if one.parent is not None:
-                target.parent, target.flags = u64(one.parent), _abi.KVT_OBJECT_HAS_PARENT
+                setattr(target, name, u32(getattr(source, name)))
+            target.id, target.units, target.cost = u64(source.id), u64(source.units), source.cost
+            target.next_use_ns = _i64(source.next_use_ns)
+            if source.parent is not None:
+                target.parent, target.flags = u64(source.parent), _abi.KVT_OBJECT_HAS_PARENT
         err = new_error()
         stride = ctypes.sizeof(_abi.kvt_policy_object_t)
-        check_err(lib.kvt_policy_insert(self._raw, _i64(now_ns), _who(who), array, len(rows),
+        check_err(lib.kvt_policy_insert(self._raw, _i64(now_ns), _context(who), array, len(rows),
                                         stride, byref(err)), err)
 
     def remove(self, ids: Column, now_ns: int = 0) -> None:
-        """Takes objects away that their owner gave up; all or none."""
+        """Removes objects that their owner dropped; all or none."""
         self._plain(lambda raw, p, n, err: lib.kvt_policy_remove(raw, _i64(now_ns), p, n, err), ids)
 
     def evicted(self, ids: Column, now_ns: int = 0) -> None:
-        """Says that what a selection named was freed; all or none."""
+        """Reports that the objects of a selection were freed; all or none."""
         self._plain(lambda raw, p, n, err: lib.kvt_policy_report_evicted(raw, _i64(now_ns), p, n, err), ids)
 
     def resize(self, ids: Column, units: Column) -> None:
-        """Changes sizes; all or none."""
+        """Changes the sizes of objects; all or none."""
         with Columns() as columns:
             sizes, count = columns.take("units", "u64", units)
             if count != len(ids):
-                raise make(_abi.KVT_E_INVALID, f"{count} units for {len(ids)} ids")
+                raise make(_abi.KVT_E_INVALID, f"{count} units for {len(ids)} ids: give one per "
+                                               "id")
             self._plain(lambda raw, p, n, err: lib.kvt_policy_resize(raw, p, sizes, n, err), ids)
 
     def acquire(self, ids: Column) -> None:
-        """Takes a reference to each: such objects never leave."""
+        """Adds a reference to each object: referenced objects are never evicted."""
         self._plain(lib.kvt_policy_acquire, ids)
 
     def release(self, ids: Column) -> None:
-        """Gives a reference to each back."""
+        """Removes a reference from each object."""
         self._plain(lib.kvt_policy_release, ids)
 
     def pin(self, ids: Column) -> None:
-        """Pins objects: they never leave."""
+        """Pins objects: pinned objects are never evicted."""
         self._plain(lib.kvt_policy_pin, ids)
 
     def unpin(self, ids: Column) -> None:
@@ -372,26 +380,27 @@ class Policy(Resource):
     def hint(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0, *,
              stop: int = STOP_UNKNOWN, next_use_ns: int = 0, confidence: float = 1.0,
              done: bool = False) -> int:
-        """Tells what is known of the future of objects; how many are there."""
+        """Gives the policy a hint about the future of objects. Returns how many are present."""
         flags = _abi.KVT_HINT_ZERO_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
-        told = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
+        hint = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
                                       next_use_ns=_i64(next_use_ns))
         return self._counted(lambda raw, p, n, out, err: lib.kvt_policy_hint(
-            raw, _i64(now_ns), _who(who), p, n, byref(told), out, err), ids)
+            raw, _i64(now_ns), _context(who), p, n, byref(hint), out, err), ids)
 
     def evict(self, required_units: int, most: int = 1024, now_ns: int = 0) -> Eviction:
-        """Evicts until enough is free, at most `most` victims."""
-        return self._leave(lib.kvt_policy_evict, required_units, most, now_ns)
+        """Evicts until `required_units` are free, at most `most` victims."""
+        return self._evict(lib.kvt_policy_evict, required_units, most, now_ns)
 
     def preview(self, required_units: int, most: int = 1024, now_ns: int = 0) -> Eviction:
-        """Says who would leave, without anything leaving."""
-        return self._leave(lib.kvt_policy_preview, required_units, most, now_ns)
+        """Returns the victims of an eviction without evicting them."""
+        return self._evict(lib.kvt_policy_preview, required_units, most, now_ns)
 
     def select(self, candidates: Dict[str, Column], required_blocks: int, *,
                allow_tail: bool = False, now_ns: int = 0) -> Selection:
-        """Chooses among candidates in the caller's own tables, given as columns by name:
-        `COLUMNS`, and block_offsets, block_ids and block_refs where blocks are shared.
-        Arrays of the right type are not copied."""
+        """Chooses victims among candidates in the caller's own tables.
+
+        `candidates` are columns by name: those of `COLUMNS`, and block_offsets, block_ids and
+        block_refs for shared blocks. Arrays of the right type are not copied."""
         given = _abi.kvt_policy_columns_t()
         with Columns() as columns:
             rows = self._fill(columns, given, candidates)
@@ -404,9 +413,9 @@ class Policy(Resource):
             out.block_ids = ctypes.cast(blocks, ctypes.POINTER(ctypes.c_uint64))
             err = new_error()
             flags = _abi.KVT_SELECT_TAIL if allow_tail else 0
-            check_asked(lib.kvt_policy_select(self._raw, _i64(now_ns), byref(given),
-                                              u64(required_blocks), flags, byref(out),
-                                              byref(err)), err)
+            check_with_cause(lib.kvt_policy_select(self._raw, _i64(now_ns), byref(given),
+                                                   u64(required_blocks), flags, byref(out),
+                                                   byref(err)), err)
         listed = out.block_count > 0
         victims = []
         for pick in picks[: out.victim_count]:
@@ -419,32 +428,37 @@ class Policy(Resource):
     def _fill(self, columns: Columns, given: Any, candidates: Dict[str, Column]) -> int:
         kinds = dict(COLUMNS, block_offsets="u64", block_ids="u64", block_refs="u32")
         if "ids" not in candidates:
-            raise make(_abi.KVT_E_INVALID, "there is no column 'ids'")
+            raise make(_abi.KVT_E_INVALID, "the required column 'ids' is missing")
         rows = len(candidates["ids"])
         for name, values in candidates.items():
             if name not in kinds:
-                raise make(_abi.KVT_E_INVALID, f"there is no column '{name}'")
+                raise make(_abi.KVT_E_INVALID, f"column '{name}' is unknown: it must be one of "
+                                               f"{', '.join(kinds)}")
             if values is None:
                 continue
             pointer, count = columns.take(name, kinds[name], values)
             if name in ("block_ids", "block_refs"):
                 if given.block_entries not in (0, count):
-                    raise make(_abi.KVT_E_INVALID, "block_ids and block_refs differ in length")
+                    raise make(_abi.KVT_E_INVALID, "block_ids and block_refs have "
+                                                   f"{given.block_entries} and {count} entries: "
+                                                   "they must have the same length")
                 given.block_entries = count
             elif count != rows + (name == "block_offsets"):
-                raise make(_abi.KVT_E_INVALID, f"column {name} has {count} entries for {rows} rows")
+                wanted = "one per row, and one more" if name == "block_offsets" else "one per row"
+                raise make(_abi.KVT_E_INVALID, f"column {name} has {count} entries for {rows} "
+                                               f"rows: give {wanted}")
             if count:
                 setattr(given, name, pointer)
         given.rows = rows
         return rows
 
     def switch(self, spec: str) -> None:
-        """Goes on with another policy; what carries over does."""
+        """Switches to another policy, which keeps the compatible state of the old one."""
         text, err = spec.encode(), new_error()
         check_err(lib.kvt_policy_switch(self._raw, text, len(text), byref(err)), err)
 
     def set_capacity(self, units: int) -> None:
-        """Changes what fits."""
+        """Changes the capacity."""
         check(lib.kvt_policy_set_capacity(self._raw, u64(units)))
 
     @property
@@ -455,7 +469,7 @@ class Policy(Resource):
         return room.raw[: size.value].decode()
 
     def stats(self) -> Dict[str, Any]:
-        """What it has counted, by the names of the C struct's fields."""
+        """Returns the counters, by the names of the C struct's fields."""
         out = _abi.kvt_policy_stats_t()
         check(lib.kvt_policy_stats(self._raw, byref(out)))
         skip = ("struct_size", "name", "name_bytes")
@@ -465,13 +479,13 @@ class Policy(Resource):
         return found
 
     def gauge(self, name: str) -> float:
-        """A number of the policy's own; `NotFoundError` names what there is."""
+        """Returns a gauge of the policy; `NotFoundError` lists the existing ones."""
         text, value, err = name.encode(), ctypes.c_double(), new_error()
         check_err(lib.kvt_policy_gauge(self._raw, text, len(text), byref(value), byref(err)), err)
         return value.value
 
     def gauges(self) -> Dict[str, float]:
-        """All numbers of the policy's own, by name."""
+        """Returns all gauges of the policy, by name."""
         found: Dict[str, float] = {}
         for index in itertools.count():
             name, size = ctypes.POINTER(ctypes.c_char)(), ctypes.c_uint64()
@@ -485,14 +499,14 @@ class Policy(Resource):
         return found
 
     def log(self, since: int = 0, most: int = 1024) -> List[LogEntry]:
-        """Evictions from number `since` on that the log still has."""
+        """Returns the log's evictions from number `since` on."""
         entries, n = (_abi.kvt_policy_log_entry_t * most)(), ctypes.c_uint64()
         stride = ctypes.sizeof(_abi.kvt_policy_log_entry_t)
         check(lib.kvt_policy_log(self._raw, u64(since), entries, most, stride, byref(n)))
         return log_entries(entries[: n.value])
 
     def advise(self, batch: int) -> Advice:
-        """How large a batch a scheduler should run, from the one that runs."""
+        """Returns the batch size that a scheduler should run, given the current one."""
         out = _abi.kvt_policy_advice_t()
         check(lib.kvt_policy_advise(self._raw, u64(batch), byref(out)))
         return Advice(out.batch, out.re_prefill_rate, out.evictions)
@@ -500,7 +514,7 @@ class Policy(Resource):
     def set_advice(self, *, shrink_above: Optional[float] = None,
                    grow_below: Optional[int] = None, min_batch: int = 0, max_batch: int = 0,
                    window: int = 0, patience: int = 0) -> None:
-        """Changes what advice goes by; what is not given has its default."""
+        """Changes the rules of advice; rules that are not given have their defaults."""
         rules = _abi.kvt_policy_advice_rules_t(
             shrink_above=shrink_above or 0.0, grow_below=u64(grow_below or 0),
             min_batch=u64(min_batch), max_batch=u64(max_batch), window=u64(window),
@@ -511,7 +525,7 @@ class Policy(Resource):
         check_err(lib.kvt_policy_set_advice(self._raw, byref(rules), byref(err)), err)
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the policy."""
         if self.closed:
             return
         self._raw  # noqa: B018: not in a forked child
@@ -531,19 +545,20 @@ class Policy(Resource):
             err = new_error()
             check_err(call(self._raw, pointer, count, byref(err)), err)
 
-    def _leave(self, call: Callable[..., int], required: int, most: int, now_ns: int) -> Eviction:
+    def _evict(self, call: Callable[..., int], required: int, most: int, now_ns: int) -> Eviction:
         victims, out = (_abi.kvt_policy_victim_t * most)(), _abi.kvt_policy_outcome_t()
         stride, err = ctypes.sizeof(_abi.kvt_policy_victim_t), new_error()
-        check_asked(call(self._raw, _i64(now_ns), u64(required), victims, most, stride,
-                         byref(out), byref(err)), err)
-        left = [Victim(v.id, v.units) for v in victims[: out.victims]]
-        return Eviction(left, out.freed_units, out.shortfall_units, out.decision_ns,
+        check_with_cause(call(self._raw, _i64(now_ns), u64(required), victims, most, stride,
+                              byref(out), byref(err)), err)
+        evicted = [Victim(v.id, v.units) for v in victims[: out.victims]]
+        return Eviction(evicted, out.freed_units, out.shortfall_units, out.decision_ns,
                         _text(out.decided_by, out.decided_by_bytes))
 
 
-def check_asked(status: int, err: _abi.kvt_error_p, who: str = "the score function") -> None:
-    """Like `check_err`, after a call that may have asked a function of the user's:
-    what that raised is the cause."""
+def check_with_cause(status: int, err: _abi.kvt_error_p,
+                     callback: str = "the score function") -> None:
+    """Like `check_err`, after a call that may have called a user's function. The function's
+    exception becomes the cause of the error."""
     raised = _callbacks.take_raised()
     try:
         check_err(status, err)
@@ -551,14 +566,14 @@ def check_asked(status: int, err: _abi.kvt_error_p, who: str = "the score functi
         if raised is None:
             raise
         if not isinstance(raised, Exception):
-            raise raised  # an interrupt is for the caller
-        error.message = f"{error.message}; {who} raised {raised!r}"
+            raise raised  # the caller must see an interrupt unchanged
+        error.message = f"{error.message}; {callback} raised {raised!r}"
         raise error from raised
-    if raised is not None:  # what was evicted before it counts
+    if raised is not None:  # the call succeeded with the evictions before the exception
         _callbacks.report(raised)
 
 
-def _ask_scorer(score: Scorer, table: Any, now_ns: int, out: Any) -> bool:
+def _call_scorer(score: Scorer, table: Any, now_ns: int, out: Any) -> bool:
     rows, views = table.contents.rows, {}
     for name, kind in COLUMNS.items():
         pointer = getattr(table.contents, name)
@@ -566,7 +581,7 @@ def _ask_scorer(score: Scorer, table: Any, now_ns: int, out: Any) -> bool:
             views[name] = view(kind, pointer, rows)
     scores = score(views, now_ns)
     if len(scores) != rows:
-        raise ValueError(f"{len(scores)} scores for {rows} candidates")
+        raise ValueError(f"{len(scores)} scores for {rows} candidates: return one per candidate")
     for row, value in enumerate(scores):
         out[row] = value
     return True
@@ -576,22 +591,23 @@ def _on_score(number: int, table: Any, now_ns: int, out: Any) -> int:
     score = _callbacks.find(number)
     if score is None:
         return _abi.KVT_E_CLOSED
-    done = _callbacks.call_and_keep(_ask_scorer, score, table, now_ns, out)
+    done = _callbacks.call_and_keep(_call_scorer, score, table, now_ns, out)
     return _abi.KVT_OK if done else _abi.KVT_E_STATE
 
 
-def _ask_predictor(predict: Predictor, sequence: int, length: int, most: int) -> Tuple[float, float]:
-    told = predict(sequence, length, most)
-    return (math.nan, 0.0) if told is None else (float(told[0]), float(told[1]))
+def _call_predictor(predict: Predictor, sequence: int, length: int,
+                    most: int) -> Tuple[float, float]:
+    lifetime = predict(sequence, length, most)
+    return (math.nan, 0.0) if lifetime is None else (float(lifetime[0]), float(lifetime[1]))
 
 
 def _on_predict(number: int, sequence: int, length: int, most: int, seconds: Any,
                 confidence: Any) -> int:
     predict = _callbacks.find(number)
-    told = predict and _callbacks.call(_ask_predictor, predict, sequence, length, most)
-    if not told or math.isnan(told[0]):
+    lifetime = predict and _callbacks.call(_call_predictor, predict, sequence, length, most)
+    if not lifetime or math.isnan(lifetime[0]):
         return 0
-    seconds[0], confidence[0] = told
+    seconds[0], confidence[0] = lifetime
     return 1
 
 

@@ -1,4 +1,4 @@
-"""The address of any object with the buffer protocol, read-only ones too, and of tensors."""
+"""Addresses of objects with the buffer protocol, also read-only ones, and of tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import builtins
 import ctypes
 from typing import Any
 
-from ._tensor import Tensor, dtype_of_code, refused, tensor_of
+from ._tensor import Tensor, dtype_of_code, tensor_of, unusable
 
 _WRITABLE = 0x1
 _STRIDED = 0x8 | 0x10  # ND | STRIDES
@@ -42,29 +42,29 @@ _is_buffer.restype = ctypes.c_int
 
 def _check(tensor: Tensor, writable: bool, strided: bool, on_device: bool) -> None:
     if not (strided or tensor.contiguous):
-        raise refused(f"numbers {list(tensor.shape)} lie {list(tensor.strides)} bytes apart, with "
-                      "gaps or in another order: hand over a contiguous copy (torch: "
-                      ".contiguous(), numpy: numpy.ascontiguousarray), or the whole memory and a "
-                      "kvtier.View with strides")
+        raise unusable(f"a tensor of shape {list(tensor.shape)} has strides "
+                       f"{list(tensor.strides)} in bytes, with gaps or not in C order: pass a "
+                       "contiguous copy (torch: .contiguous(), numpy: numpy.ascontiguousarray), "
+                       "or the whole memory and a kvtier.View with strides")
     if writable and tensor.readonly:
-        raise refused("the memory is read-only, or does not say that it may be written: hand over "
-                      "a copy that may be")
+        raise unusable("the memory is read-only, or does not declare that it may be written: pass "
+                       "a writable copy")
     if not (tensor.on_host or on_device and tensor.device.startswith("cuda")):
-        raise refused(f"the memory is on '{tensor.device}', where the processor does not reach "
-                      "it: hand over .cpu(), or move it with a store that has a device, "
-                      "kvtier.Store(..., device=kvtier.Device(runtime, 'cuda'))")
+        raise unusable(f"the memory is on '{tensor.device}', which the CPU cannot access: pass "
+                       ".cpu(), or use a store with a device, "
+                       "kvtier.Store(..., device=kvtier.Device(runtime, 'cuda'))")
     if not tensor.address and tensor.nbytes:
-        raise refused("the tensor has no memory: it is one that is only traced, or its storage "
-                      "was given back; hand over one with numbers")
+        raise unusable("the tensor has no memory: it is only traced, or its storage was freed; "
+                       "pass a tensor with data")
 
 
 def described(source: Any) -> Tensor:
-    """Shape, strides and type of an object's numbers, wherever they are."""
+    """Returns shape, strides and type of an object's numbers, on any device."""
     view = None
     if _is_buffer(source):
         try:
             view = memoryview(source)
-        except ValueError:  # numpy has no code for the types of others
+        except ValueError:  # numpy has no format code for types of other packages
             pass
     if view is not None:
         return Tensor(0, view.shape or (), view.strides or (),
@@ -78,8 +78,8 @@ def described(source: Any) -> Tensor:
 
 
 class Export:
-    """An object's bytes, held: it can neither move nor resize meanwhile (a tensor could: nobody
-    can stop `resize_`). Without gaps, unless the caller knows the strides."""
+    """Holds an object's bytes, so that they neither move nor resize. Tensors are an exception:
+    `resize_` cannot be prevented. The bytes are contiguous unless `strided`."""
 
     __slots__ = ("_held", "_buffer", "_tensor", "address", "nbytes")
 
@@ -104,7 +104,7 @@ class Export:
         tensor = tensor_of(source)
         if tensor is None:
             if _is_buffer(source):
-                raise refused(str(error)) from error
+                raise unusable(str(error)) from error
             raise error
         _check(tensor, writable, strided, on_device)
         self._tensor = tensor
@@ -112,11 +112,11 @@ class Export:
 
     @property
     def on_device(self) -> bool:
-        """Whether only a device reaches it."""
+        """Whether only a device can access the memory."""
         return self._tensor is not None and not self._tensor.on_host
 
     def release(self) -> None:
-        """Lets the object go."""
+        """Releases the object."""
         self._tensor = None
         if self._held:
             self._held = False
@@ -129,6 +129,6 @@ class Export:
         self.release()
 
     def __del__(self) -> None:
-        # Not all is there where making it failed, and as the interpreter ends.
+        # Attributes may be missing after a failed constructor, and globals at interpreter exit.
         if getattr(self, "_held", False) and ctypes is not None:
             self.release()

@@ -1,4 +1,4 @@
-"""Completion queues: polled, called back, or served by an asyncio loop."""
+"""Completion queues: polled, delivered by callback, or drained by an asyncio loop."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
 _BATCH = 256
 _SLICE_NS = 200_000_000
-_LEAVE_S = 0.02
+_DETACH_POLL_S = 0.02
 _STRIDE = ctypes.sizeof(_abi.kvt_completion_t)
 
 
 class Completion(NamedTuple):
-    """One thing that happened to an op."""
+    """An entry of a queue: an op reached one or more moments."""
 
-    #: The op; None when it was posted without one.
+    #: The op; None for work that was posted without a handle.
     op: Optional[Op]
-    #: The object given when it was submitted.
+    #: The caller's object from the submit.
     tag: object
     status: int
     events: int
     bytes_done: int
-    #: What the first item computed, such as a checksum.
+    #: The result of the first item, such as a checksum.
     value: int
     items_failed: int
 
     @property
     def ok(self) -> bool:
-        """Whether the op succeeded (so far)."""
+        """Whether the op has no error so far."""
         return self.status == _abi.KVT_OK
 
     @property
     def error(self) -> Optional[Error]:
-        """Its error."""
+        """The op's error."""
         return None if self.ok else status_error(self.status)
 
 
@@ -60,7 +60,7 @@ class QueueStats(NamedTuple):
 
 
 class _Posted(NamedTuple):
-    """Stands for an op without a handle."""
+    """Represents posted work, which has no handle."""
 
     tag: object
 
@@ -75,14 +75,14 @@ class QueueJob(_reaper.Job):
 
 
 class _State:
-    """What the callback and the queue share; the callback keeps no queue alive."""
+    """State shared by the queue and its callback. The callback does not keep the queue alive."""
 
     def __init__(self, callback: Optional[Callable[[List[Completion]], object]]) -> None:
         self.callback = callback
         self.known: Dict[int, Union[Op, _Posted]] = {}
 
     def take(self, entries: Any, count: int) -> List[Completion]:
-        """Turns C's entries into completions and wakes who awaits them."""
+        """Converts entries from C to completions and wakes their awaiters."""
         return [self._take(entries[i]) for i in range(count)]
 
     def _take(self, entry: Any) -> Completion:
@@ -98,9 +98,9 @@ class _State:
 
 
 class Queue(Closing):
-    """Where completions arrive. Polled, unless `callback` is given; that is
-    called with a list of completions on the library's notifier thread, and
-    must not wait for work of the same runtime.
+    """A queue of completions. The caller polls it, unless there is a `callback`. The library's
+    notifier thread calls the callback with a list of completions. The callback must not wait for
+    work of the same runtime.
 
     >>> import kvtier
     >>> with kvtier.Runtime() as runtime, runtime.queue() as queue:
@@ -110,7 +110,7 @@ class Queue(Closing):
     [('mine', True, 2)]
     """
 
-    _noun = "queue"
+    _type_name = "queue"
 
     def __init__(self, runtime: "Runtime", capacity: int = 0,
                  callback: Optional[Callable[[List[Completion]], object]] = None) -> None:
@@ -134,7 +134,7 @@ class Queue(Closing):
         self._own(QueueJob(handle, _reaper.RANK_QUEUE))
 
     def _expect(self, op: Union[Op, object], tag: object = None) -> int:
-        """Notes an op about to be submitted; returns the tag C is given."""
+        """Registers an op before its submit; returns the tag for C."""
         if isinstance(op, Op):
             self._state.known[op._serial] = op
             return op._serial
@@ -146,13 +146,13 @@ class Queue(Closing):
         self._state.known.pop(serial, None)
 
     def poll(self, max_entries: int = _BATCH) -> List[Completion]:
-        """Takes what is there, without waiting."""
+        """Takes available completions, without waiting."""
         if self._loop is not None:
-            self._refuse_attached()
+            self._reject_attached()
         return self._poll(max_entries)
 
     def _poll(self, max_entries: int) -> List[Completion]:
-        # Room for a batch costs as much as the call: it is used again.
+        # Allocating the array costs as much as the call, so it is reused.
         try:
             room = self._spare.pop() if max_entries == _BATCH else self._room(max_entries)
         except IndexError:
@@ -169,8 +169,8 @@ class Queue(Closing):
 
     def wait(self, timeout: Optional[float] = None,
              max_entries: int = _BATCH) -> List[Completion]:
-        """Takes completions, waiting for the first; empty when time ran out."""
-        self._refuse_attached()
+        """Waits for the first completion and takes those available; empty after the timeout."""
+        self._reject_attached()
         room, got = self._room(max_entries), ctypes.c_uint64()
         end = deadline_after(time.monotonic_ns(), timeout)
         while True:
@@ -184,53 +184,54 @@ class Queue(Closing):
             if end and time.monotonic_ns() >= end:
                 return []
 
-    def _refuse_attached(self) -> None:
+    def _reject_attached(self) -> None:
         if self._loop is not None:
-            raise status_error(_abi.KVT_E_STATE, "an attached queue is drained by its loop")
+            raise status_error(_abi.KVT_E_STATE, "the queue is attached to an asyncio loop, which "
+                                                 "drains it: await its ops, or call detach first")
 
     def fileno(self) -> int:
-        """A descriptor that is readable exactly while completions wait. Do not
+        """Returns a descriptor that is readable exactly while completions are pending. Do not
         read, write or close it."""
         fd = ctypes.c_int32()
         check(lib.kvt_queue_fd(self._raw, byref(fd)))
         return fd.value
 
     def stats(self) -> QueueStats:
-        """Counters."""
+        """Returns counters."""
         stats = _abi.kvt_queue_stats_t()
         check(lib.kvt_queue_stats(self._raw, byref(stats)))
         return QueueStats(stats.capacity, stats.pending, stats.reserved, stats.peak,
                           stats.posted, stats.refused)
 
     def attach(self, loop: Optional[asyncio.AbstractEventLoop] = None) -> "Queue":
-        """Lets a loop (by default the running one) drain the queue, so that
-        ops submitted with it can be awaited there. Call it in the loop's thread."""
+        """Lets a loop (by default the running one) drain the queue, so that its ops can be
+        awaited there. Call it in the loop's thread."""
         loop = loop or asyncio.get_running_loop()
         if self._loop is loop:
             return self
-        self._refuse_attached()
+        self._reject_attached()
         fd = self.fileno()
         loop.add_reader(fd, self._drain)
         self._loop, self._loop_fd, self._thread = loop, fd, threading.get_ident()
         return self
 
     def detach(self) -> None:
-        """Ends `attach`. Ops still awaited are heard of only when it is attached
-        again, or closed."""
+        """Reverts `attach`. Awaited ops complete only after the queue is attached again, or
+        closed."""
         loop, self._loop = self._loop, None
         if loop is None or loop.is_closed():
             return
-        gone = threading.Event()
+        removed = threading.Event()
         try:
             if loop.is_running() and threading.get_ident() != self._thread:
-                loop.call_soon_threadsafe(_leave, loop, self._loop_fd, gone)
-                # The descriptor must leave the loop before it is closed and its
-                # number is given to another file. A loop that stops hears of nothing.
-                while not gone.wait(_LEAVE_S) and loop.is_running():
+                loop.call_soon_threadsafe(_remove_reader, loop, self._loop_fd, removed)
+                # The loop must forget the descriptor before it is closed and its number is
+                # reused for another file. A loop that stops does not run the call.
+                while not removed.wait(_DETACH_POLL_S) and loop.is_running():
                     pass
-            _leave(loop, self._loop_fd, gone)
+            _remove_reader(loop, self._loop_fd, removed)
         except RuntimeError:
-            if not loop.is_closed():  # which has let go of all
+            if not loop.is_closed():  # a closed loop has no readers
                 raise
 
     def _drain(self) -> None:
@@ -238,8 +239,8 @@ class Queue(Closing):
             self._poll(_BATCH)
 
     def close(self, timeout: Optional[float] = None) -> None:
-        """Closes it: cancels the ops that report to it and waits for their
-        release; `BusyError` when time runs out, and then it can be tried again."""
+        """Closes the queue: cancels its ops and waits for their release. Raises `BusyError` after
+        `timeout` seconds; then the call can be repeated."""
         if self.closed:
             return
         end = deadline_after(time.monotonic_ns(), timeout)
@@ -249,14 +250,14 @@ class Queue(Closing):
         status = lib.kvt_queue_close(byref(self._job.handle), end, byref(err))
         check_err(status, err)
         self._released()
-        # Completions nobody took are gone; those who await them are told here.
+        # The close discards pending completions, so awaiters are woken here.
         for found in list(self._state.known.values()):
             if isinstance(found, Op):
                 found._notice_release()
         self._state.known.clear()
 
     async def aclose(self) -> None:
-        """`close` without holding the loop up."""
+        """Like `close`, without blocking the loop."""
         self.detach()
         await super().aclose()
 
@@ -264,10 +265,10 @@ class Queue(Closing):
         return self.attach()
 
 
-def _leave(loop: asyncio.AbstractEventLoop, fd: int, gone: threading.Event) -> None:
-    if not gone.is_set():  # the number is still the queue's
+def _remove_reader(loop: asyncio.AbstractEventLoop, fd: int, removed: threading.Event) -> None:
+    if not removed.is_set():  # the descriptor's number still belongs to the queue
         loop.remove_reader(fd)
-        gone.set()
+        removed.set()
 
 
 def _deliver(state: _State, entries: Any, count: int) -> None:
@@ -281,7 +282,7 @@ def _on_batch(number: int, batch: Any, count: int, stride: int) -> None:
     if state is None:
         return
     size = ctypes.sizeof(_abi.kvt_completion_t)
-    if stride != size:  # a newer library: its entries lie further apart
+    if stride != size:  # a newer library has longer entries
         packed = (_abi.kvt_completion_t * count)()
         base = ctypes.addressof(batch.contents)
         for i in range(count):

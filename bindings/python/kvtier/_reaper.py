@@ -1,9 +1,9 @@
-"""Frees what the program let go of.
+"""Closes the handles of dropped Python objects.
 
-A garbage collection can happen anywhere: in a callback, where closing is
-refused, or under a lock that a callback wants. So what may wait is closed by a
-thread of its own, what is busy is tried again, and at exit runtimes are closed
-before Python stops serving callbacks.
+A garbage collection can happen anywhere: in a callback, where closing is rejected, or while a
+lock is held that a callback needs. A thread of the package therefore performs closes that may
+wait, and repeats those that are busy. At exit, runtimes are closed before Python stops serving
+callbacks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Dict, List, Optional
 from . import _abi, _callbacks
 from ._lib import lib
 
-#: The order of closing: what stands on something else goes first.
+#: The order of closing: objects close before the objects that they depend on.
 (RANK_OP, RANK_SESSION, RANK_NAMESPACE, RANK_STORE, RANK_BUFFER, RANK_ACCOUNT, RANK_BUDGET,
  RANK_QUEUE, RANK_RUNTIME) = range(9)
 
@@ -28,11 +28,11 @@ _SLICE_NS = 50_000_000
 
 
 class Job:
-    """A handle and how to close it. Knows nothing of the Python object above."""
+    """A handle and how to close it. It does not reference the Python object of the handle."""
 
     __slots__ = ("handle", "rank", "__weakref__")
     #: Whether `attempt` never waits and is allowed in callbacks.
-    swift = False
+    nonblocking = False
 
     def __init__(self, handle: _abi.Handle, rank: int) -> None:
         self.handle = handle
@@ -40,11 +40,11 @@ class Job:
         _live[id(self)] = self
 
     def done(self) -> None:
-        """The handle is closed."""
+        """Called after the handle was closed."""
         _live.pop(id(self), None)
 
     def attempt(self) -> int:
-        """Closes, waiting shortly if it must; returns the status."""
+        """Tries to close the handle, with a short wait if necessary; returns the status."""
         raise NotImplementedError
 
 
@@ -53,15 +53,15 @@ _inbox: "queue.SimpleQueue[Optional[Job]]" = queue.SimpleQueue()
 _thread: Optional[threading.Thread] = None
 _start_lock = threading.Lock()
 _opened_in: Optional[int] = None
-#: Whether Python forked this process off one that had opened the library. Calls look at this
-#: alone: who forks behind Python's back is refused by the library.
+#: Whether this process is a fork by Python of one that had opened the library. Calls check only
+#: this flag; the library itself rejects calls after a fork outside of Python.
 in_child = False
-#: Jobs on their way to being closed, for `flush`.
-_buried: Dict[int, Job] = {}
+#: Jobs that wait for the thread, for `flush`.
+_waiting: Dict[int, Job] = {}
 
 
 def arm() -> None:
-    """Called before the first runtime opens: starts the thread, notes the process."""
+    """Starts the thread and records the process. Called before the first handle is opened."""
     global _thread, _opened_in
     with _start_lock:
         if _opened_in is None:
@@ -84,28 +84,27 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def bury(job: Job) -> None:
-    """The Python object of a job is gone. Safe wherever a finalizer may run."""
+def close_later(job: Job) -> None:
+    """Closes the job of a dropped Python object. Safe wherever a finalizer may run."""
     if not job.handle.value or forked():
         return
-    if job.swift and not _callbacks.in_quiet_callback() and _closed(job):
+    if job.nonblocking and not _callbacks.in_restricted_callback() and _try_close(job):
         return
-    _buried[id(job)] = job
+    _waiting[id(job)] = job
     _inbox.put(job)
 
 
-def _closed(job: Job) -> bool:
-    # A panic leaves nothing that a retry could free; everything else that is
-    # not "later" has no handle behind it any more.
-    later = (_abi.KVT_E_BUSY, _abi.KVT_E_REENTRANT, _abi.KVT_E_TIMEOUT)
+def _try_close(job: Job) -> bool:
+    # After any other status the handle is closed; after a panic a retry could free nothing.
+    retry = (_abi.KVT_E_BUSY, _abi.KVT_E_REENTRANT, _abi.KVT_E_TIMEOUT)
     try:
-        if job.attempt() in later:
+        if job.attempt() in retry:
             return False
     except BaseException as error:  # noqa: BLE001: a finalizer has no caller
         _callbacks.report(error)
     job.handle.value = None
     job.done()
-    _buried.pop(id(job), None)
+    _waiting.pop(id(job), None)
     return True
 
 
@@ -126,36 +125,35 @@ def _serve() -> None:
             pause = min(pause * 2, 0.1)
         job = None
         pending.sort(key=lambda job: job.rank)
-        pending = [job for job in pending if not _closed(job)]
+        pending = [job for job in pending if not _try_close(job)]
 
 
 def flush(timeout: float = 1.0) -> bool:
-    """Waits until all that was let go of is closed; False when time ran out."""
+    """Waits until the handles of all dropped objects are closed; False after the timeout."""
     end = time.monotonic() + timeout
-    while _buried:
+    while _waiting:
         if time.monotonic() > end:
             return False
-        _inbox.put(None)  # look again now
+        _inbox.put(None)  # makes the thread retry now
         time.sleep(0.001)
     return True
 
 
 def slice_deadline() -> int:
-    """A deadline a moment away, for closes that wait."""
+    """Returns a deadline 50 ms away, for closes that wait."""
     return time.monotonic_ns() + _SLICE_NS
 
 
 def _at_exit() -> None:
-    # Threads of the library must not call into an interpreter that is gone, and
-    # they end with their runtimes. Memory stays: exit handlers to come, and
-    # threads, may still have views of it.
+    # Threads of the library must not call into a finalized interpreter, and they end with their
+    # runtimes. Buffers stay: later exit handlers, and threads, may still have views of them.
     if forked():
         return
     lib.kvt_log_set(_abi.KVT_LOG_OFF, _abi.kvt_log_fn(), None, _abi.kvt_destroy_fn(), None)
     end = time.monotonic() + _EXIT_S
     runtimes = [job for job in list(_live.values()) if job.rank == RANK_RUNTIME]
     while runtimes and time.monotonic() < end:
-        runtimes = [job for job in runtimes if job.handle.value and not _closed(job)]
+        runtimes = [job for job in runtimes if job.handle.value and not _try_close(job)]
 
 
 atexit.register(_at_exit)

@@ -1,4 +1,4 @@
-"""What everything that can be closed has in common."""
+"""The base classes of objects with a handle that can be closed."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ Self = TypeVar("Self", bound="Resource")
 
 
 def refuse_fork() -> None:
-    """Fails in a forked child before the library, or its memory, is touched."""
+    """Raises `ForkedError` in a forked child, before it touches the library or its memory."""
     if _reaper.forked():
         raise status_error(_abi.KVT_E_FORKED)
 
 
 class Resource:
-    """An open handle. Close it, use it in a `with`, or let go of it."""
+    """An open handle. It is closed by `close`, by the end of a `with` block, or when it is
+    dropped."""
 
-    _noun = "object"
-    _job: Any  # a _reaper.Job, of a kind of its own for each
+    _type_name = "object"
+    _job: Any  # an instance of a subclass of _reaper.Job
     _finalizer: Any  # a weakref.finalize
 
     def _own(self, job: _reaper.Job) -> None:
         self._job = job
-        self._finalizer = weakref.finalize(self, _reaper.bury, job)
-        self._finalizer.atexit = False  # the reaper knows the order
+        self._finalizer = weakref.finalize(self, _reaper.close_later, job)
+        self._finalizer.atexit = False  # the reaper closes in the right order at exit
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the object was closed."""
         return not self._job.handle.value
 
     @property
     def _raw(self) -> Any:
-        """The handle, for a call."""
+        """The handle for a call; raises if it is closed, or in a forked child."""
         handle = self._job.handle
         if not handle.value:
             raise self._closed_error()
@@ -48,25 +49,25 @@ class Resource:
         return handle
 
     def _closed_error(self) -> Error:
-        return status_error(_abi.KVT_E_CLOSED, f"this {self._noun} is closed")
+        return status_error(_abi.KVT_E_CLOSED, f"this {self._type_name} is closed")
 
     def _released(self) -> None:
-        """The handle is closed: nothing is left for the finalizer."""
+        """Marks the handle as closed, and detaches the finalizer."""
         self._job.handle.value = None
         self._finalizer.detach()
         self._job.done()
 
     def close(self) -> Any:
-        """Closes it; doing so twice is fine."""
+        """Closes the object. A second call has no effect."""
         raise NotImplementedError
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        # A copy of a handle would be the same object, closed and written to twice.
-        raise TypeError(f"a kvtier {self._noun} can be neither copied nor pickled: open another, "
-                        "or fork() it where that is offered")
+        # A copy would share the handle: both would close it.
+        raise TypeError(f"a kvtier {self._type_name} can be neither copied nor pickled: open another "
+                        "one, or call fork() if it has this method")
 
     def __enter__(self: Self) -> Self:
-        self._raw  # noqa: B018: a closed one cannot be entered
+        self._raw  # noqa: B018: raises if closed
         return self
 
     def __exit__(self, *_: object) -> Optional[bool]:
@@ -80,14 +81,14 @@ class Resource:
 
 
 class Closing(Resource):
-    """One whose `close` may wait: `async with` and `aclose` hold no loop up meanwhile."""
+    """An object whose `close` may wait. `async with` and `aclose` do not block the loop."""
 
     async def aclose(self) -> Any:
-        """`close` by another thread. A task that is cancelled meanwhile waits for its end, too:
-        only then is memory the program's again."""
+        """Calls `close` on another thread. A cancelled task still waits for the end of the close:
+        only then does the caller own its memory again."""
         try:
             closing = asyncio.get_running_loop().run_in_executor(None, self.close)
-        except RuntimeError:  # the loop ends, and lends no threads any more
+        except RuntimeError:  # the loop's executor is shut down
             return self.close()
         cancelled: Optional[asyncio.CancelledError] = None
         while not closing.done():
@@ -108,7 +109,7 @@ class Closing(Resource):
 
 
 def new_error() -> Any:
-    """A place for a call's error, and what to pass for it."""
+    """Returns an empty error handle, for the error of a call."""
     return _abi.kvt_error_p()
 
 

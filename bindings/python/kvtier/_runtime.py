@@ -1,4 +1,4 @@
-"""The root: owns the threads; everything is opened on one."""
+"""The runtime: the root object, which owns the threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from . import _abi, _callbacks, _reaper
-from ._buffer import Buffer, Wish
+from ._buffer import Buffer, MemoryOption
 from ._budget import Budget
 from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
 from ._op import RELEASED, Op
@@ -19,8 +19,9 @@ PRIORITY_DEMAND = _abi.KVT_PRIORITY_DEMAND
 PRIORITY_PREFETCH = _abi.KVT_PRIORITY_PREFETCH
 PRIORITY_BACKGROUND = _abi.KVT_PRIORITY_BACKGROUND
 
-#: Called first in every thread of a runtime, and of the stores and streamers on it, with
-#: "worker", "notifier", "store" or "streamer" and the thread's number. Must not call the library.
+#: Called at the start of every thread of a runtime, and of its stores and streamers. Arguments
+#: are "worker", "notifier", "store" or "streamer", and the thread's number. The hook must not call
+#: the library.
 ThreadHook = Callable[[str, int], object]
 
 _ROLES = {_abi.KVT_THREAD_WORKER: "worker", _abi.KVT_THREAD_NOTIFIER: "notifier",
@@ -29,12 +30,12 @@ _ROLES = {_abi.KVT_THREAD_WORKER: "worker", _abi.KVT_THREAD_NOTIFIER: "notifier"
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work on up to two buffers; made by the functions below.
+    """One item of work on up to two buffers, created by the functions below.
 
     >>> import kvtier
     >>> with kvtier.Runtime() as runtime, runtime.wrap(bytearray(b"kv")) as buffer:
-    ...     told = runtime.submit(kvtier.Work.checksum(buffer)).result().value
-    ...     runtime.submit(kvtier.Work.verify(buffer, told)).result().value == told
+    ...     checksum = runtime.submit(kvtier.Work.checksum(buffer)).result().value
+    ...     runtime.submit(kvtier.Work.verify(buffer, checksum)).result().value == checksum
     True
     """
 
@@ -49,8 +50,8 @@ class Work:
     @staticmethod
     def copy(dst: Buffer, src: Buffer, nbytes: Optional[int] = None, *, dst_offset: int = 0,
              src_offset: int = 0, checksum: bool = False, expect: Optional[int] = None) -> "Work":
-        """Copies; with `checksum` the op's value is the source's checksum, with
-        `expect` it fails with `CorruptError` when that differs."""
+        """Copies bytes. With `checksum` the op's value is the source's checksum. With `expect` it
+        fails with `CorruptError` if the checksum differs."""
         kind = _abi.KVT_ITEM_COPY | (_abi.KVT_ITEM_CHECKSUM if checksum else 0)
         kind |= 0 if expect is None else _abi.KVT_ITEM_VERIFY
         size = len(src) - src_offset if nbytes is None else nbytes
@@ -58,20 +59,20 @@ class Work:
 
     @staticmethod
     def checksum(src: Buffer, nbytes: Optional[int] = None, *, src_offset: int = 0) -> "Work":
-        """Computes a checksum: the op's value."""
+        """Computes a checksum, which becomes the op's value."""
         size = len(src) - src_offset if nbytes is None else nbytes
         return Work(_abi.KVT_ITEM_CHECKSUM, size, src=src, src_offset=src_offset)
 
     @staticmethod
     def verify(src: Buffer, expect: int, nbytes: Optional[int] = None, *,
                src_offset: int = 0) -> "Work":
-        """Fails with `CorruptError` when the checksum is not `expect`."""
+        """Fails with `CorruptError` if the checksum is not `expect`."""
         size = len(src) - src_offset if nbytes is None else nbytes
         return Work(_abi.KVT_ITEM_VERIFY, size, src=src, src_offset=src_offset, expect=expect)
 
     @staticmethod
     def prefault(dst: Buffer, nbytes: Optional[int] = None, *, dst_offset: int = 0) -> "Work":
-        """Makes pages present; their contents stay."""
+        """Faults pages in; their contents stay."""
         size = len(dst) - dst_offset if nbytes is None else nbytes
         return Work(_abi.KVT_ITEM_PREFAULT, size, dst, dst_offset)
 
@@ -89,7 +90,7 @@ class RuntimeStats(NamedTuple):
 
 
 class CloseReport(NamedTuple):
-    """What was still open when a runtime was closed."""
+    """The number of objects that were open when a runtime was closed."""
 
     queues: int
     buffers: int
@@ -116,7 +117,7 @@ class RuntimeJob(_reaper.Job):
 def submit_opts(runtime: "Runtime", op: Optional[Op], queue: Optional[Queue],
                 timeout: Optional[float], notify: int, priority: int,
                 tag: object = None) -> Tuple[Any, int]:
-    """C's options for one op, and the number under which the queue knows it."""
+    """Returns the C options of one op, and its tag in the queue."""
     try:
         opts = _abi.kvt_submit_opts_t(priority=u32(priority))
         if timeout is not None:
@@ -124,12 +125,12 @@ def submit_opts(runtime: "Runtime", op: Optional[Op], queue: Optional[Queue],
         serial = 0
         if queue is not None:
             opts.queue = queue._raw.value
-            # The release is always told of: without it nobody could await an op.
+            # The release is always posted: awaiting an op needs it.
             opts.notify = u32(notify | RELEASED)
             serial = queue._expect(op, tag)
     except BaseException:
         if op is not None:
-            op._refused()
+            op._submit_failed()
         raise
     opts.tag = serial
     return opts, serial
@@ -146,9 +147,9 @@ def _fill(items: Any, work: Sequence[Work]) -> None:
 
 
 class Runtime(Closing):
-    """The root. Any thread may use it.
+    """The root object, which owns the threads. Any thread may use it.
 
-    `faults` plants faults for tests of a program's own error paths, such as
+    `faults` injects faults, for tests of the caller's error paths, such as
     "faults(worker=at(panic=3))".
 
     >>> import kvtier
@@ -158,13 +159,13 @@ class Runtime(Closing):
     ...     copied, bytes(target.view()), runtime.stats().workers
     (6, b'tokens', 2)
 
-    In a loop of asyncio::
+    In an asyncio loop::
 
         async with kvtier.Runtime() as runtime, runtime.queue() as queue:
             await runtime.copy(target, source, queue=queue)
     """
 
-    _noun = "runtime"
+    _type_name = "runtime"
 
     def __init__(self, *, workers: int = 0, max_ops: int = 0, name: str = "", faults: str = "",
                  on_thread: Optional[ThreadHook] = None) -> None:
@@ -188,13 +189,13 @@ class Runtime(Closing):
         self._own(RuntimeJob(handle, _reaper.RANK_RUNTIME))
 
     def now_ns(self) -> int:
-        """The clock of deadlines."""
+        """Returns the time on the clock of deadlines."""
         now = ctypes.c_uint64()
         check(lib.kvt_runtime_now(self._raw, byref(now)))
         return now.value
 
     def stats(self) -> RuntimeStats:
-        """Counters; also of a poisoned runtime."""
+        """Returns counters, also of a poisoned runtime."""
         s = _abi.kvt_runtime_stats_t()
         check(lib.kvt_runtime_stats(self._raw, byref(s)))
         return RuntimeStats(s.ops_submitted, s.ops_open, s.ops_live, s.ops_queued,
@@ -214,20 +215,21 @@ class Runtime(Closing):
                       pinned_bytes=pinned_bytes, reserve_bytes=reserve_bytes, strict=strict)
 
     def buffer(self, nbytes: int, *, align_bytes: int = 0, account: Any = None,
-               pin: Wish = False, huge: Wish = False, prefault: bool = False) -> Buffer:
+               pin: MemoryOption = False, huge: MemoryOption = False,
+               prefault: bool = False) -> Buffer:
         """Allocates a buffer."""
         return Buffer(self, nbytes, align_bytes=align_bytes, account=account, pin=pin,
                       huge=huge, prefault=prefault)
 
     def wrap(self, source: Any) -> Buffer:
-        """Makes a writable object's memory usable for ops."""
+        """Wraps a writable object's memory for ops."""
         return Buffer.wrap(self, source)
 
     def submit(self, work: Union[Work, Sequence[Work]], *, queue: Optional[Queue] = None,
                tag: object = None, timeout: Optional[float] = None, notify: int = 0,
                priority: int = PRIORITY_DEMAND) -> Op:
-        """Submits work as one op; never waits. After `timeout` seconds the op
-        resolves with `TimeoutError` (its memory may be released later)."""
+        """Submits work as one op, without waiting. After `timeout` seconds the op resolves with
+        `TimeoutError`; its memory may be released later."""
         pieces = [work] if isinstance(work, Work) else list(work)
         items = (_abi.kvt_buffer_item_t * len(pieces))()
         _fill(items, pieces)
@@ -241,10 +243,11 @@ class Runtime(Closing):
     def submit_each(self, work: Sequence[Work], *, queue: Optional[Queue] = None,
                     tags: Optional[Sequence[object]] = None, timeout: Optional[float] = None,
                     notify: int = 0, priority: int = PRIORITY_DEMAND) -> List[Op]:
-        """Submits each piece as an op of its own, all or none."""
+        """Submits each item of work as a separate op, all or none."""
         pieces = list(work)
         if tags is not None and len(tags) != len(pieces):
-            raise ValueError(f"{len(tags)} tags for {len(pieces)} pieces of work")
+            raise ValueError(f"{len(tags)} tags for {len(pieces)} items of work: give one per "
+                             "item")
         items = (_abi.kvt_buffer_item_t * len(pieces))()
         _fill(items, pieces)
         ops = [Op(self, queue, None if tags is None else tags[i], False)
@@ -263,7 +266,7 @@ class Runtime(Closing):
 
     def post(self, work: Union[Work, Sequence[Work]], queue: Queue, *, tag: object = None,
              timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> None:
-        """Submits work without a handle: the queue alone tells of its end."""
+        """Submits work without a handle: only the queue reports its completion."""
         pieces = [work] if isinstance(work, Work) else list(work)
         items = (_abi.kvt_buffer_item_t * len(pieces))()
         _fill(items, pieces)
@@ -282,7 +285,7 @@ class Runtime(Closing):
         finally:
             if not ok:
                 for op in ops:
-                    op._refused()
+                    op._submit_failed()
             if not ok and queue is not None:
                 for serial in serials:
                     queue._forget(serial)
@@ -295,9 +298,9 @@ class Runtime(Closing):
         return self.submit(work, queue=queue, timeout=timeout)
 
     def close(self, timeout: Optional[float] = None) -> CloseReport:
-        """Refuses new work, cancels what is open, waits for it and the threads;
-        `BusyError` when time runs out, and then it can be tried again. Says
-        what else was open; that goes on as far as it can."""
+        """Rejects new work, cancels open ops, and waits for them and the threads. Raises
+        `BusyError` after `timeout` seconds; then the call can be repeated. Returns the number of
+        objects that were open. These objects remain usable where they need no thread."""
         if self.closed:
             return CloseReport(0, 0, 0, 0, 0)
         self._raw  # noqa: B018: not in a forked child
@@ -312,7 +315,7 @@ class Runtime(Closing):
 
 
 def _on_thread(number: int, role: int, index: int) -> None:
-    with _callbacks.Quiet():
+    with _callbacks.Restricted():
         hook = _callbacks.find(number)
         if hook is not None:
             _callbacks.call(hook, _ROLES.get(role, str(role)), index)

@@ -1,4 +1,4 @@
-"""The store: KV of sessions in tiers."""
+"""Stores, namespaces and sessions: KV in tiers."""
 
 from __future__ import annotations
 
@@ -44,31 +44,31 @@ if TYPE_CHECKING:
     from ._queue import Queue
     from ._runtime import Runtime
 
-#: How much of the past a layer needs.
+#: The reuse rule of a layer: how many past tokens it needs.
 RULE_FULL = _abi.KVT_RULE_FULL
 RULE_WINDOW = _abi.KVT_RULE_WINDOW
 RULE_STATE = _abi.KVT_RULE_STATE
-#: When a put has ended.
+#: The level at which a put completes.
 LEVEL_RAM = _abi.KVT_LEVEL_RAM
 LEVEL_DISK = _abi.KVT_LEVEL_DISK
 LEVEL_DURABLE = _abi.KVT_LEVEL_DURABLE
-#: When the remote has said that it has it.
+#: After the remote's confirmation.
 LEVEL_REMOTE = _abi.KVT_LEVEL_REMOTE
 
-#: When cells go to disk.
+#: When cells are written to disk.
 WRITES: Dict[str, int] = {
     "through": _abi.KVT_WRITE_THROUGH, "back": _abi.KVT_WRITE_BACK, "never": _abi.KVT_WRITE_NEVER,
     "behind": _abi.KVT_WRITE_BEHIND,
 }
-#: How files are read and written (`Store.stats()["disk_engine"]`).
+#: The engine of file access (`Store.stats()["disk_engine"]`).
 IO_NONE = _abi.KVT_IO_NONE
 IO_THREADS = _abi.KVT_IO_THREADS
 IO_URING = _abi.KVT_IO_URING
 
-#: Images and sounds: the index of the first token of each, and 32 bytes of a hash of it.
+#: Images and audio: the index of the first token of each, and a 32-byte hash.
 Media = Sequence[Tuple[int, bytes]]
 
-#: What the numbers of a layer are.
+#: The types of a layer's numbers.
 DTYPES: Dict[str, int] = {
     "bytes": _abi.KVT_DTYPE_BYTES, "f32": _abi.KVT_DTYPE_F32, "f16": _abi.KVT_DTYPE_F16,
     "bf16": _abi.KVT_DTYPE_BF16, "fp8_e4m3": _abi.KVT_DTYPE_F8_E4M3,
@@ -82,7 +82,8 @@ def _invalid(text: str) -> Exception:
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that makes KV other KV. None is absent, which is not empty."""
+    """The fields that decide which sessions share KV. None means absent, which differs from
+    empty."""
 
     model: Optional[bytes] = None
     weights: Optional[bytes] = None
@@ -92,15 +93,15 @@ class Identity:
     recipe: Optional[bytes] = None
     #: Index and count.
     shard: Optional[Tuple[int, int]] = None
-    #: By tag, 0x80000000 at least.
+    #: Further fields by tag, which is at least 0x80000000.
     extra: Dict[int, bytes] = field(default_factory=dict)
-    #: Whose names objects have at a remote; 0 = everybody's. No part of the identity.
+    #: The tenant in object names at a remote; 0 = shared by all. Not a part of the identity.
     remote_tenant: int = 0
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that keep the same, and need the same."""
+    """Layers with the same dtype, sizes and reuse rule."""
 
     layers: Sequence[int]
     k_bytes: int = 0
@@ -113,7 +114,7 @@ class Group:
 
 
 class SessionInfo(NamedTuple):
-    """How far a session is."""
+    """The length of a session, and its layout."""
 
     tokens: int
     full_chunks: int
@@ -146,7 +147,7 @@ class StoreJob(_reaper.Job):
 
     def attempt(self) -> int:
         status = int(lib.kvt_store_close(byref(self.handle), _reaper.slice_deadline(), None))
-        if status == _abi.KVT_E_IO:  # it is closed all the same: this frees it
+        if status == _abi.KVT_E_IO:  # the store is closed nevertheless: this call frees it
             return int(lib.kvt_store_close(byref(self.handle), 0, None))
         return status
 
@@ -154,7 +155,7 @@ class StoreJob(_reaper.Job):
 def _bytes_of(c: Any, name: str, value: Optional[bytes], kept: List[Any]) -> None:
     if value is None:
         return
-    text = ctypes.create_string_buffer(bytes(value))  # its NUL gives an empty one an address
+    text = ctypes.create_string_buffer(bytes(value))  # the NUL gives empty bytes an address
     kept.append(text)
     setattr(c, name, ctypes.addressof(text))
     setattr(c, f"{name}_bytes", len(value))
@@ -167,7 +168,8 @@ def _identity(given: Identity, kept: List[Any]) -> Any:
     if given.shard is not None:
         c.shard_index, c.shard_count = u32(given.shard[0]), u32(given.shard[1])
         if c.shard_count == 0:
-            raise _invalid("a shard of none")
+            raise _invalid(f"shard is {given.shard}: give (index, count) with a count of at least "
+                           "1")
     rows = (_abi.kvt_identity_extra_t * len(given.extra))()
     for row, (tag, value) in zip(rows, given.extra.items()):
         row.tag = u32(tag)
@@ -183,7 +185,8 @@ def _layout(chunk_tokens: int, groups: Sequence[Group], kept: List[Any]) -> Any:
     rows = (_abi.kvt_group_t * len(groups))()
     for row, group in zip(rows, groups):
         if group.dtype not in DTYPES:
-            raise _invalid(f"dtype {group.dtype!r} is none of {', '.join(DTYPES)}")
+            raise _invalid(f"dtype {group.dtype!r} is unknown: it must be one of "
+                           f"{', '.join(DTYPES)}")
         layers = (ctypes.c_uint16 * len(group.layers))(*(u64(n, 16) for n in group.layers))
         kept.append(layers)
         row.rule, row.dtype, row.kv_heads = u32(group.rule), DTYPES[group.dtype], u32(group.kv_heads)
@@ -207,33 +210,33 @@ def _views(views: Sequence[Optional[View]], writable: bool, kept: List[Any]) -> 
 
 
 class Session(Resource):
-    """A sequence of tokens whose KV is kept: `Namespace.session` opens one. Any thread may use it.
+    """A sequence of tokens with KV, opened by `Namespace.session`. Any thread may use it.
 
     >>> import kvtier
     >>> from kvtier import Group, Identity, View
     >>> plane = bytearray(64 * 32)                                  # K of 64 tokens, one layer
     >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=16MiB)") as store:
-    ...     space = store.namespace(Identity(model=b"m"), chunk_tokens=16,
-    ...                             groups=[Group(layers=[0], k_bytes=32)])
-    ...     first, second = space.session("first"), space.session("second")
+    ...     namespace = store.namespace(Identity(model=b"m"), chunk_tokens=16,
+    ...                                 groups=[Group(layers=[0], k_bytes=32)])
+    ...     first, second = namespace.session("first"), namespace.session("second")
     ...     first.append(range(64))
     ...     stored = first.put([View(plane, run_bytes=32)]).result().value
-    ...     second.append([*range(32), 7, 7])                       # begins as the first did
-    ...     steps = [(one.kind == kvtier.PLAN_RECOMPUTE, one.tokens)
-    ...              for one in second.plan().steps]
-    ...     back = second.get([View(plane, run_bytes=32)], tokens=32).result().value
-    >>> stored, steps, back
+    ...     second.append([*range(32), 7, 7])                       # shares a prefix of 32 tokens
+    ...     steps = [(step.kind == kvtier.PLAN_RECOMPUTE, step.tokens)
+    ...              for step in second.plan().steps]
+    ...     loaded = second.get([View(plane, run_bytes=32)], tokens=32).result().value
+    >>> stored, steps, loaded
     (64, [(False, 32), (True, 2)], 32)
     """
 
-    _noun = "session"
+    _type_name = "session"
 
-    def __init__(self, space: "Namespace", handle: _abi.kvt_session_p) -> None:
-        self._space = space
+    def __init__(self, namespace: "Namespace", handle: _abi.kvt_session_p) -> None:
+        self._namespace = namespace
         self._own(SessionJob(handle, _reaper.RANK_SESSION))
 
     def append(self, tokens: Column, media: Media = ()) -> None:
-        """Adds tokens: a list, or an array of 32-bit unsigned integers; and the media that
+        """Appends tokens, a list or an array of 32-bit unsigned integers, and the media that
         start in them, by index."""
         err = new_error()
         with Columns() as columns:
@@ -242,41 +245,41 @@ class Session(Resource):
             check_err(lib.kvt_session_append_media(self._raw, byref(c), byref(err)), err)
 
     def truncate(self, tokens: int) -> None:
-        """Cuts it to so many tokens."""
+        """Truncates the session to `tokens` tokens."""
         err = new_error()
         check_err(lib.kvt_session_truncate(self._raw, u64(tokens), byref(err)), err)
 
     def fork(self, name: str = "", *, tenant: int = 0, priority: Optional[int] = None,
              max_tokens: int = 0) -> "Session":
-        """Another one that goes on from here."""
+        """Returns another session that continues from here."""
         opts, _text = _session_opts(name, tenant, priority, max_tokens)
         handle, err = _abi.kvt_session_p(), new_error()
         check_err(lib.kvt_session_fork(self._raw, byref(opts), byref(handle), byref(err)), err)
-        return Session(self._space, handle)
+        return Session(self._namespace, handle)
 
     def pin(self, first_token: int = 0, tokens: int = 0, *, priority: int = 0,
             timeout: Optional[float] = None) -> None:
-        """Keeps its chunks for so many seconds, None for ever; 0 tokens: to the end."""
+        """Pins chunks for `timeout` seconds, None for ever; 0 tokens: to the end."""
         until = deadline_after(time.monotonic_ns(), timeout)
         err = new_error()
         check_err(lib.kvt_session_pin(self._raw, u64(first_token), u64(tokens), u32(priority),
                                       until, byref(err)), err)
 
     def unpin(self, first_token: int = 0, tokens: int = 0) -> None:
-        """Takes the pins of chunks away, whoever has set them; 0 tokens: to the end."""
+        """Removes all pins of chunks, also those of other sessions; 0 tokens: to the end."""
         err = new_error()
         check_err(lib.kvt_session_unpin(self._raw, u64(first_token), u64(tokens), byref(err)),
                   err)
 
     def drop(self, first_token: int = 0, tokens: int = 0) -> ClearReport:
-        """Takes chunks away that nobody else holds; 0 tokens: to the end."""
+        """Removes chunks that have no other references; 0 tokens: to the end."""
         report, err = _abi.kvt_clear_report_t(), new_error()
         check_err(lib.kvt_session_drop(self._raw, u64(first_token), u64(tokens), byref(report),
                                        byref(err)), err)
         return ClearReport(*values(report, ClearReport))
 
     def demote(self, first_token: int = 0, tokens: int = 0) -> DemoteReport:
-        """Sends chunks down; their memory is given back once they are on disk. 0 tokens: to
+        """Demotes chunks to disk; their host memory is freed once they are on disk. 0 tokens: to
         the end."""
         report, err = _abi.kvt_demote_report_t(), new_error()
         check_err(lib.kvt_session_demote(self._raw, u64(first_token), u64(tokens), byref(report),
@@ -285,8 +288,8 @@ class Session(Resource):
 
     def plan(self, *, overlap: bool = True, wait: bool = True, priority: int = PRIORITY_DEMAND,
              cost: Optional[Tuple[float, float]] = None) -> Plan:
-        """The cheapest way to have all its tokens: what is loaded, what is computed.
-        `cost` is alpha_ns and beta_ns as in `Prefill`; else the namespace's counts."""
+        """Returns the cheapest steps to make all tokens available, by loading or recomputing.
+        `cost` is alpha_ns and beta_ns as in `Prefill`, by default the namespace's cost."""
         c, raw, plan = terms(overlap, wait, u32(priority), cost), self._raw, _abi.kvt_plan_t()
         rows = all_rows(_abi.kvt_plan_step_t, lambda rows, room, stride, count, err: (
             lib.kvt_session_plan(raw, byref(c), rows, room, stride, count, byref(plan), err)))
@@ -294,16 +297,16 @@ class Session(Resource):
 
     def hint(self, *, stop: int = STOP_UNKNOWN, next_use_ns: int = 0, confidence: float = 1.0,
              done: bool = False) -> None:
-        """Tells the policies what is known of its future. `next_use_ns` is a moment of
-        `Runtime.now_ns`, not a duration."""
+        """Gives the policies a hint about the session's future. `next_use_ns` is a time on the
+        clock of `Runtime.now_ns`, not a duration."""
         flags = _abi.KVT_HINT_ZERO_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
-        told = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
+        hint = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
                                       next_use_ns=u64(next_use_ns, 63))
         err = new_error()
-        check_err(lib.kvt_session_hint(self._raw, byref(told), byref(err)), err)
+        check_err(lib.kvt_session_hint(self._raw, byref(hint), byref(err)), err)
 
     def info(self) -> SessionInfo:
-        """How far it is."""
+        """Returns the session's length and layout."""
         info = _abi.kvt_session_info_t()
         check(lib.kvt_session_info(self._raw, byref(info)))
         return SessionInfo(info.tokens, info.full_chunks, info.chunk_tokens, info.layers)
@@ -313,12 +316,13 @@ class Session(Resource):
             queue: "Optional[Queue]" = None, tag: object = None,
             timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
             ready: "Optional[Event]" = None, after: After = None) -> Op:
-        """Stores the layers that there are views of; the result's value is how many
-        tokens without a gap. The objects are held until the op is closed. Copies are behind
-        `after`, an event of the store's device: held as they are, and not to be closed earlier."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, False, ready, after)
-        move.level = u32(level)
-        return self._one(lib.kvt_session_put, move, kept, False, queue, tag, timeout, priority)
+        """Stores the layers that have views. The result's value is the number of tokens without a
+        gap. The op holds the objects until it is closed. Copies wait for `after`, an event of the
+        store's device, which the op holds too; do not close the event earlier."""
+        transfer, kept = _transfer(k, v, first_token, tokens, first_layer, False, ready, after)
+        transfer.level = u32(level)
+        return self._submit(lib.kvt_session_put, transfer, kept, False, queue, tag, timeout,
+                            priority)
 
     def get(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
             first_token: int = 0, tokens: int = 0, first_layer: int = 0, reuse: bool = False,
@@ -326,91 +330,94 @@ class Session(Resource):
             tag: object = None, timeout: Optional[float] = None,
             priority: int = PRIORITY_DEMAND, ready: "Optional[Event]" = None,
             after: After = None) -> Op:
-        """Loads; `NotFoundError` when something was missing (`info().value` says how
-        many tokens came). With `reuse` only what going on after the last token needs: of
-        windows and states the end. With `chunks` only those, 0 = the one of `first_token`,
-        ascending: views have their tokens one after the other. The objects are held until
-        the op is closed; dropped, it is cancelled."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, True, ready, after)
+        """Loads KV into the views. The op ends with `NotFoundError` if some KV is missing; then
+        `info().value` is the number of loaded tokens.
+
+        With `reuse` the call loads only what is needed to continue after the last token; windows
+        and states need only their end. With `chunks`, ascending, it loads only these chunks. Chunk 0
+        contains `first_token`, and the tokens of the chunks are contiguous in the views. The op
+        holds the objects until it is closed. A dropped op is cancelled."""
+        transfer, kept = _transfer(k, v, first_token, tokens, first_layer, True, ready, after)
         with Columns() as columns:
-            _wanted(move, reuse, chunks, columns)
-            return self._one(lib.kvt_session_get, move, kept, True, queue, tag, timeout,
-                             priority)
+            _restrict(transfer, reuse, chunks, columns)
+            return self._submit(lib.kvt_session_get, transfer, kept, True, queue, tag, timeout,
+                                priority)
 
     def prefetch(self, *, first_token: int = 0, tokens: int = 0, first_layer: int = 0,
                  layers: int = 0, reuse: bool = False, chunks: Optional[Column] = None,
                  queue: "Optional[Queue]" = None, tag: object = None,
                  timeout: Optional[float] = None, priority: int = PRIORITY_PREFETCH,
                  ready: "Optional[Event]" = None) -> Op:
-        """Into memory, for a get to come. Dropped, it is cancelled."""
-        move = _abi.kvt_transfer_t(first_token=u64(first_token), tokens=u64(tokens),
-                               first_layer=u32(first_layer), layers=u32(layers))
-        _when(move, ready)
+        """Brings KV to host memory before a get. A dropped op is cancelled."""
+        transfer = _abi.kvt_transfer_t(first_token=u64(first_token), tokens=u64(tokens),
+                                       first_layer=u32(first_layer), layers=u32(layers))
+        _set_ready(transfer, ready)
         with Columns() as columns:
-            _wanted(move, reuse, chunks, columns)
-            return self._one(lib.kvt_session_prefetch, move, [], True, queue, tag, timeout,
-                             priority)
+            _restrict(transfer, reuse, chunks, columns)
+            return self._submit(lib.kvt_session_prefetch, transfer, [], True, queue, tag, timeout,
+                                priority)
 
     def locate(self, *, queue: "Optional[Queue]" = None, tag: object = None,
                timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Op:
-        """Finds out how far it can go on with what is here and at the remote: so many tokens are
-        the op's value. Dropped, it is cancelled."""
+        """Looks up how far the session is reusable with the store and the remote. The op's value
+        is the number of tokens. A dropped op is cancelled."""
         def begin(opts: Any, handle: Any, err: Any) -> Any:
             return lib.kvt_session_remote_lookup(raw, opts, handle, err)
 
-        runtime, raw = self._space._store._runtime, self._raw
-        return _begin(runtime, begin, [], True, queue, tag, timeout, priority)
+        runtime, raw = self._namespace._store._runtime, self._raw
+        return _submit_op(runtime, begin, [], True, queue, tag, timeout, priority)
 
     def get_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
                  reuse: bool = False, chunks: Optional[Column] = None,
                  timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
                  ready: "Optional[Event]" = None, after: After = None) -> List[Op]:
-        """Likewise with an op a layer, so that the first can be used while others come."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, True, ready, after)
+        """Like `get`, with an op per layer: the engine can use the first layers during the load
+        of the others."""
+        transfer, kept = _transfer(k, v, first_token, tokens, first_layer, True, ready, after)
         with Columns() as columns:
-            _wanted(move, reuse, chunks, columns)
-            return self._each(lib.kvt_session_get, move, kept, True, timeout, priority)
+            _restrict(transfer, reuse, chunks, columns)
+            return self._submit_each(lib.kvt_session_get, transfer, kept, True, timeout, priority)
 
     def put_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
                  level: int = LEVEL_RAM, timeout: Optional[float] = None,
                  priority: int = PRIORITY_DEMAND,
                  ready: "Optional[Event]" = None, after: After = None) -> List[Op]:
-        """Stores with an op a layer."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, False, ready, after)
-        move.level = u32(level)
-        return self._each(lib.kvt_session_put, move, kept, False, timeout, priority)
+        """Like `put`, with an op per layer."""
+        transfer, kept = _transfer(k, v, first_token, tokens, first_layer, False, ready, after)
+        transfer.level = u32(level)
+        return self._submit_each(lib.kvt_session_put, transfer, kept, False, timeout, priority)
 
-    def _one(self, call: Any, move: Any, kept: List[Any], cancel: bool,
-             queue: "Optional[Queue]", tag: object, timeout: Optional[float],
-             priority: int) -> Op:
+    def _submit(self, call: Any, transfer: Any, kept: List[Any], cancel: bool,
+                queue: "Optional[Queue]", tag: object, timeout: Optional[float],
+                priority: int) -> Op:
         def begin(opts: Any, handle: Any, err: Any) -> Any:
-            return call(raw, byref(move), opts, handle, err)
+            return call(raw, byref(transfer), opts, handle, err)
 
-        runtime, raw = self._space._store._runtime, self._raw
-        return _begin(runtime, begin, kept, cancel, queue, tag, timeout, priority)
+        runtime, raw = self._namespace._store._runtime, self._raw
+        return _submit_op(runtime, begin, kept, cancel, queue, tag, timeout, priority)
 
-    def _each(self, call: Any, move: Any, kept: List[Any], cancel: bool,
-              timeout: Optional[float], priority: int) -> List[Op]:
-        runtime, raw = self._space._store._runtime, self._raw
-        move.flags |= _abi.KVT_TRANSFER_EACH_LAYER
+    def _submit_each(self, call: Any, transfer: Any, kept: List[Any], cancel: bool,
+                     timeout: Optional[float], priority: int) -> List[Op]:
+        runtime, raw = self._namespace._store._runtime, self._raw
+        transfer.flags |= _abi.KVT_TRANSFER_EACH_LAYER
         opts, _ = submit_opts(runtime, None, None, timeout, 0, priority)
-        ops = [Op(runtime, None, layer, cancel) for layer in range(move.layers)]
+        ops = [Op(runtime, None, layer, cancel) for layer in range(transfer.layers)]
         for op in ops:
             op._keep(kept)
-        handles, err = (_abi.kvt_op_p * move.layers)(), new_error()
-        status = call(raw, byref(move), byref(opts), handles, byref(err))
+        handles, err = (_abi.kvt_op_p * transfer.layers)(), new_error()
+        status = call(raw, byref(transfer), byref(opts), handles, byref(err))
         if status != _abi.KVT_OK:
             for op in ops:
-                op._refused()
+                op._submit_failed()
         check_err(status, err)
         for op, handle in zip(ops, handles):
             op._bind(handle.value)
         return ops
 
     def close(self) -> None:
-        """Closes it; its chunks may leave. Its ops go on."""
+        """Closes the session. Its chunks become evictable, and its ops continue."""
         if self.closed:
             return
         self._raw  # noqa: B018: not in a forked child
@@ -418,49 +425,51 @@ class Session(Resource):
         self._released()
 
 
-def _move(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token: int,
-          tokens: int, first_layer: int, writable: bool,
-          ready: "Optional[Event]", after: After) -> Tuple[Any, List[Any]]:
+def _transfer(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token: int,
+              tokens: int, first_layer: int, writable: bool,
+              ready: "Optional[Event]", after: After) -> Tuple[Any, List[Any]]:
     kept: List[Any] = []
     if len(k) == 0 or (v is not None and len(v) != len(k)):
-        raise _invalid(f"{len(k)} views of K and {len(v or [])} of V: one of each a layer")
-    move = _abi.kvt_transfer_t(first_token=u64(first_token), tokens=u64(tokens),
-                           first_layer=u32(first_layer), layers=len(k))
-    move.k = _views(k, writable, kept)
+        raise _invalid(f"{len(k)} views of K and {len(v or [])} of V: give at least one view of "
+                       "K, and one of V per view of K, or no V")
+    transfer = _abi.kvt_transfer_t(first_token=u64(first_token), tokens=u64(tokens),
+                                   first_layer=u32(first_layer), layers=len(k))
+    transfer.k = _views(k, writable, kept)
     if v is not None:
-        move.v = _views(v, writable, kept)
-    move.stride_bytes = ctypes.sizeof(_abi.kvt_view_t)
-    _when(move, ready)
-    move.after = number_of(after, kept)
-    return move, kept
+        transfer.v = _views(v, writable, kept)
+    transfer.stride_bytes = ctypes.sizeof(_abi.kvt_view_t)
+    _set_ready(transfer, ready)
+    transfer.after = number_of(after, kept)
+    return transfer, kept
 
 
-def _begin(runtime: Any, call: Any, kept: List[Any], cancel: bool, queue: "Optional[Queue]",
-           tag: object, timeout: Optional[float], priority: int) -> Op:
-    """What is one op: `call` gets its options, and where its handle and an error go."""
+def _submit_op(runtime: Any, call: Any, kept: List[Any], cancel: bool, queue: "Optional[Queue]",
+               tag: object, timeout: Optional[float], priority: int) -> Op:
+    """Submits one op: `call` gets the options, and the addresses for the handle and the error."""
     op = Op(runtime, queue, tag, cancel)
     op._keep(kept)
     opts, _ = submit_opts(runtime, op, queue, timeout, 0, priority)
     handle, err = _abi.kvt_op_p(), new_error()
     status = call(byref(opts), byref(handle), byref(err))
     if status != _abi.KVT_OK:
-        op._refused()
+        op._submit_failed()
     check_err(status, err)
     op._bind(handle.value)
     return op
 
 
-def _wanted(move: Any, reuse: bool, chunks: Optional[Column], columns: Columns) -> None:
-    """What of a get's rectangle is wanted; `columns` keeps the list until the call is over."""
-    move.flags = _abi.KVT_TRANSFER_NEEDED_ONLY if reuse else 0
-    move.chunks, move.chunk_count = columns.take("chunks", "u32", chunks)
-    if chunks is not None and move.chunk_count == 0:  # which may have no address: that is all
-        raise _invalid("an empty list of chunks: a move of nothing")
+def _restrict(transfer: Any, reuse: bool, chunks: Optional[Column], columns: Columns) -> None:
+    """Restricts a transfer to parts of its tokens. `columns` keeps the list of chunks during the
+    call."""
+    transfer.flags = _abi.KVT_TRANSFER_NEEDED_ONLY if reuse else 0
+    transfer.chunks, transfer.chunk_count = columns.take("chunks", "u32", chunks)
+    if chunks is not None and transfer.chunk_count == 0:  # C takes a null address for all chunks
+        raise _invalid("chunks is empty: name at least one chunk, or pass None for all")
 
 
-def _when(move: Any, ready: "Optional[Event]") -> None:
+def _set_ready(transfer: Any, ready: "Optional[Event]") -> None:
     if ready is not None:
-        move.ready = ready._raw.value
+        transfer.ready = ready._raw.value
 
 
 def _session_opts(name: str, tenant: int, priority: Optional[int],
@@ -474,8 +483,8 @@ def _session_opts(name: str, tenant: int, priority: Optional[int],
 
 
 class Namespace(Resource):
-    """PolicyContext may share: `Store.namespace` opens one. KV of other models, adapters or tenants' salts
-    is never found in it. Any thread may use it.
+    """The unit of sharing, opened by `Store.namespace`. It never contains KV of another model,
+    adapter or salt. Any thread may use it.
 
     >>> import kvtier
     >>> from kvtier import Group, Identity
@@ -488,22 +497,22 @@ class Namespace(Resource):
     (True, False)
     """
 
-    _noun = "namespace"
+    _type_name = "namespace"
 
     def __init__(self, store: "Store", identity: Identity, chunk_tokens: int,
                  groups: Sequence[Group], holes: bool = False) -> None:
         self._store, self._chunk_tokens = store, chunk_tokens
         kept: List[Any] = []
-        who, layout = _identity(identity, kept), _layout(chunk_tokens, groups, kept)
+        fields, layout = _identity(identity, kept), _layout(chunk_tokens, groups, kept)
         flags = _abi.KVT_NAMESPACE_HOLES if holes else 0
         handle, err = _abi.kvt_namespace_p(), new_error()
-        check_err(lib.kvt_namespace_open(store._raw, byref(who), byref(layout), flags,
+        check_err(lib.kvt_namespace_open(store._raw, byref(fields), byref(layout), flags,
                                          byref(handle), byref(err)), err)
         self._own(NamespaceJob(handle, _reaper.RANK_NAMESPACE))
 
     @property
     def key(self) -> bytes:
-        """What its identity and layout come to."""
+        """The hash of the namespace's identity and layout."""
         key = (ctypes.c_uint8 * _abi.KVT_KEY_BYTES)()
         check(lib.kvt_namespace_key(self._raw, key))
         return bytes(key)
@@ -517,7 +526,7 @@ class Namespace(Resource):
         return Session(self, handle)
 
     def lookup(self, tokens: Column, media: Media = ()) -> Lookup:
-        """How far a sequence could go on with what is there. Nothing is held."""
+        """Returns how far a sequence is reusable. The call references nothing."""
         raw, found = self._raw, _abi.kvt_lookup_t()
         with Columns() as columns:
             pointer, length = columns.take("tokens", "u32", tokens)
@@ -528,7 +537,8 @@ class Namespace(Resource):
         return Lookup([Range(*values(row, Range)) for row in rows], *values(found, Lookup))
 
     def lookup_keys(self, keys: Any, tokens: int) -> Lookup:
-        """The same by the keys of its full chunks: `bytes`, 32 each, or a list of them."""
+        """Like `lookup`, by the keys of the full chunks: one `bytes` object with 32 bytes per
+        key, or a list of keys."""
         raw, found = self._raw, _abi.kvt_lookup_t()
         data, length = key_bytes(keys)
         rows = all_rows(_abi.kvt_range_t, lambda rows, room, stride, count, err: (
@@ -537,15 +547,15 @@ class Namespace(Resource):
         return Lookup([Range(*values(row, Range)) for row in rows], *values(found, Lookup))
 
     def chunk_keys(self, tokens: Column, media: Media = ()) -> List[bytes]:
-        """What the full chunks of a sequence are called in events, each 32 bytes.
+        """Returns the keys of a sequence's full chunks in events, each 32 bytes.
 
         >>> import kvtier
         >>> from kvtier import Group, Identity
         >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=1MiB)") as store:
         ...     groups = [Group(layers=[0], k_bytes=32)]
-        ...     space = store.namespace(Identity(model=b"m"), chunk_tokens=16, groups=groups)
-        ...     one, two = space.chunk_keys(range(40)), space.chunk_keys(range(33))
-        ...     len(one), one == two, len(one[0])
+        ...     namespace = store.namespace(Identity(model=b"m"), chunk_tokens=16, groups=groups)
+        ...     long, short = namespace.chunk_keys(range(40)), namespace.chunk_keys(range(33))
+        ...     len(long), long == short, len(long[0])
         (2, True, 32)
         """
         raw, count, err = self._raw, ctypes.c_uint64(), new_error()
@@ -561,40 +571,41 @@ class Namespace(Resource):
         return [data[at * each:][:each] for at in range(count.value)]
 
     def exists(self, keys: Any) -> bytes:
-        """A byte for each key: EXISTS_WHOLE, and `1 << TIER_*` for tiers with all of it."""
+        """Returns a byte per key: EXISTS_WHOLE, and `1 << TIER_*` for each tier that has all of
+        the chunk."""
         data, length = key_bytes(keys)
         found = (ctypes.c_uint8 * length)()
         check(lib.kvt_namespace_exists(self._raw, data, length, found))
         return bytes(found)
 
     def observe_prefill(self, context_tokens: int, tokens: int, ns: int) -> None:
-        """The engine took so long to compute tokens after a context; plans go by that."""
+        """Reports that the engine took `ns` to compute `tokens` after a context. Plans use it."""
         err = new_error()
         check_err(lib.kvt_namespace_observe_prefill(self._raw, u64(context_tokens), u64(tokens),
                                                     u64(ns), byref(err)), err)
 
     def fix_prefill(self, cost: Optional[Tuple[float, float]]) -> None:
-        """Fixes what computing costs, alpha_ns and beta_ns; None: what is observed counts."""
+        """Fixes the cost of computation, alpha_ns and beta_ns; None: plans use observations."""
         err, c = new_error(), None
         if cost is not None:
             c = byref(_abi.kvt_prefill_cost_t(alpha_ns=float(cost[0]), beta_ns=float(cost[1])))
         check_err(lib.kvt_namespace_set_prefill_cost(self._raw, c, byref(err)), err)
 
     def prefill(self) -> Prefill:
-        """What computing costs, as plans see it now."""
+        """Returns the cost of computation that plans use now."""
         c = _abi.kvt_prefill_cost_t()
         check(lib.kvt_namespace_prefill_cost(self._raw, byref(c)))
         return Prefill(c.alpha_ns, c.beta_ns, c.observed, bool(c.fixed))
 
     def clear(self, timeout: Optional[float] = None) -> ClearReport:
-        """Takes away what nobody holds, and waits until it is sure to stay away."""
+        """Removes unreferenced chunks, and waits until they cannot come back after a restart."""
         end = deadline_after(time.monotonic_ns(), timeout)
         report, err = _abi.kvt_clear_report_t(), new_error()
         check_err(lib.kvt_namespace_clear(self._raw, end, byref(report), byref(err)), err)
         return ClearReport(*values(report, ClearReport))
 
     def close(self) -> None:
-        """Closes it; its chunks and its sessions stay."""
+        """Closes the namespace. Its chunks and sessions stay."""
         if self.closed:
             return
         self._raw  # noqa: B018: not in a forked child
@@ -603,30 +614,34 @@ class Namespace(Resource):
 
 
 class Store(Closing):
-    """Keeps KV in memory and on disk, as its spec says:
-    `store(host=8GiB, disk=disk(path="kv", bytes=200GiB))`. What is given beside the spec counts
-    instead of what it says; `write` is `behind`, `through`, `back` or `never`. `device` copies between
-    your memory and the store's: with one that has memory, views may lead into that. `secrets`
-    are for the server of its remote alone: `{"password": b"..."}`.
+    """Keeps KV in tiers, as its spec defines:
+    `store(host=8GiB, disk=disk(path="kv", bytes=200GiB))`.
+
+    Arguments beside the spec override it. `write` is `behind`, `through`, `back` or `never`.
+    `device` copies between the caller's memory and the store's. If it has memory of its own,
+    views may refer to that memory. `secrets` are used for the server of the remote only:
+    `{"password": b"..."}`.
 
     >>> import kvtier
     >>> from kvtier import Group, Identity, View
     >>> group = Group(layers=[0, 1], k_bytes=32, v_bytes=32)        # bytes of a token
     >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=16MiB)") as store:
-    ...     space = store.namespace(Identity(model=b"my model"), chunk_tokens=4, groups=[group])
-    ...     with space, space.session() as session:
+    ...     namespace = store.namespace(Identity(model=b"my model"), chunk_tokens=4,
+    ...                                 groups=[group])
+    ...     with namespace, namespace.session() as session:
     ...         session.append([11, 12, 13, 14, 15, 16, 17, 18])
     ...         k, v = [[bytearray(b"x" * 8 * 32) for layer in (0, 1)] for plane in "kv"]
     ...         views = [[View(layer, 32) for layer in plane] for plane in (k, v)]
     ...         stored = session.put(*views).result(timeout=5).value
-    ...         reusable = space.lookup([11, 12, 13, 14, 99]).reusable_tokens
+    ...         reusable = namespace.lookup([11, 12, 13, 14, 99]).reusable_tokens
     >>> stored, reusable
     (8, 4)
 
-    In a loop of asyncio `async with kvtier.Store(...)`, and `await session.get(..., queue=queue)`.
+    In an asyncio loop use `async with kvtier.Store(...)`, and
+    `await session.get(..., queue=queue)`.
     """
 
-    _noun = "store"
+    _type_name = "store"
 
     def __init__(self, runtime: "Runtime", spec: str = "store", *,
                  budget: "Optional[Budget]" = None, host_bytes: int = 0, disk_bytes: int = 0,
@@ -636,7 +651,7 @@ class Store(Closing):
                  secrets: Optional[Dict[str, bytes]] = None) -> None:
         self._runtime, self._device = runtime, device
         if write not in ("", *WRITES):
-            raise _invalid(f"write {write!r} is none of {', '.join(WRITES)}")
+            raise _invalid(f"write {write!r} is unknown: it must be one of {', '.join(WRITES)}")
         opts = _abi.kvt_store_opts_t(host_bytes=u64(host_bytes), disk_bytes=u64(disk_bytes),
                                      write=WRITES.get(write, 0))
         if device is not None:
@@ -647,66 +662,65 @@ class Store(Closing):
         for name, text in kept.items():
             setattr(opts, name, text_pointer(text, empty_is_none=name != "spec"))
             setattr(opts, f"{name}_bytes", len(text))
-        hidden = [(name.encode(), bytes(secret)) for name, secret in (secrets or {}).items()]
-        rows = (_abi.kvt_secret_t * len(hidden))(*(
+        pairs = [(name.encode(), bytes(secret)) for name, secret in (secrets or {}).items()]
+        rows = (_abi.kvt_secret_t * len(pairs))(*(
             _abi.kvt_secret_t(name=text_pointer(name), name_bytes=len(name),
                               secret=ctypes.cast(ctypes.c_char_p(secret), ctypes.c_void_p),
-                              secret_bytes=len(secret)) for name, secret in hidden))
-        if hidden:
+                              secret_bytes=len(secret)) for name, secret in pairs))
+        if pairs:
             opts.secrets = ctypes.cast(rows, type(opts.secrets))
-            opts.secret_count, opts.secret_stride_bytes = len(hidden), ctypes.sizeof(rows[0])
-        pays = None if budget is None else budget._raw
+            opts.secret_count, opts.secret_stride_bytes = len(pairs), ctypes.sizeof(rows[0])
+        budget_raw = None if budget is None else budget._raw
         handle, err = _abi.kvt_store_p(), new_error()
-        check_err(lib.kvt_store_open(runtime._raw, pays, byref(opts), byref(handle), byref(err)),
-                  err)
+        check_err(lib.kvt_store_open(runtime._raw, budget_raw, byref(opts), byref(handle),
+                                     byref(err)), err)
         self._own(StoreJob(handle, _reaper.RANK_STORE))
 
     def namespace(self, identity: Identity, *, chunk_tokens: int, groups: Sequence[Group],
                   holes: bool = False) -> Namespace:
-        """Opens a namespace, or finds it."""
+        """Opens a namespace, which may exist already."""
         return Namespace(self, identity, chunk_tokens, groups, holes)
 
     def stats(self) -> Dict[str, int]:
-        """What it counts and has, by the names of kvt_store_stats_t."""
-        stats = _abi.kvt_store_stats_t()
-        check(lib.kvt_store_stats(self._raw, byref(stats)))
-        names = [name for name, *_ in stats._fields_ if name != "struct_size"]
-        return {name: int(getattr(stats, name)) for name in names}
+        """Returns counters and sizes, by the names of kvt_store_stats_t."""
+        return self._counters(_abi.kvt_store_stats_t(), lib.kvt_store_stats)
 
     def remote_stats(self) -> Dict[str, int]:
-        """What it counts of its remote, by the names of kvt_remote_stats_t."""
-        stats = _abi.kvt_remote_stats_t()
-        check(lib.kvt_store_remote_stats(self._raw, byref(stats)))
+        """Returns counters of the remote, by the names of kvt_remote_stats_t."""
+        return self._counters(_abi.kvt_remote_stats_t(), lib.kvt_store_remote_stats)
+
+    def _counters(self, stats: Any, call: Any) -> Dict[str, int]:
+        check(call(self._raw, byref(stats)))
         names = [name for name, *_ in stats._fields_ if name != "struct_size"]
         return {name: int(getattr(stats, name)) for name in names}
 
     def set_policy(self, tier: int, spec: str) -> None:
-        """Goes on with another policy for TIER_HOST or TIER_DISK."""
+        """Switches TIER_HOST or TIER_DISK to another policy."""
         text, err = spec.encode(), new_error()
         check_err(lib.kvt_store_set_policy(self._raw, u32(tier), text, len(text), byref(err)),
                   err)
 
     def set_budget(self, tier: int, limit: int) -> None:
-        """Changes how many bytes a tier may have; what is too much leaves by and by."""
+        """Changes the limit of a tier in bytes; the excess is evicted over time."""
         err = new_error()
         check_err(lib.kvt_store_set_limit(self._raw, u32(tier), u64(limit), byref(err)), err)
 
     def evictions(self, tier: int, most: int = 256) -> List[LogEntry]:
-        """The last evictions of a tier, the oldest of them first."""
+        """Returns the last evictions of a tier, the oldest first."""
         entries, n = (_abi.kvt_policy_log_entry_t * most)(), ctypes.c_uint64()
         stride = ctypes.sizeof(_abi.kvt_policy_log_entry_t)
         check(lib.kvt_store_evictions(self._raw, u32(tier), entries, most, stride, byref(n)))
         return log_entries(entries[: n.value])
 
     def tenants(self) -> List[Tenant]:
-        """What each tenant has moved; the last one may be the rest."""
+        """Returns the traffic per tenant; the last row may be the sum of the rest."""
         raw = self._raw
         rows = all_rows(_abi.kvt_tenant_t, lambda rows, room, stride, count, err: (
             lib.kvt_store_tenants(raw, rows, room, stride, count)))
         return [Tenant(row.tenant, bool(row.is_rest), *values(row, Tenant)[2:]) for row in rows]
 
     def latencies(self) -> Dict[str, Latency]:
-        """How long things took: "get_host", "get_disk", "put_ram", ... (KVT_TIMED_*)."""
+        """Returns latencies by kind: "get_host", "get_disk", "put_ram", ... (KVT_TIMED_*)."""
         raw = self._raw
         rows = all_rows(_abi.kvt_latency_t, lambda rows, room, stride, count, err: (
             lib.kvt_store_latencies(raw, rows, room, stride, count)))
@@ -716,7 +730,7 @@ class Store(Closing):
                 for row in rows}
 
     def events(self, cursor: int = 0, most: int = 256) -> StoreEvents:
-        """What changed from a cursor on: 0 from the start, 2**64 - 1 what is to come."""
+        """Returns changes from a cursor on; 0 is the first event, 2**64 - 1 the next one."""
         rows, at = (_abi.kvt_store_event_t * most)(), ctypes.c_uint64(u64(cursor))
         count, missed = ctypes.c_uint64(), ctypes.c_uint64()
         check(lib.kvt_store_events(self._raw, byref(at), rows, most,
@@ -727,28 +741,30 @@ class Store(Closing):
 
     def watch(self, cursor: int = 2**64 - 1, *, queue: "Optional[Queue]" = None,
               tag: object = None, timeout: Optional[float] = None) -> Op:
-        """Ends when there is an event with that number, or a later one, by default the next one
-        to come; how many there are is the op's value. Dropped, it is cancelled."""
+        """Returns an op that completes when an event with this number, or a later one, exists; by
+        default the next event. The op's value is the number of events from that one on. A dropped
+        op is cancelled."""
         def begin(opts: Any, handle: Any, err: Any) -> Any:
             return lib.kvt_store_watch(raw, u64(cursor), opts, handle, err)
 
         raw = self._raw
-        return _begin(self._runtime, begin, [], True, queue, tag, timeout, PRIORITY_DEMAND)
+        return _submit_op(self._runtime, begin, [], True, queue, tag, timeout, PRIORITY_DEMAND)
 
     def metrics(self) -> str:
-        """The same in the text format of Prometheus."""
+        """Returns all metrics in the text format of Prometheus."""
         needed = ctypes.c_uint64()
         check(lib.kvt_store_metrics(self._raw, None, 0, byref(needed)))
         while True:
-            room = ctypes.create_string_buffer(needed.value + 256)  # it may have grown
+            room = ctypes.create_string_buffer(needed.value + 256)  # the text may grow
             status = lib.kvt_store_metrics(self._raw, room, len(room), byref(needed))
             if status != _abi.KVT_E_TOO_SMALL:
                 check(status)
                 return room.raw[: needed.value].decode()
 
     def close(self, timeout: Optional[float] = None) -> None:
-        """Cancels what is open, waits, lets the directory go; `BusyError` when time runs
-        out, and then it can be tried again. What was opened on it says `ClosedError`."""
+        """Cancels open ops, waits for them, and unlocks the directory. Raises `BusyError` after
+        `timeout` seconds; then the call can be repeated. Objects that were opened on the store
+        raise `ClosedError` afterwards."""
         if self.closed:
             return
         self._raw  # noqa: B018: not in a forked child

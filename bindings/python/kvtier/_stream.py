@@ -1,4 +1,4 @@
-"""Weight streaming: models larger than memory, unit by unit."""
+"""Weight streaming: models larger than memory are loaded unit by unit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROLE_NORM = _abi.KVT_ROLE_NORM
 ROLE_HEAD = _abi.KVT_ROLE_HEAD
 
 Path = Union[str, "os.PathLike[str]"]
-#: Where a field is called bytes.
+#: An alias of bytes, for classes with a field of that name.
 _Bytes = bytes
 
 _COMPUTE = {"host": _abi.KVT_COMPUTE_HOST, "device": _abi.KVT_COMPUTE_DEVICE}
@@ -38,17 +38,18 @@ _PLACES = {"interleaved": _abi.KVT_PLACE_INTERLEAVED, "first": _abi.KVT_PLACE_FI
            "last": _abi.KVT_PLACE_LAST}
 _VERIFY = {"never": _abi.KVT_VERIFY_NEVER, "first": _abi.KVT_VERIFY_FIRST,
            "always": _abi.KVT_VERIFY_ALWAYS}
-_RESIDENCIES = {_abi.KVT_RESIDENT_FILE: "file", _abi.KVT_RESIDENT_HOST: "host", _abi.KVT_RESIDENT_DEVICE: "device"}
+_RESIDENCIES = {_abi.KVT_RESIDENT_FILE: "file", _abi.KVT_RESIDENT_HOST: "host",
+                _abi.KVT_RESIDENT_DEVICE: "device"}
 _STAGES = {_abi.KVT_STAGE_READ: "read", _abi.KVT_STAGE_COPY: "copy", _abi.KVT_STAGE_USE: "use",
            _abi.KVT_STAGE_WAIT: "wait"}
-#: Types of numbers as numpy has them; bf16 comes as its bits.
+#: The numpy types of numbers; bf16 is exposed as bits.
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4",
           "I16": "<i2", "I8": "|i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1",
           "BOOL": "|b1"}
 
 
 class ModelInfo(NamedTuple):
-    """What a model is; numbers that its files do not say are 0."""
+    """Properties of a model; numbers that its files do not contain are 0."""
 
     format: str
     bytes: int
@@ -70,7 +71,7 @@ class ModelInfo(NamedTuple):
 
 
 class ModelUnit(NamedTuple):
-    """Bytes that are needed together, and move together."""
+    """A unit of weights: bytes that are used and transferred together."""
 
     number: int
     name: str
@@ -83,13 +84,13 @@ class ModelUnit(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor as it is in its file."""
+    """A tensor in a model's file."""
 
     number: int
     name: str
-    #: As the format calls it: "Q6_K", "BF16".
+    #: The type's name in the file format: "Q6_K", "BF16".
     dtype: str
-    #: The outermost first, as numpy has it.
+    #: The outermost dimension first, as in numpy.
     shape: Tuple[int, ...]
     file: int
     offset: int
@@ -97,19 +98,19 @@ class Tensor(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Where a tensor, or an expert's part of one, is in its unit."""
+    """The location of a tensor, or of an expert's part of a tensor, in its unit."""
 
     tensor: int
     unit: int
-    #: Where in the unit.
+    #: The offset in the unit.
     at: int
-    #: Where in the tensor.
+    #: The offset in the tensor.
     start: int
     bytes: int
 
 
 class UnitEntry(NamedTuple):
-    """A unit that you name: ranges are (file, offset, bytes)."""
+    """A unit that the caller defines: ranges are (file, offset, bytes)."""
 
     name: str
     ranges: Sequence[Tuple[int, int, int]]
@@ -119,7 +120,7 @@ class UnitEntry(NamedTuple):
 
 
 class StreamMark(NamedTuple):
-    """Something that took time: "read", "copy", "use" or "wait"."""
+    """A timed stage of a unit: "read", "copy", "use" or "wait"."""
 
     stage: str
     unit: int
@@ -128,7 +129,7 @@ class StreamMark(NamedTuple):
 
 
 class LayerCount(NamedTuple):
-    """What became of the experts of a layer."""
+    """Hits and misses of a layer's experts."""
 
     layer: int
     hits: int
@@ -138,11 +139,11 @@ class LayerCount(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamTerms:
-    """What you decide about memory, and know of links. None, or 0, is the default."""
+    """Limits of memory, and known speeds of links. None, or 0, is the default."""
 
-    #: "host" or "device", which is where a streamer with a device computes.
+    #: "host" or "device": where the engine computes. A streamer with a device computes there.
     compute: Optional[str] = None
-    #: Nothing stays, all memory is slots.
+    #: No unit stays resident; all memory is used for slots.
     ring: bool = False
     #: "interleaved", "first" or "last".
     placement: str = "interleaved"
@@ -165,13 +166,13 @@ class StreamTerms:
     disk_bytes_per_s: int = 0
     device_bytes_per_s: int = 0
     processor_bytes_per_s: int = 0
-    #: Slots are there also where everything fits, so that weights can be given back by
-    #: `rebalance`. A streamer with a budget is opened like this in any case.
+    #: Creates slots even if all units fit, so that `rebalance` can shrink the weights. A streamer
+    #: with a budget always does so.
     shrinks: bool = False
 
 
 class StreamMemory(NamedTuple):
-    """What memory there is, for plans."""
+    """The available memory, for plans."""
 
     host_free_bytes: int
     host_total_bytes: int
@@ -181,7 +182,8 @@ class StreamMemory(NamedTuple):
 
 def _one_of(name: str, value: str, known: Dict[str, int]) -> int:
     if value not in known:
-        raise make(_abi.KVT_E_INVALID, f"{name} {value!r} is none of {', '.join(known)}")
+        raise make(_abi.KVT_E_INVALID, f"{name} {value!r} is unknown: it must be one of "
+                                       f"{', '.join(known)}")
     return known[value]
 
 
@@ -231,7 +233,7 @@ def _text(pointer: Any, length: int) -> str:
     return ctypes.string_at(pointer, length).decode("utf-8", "replace") if length else ""
 
 
-def _words(call: Any) -> str:
+def _long_text(call: Any) -> str:
     room, n, err = 4096, ctypes.c_uint64(), new_error()
     while True:
         to = ctypes.create_string_buffer(room)
@@ -269,19 +271,20 @@ class ModelJob(_reaper.Job):
     """Closes a model."""
 
     __slots__ = ()
-    swift = True
+    nonblocking = True
 
     def attempt(self) -> int:
         return int(lib.kvt_model_close(byref(self.handle)))
 
 
 class Model(Resource):
-    """What is in the files of a model: a GGUF or safetensors file, the index of a sharded
-    model, a directory, any one file of a split GGUF model, or all its files. It never
-    changes; any thread may use it.
+    """The contents of a model's files. It is immutable; any thread may use it.
+
+    `paths` are a GGUF or safetensors file, the index of a sharded model, or a directory. For a
+    split GGUF model they are any one file, or all files.
 
     >>> import kvtier, pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as where:        # files of a format of one's own
+    >>> with tempfile.TemporaryDirectory() as where:        # files of a custom format
     ...     path = pathlib.Path(where, "weights.bin")
     ...     _ = path.write_bytes(b"a" * 4096 + b"b" * 8192)
     ...     units = [kvtier.UnitEntry("first", [(0, 0, 4096)], kvtier.ROLE_LAYER, layer=0),
@@ -291,7 +294,7 @@ class Model(Resource):
     [('first', 4096), ('second', 8192)]
     """
 
-    _noun = "model"
+    _type_name = "model"
 
     def __init__(self, *paths: Path) -> None:
         rows, held = _paths(paths)
@@ -302,7 +305,7 @@ class Model(Resource):
 
     @classmethod
     def table(cls, paths: Sequence[Path], units: Sequence[UnitEntry]) -> "Model":
-        """Units that you name, for files of a format that is not known."""
+        """Opens a model from units that the caller defines, for files of any other format."""
         rows, held = _paths(paths)
         entries = (_abi.kvt_unit_entry_t * max(1, len(units)))()
         kept: List[Any] = []
@@ -335,7 +338,7 @@ class Model(Resource):
 
     @property
     def info(self) -> ModelInfo:
-        """What it is."""
+        """The properties of the model."""
         c = _abi.kvt_model_info_t()
         check(lib.kvt_model_info(self._raw, byref(c)))
         formats = {_abi.KVT_FORMAT_GGUF: "gguf", _abi.KVT_FORMAT_SAFETENSORS: "safetensors",
@@ -347,7 +350,7 @@ class Model(Resource):
 
     @property
     def units(self) -> List[ModelUnit]:
-        """All units, in the order in which a pass needs them."""
+        """All units, in the order of a pass."""
         found = []
         for number in range(self.info.units):
             c = _abi.kvt_unit_t()
@@ -372,7 +375,7 @@ class Model(Resource):
         return self._tensors
 
     def parts(self, unit: int) -> List[Part]:
-        """What is in a unit, in the order of places."""
+        """Returns the parts of a unit, in the order of their offsets."""
         raw = self._raw
         rows = _rows(_abi.kvt_part_t, lambda to, room, each, n: lib.kvt_model_unit_parts(
             raw, u32(unit), to, room, each, n))
@@ -380,13 +383,13 @@ class Model(Resource):
                 for row in rows]
 
     def find(self, name: str) -> int:
-        """The tensor of a name."""
+        """Returns the number of the tensor with this name."""
         text, number = name.encode(), ctypes.c_uint32()
         check(lib.kvt_model_find_tensor(self._raw, text, len(text), byref(number)))
         return number.value
 
     def layer(self, layer: int, expert: Optional[int] = None) -> int:
-        """The unit of a layer, or of an expert of it."""
+        """Returns the number of a layer's unit, or of one of its experts."""
         number = ctypes.c_uint32()
         check(lib.kvt_model_find_unit(self._raw, u32(layer), _abi.KVT_NONE if expert is None
                                   else u32(expert), byref(number)))
@@ -394,31 +397,32 @@ class Model(Resource):
 
     def plan(self, terms: Optional[StreamTerms] = None,
              memory: Optional[StreamMemory] = None) -> Dict[str, Any]:
-        """PolicyContext would live where, what a pass would take, and why. Opens nothing."""
+        """Returns the residency of each unit, the predicted time of a pass, and the reasons. The
+        call opens nothing."""
         plan: Dict[str, Any] = json.loads(self._plan(terms, memory, _abi.KVT_PLAN_JSON))
         return plan
 
     def plan_text(self, terms: Optional[StreamTerms] = None,
                   memory: Optional[StreamMemory] = None) -> str:
-        """The same for people."""
+        """Returns the plan as readable text."""
         return self._plan(terms, memory, _abi.KVT_PLAN_TEXT)
 
     def _plan(self, terms: Optional[StreamTerms], memory: Optional[StreamMemory],
               kind: int) -> str:
         raw, c, m = self._raw, _terms(terms), _memory(memory)
-        return _words(lambda to, room, n, err: lib.kvt_model_plan_describe(
+        return _long_text(lambda to, room, n, err: lib.kvt_model_plan_describe(
             raw, byref(c), m, kind, to, room, n, byref(err)))
 
     def what_if(self, links: str, terms: Optional[StreamTerms] = None,
                 memory: Optional[StreamMemory] = None) -> Dict[str, Any]:
-        """What a pass would take over other links: "h2d=13,disk=3.3", in GB/s."""
+        """Predicts a pass with other link speeds in GB/s: "h2d=13,disk=3.3"."""
         text, c, err = links.encode(), _abi.kvt_forecast_t(), new_error()
         check_err(lib.kvt_model_forecast(self._raw, byref(_terms(terms)), _memory(memory), text,
                                         len(text), byref(c), byref(err)), err)
         return _forecast(c)
 
     def close(self) -> None:
-        """Closes it; streamers that were opened with it stay."""
+        """Closes the model. Its streamers stay open."""
         if self.closed:
             return
         check(lib.kvt_model_close(byref(self._job.handle)))
@@ -426,58 +430,59 @@ class Model(Resource):
 
 
 class _Lease:
-    """What keeps a unit: it is given back when neither it nor a view of it is left."""
+    """The lease of a unit. The unit and its views hold it; its end releases the unit."""
 
 
-def _give_back(stream: int, held: Any) -> None:
+def _release_unit(stream: int, held: Any) -> None:
     if not _reaper.forked():
         lib.kvt_stream_release(_abi.kvt_stream_p(stream), byref(held), 0, None)
 
 
-#: With these a unit was not given back.
-_REFUSED = (_abi.KVT_E_UNSUPPORTED, _abi.KVT_E_INVALID, _abi.KVT_E_HANDLE, _abi.KVT_E_STATE,
-            _abi.KVT_E_FORKED)
+#: The statuses of a release that did not release the unit.
+_NOT_RELEASED = (_abi.KVT_E_UNSUPPORTED, _abi.KVT_E_INVALID, _abi.KVT_E_HANDLE, _abi.KVT_E_STATE,
+                 _abi.KVT_E_FORKED)
 
 
 class StreamUnit(Place):
-    """A unit that you have. Release it, use it in a `with`, or let go of it: it goes back as
-    soon as no view of its bytes is left either. On a device it has no bytes to look at, but
-    copies take it: `Device.download`."""
+    """A leased unit. `release`, the end of a `with` block, or dropping the unit ends the lease, but
+    not before the end of its last view. A unit in device memory has no views; copy it with
+    `Device.download`."""
 
     def __init__(self, streamer: "Streamer", held: Any) -> None:
         self._streamer, self._held = streamer, held
-        #: Where its bytes are.
+        #: The address of the unit's bytes.
         self.address: int = int(held.address)
         self.nbytes: int = held.bytes
-        #: Which unit.
+        #: The unit's number.
         self.unit: int = held.unit
-        #: Whether it is in memory of the device: then there is its `address` alone.
+        #: Whether the unit is in device memory, without views.
         self.on_device: bool = held.memory == _abi.KVT_MEMORY_DEVICE
-        #: The device's event from which on the bytes are complete, as a number; 0 = they are.
+        #: The number of the device event after which the bytes are complete; 0 = they are.
         self.event: int = held.event
         self._lease: Optional[_Lease] = _Lease()
-        self._finalizer = weakref.finalize(self._lease, _give_back, streamer._raw.value, held)
+        self._finalizer = weakref.finalize(self._lease, _release_unit, streamer._raw.value, held)
 
     @property
     def released(self) -> bool:
-        """Whether it was released."""
+        """Whether the unit was released."""
         return self._lease is None
 
     def release(self, after: "Optional[DeviceEvent]" = None) -> None:
-        """Lets go of it; doing so twice is fine. On a device its memory is used for another
-        after the event, if one is given: the streamer takes that over."""
+        """Releases the unit. A second call has no effect. The streamer reuses device memory after
+        the event `after`, if given, and takes ownership of the event."""
         if after is not None:
             if self._lease is None:
-                raise make(_abi.KVT_E_STATE, "the unit was released")
+                raise make(_abi.KVT_E_STATE, "the unit was released: acquire it again")
             if not self.on_device:
-                raise make(_abi.KVT_E_UNSUPPORTED, "an event, of a unit in host memory")
+                raise make(_abi.KVT_E_UNSUPPORTED, "release takes an event for units in device "
+                                                   "memory only: this unit is in host memory")
             err = new_error()
             status = lib.kvt_stream_release(self._streamer._raw, byref(self._held),
                                             after.number, byref(err))
-            if status not in _REFUSED:  # what a copy failed with is told here, too
+            if status not in _NOT_RELEASED:  # another status is the error of a copy
                 self._finalizer.detach()
                 self._lease = None
-                after._taken_over()
+                after._hand_over()
             check_err(status, err)
         self._lease = None
 
@@ -490,33 +495,36 @@ class StreamUnit(Place):
 
     def _check(self, writable: bool) -> None:
         if self._lease is None:
-            raise make(_abi.KVT_E_STATE, "the unit was released")
+            raise make(_abi.KVT_E_STATE, "the unit was released: acquire it again")
         if writable:
-            raise make(_abi.KVT_E_INVALID, "a unit is read alone")
+            raise make(_abi.KVT_E_INVALID, "a unit is read-only: copy it to other memory to "
+                                           "change it")
 
     def _memory(self, at: int, length: int) -> Any:
         self._check(False)
         if self.on_device:
-            raise make(_abi.KVT_E_UNSUPPORTED, "the unit is in memory of the device")
+            raise make(_abi.KVT_E_UNSUPPORTED, "the unit is in device memory: copy it with "
+                                               "Device.download")
         memory: Any = (ctypes.c_ubyte * length).from_address(self.address + at)
         memory.owner = self._lease
         return memoryview(memory).cast("B").toreadonly()
 
     @property
     def data(self) -> memoryview:
-        """All its bytes, read-only, without a copy."""
+        """All bytes of the unit, read-only, without a copy."""
         view: memoryview = self._memory(0, self.nbytes)
         return view
 
     def view(self, tensor: Union[int, str]) -> memoryview:
-        """The bytes of a tensor, or of this expert's part of it, read-only, without a copy."""
+        """Returns the bytes of a tensor, or of this expert's part of it, read-only, without a
+        copy."""
         part = self._streamer._part(self.unit, tensor)
         view: memoryview = self._memory(part.at, part.bytes)
         return view
 
     def array(self, tensor: Union[int, str]) -> Any:
-        """The same as a numpy array: numbers in their shape, bf16 as its bits (uint16),
-        quantised ones as bytes."""
+        """Returns these bytes as a numpy array in the tensor's shape. bf16 is exposed as bits
+        (uint16), quantised types as bytes."""
         import numpy
 
         part = self._streamer._part(self.unit, tensor)
@@ -540,8 +548,8 @@ class StreamJob(_reaper.Job):
 
 
 class Streamer(Closing):
-    """Weights that come as you compute: units whose home is in memory are at hand, the others
-    pass through a few slots, fetched ahead. Any thread may use it.
+    """Loads units of weights ahead of their use. Resident units stay in memory; the others pass
+    through a few slots. Any thread may use it.
 
     >>> import kvtier, pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as where, kvtier.Runtime() as runtime:
@@ -558,7 +566,7 @@ class Streamer(Closing):
     layer 1 b'bb'
     """
 
-    _noun = "streamer"
+    _type_name = "streamer"
 
     def __init__(self, runtime: "Runtime", model: Model, terms: Optional[StreamTerms] = None, *,
                  budget: "Optional[Budget]" = None, priority: int = 0,
@@ -569,9 +577,9 @@ class Streamer(Closing):
                  depth: int = 0, buffered: bool = False, uring: bool = True,
                  mapped: bool = False, direct: bool = False, marks: int = 0,
                  device: "Optional[Device]" = None) -> None:
-        """`sidecar` is where checksums are kept; "" = beside the model. With a `device` you
-        compute there, and units come to its memory; `direct`: it reads them from the files by
-        itself, and opening fails where it cannot."""
+        """`sidecar` is the path of the checksums; "" = beside the model. With a `device` the
+        engine computes there, and units are loaded to its memory. With `direct` the device reads
+        the files itself; opening fails if it cannot."""
         flags = {_abi.KVT_STREAM_ONCE: once, _abi.KVT_STREAM_IN_PLACE: in_place,
                  _abi.KVT_STREAM_MEASURE: measure, _abi.KVT_STREAM_BUFFERED: buffered,
                  _abi.KVT_STREAM_NO_URING: not uring, _abi.KVT_STREAM_MAPPED: mapped,
@@ -609,36 +617,37 @@ class Streamer(Closing):
         number = self._names.get(tensor) if isinstance(tensor, str) else tensor
         part = None if number is None else self._parts.get((unit, number))
         if part is None:
-            raise make(_abi.KVT_E_NOT_FOUND, f"unit {unit} has nothing of tensor {tensor!r}")
+            raise make(_abi.KVT_E_NOT_FOUND, f"unit {unit} has no part of tensor {tensor!r}: "
+                                             "Model.parts returns its tensors")
         return part
 
     def _end(self, timeout: Optional[float]) -> int:
         return deadline_after(time.monotonic_ns(), timeout)
 
     def load(self, timeout: Optional[float] = None) -> None:
-        """Waits until all residents are at home."""
+        """Waits until all resident units are in memory."""
         err = new_error()
         check_err(lib.kvt_stream_wait_resident(self._raw, self._end(timeout), byref(err)),
                   err)
 
     def progress(self) -> Dict[str, int]:
-        """How far that is."""
+        """Returns the progress of that load."""
         return self._numbers(_abi.kvt_stream_progress_t, lib.kvt_stream_progress)
 
     def pass_begin(self) -> None:
-        """A pass begins."""
+        """Begins a pass."""
         err = new_error()
         check_err(lib.kvt_stream_pass_begin(self._raw, byref(err)), err)
 
     def pass_end(self) -> None:
-        """A pass has ended."""
+        """Ends a pass."""
         err = new_error()
         check_err(lib.kvt_stream_pass_end(self._raw, byref(err)), err)
 
     def acquire(self, unit: int, timeout: Optional[float] = None, *,
                 early: bool = False) -> StreamUnit:
-        """A unit, when it is there. `early`: on a device also while copies are on their way;
-        `StreamUnit.event` says when the bytes are there."""
+        """Waits for a unit and leases it. `early`: on a device returns the unit during its copies;
+        `StreamUnit.event` is the event after which the bytes are complete."""
         held, err = _abi.kvt_unit_lease_t(), new_error()
         flags = _abi.KVT_ACQUIRE_SUBMITTED if early else 0
         check_err(lib.kvt_stream_acquire(self._raw, u32(unit), flags, self._end(timeout),
@@ -646,7 +655,7 @@ class Streamer(Closing):
         return StreamUnit(self, held)
 
     def poll(self, unit: int) -> Optional[StreamUnit]:
-        """A unit if it is there; None: it is on its way."""
+        """Leases a unit if it is available; None: it is still being loaded."""
         held, err = _abi.kvt_unit_lease_t(), new_error()
         status = lib.kvt_stream_acquire(self._raw, u32(unit), _abi.KVT_ACQUIRE_POLL, 0,
                                         byref(held), byref(err))
@@ -657,7 +666,7 @@ class Streamer(Closing):
         return StreamUnit(self, held)
 
     def hint(self, units: Column) -> None:
-        """You will use these units."""
+        """Announces that the engine will use these units."""
         raw, err = self._raw, new_error()
         with Columns() as columns:
             given, length = columns.take("units", "u32", units)
@@ -665,32 +674,33 @@ class Streamer(Closing):
 
     def rebalance(self, host_bytes: Optional[int] = None, device_bytes: Optional[int] = None,
                   context: int = 0) -> Dict[str, int]:
-        """Gives weights more memory, or less; the new plan in numbers."""
-        room, plan, err = _abi.kvt_stream_limits_t(), _abi.kvt_stream_plan_t(), new_error()
-        room.context = u32(context)
+        """Changes the memory limits of the weights; returns the new plan in numbers."""
+        limits, plan, err = _abi.kvt_stream_limits_t(), _abi.kvt_stream_plan_t(), new_error()
+        limits.context = u32(context)
         if host_bytes is not None:
-            room.host_bytes, room.flags = u64(host_bytes), _abi.KVT_LIMIT_HOST
+            limits.host_bytes, limits.flags = u64(host_bytes), _abi.KVT_LIMIT_HOST
         if device_bytes is not None:
-            room.device_bytes = u64(device_bytes)
-            room.flags |= _abi.KVT_LIMIT_DEVICE
-        check_err(lib.kvt_stream_rebalance(self._raw, byref(room), byref(plan), byref(err)), err)
+            limits.device_bytes = u64(device_bytes)
+            limits.flags |= _abi.KVT_LIMIT_DEVICE
+        check_err(lib.kvt_stream_rebalance(self._raw, byref(limits), byref(plan), byref(err)), err)
         return _fields(plan)
 
     def plan(self) -> Dict[str, Any]:
-        """PolicyContext lives where now, and why."""
+        """Returns the current residency of each unit, and the reasons."""
         plan: Dict[str, Any] = json.loads(self._plan(_abi.KVT_PLAN_JSON))
         return plan
 
     def plan_text(self) -> str:
-        """The same for people."""
+        """Returns the plan as readable text."""
         return self._plan(_abi.KVT_PLAN_TEXT)
 
     def _plan(self, kind: int) -> str:
         raw = self._raw
-        return _words(lambda to, room, n, err: lib.kvt_stream_plan_describe(raw, kind, to, room, n))
+        return _long_text(lambda to, room, n, err: lib.kvt_stream_plan_describe(
+            raw, kind, to, room, n))
 
     def residency(self) -> List[str]:
-        """Where each unit lives now: "host", "device" or "file"."""
+        """Returns the current residency of each unit: "host", "device" or "file"."""
         count = self._model_units()
         rows = (_abi.kvt_unit_residency_t * max(1, count))()
         check(lib.kvt_stream_plan(self._raw, None, None, rows, count,
@@ -703,13 +713,13 @@ class Streamer(Closing):
         return int(plan.device_units + plan.host_units + plan.file_units)
 
     def what_if(self, links: str) -> Dict[str, Any]:
-        """What a pass would take over other links: "disk=3.3", in GB/s."""
+        """Predicts a pass with other link speeds in GB/s: "disk=3.3"."""
         text, c, err = links.encode(), _abi.kvt_forecast_t(), new_error()
         check_err(lib.kvt_stream_forecast(self._raw, text, len(text), byref(c), byref(err)), err)
         return _forecast(c)
 
     def stats(self) -> Dict[str, int]:
-        """What it has done."""
+        """Returns counters."""
         return self._numbers(_abi.kvt_stream_stats_t, lib.kvt_stream_stats)
 
     def _numbers(self, kind: Any, call: Any) -> Dict[str, int]:
@@ -718,14 +728,14 @@ class Streamer(Closing):
         return _fields(c)
 
     def layers(self) -> List[LayerCount]:
-        """Experts by layer."""
+        """Returns the counts of experts by layer."""
         raw = self._raw
         rows = _rows(_abi.kvt_expert_stats_t, lambda to, room, each, n: lib.kvt_stream_layers(
             raw, to, room, each, n))
         return [LayerCount(row.layer, row.hits, row.misses, row.bytes) for row in rows]
 
     def marks(self) -> List[StreamMark]:
-        """What happened last, the oldest first."""
+        """Returns the last timed stages, the oldest first."""
         raw = self._raw
         rows = _rows(_abi.kvt_stream_span_t, lambda to, room, each, n: lib.kvt_stream_marks(
             raw, to, room, each, n))
@@ -733,25 +743,26 @@ class Streamer(Closing):
                 for row in rows]
 
     def engine(self) -> str:
-        """How files are read, and why not better."""
+        """Returns how files are read, and why no faster way is used."""
         raw = self._raw
-        return _words(lambda to, room, n, err: lib.kvt_stream_describe_io(raw, to, room, n))
+        return _long_text(lambda to, room, n, err: lib.kvt_stream_describe_io(raw, to, room, n))
 
     def verify(self, unit: int) -> int:
-        """Reads a unit anew and compares it with its checksums, or notes them."""
+        """Reads a unit again and compares it with its checksums, or records them."""
         total, err = ctypes.c_uint64(), new_error()
         check_err(lib.kvt_stream_verify(self._raw, u32(unit), byref(total), byref(err)), err)
         return total.value
 
     def fixed(self, unit: Optional[int] = None) -> Tuple[int, int]:
-        """The address and the length of a unit in place, or of all."""
+        """Returns the address and length of a unit with a fixed address (`in_place`), or of
+        all."""
         address, length = ctypes.c_void_p(), ctypes.c_uint64()
         check(lib.kvt_stream_unit_address(self._raw, _abi.KVT_NONE if unit is None else u32(unit),
                                    byref(address), byref(length)))
         return int(address.value or 0), length.value
 
     def close(self, timeout: Optional[float] = None) -> None:
-        """Closes it; BusyError while units, or views of them, are in use."""
+        """Closes the streamer; raises `BusyError` while units, or views of them, are in use."""
         if self.closed:
             return
         err = new_error()

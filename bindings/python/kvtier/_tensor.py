@@ -1,5 +1,5 @@
-"""Tensors that are no buffers: torch's, CuPy's, JAX's, numpy's of bf16. They are asked where
-they are and of what kind; nothing of theirs is imported."""
+"""Tensors without the buffer protocol: torch, CuPy, JAX, numpy with bf16. This module reads their
+address, shape and type, and imports none of these packages."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 from . import _abi
 from ._errors import BufferError, make
 
-#: What others call types of numbers, and what they are called here.
+#: Type names of other packages, and the names that kvtier uses.
 _NAMES: Dict[str, str] = {
     "float64": "f64", "double": "f64", "float32": "f32", "float": "f32", "float16": "f16",
     "half": "f16", "bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2",
     "int8": "int8", "uint8": "u8", "bool": "u8", "int16": "i16", "uint16": "u16", "int32": "i32",
     "uint32": "u32", "int64": "i64", "uint64": "u64",
 }
-#: Likewise by the codes of the struct module, with their bytes where C has several.
+#: The same by codes of the struct module. "i" and "u" get their size appended.
 _CODES: Dict[str, str] = {
     "d": "f64", "f": "f32", "e": "f16", "b": "int8", "B": "u8", "?": "u8", "c": "u8", "h": "i16",
     "H": "u16", "i": "i32", "I": "u32", "l": "i", "L": "u", "q": "i64", "Q": "u64", "n": "i64",
     "N": "u64",
 }
-#: Likewise by the first letter of numpy's typestr.
+#: The same by the first letter of numpy's typestr.
 _KINDS = {"f": "f", "i": "i", "u": "u", "b": "u"}
-#: Likewise by DLPack's codes; what is not named by its bits has them behind.
+#: The same by codes of DLPack. "i", "u", "f" and "bf" get their size appended.
 _DLPACK = {0: "i", 1: "u", 2: "f", 4: "bf", 6: "u", 10: "fp8_e4m3", 12: "fp8_e5m2"}
 _DLPACK_HOSTS, _DLPACK_CUDA = (1, 3), (2, 13)
 
 
 class Tensor(NamedTuple):
-    """Numbers somewhere in memory."""
+    """The location, shape and type of a tensor's numbers."""
 
     address: int
     shape: Tuple[int, ...]
     #: In bytes.
     strides: Tuple[int, ...]
-    #: As kvtier calls it, where it does.
+    #: kvtier's name of the type if it has one.
     dtype: str
     itemsize: int
     readonly: bool
-    #: "cpu", or what others call where it is.
+    #: "cpu", or the owner's name of the device.
     device: str
-    #: What has to be kept for the memory to stay.
+    #: The object that keeps the memory alive.
     kept: Any
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all numbers."""
+        """The size of all numbers in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def on_host(self) -> bool:
-        """Whether the processor reaches it."""
+        """Whether the CPU can access the memory."""
         return self.device == "cpu"
 
     @property
     def contiguous(self) -> bool:
-        """Whether numbers lie without gaps, the last index fastest."""
+        """Whether the numbers have no gaps and are in C order."""
         step = self.itemsize
         for many, stride in zip(reversed(self.shape), reversed(self.strides)):
             if many > 1 and stride != step:
@@ -69,7 +69,7 @@ class Tensor(NamedTuple):
 
 
 def dtype_of_code(code: str, itemsize: int) -> str:
-    """What a buffer's code of a number is called."""
+    """Returns kvtier's name of a buffer's format code."""
     return _sized(_CODES.get(code.lstrip("@=<"), code), itemsize)
 
 
@@ -87,19 +87,19 @@ def _dense(shape: Sequence[int], itemsize: int) -> Tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def refused(text: str) -> BufferError:
-    """The exception of memory that cannot be used as it is."""
+def unusable(text: str) -> BufferError:
+    """Returns the exception for memory that cannot be used directly."""
     error = make(_abi.KVT_E_INVALID, text)
     return BufferError(error.message, error.status, error.name)
 
 
 def tensor_of(source: Any) -> Optional[Tensor]:
-    """What an object says of its numbers; None where it is no tensor."""
-    if hasattr(source, "data_ptr") and hasattr(source, "stride"):  # not a storage of torch's
+    """Returns an object's description of its numbers; None if it is no tensor."""
+    if hasattr(source, "data_ptr") and hasattr(source, "stride"):  # excludes torch storages
         return _of_torch(source)
     if hasattr(source, "__cuda_array_interface__"):
         return _of_interface(source, source.__cuda_array_interface__, "cuda")
-    # numpy's own word before DLPack's: that says neither bf16 nor whether it may be written.
+    # Before DLPack, which declares neither numpy's bf16 nor whether the memory is writable.
     if hasattr(source, "__array_interface__"):
         return _of_interface(source, source.__array_interface__, "cpu")
     if hasattr(source, "__dlpack__"):
@@ -110,10 +110,10 @@ def tensor_of(source: Any) -> Optional[Tensor]:
 def _of_torch(source: Any) -> Optional[Tensor]:
     if str(getattr(source, "layout", "torch.strided")) != "torch.strided":
         return None
-    # Such a view has the numbers of another one, and says that they count otherwise.
+    # A lazy view has the unchanged memory of another tensor.
     if any(getattr(source, lazy, bool)() for lazy in ("is_neg", "is_conj")):
-        raise refused("the tensor's numbers are another's, negated or conjugated: hand over "
-                      ".resolve_neg().resolve_conj()")
+        raise unusable("the tensor is a lazy negation or conjugation of another one: pass "
+                       ".resolve_neg().resolve_conj()")
     itemsize = int(source.element_size())
     name = str(source.dtype).rpartition(".")[2]
     kind = str(getattr(source.device, "type", source.device))
@@ -123,17 +123,18 @@ def _of_torch(source: Any) -> Optional[Tensor]:
                   _NAMES.get(name, name), itemsize, False, device, source)
 
 
-def _of_interface(source: Any, told: Any, device: str) -> Optional[Tensor]:
-    # Not ">": bytes the other way round. Not with a mask: numbers that do not count.
-    found = re.fullmatch(r"[<|=]?([a-zA-Z])(\d+)", told["typestr"])
-    if found is None or not isinstance(told.get("data"), tuple) or told.get("mask") is not None:
+def _of_interface(source: Any, interface: Any, device: str) -> Optional[Tensor]:
+    # Rejects ">", which is big-endian, and masks, which exclude numbers.
+    found = re.fullmatch(r"[<|=]?([a-zA-Z])(\d+)", interface["typestr"])
+    if (found is None or not isinstance(interface.get("data"), tuple)
+            or interface.get("mask") is not None):
         return None
-    itemsize, shape = int(found[2]), tuple(told["shape"])
-    # Where numpy knows a type only by its bytes, its maker has named it.
+    itemsize, shape = int(found[2]), tuple(interface["shape"])
+    # Types of other packages have an opaque typestr in numpy, but a name.
     name = _NAMES.get(str(getattr(source, "dtype", "")), "")
-    dtype = name or _sized(_KINDS.get(str(found[1]), str(told["typestr"])), itemsize)
-    address, readonly = told["data"]
-    strides = told.get("strides") or _dense(shape, itemsize)
+    dtype = name or _sized(_KINDS.get(str(found[1]), str(interface["typestr"])), itemsize)
+    address, readonly = interface["data"]
+    strides = interface.get("strides") or _dense(shape, itemsize)
     return Tensor(int(address or 0), shape, tuple(strides), dtype, itemsize, bool(readonly),
                   device, source)
 
@@ -159,20 +160,20 @@ _pointer_of.restype = ctypes.c_void_p
 
 
 def _of_dlpack(source: Any) -> Optional[Tensor]:
-    # Never marked as used: the capsule keeps the memory, and lets it go when it goes itself.
+    # The capsule is never renamed to "used_dltensor", so its destructor frees the memory.
     capsule = source.__dlpack__()
-    told = _DLTensor.from_address(_pointer_of(capsule, b"dltensor") or 0)
-    if told.bits % 8 or told.lanes != 1:
+    found = _DLTensor.from_address(_pointer_of(capsule, b"dltensor") or 0)
+    if found.bits % 8 or found.lanes != 1:
         return None
-    itemsize, shape = told.bits // 8, tuple(told.shape[: told.ndim])
+    itemsize, shape = found.bits // 8, tuple(found.shape[: found.ndim])
     strides = _dense(shape, itemsize)
-    if told.strides:
-        strides = tuple(step * itemsize for step in told.strides[: told.ndim])
-    if told.device_type in _DLPACK_HOSTS:
+    if found.strides:
+        strides = tuple(step * itemsize for step in found.strides[: found.ndim])
+    if found.device_type in _DLPACK_HOSTS:
         device = "cpu"
     else:
-        kind = "cuda" if told.device_type in _DLPACK_CUDA else f"device kind {told.device_type}"
-        device = f"{kind}:{told.device_id}"
-    dtype = _sized(_DLPACK.get(told.code, f"code {told.code}"), itemsize)
-    return Tensor((told.data or 0) + told.byte_offset, shape, strides, dtype, itemsize, True,
+        kind = "cuda" if found.device_type in _DLPACK_CUDA else f"device kind {found.device_type}"
+        device = f"{kind}:{found.device_id}"
+    dtype = _sized(_DLPACK.get(found.code, f"code {found.code}"), itemsize)
+    return Tensor((found.data or 0) + found.byte_offset, shape, strides, dtype, itemsize, True,
                   device, capsule)

@@ -1,4 +1,4 @@
-"""Where an engine has a plane: in Python objects, or in memory of a device."""
+"""Views: the planes of an engine's tensors, in Python objects or in device memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._pybuffer import Export
 
 
 class Place:
-    """Memory that is no Python object's, wherever one with memory is taken (`View`, `Pool`): so
-    many bytes from an address on, of the processor's or of the device's (`on_device=True`).
-    Nothing checks the address: whoever gives it keeps what is there until the ops on it are
-    released. `kept` is held as long as the place and what was submitted with it; memory of a
-    `Device`, and units of a `Streamer`, are places of their own.
+    """A range of memory without a Python object, for `View` and `Pool`. It is host memory, or
+    device memory (`on_device=True`).
+
+    Nothing checks the address: the caller keeps the memory valid until the ops on it are
+    released. The place and its ops hold `kept`. `DeviceMemory` and `StreamUnit` are places, too.
 
     >>> import ctypes, kvtier
     >>> memory = ctypes.create_string_buffer(8192)
@@ -28,21 +28,22 @@ class Place:
     2
     """
 
-    #: Where it starts.
+    #: The address of the first byte.
     address: int
     nbytes: int
-    #: Whether only a device reaches it.
+    #: Whether only a device can access the memory.
     on_device: bool
 
     def __init__(self, address: int, nbytes: int, *, on_device: bool = False,
                  kept: Any = None) -> None:
         if not u64(address) or u64(nbytes) > 2**64 - address:
-            raise _invalid(f"{nbytes} bytes at {address:#x}: there is no such memory")
+            raise _invalid(f"{nbytes} bytes at address {address:#x} are no valid memory: the "
+                           "address must not be 0, and the end must not exceed 2**64")
         self.address, self.nbytes, self.on_device = address, nbytes, on_device
         self._kept = kept
 
     def _check(self, writable: bool) -> None:
-        """Fails when it is known not to be there any more, or must not be written."""
+        """Raises if the memory is known to be freed, or is read-only and `writable` is set."""
 
 
 def _invalid(text: str) -> Exception:
@@ -51,10 +52,12 @@ def _invalid(text: str) -> Exception:
 
 @dataclass(frozen=True)
 class View:
-    """One plane of one layer in a contiguous object (bytearray, numpy array, torch tensor,
-    kvtier.Buffer), in memory of a device (kvtier.DeviceMemory, kvtier.StreamUnit, a CUDA tensor)
-    or in any other (kvtier.Place): tokens from `offset` on, or in pages that begin at offsets.
-    0 is no gap between tokens, or heads. Never leads out of the object.
+    """One plane of one layer: tokens from `offset` on, or in pages that begin at offsets.
+
+    `source` is a contiguous object (bytearray, numpy array, torch tensor, kvtier.Buffer), device
+    memory (kvtier.DeviceMemory, kvtier.StreamUnit, a CUDA tensor), or any other memory
+    (kvtier.Place). A stride of 0 means no gap between tokens, or heads. Calls check that the view
+    lies inside the object.
 
     >>> import kvtier
     >>> plane = bytearray(64 * 32)                      # 64 tokens of 2 heads of 16 bytes
@@ -72,47 +75,50 @@ class View:
     page_tokens: int = 0
 
 
-def lend(source: Any, writable: bool, kept: List[Any]) -> Union[Export, Place]:
-    """Where an object is, held by `kept`."""
+def export(source: Any, writable: bool, kept: List[Any]) -> Union[Export, Place]:
+    """Returns the memory of an object, which `kept` holds."""
     if isinstance(source, Place):
         source._check(writable)
         kept.append(source)
         return source
-    export = Export(source.view() if isinstance(source, Buffer) else source, writable=writable,
-                    on_device=True)
-    kept.append(export)
-    return export
+    exported = Export(source.view() if isinstance(source, Buffer) else source, writable=writable,
+                      on_device=True)
+    kept.append(exported)
+    return exported
 
 
-def kind_of(there: Union[Export, Place]) -> int:
-    """KVT_MEMORY_* of what was lent."""
-    return _abi.KVT_MEMORY_DEVICE if there.on_device else _abi.KVT_MEMORY_HOST
+def kind_of(memory: Union[Export, Place]) -> int:
+    """Returns the KVT_MEMORY_* of exported memory."""
+    return _abi.KVT_MEMORY_DEVICE if memory.on_device else _abi.KVT_MEMORY_HOST
 
 
 def fill(row: Any, view: View, writable: bool, kept: List[Any]) -> None:
-    """A view for C, checked against the object it leads into."""
-    export = lend(view.source, writable, kept)
-    row.memory = kind_of(export)
+    """Fills a view for C, checked against the memory that it refers to."""
+    memory = export(view.source, writable, kept)
+    row.memory = kind_of(memory)
     run, heads = u64(view.run_bytes), max(1, u32(view.heads))
     head_stride = u64(view.head_stride) or run
     token_stride = u64(view.token_stride) or run * heads
     if run == 0 or token_stride >= 1 << 63:
-        raise _invalid(f"runs of {run} bytes, {token_stride} bytes from token to token")
+        raise _invalid(f"run_bytes is {run} and the token stride {token_stride}: run_bytes must "
+                       "be at least 1, the stride below 2**63")
     token = (heads - 1) * head_stride + run
     row.run_bytes, row.heads = run, heads
     row.token_stride_bytes, row.head_stride_bytes = token_stride, head_stride
     if view.pages is None:
-        room = export.nbytes - u64(view.offset) - token
+        room = memory.nbytes - u64(view.offset) - token
         if room < 0:
-            raise _invalid(f"a token at {view.offset} leads out of {export.nbytes} bytes")
-        row.address = export.address + view.offset
+            raise _invalid(f"a token of {token} bytes at offset {view.offset} does not fit into "
+                           f"memory of {memory.nbytes} bytes")
+        row.address = memory.address + view.offset
         row.tokens = min(room // token_stride + 1, 2**32 - 1)
         return
     each = u32(view.page_tokens)
     end = (each - 1) * token_stride + token
-    if each == 0 or any(not 0 <= p + view.offset <= export.nbytes - end for p in view.pages):
-        raise _invalid(f"pages of {each} tokens lead out of {export.nbytes} bytes")
-    pages = array.array("Q", [export.address + page + view.offset for page in view.pages])
+    if each == 0 or any(not 0 <= p + view.offset <= memory.nbytes - end for p in view.pages):
+        raise _invalid(f"pages of {each} tokens do not fit into memory of {memory.nbytes} bytes: "
+                       "page_tokens must be at least 1, and each page inside the memory")
+    pages = array.array("Q", [memory.address + page + view.offset for page in view.pages])
     kept.append(pages)
     row.pages = ctypes.cast(ctypes.c_void_p(pages.buffer_info()[0]),
                             ctypes.POINTER(ctypes.c_void_p))

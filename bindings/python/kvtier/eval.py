@@ -1,5 +1,5 @@
-"""`python -m kvtier.eval`: a model with a budget against its full cache; see
-`python -m kvtier.eval --help`. What runs is `kvtier_transformers.eval`."""
+"""`python -m kvtier.eval` compares a model under a KV budget with its full cache. It runs
+`kvtier_transformers.eval`; see `python -m kvtier.eval --help`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> int:
-    """Runs it; the exit status."""
+    """Runs the tool and returns its exit status."""
     try:
         tool = importlib.import_module("kvtier_transformers.eval")
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""Token eviction for caches that keep a batch of sequences in arrays: what needs numpy only.
+"""Token eviction for caches that keep a batch of sequences in arrays. It needs only numpy.
 
-An `Evictor` knows which tokens of a layer are in which rows of its arrays, tells a policy for
-each sequence what their keys got of the attention, and says which rows stay. The package
-kvtier_transformers does so with torch tensors; `ArrayLayer` does it with arrays of numpy's.
+An `Evictor` tracks which row of a layer's arrays has which token. It passes attention sums to one
+policy per sequence, and returns the rows to keep. `ArrayLayer` uses it with numpy arrays, the
+package kvtier_transformers with torch tensors.
 
 >>> import numpy as np
 >>> policy = spec("h2o", budget=4, n_recent=4)
@@ -41,15 +41,15 @@ from ._sparse import (  # noqa: E402
 
 __all__ = ["ArrayLayer", "Evictor", "check", "spec"]
 
-#: A spec, or what makes a policy of one's own for each sequence.
+#: A spec, or a function that creates a custom policy per sequence.
 Policy = Union[str, Callable[[], Any]]
 
-#: As many tokens as a policy can count.
+#: The most tokens that a policy can count.
 MAX_TOKENS = 1 << 30
-#: The sums of all queries are wanted, and add up.
+#: The value of `sum_queries` for policies that accumulate the sums of all queries.
 ALL_QUERIES = 2**32 - 1
 
-#: How policies call the numbers of `spec`.
+#: Each policy's option names for the arguments of `spec`.
 _NAMES = {
     "h2o": {"n_sink": "sink", "n_recent": "recent", "budget": "budget",
             "evict_every": "evict_every"},
@@ -71,18 +71,18 @@ def _unsupported(text: str) -> Exception:
 
 def spec(policy: str = "h2o", budget: Optional[int] = None, n_sink: Optional[int] = None,
          n_recent: Optional[int] = None, evict_every: int = 1, per_head: bool = False) -> str:
-    """The spec of a policy: from its name and numbers, or as it is where it has parentheses.
-    Without a number the policy's own default stands; `h2o` keeps 4 sinks."""
+    """Returns the spec of a policy, from its name and numbers. A spec with parentheses is
+    returned unchanged. A missing number selects the policy's default; `h2o` keeps 4 sinks."""
     if "(" in policy:
         if (budget, n_sink, n_recent, evict_every, per_head) != (None, None, None, 1, False):
-            raise _invalid(f"{policy} has its numbers already: leave budget, n_sink, n_recent, "
-                           "evict_every and per_head out, or give the name alone")
+            raise _invalid(f"{policy} is a complete spec: omit budget, n_sink, n_recent, "
+                           "evict_every and per_head, or give only the policy's name")
         return policy
     if policy not in _NAMES:
-        known = ", ".join(one.name for one in sparse_policies())
-        raise _invalid(f"{policy!r} takes no budget, n_sink and n_recent: those that do are "
-                       f"{', '.join(_NAMES)}. Others are given as a whole spec, 'name(...)'; "
-                       f"there are {known}")
+        known = ", ".join(info.name for info in sparse_policies())
+        raise _invalid(f"policy {policy!r} takes no budget, n_sink and n_recent: these policies "
+                       f"do: {', '.join(_NAMES)}. Give any other as a complete spec, 'name(...)'; "
+                       f"the policies are {known}")
     if policy == "h2o" and n_sink is None:
         n_sink = 4
     given = {"n_sink": n_sink, "n_recent": n_recent, "budget": budget,
@@ -92,16 +92,16 @@ def spec(policy: str = "h2o", budget: Optional[int] = None, n_sink: Optional[int
         if value is None:
             continue
         if name not in names:
-            raise _invalid(f"{policy} knows no {name}: it takes {', '.join(names)}")
+            raise _invalid(f"{policy} has no option {name}: it takes {', '.join(names)}")
         words.append(f"{names[name]}={value}")
     if n_sink is not None and n_sink < 4:
-        warnings.warn(f"n_sink is {n_sink}: without its first 4 tokens a model tends to repeat "
-                      "itself", stacklevel=2)
+        warnings.warn(f"n_sink is {n_sink}: a model tends to repeat itself without its first 4 "
+                      "tokens; use n_sink of at least 4", stacklevel=2)
     if policy == "h2o":
         words.append("heads=" + ("each" if per_head else "all"))
     elif per_head:
-        raise _invalid(f"per_head is h2o's; whether {policy} has a list for each head is in its "
-                       "traits")
+        raise _invalid(f"per_head is an option of h2o only: the traits of {policy} determine "
+                       "whether it has a list per head")
     return f"{policy}({','.join(words)})"
 
 
@@ -110,12 +110,12 @@ def _zeros(*shape: int) -> "np.ndarray[Any, Any]":
 
 
 class Evictor:
-    """Which tokens of a layer stay, for each sequence of a batch.
+    """Decides which tokens of a layer to keep, for each sequence of a batch.
 
-    Arrays have a row for each token that is there, and as many for each sequence and head:
-    `ids` says which token a row has (its place among the real ones of the sequence, -1 =
-    padding) and `columns` which column of the batch it was, both [sequences, lists, rows].
-    One list is for all heads. What a policy answers is not changed.
+    The arrays have a row per kept token, and the same number of rows for each sequence and head.
+    `ids` are the tokens of the rows: a token's index among the real tokens of its sequence, -1 =
+    padding. `columns` are the rows' original columns of the batch. Both are [sequences, lists,
+    rows]; a single list covers all heads. The policy's decisions are applied unchanged.
     """
 
     def __init__(self, shape: Attention, policy: Policy, layer: int = 0, batch: int = 1) -> None:
@@ -124,45 +124,45 @@ class Evictor:
                          for _ in range(batch)]
         self.traits = self.policies[0].traits
         check_traits(self.traits, shape)
-        #: Columns that came so far, padding included: what a mask counts.
+        #: The number of columns so far, including padding, as an attention mask counts them.
         self.seen = 0
-        #: Queries that were observed, of all sequences.
+        #: The number of observed queries, of all sequences.
         self.observed = 0
-        #: Whether all columns are there, in their order: nothing went yet.
+        #: Whether all columns are present in order, because nothing was evicted yet.
         self.whole = True
-        #: [ids or columns, sequences, lists, rows], with room behind. Without padding columns
-        #: are ids.
+        #: [ids or columns, sequences, lists, rows], with spare rows at the end. Without padding,
+        #: columns equal ids.
         self._room = _zeros(1, batch, 1, 64)
         self._rows = 0
         self._counts = np.zeros(batch, np.int64)
         self._new = np.zeros(batch, np.int64)
         self._gaps = False
-        #: The columns of each sequence that were padding, in their order.
+        #: The padding columns of each sequence, in order.
         self._padding: List[List[int]] = [[] for _ in range(batch)]
 
     @property
     def batch(self) -> int:
-        """How many sequences."""
+        """The number of sequences."""
         return len(self.policies)
 
     @property
     def counts(self) -> "np.ndarray[Any, Any]":
-        """How many real tokens each sequence had."""
+        """The number of real tokens of each sequence so far."""
         return self._counts
 
     @property
     def rows(self) -> int:
-        """How many rows the arrays have."""
+        """The number of rows of the arrays."""
         return self._rows
 
     @property
     def ids(self) -> "np.ndarray[Any, Any]":
-        """Which token of its sequence each row is, -1 = padding."""
+        """The token of each row in its sequence, -1 = padding."""
         return self._room[0, :, :, :self._rows]
 
     @property
     def columns(self) -> "np.ndarray[Any, Any]":
-        """Which column of the batch each row was."""
+        """The original column of each row in the batch."""
         return self._room[-1, :, :, :self._rows]
 
     @property
@@ -172,23 +172,24 @@ class Evictor:
 
     @property
     def by_head(self) -> bool:
-        """Whether sums are wanted for each query head."""
+        """Whether the policy needs sums per query head."""
         return self.traits.scope is not SparseScope.LAYER
 
     def kept(self, sequence: int) -> List[List[int]]:
-        """The tokens that are there, a list for each head or one for all."""
-        of = self.ids[sequence]
-        if self.by_head and len(of) == 1:  # nothing went yet
-            of = np.broadcast_to(of, (self.shape.key_heads, of.shape[1]))
-        return [one[one >= 0].tolist() for one in of]
+        """Returns the kept tokens, a list per head or one for all heads."""
+        lists = self.ids[sequence]
+        if self.by_head and len(lists) == 1:  # nothing was evicted yet
+            lists = np.broadcast_to(lists, (self.shape.key_heads, lists.shape[1]))
+        return [ids[ids >= 0].tolist() for ids in lists]
 
     def extend(self, count: int, real: Any = None) -> None:
-        """So many columns came; `real` [sequences, columns] says which are no padding."""
+        """Adds `count` columns; `real` [sequences, columns] marks those that are no padding."""
         if real is not None:
             real = np.asarray(real, bool)
             if real.shape != (self.batch, count):
-                raise _invalid(f"{list(real.shape)} for {count} columns of {self.batch} "
-                               "sequences: a cache is begun anew for another batch")
+                raise _invalid(f"real has shape {list(real.shape)}: it must be [{self.batch}, "
+                               f"{count}], sequences and columns; use a new cache for another "
+                               "batch")
             real = None if real.all() else real
         if real is not None and len(self._room) == 1:
             self._room = np.concatenate([self._room, self._room])
@@ -205,121 +206,123 @@ class Evictor:
         else:
             ids = np.where(real, self._counts[:, None] + np.cumsum(real, 1) - 1, -1)
             new[0], self._new, self._gaps = ids[:, None], real.sum(1), True
-            for known, one in zip(self._padding, real):
-                known.extend((self.seen + np.flatnonzero(~one)).tolist())
+            for known, marks in zip(self._padding, real):
+                known.extend((self.seen + np.flatnonzero(~marks)).tolist())
         if len(new) > 1:
             new[1] = self.seen + each
         self._rows, self.seen = end, self.seen + count
         self._counts = self._counts + self._new
 
     def real_rows(self, sequence: int) -> "Union[slice, np.ndarray[Any, Any]]":
-        """The rows of a sequence that are no padding; all its lists have as many."""
+        """Returns the rows of a sequence that are no padding; all its lists have as many."""
         if not self._gaps:
             return slice(0, self.rows)
         return _compact(np.flatnonzero(self.ids[sequence, 0] >= 0))
 
     def new_rows(self, sequence: int, count: int) -> "Union[slice, np.ndarray[Any, Any]]":
-        """Which of the `count` columns that came last are no padding."""
+        """Returns which of the last `count` columns are no padding."""
         if not self._gaps:
             return slice(0, count)
         return _compact(np.flatnonzero(self.ids[sequence, 0, self.rows - count:] >= 0))
 
     def came(self, sequence: int) -> int:
-        """How many real tokens came last."""
+        """Returns the number of real tokens in the last `extend`."""
         return int(self._new[sequence])
 
     def wants_sums(self, is_prefill: bool) -> int:
-        """The sums of so many last queries are to be told; 0 = none are."""
+        """Returns the number of last queries whose sums the policy needs; 0 = none."""
         if not self.traits.needs & SparseNeeds.COLUMN_SUMS or not self._evicts(is_prefill):
             return 0
         if self.traits.ragged and not self.whole:
-            raise _unsupported("heads have different numbers of tokens, attention to them cannot "
-                               "be told again: give the prompt in one piece")
+            raise _unsupported("heads have kept different numbers of tokens, so their attention "
+                               "sums cannot be passed again: process the prompt in one piece")
         return self.traits.sum_queries
 
     @property
     def wants_keys(self) -> bool:
-        """Whether keys are to be told."""
+        """Whether the policy needs keys."""
         return bool(self.traits.needs & SparseNeeds.KEYS)
 
     def observe(self, sequence: int, sums: Any, queries: int) -> None:
-        """What the real rows of a sequence got of the attention of so many queries:
-        [query heads, rows], or [rows]."""
+        """Passes attention sums of a sequence's real rows over `queries` queries: [query heads,
+        rows], or [rows]."""
         sums = np.ascontiguousarray(sums, np.float32)
         self.policies[sequence].observe(self.layer, queries, sums.reshape(-1), sums.shape[-1])
         self.observed += queries
 
     def append(self, sequence: int, keys: Any) -> None:
-        """The keys of the real tokens that came last: [tokens, heads, dim]."""
+        """Passes the keys of the real tokens of the last `extend`: [tokens, heads, dim]."""
         first = int(self._counts[sequence] - self._new[sequence])
         self.policies[sequence].append(self.layer, first, keys)
 
     def evict(self, is_prefill: bool) -> "Optional[np.ndarray[Any, Any]]":
-        """Asks the policies: which rows stay, [sequences, lists, rows], to be gathered in this
-        order; None = all do. Where a sequence has fewer, row 0 stands for padding in front."""
+        """Lets the policies evict. Returns the rows to keep, [sequences, lists, rows], in the order
+        to gather them; None = all rows. A sequence with fewer rows has row 0 in front, as
+        padding."""
         if not self._evicts(is_prefill):
             return None
-        keeps = [self._ask(sequence, is_prefill) for sequence in range(self.batch)]
+        keeps = [self._decide(sequence, is_prefill) for sequence in range(self.batch)]
         if all(keep is None for keep in keeps):
             return None
         lists = max([self._room.shape[2]] + [len(k.starts) - 1 for k in keeps if k is not None])
-        places = [[self._places(sequence, one, keep) for one in range(lists)]
-                  for sequence, keep in enumerate(keeps)]
+        rows = [[self._kept_rows(sequence, number, keep) for number in range(lists)]
+                for sequence, keep in enumerate(keeps)]
         for policy, keep in zip(self.policies, keeps):
             if keep is not None:
                 policy.evicted(self.layer, keep)
-        return self._gather(places)
+        return self._gather(rows)
 
     def _evicts(self, is_prefill: bool) -> bool:
         caps = SparseCaps.EVICT_PREFILL if is_prefill else SparseCaps.EVICT_DECODE
         return bool(self.traits.caps & caps)
 
-    def _ask(self, sequence: int, is_prefill: bool) -> Any:
+    def _decide(self, sequence: int, is_prefill: bool) -> Any:
         count, new = int(self._counts[sequence]), int(self._new[sequence])
         if new == 0:
             return None
         at = Context(count, count - new, is_prefill)
         return self.policies[sequence].evict(self.layer, at)
 
-    def _places(self, sequence: int, one: int, keep: Any) -> "np.ndarray[Any, Any]":
-        ids = self.ids[sequence, one if self._room.shape[2] > 1 else 0]
-        there = np.flatnonzero(ids >= 0) if self._gaps else None
+    def _kept_rows(self, sequence: int, number: int, keep: Any) -> "np.ndarray[Any, Any]":
+        """Returns the rows of one list of a sequence that stay."""
+        ids = self.ids[sequence, number if self._room.shape[2] > 1 else 0]
+        real = np.flatnonzero(ids >= 0) if self._gaps else None
         if keep is None:
-            return np.arange(len(ids)) if there is None else there
-        at = one if len(keep.starts) > 2 else 0
-        stays = np.asarray(keep.items[keep.starts[at]: keep.starts[at + 1]]).astype(np.int64)
-        found = np.searchsorted(ids if there is None else ids[there], stays)
-        return found if there is None else np.asarray(there[found])
+            return np.arange(len(ids)) if real is None else real
+        at = number if len(keep.starts) > 2 else 0
+        kept = np.asarray(keep.items[keep.starts[at]: keep.starts[at + 1]]).astype(np.int64)
+        found = np.searchsorted(ids if real is None else ids[real], kept)
+        return found if real is None else np.asarray(real[found])
 
-    def _gather(self, places: List[List[Any]]) -> "np.ndarray[Any, Any]":
-        """Keeps these rows, and says which: lists of one length, padded in front."""
-        most = max(len(one) for lists in places for one in lists)
-        lists, before = len(places[0]), self._rows
-        rows = np.zeros((self.batch, lists, most), np.int64)
+    def _gather(self, kept: List[List[Any]]) -> "np.ndarray[Any, Any]":
+        """Keeps only these rows, and returns them as lists of equal length, padded in front."""
+        most = max(len(numbers) for lists in kept for numbers in lists)
+        count, before = len(kept[0]), self._rows
+        rows = np.zeros((self.batch, count, most), np.int64)
         padding = []
-        for sequence, of in enumerate(places):
-            for at, one in enumerate(of):
-                rows[sequence, at, most - len(one):] = one
-                if len(one) < most:
-                    padding.append((sequence, at, most - len(one)))
+        for sequence, lists in enumerate(kept):
+            for at, numbers in enumerate(lists):
+                rows[sequence, at, most - len(numbers):] = numbers
+                if len(numbers) < most:
+                    padding.append((sequence, at, most - len(numbers)))
         room = self._room[..., :before]
-        if room.shape[2] != lists:
-            room = np.repeat(room, lists, 2)
-        # Room for as many as come until some go again.
+        if room.shape[2] != count:
+            room = np.repeat(room, count, 2)
+        # Spare rows for the tokens until the next eviction.
         self._room = _zeros(*room.shape[:3], most + max(before - most, 16))
         if rows.shape[:2] == (1, 1):
             self._room[..., :most] = room[..., rows[0, 0]]
         else:
             self._room[..., :most] = np.take_along_axis(room, rows[None], 3)
         self._rows = most
-        for sequence, at, count in padding:
-            self._room[0, sequence, at, :count] = -1
+        for sequence, at, missing in padding:
+            self._room[0, sequence, at, :missing] = -1
         self._gaps = bool(padding) or (self._gaps and bool((self.ids < 0).any()))
         self.whole = False
         return rows
 
     def select(self, sequences: Any) -> None:
-        """The batch is made of these of its sequences now: a beam goes on from another."""
+        """Rebuilds the batch from these sequences, such as after a beam search step."""
         order, used, policies = np.asarray(sequences, np.int64), set(), []
         for sequence in order.tolist():
             policy = self.policies[sequence]
@@ -331,33 +334,33 @@ class Evictor:
         self._padding = [list(self._padding[sequence]) for sequence in order.tolist()]
 
     def fork(self) -> "Evictor":
-        """The same, of which each goes its own way."""
+        """Returns an independent copy."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.policies = [policy.fork() for policy in self.policies]
         other._room, other._counts = self._room.copy(), self._counts.copy()
         other._new = self._new.copy()
-        other._padding = [list(one) for one in self._padding]
+        other._padding = [list(columns) for columns in self._padding]
         return other
 
     def truncate(self, seen: int) -> "np.ndarray[Any, Any]":
-        """Takes columns from `seen` on back: the rows that stay, as `evict` says it. What went
-        for them does not come back."""
+        """Removes the columns from `seen` on, and returns the rows to keep, as `evict` does. Tokens
+        that were evicted for these columns are not restored."""
         for sequence, padding in enumerate(self._padding):
             left = bisect.bisect_left(padding, seen)
-            # Of the columns that go, those whose tokens went before count, too.
+            # The count includes removed columns whose tokens were evicted before.
             self._counts[sequence] -= self.seen - seen - (len(padding) - left)
             del padding[left:]
         for policy, count in zip(self.policies, self._counts.tolist()):
             policy.truncate(count)
-        stays = self.columns < seen
+        kept = self.columns < seen
         was_whole, self.seen = self.whole, seen
-        rows = self._gather([[np.flatnonzero(one) for one in lists] for lists in stays])
+        rows = self._gather([[np.flatnonzero(marks) for marks in lists] for lists in kept])
         self.whole = was_whole
         return rows
 
     def forget(self) -> None:
-        """Sets what tokens got of the attention so far to nothing; they stay."""
+        """Resets the attention sums of all tokens to 0; the tokens stay."""
         if self.traits.sum_queries != ALL_QUERIES:
             return
         for sequence, policy in enumerate(self.policies):
@@ -370,23 +373,23 @@ class Evictor:
 
 
 def check_traits(traits: Any, shape: Attention) -> None:
-    """Refuses a policy whose answers such a cache cannot follow."""
+    """Raises `UnsupportedError` for a policy whose decisions such a cache cannot apply."""
     if not traits.caps & (SparseCaps.EVICT_PREFILL | SparseCaps.EVICT_DECODE):
-        raise _unsupported("this policy evicts no tokens: take h2o, tova, snapkv, pyramidkv, "
+        raise _unsupported("this policy evicts no tokens: use h2o, tova, snapkv, pyramidkv, "
                            "adakv, keydiff, knorm, streaming or duo")
     if traits.rotates:
-        raise _unsupported("keys keep the positions that they were computed with: leave "
-                           "rotate=true out")
+        raise _unsupported("this policy rotates keys, but the cache keeps the positions of "
+                           "their computation: omit rotate=true")
     if traits.scope is SparseScope.QUERY_HEAD and shape.query_heads != shape.key_heads:
-        raise _unsupported("a list for each query head, where heads share keys: take "
-                           "form=kvpress")
+        raise _unsupported(f"this policy keeps a list per query head, but {shape.query_heads} "
+                           f"query heads share {shape.key_heads} key heads: use form=kvpress")
     if shape.latent and traits.ragged:
-        raise _unsupported("all heads share a latent row: a policy that gives heads different "
-                           "numbers of tokens cannot be")
+        raise _unsupported("this policy keeps a different number of tokens per head, but all "
+                           "heads share the latent rows: use another policy")
 
 
 def _compact(rows: "np.ndarray[Any, Any]") -> "Union[slice, np.ndarray[Any, Any]]":
-    """Rows side by side as a slice, which copies nothing."""
+    """Returns consecutive rows as a slice, which avoids a copy."""
     if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return rows
@@ -397,7 +400,7 @@ class ArrayLayer:
 
     def __init__(self, policy: Policy, query_heads: int, *, scale: float = 0.0, layer: int = 0,
                  layers: int = 1, latent: bool = False) -> None:
-        self._open = policy, query_heads, layer, layers, latent
+        self._options = policy, query_heads, layer, layers, latent
         self.scale = scale
         self.keys: Any = None
         self.values: Any = None
@@ -405,18 +408,18 @@ class ArrayLayer:
 
     @property
     def evictor(self) -> Evictor:
-        """What decides; there is none before the first step."""
+        """The evictor; it does not exist before the first step."""
         if self._evictor is None:
-            raise make(_abi.KVT_E_STATE, "no token has come yet")
+            raise make(_abi.KVT_E_STATE, "the layer has no tokens yet: call step first")
         return self._evictor
 
     def step(self, queries: Any, keys: Any, values: Any, real: Any = None) -> None:
-        """Tokens come: their queries [sequences, query heads, tokens, dim], keys and values.
-        `real` [sequences, tokens] says which are no padding."""
+        """Adds tokens: their queries [sequences, query heads, tokens, dim], keys and values.
+        `real` [sequences, tokens] marks those that are no padding."""
         batch, _, count, _ = queries.shape
         if self._evictor is None:
             self.keys, self.values = keys[:, :, :0], values[:, :, :0]
-            policy, heads, layer, layers, latent = self._open
+            policy, heads, layer, layers, latent = self._options
             shape = Attention(layers, heads, keys.shape[1], keys.shape[3], values.shape[3], 16,
                               MAX_TOKENS, latent)
             self._evictor = Evictor(shape, policy, layer, batch)
@@ -426,21 +429,22 @@ class ArrayLayer:
         self.values = np.concatenate([self.values, values], 2)
         evictor.extend(count, real)
         for sequence in range(batch):
-            self._tell(sequence, queries[sequence], count, is_prefill)
-        places = evictor.evict(is_prefill)
-        if places is not None:
-            self.keys, self.values = (np.take_along_axis(one, places[..., None], 2)
-                                      for one in (self.keys, self.values))
+            self._observe(sequence, queries[sequence], count, is_prefill)
+        rows = evictor.evict(is_prefill)
+        if rows is not None:
+            self.keys, self.values = (np.take_along_axis(plane, rows[..., None], 2)
+                                      for plane in (self.keys, self.values))
 
-    def _tell(self, sequence: int, queries: Any, count: int, is_prefill: bool) -> None:
+    def _observe(self, sequence: int, queries: Any, count: int, is_prefill: bool) -> None:
+        """Passes the new keys and the attention sums of a sequence to its policy."""
         evictor = self.evictor
         new = evictor.new_rows(sequence, count)
         queries = queries[:, new].swapaxes(0, 1)
         if queries.shape[0] == 0:
             return
         if evictor.wants_keys:
-            came = self.keys[sequence, :, self.keys.shape[2] - count:]
-            evictor.append(sequence, came[:, new].swapaxes(0, 1))
+            new_keys = self.keys[sequence, :, self.keys.shape[2] - count:]
+            evictor.append(sequence, new_keys[:, new].swapaxes(0, 1))
         wanted = evictor.wants_sums(is_prefill)
         if wanted:
             queries = queries[-wanted:]
@@ -451,9 +455,10 @@ class ArrayLayer:
 
 def column_sums(queries: Any, keys: Any, scale: float = 0.0, by_head: bool = False,
                 threads: Any = 1) -> Any:
-    """What each key got of the attention of the last queries: [query heads, keys] or [keys].
-    Both are arrays [tokens, heads, dim] or `kernels.Rows`; no probabilities are kept, and no
-    outputs: values have one number."""
+    """Returns the attention sum of each key over the last queries: [query heads, keys] or [keys].
+
+    Queries and keys are arrays [tokens, heads, dim] or `kernels.Rows`. No probabilities are
+    stored. Values of one number keep the outputs small."""
     count, (total, heads) = _shape(queries)[0], _shape(keys)[:2]
     values, first = np.zeros((total, heads, 1), np.float32), total - count
     if count == 1:
@@ -471,6 +476,6 @@ def _shape(rows: Any) -> Tuple[int, ...]:
 
 
 def check(model: Any, **options: Any) -> Any:
-    """Looks for what usually goes wrong with a model whose cache evicts tokens: see
-    `kvtier_transformers.check`, which this calls."""
+    """Checks a model whose cache evicts tokens for common defects. It calls
+    `kvtier_transformers.check`."""
     return importlib.import_module("kvtier_transformers.check").check(model, **options)

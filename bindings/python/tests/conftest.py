@@ -1,4 +1,4 @@
-"""Fixtures: a runtime that must be closed with nothing left behind."""
+"""Fixtures: runtimes, a gate, and checks that a test leaves no handle and no callback."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ def runtime() -> Iterator[kvtier.Runtime]:
 
 @pytest.fixture
 def single() -> Iterator[kvtier.Runtime]:
-    """One worker: what stands at a gate is in front of all other work."""
+    """A runtime with one worker, so that work at a gate blocks all other work."""
     with kvtier.Runtime(workers=1) as runtime:
         yield runtime
 
 
 @pytest.fixture
 def gate(single: kvtier.Runtime) -> Iterator[Gate]:
-    """A closed gate; its work is for the runtime `single`."""
-    with gates.handled(), Gate(single) as made:
-        yield made
+    """A closed gate; its work belongs to the runtime `single`."""
+    with gates.handled(), Gate(single) as gate:
+        yield gate
 
 
 def no_ops_left(runtime: kvtier.Runtime) -> None:
-    """Whoever ended an op counts it for a moment after it was told."""
+    """Waits until the runtime has no ops. A worker counts an op briefly after its completion."""
     until(lambda: not (runtime.stats().ops_open or runtime.stats().ops_live))
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Every handle and every callback number is given up after a test. Soon, not
-    at once: a callback's thread holds its batch until it has returned."""
+    """Checks that a test releases every handle and callback number. It waits, because a callback's
+    thread holds its batch until the callback returns."""
     yield
     end = time.monotonic() + HANG_S
     while True:
@@ -61,8 +61,8 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def unraisable(monkeypatch: pytest.MonkeyPatch) -> Iterator[List[Any]]:
-    """What went to sys.unraisablehook, as exceptions."""
+    """Collects the exceptions that go to sys.unraisablehook."""
     seen: List[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda info: seen.append(info.exc_value))
     yield seen
-    seen.clear()  # their tracebacks hold what the test let go of
+    seen.clear()  # tracebacks keep objects that the test has dropped

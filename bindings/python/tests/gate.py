@@ -1,8 +1,8 @@
-"""A gate: memory that a worker cannot read before the test opens it.
+"""A gate: memory that a worker cannot read before the test opens the gate.
 
-An op whose first item reads the gate is begun and then stands still: the worker faults on the
-page, and the handler of the fault waits for the test. So "while the op runs" lasts as long as the
-test needs, on a machine of any speed.
+An op whose first item reads the gate begins and then blocks. The worker faults on the page, and
+the fault handler waits for the test. The op therefore runs as long as the test needs, on a machine
+of any speed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Callable, List
 import kvtier
 from kvtier import Work
 
-#: A wait that takes longer is a hang. No test asserts that something is faster than that.
+#: A longer wait is a hang. No test asserts a shorter time.
 HANG_S = 600.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,10 +35,10 @@ class _Action(ctypes.Structure):
 
 
 def until(holds: Callable[[], Any]) -> None:
-    """Looks until something is true."""
+    """Waits until `holds` returns true."""
     end = time.monotonic() + HANG_S
     while not holds():
-        assert time.monotonic() < end, "it never comes true"
+        assert time.monotonic() < end, f"the condition was not true within {HANG_S} s"
         time.sleep(0.0005)
 
 
@@ -51,7 +51,7 @@ def released(op: kvtier.Op) -> bool:
 
 
 class Gate:
-    """Closed until `open`; a worker that came to it is inside `entered`."""
+    """Closed until `open`. The event `entered` is set once a worker blocks at the gate."""
 
     _closed: List["Gate"] = []
 
@@ -68,7 +68,7 @@ class Gate:
 
     @property
     def work(self) -> Work:
-        """An item that stands still at the gate."""
+        """An item of work that blocks at the gate."""
         return Work.checksum(self.buffer)
 
     def until_entered(self) -> None:
@@ -78,7 +78,7 @@ class Gate:
         self._opened.set()
 
     def close(self) -> None:
-        """Opens it, and lets its memory go."""
+        """Opens the gate, and releases its memory."""
         self.open()
         self.buffer.close()
         self._closed.remove(self)
@@ -92,8 +92,8 @@ class Gate:
 
 
 def _fault(number: int, info: int, context: int) -> None:
-    """Runs in the worker that read the page. The fault is synchronous, and the worker holds no
-    lock where it reads the memory of a buffer: so this may run Python, as a callback may."""
+    """Runs in the worker that reads the page. The fault is synchronous, and the worker holds no
+    lock while it reads a buffer, so the handler may run Python like a callback."""
     at = ctypes.c_uint64.from_address(info + _ADDRESS_AT).value
     for gate in list(Gate._closed):
         if gate._first <= at < gate._first + mmap.PAGESIZE:
@@ -109,7 +109,7 @@ _before = _Action()
 
 
 class handled:
-    """Within it faults of gates are handled."""
+    """Handles the faults of gates inside the `with` block."""
 
     def __enter__(self) -> None:
         action = _Action(handler=ctypes.cast(_handler, ctypes.c_void_p), flags=_SA_SIGINFO)

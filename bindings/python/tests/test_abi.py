@@ -1,4 +1,4 @@
-"""The generated file: fresh, and of the sizes and offsets a C compiler finds."""
+"""The generated declarations: up to date, with the sizes and offsets of a C compiler."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HEADER = generate.parse(generate.HEADER.read_text(encoding="utf-8"))
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
-def test_the_committed_file_is_fresh() -> None:
+def test_committed_declarations_match_the_header() -> None:
     done = subprocess.run([sys.executable, str(generate.HERE / "generate.py"), "--check"])
     assert done.returncode == 0
 
 
-def test_a_stale_file_is_shown(tmp_path: Path) -> None:
+def test_check_shows_the_difference_of_an_outdated_file(tmp_path: Path) -> None:
     stale = tmp_path / "_abi.py"
     stale.write_text(generate.TARGET.read_text().replace("KVT_OK = 0", "KVT_OK = 1"))
     command = [sys.executable, str(generate.HERE / "generate.py"), "--check",
@@ -35,7 +35,7 @@ def test_a_stale_file_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
-def test_sizes_offsets_and_constants_are_what_the_compiler_says(tmp_path: Path) -> None:
+def test_sizes_offsets_and_constants_match_the_c_compiler(tmp_path: Path) -> None:
     lines = ["#include <stddef.h>", "#include <stdio.h>", "#include <kvtier/kvtier.h>",
              "int main(void) {"]
     expected = []
@@ -57,7 +57,7 @@ def test_sizes_offsets_and_constants_are_what_the_compiler_says(tmp_path: Path) 
         lines.append("{ %s v = %s; printf(\"%s init %%d\\n\", (int)v.struct_size); }"
                      % (name, f"KVT_{name[4:-2].upper()}_INIT", name))
         expected.append(f"{name} init {getattr(_abi, name)().struct_size}")
-    # A type each function does not have is a warning, and that an error here.
+    # A function with another type causes a warning, which is an error here.
     for name, function in HEADER.functions.items():
         lines.append(f"(void)&{name};")
     lines.append("return 0; }")
@@ -67,8 +67,8 @@ def test_sizes_offsets_and_constants_are_what_the_compiler_says(tmp_path: Path) 
     assert COMPILER is not None
     subprocess.run([COMPILER, "-std=c99", "-Wall", "-Werror", "-O1", f"-I{include}", str(source),
                     "-o", str(program)], check=True)
-    said = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == expected
+    output = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines() == expected
     assert len(HEADER.structs) > 10 and len(expected) > 150
 
 
@@ -80,7 +80,7 @@ def test_every_function_is_bound_with_its_parameters() -> None:
         assert name != "kvt_op_wait" or bound.restype is ctypes.c_int32
 
 
-def test_every_error_has_the_librarys_name() -> None:
+def test_every_error_has_the_name_of_its_status() -> None:
     for name, status in HEADER.constants.items():
         if name.startswith("KVT_E_"):
             error = _errors.make(status, "words")
@@ -91,7 +91,7 @@ def test_every_error_has_the_librarys_name() -> None:
     assert type(unknown) is kvtier.Error and unknown.name == "KVT_E_UNKNOWN"
 
 
-def test_handles_of_different_nouns_are_not_confused() -> None:
+def test_a_handle_of_another_type_is_rejected() -> None:
     with pytest.raises(ctypes.ArgumentError):
         _lib.lib.kvt_op_cancel(_abi.kvt_buffer_p(5))
 
@@ -114,7 +114,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("construct", "complaint"), BAD)
-def test_what_the_generator_does_not_know_is_an_error(construct: str, complaint: str) -> None:
+def test_an_unknown_construct_of_the_header_is_an_error(construct: str, complaint: str) -> None:
     text = generate.HEADER.read_text(encoding="utf-8")
     marker = '#ifdef __cplusplus\nextern "C" {'
     assert text.count(marker) == 1
@@ -122,7 +122,7 @@ def test_what_the_generator_does_not_know_is_an_error(construct: str, complaint:
         generate.emit(generate.parse(text.replace(marker, f"{construct}\n{marker}")))
 
 
-def test_arrays_and_nested_structs_would_be_understood() -> None:
+def test_arrays_and_nested_structs_are_generated() -> None:
     text = generate.HEADER.read_text(encoding="utf-8")
     marker = '#ifdef __cplusplus\nextern "C" {'
     more = ("typedef struct kvt_key_t { uint8_t bytes[32]; struct kvt_op_item_t item; } kvt_key_t;"
@@ -131,7 +131,7 @@ def test_arrays_and_nested_structs_would_be_understood() -> None:
     assert '("bytes", ctypes.c_uint8 * 32),' in made and '("item", kvt_op_item_t),' in made
 
 
-def test_the_package_is_python_3_9() -> None:
+def test_sources_parse_as_python_3_9() -> None:
     files = [*generate.TARGET.parent.glob("*.py"), *generate.HERE.glob("*.py")]
     assert len(files) > 10
     for path in files:

@@ -1,4 +1,4 @@
-"""Advice for batches, by a policy beside a store."""
+"""Advice on batch sizes, from a policy beside a store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def thrash(advisor, names):
 @pytest.mark.parametrize("names", [
     lambda of: [f"{of} {n}".encode() for n in range(8)], lambda of: list(range(8 * of, 8 * of + 8))])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_batch_shrinks_where_what_left_is_asked_for_again(names, at_once):
+def test_advice_shrinks_the_batch_when_evicted_blocks_are_requested_again(names, at_once):
     with kvtier.Advisor("lru", room=8 if at_once else 0) as advisor:
         assert advisor.learns == at_once
         assert advisor.advise(8, 8).batch == 8 and advisor.learns
@@ -29,12 +29,12 @@ def test_a_batch_shrinks_where_what_left_is_asked_for_again(names, at_once):
         assert advisor.advise(8).batch == 4
 
 
-def test_what_is_not_asked_for_is_not_kept():
+def test_an_advisor_has_no_policy_before_the_first_advice():
     advisor = kvtier.Advisor("lru")
     thrash(advisor, lambda of: [b"a"])
     assert not advisor.learns
     advisor.resize(7)
-    assert advisor.advise(8) is None and not advisor.learns  # nobody has said how many fit
+    assert advisor.advise(8) is None and not advisor.learns  # the capacity is unknown
     advisor.switch("arc")
     assert advisor.advise(8, 100).batch == 8
     assert advisor._policy.spec.startswith("arc")
@@ -48,17 +48,17 @@ def test_what_is_not_asked_for_is_not_kept():
         kvtier.Advisor("arc(", room=1)
 
 
-def test_what_fails_ends_advice_alone(caplog):
+def test_an_error_of_the_policy_only_ends_advice(caplog):
     with kvtier.Advisor("lru", room=8, logger=logging.getLogger("some.engine")) as advisor:
         advisor._policy.close()
         advisor.looked_up([b"a"])
         advisor.stored([b"a"])
         assert advisor.advise(8, 8) is None and not advisor.learns
-    (told,) = caplog.records
-    assert told.name == "some.engine" and "no advice" in told.getMessage()
+    (record,) = caplog.records
+    assert record.name == "some.engine" and "no advice" in record.getMessage()
 
 
-def test_room_of_a_store(runtime):
+def test_room_of_a_store_is_in_blocks(runtime):
     with kvtier.Store(runtime, "store(host=64MiB)") as store:
         assert kvtier.Advisor.room_of(store, 1 << 20) == 64
 
@@ -66,7 +66,7 @@ def test_room_of_a_store(runtime):
 @pytest.mark.parametrize("spec, policy", [("store(host=64MiB)", "horizon"),
                                           ("store(host=64MiB, policy=s3fifo(small=0.2))", "s3fifo"),
                                           ("store(host=64MiB, policy=qos(inner=lru))", "qos")])
-def test_policy_of_a_store(runtime, tmp_path, spec, policy):
+def test_policy_of_a_store_comes_from_its_metrics(runtime, tmp_path, spec, policy):
     disk = {"disk_path": tmp_path / "kv", "disk_bytes": 256 << 20, "disk_policy": "arc"}
     with kvtier.Store(runtime, spec, **disk) as store:
         assert kvtier.Advisor.policy_of(store) == policy
@@ -77,7 +77,7 @@ def test_policy_of_a_store(runtime, tmp_path, spec, policy):
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_what_a_store_has_counts_where_nothing_was_said(at_once):
+def test_the_store_policy_applies_unless_the_caller_named_one(at_once):
     def chosen(advisor):
         advisor.advise(8, 8)
         return advisor._policy.stats()["name"]
@@ -85,7 +85,7 @@ def test_what_a_store_has_counts_where_nothing_was_said(at_once):
     room = 8 if at_once else 0
     with kvtier.Advisor(room=room) as advisor:
         advisor.store_has("")
-        assert chosen(advisor) == "horizon"  # as a store that is told nothing
+        assert chosen(advisor) == "horizon"  # the default of stores
         advisor.store_has("arc")
         assert chosen(advisor) == "arc"
     with kvtier.Advisor("lru", room=room) as advisor:
@@ -97,7 +97,7 @@ def test_what_a_store_has_counts_where_nothing_was_said(at_once):
         assert chosen(advisor) == "s3fifo"
 
 
-def test_many_threads():
+def test_an_advisor_is_thread_safe():
     advisor = kvtier.Advisor("lru", room=64)
 
     def work(of):

@@ -1,4 +1,4 @@
-"""asyncio: hundreds of ops at once, cancellation that waits for the memory."""
+"""asyncio: hundreds of ops at once, and cancellation that waits for the release."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from kvtier import TIER_HOST, Work
 
 
 async def until(holds: Callable[[], Any]) -> None:
-    """Looks until something is true, and lets the loop go on meanwhile."""
-    async def look() -> None:
+    """Waits until `holds` returns true, without blocking the loop."""
+    async def poll() -> None:
         while not holds():
             await asyncio.sleep(0.0005)
 
-    await asyncio.wait_for(look(), HANG_S)
+    await asyncio.wait_for(poll(), HANG_S)
 
 
-def test_hundreds_at_once(runtime: kvtier.Runtime) -> None:
+def test_hundreds_of_ops_are_awaited_at_once(runtime: kvtier.Runtime) -> None:
     async def main() -> None:
         async with runtime.queue() as queue:
             source = runtime.buffer(800 * 1024)
             source.view()[:] = random.Random(5).randbytes(800 * 1024)
             target = runtime.buffer(800 * 1024)
 
-            async def move(i: int) -> int:
+            async def copy(i: int) -> int:
                 at = i * 1024
                 work = Work.copy(target, source, 1024, dst_offset=at, src_offset=at, checksum=True)
                 result = await runtime.submit(work, queue=queue, timeout=HANG_S)
                 assert bytes(target.view()[at : at + 1024]) == bytes(source.view()[at : at + 1024])
                 return result.value
 
-            values = await asyncio.gather(*(move(i) for i in range(800)))
+            values = await asyncio.gather(*(copy(i) for i in range(800)))
             expected = [kvtier.checksum(source.view()[i * 1024 : (i + 1) * 1024])
                         for i in range(800)]
             assert values == expected
-            # An op that is seen to be done is not waited for: its completion may
-            # still lie in the queue, and the loop takes it from there.
+            # Awaiting a released op does not wait, so its completion may still be in the queue
+            # until the loop drains it.
             await until(lambda: not queue._state.known)
 
     asyncio.run(main())
     no_ops_left(runtime)
 
 
-def test_many_awaiters_and_an_op_already_done(runtime: kvtier.Runtime) -> None:
+def test_several_tasks_and_a_late_one_await_one_op(runtime: kvtier.Runtime) -> None:
     async def main() -> None:
         async with runtime.queue() as queue:
             buffer = runtime.buffer(1 << 20)
@@ -64,7 +64,7 @@ def test_many_awaiters_and_an_op_already_done(runtime: kvtier.Runtime) -> None:
     asyncio.run(main())
 
 
-def test_errors_come_out_of_await(single: kvtier.Runtime, gate: Gate) -> None:
+def test_await_raises_the_error_of_the_op(single: kvtier.Runtime, gate: Gate) -> None:
     async def main() -> None:
         async with single.queue() as queue:
             buffer = single.buffer(4096)
@@ -81,7 +81,7 @@ def test_errors_come_out_of_await(single: kvtier.Runtime, gate: Gate) -> None:
             try:
                 await op
             except kvtier.CancelledError:
-                pass  # or it had begun, and ends well
+                pass  # an op that has begun may also succeed
 
     asyncio.run(main())
 
@@ -95,37 +95,38 @@ def test_cancelling_a_task_waits_for_the_release(single: kvtier.Runtime, gate: G
                 return await op
 
             task = asyncio.ensure_future(wait())
-            await asyncio.sleep(0)  # it must have begun to await
+            await asyncio.sleep(0)  # the task must have begun to await
             await until(gate.entered.is_set)
             task.cancel()
             await asyncio.sleep(0)
-            assert not task.done(), "the worker still holds the memory"
-            task.cancel()  # a second one changes nothing
+            assert not task.done(), "the worker still uses the memory"
+            task.cancel()  # a second cancellation changes nothing
             await asyncio.sleep(0)
             assert not task.done() and not released(op)
             gate.open()
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert op.info().released and gate.buffer.info().in_flight == 0
-            # The item that had begun was carried out, and none of the others.
+            # Only the item that had begun was executed.
             assert op.info().items_failed == 49
 
     asyncio.run(main())
 
 
-def test_wait_for(single: kvtier.Runtime, gate: Gate) -> None:
+def test_wait_for_cancels_the_op_and_waits_for_its_release(single: kvtier.Runtime,
+                                                           gate: Gate) -> None:
     async def main() -> None:
         async with single.queue() as queue:
             op = single.submit([gate.work] * 50, queue=queue)
             seen: List[bool] = []
 
-            async def open_once_it_is_cancelled() -> None:
+            async def open_after_cancel() -> None:
                 await until(lambda: op.info().state & kvtier.abi.KVT_OP_CANCEL)
                 seen.append(released(op))
                 gate.open()
 
             await until(gate.entered.is_set)
-            opener = asyncio.ensure_future(open_once_it_is_cancelled())
+            opener = asyncio.ensure_future(open_after_cancel())
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(op, 0.02)
             assert op.info().released
@@ -172,7 +173,7 @@ def test_await_needs_an_attached_queue(runtime: kvtier.Runtime) -> None:
     asyncio.run(main())
 
 
-def test_closing_the_queue_wakes_who_awaits(single: kvtier.Runtime, gate: Gate) -> None:
+def test_closing_the_queue_wakes_its_awaiters(single: kvtier.Runtime, gate: Gate) -> None:
     async def main() -> None:
         queue = single.queue().attach()
         buffer = single.buffer(4096)
@@ -182,7 +183,7 @@ def test_closing_the_queue_wakes_who_awaits(single: kvtier.Runtime, gate: Gate) 
             return await op
 
         tasks = [asyncio.ensure_future(wait(op)) for op in ops]
-        await asyncio.sleep(0)  # all of them have begun to await
+        await asyncio.sleep(0)  # all tasks have begun to await
         await until(gate.entered.is_set)
         closing = asyncio.ensure_future(queue.aclose())
         await until(lambda: all(released(op) for op in ops[1:]))
@@ -195,7 +196,7 @@ def test_closing_the_queue_wakes_who_awaits(single: kvtier.Runtime, gate: Gate) 
     asyncio.run(main())
 
 
-def test_close_from_another_thread_while_attached(runtime: kvtier.Runtime) -> None:
+def test_another_thread_can_close_an_attached_queue(runtime: kvtier.Runtime) -> None:
     async def main() -> None:
         queue = runtime.queue().attach()
         buffer = runtime.buffer(4096)
@@ -226,7 +227,7 @@ def test_ops_submitted_by_threads_are_awaited_in_the_loop(runtime: kvtier.Runtim
     asyncio.run(main())
 
 
-def test_a_loop_may_end_before_its_queue(runtime: kvtier.Runtime) -> None:
+def test_a_queue_can_be_closed_after_its_loop(runtime: kvtier.Runtime) -> None:
     queue = runtime.queue()
 
     async def main() -> None:

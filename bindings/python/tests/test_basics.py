@@ -1,4 +1,4 @@
-"""Versions, features, specs, checksums, the log, errors."""
+"""Versions, features, specs, checksums, logging, errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gate import HANG_S
 
 
 def oracle(data: bytes) -> int:
-    """The checksum, by another implementation."""
+    """Returns the checksum from another implementation."""
     sums = [xxhash.xxh3_64_intdigest(data[at : at + 4096]) for at in range(0, len(data), 4096)]
     return int(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(sums)}Q", *sums)))
 
@@ -29,7 +29,7 @@ def test_checksum_matches_the_oracle(size: int) -> None:
     assert kvtier.checksum(memoryview(data)) == oracle(data)
 
 
-def test_checksum_of_other_things() -> None:
+def test_checksum_takes_arrays_and_rejects_gaps_and_text() -> None:
     array = np.arange(6000, dtype=np.float32).reshape(60, 100)
     assert kvtier.checksum(array) == oracle(array.tobytes())
     assert kvtier.checksum(b"") == oracle(b"")
@@ -39,7 +39,7 @@ def test_checksum_of_other_things() -> None:
         kvtier.checksum("text")
 
 
-def test_an_ops_checksum_is_the_same(runtime: kvtier.Runtime) -> None:
+def test_checksum_of_an_op_matches_the_oracle(runtime: kvtier.Runtime) -> None:
     data = random.Random(1).randbytes(300_000)
     buffer = runtime.buffer(len(data))
     buffer.view()[:] = data
@@ -48,7 +48,7 @@ def test_an_ops_checksum_is_the_same(runtime: kvtier.Runtime) -> None:
     assert runtime.submit(part).result().value == oracle(data[5_000:15_000])
 
 
-def test_version_and_features() -> None:
+def test_features_are_listed_and_found_by_name() -> None:
     assert kvtier.version() == kvtier.__version__
     listed = kvtier.features()
     assert listed and all(f.name and f.note for f in listed)
@@ -58,7 +58,7 @@ def test_version_and_features() -> None:
     assert isinstance(caught.value, LookupError)
 
 
-def test_spec_check() -> None:
+def test_spec_check_returns_the_canonical_form_or_the_offset_of_the_error() -> None:
     assert kvtier.spec_check("qos( inner = s3fifo(small=10%) )") == "qos(inner=s3fifo(small=10%))"
     with pytest.raises(kvtier.SpecError) as caught:
         kvtier.spec_check("a(b=")
@@ -76,7 +76,7 @@ def test_errors_can_be_pickled() -> None:
     assert (again.offset, again.message, str(again)) == (4, caught.value.message, str(caught.value))
 
 
-def test_timeout_and_memory_are_the_builtins_too() -> None:
+def test_errors_derive_from_the_builtin_exceptions() -> None:
     assert issubclass(kvtier.TimeoutError, TimeoutError)
     assert issubclass(kvtier.NoMemoryError, MemoryError)
     assert issubclass(kvtier.IoError, OSError)
@@ -88,7 +88,7 @@ def test_timeout_and_memory_are_the_builtins_too() -> None:
             assert str(error) == "words [KVT_E_INVALID]"
 
 
-def test_arguments_that_do_not_fit_are_refused(runtime: kvtier.Runtime) -> None:
+def test_arguments_out_of_range_are_rejected(runtime: kvtier.Runtime) -> None:
     for size in (-1, 2**64, 2**64 + 4096):
         with pytest.raises(kvtier.InvalidError):
             runtime.buffer(size)
@@ -100,7 +100,7 @@ def test_arguments_that_do_not_fit_are_refused(runtime: kvtier.Runtime) -> None:
         kvtier.Runtime(name="a name much too long")
 
 
-def test_a_misspelt_fault_is_named() -> None:
+def test_a_misspelt_fault_names_the_similar_one() -> None:
     with pytest.raises(kvtier.SpecError, match="worker") as caught:
         kvtier.Runtime(faults="faults(wroker=at(panic=1))")
     assert caught.value.offset is not None
@@ -115,7 +115,7 @@ class Keep(logging.Handler):
         self.records.append(record)
 
 
-def test_log_goes_to_logging() -> None:
+def test_messages_are_forwarded_to_logging() -> None:
     logger, keep = logging.getLogger("kvtier-test"), Keep()
     logger.addHandler(keep)
     logger.setLevel(5)
@@ -134,7 +134,8 @@ def test_log_goes_to_logging() -> None:
         logger.removeHandler(keep)
 
 
-def test_a_log_handler_that_raises_harms_nobody(unraisable: List[BaseException]) -> None:
+def test_an_exception_of_a_logger_goes_to_the_unraisable_hook(
+        unraisable: List[BaseException]) -> None:
     class Broken(logging.Logger):
         def getChild(self, suffix: str) -> logging.Logger:
             raise RuntimeError("no child")

@@ -1,4 +1,4 @@
-"""The bench script prints what `kvtier-bench --json` does. Time itself is no test."""
+"""The benchmark prints the format of `kvtier-bench --json`. Its times are not tested."""
 
 from __future__ import annotations
 

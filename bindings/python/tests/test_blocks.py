@@ -1,4 +1,4 @@
-"""Blocks that an engine names itself."""
+"""Blocks under names that the engine chooses."""
 
 import array
 import functools
@@ -39,7 +39,7 @@ def blocks_of(store, **more):
     return kvtier.Blocks(store, kvtier.Identity(model=b"m"), PARTS, **more)
 
 
-def test_there_and_back(store):
+def test_a_get_returns_the_blocks_of_a_put_and_lists_missing_ones(store):
     with blocks_of(store) as blocks:
         pool = kvtier.Pool(filled(range(100)), BLOCK)
         names = [name(n) for n in range(100)]
@@ -64,7 +64,7 @@ def test_there_and_back(store):
     assert blocks.closed
 
 
-def test_parts_lie_anywhere(store):
+def test_parts_may_be_scattered_in_memory(store):
     blocks = blocks_of(store)
     planes = [np.zeros((40, size), np.uint8) for size in PARTS]
     starts = np.cumsum([0, *PARTS])
@@ -74,12 +74,12 @@ def test_parts_lie_anywhere(store):
     tables = [np.array([p[2 * n].ctypes.data for n in range(20)], np.uint64) for p in planes]
     names = [name(n) for n in range(20)]
     blocks.put(names, kvtier.Each(tables, kept=planes)).result()
-    # As one piece each, at addresses of the program's.
+    # Contiguous blocks at the caller's addresses.
     back = np.zeros((20, BLOCK), np.uint8)
     at = array.array("Q", [back[n].ctypes.data for n in range(20)])
     blocks.get(names, kvtier.At(at, kept=back)).result()
     assert all((back[n] == content(n)).all() for n in range(20))
-    # With parts in another order in memory.
+    # Parts in another order in memory.
     shifts = [BLOCK - end for end in starts[1:]]
     other = np.zeros((20, BLOCK), np.uint8)
     pool = kvtier.Pool(other, BLOCK, shifts=[int(s) for s in shifts])
@@ -87,7 +87,7 @@ def test_parts_lie_anywhere(store):
     assert (other[3][BLOCK - PARTS[0]:] == content(3)[:PARTS[0]]).all()
 
 
-def test_names_identities_and_parts_keep_blocks_apart(store):
+def test_other_names_identities_and_parts_are_other_blocks(store):
     blocks = blocks_of(store)
     pool = kvtier.Pool(filled([1, 2]), BLOCK)
     blocks.put([b"a", b"longer"], pool.at([0, 1])).result()
@@ -100,7 +100,7 @@ def test_names_identities_and_parts_keep_blocks_apart(store):
     assert blocks.exists([]) == b"" and blocks.keys([]) == b"" and blocks.prefix([]) == 0
 
 
-def test_on_disk(runtime, tmp_path):
+def test_blocks_survive_a_restart_on_disk(runtime, tmp_path):
     spec = f'store(host=4MiB, disk=disk(path="{tmp_path / "kv"}", bytes=64MiB, segment=1MiB))'
     names = [name(n) for n in range(50)]
     with kvtier.Store(runtime, spec) as store:
@@ -115,7 +115,7 @@ def test_on_disk(runtime, tmp_path):
         assert (back == filled(range(50))).all()
 
 
-def test_many_threads(store):
+def test_threads_share_blocks(store):
     blocks, wrong = blocks_of(store), []
 
     def work(seed):
@@ -135,11 +135,11 @@ def test_many_threads(store):
     assert wrong == []
 
 
-def test_refusals(store):
+def test_invalid_arguments_are_rejected(store):
     blocks = blocks_of(store)
     pool = kvtier.Pool(bytearray(4 * BLOCK), BLOCK)
     assert pool.count == 4
-    for refused in (
+    for rejected in (
         lambda: blocks.put([b"a"], pool.at([4])),
         lambda: blocks.put([b"a"], pool.at([-1])),
         lambda: blocks.put([b"a", b"b"], pool.at([0])),
@@ -151,7 +151,7 @@ def test_refusals(store):
         lambda: kvtier.Blocks(store, kvtier.Identity(), []),
     ):
         with pytest.raises(kvtier.InvalidError):
-            refused()
+            rejected()
     for source in (b"read only", np.zeros((4, 8), np.uint8)[:, ::2], 7):
         with pytest.raises((TypeError, ValueError, BufferError, kvtier.InvalidError)):
             kvtier.Pool(source, 3)
@@ -166,38 +166,35 @@ def test_refusals(store):
         blocks.put([b"a"], pool.at([0]))
 
 
-def test_what_is_named_as_kept_stays_until_the_op_is_closed(runtime, store):
+def test_kept_objects_live_until_the_op_is_closed(runtime, store):
     class Kept:
         pass
 
-    import gc
-    import weakref
-
     kept = Kept()
-    gone = weakref.ref(kept)
+    reference = weakref.ref(kept)
     blocks, memory = blocks_of(store), np.zeros(BLOCK, np.uint8)
     event = kvtier.Event()
     at = kvtier.At([memory.ctypes.data], kept=kept)
     op = blocks.put([b"a"], at, ready=event)
     del kept, at
     gc.collect()
-    assert gone() is not None and not op.info().resolved
+    assert reference() is not None and not op.info().resolved
     event.signal()
     op.result()
     op.close()
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
-def test_names_are_told_apart_by_all_their_bytes(store):
+def test_a_name_of_items_longer_than_a_byte_is_rejected(store):
     blocks = kvtier.Blocks(store, kvtier.Identity(model=b"m"), [64])
     pool = kvtier.Pool(bytearray(b"A" * 64), 64)
-    # A hash of 64 bits as a buffer of one number: 8 bytes, and a length of 1.
+    # A 64-bit hash as a buffer of one number has 8 bytes, but a length of 1.
     with pytest.raises(kvtier.InvalidError):
         blocks.put([memoryview(array.array("Q", [0x1111_0001]))], pool.at([0]))
 
 
-def test_no_block_is_read_or_written_out_of_its_pool(store):
+def test_parts_outside_of_the_pool_are_rejected(store):
     blocks = kvtier.Blocks(store, kvtier.Identity(model=b"m"), [64, 64])
     blocks.put([b"x"], kvtier.Pool(bytes(b"Z" * 128), 128, writable=False).at([0])).result()
     with pytest.raises(kvtier.InvalidError):
@@ -218,13 +215,13 @@ def test_no_block_is_read_or_written_out_of_its_pool(store):
     assert bytes(arena[128:192]) == b"Z" * 64 == bytes(arena[320:384])
 
 
-def test_what_is_refused_leaves_nothing(store):
-    """Neither a job nor the memory that an op would have used."""
+def test_a_rejected_put_keeps_no_objects(store):
+    """A rejected put leaves neither a job nor a reference to its memory."""
     class Memory(bytearray):
         pass
 
     memory = Memory(4096)
-    gone = weakref.ref(memory)
+    reference = weakref.ref(memory)
     pool = kvtier.Pool(memory, 64)
     gc.collect()
     before = len(_reaper._live)
@@ -237,11 +234,11 @@ def test_what_is_refused_leaves_nothing(store):
         blocks.put([b"a"], pool.at([0]))
     del blocks, memory, pool
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     assert len(_reaper._live) <= before
 
 
-def test_a_pool_on_memory_that_was_closed(runtime):
+def test_a_pool_of_closed_device_memory_is_rejected(runtime):
     with kvtier.Device(runtime, "simulated", memory_bytes=1 << 20) as device:
         with kvtier.Store(runtime, "store(host=1MiB)", device=device) as store:
             with kvtier.Blocks(store, kvtier.Identity(), [256]) as blocks:
@@ -250,17 +247,17 @@ def test_a_pool_on_memory_that_was_closed(runtime):
                 place = pool.at([1])
                 assert blocks.put([b"a"], place).result(HANG_S).value == 1
                 memory.close()
-                for one in (place, pool.at([0])):
+                for closed in (place, pool.at([0])):
                     with pytest.raises(kvtier.ClosedError):
-                        blocks.get([b"a"], one)
+                        blocks.get([b"a"], closed)
                     with pytest.raises(kvtier.ClosedError):
-                        blocks.put([b"b"], one)
+                        blocks.put([b"b"], closed)
 
 
 STARTS = [sum(PARTS[:part]) for part in range(len(PARTS) + 1)]
 
 
-def test_some_parts_move_those_bytes_and_no_others(store):
+def test_a_transfer_of_some_parts_touches_no_other_bytes(store):
     blocks, names = blocks_of(store), [name(n) for n in range(20)]
     whole = kvtier.Pool(filled(range(20)), BLOCK)
     assert blocks.put(names, whole.at(range(20))).result().bytes_done == 20 * BLOCK
@@ -269,13 +266,13 @@ def test_some_parts_move_those_bytes_and_no_others(store):
         back = np.full((20, BLOCK), 0xA5, np.uint8)
         some = {"first_part": first, "parts": count}
         assert blocks.prefetch(names, **some).result().value == 20
-        # Without shifts a part is where a whole block has it.
+        # Without shifts a part has its offset in the whole block.
         done = blocks.get(names, kvtier.Pool(back, BLOCK).at(range(20)), **some).result()
         assert done.bytes_done == 20 * (high - low)
         for n in range(20):
             assert (back[n, low:high] == content(n)[low:high]).all()
         assert (back[:, :low] == 0xA5).all() and (back[:, high:] == 0xA5).all()
-        # Tables of these parts alone, each in a plane of its own.
+        # Tables of only these parts, each in a separate plane.
         sizes = PARTS[first:None if count is None else first + count]
         planes = [np.full((20, size + 8), 0xA5, np.uint8) for size in sizes]
         tables = [np.array([row.ctypes.data for row in plane], np.uint64) for plane in planes]
@@ -284,7 +281,7 @@ def test_some_parts_move_those_bytes_and_no_others(store):
         assert all((plane[:, -8:] == 0xA5).all() for plane in planes)
 
 
-def test_shifts_of_some_parts_are_theirs_or_those_of_all(store):
+def test_shifts_may_be_those_of_the_transferred_parts_or_of_all(store):
     blocks = blocks_of(store)
     blocks.put([b"a"], kvtier.Pool(filled([1]), BLOCK).at([0])).result()
     middle = content(1)[STARTS[1]:STARTS[3]]
@@ -293,7 +290,7 @@ def test_shifts_of_some_parts_are_theirs_or_those_of_all(store):
         place = kvtier.Pool(back, back.nbytes, shifts=shifts).at([0])
         blocks.get([b"a"], place, first_part=1, parts=2).result()
         assert (back == middle).all()
-        # The others do not fit in there.
+        # The other parts do not fit into this memory.
         with pytest.raises(kvtier.InvalidError):
             blocks.get([b"a"], place)
         with pytest.raises(kvtier.InvalidError):
@@ -303,7 +300,7 @@ def test_shifts_of_some_parts_are_theirs_or_those_of_all(store):
             blocks.get([b"a"], wrong, first_part=1, parts=2)
 
 
-def test_a_block_is_there_when_all_its_parts_are(store):
+def test_a_block_exists_once_all_its_parts_are_stored(store):
     blocks, memory = blocks_of(store), filled([7])
     place = kvtier.Pool(memory, BLOCK).at([0])
     for part in range(len(PARTS)):
@@ -317,25 +314,25 @@ def test_a_block_is_there_when_all_its_parts_are(store):
 
 @pytest.mark.parametrize("first, count", [
     (4, None), (0, 5), (3, 2), (0, 0), (2**32 - 1, 1), (-1, 1), (0, -1), (1, 2**32), (2**32, 1)])
-def test_parts_that_a_block_has_not(store, first, count):
+def test_parts_out_of_range_are_rejected(store, first, count):
     blocks, there = blocks_of(store), kvtier.Pool(bytearray(BLOCK), BLOCK).at([0])
-    for refused in (
+    for rejected in (
         lambda: blocks.put([b"a"], there, first_part=first, parts=count),
         lambda: blocks.get([b"a"], there, first_part=first, parts=count),
         lambda: blocks.prefetch([b"a"], first_part=first, parts=count),
     ):
-        with pytest.raises(kvtier.InvalidError) as told:
-            refused()
+        with pytest.raises(kvtier.InvalidError) as caught:
+            rejected()
         if 0 <= first < 2**32 and 0 <= (count or 0) < 2**32:
-            assert "with 4: say first_part from 0 on" in str(told.value)
+            assert "a block of 4 parts: first_part must be below 4" in str(caught.value)
 
 
-def test_names_are_made_ready_once(store):
+def test_prepared_names_serve_several_calls(store):
     blocks, pool = blocks_of(store), kvtier.Pool(filled(range(4)), BLOCK)
     for given in ([name(n) for n in range(4)], [b"a", b"bb", b"d" * 300]):
         plain = list(given)
         ready = kvtier.Names(given)
-        given.clear()  # which changes nothing
+        given.clear()  # does not change the prepared names
         assert len(ready) == len(plain)
         places = pool.at(range(len(plain)))
         assert not any(blocks.exists(ready))
@@ -358,7 +355,7 @@ def test_names_are_made_ready_once(store):
         blocks.get(ready, pool.at([0]))
 
 
-def test_names_one_after_the_other(store):
+def test_contiguous_names_of_equal_length_are_copied(store):
     blocks = blocks_of(store)
     hashes = np.random.default_rng(1).integers(0, 256, (50, 16), np.uint8)
     apart = [row.tobytes() for row in hashes]
@@ -382,15 +379,15 @@ def test_names_one_after_the_other(store):
     ["a"], "ab", b"ab", [1], [None], [b"a", "b"],
     [memoryview(array.array("H", [1, 2])), b"abcd"], [memoryview(array.array("Q", [1]))] * 2,
     [b""], [b"", b"a"], [b"a" * 65537]])
-def test_names_that_are_none(store, names):
+def test_invalid_names_are_rejected(store, names):
     blocks, pool = blocks_of(store), kvtier.Pool(bytearray(2 * BLOCK), BLOCK)
-    for refused in (lambda: blocks.exists(names), lambda: blocks.drop(names),
+    for rejected in (lambda: blocks.exists(names), lambda: blocks.drop(names),
                     lambda: blocks.put(names, pool.at(range(len(names))))):
         with pytest.raises((TypeError, kvtier.InvalidError, kvtier.LimitError)):
-            refused()
+            rejected()
 
 
-def test_indexes_of_any_kind(store):
+def test_pool_indexes_may_be_of_any_integer_sequence(store):
     memory = bytearray(300 * 64)
     pool = kvtier.Pool(memory, 64)
     first = pool.at([0]).addresses[0]
@@ -412,13 +409,13 @@ def test_indexes_of_any_kind(store):
         kvtier.Pool(bytearray(10), 64).at([0])
 
 
-def test_blocks_and_views_in_memory_that_is_no_objects(runtime, store):
+def test_a_place_is_memory_without_a_python_object(runtime, store):
     memory = filled(range(4))
-    gone = []
+    freed = []
 
     class Kept:
         def __del__(self):
-            gone.append(True)
+            freed.append(True)
 
     place = kvtier.Place(memory.ctypes.data, memory.nbytes, kept=Kept())
     assert (place.address, place.nbytes, place.on_device) == (
@@ -432,12 +429,12 @@ def test_blocks_and_views_in_memory_that_is_no_objects(runtime, store):
     op = blocks.put([b"a", b"b"], pool.at([3, 1]), ready=event)
     del place, pool
     gc.collect()
-    assert not gone  # the op has it
+    assert not freed  # the op holds the object
     event.signal()
     assert op.result().value == 2
     op.close()
     gc.collect()
-    assert gone
+    assert freed
     back = np.zeros(BLOCK, np.uint8)
     blocks.get([b"a"], kvtier.Pool(back, BLOCK).at([0])).result()
     assert (back == content(3)).all()
@@ -446,7 +443,7 @@ def test_blocks_and_views_in_memory_that_is_no_objects(runtime, store):
             kvtier.Place(address, nbytes)
 
 
-def test_a_place_on_a_device(runtime):
+def test_a_place_may_be_device_memory(runtime):
     with kvtier.Device(runtime, "simulated", memory_bytes=1 << 20) as device:
         with kvtier.Store(runtime, "store(host=1MiB)", device=device) as store:
             with kvtier.Blocks(store, kvtier.Identity(), [256]) as blocks:
@@ -468,7 +465,7 @@ def test_a_place_on_a_device(runtime):
                         kvtier.Place(4096, 256, on_device=True), 256).at([0]))
 
 
-def test_leaving_an_op_that_was_not_waited_for_ends_it(store):
+def test_leaving_the_with_block_of_an_op_cancels_it(store):
     blocks, event = blocks_of(store), kvtier.Event()
     with blocks.put([b"a"], kvtier.Pool(bytearray(BLOCK), BLOCK).at([0]), ready=event) as op:
         op.wait(0.01)
@@ -483,17 +480,17 @@ def stored(store, numbers):
     return blocks, names
 
 
-def test_what_is_held_stays(store):
+def test_held_blocks_are_not_dropped(store):
     blocks, names = stored(store, list(range(20)))
     with blocks.hold([*names[:10], name(99)]) as hold:
-        assert [bool(one) for one in hold.held] == [True] * 10 + [False]
+        assert [bool(byte) for byte in hold.held] == [True] * 10 + [False]
         assert hold.held == blocks.exists([*names[:10], name(99)])
         assert "hold" in repr(hold).lower()
         report = blocks.drop(names)
         assert (report.removed_chunks, report.referenced_chunks) == (10, 10)
         again = blocks.hold(names[:5])
         again.close()
-        again.close()  # the other hold is not taken
+        again.close()  # does not release the other hold
         assert again.closed
         assert blocks.drop(names).referenced_chunks == 10
         with pytest.raises(kvtier.ClosedError):
@@ -504,7 +501,7 @@ def test_what_is_held_stays(store):
     blocks.close()
 
 
-def test_holds_that_are_let_go_of_end(store):
+def test_a_dropped_hold_releases_its_blocks(store):
     blocks, names = stored(store, [1, 2, 3])
     hold = blocks.hold([names[0], names[0], names[2]])
     assert blocks.drop(names).referenced_chunks == 2
@@ -516,21 +513,21 @@ def test_holds_that_are_let_go_of_end(store):
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_only_what_was_held_is_let_go(store, ready):
+def test_a_hold_releases_only_the_blocks_that_it_found(store, ready):
     blocks, lengths = blocks_of(store), [1, 5, 2, 7, 3]
     for names in ([b"x" * n for n in lengths], [bytes([n]) * 3 for n in lengths]):
         pool = kvtier.Pool(filled(range(5)), BLOCK)
         blocks.put(names, pool.at(range(5))).result()
         missing = [b"?" * n for n in lengths]
-        mixed = [one for pair in zip(missing, names) for one in pair]
+        mixed = [name for pair in zip(missing, names) for name in pair]
         with blocks.hold(kvtier.Names(mixed) if ready else mixed) as hold:
-            assert [bool(one) for one in hold.held] == [False, True] * 5
+            assert [bool(byte) for byte in hold.held] == [False, True] * 5
             assert blocks.drop(names).referenced_chunks == 5
         assert blocks.drop(names).removed_chunks == 5
     blocks.close()
 
 
-def test_blocks_that_are_closed_hold_nothing(store):
+def test_closing_blocks_ends_their_holds(store):
     blocks, names = stored(store, [1, 2])
     hold, late = blocks.hold(names), blocks.hold(names)
     blocks.close()
@@ -546,7 +543,7 @@ def test_blocks_that_are_closed_hold_nothing(store):
     assert _reaper.flush()
 
 
-def test_many_threads_let_go_once(store):
+def test_concurrent_closes_release_a_hold_once(store):
     blocks, names = stored(store, [1, 2])
     for _ in range(50):
         hold, other = blocks.hold(names), blocks.hold(names)
@@ -561,7 +558,7 @@ def test_many_threads_let_go_once(store):
     blocks.close()
 
 
-def test_a_hold_is_let_go_of_though_others_close_it_meanwhile(store, monkeypatch):
+def test_a_hold_is_released_when_another_thread_closes_it_during_the_release(store, monkeypatch):
     blocks, names = stored(store, [1, 2])
     hold, release = blocks.hold(names), kvtier._blocks.lib.kvt_session_release_blocks
 
@@ -580,7 +577,7 @@ def test_a_hold_is_let_go_of_though_others_close_it_meanwhile(store, monkeypatch
     blocks.close()
 
 
-def test_hints_of_blocks(runtime):
+def test_blocks_hinted_as_done_are_evicted_first(runtime):
     with kvtier.Store(runtime, "store(host=512KiB,policy=predictive)") as store:
         blocks = kvtier.Blocks(store, kvtier.Identity(), [4096])
         pool, names = kvtier.Pool(bytearray(4096 * 80), 4096), [name(n) for n in range(200)]

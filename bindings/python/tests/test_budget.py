@@ -1,4 +1,4 @@
-"""Budgets and accounts: hard limits, waiting in line, reclaiming."""
+"""Budgets and accounts: hard limits, waiting reservations, reclaim."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_limits_are_hard(runtime: kvtier.Runtime) -> None:
         assert report.total_bytes > 0 and report.accounts == 0
 
 
-def test_zero_means_none_and_none_means_default(runtime: kvtier.Runtime) -> None:
+def test_a_limit_of_zero_forbids_and_none_is_the_default(runtime: kvtier.Runtime) -> None:
     with runtime.budget(host_bytes=0) as none, runtime.budget() as default:
         assert none.tier(TIER_HOST).limit_bytes == 0
         assert default.tier(TIER_HOST).limit_bytes > 0
@@ -45,7 +45,7 @@ def test_zero_means_none_and_none_means_default(runtime: kvtier.Runtime) -> None
         runtime.budget(host_bytes=1 << 60, strict=True)
 
 
-def test_buffers_pay(runtime: kvtier.Runtime) -> None:
+def test_buffers_are_charged_to_their_account(runtime: kvtier.Runtime) -> None:
     with runtime.budget(host_bytes=MIB) as budget:
         account = budget.account("buffers")
         buffer = runtime.buffer(MIB // 2, account=account)
@@ -62,7 +62,7 @@ def test_buffers_pay(runtime: kvtier.Runtime) -> None:
             runtime.buffer(4096, account=account)
 
 
-def test_waiting_in_line(runtime: kvtier.Runtime) -> None:
+def test_reservations_wait_in_order(runtime: kvtier.Runtime) -> None:
     with runtime.budget(host_bytes=MIB) as budget:
         with budget.account("has") as has, budget.account("wants") as wants:
             has.reserve(TIER_HOST, MIB)
@@ -79,7 +79,7 @@ def test_waiting_in_line(runtime: kvtier.Runtime) -> None:
                 wants.reserve_later(TIER_HOST, 2 * MIB)
 
 
-def test_a_dropped_reservation_leaves_the_line(runtime: kvtier.Runtime) -> None:
+def test_a_dropped_reservation_is_cancelled(runtime: kvtier.Runtime) -> None:
     with runtime.budget(host_bytes=MIB) as budget:
         with budget.account("has") as has, budget.account("wants") as wants:
             has.reserve(TIER_HOST, MIB)
@@ -90,7 +90,7 @@ def test_a_dropped_reservation_leaves_the_line(runtime: kvtier.Runtime) -> None:
             assert wants.held(TIER_HOST) == (0, 0)
 
 
-def test_reclaimer(runtime: kvtier.Runtime) -> None:
+def test_the_reclaimer_releases_bytes_for_another_account(runtime: kvtier.Runtime) -> None:
     asked: List[Any] = []
 
     def reclaim(tier: int, nbytes: int, left: Optional[float]) -> int:
@@ -113,7 +113,7 @@ def test_reclaimer(runtime: kvtier.Runtime) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, -5, 2**80, "raise"])
-def test_a_strange_reclaimer_harms_nobody(
+def test_an_invalid_answer_of_a_reclaimer_is_tolerated(
     runtime: kvtier.Runtime, unraisable: List[Any], answer: Any
 ) -> None:
     asked = threading.Event()
@@ -129,18 +129,18 @@ def test_a_strange_reclaimer_harms_nobody(
             odd.reserve(TIER_HOST, MIB)
             odd.commit(TIER_HOST, MIB, MIB)
             timeout = 0.05
-            while not asked.is_set():  # again where the deadline came before it was asked
+            while not asked.is_set():  # repeats if the deadline passed before the reclaim
                 with pytest.raises(kvtier.TimeoutError):
                     wants.reserve_later(TIER_HOST, MIB, timeout=timeout).result(HANG_S)
                 timeout *= 2
             odd.release(TIER_HOST, MIB)
-        # Closed: its callback has returned, and what it raised has been told.
+        # After the close the callback has returned, and its exception has been reported.
         if answer == "raise":
             until(lambda: unraisable)
     assert [str(e) for e in unraisable][:1] == (["not mine"] if answer == "raise" else [])
 
 
-def test_closing_a_budget_ends_the_line(runtime: kvtier.Runtime) -> None:
+def test_closing_a_budget_ends_waiting_reservations(runtime: kvtier.Runtime) -> None:
     budget = runtime.budget(host_bytes=MIB)
     with budget.account("has") as has, budget.account("wants") as wants:
         has.reserve(TIER_HOST, MIB)
@@ -153,7 +153,7 @@ def test_closing_a_budget_ends_the_line(runtime: kvtier.Runtime) -> None:
         budget.account()
 
 
-def test_a_dropped_account_gives_back(runtime: kvtier.Runtime) -> None:
+def test_a_dropped_account_releases_its_bytes(runtime: kvtier.Runtime) -> None:
     with runtime.budget(host_bytes=MIB) as budget:
         account = budget.account("forgetful")
         account.reserve(TIER_HOST, MIB)
@@ -164,7 +164,7 @@ def test_a_dropped_account_gives_back(runtime: kvtier.Runtime) -> None:
         assert budget.tier(TIER_HOST).free_bytes == MIB
 
 
-def test_resize(runtime: kvtier.Runtime) -> None:
+def test_resize_changes_the_limit_of_a_tier(runtime: kvtier.Runtime) -> None:
     with runtime.budget(host_bytes=MIB) as budget:
         budget.resize(TIER_HOST, 2 * MIB)
         assert budget.tier(TIER_HOST).limit_bytes == 2 * MIB

@@ -1,4 +1,4 @@
-"""Buffers: the same bytes on both sides, and memory that outlives its views."""
+"""Buffers: memory shared with Python, which lives until the last view is gone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_views_share_the_memory(runtime: kvtier.Runtime) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="__buffer__ is Python 3.12")
-def test_the_buffer_itself_is_a_buffer(runtime: kvtier.Runtime) -> None:
+def test_a_buffer_has_the_buffer_protocol(runtime: kvtier.Runtime) -> None:
     buffer = runtime.buffer(4096)
     memoryview(buffer)[3] = 9  # type: ignore[arg-type]
     assert np.frombuffer(buffer, np.uint8)[3] == 9  # type: ignore[call-overload]
@@ -51,7 +51,7 @@ def test_the_library_writes_what_numpy_reads(runtime: kvtier.Runtime) -> None:
     assert np.array_equal(np.asarray(source), np.asarray(target))
 
 
-def test_closing_keeps_memory_under_views(runtime: kvtier.Runtime) -> None:
+def test_views_keep_the_memory_of_a_closed_buffer(runtime: kvtier.Runtime) -> None:
     buffer = runtime.buffer(1 << 20)
     memory = weakref.ref(buffer._memory)
     array = np.asarray(buffer)
@@ -76,7 +76,7 @@ def test_memory_outlives_its_runtime() -> None:
     assert bytes(view[:3]) == b"xxx"
 
 
-def test_use_after_close_is_a_clean_error(runtime: kvtier.Runtime) -> None:
+def test_use_of_a_closed_buffer_raises_closed_error(runtime: kvtier.Runtime) -> None:
     buffer, other = runtime.buffer(4096), runtime.buffer(4096)
     buffer.close()
     buffer.close()
@@ -106,7 +106,7 @@ def test_a_dropped_buffer_in_flight_is_freed_after_the_op(single: kvtier.Runtime
         op = single.submit([gate.work, kvtier.Work.checksum(buffer)])
     del buffer
     with pytest.raises(BufferError):
-        memory.append(1)  # the library still reads there
+        memory.append(1)  # the library still reads the memory
     gate.open()
     op.result(HANG_S)
     assert _reaper.flush(HANG_S)
@@ -118,7 +118,7 @@ def test_wrap_holds_its_object_until_it_is_freed(runtime: kvtier.Runtime) -> Non
         pass
 
     array = np.zeros(8192, np.uint8).view(Array)
-    gone = weakref.ref(array)
+    reference = weakref.ref(array)
     buffer = kvtier.Buffer.wrap(runtime, array)
     assert buffer.address == array.ctypes.data and buffer.info().pages == "foreign"
     source = runtime.buffer(8192)
@@ -127,9 +127,9 @@ def test_wrap_holds_its_object_until_it_is_freed(runtime: kvtier.Runtime) -> Non
     assert (array == 5).all()
     del array
     gc.collect()
-    assert gone() is not None and _callbacks.live() == 1
+    assert reference() is not None and _callbacks.live() == 1
     buffer.close()
-    assert gone() is None and _callbacks.live() == 0
+    assert reference() is None and _callbacks.live() == 0
 
 
 def test_wrap_takes_what_is_writable_and_contiguous(runtime: kvtier.Runtime) -> None:
@@ -147,7 +147,7 @@ def test_wrap_takes_what_is_writable_and_contiguous(runtime: kvtier.Runtime) -> 
         runtime.wrap(5)
 
 
-def test_wrap_that_fails_leaves_the_object_alone(runtime: kvtier.Runtime) -> None:
+def test_a_failed_wrap_does_not_hold_the_object(runtime: kvtier.Runtime) -> None:
     memory = bytearray(16)
     closed = kvtier.Runtime(workers=1)
     closed.close()
@@ -159,7 +159,7 @@ def test_wrap_that_fails_leaves_the_object_alone(runtime: kvtier.Runtime) -> Non
     assert _callbacks.live() == 0
 
 
-def test_kinds_of_memory(runtime: kvtier.Runtime) -> None:
+def test_memory_options_are_applied_or_rejected(runtime: kvtier.Runtime) -> None:
     buffer = runtime.buffer(100_000, align_bytes=1 << 16, pin="try", huge="try", prefault=True)
     info = buffer.info()
     assert info.address % (1 << 16) == 0 and info.nbytes == 100_000
@@ -170,7 +170,7 @@ def test_kinds_of_memory(runtime: kvtier.Runtime) -> None:
         runtime.buffer(4096, pin="maybe")
 
 
-def test_planted_lack_of_memory() -> None:
+def test_an_injected_allocation_failure_is_an_error() -> None:
     with kvtier.Runtime(workers=1, faults="faults(map=at(fail=1))") as runtime:
         with pytest.raises(kvtier.Error, match="injected failure") as caught:
             runtime.buffer(4096)
@@ -178,7 +178,7 @@ def test_planted_lack_of_memory() -> None:
         runtime.buffer(4096).close()
 
 
-def test_ranges_are_checked(runtime: kvtier.Runtime) -> None:
+def test_ranges_outside_of_the_buffer_are_rejected(runtime: kvtier.Runtime) -> None:
     buffer = runtime.buffer(4096)
     for work in (kvtier.Work.checksum(buffer, 4097),
                  kvtier.Work.checksum(buffer, 1, src_offset=4096),

@@ -1,4 +1,4 @@
-"""Closed things: every public method of every noun says so, found by looking at the classes."""
+"""Closed objects: every public method of every class raises. The tests inspect the classes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = Attention(1, 2, 2, 8, 8, 4, 64)
 PLANE = bytearray(64)
 SPARSE = "h2o(sink=1,recent=1,budget=4)"
 
-#: What a parameter is given that has no default, by its name.
+#: The argument for each parameter without a default, by the parameter's name.
 ARGUMENTS: Dict[str, Any] = {
     "tokens": 4, "layer": 0, "first": 0, "tier": kvtier.TIER_HOST, "nbytes": 64, "limit": 1 << 20,
     "spec": "lru", "ids": [1], "rows": [1], "units": [1], "required_units": 1,
@@ -39,7 +39,7 @@ ARGUMENTS: Dict[str, Any] = {
     "target": bytearray(64), "raw_event": 1, "raw_stream": 1, "event": None, "kernels": [],
     "names": [b"a"], "places": kvtier.At([4096]),
 }
-#: Where a name means something else.
+#: Arguments of parameters whose name has another meaning.
 SPECIAL: Dict[Tuple[str, str], Any] = {
     ("Session", "append.tokens"): [1], ("Namespace", "lookup.tokens"): [1],
     ("Namespace", "lookup_keys.keys"): b"", ("Namespace", "exists.keys"): b"",
@@ -47,13 +47,13 @@ SPECIAL: Dict[Tuple[str, str], Any] = {
     ("Sparse", "score.scores"): [0.0], ("Sparse", "select.candidates"): [0],
     ("Runtime", "submit_each.work"): [],
 }
-#: What is no use of a handle: to close again is fine, and the rest asks for a running loop, or
-#: for what is known here.
+#: Members that do not use the handle: a second close is allowed, the others need a running loop,
+#: or return state of the Python object.
 FINE = {"close", "aclose", "closed", "attach", "detach", "exported"}
 
 
 class World:
-    """One of each noun, all open."""
+    """One open object of each class."""
 
     def __init__(self, where: Path) -> None:
         self.runtime = kvtier.Runtime(workers=1)
@@ -70,12 +70,12 @@ class World:
         self.lab = kvtier.Lab(self.trace)
         self.device = kvtier.Device(self.runtime, "simulated", memory_bytes=1 << 20)
         self.memory = self.device.alloc(4096)
-        self.moment = self.device.copy()
-        self.promise = self.device.create_event()
+        self.device_event = self.device.copy()
+        self.user_event = self.device.create_event()
         self.store = kvtier.Store(self.runtime, "store(host=1MiB)")
-        self.space = self.store.namespace(Identity(), chunk_tokens=4,
-                                          groups=[Group([0], 64, 64, "f32", 2)])
-        self.session = self.space.session()
+        self.namespace = self.store.namespace(Identity(), chunk_tokens=4,
+                                              groups=[Group([0], 64, 64, "f32", 2)])
+        self.session = self.namespace.session()
         self.offload = kvtier.Offload(self.session, SHAPE, "f32", buffer_tokens=16)
         self.blocks = kvtier.Blocks(self.store, Identity(), [64])
         self.hold = self.blocks.hold([b"a"])
@@ -84,38 +84,38 @@ class World:
         self.model = kvtier.Model(where / "m.safetensors")
         self.streamer = kvtier.Streamer(self.runtime, self.model)
 
-    def nouns(self) -> List[Any]:
-        """What can be closed, in the order in which it can."""
-        return [self.op, self.offload, self.hold, self.blocks, self.session, self.space, self.store,
-                self.promise, self.moment, self.memory, self.device, self.streamer, self.model,
-                self.lab, self.trace, self.sparse, self.policy, self.event, self.buffer,
-                self.account, self.budget, self.queue, self.runtime]
+    def objects(self) -> List[Any]:
+        """The closable objects, in the order of closing."""
+        return [self.op, self.offload, self.hold, self.blocks, self.session, self.namespace,
+                self.store, self.user_event, self.device_event, self.memory, self.device,
+                self.streamer, self.model, self.lab, self.trace, self.sparse, self.policy,
+                self.event, self.buffer, self.account, self.budget, self.queue, self.runtime]
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path)
     yield world
-    for noun in world.nouns():
-        noun.close()
+    for closable in world.objects():
+        closable.close()
 
 
-def public(noun: Any) -> Iterator[Tuple[str, Callable[[], Any]]]:
+def public(closable: Any) -> Iterator[Tuple[str, Callable[[], Any]]]:
     """Uses of an object: its methods with arguments, and its properties."""
-    kind = type(noun)
+    kind = type(closable)
     for name, member in inspect.getmembers(kind):
         if name.startswith("_") or name in FINE:
             continue
         if isinstance(member, property):
-            yield name, lambda name=name: getattr(noun, name)
+            yield name, lambda name=name: getattr(closable, name)
         elif inspect.isfunction(member) and not isinstance(
                 inspect.getattr_static(kind, name), staticmethod):
-            yield name, lambda name=name, member=member: getattr(noun, name)(
+            yield name, lambda name=name, member=member: getattr(closable, name)(
                 **arguments(kind.__name__, name, member))
 
 
 def arguments(kind: str, method: str, function: Any) -> Dict[str, Any]:
-    """Something for each parameter that must be given."""
+    """An argument for each required parameter."""
     given = {}
     for at, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
         if at == 0 or parameter.default is not parameter.empty or parameter.kind in (
@@ -127,53 +127,53 @@ def arguments(kind: str, method: str, function: Any) -> Dict[str, Any]:
 
 
 def close_all(world: World) -> None:
-    for noun in world.nouns():
-        noun.close()
-        noun.close()  # twice is fine
-        assert noun.closed, noun
+    for closable in world.objects():
+        closable.close()
+        closable.close()  # a second close has no effect
+        assert closable.closed, closable
 
 
-def test_every_noun_is_here(world: World) -> None:
-    """A class that is added and can be closed is found to be missing."""
-    ours = {type(noun) for noun in world.nouns()}
-    all_of_them = {value for value in vars(kvtier).values() if inspect.isclass(value)
-                   and issubclass(value, Resource)}
-    assert all_of_them <= ours, all_of_them - ours
+def test_every_closable_class_is_tested(world: World) -> None:
+    """Fails if a new closable class is missing in `World`."""
+    tested = {type(closable) for closable in world.objects()}
+    existing = {value for value in vars(kvtier).values() if inspect.isclass(value)
+                and issubclass(value, Resource)}
+    assert existing <= tested, existing - tested
 
 
-def test_whatever_is_closed_says_so(world: World) -> None:
-    # Some arguments need what is open: they are made before.
-    some = kvtier.Work.checksum(world.buffer)
+def test_every_use_of_a_closed_object_raises(world: World) -> None:
+    # Some arguments need open objects, so they are created before the close.
+    work = kvtier.Work.checksum(world.buffer)
     copy = kvtier.DeviceCopy(View(bytearray(64), 16), bytearray(64))
-    more = {"work": some, "dst": world.buffer, "src": world.buffer, "queue": world.queue,
+    more = {"work": work, "dst": world.buffer, "src": world.buffer, "queue": world.queue,
             "memory": world.memory, "session": world.session, "op": world.op, "copies": [copy]}
     ARGUMENTS.update(more)
     close_all(world)
     wrong = []
-    for noun in world.nouns():
-        uses = dict(public(noun))
+    for closable in world.objects():
+        uses = dict(public(closable))
         few = (kvtier.Event, kvtier.DeviceMemory, kvtier.Hold)
-        assert len(uses) > 1 or isinstance(noun, few), noun
+        assert len(uses) > 1 or isinstance(closable, few), closable
         for name, use in uses.items():
             try:
                 found = use()
             except (kvtier.ClosedError, kvtier.HandleError):
                 continue
-            except Exception as error:  # noqa: BLE001: each is told at the end
+            except Exception as error:  # noqa: BLE001: reported at the end
                 found = error
             plain = (int, str, tuple, bool, type(None), dict, list)
-            if isinstance(found, plain) and isinstance(getattr(type(noun), name), property):
-                continue  # what it was like, kept here
-            wrong.append(f"{type(noun).__name__}.{name}: {found!r}")
-        if isinstance(noun, Resource):
+            if isinstance(found, plain) and isinstance(getattr(type(closable), name), property):
+                continue  # state of the Python object
+            wrong.append(f"{type(closable).__name__}.{name}: {found!r}")
+        if isinstance(closable, Resource):
             with pytest.raises((kvtier.ClosedError, kvtier.HandleError)):
-                noun.__enter__()
+                closable.__enter__()
     for name in more:
         del ARGUMENTS[name]
     assert not wrong, "\n".join(wrong)
 
 
-def test_each_that_waits_closes_in_a_loop(tmp_path: Path) -> None:
+def test_closing_classes_support_async_with(tmp_path: Path) -> None:
     async def main() -> None:
         async with kvtier.Runtime(workers=1) as runtime:
             async with kvtier.Store(runtime, "store(host=1MiB)") as store:
@@ -189,14 +189,14 @@ def test_each_that_waits_closes_in_a_loop(tmp_path: Path) -> None:
         assert runtime.closed
 
     asyncio.run(main())
-    waits = {name for name, kind in vars(kvtier).items() if inspect.isclass(kind)
-             and issubclass(kind, Closing) for name in [kind.__name__]}
-    assert waits == {"Runtime", "Queue", "Store", "Device", "DeviceEvent", "UserEvent",
-                     "Streamer"}
+    waiting = {name for name, kind in vars(kvtier).items() if inspect.isclass(kind)
+               and issubclass(kind, Closing) for name in [kind.__name__]}
+    assert waiting == {"Runtime", "Queue", "Store", "Device", "DeviceEvent", "UserEvent",
+                       "Streamer"}
 
 
-def test_a_close_is_waited_for_by_a_task_that_is_cancelled(single: kvtier.Runtime,
-                                                           gate: Gate) -> None:
+def test_a_cancelled_task_waits_for_the_end_of_aclose(single: kvtier.Runtime,
+                                                      gate: Gate) -> None:
     async def main() -> None:
         queue = single.queue()
         single.post(gate.work, queue)
@@ -215,42 +215,42 @@ def test_a_close_is_waited_for_by_a_task_that_is_cancelled(single: kvtier.Runtim
 
 
 def forked_uses(where: Path) -> None:
-    """A program of its own: what a forked child is not refused goes to the output."""
+    """Runs in a separate program, and prints every use that a forked child is not denied."""
     world = World(where)
     ARGUMENTS.update(work=kvtier.Work.checksum(world.buffer), dst=world.buffer, src=world.buffer,
                      queue=world.queue, memory=world.memory, session=world.session, op=world.op,
                      copies=[])
     pid = os.fork()
     if pid == 0:
-        for noun in world.nouns():
-            for name, use in public(noun):
+        for closable in world.objects():
+            for name, use in public(closable):
                 try:
                     found: Any = use()
                 except kvtier.ForkedError:
                     continue
-                except Exception as error:  # noqa: BLE001: all are told
+                except Exception as error:  # noqa: BLE001: all are printed
                     found = error
-                kept = isinstance(getattr(type(noun), name), property)
-                if not (kept and isinstance(found, (int, str, tuple, dict, list, type(None)))):
-                    print(f"{type(noun).__name__}.{name}: {found!r}", flush=True)
+                is_state = isinstance(getattr(type(closable), name), property)
+                if not (is_state and isinstance(found, (int, str, tuple, dict, list, type(None)))):
+                    print(f"{type(closable).__name__}.{name}: {found!r}", flush=True)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     close_all(world)
-    print("parent goes on")
+    print("parent continues")
 
 
-def test_a_forked_child_is_refused_by_all(tmp_path: Path) -> None:
+def test_every_use_in_a_forked_child_raises(tmp_path: Path) -> None:
     paths = [str(Path(__file__).parent), *sys.path]
     done = run(f"""
-        import pathlib, sys, kvtier  # before the sources are in the path
+        import pathlib, sys, kvtier  # before the path contains the sources
         sys.path[:] = {paths!r}
         import test_closed
         test_closed.forked_uses(pathlib.Path({str(tmp_path)!r}))
     """)
-    assert (done.returncode, done.stdout.strip()) == (0, "parent goes on"), done
+    assert (done.returncode, done.stdout.strip()) == (0, "parent continues"), done
 
 
-def test_a_loop_that_lends_no_threads_any_more_closes_all(tmp_path: Path) -> None:
+def test_aclose_works_after_the_executor_is_shut_down(tmp_path: Path) -> None:
     kept: List[Closing] = []
 
     async def main() -> None:
@@ -259,10 +259,10 @@ def test_a_loop_that_lends_no_threads_any_more_closes_all(tmp_path: Path) -> Non
             await asyncio.get_running_loop().shutdown_default_executor()
 
     asyncio.run(main())
-    assert [one.closed for one in kept] == [True, True]
+    assert [closable.closed for closable in kept] == [True, True]
 
 
-def test_a_queue_leaves_a_loop_that_stops(tmp_path: Path) -> None:
+def test_a_queue_detaches_from_a_stopping_loop(tmp_path: Path) -> None:
     loop = asyncio.new_event_loop()
     with kvtier.Runtime(workers=1) as runtime:
         queue = runtime.queue()
@@ -275,12 +275,12 @@ def test_a_queue_leaves_a_loop_that_stops(tmp_path: Path) -> None:
 
         def stop() -> None:
             closing.start()
-            until(lambda: queue._loop is None)  # what it asks the loop for is not heard any more
+            until(lambda: queue._loop is None)  # the stopping loop does not run the detach call
             loop.stop()
 
         loop.call_soon(stop)
         loop.run_forever()
         closing.join(HANG_S)
         assert not closing.is_alive() and queue.closed
-        loop.run_until_complete(asyncio.sleep(0))  # and its word for the loop does no harm
+        loop.run_until_complete(asyncio.sleep(0))  # now runs the detach call, without effect
         loop.close()

@@ -1,4 +1,4 @@
-"""Devices: copies, memory and events, and one of Python's own that is put to the test."""
+"""Devices: copies, memory and events, and a custom device in Python."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ SOON = HANG_S
 
 
 def _runs(table: int, count: int) -> List[Tuple[int, int, int]]:
-    """What a table of KVT_DEVICE_KERNEL_MOVE says: from where, to where, how many bytes."""
+    """Decodes a table of KVT_DEVICE_KERNEL_MOVE to sources, targets and sizes."""
     pieces = struct.iter_unpack("<QQqqII", ctypes.string_at(table, 40 * count))
-    return [(source + i * step, target + i * far, nbytes)
-            for source, target, step, far, nbytes, runs in pieces for i in range(runs)]
+    return [(source + i * source_stride, target + i * target_stride, nbytes)
+            for source, target, source_stride, target_stride, nbytes, runs in pieces
+            for i in range(runs)]
 
 
 class Accelerator:
-    """A thread does the work; memory of the "device" is ctypes' own. Copies of other streams
-    overtake each other only where events allow it."""
+    """A custom device with a thread per stream, whose memory is allocated by ctypes. Streams run
+    concurrently, except for events."""
 
     streams = 2
     has_memory = True
@@ -44,11 +45,11 @@ class Accelerator:
         self._last = self._used = 0
         self._over = False
         self.pinned: Dict[int, int] = {}
-        #: Marks on streams that nobody asks for.
+        #: Events of `stream_wait`, which the library does not release.
         self.held: List[int] = []
-        #: What the next call raises, and the next question.
-        self.trouble: Any = None
-        self.doubt: Any = None
+        #: The exceptions of the next call, and of the next query.
+        self.next_error: Any = None
+        self.next_query_error: Any = None
         self._threads = [threading.Thread(target=self._serve, args=(stream,), daemon=True)
                          for stream in self._queues]
         for thread in self._threads:
@@ -66,22 +67,22 @@ class Accelerator:
         assert not self._ended and not self._memory
 
     def create_event(self) -> int:
-        """An event of the engine's own."""
+        """Creates an event of the engine."""
         with self._changed:
             self._last += 1
             self._ended[self._last] = False
             return self._last
 
-    def come(self, event: int) -> None:
+    def complete(self, event: int) -> None:
         with self._changed:
             if event in self._ended:
                 self._ended[event] = True
             self._changed.notify_all()
 
     def _raise(self) -> None:
-        trouble, self.trouble = self.trouble, None
-        if trouble is not None:
-            raise trouble
+        error, self.next_error = self.next_error, None
+        if error is not None:
+            raise error
 
     def _put(self, stream: int, after: int, work: Any) -> int:
         self._raise()
@@ -107,7 +108,7 @@ class Accelerator:
                 ctypes.memmove(target, source, nbytes)
             with self._changed:
                 queue.pop(0)
-            self.come(event)
+            self.complete(event)
 
     def submit(self, stream: int, after: int, copies: List[kvtier.CopyRows]) -> int:
         return self._put(stream, after, [
@@ -116,13 +117,13 @@ class Accelerator:
 
     def launch(self, stream: int, after: int, kernels: List[Any]) -> int:
         tables = [(k.table, k.count) for k in kernels]
-        # What is in tables is read when their turn comes.
+        # Tables are read when the kernel runs.
         return self._put(stream, after, lambda: [run for at, n in tables for run in _runs(at, n)])
 
     def query(self, event: int) -> bool:
-        doubt, self.doubt = self.doubt, None
-        if doubt is not None:
-            raise doubt
+        error, self.next_query_error = self.next_query_error, None
+        if error is not None:
+            raise error
         with self._changed:
             return self._ended[event]
 
@@ -166,7 +167,7 @@ class Accelerator:
         self.held.append(self._put(raw_stream, event, []))
 
     def signal_event(self, event: int) -> None:
-        self.come(event)
+        self.complete(event)
 
 
 @pytest.fixture
@@ -186,7 +187,7 @@ def noise(seed: int, nbytes: int) -> bytes:
     return np.random.default_rng(seed).bytes(nbytes)
 
 
-def test_a_device_of_ones_own_is_put_to_the_test(device: kvtier.Device) -> None:
+def test_a_custom_device_passes_the_conformance_suite(device: kvtier.Device) -> None:
     info = device.info
     assert (info.kind, info.streams, info.kernels) == ("custom", 2, (abi.KVT_DEVICE_KERNEL_MOVE,))
     assert info.asynchronous and info.has_memory and not info.sums
@@ -198,7 +199,8 @@ def test_a_device_of_ones_own_is_put_to_the_test(device: kvtier.Device) -> None:
     assert len(report.checks) == report.passed + report.skipped
 
 
-def test_a_wrong_device_is_found_out(runtime: kvtier.Runtime, engine: Accelerator) -> None:
+def test_the_conformance_suite_fails_a_wrong_device(runtime: kvtier.Runtime,
+                                                    engine: Accelerator) -> None:
     class Wrong(Accelerator):
         def submit(self, stream: int, after: int, copies: List[kvtier.CopyRows]) -> int:
             return super().submit(stream, after, [c._replace(runs=c.runs - 1) if c.runs > 1
@@ -211,7 +213,7 @@ def test_a_wrong_device_is_found_out(runtime: kvtier.Runtime, engine: Accelerato
     wrong.stop()
 
 
-def test_copies_of_all_kinds(device: kvtier.Device) -> None:
+def test_copies_and_kernels_transfer_exact_bytes(device: kvtier.Device) -> None:
     tokens, heads, run, gap = 33, 2, 48, 16
     step, plane = heads * run + gap, tokens * heads * run
     source = np.frombuffer(noise(1, tokens * step), dtype=np.uint8)
@@ -219,11 +221,11 @@ def test_copies_of_all_kinds(device: kvtier.Device) -> None:
     view = View(source, run, heads, token_stride=step)
     with device.alloc(plane) as memory, device.alloc(plane) as other:
         assert memory.on_device and memory.address % 256 == 0 and len(memory) == plane
-        there = device.copy([DeviceCopy(view, memory)])
+        gathered = device.copy([DeviceCopy(view, memory)])
         back = bytearray(plane)
-        with device.download(memory, back, stream=1, after=there) as home:
-            home.wait(SOON)
-            assert bytes(back) == image and home.done and there.done
+        with device.download(memory, back, stream=1, after=gathered) as downloaded:
+            downloaded.wait(SOON)
+            assert bytes(back) == image and downloaded.done and gathered.done
         table = struct.pack("<QQqqII", memory.address, other.address, 0, 0, plane, 1)
         pieces = ctypes.create_string_buffer(table)
         kernel = abi.kvt_kernel_t(kind=abi.KVT_DEVICE_KERNEL_MOVE, table=ctypes.addressof(pieces), count=1)
@@ -244,44 +246,43 @@ def test_copies_of_all_kinds(device: kvtier.Device) -> None:
         kernel.kind = abi.KVT_DEVICE_KERNEL_DECODE
         with pytest.raises(kvtier.UnsupportedError):
             device.launch([kernel])
-        for event in (there, moved):
+        for event in (gathered, moved):
             event.close(SOON)
     assert memory.closed
     with pytest.raises(kvtier.ClosedError):
         device.upload(back, memory)
     with pytest.raises(kvtier.ClosedError):
-        device.copy(after=there)
+        device.copy(after=gathered)
 
 
-def test_what_waits_for_an_event_of_the_engine(device: kvtier.Device,
-                                               engine: Accelerator) -> None:
+def test_copies_wait_for_an_imported_event(device: kvtier.Device, engine: Accelerator) -> None:
     data, back = noise(2, 5000), bytearray(5000)
     memory = device.alloc(5000)
     computed = engine.create_event()
-    adopted = device.import_event(computed)
-    there = device.upload(data, memory, after=adopted)
-    device.stream_wait(1, there)
-    home = device.download(memory, back, stream=1)
-    assert not (adopted.done or there.done or home.done)
+    imported = device.import_event(computed)
+    uploaded = device.upload(data, memory, after=imported)
+    device.stream_wait(1, uploaded)
+    downloaded = device.download(memory, back, stream=1)
+    assert not (imported.done or uploaded.done or downloaded.done)
     with pytest.raises(kvtier.TimeoutError):
-        home.wait(0.02)
+        downloaded.wait(0.02)
     with pytest.raises(kvtier.BusyError):
-        home.close(0.0)
-    engine.come(computed)
-    home.wait(SOON)
+        downloaded.close(0.0)
+    engine.complete(computed)
+    downloaded.wait(SOON)
     assert bytes(back) == data
-    told = device.poll()
-    assert there.number in told and home.number in told
+    completed = device.poll()
+    assert uploaded.number in completed and downloaded.number in completed
     engine.release(computed)
-    with device.create_event() as promise:
+    with device.create_event() as user_event:
         back[:] = bytes(5000)
-        again = device.download(memory, back, after=promise)
-        assert not (promise.done or again.done)
-        promise.signal()
+        again = device.download(memory, back, after=user_event)
+        assert not (user_event.done or again.done)
+        user_event.signal()
         again.wait(SOON)
         assert bytes(back) == data
-    with device.create_event() as promise:
-        again = device.download(memory, back, after=promise)
+    with device.create_event() as user_event:
+        again = device.download(memory, back, after=user_event)
     again.wait(SOON)
     with pytest.raises(kvtier.HandleError):
         device.import_event(1 << 40)
@@ -292,27 +293,28 @@ def test_what_waits_for_an_event_of_the_engine(device: kvtier.Device,
         device.unregister_host(memory.address)
 
 
-def test_what_is_let_go_of_stays_until_it_has_come(device: kvtier.Device,
-                                                   engine: Accelerator) -> None:
+def test_a_dropped_event_keeps_its_objects_until_it_completes(device: kvtier.Device,
+                                                              engine: Accelerator) -> None:
     memory, data = device.alloc(9000), noise(4, 9000)
     computed = engine.create_event()
     device.upload(bytearray(data), memory, after=device.import_event(computed))
     gc.collect()
-    engine.come(computed)
+    engine.complete(computed)
     back = bytearray(9000)
     device.download(memory, back).close(SOON)
     assert bytes(back) == data
     engine.release(computed)
 
 
-def test_what_an_engine_raises(device: kvtier.Device, engine: Accelerator,
-                               unraisable: List[Any]) -> None:
+def test_an_exception_of_a_custom_device_becomes_a_status(device: kvtier.Device,
+                                                          engine: Accelerator,
+                                                          unraisable: List[Any]) -> None:
     memory = device.alloc(64)
-    engine.trouble = ZeroDivisionError("in the engine")
+    engine.next_error = ZeroDivisionError("in the engine")
     with pytest.raises(kvtier.StateError):
         device.upload(b"x" * 64, memory)
     assert [type(error) for error in unraisable] == [ZeroDivisionError]
-    engine.trouble = kvtier.IoError("the link", abi.KVT_E_IO, "KVT_E_IO")
+    engine.next_error = kvtier.IoError("the link", abi.KVT_E_IO, "KVT_E_IO")
     with pytest.raises(kvtier.IoError):
         device.upload(b"x" * 64, memory)
     with pytest.raises(kvtier.NoMemoryError):
@@ -326,20 +328,20 @@ def test_what_an_engine_raises(device: kvtier.Device, engine: Accelerator,
         device.alloc(0)
 
 
-def test_a_question_that_fails_is_asked_again(device: kvtier.Device, engine: Accelerator,
-                                              unraisable: List[Any]) -> None:
+def test_an_event_is_queried_again_after_an_exception(device: kvtier.Device, engine: Accelerator,
+                                                      unraisable: List[Any]) -> None:
     memory, back = device.alloc(64), bytearray(64)
-    for doubt in (KeyboardInterrupt(), MemoryError()):
+    for error in (KeyboardInterrupt(), MemoryError()):
         device.upload(b"z" * 64, memory).close(SOON)
-        moved = device.download(memory, back)
-        engine.doubt = doubt
-        moved.wait(SOON)
-        assert engine.doubt is None and bytes(back) == b"z" * 64
-        moved.close(SOON)
+        downloaded = device.download(memory, back)
+        engine.next_query_error = error
+        downloaded.wait(SOON)
+        assert engine.next_query_error is None and bytes(back) == b"z" * 64
+        downloaded.close(SOON)
     assert [type(error) for error in unraisable] == [KeyboardInterrupt, MemoryError]
 
 
-def test_a_store_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device) -> None:
+def test_a_store_transfers_device_memory(runtime: kvtier.Runtime, device: kvtier.Device) -> None:
     tokens, run = 16, 64
     plane = tokens * run
     image, empty, found = noise(5, 4 * plane), bytes(4 * plane), bytearray(4 * plane)
@@ -350,8 +352,8 @@ def test_a_store_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device) -
     with kvtier.Store(runtime, host_bytes=1 << 20, device=device) as store:
         with pytest.raises(kvtier.BusyError):
             device.close(0.1)
-        space = store.namespace(Identity(model=b"m"), chunk_tokens=4, groups=groups)
-        with space, space.session() as session:
+        namespace = store.namespace(Identity(model=b"m"), chunk_tokens=4, groups=groups)
+        with namespace, namespace.session() as session:
             session.append(list(range(tokens)))
             device.upload(image, cache).close(SOON)
             assert session.put(k, v).result(SOON).value == tokens
@@ -361,44 +363,44 @@ def test_a_store_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device) -
     assert bytes(found) == image
 
 
-def test_an_event_stays_as_long_as_what_is_behind_it(runtime: kvtier.Runtime,
-                                                     device: kvtier.Device) -> None:
+def test_an_op_keeps_the_event_that_it_waits_for(runtime: kvtier.Runtime,
+                                                 device: kvtier.Device) -> None:
     tokens, run = 8, 64
     cache, groups = device.alloc(tokens * run), [Group(layers=[0], k_bytes=run)]
 
-    def behind(begin: Callable[[kvtier.UserEvent], List[kvtier.Op]]) -> None:
-        promise = device.create_event()
-        seen, ops = weakref.ref(promise), begin(promise)
-        del promise
+    def check(begin: Callable[[kvtier.UserEvent], List[kvtier.Op]]) -> None:
+        event = device.create_event()
+        reference, ops = weakref.ref(event), begin(event)
+        del event
         gc.collect()
-        kept = seen()
+        kept = reference()
         assert kept is not None and not any(op.info().released for op in ops)
         kept.signal()
         del kept
         for op in ops:
             op.result(SOON)
-            assert seen() is not None
+            assert reference() is not None
             op.close()
         gc.collect()
-        assert seen() is None
+        assert reference() is None
 
     with kvtier.Store(runtime, host_bytes=1 << 20, device=device) as store:
-        space = store.namespace(Identity(model=b"m"), chunk_tokens=4, groups=groups)
-        with space, space.session() as session:
+        namespace = store.namespace(Identity(model=b"m"), chunk_tokens=4, groups=groups)
+        with namespace, namespace.session() as session:
             session.append(list(range(tokens)))
             views = [View(cache, run)]
-            behind(lambda promise: [session.put(views, after=promise)])
-            behind(lambda promise: [session.get(views, after=promise)])
-            behind(lambda promise: session.get_each(views, after=promise))
+            check(lambda event: [session.put(views, after=event)])
+            check(lambda event: [session.get(views, after=event)])
+            check(lambda event: session.get_each(views, after=event))
         with kvtier.Blocks(store, Identity(model=b"b"), [run]) as blocks:
             pool, names = kvtier.Pool(cache, run), [b"one", b"two"]
-            behind(lambda promise: [blocks.put(names, pool.at([0, 1]), after=promise)])
-            behind(lambda promise: [blocks.get(names, pool.at([2, 3]), after=promise)])
+            check(lambda event: [blocks.put(names, pool.at([0, 1]), after=event)])
+            check(lambda event: [blocks.get(names, pool.at([2, 3]), after=event)])
     cache.close()
 
 
-def test_a_streamer_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device,
-                                  engine: Accelerator, tmp_path: Path) -> None:
+def test_a_streamer_loads_units_to_device_memory(runtime: kvtier.Runtime, device: kvtier.Device,
+                                                 engine: Accelerator, tmp_path: Path) -> None:
     units, nbytes = 5, 40960
     image = noise(6, units * nbytes)
     path = tmp_path / "weights"
@@ -421,7 +423,7 @@ def test_a_streamer_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device
             computed = engine.create_event()
             unit.release(device.import_event(computed))
             assert unit.released
-            engine.come(computed)
+            engine.complete(computed)
             engine.release(computed)
             with pytest.raises(kvtier.StateError):
                 unit.release(device.copy())
@@ -429,7 +431,7 @@ def test_a_streamer_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device
                 device.download(unit, view)
 
 
-def test_the_other_kinds(runtime: kvtier.Runtime) -> None:
+def test_host_and_simulated_devices_copy_and_sum(runtime: kvtier.Runtime) -> None:
     with kvtier.Device(runtime) as host:
         assert host.info.kind == "host" and host.info.sums and not host.info.asynchronous
         source, target = noise(7, 5000), bytearray(5000)
@@ -442,13 +444,13 @@ def test_the_other_kinds(runtime: kvtier.Runtime) -> None:
         with pytest.raises(kvtier.NoMemoryError):
             one.alloc(1 << 21)
         memory, back = one.alloc(5000), bytearray(5000)
-        there = one.upload(source, memory)
-        one.download(memory, back, stream=1, after=there).close(SOON)
+        uploaded = one.upload(source, memory)
+        one.download(memory, back, stream=1, after=uploaded).close(SOON)
         assert bytes(back) == source
         event = one.copy([DeviceCopy(View(memory, 5000), source, scatter=True, tokens=1, sum=True)])
         event.wait(SOON)
-        assert event.sums == [None], "it was not opened to make sums"
-        # Not waited for: the event keeps what it needs, and the device waits when it closes.
+        assert event.sums == [None], "the device was opened without verify"
+        # Without a wait: the event keeps its objects, and the device waits when it closes.
         one.upload(source, memory)
     with kvtier.Device(runtime, "simulated", verify=True) as one:
         memory = one.alloc(5000)
@@ -470,8 +472,8 @@ def test_the_other_kinds(runtime: kvtier.Runtime) -> None:
         kvtier.Device(runtime, object())
 
 
-def test_an_index_is_laid_out_for_a_kernel() -> None:
-    """Heads, starts and items one behind the other; what is not sound is refused."""
+def test_launch_index_encodes_heads_starts_and_items() -> None:
+    """Heads, starts and items are contiguous; an unaligned address is rejected."""
     lines = kvtier.IndexHead(kvtier.IndexKind.LINES, first=0, lists=2)
     index = kvtier.Index.of([lines], [[0, 5], [0]])
     kernel = abi.kvt_kernel_t(kind=abi.KVT_DEVICE_KERNEL_PREFILL, query_heads=4, key_heads=2,

@@ -1,4 +1,4 @@
-"""What changed in a store: watched, told at a remote, and what a router does with it."""
+"""Store events: watched, published at a remote, and used by a router."""
 
 import http.client
 import json
@@ -19,17 +19,17 @@ from gate import HANG_S
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "router"))
 
 CHUNK, ROW, LAYERS = 16, 64, 2
-SPACE = {"identity": {"model": "m"}, "chunk_tokens": CHUNK,
-         "groups": [{"layers": list(range(LAYERS)), "k_bytes": ROW}]}
+NAMESPACE = {"identity": {"model": "m"}, "chunk_tokens": CHUNK,
+             "groups": [{"layers": list(range(LAYERS)), "k_bytes": ROW}]}
 
 
-def space_of(store):
+def namespace_of(store):
     return store.namespace(kvtier.Identity(model=b"m"), chunk_tokens=CHUNK,
                            groups=[kvtier.Group(layers=range(LAYERS), k_bytes=ROW)])
 
 
 def put(store, tokens):
-    with space_of(store) as space, space.session() as session:
+    with namespace_of(store) as namespace, namespace.session() as session:
         session.append(tokens)
         rows = [np.zeros(len(tokens) * ROW, np.uint8) for _ in range(LAYERS)]
         session.put([kvtier.View(row, ROW) for row in rows]).result(timeout=HANG_S)
@@ -39,31 +39,31 @@ def prompt(first, chunks):
     return [first * 1000 + at for at in range(chunks * CHUNK)]
 
 
-def until(what, holds):
+def until(condition, holds):
     end = time.monotonic() + HANG_S
     while not holds():
-        assert time.monotonic() < end, what
+        assert time.monotonic() < end, f"not within {HANG_S} s: {condition}"
         time.sleep(0.01)
 
 
-def test_a_watch_ends_when_something_changes(runtime):
+def test_a_watch_completes_with_the_next_event(runtime):
     with kvtier.Store(runtime, "store(host=4MiB)") as store, kvtier.Queue(runtime) as queue:
         watch = store.watch(queue=queue, tag="news")
         assert not watch.info().resolved
         tokens = prompt(1, 3)
         put(store, tokens)
         assert [done.tag for done in queue.wait(timeout=HANG_S)] == ["news"]
-        told = store.events()
-        with space_of(store) as space:
-            assert [event.key for event in told.events] == space.chunk_keys(tokens + [1, 2])
+        changes = store.events()
+        with namespace_of(store) as namespace:
+            assert [event.key for event in changes.events] == namespace.chunk_keys(tokens + [1, 2])
         assert store.watch(1).result(timeout=HANG_S).value == 2
         dropped = store.watch(timeout=0.01)
         with pytest.raises(kvtier.TimeoutError):
             dropped.result(timeout=HANG_S)
 
 
-class Toy(BaseHTTPRequestHandler):
-    """An engine that says who it is."""
+class Engine(BaseHTTPRequestHandler):
+    """An engine whose answer is its port."""
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -82,7 +82,7 @@ def serve(server):
     return "http://127.0.0.1:%d" % server.server_address[1]
 
 
-def ask(router, tokens):
+def request(router, tokens):
     client = http.client.HTTPConnection(*router.server_address[:2], timeout=HANG_S)
     client.request("POST", "/v1/completions", json.dumps({"prompt": tokens}))
     answer = client.getresponse()
@@ -94,12 +94,13 @@ def ask(router, tokens):
 @pytest.fixture
 def redis():
     if not shutil.which("redis-server"):
-        pytest.skip("redis-server is not here")
+        pytest.skip("redis-server is not installed")
+
     def answers():
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", port)) == 0
 
-    for _ in range(10):  # again where another program took the port meanwhile
+    for _ in range(10):  # repeats if another program takes the port in between
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -113,35 +114,37 @@ def redis():
         server.kill()
 
 
-def test_a_router_asks_the_engine_that_has_the_prefix(runtime, redis):
+def test_the_router_selects_the_engine_with_the_longest_prefix(runtime, redis):
     from router import Router
 
-    engines = [ThreadingHTTPServer(("127.0.0.1", 0), Toy) for _ in range(2)]
+    engines = [ThreadingHTTPServer(("127.0.0.1", 0), Engine) for _ in range(2)]
     names = [serve(engine) for engine in engines]
     spec = ('store(host=4MiB, remote=redis(url="redis://127.0.0.1:%d", write=never, '
             'events="%s", connect=600000, timeout=600000))')
     stores = [kvtier.Store(runtime, spec % (redis, name)) for name in names]
-    router = Router(("127.0.0.1", 0), ("127.0.0.1", redis), "kvt/events", SPACE)
+    router = Router(("127.0.0.1", 0), ("127.0.0.1", redis), "kvt/events", NAMESPACE)
     try:
         serve(router)
         put(stores[0], prompt(1, 4))
         put(stores[1], prompt(1, 2))
         put(stores[1], prompt(2, 3))
-        until("all is known", lambda: router.places.known() == dict(zip(names, (4, 5))))
-        assert ask(router, prompt(1, 4) + [7])[:3] == (200, names[0], "4")
-        assert ask(router, prompt(2, 8))[:3] == (200, names[1], "3")
-        # One chunk more decides, whatever both have before it.
-        assert ask(router, prompt(1, 3))[:3] == (200, names[0], "3")
-        assert ask(router, "no tokens")[0] == 400
-        # An engine that does not answer is passed by; one whose store has ended is forgotten.
+        until("the router knows all chunks",
+              lambda: router.index.chunk_counts() == dict(zip(names, (4, 5))))
+        assert request(router, prompt(1, 4) + [7])[:3] == (200, names[0], "4")
+        assert request(router, prompt(2, 8))[:3] == (200, names[1], "3")
+        # The longer prefix decides, by one chunk.
+        assert request(router, prompt(1, 3))[:3] == (200, names[0], "3")
+        assert request(router, "no tokens")[0] == 400
+        # The router skips an engine that does not answer, and forgets one whose store is closed.
         engines[1].shutdown()
         engines[1].server_close()
-        assert ask(router, prompt(2, 8))[:3] == (200, names[0], "0")
+        assert request(router, prompt(2, 8))[:3] == (200, names[0], "0")
         stores.pop().close()
-        until("it is forgotten", lambda: list(router.places.known()) == names[:1])
+        until("the router forgets the closed store",
+              lambda: list(router.index.chunk_counts()) == names[:1])
         engines[0].shutdown()
         engines[0].server_close()
-        assert ask(router, prompt(1, 4))[0] == 503
+        assert request(router, prompt(1, 4))[0] == 503
     finally:
         router.shutdown()
         router.server_close()

@@ -1,4 +1,4 @@
-"""The lab: several traces, sizes in parts, rows and their table."""
+"""The lab: several traces, sizes as shares, rows and their table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEN_MINUTES = 600 * 10**9
 DATA = Path(__file__).resolve().parents[3] / "tests" / "data"
 
 
-def test_rows_are_the_replays_of_each() -> None:
+def test_lab_rows_equal_single_replays() -> None:
     with Trace.generate("chat", duration_ns=TEN_MINUTES, rate=0.2) as mine:
         with Lab("agent", named={"mine": mine}, duration_ns=TEN_MINUTES, rate=0.1) as lab:
             assert list(lab) == ["agent", "mine"] and lab.traces["mine"] is mine
@@ -44,10 +44,10 @@ def test_rows_are_the_replays_of_each() -> None:
                 use()
 
 
-def test_progress_of_a_comparison() -> None:
+def test_progress_is_called_per_run_and_can_stop() -> None:
     seen: List[Any] = []
     with Lab("chat", duration_ns=TEN_MINUTES, rate=1.0) as lab:
-        lab.compare("lru", ["5%", "50%"], progress=lambda *told: seen.append(told))
+        lab.compare("lru", ["5%", "50%"], progress=lambda *call: seen.append(call))
         assert {run.number for run, *_ in seen} == {0, 1} and seen[-1][0].runs == 2
         assert seen[-1][1] == seen[-1][2] == lab.traces["chat"].info.requests
         with pytest.raises(kvtier.CancelledError):
@@ -61,14 +61,14 @@ def test_progress_of_a_comparison() -> None:
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the sources are elsewhere")
-def test_files_are_called_by_their_names() -> None:
+def test_traces_from_files_have_the_names_of_the_files() -> None:
     with Lab(DATA / "chat.kvtrace", str(DATA / "agent.kvtrace")) as lab:
         assert list(lab) == ["chat", "agent"]
         assert repr(lab) == "<kvtier.Lab chat, agent>"
 
 
-def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(kvtier.InvalidError, match="without traces"):
+def test_invalid_arguments_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(kvtier.InvalidError, match="no traces"):
         Lab()
     with pytest.raises(kvtier.SpecError, match="chat"):
         Lab("chta")

@@ -1,4 +1,4 @@
-"""Connectors without what they are for, and with another version of it: they say what to install."""
+"""The errors of connectors whose engine is missing or has an unsupported version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Dict, Tuple
 
 import pytest
 
-#: None in `sys.modules` is a module that is not there.
+#: None in `sys.modules` makes an import fail like a missing module.
 PROGRAM = """
 import sys
 for name in {missing!r}:
@@ -22,7 +22,8 @@ else:
     print("imported")
 """
 
-#: A statement, what is not there, and what is said: the module, for what, and of pip.
+#: A statement, the missing module, and two parts of the message: the purpose and the package for
+#: pip.
 MISSING = [
     ("import kvtier_vllm.tier", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
     ("import kvtier_vllm.spec", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
@@ -40,30 +41,31 @@ MISSING = [
 ]
 
 
-def said(statement: str, *missing: str, path: str = "") -> str:
+def output(statement: str, *missing: str, path: str = "") -> str:
     program = PROGRAM.format(missing=missing, statement=statement)
     program = f"import sys; sys.path.insert(0, {path!r})\n{program}" if path else program
     return subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE,
                           timeout=600).stdout.decode()
 
 
-@pytest.mark.parametrize("statement, module, what, install", MISSING)
-def test_what_is_missing_is_named(statement: str, module: str, what: str, install: str) -> None:
-    kind, name, words = said(statement, module).split("\n", 2)
+@pytest.mark.parametrize("statement, module, purpose, install", MISSING)
+def test_a_missing_module_is_named_with_its_install_command(statement: str, module: str,
+                                                            purpose: str, install: str) -> None:
+    kind, name, message = output(statement, module).split("\n", 2)
     assert (kind, name) == ("ModuleNotFoundError", module)
-    assert what in words and f"{module} is not installed" in words and install in words
+    assert purpose in message and f"{module} is not installed" in message and install in message
 
 
-def test_packages_that_need_no_engine_are_imported() -> None:
+def test_packages_without_requirements_are_imported() -> None:
     engines = ("vllm", "lmdeploy", "sglang", "torch", "transformers")
     for statement in ("import kvtier, kvtier_vllm, kvtier_vllm.settings, kvtier_lmdeploy",
                       "import kvtier_mooncake"):
-        assert said(statement, *engines) == "imported\n"
-    assert "pip install lmdeploy==0.18.0" in said(
+        assert output(statement, *engines) == "imported\n"
+    assert "pip install lmdeploy==0.18.0" in output(
         "import kvtier_lmdeploy; kvtier_lmdeploy.activate()", *engines)
 
 
-#: A statement, files that make another version, and which version is said to be right.
+#: A statement, files that make an unsupported version, and the version that the message requires.
 OTHERS: Dict[str, Tuple[Dict[str, str], str]] = {
     "import kvtier_vllm.connector": ({"vllm/__init__.py": "__version__ = '0.1.0'"}, "0.33"),
     "import vllm, kvtier_vllm.tier": ({"vllm/__init__.py": "__version__ = '0.1.0'"}, "0.33"),
@@ -78,22 +80,22 @@ OTHERS: Dict[str, Tuple[Dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("statement", OTHERS)
-def test_another_version_is_refused(statement: str, tmp_path: Path) -> None:
-    files, right = OTHERS[statement]
+def test_an_unsupported_version_is_rejected(statement: str, tmp_path: Path) -> None:
+    files, supported = OTHERS[statement]
     for engine in ("vllm", "lmdeploy", "sglang", "transformers"):
         files = {**files, f"{engine}-0.1.0.dist-info/METADATA":
                  f"Metadata-Version: 2.1\nName: {engine}\nVersion: 0.1.0\n"}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    kind, name, words = said(statement, path=str(tmp_path)).split("\n", 2)
+    kind, name, message = output(statement, path=str(tmp_path)).split("\n", 2)
     assert (kind, name) == ("UnsupportedError", "KVT_E_UNSUPPORTED")
-    assert "0.1.0" in words and right in words
-    assert "nstall" in words
+    assert "0.1.0" in message and supported in message
+    assert "nstall" in message
 
 
-def test_a_module_that_breaks_says_why_itself(tmp_path: Path) -> None:
+def test_the_error_of_a_broken_module_is_passed_on(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open')")
     (tmp_path / "transformers.py").write_text("import torch")
-    kind, _, words = said("import kvtier_transformers", path=str(tmp_path)).split("\n", 2)
-    assert kind == "OSError" and "libcudart" in words
+    kind, _, message = output("import kvtier_transformers", path=str(tmp_path)).split("\n", 2)
+    assert kind == "OSError" and "libcudart" in message

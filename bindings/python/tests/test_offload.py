@@ -1,4 +1,4 @@
-"""Layer-wise offload: what comes into a buffer is what was put, without a copy."""
+"""Layer-wise offload: buffers contain the stored KV, and views do not copy it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ QUEST = "quest(budget=48,page=16,dense=1)"
 
 
 class Model:
-    """An engine's session, and all that it has computed."""
+    """An engine's session, and the KV that it has computed."""
 
     def __init__(self, store: kvtier.Store, **opts: Any) -> None:
         group = Group([0, 1, 2], HEADS * RUN, HEADS * RUN, "f32")
-        self.space = store.namespace(Identity(model=b"m"), chunk_tokens=BLOCK, groups=[group])
-        self.session = self.space.session()
+        self.namespace = store.namespace(Identity(model=b"m"), chunk_tokens=BLOCK, groups=[group])
+        self.session = self.namespace.session()
         self.offload = Offload(self.session, SHAPE, "f32", buffers=2, buffer_tokens=256, **opts)
         numbers = np.random.default_rng(5)
         self.kv = numbers.standard_normal((2, LAYERS, 512, HEADS, DIM)).astype(np.float32)
@@ -57,7 +57,7 @@ class Model:
     def close(self) -> None:
         self.offload.close()
         self.session.close()
-        self.space.close()
+        self.namespace.close()
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def store(runtime: kvtier.Runtime) -> Iterator[kvtier.Store]:
         yield store
 
 
-def test_a_prompt_and_text_through_passes(store: kvtier.Store) -> None:
+def test_prefill_and_decode_load_the_stored_kv(store: kvtier.Store) -> None:
     model = Model(store, decode=QUEST)
     offload = model.offload
     model.put_all(120)
@@ -110,7 +110,7 @@ def test_a_prompt_and_text_through_passes(store: kvtier.Store) -> None:
     model.close()
 
 
-def test_views_are_the_memory_and_outlive_the_offload(store: kvtier.Store) -> None:
+def test_views_are_not_copied_and_outlive_the_offload(store: kvtier.Store) -> None:
     model = Model(store)
     model.put_all(40)
     model.offload.load(0, 1, Context(40))
@@ -131,13 +131,13 @@ def test_views_are_the_memory_and_outlive_the_offload(store: kvtier.Store) -> No
     model.close()
 
 
-def test_two_go_on_from_one(store: kvtier.Store) -> None:
+def test_a_fork_continues_independently(store: kvtier.Store) -> None:
     model = Model(store, decode=QUEST)
     model.put_all(100)
     with pytest.raises(kvtier.InvalidError):
         model.offload.fork(model.session)
     other = Model.__new__(Model)
-    other.space, other.session = model.space, model.session.fork()
+    other.namespace, other.session = model.namespace, model.session.fork()
     other.offload = model.offload.fork(other.session)
     other.kv, other.tokens = model.kv.copy(), model.tokens
     other.kv[:, :, 100:] += 1
@@ -184,10 +184,10 @@ def test_selections_are_audited(store: kvtier.Store) -> None:
 
 
 class EverySecond:
-    """A policy of the engine's own: every second block, and what it was told."""
+    """A custom policy that selects every second block, and counts its calls."""
 
     def __init__(self) -> None:
-        self.alone, self.together, self.queries = 0, 0, 0
+        self.prefilled, self.decoded, self.queries = 0, 0, 0
         self.traits = kvtier.SparseTraits(
             caps=kvtier.SparseCaps.LOAD_DECODE,
             needs=kvtier.SparseNeeds.QUERIES | kvtier.SparseNeeds.KEYS,
@@ -196,23 +196,23 @@ class EverySecond:
 
     def on_prefill_offload(self, block: int, layer: int, first: int, keys: Any) -> None:
         assert first == block * BLOCK
-        self.alone += 1
+        self.prefilled += 1
 
     def on_decode_offload(self, block: int, first: int, keys: Any) -> None:
         assert len(keys) == LAYERS and first == block * BLOCK
-        self.together += 1
+        self.decoded += 1
 
     def select_blocks(self, layer: int, query: Any, candidates: Any, at: Context) -> Any:
         self.queries += query is not None
         return [block for block in candidates if block % 2 == 0]
 
 
-def test_a_policy_of_ones_own(store: kvtier.Store) -> None:
-    own = EverySecond()
-    model = Model(store, decode=own)
+def test_a_custom_policy_selects_blocks(store: kvtier.Store) -> None:
+    policy = EverySecond()
+    model = Model(store, decode=policy)
     offload = model.offload
     model.put_all(90)
-    assert (own.alone, own.together) == (5 * LAYERS, 0)
+    assert (policy.prefilled, policy.decoded) == (5 * LAYERS, 0)
     for _ in range(6):
         model.append(1)
         offload.begin(Context(model.tokens + 1, first_query=model.tokens))
@@ -225,13 +225,13 @@ def test_a_policy_of_ones_own(store: kvtier.Store) -> None:
             model.check(layer, kv, model.tokens + 1)
             offload.give_back(layer)
         model.tokens += 1
-    assert (own.alone, own.together, own.queries) == (5 * LAYERS, 1, 6 * LAYERS)
+    assert (policy.prefilled, policy.decoded, policy.queries) == (5 * LAYERS, 1, 6 * LAYERS)
     with pytest.raises(kvtier.InvalidError):
-        Offload(model.session, SHAPE, "f32", buffers=0, buffer_tokens=256, decode=own)
+        Offload(model.session, SHAPE, "f32", buffers=0, buffer_tokens=256, decode=policy)
     model.close()
 
 
-def test_heavy_hitters_stay(store: kvtier.Store) -> None:
+def test_h2o_keeps_heavy_hitters(store: kvtier.Store) -> None:
     model = Model(store, decode="h2o(sink=4,recent=20,budget=8,heads=all)")
     model.put_all(150)
     assert model.offload.kept(0) is None
@@ -247,7 +247,7 @@ def test_heavy_hitters_stay(store: kvtier.Store) -> None:
     model.close()
 
 
-def test_scores_and_rows_of_a_policys_own(store: kvtier.Store) -> None:
+def test_scores_and_own_key_rows_select_blocks(store: kvtier.Store) -> None:
     model = Model(store, decode="external(topk=2)")
     model.put_all(100)
     model.offload.score(1, [0, 5, 1, 0, 7, 2])
@@ -270,7 +270,7 @@ def test_scores_and_rows_of_a_policys_own(store: kvtier.Store) -> None:
     model.close()
 
 
-def test_another_life_goes_on(runtime: kvtier.Runtime, tmp_path: Path) -> None:
+def test_resume_continues_after_a_restart(runtime: kvtier.Runtime, tmp_path: Path) -> None:
     spec = f'store(host=4MiB, disk=disk(path="{tmp_path}/kv", bytes=16MiB, segment=1MiB))'
     with kvtier.Store(runtime, spec) as store:
         model = Model(store)
@@ -291,10 +291,10 @@ def test_another_life_goes_on(runtime: kvtier.Runtime, tmp_path: Path) -> None:
         model.close()
 
 
-def test_a_latent_and_halves(store: kvtier.Store) -> None:
+def test_latent_rows_in_half_precision(store: kvtier.Store) -> None:
     group = Group([0], DIM * 2, 0, "f16")
-    with store.namespace(Identity(), chunk_tokens=BLOCK, groups=[group]) as space:
-        with space.session() as session:
+    with store.namespace(Identity(), chunk_tokens=BLOCK, groups=[group]) as namespace:
+        with namespace.session() as session:
             shape = Attention(1, QUERY_HEADS, 1, DIM, 6, BLOCK, 64, latent=True)
             with Offload(session, shape, buffer_tokens=64) as offload:
                 rows = np.arange(20 * DIM, dtype=np.float16).reshape(20, 1, DIM)
@@ -313,7 +313,7 @@ async def _wait_for(op: kvtier.Op) -> int:
     return (await op).value
 
 
-def test_a_put_tells_a_queue(runtime: kvtier.Runtime, store: kvtier.Store) -> None:
+def test_a_put_completes_in_its_queue(runtime: kvtier.Runtime, store: kvtier.Store) -> None:
     import asyncio
 
     async def main() -> None:
@@ -324,7 +324,7 @@ def test_a_put_tells_a_queue(runtime: kvtier.Runtime, store: kvtier.Store) -> No
             op = model.offload.put(0, 0, 40, k, v, queue=queue, tag="mine")
             assert op is not None and op.tag == "mine"
             await _wait_for(op)
-            # To the tail alone: nothing to wait for.
+            # Only to the tail, so that there is nothing to wait for.
             k, v = (View(model.kv[i, 1], RUN, HEADS) for i in range(2))
             assert model.offload.put(1, 0, 5, k, v, queue=queue) is None
         model.close()
@@ -344,7 +344,7 @@ BAD: Tuple[Tuple[type, dict], ...] = (
 )
 
 
-def test_what_is_wrong_is_an_error(store: kvtier.Store) -> None:
+def test_invalid_arguments_are_errors(store: kvtier.Store) -> None:
     model = Model(store)
     for kind, change in BAD:
         opts = {"dtype": "f32", "buffer_tokens": 64, **change}
@@ -373,18 +373,18 @@ def test_what_is_wrong_is_an_error(store: kvtier.Store) -> None:
     model.close()
 
 
-@pytest.mark.parametrize("lends", [False, True])
-def test_a_ring_in_memory_of_a_device(runtime: kvtier.Runtime, lends: bool) -> None:
+@pytest.mark.parametrize("from_caller", [False, True])
+def test_the_ring_may_be_in_device_memory(runtime: kvtier.Runtime, from_caller: bool) -> None:
     with kvtier.Device(runtime, "simulated") as device, \
             kvtier.Store(runtime, host_bytes=4 << 20, device=device) as store:
         group = Group([0, 1, 2], HEADS * RUN, HEADS * RUN, "f32")
-        space = store.namespace(Identity(model=b"m"), chunk_tokens=BLOCK, groups=[group])
-        session = space.session()
+        namespace = store.namespace(Identity(model=b"m"), chunk_tokens=BLOCK, groups=[group])
+        session = namespace.session()
         sizes: Any = {"buffers": 2, "buffer_tokens": 256}
         nbytes = Offload.memory_bytes(session, SHAPE, "f32", **sizes)
         assert nbytes == (2 * (256 + BLOCK) + 2 * LAYERS * BLOCK) * 2 * HEADS * RUN
-        memory = device.alloc(nbytes) if lends else None
-        if lends:
+        memory = device.alloc(nbytes) if from_caller else None
+        if from_caller:
             with pytest.raises(kvtier.Error) as refused, device.alloc(nbytes - 256) as small:
                 Offload(session, SHAPE, "f32", on_device=True, memory=small, **sizes)
             assert refused.value.name == "KVT_E_TOO_SMALL"
@@ -395,7 +395,7 @@ def test_a_ring_in_memory_of_a_device(runtime: kvtier.Runtime, lends: bool) -> N
         plane = 70 * HEADS * RUN
         with device.alloc(2 * plane) as there:
             for layer in range(LAYERS):
-                # They come while they are put already.
+                # The put begins before the copies complete.
                 copies = [kvtier.DeviceCopy(View(there, plane, offset=i * plane), kv[i, layer],
                                             scatter=True, tokens=1) for i in range(2)]
                 event = device.copy(copies)
@@ -429,6 +429,6 @@ def test_a_ring_in_memory_of_a_device(runtime: kvtier.Runtime, lends: bool) -> N
         offload.close()
         assert offload.closed
         session.close()
-        space.close()
+        namespace.close()
         if memory is not None:
             memory.close()

@@ -1,4 +1,4 @@
-"""Ops and queues: results, deadlines, cancels, callbacks, threads."""
+"""Ops and queues: results, deadlines, cancellation, callbacks, threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_result_and_info(runtime: kvtier.Runtime) -> None:
         op.info()
 
 
-def test_corrupt_bytes_are_found(runtime: kvtier.Runtime) -> None:
+def test_corrupt_bytes_fail_verification(runtime: kvtier.Runtime) -> None:
     data = bytearray(random.Random(3).randbytes(100_000))
     expect = kvtier.checksum(data)
     buffer = runtime.wrap(data)
@@ -45,7 +45,7 @@ def test_corrupt_bytes_are_found(runtime: kvtier.Runtime) -> None:
     buffer.close()
 
 
-def test_one_bad_item_among_many(runtime: kvtier.Runtime) -> None:
+def test_one_failed_item_does_not_fail_the_others(runtime: kvtier.Runtime) -> None:
     buffer = runtime.buffer(40_960)
     good = kvtier.checksum(bytes(4096))
     work = [Work.verify(buffer, good + (i == 3), 4096, src_offset=i * 4096) for i in range(10)]
@@ -60,7 +60,7 @@ def test_one_bad_item_among_many(runtime: kvtier.Runtime) -> None:
         op.items(11, 1)
 
 
-def test_wait_times_out_and_goes_on(single: kvtier.Runtime, gate: Gate) -> None:
+def test_wait_can_be_repeated_after_a_timeout(single: kvtier.Runtime, gate: Gate) -> None:
     op = single.submit([gate.work] * 25)
     assert op.wait(0) is False and op.wait(-5) is False
     with pytest.raises(TimeoutError):
@@ -75,7 +75,7 @@ def test_wait_times_out_and_goes_on(single: kvtier.Runtime, gate: Gate) -> None:
 
 def test_a_deadline_resolves_before_the_release(single: kvtier.Runtime, gate: Gate) -> None:
     timeout, shown = 0.005, False
-    while not shown:  # again with a later deadline where it came before the worker did
+    while not shown:  # repeats with a later deadline if it passed before the worker began
         start = time.monotonic()
         op = single.submit([gate.work] * 25, timeout=timeout)
         assert op.wait(HANG_S, kvtier.RESOLVED)
@@ -91,7 +91,7 @@ def test_a_deadline_resolves_before_the_release(single: kvtier.Runtime, gate: Ga
     assert op.info().released and caught.value.name == "KVT_E_TIMEOUT"
 
 
-def test_cancel(single: kvtier.Runtime, gate: Gate) -> None:
+def test_cancelled_ops_raise_cancelled_error(single: kvtier.Runtime, gate: Gate) -> None:
     buffer = single.buffer(4096)
     first = single.submit([gate.work] * 25)
     ops = single.submit_each([Work.prefault(buffer)] * 20)
@@ -105,11 +105,12 @@ def test_cancel(single: kvtier.Runtime, gate: Gate) -> None:
 
 
 def test_with_cancels_and_waits(single: kvtier.Runtime, gate: Gate) -> None:
-    # The gate opens once the op is cancelled: without a cancel this would hang.
+    # The gate opens after the op is cancelled: without the cancellation this would hang.
     op = single.submit([gate.work] * 100)
     gate.until_entered()
     opener = threading.Thread(target=lambda: (
-        until(lambda: op.info().state & kvtier.abi.KVT_OP_CANCEL), seen.append(released(op)), gate.open()))
+        until(lambda: op.info().state & kvtier.abi.KVT_OP_CANCEL), seen.append(released(op)),
+        gate.open()))
     seen: List[bool] = []
     opener.start()
     with op:
@@ -151,7 +152,7 @@ def test_post_needs_no_handle(runtime: kvtier.Runtime) -> None:
     no_ops_left(runtime)
 
 
-def test_moments_are_told(single: kvtier.Runtime) -> None:
+def test_requested_moments_are_posted(single: kvtier.Runtime) -> None:
     buffer = single.buffer(4096)
     with single.queue() as queue:
         op = single.submit(Work.prefault(buffer), queue=queue, notify=kvtier.ISSUED, tag=1)
@@ -163,7 +164,7 @@ def test_moments_are_told(single: kvtier.Runtime) -> None:
         assert events & kvtier.ISSUED
 
 
-def test_callback_queue(runtime: kvtier.Runtime) -> None:
+def test_a_callback_receives_all_completions_on_one_thread(runtime: kvtier.Runtime) -> None:
     buffer, lock, seen = runtime.buffer(1 << 16), threading.Lock(), []
     threads = set()
 
@@ -173,12 +174,12 @@ def test_callback_queue(runtime: kvtier.Runtime) -> None:
             for done in batch:
                 assert done.op is not None and done.op.info().released
                 seen.append((done.tag, done.value))
-                done.op.close()  # possibly before submit returned
+                done.op.close()  # possibly before submit returns
 
     with runtime.queue(callback=called) as queue:
         for i in range(500):
             runtime.submit(Work.checksum(buffer), queue=queue, tag=i)
-        until(lambda: len(seen) == 500)  # a close cancels what has not begun
+        until(lambda: len(seen) == 500)  # a close would cancel ops that have not begun
         with pytest.raises(kvtier.StateError):
             queue.poll()
         with pytest.raises(kvtier.StateError):
@@ -189,7 +190,7 @@ def test_callback_queue(runtime: kvtier.Runtime) -> None:
     no_ops_left(runtime)
 
 
-def test_what_a_callback_raises_stays_in_python(
+def test_an_exception_of_a_callback_goes_to_the_unraisable_hook(
     runtime: kvtier.Runtime, unraisable: List[Any]
 ) -> None:
     buffer = runtime.buffer(4096)
@@ -203,7 +204,7 @@ def test_what_a_callback_raises_stays_in_python(
     assert not runtime.stats().poisoned
 
 
-def test_waiting_in_a_callback_is_refused(runtime: kvtier.Runtime) -> None:
+def test_waiting_in_a_callback_is_rejected(runtime: kvtier.Runtime) -> None:
     buffer, caught = runtime.buffer(4096), []
 
     def called(batch: List[kvtier.Completion]) -> None:
@@ -229,7 +230,7 @@ def test_a_callback_may_drop_the_last_reference() -> None:
         holder.clear()
         gc.collect()
         dropped.set()
-        assert collected.wait(HANG_S)  # the batch, and so the runtime, is still held here
+        assert collected.wait(HANG_S)  # the batch still holds the runtime
 
     holder.append(holder[0].queue(callback=called))
     holder[0].submit(Work.checksum(buffer), queue=holder[1])
@@ -260,7 +261,7 @@ def test_a_dropped_op_runs_to_its_end(single: kvtier.Runtime, gate: Gate) -> Non
     source, target = single.buffer(4096), single.buffer(4096)
     source.view()[:] = b"\7" * 4096
     first = single.submit(gate.work)
-    single.copy(target, source)  # dropped while it waits behind the gate
+    single.copy(target, source)  # dropped while the gate blocks it
     gc.collect()
     assert bytes(target.view()) == bytes(4096)
     gate.open()
@@ -271,7 +272,7 @@ def test_a_dropped_op_runs_to_its_end(single: kvtier.Runtime, gate: Gate) -> Non
     no_ops_left(single)
 
 
-def test_planted_panic(runtime: kvtier.Runtime) -> None:
+def test_an_injected_panic_poisons_only_its_runtime(runtime: kvtier.Runtime) -> None:
     with kvtier.Runtime(workers=1, faults="faults(worker=at(panic=1))") as poisoned:
         with poisoned.queue() as queue, poisoned.buffer(4096) as buffer:
             op = poisoned.submit(Work.checksum(buffer), queue=queue, tag="t")
@@ -288,7 +289,7 @@ def test_planted_panic(runtime: kvtier.Runtime) -> None:
         report = poisoned.close(timeout=HANG_S)
         assert report.ops == 0 and poisoned.closed
     other = runtime.buffer(4096)
-    runtime.submit(Work.checksum(other)).result(HANG_S)  # another one is not touched
+    runtime.submit(Work.checksum(other)).result(HANG_S)  # another runtime is not affected
 
 
 def test_close_reports_what_was_open() -> None:
@@ -299,7 +300,7 @@ def test_close_reports_what_was_open() -> None:
     op.wait()
     assert runtime.close(HANG_S) == kvtier.CloseReport(1, 1, 1, 1, 1)
     assert runtime.close() == kvtier.CloseReport(0, 0, 0, 0, 0)
-    assert op.result().bytes_done == 4096  # results outlive it
+    assert op.result().bytes_done == 4096  # results outlive the runtime
     with pytest.raises(kvtier.ClosedError):
         runtime.buffer(4096)
     with pytest.raises(kvtier.ClosedError):
@@ -382,7 +383,7 @@ def test_threads_hammer_one_runtime(runtime: kvtier.Runtime) -> None:
     assert sorted(got) == [(s, i) for s in range(n_threads) for i in range(per_thread)]
 
 
-def test_everything_dropped_at_once_in_cycles() -> None:
+def test_reference_cycles_of_all_objects_are_closed() -> None:
     for _ in range(5):
         runtime = kvtier.Runtime(workers=1)
         queue, buffer, budget = runtime.queue(), runtime.buffer(1 << 16), runtime.budget()

@@ -1,4 +1,4 @@
-"""Policies: objects of the library's table, candidates as columns, callables."""
+"""Policies: objects in the library's table, candidates as columns, callables."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def small(spec: str = "lru", **options: Any) -> Policy:
     return Policy(spec, max_objects=64, remember=64, log_entries=4, **options)
 
 
-def test_objects_come_and_go() -> None:
+def test_objects_are_inserted_touched_and_evicted() -> None:
     with small() as policy:
         policy.insert([Row(1, 2), Row(2, 2, parent=1), Row(3, 2, parent=2), 9])
-        who = PolicyContext(session=4, tokens_each=16, priority=0)
-        assert policy.lookup([1, 2, 3, 4], who) == 3
-        assert policy.found([1, 4], who) == [True, False]
+        context = PolicyContext(session=4, tokens_each=16, priority=0)
+        assert policy.lookup([1, 2, 3, 4], context) == 3
+        assert policy.found([1, 4], context) == [True, False]
         assert policy.touch([9, 10]) == 1
         assert policy.record([9, 10], units=[7, 8]) == 1
-        assert policy.hint([1, 2], who, stop=kvtier.STOP_END_TURN, done=True) == 2
+        assert policy.hint([1, 2], context, stop=kvtier.STOP_END_TURN, done=True) == 2
         policy.pin([9])
         policy.acquire(array.array("Q", [3]))
         assert [v.id for v in policy.preview(100).victims] == [10]
@@ -55,7 +55,7 @@ def test_objects_come_and_go() -> None:
     assert "lru" in [info.name for info in kvtier.policies()]
 
 
-def test_mistakes_change_nothing() -> None:
+def test_rejected_calls_change_nothing() -> None:
     with pytest.raises(kvtier.SpecError, match="lru"):
         Policy("lrv")
     with pytest.raises(kvtier.InvalidError):
@@ -94,20 +94,21 @@ def test_mistakes_change_nothing() -> None:
 
 def reference(ids: Sequence[int], last: Sequence[int], blocks: Sequence[int],
               need: int) -> List[Tuple[int, int]]:
-    """Least first until enough, then back from the last."""
+    """Takes the oldest candidates until enough is free, then returns unneeded ones, from the last
+    one on."""
     taken: List[Tuple[int, int]] = []
     for _, name, size in sorted(zip(last, ids, blocks)):
         if sum(s for _, s in taken) >= need:
             break
         taken += [(name, size)] if size else []
-    for one in reversed(list(taken)):
-        if sum(s for _, s in taken) - one[1] >= need:
-            taken.remove(one)
+    for candidate in reversed(list(taken)):
+        if sum(s for _, s in taken) - candidate[1] >= need:
+            taken.remove(candidate)
     return taken
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_selections_are_those_of_a_sort(seed: int) -> None:
+def test_selections_match_a_sort(seed: int) -> None:
     rng = random.Random(seed)
     rows = rng.randrange(1, 300)
     ids = rng.sample(range(1 << 60), rows)
@@ -128,7 +129,7 @@ def test_selections_are_those_of_a_sort(seed: int) -> None:
         assert tail.freed_blocks == min(need, sum(blocks))
 
 
-def test_shared_blocks() -> None:
+def test_a_shared_block_is_freed_with_its_last_reference() -> None:
     candidates: Dict[str, Any] = {
         "ids": [1, 2, 3], "last_access_ns": [10, 20, 5], "block_offsets": [0, 3, 6, 7],
         "block_ids": [100, 101, 102, 100, 101, 103, 300], "block_refs": [2, 2, 1, 2, 2, 1, 2],
@@ -142,7 +143,7 @@ def test_shared_blocks() -> None:
         assert policy.select(candidates, 2).shortfall_blocks == 1
 
 
-def test_wrong_columns() -> None:
+def test_invalid_columns_are_rejected() -> None:
     with small() as policy:
         for candidates in (
             {}, {"ids": [1, 1]}, {"ids": [1], "blocks": [1, 2]}, {"ids": [1], "colour": [1]},
@@ -158,7 +159,7 @@ def test_wrong_columns() -> None:
         assert policy.stats()["decisions"] == 1
 
 
-def test_a_custom_policy() -> None:
+def test_a_score_function_decides_and_a_predictor_is_called() -> None:
     seen: List[Any] = []
 
     def score(columns: Dict[str, Any], now_ns: int) -> Sequence[float]:
@@ -180,7 +181,7 @@ def test_a_custom_policy() -> None:
         assert policy.evict(1).victims[0].id == 2
 
 
-def test_a_score_function_that_fails(unraisable: List[Any]) -> None:
+def test_an_exception_of_a_score_function_is_the_cause(unraisable: List[Any]) -> None:
     answers: List[Any] = [[math.nan] * 2, [1.0], RuntimeError("not mine")]
 
     def score(columns: Dict[str, Any], now_ns: int) -> Any:
@@ -196,15 +197,15 @@ def test_a_score_function_that_fails(unraisable: List[Any]) -> None:
                              (kvtier.StateError, RuntimeError)):
             for call in (lambda: policy.evict(1), lambda: policy.preview(1),
                          lambda: policy.select({"ids": [1, 2]}, 1)):
-                with pytest.raises(error) as told:
+                with pytest.raises(error) as caught:
                     call()
-                assert type(told.value.__cause__) is cause
-                assert cause is type(None) or str(told.value.__cause__) in str(told.value)
+                assert type(caught.value.__cause__) is cause
+                assert cause is type(None) or str(caught.value.__cause__) in str(caught.value)
             answers.pop(0)
-        # What was raised is no cause of what fails later.
-        with pytest.raises(kvtier.NotFoundError) as told:
+        # The exception is not the cause of a later error.
+        with pytest.raises(kvtier.NotFoundError) as caught:
             policy.pin([9])
-        assert told.value.__cause__ is None
+        assert caught.value.__cause__ is None
         answers.append(KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             policy.evict(1)
@@ -213,16 +214,16 @@ def test_a_score_function_that_fails(unraisable: List[Any]) -> None:
     del score
 
 
-def test_what_a_failing_score_function_saw_is_let_go() -> None:
+def test_the_traceback_of_a_score_function_keeps_no_views() -> None:
     def score(columns: Dict[str, Any], now_ns: int) -> Any:
         ids = columns["ids"]
         raise RuntimeError(len(ids))
 
     with small("custom", score=score) as policy:
         policy.record([1, 2])
-        with pytest.raises(kvtier.StateError) as told:
+        with pytest.raises(kvtier.StateError) as caught:
             policy.evict(1)
-        cause = told.value.__cause__
+        cause = caught.value.__cause__
         assert cause is not None
         frame = cause.__traceback__
         names = []
@@ -235,7 +236,7 @@ def test_what_a_failing_score_function_saw_is_let_go() -> None:
     del score
 
 
-def test_a_dropped_policy_lets_its_callables_go() -> None:
+def test_a_dropped_policy_releases_its_callables() -> None:
     policy = small("custom", score=lambda columns, now_ns: [])
     assert _callbacks.live() == 1
     del policy

@@ -1,4 +1,4 @@
-"""Forked children, the end of the interpreter, the wheel."""
+"""Forked children, interpreter exit, the wheel."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LIBRARY = build_wheel.PACKAGE.parent
 
 
 def run(code: str, env: Optional[Dict[str, str]] = None) -> "subprocess.CompletedProcess[str]":
-    """Runs a program; what the library lets slip at exit shows in its code and output."""
+    """Runs a program; defects at exit change its exit status or its output."""
     command = [sys.executable, "-X", "dev", "-c", textwrap.dedent(code)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600,
                           env={**os.environ, **(env or {})}, cwd="/")
 
 
-def test_a_forked_child_is_refused_and_can_exit() -> None:
+def test_a_forked_child_is_rejected_and_can_exit() -> None:
     done = run("""
         import gc, os, sys
         import kvtier
@@ -50,7 +50,7 @@ def test_a_forked_child_is_refused_and_can_exit() -> None:
                 except kvtier.ForkedError as error:
                     assert error.name == "KVT_E_FORKED"
                 else:
-                    print("not refused:", i, flush=True)
+                    print("not rejected:", i, flush=True)
             assert kvtier.checksum(b"works") and kvtier.spec_check("lru")
             del runtime, queue, buffer, op, budget, account, uses, use
             gc.collect()
@@ -60,9 +60,9 @@ def test_a_forked_child_is_refused_and_can_exit() -> None:
         queue.close()
         runtime.submit(kvtier.Work.checksum(buffer)).result(600)
         buffer.close()
-        print("parent goes on")
+        print("parent continues")
     """)
-    assert (done.returncode, done.stdout.strip()) == (0, "parent goes on"), done
+    assert (done.returncode, done.stdout.strip()) == (0, "parent continues"), done
 
 
 def test_a_child_of_a_process_without_runtimes_may_use_the_library() -> None:
@@ -78,7 +78,7 @@ def test_a_child_of_a_process_without_runtimes_may_use_the_library() -> None:
 
 
 @pytest.mark.parametrize("ending", ["pass", "sys.exit(0)", "raise SystemExit"])
-def test_the_interpreter_ends_with_everything_open(ending: str) -> None:
+def test_the_interpreter_exits_cleanly_with_open_objects(ending: str) -> None:
     done = run(f"""
         import logging, sys, threading, kvtier
         kvtier.log_to("kvtier", logging.DEBUG)
@@ -96,7 +96,7 @@ def test_the_interpreter_ends_with_everything_open(ending: str) -> None:
     assert done.returncode == 0 and not done.stderr, done
 
 
-def test_many_programs_end_while_callbacks_arrive() -> None:
+def test_the_interpreter_exits_cleanly_during_callbacks() -> None:
     for _ in range(5):
         done = run("""
             import kvtier
@@ -116,15 +116,15 @@ def test_a_missing_library_is_an_import_error(tmp_path: Path) -> None:
     assert "ImportError" in done.stderr
 
 
-def test_another_library_is_refused() -> None:
+def test_another_library_is_an_abi_error() -> None:
     done = run("import kvtier", {"KVTIER_LIBRARY": "libm.so.6"})
     assert done.returncode == 1 and "AbiError" in done.stderr, done
 
 
-def test_ctrl_c_is_heard_while_waiting() -> None:
+def test_ctrl_c_interrupts_a_wait() -> None:
     done = run("""
         import os, signal, threading, time, kvtier
-        # A shell starts what it runs in the background with this signal ignored.
+        # A shell starts background jobs with this signal ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         runtime = kvtier.Runtime(workers=1)
         budget = runtime.budget(host_bytes=4096)
@@ -133,16 +133,16 @@ def test_ctrl_c_is_heard_while_waiting() -> None:
         op = account.reserve_later(kvtier.TIER_HOST, 4096)
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
         try:
-            timer.start()  # inside: on a slow machine it may fire at once
+            timer.start()  # inside the try: on a slow machine it may fire at once
             op.wait()
         except KeyboardInterrupt:
-            print("heard")
+            print("interrupted")
     """)
-    assert done.stdout.strip() == "heard" and done.returncode == 0, done
+    assert done.stdout.strip() == "interrupted" and done.returncode == 0, done
 
 
 def shared_library(tmp_path: Path) -> Path:
-    """A prebuilt directory made of the library that is loaded here."""
+    """Creates a prebuilt directory from the loaded library."""
     from kvtier import _lib
 
     prebuilt = tmp_path / "prebuilt"
@@ -152,7 +152,7 @@ def shared_library(tmp_path: Path) -> Path:
 
 
 def engine(root: Path) -> None:
-    """A connector's folder, as others lay them out."""
+    """Creates the folder of a connector."""
     package = root / "someengine" / "kvtier_someengine"
     (package / "part").mkdir(parents=True)
     (package / "tests").mkdir()
@@ -161,37 +161,37 @@ def engine(root: Path) -> None:
         (package / name).write_text("")
 
 
-def test_the_wheel_has_the_connectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wheel_contains_the_connectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine(tmp_path)
     monkeypatch.setattr(build_wheel, "HERE", tmp_path / "python")
     found = {name for package in build_wheel.packages()
              for name, _ in build_wheel.sources(package)}
-    ours = {name for name in found if name.startswith("kvtier_")}
-    assert ours == {f"kvtier_someengine/{name}" for name in (
+    connectors = {name for name in found if name.startswith("kvtier_")}
+    assert connectors == {f"kvtier_someengine/{name}" for name in (
         "__init__.py", "part/__init__.py", "part/deep.py", "py.typed")}
     assert "kvtier/_abi.py" in found and not any("__pycache__" in name for name in found)
 
 
-def test_an_unpacked_archive_looks_at_itself_alone(tmp_path: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unpacked_archive_ignores_folders_beside_it(tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     archive = tmp_path / build_wheel.build_sdist(str(tmp_path))
-    ours = {path.name for path in build_wheel.packages()}
+    packed_names = {path.name for path in build_wheel.packages()}
     with tarfile.open(archive) as packed:
         packed.extractall(tmp_path)
-    engine(tmp_path)  # somebody else's, beside it
+    engine(tmp_path)  # an unrelated folder beside the archive
     monkeypatch.setattr(build_wheel, "HERE", tmp_path / archive.name[: -len(".tar.gz")])
-    assert {path.name for path in build_wheel.packages()} == ours
+    assert {path.name for path in build_wheel.packages()} == packed_names
     assert build_wheel.licence()
 
 
-def test_the_wheel_is_what_auditwheel_says(tmp_path: Path) -> None:
+def test_the_tag_of_the_wheel_matches_auditwheel(tmp_path: Path) -> None:
     pytest.importorskip("auditwheel", reason="needs auditwheel")
     wheel = build_wheel.write_wheel(
         tmp_path, (shared_library(tmp_path) / "lib" / "libkvtier.so").read_bytes())
-    said = subprocess.run([sys.executable, "-m", "auditwheel", "show", str(wheel)],
-                          capture_output=True, text=True, check=True).stdout
-    ours = wheel.name.rpartition("-")[2][: -len(".whl")]
-    assert f'"{ours}"' in " ".join(said.split()), said
+    shown = subprocess.run([sys.executable, "-m", "auditwheel", "show", str(wheel)],
+                           capture_output=True, text=True, check=True).stdout
+    tag = wheel.name.rpartition("-")[2][: -len(".whl")]
+    assert f'"{tag}"' in " ".join(shown.split()), shown
 
 
 def test_the_wheel_is_reproducible_and_complete(tmp_path: Path) -> None:
@@ -208,14 +208,14 @@ def test_the_wheel_is_reproducible_and_complete(tmp_path: Path) -> None:
     assert {"kvtier/py.typed", "kvtier/_abi.py", "kvtier/lib/libkvtier.so"} <= set(names)
 
 
-def test_the_tag_is_what_readelf_says(tmp_path: Path) -> None:
+def test_the_tag_matches_readelf(tmp_path: Path) -> None:
     readelf = shutil.which("readelf")
     if readelf is None:
         pytest.skip("no readelf")
     path = shared_library(tmp_path) / "lib" / "libkvtier.so"
-    said = subprocess.run([readelf, "-V", "-W", str(path)], capture_output=True, text=True,
-                          check=True).stdout
-    needed = [int(word.split(".")[1]) for word in said.split() if word.startswith("GLIBC_2.")]
+    shown = subprocess.run([readelf, "-V", "-W", str(path)], capture_output=True, text=True,
+                           check=True).stdout
+    needed = [int(word.split(".")[1]) for word in shown.split() if word.startswith("GLIBC_2.")]
     tag = build_wheel.platform_tag(path.read_bytes())
     assert f"_2_{max([17, *needed])}_" in tag
 
@@ -233,20 +233,20 @@ def test_pip_builds_and_installs_from_the_directory(tmp_path: Path) -> None:
                    check=True, env=env)
     smoke = textwrap.dedent("""
         import importlib.util, kvtier
-        assert importlib.util.find_spec("numpy") is None, "a venv with nothing else in it"
+        assert importlib.util.find_spec("numpy") is None, "the venv must be empty"
         with kvtier.Runtime(workers=1) as runtime:
             with kvtier.Store(runtime, "store(host=1MiB)") as store:
-                group = kvtier.Group([0], k_bytes=16)
-                with store.namespace(kvtier.Identity(), chunk_tokens=4, groups=[group]) as space:
-                    with space.session() as session:
+                group, identity = kvtier.Group([0], k_bytes=16), kvtier.Identity()
+                with store.namespace(identity, chunk_tokens=4, groups=[group]) as namespace:
+                    with namespace.session() as session:
                         session.append([1, 2, 3, 4])
                         data, back = bytearray(range(64)), bytearray(64)
                         session.put([kvtier.View(data, 16)]).result(600)
                         session.get([kvtier.View(back, 16)]).result(600)
         print(data == back, kvtier.abi.__file__)
     """)
-    said = subprocess.run([python, "-c", smoke], capture_output=True, text=True, env=env,
-                          check=True, cwd="/").stdout.split()
-    assert said[0] == "True" and said[1].startswith(str(venv))
+    output = subprocess.run([python, "-c", smoke], capture_output=True, text=True, env=env,
+                            check=True, cwd="/").stdout.split()
+    assert output[0] == "True" and output[1].startswith(str(venv))
     subprocess.run([python, "-m", "pip", "check"], check=True, env=env)
     subprocess.run([python, "-m", "pip", "uninstall", "-y", "-q", "kvtier"], check=True, env=env)

@@ -10,9 +10,9 @@ GROUP = kvtier.Group(layers=range(LAYERS), k_bytes=ROW)
 TOKENS = [n * 5 for n in range(4 * CHUNK + 3)]
 
 
-def session_of(store, **who):
-    space = store.namespace(kvtier.Identity(model=b"m", **who), chunk_tokens=CHUNK, groups=[GROUP])
-    session = space.session()
+def session_of(store, **fields):
+    identity = kvtier.Identity(model=b"m", **fields)
+    session = store.namespace(identity, chunk_tokens=CHUNK, groups=[GROUP]).session()
     session.append(TOKENS)
     return session
 
@@ -29,12 +29,12 @@ def views(rows):
 @pytest.fixture
 def shared(runtime, tmp_path):
     spec = f'store(host=8MiB, remote=dir(path="{tmp_path}", timeout=600000, object=16KiB))'
-    with kvtier.Store(runtime, spec, secrets={"password": b"of nobody"}) as one:
+    with kvtier.Store(runtime, spec, secrets={"password": b"unused"}) as one:
         with kvtier.Store(runtime, spec) as other:
             yield one, other
 
 
-def test_one_puts_and_the_other_finds(shared):
+def test_a_store_reads_what_another_wrote_to_the_remote(shared):
     one, other = shared
     rows = planes()
     with session_of(one) as session:
@@ -45,13 +45,13 @@ def test_one_puts_and_the_other_finds(shared):
         assert session.locate(timeout=HANG_S).result().value == 4 * CHUNK
         back = [np.zeros(4 * CHUNK * ROW, np.uint8) for _ in range(LAYERS)]
         session.get(views(back), tokens=4 * CHUNK).result(timeout=HANG_S)
-        for ours, theirs in zip(back, rows):
-            assert (ours == theirs[:4 * CHUNK * ROW]).all()
+        for loaded, stored in zip(back, rows):
+            assert (loaded == stored[:4 * CHUNK * ROW]).all()
         stats = other.remote_stats()
         assert (stats["fetched_objects"], stats["corrupt_objects"]) == (4, 0)
 
 
-def test_a_tenant_has_names_of_its_own(shared):
+def test_a_remote_tenant_has_separate_object_names(shared):
     one, other = shared
     with session_of(one, remote_tenant=7) as session:
         session.put(views(planes()), level=kvtier.LEVEL_REMOTE).result(timeout=HANG_S)
@@ -59,7 +59,7 @@ def test_a_tenant_has_names_of_its_own(shared):
         assert session.locate(timeout=HANG_S).result().value == 0
 
 
-def test_without_a_remote(runtime):
+def test_a_store_without_a_remote_locates_nothing(runtime):
     with kvtier.Store(runtime, "store(host=8MiB)") as store, session_of(store) as session:
         assert session.locate().result(timeout=HANG_S).value == 0
         with pytest.raises(kvtier.UnavailableError):
@@ -67,10 +67,10 @@ def test_without_a_remote(runtime):
         assert set(store.remote_stats().values()) == {0}
 
 
-def test_secrets_have_names(runtime):
-    with pytest.raises(kvtier.InvalidError) as refused:
+def test_an_unknown_secret_is_rejected_without_its_value(runtime):
+    with pytest.raises(kvtier.InvalidError) as caught:
         kvtier.Store(runtime, "store", secrets={"passwort": b"hunter2"})
-    assert "password" in str(refused.value) and "hunter2" not in str(refused.value)
+    assert "password" in str(caught.value) and "hunter2" not in str(caught.value)
 
 
 BLOCK = 4096
@@ -84,7 +84,7 @@ def blocks_of(store):
     return kvtier.Blocks(store, kvtier.Identity(model=b"m"), [BLOCK])
 
 
-def test_blocks_of_one_are_located_by_the_other(shared):
+def test_a_store_locates_blocks_that_another_wrote_to_the_remote(shared):
     one, other = shared
     with blocks_of(one) as blocks:
         op = blocks.put([b"1", b"2"], pool_of([1, 2]).at([0, 1]), level=kvtier.LEVEL_REMOTE)
@@ -96,8 +96,8 @@ def test_blocks_of_one_are_located_by_the_other(shared):
         with pytest.raises(kvtier.NotFoundError):
             op.result()
         assert (op.failed(), op.info().value) == ([1], 1)
-        far = 1 << kvtier.TIER_REMOTE
-        assert blocks.exists(names) == bytes([far, 0, far, far])
+        remote = 1 << kvtier.TIER_REMOTE
+        assert blocks.exists(names) == bytes([remote, 0, remote, remote])
         assert (blocks.prefix(names), blocks.prefix([b"2", b"1", b"9"])) == (1, 2)
         back = bytearray(4 * BLOCK)
         op = blocks.get(names, kvtier.Pool(back, BLOCK).at(range(4)))
@@ -110,7 +110,7 @@ def test_blocks_of_one_are_located_by_the_other(shared):
         assert other.remote_stats()["looked_up_names"] == 3
 
 
-def test_blocks_without_a_remote(runtime):
+def test_blocks_are_located_in_a_store_without_a_remote(runtime):
     with kvtier.Store(runtime, "store(host=8MiB)") as store, blocks_of(store) as blocks:
         blocks.put([b"1"], pool_of([1]).at([0])).result(timeout=HANG_S)
         op = blocks.locate([b"1", b"2"])

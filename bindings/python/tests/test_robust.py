@@ -1,4 +1,4 @@
-"""Ends that come at the wrong moment: threads, processes, shutdown, cancellation, exit."""
+"""Concurrent and early ends: threads, processes, shutdown, cancellation, exit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNK, PLANE, CHUNKS = 4, 64, 32
 TOKENS = CHUNK * CHUNKS
 
 
-def open_space(store: kvtier.Store) -> kvtier.Namespace:
+def open_namespace(store: kvtier.Store) -> kvtier.Namespace:
     return store.namespace(Identity(model=b"m"), chunk_tokens=CHUNK,
                            groups=[Group([0, 1], PLANE, PLANE)])
 
@@ -36,24 +36,24 @@ def views(memory: np.ndarray) -> List[List[View]]:
     return [[View(layer, PLANE) for layer in which] for which in memory]
 
 
-#: What programs below begin with: the store of above, and what a session has in it.
+#: The beginning of the programs below: the same namespace, and puts and gets of known KV.
 HEAD = """
     import os, sys, threading
     import kvtier
     from kvtier import Group, Identity, View
-    def open_space(store):
+    def open_namespace(store):
         return store.namespace(Identity(model=b"m"), chunk_tokens=4,
                                groups=[Group([0, 1], 64, 64)])
     def full(session):
         return bytes((session * 31 + i * i // 7) % 251 for i in range(128 * 64))
-    def put(space, number, **how):
-        session = space.session()
+    def put(namespace, number, **how):
+        session = namespace.session()
         session.append(range(number * 1000, number * 1000 + 128))
         memory = bytearray(full(number))
         view = [View(memory, 64)] * 2
         return session, session.put(view, view, **how)
-    def get(space, number):
-        session = space.session()
+    def get(namespace, number):
+        session = namespace.session()
         session.append(range(number * 1000, number * 1000 + 128))
         memory = bytearray(128 * 64)
         view = [View(memory, 64), View(bytearray(128 * 64), 64)]
@@ -62,15 +62,15 @@ HEAD = """
 """
 
 
-def test_eight_threads_share_a_store_and_its_objects(tmp_path: Path) -> None:
+def test_eight_threads_share_a_store(tmp_path: Path) -> None:
     spec = f'store(host=256KiB, disk=disk(path="{tmp_path}/kv", bytes=64MiB, segment=1MiB))'
     wrong: List[Any] = []
     with kvtier.Runtime(workers=2) as runtime, kvtier.Store(runtime, spec) as store:
-        with open_space(store) as space:
+        with open_namespace(store) as namespace:
             def work(number: int) -> None:
                 try:
                     for turn in range(4):
-                        with space.session() as session:
+                        with namespace.session() as session:
                             session.append(range(number * 10_000 + turn * 1000,
                                                  number * 10_000 + turn * 1000 + TOKENS))
                             memory, back = planes(number * 10 + turn), np.zeros_like(planes(0))
@@ -79,7 +79,7 @@ def test_eight_threads_share_a_store_and_its_objects(tmp_path: Path) -> None:
                             assert [op.result(HANG_S).value for op in ops] == [TOKENS] * 2
                             assert np.array_equal(memory, back)
                             assert session.plan().tokens == TOKENS and store.stats()
-                except BaseException as error:  # noqa: BLE001: told by the test
+                except BaseException as error:  # noqa: BLE001: reported by the test
                     wrong.append(error)
 
             threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
@@ -95,8 +95,8 @@ ENDINGS = (kvtier.ClosedError, kvtier.CancelledError, kvtier.HandleError, kvtier
 
 
 @pytest.mark.parametrize("what", ["store", "runtime"])
-def test_shutdown_in_the_middle_of_transfers(what: str, tmp_path: Path) -> None:
-    """Each op ends well or says why not; what was acknowledged is there afterwards."""
+def test_acknowledged_puts_survive_a_close_during_transfers(what: str, tmp_path: Path) -> None:
+    """Each op succeeds or has an error; acknowledged puts are in the store afterwards."""
     spec = f'store(host=1MiB, disk=disk(path="{tmp_path}/kv", bytes=64MiB, segment=1MiB))'
     for turn in range(4):
         stored: List[int] = []
@@ -104,9 +104,9 @@ def test_shutdown_in_the_middle_of_transfers(what: str, tmp_path: Path) -> None:
         begun = threading.Barrier(5)
         runtime = kvtier.Runtime(workers=2)
         store = kvtier.Store(runtime, spec)
-        space = open_space(store)
+        namespace = open_namespace(store)
 
-        def work(number: int, space: kvtier.Namespace = space,
+        def work(number: int, namespace: kvtier.Namespace = namespace,
                  begun: threading.Barrier = begun, stored: List[int] = stored,
                  wrong: List[Any] = wrong) -> None:
             name = number
@@ -114,14 +114,14 @@ def test_shutdown_in_the_middle_of_transfers(what: str, tmp_path: Path) -> None:
             begun.wait(HANG_S)
             try:
                 while True:
-                    with space.session() as session:
+                    with namespace.session() as session:
                         session.append(range(name * 1000, name * 1000 + TOKENS))
                         session.put(*views(memory), level=kvtier.LEVEL_DISK).result(HANG_S)
                         stored.append(name)
                         name += 100
             except ENDINGS:
                 pass
-            except BaseException as error:  # noqa: BLE001: told by the test
+            except BaseException as error:  # noqa: BLE001: reported by the test
                 wrong.append(error)
 
         first = 1 + turn * 10_000
@@ -129,20 +129,20 @@ def test_shutdown_in_the_middle_of_transfers(what: str, tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         begun.wait(HANG_S)
-        # Until there is something that must not be lost.
+        # Waits for the first acknowledged put.
         until(lambda: stored or not any(thread.is_alive() for thread in threads))
         (store if what == "store" else runtime).close(HANG_S)
         for thread in threads:
             thread.join(HANG_S)
             assert not thread.is_alive()
-        for noun in (space, store, runtime):
-            noun.close()
+        for closable in (namespace, store, runtime):
+            closable.close()
         assert not wrong, wrong
         assert stored
         with kvtier.Runtime(workers=2) as again, kvtier.Store(again, spec) as store:
-            with open_space(store) as space:
+            with open_namespace(store) as namespace:
                 for name in stored:
-                    with space.session() as session:
+                    with namespace.session() as session:
                         session.append(range(name * 1000, name * 1000 + TOKENS))
                         back = np.zeros_like(planes(0))
                         session.get(*views(back)).result(HANG_S)
@@ -150,14 +150,14 @@ def test_shutdown_in_the_middle_of_transfers(what: str, tmp_path: Path) -> None:
                         assert np.array_equal(back, planes(seed)), name
 
 
-def test_a_cancelled_task_leaves_its_memory_alone(runtime: kvtier.Runtime) -> None:
+def test_a_cancelled_get_does_not_write_its_memory(runtime: kvtier.Runtime) -> None:
     async def main() -> None:
         async with kvtier.Store(runtime, "store(host=1MiB)") as store, runtime.queue() as queue:
-            with open_space(store) as space, space.session() as session:
+            with open_namespace(store) as namespace, namespace.session() as session:
                 session.append(range(TOKENS))
                 memory, back = planes(1), np.full_like(planes(0), 0xA5)
                 await session.put(*views(memory), queue=queue)
-                # It does not begin before the event, which comes after the cancellation.
+                # The get begins after the event, which is signalled after the cancellation.
                 with kvtier.Event() as ready:
                     op = session.get(*views(back), queue=queue, ready=ready)
 
@@ -173,21 +173,21 @@ def test_a_cancelled_task_leaves_its_memory_alone(runtime: kvtier.Runtime) -> No
                     ready.signal()
                 assert (back == 0xA5).all()
                 op.close()
-                await asyncio.wait_for(come(session, back, queue), HANG_S)
+                await asyncio.wait_for(get(session, back, queue), HANG_S)
                 assert np.array_equal(memory, back)
 
-    async def come(session: kvtier.Session, back: np.ndarray, queue: kvtier.Queue) -> None:
+    async def get(session: kvtier.Session, back: np.ndarray, queue: kvtier.Queue) -> None:
         await session.get(*views(back), queue=queue)
 
     asyncio.run(main())
 
 
-def test_a_loop_that_ends_with_ops_under_way(runtime: kvtier.Runtime) -> None:
-    """asyncio.run cancels what is left: all of it ends, and nothing stays held."""
+def test_a_loop_may_end_with_ops_in_flight(runtime: kvtier.Runtime) -> None:
+    """asyncio.run cancels the remaining tasks: all ops end, and no object stays referenced."""
     async def main() -> None:
         store, queue = kvtier.Store(runtime, "store(host=1MiB)"), runtime.queue().attach()
-        space = open_space(store)
-        session = space.session()
+        namespace = open_namespace(store)
+        session = namespace.session()
         session.append(range(TOKENS))
 
         async def put(seed: int) -> None:
@@ -201,9 +201,9 @@ def test_a_loop_that_ends_with_ops_under_way(runtime: kvtier.Runtime) -> None:
     gc.collect()
 
 
-def test_the_interpreter_ends_with_writes_that_were_acknowledged(tmp_path: Path) -> None:
-    """Nothing is closed, writes are pending, queues attached: what was told to be on disk is
-    there for the next process."""
+def test_acknowledged_writes_survive_an_interpreter_exit(tmp_path: Path) -> None:
+    """The program exits with open objects and pending writes. The next process finds the writes
+    that were acknowledged as on disk."""
     spec = f"""store(host=4MiB, disk=disk(path='{tmp_path}/kv', bytes=64MiB, segment=1MiB))"""
     spec = spec.replace("'", '\\"')
     for ending in ("pass", "sys.exit(0)"):
@@ -213,14 +213,15 @@ def test_the_interpreter_ends_with_writes_that_were_acknowledged(tmp_path: Path)
     queue = runtime.queue(callback=seen.extend)
     polled = runtime.queue()
     store = kvtier.Store(runtime, "{spec}")
-    space = open_space(store)
+    namespace = open_namespace(store)
     kept = []
     for number in range(8):
-        session, op = put(space, number, level=kvtier.LEVEL_DISK)
+        session, op = put(namespace, number, level=kvtier.LEVEL_DISK)
         op.result(600)
         kept += [session, op]
     for number in range(100, 160):
-        kept += put(space, number, level=kvtier.LEVEL_DISK, queue=queue if number % 2 else polled)
+        used = queue if number % 2 else polled
+        kept += put(namespace, number, level=kvtier.LEVEL_DISK, queue=used)
     helper = threading.Thread(target=polled.wait, daemon=True)
     helper.start()
     {ending}
@@ -228,16 +229,16 @@ def test_the_interpreter_ends_with_writes_that_were_acknowledged(tmp_path: Path)
         assert done.returncode == 0 and not done.stderr, done
         done = run(HEAD + f"""
     with kvtier.Runtime(workers=2) as runtime, kvtier.Store(runtime, "{spec}") as store:
-        with open_space(store) as space:
-            print(all(get(space, number) for number in range(8)))
+        with open_namespace(store) as namespace:
+            print(all(get(namespace, number) for number in range(8)))
         """)
         assert (done.returncode, done.stdout.strip()) == (0, "True"), done
 
 
-def test_the_interpreter_ends_while_callbacks_raise() -> None:
+def test_the_interpreter_exits_cleanly_while_callbacks_raise() -> None:
     done = run("""
         import sys, kvtier
-        sys.unraisablehook = lambda info: None  # each of them goes there
+        sys.unraisablehook = lambda info: None  # receives every exception
         def fails(*args):
             raise RuntimeError("mine")
         runtime = kvtier.Runtime(workers=2, on_thread=fails)
@@ -255,21 +256,21 @@ def test_the_interpreter_ends_while_callbacks_raise() -> None:
             assert isinstance(error.__cause__, RuntimeError)
         policy.insert([1, 2], kvtier.PolicyContext(session=1, length=1, max_length=9))
         policy.evict(1)
-        class Mine:
+        class Failing:
             submit = query = wait = release = fails
-        device = kvtier.Device(runtime, Mine())
+        device = kvtier.Device(runtime, Failing())
         try:
             device.copy()
         except kvtier.StateError:
-            print("told")
+            print("raised")
         buffer = runtime.buffer(4096)
         for _ in range(500):
             runtime.post(kvtier.Work.checksum(buffer), queue)
     """)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "told", ""), done
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "raised", ""), done
 
 
-def test_spawned_processes_have_the_library_to_themselves(tmp_path: Path) -> None:
+def test_spawned_processes_use_the_library_independently(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text('''
 import multiprocessing, sys
@@ -277,36 +278,36 @@ import kvtier
 
 SPEC = 'store(host=1MiB, disk=disk(path="{}", bytes=16MiB, segment=1MiB))'
 
-def child(path, number, told):
+def child(path, number, results):
     with kvtier.Runtime(workers=1) as runtime:
         try:
             kvtier.Store(runtime, SPEC.format(path))
-            told.put((number, "shared"))
+            results.put((number, "shared"))
         except kvtier.BusyError:
             pass
         with kvtier.Store(runtime, SPEC.format(f"{path}-{number}")) as store:
             group = kvtier.Group([0], 16)
-            with store.namespace(kvtier.Identity(), chunk_tokens=4, groups=[group]) as space:
-                with space.session() as session:
+            with store.namespace(kvtier.Identity(), chunk_tokens=4, groups=[group]) as namespace:
+                with namespace.session() as session:
                     session.append([1, 2, 3, 4])
                     data, back = bytearray(range(64)), bytearray(64)
                     session.put([kvtier.View(data, 16)], level=kvtier.LEVEL_DISK).result(600)
                     session.get([kvtier.View(back, 16)]).result(600)
-                    told.put((number, data == back))
+                    results.put((number, data == back))
 
 if __name__ == "__main__":
     path = sys.argv[1]
     spawn = multiprocessing.get_context("spawn")
-    told = spawn.Queue()
+    results = spawn.Queue()
     with kvtier.Runtime(workers=1) as runtime:
         with kvtier.Store(runtime, SPEC.format(path)):
-            children = [spawn.Process(target=child, args=(path, i, told)) for i in range(3)]
-            for one in children:
-                one.start()
-            heard = sorted(told.get(timeout=600) for _ in children)
-            for one in children:
-                one.join(600)
-    print(heard, [one.exitcode for one in children])
+            children = [spawn.Process(target=child, args=(path, i, results)) for i in range(3)]
+            for process in children:
+                process.start()
+            received = sorted(results.get(timeout=600) for _ in children)
+            for process in children:
+                process.join(600)
+    print(received, [process.exitcode for process in children])
 ''')
     done = subprocess.run([sys.executable, "-X", "dev", str(program), str(tmp_path / "kv")],
                           capture_output=True, text=True, timeout=600, cwd="/")
@@ -314,8 +315,8 @@ if __name__ == "__main__":
     assert done.stdout.strip() == "[(0, True), (1, True), (2, True)] [0, 0, 0]", done
 
 
-def test_errors_of_other_processes_come_whole() -> None:
-    """What is raised in a worker process arrives with its status and words."""
+def test_pickled_errors_keep_all_fields() -> None:
+    """An error of a worker process arrives with its status and message."""
     import pickle
 
     for error in (kvtier.BufferError("w", -1, "KVT_E_INVALID"), kvtier.SpecError(

@@ -1,5 +1,5 @@
-"""Sparse policies and kernels alone. Results are compared with attention computed here, in
-float64, by what the header says of an index."""
+"""Sparse policies and kernels without a store. The tests compare results with attention in
+float64, computed by the header's definition of an index."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ V = numbers.uniform(-1, 1, (TOKENS, HEADS, VALUES)).astype(np.float32)
 
 
 def seen(index: Optional[Index], head: int, first: int, queries: int, keys: int) -> np.ndarray:
-    """Which keys each query of a head sees, as the header tells it."""
+    """Returns which keys each query of a head sees, by the header's definition."""
     at = first + np.arange(queries)
     causal = np.arange(keys)[None, :] <= at[:, None]
     if index is None or not index.heads:
         return causal
     heads, lists = index.heads, index.lists()
     per = {1: 0, HEADS: head // (QUERY_HEADS // HEADS), QUERY_HEADS: head}
-    of = heads[per[len(heads)]]
+    used = heads[per[len(heads)]]
     mask = np.zeros((queries, keys), bool)
     for row, query in enumerate(at):
-        block = row // of.query_block if of.query_block else 0
-        if of.kind == IndexKind.DENSE or query >= of.dense_from:
+        block = row // used.query_block if used.query_block else 0
+        if used.kind == IndexKind.DENSE or query >= used.dense_from:
             mask[row] = True
-        elif of.kind == IndexKind.LINES:
-            mask[row, [k for k in lists[of.first] if k < keys]] = True
-            mask[row, [query - back for back in lists[of.first + 1] if back <= query]] = True
-        elif of.kind == IndexKind.BLOCKS:
-            for one in lists[of.first + block]:
-                mask[row, one * of.key_block: (one + 1) * of.key_block] = True
+        elif used.kind == IndexKind.LINES:
+            mask[row, [k for k in lists[used.first] if k < keys]] = True
+            mask[row, [query - back for back in lists[used.first + 1] if back <= query]] = True
+        elif used.kind == IndexKind.BLOCKS:
+            for number in lists[used.first + block]:
+                mask[row, number * used.key_block: (number + 1) * used.key_block] = True
         else:
-            mask[row, [k for k in lists[of.first] if k < keys]] = True
-            ranges = lists[of.first + 1 + block]
+            mask[row, [k for k in lists[used.first] if k < keys]] = True
+            ranges = lists[used.first + 1 + block]
             for start, end in zip(ranges[::2], ranges[1::2]):
                 mask[row, start:end] = True
     return mask & causal
@@ -70,7 +70,7 @@ def seen(index: Optional[Index], head: int, first: int, queries: int, keys: int)
 
 def attend(q: Any, k: Any, v: Any, index: Optional[Index] = None,
            first: int = 0) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Outputs, log-sum-exps, and what each key got by head."""
+    """Returns outputs, log-sum-exps, and attention sums by head and key."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     out = np.zeros((q.shape[0], q.shape[1], v.shape[2]))
@@ -106,7 +106,7 @@ SPECS = ["minference(budget=0.2,last_q=16,sinks=4,recent=8)",
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_prompt_with_what_a_policy_says(spec: str, pool: ThreadPoolExecutor) -> None:
+def test_prefill_with_an_index_matches_the_model(spec: str, pool: ThreadPoolExecutor) -> None:
     with Sparse(SHAPE, spec) as policy:
         traits = policy.traits
         assert SparseCaps.INDEX_PREFILL in traits.caps
@@ -116,7 +116,7 @@ def test_a_prompt_with_what_a_policy_says(spec: str, pool: ThreadPoolExecutor) -
         assert again.lists() == index.lists() and again.heads == index.heads
         done = kernels.prefill(Q, K, V, index=index)
         check(done, Q, K, V, index)
-        for threads in (3, pool):  # the same bits
+        for threads in (3, pool):  # the bits do not depend on threads
             other = kernels.prefill(Q, K, V, index=index, threads=threads)
             assert bytes(other.out) == bytes(done.out) and bytes(other.lse) == bytes(done.lse)
         out = np.empty((TOKENS, QUERY_HEADS, VALUES), np.float32)
@@ -138,13 +138,13 @@ INDEXES = [
 
 
 @pytest.mark.parametrize("index", INDEXES, ids=repr)
-def test_an_engine_says_which_keys(index: Index) -> None:
+def test_prefill_with_the_callers_index_matches_the_model(index: Index) -> None:
     check(kernels.prefill(Q, K, V, index=index), Q, K, V, index)
     check(kernels.prefill(Q[-30:], K, V, first_query=TOKENS - 30, index=None), Q[-30:], K, V,
           None, TOKENS - 30)
 
 
-def test_pieces_put_together_are_all_keys() -> None:
+def test_merged_attention_equals_attention_to_all_keys() -> None:
     cuts, done = [0, 50, 53, TOKENS], None
     for first, end in zip(cuts, cuts[1:]):
         part = kernels.prefill(Q, K[first:end], V[first:end], first_key=first)
@@ -157,7 +157,7 @@ def test_pieces_put_together_are_all_keys() -> None:
         kernels.merge(done.out, done.lse, np.asarray(done.out)[1:], done.lse)
 
 
-def test_what_each_key_got(pool: ThreadPoolExecutor) -> None:
+def test_attention_sums_match_the_model(pool: ThreadPoolExecutor) -> None:
     _, _, want = attend(Q, K, V)
     done = kernels.prefill(Q, K, V)
     logs = np.asarray(done.lse)
@@ -167,7 +167,7 @@ def test_what_each_key_got(pool: ThreadPoolExecutor) -> None:
     flat = np.asarray(kernels.sums(Q, K, V, done.lse, by_head=False, first=100))
     _, _, late = attend(Q[100:], K, V, None, 100)
     assert np.abs(flat - late.sum(0)).max() < 1e-3
-    # Of the next tokens: all keys, and chosen ones in their order.
+    # The sums of decode: all keys, and selected keys in their order.
     two = kernels.decode(Q[-2:], K, V, first_query=TOKENS - 2, with_sums=True, threads=2)
     check(two, Q[-2:], K, V, None, TOKENS - 2)
     _, _, want = attend(Q[-2:], K, V, None, TOKENS - 2)
@@ -182,7 +182,7 @@ def test_what_each_key_got(pool: ThreadPoolExecutor) -> None:
     assert kernels.decode(Q[-1:], K, V, first_query=TOKENS - 1).sums is None
 
 
-def test_rows_of_other_types_and_with_gaps() -> None:
+def test_rows_may_have_other_types_and_gaps() -> None:
     wide = np.zeros((TOKENS, 3, HEADS, DIM), np.float32)
     wide[:, 1] = K
     assert bytes(kernels.prefill(Q, wide[:, 1], V).out) == bytes(kernels.prefill(Q, K, V).out)
@@ -201,12 +201,12 @@ def test_rows_of_other_types_and_with_gaps() -> None:
           small * token[:, :, None], V)
     keys = Rows(small, "int8", channel.ravel(), "channel")
     check(kernels.prefill(Q, keys, V), Q, small * channel[None], V)
-    # A latent: the values are the first numbers of the keys.
+    # The values of a latent are the first numbers of the keys.
     latent = K[:, :1]
     check(kernels.prefill(Q, latent, latent[:, :, :VALUES]), Q, latent, latent[:, :, :VALUES])
 
 
-def test_boxes_of_pages_bound_products() -> None:
+def test_page_scores_are_upper_bounds_of_products() -> None:
     boxes = kernels.page_boxes(K, BLOCK)
     got = np.asarray(boxes)
     pages = K.reshape(TOKENS // BLOCK, BLOCK, HEADS, DIM)
@@ -220,7 +220,7 @@ def test_boxes_of_pages_bound_products() -> None:
         ends = Q[:3, head, None, :].astype(np.float64) * want[None, 2:7, head // 2].reshape(
             1, 5, 2, DIM).transpose(2, 0, 1, 3)
         assert np.abs(scores[:, head] - ends.max(0).sum(2)).max() < 1e-4
-    # The same, token by token.
+    # The same boxes, extended by a few tokens at a time.
     grown = np.zeros_like(got)
     for first in range(0, TOKENS, 5):
         kernels.page_boxes(K[first:first + 5], BLOCK, boxes=grown, first=first)
@@ -231,7 +231,7 @@ def test_boxes_of_pages_bound_products() -> None:
         kernels.page_boxes(K, BLOCK, first=16)
 
 
-def test_rows_of_a_buffer() -> None:
+def test_an_index_of_positions_is_translated_to_buffer_rows() -> None:
     blocks, last = [0, 2, 5], TOKENS - 1
     placed = kernels.BlockPlacement(blocks, BLOCK, TOKENS - 5, 5)
     position = np.array([*(b * BLOCK + i for b in blocks for i in range(BLOCK)),
@@ -246,29 +246,29 @@ def test_rows_of_a_buffer() -> None:
     k, v = K[position], V[position]
     done = kernels.decode(Q[-1:], k, v, first_query=row, index=index, with_sums=True)
     check(done, Q[-1:], k, v, index, row)
-    told = np.ones((QUERY_HEADS, TOKENS), np.float32)
+    out = np.ones((QUERY_HEADS, TOKENS), np.float32)
     assert kernels.place_sums(SHAPE, TOKENS, placed, done.sums, select=index, first_query=row,
-                              queries=1, out=told) is told
+                              queries=1, out=out) is out
     want = np.ones((QUERY_HEADS, TOKENS))
     want[:, position] += attend(Q[-1:], k, v, index, row)[2]
-    assert np.abs(told - want).max() < 2e-5
-    # All rows; of what has stayed, and what came after.
+    assert np.abs(out - want).max() < 2e-5
+    # All rows, added to the sums of kept tokens and of later ones.
     whole, row = kernels.place_index(SHAPE, placed, None, last)
     assert not whole.heads
     done = kernels.decode(Q[-1:], k, v, first_query=row, with_sums=True)
     kept = TokenLists.of([[*range(16), *range(32, 48), 70, *range(80, 96)]])
     got = np.asarray(kernels.place_sums(SHAPE, TOKENS, placed, done.sums, kept=kept,
                                         since=TOKENS - 5))
-    there = [*kept.lists()[0], *range(TOKENS - 5, TOKENS)]
-    assert got.shape == (QUERY_HEADS, len(there))
+    resident = [*kept.lists()[0], *range(TOKENS - 5, TOKENS)]
+    assert got.shape == (QUERY_HEADS, len(resident))
     want = np.zeros((QUERY_HEADS, TOKENS))
     want[:, position] = attend(Q[-1:], k, v, None, row)[2]
-    assert np.abs(got - want[:, there]).max() < 2e-5
+    assert np.abs(got - want[:, resident]).max() < 2e-5
     with pytest.raises(kvtier.InvalidError):
         kernels.place_index(SHAPE, placed._replace(tail_first=3), wanted, last)
 
 
-def test_heavy_hitters_stay(runtime: kvtier.Runtime) -> None:
+def test_h2o_keeps_heavy_hitters(runtime: kvtier.Runtime) -> None:
     with runtime.budget(host_bytes=1 << 24) as budget, budget.account() as account:
         policy = Sparse(SHAPE, "h2o(sink=2,recent=10,budget=20)", account=account)
         done = kernels.prefill(Q, K, V)
@@ -283,9 +283,9 @@ def test_heavy_hitters_stay(runtime: kvtier.Runtime) -> None:
         for head, kept in enumerate(keep.lists()):
             got = want[2 * head] + want[2 * head + 1]
             inner = [key for key in kept if 2 <= key < TOKENS - 10]
-            gone = [key for key in range(2, TOKENS - 10) if key not in inner]
+            evicted = [key for key in range(2, TOKENS - 10) if key not in inner]
             assert {0, 1, *range(TOKENS - 10, TOKENS)} <= set(kept) and len(kept) == 32
-            assert got[inner].min() > got[gone].max() - 1e-3
+            assert got[inner].min() > got[evicted].max() - 1e-3
         policy.evicted(0, keep)
         assert policy.evict(0, PROMPT) is None
         with pytest.raises(kvtier.InvalidError):
@@ -295,8 +295,8 @@ def test_heavy_hitters_stay(runtime: kvtier.Runtime) -> None:
         assert account.held(kvtier.TIER_HOST).used_bytes == 0
 
 
-def test_an_answer_of_any_length() -> None:
-    class Long(Mine):
+def test_evict_returns_token_lists_of_any_length() -> None:
+    class Long(CustomPolicy):
         def evict(self, layer: int, at: Context) -> Optional[TokenLists]:
             return TokenLists.of([range(layer, 3000), range(4096)])
 
@@ -308,7 +308,7 @@ def test_an_answer_of_any_length() -> None:
         assert again is not None and again.lists() == keep.lists()
 
 
-def test_blocks_come_as_queries_want_them() -> None:
+def test_quest_selects_blocks_for_a_query() -> None:
     blocks = TOKENS // BLOCK
     with Sparse(SHAPE, "quest(budget=64,page=16,dense=0)") as policy:
         for block in range(blocks):
@@ -323,8 +323,8 @@ def test_blocks_come_as_queries_want_them() -> None:
             policy.select(2, query, [1, 1], LAST)
         index = policy.index(2, query, LAST)
         for head in range(QUERY_HEADS):
-            of = np.flatnonzero(seen(index, head, TOKENS - 1, 1, TOKENS)[0]) // BLOCK
-            assert 0 < len(of) and set(of) <= set(ids)
+            used = np.flatnonzero(seen(index, head, TOKENS - 1, 1, TOKENS)[0]) // BLOCK
+            assert 0 < len(used) and set(used) <= set(ids)
         done = kernels.decode(query, K, V, first_query=TOKENS - 1, index=index, threads=2)
         check(done, query, K, V, index, TOKENS - 1)
         saved = policy.save(2, 3)
@@ -341,12 +341,12 @@ def test_blocks_come_as_queries_want_them() -> None:
             policy.load(2, 4, 4 * BLOCK, saved[:-1])
 
 
-def test_scores_and_all_layers() -> None:
+def test_scores_apply_once_and_seal_all_covers_all_layers() -> None:
     with Sparse(SHAPE, "external(topk=2)") as policy:
         assert SparseNeeds.SCORES in policy.traits.needs
         policy.score(1, [0, 5, 1, 0, 7, 2])
         assert policy.select(1, Q[-1:], range(6), Context(100, 99)) == [1, 4]
-        # They were for one question.
+        # The scores apply to one call.
         assert policy.select(1, Q[-1:], range(6), Context(100, 99)) == [*range(6)]
     with Sparse(SHAPE, "quest(budget=32,page=16,dense=0)") as policy:
         policy.seal_all(0, 0, [K[:BLOCK]] * LAYERS)
@@ -355,31 +355,31 @@ def test_scores_and_all_layers() -> None:
             policy.seal_all(1, BLOCK, [K[BLOCK:2 * BLOCK]] * 2)
 
 
-class Mine:
-    """A policy of one's own: blocks of multiples of 4, and a window of keys."""
+class CustomPolicy:
+    """A custom policy: it selects blocks with multiples of 4, and a window of keys."""
 
     traits = SparseTraits(
         SparseCaps.LOAD_DECODE | SparseCaps.INDEX_PREFILL | SparseCaps.EVICT_DECODE,
         SparseNeeds.QUERIES, selects=True)
 
     def __init__(self) -> None:
-        self.told: List[Any] = []
+        self.calls: List[Any] = []
         self.policy: "Optional[weakref.ref[Sparse]]" = None
-        self.fails: Optional[BaseException] = None
+        self.error: Optional[BaseException] = None
 
     def fail(self) -> None:
-        if self.fails is not None:
-            raise self.fails
+        if self.error is not None:
+            raise self.error
 
     def on_prefill_offload(self, block: int, layer: int, first: int, keys: Rows) -> None:
         self.fail()
         assert keys.dtype == "f32" and np.array_equal(np.asarray(keys.data),
                                                       K[first:first + BLOCK])
-        self.told.append(("prefill", block, layer, first))
+        self.calls.append(("prefill", block, layer, first))
 
     def on_decode_offload(self, block: int, first: int, keys: List[Rows]) -> None:
         assert [rows.data[0, 0, 0] for rows in keys] == [K[0, 0, 0], K[1, 0, 0], K[2, 0, 0]]
-        self.told.append(("decode", block, first))
+        self.calls.append(("decode", block, first))
 
     def select_blocks(self, layer: int, query: Optional[Rows], candidates: memoryview,
                       at: Context) -> Any:
@@ -398,29 +398,29 @@ class Mine:
         return Index.of([IndexHead(IndexKind.LINES, 0, 2)], [[0], range(8)])
 
     def observe(self, layer: int, queries: int, sums: memoryview, tokens: int) -> None:
-        self.told.append(("observe", layer, queries, sums.tolist(), tokens))
+        self.calls.append(("observe", layer, queries, sums.tolist(), tokens))
 
     def evict(self, layer: int, at: Context) -> Optional[TokenLists]:
         return TokenLists.of([[0, 5], [1, 2, 3]]) if layer else None
 
     def evicted(self, layer: int, keep: TokenLists) -> None:
-        self.told.append(("evicted", layer, keep.lists()))
+        self.calls.append(("evicted", layer, keep.lists()))
 
     def truncate(self, tokens: int) -> None:
         self.fail()
-        self.told.append(("truncate", tokens))
+        self.calls.append(("truncate", tokens))
 
-    def fork(self) -> "Mine":
-        copy = Mine()
-        copy.told = self.told
+    def fork(self) -> "CustomPolicy":
+        copy = CustomPolicy()
+        copy.calls = self.calls
         return copy
 
 
-def test_a_policy_of_ones_own() -> None:
-    mine = Mine()
-    with Sparse(SHAPE, mine) as policy:
-        mine.policy = weakref.ref(policy)
-        assert policy.traits == Mine.traits
+def test_a_custom_policy_is_called_for_every_decision() -> None:
+    custom = CustomPolicy()
+    with Sparse(SHAPE, custom) as policy:
+        custom.policy = weakref.ref(policy)
+        assert policy.traits == CustomPolicy.traits
         policy.seal(1, 2, 32, K[32:48])
         policy.seal_all(9, 32, [K[i:i + BLOCK] for i in range(LAYERS)])
         assert policy.select(0, Q[-1:], range(10), LAST) == [0, 4, 8]
@@ -428,8 +428,8 @@ def test_a_policy_of_ones_own() -> None:
             policy.select(2, Q[-1:], range(10), LAST)
         index = policy.index(0, Q, PROMPT)
         check(policy.prefill_attention(0, Q, K, V, PROMPT), Q, K, V, index)
-        assert [len(one) for one in index.lists()] == [1, 8]
-        with pytest.raises(kvtier.StateError, match="no Index"):
+        assert [len(numbers) for numbers in index.lists()] == [1, 8]
+        with pytest.raises(kvtier.StateError, match="must return a kvtier.Index"):
             policy.index(2, Q, PROMPT)
         policy.observe(1, 3, [1.0, 2.0], 2)
         assert policy.evict(0, LAST) is None
@@ -439,37 +439,37 @@ def test_a_policy_of_ones_own() -> None:
         with policy.fork() as copy:
             copy.truncate(33)
         policy.reset()
-    assert mine.told == [
+    assert custom.calls == [
         ("prefill", 2, 1, 32), ("decode", 9, 32), ("observe", 1, 3, [1.0, 2.0], 2),
         ("evicted", 1, [[0, 5], [1, 2, 3]]), ("truncate", 33), ("truncate", 0)]
 
 
-def test_what_it_raises_is_the_cause(unraisable: List[Any]) -> None:
-    mine = Mine()
-    with Sparse(SHAPE, mine) as policy:
-        mine.policy = weakref.ref(policy)
-        mine.fails = KeyError("mine")
+def test_an_exception_of_a_custom_policy_is_the_cause(unraisable: List[Any]) -> None:
+    custom = CustomPolicy()
+    with Sparse(SHAPE, custom) as policy:
+        custom.policy = weakref.ref(policy)
+        custom.error = KeyError("mine")
         with pytest.raises(kvtier.StateError, match="the policy raised KeyError") as caught:
             policy.select(0, Q[-1:], range(10), LAST)
-        assert caught.value.__cause__ is mine.fails
+        assert caught.value.__cause__ is custom.error
         with pytest.raises(kvtier.StateError):
             policy.truncate(5)
-        mine.fails = kvtier.LimitError("full", kvtier.abi.KVT_E_LIMIT, "KVT_E_LIMIT")
+        custom.error = kvtier.LimitError("full", kvtier.abi.KVT_E_LIMIT, "KVT_E_LIMIT")
         with pytest.raises(kvtier.LimitError):
             policy.seal(0, 1, 16, K[16:32])
-        mine.fails = KeyboardInterrupt()
+        custom.error = KeyboardInterrupt()
         with pytest.raises(KeyboardInterrupt):
             policy.select(0, Q[-1:], range(10), LAST)
-        # A reset has no error to give.
-        mine.fails = ValueError("late")
+        # A reset returns no error.
+        custom.error = ValueError("late")
         policy.reset()
-        assert unraisable == [mine.fails]
-        mine.fails = None
+        assert unraisable == [custom.error]
+        custom.error = None
         assert policy.select(0, Q[-1:], range(10), LAST) == [0, 4, 8]
 
 
-class Kernel:
-    """With a kernel of its own, and rows that have gaps."""
+class CustomKernel:
+    """A custom policy with an attention kernel, for rows with gaps."""
 
     traits = SparseTraits(SparseCaps.INDEX_PREFILL)
 
@@ -483,10 +483,10 @@ class Kernel:
         lse[-1] = 5.0
 
 
-def test_a_kernel_of_ones_own() -> None:
+def test_a_custom_policy_may_compute_attention() -> None:
     wide = np.zeros((TOKENS, HEADS, DIM + 4), np.float32)
     wide[:, :, :DIM] = K
-    with Sparse(SHAPE, Kernel()) as policy:
+    with Sparse(SHAPE, CustomKernel()) as policy:
         got = policy.prefill_attention(0, Q, wide[:, :, :DIM], V.astype(np.float16), PROMPT)
         assert np.array_equal(np.asarray(got.out).ravel(),
                               np.arange(TOKENS * QUERY_HEADS * VALUES))
@@ -497,10 +497,10 @@ def test_a_kernel_of_ones_own() -> None:
             policy.select(0, Q[-1:], [0], LAST)
 
 
-def test_another_thread_is_told_that_it_is_busy() -> None:
+def test_a_concurrent_call_raises_busy_error() -> None:
     inside, go = threading.Event(), threading.Event()
 
-    class Slow(Mine):
+    class Slow(CustomPolicy):
         def evict(self, layer: int, at: Context) -> Optional[TokenLists]:
             inside.set()
             assert go.wait(HANG_S)
@@ -516,7 +516,7 @@ def test_another_thread_is_told_that_it_is_busy() -> None:
             assert future.result() is None
 
 
-def test_a_job_on_a_pool_that_is_busy_with_it() -> None:
+def test_a_job_may_run_on_the_pool_that_executes_it() -> None:
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(kernels.prefill, Q, K, V, threads=pool).result(HANG_S)
     check(done, Q, K, V)
@@ -549,12 +549,12 @@ BAD: List[Tuple[type, Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "call"), BAD, ids=range(len(BAD)))
-def test_what_is_wrong_is_an_error(kind: type, call: Callable[[], Any]) -> None:
+def test_invalid_arguments_are_errors(kind: type, call: Callable[[], Any]) -> None:
     with pytest.raises((kind, ValueError) if kind is BufferError else kind):
         call()
 
 
-def test_a_policy_without_what_it_promises() -> None:
+def test_a_custom_policy_without_a_required_method_is_rejected() -> None:
     class Empty:
         traits = SparseTraits(SparseCaps.EVICT_DECODE)
 
@@ -569,7 +569,7 @@ def test_a_policy_without_what_it_promises() -> None:
         policy.stats()
 
 
-def test_all_that_there_is_opens() -> None:
+def test_every_sparse_policy_opens_and_rejects_missing_capabilities() -> None:
     names = {info.name for info in kvtier.sparse_policies()}
     assert len(names) >= 18 and all(info.about for info in kvtier.sparse_policies())
     args = {"duo": '(alpha="1 0 1 0 1 0")', "arkvale": "(page=16)"}

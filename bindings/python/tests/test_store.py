@@ -1,4 +1,4 @@
-"""The store: there and back, through a closed one, in several shapes."""
+"""The store: puts and gets in several layouts, also after a restart."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ GROUPS = [
     Group(layers=[0, 2], k_bytes=HEADS * RUN, v_bytes=HEADS * RUN, dtype="f16", kv_heads=HEADS),
     Group(layers=[1], k_bytes=24, rule=kvtier.RULE_WINDOW, window_tokens=8),
 ]
-WHO = Identity(model=b"m", salt=b"", shard=(0, 2), extra={0x80000001: b"x"})
+IDENTITY = Identity(model=b"m", salt=b"", shard=(0, 2), extra={0x80000001: b"x"})
 TOKENS = list(range(16))
 
 Planes = Tuple[List[View], List[object]]
 
 
 def plain(memory: np.ndarray) -> Planes:
-    """[layer][K, V][token][head][byte]; the latent in the place of K."""
+    """[layer][K, V][token][head][byte], with the latent in place of K."""
     k, v = [], []
     each = memory.shape[2] * HEADS * RUN
     for layer in range(LAYERS):
@@ -39,7 +39,7 @@ def plain(memory: np.ndarray) -> Planes:
 
 
 def paged(memory: bytearray) -> Planes:
-    """Pages of 3 tokens, the last first, K and V of a page beside each other."""
+    """Pages of 3 tokens in reverse order, with K and V of a page side by side."""
     k, v = [], []
     page = 3 * 2 * HEADS * RUN
     for layer in range(LAYERS):
@@ -62,15 +62,15 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     return bool((a[[0, 2]] == b[[0, 2]]).all() and (flat[0] == flat[1]).all())
 
 
-def open_space(store: kvtier.Store, who: Identity = WHO) -> kvtier.Namespace:
-    return store.namespace(who, chunk_tokens=CHUNK, groups=GROUPS)
+def open_namespace(store: kvtier.Store, identity: Identity = IDENTITY) -> kvtier.Namespace:
+    return store.namespace(identity, chunk_tokens=CHUNK, groups=GROUPS)
 
 
-def test_what_was_put_comes_back_after_a_restart(runtime: kvtier.Runtime, tmp_path: Path) -> None:
+def test_stored_kv_survives_a_restart(runtime: kvtier.Runtime, tmp_path: Path) -> None:
     spec = f'store(host=1MiB, disk=disk(path="{tmp_path}/kv", bytes=16MiB, segment=1MiB))'
     memory = full(1)
-    with kvtier.Store(runtime, spec) as store, open_space(store) as space:
-        with space.session("one", tenant=2, priority=0) as session:
+    with kvtier.Store(runtime, spec) as store, open_namespace(store) as namespace:
+        with namespace.session("one", tenant=2, priority=0) as session:
             session.append(np.array(TOKENS, dtype=np.uint32))
             op = session.put(*plain(memory), level=kvtier.LEVEL_DURABLE)
             assert op.result(HANG_S).value == 16
@@ -84,10 +84,10 @@ def test_what_was_put_comes_back_after_a_restart(runtime: kvtier.Runtime, tmp_pa
                 fork.pin(priority=3, timeout=HANG_S)
                 fork.hint(stop=kvtier.STOP_TOOL_USE)
             assert store.stats()["stored_cells"] == 4 * LAYERS
-        key = space.key
-    with kvtier.Store(runtime, spec) as store, open_space(store) as space:
-        assert space.key == key and store.stats()["recovered_cells"] == 4 * LAYERS
-        with space.session() as session:
+        key = namespace.key
+    with kvtier.Store(runtime, spec) as store, open_namespace(store) as namespace:
+        assert namespace.key == key and store.stats()["recovered_cells"] == 4 * LAYERS
+        with namespace.session() as session:
             session.append(TOKENS)
             assert session.prefetch().result(HANG_S).value == 16
             back = np.zeros_like(memory)
@@ -95,8 +95,8 @@ def test_what_was_put_comes_back_after_a_restart(runtime: kvtier.Runtime, tmp_pa
             assert [op.result(HANG_S).value for op in ops] == [16] * LAYERS
             assert same(memory, back)
             assert "# TYPE kvtier_" in store.metrics()
-            # The paged bytes are the same KV.
-            other = open_space(store, Identity(model=b"m"))
+            # The paged memory has the same KV.
+            other = open_namespace(store, Identity(model=b"m"))
             with other, other.session() as second:
                 second.append(TOKENS)
                 assert second.put(*paged(pages)).result(HANG_S).value == 16
@@ -105,9 +105,9 @@ def test_what_was_put_comes_back_after_a_restart(runtime: kvtier.Runtime, tmp_pa
                 assert same(memory, again)
 
 
-def test_what_is_missing_is_an_error_with_a_count(runtime: kvtier.Runtime) -> None:
-    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
-        with space.session() as session:
+def test_a_get_of_missing_kv_reports_the_loaded_tokens(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_namespace(store) as namespace:
+        with namespace.session() as session:
             session.append(TOKENS[:8])
             memory = full(2)
             session.put(*plain(memory)).result(HANG_S)
@@ -122,9 +122,9 @@ def test_what_is_missing_is_an_error_with_a_count(runtime: kvtier.Runtime) -> No
                 session.put(*plain(memory), level=kvtier.LEVEL_DISK)
 
 
-def test_memory_is_held_while_the_library_has_it(runtime: kvtier.Runtime) -> None:
-    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
-        with space.session() as session:
+def test_memory_is_held_until_the_op_is_closed(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_namespace(store) as namespace:
+        with namespace.session() as session:
             session.append(TOKENS)
             memory = bytearray(LAYERS * 6 * 3 * 2 * HEADS * RUN)
             op = session.put(*paged(memory))
@@ -134,13 +134,13 @@ def test_memory_is_held_while_the_library_has_it(runtime: kvtier.Runtime) -> Non
             op.close()
             memory.extend(b"x")
             for _ in range(20):
-                session.get(*plain(full(3)))  # nobody keeps them: cancelled, and let go
+                session.get(*plain(full(3)))  # dropped ops are cancelled and closed
             gc.collect()
 
 
-def test_a_view_never_leads_out_of_its_object(runtime: kvtier.Runtime) -> None:
-    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
-        with space.session() as session:
+def test_views_outside_of_their_object_are_rejected(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_namespace(store) as namespace:
+        with namespace.session() as session:
             session.append(TOKENS)
             short = full(4)[:, :, :15].copy()
             with pytest.raises(kvtier.InvalidError):
@@ -162,15 +162,15 @@ def test_a_view_never_leads_out_of_its_object(runtime: kvtier.Runtime) -> None:
                 session.get([View(bytes(4096), RUN, HEADS), *k[1:]], v)
 
 
-def test_lookups_plans_and_what_changed(runtime: kvtier.Runtime) -> None:
-    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
+def test_lookups_plans_and_events_report_the_state(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_namespace(store) as namespace:
         assert store.events() == ([], 0, 0)
         later = store.events(2**64 - 1).cursor
-        with space.session() as session:
+        with namespace.session() as session:
             session.append(TOKENS[:8])
             session.put(*plain(full(6))).result(HANG_S)
             session.append(TOKENS[8:])
-            found = space.lookup(np.array(TOKENS, dtype=np.uint32))
+            found = namespace.lookup(np.array(TOKENS, dtype=np.uint32))
             assert (found.tokens, found.reusable_tokens, found.reusable_soon_tokens) == (16, 8, 8)
             assert [(r.first_token, r.tokens, r.state, r.tier) for r in found.ranges] == [
                 (0, 8, kvtier.RANGE_HIT, kvtier.TIER_HOST),
@@ -179,29 +179,29 @@ def test_lookups_plans_and_what_changed(runtime: kvtier.Runtime) -> None:
 
             news = store.events(later)
             assert [e.kind for e in news.events] == [kvtier.STORE_STORED] * 2
-            assert news.events[0].parent == news.events[0].namespace == space.key
+            assert news.events[0].parent == news.events[0].namespace == namespace.key
             assert news.events[1].parent == news.events[0].key and news.missed == 0
             assert store.events(news.cursor).events == []
             keys = [e.key for e in news.events]
-            assert space.exists([*keys, bytes(32)]) == bytes(
+            assert namespace.exists([*keys, bytes(32)]) == bytes(
                 [kvtier.EXISTS_WHOLE | 1 << kvtier.TIER_HOST] * 2 + [0])
-            assert space.lookup_keys(b"".join(keys), 9).reusable_tokens == 8
+            assert namespace.lookup_keys(b"".join(keys), 9).reusable_tokens == 8
             with pytest.raises(kvtier.InvalidError):
-                space.exists(b"short")
+                namespace.exists(b"short")
             with pytest.raises(kvtier.InvalidError, match="2 keys"):
-                space.lookup_keys(keys, 12)
+                namespace.lookup_keys(keys, 12)
 
             plan = session.plan(cost=(0, 1e9))
             assert [(s.kind, s.tokens) for s in plan.steps] == [
                 (kvtier.PLAN_LOAD, 8), (kvtier.PLAN_RECOMPUTE, 8)]
             assert (plan.load_tokens, plan.recompute_tokens, plan.tokens) == (8, 8, 16)
             assert plan.compute_ns == 8 * 10**9 and plan.without_ns == 16 * 10**9
-            space.fix_prefill((0.0, 0.0))
+            namespace.fix_prefill((0.0, 0.0))
             assert session.plan(overlap=False, wait=False).recompute_tokens == 16
-            assert space.prefill().fixed
-            space.fix_prefill(None)
-            space.observe_prefill(0, 100, 10**6)
-            assert space.prefill().observed == 1 and not space.prefill().fixed
+            assert namespace.prefill().fixed
+            namespace.fix_prefill(None)
+            namespace.observe_prefill(0, 100, 10**6)
+            assert namespace.prefill().observed == 1 and not namespace.prefill().fixed
             with pytest.raises(kvtier.InvalidError):
                 session.plan(cost=(0, -1))
 
@@ -211,15 +211,15 @@ def test_lookups_plans_and_what_changed(runtime: kvtier.Runtime) -> None:
             assert store.stats()["pins"] == 3
             session.unpin()
             assert session.drop(4).removed_chunks == 1
-            assert space.clear(10) == (0, 1, 0)
-        assert space.clear() == (1, 0, 0)
+            assert namespace.clear(10) == (0, 1, 0)
+        assert namespace.clear() == (1, 0, 0)
         last = store.events(news.cursor).events[-1]
-        assert last.kind == kvtier.STORE_CLEARED and last.namespace == space.key
+        assert last.kind == kvtier.STORE_CLEARED and last.namespace == namespace.key
 
 
-def test_moves_wait_for_their_event(runtime: kvtier.Runtime) -> None:
-    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
-        with space.session() as session, kvtier.Event() as ready:
+def test_transfers_wait_for_their_ready_event(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_namespace(store) as namespace:
+        with namespace.session() as session, kvtier.Event() as ready:
             session.append(TOKENS)
             memory, back = np.zeros_like(full(7)), np.full_like(full(7), 0xA5)
             op = session.put(*plain(memory), ready=ready)
@@ -245,7 +245,8 @@ def test_moves_wait_for_their_event(runtime: kvtier.Runtime) -> None:
             ready.signal()
 
 
-def test_mistakes_and_the_end(runtime: kvtier.Runtime, tmp_path: Path) -> None:
+def test_invalid_options_are_rejected_and_close_ends_all_uses(runtime: kvtier.Runtime,
+                                                              tmp_path: Path) -> None:
     with pytest.raises(kvtier.SpecError, match="host"):
         kvtier.Store(runtime, "store(hots=1GiB)")
     spec = f'store(disk=disk(path="{tmp_path}/kv", bytes=16MiB, segment=1MiB))'
@@ -253,11 +254,11 @@ def test_mistakes_and_the_end(runtime: kvtier.Runtime, tmp_path: Path) -> None:
     with pytest.raises(kvtier.BusyError):
         kvtier.Store(runtime, spec)
     with pytest.raises(kvtier.InvalidError, match="dtype"):
-        store.namespace(WHO, chunk_tokens=4, groups=[Group([0], k_bytes=4, dtype="f64")])
+        store.namespace(IDENTITY, chunk_tokens=4, groups=[Group([0], k_bytes=4, dtype="f64")])
     with pytest.raises(kvtier.InvalidError):
-        store.namespace(WHO, chunk_tokens=4, groups=[Group([1], k_bytes=4)])
-    space = open_space(store)
-    session = space.session()
+        store.namespace(IDENTITY, chunk_tokens=4, groups=[Group([1], k_bytes=4)])
+    namespace = open_namespace(store)
+    session = namespace.session()
     store.close()
     store.close()
     with pytest.raises(kvtier.ClosedError):
@@ -266,17 +267,17 @@ def test_mistakes_and_the_end(runtime: kvtier.Runtime, tmp_path: Path) -> None:
         store.stats()
     kvtier.Store(runtime, spec).close()
     session.close()
-    space.close()
+    namespace.close()
 
 
-def test_an_awaited_move(runtime: kvtier.Runtime) -> None:
+def test_transfers_can_be_awaited(runtime: kvtier.Runtime) -> None:
     import asyncio
 
     async def main() -> None:
         queue = runtime.queue()
         queue.attach()
-        with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
-            with space.session() as session:
+        with kvtier.Store(runtime, "store(host=1MiB)") as store, open_namespace(store) as namespace:
+            with namespace.session() as session:
                 session.append(TOKENS)
                 memory, back = full(5), np.zeros_like(full(5))
                 assert (await session.put(*plain(memory), queue=queue)).value == 16
@@ -287,27 +288,27 @@ def test_an_awaited_move(runtime: kvtier.Runtime) -> None:
     asyncio.run(main())
 
 
-def test_what_is_forgotten_is_closed() -> None:
+def test_dropped_stores_and_sessions_are_closed() -> None:
     with kvtier.Runtime(workers=1) as runtime:
         store = kvtier.Store(runtime, "store(host=1MiB)")
-        session = open_space(store).session()
+        session = open_namespace(store).session()
         session.append([1, 2, 3])
         report = runtime.close()
         assert (report.stores, report.namespaces, report.sessions) == (1, 1, 1)
         del store, session
 
 
-def test_images_keep_sequences_apart(runtime: kvtier.Runtime) -> None:
+def test_other_media_are_other_sequences(runtime: kvtier.Runtime) -> None:
     cat, dog = (5, bytes([1]) * 32), (5, bytes([2]) * 32)
-    with kvtier.Store(runtime, host_bytes=4 << 20) as store, open_space(store) as space:
-        with space.session() as session, space.session() as other:
+    with kvtier.Store(runtime, host_bytes=4 << 20) as store, open_namespace(store) as namespace:
+        with namespace.session() as session, namespace.session() as other:
             session.append(TOKENS[:5])
             session.append(TOKENS[5:], [(0, cat[1])])
             other.append(TOKENS, [dog])
             session.put(*plain(full(1))).result(HANG_S)
-            assert space.lookup(TOKENS, [cat]).reusable_tokens == 16
-            assert space.lookup(TOKENS, [dog]).reusable_tokens == 4
-            assert space.lookup(TOKENS).reusable_tokens == 4
+            assert namespace.lookup(TOKENS, [cat]).reusable_tokens == 16
+            assert namespace.lookup(TOKENS, [dog]).reusable_tokens == 4
+            assert namespace.lookup(TOKENS).reusable_tokens == 4
             with pytest.raises(kvtier.NotFoundError):
                 other.get(*plain(full(2))).result(HANG_S)
             for media in [[(16, cat[1])], [dog, cat], [(5, b"short")]]:
@@ -316,12 +317,11 @@ def test_images_keep_sequences_apart(runtime: kvtier.Runtime) -> None:
             assert other.info().tokens == 16
 
 
-def test_what_is_sent_down_and_what_is_needed_again(runtime: kvtier.Runtime,
-                                                    tmp_path: Path) -> None:
+def test_demoted_kv_is_prefetched_and_reused(runtime: kvtier.Runtime, tmp_path: Path) -> None:
     store = kvtier.Store(runtime, "store(disk=disk(segment=1MiB), host=1GiB)",
                          host_bytes=4 << 20, disk_bytes=16 << 20, disk_path=tmp_path / "kv",
                          policy="lru", disk_policy="arc", write="never")
-    with store, open_space(store) as space, space.session(tenant=7) as session:
+    with store, open_namespace(store) as namespace, namespace.session(tenant=7) as session:
         stats = store.stats()
         assert (stats["host_limit_bytes"], stats["disk_limit_bytes"]) == (4 << 20, 16 << 20)
         assert stats["disk_engine"] in (kvtier.IO_THREADS, kvtier.IO_URING)
@@ -330,7 +330,7 @@ def test_what_is_sent_down_and_what_is_needed_again(runtime: kvtier.Runtime,
         session.put(*plain(memory)).result(HANG_S)
         assert session.demote() == (0, 4, 0)
         assert session.prefetch(reuse=True).result(HANG_S).value == 16
-        # The latent has a window of eight tokens: the others of its layer stay as they were.
+        # The latent has a window of 8 tokens: earlier tokens of its layer are not loaded.
         assert session.get(*plain(back), reuse=True).result(HANG_S).value == 16
         latent = [m[1, 0].reshape(-1)[: 16 * 24] for m in (memory, back)]
         assert (latent[0][8 * 24:] == latent[1][8 * 24:]).all() and not latent[1][: 8 * 24].any()
@@ -361,11 +361,11 @@ def test_what_is_sent_down_and_what_is_needed_again(runtime: kvtier.Runtime,
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "numpy", "memoryview"])
-def test_some_chunks_come_one_after_the_other(runtime: kvtier.Runtime, tmp_path: Path,
-                                              kind: str) -> None:
+def test_selected_chunks_are_contiguous_in_the_views(runtime: kvtier.Runtime, tmp_path: Path,
+                                                     kind: str) -> None:
     spec = f'store(host=4MiB, disk=disk(path="{tmp_path}/kv", bytes=16MiB, segment=1MiB))'
-    with kvtier.Store(runtime, spec) as store, open_space(store) as space, \
-            space.session() as session:
+    with kvtier.Store(runtime, spec) as store, open_namespace(store) as namespace, \
+            namespace.session() as session:
         session.append(TOKENS[:14])
         memory = full(9)
         session.put(*plain(memory)).result(HANG_S)
@@ -374,7 +374,7 @@ def test_some_chunks_come_one_after_the_other(runtime: kvtier.Runtime, tmp_path:
         picked = make[kind](numbers[::2].copy())
         tokens = [4, 5, 6, 7, 12, 13]
 
-        def came(back: np.ndarray) -> None:
+        def check(back: np.ndarray) -> None:
             for plane in ((0, 0), (0, 1), (2, 0), (2, 1)):
                 assert (back[plane][:6] == memory[plane][tokens]).all()
                 assert (back[plane][6:] == 0xA5).all()
@@ -383,18 +383,18 @@ def test_some_chunks_come_one_after_the_other(runtime: kvtier.Runtime, tmp_path:
 
         back = np.full_like(memory, 0xA5)
         assert session.get(*plain(back), chunks=picked).result(HANG_S).value == 6
-        came(back)
+        check(back)
         back = np.full_like(memory, 0xA5)
         ops = session.get_each(*plain(back), chunks=picked)
         assert [op.result(HANG_S).value for op in ops] == [6] * LAYERS
-        came(back)
-        # Room for what is picked is enough.
+        check(back)
+        # Memory for the selected chunks is enough.
         small = np.full((LAYERS, 2, 6, HEADS, RUN), 0xA5, dtype=np.uint8)
         assert session.get(*plain(small), chunks=picked).result(HANG_S).value == 6
         assert (small[0, 1] == memory[0, 1, tokens]).all()
         with pytest.raises(kvtier.InvalidError):
             session.get(*plain(small))
-        # By the chunks of the rectangle.
+        # Chunk numbers begin at `first_token`.
         back = np.full_like(memory, 0xA5)
         op = session.get(*plain(back), first_token=4, tokens=8, chunks=[1])
         assert op.result(HANG_S).value == 4
@@ -406,9 +406,9 @@ def test_some_chunks_come_one_after_the_other(runtime: kvtier.Runtime, tmp_path:
         assert store.stats()["host_cells"] == 2 * LAYERS
 
 
-def test_which_chunks_may_not_be_asked_for(runtime: kvtier.Runtime) -> None:
-    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space, \
-            space.session() as session:
+def test_invalid_chunk_lists_are_rejected(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_namespace(store) as namespace, \
+            namespace.session() as session:
         session.append(TOKENS)
         memory, back = full(8), np.full_like(full(8), 0xA5)
         session.put(*plain(memory)).result(HANG_S)
@@ -433,11 +433,11 @@ def test_which_chunks_may_not_be_asked_for(runtime: kvtier.Runtime) -> None:
         assert (back[0, 0, 4:8] == 0xA5).all()
 
 
-def test_who_left_for_want_of_room(runtime: kvtier.Runtime) -> None:
+def test_evictions_are_logged(runtime: kvtier.Runtime) -> None:
     with kvtier.Store(runtime, "store(host=256KiB, policy=lru)") as store:
-        with open_space(store) as space:
+        with open_namespace(store) as namespace:
             for i in range(100):
-                with space.session() as session:
+                with namespace.session() as session:
                     session.append([i * 100 + t for t in TOKENS])
                     session.put(*plain(full(i))).result(HANG_S)
         entries = store.evictions(kvtier.TIER_HOST, 8)

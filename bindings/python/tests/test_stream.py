@@ -1,4 +1,4 @@
-"""Models in files and weights that are streamed: every byte is compared with the file."""
+"""Models in files and streamed weights: every byte is compared with the file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import kvtier
 import pytest
 
 LAYERS = 6
-GRAIN = 4096
+ALIGNMENT = 4096
 
 
 def write(path: Path, tensors: Dict[str, Tuple[str, List[int], bytes]]) -> None:
@@ -52,11 +52,11 @@ def path(tmp_path: Path, tensors: Dict[str, Any]) -> Path:
 
 
 def half() -> kvtier.StreamTerms:
-    return kvtier.StreamTerms(host_ceiling_bytes=5 * 24576 + 6 * GRAIN, host_reserve_bytes=0,
+    return kvtier.StreamTerms(host_ceiling_bytes=5 * 24576 + 6 * ALIGNMENT, host_reserve_bytes=0,
                               kv_bytes=0)
 
 
-def test_a_model_is_what_its_file_says(path: Path, tensors: Dict[str, Any]) -> None:
+def test_a_model_describes_its_file(path: Path, tensors: Dict[str, Any]) -> None:
     with kvtier.Model(path) as model:
         info = model.info
         assert (info.format, info.files, info.tensors) == ("safetensors", 1, len(tensors))
@@ -79,7 +79,7 @@ def test_a_model_is_what_its_file_says(path: Path, tensors: Dict[str, Any]) -> N
         kvtier.Model(path.parent / "none.safetensors")
 
 
-def test_plans_are_explained(path: Path) -> None:
+def test_plans_explain_residency_and_predict_passes(path: Path) -> None:
     model = kvtier.Model(path)
     memory = kvtier.StreamMemory(host_free_bytes=1 << 40, host_total_bytes=1 << 40)
     plan = model.plan(half(), memory)
@@ -117,7 +117,7 @@ def test_units_have_the_bytes_of_the_file(runtime: kvtier.Runtime, path: Path, i
                         assert bytes(got) == tensors[name][2]
                     if in_place:
                         assert streamer.fixed(unit.number)[0] == held.address
-                    del got  # a view keeps the unit
+                    del got  # a view keeps the lease
             streamer.pass_end()
         stats = streamer.stats()
         assert stats["passes"] == 3 and stats["failed"] == 0
@@ -128,7 +128,8 @@ def test_units_have_the_bytes_of_the_file(runtime: kvtier.Runtime, path: Path, i
         assert streamer.verify(0) == streamer.verify(0)
 
 
-def test_arrays_are_views(runtime: kvtier.Runtime, path: Path, tensors: Dict[str, Any]) -> None:
+def test_unit_arrays_are_views_that_keep_the_lease(runtime: kvtier.Runtime, path: Path,
+                                                   tensors: Dict[str, Any]) -> None:
     numpy = pytest.importorskip("numpy")
     model = kvtier.Model(path)
     with kvtier.Streamer(runtime, model, half()) as streamer:
@@ -146,7 +147,7 @@ def test_arrays_are_views(runtime: kvtier.Runtime, path: Path, tensors: Dict[str
         assert held.released
         with pytest.raises(kvtier.StateError):
             held.view("model.layers.2.mlp.weight")
-        # A view keeps it: it has not gone back.
+        # A view keeps the lease.
         with pytest.raises(kvtier.BusyError):
             streamer.close()
         assert numpy.array_equal(array.view("u4"), want.reshape(50, 90).view("u4"))
@@ -156,11 +157,11 @@ def test_arrays_are_views(runtime: kvtier.Runtime, path: Path, tensors: Dict[str
         assert streamer.closed
 
 
-def test_memory_becomes_less(runtime: kvtier.Runtime, path: Path) -> None:
+def test_rebalance_shrinks_the_resident_set(runtime: kvtier.Runtime, path: Path) -> None:
     model = kvtier.Model(path)
     with kvtier.Streamer(runtime, model, half()) as streamer:
         before = streamer.residency().count("host")
-        plan = streamer.rebalance(host_bytes=4 * 24576 + 6 * GRAIN)
+        plan = streamer.rebalance(host_bytes=4 * 24576 + 6 * ALIGNMENT)
         assert plan["host_units"] < before
         with pytest.raises(kvtier.BudgetError):
             streamer.rebalance(host_bytes=0)
@@ -175,7 +176,7 @@ def test_memory_becomes_less(runtime: kvtier.Runtime, path: Path) -> None:
         kvtier.Streamer(runtime, model, kvtier.StreamTerms(compute="device"))
 
 
-def test_what_fits_can_shrink(runtime: kvtier.Runtime, path: Path) -> None:
+def test_a_streamer_whose_units_all_fit_can_shrink(runtime: kvtier.Runtime, path: Path) -> None:
     plenty = dataclasses.replace(half(), host_ceiling_bytes=1 << 26)
     with kvtier.Model(path) as model:
         assert model.plan(plenty)["slots"]["count"] == 0
@@ -188,7 +189,7 @@ def test_what_fits_can_shrink(runtime: kvtier.Runtime, path: Path) -> None:
                 streamer.acquire(unit).release()
 
 
-def test_units_that_one_names(runtime: kvtier.Runtime, path: Path) -> None:
+def test_a_table_model_has_the_callers_units(runtime: kvtier.Runtime, path: Path) -> None:
     data = path.read_bytes()
     model = kvtier.Model.table([path], [
         kvtier.UnitEntry("one", [(0, 100, 5000), (0, 6000, 10)]),

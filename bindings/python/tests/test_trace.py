@@ -1,4 +1,4 @@
-"""Traces: made, read, replayed, compared; callables that stop, raise, or close."""
+"""Traces: generated, read, replayed, compared; progress functions that stop, raise, or close."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def chat(rate: float = 1.0) -> Trace:
 
 
 def outcome(replay: kvtier.Replay) -> Tuple[Any, ...]:
-    """All but the times."""
+    """All fields except the times."""
     return replay[:13]
 
 
-def test_replays() -> None:
+def test_replays_are_reproducible_and_consistent() -> None:
     with chat() as trace:
         info = trace.info
         assert info.requests > 600 and info.block_tokens == 512
@@ -44,7 +44,7 @@ def test_replays() -> None:
     assert outcome(chat().replay("lru", 100)) == outcome(chat().replay("lru", 100))
 
 
-def test_comparison() -> None:
+def test_comparison_rows_equal_single_replays() -> None:
     with chat(0.2) as trace:
         sizes = [trace.info.blocks // 8, trace.info.blocks // 4]
         rows = trace.compare(["lru", "horizon"], iter(sizes), timed=False)
@@ -56,7 +56,7 @@ def test_comparison() -> None:
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the sources are elsewhere")
-def test_files_of_the_repository_can_be_read() -> None:
+def test_trace_files_of_the_repository_can_be_read() -> None:
     files = sorted(DATA.glob("*.kvtrace"))
     assert files
     for path in files:
@@ -64,7 +64,7 @@ def test_files_of_the_repository_can_be_read() -> None:
             assert trace.info.references == flat.info.requests > 0
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         Trace()
     for kind in ("chta", ""):
@@ -103,7 +103,7 @@ def test_mistakes(tmp_path: Path) -> None:
                 trace.replay("lru", 10, **options)  # type: ignore[arg-type]
 
 
-def test_progress(unraisable: List[Any]) -> None:
+def test_progress_can_stop_raise_and_close(unraisable: List[Any]) -> None:
     seen: List[Tuple[int, int]] = []
     with chat() as trace:
         requests = trace.info.requests
@@ -130,7 +130,7 @@ def test_progress(unraisable: List[Any]) -> None:
     assert not unraisable
 
 
-def test_threads_share_a_trace_that_is_dropped() -> None:
+def test_threads_share_a_dropped_trace() -> None:
     trace = chat()
     results: List[Tuple[Any, ...]] = []
 
@@ -147,7 +147,7 @@ def test_threads_share_a_trace_that_is_dropped() -> None:
     assert len(results) == 3 and len(set(results)) == 1
 
 
-def test_gauges_of_a_policy() -> None:
+def test_gauges_are_found_by_name() -> None:
     with kvtier.Policy("arc", max_objects=16) as policy:
         gauges = policy.gauges()
         assert "arc_p" in gauges

@@ -1,5 +1,5 @@
-"""kvtier under SGLang's HiCache: `KvtierStorage` is named in the engine's configuration
-(backend `dynamic`), and so is `kvtier_sglang.linker.KvtierLinker`. See the README beside it."""
+"""kvtier as storage of SGLang's HiCache. The engine's configuration names `KvtierStorage`, or
+`kvtier_sglang.linker.KvtierLinker` (backend `dynamic`). See the package's README."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user says in the engine's JSON, checked."""
+"""The options in the engine's JSON, validated, and the store that they describe."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import kvtier
 from kvtier import _abi
 from kvtier._errors import make
 
-#: The version of SGLang whose interface this package was written and tested against.
+#: The version of SGLang that this package implements and is tested with.
 TESTED = "0.5.23"
 
 LEVELS: Dict[str, int] = {
     "ram": kvtier.LEVEL_RAM, "disk": kvtier.LEVEL_DISK, "durable": kvtier.LEVEL_DURABLE,
     "remote": kvtier.LEVEL_REMOTE,
 }
-#: Keys of the same JSON that are the engine's own, and are left to it.
-ENGINES = frozenset({
+#: Keys of the same JSON that belong to the engine.
+ENGINE_KEYS = frozenset({
     "backend_name", "module_path", "class_name", "interface_v1", "extra_backend_tag",
     "tp_lcm_size", "prefetch_threshold", "prefetch_timeout_base",
     "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
@@ -39,57 +39,58 @@ def unsupported(text: str) -> Exception:
 
 @dataclass(frozen=True)
 class Settings:
-    """The keys of the JSON that are ours, with what counts where they are missing."""
+    """kvtier's keys of the JSON, with their defaults."""
 
-    #: Of the store; `{rank}` in it stands for the rank's name.
+    #: The store's spec; `{rank}` in it is replaced by the rank's name.
     spec: str = "store"
-    #: These count instead of what the spec says.
+    #: The next six override the options inside the spec. 0 and "" = the spec's value.
     host_bytes: int = 0
     disk_path: str = ""
     disk_bytes: int = 0
     policy: str = ""
     disk_policy: str = ""
     write: str = ""
-    #: When a write has ended: "ram", "disk", "durable" or "remote".
+    #: The level at which a write completes: "ram", "disk", "durable" or "remote".
     level: str = "ram"
-    #: Evictions are logged (logger `kvtier_sglang`, INFO) whenever metrics are asked for.
+    #: Log evictions (logger `kvtier_sglang`, INFO) whenever the engine reads metrics.
     log_evictions: bool = False
     tenant: int = 0
     priority: Optional[int] = None
-    #: Threads of the runtime; 0: as many as it thinks right.
+    #: Threads of the runtime; 0 = the library chooses.
     workers: int = 0
-    #: After so many seconds a transfer ends, without what it has not done by then.
+    #: Seconds until a transfer ends without the pages that are unfinished; None = no limit.
     timeout_s: Optional[float] = None
-    #: A lookup waits so many seconds, at most, for what the store's remote says; 0: it is not asked.
+    #: Seconds that a lookup waits at most for the store's remote; 0 = no remote lookup.
     ask_s: float = 0.5
-    #: The same for the linker's lookups, with which the engine's scheduler waits.
+    #: The same for the linker's lookups, which block the engine's scheduler.
     linker_ask_s: float = 0.0
-    #: What is known of the future of pages is told to the policies.
+    #: Pass hints about the next use of pages on to the policies.
     hints: bool = True
-    #: KV that all ranks have alike (MLA) is kept by each rank for itself.
+    #: Let each rank keep a copy of KV that is equal on all ranks (MLA).
     mla_copies: bool = False
-    #: Goes on with another version of SGLang than the tested one, named here.
+    #: An untested version of SGLang that is accepted beside the tested one.
     sglang_version: str = ""
-    #: Part of who the KV belongs to: what has another tag is not found.
+    #: Part of the identity: pages with another tag are not found.
     tag: str = ""
 
     @classmethod
-    def of(cls, given: Optional[Mapping[str, Any]]) -> "Settings":
-        """From the engine's `extra_config`; what it does not know it refuses."""
+    def of(cls, config: Optional[Mapping[str, Any]]) -> "Settings":
+        """Reads the engine's `extra_config`. Raises an error for unknown keys."""
         fields = {field.name: field for field in dataclasses.fields(cls) if field.name != "tag"}
         values: Dict[str, Any] = {}
-        for name, value in (given or {}).items():
-            if name in ENGINES:
+        for name, value in (config or {}).items():
+            if name in ENGINE_KEYS:
                 continue
             if name not in fields:
-                near = difflib.get_close_matches(name, [*fields, *ENGINES], 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {sorted(fields)}"
-                raise invalid(f"extra config has the unknown key {name!r}{hint}")
+                near = difflib.get_close_matches(name, [*fields, *ENGINE_KEYS], 1)
+                suggestion = (f"; did you mean {near[0]!r}?" if near else
+                              f"; the known keys are {sorted(fields)}")
+                raise invalid(f"the extra config has the unknown key {name!r}{suggestion}")
             values[name] = _checked(name, str(fields[name].type), value)
-        values["tag"] = str((given or {}).get("extra_backend_tag") or "")
+        values["tag"] = str((config or {}).get("extra_backend_tag") or "")
         settings = cls(**values)
         if settings.level not in LEVELS:
-            raise invalid(f"level {settings.level!r} is none of {', '.join(LEVELS)}")
+            raise invalid(f"level {settings.level!r} is unknown: use one of {', '.join(LEVELS)}")
         return settings
 
 
@@ -103,42 +104,43 @@ def _checked(name: str, kind: str, value: Any) -> Any:
         wanted = (int,)
     elif "float" in kind:
         wanted = (int, float)
-    # JSON's true is an int to Python, which would be a budget of one byte.
+    # JSON's true is an int to Python, and would become a budget of one byte.
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-        raise invalid(f"extra config: {name} is {value!r}, wanted is {wanted[-1].__name__}")
+        raise invalid(f"extra config: {name} is {value!r}, but must be of type "
+                      f"{wanted[-1].__name__}")
     return value
 
 
 def check_version(settings: Settings) -> None:
-    """`kvtier.UnsupportedError` unless SGLang is the tested one, or was allowed by name."""
+    """Raises `kvtier.UnsupportedError` unless SGLang has the tested or the allowed version."""
     try:
         from sglang.version import __version__ as found
     except ImportError as error:
-        raise unsupported(f"SGLang is not installed here: pip install sglang=={TESTED}"
+        raise unsupported(f"SGLang is not installed: pip install sglang=={TESTED}"
                           ) from error
     if found in (TESTED, settings.sglang_version):
         return
     raise unsupported(
         f"SGLang {found} is not the version that kvtier_sglang was tested with ({TESTED}): "
-        f"install that one, or take the risk with \"sglang_version\": \"{found}\" in the extra "
+        f"install that version, or accept yours with \"sglang_version\": \"{found}\" in the extra "
         "config, after bindings/sglang/tests/engine have passed with it")
 
 
 def rank_name(config: Any) -> str:
-    """What tells a rank's directory from those of the others."""
+    """The name of a rank, which is unique in the server: part of its directory's path."""
     return (f"dp{config.dp_rank}-tp{config.tp_rank}of{config.tp_size}"
             f"-pp{config.pp_rank}of{config.pp_size}"
             f"-cp{config.attn_cp_rank}of{config.attn_cp_size}")
 
 
-def alone(config: Any) -> bool:
-    """Whether no other rank is known of."""
+def is_single_rank(config: Any) -> bool:
+    """Whether the configuration has a single rank."""
     return bool(config.tp_size * config.pp_size * config.attn_cp_size == 1
                 and config.dp_rank == 0)
 
 
 def shard(config: Any) -> Tuple[int, int]:
-    """Which part of a page a rank has: index and count."""
+    """The part of a page that a rank has: its index and the number of parts."""
     index = (config.tp_rank * config.pp_size + config.pp_rank) * config.attn_cp_size
     count = config.tp_size * config.pp_size * config.attn_cp_size
     return index + config.attn_cp_rank, count
@@ -146,18 +148,18 @@ def shard(config: Any) -> Tuple[int, int]:
 
 def open_store(settings: Settings, config: Any, device: Optional[int] = None
                ) -> Tuple[kvtier.Runtime, kvtier.Store]:
-    """A store of the rank's own: a directory has one owner, so ranks cannot share one. `device`
-    is the number of the GPU whose memory pages are in."""
+    """Opens the rank's own store, because ranks cannot share a directory. `device` is the number
+    of the GPU whose memory holds the pages; None for host memory."""
     name, path = rank_name(config), settings.disk_path
     spec = settings.spec.replace("{rank}", name)
     if path:
         path = os.path.join(path, name)
         os.makedirs(path, mode=0o700, exist_ok=True)
-    elif "path=" in spec and spec == settings.spec and not alone(config):
+    elif "path=" in spec and spec == settings.spec and not is_single_rank(config):
         raise invalid(
-            "the spec names one directory, and there are several ranks, each of which needs its "
-            "own: say disk_path beside the spec (each rank then has a directory in it), or "
-            "write {rank} into the spec's path")
+            "the spec names one directory for several ranks, and each rank needs its own: set "
+            "disk_path beside the spec (each rank makes a directory in it), or write {rank} into "
+            "the spec's path")
     runtime = kvtier.Runtime(workers=settings.workers, name="kvt-sglang")
     try:
         gpu = None if device is None else kvtier.Device(runtime, "cuda", ordinal=device)
@@ -167,8 +169,8 @@ def open_store(settings: Settings, config: Any, device: Optional[int] = None
             disk_policy=settings.disk_policy, write=settings.write)
     except kvtier.BusyError as error:
         runtime.close()
-        raise make(error.status, f"{error.message}: another rank or server has this directory; "
-                   "each process needs a disk_path of its own") from error
+        raise make(error.status, f"{error.message}: another rank or server uses this directory; "
+                   "give each process a disk_path of its own") from error
     except BaseException:
         runtime.close()
         raise

@@ -1,4 +1,4 @@
-"""What this package is for, and how its interface is imported."""
+"""The version of SGLang that this package needs, and how its interface is imported."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NEEDS = Needs("kvtier_sglang", f"SGLang {TESTED}", f"sglang=={TESTED}",
 
 
 def imports() -> ContextManager[None]:
-    """Around imports of SGLang's: a version that has not what is imported is refused as such."""
-    return NEEDS.imports(_refuse_other)
+    """A context for imports from SGLang: names the version in the error if an import fails."""
+    return NEEDS.imports(_reject_other_version)
 
 
-def _refuse_other() -> None:
+def _reject_other_version() -> None:
     from sglang.version import __version__ as found
 
     if found != TESTED:
-        raise unsupported(f"SGLang {found} has not the interface that kvtier_sglang is for, "
-                          f"that of {TESTED}: pip install sglang=={TESTED}")
+        raise unsupported(f"SGLang {found} does not have the interface of {TESTED}, which "
+                          f"kvtier_sglang needs: pip install sglang=={TESTED}")

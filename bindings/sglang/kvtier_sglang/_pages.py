@@ -1,4 +1,4 @@
-"""Where the pages of a host pool are: addresses once, then arithmetic."""
+"""The location of a host pool's pages: addresses are probed once, then computed."""
 
 from __future__ import annotations
 
@@ -13,49 +13,51 @@ from ._config import invalid, unsupported
 
 
 def buffers_of(pool: Any) -> List[torch.Tensor]:
-    """The tensors of a pool; refused unless the processor can reach all of them as they lie."""
+    """The tensors of a host pool. Raises an error for device memory and for strided tensors."""
     get = getattr(pool, "get_hybrid_pool_buffer", None)
-    given = get() if get is not None else getattr(pool, "kv_buffer", None)
-    found: List[torch.Tensor] = []
-    for one in given if isinstance(given, (list, tuple)) else [given]:
-        if one is None:
+    pool_buffers = get() if get is not None else getattr(pool, "kv_buffer", None)
+    tensors: List[torch.Tensor] = []
+    for tensor in pool_buffers if isinstance(pool_buffers, (list, tuple)) else [pool_buffers]:
+        if tensor is None:
             continue
-        if one.device.type != "cpu":
-            raise unsupported(f"a host pool on {one.device}: HiCache's host pools are in host "
-                              "memory; the linker takes device pools")
-        if not one.is_contiguous():
-            raise invalid(f"a host pool with a strided tensor {tuple(one.shape)}, strides "
-                          f"{one.stride()}: its pages cannot be taken by address")
-        found.append(one)
-    return found
+        if tensor.device.type != "cpu":
+            raise unsupported(f"the host pool is on {tensor.device}, but must be in host memory: "
+                              "for device pools use the linker")
+        if not tensor.is_contiguous():
+            raise invalid(f"the host pool has a tensor of shape {tuple(tensor.shape)} with strides "
+                          f"{tensor.stride()}: it must be contiguous, because pages are copied by "
+                          "address")
+        tensors.append(tensor)
+    return tensors
 
 
-def firsts(indices: Any, count: int, page_tokens: int, tokens: int) -> Any:
-    """The first slot of each of `count` pages; refused unless all of them are whole pages of
-    the pool. A wrong one would be somebody else's memory."""
+def first_slots(indices: Any, count: int, page_tokens: int, tokens: int) -> Any:
+    """The first slot of each of `count` pages. Raises an error unless the indices are whole
+    pages of the pool, because another slot would mean other memory."""
     if not isinstance(indices, torch.Tensor):
         indices = torch.as_tensor(indices)
     if indices.dtype not in (torch.int64, torch.int32):
-        raise invalid(f"host_indices of {indices.dtype}: slots are int64")
+        raise invalid(f"host_indices have the type {indices.dtype}: give int64 or int32")
     slots = indices.detach().cpu().numpy().reshape(-1)
     if slots.size != count * page_tokens:
-        raise invalid(f"{slots.size} host indices for {count} pages of {page_tokens} slots")
+        raise invalid(f"there are {slots.size} host indices for {count} keys: each key needs the "
+                      f"{page_tokens} slots of a page")
     pages = slots.reshape(count, page_tokens)
     first = pages[:, 0].astype(np.int64)
     if count == 0:
         return first
     if first.min() < 0 or first.max() > tokens - page_tokens or (first % page_tokens).any():
-        raise invalid(f"host indices {first.min()} to {first.max()}: not pages of a pool with "
-                      f"{tokens} slots in pages of {page_tokens}")
+        raise invalid(f"host indices {first.min()} to {first.max()} are not the first slots of "
+                      f"pages in a pool of {tokens} slots with {page_tokens} slots per page")
     if page_tokens > 1 and not (pages == first[:, None] + np.arange(page_tokens)).all():
-        raise invalid("host indices of a page that do not follow each other: kvtier takes whole "
-                      "pages, as the engine's allocator gives them out")
+        raise invalid("the host indices of a page are not consecutive: give whole pages, as the "
+                      "engine's allocator returns them")
     return first
 
 
 class Pages:
-    """Pages whose bytes are taken where they are. A page has the same parts everywhere: in a
-    page-first layout one for K and one for V (or one for both), in layer_first one a layer."""
+    """Pages that are copied in place, by address. All pages have the same parts: one for K and
+    one for V (or one for both) in a page-first layout, one per layer in layer_first."""
 
     def __init__(self, pool: Any, name: str) -> None:
         self.pool, self.page_tokens = pool, int(getattr(pool, "page_size", 1) or 1)
@@ -71,7 +73,7 @@ class Pages:
 
     @property
     def page_bytes(self) -> int:
-        """What a page has."""
+        """The bytes of a page."""
         return sum(self.parts)
 
     def _meta(self, page: int) -> Tuple[List[int], List[int]]:
@@ -84,15 +86,15 @@ class Pages:
         addresses, sizes = self._meta(0)
         count = len(addresses)
         layers = int(getattr(self.pool, "layer_num", 0) or 0)
-        # K and V of a layer alternate there; in the engine's flat pages all of K comes first,
-        # and pages that were stored flat are to be found here, and the other way round.
+        # In layer_first, K and V of a layer alternate. The engine's flat pages have all of K
+        # first. Both orders must agree, so that pages stored in one form load in the other.
         pairs = (getattr(self.pool, "layout", "") == "layer_first" and count == 2 * layers)
         order = ([*range(0, count, 2), *range(1, count, 2)] if pairs else list(range(count)))
         first = np.array(addresses, np.uint64)[order]
         return first, order, [sizes[i] for i in order]
 
     def _find_step(self) -> Optional[Any]:
-        """How far apart pages are in each part, or None where they are not even."""
+        """The distance between pages in each part; None if the distances are not equal."""
         if self._pages < 2:
             return np.zeros(len(self.parts), np.uint64)
         def at(page: int) -> Any:
@@ -102,10 +104,10 @@ class Pages:
         return step if (at(last) == self._first + step * np.uint64(last)).all() else None
 
     def places(self, first: Any) -> Any:
-        """Where pages are that start at these slots."""
+        """The addresses of the pages that begin at these slots."""
         pages = (first // self.page_tokens).astype(np.uint64)
         if self._step is None:
-            return self._asked(first)
+            return self._places_from_pool(first)
         if (self._step == self._step[0]).all():
             lowest = self._first.min()
             shifts = [int(one - lowest) for one in self._first]
@@ -113,29 +115,29 @@ class Pages:
         tables = [begin + pages * step for begin, step in zip(self._first, self._step)]
         return kvtier.Each(tables, kept=self.kept)
 
-    def _asked(self, first: Any) -> Any:
-        """Pools that move their pages about (shared backings) are asked each time."""
+    def _places_from_pool(self, first: Any) -> Any:
+        """The same from the pool itself: pools with shared backings move their pages."""
         slots = torch.from_numpy((first[:, None] + np.arange(self.page_tokens)).reshape(-1))
         addresses, _ = self.pool.get_page_buffer_meta(slots)
         table = np.array(addresses, np.uint64).reshape(len(first), len(self.parts))
         return kvtier.Each([np.ascontiguousarray(table[:, i]) for i in self._order],
                            kept=self.kept)
 
-    def take(self, first: Any) -> Any:
-        """Where pages are read from, for a put."""
+    def source(self, first: Any) -> Any:
+        """The memory that a put reads pages from."""
         return self.places(first)
 
-    def room(self, first: Any) -> Tuple[Any, Any]:
-        """Where pages are written to, for a get, and what `arrived` wants back."""
+    def destination(self, first: Any) -> Tuple[Any, Any]:
+        """The memory that a get writes pages to, and a buffer to pass to `finish_read`."""
         return self.places(first), None
 
-    def arrived(self, first: Any, held: Any, good: Sequence[bool]) -> None:
-        """Pages have come: they are where they belong already."""
+    def finish_read(self, first: Any, buffer: Any, ok: Sequence[bool]) -> None:
+        """Completes a get. `ok` says which pages were loaded. Nothing to do: they are in place."""
 
 
 class FlatPages(Pages):
-    """Pages of pools whose layout has no addresses for them (state pools in layer_first): they
-    are gathered by the pool's own functions, which is a copy more."""
+    """Pages of pools whose layout has no addresses (state pools in layer_first). The pool's own
+    functions gather and scatter them, at the cost of another copy."""
 
     def __init__(self, pool: Any, name: str) -> None:
         self.pool, self.page_tokens = pool, int(getattr(pool, "page_size", 1) or 1)
@@ -146,23 +148,23 @@ class FlatPages(Pages):
         self.parts = [example.numel() * example.element_size()]
         self.recipe = _recipe(pool, name, self.parts, "flat")
 
-    def take(self, first: Any) -> Any:
+    def source(self, first: Any) -> Any:
         pages = [self.pool.get_data_page(int(slot), flat=True).contiguous() for slot in first]
         return kvtier.At([page.data_ptr() for page in pages], kept=pages)
 
-    def room(self, first: Any) -> Tuple[Any, Any]:
-        room = torch.empty((len(first), self._numbers), dtype=self._dtype)
-        each = room.data_ptr() + np.arange(len(first), dtype=np.uint64) * np.uint64(self.parts[0])
-        return kvtier.At(each, kept=room), room
+    def destination(self, first: Any) -> Tuple[Any, Any]:
+        buffer = torch.empty((len(first), self._numbers), dtype=self._dtype)
+        offsets = np.arange(len(first), dtype=np.uint64) * np.uint64(self.parts[0])
+        return kvtier.At(buffer.data_ptr() + offsets, kept=buffer), buffer
 
-    def arrived(self, first: Any, held: Any, good: Sequence[bool]) -> None:
-        for slot, page, came in zip(first, held, good):
-            if came:
+    def finish_read(self, first: Any, buffer: Any, ok: Sequence[bool]) -> None:
+        for slot, page, loaded in zip(first, buffer, ok):
+            if loaded:
                 self.pool.set_from_flat_data_page(int(slot), page)
 
 
 def pages_of(pool: Any, name: str) -> Pages:
-    """The pages of a pool, by address where its layout has one for them."""
+    """The pages of a pool, by address if its layout has addresses."""
     try:
         return Pages(pool, name)
     except (ValueError, NotImplementedError, AssertionError, AttributeError) as error:
@@ -175,17 +177,18 @@ def pages_of(pool: Any, name: str) -> Pages:
         if isinstance(error, kvtier.Error):
             raise
         raise unsupported(
-            f"pool {name!r} ({type(pool).__name__}, layout {getattr(pool, 'layout', '?')}) has "
-            f"neither addresses ({reason}) nor flat pages ({error}): start the engine with "
+            f"pool {name!r} ({type(pool).__name__}, layout {getattr(pool, 'layout', '?')}) offers "
+            f"neither page addresses ({reason}) nor flat pages ({error}): start the engine with "
             "--hicache-mem-layout page_first") from error
 
 
 def _recipe(pool: Any, name: str, parts: Sequence[int], how: str) -> bytes:
-    """What makes a page of so many bytes another page: the order of the numbers in it."""
-    said = {"pool": str(name), "class": type(pool).__name__, "how": how, "parts": list(parts)}
+    """The pool's part of the identity: everything that decides the order of a page's bytes."""
+    description = {"pool": str(name), "class": type(pool).__name__, "how": how,
+                   "parts": list(parts)}
     for field in ("layout", "dtype", "page_size", "layer_num", "start_layer", "end_layer",
                   "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "storage_format_tag"):
         value = getattr(pool, field, None)
         if value is not None and not callable(value):
-            said[field] = str(value)
-    return json.dumps(said, sort_keys=True).encode()
+            description[field] = str(value)
+    return json.dumps(description, sort_keys=True).encode()

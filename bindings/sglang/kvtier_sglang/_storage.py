@@ -1,4 +1,4 @@
-"""`KvtierStorage`: HiCache's third level in a kvtier store."""
+"""`KvtierStorage`: a HiCache storage backend that keeps pages in a kvtier store."""
 
 from __future__ import annotations
 
@@ -35,110 +35,111 @@ from ._config import (
     shard,
     unsupported,
 )
-from ._hints import Told, take
-from ._hits import fold
-from ._pages import Pages, firsts, pages_of
-from ._watch import Evictions
+from ._eviction_log import EvictionLog
+from ._hints import Hints, parse
+from ._pages import Pages, first_slots, pages_of
+from ._prefixes import loadable_prefixes
 
 logger = logging.getLogger("kvtier_sglang")
 
-#: Transfers whose pages and speed are kept until the engine asks for them.
-_KEPT_METRICS = 4096
+#: Most transfers whose pages and bandwidth are kept until the engine reads its metrics.
+_MAX_METRICS = 4096
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """A registered pool: where its pages are, and the blocks that they are stored as."""
+    """A registered pool: the location of its pages, and the blocks of the store."""
 
     pages: Pages
     blocks: kvtier.Blocks
 
 
-class _Ran:
-    """What transfers of one direction came to, until the engine takes it."""
+class _TransferStats:
+    """Pages and bandwidth of the transfers in one direction, until the engine reads them."""
 
     def __init__(self) -> None:
-        self.pages: Deque[int] = deque(maxlen=_KEPT_METRICS)
-        self.speed: Deque[float] = deque(maxlen=_KEPT_METRICS)
+        self.pages: Deque[int] = deque(maxlen=_MAX_METRICS)
+        self.speed: Deque[float] = deque(maxlen=_MAX_METRICS)
 
     def add(self, pages: int, nbytes: int, seconds: float) -> None:
-        """A transfer has ended."""
+        """Adds a completed transfer."""
         self.pages.append(pages)
         self.speed.append(nbytes / max(seconds, 1e-9) / (1 << 30))
 
     def take(self) -> Tuple[List[int], List[float]]:
-        """What there is since the last time."""
+        """Returns and forgets the pages, and the bandwidths in GiB/s."""
         count = min(len(self.pages), len(self.speed))
         return ([self.pages.popleft() for _ in range(count)],
                 [self.speed.popleft() for _ in range(count)])
 
 
-def refuse_layout(config: HiCacheStorageConfig, settings: Settings) -> None:
-    """What cannot go well is refused when the server starts."""
+def reject_unsupported(config: HiCacheStorageConfig, settings: Settings) -> None:
+    """Rejects configurations that cannot work, when the server starts."""
     if config.dcp_size > 1:
-        raise unsupported("decode context parallelism: SGLang allows it with its file and "
-                          "Mooncake backends alone")
+        raise unsupported(f"decode context parallelism (dcp_size={config.dcp_size}) is not "
+                          "supported: SGLang allows it with its file and Mooncake backends only")
     if config.should_split_heads:
-        raise unsupported("tp_lcm_size splits pages by heads for servers with another tp size to "
-                          "read; a kvtier store belongs to one rank: leave tp_lcm_size out")
+        raise unsupported("tp_lcm_size is not supported: it splits pages by heads for servers with "
+                          "another tp size, but a kvtier store belongs to one rank: leave "
+                          "tp_lcm_size out")
     if config.is_mla_model and config.tp_size > 1 and not settings.mla_copies:
         raise unsupported(
-            f"this model's KV is the same on all {config.tp_size} ranks, so SGLang has rank 0 "
-            "alone write it, and the others would never find it in stores of their own: set "
+            f"this model's KV is equal on all {config.tp_size} ranks, and SGLang lets only rank 0 "
+            "write it; the other ranks would never find it in their own stores: set "
             "\"mla_copies\": true (each rank then keeps a copy), use --enable-dp-attention, or "
             "a storage that ranks share")
 
 
-def mine(config: HiCacheStorageConfig, settings: Settings) -> kvtier.Identity:
-    """Who the KV of a rank belongs to; a pool's recipe is added."""
+def rank_identity(config: HiCacheStorageConfig, settings: Settings) -> kvtier.Identity:
+    """The identity of a rank's KV. Each pool adds its recipe."""
     return kvtier.Identity(
         model=(config.model_name or "").encode(), shard=shard(config),
         salt=settings.tag.encode() if settings.tag else None)
 
 
 class KvtierStorage(HiCacheStorage):
-    """A store of the rank's own, on which pages are blocks named by the engine's hashes.
+    """The rank's own store. A page is a block that is named by the engine's hash.
 
-    The engine makes one by `--hicache-storage-backend dynamic`; what else it may be asked is
-    `stats`, `tenants`, `metrics`, `evictions`, `advice`, and `set_policy` while it runs. Any
-    thread may use it. After `close` calls raise `kvtier.ClosedError`.
+    The engine creates it for `--hicache-storage-backend dynamic`. Beside the engine's interface
+    it offers `stats`, `tenants`, `metrics`, `evictions`, `advice`, `hint` and `set_policy`. Any
+    thread may use it. After `close`, calls raise `kvtier.ClosedError`.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
         self.settings = Settings.of(storage_config.extra_config)
         check_version(self.settings)
-        refuse_layout(storage_config, self.settings)
+        reject_unsupported(storage_config, self.settings)
         if storage_config.is_mla_model and storage_config.tp_size > 1:
-            # The controller asks this very object who writes. Each rank has a store of its
-            # own, so each of them does.
+            # The controller reads this object to decide which rank writes. Each rank has its
+            # own store, so each rank must write.
             storage_config.is_mla_model = False
-        self._identity = mine(storage_config, self.settings)
+        self._identity = rank_identity(storage_config, self.settings)
         self._level = LEVELS[self.settings.level]
-        self._counts = bool(storage_config.enable_storage_metrics)
-        self._read, self._written = _Ran(), _Ran()
+        self._has_metrics = bool(storage_config.enable_storage_metrics)
+        self._read, self._written = _TransferStats(), _TransferStats()
         self._lock = threading.Lock()
         self._pools: Dict[str, _Pool] = {}
-        self._logical = False
+        self._is_logical = False
         self._closed = False
         self._runtime, self._store = open_store(self.settings, storage_config)
-        self._evictions = Evictions(self._store)
+        self._evictions = EvictionLog(self._store)
         self._advisor = kvtier.Advisor(
             self.settings.policy or kvtier.Advisor.policy_of(self._store), logger=logger)
 
     # Pools.
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool that pages of KV are in."""
+        """Registers the pool that holds pages of KV."""
         self.mem_pool_host = mem_pool_host
-        # Models whose KV is in side pools alone have a pool that only gives out slots.
-        self._logical = getattr(mem_pool_host, "kv_buffer", None) is None
-        if not self._logical:
-            # A group of pools hands the address of its anchor's pages out, and not its buffers.
+        # If all KV is in side pools, this pool only allocates slots and has no buffer.
+        self._is_logical = getattr(mem_pool_host, "kv_buffer", None) is None
+        if not self._is_logical:
+            # A group of pools gives the page addresses of its anchor, but no buffers.
             anchor = getattr(mem_pool_host, "anchor_entry", None)
             self._register(getattr(anchor, "host_pool", mem_pool_host), PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A pool beside it."""
+        """Registers a side pool."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if getattr(host_pool, "kv_buffer", None) is None and not hasattr(
                 host_pool, "get_hybrid_pool_buffer"):
@@ -147,158 +148,158 @@ class KvtierStorage(HiCacheStorage):
 
     def _register(self, pool: Any, name: Any) -> None:
         with self._lock:
-            self._open()
-            there = self._pools.get(str(name))
-            if there is not None and there.pages.pool is pool:
+            self._require_open()
+            registered = self._pools.get(str(name))
+            if registered is not None and registered.pages.pool is pool:
                 return
             pages = pages_of(pool, str(name))
-            who = kvtier.Identity(model=self._identity.model, shard=self._identity.shard,
-                                  salt=self._identity.salt, recipe=pages.recipe)
-            blocks = kvtier.Blocks(self._store, who, pages.parts, tenant=self.settings.tenant,
+            identity = kvtier.Identity(model=self._identity.model, shard=self._identity.shard,
+                                       salt=self._identity.salt, recipe=pages.recipe)
+            blocks = kvtier.Blocks(self._store, identity, pages.parts, tenant=self.settings.tenant,
                                    priority=self.settings.priority)
             self._pools[str(name)] = _Pool(pages, blocks)
 
-    def _open(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
-            raise make(_abi.KVT_E_CLOSED, "the storage backend is closed")
+            raise make(_abi.KVT_E_CLOSED, "the kvtier storage backend is closed")
 
     def _pool(self, name: Any) -> _Pool:
-        self._open()
+        self._require_open()
         pool = self._pools.get(str(name))
         if pool is None:
-            raise invalid(f"pool {str(name)!r} is not registered; known are "
+            raise invalid(f"pool {str(name)!r} is not registered; the registered pools are "
                           f"{sorted(self._pools)}")
         return pool
 
-    def _kv(self) -> _Pool:
-        self._open()
+    def _kv_pool(self) -> _Pool:
+        self._require_open()
         pool = self._pools.get(str(PoolName.KV))
         if pool is None:
-            raise make(_abi.KVT_E_STATE, "register_mem_pool_host comes first: pages have no "
-                       "size before")
+            raise make(_abi.KVT_E_STATE, "no KV pool is registered, so the size of pages is "
+                       "unknown: call register_mem_pool_host first")
         return pool
 
-    # Moves.
+    # Transfers.
 
-    def _move(self, pool: _Pool, names: List[bytes], places: Any, write: bool) -> List[bool]:
-        """One native call; which pages went well."""
-        began, timeout = time.perf_counter(), self.settings.timeout_s
+    def _transfer(self, pool: _Pool, names: List[bytes], places: Any, write: bool) -> List[bool]:
+        """Transfers pages in one native call, and returns which pages succeeded."""
+        start, timeout = time.perf_counter(), self.settings.timeout_s
         if write:
             op = pool.blocks.put(names, places, level=self._level, timeout=timeout)
         else:
             op = pool.blocks.get(names, places, timeout=timeout)
-        with op:  # where waiting is broken off it is ended: the pages are the engine's
+        with op:  # an interrupted wait ends the op, because the engine reuses the pages
             op.wait()
             failed = op.failed()
             error = op.error() if failed else None
         if error is not None and not isinstance(error, kvtier.NotFoundError):
-            logger.warning("%s of %d pages: %d failed: %s", "write" if write else "read",
+            logger.warning("a %s of %d pages failed for %d: %s", "write" if write else "read",
                            len(names), len(failed), error)
-        good = [True] * len(names)
+        ok = [True] * len(names)
         for at in failed:
-            good[at] = False
-        if self._counts:
+            ok[at] = False
+        if self._has_metrics:
             done = len(names) - len(failed)
-            ran = self._written if write else self._read
-            ran.add(done, done * pool.blocks.block_bytes, time.perf_counter() - began)
-        return good
+            stats = self._written if write else self._read
+            stats.add(done, done * pool.blocks.block_bytes, time.perf_counter() - start)
+        return ok
 
     def _set(self, pool: _Pool, keys: Sequence[str], indices: Any) -> List[bool]:
-        first = firsts(indices, len(keys), pool.pages.page_tokens, pool.pages.tokens)
+        first = first_slots(indices, len(keys), pool.pages.page_tokens, pool.pages.tokens)
         if not keys:
             return []
-        return self._stored(pool, _names(keys), pool.pages.take(first))
+        return self._put(pool, _names(keys), pool.pages.source(first))
 
-    def _stored(self, pool: _Pool, names: List[bytes], places: Any) -> List[bool]:
-        good = self._move(pool, names, places, True)
+    def _put(self, pool: _Pool, names: List[bytes], places: Any) -> List[bool]:
+        ok = self._transfer(pool, names, places, True)
         if pool is self._pools.get(str(PoolName.KV)):
-            self._advisor.stored([name for name, well in zip(names, good) if well])
-        return good
+            self._advisor.stored([name for name, stored in zip(names, ok) if stored])
+        return ok
 
     def _get(self, pool: _Pool, keys: Sequence[str], indices: Any) -> List[bool]:
-        first = firsts(indices, len(keys), pool.pages.page_tokens, pool.pages.tokens)
+        first = first_slots(indices, len(keys), pool.pages.page_tokens, pool.pages.tokens)
         if not keys:
             return []
-        places, held = pool.pages.room(first)
-        good = self._move(pool, _names(keys), places, False)
-        pool.pages.arrived(first, held, good)
-        return good
+        places, buffer = pool.pages.destination(first)
+        ok = self._transfer(pool, _names(keys), places, False)
+        pool.pages.finish_read(first, buffer, ok)
+        return ok
 
     def batch_get_v1(self, keys: List[str], host_indices: torch.Tensor,
                      extra_info: Optional[HiCacheStorageExtraInfo] = None) -> List[bool]:
-        """Pages into slots of the pool; which of them came."""
-        if self._logical:
-            self._open()
+        """Loads pages into slots of the pool, and returns which pages were loaded."""
+        if self._is_logical:
+            self._require_open()
             return [True] * len(keys)
-        good = self._get(self._kv(), keys, host_indices)
-        self._heard([(self._kv(), keys)], extra_info)
-        return good
+        ok = self._get(self._kv_pool(), keys, host_indices)
+        self._send_hints([(self._kv_pool(), keys)], extra_info)
+        return ok
 
     def batch_set_v1(self, keys: List[str], host_indices: torch.Tensor,
                      extra_info: Optional[HiCacheStorageExtraInfo] = None) -> List[bool]:
-        """Pages from slots of the pool; which of them are stored."""
-        if self._logical:
-            self._open()
+        """Stores pages from slots of the pool, and returns which pages are stored."""
+        if self._is_logical:
+            self._require_open()
             return [True] * len(keys)
-        good = self._set(self._kv(), keys, host_indices)
-        self._heard([(self._kv(), keys)], extra_info)
-        return good
+        ok = self._set(self._kv_pool(), keys, host_indices)
+        self._send_hints([(self._kv_pool(), keys)], extra_info)
+        return ok
 
     def batch_get_v2(self, transfers: List[PoolTransfer],
                      extra_info: Optional[HiCacheStorageExtraInfo] = None
                      ) -> Dict[str, List[bool]]:
-        """The same for several pools, one native call each."""
-        good = {one.name: self._get(self._pool(one.name), one.keys or [], _slots(one))
-                for one in transfers}
-        self._heard([(self._pool(one.name), one.keys or []) for one in transfers], extra_info)
-        return good
+        """Loads pages of several pools, with one native call per pool."""
+        ok = {one.name: self._get(self._pool(one.name), one.keys or [], _slots(one))
+              for one in transfers}
+        self._send_hints([(self._pool(one.name), one.keys or []) for one in transfers], extra_info)
+        return ok
 
     def batch_set_v2(self, transfers: List[PoolTransfer],
                      extra_info: Optional[HiCacheStorageExtraInfo] = None
                      ) -> Dict[str, List[bool]]:
-        """The same for several pools, one native call each."""
-        good = {one.name: self._set(self._pool(one.name), one.keys or [], _slots(one))
-                for one in transfers}
-        self._heard([(self._pool(one.name), one.keys or []) for one in transfers], extra_info)
-        return good
+        """Stores pages of several pools, with one native call per pool."""
+        ok = {one.name: self._set(self._pool(one.name), one.keys or [], _slots(one))
+              for one in transfers}
+        self._send_hints([(self._pool(one.name), one.keys or []) for one in transfers], extra_info)
+        return ok
 
-    # What is to come.
+    # Hints.
 
-    def _heard(self, moved: Sequence[Tuple[_Pool, Sequence[str]]],
-               extra_info: Optional[HiCacheStorageExtraInfo]) -> None:
-        """Passes on what a call says of the pages that it has moved, once a pool."""
-        told = take(extra_info) if self.settings.hints else None
-        if told is None:
+    def _send_hints(self, moved: Sequence[Tuple[_Pool, Sequence[str]]],
+                    extra_info: Optional[HiCacheStorageExtraInfo]) -> None:
+        """Passes a call's hints on to the policies, for the pages that the call has moved."""
+        hints = parse(extra_info) if self.settings.hints else None
+        if hints is None:
             return
         for pool, keys in moved:
             try:
                 if keys:
-                    told.tell([pool.blocks], _names(keys))
-            except kvtier.Error as error:  # the pages have been moved all the same
-                logger.warning("a hint of %d pages was refused: %s", len(keys), error)
+                    hints.send([pool.blocks], _names(keys))
+            except kvtier.Error as error:  # the transfer itself has succeeded
+                logger.warning("the store rejected a hint about %d pages: %s", len(keys), error)
 
     def hint(self, keys: Sequence[str], *, stop: str = "", next_use_s: Optional[float] = None,
              done: bool = False) -> None:
-        """Tells the policies what is known of the future of pages, in all pools: why the request
-        that used them stopped, in how many seconds they are wanted again, that they never are."""
-        self._open()
-        told = Told.of(stop, next_use_s, done)
+        """Gives the policies hints about pages, in all pools: why the request that used them
+        stopped, the seconds until their next use, or that they are not used again."""
+        self._require_open()
+        hints = Hints.of(stop, next_use_s, done)
         if keys and self.settings.hints:
-            told.tell([pool.blocks for pool in self._pools.values()], _names(keys))
+            hints.send([pool.blocks for pool in self._pools.values()], _names(keys))
 
-    # What is there.
+    # Lookups.
 
     def exists(self, key: str) -> bool:
-        """Whether a page is there."""
+        """Whether a page is stored."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: List[str],
                      extra_info: Optional[HiCacheStorageExtraInfo] = None) -> int:
-        """How many pages from the first on are there."""
-        if self._logical:
-            self._open()
+        """The number of pages before the first one that is not stored."""
+        if self._is_logical:
+            self._require_open()
             return len(keys)
-        pool = self._kv()
+        pool = self._kv_pool()
         names = _names(keys)
         self._advisor.looked_up(names)
         return pool.blocks.prefix(names, self.settings.ask_s) if keys else 0
@@ -307,66 +308,66 @@ class KvtierStorage(HiCacheStorage):
                         pool_transfers: Optional[List[PoolTransfer]] = None,
                         extra_info: Optional[HiCacheStorageExtraInfo] = None
                         ) -> PoolTransferResult:
-        """Up to where all pools have what their rule asks for."""
+        """The prefixes for which every pool has the pages that its hit policy needs."""
         pages, names = self.batch_exists(keys), _names(keys)
-        there = fold(pages, pool_transfers or (),
-                     lambda name: self._pool(name).blocks.exists(names[:pages],
-                                                                 self.settings.ask_s),
-                     PoolName.KV)
-        return PoolTransferResult(*there)
+        prefixes = loadable_prefixes(
+            pages, pool_transfers or (),
+            lambda name: self._pool(name).blocks.exists(names[:pages], self.settings.ask_s),
+            PoolName.KV)
+        return PoolTransferResult(*prefixes)
 
-    # The engine's older calls: a tensor a page, without interface_v1.
+    # The engine's older calls, without interface_v1: one tensor per page.
 
     def get(self, key: str, target_location: Optional[torch.Tensor] = None,
             target_sizes: object = None) -> Optional[torch.Tensor]:
-        """A page into a tensor, which comes back, or None."""
+        """Loads a page into a tensor, and returns the tensor, or None on a miss."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: List[str],
                   target_locations: Optional[Sequence[Optional[torch.Tensor]]] = None,
                   target_sizes: object = None) -> List[Optional[torch.Tensor]]:
-        """Pages into tensors, each of which comes back, or None where it was missing."""
+        """Loads pages into tensors, and returns for each its tensor, or None on a miss."""
         if not keys:
             return []
-        pool, targets = self._kv(), list(target_locations or ())
+        pool, targets = self._kv_pool(), list(target_locations or ())
         places = _tensors(keys, targets, pool.blocks.block_bytes)
-        good = self._move(pool, _names(keys), places, False)
-        return [target if came else None for target, came in zip(targets, good)]
+        ok = self._transfer(pool, _names(keys), places, False)
+        return [target if loaded else None for target, loaded in zip(targets, ok)]
 
     def set(self, key: str, value: Optional[torch.Tensor] = None,
             target_location: object = None, target_sizes: object = None) -> bool:
-        """Stores a page that is in a tensor."""
+        """Stores a page from a tensor, and returns whether it is stored."""
         return self.batch_set([key], [value])
 
     def batch_set(self, keys: List[str],
                   values: Optional[Sequence[Optional[torch.Tensor]]] = None,
                   target_locations: object = None, target_sizes: object = None) -> bool:
-        """Stores pages that are in tensors; whether all are."""
+        """Stores pages from tensors, and returns whether all are stored."""
         if not keys:
             return True
-        pool = self._kv()
+        pool = self._kv_pool()
         places = _tensors(keys, list(values or ()), pool.blocks.block_bytes)
-        return all(self._stored(pool, _names(keys), places))
+        return all(self._put(pool, _names(keys), places))
 
-    # Running it.
+    # Operation.
 
     def clear(self) -> None:
-        """Takes all pages of this model and rank away."""
+        """Drops all pages of this model and rank."""
         with self._lock:
-            self._open()
+            self._require_open()
             for pool in self._pools.values():
                 pool.blocks.clear()
 
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
-        """Goes on with another policy; what is there stays."""
+        """Switches a tier to another policy. Stored pages stay."""
         self._store.set_policy(tier, spec)
         if tier == kvtier.TIER_HOST:
             self._advisor.switch(spec)
 
     def advice(self, batch: int) -> Optional[kvtier.Advice]:
-        """How many requests to run, from the number that run now; None before a pool is
-        registered. It goes by lookups and writes since the first time that it was asked for."""
-        self._open()
+        """The recommended number of running requests, from the current number; None before a pool
+        is registered. It depends on the lookups and writes since the first call."""
+        self._require_open()
         pool = self._pools.get(str(PoolName.KV))
         if pool is None:
             return None
@@ -374,26 +375,26 @@ class KvtierStorage(HiCacheStorage):
         return self._advisor.advise(batch, room)
 
     def stats(self) -> Dict[str, int]:
-        """What the store counts and has."""
+        """The store's counters and levels."""
         return self._store.stats()
 
     def tenants(self) -> List[kvtier.Tenant]:
-        """The same by tenant."""
+        """The store's statistics by tenant."""
         return self._store.tenants()
 
     def metrics(self) -> str:
-        """The same in Prometheus' text format."""
+        """The store's statistics in Prometheus' text format."""
         return self._store.metrics()
 
     def evictions(self, tier: int = kvtier.TIER_HOST, most: int = 256) -> List[kvtier.LogEntry]:
-        """Who left last, and why."""
+        """The last evictions of a tier, with their reasons."""
         return self._store.evictions(tier, most)
 
     def get_stats(self) -> Any:
-        """Pages and speeds since the last call, for the engine's own metrics."""
+        """Pages and bandwidths since the last call, for the engine's metrics."""
         if self.settings.log_evictions and not self._closed:
             self._evictions.log()
-        if not self._counts:
+        if not self._has_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
@@ -402,8 +403,8 @@ class KvtierStorage(HiCacheStorage):
                               prefetch_bandwidth=read_speed, backup_bandwidth=write_speed)
 
     def close(self) -> None:
-        """Ends what is open, writes what is in memory alone to disk as far as the spec says so,
-        and lets the directory go. Pools are not touched any more when it returns."""
+        """Ends all transfers, writes pages back to disk as the spec says, and releases the
+        directory. It does not touch the pools after it has returned."""
         with self._lock:
             if self._closed:
                 return
@@ -425,25 +426,28 @@ def _names(keys: Sequence[str]) -> List[bytes]:
 def _slots(transfer: PoolTransfer) -> torch.Tensor:
     if transfer.host_indices is None:
         if transfer.keys:
-            raise invalid(f"pool {transfer.name}: {len(transfer.keys)} keys without host_indices")
+            raise invalid(f"pool {transfer.name} got {len(transfer.keys)} keys without "
+                          "host_indices: give the slots of each page")
         return torch.empty(0, dtype=torch.int64)
     slots: torch.Tensor = transfer.host_indices
     return slots
 
 
-def _tensors(keys: Sequence[str], given: Sequence[Any], page_bytes: int) -> kvtier.At:
-    """Tensors that each have a page, as it is in the engine's flat form."""
-    if len(given) != len(keys):
-        raise invalid(f"{len(given)} tensors for {len(keys)} keys")
-    for key, one in zip(keys, given):
-        if not isinstance(one, torch.Tensor):
-            raise invalid(f"page {key}: {type(one).__name__} is no tensor")
-        if one.device.type != "cpu":
-            raise unsupported(f"page {key}: a tensor on {one.device}; copy it to host memory "
-                              "first, as HiCache's host pools do")
-        if not one.is_contiguous():
-            raise invalid(f"page {key}: a tensor with strides {one.stride()}; pass .contiguous()")
-        if one.nbytes != page_bytes:
-            raise invalid(f"page {key}: a tensor of {one.nbytes} bytes ({one.dtype}); a page of "
-                          f"the registered pool has {page_bytes}")
-    return kvtier.At([one.data_ptr() for one in given], kept=list(given))
+def _tensors(keys: Sequence[str], tensors: Sequence[Any], page_bytes: int) -> kvtier.At:
+    """The addresses of tensors, each with a page in the engine's flat form."""
+    if len(tensors) != len(keys):
+        raise invalid(f"there are {len(tensors)} tensors for {len(keys)} keys; the numbers must be "
+                      "equal")
+    for key, tensor in zip(keys, tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise invalid(f"page {key} is a {type(tensor).__name__}: give a tensor")
+        if tensor.device.type != "cpu":
+            raise unsupported(f"the tensor of page {key} is on {tensor.device}: copy it to host "
+                              "memory first, as HiCache's host pools do")
+        if not tensor.is_contiguous():
+            raise invalid(f"the tensor of page {key} has strides {tensor.stride()}: pass "
+                          ".contiguous()")
+        if tensor.nbytes != page_bytes:
+            raise invalid(f"the tensor of page {key} has {tensor.nbytes} bytes ({tensor.dtype}), "
+                          f"but a page of the registered pool has {page_bytes}")
+    return kvtier.At([tensor.data_ptr() for tensor in tensors], kept=list(tensors))

@@ -1,4 +1,4 @@
-"""`KvtierLinker`: the engine's device pools straight to a kvtier store, layer by layer."""
+"""`KvtierLinker`: transfers pages between device pools and a kvtier store, layer by layer."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ with imports():
     from sglang.srt.utils import get_device_module
 
 from ._config import LEVELS, Settings, check_version, open_store, shard
-from ._hints import Told
-from ._hits import fold
+from ._eviction_log import EvictionLog
+from ._hints import Hints
 from ._layers import LayerPages
-from ._watch import Evictions
+from ._prefixes import loadable_prefixes
 
 logger = logging.getLogger("kvtier_sglang")
 Transfers = List[PoolTransfer]
@@ -48,10 +48,12 @@ class _Pool:
 
 
 class KvtierLinker(UnifiedCacheLinker):
-    """Made by the engine for each rank; `offload` writes pages from where the forward left
-    them, `load` brings them back a layer at a time, so that the first layers compute while the
-    others come. Each rank has a store of its own, and writes what it has, also where the ranks
-    have the same."""
+    """The linker of one rank, created by the engine.
+
+    `offload` writes pages from the device pools, after the forward pass. `load` brings them back
+    one layer at a time, so that the first layers compute while the others load. Each rank has its
+    own store, and writes its own pages, even if they are equal on all ranks.
+    """
 
     def __init__(self, server_args: Any, params: Any, *, components: Any,
                  extra_config: Optional[Dict[str, Any]] = None,
@@ -64,10 +66,10 @@ class KvtierLinker(UnifiedCacheLinker):
             params=params, components=components)
         self.pools = self.pool_group.entry_map
         pages = {name: LayerPages(entry, str(name)) for name, entry in self.pools.items()}
-        config = _config(params, self.pool_group.rank_replicated)
+        config = _rank_config(params, self.pool_group.rank_replicated)
         gpu = next((one.gpu for one in pages.values()), None)
         self._runtime, self._store = open_store(self.settings, config, gpu)
-        self._evictions = Evictions(self._store)
+        self._evictions = EvictionLog(self._store)
         self._advisor = kvtier.Advisor(
             self.settings.policy or kvtier.Advisor.policy_of(self._store), logger=logger)
         try:
@@ -84,59 +86,60 @@ class KvtierLinker(UnifiedCacheLinker):
         self._offloads: "queue.Queue[Optional[Tuple[Transfers, List[Any]]]]" = queue.Queue()
         self._results: "queue.Queue[bool]" = queue.Queue()
         self._closed = False
-        self._threads = [threading.Thread(target=target, args=(todo, work), daemon=True,
+        self._threads = [threading.Thread(target=target, args=(tasks, work), daemon=True,
                                           name=name)
-                         for name, target, todo, work in (
-                             ("kvtier-load", _serve, self._loads, self._load),
-                             ("kvtier-offload", _serve, self._offloads, self._offload))]
+                         for name, target, tasks, work in (
+                             ("kvtier-load", _run_tasks, self._loads, self._load),
+                             ("kvtier-offload", _run_tasks, self._offloads, self._offload))]
         for thread in self._threads:
             thread.start()
 
     def _blocks(self, config: HiCacheStorageConfig, pages: LayerPages) -> kvtier.Blocks:
-        who = kvtier.Identity(model=(config.model_name or "").encode(), shard=shard(config),
-                              salt=self.settings.tag.encode() or None, recipe=pages.recipe)
-        return kvtier.Blocks(self._store, who, pages.parts, tenant=self.settings.tenant,
+        identity = kvtier.Identity(model=(config.model_name or "").encode(), shard=shard(config),
+                                   salt=self.settings.tag.encode() or None, recipe=pages.recipe)
+        return kvtier.Blocks(self._store, identity, pages.parts, tenant=self.settings.tenant,
                              priority=self.settings.priority)
 
-    def _open(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
-            raise make(_abi.KVT_E_CLOSED, "the linker is closed")
+            raise make(_abi.KVT_E_CLOSED, "the kvtier linker is closed")
 
     def lookup(self, rid: str, transfers: Transfers) -> List[int]:
-        """All prefixes, in pages, that every pool can serve."""
-        self._open()
-        asked = self.pool_group.resolve_transfers(transfers)
+        """All prefix lengths, in pages, that every pool can serve."""
+        self._require_open()
+        resolved = self.pool_group.resolve_transfers(transfers)
         keys = next((one.keys for one in transfers if one.name == PoolName.KV), None)
-        if not asked or not keys:
+        if not resolved or not keys:
             return []
         names = [key.encode() for key in keys]
         self._advisor.looked_up(names)
         ready = kvtier.Names(names)
-        _, _, able = fold(len(names), asked,
-                          lambda name: self._pools[PoolName(name)].blocks.exists(
-                              ready, self.settings.linker_ask_s),
-                          PoolName.KV)
-        return able
+        _, _, usable = loadable_prefixes(len(names), resolved,
+                                         lambda name: self._pools[PoolName(name)].blocks.exists(
+                                             ready, self.settings.linker_ask_s),
+                                         PoolName.KV)
+        return usable
 
     def load(self, rid: str, transfers: Transfers) -> bool:
         """Queues a load for the next batch."""
-        self._open()
-        wanted = self.pool_group.resolve_transfers(transfers, allow_partial=True,
-                                                   allow_missing_kv=True)
-        if not wanted:
+        self._require_open()
+        resolved = self.pool_group.resolve_transfers(transfers, allow_partial=True,
+                                                     allow_missing_kv=True)
+        if not resolved:
             return False
         if rid in self._queued:
-            raise make(_abi.KVT_E_STATE, f"a load for request {rid} is queued already")
-        self._queued[rid] = wanted
+            raise make(_abi.KVT_E_STATE, f"a load of request {rid} is queued already: start or "
+                       "cancel it first")
+        self._queued[rid] = resolved
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """Takes a load back that has not begun."""
+        """Cancels a load that has not started, and returns whether there was one."""
         return self._queued.pop(rid, None) is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Begins with what is queued; the batch's number, -1 where there is none."""
-        self._open()
+        """Starts the queued loads, and returns the number of their batch; -1 if none is queued."""
+        self._require_open()
         if not self._queued:
             return -1
         queued, self._queued = self._queued, {}
@@ -147,7 +150,7 @@ class KvtierLinker(UnifiedCacheLinker):
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Waits until a batch writes no more; whether all of it came."""
+        """Waits until a batch has ended, and returns whether all pages were loaded."""
         return bool(self.layer_done_counter.finish(counter_index))
 
     def _load(self, task: Tuple[int, List[Transfers], Any]) -> None:
@@ -155,142 +158,142 @@ class KvtierLinker(UnifiedCacheLinker):
         ops: List[List[kvtier.Op]] = []
         try:
             ready.synchronize()
-            # Each layer asks by the same names.
-            batches = [(pool, kvtier.Names(names), rows)
-                       for pool, names, rows in self._batches(requests)]
+            # The names are converted once for all layers.
+            merged = [(pool, kvtier.Names(names), rows)
+                      for pool, names, rows in self._merge(requests)]
             for layer in range(self.pool_group.num_layers):
                 ops.append([])
-                for pool, names, rows in batches:
+                for pool, names, rows in merged:
                     if layer in pool.pages.layers:
                         ops[-1].append(self._get(pool, names, rows, layer))
-            for layer, those in enumerate(ops):
-                for op in those:
+            for layer, layer_ops in enumerate(ops):
+                for op in layer_ops:
                     op.result()
                 self.layer_done_counter.complete(index, layer)
         except BaseException as error:
-            # Nobody may use the slots again before the last copy into them has ended.
-            for op in [op for those in ops for op in those]:
+            # The engine may reuse the slots only when the last copy into them has ended.
+            for op in [op for layer_ops in ops for op in layer_ops]:
                 op.cancel()
                 op.wait()
             self.layer_done_counter.fail(index, error)
-            logger.warning("a layer-wise load has failed: %s", error)
+            logger.warning("a layer-wise load of %d requests failed: %s", len(requests), error)
         finally:
-            for op in [op for those in ops for op in those]:
+            for op in [op for layer_ops in ops for op in layer_ops]:
                 op.close()
 
     def _get(self, pool: _Pool, names: kvtier.Names, rows: Any, layer: int) -> kvtier.Op:
         first, count = pool.pages.layers[layer]
-        where = kvtier.Each(pool.pages.tables(rows, first, count), pool.pages.device,
-                            pool.pages.entry.kv_buffer)
-        return pool.blocks.get(names, where, timeout=self.settings.timeout_s, first_part=first,
+        places = kvtier.Each(pool.pages.tables(rows, first, count), pool.pages.device,
+                             pool.pages.entry.kv_buffer)
+        return pool.blocks.get(names, places, timeout=self.settings.timeout_s, first_part=first,
                                parts=count)
 
-    def _batches(self, requests: List[Transfers]) -> List[Tuple[_Pool, List[bytes], Any]]:
-        """What all requests want of each pool, in one."""
+    def _merge(self, requests: List[Transfers]) -> List[Tuple[_Pool, List[bytes], Any]]:
+        """Merges the transfers of several requests into one per pool."""
         found: Dict[Any, Tuple[List[str], List[Any]]] = {}
         for transfers in requests:
             for one in transfers:
                 keys, slots = found.setdefault(one.name, ([], []))
                 keys.extend(one.keys or ())
                 slots.append(one.host_indices)
-        batches = []
+        merged = []
         for name, (keys, slots) in found.items():
             pool = self._pools[name]
             rows = pool.pages.rows(torch.cat(slots), len(keys))
-            batches.append((pool, [key.encode() for key in keys], rows))
-        return batches
+            merged.append((pool, [key.encode() for key in keys], rows))
+        return merged
 
     def offload(self, transfers: Transfers, session_id: Optional[str] = None) -> bool:
-        """Queues pages to be stored once the forward has written them."""
-        self._open()
-        wanted = self.pool_group.resolve_transfers(transfers, allow_partial=True)
-        if not wanted:
+        """Queues pages, which are stored once the forward pass has written them."""
+        self._require_open()
+        resolved = self.pool_group.resolve_transfers(transfers, allow_partial=True)
+        if not resolved:
             return False
-        self._offloads.put((wanted, self.record_offload_ready()))
+        self._offloads.put((resolved, self.record_offload_ready()))
         return True
 
     def _offload(self, task: Tuple[Transfers, List[Any]]) -> None:
         transfers, ready = task
         ops: List[kvtier.Op] = []
         kv: List[bytes] = []
-        good = False
+        ok = False
         try:
             for event in ready:
                 event.synchronize()
-            for pool, names, rows in self._batches([transfers]):
-                where = kvtier.Each(pool.pages.tables(rows), pool.pages.device,
-                                    pool.pages.entry.kv_buffer)
-                ops.append(pool.blocks.put(names, where, level=LEVELS[self.settings.level],
+            for pool, names, rows in self._merge([transfers]):
+                places = kvtier.Each(pool.pages.tables(rows), pool.pages.device,
+                                     pool.pages.entry.kv_buffer)
+                ops.append(pool.blocks.put(names, places, level=LEVELS[self.settings.level],
                                            timeout=self.settings.timeout_s))
                 if pool is self._pools.get(PoolName.KV):
                     kv = names
             for op in ops:
                 op.wait()
             errors = [error for error in (op.error() for op in ops) if error is not None]
-            good = not errors
+            ok = not errors
             if errors:
-                logger.warning("an offload has failed: %s", errors[0])
+                logger.warning("an offload failed for some pages: %s", errors[0])
             else:
                 self._advisor.stored(kv)
             if self.settings.log_evictions:
                 self._evictions.log()
         except BaseException as error:
-            logger.warning("an offload has failed: %s", error)
+            logger.warning("an offload failed: %s", error)
         finally:
             for op in ops:
                 op.wait()
                 op.close()
-            self._results.put(good)
+            self._results.put(ok)
 
     def num_completed_offloads(self) -> int:
-        """How many have ended."""
+        """The number of offloads that have ended."""
         return self._results.qsize()
 
     def pop_completed_offload(self) -> bool:
-        """How the oldest of them went."""
+        """Removes the oldest offload that has ended, and returns whether it succeeded."""
         return self._results.get_nowait()
 
     def hint(self, keys: Sequence[str], *, stop: str = "", next_use_s: Optional[float] = None,
              done: bool = False) -> None:
-        """Tells the policies what is known of the future of pages, in all pools: why the request
-        that used them stopped, in how many seconds they are wanted again, that they never are."""
-        self._open()
-        told = Told.of(stop, next_use_s, done)
+        """Gives the policies hints about pages, in all pools: why the request that used them
+        stopped, the seconds until their next use, or that they are not used again."""
+        self._require_open()
+        hints = Hints.of(stop, next_use_s, done)
         if keys and self.settings.hints:
-            told.tell([pool.blocks for pool in self._pools.values()],
-                      [key.encode() for key in keys])
+            hints.send([pool.blocks for pool in self._pools.values()],
+                       [key.encode() for key in keys])
 
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
-        """Goes on with another policy; what is there stays."""
+        """Switches a tier to another policy. Stored pages stay."""
         self._store.set_policy(tier, spec)
         if tier == kvtier.TIER_HOST:
             self._advisor.switch(spec)
 
     def advice(self, batch: int) -> Optional[kvtier.Advice]:
-        """How many requests to run, from the number that run now. It goes by lookups and
-        offloads since the first time that it was asked for."""
-        self._open()
+        """The recommended number of running requests, from the current number. It depends on the
+        lookups and offloads since the first call."""
+        self._require_open()
         page = sum(pool.blocks.block_bytes for pool in self._pools.values())
         return self._advisor.advise(batch, kvtier.Advisor.room_of(self._store, page))
 
     def stats(self) -> Dict[str, int]:
-        """What the store counts and has."""
+        """The store's counters and levels."""
         return self._store.stats()
 
     def tenants(self) -> List[kvtier.Tenant]:
-        """The same by tenant."""
+        """The store's statistics by tenant."""
         return self._store.tenants()
 
     def evictions(self, tier: int = kvtier.TIER_HOST, most: int = 256) -> List[kvtier.LogEntry]:
-        """Who left last, and why."""
+        """The last evictions of a tier, with their reasons."""
         return self._store.evictions(tier, most)
 
     def metrics(self) -> str:
-        """The same in Prometheus' text format."""
+        """The store's statistics in Prometheus' text format."""
         return self._store.metrics()
 
     def reset(self) -> None:
-        """Waits for all transfers, and forgets how they went. What is stored stays."""
+        """Waits for all transfers, and forgets their results. Stored pages stay."""
         self._queued.clear()
         self._loads.join()
         self._offloads.join()
@@ -317,19 +320,19 @@ class KvtierLinker(UnifiedCacheLinker):
         self._runtime.close()
 
 
-def _serve(todo: "queue.Queue[Any]", work: Any) -> None:
+def _run_tasks(tasks: "queue.Queue[Any]", work: Any) -> None:
     while True:
-        task = todo.get()
+        task = tasks.get()
         try:
             if task is None:
                 return
             work(task)
         finally:
-            todo.task_done()
+            tasks.task_done()
 
 
-def _config(params: Any, replicated: bool) -> HiCacheStorageConfig:
-    """What tells this rank from others, as the storage backend is told it."""
+def _rank_config(params: Any, replicated: bool) -> HiCacheStorageConfig:
+    """The configuration of this rank, in the form that storage backends get."""
     rank, size = 0, get_parallel().tp_size
     group = params.attn_tp_cache_group or params.tp_cache_group
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -1,5 +1,5 @@
-"""Without KVTIER_ENGINES=1 the engine and torch are stubs; with it these tests run on the real
-ones, and tests/engine is added."""
+"""Replaces SGLang and torch by stubs, unless KVTIER_ENGINES=1. With KVTIER_ENGINES=1 the tests use
+the installed ones, and tests/engine runs, too."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kvtier import _callbacks, _reaper  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="session")
-def engine_is_no_garbage() -> None:
-    """What the engine's import has made takes a second to go through, after each test."""
+def freeze_engine_objects() -> None:
+    """Excludes the engine's objects from garbage collection, which would take a second per test."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Every handle is given up after a test."""
+def no_handles_left() -> Iterator[None]:
+    """Fails a test that leaves handles of the library open."""
     yield
     end = time.monotonic() + 600.0
     while True:

@@ -1,4 +1,4 @@
-"""Host pools in miniature: the engine's layouts, as it numbers pages and bytes."""
+"""Small host pools with the engine's layouts, page numbers and byte order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
 class MiniPool:
-    """Pages of KV of so many kinds: 2 (K and V) or 1 (MLA's latent)."""
+    """A pool of KV pages with 2 kinds of planes (K and V) or 1 (MLA's latent)."""
 
     def __init__(self, layout: str = "page_first", pages: int = 16, kinds: int = 2,
                  layers: int = LAYERS, page_size: int = TOKENS, dim: int = DIM) -> None:
@@ -31,11 +31,11 @@ class MiniPool:
         self.kv_buffer = torch.zeros((kinds, *shapes[layout]), dtype=self.dtype)
 
     def kind(self, at: int) -> Any:
-        """K or V as an array."""
+        """The array of K or of V."""
         return self.kv_buffer.numpy()[at]
 
     def page(self, page: int) -> List[np.ndarray]:
-        """A page's memory, K before V, in layer_first each layer of K before those of V."""
+        """A page's memory: K before V; in layer_first all layers of K before those of V."""
         tokens = slice(page * self.page_size, (page + 1) * self.page_size)
         found: List[np.ndarray] = []
         for at in range(self.kinds):
@@ -47,7 +47,7 @@ class MiniPool:
         return found
 
     def get_page_buffer_meta(self, indices: Any) -> Tuple[List[int], List[int]]:
-        """As the engine orders it: in layer_first K and V of a layer beside each other."""
+        """Addresses and sizes in the engine's order, which alternates K and V in layer_first."""
         slots, found = indices.tolist(), []
         for slot in slots[::self.page_size]:
             parts = self.page(slot // self.page_size)
@@ -71,29 +71,29 @@ class MiniPool:
             at += part.size
 
     def slots(self, pages: Sequence[int]) -> Any:
-        """The slots of pages, as the engine gives them out."""
+        """The slots of pages, as the engine allocates them."""
         first = np.asarray(pages, np.int64)[:, None] * self.page_size
         return torch.from_numpy((first + np.arange(self.page_size)).reshape(-1))
 
     def fill(self, seed: int) -> None:
-        """Every byte of the pool."""
+        """Fills the pool with random bytes."""
         raw = self.kv_buffer.numpy().view(np.uint8)
         raw[...] = np.random.default_rng(seed).integers(0, 256, raw.shape, dtype=np.uint8)
 
     def bytes_of(self, page: int) -> bytes:
-        """What a page has, for comparing."""
+        """The bytes of a page."""
         return b"".join(part.tobytes() for part in self.page(page))
 
 
 class StatePool(MiniPool):
-    """A pool whose layout has no addresses, as states have in layer_first."""
+    """A pool whose layout has no addresses, as state pools in layer_first."""
 
     def get_page_buffer_meta(self, indices: Any) -> Tuple[List[int], List[int]]:
         raise ValueError("states have addresses in page_first alone")
 
 
 class MovedPool(MiniPool):
-    """A pool that keeps its pages elsewhere than their numbers say."""
+    """A pool that places pages in another order than their numbers."""
 
     shared_allocation_domain = object()
 
@@ -102,17 +102,17 @@ class MovedPool(MiniPool):
 
 
 def config(extra: Optional[Dict[str, Any]] = None, **given: Any) -> HiCacheStorageConfig:
-    """What the engine says of a rank."""
-    said: Dict[str, Any] = {
+    """The engine's configuration of a rank."""
+    fields: Dict[str, Any] = {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0,
         "attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": True,
         "is_page_first_layout": True, "model_name": "some/model",
         "extra_config": {"host_bytes": 64 << 20, "interface_v1": 1, **(extra or {})},
     }
-    said.update(given)
-    return HiCacheStorageConfig(**said)
+    fields.update(given)
+    return HiCacheStorageConfig(**fields)
 
 
-def names(count: int, what: str = "") -> List[str]:
-    """Hashes as the engine has them: 64 digits."""
-    return [f"{what}{i:x}".encode().hex().zfill(64) for i in range(count)]
+def names(count: int, prefix: str = "") -> List[str]:
+    """Page hashes of 64 hexadecimal digits, as the engine has them."""
+    return [f"{prefix}{i:x}".encode().hex().zfill(64) for i in range(count)]

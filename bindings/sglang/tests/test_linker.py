@@ -1,4 +1,4 @@
-"""The linker over device pools in miniature, in host memory."""
+"""The linker over small device pools that are in host memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE, PAGES, LAYERS = 4, 32, 5
 
 
 class Device:
-    """K and V of five layers, and states of two of them, one a slot."""
+    """Device pools: K and V of five layers, and states of two layers, one per slot."""
 
     def __init__(self) -> None:
         self.k = [torch.zeros((PAGE * PAGES, 2, 8), dtype=torch.float16) for _ in range(LAYERS)]
@@ -58,7 +58,7 @@ class Device:
         return b"".join(one.numpy()[slot].tobytes() for one in self.states)
 
 
-def kv(keys: List[str], pages: Optional[List[int]] = None) -> PoolTransfer:
+def kv_transfer(keys: List[str], pages: Optional[List[int]] = None) -> PoolTransfer:
     slots = None
     if pages is not None:
         first = np.asarray(pages, np.int64)[:, None] * PAGE
@@ -66,15 +66,15 @@ def kv(keys: List[str], pages: Optional[List[int]] = None) -> PoolTransfer:
     return PoolTransfer(PoolName.KV, device_indices=slots, keys=keys)
 
 
-def mamba(keys: List[str], slots: Optional[List[int]] = None) -> PoolTransfer:
+def mamba_transfer(keys: List[str], slots: Optional[List[int]] = None) -> PoolTransfer:
     at = None if slots is None else torch.from_numpy(np.asarray(slots, np.int64))
     return PoolTransfer(PoolName.MAMBA, device_indices=at, keys=keys,
                         hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes linkers for a device, as the engine does."""
+def make_linker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes linkers for a device, with the engine's parameters."""
     def make(device: Device, extra: Optional[Dict[str, Any]] = None) -> Tuple[Any, List[Any]]:
         monkeypatch.setattr(module, "resolve_hybrid_device_pool_group",
                             lambda **_: device.group)
@@ -93,7 +93,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def ended(linker: KvtierLinker, count: int) -> List[bool]:
+def take_results(linker: KvtierLinker, count: int) -> List[bool]:
     end = time.monotonic() + 600
     while linker.num_completed_offloads() < count:
         assert time.monotonic() < end
@@ -101,28 +101,29 @@ def ended(linker: KvtierLinker, count: int) -> List[bool]:
     return [linker.pop_completed_offload() for _ in range(count)]
 
 
-def test_pages_there_and_back_layer_by_layer(made: Any) -> None:
+def test_offloaded_pages_load_layer_by_layer(make_linker: Any) -> None:
     device = Device()
-    linker, counters = made(device)
+    linker, counters = make_linker(device)
     assert counters == [linker.layer_done_counter]
     device.fill(1)
     before, state = [device.page(page) for page in range(PAGES)], device.state(7)
     layers = [[device.layer(layer, page) for layer in range(LAYERS)] for page in range(4)]
     keys = names(4)
-    assert linker.offload([kv(keys, [0, 1, 2, 3]), mamba(keys[2:3], [7])], "a session")
-    assert ended(linker, 1) == [True] and linker.num_completed_offloads() == 0
-    asked = [kv([*keys, "missing"]), mamba(keys[:1])]
-    assert linker.lookup("r", asked) == [3]
-    assert linker.lookup("r", [kv(keys)]) == []
+    transfers = [kv_transfer(keys, [0, 1, 2, 3]), mamba_transfer(keys[2:3], [7])]
+    assert linker.offload(transfers, "a session")
+    assert take_results(linker, 1) == [True] and linker.num_completed_offloads() == 0
+    wanted = [kv_transfer([*keys, "missing"]), mamba_transfer(keys[:1])]
+    assert linker.lookup("r", wanted) == [3]
+    assert linker.lookup("r", [kv_transfer(keys)]) == []
     device.fill(2)
     others = [device.page(page) for page in range(PAGES)]
     assert linker.start_layer_wise_loading() == -1
-    assert linker.load("r", [kv(keys[:3], [9, 20, 5]), mamba(keys[2:3], [1])])
-    assert linker.load("s", [kv(keys[3:], [30])])
-    assert linker.load("t", [kv(keys[3:], [31])]) and linker.cancel_queued_load("t")
+    assert linker.load("r", [kv_transfer(keys[:3], [9, 20, 5]), mamba_transfer(keys[2:3], [1])])
+    assert linker.load("s", [kv_transfer(keys[3:], [30])])
+    assert linker.load("t", [kv_transfer(keys[3:], [31])]) and linker.cancel_queued_load("t")
     assert not linker.cancel_queued_load("t")
     with pytest.raises(kvtier.StateError, match="queued already"):
-        linker.load("r", [kv(keys[:1], [9])])
+        linker.load("r", [kv_transfer(keys[:1], [9])])
     index = linker.start_layer_wise_loading()
     linker.layer_done_counter.set_consumer(index)
     for layer in range(LAYERS):
@@ -137,21 +138,21 @@ def test_pages_there_and_back_layer_by_layer(made: Any) -> None:
     linker.close()
 
 
-def test_pages_of_one_host_are_found_by_another(made: Any, tmp_path: Path) -> None:
+def test_pages_of_other_hosts_are_found_at_the_remote(make_linker: Any, tmp_path: Path) -> None:
     extra = {"spec": f'store(remote=dir(path="{tmp_path}", timeout=600000))', "level": "remote"}
     asking = {**extra, "linker_ask_s": 600.0}
     one, other, keys = Device(), Device(), names(4)
     one.fill(1)
     other.fill(2)
-    linker, _ = made(one, extra)
-    assert linker.offload([kv(keys, [0, 1, 2, 3]), mamba(keys[2:3], [7])])
-    assert ended(linker, 1) == [True]
-    unasked, _ = made(other, extra)
-    asked = [kv([*keys, "missing"]), mamba(keys[:1])]
-    assert unasked.lookup("r", asked) == []
-    second, _ = made(other, asking)
-    assert second.lookup("r", asked) == [3]
-    assert second.load("r", [kv(keys[:3], [9, 20, 5]), mamba(keys[2:3], [1])])
+    linker, _ = make_linker(one, extra)
+    assert linker.offload([kv_transfer(keys, [0, 1, 2, 3]), mamba_transfer(keys[2:3], [7])])
+    assert take_results(linker, 1) == [True]
+    unasked, _ = make_linker(other, extra)
+    wanted = [kv_transfer([*keys, "missing"]), mamba_transfer(keys[:1])]
+    assert unasked.lookup("r", wanted) == []
+    second, _ = make_linker(other, asking)
+    assert second.lookup("r", wanted) == [3]
+    assert second.load("r", [kv_transfer(keys[:3], [9, 20, 5]), mamba_transfer(keys[2:3], [1])])
     assert second.finish_layer_wise_loading(second.start_layer_wise_loading())
     assert [other.page(page) for page in (9, 20, 5)] == [one.page(page) for page in (0, 1, 2)]
     assert other.state(1) == one.state(7)
@@ -159,90 +160,92 @@ def test_pages_of_one_host_are_found_by_another(made: Any, tmp_path: Path) -> No
         each.close()
 
 
-def test_a_layer_asks_for_its_own_buffers(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_loads_only_its_own_buffers(make_linker: Any,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
-    linker, _ = made(device)
+    linker, _ = make_linker(device)
     device.fill(1)
     layers = [device.layer(layer, 0) for layer in range(LAYERS)]
     keys, blocks = names(1), linker._pools[PoolName.KV].blocks
-    assert linker.offload([kv(keys, [0])])
-    assert ended(linker, 1) == [True]
+    assert linker.offload([kv_transfer(keys, [0])])
+    assert take_results(linker, 1) == [True]
     device.fill(2)
-    get, asked = blocks.get, []
+    get, gets = blocks.get, []
     before = [device.layer(layer, 9) for layer in range(LAYERS)]
 
     def alone(called: Any, places: Any, **given: Any) -> kvtier.Op:
         op = get(called, places, **given)
         op.wait()
-        asked.append((given["first_part"], given["parts"], len(places.tables), id(called)))
-        came = len(asked)
+        gets.append((given["first_part"], given["parts"], len(places.tables), id(called)))
+        loaded = len(gets)
         now = [device.layer(layer, 9) for layer in range(LAYERS)]
-        assert now == layers[:came] + before[came:]
+        assert now == layers[:loaded] + before[loaded:]
         return op
 
     monkeypatch.setattr(blocks, "get", alone)
-    assert linker.load("r", [kv(keys, [9])])
+    assert linker.load("r", [kv_transfer(keys, [9])])
     assert linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
-    # With names that were made ready once.
-    assert asked == [(2 * layer, 2, 2, asked[0][3]) for layer in range(LAYERS)]
+    # The names were converted once for all layers.
+    assert gets == [(2 * layer, 2, 2, gets[0][3]) for layer in range(LAYERS)]
     linker.close()
 
 
-def test_a_load_of_what_is_missing_fails(made: Any) -> None:
+def test_a_load_of_missing_pages_fails(make_linker: Any) -> None:
     device = Device()
-    linker, _ = made(device)
+    linker, _ = make_linker(device)
     keys = names(2)
-    assert linker.offload([kv(keys[:1], [0])])
-    assert ended(linker, 1) == [True]
-    assert linker.load("r", [kv(keys, [1, 2])])
+    assert linker.offload([kv_transfer(keys[:1], [0])])
+    assert take_results(linker, 1) == [True]
+    assert linker.load("r", [kv_transfer(keys, [1, 2])])
     assert not linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
-    assert linker.load("r", [kv(keys[:1], [PAGES])])
+    assert linker.load("r", [kv_transfer(keys[:1], [PAGES])])
     assert not linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
-    assert linker.offload([kv(keys[1:], [PAGES])])
-    assert ended(linker, 1) == [False]
-    assert linker.load("r", [kv(keys[:1], [3])])
+    assert linker.offload([kv_transfer(keys[1:], [PAGES])])
+    assert take_results(linker, 1) == [False]
+    assert linker.load("r", [kv_transfer(keys[:1], [3])])
     assert linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
-    assert not linker.load("r", []) and not linker.offload([kv([], [])])
+    assert not linker.load("r", []) and not linker.offload([kv_transfer([], [])])
     linker.close()
 
 
-def test_a_restart_and_a_close_in_the_middle(made: Any, tmp_path: Path) -> None:
+def test_close_finishes_transfers_and_pages_survive_a_restart(make_linker: Any,
+                                                              tmp_path: Path) -> None:
     device = Device()
     extra = {"disk_path": str(tmp_path), "disk_bytes": 1 << 30, "level": "disk"}
-    linker, _ = made(device, extra)
+    linker, _ = make_linker(device, extra)
     device.fill(3)
     before, keys = [device.page(page) for page in range(PAGES)], names(PAGES)
     for page in range(PAGES):
-        assert linker.offload([kv(keys[page:page + 1], [page])])
+        assert linker.offload([kv_transfer(keys[page:page + 1], [page])])
     linker.close()
     with pytest.raises(kvtier.ClosedError):
-        linker.load("r", [kv(keys, list(range(PAGES)))])
+        linker.load("r", [kv_transfer(keys, list(range(PAGES)))])
     linker.close()
-    again, _ = made(device, extra)
+    again, _ = make_linker(device, extra)
     device.fill(4)
-    assert again.load("r", [kv(keys, list(range(PAGES)))])
+    assert again.load("r", [kv_transfer(keys, list(range(PAGES)))])
     index = again.start_layer_wise_loading()
     assert again.finish_layer_wise_loading(index)
     assert [device.page(page) for page in range(PAGES)] == before
-    assert again.offload([kv(keys, list(range(PAGES)))])
+    assert again.offload([kv_transfer(keys, list(range(PAGES)))])
     again.reset()
     assert again.num_completed_offloads() == 0
-    assert again.load("r", [kv(keys, list(range(PAGES)))])
+    assert again.load("r", [kv_transfer(keys, list(range(PAGES)))])
     assert again.start_layer_wise_loading() == 0
     again.set_policy("lru")
     assert again.stats()["chunks"] >= PAGES and "kvtier" in again.metrics()
     again.close()
 
 
-def test_a_hint_is_one_call_a_pool(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    linker, _ = made(Device())
-    told: List[Any] = []
+def test_a_hint_is_one_call_per_pool(make_linker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    linker, _ = make_linker(Device())
+    calls: List[Any] = []
     hint = kvtier.Blocks.hint
     monkeypatch.setattr(kvtier.Blocks, "hint", lambda self, called, **given: (
-        told.append((len(called), given)), hint(self, called, **given)))
+        calls.append((len(called), given)), hint(self, called, **given)))
     linker.hint(names(20), stop="tool_use", done=True)
     given = {"stop": kvtier.STOP_TOOL_USE, "next_use_ns": 0, "done": True}
-    assert told == [(20, given)] * 2
+    assert calls == [(20, given)] * 2
     with pytest.raises(kvtier.InvalidError, match="stop"):
         linker.hint(names(1), stop="never")
     linker.close()
@@ -250,25 +253,26 @@ def test_a_hint_is_one_call_a_pool(made: Any, monkeypatch: pytest.MonkeyPatch) -
         linker.hint(names(1))
 
 
-def test_evictions_are_logged_and_batches_advised(made: Any,
-                                                  caplog: pytest.LogCaptureFixture) -> None:
+def test_evictions_are_logged_and_thrashing_lowers_the_advice(
+        make_linker: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvtier_sglang")
     device = Device()
-    linker, _ = made(device, {"host_bytes": 33 << 20, "policy": "lru", "log_evictions": True})
+    extra = {"host_bytes": 33 << 20, "policy": "lru", "log_evictions": True}
+    linker, _ = make_linker(device, extra)
     assert linker.advice(8).batch == 8
     advisor = linker._advisor
     advisor._policy.set_advice(shrink_above=0.1, window=8, patience=1)
     advisor._policy.set_capacity(PAGES)
     advisor._room = PAGES
-    for turn in range(12):  # three prompts, of which one fits
+    for turn in range(12):  # three prompts, but room for one
         keys = names(PAGES, f"{turn % 3} ")
-        linker.lookup("r", [kv(keys), mamba(keys[-1:])])
-        assert linker.offload([kv(keys, list(range(PAGES)))])
-        assert ended(linker, 1) == [True]
+        linker.lookup("r", [kv_transfer(keys), mamba_transfer(keys[-1:])])
+        assert linker.offload([kv_transfer(keys, list(range(PAGES)))])
+        assert take_results(linker, 1) == [True]
     assert linker.advice(8).batch == 4
     for turn in range(400):
-        assert linker.offload([kv(names(PAGES, f"{turn} more"), list(range(PAGES)))])
-        assert ended(linker, 1) == [True]
+        assert linker.offload([kv_transfer(names(PAGES, f"{turn} more"), list(range(PAGES)))])
+        assert take_results(linker, 1) == [True]
         if "evicted from host" in caplog.text:
             break
     assert linker.evictions() and linker.tenants()[0].tenant == 0
@@ -276,21 +280,21 @@ def test_evictions_are_logged_and_batches_advised(made: Any,
     linker.set_policy("s3fifo")
     assert advisor._policy.spec.startswith("s3fifo")
     for turn in range(400):
-        assert linker.offload([kv(names(PAGES, f"{turn} after"), list(range(PAGES)))])
-        assert ended(linker, 1) == [True]
+        assert linker.offload([kv_transfer(names(PAGES, f"{turn} after"), list(range(PAGES)))])
+        assert take_results(linker, 1) == [True]
         since = [one.policy for one in linker.evictions() if one.number > last]
         if since:
             break
     assert set(since) == {"s3fifo"}
     linker.close()
-    told = [one.getMessage() for one in caplog.records if "evicted from" in one.getMessage()]
-    assert told and len(set(told)) == len(told)
+    messages = [one.getMessage() for one in caplog.records if "evicted from" in one.getMessage()]
+    assert messages and len(set(messages)) == len(messages)
     with pytest.raises(kvtier.ClosedError):
         linker.advice(8)
 
 
-def test_advice_goes_by_the_policy_of_the_store(made: Any) -> None:
-    linker, _ = made(Device(), {"spec": "store(policy=arc)"})
+def test_advice_uses_the_policy_of_the_store(make_linker: Any) -> None:
+    linker, _ = make_linker(Device(), {"spec": "store(policy=arc)"})
     assert linker.advice(8).batch == 8
     assert linker._advisor._policy.stats()["name"] == "arc"
     linker.close()

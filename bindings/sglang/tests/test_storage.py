@@ -1,4 +1,4 @@
-"""The backend over pools in miniature: every layout, every byte."""
+"""The storage backend over small host pools: every layout, every byte."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def opened(pool: MiniPool, extra: Any = None, **given: Any) -> KvtierStorage:
 
 @pytest.mark.parametrize("kinds", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_there_and_back(layout: str, kinds: int) -> None:
+def test_stored_pages_load_with_every_byte(layout: str, kinds: int) -> None:
     pool = MiniPool(layout, kinds=kinds)
     backend = opened(pool)
     pool.fill(1)
@@ -53,7 +53,7 @@ def test_pages_there_and_back(layout: str, kinds: int) -> None:
 
 
 @pytest.mark.parametrize("make", [MovedPool, lambda: StatePool("layer_first")])
-def test_pools_without_even_addresses(make: Any) -> None:
+def test_pools_without_regular_addresses_are_supported(make: Any) -> None:
     pool = make()
     backend = opened(pool)
     pool.fill(3)
@@ -67,7 +67,7 @@ def test_pools_without_even_addresses(make: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_flat_pages_are_the_same_pages(layout: str) -> None:
+def test_flat_pages_and_addresses_are_interchangeable(layout: str) -> None:
     pool = MiniPool(layout)
     backend = opened(pool)
     pool.fill(5)
@@ -88,7 +88,7 @@ def test_flat_pages_are_the_same_pages(layout: str) -> None:
     backend.close()
 
 
-def test_what_makes_pages_others(tmp_path: Path) -> None:
+def test_tag_model_layout_shape_and_ranks_separate_pages(tmp_path: Path) -> None:
     keys = names(1)
     first = MiniPool()
     backend = opened(first, {"disk_path": str(tmp_path), "disk_bytes": 1 << 30, "level": "disk",
@@ -113,7 +113,7 @@ def test_what_makes_pages_others(tmp_path: Path) -> None:
         "dp0-tp0of1-pp0of1-cp0of1", "dp0-tp0of2-pp0of1-cp0of1"]
 
 
-def test_restart_from_disk(tmp_path: Path) -> None:
+def test_pages_survive_a_restart(tmp_path: Path) -> None:
     extra = {"spec": "store(host=64MiB)", "disk_path": str(tmp_path), "disk_bytes": 1 << 30}
     pool, keys = MiniPool(pages=64), names(64)
     pool.fill(7)
@@ -131,7 +131,7 @@ def test_restart_from_disk(tmp_path: Path) -> None:
     again.close()
 
 
-def test_memory_that_is_full_keeps_some(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_memory_evicts_some_pages(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvtier_sglang")
     pool = MiniPool(pages=4096, page_size=8, dim=64)
     pool.fill(9)
@@ -147,84 +147,87 @@ def test_memory_that_is_full_keeps_some(caplog: pytest.LogCaptureFixture) -> Non
         backend.batch_set_v1(other[at:at + 128], pool.slots(range(at, at + 128)))
     since = [one for one in backend.evictions(most=4096) if one.number > last]
     assert since and {one.policy for one in since} == {"s3fifo"}
-    there = [backend.exists(key) for key in keys]
+    stored = [backend.exists(key) for key in keys]
     before = [pool.bytes_of(page) for page in range(4096)]
     pool.fill(10)
     got = backend.batch_get_v1(keys, pool.slots(range(4096)))
-    assert 0 < sum(there) < 4096 and got == there
+    assert 0 < sum(stored) < 4096 and got == stored
     assert all(pool.bytes_of(page) == before[page] for page in range(4096) if got[page])
     assert backend.evictions() and "kvtier" in backend.metrics()
     assert backend.stats()["dropped_chunks"] > 0 and backend.tenants()[0].tenant == 0
-    told = backend.get_stats()
-    assert sum(told.backup_pgs) >= sum(there) and sum(told.prefetch_pgs) == sum(there)
-    assert len(told.prefetch_pgs) == len(told.prefetch_bandwidth)
+    stats = backend.get_stats()
+    assert sum(stats.backup_pgs) >= sum(stored) and sum(stats.prefetch_pgs) == sum(stored)
+    assert len(stats.prefetch_pgs) == len(stats.prefetch_bandwidth)
     assert backend.get_stats().backup_pgs == []
-    told = [one.getMessage() for one in caplog.records if "evicted from" in one.getMessage()]
-    assert told and len(set(told)) == len(told)  # each once
+    messages = [one.getMessage() for one in caplog.records if "evicted from" in one.getMessage()]
+    assert messages and len(set(messages)) == len(messages)  # each eviction is logged once
     backend.close()
 
 
-def hinted(extra: Dict[str, Any], tell: Any) -> List[int]:
-    """How many pages are there of two batches of 40, of which something was said, after 60 more
-    came."""
+def count_after_eviction(extra: Dict[str, Any], store_with_hint: Any) -> List[int]:
+    """How many of the 40 pages of each of two batches with hints are still stored after 60 more
+    pages were stored."""
     pool = MiniPool(pages=128, layers=8, dim=32)  # 8 KiB a page
     backend = opened(pool, {"host_bytes": 1 << 20, "policy": "predictive", **extra})
     batches = [names(40, "first "), names(40, "second ")]
     for at, keys in enumerate(batches):
-        tell(backend, at, keys, pool.slots(range(40)))
+        store_with_hint(backend, at, keys, pool.slots(range(40)))
     for keys in (names(20, "x "), names(20, "y "), names(20, "z ")):
         assert all(backend.batch_set_v1(keys, pool.slots(range(20))))
-    there = [sum(map(backend.exists, keys)) for keys in batches]
+    found = [sum(map(backend.exists, keys)) for keys in batches]
     backend.close()
-    return there
+    return found
 
 
-SAID = [{"next_use_s": 3600}, {"next_use_s": 60, "stop": "tool_use"}]
+HINTS = [{"next_use_s": 3600}, {"next_use_s": 60, "stop": "tool_use"}]
 
 
-def in_call(backend: KvtierStorage, at: int, keys: List[str], slots: Any, said: Any = None) -> None:
-    said = {"kvtier": SAID[at] if said is None else said}
-    assert all(backend.batch_set_v1(keys, slots, HiCacheStorageExtraInfo(extra_info=said)))
+def hint_in_set_v1(backend: KvtierStorage, at: int, keys: List[str], slots: Any,
+                   given: Any = None) -> None:
+    given = {"kvtier": HINTS[at] if given is None else given}
+    assert all(backend.batch_set_v1(keys, slots, HiCacheStorageExtraInfo(extra_info=given)))
 
 
-def with_pools(backend: KvtierStorage, at: int, keys: List[str], slots: Any) -> None:
+def hint_in_set_v2(backend: KvtierStorage, at: int, keys: List[str], slots: Any) -> None:
     transfer = PoolTransfer(PoolName.KV, slots, keys=keys)
-    info = HiCacheStorageExtraInfo(extra_info={"kvtier": SAID[at]})
+    info = HiCacheStorageExtraInfo(extra_info={"kvtier": HINTS[at]})
     assert all(backend.batch_set_v2([transfer], info)[PoolName.KV])
 
 
-def in_get(backend: KvtierStorage, at: int, keys: List[str], slots: Any) -> None:
+def hint_in_get(backend: KvtierStorage, at: int, keys: List[str], slots: Any) -> None:
     assert all(backend.batch_set_v1(keys, slots, HiCacheStorageExtraInfo(prefix_keys=keys)))
-    info = HiCacheStorageExtraInfo(extra_info={"kvtier": SAID[at]})
+    info = HiCacheStorageExtraInfo(extra_info={"kvtier": HINTS[at]})
     assert all(backend.batch_get_v1(keys, slots, info))
 
 
-def by_hand(backend: KvtierStorage, at: int, keys: List[str], slots: Any) -> None:
+def hint_by_call(backend: KvtierStorage, at: int, keys: List[str], slots: Any) -> None:
     assert all(backend.batch_set_v1(keys, slots))
-    backend.hint([*keys, "missing"], **SAID[at])
+    backend.hint([*keys, "missing"], **HINTS[at])
 
 
-@pytest.mark.parametrize("tell", [in_call, with_pools, in_get, by_hand])
-def test_a_hint_changes_who_leaves(tell: Any) -> None:
-    first, second = hinted({}, tell)
+@pytest.mark.parametrize("store_with_hint", [hint_in_set_v1, hint_in_set_v2, hint_in_get,
+                                             hint_by_call])
+def test_a_hint_changes_the_victims(store_with_hint: Any) -> None:
+    first, second = count_after_eviction({}, store_with_hint)
     assert first < second == 40
-    turned = lambda backend, at, *rest: tell(backend, 1 - at, *rest)  # noqa: E731
-    first, second = hinted({}, turned)
+    swapped = lambda backend, at, *rest: store_with_hint(backend, 1 - at, *rest)  # noqa: E731
+    first, second = count_after_eviction({}, swapped)
     assert 40 == first > second
-    assert hinted({"hints": False}, tell) == hinted({"hints": False}, turned)
+    disabled = count_after_eviction({"hints": False}, store_with_hint)
+    assert disabled == count_after_eviction({"hints": False}, swapped)
 
 
-def test_nonsense_ends_no_transfer(caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_hints_do_not_fail_a_transfer(caplog: pytest.LogCaptureFixture) -> None:
     pool = MiniPool()
     backend = opened(pool)
-    for said in (3, {"stop": "x"}, {"stop": []}, {"next_use_s": "soon"}, {"next_use_s": -1},
-                 {"done": "false"}, {"done": 0},
-                 *({"next_use_s": one} for one in (math.inf, math.nan, 10**400))):
+    for given in (3, {"stop": "x"}, {"stop": []}, {"next_use_s": "soon"}, {"next_use_s": -1},
+                  {"done": "false"}, {"done": 0},
+                  *({"next_use_s": one} for one in (math.inf, math.nan, 10**400))):
         caplog.clear()
-        in_call(backend, 0, names(2), pool.slots([0, 1]), said)
-        assert "passed over" in caplog.text
+        hint_in_set_v1(backend, 0, names(2), pool.slots([0, 1]), given)
+        assert "are ignored" in caplog.text
     caplog.clear()
-    in_call(backend, 0, names(2), pool.slots([0, 1]), {})
+    hint_in_set_v1(backend, 0, names(2), pool.slots([0, 1]), {})
     assert not caplog.text
     with pytest.raises(kvtier.InvalidError, match="stop"):
         backend.hint(names(1), stop="never")
@@ -237,26 +240,26 @@ def test_nonsense_ends_no_transfer(caplog: pytest.LogCaptureFixture) -> None:
         backend.hint(names(1), done=True)
 
 
-def test_batches_are_advised() -> None:
+def test_thrashing_lowers_the_advice() -> None:
     pool = MiniPool()
     unregistered = KvtierStorage(config(), {})
     assert unregistered.advice(8) is None
     unregistered.close()
     backend = opened(pool, {"policy": "lru"})
-    assert backend._advisor._policy is None  # nobody has asked: nothing is kept
+    assert backend._advisor._policy is None  # nothing is recorded before the first advice
     assert backend.advice(8).batch == 8
     advisor = backend._advisor
     advisor._policy.set_advice(shrink_above=0.1, window=8, patience=1)
     advisor._policy.set_capacity(16)
     advisor._room = 16
-    for turn in range(12):  # three prompts, of which one fits
+    for turn in range(12):  # three prompts, but room for one
         keys = names(16, f"{turn % 3} ")
         backend.batch_exists_v2(keys)
         assert all(backend.batch_set_v1(keys, pool.slots(range(16))))
     assert backend.advice(8).batch == 4
     backend.set_policy("arc")
     assert advisor._policy.spec.startswith("arc")
-    advisor._policy.close()  # what fails in it ends it, and nothing else
+    advisor._policy.close()  # an error in the advisor's policy disables advice only
     assert backend.batch_exists(names(1)) == 0
     assert backend.advice(8) is None
     backend.close()
@@ -266,17 +269,17 @@ def test_batches_are_advised() -> None:
 
 @pytest.mark.parametrize("extra, policy", [({}, "horizon"), ({"spec": "store(policy=arc)"}, "arc"),
                                            ({"policy": "lru"}, "lru")])
-def test_advice_goes_by_the_policy_of_the_store(extra: Dict[str, str], policy: str) -> None:
+def test_advice_uses_the_policy_of_the_store(extra: Dict[str, str], policy: str) -> None:
     backend = opened(MiniPool(), extra)
     assert backend.advice(8).batch == 8
     assert backend._advisor._policy.stats()["name"] == policy
     backend.close()
 
 
-def reference(kv: List[bool], transfers: List[PoolTransfer], pools: Dict[str, List[bool]]
-              ) -> List[int]:
-    """All prefixes that all pools can serve, by trying each."""
-    def able(pages: int) -> bool:
+def brute_force(kv: List[bool], transfers: List[PoolTransfer], pools: Dict[str, List[bool]]
+                ) -> List[int]:
+    """All prefixes that every pool can serve, found by trying each length."""
+    def usable(pages: int) -> bool:
         for one in transfers:
             there, window = pools[one.name], pages
             if one.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -286,10 +289,10 @@ def reference(kv: List[bool], transfers: List[PoolTransfer], pools: Dict[str, Li
         return True
 
     run = kv.index(False) if False in kv else len(kv)
-    return [pages for pages in range(1, run + 1) if able(pages)]
+    return [pages for pages in range(1, run + 1) if usable(pages)]
 
 
-def test_hits_of_several_pools() -> None:
+def test_prefixes_of_several_pools_match_brute_force() -> None:
     kv, state, window = MiniPool(pages=12), StatePool("layer_first", pages=12), MiniPool(
         "layer_first", pages=12, kinds=1)
     numbers, keys = random.Random(11), names(12)
@@ -306,18 +309,18 @@ def test_hits_of_several_pools() -> None:
             sent = PoolTransfer(PoolName(name), pool.slots(stored), None,
                                 [keys[i] for i in stored])
             assert backend.batch_set_v2([sent]) == {name: [True] * len(stored)}
-        asked = [
+        wanted = [
             PoolTransfer(PoolName.MAMBA, keys=keys[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES),
             PoolTransfer(PoolName.SWA, keys=keys[:3], hit_policy=numbers.choice(
                 [PoolHitPolicy.TRAILING_PAGES, PoolHitPolicy.ALL_PAGES]))]
-        result = backend.batch_exists_v2(keys, asked)
-        able = reference(there["kv"], asked, there)
-        assert result.restorable_prefix_pages == able
-        assert result.kv_hit_pages == max(able, default=0)
+        result = backend.batch_exists_v2(keys, wanted)
+        usable = brute_force(there["kv"], wanted, there)
+        assert result.restorable_prefix_pages == usable
+        assert result.kv_hit_pages == max(usable, default=0)
         backend.close()
 
 
-def test_several_pools_at_once_and_in_part() -> None:
+def test_several_pools_transfer_in_one_call() -> None:
     kv, state = MiniPool(), StatePool("layer_first", pages=16)
     backend = opened(kv)
     backend.register_mem_host_pool_v2(state, PoolName.MAMBA)
@@ -339,7 +342,7 @@ def test_several_pools_at_once_and_in_part() -> None:
     backend.close()
 
 
-def test_a_pool_that_only_gives_out_slots() -> None:
+def test_a_pool_without_buffers_only_allocates_slots() -> None:
     anchor, side = MiniPool(), MiniPool("layer_first", kinds=1)
     anchor.kv_buffer = None
     backend = opened(anchor)
@@ -352,7 +355,7 @@ def test_a_pool_that_only_gives_out_slots() -> None:
     backend.close()
 
 
-def test_bad_input_is_refused() -> None:
+def test_malformed_calls_are_rejected() -> None:
     pool = MiniPool()
     backend = KvtierStorage(config(), {})
     with pytest.raises(kvtier.StateError, match="register_mem_pool_host"):
@@ -389,7 +392,7 @@ def test_bad_input_is_refused() -> None:
     backend.close()
 
 
-def test_pools_that_cannot_be_taken() -> None:
+def test_unsupported_pools_are_rejected() -> None:
     pool = MiniPool("page_first")
     pool.kv_buffer = pool.kv_buffer.transpose(0, 1)
     backend = KvtierStorage(config(), {})
@@ -408,18 +411,18 @@ def test_pools_that_cannot_be_taken() -> None:
     backend.close()
 
 
-@pytest.mark.parametrize("extra, said", [
-    ({"host_byte": 1}, "did you mean 'host_bytes'"), ({"host_bytes": "8GiB"}, "wanted is int"),
-    ({"log_evictions": 1}, "wanted is bool"), ({"host_bytes": True}, "wanted is int"),
+@pytest.mark.parametrize("extra, text", [
+    ({"host_byte": 1}, "did you mean 'host_bytes'"), ({"host_bytes": "8GiB"}, "of type int"),
+    ({"log_evictions": 1}, "of type bool"), ({"host_bytes": True}, "of type int"),
     ({"level": "tape"}, "ram, disk, durable"), ({"policy": "lro"}, "lru"),
     ({"spec": "store(hoost=1)"}, "host"),
 ])
-def test_settings_are_checked(extra: Dict[str, Any], said: str) -> None:
-    with pytest.raises(kvtier.Error, match=said):
+def test_bad_settings_are_rejected(extra: Dict[str, Any], text: str) -> None:
+    with pytest.raises(kvtier.Error, match=text):
         KvtierStorage(config(extra), {})
 
 
-def test_ranks_have_directories_of_their_own(tmp_path: Path) -> None:
+def test_each_rank_has_its_own_directory(tmp_path: Path) -> None:
     disk = f'store(host=64MiB, disk=disk(path="{tmp_path}/PLACE", bytes=1GiB))'
     one = {"spec": disk.replace("PLACE", "one")}
     with pytest.raises(kvtier.InvalidError, match="several ranks"):
@@ -436,18 +439,18 @@ def test_ranks_have_directories_of_their_own(tmp_path: Path) -> None:
         "dp0-tp0of2-pp0of1-cp0of1", "dp0-tp1of2-pp0of1-cp0of1", "one"]
 
 
-def test_what_ranks_have_alike() -> None:
+def test_equal_kv_on_all_ranks_needs_mla_copies() -> None:
     with pytest.raises(kvtier.UnsupportedError, match="mla_copies"):
         KvtierStorage(config(is_mla_model=True, tp_size=2), {})
-    said = config({"mla_copies": True}, is_mla_model=True, tp_rank=1, tp_size=2)
-    assert not said.is_storage_writer
-    KvtierStorage(said, {}).close()
-    assert said.is_storage_writer
+    rank_config = config({"mla_copies": True}, is_mla_model=True, tp_rank=1, tp_size=2)
+    assert not rank_config.is_storage_writer
+    KvtierStorage(rank_config, {}).close()
+    assert rank_config.is_storage_writer
     with pytest.raises(kvtier.UnsupportedError, match="tp_lcm_size"):
         KvtierStorage(config(should_split_heads=True), {})
 
 
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untested_versions_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     import sglang.version
 
     monkeypatch.setattr(sglang.version, "__version__", "0.6.0")
@@ -456,8 +459,8 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     KvtierStorage(config({"sglang_version": "0.6.0"}), {}).close()
 
 
-def test_threads_and_a_close_among_them(tmp_path: Path) -> None:
-    """As the engine does it: one thread reads and one writes, and then it is detached."""
+def test_close_while_threads_read_and_write(tmp_path: Path) -> None:
+    """As in the engine: one thread reads, one writes, and then the backend is detached."""
     extra = {"disk_path": str(tmp_path), "disk_bytes": 1 << 30, "level": "disk"}
     pool = MiniPool(pages=512)
     pool.fill(15)
@@ -507,7 +510,7 @@ def test_threads_and_a_close_among_them(tmp_path: Path) -> None:
     again.close()
 
 
-def test_an_interpreter_that_ends_with_it_open(tmp_path: Path) -> None:
+def test_the_interpreter_exits_with_an_open_backend(tmp_path: Path) -> None:
     program = f"""
 import sys, threading
 sys.path[:0] = {[str(path) for path in sys.path[:4]]!r}
@@ -532,7 +535,7 @@ print("stored")
     again.close()
 
 
-def test_a_directory_of_another_process_is_refused(tmp_path: Path) -> None:
+def test_a_directory_in_use_by_another_process_is_rejected(tmp_path: Path) -> None:
     program = f"""
 import sys
 sys.path[:0] = {[str(path) for path in sys.path[:4]]!r}
@@ -554,7 +557,7 @@ KvtierStorage(config({{"disk_path": {str(tmp_path)!r}, "disk_bytes": 1 << 30}},
     first.close()
 
 
-def test_a_dropped_backend_closes_itself() -> None:
+def test_a_garbage_collected_backend_closes_itself() -> None:
     pool = MiniPool()
     backend = opened(pool)
     backend.batch_set_v1(names(1), pool.slots([0]))
@@ -562,7 +565,7 @@ def test_a_dropped_backend_closes_itself() -> None:
     assert np.all(pool.kv_buffer.numpy().view(np.uint8) == 0)
 
 
-def test_pages_of_one_host_are_found_by_another(tmp_path: Path) -> None:
+def test_pages_of_other_hosts_are_found_at_the_remote(tmp_path: Path) -> None:
     extra = {"spec": f'store(remote=dir(path="{tmp_path}", timeout=600000))', "level": "remote",
              "ask_s": 600.0}
     one, other = MiniPool(), MiniPool()

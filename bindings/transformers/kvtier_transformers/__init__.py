@@ -1,8 +1,8 @@
-"""kvtier for Hugging Face transformers: a cache in tiers, sessions that are saved and resumed by
-their tokens, and eviction of tokens.
+"""kvtier for Hugging Face transformers: a tiered KV cache, and token eviction.
 
-`Tiers` binds a model to a store, once; `Tiers.cache` makes a `TieredCache` for `generate`.
-`install_kv_eviction` and what belongs to it come with `h2o`, when they are first asked for.
+`Tiers` binds a model to a store; `Tiers.cache` makes a `TieredCache` for `generate`, which saves
+and resumes sessions by their tokens. `install_kv_eviction` and its companions are imported from
+`h2o` on first use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvtier._needs import Needs
 Needs("kvtier_transformers", "transformers 5.23 or newer, before 6",
       'torch "transformers>=5.23,<6"', ("torch", "transformers")).check()
 
-from . import _version  # noqa: E402, F401: refuses other transformers before anything else fails
+from . import _version  # noqa: E402, F401: rejects other versions before other imports fail
 from ._shapes import LayerShape, shapes_of  # noqa: E402
 from .cache import TieredCache  # noqa: E402
 from .fingerprint import fingerprint, fingerprint_files  # noqa: E402

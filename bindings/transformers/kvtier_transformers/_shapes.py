@@ -1,4 +1,4 @@
-"""What each layer of a model keeps for a token, learned from one forward pass of one token."""
+"""Shapes of a model's KV cache layers, measured by a forward pass of one token."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 class LayerShape(NamedTuple):
-    """A layer that keeps K and V. MLA keeps its latent as K, its rotated part as V."""
+    """Shape of a layer that caches K and V. MLA caches its latent as K, its rotated part as V."""
 
-    #: In the model.
+    #: Index in the model.
     layer: int
-    #: In the store: layers that keep nothing are left out.
+    #: Index in the store, which skips layers without a cache.
     number: int
     k_heads: int
     k_dim: int
@@ -31,22 +31,22 @@ class LayerShape(NamedTuple):
     v_dim: int
     dtype: torch.dtype
     device: torch.device
-    #: How many tokens it sees, the new one with them; 0 = all.
+    #: Tokens that it attends to, including the new one; 0: all.
     window: int
 
     @property
     def k_bytes(self) -> int:
-        """K of a token."""
+        """Bytes of K of one token."""
         return self.k_heads * self.k_dim * self.dtype.itemsize
 
     @property
     def v_bytes(self) -> int:
-        """V of a token."""
+        """Bytes of V of one token."""
         return self.v_heads * self.v_dim * self.dtype.itemsize
 
 
 def shapes_of(model: Any) -> List[LayerShape]:
-    """The layers that keep something. Runs one token through the model."""
+    """Returns the layers that cache KV. Runs one token through the model."""
     cache = DynamicCache(config=model.config)
     device = model.get_input_embeddings().weight.device
     ids = torch.zeros((1, 1), dtype=torch.long, device=device)
@@ -59,38 +59,40 @@ def shapes_of(model: Any) -> List[LayerShape]:
             continue
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise unsupported(
-                f"layer {index} of {type(model).__name__} is kept by a {type(layer).__name__}: "
-                "TieredCache has full and sliding-window attention (MLA too), no states or "
-                "indexers; use the stock cache for this model")
+                f"layer {index} of {type(model).__name__} uses the cache class "
+                f"{type(layer).__name__}: TieredCache supports full and sliding-window attention, "
+                "including MLA, but no states or indexers. Use the stock cache for this model")
         if not layer.is_initialized or layer.keys is None or layer.values is None:
-            raise unsupported(f"layer {index} of {type(model).__name__} got no K and V from a "
-                              "token of text: TieredCache has decoder-only models")
+            raise unsupported(f"layer {index} of {type(model).__name__} cached no K and V for a "
+                              "text token: TieredCache supports decoder-only models. Use the "
+                              "stock cache for this model")
         shapes.append(_shape(index, len(shapes), layer))
     if not shapes:
-        raise unsupported(f"{type(model).__name__} keeps no K and V")
+        raise unsupported(f"{type(model).__name__} caches no K and V: TieredCache needs a model "
+                          "with attention layers")
     return shapes
 
 
 def _shape(index: int, number: int, layer: Any) -> LayerShape:
     k, v = layer.keys, layer.values
     if k.dtype not in _DTYPES or v.dtype != k.dtype or k.ndim != 4 or v.ndim != 4:
-        raise unsupported(f"layer {index} keeps K as {k.dtype}{list(k.shape)} and V as "
-                          f"{v.dtype}{list(v.shape)}: f32, f16 and bf16 [batch, heads, tokens, "
-                          "dim] can be kept")
+        raise unsupported(f"layer {index} caches K as {k.dtype}{list(k.shape)} and V as "
+                          f"{v.dtype}{list(v.shape)}: supported are f32, f16 and bf16 tensors of "
+                          "[batch, heads, tokens, dim], K and V of one dtype")
     window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else 0
     return LayerShape(index, number, k.shape[1], k.shape[3], v.shape[1], v.shape[3], k.dtype,
                       k.device, window)
 
 
 def groups_of(shapes: Sequence[LayerShape]) -> List[Group]:
-    """The layout of a namespace: layers that keep the same, and need the same."""
-    alike: dict[Any, List[LayerShape]] = {}
+    """Returns the layout's groups: layers with equal sizes, dtype and window."""
+    groups: dict[Any, List[LayerShape]] = {}
     for shape in shapes:
-        alike.setdefault((*shape[2:7], shape.window), []).append(shape)
+        groups.setdefault((*shape[2:7], shape.window), []).append(shape)
     return [Group(layers=[s.number for s in members], k_bytes=members[0].k_bytes,
                   v_bytes=members[0].v_bytes, dtype=_DTYPES[members[0].dtype],
-                  # Heads are said where K and V are divided alike.
+                  # The layout has one number of heads: set it only if K and V agree.
                   kv_heads=members[0].k_heads if members[0].k_heads == members[0].v_heads else 0,
                   rule=RULE_WINDOW if members[0].window else RULE_FULL,
                   window_tokens=members[0].window)
-            for members in alike.values()]
+            for members in groups.values()]

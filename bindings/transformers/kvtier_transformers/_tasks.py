@@ -1,4 +1,4 @@
-"""Texts and questions for `eval`: made from a seed, so that two runs ask the same."""
+"""Texts and questions for `eval`, generated from a seed so that runs are reproducible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = ("amber basil cedar delta ember fjord grove hazel indigo jasper kelp lo
 
 
 class Sample(NamedTuple):
-    """A text, and what a model that has read all of it would say next."""
+    """A text, a question, and the expected answers."""
 
     context: str
     question: str
@@ -22,7 +22,7 @@ class Sample(NamedTuple):
 
 
 def _filler(numbers: random.Random, words: int) -> List[str]:
-    """Sentences that mean nothing."""
+    """Returns words of meaningless sentences."""
     out: List[str] = []
     while len(out) < words:
         sentence = numbers.choices(_FILL, k=numbers.randint(5, 11))
@@ -30,41 +30,41 @@ def _filler(numbers: random.Random, words: int) -> List[str]:
     return out
 
 
-def _hidden(numbers: random.Random, words: int, needles: List[str]) -> str:
-    """A text with sentences in it, in their order, at places anywhere."""
+def _insert_needles(numbers: random.Random, words: int, needles: List[str]) -> str:
+    """Returns filler with `needles` inserted at random sentence ends, in order."""
     text = _filler(numbers, words)
     ends = [i + 1 for i, word in enumerate(text) if word.endswith(".")]
-    for place, needle in zip(sorted(numbers.sample(ends, len(needles)), reverse=True),
-                             reversed(needles)):
-        text.insert(place, needle)
+    for position, needle in zip(sorted(numbers.sample(ends, len(needles)), reverse=True),
+                                reversed(needles)):
+        text.insert(position, needle)
     return " ".join(text)
 
 
 def needle(numbers: random.Random, words: int) -> Sample:
-    """One number among filler."""
+    """Asks for one number that is hidden in filler."""
     name, value = numbers.choice(_NAMES), str(numbers.randint(10_000, 99_999))
-    text = _hidden(numbers, words, [f"The secret number of {name} is {value}."])
+    text = _insert_needles(numbers, words, [f"The secret number of {name} is {value}."])
     return Sample(text, f"\nThe secret number of {name} is", [value])
 
 
 def variables(numbers: random.Random, words: int) -> Sample:
-    """A value that is handed on from variable to variable."""
+    """Asks for a value that is assigned along a chain of variables."""
     names = numbers.sample(_NAMES, 4)
     value = str(numbers.randint(10_000, 99_999))
     chain = [f"Let {names[0]} = {value}."]
     chain += [f"Let {b} = {a}." for a, b in zip(names, names[1:])]
-    text = _hidden(numbers, words, chain)
+    text = _insert_needles(numbers, words, chain)
     return Sample(text, f"\nThe value of {names[-1]} is", [value])
 
 
 def aggregation(numbers: random.Random, words: int) -> Sample:
-    """The words that come most often."""
+    """Asks for the three most frequent names."""
     often = numbers.sample(_NAMES, 3)
     rare = [name for name in _NAMES if name not in often]
     needles = [f"Seen: {name}." for name in often for _ in range(8)]
     needles += [f"Seen: {name}." for name in numbers.sample(rare, 8)]
     numbers.shuffle(needles)
-    text = _hidden(numbers, max(words, 400), needles)
+    text = _insert_needles(numbers, max(words, 400), needles)
     return Sample(text, "\nThe three that were seen most often are", often)
 
 
@@ -74,8 +74,8 @@ TASKS: Dict[str, Callable[[random.Random, int], Sample]] = {
 
 
 def prose(seed: int, words: int) -> str:
-    """A text for perplexity where none is given: filler with facts that come again."""
+    """Returns the default text for perplexity: filler with repeated facts."""
     numbers = random.Random(seed)
     facts = [f"The number of {name} is {numbers.randint(100, 999)}." for name in _NAMES]
     needles = [numbers.choice(facts) for _ in range(max(1, words // 40))]
-    return _hidden(numbers, words, needles)
+    return _insert_needles(numbers, words, needles)

@@ -1,4 +1,4 @@
-"""The versions of transformers that this package knows."""
+"""Checks the installed version of transformers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import transformers
 
 from ._errors import unsupported
 
-#: From and before: others are refused.
+#: Supported versions: from the first, before the second.
 KNOWN = ((5, 23), (6, 0))
-#: Caches change between minor versions, too: others than this are taken with a warning.
+#: Minor version of the tests. Caches change between minor versions, so others give a warning.
 TESTED = (5, 23)
 
 
 def check(version: str) -> None:
-    """Fails for a version whose caches this package was not made for; warns of one that it was
-    not tested with."""
+    """Raises for an unsupported version, and warns of an untested one."""
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if not KNOWN[0] <= numbers < KNOWN[1]:
-        raise unsupported(f"transformers {version}: this needs 5.23 or newer, before 6: "
-                          'pip install "transformers>=5.23,<6"')
+        raise unsupported(f"transformers {version} is not supported: this package needs 5.23 or "
+                          'newer, before 6. Run pip install "transformers>=5.23,<6"')
     if numbers != TESTED:
-        warnings.warn(f"transformers {version}: kvtier_transformers was tested with 5.23 alone",
-                      stacklevel=2)
+        warnings.warn(f"transformers {version} is untested: kvtier_transformers was tested with "
+                      "5.23 only", stacklevel=2)
 
 
 check(transformers.__version__)

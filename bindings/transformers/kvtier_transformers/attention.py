@@ -1,8 +1,8 @@
-"""What is known of attention classes, and how their attention is watched.
+"""Adapters for attention classes, and observation of their attention.
 
-Under eager attention `forward` returns probabilities. Under sdpa there are none: models look an
-attention function up by the name in their configuration, and while eviction is installed this
-is `SDPA`, which calls what stands behind "sdpa" and takes note of queries and keys.
+With eager attention `forward` returns probabilities. With sdpa it does not: models look up an
+attention function by the name in their configuration. While eviction is installed this name is
+`SDPA`, whose function records queries and keys and calls the function of "sdpa".
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-#: The name under which sdpa is watched.
+#: Name of the attention function that observes sdpa.
 SDPA = "kvtier_sdpa"
 
-#: What the attention module that runs in a thread is waiting for.
+#: The attention module that runs in this thread, with its pass.
 _current = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionAdapter:
-    """How an attention class is used. See porting.md."""
+    """Describes an attention class. See porting.md."""
 
-    #: The cache has one row for all heads (a compressed latent, and a key with positions).
+    #: Whether the cache has one row for all heads: a compressed latent, and a rotated key.
     latent: bool = False
-    #: It looks its attention function up in transformers' table: sdpa can be watched.
+    #: Whether the class looks up its attention function in transformers' table (needed for sdpa).
     interface: bool = True
-    #: Where in what `forward` returns the probabilities are.
+    #: Index of the probabilities in the result of `forward`.
     weights: int = 1
-    #: A keyword that has to be true for it to return them; None = it always does.
+    #: Keyword that makes `forward` return probabilities; None: it always returns them.
     asks: str | None = None
-    #: What `forward` calls its cache, and its mask.
+    #: Keywords of `forward` for the cache and the mask.
     caches: tuple[str, ...] = ("past_key_values", "past_key_value")
     mask: str = "attention_mask"
 
     def query_heads(self, module: Any) -> int:
-        """How many heads queries have."""
+        """Returns the number of query heads."""
         heads = getattr(module, "num_heads", None)
         return int(module.config.num_attention_heads if heads is None else heads)
 
     def key_heads(self, module: Any) -> int:
-        """How many heads keys have."""
+        """Returns the number of key heads."""
         heads = getattr(module.config, "num_key_value_heads", None)
         return self.query_heads(module) if heads is None else int(heads)
 
 
 _PLAIN = AttentionAdapter()
-#: Classes of transformers, by their names: those that tests compare with a reference.
+#: Supported classes of transformers by name. Tests compare each of them with a reference.
 _KNOWN = {
     "DeepseekV3Attention": AttentionAdapter(latent=True),
     **{name + "Attention": _PLAIN for name in (
@@ -64,14 +64,15 @@ _registered: dict[type, AttentionAdapter] = {}
 
 
 def register_attention(cls: type, adapter: AttentionAdapter = _PLAIN) -> None:
-    """Says how an attention class is used, and classes derived from it."""
+    """Registers an adapter for an attention class and its subclasses."""
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
-        raise make(_abi.KVT_E_INVALID, f"{cls!r} is no class of modules")
+        raise make(_abi.KVT_E_INVALID, f"{cls!r} is not a class of modules: pass a subclass of "
+                   "torch.nn.Module")
     _registered[cls] = adapter
 
 
 def adapter_of(module: torch.nn.Module) -> AttentionAdapter | None:
-    """How a module is used, if it is attention that is known."""
+    """Returns the adapter of an attention module, or None if its class is unknown."""
     for cls in type(module).__mro__:
         if cls in _registered:
             return _registered[cls]
@@ -81,33 +82,33 @@ def adapter_of(module: torch.nn.Module) -> AttentionAdapter | None:
 
 
 def enter(module: torch.nn.Module, frame: Any) -> None:
-    """A module is about to run in this thread."""
-    _current.of = (module, frame)
+    """Marks a module as running in this thread."""
+    _current.running = (module, frame)
 
 
 def leave(module: torch.nn.Module) -> Any:
-    """It has run: what was known of it."""
-    found, frame = getattr(_current, "of", (None, None))
-    _current.of = (None, None)
-    return frame if found is module else None
+    """Marks a module as done, and returns the frame passed to `enter`."""
+    running, frame = getattr(_current, "running", (None, None))
+    _current.running = (None, None)
+    return frame if running is module else None
 
 
-def _watched_sdpa(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+def _observed_sdpa(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
                   value: torch.Tensor, attention_mask: torch.Tensor | None,
                   scaling: float | None = None, **kwargs: Any) -> Any:
-    found, frame = getattr(_current, "of", (None, None))
-    if found is module and frame is not None:
-        frame.saw(query, key, scaling)
+    running, frame = getattr(_current, "running", (None, None))
+    if running is module and frame is not None:
+        frame.record(query, key, scaling)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
-AttentionInterface.register(SDPA, _watched_sdpa)
+AttentionInterface.register(SDPA, _observed_sdpa)
 AttentionMaskInterface.register(SDPA, sdpa_mask)
 
 
 def visible(mask: torch.Tensor) -> torch.Tensor:
-    """What a mask shows: it is of booleans, or is added."""
+    """Returns the visible entries of a boolean or additive mask."""
     if mask.dtype == torch.bool:
         return mask
     return mask > torch.finfo(mask.dtype).min / 2
@@ -115,42 +116,44 @@ def visible(mask: torch.Tensor) -> torch.Tensor:
 
 def real_columns(mask: torch.Tensor | None, batch: int, count: int,
                  seen: int) -> torch.Tensor | None:
-    """Which of the columns that come are no padding, [sequences, columns], None = all: a token
-    that is none sees itself."""
+    """Returns which new columns are not padding, [sequences, columns]; None: all.
+
+    Padding is recognised by the diagonal: it does not attend to itself."""
     if mask is None:
         return None
     if mask.dim() != 4 or mask.shape[-1] != seen + count or mask.shape[-2] != count:
         raise make(_abi.KVT_E_INVALID,
-                   f"a mask of {list(mask.shape)} for {count} tokens behind {seen}: masks count "
-                   "all tokens that there ever were, also those that went")
-    own = torch.diagonal(mask[:, 0], offset=seen, dim1=-2, dim2=-1)
-    return visible(own).expand(batch, count).cpu()
+                   f"the mask has shape {list(mask.shape)}: for {count} tokens after {seen} it "
+                   f"must be [batch, heads, {count}, {seen + count}]. Masks count all tokens of "
+                   "the sequence, including evicted ones")
+    diagonal = torch.diagonal(mask[:, 0], offset=seen, dim1=-2, dim2=-1)
+    return visible(diagonal).expand(batch, count).cpu()
 
 
 def narrow(mask: torch.Tensor | None, evictor: Any, count: int, query_heads: int,
            device: torch.device) -> torch.Tensor | None:
-    """Of a mask for all columns that ever were, those that are there, and the `count` that
-    come."""
+    """Narrows a mask for all columns to the resident ones and the `count` new ones."""
     if evictor.whole or (mask is None and not evictor.padded):
         return mask
     ids = torch.from_numpy(evictor.ids).to(device)
     batch, lists, _ = ids.shape
     new = torch.ones((batch, lists, count), dtype=torch.bool, device=device)
-    there = torch.cat([ids >= 0, new], 2)
+    valid = torch.cat([ids >= 0, new], 2)
     columns = torch.from_numpy(evictor.columns).to(device).clamp(min=0)
-    come = torch.arange(evictor.seen, evictor.seen + count, device=device)
-    columns = torch.cat([columns, come.expand(batch, lists, count)], 2)
+    new_columns = torch.arange(evictor.seen, evictor.seen + count, device=device)
+    columns = torch.cat([columns, new_columns.expand(batch, lists, count)], 2)
     if lists > 1:
         group = query_heads // lists
-        there, columns = (one.repeat_interleave(group, 1) for one in (there, columns))
+        valid, columns = (one.repeat_interleave(group, 1) for one in (valid, columns))
     if mask is None:
         if count > 1:
-            raise make(_abi.KVT_E_STATE, f"{count} tokens behind others, and no mask for them")
-        return there[:, :, None]
+            raise make(_abi.KVT_E_STATE, f"{count} tokens after cached ones need a mask, and none "
+                       "was passed: pass attention_mask, or one token at a time")
+        return valid[:, :, None]
     mask = mask.to(device)
     heads = max(mask.shape[1], columns.shape[1])
     shape = batch, heads, count, columns.shape[2]
     found = torch.gather(mask.expand(batch, heads, count, mask.shape[3]), 3,
                          columns[:, :, None].expand(shape))
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-    return found.masked_fill(~there[:, :, None], hidden)
+    return found.masked_fill(~valid[:, :, None], hidden)

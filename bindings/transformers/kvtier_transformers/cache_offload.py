@@ -1,4 +1,4 @@
-"""Layers whose KV rests in the store: fetched before they are used, the next ones meanwhile."""
+"""Offloaded cache layers: their KV is in the store, and is loaded shortly before its use."""
 
 from __future__ import annotations
 
@@ -14,53 +14,54 @@ from transformers.cache_utils import CacheLayerMixin
 from ._errors import state, with_advice
 from ._planes import Gpu, Pair, Transfer, blank, from_store, to_store
 from ._shapes import LayerShape
-from .cache_layers import TieredLayer, roomier
+from .cache_layers import TieredLayer, capacity_for, check_crop
 from .sessions import Rows
 
 
 class Slot:
-    """Buffers that one layer has for a while."""
+    """Buffers that one layer owns for a while."""
 
     def __init__(self) -> None:
         self.owner: Optional["OffloadedLayer"] = None
         self.pair: Optional[Pair] = None
-        #: Tokens that are there.
+        #: Valid tokens in the buffers.
         self.filled = 0
-        #: Tokens that will be there once the transfers have come.
-        self.coming = 0
-        self.transfers: List[Transfer] = []
-        #: Puts that read it.
-        self.readers: List[Transfer] = []
+        #: Valid tokens once `gets` have completed.
+        self.expected = 0
+        #: Gets that write the buffers.
+        self.gets: List[Transfer] = []
+        #: Puts that read the buffers.
+        self.puts: List[Transfer] = []
+        #: Time of the last use, for LRU.
         self.used = 0
 
     @property
-    def room(self) -> int:
-        """Tokens that it has room for."""
+    def capacity(self) -> int:
+        """Tokens that fit into the buffers."""
         return 0 if self.pair is None else self.pair[0].shape[2]
 
-    def land(self) -> List[Tuple[int, Any]]:
-        """Waits for the transfers; what became of each. Where that is broken off they are still
-        the slot's."""
-        came = [transfer.wait() for transfer in self.transfers]
-        self.transfers = []
-        return came
+    def wait_gets(self) -> List[Tuple[int, Any]]:
+        """Waits for the gets, and returns their results. An interrupted wait keeps them."""
+        results = [get.wait() for get in self.gets]
+        self.gets = []
+        return results
 
-    def read(self) -> List[Any]:
-        """Waits for who reads it; their errors, or None."""
-        errors = [transfer.wait()[1] for transfer in self.readers]
-        self.readers = []
+    def wait_puts(self) -> List[Any]:
+        """Waits for the puts, and returns an error or None for each."""
+        errors = [put.wait()[1] for put in self.puts]
+        self.puts = []
         return errors
 
-    def drop(self) -> None:
-        """Takes nothing of it for true any more. What is on its way still lands there."""
-        self.read()
-        self.land()
+    def invalidate(self) -> None:
+        """Waits for transfers, then discards the contents and the owner."""
+        self.wait_puts()
+        self.wait_gets()
         self.filled, self.owner = 0, None
 
 
 class Ring:
-    """The memory of the offloaded mode: as many layers as `resident_layers` says, for each
-    shape and device, and what of all layers is not in the store yet."""
+    """Memory of the offloaded mode: `resident_layers` slots for each shape and device, and the
+    tokens of all layers that are not in the store yet."""
 
     def __init__(self, rows: Rows, chunk: int, resident_layers: int,
                  gpu: Optional[Gpu] = None) -> None:
@@ -74,7 +75,7 @@ class Ring:
         self._clock = 0
 
     def slot(self, layer: "OffloadedLayer", current: Optional["OffloadedLayer"]) -> Slot:
-        """The layer's buffers: those it has, or those that were not used for longest."""
+        """Returns the layer's slot, or else the least recently used one."""
         slots = self._slots.setdefault(layer.shape[2:8], [Slot() for _ in range(self._each)])
         self._clock += 1
         for slot in slots:
@@ -83,32 +84,33 @@ class Ring:
                 return slot
         slot = min((s for s in slots if current is None or s.owner is not current),
                    key=lambda s: s.used)
-        slot.drop()
+        slot.invalidate()
         slot.owner, slot.used = layer, self._clock
         return slot
 
-    def ahead(self, layer: "OffloadedLayer") -> None:
-        """Has the next layers fetched."""
+    def prefetch(self, layer: "OffloadedLayer") -> None:
+        """Starts to load the layers after `layer`."""
         at = self.layers.index(layer)
         for step in range(1, min(self._each, len(self.layers))):
             after = self.layers[(at + step) % len(self.layers)]
             after.fetch(current=layer)
 
     def transfers_of(self, layer: "OffloadedLayer") -> List[Transfer]:
-        """What is on its way to the layer's buffers, or from them."""
+        """Returns the transfers in progress that use the layer's slot."""
         return [transfer for slot in self._all() if slot.owner is layer
-                for transfer in [*slot.transfers, *slot.readers]]
+                for transfer in [*slot.gets, *slot.puts]]
 
-    def put(self, layer: "OffloadedLayer") -> None:
-        """A put of the layer was begun: as many as the ring has layers may be under way."""
+    def put_started(self, layer: "OffloadedLayer") -> None:
+        """Counts a put of the layer, and waits while more than `resident_layers` are in
+        progress."""
         self._putting.append(layer)
         self._settle(self._each)
 
     def settle(self) -> None:
-        """Waits for all that reads the buffers."""
+        """Waits for all puts."""
         self._settle(0)
         for slot in self._all():
-            slot.read()
+            slot.wait_puts()
 
     def _settle(self, most: int) -> None:
         while len(self._putting) > most:
@@ -118,44 +120,43 @@ class Ring:
     def _all(self) -> Iterator[Slot]:
         return (slot for slots in self._slots.values() for slot in slots)
 
-    def forget(self) -> None:
-        """Nothing counts any more, without waiting: what is under way goes on in buffers that it
-        has to itself from now on."""
+    def abandon(self) -> None:
+        """Discards all slots without waiting. Transfers in progress keep their buffers."""
         self._putting.clear()
         self._slots.clear()
 
-    def submit(self, make: Callable[[], Transfer], mine: Sequence[Transfer]) -> Transfer:
-        """A move; where as many are under way as may be, once those of this cache have come.
-        `mine`: those that nobody else knows yet."""
+    def submit(self, make: Callable[[], Transfer], untracked: Sequence[Transfer]) -> Transfer:
+        """Submits a transfer. If too many ops are in progress, waits for those of this cache and
+        for `untracked`, which no slot or layer has yet."""
         try:
             return make()
         except kvtier.AgainError:
-            for transfer in mine:
-                transfer.rest()
-            self.wait()
+            for transfer in untracked:
+                transfer.wait_released()
+            self.wait_released()
             return make()
 
-    def wait(self) -> None:
-        """Waits for what is under way, and leaves it to others to see what became of it."""
+    def wait_released(self) -> None:
+        """Waits for all transfers in progress; their results are read later."""
         for layer in self.layers:
-            layer.wait()
+            layer.wait_released()
 
-    def cut(self, end: int) -> None:
-        """What the buffers have behind `end` does not count any more."""
+    def truncate(self, end: int) -> None:
+        """Discards tokens after `end` in all slots."""
         for slot in self._all():
-            if slot.transfers or end == 0:
-                slot.drop()
+            if slot.gets or end == 0:
+                slot.invalidate()
             slot.filled = min(slot.filled, end)
 
 
-def _fixed() -> Exception:
-    return state("with resident_layers= the KV is in the store and cannot be replaced: use a cache "
-                 "without it")
+def _not_replaceable() -> Exception:
+    return state("the KV of a cache with resident_layers= is in the store and cannot be replaced: "
+                 "use a cache without resident_layers=")
 
 
 class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """A layer that sees all tokens and has the full chunks of them in the store; the rest, and
-    what could not be stored, in torch memory (`tail`)."""
+    """A layer with full attention whose full chunks are in the store. The rest, and chunks that
+    could not be stored, are in torch memory (`tail`)."""
 
     is_sliding = False
     is_croppable = True
@@ -165,30 +166,31 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.shape, self._ring = shape, ring
         ring.layers.append(self)
         self.tail = TieredLayer()
-        #: Tokens that the store has, a multiple of a chunk's.
+        #: Tokens in the store, a multiple of a chunk. The tail starts here.
         self.base = 0
-        self._sent = 0
+        #: Tokens that were put, of which puts may be in progress.
+        self._put_tokens = 0
         self._end = 0
         self._puts: List[Tuple[Transfer, int]] = []
         self.is_initialized = False
 
     @property
     def keys(self) -> Optional[torch.Tensor]:
-        """K of all tokens, fetched for this: good until other layers need the memory."""
+        """K of all tokens, loaded on access; valid until other layers need the memory."""
         return None if self._end == 0 else self.whole()[0]
 
     @keys.setter
     def keys(self, _tensor: object) -> None:
-        raise _fixed()
+        raise _not_replaceable()
 
     @property
     def values(self) -> Optional[torch.Tensor]:
-        """V of all tokens, likewise."""
+        """V of all tokens, loaded on access; valid until other layers need the memory."""
         return None if self._end == 0 else self.whole()[1]
 
     @values.setter
     def values(self, _tensor: object) -> None:
-        raise _fixed()
+        raise _not_replaceable()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
@@ -200,7 +202,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
         if self._puts and all(transfer.done for transfer, _ in self._puts):
             self.settle()
-        slot = self._landed(key_states.shape[0], self._end + tokens)
+        slot = self._loaded(key_states.shape[0], self._end + tokens)
         assert slot.pair is not None
         begin, self._end = self._end, self._end + tokens
         for buffer, new in zip(slot.pair, (key_states, value_states)):
@@ -208,63 +210,66 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         slot.filled = self._end
         self.tail.update(key_states, value_states)
         self._store()
-        self._ring.ahead(self)
+        self._ring.prefetch(self)
         k, v = slot.pair
         return k.narrow(2, 0, self._end), v.narrow(2, 0, self._end)
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor, tokens: int) -> None:
         rows = self._ring.rows
         if {key_states.dtype, value_states.dtype} != {self.shape.dtype}:
-            raise state(f"KV of layer {self.shape.layer} is {key_states.dtype} and "
-                        f"{value_states.dtype}, and was {self.shape.dtype} when Tiers was made: "
-                        "no autocast with resident_layers=")
+            raise state(f"the KV of layer {self.shape.layer} is {key_states.dtype} and "
+                        f"{value_states.dtype}, but was {self.shape.dtype} when Tiers was created: "
+                        "do not use autocast with resident_layers=")
         if key_states.requires_grad:
-            raise state("the offloaded mode has no gradients: use torch.no_grad() or "
+            raise state("the offloaded mode does not support gradients: use torch.no_grad() or "
                         "inference_mode(), or a cache without resident_layers=")
-        if not rows.blind and rows.noted > self._end + tokens:
-            raise state(f"layer {self.shape.layer} has {self._end} tokens of {rows.noted - tokens}:"
-                        " a forward pass failed in the middle; resume() a new cache")
-        if rows.blind or rows.noted < self._end + tokens:
-            why = rows.blind or "the model was called around Tiers(model, ...)"
-            raise state(f"the offloaded mode has to know the tokens, and {why}: use a cache "
-                        "without resident_layers= for this")
+        if not rows.unknown and rows.recorded > self._end + tokens:
+            raise state(f"layer {self.shape.layer} has {self._end} of {rows.recorded - tokens} "
+                        "tokens, because a forward pass failed midway: resume() a new cache")
+        if rows.unknown or rows.recorded < self._end + tokens:
+            why = rows.unknown or "the model was called around the hook of Tiers(model, ...)"
+            raise state(f"the offloaded mode must know the tokens, but {why}: use a cache without "
+                        "resident_layers=")
 
-    # --- fetching --------------------------------------------------------------------------
+    # --- loading ---------------------------------------------------------------------------
 
     def fetch(self, current: "Optional[OffloadedLayer]" = None) -> Slot:
-        """Begins to bring what the store has; the layer `current` keeps its buffers."""
+        """Starts to load the stored tokens. `current` is a layer that keeps its slot."""
         slot = self._ring.slot(self, current)
         rows = self._ring.rows.sessions
-        if slot.transfers or slot.filled >= self.base or not rows:
+        if slot.gets or slot.filled >= self.base or not rows:
             return slot
-        if slot.pair is None or slot.room < self._end + 1 or slot.pair[0].shape[0] != len(rows):
-            slot.pair, slot.filled = blank(self.shape, len(rows), roomier(self._end + 1)), 0
+        if (slot.pair is None or slot.capacity < self._end + 1
+                or slot.pair[0].shape[0] != len(rows)):
+            slot.pair, slot.filled = blank(self.shape, len(rows), capacity_for(self._end + 1)), 0
         begin = slot.filled // self._ring.chunk * self._ring.chunk
-        slot.coming = slot.filled  # more, once the gets of all rows are on their way
-        self._gets(rows, slot.pair, begin, begin, self.base, slot.transfers)
-        slot.coming = self.base
+        slot.expected = slot.filled  # raised below, once the gets of all rows are submitted
+        self._get_rows(rows, slot.pair, begin, begin, self.base, slot.gets)
+        slot.expected = self.base
         self._ring.fetches += 1
         return slot
 
-    def _gets(self, rows: Sequence[Session], pair: Pair, slot: int, begin: int, end: int,
-              came: List[Transfer]) -> List[Transfer]:
-        """Adds a get of each row to `came`: those before one that fails are known there."""
+    def _get_rows(self, rows: Sequence[Session], pair: Pair, slot: int, begin: int, end: int,
+                  gets: List[Transfer]) -> List[Transfer]:
+        """Submits a get for each row, and appends it to `gets` at once: if a later one fails, the
+        earlier ones are known there."""
         for row, session in enumerate(rows):
-            came.append(self._ring.submit(partial(
+            gets.append(self._ring.submit(partial(
                 from_store, session, [(*pair, slot)], row, self._ring.gpu,
-                first_layer=self.shape.number, first_token=begin, tokens=end - begin), came))
-        return came
+                first_layer=self.shape.number, first_token=begin, tokens=end - begin), gets))
+        return gets
 
-    def _landed(self, batch: int, room: int) -> Slot:
-        """The buffers with all tokens, and room for more."""
+    def _loaded(self, batch: int, capacity: int) -> Slot:
+        """Returns the layer's slot with all tokens loaded, and with at least `capacity` tokens of
+        space."""
         slot = self.fetch()
-        while slot.transfers:  # and once more, where a put has ended meanwhile
-            for came in slot.land():
-                self._must(*came)
-            slot.filled = max(slot.filled, slot.coming)
+        while slot.gets:  # repeat: a put may complete meanwhile and raise `base`
+            for result in slot.wait_gets():
+                self._raise_for(*result)
+            slot.filled = max(slot.filled, slot.expected)
             slot = self.fetch()
-        if slot.pair is None or slot.room < room or slot.pair[0].shape[0] != batch:
-            before, slot.pair = slot.pair, blank(self.shape, batch, roomier(room))
+        if slot.pair is None or slot.capacity < capacity or slot.pair[0].shape[0] != batch:
+            before, slot.pair = slot.pair, blank(self.shape, batch, capacity_for(capacity))
             if before is not None and slot.filled:
                 for old, new in zip(before, slot.pair):
                     new.narrow(2, 0, slot.filled).copy_(old.narrow(2, 0, slot.filled))
@@ -276,17 +281,17 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             slot.filled = self._end
         return slot
 
-    def _must(self, _tokens: int, error: Any) -> None:
+    def _raise_for(self, _tokens: int, error: Any) -> None:
         if isinstance(error, kvtier.ClosedError):
             raise error
         if error is not None:
-            raise state(f"KV of layer {self.shape.layer} did not come back ({error}): resume() a "
-                        "new cache and go on from there; a store with disk= and enough host= "
-                        "loses nothing but to damage") from error
+            raise state(f"the KV of layer {self.shape.layer} could not be loaded ({error}): "
+                        "resume() a new cache. Use a store with enough host= or with disk=, which "
+                        "loses only damaged KV") from error
 
     def whole(self) -> Pair:
-        """All tokens."""
-        slot = self._landed(len(self._ring.rows.sessions) or self.tail.pair[0].shape[0], self._end)
+        """Returns K and V of all tokens."""
+        slot = self._loaded(len(self._ring.rows.sessions) or self.tail.pair[0].shape[0], self._end)
         assert slot.pair is not None
         k, v = slot.pair
         return k.narrow(2, 0, self._end), v.narrow(2, 0, self._end)
@@ -294,81 +299,83 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     # --- storing ---------------------------------------------------------------------------
 
     def _store(self) -> None:
-        """Puts the chunks that have become full."""
+        """Puts new full chunks into the store."""
         full = self._end // self._ring.chunk * self._ring.chunk
-        if full <= self._sent:
+        if full <= self._put_tokens:
             return
         rows = self._ring.rows
-        if not rows.name() or any(rows.pads):
-            why = rows.blind or "its rows are padded"
-            raise state(f"the offloaded mode cannot keep this batch, for {why}: use a cache "
+        if not rows.append_recorded() or any(rows.pads):
+            why = rows.unknown or "its rows are padded"
+            raise state(f"the offloaded mode cannot store this batch, because {why}: use a cache "
                         "without resident_layers=")
         for row, session in enumerate(rows.sessions):
-            placed = (*self.tail.pair, self._sent - self.base)
+            placed = (*self.tail.pair, self._put_tokens - self.base)
             transfer = self._ring.submit(partial(
                 to_store, session, [placed], row, self._ring.gpu,
-                first_layer=self.shape.number, first_token=self._sent,
-                tokens=full - self._sent, level=LEVEL_RAM), ())
+                first_layer=self.shape.number, first_token=self._put_tokens,
+                tokens=full - self._put_tokens, level=LEVEL_RAM), ())
             self._puts.append((transfer, full))
-        self._sent = full
-        self._ring.put(self)
+        self._put_tokens = full
+        self._ring.put_started(self)
 
     def settle(self) -> None:
-        """Waits for the puts; what is stored leaves torch memory, what is not stays. Where that is
-        broken off it is as before, and is done again."""
+        """Waits for the puts. Stored chunks are removed from torch memory; if a put failed, all
+        stay and are put again. An interrupted call changes nothing and can be repeated."""
         if not self._puts:
             return
         full = self._puts[-1][1]
         if not all([transfer.wait()[1] is None for transfer, _ in self._puts]):
             self._ring.failed_puts += 1
-            self._sent, self._puts = self.base, []
+            self._put_tokens, self._puts = self.base, []
             return
-        gone, left = full - self.base, self._end - full
+        stored, remaining = full - self.base, self._end - full
         old, tail = self.tail.pair, TieredLayer()
         batch = old[0].shape[0]
-        fresh = blank(self.shape, batch, -(-(left + 1) // self._ring.chunk) * self._ring.chunk)
+        fresh = blank(self.shape, batch,
+                      -(-(remaining + 1) // self._ring.chunk) * self._ring.chunk)
         for before, after in zip(old, fresh):
-            after.narrow(2, 0, left).copy_(before.narrow(2, gone, left))
-        tail.fill(*fresh, 0, left)
+            after.narrow(2, 0, remaining).copy_(before.narrow(2, stored, remaining))
+        tail.fill(*fresh, 0, remaining)
         self.tail, self.base, self._puts = tail, full, []
 
-    def wait(self) -> None:
-        """Waits for what is under way, and leaves it to others to see what became of it."""
+    def wait_released(self) -> None:
+        """Waits for all transfers of the layer in progress; their results are read later."""
         for transfer, _ in self._puts:
-            transfer.rest()
+            transfer.wait_released()
         for transfer in self._ring.transfers_of(self):
-            transfer.rest()
+            transfer.wait_released()
 
     def save(self, tokens: int, level: int) -> None:
-        """Has the store keep full chunks at a level; all of it passes by once more."""
+        """Stores the first `tokens` tokens at `level`. It loads and puts all of them again."""
         self.whole()
-        slot = self._landed(len(self._ring.rows.sessions), self._end)
+        slot = self._loaded(len(self._ring.rows.sessions), self._end)
         assert slot.pair is not None
-        slot.read()  # of a save that was broken off
+        slot.wait_puts()  # of an interrupted save
         for row, session in enumerate(self._ring.rows.sessions):
-            slot.readers.append(self._ring.submit(partial(
+            slot.puts.append(self._ring.submit(partial(
                 to_store, session, [(*slot.pair, 0)], row, self._ring.gpu,
                 first_layer=self.shape.number, first_token=0, tokens=tokens, level=level), ()))
-        for error in slot.read():
+        for error in slot.wait_puts():
             if error is not None:
                 raise with_advice(error)
 
-    # --- what else a cache asks ------------------------------------------------------------
+    # --- other operations ------------------------------------------------------------------
 
     def begin(self, sessions: Sequence[Session], loaded: int, end: int) -> Tuple[int, Any]:
-        """Begins with `end` tokens that the store has, reading all of them: what is damaged is
-        found now. How many came, and an error."""
+        """Starts with the `end` stored tokens of a resumed prompt. Returns the tokens loaded for
+        all rows, and an error or None.
+
+        Loads all tokens now, so that damage is found before the model runs."""
         slot = self._ring.slot(self, None)
-        slot.pair, slot.filled = blank(self.shape, len(sessions), roomier(loaded)), 0
-        slot.coming = 0
-        self._gets(sessions, slot.pair, 0, 0, loaded, slot.transfers)
-        came = slot.land()
-        worst = min(came, key=lambda one: one[0])
+        slot.pair, slot.filled = blank(self.shape, len(sessions), capacity_for(loaded)), 0
+        slot.expected = 0
+        self._get_rows(sessions, slot.pair, 0, 0, loaded, slot.gets)
+        worst = min(slot.wait_gets(), key=lambda result: result[0])
         if worst[1] is not None:
-            slot.drop()
+            slot.invalidate()
             return worst
         chunk = self._ring.chunk
-        self.base = self._sent = end // chunk * chunk
+        self.base = self._put_tokens = end // chunk * chunk
         rest = blank(self.shape, len(sessions), chunk)
         for buffer, tail in zip(slot.pair, rest):
             tail.narrow(2, 0, end - self.base).copy_(buffer.narrow(2, self.base, end - self.base))
@@ -387,29 +394,28 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
     def reset(self) -> None:
-        # Puts under way read buffers that nobody writes to any more: they hold them.
+        # Puts in progress keep their buffers, which are no longer written to.
         self._puts, self.tail = [], TieredLayer()
-        self.base = self._sent = self._end = 0
+        self.base = self._put_tokens = self._end = 0
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): a negative number says how many tokens go")
+        check_crop(tokens_to_remove)
         end = max(0, self._end + tokens_to_remove)
         chunk = self._ring.chunk
-        if end < self.base:  # what is left of a chunk that was stored comes back
+        if end < self.base:  # load the rest of the stored chunk that is cropped
             base, sessions = end // chunk * chunk, self._ring.rows.sessions
-            back = blank(self.shape, len(sessions), chunk)
+            rest = blank(self.shape, len(sessions), chunk)
             if end > base:
-                for transfer in self._gets(sessions, back, 0, base, base + chunk, []):
-                    self._must(*transfer.wait())
+                for get in self._get_rows(sessions, rest, 0, base, base + chunk, []):
+                    self._raise_for(*get.wait())
             self.tail = TieredLayer()
-            self.tail.fill(*back, 0, end - base)
-            self.base = self._sent = base
+            self.tail.fill(*rest, 0, end - base)
+            self.base = self._put_tokens = base
         else:
             self.tail.crop(end - self._end)
         self._end = end
 
-    def pick(self, rows: torch.Tensor) -> None:
-        """Goes on with these rows; what the store has is theirs by their sessions."""
-        self.tail.pick(rows)
+    def select(self, rows: torch.Tensor) -> None:
+        """Selects rows of the tail. Stored chunks follow from the rows' sessions."""
+        self.tail.select(rows)

@@ -1,4 +1,4 @@
-"""Looks for what usually goes wrong when tokens go from a cache: `check`."""
+"""`check`: diagnoses common faults of token eviction in a model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from transformers import DynamicCache
 from .attention import SDPA
 from .h2o import Eviction, eviction_of
 
-#: What h2o keeps where nothing is said.
+#: Defaults of h2o.
 _DEFAULTS = {"budget": 1024, "n_recent": 256}
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     ok: bool
@@ -33,26 +33,26 @@ class Finding:
 
 @dataclasses.dataclass
 class Report:
-    """What was found."""
+    """The results of all checks."""
 
     findings: list[Finding] = dataclasses.field(default_factory=list)
-    #: For each layer how many rows its cache had in the end, and the lengths of its lists.
+    #: For each layer, the rows of its cache at the end and the lengths of its lists.
     layers: dict[int, tuple[int, list[int]]] = dataclasses.field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether all checks passed."""
         return all(finding.ok for finding in self.findings)
 
     @property
     def wrong(self) -> list[str]:
-        """The names of what is wrong."""
+        """The names of the failed checks."""
         return [finding.name for finding in self.findings if not finding.ok]
 
-    def add(self, name: str, faults: list[str], fine: str, advice: str) -> None:
-        """Adds a finding: wrong with the first fault, if there is one."""
+    def add(self, name: str, faults: list[str], success: str, advice: str) -> None:
+        """Adds a finding. It fails if there are faults, and shows the first one."""
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        self.findings.append(Finding(name, not faults, faults[0] + more if faults else fine,
+        self.findings.append(Finding(name, not faults, faults[0] + more if faults else success,
                                      advice))
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Report:
 
 
 class _Run:
-    """What was seen of a generation."""
+    """Observations of one generation; the callback for `Eviction.watch`."""
 
     def __init__(self) -> None:
         self.steps: dict[int, int] = {}
@@ -82,34 +82,35 @@ class _Run:
             want = (evictor.counts - 1).tolist()
             if last != want and last * len(want) != want:
                 self.positions.append(f"layer {at}, step {step}: the last positions are {last}, "
-                                      f"there were {[one + 1 for one in want]} tokens")
-        self.mask_of(frame, frame.rows, at)
+                                      f"but the sequences have {[one + 1 for one in want]} tokens")
+        self.check_mask(frame, frame.rows, at)
         if evictor.traits.sum_queries == ALL_QUERIES:
             more = evictor.observed - self._observed.get(at, 0)
             self._observed[at] = evictor.observed
             if more == 0:
-                self.scores.append(f"layer {at}, step {step}: nothing was counted")
+                self.scores.append(f"layer {at}, step {step}: no attention was counted")
 
-    def mask_of(self, frame: Any, rows: int, at: int) -> None:
-        """Whether a mask is as wide as keys are many."""
+    def check_mask(self, frame: Any, rows: int, at: int) -> None:
+        """Adds a fault if the mask's width differs from the number of keys."""
         if frame.mask is not None and frame.mask.shape[-1] != rows:
-            self.masks.append(f"layer {at}: a mask for {frame.mask.shape[-1]} keys, there are "
-                              f"{rows}")
+            self.masks.append(f"layer {at}: the mask is for {frame.mask.shape[-1]} keys, but the "
+                              f"cache has {rows}")
 
 
 def check(model: Any, *, tokens: int | None = None, steps: int | None = None,
           verbose: bool = True) -> Report:
-    """Generates a little with random tokens, and looks for what usually goes wrong: sinks that
-    went, scores that are stale, a cache that grows, positions that begin again, masks of a
-    wrong length, another attention implementation, layers that differ. Prints what it found,
-    with advice. `tokens` is the length of the prompt (default: a little more than stays)."""
+    """Runs three short generations with random tokens, and diagnoses common faults.
+
+    The faults are: evicted sinks, stale scores, a growing cache, restarted positions, masks of
+    wrong length, a changed attention implementation, differing layers. Prints the findings with
+    advice. `tokens` is the length of the prompt; default: a little more than a cache keeps."""
     report = Report()
     try:
         eviction = eviction_of(model)
     except Exception as error:
         report.add("installed", [str(error)], "", "call install_kv_eviction(model, budget)")
-        return _said(report, verbose)
-    most = _most(eviction)
+        return _finished(report, verbose)
+    most = _max_rows(eviction)
     every = eviction.numbers.get("evict_every") or 1
     count = tokens or (most or 128) + 16
     steps = steps or 2 * every + 8
@@ -121,24 +122,24 @@ def check(model: Any, *, tokens: int | None = None, steps: int | None = None,
     _check_sinks(eviction, done, report)
     _check_scores(runs, report)
     _check_growth(done, most, report)
-    report.add("positions", _all(runs, "positions"), "they count tokens that went",
-               "position_ids have to go on from cache.get_seq_length(), which counts all tokens "
-               "that there ever were: leave them to the model, or count from it")
-    report.add("masks", _all(runs, "masks"), "as wide as keys are many",
-               "masks that the model is given are for all tokens that there ever were; see mask "
-               "in porting.md for attention classes of your own")
+    report.add("positions", _all(runs, "positions"), "they include evicted tokens",
+               "position_ids must continue from cache.get_seq_length(), which counts evicted "
+               "tokens too: omit them, or count from it")
+    report.add("masks", _all(runs, "masks"), "their width is the number of keys",
+               "pass the model masks for all tokens, including evicted ones; for your own "
+               "attention classes see mask in porting.md")
     _check_layers(eviction, done, report)
-    return _said(report, verbose)
+    return _finished(report, verbose)
 
 
-def _said(report: Report, verbose: bool) -> Report:
+def _finished(report: Report, verbose: bool) -> Report:
     if verbose:
         print(report)
     return report
 
 
-def _most(eviction: Eviction) -> int | None:
-    """The most that stays after a step, if it is known."""
+def _max_rows(eviction: Eviction) -> int | None:
+    """Returns the most rows that a cache keeps after a step, or None if unknown."""
     numbers = eviction.numbers
     if numbers.get("name") != "h2o":
         return None
@@ -164,17 +165,17 @@ def _watched(eviction: Eviction, work: Any) -> _Run:
     try:
         with torch.no_grad():
             work()
-    except Exception as error:  # whatever it is, it is what was looked for
+    except Exception as error:  # any error is a finding
         run.error, frame = error, eviction.last
         if frame is not None and frame.layer.keys is not None:
-            run.mask_of(frame, int(frame.layer.keys.shape[2]), frame.layer.index)
+            run.check_mask(frame, int(frame.layer.keys.shape[2]), frame.layer.index)
     finally:
         eviction.watch = eviction.last = None
     return run
 
 
 def _forwards(model: Any, eviction: Eviction, count: int, steps: int) -> _Run:
-    """One sequence, without a mask: positions come from the cache."""
+    """Runs bare forward passes of one sequence without a mask; positions come from the cache."""
     def work() -> None:
         cache, ids = DynamicCache(config=model.config), _ids(model, 1, count)
         for _ in range(steps):
@@ -184,7 +185,7 @@ def _forwards(model: Any, eviction: Eviction, count: int, steps: int) -> _Run:
 
 
 def _generates(model: Any, eviction: Eviction, count: int, steps: int) -> _Run:
-    """Two sequences, one with padding on the left."""
+    """Runs `generate` on two sequences, one of them with left padding."""
     def work() -> None:
         ids = _ids(model, 2, count)
         mask = torch.ones_like(ids)
@@ -196,20 +197,21 @@ def _generates(model: Any, eviction: Eviction, count: int, steps: int) -> _Run:
 
 def _check_implementation(eviction: Eviction, report: Report) -> None:
     want = SDPA if eviction.implementation == "sdpa" else eviction.implementation
-    faults = [f"layer {at}: attention is computed by {module.config._attn_implementation!r}, "
-              f"eviction was installed for {eviction.implementation!r}"
+    faults = [f"layer {at}: the attention implementation is "
+              f"{module.config._attn_implementation!r}, but eviction was installed for "
+              f"{eviction.implementation!r}"
               for at, module in eviction.modules.items()
               if (module.config._attn_implementation or "eager") != want]
-    report.add("implementation", faults, f"{eviction.implementation}, watched in "
+    report.add("implementation", faults, f"{eviction.implementation}, observed in "
                f"{len(eviction.modules)} layers",
-               "call remove_kv_eviction, set_attn_implementation, and install_kv_eviction again, "
-               "in this order")
+               "call remove_kv_eviction, set_attn_implementation and install_kv_eviction, in this "
+               "order")
 
 
 def _check_run(runs: list[_Run], report: Report) -> None:
     errors = [f"{type(run.error).__name__}: {run.error}" for run in runs if run.error is not None]
-    report.add("generation", errors, "it ran, with padding and without",
-               "see what is wrong below; the error is the model's or the cache's own")
+    report.add("generation", errors, "it runs with and without padding",
+               "see the failed checks below; the error comes from the model or its cache")
 
 
 def _check_sinks(eviction: Eviction, runs: list[_Run], report: Report) -> None:
@@ -219,10 +221,10 @@ def _check_sinks(eviction: Eviction, runs: list[_Run], report: Report) -> None:
             for sequence in range(layer.evictor.batch):
                 for one in layer.evictor.kept(sequence):
                     if one[:4] != [0, 1, 2, 3]:
-                        faults.append(f"layer {at}: of the first 4 tokens "
-                                      f"{[token for token in one[:4] if token < 4]} are left")
-    report.add("sinks", faults, "the first 4 tokens are there",
-               "without them models repeat themselves: install with n_sink=4 or more, or take a "
+                        faults.append(f"layer {at}: of the first 4 tokens only "
+                                      f"{[token for token in one[:4] if token < 4]} are resident")
+    report.add("sinks", faults, "the first 4 tokens are resident",
+               "models repeat themselves without sinks: install with n_sink=4 or more, or use a "
                "policy with sinks (h2o, streaming, keydiff, knorm)")
 
 
@@ -233,14 +235,14 @@ def _check_scores(runs: list[_Run], report: Report) -> None:
         kept = [{at: layer.evictor.kept(0) for at, layer in run.layers.items()}
                 for run in (first, second)]
         if kept[0] != kept[1]:
-            faults = ["the same prompt twice keeps other tokens the second time: something is "
-                      "left of the first"]
+            faults = ["the same prompt keeps other tokens the second time: state of the first "
+                      "generation remains"]
     needs = [layer.evictor.traits.needs for run in runs for layer in run.layers.values()]
     counts = any(one & SparseNeeds.COLUMN_SUMS for one in needs)
-    report.add("scores", faults, "counted in every step, and anew in each generation" if counts
-               else "this policy counts none",
-               "a cache counts for itself: begin a new one for each generation (or call "
-               "reset_eviction_scores), and make policies of your own for each call")
+    report.add("scores", faults, "counted in every step, and reset in each generation" if counts
+               else "this policy uses no scores",
+               "begin a new cache for each generation, or call reset_eviction_scores; a function "
+               "for custom policies must return a new policy at each call")
 
 
 def _check_growth(runs: list[_Run], most: int | None, report: Report) -> None:
@@ -249,14 +251,13 @@ def _check_growth(runs: list[_Run], most: int | None, report: Report) -> None:
         for at, rows in run.rows.items():
             limit = most if most is not None else max(rows[: len(rows) // 2 + 1])
             if max(rows) > limit or run.layers[at].evictor.rows != rows[-1]:
-                faults.append(f"layer {at}: {rows[-1]} rows after {len(rows)} steps, "
-                              f"at most {limit} were to stay")
-    fine = "at most " + str(max((max(rows) for run in runs for rows in run.rows.values()),
-                                default=0)) + " rows"
-    report.add("growth", faults, fine,
-               "a policy that evicts behind the prompt only lets the cache grow by what is "
-               "written; otherwise update of an attention class of your own may keep tokens "
-               "elsewhere, too")
+                faults.append(f"layer {at}: the cache has {rows[-1]} rows after {len(rows)} "
+                              f"steps, the limit is {limit}")
+    highest = max((max(rows) for run in runs for rows in run.rows.values()), default=0)
+    report.add("growth", faults, f"at most {highest} rows",
+               "a policy that evicts only after the prompt lets the cache grow during "
+               "generation; otherwise check whether your own attention class keeps tokens "
+               "elsewhere")
 
 
 def _check_layers(eviction: Eviction, runs: list[_Run], report: Report) -> None:
@@ -264,9 +265,9 @@ def _check_layers(eviction: Eviction, runs: list[_Run], report: Report) -> None:
     for run in runs:
         steps = set(run.steps.values())
         for at in sorted(set(eviction.modules) - set(run.steps)):
-            faults.append(f"layer {at} was never seen to run")
+            faults.append(f"layer {at} did not run")
         if len(steps) > 1:
-            faults.append(f"layers ran {sorted(steps)} times")
+            faults.append(f"layers ran different numbers of times: {sorted(steps)}")
         found = {at: layer.evictor for at, layer in run.layers.items()}
         report.layers = {at: (one.rows, [len(kept) for kept in one.kept(0)])
                          for at, one in found.items()}
@@ -275,6 +276,6 @@ def _check_layers(eviction: Eviction, runs: list[_Run], report: Report) -> None:
         if len(lengths) > 1 and not ragged and eviction.numbers.get("name") != "pyramidkv":
             faults.append("layers keep different numbers of tokens: " + ", ".join(
                 f"{at}: {one.rows}" for at, one in sorted(found.items())))
-    report.add("layers", faults, "all keep alike",
-               "a layer that keeps all is not asked: is its forward replaced, or its cache another "
-               "class?")
+    report.add("layers", faults, "all layers keep equal numbers of tokens",
+               "the hooks of a layer that keeps all tokens did not run: check whether its forward "
+               "was replaced, or whether its cache has another class")

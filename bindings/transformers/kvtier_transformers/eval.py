@@ -1,12 +1,13 @@
-"""How much a budget of tokens costs a model: it with less against it with its full cache.
+"""Measures what token eviction costs: a model with a token budget against its full cache.
 
     python -m kvtier_transformers.eval ppl   --model DIR --length 2048 --budget 256
     python -m kvtier_transformers.eval ruler --model DIR --length 2048 --budget 256 --samples 20
 
-`ppl` is the perplexity of a text, read a token at a time behind a prompt; `ruler` asks for what
-is hidden in filler (needle), handed on (variables), counted (aggregation). `--policy` is what
-`install_kv_eviction` takes, such as h2o or "snapkv(budget=512,window=32)"; `--policy none` runs
-the full cache through a TieredCache, which has to come out equal.
+`ppl` computes the perplexity of a text, one token at a time after a prompt. `ruler` asks for facts
+in filler: a hidden number (needle), a chain of assignments (variables), the most frequent names
+(aggregation). `--policy` is a policy of `install_kv_eviction`, such as h2o or
+"snapkv(budget=512,window=32)". `--policy none` runs the full cache through a TieredCache, which
+must give equal results.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _device_of(model: Any) -> torch.device:
 
 def perplexity(model: Any, ids: torch.Tensor, new_cache: Callable[[], Any],
                prompt: int) -> float:
-    """Of the tokens behind a prompt, each predicted from all before it that the cache has."""
+    """Returns the perplexity of the tokens after the first `prompt` tokens. Each token is predicted
+    from the tokens before it that the cache still has."""
     cache, loss = new_cache(), 0.0
     with torch.no_grad():
         logits = model(input_ids=ids[:, :prompt], past_key_values=cache).logits[:, -1]
@@ -52,31 +54,33 @@ def perplexity(model: Any, ids: torch.Tensor, new_cache: Callable[[], Any],
 
 def answer(model: Any, context: torch.Tensor, question: torch.Tensor,
            new_cache: Callable[[], Any], tokens: int) -> List[int]:
-    """What a model says, greedily. The question comes in a pass of its own, after the context:
-    what was evicted by then was evicted without knowing it."""
-    cache, said = new_cache(), []
+    """Returns the model's greedy answer of `tokens` tokens.
+
+    The question follows the context in separate passes, so tokens of the context are evicted
+    without knowledge of the question."""
+    cache, output = new_cache(), []
     with torch.no_grad():
         model(input_ids=context, past_key_values=cache)
         for at in range(question.shape[1]):
             logits = model(input_ids=question[:, at:at + 1], past_key_values=cache).logits
         for _ in range(tokens):
             one = logits[:, -1:].argmax(-1)
-            said.append(int(one))
+            output.append(int(one))
             logits = model(input_ids=one, past_key_values=cache).logits
-    return said
+    return output
 
 
 @contextlib.contextmanager
 def limited(model: Any, policy: str, budget: int,
             recent: Optional[int]) -> Iterator[Callable[[], Any]]:
-    """The model with a budget; what makes a cache for it."""
+    """Context manager: limits the model to a budget, and yields a function that creates caches."""
     if policy == "none":
         with Tiers(model, "store(host=256MiB)") as tiers:
             yield tiers.cache
         return
     from . import install_kv_eviction, remove_kv_eviction
 
-    if "(" in policy:  # a whole spec says its own numbers
+    if "(" in policy:  # a full spec contains its own numbers
         install_kv_eviction(model, policy=policy)
     else:
         install_kv_eviction(model, budget=budget, n_recent=recent, policy=policy)
@@ -87,8 +91,9 @@ def limited(model: Any, policy: str, budget: int,
 
 
 def _ids(tokenizer: Any, text: str, device: torch.device, begins: bool = False) -> torch.Tensor:
-    """The ids of a text. Where it `begins` a sequence it has the token that the tokenizer puts
-    there: models that know one read badly without."""
+    """Returns the token ids of a text.
+
+    With `begins` they start with the tokenizer's BOS token, without which some models degrade."""
     ids: List[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     first = tokenizer.bos_token_id
     if begins and first is not None and first in tokenizer("a")["input_ids"][:1]:
@@ -97,14 +102,14 @@ def _ids(tokenizer: Any, text: str, device: torch.device, begins: bool = False) 
 
 
 def _fitting(tokenizer: Any, length: int) -> int:
-    """Words of filler that are about so many tokens."""
+    """Returns the number of filler words that give about `length` tokens."""
     sample = prose(0, 400)
     tokens = len(tokenizer(sample, add_special_tokens=False)["input_ids"])
     return max(60, int(length * len(sample.split()) / tokens))
 
 
 def ppl(model: Any, tokenizer: Any, args: argparse.Namespace) -> List[Row]:
-    """A row for the text."""
+    """Runs the perplexity evaluation; returns one row."""
     if args.text is not None:
         text = Path(args.text).read_text(encoding="utf-8")
     else:
@@ -112,7 +117,8 @@ def ppl(model: Any, tokenizer: Any, args: argparse.Namespace) -> List[Row]:
     ids = _ids(tokenizer, text, _device_of(model), begins=True)[:, :args.length]
     prompt = ids.shape[1] // 2
     if prompt < 8:
-        raise invalid(f"a text of {ids.shape[1]} tokens is too short: 16 at least")
+        raise invalid(f"the text has {ids.shape[1]} tokens: use a text and a --length of at least "
+                      "16")
 
     def full() -> Any:
         return DynamicCache(config=model.config)
@@ -126,13 +132,13 @@ def ppl(model: Any, tokenizer: Any, args: argparse.Namespace) -> List[Row]:
              "better": "lower", "seconds": round(taken, 3)}]
 
 
-def _score(tokenizer: Any, said: Sequence[int], answers: Sequence[str]) -> float:
-    text = tokenizer.decode(said).lower()
+def _score(tokenizer: Any, output: Sequence[int], answers: Sequence[str]) -> float:
+    text = tokenizer.decode(output).lower()
     return sum(one in text for one in answers) / len(answers)
 
 
 def ruler(model: Any, tokenizer: Any, args: argparse.Namespace) -> List[Row]:
-    """A row for each task: the mean of the answers found."""
+    """Runs the retrieval tasks; returns one row per task, with the mean share of found answers."""
     words, device = _fitting(tokenizer, args.length), _device_of(model)
     rows = []
     for name in args.task or list(TASKS):
@@ -144,8 +150,8 @@ def ruler(model: Any, tokenizer: Any, args: argparse.Namespace) -> List[Row]:
             for sample in samples:
                 context = _ids(tokenizer, sample.context, device, begins=True)
                 question = _ids(tokenizer, sample.question, device)
-                said = answer(model, context, question, new_cache, args.answer_tokens)
-                found.append(_score(tokenizer, said, sample.answers))
+                output = answer(model, context, question, new_cache, args.answer_tokens)
+                found.append(_score(tokenizer, output, sample.answers))
             return sum(found) / len(found)
 
         before = run(lambda: DynamicCache(config=model.config))
@@ -159,7 +165,7 @@ def ruler(model: Any, tokenizer: Any, args: argparse.Namespace) -> List[Row]:
 
 
 def show(rows: Sequence[Row], args: argparse.Namespace) -> None:
-    """A table, or JSON lines."""
+    """Prints the rows as a table or as JSON lines."""
     for row in rows:
         row.update(model=str(args.model), policy=args.policy, budget=args.budget)
     if args.json:
@@ -174,44 +180,46 @@ def show(rows: Sequence[Row], args: argparse.Namespace) -> None:
 
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.eval", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["ruler", "ppl"])
     parser.add_argument("--model", required=True, type=Path,
                         help="a directory with a model and its tokenizer")
     parser.add_argument("--length", type=int, default=1024, help="tokens of the text")
-    parser.add_argument("--budget", type=int, default=256, help="tokens that policies keep")
-    parser.add_argument("--recent", type=int, help="last tokens kept beside them; else the "
-                        "policy's own number")
-    parser.add_argument("--policy", default="h2o", help="of install_kv_eviction, or none")
+    parser.add_argument("--budget", type=int, default=256, help="tokens that the policy keeps")
+    parser.add_argument("--recent", type=int, help="last tokens kept in addition (default: the "
+                        "policy's)")
+    parser.add_argument("--policy", default="h2o", help="policy of install_kv_eviction, or none")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto")
     parser.add_argument("--attention", default="sdpa", help="sdpa or eager")
-    parser.add_argument("--text", help="ppl: a text file; else one is made")
-    parser.add_argument("--task", action="append", choices=sorted(TASKS), help="ruler: one of them")
-    parser.add_argument("--samples", type=int, default=10, help="ruler: questions a task")
-    parser.add_argument("--answer-tokens", type=int, default=16, help="ruler: length of answers")
+    parser.add_argument("--text", help="ppl: a text file (default: generated text)")
+    parser.add_argument("--task", action="append", choices=sorted(TASKS),
+                        help="ruler: a task, may be repeated (default: all)")
+    parser.add_argument("--samples", type=int, default=10, help="ruler: questions per task")
+    parser.add_argument("--answer-tokens", type=int, default=16, help="ruler: tokens of an answer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="an object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     return parser.parse_args(argv)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Runs it; the exit status."""
+    """Runs the command line; returns the exit status."""
     args = parse(argv)
     if not (args.model / "config.json").is_file():
-        print(f"{args.model} has no config.json: --model takes a directory in transformers' "
-              "format", file=sys.stderr)
+        print(f"{args.model} has no config.json: pass --model a directory in transformers' format",
+              file=sys.stderr)
         return 2
     if min(args.length, args.budget, args.samples, args.answer_tokens) < 1:
-        print("--length, --budget, --samples and --answer-tokens are 1 or more", file=sys.stderr)
+        print("--length, --budget, --samples and --answer-tokens must be 1 or greater",
+              file=sys.stderr)
         return 2
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-    where = {"device_map": "auto"} if args.device == "auto" else {}
+    placement = {"device_map": "auto"} if args.device == "auto" else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
         args.model, local_files_only=True, dtype=args.dtype,
-        attn_implementation=args.attention, **where)
+        attn_implementation=args.attention, **placement)
     model.eval()
     if args.device != "auto":
         model = model.to(args.device)

@@ -1,4 +1,4 @@
-"""Token eviction in models of transformers: `install_kv_eviction`."""
+"""Token eviction for transformers models: `install_kv_eviction`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .h2o_layer import EvictingLayer
 __all__ = ["AttentionAdapter", "Eviction", "eviction_of", "install_kv_eviction",
            "register_attention", "remove_kv_eviction", "reset_eviction_scores"]
 
-#: Releases that this was made for.
+#: Supported releases of transformers.
 VERSIONS = ("5.23.",)
 _ATTRIBUTE = "_kvtier_eviction"
-#: Layers whose caches are bounded already.
+#: Types of layers whose caches are bounded already.
 _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding",
             "reference_sliding_attention")
 
@@ -46,28 +46,29 @@ def _unsupported(text: str) -> Exception:
 
 
 class _Frame:
-    """One run of an attention module."""
+    """One forward pass of an attention module."""
 
     def __init__(self, eviction: Eviction, adapter: AttentionAdapter, layer: EvictingLayer,
                  positions: torch.Tensor | None) -> None:
         self.eviction, self.adapter, self.layer = eviction, adapter, layer
-        #: What is left of the model's mask for the rows that are there.
+        #: The model's mask, narrowed to resident rows.
         self.mask: torch.Tensor | None = None
-        #: How many columns come, and which are no padding.
+        #: Number of new columns, and which of them are not padding (None: all).
         self.count = 0
         self.real: torch.Tensor | None = None
         self.positions = positions
-        #: How many rows attention was computed with.
+        #: Rows with which attention was computed.
         self.rows = 0
-        self.asked = False
-        self._seen: tuple[torch.Tensor, torch.Tensor, float | None] | None = None
+        #: Whether the caller requested probabilities.
+        self.weights_requested = False
+        self._recorded: tuple[torch.Tensor, torch.Tensor, float | None] | None = None
 
-    def saw(self, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
-        """What attention is computed from."""
-        self._seen = query, key, scaling
+    def record(self, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
+        """Records the inputs of sdpa."""
+        self._recorded = query, key, scaling
 
-    def done(self, module: torch.nn.Module, output: Any) -> None:
-        """Attention was computed: counts it, and lets tokens go."""
+    def finish(self, module: torch.nn.Module, output: Any) -> None:
+        """Counts the computed attention, then evicts tokens."""
         layer, count = self.layer, self.count
         is_prefill = count > 1 or layer.seen == 0
         heads = self.adapter.query_heads(module)
@@ -80,9 +81,9 @@ class _Frame:
         wanted = evictor.wants_sums(is_prefill)
         if wanted:
             self._observe(evictor, count, wanted, output)
-        places = evictor.evict(is_prefill)
-        if places is not None:
-            layer.keep(places)
+        kept = evictor.evict(is_prefill)
+        if kept is not None:
+            layer.keep(kept)
         layer.busy = False
 
     def _observe(self, evictor: Any, count: int, wanted: int, output: Any) -> None:
@@ -90,41 +91,42 @@ class _Frame:
         if self.eviction.implementation == "eager":
             weights = output[self.adapter.weights] if isinstance(output, tuple) else None
             if weights is None or weights.shape[-1] != evictor.rows:
-                raise _state("attention returned no probabilities of what is there: see weights "
-                             "and asks in porting.md")
-        elif self._seen is None:
-            raise _state("attention was computed by another function than sdpa: was "
-                         "set_attn_implementation called? Remove eviction, and install it again")
+                raise _state("forward returned no probabilities for the resident keys: set weights "
+                             "and asks of the class's AttentionAdapter, see porting.md")
+        elif self._recorded is None:
+            raise _state("attention was computed by another function than sdpa, probably after "
+                         "set_attn_implementation: call remove_kv_eviction and "
+                         "install_kv_eviction again")
         else:
             attention_sums.check_causal(self.mask, evictor, count)
         for sequence in range(evictor.batch):
             if not evictor.came(sequence):
-                continue  # padding alone, as of a prompt that comes in parts
-            new, there = evictor.new_rows(sequence, count), evictor.real_rows(sequence)
+                continue  # padding only, as in a part of a chunked prompt
+            new, resident = evictor.new_rows(sequence, count), evictor.real_rows(sequence)
             if weights is not None:
                 sums, queries = attention_sums.from_weights(
-                    weights[sequence], new, there, wanted, evictor.by_head)
-            elif self._seen is not None:
-                query, key, scaling = self._seen
+                    weights[sequence], new, resident, wanted, evictor.by_head)
+            elif self._recorded is not None:
+                query, key, scaling = self._recorded
                 sums, queries = attention_sums.from_keys(
-                    query[sequence][:, new], key[sequence][:, there], scaling, wanted,
+                    query[sequence][:, new], key[sequence][:, resident], scaling, wanted,
                     evictor.by_head, self.eviction.threads)
             evictor.observe(sequence, sums, queries)
 
 
 class Eviction:
-    """What is installed in a model. Scores are a cache's own, not the model's."""
+    """Eviction that is installed in a model. Scores belong to caches, not to the model."""
 
     def __init__(self, policy: Policy, implementation: str, layer_count: int,
                  threads: int) -> None:
-        #: The spec, or what makes policies.
+        #: The policy's spec, or a function that creates policies.
         self.policy = policy
         self.implementation, self.layer_count, self.threads = implementation, layer_count, threads
-        #: The modules that are watched, by their layers.
+        #: The hooked attention modules by layer.
         self.modules: dict[int, Any] = {}
-        #: Numbers of `install_kv_eviction`, for `check`.
+        #: Arguments of `install_kv_eviction`, for `check`.
         self.numbers: dict[str, Any] = {}
-        #: For `check`: called with each run of a module, and the last that began.
+        #: For `check`: a callback for each pass of a module, and the pass that started last.
         self.watch: Any = None
         self.last: _Frame | None = None
         self._handles: list[Any] = []
@@ -133,12 +135,12 @@ class Eviction:
 
     @property
     def layers(self) -> list[EvictingLayer]:
-        """The layers of all caches that are around."""
+        """The layers of all live caches."""
         return sorted(self._layers, key=lambda layer: layer.index)
 
     def attach(self, module: Any, adapter: AttentionAdapter) -> None:
-        """Watches a module."""
-        # Not closures: a copy of the model has hooks of its own eviction.
+        """Installs hooks in a module."""
+        # Partials, not closures: deepcopy of the model then copies this eviction with its hooks.
         before, after = partial(self._before, adapter), partial(self._after, adapter)
         self.modules[module.layer_idx] = module
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -149,7 +151,7 @@ class Eviction:
             config._attn_implementation_internal = SDPA
 
     def detach(self) -> None:
-        """Leaves the model as it was."""
+        """Removes the hooks, and restores the attention implementation."""
         for handle in self._handles:
             handle.remove()
         for config, name in self._configs:
@@ -158,7 +160,7 @@ class Eviction:
         self._handles, self._configs = [], []
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or pickled model has no caches yet."""
+        """State for a copied or pickled model, which has no caches yet."""
         return {**self.__dict__, "_layers": None, "watch": None, "last": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -174,16 +176,16 @@ class Eviction:
             attention.enter(module, None)
             return None
         if module.training:
-            raise _state("tokens go while text is written, not in training: call model.eval()")
+            raise _state("eviction does not support training: call model.eval()")
         hidden: Any = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         layer = self._layer_of(cache, module.layer_idx)
         frame = _Frame(self, adapter, layer, kwargs.get("position_ids"))
         batch, count = int(hidden.shape[0]), int(hidden.shape[1])
         mask = kwargs.get(adapter.mask)
         frame.count, frame.real = count, real_columns(mask, batch, count, layer.seen)
-        if layer.busy or self._uneven(cache, layer):
-            raise _state("a forward failed, and left this cache with tokens that nobody counted: "
-                         "begin a new one")
+        if layer.busy or self._layers_differ(cache, layer):
+            raise _state("a forward pass failed, so this cache has tokens without scores: begin a "
+                         "new cache")
         if layer.evictor is not None:
             device = layer.keys.device
             mask = narrow(mask, layer.evictor, count, adapter.query_heads(module), device)
@@ -191,7 +193,7 @@ class Eviction:
         self.last = frame if self.watch is not None else None
         kwargs = {**kwargs, adapter.mask: mask}
         if adapter.asks is not None:
-            frame.asked = bool(kwargs.get(adapter.asks))
+            frame.weights_requested = bool(kwargs.get(adapter.asks))
             kwargs[adapter.asks] = True
         layer.armed = layer.busy = True
         attention.enter(module, frame)
@@ -204,25 +206,24 @@ class Eviction:
         if frame is None:
             return output
         with torch.no_grad():
-            frame.done(module, output)
+            frame.finish(module, output)
         if self.watch is not None:
             self.watch(module, frame)
-        if adapter.asks is not None and not frame.asked:
+        if adapter.asks is not None and not frame.weights_requested:
             at = adapter.weights
             output = (*output[:at], None, *output[at + 1:])
         return output
 
-    def _uneven(self, cache: Any, layer: EvictingLayer) -> bool:
-        """Whether, as a forward begins, layers have different numbers of tokens: one failed
-        between them."""
+    def _layers_differ(self, cache: Any, layer: EvictingLayer) -> bool:
+        """Whether layers differ in length when a pass begins: an earlier pass failed midway."""
         return layer.index == min(self.modules) and any(
             isinstance(one, EvictingLayer) and one.seen != layer.seen for one in cache.layers)
 
     def _layer_of(self, cache: Any, index: int) -> EvictingLayer:
         if type(cache) is not DynamicCache or cache.offloading:
-            raise _unsupported(f"tokens cannot go from a {type(cache).__name__}"
-                               f"{' that offloads' if getattr(cache, 'offloading', 0) else ''}: "
-                               "they go from a DynamicCache, which generate makes by itself")
+            offloading = " with offloading" if getattr(cache, "offloading", 0) else ""
+            raise _unsupported(f"the cache is a {type(cache).__name__}{offloading}: eviction needs "
+                               "a DynamicCache without offloading, the default of generate")
         while len(cache.layers) <= index:
             replicate: Any = cache.layer_class_to_replicate
             cache.layers.append(replicate())
@@ -230,44 +231,47 @@ class Eviction:
         if isinstance(layer, EvictingLayer) and layer.eviction is self:
             return layer
         if type(layer) is not DynamicLayer:
-            raise _unsupported(f"layer {index} of the cache is a {type(layer).__name__}, tokens "
-                               "go from a DynamicLayer: begin a new cache")
+            raise _unsupported(f"layer {index} of the cache is a {type(layer).__name__}: eviction "
+                               "needs a DynamicLayer. Begin a new cache")
         if layer.get_seq_length():
-            raise _state(f"the cache has {layer.get_seq_length()} tokens already, and nobody "
-                         "counted what attention they got: begin a new one")
-        made = cache.layers[index] = EvictingLayer(self, index)
-        self.has(made)
-        return made
+            raise _state(f"the cache has {layer.get_seq_length()} tokens from before eviction was "
+                         "installed, which have no scores: begin a new cache")
+        evicting = cache.layers[index] = EvictingLayer(self, index)
+        self.add_layer(evicting)
+        return evicting
 
-    def has(self, layer: EvictingLayer) -> None:
-        """A cache has this layer."""
+    def add_layer(self, layer: EvictingLayer) -> None:
+        """Registers a layer of a cache."""
         self._layers.add(layer)
 
 
 def _check_version() -> None:
     if not transformers.__version__.startswith(VERSIONS):
-        raise _unsupported(f"transformers {transformers.__version__}: this was made for "
-                           f"{' and '.join(one + 'x' for one in VERSIONS)}")
+        raise _unsupported(f"transformers {transformers.__version__} is installed; eviction "
+                           f"supports {' and '.join(one + 'x' for one in VERSIONS)}. Install a "
+                           "supported version")
 
 
 def _layer_types(config: Any) -> list[str]:
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     if getattr(text, "kv_sharing_modes", None) is not None:
-        raise _unsupported("layers of this model share their cache with others: tokens that one "
-                           "lets go the others need")
+        raise _unsupported("layers of this model share their caches (kv_sharing_modes), so "
+                           "eviction in one layer would affect others: use the model without "
+                           "eviction")
     found, _ = get_layer_types_and_kwargs(text)
     return list(found)
 
 
 def _find(model: Any) -> tuple[list[tuple[Any, AttentionAdapter]], Any]:
-    """The modules whose caches grow, with how they are used."""
+    """Returns the attention modules with full attention and their adapters, and the model's
+    configuration."""
     known = [(module, adapter) for module in model.modules()
              if (adapter := adapter_of(module)) is not None]
     if not known:
         names = sorted({type(one).__name__ for one in model.modules()
                         if type(one).__name__.endswith("Attention")})
-        raise _unsupported(f"no attention class that is known: this model has "
-                           f"{', '.join(names) or 'none'}. register_attention adds one, see "
+        raise _unsupported("the model has no supported attention class, only "
+                           f"{', '.join(names) or 'none'}: add one with register_attention, see "
                            "porting.md")
     config = known[0][0].config
     types = _layer_types(config)
@@ -275,13 +279,14 @@ def _find(model: Any) -> tuple[list[tuple[Any, AttentionAdapter]], Any]:
              if types[module.layer_idx] == "full_attention"]
     odd = {types[module.layer_idx] for module, _ in known} - {"full_attention", *_SLIDING}
     if odd:
-        raise _unsupported(f"layers of type {', '.join(sorted(odd))}: tokens go from layers with "
-                           "full attention")
+        raise _unsupported(f"the model has layers of type {', '.join(sorted(odd))}: eviction "
+                           "supports full attention, beside layers with sliding windows")
     if not found:
-        raise _unsupported("all layers of this model have a sliding window: their caches are "
-                           "bounded already")
+        raise _unsupported("all layers of this model have a sliding window, so their caches are "
+                           "bounded without eviction")
     if len({module.layer_idx for module, _ in found}) != len(found):
-        raise _unsupported("attention modules share layers of the cache")
+        raise _unsupported("several attention modules have the same layer_idx, so they share a "
+                           "layer of the cache: use the model without eviction")
     return found, config
 
 
@@ -290,12 +295,13 @@ def _implementation(found: list[tuple[Any, AttentionAdapter]]) -> str:
         name = module.config._attn_implementation or "eager"
         if name not in ("sdpa", "eager"):
             raise _unsupported(
-                f"attention is computed by {name}, which says neither what probabilities were "
-                'nor lets masks be narrowed: load the model with attn_implementation="sdpa" or '
+                f"the attention implementation is {name}, which exposes no probabilities and "
+                'accepts no narrowed masks: load the model with attn_implementation="sdpa" or '
                 '"eager", or call model.set_attn_implementation("sdpa")')
         if name == "sdpa" and not adapter.interface:
-            raise _unsupported(f"{type(module).__name__} does not look its attention up in "
-                               'transformers\' table: load it with attn_implementation="eager"')
+            raise _unsupported(f"{type(module).__name__} does not look up its attention function "
+                               "in transformers' table, so sdpa cannot be observed: load the "
+                               'model with attn_implementation="eager"')
     return str(found[0][0].config._attn_implementation or "eager")
 
 
@@ -312,30 +318,34 @@ def install_kv_eviction(model: torch.nn.Module, budget: int | None = None, n_sin
                         n_recent: int | None = None, evict_every: int = 1,
                         policy: Policy = "h2o", per_head: bool = False, *,
                         threads: int = 1) -> Eviction:
-    """Lets tokens go from the caches that a model fills from now on.
+    """Evicts tokens from the caches that a model fills from now on.
 
-    `policy` is a name of kvtier's ("h2o", "tova", "streaming", "keydiff", "knorm", "snapkv",
-    "pyramidkv", "adakv"), for which the numbers before it count; or a whole spec,
-    "snapkv(budget=512,window=32)"; or what makes a policy of one's own for each layer and
-    sequence. With h2o a layer keeps the first `n_sink` tokens, the last `n_recent` (256) and
-    `budget` of those between, which got most attention; with `per_head` each head of keys its
-    own. `threads` compute what keys got under sdpa.
+    `policy` is one of the following:
+
+    - a name: "h2o", "tova", "streaming", "keydiff", "knorm", "snapkv", "pyramidkv", "adakv". The
+      arguments before it apply.
+    - a full spec, such as "snapkv(budget=512,window=32)";
+    - a function that creates a custom policy for each layer and sequence.
+
+    With h2o a layer keeps the first `n_sink` tokens, the last `n_recent` (default 256), and the
+    `budget` tokens between that received most attention; with `per_head` each key head keeps its
+    own set. `threads` is the number of threads that sum attention under sdpa on the CPU.
     """
     _check_version()
     if getattr(model, _ATTRIBUTE, None) is not None:
-        raise _state("eviction is installed in this model: call remove_kv_eviction first")
+        raise _state("eviction is already installed in this model: call remove_kv_eviction first")
     found, config = _find(model)
     implementation = _implementation(found)
     numbers: dict[str, Any] = {}
     if isinstance(policy, str):
         numbers = {"budget": budget, "n_sink": n_sink, "n_recent": n_recent,
                    "evict_every": evict_every, "name": policy}
-        # The default is for policies that have sinks.
+        # The default of n_sink applies only to policies with sinks.
         sinks = None if n_sink == 4 and ("(" in policy or policy in _SINKLESS) else n_sink
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             policy = spec(policy, budget, sinks, n_recent, evict_every, per_head)
-        for one in said:
+        for one in caught:  # again, with the caller's line
             warnings.warn(str(one.message), one.category, stacklevel=2)
     layers = len(_layer_types(config))
     _try_policy(policy, found, layers)
@@ -351,7 +361,7 @@ _SINKLESS = ("tova", "snapkv", "pyramidkv", "adakv")
 
 
 def eviction_of(model: torch.nn.Module) -> Eviction:
-    """What is installed in a model."""
+    """Returns the eviction that is installed in a model."""
     eviction = getattr(model, _ATTRIBUTE, None)
     if not isinstance(eviction, Eviction):
         raise _state("no eviction is installed in this model: call install_kv_eviction")
@@ -359,14 +369,15 @@ def eviction_of(model: torch.nn.Module) -> Eviction:
 
 
 def remove_kv_eviction(model: torch.nn.Module) -> None:
-    """Leaves a model as it was. Caches from which tokens went cannot be used any more."""
+    """Removes eviction from a model. Caches that were filled with eviction become unusable."""
     eviction_of(model).detach()
     delattr(model, _ATTRIBUTE)
 
 
 def reset_eviction_scores(model: torch.nn.Module) -> None:
-    """Forgets what attention the tokens got, in all caches that the model fills. Caches count
-    for themselves: a new one begins with nothing, without this."""
+    """Resets the scores of all live caches of the model, and keeps their tokens.
+
+    A new cache starts without scores, so it does not need this call."""
     for layer in eviction_of(model).layers:
         if layer.evictor is not None:
             layer.evictor.forget()

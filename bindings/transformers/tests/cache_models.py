@@ -1,4 +1,4 @@
-"""What tests of the cache share."""
+"""Shared fixtures and helpers of the cache tests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from kvtier import _reaper
 from tiny_models import MAKERS, ids, make
 
-__all__ = ["MAKERS", "Counter", "ids", "make", "nothing_left", "step"]
+__all__ = ["MAKERS", "Counter", "ids", "make", "no_leaked_handles", "step"]
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """One thread computes, so that equal work gives equal bits; no handle is left behind."""
+def no_leaked_handles() -> Iterator[None]:
+    """Uses one thread, so that equal work gives equal bits, and checks for leaked handles."""
     torch.set_num_threads(1)
     yield
     end = time.monotonic() + 600.0
@@ -29,12 +29,12 @@ def nothing_left() -> Iterator[None]:
         assert _reaper.flush(600.0)
         if not any(job.handle.value for job in list(_reaper._live.values())):
             return
-        assert time.monotonic() < end, "handles are left"
+        assert time.monotonic() < end, "a test leaked handles"
         time.sleep(0.01)
 
 
 class Counter:
-    """Counts the tokens that a model computes."""
+    """Records the number of tokens of each forward pass of a model."""
 
     def __init__(self, model: Any) -> None:
         self.passes: List[int] = []
@@ -51,6 +51,6 @@ class Counter:
 
 
 def step(model: Any, cache: Any, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
-    """Logits of a forward pass."""
+    """Runs a forward pass and returns its logits."""
     with torch.no_grad():
         return model(input_ids=tokens, past_key_values=cache, **more).logits

@@ -1,7 +1,7 @@
-"""Heavy hitters as the paper has them, in float64: written for the tests, from the definition.
+"""Reference model of H2O in float64, written from the paper's definition.
 
-A token's score is what it got of the attention of all queries so far. The first `sink` tokens
-and the last `recent` stay, and of those between the `budget` with the highest scores.
+A token's score is the attention that it received from all queries so far. H2O keeps the first
+`sink` tokens, the last `recent` tokens, and the `budget` tokens between with the highest scores.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Reference:
-    """One sequence in one layer; keys of all tokens that ever were are remembered."""
+    """One sequence in one layer. Keeps the keys of all tokens, including evicted ones."""
 
     def __init__(self, sink: int, recent: int, budget: int, every: int = 1,
                  per_head: bool = False) -> None:
@@ -21,7 +21,7 @@ class Reference:
         self.scores: list[dict[int, float]] = []
 
     def step(self, queries: np.ndarray, keys: np.ndarray, scale: float) -> None:
-        """Tokens come: queries [heads, tokens, dim], keys [key heads, tokens, dim]."""
+        """Adds tokens: queries [heads, tokens, dim], keys [key heads, tokens, dim]."""
         queries, keys = queries.astype(np.float64), keys.astype(np.float64)
         first = 0 if self.keys is None else self.keys.shape[1]
         self.keys = keys if first == 0 else np.concatenate([self.keys, keys], 1)
@@ -35,21 +35,21 @@ class Reference:
                 scores[first + token] = 0.0
             for head in range(queries.shape[0]):
                 at = head // group if self.per_head else 0
-                there = self.kept[at]
-                logits = self.keys[head // group][there] @ queries[head, token] * scale
+                kept = self.kept[at]
+                logits = self.keys[head // group][kept] @ queries[head, token] * scale
                 weights = np.exp(logits - logits.max())
                 weights /= weights.sum()
-                for position, weight in zip(there, weights):
+                for position, weight in zip(kept, weights):
                     self.scores[at][position] += weight
-        for at, there in enumerate(self.kept):
-            self.kept[at] = self._stay(there, self.scores[at])
+        for at, kept in enumerate(self.kept):
+            self.kept[at] = self._evict(kept, self.scores[at])
 
-    def _stay(self, there: list[int], scores: dict[int, float]) -> list[int]:
-        end = max(len(there) - self.recent, 0)
+    def _evict(self, kept: list[int], scores: dict[int, float]) -> list[int]:
+        end = max(len(kept) - self.recent, 0)
         begin = min(self.sink, end)
-        between = there[begin:end]
+        between = kept[begin:end]
         if len(between) - self.budget < self.every:
-            return there
-        # Of equal ones the lower goes.
+            return kept
+        # Ties evict the lower position.
         best = sorted(between, key=lambda position: (scores[position], position))
-        return there[:begin] + sorted(best[len(between) - self.budget:]) + there[end:]
+        return kept[:begin] + sorted(best[len(between) - self.budget:]) + kept[end:]

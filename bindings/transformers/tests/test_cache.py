@@ -1,4 +1,4 @@
-"""The same logits as with the stock cache, bit for bit, whatever is done with the cache."""
+"""TieredCache gives the logits of the stock cache, bit for bit, under all cache operations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from typing import Any, Optional
 
 import pytest
-from cache_models import MAKERS, Counter, ids, make, nothing_left, step  # noqa: F401
+from cache_models import MAKERS, Counter, ids, make, no_leaked_handles, step  # noqa: F401
 
 import torch
 from kvtier_transformers import Tiers
@@ -20,8 +20,8 @@ MODES = [None, 2]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_logits_are_those_of_the_stock_cache(name: str, attention: str, dtype: torch.dtype,
-                                             mode: Optional[int]) -> None:
+def test_logits_equal_the_stock_cache(name: str, attention: str, dtype: torch.dtype,
+                                      mode: Optional[int]) -> None:
     layers = 6 if name == "gemma3" else 3
     model = make(name, dtype, num_hidden_layers=layers, attn_implementation=attention)
     with Tiers(model, STORE) as tiers:
@@ -39,7 +39,7 @@ def test_logits_are_those_of_the_stock_cache(name: str, attention: str, dtype: t
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MAKERS)
-def test_greedy_generation_is_the_same(name: str, mode: Optional[int]) -> None:
+def test_greedy_generation_equals_the_stock_cache(name: str, mode: Optional[int]) -> None:
     model, prompt = make(name, num_hidden_layers=3), ids(33, rows=2, seed=3)
     want = model.generate(prompt, max_new_tokens=40, do_sample=False)
     with Tiers(model, STORE) as tiers:
@@ -51,7 +51,7 @@ def test_greedy_generation_is_the_same(name: str, mode: Optional[int]) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_beam_search_is_the_same(name: str, mode: Optional[int]) -> None:
+def test_beam_search_equals_the_stock_cache(name: str, mode: Optional[int]) -> None:
     model, prompt = make(name, num_hidden_layers=3), ids(20, rows=2, seed=4)
     how = {"max_new_tokens": 30, "num_beams": 3, "do_sample": False}
     want = model.generate(prompt, **how)
@@ -59,8 +59,8 @@ def test_beam_search_is_the_same(name: str, mode: Optional[int]) -> None:
         cache = tiers.cache(resident_layers=mode)
         assert torch.equal(model.generate(prompt, **how, past_key_values=cache), want)
         assert cache.unknown == "" and cache.save() == [48] * 6
-        # What beams have put is each one's own: going on from it is going on from scratch.
-        beams = torch.tensor([list(line.tokens) for line in cache._rows._lines])
+        # Each beam stored its own tokens: resuming from them equals computing from scratch.
+        beams = torch.tensor([list(line.tokens) for line in cache._rows._row_sessions])
         assert beams.shape == (6, 49) and len(set(map(tuple, beams.tolist()))) >= 2
         again, fresh = tiers.cache(), DynamicCache(config=model.config)
         assert again.resume(beams) == 48
@@ -71,7 +71,7 @@ def test_beam_search_is_the_same(name: str, mode: Optional[int]) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_rows_are_repeated_selected_and_cropped(name: str, mode: Optional[int]) -> None:
+def test_repeat_select_and_crop_equal_the_stock_cache(name: str, mode: Optional[int]) -> None:
     model = make(name, num_hidden_layers=3)
     with Tiers(model, STORE) as tiers:
         ours, stock = tiers.cache(resident_layers=mode), DynamicCache(config=model.config)
@@ -82,15 +82,15 @@ def test_rows_are_repeated_selected_and_cropped(name: str, mode: Optional[int]) 
             cache.batch_select_indices(torch.tensor([0, 3, 5]))
         one = ids(7, rows=3, seed=6)
         assert torch.equal(step(model, ours, one), step(model, stock, one))
-        for gone in (3, 25):  # within what is in torch memory, and into what was stored
+        for count in (3, 25):  # within the tail in torch memory, and into stored chunks
             for cache in (ours, stock):
-                cache.crop(-gone)
-            one = ids(12, rows=3, seed=gone)
+                cache.crop(-count)
+            one = ids(12, rows=3, seed=count)
             assert torch.equal(step(model, ours, one), step(model, stock, one))
         assert ours.unknown == "" and ours.save() == [32] * 3
 
 
-def test_windows_record_the_past_and_are_cropped() -> None:
+def test_window_layers_crop_recorded_tokens() -> None:
     model = make("gemma3")
     with Tiers(model, STORE) as tiers:
         ours, stock = tiers.cache(), DynamicCache(config=model.config)
@@ -106,7 +106,7 @@ def test_windows_record_the_past_and_are_cropped() -> None:
         assert ours.unknown == "" and ours.get_seq_length() == 100
 
 
-def test_assisted_decoding_is_the_same() -> None:
+def test_assisted_decoding_equals_the_stock_cache() -> None:
     model, helper, prompt = make("llama"), make("llama", num_hidden_layers=1), ids(30, seed=8)
     how = {"max_new_tokens": 24, "do_sample": False, "assistant_model": helper}
     want = model.generate(prompt, **how)
@@ -116,7 +116,7 @@ def test_assisted_decoding_is_the_same() -> None:
         cache.save()
 
 
-def test_gradients_are_those_of_the_stock_cache() -> None:
+def test_gradients_equal_the_stock_cache() -> None:
     model, tokens = make("llama"), ids(24, seed=9)
     grads = []
     with Tiers(model, STORE) as tiers:
@@ -131,7 +131,7 @@ def test_gradients_are_those_of_the_stock_cache() -> None:
             model(input_ids=tokens, past_key_values=tiers.cache(resident_layers=2))
 
 
-def test_calls_with_and_without_inference_mode_mix() -> None:
+def test_inference_mode_can_be_mixed() -> None:
     model, tokens = make("llama"), ids(20)
     with Tiers(model, STORE) as tiers:
         cache = tiers.cache()
@@ -141,9 +141,8 @@ def test_calls_with_and_without_inference_mode_mix() -> None:
         assert cache.get_seq_length() == 23
 
 
-def test_layers_may_be_on_other_devices() -> None:
-    """There is no second device here: memory that is not the host's is staged, and so is all of
-    it when tests say so."""
+def test_other_device_types_are_staged() -> None:
+    """Without a second device, the test declares all memory to be device memory."""
     from kvtier_transformers import _planes
 
     model, tokens = make("gemma3"), ids(50)
@@ -167,7 +166,7 @@ def test_layers_may_be_on_other_devices() -> None:
 
 @pytest.mark.parametrize("mode", [None, 1, 2])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_whatever_is_done_in_whatever_order(name: str, mode: Optional[int]) -> None:
+def test_random_operations_equal_the_stock_cache(name: str, mode: Optional[int]) -> None:
     numbers = random.Random(f"{name} {mode}")
     model = make(name, num_hidden_layers=4 if name == "gemma3" else 3)
     with Tiers(model, STORE, chunk_tokens=4) as tiers:
@@ -176,26 +175,26 @@ def test_whatever_is_done_in_whatever_order(name: str, mode: Optional[int]) -> N
             ours.activate_past_recording(), stock.activate_past_recording()
             rows, since = 2, 0
             for turn in range(25):
-                deed = numbers.choice(["one", "one", "one", "some", "crop", "pick", "save"])
-                if deed in ("one", "some"):
-                    new = 1 if deed == "one" else numbers.randint(2, 30)
+                action = numbers.choice(["one", "one", "one", "some", "crop", "pick", "save"])
+                if action in ("one", "some"):
+                    new = 1 if action == "one" else numbers.randint(2, 30)
                     tokens = ids(new, rows, numbers.randrange(10**6))
                     assert torch.equal(step(model, ours, tokens), step(model, stock, tokens))
                     since += new
-                elif deed == "crop" and ours.get_seq_length():
-                    gone = numbers.randint(0, since)
-                    ours.crop(-gone), stock.crop(-gone)
+                elif action == "crop" and ours.get_seq_length():
+                    count = numbers.randint(0, since)
+                    ours.crop(-count), stock.crop(-count)
                     since = 0
-                elif deed == "pick" and ours.get_seq_length():
+                elif action == "pick" and ours.get_seq_length():
                     order = torch.tensor(numbers.choices(range(rows), k=numbers.randint(1, 3)))
                     rows = len(order)
                     ours.batch_select_indices(order), stock.batch_select_indices(order)
                 elif ours.get_seq_length():
                     kept = ours.get_seq_length() // 4 * 4
                     assert ours.save() == [kept] * rows
-                    again = tiers.cache()  # what is found by the tokens is their KV
-                    lines = torch.tensor([list(line.tokens) for line in ours._rows._lines])
-                    assert again.resume(lines) in (kept, kept - 1)
+                    again = tiers.cache()  # the stored KV belongs to the recorded tokens
+                    stored = torch.tensor([list(line.tokens) for line in ours._rows._row_sessions])
+                    assert again.resume(stored) in (kept, kept - 1)
                     for a, b in zip(again.layers, stock.layers):
                         n = min(again.get_seq_length(), b.keys.shape[2])
                         if name == "llama" and n:
@@ -203,7 +202,7 @@ def test_whatever_is_done_in_whatever_order(name: str, mode: Optional[int]) -> N
                 assert ours.get_seq_length() == stock.get_seq_length() and ours.unknown == ""
 
 
-def test_tokens_of_a_pass_are_counted() -> None:
+def test_generate_computes_the_prompt_once() -> None:
     model, prompt = make("llama"), ids(45)
     with Tiers(model, STORE) as tiers, Counter(model) as counter:
         cache = tiers.cache()

@@ -1,4 +1,4 @@
-"""KV in memory of a device: moved straight where the store's device reaches it, else by torch."""
+"""KV in device memory: the store's device transfers it directly if it can, else torch stages it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from typing import Any, Iterator, List, Optional, Tuple
 
 import pytest
-from cache_models import ids, make, nothing_left, step  # noqa: F401
+from cache_models import ids, make, no_leaked_handles, step  # noqa: F401
 
 import kvtier
 import torch
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 
 class Simulated(_planes.Gpu):
-    """A GPU that is none. Torch reaches its memory, too, and is told to work there at once."""
+    """A simulated GPU. torch can access its memory directly, so its events are ready at once."""
 
     def __init__(self, device: kvtier.Device) -> None:
         super().__init__(device, 0)
@@ -26,8 +26,8 @@ class Simulated(_planes.Gpu):
         count = dtype.itemsize * torch.Size(shape).numel()
         memory = self.device.alloc(count)
         self.memories.append(memory)
-        there = (ctypes.c_uint8 * count).from_address(memory.address)
-        return torch.frombuffer(there, dtype=torch.uint8).view(dtype).reshape(shape)
+        raw = (ctypes.c_uint8 * count).from_address(memory.address)
+        return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
 
     def _memory(self, tensor: torch.Tensor) -> Optional[kvtier.DeviceMemory]:
         return next((one for one in self.memories if one.address == tensor.data_ptr()), None)
@@ -39,7 +39,7 @@ class Simulated(_planes.Gpu):
     def source(self, flat: torch.Tensor) -> Any:
         return self._memory(flat)
 
-    def now(self) -> kvtier.DeviceEvent:
+    def record_event(self) -> kvtier.DeviceEvent:
         self.events += 1
         event = self.device.create_event()
         event.signal()
@@ -48,20 +48,20 @@ class Simulated(_planes.Gpu):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuple[Simulated, kvtier.Store]]:
-    """No memory is the host's; buffers are the device's."""
+    """Allocates all buffers on the simulated device, and treats no memory as host memory."""
     with kvtier.Runtime() as runtime, \
             kvtier.Device(runtime, "simulated", memory_bytes=1 << 28, latency_ns=20_000) as device:
         gpu = Simulated(device)
 
-        def empty(like: torch.Tensor, room: int) -> torch.Tensor:
-            return gpu.tensor((*like.shape[:2], room, like.shape[3]), like.dtype)
+        def empty(like: torch.Tensor, slots: int) -> torch.Tensor:
+            return gpu.tensor((*like.shape[:2], slots, like.shape[3]), like.dtype)
 
-        def blank(shape: Any, batch: int, room: int, zero: bool = False) -> Any:
-            return tuple(gpu.tensor((batch, heads, room, dim), shape.dtype).zero_() for heads, dim
+        def blank(shape: Any, batch: int, slots: int, zero: bool = False) -> Any:
+            return tuple(gpu.tensor((batch, heads, slots, dim), shape.dtype).zero_() for heads, dim
                          in ((shape.k_heads, shape.k_dim), (shape.v_heads, shape.v_dim)))
 
         monkeypatch.setattr(_planes, "HOST", ())
-        monkeypatch.setattr(cache_layers, "_BRIEF_BYTES", 0)
+        monkeypatch.setattr(cache_layers, "_SMALL_BYTES", 0)
         monkeypatch.setattr(cache_layers, "empty", empty)
         for module in (cache, cache_offload):
             monkeypatch.setattr(module, "blank", blank)
@@ -73,8 +73,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuple[Simulated, kvtier.Sto
 
 @pytest.mark.parametrize("mode", [None, 2])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
-def test_moves_go_straight(name: str, mode: Optional[int],
-                           gpu: Tuple[Simulated, kvtier.Store]) -> None:
+def test_device_memory_is_transferred_without_staging(
+        name: str, mode: Optional[int], gpu: Tuple[Simulated, kvtier.Store]) -> None:
     model, tokens, (device, store) = make(name, num_hidden_layers=4), ids(84, rows=2), gpu
     with Tiers(model, store) as tiers:
         tiers.gpu = device
@@ -94,9 +94,9 @@ def test_moves_go_straight(name: str, mode: Optional[int],
         assert device.events > 0 and device.staged == 0
 
 
-def test_what_the_device_does_not_reach_is_staged(gpu: Tuple[Simulated, kvtier.Store],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_layers, "empty", _planes.empty)  # not the device's
+def test_memory_that_the_device_cannot_access_is_staged(
+        gpu: Tuple[Simulated, kvtier.Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_layers, "empty", _planes.empty)  # host memory
     model, tokens, (device, store) = make("llama"), ids(60), gpu
     with Tiers(model, store) as tiers:
         tiers.gpu = device
@@ -108,18 +108,18 @@ def test_what_the_device_does_not_reach_is_staged(gpu: Tuple[Simulated, kvtier.S
             assert torch.equal(a.keys, b.keys[:, :, :48])
 
 
-def test_whose_memory_a_device_reaches() -> None:
-    class Somewhere:
-        def __init__(self, where: str) -> None:
-            self.device = torch.device(where)
+def test_device_accesses_memory_of_its_own_gpu_only() -> None:
+    class OnDevice:
+        def __init__(self, name: str) -> None:
+            self.device = torch.device(name)
 
     one: Any = _planes.Gpu(None, 1)  # type: ignore[arg-type]
-    assert [one.reaches(Somewhere(where)) for where in ("cuda:1", "cuda:0", "cuda", "cpu", "xpu:1")
+    assert [one.reaches(OnDevice(name)) for name in ("cuda:1", "cuda:0", "cuda", "cpu", "xpu:1")
             ] == [True, False, False, False, False]
-    assert _planes.Gpu(None, 0).reaches(Somewhere("cuda"))  # type: ignore[arg-type]
+    assert _planes.Gpu(None, 0).reaches(OnDevice("cuda"))  # type: ignore[arg-type]
 
 
-def test_a_gpu_has_to_be_there() -> None:
+def test_gpu_option_needs_a_cuda_device() -> None:
     model = make("llama")
     if not torch.cuda.is_available():
         with pytest.raises(kvtier.Error):

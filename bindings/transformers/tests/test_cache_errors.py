@@ -1,4 +1,4 @@
-"""What goes wrong says so; processes that fork, exit, or close too early."""
+"""Errors and their messages, and processes that fork, exit, or close the store too early."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_models import ids, make, nothing_left, step  # noqa: F401
+from cache_models import ids, make, no_leaked_handles, step  # noqa: F401
 
 import kvtier
 import torch
@@ -26,7 +26,7 @@ def disk(path: Any) -> str:
 
 
 def resume_elsewhere(path: str) -> "tuple[int, bool]":
-    """In a process of its own."""
+    """Runs in a child process."""
     torch.set_num_threads(1)
     model, tokens = make("gemma3"), ids(90, seed=1)
     stock = DynamicCache(config=model.config)
@@ -38,7 +38,7 @@ def resume_elsewhere(path: str) -> "tuple[int, bool]":
         return done, same
 
 
-def test_another_process_resumes(tmp_path: Path) -> None:
+def test_another_process_resumes_from_disk(tmp_path: Path) -> None:
     model, tokens = make("gemma3"), ids(90, seed=1)
     with Tiers(model, disk(tmp_path)) as tiers:
         step(model, cache := tiers.cache(), tokens[:, :80])
@@ -47,7 +47,7 @@ def test_another_process_resumes(tmp_path: Path) -> None:
         assert pool.apply(resume_elsewhere, (str(tmp_path),)) == (80, True)
 
 
-def test_a_forked_child_is_refused() -> None:
+def test_forked_child_gets_an_error() -> None:
     model, tokens = make("llama"), ids(20)
     with Tiers(model, STORE) as tiers:
         cache = tiers.cache()
@@ -65,7 +65,7 @@ def test_a_forked_child_is_refused() -> None:
         assert cache.save() == [16]
 
 
-def test_a_store_that_is_closed_in_the_middle() -> None:
+def test_store_closed_during_use_is_reported() -> None:
     model, tokens = make("llama"), ids(30)
     with kvtier.Runtime() as runtime:
         store = kvtier.Store(runtime, STORE)
@@ -94,7 +94,7 @@ tiers = Tiers(model, {store!r})
 cache, more = tiers.cache(), tiers.cache(resident_layers=2)
 step(model, cache, ids(64, seed=2))
 assert cache.save() == [64]
-step(model, cache, ids(640, seed=3))   # puts are under way
+step(model, cache, ids(640, seed=3))   # puts are in progress
 step(model, more, ids(640, seed=4))
 print("acknowledged", flush=True)
 {end}
@@ -102,7 +102,7 @@ print("acknowledged", flush=True)
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import os; os._exit(0)"])
-def test_exit_with_a_live_cache(end: str, tmp_path: Path) -> None:
+def test_exit_with_a_live_cache_keeps_saved_kv(end: str, tmp_path: Path) -> None:
     script = EXIT.format(here=str(HERE), store=disk(tmp_path), end=end)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
                            timeout=600)
@@ -112,14 +112,14 @@ def test_exit_with_a_live_cache(end: str, tmp_path: Path) -> None:
         assert tiers.cache().resume(tokens) == 63
 
 
-def test_what_is_not_known_is_not_stored() -> None:
+def test_unknown_tokens_are_not_stored() -> None:
     model, tokens = make("llama"), ids(40)
     with Tiers(model, STORE) as tiers, torch.no_grad():
         embeds = model.get_input_embeddings()(tokens)
         cache = tiers.cache()
         model(inputs_embeds=embeds, past_key_values=cache)
         assert "inputs_embeds" in cache.unknown and tiers.lookup(tokens) == 0
-        with pytest.raises(kvtier.StateError, match="give tokens="):
+        with pytest.raises(kvtier.StateError, match="pass tokens="):
             cache.save()
         with pytest.raises(kvtier.StateError, match="inputs_embeds"):
             model(inputs_embeds=embeds, past_key_values=tiers.cache(resident_layers=2))
@@ -138,7 +138,7 @@ def test_what_is_not_known_is_not_stored() -> None:
         assert "mask" in cache.unknown and tiers.lookup(ids(40, seed=6)) == 0
 
 
-def test_what_is_computed_otherwise_is_not_stored() -> None:
+def test_training_and_autocast_are_not_stored() -> None:
     model, tokens = make("llama"), ids(40)
     with Tiers(model, STORE) as tiers:
         cache = tiers.cache()
@@ -159,7 +159,7 @@ def test_what_is_computed_otherwise_is_not_stored() -> None:
         assert cache.save() == [32] and tiers.stats()["chunks"] == 2
 
 
-def test_kv_that_was_evicted_from_is_not_stored() -> None:
+def test_replaced_kv_is_not_stored() -> None:
     model, tokens = make("llama"), ids(40)
     with Tiers(model, STORE) as tiers:
         cache = tiers.cache()
@@ -175,24 +175,24 @@ def test_kv_that_was_evicted_from_is_not_stored() -> None:
             tiers.cache(resident_layers=2).layers[0].keys = torch.zeros(1, 2, 3, 4)
 
 
-def test_bad_input() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     model, tokens = make("llama"), ids(40)
     with Tiers(model, STORE) as tiers:
         cache = tiers.cache()
         step(model, cache, tokens)
         with pytest.raises(kvtier.StateError, match="reset"):
             cache.resume(tokens)
-        with pytest.raises(kvtier.InvalidError, match="not the tokens"):
+        with pytest.raises(kvtier.InvalidError, match="differs from the model's"):
             cache.save(tokens + 1)
         with pytest.raises(kvtier.InvalidError, match="39 tokens"):
             cache.save(tokens[:, :39])
-        with pytest.raises(kvtier.InvalidError, match="none of ram"):
+        with pytest.raises(kvtier.InvalidError, match="one of ram"):
             cache.save(level="tape")
         with pytest.raises(kvtier.UnavailableError, match="disk="):
             cache.save(level="durable")
         with pytest.raises(kvtier.InvalidError, match="different lengths"):
             tiers.cache().resume([[1, 2], [3]])
-        with pytest.raises(kvtier.InvalidError, match="behind ones"):
+        with pytest.raises(kvtier.InvalidError, match="zeros after ones"):
             tiers.cache().resume(tokens, [[1] * 20 + [0] * 20])
         with pytest.raises(kvtier.InvalidError, match="resident_layers"):
             tiers.cache(resident_layers=0)
@@ -205,7 +205,7 @@ def test_bad_input() -> None:
         Tiers(model, STORE, chunk_tokens=0)
 
 
-def test_models_without_full_kv_are_refused() -> None:
+def test_models_with_states_are_rejected() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1,
                                       state_size=4)
@@ -213,7 +213,7 @@ def test_models_without_full_kv_are_refused() -> None:
         Tiers(transformers.MambaForCausalLM(config), STORE)
 
 
-def test_versions(recwarn: pytest.WarningsRecorder) -> None:
+def test_unsupported_versions_are_rejected(recwarn: pytest.WarningsRecorder) -> None:
     for version in ("4.57.1", "5.22.9", "6.0.0"):
         with pytest.raises(kvtier.UnsupportedError, match="pip install"):
             _version.check(version)
@@ -223,7 +223,7 @@ def test_versions(recwarn: pytest.WarningsRecorder) -> None:
         _version.check("5.24.0.dev0")
 
 
-def test_weights_without_bytes_are_refused() -> None:
+def test_meta_weights_are_rejected() -> None:
     with torch.device("meta"):
         model = make("llama")
     with pytest.raises(kvtier.InvalidError, match="weights="):

@@ -1,4 +1,4 @@
-"""The evaluation: with all of the cache the two sides are equal; with less they are not."""
+"""The evaluation tool: a full TieredCache gives equal results, a reduced cache different ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import pytest
-from cache_models import make, nothing_left  # noqa: F401
+from cache_models import make, no_leaked_handles  # noqa: F401
 
 import torch
 from kvtier_transformers import _tasks, eval as tool
@@ -19,16 +19,16 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in a directory, with a tokenizer of a letter a token."""
+    """Saves a model and a tokenizer with one token per letter to a directory."""
     tokenizers = pytest.importorskip("tokenizers")
-    where = tmp_path_factory.mktemp("model")
+    folder = tmp_path_factory.mktemp("model")
     letters = {chr(n): n - 31 for n in range(32, 127)}
     letters["\n"], letters["?"] = 97, 98
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?").save_pretrained(where)
-    make("llama").save_pretrained(where)
-    return where
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?").save_pretrained(folder)
+    make("llama").save_pretrained(folder)
+    return folder
 
 
 def run(capsys: Any, *args: object) -> "list[dict[str, Any]]":
@@ -36,7 +36,7 @@ def run(capsys: Any, *args: object) -> "list[dict[str, Any]]":
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_tiered_cache_is_the_full_cache(model: Path, capsys: Any) -> None:
+def test_tiered_cache_scores_like_the_full_cache(model: Path, capsys: Any) -> None:
     one, = run(capsys, "ppl", "--model", model, "--length", 200, "--policy", "none", "--json")
     assert one["full"] == one["limited"] > 1 and one["length"] == 200
     rows = run(capsys, "ruler", "--model", model, "--length", 300, "--policy", "none",
@@ -46,9 +46,9 @@ def test_a_tiered_cache_is_the_full_cache(model: Path, capsys: Any) -> None:
     assert all(row["full"] == row["limited"] for row in rows)
 
 
-def test_a_budget_changes_something(model: Path, capsys: Any, tmp_path: Path,
-                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for eviction: keys are lost."""
+def test_budget_changes_the_score(model: Path, capsys: Any, tmp_path: Path,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache with zeroed keys stands in for eviction."""
     class Short(DynamicCache):
         def update(self, k: torch.Tensor, v: torch.Tensor, layer: int, *args: Any,
                    **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def test_a_budget_changes_something(model: Path, capsys: Any, tmp_path: Path,
     assert one["full"] != one["limited"] and one["budget"] == 32
 
 
-def test_tasks_have_their_answers() -> None:
+def test_tasks_contain_their_answers() -> None:
     import random
 
     for name, make_one in _tasks.TASKS.items():
@@ -81,7 +81,7 @@ def test_tasks_have_their_answers() -> None:
                 assert word in sample.context and word not in sample.question, name
 
 
-def test_what_is_missing_is_said(tmp_path: Path, capsys: Any) -> None:
+def test_missing_model_and_torch_are_reported(tmp_path: Path, capsys: Any) -> None:
     assert tool.main(["ppl", "--model", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
     ended = subprocess.run([sys.executable, "-c", "import sys; sys.modules['torch'] = None\n"

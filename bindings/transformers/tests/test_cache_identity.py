@@ -1,4 +1,4 @@
-"""Whose KV it is: what a pass may be given, and what of a model makes it another one."""
+"""Identity of KV: arguments of passes, changes of the model, and interrupted transfers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional, Type
 
 import kvtier
 import pytest
-from cache_models import ids, make, nothing_left, step  # noqa: F401
+from cache_models import ids, make, no_leaked_handles, step  # noqa: F401
 from kvtier._errors import make as make_error
 
 import torch  # isort: skip
@@ -22,8 +22,8 @@ from transformers import DynamicCache  # isort: skip
 STORE = "store(host=64MiB)"
 
 
-def test_a_buffer_for_all_tokens() -> None:
-    """Loops that decode often write each token to the same tensor."""
+def test_reused_input_tensor_stores_each_token() -> None:
+    """Decoding loops often write each token to the same tensor."""
     model, tokens = make("llama"), ids(260)
     with Tiers(model, STORE) as tiers:
         cache, one = tiers.cache(), torch.zeros((1, 1), dtype=torch.long)
@@ -33,7 +33,7 @@ def test_a_buffer_for_all_tokens() -> None:
         assert tiers.lookup(tokens) == 256 and tiers.lookup([int(tokens[0, 63])] * 64) == 0
 
 
-def test_masks_by_position_and_of_each_pass() -> None:
+def test_inconsistent_masks_are_not_stored() -> None:
     model, tokens = make("llama"), ids(40)
     mask = torch.ones_like(tokens)
     left = mask.clone()
@@ -42,7 +42,7 @@ def test_masks_by_position_and_of_each_pass() -> None:
     holes[0, 3:6] = 0
     with Tiers(model, STORE) as tiers, torch.no_grad():
         cache = tiers.cache()
-        model(tokens, left, past_key_values=cache)  # not by keyword
+        model(tokens, left, past_key_values=cache)  # positional mask
         assert cache.unknown
         for first, second in ((holes, mask), (mask[:, :10], mask[:, 10:]), (None, left)):
             cache = tiers.cache()
@@ -58,17 +58,17 @@ def test_masks_by_position_and_of_each_pass() -> None:
         assert "mask" in cache.unknown and tiers.lookup(tokens) == 0
 
 
-def test_padding_in_parts_and_taken_back() -> None:
-    """Masks of passes that are not named yet follow crops and beams."""
+def test_padding_in_chunks_survives_crop_and_reorder() -> None:
+    """Recorded masks that are not appended yet follow crops and beams."""
     model, tokens = make("llama"), ids(30, 2)
     mask = torch.ones_like(tokens)
     mask[1, :5] = 0
-    places = (mask.cumsum(1) - 1).clamp(min=0)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     with Tiers(model, STORE, chunk_tokens=32) as tiers:
         cache = tiers.cache()
         for at in (slice(0, 3), slice(3, 12), slice(12, 30)):
             step(model, cache, tokens[:, at], attention_mask=mask[:, :at.stop],
-                 position_ids=places[:, at])
+                 position_ids=positions[:, at])
         cache.crop(-8)
         cache.reorder_cache(torch.tensor([1, 1]))
         more = torch.cat([tokens[[1, 1], :22], ids(20, 2, seed=4)], 1)
@@ -81,26 +81,26 @@ def test_padding_in_parts_and_taken_back() -> None:
 
 @pytest.mark.parametrize("more", [{"is_causal": False}, {"adapter_names": ["a"]},
                                   {"pixel_values": [torch.zeros(2)]}])
-def test_what_else_a_pass_is_given(more: Dict[str, Any]) -> None:
+def test_passes_with_other_arguments_are_not_stored(more: Dict[str, Any]) -> None:
     model, tokens = make("llama"), ids(40)
     with Tiers(model, STORE) as tiers:
         cache = tiers.cache()
         step(model, cache, tokens, **more)
         assert next(iter(more)) in cache.unknown
-        with pytest.raises(kvtier.StateError, match="not that of its tokens"):
-            cache.save(tokens)  # nobody's word makes it so
+        with pytest.raises(kvtier.StateError, match="does not depend on its tokens only"):
+            cache.save(tokens)
         assert tiers.lookup(tokens) == 0
 
 
-def test_weights_that_are_written_to() -> None:
+def test_changed_weights_are_detected() -> None:
     with torch.inference_mode():
         assert fingerprint(make("llama"))
     model, tokens = make("llama"), ids(40)
     seen = {fingerprint(model)}
     weight = model.model.layers[0].mlp.up_proj.weight
-    weight.data.add_(1.0)  # no version counts this
+    weight.data.add_(1.0)  # torch's version counter misses this
     seen.add(fingerprint(model))
-    model.model.rotary_emb.inv_freq.mul_(2.0)  # in no checkpoint
+    model.model.rotary_emb.inv_freq.mul_(2.0)  # a buffer outside the checkpoint
     seen.add(fingerprint(model))
     assert len(seen) == 3
     with Tiers(model, STORE) as tiers:
@@ -116,7 +116,7 @@ def test_weights_that_are_written_to() -> None:
 
 
 class Adapted(torch.nn.Linear):
-    """As peft makes layers."""
+    """A layer with the attributes of peft's layers."""
 
     disable_adapters = False
     active_adapters = ["a"]
@@ -127,29 +127,29 @@ class Adapted(torch.nn.Linear):
         self.scaling = {"a": 1.0, "b": 2.0}
 
 
-def test_adapters_and_their_strengths() -> None:
+def test_adapter_state_changes_the_identity() -> None:
     model = make("llama")
     assert adapters_of(model) is None
     model.extra = Adapted()
-    told = [adapters_of(model)]
+    digests = [adapters_of(model)]
     for name, value in (("active_adapters", ["b"]), ("scaling", {"a": 1.0, "b": 4.0}),
                         ("merged_adapters", ["b"]), ("disable_adapters", True)):
         setattr(model.extra, name, value)
-        told.append(adapters_of(model))
-    assert len(set(told)) == 5 and None not in told
+        digests.append(adapters_of(model))
+    assert len(set(digests)) == 5 and None not in digests
 
 
 @pytest.mark.parametrize("rope", [
     {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
     {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 6,
      "long_factor": [4.0] * 6, "original_max_position_embeddings": 32}])
-def test_keys_that_depend_on_what_comes_later(rope: Dict[str, Any]) -> None:
+def test_length_dependent_rope_is_rejected(rope: Dict[str, Any]) -> None:
     model = make("llama", rope_parameters=rope, max_position_embeddings=64)
     with pytest.raises(kvtier.UnsupportedError, match="rope_type"):
         Tiers(model, STORE)
 
 
-def test_a_copied_cache_goes_its_own_way() -> None:
+def test_copied_cache_is_independent() -> None:
     model, tokens = make("llama"), ids(60)
     one, other = (torch.cat([tokens, ids(40, seed=seed)], 1) for seed in (7, 8))
     with Tiers(model, STORE) as tiers:
@@ -169,11 +169,11 @@ def test_a_copied_cache_goes_its_own_way() -> None:
         with pytest.raises(TypeError, match="copied"):
             copy.deepcopy(tiers.store)
         twin, third = copy.deepcopy(model), ids(40, seed=9)
-        step(twin, cache := tiers.cache(), third)  # may have other weights by now
+        step(twin, cache := tiers.cache(), third)  # the copy's weights may differ
         assert "around" in cache.unknown and tiers.lookup(third) == 0
 
 
-def test_a_pass_that_failed_in_the_middle() -> None:
+def test_failed_pass_stops_storing() -> None:
     model, tokens = make("llama"), ids(64)
 
     def fail(*_: Any) -> None:
@@ -187,17 +187,17 @@ def test_a_pass_that_failed_in_the_middle() -> None:
             with pytest.raises(ValueError, match="no memory"):
                 step(model, cache, tokens[:, 20:21])
             hook.remove()
-            if mode is None:  # as the stock cache goes on; nothing is stored
+            if mode is None:  # continues like the stock cache, but stores nothing
                 step(model, cache, tokens[:, 20:21])
-                with pytest.raises(kvtier.StateError, match="not known"):
+                with pytest.raises(kvtier.StateError, match="are unknown"):
                     cache.save()
             else:
-                with pytest.raises(kvtier.StateError, match="failed in the middle"):
+                with pytest.raises(kvtier.StateError, match="failed midway"):
                     step(model, cache, tokens[:, 20:21])
         assert tiers.lookup(tokens) == 16
 
 
-def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_queue_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = make("llama"), ids(60)
     calls = {"to_store": 0, "from_store": 0}
     for name in calls:
@@ -218,7 +218,7 @@ def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Gets:
-    """All gets that are begun, of which one fails."""
+    """Records all gets, and makes one of them fail."""
 
     def __init__(self, patch: pytest.MonkeyPatch, at: int, error: Optional[BaseException]) -> None:
         self.made: List[Transfer] = []
@@ -234,7 +234,7 @@ class Gets:
 
 
 def interrupt(patch: pytest.MonkeyPatch, at: int) -> None:
-    """Ctrl-C comes while an op is waited for."""
+    """Simulates Ctrl-C during wait number `at`."""
     real, calls = kvtier.Op.wait, iter(range(1 << 30))
 
     def wait(*args: Any, **more: Any) -> bool:
@@ -250,7 +250,7 @@ def interrupt(patch: pytest.MonkeyPatch, at: int) -> None:
 @pytest.mark.parametrize("status, raised", [
     (None, KeyboardInterrupt), (kvtier.abi.KVT_E_AGAIN, kvtier.AgainError),
     (kvtier.abi.KVT_E_CLOSED, kvtier.ClosedError)])
-def test_a_resume_that_is_broken_off_leaves_nothing(
+def test_interrupted_resume_leaves_an_empty_cache(
         status: Optional[int], raised: Type[BaseException], mode: Optional[int], name: str) -> None:
     model, tokens = make(name, num_hidden_layers=4), ids(60, rows=2)
     with Tiers(model, STORE) as tiers:
@@ -265,26 +265,26 @@ def test_a_resume_that_is_broken_off_leaves_nothing(
             with pytest.raises(raised):
                 cache.resume(tokens)
         assert cache.get_seq_length() == 0 and gets.made
-        assert all(get.op.closed for get in gets.made)  # and their buffers are nobody's
+        assert all(get.op.closed for get in gets.made)  # no get writes to a freed buffer
         assert torch.equal(step(model, cache, tokens), step(model, stock, tokens))
         cache.reset()
         assert cache.resume(tokens) == 48
 
 
-def test_gets_of_a_resume_make_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One get may be under way, and the others wait for it."""
+def test_resume_waits_for_its_own_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one get may be in progress; the others wait for it."""
     model, tokens = make("llama"), ids(60, rows=3)
-    real_wait, real_get, under_way = kvtier.Op.wait, cache_full.from_store, set()
+    real_wait, real_get, in_progress = kvtier.Op.wait, cache_full.from_store, set()
 
     def wait(op: kvtier.Op, *args: Any) -> bool:
-        under_way.discard(op)
+        in_progress.discard(op)
         return real_wait(op, *args)
 
     def get(*args: Any, **more: Any) -> Transfer:
-        if under_way:
+        if in_progress:
             raise make_error(kvtier.abi.KVT_E_AGAIN, "full")
         transfer = real_get(*args, **more)
-        under_way.add(transfer.op)
+        in_progress.add(transfer.op)
         return transfer
 
     with Tiers(model, STORE) as tiers:
@@ -295,38 +295,38 @@ def test_gets_of_a_resume_make_room_for_the_next(monkeypatch: pytest.MonkeyPatch
         assert tiers.cache().resume(tokens) == 48
 
 
-@pytest.mark.parametrize("how", ["refused", "interrupted"])
-def test_gets_before_one_that_fails_are_waited_for(how: str) -> None:
-    """They write to buffers that another layer has next."""
+@pytest.mark.parametrize("how", ["rejected", "interrupted"])
+def test_gets_before_a_failed_one_are_waited_for(how: str) -> None:
+    """They write to buffers that another layer uses next."""
     model, tokens = make("llama", num_hidden_layers=4), ids(60, rows=2)
     with Tiers(model, STORE) as tiers:
         step(model, full := tiers.cache(), tokens)
         step(model, cache := tiers.cache(resident_layers=2), tokens)
         cache.settle()
-        cache._ring.cut(0)  # nothing is there, all is fetched again
+        cache._ring.truncate(0)  # the ring is empty: all layers are loaded again
         layer = cache.layers[0]
         with pytest.MonkeyPatch.context() as patch:
-            refused = how == "refused"
-            gets = Gets(patch, 1, make_error(kvtier.abi.KVT_E_CLOSED, "no") if refused else None)
-            if not refused:
+            rejected = how == "rejected"
+            gets = Gets(patch, 1, make_error(kvtier.abi.KVT_E_CLOSED, "no") if rejected else None)
+            if not rejected:
                 interrupt(patch, 1)
-            with pytest.raises(kvtier.ClosedError if refused else KeyboardInterrupt):
+            with pytest.raises(kvtier.ClosedError if rejected else KeyboardInterrupt):
                 layer.whole()
-        # Row 0 alone does not count as both.
+        # Only row 0 was loaded, so the slot must not count as filled.
         for ours, want in zip(layer.whole(), full.layers[0].pair):
             assert torch.equal(ours, want[:, :, :60])
         assert all(get.op.closed for get in gets.made)
         with pytest.MonkeyPatch.context() as patch:
-            cache._ring.cut(0)
+            cache._ring.truncate(0)
             gets = Gets(patch, 1, make_error(kvtier.abi.KVT_E_CLOSED, "no"))
             with pytest.raises(kvtier.ClosedError):
                 layer.fetch()
-        cache._ring.cut(0)
+        cache._ring.truncate(0)
         assert [get.op.closed for get in gets.made] == [True]
 
 
-def late(patch: pytest.MonkeyPatch, ready: kvtier.Event) -> List[kvtier.Op]:
-    """Puts that are begun from now on read nothing before the event."""
+def delay_puts(patch: pytest.MonkeyPatch, ready: kvtier.Event) -> List[kvtier.Op]:
+    """Makes new puts wait for the event `ready`. Returns the list of their ops."""
     made: List[kvtier.Op] = []
     real = kvtier.Session.put
 
@@ -338,13 +338,13 @@ def late(patch: pytest.MonkeyPatch, ready: kvtier.Event) -> List[kvtier.Op]:
     return made
 
 
-def test_puts_are_known_until_they_have_ended() -> None:
-    """What they read is not written over because waiting for them was broken off."""
+def test_interrupted_wait_keeps_puts_tracked() -> None:
+    """An interrupted wait must not let later steps overwrite buffers that puts still read."""
     model, tokens = make("llama"), ids(700)
     with Tiers(model, STORE) as tiers, kvtier.Event() as ready:
         cache, stock = tiers.cache(), DynamicCache(config=model.config)
         with pytest.MonkeyPatch.context() as patch:
-            late(patch, ready)
+            delay_puts(patch, ready)
             step(model, cache, tokens)
         before = cache.layers[0].pair
         with pytest.MonkeyPatch.context() as patch:
@@ -364,7 +364,7 @@ def test_puts_are_known_until_they_have_ended() -> None:
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_settling_that_is_broken_off_is_done_again(at: int) -> None:
+def test_interrupted_settle_can_be_repeated(at: int) -> None:
     model, tokens = make("llama", num_hidden_layers=4), ids(60, rows=2)
     with Tiers(model, STORE) as tiers:
         cache, stock = tiers.cache(resident_layers=2), DynamicCache(config=model.config)
@@ -381,14 +381,14 @@ def test_settling_that_is_broken_off_is_done_again(at: int) -> None:
 
 @pytest.mark.parametrize("mode", [None, 2])
 @pytest.mark.parametrize("times", [1, 1 << 30])
-def test_a_reset_that_is_broken_off_leaves_nothing(times: int, mode: Optional[int]) -> None:
+def test_interrupted_reset_leaves_an_empty_cache(times: int, mode: Optional[int]) -> None:
     model, tokens, other = make("llama", num_hidden_layers=4), ids(60, rows=2), ids(60, 2, seed=5)
     with Tiers(model, STORE) as tiers, kvtier.Event() as ready:
         step(model, first := tiers.cache(), tokens)
         assert first.save() == [48, 48]
         cache, stock = tiers.cache(resident_layers=mode), DynamicCache(config=model.config)
         with pytest.MonkeyPatch.context() as patch:
-            made, calls = late(patch, ready), iter(range(1 << 30))
+            made, calls = delay_puts(patch, ready), iter(range(1 << 30))
             real = kvtier.Op.wait
 
             def wait(op: kvtier.Op, *args: Any) -> bool:
@@ -396,16 +396,16 @@ def test_a_reset_that_is_broken_off_leaves_nothing(times: int, mode: Optional[in
                     raise KeyboardInterrupt
                 return real(op, *args)
 
-            patch.setattr(cache_offload.Ring, "put",
+            patch.setattr(cache_offload.Ring, "put_started",
                           lambda ring, layer: ring._putting.append(layer))
             step(model, cache, other)
             patch.setattr(kvtier.Op, "wait", wait)
             if mode is None:
-                cache.reset()  # nothing is waited for: they read buffers of their own
+                cache.reset()  # does not wait: the puts keep their buffers
             else:
                 with pytest.raises(KeyboardInterrupt):
                     cache.reset()
-        assert cache.get_seq_length() == 0 and not cache._rows.sessions and not cache._rows.noted
+        assert cache.get_seq_length() == 0 and not cache._rows.sessions and not cache._rows.recorded
         threading.Timer(0.3, ready.signal).start()
         cache.reset()
         assert cache.resume(tokens) == 48
@@ -414,19 +414,19 @@ def test_a_reset_that_is_broken_off_leaves_nothing(times: int, mode: Optional[in
         while not all(op.closed or op.info().released for op in made):
             time.sleep(0.01)
         fresh, stock = tiers.cache(), DynamicCache(config=model.config)
-        assert fresh.resume(other) == 48  # its puts went on, and nobody wrote where they read
+        assert fresh.resume(other) == 48  # its puts completed, and nothing overwrote their buffers
         step(model, stock, other[:, :48])
         assert torch.equal(step(model, fresh, other[:, 48:]), step(model, stock, other[:, 48:]))
 
 
-def test_a_save_that_is_broken_off_reads_what_nobody_writes() -> None:
+def test_interrupted_save_blocks_reuse_of_its_buffers() -> None:
     model, tokens = make("llama", num_hidden_layers=4), ids(60, rows=2)
     with Tiers(model, STORE) as tiers, kvtier.Event() as ready:
         cache = tiers.cache(resident_layers=2)
         step(model, cache, tokens)
         cache.settle()
         with pytest.MonkeyPatch.context() as patch:
-            made, real = late(patch, ready), kvtier.Op.wait
+            made, real = delay_puts(patch, ready), kvtier.Op.wait
 
             def wait(op: kvtier.Op, *args: Any) -> bool:
                 if op in made:

@@ -1,4 +1,4 @@
-"""Sessions that are saved and resumed by their tokens."""
+"""Saving and resuming sessions by their tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import List, Optional
 
 import pytest
-from cache_models import MAKERS, Counter, ids, make, nothing_left, step  # noqa: F401
+from cache_models import MAKERS, Counter, ids, make, no_leaked_handles, step  # noqa: F401
 
 import kvtier
 import torch
@@ -25,9 +25,9 @@ def disk(path: Path, host: str = "4MiB") -> str:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MAKERS)
-def test_resumed_is_as_uninterrupted(name: str, dtype: torch.dtype, mode: Optional[int],
-                                     tmp_path: Path) -> None:
-    """Bit for bit where the passes are the same: cut at the end of a chunk."""
+def test_resumed_session_equals_an_uninterrupted_one(
+        name: str, dtype: torch.dtype, mode: Optional[int], tmp_path: Path) -> None:
+    """With equal passes, split at a chunk boundary, logits are equal bit for bit."""
     model = make(name, dtype, num_hidden_layers=4)
     tokens = ids(64 + 20, rows=2, seed=1)
     stock = DynamicCache(config=model.config)
@@ -48,7 +48,7 @@ def test_resumed_is_as_uninterrupted(name: str, dtype: torch.dtype, mode: Option
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MAKERS)
-def test_generate_goes_on_from_a_saved_prefix(name: str, mode: Optional[int]) -> None:
+def test_generate_continues_from_a_saved_prefix(name: str, mode: Optional[int]) -> None:
     model, prompt = make(name), ids(75, seed=2)
     want = model.generate(prompt, max_new_tokens=30, do_sample=False)
     with Tiers(model, STORE) as tiers:
@@ -62,7 +62,7 @@ def test_generate_goes_on_from_a_saved_prefix(name: str, mode: Optional[int]) ->
                                  past_key_values=cache)
         assert counter.passes == [11] + [1] * 29
         assert torch.equal(got, want)
-        # A turn later: all of the answer but its end is there.
+        # The next turn finds all full chunks of the answer.
         cache.save(got)
         longer = torch.cat([got, ids(9, seed=3)], 1)
         turn = tiers.cache(resident_layers=mode)
@@ -70,8 +70,8 @@ def test_generate_goes_on_from_a_saved_prefix(name: str, mode: Optional[int]) ->
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_split_prefill_is_near(name: str) -> None:
-    """Where the passes differ so do roundings: 1e-5 in f32 on these models."""
+def test_split_prefill_is_close_to_a_whole_one(name: str) -> None:
+    """Different passes round differently: at most 1e-5 in f32 on these models."""
     model, tokens = make(name), ids(83, seed=4)
     with Tiers(model, STORE) as tiers:
         step(model, first := tiers.cache(), tokens[:, :70])
@@ -84,23 +84,23 @@ def test_a_split_prefill_is_near(name: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_plan_loads_what_is_sooner_loaded_than_computed(name: str, mode: Optional[int]) -> None:
+def test_plan_loads_only_if_faster_than_computing(name: str, mode: Optional[int]) -> None:
     model, tokens = make(name), ids(90, rows=2, seed=11)
     with Tiers(model, STORE) as tiers:
         step(model, first := tiers.cache(), tokens)
         assert first.save() == [80, 80]
         stock = DynamicCache(config=model.config)
         whole = [step(model, stock, piece) for piece in (tokens[:, :80], tokens[:, 80:])][1]
-        for token_ns, come in ((0.0, 0), (1e9, 80)):
+        for token_ns, expected in ((0.0, 0), (1e9, 80)):
             tiers.namespace.fix_prefill((0.0, token_ns))
             cache = tiers.cache(resident_layers=mode)
-            assert cache.resume(tokens, plan=True) == come == cache.get_seq_length()
-            rest = step(model, cache, tokens[:, come:])
-            assert torch.allclose(rest[:, 80 - come:], whole, atol=1e-5)
+            assert cache.resume(tokens, plan=True) == expected == cache.get_seq_length()
+            rest = step(model, cache, tokens[:, expected:])
+            assert torch.allclose(rest[:, 80 - expected:], whole, atol=1e-5)
             assert cache.unknown == "" and cache.save() == [80, 80]
             assert tiers.cache().resume(tokens) == 80
         tiers.namespace.fix_prefill(None)
-        for _ in range(200):  # half a minute for 16 tokens, again and again
+        for _ in range(200):  # 30 s for 16 tokens
             tiers.observe_prefill(0, 16, 30.0)
         assert tiers.cache(resident_layers=mode).resume(tokens, plan=True) == 80
         beta = tiers.namespace.prefill().beta_ns
@@ -123,7 +123,7 @@ def test_the_last_token_is_always_computed(name: str) -> None:
         assert cache.save() == [64]
 
 
-def test_rows_resume_at_the_same_place() -> None:
+def test_rows_resume_at_the_same_slot() -> None:
     model, tokens = make("gemma3"), ids(80, rows=2, seed=6)
     with Tiers(model, STORE) as tiers:
         for row, n in ((0, 80), (1, 50)):
@@ -135,7 +135,7 @@ def test_rows_resume_at_the_same_place() -> None:
         assert torch.allclose(step(model, cache, tokens[:, 48:]), whole[:, 48:], atol=1e-5)
 
 
-def test_padded_rows_are_stored_under_their_own_tokens() -> None:
+def test_padded_rows_are_stored_without_padding() -> None:
     model, long, short = make("llama"), ids(60, seed=7), ids(41, seed=8)
     batch = torch.cat([long, torch.cat([torch.zeros_like(long[:, :19]), short], 1)])
     mask = torch.ones_like(batch)
@@ -166,8 +166,8 @@ def test_padded_rows_are_stored_under_their_own_tokens() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_host_that_is_too_small_costs_time_only(mode: Optional[int]) -> None:
-    """What was evicted, or never found room, is computed again."""
+def test_small_host_tier_causes_only_recomputation(mode: Optional[int]) -> None:
+    """Evicted chunks, and chunks whose puts failed, are computed again."""
     model = make("llama", num_hidden_layers=4, hidden_size=512, head_dim=128,
                  num_attention_heads=4, num_key_value_heads=4)
     prompts = [ids(160, seed=seed) for seed in range(4)]
@@ -182,19 +182,19 @@ def test_a_host_that_is_too_small_costs_time_only(mode: Optional[int]) -> None:
                 tokens = b[:, -1:].argmax(-1)
                 a, b = step(model, cache, tokens), step(model, stock, tokens)
                 assert torch.allclose(a, b, atol=1e-4)
-        cache.settle()  # what became of its puts may not be known yet
+        cache.settle()  # counts failed puts
         assert tiers.stats()["evicted_chunks"] > 0 or cache.stats()["failed_puts"] > 0
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_damaged_file_is_a_miss(mode: Optional[int], tmp_path: Path) -> None:
+def test_checksum_mismatch_is_a_miss(mode: Optional[int], tmp_path: Path) -> None:
     model, tokens = make("deepseek_v3"), ids(100, seed=9)
     with Tiers(model, disk(tmp_path)) as tiers:
         step(model, first := tiers.cache(), tokens)
         assert first.save() == [96]
     for file in (tmp_path / "kv").glob("seg-*"):
         data = bytearray(file.read_bytes())
-        for at in range(9 * 4096 + 7, len(data), 16 * 4096):  # somewhere in every other record
+        for at in range(9 * 4096 + 7, len(data), 16 * 4096):  # one byte in every other record
             data[at] ^= 0x40
         file.write_bytes(data)
     with Tiers(model, disk(tmp_path)) as tiers:
@@ -206,7 +206,7 @@ def test_a_damaged_file_is_a_miss(mode: Optional[int], tmp_path: Path) -> None:
         assert cache.save() == [96]
 
 
-def test_two_generations_at_once() -> None:
+def test_concurrent_generations_do_not_interfere() -> None:
     model = make("gemma3")
     prompts = [ids(70, seed=seed) for seed in (20, 21)]
     want = [model.generate(p, max_new_tokens=24, do_sample=False) for p in prompts]
@@ -232,7 +232,7 @@ def test_two_generations_at_once() -> None:
     assert not wrong
 
 
-def test_other_models_and_salts_share_nothing(tmp_path: Path) -> None:
+def test_other_weights_and_salts_do_not_share_kv(tmp_path: Path) -> None:
     model, tokens = make("llama"), ids(40)
     with Tiers(model, STORE) as tiers:
         step(model, cache := tiers.cache(), tokens)
@@ -243,7 +243,7 @@ def test_other_models_and_salts_share_nothing(tmp_path: Path) -> None:
         assert other.lookup(tokens) == 0
         other.close()
         with torch.no_grad():
-            model.lm_head.weight[0, 0] += 1  # one number of one weight
+            model.lm_head.weight[0, 0] += 1  # one element of one weight
         assert fingerprint(model) != before
         other = Tiers(model, tiers.store)
         assert other.lookup(tokens) == 0

@@ -1,4 +1,4 @@
-"""Token eviction on arrays of numpy's: a smoke test that needs no torch."""
+"""Token eviction on numpy arrays: a test of kvtier.h2o that needs no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS, DIM = 4, 8
 
 
 class Pair:
-    """A layer, and a reference for each of its sequences."""
+    """A layer, with a reference model for each of its sequences."""
 
     def __init__(self, sink=4, recent=6, budget=8, every=1, per_head=False, key_heads=2, batch=1,
                  latent=False):
@@ -35,9 +35,9 @@ class Pair:
         keys = self.random.standard_normal(shape).astype(np.float32)[:, :self.key_heads]
         self.layer.step(queries, keys, keys[..., :5] + 1, real)
         for row, reference in enumerate(self.of):
-            there = np.ones(count, bool) if real is None else np.asarray(real[row])
-            if there.any():
-                reference.step(queries[row][:, there], keys[row][:, there], DIM ** -0.5)
+            valid = np.ones(count, bool) if real is None else np.asarray(real[row])
+            if valid.any():
+                reference.step(queries[row][:, valid], keys[row][:, valid], DIM ** -0.5)
 
     def agree(self):
         for row, reference in enumerate(self.of):
@@ -50,7 +50,7 @@ class Pair:
                 assert (self.layer.values[row, head][ids >= 0] == rows[:, :5] + 1).all()
 
 
-def test_examples_of_the_module():
+def test_docstring_examples_run():
     assert doctest.testmod(kvtier.h2o).failed == 0
 
 
@@ -59,7 +59,7 @@ def test_examples_of_the_module():
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("sink, recent, budget, every", [
     (4, 6, 8, 1), (4, 6, 8, 4), (0, 0, 3, 1), (0, 1, 1, 2), (2, 20, 5, 3), (4, 4, 30, 1)])
-def test_kept_sets(sink, recent, budget, every, key_heads, per_head):
+def test_kept_tokens_match_the_reference(sink, recent, budget, every, key_heads, per_head):
     pair = Pair(sink, recent, budget, every, per_head, key_heads)
     for count in (20, 9, *[1] * 30, 7, *[1] * 5):
         pair.step(count)
@@ -79,8 +79,8 @@ def test_latent_rows_have_one_list():
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-def test_padding_is_no_token(per_head):
-    """On the left, on the right, or in between: rows keep what they keep alone."""
+def test_padding_is_not_kept(per_head):
+    """With padding on the left, on the right or between, a row keeps what it keeps alone."""
     pair = Pair(batch=4, per_head=per_head)
     real = np.ones((4, 30), bool)
     real[1, :13], real[2, 17:], real[3, 3:20] = False, False, False
@@ -94,7 +94,7 @@ def test_padding_is_no_token(per_head):
     assert pair.layer.evictor.kept(1)[0][:4] == [0, 1, 2, 3]
 
 
-def test_a_row_of_padding_alone_waits():
+def test_row_with_padding_only_is_allowed():
     pair = Pair(batch=2)
     real = np.ones((2, 24), bool)
     real[1] = False
@@ -105,7 +105,7 @@ def test_a_row_of_padding_alone_waits():
         pair.agree()
 
 
-def test_beams():
+def test_beams_keep_their_scores():
     pair = Pair(batch=3)
     for beams in ([0, 0, 2], [2, 1, 1], [1, 1, 1], [2, 0, 1]) * 3:
         pair.step(5)
@@ -115,7 +115,7 @@ def test_beams():
         pair.agree()
 
 
-def test_tokens_are_taken_back():
+def test_truncate_removes_resident_tokens():
     layer = ArrayLayer(spec("h2o", 8, n_recent=6), HEADS)
     rows = np.random.default_rng(1).standard_normal((3, 2, HEADS, 30, DIM)).astype(np.float32)
     layer.step(*rows)
@@ -129,7 +129,7 @@ def test_tokens_are_taken_back():
     assert evictor.whole and evictor.columns[0, 0].tolist() == [0, 1]
 
 
-def test_what_was_counted_is_forgotten():
+def test_forget_resets_scores():
     pair = Pair()
     pair.step(40)
     kept = pair.layer.evictor.kept(0)
@@ -141,7 +141,7 @@ def test_what_was_counted_is_forgotten():
         pair.agree()
 
 
-def test_a_budget_for_all_moves_nothing():
+def test_large_budget_evicts_nothing():
     layer = ArrayLayer(spec("h2o", 5000), HEADS)
     rows = np.random.default_rng(1).standard_normal((3, 1, HEADS, 900, DIM)).astype(np.float32)
     for begin, end in ((0, 50), (50, 700), (700, 701), (701, 900)):
@@ -154,7 +154,7 @@ def test_a_budget_for_all_moves_nothing():
     ("tova(budget=12)", 12), ("keydiff(budget=12)", 12), ("knorm(budget=12)", 12),
     ("streaming(sinks=4,recent=8)", 12), ("snapkv(budget=12,window=4)", 12),
     ("pyramidkv(budget=12,window=4)", 12), ("adakv(budget=12,window=4)", 24)])
-def test_other_policies(policy, most):
+def test_other_policies_keep_their_budget(policy, most):
     layer = ArrayLayer(policy, HEADS, layers=2)
     random = np.random.default_rng(2)
     for count in (40, 1):
@@ -163,7 +163,7 @@ def test_other_policies(policy, most):
     assert layer.keys.shape[2] <= most + 1
 
 
-def test_specs():
+def test_spec_of_arguments():
     assert spec("h2o", 8) == "h2o(sink=4,budget=8,evict_every=1,heads=all)"
     assert spec("h2o", 8, 5, 6, 3, True) == "h2o(sink=5,recent=6,budget=8,evict_every=3,heads=each)"
     assert spec("tova", 8) == "tova(budget=8)" and spec("tova(ratio=.5)") == "tova(ratio=.5)"
@@ -179,7 +179,7 @@ def test_specs():
             spec(**wrong)
 
 
-def test_what_is_refused():
+def test_unsupported_policies_are_rejected():
     shape = kvtier.Attention(1, 4, 2, DIM, DIM, 16, 1000)
     for policy in ("quest", "full", "minference", "streaming(rotate=true)",
                    "snapkv(form=original)"):
@@ -199,7 +199,7 @@ def test_what_is_refused():
         ArrayLayer("h2o", 4).evictor.seen
 
 
-def test_check_is_asked_of_the_other_package(monkeypatch):
+def test_check_is_forwarded_to_kvtier_transformers(monkeypatch):
     package, module = types.ModuleType("kvtier_transformers"), types.ModuleType("check")
     module.check = lambda model, **options: (model, options)
     monkeypatch.setitem(sys.modules, "kvtier_transformers", package)
@@ -207,9 +207,8 @@ def test_check_is_asked_of_the_other_package(monkeypatch):
     assert kvtier.h2o.check("model", steps=3) == ("model", {"steps": 3})
 
 
-def test_tokens_are_taken_back_that_went_before():
-    """Of columns that are taken back those count, too, whose tokens went: what comes next is
-    numbered from what is left."""
+def test_truncate_counts_evicted_tokens():
+    """Truncated columns include those of evicted tokens: later tokens are numbered accordingly."""
     for padded in (None, [[False] * 3 + [True] * 22 + [False] * 2 + [True] * 3]):
         layer = ArrayLayer(spec("h2o", 2, n_recent=1), HEADS)
         rows = np.random.default_rng(1).standard_normal((3, 1, HEADS, 33, DIM)).astype(np.float32)
@@ -224,7 +223,7 @@ def test_tokens_are_taken_back_that_went_before():
         assert layer.evictor.columns[0, 0, -1] == 22 and layer.evictor.seen == 23
 
 
-def test_copies_go_their_own_way():
+def test_fork_is_independent():
     pair = Pair(batch=2)
     pair.step(30)
     evictor = pair.layer.evictor.fork()

@@ -35,7 +35,7 @@ def qwen3_moe(**more: Any) -> Any:
 
 
 def gemma3(**more: Any) -> Any:
-    """Every other layer has a window."""
+    """Every other layer has a sliding window."""
     layers = more.setdefault("num_hidden_layers", 4)
     kinds = ["full_attention" if n % 2 else "sliding_attention" for n in range(layers)]
     return Gemma3ForCausalLM(Gemma3TextConfig(**{
@@ -54,12 +54,12 @@ MAKERS = {"llama": llama, "qwen3_moe": qwen3_moe, "gemma3": gemma3, "deepseek_v3
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    """A model that is the same in every process."""
+    """Creates a model whose weights are equal in every process."""
     torch.manual_seed(11)
     return MAKERS[name](**more).to(dtype).eval()
 
 
 def ids(tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
-    """Token ids; none of them is padding."""
+    """Returns random token ids without padding."""
     numbers = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB, (rows, tokens), generator=numbers)

@@ -1,5 +1,6 @@
-"""kvtier in vLLM: classes that vLLM loads by module path. See the package's README.
+"""kvtier for vLLM: classes that vLLM loads by module path. See the package's README.
 
-`kvtier_vllm.tier.KvtierTier`, `kvtier_vllm.policy`, `kvtier_vllm.spec.KvtierSpec` and
-`kvtier_vllm.connector.KvtierConnector`. Nothing of vLLM is imported by this module.
+The classes are `kvtier_vllm.tier.KvtierTier`, `kvtier_vllm.policy.KvtierPolicy`,
+`kvtier_vllm.spec.KvtierSpec` and `kvtier_vllm.connector.KvtierConnector`. This module itself
+does not import vLLM.
 """

@@ -1,4 +1,4 @@
-"""Which vLLM this is for."""
+"""The vLLM versions that this package supports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier import abi
 from kvtier._errors import make
 from kvtier._needs import Needs
 
-#: The release lines whose interfaces these classes implement; the last is the newest.
+#: The release lines whose interfaces these classes implement, the newest last.
 SUPPORTED = ("0.32", "0.33")
 
 _NEWEST = SUPPORTED[-1]
@@ -17,7 +17,7 @@ _NEEDS = Needs("kvtier_vllm", f"vLLM {_NEWEST}", f"'vllm=={_NEWEST}.*'", ("vllm"
 
 
 def version() -> str:
-    """The installed engine's version; empty where it cannot be told."""
+    """The installed engine's version; empty if unknown."""
     found = getattr(sys.modules.get("vllm"), "__version__", None)
     if isinstance(found, str):
         return found
@@ -28,14 +28,14 @@ def version() -> str:
 
 
 def require() -> None:
-    """Refuses an engine whose interfaces may be others: they change from release to release,
-    and what is called with other arguments would fail in the middle of a request. ImportError
-    where there is none."""
+    """Raises an error unless a supported vLLM is installed; ImportError if there is none.
+    vLLM's interfaces change from release to release, and another version would fail in the
+    middle of a request."""
     _NEEDS.check()
     found = version()
     if any(found == line or found.startswith(line + ".") for line in SUPPORTED):
         return
     raise make(abi.KVT_E_UNSUPPORTED,
-               f"kvtier_vllm is for vLLM {' and '.join(SUPPORTED)}, and this is "
-               f"{found or 'unknown'}: install 'vllm=={_NEWEST}.*', or the kvtier that was made "
-               "for yours")
+               f"kvtier_vllm supports vLLM {' and '.join(SUPPORTED)}, but the installed version is "
+               f"{found or 'unknown'}: install 'vllm=={_NEWEST}.*', or a kvtier release for your "
+               "version")

@@ -1,4 +1,4 @@
-"""Where vLLM's KV caches have the blocks of a layer."""
+"""The location of each layer's blocks in vLLM's KV caches."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from .settings import invalid, unsupported
 
 
 class Layer(NamedTuple):
-    """The cache of a layer: blocks of so many bytes without gaps, at equal distances."""
+    """The KV cache of a layer: blocks without gaps, `stride_bytes` apart."""
 
     name: str
     source: Any
-    #: Of the first block, and its address.
+    #: Offset of the first block in `source`, and its address.
     offset: int
     address: int
     block_bytes: int
     stride_bytes: int
-    #: None in host memory.
+    #: Number of the CUDA device; None in host memory.
     ordinal: Optional[int]
 
     def view(self, blocks: Sequence[int], block_tokens: int) -> kvtier.View:
-        """Some of its blocks, one after the other. Their bytes are cut evenly by tokens: what is
-        stored comes back to the same places, whatever the order inside a block is."""
+        """A view of some of its blocks, in order. A block's bytes are divided evenly among its
+        tokens: any order inside a block works, because a load restores each byte in place."""
         return kvtier.View(self.source, self.block_bytes // block_tokens, offset=self.offset,
                            pages=[block * self.stride_bytes for block in blocks],
                            page_tokens=block_tokens)
 
 
 def _without_gaps(tensor: Any) -> bool:
-    """Whether the elements of one block fill a range, in whatever order."""
+    """Whether the elements of one block fill a contiguous range, in any order."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride()[1:], tensor.shape[1:])):
         if length != 1:
@@ -42,27 +42,28 @@ def _without_gaps(tensor: Any) -> bool:
 
 
 def layer(name: str, tensor: Any, blocks: int) -> Layer:
-    """A layer's tensor, whose first dimension is blocks, or an even part of them."""
+    """The layer of a tensor, whose first dimension counts blocks, or equal parts of blocks."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
         raise unsupported(f"the cache of {name} is {type(tensor).__name__}, not one tensor: models "
-                          "with states beside attention are not taken here; use "
+                          "with states beside attention are not supported here; use "
                           "OffloadingConnector with the kvtier tier")
     if tensor.device.type not in ("cpu", "cuda"):
-        raise unsupported(f"the cache of {name} is on {tensor.device.type}; memory of the "
-                          "processor and of CUDA can be taken")
+        raise unsupported(f"the cache of {name} is on {tensor.device.type}: only host memory and "
+                          "CUDA memory are supported; use OffloadingConnector with the kvtier tier")
     if blocks <= 0 or tensor.dim() < 2 or tensor.shape[0] % blocks:
-        raise invalid(f"the cache of {name} has shape {tuple(tensor.shape)} for {blocks} blocks")
-    parts: Any = tensor  # its stubs know other methods than it has
+        raise invalid(f"the cache of {name} has shape {tuple(tensor.shape)}: its first dimension "
+                      f"must be a multiple of the {blocks} blocks, with a second one behind it")
+    parts: Any = tensor  # torch's type stubs lack some of its methods
     if tensor.shape[0] != blocks:
         parts = parts.unflatten(0, (blocks, -1))
-    each = tensor.element_size()
-    size, stride = parts[0].numel() * each, parts.stride(0) * each
+    element_bytes = tensor.element_size()
+    size, stride = parts[0].numel() * element_bytes, parts.stride(0) * element_bytes
     if not _without_gaps(parts) or stride < size:
         raise unsupported(f"a block of {name} has gaps (strides {tuple(parts.stride())}): set "
                           "VLLM_KV_CACHE_LAYOUT=NHD or HND, or use OffloadingConnector")
-    offset = int(parts.storage_offset()) * each
+    offset = int(parts.storage_offset()) * element_bytes
     cuda = tensor.device.type == "cuda"
     flat: Any = torch.empty(0, dtype=torch.uint8)
     storage = tensor.untyped_storage()
@@ -73,18 +74,20 @@ def layer(name: str, tensor: Any, blocks: int) -> Layer:
 
 
 def layers(caches: Dict[str, Any], names: Sequence[str], blocks: int) -> List[Layer]:
-    """The layers of a model, in the order of their names."""
+    """The layers of a model, in the order of `names`."""
     missing = [name for name in names if name not in caches]
     if missing:
-        raise invalid(f"no cache of layer {missing[0]}")
+        raise invalid(f"no cache of layer {missing[0]} was registered: register the caches of all "
+                      f"{len(names)} layers")
     found = [layer(name, caches[name], blocks) for name in names]
-    if len({one.ordinal for one in found}) > 1:
-        raise unsupported("the layers of one worker are on several devices")
+    if len({layer_.ordinal for layer_ in found}) > 1:
+        raise unsupported("the layers of one worker are on several devices: keep them on one, or "
+                          "use OffloadingConnector with the kvtier tier")
     return found
 
 
 def stream_event(device: Optional[kvtier.Device]) -> Optional[kvtier.DeviceEvent]:
-    """What was put on the engine's stream until now: moves of its memory come after that."""
+    """An event after all work that the engine's stream has now: transfers wait for it."""
     if device is None:
         return None
     import torch

@@ -1,4 +1,4 @@
-"""kvtier as a KV connector of its own, without a CPU tier of vLLM's:
+"""A KV connector that stores KV in kvtier directly, without vLLM's CPU tier:
 
     --kv-transfer-config '{"kv_connector": "KvtierConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "kvtier_vllm.connector",
@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats  # noqa: E402
 
-from .connector_meta import KvtierAnswers, KvtierMetadata  # noqa: E402
+from .connector_meta import KvtierMetadata, KvtierWorkerMetadata  # noqa: E402
 from .connector_scheduler import Scheduler  # noqa: E402
 from .connector_worker import Worker  # noqa: E402
 
@@ -34,14 +34,14 @@ _ADVICE = "use OffloadingConnector with the kvtier tier (kvtier_vllm.tier)"
 
 @dataclass
 class KvtierStats(KVConnectorStats):
-    """Counts of an interval."""
+    """Counters of one reporting interval."""
 
     def reset(self) -> None:
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, more in other.data.items():
-            self.data[name] = self.data.get(name, 0) + more
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> Dict[str, Any]:
@@ -51,15 +51,15 @@ class KvtierStats(KVConnectorStats):
         return not any(self.data.values())
 
 
-def _refuse(vllm_config: Any, kv_cache_config: Any, role: str) -> None:
-    """What this connector does not do, told at the start."""
+def _reject_unsupported(vllm_config: Any, kv_cache_config: Any, role: str) -> None:
+    """Rejects configurations that this connector does not support, when the engine starts."""
     parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
     for name in ("pipeline_parallel_size", "decode_context_parallel_size",
                  "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise unsupported(f"{name}={getattr(parallel, name)} is not supported: {_ADVICE}")
     if role not in ("kv_both", "kv_producer", "kv_consumer"):
-        raise invalid(f"kv_role={role!r}")
+        raise invalid(f"kv_role={role!r} is unknown: use kv_both, kv_producer or kv_consumer")
     if len(groups) != 1:
         raise unsupported(f"a model with {len(groups)} KV cache groups (hybrid attention) is not "
                           f"supported: {_ADVICE}")
@@ -70,10 +70,11 @@ def _refuse(vllm_config: Any, kv_cache_config: Any, role: str) -> None:
     if getattr(group.kv_cache_spec, "sliding_window", None):
         raise unsupported(f"KV with a sliding window is not supported: {_ADVICE}")
     if getattr(group, "is_eagle_group", False):
-        raise unsupported("layers of a draft model (EAGLE, MTP) depend on the token after: "
-                          f"{_ADVICE}")
+        raise unsupported("layers of a draft model (EAGLE, MTP) are not supported, because their "
+                          f"KV depends on the next token: {_ADVICE}")
     if group.host_resident or not group.enable_kv_transfer:
-        raise unsupported(f"KV that is in host memory already is not supported: {_ADVICE}")
+        raise unsupported("a KV cache group that stays in host memory, or has KV transfer "
+                          f"disabled, is not supported: {_ADVICE}")
 
 
 def _rank(parallel: Any) -> int:
@@ -85,37 +86,37 @@ def _rank(parallel: Any) -> int:
 
 
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV goes straight from the engine's caches to a kvtier store and back, by tokens."""
+    """Transfers KV between the engine's KV caches and a kvtier store, keyed by tokens."""
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: what was not saved is computed."""
+        """False: the engine computes KV that was not saved."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Dict[str, Any]) -> bool:
-        """Layers that are waited for, and saved, one after the other are not in graphs."""
+        """True for layer-wise transfers: waits between layers cannot be part of a full graph."""
         return flag(extra_config, "layerwise", False)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """No: the caches' addresses are kept."""
+        """False: sleep mode frees the caches, but the connector keeps their addresses."""
         return False
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        _refuse(vllm_config, kv_cache_config, transfer.kv_role)
+        _reject_unsupported(vllm_config, kv_cache_config, transfer.kv_role)
         extra = dict(transfer.kv_connector_extra_config or {})
         reject_unknown(extra, [*Settings.names(), *_OWN])
-        settings = Settings.take(extra)
+        settings = Settings.from_config(extra)
         layerwise, save_decode, use_hints = (flag(extra, "layerwise", False), flag(
             extra, "save_decode", True), flag(extra, "hints", True))
         self._group = kv_cache_config.kv_cache_groups[0]
         block = int(self._group.kv_cache_spec.block_size)
         self._scheduler: Optional[Scheduler] = None
         self._worker: Optional[Worker] = None
-        self._sent: Dict[str, int] = {}
+        self._reported_counts: Dict[str, int] = {}
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(
                 transfer.engine_id, block, layerwise=layerwise,
@@ -128,7 +129,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             "cache_dtype": str(vllm_config.cache_config.cache_dtype),
             "revision": str(model.revision), "layers": list(self._group.layer_names),
             "layout": str(kv_cache_config.kv_cache_layout),
-            # What the engine is told to make of the same checkpoint.
+            # These options change the KV that the engine computes from one checkpoint.
             "quantization": str(getattr(model, "quantization", None)),
             "overrides": repr(getattr(model, "hf_overrides", None) or None),
         }
@@ -139,16 +140,18 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler's side."""
+        """The scheduler side."""
         if self._scheduler is None:
-            raise invalid("this is the connector of a worker")
+            raise invalid("this connector has the role of a worker, and no scheduler side: ask "
+                          "the scheduler's connector")
         return self._scheduler
 
     @property
     def worker(self) -> Worker:
-        """The worker's side, with its store."""
+        """The worker side, which owns the store."""
         if self._worker is None:
-            raise invalid("this is the connector of the scheduler")
+            raise invalid("this connector has the role of the scheduler, and no worker side: ask "
+                          "a worker's connector")
         return self._worker
 
     def _meta(self) -> KvtierMetadata:
@@ -156,7 +159,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(meta, KvtierMetadata)
         return meta
 
-    # The worker's side.
+    # Worker side.
 
     def register_kv_caches(self, kv_caches: Dict[str, Any]) -> None:
         self.worker.register(kv_caches, list(self._group.layer_names),
@@ -166,7 +169,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_loads(self._meta())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self.worker.wait_layer(layer_name)
+        self.worker.wait_for_layer_load(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any,
                       **kwargs: Any) -> None:
@@ -177,23 +180,23 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: Set[str]) -> Tuple[Optional[Set[str]],
                                                                 Optional[Set[str]]]:
-        return None, self.worker.loaded() or None
+        return None, self.worker.take_finished_loads() or None
 
     def get_block_ids_with_load_errors(self) -> Set[int]:
-        return self.worker.bad_blocks()
+        return self.worker.take_failed_blocks()
 
-    def build_connector_worker_meta(self) -> Optional[KvtierAnswers]:
-        return None if self._worker is None else self._worker.answers()
+    def build_connector_worker_meta(self) -> Optional[KvtierWorkerMetadata]:
+        return None if self._worker is None else self._worker.metadata()
 
     def get_kv_connector_stats(self) -> Optional[KVConnectorStats]:
-        now: Dict[str, int] = {}
+        counts: Dict[str, int] = {}
         if self._worker is not None:
-            now = dict(self._worker.counts)
+            counts = dict(self._worker.counts)
         if self._scheduler is not None:
-            now = {"lookup_tokens": self._scheduler.queries, "hit_tokens": self._scheduler.hits}
-        told = {name: n - self._sent.get(name, 0) for name, n in now.items()}
-        self._sent = now
-        return KvtierStats(data=told) if any(told.values()) else None
+            counts = {"lookup_tokens": self._scheduler.queries, "hit_tokens": self._scheduler.hits}
+        increase = {name: n - self._reported_counts.get(name, 0) for name, n in counts.items()}
+        self._reported_counts = counts
+        return KvtierStats(data=increase) if any(increase.values()) else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: Optional[Dict[str, Any]] = None
@@ -206,7 +209,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.shutdown()
 
-    # The scheduler's side.
+    # Scheduler side.
 
     def on_new_request(self, request: Any) -> None:
         self.scheduler.on_new_request(request)
@@ -220,11 +223,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self.scheduler.meta(scheduler_output)
+        return self.scheduler.build_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self.scheduler.failed(connector_output.invalid_block_ids)
-        self.scheduler.heard(connector_output.kv_connector_worker_meta)
+        self.scheduler.on_failed_blocks(connector_output.invalid_block_ids)
+        self.scheduler.on_worker_metadata(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Any, block_ids: Any
                          ) -> Tuple[bool, Optional[Dict[str, Any]]]:
@@ -239,5 +242,5 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return ()
 
     def reset_cache(self) -> Optional[bool]:
-        self.scheduler.forget()
+        self.scheduler.reset()
         return True

@@ -1,4 +1,7 @@
-"""What the connector's two sides tell each other, step by step. All of it can be pickled."""
+"""Messages between the scheduler side and the worker side of the connector.
+
+vLLM passes one message in each direction per step, and pickles them between processes.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +19,41 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 
 
-class Who(NamedTuple):
-    """What makes a request's KV other KV, beside its tokens."""
+class KvScope(NamedTuple):
+    """The fields of a request, besides its tokens, that decide which KV it can reuse."""
 
     lora: bytes
     salt: bytes
     media: Tuple[Tuple[int, bytes], ...]
 
 
-class Ask(NamedTuple):
-    """How far could this go on?"""
+class Lookup(NamedTuple):
+    """The question how many of these tokens every store could load."""
 
     request: str
-    who: Who
+    scope: KvScope
     tokens: List[int]
 
 
-class Opened(NamedTuple):
-    """A request whose KV is going to move."""
+class OpenSession(NamedTuple):
+    """Opens a session for a request that will load or save KV."""
 
     request: str
-    who: Who
+    scope: KvScope
     tenant: int
     priority: Optional[int]
 
 
-class Grown(NamedTuple):
-    """Tokens of a request, from an index on."""
+class AppendTokens(NamedTuple):
+    """Appends tokens to a request's session. `first` is the index of the first token."""
 
     request: str
     first: int
     tokens: List[int]
 
 
-class Move(NamedTuple):
-    """Tokens of a request and the blocks in which they are."""
+class BlockTransfer(NamedTuple):
+    """A load or save: a range of a request's tokens, and the blocks that hold their KV."""
 
     request: str
     first: int
@@ -58,8 +61,8 @@ class Move(NamedTuple):
     blocks: List[int]
 
 
-class Ended(NamedTuple):
-    """A request has finished, and what is known of its future."""
+class EndRequest(NamedTuple):
+    """Closes the session of a finished request, with hints about its next use."""
 
     request: str
     stop: int
@@ -69,59 +72,62 @@ class Ended(NamedTuple):
 
 @dataclass
 class KvtierMetadata(KVConnectorMetadata):
-    """A step, from the scheduler to each worker. Lists are gone through in this order."""
+    """One step's message from the scheduler to each worker, which applies the fields in order."""
 
-    #: Grows when all that was stored is to be forgotten.
+    #: Incremented by `reset_cache`: KV of earlier epochs must not be found.
     epoch: int = 0
-    #: Counts steps.
+    #: Number of the step.
     step: int = 0
-    #: Policies that tiers go on with: the tier's number, and the spec.
+    #: Eviction policies to switch to: the number of the tier, and the policy's spec.
     policies: List[Tuple[int, str]] = field(default_factory=list)
-    opened: List[Opened] = field(default_factory=list)
-    grown: List[Grown] = field(default_factory=list)
-    loads: List[Move] = field(default_factory=list)
-    saves: List[Move] = field(default_factory=list)
-    asks: List[Ask] = field(default_factory=list)
-    #: Requests whose answers have come, and need not be said again.
-    heard: List[str] = field(default_factory=list)
-    ended: List[Ended] = field(default_factory=list)
+    opened: List[OpenSession] = field(default_factory=list)
+    appended: List[AppendTokens] = field(default_factory=list)
+    loads: List[BlockTransfer] = field(default_factory=list)
+    saves: List[BlockTransfer] = field(default_factory=list)
+    lookups: List[Lookup] = field(default_factory=list)
+    #: Requests whose lookup results the scheduler has received; workers stop repeating them.
+    acknowledged: List[str] = field(default_factory=list)
+    ended: List[EndRequest] = field(default_factory=list)
 
 
 @dataclass
-class KvtierAnswers(KVConnectorWorkerMetadata):
-    """From a worker: how many tokens each request that was asked for could go on with, of how many,
-    and the last step whose loads within it have ended, so that those which failed are known. `room`
-    is how many blocks its store has room for, `policy` what its memory goes by."""
+class KvtierWorkerMetadata(KVConnectorWorkerMetadata):
+    """One step's message from a worker to the scheduler."""
 
     epoch: int
+    #: Results of lookups by request: the number of tokens asked for, and of usable tokens.
     tokens: Dict[str, Tuple[int, int]]
+    #: The last step whose layer-wise loads have all ended, so that failures are reported.
     step: int = 0
-    room: int = 0
+    #: Blocks that fit into the memory of the worker's store.
+    capacity_blocks: int = 0
+    #: The eviction policy of that memory.
     policy: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """What all workers have: what one lacks is lacking."""
-        assert isinstance(other, KvtierAnswers)
+        """Combines two workers: a token is usable only when both workers have it."""
+        assert isinstance(other, KvtierWorkerMetadata)
         epoch, step = max(self.epoch, other.epoch), min(self.step, other.step)
-        room, policy = min(self.room, other.room), self.policy or other.policy
+        capacity = min(self.capacity_blocks, other.capacity_blocks)
+        policy = self.policy or other.policy
         if other.epoch != self.epoch:
             newer = self if self.epoch > other.epoch else other
-            return KvtierAnswers(epoch, newer.tokens, step, room, policy)
-        # Workers may know in different steps; each says it until it was heard.
-        both = [request for request, (size, _) in self.tokens.items()
-                if other.tokens.get(request, (-1, 0))[0] == size]
-        return KvtierAnswers(epoch, {
-            request: min(self.tokens[request], other.tokens[request]) for request in both},
-            step, room, policy)
+            return KvtierWorkerMetadata(epoch, newer.tokens, step, capacity, policy)
+        # Workers may finish a lookup in different steps. Each repeats its result until the
+        # scheduler acknowledges it.
+        common = [request for request, (size, _) in self.tokens.items()
+                  if other.tokens.get(request, (-1, 0))[0] == size]
+        tokens = {request: min(self.tokens[request], other.tokens[request]) for request in common}
+        return KvtierWorkerMetadata(epoch, tokens, step, capacity, policy)
 
 
-def who(request: Any) -> Who:
-    """That of a request."""
+def scope_of(request: Any) -> KvScope:
+    """The scope of an engine's request."""
     lora = request.lora_request
     media: Dict[int, bytes] = {}
     for feature in request.mm_features:
-        # One at each token: parts of one item may begin at the same.
+        # Several parts of one item may begin at the same token, which has one digest.
         at = int(feature.mm_position.offset)
         media[at] = hashlib.sha256(media.get(at, b"") + feature.identifier.encode()).digest()
     name = b"" if lora is None else f"{lora.lora_name}\0{lora.lora_path}".encode()
-    return Who(name, (request.cache_salt or "").encode(), tuple(sorted(media.items())))
+    return KvScope(name, (request.cache_salt or "").encode(), tuple(sorted(media.items())))

@@ -1,4 +1,4 @@
-"""The connector's side in a worker: its store, and the moves between that and the KV caches."""
+"""The connector's worker side: its store, and transfers between the store and the KV caches."""
 
 from __future__ import annotations
 
@@ -13,31 +13,37 @@ import kvtier
 from kvtier._errors import Error
 
 from . import caches, hints, identity
-from .connector_meta import Ask, KvtierAnswers, KvtierMetadata, Move, Who
-from .settings import Settings, Shared, acquire, invalid, logger, release
+from .connector_meta import (
+    BlockTransfer,
+    KvScope,
+    KvtierMetadata,
+    KvtierWorkerMetadata,
+    Lookup,
+)
+from .settings import Settings, SharedStore, acquire, invalid, logger, release
 
-#: Namespaces of LoRAs and salts that are kept open; others are opened again.
-_MOST_SPACES = 256
+#: Most namespaces (pairs of a LoRA and a salt) that stay open; others are reopened on use.
+_MAX_NAMESPACES = 256
 
 _lock = threading.Lock()
 _workers: "weakref.WeakValueDictionary[str, Worker]" = weakref.WeakValueDictionary()
 
 
-def worker_here(engine: str) -> "Optional[Worker]":
-    """The engine's worker, where it is its only one and in this process."""
+def local_worker(engine: str) -> "Optional[Worker]":
+    """The engine's worker, if it is the only one and runs in this process."""
     with _lock:
         found = _workers.get(engine)
     return found if found is not None and found.process == os.getpid() else None
 
 
-class _Question:
-    """What a remote is asked for a request."""
+class _RemoteLookup:
+    """A remote lookup of one request's tokens, in a session of its own."""
 
-    def __init__(self, space: kvtier.Namespace, ask: Ask, seconds: float) -> None:
-        self.tokens = len(ask.tokens)
-        self._session = space.session()
+    def __init__(self, namespace: kvtier.Namespace, lookup: Lookup, seconds: float) -> None:
+        self.tokens = len(lookup.tokens)
+        self._session = namespace.session()
         try:
-            self._session.append(ask.tokens, ask.who.media)
+            self._session.append(lookup.tokens, lookup.scope.media)
             self.op = self._session.locate(timeout=seconds)
         except BaseException:
             self._session.close()
@@ -51,38 +57,38 @@ class _Question:
 
 
 class Worker:
-    """A worker: one store, a session a request. A load that fails names its blocks, and the
-    engine computes them."""
+    """A worker with one store, and one session per request. A failed load reports its blocks,
+    and the engine computes them."""
 
     def __init__(self, engine: str, settings: Settings, terms: Dict[str, Any], *, model: str,
                  shard: Tuple[int, int], block_tokens: int, layerwise: bool) -> None:
         self._engine, self._settings, self._terms = engine, settings, terms
         self._model, self._shard, self._block = model, shard, block_tokens
         self.layerwise, self.process = layerwise, os.getpid()
-        # The scheduler looks up from its own thread.
-        self._guard = threading.RLock()
+        # The scheduler's thread looks up, too, and opens namespaces.
+        self._namespace_lock = threading.RLock()
         self._key = f"connector:{engine}:{settings.disk_path}:{shard[0]}"
-        self._shared: Optional[Shared] = None
+        self._shared: Optional[SharedStore] = None
         self._has_remote = False
         self._layers: List[caches.Layer] = []
         self._index: Dict[str, int] = {}
         self._groups: List[kvtier.Group] = []
-        self._spaces: "OrderedDict[Tuple[bytes, bytes], kvtier.Namespace]" = OrderedDict()
+        self._namespaces: "OrderedDict[Tuple[bytes, bytes], kvtier.Namespace]" = OrderedDict()
         self._sessions: Dict[str, kvtier.Session] = {}
         self._media: Dict[str, Tuple[Tuple[int, bytes], ...]] = {}
-        self._loading: Dict[str, Tuple[kvtier.Op, Move]] = {}
-        self._by_layer: List[Tuple[List[kvtier.Op], Move]] = []
+        self._loading: Dict[str, Tuple[kvtier.Op, BlockTransfer]] = {}
+        self._by_layer: List[Tuple[List[kvtier.Op], BlockTransfer]] = []
         self._saving: List[kvtier.Op] = []
         self._saved_layers: Set[int] = set()
-        #: What is asked for, and was not answered yet; what was, until that was heard.
-        self._asked: Dict[str, Ask] = {}
-        self._answers: Dict[str, Tuple[int, int]] = {}
-        self._questions: Dict[str, _Question] = {}
+        #: Lookups without a result yet, and results that the scheduler has not acknowledged.
+        self._pending_lookups: Dict[str, Lookup] = {}
+        self._lookup_results: Dict[str, Tuple[int, int]] = {}
+        self._remote_lookups: Dict[str, _RemoteLookup] = {}
         self._loaded_step = 0
-        self._bad: Set[int] = set()
-        self._refused: Set[str] = set()
+        self._failed_blocks: Set[int] = set()
+        self._rejected_loads: Set[str] = set()
         self._epoch = 0
-        self._done: Optional[KvtierMetadata] = None
+        self._applied: Optional[KvtierMetadata] = None
         self.counts: Dict[str, int] = {}
 
     @property
@@ -91,41 +97,42 @@ class Worker:
         return self._open().store
 
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
-        """Goes on with another policy, while everything runs."""
+        """Switches a tier to another policy while transfers run."""
         self._open().set_policy(spec, tier)
 
-    def room(self) -> int:
-        """How many blocks there is room for; 0 without KV caches."""
+    def capacity_blocks(self) -> int:
+        """Number of blocks that fit into host memory; 0 without KV caches."""
         if self._shared is None:
             return 0
         return kvtier.Advisor.room_of(self._shared.store,
-                                      sum(one.block_bytes for one in self._layers))
+                                      sum(layer.block_bytes for layer in self._layers))
 
     def policy(self) -> str:
-        """What memory goes by; "" without KV caches."""
+        """The eviction policy of host memory; "" without KV caches."""
         return "" if self._shared is None else self._shared.policy
 
-    def _open(self) -> Shared:
+    def _open(self) -> SharedStore:
         if self._shared is None:
-            raise kvtier.ClosedError("the connector has no KV caches, or was shut down",
-                                     kvtier.abi.KVT_E_CLOSED, "KVT_E_CLOSED")
+            raise kvtier.ClosedError(
+                "the connector has no store: register_kv_caches was not called, or the connector "
+                "was shut down", kvtier.abi.KVT_E_CLOSED, "KVT_E_CLOSED")
         return self._shared
 
     def register(self, tensors: Dict[str, Any], names: List[str], blocks: int) -> None:
-        """The KV caches: from now on there is a store."""
+        """Registers the KV caches, and opens the store."""
         self._close()
         self._layers = caches.layers(tensors, names, blocks)
-        self._index = {one.name: at for at, one in enumerate(self._layers)}
+        self._index = {layer.name: at for at, layer in enumerate(self._layers)}
         sizes: Dict[int, List[int]] = {}
-        for at, one in enumerate(self._layers):
-            if one.block_bytes % self._block:
-                raise invalid(f"a block of {one.name} has {one.block_bytes} bytes, which "
-                              f"{self._block} tokens do not share evenly")
-            sizes.setdefault(one.block_bytes // self._block, []).append(at)
-        self._groups = [kvtier.Group(layers=of, k_bytes=size) for size, of in sizes.items()]
-        # Attention backends differ in the order inside a block, which has as many bytes in all.
-        orders = [[list(one.shape[1:]), list(one.stride()[1:]), one.element_size()]
-                  for one in (tensors[name] for name in names)]
+        for at, layer in enumerate(self._layers):
+            if layer.block_bytes % self._block:
+                raise invalid(f"a block of {layer.name} has {layer.block_bytes} bytes, which is "
+                              f"not a multiple of its {self._block} tokens")
+            sizes.setdefault(layer.block_bytes // self._block, []).append(at)
+        self._groups = [kvtier.Group(layers=at, k_bytes=size) for size, at in sizes.items()]
+        # Attention backends order the bytes of a block differently, with the same block size.
+        orders = [[list(cache.shape[1:]), list(cache.stride()[1:]), cache.element_size()]
+                  for cache in (tensors[name] for name in names)]
         self._terms = {**self._terms, "orders": orders}
         self._shared = acquire(self._key, self._settings, self._layers[0].ordinal)
         self._has_remote = bool(self._shared.store.remote_stats()["read_circuit"])
@@ -133,64 +140,67 @@ class Worker:
             with _lock:
                 _workers[self._engine] = self
 
-    def _space(self, who: Who) -> kvtier.Namespace:
-        of = (who.lora, who.salt)
-        if of not in self._spaces:
-            if len(self._spaces) >= _MOST_SPACES:
-                self._spaces.popitem(last=False)[1].close()
-            same = identity.of(self._model, self._settings.weights, self._terms,
-                               lora=who.lora or None, salt=who.salt or None, shard=self._shard)
-            self._spaces[of] = self._open().store.namespace(
-                same, chunk_tokens=self._block, groups=self._groups)
-        self._spaces.move_to_end(of)
-        return self._spaces[of]
+    def _namespace(self, scope: KvScope) -> kvtier.Namespace:
+        key = (scope.lora, scope.salt)
+        if key not in self._namespaces:
+            if len(self._namespaces) >= _MAX_NAMESPACES:
+                self._namespaces.popitem(last=False)[1].close()
+            kv_identity = identity.build(
+                self._model, self._settings.weights, self._terms, lora=scope.lora or None,
+                salt=scope.salt or None, shard=self._shard)
+            self._namespaces[key] = self._open().store.namespace(
+                kv_identity, chunk_tokens=self._block, groups=self._groups)
+        self._namespaces.move_to_end(key)
+        return self._namespaces[key]
 
-    def lookup(self, ask: Ask) -> Optional[int]:
-        """How many tokens could be gone on with; None while the store's remote has not answered: it
-        is asked again in the next step."""
-        if self._shared is None or not ask.tokens:
+    def lookup(self, lookup: Lookup) -> Optional[int]:
+        """The number of leading tokens that can be loaded. It is None while the store's remote has
+        not answered: the scheduler looks up again in the next step."""
+        if self._shared is None or not lookup.tokens:
             return 0
-        with self._guard:
+        with self._namespace_lock:
             try:
-                return self._look(ask)
-            except Error as error:  # a miss: what leaves this ends the engine
+                return self._lookup_store(lookup)
+            except Error as error:  # a miss: an exception here would end the engine
                 self._count("failed_lookups", 1)
-                logger.warning("what there is of %s is not known: %s", ask.request, str(error))
+                logger.warning("the lookup of request %s failed and counts as a miss: %s",
+                               lookup.request, str(error))
                 return 0
 
-    def _look(self, ask: Ask) -> Optional[int]:
-        space = self._space(ask.who)
-        if not self._asks_remote:
-            return space.lookup(ask.tokens, ask.who.media).reusable_tokens
-        one = self._questions.get(ask.request)
-        if one is None or one.tokens != len(ask.tokens):
-            self._drop_question(ask.request)
+    def _lookup_store(self, lookup: Lookup) -> Optional[int]:
+        namespace = self._namespace(lookup.scope)
+        if not self._uses_remote:
+            return namespace.lookup(lookup.tokens, lookup.scope.media).reusable_tokens
+        pending = self._remote_lookups.get(lookup.request)
+        if pending is None or pending.tokens != len(lookup.tokens):
+            self._cancel_remote_lookup(lookup.request)
             try:
-                one = _Question(space, ask, self._settings.ask_s)
+                pending = _RemoteLookup(namespace, lookup, self._settings.ask_s)
             except Error as error:
-                logger.warning("the remote is not asked for %s: %s", ask.request, str(error))
-                return space.lookup(ask.tokens, ask.who.media).reusable_tokens
-            self._questions[ask.request] = one
-        info = one.op.info()
+                logger.warning("the remote lookup of request %s could not start; only local tiers "
+                               "count: %s", lookup.request, str(error))
+                return namespace.lookup(lookup.tokens, lookup.scope.media).reusable_tokens
+            self._remote_lookups[lookup.request] = pending
+        info = pending.op.info()
         if not info.released:
             return None
-        self._drop_question(ask.request)
-        # What is here counts, whatever became of the question.
-        return info.value if not info.status else space.lookup(
-            ask.tokens, ask.who.media).reusable_tokens
+        self._cancel_remote_lookup(lookup.request)
+        # KV in local tiers counts even when the remote lookup failed.
+        return info.value if not info.status else namespace.lookup(
+            lookup.tokens, lookup.scope.media).reusable_tokens
 
     @property
-    def _asks_remote(self) -> bool:
+    def _uses_remote(self) -> bool:
         return bool(self._settings.ask_s) and self._has_remote
 
-    def _drop_question(self, request: str) -> None:
-        with self._guard:
-            one = self._questions.pop(request, None)
-        if one is not None:
-            one.close()
+    def _cancel_remote_lookup(self, request: str) -> None:
+        with self._namespace_lock:
+            pending = self._remote_lookups.pop(request, None)
+        if pending is not None:
+            pending.close()
 
-    def enter(self, epoch: int) -> None:
-        """Forgets all that was stored before an epoch."""
+    def begin_epoch(self, epoch: int) -> None:
+        """Begins an epoch: KV of earlier epochs is not found any more."""
         if epoch <= self._epoch:
             return
         self._epoch = epoch
@@ -200,138 +210,140 @@ class Worker:
         for session in self._sessions.values():
             session.close()
         self._sessions.clear()
-        self._forget_questions()
-        # What is open is cleared. What is not, or is held, has another identity from now on.
-        with self._guard:
+        self._cancel_lookups()
+        # Open namespaces are cleared. The new term changes every identity, so that KV in closed
+        # namespaces, or KV that is held, is not found either.
+        with self._namespace_lock:
             self._terms = {**self._terms, "reset": uuid.uuid4().hex}
-            spaces, self._spaces = self._spaces, OrderedDict()
-            for space in spaces.values():
+            namespaces, self._namespaces = self._namespaces, OrderedDict()
+            for namespace in namespaces.values():
                 try:
-                    space.clear()
+                    namespace.clear()
                 except Error as error:
-                    logger.warning("what was stored is not found, and was not cleared: %s",
-                                   str(error))
-                space.close()
+                    logger.warning("reset_cache could not clear a namespace; its KV stays in the "
+                                   "store and is not found: %s", str(error))
+                namespace.close()
 
     def apply(self, meta: KvtierMetadata) -> None:
-        """What a step says of requests; whoever needs it first has it done."""
-        if self._done is meta:
+        """Applies the session changes of a step, once: the first call of the step does it."""
+        if self._applied is meta:
             return
-        self._done, self._saved_layers = meta, set()
-        self.enter(meta.epoch)
+        self._applied, self._saved_layers = meta, set()
+        self.begin_epoch(meta.epoch)
         for tier, spec in meta.policies:
             try:
                 self.set_policy(spec, tier)
             except Error as error:
-                logger.warning("set_policy(%r, %d): %s", spec, tier, str(error))
+                logger.warning("set_policy(%r, %d) failed, the old policy stays: %s", spec, tier,
+                               str(error))
         for opened in meta.opened:
-            # A session of its own id that is left is of a request that was given up.
+            # A session that still has this id belongs to a request that was aborted.
             self._end(opened.request)
             try:
-                with self._guard:
-                    self._sessions[opened.request] = self._space(opened.who).session(
+                with self._namespace_lock:
+                    self._sessions[opened.request] = self._namespace(opened.scope).session(
                         tenant=opened.tenant, priority=opened.priority)
             except Error as error:
-                self._without(opened.request, error)
+                self._disable_store(opened.request, error)
                 continue
-            self._media[opened.request] = opened.who.media
-        for grown in meta.grown:
-            session = self._sessions.get(grown.request)
+            self._media[opened.request] = opened.scope.media
+        for appended in meta.appended:
+            session = self._sessions.get(appended.request)
             if session is None:
                 continue
-            end = grown.first + len(grown.tokens)
+            end = appended.first + len(appended.tokens)
             try:
-                session.append(grown.tokens, [
-                    (at - grown.first, digest) for at, digest in self._media[grown.request]
-                    if grown.first <= at < end])
-            except Error as error:  # what came after would have these tokens' places
-                self._end(grown.request)
-                self._without(grown.request, error)
+                session.append(appended.tokens, [
+                    (at - appended.first, digest) for at, digest in self._media[appended.request]
+                    if appended.first <= at < end])
+            except Error as error:  # later tokens would get the positions of these
+                self._end(appended.request)
+                self._disable_store(appended.request, error)
 
-    def _without(self, request: str, error: Error) -> None:
-        """A request that goes on without the store: what is to be loaded for it is computed."""
+    def _disable_store(self, request: str, error: Error) -> None:
+        """Counts a request that continues without the store: the engine computes its KV."""
         self._count("failed_sessions", 1)
-        logger.warning("KV of %s is neither loaded nor stored: %s", request, str(error))
+        logger.warning("KV of request %s is neither loaded nor stored: %s", request, str(error))
 
-    def _views(self, move: Move) -> List[kvtier.View]:
-        return [one.view(move.blocks, self._block) for one in self._layers]
+    def _views(self, transfer: BlockTransfer) -> List[kvtier.View]:
+        return [layer.view(transfer.blocks, self._block) for layer in self._layers]
 
     def start_loads(self, meta: KvtierMetadata) -> None:
-        """Begins what is to be loaded, and answers what is asked."""
+        """Starts the step's loads, and answers its lookups."""
         self.apply(meta)
         after: Optional[kvtier.DeviceEvent] = None
         if self.layerwise and meta.loads:
             self._loaded_step = meta.step
-        for move in meta.loads:
-            session = self._sessions.get(move.request)
+        for transfer in meta.loads:
+            session = self._sessions.get(transfer.request)
             try:
                 if session is None:
-                    raise invalid(f"nothing is known of request {move.request}")
+                    raise invalid(f"request {transfer.request} has no session")
                 after = after or caches.stream_event(self._open().device)
                 if self.layerwise:
                     self._by_layer.append((session.get_each(
-                        self._views(move), first_token=move.first, tokens=move.length,
-                        after=after), move))
+                        self._views(transfer), first_token=transfer.first, tokens=transfer.length,
+                        after=after), transfer))
                 else:
-                    self._loading[move.request] = (session.get(
-                        self._views(move), first_token=move.first, tokens=move.length,
-                        after=after), move)
+                    self._loading[transfer.request] = (session.get(
+                        self._views(transfer), first_token=transfer.first, tokens=transfer.length,
+                        after=after), transfer)
             except Error as error:
-                self._lost(move, 0, error)
+                self._fail_load(transfer, 0, error)
                 if not self.layerwise:
                     self._count("refused_loads", 1)
-                    self._refused.add(move.request)
-        for name in meta.heard:
-            self._answers.pop(name, None)
-        self._asked.update((ask.request, ask) for ask in meta.asks)
-        for name, ask in list(self._asked.items()):
-            usable = self.lookup(ask)
+                    self._rejected_loads.add(transfer.request)
+        for name in meta.acknowledged:
+            self._lookup_results.pop(name, None)
+        self._pending_lookups.update((lookup.request, lookup) for lookup in meta.lookups)
+        for name, lookup in list(self._pending_lookups.items()):
+            usable = self.lookup(lookup)
             if usable is not None:
-                self._answers[name] = len(ask.tokens), usable
-                del self._asked[name]
+                self._lookup_results[name] = len(lookup.tokens), usable
+                del self._pending_lookups[name]
 
-    def _forget_questions(self) -> None:
-        for name in list(self._questions):
-            self._drop_question(name)
-        self._asked.clear()
-        self._answers.clear()
+    def _cancel_lookups(self) -> None:
+        for name in list(self._remote_lookups):
+            self._cancel_remote_lookup(name)
+        self._pending_lookups.clear()
+        self._lookup_results.clear()
 
-    def _lost(self, move: Move, tokens: int, error: Optional[Error]) -> None:
-        """All from the first gap on is to be computed."""
-        blocks = move.blocks[tokens // self._block:]
-        self._bad.update(blocks)
+    def _fail_load(self, transfer: BlockTransfer, tokens: int, error: Optional[Error]) -> None:
+        """Reports the blocks after the first `tokens` as failed: the engine computes them."""
+        blocks = transfer.blocks[tokens // self._block:]
+        self._failed_blocks.update(blocks)
         self._count("lost_blocks", len(blocks))
-        logger.warning("%d of %d blocks of %s did not come and are computed: %s", len(blocks),
-                       len(move.blocks), move.request, str(error))
+        logger.warning("%d of %d blocks of request %s could not be loaded; the engine computes "
+                       "them: %s", len(blocks), len(transfer.blocks), transfer.request, str(error))
 
     def _count(self, name: str, more: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + more
 
-    def wait_layer(self, name: str) -> None:
-        """Until what is loaded of a layer is there."""
+    def wait_for_layer_load(self, name: str) -> None:
+        """Waits for the loads of a layer."""
         at = self._index.get(name)
         if at is not None:
             for ops, _ in self._by_layer:
                 ops[at].wait()
 
     def _finish_layers(self) -> None:
-        for ops, _ in self._by_layer:  # known until then, should waiting be broken off
+        for ops, _ in self._by_layer:  # they stay listed in case the wait is interrupted
             for op in ops:
                 op.wait()
         loads, self._by_layer = self._by_layer, []
-        for ops, move in loads:
-            came, wrong = move.length, None
+        for ops, transfer in loads:
+            loaded, error = transfer.length, None
             for op in ops:
                 info = op.info()
                 if info.status:
-                    came, wrong = min(came, info.value), op.error()
+                    loaded, error = min(loaded, info.value), op.error()
                 op.close()
-            self._count("loaded_tokens", came)
-            if wrong is not None:
-                self._lost(move, came, wrong)
+            self._count("loaded_tokens", loaded)
+            if error is not None:
+                self._fail_load(transfer, loaded, error)
 
     def save_layer(self, name: str, meta: KvtierMetadata) -> None:
-        """Begins to store a layer, while the next ones are computed."""
+        """Starts to save a layer while the engine computes the next ones."""
         at = self._index.get(name)
         if not self.layerwise or at is None or not meta.saves:
             return
@@ -343,23 +355,23 @@ class Worker:
     def _put(self, meta: KvtierMetadata, first: int, end: int) -> None:
         after: Optional[kvtier.DeviceEvent] = None
         level = self._settings.put_level() if self._settings.level else kvtier.LEVEL_RAM
-        for move in meta.saves:
-            session = self._sessions.get(move.request)
+        for transfer in meta.saves:
+            session = self._sessions.get(transfer.request)
             if session is None:
                 continue
-            views = [one.view(move.blocks, self._block) for one in self._layers[first:end]]
+            views = [layer.view(transfer.blocks, self._block) for layer in self._layers[first:end]]
             try:
                 after = after or caches.stream_event(self._open().device)
                 self._saving.append(session.put(
-                    views, first_token=move.first, tokens=move.length, first_layer=first,
+                    views, first_token=transfer.first, tokens=transfer.length, first_layer=first,
                     level=level, after=after))
             except Error as error:
                 self._count("failed_saves", 1)
-                logger.warning("%d tokens of %s are not stored: %s", move.length, move.request,
-                               str(error))
+                logger.warning("%d tokens of request %s are not stored: %s", transfer.length,
+                               transfer.request, str(error))
 
     def finish_step(self, meta: KvtierMetadata) -> None:
-        """Stores what was not yet, and waits until the caches are the engine's alone."""
+        """Saves the remaining layers, and waits until no transfer uses the caches."""
         self.apply(meta)
         self._finish_layers()
         if meta.saves:
@@ -373,7 +385,7 @@ class Worker:
                     end += 1
                 self._put(meta, at, end)
                 at = end
-            self._count("saved_tokens", sum(move.length for move in meta.saves))
+            self._count("saved_tokens", sum(transfer.length for transfer in meta.saves))
         self._finish_saves()
         for ended in meta.ended:
             self._end(ended.request, ended.stop, ended.next_use_s, ended.done)
@@ -381,61 +393,61 @@ class Worker:
             self._shared.log_evictions()
 
     def _finish_saves(self) -> None:
-        for op in self._saving:  # they read the caches, also where waiting is broken off
+        for op in self._saving:  # they stay listed in case the wait is interrupted
             op.wait()
         saving, self._saving = self._saving, []
         for op in saving:
             error = op.error()
             if error is not None:
                 self._count("failed_saves", 1)
-                logger.warning("KV was not stored: %s", str(error))
+                logger.warning("a save failed; its KV is not stored: %s", str(error))
             op.close()
 
     def _end(self, request: str, stop: int = kvtier.STOP_UNKNOWN,
              next_use_s: Optional[float] = None, done: bool = False) -> None:
         session = self._sessions.pop(request, None)
         self._media.pop(request, None)
-        self._drop_question(request)
-        self._asked.pop(request, None)
-        self._answers.pop(request, None)
+        self._cancel_remote_lookup(request)
+        self._pending_lookups.pop(request, None)
+        self._lookup_results.pop(request, None)
         if session is None:
             return
         try:
             if stop or done or next_use_s is not None:
-                session.hint(stop=stop, next_use_ns=hints.moment(next_use_s), done=done)
+                session.hint(stop=stop, next_use_ns=hints.clock_ns(next_use_s), done=done)
         except Error as error:
-            logger.warning("a hint of %s was refused: %s", request, str(error))
+            logger.warning("the store rejected a hint about request %s: %s", request, str(error))
         session.close()
 
-    def loaded(self) -> Set[str]:
-        """Requests whose loads have ended, however."""
-        ended, self._refused = self._refused, set()
-        for name, (op, move) in list(self._loading.items()):
+    def take_finished_loads(self) -> Set[str]:
+        """Returns and forgets the requests whose loads have ended, with or without success."""
+        ended, self._rejected_loads = self._rejected_loads, set()
+        for name, (op, transfer) in list(self._loading.items()):
             info = op.info()
             if not info.released:
                 continue
             del self._loading[name]
             ended.add(name)
             if info.status:
-                self._lost(move, info.value, op.error())
+                self._fail_load(transfer, info.value, op.error())
             self._count("loaded_tokens", info.value)
             op.close()
         return ended
 
-    def bad_blocks(self) -> Set[int]:
-        """Blocks that did not come, each told once. The engine may ask before it waits for
-        saves, and what it has computed with a block counts unless it is told now."""
+    def take_failed_blocks(self) -> Set[int]:
+        """Returns and forgets the blocks whose load failed. It waits for layer-wise loads: the
+        engine may call it before it waits for saves, and would use a failed block otherwise."""
         self._finish_layers()
-        bad, self._bad = self._bad, set()
-        return bad
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
 
-    def answers(self) -> Optional[KvtierAnswers]:
-        """What is known of what was asked, and that the step's loads have ended."""
-        if not self._answers and not self._asked and not self._loaded_step:
+    def metadata(self) -> Optional[KvtierWorkerMetadata]:
+        """The message to the scheduler: lookup results, and the step whose loads have ended."""
+        if not self._lookup_results and not self._pending_lookups and not self._loaded_step:
             return None
         step, self._loaded_step = self._loaded_step, 0
-        return KvtierAnswers(self._epoch, dict(self._answers), step, self.room(),
-                             self.policy())
+        return KvtierWorkerMetadata(self._epoch, dict(self._lookup_results), step,
+                                    self.capacity_blocks(), self.policy())
 
     def _close(self) -> None:
         if self._shared is None:
@@ -453,16 +465,16 @@ class Worker:
         self._finish_saves()
         for name in list(self._sessions):
             self._end(name)
-        self._forget_questions()
-        with self._guard:
-            for space in self._spaces.values():
-                space.close()
-            self._spaces.clear()
+        self._cancel_lookups()
+        with self._namespace_lock:
+            for namespace in self._namespaces.values():
+                namespace.close()
+            self._namespaces.clear()
             self._shared, self._layers = None, []
         release(self._key)
 
     def shutdown(self) -> None:
-        """Ends what is underway: loads are given up, saves are waited for."""
+        """Cancels loads, waits for saves, and closes the store."""
         with _lock:
             if _workers.get(self._engine) is self:
                 del _workers[self._engine]

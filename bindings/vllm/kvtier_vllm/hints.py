@@ -1,4 +1,4 @@
-"""What requests say of themselves: `kv_transfer_params={"kvtier": {...}}`."""
+"""Hints that a request carries about itself: `kv_transfer_params={"kvtier": {...}}`."""
 
 from __future__ import annotations
 
@@ -16,64 +16,66 @@ STOPS = {"": kvtier.STOP_UNKNOWN, "tool_use": kvtier.STOP_TOOL_USE,
          "cancelled": kvtier.STOP_CANCELLED}
 
 
-def number(text: str) -> int:
-    """64 bits that stand for a text, which a client may have written: also half a character."""
+def hash64(text: str) -> int:
+    """A 64-bit hash of a text. Text from clients may hold lone surrogates."""
     return int.from_bytes(hashlib.blake2b(
         text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
-def moment(seconds: Optional[float]) -> int:
-    """When that is, counted from now, by the clock of the policies; 0: not said."""
+def clock_ns(seconds: Optional[float]) -> int:
+    """The policies' clock, in ns, that many seconds from now; 0 (unknown) for None."""
     return 0 if seconds is None else time.monotonic_ns() + int(seconds * 1e9)
 
 
 @dataclass(frozen=True)
-class Told:
-    """A request's own words."""
+class RequestHints:
+    """The hints of one request."""
 
     tenant: int = 0
     priority: Optional[int] = None
-    #: Requests of one conversation say the same.
+    #: Name of the conversation: requests of one conversation give the same name.
     session: str = ""
-    #: Why it will have stopped, and when its KV is wanted again.
+    #: Why the request will stop, and the seconds from its end until its KV is used again.
     stop: int = kvtier.STOP_UNKNOWN
     next_use_s: Optional[float] = None
     done: bool = False
 
     @property
     def has_future(self) -> bool:
-        """Whether it says something of what is to come."""
+        """Whether any hint is about the future use of the KV."""
         return self.done or self.next_use_s is not None or self.stop != kvtier.STOP_UNKNOWN
 
 
-NOTHING = Told()
+NONE = RequestHints()
 
 
-def take(params: Optional[Mapping[str, Any]]) -> Told:
-    """What a request says. Nonsense is passed over: a client must not end the engine."""
-    said = (params or {}).get("kvtier")
-    if said is None:
-        return NOTHING
+def parse(params: Optional[Mapping[str, Any]]) -> RequestHints:
+    """Reads the hints of a request. Malformed hints are ignored with a warning, because a client
+    must not be able to end the engine."""
+    given = (params or {}).get("kvtier")
+    if given is None:
+        return NONE
     try:
-        priority, use = said.get("priority"), said.get("next_use_s")
-        told = Told(int(said.get("tenant", 0)), None if priority is None else int(priority),
-                    str(said.get("session", "")), STOPS[str(said.get("stop", ""))],
-                    None if use is None else float(use), flag(said, "done", False))
-        if not 0 <= told.tenant < 1 << 32 or not 0 <= (told.priority or 0) < 256:
-            raise ValueError("tenant and priority out of range")
-        if told.next_use_s is not None and not 0 <= told.next_use_s < 1e9:
-            raise ValueError("next_use_s out of range")
-        return told
+        priority, next_use = given.get("priority"), given.get("next_use_s")
+        parsed = RequestHints(
+            int(given.get("tenant", 0)), None if priority is None else int(priority),
+            str(given.get("session", "")), STOPS[str(given.get("stop", ""))],
+            None if next_use is None else float(next_use), flag(given, "done", False))
+        if not 0 <= parsed.tenant < 1 << 32 or not 0 <= (parsed.priority or 0) < 256:
+            raise ValueError("tenant must be below 2**32, and priority below 256")
+        if parsed.next_use_s is not None and not 0 <= parsed.next_use_s < 1e9:
+            raise ValueError("next_use_s must be at least 0 and below 1e9 seconds")
+        return parsed
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError,
             kvtier.InvalidError) as error:
-        logger.warning("kvtier hints of a request are passed over: %r: %s", said, str(error))
-        return NOTHING
+        logger.warning("kvtier hints of a request are ignored: %r: %s", given, str(error))
+        return NONE
 
 
-def of(context: Any) -> Told:
-    """Those of a `ReqContext`, read once a request."""
-    told = context.get_state(Told)
-    if not isinstance(told, Told):
-        told = take(context.kv_transfer_params)
-        context.set_state(told)
-    return told
+def of_request(context: Any) -> RequestHints:
+    """The hints of a `ReqContext`, read once per request."""
+    parsed = context.get_state(RequestHints)
+    if not isinstance(parsed, RequestHints):
+        parsed = parse(context.kv_transfer_params)
+        context.set_state(parsed)
+    return parsed

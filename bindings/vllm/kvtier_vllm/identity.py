@@ -1,4 +1,4 @@
-"""What makes KV other KV, and how rows are cut."""
+"""The identity of stored KV, and how rows are split into parts."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any, Dict, List
 
 import kvtier
 
-#: The tag under which the engine's own terms are part of the identity.
+#: Tag of the identity's extra field that holds the engine's own terms.
 TERMS = 0x80000001
-#: A part of a row is a cell of the store: not so large that it would need a segment alone.
+#: Most bytes of a part. A part is one cell of the store, and several fit into a segment.
 PART_BYTES = 4 << 20
 
 
 def parts(row_bytes: int) -> List[int]:
-    """The parts of a row of so many bytes: equal ones, as few as may be."""
+    """Splits a row into the fewest parts of at most `PART_BYTES`; only the last may be shorter."""
     count = -(-row_bytes // PART_BYTES)
-    each = -(-row_bytes // count)
-    return [each] * (count - 1) + [row_bytes - each * (count - 1)]
+    part_bytes = -(-row_bytes // count)
+    return [part_bytes] * (count - 1) + [row_bytes - part_bytes * (count - 1)]
 
 
-def of(model: str, weights: str, terms: Dict[str, Any], **more: Any) -> kvtier.Identity:
-    """An identity: the model, its weights' fingerprint, and what else the bytes depend on."""
+def build(model: str, weights: str, terms: Dict[str, Any], **more: Any) -> kvtier.Identity:
+    """An identity of the model, the weights' fingerprint, and the other terms of the bytes."""
     text = json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()
     return kvtier.Identity(model=model.encode(), weights=weights.encode() or None,
                            extra={TERMS: text}, **more)
 
 
-def of_offloading(config: Any, weights: str, seam: str, row: List[int],
-                  again: str = "") -> kvtier.Identity:
-    """That of vLLM's offloading: its block hashes say what the tokens are, this all else.
-    `again` is another text after each reset of what is stored."""
+def for_offloading(config: Any, weights: str, seam: str, row: List[int],
+                   epoch: str = "") -> kvtier.Identity:
+    """The identity of KV of vLLM's offloading. Its block hashes cover the tokens, and this
+    identity covers everything else. `epoch` is a new text after each `reset_cache`."""
     parallel = config.parallel
     terms: Dict[str, Any] = {
         "engine": "vllm", "seam": seam, "row": row, "dtype": str(config.model.dtype),
@@ -40,9 +40,9 @@ def of_offloading(config: Any, weights: str, seam: str, row: List[int],
         "layout": config.kv_cache_layout, "canonical": config.canonical_layout,
         "replicated": config.replicated_layout,
     }
-    if again:
-        terms["reset"] = again
+    if epoch:
+        terms["reset"] = epoch
     if not (parallel.is_parallelism_agnostic or config.replicated_layout):
         terms["parallel"] = [parallel.tp_size, parallel.pp_size, parallel.pcp_size,
                              parallel.dcp_size]
-    return of(config.model.name, weights, terms)
+    return build(config.model.name, weights, terms)

@@ -1,8 +1,8 @@
-"""Any kvtier policy chooses what leaves vLLM's CPU tier:
+"""A cache policy for vLLM's CPU tier, in which any kvtier policy chooses the victims:
 
     "eviction_policy": "kvtier:s3fifo", "cache_policy_module_path": "kvtier_vllm.policy"
 
-After the colon comes a spec string, such as `horizon`, `arc` or `qos(inner=lru)`.
+The text after the colon is a policy's spec, such as `horizon`, `arc` or `qos(inner=lru)`.
 """
 
 from __future__ import annotations
@@ -32,43 +32,47 @@ _live: "weakref.WeakSet[KvtierPolicy]" = weakref.WeakSet()
 
 
 class _Entry:
-    """A chunk that is in the cache. `pinned` is what vLLM says, `held` what the policy knows."""
+    """A chunk in the cache.
 
-    __slots__ = ("id", "key", "chunk", "pinned", "held", "known")
+    `is_pinned` is vLLM's state, and `is_acquired` the state that the policy was notified of.
+    `is_inserted` is true once the policy was notified of the chunk.
+    """
+
+    __slots__ = ("id", "key", "chunk", "is_pinned", "is_acquired", "is_inserted")
 
     def __init__(self, number: int, key: bytes, chunk: ChunkStatus) -> None:
         self.id, self.key, self.chunk = number, key, chunk
-        self.pinned, self.held, self.known = chunk.ref_cnt != 0, False, False
+        self.is_pinned, self.is_acquired, self.is_inserted = chunk.ref_cnt != 0, False, False
 
 
 class KvtierPolicy(CachePolicy):
-    """A kvtier policy over the chunks of vLLM's CPU tier. What vLLM tells it a chunk at a time
-    is gathered, and handed over in one call of each kind before the policy decides."""
+    """A kvtier policy over the chunks of vLLM's CPU tier. vLLM notifies it of one chunk at a
+    time. The notifications are batched, one call per kind, before the policy decides."""
 
     spec: ClassVar[str] = "horizon"
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self._policy = self._make(self.spec)
+        self._policy = self._open_policy(self.spec)
         self._entries: Dict[bytes, _Entry] = {}
         self._by_id: Dict[int, _Entry] = {}
-        self._free = 0
-        self._new: List[Tuple[_Entry, Any]] = []
-        self._moved: Dict[int, _Entry] = {}
+        self._evictable = 0
+        self._pending_inserts: List[Tuple[_Entry, Any]] = []
+        self._pin_changes: Dict[int, _Entry] = {}
         self._chunk_tokens = 0
         with _lock:
             _live.add(self)
 
-    def _make(self, spec: str) -> kvtier.Policy:
-        most = max(1, self.cache_capacity)
-        # Chunks may leave in any order: what is missing is computed.
-        policy = kvtier.Policy(spec, holes=True, max_objects=most, capacity_units=most,
-                               log_entries=1024, remember=max(4 * most, 1024))
+    def _open_policy(self, spec: str) -> kvtier.Policy:
+        capacity = max(1, self.cache_capacity)
+        # Chunks may be evicted in any order: the engine computes holes.
+        policy = kvtier.Policy(spec, holes=True, max_objects=capacity, capacity_units=capacity,
+                               log_entries=1024, remember=max(4 * capacity, 1024))
         self._only_recency = policy.stats()["name"] == "lru"
         return policy
 
     def switch(self, spec: str) -> None:
-        """Goes on with another policy; what carries over does."""
+        """Switches to another policy, which takes over the state that it can use."""
         self._flush()
         self._policy.switch(spec)
         self._only_recency = self._policy.stats()["name"] == "lru"
@@ -84,86 +88,86 @@ class KvtierPolicy(CachePolicy):
         return None if entry is None else entry.chunk
 
     def insert(self, key: Any, chunk: ChunkStatus, req_context: Any) -> None:
-        number = _number(key)
+        number = _chunk_id(key)
         while number in self._by_id:
             number = (number + 1) & _BITS
         entry = _Entry(number, key, chunk)
         self._entries[key] = self._by_id[number] = entry
-        self._free += not entry.pinned
-        self._new.append((entry, req_context))
+        self._evictable += not entry.is_pinned
+        self._pending_inserts.append((entry, req_context))
 
     def remove(self, key: Any) -> None:
         entry = self._entries[key]
         self._forget(entry)
-        if not entry.known:
+        if not entry.is_inserted:
             return
-        if entry.held:
+        if entry.is_acquired:
             self._policy.release([entry.id])
         self._policy.remove([entry.id])
 
     def _forget(self, entry: _Entry) -> None:
         del self._entries[entry.key], self._by_id[entry.id]
-        self._moved.pop(entry.id, None)
-        self._free -= not entry.pinned
+        self._pin_changes.pop(entry.id, None)
+        self._evictable -= not entry.is_pinned
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
         self._flush()
         ids = [entry.id for entry in map(self._entries.get, keys) if entry is not None]
         if ids:
-            self._policy.touch(ids, self._who(req_context, 0))
+            self._policy.touch(ids, self._context(req_context, 0))
 
     def on_store_miss(self, keys: Iterable[Any], req_context: Any) -> None:
         self._flush()
-        ids = [number for number in map(_number, keys) if number not in self._by_id]
+        ids = [number for number in map(_chunk_id, keys) if number not in self._by_id]
         if ids:
-            self._policy.lookup(ids, self._who(req_context, len(ids)))
+            self._policy.lookup(ids, self._context(req_context, len(ids)))
 
     def on_request_finished(self, key_groups: Sequence[Sequence[Any]], insertion_only_keys: Any,
                             reused_keys: Any, req_context: Any) -> None:
         self._flush()
         keys = [key for key in order_request_keys(key_groups, req_context)
                 if key in self._entries]
-        told = hints.of(req_context)
-        # A store is no use: it counts as one only where nothing but the order is counted.
+        given = hints.of_request(req_context)
+        # A store is no use of a chunk. It counts as one only for lru, which has no use counts.
         used = keys if self._only_recency else [key for key in keys if key in reused_keys]
-        who = self._who(req_context, len(keys))
+        context = self._context(req_context, len(keys))
         if used:
-            self._policy.lookup([self._entries[key].id for key in used], who)
-        if keys and told.has_future:
-            self._policy.hint([self._entries[key].id for key in keys], who, stop=told.stop,
-                              next_use_ns=hints.moment(told.next_use_s), done=told.done)
+            self._policy.lookup([self._entries[key].id for key in used], context)
+        if keys and given.has_future:
+            self._policy.hint([self._entries[key].id for key in keys], context, stop=given.stop,
+                              next_use_ns=hints.clock_ns(given.next_use_s), done=given.done)
 
     def evict(self, n: int, protected: Any) -> Optional[List[Tuple[Any, ChunkStatus]]]:
         if n == 0:
             return []
         self._flush()
-        spared = [entry.id for entry in map(self._entries.get, protected)
-                  if entry is not None and not entry.pinned]
-        if self._free - len(spared) < n:
+        protected_ids = [entry.id for entry in map(self._entries.get, protected)
+                         if entry is not None and not entry.is_pinned]
+        if self._evictable - len(protected_ids) < n:
             return None
-        if spared:
-            self._policy.acquire(spared)
+        if protected_ids:
+            self._policy.acquire(protected_ids)
         try:
             if self._policy.preview(n, n).freed_units < n:
                 return None
-            left = self._policy.evict(n, n).victims
+            victims = self._policy.evict(n, n).victims
         finally:
-            if spared:
-                self._policy.release(spared)
-        gone = [self._by_id[victim.id] for victim in left]
-        for entry in gone:
+            if protected_ids:
+                self._policy.release(protected_ids)
+        evicted = [self._by_id[victim.id] for victim in victims]
+        for entry in evicted:
             self._forget(entry)
-        return [(entry.key, entry.chunk) for entry in gone]
+        return [(entry.key, entry.chunk) for entry in evicted]
 
     def clear(self) -> None:
         spec = self._policy.spec
         self._policy.close()
-        self._policy = self._make(spec)
+        self._policy = self._open_policy(spec)
         self._entries.clear()
         self._by_id.clear()
-        self._new.clear()
-        self._moved.clear()
-        self._free = 0
+        self._pending_inserts.clear()
+        self._pin_changes.clear()
+        self._evictable = 0
 
     def mark_evictable(self, key: Any) -> None:
         self._mark(key, False)
@@ -171,65 +175,68 @@ class KvtierPolicy(CachePolicy):
     def mark_non_evictable(self, key: Any) -> None:
         self._mark(key, True)
 
-    def _mark(self, key: Any, pinned: bool) -> None:
+    def _mark(self, key: Any, is_pinned: bool) -> None:
         entry = self._entries[key]
-        if entry.pinned != pinned:
-            entry.pinned = pinned
-            self._free += -1 if pinned else 1
-            self._moved[entry.id] = entry
+        if entry.is_pinned != is_pinned:
+            entry.is_pinned = is_pinned
+            self._evictable += -1 if is_pinned else 1
+            self._pin_changes[entry.id] = entry
 
     def _flush(self) -> None:
-        new, self._new = self._new, []
+        inserts, self._pending_inserts = self._pending_inserts, []
         batch: List[Tuple[_Entry, Any]] = []
-        for one in new:
-            if batch and one[1] is not batch[-1][1]:
+        for item in inserts:
+            if batch and item[1] is not batch[-1][1]:
                 self._insert(batch)
                 batch = []
-            batch.append(one)
+            batch.append(item)
         if batch:
             self._insert(batch)
-        if not self._moved:
+        if not self._pin_changes:
             return
-        moved, self._moved = list(self._moved.values()), {}
-        for pinned, call in ((True, self._policy.acquire), (False, self._policy.release)):
-            some = [entry for entry in moved if entry.pinned == pinned != entry.held]
-            if some:
-                call([entry.id for entry in some])
-            for entry in some:
-                entry.held = pinned
+        changes, self._pin_changes = list(self._pin_changes.values()), {}
+        for is_pinned, call in ((True, self._policy.acquire), (False, self._policy.release)):
+            changed = [entry for entry in changes
+                       if entry.is_pinned == is_pinned != entry.is_acquired]
+            if changed:
+                call([entry.id for entry in changed])
+            for entry in changed:
+                entry.is_acquired = is_pinned
 
     def _insert(self, batch: List[Tuple[_Entry, Any]]) -> None:
         context = batch[0][1]
-        alive = [entry for entry, _ in batch if self._by_id.get(entry.id) is entry]
-        if not alive:
+        entries = [entry for entry, _ in batch if self._by_id.get(entry.id) is entry]
+        if not entries:
             return
-        ends = [context.get_offload_key_position(entry.key) for entry in alive]
+        ends = [context.get_offload_key_position(entry.key) for entry in entries]
         if all(end is not None for end in ends):
-            # The first of a path is the youngest: paths leave from their end.
-            order = sorted(range(len(alive)), key=ends.__getitem__)
+            # A batch lists the youngest chunk first. The first chunk of a path is the youngest,
+            # so that the path is evicted from its end.
+            order = sorted(range(len(entries)), key=ends.__getitem__)
         else:
-            order = list(range(len(alive) - 1, -1, -1))
-        least = min((end for end in ends if end), default=0)
-        if least and (not self._chunk_tokens or least < self._chunk_tokens):
-            self._chunk_tokens = least
+            order = list(range(len(entries) - 1, -1, -1))
+        shortest = min((end for end in ends if end), default=0)
+        if shortest and (not self._chunk_tokens or shortest < self._chunk_tokens):
+            self._chunk_tokens = shortest
         tokens = self._chunk_tokens
-        rows = [kvtier.Row(alive[at].id, tokens=tokens, context=max(0, (ends[at] or 0) - tokens))
+        rows = [kvtier.Row(entries[at].id, tokens=tokens, context=max(0, (ends[at] or 0) - tokens))
                 for at in order]
-        self._policy.insert(rows, self._who(context, len(rows)))
-        for entry in alive:
-            entry.known = True
-            if entry.pinned:
-                self._moved[entry.id] = entry
+        self._policy.insert(rows, self._context(context, len(rows)))
+        for entry in entries:
+            entry.is_inserted = True
+            if entry.is_pinned:
+                self._pin_changes[entry.id] = entry
 
-    def _who(self, req_context: Any, chunks: int) -> kvtier.PolicyContext:
-        told = hints.of(req_context)
-        return kvtier.PolicyContext(session=hints.number(told.session or req_context.req_id),
-                          tenant=told.tenant, priority=told.priority,
-                          length=chunks * self._chunk_tokens, tokens_each=self._chunk_tokens)
+    def _context(self, req_context: Any, chunks: int) -> kvtier.PolicyContext:
+        given = hints.of_request(req_context)
+        return kvtier.PolicyContext(
+            session=hints.hash64(given.session or req_context.req_id), tenant=given.tenant,
+            priority=given.priority, length=chunks * self._chunk_tokens,
+            tokens_each=self._chunk_tokens)
 
 
-def _number(key: bytes) -> int:
-    """What a chunk is called, also after it has left: policies remember whom they evicted."""
+def _chunk_id(key: bytes) -> int:
+    """The chunk's id for the policy: the same after an eviction, for policies with ghosts."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
@@ -240,15 +247,15 @@ def live() -> List[KvtierPolicy]:
 
 
 def switch(spec: str) -> int:
-    """Has all of them go on with another policy; how many."""
-    found = live()
-    for one in found:
-        one.switch(spec)
-    return len(found)
+    """Switches all policies of this process to another policy, and returns their number."""
+    policies = live()
+    for policy in policies:
+        policy.switch(spec)
+    return len(policies)
 
 
 def __getattr__(name: str) -> Any:
-    # vLLM passes a policy nothing but its capacity, so the class's name says the spec.
+    # vLLM passes a policy only its capacity, so the name of the class carries the spec.
     if name.startswith(_PREFIX):
         return type("KvtierPolicy", (KvtierPolicy,), {"spec": name[len(_PREFIX):]})
     raise AttributeError(name)

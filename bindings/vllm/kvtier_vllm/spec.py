@@ -1,4 +1,5 @@
-"""kvtier as the medium of vLLM's OffloadingConnector, without a CPU tier of vLLM's between:
+"""An offloading spec that makes a kvtier store the medium of vLLM's OffloadingConnector, without
+vLLM's CPU tier:
 
     "spec_name": "KvtierSpec", "spec_module_path": "kvtier_vllm.spec", "host_bytes": "64GiB", ...
 """
@@ -15,7 +16,7 @@ from kvtier._errors import Error
 from . import _engine, caches, identity
 from .settings import (
     Settings,
-    Shared,
+    SharedStore,
     acquire,
     invalid,
     logger,
@@ -46,13 +47,14 @@ from .spec_manager import (  # noqa: E402
 
 __all__ = ["KvtierBlocks", "KvtierManager", "KvtierSpec", "KvtierWorker"]
 
-#: Options of vLLM's own that may stand beside a store's.
-_ENGINES = ("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "canonical_layout",
-            "offload_prompt_only", "self_describing_kv_events", "sync_load_budget_bytes")
+#: vLLM's own options, which may stand beside those of a store.
+_ENGINE_OPTIONS = ("spec_name", "spec_module_path", "block_size", "blocks_per_chunk",
+                   "canonical_layout", "offload_prompt_only", "self_describing_kv_events",
+                   "sync_load_budget_bytes")
 
 
-class _Place(NamedTuple):
-    """A tensor of blocks."""
+class _CacheTensor(NamedTuple):
+    """A KV cache tensor of blocks, by address. `nbytes` is the used part of a block."""
 
     address: int
     stride: int
@@ -61,61 +63,62 @@ class _Place(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """A job underway: an op for each group."""
+    """A load or store that is underway, with one op per KV cache group."""
 
     ops: List[kvtier.Op]
     is_load: bool
     nbytes: int
-    begun: float
+    start: float
 
 
 class KvtierWorker(OffloadingWorker):
-    """The worker's side: blocks go from the engine's caches to the store and back, one native
-    call for each KV cache group of a job."""
+    """The worker side: transfers blocks between the engine's caches and the store, with one
+    native call per KV cache group of a job."""
 
     def __init__(self, key: str, settings: Settings, config: Any, kv_caches: Any) -> None:
         self._key, self._settings = key, settings
-        self._tensors = [one.tensor for one in kv_caches.tensors]
+        self._tensors = [cache.tensor for cache in kv_caches.tensors]
         kinds = {(tensor.device.type, tensor.device.index) for tensor in self._tensors}
         if len(kinds) != 1 or next(iter(kinds))[0] not in ("cpu", "cuda"):
-            raise unsupported(f"KV caches on {sorted(map(str, kinds))}: one CUDA device, or the "
-                              "processor's memory, can be used")
+            raise unsupported(f"KV caches on {sorted(map(str, kinds))} are not supported: they "
+                              "must all be on one CUDA device or in host memory")
         kind, ordinal = next(iter(kinds))
         self._on_device = kind == "cuda"
-        self._groups: List[List[_Place]] = []
+        self._groups: List[List[_CacheTensor]] = []
         for refs in kv_caches.group_data_refs:
-            places = []
+            tensors = []
             for ref in refs:
-                one = self._tensors[ref.tensor_idx]
-                each = one.element_size()
-                if one[0].numel() and not one[0].is_contiguous():
-                    raise unsupported("a block of a KV cache has gaps")
-                places.append(_Place(one.data_ptr(), one.stride(0) * each, one.shape[0],
-                                     ref.page_size_bytes))
-                if places[-1].nbytes > one[0].numel() * each:
-                    raise invalid(f"a page of {places[-1].nbytes} bytes in blocks of "
-                                  f"{one[0].numel() * each}")
-            self._groups.append(places)
-        self._shared: Optional[Shared] = acquire(key, settings,
-                                                 (ordinal or 0) if self._on_device else None)
+                tensor = self._tensors[ref.tensor_idx]
+                each = tensor.element_size()
+                if tensor[0].numel() and not tensor[0].is_contiguous():
+                    raise unsupported(f"a block of a KV cache has gaps: {TIER}")
+                tensors.append(_CacheTensor(tensor.data_ptr(), tensor.stride(0) * each,
+                                            tensor.shape[0], ref.page_size_bytes))
+                if tensors[-1].nbytes > tensor[0].numel() * each:
+                    raise invalid(f"a page of {tensors[-1].nbytes} bytes does not fit into a block "
+                                  f"of {tensor[0].numel() * each} bytes")
+            self._groups.append(tensors)
+        self._shared: Optional[SharedStore] = acquire(
+            key, settings, (ordinal or 0) if self._on_device else None)
         self._config = config
-        # Keys name a group by its number among all; jobs have those that are offloaded.
+        # Keys number a group among all groups; jobs list only the groups that are offloaded.
         self._ids = [group.group_id for group in config.groups]
         if len(self._ids) != len(self._groups):
-            raise invalid(f"{len(self._groups)} groups of KV caches for {len(self._ids)}")
-        self._medium = media[key] = SharedMedium(self._shared, self._make)
+            raise invalid(f"{len(self._groups)} groups of KV caches were registered, but the "
+                          f"configuration has {len(self._ids)}")
+        self._medium = media[key] = SharedMedium(self._shared, self._open_blocks)
         self._jobs: Dict[int, _Job] = {}
 
-    def _make(self, again: str) -> Dict[int, kvtier.Blocks]:
-        """The blocks of each group, as they are named since the last reset."""
+    def _open_blocks(self, epoch: str) -> Dict[int, kvtier.Blocks]:
+        """Opens the blocks of each group. `epoch` is part of their identity since a reset."""
         assert self._shared is not None
-        spaces = {}
-        for group, places in zip(self._ids, self._groups):
-            parts = [place.nbytes for place in places]
-            same = identity.of_offloading(self._config, self._settings.weights, "spec", parts,
-                                          again)
-            spaces[group] = kvtier.Blocks(self._shared.store, same, parts)
-        return spaces
+        blocks = {}
+        for group, tensors in zip(self._ids, self._groups):
+            parts = [tensor.nbytes for tensor in tensors]
+            kv_identity = identity.for_offloading(self._config, self._settings.weights, "spec",
+                                                  parts, epoch)
+            blocks[group] = kvtier.Blocks(self._shared.store, kv_identity, parts)
+        return blocks
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
                      ) -> bool:
@@ -125,57 +128,60 @@ class KvtierWorker(OffloadingWorker):
                     expedited: bool = False) -> bool:
         return self._submit(job_id, src_spec, dst_spec, True)
 
-    def _submit(self, job_id: int, named: Any, placed: Any, is_load: bool) -> bool:
+    def _submit(self, job_id: int, store_spec: Any, gpu_spec: Any, is_load: bool) -> bool:
         shared = self._shared
-        if shared is None or named.token.partition(":")[0] != shared.token:
-            raise kvtier.StateError(f"these blocks are in the store of another process; {TIER}",
+        if shared is None or store_spec.token.partition(":")[0] != shared.token:
+            raise kvtier.StateError(f"the job's blocks are in the store of another process: {TIER}",
                                     kvtier.abi.KVT_E_STATE, "KVT_E_STATE")
-        if named.token != self._medium.token:
-            # From before a reset: KV of other weights, it may be, which must not be stored.
+        if store_spec.token != self._medium.token:
+            # The job was prepared before a reset. Its KV may be of other weights: not stored.
             if is_load:
-                raise kvtier.StateError("these blocks were forgotten by reset_cache",
+                raise kvtier.StateError("the job was prepared before reset_cache, and its blocks "
+                                        "cannot be loaded: look them up again",
                                         kvtier.abi.KVT_E_STATE, "KVT_E_STATE")
             self._jobs[job_id] = _Job([], False, 0, time.monotonic())
             return True
-        after, moves = caches.stream_event(shared.device), self._matched(named, placed)
+        after, transfers = caches.stream_event(shared.device), self._match(store_spec, gpu_spec)
         ops: List[kvtier.Op] = []
-        self._jobs[job_id] = _Job(ops, is_load, sum(
-            len(keys) * self._medium.spaces[self._ids[group]].block_bytes for group, keys, _ in moves),
-            time.monotonic())
-        for group, keys, ids in moves:
+        nbytes = sum(len(keys) * self._medium.blocks[self._ids[group]].block_bytes
+                     for group, keys, _ in transfers)
+        self._jobs[job_id] = _Job(ops, is_load, nbytes, time.monotonic())
+        for group, keys, ids in transfers:
             try:
-                ops.append(self._move(group, keys, ids, is_load, after))
+                ops.append(self._transfer(group, keys, ids, is_load, after))
             except Error as error:
                 if is_load:
                     self.wait({job_id})
                     del self._jobs[job_id]
                     raise
-                logger.warning("%d blocks are not stored: %s", len(keys), str(error))
+                logger.warning("a store of %d blocks could not start; they are not stored: %s",
+                               len(keys), str(error))
         return True
 
-    def _matched(self, named: Any, placed: Any) -> List[Tuple[int, List[bytes], Any]]:
-        """Groups that move, their keys, and the blocks in which those are."""
-        groups, first, moves = by_group(named.keys), 0, []
-        for group, count in enumerate(placed.group_sizes):
-            ids, keys = placed.block_ids[first: first + count], groups.get(
+    def _match(self, store_spec: Any, gpu_spec: Any) -> List[Tuple[int, List[bytes], Any]]:
+        """The groups of a job, with the keys and the block numbers of each."""
+        groups, first, transfers = by_group(store_spec.keys), 0, []
+        for group, count in enumerate(gpu_spec.group_sizes):
+            ids, keys = gpu_spec.block_ids[first: first + count], groups.get(
                 self._ids[group], [])
             first += count
             if len(keys) != count:
-                raise invalid(f"{len(keys)} keys for {count} blocks of group {group}")
+                raise invalid(f"the job has {len(keys)} keys for {count} blocks of group {group}; "
+                              "the numbers must be equal")
             if not count:
                 continue
-            least, most = int(ids.min()), int(ids.max())
-            if least < 0 or most >= min(place.blocks for place in self._groups[group]):
-                raise invalid(f"blocks {least} to {most} of a cache of "
-                              f"{self._groups[group][0].blocks}")
-            moves.append((group, keys, ids))
-        return moves
+            lowest, highest = int(ids.min()), int(ids.max())
+            if lowest < 0 or highest >= min(tensor.blocks for tensor in self._groups[group]):
+                raise invalid(f"the job has blocks {lowest} to {highest}, but the cache has only "
+                              f"{self._groups[group][0].blocks} blocks")
+            transfers.append((group, keys, ids))
+        return transfers
 
-    def _move(self, group: int, keys: List[bytes], ids: Any, is_load: bool,
-              after: Any) -> kvtier.Op:
-        places, blocks = self._groups[group], self._medium.spaces[self._ids[group]]
+    def _transfer(self, group: int, keys: List[bytes], ids: Any, is_load: bool,
+                  after: Any) -> kvtier.Op:
+        tensors, blocks = self._groups[group], self._medium.blocks[self._ids[group]]
         numbers = ids.astype("uint64")
-        tables = [place.address + numbers * place.stride for place in places]
+        tables = [tensor.address + numbers * tensor.stride for tensor in tensors]
         where = kvtier.Each(tables, device=self._on_device, kept=self._tensors)
         if is_load:
             return blocks.get(keys, where, after=after)
@@ -189,17 +195,17 @@ class KvtierWorker(OffloadingWorker):
 
     def _result(self, job_id: int) -> TransferResult:
         job = self._jobs.pop(job_id)
-        wrong = None
+        error = None
         for op in job.ops:
-            wrong = wrong or op.error()
+            error = error or op.error()
             op.close()
-        if wrong is not None:
+        if error is not None:
             logger.log(40 if job.is_load else 30, "job %d: not all blocks were %s: %s", job_id,
-                       "loaded" if job.is_load else "stored", wrong)
-        # What was not stored is a miss, which the store itself will say; what was not loaded
-        # must never be computed with.
-        return TransferResult(job_id, wrong is None or not job.is_load, job.nbytes,
-                              time.monotonic() - job.begun)
+                       "loaded" if job.is_load else "stored", error)
+        # A block that was not stored is just a miss later. A block that was not loaded must fail
+        # the job, because the engine would compute with it.
+        return TransferResult(job_id, error is None or not job.is_load, job.nbytes,
+                              time.monotonic() - job.start)
 
     def wait(self, job_ids: Set[int]) -> None:
         for job_id in job_ids:
@@ -220,19 +226,22 @@ class KvtierWorker(OffloadingWorker):
 
 
 class KvtierSpec(OffloadingSpec):
-    """A kvtier store as the medium of vLLM's OffloadingConnector, for engines whose scheduler
-    and only worker are one process."""
+    """Makes a kvtier store the medium of vLLM's OffloadingConnector. The engine's scheduler and
+    its only worker must share a process."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        own = {name: value for name, value in self.extra_config.items() if name not in _ENGINES}
-        reject_unknown(own, [*Settings.names(), *_ENGINES])
-        self._settings = Settings.take(own)
+        store_options = {name: value for name, value in self.extra_config.items()
+                         if name not in _ENGINE_OPTIONS}
+        reject_unknown(store_options, [*Settings.names(), *_ENGINE_OPTIONS])
+        self._settings = Settings.from_config(store_options)
         if config.parallel.world_size != 1:
-            raise unsupported(f"{config.parallel.world_size} workers have no common store: {TIER}")
+            raise unsupported(f"{config.parallel.world_size} workers cannot share a store, which "
+                              f"belongs to one process: {TIER}")
         if self.blocks_per_chunk != 1 or config.canonical_layout:
-            raise unsupported("chunks of several blocks, and the canonical layout, are not taken: "
-                              "leave block_size, blocks_per_chunk and canonical_layout away")
+            raise unsupported(f"blocks_per_chunk={self.blocks_per_chunk} with canonical_layout="
+                              f"{config.canonical_layout} is not supported: leave out block_size, "
+                              "blocks_per_chunk and canonical_layout")
         self._key = f"spec:{config.engine_id}:{os.getpid()}"
         self._manager: Optional[KvtierManager] = None
         self._worker: Optional[KvtierWorker] = None

@@ -1,4 +1,4 @@
-"""The scheduler's side of `kvtier_vllm.spec`: what is there, and what must stay."""
+"""The scheduler side of `kvtier_vllm.spec`: looks up blocks, and holds them for loads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import kvtier
 from kvtier._errors import Error
 
 from . import _engine
-from .asks import Asks
-from .settings import Shared, logger
+from .remote_lookups import RemoteLookups
+from .settings import SharedStore, logger
 
 _engine.require()
 
@@ -32,7 +32,7 @@ _IN_MEMORY = 1 << kvtier.TIER_HOST | 1 << kvtier.TIER_DEVICE
 
 
 class KvtierBlocks(LoadStoreSpec):
-    """Blocks by their offload keys, and the store that has them."""
+    """The offload keys of a job's blocks, and the token of their store."""
 
     def __init__(self, keys: Sequence[bytes], token: str) -> None:
         self.keys, self.token = list(keys), token
@@ -42,38 +42,39 @@ class KvtierBlocks(LoadStoreSpec):
 
 
 class SharedMedium:
-    """The blocks of each KV cache group, by its number, in one store. The worker opens it, since it knows what
-    blocks consist of; the manager finds it."""
+    """The blocks of each KV cache group, by group number, in one store. The worker opens it,
+    because it knows the layout of blocks, and the manager looks it up in `media`."""
 
-    def __init__(self, shared: Shared, make: Callable[[str], Dict[int, kvtier.Blocks]]) -> None:
-        self.shared, self._make = shared, make
-        self.token, self.spaces = shared.token, make("")
+    def __init__(self, shared: SharedStore,
+                 open_blocks: Callable[[str], Dict[int, kvtier.Blocks]]) -> None:
+        self.shared, self._open_blocks = shared, open_blocks
+        self.token, self.blocks = shared.token, open_blocks("")
 
-    def forget(self) -> None:
-        """Nothing that is stored is to be found again. What is held now, or still being stored,
-        cannot be cleared: so all has another identity from now on."""
-        again = uuid.uuid4().hex
-        spaces, self.spaces = self.spaces, self._make(again)
-        self.token = f"{self.shared.token}:{again}"
-        for blocks in spaces.values():
+    def reset(self) -> None:
+        """Clears all blocks, and changes their identity. Blocks that are held, or still being
+        stored, cannot be cleared, but are not found under the new identity."""
+        epoch = uuid.uuid4().hex
+        before, self.blocks = self.blocks, self._open_blocks(epoch)
+        self.token = f"{self.shared.token}:{epoch}"
+        for blocks in before.values():
             blocks.clear()
             blocks.close()
 
     def close(self) -> None:
-        """Closes its handles."""
-        for blocks in self.spaces.values():
+        """Closes the handles of all groups."""
+        for blocks in self.blocks.values():
             blocks.close()
 
 
 class _Pin:
-    """Blocks that lookups were answered with, or will be in the next step."""
+    """Blocks in memory that lookups report as hits. `is_used` says whether one did this step."""
 
     def __init__(self, hold: kvtier.Hold, keys: List[bytes]) -> None:
         self.hold, self.keys, self.is_used = hold, keys, True
 
 
 class _Fetch(NamedTuple):
-    """Blocks on their way from disk, or from the remote."""
+    """Blocks that are being fetched from disk or from the remote."""
 
     op: kvtier.Op
     keys: List[bytes]
@@ -83,6 +84,7 @@ media: Dict[str, SharedMedium] = {}
 
 
 def by_group(keys: Iterable[Any]) -> Dict[int, List[bytes]]:
+    """Offload keys by the number of their KV cache group."""
     groups: Dict[int, List[bytes]] = {}
     for key in keys:
         groups.setdefault(get_offload_group_idx(key), []).append(key)
@@ -90,35 +92,36 @@ def by_group(keys: Iterable[Any]) -> Dict[int, List[bytes]]:
 
 
 class KvtierManager(OffloadingManager):
-    """The scheduler's side. What is stored is the store's to say; what is underway is noted here.
+    """The scheduler side. The store knows the stored blocks; the manager tracks requests.
 
-    A load of this seam that fails ends vLLM. So a block is a hit once it is in memory, where its
-    bytes have been checked, and held, so that nothing that comes to be stored meanwhile has it
-    leave: it may have it go to disk, where the worker's load finds it, too. Both are done at the
-    end of a step for all that was asked for in it; it is a hit in the next one, and held again
-    from `prepare_load` to `complete_load`."""
+    A failed load of this seam ends vLLM. So a block is a hit only when it is in memory, where its
+    checksum was verified, and is held. A held block may be demoted to disk, where a load still
+    finds it, but not dropped. The end of a step holds or fetches all blocks that were looked up
+    in it, and they are hits in the next step. `prepare_load` holds them again until
+    `complete_load`."""
 
     def __init__(self, key: str, events: bool, ask_s: float) -> None:
         self._key = key
         self._storing: Set[bytes] = set()
-        #: What was asked for in this step, or is coming, and by which requests.
-        self._wanted: Dict[bytes, Set[str]] = {}
-        self._coming: Dict[bytes, Set[str]] = {}
+        #: Blocks that were looked up in this step, and blocks that are being fetched, each with
+        #: the requests that want it.
+        self._requested: Dict[bytes, Set[str]] = {}
+        self._fetching: Dict[bytes, Set[str]] = {}
         self._fetches: List[_Fetch] = []
         self._pinned: Dict[bytes, _Pin] = {}
         self._pins: List[_Pin] = []
-        #: What did not come, for each request there is.
-        self._lost: Dict[str, Set[bytes]] = {}
+        #: Keys whose fetch failed, by running request.
+        self._failed: Dict[str, Set[bytes]] = {}
         self._holds: Dict[str, List[kvtier.Hold]] = {}
         self._events: Optional[List[OffloadingEvent]] = [] if events else None
-        self._asks = Asks(ask_s)
+        self._remote_lookups = RemoteLookups(ask_s)
 
     @property
     def _medium(self) -> SharedMedium:
         if self._key not in media:
             raise kvtier.StateError(
-                "the worker is not in this process, or has no KV caches: a store belongs to one "
-                f"process; {TIER}", kvtier.abi.KVT_E_STATE, "KVT_E_STATE")
+                "the worker is not in this process, or has not registered KV caches: a store "
+                f"belongs to one process; {TIER}", kvtier.abi.KVT_E_STATE, "KVT_E_STATE")
         return media[self._key]
 
     @property
@@ -127,13 +130,13 @@ class KvtierManager(OffloadingManager):
         return self._medium.shared.store
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        self._lost.setdefault(req_context.req_id, set())
-        self._asks.begin(req_context.req_id)
+        self._failed.setdefault(req_context.req_id, set())
+        self._remote_lookups.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        self._lost.pop(req_context.req_id, None)
-        self._asks.end(req_context.req_id)
+        self._failed.pop(req_context.req_id, None)
+        self._remote_lookups.end(req_context.req_id)
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         if key in self._storing:
@@ -142,49 +145,50 @@ class KvtierManager(OffloadingManager):
         if pin is not None:
             pin.is_used = True
             return LookupResult.HIT
-        coming = self._coming.get(key)
-        if coming is not None:
-            coming.add(req_context.req_id)
+        fetching = self._fetching.get(key)
+        if fetching is not None:
+            fetching.add(req_context.req_id)
             return LookupResult.RETRY
-        if key in self._lost.get(req_context.req_id, ()):
+        if key in self._failed.get(req_context.req_id, ()):
             return LookupResult.MISS
-        if key not in self._wanted:
-            blocks = self._medium.spaces[get_offload_group_idx(key)]
-            found = self._asks.find(blocks, key, req_context.req_id)
+        if key not in self._requested:
+            blocks = self._medium.blocks[get_offload_group_idx(key)]
+            found = self._remote_lookups.find(blocks, key, req_context.req_id)
             if found is None:
                 return LookupResult.RETRY
             if not found:
                 return LookupResult.MISS
-            self._wanted[key] = set()
-        self._wanted[key].add(req_context.req_id)
+            self._requested[key] = set()
+        self._requested[key].add(req_context.req_id)
         return LookupResult.RETRY
 
-    def _lose(self, keys: Iterable[bytes], askers: Dict[bytes, Set[str]], why: str) -> None:
-        lost = list(keys)
-        if lost:
-            logger.warning("%d blocks did not come: %s", len(lost), why)
-        for key in lost:
-            for request in askers.pop(key, ()):
-                if request in self._lost:
-                    self._lost[request].add(key)
+    def _fail(self, keys: Iterable[bytes], requesters: Dict[bytes, Set[str]], why: str) -> None:
+        failed = list(keys)
+        if failed:
+            logger.warning("%d blocks could not be fetched and count as misses: %s", len(failed),
+                           why)
+        for key in failed:
+            for request in requesters.pop(key, ()):
+                if request in self._failed:
+                    self._failed[request].add(key)
 
-    def _arrived(self) -> None:
-        """What has come into memory is wanted now."""
+    def _finish_fetches(self) -> None:
+        """Moves blocks whose fetch has ended back to the requested ones, or marks them failed."""
         underway = []
-        for one in self._fetches:
-            if not one.op.info().released:
-                underway.append(one)
+        for fetch in self._fetches:
+            if not fetch.op.info().released:
+                underway.append(fetch)
                 continue
-            failed = one.op.failed()
-            self._lose((one.keys[at] for at in failed), self._coming, str(one.op.error()))
-            for key in one.keys:
-                if key in self._coming:
-                    self._wanted[key] = self._coming.pop(key)
-            one.op.close()
+            failed = fetch.op.failed()
+            self._fail((fetch.keys[at] for at in failed), self._fetching, str(fetch.op.error()))
+            for key in fetch.keys:
+                if key in self._fetching:
+                    self._requested[key] = self._fetching.pop(key)
+            fetch.op.close()
         self._fetches = underway
 
     def _unpin(self, every: bool = False) -> None:
-        """Lets those go that nobody has asked for since the last step."""
+        """Releases pins that no lookup has used since the last step, or all of them."""
         kept = []
         for pin in self._pins:
             if pin.is_used and not every:
@@ -196,64 +200,65 @@ class KvtierManager(OffloadingManager):
             pin.hold.close()
         self._pins = kept
 
-    def _prepare(self, group: int, keys: List[bytes], wanted: Dict[bytes, Set[str]]) -> None:
-        """Holds what is in memory, and begins to fetch the rest."""
-        blocks = self._medium.spaces[group]
+    def _prepare(self, group: int, keys: List[bytes], requested: Dict[bytes, Set[str]]) -> None:
+        """Holds the blocks in memory, and starts to fetch the others."""
+        blocks = self._medium.blocks[group]
         found = blocks.exists(keys)
-        here = [key for key, one in zip(keys, found) if one & _IN_MEMORY]
-        there = [key for key, one in zip(keys, found) if one and not one & _IN_MEMORY]
-        if here:
-            hold = blocks.hold(here)
-            # One that has left memory before it was held is fetched when it is asked for again.
-            held = [key for key, one in zip(here, hold.held) if one & _IN_MEMORY]
+        in_memory = [key for key, one in zip(keys, found) if one & _IN_MEMORY]
+        below = [key for key, one in zip(keys, found) if one and not one & _IN_MEMORY]
+        if in_memory:
+            hold = blocks.hold(in_memory)
+            # A block that was evicted before it was held is fetched after its next lookup.
+            held = [key for key, one in zip(in_memory, hold.held) if one & _IN_MEMORY]
             pin = _Pin(hold, held)
             self._pins.append(pin)
             self._pinned.update(dict.fromkeys(held, pin))
-        if there:
-            self._fetches.append(_Fetch(blocks.prefetch(there), there))
-            self._coming.update((key, wanted[key]) for key in there)
+        if below:
+            self._fetches.append(_Fetch(blocks.prefetch(below), below))
+            self._fetching.update((key, requested[key]) for key in below)
 
     def on_schedule_end(self, context: Any) -> None:
         self._unpin()
-        self._arrived()
-        self._asks.send()
-        wanted, self._wanted = self._wanted, {}
-        for group, keys in by_group(wanted).items():
+        self._finish_fetches()
+        self._remote_lookups.send()
+        requested, self._requested = self._requested, {}
+        for group, keys in by_group(requested).items():
             try:
-                self._prepare(group, keys, wanted)
+                self._prepare(group, keys, requested)
             except Error as error:
-                self._lose([key for key in keys if key not in self._pinned], wanted, str(error))
+                self._fail([key for key in keys if key not in self._pinned], requested, str(error))
         if self._key in media:
             media[self._key].shared.log_evictions()
 
     def has_pending_work(self) -> bool:
-        return bool(self._wanted or self._fetches or self._pins or self._asks.is_open)
+        return bool(self._requested or self._fetches or self._pins
+                    or self._remote_lookups.is_pending)
 
     def prepare_load(self, keys: Collection[Any], req_context: Any) -> LoadStoreSpec:
         medium = self._medium
-        self._close(req_context.req_id)
+        self._release_load(req_context.req_id)
         holds = self._holds[req_context.req_id] = []
         for group, some in by_group(keys).items():
-            holds.append(medium.spaces[group].hold(some))
+            holds.append(medium.blocks[group].hold(some))
         return KvtierBlocks(list(keys), medium.token)
 
     def complete_load(self, keys: Collection[Any], req_context: Any) -> None:
-        self._close(req_context.req_id)
+        self._release_load(req_context.req_id)
 
-    def _close(self, request: str) -> None:
-        """Lets go of what a request's load has held."""
+    def _release_load(self, request: str) -> None:
+        """Releases the blocks that are held for a request's load."""
         for hold in self._holds.pop(request, ()):
             hold.close()
 
     def prepare_store(self, keys: Collection[Any], req_context: Any
                       ) -> Optional[PrepareStoreOutput]:
         medium = self._medium
-        there: Set[bytes] = set()
+        stored: Set[bytes] = set()
         for group, some in by_group(keys).items():
-            found = medium.spaces[group].exists(some)
-            # That a remote has one is a hint, which does not stand for storing it here.
-            there.update(key for key, one in zip(some, found) if one & kvtier.EXISTS_WHOLE)
-        new = [key for key in keys if key not in there and key not in self._storing]
+            found = medium.blocks[group].exists(some)
+            # A remote hint may be stale, so a block that only the remote has is stored here, too.
+            stored.update(key for key, one in zip(some, found) if one & kvtier.EXISTS_WHOLE)
+        new = [key for key in keys if key not in stored and key not in self._storing]
         self._storing.update(new)
         return PrepareStoreOutput(new, KvtierBlocks(new, medium.token), [])
 
@@ -262,7 +267,7 @@ class KvtierManager(OffloadingManager):
         self._storing.difference_update(keys)
         if self._events is not None and success and keys:
             stored: List[Any] = [key for group, some in by_group(keys).items() for key, one in zip(
-                some, self._medium.spaces[group].exists(some)) if one & kvtier.EXISTS_WHOLE]
+                some, self._medium.blocks[group].exists(some)) if one & kvtier.EXISTS_WHOLE]
             self._events.append(OffloadingEvent(keys=stored, medium=Medium.CPU, removed=False))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -271,9 +276,9 @@ class KvtierManager(OffloadingManager):
             return events
         return ()
 
-    def _let_go(self) -> None:
+    def _release_all(self) -> None:
         for request in list(self._holds):
-            self._close(request)
+            self._release_load(request)
         self._unpin(every=True)
         while self._fetches:
             op = self._fetches[-1].op
@@ -281,15 +286,15 @@ class KvtierManager(OffloadingManager):
             op.wait()
             self._fetches.pop()
             op.close()
-        self._coming.clear()
-        self._wanted.clear()
-        self._asks.forget()
+        self._fetching.clear()
+        self._requested.clear()
+        self._remote_lookups.cancel()
 
     def reset_cache(self) -> None:
-        self._let_go()
+        self._release_all()
         self._storing.clear()
         if self._key in media:
-            media[self._key].forget()
+            media[self._key].reset()
 
     def shutdown(self) -> None:
-        self._let_go()
+        self._release_all()

@@ -1,4 +1,4 @@
-"""kvtier below vLLM's CPU tier: `TieringOffloadingSpec` with
+"""A secondary tier below vLLM's CPU tier, for `TieringOffloadingSpec`:
 
     {"type": "KvtierTier", "module_path": "kvtier_vllm.tier", "disk_path": ..., "disk_bytes": ...}
 """
@@ -14,8 +14,8 @@ import kvtier
 from kvtier._errors import Error
 
 from . import _engine, hints, identity
-from .asks import Asks
-from .settings import Settings, Shared, acquire, flag, invalid, logger, reject_unknown, release
+from .remote_lookups import RemoteLookups
+from .settings import Settings, SharedStore, acquire, flag, invalid, logger, reject_unknown, release
 
 _engine.require()
 
@@ -36,36 +36,36 @@ from vllm.v1.kv_offload.tiering.base import (  # noqa: E402
 )
 
 _PREFIX = "vllm:kv_offload_kvtier_"
-#: What of `Store.stats()` is a level, and what only grows.
+#: The counts of `Store.stats()` that vLLM's metrics get: levels, and counters that only grow.
 GAUGES = ("host_used_bytes", "host_limit_bytes", "disk_used_bytes", "disk_limit_bytes", "chunks",
           "moves")
 COUNTERS = ("host_hit_cells", "disk_hit_cells", "missed_cells", "corrupt_cells", "evicted_chunks",
             "dropped_chunks", "written_bytes", "loaded_bytes", "failed_writes", "failed_reads")
-_OWN = ("locality", "enable_kv_events", "name", "hints")
-_MOST_OWNERS = 64
+_TIER_OPTIONS = ("locality", "enable_kv_events", "name", "hints")
+_MAX_OWNERS = 64
 _WARN_AFTER_S = 5.0
 
 
 class _Job(NamedTuple):
-    """A job underway."""
+    """A load or store that is underway."""
 
     op: kvtier.Op
     keys: List[bytes]
     is_load: bool
     request: str
-    told: hints.Told
+    request_hints: hints.RequestHints
 
 
 class KvtierTier(SecondaryTierManager):
-    """A tier of vLLM's offloading in a kvtier store: memory, disk and what is below them. A row
-    of the CPU tier is a block under its offload key; jobs are one native call each, and copy
-    between the engine's memory and the store's, nothing else.
+    """A secondary tier of vLLM's offloading, in a kvtier store with memory, disk and a remote.
 
-    Lookups ask a table in memory, so they are answered at once, unless the store has a remote:
-    what is not here is asked for there, and looked up again in a later step. While a job is
-    underway its rows are the library's; it is told of as finished only when they are the engine's
-    again. A row that does not come is reported as failed, and is a miss for that request from
-    then on.
+    A row of the CPU tier is one block, named by its offload key. A job is one native call that
+    copies between the rows and the store. Its rows belong to the library until the job is
+    reported as finished. A row that cannot be loaded is reported as failed, and is a miss for
+    that request from then on.
+
+    A lookup reads a table in memory and is answered at once, unless the store has a remote. Then
+    blocks that local tiers lack are looked up there, and the engine retries in a later step.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -73,12 +73,12 @@ class KvtierTier(SecondaryTierManager):
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
                  backpressure_detector: Any = None, **options: Any) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        reject_unknown(options, [*Settings.names(), *_OWN])
-        settings = Settings.take(options)
+        reject_unknown(options, [*Settings.names(), *_TIER_OPTIONS])
+        settings = Settings.from_config(options)
         self._hints, has_events = flag(options, "hints", True), flag(
             options, "enable_kv_events", False)
-        where = options.get("locality")
-        self.locality = None if where is None else Locality(where)
+        locality = options.get("locality")
+        self.locality = None if locality is None else Locality(locality)
         self._events: Optional[List[OffloadingEvent]] = None
         if has_events:
             if offloading_spec.kv_events_config.enable_kv_cache_events:
@@ -88,33 +88,33 @@ class KvtierTier(SecondaryTierManager):
                                "off (kv_events_config)", tier_type)
         row = self.block_size_bytes
         if row <= 0 or not primary_kv_view.c_contiguous or primary_kv_view.readonly:
-            raise invalid(f"the CPU tier's memory has rows of {row} bytes, and must be writable "
-                          "and without gaps")
+            raise invalid(f"the CPU tier's memory, in rows of {row} bytes, cannot be used: it must "
+                          "be writable and without gaps between rows")
         self._level = settings.put_level()
-        self._parts = identity.parts(row)
-        self._identity = identity.of_offloading(offloading_spec.config, settings.weights, "tier",
-                                                self._parts)
+        self._part_bytes = identity.parts(row)
+        self._identity = identity.for_offloading(offloading_spec.config, settings.weights, "tier",
+                                                 self._part_bytes)
         self._store_key = f"tier:{options.get('name', '')}:{settings.disk_path or id(self)}"
-        self._shared: Optional[Shared] = acquire(self._store_key, settings)
+        self._shared: Optional[SharedStore] = acquire(self._store_key, settings)
         try:
             self._queue = self._shared.runtime.queue()
             self._pool: Optional[kvtier.Pool] = kvtier.Pool(primary_kv_view, row)
-            self._owners: Dict[Tuple[int, Optional[int]], kvtier.Blocks] = {}
-            self._blocks = self._owned_by(hints.NOTHING)
+            self._blocks_by_owner: Dict[Tuple[int, Optional[int]], kvtier.Blocks] = {}
+            self._blocks = self._blocks_of(hints.NONE)
         except BaseException:
             release(self._store_key)
             raise
         self._jobs: Dict[int, _Job] = {}
-        self._asks = Asks(settings.ask_s)
+        self._remote_lookups = RemoteLookups(settings.ask_s)
         self._ready: List[JobResult] = []
-        #: What did not come, for each request there is.
+        #: Keys whose load failed, by running request.
         self._failed: Dict[str, Set[bytes]] = {}
-        #: Chunks of requests that say something of their future.
-        self._used: Dict[str, Dict[bytes, None]] = {}
+        #: Keys of running requests that have hints about their next use.
+        self._hint_keys: Dict[str, Dict[bytes, None]] = {}
         self._counted: Dict[str, int] = {}
         self._advisor = kvtier.Advisor(self._shared.policy, logger=logger)
-        #: What was asked for since the last step, by request.
-        self._asked: Dict[str, Dict[int, None]] = {}
+        #: Keys that were looked up since the last step, by request, for the advisor.
+        self._step_lookups: Dict[str, Dict[int, None]] = {}
 
     @property
     def store(self) -> kvtier.Store:
@@ -122,75 +122,76 @@ class KvtierTier(SecondaryTierManager):
         return self._open().store
 
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
-        """Goes on with another policy, while everything runs."""
+        """Switches a tier to another policy while jobs run."""
         self._open().set_policy(spec, tier)
         if tier == kvtier.TIER_HOST:
             self._advisor.switch(spec)
 
     def advice(self, batch: int) -> Optional[kvtier.Advice]:
-        """How many requests to run, from the number that run now. It goes by lookups and stores
-        since it was first asked for."""
+        """The recommended number of running requests, from the current number. It depends on the
+        lookups and stores since the first call."""
         room = kvtier.Advisor.room_of(self._open().store, self.block_size_bytes)
         return self._advisor.advise(batch, room)
 
-    def _open(self) -> Shared:
+    def _open(self) -> SharedStore:
         if self._shared is None:
-            raise kvtier.ClosedError("this tier was shut down", kvtier.abi.KVT_E_CLOSED,
+            raise kvtier.ClosedError("the kvtier tier was shut down", kvtier.abi.KVT_E_CLOSED,
                                      "KVT_E_CLOSED")
         return self._shared
 
-    def _owned_by(self, told: hints.Told) -> kvtier.Blocks:
-        """The same blocks for all; whoever stores one first pays for it."""
-        who = (told.tenant, told.priority)
-        if who not in self._owners:
-            if len(self._owners) >= _MOST_OWNERS:
+    def _blocks_of(self, request_hints: hints.RequestHints) -> kvtier.Blocks:
+        """Access to the blocks for one owner. All owners share the blocks; the owner that stores
+        a block first is charged for it."""
+        owner = (request_hints.tenant, request_hints.priority)
+        if owner not in self._blocks_by_owner:
+            if len(self._blocks_by_owner) >= _MAX_OWNERS:
                 return self._blocks
-            self._owners[who] = kvtier.Blocks(
-                self._open().store, self._identity, self._parts, tenant=told.tenant,
-                priority=told.priority)
-        return self._owners[who]
+            self._blocks_by_owner[owner] = kvtier.Blocks(
+                self._open().store, self._identity, self._part_bytes, tenant=request_hints.tenant,
+                priority=request_hints.priority)
+        return self._blocks_by_owner[owner]
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         self._failed.setdefault(req_context.req_id, set())
-        self._asks.begin(req_context.req_id)
+        self._remote_lookups.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         self._failed.pop(req_context.req_id, None)
-        self._asks.end(req_context.req_id)
-        used = self._used.pop(req_context.req_id, None)
-        if used:
-            self._hint(self._told(req_context), list(used))
+        self._remote_lookups.end(req_context.req_id)
+        keys = self._hint_keys.pop(req_context.req_id, None)
+        if keys:
+            self._hint(self._hints_of(req_context), list(keys))
 
-    def _told(self, req_context: Any) -> hints.Told:
-        return hints.of(req_context) if self._hints else hints.NOTHING
+    def _hints_of(self, req_context: Any) -> hints.RequestHints:
+        return hints.of_request(req_context) if self._hints else hints.NONE
 
-    def _note(self, req_context: Any, keys: Iterable[bytes]) -> None:
-        """Chunks that are to be hinted when the request has ended."""
-        if req_context.req_id in self._failed and self._told(req_context).has_future:
-            self._used.setdefault(req_context.req_id, {}).update(dict.fromkeys(keys))
+    def _remember_for_hint(self, req_context: Any, keys: Iterable[bytes]) -> None:
+        """Keeps keys whose chunks get a hint when the request ends."""
+        if req_context.req_id in self._failed and self._hints_of(req_context).has_future:
+            self._hint_keys.setdefault(req_context.req_id, {}).update(dict.fromkeys(keys))
 
-    def _hint(self, told: hints.Told, keys: List[bytes]) -> None:
+    def _hint(self, given: hints.RequestHints, keys: List[bytes]) -> None:
         if self._shared is None:
             return
         try:
-            self._owned_by(told).hint(keys, stop=told.stop, done=told.done,
-                                      next_use_ns=hints.moment(told.next_use_s))
+            self._blocks_of(given).hint(keys, stop=given.stop, done=given.done,
+                                        next_use_ns=hints.clock_ns(given.next_use_s))
         except Error as error:
-            logger.warning("a hint of %d chunks was refused: %s", len(keys), str(error))
+            logger.warning("the store rejected a hint about %d chunks: %s", len(keys), str(error))
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         if self._advisor.learns:
-            self._asked.setdefault(req_context.req_id, {})[_number(key)] = None
+            self._step_lookups.setdefault(req_context.req_id, {})[_advisor_id(key)] = None
         failed = self._failed.get(req_context.req_id)
         if failed is not None and key in failed:
             return LookupResult.MISS
-        found = self._asks.find(self._blocks, key, req_context.req_id)
+        found = self._remote_lookups.find(self._blocks, key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
         if not found:
             return LookupResult.MISS
-        self._note(req_context, (key,))
+        self._remember_for_hint(req_context, (key,))
         return LookupResult.HIT
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -204,9 +205,9 @@ class KvtierTier(SecondaryTierManager):
         assert self._pool is not None
         keys: List[bytes] = list(job.keys)
         context = job.req_context
-        told = self._told(context)
+        request_hints = self._hints_of(context)
         try:
-            blocks = self._owned_by(told)
+            blocks = self._blocks_of(request_hints)
             places = self._pool.at(job.chunk_ids.tolist())
             if is_load:
                 op = blocks.get(keys, places, queue=self._queue, tag=job.job_id)
@@ -214,53 +215,54 @@ class KvtierTier(SecondaryTierManager):
                 op = blocks.put(keys, places, level=self._level, queue=self._queue,
                                 tag=job.job_id)
         except Error as error:
-            # The engine's scheduler has no place for exceptions here: the job has failed.
-            # As text: whoever kept the exception would keep the CPU tier's memory with it.
-            logger.warning("a job of %d chunks was refused: %s", len(keys), str(error))
+            # The engine's scheduler does not handle exceptions here: the job counts as failed.
+            # Logged as text, because a kept exception would keep the CPU tier's memory alive.
+            logger.warning("a %s of %d chunks could not start and counts as failed: %s",
+                           "load" if is_load else "store", len(keys), str(error))
             if is_load:
-                self._lose(context.req_id, keys)
+                self._mark_failed(context.req_id, keys)
             self._ready.append(JobResult(job.job_id, False))
             return
-        self._note(context, keys)
-        self._jobs[job.job_id] = _Job(op, keys, is_load, context.req_id, told)
+        self._remember_for_hint(context, keys)
+        self._jobs[job.job_id] = _Job(op, keys, is_load, context.req_id, request_hints)
 
-    def _lose(self, request: str, keys: List[bytes]) -> None:
-        """They are misses for a request; jobs may end after theirs has."""
+    def _mark_failed(self, request: str, keys: List[bytes]) -> None:
+        """Makes keys misses for a request, unless it has ended: jobs may outlive it."""
         if request in self._failed:
             self._failed[request].update(keys)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        while self._jobs and self._take(self._queue.poll()):
+        while self._jobs and self._process(self._queue.poll()):
             pass
         ready, self._ready = self._ready, []
         return ready
 
-    def _take(self, told: List[kvtier.Completion]) -> bool:
-        for one in told:
-            if one.events & kvtier.RELEASED and isinstance(one.tag, int):
-                self._finish(one.tag, one.ok)
-        return bool(told)
+    def _process(self, completions: List[kvtier.Completion]) -> bool:
+        for completion in completions:
+            if completion.events & kvtier.RELEASED and isinstance(completion.tag, int):
+                self._finish(completion.tag, completion.ok)
+        return bool(completions)
 
     def _finish(self, job_id: int, ok: bool) -> None:
         job = self._jobs.pop(job_id)
-        bad = set() if ok else set(job.op.failed()) or set(range(len(job.keys)))
-        if bad:
-            logger.warning("%d of %d chunks were not %s: %s", len(bad), len(job.keys),
+        failed = set() if ok else set(job.op.failed()) or set(range(len(job.keys)))
+        if failed:
+            logger.warning("%d of %d chunks were not %s: %s", len(failed), len(job.keys),
                            "loaded" if job.is_load else "stored", job.op.error())
         job.op.close()
-        good: List[Any] = [key for at, key in enumerate(job.keys) if at not in bad]
-        if bad and job.is_load:
-            self._lose(job.request, [job.keys[at] for at in bad])
-        if good and job.told.has_future and job.request not in self._failed:
-            self._hint(job.told, good)  # its request had ended before
+        succeeded: List[Any] = [key for at, key in enumerate(job.keys) if at not in failed]
+        if failed and job.is_load:
+            self._mark_failed(job.request, [job.keys[at] for at in failed])
+        if succeeded and job.request_hints.has_future and job.request not in self._failed:
+            self._hint(job.request_hints, succeeded)  # the request has ended already
         if not job.is_load and self._advisor.learns:
-            self._advisor.stored([_number(key) for key in good])
-        if self._events is not None and good and not job.is_load:
-            self._events.append(OffloadingEvent(keys=good, medium=self.medium, removed=False,
+            self._advisor.stored([_advisor_id(key) for key in succeeded])
+        if self._events is not None and succeeded and not job.is_load:
+            self._events.append(OffloadingEvent(keys=succeeded, medium=self.medium, removed=False,
                                                 locality=self.locality))
-        partly = tuple(good) if bad and good and job.is_load else None
-        self._ready.append(JobResult(job_id, not bad, partly,
-                                     transfer_bytes=len(good) * self.block_size_bytes))
+        partly = tuple(succeeded) if failed and succeeded and job.is_load else None
+        self._ready.append(JobResult(job_id, not failed, partly,
+                                     transfer_bytes=len(succeeded) * self.block_size_bytes))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events:
@@ -269,18 +271,18 @@ class KvtierTier(SecondaryTierManager):
         return ()
 
     def drain_jobs(self) -> None:
-        """Waits until no job touches the CPU tier's memory. None is cut short."""
-        begun = time.monotonic()
+        """Waits until all jobs have ended and none touches the CPU tier's memory."""
+        start = time.monotonic()
         while self._jobs:
-            if not self._take(self._queue.wait(_WARN_AFTER_S)):
-                logger.warning("waiting for %d jobs of the kvtier tier since %.0f s",
-                               len(self._jobs), time.monotonic() - begun)
+            if not self._process(self._queue.wait(_WARN_AFTER_S)):
+                logger.warning("still waiting for %d jobs of the kvtier tier after %.0f s",
+                               len(self._jobs), time.monotonic() - start)
 
     def on_schedule_end(self, context: Any) -> None:
-        asked, self._asked = self._asked, {}
-        for keys in asked.values():
+        lookups, self._step_lookups = self._step_lookups, {}
+        for keys in lookups.values():
             self._advisor.looked_up(list(keys))
-        self._asks.send()
+        self._remote_lookups.send()
         if self._shared is not None:
             self._shared.log_evictions()
 
@@ -301,35 +303,36 @@ class KvtierTier(SecondaryTierManager):
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
             OffloadingConnectorStats,
         )
-        told, now, label = OffloadingConnectorStats(), self._shared.store.stats(), (self.tier_type,)
+        stats, counts = OffloadingConnectorStats(), self._shared.store.stats()
+        label = (self.tier_type,)
         for name in GAUGES:
-            told.set_gauge(_PREFIX + name, now[name], label)
+            stats.set_gauge(_PREFIX + name, counts[name], label)
         for name in COUNTERS:
-            more = now[name] - self._counted.get(name, 0)
-            self._counted[name] = now[name]
-            if more:
-                told.increase_counter(_PREFIX + name, more, label)
-        return told
+            increase = counts[name] - self._counted.get(name, 0)
+            self._counted[name] = counts[name]
+            if increase:
+                stats.increase_counter(_PREFIX + name, increase, label)
+        return stats
 
     def shutdown(self) -> None:
-        """Lets jobs underway end, so that what was begun is stored, and lets go of the CPU
-        tier's memory: its owner unmaps it next."""
+        """Waits for all jobs, so that started stores complete, and closes the store. It releases
+        the CPU tier's memory, which its owner unmaps next."""
         if self._shared is None:
             return
         self.drain_jobs()
         self._shared, self._pool = None, None
-        self._asks.forget()
+        self._remote_lookups.cancel()
         self._advisor.close()
-        for blocks in self._owners.values():
+        for blocks in self._blocks_by_owner.values():
             blocks.close()
-        self._owners.clear()
+        self._blocks_by_owner.clear()
         self._queue.close()
         release(self._store_key)
 
     def touch(self, keys: Collection[Any], req_context: Any) -> None:
-        """Nothing: what the CPU tier has is not used from here, and policies go by loads."""
+        """Does nothing: a use of a chunk in the CPU tier is no use of its copy in this tier."""
 
 
-def _number(key: bytes) -> int:
-    """A block as the advisor knows it."""
+def _advisor_id(key: bytes) -> int:
+    """The 64-bit number that identifies a block to the advisor."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Without arguments the engine is a miniature (`stubs`); `pytest tests/engine` has the real one."""
+"""By default vLLM is replaced by stubs (`stubs`); `pytest tests/engine` uses the installed vLLM."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 collect_ignore: List[str] = []
-#: What tests have left open.
-_blamed: List[Any] = []
+#: Handles that a test has left open, and that were reported.
+_reported: List[Any] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    asked = [(config.invocation_params.dir / arg.partition("::")[0]).resolve()
+    paths = [(config.invocation_params.dir / arg.partition("::")[0]).resolve()
              for arg in config.args]
-    if not any(HERE / "engine" in (path, *path.parents) for path in asked):
+    if not any(HERE / "engine" in (path, *path.parents) for path in paths):
         sys.path.insert(0, str(HERE / "stubs"))
         collect_ignore.append("engine")
-        import vllm  # noqa: F401: as an engine is there before what it loads
+        import vllm  # noqa: F401: an engine is imported before the modules that it loads
 
 
 @pytest.fixture
 def make_config() -> Any:
-    """An `OffloadingConfig` as the engine makes it."""
+    """Makes an `OffloadingConfig` as the engine does."""
 
     def made(extra: Dict[str, Any], *, groups: int = 1, page: int = 4096, world: int = 1,
              blocks_per_chunk: int = 1) -> Any:
@@ -46,8 +46,8 @@ def make_config() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Every handle is given up after a test."""
+def no_handles_left() -> Iterator[None]:
+    """Fails a test that leaves handles of the library open."""
     from kvtier import _reaper
 
     yield
@@ -56,15 +56,15 @@ def nothing_left() -> Iterator[None]:
         gc.collect()
         assert _reaper.flush(600.0)
         left = [job for job in list(_reaper._live.values())
-                if job.handle.value and job not in _blamed]
+                if job.handle.value and job not in _reported]
         if not left:
             return
         if time.monotonic() > end:
             break
         time.sleep(0.001)
-    # Theirs alone: the tests that follow are not to be blamed for it.
+    # Report them for this test only, not for the tests that follow.
     from kvtier_vllm import settings
 
-    _blamed.extend(left)
-    settings._open.clear()
-    raise AssertionError(f"left open: {left}")
+    _reported.extend(left)
+    settings._stores.clear()
+    raise AssertionError(f"handles left open: {left}")

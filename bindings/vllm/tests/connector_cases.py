@@ -1,4 +1,4 @@
-"""What a connector has to do, with whatever base class it was made on."""
+"""Tests of KvtierConnector, for the stubbed and for the installed vLLM."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvtier._errors import make as make_error
 HOST = {"host_bytes": "64MiB"}
 
 
-def lose(worker: Any, tokens: List[int], first: int) -> None:
-    """Takes tokens away from a store, once they are not on their way to disk any more."""
-    with next(iter(worker._spaces.values())).session() as session:
+def drop_tokens(worker: Any, tokens: List[int], first: int) -> None:
+    """Drops tokens from a worker's store, once no transfer uses their chunks."""
+    with next(iter(worker._namespaces.values())).session() as session:
         session.append(tokens)
         end = time.monotonic() + 600
         while session.drop(first, len(tokens) - first).transferring_chunks:
@@ -27,7 +27,7 @@ def lose(worker: Any, tokens: List[int], first: int) -> None:
 
 @pytest.fixture
 def make() -> Callable[..., Any]:
-    """Connectors by the engine's factory where it is there."""
+    """Makes connectors, with vLLM's factory where vLLM is installed."""
     from kvtier_vllm.connector import KvtierConnector
 
     try:
@@ -61,24 +61,25 @@ def layerwise(request: Any) -> bool:
     return bool(request.param == "layerwise")
 
 
-@pytest.fixture(params=["here", "elsewhere"])
-def elsewhere(request: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the scheduler is in another process than the worker: then they only have steps."""
-    if request.param == "elsewhere":
+@pytest.fixture(params=["local scheduler", "remote scheduler"])
+def remote_scheduler(request: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the scheduler acts as if in another process than the worker. Then both exchange
+    messages with each step only."""
+    if request.param == "remote scheduler":
         from kvtier_vllm import connector_scheduler
 
-        monkeypatch.setattr(connector_scheduler, "worker_here", lambda engine: None)
-    return bool(request.param == "elsewhere")
+        monkeypatch.setattr(connector_scheduler, "local_worker", lambda engine: None)
+    return bool(request.param == "remote scheduler")
 
 
 @pytest.fixture
-def engine(make: Any, roles: Any, layerwise: bool, elsewhere: bool) -> Iterator[mini.Engine]:
+def engine(make: Any, roles: Any, layerwise: bool, remote_scheduler: bool) -> Iterator[mini.Engine]:
     made = mini.Engine(make, roles, extra={**HOST, "layerwise": layerwise})
     yield made
     made.close()
 
 
-def test_save_load_every_byte(engine: mini.Engine) -> None:
+def test_saved_prefixes_load_with_every_byte(engine: mini.Engine) -> None:
     prompt = list(range(100))
     assert engine.run(mini.Request("a", prompt)) == 0
     assert engine.run(mini.Request("b", prompt)) == 96
@@ -89,10 +90,10 @@ def test_save_load_every_byte(engine: mini.Engine) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_others_saved_is_found_at_the_remote(make: Any, roles: Any, layerwise: bool,
-                                                  elsewhere: bool, ranks: int,
-                                                  tmp_path: Path) -> None:
-    # However slow the machine is.
+def test_prefixes_of_other_engines_are_found_at_the_remote(make: Any, roles: Any, layerwise: bool,
+                                                           remote_scheduler: bool, ranks: int,
+                                                           tmp_path: Path) -> None:
+    # The timeouts are long, so that slow machines pass.
     shared = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=600000))',
               "level": "remote", "layerwise": layerwise, "ask_s": 60}
     prompt = list(range(100))
@@ -104,53 +105,54 @@ def test_what_others_saved_is_found_at_the_remote(make: Any, roles: Any, layerwi
     assert second.run(mini.Request("a", prompt[:64] + [7] * 40)) == 64
     assert second.run(mini.Request("b", prompt)) == 96
     assert second.run(mini.Request("c", [5] * 64)) == 0
-    # One that goes while it is asked for.
-    gone = mini.Request("d", [9, *prompt])
-    second.scheduler.on_new_request(gone)
-    # It may be answered at once.
-    assert second.scheduler.get_num_new_matched_tokens(gone, 0)[0] in (None, 0)
+    # A request that ends during its lookup.
+    aborted = mini.Request("d", [9, *prompt])
+    second.scheduler.on_new_request(aborted)
+    # The lookup may be answered at once.
+    assert second.scheduler.get_num_new_matched_tokens(aborted, 0)[0] in (None, 0)
     second.step()
-    second.scheduler.request_finished(gone, [])
+    second.scheduler.request_finished(aborted, [])
     for _ in range(3):
         second.step()
     for one in second.workers:
         worker = one.worker
-        assert not (worker._questions or worker._asked or worker._answers)
+        assert not (worker._remote_lookups or worker._pending_lookups or worker._lookup_results)
     second.close()
     alone = mini.Engine(make, roles, extra={**shared, "ask_s": 0}, ranks=ranks)
     assert alone.run(mini.Request("a", prompt)) == 0
     alone.close()
 
 
-def test_what_is_here_counts_however_the_question_ends(make: Any, roles: Any, elsewhere: bool,
-                                                       monkeypatch: pytest.MonkeyPatch,
-                                                       tmp_path: Path) -> None:
-    # Questions that are over before anybody can have answered.
+def test_local_prefixes_are_hits_when_the_remote_lookup_fails(make: Any, roles: Any,
+                                                              remote_scheduler: bool,
+                                                              monkeypatch: pytest.MonkeyPatch,
+                                                              tmp_path: Path) -> None:
+    # Remote lookups that time out before the remote can answer.
     options = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=600000))',
                "ask_s": 1e-6}
     prompt = list(range(64))
     late = mini.Engine(make, roles, extra=options)
     assert late.run(mini.Request("a", prompt)) == 0
     assert late.run(mini.Request("b", prompt + [7] * 40)) == 64
-    # Questions that are refused.
+    # Remote lookups that cannot start.
     from kvtier_vllm import connector_worker
 
     def refuse(*_: Any) -> None:
         raise kvtier.BusyError("no room", kvtier.abi.KVT_E_BUSY, "KVT_E_BUSY")
 
-    monkeypatch.setattr(connector_worker, "_Question", refuse)
+    monkeypatch.setattr(connector_worker, "_RemoteLookup", refuse)
     assert late.run(mini.Request("c", prompt + [8] * 40)) == 64
     late.close()
 
 
-def test_answers_are_kept_too(engine: mini.Engine) -> None:
+def test_generated_tokens_are_saved_too(engine: mini.Engine) -> None:
     first = mini.Request("a", range(40))
     engine.run(first, decode=30)
     assert first.num_tokens == 70
     assert engine.run(mini.Request("b", first.all_token_ids + [5])) == 64
 
 
-def test_what_is_other_kv_is_not_found(engine: mini.Engine) -> None:
+def test_lora_salt_and_media_separate_kv(engine: mini.Engine) -> None:
     prompt, lora = list(range(64)), SimpleNamespace(lora_name="l", lora_path="/l")
     engine.run(mini.Request("a", prompt))
     assert engine.run(mini.Request("b", prompt, salt="s")) == 0
@@ -163,65 +165,65 @@ def test_what_is_other_kv_is_not_found(engine: mini.Engine) -> None:
     assert engine.run(mini.Request("i", prompt, media=[(20, "cat")])) == 48
 
 
-def test_what_is_lost_is_computed(engine: mini.Engine) -> None:
+def test_lost_blocks_are_computed_and_saved_again(engine: mini.Engine) -> None:
     prompt = list(range(100))
     engine.run(mini.Request("a", prompt))
     worker, engine.expect_loss = engine.workers[0].worker, True
-    engine.run(mini.Request("b", prompt), before_load=lambda: lose(worker, prompt[:96], 48))
+    engine.run(mini.Request("b", prompt), before_load=lambda: drop_tokens(worker, prompt[:96], 48))
     assert worker.counts["lost_blocks"] >= 1
     engine.expect_loss = False
-    assert engine.run(mini.Request("c", prompt)) == 96  # it was saved again
+    assert engine.run(mini.Request("c", prompt)) == 96  # the blocks were saved again
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_was_computed_from_lost_blocks_is_not_stored(engine: mini.Engine, late: bool) -> None:
+def test_kv_computed_from_lost_blocks_is_not_saved(engine: mini.Engine, late: bool) -> None:
     prompt, engine.late_saves = list(range(100)), late
     engine.run(mini.Request("a", prompt))
     worker, engine.expect_loss = engine.workers[0].worker, True
     longer = prompt + list(range(500, 560))
-    engine.run(mini.Request("b", longer), before_load=lambda: lose(worker, prompt[:96], 48))
+    engine.run(mini.Request("b", longer), before_load=lambda: drop_tokens(worker, prompt[:96], 48))
     engine.expect_loss = False
     assert engine.run(mini.Request("c", longer)) == 144  # checked byte by byte
-    # What two ranks have to say of a step is what the later one knows.
-    from kvtier_vllm.connector_meta import KvtierAnswers
+    # The combined message of two ranks has the results that both ranks know.
+    from kvtier_vllm.connector_meta import KvtierWorkerMetadata
 
-    # One of them was asked for more meanwhile.
-    told = {"a": (64, 32), "b": (16, 16), "c": (48, 48)}
-    both = KvtierAnswers(2, told, 7).aggregate(
-        KvtierAnswers(2, {"a": (64, 16), "c": (64, 64)}, 6))
-    assert both == KvtierAnswers(2, {"a": (64, 16)}, 6)
+    # The lookup of one request has become longer meanwhile.
+    results = {"a": (64, 32), "b": (16, 16), "c": (48, 48)}
+    both = KvtierWorkerMetadata(2, results, 7).aggregate(
+        KvtierWorkerMetadata(2, {"a": (64, 16), "c": (64, 64)}, 6))
+    assert both == KvtierWorkerMetadata(2, {"a": (64, 16)}, 6)
 
 
-def test_blocks_that_are_loaded_for_another_are_waited_for(engine: mini.Engine) -> None:
+def test_saves_wait_for_shared_blocks_that_are_loading(engine: mini.Engine) -> None:
     if not engine.layerwise:
-        pytest.skip("loads come between steps")
+        pytest.skip("loads complete between steps")
     first, second = mini.Request("a", range(64)), mini.Request("b", range(96))
     scheduler = engine.scheduler.scheduler
     for request in (first, second):
         scheduler.on_new_request(request)
-    scheduler._found["a"] = 0
+    scheduler._load_starts["a"] = 0
     scheduler.allocated(first, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 48)
     new = SimpleNamespace(req_id="b", block_ids=([1, 2, 3, 5, 6, 7],), num_computed_tokens=48)
     none = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[],
                            num_computed_tokens=[])
-    meta = scheduler.meta(SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=none,
-                                          num_scheduled_tokens={"b": 48}))
+    meta = scheduler.build_meta(SimpleNamespace(
+        scheduled_new_reqs=[new], scheduled_cached_reqs=none, num_scheduled_tokens={"b": 48}))
     assert len(meta.loads) == 1 and not meta.saves
-    from kvtier_vllm.connector_meta import KvtierAnswers
+    from kvtier_vllm.connector_meta import KvtierWorkerMetadata
 
-    scheduler.heard(KvtierAnswers(0, {}, meta.step))
+    scheduler.on_worker_metadata(KvtierWorkerMetadata(0, {}, meta.step))
     again = SimpleNamespace(req_ids=["b"], resumed_req_ids=set(), new_block_ids=[None],
                             num_computed_tokens=[96])
-    meta = scheduler.meta(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=again,
-                                          num_scheduled_tokens={"b": 1}))
+    meta = scheduler.build_meta(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=again,
+                                                num_scheduled_tokens={"b": 1}))
     assert [move.length for move in meta.saves] == [96]
 
 
 @pytest.mark.parametrize("what", ["namespace", "session", "append", "lookup"])
 @pytest.mark.parametrize("status", ["LIMIT", "NOMEM", "AGAIN"])
-def test_what_the_store_refuses_is_a_miss(engine: mini.Engine, what: str, status: str,
-                                          caplog: pytest.LogCaptureFixture) -> None:
-    """And neither ends the engine nor keeps others from going on."""
+def test_a_rejection_by_the_store_is_a_miss(engine: mini.Engine, what: str, status: str,
+                                            caplog: pytest.LogCaptureFixture) -> None:
+    """A rejection neither ends the engine nor affects other requests."""
     prompt, other = list(range(64)), [7] * 64
     engine.run(mini.Request("a", prompt))
     kind = {"namespace": kvtier.Store, "append": kvtier.Session}.get(what, kvtier.Namespace)
@@ -232,17 +234,17 @@ def test_what_the_store_refuses_is_a_miss(engine: mini.Engine, what: str, status
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, what, refuse)
-        # Of a LoRA and a salt that were not open.
+        # A new salt needs a new namespace.
         assert engine.run(mini.Request("b", other, salt="s" if what == "namespace" else None)) == 0
     assert "refused" in caplog.text and any(
         worker.counts.get(name) for name in ("failed_lookups", "failed_sessions"))
     assert engine.run(mini.Request("c", prompt)) == 48
     if what != "lookup":
-        assert engine.run(mini.Request("d", other)) == 0  # nothing of it was stored
+        assert engine.run(mini.Request("d", other)) == 0  # nothing of the request was stored
     assert engine.run(mini.Request("e", other)) == 48
 
 
-def test_a_load_whose_session_is_refused_is_computed(engine: mini.Engine) -> None:
+def test_a_load_without_a_session_is_computed(engine: mini.Engine) -> None:
     prompt = list(range(100))
     engine.run(mini.Request("a", prompt))
     worker = engine.workers[0].worker
@@ -259,8 +261,8 @@ def test_a_load_whose_session_is_refused_is_computed(engine: mini.Engine) -> Non
     assert engine.run(mini.Request("c", prompt)) == 96
 
 
-def test_saves_are_known_until_they_have_ended(make: Any, roles: Any) -> None:
-    """Whoever breaks off waiting does not have the caches written over."""
+def test_an_interrupted_wait_keeps_track_of_saves(make: Any, roles: Any) -> None:
+    """An interrupted wait must not let the engine overwrite blocks that are still read."""
     one = mini.Engine(make, roles, extra=HOST)
     worker = one.workers[0].worker
     with kvtier.Event() as ready, pytest.MonkeyPatch.context() as patch:
@@ -282,7 +284,7 @@ def test_saves_are_known_until_they_have_ended(make: Any, roles: Any) -> None:
         assert all(op.closed for op in saving)
 
 
-def test_reset_forgets(engine: mini.Engine) -> None:
+def test_reset_cache_makes_saved_kv_a_miss(engine: mini.Engine) -> None:
     prompt = list(range(64))
     engine.run(mini.Request("a", prompt))
     assert engine.scheduler.reset_cache()
@@ -290,9 +292,9 @@ def test_reset_forgets(engine: mini.Engine) -> None:
     assert engine.run(mini.Request("c", prompt)) == 48
 
 
-def test_hints_policy_and_stats(engine: mini.Engine) -> None:
-    told = {"kvtier": {"tenant": 5, "priority": 3, "stop": "tool_use", "next_use_s": 3}}
-    engine.run(mini.Request("a", range(64), params=told))
+def test_tenants_policies_and_stats_are_reported(engine: mini.Engine) -> None:
+    params = {"kvtier": {"tenant": 5, "priority": 3, "stop": "tool_use", "next_use_s": 3}}
+    engine.run(mini.Request("a", range(64), params=params))
     engine.run(mini.Request("b", range(64), params={"kvtier": 7}))
     worker = engine.workers[0]
     worker.worker.set_policy("arc")
@@ -305,47 +307,47 @@ def test_hints_policy_and_stats(engine: mini.Engine) -> None:
     assert engine.scheduler.get_kv_connector_stats().data["hit_tokens"] == 48
 
 
-def test_when_it_is_used_next_counts_from_now(engine: mini.Engine,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    told: List[Any] = []
+def test_next_use_counts_from_the_end_of_the_request(engine: mini.Engine,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    hints: List[Any] = []
     hint = kvtier.Session.hint
     monkeypatch.setattr(kvtier.Session, "hint", lambda self, **given: (
-        told.append(given), hint(self, **given)))
+        hints.append(given), hint(self, **given)))
     before = time.monotonic_ns()
     engine.run(mini.Request("a", range(64), params={"kvtier": {"next_use_s": 3}}))
     engine.step()
     after = time.monotonic_ns()
-    assert all(before + 3e9 <= one["next_use_ns"] <= after + 3e9 for one in told) and told
+    assert all(before + 3e9 <= one["next_use_ns"] <= after + 3e9 for one in hints) and hints
 
 
-def test_a_scheduler_switches_policies_and_is_advised(engine: mini.Engine,
-                                                      caplog: pytest.LogCaptureFixture) -> None:
+def test_the_scheduler_switches_policies_and_gives_advice(engine: mini.Engine,
+                                                          caplog: pytest.LogCaptureFixture) -> None:
     scheduler, worker = engine.scheduler.scheduler, engine.workers[0].worker
     engine.run(mini.Request("first", range(64)))
-    assert not scheduler._advisor.learns  # nobody has asked: nothing is kept
+    assert not scheduler._advisor.learns  # nothing is recorded before the first advice
     assert scheduler.advice(8).batch == 8
     policy = scheduler._advisor._policy
     policy.set_advice(shrink_above=0.1, window=8, patience=1)
     policy.set_capacity(4)
     scheduler._advisor._room = 4
-    for turn in range(12):  # three prompts, of which one fits
+    for turn in range(12):  # three prompts, but room for one
         engine.run(mini.Request(f"r{turn}", range(1000 * (turn % 3), 1000 * (turn % 3) + 65)))
     assert scheduler.advice(8).batch == 4
     with pytest.raises(kvtier.SpecError):
         scheduler.set_policy("arc(")
     scheduler.set_policy("arc")
-    scheduler.set_policy("lru", kvtier.TIER_DISK)  # there is none: a line of the log
+    scheduler.set_policy("lru", kvtier.TIER_DISK)  # the store has no disk: a warning
     engine.step()
     assert 'tier="host",policy="arc"' in worker.store.metrics()
     assert "set_policy" in caplog.text
     assert policy.spec.startswith("arc")
-    policy.close()  # what fails in it ends it, and nothing else
+    policy.close()  # an error in the advisor's policy disables advice only
     assert engine.run(mini.Request("last", range(64))) == 48
     assert scheduler.advice(8) is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_advice_goes_by_the_policy_of_the_stores(make: Any, roles: Any, ranks: int) -> None:
+def test_advice_uses_the_policy_of_the_stores(make: Any, roles: Any, ranks: int) -> None:
     one = mini.Engine(make, roles, extra={**HOST, "spec": "store(policy=arc)"}, ranks=ranks)
     one.run(mini.Request("a", range(64)))
     scheduler = one.scheduler.scheduler
@@ -354,7 +356,7 @@ def test_advice_goes_by_the_policy_of_the_stores(make: Any, roles: Any, ranks: i
     one.close()
 
 
-def test_evictions_are_logged(make: Any, roles: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_evictions_are_logged_once(make: Any, roles: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvtier_vllm")
     one = mini.Engine(make, roles, extra={"host_bytes": "1MiB", "policy": "lru",
                                           "log_evictions": 64})
@@ -363,25 +365,26 @@ def test_evictions_are_logged(make: Any, roles: Any, caplog: pytest.LogCaptureFi
         if "evicted from memory" in caplog.text:
             break
     one.close()
-    told = [one.getMessage() for one in caplog.records if "evicted from" in one.getMessage()]
-    assert told and len(set(told)) == len(told)
+    messages = [one.getMessage() for one in caplog.records if "evicted from" in one.getMessage()]
+    assert messages and len(set(messages)) == len(messages)
 
 
-def test_two_ranks(make: Any, roles: Any, layerwise: bool, tmp_path: Path) -> None:
+def test_a_prefix_counts_as_far_as_all_ranks_have_it(make: Any, roles: Any, layerwise: bool,
+                                                     tmp_path: Path) -> None:
     disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB", "write": "through",
             "layerwise": layerwise}
     first = mini.Engine(make, roles, extra=disk, ranks=2)
     assert first.run(mini.Request("a", range(64))) == 0
     assert first.run(mini.Request("b", range(64))) == 48
-    lose(first.workers[1].worker, list(range(64)), 32)
-    assert first.run(mini.Request("c", range(64)), decode=1) == 32  # what one lacks is lacking
+    drop_tokens(first.workers[1].worker, list(range(64)), 32)
+    assert first.run(mini.Request("c", range(64)), decode=1) == 32  # rank 1 lacks the rest
     first.close()
     again = mini.Engine(make, roles, extra=disk, ranks=2)
     assert again.run(mini.Request("d", range(64))) == 48  # found on both disks
     again.close()
 
 
-def test_shutdown_in_the_middle(make: Any, roles: Any, tmp_path: Path) -> None:
+def test_shutdown_cancels_loads_and_finishes_saves(make: Any, roles: Any, tmp_path: Path) -> None:
     disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB", "level": "durable"}
     one = mini.Engine(make, roles, extra=disk)
     one.run(mini.Request("a", range(256)))
@@ -398,7 +401,7 @@ def test_shutdown_in_the_middle(make: Any, roles: Any, tmp_path: Path) -> None:
     again.close()
 
 
-def test_caches_of_another_order_are_other_kv(make: Any, roles: Any, tmp_path: Path) -> None:
+def test_another_order_inside_blocks_is_a_miss(make: Any, roles: Any, tmp_path: Path) -> None:
     import torch
 
     disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"}
@@ -411,21 +414,22 @@ def test_caches_of_another_order_are_other_kv(make: Any, roles: Any, tmp_path: P
             again.caches[0] = [torch.zeros((64, mini.BLOCK, 2, 8), dtype=torch.int16)
                                .transpose(1, 2) for _ in again.names]
             again.workers[0].register_kv_caches(dict(zip(again.names, again.caches[0])))
-        asked = again.scheduler.get_num_new_matched_tokens(mini.Request("b", range(64)), 0)
-        assert asked[0] == found
+        matched = again.scheduler.get_num_new_matched_tokens(mini.Request("b", range(64)), 0)
+        assert matched[0] == found
         again.close()
 
 
 @pytest.mark.parametrize("change, text", [
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
     ({"decode_context_parallel_size": 2}, "decode_context_parallel_size")])
-def test_refused_parallelism(make: Any, roles: Any, change: Dict[str, int], text: str) -> None:
+def test_unsupported_parallelism_is_rejected(make: Any, roles: Any, change: Dict[str, int],
+                                             text: str) -> None:
     config, cache = mini.configs(HOST, **change)
     with pytest.raises(kvtier.UnsupportedError, match=text):
         make(config, roles.SCHEDULER, cache, 0)
 
 
-def test_refused_models_and_options(make: Any, roles: Any) -> None:
+def test_unsupported_models_and_options_are_rejected(make: Any, roles: Any) -> None:
     import torch
 
     config, cache = mini.configs(HOST)
@@ -461,7 +465,7 @@ def test_refused_models_and_options(make: Any, roles: Any) -> None:
     worker.shutdown()
 
 
-def test_blocks_of_the_engine_in_parts_and_orders(make: Any, roles: Any) -> None:
+def test_interleaved_and_split_blocks_are_supported(make: Any, roles: Any) -> None:
     import torch
 
     config, cache = mini.configs(HOST, layers=2)
@@ -470,6 +474,6 @@ def test_blocks_of_the_engine_in_parts_and_orders(make: Any, roles: Any) -> None
     whole = torch.zeros((64, 2, 16, 2, 8), dtype=torch.int16)  # block, layer, token, head, number
     worker.register_kv_caches({name: whole[:, at].transpose(1, 2)
                                for at, name in enumerate(names)})
-    parts = torch.zeros((128, 2, 8, 8))  # each block is two of the kernel's
+    parts = torch.zeros((128, 2, 8, 8))  # a block consists of two kernel blocks
     worker.register_kv_caches({name: parts.clone() for name in names})
     worker.shutdown()

@@ -1,4 +1,4 @@
-"""A miniature of vLLM's scheduler and worker that calls a connector as they do."""
+"""A small model of vLLM's scheduler and workers that calls a connector as vLLM does."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ BLOCK = 16
 
 
 class FullAttentionSpec:
-    """As the engine's, where it is looked at."""
+    """The fields of the engine's class that connectors read."""
 
     def __init__(self, block_size: int = BLOCK) -> None:
         self.block_size, self.sliding_window = block_size, None
 
 
 class SlidingWindowSpec(FullAttentionSpec):
-    """Likewise."""
+    """Another kind of spec, which the connector rejects."""
 
 
 def configs(extra: Dict[str, Any], *, layers: int = 3, blocks: int = 64, tp: int = 1,
@@ -49,7 +49,7 @@ def configs(extra: Dict[str, Any], *, layers: int = 3, blocks: int = 64, tp: int
 
 
 class Request:
-    """As the engine's, where it is looked at."""
+    """The fields of the engine's request that connectors read."""
 
     def __init__(self, name: str, prompt: Sequence[int], *, salt: Optional[str] = None,
                  lora: Any = None, media: Sequence[Any] = (),
@@ -64,19 +64,19 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """All of them."""
+        """The number of prompt and generated tokens."""
         return len(self.all_token_ids)
 
 
 def expected(layer: int, rank: int, request: Request, token: int) -> int:
-    """The KV of a token: it depends on all before it."""
+    """The KV of a token, which depends on all tokens before it."""
     seen = hash((layer, rank, tuple(request.all_token_ids[: token + 1]), request.cache_salt,
                  request.lora_request and request.lora_request.lora_name))
     return seen & 0x7FFF
 
 
 class Engine:
-    """A scheduler and its workers, each with caches [blocks, heads, tokens, numbers]."""
+    """A scheduler and its workers, each with caches of shape [blocks, heads, tokens, numbers]."""
 
     def __init__(self, make: Callable[..., Any], roles: Any, *, extra: Dict[str, Any],
                  layers: int = 3, blocks: int = 64, ranks: int = 1, engine: str = "e") -> None:
@@ -101,28 +101,28 @@ class Engine:
 
     def write(self, rank: int, layer: int, request: Request, blocks: List[int], first: int,
               end: int) -> None:
-        """Computes KV."""
+        """Computes the KV of a range of tokens."""
         for token in range(first, end):
             self.caches[rank][layer][blocks[token // BLOCK], :, token % BLOCK] = expected(
                 layer, rank, request, token)
 
     def check(self, rank: int, layer: int, request: Request, blocks: List[int], first: int,
               end: int) -> None:
-        """That it is there."""
+        """Asserts that the cache holds the KV of a range of tokens."""
         for token in range(first, end):
-            is_there = np.asarray(
+            cached = np.asarray(
                 self.caches[rank][layer][blocks[token // BLOCK], :, token % BLOCK])
-            assert (is_there == expected(layer, rank, request, token)).all(), (layer, token)
+            assert (cached == expected(layer, rank, request, token)).all(), (layer, token)
 
     def spoil(self, rank: int, layer: int, blocks: List[int], first: int, end: int) -> None:
-        """What is computed from KV that is not there."""
+        """Writes the garbage that is computed from KV whose load has failed."""
         for token in range(first, end):
             self.caches[rank][layer][blocks[token // BLOCK], :, token % BLOCK] = -2 - self.steps
 
     def step(self, new: Sequence[Any] = (), cached: Sequence[Any] = (),
              tokens: Optional[Dict[str, int]] = None,
              forward: Callable[[int, int], None] = lambda rank, layer: None) -> Set[int]:
-        """One step; blocks that did not come."""
+        """Runs one step, and returns the blocks whose load failed."""
         self.steps += 1
         output = SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id=r.request_id, block_ids=(list(b),),
@@ -133,7 +133,7 @@ class Engine:
                 num_computed_tokens=[n for _, _, n in cached]),
             num_scheduled_tokens=tokens or {}, finished_req_ids=set())
         meta = pickle.dumps(self.scheduler.build_connector_meta(output))
-        told: List[Any] = []
+        metadata: List[Any] = []
         bad: Set[int] = set()
         recved: List[Set[str]] = []
         for rank, worker in enumerate(self.workers):
@@ -150,15 +150,15 @@ class Engine:
                 worker.wait_for_save()
             recved.append(set(worker.get_transfer_results(set()).finished_recving))
             bad |= worker.get_block_ids_with_load_errors()
-            told.append(worker.build_connector_worker_meta())
+            metadata.append(worker.build_connector_worker_meta())
             if self.late_saves:
                 worker.wait_for_save()
             worker.clear_connector_metadata()
         self.pending = [a | b for a, b in zip(getattr(self, "pending", [set()] * self.ranks),
                                               recved)]
         self.recved |= set.intersection(*self.pending)
-        answer = told[0]
-        for other in told[1:]:
+        answer = metadata[0]
+        for other in metadata[1:]:
             answer = answer.aggregate(other) if answer is not None else None
         self.scheduler.update_connector_output(SimpleNamespace(
             invalid_block_ids=bad, kv_connector_worker_meta=answer))
@@ -166,7 +166,7 @@ class Engine:
 
     def run(self, request: Request, *, decode: int = 0, computed: int = 0,
             before_load: Callable[[], None] = lambda: None) -> int:
-        """A request from its beginning to its end; how many tokens came from the store."""
+        """Runs a request to its end, and returns the number of tokens loaded from the store."""
         self.scheduler.on_new_request(request)
         while True:
             found, later = self.scheduler.get_num_new_matched_tokens(request, computed)
@@ -201,7 +201,7 @@ class Engine:
 
         lost = self.step([(request, blocks, have)], tokens={request.request_id: total - have},
                          forward=forward)
-        if lost:  # the engine computes them, and what came after them
+        if lost:  # the engine computes these blocks and the later ones
             have = min(at for at, block in enumerate(blocks) if block in lost) * BLOCK
             self.step([(request, blocks, have)], tokens={request.request_id: total - have},
                       forward=lambda rank, layer: self.write(rank, layer, request, blocks, have,
@@ -221,10 +221,10 @@ class Engine:
         return have - computed
 
     expect_loss = False
-    #: As with speculative decoding: saves are waited for after the step's results were taken.
+    #: True: the engine waits for saves after it took the step's results (speculative decoding).
     late_saves = False
 
     def close(self) -> None:
-        """As at the engine's end."""
+        """Shuts down as the engine does."""
         for one in [*self.workers, self.scheduler]:
             one.shutdown()

@@ -1,4 +1,4 @@
-"""KvtierSpec: manager and worker, as vLLM's OffloadingConnector calls them."""
+"""Tests of KvtierSpec's manager and worker, called as vLLM's OffloadingConnector calls them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def key(n: int, group: int = 0) -> bytes:
 
 
 class Engine:
-    """Two tensors a group, on the processor."""
+    """A worker and a manager over two tensors per group in host memory."""
 
     def __init__(self, create: Callable[..., Any], config: Any, groups: int = 1) -> None:
         import torch
@@ -55,7 +55,7 @@ class Engine:
             self.tensors[2 * group + part][block, :size] = self.torch.randint(
                 -128, 128, (size,), generator=rng, dtype=self.torch.int8)
 
-    def right(self, n: int, group: int, block: int) -> bool:
+    def has_bytes(self, n: int, group: int, block: int) -> bool:
         before = [self.tensors[2 * group + part][block].clone() for part in (0, 1)]
         self.fill(n, group, block)
         after = [self.tensors[2 * group + part][block] for part in (0, 1)]
@@ -84,7 +84,7 @@ class Engine:
         self.manager.on_request_finished(context)
         return len(blocks)
 
-    def look(self, one: bytes, context: Any) -> str:
+    def lookup(self, one: bytes, context: Any) -> str:
         end = time.monotonic() + 600
         while True:
             found = str(self.manager.lookup(one, context).name)
@@ -95,21 +95,21 @@ class Engine:
             time.sleep(0.001)
 
     def load(self, numbers: List[int]) -> List[int]:
-        """Which came, their bytes checked."""
+        """Loads blocks, checks their bytes, and returns the numbers of the hits."""
         context = self.request()
-        there = [n for n in numbers if all(
-            self.look(key(n, g), context) == "HIT" for g in range(self.groups))]
-        keys = [key(n, g) for g in range(self.groups) for n in there]
+        found = [n for n in numbers if all(
+            self.lookup(key(n, g), context) == "HIT" for g in range(self.groups))]
+        keys = [key(n, g) for g in range(self.groups) for n in found]
         if keys:
             spec = self.manager.prepare_load(keys, context)
             blocks = list(range(31, 31 - len(keys), -1))
             done = self.run(self.jobs, self.worker.submit_load, spec, self.place(keys, blocks))
             assert done.success
             for one, block in zip(keys, blocks):
-                assert self.right(int.from_bytes(one[:32], "little"), one[-1], block)
+                assert self.has_bytes(int.from_bytes(one[:32], "little"), one[-1], block)
             self.manager.complete_load(set(keys), context)
         self.manager.on_request_finished(context)
-        return there
+        return found
 
     def close(self) -> None:
         self.manager.shutdown()
@@ -123,7 +123,7 @@ def engine(request: Any, create: Any, make_config: Any) -> Iterator[Engine]:
     made.close()
 
 
-def test_store_and_load(engine: Engine) -> None:
+def test_stored_blocks_load_with_their_bytes(engine: Engine) -> None:
     assert engine.store([1, 2, 3]) == 3 * engine.groups
     assert engine.store([2, 3, 4]) == engine.groups
     assert engine.load([1, 9, 4, 3]) == [1, 4, 3]
@@ -133,7 +133,7 @@ def test_store_and_load(engine: Engine) -> None:
     assert engine.load([1, 2]) == []
 
 
-def test_groups_that_are_not_offloaded(create: Any, make_config: Any) -> None:
+def test_group_numbers_may_have_gaps(create: Any, make_config: Any) -> None:
     config = make_config(HOST)
     (group,) = config.groups
     one = Engine(create, dataclasses.replace(config, groups=(
@@ -144,45 +144,45 @@ def test_groups_that_are_not_offloaded(create: Any, make_config: Any) -> None:
     place = one.base.GPULoadStoreSpec([7], [1], [0])
     assert one.run(1, one.worker.submit_store, place, out.store_spec).success
     one.manager.complete_store(keys, context)
-    assert one.look(keys[0], context) == "HIT"
+    assert one.lookup(keys[0], context) == "HIT"
     spec = one.manager.prepare_load(keys, context)
     place = one.base.GPULoadStoreSpec([9], [1], [0])
-    assert one.run(2, one.worker.submit_load, spec, place).success and one.right(1, 0, 9)
+    assert one.run(2, one.worker.submit_load, spec, place).success and one.has_bytes(1, 0, 9)
     one.close()
 
 
-def test_what_is_held_stays(engine: Engine) -> None:
+def test_held_blocks_cannot_be_dropped(engine: Engine) -> None:
     engine.store([1, 2])
     context, one = engine.request(), key(1)
-    assert engine.look(one, context) == "HIT"
+    assert engine.lookup(one, context) == "HIT"
     spec = engine.manager.prepare_load([one], context)
-    space = engine.worker._medium.spaces[0]
+    space = engine.worker._medium.blocks[0]
     assert space.drop([one]).referenced_chunks == 1
     done = engine.run(99, engine.worker.submit_load, spec, engine.place([one], [5]))
-    assert done.success and engine.right(1, 0, 5)
+    assert done.success and engine.has_bytes(1, 0, 5)
     engine.manager.complete_load([one], context)
-    assert space.drop([one]).referenced_chunks == 1  # the lookup's, until nobody has asked in a step
+    assert space.drop([one]).referenced_chunks == 1  # held by the lookup's pin
     while engine.manager.has_pending_work():
         engine.manager.on_schedule_end(SimpleNamespace())
     assert space.drop([one]).removed_chunks == 1
 
 
-def test_a_hit_stays_until_it_is_loaded(engine: Engine) -> None:
-    """Stores of other requests end at any time, and have others leave."""
+def test_a_hit_is_held_until_its_load(engine: Engine) -> None:
+    """A store of another request may end at any time, and cause evictions."""
     engine.store([1, 2])
     context, one = engine.request(), key(1)
-    assert engine.look(one, context) == "HIT"
-    assert engine.worker._medium.spaces[0].drop([one]).referenced_chunks == 1
+    assert engine.lookup(one, context) == "HIT"
+    assert engine.worker._medium.blocks[0].drop([one]).referenced_chunks == 1
     engine.manager.on_schedule_end(SimpleNamespace())
-    assert engine.look(one, context) == "HIT"
+    assert engine.lookup(one, context) == "HIT"
     spec = engine.manager.prepare_load([one], context)
     done = engine.run(99, engine.worker.submit_load, spec, engine.place([one], [5]))
-    assert done.success and engine.right(1, 0, 5)
+    assert done.success and engine.has_bytes(1, 0, 5)
     engine.manager.complete_load([one], context)
 
 
-def test_what_is_stored_after_a_reset_is_not_found(engine: Engine) -> None:
-    """Stores are handed to the worker a step after they were prepared."""
+def test_stores_prepared_before_a_reset_are_not_found(engine: Engine) -> None:
+    """vLLM submits a store to the worker one step after it was prepared."""
     context = engine.request()
     keys = [key(1, group) for group in range(engine.groups)]
     out = engine.manager.prepare_store(keys, context)
@@ -195,8 +195,8 @@ def test_what_is_stored_after_a_reset_is_not_found(engine: Engine) -> None:
     assert engine.store([1]) == engine.groups and engine.load([1]) == [1]
 
 
-def test_what_others_stored_is_found_at_the_remote(create: Any, make_config: Any,
-                                                   tmp_path: Path) -> None:
+def test_blocks_of_other_engines_are_found_at_the_remote(create: Any, make_config: Any,
+                                                         tmp_path: Path) -> None:
     of = {**HOST, "spec": f'store(remote=dir(path="{tmp_path}", timeout=600000))',
           "level": "remote", "ask_s": 60}
     first = Engine(create, make_config(of))
@@ -204,10 +204,10 @@ def test_what_others_stored_is_found_at_the_remote(create: Any, make_config: Any
     first.close()
     second = Engine(create, make_config(of))
     context = second.request()
-    # Known to be there, and not here: it is stored all the same, since the remote may lose it.
-    assert second.look(key(3), context) == "HIT"
+    # A block that only the remote has is stored locally, too, because the remote may lose it.
+    assert second.lookup(key(3), context) == "HIT"
     assert second.load([1, 9, 2]) == [1, 2]
-    assert second.store([2, 4]) == 1  # by now it is here
+    assert second.store([2, 4]) == 1  # block 2 is local by now
     second.manager.on_request_finished(context)
     second.manager.on_schedule_end(SimpleNamespace())
     end = time.monotonic() + 600
@@ -217,8 +217,8 @@ def test_what_others_stored_is_found_at_the_remote(create: Any, make_config: Any
     second.close()
 
 
-def test_nothing_is_kept_of_requests_that_went(create: Any, make_config: Any,
-                                               tmp_path: Path) -> None:
+def test_finished_requests_leave_no_state(create: Any, make_config: Any,
+                                          tmp_path: Path) -> None:
     disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB", "level": "disk"}
     first = Engine(create, make_config(disk))
     first.store([1, 2, 3])
@@ -233,52 +233,53 @@ def test_nothing_is_kept_of_requests_that_went(create: Any, make_config: Any,
         second.manager.on_schedule_end(SimpleNamespace())
         assert time.monotonic() < end
     manager = second.manager
-    assert not (manager._coming or manager._fetches or manager._pinned or manager._lost)
+    assert not (manager._fetching or manager._fetches or manager._pinned or manager._failed)
     second.close()
 
 
-def test_the_worker_is_shut_down_first(create: Any, make_config: Any) -> None:
-    """That is the order of the engine's core, and requests may be underway."""
+def test_the_worker_may_shut_down_before_the_manager(create: Any, make_config: Any) -> None:
+    """vLLM's engine core shuts down in this order, while requests may be underway."""
     one = Engine(create, make_config(HOST))
     one.store([1, 2])
     context = one.request()
-    assert one.look(key(1), context) == "HIT" and one.look(key(2), context) == "HIT"
+    assert one.lookup(key(1), context) == "HIT" and one.lookup(key(2), context) == "HIT"
     one.manager.prepare_load([key(1)], context)
     one.worker.shutdown()
     one.manager.shutdown()
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_what_is_prepared_stays(create: Any, make_config: Any, tmp_path: Path, disk: bool) -> None:
-    """Whatever is stored meanwhile; and what was loaded may leave again."""
+def test_prepared_loads_survive_eviction(create: Any, make_config: Any, tmp_path: Path,
+                                         disk: bool) -> None:
+    """Other stores do not evict prepared blocks. Blocks are free again after their load."""
     below = {"disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"} if disk else {}
     one = Engine(create, make_config({**HOST, "host_bytes": "1MiB", **below}))
     one.store([1, 2, 3])
     context = one.request()
-    assert [one.look(key(n), context) for n in (1, 2, 3)] == ["HIT"] * 3
+    assert [one.lookup(key(n), context) for n in (1, 2, 3)] == ["HIT"] * 3
     spec = one.manager.prepare_load([key(n) for n in (1, 2, 3)], context)
     for turn in range(30):
         one.store(list(range(100 + 20 * turn, 120 + 20 * turn)))
         one.manager.on_schedule_end(SimpleNamespace())
-    blocks = one.manager._medium.spaces[0]
+    blocks = one.manager._medium.blocks[0]
     assert all(blocks.exists([key(n) for n in (1, 2, 3)])) and not one.manager._pins
     assert blocks.drop([key(1)]).referenced_chunks == 1
     done = one.run(9, one.worker.submit_load, spec, one.place(spec.keys, [4, 5, 6]))
-    assert done.success and all(one.right(n, 0, at) for n, at in ((1, 4), (2, 5), (3, 6)))
+    assert done.success and all(one.has_bytes(n, 0, at) for n, at in ((1, 4), (2, 5), (3, 6)))
     one.manager.complete_load(spec.keys, context)
     assert not one.manager._holds
-    if not disk:  # there it may be on its way down
+    if not disk:  # with a disk, a write-back may still reference the chunk
         assert blocks.drop([key(1)]).removed_chunks == 1
     one.close()
 
 
-def test_a_load_that_fails_says_so(engine: Engine) -> None:
+def test_a_failed_load_is_reported(engine: Engine) -> None:
     spec_of = engine.manager.prepare_load([key(77)], engine.request())
     done = engine.run(5, engine.worker.submit_load, spec_of, engine.place([key(77)], [3]))
     assert not done.success
 
 
-def test_bad_jobs(engine: Engine) -> None:
+def test_malformed_jobs_are_rejected(engine: Engine) -> None:
     engine.store([1])
     spec = engine.manager.prepare_load([key(1)], engine.request())
     with pytest.raises(kvtier.InvalidError, match="blocks"):
@@ -290,7 +291,7 @@ def test_bad_jobs(engine: Engine) -> None:
         engine.worker.submit_load(3, spec, engine.place([key(1)], [1]))
 
 
-def test_from_disk_and_across_restarts(create: Any, make_config: Any, tmp_path: Path) -> None:
+def test_blocks_survive_a_restart(create: Any, make_config: Any, tmp_path: Path) -> None:
     disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB", "level": "disk"}
     first = Engine(create, make_config(disk))
     first.store(list(range(20)))
@@ -302,7 +303,7 @@ def test_from_disk_and_across_restarts(create: Any, make_config: Any, tmp_path: 
     second.close()
 
 
-def test_random_steps(engine: Engine) -> None:
+def test_random_stores_and_loads_agree_with_a_set(engine: Engine) -> None:
     rng, stored = random.Random(5), set()
     for _ in range(60):
         some = rng.sample(range(40), rng.randint(1, 6))
@@ -313,7 +314,7 @@ def test_random_steps(engine: Engine) -> None:
             assert set(engine.load(some)) == stored & set(some)
 
 
-def test_refused(create: Any, make_config: Any) -> None:
+def test_unsupported_configurations_are_rejected(create: Any, make_config: Any) -> None:
     with pytest.raises(kvtier.UnsupportedError, match="TieringOffloadingSpec"):
         create(make_config(HOST, world=2))
     with pytest.raises(kvtier.UnsupportedError, match="block_size"):

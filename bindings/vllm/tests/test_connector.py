@@ -1,3 +1,3 @@
-"""KvtierConnector on a miniature of its base class."""
+"""KvtierConnector on stubs of vLLM."""
 
 from connector_cases import *  # noqa: F403

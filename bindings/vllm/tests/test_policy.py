@@ -1,4 +1,4 @@
-"""kvtier policies behind vLLM's CachePolicy."""
+"""kvtier policies as vLLM's CachePolicy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def key(n: int) -> bytes:
 
 
 class Cache:
-    """A policy, and what a manager would do with it."""
+    """A policy with the calls that vLLM's manager makes."""
 
     def __init__(self, name: str, capacity: int) -> None:
         from kvtier_vllm import policy
@@ -34,11 +34,11 @@ class Cache:
                 self.policy.mark_evictable(key(n))
 
     def evict(self, n: int, *protected: int) -> Optional[List[int]]:
-        left = self.policy.evict(n, {key(one) for one in protected})
-        return None if left is None else [chunk.chunk_id for _, chunk in left]
+        victims = self.policy.evict(n, {key(one) for one in protected})
+        return None if victims is None else [chunk.chunk_id for _, chunk in victims]
 
 
-def test_order_pins_and_protection() -> None:
+def test_pinned_and_protected_chunks_are_not_evicted() -> None:
     cache = Cache("kvtier:lru", 8)
     cache.add(1, 2, 3, 4)
     cache.add(5, pinned=True)
@@ -51,13 +51,13 @@ def test_order_pins_and_protection() -> None:
     assert cache.evict(1) == [4]
     cache.policy.mark_evictable(key(2))
     assert cache.evict(2) == [2, 1]
-    assert cache.evict(1) is None  # 5 is not ready
+    assert cache.evict(1) is None  # 5 is still pinned
     cache.policy.remove(key(5))
     assert cache.policy.get(key(5)) is None
     assert cache.policy.policy.stats()["objects"] == 0
 
 
-def test_a_path_leaves_from_its_end() -> None:
+def test_a_path_is_evicted_from_its_end() -> None:
     cache = Cache("kvtier:lru", 8)
     for n in (1, 2, 3):
         cache.context.set_offload_key_position(key(n), 16 * n)
@@ -65,18 +65,18 @@ def test_a_path_leaves_from_its_end() -> None:
     assert cache.evict(2) == [3, 2]
 
 
-def test_ghosts_teach() -> None:
+def test_a_miss_on_a_ghost_adapts_the_policy() -> None:
     cache = Cache("kvtier:arc", 4)
     cache.add(1, 2, 3, 4)
     assert cache.evict(2) == [1, 2]
     assert cache.policy.policy.gauges()["arc_b1"] == 2
     cache.policy.on_store_miss([key(1)], cache.context)
     cache.add(1)
-    assert cache.policy.policy.gauges()["arc_p"] >= 1  # it learned by what it had evicted
+    assert cache.policy.policy.gauges()["arc_p"] >= 1  # the ghost hit has changed its target
     assert cache.policy.policy.stats()["evicted_references"] == 1
 
 
-def test_clear_and_switch() -> None:
+def test_clear_empties_the_cache_and_switch_changes_the_policy() -> None:
     from kvtier_vllm import policy
 
     cache = Cache("kvtier:sieve", 4)
@@ -91,17 +91,17 @@ def test_clear_and_switch() -> None:
         cache.policy.switch("nonsense")
 
 
-def test_equal_numbers_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_with_equal_hashes_get_different_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtier_vllm import policy
 
-    monkeypatch.setattr(policy, "_number", lambda key: 2**64 - 1)
+    monkeypatch.setattr(policy, "_chunk_id", lambda key: 2**64 - 1)
     cache = Cache("kvtier:fifo", 4)
     cache.add(1, 2, 3)
     assert [cache.policy.get(key(n)).chunk_id for n in (1, 2, 3)] == [1, 2, 3]
     assert sorted(cache.evict(3) or []) == [1, 2, 3]
 
 
-def test_hints_are_read_once() -> None:
+def test_hints_reach_the_policy() -> None:
     cache = Cache("kvtier:predictive", 4)
     cache.context.kv_transfer_params = {"kvtier": {"next_use_s": 60, "stop": "tool_use",
                                                    "tenant": 1, "priority": 2}}
@@ -112,7 +112,7 @@ def test_hints_are_read_once() -> None:
     assert cache.policy.policy.log()
 
 
-def test_no_such_policy() -> None:
+def test_unknown_policies_are_rejected() -> None:
     from kvtier_vllm import policy
 
     with pytest.raises(AttributeError):

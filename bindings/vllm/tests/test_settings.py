@@ -1,4 +1,4 @@
-"""Options, hints, versions."""
+"""Options of stores, hints of requests, and supported versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import kvtier
 import pytest
 
 
-def test_sizes_and_texts() -> None:
+def test_sizes_are_parsed_and_bad_options_are_rejected() -> None:
     from kvtier_vllm.settings import Settings, size
 
     assert [size("n", one) for one in (7, "8GiB", "1.5 KiB", "2MB", "0")] == [
@@ -22,13 +22,13 @@ def test_sizes_and_texts() -> None:
             size("n", wrong)
     for options in ({"policy": 7}, {"level": "paper"}, {"level": "disk"}, {"spec": Path("store")}):
         with pytest.raises(kvtier.InvalidError):
-            Settings.take(options)
-    assert Settings.take({"disk_path": "x"}).put_level() == kvtier.LEVEL_DISK
-    assert Settings.take({}).put_level() == kvtier.LEVEL_RAM
-    assert Settings.take({"disk_path": "/x"}).under("tp0").disk_path == "/x/tp0"
+            Settings.from_config(options)
+    assert Settings.from_config({"disk_path": "x"}).put_level() == kvtier.LEVEL_DISK
+    assert Settings.from_config({}).put_level() == kvtier.LEVEL_RAM
+    assert Settings.from_config({"disk_path": "/x"}).under("tp0").disk_path == "/x/tp0"
 
 
-def test_a_misspelt_option() -> None:
+def test_a_misspelt_option_is_rejected_with_a_suggestion() -> None:
     from kvtier_vllm.settings import Settings, reject_unknown
 
     with pytest.raises(kvtier.InvalidError, match="did you mean 'disk_path'"):
@@ -37,29 +37,30 @@ def test_a_misspelt_option() -> None:
         reject_unknown({"zebra": ""}, Settings.names())
 
 
-@pytest.mark.parametrize("said", [7, [], {"tenant": "x"}, {"stop": "never"}, {"priority": 999},
-                                  {"next_use_s": -1}, {"next_use_s": "soon"}, {"tenant": -1},
-                                  {"done": "false"}, {"done": 0},
-                                  *({name: wrong} for name in ("tenant", "priority", "next_use_s")
-                                    for wrong in (math.inf, -math.inf, math.nan, 10**400))])
-def test_nonsense_in_hints_is_passed_over(said: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("given", [7, [], {"tenant": "x"}, {"stop": "never"}, {"priority": 999},
+                                   {"next_use_s": -1}, {"next_use_s": "soon"}, {"tenant": -1},
+                                   {"done": "false"}, {"done": 0},
+                                   *({name: wrong} for name in ("tenant", "priority", "next_use_s")
+                                     for wrong in (math.inf, -math.inf, math.nan, 10**400))])
+def test_malformed_hints_are_ignored_with_a_warning(given: Any,
+                                                    caplog: pytest.LogCaptureFixture) -> None:
     from kvtier_vllm import hints
 
-    assert hints.take({"kvtier": said}) is hints.NOTHING
-    assert "passed over" in caplog.text
+    assert hints.parse({"kvtier": given}) is hints.NONE
+    assert "are ignored" in caplog.text
 
 
-def test_hints() -> None:
+def test_hints_are_parsed() -> None:
     from kvtier_vllm import hints
 
-    told = hints.take({"kvtier": {"tenant": 1, "priority": 0, "stop": "tool_use"}})
-    assert (told.tenant, told.priority, told.stop) == (1, 0, kvtier.STOP_TOOL_USE)
-    assert told.has_future and not hints.take(None).has_future
-    half = hints.take({"kvtier": {"session": "\ud83d"}}).session  # as JSON may have it
-    assert hints.number(half) != hints.number("")
+    parsed = hints.parse({"kvtier": {"tenant": 1, "priority": 0, "stop": "tool_use"}})
+    assert (parsed.tenant, parsed.priority, parsed.stop) == (1, 0, kvtier.STOP_TOOL_USE)
+    assert parsed.has_future and not hints.parse(None).has_future
+    half = hints.parse({"kvtier": {"session": "\ud83d"}}).session  # as JSON may have it
+    assert hints.hash64(half) != hints.hash64("")
 
 
-def test_texts_are_no_flags() -> None:
+def test_a_text_is_no_boolean() -> None:
     from kvtier_vllm.connector import KvtierConnector
     from kvtier_vllm.settings import flag
 
@@ -74,8 +75,8 @@ def test_texts_are_no_flags() -> None:
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "0.330.0", "0.3", ""])
 @pytest.mark.parametrize("name", ["tier", "policy", "spec", "connector"])
-def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch, version: str,
-                                   name: str) -> None:
+def test_unsupported_engine_versions_are_rejected(monkeypatch: pytest.MonkeyPatch, version: str,
+                                                  name: str) -> None:
     import vllm
 
     monkeypatch.setattr(vllm, "__version__", version)
@@ -84,10 +85,10 @@ def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch, version: str
         importlib.import_module(f"kvtier_vllm.{name}")
 
 
-def test_stores_of_a_key_are_shared_and_closed_last() -> None:
+def test_a_store_is_shared_by_key_and_closed_by_its_last_user() -> None:
     from kvtier_vllm.settings import Settings, acquire, find, release
 
-    settings = Settings.take({"host_bytes": "64MiB", "policy": "lru"})
+    settings = Settings.from_config({"host_bytes": "64MiB", "policy": "lru"})
     one, two = acquire("k", settings), acquire("k", settings)
     assert one is two and find("k") is one
     release("k")
@@ -99,26 +100,26 @@ def test_stores_of_a_key_are_shared_and_closed_last() -> None:
     release("k")
 
 
-def test_a_store_that_does_not_open_leaves_nothing() -> None:
+def test_a_store_that_fails_to_open_is_not_registered() -> None:
     from kvtier_vllm.settings import Settings, acquire, find
 
     with pytest.raises(kvtier.SpecError):
-        acquire("bad", Settings.take({"spec": "stor(host=1GiB)"}))
+        acquire("bad", Settings.from_config({"spec": "stor(host=1GiB)"}))
     assert find("bad") is None
 
 
-def test_what_fails_after_the_store_is_open_closes_it(monkeypatch: pytest.MonkeyPatch,
-                                                      tmp_path: Path) -> None:
+def test_an_error_after_opening_closes_the_store(monkeypatch: pytest.MonkeyPatch,
+                                                 tmp_path: Path) -> None:
     from kvtier_vllm.settings import Settings, acquire, find, release
 
     def fail(*_: Any) -> None:
         raise kvtier.NoMemoryError("no", kvtier.abi.KVT_E_NOMEM, "KVT_E_NOMEM")
 
-    disk = Settings.take({"disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"})
+    disk = Settings.from_config({"disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"})
     with monkeypatch.context() as patch:
         patch.setattr(kvtier.Advisor, "policy_of", fail)
-        with pytest.raises(kvtier.NoMemoryError) as failed:  # whose frames hold what is open
+        with pytest.raises(kvtier.NoMemoryError) as failed:  # its frames refer to the store
             acquire("late", disk)
     assert find("late") is None and failed.value.__traceback__ is not None
-    acquire("late", disk)  # a directory belongs to one that is open
+    acquire("late", disk)  # succeeds only if the first store has released the directory
     release("late")

@@ -1,4 +1,4 @@
-"""KvtierSpec on a miniature of its base classes."""
+"""KvtierSpec on stubs of vLLM."""
 
 from typing import Any
 

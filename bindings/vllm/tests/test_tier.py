@@ -1,4 +1,4 @@
-"""KvtierTier, called as vLLM's tiering manager does."""
+"""KvtierTier, called as vLLM's tiering manager calls it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def key(n: int) -> bytes:
 
 
 class Harness:
-    """A tier over rows of its own."""
+    """A tier over rows of host memory, with calls as the manager makes them."""
 
     def __init__(self, make_config: Any, rows: int = 32, row: int = ROW,
                  **options: Any) -> None:
@@ -63,7 +63,7 @@ class Harness:
 
     def close(self) -> None:
         self.tier.shutdown()
-        self.view.release()  # as the CPU tier does next: nobody has it any more
+        self.view.release()  # as the CPU tier does next; fails if the tier still uses the memory
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -79,7 +79,7 @@ def tier(make_config: Any, options: Dict[str, Any]) -> Iterator[Harness]:
     made.close()
 
 
-def test_rows_come_back(tier: Harness) -> None:
+def test_stored_rows_load_into_any_rows(tier: Harness) -> None:
     numbers = list(range(10))
     tier.fill(numbers)
     before = tier.rows[:10].copy()
@@ -91,7 +91,7 @@ def test_rows_come_back(tier: Harness) -> None:
     assert done.success and (tier.rows[31:21:-1] == before).all() and not tier.rows[:22].any()
 
 
-def test_partial_loads(tier: Harness) -> None:
+def test_a_partial_load_names_the_loaded_keys(tier: Harness) -> None:
     tier.fill([1, 2])
     tier.result(tier.submit([1, 2], [0, 1], False))
     before = tier.rows[:2].copy()
@@ -102,13 +102,13 @@ def test_partial_loads(tier: Harness) -> None:
     done = tier.result(tier.submit([51], [4], True))
     assert not done.success and done.successful_keys is None
     tier.result(tier.submit([51], [0], False))
-    assert tier.name(51) == "MISS"  # for this request: it has been told so
+    assert tier.name(51) == "MISS"  # stays a miss for the request whose load failed
     tier.tier.on_request_finished(tier.context)
     assert tier.name(51) == "HIT"
 
 
-def look(tier: Harness, n: int) -> str:
-    """As the scheduler does: again in later steps, until the remote has answered."""
+def lookup(tier: Harness, n: int) -> str:
+    """Looks up as the scheduler does: again in later steps, until the remote has answered."""
     end = time.monotonic() + 600
     while (found := tier.name(n)) == "RETRY":
         tier.tier.on_schedule_end(None)
@@ -117,42 +117,42 @@ def look(tier: Harness, n: int) -> str:
     return found
 
 
-def test_what_others_stored_is_found_at_the_remote(make_config: Any, tmp_path: Path) -> None:
+def test_blocks_of_other_engines_are_found_at_the_remote(make_config: Any, tmp_path: Path) -> None:
     shared = f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=600000))'
     one = Harness(make_config, spec=shared, level="remote")
     one.fill([1, 2, 3])
     before = one.rows[:3].copy()
     assert one.result(one.submit([1, 2, 3], [0, 1, 2], False)).success
-    assert [one.name(n) for n in (1, 3)] == ["HIT", "HIT"]  # here: nobody else is asked
+    assert [one.name(n) for n in (1, 3)] == ["HIT", "HIT"]  # local hits need no remote lookup
     one.close()
     other = Harness(make_config, spec=shared, level="remote", ask_s=60)
-    # All of a prompt are asked for together, at the end of the step.
+    # One remote lookup at the end of the step has all keys of the prompt.
     assert [other.name(n) for n in (1, 2, 9)] == ["RETRY"] * 3
-    asks = other.tier._asks
-    assert len(asks._fresh) == 1 and not asks._sent
-    assert [look(other, n) for n in (1, 2, 9)] == ["HIT", "HIT", "MISS"]
-    assert not asks._waiting and not asks.is_open
+    remote_lookups = other.tier._remote_lookups
+    assert len(remote_lookups._unsent) == 1 and not remote_lookups._sent
+    assert [lookup(other, n) for n in (1, 2, 9)] == ["HIT", "HIT", "MISS"]
+    assert not remote_lookups._batch_of and not remote_lookups.is_pending
     assert other.result(other.submit([2, 1], [5, 6], True)).success
     assert (other.rows[[6, 5]] == before[:2]).all()
-    # A request is told once; another one asks again.
+    # A miss stays a miss for its request.
     assert other.name(9) == "MISS"
-    # Nobody comes for the answer: it is forgotten.
+    # The request ends before the answer, which is dropped.
     assert other.name(3) == "RETRY"
     other.tier.on_schedule_end(None)
     other.tier.on_request_finished(other.context)
     end = time.monotonic() + 600
-    while asks.is_open:
+    while remote_lookups.is_pending:
         other.tier.on_schedule_end(None)
         assert time.monotonic() < end
-    assert not asks._waiting and not asks._told
-    assert other.name(9) == "MISS"  # of no request that is known
+    assert not remote_lookups._batch_of and not remote_lookups._answered_keys
+    assert other.name(9) == "MISS"  # the request is not tracked
     other.close()
     alone = Harness(make_config, spec=shared, ask_s=0)
     assert alone.name(1) == "MISS"
     alone.close()
 
 
-def test_a_tier_goes_in_the_middle_of_a_question(make_config: Any, tmp_path: Path) -> None:
+def test_shutdown_cancels_remote_lookups(make_config: Any, tmp_path: Path) -> None:
     one = Harness(make_config, spec=f'store(remote=dir(path="{tmp_path}", timeout=600000))')
     assert one.name(1) == "RETRY"
     one.tier.on_schedule_end(None)
@@ -160,14 +160,14 @@ def test_a_tier_goes_in_the_middle_of_a_question(make_config: Any, tmp_path: Pat
     one.close()
 
 
-def test_nothing_is_kept_of_requests_that_went(tier: Harness) -> None:
+def test_finished_requests_leave_no_state(tier: Harness) -> None:
     job = tier.submit([50], [4], True)
     tier.tier.on_request_finished(tier.context)  # jobs may end later than their request
     assert not tier.result(job).success and not tier.tier._failed
     assert not tier.result(tier.submit([51], [-1], True)).success and not tier.tier._failed
 
 
-def test_rows_of_many_parts(make_config: Any) -> None:
+def test_a_large_row_is_split_into_parts(make_config: Any) -> None:
     one = Harness(make_config, rows=3, row=(9 << 20) + 64, host_bytes="128MiB")
     one.fill([1])
     before = one.rows[0].copy()
@@ -177,13 +177,14 @@ def test_rows_of_many_parts(make_config: Any) -> None:
     one.close()
 
 
-def test_drain_and_shutdown_in_the_middle(make_config: Any, options: Dict[str, Any]) -> None:
+def test_drain_and_shutdown_wait_for_running_jobs(make_config: Any,
+                                                  options: Dict[str, Any]) -> None:
     one = Harness(make_config, **options)
     one.fill(list(range(32)))
     jobs = [one.submit([first + n for n in range(32)], list(range(32)), False)
             for first in range(0, 320, 32)]
     one.tier.drain_jobs()
-    one.rows[:] = 0  # nobody reads it any more
+    one.rows[:] = 0  # no job reads the rows after drain_jobs
     assert {done.job_id for done in one.tier.get_finished_jobs()} == set(jobs)
     one.fill(list(range(32)))
     one.submit([1000 + n for n in range(32)], list(range(32)), False)
@@ -197,21 +198,21 @@ def test_drain_and_shutdown_in_the_middle(make_config: Any, options: Dict[str, A
         again.close()
 
 
-def test_draining_again_and_again(tier: Harness) -> None:
+def test_draining_never_overflows_the_queue(tier: Harness) -> None:
     tier.fill([1])
-    for turn in range(1500):  # more than a queue has room for
+    for turn in range(1500):  # more jobs than the queue's capacity
         tier.submit([turn % 3], [0], False)
         tier.tier.drain_jobs()
         assert [one.success for one in tier.tier.get_finished_jobs()] == [True]
 
 
-def test_a_refused_job_has_failed(tier: Harness) -> None:
+def test_a_rejected_job_is_reported_as_failed(tier: Harness) -> None:
     assert not tier.result(tier.submit([1], [32], False)).success  # there are 32 rows
     assert not tier.result(tier.submit([1], [-1], True)).success
     assert tier.name(1) == "MISS"
 
 
-def test_owners_events_and_metrics(make_config: Any, options: Dict[str, Any]) -> None:
+def test_tenants_events_and_metrics_are_reported(make_config: Any, options: Dict[str, Any]) -> None:
     one = Harness(make_config, enable_kv_events=True, locality="LOCAL", log_evictions=8, **options)
     one.context.kv_transfer_params = {"kvtier": {"tenant": 9, "priority": 1}}
     one.fill([1, 2])
@@ -221,24 +222,24 @@ def test_owners_events_and_metrics(make_config: Any, options: Dict[str, Any]) ->
     assert list(one.tier.take_events()) == []
     assert 9 in [tenant.tenant for tenant in one.tier.store.tenants()]
     names = one.tier.build_metric_definitions({})
-    told = one.tier.get_stats()
-    assert not told.is_empty() and len(names) >= len(told.data)
+    stats = one.tier.get_stats()
+    assert not stats.is_empty() and len(names) >= len(stats.data)
     one.tier.set_policy("s3fifo")
     one.tier.on_schedule_end(None)
     one.close()
     assert one.tier.get_stats() is None
 
 
-def test_evictions_are_logged_and_batches_advised(make_config: Any,
-                                                  caplog: pytest.LogCaptureFixture) -> None:
+def test_evictions_are_logged_and_thrashing_lowers_the_advice(
+        make_config: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvtier_vllm")
     one = Harness(make_config, row=1 << 20, host_bytes="36MiB", policy="lru", log_evictions=64)
     one.result(one.submit([0], [0], False))
-    assert not one.tier._advisor.learns  # nobody has asked: nothing is kept
+    assert not one.tier._advisor.learns  # nothing is recorded before the first advice
     assert one.tier.advice(8).batch == 8
     policy = one.tier._advisor._policy
     policy.set_advice(shrink_above=0.1, window=8, patience=1)
-    for turn in range(14):  # three times as much as fits
+    for turn in range(14):  # three times the store's capacity
         numbers = list(range(1 + 32 * (turn % 3), 33 + 32 * (turn % 3)))
         for n in numbers:
             one.name(n)
@@ -246,8 +247,9 @@ def test_evictions_are_logged_and_batches_advised(make_config: Any,
         one.result(one.submit(numbers, list(range(32)), False))
     one.tier.on_schedule_end(None)
     assert one.tier.advice(8).batch == 4
-    told = [one.getMessage() for one in caplog.records if "evicted from memory" in one.getMessage()]
-    assert told and len(set(told)) == len(told)
+    messages = [record.getMessage() for record in caplog.records
+                if "evicted from memory" in record.getMessage()]
+    assert messages and len(set(messages)) == len(messages)
     one.tier.set_policy("arc")
     assert policy.spec.startswith("arc")
     one.close()
@@ -255,27 +257,27 @@ def test_evictions_are_logged_and_batches_advised(make_config: Any,
         one.tier.advice(8)
 
 
-@pytest.mark.parametrize("said, policy", [({}, "horizon"), ({"spec": "store(policy=arc)"}, "arc"),
-                                          ({"policy": "lru"}, "lru"),
-                                          ({"spec": "store(policy=arc)", "policy": "lru"}, "lru")])
-def test_advice_goes_by_the_policy_of_the_store(make_config: Any, said: Dict[str, str],
-                                                policy: str) -> None:
-    one = Harness(make_config, row=1 << 20, host_bytes="36MiB", **said)
+@pytest.mark.parametrize("given, policy", [
+    ({}, "horizon"), ({"spec": "store(policy=arc)"}, "arc"), ({"policy": "lru"}, "lru"),
+    ({"spec": "store(policy=arc)", "policy": "lru"}, "lru")])
+def test_advice_uses_the_policy_of_the_store(make_config: Any, given: Dict[str, str],
+                                             policy: str) -> None:
+    one = Harness(make_config, row=1 << 20, host_bytes="36MiB", **given)
     assert one.tier.advice(8).batch == 8
     assert one.tier._advisor._policy.stats()["name"] == policy
     one.close()
 
 
 @pytest.mark.parametrize("name", ["hints", "enable_kv_events"])
-def test_texts_are_no_flags(make_config: Any, name: str) -> None:
+def test_a_text_is_no_boolean(make_config: Any, name: str) -> None:
     with pytest.raises(kvtier.InvalidError, match=f"{name}='false'"):
         Harness(make_config, host_bytes="36MiB", **{name: "false"})
 
 
-def left(make_config: Any, late: bool, first: Dict[str, Any], second: Dict[str, Any],
-         **options: Any) -> List[int]:
-    """How many chunks are there of two requests' 40 each, which said something, after many
-    others came."""
+def count_after_eviction(make_config: Any, late: bool, first: Dict[str, Any],
+                         second: Dict[str, Any], **options: Any) -> List[int]:
+    """How many of the 40 chunks of each of two requests with hints are still stored after 60
+    more chunks were stored."""
     one = Harness(make_config, row=4096, host_bytes="512KiB", policy="predictive", **options)
     requests = [type(one.context)(name, {"kvtier": params})
                 for name, params in (("first", first), ("second", second))]
@@ -290,45 +292,45 @@ def left(make_config: Any, late: bool, first: Dict[str, Any], second: Dict[str, 
         assert {done.job_id for done in one.tier.get_finished_jobs()} == set(jobs)
         if not late:
             one.tier.on_request_finished(context)
-    assert not one.tier._used
+    assert not one.tier._hint_keys
     one.context = type(one.context)("more")
     one.tier.on_new_request(one.context)
     for begin in range(100, 160, 20):
         one.result(one.submit(list(range(begin, begin + 20)), list(range(20)), False))
-    there = [one.name(n) == "HIT" for n in range(80)]
+    found = [one.name(n) == "HIT" for n in range(80)]
     one.close()
-    return [sum(there[:40]), sum(there[40:])]
+    return [sum(found[:40]), sum(found[40:])]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_hint_changes_who_leaves(make_config: Any, late: bool) -> None:
-    first, second = left(make_config, late, {"done": True}, {})
+def test_a_hint_changes_the_victims(make_config: Any, late: bool) -> None:
+    first, second = count_after_eviction(make_config, late, {"done": True}, {})
     assert first < 20 and second == 40
     soon, away = {"next_use_s": 60}, {"next_use_s": 3600}
-    first, second = left(make_config, late, away, soon)
+    first, second = count_after_eviction(make_config, late, away, soon)
     assert first < second
-    first, second = left(make_config, late, soon, away)
+    first, second = count_after_eviction(make_config, late, soon, away)
     assert first > second
-    off, nothing = [left(make_config, late, soon, away, hints=False), left(make_config, late, {}, {})]
-    assert off == nothing
+    disabled = count_after_eviction(make_config, late, soon, away, hints=False)
+    assert disabled == count_after_eviction(make_config, late, {}, {})
 
 
-def test_a_load_is_hinted_too(make_config: Any) -> None:
+def test_loaded_chunks_get_the_hint_too(make_config: Any) -> None:
     one = Harness(make_config, row=4096, host_bytes="512KiB", policy="predictive")
     one.result(one.submit(list(range(30)), list(range(30)), False))
     one.context = type(one.context)("said")
     one.context.kv_transfer_params = {"kvtier": {"done": True}}
     one.tier.on_new_request(one.context)
-    assert one.name(0) == "HIT" and list(one.tier._used["said"]) == [key(0)]
+    assert one.name(0) == "HIT" and list(one.tier._hint_keys["said"]) == [key(0)]
     one.result(one.submit([1, 2], [0, 1], True))
     one.tier.on_request_finished(one.context)
-    assert not one.tier._used
+    assert not one.tier._hint_keys
     one.tier.shutdown()
     one.tier.on_request_finished(one.context)
     one.close()
 
 
-def test_two_tiers_of_one_directory_share_it(make_config: Any, tmp_path: Path) -> None:
+def test_tiers_of_one_directory_share_a_store(make_config: Any, tmp_path: Path) -> None:
     disk = {"host_bytes": "64MiB", "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"}
     one, two = Harness(make_config, **disk), Harness(make_config, **disk)
     one.fill([1])
@@ -340,7 +342,7 @@ def test_two_tiers_of_one_directory_share_it(make_config: Any, tmp_path: Path) -
     two.close()
 
 
-def test_gaps_and_read_only_memory(make_config: Any) -> None:
+def test_memory_with_gaps_or_read_only_is_rejected(make_config: Any) -> None:
     from kvtier_vllm.tier import KvtierTier
 
     spec = SimpleNamespace(config=make_config({}))
@@ -370,7 +372,7 @@ for first in range(0, 640, 32):
 """
 
 
-def test_exit_with_live_handles(tmp_path: Path) -> None:
+def test_the_interpreter_exits_with_open_handles(tmp_path: Path) -> None:
     here = Path(__file__).resolve().parent
     disk = {"disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"}
     paths = [str(here / "stubs"), str(here), str(here.parent)]

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Compiles the CUDA kernels of src/device/cuda/kernels:  build.py [--check] WORKDIR
 
-Writes to `built` beside them: PTX for compute capability 8.0, which drivers compile for all
-later ones, code for 9.0, and what registers and memory each kernel takes. A kernel that spills,
-or has a stack, is an error unless SPILLS says why. With --check nothing is written: what is
-there must be what comes out.
+Writes to the folder `built` beside them: PTX for compute capability 8.0, which drivers compile for
+all later ones; code for 9.0; and the registers and memory of each kernel. A kernel that spills or
+has a stack is an error, unless SPILLS gives a reason. With --check nothing is written, and the
+committed files must equal the output.
 
-The compiler is NVRTC of a Python package, installed into WORKDIR, as is what packs its output.
-Drivers from CUDA 12.0 on know what this version makes.
+The compiler is NVRTC. pip installs it and the compressor into WORKDIR. Drivers from CUDA 12.0 on
+load the output of this version.
 """
 
 import ctypes
@@ -21,12 +21,12 @@ PACKER = "zstandard==0.25.0"
 HERE = pathlib.Path(__file__).resolve().parents[3] / "src/device/cuda/kernels"
 BUILT = HERE / "built"
 OPTIONS = ["--std=c++17", "--fmad=true", "--ptxas-options=-v"]
-# Kernels that may have a stack, and why.
+# Kernels that may spill or have a stack, with the reason.
 SPILLS = {}
 
 
 class Nvrtc:
-    """The library, as its header declares it."""
+    """The functions of the library NVRTC."""
 
     def __init__(self, work):
         place = work / PACKAGE.replace("==", "-")
@@ -35,7 +35,7 @@ class Nvrtc:
             quiet = ["--disable-pip-version-check", "--root-user-action=ignore"]
             target = ["--target", str(place), PACKAGE, PACKER]
             if subprocess.run([*pip, *quiet, *target]).returncode != 0:
-                print(f"SKIP: the packages {PACKAGE} and {PACKER} cannot be had")
+                print(f"SKIP: pip cannot install {PACKAGE} and {PACKER}")
                 sys.exit(77)
         sys.path.insert(0, str(place))
         [path] = place.glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.12")
@@ -45,8 +45,8 @@ class Nvrtc:
         status = getattr(self.library, name)(*args)
         if status != 0:
             self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
-            words = self.library.nvrtcGetErrorString(status).decode()
-            raise RuntimeError(f"{name}: {words}")
+            message = self.library.nvrtcGetErrorString(status).decode()
+            raise RuntimeError(f"{name}: {message}")
 
     def text(self, what, program):
         size = ctypes.c_size_t()
@@ -56,7 +56,7 @@ class Nvrtc:
         return text.raw
 
     def compile(self, source, arch):
-        """What a source becomes, and what the compiler says."""
+        """The code of a source for an architecture, and the compiler's log."""
         headers = sorted(HERE.glob("*.h"))
         names = (ctypes.c_char_p * len(headers))(*[path.name.encode() for path in headers])
         texts = (ctypes.c_char_p * len(headers))(*[path.read_bytes() for path in headers])
@@ -77,14 +77,14 @@ class Nvrtc:
 
 
 def plain(ptx):
-    """PTX without comments, and without tables of the compiler's that nobody reads."""
+    """PTX without comments and without the compiler's unused tables."""
     lines = re.sub(r"//.*", "", ptx.rstrip(b"\0").decode()).splitlines()
     kept = [line.rstrip() for line in lines if not re.search(r"\dnv6target\d", line)]
     return "\n".join(line for line in kept if line) + "\n"
 
 
 def resources(log, arch):
-    """A line a kernel, of what the assembler says of it."""
+    """Name, architecture, registers, shared memory, stack and spills of each kernel in a log."""
     found = re.findall(
         r"Compiling entry function '(\w+)'.*?\n"
         r".*?\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
@@ -94,8 +94,8 @@ def resources(log, arch):
 
 
 def build(nvrtc):
-    """Files by name."""
-    import zstandard  # found where the compiler was installed
+    """Contents of the output files, by name."""
+    import zstandard  # installed with the compiler
 
     def pack(code):
         return zstandard.ZstdCompressor(level=19).compress(code)
@@ -107,7 +107,8 @@ def build(nvrtc):
             rows = list(resources(log, arch))
             kernels = re.findall(r"^extern \"C\" __global__", source.read_text(), re.M)
             if len(rows) != len(kernels):
-                raise SystemExit(f"{source.name}: {len(rows)} kernels of {len(kernels)}:\n{log}")
+                raise SystemExit(f"{source.name}: the log names {len(rows)} of {len(kernels)} "
+                                 f"kernels:\n{log}")
             table += rows
             if arch == "sm_90":
                 files[source.stem + ".cubin.zst"] = pack(code)
@@ -115,7 +116,7 @@ def build(nvrtc):
         files[source.stem + ".ptx.zst"] = pack(ptx)
     bad = [row for row in table if (row[4] or row[5]) and row[0] not in SPILLS]
     if bad:
-        raise SystemExit(f"kernels that spill: {bad}")
+        raise SystemExit(f"kernels with spills or a stack, without a reason in SPILLS: {bad}")
     head = ("kernel", "for", "registers", "shared", "stack", "spilled")
     lines = [f"{n:<24} {a:<6} {r:>9} {s:>7} {l:>6} {p:>8}" for n, a, r, s, l, p in [head, *table]]
     files["resources.txt"] = ("\n".join(lines) + "\n").encode()
@@ -132,14 +133,15 @@ def main():
     work.mkdir(parents=True, exist_ok=True)
     files = build(Nvrtc(work.resolve()))
     BUILT.mkdir(exist_ok=True)
-    there = {path.name: path.read_bytes() for path in BUILT.iterdir()}
+    committed = {path.name: path.read_bytes() for path in BUILT.iterdir()}
     if is_check:
-        differ = sorted(name for name in files.keys() | there.keys()
-                        if files.get(name) != there.get(name))
+        differ = sorted(name for name in files.keys() | committed.keys()
+                        if files.get(name) != committed.get(name))
         if differ:
-            raise SystemExit(f"built of other sources, or by another compiler: {differ}")
+            raise SystemExit(f"not the output of these sources and this compiler: {differ}; "
+                             "run build.py without --check")
     else:
-        for name in there.keys() - files.keys():
+        for name in committed.keys() - files.keys():
             (BUILT / name).unlink()
         for name, content in files.items():
             (BUILT / name).write_bytes(content)

@@ -1,7 +1,7 @@
-"""As much of torch as python_paths.py and the connectors use, over numpy. Memory of "cuda" is that of
-the driver without a device (ffi-tests/cuda/fake.c, which is to be found as libcuda.so.1); copies go by
-its streams, and events are its own. What the driver finds wrong ends the process with 9.
-KVTIER_EARLY=1 has all events come at once, whatever is before them on their stream."""
+"""A fake torch over numpy, with the functions that python_paths.py and the connectors use. Memory of
+"cuda", streams and events are those of the fake driver (ffi-tests/cuda/fake.c), which must be loadable
+as libcuda.so.1. If the driver detects an error, the process exits with 9. With KVTIER_EARLY=1 events
+are signaled at once, before earlier work on their stream is done."""
 
 import atexit
 import contextlib
@@ -23,7 +23,7 @@ _EARLY = os.environ.get("KVTIER_EARLY") == "1"
 _mine = threading.local()
 
 
-def _told(name, *arguments):
+def _status_of(name, *arguments):
     if not getattr(_mine, "entered", False):
         context = ctypes.c_void_p()
         _driver.cuInit(0)
@@ -34,15 +34,15 @@ def _told(name, *arguments):
 
 
 def _call(name, *arguments):
-    code = _told(name, *arguments)
+    code = _status_of(name, *arguments)
     if code:
         raise RuntimeError(f"{name}: {code}")
 
 
 @atexit.register
-def _look():
+def _check_driver():
     if _driver.fake_wrong():
-        print("the driver: " + _driver.fake_words().decode(), file=sys.stderr, flush=True)
+        print("the fake driver: " + _driver.fake_words().decode(), file=sys.stderr, flush=True)
         os._exit(9)
 
 
@@ -68,11 +68,11 @@ class device:
 
 
 class _Handle:
-    """Something of the driver's that begins with a pointer."""
+    """A driver object that is identified by a pointer."""
 
     def __init__(self, call, flags):
-        self._made = ctypes.c_void_p()
-        _call(call, ctypes.byref(self._made), flags)
+        self._handle = ctypes.c_void_p()
+        _call(call, ctypes.byref(self._handle), flags)
 
 
 class Event(_Handle):
@@ -80,16 +80,16 @@ class Event(_Handle):
         super().__init__("cuEventCreate", 3)
 
     def record(self, stream=None):
-        _call("cuEventRecord", self._made,
-              Stream()._made if _EARLY else (stream or current_stream())._made)
+        _call("cuEventRecord", self._handle,
+              Stream()._handle if _EARLY else (stream or current_stream())._handle)
 
     def synchronize(self):
         end = time.monotonic() + 600
-        while _told("cuEventQuery", self._made):
-            assert time.monotonic() < end, "an event does not come"
+        while _status_of("cuEventQuery", self._handle):
+            assert time.monotonic() < end, "an event was not signaled in 600 s"
             time.sleep(0)
 
-    cuda_event = property(lambda self: self._made.value)
+    cuda_event = property(lambda self: self._handle.value)
 
 
 class Stream(_Handle):
@@ -99,10 +99,10 @@ class Stream(_Handle):
 
     def synchronize(self):
         event = Event()
-        _call("cuEventRecord", event._made, self._made)
+        _call("cuEventRecord", event._handle, self._handle)
         event.synchronize()
 
-    cuda_stream = property(lambda self: self._made.value)
+    cuda_stream = property(lambda self: self._handle.value)
 
 
 _streams = []
@@ -121,30 +121,30 @@ def _on(stream):
     _mine.stream = before
 
 
-def _settle():
+def _synchronize():
     for stream in list(_streams):
         stream.synchronize()
 
 
 def _sleep(cycles):
-    # So much work that who does not wait for what is behind it comes before it.
+    # Enough work that code that does not wait for it runs before its end.
     scratch = _Storage(2, "cuda")
-    _asleep.append(scratch)
+    _scratch.append(scratch)
     at = scratch.data_ptr()
     for _ in range(2000):
         _call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(at), ctypes.c_uint64(at + 1),
-              ctypes.c_size_t(1), current_stream()._made)
+              ctypes.c_size_t(1), current_stream()._handle)
 
 
-_asleep = []
+_scratch = []
 cuda = types.SimpleNamespace(
     is_available=lambda: True, Event=Event, Stream=Stream, stream=_on,
-    current_stream=current_stream, synchronize=_settle, _sleep=_sleep)
+    current_stream=current_stream, synchronize=_synchronize, _sleep=_sleep)
 distributed = types.SimpleNamespace(is_available=lambda: False)
 
 
 class _Storage:
-    """Bytes, on one side or the other."""
+    """Bytes in host or device memory."""
 
     def __init__(self, nbytes, where, array=None):
         self.where = where
@@ -167,7 +167,7 @@ def _free(at):
 
 
 class Tensor:
-    """An array within a storage, with torch's names."""
+    """An array in a storage, with torch's interface."""
 
     def __init__(self, array, storage):
         self._array, self._storage = array, storage
@@ -212,7 +212,7 @@ class Tensor:
                       self._storage)
 
     def numpy(self):
-        assert not self._on_gpu, "memory of a GPU as an array"
+        assert not self._on_gpu, "numpy() of a tensor in GPU memory"
         return self._array
 
     def __len__(self):
@@ -220,16 +220,16 @@ class Tensor:
 
     def __getitem__(self, at):
         found = self._array[at]
-        if found.base is None:  # a copy, as lists of places make them
-            self._read()
+        if found.base is None:  # a copy, as indexing with lists makes
+            self._synchronize_read()
             return Tensor(self._array[at], _Storage(0, "cpu", found.reshape(-1).view(np.uint8)))
         return Tensor(found, self._storage)
 
     def __setitem__(self, at, value):
-        self._read()
+        self._synchronize_read()
         self._array[at] = value
 
-    def _read(self):
+    def _synchronize_read(self):
         if self._on_gpu:
             current_stream().synchronize()
 
@@ -247,7 +247,7 @@ class Tensor:
                 (False, True): "cuMemcpyDtoHAsync_v2"}[self._on_gpu, other._on_gpu]
         stream = current_stream()
         _call(call, ctypes.c_uint64(self.data_ptr()), ctypes.c_uint64(other.data_ptr()),
-              ctypes.c_size_t(self.nbytes), stream._made)
+              ctypes.c_size_t(self.nbytes), stream._handle)
         if not (self._on_gpu and other._on_gpu) and not non_blocking:
             stream.synchronize()
         return self
@@ -262,7 +262,7 @@ class Tensor:
     def cpu(self):
         if not self._on_gpu:
             return self
-        self._read()
+        self._synchronize_read()
         return from_numpy(self._array.copy())
 
 

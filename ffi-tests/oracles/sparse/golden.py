@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""What published implementations of sparse policies choose: tests/data/sparse/*.json, which
-tests/sparse/oracle.rs compares the library with.
+"""Selections of published implementations of sparse policies: tests/data/sparse/*.json, with which
+tests/sparse/oracle.rs compares the library.
 
     golden.py --write DIR [FAMILY...]   runs the packages, writes DIR/FAMILY.json
-    golden.py --check DIR [FAMILY...]   runs them again and compares with what is there
-        --python INTERPRETER            one that has packages (more than one may be named)
+    golden.py --check DIR [FAMILY...]   runs them again and compares with the files
+        --python INTERPRETER            an interpreter with packages (may be given several times)
         --minference DIR                the unpacked sdist of minference 0.1.6.0; or KVTIER_MINFERENCE
         --h2o FILE                      modify_llama.py (h2o_hf/utils_real_drop) of FMInference/H2O; or
                                         KVTIER_H2O
 
-Families: kvpress, minference, dsa (the indexer of transformers), h2o. One whose packages are
-not there is skipped with a line that begins with SKIP. Nobody needs any of this to run the
-library's tests: what is committed is the results. No published code is.
+Families: kvpress, minference, dsa (the indexer of transformers), h2o. A family whose packages are
+missing is skipped with a line that begins with SKIP. The library's tests do not need this program:
+the results are committed, the published code is not.
 
-Inputs come from whole numbers alone (portable.py). A case whose scores are too close at any
-cut, so that two right programs may differ, is tried with the next seed, and this is said; the
-margins that remain are in the files.
+Inputs are computed from integers (portable.py). If scores at any cut are so close that two correct
+programs may differ, the case is repeated with the next seed, and a line says so. The remaining
+margins are in the files.
 
-How to get the packages on a machine without a GPU (versions as they were used):
+How to get the packages on a machine without a GPU (with the versions that were used):
 
     python3 -m venv A && A/bin/pip install --no-deps torch==2.15.0
     A/bin/pip install numpy filelock typing_extensions sympy networkx jinja2 fsspec setuptools pyelftools
@@ -27,13 +27,13 @@ How to get the packages on a machine without a GPU (versions as they were used):
     A/bin/pip install 'tokenizers<0.23' 'huggingface-hub<2' safetensors regex pyyaml requests tqdm \\
         packaging psutil termcolor python-dateutil pytz six dill xxhash multiprocess pyarrow httpx aiohttp
 
-and a second one, B, with transformers==5.23.0, tokenizers, huggingface-hub, safetensors, regex,
+and a second environment, B, with transformers==5.23.0, tokenizers, huggingface-hub, safetensors, regex,
 pyyaml, requests, tqdm, packaging, typer and einops, for dsa and minference. The sdist of minference:
 
     MINFERENCE_SKIP_CUDA_BUILD=TRUE B/bin/pip download --no-deps --no-binary :all: \\
         --no-build-isolation minference==0.1.6.0
 
-with setuptools and wheel in B, since its setup asks for torch; unpack it.
+with setuptools and wheel in B, because its setup imports torch; then unpack it.
 """
 
 import argparse
@@ -45,12 +45,12 @@ import subprocess
 import sys
 
 FAMILIES = ["kvpress", "minference", "dsa", "h2o"]
-# So many seeds are tried for a case.
+# Seeds to try for a case.
 TRIES = 200
 
 
 def answered(family, case, seed):
-    """A case with its seed, result and margin, or why there is none."""
+    """A case with its seed, result and margin; or None and the reason."""
     from portable import TooClose, Watch
 
     case = {**case, "seed": seed}
@@ -64,13 +64,13 @@ def answered(family, case, seed):
 
 
 def searched(family, number, case):
-    """The same, with the first seed that does."""
+    """The same with the first seed whose cuts have a sufficient margin."""
     for seed in range(1000 * number, 1000 * number + TRIES):
         found, why = answered(family, case, seed)
         if found:
             return found
-        print(f"{case['name']}: seed {seed} passed over: {why}")
-    sys.exit(f"{case['name']}: no seed of {TRIES} has far enough cuts")
+        print(f"{case['name']}: seed {seed} skipped: {why}")
+    sys.exit(f"{case['name']}: none of {TRIES} seeds has sufficient margins")
 
 
 def generated(name):
@@ -87,31 +87,31 @@ def text(found):
 
 
 def checked(name, path):
-    """Runs what is in a file again. What versions differ is said; what results differ ends it."""
+    """Runs the cases of a file again. Prints different versions; exits at a different result."""
     family = importlib.import_module("of_" + name)
     versions = family.versions()
     found = json.loads(path.read_text())
     if versions != found["versions"]:
-        print(f"{name}: made with {found['versions']}, here are {versions}")
+        print(f"{name}: made with {found['versions']}, installed are {versions}")
     wanted = list(family.cases())
     if [case["name"] for case in wanted] != [case["name"] for case in found["cases"]]:
-        sys.exit(f"{name}: the cases are others than in {path.name}")
+        sys.exit(f"{name}: the cases differ from those in {path.name}; run --write")
     for case, old in zip(wanted, found["cases"]):
         new, why = answered(family, case, old["seed"])
         if new is None or new["result"] != old["result"]:
-            sys.exit(f"{name}, {case['name']}: {why or 'another result'}")
+            sys.exit(f"{name}, {case['name']}: {why or 'the result differs from the file'}")
     print(f"{name}: {len(wanted)} cases agree")
 
 
 def one(name, args):
-    """Runs in an interpreter that may have the packages."""
+    """Runs one family in an interpreter that may have the packages."""
     import warnings
 
     warnings.simplefilter("ignore")
     try:
         from portable import Missing
     except (ImportError, OSError, ValueError) as error:
-        # A torch that lacks its libraries has many ways to say so.
+        # A torch without its libraries raises different exceptions.
         print(f"missing {' '.join(str(error).split())[:120]}")
         return 3
     path = args.folder / f"{name}.json"
@@ -128,7 +128,7 @@ def one(name, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="sparse policies of others")
+    parser = argparse.ArgumentParser(description="selections of published sparse policies")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", dest="folder", type=pathlib.Path)
     what.add_argument("--check", type=pathlib.Path)

@@ -1,9 +1,9 @@
-"""What the lightning indexer of transformers chooses: the family of tests/data/sparse/dsa.json.
+"""Tokens that the lightning indexer of transformers chooses: the family of tests/data/sparse/dsa.json.
 
-`DeepseekV32Indexer` of a tiny configuration whose projections are made so that queries, keys
-and weights are those of the case: the hidden state of a token is its key and its weights, the
-residual its queries; projections pick them out, the norm of keys is taken out, and positions
-turn by nothing. Products, ReLU, weights, causal rule and choice are theirs.
+Runs `DeepseekV32Indexer` in a tiny configuration. Its projections are set so that queries, keys and
+weights are those of the case: the hidden state of a token holds its key and weights, the residual its
+queries. The norm of keys is removed, and rotary positions do not rotate. Products, ReLU, weights,
+causal mask and choice are those of transformers.
 """
 
 import torch
@@ -37,7 +37,7 @@ def run(case, watch):
     heads, dim, tokens = case["heads"], case["dim"], case["tokens"]
     q = torch.from_numpy(table(case, 1, heads, [1.0])).reshape(1, tokens, heads * dim)
     k = torch.from_numpy(table(case, 3, 1, [1.0])).reshape(1, tokens, dim)
-    # Some weights are below zero.
+    # Some weights are negative.
     w = torch.from_numpy(table(case, 5, heads, [1.0], dim=1)).reshape(1, tokens, heads)
     config = DeepseekV32Config(
         hidden_size=dim + heads, q_lora_rank=heads * dim, index_n_heads=heads, index_head_dim=dim,

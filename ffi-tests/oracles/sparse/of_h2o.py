@@ -1,9 +1,9 @@
-"""What H2O's `H2OKVCache_LayerWise` (the form that really drops tokens) keeps, step by step: the
-family of tests/data/sparse/h2o.json.
+"""Tokens that H2O's `H2OKVCache_LayerWise` keeps, step by step: the family of
+tests/data/sparse/h2o.json. This class really drops tokens.
 
-The class is taken out of the file alone (the rest wants an old transformers), and is given the
-attention of a prompt and then of one query at a time over what it kept. It knows no groups:
-each query head has keys of its own.
+Only this class is extracted from the file, because the rest needs an old transformers. It gets the
+attention of a prompt, then of one query at a time over the kept tokens. It has no groups: each query
+head has its own keys.
 """
 
 import ast
@@ -31,7 +31,7 @@ def source():
 
 
 def versions():
-    # Not a package: what it is, its text says.
+    # The file has no version, so the hash of the class identifies it.
     text = "\n".join(line.strip() for line in source().splitlines())
     return {NAME: hashlib.sha256(text.encode()).hexdigest()[:16], "torch": torch.__version__.split("+")[0]}
 
@@ -54,14 +54,14 @@ def run(case, watch):
     q, k = inputs(case)
     heads, prompt = case["heads"], case["prompt"]
     positions = torch.arange(case["tokens"], dtype=torch.float32)[None, None, :, None].expand_as(k)
-    keys, there = k[:, :, :prompt], positions[:, :, :prompt]
+    keys, kept = k[:, :, :prompt], positions[:, :, :prompt]
     new, out = q[:, :, :prompt], []
     for end in range(prompt, case["tokens"] + 1):
         with watch:
-            keys, there = cache((keys.contiguous(), there.contiguous()), attention(new, keys))
-        out.append([packed(there[0, head, :, 0].tolist()) for head in range(heads)])
+            keys, kept = cache((keys.contiguous(), kept.contiguous()), attention(new, keys))
+        out.append([packed(kept[0, head, :, 0].tolist()) for head in range(heads)])
         if end < case["tokens"]:
             keys = torch.cat([keys, k[:, :, end : end + 1]], 2)
-            there = torch.cat([there, positions[:, :, end : end + 1]], 2)
+            kept = torch.cat([kept, positions[:, :, end : end + 1]], 2)
             new = q[:, :, end : end + 1]
     return {"steps": out}

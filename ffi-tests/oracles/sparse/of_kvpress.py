@@ -1,8 +1,8 @@
-"""What kvpress keeps: the family of tests/data/sparse/kvpress.json.
+"""Tokens that kvpress keeps: the family of tests/data/sparse/kvpress.json.
 
-`press.compress()` runs without a model: on a namespace with what it reads of one, the keys of a
-case, the attention of its queries, and values that are the positions of tokens, so that the
-values that come back name what was kept.
+`press.compress()` runs without a model. It gets a namespace with the attributes that it reads, the
+keys of a case and the attention of its queries. The values are the positions of the tokens, so the
+returned values are the kept positions.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -79,7 +79,7 @@ def run(case, watch):
     module = SimpleNamespace(head_dim=case["dim"], layer_idx=case["layer"], config=config)
     values = torch.arange(tokens, dtype=torch.float32)[None, None, :, None].expand_as(k).contiguous()
     hidden = torch.zeros(1, tokens, 1)
-    # Which of the window's tokens, all equal, are sure of their places does not matter.
+    # All tokens of the window have equal scores, so it does not matter which are kept for certain.
     watch.free = (0,) if case["press"] == "AdaKV" and is_safe_in_window(case) else ()
     with watch:
         _, kept = press.compress(module, hidden, k, values, attention(q, k), {})

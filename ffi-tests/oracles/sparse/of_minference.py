@@ -1,11 +1,12 @@
-"""What the code in minference's sdist chooses: the family of tests/data/sparse/minference.json.
+"""Keys and blocks that the code in minference's sdist chooses: the family of
+tests/data/sparse/minference.json.
 
-It is written for a GPU. Here its modules are imported from the unpacked sdist without being
-built, `triton` and the compiled extension are replaced by empty ones, what asks for "cuda" gets
-the processor (`Watch`), and the calls of attention kernels are captured in place of being run:
-their arguments are the choice. `convert_vertical_slash_indexes`, a CUDA kernel in which each
-thread works alone, is cut out of the sdist's csrc and compiled for the processor. The mean of
-blocks in FlexPrefill is a Triton kernel; here it is a mean.
+The code needs a GPU. Here its modules are imported from the unpacked sdist without a build. `triton`
+and the compiled extension are replaced by empty modules, and calls for "cuda" use the CPU (`Watch`).
+Calls of attention kernels are captured instead of executed: their arguments are the choice. The CUDA
+kernel `convert_vertical_slash_indexes`, whose threads are independent, is extracted from the sdist's
+csrc and compiled for the CPU. FlexPrefill computes the mean of blocks with a Triton kernel; here
+torch computes it.
 """
 
 import contextlib
@@ -26,11 +27,11 @@ from portable import Missing, TooClose, Watch, inputs, packed, repeated
 
 
 class Captured(Exception):
-    """The arguments of a kernel that is not run."""
+    """The arguments of a kernel call that was captured."""
 
 
 class Anything(ModuleType):
-    """Stands for a module of decorators and constants."""
+    """A stub for a module of decorators and constants."""
 
     def __init__(self, name):
         super().__init__(name)
@@ -60,17 +61,17 @@ def versions():
         import transformers
     except ImportError as error:
         raise Missing(f"minference: {error}") from error
-    told = (root() / "PKG-INFO").read_text().split("\nVersion: ")[1].split("\n")[0]
-    return {"minference": told, "transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
+    version = (root() / "PKG-INFO").read_text().split("\nVersion: ")[1].split("\n")[0]
+    return {"minference": version, "transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
 
 
 def load(module):
-    """A module of the sdist, without what its packages do when imported."""
+    """Imports a module of the sdist without executing the code of its packages."""
     if "minference" not in sys.modules:
-        # What looks for triton when imported must not find the empty one.
+        # Import modules that look for triton before the stub of triton exists.
         for name in ("torch._dynamo", "transformers.generation", "transformers.models.glm.modeling_glm"):
             importlib.import_module(name)
-        # Of newer transformers it is a pair, which counts as true.
+        # In newer versions of transformers it returns a pair, which counts as true.
         importlib.import_module("transformers.utils.import_utils")._is_package_available = lambda *_: False
         for name in ("triton", "triton.language"):
             sys.modules[name] = Anything(name)
@@ -87,7 +88,7 @@ def load(module):
 
 
 def convert(seqlens, columns, diagonals, tokens, rows, keys):
-    """`convert_vertical_slash_indexes` of csrc, on the processor."""
+    """`convert_vertical_slash_indexes` of csrc on the CPU."""
     heads, rows = columns.shape[1], -(-tokens // 64)
     made = lambda *size: torch.zeros(1, heads, rows, *size, dtype=torch.int32)
     out = made(), made(diagonals.shape[2]), made(), made(columns.shape[2])
@@ -158,10 +159,10 @@ def cases():
             for layer in range(4):
                 yield one("pyramidkv", "evict", f"pyramidkv(budget={stay},window=16,beta=8,form=original)",
                           stay=stay, window=16, beta=8, layer=layer)  # fmt: skip
-        # More than half: as many in each layer.
+        # With a budget above half, every layer keeps the same number.
         yield one("pyramidkv", "evict", "pyramidkv(budget=300,window=16,beta=8,form=original)",
                   stay=300, window=16, beta=8, layer=3)  # fmt: skip
-    # The greatest of neighbours ties with itself: cuts between plateaus are rare for many heads.
+    # Maximum pooling makes plateaus of equal scores: with many heads few seeds have clear cuts.
     for kernel in (3, 5):
         spec = f"snapkv(budget=90,window=16,kernel={kernel},pool=max,form=original)"
         yield base(f"snapkv max {kernel}", "evict", spec, 2, 1, 210, stay=90, window=16, kernel=kernel, pool="max")
@@ -171,7 +172,7 @@ def cases():
             spec = f"xattention(block={block},stride={stride},tau={tau},compat=true)"
             yield base(f"xattention {n} {tau}", "blocks", spec, heads, key_heads, tokens, block=block,
                        stride=stride, tau=tau, period=block)  # fmt: skip
-    # More than the 16384 tokens that it looks at together.
+    # More than 16384 tokens, which xattention processes at a time.
     yield base("xattention long", "blocks", "xattention(block=512,stride=64,tau=0.7,compat=true)", 1, 1,
                20_000, dim=8, block=512, stride=64, tau=0.7, gains=[6.0], period=700)  # fmt: skip
     shapes = [(4, 4, 1024, 128), (4, 2, 768, 128), (8, 2, 1280, 128), (4, 1, 512, 64)]
@@ -181,8 +182,8 @@ def cases():
             yield base(f"flexprefill {n} {gamma}", "flex", spec, heads, key_heads, tokens, block=block, gamma=gamma,
                        tau=tau, least=1e-5, min_budget=least, max_budget=most, gains=[1.0, 8.0, 0.25, 3.0],
                        period=block)  # fmt: skip
-    # Every head chooses blocks; the last one is not full. (Diagonals of such prompts are counted
-    # from the other end here, so heads that choose lines are others.)
+    # Every head chooses blocks, and the last block is not full. Heads with lines are left out:
+    # minference counts the diagonals of such prompts from the other end.
     for n, (heads, key_heads, tokens, block) in enumerate([(4, 2, 1000, 128), (4, 1, 700, 64)]):
         for gamma in (0.6, 0.9):
             spec = f"flexprefill(block={block},gamma={gamma},tau=1)"
@@ -240,7 +241,7 @@ def inflated(columns, diagonals, k):
         counts, blocks, singles, keys = (t[0, 0].tolist() for t in found.args)
     rows = []
     for row in range(len(counts)):
-        # The kernel hides what is behind a query.
+        # The kernel masks keys behind a query.
         end = min(64 * row + 64, k.shape[2])
         wide = {key for first in blocks[row][: counts[row]] for key in range(first, first + 64)}
         rows.append(packed(key for key in wide | set(keys[row][: singles[row]]) if key < end))
@@ -248,7 +249,7 @@ def inflated(columns, diagonals, k):
 
 
 def pooled(case, watch):
-    """The blocks of each row, of those that begin at or before it."""
+    """The chosen blocks of each row that begin at or before the row."""
     ops = load("ops.block_sparse_flash_attention")
     q, k = inputs(case)
 
@@ -257,7 +258,7 @@ def pooled(case, watch):
 
     ops._triton_block_sparse_attention = capture
     rows = -(-case["tokens"] // 64)
-    # One more is all padding where a prompt is whole blocks.
+    # If a prompt consists of whole blocks, there is one more row of padding.
     watch.rows = rows
     try:
         with watch:
@@ -268,7 +269,7 @@ def pooled(case, watch):
 
 
 def quest(case, watch):
-    """The keys of each query head: `quest_forward` up to its mask."""
+    """The keys of each query head, from the mask of `quest_forward`."""
     module = load("modules.quest")
     q, k = inputs(case)
     heads, key_heads, dim, tokens = (case[n] for n in ("heads", "key_heads", "dim", "tokens"))
@@ -300,7 +301,7 @@ MASKS = {}
 
 
 def kept(case, watch):
-    """What the clusters keep, by query head: values are positions."""
+    """The tokens that the clusters keep, by query head: the values are positions."""
     name = case["name"].split()[0]
     q, k = inputs(case)
     k = repeated(k, case)
@@ -316,8 +317,8 @@ def kept(case, watch):
         )
     values = torch.arange(case["tokens"], dtype=torch.float32)[None, None, :, None].expand_as(k).contiguous()
     with watch:
-        _, stays = cluster.update_kv(k, q, values, None, case["heads"] // case["key_heads"])
-    return {"lists": [packed(head[:, 0].tolist()) for head in stays[0]]}
+        _, kept_values = cluster.update_kv(k, q, values, None, case["heads"] // case["key_heads"])
+    return {"lists": [packed(head[:, 0].tolist()) for head in kept_values[0]]}
 
 
 def xattention(case, watch):
@@ -341,7 +342,7 @@ def xattention(case, watch):
 
 
 def watch_shares(sums, current, tau, watch, blocks):
-    """How far any sum of the greatest is from the share, and the greatest from each other."""
+    """Records margins: of sums of the largest blocks to the share, and between these blocks."""
     with torch._C.DisableTorchFunctionSubclass():
         for head in sums[0].double():
             for row, of_row in enumerate(head):
@@ -359,7 +360,7 @@ def watch_shares(sums, current, tau, watch, blocks):
 
 
 def flexprefill(case, watch):
-    """The blocks of each row, by head; `extra`: for a head that chooses blocks, the one that
+    """The blocks of each row, by head. For a head that chooses blocks, `crossing` is the block that
     crosses the share, which the published code leaves out."""
     module = load("modules.flexprefill")
     q, k = inputs(case)
@@ -397,7 +398,7 @@ def flexprefill(case, watch):
 
     module.score_cover_topk, module.score_cover_idx = count, indices
     module.square_root_js_divergence = distance
-    # Heads take as many of the order as each needs.
+    # Each head uses its own number of blocks in this order.
     watch.all_gaps = True
     # As flex_prefill_attention calls it.
     least = math.ceil((case["min_budget"] or 1) / block)

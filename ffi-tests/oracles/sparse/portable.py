@@ -1,10 +1,10 @@
-"""What the families of sparse oracles have in common: inputs that Rust makes bit for bit the
-same, lists as text, and a watch over every cut.
+"""Common code of the sparse oracles: inputs that Rust generates bit for bit, lists as text, and a
+check of the margin of every selection.
 
-Numbers: splitmix64; the upper 24 bits of each are taken for -1 up to 1. A row of a query or key
-head is `gain * (own + drift)`, in binary32: `own` of that row, `drift` shared by `period` tokens
-on end, so that blocks of tokens are alike (period 0: none). Each array of numbers is a stream of
-its own; queries are streams 1 and 2, keys 3 and 4.
+Numbers come from splitmix64; the upper 24 bits become a number from -1 up to 1. A row of a query or
+key head is `gain * (own + drift)` in binary32. `own` differs for every row; `period` consecutive
+tokens share `drift`, so that blocks of tokens are similar (period 0: no drift). Each array of numbers
+is a separate stream: queries use streams 1 and 2, keys use 3 and 4.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def numbers(seed, stream, count):
-    """`count` numbers of a stream, binary32."""
+    """`count` numbers of a stream in binary32."""
     with np.errstate(over="ignore"):
         first = np.uint64(seed) + (np.uint64(stream) << np.uint64(32))
         z = first * np.uint64(GOLDEN) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
@@ -41,7 +41,7 @@ def table(case, stream, heads, gains, dim=None):
 
 
 def by_head(rows):
-    """`[tokens, heads, dim]` as torch has it: `[1, heads, tokens, dim]`."""
+    """Converts `[tokens, heads, dim]` to torch's order `[1, heads, tokens, dim]`."""
     return torch.from_numpy(np.ascontiguousarray(rows.transpose(1, 0, 2)))[None]
 
 
@@ -53,12 +53,12 @@ def inputs(case):
 
 
 def repeated(k, case):
-    """Keys of a head of keys for each of its query heads."""
+    """Repeats the keys of a key head for each of its query heads."""
     return k.repeat_interleave(case["heads"] // case["key_heads"], 1)
 
 
 def attention(q, k):
-    """Causal softmax, queries being the last tokens, in binary32: `[1, heads, queries, keys]`."""
+    """Causal softmax in binary32, `[1, heads, queries, keys]`; the queries are the last tokens."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     logits = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
     n, m = logits.shape[-2:]
@@ -67,9 +67,9 @@ def attention(q, k):
 
 
 def packed(items):
-    """Whole numbers, ascending, as text: 0-3,7,9-12."""
+    """Integers as text, ascending: 0-3,7,9-12."""
     items = sorted(int(i) for i in items)
-    assert len(set(items)) == len(items), "named twice"
+    assert len(set(items)) == len(items), "an item occurs twice"
     out, at = [], 0
     while at < len(items):
         end = at
@@ -81,18 +81,18 @@ def packed(items):
 
 
 class Missing(Exception):
-    """What a family needs is not installed."""
+    """A package of a family is not installed."""
 
 
 class TooClose(Exception):
-    """Scores at a cut are so close that two right programs may differ."""
+    """Scores at a cut are so close that two correct programs may differ."""
 
 
 class Watch(TorchFunctionMode):
-    """Sends what asks for a GPU to the processor, and measures the cut of every topk: how far
-    the smallest that is kept is from the largest that is dropped, as a share of the scores'
-    size. Below `least`: TooClose. Where `all_gaps` is set, of all that are kept in order, since
-    the caller takes fewer of them. Calls in `free`, and rows from `rows` on, do not matter."""
+    """Redirects calls for "cuda" to the CPU, and measures the margin of every topk: the distance
+    between the smallest kept and the largest dropped score, relative to the scores. A margin below
+    `least` raises TooClose. With `all_gaps` every gap between kept scores is measured, because the
+    caller uses fewer of them. Calls in `free`, and rows from `rows` on, are not measured."""
 
     def __init__(self, least=2e-5):
         super().__init__()
@@ -116,7 +116,7 @@ class Watch(TorchFunctionMode):
         for row in rows:
             row = np.sort(row)[::-1]
             seen = row[np.isfinite(row)]
-            # Sums of products may cancel: what they are off by goes by the greatest.
+            # Sums of products may cancel, so their error is relative to the largest score.
             size = np.abs(seen).max(initial=0) if seen.min(initial=0) < 0 < seen.max(initial=0) else 0
             for at in range(1 if self.all_gaps else k, k + 1):
                 if 0 < at < len(row):
@@ -124,11 +124,11 @@ class Watch(TorchFunctionMode):
                     self.gap(kept, dropped, size or max(abs(kept), abs(dropped)))
 
     def gap(self, kept, dropped, size):
-        """Notes a cut; what is -inf (hidden) or inf (forced) on one side only is far."""
+        """Records the margin of a cut. A masked (-inf) or forced (inf) score on one side is far."""
         if np.isneginf(dropped) or (np.isinf(kept) and np.isfinite(dropped)):
             return
         if np.isinf(kept):
-            raise TooClose("a cut among forced ones")
+            raise TooClose("a cut between forced scores")
         self.note((kept - dropped) / size if size > 0 else 0.0)
 
     def note(self, margin):

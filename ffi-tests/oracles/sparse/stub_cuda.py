@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Puts libraries that do nothing where torch's Linux wheel looks for CUDA's, so that it is
-imported without them (5 GB): run by the interpreter in whose environment torch is. Needs
-pyelftools and gcc. The processor's part of torch works as ever; what asks for a GPU fails.
+"""Writes stub libraries where torch's Linux wheel looks for those of CUDA (5 GB), so that torch can be
+imported without them. Run it with the interpreter of torch's environment. Needs pyelftools and gcc.
+The CPU part of torch works as usual; calls for a GPU fail.
 
-Each has the symbols, with their versions, that torch's own libraries want of it; a function of
-it returns 999, which is an error to all who call one.
+Each stub has the symbols, with versions, that torch's libraries import from it. Its functions return
+999, which every caller treats as an error.
 """
 
 import collections
@@ -17,7 +17,7 @@ import tempfile
 from elftools.elf.elffile import ELFFile
 
 SYSTEM = [pathlib.Path(p) for p in ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64")]
-# What of CUDA's has no version: its names begin so.
+# Prefixes of CUDA symbols without a version.
 PREFIXES = ("cu", "nccl", "nvrtc", "nvshmem", "nv")
 
 
@@ -26,7 +26,7 @@ def is_missing(name, folder):
 
 
 def wanted(folder):
-    """For each library that is not there: for each version (or none) names with their types."""
+    """For each missing library and version (or none): names and types of the imported symbols."""
     need = collections.defaultdict(lambda: collections.defaultdict(set))
     defined, loose = set(), []
     for path in [*folder.glob("*.so*"), *folder.parent.glob("*.so")]:
@@ -81,7 +81,7 @@ def build(name, versions, folder, work):
 def main():
     found = importlib.util.find_spec("torch")
     if found is None:
-        sys.exit("there is no torch here")
+        sys.exit("this interpreter has no torch: run stub_cuda.py with the one that has")
     folder = pathlib.Path(found.origin).parent / "lib"
     with tempfile.TemporaryDirectory() as work:
         for name, versions in sorted(wanted(folder).items()):

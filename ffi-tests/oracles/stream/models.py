@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Files of models by the packages gguf and safetensors, and what these packages say is in them:
-tests/data/stream/*, which tests/stream/oracle.rs compares the library with.
+"""Model files written by the packages gguf and safetensors, and their contents as these packages read
+them: tests/data/stream/*, with which tests/stream/oracle.rs compares the library.
 
-    models.py --write DIR    makes the files and models.json
-    models.py --check DIR    reads the files that are there and compares with models.json
+    models.py --write DIR    writes the files and models.json
+    models.py --check DIR    reads the files in DIR and compares with models.json
 
-Nobody needs this to run the library's tests. Packages: gguf==0.19.0 safetensors==0.8.0 numpy ml_dtypes
+The library's tests do not need this program. Packages: gguf==0.19.0 safetensors==0.8.0 numpy ml_dtypes
 """
 
 import argparse
@@ -24,14 +24,14 @@ try:
     import safetensors
     import safetensors.numpy
 except ImportError as error:
-    print(f"SKIP: the oracle of model files: {error}")
+    print(f"SKIP: the oracle of model files needs the packages gguf and safetensors: {error}")
     sys.exit(0)
 
 KINDS = gguf.GGMLQuantizationType
 
 
 def digest(data):
-    """FNV-1a of 64 bits: short to write in any language, and enough to tell places apart."""
+    """64-bit FNV-1a: short in any language, and sufficient to distinguish places."""
     value = 0xCBF29CE484222325
     for byte in bytes(data):
         value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
@@ -39,14 +39,14 @@ def digest(data):
 
 
 def noise(name, count):
-    """Bytes that depend on a name alone."""
+    """Bytes that depend only on a name."""
     return np.frombuffer(hashlib.shake_256(name.encode()).digest(count), dtype=np.uint8)
 
 
 # ---- GGUF
 
 def add(writer, name, kind, shape):
-    """A tensor of a shape, the outermost first."""
+    """Adds a tensor; the outermost dimension of its shape comes first."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     rows = [*shape[:-1], shape[-1] // block * size]
     data = noise(name, int(np.prod(rows))).reshape(rows)
@@ -127,10 +127,10 @@ def gguf_split(folder):
 
 
 def gguf_types(folder):
-    """A tensor of every type, of three dimensions."""
+    """A three-dimensional tensor of every type."""
     writer = gguf.GGUFWriter(folder / "types.gguf", "none")
     for kind in KINDS:
-        # The package has 40 bytes for a block of Q8_1; ggml has had 36 since sums are of 16 bits.
+        # The package has 40 bytes for a block of Q8_1. ggml has 36, since its sums have 16 bits.
         if kind != KINDS.Q8_1:
             add(writer, f"of {kind.name}", kind, [2, 1, gguf.GGML_QUANT_SIZES[kind][0] * 2])
     finish(writer)
@@ -138,7 +138,7 @@ def gguf_types(folder):
 
 
 def gguf_mla(folder):
-    """Keys that are compressed, and heads that differ from layer to layer."""
+    """Compressed keys, and numbers of heads that differ between layers."""
     writer = gguf.GGUFWriter(folder / "mla.gguf", "deepseek2")
     describe(writer, 1)
     writer.add_kv_lora_rank(12)
@@ -164,7 +164,7 @@ def gguf_big_endian(folder):
     finish(writer)
 
 
-def said_of_gguf(folder, names):
+def contents_of_gguf(folder, names):
     tensors, facts = [], None
     for number, name in enumerate(names):
         reader = gguf.GGUFReader(folder / name)
@@ -202,14 +202,14 @@ def facts_of_gguf(reader):
 
 
 def numbers_of(folder):
-    """The numbers that the package finds in blocks of noise, and the bytes that it makes of numbers."""
+    """Numbers that the package dequantizes from noise, and bytes that it quantizes from numbers."""
     found = {}
     for tensor in gguf.GGUFReader(folder / "types.gguf").tensors:
         if tensor.tensor_type.name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"):
             with np.errstate(all="ignore"):
                 numbers = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type)
             bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32).flatten()
-            # What is no number has many forms.
+            # NaN has many bit patterns.
             bits[np.isnan(bits.view(np.float32))] = 0x7FC00000
             found[tensor.tensor_type.name] = digest(bits.tobytes())
     plain = ((np.arange(512) * 7919 % 2003).astype(np.float32) - 1001) / 640
@@ -242,7 +242,7 @@ def filled(tensors):
     for name, (shape, kind) in tensors.items():
         count = int(np.prod(shape)) * np.dtype(kind).itemsize
         data = noise(name, count)
-        # Any byte is no truth value.
+        # A bool must be 0 or 1.
         out[name] = (data & 1).view(np.bool_).reshape(shape) if kind == np.bool_ else data.view(kind).reshape(shape)
     return out
 
@@ -284,7 +284,7 @@ def one_file(folder):
     return ["stacked.safetensors"], ["types.safetensors"]
 
 
-def said_of_safetensors(folder, names):
+def contents_of_safetensors(folder, names):
     tensors = []
     for number, name in enumerate(names):
         data = (folder / name).read_bytes()
@@ -299,13 +299,13 @@ def said_of_safetensors(folder, names):
                 "bytes": len(content), "digest": digest(content),
                 "experts": [digest(content[at : at + each]) for at in range(0, len(content), each)] if each else [],
             })  # fmt: skip
-    # The package has them in another order each time.
+    # The package returns them in varying order.
     tensors.sort(key=lambda tensor: (tensor["file"], tensor["offset"], tensor["name"]))
     return {"format": "safetensors", "files": names, "tensors": tensors, "facts": None}
 
 
 def headers():
-    """Headers, good and bad, and bytes of data."""
+    """Valid and invalid headers, each with the size of its data."""
     random.seed(7)
     kinds = ["BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ",
              "F8_E5M2FNUZ", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
@@ -322,10 +322,10 @@ def headers():
         text = list(base)
         for _ in range(random.choice([1, 1, 1, 2, 3])):
             at = random.randrange(len(text))
-            how = random.randrange(3)
-            if how == 0:
+            kind_of_edit = random.randrange(3)
+            if kind_of_edit == 0:
                 text[at] = random.choice(letters)
-            elif how == 1:
+            elif kind_of_edit == 1:
                 text.insert(at, random.choice(letters))
             else:
                 del text[at]
@@ -340,7 +340,7 @@ def headers():
 
 
 def verdicts(headers):
-    """Which tensors the package finds, or none at all."""
+    """The names of the tensors that the package finds, or None if it refuses the header."""
     out = []
     for header, size in headers:
         try:
@@ -353,13 +353,13 @@ def verdicts(headers):
 
 # ---- all
 
-def said(folder, headers):
-    models = {name: said_of_gguf(folder, files) for name, files in [
+def contents(folder, headers):
+    models = {name: contents_of_gguf(folder, files) for name, files in [
         ("dense", ["dense.gguf"]), ("types", ["types.gguf"]), ("mla", ["mla.gguf"]), ("mixed", ["mixed.gguf"]),
         ("split", sorted(path.name for path in folder.glob("moe-*.gguf")))]}  # fmt: skip
     shards = sorted(path.name for path in folder.glob("model-*.safetensors"))
     for name, files in [("sharded", shards), ("stacked", ["stacked.safetensors"]), ("kinds", ["types.safetensors"])]:
-        models[name] = said_of_safetensors(folder, files)
+        models[name] = contents_of_safetensors(folder, files)
     sizes = [[int(kind), kind.name, *gguf.GGML_QUANT_SIZES[kind]] for kind in KINDS]
     versions = {name: importlib.metadata.version(name) for name in ("gguf", "safetensors")}
     return {"versions": versions, "sizes": sizes, "models": models, "verdicts": verdicts(headers),
@@ -367,7 +367,7 @@ def said(folder, headers):
 
 
 def text(found):
-    """One line for each model and each verdict, so that what changes can be seen."""
+    """One line per model and verdict, so that a diff shows changes."""
     def short(value):
         return json.dumps(value, separators=(",", ":"))
 
@@ -379,7 +379,7 @@ def text(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="model files of others")
+    parser = argparse.ArgumentParser(description="model files by the packages gguf and safetensors")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", type=pathlib.Path)
     what.add_argument("--check", type=pathlib.Path)
@@ -388,19 +388,19 @@ def main():
         args.write.mkdir(parents=True, exist_ok=True)
         for make in (gguf_dense, gguf_split, gguf_types, gguf_mla, gguf_big_endian, sharded, one_file):
             make(args.write)
-        (args.write / "models.json").write_text(text(said(args.write, headers())))
+        (args.write / "models.json").write_text(text(contents(args.write, headers())))
         return 0
-    there = json.loads((args.check / "models.json").read_text())
-    asked = [(header, size) for header, size, _ in there["verdicts"]]
-    here = json.loads(text(said(args.check, asked)))
-    versions = here.pop("versions")
-    if there.pop("versions") != versions:
-        print(f"the file was made with other versions than {versions}")
-    for key in here:
-        if here[key] != there[key]:
-            print(f"{key} of models.json are not what the packages say")
+    committed = json.loads((args.check / "models.json").read_text())
+    tested = [(header, size) for header, size, _ in committed["verdicts"]]
+    current = json.loads(text(contents(args.check, tested)))
+    versions = current.pop("versions")
+    if committed.pop("versions") != versions:
+        print(f"models.json was made with other versions; installed are {versions}")
+    for key in current:
+        if current[key] != committed[key]:
+            print(f"'{key}' of models.json differs from the packages' results; run --write")
             return 1
-    print(f"{len(here['models'])} models and {len(here['verdicts'])} headers agree")
+    print(f"{len(current['models'])} models and {len(current['verdicts'])} headers agree")
     return 0
 
 

@@ -1,22 +1,22 @@
-"""What a prompt starts with, as a chain of hashes: prompts are compared and kept without their text."""
+"""Keys of prompts: a chain of hashes, so that prompts are compared and stored without their text."""
 
 import hashlib
 import json
 
-# Characters of a block. Tokens are the server's business: it reuses exactly what its own are equal in.
+# Characters of a block. Tokens do not matter here: the server reuses exactly the tokens that are equal.
 BLOCK = 64
 DIGEST_BYTES = 12
 
 
 def lora_of(request):
-    """The adapters of a request, as text; empty where it has none of its own."""
+    """The adapters of a request, as text; empty if it names none."""
     lora = request.get("lora")
     return json.dumps(lora, sort_keys=True) if lora else ""
 
 
 def chain(identity, text, lora=""):
-    """A digest for each whole block of the text; equal digests mean equal text from the start on, and the
-    same model and adapters. None at all of a model that is not known."""
+    """A digest for each whole block of the text. Equal digests mean equal text from the start on, and the
+    same model and adapters. Empty for an unknown model."""
     if identity is None:
         return []
     digests, last = [], f"{identity}\0{lora}".encode()
@@ -28,7 +28,7 @@ def chain(identity, text, lora=""):
 
 
 def common(one, other):
-    """Blocks that two chains have in common: the first that differs makes all after it differ."""
+    """Number of equal blocks of two chains. After the first difference all digests differ."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -40,7 +40,7 @@ def common(one, other):
 
 
 def text_of(prompt):
-    """A prompt as text: a string, or tokens and such as JSON, each with a mark behind."""
+    """A prompt as text: a string as it is, tokens with a comma after each, other values as JSON."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(isinstance(one, int) for one in prompt):

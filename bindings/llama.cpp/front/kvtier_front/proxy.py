@@ -1,4 +1,4 @@
-"""The HTTP side: requests are passed on, streams as they come."""
+"""The HTTP side: forwards requests, and streams answers as they arrive."""
 
 import http.client
 import http.server
@@ -13,29 +13,29 @@ import time
 from . import keys
 from .upstream import Refused
 
-# What has a prompt, and where it is.
+# Paths of requests with a prompt.
 COMPLETIONS = {"/completion", "/completions", "/v1/completions"}
 CHATS = {"/v1/chat/completions", "/chat/completions"}
-# What is passed on as it is. All that is not named is refused: slots and adapters are the front's, and who
-# changes them behind it makes its states those of another model.
+# Paths that are forwarded unchanged. All others are refused: the proxy owns slots and adapters. A client that
+# changed them would lease saved states into states of another model.
 POSTS = {"/v1/chat/completions/control", "/v1/responses", "/responses", "/v1/audio/transcriptions",
          "/audio/transcriptions", "/v1/messages", "/infill", "/embedding", "/embeddings", "/v1/embeddings",
          "/rerank", "/reranking", "/v1/rerank", "/v1/reranking", "/v1/systemone", "/tokenize", "/detokenize",
          "/apply-template", "/chat/completions/input_tokens", "/v1/chat/completions/input_tokens",
          "/responses/input_tokens", "/v1/responses/input_tokens", "/v1/messages/count_tokens",
          "/v1/streams/lookup"}
-# Paths that mean the same to everybody who reads them. Nothing that is only asked for changes a slot.
+# Paths that every parser reads in the same way. A GET changes no slot.
 PLAIN_PATH = re.compile(r"/|(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+")
-# Of a connection, not of what is said on it; lengths and encodings are made anew.
+# Headers of the connection, not of the message; lengths and encodings are set again.
 OWN_HEADERS = {"connection", "keep-alive", "host", "content-length", "transfer-encoding", "expect", "te",
                "upgrade", "trailer", "proxy-connection", "accept-encoding", "server", "date"}
 PIECE_BYTES = 64 << 10
-# Of an answer that is kept to know what the slot holds; what is longer is known by its start.
-MOST_KEPT_BYTES = 8 << 20
+# Part of an answer that is kept to know the slot's content; of longer answers only the beginning counts.
+MAX_KEPT_BYTES = 8 << 20
 
 
 def answer_text(content, is_stream):
-    """What was generated, and the server's timings, of an answer as it was passed on."""
+    """The generated text, and the server's timings, from a forwarded answer."""
     if is_stream:
         values = []
         for line in content.split(b"\n"):
@@ -69,7 +69,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server_version = "kvtier-front"
 
     def log_message(self, *_):
-        """Silent: a front has no log of who asked what."""
+        """Logs nothing, for privacy."""
 
     def setup(self):
         self.timeout = self.server.options.idle_s
@@ -77,12 +77,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.has_body():
-            self.fail(400, f"a {self.command} has no body")
+            self.fail(400, f"a {self.command} request must not have a body")
         elif self.path == "/kvtier":
             if self.is_admitted():
-                self.say(200, self.server.report())
+                self.send_json(200, self.server.report())
         elif not PLAIN_PATH.fullmatch(self.path.split("?")[0]):
-            self.fail(403, "the front passes on plain paths only")
+            self.fail(403, "the proxy forwards plain paths only: letters, digits, and . _ ~ -")
         else:
             self.relay(None)
 
@@ -101,35 +101,36 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if self.is_admitted():
                 self.serve(path, body)
         elif path not in POSTS:
-            self.fail(403, "the front does not pass this on: slots, adapters and models are not its clients'")
+            self.fail(403, "the proxy does not forward this path: clients must not change slots, adapters or "
+                           "models")
         elif self.has_adapters(body):
-            self.fail(400, "adapters of a request (lora) are had in completions and chats only")
+            self.fail(400, "adapters of a request (lora) are supported in completions and chats only")
         else:
             self.relay(body)
 
     def is_admitted(self):
-        """Whether a client may have what the front does with its own key."""
-        if self.server.upstream.admits(self.headers):
+        """Tells whether a client may use functions that need the proxy's own key."""
+        if self.server.upstream.accepts_key(self.headers):
             return True
-        self.fail(401, "the API key is not the server's")
+        self.fail(401, "the API key is wrong: send the server's key")
         return False
 
     def has_adapters(self, body):
-        """Whether a request that the front does not understand would leave another model's state in a slot.
-        Forms have texts only, which are no adapters to the server."""
+        """Tells whether a forwarded request would leave another model's state in a slot. Forms contain text
+        only, which the server never reads as adapters."""
         if self.headers.get_content_type() == "multipart/form-data":
             return False
         try:
             request = json.loads(body)
         except (ValueError, RecursionError):
-            # The server may read what is not JSON here: it is told by name.
+            # The server may accept a body that is not JSON here, so search for the name.
             return b"lora" in body or b"\\u" in body
         return isinstance(request, dict) and bool(request.get("lora"))
 
     def has_body(self):
         return "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0"
 
-    def say(self, status, value):
+    def send_json(self, status, value):
         content = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -140,96 +141,97 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def fail(self, status, words):
+    def fail(self, status, message):
         self.close_connection = True
-        self.say(status, {"error": {"code": status, "message": words}})
+        self.send_json(status, {"error": {"code": status, "message": message}})
 
     def read_body(self):
         lengths = self.headers.get_all("Content-Length") or [""]
         length = lengths[0]
         is_number = length.isascii() and length.isdigit() and len(length) < 19
         if not is_number or len(lengths) > 1 or "Transfer-Encoding" in self.headers:
-            self.fail(411, "say how long it is: Content-Length")
+            self.fail(411, "the request has no valid Content-Length: send its length in bytes")
             return None
         if int(length) > self.server.options.most_body_bytes:
-            self.fail(413, f"more than {self.server.options.most_body_bytes} bytes")
+            self.fail(413, f"the body has {length} bytes, at most {self.server.options.most_body_bytes} are "
+                           "allowed (--most-body-bytes)")
             return None
         body = self.rfile.read(int(length))
         return body if len(body) == int(length) else None
 
     def relay(self, body):
-        """As it is, to the server and back."""
+        """Forwards a request and its answer unchanged."""
         try:
             self.forward(body)
         except Refused as refused:
             if refused.is_gone:
-                self.server.slots.went_away()
-            self.fail(refused.status, refused.words)
+                self.server.slots.mark_gone()
+            self.fail(refused.status, refused.message)
 
     def serve(self, path, body):
         slots = self.server.slots
         try:
             request = json.loads(body)
             if not isinstance(request, dict):
-                raise ValueError("a request is an object")
-            seen = slots.look()
+                raise ValueError("a request must be an object")
+            server_state = slots.refresh()
             prompt = self.prompt_of(path, request)
             lora = keys.lora_of(request)
         except (ValueError, RecursionError) as error:
-            self.fail(400, f"not JSON that is understood: {error}")
+            self.fail(400, f"the body is not a valid JSON request: {error}")
             return
         except Refused as refused:
             if refused.is_gone:
-                slots.went_away()
-            self.fail(refused.status, refused.words)
+                slots.mark_gone()
+            self.fail(refused.status, refused.message)
             return
         if prompt is None:
-            # Several prompts, or none: the server knows what to say.
+            # Several prompts, or none: the server reports the error.
             if lora:
-                self.fail(400, "adapters of a request (lora) are had with one prompt only")
+                self.fail(400, "adapters of a request (lora) are supported with one prompt only")
             else:
                 self.relay(body)
             return
-        turn = slots.take(seen, keys.chain(seen.identity, prompt, lora), lora,
+        lease = slots.acquire(server_state, keys.chain(server_state.identity, prompt, lora), lora,
                           time.monotonic() + self.server.options.wait_s)
-        if turn is None:
-            self.fail(503, "all slots are busy")
+        if lease is None:
+            self.fail(503, f"no slot became free within {self.server.options.wait_s} s: try again")
             return
         try:
-            self.complete(turn, request, prompt)
+            self.complete(lease, request, prompt)
         except BaseException:
-            # Either side went away in the middle, or worse: what the slot holds is not known.
+            # The client or the server failed in the middle: the content of the slot is unknown.
             self.close_connection = True
-            slots.broken(turn)
+            slots.mark_unknown(lease)
             raise
         finally:
-            slots.give(turn.slot)
+            slots.release(lease.slot)
 
-    def complete(self, turn, request, prompt):
+    def complete(self, lease, request, prompt):
         slots = self.server.slots
-        request.update({"id_slot": turn.slot.number, "cache_prompt": turn.reuses})
+        request.update({"id_slot": lease.slot.number, "cache_prompt": lease.reuses})
         try:
             status, content = self.forward(json.dumps(request).encode(), keeps=True)
         except Refused as refused:
-            slots.broken(turn, refused.is_gone)
-            self.fail(refused.status, refused.words)
+            slots.mark_unknown(lease, refused.is_gone)
+            self.fail(refused.status, refused.message)
             return
         except http.client.HTTPException:
-            # The server broke off in its answer.
+            # The server broke off its answer.
             self.close_connection = True
-            slots.broken(turn, True)
+            slots.mark_unknown(lease, True)
             return
         if status != 200:
-            slots.broken(turn)
+            slots.mark_unknown(lease)
             if status >= 500:
-                slots.doubt()
+                slots.check_process()
             return
         text, timings = answer_text(content, bool(request.get("stream")))
-        blocks = keys.chain(turn.seen.identity, prompt + text, turn.lora)
-        slots.finished(turn, blocks, timings.get("cache_n"), timings.get("prompt_n"))
+        blocks = keys.chain(lease.server_state.identity, prompt + text, lease.lora)
+        slots.finish(lease, blocks, timings.get("cache_n"), timings.get("prompt_n"))
 
     def prompt_of(self, path, request):
-        """The text that the server will see. Of a chat the server's own template makes it."""
+        """The text that the server will see. For a chat the server's own template makes it."""
         if path in CHATS:
             answer = self.server.upstream.call("POST", "/apply-template", request)
             return keys.text_of(answer.get("prompt", ""))
@@ -240,7 +242,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def forward(self, body, keeps=False):
         headers = {}
         for name, value in self.headers.items():
-            # Of several the first counts, as it does where the front looks at them.
+            # The first of repeated headers counts, as in the proxy's own checks.
             if name.lower() not in OWN_HEADERS:
                 headers.setdefault(name.lower(), value)
         connection, answer = self.server.upstream.send(self.command, self.path, body, headers)
@@ -259,7 +261,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.send_header("Transfer-Encoding", "chunked")
                 is_chunked = True
             elif has_body:
-                # Older clients know that it has ended when the connection has.
+                # HTTP/1.0 clients take the end of the connection as the end of the answer.
                 self.close_connection = True
             self.end_headers()
             while True:
@@ -267,7 +269,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 if not piece:
                     break
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece) if is_chunked else piece)
-                if keeps and len(kept) < MOST_KEPT_BYTES:
+                if keeps and len(kept) < MAX_KEPT_BYTES:
                     kept += piece
             if is_chunked:
                 self.wfile.write(b"0\r\n\r\n")
@@ -277,18 +279,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Front(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    """Listens. So many connections at once, and no more."""
+    """The listener, with a limit on simultaneous connections."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address, options, upstream, slots, shelf):
+    def __init__(self, address, options, upstream, slots, cache):
         super().__init__(address, Handler)
-        self.options, self.upstream, self.slots, self.shelf = options, upstream, slots, shelf
-        self.room = threading.BoundedSemaphore(options.most_connections)
+        self.options, self.upstream, self.slots, self.cache = options, upstream, slots, cache
+        self.connections = threading.BoundedSemaphore(options.most_connections)
 
     def process_request(self, request, client_address):
-        if not self.room.acquire(blocking=False):
+        if not self.connections.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
@@ -297,18 +299,18 @@ class Front(socketserver.ThreadingMixIn, http.server.HTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.room.release()
+            self.connections.release()
 
     def handle_error(self, request, client_address):
-        """Clients go away: nothing to tell. Anything else is a defect."""
+        """Ignores clients that disconnect; reports anything else as a defect."""
         error = sys.exc_info()[1]
         if not isinstance(error, (OSError, http.client.HTTPException)):
             print(f"kvtier_front: a request failed: {error!r}", file=sys.stderr, flush=True)
 
     def report(self):
-        shelf = self.shelf
-        return {"pid": os.getpid(), "states": len(shelf.states), "bytes": shelf.used_bytes,
-                "budget_bytes": shelf.budget_bytes, "policy": shelf.policy.name,
-                "only_whole": self.slots.only_whole, "in_vain": self.slots.is_vain,
-                "identity": self.slots.seen.identity if self.slots.seen else None,
-                **shelf.counts, **self.slots.counts}
+        cache = self.cache
+        return {"pid": os.getpid(), "states": len(cache.states), "bytes": cache.used_bytes,
+                "budget_bytes": cache.budget_bytes, "policy": cache.policy.name,
+                "only_whole": self.slots.only_whole, "in_vain": self.slots.is_futile,
+                "identity": self.slots.server_state.identity if self.slots.server_state else None,
+                **cache.counts, **self.slots.counts}

@@ -1,20 +1,20 @@
 /*
- * kvtier for llama.cpp, adapter B: what the engine computes, watched node by node, and sparse decode.
+ * kvtier for llama.cpp, adapter B: observes the engine's graph node by node, and decodes sparsely.
  *
- * A watch stands in cb_eval of a context. It keeps the time of layers for others, and serves sparse
- * policies of the library (kvt_sparse_info lists them), one for a sequence:
+ * A watch is the cb_eval of a context. It reports the beginning and end of layers, and serves the
+ * library's sparse policies (kvt_sparse_info lists them), one per sequence:
  *
- *   tokens leave    h2o, tova, snapkv, pyramidkv by the attention they get (contexts without flash
- *                   attention only), knorm and keydiff by their keys, streaming by their places.
- *                   Cells of llama.cpp are shared by all layers and heads, so one verdict serves all.
- *   blocks are      quest, arkvale, predict: for each layer, by its queries and what is known of the
- *   chosen          keys. Nothing leaves; what is not chosen is masked in this layer for this token.
+ *   tokens are      h2o, tova, snapkv, pyramidkv by the attention they get (contexts without flash
+ *   evicted         attention only), knorm and keydiff by their keys, streaming by their positions.
+ *                   All layers and heads share llama.cpp's cells, so one decision serves all of them.
+ *   blocks are      quest, arkvale, predict: for each layer, by its queries and metadata of the keys.
+ *   chosen          Nothing is evicted; other blocks are masked in this layer for this token.
  *
- * Prompts are computed with everything; blocks are chosen for batches of one token.
+ * Prompts are computed with full attention; blocks are chosen for batches of one token.
  *
- * Nodes are found by the part they play in a graph. Where one is absent the policy ends, the call
- * says which role of which layer it was, and the engine goes on as without it: from that layer on
- * everything is seen. What left before is gone.
+ * Nodes are found by their role in a graph. If one is missing, the policy ends and the call reports
+ * which role of which layer it was. The engine continues as without the policy: from that layer on
+ * attention is full. Tokens that were evicted before stay evicted.
  *
  * A watch belongs to one context and is used by the thread that uses the context.
  */
@@ -32,15 +32,18 @@ extern "C" {
 typedef struct kvt_llama_watch_t kvt_llama_watch_t;
 
 /**
- * A layer begins (`is_end` 0): all layers before it have been computed, and nothing of it. Or it
- * ends (1): what it gives is there. In the order of the layers, in each graph that is computed, in
- * the thread that decodes. Weights and the cache of a layer may be changed where it begins.
+ * Notification that a layer begins (`is_end` 0) or ends (1). At the beginning all earlier layers have
+ * been computed, and nothing of this one. At the end its output is complete. Calls come in the order of
+ * the layers, for each computed graph, on the thread that decodes. A layer's weights and cache may be
+ * changed at its beginning.
  */
 typedef void (*kvt_llama_layer_fn)(void *user_data, int32_t layer, int32_t is_end);
 
-/** Zero = default in every field. */
+/** Zero selects the default of every field. */
 typedef struct kvt_llama_watch_opts_t {
-    /** Told of the beginning and the end of each layer; null = nobody. Costs one stop a layer. */
+    /**
+     * Called at the beginning and end of each layer; null = never. Costs one scheduler stop per layer.
+     */
     kvt_llama_layer_fn on_layer;
     void *on_layer_data;
 } kvt_llama_watch_opts_t;
@@ -56,30 +59,33 @@ kvt_status_t kvt_llama_watch_open(const struct llama_model *model, const kvt_lla
                                   kvt_llama_watch_t **out, kvt_llama_why_t *why);
 
 /**
- * Puts the watch into the parameters that a context is going to be made with. A callback that is
- * there already goes on being asked, and is told of the nodes that it wants.
+ * Sets the watch in the parameters of a context that is made next. A callback that is already there is
+ * still asked, and is called for the nodes that it wants.
  */
 kvt_status_t kvt_llama_watch_params(kvt_llama_watch_t *watch, struct llama_context_params *params,
                                     kvt_llama_why_t *why);
 
-/** The context that was made with those parameters. */
+/** Attaches the context that was made with those parameters. */
 kvt_status_t kvt_llama_watch_attach(kvt_llama_watch_t *watch, struct llama_context *ctx,
                                     kvt_llama_why_t *why);
 
-/** Zero = default in every field. */
+/** Zero selects the default of every field. */
 typedef struct kvt_llama_sparse_opts_t {
-    /** Such as "h2o(budget=512)" or "quest(budget=1024, share=bound)"; null = no policy any more. */
+    /**
+     * Spec string, such as "h2o(budget=512)" or "quest(budget=1024, share=bound)"; null = remove the
+     * policy.
+     */
     const char *spec;
     /**
-     * A policy of the caller's own instead: by keys and queries as quest, or by attention or keys as
-     * h2o and knorm. Its data is released with the policy, if setting it succeeds.
+     * The caller's own policy instead. It selects by keys and queries as quest does, or by attention or
+     * keys as h2o and knorm do. If setting it succeeds, its data is released with the policy.
      */
     const kvt_sparse_custom_t *custom;
-    /** Tokens of a block that is chosen; 0 = the fewest that fit the policy's pages, from 16 on. */
+    /** Tokens of a block that is chosen; 0 = the fewest, at least 16, that fit the policy's pages. */
     uint32_t block_tokens;
     /**
-     * Every so many tokens a choice of blocks is not applied but held against the attention of all
-     * cells: audited_mass below. Without flash attention only; 0 = never.
+     * Tokens between audits; 0 = never. In an audit a choice of blocks is not applied but compared with
+     * the attention of all cells (audited_mass below). Without flash attention only.
      */
     uint32_t audit_every;
 } kvt_llama_sparse_opts_t;
@@ -91,76 +97,77 @@ typedef struct kvt_llama_sparse_opts_t {
 #endif
 
 /**
- * Gives a sequence a policy, or takes it away. Policies that go by attention or keys want to see all
- * tokens: the sequence is empty, or they are refused at the next batch (KVT_E_STATE).
- * KVT_E_SPEC: the spec, with the nearest that exists. KVT_E_UNSUPPORTED: cannot be done here.
+ * Sets or removes the policy of a sequence. Policies that use attention or keys must see all tokens. If
+ * the sequence is not empty, the next batch refuses them (KVT_E_STATE). KVT_E_SPEC: the spec is wrong;
+ * `why` names the nearest one. KVT_E_UNSUPPORTED: not possible here.
  */
 kvt_status_t kvt_llama_watch_policy(kvt_llama_watch_t *watch, llama_seq_id seq,
                                     const kvt_llama_sparse_opts_t *opts, kvt_llama_why_t *why);
 
 /**
- * llama_decode, watched: policies serve the sequence whose batch this is, and what has to leave it
- * does so behind. Batches of several sequences are decoded with everything; a policy by which tokens
- * leave ends there, since it would miss some.
+ * Calls llama_decode and serves the policy of the sequence whose batch it is; evictions follow the
+ * decode. Batches of several sequences are decoded with full attention. An eviction policy ends there,
+ * because it would miss tokens.
  *
- * A prompt ends with the first batch whose last token asks for logits.
+ * A prompt ends with the first batch whose last token requests logits.
  *
- * `rc` receives what llama_decode returned; it is called in any case but KVT_E_INVALID for null
- * arguments. Anything but KVT_OK: a policy ended, and why is said. Batches decoded by other means are
- * seen, but no policy serves them.
+ * `rc` receives the result of llama_decode, which is called unless an argument is null (KVT_E_INVALID).
+ * Any status but KVT_OK: a policy ended, and `why` says why. The watch observes batches that are
+ * decoded by other means, but no policy serves them.
  */
 kvt_status_t kvt_llama_watch_decode(kvt_llama_watch_t *watch, struct llama_batch batch, int32_t *rc,
                                     kvt_llama_why_t *why);
 
-/** How many tokens have left a sequence since it was empty. */
+/** Number of tokens evicted from a sequence since it was empty. */
 kvt_status_t kvt_llama_watch_evicted(const kvt_llama_watch_t *watch, llama_seq_id seq,
                                      uint64_t *out_tokens);
 
 /**
- * Whether the KV of a sequence is what its tokens give: since it was empty no token has left it
- * (_evicted), and no block policy has masked anything for a token that was computed. Where it is 0
- * the KV must not be stored for others (kvt_llama_commit), only for itself.
+ * Tells whether the KV of a sequence follows exactly from its tokens. That holds if, since it was
+ * empty, no token was evicted (_evicted) and no block policy masked a block for a computed token. If
+ * the result is 0, the KV must not be stored for others (kvt_llama_commit), only for this sequence.
  *
- * The watch sees that a sequence was empty when its policy is set, and at _decode. Of what came from
- * elsewhere it knows nothing: a copy (llama_memory_seq_cp) or a restored state of a sequence that is
- * not exact is not exact either, though this, and _evicted, say so of the first one only.
+ * The watch checks that a sequence is empty when its policy is set and in _decode. It knows nothing
+ * about KV from elsewhere. A copy (llama_memory_seq_cp) or a restored state of an inexact sequence is
+ * inexact too, but this function and _evicted report it for the original sequence only.
  */
 kvt_status_t kvt_llama_watch_is_exact(const kvt_llama_watch_t *watch, llama_seq_id seq, int *out_exact);
 
 /**
- * The cells of a sequence were changed by other means than decoding, and their numbers may be others
- * now. Restored states in host memory are noticed without; those of other devices are not.
+ * Tells the watch that cells of a sequence were changed by other means than decoding, and may have
+ * other numbers. The watch notices restored states in host memory by itself, but not those on other
+ * devices.
  */
 kvt_status_t kvt_llama_watch_changed(kvt_llama_watch_t *watch, llama_seq_id seq);
 
-/** What went wrong since the watch was opened, first things first: KVT_OK and no words for nothing. */
+/** The first failure since the watch was opened; KVT_OK and an empty text if there was none. */
 kvt_status_t kvt_llama_watch_fault(const kvt_llama_watch_t *watch, kvt_llama_why_t *why);
 
-/** Of all sequences. */
+/** Counters of all sequences. */
 typedef struct kvt_llama_watch_stats_t {
-    /** Graphs that were seen, and nodes of them that the scheduler stopped at for us. */
+    /** Observed graphs, and their nodes at which the scheduler stopped for the watch. */
     uint64_t graphs, stops;
-    /** Attention of a layer that was added up, queries whose attention a policy was told. */
+    /** Layers whose attention was summed, and queries whose attention a policy received. */
     uint64_t observed_layers, observed_rows;
-    /** Times that tokens left, and how many did. */
+    /** Evictions, and tokens evicted. */
     uint64_t evictions, evicted_tokens;
-    /** Tokens that blocks were chosen for, and layers of them where some were left out. */
+    /** Tokens for which blocks were chosen, and their layers in which some blocks were masked. */
     uint64_t sparse_tokens, sparse_layers;
-    /** Cells that those layers would have looked at, and how many of them were masked. */
+    /** Cells that those layers would have attended to, and how many of them were masked. */
     uint64_t seen_cells, masked_cells;
-    /** Rows of keys that were read, and how often what was known of a sequence was read anew. */
+    /** Rows of keys that were read, and how often the metadata of a sequence was rebuilt. */
     uint64_t rows_read, rebuilds;
-    /** Layers whose choice was audited, and the attention that it had, in millionths, added up. */
+    /** Layers whose choice was audited, and the sum of the attention it covered, in millionths. */
     uint64_t audited_layers, audited_mass;
-    /** Nanoseconds of policies, in callbacks and behind batches. */
+    /** Nanoseconds of policies, in callbacks and after batches. */
     uint64_t policy_ns;
-    /** Policies that ended because something was not as they need it. */
+    /** Policies that ended because a requirement was not met. */
     uint64_t ended;
 } kvt_llama_watch_stats_t;
 
 kvt_status_t kvt_llama_watch_stats(const kvt_llama_watch_t *watch, kvt_llama_watch_stats_t *out);
 
-/** After the context was freed: it calls the watch. Clears the pointer. */
+/** Close it after the context was freed, because the context calls the watch. Clears the pointer. */
 kvt_status_t kvt_llama_watch_close(kvt_llama_watch_t **watch);
 
 #ifdef __cplusplus

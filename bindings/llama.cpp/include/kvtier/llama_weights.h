@@ -1,8 +1,8 @@
 /*
  * kvtier for llama.cpp: adapter C, streamed weights, for programs that embed libllama.
  *
- * A model never has to fit into memory: its layers, and the experts of its layers, come from the GGUF
- * file when the engine computes them, in memory of a size that was said, by direct I/O.
+ * A model need not fit into memory. Its layers, and the experts of its layers, are read from the GGUF
+ * file by direct I/O when the engine computes them, into memory of a fixed size.
  *
  *     kvt_llama_weights_opts_t opts = KVT_LLAMA_WEIGHTS_OPTS_INIT;
  *     opts.model_path = "model.gguf";
@@ -24,19 +24,19 @@
  *     llama_model_free(model);
  *     kvt_llama_weights_close(&weights, &why);
  *
- * Compiled against private headers of the engine (ggml-backend-impl.h): another engine than that one is
- * refused by kvt_llama_weights_open.
+ * This code is compiled against private headers of the engine (ggml-backend-impl.h).
+ * kvt_llama_weights_open refuses any other engine.
  *
- * The bytes are those of the file. One that is written to while it is used is noticed when the next pass
- * begins, and from then on not used any more: a pass that is under way may have bytes of both.
+ * The weights are the file's bytes. If the file is written to while it is used, the next pass notices
+ * it when it begins, and the file is not used any more. A pass that is running may see bytes of both.
  *
- * llama_model_save_to_file works, but not for models with experts in place (KVT_LLAMA_WEIGHTS_IN_PLACE): the
- * engine takes their distances for a layout that it cannot save, and ends the process. Say
- * KVT_LLAMA_WEIGHTS_NOT_IN_PLACE, or load without this adapter, to save one.
+ * llama_model_save_to_file works, except for models with experts in place (KVT_LLAMA_WEIGHTS_IN_PLACE):
+ * their strides look to the engine like a layout that it cannot save, and it aborts the process. To
+ * save such a model, use KVT_LLAMA_WEIGHTS_NOT_IN_PLACE, or load it without this adapter.
  *
- * The processor computes. One object is for one model, and for as many contexts as `contexts` says;
- * each may be used by a thread of its own, as the engine allows. All functions here may be called by
- * any thread, but for close.
+ * The CPU computes. One object serves one model, and as many contexts as `contexts` says. Each context
+ * may have a thread of its own, as the engine allows. Any thread may call the functions here, except
+ * close.
  */
 #ifndef KVTIER_LLAMA_WEIGHTS_H
 #define KVTIER_LLAMA_WEIGHTS_H
@@ -50,30 +50,35 @@ extern "C" {
 /** The streamed weights of one model. */
 typedef struct kvt_llama_weights_t kvt_llama_weights_t;
 
-/** Every unit has an address of its own, and memory only while it is there: see docs/stream.md. */
+/** Every unit has a fixed address, backed by memory only while it is resident: see docs/stream.md. */
 #define KVT_LLAMA_WEIGHTS_IN_PLACE 1u
 /**
- * Never in place. Without it models with experts are in place by themselves where their experts lie at
- * equal distances then; the others' experts are copied to where the engine wants them.
+ * Never in place. Without this flag, models with experts are loaded in place if their experts then have
+ * equal distances. Otherwise experts are copied to where the engine expects them.
  */
 #define KVT_LLAMA_WEIGHTS_NOT_IN_PLACE 8u
-/** Files are read through the page cache. Without it by direct I/O, where the file system can. */
+/**
+ * Read files through the page cache. Without this flag by direct I/O, where the file system supports
+ * it.
+ */
 #define KVT_LLAMA_WEIGHTS_BUFFERED 2u
-/** Bytes are compared with checksums, kept beside the model (.kvtsum), whenever they are read. */
+/** Compare bytes with checksums, stored next to the model (.kvtsum), at every read. */
 #define KVT_LLAMA_WEIGHTS_VERIFY 4u
 
-/** Zero = default in every field. */
+/** Zero selects the default of every field. */
 typedef struct kvt_llama_weights_opts_t {
-    /** The GGUF file; of a split model the first file. */
+    /** The GGUF file; the first file of a split model. */
     const char *model_path;
-    /** Most memory for weights, everything counted; 0 = what `budget` has left, or what is free. */
+    /**
+     * Limit in bytes for weights, including all overhead; 0 = the rest of `budget`, or the free memory.
+     */
     uint64_t budget_bytes;
     /** A budget that others use too, and its runtime; null = an own one. */
     const kvt_budget_t *budget;
     const kvt_runtime_t *runtime;
-    /** The rank in that budget: owners of low priority are asked first to give back. */
+    /** Priority in that budget; memory is reclaimed from owners of low priority first. */
     int64_t priority;
-    /** Layers that are in memory on their way through; 0 = `contexts` and one. */
+    /** Slots: layers that are in memory at once while they are streamed; 0 = `contexts` + 1. */
     uint32_t slots;
     /** Contexts that may decode at once; 0 = 1. */
     uint32_t contexts;
@@ -90,79 +95,84 @@ typedef struct kvt_llama_weights_opts_t {
 #endif
 
 /**
- * Opens the model's file and the streamer, which takes its memory and begins to read what stays.
- * KVT_E_BUDGET says how much is needed at least; KVT_E_UNSUPPORTED that another engine is loaded.
+ * Opens the model's file and the streamer, which reserves its memory and begins to read resident units.
+ * KVT_E_BUDGET: `why` has the smallest sufficient budget. KVT_E_UNSUPPORTED: another engine is loaded.
  */
 kvt_status_t kvt_llama_weights_open(const kvt_llama_weights_opts_t *opts, kvt_llama_weights_t **out,
                                     kvt_llama_why_t *why);
 
 /**
- * Loads the model without reading its weights, and waits until those are there that stay. The
- * progress callback of `params` is told of that; where it returns false, this is KVT_E_CANCELLED.
- * What `params` says of devices, load mode and buffer types is replaced.
+ * Loads the model without reading its weights, and waits until the resident units are in memory.
+ * Progress goes to the progress callback of `params`; if it returns false, this returns
+ * KVT_E_CANCELLED. Devices, load mode and buffer types in `params` are replaced.
  */
 kvt_status_t kvt_llama_weights_load(kvt_llama_weights_t *weights, const struct llama_model_params *params,
                                     struct llama_model **out, kvt_llama_why_t *why);
 
 /**
- * For programs that call llama_model_load_from_file by themselves, with the same file, before
- * kvt_llama_weights_bind: changes `params`, for one load. Loading maps the file, and the engine has
- * all of it read into the page cache once: kvt_llama_weights_load does not.
+ * For programs that call llama_model_load_from_file themselves, with the same file, before
+ * kvt_llama_weights_bind. Changes `params`, for one load. Such a load maps the file, and the engine
+ * reads all of it into the page cache once; kvt_llama_weights_load avoids that.
  */
 kvt_status_t kvt_llama_weights_params(kvt_llama_weights_t *weights, struct llama_model_params *params,
                                       kvt_llama_why_t *why);
 
-/** After that: the model is there. Not needed after kvt_llama_weights_load. */
+/** Call it after that load, with the model. Not needed after kvt_llama_weights_load. */
 kvt_status_t kvt_llama_weights_bind(kvt_llama_weights_t *weights, const struct llama_model *model,
                                     kvt_llama_why_t *why);
 
 /**
- * Changes `params` of a context that is made next: its callbacks become the adapter's, which call those
- * that were there. With experts that do not all fit n_ubatch may become less. Callbacks must not be
- * set anew on the context (llama_set_abort_callback): say them here.
+ * Changes `params` of a context that is made next. The adapter's callbacks replace those of `params`
+ * and call them. If not all experts fit, n_ubatch may be reduced. Do not set callbacks on the context
+ * later (llama_set_abort_callback): set them here.
  */
 kvt_status_t kvt_llama_weights_context(kvt_llama_weights_t *weights, struct llama_context_params *params,
                                        kvt_llama_why_t *why);
 
-/** The context that was made with `params` is freed: another may take its place. */
+/** The context that was made with `params` is freed; another one may take its place. */
 kvt_status_t kvt_llama_weights_context_end(kvt_llama_weights_t *weights,
                                            const struct llama_context_params *params);
 
 /**
- * What went wrong with weights, and clears it: KVT_OK if nothing did. Where llama_decode failed because
- * of weights, this says why, and until it is called all decodes of that context fail. Where a decode of
- * the thread that calls has failed, it is about that thread's contexts only; otherwise about all, and no
- * context of it may decode meanwhile. A disk that gives no answer for 300 seconds fails a decode.
+ * Returns the last failure of the weights and clears it; KVT_OK if there was none. After llama_decode
+ * failed because of weights, `why` has the cause. Until this is called, all decodes of that context
+ * fail. If a decode of the calling thread failed, the result concerns that thread's contexts only.
+ * Otherwise it concerns all contexts, and none of them may decode meanwhile. A disk that does not
+ * answer for 300 seconds fails a decode.
  */
 kvt_status_t kvt_llama_weights_error(kvt_llama_weights_t *weights, kvt_llama_why_t *why);
 
 typedef struct kvt_llama_weights_stats_t {
-    /** Of the model: its bytes, units that stay and units that are read again and again. */
+    /** The model's bytes, its resident units, and its streamed units. */
     uint64_t model_bytes;
     uint32_t resident_units, streamed_units;
     /** Slots of layers and of experts, and the size of one. */
     uint32_t slots, expert_slots;
     uint64_t slot_bytes, expert_slot_bytes;
-    /** Passes through the model; units that were asked for, and of those the ones waited for. */
+    /** Passes through the model; units acquired, and those that had to be waited for. */
     uint64_t passes, acquires, waited;
-    /** Bytes that were read, and how long the engine stood still for that. */
+    /** Bytes read, and nanoseconds that the engine waited for them. */
     uint64_t read_bytes, wait_ns;
-    /** Experts that were there and that had to be read; bytes copied to where the engine wants them. */
+    /**
+     * Experts that were in memory, experts that had to be read; bytes copied to where the engine
+     * expects them.
+     */
     uint64_t expert_hits, expert_misses, copied_bytes;
     /** Reads that failed, and decodes that were ended because of weights. */
     uint64_t failed_reads, failed_decodes;
-    /** What the budget allows, has in use, and had in use at most (of all owners). */
+    /** The budget's limit, its use now, and its highest use (of all owners). */
     uint64_t budget_bytes, used_bytes, peak_bytes;
 } kvt_llama_weights_stats_t;
 
 kvt_status_t kvt_llama_weights_stats(const kvt_llama_weights_t *weights, kvt_llama_weights_stats_t *out);
 
-/** The streamer, for plans, marks and rebalancing (kvt_stream_*). It stays this object's. */
+/** The streamer, for plans, marks and rebalancing (kvt_stream_*). This object still owns it. */
 const kvt_stream_t *kvt_llama_weights_stream(const kvt_llama_weights_t *weights);
 
 /**
- * Closes and clears the pointer; null is fine. KVT_E_BUSY while the model is there: free the contexts,
- * then the model, then this. No load with parameters of kvt_llama_weights_params may follow.
+ * Closes the object and clears the pointer; null is allowed. KVT_E_BUSY while the model exists: free
+ * the contexts, then the model, then this object. After that, parameters of kvt_llama_weights_params
+ * must not be used for another load.
  */
 kvt_status_t kvt_llama_weights_close(kvt_llama_weights_t **weights, kvt_llama_why_t *why);
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What streaming costs: a token with a quarter of the model beside what it cannot be faster than.
+"""Measures the cost of streaming: a token with a budget of a quarter of the model, against its lower bound.
 
     bench.py --stock PROGRAM --plugin LIBRARY --models DIRECTORY [--pairs 5]
 
-Prints a line of JSON for each bar, from medians of interleaved runs.
+Prints one line of JSON per bar, from medians of interleaved runs.
 """
 
 import argparse
@@ -18,18 +18,18 @@ from run import Bench
 
 
 def read_all(path, piece, readers):
-    """Bytes a second past the page cache, into huge pages that are there already."""
+    """Bytes per second with O_DIRECT, into resident huge pages."""
     size = os.path.getsize(path)
     offsets = list(range(0, size - size % piece, piece))
     memory = mmap.mmap(-1, piece * (readers + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     memory.write(bytes(len(memory)))
-    rooms = memoryview(memory)
+    buffers = memoryview(memory)
 
     def work(mine, reader):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         for offset in mine:
-            os.preadv(fd, [rooms[reader * piece:(reader + 1) * piece]], offset)
+            os.preadv(fd, [buffers[reader * piece:(reader + 1) * piece]], offset)
         os.close(fd)
 
     threads = [threading.Thread(target=work, args=(offsets[i::readers], i)) for i in range(readers)]
@@ -42,7 +42,7 @@ def read_all(path, piece, readers):
 
 
 def raw_bytes_per_s(path):
-    """What the disk gives: the better of few large reads and many small ones."""
+    """Bandwidth of the disk: the better of few large reads and many small ones."""
     return max(read_all(path, 4 << 20, 8), read_all(path, 1 << 20, 16))
 
 
@@ -59,18 +59,18 @@ def measure(bench, name, pairs):
     plain, whole, quarter, bounds = [], [], [], []
     for _ in range(pairs):
         plain.append(bench.run(name, "-r", 0, *arguments).step_ns)
-        all_in = bench.ours(name, *arguments)
-        whole.append(all_in.step_ns)
+        resident = bench.with_plugin(name, *arguments)
+        whole.append(resident.step_ns)
         rate = raw_bytes_per_s(path)
-        run = bench.ours(name, *arguments, KVTIER_BUDGET=os.path.getsize(path) // 4)
+        run = bench.with_plugin(name, *arguments, KVTIER_BUDGET=os.path.getsize(path) // 4)
         quarter.append(run.step_ns)
         bytes_a_pass = run.stats["read_bytes"] / run.stats["passes"]
-        bounds.append(max(all_in.step_ns, 1e9 * bytes_a_pass / rate))
+        bounds.append(max(resident.step_ns, 1e9 * bytes_a_pass / rate))
     ratios = [one / other for one, other in zip(quarter, bounds)]
     line(f"plugin_quarter_{name}", statistics.median(ratios), "max(compute, bytes / raw bandwidth), ns",
          round(statistics.median(bounds)), 1.15)
     ratios = [one / other for one, other in zip(whole, plain)]
-    line(f"plugin_whole_{name}", statistics.median(ratios), "the engine without us, ns",
+    line(f"plugin_whole_{name}", statistics.median(ratios), "the engine without the plugin, ns",
          round(statistics.median(plain)), None)
 
 

@@ -1,4 +1,4 @@
-"""A server that behaves as llama-server does, in as far as the front can see, and the front before it."""
+"""A fake llama-server that has the interface used by the front, and the base class of the front's tests."""
 
 import http.client
 import http.server
@@ -17,22 +17,22 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 
 from kvtier_front.model import Model  # noqa: E402
 from kvtier_front.proxy import Front  # noqa: E402
-from kvtier_front.shelf import Shelf, open_policy  # noqa: E402
+from kvtier_front.state_cache import StateCache, open_policy  # noqa: E402
 from kvtier_front.slots import Slots  # noqa: E402
 from kvtier_front.upstream import Upstream  # noqa: E402
 
-WAIT_S = 600  # what takes longer is a hang
+WAIT_S = 600  # anything slower is a hang
 
 
 class FakeHandler(http.server.BaseHTTPRequestHandler):
-    """Tokens are characters. A slot holds the text of its last request, and a file that of a slot."""
+    """A token is a character. A slot holds the text of its last request, a saved file the text of a slot."""
 
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_):
         pass
 
-    def say(self, value, status=200):
+    def send_json(self, value, status=200):
         content = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
@@ -40,22 +40,22 @@ class FakeHandler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def is_refused(self):
+    def refuses_key(self):
         fake = self.server
         fake.authorizations.append((self.path, self.headers.get_all("Authorization")))
         if fake.key and self.headers.get("Authorization") != f"Bearer {fake.key}":
-            self.say({"error": {"message": "Invalid API Key"}}, 401)
+            self.send_json({"error": {"message": "Invalid API Key"}}, 401)
             return True
         return False
 
     def do_GET(self):
         fake = self.server
-        if self.is_refused():
+        if self.refuses_key():
             return
         if self.path == "/lora-adapters":
-            self.say(fake.adapters)
+            self.send_json(fake.adapters)
         else:
-            self.say({"path": self.path, "total_slots": len(fake.slots), "model_path": fake.model,
+            self.send_json({"path": self.path, "total_slots": len(fake.slots), "model_path": fake.model,
                       "media_marker": fake.marker})
 
     def do_OPTIONS(self):
@@ -66,34 +66,35 @@ class FakeHandler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         fake = self.server
         value = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.is_refused():
+        if self.refuses_key():
             return
         parts = urllib.parse.urlsplit(self.path)
         if parts.path.startswith("/slots/"):
             self.slot_action(int(parts.path[7:]), parts.query, value)
         elif parts.path == "/apply-template":
-            self.say({"prompt": "".join(f"<{one['role']}>{one['content']}" for one in value["messages"])})
+            texts = [f"<{one['role']}>{one['content']}" for one in value["messages"]]
+            self.send_json({"prompt": "".join(texts)})
         elif parts.path in ("/completion", "/v1/chat/completions"):
             self.complete(value)
         else:
-            self.say({"echo": value})
+            self.send_json({"echo": value})
         fake.served.append(self.path)
 
     def slot_action(self, number, query, value):
         fake = self.server
         path = os.path.join(fake.directory, value.get("filename", ""))
         if fake.hangs:
-            fake.goes_on.wait(WAIT_S)
-            self.say({"error": {"message": "too late"}}, 500)
+            fake.resume.wait(WAIT_S)
+            self.send_json({"error": {"message": "too late"}}, 500)
         elif query == "action=save" and not fake.is_full:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(fake.slots[number])
             fake.saved[value["filename"]] = fake.computed[number]
             saved = len(fake.slots[number])
             fake.after_save()
-            self.say({"n_saved": saved})
+            self.send_json({"n_saved": saved})
         elif query == "action=restore" and fake.restore_status:
-            self.say({"error": {"message": "not now"}}, fake.restore_status)
+            self.send_json({"error": {"message": "not now"}}, fake.restore_status)
         elif query == "action=restore" and os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 content = file.read()
@@ -101,43 +102,43 @@ class FakeHandler(http.server.BaseHTTPRequestHandler):
             fake.computed[number] = fake.saved.get(value["filename"])
             fake.restores += 1
             fake.after_restore()
-            self.say({"n_restored": 1}, 400 if content.startswith("damaged") else 200)
+            self.send_json({"n_restored": 1}, 400 if content.startswith("damaged") else 200)
         else:
-            self.say({"error": {"message": "no"}}, 500)
+            self.send_json({"error": {"message": "no"}}, 500)
 
     def complete(self, value):
         fake = self.server
         if value.get("wait"):
             fake.started.set()
-            fake.goes_on.wait(WAIT_S)
+            fake.resume.wait(WAIT_S)
         prompt = value.get("prompt") or "".join(f"<{m['role']}>{m['content']}" for m in value["messages"])
         if isinstance(prompt, list):
             prompt = "".join(f"{token}," for token in prompt)
         number = value["id_slot"]
         before = fake.slots[number] if value.get("cache_prompt") else ""
         same = len(os.path.commonprefix([before, prompt]))
-        if fake.is_useless or fake.is_windowed and same < len(before):
+        if fake.reuses_nothing or fake.is_windowed and same < len(before):
             same = 0
-        # Whose tokens those are that are reused: the model's and its adapters'.
+        # The model and the adapters that computed the reused tokens.
         computed = [fake.model, value.get("lora") or []]
         if same and fake.computed[number] != computed:
             fake.wrong.append((fake.computed[number], computed))
         fake.computed[number] = computed
         if fake.fails:
-            self.say({"error": {"message": "no"}}, fake.fails)
+            self.send_json({"error": {"message": "no"}}, fake.fails)
             return
         answer = f" answer to {len(prompt)}"
         fake.slots[number] = prompt + answer
         timings = {"cache_n": same, "prompt_n": len(prompt) - same}
         if not value.get("stream"):
-            self.say({"content": answer, "timings": timings, "slot": number})
+            self.send_json({"content": answer, "timings": timings, "slot": number})
             return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for word in answer.split(" ")[1:]:
-            self.event({"choices": [{"delta": {"content": " " + word}}]})
+        for part in answer.split(" ")[1:]:
+            self.event({"choices": [{"delta": {"content": " " + part}}]})
         self.event({"choices": [], "timings": timings})
         self.wfile.write(b"0\r\n\r\n")
 
@@ -152,20 +153,20 @@ class Fake(socketserver.ThreadingMixIn, http.server.HTTPServer):
     def __init__(self, directory, slots, is_windowed=False):
         super().__init__(("127.0.0.1", 0), FakeHandler)
         self.directory, self.slots = directory, [""] * slots
-        self.is_windowed, self.is_full, self.is_useless = is_windowed, False, False
+        self.is_windowed, self.is_full, self.reuses_nothing = is_windowed, False, False
         self.model, self.marker, self.adapters = __file__, f"<__media_{1:032}__>", []
         self.computed, self.saved, self.wrong, self.authorizations = [None] * slots, {}, [], []
         self.key, self.restore_status, self.fails, self.restores = None, 0, 0, 0
         self.hangs, self.starts = False, 1
         self.after_save = self.after_restore = lambda: None
-        self.served, self.started, self.goes_on = [], threading.Event(), threading.Event()
+        self.served, self.started, self.resume = [], threading.Event(), threading.Event()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def handle_error(self, request, client_address):
-        """The front does not wait for ever."""
+        """Ignores errors of connections that the front closes after its time limit."""
 
     def restart(self, model=None, is_marked=True):
-        """Another process at the same address: all slots are empty."""
+        """Acts as a new process at the same address: all slots are empty."""
         self.slots = [""] * len(self.slots)
         self.computed = [None] * len(self.slots)
         self.starts += 1
@@ -178,10 +179,10 @@ class FrontCase(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.directory = folder.name
-        self.fake = self.front = self.shelf = None
-        self.addCleanup(self.nothing_wrong)
+        self.fake = self.front = self.cache = None
+        self.addCleanup(self.check_reused_tokens)
 
-    def nothing_wrong(self):
+    def check_reused_tokens(self):
         self.assertEqual(self.fake.wrong if self.fake else [], [])
 
     def start(self, slots=1, budget=1 << 20, identity="model", key=None, call_s=WAIT_S, **options):
@@ -192,13 +193,13 @@ class FrontCase(unittest.TestCase):
             self.addCleanup(self.fake.shutdown)
             self.fake.key = key
         upstream = Upstream(f"http://127.0.0.1:{self.fake.server_address[1]}", WAIT_S, key, call_s)
-        shelf = Shelf(options.pop("directory", self.directory), budget, open_policy(None))
-        slots = Slots(upstream, Model(upstream, identity), shelf)
-        slots.look()
+        cache = StateCache(options.pop("directory", self.directory), budget, open_policy(None))
+        slots = Slots(upstream, Model(upstream, identity), cache)
+        slots.refresh()
         settings = {"most_body_bytes": 1 << 20, "most_connections": 16, "wait_s": WAIT_S,
                     "idle_s": WAIT_S, **options}
         self.front = Front(("127.0.0.1", 0), types.SimpleNamespace(**settings), upstream,
-                           slots, shelf)
+                           slots, cache)
         front = self.front
         threading.Thread(target=front.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         self.addCleanup(front.server_close)
@@ -215,11 +216,11 @@ class FrontCase(unittest.TestCase):
     def ask(self, prompt, **more):
         status, content = self.request("POST", "/completion", json.dumps({"prompt": prompt, **more}))
         self.assertEqual(status, 200, content)
-        self.settled()
+        self.wait_for_saves()
         return json.loads(content)["timings"]["cache_n"]
 
-    def settled(self):
-        """Saving goes on after the answer: waits until all slots are given back."""
+    def wait_for_saves(self):
+        """Waits until no slot is busy, because a slot is saved after its answer."""
         deadline = time.monotonic() + WAIT_S
         with self.front.slots.free:
             while any(slot.is_busy for slot in self.front.slots.all):

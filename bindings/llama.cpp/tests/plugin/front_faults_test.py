@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""What must not happen: states of another model, of other clients' making or of nobody, slots that are lost,
-keys that are given away."""
+"""Tests of the front under faults: other models, restarts, API keys, malformed requests, failing files."""
 
 import argparse
 import json
@@ -11,17 +10,17 @@ import unittest
 from unittest import mock
 
 from front_fake import WAIT_S, FrontCase
-from kvtier_front import shelf as shelf_module
+from kvtier_front import state_cache as cache_module
 from kvtier_front.__main__ import main, size
-from kvtier_front.shelf import INDEX, IndexTooLarge, Shelf, settle
-from kvtier_front.slots import MOST_MISSING
+from kvtier_front.state_cache import INDEX, IndexTooLarge, StateCache, sync_and_hash
+from kvtier_front.slots import MAX_MISSING
 
 ONE, OTHER, THIRD = "one " * 200, "other " * 100, "third " * 100
 KEY = {"Authorization": "Bearer secret"}
 
 
 class Models(FrontCase):
-    """A state is used by the model that made it, and by no other."""
+    """Only the model that computed a state reuses it."""
 
     def setUp(self):
         super().setUp()
@@ -29,7 +28,7 @@ class Models(FrontCase):
         with open(self.second, "w", encoding="ascii") as file:
             file.write("another model")
 
-    def test_a_server_that_comes_back_with_another_model(self):
+    def test_state_of_another_model_is_not_restored(self):
         self.start(identity="")
         self.ask(ONE)
         self.ask(OTHER)
@@ -37,11 +36,11 @@ class Models(FrontCase):
         self.fake.restart(self.second)
         self.assertEqual((self.ask(ONE), self.fake.restores), (0, 0))
         self.assertEqual(self.counts()["server_changes"], 1)
-        # What the first has left is still there for the first.
+        # The states of the first model remain for it.
         self.fake.restart(first)
         self.assertEqual((self.ask(OTHER), self.fake.restores), (len(OTHER), 1))
 
-    def test_one_that_comes_between_the_look_and_the_restore(self):
+    def test_model_change_during_a_restore_is_noticed(self):
         self.start(identity="")
         self.ask(ONE)
         self.ask(OTHER)
@@ -49,19 +48,19 @@ class Models(FrontCase):
         computed = self.ask(ONE)
         self.assertEqual((computed, self.counts()["restored"]), (0, 0))
 
-    def test_one_that_comes_before_a_save(self):
+    def test_model_change_during_a_save_discards_the_state(self):
         self.start(identity="")
         self.fake.after_save = lambda: self.fake.restart(self.second)
         self.ask(ONE)
         self.assertEqual((self.files(), self.counts()["saved"], self.counts()["not_saved"]), ([], 0, 1))
 
-    def test_a_file_that_is_replaced_under_the_server(self):
+    def test_replaced_model_file_stops_reuse_until_a_restart(self):
         self.start(identity="")
         self.fake.restart(self.second)
         self.ask(ONE)
         with open(self.second, "a", encoding="ascii") as file:
             file.write(", a newer one")
-        # In memory is still what was there; nobody knows what it is called.
+        # The server still runs the old model, whose file is gone: there is no identity.
         self.ask(THIRD)
         self.assertEqual(self.ask(ONE), 0)
         self.assertEqual((self.counts()["saved"], self.counts()["identity"]), (1, None))
@@ -70,7 +69,7 @@ class Models(FrontCase):
         self.assertIsNotNone(self.counts()["identity"])
         self.assertEqual(self.fake.restores, 0)
 
-    def test_adapters_of_a_request(self):
+    def test_adapters_of_a_request_are_part_of_the_key(self):
         self.start()
         lora = [{"id": 0, "scale": 1.0}]
         self.ask(ONE)
@@ -78,12 +77,12 @@ class Models(FrontCase):
         self.assertEqual(self.ask(ONE, lora=[{"scale": 1.0, "id": 0}]), len(ONE))
         self.assertEqual(self.ask(ONE, lora=[{"id": 0, "scale": 0.5}]), 0)
         self.assertEqual(self.ask(ONE), len(ONE))
-        # Of less than a block the front knows nothing, and the server must not reuse it either.
+        # The front has no key for less than a block, so the server must not reuse the slot either.
         self.ask("short")
         self.assertEqual(self.ask("short", lora=lora), 0)
         self.assertEqual(self.ask("short"), 0)
 
-    def test_adapters_are_not_the_clients_to_change(self):
+    def test_clients_cannot_change_adapters(self):
         self.start()
         self.assertEqual(self.request("POST", "/lora-adapters", "[]")[0], 403)
         for path, body in [("/infill", {"lora": [{"id": 0, "scale": 1}]}),
@@ -93,7 +92,7 @@ class Models(FrontCase):
         self.assertEqual([path for path in self.fake.served if not path.startswith("/slots")], [])
         self.assertEqual(self.request("POST", "/infill", "{\"lora\": []}")[0], 200)
 
-    def test_adapters_of_the_server_are_a_part_of_its_model(self):
+    def test_adapters_of_the_server_change_the_identity(self):
         self.start()
         self.ask(ONE)
         before = self.counts()["identity"]
@@ -104,18 +103,18 @@ class Models(FrontCase):
             self.assertNotEqual(self.counts()["identity"], before)
             before = self.counts()["identity"]
 
-    def test_does_not_start_where_models_cannot_be_told_apart(self):
+    def test_start_fails_without_an_identity(self):
         self.start()
         self.fake.model = "relative.gguf"
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        words = ["--server", f"http://127.0.0.1:{self.fake.server_address[1]}", "--slots", folder.name]
+        arguments = ["--server", f"http://127.0.0.1:{self.fake.server_address[1]}", "--slots", folder.name]
         with self.assertRaisesRegex(SystemExit, "--identity"):
-            main(words)
+            main(arguments)
 
 
 class Restarts(FrontCase):
-    """The server goes and comes, and the front goes on."""
+    """The server restarts, and the front keeps running."""
 
     def check_comes_back(self, is_marked):
         self.start(slots=2)
@@ -128,24 +127,24 @@ class Restarts(FrontCase):
         self.assertFalse(self.counts()["in_vain"] or self.counts()["only_whole"])
         return found
 
-    def test_slots_of_a_new_process_are_empty(self):
+    def test_slots_of_a_marked_new_process_are_empty(self):
         self.assertEqual(self.check_comes_back(True), [len(ONE), len(OTHER), 0, len(ONE)])
 
-    def test_servers_without_a_mark_are_found_out(self):
-        # The first request finds its slot empty; after it, nothing is taken for granted.
+    def test_restart_without_a_marker_is_noticed_by_a_request(self):
+        # The first request finds its slot empty; then the front treats all slots as empty.
         self.assertEqual(self.check_comes_back(False), [0, len(OTHER), 0, len(ONE)])
 
-    def test_fewer_and_more_slots(self):
+    def test_slot_count_is_part_of_the_identity(self):
         self.start(slots=2)
         self.ask(ONE)
-        # States are of use to as many slots as they are from.
+        # A state is usable with the slot count it was saved with.
         for count, expected in [(1, 0), (3, 0), (2, len(ONE)), (3, len(ONE))]:
             self.fake.slots = [""] * count
             self.fake.restart()
             self.assertEqual(self.ask(ONE), expected)
             self.assertEqual([slot.number for slot in self.front.slots.all], list(range(count)))
 
-    def test_a_failure_inside_the_server(self):
+    def test_server_error_resets_the_slots(self):
         self.start()
         self.fake.marker = None
         self.ask(ONE)
@@ -153,10 +152,10 @@ class Restarts(FrontCase):
         self.fake.fails = 500
         self.assertEqual(self.request("POST", "/completion", json.dumps({"prompt": OTHER}))[0], 500)
         self.fake.fails = 0
-        self.settled()
+        self.wait_for_saves()
         self.assertEqual((self.ask(ONE), self.counts()["server_changes"]), (len(ONE), before + 1))
 
-    def test_only_a_state_that_the_server_cannot_use_is_lost(self):
+    def test_only_status_400_drops_a_state(self):
         self.start()
         self.ask(ONE)
         self.ask(OTHER)
@@ -172,9 +171,9 @@ class Restarts(FrontCase):
 
 
 class Keys(FrontCase):
-    """A key is the client's to show."""
+    """Each client must send the API key itself."""
 
-    def test_without_it_nothing_is_had(self):
+    def test_requests_without_the_key_get_401(self):
         self.start(key="secret")
         body = json.dumps({"prompt": ONE})
         before = len(self.fake.authorizations)
@@ -187,28 +186,28 @@ class Keys(FrontCase):
             self.assertEqual(self.request(method, path, sent)[0], 401)
         self.assertEqual([seen for _, seen in self.fake.authorizations[before:]], [None, None])
 
-    def test_with_it_all_is_had(self):
+    def test_requests_with_the_key_are_served(self):
         self.start(key="secret")
         for name in ["Authorization", "authorization", "AUTHORIZATION"]:
             status, _ = self.request("POST", "/completion", json.dumps({"prompt": ONE}),
                                      {name: "Bearer secret"})
-            self.settled()
+            self.wait_for_saves()
             self.assertEqual(status, 200)
             self.assertEqual(self.request("POST", "/tokenize", "{}", {name: "Bearer secret"})[0], 200)
         self.assertEqual(json.loads(self.request("GET", "/kvtier", None, KEY)[1])["saved"], 3)
         self.assertTrue(all(seen == ["Bearer secret"] for _, seen in self.fake.authorizations))
 
-    def test_does_not_wait_for_a_server_that_wants_another(self):
+    def test_start_fails_when_the_server_refuses_the_key(self):
         self.start(key="secret")
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        words = ["--server", f"http://127.0.0.1:{self.fake.server_address[1]}", "--slots", folder.name]
+        arguments = ["--server", f"http://127.0.0.1:{self.fake.server_address[1]}", "--slots", folder.name]
         with self.assertRaisesRegex(SystemExit, "--api-key-env"):
-            main(words)
+            main(arguments)
 
 
 class Wire(FrontCase):
-    """What comes in by the wire."""
+    """Malformed and hostile requests."""
 
     def raw(self, text):
         with socket.create_connection(self.front.server_address[:2], timeout=WAIT_S) as connection:
@@ -219,7 +218,7 @@ class Wire(FrontCase):
                 answer += piece
         return answer
 
-    def test_slots_are_the_front_s_by_whatever_name(self):
+    def test_slot_paths_are_refused_in_every_spelling(self):
         self.start()
         for path in ["/slots/0", "/%73lots/0", "/%2573lots/0", "//slots/0", "/./slots/0", "/x/../slots/0",
                      "/Slots/0", "/slots%2f0", "/slots/0/", "/slots/0;x", "\\slots/0", "/slots/0#x",
@@ -232,7 +231,7 @@ class Wire(FrontCase):
         self.assertEqual(self.fake.served, [])
         self.assertEqual(self.request("GET", "/_app/some-file.1.js?x=%20")[0], 200)
 
-    def test_bodies_and_their_lengths(self):
+    def test_ambiguous_body_lengths_are_refused(self):
         self.start()
         body = "{\"prompt\": \"x\"}"
         for lengths in ["Content-Length: \u00b2", f"Content-Length: {len(body)}\r\nContent-Length: 3",
@@ -249,7 +248,7 @@ class Wire(FrontCase):
         with self.assertRaises(argparse.ArgumentTypeError):
             size("\u00b2")
 
-    def test_streams_to_old_clients_end_with_the_connection(self):
+    def test_stream_to_http_1_0_client_is_not_chunked(self):
         self.start()
         body = json.dumps({"prompt": ONE, "stream": True})
         head = f"Content-Length: {len(body)}\r\nConnection: keep-alive\r\n\r\n"
@@ -257,9 +256,9 @@ class Wire(FrontCase):
         headers, _, content = answer.partition(b"\r\n\r\n")
         self.assertNotIn(b"chunked", headers)
         self.assertTrue(content.startswith(b"data: "), content)
-        self.settled()
+        self.wait_for_saves()
 
-    def test_headers_that_cannot_be_passed_on_harm_nobody(self):
+    def test_invalid_header_fails_only_its_request(self):
         self.start()
         self.ask(ONE)
         self.assertEqual(self.raw("GET /props?\x01 HTTP/1.1\r\nHost: x\r\n\r\n")[:13], b"HTTP/1.1 400 ")
@@ -267,65 +266,65 @@ class Wire(FrontCase):
 
 
 class Files(FrontCase):
-    """The directory, and what is in it."""
+    """The directory of states and its index."""
 
-    def test_no_request_fails_for_the_index(self):
+    def test_failed_index_write_does_not_fail_a_request(self):
         self.start()
-        with mock.patch.object(shelf_module.os, "replace", side_effect=OSError(28, "no space")):
+        with mock.patch.object(cache_module.os, "replace", side_effect=OSError(28, "no space")):
             self.ask(ONE)
             self.ask(OTHER)
             self.assertEqual(self.ask(ONE), len(ONE))
         self.assertFalse(self.front.slots.all[0].is_busy)
         self.assertEqual(self.counts()["restored"], 1)
 
-    def test_a_slot_is_given_back_whatever_happens(self):
+    def test_slot_is_released_after_any_error(self):
         self.start()
         self.ask(ONE)
         self.ask(OTHER)
-        for name in ["used", "best", "add", "is_whole"]:
-            with mock.patch.object(self.front.shelf, name, side_effect=RuntimeError("a defect")):
+        for name in ["touch", "find_longest", "add", "is_intact"]:
+            with mock.patch.object(self.front.cache, name, side_effect=RuntimeError("a defect")):
                 try:
                     self.request("POST", "/completion", json.dumps({"prompt": ONE}))
                 except OSError:
                     pass
-                self.settled()
+                self.wait_for_saves()
         self.assertEqual(self.ask(OTHER), len(OTHER))
 
-    def test_a_save_that_does_not_end(self):
+    def test_hanging_save_is_abandoned(self):
         self.start()
         call = self.front.upstream.call
 
         def call_with_a_limit(method, path, value=None):
-            # Short for the save, which does not end; any other call may be as slow as the machine.
+            # A short limit for the hanging save only; other calls may be slow on a busy machine.
             self.front.upstream.call_s = 0.2 if path.endswith("action=save") else WAIT_S
             return call(method, path, value)
 
         self.fake.hangs = True
-        self.addCleanup(self.fake.goes_on.set)
+        self.addCleanup(self.fake.resume.set)
         with mock.patch.object(self.front.upstream, "call", side_effect=call_with_a_limit):
             self.ask(ONE)
         self.front.upstream.call_s = WAIT_S
         self.assertEqual((self.counts()["saved"], self.counts()["not_saved"]), (0, 1))
         self.fake.hangs = False
-        # What became of the server is not known: nothing of it is believed.
+        # The state of the server is unknown: no slot is reused.
         self.assertEqual([self.ask(ONE), self.ask(ONE)], [0, len(ONE)])
 
-    def test_a_use_is_not_written_but_at_the_end(self):
+    def test_uses_are_written_at_close_only(self):
         self.start()
         self.ask(ONE)
         self.ask(OTHER)
         path = os.path.join(self.directory, INDEX)
-        shelf = self.front.shelf
-        state = next(iter(shelf.states.values()))
+        cache = self.front.cache
+        state = next(iter(cache.states.values()))
         before = os.stat(path).st_mtime_ns, os.stat(path).st_ino
-        shelf.used(state)
+        cache.touch(state)
         self.assertEqual((os.stat(path).st_mtime_ns, os.stat(path).st_ino), before)
-        shelf.close()
+        cache.close()
         with open(path, encoding="ascii") as file:
             names = [one["name"] for one in json.load(file)["states"]]
         self.assertEqual(names[-1], state.name)
 
-    def test_files_are_held_against_their_hash_after_a_start(self):
+    def test_files_are_verified_once_after_a_start(self):
         self.start()
         self.ask(ONE)
         path = os.path.join(self.directory, self.files()[0])
@@ -337,42 +336,42 @@ class Files(FrontCase):
         self.assertEqual(self.counts()["lost"], 1)
         self.start()
         self.fake.restart()
-        with mock.patch.object(shelf_module, "settle", side_effect=OSError(24, "too many open files")):
+        with mock.patch.object(cache_module, "sync_and_hash", side_effect=OSError(24, "too many open files")):
             self.assertEqual((self.ask(ONE), self.counts()["lost"]), (0, 0))
         self.fake.restart()
-        with mock.patch.object(shelf_module, "settle", side_effect=settle) as hashed:
+        with mock.patch.object(cache_module, "sync_and_hash", side_effect=sync_and_hash) as hashed:
             self.assertEqual(self.ask(ONE), len(ONE))
             first = hashed.call_count
             self.ask(OTHER)
             self.ask(ONE)
-        # One look at what was there, and one at each state that was saved.
+        # One verification of the old state, and one hash of each saved state.
         self.assertEqual((first, hashed.call_count), (2, 4))
 
-    def test_a_wrong_directory_is_found_out(self):
+    def test_wrong_directory_stops_saving(self):
         wrong = tempfile.TemporaryDirectory()
         self.addCleanup(wrong.cleanup)
         self.start(directory=wrong.name)
-        for number in range(MOST_MISSING + 3):
+        for number in range(MAX_MISSING + 3):
             self.ask(f"{number} " * 200)
-        self.assertEqual((len(self.files()), self.counts()["not_saved"]), (MOST_MISSING, MOST_MISSING))
+        self.assertEqual((len(self.files()), self.counts()["not_saved"]), (MAX_MISSING, MAX_MISSING))
 
-    def test_an_index_that_is_too_large_costs_no_states(self):
+    def test_too_large_index_is_refused_without_deleting_states(self):
         self.start()
         self.ask(ONE)
-        with mock.patch.object(shelf_module, "MOST_INDEX_BYTES", 10):
+        with mock.patch.object(cache_module, "MAX_INDEX_BYTES", 10):
             with self.assertRaises(IndexTooLarge):
-                Shelf(self.directory, 1 << 20)
+                StateCache(self.directory, 1 << 20)
         self.assertEqual(len(self.files()), 1)
 
-    def test_the_index_is_bounded(self):
-        with mock.patch.object(shelf_module, "MOST_ALL_BLOCKS", 20):
+    def test_index_blocks_are_bounded(self):
+        with mock.patch.object(cache_module, "MAX_ALL_BLOCKS", 20):
             self.start()
             for number in range(6):
                 self.ask(f"{number} " * 200)
-                self.assertLessEqual(self.front.shelf.used_blocks, 20)
+                self.assertLessEqual(self.front.cache.used_blocks, 20)
         self.assertEqual((self.counts()["evicted"], len(self.files())), (3, 3))
-        most = 28 * shelf_module.MOST_ALL_BLOCKS + 200 * shelf_module.MOST_STATES
-        self.assertLess(most, shelf_module.MOST_INDEX_BYTES)
+        most = 28 * cache_module.MAX_ALL_BLOCKS + 200 * cache_module.MAX_STATES
+        self.assertLess(most, cache_module.MAX_INDEX_BYTES)
 
 
 if __name__ == "__main__":

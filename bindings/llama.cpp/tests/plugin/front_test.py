@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the front is for: prompts come back, in all the ways that clients have to ask."""
+"""Tests of the front: prompts are restored into slots, for every kind of request."""
 
 import http.client
 import json
@@ -11,12 +11,12 @@ import unittest
 from front_fake import WAIT_S, FrontCase
 from kvtier_front import keys
 from kvtier_front.model import file_of, identity_of
-from kvtier_front.shelf import INDEX, Shelf, hold, open_policy
-from kvtier_front.slots import MOST_VAIN, RETRY_REQUESTS
+from kvtier_front.state_cache import INDEX, StateCache, lock_directory, open_policy
+from kvtier_front.slots import MAX_FUTILE, RETRY_REQUESTS
 
 
-class Case(FrontCase):
-    def test_comes_back_to_one_that_was_overwritten(self):
+class Requests(FrontCase):
+    def test_overwritten_prompt_is_restored(self):
         self.start()
         one, other = "one " * 100, "two " * 100
         self.assertEqual(self.ask(one), 0)
@@ -24,7 +24,7 @@ class Case(FrontCase):
         self.assertEqual(self.ask(one), len(one))
         self.assertEqual(self.counts()["restored"], 1)
 
-    def test_branches_are_kept(self):
+    def test_branches_are_restored(self):
         self.start()
         start = "a common start of some length. " * 10
         one, other = start + "one end " * 20, start + "another end " * 20
@@ -33,7 +33,7 @@ class Case(FrontCase):
         self.assertEqual(self.ask(one), len(one))
         self.assertEqual(self.ask(one + " answer"), len(one + " answer"))
 
-    def test_knows_states_again_after_a_restart(self):
+    def test_states_are_found_after_a_restart(self):
         self.start()
         prompt = "a long conversation " * 40
         self.ask(prompt)
@@ -46,7 +46,7 @@ class Case(FrontCase):
         self.assertEqual((self.counts()["found_again"], self.ask(prompt)), (1, 0))
         self.assertEqual((self.counts()["restored"], len(self.files())), (0, 2))
 
-    def test_believes_no_index_that_is_damaged(self):
+    def test_damaged_index_is_ignored(self):
         self.start()
         self.ask("a prompt " * 60)
         path = os.path.join(self.directory, INDEX)
@@ -60,23 +60,23 @@ class Case(FrontCase):
                        json.dumps({**good, "states": [{**entry, "blocks": ["x"]}]})]:
             with open(path, "w", encoding="ascii") as file:
                 file.write(damage)
-            shelf = Shelf(self.directory, 1 << 20)
-            self.assertEqual((shelf.states, shelf.used_bytes), ({}, 0), damage)
+            cache = StateCache(self.directory, 1 << 20)
+            self.assertEqual((cache.states, cache.used_bytes), ({}, 0), damage)
 
-    def test_keeps_its_budget(self):
+    def test_states_stay_within_the_budget(self):
         self.start(budget=5000)
         for number in range(12):
             self.ask(f"{number} " * 500)
             used = sum(os.path.getsize(os.path.join(self.directory, name)) for name in self.files())
             self.assertLessEqual(used, 5000)
-            self.assertEqual(used, self.front.shelf.used_bytes)
+            self.assertEqual(used, self.front.cache.used_bytes)
         self.assertGreater(self.counts()["evicted"], 0)
         last = "11 " * 500
         self.fake.slots[0] = ""
         self.front.slots.all[0].blocks = []
         self.assertEqual(self.ask(last), len(last))
 
-    def test_goes_on_where_states_cannot_be_used_or_saved(self):
+    def test_failed_restore_or_save_does_not_fail_the_request(self):
         self.start()
         one = "one " * 100
         self.ask(one)
@@ -91,7 +91,7 @@ class Case(FrontCase):
         self.assertEqual(self.counts()["not_saved"], 1)
         self.assertEqual(self.ask("third " * 100), len("third " * 100))
 
-    def test_models_that_cannot_use_a_part(self):
+    def test_windowed_model_restores_whole_states_only(self):
         self.start(is_windowed=True)
         start = "a common start of some length. " * 40
         one = start + "one end " * 20
@@ -103,11 +103,11 @@ class Case(FrontCase):
         answered = one + f" answer to {len(one)}"
         self.assertEqual(self.ask(answered + " and more"), len(answered))
 
-    def test_gives_up_where_no_state_is_used_and_tries_again(self):
+    def test_front_pauses_when_no_state_is_used_and_retries(self):
         self.start()
-        self.fake.is_useless = True
+        self.fake.reuses_nothing = True
         prompts = [f"{number} is a prompt of some length. " * 40 for number in range(2)]
-        for number in range(2 + MOST_VAIN):
+        for number in range(2 + MAX_FUTILE):
             self.assertFalse(self.counts()["in_vain"])
             self.assertEqual(self.ask(prompts[number % 2]), 0)
         self.assertTrue(self.counts()["in_vain"] and self.counts()["only_whole"])
@@ -115,27 +115,27 @@ class Case(FrontCase):
         for number in range(RETRY_REQUESTS - 1):
             self.ask(f"{number} short")
         self.assertEqual(self.counts()["saved"], saved)
-        self.fake.is_useless = False
+        self.fake.reuses_nothing = False
         self.ask(prompts[0])
         self.assertEqual(self.ask(prompts[1]), len(prompts[1]))
         for number in range(RETRY_REQUESTS):
             self.ask(f"{number} short")
         self.assertFalse(self.counts()["in_vain"] or self.counts()["only_whole"])
 
-    def test_streams_and_chats(self):
+    def test_streamed_chat_is_recorded(self):
         self.start()
         messages = [{"role": "user", "content": "tell me " * 50}]
         body = {"messages": messages, "stream": True}
         status, content = self.request("POST", "/v1/chat/completions", json.dumps(body))
         self.assertEqual((status, content.count(b"data: ")), (200, 4))
-        self.settled()
+        self.wait_for_saves()
         text = "<user>" + "tell me " * 50
         expected = keys.chain(self.counts()["identity"], text + f" answer to {len(text)}")
         self.assertEqual(self.front.slots.all[0].blocks, expected)
         self.assertEqual(self.ask([1, 2, 3] * 50), 0)
         self.assertEqual(self.ask([1, 2, 3] * 60), 300)
 
-    def test_two_at_once_and_none_too_many(self):
+    def test_requests_use_all_slots_and_excess_gets_503(self):
         self.start(slots=2, wait_s=0.2)
         held = json.dumps({"prompt": "first " * 50, "wait": True})
         answers = []
@@ -145,7 +145,7 @@ class Case(FrontCase):
         status, content = self.request("POST", "/completion", json.dumps({"prompt": "second " * 50}))
         self.assertEqual((status, json.loads(content)["slot"]), (200, 1))
         self.fake.started.clear()
-        with self.front.slots.free:  # the answer of the second is saved; then its slot is free
+        with self.front.slots.free:  # the second slot is released after its save
             self.assertTrue(self.front.slots.free.wait_for(
                 lambda: not self.front.slots.all[1].is_busy, WAIT_S))
         other = threading.Thread(target=lambda: answers.append(self.request("POST", "/completion", held)))
@@ -153,13 +153,13 @@ class Case(FrontCase):
         self.assertTrue(self.fake.started.wait(WAIT_S))
         status, _ = self.request("POST", "/completion", json.dumps({"prompt": "third " * 50}))
         self.assertEqual(status, 503)
-        self.fake.goes_on.set()
+        self.fake.resume.set()
         thread.join(WAIT_S)
         other.join(WAIT_S)
         self.assertEqual([status for status, _ in answers], [200, 200])
-        self.settled()
+        self.wait_for_saves()
 
-    def test_refuses(self):
+    def test_invalid_requests_are_refused(self):
         self.start(most_body_bytes=1000)
         self.assertEqual(self.request("POST", "/completion", "x" * 1001)[0], 413)
         self.assertEqual(self.request("POST", "/completion", "{")[0], 400)
@@ -185,34 +185,34 @@ class Case(FrontCase):
 
 
 class Policies(unittest.TestCase):
-    def test_one_of_kvtier_decides(self):
+    def test_kvtier_policy_evicts_states(self):
         try:
             policy = open_policy("s3fifo")
         except ImportError:
-            self.skipTest("the Python package kvtier is not there")
+            self.skipTest("the Python package kvtier is not installed")
         with tempfile.TemporaryDirectory() as folder:
-            shelf = Shelf(folder, 5000, policy)
+            cache = StateCache(folder, 5000, policy)
             for number in range(20):
-                name = shelf.new_name()
-                with open(shelf.path(name), "w", encoding="ascii") as file:
+                name = cache.new_name()
+                with open(cache.path(name), "w", encoding="ascii") as file:
                     file.write("x" * 1500)
-                shelf.add(name, keys.chain("model", f"{number:03}" * 100))
-                self.assertLessEqual(shelf.used_bytes, 5000)
-            self.assertEqual((len(shelf.states), shelf.counts["evicted"]), (3, 17))
+                cache.add(name, keys.chain("model", f"{number:03}" * 100))
+                self.assertLessEqual(cache.used_bytes, 5000)
+            self.assertEqual((len(cache.states), cache.counts["evicted"]), (3, 17))
 
 
 class Directory(unittest.TestCase):
-    def test_is_one_front_s(self):
+    def test_directory_admits_one_front(self):
         with tempfile.TemporaryDirectory() as folder:
-            first = hold(folder)
+            first = lock_directory(folder)
             with self.assertRaises(OSError):
-                hold(folder)
+                lock_directory(folder)
             os.close(first)
-            os.close(hold(folder))
+            os.close(lock_directory(folder))
 
 
 class Identity(unittest.TestCase):
-    def test_models_and_templates_are_told_apart(self):
+    def test_identity_depends_on_model_template_and_adapters(self):
         props, file = {"model_path": __file__, "build_info": "b1", "chat_template": "x"}, file_of(__file__)
         base = identity_of(props, [], file, "")
         for change in [{"build_info": "b2"}, {"chat_template": "y"}, {"model_path": "/x"}, {"total_slots": 2}]:
@@ -223,7 +223,7 @@ class Identity(unittest.TestCase):
         self.assertIsNone(identity_of(props, [], None, ""))
         self.assertIsNotNone(identity_of(props, [], None, "said"))
 
-    def test_chains_differ_from_the_first_difference_on(self):
+    def test_chains_differ_from_the_first_different_block_on(self):
         one, other = keys.chain("m", "x" * 640), keys.chain("m", "x" * 300 + "y" + "x" * 339)
         self.assertEqual((len(one), keys.common(one, other)), (10, 4))
         self.assertEqual(keys.common(one, keys.chain("n", "x" * 640)), 0)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The plugin in a program that does not know it: the same bits in less memory, or a refusal in words.
+"""Runs an unmodified program with the plugin: the same bits in less memory, or a refusal with a message.
 
     run.py CASE --stock PROGRAM --plugin LIBRARY --models DIRECTORY --other-api LIBRARY --other-ggml LIBRARY
-           --far LIBRARY
+           --fake-gpu LIBRARY
 """
 
 import argparse
@@ -23,7 +23,7 @@ MODELS = ["smollm2", "gemma3", "tiny-llama-f16", "tiny-swa", "tiny-moe", "tiny-m
 
 
 class Run:
-    """What one run of the program printed."""
+    """The output of one run of the program."""
 
     def __init__(self, done):
         self.status = done.returncode
@@ -40,20 +40,20 @@ class Run:
                 self.step_ns = int(line.split()[1])
         self.texts = [line for line in lines[1:] if not line.startswith(("memory ", "time "))]
         self.stats = {}
-        self.far_stats = {}
+        self.fake_gpu_stats = {}
         for line in done.stderr.splitlines():
             if line.startswith("kvtier: {"):
                 self.stats = json.loads(line[len("kvtier: "):])
-            if line.startswith("far: {"):
-                self.far_stats = json.loads(line[len("far: "):])
+            if line.startswith("fake: {"):
+                self.fake_gpu_stats = json.loads(line[len("fake: "):])
 
 
 class Bench:
-    """Programs and models, and what is checked of them."""
+    """Programs and models, and runs of them."""
 
     def __init__(self, options):
         self.options = options
-        self.plains = {}
+        self.plain_runs = {}
 
     def model(self, name):
         return os.path.join(self.options.models, name + ".gguf")
@@ -62,7 +62,7 @@ class Bench:
         return [name for name in names if self.options.models and os.path.exists(self.model(name))]
 
     def run(self, model, *arguments, plugin=None, limits=None, **variables):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVTIER_", "GGML_", "FAR_"))}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVTIER_", "GGML_", "FAKE_"))}
         if plugin:
             environment["GGML_BACKEND_PATH"] = plugin
             environment["KVTIER_STATS"] = "1"
@@ -73,40 +73,40 @@ class Bench:
                               check=False, **(limits or {}))
         return Run(done)
 
-    def plain(self, name, *arguments):
-        """Without the plugin; the same is not run twice."""
+    def without_plugin(self, name, *arguments):
+        """A run without the plugin; equal runs are cached."""
         key = (name, arguments)
-        if key not in self.plains:
-            # Streamed weights are in the layout of their file; the processor's own is another sum.
+        if key not in self.plain_runs:
+            # -r 0: streamed weights have the layout of the file; repacked weights give other sums.
             run = self.run(name, "-r", 0, *arguments)
-            expect(run.status == 0 and run.devices == ["CPU"], f"{name} runs without us", run)
-            self.plains[key] = run
-        return self.plains[key]
+            expect(run.status == 0 and run.devices == ["CPU"], f"{name} runs without the plugin", run)
+            self.plain_runs[key] = run
+        return self.plain_runs[key]
 
-    def ours(self, name, *arguments, **variables):
+    def with_plugin(self, name, *arguments, **variables):
         return self.run(name, *arguments, plugin=self.options.plugin, **variables)
 
-    def far(self, name, *arguments, **variables):
-        """On the device whose memory the processor cannot follow, without the plugin."""
-        return self.run(name, "-r", 0, "--load", self.options.far, "--device", "FAR0", *arguments,
-                        FAR_STATS=1, **variables)
+    def on_fake_gpu(self, name, *arguments, **variables):
+        """A run on the fake GPU, without the plugin."""
+        return self.run(name, "-r", 0, "--load", self.options.fake_gpu, "--device", "FAKE0", *arguments,
+                        FAKE_STATS=1, **variables)
 
-    def under(self, name, *arguments, **variables):
-        """The plugin above that device."""
-        return self.ours(name, "-r", 0, "--load", self.options.far, "--device", "KVTIER", *arguments,
-                         KVTIER_UNDER="FAR0!", FAR_STATS=1, **variables)
+    def over_fake_gpu(self, name, *arguments, **variables):
+        """A run with the plugin, which computes on the fake GPU."""
+        return self.with_plugin(name, "-r", 0, "--load", self.options.fake_gpu, "--device", "KVTIER",
+                                *arguments, KVTIER_UNDER="FAKE0!", FAKE_STATS=1, **variables)
 
     def same(self, name, *arguments, **variables):
-        """A run with the plugin that has to be, bit for bit, what it is without."""
-        ours = self.ours(name, *arguments, **variables)
-        expect(ours.status == 0, f"{name} {arguments} {variables} runs", ours)
-        expect("KVTIER" in ours.devices, "the device is there", ours)
-        same = ours.texts == self.plain(name, *arguments).texts
-        expect(same, f"{name} {arguments} {variables}: same bits", ours)
-        return ours
+        """A run with the plugin, whose output must equal the run without it bit for bit."""
+        run = self.with_plugin(name, *arguments, **variables)
+        expect(run.status == 0, f"{name} {arguments} {variables} runs", run)
+        expect("KVTIER" in run.devices, "the device KVTIER exists", run)
+        same = run.texts == self.without_plugin(name, *arguments).texts
+        expect(same, f"{name} {arguments} {variables}: same bits", run)
+        return run
 
-    def least_budget(self, stats):
-        """What a run needs, by its own figures; a page for rounding."""
+    def smallest_budget(self, stats):
+        """The smallest budget that a run needs, from its statistics, plus a page for rounding."""
         parts = ["resident_bytes", "floor_bytes", "kv_bytes", "other_bytes"]
         return sum(stats[part] for part in parts) + 4096
 
@@ -120,71 +120,75 @@ def expect(condition, what, run=None):
     sys.exit(1)
 
 
-def case_text(bench):
-    """The same bits whatever the model, where all of it fits and where hardly any does."""
+def case_streamed_weights_give_the_same_bits(bench):
+    """For each model: the same bits with a budget for all weights, and with the smallest budget."""
     for name in bench.present(MODELS):
-        all_in = bench.same(name)
-        expect(all_in.stats["streamed_graphs"] > 0 and all_in.stats["models"] == 1, "it was streamed", all_in)
-        expect(all_in.stats["kv_bytes"] > 0, "KV is ours", all_in)
-        expect(all_in.stats["materialised"] == 0, "nothing has to stay", all_in)
-        least = bench.same(name, KVTIER_BUDGET=bench.least_budget(all_in.stats))
-        units = all_in.stats["units"]
-        expect(least.stats["home_units"] < units or units <= 2, "less stays", least)
-        expect(least.stats["peak_bytes"] <= least.stats["budget_bytes"], "no more than the budget", least)
-        again = bench.same(name, "-l", 0, KVTIER_BUDGET=bench.least_budget(all_in.stats))
-        expect(again.stats["materialised"] == 0, "what is handed over as a copy is known, too", again)
-        print(name, all_in.stats["streamed_bytes"], "bytes in", least.stats["peak_bytes"])
+        resident = bench.same(name)
+        expect(resident.stats["streamed_graphs"] > 0 and resident.stats["models"] == 1,
+               "weights were streamed", resident)
+        expect(resident.stats["kv_bytes"] > 0, "the plugin holds the KV", resident)
+        expect(resident.stats["materialised"] == 0, "no weight had to stay in memory", resident)
+        least = bench.same(name, KVTIER_BUDGET=bench.smallest_budget(resident.stats))
+        units = resident.stats["units"]
+        expect(least.stats["home_units"] < units or units <= 2, "fewer units are resident", least)
+        expect(least.stats["peak_bytes"] <= least.stats["budget_bytes"],
+               "the peak is within the budget", least)
+        again = bench.same(name, "-l", 0, KVTIER_BUDGET=bench.smallest_budget(resident.stats))
+        expect(again.stats["materialised"] == 0, "weights passed as copies are found in the file, too", again)
+        print(name, resident.stats["streamed_bytes"], "bytes in", least.stats["peak_bytes"])
 
 
-def case_budget(bench):
-    """A quarter of the model is enough for weights and KV; other ways to use it give the same bits."""
+def case_a_quarter_of_the_model_is_enough(bench):
+    """A budget of a quarter of the model gives the same bits, for all ways to use the engine."""
     for name in bench.present(["smollm2", "gemma3"]):
         quarter = os.path.getsize(bench.model(name)) // 4
         for arguments in [(), ("-u", 8), ("-t", 2, "-p", 40), ("-o", "-n", 3), ("-k", 1), ("-g", 7)]:
             if name == "gemma3" and arguments not in [(), ("-u", 8)]:
                 continue
             run = bench.same(name, *arguments, KVTIER_BUDGET=quarter)
-            expect(run.stats["peak_bytes"] <= quarter, "no more than the budget", run)
+            expect(run.stats["peak_bytes"] <= quarter, "the peak is within the budget", run)
         run = bench.same(name, KVTIER_BUDGET=quarter, KVTIER_RING=4)
-        expect(run.stats["peak_bytes"] <= quarter, "no more than the budget with more slots", run)
+        expect(run.stats["peak_bytes"] <= quarter, "the peak is within the budget with more slots", run)
     one = bench.present(["smollm2"])
     if one:
-        run = bench.ours(one[0], "-t", 2, "-p", 40, KVTIER_BUDGET="24M", KVTIER_THREADS=1)
-        expect(run.texts == bench.plain(one[0], "-t", 1, "-p", 40).texts, "KVTIER_THREADS is obeyed", run)
+        run = bench.with_plugin(one[0], "-t", 2, "-p", 40, KVTIER_BUDGET="24M", KVTIER_THREADS=1)
+        expect(run.texts == bench.without_plugin(one[0], "-t", 1, "-p", 40).texts,
+               "KVTIER_THREADS sets the threads", run)
 
 
-def case_memory(bench):
-    """Memory that is really there: as much less as the budget is."""
+def case_a_smaller_budget_uses_less_memory(bench):
+    """Anonymous memory shrinks as much as the budget."""
     for name in bench.present(["smollm2", "gemma3"]):
         size = os.path.getsize(bench.model(name))
-        copied = bench.plain(name, "-l", 0)
-        all_in, quarter = bench.same(name), bench.same(name, KVTIER_BUDGET=size // 4)
-        saved_kib = all_in.memory_kib["anonymous"] - quarter.memory_kib["anonymous"]
-        due_kib = (all_in.stats["peak_bytes"] - quarter.stats["peak_bytes"]) / 1024
-        print(name, "anonymous KiB:", "copied", copied.memory_kib, "mapped", bench.plain(name).memory_kib,
-              "all in", all_in.memory_kib, "quarter", quarter.memory_kib)
-        expect(saved_kib > 0.9 * due_kib > 0, f"saved {saved_kib} of {due_kib} KiB", quarter)
+        copied = bench.without_plugin(name, "-l", 0)
+        resident, quarter = bench.same(name), bench.same(name, KVTIER_BUDGET=size // 4)
+        saved_kib = resident.memory_kib["anonymous"] - quarter.memory_kib["anonymous"]
+        expected_kib = (resident.stats["peak_bytes"] - quarter.stats["peak_bytes"]) / 1024
+        mapped = bench.without_plugin(name)
+        print(name, "anonymous KiB:", "copied", copied.memory_kib, "mapped", mapped.memory_kib,
+              "all in", resident.memory_kib, "quarter", quarter.memory_kib)
+        expect(saved_kib > 0.9 * expected_kib > 0, f"saved {saved_kib} of {expected_kib} KiB", quarter)
         is_less = quarter.memory_kib["anonymous"] < copied.memory_kib["anonymous"]
-        expect(is_less, "less than a copy takes", quarter)
+        expect(is_less, "less memory than a copy of the weights", quarter)
 
 
-def refused(bench, name, words, plugin=None, **variables):
+def check_refused(bench, name, message, plugin=None, **variables):
     run = bench.run(name, plugin=plugin or bench.options.plugin, **variables)
     expect("KVTIER" not in run.devices, f"{variables}: no device", run)
-    expect(words in run.errors, f"{variables}: says why ({words})", run)
-    is_same = run.status == 0 and run.texts == bench.plain(name).texts
-    expect(is_same, "and the program runs as without us", run)
+    expect(message in run.errors, f"{variables}: the message has '{message}'", run)
+    is_same = run.status == 0 and run.texts == bench.without_plugin(name).texts
+    expect(is_same, "the program runs as without the plugin", run)
 
 
-def case_refusals(bench):
-    """What cannot be meant, engines of other versions: no device. Budgets: no model. And why."""
+def case_invalid_settings_are_refused(bench):
+    """Invalid values and other versions: no device. Small budgets: no model. Each with a message."""
     names = bench.present(["tiny-llama-f16", "smollm2"])
     if not names:
         return SKIP
     name = names[0]
-    refused(bench, name, "incompatible API version (backend: 99", plugin=bench.options.other_api)
-    refused(bench, name, "was compiled against 0.0.1", plugin=bench.options.other_ggml)
-    for variable, value, words in [
+    check_refused(bench, name, "incompatible API version (backend: 99", plugin=bench.options.other_api)
+    check_refused(bench, name, "was compiled against 0.0.1", plugin=bench.options.other_ggml)
+    for variable, value, message in [
             ("KVTIER_BUDGET", "12 elephants", "is not a size"), ("KVTIER_BUDGET", "0", "is not a size"),
             ("KVTIER_BUDGET", "-5M", "is not a size"), ("KVTIER_BUDGET", "99999999999T", "is not a size"),
             ("KVTIER_RING", "1", "from 2 to 64"), ("KVTIER_RING", "x", "from 2 to 64"),
@@ -192,43 +196,44 @@ def case_refusals(bench):
             ("KVTIER_MODEL", "/nonexistent.gguf", "is not a file"),
             ("KVTIER_DIR", "/nonexistent", "is not a directory"),
             ("KVTIER_SPILL", "1", "needs KVTIER_DIR"),
-            ("KVTIER_UNDER", "CUDA7", "is no device of this engine")]:
-        refused(bench, name, words, **{variable: value})
-    all_in = bench.same(name)
-    least = bench.least_budget(all_in.stats)
-    for bytes_there, status in [(4096, 4), (all_in.stats["resident_bytes"] + 4096, 4), (least - 8192, 5)]:
-        run = bench.ours(name, KVTIER_BUDGET=bytes_there)
+            ("KVTIER_UNDER", "CUDA7", "is not a device of this engine")]:
+        check_refused(bench, name, message, **{variable: value})
+    resident = bench.same(name)
+    least = bench.smallest_budget(resident.stats)
+    for budget, status in [(4096, 4), (resident.stats["resident_bytes"] + 4096, 4), (least - 8192, 5)]:
+        run = bench.with_plugin(name, KVTIER_BUDGET=budget)
         is_refused = run.status == status and "raise KVTIER_BUDGET" in run.errors
-        expect(is_refused, f"{bytes_there} is too little", run)
-        expect(run.stats["peak_bytes"] <= bytes_there, "no more than the budget", run)
+        expect(is_refused, f"a budget of {budget} is refused", run)
+        expect(run.stats["peak_bytes"] <= budget, "the peak is within the budget", run)
     bench.same(name, KVTIER_MODEL=bench.model(name))
-    run = bench.ours(name, KVTIER_MODEL=sys.argv[0])
-    is_same = run.status == 0 and run.texts == bench.plain(name).texts
-    expect(is_same, "a wrong KVTIER_MODEL is not believed", run)
+    run = bench.with_plugin(name, KVTIER_MODEL=sys.argv[0])
+    is_same = run.status == 0 and run.texts == bench.without_plugin(name).texts
+    expect(is_same, "a wrong KVTIER_MODEL is not used", run)
     return 0
 
 
-def case_damage(bench):
-    """A file that is cut while it is used ends decoding, in words; numbers are never made of what is left."""
+def case_a_truncated_file_fails_the_decode(bench):
+    """A file truncated during use fails the decode with a message. No logits come from the rest."""
     names = bench.present(["smollm2", "tiny-llama-f16"])
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             copy = os.path.join(folder, name + ".gguf")
             shutil.copyfile(bench.model(name), copy)
-            least = bench.least_budget(bench.same(name).stats)
-            # Nothing of ours is mapped, so that it is our reads that see it: -l 0.
+            least = bench.smallest_budget(bench.same(name).stats)
+            # -l 0: the file is not mapped, so that the plugin's reads find the end.
             run = bench.run(copy, "-l", 0, "-d", copy, 3, plugin=bench.options.plugin,
                             KVTIER_BUDGET=least)
             has_failed = run.status == 3 and "failed" in run.texts[0] and "at step 3" in run.texts[0]
             expect(has_failed, "decoding fails", run)
             before = run.texts[0].split("failed")[0].split()
-            expect(before == bench.plain(name).texts[0].split()[:3], "what came before is right", run)
-            expect("kvtier: " in run.errors and "file" in run.errors, "says why", run)
+            expect(before == bench.without_plugin(name).texts[0].split()[:3],
+                   "earlier steps have the right bits", run)
+            expect("kvtier: " in run.errors and "file" in run.errors, "the message names the file", run)
             shutil.copyfile(bench.model(name), copy)
             with open(copy, "r+b") as file:
                 file.truncate(os.path.getsize(copy) // 2)
             run = bench.run(copy, plugin=bench.options.plugin)
-            expect(run.status == 4, "a damaged file is no model", run)
+            expect(run.status == 4, "a truncated file is refused at load", run)
     return 0 if names else SKIP
 
 
@@ -237,121 +242,130 @@ def no_large_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 
 
-def case_spill(bench):
-    """Weights in a file of our own, where they are to be."""
+def case_spilled_weights_give_the_same_bits(bench):
+    """KVTIER_SPILL=1 writes the weights to a file in KVTIER_DIR and streams them from it."""
     names = bench.present(["smollm2", "tiny-swa"])
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            least = bench.least_budget(bench.same(name).stats)
+            least = bench.smallest_budget(bench.same(name).stats)
             run = bench.same(name, KVTIER_DIR=folder, KVTIER_SPILL=1, KVTIER_BUDGET=least + least // 4)
-            expect(run.stats["models"] == 1 and run.stats["read_bytes"] > 0, "it was streamed", run)
+            expect(run.stats["models"] == 1 and run.stats["read_bytes"] > 0, "weights were streamed", run)
             run = bench.same(name, "-l", 0, KVTIER_DIR=folder, KVTIER_SPILL=1,
                              KVTIER_BUDGET=least + least // 4)
-            expect(os.listdir(folder) == [], "no name is left behind", run)
+            expect(os.listdir(folder) == [], "the file has no name", run)
         if names:
-            run = bench.ours(names[0], KVTIER_DIR="/proc/self", KVTIER_SPILL=1)
-            expect(run.status == 4 and "no file can be made" in run.errors, "a directory without files", run)
+            run = bench.with_plugin(names[0], KVTIER_DIR="/proc/self", KVTIER_SPILL=1)
+            expect(run.status == 4 and "cannot create a file" in run.errors,
+                   "a directory in which no file can be created", run)
         for name in names:
-            # A file that may not grow: what cannot be written to it stays, if there is room.
+            # The file may not grow: unwritten weights stay in memory if the budget allows.
             limit = {"preexec_fn": no_large_files, "restore_signals": False}
             run = bench.same(name, limits=limit, KVTIER_DIR=folder, KVTIER_SPILL=1)
-            expect(run.stats["resident_bytes"] > os.path.getsize(bench.model(name)) // 2, "it stays", run)
-            run = bench.ours(name, limits=limit, KVTIER_DIR=folder, KVTIER_SPILL=1, KVTIER_BUDGET=least)
-            expect(run.status == 4 and "weights that stay" in run.errors, "or is refused", run)
+            expect(run.stats["resident_bytes"] > os.path.getsize(bench.model(name)) // 2,
+                   "weights stay in memory", run)
+            run = bench.with_plugin(name, limits=limit, KVTIER_DIR=folder, KVTIER_SPILL=1,
+                                    KVTIER_BUDGET=least)
+            expect(run.status == 4 and "resident weights" in run.errors, "a small budget is refused", run)
     return 0 if names else SKIP
 
 
-def case_contexts(bench):
-    """Several contexts of one model at once."""
+def case_contexts_share_the_budget(bench):
+    """Several contexts and models share the budget, and give the same bits."""
     names = bench.present(["smollm2", "tiny-moe", "tiny-hybrid"])
     for name in names:
         stats = bench.same(name, "-x", 3, "-n", 5).stats
-        least = bench.least_budget(stats)
+        least = bench.smallest_budget(stats)
         for _ in range(2):
             run = bench.same(name, "-x", 3, "-n", 5, KVTIER_BUDGET=least)
-            expect(run.stats["peak_bytes"] <= least, "no more than the budget", run)
-    # A context that comes late takes what layers have had until then.
+            expect(run.stats["peak_bytes"] <= least, "the peak is within the budget", run)
+    # A later context takes memory from resident layers.
     for name in bench.present(["smollm2"]):
         arguments = ("-x", 4, "-z", "-n", 3)
         run = bench.same(name, *arguments)
         one_kv = run.stats["kv_bytes"] // 4
-        budget = bench.least_budget(run.stats) + one_kv
+        budget = bench.smallest_budget(run.stats) + one_kv
         run = bench.same(name, *arguments, KVTIER_BUDGET=budget)
-        expect(budget - one_kv < run.stats["peak_bytes"] <= budget, "weights made room for KV", run)
-        run = bench.ours(name, *arguments, KVTIER_BUDGET=budget - 2 * one_kv)
-        expect(run.status == 5 and "KV needs" in run.errors, "no room for the last one", run)
-    # Two models, as where one drafts for the other.
+        expect(budget - one_kv < run.stats["peak_bytes"] <= budget, "resident weights shrink for KV", run)
+        run = bench.with_plugin(name, *arguments, KVTIER_BUDGET=budget - 2 * one_kv)
+        expect(run.status == 5 and "KV needs" in run.errors, "the last context is refused", run)
+    # Two models, as in speculative decoding.
     pair = bench.present(["smollm2", "tiny-llama-f16"])
     if len(pair) == 2:
         arguments = ("-x", 2, "-n", 4, "-y", bench.model(pair[1]))
         for more in [(), ("-z",)]:
             run = bench.same(pair[0], *arguments, *more)
             expect(run.stats["models"] == 2, "both are streamed", run)
-            least = bench.least_budget(run.stats)
+            least = bench.smallest_budget(run.stats)
             bench.same(pair[0], *arguments, *more, KVTIER_BUDGET=least)
     return 0 if names else SKIP
 
 
-def case_far(bench):
-    """The device that stands for a GPU is right by itself: the same bits as the processor's."""
+def case_the_fake_gpu_gives_the_same_bits(bench):
+    """The fake GPU without the plugin gives the bits of the CPU."""
     names = bench.present(["smollm2", "tiny-llama-f16", "tiny-moe", "tiny-swa", "tiny-mamba"])
     for name in names:
-        # All of it there, or only layers, or KV on the other side; more threads; several contexts.
+        # All on the device, some layers, KV on the CPU, all nodes observed, more threads and contexts.
         ways = [(), ("-g", 2, "-u", 8), ("-k", 1, "-n", 3), ("-o", "-n", 3), ("-t", 2, "-x", 3)]
         for arguments in ways if bench.is_long or name.startswith("tiny") else ways[:2]:
-            run = bench.far(name, *arguments)
-            expect(run.status == 0 and run.devices == ["CPU", "FAR0"], f"{name} {arguments} runs", run)
-            same = run.texts == bench.plain(name, *arguments).texts
+            run = bench.on_fake_gpu(name, *arguments)
+            expect(run.status == 0 and run.devices == ["CPU", "FAKE0"], f"{name} {arguments} runs", run)
+            same = run.texts == bench.without_plugin(name, *arguments).texts
             expect(same, f"{name} {arguments}: same bits", run)
-            stats = run.far_stats
+            stats = run.fake_gpu_stats
             is_used = stats["graphs"] > 0 and 0 < stats["set_bytes"]
             expect(is_used and stats["buffers"] == 0, f"{name} {arguments}: {stats}", run)
-        whole = bench.far(name).far_stats["peak_bytes"]
-        expect(bench.far(name, FAR_BYTES=whole).status == 0, f"{name} in {whole} bytes")
-        run = bench.far(name, FAR_BYTES=whole - 1)
-        expect(run.status in (4, 5) and "far: no" in run.errors, f"{name}: no more memory than said", run)
+        whole = bench.on_fake_gpu(name).fake_gpu_stats["peak_bytes"]
+        expect(bench.on_fake_gpu(name, FAKE_BYTES=whole).status == 0, f"{name} in {whole} bytes")
+        run = bench.on_fake_gpu(name, FAKE_BYTES=whole - 1)
+        expect(run.status in (4, 5) and "fake: no" in run.errors,
+               f"{name}: the limit of its memory holds", run)
         print(name, whole, "bytes")
     return 0 if names else SKIP
 
 
-def case_under(bench):
-    """Another device computes, with memory of its own: the same bits, from its memory, from host memory, from disk."""
+def case_the_plugin_over_a_gpu_gives_the_same_bits(bench):
+    """The plugin over a device with own memory: the same bits from device memory, host memory and disk."""
     names = bench.present(MODELS)
     for name in names:
 
         def same(*arguments, **variables):
-            run = bench.under(name, *arguments, **variables)
+            run = bench.over_fake_gpu(name, *arguments, **variables)
             what = f"{name} {arguments} {variables}"
             expect(run.status == 0, f"{what} runs", run)
-            expect(run.texts == bench.plain(name, *arguments).texts, f"{what}: same bits", run)
-            expect(run.far_stats["buffers"] == 0 and run.stats["materialised"] == 0, f"{what}: nothing is left", run)
-            most = run.stats["peak_bytes"] + run.stats["compute_bytes"]
-            expect(0 < run.far_stats["peak_bytes"] <= most, f"{what}: all that is there was counted", run)
-            expect(run.stats["peak_bytes"] <= run.stats["budget_bytes"], f"{what}: no more than the budget", run)
+            expect(run.texts == bench.without_plugin(name, *arguments).texts, f"{what}: same bits", run)
+            expect(run.fake_gpu_stats["buffers"] == 0 and run.stats["materialised"] == 0,
+                   f"{what}: all buffers are freed", run)
+            limit_bytes = run.stats["peak_bytes"] + run.stats["compute_bytes"]
+            expect(0 < run.fake_gpu_stats["peak_bytes"] <= limit_bytes,
+                   f"{what}: the statistics cover all memory", run)
+            expect(run.stats["peak_bytes"] <= run.stats["budget_bytes"],
+                   f"{what}: the peak is within the budget", run)
             return run
 
-        all_in = same()
-        units, streamed = all_in.stats["units"], all_in.stats["streamed_bytes"]
-        expect(all_in.stats["home_units"] == units, "all of it stays on the device", all_in)
-        expect(all_in.stats["read_bytes"] <= streamed + units * 8192, "and is read once", all_in)
-        least = bench.least_budget(all_in.stats)
-        # With logits of all tokens the rows of a product in pieces have gaps between them.
+        resident = same()
+        units, streamed = resident.stats["units"], resident.stats["streamed_bytes"]
+        expect(resident.stats["home_units"] == units, "all units are resident on the device", resident)
+        expect(resident.stats["read_bytes"] <= streamed + units * 8192, "each unit is read once", resident)
+        least = bench.smallest_budget(resident.stats)
+        # -a: logits of all tokens, so that a product in pieces has gaps between its rows.
         ways = [(), ("-g", 2, "-u", 8), ("-a", "-n", 2), ("-k", 1, "-n", 3), ("-o", "-n", 3)]
-        # Without flash attention, which the engine leaves out where a hybrid's KV is the processor's, bits differ.
+        # -k 1 makes the engine disable flash attention for hybrids, which changes bits.
         ways = ways[:3] if name in ("gemma3", "tiny-hybrid") else ways
         for arguments in ways if bench.is_long or name.startswith("tiny") else ways[:1]:
             few = same(*arguments, KVTIER_DEVICE_BUDGET=least)
-            expect(few.stats["home_units"] < units or units <= 2, "less stays", few)
+            expect(few.stats["home_units"] < units or units <= 2, "fewer units are resident", few)
         if name.startswith("tiny"):
-            same("-t", 2, "-x", 3, KVTIER_DEVICE_BUDGET=least + 2 * all_in.stats["kv_bytes"])
-        slot = all_in.stats["slot_bytes"]
+            same("-t", 2, "-x", 3, KVTIER_DEVICE_BUDGET=least + 2 * resident.stats["kv_bytes"])
+        slot = resident.stats["slot_bytes"]
         disk = same(KVTIER_DEVICE_BUDGET=least, KVTIER_BUDGET=slot * 2 + (2 << 20))
         if name in ("smollm2", "gemma3"):
-            expect(disk.stats["read_bytes"] > 3 * streamed, "it comes from the file again and again", disk)
-        run = bench.under(name, KVTIER_DEVICE_BUDGET=least // 2)
-        expect(run.status != 0 and "KVTIER_DEVICE_BUDGET" in run.errors, "too little is refused in words", run)
-        run = bench.under(name, FAR_BYTES=all_in.stats["kv_bytes"] // 2)
-        expect(run.status != 0 and run.status > 0, "a device that has not what it says is no crash", run)
+            expect(disk.stats["read_bytes"] > 3 * streamed, "weights are read from the file repeatedly", disk)
+        run = bench.over_fake_gpu(name, KVTIER_DEVICE_BUDGET=least // 2)
+        expect(run.status != 0 and "KVTIER_DEVICE_BUDGET" in run.errors,
+               "a small device budget is refused with a message", run)
+        run = bench.over_fake_gpu(name, FAKE_BYTES=resident.stats["kv_bytes"] // 2)
+        expect(run.status != 0 and run.status > 0,
+               "a device with less memory than it reports fails cleanly", run)
         print(name, least, "bytes on the device")
     return 0 if names else SKIP
 
@@ -359,18 +373,18 @@ def case_under(bench):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("case")
-    for name in ["stock", "plugin", "models", "other-api", "other-ggml", "far"]:
+    for name in ["stock", "plugin", "models", "other-api", "other-ggml", "fake-gpu"]:
         parser.add_argument("--" + name, default="")
     options = parser.parse_args()
     bench = Bench(options)
     if not bench.present(MODELS):
-        print("SKIP: no models: KVTIER_LLAMA_MODELS says where models.sh has put them")
+        print("SKIP: no models: set KVTIER_LLAMA_MODELS to the folder of models.sh")
         return SKIP
     case, _, long = options.case.partition("-")
     bench.is_long = long == "long"
     status = globals()["case_" + case](bench)
     if status == SKIP:
-        print("SKIP: none of the models that this needs is there")
+        print("SKIP: the models of this case are absent")
     return status or 0
 
 

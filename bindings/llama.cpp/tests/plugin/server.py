@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""A stock llama-server with the plugin in it and the front before it. Not run by default: who has one?
+"""Runs an unmodified llama-server with the plugin and with the front. Not part of ctest, which has no server.
 
     server.py --server PROGRAM --model FILE --plugin LIBRARY [--arguments="--swa-full"]
 
-Checks that answers are the same with all of the model in memory, with a quarter of it, and without
-the plugin; and that the front's three stories (A, B, A; P+x, P+y, P+x; a restart) reuse all of a
-prompt. Prints figures.
+Checks that answers are equal with all of the model in memory, with a quarter of it, and without the plugin.
+Checks that the front reuses whole prompts in the order A, B, A, in P+x, P+y, P+x, and after a restart.
+Prints the measured values.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def wait_for(port, path, process):
             return call(port, path)
         except (OSError, ValueError):
             time.sleep(0.1)
-    raise SystemExit("FAILED: it does not start")
+    raise SystemExit(f"FAILED: no answer of {path} on port {port}: see the logs")
 
 
 @contextlib.contextmanager
@@ -80,13 +80,14 @@ def expect(condition, what):
 
 
 def check_plugin(options, folder):
-    ours = ["-dev", "KVTIER", "-ngl", "99", "-fit", "off"]
+    plugin_arguments = ["-dev", "KVTIER", "-ngl", "99", "-fit", "off"]
     with_plugin = {"GGML_BACKEND_PATH": options.plugin, "KVTIER_STATS": "1"}
     quarter = {**with_plugin, "KVTIER_BUDGET": str(os.path.getsize(options.model) // 4)}
-    ways = [("mapped", [], {}), ("copied", ["-lm", "none"], {}), ("KVTIER", ours, with_plugin),
-            ("KVTIER, a quarter", ours, quarter)]
+    configurations = [("mapped", [], {}), ("copied", ["-lm", "none"], {}),
+                      ("KVTIER", plugin_arguments, with_plugin),
+                      ("KVTIER, a quarter", plugin_arguments, quarter)]
     texts = set()
-    for name, arguments, variables in ways:
+    for name, arguments, variables in configurations:
         with server(options, folder, "-c", "512", "--no-repack", *arguments, **variables) as (port, process):
             prompt = "The history of the city of Paris begins "
             answer = call(port, "/completion", {"prompt": prompt, "n_predict": 24, "temperature": 0})
@@ -96,13 +97,13 @@ def check_plugin(options, folder):
         if variables:
             with open(os.path.join(folder, "server.log"), encoding="utf-8", errors="replace") as file:
                 stats = [json.loads(line[8:]) for line in file if line.startswith("kvtier: {")]
-            expect(stats and stats[0]["streamed_graphs"] > 0, "the plugin computes")
-            expect(stats[0]["peak_bytes"] <= stats[0]["budget_bytes"], "no more than the budget")
-    expect(len(texts) == 1, f"the same text: {texts}")
+            expect(stats and stats[0]["streamed_graphs"] > 0, "the plugin computes graphs")
+            expect(stats[0]["peak_bytes"] <= stats[0]["budget_bytes"], "the peak is within the budget")
+    expect(len(texts) == 1, f"all texts are equal: {texts}")
 
 
-def words(start, count):
-    """A text that does not repeat."""
+def unique_text(start, count):
+    """A text without repetitions."""
     return " ".join(f"{(7919 * number) % 10007} is not {number}" for number in range(start, start + count))
 
 
@@ -115,9 +116,9 @@ def ask(port, name, prompt):
 
 
 def check_front(options, folder):
-    one, other, start = words(0, 30), words(100, 40), words(200, 30)
-    ends = [" " + words(300, 8), " " + words(400, 8)]
-    stories = [[("A", one), ("B", other), ("A", one)],
+    one, other, start = unique_text(0, 30), unique_text(100, 40), unique_text(200, 30)
+    ends = [" " + unique_text(300, 8), " " + unique_text(400, 8)]
+    sequences = [[("A", one), ("B", other), ("A", one)],
                [("P+x", start + ends[0]), ("P+y", start + ends[1]), ("P+x", start + ends[0])]]
     slots = os.path.join(folder, "slots")
     os.mkdir(slots, 0o700)
@@ -130,23 +131,23 @@ def check_front(options, folder):
             environment = {**os.environ, "PYTHONPATH": FRONT}
             with running(command, environment, os.path.join(folder, "front.log")) as process:
                 wait_for(at, "/kvtier", process)
-                for story in [[story[0]] for story in stories] if is_again else stories:
-                    for name, prompt in story:
+                for sequence in [[one[0]] for one in sequences] if is_again else sequences:
+                    for name, prompt in sequence:
                         text, computed = ask(at, ("again " if is_again else "") + name, prompt)
                         expect(name not in first or computed <= 2, f"{name} is reused")
-                        expect(first.setdefault(name, text) == text, f"{name}: the same text")
+                        expect(first.setdefault(name, text) == text, f"{name}: the text is equal")
 
 
 def main():
     parser = argparse.ArgumentParser()
     for name in ["server", "model", "plugin"]:
         parser.add_argument("--" + name, required=True)
-    parser.add_argument("--arguments", default="", help="more, for the server")
+    parser.add_argument("--arguments", default="", help="further arguments of the server")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         check_plugin(options, folder)
         check_front(options, folder)
-    print("all of it is as it should be")
+    print("all checks passed")
 
 
 if __name__ == "__main__":

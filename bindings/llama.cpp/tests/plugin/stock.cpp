@@ -1,16 +1,22 @@
-// A program that knows nothing of kvtier: llama.h and ggml-backend.h alone. What a plugin changes in it
-// is what it changes in any stock binary.
+// An unmodified program for the tests of the plugin: it uses llama.h and ggml-backend.h only.
 //
 //   stock MODEL [-n STEPS] [-p PROMPT] [-c CONTEXT] [-u BATCH] [-t THREADS] [-l LOAD] [-x CONTEXTS]
 //         [-k KV] [-g LAYERS] [-r REPACK] [-o] [-a] [-d FILE STEP] [-y MODEL] [-z] [--load LIBRARY]...
 //         [--device NAME]
 //
-// Decodes a prompt of made-up tokens and then greedily. Prints for each context a line with a hash of all
-// logits of each step and the tokens, then what memory the process has, and the nanoseconds of a step.
-// -l is a load mode of llama.h, -k 1 keeps KV on the processor's side, -r 0 leaves weights in the layout of
-// their file, -o observes every node, -a has the logits of all tokens, not of the last alone, -d cuts FILE to half its length before a step, -y is a
-// second model, which every other context is of, -z opens a context when the one before has decoded. --load
-// loads a backend before all others are, --device gives the model to this device alone, not to all.
+// Decodes a prompt of pseudorandom tokens, then greedily. Prints one line per context with a hash of the
+// logits and the token of each step. Then prints the memory of the process and the nanoseconds of a step.
+//
+//   -l         load mode of llama.h
+//   -k 1       keeps KV on the CPU
+//   -r 0       does not repack weights
+//   -o         observes every node
+//   -a         computes logits of all tokens, not only of the last one
+//   -d         truncates FILE to half its length before a step
+//   -y         a second model, for every second context
+//   -z         opens a context after the previous one has decoded
+//   --load     loads a backend before all others
+//   --device   gives the model to this device only
 #include <ggml-backend.h>
 #include <llama.h>
 
@@ -31,9 +37,9 @@ namespace {
 struct Options {
     const char * model = nullptr, * second = nullptr;
     int steps = 8, prompt = 24, context = 64, batch = 0, threads = 1, load = -1, contexts = 1, layers = 99;
-    bool is_kv_apart = false, observes = false, repacks = true, waits = false, wants_all = false;
-    const char * cut_path = nullptr;
-    int cut_step = -1;
+    bool kv_on_cpu = false, observes = false, repacks = true, sequential = false, all_logits = false;
+    const char * truncate_path = nullptr;
+    int truncate_step = -1;
     std::vector<const char *> libraries;
     const char * device = nullptr;
 };
@@ -44,10 +50,10 @@ struct Outcome {
     bool is_good = false;
 };
 
-bool options_read(int count, char ** words, Options & out) {
-    for (int i = 1; i < count; i++) {
-        const std::string word = words[i];
-        const auto number = [&] { return i + 1 < count ? std::atoi(words[++i]) : 0; };
+bool options_read(int argc, char ** argv, Options & out) {
+    for (int i = 1; i < argc; i++) {
+        const std::string word = argv[i];
+        const auto number = [&] { return i + 1 < argc ? std::atoi(argv[++i]) : 0; };
         if (word == "-n") {
             out.steps = number();
         } else if (word == "-p") {
@@ -65,26 +71,26 @@ bool options_read(int count, char ** words, Options & out) {
         } else if (word == "-g") {
             out.layers = number();
         } else if (word == "-k") {
-            out.is_kv_apart = number() != 0;
+            out.kv_on_cpu = number() != 0;
         } else if (word == "-r") {
             out.repacks = number() != 0;
         } else if (word == "-z") {
-            out.waits = true;
-        } else if (word == "-y" && i + 1 < count) {
-            out.second = words[++i];
+            out.sequential = true;
+        } else if (word == "-y" && i + 1 < argc) {
+            out.second = argv[++i];
         } else if (word == "-o") {
             out.observes = true;
         } else if (word == "-a") {
-            out.wants_all = true;
-        } else if (word == "-d" && i + 2 < count) {
-            out.cut_path = words[++i];
-            out.cut_step = std::atoi(words[++i]);
-        } else if (word == "--load" && i + 1 < count) {
-            out.libraries.push_back(words[++i]);
-        } else if (word == "--device" && i + 1 < count) {
-            out.device = words[++i];
+            out.all_logits = true;
+        } else if (word == "-d" && i + 2 < argc) {
+            out.truncate_path = argv[++i];
+            out.truncate_step = std::atoi(argv[++i]);
+        } else if (word == "--load" && i + 1 < argc) {
+            out.libraries.push_back(argv[++i]);
+        } else if (word == "--device" && i + 1 < argc) {
+            out.device = argv[++i];
         } else if (!out.model) {
-            out.model = words[i];
+            out.model = argv[i];
         } else {
             return false;
         }
@@ -101,7 +107,7 @@ uint64_t hash(const float * values, int count) {
     return sum;
 }
 
-bool see_all(ggml_tensor *, bool, void *) {
+bool observe_all(ggml_tensor *, bool, void *) {
     return true;
 }
 
@@ -111,24 +117,25 @@ llama_context * context_open(llama_model * model, const Options & options) {
     params.n_batch = uint32_t(options.batch ? options.batch : options.context);
     params.n_ubatch = params.n_batch;
     params.n_threads = params.n_threads_batch = options.threads;
-    params.offload_kqv = !options.is_kv_apart;
-    params.cb_eval = options.observes ? see_all : nullptr;
+    params.offload_kqv = !options.kv_on_cpu;
+    params.cb_eval = options.observes ? observe_all : nullptr;
     return llama_init_from_model(model, params);
 }
 
-// Made-up tokens, others for each context; then what is most likely.
-void decode(llama_model * model, llama_context * context, const Options & options, int which, Outcome & out) {
-    const int words = llama_vocab_n_tokens(llama_model_get_vocab(model));
+// Decodes pseudorandom tokens, different for each context, then greedily.
+void decode(llama_model * model, llama_context * context, const Options & options, int context_index,
+            Outcome & out) {
+    const int vocab_size = llama_vocab_n_tokens(llama_model_get_vocab(model));
     std::vector<llama_token> next;
-    uint32_t seed = 12345u + 77u * uint32_t(which);
+    uint32_t seed = 12345u + 77u * uint32_t(context_index);
     for (int i = 0; i < options.prompt; i++) {
         seed = seed * 1664525u + 1013904223u;
-        next.push_back(llama_token((seed >> 8) % uint32_t(words)));
+        next.push_back(llama_token((seed >> 8) % uint32_t(vocab_size)));
     }
     for (int step = 0; step < options.steps; step++) {
         struct stat seen;
-        if (step == options.cut_step && stat(options.cut_path, &seen) == 0 &&
-            truncate(options.cut_path, seen.st_size / 2) != 0) {
+        if (step == options.truncate_step && stat(options.truncate_path, &seen) == 0 &&
+            truncate(options.truncate_path, seen.st_size / 2) != 0) {
             return;
         }
         const auto begin = std::chrono::steady_clock::now();
@@ -137,12 +144,12 @@ void decode(llama_model * model, llama_context * context, const Options & option
             const size_t count = std::min(most, next.size() - done);
             llama_batch batch = llama_batch_get_one(next.data() + done, int32_t(count));
             std::vector<int8_t> outputs(count, 1);
-            batch.logits = options.wants_all ? outputs.data() : nullptr;
+            batch.logits = options.all_logits ? outputs.data() : nullptr;
             const int status = llama_decode(context, batch);
-            for (size_t i = 0; status == 0 && options.wants_all && i + 1 < count; i++) {
+            for (size_t i = 0; status == 0 && options.all_logits && i + 1 < count; i++) {
                 char line[32];
                 const float * logits = llama_get_logits_ith(context, int32_t(i));
-                std::snprintf(line, sizeof line, "%016llx ", (unsigned long long) hash(logits, words));
+                std::snprintf(line, sizeof line, "%016llx ", (unsigned long long) hash(logits, vocab_size));
                 out.text += line;
             }
             if (status != 0) {
@@ -155,18 +162,18 @@ void decode(llama_model * model, llama_context * context, const Options & option
         out.step_ns.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(passed).count());
         const float * logits = llama_get_logits_ith(context, -1);
         int best = 0;
-        for (int i = 1; i < words; i++) {
+        for (int i = 1; i < vocab_size; i++) {
             best = logits[i] > logits[best] ? i : best;
         }
         char line[64];
-        std::snprintf(line, sizeof line, "%016llx:%d ", (unsigned long long) hash(logits, words), best);
+        std::snprintf(line, sizeof line, "%016llx:%d ", (unsigned long long) hash(logits, vocab_size), best);
         out.text += line;
         next.assign(1, best);
     }
     out.is_good = true;
 }
 
-// Anonymous memory, and all that is resident.
+// Prints anonymous and resident memory, in KiB.
 void print_memory() {
     long anonymous = -1, all = -1;
     if (std::FILE * file = std::fopen("/proc/self/status", "r")) {
@@ -180,7 +187,7 @@ void print_memory() {
     std::printf("memory %ld %ld\n", anonymous, all);
 }
 
-void quiet(ggml_log_level level, const char * text, void *) {
+void log_warnings(ggml_log_level level, const char * text, void *) {
     if (level >= GGML_LOG_LEVEL_WARN && level != GGML_LOG_LEVEL_CONT) {
         std::fputs(text, stderr);
     }
@@ -210,7 +217,7 @@ void print_all(std::vector<Outcome> & outcomes) {
         std::printf("%s\n", outcome.text.c_str());
     }
     print_memory();
-    // The prompt is another thing than a token.
+    // The median of the steps, without the prompt.
     std::vector<long long> & times = outcomes.front().step_ns;
     if (times.size() > 1) {
         std::sort(times.begin() + 1, times.end());
@@ -236,7 +243,7 @@ int run(const Options & options) {
         llama_context * context = context_open(model, options);
         is_good = context != nullptr;
         contexts.push_back(context);
-        if (options.waits && is_good) {
+        if (options.sequential && is_good) {
             decode(model, context, options, int(i), outcomes[i]);
         }
     }
@@ -244,7 +251,7 @@ int run(const Options & options) {
         std::printf("no context\n");
         return 5;
     }
-    for (size_t i = 0; i < contexts.size() && !options.waits; i++) {
+    for (size_t i = 0; i < contexts.size() && !options.sequential; i++) {
         llama_model * model = models[i % models.size()];
         threads.emplace_back([&, i, model] { decode(model, contexts[i], options, int(i), outcomes[i]); });
     }
@@ -264,20 +271,20 @@ int run(const Options & options) {
 
 } // namespace
 
-int main(int count, char ** words) {
+int main(int argc, char ** argv) {
     Options options;
-    if (!options_read(count, words, options)) {
-        std::fprintf(stderr, "usage: stock MODEL [options], see the source\n");
+    if (!options_read(argc, argv, options)) {
+        std::fprintf(stderr, "usage: stock MODEL [options], see the comment in stock.cpp\n");
         return 2;
     }
     for (const char * library : options.libraries) {
         if (!ggml_backend_load(library)) {
-            std::fprintf(stderr, "%s is no backend\n", library);
+            std::fprintf(stderr, "%s cannot be loaded as a backend\n", library);
             return 2;
         }
     }
-    llama_log_set(quiet, nullptr);
-    // As tools do that take -dev. A build with backends in files does it by itself.
+    llama_log_set(log_warnings, nullptr);
+    // Tools with -dev do this. Builds with backends in files do it at start.
     ggml_backend_load_all();
     llama_backend_init();
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {

@@ -1,6 +1,6 @@
-// A made model loads, decodes 300 tokens, and its answers depend on what was said before.
+// A generated model loads, decodes 300 tokens, and its answers depend on the prompt.
 //
-//   models NAME...      of KVTIER_LLAMA_MODELS
+//   models NAME...      in KVTIER_LLAMA_MODELS
 #include <llama.h>
 
 #include <algorithm>
@@ -33,13 +33,13 @@ std::vector<llama_token> tokens_of(const llama_vocab *vocab, const std::string &
     const int n = llama_tokenize(vocab, text.data(), (int32_t) text.size(), tokens.data(),
                                  (int32_t) tokens.size(), true, true);
     if (n <= 0) {
-        fail("the prompt cannot be tokenised");
+        fail("the prompt cannot be tokenized");
     }
     tokens.resize((size_t) n);
     return tokens;
 }
 
-// The logits after the last of the tokens; the answer to them, greedily, with `answer`.
+// The logits after the last token. With `answer`, decodes greedily and returns the tokens there.
 std::vector<float> decode(llama_model *model, const std::string &prompt, std::vector<llama_token> *answer) {
     const llama_vocab *vocab = llama_model_get_vocab(model);
     const size_t n_vocab = (size_t) llama_vocab_n_tokens(vocab);
@@ -48,18 +48,18 @@ std::vector<float> decode(llama_model *model, const std::string &prompt, std::ve
     params.n_threads = params.n_threads_batch = 1;
     std::unique_ptr<llama_context, free_context> ctx(llama_init_from_model(model, params));
     if (!ctx) {
-        fail("no context");
+        fail("the context cannot be created");
     }
     std::vector<llama_token> batch = tokens_of(vocab, prompt);
     std::vector<float> logits;
     for (int i = 0; i <= (answer ? answer_tokens : 0); ++i) {
         if (llama_decode(ctx.get(), llama_batch_get_one(batch.data(), (int32_t) batch.size())) != 0) {
-            fail("decode of token " + std::to_string(i));
+            fail("decoding token " + std::to_string(i) + " failed");
         }
-        const float *now = llama_get_logits_ith(ctx.get(), -1);
-        logits.assign(now, now + n_vocab);
+        const float *row = llama_get_logits_ith(ctx.get(), -1);
+        logits.assign(row, row + n_vocab);
         if (!std::all_of(logits.begin(), logits.end(), [](float x) { return std::isfinite(x); })) {
-            fail("a logit that is no number, token " + std::to_string(i));
+            fail("a logit of token " + std::to_string(i) + " is not finite");
         }
         batch.assign(1, (llama_token) (std::max_element(logits.begin(), logits.end()) - logits.begin()));
         if (answer) {
@@ -79,15 +79,15 @@ double spread(const std::vector<float> &logits) {
     return std::sqrt(squares / (double) logits.size() - mean * mean);
 }
 
-double furthest(const std::vector<float> &a, const std::vector<float> &b) {
-    double most = 0;
+double max_difference(const std::vector<float> &a, const std::vector<float> &b) {
+    double largest = 0;
     for (size_t i = 0; i < a.size(); ++i) {
-        most = std::max(most, (double) std::fabs(a[i] - b[i]));
+        largest = std::max(largest, (double) std::fabs(a[i] - b[i]));
     }
-    return most;
+    return largest;
 }
 
-void try_model(const std::string &path) {
+void check_model(const std::string &path) {
     llama_model_params params = llama_model_default_params();
     params.n_gpu_layers = 0;
     std::unique_ptr<llama_model, free_model> model(llama_model_load_from_file(path.c_str(), params));
@@ -100,14 +100,14 @@ void try_model(const std::string &path) {
     const std::vector<float> one = decode(model.get(), "Something at the start" + end, nullptr);
     const std::vector<float> same = decode(model.get(), "Something at the start" + end, nullptr);
     const std::vector<float> other = decode(model.get(), "Anything at the start" + end, nullptr);
-    const size_t kinds = std::set<llama_token>(answer.begin(), answer.end()).size();
+    const size_t distinct = std::set<llama_token>(answer.begin(), answer.end()).size();
     std::printf("%s: logits spread %.2f, other start moves them by %.3f, %zu different tokens of %d\n",
-                path.c_str(), spread(last), furthest(one, other), kinds, answer_tokens);
+                path.c_str(), spread(last), max_difference(one, other), distinct, answer_tokens);
     if (one != same) {
         fail("the same prompt gave other logits");
     }
-    if (spread(last) < 0.3 || furthest(one, other) < 0.02 || kinds < 8) {
-        fail("what it says is degenerate");
+    if (spread(last) < 0.3 || max_difference(one, other) < 0.02 || distinct < 8) {
+        fail("the output is degenerate");
     }
 }
 
@@ -124,9 +124,9 @@ int main(int argc, char **argv) {
         const std::string path = std::string(models ? models : "") + "/" + argv[i] + ".gguf";
         if (FILE *file = std::fopen(path.c_str(), "rb")) {
             std::fclose(file);
-            try_model(path);
+            check_model(path);
         } else {
-            std::printf("SKIP no %s: models.sh WORK tiny makes it\n", path.c_str());
+            std::printf("SKIP no %s: models.sh WORK tiny creates it\n", path.c_str());
             return 77;
         }
     }

@@ -1,4 +1,4 @@
-"""How the tests run kvtier-llama, and read what it says."""
+"""Runs kvtier-llama for the tests and parses its output."""
 
 import fcntl
 import json
@@ -12,7 +12,7 @@ import time
 
 PROGRAM = sys.argv[1] if len(sys.argv) > 1 else ""
 MODELS = pathlib.Path(os.environ.get("KVTIER_LLAMA_MODELS", ""))
-PATIENCE_S = 600
+WAIT_S = 600
 
 
 class Skip(Exception):
@@ -22,7 +22,7 @@ class Skip(Exception):
 def model(name):
     path = MODELS / f"{name}.gguf"
     if not path.exists():
-        raise Skip(f"no {path}: models.sh makes it")
+        raise Skip(f"no {path}: models.sh creates it")
     return str(path)
 
 
@@ -33,10 +33,10 @@ def start(*flags, **how):
 
 
 def run(*flags, say="", status=0):
-    """What a run wrote, on both outputs, as text."""
+    """The text of both outputs of a run."""
     process = start(*flags)
     try:
-        out, err = process.communicate(say.encode(), timeout=PATIENCE_S)
+        out, err = process.communicate(say.encode(), timeout=WAIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
@@ -68,7 +68,7 @@ def basic(name, *flags):
 
 
 def read_until(process, count):
-    """The text of the first parts of an answer, as they come."""
+    """The first `count` text parts of an answer."""
     parts = []
     while len(parts) < count:
         line = process.stdout.readline()
@@ -80,8 +80,8 @@ def read_until(process, count):
 
 
 def expect(terminal, is_there):
-    """Waits until what the terminal shows from now on is as wanted."""
-    end = time.monotonic() + PATIENCE_S
+    """Waits until the terminal's output from now on satisfies the condition."""
+    end = time.monotonic() + WAIT_S
     shown = ""
     while not is_there(shown):
         ready, _, _ = select.select([terminal], [], [], max(0, end - time.monotonic()))

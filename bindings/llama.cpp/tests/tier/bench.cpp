@@ -1,14 +1,15 @@
-// What the KV tier costs and brings, each beside the same thing without it, in this run:
+// Measures the cost and the gain of the KV tier, each against a baseline without it in the same run:
 //
 //   tier_bench MODEL.gguf [--quick] [host|disk|stories|overhead]
 //
-// One JSON object a line. Folders are made in TMPDIR, or else in /tmp: put that on the disk that is meant.
-#include "world.hpp"
+// Prints one JSON object per line. Stores are created in TMPDIR (default /tmp), which must be on the disk to
+// measure.
+#include "fixture.hpp"
 
 #include <fcntl.h>
 #include <unistd.h>
 
-using namespace world;
+using namespace tier_test;
 
 namespace {
 
@@ -40,31 +41,31 @@ void line(const char *bar, double value, const char *unit, const char *baseline,
     std::fflush(stdout);
 }
 
-how shape_of_bench() {
-    how is;
-    is.n_ctx = 4096;
-    is.n_batch = 512;
-    is.threads = 2;
-    return is;
+context_config bench_config() {
+    context_config config;
+    config.n_ctx = 4096;
+    config.n_batch = 512;
+    config.threads = 2;
+    return config;
 }
 
-kvt_llama_tier_opts_t options(const setting &of, uint64_t host_bytes, const std::string *folder) {
+kvt_llama_tier_opts_t options(const setting &s, uint64_t host_bytes, const std::string *disk_path) {
     kvt_llama_tier_opts_t opts = KVT_LLAMA_TIER_OPTS_INIT;
-    opts.model_path = of.path.c_str();
+    opts.model_path = s.path.c_str();
     opts.host_bytes = host_bytes;
-    if (folder) {
-        opts.disk_path = folder->c_str();
+    if (disk_path) {
+        opts.disk_path = disk_path->c_str();
         opts.disk_bytes = uint64_t(2) << 30;
     }
     return opts;
 }
 
-void empty(llama_context *ctx, kvt_llama_tier_t *tier) {
+void clear_sequence(llama_context *ctx, kvt_llama_tier_t *tier) {
     CHECK_OK(kvt_llama_forget(tier, 0));
     llama_memory_seq_rm(llama_get_memory(ctx), 0, -1, -1);
 }
 
-/// Reads as many bytes past the page cache, 1 MiB at a time.
+/// Reads `bytes` with O_DIRECT, 1 MiB at a time. Returns 0 if that is not supported.
 double raw_read_ms(const std::string &path, uint64_t bytes) {
     const int file = open(path.c_str(), O_RDONLY | O_DIRECT);
     if (file < 0) {
@@ -100,8 +101,8 @@ std::string raw_file(const std::string &folder, uint64_t bytes) {
     return path;
 }
 
-/// Where the store does not read past the page cache, nothing is in it.
-void leave_cache(const std::string &folder) {
+/// Drops the store's files from the page cache, for stores that read through it.
+void drop_page_cache(const std::string &folder) {
     for (const auto &entry : std::filesystem::directory_iterator(folder)) {
         const int file = open(entry.path().c_str(), O_RDONLY);
         if (file >= 0) {
@@ -115,15 +116,15 @@ struct raw_t {
     double copy_ms = 0, prefill_ms = 0;
 };
 
-/// From memory: against llama_state_seq_set_data of the whole, and against decoding it.
-raw_t from_host(const setting &of) {
-    const how is = shape_of_bench();
-    llama_context *ctx = context(of.model, is);
-    kvt_llama_tier_t *tier = open_tier(ctx, options(of, uint64_t(512) << 20, nullptr));
-    const tokens_t tokens = prompt(of.model, 1, prefix_tokens + 1);
+/// Restores from host memory, against llama_state_seq_set_data and against decoding.
+raw_t from_host(const setting &s) {
+    const context_config config = bench_config();
+    llama_context *ctx = context(s.model, config);
+    kvt_llama_tier_t *tier = open_tier(ctx, options(s, uint64_t(512) << 20, nullptr));
+    const tokens_t tokens = prompt(s.model, 1, prefix_tokens + 1);
     raw_t raw;
     uint64_t start = now_ns();
-    CHECK(decode(ctx, 0, tokens, 0, prefix_tokens, is.n_batch) == 0);
+    CHECK(decode(ctx, 0, tokens, 0, prefix_tokens, config.n_batch) == 0);
     llama_synchronize(ctx);
     raw.prefill_ms = ms_since(start);
     CHECK_OK(kvt_llama_commit(tier, 0, tokens.data(), prefix_tokens, &why));
@@ -131,12 +132,12 @@ raw_t from_host(const setting &of) {
     std::vector<uint8_t> blob(llama_state_seq_get_size(ctx, 0));
     CHECK(llama_state_seq_get_data(ctx, blob.data(), blob.size(), 0) == blob.size());
     std::vector<double> ratios, copies, restores;
-    for (size_t i = 0; i < of.pairs() + 2; i++) {
-        empty(ctx, tier);
+    for (size_t i = 0; i < s.pairs() + 2; i++) {
+        clear_sequence(ctx, tier);
         start = now_ns();
         CHECK(llama_state_seq_set_data(ctx, blob.data(), blob.size(), 0) == blob.size());
         const double copy = ms_since(start);
-        empty(ctx, tier);
+        clear_sequence(ctx, tier);
         start = now_ns();
         CHECK(attach(tier, 0, tokens).reused_tokens == prefix_tokens);
         const double restore = ms_since(start);
@@ -156,22 +157,22 @@ raw_t from_host(const setting &of) {
     return raw;
 }
 
-/// From disk, after everything was closed.
-void from_disk(const setting &of, const raw_t &raw) {
-    folder place;
-    const how is = shape_of_bench();
-    llama_context *ctx = context(of.model, is);
-    const tokens_t tokens = prompt(of.model, 1, prefix_tokens + 1);
-    const std::string store = place.path + "/kv";
-    kvt_llama_tier_opts_t opts = options(of, uint64_t(512) << 20, &store);
+/// Restores from the disk of a reopened store.
+void from_disk(const setting &s, const raw_t &raw) {
+    temp_dir dir;
+    const context_config config = bench_config();
+    llama_context *ctx = context(s.model, config);
+    const tokens_t tokens = prompt(s.model, 1, prefix_tokens + 1);
+    const std::string store = dir.path + "/kv";
+    kvt_llama_tier_opts_t opts = options(s, uint64_t(512) << 20, &store);
     kvt_llama_tier_t *tier = open_tier(ctx, opts);
-    CHECK(decode(ctx, 0, tokens, 0, prefix_tokens, is.n_batch) == 0);
+    CHECK(decode(ctx, 0, tokens, 0, prefix_tokens, config.n_batch) == 0);
     CHECK_OK(kvt_llama_commit(tier, 0, tokens.data(), prefix_tokens, &why));
     close_tier(&tier);
     const uint64_t bytes = llama_state_seq_get_size(ctx, 0);
-    const std::string file = raw_file(place.path, bytes);
+    const std::string file = raw_file(dir.path, bytes);
     std::vector<double> ratios, reads;
-    for (size_t i = 0; i < (of.quick ? 3 : 11); i++) {
+    for (size_t i = 0; i < (s.quick ? 3 : 11); i++) {
         llama_memory_seq_rm(llama_get_memory(ctx), 0, -1, -1);
         const double read = raw_read_ms(file, bytes);
         if (read == 0) {
@@ -180,7 +181,7 @@ void from_disk(const setting &of, const raw_t &raw) {
             break;
         }
         tier = open_tier(ctx, opts);
-        leave_cache(store);
+        drop_page_cache(store);
         const uint64_t start = now_ns();
         const kvt_llama_attached_t at = attach(tier, 0, tokens);
         const double took = ms_since(start);
@@ -196,41 +197,41 @@ void from_disk(const setting &of, const raw_t &raw) {
     llama_free(ctx);
 }
 
-/// What is found again of what was there: a cache of whole sequences finds nothing in these.
-void stories(const setting &of) {
-    folder place;
-    how is = shape_of_bench();
-    llama_context *ctx = context(of.model, is);
-    const size_t count = of.quick ? 256 : 512;
-    const tokens_t a = prompt(of.model, 11, count), b = prompt(of.model, 12, count);
-    const tokens_t more = prompt(of.model, 13, 16);
-    const tokens_t x = joined(a, prompt(of.model, 14, count / 4));
-    const tokens_t y = joined(a, prompt(of.model, 15, count / 4));
-    const std::string store = place.path + "/kv";
+/// The reused share of returning prompts, in patterns in which a cache of whole sequences reuses nothing.
+void reuse_patterns(const setting &s) {
+    temp_dir dir;
+    context_config config = bench_config();
+    llama_context *ctx = context(s.model, config);
+    const size_t count = s.quick ? 256 : 512;
+    const tokens_t a = prompt(s.model, 11, count), b = prompt(s.model, 12, count);
+    const tokens_t more = prompt(s.model, 13, 16);
+    const tokens_t x = concat(a, prompt(s.model, 14, count / 4));
+    const tokens_t y = concat(a, prompt(s.model, 15, count / 4));
+    const std::string store = dir.path + "/kv";
     kvt_llama_attached_t at;
 
-    // Room in memory for 1.8 states; the disk takes what does not fit.
+    // Host memory for 1.8 states; the disk keeps the rest.
     CHECK(decode(ctx, 0, a, 0, 64, 64) == 0);
     const uint64_t state = llama_state_seq_get_size(ctx, 0) / 64 * count;
     llama_memory_seq_rm(llama_get_memory(ctx), 0, -1, -1);
-    kvt_llama_tier_opts_t opts = options(of, std::max<uint64_t>(state * 18 / 10, 8 << 20), &store);
+    kvt_llama_tier_opts_t opts = options(s, std::max<uint64_t>(state * 18 / 10, 8 << 20), &store);
     kvt_llama_tier_t *tier = open_tier(ctx, opts);
-    with_us(tier, ctx, 0, a);
-    with_us(tier, ctx, 0, b);
-    with_us(tier, ctx, 0, joined(a, more), &at);
+    run_with_tier(tier, ctx, 0, a);
+    run_with_tier(tier, ctx, 0, b);
+    run_with_tier(tier, ctx, 0, concat(a, more), &at);
     const double of_a = double(a.size());
     line("story_a_b_a", double(at.reused_tokens) / of_a, "of A", "A's tokens", of_a, 1, better::higher);
-    with_us(tier, ctx, 0, x);
-    with_us(tier, ctx, 0, y);
-    with_us(tier, ctx, 0, joined(x, more), &at);
+    run_with_tier(tier, ctx, 0, x);
+    run_with_tier(tier, ctx, 0, y);
+    run_with_tier(tier, ctx, 0, concat(x, more), &at);
     const double of_x = double(x.size());
     line("story_branches", double(at.reused_tokens) / of_x, "of P+x", "its tokens", of_x, 1, better::higher);
     close_tier(&tier);
     llama_free(ctx);
 
-    ctx = context(of.model, is);
+    ctx = context(s.model, config);
     tier = open_tier(ctx, opts);
-    at = attach(tier, 0, joined(x, more));
+    at = attach(tier, 0, concat(x, more));
     const double full = double(x.size() / 32 * 32);
     line("story_restart", double(at.reused_tokens) / full, "of P+x", "tokens of its full chunks", full, 1,
          better::higher);
@@ -238,25 +239,25 @@ void stories(const setting &of) {
     llama_free(ctx);
 }
 
-/// A token at a time, committed each time, against the same without. The store is full before: memory
-/// that is touched for the first time costs more than all else.
-void overhead(const setting &of) {
-    folder place;
-    const how is = shape_of_bench();
-    llama_context *ctx = context(of.model, is);
-    const std::string store = place.path + "/kv";
-    kvt_llama_tier_t *tier = open_tier(ctx, options(of, uint64_t(24) << 20, &store));
+/// Decodes token by token with a commit after each, against the same without commits. The store is filled
+/// first, because first touches of memory would dominate.
+void overhead(const setting &s) {
+    temp_dir dir;
+    const context_config config = bench_config();
+    llama_context *ctx = context(s.model, config);
+    const std::string store = dir.path + "/kv";
+    kvt_llama_tier_t *tier = open_tier(ctx, options(s, uint64_t(24) << 20, &store));
     for (uint64_t seed = 22; seed < 24; seed++) {
-        const tokens_t filler = prompt(of.model, seed, 1024);
-        CHECK(decode(ctx, 0, filler, 0, filler.size(), is.n_batch) == 0);
+        const tokens_t filler = prompt(s.model, seed, 1024);
+        CHECK(decode(ctx, 0, filler, 0, filler.size(), config.n_batch) == 0);
         commit(tier, 0, filler);
         flush(tier);
-        empty(ctx, tier);
+        clear_sequence(ctx, tier);
     }
-    const size_t rounds = of.quick ? 8 : 30, step = 32;
-    const tokens_t tokens = prompt(of.model, 21, 128 + (3 * rounds + 1) * step);
+    const size_t rounds = s.quick ? 8 : 30, step = 32;
+    const tokens_t tokens = prompt(s.model, 21, 128 + (3 * rounds + 1) * step);
     CHECK(attach(tier, 0, tokens).reused_tokens == 0);
-    CHECK(decode(ctx, 0, tokens, 0, 128, is.n_batch) == 0);
+    CHECK(decode(ctx, 0, tokens, 0, 128, config.n_batch) == 0);
     commit(tier, 0, tokens_t(tokens.begin(), tokens.begin() + 128));
     size_t at = 128;
     const auto run = [&](bool with) {
@@ -272,7 +273,7 @@ void overhead(const setting &of) {
     };
     run(true);
     const kvt_llama_tier_stats_t before = stats(tier);
-    // Three runs a round, in turn: with it, without, without. What two runs without differ by is noise.
+    // Each round has one run with the tier and two without, in rotation. The two differ by noise only.
     std::vector<double> ratios, noise, plain_ms;
     for (size_t i = 0; i < rounds; i++) {
         double ms[3];
@@ -290,9 +291,10 @@ void overhead(const setting &of) {
     std::printf("{\"group\":\"llama\",\"note\":\"two runs without the tier differ by\",\"value\":%.4f}\n",
                 median(noise));
     const kvt_llama_tier_stats_t seen = stats(tier);
-    const double mine = double(seen.commit_ns - before.commit_ns) / 1e6 / double(seen.commits - before.commits);
-    line("commit_of_a_token", mine / median(plain_ms), "of its time", "a decoded token without the tier, ms",
-         median(plain_ms), 0.01, better::lower);
+    const double commit_ms =
+        double(seen.commit_ns - before.commit_ns) / 1e6 / double(seen.commits - before.commits);
+    line("commit_of_a_token", commit_ms / median(plain_ms), "of its time",
+         "a decoded token without the tier, ms", median(plain_ms), 0.01, better::lower);
     close_tier(&tier);
     llama_free(ctx);
 }
@@ -301,31 +303,31 @@ void overhead(const setting &of) {
 
 int main(int argc, char **argv) {
     std::string only;
-    setting of{};
+    setting s{};
     for (int i = 1; i < argc; i++) {
         const std::string word = argv[i];
-        std::string &goes_to = of.path.empty() ? of.path : only;
-        of.quick = of.quick || word == "--quick";
-        goes_to = word == "--quick" ? goes_to : word;
+        std::string &target = s.path.empty() ? s.path : only;
+        s.quick = s.quick || word == "--quick";
+        target = word == "--quick" ? target : word;
     }
-    if (of.path.empty()) {
+    if (s.path.empty()) {
         std::fprintf(stderr, "usage: tier_bench MODEL.gguf [--quick] [host|disk|stories|overhead]\n");
         return 2;
     }
-    of.model = load(of.path);
+    s.model = load(s.path);
     const auto wanted = [&](const char *part) { return only.empty() || only == part; };
     if (wanted("host") || wanted("disk")) {
-        const raw_t raw = from_host(of);
+        const raw_t raw = from_host(s);
         if (wanted("disk")) {
-            from_disk(of, raw);
+            from_disk(s, raw);
         }
     }
     if (wanted("stories")) {
-        stories(of);
+        reuse_patterns(s);
     }
     if (wanted("overhead")) {
-        overhead(of);
+        overhead(s);
     }
-    llama_model_free(of.model);
+    llama_model_free(s.model);
     return 0;
 }

@@ -1,4 +1,4 @@
-/* The header is C, too: a program in it opens nothing and hears why. */
+/* The header compiles as C, and every function refuses null arguments with a message. */
 #include <kvtier/llama.h>
 
 int main(void) {

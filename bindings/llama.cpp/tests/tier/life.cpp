@@ -1,6 +1,6 @@
-// A tier in use: memory that is too small, holes, budgets, many sequences, many threads, a process that is
-// killed while it saves.
-#include "world.hpp"
+// A tier in use: small host memory, holes, budgets, many sequences, many threads, a process that is killed
+// during a save.
+#include "fixture.hpp"
 
 #include "tier/tier.hpp"
 
@@ -11,35 +11,20 @@
 #include <thread>
 #include <unistd.h>
 
-using namespace world;
+using namespace tier_test;
 
 namespace {
 
-struct subject {
+struct test_model {
     llama_model *model;
     std::string path;
     const char *self;
     const char *name;
 };
 
-/// Of logits, in parts of their range: cells lie elsewhere where others have used a context.
-constexpr double tolerance = 0.02;
-
-double far(const logits_t &with, const logits_t &without) {
-    const auto [low, high] = std::minmax_element(without.begin(), without.end());
-    return distance(with, without) / double(*high - *low);
-}
-
-how small() {
-    how is;
-    is.n_ctx = 1024;
-    is.n_batch = 128;
-    return is;
-}
-
-kvt_llama_tier_opts_t plain(const subject &of) {
+kvt_llama_tier_opts_t default_opts(const test_model &m) {
     kvt_llama_tier_opts_t opts = KVT_LLAMA_TIER_OPTS_INIT;
-    opts.model_path = of.path.c_str();
+    opts.model_path = m.path.c_str();
     opts.host_bytes = uint64_t(64) << 20;
     return opts;
 }
@@ -50,72 +35,73 @@ kvt_store_stats_t store_stats(const kvt_llama_tier_t *tier) {
     return out;
 }
 
-/// Several conversations through memory for one of them: the disk has the others. Without a disk what
-/// was evicted is decoded, and nothing is wrong.
-void eviction(const subject &of, bool disk) {
-    folder place;
-    const how is = small();
-    llama_context *ctx = context(of.model, is);
-    kvt_llama_tier_opts_t opts = plain(of);
+/// Ten conversations with host memory for one. The disk keeps evicted chunks; without a disk they are decoded
+/// again. Logits are right in both cases.
+void evicted_conversations_are_restored_or_recomputed(const test_model &m, bool disk) {
+    temp_dir dir;
+    const context_config config = small_context();
+    llama_context *ctx = context(m.model, config);
+    kvt_llama_tier_opts_t opts = default_opts(m);
     opts.host_bytes = uint64_t(2) << 20;
-    const std::string path = place.path + "/kv";
+    const std::string path = dir.path + "/kv";
     opts.disk_path = disk ? path.c_str() : nullptr;
     kvt_llama_tier_t *tier = open_tier(ctx, opts);
     std::vector<tokens_t> all;
     size_t reused = 0;
     for (uint32_t i = 0; i < 10; i++) {
-        all.push_back(prompt(of.model, 40 + i, 260));
-        with_us(tier, ctx, 0, all.back());
+        all.push_back(prompt(m.model, 40 + i, 260));
+        run_with_tier(tier, ctx, 0, all.back());
     }
     for (const tokens_t &one : all) {
         kvt_llama_attached_t at;
-        const logits_t with = with_us(tier, ctx, 0, one, &at);
+        const logits_t with = run_with_tier(tier, ctx, 0, one, &at);
         reused += at.reused_tokens;
-        CHECK(far(with, without_us(of.model, is, one, {128, 256, at.reused_tokens})) <= tolerance);
+        const logits_t plain = run_without_tier(m.model, config, one, {128, 256, at.reused_tokens});
+        CHECK(relative_distance(with, plain) <= tolerance);
         CHECK(store_stats(tier).host_used_bytes <= opts.host_bytes);
     }
     std::printf("eviction, %s: %zu of 2600 tokens reused\n", disk ? "disk" : "no disk", reused);
     CHECK(disk ? reused == 10 * 256 : reused < 10 * 256);
     CHECK(!disk || stats(tier).failed_saves == 0);
-    kvt_llama_tier_close(&tier, &why); /* without a disk something may have found no room */
+    kvt_llama_tier_close(&tier, &why); /* may fail: without a disk some saves find no room */
     llama_free(ctx);
 }
 
-/// Chunks in the middle are taken out of the store; they are computed anew, in their places.
-void holes(const subject &of) {
-    how is = small();
-    llama_context *ctx = context(of.model, is);
-    kvt_llama_tier_opts_t opts = plain(of);
+/// Chunks dropped from the middle of a prefix are recomputed at their positions.
+void holes_are_recomputed_in_place(const test_model &m) {
+    context_config config = small_context();
+    llama_context *ctx = context(m.model, config);
+    kvt_llama_tier_opts_t opts = default_opts(m);
     opts.flags = KVT_LLAMA_HOLES;
-    const tokens_t tokens = prompt(of.model, 7, 330);
-    // As many tokens at once as a hole has, so that both runs decode the same batches.
-    is.n_batch = 64;
+    const tokens_t tokens = prompt(m.model, 7, 330);
+    // A batch has the length of a hole, so that both runs decode equal batches.
+    config.n_batch = 64;
     llama_free(ctx);
-    ctx = context(of.model, is);
+    ctx = context(m.model, config);
     kvt_llama_tier_t *tier = open_tier(ctx, opts);
-    const logits_t first = with_us(tier, ctx, 0, tokens);
+    const logits_t first = run_with_tier(tier, ctx, 0, tokens);
     flush(tier);
     kvt_prefill_cost_t cost = KVT_PREFILL_COST_INIT;
     cost.beta_ns = 1e9;
-    CHECK_OK(kvt_namespace_set_prefill_cost(tier->space, &cost, nullptr));
+    CHECK_OK(kvt_namespace_set_prefill_cost(tier->kv_namespace, &cost, nullptr));
     {
         const kvtier_llama::session held(*tier, tokens.data(), 320);
         CHECK_OK(kvt_session_drop(held.handle, 64, 64, nullptr, nullptr));
         CHECK_OK(kvt_session_drop(held.handle, 192, 64, nullptr, nullptr));
     }
-    // Another sequence, so that nothing is there but what is in the store.
+    // The context holds nothing, so that all KV comes from the store.
     kvt_llama_attached_t at;
     llama_memory_seq_rm(llama_get_memory(ctx), 0, -1, -1);
     CHECK_OK(kvt_llama_forget(tier, 0));
     at = attach(tier, 1, tokens);
-    std::printf("holes: %u reused, %u of them computed anew\n", at.reused_tokens, at.recomputed_tokens);
+    std::printf("holes: %u reused, %u of them recomputed\n", at.reused_tokens, at.recomputed_tokens);
     CHECK(at.reused_tokens == 320 && at.recomputed_tokens == 128 && at.refused == KVT_OK);
     CHECK(decode(ctx, 1, tokens, 320, 330, 64) == 0);
-    CHECK(bitwise(logits(ctx), first));
-    CHECK(bitwise(first, without_us(of.model, is, tokens)));
+    CHECK(bitwise_equal(logits(ctx), first));
+    CHECK(bitwise_equal(first, run_without_tier(m.model, config, tokens)));
     commit(tier, 1, tokens);
     flush(tier);
-    // Now the holes are filled in the store, too.
+    // The commit has filled the holes in the store.
     llama_memory_seq_rm(llama_get_memory(ctx), 1, -1, -1);
     CHECK_OK(kvt_llama_forget(tier, 1));
     at = attach(tier, 2, tokens);
@@ -124,43 +110,43 @@ void holes(const subject &of) {
     llama_free(ctx);
 }
 
-/// Nothing was observed of what decoding takes yet: what is there is loaded all the same.
-void holes_after_restart(const subject &of) {
-    folder place;
-    const std::string path = place.path + "/kv";
-    kvt_llama_tier_opts_t opts = plain(of);
+/// Without a measured decode time the tier restores all stored chunks.
+void holes_mode_restores_before_prefill_was_measured(const test_model &m) {
+    temp_dir dir;
+    const std::string path = dir.path + "/kv";
+    kvt_llama_tier_opts_t opts = default_opts(m);
     opts.flags = KVT_LLAMA_HOLES;
     opts.disk_path = path.c_str();
-    const tokens_t tokens = prompt(of.model, 8, 330);
+    const tokens_t tokens = prompt(m.model, 8, 330);
     for (const uint32_t wanted : {0u, 320u}) {
-        llama_context *ctx = context(of.model, small());
+        llama_context *ctx = context(m.model, small_context());
         kvt_llama_tier_t *tier = open_tier(ctx, opts);
         kvt_llama_attached_t at;
-        with_us(tier, ctx, 0, tokens, &at);
-        std::printf("holes, opened again: %u reused\n", at.reused_tokens);
+        run_with_tier(tier, ctx, 0, tokens, &at);
+        std::printf("holes, reopened: %u reused\n", at.reused_tokens);
         CHECK(at.reused_tokens == wanted && at.recomputed_tokens == 0);
         close_tier(&tier);
         llama_free(ctx);
     }
 }
 
-/// All that the tier and its store take is paid for by a budget, at every moment.
-void budgets(const subject &of) {
+/// The budget covers the memory of the tier and its store at every instant.
+void tier_and_store_stay_within_the_budget(const test_model &m) {
     kvt_runtime_t *runtime = nullptr;
     kvt_budget_t *budget = nullptr;
     CHECK_OK(kvt_runtime_open(nullptr, &runtime, nullptr));
     kvt_budget_opts_t bo = KVT_BUDGET_OPTS_INIT;
     bo.host_bytes = uint64_t(48) << 20;
     CHECK_OK(kvt_budget_open(runtime, &bo, &budget, nullptr));
-    llama_context *ctx = context(of.model, small());
-    kvt_llama_tier_opts_t opts = plain(of);
+    llama_context *ctx = context(m.model, small_context());
+    kvt_llama_tier_opts_t opts = default_opts(m);
     opts.runtime = runtime;
     opts.budget = budget;
     opts.host_bytes = uint64_t(32) << 20;
     opts.buffer_bytes = uint64_t(2) << 20;
     kvt_llama_tier_t *tier = open_tier(ctx, opts);
     for (uint32_t i = 0; i < 12; i++) {
-        with_us(tier, ctx, llama_seq_id(i % 3), prompt(of.model, 60 + i % 5, 300));
+        run_with_tier(tier, ctx, llama_seq_id(i % 3), prompt(m.model, 60 + i % 5, 300));
         kvt_tier_report_t report = KVT_TIER_REPORT_INIT;
         CHECK_OK(kvt_budget_tier(budget, KVT_TIER_HOST, &report));
         CHECK(report.peak_bytes <= bo.host_bytes && report.committed_bytes >= stats(tier).buffer_bytes);
@@ -172,81 +158,82 @@ void budgets(const subject &of) {
     CHECK_OK(kvt_runtime_close(&runtime, 0, nullptr, nullptr));
 }
 
-/// One context, three sequences for nine people who come and go: as a server does it.
-void server(const subject &of, bool flash) {
-    how is = small();
-    is.flash = flash;
-    llama_context *ctx = context(of.model, is);
-    kvt_llama_tier_t *tier = open_tier(ctx, plain(of));
+/// One context with three sequences serves nine users in random order, as a server does.
+void interleaved_users_reuse_their_prefixes(const test_model &m, bool flash) {
+    context_config config = small_context();
+    config.flash = flash;
+    llama_context *ctx = context(m.model, config);
+    kvt_llama_tier_t *tier = open_tier(ctx, default_opts(m));
     std::mt19937 random(5);
     std::vector<tokens_t> users;
-    const tokens_t system = prompt(of.model, 80, 64);
+    const tokens_t system = prompt(m.model, 80, 64);
     for (uint32_t i = 0; i < 9; i++) {
-        users.push_back(joined(system, prompt(of.model, 81 + i, 40)));
+        users.push_back(concat(system, prompt(m.model, 81 + i, 40)));
     }
-    size_t asked = 0, reused = 0;
+    size_t prompt_tokens = 0, reused = 0;
     for (int turn = 0; turn < 40; turn++) {
-        tokens_t &who = users[random() % users.size()];
+        tokens_t &user = users[random() % users.size()];
         const llama_seq_id seq = llama_seq_id(random() % 3);
         kvt_llama_attached_t at;
-        const logits_t with = with_us(tier, ctx, seq, who, &at);
-        asked += who.size();
+        const logits_t with = run_with_tier(tier, ctx, seq, user, &at);
+        prompt_tokens += user.size();
         reused += at.reused_tokens;
-        CHECK(far(with, without_us(of.model, is, who)) <= tolerance);
-        // The answer, a token at a time.
+        CHECK(relative_distance(with, run_without_tier(m.model, config, user)) <= tolerance);
+        // The answer is decoded token by token.
         for (int i = 0; i < 5; i++) {
-            who.push_back(llama_token(best(logits(ctx))));
-            CHECK(decode(ctx, seq, who, who.size() - 1, who.size(), 1) == 0);
-            commit(tier, seq, who);
+            user.push_back(llama_token(argmax(logits(ctx))));
+            CHECK(decode(ctx, seq, user, user.size() - 1, user.size(), 1) == 0);
+            commit(tier, seq, user);
         }
-        who = joined(who, prompt(of.model, random(), 1 + random() % 6));
-        if (who.size() > 250) {
-            who.resize(104);
+        user = concat(user, prompt(m.model, random(), 1 + random() % 6));
+        if (user.size() > 250) {
+            user.resize(104);
         }
     }
-    std::printf("server: %zu of %zu tokens reused\n", reused, asked);
-    CHECK(reused * 10 > asked * 6);
+    std::printf("server: %zu of %zu tokens reused\n", reused, prompt_tokens);
+    CHECK(reused * 10 > prompt_tokens * 6);
     CHECK(stats(tier).failed_saves == 0 && stats(tier).refused_restores == 0);
     close_tier(&tier);
     llama_free(ctx);
 }
 
-/// Eight contexts of one store, each with a thread.
-void threads(const subject &of) {
-    folder place;
+/// Eight contexts, each on its own thread, use one store.
+void contexts_on_threads_share_a_store(const test_model &m) {
+    temp_dir dir;
     kvt_runtime_t *runtime = nullptr;
     kvt_store_t *store = nullptr;
     CHECK_OK(kvt_runtime_open(nullptr, &runtime, nullptr));
     kvt_store_opts_t so = KVT_STORE_OPTS_INIT;
-    const std::string path = place.path + "/kv";
+    const std::string path = dir.path + "/kv";
     so.host_bytes = uint64_t(8) << 20;
     so.disk_path = path.c_str();
     so.disk_path_bytes = path.size();
     so.disk_bytes = uint64_t(512) << 20;
     CHECK_OK(kvt_store_open(runtime, nullptr, &so, &store, nullptr));
-    how is = small();
-    is.n_ctx = 512;
-    const tokens_t common = prompt(of.model, 100, 96);
+    context_config config = small_context();
+    config.n_ctx = 512;
+    const tokens_t common = prompt(m.model, 100, 96);
     std::vector<tokens_t> prompts;
-    std::vector<logits_t> right;
+    std::vector<logits_t> expected;
     for (uint32_t i = 0; i < 6; i++) {
-        prompts.push_back(joined(common, prompt(of.model, 101 + i, 60 + 20 * i)));
-        right.push_back(without_us(of.model, is, prompts.back()));
+        prompts.push_back(concat(common, prompt(m.model, 101 + i, 60 + 20 * i)));
+        expected.push_back(run_without_tier(m.model, config, prompts.back()));
     }
     std::atomic<size_t> reused{0};
     std::vector<std::thread> all;
     for (uint32_t number = 0; number < 8; number++) {
         all.emplace_back([&, number] {
-            kvt_llama_tier_opts_t opts = plain(of);
+            kvt_llama_tier_opts_t opts = default_opts(m);
             opts.store = store;
-            llama_context *ctx = context(of.model, is);
+            llama_context *ctx = context(m.model, config);
             kvt_llama_tier_t *tier = open_tier(ctx, opts);
             std::mt19937 random(number);
             for (int turn = 0; turn < 12; turn++) {
                 const size_t which = random() % prompts.size();
                 kvt_llama_attached_t at;
-                const logits_t with = with_us(tier, ctx, llama_seq_id(random() % 2), prompts[which], &at);
-                CHECK(far(with, right[which]) <= tolerance);
+                const llama_seq_id seq = llama_seq_id(random() % 2);
+                const logits_t with = run_with_tier(tier, ctx, seq, prompts[which], &at);
+                CHECK(relative_distance(with, expected[which]) <= tolerance);
                 reused += at.reused_tokens;
             }
             CHECK(stats(tier).failed_saves == 0 && stats(tier).refused_restores == 0);
@@ -263,29 +250,29 @@ void threads(const subject &of) {
     CHECK_OK(kvt_runtime_close(&runtime, 0, nullptr, nullptr));
 }
 
-/// What the process does that is killed: saves until the end.
-int child(const subject &of, const char *folder, uint32_t round) {
-    llama_context *ctx = context(of.model, small());
-    kvt_llama_tier_opts_t opts = plain(of);
-    opts.disk_path = folder;
+/// The child process: flushes one prompt, then saves others until it is killed.
+int save_until_killed(const test_model &m, const char *disk_path, uint32_t round) {
+    llama_context *ctx = context(m.model, small_context());
+    kvt_llama_tier_opts_t opts = default_opts(m);
+    opts.disk_path = disk_path;
     opts.disk_bytes = uint64_t(256) << 20;
     kvt_llama_tier_t *tier = open_tier(ctx, opts);
-    with_us(tier, ctx, 0, prompt(of.model, 200, 300));
+    run_with_tier(tier, ctx, 0, prompt(m.model, 200, 300));
     flush(tier);
     std::printf("flushed\n");
     std::fflush(stdout);
     for (uint32_t i = 0;; i++) {
-        with_us(tier, ctx, llama_seq_id(i % 3), prompt(of.model, 1000 * (round + 1) + i, 300));
+        run_with_tier(tier, ctx, llama_seq_id(i % 3), prompt(m.model, 1000 * (round + 1) + i, 300));
         std::printf(".");
         std::fflush(stdout);
     }
 }
 
-/// What was flushed is there after the process was killed while it saved more; all that is found is right.
-void killed(const subject &of) {
-    folder place;
-    const std::string path = place.path + "/kv";
-    const how is = small();
+/// After a kill during later saves, all flushed tokens are restored, and no restored KV is wrong.
+void flushed_tokens_survive_a_kill(const test_model &m) {
+    temp_dir dir;
+    const std::string path = dir.path + "/kv";
+    const context_config config = small_context();
     for (uint32_t round = 0; round < 4; round++) {
         int ends[2];
         CHECK(pipe(ends) == 0);
@@ -294,12 +281,12 @@ void killed(const subject &of) {
         if (pid == 0) {
             dup2(ends[1], 1);
             close(ends[0]);
-            execl(of.self, of.self, of.name, "child", path.c_str(), std::to_string(round).c_str(),
+            execl(m.self, m.self, m.name, "child", path.c_str(), std::to_string(round).c_str(),
                   (char *) nullptr);
             _exit(3);
         }
         close(ends[1]);
-        // It has flushed, and saved some more; then it is in the middle of something.
+        // Waits for the flush and some further saves, then kills the child at an arbitrary point.
         uint32_t dots = 0;
         char one = 0;
         while (dots < 1 + round && read(ends[0], &one, 1) == 1) {
@@ -312,24 +299,25 @@ void killed(const subject &of) {
         CHECK(waitpid(pid, &status, 0) == pid && WIFSIGNALED(status));
         close(ends[0]);
 
-        llama_context *ctx = context(of.model, is);
-        kvt_llama_tier_opts_t opts = plain(of);
+        llama_context *ctx = context(m.model, config);
+        kvt_llama_tier_opts_t opts = default_opts(m);
         opts.disk_path = path.c_str();
         opts.disk_bytes = uint64_t(256) << 20;
         kvt_llama_tier_t *tier = open_tier(ctx, opts);
         kvt_llama_attached_t at;
-        const tokens_t flushed = prompt(of.model, 200, 300);
-        const logits_t with = with_us(tier, ctx, 0, flushed, &at);
+        const tokens_t flushed = prompt(m.model, 200, 300);
+        const logits_t with = run_with_tier(tier, ctx, 0, flushed, &at);
         CHECK(at.reused_tokens == 288 && at.disk_tokens == 288 && at.refused == KVT_OK);
-        CHECK(far(with, without_us(of.model, is, flushed, {128, 256, 288})) <= tolerance);
+        const logits_t plain = run_without_tier(m.model, config, flushed, {128, 256, 288});
+        CHECK(relative_distance(with, plain) <= tolerance);
         size_t found = 0;
         for (uint32_t i = 0; i < 8; i++) {
-            const tokens_t other = prompt(of.model, 1000 * (round + 1) + i, 300);
-            const logits_t seen = with_us(tier, ctx, 1, other, &at);
-            CHECK(far(seen, without_us(of.model, is, other, {128, 256})) <= tolerance);
+            const tokens_t other = prompt(m.model, 1000 * (round + 1) + i, 300);
+            const logits_t seen = run_with_tier(tier, ctx, 1, other, &at);
+            CHECK(relative_distance(seen, run_without_tier(m.model, config, other, {128, 256})) <= tolerance);
             found += at.reused_tokens;
         }
-        std::printf("killed, round %d: %zu tokens more were found\n", round, found);
+        std::printf("killed, round %d: %zu unflushed tokens were restored\n", round, found);
         close_tier(&tier);
         llama_free(ctx);
     }
@@ -339,23 +327,23 @@ void killed(const subject &of) {
 
 int main(int argc, char **argv) {
     CHECK(argc >= 2);
-    subject of{nullptr, model_path(argv[1]), argv[0], argv[1]};
-    of.model = load(of.path);
+    test_model m{nullptr, model_path(argv[1]), argv[0], argv[1]};
+    m.model = load(m.path);
     if (argc == 5 && std::strcmp(argv[2], "child") == 0) {
-        return child(of, argv[3], uint32_t(std::atoi(argv[4])));
+        return save_until_killed(m, argv[3], uint32_t(std::atoi(argv[4])));
     }
-    const bool attends = !llama_model_is_recurrent(of.model) && !llama_model_is_hybrid(of.model);
-    if (attends && llama_model_n_swa(of.model) == 0) {
-        eviction(of, true);
-        eviction(of, false);
-        holes(of);
-        holes_after_restart(of);
-        budgets(of);
+    const bool attends = !llama_model_is_recurrent(m.model) && !llama_model_is_hybrid(m.model);
+    if (attends && llama_model_n_swa(m.model) == 0) {
+        evicted_conversations_are_restored_or_recomputed(m, true);
+        evicted_conversations_are_restored_or_recomputed(m, false);
+        holes_are_recomputed_in_place(m);
+        holes_mode_restores_before_prefill_was_measured(m);
+        tier_and_store_stay_within_the_budget(m);
     }
-    server(of, true);
-    server(of, false);
-    threads(of);
-    killed(of);
-    llama_model_free(of.model);
+    interleaved_users_reuse_their_prefixes(m, true);
+    interleaved_users_reuse_their_prefixes(m, false);
+    contexts_on_threads_share_a_store(m);
+    flushed_tokens_survive_a_kill(m);
+    llama_model_free(m.model);
     return 0;
 }

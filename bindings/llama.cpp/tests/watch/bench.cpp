@@ -1,5 +1,5 @@
-// What watching costs and what choosing blocks saves, each against plain decoding in the same run:
-// two contexts, the same tokens, turn by turn, medians.
+// Measures the cost of a watch and the gain of block selection, against plain decoding in the same run. Two
+// contexts decode the same tokens in turn; results are medians.
 //
 //   watch_bench [--quick] [--one-thread] [TEXT]       KVTIER_LLAMA_MODELS has smollm2.gguf
 #include "watched.hpp"
@@ -23,7 +23,7 @@ double median(std::vector<double> values) {
     return values.empty() ? 0 : values[values.size() / 2];
 }
 
-// With one thread its processor time, which other load on the machine does not stretch.
+// With --one-thread the CPU time of the thread, which other load on the machine does not change.
 double now_ns() {
     timespec now;
     clock_gettime(is_one_thread ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &now);
@@ -40,8 +40,8 @@ void print(const char *bar, double value, const char *unit, const char *baseline
     std::fflush(stdout);
 }
 
-// Measured, with no bar to reach.
-void tell(const char *what, double value, const char *unit, const char *baseline) {
+// Prints a value without a goal.
+void print_value(const char *what, double value, const char *unit, const char *baseline) {
     std::printf("{\"group\":\"llama\",\"bar\":\"%s\",\"value\":%.4f,\"unit\":\"%s\",\"baseline\":\"%s\","
                 "\"baseline_value\":1,\"goal\":null,\"better\":\"higher\",\"ok\":null}\n",
                 what, value, unit, baseline);
@@ -55,7 +55,7 @@ llama_context_params bench_params(uint32_t n_ctx, bool flash) {
     return p;
 }
 
-// Puts `n` tokens into sequence 0 by repeating what a prompt of 1,000 left, each time at its place.
+// Fills sequence 0 with `n` tokens: copies the state of a prompt of 1,000 tokens to successive positions.
 std::vector<uint8_t> long_state(llama_model *model, const std::vector<llama_token> &tokens, size_t n,
                                 uint32_t n_ctx, bool flash) {
     constexpr size_t part = 1000;
@@ -72,7 +72,7 @@ std::vector<uint8_t> long_state(llama_model *model, const std::vector<llama_toke
         llama_memory_seq_cp(memory, 1, 0, -1, -1);
         llama_memory_seq_rm(memory, 1, -1, -1);
     }
-    // The shift of positions is computed with the next token, which is taken back.
+    // The engine computes the position shift with the next token, which is then removed.
     CHECK(decode(ctx.get(), std::vector<llama_token>(n + 1, tokens[0]), n, n + 1, 0));
     llama_memory_seq_rm(memory, 0, (llama_pos) n, -1);
     std::vector<uint8_t> out(llama_state_seq_get_size(ctx.get(), 0));
@@ -81,9 +81,9 @@ std::vector<uint8_t> long_state(llama_model *model, const std::vector<llama_toke
 }
 
 struct run {
-    std::vector<double> plain_ns, ratios; // ratio: with us / plain, of one pair
-    double policy_ns = 0;                 // of a token
-    double agreement = 0;                 // tokens whose most likely next one is the same
+    std::vector<double> plain_ns, ratios; // ratio: watched / plain, of one pair
+    double policy_ns = 0;                 // per token
+    double agreement = 0;                 // share of tokens with the same most likely next token
     kvt_llama_watch_stats_t stats = {};
 };
 
@@ -91,7 +91,7 @@ size_t argmax(const std::vector<float> &x) {
     return (size_t) (std::max_element(x.begin(), x.end()) - x.begin());
 }
 
-// Decodes tokens behind `n` in both contexts, turn by turn, who is first by turns.
+// Decodes the tokens after `n` in both contexts. The order of the two alternates.
 run measure(watched &w, llama_context *plain, const std::vector<llama_token> &tokens, size_t n,
             size_t steps) {
     run out;
@@ -99,16 +99,16 @@ run measure(watched &w, llama_context *plain, const std::vector<llama_token> &to
     const uint64_t before = w.stats().policy_ns;
     size_t same = 0;
     for (size_t i = 1; i <= steps; i++) {
-        double own = 0, other = 0;
+        double watched_ns = 0, plain_ns_now = 0;
         for (int turn = 0; turn < 2; turn++) {
-            const bool is_own = (turn == 0) == (i % 2 == 0);
+            const bool is_watched = (turn == 0) == (i % 2 == 0);
             const double from = now_ns();
-            CHECK(is_own ? w.decode(tokens, n + i, n + i + 1) == KVT_OK
+            CHECK(is_watched ? w.decode(tokens, n + i, n + i + 1) == KVT_OK
                          : decode(plain, tokens, n + i, n + i + 1));
-            (is_own ? own : other) = now_ns() - from;
+            (is_watched ? watched_ns : plain_ns_now) = now_ns() - from;
         }
-        out.plain_ns.push_back(other);
-        out.ratios.push_back(own / other);
+        out.plain_ns.push_back(plain_ns_now);
+        out.ratios.push_back(watched_ns / plain_ns_now);
         same += argmax(logits(w.ctx.get())) == argmax(logits(plain));
     }
     out.stats = w.stats();
@@ -128,10 +128,10 @@ void bench_h2o(llama_model *model, const std::vector<llama_token> &tokens, size_
     CHECK(decode(plain.get(), tokens, 0, n));
     const run r = measure(w, plain.get(), tokens, n, steps);
     print("h2o_observation_1024", median(r.ratios), "x", "token without", 1, 1.04, true);
-    tell("h2o_policy_share_1024", r.policy_ns / median(r.plain_ns), "x", "token without");
+    print_value("h2o_policy_share_1024", r.policy_ns / median(r.plain_ns), "x", "token without");
 }
 
-// A quarter of the blocks of a context, and all of them.
+// Selects a quarter of the blocks of a context, and all of them.
 void bench_quest(llama_model *model, const std::vector<llama_token> &tokens, size_t n, size_t steps,
                  const char *name) {
     const uint32_t n_ctx = n > 2000 ? 8192 : 2048;
@@ -144,10 +144,10 @@ void bench_quest(llama_model *model, const std::vector<llama_token> &tokens, siz
         CHECK(w.policy(0, spec) == KVT_OK);
         llama_state_seq_set_data(w.ctx.get(), state.data(), state.size(), 0);
         llama_state_seq_set_data(plain.get(), state.data(), state.size(), 0);
-        std::vector<llama_token> behind(n, 0);
-        behind.insert(behind.end(), tokens.begin() + (std::ptrdiff_t) std::min<size_t>(n, 1000),
+        std::vector<llama_token> padded(n, 0);
+        padded.insert(padded.end(), tokens.begin() + (std::ptrdiff_t) std::min<size_t>(n, 1000),
                       tokens.end());
-        const run r = measure(w, plain.get(), behind, n, steps);
+        const run r = measure(w, plain.get(), padded, n, steps);
         const double token_ns = median(r.plain_ns);
         if (budget > n) {
             std::snprintf(bar, sizeof bar, "quest_all_%s", name);
@@ -163,17 +163,17 @@ void bench_quest(llama_model *model, const std::vector<llama_token> &tokens, siz
             print(bar, median(r.ratios), "x", "token without", 1, 1.0, true);
         }
         std::snprintf(bar, sizeof bar, "quest_masked_%s", name);
-        tell(bar, (double) r.stats.masked_cells / (double) std::max<uint64_t>(r.stats.seen_cells, 1),
+        print_value(bar, (double) r.stats.masked_cells / (double) std::max<uint64_t>(r.stats.seen_cells, 1),
              "share", "cells of the sequence");
         std::snprintf(bar, sizeof bar, "quest_agreement_%s", name);
-        tell(bar, r.agreement, "share", "most likely token of full attention");
-        std::fprintf(stderr, "%s: a token takes %.2f ms without, its policy %.3f ms\n", name,
+        print_value(bar, r.agreement, "share", "most likely token of full attention");
+        std::fprintf(stderr, "%s: a plain token takes %.2f ms, the policy %.3f ms\n", name,
                      token_ns / 1e6, r.policy_ns / 1e6);
     }
 }
 
-// The share of the attention that a quarter of the blocks has, on text.
-void tell_recall(llama_model *model, const std::vector<llama_token> &tokens, size_t steps) {
+// The share of the attention in a selected quarter of the blocks, on text.
+void print_recall(llama_model *model, const std::vector<llama_token> &tokens, size_t steps) {
     const size_t n = 1000;
     for (const char *spec : {"quest(budget=256, share=bound, dense=0)", "quest(budget=256, dense=0)",
                              "arkvale(budget=256, page=16, sinks=1, window=2, dense=0)"}) {
@@ -189,7 +189,7 @@ void tell_recall(llama_model *model, const std::vector<llama_token> &tokens, siz
         char bar[128];
         std::snprintf(bar, sizeof bar, "recall_1000 %s, masked %.2f", spec,
                       (double) s.masked_cells / (double) std::max<uint64_t>(s.seen_cells, 1));
-        tell(bar, (double) s.audited_mass / 1e6 / (double) std::max<uint64_t>(s.audited_layers, 1),
+        print_value(bar, (double) s.audited_mass / 1e6 / (double) std::max<uint64_t>(s.audited_layers, 1),
              "share", "attention of all cells");
     }
 }
@@ -221,6 +221,6 @@ int main(int argc, char **argv) {
     bench_h2o(model.get(), tokens, steps);
     bench_quest(model.get(), tokens, 1024, steps, "1024");
     bench_quest(model.get(), tokens, 8000, std::min<size_t>(steps, 48), "8k");
-    tell_recall(model.get(), tokens, is_quick ? 8 : 32);
+    print_recall(model.get(), tokens, is_quick ? 8 : 32);
     return failures != 0;
 }

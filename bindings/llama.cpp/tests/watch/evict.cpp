@@ -1,5 +1,5 @@
-// Tokens that leave: as many stay as a policy promises, and those that stay are the ones that a
-// plain accumulation of the same probabilities, computed here, says.
+// Evicting policies: the resident tokens are those that a reference computes here from the same attention
+// weights, and their number is within the policy's budget.
 #include "watched.hpp"
 
 #include <cmath>
@@ -13,15 +13,15 @@ namespace {
 
 constexpr size_t n_prompt = 120, n_all = 170;
 
-// Stands in cb_eval beside the watch: reads the probabilities for itself, in double, and which
-// cells the attention sees.
+// The caller's cb_eval beside the watch. Accumulates attention weights in double, and records the cells that
+// attention reads.
 struct reference {
     std::map<int, std::map<int64_t, llama_pos>> owners; // by layer and cell
-    size_t base = 0, row_base = 0;      // position of the first row of this graph
+    size_t base = 0, row_base = 0; // position of the first row of this graph
     ggml_tensor *soft_max = nullptr, *mask = nullptr;
     size_t layers = 0, heads = 0;
-    std::map<std::pair<size_t, llama_pos>, double> seen; // by query and token: attention, summed up
-    std::set<llama_pos> visible;                         // of the last query, in any layer
+    std::map<std::pair<size_t, llama_pos>, double> seen; // attention by query and token, summed
+    std::set<llama_pos> visible;                         // to the last query, in any layer
 
     void begin(size_t first) { row_base = base = first; }
 
@@ -70,7 +70,7 @@ struct reference {
             }
             return true;
         }
-        // Writes say where tokens are, in each cache; the first one of a graph how many it has.
+        // Writes to the K cache tell the cell of each token, and the first one the number of tokens.
         if (node->op == GGML_OP_SET_ROWS && std::strncmp(node->name, "cache_k_l", 9) == 0) {
             const int layer = std::atoi(node->name + 9);
             std::vector<int64_t> cells((size_t) node->src[1]->ne[0]);
@@ -91,68 +91,68 @@ struct reference {
 
 struct rule {
     const char *spec;
-    size_t most; // tokens that stay behind each step
-    // What stays of these, by what queries gave to tokens so far.
-    std::set<llama_pos> (*stays)(const std::set<llama_pos> &there, const reference &seen,
+    size_t max_resident; // limit of the resident tokens after each step
+    // The tokens that the policy keeps of the resident ones, by the attention so far.
+    std::set<llama_pos> (*expected)(const std::set<llama_pos> &resident, const reference &seen,
                                  llama_pos newest, bool is_prompt);
 };
 
-// The `leave` lowest of the candidates go; of equal ones the lower position.
-std::set<llama_pos> without_lowest(const std::set<llama_pos> &there,
-                                   const std::vector<llama_pos> &between,
-                                   const std::map<llama_pos, double> &scores, size_t stay) {
-    std::vector<llama_pos> order = between;
+// Evicts candidates with the lowest scores until `keep_count` are left. Equal scores: lower positions first.
+std::set<llama_pos> evict_lowest(const std::set<llama_pos> &resident,
+                                   const std::vector<llama_pos> &candidates,
+                                   const std::map<llama_pos, double> &scores, size_t keep_count) {
+    std::vector<llama_pos> order = candidates;
     std::stable_sort(order.begin(), order.end(), [&](llama_pos a, llama_pos b) {
         return scores.at(a) < scores.at(b);
     });
-    std::set<llama_pos> out = there;
-    for (size_t i = 0; i < order.size() && order.size() - i > stay; i++) {
+    std::set<llama_pos> out = resident;
+    for (size_t i = 0; i < order.size() && order.size() - i > keep_count; i++) {
         out.erase(order[i]);
     }
     return out;
 }
 
-std::map<llama_pos, double> scores_of(const std::set<llama_pos> &there, const reference &seen,
+std::map<llama_pos, double> scores_of(const std::set<llama_pos> &resident, const reference &seen,
                                       size_t first, size_t last) {
     std::map<llama_pos, double> out;
-    for (const llama_pos pos : there) {
+    for (const llama_pos pos : resident) {
         out[pos] = 0;
     }
     for (const auto &entry : seen.seen) {
-        if (entry.first.first >= first && entry.first.first <= last && there.count(entry.first.second)) {
+        if (entry.first.first >= first && entry.first.first <= last && resident.count(entry.first.second)) {
             out[entry.first.second] += entry.second;
         }
     }
     return out;
 }
 
-std::set<llama_pos> h2o(const std::set<llama_pos> &there, const reference &seen, llama_pos newest,
+std::set<llama_pos> h2o(const std::set<llama_pos> &resident, const reference &seen, llama_pos newest,
                         bool) {
-    std::vector<llama_pos> all(there.begin(), there.end()), between;
+    std::vector<llama_pos> all(resident.begin(), resident.end()), candidates;
     for (size_t i = 4; i + 16 < all.size(); i++) {
-        between.push_back(all[i]);
+        candidates.push_back(all[i]);
     }
-    return without_lowest(there, between, scores_of(there, seen, 0, (size_t) newest), 24);
+    return evict_lowest(resident, candidates, scores_of(resident, seen, 0, (size_t) newest), 24);
 }
 
-std::set<llama_pos> tova(const std::set<llama_pos> &there, const reference &seen, llama_pos newest,
+std::set<llama_pos> tova(const std::set<llama_pos> &resident, const reference &seen, llama_pos newest,
                          bool) {
-    std::vector<llama_pos> between(there.begin(), there.end());
-    between.pop_back();
-    return without_lowest(there, between,
-                          scores_of(there, seen, (size_t) newest, (size_t) newest), 39);
+    std::vector<llama_pos> candidates(resident.begin(), resident.end());
+    candidates.pop_back();
+    return evict_lowest(resident, candidates,
+                          scores_of(resident, seen, (size_t) newest, (size_t) newest), 39);
 }
 
-// Attention of the last 16 queries, evened out over 5 tokens; nothing beyond the ends.
-std::set<llama_pos> snapkv(const std::set<llama_pos> &there, const reference &seen, llama_pos newest,
+// Attention of the last 16 queries, averaged over 5 neighbouring tokens, zero outside the prompt.
+std::set<llama_pos> snapkv(const std::set<llama_pos> &resident, const reference &seen, llama_pos newest,
                            bool is_prompt) {
     if (!is_prompt) {
-        return there;
+        return resident;
     }
-    std::vector<llama_pos> all(there.begin(), there.end());
-    const auto raw = scores_of(there, seen, (size_t) newest - 15, (size_t) newest);
+    std::vector<llama_pos> all(resident.begin(), resident.end());
+    const auto raw = scores_of(resident, seen, (size_t) newest - 15, (size_t) newest);
     std::map<llama_pos, double> pooled;
-    std::vector<llama_pos> between;
+    std::vector<llama_pos> candidates;
     const int old = (int) all.size() - 16;
     for (int i = 0; i < old; i++) {
         double sum = 0;
@@ -160,15 +160,15 @@ std::set<llama_pos> snapkv(const std::set<llama_pos> &there, const reference &se
             sum += raw.at(all[(size_t) j]);
         }
         pooled[all[(size_t) i]] = sum / 5;
-        between.push_back(all[(size_t) i]);
+        candidates.push_back(all[(size_t) i]);
     }
-    return without_lowest(there, between, pooled, 48 - 16);
+    return evict_lowest(resident, candidates, pooled, 48 - 16);
 }
 
-std::set<llama_pos> streaming(const std::set<llama_pos> &there, const reference &, llama_pos newest,
+std::set<llama_pos> streaming(const std::set<llama_pos> &resident, const reference &, llama_pos newest,
                               bool is_prompt) {
     std::set<llama_pos> out;
-    for (const llama_pos pos : there) {
+    for (const llama_pos pos : resident) {
         if (is_prompt || pos < 4 || pos > newest - 40) {
             out.insert(pos);
         }
@@ -176,46 +176,48 @@ std::set<llama_pos> streaming(const std::set<llama_pos> &there, const reference 
     return out;
 }
 
-// The prompt comes in two batches, so that windows of queries reach over both.
-void keeps_what_it_promises(llama_model *model, const rule &of) {
+// The prompt is decoded in two batches, so that windows of queries span both.
+void residents_match_the_reference_policy(llama_model *model, const rule &r) {
     reference seen;
     llama_context_params p = params(512, false);
     p.n_ubatch = 64;
     p.cb_eval = reference::on_node;
     p.cb_eval_user_data = &seen;
     watched w(model, p);
-    CHECK(w.policy(0, of.spec) == KVT_OK);
-    const std::vector<llama_token> tokens = any_tokens(model, n_all, 11);
-    std::set<llama_pos> there;
+    CHECK(w.policy(0, r.spec) == KVT_OK);
+    const std::vector<llama_token> tokens = random_tokens(model, n_all, 11);
+    std::set<llama_pos> resident;
     size_t equal = 0, steps = 0, at_most = 0;
     for (size_t i = 0; i < n_all;) {
         const size_t end = i == 0 ? n_prompt - 8 : i < n_prompt ? n_prompt : i + 1;
         seen.begin(i);
         CHECK(w.decode(tokens, i, end, 0, end >= n_prompt) == KVT_OK && w.rc == 0);
         for (; i < end; i++) {
-            there.insert((llama_pos) i);
+            resident.insert((llama_pos) i);
         }
-        // What this decode saw is what was left of the ones before, and itself.
-        equal += seen.visible == there;
+        // This decode sees the resident tokens and its own.
+        equal += seen.visible == resident;
         steps++;
         if (end >= n_prompt) {
-            there = of.stays(there, seen, (llama_pos) end - 1, end == n_prompt);
+            resident = r.expected(resident, seen, (llama_pos) end - 1, end == n_prompt);
         }
-        at_most += end <= n_prompt || there.size() <= of.most + (end - n_prompt) * (of.most == 48);
-        CHECK(w.evicted() == end - there.size());
+        // snapkv evicts after the prompt only.
+        const size_t growth = r.max_resident == 48 ? end - n_prompt : 0;
+        at_most += end <= n_prompt || resident.size() <= r.max_resident + growth;
+        CHECK(w.evicted() == end - resident.size());
     }
-    std::printf("  %s: %zu of %zu steps, %zu tokens stay\n", of.spec, equal, steps, there.size());
+    std::printf("  %s: %zu of %zu steps equal, %zu tokens resident\n", r.spec, equal, steps, resident.size());
     CHECK(equal == steps && at_most == steps);
-    CHECK(w.stats().evicted_tokens == n_all - there.size());
+    CHECK(w.stats().evicted_tokens == n_all - resident.size());
     CHECK(w.stats().ended == 0);
 }
 
-// By keys: as many stay as are promised, with and without flash attention, and decoding goes on.
-void keeps_by_keys(llama_model *model, bool flash) {
+// Policies that score keys work with and without flash attention.
+void key_policies_keep_their_budget(llama_model *model, bool flash) {
     for (const char *spec : {"knorm(budget=40, sink=4, recent=8)", "keydiff(budget=40, recent=8)"}) {
         watched w(model, params(512, flash));
         CHECK(w.policy(0, spec) == KVT_OK);
-        const std::vector<llama_token> tokens = any_tokens(model, n_all, 12);
+        const std::vector<llama_token> tokens = random_tokens(model, n_all, 12);
         CHECK(w.decode(tokens, 0, n_prompt) == KVT_OK);
         CHECK(w.evicted() == n_prompt - 40);
         for (size_t i = n_prompt; i < n_all; i++) {
@@ -225,10 +227,10 @@ void keeps_by_keys(llama_model *model, bool flash) {
     }
 }
 
-// A sequence beside one that tokens leave is computed as ever. Where both share a cache its new cells
-// may lie elsewhere, and sums have another order.
-void others_are_untouched(llama_model *model, bool unified) {
-    const std::vector<llama_token> a = any_tokens(model, n_all, 3), b = any_tokens(model, n_all, 4);
+// A sequence beside an evicting one gives the same logits. In a unified cache its cells may differ, which
+// changes the order of sums.
+void other_sequences_are_unchanged(llama_model *model, bool unified) {
+    const std::vector<llama_token> a = random_tokens(model, n_all, 3), b = random_tokens(model, n_all, 4);
     llama_context_params p = params(unified ? 1024 : 4096, false);
     p.kv_unified = unified;
     watched w(model, p);
@@ -236,23 +238,23 @@ void others_are_untouched(llama_model *model, bool unified) {
     context_ptr other = open(model, p);
     CHECK(w.decode(a, 0, n_prompt, 0) == KVT_OK && w.decode(b, 0, n_prompt, 1) == KVT_OK);
     CHECK(decode(other.get(), a, 0, n_prompt, 0) && decode(other.get(), b, 0, n_prompt, 1));
-    float most = 0;
+    float max_difference = 0;
     for (size_t i = n_prompt; i < n_all; i++) {
         CHECK(w.decode(a, i, i + 1, 0) == KVT_OK && decode(other.get(), a, i, i + 1, 0));
         const std::vector<float> x = logits(w.ctx.get()), y = logits(other.get());
         for (size_t j = 0; j < x.size(); j++) {
-            most = std::max(most, std::abs(x[j] - y[j]));
+            max_difference = std::max(max_difference, std::abs(x[j] - y[j]));
         }
         CHECK(w.decode(b, i, i + 1, 1) == KVT_OK && decode(other.get(), b, i, i + 1, 1));
     }
-    std::printf("  beside h2o: %g\n", most);
-    CHECK(most <= (unified ? 1e-2f : 0.0f));
+    std::printf("  beside h2o: %g\n", max_difference);
+    CHECK(max_difference <= (unified ? 1e-2f : 0.0f));
     CHECK(w.stats().ended == 0 && w.evicted(0) == 0 && w.evicted(1) == n_all - 44);
 }
 
-// The end of the sequence is taken back, and all of it.
-void follows_the_sequence(llama_model *model) {
-    const std::vector<llama_token> tokens = any_tokens(model, n_all, 13);
+// The caller truncates the sequence, and clears it.
+void truncated_and_cleared_sequences_are_followed(llama_model *model) {
+    const std::vector<llama_token> tokens = random_tokens(model, n_all, 13);
     watched w(model, params(512, false));
     CHECK(w.policy(0, "h2o(sink=4, recent=16, budget=24)") == KVT_OK);
     CHECK(w.decode(tokens, 0, n_prompt) == KVT_OK && w.evicted() == n_prompt - 44);
@@ -270,7 +272,7 @@ void follows_the_sequence(llama_model *model) {
     CHECK(w.stats().ended == 0);
 }
 
-// A policy of ours that keeps the first token alone.
+// A custom policy that keeps the first token only.
 kvt_status_t keep_first(void *, uint32_t, const kvt_sparse_context_t *, kvt_token_lists_t *out) {
     static uint32_t starts[2] = {0, 1}, items[1] = {0};
     out->starts = starts;
@@ -280,9 +282,9 @@ kvt_status_t keep_first(void *, uint32_t, const kvt_sparse_context_t *, kvt_toke
     return KVT_OK;
 }
 
-// The newest token stays whatever a policy says: the engine wants the next one behind it.
-void newest_stays(llama_model *model) {
-    const std::vector<llama_token> tokens = any_tokens(model, n_all, 14);
+// The engine requires the position before the next token, so the newest token is kept against the policy.
+void newest_token_is_never_evicted(llama_model *model) {
+    const std::vector<llama_token> tokens = random_tokens(model, n_all, 14);
     watched w(model, params(512, false));
     kvt_sparse_traits_t traits = KVT_SPARSE_TRAITS_INIT;
     traits.caps = KVT_SPARSE_EVICT_PREFILL | KVT_SPARSE_EVICT_DECODE;
@@ -301,7 +303,7 @@ void newest_stays(llama_model *model) {
         i = end;
     }
 
-    // Without a policy it is what it was; empty, it is another sequence.
+    // Removing the policy does not bring evicted tokens back. An empty sequence is exact again.
     CHECK(w.policy(0, nullptr) == KVT_OK && w.evicted() == 19 && !w.is_exact());
     llama_memory_clear(llama_get_memory(w.ctx.get()), true);
     CHECK(w.decode(tokens, 0, 16) == KVT_OK && w.evicted() == 0 && w.is_exact());
@@ -322,18 +324,18 @@ int main() {
         }
         models++;
         std::printf("%s\n", name);
-        for (const rule &of : rules) {
-            if (name[0] == 't' || &of == rules) {
-                keeps_what_it_promises(model.get(), of);
+        for (const rule &r : rules) {
+            if (name[0] == 't' || &r == rules) {
+                residents_match_the_reference_policy(model.get(), r);
             }
         }
         if (name[0] == 't') {
-            keeps_by_keys(model.get(), false);
-            keeps_by_keys(model.get(), true);
-            others_are_untouched(model.get(), true);
-            others_are_untouched(model.get(), false);
-            follows_the_sequence(model.get());
-            newest_stays(model.get());
+            key_policies_keep_their_budget(model.get(), false);
+            key_policies_keep_their_budget(model.get(), true);
+            other_sequences_are_unchanged(model.get(), true);
+            other_sequences_are_unchanged(model.get(), false);
+            truncated_and_cleared_sequences_are_followed(model.get());
+            newest_token_is_never_evicted(model.get());
         }
     }
     for (const char *name : {"tiny-swa.gguf", "gemma3.gguf"}) {
@@ -341,9 +343,9 @@ int main() {
         if (model) {
             models++;
             std::printf("%s, window %d\n", name, llama_model_n_swa(model.get()));
-            keeps_what_it_promises(model.get(), rules[0]);
+            residents_match_the_reference_policy(model.get(), rules[0]);
             if (name[0] == 't') {
-                follows_the_sequence(model.get());
+                truncated_and_cleared_sequences_are_followed(model.get());
             }
         }
     }

@@ -1,4 +1,4 @@
-/* The header is C99, and works without a model: what is not there is refused. */
+/* The header compiles as C99, and null arguments are refused with a message. */
 #include <kvtier/llama_watch.h>
 
 #include <stdio.h>

@@ -1,4 +1,4 @@
-# Sequences that are longer than the cache.
+# Tests of sequences longer than the cache.
 function(kvtier_longer_test name)
   kvtier_llama_test(${name} ${ARGN})
   target_include_directories(${name} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/../..")
@@ -17,7 +17,7 @@ set_tests_properties(watch_longer_long PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 18
   ENVIRONMENT "KVTIER_LLAMA_MODELS=${KVTIER_LLAMA_MODELS}")
 kvtier_longer_test(watch_longer_life longer_life.cpp ARGS ${_longer_texts})
 kvtier_longer_test(watch_longer_shared longer_shared.cpp ARGS ${_longer_texts})
-# Measures; no test.
+# A benchmark, no test.
 add_executable(watch_longer_bench longer_bench.cpp)
 target_compile_options(watch_longer_bench PRIVATE ${_warnings})
 target_include_directories(watch_longer_bench PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/../..")

@@ -1,13 +1,12 @@
-// Sequences that are longer than the cache compute what a cache with room for all computes where
-// its masks hide the same tokens; and what the engine alone computes as long as they are not
-// longer.
+// A sequence longer than the cache gives the bits of a large cache whose masks hide the same tokens. A
+// sequence that fits gives the bits of the engine alone.
 #include "longer.hpp"
 
 using namespace watch_test;
 
 namespace {
 
-// The processor's kernel adds up in another order where there are less than 512 cells.
+// At least 512 cells: with fewer, the CPU kernel adds in another order.
 constexpr uint32_t cells = 512, many = 1280;
 constexpr size_t prompt = 1024, steps = 16;
 
@@ -17,27 +16,27 @@ llama_context_params one_thread(uint32_t n_ctx) {
     return p;
 }
 
-// Up to the last cell nothing is different from the engine alone.
-void dense(llama_model *model, const std::vector<llama_token> &text) {
+// Bits are equal up to the last cell.
+void full_cache_gives_the_engines_bits(llama_model *model, const std::vector<llama_token> &text) {
     context_ptr plain = open(model, one_thread(cells));
-    served s = serve(model, KVT_LLAMA_LONGER_OPTS_INIT, one_thread(cells));
+    longer_context s = open_longer(model, KVT_LLAMA_LONGER_OPTS_INIT, one_thread(cells));
     if (!s.longer) {
         return;
     }
     CHECK(decode(plain.get(), text, 0, cells - 6));
-    CHECK(feed(s, text.data(), cells - 6));
+    CHECK(decode_longer(s, text.data(), cells - 6));
     CHECK(same_bits(logits(plain.get()), logits(s.ctx.get())));
     for (size_t i = cells - 6; i < cells; i++) {
         CHECK(decode(plain.get(), text, i, i + 1));
-        CHECK(feed(s, text.data() + i, 1));
+        CHECK(decode_longer(s, text.data() + i, 1));
         CHECK(same_bits(logits(plain.get()), logits(s.ctx.get())));
     }
     kvt_llama_longer_stats_t stats = stats_of(s);
     CHECK(stats.tokens == cells && stats.stored_tokens == 0 && stats.saved_bytes == 0 &&
           stats.choices == 0);
-    // The engine alone has no room for the next one.
+    // The engine alone has no cell for the next token.
     CHECK(!decode(plain.get(), text, cells, cells + 1));
-    CHECK(feed(s, text.data() + cells, 1));
+    CHECK(decode_longer(s, text.data() + cells, 1));
     stats = stats_of(s);
     CHECK(stats.tokens == cells + 1 && stats.stored_tokens > 0 && stats.sparse_tokens == 1);
     CHECK(stats.choices == (uint64_t) llama_model_n_layer(model));
@@ -51,9 +50,10 @@ struct mode {
     uint32_t flags;
 };
 
-// One token more in both, which must be the same.
-bool step_of(served &big, served &small, masked &reference, llama_token token, bool measures) {
-    CHECK(feed(small, &token, 1));
+// Decodes one more token in both contexts; logits must be equal.
+bool step_of(longer_context &big, longer_context &small, masked_reference &reference, llama_token token,
+             bool measures) {
+    CHECK(decode_longer(small, &token, 1));
     const std::vector<float> ours = logits(small.ctx.get());
     const kvt_llama_longer_stats_t stats = stats_of(small);
     for (size_t il = 0; il < reference.chosen.size(); il++) {
@@ -64,12 +64,12 @@ bool step_of(served &big, served &small, masked &reference, llama_token token, b
     reference.sinks = (uint32_t) stats.sink_cells;
     reference.window_first = (uint32_t) (stats.sink_cells + stats.stored_tokens);
     reference.tokens = (uint32_t) stats.tokens;
-    reference.hides = true;
+    reference.applies_masks = true;
     reference.measures = measures;
-    CHECK(feed(big, &token, 1));
+    CHECK(decode_longer(big, &token, 1));
     const std::vector<float> theirs = logits(big.ctx.get());
     if (!same_bits(ours, theirs)) {
-        std::fprintf(stderr, "behind %u tokens logits differ by up to %g\n", reference.tokens,
+        std::fprintf(stderr, "after %u tokens logits differ by up to %g\n", reference.tokens,
                      distance(ours, theirs));
         failures++;
         return false;
@@ -77,10 +77,10 @@ bool step_of(served &big, served &small, masked &reference, llama_token token, b
     return true;
 }
 
-// Prefilled in a big context, gone on with in a small one, and in the big one with masks.
-void masks(llama_model *model, const std::vector<llama_token> &text, const mode &mode) {
+// Prefills in a large context, then continues in a small context and in the large one with masks.
+void selected_blocks_equal_masks(llama_model *model, const std::vector<llama_token> &text, const mode &mode) {
     shared_store store("store(host=256MiB)");
-    masked reference(llama_model_n_layer(model));
+    masked_reference reference(llama_model_n_layer(model));
     kvt_llama_longer_opts_t opts = KVT_LLAMA_LONGER_OPTS_INIT;
     opts.store = store.store;
     opts.account = store.account;
@@ -91,12 +91,12 @@ void masks(llama_model *model, const std::vector<llama_token> &text, const mode 
     p.type_k = p.type_v = mode.type;
     llama_context_params p_small = p;
     p_small.n_ctx = cells;
-    p.cb_eval = masked::on_node;
+    p.cb_eval = masked_reference::on_node;
     p.cb_eval_user_data = &reference;
-    served big = serve(model, opts, p);
+    longer_context big = open_longer(model, opts, p);
     opts.flags = mode.flags | KVT_LLAMA_LONGER_ORDERED;
-    served small = serve(model, opts, p_small);
-    if (!big.longer || !small.longer || !feed(big, text.data(), prompt)) {
+    longer_context small = open_longer(model, opts, p_small);
+    if (!big.longer || !small.longer || !decode_longer(big, text.data(), prompt)) {
         return;
     }
     kvt_llama_why_t why;
@@ -110,37 +110,37 @@ void masks(llama_model *model, const std::vector<llama_token> &text, const mode 
         i++;
     }
     const kvt_llama_longer_stats_t stats = stats_of(small);
-    std::printf("%s: %zu steps behind %zu tokens in %u cells are those of the masks; %.2f MB a "
-                "token were loaded\n",
+    std::printf("%s: %zu steps after %zu tokens in %u cells equal the masks; %.2f MB per "
+                "token loaded\n",
                 mode.name, i, prompt, cells, (double) stats.loaded_bytes / 1e6 / (double) steps);
     CHECK(stats.loaded_blocks + stats.kept_blocks == stats.chosen_blocks);
     if (mode.measures) {
-        std::printf("%.3f of the attention was seen, %.3f of that to blocks\n",
+        std::printf("visible: %.3f of the attention, %.3f of the attention to blocks\n",
                     reference.share / reference.rows, reference.old_share / reference.old_rows);
         CHECK(reference.share / reference.rows > 0.8);
     }
 }
 
-// From the first token on, with a window that goes around and slots that are filled anew: what is
-// seen lies in the cells in another order than in the big context, so sums differ in their last
-// digits.
-void lockstep(llama_model *model, const std::vector<llama_token> &text, const char *name) {
-    masked reference(llama_model_n_layer(model));
+// Decodes from the first token on, so that the window wraps and slots are refilled. Visible tokens then have
+// another order of cells than in the large context, and sums differ in their last digits.
+void token_by_token_decode_is_close_to_masks(llama_model *model, const std::vector<llama_token> &text,
+                                             const char *name) {
+    masked_reference reference(llama_model_n_layer(model));
     llama_context_params p = one_thread(many);
-    p.cb_eval = masked::on_node;
+    p.cb_eval = masked_reference::on_node;
     p.cb_eval_user_data = &reference;
     context_ptr big = open(model, p);
-    served s = serve(model, KVT_LLAMA_LONGER_OPTS_INIT, one_thread(cells));
+    longer_context s = open_longer(model, KVT_LLAMA_LONGER_OPTS_INIT, one_thread(cells));
     const size_t dense_tokens = cells - 8, end = prompt;
-    if (!s.longer || !feed(s, text.data(), dense_tokens)) {
+    if (!s.longer || !decode_longer(s, text.data(), dense_tokens)) {
         return;
     }
     CHECK(decode(big.get(), text, 0, dense_tokens));
-    double most = 0, size = 0;
+    double max_difference = 0, max_logit = 0;
     for (size_t i = dense_tokens; i < end; i++) {
-        CHECK(feed(s, text.data() + i, 1));
+        CHECK(decode_longer(s, text.data() + i, 1));
         const kvt_llama_longer_stats_t stats = stats_of(s);
-        reference.hides = stats.stored_tokens > 0;
+        reference.applies_masks = stats.stored_tokens > 0;
         reference.sinks = (uint32_t) stats.sink_cells;
         reference.window_first = (uint32_t) (stats.sink_cells + stats.stored_tokens);
         reference.tokens = (uint32_t) stats.tokens;
@@ -150,32 +150,32 @@ void lockstep(llama_model *model, const std::vector<llama_token> &text, const ch
         reference.found.restart();
         CHECK(decode(big.get(), text, i, i + 1));
         const std::vector<float> theirs = logits(big.get());
-        most = std::max(most, distance(logits(s.ctx.get()), theirs));
-        size = std::max(size, (double) std::fabs(theirs[(size_t) argmax(theirs)]));
+        max_difference = std::max(max_difference, distance(logits(s.ctx.get()), theirs));
+        max_logit = std::max(max_logit, (double) std::fabs(theirs[(size_t) argmax(theirs)]));
     }
     const kvt_llama_longer_stats_t stats = stats_of(s);
     std::printf(
         "%s: %zu tokens in %u cells, one by one: logits (up to %.3g) differ by up to %.3g\n", name,
-        (size_t) stats.tokens, cells, size, most);
+        (size_t) stats.tokens, cells, max_logit, max_difference);
     CHECK(stats.stored_tokens > stats.slot_cells && stats.loaded_blocks > 0 &&
           stats.kept_blocks > 0);
-    CHECK(most < 0.02 * size);
+    CHECK(max_difference < 0.02 * max_logit);
 }
 
-// The order of blocks in slots is all that KVT_LLAMA_LONGER_ORDERED changes.
-void orders(llama_model *model, const std::vector<llama_token> &text,
+// Without KVT_LLAMA_LONGER_ORDERED blocks keep their slots, so that less is loaded.
+void unordered_slots_load_less_and_agree(llama_model *model, const std::vector<llama_token> &text,
             const std::vector<std::vector<float>> &full) {
     uint64_t loaded[2] = {};
     for (int ordered = 0; ordered < 2; ordered++) {
         kvt_llama_longer_opts_t opts = KVT_LLAMA_LONGER_OPTS_INIT;
         opts.flags = ordered ? KVT_LLAMA_LONGER_ORDERED : 0;
-        served s = serve(model, opts, one_thread(cells));
-        if (!s.longer || !feed(s, text.data(), prompt)) {
+        longer_context s = open_longer(model, opts, one_thread(cells));
+        if (!s.longer || !decode_longer(s, text.data(), prompt)) {
             return;
         }
         size_t same = 0;
         for (size_t i = 0; i < full.size(); i++) {
-            CHECK(feed(s, text.data() + prompt + i, 1));
+            CHECK(decode_longer(s, text.data() + prompt + i, 1));
             same += argmax(logits(s.ctx.get())) == argmax(full[i]);
         }
         const kvt_llama_longer_stats_t stats = stats_of(s);
@@ -192,15 +192,15 @@ void orders(llama_model *model, const std::vector<llama_token> &text,
     CHECK(loaded[0] < loaded[1]);
 }
 
-// With a model that is trained.
-void trained(int argc, char **argv) {
+// The tests on a trained model.
+void trained_model(int argc, char **argv) {
     model_ptr model = load("smollm2.gguf");
     if (!model) {
-        skip("smollm2.gguf is not there: bindings/llama.cpp/models.sh fetches it");
+        skip("no smollm2.gguf: bindings/llama.cpp/models.sh fetches it");
     }
     const std::vector<llama_token> text = text_of(model.get(), argc, argv, prompt + steps + 1);
-    dense(model.get(), text);
-    masks(model.get(), text, {"smollm2", GGML_TYPE_F16, true, nullptr, 0});
+    full_cache_gives_the_engines_bits(model.get(), text);
+    selected_blocks_equal_masks(model.get(), text, {"smollm2", GGML_TYPE_F16, true, nullptr, 0});
     std::vector<std::vector<float>> full;
     context_ptr big = open(model.get(), one_thread(many));
     CHECK(decode(big.get(), text, 0, prompt));
@@ -208,7 +208,7 @@ void trained(int argc, char **argv) {
         CHECK(decode(big.get(), text, prompt + i, prompt + i + 1));
         full.push_back(logits(big.get()));
     }
-    orders(model.get(), text, full);
+    unordered_slots_load_less_and_agree(model.get(), text, full);
 }
 
 } // namespace
@@ -216,31 +216,31 @@ void trained(int argc, char **argv) {
 // longer [--trained] TEXT...
 int main(int argc, char **argv) {
     if (argc > 1 && std::string(argv[1]) == "--trained") {
-        trained(argc - 1, argv + 1);
+        trained_model(argc - 1, argv + 1);
         return failures != 0;
     }
     model_ptr model = load("tiny-llama-f16.gguf");
     if (!model) {
-        skip("tiny-llama-f16.gguf is not there: bindings/llama.cpp/models/make.py makes it");
+        skip("no tiny-llama-f16.gguf: bindings/llama.cpp/models/make.py writes it");
     }
     const std::vector<llama_token> text = text_of(model.get(), argc, argv, prompt + steps + 1);
-    dense(model.get(), text);
-    masks(model.get(), text, {"f16", GGML_TYPE_F16, false, nullptr, 0});
-    masks(model.get(), text,
+    full_cache_gives_the_engines_bits(model.get(), text);
+    selected_blocks_equal_masks(model.get(), text, {"f16", GGML_TYPE_F16, false, nullptr, 0});
+    selected_blocks_equal_masks(model.get(), text,
           {"f16, staged", GGML_TYPE_F16, false, nullptr, KVT_LLAMA_LONGER_STAGED});
-    masks(model.get(), text, {"f16, bf16 cache", GGML_TYPE_BF16, false, nullptr, 0});
-    masks(model.get(), text, {"f16, q8_0 cache", GGML_TYPE_Q8_0, false, nullptr, 0});
-    masks(
+    selected_blocks_equal_masks(model.get(), text, {"f16, bf16 cache", GGML_TYPE_BF16, false, nullptr, 0});
+    selected_blocks_equal_masks(model.get(), text, {"f16, q8_0 cache", GGML_TYPE_Q8_0, false, nullptr, 0});
+    selected_blocks_equal_masks(
         model.get(), text,
         {"f16, quest", GGML_TYPE_F16, false, "quest(share=bound, page=8, budget=128, dense=0)", 0});
-    lockstep(model.get(), text, "f16");
+    token_by_token_decode_is_close_to_masks(model.get(), text, "f16");
     model_ptr experts = load("tiny-moe.gguf");
     if (experts) {
         const std::vector<llama_token> other =
             text_of(experts.get(), argc, argv, prompt + steps + 1);
-        masks(experts.get(), other, {"experts", GGML_TYPE_F16, false, nullptr, 0});
+        selected_blocks_equal_masks(experts.get(), other, {"experts", GGML_TYPE_F16, false, nullptr, 0});
     } else {
-        std::printf("SKIP: tiny-moe.gguf is not there\n");
+        std::printf("SKIP: no tiny-moe.gguf\n");
     }
     return failures != 0;
 }

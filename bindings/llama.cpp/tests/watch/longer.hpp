@@ -1,5 +1,5 @@
-// What the tests and the bench of long sequences share: a context with what serves it, real text,
-// and a big context whose masks show the same tokens.
+// Shared by the tests and the benchmark of long sequences: contexts with the adapter, real text, and a large
+// reference context with masks.
 #ifndef KVTIER_LLAMA_TESTS_WATCH_LONGER_HPP
 #define KVTIER_LLAMA_TESTS_WATCH_LONGER_HPP
 
@@ -25,8 +25,8 @@ struct longer_free {
     }
 };
 
-// The context goes first, then what it calls back.
-struct served {
+// Members are destroyed in reverse order: the context, then the adapter that it calls back.
+struct longer_context {
     std::unique_ptr<kvt_llama_longer_t, longer_free> longer;
     context_ptr ctx;
 };
@@ -40,18 +40,18 @@ inline bool ok(kvt_status_t status, const kvt_llama_why_t &why, const char *what
 }
 
 inline bool refused(kvt_status_t status, kvt_status_t wanted, const kvt_llama_why_t &why,
-             const char *word) {
-    const bool is_so = status == wanted && std::strstr(why.text, word);
-    if (!is_so) {
+             const char *text) {
+    const bool matches = status == wanted && std::strstr(why.text, text);
+    if (!matches) {
         std::fprintf(stderr, "status %d, not %d: \"%s\" without \"%s\"\n", (int) status,
-                     (int) wanted, why.text, word);
+                     (int) wanted, why.text, text);
     }
-    return is_so;
+    return matches;
 }
 
-inline served serve(llama_model *model, const kvt_llama_longer_opts_t &opts,
+inline longer_context open_longer(llama_model *model, const kvt_llama_longer_opts_t &opts,
                     llama_context_params p) {
-    served out;
+    longer_context out;
     kvt_llama_why_t why;
     kvt_llama_longer_t *longer = nullptr;
     if (!ok(kvt_llama_longer_open(&opts, &p, &longer, &why), why, "open")) {
@@ -66,18 +66,18 @@ inline served serve(llama_model *model, const kvt_llama_longer_opts_t &opts,
     return out;
 }
 
-inline bool feed(served &s, const llama_token *tokens, size_t n) {
+inline bool decode_longer(longer_context &s, const llama_token *tokens, size_t n) {
     kvt_llama_why_t why;
     return ok(kvt_llama_longer_decode(s.longer.get(), tokens, n, &why), why, "decode");
 }
 
-inline kvt_llama_longer_stats_t stats_of(const served &s) {
+inline kvt_llama_longer_stats_t stats_of(const longer_context &s) {
     kvt_llama_longer_stats_t stats = {};
     CHECK(kvt_llama_longer_stats(s.longer.get(), &stats) == KVT_OK);
     return stats;
 }
 
-inline std::vector<uint32_t> chosen_of(const served &s, uint32_t layer) {
+inline std::vector<uint32_t> chosen_of(const longer_context &s, uint32_t layer) {
     size_t n = 0;
     kvt_llama_longer_chosen(s.longer.get(), layer, nullptr, 0, &n);
     std::vector<uint32_t> out(n);
@@ -95,14 +95,14 @@ inline bool same_bits(const std::vector<float> &a, const std::vector<float> &b) 
 }
 
 inline double distance(const std::vector<float> &a, const std::vector<float> &b) {
-    double most = 0;
+    double max_difference = 0;
     for (size_t i = 0; i < a.size() && i < b.size(); i++) {
-        most = std::max(most, (double) std::fabs(a[i] - b[i]));
+        max_difference = std::max(max_difference, (double) std::fabs(a[i] - b[i]));
     }
-    return most;
+    return max_difference;
 }
 
-// Tokens of files of text that people wrote.
+// The first `n` tokens of the text files. Skips the test if there are fewer.
 inline std::vector<llama_token> text_of(const llama_model *model, int argc, char **argv, size_t n) {
     std::string text;
     for (int i = 1; i < argc; i++) {
@@ -117,20 +117,19 @@ inline std::vector<llama_token> text_of(const llama_model *model, int argc, char
     return tokens;
 }
 
-// A context without kvtier whose cells are positions. Where a layer has blocks, only these are seen
-// of the tokens between the sinks and the window; and what of the attention went to them is added
-// up.
-struct masked {
-    explicit masked(int layers) : found(layers), chosen((size_t) layers) {}
+// A reference without kvtier: cell numbers are positions. Between sinks and window, a layer sees its selected
+// blocks only. It also measures the share of the attention to visible tokens.
+struct masked_reference {
+    explicit masked_reference(int layers) : found(layers), chosen((size_t) layers) {}
 
     kvt_llama::roles found;
     std::vector<std::vector<uint32_t>> chosen;
     uint32_t sinks = 0, window_first = 0, tokens = 0, block = 8;
-    bool hides = false, measures = false;
-    double share = 0, rows = 0;         // of all attention, what went to what is seen
-    double old_share = 0, old_rows = 0; // of the attention to blocks
+    bool applies_masks = false, measures = false;
+    double share = 0, rows = 0;         // sum and count: attention to visible tokens, of all attention
+    double old_share = 0, old_rows = 0; // the same for tokens between sinks and window
 
-    void hide(ggml_tensor *mask, const std::vector<uint32_t> &blocks) {
+    void apply_mask(ggml_tensor *mask, const std::vector<uint32_t> &blocks) {
         std::vector<uint16_t> row((size_t) mask->ne[0], 0xFC00);
         for (const uint32_t b : blocks) {
             std::fill_n(row.begin() + b * block, block, (uint16_t) 0);
@@ -140,7 +139,7 @@ struct masked {
         ggml_backend_tensor_set(mask, row.data(), 0, row.size() * sizeof(uint16_t));
     }
 
-    // Softmax over all tokens, in doubles, for the one query.
+    // Softmax over all tokens, in double, for the only query.
     void measure(const kvt_llama::layer_roles &layer, const std::vector<uint32_t> &blocks) {
         const size_t dim = (size_t) layer.q->ne[0], heads = (size_t) layer.q->ne[2];
         const size_t kv_heads = (size_t) layer.keys->ne[2], group = heads / kv_heads;
@@ -160,7 +159,7 @@ struct masked {
             std::fill_n(seen.begin() + b * block, block, 1);
         }
         for (size_t h = 0; h < heads; h++) {
-            double most = -1e30, all = 0, in = 0, old = 0, old_in = 0;
+            double max_score = -1e30, all = 0, in = 0, old = 0, old_in = 0;
             for (size_t t = 0; t < tokens; t++) {
                 const float *key = k.data() + (t * kv_heads + h / group) * dim;
                 double dot = 0;
@@ -168,10 +167,10 @@ struct masked {
                     dot += (double) q[h * dim + d] * key[d];
                 }
                 scores[t] = (float) (dot / std::sqrt((double) dim));
-                most = std::max(most, (double) scores[t]);
+                max_score = std::max(max_score, (double) scores[t]);
             }
             for (size_t t = 0; t < tokens; t++) {
-                const double e = std::exp(scores[t] - most);
+                const double e = std::exp(scores[t] - max_score);
                 const bool is_old = t >= sinks && t < window_first;
                 all += e;
                 in += seen[t] ? e : 0;
@@ -186,31 +185,31 @@ struct masked {
     }
 
     static bool on_node(ggml_tensor *node, bool ask, void *user_data) {
-        masked &self = *static_cast<masked *>(user_data);
+        masked_reference &self = *static_cast<masked_reference *>(user_data);
         if (!ask) {
             return true;
         }
-        const kvt_llama::seen seen = self.found.look(node);
+        const kvt_llama::node_info seen = self.found.visit(node);
         if (seen.what == kvt_llama::step::attention) {
             const kvt_llama::layer_roles &layer = self.found.layer(seen.layer);
             if (self.measures) {
                 self.measure(layer, self.chosen[(size_t) seen.layer]);
             }
-            if (self.hides) {
-                self.hide(layer.mask, self.chosen[(size_t) seen.layer]);
+            if (self.applies_masks) {
+                self.apply_mask(layer.mask, self.chosen[(size_t) seen.layer]);
             }
         }
-        const bool stops =
-            (self.measures || self.hides) &&
+        const bool split =
+            (self.measures || self.applies_masks) &&
             (seen.what == kvt_llama::step::write_k || seen.what == kvt_llama::step::write_v);
-        if (stops) {
-            self.found.cut();
+        if (split) {
+            self.found.mark_computed();
         }
-        return stops;
+        return split;
     }
 };
 
-// A store of the test's own, for several contexts.
+// A store for several contexts. The destructor checks that all memory is released.
 struct shared_store {
     kvt_runtime_t *runtime = nullptr;
     kvt_budget_t *budget = nullptr;

@@ -1,8 +1,8 @@
-// What a sequence of four times its cells costs, and what it loses, beside the same with all cells:
+// Measures the cost and the loss of a sequence of four times its cells, against a context with all cells:
 //
 //   watch_longer_bench MODEL.gguf TEXT... [--tokens 2048] [--cells 512] [--threads 2] [--spec SPEC]
 //
-// One JSON object a line. Texts are of people: with random words no choice of blocks is a good one.
+// Prints one JSON object per line. Use natural text: on random words no selection of blocks is good.
 #include "longer.hpp"
 
 #include <chrono>
@@ -85,32 +85,32 @@ bool copy_sequence(llama_context *from, llama_context *to) {
            llama_state_seq_set_data(to, blob.data(), blob.size(), 0) == blob.size();
 }
 
-// What each step of the small context chose, and what full attention says next.
+// For each step: blocks selected in the small context, and the next token of full attention.
 struct record {
     std::vector<std::vector<std::vector<uint32_t>>> chosen;
     std::vector<kvt_llama_longer_stats_t> stats;
     std::vector<int> full;
 };
 
-// Text in a small context and in one with all cells, a token each in turn.
-void text_steps(served &small, llama_context *plain, const std::vector<llama_token> &text, size_t n,
+// Decodes text in a small context and in one with all cells, token by token in turn.
+void bench_tokens(longer_context &small, llama_context *plain, const std::vector<llama_token> &text, size_t n,
                 uint32_t layers, record &out) {
-    std::vector<double> ours, theirs, choosing, loading;
+    std::vector<double> sparse_ms, dense_token_ms, selecting, loading;
     size_t same = 0;
     const kvt_llama_longer_stats_t first = stats_of(small);
     kvt_llama_longer_stats_t before = first;
     for (size_t i = 0; i < steps; i++) {
         double t = now_ms();
-        CHECK(feed(small, text.data() + n + i, 1));
+        CHECK(decode_longer(small, text.data() + n + i, 1));
         const int next = argmax(logits(small.ctx.get()));
-        ours.push_back(now_ms() - t);
+        sparse_ms.push_back(now_ms() - t);
         t = now_ms();
         CHECK(decode(plain, text, n + i, n + i + 1));
         out.full.push_back(argmax(logits(plain)));
-        theirs.push_back(now_ms() - t);
+        dense_token_ms.push_back(now_ms() - t);
         same += next == out.full.back();
         const kvt_llama_longer_stats_t stats = stats_of(small);
-        choosing.push_back((double) (stats.choose_ns - before.choose_ns) / 1e6);
+        selecting.push_back((double) (stats.choose_ns - before.choose_ns) / 1e6);
         loading.push_back((double) (stats.load_ns - before.load_ns) / 1e6);
         before = stats;
         out.stats.push_back(stats);
@@ -123,57 +123,57 @@ void text_steps(served &small, llama_context *plain, const std::vector<llama_tok
     const double loaded = (double) (before.loaded_blocks - first.loaded_blocks);
     const double block_bytes =
         (double) before.loaded_bytes / (double) std::max<uint64_t>(before.loaded_blocks, 1);
-    bar("token", median(ours) / median(theirs), "x", "ms a token with all cells", median(theirs),
-        1.1, true);
-    bar("choose", median(choosing) / median(theirs), "of a token", "ms a token with all cells",
-        median(theirs), 0.03, true);
-    bar("load", median(loading) / median(theirs), "of a token", "ms a token with all cells",
-        median(theirs), 0.1, true);
+    bar("token", median(sparse_ms) / median(dense_token_ms), "x", "ms a token with all cells",
+        median(dense_token_ms), 1.1, true);
+    bar("choose", median(selecting) / median(dense_token_ms), "of a token", "ms a token with all cells",
+        median(dense_token_ms), 0.03, true);
+    bar("load", median(loading) / median(dense_token_ms), "of a token", "ms a token with all cells",
+        median(dense_token_ms), 0.1, true);
     bar("bytes", loaded / blocks, "of chosen blocks", "MB a token if all were written",
         blocks * block_bytes / 1e6 / (double) steps, 0.5, true);
     bar("agreement", (double) same / (double) steps, "of next tokens", "KV computed with all cells",
         1, 0.8, false);
 }
 
-void recall(served &big, masked &reference, const std::vector<llama_token> &text, size_t n,
-            const record &what) {
+void bench_recall(longer_context &big, masked_reference &reference, const std::vector<llama_token> &text,
+                  size_t n, const record &rec) {
     reference.measures = true;
     for (size_t i = 0; i < measured_steps; i++) {
-        reference.chosen = what.chosen[i];
-        reference.sinks = (uint32_t) what.stats[i].sink_cells;
+        reference.chosen = rec.chosen[i];
+        reference.sinks = (uint32_t) rec.stats[i].sink_cells;
         reference.window_first =
-            (uint32_t) (what.stats[i].sink_cells + what.stats[i].stored_tokens);
-        reference.tokens = (uint32_t) what.stats[i].tokens;
-        CHECK(feed(big, text.data() + n + i, 1));
+            (uint32_t) (rec.stats[i].sink_cells + rec.stats[i].stored_tokens);
+        reference.tokens = (uint32_t) rec.stats[i].tokens;
+        CHECK(decode_longer(big, text.data() + n + i, 1));
     }
     reference.measures = false;
-    const double seen = (double) what.stats[0].cells / (double) what.stats[0].tokens;
+    const double seen = (double) rec.stats[0].cells / (double) rec.stats[0].tokens;
     bar("attention_seen", reference.share / reference.rows, "of attention", "cells of tokens", seen,
         0.85, false);
     bar("attention_recall", reference.old_share / reference.old_rows, "of attention to blocks",
         "cells of tokens", seen, 0.6, false);
 }
 
-// The prompt too is computed in the small context, in parts.
-void prefilled(const options &o, llama_model *model, const std::vector<llama_token> &text,
-               double dense_ms, const record &what) {
+// Computes the prompt in the small context, too, in parts.
+void bench_prefill(const options &o, llama_model *model, const std::vector<llama_token> &text,
+               double dense_ms, const record &rec) {
     shared_store store("store(host=256MiB)");
-    served small = serve(model, opts_of(o, store, nullptr), params_of(o, o.cells));
+    longer_context small = open_longer(model, opts_of(o, store, nullptr), params_of(o, o.cells));
     double t = now_ms();
-    CHECK(feed(small, text.data(), o.tokens));
+    CHECK(decode_longer(small, text.data(), o.tokens));
     const double ms = now_ms() - t;
     size_t same = 0;
     for (size_t i = 0; i < steps; i++) {
-        CHECK(feed(small, text.data() + o.tokens + i, 1));
-        same += argmax(logits(small.ctx.get())) == what.full[i];
+        CHECK(decode_longer(small, text.data() + o.tokens + i, 1));
+        same += argmax(logits(small.ctx.get())) == rec.full[i];
     }
     bar("prefill", ms / dense_ms, "x", "ms of a prefill with all cells", dense_ms, 2, true);
     bar("agreement_prefilled", (double) same / (double) steps, "of next tokens",
         "KV computed in parts", 1, 0.6, false);
 }
 
-// Sentences in the first part of a text, which are begun again behind it. They are not alike: a
-// small model confuses those that are, with all cells too.
+// Sentences in the first part of a text; the model must complete them after it. They differ in form,
+// because a small model confuses similar ones even with all cells.
 struct needle {
     const char *start, *answer;
 };
@@ -194,28 +194,28 @@ std::vector<llama_token> haystack(llama_model *model, const std::vector<llama_to
                    text.begin() + (std::ptrdiff_t) (at + gap));
         at += gap;
         const needle &n = all_needles[i];
-        const std::vector<llama_token> told =
+        const std::vector<llama_token> sentence =
             tokenize(model, std::string("\n\n") + n.start + " " + n.answer + ".\n\n");
-        out.insert(out.end(), told.begin(), told.end());
+        out.insert(out.end(), sentence.begin(), sentence.end());
     }
     out.insert(out.end(), text.begin() + (std::ptrdiff_t) at, text.end());
     out.resize(n);
     return out;
 }
 
-size_t answers(served &s, llama_model *model, size_t n) {
+size_t answers(longer_context &s, llama_model *model, size_t n) {
     size_t right = 0;
     const llama_vocab *vocab = llama_model_get_vocab(model);
     for (const needle &one : all_needles) {
-        const std::vector<llama_token> asked = tokenize(model, std::string("\n\n") + one.start);
-        CHECK(feed(s, asked.data(), asked.size()));
+        const std::vector<llama_token> question = tokenize(model, std::string("\n\n") + one.start);
+        CHECK(decode_longer(s, question.data(), question.size()));
         std::string answer;
         for (int k = 0; k < 6; k++) {
             const llama_token next = argmax(logits(s.ctx.get()));
             char piece[64];
             const int bytes = llama_token_to_piece(vocab, next, piece, sizeof piece, 0, false);
             answer.append(piece, (size_t) std::max(bytes, 0));
-            CHECK(feed(s, &next, 1));
+            CHECK(decode_longer(s, &next, 1));
         }
         right += answer.find(one.answer) != std::string::npos;
         kvt_llama_why_t why;
@@ -224,26 +224,26 @@ size_t answers(served &s, llama_model *model, size_t n) {
     return right;
 }
 
-void needles(const options &o, llama_model *model, const std::vector<llama_token> &text) {
+void bench_needles(const options &o, llama_model *model, const std::vector<llama_token> &text) {
     const size_t n = o.tokens / 16 * 16;
-    const std::vector<llama_token> hay = haystack(model, text, n);
+    const std::vector<llama_token> haystack_tokens = haystack(model, text, n);
     shared_store store("store(host=256MiB)");
-    served big = serve(model, opts_of(o, store, "needles"), params_of(o, n + 256));
+    longer_context big = open_longer(model, opts_of(o, store, "needles"), params_of(o, n + 256));
     kvt_llama_why_t why;
-    CHECK(feed(big, hay.data(), n));
+    CHECK(decode_longer(big, haystack_tokens.data(), n));
     CHECK(ok(kvt_llama_longer_save(big.longer.get(), &why), why, "save"));
     const size_t full = answers(big, model, n);
-    served small = serve(model, opts_of(o, store, "needles"), params_of(o, o.cells));
+    longer_context small = open_longer(model, opts_of(o, store, "needles"), params_of(o, o.cells));
     size_t found = 0;
-    std::vector<llama_token> more = hay;
-    more.push_back(hay.back());
+    std::vector<llama_token> more = haystack_tokens;
+    more.push_back(haystack_tokens.back());
     CHECK(ok(kvt_llama_longer_resume(small.longer.get(), more.data(), more.size(), &found, &why),
              why, "resume"));
     CHECK(found == n);
     const size_t resumed = answers(small, model, n);
-    served alone = serve(model, opts_of(o, store, nullptr), params_of(o, o.cells));
-    CHECK(feed(alone, hay.data(), n));
-    const size_t parts = answers(alone, model, n);
+    longer_context prefilled_sparse = open_longer(model, opts_of(o, store, nullptr), params_of(o, o.cells));
+    CHECK(decode_longer(prefilled_sparse, haystack_tokens.data(), n));
+    const size_t parts = answers(prefilled_sparse, model, n);
     const double all = (double) std::size(all_needles);
     bar("needles", (double) resumed / all, "found", "with all cells", (double) full / all,
         (double) full / all, false);
@@ -264,35 +264,35 @@ int main(int argc, char **argv) {
     }
     model_ptr model = load(o.model.c_str());
     if (!model) {
-        skip(o.model + " is not there");
+        skip("no " + o.model);
     }
     const uint32_t layers = (uint32_t) llama_model_n_layer(model.get());
     const std::vector<llama_token> text =
         text_of(model.get(), (int) o.texts.size(), o.texts.data(), o.tokens + steps + 1);
-    record what;
+    record rec;
     double dense_ms = 0;
     {
         shared_store store("store(host=256MiB)");
-        masked reference((int) layers);
+        masked_reference reference((int) layers);
         llama_context_params p = params_of(o, o.tokens + 256);
         context_ptr plain = open(model.get(), p);
-        p.cb_eval = masked::on_node;
+        p.cb_eval = masked_reference::on_node;
         p.cb_eval_user_data = &reference;
-        served big = serve(model.get(), opts_of(o, store, "text"), p);
+        longer_context big = open_longer(model.get(), opts_of(o, store, "text"), p);
         const double t = now_ms();
-        CHECK(feed(big, text.data(), o.tokens));
+        CHECK(decode_longer(big, text.data(), o.tokens));
         dense_ms = now_ms() - t;
         kvt_llama_why_t why;
         CHECK(ok(kvt_llama_longer_save(big.longer.get(), &why), why, "save"));
         CHECK(copy_sequence(big.ctx.get(), plain.get()));
-        served small = serve(model.get(), opts_of(o, store, "text"), params_of(o, o.cells));
+        longer_context small = open_longer(model.get(), opts_of(o, store, "text"), params_of(o, o.cells));
         size_t found = 0;
         CHECK(
             ok(kvt_llama_longer_resume(small.longer.get(), text.data(), o.tokens + 1, &found, &why),
                why, "resume"));
-        CHECK(found == o.tokens || feed(small, text.data() + found, o.tokens - found));
-        text_steps(small, plain.get(), text, o.tokens, layers, what);
-        recall(big, reference, text, o.tokens, what);
+        CHECK(found == o.tokens || decode_longer(small, text.data() + found, o.tokens - found));
+        bench_tokens(small, plain.get(), text, o.tokens, layers, rec);
+        bench_recall(big, reference, text, o.tokens, rec);
         const kvt_llama_longer_stats_t stats = stats_of(small);
         const double rows =
             (double) stats.loaded_bytes / (double) std::max<uint64_t>(stats.loaded_blocks, 1) / 8;
@@ -301,7 +301,7 @@ int main(int argc, char **argv) {
             (double) (stats.cells * rows * layers + stats.own_bytes + stats.policy_bytes) / kv, "x",
             "bytes of K and V with all cells", kv, 0.5, true);
     }
-    prefilled(o, model.get(), text, dense_ms, what);
-    needles(o, model.get(), text);
+    bench_prefill(o, model.get(), text, dense_ms, rec);
+    bench_needles(o, model.get(), text);
     return failures != 0;
 }

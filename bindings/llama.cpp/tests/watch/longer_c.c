@@ -1,4 +1,4 @@
-/* The header is C, and what it refuses without a model it refuses in words. */
+/* The header compiles as C99, and calls without a bound context are refused with a message. */
 #include <kvtier/llama_longer.h>
 
 #include <stdio.h>

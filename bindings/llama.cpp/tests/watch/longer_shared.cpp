@@ -1,4 +1,4 @@
-// Long sequences beside others: in a store, in a context, and in one that was bound before.
+// Long sequences beside other users of a store or a context, and repeated binds.
 #include "longer.hpp"
 
 #include <chrono>
@@ -10,10 +10,10 @@ namespace {
 
 constexpr uint32_t cells = 256;
 
-llama_context_params small() { return params(cells, true); }
+llama_context_params small_context() { return params(cells, true); }
 
-// What a refused bind has reserved is free again, and it may be called with another context.
-void binds_again(llama_model *model, const std::vector<llama_token> &text) {
+// A refused bind releases its reservation, and a bind to another context succeeds.
+void refused_bind_releases_its_memory(llama_model *model, const std::vector<llama_token> &text) {
     shared_store store("store(host=64MiB)");
     kvt_llama_longer_opts_t opts = KVT_LLAMA_LONGER_OPTS_INIT;
     opts.store = store.store;
@@ -22,10 +22,10 @@ void binds_again(llama_model *model, const std::vector<llama_token> &text) {
     for (const char *spec : {"h2o", (const char *) nullptr}) {
         opts.spec = spec;
         opts.max_tokens = 512;
-        llama_context_params p = small();
+        llama_context_params p = small_context();
         kvt_llama_longer_t *longer = nullptr;
         CHECK(ok(kvt_llama_longer_open(&opts, &p, &longer, &why), why, "open"));
-        served s;
+        longer_context s;
         s.longer.reset(longer);
         if (!spec) {
             llama_context_params big = p;
@@ -43,39 +43,39 @@ void binds_again(llama_model *model, const std::vector<llama_token> &text) {
         }
         if (!spec) {
             CHECK(ok(kvt_llama_longer_bind(longer, s.ctx.get(), &why), why, "bind"));
-            CHECK(feed(s, text.data(), 400));
+            CHECK(decode_longer(s, text.data(), 400));
         }
     }
 }
 
-// Another sequence has cells: that is said, and when it has left the own one goes on.
-void crowded(llama_model *model, const std::vector<llama_token> &text) {
-    served s = serve(model, KVT_LLAMA_LONGER_OPTS_INIT, small());
+// Another sequence occupies cells: KVT_E_BUSY. After it is removed, decoding continues.
+void cells_of_other_sequences_make_it_busy(llama_model *model, const std::vector<llama_token> &text) {
+    longer_context s = open_longer(model, KVT_LLAMA_LONGER_OPTS_INIT, small_context());
     CHECK(decode(s.ctx.get(), text, 0, 40, 1));
     kvt_llama_why_t why;
     CHECK(refused(kvt_llama_longer_decode(s.longer.get(), text.data(), 300, &why), KVT_E_BUSY, why,
                   "other sequences"));
     CHECK(llama_memory_seq_rm(llama_get_memory(s.ctx.get()), 1, -1, -1));
     const size_t n = (size_t) stats_of(s).tokens;
-    CHECK(feed(s, text.data() + n, 300 - n));
+    CHECK(decode_longer(s, text.data() + n, 300 - n));
 }
 
-// A store that others keep busy for a while is waited for.
-void busy(llama_model *model, const std::vector<llama_token> &text) {
-    constexpr uint32_t most = 32;
-    shared_store store("store(host=64MiB)", "", most);
+// All ops of the runtime are in use for 200 ms; the decode waits.
+void busy_store_is_waited_for(llama_model *model, const std::vector<llama_token> &text) {
+    constexpr uint32_t max_ops = 32;
+    shared_store store("store(host=64MiB)", "", max_ops);
     kvt_llama_longer_opts_t opts = KVT_LLAMA_LONGER_OPTS_INIT;
     opts.store = store.store;
-    served s = serve(model, opts, small());
-    CHECK(feed(s, text.data(), cells));
-    std::vector<kvt_op_t *> others(most, nullptr);
+    longer_context s = open_longer(model, opts, small_context());
+    CHECK(decode_longer(s, text.data(), cells));
+    std::vector<kvt_op_t *> others(max_ops, nullptr);
     size_t n = 0;
-    while (n < most && kvt_account_reserve_later(store.account, KVT_TIER_HOST, 1, nullptr,
+    while (n < max_ops && kvt_account_reserve_later(store.account, KVT_TIER_HOST, 1, nullptr,
                                                  &others[n], nullptr) == KVT_OK) {
         n++;
     }
     CHECK(n > 0);
-    std::thread leave([&] {
+    std::thread release([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(200));
         for (size_t i = 0; i < n; i++) {
             kvt_op_wait(others[i], KVT_OP_RELEASED, 0);
@@ -83,27 +83,27 @@ void busy(llama_model *model, const std::vector<llama_token> &text) {
             CHECK(kvt_account_commit(store.account, KVT_TIER_HOST, 1, 0, nullptr) == KVT_OK);
         }
     });
-    CHECK(feed(s, text.data() + cells, 20));
-    leave.join();
+    CHECK(decode_longer(s, text.data() + cells, 20));
+    release.join();
 }
 
-// Sequences of several threads in one store do not disturb each other.
-void crowd(llama_model *model, const std::vector<llama_token> &text) {
+// Sequences on several threads in one store give the right bits.
+void sequences_on_threads_share_a_store(llama_model *model, const std::vector<llama_token> &text) {
     constexpr size_t users = 4, length = 700;
     shared_store store("store(host=64MiB)");
     kvt_llama_longer_opts_t opts = KVT_LLAMA_LONGER_OPTS_INIT;
     opts.store = store.store;
     opts.account = store.account;
     opts.flags = KVT_LLAMA_LONGER_ORDERED;
-    std::vector<served> all;
+    std::vector<longer_context> all;
     std::vector<std::vector<float>> ends(users);
     for (size_t i = 0; i < users; i++) {
-        all.push_back(serve(model, opts, small()));
+        all.push_back(open_longer(model, opts, small_context()));
     }
     const auto work = [&](size_t i) {
-        const llama_token *from = text.data() + i % 2 * 1000;
+        const llama_token *start = text.data() + i % 2 * 1000;
         kvt_llama_why_t why;
-        if (kvt_llama_longer_decode(all[i].longer.get(), from, length, &why) == KVT_OK) {
+        if (kvt_llama_longer_decode(all[i].longer.get(), start, length, &why) == KVT_OK) {
             ends[i] = logits(all[i].ctx.get());
         }
     };
@@ -123,12 +123,12 @@ void crowd(llama_model *model, const std::vector<llama_token> &text) {
 int main(int argc, char **argv) {
     model_ptr model = load("tiny-llama-f16.gguf");
     if (!model) {
-        skip("tiny-llama-f16.gguf is not there: bindings/llama.cpp/models/make.py makes it");
+        skip("no tiny-llama-f16.gguf: bindings/llama.cpp/models/make.py writes it");
     }
     const std::vector<llama_token> text = text_of(model.get(), argc, argv, 2048);
-    binds_again(model.get(), text);
-    crowded(model.get(), text);
-    busy(model.get(), text);
-    crowd(model.get(), text);
+    refused_bind_releases_its_memory(model.get(), text);
+    cells_of_other_sequences_make_it_busy(model.get(), text);
+    busy_store_is_waited_for(model.get(), text);
+    sequences_on_threads_share_a_store(model.get(), text);
     return failures != 0;
 }

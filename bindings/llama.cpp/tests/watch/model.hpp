@@ -1,4 +1,4 @@
-// A model, contexts on it, and greedy or forced decoding, for the tests of this room.
+// Shared by the tests of the watch adapter: models, contexts, decoding, checks.
 #ifndef KVTIER_LLAMA_TESTS_WATCH_MODEL_HPP
 #define KVTIER_LLAMA_TESTS_WATCH_MODEL_HPP
 
@@ -24,7 +24,7 @@ inline void check(bool ok, const char *what, const char *file, int line) {
 
 #define CHECK(expression) watch_test::check((expression), #expression, __FILE__, __LINE__)
 
-// What is not there is not tested, and that is said.
+// Ends the test as skipped.
 [[noreturn]] inline void skip(const std::string &why) {
     std::printf("SKIP: %s\n", why.c_str());
     std::exit(77);
@@ -39,7 +39,7 @@ struct context_free {
 using model_ptr = std::unique_ptr<llama_model, model_free>;
 using context_ptr = std::unique_ptr<llama_context, context_free>;
 
-// Null where the file is absent.
+// Null if the file is absent.
 inline model_ptr load(const char *name) {
     llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
     const char *folder = std::getenv("KVTIER_LLAMA_MODELS");
@@ -75,7 +75,7 @@ inline std::vector<llama_token> tokenize(const llama_model *model, const std::st
     return out;
 }
 
-// Tokens [first, last) of a sequence, at their positions; logits of the last one only.
+// Decodes tokens [first, last) at their positions, with logits of the last one.
 inline bool decode(llama_context *ctx, const std::vector<llama_token> &tokens, size_t first,
                    size_t last, llama_seq_id seq = 0) {
     while (first < last) {

@@ -1,4 +1,4 @@
-// Roles of the nodes of real graphs: what is found is what the engine computes with.
+// The roles found in real graphs are the tensors that the engine computes with.
 #include "model.hpp"
 #include "watch/roles.hpp"
 
@@ -14,7 +14,8 @@ namespace {
 constexpr uint32_t wanted = role_q | role_k | role_v | role_attention | role_mask | role_k_idxs |
                             role_v_idxs | role_cache_k | role_cache_v | role_layer_end;
 
-// Looks at every node, cuts behind each write, and holds what it finds against the numbers.
+// Inspects every node, splits the graph after each write to the cache, and compares the found rows with the
+// cache.
 struct watcher {
     explicit watcher(int n_layers) : found(n_layers) {}
 
@@ -24,7 +25,7 @@ struct watcher {
     int graphs = 0, attentions = 0, firsts = 0, ends = 0, rows_equal = 0, not_computed = 0, changes = 0;
     std::vector<ggml_tensor *> masks;
     std::vector<int> order;
-    std::string words;
+    std::string missing;
 };
 
 std::vector<float> floats(ggml_tensor *tensor, int64_t first, int64_t n) {
@@ -39,7 +40,7 @@ std::vector<float> floats(ggml_tensor *tensor, int64_t first, int64_t n) {
     return out;
 }
 
-// The row of keys that was computed is in the cache, in the cell that the index names.
+// Whether the computed row of keys is in the cache, at the cell of the index.
 bool is_row_in_cache(const layer_roles &layer) {
     int64_t cell = -1;
     ggml_backend_tensor_get(layer.k_idxs, &cell, 0, sizeof cell);
@@ -47,13 +48,13 @@ bool is_row_in_cache(const layer_roles &layer) {
     if (cell < 0 || cell >= layer.cache_k->ne[1] || layer.k->ne[0] != n) {
         return false;
     }
-    const std::vector<float> there = floats(layer.cache_k, cell * n, n), given = floats(layer.k, 0, n);
+    const std::vector<float> cached = floats(layer.cache_k, cell * n, n), computed = floats(layer.k, 0, n);
     std::vector<ggml_fp16_t> half((size_t) n);
     std::vector<float> rounded((size_t) n);
-    ggml_fp32_to_fp16_row(given.data(), half.data(), n);
+    ggml_fp32_to_fp16_row(computed.data(), half.data(), n);
     ggml_fp16_to_fp32_row(half.data(), rounded.data(), n);
-    const bool is_zero = std::all_of(there.begin(), there.end(), [](float x) { return x == 0; });
-    return !is_zero && there == rounded;
+    const bool is_zero = std::all_of(cached.begin(), cached.end(), [](float x) { return x == 0; });
+    return !is_zero && cached == rounded;
 }
 
 void at_attention(watcher &w, int il) {
@@ -72,7 +73,7 @@ bool on_node(ggml_tensor *node, bool ask, void *user_data) {
     if (!ask) {
         return true;
     }
-    const seen s = w.found.look(node);
+    const node_info s = w.found.visit(node);
     w.graphs += s.new_graph;
     w.firsts += s.first;
     w.changes += s.what == step::change;
@@ -83,18 +84,18 @@ bool on_node(ggml_tensor *node, bool ask, void *user_data) {
         w.order.push_back(s.layer);
         char text[512];
         const uint32_t all = wanted | (w.is_flash ? 0u : (uint32_t) role_soft_max);
-        if (w.found.is_missing(s.layer, all, text, sizeof text) && w.words.empty()) {
-            w.words = text;
+        if (w.found.is_missing(s.layer, all, text, sizeof text) && w.missing.empty()) {
+            w.missing = text;
         }
     }
     const bool cut = w.cuts && (s.what == step::write_k || s.what == step::write_v);
     if (cut) {
-        w.found.cut();
+        w.found.mark_computed();
     }
     return cut;
 }
 
-void finds_all(llama_model *model, bool flash, size_t n_masks) {
+void roles_match_the_computed_values(llama_model *model, bool flash, size_t n_masks) {
     const int n = llama_model_n_layer(model);
     watcher w(n);
     w.is_flash = flash;
@@ -108,8 +109,8 @@ void finds_all(llama_model *model, bool flash, size_t n_masks) {
     for (size_t i = tokens.size() - 3; i < tokens.size(); i++) {
         CHECK(decode(ctx.get(), tokens, i, i + 1));
     }
-    CHECK(w.words.empty());
-    std::fprintf(stderr, "%s", w.words.empty() ? "" : (w.words + "\n").c_str());
+    CHECK(w.missing.empty());
+    std::fprintf(stderr, "%s", w.missing.empty() ? "" : (w.missing + "\n").c_str());
     CHECK(w.graphs == 4 && w.attentions == 4 * n && w.ends == 4 * n && w.firsts == 4 * n);
     CHECK(w.not_computed == 0 && w.rows_equal == 4 * n);
     CHECK(w.masks.size() >= n_masks);
@@ -121,11 +122,11 @@ void finds_all(llama_model *model, bool flash, size_t n_masks) {
     }
     CHECK(in_order);
 
-    // The query holds one token of all heads, and its numbers are none but finite.
+    // The query has one token and all heads.
     const layer_roles &first = w.found.layer(0);
     CHECK(first.q->ne[1] == 1 && first.q->ne[2] == llama_model_n_head(model));
 
-    // Positions that are shifted change keys where they lie; that is seen.
+    // A shift of positions rewrites keys in the cache, which is reported as a change.
     CHECK(w.changes == 0);
     llama_memory_t memory = llama_get_memory(ctx.get());
     if (llama_memory_can_shift(memory)) {
@@ -136,8 +137,8 @@ void finds_all(llama_model *model, bool flash, size_t n_masks) {
     }
 }
 
-// Without a cut nothing is computed yet where the attention is asked for, and that can be seen.
-void says_what_is_not_computed(llama_model *model) {
+// Without a split, inputs of the attention are not computed yet when it is asked for. is_computed says so.
+void uncomputed_roles_are_reported(llama_model *model) {
     watcher w(llama_model_n_layer(model));
     w.cuts = false;
     w.is_flash = true;
@@ -152,9 +153,9 @@ void says_what_is_not_computed(llama_model *model) {
     CHECK(w.attentions > 0 && w.not_computed == w.attentions);
 }
 
-// A model without what is wanted is told so, by layer: what compresses keys has no values to write,
-// what is recurrent no attention.
-void says_what_a_model_lacks(const char *name, uint32_t lacking, const char *word) {
+// Roles that a model lacks are named with their layer: MLA writes no values, recurrent models have no
+// attention.
+void roles_absent_in_a_model_are_named(const char *name, uint32_t lacking, const char *phrase) {
     model_ptr model = load(name);
     if (!model) {
         return;
@@ -166,14 +167,14 @@ void says_what_a_model_lacks(const char *name, uint32_t lacking, const char *wor
     p.cb_eval_user_data = &w;
     context_ptr ctx = open(model.get(), p);
     CHECK(ctx && decode(ctx.get(), {1, 2, 3}, 0, 3));
-    CHECK(w.ends > 0 && w.words.find(word) != std::string::npos);
+    CHECK(w.ends > 0 && w.missing.find(phrase) != std::string::npos);
     char text[512];
     CHECK(w.found.is_missing(0, lacking, text, sizeof text));
     CHECK(!w.found.is_missing(0, wanted & ~lacking, text, sizeof text));
-    std::printf("%s: %s\n", name, w.words.c_str());
+    std::printf("%s: %s\n", name, w.missing.c_str());
 }
 
-// Nodes of a graph that somebody may write: each thing that is not there is named.
+// Nodes for hand-made graphs. Each missing role is named.
 struct nodes {
     ggml_context *ctx = ggml_init({1 << 20, nullptr, true});
     ggml_tensor *cache_k = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, 64, 256, 1);
@@ -185,13 +186,13 @@ struct nodes {
     ~nodes() { ggml_free(ctx); }
 };
 
-bool names(const roles &found, uint32_t lacking, const char *word) {
+bool names_missing(const roles &found, uint32_t lacking, const char *phrase) {
     char text[512];
-    return found.is_missing(0, lacking, text, sizeof text) && std::strstr(text, word) &&
+    return found.is_missing(0, lacking, text, sizeof text) && std::strstr(text, phrase) &&
            std::strstr(text, "layer 0");
 }
 
-void says_what_is_missing() {
+void missing_roles_are_named() {
     char text[512];
     for (int lacking = 0; lacking < 4; lacking++) {
         nodes n;
@@ -199,34 +200,34 @@ void says_what_is_missing() {
         roles found(1);
         ggml_tensor *norm = ggml_norm(n.ctx, n.rows, 1e-5f);
         ggml_set_name(norm, "norm-0");
-        found.look(norm);
+        found.visit(norm);
         if (lacking != 0) {
-            found.look(ggml_set_rows(n.ctx, n.cache_k, n.rows, n.idxs));
+            found.visit(ggml_set_rows(n.ctx, n.cache_k, n.rows, n.idxs));
         }
         ggml_tensor *keys = ggml_view_4d(n.ctx, n.cache_k, 64, 256, 1, 1, 128, 128, 128, 0);
         ggml_tensor *attention = ggml_flash_attn_ext(n.ctx, n.q, keys, keys,
                                                      lacking == 2 ? nullptr : n.mask, 1, 0, 0);
-        found.look(attention);
+        found.visit(attention);
         ggml_tensor *end = ggml_add(n.ctx, norm, norm);
         ggml_set_name(end, lacking == 3 ? "layer_out-0" : "l_out-0");
-        found.look(end);
-        CHECK(names(found, role_k_idxs, "cells that keys") == (lacking == 0 || lacking == 1));
-        CHECK(names(found, role_attention, "attention") == (lacking == 1));
-        CHECK(names(found, role_q, "queries") == (lacking == 1));
-        CHECK(names(found, role_cache_k, "cache of keys") == (lacking == 1));
-        CHECK(names(found, role_mask, "mask") == (lacking == 1 || lacking == 2));
-        CHECK(names(found, role_layer_end, "l_out") == (lacking == 3));
-        CHECK(names(found, role_soft_max, "FLASH_ATTN_TYPE_DISABLED"));
-        CHECK(names(found, role_v, "values") && names(found, role_v_idxs, "values"));
-        CHECK(names(found, role_mask | role_v, "values"));
+        found.visit(end);
+        CHECK(names_missing(found, role_k_idxs, "cells that keys") == (lacking == 0 || lacking == 1));
+        CHECK(names_missing(found, role_attention, "attention") == (lacking == 1));
+        CHECK(names_missing(found, role_q, "queries") == (lacking == 1));
+        CHECK(names_missing(found, role_cache_k, "cache of keys") == (lacking == 1));
+        CHECK(names_missing(found, role_mask, "mask") == (lacking == 1 || lacking == 2));
+        CHECK(names_missing(found, role_layer_end, "l_out") == (lacking == 3));
+        CHECK(names_missing(found, role_soft_max, "FLASH_ATTN_TYPE_DISABLED"));
+        CHECK(names_missing(found, role_v, "values") && names_missing(found, role_v_idxs, "values"));
+        CHECK(names_missing(found, role_mask | role_v, "values"));
     }
     const roles nothing(1);
-    CHECK(names(nothing, role_cache_v, "cache of values"));
+    CHECK(names_missing(nothing, role_cache_v, "cache of values"));
     CHECK(!nothing.is_missing(7, role_q, text, sizeof text) && !nothing.is_missing(0, 0, text, 0));
 }
 
-// Names from elsewhere: too long, no number, a number beyond all layers.
-void takes_any_name() {
+// Node names that are too long, have no layer number, or have one beyond the last layer.
+void unknown_node_names_are_ignored() {
     nodes n;
     roles found(2);
     const char *const odd[] = {"",        "-",        "Qcur-",  "Qcur-99999999999", "l_out-2",
@@ -234,7 +235,7 @@ void takes_any_name() {
     for (const char *name : odd) {
         ggml_tensor *node = ggml_norm(n.ctx, n.rows, 1e-5f);
         ggml_set_name(node, name);
-        const seen s = found.look(node);
+        const node_info s = found.visit(node);
         CHECK(s.what == step::other && s.layer == -1 && !s.first);
         char kind = 0;
         ggml_tensor *leaf = ggml_new_tensor_1d(n.ctx, GGML_TYPE_F32, 1);
@@ -247,8 +248,8 @@ void takes_any_name() {
 } // namespace
 
 int main() {
-    says_what_is_missing();
-    takes_any_name();
+    missing_roles_are_named();
+    unknown_node_names_are_ignored();
     int models = 0;
     const struct {
         const char *name;
@@ -262,13 +263,13 @@ int main() {
         }
         models++;
         for (int flash = 0; flash < 2; flash++) {
-            finds_all(model.get(), flash, one.n_masks);
+            roles_match_the_computed_values(model.get(), flash, one.n_masks);
         }
-        says_what_is_not_computed(model.get());
+        uncomputed_roles_are_reported(model.get());
         std::printf("%s\n", one.name);
     }
-    says_what_a_model_lacks("tiny-mla.gguf", role_v | role_v_idxs, "values");
-    says_what_a_model_lacks("tiny-mamba.gguf", wanted & ~role_layer_end, "attention");
+    roles_absent_in_a_model_are_named("tiny-mla.gguf", role_v | role_v_idxs, "values");
+    roles_absent_in_a_model_are_named("tiny-mamba.gguf", wanted & ~role_layer_end, "attention");
     if (!models && !failures) {
         skip("no model in KVTIER_LLAMA_MODELS");
     }

@@ -1,5 +1,5 @@
-// Blocks chosen by mask rewriting: what is not masked is computed as ever, what is masked is as if it
-// had been removed.
+// Block selection by masks: selected tokens give the same logits as without a policy, masked tokens have the
+// effect of removed ones.
 #include "watched.hpp"
 
 using namespace watch_test;
@@ -8,7 +8,7 @@ namespace {
 
 constexpr size_t n_prompt = 200, n_all = 240;
 
-// Logits of each token behind the prompt, without a watch.
+// Logits of each token after the prompt, without a watch.
 std::vector<std::vector<float>> plain(llama_model *model, const std::vector<llama_token> &tokens,
                                       const llama_context_params &p) {
     context_ptr ctx = open(model, p);
@@ -21,25 +21,25 @@ std::vector<std::vector<float>> plain(llama_model *model, const std::vector<llam
     return out;
 }
 
-void keep_all_is_plain(llama_model *model, bool flash, const char *spec, uint32_t block) {
-    const std::vector<llama_token> tokens = any_tokens(model, n_all);
-    const auto wanted = plain(model, tokens, params(1024, flash));
+void unreached_budget_changes_nothing(llama_model *model, bool flash, const char *spec, uint32_t block) {
+    const std::vector<llama_token> tokens = random_tokens(model, n_all);
+    const auto expected = plain(model, tokens, params(1024, flash));
     watched w(model, params(1024, flash));
     CHECK(w.policy(0, spec, block) == KVT_OK);
     CHECK(w.decode(tokens, 0, n_prompt) == KVT_OK);
     size_t equal = 0;
     for (size_t i = n_prompt; i < n_all; i++) {
         CHECK(w.decode(tokens, i, i + 1) == KVT_OK && w.rc == 0);
-        equal += logits(w.ctx.get()) == wanted[i - n_prompt];
+        equal += logits(w.ctx.get()) == expected[i - n_prompt];
     }
-    CHECK(equal == wanted.size());
+    CHECK(equal == expected.size());
     CHECK(w.stats().sparse_tokens == n_all - n_prompt && w.stats().masked_cells == 0);
     CHECK(w.stats().ended == 0 && kvt_llama_watch_fault(w.watch, nullptr) == KVT_OK);
     CHECK(w.is_exact());
 }
 
-// A policy of ours that takes every other block, and the last one.
-kvt_status_t take_even(void *, uint32_t, const kvt_rows_t *, const uint32_t *candidates, uint64_t n,
+// A custom policy that selects every second block, and the last one.
+kvt_status_t select_even_blocks(void *, uint32_t, const kvt_rows_t *, const uint32_t *candidates, uint64_t n,
                        const kvt_sparse_context_t *, uint32_t *ids, uint64_t *count_out) {
     *count_out = 0;
     for (uint64_t i = 0; i < n; i++) {
@@ -50,29 +50,29 @@ kvt_status_t take_even(void *, uint32_t, const kvt_rows_t *, const uint32_t *can
     return KVT_OK;
 }
 
-kvt_status_t is_told(void *, uint32_t, uint32_t, uint32_t, const kvt_rows_t *) {
+kvt_status_t ignore_keys(void *, uint32_t, uint32_t, uint32_t, const kvt_rows_t *) {
     return KVT_OK;
 }
 
-void count_up(void *user_data) {
+void count_destroy(void *user_data) {
     ++*static_cast<int *>(user_data);
 }
 
-kvt_sparse_custom_t even_blocks(const kvt_sparse_traits_t &traits, int &released) {
+kvt_sparse_custom_t even_blocks_policy(const kvt_sparse_traits_t &traits, int &released) {
     kvt_sparse_custom_t custom = KVT_SPARSE_CUSTOM_INIT;
     custom.traits = &traits;
-    custom.on_prefill_offload = is_told;
-    custom.select_blocks = take_even;
+    custom.on_prefill_offload = ignore_keys;
+    custom.select_blocks = select_even_blocks;
     custom.user_data = &released;
-    custom.destroy = count_up;
+    custom.destroy = count_destroy;
     return custom;
 }
 
-// What is masked in every layer is as if it had been removed from a sequence without a watch. Another
-// sequence holds on to the cells: free ones would be used for new tokens, in another order.
-void masked_is_removed(llama_model *model, llama_context_params p) {
+// Blocks masked in every layer equal blocks removed from a sequence without a watch. A second sequence
+// keeps the removed cells in use, so that new tokens do not reuse them in another order.
+void masked_blocks_equal_removed_blocks(llama_model *model, llama_context_params p) {
     constexpr size_t block = 16;
-    const std::vector<llama_token> tokens = any_tokens(model, n_all, 7);
+    const std::vector<llama_token> tokens = random_tokens(model, n_all, 7);
     int released = 0;
     {
         watched w(model, p);
@@ -82,7 +82,7 @@ void masked_is_removed(llama_model *model, llama_context_params p) {
         traits.scope = KVT_SCOPE_LAYER;
         traits.granularity = KVT_GRANULARITY_BLOCK;
         traits.flags = KVT_SPARSE_SELECTS;
-        const kvt_sparse_custom_t custom = even_blocks(traits, released);
+        const kvt_sparse_custom_t custom = even_blocks_policy(traits, released);
         kvt_llama_sparse_opts_t opts = {};
         opts.custom = &custom;
         CHECK(kvt_llama_watch_policy(w.watch, 0, &opts, &w.why) == KVT_OK);
@@ -91,13 +91,13 @@ void masked_is_removed(llama_model *model, llama_context_params p) {
         CHECK(decode(other.get(), tokens, 0, n_prompt));
         llama_memory_seq_cp(llama_get_memory(other.get()), 0, 1, -1, -1);
         const auto full = plain(model, tokens, p);
-        size_t equal = 0, differs_from_all = 0, gone = 0;
+        size_t equal = 0, differs_from_all = 0, removed = 0;
         for (size_t i = n_prompt; i < n_all; i++) {
-            for (; (gone + 2) * block <= i; gone++) {
-                if (gone % 2 == 1) {
+            for (; (removed + 2) * block <= i; removed++) {
+                if (removed % 2 == 1) {
                     CHECK(llama_memory_seq_rm(llama_get_memory(other.get()), 1,
-                                              (llama_pos) (gone * block),
-                                              (llama_pos) ((gone + 1) * block)));
+                                              (llama_pos) (removed * block),
+                                              (llama_pos) ((removed + 1) * block)));
                 }
             }
             CHECK(w.decode(tokens, i, i + 1) == KVT_OK);
@@ -112,7 +112,7 @@ void masked_is_removed(llama_model *model, llama_context_params p) {
         CHECK(stats.masked_cells > 0 && stats.masked_cells < stats.seen_cells);
         CHECK(released == 0);
 
-        // What was computed stays what it is without the policy, until the sequence is empty.
+        // Removing the policy does not make the sequence exact again; clearing the sequence does.
         CHECK(!w.is_exact() && w.evicted() == 0);
         CHECK(w.policy(0, nullptr) == KVT_OK && !w.is_exact() && w.is_exact(1));
         llama_memory_clear(llama_get_memory(w.ctx.get()), true);
@@ -121,9 +121,9 @@ void masked_is_removed(llama_model *model, llama_context_params p) {
     CHECK(released == 1);
 }
 
-// Queries of an earlier layer are wanted where there is none: the first layers see everything.
-void first_layers_see_all(llama_model *model) {
-    const std::vector<llama_token> tokens = any_tokens(model, n_all, 7);
+// A policy that selects by queries of an earlier layer cannot serve the first layer.
+void layers_without_earlier_queries_see_all(llama_model *model) {
+    const std::vector<llama_token> tokens = random_tokens(model, n_all, 7);
     const uint64_t layers = (uint64_t) llama_model_n_layer(model);
     int released = 0;
     watched w(model, params(1024, true));
@@ -134,7 +134,7 @@ void first_layers_see_all(llama_model *model) {
     traits.granularity = KVT_GRANULARITY_BLOCK;
     traits.flags = KVT_SPARSE_SELECTS;
     traits.ahead = 1;
-    const kvt_sparse_custom_t custom = even_blocks(traits, released);
+    const kvt_sparse_custom_t custom = even_blocks_policy(traits, released);
     kvt_llama_sparse_opts_t opts = KVT_LLAMA_SPARSE_OPTS_INIT;
     opts.custom = &custom;
     CHECK(kvt_llama_watch_policy(w.watch, 0, &opts, &w.why) == KVT_OK);
@@ -143,9 +143,9 @@ void first_layers_see_all(llama_model *model) {
     CHECK(w.stats().sparse_layers == layers - 1);
 }
 
-// Quest in one sequence, nothing in the other: the other is what it is beside a plain one.
-void others_are_untouched(llama_model *model, bool flash, bool unified) {
-    const std::vector<llama_token> a = any_tokens(model, n_all, 3), b = any_tokens(model, n_all, 4);
+// Quest in one sequence does not change the logits of another sequence.
+void other_sequences_are_unchanged(llama_model *model, bool flash, bool unified) {
+    const std::vector<llama_token> a = random_tokens(model, n_all, 3), b = random_tokens(model, n_all, 4);
     llama_context_params p = params(unified ? 1024 : 4096, flash);
     p.kv_unified = unified;
     watched w(model, p);
@@ -165,11 +165,10 @@ void others_are_untouched(llama_model *model, bool flash, bool unified) {
     CHECK(w.stats().masked_cells > 0 && w.stats().sparse_tokens == n_all - n_prompt);
 }
 
-// What is known of a sequence is known of what it was: another one is restored in its place, or its
-// end is taken back and written anew.
-void follows_the_cells(llama_model *model, bool flash) {
+// A state of another sequence is restored over this one; later the end is truncated and decoded again.
+void replaced_and_truncated_sequences_are_followed(llama_model *model, bool flash) {
     const char *spec = "quest(budget=64, share=bound, dense=0)";
-    const std::vector<llama_token> a = any_tokens(model, n_all, 5), b = any_tokens(model, n_all, 6);
+    const std::vector<llama_token> a = random_tokens(model, n_all, 5), b = random_tokens(model, n_all, 6);
     context_ptr maker = open(model, params(1024, flash));
     CHECK(decode(maker.get(), b, 0, n_prompt));
     std::vector<uint8_t> blob(llama_state_seq_get_size(maker.get(), 0));
@@ -193,26 +192,26 @@ void follows_the_cells(llama_model *model, bool flash) {
     CHECK(equal == n_all - n_prompt);
     CHECK(w.stats().rebuilds == 1 && fresh.stats().rebuilds == 0);
 
-    // Back to the prompt, and the same tokens again: the same logits.
+    // Truncates into the prompt and decodes the same tokens again.
     const std::vector<float> last = logits(w.ctx.get());
     CHECK(llama_memory_seq_rm(llama_get_memory(w.ctx.get()), 0, n_prompt - 40, -1));
     CHECK(w.decode(b, n_prompt - 40, n_prompt) == KVT_OK);
     for (size_t i = n_prompt; i < n_all; i++) {
         CHECK(w.decode(b, i, i + 1) == KVT_OK);
     }
-    // Tokens that are computed in another batch than before differ in their last bits.
+    // Tokens decoded in another batch differ in their last bits.
     const std::vector<float> again = logits(w.ctx.get());
-    float most = 0;
+    float max_difference = 0;
     for (size_t i = 0; i < last.size() && i < again.size(); i++) {
-        most = std::max(most, std::abs(last[i] - again[i]));
+        max_difference = std::max(max_difference, std::abs(last[i] - again[i]));
     }
-    std::printf("  after taking back and writing again: %g\n", most);
+    std::printf("  after truncating and decoding again: %g\n", max_difference);
     CHECK(w.stats().ended == 0 && w.stats().rebuilds == 1);
 }
 
-// The share of the attention that a choice has, and choices by earlier queries.
-void audits(llama_model *model) {
-    const std::vector<llama_token> tokens = any_tokens(model, n_all, 8);
+// Audits measure the attention in the selected blocks. Selection by earlier queries works.
+void larger_budget_has_more_attention(llama_model *model) {
+    const std::vector<llama_token> tokens = random_tokens(model, n_all, 8);
     double masses[2];
     const char *const specs[] = {"quest(budget=160, share=bound, dense=0)",
                                  "quest(budget=48, share=bound, dense=0)"};
@@ -229,7 +228,7 @@ void audits(llama_model *model) {
         masses[i] = (double) stats.audited_mass / 1e6 / (double) n;
         CHECK(masses[i] > 0 && masses[i] <= 1.0001);
     }
-    std::printf("  attention chosen: %.3f of 160 tokens, %.3f of 48\n", masses[0], masses[1]);
+    std::printf("  attention in selected blocks: %.3f with 160 tokens, %.3f with 48\n", masses[0], masses[1]);
     CHECK(masses[0] > masses[1]);
 
     watched w(model, params(1024, true));
@@ -241,10 +240,10 @@ void audits(llama_model *model) {
     CHECK(w.stats().masked_cells > 0 && w.stats().ended == 0);
 }
 
-// Layers with a window see what they see; the others choose as soon as the context is longer.
-void windows_are_left_alone(llama_model *model) {
+// Only layers without a window select, once the context is longer than the budget.
+void windowed_layers_are_not_masked(llama_model *model) {
     const size_t window = (size_t) llama_model_n_swa(model), n = window + 70;
-    const std::vector<llama_token> tokens = any_tokens(model, n + 10, 9);
+    const std::vector<llama_token> tokens = random_tokens(model, n + 10, 9);
     watched w(model, params(2048, true));
     CHECK(w.policy(0, "quest(budget=64, share=bound, dense=0)") == KVT_OK);
     for (size_t at = 0; at < n; at += 256) {
@@ -254,7 +253,7 @@ void windows_are_left_alone(llama_model *model) {
         CHECK(w.decode(tokens, i, i + 1) == KVT_OK && w.rc == 0);
     }
     const kvt_llama_watch_stats_t stats = w.stats();
-    std::printf("  window %zu: %llu of %d layers choose\n", window,
+    std::printf("  window %zu: %llu of %d layers select\n", window,
                 (unsigned long long) stats.sparse_layers / 10, llama_model_n_layer(model));
     CHECK(stats.ended == 0 && stats.sparse_layers > 0 && stats.sparse_layers % 10 == 0);
     CHECK(stats.sparse_layers < 10 * (uint64_t) llama_model_n_layer(model));
@@ -272,28 +271,28 @@ int main() {
         }
         models++;
         std::printf("%s\n", name);
-        // A real model shows that it holds there; the rest is cheaper with tiny ones.
+        // The real model runs the two main tests; the others run on tiny models.
         if (name[0] != 't') {
-            keep_all_is_plain(model.get(), true, "quest(budget=4096)", 0);
-            masked_is_removed(model.get(), params(1024, true));
+            unreached_budget_changes_nothing(model.get(), true, "quest(budget=4096)", 0);
+            masked_blocks_equal_removed_blocks(model.get(), params(1024, true));
             continue;
         }
         for (const bool flash : {false, true}) {
-            keep_all_is_plain(model.get(), flash, "quest(budget=4096)", 0);
-            keep_all_is_plain(model.get(), flash, "full", 16);
-            masked_is_removed(model.get(), params(1024, flash));
-            first_layers_see_all(model.get());
-            others_are_untouched(model.get(), flash, true);
-            others_are_untouched(model.get(), flash, false);
-            follows_the_cells(model.get(), flash);
+            unreached_budget_changes_nothing(model.get(), flash, "quest(budget=4096)", 0);
+            unreached_budget_changes_nothing(model.get(), flash, "full", 16);
+            masked_blocks_equal_removed_blocks(model.get(), params(1024, flash));
+            layers_without_earlier_queries_see_all(model.get());
+            other_sequences_are_unchanged(model.get(), flash, true);
+            other_sequences_are_unchanged(model.get(), flash, false);
+            replaced_and_truncated_sequences_are_followed(model.get(), flash);
         }
-        // Keys of eight bits are read as well.
+        // 8-bit keys are read, too.
         llama_context_params p = params(1024, true);
         p.type_k = p.type_v = GGML_TYPE_Q8_0;
-        masked_is_removed(model.get(), p);
-        audits(model.get());
+        masked_blocks_equal_removed_blocks(model.get(), p);
+        larger_budget_has_more_attention(model.get());
     }
-    // Windows see what they see; of what they forget nothing is chosen.
+    // Models with windowed layers.
     for (const char *name : {"tiny-swa.gguf", "gemma3.gguf"}) {
         model_ptr model = load(name);
         if (!model) {
@@ -302,10 +301,10 @@ int main() {
         models++;
         std::printf("%s\n", name);
         if (name[0] == 't') {
-            keep_all_is_plain(model.get(), false, "quest(budget=4096)", 0);
-            keep_all_is_plain(model.get(), true, "quest(budget=4096)", 0);
+            unreached_budget_changes_nothing(model.get(), false, "quest(budget=4096)", 0);
+            unreached_budget_changes_nothing(model.get(), true, "quest(budget=4096)", 0);
         }
-        windows_are_left_alone(model.get());
+        windowed_layers_are_not_masked(model.get());
     }
     if (!models && !failures) {
         skip("no model in KVTIER_LLAMA_MODELS");

@@ -1,4 +1,4 @@
-// A context with a watch on it, and batches decoded through it.
+// A context with a watch, and decoding through the watch.
 #ifndef KVTIER_LLAMA_TESTS_WATCH_WATCHED_HPP
 #define KVTIER_LLAMA_TESTS_WATCH_WATCHED_HPP
 
@@ -38,9 +38,9 @@ struct watched {
         return kvt_llama_watch_policy(watch, seq, &opts, &why);
     }
 
-    // Tokens [first, last) of a sequence in one batch; logits of the last.
+    // Decodes tokens [first, last) in one batch, with logits of the last one.
     kvt_status_t decode(const std::vector<llama_token> &tokens, size_t first, size_t last,
-                        llama_seq_id seq = 0, bool is_asked = true) {
+                        llama_seq_id seq = 0, bool wants_logits = true) {
         const size_t n = last - first;
         llama_batch batch = llama_batch_init((int32_t) n, 0, 1);
         batch.n_tokens = (int32_t) n;
@@ -49,12 +49,12 @@ struct watched {
             batch.pos[i] = (llama_pos) (first + i);
             batch.n_seq_id[i] = 1;
             batch.seq_id[i][0] = seq;
-            batch.logits[i] = is_asked && i + 1 == n;
+            batch.logits[i] = wants_logits && i + 1 == n;
         }
         const kvt_status_t status = kvt_llama_watch_decode(watch, batch, &rc, &why);
         llama_batch_free(batch);
         if (status != KVT_OK) {
-            std::printf("  said: %s\n", why.text);
+            std::printf("  message: %s\n", why.text);
         }
         return status;
     }
@@ -78,14 +78,14 @@ struct watched {
     }
 };
 
-// Tokens that mean nothing, the same in every run.
-inline std::vector<llama_token> any_tokens(const llama_model *model, size_t n, uint32_t seed = 1) {
+// Pseudorandom tokens, equal in every run.
+inline std::vector<llama_token> random_tokens(const llama_model *model, size_t n, uint32_t seed = 1) {
     const uint32_t n_vocab = (uint32_t) llama_vocab_n_tokens(llama_model_get_vocab(model));
-    const uint32_t most = std::min(n_vocab, 30000u);
+    const uint32_t limit = std::min(n_vocab, 30000u);
     std::vector<llama_token> out;
     for (size_t i = 0; i < n; i++) {
         seed = seed * 1664525u + 1013904223u;
-        out.push_back((llama_token) (most / 8 + (seed >> 8) % (most / 2)));
+        out.push_back((llama_token) (limit / 8 + (seed >> 8) % (limit / 2)));
     }
     return out;
 }

@@ -1,4 +1,4 @@
-// Contexts of one model that decode at once do not disturb each other.
+// Contexts of one model decode at the same time with the right bits.
 #include "weights/run.hpp"
 
 #include <thread>
@@ -53,7 +53,7 @@ static std::vector<float> run_batches(const std::string &path, uint32_t ubatch) 
     return all;
 }
 
-static void check_threads(const std::string &path, uint64_t budget_bytes) {
+static void contexts_on_two_threads_give_the_same_bits(const std::string &path, uint64_t budget_bytes) {
     Pair pair;
     pair.open(path, budget_bytes);
     const std::vector<float> plain = run_batches(path, pair.params[0].n_ubatch);
@@ -70,18 +70,18 @@ static void check_threads(const std::string &path, uint64_t budget_bytes) {
     pair.close();
 }
 
-/// One thread, tokens of both in turn; then one ends, and another takes its place.
-static void check_turns(const std::string &path, uint64_t budget_bytes) {
+/// One thread decodes in two contexts in turn. Then one context is freed, and a new one takes its slot.
+static void freed_context_can_be_replaced(const std::string &path, uint64_t budget_bytes) {
     Pair pair;
     pair.open(path, budget_bytes);
     const std::vector<llama_token> tokens = tokens_of(pair.s.model, 16);
-    const int32_t words = llama_vocab_n_tokens(llama_model_get_vocab(pair.s.model));
+    const int32_t vocab_size = llama_vocab_n_tokens(llama_model_get_vocab(pair.s.model));
     for (uint32_t i = 0; i < 16; i++) {
         std::vector<float> logits[2];
         for (int c = 0; c < 2; c++) {
             CHECK(decode(pair.ctx[c], &tokens[i], 1, i) == 0);
             const float *row = llama_get_logits_ith(pair.ctx[c], -1);
-            logits[c].assign(row, row + words);
+            logits[c].assign(row, row + vocab_size);
         }
         CHECK(same(logits[0], logits[1]));
     }
@@ -97,15 +97,15 @@ static void check_turns(const std::string &path, uint64_t budget_bytes) {
 
 int main(int argc, char **argv) {
     CHECK(argc == 2);
-    llama_log_set(quiet, nullptr);
+    llama_log_set(log_errors, nullptr);
     llama_backend_init();
     const std::string path = model_path(argv[1]);
     const Sizes sizes = sizes_of(path, 3);
-    // Room for the experts of two tokens.
-    const uint64_t room = sizes.experts ? sizes.model_bytes / 4 : 64u << 10;
-    check_threads(path, sizes.floor_bytes + room);
-    check_threads(path, sizes.model_bytes * 2);
-    check_turns(path, sizes.floor_bytes + room);
+    // Slack for the experts of two tokens.
+    const uint64_t slack = sizes.experts ? sizes.model_bytes / 4 : 64u << 10;
+    contexts_on_two_threads_give_the_same_bits(path, sizes.floor_bytes + slack);
+    contexts_on_two_threads_give_the_same_bits(path, sizes.model_bytes * 2);
+    freed_context_can_be_replaced(path, sizes.floor_bytes + slack);
     llama_backend_free();
     return 0;
 }

@@ -1,4 +1,4 @@
-// Files that are damaged, cut or changed end a decode with words, and never a process.
+// A damaged, truncated or changed file fails the decode with a message. It never ends the process.
 #include "weights/run.hpp"
 
 #include <cmath>
@@ -6,7 +6,7 @@
 #include <fstream>
 #include <unistd.h>
 
-static std::string given, copied;
+static std::string original, copy_path;
 static const Shape shape = [] {
     Shape made;
     made.prompt = 8;
@@ -15,15 +15,15 @@ static const Shape shape = [] {
 }();
 
 static void copy_model() {
-    std::ifstream from(given, std::ios::binary);
-    std::ofstream to(copied, std::ios::binary | std::ios::trunc);
+    std::ifstream from(original, std::ios::binary);
+    std::ofstream to(copy_path, std::ios::binary | std::ios::trunc);
     to << from.rdbuf();
     CHECK(to.good());
 }
 
 static kvt_llama_weights_opts_t opts_of(const Sizes &sizes, uint32_t flags) {
     kvt_llama_weights_opts_t opts = KVT_LLAMA_WEIGHTS_OPTS_INIT;
-    opts.model_path = copied.c_str();
+    opts.model_path = copy_path.c_str();
     opts.budget_bytes = sizes.floor_bytes + (256u << 10);
     opts.flags = flags;
     return opts;
@@ -40,27 +40,27 @@ static Streamed start(const Sizes &sizes, uint32_t flags) {
     return s;
 }
 
-static void check_cut(const Sizes &sizes) {
+static void truncated_file_fails_the_decode(const Sizes &sizes) {
     copy_model();
     Streamed s = start(sizes, 0);
     const llama_token token = 7;
-    CHECK(truncate(copied.c_str(), static_cast<off_t>(file_bytes(copied) / 2)) == 0);
+    CHECK(truncate(copy_path.c_str(), static_cast<off_t>(file_bytes(copy_path) / 2)) == 0);
     CHECK(decode(s.ctx, &token, 1, 1) == 2);
     CHECK(decode(s.ctx, &token, 1, 1) == 2);
     CHECK_IS(kvt_llama_weights_error(s.weights, &why), KVT_E_CORRUPT);
-    CHECK(std::strstr(why.text, copied.c_str()));
+    CHECK(std::strstr(why.text, copy_path.c_str()));
     CHECK_IS(kvt_llama_weights_error(s.weights, &why), KVT_OK);
-    // It is not what it was: nothing is computed with it any more.
+    // The file stays refused after the error was read.
     CHECK(decode(s.ctx, &token, 1, 1) == 2);
     CHECK_IS(kvt_llama_weights_error(s.weights, &why), KVT_E_CORRUPT);
     CHECK(s.stats().failed_decodes == 2);
     s.close();
 }
 
-/// A byte in the middle of the weights becomes another, and the file says nothing of it.
-static void damage(uint64_t at) {
+/// Flips a bit of the weights and keeps the file's times, so that only a checksum finds the change.
+static void change_byte(uint64_t at) {
     struct stat was {};
-    const int file = open(copied.c_str(), O_RDWR);
+    const int file = open(copy_path.c_str(), O_RDWR);
     uint8_t byte = 0;
     CHECK(file >= 0 && fstat(file, &was) == 0 && pread(file, &byte, 1, static_cast<off_t>(at)) == 1);
     byte ^= 1;
@@ -69,9 +69,9 @@ static void damage(uint64_t at) {
     CHECK(futimens(file, times) == 0 && close(file) == 0);
 }
 
-/// Where a layer's weights begin that every token uses.
+/// Offset of weights that every token uses.
 static uint64_t weight_offset() {
-    const kvt_str_t text = {copied.c_str(), copied.size()};
+    const kvt_str_t text = {copy_path.c_str(), copy_path.size()};
     kvt_model_t *model = nullptr;
     CHECK(kvt_model_open(&text, 1, sizeof text, &model, nullptr) == KVT_OK);
     uint32_t number = 0;
@@ -83,38 +83,38 @@ static uint64_t weight_offset() {
     return offset;
 }
 
-static void check_damage(const Sizes &sizes) {
+static void verify_finds_a_changed_byte(const Sizes &sizes) {
     copy_model();
     const uint64_t at = weight_offset() + 100;
-    const std::string sums = copied + ".kvtsum";
+    const std::string sums = copy_path + ".kvtsum";
     Streamed s = start(sizes, KVT_LLAMA_WEIGHTS_VERIFY);
     const llama_token token = 7;
-    damage(at);
-    // Slots may have it from before still: some decodes later all has been read again.
+    change_byte(at);
+    // Slots may still hold the old bytes; after some decodes all weights were read again.
     int result = 0;
     for (uint32_t i = 1; i < 6 && result == 0; i++) {
         result = decode(s.ctx, &token, 1, i);
     }
     CHECK(result == 2);
     CHECK_IS(kvt_llama_weights_error(s.weights, &why), KVT_E_CORRUPT);
-    CHECK(std::strstr(why.text, copied.c_str()));
-    // As it was before, it is used again: what is read is compared, not what is remembered.
-    damage(at);
+    CHECK(std::strstr(why.text, copy_path.c_str()));
+    // With the old byte back, decodes succeed: each read is verified, an earlier failure is not remembered.
+    change_byte(at);
     CHECK(llama_memory_seq_rm(llama_get_memory(s.ctx), 0, -1, -1));
     CHECK(decode(s.ctx, &token, 1, 0) == 0);
     s.close();
     CHECK(std::remove(sums.c_str()) == 0);
 }
 
-static bool never(void *) { return false; }
-static bool always(void *) { return true; }
+static bool never_abort(void *) { return false; }
+static bool always_abort(void *) { return true; }
 
-/// Who takes the abort callback away gets no result, and the words.
-static void check_no_abort(const Sizes &sizes) {
+/// If the caller replaces the abort callback, logits are NaN, and the error has its message.
+static void fault_without_abort_callback_gives_nan(const Sizes &sizes) {
     copy_model();
     Streamed s = start(sizes, 0);
-    llama_set_abort_callback(s.ctx, never, nullptr);
-    CHECK(truncate(copied.c_str(), static_cast<off_t>(file_bytes(copied) / 2)) == 0);
+    llama_set_abort_callback(s.ctx, never_abort, nullptr);
+    CHECK(truncate(copy_path.c_str(), static_cast<off_t>(file_bytes(copy_path) / 2)) == 0);
     const llama_token token = 7;
     CHECK(decode(s.ctx, &token, 1, 1) == 0);
     CHECK(std::isnan(llama_get_logits_ith(s.ctx, -1)[0]));
@@ -134,8 +134,8 @@ static bool count(ggml_tensor *node, bool ask, void *data) {
     return ask ? mine : true;
 }
 
-/// Callbacks of the caller go on as if they were alone.
-static void check_callbacks(const Sizes &sizes) {
+/// The caller's cb_eval and abort_callback still work.
+static void callbacks_of_the_caller_are_called(const Sizes &sizes) {
     copy_model();
     Streamed s;
     s.open(opts_of(sizes, 0));
@@ -152,7 +152,7 @@ static void check_callbacks(const Sizes &sizes) {
     llama_free(s.ctx);
     CHECK(kvt_llama_weights_context_end(s.weights, &s.params) == KVT_OK);
     s.params = context_params(shape);
-    s.params.abort_callback = always;
+    s.params.abort_callback = always_abort;
     CHECK_IS(kvt_llama_weights_context(s.weights, &s.params, &why), KVT_OK);
     s.ctx = llama_init_from_model(s.model, s.params);
     CHECK(decode(s.ctx, &token, 1, 0) == 2);
@@ -160,16 +160,16 @@ static void check_callbacks(const Sizes &sizes) {
     s.close();
 }
 
-/// Files that are none, or cut before they are opened.
-static void check_bad_files(const Sizes &sizes) {
+/// Files truncated before the open, and a missing file.
+static void invalid_files_are_refused(const Sizes &sizes) {
     copy_model();
     kvt_llama_weights_t *none = nullptr;
     kvt_llama_weights_opts_t opts = opts_of(sizes, 0);
-    CHECK(truncate(copied.c_str(), static_cast<off_t>(file_bytes(copied) - 5000)) == 0);
+    CHECK(truncate(copy_path.c_str(), static_cast<off_t>(file_bytes(copy_path) - 5000)) == 0);
     CHECK_IS(kvt_llama_weights_open(&opts, &none, &why), KVT_E_CORRUPT);
-    CHECK(truncate(copied.c_str(), 100) == 0);
+    CHECK(truncate(copy_path.c_str(), 100) == 0);
     CHECK_IS(kvt_llama_weights_open(&opts, &none, &why), KVT_E_CORRUPT);
-    CHECK(std::remove(copied.c_str()) == 0);
+    CHECK(std::remove(copy_path.c_str()) == 0);
     CHECK_IS(kvt_llama_weights_open(&opts, &none, &why), KVT_E_NOT_FOUND);
     CHECK(why.text[0] && !none);
 }
@@ -178,16 +178,16 @@ int main(int argc, char **argv) {
     CHECK(argc == 2);
     llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
     llama_backend_init();
-    given = model_path(argv[1]);
+    original = model_path(argv[1]);
     char folder[] = "weights-faults-XXXXXX";
     CHECK(mkdtemp(folder));
-    copied = std::string(folder) + "/model.gguf";
-    const Sizes sizes = sizes_of(given);
-    check_cut(sizes);
-    check_damage(sizes);
-    check_no_abort(sizes);
-    check_callbacks(sizes);
-    check_bad_files(sizes);
+    copy_path = std::string(folder) + "/model.gguf";
+    const Sizes sizes = sizes_of(original);
+    truncated_file_fails_the_decode(sizes);
+    verify_finds_a_changed_byte(sizes);
+    fault_without_abort_callback_gives_nan(sizes);
+    callbacks_of_the_caller_are_called(sizes);
+    invalid_files_are_refused(sizes);
     CHECK(rmdir(folder) == 0);
     llama_backend_free();
     return 0;

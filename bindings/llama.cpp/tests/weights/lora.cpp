@@ -1,4 +1,4 @@
-// Adapters (LoRA) stay the engine's own, and act on streamed weights as on others.
+// LoRA adapters are loaded by the engine and give the same bits on streamed weights.
 #include "weights/run.hpp"
 
 #include <gguf.h>
@@ -6,7 +6,7 @@
 
 static const Shape shape;
 
-/// An adapter of rank 4 for the queries of two layers.
+/// Writes an adapter of rank 4 for the query weights of two layers.
 static void write_adapter(const std::string &path, int64_t width, int64_t queries) {
     ggml_init_params memory = {16u << 20, nullptr, false};
     ggml_context *ctx = ggml_init(memory);
@@ -44,7 +44,7 @@ static std::vector<float> run_adapted(llama_model *model, llama_context *ctx, co
 
 int main(int argc, char **argv) {
     CHECK(argc == 2);
-    llama_log_set(quiet, nullptr);
+    llama_log_set(log_errors, nullptr);
     llama_backend_init();
     const std::string path = model_path(argv[1]);
     const Sizes sizes = sizes_of(path);

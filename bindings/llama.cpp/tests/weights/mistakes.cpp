@@ -1,4 +1,4 @@
-// What is done in the wrong order, or with the wrong things, is refused with words.
+// Calls in the wrong order or with invalid arguments are refused with a message.
 #include "weights/run.hpp"
 
 #include <fstream>
@@ -20,7 +20,7 @@ static void check_refused(const kvt_llama_weights_opts_t &opts, kvt_status_t sta
     CHECK(!none && std::strstr(why.text, word));
 }
 
-static void check_opts(uint64_t budget_bytes) {
+static void invalid_options_are_refused(uint64_t budget_bytes) {
     kvt_llama_weights_opts_t opts = opts_of(budget_bytes);
     opts.model_path = nullptr;
     check_refused(opts, KVT_E_INVALID, "model_path");
@@ -29,7 +29,7 @@ static void check_opts(uint64_t budget_bytes) {
     check_refused(opts, KVT_E_INVALID, "flags");
     opts = opts_of(budget_bytes);
     opts.flags = KVT_LLAMA_WEIGHTS_IN_PLACE | KVT_LLAMA_WEIGHTS_NOT_IN_PLACE;
-    check_refused(opts, KVT_E_INVALID, "in place");
+    check_refused(opts, KVT_E_INVALID, "IN_PLACE");
     opts = opts_of(budget_bytes);
     opts.contexts = 1000;
     check_refused(opts, KVT_E_LIMIT, "contexts");
@@ -42,8 +42,8 @@ static void check_opts(uint64_t budget_bytes) {
     CHECK(!kvt_llama_weights_stream(nullptr));
 }
 
-/// The engine's own loader, with parameters of ours.
-static void check_own_load(uint64_t budget_bytes) {
+/// The engine's loader with the params of kvt_llama_weights_params, instead of kvt_llama_weights_load.
+static void engine_loader_with_our_params_gives_the_same_bits(uint64_t budget_bytes) {
     Streamed s;
     s.open(opts_of(budget_bytes));
     llama_context_params early = context_params(shape);
@@ -67,8 +67,8 @@ static void check_own_load(uint64_t budget_bytes) {
     s.close();
 }
 
-/// Who changes parameters, and then loads nothing, can still close.
-static void check_no_load(uint64_t budget_bytes) {
+/// A caller may take the params and load nothing.
+static void close_works_without_a_load(uint64_t budget_bytes) {
     Streamed s;
     s.open(opts_of(budget_bytes));
     llama_model_params params = llama_model_default_params();
@@ -76,8 +76,8 @@ static void check_no_load(uint64_t budget_bytes) {
     CHECK_IS(kvt_llama_weights_close(&s.weights, &why), KVT_OK);
 }
 
-/// n_ubatch 0 is n_batch to the engine: with few slots for experts it becomes what fits.
-static void check_no_ubatch(uint64_t budget_bytes) {
+/// The engine takes n_ubatch = 0 as n_batch. With few expert slots the adapter lowers it.
+static void zero_ubatch_becomes_a_size_that_fits(uint64_t budget_bytes) {
     Streamed s;
     s.open(opts_of(budget_bytes));
     s.load();
@@ -88,17 +88,17 @@ static void check_no_ubatch(uint64_t budget_bytes) {
     s.close();
 }
 
-/// Another file under the name: neither its headers nor its weights are taken.
-static void check_other_file(uint64_t budget_bytes) {
-    const std::string given = path;
+/// Another file with the same path is used neither for headers nor for weights.
+static void replaced_file_is_refused(uint64_t budget_bytes) {
+    const std::string original = path;
     path = "other-" + std::to_string(getpid()) + ".gguf";
     for (const bool is_own_load : {false, true}) {
-        CHECK(symlink(given.c_str(), path.c_str()) == 0);
+        CHECK(symlink(original.c_str(), path.c_str()) == 0);
         Streamed s;
         s.open(opts_of(budget_bytes));
         CHECK(unlink(path.c_str()) == 0);
         {
-            std::ifstream from(given, std::ios::binary);
+            std::ifstream from(original, std::ios::binary);
             std::ofstream to(path, std::ios::binary);
             to << from.rdbuf();
         }
@@ -116,10 +116,10 @@ static void check_other_file(uint64_t budget_bytes) {
         CHECK_IS(kvt_llama_weights_close(&s.weights, &why), KVT_OK);
         CHECK(unlink(path.c_str()) == 0);
     }
-    path = given;
+    path = original;
 }
 
-static void check_order(uint64_t budget_bytes) {
+static void calls_in_the_wrong_order_are_refused(uint64_t budget_bytes) {
     Streamed s;
     s.open(opts_of(budget_bytes));
     s.load();
@@ -136,7 +136,7 @@ static void check_order(uint64_t budget_bytes) {
     llama_free(s.ctx);
     CHECK_IS(kvt_llama_weights_close(&s.weights, &why), KVT_E_BUSY);
     llama_model_free(s.model);
-    // Another model may follow, with the same weights.
+    // After the model is freed, the same handle loads another one.
     s.load();
     CHECK(kvt_llama_weights_context_end(s.weights, &s.params) != KVT_E_INVALID);
     s.context(shape);
@@ -144,37 +144,37 @@ static void check_order(uint64_t budget_bytes) {
     s.close();
 }
 
-static bool stop_half(float part, void *data) {
+static bool cancel_load(float part, void *data) {
     *static_cast<float *>(data) = part;
     return false;
 }
 
-static bool go_on(float part, void *data) {
+static bool record_progress(float part, void *data) {
     auto &last = *static_cast<float *>(data);
     CHECK(part >= last && part <= 1.0f);
     last = part;
     return true;
 }
 
-static void check_progress(uint64_t budget_bytes) {
+static void progress_callback_can_cancel_the_load(uint64_t budget_bytes) {
     Streamed s;
     s.open(opts_of(budget_bytes));
     llama_model_params params = llama_model_default_params();
     float last = -1;
     params.progress_callback_user_data = &last;
-    params.progress_callback = stop_half;
+    params.progress_callback = cancel_load;
     CHECK_IS(kvt_llama_weights_load(s.weights, &params, &s.model, &why), KVT_E_CANCELLED);
     CHECK(!s.model && last >= 0);
     last = 0;
-    params.progress_callback = go_on;
+    params.progress_callback = record_progress;
     CHECK_IS(kvt_llama_weights_load(s.weights, &params, &s.model, &why), KVT_OK);
     CHECK(last == 1.0f);
     s.context(shape);
     s.close();
 }
 
-/// A budget of the caller's, which others use too.
-static void check_shared_budget(uint64_t budget_bytes) {
+/// The caller's budget, which needs the caller's runtime.
+static void shared_budget_is_respected(uint64_t budget_bytes) {
     kvt_runtime_t *runtime = nullptr;
     kvt_runtime_opts_t runtime_opts = KVT_RUNTIME_OPTS_INIT;
     CHECK(kvt_runtime_open(&runtime_opts, &runtime, nullptr) == KVT_OK);
@@ -200,18 +200,18 @@ static void check_shared_budget(uint64_t budget_bytes) {
 
 int main(int argc, char **argv) {
     CHECK(argc == 2);
-    llama_log_set(quiet, nullptr);
+    llama_log_set(log_errors, nullptr);
     llama_backend_init();
     path = model_path(argv[1]);
     const uint64_t budget_bytes = sizes_of(path).floor_bytes + (256u << 10);
-    check_opts(budget_bytes);
-    check_own_load(budget_bytes);
-    check_no_load(budget_bytes);
-    check_no_ubatch(budget_bytes);
-    check_other_file(budget_bytes);
-    check_order(budget_bytes);
-    check_progress(budget_bytes);
-    check_shared_budget(budget_bytes);
+    invalid_options_are_refused(budget_bytes);
+    engine_loader_with_our_params_gives_the_same_bits(budget_bytes);
+    close_works_without_a_load(budget_bytes);
+    zero_ubatch_becomes_a_size_that_fits(budget_bytes);
+    replaced_file_is_refused(budget_bytes);
+    calls_in_the_wrong_order_are_refused(budget_bytes);
+    progress_callback_can_cancel_the_load(budget_bytes);
+    shared_budget_is_respected(budget_bytes);
     llama_backend_free();
     return 0;
 }

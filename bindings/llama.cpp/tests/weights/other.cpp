@@ -1,4 +1,4 @@
-// Another engine than the one that the adapter was compiled for is refused, with both versions.
+// An adapter compiled for another engine version is refused; the message names both versions.
 #include "weights/run.hpp"
 
 int main(int argc, char **argv) {

@@ -1,4 +1,4 @@
-/* The program of the header, in C. */
+/* The example of llama_weights.h, as a C program. */
 #include <kvtier/llama_weights.h>
 
 #include <stdio.h>
@@ -17,7 +17,7 @@ int main(int argc, char **argv) {
     snprintf(path, sizeof path, "%s/%s.gguf", models ? models : ".", argc > 1 ? argv[1] : "");
     FILE *file = fopen(path, "rb");
     if (!file) {
-        printf("SKIP: there is no %s\n", path);
+        printf("SKIP: no model %s\n", path);
         return 77;
     }
     fclose(file);

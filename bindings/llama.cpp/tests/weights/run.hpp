@@ -1,4 +1,4 @@
-// What tests of streamed weights share: models, runs, comparisons.
+// Shared by the tests of streamed weights: models, runs, comparisons.
 #ifndef WEIGHTS_RUN_HPP
 #define WEIGHTS_RUN_HPP
 
@@ -14,7 +14,7 @@
 #define CHECK(holds)                                                                                         \
     do {                                                                                                     \
         if (!(holds)) {                                                                                      \
-            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #holds);                         \
+            std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #holds);                         \
             std::exit(1);                                                                                    \
         }                                                                                                    \
     } while (0)
@@ -29,7 +29,7 @@
         }                                                                                                    \
     } while (0)
 
-/// Words of what was done last.
+/// The message of the last call.
 inline kvt_llama_why_t why;
 
 inline std::string model_path(const char *name) {
@@ -37,7 +37,7 @@ inline std::string model_path(const char *name) {
     const std::string path = std::string(models ? models : ".") + "/" + name + ".gguf";
     struct stat found {};
     if (stat(path.c_str(), &found) != 0) {
-        std::printf("SKIP: there is no %s\n", path.c_str());
+        std::printf("SKIP: no model %s\n", path.c_str());
         std::exit(77);
     }
     return path;
@@ -49,7 +49,7 @@ inline uint64_t file_bytes(const std::string &path) {
     return static_cast<uint64_t>(found.st_size);
 }
 
-inline void quiet(ggml_log_level level, const char *text, void *) {
+inline void log_errors(ggml_log_level level, const char *text, void *) {
     if (level == GGML_LOG_LEVEL_ERROR || std::getenv("WEIGHTS_TEST_LOG")) {
         std::fputs(text, stderr);
     }
@@ -59,14 +59,14 @@ struct Shape {
     uint32_t prompt = 96, ubatch = 32, decodes = 6, threads = 1;
 };
 
-/// Tokens that depend on nothing but their number.
+/// Pseudorandom tokens, equal in every run.
 inline std::vector<llama_token> tokens_of(const llama_model *model, uint32_t count) {
-    const uint32_t words = static_cast<uint32_t>(llama_vocab_n_tokens(llama_model_get_vocab(model)));
+    const uint32_t vocab_size = static_cast<uint32_t>(llama_vocab_n_tokens(llama_model_get_vocab(model)));
     std::vector<llama_token> tokens(count);
     uint32_t state = 12345;
     for (llama_token &token : tokens) {
         state = state * 1103515245u + 12345u;
-        token = static_cast<llama_token>((state >> 8) % words);
+        token = static_cast<llama_token>((state >> 8) % vocab_size);
     }
     return tokens;
 }
@@ -81,7 +81,7 @@ inline llama_context_params context_params(const Shape &shape) {
     return params;
 }
 
-/// One decode; 0 as the engine says it.
+/// One decode, with logits of the last token. Returns the result of llama_decode.
 inline int decode(llama_context *ctx, const llama_token *tokens, uint32_t count, uint32_t position) {
     llama_batch batch = llama_batch_init(static_cast<int32_t>(count), 0, 1);
     batch.n_tokens = static_cast<int32_t>(count);
@@ -97,9 +97,9 @@ inline int decode(llama_context *ctx, const llama_token *tokens, uint32_t count,
     return result;
 }
 
-/// Logits after the prompt and after each further token.
+/// Logits after the prompt and after each further token; empty if a decode fails.
 inline std::vector<float> run(const llama_model *model, llama_context *ctx, const Shape &shape) {
-    const int32_t words = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    const int32_t vocab_size = llama_vocab_n_tokens(llama_model_get_vocab(model));
     const std::vector<llama_token> tokens = tokens_of(model, shape.prompt + shape.decodes);
     std::vector<float> all;
     for (uint32_t i = 0; i <= shape.decodes; i++) {
@@ -110,12 +110,12 @@ inline std::vector<float> run(const llama_model *model, llama_context *ctx, cons
             return {};
         }
         const float *logits = llama_get_logits_ith(ctx, -1);
-        all.insert(all.end(), logits, logits + words);
+        all.insert(all.end(), logits, logits + vocab_size);
     }
     return all;
 }
 
-/// The same model as the engine loads it, without other layouts of weights.
+/// Loads the model without the adapter and without repacked weights.
 inline llama_model *load_plain(const std::string &path) {
     llama_model_params params = llama_model_default_params();
     params.use_extra_bufts = false;
@@ -135,7 +135,7 @@ inline std::vector<float> run_plain(const std::string &path, const Shape &shape)
     return all;
 }
 
-/// What the model takes at least, by what the library says, and what its layers are.
+/// Sizes of a model: the smallest budget that kvt_model_plan accepts, layers, weights, experts.
 struct Sizes {
     uint64_t floor_bytes = 0, layers_bytes = 0, model_bytes = 0;
     uint32_t experts = 0;
@@ -173,7 +173,7 @@ inline Sizes sizes_of(const std::string &path, uint32_t slots = 2) {
     return sizes;
 }
 
-/// A model with streamed weights.
+/// A model with streamed weights, and a context.
 struct Streamed {
     kvt_llama_weights_t *weights = nullptr;
     llama_model *model = nullptr;

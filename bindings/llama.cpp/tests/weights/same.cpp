@@ -1,4 +1,4 @@
-// Streamed weights give the bits that the plain model gives, in less memory than it takes.
+// Streamed weights give the same bits as the plain model, in less memory.
 #include "weights/run.hpp"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 static std::string path;
 static Sizes sizes;
 
-/// One run of a model; what it read is more than fits, unless everything fits.
+/// One streamed run. With a budget below half the model, it must read more bytes than the budget.
 static void check_run(const std::vector<float> &plain, const Shape &shape, uint64_t budget_bytes,
                       uint32_t flags, uint32_t slots) {
     kvt_llama_weights_opts_t opts = KVT_LLAMA_WEIGHTS_OPTS_INIT;
@@ -24,8 +24,8 @@ static void check_run(const std::vector<float> &plain, const Shape &shape, uint6
         std::fprintf(stderr, "%s\n", why.text);
     }
     const kvt_llama_weights_stats_t stats = s.stats();
-    std::printf("budget %llu of %llu, flags %u: %u stay, %u pass, %u + %u slots, read %llu, %llu passes, "
-                "peak %llu, experts %llu there %llu read %llu copied, ubatch %u\n",
+    std::printf("budget %llu of %llu, flags %u: %u units resident, %u streamed, %u + %u slots, "
+                "read %llu, %llu passes, peak %llu, expert hits %llu misses %llu copied %llu, ubatch %u\n",
                 (unsigned long long) budget_bytes, (unsigned long long) sizes.model_bytes, flags,
                 stats.resident_units, stats.streamed_units, stats.slots, stats.expert_slots,
                 (unsigned long long) stats.read_bytes, (unsigned long long) stats.passes,
@@ -41,14 +41,14 @@ static void check_run(const std::vector<float> &plain, const Shape &shape, uint6
     s.close();
 }
 
-/// Experts that do not all fit: tokens are computed one by one, as in the plain run beside it.
+/// A budget for some of the experts. Tokens are computed one by one, as in the plain run.
 static void check_experts(Shape shape) {
     shape.ubatch = 1;
     shape.prompt = 24;
     const std::vector<float> plain = run_plain(path, shape);
-    // Copies of experts, where they are copied, come on top.
-    const uint64_t room = 256u << 10, most = sizes.model_bytes * 3 / 4;
-    check_run(plain, shape, sizes.floor_bytes + room, 0, 0);
+    // Slack for copies of experts, which flags may require.
+    const uint64_t slack = 256u << 10, most = sizes.model_bytes * 3 / 4;
+    check_run(plain, shape, sizes.floor_bytes + slack, 0, 0);
     check_run(plain, shape, most, 0, 0);
     check_run(plain, shape, most, KVT_LLAMA_WEIGHTS_NOT_IN_PLACE, 0);
     check_run(plain, shape, most, KVT_LLAMA_WEIGHTS_VERIFY, 0);
@@ -57,7 +57,7 @@ static void check_experts(Shape shape) {
 
 int main(int argc, char **argv) {
     CHECK(argc == 2);
-    llama_log_set(quiet, nullptr);
+    llama_log_set(log_errors, nullptr);
     llama_backend_init();
     path = model_path(argv[1]);
     sizes = sizes_of(path);
@@ -66,18 +66,18 @@ int main(int argc, char **argv) {
                 sizes.experts);
     const Shape shape;
     const std::vector<float> plain = run_plain(path, shape);
-    const uint64_t room = 64u << 10;
+    const uint64_t slack = 64u << 10;
     if (sizes.experts) {
         check_experts(shape);
     } else {
         const uint64_t less = sizes.layers_bytes * 3 / 4;
         const uint64_t quarter = std::max(sizes.floor_bytes, sizes.model_bytes - less);
         const Shape two_threads = {12, 8, 2, 2};
-        check_run(run_plain(path, two_threads), two_threads, sizes.floor_bytes + room, 0, 0);
-        check_run(plain, shape, quarter + room, 0, 0);
-        check_run(plain, shape, quarter + room, KVT_LLAMA_WEIGHTS_BUFFERED, 0);
-        check_run(plain, shape, sizes_of(path, 4).floor_bytes + room, 0, 4);
-        check_run(plain, shape, quarter + room, KVT_LLAMA_WEIGHTS_IN_PLACE, 0);
+        check_run(run_plain(path, two_threads), two_threads, sizes.floor_bytes + slack, 0, 0);
+        check_run(plain, shape, quarter + slack, 0, 0);
+        check_run(plain, shape, quarter + slack, KVT_LLAMA_WEIGHTS_BUFFERED, 0);
+        check_run(plain, shape, sizes_of(path, 4).floor_bytes + slack, 0, 4);
+        check_run(plain, shape, quarter + slack, KVT_LLAMA_WEIGHTS_IN_PLACE, 0);
     }
     check_run(plain, shape, 2 * sizes.model_bytes + (64u << 20), 0, 0);
     llama_backend_free();

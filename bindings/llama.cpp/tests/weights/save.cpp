@@ -1,4 +1,4 @@
-// A model with streamed weights is saved as it is: the engine asks with copies of its tensors.
+// llama_model_save_to_file writes the right weights of a streamed model. It reads through copies of tensors.
 #include "weights/run.hpp"
 
 #include <unistd.h>
@@ -7,7 +7,7 @@ static const Shape shape = {8, 4, 2, 1};
 
 int main(int argc, char **argv) {
     CHECK(argc == 2);
-    llama_log_set(quiet, nullptr);
+    llama_log_set(log_errors, nullptr);
     llama_backend_init();
     const std::string path = model_path(argv[1]);
     const std::string saved = "saved-" + std::to_string(getpid()) + ".gguf";

@@ -1,11 +1,12 @@
-// The engine turns the keys of its cache by itself: factors of RoPE are there then.
+// A shift of positions makes the engine rotate the keys of its cache. The RoPE factors, which are weights,
+// are available then.
 #include "weights/run.hpp"
 
 #include <ggml.h>
 #include <gguf.h>
 #include <unistd.h>
 
-/// The model with factors of RoPE, as newer Llamas have them.
+/// Writes a copy of the model with RoPE factors, as newer Llama models have.
 static void write_with_factors(const std::string &from, const std::string &to) {
     ggml_context *tensors = nullptr;
     gguf_init_params params = {};
@@ -21,7 +22,7 @@ static void write_with_factors(const std::string &from, const std::string &to) {
     gguf_context *made = gguf_init_empty();
     gguf_set_kv(made, file);
     for (ggml_tensor *one = ggml_get_first_tensor(tensors); one; one = ggml_get_next_tensor(tensors, one)) {
-        // The file's bytes as a whole are a tensor, too.
+        // gguf adds a tensor for the file's data section, which must not be copied.
         if (gguf_find_tensor(file, one->name) >= 0) {
             gguf_add_tensor(made, one);
         }
@@ -39,18 +40,18 @@ static void write_with_factors(const std::string &from, const std::string &to) {
     gguf_free(file);
 }
 
-static std::vector<uint8_t> state;
+static std::vector<uint8_t> saved_state;
 
-/// Keys of a state that was saved are turned before anything was computed: the scheduler, which is made
-/// anew for that, has no callback yet.
-static std::vector<float> shifted(llama_model *model, llama_context *ctx) {
+/// Shifts a restored state before the first decode. The engine recreates its scheduler for that, which has no
+/// callback yet.
+static std::vector<float> logits_after_shift(llama_model *model, llama_context *ctx) {
     const std::vector<llama_token> tokens = tokens_of(model, 16);
-    if (state.empty()) {
+    if (saved_state.empty()) {
         CHECK(decode(ctx, tokens.data(), 12, 0) == 0);
-        state.resize(llama_state_get_size(ctx));
-        CHECK(llama_state_get_data(ctx, state.data(), state.size()) == state.size());
+        saved_state.resize(llama_state_get_size(ctx));
+        CHECK(llama_state_get_data(ctx, saved_state.data(), saved_state.size()) == saved_state.size());
     } else {
-        CHECK(llama_state_set_data(ctx, state.data(), state.size()) == state.size());
+        CHECK(llama_state_set_data(ctx, saved_state.data(), saved_state.size()) == saved_state.size());
     }
     llama_memory_t memory = llama_get_memory(ctx);
     CHECK(llama_memory_seq_rm(memory, 0, 2, 6));
@@ -61,11 +62,11 @@ static std::vector<float> shifted(llama_model *model, llama_context *ctx) {
     return {logits, logits + llama_vocab_n_tokens(llama_model_get_vocab(model))};
 }
 
-static std::vector<float> shifted_plain(const std::string &path, const Shape &shape) {
+static std::vector<float> logits_after_shift_plain(const std::string &path, const Shape &shape) {
     llama_model *model = load_plain(path);
     llama_context *ctx = llama_init_from_model(model, context_params(shape));
     CHECK(ctx);
-    const std::vector<float> out = shifted(model, ctx);
+    const std::vector<float> out = logits_after_shift(model, ctx);
     llama_free(ctx);
     llama_model_free(model);
     return out;
@@ -73,15 +74,15 @@ static std::vector<float> shifted_plain(const std::string &path, const Shape &sh
 
 int main(int argc, char **argv) {
     CHECK(argc == 2);
-    llama_log_set(quiet, nullptr);
+    llama_log_set(log_errors, nullptr);
     llama_backend_init();
     const Shape shape = {32, 16, 2, 1};
-    const std::string given = model_path(argv[1]);
+    const std::string original = model_path(argv[1]);
     const std::string path = "factors-" + std::to_string(getpid()) + ".gguf";
-    write_with_factors(given, path);
-    const std::vector<float> wanted = shifted_plain(path, shape);
-    CHECK(same(shifted_plain(path, shape), wanted));
-    CHECK(!same(shifted_plain(given, shape), wanted));
+    write_with_factors(original, path);
+    const std::vector<float> expected = logits_after_shift_plain(path, shape);
+    CHECK(same(logits_after_shift_plain(path, shape), expected));
+    CHECK(!same(logits_after_shift_plain(original, shape), expected));
     for (uint32_t flags : {0u, KVT_LLAMA_WEIGHTS_IN_PLACE}) {
         kvt_llama_weights_opts_t opts = KVT_LLAMA_WEIGHTS_OPTS_INIT;
         opts.model_path = path.c_str();
@@ -91,7 +92,7 @@ int main(int argc, char **argv) {
         s.open(opts);
         s.load();
         s.context(shape);
-        CHECK(same(shifted(s.model, s.ctx), wanted));
+        CHECK(same(logits_after_shift(s.model, s.ctx), expected));
         s.close();
     }
     CHECK(unlink(path.c_str()) == 0);

@@ -1,28 +1,28 @@
-// A view of a weight follows it to where it is, and who reads a weight by itself gets its bytes.
+// A view of a weight is set to the weight's current address. A direct read of a weight returns its bytes.
 #include "weights/run.hpp"
 
 #include <fcntl.h>
 #include <unistd.h>
 
-static const char *const name = "blk.2.attn_q.weight";
+static const char *const weight_name = "blk.2.attn_q.weight";
 
 static bool find_weight(ggml_tensor *node, bool ask, void *data) {
     for (const ggml_tensor *source : node->src) {
-        if (ask && source && std::strcmp(source->name, name) == 0) {
+        if (ask && source && std::strcmp(source->name, weight_name) == 0) {
             *static_cast<const ggml_tensor **>(data) = source;
         }
     }
     return false;
 }
 
-/// The weight as the file has it.
+/// Bytes of the weight in the file.
 static std::vector<uint8_t> bytes_of_file(const std::string &path) {
     const kvt_str_t text = {path.c_str(), path.size()};
     kvt_model_t *model = nullptr;
     uint32_t number = 0;
     kvt_tensor_t tensor = KVT_TENSOR_INIT;
     CHECK(kvt_model_open(&text, 1, sizeof text, &model, nullptr) == KVT_OK);
-    CHECK(kvt_model_find_tensor(model, name, std::strlen(name), &number) == KVT_OK);
+    CHECK(kvt_model_find_tensor(model, weight_name, std::strlen(weight_name), &number) == KVT_OK);
     CHECK(kvt_model_tensor(model, number, &tensor) == KVT_OK);
     std::vector<uint8_t> bytes(tensor.bytes);
     const int file = open(path.c_str(), O_RDONLY);
@@ -33,7 +33,7 @@ static std::vector<uint8_t> bytes_of_file(const std::string &path) {
 
 int main(int argc, char **argv) {
     CHECK(argc == 2);
-    llama_log_set(quiet, nullptr);
+    llama_log_set(log_errors, nullptr);
     llama_backend_init();
     const std::string path = model_path(argv[1]);
     kvt_llama_weights_opts_t opts = KVT_LLAMA_WEIGHTS_OPTS_INIT;
@@ -53,11 +53,11 @@ int main(int argc, char **argv) {
     CHECK(s.ctx && decode(s.ctx, &token, 1, 0) == 0 && weight);
 
     const std::vector<uint8_t> bytes = bytes_of_file(path);
-    std::vector<uint8_t> got(bytes.size());
-    ggml_backend_tensor_get(weight, got.data(), 0, got.size());
-    CHECK(got == bytes);
+    std::vector<uint8_t> read_bytes(bytes.size());
+    ggml_backend_tensor_get(weight, read_bytes.data(), 0, read_bytes.size());
+    CHECK(read_bytes == bytes);
 
-    // A node as graphs have it, made when the weight was elsewhere.
+    // A node with a view, created while the weight had another address.
     const ggml_init_params memory = {1u << 16, nullptr, true};
     ggml_context *graph = ggml_init(memory);
     auto *root = const_cast<ggml_tensor *>(weight);

@@ -1,5 +1,7 @@
-"""For the child processes of `python -m kvtier_lmdeploy`: one that imports lmdeploy's connectors is
-activated before it does. All others load nothing; another `sitecustomize` runs as it would."""
+"""Activates the connector in child processes of `python -m kvtier_lmdeploy`.
+
+A child activates it when it first imports lmdeploy's connectors; other children load nothing. The
+next `sitecustomize` on the path runs too, because this file hides it."""
 
 import importlib.abc
 import importlib.machinery
@@ -10,8 +12,8 @@ import sys
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-class _Waiting:
-    """Sees the package of the connectors being imported; finds nothing itself."""
+class _ActivateOnImport:
+    """Activates when lmdeploy's connector package is imported. It finds no modules itself."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name == "lmdeploy.pytorch.kv_connector":
@@ -22,7 +24,7 @@ class _Waiting:
         return None
 
 
-def _others() -> None:
+def _run_hidden_sitecustomize() -> None:
     paths = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
     if spec is not None and isinstance(spec.loader, importlib.abc.Loader):
@@ -30,5 +32,5 @@ def _others() -> None:
 
 
 if os.environ.get("KVTIER_LMDEPLOY_CHILDREN") == "1":
-    sys.meta_path.insert(0, _Waiting())
-_others()
+    sys.meta_path.insert(0, _ActivateOnImport())
+_run_hidden_sitecustomize()

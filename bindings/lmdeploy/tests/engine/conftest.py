@@ -1,7 +1,7 @@
-"""The real lmdeploy: its paging scheduler and its connector's seam, on the CPU.
+"""Fixtures for tests with the real lmdeploy: its paging scheduler and connector interface, on CPU.
 
-`import lmdeploy` needs a server's dependencies; what is tested needs torch, pydantic and psutil. So
-the roots of packages that are not are stand-ins, where the whole does not import.
+`import lmdeploy` needs a server's dependencies, but the tested parts need only torch, pydantic and
+psutil. Stand-ins for the root packages let these parts import alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ for folder in (HERE.parents[1], HERE.parents[2] / "mooncake", HERE):
 
 VERSION = "0.18.0"
 
-#: Packages that are there as folders alone, and modules with some names.
+#: Packages to import without their `__init__`, and modules to replace by a few names.
 _FOLDERS = ("lmdeploy", "lmdeploy.vl", "lmdeploy.pytorch.engine")
 _MODULES: Dict[str, Dict[str, Any]] = {
     "lmdeploy.tokenizer": {"Tokenizer": object},
@@ -38,11 +38,11 @@ def _missing() -> str:
         found = importlib.metadata.version("lmdeploy")
     except importlib.metadata.PackageNotFoundError:
         return "lmdeploy is not installed"
-    return "" if found == VERSION else f"lmdeploy {found}, and these tests are for {VERSION}"
+    return "" if found == VERSION else f"lmdeploy {found} is installed; these tests need {VERSION}"
 
 
 def stand_in() -> None:
-    """Makes the parts importable that do not need the whole."""
+    """Registers the stand-ins in `sys.modules`."""
     root = Path(str(importlib.metadata.distribution("lmdeploy").locate_file("lmdeploy")))
     for name in _FOLDERS:
         module = types.ModuleType(name)

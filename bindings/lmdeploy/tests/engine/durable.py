@@ -1,4 +1,4 @@
-"""A process of its own for `test_disk_outlives_the_process`: FOLDER shutdown | kill | exit | resume."""
+"""Child process of `test_disk_outlives_the_process`: FOLDER shutdown | kill | exit | resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness import BLOCK, Engine, bytes_of, fill, prompt, spoil
 
 
 def main(folder: str, how: str) -> None:
-    """Saves and ends in a way, or loads what was saved."""
+    """Saves blocks, then ends as `how` says; "resume" loads the saved blocks."""
     extra = {"host_bytes": 64 << 20, "disk_path": folder, "disk_bytes": 256 << 20,
              "level": "durable", "lookup_async": False}
     engine = Engine(extra)
@@ -27,13 +27,13 @@ def main(folder: str, how: str) -> None:
         return
     fill(engine.caches[0], table, 1)
     engine.step([sequence], (4 * BLOCK,))
-    if how != "shutdown":  # after the acknowledgement, and before anything was closed
+    if how != "shutdown":  # the saves complete, nothing is closed
         engine.end(0)
         engine.settle()
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         return
-    engine.close()  # in the middle of it
+    engine.close()  # while saves are in progress
 
 
 main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""The engine's loop around its scheduler and our connector: one worker, a cache of torch's."""
+"""A minimal engine loop around lmdeploy's scheduler and a connector, with a cache of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 16
 
 def cache_config(extra: Dict[str, Any], blocks: int = 8, connector: str = "KvtierConnector",
                  **more: Any) -> Any:
-    """The engine's, with a connector."""
+    """Returns the engine's CacheConfig with a connector."""
     return CacheConfig(
         max_batches=4, block_size=BLOCK, num_cpu_blocks=0, num_gpu_blocks=blocks,
         enable_prefix_caching=True,
@@ -27,7 +27,7 @@ def cache_config(extra: Dict[str, Any], blocks: int = 8, connector: str = "Kvtie
 
 
 def rows_of(blocks: int, rows: int = 4, wide: int = 0) -> Dict[str, Any]:
-    """A cache: rows of blocks, one of another width where `wide`."""
+    """Returns a cache of `rows` tensors, plus one of width `wide` unless that is 0."""
     caches = {f"cache_pool.0.row.{at}": torch.zeros(blocks, BLOCK, 2, 8, dtype=torch.float16)
               for at in range(rows)}
     if wide:
@@ -36,7 +36,7 @@ def rows_of(blocks: int, rows: int = 4, wide: int = 0) -> Dict[str, Any]:
 
 
 class Engine:
-    """Scheduler, workers, and what an engine does between them."""
+    """A scheduler and workers, with the engine's calls between them."""
 
     def __init__(self, extra: Dict[str, Any], *, blocks: int = 8, workers: int = 1,
                  model: str = "model-a", build: Any = None, caches: Any = None,
@@ -63,7 +63,7 @@ class Engine:
         self.statuses: List[str] = []
 
     def step(self, running: Sequence[Any] = (), lengths: Tuple[int, ...] = ()) -> Any:
-        """One step of the executor: what was decided goes to the workers, what ended comes back."""
+        """Runs one step: sends metadata to the workers, and passes their output back."""
         meta = self.scheduler.build_connector_meta(list(running), lengths)
         if meta is None:
             return None
@@ -80,7 +80,7 @@ class Engine:
         return meta
 
     def admit(self, session: int, tokens: Sequence[int], seconds: float = 600.0) -> Any:
-        """A request, until it is to run."""
+        """Adds a request, and steps until the scheduler runs it."""
         sequence = self.scheduler.add_session(session).add_sequence(torch.tensor(list(tokens)))
         end = time.monotonic() + seconds
         while sequence not in self.scheduler.schedule(is_prefill=True).running:
@@ -91,11 +91,11 @@ class Engine:
         return sequence
 
     def table(self, sequence: Any) -> List[int]:
-        """Its blocks."""
+        """Returns a sequence's block ids."""
         return [int(one) for one in self.scheduler.block_manager.get_block_table(sequence)]
 
     def settle(self, seconds: float = 600.0) -> None:
-        """Until nothing is under way."""
+        """Steps until no transfer is in progress."""
         end = time.monotonic() + seconds
         while self.step() is not None:
             assert time.monotonic() < end
@@ -107,7 +107,7 @@ class Engine:
         self.scheduler.end_session(session)
 
     def close(self, drain: bool = True) -> None:
-        """As the engine does: workers first."""
+        """Shuts down as the engine does: workers first."""
         for worker in self.workers:
             worker.shutdown()
         if drain:
@@ -116,7 +116,7 @@ class Engine:
 
 
 def fill(rows: Dict[str, Any], blocks: Sequence[int], seed: int) -> None:
-    """What a forward writes: other numbers in each row and block."""
+    """Writes random bytes into blocks, as a forward pass would."""
     made = torch.Generator().manual_seed(seed)
     for row in rows.values():
         flat = row.view(torch.uint8).view(row.shape[0], -1)
@@ -126,19 +126,19 @@ def fill(rows: Dict[str, Any], blocks: Sequence[int], seed: int) -> None:
 
 
 def bytes_of(rows: Dict[str, Any], blocks: Sequence[int]) -> List[bytes]:
-    """All that rows have of some blocks."""
+    """Returns the bytes of blocks in all rows."""
     return [row.view(torch.uint8).view(row.shape[0], -1)[block].numpy().tobytes()
             for row in rows.values() for block in blocks]
 
 
 def spoil(rows: Dict[str, Any]) -> None:
-    """Overwrites all."""
+    """Overwrites all rows."""
     for row in rows.values():
         row.view(torch.uint8).fill_(0xEE)
 
 
 def prompt(blocks: int, first: int = 100, more: Optional[List[int]] = None) -> List[int]:
-    """Tokens of so many blocks, and some."""
+    """Returns the tokens of `blocks` full blocks, followed by `more` tokens."""
     return [first + at for at in range(blocks * BLOCK)] + (more if more is not None else [7])
 
 

@@ -1,4 +1,4 @@
-"""lmdeploy's own paging scheduler with our connector: save, evict, load, resume."""
+"""lmdeploy's paging scheduler with our connector: save, evict, load, resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, List
 
 import pytest
 
@@ -23,7 +23,7 @@ HOST = {"host_bytes": 64 << 20}
 
 
 def saved(engine: Any, session: int, tokens: Any, blocks: int, seed: int) -> Any:
-    """A request that is computed and saved, and its blocks' bytes of each worker."""
+    """Computes and saves a request. Returns its blocks' bytes on each worker."""
     sequence = engine.admit(session, tokens)
     table = engine.table(sequence)[:blocks]
     for rank, rows in enumerate(engine.caches):
@@ -35,8 +35,8 @@ def saved(engine: Any, session: int, tokens: Any, blocks: int, seed: int) -> Any
     return want
 
 
-def push_out(engine: Any, session: int, blocks: int = 8) -> None:
-    """A request that takes the whole cache, and other bytes in all of it."""
+def evict_all(engine: Any, session: int, blocks: int = 8) -> None:
+    """Evicts all blocks from the engine's cache by a large request, then overwrites the cache."""
     engine.admit(session, [5] * (blocks * BLOCK - 1))
     engine.end(session)
     for rows in engine.caches:
@@ -45,23 +45,23 @@ def push_out(engine: Any, session: int, blocks: int = 8) -> None:
 
 @pytest.mark.parametrize("asynchronous", [None, True])
 @pytest.mark.parametrize("wide", [0, 24])
-def test_save_evict_resume(asynchronous: Any, wide: int) -> None:
+def test_evicted_blocks_are_loaded_on_resume(asynchronous: Any, wide: int) -> None:
     engine = Engine({**HOST, "lookup_async": asynchronous}, caches=[rows_of(8, 4, wide)])
     want = saved(engine, 0, prompt(4), 4, 1)
-    push_out(engine, 1)
+    evict_all(engine, 1)
     sequence = engine.admit(2, prompt(4, more=[9, 9, 9]))
     assert "WAITING_FOR_REMOTE_KVS" in engine.statuses
     assert (sequence.num_history_ids, sequence.num_all_ids) == (4 * BLOCK, 4 * BLOCK + 3)
     table = engine.table(sequence)[:4]
     assert [bytes_of(rows, table) for rows in engine.caches] == want
-    # What was loaded is not saved again, and what is computed now is.
+    # Loaded blocks are not saved again, and the computed rest is not a full block.
     fill(engine.caches[0], engine.table(sequence)[4:], 3)
     assert engine.step([sequence], (4 * BLOCK + 3,)) is None
     engine.end(2)
     engine.close()
 
 
-def test_lease_keeps_blocks_until_they_are_saved() -> None:
+def test_lease_keeps_blocks_until_saves_complete() -> None:
     engine = Engine({**HOST, "lookup_async": False})
     sequence = engine.admit(0, prompt(4))
     table = engine.table(sequence)[:4]
@@ -80,82 +80,82 @@ def test_lease_keeps_blocks_until_they_are_saved() -> None:
     engine.settle()
     assert engine.scheduler.block_manager.get_num_free_gpu_blocks() >= 4
     assert not engine.scheduler.kv_save_coordinator.has_pending()
-    push_out(engine, 1)
+    evict_all(engine, 1)
     again = engine.admit(2, prompt(4))
     assert bytes_of(engine.caches[0], engine.table(again)[:4]) == before
     engine.close()
 
 
-def test_two_workers_load_what_both_have() -> None:
+def test_workers_load_the_common_prefix() -> None:
     engine = Engine({**HOST, "lookup_async": True}, workers=2)
     want = saved(engine, 0, prompt(4), 4, 11)
     assert want[0] != want[1]
-    push_out(engine, 1)
+    evict_all(engine, 1)
     sequence = engine.admit(2, prompt(4))
     assert [bytes_of(rows, engine.table(sequence)[:4]) for rows in engine.caches] == want
     engine.end(2)
-    # One that has lost a block: the prefix ends there, for both.
+    # One worker loses a block: the common prefix ends before it.
     blocks = engine.workers[1]._worker._blocks
-    names = engine.connector._scheduler_side()
+    side = engine.connector._scheduler_side()
     engine.admit(3, prompt(4, first=9000))
     engine.end(3)
-    push_out(engine, 4)
-    probe: Dict[str, Any] = {"names": []}
+    evict_all(engine, 4)
     from kvtier_lmdeploy import _names
 
-    _names.extend(probe["names"], prompt(4), BLOCK, "", 4)
-    assert names.asker._prefix(probe["names"]) == 4
-    blocks.drop(probe["names"][2:3])
-    assert names.asker._prefix(probe["names"]) == 2
+    names: List[bytes] = []
+    _names.extend(names, prompt(4), BLOCK, "", 4)
+    assert side.lookups._prefix(names) == 4
+    blocks.drop(names[2:3])
+    assert side.lookups._prefix(names) == 2
     sequence = engine.admit(5, prompt(4))
     assert sequence.num_history_ids == 2 * BLOCK
     engine.close()
 
 
-def test_lookup_pending_and_cancelled() -> None:
+def test_lookup_can_be_pending_and_cancelled() -> None:
     engine = Engine({**HOST, "lookup_async": True})
-    asker = engine.connector._scheduler_side().asker
-    gate, asked = threading.Event(), threading.Event()
-    real = asker._prefix
+    lookups = engine.connector._scheduler_side().lookups
+    gate, started = threading.Event(), threading.Event()
+    real = lookups._prefix
 
     def slow(names: Any) -> int:
-        asked.set()
+        started.set()
         assert gate.wait(600)
         return real(names)
 
-    asker._prefix = slow
+    lookups._prefix = slow
     sequence = engine.scheduler.add_session(0).add_sequence(harness.torch.tensor(prompt(4)))
     assert engine.scheduler.schedule(is_prefill=True).running == []
     assert engine.connector.is_lookup_pending(sequence.seq_id)
     assert engine.scheduler.last_schedule_had_pending_lookup
-    assert asked.wait(600)
+    assert started.wait(600)
     engine.scheduler.schedule(is_prefill=True)
-    assert len(asker._pending) == 1  # asked again it is one question
+    assert len(lookups._pending) == 1  # repeated calls share one query
     engine.end(0)  # cancels
     assert not engine.connector.is_lookup_pending(sequence.seq_id)
     gate.set()
-    asker._prefix = real
+    lookups._prefix = real
     engine.admit(1, prompt(4))
     engine.end(1)
     engine.close()
 
 
-def test_load_that_fails_is_computed() -> None:
+def test_failed_load_is_computed() -> None:
     engine = Engine({**HOST, "lookup_async": False})
     saved(engine, 0, prompt(4), 4, 1)
-    push_out(engine, 1)
+    evict_all(engine, 1)
     worker = engine.workers[0]._worker
     sequence = engine.scheduler.add_session(2).add_sequence(harness.torch.tensor(prompt(4)))
     engine.scheduler.schedule(is_prefill=True)
     assert sequence.status.name == "WAITING_FOR_REMOTE_KVS"
-    worker._blocks.clear()  # found, and gone before it is loaded
+    worker._blocks.clear()  # the lookup found blocks that are dropped before the load
     end = time.monotonic() + 600
     while sequence not in engine.scheduler.schedule(is_prefill=True).running:
         assert time.monotonic() < end
         engine.step()
     assert sequence.num_history_ids == 0
     assert worker.failed_loads == 1
-    # What it computes now is saved, from the first block on.
+    # The computed blocks are saved, from the first one on.
     table = engine.table(sequence)[:4]
     fill(engine.caches[0], table, 5)
     meta = engine.step([sequence], (4 * BLOCK,))
@@ -164,15 +164,15 @@ def test_load_that_fails_is_computed() -> None:
     engine.close()
 
 
-def test_what_left_the_store_is_saved_again() -> None:
-    """A request that lost its blocks computes those that the store has lost, too."""
+def test_blocks_evicted_from_the_store_are_saved_again() -> None:
+    """A preempted request whose blocks the store dropped computes and saves them again."""
     engine = Engine({**HOST, "lookup_async": False})
     sequence = engine.admit(0, prompt(4))
     fill(engine.caches[0], engine.table(sequence)[:4], 1)
     engine.step([sequence], (4 * BLOCK,))
     engine.settle()
     engine.scheduler.stop_session(0)
-    push_out(engine, 1)
+    evict_all(engine, 1)
     assert sequence.num_blocks == 0
     engine.workers[0]._worker._blocks.clear()
     sequence.state.activate()
@@ -185,17 +185,17 @@ def test_what_left_the_store_is_saved_again() -> None:
     engine.close()
 
 
-def test_weights_that_change_while_a_request_runs() -> None:
+def test_kv_of_changed_weights_is_neither_saved_nor_loaded() -> None:
     engine = Engine({**HOST, "lookup_async": False})
     saved(engine, 0, prompt(4), 4, 1)
-    push_out(engine, 1)
+    evict_all(engine, 1)
     running = engine.admit(2, prompt(2, first=900))
     loading = engine.scheduler.add_session(3).add_sequence(harness.torch.tensor(prompt(4)))
     engine.scheduler.schedule(is_prefill=True)
     assert loading.status.name == "WAITING_FOR_REMOTE_KVS"
     engine.connector.set_weights("2")
     meta = engine.step([running], (2 * BLOCK,))
-    assert meta.saves == ()  # partly of the weights before
+    assert meta.saves == ()  # part of its KV is of the old weights
     end = time.monotonic() + 600
     while loading.status.name == "WAITING_FOR_REMOTE_KVS":
         assert time.monotonic() < end
@@ -203,18 +203,18 @@ def test_weights_that_change_while_a_request_runs() -> None:
     assert loading.num_history_ids == 0
     engine.end(2)
     engine.end(3)
-    push_out(engine, 4)
+    evict_all(engine, 4)
     assert engine.admit(5, prompt(4)).num_history_ids == 0
     engine.end(5)
     engine.connector.set_weights("")
-    push_out(engine, 6)
+    evict_all(engine, 6)
     assert engine.admit(7, prompt(4)).num_history_ids == 4 * BLOCK
     engine.end(7)
     engine.close()
 
 
-def test_shutdown_in_the_middle_of_moves(tmp_path: Path) -> None:
-    """Saves that were given to the workers are in the store of the next engine."""
+def test_shutdown_completes_saves_in_progress(tmp_path: Path) -> None:
+    """The next engine finds the blocks whose saves the workers had started."""
     disk = {**HOST, "lookup_async": False, "disk_path": str(tmp_path), "disk_bytes": 256 << 20}
     engine = Engine(disk)
     sequence = engine.admit(0, prompt(4))
@@ -227,7 +227,7 @@ def test_shutdown_in_the_middle_of_moves(tmp_path: Path) -> None:
     worker.start_load_kv()
     worker.start_save_kv()
     engine.close()
-    worker.shutdown()  # again: nothing
+    worker.shutdown()  # a second call does nothing
     assert not engine.scheduler.kv_save_coordinator.has_pending()
     after = Engine(disk)
     again = after.admit(0, prompt(4))
@@ -250,9 +250,9 @@ def test_disk_outlives_the_process(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_sleep_and_wake(keeps: bool, tmp_path: Path) -> None:
-    """The engine shuts workers down and builds them anew; what it had in flight is let go, and
-    what other weights may have computed is not found."""
+def test_sleep_drops_transfers_and_keeps_weights_on_request(keeps: bool, tmp_path: Path) -> None:
+    """The engine shuts workers down and builds new ones. KV from before the sleep is found only if
+    the sleep keeps the weights."""
     from lmdeploy.pytorch.kv_connector import KVConnectorRole, factory
 
     engine = Engine({**HOST, "disk_path": str(tmp_path), "disk_bytes": 256 << 20, "level": "disk",
@@ -261,23 +261,23 @@ def test_sleep_and_wake(keeps: bool, tmp_path: Path) -> None:
     engine.workers[0].shutdown()
     engine.scheduler.finish_kv_transfers_after_worker_drain()
     assert engine.connector.stats() == [None]
-    sequence = engine.admit(1, prompt(4, first=500))  # nobody answers: it is computed
+    sequence = engine.admit(1, prompt(4, first=500))  # no worker answers, so the request computes
     assert sequence.num_history_ids == 0
     engine.end(1)
     engine.workers = [factory.build_kv_connector(KVConnectorRole.WORKER, engine.config)]
     engine.workers[0].register_kv_caches(engine.caches[0])
     engine.settle()
-    push_out(engine, 5)
+    evict_all(engine, 5)
     assert engine.admit(6, prompt(4)).num_history_ids == (4 * BLOCK if keeps else 0)
     engine.end(6)
     engine.settle()
     saved(engine, 2, prompt(4, first=900), 4, 2)
-    push_out(engine, 3)
+    evict_all(engine, 3)
     assert engine.admit(4, prompt(4, first=900)).num_history_ids == 4 * BLOCK
     engine.close()
 
 
-def test_policy_advice_metrics_and_evictions() -> None:
+def test_policy_advice_metrics_and_evictions_are_available() -> None:
     engine = Engine({**HOST, "lookup_async": False, "policy": "lru", "log_evictions": True})
     connector = engine.connector
     saved(engine, 0, prompt(4), 4, 1)
@@ -300,8 +300,8 @@ def test_policy_advice_metrics_and_evictions() -> None:
     engine.close()
 
 
-def test_many_sessions_over_a_small_store() -> None:
-    """More prefixes than there is room for: what comes back is right, what does not is computed."""
+def test_store_smaller_than_the_sessions_returns_correct_bytes() -> None:
+    """With more prefixes than the store holds, loaded blocks are correct and others computed."""
     engine = Engine({"host_bytes": 40 << 20, "lookup_async": False, "max_sessions": 4},
                     caches=[{"row": harness.torch.zeros(8, 1 << 20, dtype=harness.torch.uint8)}])
     want = {}
@@ -309,7 +309,7 @@ def test_many_sessions_over_a_small_store() -> None:
         want[turn] = saved(engine, turn, prompt(4, first=1000 * turn), 4, turn)
     found = 0
     for turn in range(13, -1, -1):
-        push_out(engine, 100 + turn)
+        evict_all(engine, 100 + turn)
         sequence = engine.admit(200 + turn, prompt(4, first=1000 * turn))
         blocks = int(sequence.num_history_ids) // BLOCK
         table = engine.table(sequence)[:blocks]
@@ -321,12 +321,12 @@ def test_many_sessions_over_a_small_store() -> None:
     engine.close()
 
 
-def test_threads_ask_while_the_engine_moves() -> None:
+def test_statistics_can_be_queried_during_transfers() -> None:
     engine = Engine({**HOST, "lookup_async": True})
     stop = threading.Event()
     errors = []
 
-    def ask() -> None:
+    def query() -> None:
         while not stop.is_set():
             try:
                 engine.connector.stats()
@@ -335,12 +335,12 @@ def test_threads_ask_while_the_engine_moves() -> None:
                 errors.append(error)
             time.sleep(0.001)
 
-    threads = [threading.Thread(target=ask) for _ in range(3)]
+    threads = [threading.Thread(target=query) for _ in range(3)]
     for thread in threads:
         thread.start()
     for turn in range(6):
         want = saved(engine, turn, prompt(4, first=1000 * turn), 4, turn)
-        push_out(engine, 100 + turn)
+        evict_all(engine, 100 + turn)
         sequence = engine.admit(200 + turn, prompt(4, first=1000 * turn))
         assert [bytes_of(engine.caches[0], engine.table(sequence)[:4])] == want
         engine.end(200 + turn)

@@ -1,4 +1,4 @@
-"""The stand-ins of the always-on tests are as the installed modules; ours is built by them."""
+"""The stand-ins of the other tests match the installed lmdeploy, which builds our connector."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def stub(name: str) -> Any:
     return module
 
 
-def shape(function: Any) -> Any:
-    """Names, kinds and defaults: annotations are the engine's own."""
+def signature(function: Any) -> Any:
+    """Returns names, kinds and defaults of the parameters, without annotations."""
     return [(one.name, one.kind, one.default)
             for one in inspect.signature(function).parameters.values()]
 
@@ -40,7 +40,7 @@ def shape(function: Any) -> Any:
 @pytest.mark.parametrize("name", [
     name for name, value in vars(stub("base")).items()
     if inspect.isclass(value) and value.__module__ == "stub_base"])
-def test_classes(name: str) -> None:
+def test_stand_in_classes_match(name: str) -> None:
     ours, theirs = getattr(stub("base"), name), getattr(base, name)
     if dataclasses.is_dataclass(ours):
         def fields(of: Any) -> Any:
@@ -49,38 +49,38 @@ def test_classes(name: str) -> None:
         assert fields(ours) == fields(theirs)
     for member, function in vars(theirs).items():
         if inspect.isfunction(function) and not dataclasses.is_dataclass(theirs):
-            assert shape(getattr(ours, member)) == shape(function), member
+            assert signature(getattr(ours, member)) == signature(function), member
     abstract = getattr(theirs, "__abstractmethods__", frozenset())
     assert getattr(ours, "__abstractmethods__", frozenset()) == abstract
 
 
-def test_roles() -> None:
+def test_stand_in_roles_match() -> None:
     assert [one.name for one in stub("base").KVConnectorRole] == [
         one.name for one in base.KVConnectorRole]
 
 
 @pytest.mark.parametrize("name", ["build_kv_connector", "prepare_kv_connector_config"])
-def test_factory(name: str) -> None:
+def test_stand_in_factory_matches_and_is_replaced(name: str) -> None:
     from kvtier_lmdeploy import _activate
 
-    assert shape(getattr(stub("factory"), name)) == shape(_activate._originals[name])
+    assert signature(getattr(stub("factory"), name)) == signature(_activate._originals[name])
     assert getattr(factory, name).__module__ == "kvtier_lmdeploy._activate"
 
 
-def test_everything_of_the_seam_is_ours() -> None:
-    """A method that the engine adds would be one that we pass by."""
+def test_connector_overrides_the_whole_interface() -> None:
+    """A method that a new lmdeploy adds to the interface fails this test."""
     inherited = {"bind_connector_metadata", "clear_connector_metadata", "_get_connector_metadata"}
     theirs = {name for name, value in vars(base.KVConnectorBase).items()
               if inspect.isfunction(value)}
     assert theirs - inherited <= set(vars(kvtier_lmdeploy.KvtierConnector))
     for name in theirs - inherited - {"__init__"}:
-        assert shape(getattr(kvtier_lmdeploy.KvtierConnector, name)) == shape(
+        assert signature(getattr(kvtier_lmdeploy.KvtierConnector, name)) == signature(
             getattr(base.KVConnectorBase, name)), name
 
 
 @pytest.mark.parametrize("module", ["engine/engine.py", "engine/model_agent/agent.py"])
-def test_who_takes_the_factory_by_name(module: str) -> None:
-    """These import too much for a machine without a GPU: their sources say what they take."""
+def test_engine_modules_import_the_factory_by_name(module: str) -> None:
+    """Reads the sources: these modules cannot be imported on a machine without a GPU."""
     root = Path(inspect.getfile(base)).parents[1]
     tree = ast.parse((root / module).read_text(encoding="utf-8"))
     taken = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
@@ -93,7 +93,7 @@ def test_who_takes_the_factory_by_name(module: str) -> None:
                                            "kv_head_replica_num"}
 
 
-def test_the_factorys_own_connectors_are_untouched() -> None:
+def test_other_connectors_use_the_original_factory() -> None:
     config = harness.cache_config({}, connector="SomebodysConnector")
     with pytest.raises(ValueError, match="SomebodysConnector"):
         factory.build_kv_connector(base.KVConnectorRole.SCHEDULER, config)
@@ -102,7 +102,7 @@ def test_the_factorys_own_connectors_are_untouched() -> None:
 
 
 @pytest.mark.parametrize("more", [{"window_size": 4096}, {"states_shapes": [((1,), "f")]}])
-def test_hybrid_configurations(more: Any) -> None:
+def test_hybrid_configurations_are_rejected(more: Any) -> None:
     import kvtier
 
     config = harness.cache_config({"host_bytes": 1 << 26}, **more)

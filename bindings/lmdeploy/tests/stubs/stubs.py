@@ -1,4 +1,4 @@
-"""What the connector is given: tensors over numpy arrays, requests, configurations."""
+"""Stand-ins for the connector's inputs: tensors over numpy arrays, requests, configurations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Tensor:
-    """As much of a torch tensor as the connector looks at."""
+    """The part of torch.Tensor that the connector uses."""
 
     def __init__(self, array: Any, device: str = "cpu", dtype: str = "") -> None:
         self.array, self.device = array, SimpleNamespace(type=device, index=0)
@@ -31,7 +31,7 @@ class Tensor:
 
 @dataclass
 class Transfer:
-    """KVTransferConfig."""
+    """Stand-in for KVTransferConfig."""
 
     kv_connector: str = "KvtierConnector"
     kv_role: str = "kv_both"
@@ -52,7 +52,7 @@ class Transfer:
 
 @dataclass
 class Cache:
-    """CacheConfig."""
+    """Stand-in for CacheConfig."""
 
     kv_transfer_config: Transfer
     num_gpu_blocks: int = 8
@@ -65,7 +65,7 @@ class Cache:
 
 
 class Request:
-    """A SchedulerSequence."""
+    """Stand-in for SchedulerSequence."""
 
     def __init__(self, seq_id: int, tokens: Any, session_id: int = 0, adapter: str = "") -> None:
         self.seq_id, self.session_id, self.adapter_name = seq_id, session_id, adapter or None
@@ -91,7 +91,7 @@ class Request:
 
 
 def cache_config(extra: Dict[str, Any], blocks: int = 8, **more: Any) -> Cache:
-    """A configuration, prepared as an engine does."""
+    """Returns a configuration that was prepared as an engine prepares it."""
     import kvtier_lmdeploy
     from kvtier_lmdeploy import _activate
     from lmdeploy.pytorch.kv_connector import factory
@@ -105,7 +105,7 @@ def cache_config(extra: Dict[str, Any], blocks: int = 8, **more: Any) -> Cache:
 
 
 def worker(cache: Cache, caches: Dict[str, Any], **given: Any) -> Any:
-    """A worker's connector with its cache."""
+    """Builds a worker's connector with a registered cache."""
     from lmdeploy.pytorch.kv_connector import factory
     from lmdeploy.pytorch.kv_connector.base import KVConnectorRole
 
@@ -115,7 +115,7 @@ def worker(cache: Cache, caches: Dict[str, Any], **given: Any) -> Any:
 
 
 def scheduler(cache: Cache, **given: Any) -> Any:
-    """The scheduler's connector."""
+    """Builds the scheduler's connector."""
     from lmdeploy.pytorch.kv_connector import factory
     from lmdeploy.pytorch.kv_connector.base import KVConnectorRole
 

@@ -1,7 +1,7 @@
-// A miniature of the engine that the adapter is for: one region of memory with objects, blocks with
-// timestamps, a prefix trie, a scheduler that plans, evicts and replays, an executor that runs
-// copies and kernels in its own order on its own thread. Names are those of turbomind.md; the lines
-// marked [kvtier] are the patch. Kernels compute content from tokens, and read all their context.
+// A miniature of TurboMind's engine: objects in one memory region, blocks with timestamps, a prefix
+// trie, a scheduler that plans, evicts and replays, and an executor thread that runs copies and
+// kernels in order. Names are those of turbomind.md; lines marked [kvtier] are the patch. A kernel
+// computes content from tokens, and compares every byte of its context.
 
 #ifndef KVTIER_TURBOMIND_MINI_HPP
 #define KVTIER_TURBOMIND_MINI_HPP
@@ -20,14 +20,14 @@
 
 namespace mini {
 
-constexpr int BLOCK = 4;         // tokens
-constexpr int TOKEN_BYTES = 50;  // of a block's object
-constexpr int TAIL_BYTES = 3;    // behind its tokens: a block is no multiple of them
+constexpr int BLOCK = 4;         // tokens of a block
+constexpr int TOKEN_BYTES = 50;  // bytes of a token in a block's object
+constexpr int TAIL_BYTES = 3;    // padding, so that an object's size is no multiple of its tokens
 constexpr std::size_t OBJECT_BYTES = BLOCK * TOKEN_BYTES + TAIL_BYTES;
 
 struct LogicalBlock;
 
-/// Objects of one size in one region.
+/// Allocates objects of one size from one region.
 class ObjectAllocator {
 public:
     explicit ObjectAllocator(int count);
@@ -43,15 +43,15 @@ private:
 
 struct CacheBlock {
     std::uint64_t timestamp = 0;
-    char *base = nullptr;  // of its allocation
+    char *base = nullptr;
     LogicalBlock *owner = nullptr;
-    std::shared_ptr<LogicalBlock> pin;  // an allocation keeps its block alive
+    std::shared_ptr<LogicalBlock> pin;  // keeps the logical block alive while it has memory
     bool valid() const { return base != nullptr; }
 };
 
 struct LogicalBlock : std::enable_shared_from_this<LogicalBlock> {
     int offset = 0;
-    int size = 0;  // of an indexed one
+    int size = 0;  // tokens; set when the block is indexed
     const LogicalBlock *parent = nullptr;
     std::uint64_t key = 0;
     std::vector<int> tokens;
@@ -77,9 +77,9 @@ private:
 struct Sequence {
     std::uint64_t id = 0;
     std::vector<int> tokens;
-    int prompt = 0, want = 0;  // tokens to be generated
+    int prompt = 0, want = 0;  // tokens of the prompt, tokens to generate
     int filled = 0, resume_len = 0, input_len = 0, inflight = 0;
-    int restore_first = 0, restore_count = 0;  // [kvtier] blocks of this pass
+    int restore_first = 0, restore_count = 0;  // [kvtier] blocks to restore in this pass
     bool active = false, waits = false, done = false;
     std::vector<std::shared_ptr<LogicalBlock>> blocks;
     std::vector<LogicalBlock *> alloc, involved;
@@ -98,8 +98,7 @@ struct BatchData {
     bool stop = false;
 };
 
-/// Runs what it is given on a thread, in its order. `wrong` counts bytes of a context that are not
-/// what they should be.
+/// Runs batches in order on its own thread. `wrong` counts context bytes with unexpected values.
 class ModelExecutor {
 public:
     explicit ModelExecutor(const ObjectAllocator &device);
@@ -126,13 +125,13 @@ public:
     Scheduler(int objects, kvtier_turbomind::adapter *tier);
     ~Scheduler();
     void AdmitPrompt(Sequence &s);
-    /// Fills in a batch; false when nothing can run.
+    /// Fills a batch; false if no request can run.
     bool Schedule(const std::vector<Sequence *> &requests, int most_input, BatchData &batch);
     void Finalize(Sequence &s);
     void Release(Sequence &s);
     ObjectAllocator &device() { return alloc_; }
 
-    std::int64_t now_ns = 0;  // [kvtier] the same on all ranks
+    std::int64_t now_ns = 0;  // [kvtier] equal on all ranks
     std::uint64_t computed = 0, reused = 0, restored = 0, evictions = 0;
 
 private:
@@ -157,8 +156,9 @@ private:
     std::uint64_t next_timestamp_ = 1;
 };
 
-/// Byte `i` of what a token's KV is, after all tokens up to it.
+/// Byte `i` of a token's KV; `mark` is the hash of all tokens up to it.
 std::uint8_t content(std::uint64_t mark, int i);
+/// Extends the hash of a token sequence by one token.
 std::uint64_t extend(std::uint64_t mark, int token);
 
 }  // namespace mini

@@ -5,7 +5,7 @@
 
 namespace mini {
 
-static std::uint64_t mixed(std::uint64_t x) {
+static std::uint64_t mix(std::uint64_t x) {
     x += UINT64_C(0x9E3779B97F4A7C15);
     x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
     x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
@@ -13,10 +13,10 @@ static std::uint64_t mixed(std::uint64_t x) {
 }
 
 std::uint64_t extend(std::uint64_t mark, int token) {
-    return mixed(mark ^ static_cast<std::uint64_t>(token));
+    return mix(mark ^ static_cast<std::uint64_t>(token));
 }
 std::uint8_t content(std::uint64_t mark, int i) {
-    return static_cast<std::uint8_t>(mixed(mark + static_cast<std::uint64_t>(i)));
+    return static_cast<std::uint8_t>(mix(mark + static_cast<std::uint64_t>(i)));
 }
 
 // --- memory ------------------------------------------------------------------
@@ -45,9 +45,9 @@ LogicalBlock *PrefixTrie::Find(const LogicalBlock *parent, std::uint64_t key,
     const auto it = index_.find(key);
     if (it == index_.end()) return nullptr;
     LogicalBlock *b = it->second;
-    const bool same = b->parent == parent && b->size == BLOCK &&
-                      std::equal(b->tokens.begin(), b->tokens.end(), tokens);
-    return same ? b : nullptr;
+    const bool is_equal = b->parent == parent && b->size == BLOCK &&
+                          std::equal(b->tokens.begin(), b->tokens.end(), tokens);
+    return is_equal ? b : nullptr;
 }
 bool PrefixTrie::Insert(LogicalBlock &b) { return b.indexed = index_.emplace(b.key, &b).second; }
 void PrefixTrie::Erase(LogicalBlock &b) {
@@ -91,7 +91,7 @@ void ModelExecutor::run() {
             in_.pop_front();
         }
         if (batch->stop) return;
-        copy_all(batch->saves);     // [kvtier] before their memory is used again
+        copy_all(batch->saves);     // [kvtier] before this batch reuses the memory
         copy_all(batch->restores);  // [kvtier] before kPrepare
         for (const BatchData::work &work : batch->kernels) kernel(work);
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -104,7 +104,7 @@ void ModelExecutor::copy_all(const std::vector<kvtier_turbomind::copy> &copies) 
     for (const auto &c : copies) std::memcpy(c.dst, c.src, c.bytes);
 }
 
-/// Reads the KV of all that comes before, and writes that of the input.
+/// Compares the KV of the context, and writes the KV of the input.
 void ModelExecutor::kernel(const BatchData::work &work) {
     std::uint64_t mark = 7;
     for (int t = 0; t < work.end; t++) {

@@ -137,7 +137,7 @@ void Scheduler::PlanResume(Sequence &s) {
     s.restore_first = s.restore_count = 0;
     s.waits = false;
     if (!tier_ || s.resume_len % BLOCK != 0) return;
-    // [kvtier] What the device does not have, the store may have.
+    // [kvtier] Look up the blocks that the device does not have in the store.
     const int first = s.resume_len / BLOCK;
     int last = first - 1;
     while (last + 1 < static_cast<int>(s.blocks.size()) &&
@@ -155,8 +155,8 @@ void Scheduler::PlanResume(Sequence &s) {
 
 bool Scheduler::foreign_producer(const Sequence &s, int first, int end) const {
     for (int i = first / BLOCK; i < (end + BLOCK - 1) / BLOCK; i++) {
-        const std::uint64_t who = s.blocks[static_cast<std::size_t>(i)]->producer;
-        if (who != 0 && who != s.id) return true;
+        const std::uint64_t producer = s.blocks[static_cast<std::size_t>(i)]->producer;
+        if (producer != 0 && producer != s.id) return true;
     }
     return false;
 }
@@ -168,11 +168,11 @@ void Scheduler::RunRequiredAdmission(Pass &pass, int most_input) {
     const std::vector<LogicalBlock *> sorted = SortedBlocks(pass.floor, needed);
     std::size_t cursor = 0;
     int free = alloc_.free_count();
-    std::uint64_t latest = 0;  // timestamp of what was evicted
+    std::uint64_t latest = 0;  // highest timestamp of the evicted blocks
     std::unordered_set<LogicalBlock *> planned;
     for (std::size_t i = 0; i < pass.requests.size(); i++) {
         Sequence &s = *pass.requests[i];
-        if (latest >= pass.cutoff[i]) break;  // it counts on what a more urgent one has evicted
+        if (latest >= pass.cutoff[i]) break;  // a more urgent request evicted blocks of this one
         const int length = static_cast<int>(s.tokens.size());
         int end = std::min(length, s.resume_len + most_input);
         if (end < length) end = end / BLOCK * BLOCK;
@@ -218,7 +218,7 @@ void Scheduler::ReplayMemory(Pass &pass, BatchData &batch) {
     for (const Pass::replay &op : pass.ops) {
         LogicalBlock &b = *op.block;
         if (op.evict) {
-            if (tier_)  // [kvtier] a copy to a slot, before its memory is somebody else's
+            if (tier_)  // [kvtier] copy to a slot before the memory is reused
                 tier_->evicted(&b, b.indexed && b.is_valid, {object_of(b)}, batch.saves);
             evictions++;
             Deallocate(b);
@@ -240,7 +240,7 @@ void Scheduler::CommitResults(Pass &pass, BatchData &batch) {
                 tier_->restore(s->id, static_cast<std::uint32_t>(i), {object_of(b)},
                                batch.restores);
         }
-        if (tier_) tier_->forget(s->id);  // [kvtier] what is not needed any more
+        if (tier_) tier_->forget(s->id);  // [kvtier] frees the slots of the rest
         restored += static_cast<std::uint64_t>(s->restore_count);
         reused += static_cast<std::uint64_t>(std::max(0, s->resume_len - s->filled));
         computed += static_cast<std::uint64_t>(s->input_len);
@@ -303,9 +303,9 @@ void Scheduler::Finalize(Sequence &s) {
         key = next;
     }
     if (!tier_ || parent == nullptr) return;
-    kvt_policy_hint_t told = KVT_POLICY_HINT_INIT;  // [kvtier]
-    told.stop = KVT_STOP_END_TURN;
-    tier_->hint(parent, told);
+    kvt_policy_hint_t hint = KVT_POLICY_HINT_INIT;  // [kvtier]
+    hint.stop = KVT_STOP_END_TURN;
+    tier_->hint(parent, hint);
 }
 
 void Scheduler::Release(Sequence &s) {

@@ -1,5 +1,5 @@
-// The adapter in a miniature engine: random requests through little device memory, every byte that
-// a kernel reads is compared with what it must be, under several policies, failures, shutdowns.
+// Tests of the adapter in a miniature engine. Random requests run with little device memory, under
+// several policies, failures and shutdowns. Every byte that a kernel reads is compared.
 
 #include "mini.hpp"
 
@@ -13,10 +13,10 @@
 #include <string>
 #include <unistd.h>
 
-#define CHECK(what)                                                                              \
+#define CHECK(condition)                                                                         \
     do {                                                                                         \
-        if (!(what)) {                                                                           \
-            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #what);              \
+        if (!(condition)) {                                                                      \
+            std::fprintf(stderr, "%s:%d: check failed: %s\n", __FILE__, __LINE__, #condition);   \
             std::exit(1);                                                                        \
         }                                                                                        \
     } while (0)
@@ -27,10 +27,11 @@ using kvtier_turbomind::adapter;
 using kvtier_turbomind::options;
 
 constexpr int OBJECTS = 48;
-/// What takes longer is a hang. Nothing is asserted to be faster than that.
+/// Timeout of the whole test: a longer run is a hang. No test asserts a shorter time.
 constexpr int HANG_SECONDS = 900;
 
-options small(const std::string &order = "lru", const std::string &store = "store(host=8MiB)") {
+options small_options(const std::string &order = "lru",
+                      const std::string &store = "store(host=8MiB)") {
     options o;
     o.store = store;
     o.order = order;
@@ -39,7 +40,7 @@ options small(const std::string &order = "lru", const std::string &store = "stor
     o.device_objects = OBJECTS;
     o.slots = 16;
     o.model = "mini";
-    o.wait_ns = HANG_SECONDS * UINT64_C(1000000000);  // blocks that are found come
+    o.wait_ns = HANG_SECONDS * UINT64_C(1000000000);  // so long that every found block loads
     return o;
 }
 
@@ -51,7 +52,7 @@ int next_token(const std::vector<int> &tokens) {
 
 unsigned first_seed = 0;
 
-/// Requests that share beginnings: a few conversations, that go on where they were.
+/// Prompts of a few conversations, so that later prompts extend earlier ones.
 std::vector<std::vector<int>> prompts_of(unsigned seed, int count) {
     std::mt19937 random(first_seed + seed);
     std::vector<std::vector<int>> conversations(6);
@@ -84,8 +85,8 @@ struct engine {
     std::vector<mini::Sequence *> live;
     std::size_t next = 0;
     int in_flight = 0, passes = 0;
-    /// After so many passes all saves are waited for, so that later requests find them however
-    /// slow the workers are; 0: never.
+    /// Passes between waits for all saves, so that later requests find them on any machine; 0:
+    /// never wait.
     int drain_every = 0;
     std::string journal;
     std::function<void(engine &)> each_pass;
@@ -123,7 +124,7 @@ struct engine {
         }
     }
 
-    /// False when all is done.
+    /// Runs one pass; false if all requests are done.
     bool step() {
         while (next < all.size() && live.size() < 3) {
             live.push_back(all[next++].get());
@@ -172,8 +173,8 @@ template <class F> bool throws(F call) {
     return false;
 }
 
-/// Nothing is on its way: no slot may be missing.
-void all_slots_back(adapter &tier) {
+/// Waits for all transfers, then checks that no slot is in use.
+void check_all_slots_free(adapter &tier) {
     CHECK(tier.drain(in_seconds(HANG_SECONDS)));
     const std::uint64_t end = in_seconds(HANG_SECONDS);
     while (tier.count().slots_in_use != 0 && in_seconds(0) < end) {
@@ -183,7 +184,7 @@ void all_slots_back(adapter &tier) {
     CHECK(tier.count().slots_in_use == 0);
 }
 
-void under_each_policy(int requests) {
+void restored_blocks_are_correct_under_each_policy(int requests) {
     const auto prompts = prompts_of(1, requests);
     std::uint64_t without = 0;
     {
@@ -194,11 +195,11 @@ void under_each_policy(int requests) {
     for (const char *order : {"lru", "fifo", "arc", "s3fifo", "lfu", "gdsf", "horizon",
                               "qos(inner=lru)", "predictive"}) {
         for (const int phases : {1, 2}) {
-            adapter tier(small(order));
+            adapter tier(small_options(order));
             engine e(&tier, prompts, phases);
             e.drain_every = 16;
             e.run();
-            all_slots_back(tier);
+            check_all_slots_free(tier);
             const auto c = tier.count();
             CHECK(e.executor.compared() > 0 && e.scheduler.evictions > 0);
             CHECK(c.stored > 0 && c.loaded > 0 && c.restored > 0 && c.not_stored == 0);
@@ -214,8 +215,8 @@ void under_each_policy(int requests) {
     }
 }
 
-void policies_change_while_it_runs(int requests) {
-    adapter tier(small("lru", "store(host=1MiB, policy=lru)"));
+void policies_can_be_switched_while_running(int requests) {
+    adapter tier(small_options("lru", "store(host=1MiB, policy=lru)"));
     engine e(&tier, prompts_of(2, requests), 2);
     e.drain_every = 16;
     const std::vector<std::string> specs = {"arc", "horizon", "sieve", "lru-k", "qos_aware", "lru"};
@@ -232,17 +233,17 @@ void policies_change_while_it_runs(int requests) {
     CHECK(switches > specs.size());
     CHECK(tier.count().restored > 0 && tier.advise(8) >= 1);
     CHECK(tier.metrics().find("kvtier_") != std::string::npos);
-    all_slots_back(tier);
+    check_all_slots_free(tier);
 }
 
-/// One half alone.
-void without_the_other(int requests) {
-    adapter victims(small("arc", ""));
+/// The eviction order works without a store, and the store without an order.
+void order_and_store_work_alone(int requests) {
+    adapter victims(small_options("arc", ""));
     engine a(&victims, prompts_of(3, requests), 2);
     a.run();
     CHECK(victims.order_stats().evictions > 0 && victims.count().saves == 0);
     CHECK(!victims.set_store_policy(KVT_TIER_HOST, "lru"));
-    adapter store(small(""));
+    adapter store(small_options(""));
     engine b(&store, prompts_of(3, requests), 2);
     b.drain_every = 16;
     b.run();
@@ -250,63 +251,64 @@ void without_the_other(int requests) {
     CHECK(!store.set_order("lru"));
 }
 
-void what_fails(int requests, const std::string &folder) {
+void failures_drop_blocks_only(int requests, const std::string &folder) {
     const auto prompts = prompts_of(4, requests);
-    // Too small for what leaves: the store evicts, and puts fail where it cannot.
+    // The store is smaller than the evicted blocks: it evicts, and puts fail where it cannot.
     for (const char *store : {"store(host=64KiB)", "store(host=64KiB, policy=arc)"}) {
-        adapter tier(small("lru", store));
+        adapter tier(small_options("lru", store));
         engine e(&tier, prompts, 2);
         e.run();
-        all_slots_back(tier);
+        check_all_slots_free(tier);
     }
-    // Few slots, and requests that do not wait.
-    options o = small();
+    // One slot, then requests that do not wait for loads.
+    options o = small_options();
     o.slots = 1;
     adapter narrow(o);
     engine e1(&narrow, prompts, 2);
     e1.run();
     CHECK(narrow.count().no_slot > 0);
-    o = small();
+    o = small_options();
     o.wait_ns = 0;
     adapter hasty(o);
     engine e2(&hasty, prompts, 2);
     e2.run();
-    all_slots_back(hasty);
-    // Submits that are refused while another op runs, and an opening without memory.
-    o = small();
+    check_all_slots_free(hasty);
+    // Submissions fail while another op runs; the constructor fails without memory.
+    o = small_options();
     o.max_ops = 1;
     adapter busy(o);
     engine e4(&busy, prompts, 2);
     e4.run();
-    all_slots_back(busy);
+    check_all_slots_free(busy);
     CHECK(busy.count().not_stored + busy.count().not_loaded > 0);
     CHECK(throws([] {
-        options none = small();
+        options none = small_options();
         none.faults = "faults(map=at(fail=1))";
         adapter tier(none);
     }));
-    // A disk that has no room for more than a little.
-    adapter disk(small("lru", "store(host=64KiB, disk=disk(path=\"" + folder +
-                                  "/little\", bytes=256KiB, segment=64KiB, buffered=true))"));
+    // The disk is nearly full at once.
+    adapter disk(small_options(
+        "lru", "store(host=64KiB, disk=disk(path=\"" + folder +
+                   "/little\", bytes=256KiB, segment=64KiB, buffered=true))"));
     engine e3(&disk, prompts, 2);
     e3.run();
-    all_slots_back(disk);
+    check_all_slots_free(disk);
 }
 
-/// What comes back from disk wrong is missing, and computed.
-void damaged_disk(int requests, const std::string &folder) {
+/// Blocks with damaged bytes on disk are misses, and computed.
+void damaged_blocks_are_misses(int requests, const std::string &folder) {
     const std::string spec = "store(host=64KiB, write=through, disk=disk(path=\"" + folder +
                              "/kv\", bytes=64MiB, segment=1MiB, buffered=true))";
     const auto prompts = prompts_of(5, requests);
     {
-        adapter tier(small("lru", spec));
+        adapter tier(small_options("lru", spec));
         engine e(&tier, prompts, 2);
         e.run();
-        all_slots_back(tier);
+        check_all_slots_free(tier);
         CHECK(tier.store_stats().written_cells > 0);
     }
     {
-        adapter tier(small("lru", spec)); // a restart
+        adapter tier(small_options("lru", spec)); // a restart
         engine e(&tier, prompts, 2);
         e.run();
         CHECK(tier.store_stats().disk_hit_cells > 0 && tier.count().restored > 0);
@@ -322,44 +324,44 @@ void damaged_disk(int requests, const std::string &folder) {
             f.put(flipped);
         }
     }
-    adapter tier(small("lru", spec));
+    adapter tier(small_options("lru", spec));
     engine e(&tier, prompts, 2);
-    e.each_pass = [&](engine &now) { // and later reads fail in the middle
+    e.each_pass = [&](engine &now) { // later reads fail after the first 64 KiB
         if (now.passes == 100)
             for (const auto &file : std::filesystem::directory_iterator(folder + "/kv"))
                 if (file.path().filename().string().rfind("seg-", 0) == 0)
                     std::filesystem::resize_file(file.path(), 64 << 10);
     };
     e.run();
-    all_slots_back(tier);
-    std::printf("damaged: %llu cells refused, %llu blocks not loaded\n",
+    check_all_slots_free(tier);
+    std::printf("damaged: %llu corrupt cells, %llu blocks not loaded\n",
                 static_cast<unsigned long long>(tier.store_stats().corrupt_cells),
                 static_cast<unsigned long long>(tier.count().not_loaded));
     CHECK(tier.store_stats().corrupt_cells > 0 && tier.count().not_loaded > 0);
 }
 
-/// The engine stops at any moment: nothing hangs, and nothing that was stored is lost.
-void shutdowns(int requests, const std::string &folder) {
+/// A shutdown at any pass neither hangs nor loses stored blocks. Wrong options throw.
+void shutdown_at_any_pass_loses_no_stored_block(int requests, const std::string &folder) {
     const std::string spec = "store(host=1MiB, write=through, disk=disk(path=\"" + folder +
                              "/stop\", bytes=64MiB, segment=1MiB, buffered=true))";
     const auto prompts = prompts_of(6, requests);
     for (int stop = 1; stop < 120; stop += 17) {
-        adapter tier(small("lru", spec));
+        adapter tier(small_options("lru", spec));
         engine e(&tier, prompts, 2);
         while (e.passes < stop && e.step()) {
         }
         CHECK(e.executor.wrong() == 0);
     }
     for (const char *bad : {"store(host=0", "stroe", "store(host=8MiB, policy=lur)"})
-        CHECK(throws([&] { adapter tier(small("lru", bad)); }));
-    CHECK(throws([] { adapter tier(small("lur")); }));
-    options o = small();
+        CHECK(throws([&] { adapter tier(small_options("lru", bad)); }));
+    CHECK(throws([] { adapter tier(small_options("lur")); }));
+    options o = small_options();
     o.object_bytes = 0;
     CHECK(throws([&] { adapter tier(o); }));
 }
 
-/// The least of what both say, in the order of their calls.
-struct meeting {
+/// Returns the minimum of the values that two ranks pass in corresponding calls.
+struct minimum_of_two {
     std::mutex mutex;
     std::condition_variable changed;
     int here = 0;
@@ -381,16 +383,16 @@ struct meeting {
     }
 };
 
-/// Two ranks with unlike stores schedule alike.
-void ranks(int requests) {
+/// Two ranks with different stores make the same schedule.
+void ranks_with_different_stores_schedule_alike(int requests) {
     const auto prompts = prompts_of(7, requests);
-    meeting both;
+    minimum_of_two both;
     std::string journals[2];
     std::uint64_t restored[2];
     std::vector<std::thread> threads;
     for (int rank = 0; rank < 2; rank++)
         threads.emplace_back([&, rank] {
-            options o = small("arc", rank == 0 ? "store(host=8MiB)" : "store(host=128KiB)");
+            options o = small_options("arc", rank == 0 ? "store(host=8MiB)" : "store(host=128KiB)");
             o.slots = rank == 0 ? 24 : 12;
             o.shard_index = static_cast<std::uint32_t>(rank);
             o.shard_count = 2;
@@ -407,9 +409,9 @@ void ranks(int requests) {
     CHECK(journals[0] == journals[1] && restored[0] == restored[1] && restored[0] > 0);
 }
 
-/// Equal tokens with other images share nothing; an object of several parts comes back as such.
-void images_and_parts() {
-    adapter tier(small());
+/// Equal tokens with different images share no KV. An object of several parts is restored to them.
+void images_separate_equal_tokens_and_objects_keep_their_parts() {
+    adapter tier(small_options());
     const int tokens[mini::BLOCK] = {1, 2, 3, 4};
     const int blocks[3] = {};  // three addresses
     kvt_media_t image[2] = {};
@@ -444,10 +446,10 @@ void images_and_parts() {
     CHECK(answer.state == coming::ready && answer.blocks == 1);
     tier.restore(2, 0, parts(back), restores);
     CHECK(run(restores) == 2 && back == device);
-    tier.restore(2, 0, parts(back), restores);  // once
+    tier.restore(2, 0, parts(back), restores);  // a second restore does nothing
     tier.forget(2);
     tier.completed(tier.submitted());
-    all_slots_back(tier);
+    check_all_slots_free(tier);
     CHECK(restores.size() == 2);
 }
 
@@ -459,14 +461,14 @@ int main(int argc, char **argv) {
     alarm(HANG_SECONDS);
     char folder[] = "/tmp/kvt-turbomind-XXXXXX";
     CHECK(mkdtemp(folder) != nullptr);
-    under_each_policy(requests);
-    policies_change_while_it_runs(requests);
-    without_the_other(requests);
-    what_fails(requests, folder);
-    damaged_disk(requests, folder);
-    shutdowns(requests, folder);
-    ranks(requests);
-    images_and_parts();
+    restored_blocks_are_correct_under_each_policy(requests);
+    policies_can_be_switched_while_running(requests);
+    order_and_store_work_alone(requests);
+    failures_drop_blocks_only(requests, folder);
+    damaged_blocks_are_misses(requests, folder);
+    shutdown_at_any_pass_loses_no_stored_block(requests, folder);
+    ranks_with_different_stores_schedule_alike(requests);
+    images_separate_equal_tokens_and_objects_keep_their_parts();
     std::filesystem::remove_all(folder);
     std::printf("turbomind: passed\n");
     return 0;

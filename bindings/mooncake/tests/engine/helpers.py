@@ -1,4 +1,4 @@
-"""Engines' packages as folders: what their Mooncake backends need of them, without the rest."""
+"""Imports the Mooncake backends of engines without the rest of the engines."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 
 def need(package: str, version: str, *modules: str) -> None:
-    """Skips a module of tests without that version of an engine, or what it imports."""
+    """Skips a test module unless an engine has that version and its imports are installed."""
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{package} is not installed", allow_module_level=True)
     if found != version:
-        pytest.skip(f"{package} {found}, and these tests are for {version}",
+        pytest.skip(f"{package} {found} is installed, but these tests need {version}",
                     allow_module_level=True)
     for name in modules:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed", allow_module_level=True)
 
 
-def folders(package: str, names: Sequence[str]) -> None:
-    """Packages whose __init__ is passed by."""
+def empty_packages(package: str, names: Sequence[str]) -> None:
+    """Makes packages importable without running their `__init__`."""
     root = Path(str(importlib.metadata.distribution(package).locate_file("")))
     for name in names:
         if name not in sys.modules:
@@ -43,7 +43,7 @@ def folders(package: str, names: Sequence[str]) -> None:
 
 
 def imported(name: str) -> Any:
-    """A module of an engine, or a skip with what it misses."""
+    """Imports a module of an engine, or skips the test module with the reason."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

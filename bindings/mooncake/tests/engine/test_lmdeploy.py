@@ -1,4 +1,4 @@
-"""lmdeploy's own Mooncake connector, both sides, with its lookups over ZMQ, on the shim."""
+"""lmdeploy's own Mooncake connector on the shim: both sides, with its lookups over ZMQ."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import pytest
-from helpers import HERE, folders, need
+from helpers import HERE, empty_packages, need
 
 need("lmdeploy", "0.18.0", "torch", "zmq", "pydantic", "psutil", "transformers")
-folders("lmdeploy", ["lmdeploy", "lmdeploy.vl", "lmdeploy.pytorch.engine"])
+empty_packages("lmdeploy", ["lmdeploy", "lmdeploy.vl", "lmdeploy.pytorch.engine"])
 for name, value in (("lmdeploy.tokenizer", {"Tokenizer": object}),
                     ("lmdeploy.pytorch.engine.model_agent", {"BatchedOutputs": object})):
     sys.modules.setdefault(name, types.ModuleType(name)).__dict__.update(value)
@@ -26,14 +26,14 @@ import torch  # noqa: E402
 from harness import BLOCK, Engine, bytes_of, fill, prompt, spoil  # noqa: E402
 
 
-class OnDevice(torch.Tensor):
-    """A tensor of the CPU that says it is the GPU's: the connector takes no others."""
+class FakeGpuTensor(torch.Tensor):
+    """A CPU tensor that claims to be on a GPU, because the connector rejects others."""
 
     is_cuda = property(lambda self: True)
 
 
 class Event:
-    """Where there is no stream all has happened."""
+    """An event without a stream: it is always complete."""
 
     def record(self) -> None:
         return None
@@ -53,7 +53,8 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(worker, "_get_local_hostname", lambda: "localhost")
     kvtier_mooncake.install()
-    caches = {name: row.as_subclass(OnDevice) for name, row in harness.rows_of(8, 4, 24).items()}
+    caches = {name: row.as_subclass(FakeGpuTensor)
+              for name, row in harness.rows_of(8, 4, 24).items()}
     made = Engine({"mooncake_config_path": str(config), "model_name": "m",
                    "lookup_rpc_path": f"ipc://{tmp_path}/lookup.sock"},
                   connector="MooncakeStoreConnector", caches=[caches])
@@ -62,7 +63,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     kvtier_mooncake.uninstall()
 
 
-def test_save_evict_resume(engine: Any) -> None:
+def test_evicted_blocks_are_loaded_when_a_prompt_resumes(engine: Any) -> None:
     rows = engine.caches[0]
     sequence = engine.admit(0, prompt(4))
     table = engine.table(sequence)[:4]
@@ -71,7 +72,7 @@ def test_save_evict_resume(engine: Any) -> None:
     engine.step([sequence], (4 * BLOCK,))
     engine.end(0)
     engine.settle()
-    engine.admit(1, [5] * (8 * BLOCK - 1))  # takes the whole cache
+    engine.admit(1, [5] * (8 * BLOCK - 1))  # fills the whole cache
     engine.end(1)
     spoil(rows)
     sequence = engine.admit(2, prompt(4, more=[9, 9, 9]))
@@ -81,7 +82,7 @@ def test_save_evict_resume(engine: Any) -> None:
     engine.end(2)
 
 
-def test_shutdown_in_the_middle(engine: Any) -> None:
+def test_shutdown_waits_for_transfers(engine: Any) -> None:
     sequence = engine.admit(0, prompt(4))
     fill(engine.caches[0], engine.table(sequence)[:4], 1)
     meta = engine.scheduler.build_connector_meta([sequence], (4 * BLOCK,))
@@ -89,7 +90,7 @@ def test_shutdown_in_the_middle(engine: Any) -> None:
     worker.bind_connector_metadata(meta)
     worker.start_load_kv()
     worker.start_save_kv()
-    closing = threading.Thread(target=worker.shutdown)  # drains, and closes the store
+    closing = threading.Thread(target=worker.shutdown)  # drains transfers and closes the store
     closing.start()
     closing.join(600)
     assert not closing.is_alive()

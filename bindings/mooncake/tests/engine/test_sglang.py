@@ -1,4 +1,4 @@
-"""SGLang's MooncakeStore, as its cache controller calls it, over a host pool of torch's."""
+"""SGLang's MooncakeStore on the shim, called as by the cache controller, over a torch host pool."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any, Iterator, List
 
 import pytest
-from helpers import folders, imported, need
+from helpers import empty_packages, imported, need
 
 need("sglang", "0.5.23", "torch", "requests", "zmq")
-folders("sglang", ["sglang", "sglang.srt"])
+empty_packages("sglang", ["sglang", "sglang.srt"])
 module = imported("sglang.srt.mem_cache.storage.mooncake_store.mooncake_store")
 import kvtier_mooncake  # noqa: E402
 import torch  # noqa: E402
@@ -19,7 +19,7 @@ PAGES, PAGE, HEAD = 8, 4, 256
 
 
 class Pool:
-    """A host pool with pages first: K and V of a page are a buffer each."""
+    """A host pool in the layout page_first: K and V of a page are one buffer each."""
 
     page_size = PAGE
     allocator = None
@@ -53,15 +53,15 @@ def config(**extra: Any) -> Any:
 
 
 @pytest.fixture
-def made() -> Iterator[Any]:
+def make_storage() -> Iterator[Any]:
     kvtier_mooncake.install()
     yield lambda **extra: module.MooncakeStore(config(**extra))
     kvtier_mooncake.uninstall()
 
 
 @pytest.mark.parametrize("extra", [{}, {"enable_group_semantics": True}, {"tenant_id": "them"}])
-def test_pages_go_and_come_back(made: Any, extra: Any) -> None:
-    storage, pool = made(**extra), Pool()
+def test_stored_pages_load_with_every_byte(make_storage: Any, extra: Any) -> None:
+    storage, pool = make_storage(**extra), Pool()
     storage.register_mem_pool_host(pool)
     keys, indices = [f"hash{at}" for at in range(4)], torch.arange(4 * PAGE)
     assert storage.batch_exists(keys) == 0
@@ -79,7 +79,7 @@ def test_pages_go_and_come_back(made: Any, extra: Any) -> None:
     assert storage.store.close() == 0
 
 
-def test_the_store_of_embeddings(made: Any) -> None:
+def test_the_embedding_store_works(make_storage: Any) -> None:
     embeddings = imported(
         "sglang.srt.mem_cache.storage.mooncake_store.mooncake_embedding_store")
     store = embeddings.MooncakeEmbeddingStore(SimpleNamespace(extra_config={
@@ -95,7 +95,7 @@ def test_the_store_of_embeddings(made: Any) -> None:
     assert store.store.close() == 0
 
 
-def test_memory_of_its_allocator(made: Any) -> None:
+def test_the_allocator_returns_zeroed_memory(make_storage: Any) -> None:
     allocator = module.MooncakeHostTensorAllocator()
     tensor = allocator.allocate((16, 8), torch.float16)
     assert tensor.shape == (16, 8) and float(tensor.sum()) == 0

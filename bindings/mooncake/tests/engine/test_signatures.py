@@ -1,5 +1,5 @@
-"""Every method that the engines' sources call on their Mooncake store is one of the shim's, or is
-listed here with what happens without it."""
+"""Checks the shim against the engines' sources: every method that they call on their Mooncake
+store exists with these arguments, or is listed here."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SOURCES = {
                           "lmcache/v1/lookup_client/mooncake_lookup_client.py"]),
 }
 
-#: SGLang's layer-wise linker loads parts of objects into a GPU.
+#: Methods that are not offered. SGLang's layer-wise linker uses them to load parts of objects.
 NOT_OFFERED = {"batch_get_session_start", "batch_get_session_end",
                "batch_get_into_multi_buffer_ranges"}
 
-#: Methods of wrappers around it that have the same name for it, `store`.
+#: Methods of the engines' own wrappers, whose variables are named `store`, too.
 WRAPPERS = {"batch_set_v1", "batch_get_v1", "batch_exists", "exists", "set", "batch_set",
             "batch_get", "register_mem_pool_host", "load_state_dict"}
 
 
-def called(path: Path) -> Set[str]:
-    """Names of methods that are called on something called store."""
+def called_methods(path: Path) -> Set[str]:
+    """The names of attributes that are read from something named `store`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -45,27 +45,27 @@ def called(path: Path) -> Set[str]:
 
 
 @pytest.mark.parametrize("package", SOURCES)
-def test_methods(package: str) -> None:
+def test_every_called_method_exists(package: str) -> None:
     version, places = SOURCES[package]
     try:
-        there = importlib.metadata.version(package)
+        found_version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{package} is not installed")
-    if there != version:
-        pytest.skip(f"{package} {there}, and this is for {version}")
+    if found_version != version:
+        pytest.skip(f"{package} {found_version} is installed, but this needs {version}")
     root = Path(str(importlib.metadata.distribution(package).locate_file("")))
     names: Set[str] = set()
     for place in places:
         path = root / place
         for file in [path] if path.is_file() else path.glob("*.py"):
-            names |= called(file)
+            names |= called_methods(file)
     ours = {name for name in dir(MooncakeDistributedStore) if not name.startswith("_")}
     assert "setup" in names
     assert names - ours - NOT_OFFERED - WRAPPERS == set()
 
 
 def calls(path: Path) -> Iterator[Tuple[str, int, List[str]]]:
-    """Calls of such methods: the name, how many arguments by position, and those by name."""
+    """The calls of such methods: the name, the number of positional arguments, and the keywords."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
@@ -77,15 +77,15 @@ def calls(path: Path) -> Iterator[Tuple[str, int, List[str]]]:
 
 
 @pytest.mark.parametrize("package", SOURCES)
-def test_arguments(package: str) -> None:
-    """Each call as it stands in the engine's source is one that the shim's method takes."""
+def test_every_call_fits_the_signature(package: str) -> None:
+    """The shim's method accepts each call as it is in the engine's source."""
     version, places = SOURCES[package]
     try:
-        there = importlib.metadata.version(package)
+        found_version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{package} is not installed")
-    if there != version:
-        pytest.skip(f"{package} {there}, and this is for {version}")
+    if found_version != version:
+        pytest.skip(f"{package} {found_version} is installed, but this needs {version}")
     root, tried = Path(str(importlib.metadata.distribution(package).locate_file(""))), set()
     for place in places:
         path = root / place
@@ -96,6 +96,6 @@ def test_arguments(package: str) -> None:
                 if method in NOT_OFFERED or method in WRAPPERS:
                     continue
                 ours = inspect.signature(getattr(MooncakeDistributedStore, method))
-                ours.bind(None, *[None] * given, **dict.fromkeys(by_name))  # else a TypeError
+                ours.bind(None, *[None] * given, **dict.fromkeys(by_name))  # raises TypeError
                 tried.add(method)
     assert "batch_is_exist" in tried

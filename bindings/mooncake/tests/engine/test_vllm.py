@@ -1,5 +1,5 @@
-"""What of vLLM's Mooncake backends imports without its engine: how it sets stores up, and the store
-of its embeddings' connector."""
+"""The parts of vLLM's Mooncake backends that import without its engine: the setup of stores, and
+the store of the embedding connector."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import folders, imported, need
+from helpers import empty_packages, imported, need
 
 need("vllm", "0.33.0", "torch", "regex")
-folders("vllm", ["vllm", "vllm.distributed", "vllm.distributed.ec_transfer",
-                 "vllm.distributed.ec_transfer.ec_connector",
-                 "vllm.distributed.ec_transfer.ec_connector.mooncake_store_embedding"])
+empty_packages("vllm", ["vllm", "vllm.distributed", "vllm.distributed.ec_transfer",
+                        "vllm.distributed.ec_transfer.ec_connector",
+                        "vllm.distributed.ec_transfer.ec_connector.mooncake_store_embedding"])
 import kvtier_mooncake  # noqa: E402
 import torch  # noqa: E402
 from kvtier_mooncake import MooncakeDistributedStore, ReplicateConfig  # noqa: E402
@@ -29,7 +29,7 @@ def config_of(path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
     return module, module.MooncakeStoreConfig.load_from_config()
 
 
-def test_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_sets_up_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for more in ({}, {"tenant_id": "them"},
                  {"mode": "standalone-store", "global_segment_size": 0,
                   "kvtier": {"host_bytes": 33 << 20}}):
@@ -43,8 +43,8 @@ def test_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kvtier_mooncake.configure()
 
 
-def test_the_store_of_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put from a header and a tensor, got into one buffer."""
+def test_the_embedding_store_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects are put from a header and a tensor, and loaded into one buffer."""
     client = imported("vllm.distributed.ec_transfer.ec_connector.mooncake_store_embedding"
                       ".store_client")
     module, config = config_of(tmp_path, monkeypatch)

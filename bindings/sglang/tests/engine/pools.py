@@ -1,4 +1,4 @@
-"""SGLang's own host pools, in host memory and without a device."""
+"""SGLang's own host pools, without a device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _table(tensors: Any) -> torch.Tensor:
 
 def mha(layout: str, v_dim: int = DIM, *, layers: int = LAYERS, dim: int = DIM,
         page: int = PAGE, tokens: int = TOKENS) -> Any:
-    """K and V of some layers; there is room for twice the tokens and a page."""
+    """A pool for K and V, with room for twice the tokens and one page."""
     v_dim = v_dim if dim == DIM else dim
     k = tuple(torch.zeros((tokens, HEADS, dim), dtype=torch.bfloat16) for _ in range(layers))
     v = tuple(torch.zeros((tokens, HEADS, v_dim), dtype=torch.bfloat16) for _ in range(layers))
@@ -46,7 +46,7 @@ def mha(layout: str, v_dim: int = DIM, *, layers: int = LAYERS, dim: int = DIM,
 
 
 def mla(layout: str) -> Any:
-    """Latents of three layers."""
+    """A pool for MLA's latents of three layers."""
     rows = tuple(torch.zeros((TOKENS, 1, 24), dtype=torch.bfloat16) for _ in range(LAYERS))
     info = MLABufferInfo(
         buffers=rows, data_ptrs=_table(rows), layer_indices=tuple(range(LAYERS)),
@@ -56,7 +56,7 @@ def mla(layout: str) -> Any:
 
 
 def fill(pool: Any, seed: int) -> None:
-    """Every byte, so that bytes are numbers that compare."""
+    """Fills a pool with random bytes."""
     numbers = np.random.default_rng(seed)
     for one in buffers(pool):
         raw = one.view(torch.uint8).numpy()
@@ -64,13 +64,13 @@ def fill(pool: Any, seed: int) -> None:
 
 
 def buffers(pool: Any) -> Any:
-    """The pool's memory."""
+    """The tensors of a pool."""
     return [pool.k_buffer, pool.v_buffer] if isinstance(
         pool, AsymmetricMHATokenToKVPoolHost) else [pool.kv_buffer]
 
 
 def page_bytes(pool: Any, page: int) -> bytes:
-    """What a page has, by the pool's own function where it has one."""
+    """The bytes of a page, read by the pool's own function if it has one."""
     try:
         flat = pool.get_data_page(page * PAGE).contiguous()
     except NotImplementedError:
@@ -84,6 +84,6 @@ def page_bytes(pool: Any, page: int) -> bytes:
 
 
 def slots(pages: Any) -> torch.Tensor:
-    """As the pool's allocator gives them out."""
+    """The slots of pages, as the pool's allocator returns them."""
     first = torch.tensor(list(pages), dtype=torch.int64)[:, None] * PAGE
     return (first + torch.arange(PAGE)).reshape(-1)

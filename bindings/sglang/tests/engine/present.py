@@ -1,4 +1,4 @@
-"""These tests need SGLang itself, in the tested version: KVTIER_ENGINES=1."""
+"""Skips the tests in this folder without KVTIER_ENGINES=1 and the tested version of SGLang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier_sglang._config import TESTED
 
 
 def missing() -> str:
-    """Why they cannot run; empty where they can."""
+    """The reason why the tests cannot run; empty if they can."""
     if os.environ.get("KVTIER_ENGINES") != "1":
         return "KVTIER_ENGINES is not 1"
     for name in ("sglang.srt.mem_cache.storage.backend_factory",
@@ -20,7 +20,7 @@ def missing() -> str:
         except Exception as error:
             return f"SGLang does not import: {error}"
     found = importlib.import_module("sglang.version").__version__
-    return "" if found == TESTED else f"SGLang {found} is installed, tested is {TESTED}"
+    return "" if found == TESTED else f"SGLang {found} is installed, but {TESTED} is needed"
 
 
 if missing():

@@ -1,4 +1,4 @@
-"""SGLang's factory, pools, file backend and controller with our class."""
+"""KvtierStorage with SGLang's own factory, host pools, file backend and controller."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ ALL = [*(("mha", one) for one in pools.MHA), *(("mla", one) for one in pools.MLA
 PAGES = 64
 
 
-def made(kind: str, layout: str) -> Any:
+def make_pool(kind: str, layout: str) -> Any:
     if kind == "uneven":
         return pools.mha(layout, v_dim=8)
     return pools.mha(layout) if kind == "mha" else pools.mla(layout)
 
 
-def created(pool: Any, extra: Any = None) -> KvtierStorage:
-    """By the engine's factory, from its configuration."""
-    said = config({**OURS, **(extra or {})})
-    backend = StorageBackendFactory.create_backend("dynamic", said, pool)
+def make_backend(pool: Any, extra: Any = None) -> KvtierStorage:
+    """Makes a backend by the engine's factory, from its configuration."""
+    fields = config({**OURS, **(extra or {})})
+    backend = StorageBackendFactory.create_backend("dynamic", fields, pool)
     backend.register_mem_pool_host(pool)
     backend.on_host_pools_registered()
     assert isinstance(backend, KvtierStorage)
@@ -46,30 +46,30 @@ def created(pool: Any, extra: Any = None) -> KvtierStorage:
 
 
 @pytest.mark.parametrize("kind, layout", ALL)
-def test_every_byte_of_every_layout(kind: str, layout: str, tmp_path: Path) -> None:
-    pool = made(kind, layout)
+def test_pages_of_every_layout_survive_a_restart(kind: str, layout: str, tmp_path: Path) -> None:
+    pool = make_pool(kind, layout)
     extra = {"disk_path": str(tmp_path), "disk_bytes": 1 << 30, "level": "disk"}
-    backend = created(pool, extra)
+    backend = make_backend(pool, extra)
     pools.fill(pool, 1)
     before = [pools.page_bytes(pool, page) for page in range(PAGES)]
     keys = names(PAGES)
     assert all(backend.batch_set_v1(keys, pools.slots(range(PAGES))))
     backend.close()
-    again = created(pool, extra)
+    again = make_backend(pool, extra)
     pools.fill(pool, 2)
     others = [pools.page_bytes(pool, page) for page in range(PAGES, 2 * PAGES)]
     assert again.batch_exists([*keys, "missing"]) == PAGES
-    turned = list(reversed(range(PAGES)))
-    assert all(again.batch_get_v1(keys, pools.slots(turned)))
-    assert [pools.page_bytes(pool, page) for page in turned] == before
+    backwards = list(reversed(range(PAGES)))
+    assert all(again.batch_get_v1(keys, pools.slots(backwards)))
+    assert [pools.page_bytes(pool, page) for page in backwards] == before
     assert [pools.page_bytes(pool, page) for page in range(PAGES, 2 * PAGES)] == others
     again.close()
 
 
 @pytest.mark.parametrize("kind, layout", [one for one in ALL if one[0] != "uneven"])
-def test_flat_pages_are_what_addresses_are(kind: str, layout: str) -> None:
-    pool = made(kind, layout)
-    backend = created(pool)
+def test_flat_pages_and_addresses_are_interchangeable(kind: str, layout: str) -> None:
+    pool = make_pool(kind, layout)
+    backend = make_backend(pool)
     pools.fill(pool, 3)
     before, keys = [pools.page_bytes(pool, page) for page in range(8)], names(8)
     flat = [pool.get_data_page(page * pools.PAGE).contiguous() for page in range(4)]
@@ -85,15 +85,15 @@ def test_flat_pages_are_what_addresses_are(kind: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_same_answers_as_the_file_backend(seed: int, tmp_path: Path) -> None:
-    """Random calls, on pools that are equal and must stay so."""
+def test_random_calls_agree_with_the_file_backend(seed: int, tmp_path: Path) -> None:
+    """Random calls to both backends, on two pools that must stay equal."""
     kind, layout = [
         ("mha", "layer_first"), ("mha", "page_first"), ("mla", "page_first_direct"),
         ("mha", "page_head"), ("mla", "layer_first"), ("mha", "page_first_direct")][seed]
     numbers = random.Random(seed)
     each: List[Any] = []
-    for make in (created, lambda pool: HiCacheFile(config({}), str(tmp_path))):
-        pool, side = made(kind, layout), made("mla", "page_first")
+    for make in (make_backend, lambda pool: HiCacheFile(config({}), str(tmp_path))):
+        pool, side = make_pool(kind, layout), make_pool("mla", "page_first")
         pools.fill(pool, seed), pools.fill(side, seed + 100)
         backend = make(pool)
         backend.register_mem_pool_host(pool)
@@ -109,11 +109,11 @@ def test_the_same_answers_as_the_file_backend(seed: int, tmp_path: Path) -> None
         window, flip = numbers.randint(1, 3), numbers.randrange(1 << 30)
         answers = []
         for backend, pool, side in each:
-            move = PoolTransfer(name, pools.slots(pages), None, some)
+            transfer = PoolTransfer(name, pools.slots(pages), None, some)
             if what == 0:
-                answer: Any = backend.batch_set_v2([move])
+                answer: Any = backend.batch_set_v2([transfer])
             elif what == 1:
-                answer = backend.batch_get_v2([move])
+                answer = backend.batch_get_v2([transfer])
             elif what == 2:
                 there = backend.batch_exists_v2(keys, [PoolTransfer(
                     PoolName.SWA, keys=keys[:window], hit_policy=policy)])
@@ -144,17 +144,17 @@ def test_the_same_answers_as_the_file_backend(seed: int, tmp_path: Path) -> None
 
 
 class Device:
-    """What the controller asks of a device pool."""
+    """The parts of a device pool that the controller uses."""
 
     device, layer_num = "cpu", pools.LAYERS
 
     def register_layer_transfer_counter(self, counter: object) -> None:
-        """Nobody computes here."""
+        """Does nothing: there is no forward pass."""
 
 
 @pytest.fixture
 def controller(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the engine's controller, with its own threads, for a pool."""
+    """Makes the engine's controller for a pool, with the controller's threads."""
     rank = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_size=1,
                            attn_dcp_rank=0)
     monkeypatch.setattr(cache_controller, "get_parallel", lambda: rank)
@@ -171,12 +171,12 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.skipif("KVTIER_NO_SGLANG_HASH" in os.environ,
-                    reason="SGLang cannot compile its hash of pages here")
+                    reason="SGLang cannot compile its page hash here")
 @pytest.mark.parametrize("interface", [0, 1])
 @pytest.mark.parametrize("kind, layout", [("mha", "page_first"), ("mla", "layer_first")])
-def test_the_controllers_own_threads(kind: str, layout: str, interface: int, controller: Any,
-                                     tmp_path: Path) -> None:
-    pool = made(kind, layout)
+def test_the_controllers_threads_write_and_prefetch(kind: str, layout: str, interface: int,
+                                                    controller: Any, tmp_path: Path) -> None:
+    pool = make_pool(kind, layout)
     extra = {"interface_v1": interface, "disk_path": str(tmp_path), "disk_bytes": 1 << 30}
     engine = controller(pool, extra)
     pools.fill(pool, 5)
@@ -191,15 +191,15 @@ def test_the_controllers_own_threads(kind: str, layout: str, interface: int, con
     engine.attach_storage_backend(
         "dynamic", pools.PAGE, "some/model", {**OURS, "host_bytes": 64 << 20, **extra})
     pools.fill(pool, 6)
-    asked = cache_controller.PrefetchOperation("r", tokens)
-    engine.prefetch_queue.put(asked)
+    operation = cache_controller.PrefetchOperation("r", tokens)
+    engine.prefetch_queue.put(operation)
     found = engine.prefetch_hit_queue.get(timeout=600)
     assert found.storage_hit_count == len(tokens) and found.hash_value == hashes
-    turned = list(reversed(range(PAGES)))
-    asked.host_indices = pools.slots(turned)
-    engine.prefetch_buffer.put(asked)
+    backwards = list(reversed(range(PAGES)))
+    operation.host_indices = pools.slots(backwards)
+    engine.prefetch_buffer.put(operation)
     while not (ack := engine.ack_prefetch_queue.get(timeout=600)).completed_req:
         read = ack.completed_tokens
     assert read == len(tokens)
-    assert [pools.page_bytes(pool, page) for page in turned] == before
+    assert [pools.page_bytes(pool, page) for page in backwards] == before
     engine.detach_storage_backend()

@@ -1,4 +1,4 @@
-"""The stubs of the always-on tests have the installed interface."""
+"""Compares the stubs of SGLang's interfaces with the installed SGLang."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CLASSES = {
 }
 
 
-def stub(name: str) -> Any:
-    """A stub's module, beside the real one."""
+def load_stub(name: str) -> Any:
+    """Loads a module of the stubs next to the installed one."""
     path = STUBS.joinpath(*name.split(".")).with_suffix(".py")
     spec = importlib.util.spec_from_file_location("stub_" + name.replace(".", "_"), path)
     assert spec is not None and spec.loader is not None
@@ -40,33 +40,33 @@ def stub(name: str) -> Any:
     return module
 
 
-def shape(function: Any) -> List[Any]:
-    """Names, kinds and defaults of what it takes."""
+def signature_of(function: Any) -> List[Any]:
+    """The parameters of a function: name, kind and default."""
     return [(one.name, one.kind, one.default)
             for one in inspect.signature(function).parameters.values()]
 
 
 @pytest.mark.parametrize("module, name", [
     (module, name) for module, all_of in CLASSES.items() for name in all_of])
-def test_a_stub_is_what_is_installed(module: str, name: str) -> None:
-    ours, theirs = getattr(stub(module), name), getattr(importlib.import_module(module), name)
+def test_stubs_have_the_installed_signatures(module: str, name: str) -> None:
+    ours, theirs = getattr(load_stub(module), name), getattr(importlib.import_module(module), name)
     if issubclass(ours, enum.Enum):
         assert all(theirs[one.name].value == one.value for one in ours)
         return
     if dataclasses.is_dataclass(ours):
-        told = [[(one.name, str(one.default), one.default_factory is dataclasses.MISSING)
-                 for one in dataclasses.fields(both)] for both in (ours, theirs)]
-        assert told[0] == told[1]
+        fields = [[(one.name, str(one.default), one.default_factory is dataclasses.MISSING)
+                   for one in dataclasses.fields(both)] for both in (ours, theirs)]
+        assert fields[0] == fields[1]
     if inspect.isabstract(theirs):
         assert ours.__abstractmethods__ == theirs.__abstractmethods__
     for method, function in vars(ours).items():
         if inspect.isfunction(function) and not method.startswith("_"):
-            assert shape(function) == shape(getattr(theirs, method)), method
+            assert signature_of(function) == signature_of(getattr(theirs, method)), method
     if "__init__" in vars(ours) and not dataclasses.is_dataclass(ours):
-        assert shape(ours.__init__) == shape(theirs.__init__)
+        assert signature_of(ours.__init__) == signature_of(theirs.__init__)
 
 
-def test_nothing_of_the_interface_is_left_out() -> None:
+def test_the_whole_interface_is_implemented() -> None:
     from sglang.srt.mem_cache import hicache_storage
     from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 
@@ -77,13 +77,13 @@ def test_nothing_of_the_interface_is_left_out() -> None:
         for method, function in vars(theirs).items():
             if inspect.isfunction(function) and not method.startswith("_"):
                 assert method in inherited or method in vars(ours), method
-                assert [one[0] for one in shape(function)] == [
-                    one[0] for one in shape(getattr(ours, method))], method
+                assert [one[0] for one in signature_of(function)] == [
+                    one[0] for one in signature_of(getattr(ours, method))], method
     assert not inspect.isabstract(kvtier_sglang.KvtierStorage)
     assert not inspect.isabstract(KvtierLinker)
 
 
-def test_the_linkers_factory_makes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_linker_factory_creates_the_kvtier_linker(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
 
     seen: List[Any] = []

@@ -1,4 +1,4 @@
-"""As much of torch as host pools need, on numpy: so that these tests run without it."""
+"""The parts of torch that host pools need, over numpy, so that the tests run without torch."""
 
 from __future__ import annotations
 

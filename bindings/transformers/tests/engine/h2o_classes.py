@@ -1,4 +1,4 @@
-"""Attention of DeepSeek-V3 as other code has it: what it caches differs, and who computes it."""
+"""Variants of DeepSeek-V3's attention: they differ in what they cache and in how they compute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Rotated(deepseek.DeepseekV3Attention):
 
 
 class ExpandedAttention(_Rotated):
-    """Caches keys and values of each head, as transformers 5.2 did."""
+    """Caches keys and values of each head, like transformers 5.2."""
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None,
                 past_key_values=None, **kwargs):
@@ -37,8 +37,9 @@ class ExpandedAttention(_Rotated):
 
 
 class LatentAttention(_Rotated):
-    """Caches the latent and computes attention itself, queries absorbed, as remote code does;
-    probabilities come back if they are asked for."""
+    """Caches the latent and computes attention itself with absorbed queries, like remote code.
+
+    Returns probabilities on request."""
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None,
                 past_key_values=None, output_attentions=False, **kwargs):
@@ -57,7 +58,7 @@ class LatentAttention(_Rotated):
 
 
 def replace_attention(model, cls):
-    """The same model, with attention of another class."""
+    """Replaces the model's attention class."""
     for layer in model.model.layers:
         layer.self_attn.__class__ = cls
     return model

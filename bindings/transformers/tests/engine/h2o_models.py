@@ -1,4 +1,4 @@
-"""Tiny models with random weights, and what their attention was computed from."""
+"""Tiny models with random weights, and a spy for the inputs of their attention."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODELS = {
 
 
 def make_model(name: str, implementation: str = "sdpa", seed: int = 0):
-    """A model by its name."""
+    """Creates a model by its name in MODELS."""
     family, numbers = MODELS[name]
     text = "Text" if family == "Gemma3" else ""
     config = getattr(transformers, f"{family}{text}Config")(**numbers)
@@ -51,12 +51,12 @@ def make_model(name: str, implementation: str = "sdpa", seed: int = 0):
 
 
 def tokens(count: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
-    """Random tokens, none of them padding."""
+    """Returns random tokens without padding."""
     return torch.randint(2, 97, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 class Spy:
-    """Takes note of queries and keys of each call of the attention function."""
+    """Records queries and keys of each call of the attention function."""
 
     def __init__(self, model, implementation: str) -> None:
         self.calls: list[tuple[int, torch.Tensor, torch.Tensor, float | None]] = []

@@ -1,4 +1,4 @@
-"""What `check` finds: nothing where all is well, and each fault by its name."""
+"""`check` reports nothing for a sound model, and each fault by its name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 if not transformers.__version__.startswith("5.23."):
-    pytest.skip("made for transformers 5.23", allow_module_level=True)
+    pytest.skip("needs transformers 5.23", allow_module_level=True)
 
 import kvtier  # noqa: E402
 import kvtier.h2o  # noqa: E402
@@ -26,7 +26,7 @@ def installed(implementation="sdpa", name="llama", **options):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek", "qwen3moe"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_all_is_well(name, implementation, capsys):
+def test_sound_models_pass(name, implementation, capsys):
     report = kvtier.h2o.check(installed(implementation, name, evict_every=3))
     assert report.ok, str(report)
     assert "BAD" not in capsys.readouterr().out
@@ -37,7 +37,7 @@ def test_all_is_well(name, implementation, capsys):
     {"policy": "streaming", "budget": None}, {"per_head": True},
     {"policy": "keydiff", "n_sink": 4}, {"policy": "h2o(budget=9,recent=5)", "budget": None,
                                          "n_recent": None}])
-def test_other_policies_are_well(options):
+def test_other_policies_pass(options):
     report = kvtier.h2o.check(installed(**options), tokens=60, verbose=False)
     assert report.ok, str(report)
 
@@ -48,19 +48,19 @@ def wrong(model, **options):
     return report.wrong
 
 
-def test_nothing_is_installed(capsys):
+def test_missing_eviction_is_reported(capsys):
     report = kvtier.h2o.check(make_model("llama"))
     assert report.wrong == ["installed"]
     assert "-> call install_kv_eviction" in capsys.readouterr().out
 
 
-def test_lost_sinks():
+def test_evicted_sinks_are_reported():
     with pytest.warns(UserWarning, match="n_sink"):
         model = installed(n_sink=0)
     assert wrong(model) == ["sinks"]
 
 
-def test_scores_that_are_not_counted(monkeypatch):
+def test_uncounted_scores_are_reported(monkeypatch):
     model, observe = installed(), Evictor.observe
 
     def only_prompts(self, sequence, sums, queries):
@@ -71,7 +71,7 @@ def test_scores_that_are_not_counted(monkeypatch):
     assert wrong(model) == ["scores"]
 
 
-def test_scores_of_the_generation_before():
+def test_stale_scores_are_reported():
     class Drifts:
         traits = kvtier.SparseTraits(kvtier.SparseCaps.EVICT_PREFILL,
                                      granularity=kvtier.SparseGranularity.TOKEN)
@@ -90,20 +90,20 @@ def test_scores_of_the_generation_before():
     assert "scores" in wrong(installed(policy=Drifts, budget=None, n_recent=None))
 
 
-def test_a_cache_that_grows(monkeypatch):
+def test_growing_cache_is_reported(monkeypatch):
     model = installed()
     monkeypatch.setattr(Evictor, "evict", lambda self, is_prefill: None)
     assert wrong(model) == ["growth"]
 
 
-def test_positions_that_begin_again(monkeypatch):
+def test_restarted_positions_are_reported(monkeypatch):
     model = installed()
     monkeypatch.setattr(EvictingLayer, "get_seq_length",
                         lambda self: 0 if self.keys is None else int(self.keys.shape[-2]))
     assert "positions" in wrong(model)
 
 
-def test_masks_of_another_length(monkeypatch):
+def test_masks_of_wrong_length_are_reported(monkeypatch):
     model, narrow = installed(), h2o.narrow
     monkeypatch.setattr(h2o, "narrow", lambda mask, *more: mask)
     assert {"generation", "masks"} <= set(wrong(model))
@@ -112,13 +112,13 @@ def test_masks_of_another_length(monkeypatch):
 
 
 @pytest.mark.parametrize("implementation, other", [("sdpa", "eager"), ("eager", "sdpa")])
-def test_another_implementation(implementation, other):
+def test_changed_implementation_is_reported(implementation, other):
     model = installed(implementation)
     model.set_attn_implementation(other)
     assert {"implementation", "generation"} <= set(wrong(model))
 
 
-def test_layers_that_differ(monkeypatch):
+def test_differing_layers_are_reported(monkeypatch):
     model, evict = installed(), Evictor.evict
     monkeypatch.setattr(Evictor, "evict", lambda self, is_prefill: (
         None if self.layer == 1 else evict(self, is_prefill)))

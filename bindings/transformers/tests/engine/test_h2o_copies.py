@@ -1,4 +1,4 @@
-"""Copies of models and caches, compiled models, and forwards that failed or come in parts."""
+"""Copied models and caches, compiled models, failed passes, and chunked prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 if not transformers.__version__.startswith("5.23."):
-    pytest.skip("made for transformers 5.23", allow_module_level=True)
+    pytest.skip("needs transformers 5.23", allow_module_level=True)
 
 import kvtier  # noqa: E402
 from h2o_models import make_model, tokens  # noqa: E402
@@ -30,22 +30,22 @@ def rows_of(model, ids):
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copied_model_has_an_eviction_of_its_own(way):
+def test_copied_model_has_its_own_eviction(way):
     model = make_model("llama")
     install_kv_eviction(model, 8, n_recent=6)
     ids, (have, cache) = tokens(40), rows_of(model, tokens(40))
     twin = way(model)
     assert have == [18] * 3 and len(eviction_of(model).layers) == 3
     assert eviction_of(twin).layers == []
-    there, other = rows_of(twin, ids)
-    assert there == have and eviction_of(twin).layers == other.layers
+    rows, other = rows_of(twin, ids)
+    assert rows == have and eviction_of(twin).layers == other.layers
     remove_kv_eviction(model)
     assert rows_of(twin, ids)[0] == have and rows_of(model, ids)[0] == [40] * 3
     remove_kv_eviction(twin)
     assert rows_of(twin, ids)[0] == [40] * 3
 
 
-def test_a_copied_cache_goes_its_own_way():
+def test_copied_cache_is_independent():
     model = make_model("llama")
     eviction = install_kv_eviction(model, 8, n_recent=6)
     _, cache = rows_of(model, tokens(40, 2))
@@ -62,7 +62,7 @@ def test_a_copied_cache_goes_its_own_way():
         one.evictor.kept(1) for one in again.layers]
 
 
-def test_a_forward_that_failed_between_layers():
+def test_pass_that_failed_between_layers_is_detected():
     model = make_model("llama")
     install_kv_eviction(model, 8, n_recent=6)
     _, cache = rows_of(model, tokens(30))
@@ -75,12 +75,12 @@ def test_a_forward_that_failed_between_layers():
         with pytest.raises(ValueError, match="no memory"):
             model(tokens(1), past_key_values=cache)
         hook.remove()
-        with pytest.raises(kvtier.StateError, match="a forward failed"):
+        with pytest.raises(kvtier.StateError, match="forward pass failed"):
             model(tokens(1), past_key_values=cache)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_parts_of_a_prompt_that_are_padding_alone(implementation):
+def test_prompt_chunks_may_be_padding_only(implementation):
     model = make_model("llama", implementation)
     install_kv_eviction(model, 8, n_recent=6)
     ids = tokens(40, 2)
@@ -89,7 +89,7 @@ def test_parts_of_a_prompt_that_are_padding_alone(implementation):
     both = model.generate(ids, attention_mask=mask, prefill_chunk_size=10, max_new_tokens=6,
                           do_sample=False)
     cache = DynamicCache(config=model.config)
-    with torch.no_grad():  # in the same parts
+    with torch.no_grad():  # in the same chunks
         for part in ids[1:, 25:].split([5, 10], 1):
             logits = model(part, past_key_values=cache).logits
         for token in both[1, 40:]:
@@ -97,7 +97,7 @@ def test_parts_of_a_prompt_that_are_padding_alone(implementation):
             logits = model(token[None, None], past_key_values=cache).logits
 
 
-def test_deep_crops_count_what_went():
+def test_deep_crop_counts_evicted_tokens():
     model = make_model("llama")
     install_kv_eviction(model, 2, n_recent=1)
     _, cache = rows_of(model, tokens(30))
@@ -109,7 +109,7 @@ def test_deep_crops_count_what_went():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_models_are_as_others():
+def test_compiled_model_equals_the_eager_one():
     model, one = make_model("llama"), tokens(1)
     install_kv_eviction(model, 8, n_recent=6)
     compiled = torch.compile(model, backend="eager")

@@ -1,4 +1,4 @@
-"""Installing and removing: what a model computes without, with a full budget, and after."""
+"""Installing and removing eviction: a model's results without it, with a full budget, after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 if not transformers.__version__.startswith("5.23."):
-    pytest.skip("made for transformers 5.23", allow_module_level=True)
+    pytest.skip("needs transformers 5.23", allow_module_level=True)
 
 import kvtier  # noqa: E402
 from h2o_classes import ExpandedAttention, LatentAttention, replace_attention  # noqa: E402
@@ -24,7 +24,7 @@ from kvtier_transformers.h2o import (  # noqa: E402
     remove_kv_eviction,
     reset_eviction_scores,
 )
-from test_h2o_kept import agree, references_for, run  # noqa: E402
+from test_h2o_kept import check_kept, references_for, run  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 register_attention(ExpandedAttention, AttentionAdapter(latent=False))
@@ -37,14 +37,14 @@ def generate(model, ids, count=12, **more):
                           output_scores=True, return_dict_in_generate=True, **more)
 
 
-def same(one, other):
+def assert_equal(one, other):
     assert (one.sequences == other.sequences).all()
     assert all(torch.equal(a, b) for a, b in zip(one.scores, other.scores))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"gemma2"}))
-def test_a_full_budget_changes_no_bit(name, implementation):
+def test_full_budget_changes_no_bit(name, implementation):
     model, ids = make_model(name, implementation), tokens(25, 2)
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
@@ -52,14 +52,14 @@ def test_a_full_budget_changes_no_bit(name, implementation):
     stock = [generate(model, ids, **way) for way in ways]
     install_kv_eviction(model, 1000)
     for way, before in zip(ways, stock):
-        same(generate(model, ids, **way), before)
+        assert_equal(generate(model, ids, **way), before)
     remove_kv_eviction(model)
     for way, before in zip(ways, stock):
-        same(generate(model, ids, **way), before)
+        assert_equal(generate(model, ids, **way), before)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_removal_leaves_nothing(implementation):
+def test_removal_restores_the_model(implementation):
     model = make_model("llama", implementation)
     before = {key: copy.copy(vars(module)) for key, module in model.named_modules()}
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
@@ -76,8 +76,8 @@ def test_removal_leaves_nothing(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_positions_go_on(implementation):
-    """Positions and masks count tokens that went; memory does not."""
+def test_positions_count_evicted_tokens(implementation):
+    """Positions and masks count evicted tokens; memory does not."""
     model = make_model("llama", implementation)
     eviction, seen = install_kv_eviction(model, 8, n_recent=6), []
 
@@ -96,8 +96,8 @@ def test_positions_go_on(implementation):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_conversation_goes_on(name):
-    """A second turn in the same cache is what two bare forwards are."""
+def test_second_turn_continues_in_the_same_cache(name):
+    """A second turn in one cache equals bare forward passes split at the turns."""
     model, seen = make_model(name), []
     eviction = install_kv_eviction(model, 8, n_recent=6)
     first = generate(model, tokens(30), 5)
@@ -115,7 +115,7 @@ def test_a_conversation_goes_on(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek"])
-def test_beams_carry_what_they_counted(name):
+def test_beams_keep_their_scores(name):
     model, setting = make_model(name), (4, 5, 7, 2)
     references = references_for(range(3), 3, setting)
     install_kv_eviction(model, 7, 4, 5, 2)
@@ -126,14 +126,14 @@ def test_beams_carry_what_they_counted(name):
             cache.reorder_cache(torch.tensor(beams))
             references = {at: [copy.deepcopy(of[beam]) for beam in beams]
                           for at, of in references.items()}
-            agree(cache, references)
+            check_kept(cache, references)
             run(model, cache, tokens(1, 3, seed=step), spy, references, [0] * 3)
-            agree(cache, references)
+            check_kept(cache, references)
     one = generate(model, tokens(22), 20, num_beams=3, num_return_sequences=3)
     assert one.past_key_values.layers[0].keys.shape[2] <= 17
 
 
-def test_batches_are_repeated_and_selected():
+def test_batches_can_be_repeated_and_selected():
     model = make_model("llama")
     install_kv_eviction(model, 6, n_recent=4)
     cache = DynamicCache()
@@ -151,7 +151,7 @@ def test_batches_are_repeated_and_selected():
 
 @pytest.mark.parametrize("cls, implementation", [
     (ExpandedAttention, "sdpa"), (ExpandedAttention, "eager"), (LatentAttention, "eager")])
-def test_other_forms_of_latent_attention(cls, implementation):
+def test_variants_of_latent_attention_keep_the_same_tokens(cls, implementation):
     stock = make_model("deepseek", implementation)
     model = replace_attention(make_model("deepseek", implementation), cls)
     install_kv_eviction(stock, 8, n_recent=6)
@@ -169,7 +169,7 @@ def test_other_forms_of_latent_attention(cls, implementation):
     assert caches[1].layers[0].keys.shape == shape
 
 
-def test_each_head_of_expanded_keys():
+def test_expanded_keys_can_be_evicted_per_head():
     model = replace_attention(make_model("deepseek"), ExpandedAttention)
     setting, cache = (4, 6, 8, 1), DynamicCache()
     references = references_for(range(3), 1, setting, per_head=True)
@@ -177,15 +177,15 @@ def test_each_head_of_expanded_keys():
     with Spy(model, "sdpa") as spy:
         for count in (30, 1, 1, 3, 1):
             run(model, cache, tokens(count, seed=count), spy, references, [0])
-            agree(cache, references)
+            check_kept(cache, references)
 
 
-def test_scores_are_forgotten_and_begin_anew():
+def test_scores_are_reset_and_belong_to_the_cache():
     model = make_model("llama")
     eviction = install_kv_eviction(model, 6, n_recent=4)
     first = generate(model, tokens(30), 6)
     again = generate(model, tokens(30), 6)
-    same(first, again)  # nothing is left of the first
+    assert_equal(first, again)  # no state of the first generation remains
     cache = again.past_key_values
     kept = [layer.evictor.kept(0) for layer in cache.layers]
     reset_eviction_scores(model)
@@ -198,7 +198,7 @@ def test_scores_are_forgotten_and_begin_anew():
     assert eviction.layers == []
 
 
-def test_tokens_are_taken_back():
+def test_crop_removes_resident_tokens():
     model = make_model("llama")
     install_kv_eviction(model, 30, n_recent=4)
     caches = [DynamicCache(), DynamicCache()]
@@ -218,7 +218,7 @@ def test_tokens_are_taken_back():
     assert caches[0].layers[0].evictor.kept(0)[0][-2:] == [81, 82]
 
 
-def test_halves_and_other_threads():
+def test_bfloat16_models_run_in_several_threads():
     model = make_model("llama").to(torch.bfloat16)
     install_kv_eviction(model, 8, n_recent=6, threads=2)
     alone = [generate(model, tokens(30, seed=seed)).sequences for seed in range(4)]
@@ -235,14 +235,14 @@ def test_halves_and_other_threads():
     assert all(torch.equal(a, b) for a, b in zip(alone, found))
 
 
-def refused(error, match, name="llama", implementation="sdpa", **options):
+def check_rejected(error, match, name="llama", implementation="sdpa", **options):
     model = make_model(name, implementation)
     with pytest.raises(error, match=match):
         install_kv_eviction(model, **{"budget": 8, **options})
     assert not hasattr(model, "_kvtier_eviction")
 
 
-def test_what_is_refused_at_install(monkeypatch):
+def test_unsupported_models_and_policies_are_rejected(monkeypatch):
     model = make_model("llama")
     install_kv_eviction(model, 8)
     with pytest.raises(kvtier.StateError, match="remove_kv_eviction first"):
@@ -252,15 +252,15 @@ def test_what_is_refused_at_install(monkeypatch):
         other.config._attn_implementation_internal = name
         with pytest.raises(kvtier.UnsupportedError, match="attn_implementation="):
             install_kv_eviction(other, 8)
-    refused(kvtier.SpecError, "all heads share a latent row", "deepseek", per_head=True)
-    refused(kvtier.InvalidError, "takes no budget", policy="quest")
-    refused(kvtier.UnsupportedError, "evicts no tokens", policy="quest()", budget=None)
-    refused(kvtier.SpecError, "did you mean|nearest|h2o", policy="h3o()", budget=None)
-    refused(kvtier.UnsupportedError, "rotate", policy="streaming(rotate=true)", budget=None)
-    refused(kvtier.UnsupportedError, "kvpress", policy="snapkv(form=original)", budget=None)
-    refused(kvtier.InvalidError, "numbers already", policy="h2o(budget=8)")
-    refused(kvtier.InvalidError, "knows no n_recent", policy="tova", n_recent=4)
-    refused(kvtier.SpecError, "budget", budget=0)
+    check_rejected(kvtier.SpecError, "all heads share a latent row", "deepseek", per_head=True)
+    check_rejected(kvtier.InvalidError, "takes no budget", policy="quest")
+    check_rejected(kvtier.UnsupportedError, "evicts no tokens", policy="quest()", budget=None)
+    check_rejected(kvtier.SpecError, "did you mean|nearest|h2o", policy="h3o()", budget=None)
+    check_rejected(kvtier.UnsupportedError, "rotate", policy="streaming(rotate=true)", budget=None)
+    check_rejected(kvtier.UnsupportedError, "kvpress", policy="snapkv(form=original)", budget=None)
+    check_rejected(kvtier.InvalidError, "numbers already", policy="h2o(budget=8)")
+    check_rejected(kvtier.InvalidError, "knows no n_recent", policy="tova", n_recent=4)
+    check_rejected(kvtier.SpecError, "budget", budget=0)
     with pytest.warns(UserWarning, match="n_sink is 2"):
         install_kv_eviction(make_model("llama"), 8, n_sink=2)
     with pytest.raises(kvtier.UnsupportedError, match="porting.md"):
@@ -270,12 +270,12 @@ def test_what_is_refused_at_install(monkeypatch):
         install_kv_eviction(late, 8)
     monkeypatch.setitem(MODELS, "window", ("Mistral", {**MODELS["mistral"][1],
                                                        "sliding_window": 16}))
-    refused(kvtier.UnsupportedError, "sliding window", "window")
+    check_rejected(kvtier.UnsupportedError, "sliding window", "window")
     monkeypatch.setattr(h2o.transformers, "__version__", "4.57.1")
-    refused(kvtier.UnsupportedError, "transformers 4.57.1")
+    check_rejected(kvtier.UnsupportedError, "transformers 4.57.1")
 
 
-def test_what_is_refused_of_caches():
+def test_unsupported_caches_are_rejected():
     model = make_model("llama")
     filled = generate(model, tokens(20)).past_key_values
     install_kv_eviction(model, 8, n_recent=6)
@@ -287,7 +287,7 @@ def test_what_is_refused_of_caches():
             model(tokens(1), past_key_values=filled)
         cache = DynamicCache()
         model(tokens(30), past_key_values=cache)
-        with pytest.raises(kvtier.InvalidError, match="masks count all tokens"):
+        with pytest.raises(kvtier.InvalidError, match="Masks count all tokens"):
             model(tokens(1), past_key_values=cache,
                   attention_mask=torch.ones(1, 1, 1, 19, dtype=torch.bool))
         with pytest.raises(kvtier.UnsupportedError, match="neither causal"):
@@ -306,7 +306,7 @@ def test_what_is_refused_of_caches():
         generate(model, tokens(9))
 
 
-def test_a_forward_that_failed_ends_its_cache(monkeypatch):
+def test_failed_pass_invalidates_its_cache(monkeypatch):
     model, cache = make_model("llama"), DynamicCache()
     install_kv_eviction(model, 8, n_recent=6)
     with torch.no_grad():
@@ -315,16 +315,16 @@ def test_a_forward_that_failed_ends_its_cache(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             model(tokens(1), past_key_values=cache)
         monkeypatch.undo()
-        with pytest.raises(kvtier.StateError, match="a forward failed"):
+        with pytest.raises(kvtier.StateError, match="forward pass failed"):
             model(tokens(1), past_key_values=cache)
         model(tokens(30), past_key_values=DynamicCache())
 
 
-def test_two_models_with_one_configuration():
+def test_other_model_with_the_same_configuration_is_unaffected():
     model = make_model("llama")
     other = type(model)(model.config).eval()
     before = generate(other, tokens(30))
     install_kv_eviction(model, 8, n_recent=6)
     after = generate(other, tokens(30))
-    same(before, after)
+    assert_equal(before, after)
     assert not isinstance(after.past_key_values.layers[0], h2o.EvictingLayer)

@@ -1,4 +1,4 @@
-"""What stays is what an independent reference keeps, at every step."""
+"""The kept tokens match an independent reference model at every step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 if not transformers.__version__.startswith("5.23."):
-    pytest.skip("made for transformers 5.23", allow_module_level=True)
+    pytest.skip("needs transformers 5.23", allow_module_level=True)
 
 from h2o_models import MODELS, Spy, make_model, tokens  # noqa: E402
 from h2o_reference import Reference  # noqa: E402
@@ -19,7 +19,7 @@ SETTINGS = [(4, 6, 8, 1), (4, 6, 8, 4), (0, 1, 1, 1), (2, 12, 3, 3)]
 
 
 def run(model, cache, ids, spy, references, past, **more):
-    """A forward, of which the references learn."""
+    """Runs a forward pass, and updates the references from its queries and keys."""
     spy.calls.clear()
     with torch.no_grad():
         out = model(ids, past_key_values=cache, use_cache=True, **more)
@@ -37,18 +37,18 @@ def run(model, cache, ids, spy, references, past, **more):
     return out.logits
 
 
-def watched(cache):
+def evicting_layers(cache):
     return {at: layer for at, layer in enumerate(cache.layers) if hasattr(layer, "evictor")}
 
 
-def agree(cache, references):
-    for at, layer in watched(cache).items():
+def check_kept(cache, references):
+    for at, layer in evicting_layers(cache).items():
         for row, reference in enumerate(references[at]):
             assert layer.evictor.kept(row) == reference.kept, (at, row)
 
 
 def check_rows(key, count, reference):
-    """What attention is computed with are the keys of the tokens that are there."""
+    """Checks that attention was computed with the keys of the kept tokens."""
     for head in range(key.shape[0]):
         kept = reference.kept[head if len(reference.kept) > 1 else 0]
         before = key.shape[1] - count
@@ -79,10 +79,10 @@ def decode(model, implementation, setting, per_head=False, chunks=(40,), steps=2
     with Spy(model, implementation) as spy:
         for part in ids.split(list(chunks), 1):
             logits = run(model, cache, part, spy, references, [0])
-            agree(cache, references)
+            check_kept(cache, references)
         for _ in range(steps):
             logits = run(model, cache, logits[:, -1:].argmax(-1), spy, references, [0])
-            agree(cache, references)
+            check_kept(cache, references)
             most = sink + recent + budget + every - 1
             assert all(cache.layers[at].keys.shape[2] <= most for at in layers)
     assert cache.get_seq_length() == sum(chunks) + steps
@@ -94,11 +94,11 @@ def decode(model, implementation, setting, per_head=False, chunks=(40,), steps=2
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "qwen3moe", "gemma3", "deepseek"])
-def test_kept_sets(name, implementation, setting):
+def test_kept_tokens_match_the_reference(name, implementation, setting):
     decode(make_model(name, implementation), implementation, setting)
 
 
-def test_each_known_class_has_a_model_here():
+def test_each_known_class_has_a_test_model():
     found = {type(module).__name__ for name in MODELS
              for module in make_model(name, "eager").modules()
              if attention.adapter_of(module) is not None}
@@ -107,11 +107,11 @@ def test_each_known_class_has_a_model_here():
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen2", "qwen2moe", "qwen3", "gemma"])
-def test_other_families(name, implementation):
+def test_other_families_match_the_reference(name, implementation):
     decode(make_model(name, implementation), implementation, (4, 6, 8, 1))
 
 
-def test_soft_capped_scores_count_under_eager():
+def test_gemma2_matches_the_reference_under_eager():
     model = make_model("gemma2", "eager")
     model.config.attn_logit_softcapping = None
     for layer in model.model.layers:
@@ -121,12 +121,12 @@ def test_soft_capped_scores_count_under_eager():
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_set_for_each_head(name, implementation):
+def test_per_head_sets_match_the_reference(name, implementation):
     decode(make_model(name, implementation), implementation, (4, 6, 8, 1), per_head=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek"])
-def test_prompts_in_parts(name):
+def test_chunked_prompts_match_the_reference(name):
     decode(make_model(name), "sdpa", (4, 6, 8, 1), chunks=(16, 7, 1, 20))
 
 
@@ -138,8 +138,8 @@ def test_sdpa_and_eager_agree():
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "deepseek", "gemma3"])
-def test_padded_batches(name, implementation):
-    """Rows of a batch keep what they keep alone, and padding is no token."""
+def test_padded_rows_keep_what_they_keep_alone(name, implementation):
+    """A row of a batch keeps what it keeps alone, and padding is not counted."""
     model, setting = make_model(name, implementation), (4, 6, 8, 1)
     layers, pads = full_layers(model), [0, 11, 30]
     ids = tokens(36, 3)
@@ -149,15 +149,15 @@ def test_padded_batches(name, implementation):
     together = references_for(layers, 3, setting)
     install_kv_eviction(model, 8, 4, 6)
     cache, steps = DynamicCache(config=model.config), 16
-    places = (mask.cumsum(1) - 1).clamp(min=0)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     alone = [DynamicCache(config=model.config) for _ in pads]
     with Spy(model, implementation) as spy:
         logits = run(model, cache, ids, spy, together, pads, attention_mask=mask,
-                     position_ids=places)
+                     position_ids=positions)
         single = [run(model, one, ids[row:row + 1, pad:], spy, {}, [0])
                   for row, (one, pad) in enumerate(zip(alone, pads))]
         for step in range(steps):
-            agree(cache, together)
+            check_kept(cache, together)
             next_ids = logits[:, -1:].argmax(-1)
             for row, one in enumerate(single):
                 torch.testing.assert_close(logits[row, -1], one[0, -1], rtol=2e-3, atol=2e-3)
@@ -167,15 +167,15 @@ def test_padded_batches(name, implementation):
             single = [run(model, one, next_ids[row:row + 1], spy, {}, [0])
                       for row, one in enumerate(alone)]
     for row, one in enumerate(alone):
-        for at, layer in watched(one).items():
+        for at, layer in evicting_layers(one).items():
             assert layer.evictor.kept(0) == cache.layers[at].evictor.kept(row)
             assert layer.keys.shape[2] <= 18 and cache.layers[at].keys.shape[2] <= 18
     remove_kv_eviction(model)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_padding_behind_the_first_tokens(implementation):
-    """A row that is shorter than others is padded in the cache: nobody looks there."""
+def test_padding_inside_a_row_is_ignored(implementation):
+    """A row that is shorter than others is padded in the cache; the padding is masked."""
     model = make_model("llama", implementation)
     install_kv_eviction(model, 8, 4, 6)
     ids = tokens(30, 2)

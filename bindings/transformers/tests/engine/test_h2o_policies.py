@@ -1,4 +1,4 @@
-"""Other policies that evict, and policies of one's own."""
+"""Other eviction policies, and custom policies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 if not transformers.__version__.startswith("5.23."):
-    pytest.skip("made for transformers 5.23", allow_module_level=True)
+    pytest.skip("needs transformers 5.23", allow_module_level=True)
 
 import kvtier  # noqa: E402
 from h2o_models import Spy, make_model, tokens  # noqa: E402
@@ -23,7 +23,7 @@ def forward(model, cache, ids):
 
 
 def weights_of(query, key, scale, count):
-    """Probabilities of the last `count` queries, [heads, queries, keys], in float64."""
+    """Returns probabilities of the last `count` queries, [heads, queries, keys], in float64."""
     query, key = query[:, -count:].double().numpy(), key.double().numpy()
     key = np.repeat(key, query.shape[0] // key.shape[0], 0)
     logits = query @ key.swapaxes(1, 2) * scale
@@ -34,7 +34,7 @@ def weights_of(query, key, scale, count):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_tova(implementation):
+def test_tova_evicts_the_least_attended_tokens(implementation):
     model, cache = make_model("llama", implementation), DynamicCache()
     install_kv_eviction(model, 12, policy="tova")
     kept, seen, ids = {at: [] for at in range(3)}, 0, tokens(30)
@@ -43,16 +43,16 @@ def test_tova(implementation):
             spy.calls.clear()
             logits = forward(model, cache, ids)
             for at, query, key, scale in spy.calls:
-                there = kept[at] + list(range(seen, seen + ids.shape[1]))
-                got = weights_of(query[0], key[0], scale, 1).sum((0, 1))
-                order = sorted(range(len(there) - 1), key=lambda row: (got[row], row))
-                gone = set(order[:max(len(there) - 12, 0)])
-                kept[at] = [one for row, one in enumerate(there) if row not in gone]
+                rows = kept[at] + list(range(seen, seen + ids.shape[1]))
+                sums = weights_of(query[0], key[0], scale, 1).sum((0, 1))
+                order = sorted(range(len(rows) - 1), key=lambda row: (sums[row], row))
+                victims = set(order[:max(len(rows) - 12, 0)])
+                kept[at] = [one for row, one in enumerate(rows) if row not in victims]
                 assert cache.layers[at].evictor.kept(0) == [kept[at]]
             seen, ids = seen + ids.shape[1], logits.argmax(-1)
 
 
-def test_snapkv_keeps_what_the_last_queries_look_at():
+def test_snapkv_keeps_the_tokens_attended_by_its_window():
     model, cache = make_model("llama"), DynamicCache()
     install_kv_eviction(model, policy="snapkv(budget=20,window=8,kernel=5)")
     with Spy(model, "sdpa") as spy:
@@ -69,7 +69,7 @@ def test_snapkv_keeps_what_the_last_queries_look_at():
     assert [layer.keys.shape[2] for layer in cache.layers] == [25] * 3
 
 
-def test_streaming_goes_by_positions():
+def test_streaming_keeps_sinks_and_recent_tokens():
     model, cache = make_model("llama"), DynamicCache()
     install_kv_eviction(model, n_sink=4, n_recent=10, policy="streaming")
     logits = forward(model, cache, tokens(30))
@@ -80,7 +80,7 @@ def test_streaming_goes_by_positions():
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek"])
-def test_knorm_goes_by_keys(name):
+def test_knorm_evicts_the_largest_key_norms(name):
     model, cache = make_model(name), DynamicCache()
     install_kv_eviction(model, policy="knorm(budget=12)")
     forward(model, cache, tokens(12))
@@ -90,12 +90,12 @@ def test_knorm_goes_by_keys(name):
     forward(model, cache, tokens(1))
     assert [len(one) for one in layer.evictor.kept(0)] == [12] * rows.shape[1]
     for head, kept in enumerate(layer.evictor.kept(0)):
-        gone = set(range(13)) - set(kept)
-        assert gone == {int(norms[0][head].argmax())} or gone == {12}
+        evicted = set(range(13)) - set(kept)
+        assert evicted == {int(norms[0][head].argmax())} or evicted == {12}
 
 
-def shown(module, frame):
-    """Each query head sees what its head of keys had before tokens went, and the new one."""
+def check_visible_rows(module, frame):
+    """Each query head attends to the rows that its key head had, and to the new one."""
     seen = attention.visible(frame.mask).sum(-1)[:, :, 0].tolist()
     for row, counts in enumerate(seen):
         assert [counts[0], counts[2]] == [counts[1], counts[3]]
@@ -105,18 +105,18 @@ def shown(module, frame):
 
 @pytest.mark.parametrize("policy", ["adakv(budget=24,window=8)",
                                     'duo(alpha=".9 .1 .2 .8 .3 .7",sink=2,recent=8)'])
-def test_heads_with_different_numbers_of_tokens(policy):
+def test_heads_may_keep_different_numbers_of_tokens(policy):
     ends, full = [], DynamicCache()
     forward(make_model("llama"), full, torch.cat([tokens(50, 2), torch.full((2, 4), 7)], 1))
     for implementation in ("sdpa", "eager"):
         model, cache = make_model("llama", implementation), DynamicCache()
         eviction = install_kv_eviction(model, policy=policy)
         logits = forward(model, cache, tokens(50, 2))
-        eviction.watch = shown
+        eviction.watch = check_visible_rows
         for _ in range(4):
             logits = forward(model, cache, torch.full((2, 1), 7))
         for row, head in [(0, 0), (0, 1), (1, 0), (1, 1)]:
-            layer = cache.layers[0]  # whose keys do not depend on what went
+            layer = cache.layers[0]  # its keys do not depend on evicted tokens
             kept = layer.evictor.kept(row)[head]
             torch.testing.assert_close(layer.keys[row, head, -len(kept):],
                                        full.layers[0].keys[row, head, kept])
@@ -130,7 +130,7 @@ def test_heads_with_different_numbers_of_tokens(policy):
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "pyramidkv", "snapkv", "adakv"])
-def test_named_policies_run(policy):
+def test_named_policies_bound_the_cache(policy):
     model = make_model("llama")
     install_kv_eviction(model, 80, policy=policy)
     out = model.generate(tokens(160), max_new_tokens=6, do_sample=False,
@@ -139,27 +139,27 @@ def test_named_policies_run(policy):
 
 
 class Middle:
-    """Of one's own: the token in the middle goes."""
+    """A custom policy that evicts the token in the middle."""
 
     traits = kvtier.SparseTraits(
         kvtier.SparseCaps.EVICT_PREFILL | kvtier.SparseCaps.EVICT_DECODE,
         granularity=kvtier.SparseGranularity.TOKEN)
 
     def __init__(self):
-        self.there, self.next = [], 0
+        self.kept, self.next = [], 0
 
     def evict(self, layer, at):
-        self.there += range(self.next, at.tokens)
+        self.kept += range(self.next, at.tokens)
         self.next = at.tokens
-        if len(self.there) <= 10:
+        if len(self.kept) <= 10:
             return None
-        return kvtier.kernels.TokenLists.of([self.there[:5] + self.there[-5:]])
+        return kvtier.kernels.TokenLists.of([self.kept[:5] + self.kept[-5:]])
 
     def evicted(self, layer, keep):
-        self.there = keep.lists()[0]
+        self.kept = keep.lists()[0]
 
 
-def test_a_policy_of_ones_own():
+def test_custom_policy_decides_what_is_kept():
     model, cache = make_model("llama"), DynamicCache()
     install_kv_eviction(model, policy=Middle)
     logits = forward(model, cache, tokens(30))
@@ -169,7 +169,7 @@ def test_a_policy_of_ones_own():
 
 
 @pytest.mark.parametrize("by_head", [True, False])
-def test_sums_on_a_device_are_those_of_the_kernel(by_head):
+def test_device_sums_equal_the_kernel(by_head):
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(4, 150, 24, generator=generator)
     key = torch.randn(2, 200, 24, generator=generator)

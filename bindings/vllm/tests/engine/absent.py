@@ -1,9 +1,9 @@
-"""Importing parts of vLLM where its other requirements are not installed.
+"""Imports parts of vLLM where its other requirements are not installed.
 
 vLLM's package root imports the whole engine. Its offloading and connector modules need little of
-that, but import chains lead to most of its requirements. Here the packages above them are empty
-ones over the installed files, and modules that are named for their types alone are objects of
-which anything can be asked; nothing of what is tested calls them.
+it, but their imports lead to most of the requirements. So the packages above them are replaced
+by empty ones over the installed files. Modules that only provide types are replaced by
+placeholders with any attribute; the tested code never calls these.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 
-class _Anything(type):
-    """Classes that may be derived from, called, indexed and asked for attributes."""
+class _PermissiveMeta(type):
+    """Metaclass of placeholder classes: any attribute, index, union and call works."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _thing(name)
+        return _placeholder(name)
 
     def __getitem__(cls, _: Any) -> Any:
         return cls
@@ -37,39 +37,39 @@ class _Anything(type):
         return iter(())
 
 
-def _made(cls: Any, *args: Any, **_: Any) -> Any:
-    # As a decorator it leaves what it is given as it was.
+def _new(cls: Any, *args: Any, **_: Any) -> Any:
+    # As a decorator, a placeholder returns its argument unchanged.
     if len(args) == 1 and callable(args[0]) and cls.__module__ == "absent":
         return args[0]
     return object.__new__(cls)
 
 
-def _asked(self: Any, name: str) -> Any:
+def _getattr(self: Any, name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    return _thing(name)
+    return _placeholder(name)
 
 
-def _called(self: Any, *args: Any, **_: Any) -> Any:
-    return args[0] if len(args) == 1 and callable(args[0]) else _thing("result")
+def _call(self: Any, *args: Any, **_: Any) -> Any:
+    return args[0] if len(args) == 1 and callable(args[0]) else _placeholder("result")
 
 
-def _thing(name: str) -> Any:
-    return _Anything(name, (), {"__new__": _made, "__init__": lambda self, *a, **k: None,
-                                "__getattr__": _asked, "__call__": _called,
-                                "__module__": "absent"})
+def _placeholder(name: str) -> Any:
+    return _PermissiveMeta(name, (), {"__new__": _new, "__init__": lambda self, *a, **k: None,
+                                      "__getattr__": _getattr, "__call__": _call,
+                                      "__module__": "absent"})
 
 
 class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        thing = _thing(name)
+        thing = _placeholder(name)
         setattr(self, name, thing)
         return thing
 
 
-#: Parts of the engine that are named in annotations of what is tested, and import all the rest.
+#: Modules that the tested code names in annotations, and that import most of the engine.
 REPLACED = (
     "vllm.config", "vllm.distributed.device_communicators.shm_broadcast", "vllm.platforms",
     "vllm.triton_utils", "vllm._custom_ops", "vllm.forward_context", "vllm.v1.attention.backend",
@@ -79,23 +79,24 @@ REPLACED = (
     "vllm.multimodal.utils", "vllm.multimodal.inputs", "vllm.utils.system_utils",
     "vllm.v1.core.kv_cache_utils",
 )
-#: Packages whose own code is not run; what is in them is the engine's.
-HOLLOW = ("vllm", "vllm.distributed", "vllm.distributed.kv_transfer", "vllm.utils", "vllm.v1",
-          "vllm.distributed.device_communicators", "vllm.v1.attention", "vllm.v1.core",
-          "vllm.v1.core.sched", "vllm.multimodal")
+#: Packages whose `__init__` is not run; the modules inside are the engine's.
+EMPTY_PACKAGES = ("vllm", "vllm.distributed", "vllm.distributed.kv_transfer", "vllm.utils",
+                  "vllm.v1",
+                  "vllm.distributed.device_communicators", "vllm.v1.attention", "vllm.v1.core",
+                  "vllm.v1.core.sched", "vllm.multimodal")
 
 
 def engine() -> str:
-    """Makes vLLM's modules importable; its version, or "" where it is not installed."""
+    """Makes vLLM's modules importable. Returns its version, or "" if it is not installed."""
     if "vllm" in sys.modules:
         return str(getattr(sys.modules["vllm"], "__version__", ""))
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return ""
-    here = Path(next(iter(spec.submodule_search_locations)))
-    for name in HOLLOW:
+    root = Path(next(iter(spec.submodule_search_locations)))
+    for name in EMPTY_PACKAGES:
         package = types.ModuleType(name)
-        package.__path__ = [str(here.joinpath(*name.split(".")[1:]))]
+        package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
         sys.modules[name] = package
     for name in REPLACED:
         if name.startswith("vllm") or importlib.util.find_spec(name) is None:

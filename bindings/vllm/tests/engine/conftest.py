@@ -1,4 +1,4 @@
-"""The installed engine's own classes; without it, or with another version, nothing runs here."""
+"""Tests with the installed vLLM; all are skipped without vLLM 0.33."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ try:
     import torch  # noqa: F401
 
     VERSION = absent.engine()
-    WHY = "" if VERSION.startswith("0.33.") else f"vLLM 0.33 is needed, found {VERSION or 'none'}"
+    SKIP_REASON = "" if VERSION.startswith("0.33.") else (
+        f"vLLM 0.33 is needed, found {VERSION or 'none'}")
 except ImportError as error:
-    WHY = f"vLLM's requirements are not installed: {error}"
-collect_ignore_glob = ["test_*.py"] if WHY else []
+    SKIP_REASON = f"vLLM's requirements are not installed: {error}"
+collect_ignore_glob = ["test_*.py"] if SKIP_REASON else []
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if WHY:
-        terminalreporter.write_line(f"skipped {HERE}: {WHY}")
+    if SKIP_REASON:
+        terminalreporter.write_line(f"skipped {HERE}: {SKIP_REASON}")

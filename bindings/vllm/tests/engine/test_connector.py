@@ -1,3 +1,3 @@
-"""KvtierConnector on the engine's own base class, made by its own factory."""
+"""KvtierConnector on vLLM's own base class, created by vLLM's factory."""
 
 from connector_cases import *  # noqa: F403

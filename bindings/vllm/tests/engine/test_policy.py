@@ -24,7 +24,7 @@ def manager(name: str, chunks: int) -> CPUOffloadingManager:
 
 
 class Driver:
-    """One manager, told what a scheduler tells it."""
+    """A manager with the calls that a scheduler makes."""
 
     def __init__(self, name: str, chunks: int, positions: bool) -> None:
         self.manager, self.positions = manager(name, chunks), positions
@@ -85,32 +85,32 @@ def trace(seed: int, sequential: bool) -> List[Any]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("positions", [False, True])
-def test_lru_decides_like_the_engines(seed: int, positions: bool) -> None:
+def test_lru_decides_like_vllms_lru(seed: int, positions: bool) -> None:
     pair = [Driver(name, 24, positions) for name in ("lru", "kvtier:lru")]
     evicted = 0
-    # With positions vLLM ranks requests that run at once by their start; one after the other
-    # both orders are the same.
+    # With positions vLLM ranks concurrent requests by their start. For sequential requests the
+    # order by start and the order by last use are the same.
     for what, number, raw, flag in trace(seed, positions):
         keys = [key(n) for n in raw]
-        told = []
+        results = []
         for one in pair:
             if what == "store":
-                told.append(one.store(number, keys, flag))
+                results.append(one.store(number, keys, flag))
             elif what == "load":
-                told.append(one.load(number, keys, flag))
+                results.append(one.load(number, keys, flag))
             elif what == "touch":
-                told.append(one.manager.touch(keys, one.context(number, keys)))
+                results.append(one.manager.touch(keys, one.context(number, keys)))
             else:
-                told.append(one.finish(number))
-        assert told[0] == told[1], (what, number, raw)
-        if what == "store" and told[0]:
-            evicted += len(told[0][1])
+                results.append(one.finish(number))
+        assert results[0] == results[1], (what, number, raw)
+        if what == "store" and results[0]:
+            evicted += len(results[0][1])
     assert evicted > 100
 
 
 @pytest.mark.parametrize("spec", ["arc", "s3fifo", "horizon", "sieve", "lfu", "qos(inner=lru)",
                                   "gdsf", "auto", "2q", "wtinylfu", "predictive", "pensieve"])
-def test_any_policy_keeps_the_managers_rules(spec: str) -> None:
+def test_every_policy_obeys_the_managers_rules(spec: str) -> None:
     one = Driver(f"kvtier:{spec}", 24, True)
     inside = one.manager._policy
     present = set()
@@ -148,7 +148,7 @@ def test_eviction_is_all_or_nothing() -> None:
     one.load(3, [], False)
 
 
-def test_live_switch_and_hints() -> None:
+def test_policies_switch_live_and_take_hints() -> None:
     one = Driver("kvtier:lru", 8, True)
     for n in range(8):
         one.store(n, [key(n)], True)
@@ -169,7 +169,7 @@ def test_live_switch_and_hints() -> None:
     assert one.manager._policy.policy.advise(16).batch >= 1
 
 
-def test_bad_specs_say_where() -> None:
+def test_bad_specs_are_rejected_with_a_suggestion() -> None:
     with pytest.raises(kvtier.SpecError, match="arc"):
         manager("kvtier:ark", 4)
     with pytest.raises(AttributeError):

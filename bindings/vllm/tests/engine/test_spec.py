@@ -1,4 +1,4 @@
-"""KvtierSpec by the engine's own factory, with its own classes."""
+"""KvtierSpec with vLLM's own classes, created by vLLM's factory."""
 
 from typing import Any
 

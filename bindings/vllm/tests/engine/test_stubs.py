@@ -1,4 +1,4 @@
-"""The miniature of the engine's interfaces, compared with the installed ones."""
+"""Compares the stubs of vLLM's interfaces with the installed vLLM."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MODULES = [str(path.relative_to(STUBS).with_suffix("")).replace("/", ".")
            for path in sorted(STUBS.glob("vllm/**/*.py")) if path.name != "__init__.py"]
 
 
-def stub(name: str) -> Any:
-    """A module of the miniature beside the engine's own of that name."""
+def load_stub(name: str) -> Any:
+    """Loads a module of the stubs next to vLLM's module of the same name."""
     path = STUBS.joinpath(*name.split(".")).with_suffix(".py")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -26,7 +26,7 @@ def stub(name: str) -> Any:
     import sys
 
     before = sys.modules.get(name)
-    sys.modules[name] = module  # dataclasses look there
+    sys.modules[name] = module  # dataclasses look up their module there
     try:
         spec.loader.exec_module(module)
     finally:
@@ -35,33 +35,33 @@ def stub(name: str) -> Any:
     return module
 
 
-def shape(function: Any) -> List[Tuple[str, Any, str]]:
-    """Parameters by name, kind and default."""
+def signature_of(function: Any) -> List[Tuple[str, Any, str]]:
+    """The parameters of a function: name, kind and default."""
     function = getattr(function, "__func__", function)
     defaults = []
     for one in inspect.signature(function).parameters.values():
         if one.default is inspect.Parameter.empty:
-            default = "needed"
+            default = "required"
         elif isinstance(one.default, (int, str, bool, float, type(None), tuple, enum.Enum)):
             default = str(one.default)
         else:
-            default = "something"
+            default = "other"
         defaults.append((one.name, one.kind, default))
     return defaults
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_same_interfaces(name: str) -> None:
-    real, ours = importlib.import_module(name), stub(name)
+def test_stubs_have_the_installed_signatures(name: str) -> None:
+    real, ours = importlib.import_module(name), load_stub(name)
     count = 0
     for label, thing in vars(ours).items():
         if label.startswith("_") or getattr(thing, "__module__", "") != name:
             continue
-        assert hasattr(real, label), f"{label} is gone"
+        assert hasattr(real, label), f"vLLM has no {label} any more"
         theirs = getattr(real, label)
         count += 1
         if inspect.isfunction(thing):
-            assert shape(thing) == shape(theirs), label
+            assert signature_of(thing) == signature_of(theirs), label
             continue
         if issubclass(thing, enum.Enum):
             assert [(one.name, one.value) for one in thing] == [
@@ -78,14 +78,15 @@ def test_same_interfaces(name: str) -> None:
                 if method == "__init__" and dataclasses.is_dataclass(thing) and (
                         label == "ReqContext"):
                     continue
-                assert shape(plain) == shape(getattr(theirs, method)), f"{label}.{method}"
+                assert signature_of(plain) == signature_of(
+                    getattr(theirs, method)), f"{label}.{method}"
     assert count
 
 
 @pytest.mark.parametrize("module, name", [
     ("tier", "KvtierTier"), ("policy", "KvtierPolicy"), ("spec", "KvtierSpec"),
     ("spec", "KvtierManager"), ("spec", "KvtierWorker"), ("connector", "KvtierConnector")])
-def test_overrides_are_called_alike(module: str, name: str) -> None:
+def test_overrides_have_the_installed_signatures(module: str, name: str) -> None:
     ours = getattr(importlib.import_module(f"kvtier_vllm.{module}"), name)
     assert not ours.__abstractmethods__
     compared = 0
@@ -95,7 +96,7 @@ def test_overrides_are_called_alike(module: str, name: str) -> None:
             continue
         for base in ours.__mro__[1:]:
             if method in vars(base):
-                mine, theirs = shape(plain), shape(vars(base)[method])
+                mine, theirs = signature_of(plain), signature_of(vars(base)[method])
                 assert [one[:1] + one[2:] for one in mine] == [
                     one[:1] + one[2:] for one in theirs], method
                 compared += 1

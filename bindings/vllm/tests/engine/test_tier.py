@@ -1,4 +1,4 @@
-"""KvtierTier below vLLM's own TieringOffloadingManager."""
+"""KvtierTier below vLLM's TieringOffloadingManager."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def row(n: int) -> np.ndarray[Any, Any]:
 
 
 class Engine:
-    """What of vLLM's scheduler and worker this needs: they move bytes to and from the CPU tier."""
+    """The parts of vLLM's scheduler and worker that copy rows to and from the CPU tier."""
 
     def __init__(self, make_config: Any, chunks: int, tier: Dict[str, Any]) -> None:
         extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": chunks * ROW,
@@ -66,24 +66,24 @@ class Engine:
         self.step()
 
     def load(self, numbers: List[int], patience: float = 600.0) -> Dict[int, bool]:
-        """Which came, their bytes checked."""
-        context, came, end = self.request(), {}, time.monotonic() + patience
-        open_ = list(numbers)
-        while open_:
+        """Loads blocks, checks their bytes, and returns whether each was found."""
+        context, loaded, end = self.request(), {}, time.monotonic() + patience
+        pending = list(numbers)
+        while pending:
             assert time.monotonic() < end
-            for n in list(open_):
+            for n in list(pending):
                 found = self.manager.lookup(key(n), context)
                 if found in (LookupResult.HIT_PENDING, LookupResult.RETRY):
                     continue
-                open_.remove(n)
-                came[n] = found is LookupResult.HIT
-                if came[n]:
+                pending.remove(n)
+                loaded[n] = found is LookupResult.HIT
+                if loaded[n]:
                     where = self.manager.prepare_load([key(n)], context)
                     assert (self.rows[where.chunk_ids[0]] == row(n)).all(), f"wrong bytes of {n}"
                     self.manager.complete_load([key(n)], context)
             self.step()
         self.manager.on_request_finished(context)
-        return came
+        return loaded
 
     def step(self) -> None:
         self.manager.on_schedule_end(END)
@@ -110,7 +110,7 @@ def engine(make_config: Any, disk: Dict[str, Any]) -> Iterator[Engine]:
     made.manager.shutdown()
 
 
-def test_store_evict_load(engine: Engine) -> None:
+def test_evicted_blocks_load_from_the_tier(engine: Engine) -> None:
     for first in range(0, 64, 8):
         engine.store(list(range(first, first + 8)))
     engine.settle()
@@ -120,21 +120,21 @@ def test_store_evict_load(engine: Engine) -> None:
     assert stats["chunks"] == 64 and stats["disk_cells"] == 64
 
 
-def test_a_restart_finds_what_was_stored(make_config: Any, disk: Dict[str, Any]) -> None:
+def test_blocks_survive_a_restart(make_config: Any, disk: Dict[str, Any]) -> None:
     first = Engine(make_config, 16, disk)
     first.store(list(range(16)))
     first.rows = None  # type: ignore[assignment]
-    first.manager.shutdown()  # in the middle: what was begun is stored
+    first.manager.shutdown()  # completes the running jobs
     second = Engine(make_config, 16, disk)
     assert all(second.load(list(range(16))).values())
     second.rows = None  # type: ignore[assignment]
     second.manager.shutdown()
 
 
-def test_other_weights_are_other_blocks(make_config: Any, disk: Dict[str, Any]) -> None:
-    for weights, there in (("a", False), ("b", False), ("a", True)):
+def test_other_weights_are_a_miss(make_config: Any, disk: Dict[str, Any]) -> None:
+    for weights, found in (("a", False), ("b", False), ("a", True)):
         one = Engine(make_config, 4, {**disk, "weights": weights})
-        assert one.load([1]) == {1: there}
+        assert one.load([1]) == {1: found}
         one.store([1])
         one.settle()
         one.rows = None  # type: ignore[assignment]
@@ -144,7 +144,7 @@ def test_other_weights_are_other_blocks(make_config: Any, disk: Dict[str, Any]) 
 def test_a_failed_load_is_reported_and_a_miss(engine: Engine) -> None:
     engine.store([1, 2, 3])
     engine.settle()
-    engine.store(list(range(100, 116)))  # the CPU tier has none of them any more
+    engine.store(list(range(100, 116)))  # evicts blocks 1 to 3 from the CPU tier
     engine.settle()
     context, keys = engine.request(), [key(1), key(2), key(3)]
     assert [engine.manager.lookup(one, context) for one in keys] == [
@@ -158,7 +158,8 @@ def test_a_failed_load_is_reported_and_a_miss(engine: Engine) -> None:
     engine.manager.on_request_finished(context)
 
 
-def test_flipped_bytes_are_a_miss(make_config: Any, disk: Dict[str, Any], tmp_path: Path) -> None:
+def test_checksum_mismatch_is_a_miss(make_config: Any, disk: Dict[str, Any],
+                                     tmp_path: Path) -> None:
     first = Engine(make_config, 16, disk)
     first.store([1, 2])
     first.settle()
@@ -177,7 +178,7 @@ def test_flipped_bytes_are_a_miss(make_config: Any, disk: Dict[str, Any], tmp_pa
     second.manager.shutdown()
 
 
-def test_random_steps(engine: Engine) -> None:
+def test_random_stores_and_loads_agree_with_a_set(engine: Engine) -> None:
     rng, stored = random.Random(7), set()
     for _ in range(120):
         some = rng.sample(range(80), rng.randint(1, 6))
@@ -185,13 +186,13 @@ def test_random_steps(engine: Engine) -> None:
             engine.store(some)
             stored.update(some)
         else:
-            came = engine.load(some)
-            assert not [n for n in some if came[n] and n not in stored]
+            loaded = engine.load(some)
+            assert not [n for n in some if loaded[n] and n not in stored]
     engine.settle()
     assert engine.load(sorted(stored)[:12]) == {n: True for n in sorted(stored)[:12]}
 
 
-def test_reset_drains(engine: Engine) -> None:
+def test_reset_cache_drains_jobs(engine: Engine) -> None:
     engine.store(list(range(16)))
     engine.manager.reset_cache()
     engine.rows[:] = 0
@@ -199,7 +200,7 @@ def test_reset_drains(engine: Engine) -> None:
     assert all(engine.load(list(range(16))).values())
 
 
-def test_many_threads_under_the_managers_lock(engine: Engine) -> None:
+def test_threads_may_call_under_the_managers_lock(engine: Engine) -> None:
     wrong: List[BaseException] = []
 
     def work(seed: int) -> None:
@@ -211,7 +212,7 @@ def test_many_threads_under_the_managers_lock(engine: Engine) -> None:
                     engine.store(some)
                 with engine.manager.lock:
                     engine.load(some[:1])
-        except BaseException as error:  # noqa: B036: told below
+        except BaseException as error:  # noqa: B036: asserted below
             wrong.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -222,7 +223,7 @@ def test_many_threads_under_the_managers_lock(engine: Engine) -> None:
     assert not wrong, wrong
 
 
-def test_metrics_events_and_policy(engine: Engine) -> None:
+def test_metrics_and_policies_are_available(engine: Engine) -> None:
     engine.store([1, 2, 3])
     engine.settle()
     stats = engine.manager.get_stats().reduce()
@@ -234,11 +235,11 @@ def test_metrics_events_and_policy(engine: Engine) -> None:
     assert isinstance(engine.tier.store.evictions(kvtier.TIER_HOST), list)
 
 
-def test_bad_options(make_config: Any, disk: Dict[str, Any]) -> None:
+def test_bad_options_are_rejected(make_config: Any, disk: Dict[str, Any]) -> None:
     for wrong, text in (({"hots_bytes": 1}, "host_bytes"), ({"policy": "nonsense"}, "nonsense"),
                         ({"level": "paper"}, "paper"), ({"host_bytes": "8 apples"}, "8GiB")):
-        with pytest.raises(kvtier.Error) as told:
+        with pytest.raises(kvtier.Error) as failed:
             Engine(make_config, 4, {**disk, **wrong})
-        assert text in str(told.value)
+        assert text in str(failed.value)
 
 

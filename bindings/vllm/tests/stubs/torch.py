@@ -1,4 +1,4 @@
-"""As much of torch as tensors in host memory need here, over numpy."""
+"""The parts of torch that these tests need for tensors in host memory, over numpy."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,6 @@
-/* What kernels of attention share: rows of 16-bit numbers in shared memory, products of tiles on
- * tensor cores, softmax that goes on from tile to tile. Four warps of 16 rows each, once or
- * several times, meet tiles of 64 keys. */
+/* Helpers of attention kernels: rows of 16-bit numbers in shared memory, tile products on tensor
+ * cores, online softmax over tiles. Four warps process one or more sets of 16 query rows each, and
+ * tiles of 64 keys. */
 #pragma once
 
 #include "device.h"
@@ -8,19 +8,19 @@
 /* Threads of a block, and keys of a tile. */
 constexpr u32 THREADS = 128;
 constexpr u32 KEYS = 64;
-/* No position: every query is before it. */
+/* Position of a missing key: behind every query, so no query sees it. */
 constexpr u32 NOWHERE = 0xFFFFFFFFu;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
 DEVICE float minus_infinity() { return from_bits(0xFF800000u); }
 
-/* What products are multiplied with so that powers of two are taken of them. */
+/* Factor of the products for a softmax to base 2. */
 DEVICE float binary_scale(const call &c) {
     return (c.scale > 0.0f ? c.scale : 1.0f / sqrtf((float)c.key_dim)) * LOG2_E;
 }
 
-/* Where the row of a token and head is: in one piece, or in the page that the token is in. */
+/* Address of the row of a token and head, in a contiguous array or in pages. */
 DEVICE u64 row_at(const call &c, u64 base, i64 stride, i64 head_stride, u32 token, u32 head) {
     u32 at = token;
     if (c.table != 0) {
@@ -47,15 +47,15 @@ DEVICE u64 out_at(const call &c, u32 query, u32 head) {
     return c.out + (u64)((i64)query * c.out_stride + (i64)head * c.out_head_stride);
 }
 
-/* Where 16 bytes of a row of DIM numbers are, in bytes. Rows are multiples of 128 bytes: those of
- * neighbours would meet in the same banks, so that which of eight places is whose turns with the
- * row. */
+/* Byte offset of a 16-byte chunk of a row of DIM numbers in shared memory. Row sizes are multiples
+ * of 128 bytes, so adjacent rows would hit the same banks. Therefore the row number swizzles the
+ * chunks of a row. */
 template <u32 DIM> DEVICE u32 place(u32 row, u32 chunk) {
     return row * (DIM * 2) + ((chunk ^ (row & 7)) << 4);
 }
 
-/* Begins to copy `COUNT` rows of DIM numbers, the addresses of which are in shared memory. Threads
- * that are neighbours copy what lies side by side. */
+/* Begins to copy `COUNT` rows of DIM numbers. Their addresses are in shared memory. Adjacent
+ * threads copy adjacent chunks. */
 template <u32 DIM, u32 COUNT, u32 OF = THREADS> DEVICE void copy_rows(u8 *to, const u64 *rows) {
     constexpr u32 CHUNKS = DIM / 8;
 #pragma unroll 4
@@ -65,7 +65,7 @@ template <u32 DIM, u32 COUNT, u32 OF = THREADS> DEVICE void copy_rows(u8 *to, co
     }
 }
 
-/* Begins to copy rows of queries of a head, from one on; those behind the last are the last. */
+/* Begins to copy rows of a head's queries, from `query` on. Rows past the last query repeat it. */
 template <u32 DIM, u32 COUNT, u32 OF = THREADS>
 DEVICE void copy_queries(const call &c, u8 *to, u32 query, u32 head, u32 end) {
     constexpr u32 CHUNKS = DIM / 8;
@@ -88,31 +88,31 @@ template <bool BF> DEVICE u32 two(float low, float high) {
     return BF ? two_bf16(low, high) : two_f16(low, high);
 }
 
-/* Where a lane's row is of 16 rows and 16 numbers of them, `row` and `chunk` being its own: the
- * `step`th 16 numbers. So few places are different that all of them stay in registers. */
+/* Offset of a lane's row in the `step`th tile of 16 rows and 16 numbers; `row` and `chunk` are the
+ * lane's. Only four offsets differ, so all of them stay in registers. */
 template <u32 DIM> DEVICE u32 step_place(u32 row, u32 chunk, u32 step) {
     return (place<DIM>(row, chunk) ^ (step % 4 << 5)) + step / 4 * 128;
 }
 
-/* 16 rows from one on, a multiple of 8, as they lie. */
+/* Loads 16 rows from `row` on, a multiple of 8, not transposed. */
 template <u32 DIM> DEVICE void load_rows(u32 (&a)[4], const u8 *from, u32 row, u32 step) {
     from += row * (DIM * 2);
     load_matrix4(a, from + step_place<DIM>(lane() % 16, lane() / 16, step));
 }
 
-/* 16 keys from one on: what multiplies them in two products of 8 keys. */
+/* Loads 16 keys from `key` on, for two products of 8 keys. */
 template <u32 DIM> DEVICE void load_keys(u32 (&b)[4], const u8 *from, u32 key, u32 step) {
     u32 row = (lane() & 7) + (lane() >> 4 << 3);
     load_matrix4(b, from + key * (DIM * 2) + step_place<DIM>(row, lane() >> 3 & 1, step));
 }
 
-/* 16 keys from one on, 16 numbers of their values: for two products of 8 numbers. */
+/* Loads 16 numbers of the values of 16 keys from `key` on, for two products of 8 numbers. */
 template <u32 DIM> DEVICE void load_values(u32 (&b)[4], const u8 *from, u32 key, u32 step) {
     from += key * (DIM * 2);
     load_matrix4_across(b, from + step_place<DIM>(lane() % 16, lane() / 16, step));
 }
 
-/* Products of a warp's queries with a tile. */
+/* Products of a warp's queries with a tile of keys. */
 template <bool BF, u32 DIM, u32 SETS>
 DEVICE void multiply(float (&s)[SETS][KEYS / 8][4], const u8 *queries, const u8 *keys) {
 #pragma unroll
@@ -121,7 +121,7 @@ DEVICE void multiply(float (&s)[SETS][KEYS / 8][4], const u8 *queries, const u8 
         for (u32 n = 0; n < KEYS / 8; n++)
 #pragma unroll
             for (u32 i = 0; i < 4; i++) s[set][n][i] = 0.0f;
-    // Four steps have four different places, after which they repeat.
+    // The offsets of four steps differ, then they repeat.
 #pragma unroll(DIM > 128 ? 4 : DIM / 16)
     for (u32 k = 0; k < DIM / 16; k++) {
         u32 a[SETS][4];
@@ -141,14 +141,15 @@ DEVICE void multiply(float (&s)[SETS][KEYS / 8][4], const u8 *queries, const u8 
     }
 }
 
-/* Softmax of rows so far. A lane has rows lane / 4 and 8 more of each 16, and of these the numbers
- * 8n + 2 (lane % 4) and the next. `sum` is that of the lane's own keys until `end_rows`. */
-template <u32 SETS, u32 DIM> struct rows_so_far {
+/* State of the online softmax: result, maximum and sum of each row. Of each 16 rows a lane has rows
+ * lane / 4 and lane / 4 + 8, and of these the numbers 8n + 2 (lane % 4) and the next. Until
+ * `end_rows`, `sum` covers only the lane's own keys. */
+template <u32 SETS, u32 DIM> struct softmax_rows {
     float out[SETS][DIM / 8][4];
     float most[SETS][2], sum[SETS][2];
 };
 
-template <u32 SETS, u32 DIM> DEVICE void begin_rows(rows_so_far<SETS, DIM> &rows) {
+template <u32 SETS, u32 DIM> DEVICE void begin_rows(softmax_rows<SETS, DIM> &rows) {
 #pragma unroll
     for (u32 set = 0; set < SETS; set++) {
 #pragma unroll
@@ -163,10 +164,10 @@ template <u32 SETS, u32 DIM> DEVICE void begin_rows(rows_so_far<SETS, DIM> &rows
     }
 }
 
-/* Makes weights of the products of a tile, and what was so far smaller where a product is larger
- * than all before. What was hidden is minus infinity and weighs nothing. */
+/* Online softmax step: replaces the products of a tile by weights, and rescales previous results
+ * if the maximum grew. Masked products are minus infinity and get weight 0. */
 template <u32 SETS, u32 DIM, u32 COLUMNS>
-DEVICE void soften(float (&s)[SETS][COLUMNS][4], rows_so_far<SETS, DIM> &rows, float scale) {
+DEVICE void softmax_tile(float (&s)[SETS][COLUMNS][4], softmax_rows<SETS, DIM> &rows, float scale) {
 #pragma unroll
     for (u32 set = 0; set < SETS; set++) {
 #pragma unroll
@@ -177,7 +178,7 @@ DEVICE void soften(float (&s)[SETS][COLUMNS][4], rows_so_far<SETS, DIM> &rows, f
                 now = fmaxf(now, fmaxf(s[set][n][2 * half], s[set][n][2 * half + 1]));
             now = fmaxf(now, across(now, 1));
             now = fmaxf(now, across(now, 2));
-            // Rows that have seen nothing have no most.
+            // Rows that have seen no key have no maximum.
             float base = now == minus_infinity() ? 0.0f : now * scale;
             float shrink = exp2_near(before * scale - base), sum = 0.0f;
 #pragma unroll
@@ -198,9 +199,9 @@ DEVICE void soften(float (&s)[SETS][COLUMNS][4], rows_so_far<SETS, DIM> &rows, f
     }
 }
 
-/* Adds values by their weights. */
+/* Adds the weighted values of a tile to the results. */
 template <bool BF, u32 SETS, u32 DIM>
-DEVICE void add_values(rows_so_far<SETS, DIM> &rows, const float (&s)[SETS][KEYS / 8][4],
+DEVICE void add_values(softmax_rows<SETS, DIM> &rows, const float (&s)[SETS][KEYS / 8][4],
                        const u8 *values) {
 #pragma unroll
     for (u32 k = 0; k < KEYS / 16; k++) {
@@ -224,8 +225,8 @@ DEVICE void add_values(rows_so_far<SETS, DIM> &rows, const float (&s)[SETS][KEYS
     }
 }
 
-/* Sums of all lanes of a row. */
-template <u32 SETS, u32 DIM> DEVICE void end_rows(rows_so_far<SETS, DIM> &rows) {
+/* Adds the sums of all lanes of a row. */
+template <u32 SETS, u32 DIM> DEVICE void end_rows(softmax_rows<SETS, DIM> &rows) {
 #pragma unroll
     for (u32 set = 0; set < SETS; set++)
 #pragma unroll
@@ -238,7 +239,7 @@ DEVICE float log_of(float most, float sum, float scale) {
     return sum > 0.0f ? (most * scale + log2_near(sum)) * LN_2 : minus_infinity();
 }
 
-/* Two numbers that follow each other. `kind` is of KVT_DTYPE. */
+/* Writes two adjacent numbers. `kind` is a KVT_DTYPE_*. */
 DEVICE void write_two(u64 to, u32 kind, float x, float y) {
     if (kind == F32) {
         *(pair *)to = {to_bits(x), to_bits(y)};

@@ -1,16 +1,16 @@
-/* How a decode is cut, and where what parts come to is: for all its kernels, of which `decode_join`
- * puts parts together. */
+/* Partition of a decode, and the layout of its partial results. All decode kernels use it;
+ * `decode_join` combines the parts. */
 #pragma once
 
 #include "attend.h"
 
 constexpr u32 SHORT_PART = 128, LONG_PART = 512, LONG_FROM = 16384;
 
-/* How a decode is cut: `Cut` of attend_decode.rs. */
+/* Partition of a decode: `Cut` of attend_decode.rs. */
 struct cut {
-    /* Keys that there may be at most, of each part, and parts. */
+    /* Maximum of keys, keys of a part, number of parts. */
     u32 keys, part, parts;
-    /* Heads that share what is chosen, and rows of them. */
+    /* Heads that share the chosen keys, and their rows. */
     u32 group, rows;
 };
 
@@ -24,8 +24,8 @@ DEVICE cut cut_of(const call &c) {
     return cut;
 }
 
-/* Scratch: results of parts, their most and sum, the log-sum-exps of rows to the base of 2, and
- * products where sums are wanted. Rows are queries, of each all heads. */
+/* Scratch memory: results of the parts, maximum and sum of each part, log-sum-exps of rows to base
+ * 2, and the products if weights are requested. A row is one head of one query. */
 struct results {
     float *out, *logs, *all, *products;
 };

@@ -1,25 +1,25 @@
-/* Attention of the next token, or of a few: `Kind::Decode`. call.h says which fields it takes.
+/* Attention of the next token or of a few: `Kind::Decode`. call.h defines its fields.
  *
- * It is bound by what it reads: a part of the keys of a head is read once for up to 8 rows, a row
- * being a query of one of the heads that share keys. First products of all keys of the part, then
- * softmax, then values; what parts come to is joined in their order. How keys are cut depends on
- * their number alone: equal bits come out of equal input.
+ * Memory bandwidth limits the kernel. A part of a head's keys is read once for up to 8 rows,
+ * where a row is a query of one of the heads that share keys. The steps are: products with all
+ * keys of the part, softmax, weighted values. `decode_join` combines the parts in order. The
+ * partition depends on the number of keys only, so equal input gives equal bits.
  *
- * A block of threads takes 31 to 45 KB of shared memory for 128 to 576 numbers: up to 8 queries,
- * products of 512 keys with them, and where 512 keys and values are. 64 of about 140 registers hold
- * sums of 8 rows. */
+ * A thread block takes 31 to 45 KB of shared memory for 128 to 576 numbers: up to 8 queries,
+ * their products with 512 keys, and the addresses of 512 keys and values. 64 of about 140
+ * registers hold sums of 8 rows. */
 #include "attend_cut.h"
 #include "attend_numbers.h"
 
-/* Keys that a thread reads at once; of values twice as many. */
+/* Keys that a thread reads at once; it reads twice as many values. */
 constexpr u32 TOGETHER = 2;
 
-/* What one block of threads has in shared memory. */
-struct room {
-    /* Queries, later results. In steps of 64 numbers: of each 8 the first 4, then the others, so
-     * that 8 lanes read what lies side by side. */
+/* Layout of a thread block's shared memory. */
+struct smem {
+    /* Queries, later results. Each step of 64 numbers holds the first 4 of every 8, then the
+     * others, so that 8 lanes read adjacent numbers. */
     float *queries;
-    /* Products, then weights: rows of a key side by side. */
+    /* Products, then weights: the rows of a key are adjacent. */
     float *weights;
     u64 *keys, *values;
     u32 *at;
@@ -28,16 +28,16 @@ struct room {
 
 DEVICE u32 padded(u32 dim) { return (dim + 63) / 64 * 64; }
 
-template <u32 ROWS> DEVICE room make_room(const call &c, const cut &cut) {
+template <u32 ROWS> DEVICE smem carve_smem(const call &c, const cut &cut) {
     float *at = (float *)dynamic_shared();
-    room room;
-    room.queries = at;
-    room.weights = at + ROWS * padded(most(c.key_dim, c.value_dim));
-    room.keys = (u64 *)(room.weights + ROWS * cut.part);
-    room.values = room.keys + cut.part;
-    room.at = (u32 *)(room.values + cut.part);
-    room.warps = (float *)(room.at + cut.part);
-    return room;
+    smem smem;
+    smem.queries = at;
+    smem.weights = at + ROWS * padded(most(c.key_dim, c.value_dim));
+    smem.keys = (u64 *)(smem.weights + ROWS * cut.part);
+    smem.values = smem.keys + cut.part;
+    smem.at = (u32 *)(smem.values + cut.part);
+    smem.warps = (float *)(smem.at + cut.part);
+    return smem;
 }
 
 DEVICE float read_one(u64 from, u32 kind, u32 at) {
@@ -46,7 +46,7 @@ DEVICE float read_one(u64 from, u32 kind, u32 at) {
     return kind == BF16 ? from_bf16(half) : from_f16(half);
 }
 
-/* The scale of a token or number; those of values stand behind those of keys. */
+/* The scale of a token or channel. The scales of values follow those of keys. */
 DEVICE float scale_of(const call &c, bool is_value, u32 token, u32 head, u32 d) {
     const float *scales = (const float *)c.scales;
     if (c.scaling == SCALES_TOKEN) {
@@ -58,7 +58,7 @@ DEVICE float scale_of(const call &c, bool is_value, u32 token, u32 head, u32 d) 
                            : head * c.key_dim + d];
 }
 
-/* What a block of threads works on. */
+/* Work of a thread block. */
 struct work {
     u32 part, group, key_head, first_row, rows;
 };
@@ -71,9 +71,9 @@ DEVICE u32 head_of(const cut &cut, const work &work, u32 row) {
     return work.group * cut.group + (work.first_row + row) % cut.group;
 }
 
-/* Queries, with all factors that do not depend on the token. */
+/* Reads the queries, multiplied by all factors that do not depend on the token. */
 template <u32 ROWS>
-DEVICE void read_queries(const call &c, const cut &cut, const work &work, const room &room) {
+DEVICE void read_queries(const call &c, const cut &cut, const work &work, const smem &smem) {
     u32 wide = padded(c.key_dim);
     float scale = binary_scale(c);
 #pragma unroll 1
@@ -86,12 +86,13 @@ DEVICE void read_queries(const call &c, const cut &cut, const work &work, const 
             if (c.scaling == SCALES_CHANNEL) x *= scale_of(c, false, 0, work.key_head, d);
         }
         u32 to = ((chunk / 8 * 2 + d % 8 / 4) * 8 + chunk % 8) * 4 + d % 4;
-        room.queries[row * wide + to] = x;
+        smem.queries[row * wide + to] = x;
     }
 }
 
-/* Where the keys of the part are; how many places it has, whether there is a key or not. */
-DEVICE u32 find_keys(const call &c, const cut &cut, const work &work, const room &room) {
+/* Finds the addresses of the part's keys and values. Returns its number of places, with or
+ * without a key. */
+DEVICE u32 find_keys(const call &c, const cut &cut, const work &work, const smem &smem) {
     u32 first = work.part * cut.part, count = least(cut.part, cut.keys - least(first, cut.keys));
     u32 end = least(c.tokens, c.first + c.query_count);
     u32 list = c.count <= 1 ? 0 : work.group;
@@ -104,17 +105,18 @@ DEVICE u32 find_keys(const call &c, const cut &cut, const work &work, const room
             u32 block = (first + i) / c.recent;
             at = block < blocks ? (u64)chosen[block] * c.recent + (first + i) % c.recent : NOWHERE;
         }
-        bool is = at < end;
-        room.at[i] = is ? (u32)at : NOWHERE;
-        room.keys[i] = is ? key_at(c, (u32)at, work.key_head) : 0;
-        room.values[i] = is ? value_at(c, (u32)at, work.key_head) : 0;
+        bool valid = at < end;
+        smem.at[i] = valid ? (u32)at : NOWHERE;
+        smem.keys[i] = valid ? key_at(c, (u32)at, work.key_head) : 0;
+        smem.values[i] = valid ? value_at(c, (u32)at, work.key_head) : 0;
     }
     return count;
 }
 
-/* Products of some keys with all rows: 8 lanes each take 8 of 64 numbers. 0 = no key. */
+/* Products of some keys with all rows: each of 8 lanes takes 8 of 64 numbers. Address 0 = no
+ * key. */
 template <class T, u32 ROWS>
-DEVICE void multiply(const call &c, const room &room, const u64 (&keys)[TOGETHER],
+DEVICE void multiply(const call &c, const smem &smem, const u64 (&keys)[TOGETHER],
                      float (&sums)[TOGETHER][ROWS]) {
     u32 wide = padded(c.key_dim), own = threadIdx.x % 8;
 #pragma unroll
@@ -125,7 +127,7 @@ DEVICE void multiply(const call &c, const room &room, const u64 (&keys)[TOGETHER
 #pragma unroll
         for (u32 n = 0; n < TOGETHER; n++)
             if (keys[n] != 0) all[n] = T::load(keys[n] + chunk * 8 * T::BYTES);
-        const float *from = room.queries + chunk / 8 * 64 + own * 4;
+        const float *from = smem.queries + chunk / 8 * 64 + own * 4;
 #pragma unroll
         for (u32 row = 0; row < ROWS; row++) {
             quad low = load16(from + row * wide), high = load16(from + row * wide + 32);
@@ -140,11 +142,11 @@ DEVICE void multiply(const call &c, const room &room, const u64 (&keys)[TOGETHER
         sums[i / ROWS][i % ROWS] = warp_sum<8>(sums[i / ROWS][i % ROWS]);
 }
 
-/* Writes the products of a key of the part; minus infinity where a row does not see it. */
+/* Writes the products of a key of the part; minus infinity where a row does not see the key. */
 template <u32 ROWS>
-DEVICE void put_products(const call &c, const cut &cut, const work &work, const room &room,
+DEVICE void put_products(const call &c, const cut &cut, const work &work, const smem &smem,
                          const results &to, u32 i, const float (&sums)[ROWS]) {
-    u32 at = room.at[i];
+    u32 at = smem.at[i];
     bool has_scale = c.scaling == SCALES_TOKEN && at != NOWHERE;
     float scale = has_scale ? scale_of(c, false, at, work.key_head, 0) : 1.0f;
 #pragma unroll
@@ -153,7 +155,7 @@ DEVICE void put_products(const call &c, const cut &cut, const work &work, const 
         u32 query = query_of(cut, work, row), head = head_of(cut, work, row);
         bool is_seen = row < work.rows && at != NOWHERE && at <= c.first + query;
         float product = is_seen ? sums[row] * scale : minus_infinity();
-        room.weights[i * ROWS + row] = product;
+        smem.weights[i * ROWS + row] = product;
         u64 line = (u64)query * c.query_heads + head;
         if (c.numbers != 0 && row < work.rows)
             to.products[line * cut.keys + work.part * cut.part + i] = product;
@@ -162,47 +164,47 @@ DEVICE void put_products(const call &c, const cut &cut, const work &work, const 
 
 /* Products of all keys of the part with all rows. */
 template <class T, u32 ROWS>
-DEVICE void find_products(const call &c, const cut &cut, const work &work, const room &room,
+DEVICE void find_products(const call &c, const cut &cut, const work &work, const smem &smem,
                           const results &to, u32 count) {
     constexpr u32 GROUPS = THREADS / 8;
-    // All lanes of a warp go on as long as one of them does.
+    // All lanes of a warp stay in the loop until the last one is done.
     for (u32 i = threadIdx.x / 8; i < (count + 3) / 4 * 4; i += TOGETHER * GROUPS) {
         u64 keys[TOGETHER];
         float sums[TOGETHER][ROWS];
 #pragma unroll
         for (u32 n = 0; n < TOGETHER; n++)
-            keys[n] = i + n * GROUPS < count ? room.keys[i + n * GROUPS] : 0;
-        multiply<T, ROWS>(c, room, keys, sums);
+            keys[n] = i + n * GROUPS < count ? smem.keys[i + n * GROUPS] : 0;
+        multiply<T, ROWS>(c, smem, keys, sums);
 #pragma unroll
         for (u32 n = 0; n < TOGETHER; n++)
             if (i + n * GROUPS < count)
-                put_products<ROWS>(c, cut, work, room, to, i + n * GROUPS, sums[n]);
+                put_products<ROWS>(c, cut, work, smem, to, i + n * GROUPS, sums[n]);
     }
 }
 
-/* Makes weights of products: the most and the sum of each row. */
+/* Converts products to weights, and computes the maximum and sum of each row. */
 template <u32 ROWS>
-DEVICE void weigh(const room &room, u32 count, float (&all_most)[ROWS], float (&sums)[ROWS]) {
+DEVICE void weigh(const smem &smem, u32 count, float (&all_most)[ROWS], float (&sums)[ROWS]) {
 #pragma unroll
     for (u32 row = 0; row < ROWS; row++) {
         all_most[row] = minus_infinity();
         sums[row] = 0.0f;
 #pragma unroll 1
         for (u32 i = threadIdx.x; i < count; i += THREADS)
-            all_most[row] = fmaxf(all_most[row], room.weights[i * ROWS + row]);
+            all_most[row] = fmaxf(all_most[row], smem.weights[i * ROWS + row]);
         all_most[row] = warp_most(all_most[row]);
-        if (lane() == 0) room.warps[warp() * ROWS + row] = all_most[row];
+        if (lane() == 0) smem.warps[warp() * ROWS + row] = all_most[row];
     }
     __syncthreads();
 #pragma unroll
     for (u32 row = 0; row < ROWS; row++) {
         for (u32 w = 0; w < THREADS / WARP; w++)
-            all_most[row] = fmaxf(all_most[row], room.warps[w * ROWS + row]);
+            all_most[row] = fmaxf(all_most[row], smem.warps[w * ROWS + row]);
         float base = all_most[row] == minus_infinity() ? 0.0f : all_most[row];
 #pragma unroll 1
         for (u32 i = threadIdx.x; i < count; i += THREADS) {
-            float weight = exp2_near(room.weights[i * ROWS + row] - base);
-            room.weights[i * ROWS + row] = weight;
+            float weight = exp2_near(smem.weights[i * ROWS + row] - base);
+            smem.weights[i * ROWS + row] = weight;
             sums[row] += weight;
         }
         sums[row] = warp_sum(sums[row]);
@@ -210,20 +212,20 @@ DEVICE void weigh(const room &room, u32 count, float (&all_most)[ROWS], float (&
     __syncthreads();
 #pragma unroll
     for (u32 row = 0; row < ROWS; row++) {
-        if (lane() == 0) room.warps[warp() * ROWS + row] = sums[row];
+        if (lane() == 0) smem.warps[warp() * ROWS + row] = sums[row];
     }
     __syncthreads();
 #pragma unroll
     for (u32 row = 0; row < ROWS; row++) {
         sums[row] = 0.0f;
-        for (u32 w = 0; w < THREADS / WARP; w++) sums[row] += room.warps[w * ROWS + row];
+        for (u32 w = 0; w < THREADS / WARP; w++) sums[row] += smem.warps[w * ROWS + row];
     }
 }
 
-/* Adds values by their weights, into what queries were: threads have 8 numbers each, of keys that
- * stand some apart. */
+/* Adds weighted values into the memory of the queries. A thread has 8 numbers of every `sets`th
+ * key. */
 template <class T, u32 ROWS>
-DEVICE void add_values(const call &c, const work &work, const room &room, u32 count) {
+DEVICE void add_values(const call &c, const work &work, const smem &smem, u32 count) {
     u32 chunks = c.value_dim / 8, chunk = threadIdx.x % chunks, set = threadIdx.x / chunks;
     u32 sets = THREADS / chunks;
     float sums[ROWS][8] = {};
@@ -231,7 +233,7 @@ DEVICE void add_values(const call &c, const work &work, const room &room, u32 co
         typename T::raw all[2 * TOGETHER] = {};
 #pragma unroll
         for (u32 n = 0; n < 2 * TOGETHER; n++) {
-            u64 value = first + n * sets < count ? room.values[first + n * sets] : 0;
+            u64 value = first + n * sets < count ? smem.values[first + n * sets] : 0;
             if (value != 0) all[n] = T::load(value + chunk * 8 * T::BYTES);
         }
 #pragma unroll
@@ -239,11 +241,11 @@ DEVICE void add_values(const call &c, const work &work, const room &room, u32 co
             u32 i = first + n * sets;
             if (i >= count) break;
             float scale = 1.0f;
-            if (c.scaling == SCALES_TOKEN && room.values[i] != 0)
-                scale = scale_of(c, true, room.at[i], work.key_head, 0);
+            if (c.scaling == SCALES_TOKEN && smem.values[i] != 0)
+                scale = scale_of(c, true, smem.at[i], work.key_head, 0);
 #pragma unroll
             for (u32 row = 0; row < ROWS; row++) {
-                float weight = room.weights[i * ROWS + row] * scale;
+                float weight = smem.weights[i * ROWS + row] * scale;
 #pragma unroll
                 for (u32 d = 0; d < 8; d++) sums[row][d] += T::number(all[n], d) * weight;
             }
@@ -256,7 +258,7 @@ DEVICE void add_values(const call &c, const work &work, const room &room, u32 co
             for (u32 row = 0; row < ROWS; row++)
 #pragma unroll
                 for (u32 d = 0; d < 8; d++) {
-                    float *to = room.queries + row * c.value_dim + chunk * 8 + d;
+                    float *to = smem.queries + row * c.value_dim + chunk * 8 + d;
                     *to = sums[row][d] + (turn == 0 ? 0.0f : *to);
                 }
         }
@@ -264,7 +266,7 @@ DEVICE void add_values(const call &c, const work &work, const room &room, u32 co
     }
 }
 
-/* Some keys of some rows. Blocks of threads: parts, groups of heads, rows. */
+/* Attention of some rows over a part of the keys. Grid: parts, groups of heads, rows. */
 template <class T, u32 ROWS> DEVICE void decode(const call &c) {
     cut cut = cut_of(c);
     results to = results_of(c, cut);
@@ -274,22 +276,22 @@ template <class T, u32 ROWS> DEVICE void decode(const call &c) {
     work.key_head = work.group * cut.group / (c.query_heads / c.key_heads);
     work.first_row = blockIdx.z * ROWS;
     work.rows = least(ROWS, cut.rows - work.first_row);
-    room room = make_room<ROWS>(c, cut);
-    read_queries<ROWS>(c, cut, work, room);
-    u32 count = find_keys(c, cut, work, room);
+    smem smem = carve_smem<ROWS>(c, cut);
+    read_queries<ROWS>(c, cut, work, smem);
+    u32 count = find_keys(c, cut, work, smem);
     __syncthreads();
-    find_products<T, ROWS>(c, cut, work, room, to, count);
+    find_products<T, ROWS>(c, cut, work, smem, to, count);
     __syncthreads();
     float all_most[ROWS], sums[ROWS];
-    weigh<ROWS>(room, count, all_most, sums);
-    add_values<T, ROWS>(c, work, room, count);
+    weigh<ROWS>(smem, count, all_most, sums);
+    add_values<T, ROWS>(c, work, smem, count);
 #pragma unroll 1
     for (u32 row = 0; row < work.rows; row++) {
         u64 at = (u64)query_of(cut, work, row) * c.query_heads + head_of(cut, work, row);
         at = at * cut.parts + work.part;
 #pragma unroll 1
         for (u32 d = threadIdx.x; d < c.value_dim; d += THREADS)
-            to.out[at * c.value_dim + d] = room.queries[row * c.value_dim + d];
+            to.out[at * c.value_dim + d] = smem.queries[row * c.value_dim + d];
     }
 #pragma unroll
     for (u32 row = 0; row < ROWS; row++) {
@@ -301,7 +303,7 @@ template <class T, u32 ROWS> DEVICE void decode(const call &c) {
     }
 }
 
-/* What the parts of a row come to. Blocks of threads: queries and heads. */
+/* Combines the parts of a row. Grid: rows. */
 extern "C" __global__ void __launch_bounds__(THREADS) decode_join(const __grid_constant__ call c) {
     cut cut = cut_of(c);
     results from = results_of(c, cut);
@@ -338,8 +340,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_join(const __grid_c
     if (c.more != 0) ((float *)c.more)[row] = log * LN_2;
 }
 
-/* What each key got: of the queries of a head, of the heads that share keys, or of all. Blocks of
- * threads: keys, and rows of what is written. */
+/* Sums the weights of each key over queries, and over one head, the heads that share keys, or all
+ * heads. Grid: keys, rows of the output. */
 extern "C" __global__ void __launch_bounds__(THREADS) decode_sums(const __grid_constant__ call c) {
     cut cut = cut_of(c);
     results from = results_of(c, cut);

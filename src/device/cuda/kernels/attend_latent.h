@@ -1,50 +1,52 @@
-/* Latent rows (MLA) on tensor cores: keys of 576 numbers, of which the first 512 are values.
+/* Attention over latent rows (MLA) on tensor cores. A key has 576 numbers; its first 512 are the
+ * value.
  *
- * Results of 64 queries do not fit in the registers of four warps: eight have 32 queries and 128
- * numbers each. So that products are made once, each warp makes those of 16 queries and 16 keys,
- * and weights go through shared memory. Keys come 32 at a time, the next while these are used. One
- * block of threads fits on a processor, so that a thread may have 255 registers; 128 hold results.
+ * Results of 64 queries do not fit in the registers of four warps. Therefore eight warps hold
+ * the results of 32 queries and 128 numbers each. Each warp computes the products of 16 queries
+ * and 16 keys, so none is computed twice, and warps exchange the weights through shared memory.
+ * Keys are loaded 32 at a time, and the next ones load meanwhile. One thread block fits on a
+ * multiprocessor, so a thread may use 255 registers; 128 of them hold results.
  *
- * Devices of compute capability 8.6, 8.9 and 12.0 have 99 KB of shared memory: there a block of
- * four warps has 32 queries, and one place for keys, into which the next come when these were
- * used. */
+ * Devices of compute capability 8.6, 8.9 and 12.0 have 99 KB of shared memory. There a block of
+ * four warps has 32 queries and a single key buffer. The next keys load after these were used. */
 #pragma once
 
 #include "attend_walk.h"
 
 constexpr u32 DIM = 576, HALF = 32, HALF_BYTES = HALF * DIM * 2;
-/* Threads of a block of so many queries, and its places for keys. */
+/* Threads of a block of ROWS queries, and its key buffers. */
 template <u32 ROWS> constexpr u32 THREADS_OF = ROWS * 4;
 template <u32 ROWS> constexpr u32 PLACES_OF = ROWS / 32;
 
 template <u32 ROWS> constexpr u32 WEIGHT_BYTES = ROWS * HALF * 2;
 
-/* Weights are kept in so many numbers of 16 bits each: what the first leaves over is the second. */
-template <u32 ROWS, u32 PARTS = 1> struct room {
+/* Layout of shared memory. A weight is stored as the sum of PARTS 16-bit numbers: the second one is
+ * the rounding error of the first. */
+template <u32 ROWS, u32 PARTS = 1> struct smem {
     u8 *queries, *keys, *weights;
     float *mosts, *shrinks, *sums;
     tile *tiles;
     queue *line;
 };
 
-template <u32 ROWS, u32 PARTS = 1> DEVICE room<ROWS, PARTS> make_room() {
+template <u32 ROWS, u32 PARTS = 1> DEVICE smem<ROWS, PARTS> carve_smem() {
     u8 *at = dynamic_shared();
-    room<ROWS, PARTS> room;
-    room.queries = at;
-    room.keys = at + ROWS * DIM * 2;
-    room.weights = room.keys + PLACES_OF<ROWS> * HALF_BYTES;
-    room.mosts = (float *)(room.weights + PARTS * WEIGHT_BYTES<ROWS>);
-    room.shrinks = room.mosts + 2 * ROWS;
-    room.sums = room.shrinks + ROWS;
-    room.tiles = (tile *)(room.sums + 2 * ROWS);
-    room.line = (queue *)(room.tiles + 2);
-    return room;
+    smem<ROWS, PARTS> smem;
+    smem.queries = at;
+    smem.keys = at + ROWS * DIM * 2;
+    smem.weights = smem.keys + PLACES_OF<ROWS> * HALF_BYTES;
+    smem.mosts = (float *)(smem.weights + PARTS * WEIGHT_BYTES<ROWS>);
+    smem.shrinks = smem.mosts + 2 * ROWS;
+    smem.sums = smem.shrinks + ROWS;
+    smem.tiles = (tile *)(smem.sums + 2 * ROWS);
+    smem.line = (queue *)(smem.tiles + 2);
+    return smem;
 }
 
-/* Where 8 weights of a row are: of eight rows none meet in a bank. */
+/* Byte offset of 8 weights of a row. Eight rows have no bank conflict. */
 DEVICE u32 weight_place(u32 row, u32 chunk) { return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4); }
 
-/* Of the products a warp has 16 queries and 16 keys. */
+/* A warp's first query and first key of the products: it has 16 of each. */
 DEVICE u32 product_row() { return warp() / 2 * 16; }
 DEVICE u32 product_key() { return warp() % 2 * 16; }
 
@@ -61,21 +63,22 @@ template <bool BF> DEVICE void multiply(float (&s)[2][4], const u8 *queries, con
     }
 }
 
-/* What rows were so far, in the two warps that have products of them. */
+/* Maximum and sum of rows so far, in both warps that compute products of them. */
 struct progress {
     float most[2], sum[2];
 };
 
-/* Makes weights of products, for all warps. */
-/* What 16 bits leave over of two numbers. */
-template <bool BF> DEVICE u32 two_left(u32 both, float x, float y) {
+/* The rounding errors of two numbers that were stored in 16 bits each. */
+template <bool BF> DEVICE u32 two_errors(u32 both, float x, float y) {
     u16 low = (u16)both, high = (u16)(both >> 16);
     return BF ? two_bf16(x - from_bf16(low), y - from_bf16(high))
               : two_f16(x - from_f16(low), y - from_f16(high));
 }
 
+/* Online softmax step: converts products to weights, and shares them with all warps. */
 template <bool BF, u32 ROWS, u32 PARTS>
-DEVICE void soften(float (&s)[2][4], progress &rows, const room<ROWS, PARTS> &room, float scale) {
+DEVICE void softmax_tile(float (&s)[2][4], progress &rows, const smem<ROWS, PARTS> &smem,
+                         float scale) {
     u32 row = product_row() + lane() / 4;
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
@@ -83,13 +86,13 @@ DEVICE void soften(float (&s)[2][4], progress &rows, const room<ROWS, PARTS> &ro
                           fmaxf(s[1][2 * half], s[1][2 * half + 1]));
         now = fmaxf(now, across(now, 1));
         now = fmaxf(now, across(now, 2));
-        if (lane() % 4 == 0) room.mosts[warp() % 2 * ROWS + row + half * 8] = now;
+        if (lane() % 4 == 0) smem.mosts[warp() % 2 * ROWS + row + half * 8] = now;
     }
     __syncthreads();
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
         u32 own = row + half * 8;
-        float now = fmaxf(room.mosts[own], room.mosts[ROWS + own]), before = rows.most[half];
+        float now = fmaxf(smem.mosts[own], smem.mosts[ROWS + own]), before = rows.most[half];
         now = fmaxf(now, before);
         float base = now == minus_infinity() ? 0.0f : now * scale;
         float shrink = exp2_near(before * scale - base), sum = 0.0f;
@@ -100,28 +103,28 @@ DEVICE void soften(float (&s)[2][4], progress &rows, const room<ROWS, PARTS> &ro
             sum += x + y;
             u32 to = weight_place(own, product_key() / 8 + n) + lane() % 4 * 4;
             u32 both = two<BF>(x, y);
-            *(u32 *)(room.weights + to) = both;
+            *(u32 *)(smem.weights + to) = both;
             if (PARTS == 2)
-                *(u32 *)(room.weights + WEIGHT_BYTES<ROWS> + to) = two_left<BF>(both, x, y);
+                *(u32 *)(smem.weights + WEIGHT_BYTES<ROWS> + to) = two_errors<BF>(both, x, y);
         }
         rows.most[half] = now;
         rows.sum[half] = rows.sum[half] * shrink + sum;
-        if (warp() % 2 == 0 && lane() % 4 == 0) room.shrinks[own] = shrink;
+        if (warp() % 2 == 0 && lane() % 4 == 0) smem.shrinks[own] = shrink;
     }
     __syncthreads();
 }
 
-/* Of the results a warp has 32 queries and 128 numbers. */
+/* A warp's first query and first 16-number step of the results: it has 32 queries, 128 numbers. */
 DEVICE u32 result_row() { return warp() / 4 * 32; }
 DEVICE u32 result_step() { return warp() % 4 * 8; }
 
 template <bool BF, u32 ROWS, u32 PARTS>
-DEVICE void add_values(float (&out)[2][16][4], const room<ROWS, PARTS> &room, const u8 *values) {
+DEVICE void add_values(float (&out)[2][16][4], const smem<ROWS, PARTS> &smem, const u8 *values) {
 #pragma unroll
     for (u32 set = 0; set < 2; set++)
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
-            float shrink = room.shrinks[result_row() + set * 16 + half * 8 + lane() / 4];
+            float shrink = smem.shrinks[result_row() + set * 16 + half * 8 + lane() / 4];
 #pragma unroll
             for (u32 n = 0; n < 16; n++) {
                 out[set][n][2 * half] *= shrink;
@@ -134,7 +137,7 @@ DEVICE void add_values(float (&out)[2][16][4], const room<ROWS, PARTS> &room, co
 #pragma unroll
         for (u32 i = 0; i < 2 * PARTS; i++)
             load_matrix4(a[i / 2][i % 2],
-                         room.weights + i / 2 * WEIGHT_BYTES<ROWS> +
+                         smem.weights + i / 2 * WEIGHT_BYTES<ROWS> +
                              weight_place(result_row() + i % 2 * 16 + lane() % 16,
                                           2 * k + lane() / 16));
 #pragma unroll

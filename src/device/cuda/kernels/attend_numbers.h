@@ -1,5 +1,5 @@
-/* Numbers of keys and values for kernels that compute in f32: eight of them, as they are in memory
- * and as f32. They are read long before they are used, and take less room as they are. */
+/* Eight numbers of a key or value, raw and as f32, for kernels that compute in f32. They are loaded
+ * long before their use; the raw form takes fewer registers. */
 #pragma once
 
 #include "device.h"

@@ -1,22 +1,22 @@
-/* Attention of a prompt, or of a part of one: `Kind::Prefill`. call.h says which fields it takes.
+/* Attention of a prompt or of a part of one: `Kind::Prefill`. call.h defines its fields.
  *
- * A block of threads has some queries of a head and goes through their keys, tile by tile, as
- * FlashAttention-2 does: values come while keys are multiplied, the next keys while values are.
- * Tiles, and so the bits of a row, depend on nothing but what the row's block of queries sees.
+ * A thread block processes some queries of a head tile by tile, as FlashAttention-2 does. Values
+ * load while keys are multiplied, and the next keys load while values are. The tiles, and so the
+ * bits of a result, depend only on the keys that the block of queries sees.
  *
- * What a block of threads takes, in shared memory (bytes) for 64 and 128 numbers:
+ * Shared memory of a thread block, in bytes for 64 and 128 numbers:
  *   dense: 128 queries (16384, 32768), keys and values of a tile (16384, 32768), tiles (3584).
- *     Each warp has 32 queries, so that what it reads of a tile serves two products: registers
- *     (at most 255: 128 for results, 64 for products) leave room for two blocks on a processor.
- *   listed: 64 queries (8192, 16384), a tile (16384, 32768), tiles (3584), the queue (4552). 64,
- *     since lists are of 64 queries: with more, each would see the others' keys. At most 168
- *     registers, so that three blocks fit.
+ *     Each warp has 32 queries, so one read of a tile serves two products. Two blocks fit on a
+ *     multiprocessor: a thread has at most 255 registers, 128 for results and 64 for products.
+ *   listed: 64 queries (8192, 16384), a tile (16384, 32768), tiles (3584), the queue (4552).
+ *     Lists cover 64 queries; a larger block would compute keys of other lists. A thread has at
+ *     most 168 registers, so that three blocks fit.
  */
 #include "attend_walk.h"
 
-/* Hides keys that lie behind a query. */
+/* Masks keys behind a query. */
 template <u32 SETS>
-DEVICE void hide_behind(float (&s)[SETS][KEYS / 8][4], const tile &tile, u32 position) {
+DEVICE void mask_causal(float (&s)[SETS][KEYS / 8][4], const tile &tile, u32 position) {
     u32 row = position + warp() * 16 + lane() / 4;
 #pragma unroll
     for (u32 n = 0; n < KEYS / 8; n++) {
@@ -30,8 +30,8 @@ DEVICE void hide_behind(float (&s)[SETS][KEYS / 8][4], const tile &tile, u32 pos
     }
 }
 
-/* Hides keys that a query does not see by its lines. */
-DEVICE void hide_unseen(float (&s)[1][KEYS / 8][4], const tile &tile) {
+/* Masks keys outside a query's columns and diagonals. */
+DEVICE void mask_lines(float (&s)[1][KEYS / 8][4], const tile &tile) {
     u32 bit = warp() % 2 * 16 + lane() / 4;
 #pragma unroll
     for (u32 n = 0; n < KEYS / 8; n++) {
@@ -44,7 +44,7 @@ DEVICE void hide_unseen(float (&s)[1][KEYS / 8][4], const tile &tile) {
 }
 
 template <u32 SETS, u32 DIM>
-DEVICE void write_rows(const call &c, rows_so_far<SETS, DIM> &rows, const walk &walk, u32 head,
+DEVICE void write_rows(const call &c, softmax_rows<SETS, DIM> &rows, const walk &walk, u32 head,
                        float scale) {
     end_rows(rows);
     u32 kind = c.flags & OUT_F32 ? (u32)F32 : c.other_dtype;
@@ -68,63 +68,63 @@ DEVICE void write_rows(const call &c, rows_so_far<SETS, DIM> &rows, const walk &
         }
 }
 
-/* Where things are in shared memory. */
-struct room {
+/* Layout of shared memory. */
+struct smem {
     u8 *keys, *values, *queries;
     tile *tiles;
     queue *line;
 };
 
-template <u32 DIM, u32 SETS> DEVICE room make_room() {
+template <u32 DIM, u32 SETS> DEVICE smem carve_smem() {
     u8 *at = dynamic_shared();
-    room room;
-    room.keys = at;
-    room.values = at + KEYS * DIM * 2;
-    room.tiles = (tile *)(at + 2 * KEYS * DIM * 2);
-    room.queries = (u8 *)(room.tiles + 2);
-    room.line = (queue *)(room.queries + SETS * 64 * DIM * 2);
-    return room;
+    smem smem;
+    smem.keys = at;
+    smem.values = at + KEYS * DIM * 2;
+    smem.tiles = (tile *)(at + 2 * KEYS * DIM * 2);
+    smem.queries = (u8 *)(smem.tiles + 2);
+    smem.line = (queue *)(smem.queries + SETS * 64 * DIM * 2);
+    return smem;
 }
 
-/* A block of queries of a head. */
+/* Attention of a block of queries of a head. */
 template <bool BF, u32 DIM, u32 SETS, bool LISTED>
 DEVICE void attend(const call &c, walk &walk, u32 head) {
-    room room = make_room<DIM, SETS>();
-    rows_so_far<SETS, DIM> rows;
+    smem smem = carve_smem<DIM, SETS>();
+    softmax_rows<SETS, DIM> rows;
     float scale = binary_scale(c);
     begin_rows(rows);
-    copy_queries<DIM, SETS * 64>(c, room.queries, walk.query, head, walk.until);
-    bool is_more = take<LISTED>(c, walk, room.line, room.tiles[0]);
+    copy_queries<DIM, SETS * 64>(c, smem.queries, walk.query, head, walk.until);
+    bool is_more = next_tile<LISTED>(c, walk, smem.line, smem.tiles[0]);
     __syncthreads();
-    if (is_more) copy_rows<DIM, KEYS>(room.keys, room.tiles[0].keys);
+    if (is_more) copy_rows<DIM, KEYS>(smem.keys, smem.tiles[0].keys);
     copy_group();
     for (u32 turn = 0; is_more; turn ^= 1) {
-        const tile &tile = room.tiles[turn];
+        const tile &tile = smem.tiles[turn];
         copy_wait<0>();
         __syncthreads();
-        copy_rows<DIM, KEYS>(room.values, tile.values);
+        copy_rows<DIM, KEYS>(smem.values, tile.values);
         copy_group();
-        is_more = take<LISTED>(c, walk, room.line, room.tiles[turn ^ 1]);
+        is_more = next_tile<LISTED>(c, walk, smem.line, smem.tiles[turn ^ 1]);
         float s[SETS][KEYS / 8][4];
-        multiply<BF, DIM, SETS>(s, room.queries, room.keys);
-        if (tile.at[KEYS - 1] > walk.position) hide_behind<SETS>(s, tile, walk.position);
+        multiply<BF, DIM, SETS>(s, smem.queries, smem.keys);
+        if (tile.at[KEYS - 1] > walk.position) mask_causal<SETS>(s, tile, walk.position);
         if constexpr (LISTED)
-            if (walk.kind == LINES) hide_unseen(s, tile);
-        soften(s, rows, scale);
+            if (walk.kind == LINES) mask_lines(s, tile);
+        softmax_tile(s, rows, scale);
         copy_wait<0>();
         __syncthreads();
-        if (is_more) copy_rows<DIM, KEYS>(room.keys, room.tiles[turn ^ 1].keys);
+        if (is_more) copy_rows<DIM, KEYS>(smem.keys, smem.tiles[turn ^ 1].keys);
         copy_group();
-        add_values<BF>(rows, s, room.values);
+        add_values<BF>(rows, s, smem.values);
     }
-    // Where there is no key, queries are still coming.
+    // Without any key, the copy of the queries is still pending.
     copy_wait<0>();
     write_rows(c, rows, walk, head, scale);
 }
 
 template <bool BF, u32 DIM> DEVICE void attend_dense(const call &c) {
     constexpr u32 ROWS = 128;
-    // The last have most to do: they come first.
+    // The last blocks have the most keys, so they run first.
     u32 query = (gridDim.x - 1 - blockIdx.x) * ROWS, head = blockIdx.y;
     walk walk;
     begin_walk(c, walk, query, least(query + ROWS, c.query_count),
@@ -134,9 +134,9 @@ template <bool BF, u32 DIM> DEVICE void attend_dense(const call &c) {
 
 template <bool BF, u32 DIM> DEVICE void attend_listed(const call &c) {
     u32 head = blockIdx.y;
-    head_lists said = ((const head_lists *)c.numbers)[entry_of(c, head)];
-    u32 blocks = blocks_of(c, said).all;
-    queue &line = *make_room<DIM, 1>().line;
+    head_lists lists = ((const head_lists *)c.numbers)[entry_of(c, head)];
+    u32 blocks = blocks_of(c, lists).all;
+    queue &line = *carve_smem<DIM, 1>().line;
     for (u32 block = blockIdx.x; block < blocks; block += gridDim.x) {
         walk walk;
         if (!begin_listed(c, walk, line, head, block)) continue;
@@ -145,7 +145,7 @@ template <bool BF, u32 DIM> DEVICE void attend_listed(const call &c) {
     }
 }
 
-/* The lines of a head as bits: one block of threads each. */
+/* Converts the columns and diagonals of a head to bit sets. Grid: heads of the index. */
 extern "C" __global__ void __launch_bounds__(256) prefill_lines(const __grid_constant__ call c) {
     head_lists head = ((const head_lists *)c.numbers)[blockIdx.x];
     if (head.kind != LINES) return;
@@ -165,8 +165,8 @@ extern "C" __global__ void __launch_bounds__(256) prefill_lines(const __grid_con
     for (u32 i = threadIdx.x; i < words; i += blockDim.x) {
         u32 own = bits.diagonals[i], next = i + 1 < words ? bits.diagonals[i + 1] : 0;
         u32 third = i + 2 < words ? bits.diagonals[i + 2] : 0;
-        // Up to the highest bit of its own, all where the next has one, and beyond the lowest
-        // bit of the third.
+        // Bit x is set if one of the next 64 bits is: below the highest bit of this word, all if
+        // the next word has a bit, and above the lowest bit of the third word.
         u32 upper = own == 0 ? 0 : ALL_LANES >> __clz(own);
         u32 lower = third == 0 ? 0 : ~(((third & (0u - third)) << 1) - 1);
         bits.near[i] = upper | (next != 0 ? ALL_LANES : 0) | lower;

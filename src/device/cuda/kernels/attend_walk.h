@@ -1,38 +1,40 @@
-/* Which keys a block of queries is computed with, tile by tile. All of them, or what the lists of
- * a head say: see src/attention/keys.rs, the same tables are read here.
+/* Enumerates the keys that a block of queries attends to, tile by tile: all keys, or the keys in
+ * the lists of a head. The lists are those of src/attention/keys.rs.
  *
- * Lists are not looked through for each key. A window of keys is a bit for each in shared memory;
- * lists mark what they name in it, and what is marked is put in line, so that tiles are full
- * whatever lists say. Columns and diagonals were made bits before, by `prefill_lines`. */
+ * A window of keys is a bit set in shared memory. Lists mark their keys in it, and marked keys are
+ * appended to a queue. So tiles are full whatever the lists contain, and no list is searched for
+ * each key. `prefill_lines` has converted columns and diagonals to bit sets before. */
 #pragma once
 
 #include "attend.h"
 
 constexpr u32 WINDOW = 1024;
-/* Most queries of a block that follows lists. */
+/* Limit: queries of a block that follows lists. */
 constexpr u32 LISTED_ROWS = 64;
 
-/* How the lists of a head are meant: `Head` of src/attention/keys.rs. */
+/* The kind and lists of a head: `Head` of src/attention/keys.rs. */
 enum { DENSE = 0, LINES = 1, BLOCKS = 2, RANGES = 3 };
 struct head_lists {
     u32 kind, first, lists, query_block, key_block, dense_from;
 };
 
-/* A tile of keys: where their rows are, which positions they have, and where there are lines
- * which of each 32 queries see each. */
+/* A tile of keys: addresses of their rows, their positions, and for LINES a bit mask of the queries
+ * that see each key, 32 queries per word. */
 struct tile {
     u64 keys[KEYS], values[KEYS];
     u32 at[KEYS];
     u32 seen[LISTED_ROWS / 32][KEYS];
 };
 
-/* The bits of the lines of a head. Distances begin PAD bits on, so that those behind a query are
- * there, and 0. `near` has the bit of x where one of x to x + 63 is a diagonal. */
+/* The bit sets of a head's columns and diagonals. Bit PAD + d of `diagonals` stands for distance d:
+ * bits of negative distances exist and are 0. Bit x of `near` is set if one of the bits x to x + 63
+ * of `diagonals` is set. */
 constexpr u32 PAD = 96;
 struct lines {
     u32 *columns, *diagonals, *near;
 };
 
+/* Positions that bit sets cover. */
 DEVICE u32 reach_of(const call &c) { return most(c.tokens, c.first + c.query_count); }
 DEVICE u32 line_words(const call &c) { return reach_of(c) / 32 + 8; }
 
@@ -41,7 +43,7 @@ DEVICE lines lines_of(const call &c, u32 head) {
     return {columns, columns + words, columns + 2 * (u64)words};
 }
 
-/* 32 bits from one on. */
+/* 32 bits from `bit` on. */
 DEVICE u32 bits_from(const u32 *words, u32 bit) {
     u64 both = words[bit / 32] | (u64)words[bit / 32 + 1] << 32;
     return (u32)(both >> bit % 32);
@@ -52,31 +54,32 @@ struct list {
     u32 count;
 };
 
-/* Keys in line, and the bits of a window; and what lists say, which takes no registers here. */
+/* Queued keys, the bit set of a window, and the lists, which are kept here to save registers. */
 struct queue {
     u32 at[KEYS + WINDOW];
     u32 words[WINDOW / 32];
     list runs, columns;
     lines bits;
-    /* Where the next run and column are, and keys of a block. */
+    /* Index of the next run and of the next column, and keys of a block. */
     u32 run, column, key_block;
 };
-static_assert(sizeof(queue) == 4552, "what attend_prefill.rs asks for");
-static_assert(sizeof(tile) == 1792, "what attend_prefill.rs asks for");
+static_assert(sizeof(queue) == 4552, "attend_prefill.rs must reserve sizeof(queue)");
+static_assert(sizeof(tile) == 1792, "attend_prefill.rs must reserve sizeof(tile)");
 
 DEVICE list list_of(const call &c, u32 at) {
     const u32 *starts = (const u32 *)c.counts;
     return {(const u32 *)c.index + starts[at], starts[at + 1] - starts[at]};
 }
 
-/* What is said for a query head. */
+/* The index of a query head's entry in the index. */
 DEVICE u32 entry_of(const call &c, u32 head) {
     if (c.count == 1) return 0;
     return c.count == c.key_heads ? head / (c.query_heads / c.key_heads) : head;
 }
 
-/* How queries are cut into blocks of `each` that have one list each: up to `listed` by lists, each
- * row of them in `pieces`, behind that dense. */
+/* Partition of queries into blocks of at most `each` queries that share a list. The first `listed`
+ * queries follow lists, and each row of `row` queries has `pieces` blocks. The others are dense.
+ * `before` counts the listed blocks, `all` all blocks. */
 struct blocks {
     u32 listed, row, pieces, before, all;
 };
@@ -93,14 +96,14 @@ DEVICE blocks blocks_of(const call &c, const head_lists &head, u32 each = LISTED
     return cut;
 }
 
-/* Where a walk is: the same in all threads. */
+/* State of the enumeration: equal in all threads. */
 struct walk {
     u32 kind, key_head;
-    /* The queries are from one up to another, the position of the first is `position`. */
+    /* First query, end of the queries, position of the first query. */
     u32 query, until, position;
-    /* The next window or tile, and behind the last key. */
+    /* Begin of the next window or tile, and end of the keys. */
     u32 begin, end;
-    /* In the queue. */
+    /* First queued key and number of queued keys. */
     u32 from, have;
 };
 
@@ -114,14 +117,14 @@ DEVICE void begin_walk(const call &c, walk &walk, u32 query, u32 until, u32 key_
     walk.end = least(c.tokens, c.first + until);
 }
 
-/* The walk of a block of queries that follows lists; false if it has none. What it puts into the
- * queue others see behind a barrier: there is one before anything is marked. */
+/* Begins the enumeration for a block of queries with an index; false if the block has no query.
+ * Other threads see the changes of the queue after a barrier, and one precedes the first mark. */
 DEVICE bool begin_listed(const call &c, walk &walk, queue &queue, u32 head, u32 block,
                          u32 each = LISTED_ROWS) {
     u32 entry = entry_of(c, head);
-    head_lists said = ((const head_lists *)c.numbers)[entry];
-    blocks cut = blocks_of(c, said, each);
-    // The last have most to do: they come first.
+    head_lists lists = ((const head_lists *)c.numbers)[entry];
+    blocks cut = blocks_of(c, lists, each);
+    // The last blocks have the most keys, so they run first.
     block = cut.all - 1 - block;
     bool is_listed = block < cut.before;
     u32 row = is_listed ? block / cut.pieces : 0, query, until;
@@ -135,22 +138,22 @@ DEVICE bool begin_listed(const call &c, walk &walk, queue &queue, u32 head, u32 
     if (query >= until) return false;
     begin_walk(c, walk, query, until, head / (c.query_heads / c.key_heads));
     if (!is_listed) return true;
-    walk.kind = said.kind;
+    walk.kind = lists.kind;
     if (threadIdx.x != 0) return true;
     queue.runs = queue.columns = {nullptr, 0};
     queue.run = queue.column = 0;
-    queue.key_block = said.key_block;
-    if (said.kind == LINES) queue.bits = lines_of(c, entry);
-    if (said.kind == BLOCKS) queue.runs = list_of(c, said.first + row);
-    if (said.kind == RANGES) {
-        queue.columns = list_of(c, said.first);
-        queue.runs = list_of(c, said.first + 1 + row);
+    queue.key_block = lists.key_block;
+    if (lists.kind == LINES) queue.bits = lines_of(c, entry);
+    if (lists.kind == BLOCKS) queue.runs = list_of(c, lists.first + row);
+    if (lists.kind == RANGES) {
+        queue.columns = list_of(c, lists.first);
+        queue.runs = list_of(c, lists.first + 1 + row);
         queue.runs.count /= 2;
     }
     return true;
 }
 
-/* Marks keys of the window. */
+/* Marks keys `from` to `to` in the window that begins at `begin`. */
 DEVICE void mark(queue &queue, u32 begin, u32 from, u32 to) {
     for (u32 word = (from - begin) / 32; word * 32 < to - begin; word++) {
         u32 first = begin + word * 32;
@@ -160,8 +163,8 @@ DEVICE void mark(queue &queue, u32 begin, u32 from, u32 to) {
     }
 }
 
-/* What a list has in the window from a run on; how many of its runs end in it is added to
- * `ended`. */
+/* Marks the keys of a list in the window, from run `from` on. Adds the number of runs that end in
+ * the window to `ended`. */
 DEVICE void mark_runs(const walk &walk, queue &queue, bool is_columns, u32 from, u32 *ended) {
     list list = is_columns ? queue.columns : queue.runs;
     u32 behind = least(walk.begin + WINDOW, walk.end);
@@ -182,13 +185,13 @@ DEVICE void mark_runs(const walk &walk, queue &queue, bool is_columns, u32 from,
     }
 }
 
-/* Which keys of the window any query of the block sees by its lines. */
+/* Marks the keys of the window that any query of the block sees through columns or diagonals. */
 DEVICE void mark_lines(const walk &walk, queue &queue) {
     u32 first = walk.begin + threadIdx.x * 32;
     if (threadIdx.x >= WINDOW / 32) return;
     u32 bits = 0;
     if (first < walk.end) {
-        // Distances go down where keys go up.
+        // Distances fall as key positions rise.
         u32 near = bits_from(queue.bits.near, walk.position + PAD - 31 - first);
         bits = queue.bits.columns[first / 32] | __brev(near);
         if (walk.end - first < 32) bits &= (1u << (walk.end - first)) - 1;
@@ -213,8 +216,8 @@ DEVICE void mark_window(const walk &walk, queue &queue) {
     __syncthreads();
 }
 
-/* Puts what is marked in line: four of the first threads a word. */
-DEVICE void line_up(walk &walk, queue &queue) {
+/* Appends the marked keys to the queue: four of the first threads per word. */
+DEVICE void append_marked(walk &walk, queue &queue) {
     u32 own = queue.words[lane()], count = (u32)__popc(own);
     u32 up_to = warp_up_to(count), word = threadIdx.x / 4, shift = threadIdx.x % 4 * 8;
     u32 bits = from_lane(own, word), at = from_lane(up_to - count, word) + walk.have;
@@ -225,7 +228,7 @@ DEVICE void line_up(walk &walk, queue &queue) {
     walk.have += from_lane(up_to, WARP - 1);
 }
 
-/* Goes on until there is a whole tile in the queue, or nothing more. */
+/* Fills the queue until it has a whole tile, or until the keys end. */
 DEVICE void fill(walk &walk, queue &queue) {
     u32 held = threadIdx.x < walk.have ? queue.at[walk.from + threadIdx.x] : 0;
     __syncthreads();
@@ -233,25 +236,26 @@ DEVICE void fill(walk &walk, queue &queue) {
     walk.from = 0;
     while (walk.have < KEYS && walk.begin < walk.end) {
         mark_window(walk, queue);
-        line_up(walk, queue);
+        append_marked(walk, queue);
         walk.begin += WINDOW;
         __syncthreads();
     }
 }
 
-/* Which of 32 queries of the block see a key by lines. */
+/* Bit mask of the 32 queries of the block that see a key through columns or diagonals. */
 DEVICE u32 seen_by(const walk &walk, const queue &queue, u32 key, u32 queries) {
     if (queue.bits.columns[key / 32] >> key % 32 & 1) return ALL_LANES;
     return bits_from(queue.bits.diagonals, walk.position + 32 * queries + PAD - key);
 }
 
-/* The next tile, if there is one. All threads come; others see the tile behind a barrier. */
+/* Reads the next tile; false if there is none. All threads must call it; they see the tile after a
+ * barrier. */
 template <bool LISTED>
-DEVICE bool take(const call &c, walk &walk, queue *queue, tile &tile) {
+DEVICE bool next_tile(const call &c, walk &walk, queue *queue, tile &tile) {
     if (LISTED && walk.have < KEYS && walk.begin < walk.end) fill(walk, *queue);
     u32 count = least(LISTED ? walk.have : walk.end - least(walk.begin, walk.end), KEYS);
     if (count == 0) return false;
-    // What lies behind the last is read as the first, and seen by nobody.
+    // Places behind the last key repeat the first key, and no query sees them.
     u32 key = threadIdx.x % KEYS, i = key < count ? key : 0;
     u32 at = LISTED ? queue->at[walk.from + i] : walk.begin + i;
     if (threadIdx.x < KEYS) {

@@ -1,7 +1,8 @@
-/* Numbers of one type become numbers of another, with scales or without. A warp takes a row, the
- * numbers of one head of one token; four numbers a lane at a time where the row is aligned. */
+/* `Kind::Convert`: converts numbers to another type, with or without scales. A warp converts a row,
+ * which is one head of one token. A lane converts four numbers at a time if the row is aligned. */
 #include "device.h"
 
+/* Flag: scales are given. */
 enum { GIVEN = 1 };
 
 struct four {
@@ -21,9 +22,9 @@ DEVICE float read_one(u32 dtype, const u8 *at) {
     }
 }
 
-/* The nearest integer, ties to the even one; no further than 127; 0 for what is no number. */
+/* Rounds to the nearest integer, ties to even; saturates at -127 and 127. NaN becomes 0. */
 DEVICE u8 to_i8(float x) {
-    // While this is added, the low bits are the integer: as src/format/codec/int8.rs has it.
+    // After this addition the low bits are the integer, as in src/format/codec/int8.rs.
     constexpr float ROUND = 12582912.0f;
     x = x < -127.0f ? -127.0f : x;
     x = x > 127.0f ? 127.0f : x;
@@ -82,12 +83,12 @@ DEVICE void write_four(u32 dtype, u8 *at, const four &all) {
     }
 }
 
-/* The greatest that a type of 8 bits has. */
+/* The largest finite number of an 8-bit type. */
 DEVICE float greatest(u32 dtype) {
     return dtype == F8_E4M3 ? 448.0f : dtype == F8_E5M2 ? 57344.0f : 127.0f;
 }
 
-/* The inverse of a scale; 0 for one so small that it has none: all becomes 0. */
+/* The inverse of a scale; 0 for a scale below the smallest normal number. */
 DEVICE float inverse(float scale) {
     return scale >= 1.17549435e-38f ? __fdiv_rn(1.0f, scale) : 0.0f;
 }
@@ -99,7 +100,7 @@ struct row {
     u8 *to;
     u64 token;
     u32 head;
-    /* Four numbers lie together on both sides. */
+    /* Four numbers are contiguous and aligned on both sides. */
     bool is_even;
 };
 
@@ -124,7 +125,7 @@ DEVICE u64 rows_of(const call &c) { return (u64)c.count * c.key_heads; }
 DEVICE u64 first_row() { return (u64)blockIdx.x * (blockDim.x / WARP) + warp(); }
 DEVICE u64 all_warps() { return (u64)gridDim.x * (blockDim.x / WARP); }
 
-/* Four numbers of a row, or what is left of it: the rest is 0. */
+/* Four numbers of a row; 0 past its end. */
 DEVICE four numbers(const call &c, const row &r, u32 d) {
     if (r.is_even) return read_four(c.dtype, r.from + d * size_of(c.dtype));
     four all = {};
@@ -144,7 +145,7 @@ DEVICE float largest_of(const call &c, const row &r) {
     return warp_most(most);
 }
 
-/* What numbers d to d + 3 are multiplied with. */
+/* The factors of numbers d to d + 3. */
 DEVICE four factors(const call &c, const row &r, u32 d, float shared, bool is_inverse) {
     four all = {{shared, shared, shared, shared}};
     if (c.scaling != SCALES_CHANNEL) return all;
@@ -190,14 +191,15 @@ extern "C" __global__ void __launch_bounds__(256) convert_rows(const __grid_cons
     }
 }
 
-/* Scales by number: 0, then the largest sizes, then those divided. */
+/* Scales by channel take three kernels: clear, find the largest magnitudes, divide them. */
 extern "C" __global__ void __launch_bounds__(256) convert_clear(const __grid_constant__ call c) {
     u64 all = (u64)c.key_heads * c.key_dim, each = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += each)
         ((u32 *)c.scales)[i] = 0;
 }
 
-/* A warp takes 128 numbers of a head, of every so many tokens. Sizes compare as their bits. */
+/* A warp compares 128 numbers of a head, in every `lines`th token. Magnitudes of floats compare
+ * like their bits. */
 extern "C" __global__ void __launch_bounds__(256) convert_largest(const __grid_constant__ call c) {
     u32 parts = ceil_div<u32>(c.key_dim, 4 * WARP);
     u64 columns = (u64)c.key_heads * parts, lines = all_warps() / columns;

@@ -1,6 +1,6 @@
-/* What kernels share: numbers, warps, memory, tensor cores. It needs no header of CUDA, as what
- * compiles it comes without. With EMULATED the same sources are compiled for a processor, where
- * ffi-tests/cuda/kernels/cpu.h stands in for all that a device has of its own. */
+/* Helpers of all kernels: number formats, warps, memory, tensor cores. They include no CUDA header,
+ * because NVRTC comes without them. With EMULATED the same sources compile for the CPU, and
+ * ffi-tests/cuda/kernels/cpu.h emulates the device's instructions. */
 #pragma once
 
 #include "call.h"
@@ -14,7 +14,7 @@
 constexpr u32 ALL_LANES = 0xFFFFFFFFu;
 constexpr u32 WARP = 32;
 
-/* 16 bytes, which one instruction moves. */
+/* 16 bytes: one load or store. */
 struct alignas(16) quad {
     u32 x, y, z, w;
 };
@@ -29,7 +29,7 @@ template <class T> DEVICE T ceil_div(T a, T b) { return (a + b - 1) / b; }
 DEVICE u32 lane() { return threadIdx.x % WARP; }
 DEVICE u32 warp() { return threadIdx.x / WARP; }
 
-/* Memory that the launch asked for, `shared_bytes` of it, in all kernels of a source the same. */
+/* Dynamic shared memory: the `shared_bytes` of the launch. The name is the same in all kernels. */
 #ifdef EMULATED
 DEVICE u8 *dynamic_shared() { return cpu_dynamic(); }
 #else
@@ -42,12 +42,12 @@ DEVICE u8 *dynamic_shared() { return (u8 *)dynamic_memory; }
 DEVICE float from_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 to_bits(float x) { return __float_as_uint(x); }
 
-/* Neither is ever made a part of a fused instruction. */
+/* The compiler never fuses these two into a multiply-add. */
 DEVICE float mul_rounded(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float add_rounded(float a, float b) { return __fadd_rn(a, b); }
 
 DEVICE float from_bf16(u16 half) { return from_bits((u32)half << 16); }
-/* The two of a word: the one at the lower address first. */
+/* The halves of a word: low is the number at the lower address. */
 DEVICE float low_bf16(u32 word) { return from_bits(word << 16); }
 DEVICE float high_bf16(u32 word) { return from_bits(word & 0xFFFF0000u); }
 
@@ -65,7 +65,7 @@ DEVICE float from_f16(u16 half) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
     return x;
 }
-/* To the nearest, ties to the even one. What is no number becomes one of the many that are none. */
+/* Rounds to nearest, ties to even. NaN becomes some NaN. */
 DEVICE u16 to_f16(float x) {
     u16 half;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
@@ -86,7 +86,7 @@ DEVICE u32 two_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
-/* To about 2 parts in 10^7; 0 for what is smaller than any normal number. */
+/* Relative error about 2e-7; subnormal results become 0. */
 DEVICE float exp2_near(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -102,19 +102,19 @@ DEVICE float log2_near(float x) {
 DEVICE float low_f16(u32 word) { return from_f16((u16)word); }
 DEVICE float high_f16(u32 word) { return from_f16((u16)(word >> 16)); }
 
-/* 8 bits, 4 of exponent and 3 of mantissa: no infinity, 0x7F is no number. */
+/* 8 bits: sign, 4 of exponent, 3 of mantissa. There is no infinity; 0x7F is NaN. */
 DEVICE float from_e4m3(u8 code) {
-    // As the same bits of a binary16 it is 2^8 too small.
+    // The same bits read as a binary16 are 2^8 too small.
     u16 half = (u16)((code & 0x80) << 8 | (code & 0x7F) << 7);
     float x = mul_rounded(from_f16(half), 256.0f);
     return (code & 0x7F) == 0x7F ? from_bits(0x7FC00000u) : x;
 }
 
-/* The nearest, ties to the even one; what is beyond is the greatest, 448. */
+/* Rounds to nearest, ties to even; saturates at 448. */
 DEVICE u8 to_e4m3(float x) {
     u32 bits = to_bits(x), size = bits & 0x7FFFFFFFu;
     u8 sign = (u8)(bits >> 24 & 0x80);
-    // Steps of 2^-9 below 2^-6: adding 2^14 leaves them as the last bits.
+    // Subnormal results have steps of 2^-9 below 2^-6: adding 2^14 leaves them in the last bits.
     u32 small = to_bits(add_rounded(from_bits(size), 16384.0f)) - 0x46800000u;
     u32 normal = ((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - ((127 - 7) << 3);
     u32 code = size < 0x3C800000u ? small : normal;
@@ -122,14 +122,14 @@ DEVICE u8 to_e4m3(float x) {
     return sign | (u8)(size > 0x7F800000u ? 0x7Fu : code);
 }
 
-/* 8 bits, 5 of exponent and 2 of mantissa: the upper half of a binary16. */
+/* 8 bits: sign, 5 of exponent, 2 of mantissa. These are the upper half of a binary16. */
 DEVICE float from_e5m2(u8 code) { return from_f16((u16)(code << 8)); }
 
-/* The nearest, ties to the even one; what is beyond is the greatest, 57344. */
+/* Rounds to nearest, ties to even; saturates at 57344. */
 DEVICE u8 to_e5m2(float x) {
     u32 bits = to_bits(x), size = bits & 0x7FFFFFFFu;
     u8 sign = (u8)(bits >> 24 & 0x80);
-    // Steps of 2^-16 below 2^-14.
+    // Subnormal results have steps of 2^-16 below 2^-14.
     u32 small = to_bits(add_rounded(from_bits(size), 128.0f)) - 0x43000000u;
     u32 normal = ((size + 0xFFFFF + (size >> 21 & 1)) >> 21) - ((127 - 15) << 2);
     u32 code = size < 0x38800000u ? small : normal;
@@ -137,12 +137,12 @@ DEVICE u8 to_e5m2(float x) {
     return sign | (u8)(size > 0x7F800000u ? 0x7Fu : code);
 }
 
-/* ---- Lanes of a warp. All named lanes have to come. ---- */
+/* ---- Lanes of a warp. All named lanes must take part. ---- */
 
 template <class T> DEVICE T from_lane(T x, u32 from) { return __shfl_sync(ALL_LANES, x, from); }
 template <class T> DEVICE T across(T x, u32 bit) { return __shfl_xor_sync(ALL_LANES, x, bit); }
 
-/* Over groups of WIDTH lanes that lie side by side; every lane has the result. */
+/* Reductions over groups of WIDTH adjacent lanes; every lane gets the result. */
 template <u32 WIDTH = WARP> DEVICE float warp_sum(float x) {
     for (u32 bit = WIDTH / 2; bit > 0; bit /= 2) x += across(x, bit);
     return x;
@@ -160,7 +160,7 @@ template <u32 WIDTH = WARP, class T> DEVICE T warp_least(T x) {
     return x;
 }
 
-/* The sum of all lanes up to and with one's own. */
+/* Inclusive prefix sum over the lanes. */
 template <class T> DEVICE T warp_up_to(T x) {
     for (u32 bit = 1; bit < WARP; bit *= 2) {
         T before = __shfl_up_sync(ALL_LANES, x, bit);
@@ -174,8 +174,8 @@ template <class T> DEVICE T warp_up_to(T x) {
 DEVICE quad load16(const void *from) { return *(const quad *)from; }
 DEVICE void store16(void *to, quad x) { *(quad *)to = x; }
 
-/* What is read once and written once need not push anything out of the caches. Nobody writes
- * what is read so while the kernel runs. */
+/* Streaming access: data that is used once does not evict other data from the caches. Nothing may
+ * write memory that load16_once reads while the kernel runs. */
 #ifdef EMULATED
 DEVICE quad load16_once(const void *from) { return *(const quad *)from; }
 DEVICE void store16_once(void *to, quad x) { *(quad *)to = x; }
@@ -195,11 +195,11 @@ DEVICE void store16_once(void *to, quad x) {
 }
 #endif
 
-/* ---- Copies into shared memory that go on while the thread does ---- */
+/* ---- Asynchronous copies into shared memory ---- */
 
 #ifdef EMULATED
 DEVICE void copy16(void *to, const void *from) { cpu_copy16(to, from, true); }
-DEVICE void copy16_or_zero(void *to, const void *from, bool is) { cpu_copy16(to, from, is); }
+DEVICE void copy16_or_zero(void *to, const void *from, bool valid) { cpu_copy16(to, from, valid); }
 DEVICE void copy_group() { cpu_copy_group(); }
 template <int LEFT> DEVICE void copy_wait() { cpu_copy_wait(LEFT); }
 #else
@@ -208,20 +208,20 @@ DEVICE u32 shared_address(const void *at) {
     asm("cvta.to.shared.u64 %0, %1;" : "=l"(address) : "l"(at));
     return (u32)address;
 }
-/* 16 bytes, both sides aligned to them. */
+/* Copies 16 bytes; both addresses are multiples of 16. */
 DEVICE void copy16(void *to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
                  : "memory");
 }
-/* Zeros where it is not; `from` is then not read, but has to be an address of the device's. */
-DEVICE void copy16_or_zero(void *to, const void *from, bool is) {
+/* Writes zeros if not `valid`. `from` is then not read, but must still be a device address. */
+DEVICE void copy16_or_zero(void *to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-                 "l"(from), "r"(is ? 16 : 0)
+                 "l"(from), "r"(valid ? 16 : 0)
                  : "memory");
 }
 /* Ends a group of this thread's copies. */
 DEVICE void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/* Waits until all but the LEFT newest groups of this thread are there. Others see them behind a
+/* Waits for all but the LEFT newest groups of this thread. Other threads see the copies after a
  * barrier. */
 template <int LEFT> DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
@@ -254,22 +254,22 @@ DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-/* Matrices of 8 x 8 numbers of 16 bits from shared memory: lane 8m + i says where row i of matrix
- * m is, aligned to 16 bytes; r[m] becomes row lane / 4, columns 2 (lane % 4) and the next. */
+/* Loads four matrices of 8 x 8 16-bit numbers from shared memory. Lane 8m + i passes the address of
+ * row i of matrix m, a multiple of 16. r[m] receives row lane / 4, columns 2 (lane % 4) and up. */
 DEVICE void load_matrix4(u32 (&r)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(shared_address(row))
                  : "memory");
 }
-/* The same, rows and columns exchanged. */
+/* The same, transposed. */
 DEVICE void load_matrix4_across(u32 (&r)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(shared_address(row))
                  : "memory");
 }
-/* Two: lanes 0 to 15 say where rows are, the others' addresses are not looked at. */
+/* Loads two matrices: lanes 0 to 15 pass addresses, those of other lanes are ignored. */
 DEVICE void load_matrix2(u32 (&r)[2], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                  : "=r"(r[0]), "=r"(r[1])

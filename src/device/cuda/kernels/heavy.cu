@@ -1,5 +1,5 @@
-/* Heavy hitters: what tokens got is added up (`Kind::Add`), those that stay are chosen
- * (`Kind::Keep`), and moved together (`Kind::Compact`). call.h says which fields they take. */
+/* Heavy hitters: accumulates the weights of tokens (`Kind::Add`), chooses the tokens to keep
+ * (`Kind::Keep`), and compacts their rows (`Kind::Compact`). call.h defines their fields. */
 #include "device.h"
 
 DEVICE float *scores_of(const call &c, u32 list) {
@@ -10,8 +10,8 @@ DEVICE u32 *list_of(const call &c, u32 list) {
     return (u32 *)(c.index + (u64)((i64)list * c.out_stride));
 }
 
-/* A row of sums after the other, as the processor adds them: the same bits. Blocks of threads:
- * tokens, lists. */
+/* Adds the rows of sums one after the other, as the CPU does: the bits are equal. Grid: tokens,
+ * lists. */
 extern "C" __global__ void __launch_bounds__(256) heavy_add(const __grid_constant__ call c) {
     u32 token = blockIdx.x * 256 + threadIdx.x;
     if (token >= c.tokens) return;
@@ -26,14 +26,14 @@ extern "C" __global__ void __launch_bounds__(256) heavy_add(const __grid_constan
 
 constexpr u32 KEEP_THREADS = 1024;
 
-/* A number that is the greater the greater a score is. Minus zero is zero. */
+/* Maps a score to an unsigned integer of the same order. -0 equals 0. */
 DEVICE u32 order_of(float score) {
     u32 bits = to_bits(add_rounded(score, 0.0f));
     return bits ^ (bits >> 31 != 0 ? 0xFFFFFFFFu : 0x80000000u);
 }
 
-/* The sum over threads before one's own, and over all; `warps` are 32 numbers. All threads come,
- * and have to meet before they come again. */
+/* Exclusive prefix sum over the threads, and the total in `all`; `warps` has 32 numbers. All
+ * threads must call it, and a barrier must separate two calls. */
 DEVICE u32 sum_before(u32 x, u32 *warps, u32 &all) {
     u32 up_to = warp_up_to(x);
     if (lane() == WARP - 1) warps[warp()] = up_to;
@@ -45,8 +45,8 @@ DEVICE u32 sum_before(u32 x, u32 *warps, u32 &all) {
     return (own == 0 ? 0 : before) + up_to - x;
 }
 
-/* The order of the score that `rank` others are below, eight bits after the other; how many are
- * below it is taken off the rank. */
+/* Radix select, eight bits at a time: the mapped value of the score at `rank` in ascending order.
+ * The number of smaller scores is subtracted from `rank`. */
 DEVICE u32 find_rank(const float *scores, u32 from, u32 to, u32 &rank, u32 *counts, u32 *found) {
     u32 order = 0;
     for (u32 shift = 32; shift > 0;) {
@@ -55,7 +55,7 @@ DEVICE u32 find_rank(const float *scores, u32 from, u32 to, u32 &rank, u32 *coun
         __syncthreads();
         for (u32 i = from + threadIdx.x; i < to; i += KEEP_THREADS) {
             u32 own = order_of(scores[i]);
-            // What was found so far are the bits above.
+            // The higher bits were found in earlier rounds.
             if (shift == 24 || own >> (shift + 8) == order >> (shift + 8))
                 atomicAdd(&counts[own >> shift & 255], 1u);
         }
@@ -73,7 +73,7 @@ DEVICE u32 find_rank(const float *scores, u32 from, u32 to, u32 &rank, u32 *coun
     return order;
 }
 
-/* One block of threads a list. */
+/* Chooses the tokens to keep. Grid: lists. */
 extern "C" __global__ void __launch_bounds__(KEEP_THREADS)
     heavy_keep(const __grid_constant__ call c) {
     __shared__ u32 counts[256];
@@ -82,36 +82,36 @@ extern "C" __global__ void __launch_bounds__(KEEP_THREADS)
     const float *scores = scores_of(c, blockIdx.x);
     u32 *list = list_of(c, blockIdx.x);
     u32 to = c.tokens - least(c.recent, c.tokens), from = least(c.sinks, to);
-    u32 leave = to - from > c.keep ? to - from - c.keep : 0;
-    // The last that goes, and how many of those that are equal to it.
+    u32 evicted = to - from > c.keep ? to - from - c.keep : 0;
+    // The largest evicted score, and how many scores equal to it are evicted.
     u32 bar = 0, equals = 0;
-    if (leave > 0) {
-        equals = leave - 1;
+    if (evicted > 0) {
+        equals = evicted - 1;
         bar = find_rank(scores, from, to, equals, counts, found);
         equals++;
     }
     u32 kept = 0, same = 0;
     for (u32 first = 0; first < c.tokens; first += KEEP_THREADS) {
         u32 at = first + threadIdx.x, all;
-        bool may_go = leave > 0 && from <= at && at < to;
-        u32 order = may_go ? order_of(scores[at]) : 0;
-        // Of equal ones the lower positions go.
-        bool is_same = may_go && order == bar;
+        bool is_candidate = evicted > 0 && from <= at && at < to;
+        u32 order = is_candidate ? order_of(scores[at]) : 0;
+        // Among equal scores the lower positions are evicted.
+        bool is_same = is_candidate && order == bar;
         u32 before = same + sum_before(is_same, warps, all);
         same += all;
-        bool goes = may_go && (order < bar || (is_same && before < equals));
-        bool stays = at < c.tokens && !goes;
-        u32 place = kept + sum_before(stays, warps, all);
+        bool is_evicted = is_candidate && (order < bar || (is_same && before < equals));
+        bool is_kept = at < c.tokens && !is_evicted;
+        u32 place = kept + sum_before(is_kept, warps, all);
         kept += all;
-        if (stays) list[place] = at;
+        if (is_kept) list[place] = at;
     }
     if (threadIdx.x == 0) ((u32 *)c.counts)[blockIdx.x] = kept;
 }
 
-/* How many rows move at a time: so many pieces of each of the threads. */
+/* Threads of a block that moves rows, and pieces that each thread moves at a time. */
 constexpr u32 COMPACT_THREADS = 256, PIECES = 8;
 
-/* Rows of an array. */
+/* An array of rows: keys or values. */
 struct array {
     u64 base;
     i64 stride, head_stride;
@@ -128,13 +128,13 @@ DEVICE u64 row_at(const call &c, const array &rows, u32 token, u32 head) {
     return base + (u64)((i64)token * rows.stride) + (u64)((i64)head * rows.head_stride);
 }
 
-/* Moves a slice of rows, SIDE pieces of T, to where they are kept. Lists ascend, so that no row
- * moves up: what is written lies before all that is read later, and what is read together is read
- * before any of it is written. */
+/* Moves a slice of the kept rows, SIDE pieces of T, to the front. Lists ascend, so no row moves
+ * towards the end. Each round reads its rows before it writes any. Its writes end before the rows
+ * that later rounds read. */
 template <class T, u32 SIDE>
 DEVICE void compact(const call &c, const array &rows, u32 slice, u32 head, u32 list) {
     constexpr u32 EACH = COMPACT_THREADS * PIECES / SIDE;
-    const u32 *stays = list_of(c, list);
+    const u32 *kept = list_of(c, list);
     u32 count = ((const u32 *)c.counts)[list], piece = slice * SIDE + threadIdx.x % SIDE;
     bool is_there = piece < rows.bytes / sizeof(T);
     for (u32 first = 0; first < count; first += EACH) {
@@ -143,7 +143,7 @@ DEVICE void compact(const call &c, const array &rows, u32 slice, u32 head, u32 l
 #pragma unroll
         for (u32 i = 0; i < PIECES; i++) {
             u32 to = first + i * (COMPACT_THREADS / SIDE) + threadIdx.x / SIDE;
-            u32 from = is_there && to < count ? stays[to] : to;
+            u32 from = is_there && to < count ? kept[to] : to;
             moves[i] = from != to;
             if (moves[i]) held[i] = ((const T *)row_at(c, rows, from, head))[piece];
         }
@@ -162,7 +162,7 @@ DEVICE u32 row_bytes(const call &c, u32 dim) {
     return c.dtype == I4 ? dim / 2 : dim;
 }
 
-/* Keys and values. Blocks of threads: slices of 64 bytes, heads, arrays. */
+/* Compacts keys and values. Grid: slices of 64 bytes, heads, arrays. */
 template <class T> DEVICE void compact_rows(const call &c) {
     array rows = {c.keys, c.key_stride, c.key_head_stride, row_bytes(c, c.key_dim)};
     if (blockIdx.z == 1)
@@ -186,15 +186,15 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS, 4)
     compact_rows<u8>(c);
 }
 
-/* Scores go where their tokens go. Blocks of threads: lists. */
+/* Compacts the scores like the rows. Grid: lists. */
 extern "C" __global__ void __launch_bounds__(COMPACT_THREADS, 4)
     heavy_compact_scores(const __grid_constant__ call c) {
-    const u32 *stays = list_of(c, blockIdx.x);
+    const u32 *kept = list_of(c, blockIdx.x);
     float *scores = scores_of(c, blockIdx.x);
     u32 count = ((const u32 *)c.counts)[blockIdx.x];
     for (u32 first = 0; first < count; first += COMPACT_THREADS) {
         u32 to = first + threadIdx.x;
-        float score = to < count ? scores[stays[to]] : 0.0f;
+        float score = to < count ? scores[kept[to]] : 0.0f;
         __syncthreads();
         if (to < count) scores[to] = score;
     }

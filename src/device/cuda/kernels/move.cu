@@ -1,6 +1,7 @@
-/* Moves runs of bytes. Pieces are of any size, so parts of one size are shared out: a warp takes as
- * many as any other, one after the other, and finds its first by search. (Blocks in step over
- * pieces would wait for the largest; a search for each part would cost as much as the part.) */
+/* `Kind::Move`: copies runs of bytes. Pieces have any size, so they are cut into parts of equal
+ * size. Each warp copies the same number of consecutive parts, and finds its first by search.
+ * Assigning whole pieces to blocks would wait for the largest piece. A search for each part would
+ * cost as much as the part. */
 #include "plan.h"
 
 struct piece {
@@ -25,20 +26,20 @@ DEVICE quad read(const quad *from) { return load16_once(from); }
 template <class T> DEVICE void write(T *to, T x) { *to = x; }
 DEVICE void write(quad *to, quad x) { store16_once(to, x); }
 
-/* A part of a piece, as units of T. */
+/* Copies a part of a piece in units of T. */
 template <class T> DEVICE void move_part(const piece &p, u64 part) {
     constexpr u32 UNROLLED = 4;
     u64 start = part * PART_BYTES;
     u32 units = (u32)(least<u64>(bytes_of(p) - start, PART_BYTES) / sizeof(T));
     u32 run_units = p.run_bytes / sizeof(T);
     u64 run = start / p.run_bytes, at = start % p.run_bytes / sizeof(T);
-    // Units until the run ends that the part begins in.
+    // Units left in the run in which the part begins.
     u64 left = run_units - at;
     const u8 *from = (const u8 *)p.from + (i64)run * p.from_stride;
     u8 *to = (u8 *)p.to + (i64)run * p.to_stride;
     for (u32 first = lane(); first < units; first += UNROLLED * WARP) {
-        T numbers[UNROLLED];
-        u8 *places[UNROLLED];
+        T units_read[UNROLLED];
+        u8 *targets[UNROLLED];
 #pragma unroll
         for (u32 i = 0; i < UNROLLED; i++) {
             u32 unit = first + i * WARP;
@@ -47,15 +48,16 @@ template <class T> DEVICE void move_part(const piece &p, u64 part) {
             u32 beyond = is_first ? 0 : unit - (u32)left;
             u64 next = is_first ? 0 : beyond / run_units + 1;
             u64 column = (is_first ? at + unit : beyond % run_units) * sizeof(T);
-            numbers[i] = read((const T *)(from + (i64)next * p.from_stride + column));
-            places[i] = to + (i64)next * p.to_stride + column;
+            units_read[i] = read((const T *)(from + (i64)next * p.from_stride + column));
+            targets[i] = to + (i64)next * p.to_stride + column;
         }
 #pragma unroll
         for (u32 i = 0; i < UNROLLED; i++)
-            if (first + i * WARP < units) write((T *)places[i], numbers[i]);
+            if (first + i * WARP < units) write((T *)targets[i], units_read[i]);
     }
 }
 
+/* Copies all parts, each with the widest unit that its addresses allow. */
 extern "C" __global__ void __launch_bounds__(256) move_parts(const __grid_constant__ call c) {
     const piece *pieces = (const piece *)c.table;
     const u64 *before = (const u64 *)c.scratch;

@@ -1,8 +1,9 @@
-/* Boxes around the keys of pages, and the most that a product of a query with a key in a box can
- * be: src/attention/pages.rs has the rules. Both read much and compute little. */
+/* `Kind::PageBoxes` and `Kind::PageScores`: bounding boxes of the keys of pages, and the maximum
+ * product of a query with any key in a box. src/attention/pages.rs defines both. Memory bandwidth
+ * limits both kernels. */
 #include "device.h"
 
-/* 16 bytes of numbers as f32. Numbers are whole, and may lie anywhere that is aligned for one. */
+/* Numbers in 16 bytes. */
 template <u32 DTYPE> constexpr u32 in_16 = DTYPE == F32 ? 4 : 8;
 
 template <u32 DTYPE> DEVICE void widen(quad q, float (&x)[in_16<DTYPE>]) {
@@ -29,21 +30,21 @@ DEVICE float any_one(u32 dtype, const void *from, u32 at) {
 
 /* ---- Boxes ---- */
 
-/* The bf16 next to a number that is not above it, or not below it: cutting bits off goes towards
- * 0. */
+/* Rounds to bf16 downwards or upwards, so that a box never shrinks. Truncation alone would round
+ * towards 0. */
 DEVICE u16 outward(float x, bool is_down) {
     u32 bits = to_bits(x);
-    // A GPU's own has all bits but the sign: one more would make a zero of it.
+    // The GPU's NaN has all bits but the sign set; rounding up would make it a zero.
     if (x != x) return (u16)(bits >> 16 | 0x40);
     return (u16)((bits >> 16) + ((bits & 0xFFFF) != 0 && (bits >> 31 != 0) == is_down));
 }
 
-/* What a number of a box becomes when it is written and read again. */
-DEVICE float kept(u32 box, float x, bool is_down) {
+/* A number of a box after a write and a read. */
+DEVICE float stored(u32 box, float x, bool is_down) {
     return box == F32 ? x : from_bf16(outward(x, is_down));
 }
 
-/* N numbers of a box from `at` on: alone, or so many as begin at a multiple of their bytes. */
+/* Reads N numbers of a box from `at` on. If N > 1, the address is a multiple of their size. */
 template <u32 N> DEVICE void read_box(u32 box, const u8 *row, u32 at, float (&x)[N]) {
     if constexpr (N == 1) {
         x[0] = any_one(box, row, at);
@@ -83,14 +84,14 @@ DEVICE void write_box(u32 box, u8 *row, u32 at, const float (&x)[N], bool is_dow
     }
 }
 
-/* The keys of a page that are told: where the first is, how many, and whether the page begins. */
-struct told {
+/* The call's keys of a page: address of the first, their number, and whether the page is new. */
+struct key_run {
     const u8 *key;
     u32 count;
     bool is_new;
 };
 
-DEVICE told keys_of(const call &c, u64 page, u32 head) {
+DEVICE key_run keys_of(const call &c, u64 page, u32 head) {
     u64 begin = page * c.page_tokens;
     u64 from = most<u64>(begin, c.first);
     u64 to = least<u64>(begin + c.page_tokens, (u64)c.first + c.count);
@@ -108,17 +109,17 @@ DEVICE u8 *box_at(const call &c, u64 page, u32 head) {
     return (u8 *)c.out + (i64)page * c.out_stride + (i64)head * c.out_head_stride;
 }
 
-/* N numbers of a page from `d` on, key after key in their order: where numbers are none, or zeros
- * of both signs, it shows what is compared with what. F32 numbers are compared with what is kept
- * of others, as those may be so small that it is 0; for others it is the same at the end. */
+/* Widens N numbers of a page's box from `d` on, key by key in order: with NaN, or zeros of both
+ * signs, the order shows in the result. F32 keys are compared with the stored numbers, which may
+ * round to 0. For other types both comparisons end with the same result. */
 template <u32 N, bool IS_F32, class Read, class Open>
 DEVICE void widen_box(const call &c, u64 page, u32 head, u32 d, Read read, Open open) {
     u8 *row = box_at(c, page, head);
     u32 box = c.other_dtype;
-    told keys = keys_of(c, page, head);
+    key_run keys = keys_of(c, page, head);
     auto key = [&](u32 t) { return read(keys.key + (i64)least(t, keys.count - 1) * c.key_stride); };
-    auto round = [&](float x, bool is_down) { return IS_F32 ? kept(box, x, is_down) : x; };
-    auto now = key(0), coming = key(1);
+    auto round = [&](float x, bool is_down) { return IS_F32 ? stored(box, x, is_down) : x; };
+    auto now = key(0), next = key(1);
     float low[N], high[N], x[N];
     if (keys.is_new) {
         open(now, x);
@@ -131,9 +132,9 @@ DEVICE void widen_box(const call &c, u64 page, u32 head, u32 d, Read read, Open 
 #pragma unroll 1
     for (u32 t = 0; t < keys.count; t++) {
         open(now, x);
-        // The next two come while this one is compared.
-        now = coming;
-        coming = key(t + 2);
+        // The next two keys load while this one is compared.
+        now = next;
+        next = key(t + 2);
 #pragma unroll
         for (u32 i = 0; i < N; i++) {
             low[i] = x[i] < low[i] ? round(x[i], true) : low[i];
@@ -144,7 +145,7 @@ DEVICE void widen_box(const call &c, u64 page, u32 head, u32 d, Read read, Open 
     write_box(box, row, c.key_dim + d, high, false);
 }
 
-/* Each thread has N numbers of a head of a page: neighbours read what lies side by side. */
+/* Each thread has N numbers of a head of a page; adjacent threads read adjacent numbers. */
 template <u32 N, class Widen> DEVICE void boxes(const call &c, Widen widen) {
     u64 first = c.first / c.page_tokens, last = ((u64)c.first + c.count - 1) / c.page_tokens;
     u32 parts = c.key_dim / N;
@@ -165,13 +166,14 @@ template <u32 KEY> DEVICE void boxes_of(const call &c) {
     });
 }
 
-/* Where heads are whole 16 bytes, and aligned to them. */
+/* For heads of a multiple of 16 bytes, aligned to 16. */
 extern "C" __global__ void __launch_bounds__(256, 4) page_boxes(const __grid_constant__ call c) {
     if (c.dtype == F32) boxes_of<F32>(c);
     else if (c.dtype == F16) boxes_of<F16>(c);
     else boxes_of<BF16>(c);
 }
 
+/* For all other heads. */
 extern "C" __global__ void __launch_bounds__(256) page_boxes_odd(const __grid_constant__ call c) {
     boxes<1>(c, [&](u64 page, u32 head, u32 d) {
         widen_box<1, true>(
@@ -181,29 +183,33 @@ extern "C" __global__ void __launch_bounds__(256) page_boxes_odd(const __grid_co
 }
 
 /* ---- Scores ----
- * A box is one row of least and greatest numbers, a query one of its negative numbers and then its
- * positive ones: the score is their product. A warp has PAGES boxes of a head at once, lanes share
- * their numbers, and ROWS queries of that head wait in shared memory, read once for all boxes. */
+ *
+ * A box is a row of minima followed by maxima. A query becomes a row of its negative numbers
+ * followed by its positive ones. The score is the product of both rows. A warp processes PAGES
+ * boxes of a head at once, and its lanes share their numbers. ROWS queries of the head are in
+ * shared memory, and are read once for all boxes. */
 
 constexpr u32 SCORERS = 128;
-/* As many as registers allow. */
+/* Boxes of a warp: as many as registers allow. */
 template <u32 ROWS> constexpr u32 PAGES = ROWS == 8 ? 4 : 8;
 
-/* Numbers that a warp reads of a box at once. */
+/* Numbers of a box that a warp reads at once. */
 template <u32 BOX> constexpr u32 line = WARP * in_16<BOX>;
 
-/* Lanes read 16 bytes each, side by side: for each four numbers of all lanes, then the next. */
+/* Place of a query's number in shared memory: four numbers of each lane, then the next four.
+ * Adjacent lanes then read adjacent 16 bytes. */
 template <u32 BOX> DEVICE u32 place(u32 at) {
     u32 of_lane = at % line<BOX> / in_16<BOX>, i = at % in_16<BOX>;
     return at / line<BOX> * line<BOX> + i / 4 * (4 * WARP) + of_lane * 4 + i % 4;
 }
 
-/* Which query and head row r of a key head is. */
-struct asked {
+/* The query and head of a row. */
+struct query_row {
     u32 query, head;
 };
 
-DEVICE asked asked_of(const call &c, u32 key_head, u32 r) {
+/* Query and head of row r of a key head. */
+DEVICE query_row query_row_of(const call &c, u32 key_head, u32 r) {
     u32 group = c.query_heads / c.key_heads;
     return {r / group, key_head * group + r % group};
 }
@@ -215,7 +221,7 @@ DEVICE void put_queries(const call &c, u32 key_head, u32 first, u32 rows, u32 st
         u32 r = i / step, at = i % step, d = at % c.key_dim;
         float x = 0;
         if (r < rows - first && at < 2 * c.key_dim) {
-            asked a = asked_of(c, key_head, first + r);
+            query_row a = query_row_of(c, key_head, first + r);
             const u8 *query = (const u8 *)c.queries + (i64)a.query * c.query_stride +
                               (i64)a.head * c.query_head_stride;
             x = any_one(c.other_dtype, query, d);
@@ -229,9 +235,9 @@ DEVICE u64 page_at(const call &c, u32 i) {
     return c.index == 0 ? (u64)c.first + i : ((const u32 *)c.index)[i];
 }
 
-/* Sums over lanes of N numbers: in each round a lane keeps half of them and gives the others away.
- * Where fewer numbers than lanes are left, lanes have the same. The first number's index is
- * told. */
+/* Sums N numbers over the lanes: in each round a lane keeps half of its numbers and passes the
+ * other half on. With fewer numbers than lanes, several lanes hold the same sum. Returns the
+ * index of the lane's first number. */
 template <u32 N> DEVICE u32 sum_lanes(float (&x)[N]) {
     u32 first = 0;
 #pragma unroll
@@ -253,7 +259,7 @@ template <u32 N> DEVICE u32 sum_lanes(float (&x)[N]) {
     return first;
 }
 
-/* Four numbers of each query row are held while all boxes pass. */
+/* Adds products of a line. Four numbers of each query row stay in registers for all boxes. */
 template <u32 BOX, u32 ROWS>
 DEVICE void add_line(const quad (&read)[PAGES<ROWS>], const float *queries, u32 step,
                      float (&sums)[PAGES<ROWS> * ROWS]) {
@@ -320,14 +326,14 @@ template <u32 BOX, u32 ROWS> DEVICE void scores(const call &c) {
             float sums[PAGES<ROWS> * ROWS];
             score_boxes<BOX, ROWS>(c, key_head, (u32)first, queries, step, sums);
             u32 at = sum_lanes(sums);
-            // Of fewer numbers than lanes the first lane of each few has them.
+            // With fewer numbers than lanes, the first of SAME lanes writes.
             constexpr u32 LEFT = PAGES<ROWS> * ROWS > WARP ? PAGES<ROWS> * ROWS / WARP : 1;
             constexpr u32 SAME = PAGES<ROWS> * ROWS < WARP ? WARP / (PAGES<ROWS> * ROWS) : 1;
 #pragma unroll
             for (u32 i = 0; i < LEFT; i++) {
                 u64 page = first + (at + i) / ROWS, r = row + (at + i) % ROWS;
                 if (page >= c.count || r >= rows || lane() % SAME != 0) continue;
-                asked a = asked_of(c, key_head, (u32)r);
+                query_row a = query_row_of(c, key_head, (u32)r);
                 out[((u64)a.query * c.query_heads + a.head) * c.count + page] = sums[i];
             }
         }
@@ -352,7 +358,7 @@ page_scores_8(const __grid_constant__ call c) {
     scores_of<8>(c);
 }
 
-/* A warp a score, where boxes are not whole 16 bytes, or not aligned to them. */
+/* For boxes that are no multiple of 16 bytes, or not aligned to 16: one warp per score. */
 extern "C" __global__ void __launch_bounds__(256) page_scores_odd(const __grid_constant__ call c) {
     u64 rows = (u64)c.query_count * c.query_heads, each = (u64)gridDim.x * blockDim.x / WARP;
     u64 own = (u64)blockIdx.x * (blockDim.x / WARP) + warp();

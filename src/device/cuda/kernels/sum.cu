@@ -1,5 +1,6 @@
-/* The checksum of src/base/checksum.rs: XXH3-64 of every 4 KiB block, and one over the sums of the
- * blocks. A warp sums a block: lanes share its stripes, as what is added up has no order. */
+/* `Kind::Sum`: the checksum of src/base/checksum.rs. This is XXH3-64 of every 4 KiB block, then
+ * XXH3-64 over the sums of the blocks. A warp sums a block. Its lanes share the stripes, because
+ * the order of the additions does not matter. */
 #include "plan.h"
 
 struct range {
@@ -7,7 +8,7 @@ struct range {
 };
 
 constexpr u32 BLOCK_BYTES = 4096;
-/* XXH3's own words. */
+/* Constants of XXH3. */
 constexpr u32 STRIPE = 64, SECRET = 192, STRIPES = (SECRET - STRIPE) / 8, STEP = STRIPES * STRIPE;
 constexpr u64 PRIME32_1 = 0x9E3779B1, PRIME32_2 = 0x85EBCA77, PRIME32_3 = 0xC2B2AE3D;
 constexpr u64 PRIME64_1 = 0x9E3779B185EBCA87, PRIME64_2 = 0xC2B2AE3D27D4EB4F,
@@ -32,7 +33,7 @@ alignas(8) __device__ const u8 secret[SECRET] = {
 __device__ const u64 begun[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                                  PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
 
-/* Numbers at any address, little-endian. */
+/* Reads a little-endian number at any address. */
 DEVICE u64 read64(const u8 *at) {
     if ((u64)at % 8 == 0) return *(const u64 *)at;
     u64 x = 0;
@@ -47,7 +48,7 @@ DEVICE u32 read32(const u8 *at) {
 }
 
 DEVICE u64 folded(u64 a, u64 b) { return a * b ^ __umul64hi(a, b); }
-DEVICE u64 turned(u64 x, u32 by) { return x << by | x >> (64 - by); }
+DEVICE u64 rotated(u64 x, u32 by) { return x << by | x >> (64 - by); }
 DEVICE u64 swapped(u64 x) {
     return (u64)__byte_perm((u32)x, 0, 0x0123) << 32 | __byte_perm((u32)(x >> 32), 0, 0x0123);
 }
@@ -73,7 +74,7 @@ DEVICE u64 sum_to_16(const u8 *at, u32 bytes) {
     if (bytes >= 4) {
         u64 both = read32(at + bytes - 4) + ((u64)read32(at) << 32);
         u64 h = both ^ read64(secret + 8) ^ read64(secret + 16);
-        h ^= turned(h, 49) ^ turned(h, 24);
+        h ^= rotated(h, 49) ^ rotated(h, 24);
         h *= 0x9FB21C651E98DF25;
         h ^= (h >> 35) + bytes;
         h *= 0x9FB21C651E98DF25;
@@ -101,26 +102,26 @@ DEVICE u64 sum_to_240(const u8 *at, u32 bytes) {
     return xxh3_end(h + mix16(at + bytes - 16, secret + 136 - 17));
 }
 
-/* Lane l has place l % 8 of the sums, and every fourth stripe from l / 8 on: what its stripes add
- * to its place, and to the one beside it. */
+/* Accumulators of a lane. Lane l has accumulator l % 8, for every fourth stripe from l / 8 on.
+ * Stripes add to its accumulator, and to the adjacent one. */
 struct added {
-    u64 products, beside;
+    u64 products, adjacent;
 };
 
 DEVICE void add_stripe(added &sum, u64 number, u64 key) {
     u64 mixed = number ^ key;
     sum.products += (mixed & 0xFFFFFFFF) * (mixed >> 32);
-    sum.beside += number;
+    sum.adjacent += number;
 }
 
-/* All stripes together. */
+/* Sums the accumulators of all stripes. */
 DEVICE u64 add_up(added sum) {
-    u64 all = sum.products + across(sum.beside, 1);
+    u64 all = sum.products + across(sum.adjacent, 1);
     all += across(all, 8);
     return all + across(all, 16);
 }
 
-/* More than 240 bytes, by a warp; all lanes have the sum. */
+/* Sums more than 240 bytes with a whole warp; all lanes get the sum. */
 DEVICE u64 sum_long(const u8 *at, u64 bytes) {
     u32 place = lane() % 8, stripe = lane() / 8;
     u64 keys[STRIPES / 4];
@@ -143,7 +144,7 @@ DEVICE u64 sum_long(const u8 *at, u64 bytes) {
     for (u32 i = 0; i < STRIPES / 4; i++)
         if (stripe + 4 * i < stripes)
             add_stripe(more, read64(own + steps * STEP + 4 * i * STRIPE), keys[i]);
-    // The last stripe ends with the bytes, and may have been a part of others.
+    // The last stripe ends at the end of the data, and may overlap earlier ones.
     if (stripe == 0) {
         u64 key = read64(secret + SECRET - STRIPE - 7 + 8 * place);
         add_stripe(more, read64(at + bytes - STRIPE + 8 * place), key);
@@ -161,7 +162,7 @@ DEVICE u64 sum_any(const u8 *at, u64 bytes) {
     return bytes <= 16 ? sum_to_16(at, (u32)bytes) : sum_to_240(at, (u32)bytes);
 }
 
-/* In scratch: how many blocks come before each range, then the sums of all blocks. */
+/* Scratch memory: the number of blocks before each range, then the sums of all blocks. */
 DEVICE u64 *sums_of(const call &c) { return (u64 *)c.scratch + c.count + 1; }
 DEVICE bool has_room(const call &c) {
     return ((const u64 *)c.scratch)[c.count] <= c.scratch_bytes / 8 - c.count - 1;

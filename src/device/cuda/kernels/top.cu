@@ -1,30 +1,31 @@
-/* The largest of each row of scores, as src/sparse/ranks.rs finds them: of equal ones the first
- * come first. A block finds the last score that counts, digit by digit from the top: how many
- * scores have each digit says which digit it has. Then all that count are written in their order.
- * Nothing rests on the order in which threads come. */
+/* `Kind::Top`: the largest scores of each row, as src/sparse/ranks.rs chooses them. Among equal
+ * scores the first ones are chosen. A thread block finds the smallest chosen score by radix select:
+ * a histogram of each digit, from the highest, gives that digit. Then it writes the positions of
+ * all chosen scores in ascending order. The result does not depend on the order of threads. */
 #include "device.h"
 
 enum { BY_KEY_HEAD = 1, BY_ALL = 2, BY_MEAN = 4, OF_ALL_QUERIES = 8 };
 
 constexpr u32 PICKERS = 1024, DIGITS = 2048, COPIES = 4, NONE = 0xFFFFFFFFu;
-/* Scores in a row that a thread looks at when they are written. */
+/* Consecutive scores that a thread reads when lists are written. */
 constexpr u32 EACH = 4;
 
 /* ---- Rows that share a list ---- */
 
-/* How many lists a query has, and how many lists there are. */
+/* Number of lists of one query. */
 DEVICE u32 lists_of_query(const call &c) {
     return c.flags & BY_ALL ? 1 : c.flags & BY_KEY_HEAD ? c.key_heads : c.query_heads;
 }
 DEVICE bool is_joined(const call &c) { return c.flags & (BY_KEY_HEAD | BY_ALL | OF_ALL_QUERIES); }
+/* Number of lists of the call. */
 DEVICE u64 lists(const call &c) {
     return (c.flags & OF_ALL_QUERIES ? 1 : (u64)c.query_count) * lists_of_query(c);
 }
 
-/* What is no number is less than any. */
+/* The larger number; NaN is less than any number. */
 DEVICE float higher(float a, float b) { return b > a || a != a ? b : a; }
 
-/* The score of a list by the heads of one query that share it. */
+/* The score of a list for one query: the maximum or mean over the heads that share the list. */
 DEVICE float joined(const call &c, u64 query, u32 list, u32 column) {
     u32 heads = c.query_heads / lists_of_query(c);
     const float *from = (const float *)c.numbers +
@@ -52,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(256) top_join(const __grid_constant
 
 /* ---- One row ---- */
 
-/* Scores in an order of whole numbers. What always stays is above all, what is no number below. */
+/* Maps a score to an unsigned integer of the same order. Columns that are always chosen map to the
+ * maximum, NaN maps to 0. */
 DEVICE u32 order_of(const call &c, const float *row, u32 i) {
     if (i < c.sinks || c.count - i <= c.recent) return NONE;
     float x = add_rounded(row[i], 0.0f);
@@ -60,11 +62,12 @@ DEVICE u32 order_of(const call &c, const float *row, u32 i) {
     return x == x ? bits ^ ((u32)((int)bits >> 31) | 0x80000000u) : 0;
 }
 
-struct found {
+/* A digit, and how many of the scores with that digit are chosen. */
+struct digit_rank {
     u32 digit, left;
 };
 
-/* The sum of `x` of all threads before one's own. Threads meet before they ask again. */
+/* Exclusive prefix sum of `x` over the threads. A barrier must separate two calls. */
 DEVICE u32 sum_before(u32 x, u32 *sums) {
     u32 up_to = warp_up_to(x);
     if (lane() == WARP - 1) sums[warp()] = up_to;
@@ -74,10 +77,10 @@ DEVICE u32 sum_before(u32 x, u32 *sums) {
     return before;
 }
 
-/* Which digit the last score has that counts, where `left` of those counted do; how many of the
- * scores with that digit do. */
-DEVICE found digit_of(const u32 *counts, u32 left, u32 *sums, found *shared) {
-    // From the greatest digit down, two a thread.
+/* The digit of the smallest chosen score, where `left` of the counted scores are chosen; and how
+ * many of the scores with that digit are chosen. */
+DEVICE digit_rank digit_of(const u32 *counts, u32 left, u32 *sums, digit_rank *shared) {
+    // From the largest digit down, two digits per thread.
     u32 high = DIGITS - 1 - 2 * threadIdx.x, own[2] = {};
     for (u32 copy = 0; copy < COPIES; copy++) {
         own[0] += counts[copy * DIGITS + high];
@@ -91,7 +94,8 @@ DEVICE found digit_of(const u32 *counts, u32 left, u32 *sums, found *shared) {
     return *shared;
 }
 
-/* Writes what is above `last`, and the first `left` that are equal, in their order. */
+/* Writes the positions of scores above `last`, and of the first `left` equal ones, in ascending
+ * order. */
 DEVICE void write_list(const call &c, const float *row, u32 last, u32 left, u32 *sums, u32 *to) {
     u32 above = 0, equal = 0;
     for (u64 first = 0; first < c.count; first += PICKERS * EACH) {
@@ -102,7 +106,7 @@ DEVICE void write_list(const call &c, const float *row, u32 last, u32 left, u32 
             bool is_there = from + i < c.count;
             own += is_there && order[i] > last ? 1 : is_there && order[i] == last ? 1 << 16 : 0;
         }
-        // Both counts of a round fit into halves of a word.
+        // Each of the two counts of a round fits into half a word.
         u32 before = sum_before(own, sums);
         u32 at_above = above + (before & 0xFFFF), at_equal = equal + (before >> 16);
         for (u32 i = 0; i < EACH && from + i < c.count; i++) {
@@ -119,8 +123,9 @@ DEVICE void write_list(const call &c, const float *row, u32 last, u32 left, u32 
     }
 }
 
-/* The order of the last score that counts, and how many of equal ones do. */
-DEVICE found last_of(const call &c, const float *row, u32 *counts, u32 *sums, found *shared) {
+/* The mapped value of the smallest chosen score, and how many equal scores are chosen. */
+DEVICE digit_rank last_of(const call &c, const float *row, u32 *counts, u32 *sums,
+                          digit_rank *shared) {
     u32 last = 0, left = c.keep, done = 0;
     for (u32 bits = 11; done < 32; done += bits) {
         bits = least(11u, 32 - done);
@@ -131,11 +136,11 @@ DEVICE found last_of(const call &c, const float *row, u32 *counts, u32 *sums, fo
 #pragma unroll 4
         for (u64 i = threadIdx.x; i < c.count; i += PICKERS) {
             u32 order = order_of(c, row, (u32)i);
-            bool is_near = done == 0 || order >> (32 - done) == last;
-            if (is_near) atomicAdd(own + (order >> shift) % (1u << bits), 1u);
+            bool has_prefix = done == 0 || order >> (32 - done) == last;
+            if (has_prefix) atomicAdd(own + (order >> shift) % (1u << bits), 1u);
         }
         __syncthreads();
-        found next = digit_of(counts, left, sums, shared);
+        digit_rank next = digit_of(counts, left, sums, shared);
         last = last << bits | next.digit;
         left = next.left;
     }
@@ -145,13 +150,13 @@ DEVICE found last_of(const call &c, const float *row, u32 *counts, u32 *sums, fo
 extern "C" __global__ void __launch_bounds__(PICKERS) top_pick(const __grid_constant__ call c) {
     __shared__ u32 counts[COPIES * DIGITS];
     __shared__ u32 sums[PICKERS / WARP + 1];
-    __shared__ found shared;
+    __shared__ digit_rank shared;
     const float *rows = (const float *)(is_joined(c) ? c.scratch : c.numbers);
     for (u64 list = blockIdx.x; list < lists(c); list += gridDim.x) {
         const float *row = rows + list * c.count;
         u32 *to = (u32 *)(c.index + (i64)list * c.out_stride);
         u32 chosen = least(c.keep, c.count);
-        found last = {0, NONE};
+        digit_rank last = {0, NONE};
         if (c.keep < c.count) last = last_of(c, row, counts, sums, &shared);
         write_list(c, row, last.digit, last.left, sums, to);
         for (u64 i = (u64)chosen + threadIdx.x; i < c.keep; i += PICKERS) to[i] = NONE;

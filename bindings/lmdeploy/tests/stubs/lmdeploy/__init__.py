@@ -1,1 +1,1 @@
-"""A stand-in: the parts of lmdeploy that the connector is written against."""
+"""Stand-in for lmdeploy: only the parts that the connector uses."""

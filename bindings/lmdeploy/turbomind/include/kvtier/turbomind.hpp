@@ -1,13 +1,14 @@
-// kvtier for TurboMind: what the scheduler of a C++ engine calls, and nothing of the engine itself.
+// kvtier for TurboMind: the interface that the scheduler of a C++ engine calls. It does not depend
+// on the engine.
 //
-// Three seams (turbomind.md says where they lie):
-//   evict    a block that leaves the device is copied to a slot, and from there into the store
-//   resume   blocks that the device does not have are looked for in the store, and restored
-//   sort     a policy says in which order blocks leave the device
+// Three extension points (turbomind.md shows where the engine calls them):
+//   evicted  copies a block that the device evicts to a staging slot, and from there to the store
+//   resume   looks up blocks that are not on the device in the store, and restores them
+//   sort     orders the device's eviction candidates by a policy
 //
-// One thread, the engine's, calls everything; nothing here waits but `drain` and the destructor.
-// What goes wrong after the constructor degrades to what the engine does without a tier: blocks are
-// dropped and computed again. The constructor throws kvt::exception.
+// Call everything from one thread, the engine's. Only `drain` and the destructor wait.
+// The constructor throws kvt::exception. A later failure behaves as without a store: the block is
+// dropped and computed again.
 
 #ifndef KVTIER_TURBOMIND_HPP
 #define KVTIER_TURBOMIND_HPP
@@ -23,17 +24,16 @@
 
 namespace kvtier_turbomind {
 
-/// A block as the engine knows it: the address of its LogicalBlock. Never followed.
+/// Identifies a block: the address of the engine's LogicalBlock. Never dereferenced.
 using block_t = const void *;
 
-/// Memory of a block's cache object; several where the object is a composite.
+/// Memory of a block's cache object; a composite object has several parts.
 struct part {
     void *address;
     std::size_t bytes;
 };
 
-/// A copy that the executor is to run, in its order: all saves of a batch, then its restores, then
-/// its kernels.
+/// A copy for the executor. It must run all saves of a batch, then its restores, then its kernels.
 struct copy {
     const void *src;
     void *dst;
@@ -41,54 +41,55 @@ struct copy {
 };
 
 struct options {
-    /// The store's spec; empty: no store, victims alone.
+    /// Spec of the store; empty: no store, eviction order only.
     std::string store = "store(host=8GiB)";
-    /// The policy of victims on the device; empty: the engine's own order.
+    /// Spec of the device's eviction policy; empty: order by timestamps, as the engine does.
     std::string order = "lru";
+    /// Tokens of a block, at least 1.
     std::uint32_t block_tokens = 64;
-    /// Bytes of a block's cache object, all parts.
+    /// Bytes of a block's cache object with all parts, at least 1.
     std::size_t object_bytes = 0;
-    /// How many objects the device has room for: policies such as arc want to know.
+    /// Objects that fit on the device: the policy's capacity (arc and others need it).
     std::uint64_t device_objects = 0;
-    /// Blocks on their way: this many times `object_bytes` of host memory.
+    /// Staging slots in host memory, `slot_bytes` each, at least 1: blocks in transfer at a time.
     std::uint32_t slots = 64;
-    /// Where slots are; null: own memory. Pinned memory of the engine's is faster to copy to, and
-    /// must stay until the adapter is gone. `slots * slot_bytes(...)` bytes.
+    /// `slots * slot_bytes(...)` bytes for the slots; null: the adapter allocates them. Copies to
+    /// pinned memory are faster. The memory must outlive the adapter.
     void *slot_memory = nullptr;
-    /// Who may share what is stored.
+    /// Identity of the stored KV: only equal identities share KV.
     std::string model, weights, lora, salt, recipe;
     std::uint32_t shard_index = 0, shard_count = 1;
-    /// How long a request waits for blocks that come, before it computes them after all.
+    /// Nanoseconds that a request waits for its load; then it computes. Default 2 s.
     std::uint64_t wait_ns = 2000000000;
     /// Entries of the eviction log.
     std::uint64_t log_entries = 1024;
-    /// Ops of the store at a time; 0: as many as the runtime has by default.
+    /// Most ops of the store at a time; 0: the runtime's default.
     std::uint32_t max_ops = 0;
-    /// Planted faults of the runtime, for tests.
+    /// Spec of injected faults of the runtime, for tests.
     std::string faults;
-    /// With several ranks: the least of what all ranks give, in the same order of calls on each.
-    /// Ranks must schedule alike, and their stores need not have the same.
+    /// Needed with several ranks: returns the minimum over all ranks. All ranks call it in the same
+    /// order. It makes ranks schedule alike although their stores may differ.
     std::function<std::uint64_t(std::uint64_t)> agree;
 };
 
-/// Bytes from a slot to the next.
+/// Distance in bytes between two slots.
 std::size_t slot_bytes(const options &opts);
 
-/// A block with memory on the device, to be sorted.
+/// A block with memory on the device: a candidate for eviction.
 struct candidate {
-    /// Its logical block; null when it is nobody's.
+    /// Its logical block; null without an owner.
     block_t block;
     std::uint64_t timestamp;
-    /// The engine's, not looked at.
+    /// The engine's own value; the adapter only passes it through.
     void *handle;
 };
 
 enum class coming {
-    /// Compute it.
+    /// The store has none of the blocks: compute them.
     none,
-    /// Not in this pass; ask again in the next one.
+    /// The load is in progress: skip the request in this pass, and call `resume` in the next one.
     loading,
-    /// `blocks` of them are to be restored, if the request is admitted.
+    /// `blocks` blocks are loaded: restore them if the request is admitted.
     ready,
 };
 struct answer {
@@ -96,88 +97,90 @@ struct answer {
     std::uint32_t blocks = 0;
 };
 
-/// Numbers since the start.
+/// Counters since the start.
 struct counts {
-    std::uint64_t saves = 0;          // copies to slots that were asked for
-    std::uint64_t stored = 0;         // blocks that the store took
-    std::uint64_t not_stored = 0;     // and those that it did not take
-    std::uint64_t no_slot = 0;        // evicted while all slots were in use
-    std::uint64_t asked = 0;          // requests that asked
-    std::uint64_t loaded = 0;         // blocks that came from the store
-    std::uint64_t not_loaded = 0;     // were there at the lookup, and did not come
-    std::uint64_t late = 0;           // requests that waited for too long
-    std::uint64_t restored = 0;       // blocks that were copied back to the device
-    std::uint64_t slots_in_use = 0;   // now
+    std::uint64_t saves = 0;          // copies of blocks to slots
+    std::uint64_t stored = 0;         // blocks written to the store
+    std::uint64_t not_stored = 0;     // blocks that the store rejected or failed to write
+    std::uint64_t no_slot = 0;        // blocks dropped because no slot was free
+    std::uint64_t asked = 0;          // requests that were looked up
+    std::uint64_t loaded = 0;         // blocks loaded from the store
+    std::uint64_t not_loaded = 0;     // blocks that the lookup found but the load did not return
+    std::uint64_t late = 0;           // requests that exceeded wait_ns
+    std::uint64_t restored = 0;       // blocks copied back to the device
+    std::uint64_t slots_in_use = 0;   // at present
 };
 
 class adapter {
 public:
     explicit adapter(const options &opts);
-    /// Cancels what is on its way and waits for it; what the store has taken stays.
+    /// Cancels transfers in progress and waits for them. Stored blocks stay stored.
     ~adapter();
     adapter(const adapter &) = delete;
     adapter &operator=(const adapter &) = delete;
 
-    // --- what blocks are -----------------------------------------------------
-    /// A full block entered the trie behind `parent` (null: the first one). `media` are images that
-    /// start in it, their tokens counted from the block's first one.
+    // --- content of blocks ---------------------------------------------------
+    /// A full block entered the trie after `parent` (null: first block). `media`: the images that
+    /// start in this block, with token positions relative to its first token.
     void indexed(block_t block, block_t parent, const int *tokens, std::size_t count,
                  const kvt_media_t *media = nullptr, std::size_t media_count = 0);
-    /// A block is recycled: its address may come again as another one.
+    /// The engine recycled a block: a new block may get the same address.
     void recycled(block_t block);
 
     // --- passes --------------------------------------------------------------
-    /// A pass begins. With several ranks the same time on all of them; 0: each its own clock.
+    /// Begins a scheduling pass. `now_ns` must be equal on all ranks; 0: the rank's own clock.
     void begin_pass(std::int64_t now_ns = 0);
 
-    // --- who leaves ----------------------------------------------------------
-    /// A request goes through these blocks, from the first one on.
-    void used(const std::vector<block_t> &path, const kvt_policy_context_t *who = nullptr);
-    /// The content of a block is on the device from here on, in the executor's order.
+    // --- eviction order ------------------------------------------------------
+    /// A request accesses these blocks; `path` begins with its first block.
+    void used(const std::vector<block_t> &path, const kvt_policy_context_t *context = nullptr);
+    /// The block's content is on the device for all later work of the executor.
     void produced(block_t block);
-    /// Puts first who is to leave first, at least `needed` of them. Blocks with a timestamp of
-    /// `floor` and more are in use: they stay behind all others, in the order of their timestamps.
+    /// Sorts at least `needed` victims to the front, in eviction order. Blocks with a timestamp of
+    /// at least `floor` are in use: they come last, ordered by timestamp.
     void sort(std::vector<candidate> &all, std::uint64_t floor, std::uint64_t needed);
-    /// Goes on with another policy; the objects stay known. False, and `why`, when there is none.
+    /// Replaces the device's policy and keeps its objects. On failure returns false and sets `why`.
     bool set_order(const std::string &spec, std::string *why = nullptr);
-    /// The same for KVT_TIER_HOST or KVT_TIER_DISK of the store.
+    /// Replaces the policy of the store's tier KVT_TIER_HOST or KVT_TIER_DISK.
     bool set_store_policy(std::uint32_t tier, const std::string &spec, std::string *why = nullptr);
-    /// What is known of the future of a request that ended with this block.
-    void hint(block_t last, const kvt_policy_hint_t &told, const kvt_policy_context_t *who = nullptr);
-    /// Evictions from the device from number `from` on.
+    /// Passes a hint about the future use of the path that ends with block `last`.
+    void hint(block_t last, const kvt_policy_hint_t &hint,
+              const kvt_policy_context_t *context = nullptr);
+    /// Evictions from the device, from entry number `from` on.
     std::vector<kvt_policy_log_entry_t> evictions(std::uint64_t from = 0) const;
-    /// How large the policy would have a batch.
+    /// Batch size that the policy recommends; `batch` is the present one.
     std::uint64_t advise(std::uint64_t batch) const;
     kvt_policy_stats_t order_stats() const;
 
-    // --- replay: what leaves is saved ----------------------------------------
-    /// A block's object is about to be deallocated. With `valid` content its copies to a slot are
-    /// added, if there is one free.
+    // --- replay: save evicted blocks -----------------------------------------
+    /// Call before a block's object is deallocated. If its content is `valid` and a slot is free,
+    /// adds the copies to that slot to `saves`.
     void evicted(block_t block, bool valid, const std::vector<part> &object,
                  std::vector<copy> &saves);
 
-    // --- match: what was saved comes back ------------------------------------
-    /// The request needs the blocks of the path that ends with `last`, and has those before number
-    /// `first`. Asks the store once, then says how that stands.
+    // --- match: load stored blocks -------------------------------------------
+    /// Looks up blocks number `first` to `last` of a request's path, and loads them. The first call
+    /// for a request starts the load; later calls report its state.
     answer resume(std::uint64_t request, block_t last, std::uint32_t first);
-    /// The request was admitted, and block number `index` of its path has memory: adds the copies
-    /// into it. Every block of a `ready` answer once, or `forget`.
+    /// Call once for each block of a `ready` answer when the request was admitted and the block has
+    /// memory: adds the copies into block number `index` to `restores`. Otherwise call `forget`.
     void restore(std::uint64_t request, std::uint32_t index, const std::vector<part> &object,
                  std::vector<copy> &restores);
-    /// What is loaded for the request is not needed (any more).
+    /// Cancels the request's load and frees its slots.
     void forget(std::uint64_t request);
 
     // --- batches -------------------------------------------------------------
-    /// All copies since the last call go with the batch that is submitted now.
+    /// Call when a batch is submitted: returns the number of the batch that has the copies since
+    /// the last call.
     std::uint64_t submitted();
-    /// A batch has run: what it saved goes to the store, its slots become free.
+    /// Call when a batch has run: puts its saved blocks into the store, and frees restored slots.
     void completed(std::uint64_t batch);
 
-    /// Waits until the store has what it was given; false at the deadline (CLOCK_MONOTONIC).
+    /// Waits until all puts have ended; false at the deadline (CLOCK_MONOTONIC).
     bool drain(std::uint64_t deadline_ns);
     counts count() const;
     kvt_store_stats_t store_stats() const;
-    /// In the text format of Prometheus.
+    /// Metrics of the store in Prometheus' text format.
     std::string metrics() const;
 
 private:

@@ -1,1 +1,1 @@
-"""Stands where Mooncake's package would: its store is kvtier's."""
+"""Replaces Mooncake's package; its store is kvtier's."""

@@ -1,4 +1,4 @@
-"""`mooncake.store` for programs that have this folder on PYTHONPATH."""
+"""The module `mooncake.store` for programs with this folder on PYTHONPATH."""
 
 from kvtier_mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator, ReplicateConfig
 

@@ -1,2 +1,2 @@
-"""SGLang's interface as far as kvtier_sglang touches it: names, parameters and defaults of the
-installed version, which tests/engine/test_stubs.py compares. What it does is ours."""
+"""Stubs of SGLang: the interfaces that kvtier_sglang uses, with their names, parameters and
+defaults. tests/engine/test_stubs.py compares them with the installed SGLang."""

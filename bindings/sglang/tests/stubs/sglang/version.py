@@ -1,3 +1,3 @@
-"""The version whose interface this is."""
+"""The version whose interfaces are stubbed."""
 
 __version__ = "0.5.23"

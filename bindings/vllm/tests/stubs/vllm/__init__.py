@@ -1,4 +1,4 @@
-"""A miniature of vLLM: the interfaces that kvtier_vllm implements, by their names, parameters and
-defaults. A test of the opt-in suite compares them with the installed engine's."""
+"""Stubs of vLLM: the interfaces that kvtier_vllm implements, with their names, parameters and
+defaults. tests/engine/test_stubs.py compares them with the installed vLLM."""
 
 __version__ = "0.33.0"

@@ -1,4 +1,4 @@
-"""What a rank knows of itself."""
+"""The parallelism and the model of a rank."""
 
 from types import SimpleNamespace
 

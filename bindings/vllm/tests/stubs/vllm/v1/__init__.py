@@ -1,1 +1,1 @@
-"""Part of a miniature of vLLM: the interfaces that kvtier_vllm implements."""
+"""Part of the stubs of vLLM; see the package root."""

@@ -1,1 +1,1 @@
-"""A stand-in."""
+"""Stand-in package."""

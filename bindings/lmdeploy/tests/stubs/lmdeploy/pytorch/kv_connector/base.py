@@ -1,5 +1,6 @@
-"""The seam of lmdeploy 0.18.0: its names, parameters and defaults, and nothing of what they do
-elsewhere. `tests/engine/test_seam.py` compares them with the installed ones."""
+"""Stand-in for the connector interface of lmdeploy 0.18.0: names, parameters and defaults.
+
+`tests/engine/test_seam.py` compares it with the installed interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The factory: it knows one connector, and none of ours."""
+"""Stand-in for lmdeploy's factory, which knows the Mooncake connector only."""
 
 from typing import Any
 

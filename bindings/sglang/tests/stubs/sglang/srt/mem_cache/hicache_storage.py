@@ -1,4 +1,4 @@
-"""The third level's interface."""
+"""The interface of storage backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend tells the engine's metrics."""
+"""Statistics that a storage backend reports."""
 
 from dataclasses import dataclass, field
 from typing import List

@@ -1,4 +1,4 @@
-"""The device's module: events that have come when they are recorded."""
+"""The device module, whose events are complete as soon as they are recorded."""
 
 from types import SimpleNamespace
 

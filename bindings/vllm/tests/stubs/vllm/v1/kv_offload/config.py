@@ -1,4 +1,4 @@
-"""What the offloading is told."""
+"""Configuration of the offloading."""
 
 from dataclasses import dataclass
 from typing import Any

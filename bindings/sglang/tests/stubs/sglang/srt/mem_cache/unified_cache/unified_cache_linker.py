@@ -1,4 +1,4 @@
-"""The linker's interface, and the counter that a forward waits on."""
+"""The linker's interface, and the counter that the forward pass waits on."""
 
 from __future__ import annotations
 

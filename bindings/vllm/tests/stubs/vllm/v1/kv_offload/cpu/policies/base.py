@@ -1,4 +1,4 @@
-"""Who leaves the CPU tier."""
+"""Eviction policies of the CPU tier."""
 
 import ctypes
 from abc import ABC, abstractmethod

@@ -1,28 +1,27 @@
-/* What an engine does with an offload on its accelerator: the ring, the tails, K and V are in
- * memory that the processor cannot follow. Its kernels (here copies on a stream of its own) write
- * K and V after they were put, and read buffers after they were given back: events say when. Every
- * row that comes is compared with what was computed. */
+/* Tests of an offload on a device: the ring, the tails, K and V are in device memory. Kernels
+ * (here copies on the engine's stream) write K and V after the put, and read buffers after they
+ * were given back; events order them. Every loaded row is compared with the computed one. */
 
 #include "accelerator.h"
 
-enum { LAYERS = 3, HEADS = 2, KEY_DIM = 8, VALUE_DIM = 6, BLOCK = 16, MOST = 320 };
+enum { LAYERS = 3, HEADS = 2, KEY_DIM = 8, VALUE_DIM = 6, BLOCK = 16, MAX_TOKENS = 320 };
 enum { K_ROW = HEADS * KEY_DIM, V_ROW = HEADS * VALUE_DIM, QUERY_HEADS = 4, ENGINE = 1 };
 
 typedef struct {
-    accelerator_t home;
+    accelerator_t accelerator;
     kvt_device_t *device;
     kvt_store_t *store;
-    kvt_namespace_t *space;
+    kvt_namespace_t *ns;
     kvt_session_t *session;
     kvt_offload_t *offload;
-    /* What kernels compute to, and the ring where the engine lends it. */
-    kvt_device_memory_t scratch, lent;
+    /* Output of the kernels, and the ring if the engine provides it. */
+    kvt_device_memory_t scratch, ring;
     uint64_t seed;
     uint32_t tokens, next_id;
-    /* Events of this step: the engine's, and what the device made of them. */
-    uint64_t own[256], adopted[256];
+    /* Events of this step: the engine's, and the imported ones. */
+    uint64_t own[256], imported[256];
     uint32_t events;
-    float k[LAYERS][MOST * K_ROW], v[LAYERS][MOST * V_ROW];
+    float k[LAYERS][MAX_TOKENS * K_ROW], v[LAYERS][MAX_TOKENS * V_ROW];
 } engine_t;
 
 static engine_t engine;
@@ -31,7 +30,7 @@ static float number(void) {
     return (float)(next_random(&engine.seed) >> 40) / (float)(1 << 23) - 1.0f;
 }
 
-/* A kernel on the engine's stream; what is copied from now on waits for it. */
+/* Submits a kernel to the engine's stream; later copies wait for it. */
 static void run_rows(uint64_t from, uint32_t from_memory, uint64_t to, uint32_t to_memory,
                    uint64_t bytes) {
     kvt_copy_rows_t rows = {0};
@@ -42,20 +41,20 @@ static void run_rows(uint64_t from, uint32_t from_memory, uint64_t to, uint32_t 
     rows.from_memory = from_memory;
     rows.to_memory = to_memory;
     CHECK(engine.events < 256);
-    uint64_t *own = &engine.own[engine.events], *adopted = &engine.adopted[engine.events];
+    uint64_t *own = &engine.own[engine.events], *imported = &engine.imported[engine.events];
     engine.events++;
-    CHECK_OK(put_work(&engine.home, ENGINE, 0, &rows, 1, sizeof rows, own));
-    CHECK_OK(kvt_device_import_event(engine.device, *own, adopted, NULL));
-    CHECK_OK(kvt_offload_set_ready_event(engine.offload, *adopted, NULL));
+    CHECK_OK(submit_copies(&engine.accelerator, ENGINE, 0, &rows, 1, sizeof rows, own));
+    CHECK_OK(kvt_device_import_event(engine.device, *own, imported, NULL));
+    CHECK_OK(kvt_offload_set_ready_event(engine.offload, *imported, NULL));
 }
 
-/* All kernels of a step have ended, and nobody waits for them any more. */
-static void settle(void) {
+/* Waits for all kernels of a step, and releases their events. */
+static void finish_kernels(void) {
     CHECK_OK(kvt_offload_set_ready_event(engine.offload, 0, NULL));
     for (uint32_t i = 0; i < engine.events; i++) {
-        CHECK_OK(kvt_device_wait(engine.device, engine.adopted[i], hang_guard(), NULL));
-        CHECK_OK(kvt_device_release(engine.device, &engine.adopted[i], 1, NULL));
-        release(&engine.home, engine.own[i]);
+        CHECK_OK(kvt_device_wait(engine.device, engine.imported[i], hang_guard(), NULL));
+        CHECK_OK(kvt_device_release(engine.device, &engine.imported[i], 1, NULL));
+        release(&engine.accelerator, engine.own[i]);
     }
     engine.events = 0;
 }
@@ -68,7 +67,7 @@ static kvt_attention_t attention(void) {
     a.key_dim = KEY_DIM;
     a.value_dim = VALUE_DIM;
     a.block_tokens = BLOCK;
-    a.max_tokens = MOST;
+    a.max_tokens = MAX_TOKENS;
     return a;
 }
 
@@ -79,7 +78,7 @@ static kvt_offload_opts_t opts_of(const kvt_attention_t *shape, const char *deco
     opts.attention = shape;
     opts.dtype = KVT_DTYPE_F32;
     opts.buffers = 2;
-    opts.buffer_tokens = MOST;
+    opts.buffer_tokens = MAX_TOKENS;
     opts.decode = decode;
     opts.decode_bytes = decode != NULL ? strlen(decode) : 0;
     return opts;
@@ -103,63 +102,65 @@ static void open_store(kvt_device_t *device) {
     layout.groups = &group;
     layout.group_count = 1;
     layout.stride_bytes = sizeof group;
-    CHECK_OK(kvt_namespace_open(engine.store, NULL, &layout, 0, &engine.space, NULL));
-    CHECK_OK(kvt_session_open(engine.space, NULL, &engine.session, NULL));
+    CHECK_OK(kvt_namespace_open(engine.store, NULL, &layout, 0, &engine.ns, NULL));
+    CHECK_OK(kvt_session_open(engine.ns, NULL, &engine.session, NULL));
 }
 
-static void open_engine(const char *decode, int lends) {
+static void open_engine(const char *decode, int provides_ring) {
     memset(&engine, 0, sizeof engine);
     engine.seed = 5;
-    start(&engine.home);
-    const kvt_device_custom_t table = table_of(&engine.home);
+    start(&engine.accelerator);
+    const kvt_device_custom_t table = table_of(&engine.accelerator);
     engine.device = open_custom(&table);
     open_store(engine.device);
     const kvt_attention_t shape = attention();
     kvt_offload_opts_t opts = opts_of(&shape, decode);
     uint64_t bytes = 0;
     CHECK_OK(kvt_offload_memory_bytes(&opts, &bytes, NULL));
-    /* Two buffers, and two tails for each layer. */
-    CHECK_EQ(bytes, (2 * (MOST + BLOCK) + 2 * LAYERS * BLOCK) * (K_ROW + V_ROW) * sizeof(float));
-    engine.lent.struct_size = engine.scratch.struct_size = sizeof engine.lent;
-    if (lends) {
-        CHECK_OK(kvt_device_alloc(engine.device, bytes, &engine.lent, NULL));
-        opts.memory = engine.lent.address;
+    /* Two buffers, and two tails per layer. */
+    const uint64_t rows = 2 * (MAX_TOKENS + BLOCK) + 2 * LAYERS * BLOCK;
+    CHECK_EQ(bytes, rows * (K_ROW + V_ROW) * sizeof(float));
+    engine.ring.struct_size = engine.scratch.struct_size = sizeof engine.ring;
+    if (provides_ring) {
+        CHECK_OK(kvt_device_alloc(engine.device, bytes, &engine.ring, NULL));
+        opts.memory = engine.ring.address;
         opts.memory_bytes = bytes;
     }
-    const uint64_t before = engine.home.live_bytes;
+    const uint64_t before = engine.accelerator.live_bytes;
     CHECK_OK(kvt_offload_open(&opts, &engine.offload, NULL));
-    CHECK_EQ(engine.home.live_bytes - before, lends ? 0 : bytes);
-    const uint64_t scratch = 2 * MOST * (K_ROW + V_ROW) * sizeof(float);
+    CHECK_EQ(engine.accelerator.live_bytes - before, provides_ring ? 0 : bytes);
+    const uint64_t scratch = 2 * MAX_TOKENS * (K_ROW + V_ROW) * sizeof(float);
     CHECK_OK(kvt_device_alloc(engine.device, scratch, &engine.scratch, NULL));
 }
 
 static void close_engine(void) {
-    settle();
+    finish_kernels();
     CHECK_OK(kvt_offload_close(&engine.offload));
     CHECK_OK(kvt_session_close(&engine.session));
-    CHECK_OK(kvt_namespace_close(&engine.space));
+    CHECK_OK(kvt_namespace_close(&engine.ns));
     CHECK_OK(kvt_store_close(&engine.store, hang_guard(), NULL));
     CHECK_OK(kvt_device_free(engine.device, &engine.scratch, NULL));
-    if (engine.lent.address != 0) CHECK_OK(kvt_device_free(engine.device, &engine.lent, NULL));
+    if (engine.ring.address != 0) CHECK_OK(kvt_device_free(engine.device, &engine.ring, NULL));
     CHECK_OK(kvt_device_close(&engine.device, hang_guard(), NULL));
-    stop(&engine.home);
+    stop(&engine.accelerator);
 }
 
-/* Numbers of tokens, which a kernel computes while they are put already. */
+/* Puts KV of tokens while the kernel that computes it still runs. */
 static void put(uint32_t layer, uint32_t count) {
     const uint32_t first = engine.tokens - count;
     float *k = &engine.k[layer][first * K_ROW], *v = &engine.v[layer][first * V_ROW];
     for (uint32_t i = 0; i < count * K_ROW; i++) k[i] = number();
     for (uint32_t i = 0; i < count * V_ROW; i++) v[i] = number();
-    const uint64_t there = engine.scratch.address, behind = there + MOST * K_ROW * sizeof(float);
-    run_rows((uint64_t)(uintptr_t)k, KVT_MEMORY_HOST, there, KVT_MEMORY_DEVICE,
+    const uint64_t k_address = engine.scratch.address;
+    const uint64_t v_address = k_address + MAX_TOKENS * K_ROW * sizeof(float);
+    run_rows((uint64_t)(uintptr_t)k, KVT_MEMORY_HOST, k_address, KVT_MEMORY_DEVICE,
            count * K_ROW * sizeof(float));
-    run_rows((uint64_t)(uintptr_t)v, KVT_MEMORY_HOST, behind, KVT_MEMORY_DEVICE,
+    run_rows((uint64_t)(uintptr_t)v, KVT_MEMORY_HOST, v_address, KVT_MEMORY_DEVICE,
            count * V_ROW * sizeof(float));
     kvt_view_t views[2];
     memset(views, 0, sizeof views);
-    views[0].address = (void *)(uintptr_t)there;
-    views[1].address = (void *)(uintptr_t)behind;
+    views[0].address = (void *)(uintptr_t)k_address;
+    views[1].address = (void *)(uintptr_t)v_address;
     views[0].run_bytes = KEY_DIM * sizeof(float);
     views[1].run_bytes = VALUE_DIM * sizeof(float);
     for (int i = 0; i < 2; i++) {
@@ -174,26 +175,26 @@ static void put(uint32_t layer, uint32_t count) {
 }
 
 static void append(uint32_t count) {
-    uint32_t ids[MOST];
-    /* Each once: equal tokens would have equal KV. */
+    uint32_t ids[MAX_TOKENS];
+    /* Ids are unique, because equal tokens would have equal KV. */
     for (uint32_t i = 0; i < count; i++) ids[i] = engine.next_id++;
     CHECK_OK(kvt_session_append(engine.session, ids, count, NULL));
     engine.tokens += count;
 }
 
-/* What a kernel sees of a buffer, and which tokens it has to be. */
+/* The contents of a buffer as a kernel reads them, and the expected positions. */
 typedef struct {
-    uint32_t layer, rows, positions[MOST];
-    float k[MOST * K_ROW], v[MOST * V_ROW];
+    uint32_t layer, rows, positions[MAX_TOKENS];
+    float k[MAX_TOKENS * K_ROW], v[MAX_TOKENS * V_ROW];
 } seen_t;
 
-/* Kernels read a buffer; they have not ended when this returns. */
-static void look(seen_t *seen, uint32_t layer, const kvt_offload_kv_t *kv) {
+/* Submits kernels that read a buffer; returns before they end. */
+static void read_buffer(seen_t *seen, uint32_t layer, const kvt_offload_kv_t *kv) {
     CHECK_EQ(kv->memory, KVT_MEMORY_DEVICE);
-    CHECK((uint64_t)(uintptr_t)kv->k >= FAR);
-    uint32_t blocks[MOST / BLOCK];
+    CHECK((uint64_t)(uintptr_t)kv->k >= DEVICE_OFFSET);
+    uint32_t blocks[MAX_TOKENS / BLOCK];
     uint64_t count = 0;
-    CHECK_OK(kvt_offload_blocks(engine.offload, kv->buffer, blocks, MOST / BLOCK, &count));
+    CHECK_OK(kvt_offload_blocks(engine.offload, kv->buffer, blocks, MAX_TOKENS / BLOCK, &count));
     CHECK_EQ(count, kv->blocks);
     seen->layer = layer;
     seen->rows = kv->tokens;
@@ -224,7 +225,7 @@ static kvt_sparse_context_t context(void) {
     return at;
 }
 
-/* A token through all layers; buffers are given back while kernels read them. */
+/* One token through all layers. Buffers are given back while kernels still read them. */
 static void step(int has_policy) {
     static seen_t seen[LAYERS];
     append(1);
@@ -243,10 +244,10 @@ static void step(int has_policy) {
         kvt_offload_kv_t kv = KVT_OFFLOAD_KV_INIT;
         CHECK_OK(kvt_offload_take(engine.offload, layer, has_policy ? &query : NULL, &kv, NULL));
         if (!has_policy) CHECK_EQ(kv.tokens, engine.tokens);
-        look(&seen[layer], layer, &kv);
+        read_buffer(&seen[layer], layer, &kv);
         CHECK_OK(kvt_offload_give_back(engine.offload, layer, NULL));
     }
-    settle();
+    finish_kernels();
     for (uint32_t layer = 0; layer < LAYERS; layer++) compare(&seen[layer]);
 }
 
@@ -258,9 +259,9 @@ static void check_layers(void) {
         CHECK_OK(kvt_offload_load(engine.offload, 0, layer, NULL, 0, 0, NULL, &at, NULL, NULL));
         CHECK_OK(kvt_offload_wait(engine.offload, 0, &kv, NULL));
         CHECK_EQ(kv.tokens, engine.tokens);
-        look(&seen, layer, &kv);
+        read_buffer(&seen, layer, &kv);
         CHECK_OK(kvt_offload_release(engine.offload, 0, NULL));
-        settle();
+        finish_kernels();
         compare(&seen);
     }
 }
@@ -271,31 +272,31 @@ static kvt_offload_stats_t stats_now(void) {
     return stats;
 }
 
-static void check_sequence(const char *decode, int lends) {
-    open_engine(decode, lends);
+static void check_sequence(const char *decode, int provides_ring) {
+    open_engine(decode, provides_ring);
     append(100);
     for (uint32_t layer = 0; layer < LAYERS; layer++) put(layer, 100);
-    settle();
+    finish_kernels();
     for (int i = 0; i < 40; i++) step(decode != NULL);
     check_layers();
     const kvt_offload_stats_t stats = stats_now();
     CHECK((stats.key_bytes > 0) == (decode != NULL));
     CHECK((stats.saved_bytes > 0) == (decode != NULL));
 
-    /* A guess taken back, within a block that the store has. */
+    /* Truncation of a rejected guess, within a stored block. */
     CHECK_OK(kvt_offload_truncate(engine.offload, 53, NULL));
     CHECK_OK(kvt_session_truncate(engine.session, 53, NULL));
     engine.tokens = 53;
     check_layers();
     for (int i = 0; i < 5; i++) step(decode != NULL);
 
-    /* Another one goes on from here; memory that was lent is not lent twice. */
+    /* A fork continues; it allocates its own ring instead of sharing the engine's. */
     kvt_session_t *forked = NULL, *first_session = engine.session;
     kvt_offload_t *first = engine.offload;
     CHECK_OK(kvt_session_fork(engine.session, NULL, &forked, NULL));
-    const uint64_t before = engine.home.live_bytes;
+    const uint64_t before = engine.accelerator.live_bytes;
     CHECK_OK(kvt_offload_fork(first, forked, &engine.offload, NULL));
-    CHECK(engine.home.live_bytes > before);
+    CHECK(engine.accelerator.live_bytes > before);
     engine.session = forked;
     for (int i = 0; i < 8; i++) step(decode != NULL);
     check_layers();
@@ -305,7 +306,7 @@ static void check_sequence(const char *decode, int lends) {
     close_engine();
 }
 
-/* What cannot be, and a device that is lost. */
+/* Invalid options, and a lost device. */
 static void check_wrong(void) {
     open_engine(NULL, 0);
     const kvt_attention_t shape = attention();
@@ -314,17 +315,17 @@ static void check_wrong(void) {
     kvt_offload_opts_t opts = opts_of(&shape, NULL);
     uint64_t bytes = 0;
     CHECK_OK(kvt_offload_memory_bytes(&opts, &bytes, NULL));
-    CHECK_OK(kvt_device_alloc(engine.device, bytes, &engine.lent, NULL));
+    CHECK_OK(kvt_device_alloc(engine.device, bytes, &engine.ring, NULL));
     opts.memory_bytes = 1;
     CHECK_IS(kvt_offload_open(&opts, &other, &error), KVT_E_INVALID);
-    opts.memory = engine.lent.address;
+    opts.memory = engine.ring.address;
     opts.memory_bytes = bytes - 1;
     CHECK_IS(kvt_offload_open(&opts, &other, &error), KVT_E_TOO_SMALL);
     CHECK(strstr(kvt_error_message(error), "are needed") != NULL);
     opts.memory_bytes = bytes;
     opts.memory += 8;
     CHECK_IS(kvt_offload_open(&opts, &other, &error), KVT_E_INVALID);
-    opts.memory = engine.lent.address;
+    opts.memory = engine.ring.address;
     opts.flags = 0;
     CHECK_IS(kvt_offload_open(&opts, &other, &error), KVT_E_INVALID);
     opts.flags = 2;
@@ -338,7 +339,7 @@ static void check_wrong(void) {
     append(20);
     for (uint32_t layer = 0; layer < LAYERS; layer++) put(layer, 20);
     check_layers();
-    engine.home.lost = 1;
+    engine.accelerator.lost = 1;
     append(1);
     float row[K_ROW] = {0};
     kvt_view_t view;
@@ -370,18 +371,18 @@ static void check_wrong(void) {
     CHECK_OK(kvt_error_free(&error));
     CHECK_OK(kvt_offload_close(&other));
     CHECK_OK(kvt_session_close(&engine.session));
-    CHECK_OK(kvt_namespace_close(&engine.space));
+    CHECK_OK(kvt_namespace_close(&engine.ns));
     CHECK_OK(kvt_store_close(&engine.store, hang_guard(), NULL));
 }
 
 int main(void) {
     check_begin();
     runtime = open_runtime(1, NULL);
-    for (int lends = 0; lends < 2; lends++) {
-        check_sequence(NULL, lends);
-        check_sequence("quest(budget=32,page=8,dense=0)", lends);
+    for (int provides_ring = 0; provides_ring < 2; provides_ring++) {
+        check_sequence(NULL, provides_ring);
+        check_sequence("quest(budget=32,page=8,dense=0)", provides_ring);
     }
     check_wrong();
     close_runtime(&runtime);
-    return check_end("offload_device_wish");
+    return check_end("offload_device_engine");
 }

@@ -1,6 +1,6 @@
-/* What an engine does with a model that is larger than its memory: it looks at what is in the
- * files, asks for a plan, has units in the order it computes with them, and gives them back,
- * while memory becomes less and more. Every byte that comes is compared with the file. */
+/* Tests of weight streaming for a model larger than memory. The engine inspects the model's files,
+ * requests a plan, acquires units in the order of computation and releases them, while the budget
+ * shrinks and grows. Every byte is compared with the file. */
 
 #include "check.h"
 
@@ -9,9 +9,9 @@
 
 #define LAYERS 6
 #define EXPERTS 4
-#define MOST_TENSORS 64
-#define MOST_UNITS 32
-#define GRAIN 4096
+#define MAX_TENSORS 64
+#define MAX_UNITS 32
+#define GRANULARITY 4096
 
 
 static kvt_runtime_t *runtime;
@@ -19,15 +19,15 @@ static char folder[] = "/tmp/kvt-stream-XXXXXX";
 static char file_path[64], other_path[64], sums_path[64];
 static uint64_t seed = 99;
 
-/* The file that all units come from, as it was written. */
+/* Contents of the model file. */
 static uint8_t *image;
 static uint64_t image_bytes;
 
 static kvt_model_t *model;
 static kvt_model_info_t info = KVT_MODEL_INFO_INIT;
-static kvt_part_t parts[MOST_UNITS][MOST_TENSORS];
-static uint64_t part_count[MOST_UNITS];
-static uint64_t tensor_offset[MOST_TENSORS];
+static kvt_part_t parts[MAX_UNITS][MAX_TENSORS];
+static uint64_t part_count[MAX_UNITS];
+static uint64_t tensor_offset[MAX_TENSORS];
 static uint64_t model_image_bytes;
 static uint32_t layer_unit[LAYERS], expert_unit[LAYERS][EXPERTS];
 
@@ -145,17 +145,17 @@ static void learn_model(void) {
     CHECK_IS(kvt_model_find_unit(model, 0, 0, &found), KVT_E_NOT_FOUND);
     CHECK_EQ(found, 7);
 
-    CHECK(info.units <= MOST_UNITS);
+    CHECK(info.units <= MAX_UNITS);
     for (uint32_t i = 0; i < info.units; i++) {
         kvt_unit_t unit = KVT_UNIT_INIT;
         CHECK_OK(kvt_model_unit(model, i, &unit));
-        CHECK_EQ(unit.image_bytes % GRAIN, 0);
+        CHECK_EQ(unit.image_bytes % GRANULARITY, 0);
         model_image_bytes += unit.image_bytes;
         CHECK_IS(kvt_model_unit_parts(model, i, parts[i], 0, sizeof(kvt_part_t), &part_count[i]),
                  KVT_E_TOO_SMALL);
         CHECK_EQ(part_count[i], unit.parts);
         CHECK_OK(kvt_model_unit_parts(model, i, NULL, 0, sizeof(kvt_part_t), &part_count[i]));
-        CHECK_OK(kvt_model_unit_parts(model, i, parts[i], MOST_TENSORS, sizeof(kvt_part_t),
+        CHECK_OK(kvt_model_unit_parts(model, i, parts[i], MAX_TENSORS, sizeof(kvt_part_t),
                                       &part_count[i]));
         for (uint64_t p = 0; p < part_count[i]; p++)
             CHECK(parts[i][p].at + parts[i][p].bytes <= unit.image_bytes);
@@ -195,10 +195,10 @@ static void check_bad_models(void) {
     CHECK_OK(kvt_error_free(&error));
     CHECK(unlink(other_path) == 0);
 
-    kvt_model_t *gone = open_model(file_path);
-    kvt_model_t *const stale = gone;
-    CHECK_OK(kvt_model_close(&gone));
-    CHECK(gone == NULL);
+    kvt_model_t *closed = open_model(file_path);
+    kvt_model_t *const stale = closed;
+    CHECK_OK(kvt_model_close(&closed));
+    CHECK(closed == NULL);
     kvt_model_info_t nothing = KVT_MODEL_INFO_INIT;
     CHECK_IS(kvt_model_info(stale, &nothing), KVT_E_HANDLE);
     CHECK_IS(kvt_model_info((const kvt_model_t *)runtime, &nothing), KVT_E_HANDLE);
@@ -223,10 +223,10 @@ static void check_plans(void) {
     kvt_stream_memory_t memory = KVT_STREAM_MEMORY_INIT;
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
     kvt_forecast_t forecast = KVT_FORECAST_INIT;
-    kvt_unit_residency_t residency[MOST_UNITS];
+    kvt_unit_residency_t residency[MAX_UNITS];
     memory.host_free_bytes = memory.host_total_bytes = UINT64_C(1) << 40;
     memory.lockable_bytes = UINT64_MAX;
-    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, residency, MOST_UNITS,
+    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, residency, MAX_UNITS,
                             sizeof *residency, NULL));
     CHECK_EQ(plan.compute, KVT_COMPUTE_HOST);
     CHECK_EQ(plan.host_units, info.units);
@@ -236,7 +236,7 @@ static void check_plans(void) {
     terms.host_ceiling_bytes = model_image_bytes / 2;
     terms.flags = KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
     terms.disk_bytes_per_s = UINT64_C(1000000000);
-    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, residency, MOST_UNITS,
+    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, residency, MAX_UNITS,
                             sizeof *residency, NULL));
     CHECK(plan.file_units > 0 && plan.host_bytes <= model_image_bytes / 2);
     CHECK_EQ(plan.file_units + plan.host_units, info.units);
@@ -258,17 +258,17 @@ static void check_plans(void) {
     free(json);
     CHECK_IS(kvt_model_plan_describe(model, &terms, &memory, 2, NULL, 0, NULL, NULL), KVT_E_INVALID);
 
-    /* A device that is not here. */
+    /* A device that this machine does not have. */
     memory.device_free_bytes = model_image_bytes / 2;
     terms.flags |= KVT_TERMS_DEVICE_SAFETY;
     terms.compute = KVT_COMPUTE_DEVICE;
     terms.host_ceiling_bytes = 0;
     terms.device_bytes_per_s = UINT64_C(13000000000);
-    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, residency, MOST_UNITS,
+    CHECK_OK(kvt_model_plan(model, &terms, &memory, &plan, &forecast, residency, MAX_UNITS,
                             sizeof *residency, NULL));
     CHECK(plan.device_units > 0 && plan.host_units > 0 && forecast.device_bytes > 0);
 
-    /* Too little: the message says what is needed. */
+    /* Too little memory: the message says how much is needed. */
     terms.compute = KVT_COMPUTE_HOST;
     terms.host_ceiling_bytes = 5000;
     CHECK_IS(kvt_model_plan(model, &terms, &memory, &plan, NULL, NULL, 0, 0, &error), KVT_E_BUDGET);
@@ -282,7 +282,7 @@ static void check_plans(void) {
     terms.compute = 3;
     CHECK_IS(kvt_model_plan(model, &terms, &memory, &plan, NULL, NULL, 0, 0, NULL), KVT_E_INVALID);
     CHECK_OK(kvt_error_free(&error));
-    /* What memory there is can be looked up. */
+    /* Without a description the plan uses the machine's memory. */
     CHECK_OK(kvt_model_plan(model, NULL, NULL, &plan, NULL, NULL, 0, 0, NULL));
 }
 
@@ -317,11 +317,11 @@ static void close_stream(kvt_stream_t **stream) {
     CHECK(*stream == NULL);
 }
 
-/* What is in memory is what is in the file. */
+/* Compares a unit in memory with the file. */
 static void check_unit(const kvt_unit_lease_t *held) {
     CHECK_EQ(held->memory, KVT_MEMORY_HOST);
     CHECK_EQ(held->event, 0);
-    CHECK_EQ((uintptr_t)held->address % GRAIN, 0);
+    CHECK_EQ((uintptr_t)held->address % GRANULARITY, 0);
     for (uint64_t p = 0; p < part_count[held->unit]; p++) {
         const kvt_part_t *part = &parts[held->unit][p];
         CHECK(part->at + part->bytes <= held->bytes);
@@ -348,7 +348,7 @@ static void use_unit(const kvt_stream_t *stream, uint32_t unit) {
     release(stream, &held);
 }
 
-/* As an engine goes through a model with experts: the router names two of each layer. */
+/* One pass through a model with experts: the router chooses two per layer. */
 static void one_pass(const kvt_stream_t *stream) {
     CHECK_OK(kvt_stream_pass_begin(stream, NULL));
     use_unit(stream, 0);
@@ -371,8 +371,8 @@ static void one_pass(const kvt_stream_t *stream) {
 }
 
 static uint64_t least_bytes(void) {
-    /* Two slots of the largest line unit, experts of a layer, and some. */
-    return 2 * 110592 + EXPERTS * 49152 + 20 * GRAIN;
+    /* Two slots of the largest layer unit, the experts of a layer, and a reserve. */
+    return 2 * 110592 + EXPERTS * 49152 + 20 * GRANULARITY;
 }
 
 static void check_passes(uint64_t host_bytes, uint64_t flags, uint32_t marks) {
@@ -387,8 +387,8 @@ static void check_passes(uint64_t host_bytes, uint64_t flags, uint32_t marks) {
     CHECK_EQ(progress.missing, 0);
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
     kvt_forecast_t forecast = KVT_FORECAST_INIT;
-    kvt_unit_residency_t residency[MOST_UNITS];
-    CHECK_OK(kvt_stream_plan(stream, &plan, &forecast, residency, MOST_UNITS, sizeof *residency));
+    kvt_unit_residency_t residency[MAX_UNITS];
+    CHECK_OK(kvt_stream_plan(stream, &plan, &forecast, residency, MAX_UNITS, sizeof *residency));
     CHECK_EQ(plan.host_units, progress.resident_units);
     CHECK(plan.host_bytes <= host_bytes);
     CHECK_IS(kvt_stream_plan(stream, &plan, NULL, residency, info.units - 1, sizeof *residency),
@@ -427,7 +427,7 @@ static void check_passes(uint64_t host_bytes, uint64_t flags, uint32_t marks) {
     close_stream(&stream);
 }
 
-/* ---- what an engine gets wrong -------------------------------------------- */
+/* ---- invalid calls -------------------------------------------------------- */
 
 static void check_mistakes(void) {
     const kvt_stream_terms_t terms = terms_of(least_bytes());
@@ -443,7 +443,7 @@ static void check_mistakes(void) {
     const uint32_t beyond = info.units;
     CHECK_IS(kvt_stream_hint(stream, &beyond, 1, NULL), KVT_E_INVALID);
 
-    /* Twice: both have the same bytes, and both give back. */
+    /* Two leases of one unit have the same bytes, and both must be released. */
     kvt_unit_lease_t first = acquire(stream, layer_unit[1]), again = acquire(stream, layer_unit[1]);
     CHECK(first.address == again.address);
     kvt_unit_lease_t copy = first;
@@ -462,11 +462,11 @@ static void check_mistakes(void) {
     copy.unit = KVT_NONE;
     CHECK_IS(kvt_stream_release(stream, &copy, 0, NULL), KVT_E_INVALID);
 
-    /* All slots are the engine's: waiting would be for ever. */
+    /* The engine holds all slots, so a wait would never end. */
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
-    kvt_unit_residency_t residency[MOST_UNITS];
-    CHECK_OK(kvt_stream_plan(stream, &plan, NULL, residency, MOST_UNITS, sizeof *residency));
-    kvt_unit_lease_t all[MOST_UNITS];
+    kvt_unit_residency_t residency[MAX_UNITS];
+    CHECK_OK(kvt_stream_plan(stream, &plan, NULL, residency, MAX_UNITS, sizeof *residency));
+    kvt_unit_lease_t all[MAX_UNITS];
     uint32_t had = 0;
     kvt_status_t last = KVT_OK;
     for (uint32_t layer = 0; layer < LAYERS && last == KVT_OK; layer++) {
@@ -480,7 +480,7 @@ static void check_mistakes(void) {
     CHECK(strstr(kvt_error_message(error), "slots") != NULL);
     while (had > 0) release(stream, &all[--had]);
 
-    /* Without waiting, and not for long. */
+    /* Without waiting, and with a short deadline. */
     for (uint32_t i = 0; i < info.units; i++) {
         kvt_status_t status;
         const uint64_t until = hang_guard();
@@ -488,7 +488,7 @@ static void check_mistakes(void) {
             status = kvt_stream_acquire(stream, i, KVT_ACQUIRE_POLL, 0, &held, NULL);
             CHECK(status == KVT_OK || status == KVT_E_AGAIN);
             CHECK(now_ns() < until);
-            if (status != KVT_OK) breathe();
+            if (status != KVT_OK) short_pause();
         } while (status != KVT_OK);
         check_unit(&held);
         release(stream, &held);
@@ -531,7 +531,7 @@ static void check_bad_openings(void) {
     CHECK_IS(kvt_stream_open(runtime, &opts, &none, NULL), KVT_E_INVALID);
     opts.verify = 0;
     CHECK_OK(kvt_error_free(&error));
-    opts.flags = KVT_STREAM_DIRECT; /* to which device? */
+    opts.flags = KVT_STREAM_DIRECT; /* without a device */
     CHECK_IS(kvt_stream_open(runtime, &opts, &none, &error), KVT_E_INVALID);
     CHECK(strstr(kvt_error_message(error), "direct reads") != NULL);
     opts.flags = 0;
@@ -544,9 +544,9 @@ static void check_bad_openings(void) {
 
 /* ---- orders, rings, addresses --------------------------------------------- */
 
-/* Units in an order of the engine's, and one that nobody knows. */
+/* Units in the engine's order, and in an unknown order. */
 static void check_orders(void) {
-    uint32_t order[MOST_UNITS], count = 0;
+    uint32_t order[MAX_UNITS], count = 0;
     for (uint32_t layer = LAYERS; layer > 0; layer--) order[count++] = layer_unit[layer - 1];
     kvt_stream_terms_t terms = terms_of(least_bytes());
     kvt_stream_opts_t opts = opts_of(&terms);
@@ -572,13 +572,13 @@ static void check_orders(void) {
     close_stream(&stream);
 }
 
-/* Pointers that are set once. */
+/* Fixed addresses: a unit has the same address in every pass. */
 static void check_in_place(void) {
     const kvt_stream_terms_t terms = terms_of(least_bytes());
     kvt_stream_opts_t opts = opts_of(&terms);
     opts.flags = KVT_STREAM_IN_PLACE;
     kvt_stream_t *stream = open_stream(&opts);
-    const void *start = NULL, *fixed[MOST_UNITS];
+    const void *start = NULL, *fixed[MAX_UNITS];
     uint64_t range = 0, bytes = 0;
     CHECK_OK(kvt_stream_unit_address(stream, KVT_NONE, &start, &range));
     CHECK_EQ(range, model_image_bytes);
@@ -599,7 +599,7 @@ static void check_in_place(void) {
     close_stream(&stream);
 }
 
-/* The unit's bytes, copied off the device from where it was from the beginning. */
+/* Copies the unit from its fixed device address, and compares it with the file. */
 static void check_on_device(kvt_device_t *device, const kvt_unit_lease_t *held) {
     static uint8_t seen[1 << 20];
     CHECK(held->bytes <= sizeof seen);
@@ -623,7 +623,7 @@ static void check_on_device(kvt_device_t *device, const kvt_unit_lease_t *held) 
     }
 }
 
-/* The same on a device: pointers to its memory that are set once, of which few have memory. */
+/* Fixed addresses on a device, where only a few units have memory at a time. */
 static void check_in_place_on_device(void) {
     kvt_device_opts_t which = KVT_DEVICE_OPTS_INIT;
     which.kind = KVT_DEVICE_KIND_SIMULATED;
@@ -632,7 +632,7 @@ static void check_in_place_on_device(void) {
     CHECK_OK(kvt_device_open(runtime, &which, &device, NULL));
     kvt_stream_terms_t terms = terms_of((2u << 20) + model_image_bytes);
     terms.flags |= KVT_TERMS_DEVICE_CEILING | KVT_TERMS_DEVICE_SAFETY;
-    terms.device_ceiling_bytes = 7 * (2u << 20); /* whole pieces of 2 MiB, whatever units have */
+    terms.device_ceiling_bytes = 7 * (2u << 20); /* memory is mapped in pieces of 2 MiB */
     kvt_stream_opts_t opts = opts_of(&terms);
     opts.device = device;
     opts.flags = KVT_STREAM_IN_PLACE;
@@ -641,7 +641,7 @@ static void check_in_place_on_device(void) {
     CHECK_OK(kvt_stream_plan(stream, &plan, NULL, NULL, 0, 0));
     CHECK(plan.slots > 0 && plan.device_bytes <= terms.device_ceiling_bytes);
     CHECK_EQ(plan.device_bytes % (2u << 20), 0);
-    const void *fixed[MOST_UNITS];
+    const void *fixed[MAX_UNITS];
     for (uint32_t i = 0; i < info.units; i++)
         CHECK_OK(kvt_stream_unit_address(stream, i, &fixed[i], NULL));
     uint64_t on_device = 0;
@@ -667,9 +667,9 @@ static void check_in_place_on_device(void) {
     CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
 }
 
-/* ---- memory that becomes less, and more ----------------------------------- */
+/* ---- changes of the memory limit ------------------------------------------ */
 
-static uint32_t homes_of(const kvt_stream_t *stream) {
+static uint32_t resident_units_of(const kvt_stream_t *stream) {
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
     CHECK_OK(kvt_stream_plan(stream, &plan, NULL, NULL, 0, 0));
     return plan.host_units;
@@ -680,29 +680,29 @@ static void check_rebalance(void) {
     kvt_stream_opts_t opts = opts_of(&terms);
     kvt_stream_t *stream = open_stream(&opts);
     one_pass(stream);
-    const uint32_t before = homes_of(stream);
+    const uint32_t before = resident_units_of(stream);
     CHECK(before > 0);
-    kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
+    kvt_stream_limits_t limits_now = KVT_STREAM_LIMITS_INIT;
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
     kvt_unit_lease_t held = acquire(stream, layer_unit[0]);
-    room.host_bytes = model_image_bytes * 6 / 10;
-    CHECK_OK(kvt_stream_rebalance(stream, &room, &plan, NULL));
-    CHECK(plan.host_units < before && plan.host_bytes <= room.host_bytes);
+    limits_now.host_bytes = model_image_bytes * 6 / 10;
+    CHECK_OK(kvt_stream_rebalance(stream, &limits_now, &plan, NULL));
+    CHECK(plan.host_units < before && plan.host_bytes <= limits_now.host_bytes);
     check_unit(&held);
     release(stream, &held);
     one_pass(stream);
-    room.host_bytes = 4096;
-    CHECK_IS(kvt_stream_rebalance(stream, &room, &plan, NULL), KVT_E_BUDGET);
+    limits_now.host_bytes = 4096;
+    CHECK_IS(kvt_stream_rebalance(stream, &limits_now, &plan, NULL), KVT_E_BUDGET);
     one_pass(stream);
-    room.host_bytes = model_image_bytes * 7 / 10;
-    CHECK_OK(kvt_stream_rebalance(stream, &room, NULL, NULL));
+    limits_now.host_bytes = model_image_bytes * 7 / 10;
+    CHECK_OK(kvt_stream_rebalance(stream, &limits_now, NULL, NULL));
     CHECK_OK(kvt_stream_wait_resident(stream, hang_guard(), NULL));
-    CHECK(homes_of(stream) >= plan.host_units);
+    CHECK(resident_units_of(stream) >= plan.host_units);
     one_pass(stream);
     close_stream(&stream);
 }
 
-/* With room for everything slots are kept, so that nearly all can be given back. */
+/* KVT_TERMS_SHRINKS keeps slots even if every unit fits, so that the limit can shrink later. */
 static void check_shrinks(void) {
     kvt_stream_terms_t terms = terms_of(2 * model_image_bytes);
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
@@ -720,23 +720,23 @@ static void check_shrinks(void) {
     kvt_stream_opts_t opts = opts_of(&terms);
     kvt_stream_t *stream = open_stream(&opts);
     one_pass(stream);
-    kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
-    room.host_bytes = model_image_bytes * 6 / 10;
-    CHECK_OK(kvt_stream_rebalance(stream, &room, &plan, NULL));
-    CHECK(plan.host_units < info.units && plan.host_bytes <= room.host_bytes);
+    kvt_stream_limits_t limits_now = KVT_STREAM_LIMITS_INIT;
+    limits_now.host_bytes = model_image_bytes * 6 / 10;
+    CHECK_OK(kvt_stream_rebalance(stream, &limits_now, &plan, NULL));
+    CHECK(plan.host_units < info.units && plan.host_bytes <= limits_now.host_bytes);
     one_pass(stream);
-    room.host_bytes = 2 * model_image_bytes;
-    CHECK_OK(kvt_stream_rebalance(stream, &room, &plan, NULL));
+    limits_now.host_bytes = 2 * model_image_bytes;
+    CHECK_OK(kvt_stream_rebalance(stream, &limits_now, &plan, NULL));
     CHECK_EQ(plan.host_units, info.units);
     CHECK_OK(kvt_stream_wait_resident(stream, hang_guard(), NULL));
     one_pass(stream);
     close_stream(&stream);
 
-    /* It belongs to the terms: elsewhere it has no meaning. */
+    /* The flag belongs to the terms; in the options it is invalid. */
     opts.flags = KVT_TERMS_SHRINKS;
     CHECK_IS(kvt_stream_open(runtime, &opts, &stream, NULL), KVT_E_INVALID);
 
-    /* With a budget it goes without saying. */
+    /* With a budget it is implied. */
     kvt_budget_opts_t limits = KVT_BUDGET_OPTS_INIT;
     limits.host_bytes = 2 * model_image_bytes;
     kvt_budget_t *budget = NULL;
@@ -763,7 +763,7 @@ static void check_budget(void) {
     kvt_stream_t *stream = open_stream(&opts);
     CHECK_OK(kvt_stream_wait_resident(stream, hang_guard(), NULL));
     one_pass(stream);
-    const uint32_t before = homes_of(stream);
+    const uint32_t before = resident_units_of(stream);
     kvt_tier_report_t report = KVT_TIER_REPORT_INIT;
     CHECK_OK(kvt_budget_tier(budget, KVT_TIER_HOST, &report));
     CHECK(report.committed_bytes + report.reserved_bytes > 0);
@@ -775,14 +775,14 @@ static void check_budget(void) {
         CHECK_OK(kvt_budget_tier(budget, KVT_TIER_HOST, &report));
         CHECK(now_ns() < until);
     } while (report.committed_bytes + report.reserved_bytes > less);
-    CHECK(homes_of(stream) < before);
+    CHECK(resident_units_of(stream) < before);
     close_stream(&stream);
     CHECK_OK(kvt_budget_tier(budget, KVT_TIER_HOST, &report));
     CHECK_EQ(report.committed_bytes + report.reserved_bytes, 0);
     CHECK_OK(kvt_budget_close(&budget, NULL));
 }
 
-/* ---- ranges that the engine names ----------------------------------------- */
+/* ---- models from a table of ranges ---------------------------------------- */
 
 static void check_table(void) {
     const kvt_str_t path = as_text(file_path);
@@ -842,23 +842,23 @@ static void check_table(void) {
     entries[1].range_count = 0;
     CHECK_IS(kvt_model_table(&table, &own, NULL), KVT_E_INVALID);
     CHECK(own == NULL);
-    /* Nothing is a model too, and nothing to stream. */
+    /* An empty model is valid, but cannot be streamed. */
     CHECK_OK(kvt_model_table(NULL, &own, NULL));
     opts.model = own;
     CHECK_IS(kvt_stream_open(runtime, &opts, &stream, NULL), KVT_E_INVALID);
     CHECK_OK(kvt_model_close(&own));
 }
 
-/* ---- files that are not what they were ------------------------------------ */
+/* ---- changed files -------------------------------------------------------- */
 
-/* One byte of a layer is another, and the file says that nobody has written it. */
+/* Changes one byte of the file, and restores its modification time. */
 static void damage(uint64_t offset) {
-    struct stat was;
+    struct stat before;
     const int file = open(file_path, O_RDWR);
-    CHECK(file >= 0 && fstat(file, &was) == 0);
+    CHECK(file >= 0 && fstat(file, &before) == 0);
     const uint8_t other = (uint8_t)(image[offset] ^ 1);
     CHECK(pwrite(file, &other, 1, (off_t)offset) == 1);
-    const struct timespec times[2] = {was.st_atim, was.st_mtim};
+    const struct timespec times[2] = {before.st_atim, before.st_mtim};
     CHECK(futimens(file, times) == 0);
     CHECK(close(file) == 0);
 }
@@ -943,18 +943,18 @@ static void check_threads(void) {
         numbers[i] = i;
         threads[i] = start_thread(use_some, &numbers[i]);
     }
-    kvt_stream_limits_t room = KVT_STREAM_LIMITS_INIT;
+    kvt_stream_limits_t limits_now = KVT_STREAM_LIMITS_INIT;
     for (uint64_t i = 0; i < 6; i++) {
-        room.host_bytes = model_image_bytes * (i % 2 == 0 ? 65 : 80) / 100;
-        const kvt_status_t status = kvt_stream_rebalance(shared, &room, NULL, NULL);
+        limits_now.host_bytes = model_image_bytes * (i % 2 == 0 ? 65 : 80) / 100;
+        const kvt_status_t status = kvt_stream_rebalance(shared, &limits_now, NULL, NULL);
         CHECK(status == KVT_OK || status == KVT_E_BUDGET);
-        breathe();
+        short_pause();
     }
     for (int i = 0; i < 3; i++) join_thread(threads[i]);
     close_stream(&shared);
 }
 
-/* A runtime that ends first tells so, and takes nothing away. */
+/* A runtime that closes first reports the streamer; held units stay valid. */
 static void check_end_of_runtime(void) {
     kvt_runtime_t *const kept = runtime;
     runtime = open_runtime(1, NULL);
@@ -1009,5 +1009,5 @@ int main(void) {
     close_runtime(&runtime);
     free(image);
     CHECK(unlink(file_path) == 0 && unlink(sums_path) == 0 && rmdir(folder) == 0);
-    return check_end("stream_wish");
+    return check_end("stream_engine");
 }

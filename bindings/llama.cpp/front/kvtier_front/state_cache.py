@@ -1,4 +1,4 @@
-"""Saved states: files in the server's directory, under a budget of bytes, known again after a restart."""
+"""Saved states: files in the server's directory under a budget of bytes, found again after a restart."""
 
 import fcntl
 import hashlib
@@ -14,17 +14,17 @@ from . import keys
 
 INDEX = "kvtier-front.json"
 NAME = re.compile(r"kvt-[0-9a-f]{32}\.slot")
-MOST_STATES = 4096
-MOST_BLOCKS = 1 << 16
-# Of all states: 28 bytes each in the index, which with the rest of it stays below its limit by far.
-MOST_ALL_BLOCKS = 1 << 20
-MOST_INDEX_BYTES = 64 << 20
+MAX_STATES = 4096
+MAX_BLOCKS = 1 << 16
+# Limit for all states together. A block takes 28 bytes in the index, so the index stays far below its limit.
+MAX_ALL_BLOCKS = 1 << 20
+MAX_INDEX_BYTES = 64 << 20
 UNIT_BYTES = 1024
 HASH_BYTES = 16
 
 
 class Lru:
-    """Who was used least recently leaves; where kvtier's policies are not there."""
+    """Evicts the least recently used state, if kvtier's policies are not installed."""
 
     name = "lru (without kvtier)"
 
@@ -49,9 +49,9 @@ class Policy:
     """One of kvtier's policies, by its spec."""
 
     def __init__(self, spec):
-        import kvtier  # Optional: LRU does without.
+        import kvtier  # Optional: LRU works without it.
         self.row = kvtier.Row
-        self.policy = kvtier.Policy(spec, max_objects=4 * MOST_STATES)
+        self.policy = kvtier.Policy(spec, max_objects=4 * MAX_STATES)
         self.name = spec
 
     def insert(self, number, units):
@@ -69,7 +69,7 @@ class Policy:
 
 
 def open_policy(spec):
-    """kvtier's where it is installed; a spec that was asked for and cannot be had is an error."""
+    """kvtier's policy if it is installed. Raises ImportError for a requested policy that is not available."""
     try:
         return Policy(spec or "lru")
     except ImportError:
@@ -78,9 +78,9 @@ def open_policy(spec):
         return Lru()
 
 
-def hold(directory):
-    """A descriptor that keeps other fronts out of a directory while it is open, as each removes what it
-    does not know. OSError where one is there."""
+def lock_directory(directory):
+    """A descriptor that locks the directory against other proxies while it is open, because each removes
+    files that it does not know. Raises OSError if another proxy holds the lock."""
     fd = os.open(os.path.join(directory, "kvtier-front.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,8 +90,8 @@ def hold(directory):
     return fd
 
 
-def settle(path):
-    """The length and hash of a file that is on the disk after this."""
+def sync_and_hash(path):
+    """Writes a file to disk; returns its length and hash."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.blake2b(digest_size=HASH_BYTES)
@@ -103,28 +103,28 @@ def settle(path):
 
 
 class IndexTooLarge(Exception):
-    """No index that a front writes."""
+    """The index is larger than any that a proxy writes."""
 
 
 class State:
-    """A saved state. `is_checked`: its file has been held against its hash since the front started."""
+    """A saved state. `is_checked`: its file was compared with its hash since the proxy started."""
 
     def __init__(self, number, name, blocks, size, digest, is_checked=True):
         self.number, self.name, self.blocks, self.bytes = number, name, blocks, size
         self.digest, self.is_checked = digest, is_checked
 
 
-class Shelf:
-    """Any thread. Nothing is believed of the index that the files do not bear out. States of several models
-    are side by side: blocks of one are never those of another."""
+class StateCache:
+    """For any thread. The index is verified against the files. States of several models may exist together;
+    their blocks are always different."""
 
     def __init__(self, directory, budget_bytes, policy=None):
         self.directory, self.budget_bytes = directory, budget_bytes
         self.policy = policy or Lru()
         self.lock = threading.Lock()
-        # In the order of their use, the latest last.
+        # In the order of use, the most recent last.
         self.states, self.used_bytes, self.used_blocks, self.next_number = {}, 0, 0, 1
-        self.is_changed, self.has_failed = False, False
+        self.is_changed, self.has_reported = False, False
         self.counts = {"found_again": 0, "evicted": 0, "superseded": 0, "lost": 0}
         self._read_index()
 
@@ -134,8 +134,9 @@ class Shelf:
     def new_name(self):
         return f"kvt-{secrets.token_hex(16)}.slot"
 
-    def best(self, blocks, whole=False):
-        """The state that has most of these first blocks, and how many; `whole`: all of its own."""
+    def find_longest(self, blocks, whole=False):
+        """The state with the longest common prefix, and its blocks; `whole`: only states that match
+        completely."""
         found, most = None, 0
         with self.lock:
             for state in self.states.values():
@@ -144,28 +145,28 @@ class Shelf:
                     found, most = state, count
         return found, most
 
-    def used(self, state):
+    def touch(self, state):
         with self.lock:
             if state.number in self.states:
                 self.policy.touch(state.number)
                 self.states[state.number] = self.states.pop(state.number)
-                # Who was used when is worth no write of its own.
+                # The order of use alone is not worth a write.
                 self.is_changed = True
 
-    def is_whole(self, state):
-        """Whether its file is what it was; one that is not is lost."""
+    def is_intact(self, state):
+        """Tells whether its file is unchanged; a changed file is discarded."""
         if state.is_checked:
             return True
         try:
-            state.is_checked = settle(self.path(state.name)) == (state.bytes, state.digest)
+            state.is_checked = sync_and_hash(self.path(state.name)) == (state.bytes, state.digest)
         except FileNotFoundError:
             pass
         except OSError as error:
-            # Too many open files and such: of this the file is not guilty.
-            self._failed("read", error)
+            # Too many open files, for example: this says nothing about the file.
+            self._report("read", error)
             return False
         if not state.is_checked:
-            self.lose(state)
+            self.discard(state)
         return state.is_checked
 
     def close(self):
@@ -174,20 +175,20 @@ class Shelf:
                 self._write_index()
 
     def add(self, name, blocks, keep_starts=False):
-        """Takes a file in that the server has written. States that it goes on from are not needed any more,
-        unless they serve where a part of a state does not."""
-        size, digest = settle(self.path(name))
+        """Adds a file that the server has written. States that are its prefixes are dropped, unless states
+        can only be used whole."""
+        size, digest = sync_and_hash(self.path(name))
         with self.lock:
             for state in list(self.states.values()):
                 is_start = keys.common(state.blocks, blocks) == len(state.blocks)
                 if is_start and (not keep_starts or len(state.blocks) == len(blocks)):
                     self._drop(state, "superseded")
-            self._insert(State(self.next_number, name, blocks[:MOST_BLOCKS], size, digest))
-            self._make_room()
+            self._insert(State(self.next_number, name, blocks[:MAX_BLOCKS], size, digest))
+            self._evict()
             self._write_index()
 
-    def lose(self, state):
-        """The server could not use it."""
+    def discard(self, state):
+        """The server could not use this state."""
         with self.lock:
             if state.number in self.states:
                 self._drop(state, "lost")
@@ -206,36 +207,37 @@ class Shelf:
         self.used_blocks -= len(state.blocks)
         self.counts[why] += 1
         self.policy.remove(state.number)
-        self.forget(state.name)
+        self.remove_file(state.name)
 
-    def forget(self, name):
-        """Removes a file, if it is there."""
+    def remove_file(self, name):
+        """Removes a file, if it exists."""
         try:
             os.unlink(self.path(name))
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._failed("remove", error)
+            self._report("remove", error)
 
-    def _failed(self, what, error):
-        """The front goes on: what is not kept is computed. Said once."""
-        if not self.has_failed:
-            self.has_failed = True
+    def _report(self, what, error):
+        """Reports the first failure. The proxy continues: a state that is missing is computed."""
+        if not self.has_reported:
+            self.has_reported = True
             print(f"kvtier_front: cannot {what} in {self.directory}: {error}", file=sys.stderr, flush=True)
 
-    def _is_too_much(self):
-        return (self.used_bytes > self.budget_bytes or len(self.states) > MOST_STATES
-                or self.used_blocks > MOST_ALL_BLOCKS)
+    def _is_over_limit(self):
+        return (self.used_bytes > self.budget_bytes or len(self.states) > MAX_STATES
+                or self.used_blocks > MAX_ALL_BLOCKS)
 
-    def _make_room(self):
-        while self.states and self._is_too_much():
+    def _evict(self):
+        while self.states and self._is_over_limit():
             number = self.policy.victim()
             if number not in self.states:
                 number = next(iter(self.states))
             self._drop(self.states[number], "evicted")
 
     def _write_index(self):
-        """As it is now. No request fails for it: after a crash states are missing, and nothing is wrong."""
+        """Writes the index. A failure fails no request: after a crash some states are missing, and none is
+        wrong."""
         states = [{"name": one.name, "bytes": one.bytes, "hash": one.digest, "blocks": one.blocks}
                   for one in self.states.values()]
         content = {"version": 2, "written": int(time.time()), "states": states}
@@ -251,7 +253,7 @@ class Shelf:
             self.is_changed = False
         except OSError as error:
             self.is_changed = True
-            self._failed("write the index", error)
+            self._report("write the index", error)
 
     def _sync_directory(self):
         fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -267,18 +269,18 @@ class Shelf:
                 self._insert(state)
                 self.counts["found_again"] += 1
         known = {state.name for state in self.states.values()}
-        # Files of ours that no index tells of: of a front that was killed.
+        # Files without an entry in the index are left from a proxy that was killed.
         for name in os.listdir(self.directory):
             if NAME.fullmatch(name) and name not in known:
-                self.forget(name)
-        self._make_room()
+                self.remove_file(name)
+        self._evict()
 
     def _state_of(self, entry):
         name, size = entry.get("name"), entry.get("bytes")
         blocks, digest = entry.get("blocks"), entry.get("hash")
         good = (isinstance(name, str) and NAME.fullmatch(name) and isinstance(size, int) and size > 0
                 and isinstance(digest, str) and len(digest) == 2 * HASH_BYTES
-                and isinstance(blocks, list) and len(blocks) <= MOST_BLOCKS
+                and isinstance(blocks, list) and len(blocks) <= MAX_BLOCKS
                 and all(isinstance(one, str) and len(one) == 2 * keys.DIGEST_BYTES for one in blocks))
         try:
             good = good and os.stat(self.path(name)).st_size == size
@@ -287,15 +289,15 @@ class Shelf:
         return State(self.next_number, name, blocks, size, digest, is_checked=False) if good else None
 
     def _index_entries(self):
-        """Those of the index. One that cannot be read is an error: a start must not cost all states."""
+        """Entries of the index. An index that cannot be read raises: a start must not cost all states."""
         try:
             with open(self.path(INDEX), "rb") as file:
-                raw = file.read(MOST_INDEX_BYTES + 1)
+                raw = file.read(MAX_INDEX_BYTES + 1)
         except FileNotFoundError:
             return []
-        if len(raw) > MOST_INDEX_BYTES:
-            raise IndexTooLarge(f"{self.path(INDEX)} has more than {MOST_INDEX_BYTES} bytes, which no front "
-                                "writes: remove it to begin without states")
+        if len(raw) > MAX_INDEX_BYTES:
+            raise IndexTooLarge(f"{self.path(INDEX)} has more than {MAX_INDEX_BYTES} bytes, which no proxy "
+                                "writes: remove it to start without states")
         try:
             content = json.loads(raw)
         except (ValueError, RecursionError):

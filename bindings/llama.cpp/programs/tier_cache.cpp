@@ -1,6 +1,6 @@
 // The KV tier of one context.
 #include "failure.h"
-#include "keeper.h"
+#include "kv_cache.h"
 
 #include <kvtier/llama.h>
 
@@ -9,32 +9,32 @@
 
 namespace {
 
-class tiered final : public keeper {
+class tier_cache final : public kv_cache {
   public:
-    tiered(const options &o, engine &e, std::shared_ptr<kv_store> store)
+    tier_cache(const options &o, engine &e, std::shared_ptr<kv_store> store)
         : engine_(e), store_(std::move(store)) {
         kvt_llama_tier_opts_t opts = {};
         opts.store = store_->store;
         opts.model_path = o.model.c_str();
-        // What was written with chosen blocks is not what the model alone would give: it is kept apart.
+        // A sparse policy changes the KV, so the policy's spec is part of the identity.
         const std::string sparse = "sparse " + o.sparse;
         opts.adapters = o.sparse.empty() ? nullptr : sparse.c_str();
         opts.salt = o.salt.empty() ? nullptr : o.salt.c_str();
         const kvt_status_t status = kvt_llama_tier_open(e.context(), &opts, &tier_, &why_);
         if (status != KVT_OK) {
-            throw failure(exit_store, std::string("no KV tier for this model: ") +
+            throw failure(exit_store, std::string("the KV tier cannot be opened: ") +
                                           (why_.text[0] ? why_.text : kvt_status_str(status)) +
-                                          " (--no-kv runs without it)");
+                                          " (--no-kv runs without a KV tier)");
         }
     }
 
-    ~tiered() override { kvt_llama_tier_close(&tier_, nullptr); }
+    ~tier_cache() override { kvt_llama_tier_close(&tier_, nullptr); }
 
-    found attach(const tokens_t &tokens) override {
+    prefix_reuse attach(const tokens_t &tokens) override {
         kvt_llama_attached_t got;
         std::memset(&got, 0, sizeof got);
         check(kvt_llama_attach(tier_, 0, tokens.data(), tokens.size(), &got, &why_), "attach");
-        found out;
+        prefix_reuse out;
         out.kept = got.kept_tokens;
         out.host = got.host_tokens;
         out.disk = got.disk_tokens;
@@ -52,7 +52,7 @@ class tiered final : public keeper {
     }
 
     void decode(llama_token token) override { engine_.decode(&token, 1); }
-    size_t most_tokens() const override { return engine_.n_ctx(); }
+    size_t max_tokens() const override { return engine_.n_ctx(); }
 
     void commit(const tokens_t &tokens) override {
         check(kvt_llama_commit(tier_, 0, tokens.data(), tokens.size(), &why_), "commit");
@@ -63,8 +63,8 @@ class tiered final : public keeper {
         return status == KVT_OK ? "" : why_.text[0] ? why_.text : kvt_status_str(status);
     }
 
-    kept_totals totals() const override {
-        kept_totals out;
+    cache_totals totals() const override {
+        cache_totals out;
         kvt_llama_tier_stats_t t;
         std::memset(&t, 0, sizeof t);
         if (kvt_llama_tier_stats(tier_, &t) == KVT_OK) {
@@ -86,9 +86,9 @@ class tiered final : public keeper {
 
     void check(kvt_status_t status, const char *what) const {
         if (status != KVT_OK) {
-            const std::string trouble = engine_.trouble();
+            const std::string failure_reason = engine_.failure_reason();
             throw failure(exit_failed, std::string("kvtier, ") + what + ": " +
-                                           (!trouble.empty() ? trouble
+                                           (!failure_reason.empty() ? failure_reason
                                             : why_.text[0]   ? why_.text
                                                              : kvt_status_str(status)));
         }
@@ -97,7 +97,7 @@ class tiered final : public keeper {
 
 } // namespace
 
-void add_store_totals(const kv_store &store, kept_totals &out) {
+void add_store_totals(const kv_store &store, cache_totals &out) {
     kvt_store_stats_t s = KVT_STORE_STATS_INIT;
     if (kvt_store_stats(store.store, &s) == KVT_OK) {
         out.host_bytes = s.host_used_bytes;
@@ -110,6 +110,6 @@ void add_store_totals(const kv_store &store, kept_totals &out) {
     }
 }
 
-std::unique_ptr<keeper> open_tier(const options &o, engine &e, std::shared_ptr<kv_store> store) {
-    return std::make_unique<tiered>(o, e, std::move(store));
+std::unique_ptr<kv_cache> open_tier(const options &o, engine &e, std::shared_ptr<kv_store> store) {
+    return std::make_unique<tier_cache>(o, e, std::move(store));
 }

@@ -1,7 +1,6 @@
-/* What an engine that keeps KV itself does with policies and kernels alone: a prompt with an
- * index and jobs on threads, sums of attention that evict tokens, text with chosen pages, a
- * policy of its own by callbacks. Every result is compared with attention computed here, in
- * double, key by key. */
+/* Tests of sparse policies and kernels for an engine that keeps KV itself: prefill with an index
+ * and jobs on threads, eviction by sums of attention weights, decode with chosen pages, a custom
+ * policy. Every result is compared with attention computed here in double, key by key. */
 
 #include "check.h"
 
@@ -58,14 +57,14 @@ static kvt_sparse_context_t at(int is_prefill, uint32_t first, uint32_t tokens) 
     return context;
 }
 
-/* An index with room for all that a test needs. */
+/* An index with enough capacity for a test. */
 typedef struct {
     kvt_index_head_t heads[QUERY_HEADS];
     uint32_t starts[QUERY_HEADS * (TOKENS + 2)], items[QUERY_HEADS * TOKENS * 4];
     kvt_index_t index;
 } lists_t;
 
-static void room(lists_t *lists) {
+static void reset_lists(lists_t *lists) {
     const kvt_index_t none = KVT_INDEX_INIT;
     lists->index = none;
     lists->index.heads = lists->heads;
@@ -82,7 +81,7 @@ static int has(const kvt_index_t *index, uint32_t list, uint32_t item) {
     return 0;
 }
 
-/* Whether a query at a position sees a key, as the header tells it. */
+/* Whether a query at a position sees a key, by the definition in the header. */
 static int sees(const kvt_index_t *index, uint32_t head, uint32_t first, uint32_t query,
                 uint32_t key) {
     if (key > query) return 0;
@@ -104,7 +103,7 @@ static int sees(const kvt_index_t *index, uint32_t head, uint32_t first, uint32_
     return 0;
 }
 
-/* Attention of one query and head; what each key got is added to sums, where those are wanted. */
+/* Attention of one query and head. Adds the weight of each key to `sums` unless it is NULL. */
 static double attend(const kvt_index_t *index, uint32_t first, uint32_t query, uint32_t head,
                      double *result, double *sums) {
     double logits[TOKENS], all = 0, most = -INFINITY;
@@ -130,36 +129,36 @@ static double attend(const kvt_index_t *index, uint32_t first, uint32_t query, u
     return most + log(all);
 }
 
-static void near(double got, double want) {
+static void expect_near(double got, double want) {
     if (!(fabs(got - want) < 2e-5)) {
-        fprintf(stderr, "%.9g is not %.9g\n", got, want);
+        fprintf(stderr, "got %.9g, expected %.9g\n", got, want);
         exit(1);
     }
 }
 
-/* All queries from first on: outputs and log-sum-exps. */
+/* Compares outputs and log-sum-exps of all queries from `first` on. */
 static void compare(const kvt_index_t *index, uint32_t first, uint32_t tokens) {
     for (uint32_t query = first; query < tokens; query++)
         for (uint32_t head = 0; head < QUERY_HEADS; head++) {
             double want[VALUES];
             const uint32_t row = (query - first) * QUERY_HEADS + head;
-            near(lse[row], attend(index, first, query, head, want, NULL));
-            for (uint32_t d = 0; d < VALUES; d++) near(out[row * VALUES + d], want[d]);
+            expect_near(lse[row], attend(index, first, query, head, want, NULL));
+            for (uint32_t d = 0; d < VALUES; d++) expect_near(out[row * VALUES + d], want[d]);
         }
 }
 
-/* A worker of the engine: its items of a step, one here, one there. */
+/* A worker of the engine: it runs every THREADSth item of a step. */
 typedef struct {
     kvt_attention_job_t *job;
     uint32_t step, first, items, scratch_count;
 } work_t;
 
-static void *work(void *given) {
-    const work_t *mine = given;
-    float *scratch = malloc(mine->scratch_count * sizeof(float) + 4);
+static void *run_items(void *data) {
+    const work_t *work = data;
+    float *scratch = malloc(work->scratch_count * sizeof(float) + 4);
     CHECK(scratch != NULL);
-    for (uint32_t item = mine->first; item < mine->items; item += THREADS)
-        CHECK_OK(kvt_attention_job_run(mine->job, mine->step, item, 1, scratch, mine->scratch_count, NULL));
+    for (uint32_t item = work->first; item < work->items; item += THREADS)
+        CHECK_OK(kvt_attention_job_run(work->job, work->step, item, 1, scratch, work->scratch_count, NULL));
     free(scratch);
     return NULL;
 }
@@ -175,7 +174,7 @@ static void run_job(kvt_attention_job_t *job) {
             const uint32_t items = step == 0 ? info.items : info.last_items;
             const work_t one = {job, step, i, items, (uint32_t)info.scratch_count};
             of[i] = one;
-            CHECK(pthread_create(&threads[i], NULL, work, &of[i]) == 0);
+            CHECK(pthread_create(&threads[i], NULL, run_items, &of[i]) == 0);
         }
         for (uint32_t i = 0; i < THREADS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
     }
@@ -195,7 +194,7 @@ static kvt_attention_args_t problem_of(const kvt_rows_t *queries, const kvt_rows
     return problem;
 }
 
-/* Queries from first on, by a job on threads. */
+/* Prefill of the queries from `first` on, by a job on threads. */
 static void prefill(const kvt_index_t *index, uint32_t first, uint32_t tokens) {
     const kvt_rows_t queries = rows(q + first * QUERY_HEADS * DIM, tokens - first, QUERY_HEADS, DIM);
     const kvt_rows_t keys = rows(k, tokens, HEADS, DIM), values = rows(v, tokens, HEADS, VALUES);
@@ -210,8 +209,8 @@ static void prefill(const kvt_index_t *index, uint32_t first, uint32_t tokens) {
     CHECK(job == NULL);
 }
 
-/* A prompt whose policy says which keys it is computed with. */
-static void prompts(const char *spec) {
+/* Prefill with the keys that a policy's index chooses. */
+static void prefill_follows_the_index(const char *spec) {
     static lists_t lists;
     kvt_sparse_t *policy = open_policy(spec, NULL);
     kvt_sparse_traits_t traits = KVT_SPARSE_TRAITS_INIT;
@@ -222,12 +221,12 @@ static void prompts(const char *spec) {
     const kvt_sparse_context_t context = at(1, 0, TOKENS);
     const int wants_keys = (traits.needs & KVT_NEEDS_ALL_KEYS) != 0;
 
-    /* First without room: what is needed is said, and the answer is there. */
+    /* First without capacity: the call returns the needed sizes, and keeps the index. */
     kvt_index_t needed = KVT_INDEX_INIT;
     const kvt_status_t status =
         kvt_sparse_index(policy, 1, &queries, wants_keys ? &keys : NULL, &context, &needed, NULL);
     CHECK(status == KVT_OK || status == KVT_E_TOO_SMALL);
-    room(&lists);
+    reset_lists(&lists);
     CHECK_OK(kvt_sparse_last_index(policy, &lists.index, NULL));
     CHECK_EQ(lists.index.head_count, needed.head_count);
     CHECK_EQ(lists.index.start_count, needed.start_count);
@@ -236,7 +235,7 @@ static void prompts(const char *spec) {
     prefill(&lists.index, 0, TOKENS);
     compare(&lists.index, 0, TOKENS);
 
-    /* In one call, on this thread: the same bits. */
+    /* In one call on this thread the result has the same bits. */
     static float again[TOKENS * QUERY_HEADS * VALUES];
     CHECK_OK(kvt_sparse_prefill_attention(policy, 1, &queries, &keys, &values, &context, again,
                                           TOKENS * QUERY_HEADS * VALUES, NULL, 0, NULL));
@@ -248,8 +247,8 @@ static void prompts(const char *spec) {
     CHECK(policy == NULL);
 }
 
-/* Keys in pieces, put together, are all keys. */
-static void pieces(void) {
+/* Merged results over pieces of the keys equal the result over all keys. */
+static void merged_pieces_equal_all_keys(void) {
     static float part[TOKENS * QUERY_HEADS * VALUES], part_lse[TOKENS * QUERY_HEADS];
     const uint32_t cuts[] = {0, 50, 53, 192, TOKENS}, rows_of = TOKENS * QUERY_HEADS;
     const kvt_rows_t queries = rows(q, TOKENS, QUERY_HEADS, DIM);
@@ -276,16 +275,16 @@ static uint64_t held_bytes(const kvt_account_t *account) {
     return used;
 }
 
-/* What each key got leads to tokens that stay. */
-static void evicts(void) {
+/* The policy keeps the tokens with the largest sums of weights. */
+static void tokens_with_large_sums_are_kept(void) {
     static double want[QUERY_HEADS * TOKENS];
     static float sums[QUERY_HEADS * TOKENS];
     kvt_runtime_t *runtime = open_runtime(1, NULL);
-    kvt_budget_opts_t money = KVT_BUDGET_OPTS_INIT;
-    money.host_bytes = 1 << 24;
+    kvt_budget_opts_t limits = KVT_BUDGET_OPTS_INIT;
+    limits.host_bytes = 1 << 24;
     kvt_budget_t *budget = NULL;
     kvt_account_t *account = NULL;
-    CHECK_OK(kvt_budget_open(runtime, &money, &budget, NULL));
+    CHECK_OK(kvt_budget_open(runtime, &limits, &budget, NULL));
     CHECK_OK(kvt_account_open(budget, NULL, &account, NULL));
     kvt_sparse_t *policy = open_policy("h2o(sink=2,recent=10,budget=20)", account);
     prefill(NULL, 0, TOKENS);
@@ -326,20 +325,20 @@ static void evicts(void) {
     CHECK_OK(kvt_sparse_plan_eviction(policy, 0, &context, &keep, &evicted, NULL));
     CHECK_EQ(evicted, 1);
     CHECK_EQ(keep.item_count, HEADS * 32);
-    /* The heaviest between the ends, by what was computed here; sums of a group go together. */
+    /* The kept tokens are the heaviest ones by the sums computed here; a group shares its sum. */
     for (uint32_t head = 0; head < HEADS; head++) {
         const uint32_t *list = items + starts[head];
         CHECK_EQ(starts[head + 1] - starts[head], 32);
-        double least = INFINITY, most_gone = 0;
+        double least = INFINITY, most_evicted = 0;
         for (uint32_t key = 0, i = 0; key < TOKENS; key++) {
             const double got = want[(2 * head) * TOKENS + key] + want[(2 * head + 1) * TOKENS + key];
-            const int stays = i < 32 && list[i] == key;
-            i += stays != 0;
-            if (key < 2 || key >= TOKENS - 10) CHECK(stays);
-            else if (stays && got < least) least = got;
-            else if (!stays && got > most_gone) most_gone = got;
+            const int is_kept = i < 32 && list[i] == key;
+            i += is_kept != 0;
+            if (key < 2 || key >= TOKENS - 10) CHECK(is_kept);
+            else if (is_kept && got < least) least = got;
+            else if (!is_kept && got > most_evicted) most_evicted = got;
         }
-        CHECK(least > most_gone - 1e-3);
+        CHECK(least > most_evicted - 1e-3);
     }
     uint32_t again[HEADS * TOKENS];
     keep.items = again;
@@ -361,9 +360,8 @@ static void evicts(void) {
     close_runtime(&runtime);
 }
 
-/* Blocks that were moved away come back as a query wants them, and text is computed with their
- * pages. */
-static void pages(void) {
+/* The policy selects offloaded blocks for a query, and decode uses their pages. */
+static void decode_uses_selected_pages(void) {
     static lists_t lists;
     kvt_sparse_t *policy = open_policy("quest(budget=64,page=16,dense=0)", NULL), *copy = NULL;
     uint32_t candidates[TOKENS / BLOCK], ids[TOKENS / BLOCK + 1];
@@ -393,8 +391,8 @@ static void pages(void) {
              KVT_E_INVALID);
     CHECK_EQ(unchanged, 77);
 
-    /* What is seen is a part of what is loaded. */
-    room(&lists);
+    /* The keys that a query sees are a subset of the loaded blocks. */
+    reset_lists(&lists);
     CHECK_OK(kvt_sparse_index(policy, 2, &query, NULL, &context, &lists.index, NULL));
     CHECK_EQ(lists.index.head_count, QUERY_HEADS);
     for (uint32_t head = 0; head < QUERY_HEADS; head++)
@@ -421,7 +419,7 @@ static void pages(void) {
     CHECK_OK(kvt_attention_job_close(&job));
     free(memory);
 
-    /* What it knows goes with blocks, and to a copy. */
+    /* The policy's state of a block can be saved and restored, and a fork copies it. */
     uint8_t saved[4096];
     uint64_t bytes = 0, zero = 1;
     CHECK_OK(kvt_sparse_save(policy, 2, 3, saved, sizeof saved, &bytes, NULL));
@@ -442,7 +440,7 @@ static void pages(void) {
     CHECK_OK(kvt_sparse_close(&copy));
     CHECK_OK(kvt_sparse_close(&policy));
 
-    /* Boxes and scores alone: no product is larger than its page's score. */
+    /* Boxes and scores alone: a page's score bounds every product in it. */
     static float boxes[TOKENS / BLOCK * HEADS * 2 * DIM], scores[QUERY_HEADS * (TOKENS / BLOCK)];
     static float scratch[QUERY_HEADS * (2 * DIM + 96) + 4096];
     CHECK_OK(kvt_pages_extend(boxes, sizeof boxes / sizeof boxes[0], BLOCK, 0, &keys, NULL));
@@ -459,12 +457,12 @@ static void pages(void) {
         }
 }
 
-/* A buffer has some blocks and the last tokens, one behind the other: what a policy says of
- * positions is told of its rows, and what they got is told to one that evicts. */
-static void placed(void) {
+/* A buffer has some blocks followed by the tail. An index of positions becomes an index of the
+ * buffer's rows, and sums of rows become sums of positions for an evicting policy. */
+static void index_and_sums_are_mapped_to_buffer_rows(void) {
     static lists_t wanted, of_rows;
     static float some_k[TOKENS * HEADS * DIM], some_v[TOKENS * HEADS * VALUES];
-    static float sums[QUERY_HEADS * TOKENS], told[QUERY_HEADS * TOKENS];
+    static float sums[QUERY_HEADS * TOKENS], placed[QUERY_HEADS * TOKENS];
     const uint32_t ids[] = {0, 3, 7, 9}, tail = 5, tokens = 165, last = tokens - 1;
     kvt_block_placement_t buffer = KVT_BLOCK_PLACEMENT_INIT;
     buffer.blocks = ids;
@@ -482,7 +480,7 @@ static void placed(void) {
                HEADS * VALUES * 4);
     }
 
-    /* Wanted are blocks of 8 of each head: one that is not there, and those that are. */
+    /* The index chooses blocks of 8 tokens for each head; one of them is not in the buffer. */
     uint32_t starts[QUERY_HEADS + 1] = {0}, items[64], count = 0;
     kvt_index_head_t heads[QUERY_HEADS];
     for (uint32_t head = 0; head < QUERY_HEADS; head++) {
@@ -492,14 +490,14 @@ static void placed(void) {
         for (uint32_t i = 0; i < 8; i++) items[count++] = all[i];
         starts[head + 1] = count;
     }
-    room(&wanted);
+    reset_lists(&wanted);
     wanted.index.heads = heads;
     wanted.index.head_count = QUERY_HEADS;
     wanted.index.starts = starts;
     wanted.index.start_count = QUERY_HEADS + 1;
     wanted.index.items = items;
     wanted.index.item_count = count;
-    room(&of_rows);
+    reset_lists(&of_rows);
     uint32_t first = 0;
     CHECK_OK(kvt_index_place(&shape, &buffer, &wanted.index, last, 1, &of_rows.index, &first, NULL));
     CHECK_EQ(first, n - 1);
@@ -530,7 +528,7 @@ static void placed(void) {
                              QUERY_HEADS, memory, most, &job, NULL));
     run_job(job);
 
-    /* How many rows the head with most of them sees: so many sums each has. */
+    /* Each head has as many sums as the head that sees the most rows. */
     kvt_attention_job_info_t info = KVT_ATTENTION_JOB_INFO_INIT;
     CHECK_OK(kvt_attention_job_info(job, &info));
     uint64_t longest = 0;
@@ -544,12 +542,12 @@ static void placed(void) {
     CHECK_OK(kvt_decode_sums(job, KVT_SUMS_BY_HEAD, sums, QUERY_HEADS * longest, NULL));
     CHECK_OK(kvt_attention_job_close(&job));
     free(memory);
-    kvt_resident_tokens_t there = KVT_RESIDENT_TOKENS_INIT;
-    there.attention = &shape;
-    there.tokens = tokens;
-    memset(told, 0, sizeof told);
-    CHECK_OK(kvt_column_sums_place(&there, &buffer, &of_rows.index, first, 1, sums, QUERY_HEADS * longest,
-                            told, QUERY_HEADS * tokens, NULL));
+    kvt_resident_tokens_t resident = KVT_RESIDENT_TOKENS_INIT;
+    resident.attention = &shape;
+    resident.tokens = tokens;
+    memset(placed, 0, sizeof placed);
+    CHECK_OK(kvt_column_sums_place(&resident, &buffer, &of_rows.index, first, 1, sums, QUERY_HEADS * longest,
+                            placed, QUERY_HEADS * tokens, NULL));
     for (uint32_t head = 0; head < QUERY_HEADS; head++) {
         double all = 0, shares[TOKENS] = {0};
         for (uint32_t row = 0; row < n; row++) {
@@ -561,14 +559,14 @@ static void placed(void) {
             all += shares[position[row]] = exp(dot / sqrt(DIM));
         }
         for (uint32_t key = 0; key < tokens; key++)
-            near(told[head * tokens + key], shares[key] / all);
+            expect_near(placed[head * tokens + key], shares[key] / all);
     }
     buffer.tail_first = 100;
     CHECK_IS(kvt_index_place(&shape, &buffer, &wanted.index, last, 1, &of_rows.index, &first, NULL),
              KVT_E_INVALID);
 }
 
-/* A policy of the engine's own: the block of each multiple of 4, and a window of keys. */
+/* A custom policy: every fourth block, and a window of keys. */
 typedef struct {
     uint32_t sealed, sealed_all, selects, forks, freed, attends;
     kvt_index_head_t head;
@@ -604,15 +602,15 @@ static kvt_status_t select_blocks(void *data, uint32_t layer, const kvt_rows_t *
     if (query == NULL) return KVT_E_STATE;
     CHECK_EQ(query->view.heads, QUERY_HEADS);
     CHECK_EQ(context->tokens, TOKENS);
-    /* Inside of a callback the policy is busy. */
+    /* Inside a callback the policy is busy. */
     CHECK_IS(kvt_sparse_reset(own->self), KVT_E_BUSY);
-    kvt_sparse_traits_t mine = KVT_SPARSE_TRAITS_INIT;
-    CHECK_OK(kvt_sparse_traits(own->self, &mine));
-    CHECK_EQ(mine.flags, KVT_SPARSE_SELECTS);
+    kvt_sparse_traits_t work = KVT_SPARSE_TRAITS_INIT;
+    CHECK_OK(kvt_sparse_traits(own->self, &work));
+    CHECK_EQ(work.flags, KVT_SPARSE_SELECTS);
     *count_out = 0;
     for (uint64_t i = count; i-- > 0;)
         if (candidates[i] % 4 == 0) ids[(*count_out)++] = candidates[i];
-    /* A layer at which it is wrong. */
+    /* At layer 1 the policy returns an invalid block. */
     if (layer == 1) ids[0] = 1000;
     return KVT_OK;
 }
@@ -627,7 +625,7 @@ static kvt_status_t window(void *data, uint32_t layer, const kvt_rows_t *queries
     own->starts[0] = 0, own->starts[1] = 1, own->starts[2] = 9;
     own->items[0] = 0;
     for (uint32_t i = 0; i < 8; i++) own->items[1 + i] = i;
-    /* A layer at which it is wrong: a list that does not ascend. */
+    /* At layer 2 the policy returns a list that does not ascend. */
     if (layer == 2) own->items[3] = 1;
     answer->heads = &own->head;
     answer->head_count = 1;
@@ -656,12 +654,12 @@ static kvt_status_t own_attention(void *data, uint32_t layer, const kvt_rows_t *
     own_t *own = data;
     (void)layer, (void)keys, (void)values, (void)context, (void)logs;
     own->attends++;
-    if (own->attends > 1) return KVT_E_UNSUPPORTED; /* then the index it is */
+    if (own->attends > 1) return KVT_E_UNSUPPORTED; /* the library falls back to the index */
     for (uint32_t i = 0; i < queries->view.tokens * QUERY_HEADS * VALUES; i++) to[i] = 7;
     return KVT_OK;
 }
 
-static void own_policy(void) {
+static void custom_policy_is_called(void) {
     static lists_t lists;
     static own_t own;
     kvt_sparse_traits_t traits = KVT_SPARSE_TRAITS_INIT;
@@ -686,7 +684,7 @@ static void own_policy(void) {
     custom.select_blocks = select_blocks;
     opts.spec = "full";
     opts.spec_bytes = 4;
-    CHECK_IS(kvt_sparse_open(&opts, &policy, NULL), KVT_E_INVALID); /* both */
+    CHECK_IS(kvt_sparse_open(&opts, &policy, NULL), KVT_E_INVALID); /* both a spec and callbacks */
     CHECK_EQ(own.freed, 0);
     opts.spec = NULL;
     opts.spec_bytes = 0;
@@ -723,12 +721,12 @@ static void own_policy(void) {
     const kvt_rows_t queries = rows(q, TOKENS, QUERY_HEADS, DIM), all = rows(k, TOKENS, HEADS, DIM);
     const kvt_rows_t values = rows(v, TOKENS, HEADS, VALUES);
     const kvt_sparse_context_t prompt = at(1, 0, TOKENS);
-    room(&lists);
+    reset_lists(&lists);
     CHECK_OK(kvt_sparse_index(policy, 0, &queries, NULL, &prompt, &lists.index, NULL));
     CHECK_EQ(lists.index.item_count, 9);
     CHECK_IS(kvt_sparse_index(policy, 2, &queries, NULL, &prompt, &lists.index, NULL),
              KVT_E_INVALID);
-    room(&lists);
+    reset_lists(&lists);
     CHECK_OK(kvt_sparse_index(policy, 0, &queries, NULL, &prompt, &lists.index, NULL));
     CHECK_OK(kvt_sparse_prefill_attention(policy, 0, &queries, &all, &values, &prompt, out,
                                           TOKENS * QUERY_HEADS * VALUES, lse, TOKENS * QUERY_HEADS,
@@ -742,7 +740,7 @@ static void own_policy(void) {
     CHECK_OK(kvt_sparse_close(&copy));
     CHECK_EQ(own.freed, 2);
 
-    /* With a kernel of its own. */
+    /* With a custom attention kernel. */
     custom.sparse_prefill_attention = own_attention;
     CHECK_OK(kvt_sparse_open(&opts, &policy, NULL));
     CHECK_OK(kvt_sparse_prefill_attention(policy, 0, &queries, &all, &values, &prompt, out,
@@ -756,8 +754,8 @@ static void own_policy(void) {
     CHECK_EQ(own.freed, 3);
 }
 
-/* All of them open, say what they are like, and refuse what they cannot do. */
-static void every_name(void) {
+/* Every policy opens, declares its traits, and refuses what it does not support. */
+static void every_policy_opens(void) {
     uint64_t count = 0;
     CHECK_OK(kvt_sparse_count(&count));
     CHECK(count >= 18);
@@ -791,12 +789,12 @@ static void every_name(void) {
     CHECK_IS(kvt_sparse_info(count, &info), KVT_E_NOT_FOUND);
 }
 
-static void refused(void) {
+static void invalid_calls_are_refused(void) {
     kvt_sparse_opts_t opts = KVT_SPARSE_OPTS_INIT;
     kvt_sparse_t *policy = NULL;
     kvt_error_t *err = NULL;
     opts.attention = &shape;
-    CHECK_IS(kvt_sparse_open(&opts, &policy, NULL), KVT_E_INVALID); /* neither */
+    CHECK_IS(kvt_sparse_open(&opts, &policy, NULL), KVT_E_INVALID); /* neither spec nor callbacks */
     opts.spec = "qest";
     opts.spec_bytes = 4;
     CHECK_IS(kvt_sparse_open(&opts, &policy, &err), KVT_E_SPEC);
@@ -814,7 +812,7 @@ static void refused(void) {
     problem.values = NULL;
     CHECK_IS(kvt_prefill_open(&problem, out, 1000, lse, 1000, &job, NULL), KVT_E_INVALID);
     problem.values = &values;
-    /* An index of nonsense. */
+    /* An invalid index. */
     kvt_index_head_t head = {9, 0, 0, 0, 0, 0};
     uint32_t starts[3] = {0, 1, 2}, items[2] = {5, 5};
     kvt_index_t index = KVT_INDEX_INIT;
@@ -860,23 +858,23 @@ int main(void) {
     for (size_t i = 0; i < sizeof q / sizeof q[0]; i++) q[i] = number();
     for (size_t i = 0; i < sizeof k / sizeof k[0]; i++) k[i] = number();
     for (size_t i = 0; i < sizeof v / sizeof v[0]; i++) v[i] = number();
-    every_name();
+    every_policy_opens();
     prefill(NULL, 0, TOKENS);
     compare(NULL, 0, TOKENS);
     prefill(NULL, 200, TOKENS);
     compare(NULL, 200, TOKENS);
-    prompts("minference(budget=0.2,last_q=16,sinks=4,recent=8)");
-    prompts("minference(type=a_shape,sinks=8,recent=32)");
-    prompts("minference(type=tri_shape,sinks=8,recent=32,dense_rows=20)");
-    prompts("xattention(block=32,stride=4)");
-    prompts("flexprefill(block=32)");
-    prompts("streaming(sinks=4,recent=40)");
-    prompts("full");
-    pieces();
-    evicts();
-    pages();
-    placed();
-    own_policy();
-    refused();
-    return check_end("sparse_wish");
+    prefill_follows_the_index("minference(budget=0.2,last_q=16,sinks=4,recent=8)");
+    prefill_follows_the_index("minference(type=a_shape,sinks=8,recent=32)");
+    prefill_follows_the_index("minference(type=tri_shape,sinks=8,recent=32,dense_rows=20)");
+    prefill_follows_the_index("xattention(block=32,stride=4)");
+    prefill_follows_the_index("flexprefill(block=32)");
+    prefill_follows_the_index("streaming(sinks=4,recent=40)");
+    prefill_follows_the_index("full");
+    merged_pieces_equal_all_keys();
+    tokens_with_large_sums_are_kept();
+    decode_uses_selected_pages();
+    index_and_sums_are_mapped_to_buffer_rows();
+    custom_policy_is_called();
+    invalid_calls_are_refused();
+    return check_end("sparse_engine");
 }

@@ -1,6 +1,6 @@
-/* What an engine does with an offload: a prompt in parts, text token by token through passes
- * over all layers, policies that select and evict, a guess taken back, a sequence that becomes
- * two, and one that goes on after the store was opened again. Every row that comes is compared with what was put. */
+/* Tests of offload: a prompt in parts, decode in passes over all layers, policies that select and
+ * evict, truncation, forks, and sequences that resume after a restart. Every loaded row is compared
+ * with the one that was put. */
 
 #include "check.h"
 
@@ -19,13 +19,13 @@
 
 static kvt_runtime_t *runtime;
 static char folder[] = "/tmp/kvt-offload-XXXXXX";
-static kvt_budget_t *paid_by;
+static kvt_budget_t *store_budget;
 static uint64_t seed = 77;
 
-/* What an engine has open, and a copy of all that it has put. */
+/* The objects of an engine, and a copy of all KV that it has put. */
 typedef struct {
     kvt_store_t *store;
-    kvt_namespace_t *space;
+    kvt_namespace_t *ns;
     kvt_session_t *session;
     kvt_offload_t *offload;
     uint32_t heads, latent, appended, next_token;
@@ -35,9 +35,9 @@ typedef struct {
 
 static engine_t engine, other;
 
-typedef enum { PLAIN, PADDED, BY_HEAD, FLAT, PAGES_16, PAGES_8, PAGES_3, WAYS } way_t;
+typedef enum { PLAIN, PADDED, BY_HEAD, FLAT, PAGES_16, PAGES_8, PAGES_3, FORMS } form_t;
 
-/* A tensor of the engine, in its own order. */
+/* A tensor of the engine in one of the forms. */
 typedef struct {
     float *memory;
     void *pages[MAX_TOKENS];
@@ -48,20 +48,20 @@ static float number(void) {
     return (float)(next_random(&seed) >> 40) / (float)(1 << 23) - 1.0f;
 }
 
-static void lay(plane_t *plane, const float *rows, uint32_t tokens, uint32_t heads, uint32_t dim,
-                way_t way) {
-    const uint32_t page = way == PAGES_16 ? 16 : way == PAGES_8 ? 8 : way == PAGES_3 ? 3 : tokens;
+static void lay_out(plane_t *plane, const float *rows, uint32_t tokens, uint32_t heads, uint32_t dim,
+                form_t form) {
+    const uint32_t page = form == PAGES_16 ? 16 : form == PAGES_8 ? 8 : form == PAGES_3 ? 3 : tokens;
     const uint32_t pages = (tokens + page - 1) / page;
-    const size_t head = way == BY_HEAD ? (size_t)tokens * dim : dim;
-    const size_t token = way == BY_HEAD ? dim : (size_t)heads * dim + (way == PADDED ? 5 : 0);
+    const size_t head = form == BY_HEAD ? (size_t)tokens * dim : dim;
+    const size_t token = form == BY_HEAD ? dim : (size_t)heads * dim + (form == PADDED ? 5 : 0);
     const size_t size = (size_t)pages * page * ((size_t)heads * dim + 5);
     memset(plane, 0, sizeof *plane);
     plane->memory = malloc(size * sizeof(float));
     CHECK(plane->memory != NULL);
     for (size_t i = 0; i < size; i++) plane->memory[i] = NAN;
     kvt_view_t *view = &plane->view;
-    if (way >= PAGES_16) {
-        /* The last one first. */
+    if (form >= PAGES_16) {
+        /* The last page first. */
         for (uint32_t i = 0; i < pages; i++)
             plane->pages[i] = plane->memory + (size_t)(pages - 1 - i) * page * token;
         view->pages = plane->pages;
@@ -74,10 +74,10 @@ static void lay(plane_t *plane, const float *rows, uint32_t tokens, uint32_t hea
         for (uint32_t h = 0; h < heads; h++)
             memcpy((float *)plane->pages[t / page] + t % page * token + h * head,
                    rows + ((size_t)t * heads + h) * dim, dim * sizeof(float));
-    view->heads = way == FLAT ? 1 : heads;
-    view->run_bytes = (way == FLAT ? heads : 1) * dim * sizeof(float);
-    if (way == PADDED) view->token_stride_bytes = token * sizeof(float);
-    if (way == BY_HEAD) {
+    view->heads = form == FLAT ? 1 : heads;
+    view->run_bytes = (form == FLAT ? heads : 1) * dim * sizeof(float);
+    if (form == PADDED) view->token_stride_bytes = token * sizeof(float);
+    if (form == BY_HEAD) {
         view->token_stride_bytes = token * sizeof(float);
         view->head_stride_bytes = head * sizeof(float);
     }
@@ -100,7 +100,7 @@ static void open_store(const char *spec) {
     kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
     opts.spec = spec;
     opts.spec_bytes = strlen(spec);
-    CHECK_OK(kvt_store_open(runtime, paid_by, &opts, &engine.store, NULL));
+    CHECK_OK(kvt_store_open(runtime, store_budget, &opts, &engine.store, NULL));
     const uint16_t layers[LAYERS] = {0, 1, 2};
     kvt_group_t group;
     memset(&group, 0, sizeof group);
@@ -115,8 +115,8 @@ static void open_store(const char *spec) {
     layout.group_count = 1;
     layout.stride_bytes = sizeof group;
     kvt_session_opts_t session = KVT_SESSION_OPTS_INIT;
-    CHECK_OK(kvt_namespace_open(engine.store, NULL, &layout, 0, &engine.space, NULL));
-    CHECK_OK(kvt_session_open(engine.space, &session, &engine.session, NULL));
+    CHECK_OK(kvt_namespace_open(engine.store, NULL, &layout, 0, &engine.ns, NULL));
+    CHECK_OK(kvt_session_open(engine.ns, &session, &engine.session, NULL));
 }
 
 static kvt_offload_opts_t opts_of(const kvt_attention_t *shape, const char *prefill,
@@ -154,7 +154,7 @@ static void open_engine(const char *spec, int latent, const char *prefill, const
 
 static void close_store(void) {
     CHECK_OK(kvt_session_close(&engine.session));
-    CHECK_OK(kvt_namespace_close(&engine.space));
+    CHECK_OK(kvt_namespace_close(&engine.ns));
     CHECK_OK(kvt_store_close(&engine.store, hang_guard(), NULL));
 }
 
@@ -166,13 +166,13 @@ static void close_engine(void) {
 
 static void append(uint32_t tokens) {
     uint32_t ids[MAX_TOKENS];
-    /* Each once: equal tokens would have equal KV. */
+    /* Ids are unique, because equal tokens would have equal KV. */
     for (uint32_t i = 0; i < tokens; i++) ids[i] = engine.next_token++;
     CHECK_OK(kvt_session_append(engine.session, ids, tokens, NULL));
     engine.appended += tokens;
 }
 
-/* New numbers for tokens of a layer, in the copy alone. */
+/* Computes KV of tokens of a layer into the copy only. */
 static void compute(uint32_t layer, uint32_t tokens) {
     const size_t from = engine.tokens[layer];
     CHECK(from + tokens <= MAX_TOKENS);
@@ -181,15 +181,15 @@ static void compute(uint32_t layer, uint32_t tokens) {
     for (size_t i = from * v; i < (from + tokens) * v; i++) engine.v[layer][i] = number();
 }
 
-/* Puts what was computed; whether there was an op. */
-static kvt_status_t put_computed(uint32_t layer, uint32_t tokens, way_t way, int *had_op,
+/* Puts the computed KV; `had_op` says whether the put returned an op. */
+static kvt_status_t put_computed(uint32_t layer, uint32_t tokens, form_t form, int *had_op,
                                  kvt_error_t **err) {
     static plane_t k, v;
     const uint32_t first = engine.tokens[layer];
-    lay(&k, engine.k[layer] + (size_t)first * engine.heads * KEY_DIM, tokens, engine.heads,
-        KEY_DIM, way);
-    lay(&v, engine.v[layer] + (size_t)first * engine.heads * VALUE_DIM, tokens, engine.heads,
-        VALUE_DIM, way);
+    lay_out(&k, engine.k[layer] + (size_t)first * engine.heads * KEY_DIM, tokens, engine.heads,
+        KEY_DIM, form);
+    lay_out(&v, engine.v[layer] + (size_t)first * engine.heads * VALUE_DIM, tokens, engine.heads,
+        VALUE_DIM, form);
     kvt_op_t *op = (kvt_op_t *)&engine;
     const kvt_status_t status =
         kvt_offload_put(engine.offload, layer, first, tokens, &k.view,
@@ -205,11 +205,11 @@ static kvt_status_t put_computed(uint32_t layer, uint32_t tokens, way_t way, int
     return status;
 }
 
-static int put(uint32_t layer, uint32_t tokens, way_t way) {
+static int put(uint32_t layer, uint32_t tokens, form_t form) {
     int had_op = 0;
     kvt_error_t *err = NULL;
     compute(layer, tokens);
-    const kvt_status_t status = put_computed(layer, tokens, way, &had_op, &err);
+    const kvt_status_t status = put_computed(layer, tokens, form, &had_op, &err);
     if (status != KVT_OK) fprintf(stderr, "%s\n", kvt_error_message(err));
     CHECK_OK(status);
     return had_op;
@@ -218,7 +218,7 @@ static int put(uint32_t layer, uint32_t tokens, way_t way) {
 static void put_all(uint32_t tokens) {
     append(tokens);
     for (uint32_t layer = 0; layer < LAYERS; layer++)
-        put(layer, tokens, (way_t)(next_random(&seed) >> 20) % WAYS);
+        put(layer, tokens, (form_t)(next_random(&seed) >> 20) % FORMS);
 }
 
 static kvt_sparse_context_t context(int is_prefill, uint32_t first_query, uint32_t tokens) {
@@ -244,9 +244,9 @@ static kvt_rows_t query_of(float numbers[QUERY]) {
     return rows_of(numbers, 1, QUERY_HEADS, KEY_DIM);
 }
 
-/* Every row of a buffer is the one that was put, and positions lead to rows. */
+/* Checks that every row of a buffer is the one that was put, and that positions map to rows. */
 static void check_kv(uint32_t layer, const kvt_offload_kv_t *kv) {
-    uint32_t blocks[MAX_TOKENS / BLOCK], at[MAX_TOKENS], asked[MAX_TOKENS], rows[MAX_TOKENS];
+    uint32_t blocks[MAX_TOKENS / BLOCK], at[MAX_TOKENS], positions[MAX_TOKENS], rows[MAX_TOKENS];
     uint64_t count = 0;
     CHECK_EQ(kv->struct_size, sizeof *kv);
     CHECK_OK(kvt_offload_blocks(engine.offload, kv->buffer, blocks, MAX_TOKENS / BLOCK, &count));
@@ -267,15 +267,15 @@ static void check_kv(uint32_t layer, const kvt_offload_kv_t *kv) {
     if (engine.latent) CHECK(kv->v == kv->k);
     uint32_t n = 0, found = 0;
     for (uint32_t position = 0; position < engine.tokens[layer]; position += 3)
-        asked[n++] = position;
-    CHECK_OK(kvt_offload_rows(engine.offload, kv->buffer, asked, n, rows, &count));
+        positions[n++] = position;
+    CHECK_OK(kvt_offload_rows(engine.offload, kv->buffer, positions, n, rows, &count));
     for (uint32_t i = 0; i < n; i++)
         for (uint32_t row = 0; row < kv->tokens; row++)
-            if (at[row] == asked[i]) CHECK_EQ(rows[found++], row);
+            if (at[row] == positions[i]) CHECK_EQ(rows[found++], row);
     CHECK_EQ(found, count);
-    CHECK_OK(kvt_offload_rows(engine.offload, kv->buffer, asked, n, asked, &count));
+    CHECK_OK(kvt_offload_rows(engine.offload, kv->buffer, positions, n, positions, &count));
     CHECK_EQ(found, count);
-    CHECK(memcmp(asked, rows, found * sizeof *rows) == 0);
+    CHECK(memcmp(positions, rows, found * sizeof *rows) == 0);
 }
 
 static kvt_offload_stats_t stats(void) {
@@ -294,7 +294,7 @@ static void check_tokens(void) {
     }
 }
 
-/* All of a layer through a buffer. */
+/* Loads all blocks of a layer into a buffer. */
 static kvt_offload_kv_t load_all(uint32_t layer) {
     const kvt_sparse_context_t where = context(0, engine.tokens[layer] - 1, engine.tokens[layer]);
     kvt_offload_kv_t kv = KVT_OFFLOAD_KV_INIT;
@@ -310,7 +310,7 @@ static void compare_all(void) {
         CHECK_EQ(load_all(layer).tokens, engine.tokens[layer]);
 }
 
-/* One token more: each layer puts its own, asks, and takes what is there. */
+/* Decodes one token: each layer puts its KV, submits its query, and takes the loaded buffer. */
 static void decode(void) {
     append(1);
     const kvt_sparse_context_t where = context(0, engine.tokens[0], engine.tokens[0] + 1);
@@ -331,14 +331,14 @@ static void decode(void) {
     }
 }
 
-/* The program of the manual: a prompt in parts, of which earlier blocks come back through the
- * ring two at a time, and then text. */
-static void writing(int latent, const char *policy) {
+/* The program of the manual: a prompt in parts, whose earlier blocks return through the ring two
+ * at a time, then decode. */
+static void prefill_in_parts_then_decode(int latent, const char *policy) {
     open_engine("store(host=4MiB)", latent, NULL, policy);
     for (uint32_t part = 0; part < 4; part++) {
         append(40);
         for (uint32_t layer = 0; layer < LAYERS; layer++) {
-            put(layer, 40, (way_t)((part + 2 * layer + (latent ? 3 : 0)) % WAYS));
+            put(layer, 40, (form_t)((part + 2 * layer + (latent ? 3 : 0)) % FORMS));
             uint32_t stored = 0;
             CHECK_OK(kvt_offload_tokens(engine.offload, layer, &stored, NULL));
             kvt_sparse_context_t where =
@@ -348,7 +348,7 @@ static void writing(int latent, const char *policy) {
             uint32_t pairs[MAX_TOKENS / BLOCK], count = 0;
             const uint32_t all = stored / BLOCK;
             for (uint32_t i = 0; i < all; i++) pairs[i] = i;
-            /* One pair is computed on while the next is on its way. */
+            /* The engine computes with one pair while the next one loads. */
             for (uint32_t at = 0; at < all + 2; at += 2) {
                 if (at < all) {
                     const uint32_t n = all - at < 2 ? all - at : 2;
@@ -383,17 +383,17 @@ static void writing(int latent, const char *policy) {
     close_engine();
 }
 
-/* A put in any order of the engine's; what its op tells. */
-static void putting(void) {
+/* Puts from tensors of every form; the completion of a put. */
+static void puts_work_from_every_form(void) {
     for (int latent = 0; latent < 2; latent++) {
-        for (int way = PLAIN; way < WAYS; way++) {
+        for (int form = PLAIN; form < FORMS; form++) {
             open_engine("store(host=4MiB)", latent, NULL, NULL);
             append(100);
             for (uint32_t layer = 0; layer < LAYERS; layer++) {
-                CHECK_EQ(put(layer, 3, (way_t)way), 0);  /* to the tail alone */
-                CHECK_EQ(put(layer, 13, (way_t)way), 0); /* which it fills */
-                put(layer, 70, (way_t)way);
-                put(layer, 14, (way_t)way);
+                CHECK_EQ(put(layer, 3, (form_t)form), 0);  /* into the tail only */
+                CHECK_EQ(put(layer, 13, (form_t)form), 0); /* fills the tail */
+                put(layer, 70, (form_t)form);
+                put(layer, 14, (form_t)form);
             }
             check_tokens();
             compare_all();
@@ -404,8 +404,8 @@ static void putting(void) {
     append(64);
     compute(0, 64);
     plane_t k, v;
-    lay(&k, engine.k[0], 64, HEADS, KEY_DIM, PLAIN);
-    lay(&v, engine.v[0], 64, HEADS, VALUE_DIM, PLAIN);
+    lay_out(&k, engine.k[0], 64, HEADS, KEY_DIM, PLAIN);
+    lay_out(&v, engine.v[0], 64, HEADS, VALUE_DIM, PLAIN);
     kvt_queue_t *queue = open_queue(runtime, 4);
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
@@ -435,8 +435,8 @@ static void truncate_to(uint32_t tokens) {
     engine.appended = tokens;
 }
 
-/* A guess that was wrong, within the tail, within a block, at its start, and all of it. */
-static void guessing(void) {
+/* Truncation within the tail, within a block, at the start of a block, and to zero. */
+static void truncated_tokens_can_be_put_again(void) {
     open_engine("store(host=4MiB)", 0, NULL, "quest(budget=48,page=16,dense=1)");
     put_all(90);
     const uint32_t ends[] = {88, 80, 75, 75, 48, 33, 16, 1, 0};
@@ -449,16 +449,16 @@ static void guessing(void) {
         decode();
         truncate_to(ends[i]);
     }
-    CHECK_OK(kvt_offload_truncate(engine.offload, 400, NULL)); /* nothing is behind that */
+    CHECK_OK(kvt_offload_truncate(engine.offload, 400, NULL)); /* behind the end: no effect */
     put_all(31);
     compare_all();
 
-    /* A few tokens need no op: nothing is read behind the call. */
+    /* A few tokens need no op: the call copies them. */
     append(2);
     compute(0, 2);
     plane_t k, v;
-    lay(&k, engine.k[0] + (size_t)engine.tokens[0] * K_ROW, 2, HEADS, KEY_DIM, PLAIN);
-    lay(&v, engine.v[0] + (size_t)engine.tokens[0] * V_ROW, 2, HEADS, VALUE_DIM, PLAIN);
+    lay_out(&k, engine.k[0] + (size_t)engine.tokens[0] * K_ROW, 2, HEADS, KEY_DIM, PLAIN);
+    lay_out(&v, engine.v[0] + (size_t)engine.tokens[0] * V_ROW, 2, HEADS, VALUE_DIM, PLAIN);
     CHECK_OK(kvt_offload_put(engine.offload, 0, engine.tokens[0], 2, &k.view, &v.view, NULL, NULL,
                              NULL));
     free(k.memory);
@@ -467,7 +467,7 @@ static void guessing(void) {
     load_all(0);
     truncate_to(31);
 
-    /* What was on its way is not what the layer has now. */
+    /* A load in progress does not belong to the layer after a truncation. */
     const kvt_sparse_context_t where = context(0, 30, 31);
     kvt_offload_kv_t kv = KVT_OFFLOAD_KV_INIT;
     CHECK_OK(kvt_offload_load(engine.offload, 0, 1, NULL, 0, 0, NULL, &where, NULL, NULL));
@@ -481,8 +481,8 @@ static void guessing(void) {
     close_engine();
 }
 
-/* The same sequence in another life of the store. */
-static void resuming(void) {
+/* A sequence resumes after the store was reopened. */
+static void sequences_resume_after_a_restart(void) {
     char spec[256];
     snprintf(spec, sizeof spec,
              "store(host=4MiB, disk=disk(path=\"%s/store\", bytes=16MiB, segment=1MiB, "
@@ -500,7 +500,8 @@ static void resuming(void) {
     engine.appended = 0;
     for (uint32_t layer = 0; layer < LAYERS; layer++) engine.tokens[layer] = 64;
     open_offload(NULL, "quest(budget=48,page=16,dense=1)");
-    CHECK_IS(kvt_offload_resume(engine.offload, 64, &err), KVT_E_INVALID); /* nobody has them */
+    /* the session has no tokens yet */
+    CHECK_IS(kvt_offload_resume(engine.offload, 64, &err), KVT_E_INVALID);
     append(64);
     CHECK_IS(kvt_offload_resume(engine.offload, 63, &err), KVT_E_INVALID);
     CHECK(strstr(kvt_error_message(err), "63") != NULL);
@@ -510,19 +511,20 @@ static void resuming(void) {
     CHECK_IS(kvt_offload_resume(engine.offload, 64, &err), KVT_E_BUSY);
     compare_all();
     for (int i = 0; i < 20; i++) decode();
-    truncate_to(21); /* within what came from disk */
+    truncate_to(21); /* within a block from disk */
     compare_all();
     put_all(20);
     compare_all();
     close_engine();
 
-    /* Tokens that the store never had. */
+    /* Tokens that were never stored. */
     open_store(spec);
     engine.next_token = 5000;
     engine.appended = 0;
     open_offload(NULL, "knorm(budget=24)");
     append(35);
-    CHECK_IS(kvt_offload_resume(engine.offload, 32, &err), KVT_E_NOT_FOUND); /* it wants the keys */
+    /* the policy needs the keys */
+    CHECK_IS(kvt_offload_resume(engine.offload, 32, &err), KVT_E_NOT_FOUND);
     for (uint32_t layer = 0; layer < LAYERS; layer++) engine.tokens[layer] = 0;
     check_tokens();
     CHECK_OK(kvt_offload_close(&engine.offload));
@@ -535,27 +537,28 @@ static void resuming(void) {
     CHECK_EQ(stats().failed_loads, 1);
     CHECK_IS(kvt_offload_wait(engine.offload, 0, NULL, &err), KVT_E_STATE);
     CHECK_IS(kvt_offload_truncate(engine.offload, 20, &err), KVT_E_NOT_FOUND);
-    check_tokens(); /* in no layer */
+    check_tokens(); /* no layer was truncated */
     CHECK_OK(kvt_offload_truncate(engine.offload, 16, NULL));
     CHECK_OK(kvt_error_free(&err));
     close_engine();
 }
 
-/* Heavy hitters: sums are told, tokens go, blocks without any are not loaded any more. */
-static void evicting(void) {
+/* Heavy hitters: observed sums decide which tokens are evicted; blocks without tokens are not
+ * loaded. */
+static void evicted_tokens_are_not_loaded(void) {
     open_engine("store(host=4MiB)", 0, NULL, "h2o(sink=4,recent=20,budget=8,heads=all)");
     put_all(150);
     uint64_t count = 9;
-    uint32_t lists = 9, went = 9, kept[MAX_TOKENS];
+    uint32_t lists = 9, evicted = 9, kept[MAX_TOKENS];
     CHECK_OK(kvt_offload_retained(engine.offload, 0, 0, kept, MAX_TOKENS, &count, &lists));
-    CHECK_EQ(count + lists, 0); /* all are left */
+    CHECK_EQ(count + lists, 0); /* no token is evicted */
     float sums[150];
     for (uint32_t i = 0; i < 150; i++) sums[i] = i >= 40 && i < 48 ? 9.0f : 0.01f;
     const kvt_sparse_context_t where = context(1, 0, 150);
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
         CHECK_OK(kvt_offload_observe(engine.offload, layer, 150, sums, 150, 150, NULL));
-        CHECK_OK(kvt_offload_evict(engine.offload, layer, &where, &went, NULL));
-        CHECK_EQ(went, 1);
+        CHECK_OK(kvt_offload_evict(engine.offload, layer, &where, &evicted, NULL));
+        CHECK_EQ(evicted, 1);
         CHECK_IS(kvt_offload_retained(engine.offload, layer, 0, kept, 31, &count, &lists),
                  KVT_E_TOO_SMALL);
         CHECK_OK(kvt_offload_retained(engine.offload, layer, 0, NULL, 0, &count, NULL));
@@ -588,25 +591,25 @@ static void evicting(void) {
     close_engine();
 }
 
-/* Policies that go by keys hear of all keys, whichever way they come. */
-static void evicting_by_keys(void) {
+/* Policies that evict by keys see all keys, in prefill and decode. */
+static void key_policies_see_all_keys(void) {
     const char *specs[] = {"knorm(budget=24)", "keydiff(budget=24)"};
     for (int i = 0; i < 2; i++) {
         open_engine("store(host=4MiB)", 0, NULL, specs[i]);
         put_all(70);
         put_all(7);
-        uint32_t went = 0, lists = 0, kept[MAX_TOKENS];
+        uint32_t evicted = 0, lists = 0, kept[MAX_TOKENS];
         uint64_t count = 0;
         const kvt_sparse_context_t where = context(1, 0, 77);
         for (uint32_t layer = 0; layer < LAYERS; layer++) {
-            CHECK_OK(kvt_offload_evict(engine.offload, layer, &where, &went, NULL));
-            CHECK_EQ(went, 1);
+            CHECK_OK(kvt_offload_evict(engine.offload, layer, &where, &evicted, NULL));
+            CHECK_EQ(evicted, 1);
             CHECK_OK(kvt_offload_retained(engine.offload, layer, 1, kept, MAX_TOKENS, &count, &lists));
             CHECK_EQ(count, 24);
             CHECK_EQ(lists, HEADS);
         }
         if (i == 0) {
-            /* Those with the shortest keys. */
+            /* knorm keeps the keys with the smallest norms. */
             for (uint32_t head = 0; head < HEADS; head++) {
                 float norms[77], most = 0, least = INFINITY;
                 CHECK_OK(kvt_offload_retained(engine.offload, 0, head, kept, MAX_TOKENS, &count,
@@ -617,10 +620,10 @@ static void evicting_by_keys(void) {
                         const float x = engine.k[0][t * K_ROW + head * KEY_DIM + d];
                         norms[t] += x * x;
                     }
-                    const int stays = at < count && kept[at] == t;
-                    if (stays) at++;
-                    if (stays && norms[t] > most) most = norms[t];
-                    if (!stays && norms[t] < least) least = norms[t];
+                    const int is_kept = at < count && kept[at] == t;
+                    if (is_kept) at++;
+                    if (is_kept && norms[t] > most) most = norms[t];
+                    if (!is_kept && norms[t] < least) least = norms[t];
                 }
                 CHECK(most <= least * 1.001f);
             }
@@ -629,8 +632,9 @@ static void evicting_by_keys(void) {
     }
 }
 
-/* Blocks by an earlier layer's query, by an indexer's rows, by the engine's own scores. */
-static void selecting(void) {
+/* Blocks are selected by an earlier layer's query, by an indexer's rows, or by the engine's
+ * scores. */
+static void blocks_are_selected_by_query_indexer_or_scores(void) {
     open_engine("store(host=4MiB)", 0, NULL, "predict(of=quest(budget=48,page=16,dense=1))");
     put_all(120);
     for (int i = 0; i < 20; i++) decode();
@@ -639,15 +643,15 @@ static void selecting(void) {
 
     open_engine("store(host=4MiB)", 0, NULL, "dsa(topk=20,heads=2,dim=4,load=true,state=f32)");
     append(96);
-    float own[LAYERS][96 * 4], weights[2] = {1, 1}, asked[2 * 4] = {1, 0, 0, 0, 1, 0, 0, 0};
+    float own[LAYERS][96 * 4], weights[2] = {1, 1}, positions[2 * 4] = {1, 0, 0, 0, 1, 0, 0, 0};
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
-        /* Only block 3 looks like what is asked for. */
+        /* Only block 3 matches the query. */
         for (int i = 0; i < 96 * 4; i++) own[layer][i] = i % 4 == 0 && i / 64 == 3 ? 1 : -0.1f;
         const kvt_rows_t keys = rows_of(own[layer], 96, 1, 4);
         CHECK_OK(kvt_offload_append_keys(engine.offload, layer, 0, &keys, NULL));
         put(layer, 96, PLAIN);
     }
-    const kvt_rows_t query = rows_of(asked, 1, 2, 4);
+    const kvt_rows_t query = rows_of(positions, 1, 2, 4);
     kvt_sparse_context_t where = context(0, 95, 96);
     kvt_offload_kv_t kv = KVT_OFFLOAD_KV_INIT;
     uint32_t blocks[8] = {0};
@@ -683,9 +687,9 @@ static void selecting(void) {
     close_engine();
 }
 
-/* Blocks that the engine has chosen by itself come with the tail, whatever policies say; which
- * they are can be read as soon as the load has begun. */
-static void choosing(void) {
+/* Blocks that the engine chose are loaded with the tail, regardless of the policy. Their list
+ * can be read as soon as the load has started. */
+static void chosen_blocks_are_loaded_with_the_tail(void) {
     open_engine("store(host=4MiB)", 0, NULL, "quest(budget=48,page=16,dense=1)");
     put_all(107);
     const kvt_sparse_context_t where = context(0, 106, 107);
@@ -693,7 +697,7 @@ static void choosing(void) {
     float numbers[QUERY];
     const kvt_rows_t query = query_of(numbers);
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
-        /* With a query and without one; some, one, none. */
+        /* With and without a query; some, one and no blocks. */
         for (uint32_t n = 0; n < 4; n++) {
             uint32_t count = 9, blocks[8] = {0};
             uint64_t listed = 0;
@@ -724,7 +728,7 @@ static void choosing(void) {
     close_engine();
 }
 
-/* One sequence has become two: the other takes its turn. */
+/* Switches between the two sequences of a fork. */
 static void swap_engines(void) {
     static engine_t between;
     between = engine;
@@ -744,7 +748,7 @@ static void fork_engine(void) {
     other.next_token += 100000;
 }
 
-static void forking(int latent, const char *policy) {
+static void forks_continue_independently(int latent, const char *policy) {
     open_engine("store(host=8MiB)", latent, NULL, policy);
     put_all(90);
     for (int i = 0; i < 3; i++) decode();
@@ -764,7 +768,7 @@ static void forking(int latent, const char *policy) {
         compare_all();
         check_tokens();
     }
-    /* The first goes; what it had in common with the other stays. */
+    /* After the first sequence closes, the shared blocks stay. */
     CHECK_OK(kvt_offload_close(&other.offload));
     CHECK_OK(kvt_session_close(&other.session));
     compare_all();
@@ -775,7 +779,7 @@ static void forking(int latent, const char *policy) {
     close_engine();
 }
 
-static void refusing_to_fork(void) {
+static void invalid_forks_are_refused(void) {
     open_engine("store(host=8MiB)", 0, NULL, "quest(budget=48,page=16,dense=1)");
     put_all(90);
     kvt_session_t *fork = NULL;
@@ -800,7 +804,7 @@ static void refusing_to_fork(void) {
     CHECK_OK(kvt_session_close(&engine.session));
     CHECK_IS(kvt_offload_fork(engine.offload, stale, &out, &err), KVT_E_HANDLE);
     CHECK(out == NULL);
-    /* Its session's handle is closed, and it is forked all the same. */
+    /* An offload can be forked after its session's handle was closed. */
     CHECK_OK(kvt_offload_fork(engine.offload, fork, &out, NULL));
     CHECK_OK(kvt_offload_close(&engine.offload));
     engine.offload = out;
@@ -810,8 +814,8 @@ static void refusing_to_fork(void) {
     close_engine();
 }
 
-/* Audits say whether blocks that came are those that the queries look at. */
-static void auditing(void) {
+/* Audits count how many of the blocks with the most attention were loaded. */
+static void audits_compare_loaded_with_wanted_blocks(void) {
     open_engine("store(host=4MiB)", 0, NULL, NULL);
     CHECK_OK(kvt_offload_close(&engine.offload));
     const kvt_attention_t shape = attention(0);
@@ -824,7 +828,7 @@ static void auditing(void) {
     opts.audit_every = 1;
     CHECK_OK(kvt_offload_open(&opts, &engine.offload, NULL));
 
-    /* Keys of block 3 are what is asked for, in all heads. */
+    /* Only the keys of block 3 match the query, in all heads. */
     append(100);
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
         compute(layer, 100);
@@ -846,7 +850,7 @@ static void auditing(void) {
         const kvt_offload_stats_t after = stats();
         CHECK_EQ(after.audited - before.audited, 1);
         CHECK_EQ(after.wanted - before.wanted, choices[i].count);
-        /* The second of two may be any. */
+        /* The second of two wanted blocks may be any. */
         CHECK(after.found - before.found >= choices[i].found);
         CHECK_EQ(after.found_ppm - before.found_ppm, choices[i].ppm);
         CHECK_EQ(after.loaded_blocks - before.loaded_blocks, choices[i].count);
@@ -866,18 +870,18 @@ static void auditing(void) {
     close_engine();
 }
 
-/* The call gives this status, a text that says this, and has changed nothing. */
+/* The call must return this status, and its message must contain this text. */
 #define REFUSED(call, status, says)                                                          \
     do {                                                                                     \
         CHECK_IS(call, status);                                                              \
         if (strstr(kvt_error_message(err), says) == NULL) {                                  \
-            fprintf(stderr, "%s:%d: '%s' does not say '%s'\n", __FILE__, __LINE__,           \
+            fprintf(stderr, "%s:%d: '%s' does not contain '%s'\n", __FILE__, __LINE__,           \
                     kvt_error_message(err), says);                                           \
             exit(1);                                                                         \
         }                                                                                    \
     } while (0)
 
-static void refusing_to_open(void) {
+static void invalid_options_are_refused(void) {
     open_engine("store(host=4MiB)", 0, NULL, NULL);
     CHECK_OK(kvt_offload_close(&engine.offload));
     kvt_offload_t *out = NULL;
@@ -924,7 +928,7 @@ static void refusing_to_open(void) {
     BAD_SHAPE(shape.reserved = 1, "reserved");
     BAD_SHAPE(shape.struct_size = 0, "");
     BAD_OPTS(opts.session = NULL, KVT_E_HANDLE, "");
-    BAD_OPTS(opts.session = (const kvt_session_t *)engine.space, KVT_E_HANDLE, "");
+    BAD_OPTS(opts.session = (const kvt_session_t *)engine.ns, KVT_E_HANDLE, "");
     BAD_OPTS(opts.attention = NULL, KVT_E_INVALID, "attention is null");
     BAD_OPTS(opts.dtype = 99, KVT_E_INVALID, "dtype");
     BAD_OPTS(opts.dtype = KVT_DTYPE_F16, KVT_E_INVALID, "f16");
@@ -956,8 +960,8 @@ static void refusing_to_open(void) {
     close_engine();
 }
 
-/* What no call may do with these. */
-static void refusing_handles(const kvt_offload_t *bad) {
+/* Every call with an invalid handle. */
+static void invalid_handles_are_refused(const kvt_offload_t *bad) {
     const kvt_sparse_context_t where = context(0, 1, 2);
     kvt_error_t *err = NULL;
     kvt_offload_kv_t kv = KVT_OFFLOAD_KV_INIT;
@@ -989,12 +993,12 @@ static void refusing_handles(const kvt_offload_t *bad) {
     CHECK_OK(kvt_error_free(&err));
 }
 
-static void refusing(void) {
+static void invalid_calls_are_refused(void) {
     open_engine("store(host=4MiB)", 0, NULL, "quest(budget=48,page=16,dense=1)");
     put_all(40);
-    refusing_handles(NULL);
-    refusing_handles((const kvt_offload_t *)engine.session);
-    refusing_handles((const kvt_offload_t *)engine.store);
+    invalid_handles_are_refused(NULL);
+    invalid_handles_are_refused((const kvt_offload_t *)engine.session);
+    invalid_handles_are_refused((const kvt_offload_t *)engine.store);
     kvt_offload_t *wrong = (kvt_offload_t *)engine.session;
     CHECK_IS(kvt_offload_close(&wrong), KVT_E_HANDLE);
     const kvt_offload_stats_t before = stats();
@@ -1002,7 +1006,7 @@ static void refusing(void) {
     const kvt_sparse_context_t right = context(0, 39, 40);
     kvt_sparse_context_t where;
     kvt_offload_kv_t kv = KVT_OFFLOAD_KV_INIT;
-    uint32_t count = 0, went = 0, list[64] = {0};
+    uint32_t count = 0, evicted = 0, list[64] = {0};
     uint64_t n = 0;
     float numbers[4 * QUERY];
     kvt_rows_t query = query_of(numbers);
@@ -1023,7 +1027,7 @@ static void refusing(void) {
     change;                                                                                  \
     CHECK_IS(LOAD(0, 0, NULL, 0, NULL, &where), KVT_E_INVALID);                              \
     CHECK_IS(kvt_offload_begin(engine.offload, &where, &err), KVT_E_INVALID);                \
-    CHECK_IS(kvt_offload_evict(engine.offload, 0, &where, &went, &err), KVT_E_INVALID)
+    CHECK_IS(kvt_offload_evict(engine.offload, 0, &where, &evicted, &err), KVT_E_INVALID)
     BAD_WHERE(where.is_prefill = 2);
     BAD_WHERE(where.reserved = 1);
     BAD_WHERE(where.part = 1);
@@ -1069,7 +1073,7 @@ static void refusing(void) {
     CHECK_IS(kvt_offload_tokens(engine.offload, 0, NULL, list), KVT_E_INVALID);
     CHECK_IS(kvt_offload_stats(engine.offload, NULL), KVT_E_INVALID);
 
-    /* Passes in another order. */
+    /* Calls of a pass in the wrong order. */
     REFUSED(kvt_offload_take(engine.offload, 0, NULL, &kv, &err), KVT_E_STATE, "no pass");
     REFUSED(kvt_offload_give_back(engine.offload, 0, &err), KVT_E_STATE, "not taken");
     CHECK_OK(kvt_offload_begin(engine.offload, &right, NULL));
@@ -1094,7 +1098,7 @@ static void refusing(void) {
     }
     CHECK_IS(kvt_offload_take(engine.offload, LAYERS, &query, &kv, &err), KVT_E_INVALID);
 
-    /* A buffer that the engine has taken from a pass is not the pass's any more. */
+    /* After the engine loads into a buffer of a pass, the pass has lost the buffer. */
     CHECK_OK(kvt_offload_begin(engine.offload, &right, NULL));
     CHECK_OK(kvt_offload_release(engine.offload, 0, NULL));
     CHECK_OK(LOAD(0, 2, both, 1, NULL, &right));
@@ -1110,8 +1114,8 @@ static void refusing(void) {
     kvt_op_t *op = NULL;
 #define PUT(layer, first, tokens, k_view, v_view)                                            \
     kvt_offload_put(engine.offload, layer, first, tokens, k_view, v_view, NULL, &op, &err)
-    lay(&k, engine.k[0], 40, HEADS, KEY_DIM, PLAIN);
-    lay(&v, engine.v[0], 40, HEADS, VALUE_DIM, PLAIN);
+    lay_out(&k, engine.k[0], 40, HEADS, KEY_DIM, PLAIN);
+    lay_out(&v, engine.v[0], 40, HEADS, VALUE_DIM, PLAIN);
     REFUSED(PUT(0, 40, 4, &k.view, &v.view), KVT_E_INVALID, "append them first");
     append(20);
     engine.appended -= 20;
@@ -1154,15 +1158,15 @@ static void refusing(void) {
     CHECK_IS(kvt_offload_put(engine.offload, 0, 40, 4, &k.view, &v.view, &submit_opts, &op, &err),
              KVT_E_HANDLE);
     k.memory[5] = 0;
-    const kvt_status_t untold =
+    const kvt_status_t unreported =
         kvt_offload_put(engine.offload, 0, 40, 20, &k.view, &v.view, NULL, NULL, &err);
-    REFUSED(untold, KVT_E_INVALID, "op_out is null");
+    REFUSED(unreported, KVT_E_INVALID, "out_op is null");
     check_tokens();
     CHECK(op == NULL);
     free(k.memory);
     free(v.memory);
 
-    /* What quest wants none of, and what it does not do. */
+    /* Inputs that quest does not need, and functions that it does not support. */
     float sums[40] = {0};
     REFUSED(kvt_offload_score(engine.offload, 0, 1, sums, 1, &err), KVT_E_UNSUPPORTED, "");
     CHECK_IS(kvt_offload_score(engine.offload, 0, 0, sums, 1, &err), KVT_E_UNSUPPORTED);
@@ -1174,10 +1178,10 @@ static void refusing(void) {
     CHECK_IS(kvt_offload_observe(engine.offload, 9, 1, sums, 40, 40, &err), KVT_E_INVALID);
     CHECK_IS(kvt_offload_observe(engine.offload, 0, 1, NULL, 40, 40, &err), KVT_E_INVALID);
     CHECK_IS(kvt_offload_observe(engine.offload, 0, 1, sums, UINT64_MAX, 40, &err), KVT_E_LIMIT);
-    CHECK_IS(kvt_offload_evict(engine.offload, 9, &right, &went, &err), KVT_E_INVALID);
-    went = 9;
-    CHECK_OK(kvt_offload_evict(engine.offload, 0, &right, &went, NULL));
-    CHECK_EQ(went, 0);
+    CHECK_IS(kvt_offload_evict(engine.offload, 9, &right, &evicted, &err), KVT_E_INVALID);
+    evicted = 9;
+    CHECK_OK(kvt_offload_evict(engine.offload, 0, &right, &evicted, NULL));
+    CHECK_EQ(evicted, 0);
     CHECK_IS(kvt_offload_retained(engine.offload, 3, 0, list, 64, &n, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_offload_retained(engine.offload, 0, 1, list, 64, &n, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_offload_retained(engine.offload, 0, 0, list, 64, NULL, NULL), KVT_E_INVALID);
@@ -1185,19 +1189,19 @@ static void refusing(void) {
     check_tokens();
     const kvt_offload_stats_t after = stats();
     CHECK_EQ(after.put_bytes + after.tail_bytes - before.put_bytes - before.tail_bytes,
-             4 * 8 * (K_ROW + V_ROW) * sizeof(float)); /* the tails of what was taken */
+             4 * 8 * (K_ROW + V_ROW) * sizeof(float)); /* tails of the taken buffers */
     CHECK_EQ(after.failed_loads + after.evicted_tokens, 0);
     for (uint32_t layer = 0; layer < LAYERS; layer++) put(layer, 20, PLAIN);
     compare_all();
     kvt_offload_t *stale = engine.offload;
     close_engine();
-    refusing_handles(stale);
+    invalid_handles_are_refused(stale);
     CHECK_IS(kvt_offload_close(&stale), KVT_E_HANDLE);
     stale = NULL;
     CHECK_OK(kvt_offload_close(&stale));
     CHECK_OK(kvt_offload_close(NULL));
 
-    /* More blocks than a buffer has room for, and sums that are none. */
+    /* More blocks than a buffer can hold, and invalid sums. */
     open_engine("store(host=4MiB)", 0, NULL, "h2o(sink=4,recent=20,budget=8,heads=all)");
     put_all(300);
     where = context(0, 299, 300);
@@ -1216,14 +1220,14 @@ static void refusing(void) {
     close_engine();
 }
 
-/* A queue that has no room: nothing was taken, and the same put goes later. */
-static void waiting_for_room(void) {
+/* A put to a full queue has no effect, and succeeds later. */
+static void full_queue_refuses_a_put(void) {
     open_engine("store(host=4MiB)", 0, NULL, "quest(budget=48,page=16,dense=1)");
     append(64);
     compute(1, 64);
     plane_t k, v;
-    lay(&k, engine.k[1], 64, HEADS, KEY_DIM, PLAIN);
-    lay(&v, engine.v[1], 64, HEADS, VALUE_DIM, PLAIN);
+    lay_out(&k, engine.k[1], 64, HEADS, KEY_DIM, PLAIN);
+    lay_out(&v, engine.v[1], 64, HEADS, VALUE_DIM, PLAIN);
     kvt_queue_t *queue = open_queue(runtime, 1);
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
@@ -1251,17 +1255,17 @@ static void waiting_for_room(void) {
     close_engine();
 }
 
-/* Everything is closed in an order of its own. */
-static void closing(void) {
+/* Objects may be closed in any order. */
+static void objects_close_in_any_order(void) {
     const kvt_sparse_context_t where = context(0, 89, 90);
     for (int i = 0; i < 20; i++) {
         open_engine("store(host=4MiB)", 0, NULL, NULL);
         put_all(90);
-        CHECK_OK(kvt_offload_begin(engine.offload, &where, NULL)); /* loads are under way */
+        CHECK_OK(kvt_offload_begin(engine.offload, &where, NULL)); /* loads are in progress */
         close_engine();
     }
 
-    /* The session's handle goes first: the offload keeps it. */
+    /* The session's handle is closed first: the offload keeps the session. */
     open_engine("store(host=4MiB)", 0, NULL, NULL);
     put_all(90);
     const kvt_session_t *stale = engine.session;
@@ -1269,10 +1273,10 @@ static void closing(void) {
     compare_all();
     CHECK_IS(kvt_session_truncate(stale, 0, NULL), KVT_E_HANDLE);
     CHECK_OK(kvt_offload_close(&engine.offload));
-    CHECK_OK(kvt_namespace_close(&engine.space));
+    CHECK_OK(kvt_namespace_close(&engine.ns));
     CHECK_OK(kvt_store_close(&engine.store, hang_guard(), NULL));
 
-    /* The store goes first. */
+    /* The store is closed first. */
     open_engine("store(host=4MiB)", 0, NULL, "quest(budget=48,page=16,dense=1)");
     put_all(90);
     CHECK_OK(kvt_offload_load(engine.offload, 0, 0, NULL, 0, 0, NULL, &where, NULL, NULL));
@@ -1292,16 +1296,16 @@ static void closing(void) {
     CHECK_OK(kvt_error_free(&err));
     CHECK_OK(kvt_offload_close(&engine.offload));
     CHECK_OK(kvt_session_close(&engine.session));
-    CHECK_OK(kvt_namespace_close(&engine.space));
+    CHECK_OK(kvt_namespace_close(&engine.ns));
 }
 
-/* What the store's account does not have is refused. */
-static void paying(void) {
+/* An offload that exceeds the store's account is refused. */
+static void memory_is_charged_to_the_store(void) {
     kvt_budget_opts_t opts = KVT_BUDGET_OPTS_INIT;
     opts.host_bytes = 8 << 20;
     kvt_budget_t *budget = NULL;
     CHECK_OK(kvt_budget_open(runtime, &opts, &budget, NULL));
-    paid_by = budget;
+    store_budget = budget;
     open_engine("store(host=4MiB)", 0, NULL, NULL);
     CHECK_OK(kvt_offload_close(&engine.offload));
     const kvt_attention_t shape = attention(0);
@@ -1313,7 +1317,7 @@ static void paying(void) {
     CHECK(engine.offload == NULL);
     CHECK_OK(kvt_error_free(&err));
 
-    /* As many forks as it has, and as many again: one that is refused costs nothing. */
+    /* As many forks as the budget allows, twice: a refused fork keeps no memory. */
     many.buffers = 8;
     many.audit_every = 1;
     CHECK_OK(kvt_offload_open(&many, &engine.offload, NULL));
@@ -1348,13 +1352,13 @@ static void paying(void) {
     for (uint32_t layer = 0; layer < LAYERS; layer++) engine.tokens[layer] = 32;
     compare_all();
     close_engine();
-    paid_by = NULL;
+    store_budget = NULL;
     CHECK_OK(kvt_budget_close(&budget, NULL));
 }
 
-/* The runtime goes first. */
-static void closing_runtime(void) {
-    kvt_runtime_t *before = runtime; /* what is on it is not counted */
+/* The runtime is closed first. */
+static void offload_outlives_its_runtime(void) {
+    kvt_runtime_t *before = runtime; /* its objects are not counted */
     const kvt_sparse_context_t where = context(0, 89, 90);
     runtime = open_runtime(1, NULL);
     open_engine("store(host=4MiB)", 0, NULL, NULL);
@@ -1371,12 +1375,12 @@ static void closing_runtime(void) {
              KVT_E_CLOSED);
     CHECK_OK(kvt_offload_close(&engine.offload));
     CHECK_OK(kvt_session_close(&engine.session));
-    CHECK_OK(kvt_namespace_close(&engine.space));
+    CHECK_OK(kvt_namespace_close(&engine.ns));
     CHECK_OK(kvt_store_close(&engine.store, hang_guard(), NULL));
 }
 
-/* Calls from two threads at once come one at a time. */
-static void *loading(void *data) {
+/* Loads blocks; two threads call concurrently, and the library serializes them. */
+static void *load_repeatedly(void *data) {
     const uint32_t buffer = *(const uint32_t *)data;
     const kvt_sparse_context_t where = context(0, 89, 90);
     for (uint32_t i = 0; i < 60; i++) {
@@ -1390,18 +1394,18 @@ static void *loading(void *data) {
     return NULL;
 }
 
-static void sharing(void) {
+static void two_threads_share_an_offload(void) {
     open_engine("store(host=4MiB)", 0, NULL, NULL);
     put_all(90);
     uint32_t buffers[2] = {0, 1};
-    const pthread_t thread = start_thread(loading, &buffers[1]);
-    loading(&buffers[0]);
+    const pthread_t thread = start_thread(load_repeatedly, &buffers[1]);
+    load_repeatedly(&buffers[0]);
     join_thread(thread);
     CHECK_EQ(stats().loads, 120);
     close_engine();
 }
 
-/* A policy of the engine's own: every second block, and what it was told. */
+/* A custom policy that selects every second block, and counts its callbacks. */
 typedef struct {
     uint32_t alone, together, selects, freed;
 } own_t;
@@ -1425,7 +1429,7 @@ static kvt_status_t own_decode_hook(void *data, uint32_t block, uint32_t first,
         CHECK(memcmp(keys[layer].view.address, engine.k[layer] + first * K_ROW,
                      BLOCK * K_ROW * sizeof(float)) == 0);
     ((own_t *)data)->together++;
-    /* Inside of a callback the offload is in use. */
+    /* Inside a callback the offload is in use. */
     uint32_t stored = 0;
     CHECK_IS(kvt_offload_tokens(engine.offload, 0, &stored, NULL), KVT_E_REENTRANT);
     return KVT_OK;
@@ -1450,7 +1454,7 @@ static void put_plain(uint32_t tokens) {
     for (uint32_t layer = 0; layer < LAYERS; layer++) put(layer, tokens, PLAIN);
 }
 
-static void called_back(void) {
+static void custom_policy_is_called(void) {
     own_t own = {0, 0, 0, 0};
     kvt_sparse_traits_t traits = KVT_SPARSE_TRAITS_INIT;
     traits.caps = KVT_SPARSE_LOAD_DECODE;
@@ -1484,13 +1488,13 @@ static void called_back(void) {
     CHECK_EQ(own.alone, 2 * LAYERS);
     CHECK_EQ(own.together, 1);
     CHECK_EQ(own.selects, 8 * LAYERS);
-    /* A block within a part of a prompt, and one that is complete in one layer after the other. */
+    /* A block within a part of a prompt, and a block that becomes complete layer by layer. */
     put_plain(20);
     put_plain(14);
     CHECK_EQ(own.alone, 4 * LAYERS);
     CHECK_EQ(own.together, 1);
     compare_all();
-    /* What is taken back and written again is told again. */
+    /* Blocks that are truncated and put again are reported again. */
     truncate_to(44);
     for (int i = 0; i < 4; i++) decode();
     CHECK_EQ(own.together, 2);
@@ -1516,31 +1520,31 @@ int main(void) {
     check_begin();
     CHECK(mkdtemp(folder) != NULL);
     runtime = open_runtime(1, NULL);
-    writing(0, NULL);
-    writing(0, "quest(budget=48,page=16,dense=1)");
-    writing(1, NULL);
-    writing(1, "quest(budget=48,page=16,dense=1)");
-    putting();
-    guessing();
-    resuming();
-    evicting();
-    evicting_by_keys();
-    selecting();
-    choosing();
-    forking(0, NULL);
-    forking(0, "quest(budget=48,page=16,dense=1)");
-    forking(1, "quest(budget=48,page=16,dense=1)");
-    refusing_to_fork();
-    auditing();
-    called_back();
-    refusing_to_open();
-    refusing();
-    waiting_for_room();
-    closing();
-    closing_runtime();
-    paying();
-    sharing();
+    prefill_in_parts_then_decode(0, NULL);
+    prefill_in_parts_then_decode(0, "quest(budget=48,page=16,dense=1)");
+    prefill_in_parts_then_decode(1, NULL);
+    prefill_in_parts_then_decode(1, "quest(budget=48,page=16,dense=1)");
+    puts_work_from_every_form();
+    truncated_tokens_can_be_put_again();
+    sequences_resume_after_a_restart();
+    evicted_tokens_are_not_loaded();
+    key_policies_see_all_keys();
+    blocks_are_selected_by_query_indexer_or_scores();
+    chosen_blocks_are_loaded_with_the_tail();
+    forks_continue_independently(0, NULL);
+    forks_continue_independently(0, "quest(budget=48,page=16,dense=1)");
+    forks_continue_independently(1, "quest(budget=48,page=16,dense=1)");
+    invalid_forks_are_refused();
+    audits_compare_loaded_with_wanted_blocks();
+    custom_policy_is_called();
+    invalid_options_are_refused();
+    invalid_calls_are_refused();
+    full_queue_refuses_a_put();
+    objects_close_in_any_order();
+    offload_outlives_its_runtime();
+    memory_is_charged_to_the_store();
+    two_threads_share_an_offload();
     close_runtime(&runtime);
     remove_folder();
-    return check_end("offload_wish");
+    return check_end("offload_engine");
 }

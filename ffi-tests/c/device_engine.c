@@ -1,13 +1,9 @@
-/* What an engine does that has an accelerator of its own: a table of callbacks makes it a device,
- * the library says whether it is a good one, and then a store and a streamer copy by way of it.
- *
- * The accelerator here: a thread for each stream, events that a thread signals, and memory whose
- * addresses the processor cannot follow, so that whoever reads them without the device is found
- * out at once. */
+/* Tests of custom devices: a table of callbacks makes the simulated accelerator of accelerator.h a
+ * device. It must pass the conformance suite; then a store and a streamer copy through it. */
 
 #include "accelerator.h"
 
-static void heard(void *data, const char *name, uint64_t name_bytes, uint32_t verdict,
+static void on_check(void *data, const char *name, uint64_t name_bytes, uint32_t verdict,
                   const char *why, uint64_t why_bytes) {
     ++*(int *)data;
     if (verdict == KVT_VERDICT_FAILED)
@@ -21,19 +17,19 @@ static void conforms(kvt_device_t *device, uint64_t seed) {
     opts.seed = seed;
     opts.rounds = 4;
     opts.flags = KVT_CONFORMANCE_CLOSES;
-    CHECK_OK(kvt_device_conformance(device, &opts, heard, &names, &result, NULL));
+    CHECK_OK(kvt_device_conformance(device, &opts, on_check, &names, &result, NULL));
     CHECK_EQ(result.failed, 0);
     CHECK_EQ(result.passed + result.skipped, (uint64_t)names);
     CHECK(result.passed >= 14);
 }
 
 static void check_tables(void) {
-    accelerator_t home;
-    start(&home);
+    accelerator_t accelerator;
+    start(&accelerator);
     kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
     kvt_device_t *device = NULL;
     kvt_error_t *error = NULL;
-    const kvt_device_custom_t good = table_of(&home);
+    const kvt_device_custom_t good = table_of(&accelerator);
     kvt_device_custom_t table = good;
     opts.kind = KVT_DEVICE_KIND_CUSTOM;
     CHECK_IS(kvt_device_open(runtime, &opts, &device, NULL), KVT_E_INVALID);
@@ -57,7 +53,7 @@ static void check_tables(void) {
     opts.seed = 0;
     opts.kind = 9;
     CHECK_IS(kvt_device_open(runtime, &opts, &device, NULL), KVT_E_INVALID);
-    CHECK(device == NULL && home.destroyed == 0);
+    CHECK(device == NULL && accelerator.destroyed == 0);
 
     opts.kind = KVT_DEVICE_KIND_CUDA;
     opts.custom = NULL;
@@ -67,7 +63,7 @@ static void check_tables(void) {
     CHECK(strstr(kvt_error_message(error), "no CUDA driver") != NULL);
     CHECK_OK(kvt_error_free(&error));
 
-    /* A device that has no waiting and gives nothing is one, too. */
+    /* `wait` and the memory callbacks are optional. */
     table = good;
     table.wait = NULL;
     table.allocate = NULL;
@@ -91,11 +87,11 @@ static void check_tables(void) {
     CHECK_OK(kvt_device_release(device, &event, 1, NULL));
     conforms(device, 3);
     CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
-    stop(&home);
+    stop(&accelerator);
 }
 
-/* Copies by hand: memory, events, the engine's own work before and after. */
-static void check_copies(kvt_device_t *device, accelerator_t *home) {
+/* Copies without a store: memory, events, the engine's own work before and after. */
+static void check_copies(kvt_device_t *device, accelerator_t *accelerator) {
     enum { TOKENS = 40, HEADS = 3, RUN = 32, BYTES = TOKENS * HEADS * RUN };
     kvt_device_info_t info = KVT_DEVICE_INFO_INIT;
     CHECK_OK(kvt_device_info(device, &info));
@@ -110,10 +106,10 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
 
     kvt_device_memory_t memory = KVT_DEVICE_MEMORY_INIT;
     CHECK_OK(kvt_device_alloc(device, 2 * BYTES, &memory, NULL));
-    CHECK(memory.memory == KVT_MEMORY_DEVICE && memory.address >= FAR);
-    uint8_t there[BYTES], back[BYTES];
+    CHECK(memory.memory == KVT_MEMORY_DEVICE && memory.address >= DEVICE_OFFSET);
+    uint8_t address[BYTES], back[BYTES];
     uint64_t seed = 5;
-    for (int i = 0; i < BYTES; i++) there[i] = (uint8_t)next_random(&seed);
+    for (int i = 0; i < BYTES; i++) address[i] = (uint8_t)next_random(&seed);
     /* [heads, tokens, run] on the device, canonical in host memory. */
     kvt_copy_t copy;
     memset(&copy, 0, sizeof copy);
@@ -124,7 +120,7 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     copy.view.run_bytes = RUN;
     copy.view.token_stride_bytes = RUN;
     copy.view.head_stride_bytes = TOKENS * RUN;
-    copy.plane = there;
+    copy.plane = address;
     copy.direction = KVT_COPY_SCATTER;
     uint64_t up = 0, down = 0, own = 0, adopted = 0;
     CHECK_OK(kvt_device_copy(device, 1, 0, &copy, 1, sizeof copy, &up, NULL));
@@ -133,20 +129,21 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     CHECK_OK(kvt_device_copy(device, 2, up, &copy, 1, sizeof copy, &down, NULL));
     CHECK_OK(kvt_device_wait(device, down, hang_guard(), NULL));
     CHECK_OK(kvt_device_query(device, down));
-    CHECK(memcmp(there, back, BYTES) == 0);
-    const uint8_t *raw = near(memory.address, KVT_MEMORY_DEVICE);
+    CHECK(memcmp(address, back, BYTES) == 0);
+    const uint8_t *raw = cpu_address(memory.address, KVT_MEMORY_DEVICE);
     for (int t = 0; t < TOKENS; t++)
         for (int h = 0; h < HEADS; h++)
-            CHECK(memcmp(raw + (h * TOKENS + t) * RUN, there + (t * HEADS + h) * RUN, RUN) == 0);
+            CHECK(memcmp(raw + (h * TOKENS + t) * RUN, address + (t * HEADS + h) * RUN, RUN) == 0);
 
-    /* The engine computes on its own stream: the library waits for that, and the engine for it. */
+    /* The engine computes on its own stream. The library's copy waits for the engine, and the
+     * engine waits for the copy. */
     kvt_copy_rows_t rows = {0};
     rows.from = memory.address;
     rows.to = memory.address + BYTES;
     rows.run_bytes = rows.from_stride_bytes = rows.to_stride_bytes = BYTES;
     rows.runs = 1;
     rows.from_memory = rows.to_memory = KVT_MEMORY_DEVICE;
-    CHECK_OK(put_work(home, 0, 0, &rows, 1, sizeof rows, &own));
+    CHECK_OK(submit_copies(accelerator, 0, 0, &rows, 1, sizeof rows, &own));
     CHECK_OK(kvt_device_import_event(device, own, &adopted, NULL));
     copy.view.address = (void *)(uintptr_t)(memory.address + BYTES);
     copy.view.heads = 1;
@@ -167,9 +164,9 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     CHECK_OK(kvt_device_release(device, events, 4, NULL));
     CHECK_IS(kvt_device_release(device, events, 1, NULL), KVT_E_HANDLE);
     CHECK_IS(kvt_device_query(device, up), KVT_E_HANDLE);
-    release(home, own);
+    release(accelerator, own);
 
-    /* What cannot be. */
+    /* Invalid calls. */
     kvt_error_t *error = NULL;
     copy.plane = NULL;
     CHECK_IS(kvt_device_copy(device, 1, 0, &copy, 1, sizeof copy, &up, &error), KVT_E_INVALID);
@@ -197,8 +194,8 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     CHECK_OK(kvt_error_free(&error));
 }
 
-/* Two lists of columns and diagonals for one head of two, all keys for the other, laid out as
- * KVT_DEVICE_KERNEL_PREFILL reads them. */
+/* An index with columns and diagonals for one head and all keys for the other, laid out for
+ * KVT_DEVICE_KERNEL_PREFILL. */
 static void check_index(void) {
     kvt_index_head_t heads[2] = {{KVT_INDEX_LINES, 0, 2, 0, 0, UINT32_MAX},
                                  {KVT_INDEX_DENSE, 0, 0, 0, 0, UINT32_MAX}};
@@ -235,10 +232,10 @@ static void check_index(void) {
     CHECK_EQ(kernel.numbers, at);
     CHECK_EQ(kernel.counts, at + 48);
     CHECK_EQ(kernel.index, at + 60);
-    /* As docs/kernels.md says: 12 bytes a head and 32 positions, and 8 more. */
+    /* By docs/kernels.md: 12 bytes for each head and 32 positions, and 8 words more. */
     CHECK_EQ(kernel.scratch_bytes, 12 * 2 * (1040 / 32 + 8));
 
-    /* What is not sound is refused: one that is not there, numbers that do not ascend. */
+    /* Invalid indices are refused: a missing list, numbers that do not ascend. */
     heads[0].lists = 3;
     CHECK_IS(kvt_kernel_pack_index(&index, &kernel, at, bytes, 80, &need, NULL), KVT_E_INVALID);
     heads[0].lists = 2;
@@ -249,12 +246,12 @@ static void check_index(void) {
     CHECK_IS(kvt_kernel_pack_index(&index, &kernel, 0, bytes, 80, &need, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_kernel_pack_index(&index, NULL, at, bytes, 80, &need, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_kernel_pack_index(&index, &kernel, at, bytes, 80, NULL, NULL), KVT_E_INVALID);
-    /* No index: all keys. */
+    /* Without an index: all keys. */
     CHECK_OK(kvt_kernel_pack_index(NULL, &kernel, 0, NULL, 0, &need, NULL));
     CHECK(need == 0 && memcmp(&kernel, &before, sizeof kernel) == 0);
 }
 
-/* KV of an engine that has it on the accelerator: into the store, and back to another place. */
+/* An engine whose KV is in device memory: put into the store, then get to another address. */
 enum { LAYERS = 4, CHUNK = 16, TOKENS = 6 * CHUNK, TOKEN_BYTES = 128 };
 
 typedef struct {
@@ -267,7 +264,7 @@ static void open_engine(kvt_device_t *device, engine_t *engine, uint64_t seed) {
     memset(engine, 0, sizeof *engine);
     engine->memory.struct_size = sizeof engine->memory;
     CHECK_OK(kvt_device_alloc(device, 2 * LAYERS * plane, &engine->memory, NULL));
-    uint8_t *raw = near(engine->memory.address, KVT_MEMORY_DEVICE);
+    uint8_t *raw = cpu_address(engine->memory.address, KVT_MEMORY_DEVICE);
     for (uint64_t i = 0; i < 2 * LAYERS * plane; i++)
         raw[i] = seed == 0 ? 0 : (uint8_t)next_random(&seed);
     for (int layer = 0; layer < LAYERS; layer++) {
@@ -283,13 +280,13 @@ static void open_engine(kvt_device_t *device, engine_t *engine, uint64_t seed) {
     }
 }
 
-static kvt_transfer_t move_of(const engine_t *engine) {
-    kvt_transfer_t move = KVT_TRANSFER_INIT;
-    move.tokens = TOKENS;
-    move.k = engine->k;
-    move.v = engine->v;
-    move.stride_bytes = sizeof *engine->k;
-    return move;
+static kvt_transfer_t transfer_of(const engine_t *engine) {
+    kvt_transfer_t transfer = KVT_TRANSFER_INIT;
+    transfer.tokens = TOKENS;
+    transfer.k = engine->k;
+    transfer.v = engine->v;
+    transfer.stride_bytes = sizeof *engine->k;
+    return transfer;
 }
 
 static kvt_copy_rows_t all_of(uint64_t from, uint32_t from_memory, uint64_t to, uint32_t to_memory,
@@ -304,10 +301,10 @@ static kvt_copy_rows_t all_of(uint64_t from, uint32_t from_memory, uint64_t to, 
     return rows;
 }
 
-/* Kernels before and after moves, all of it put down before anything is done: tensors that a
- * kernel fills are stored behind it, they come back behind a second one that has read what was
- * there, and a third is on a stream that waits for that. No thread waits in between. */
-static void check_order(kvt_device_t *device, accelerator_t *home, kvt_namespace_t *space,
+/* Kernels before and after transfers, all submitted before any runs. A put waits for the kernel
+ * that fills the tensors. A get waits for a kernel that reads the old contents. A third kernel
+ * waits for the get. No thread waits in between. */
+static void check_order(kvt_device_t *device, accelerator_t *accelerator, kvt_namespace_t *ns,
                         const engine_t *tensors) {
     enum { BYTES = 2 * LAYERS * TOKENS * TOKEN_BYTES };
     static uint8_t fresh[BYTES], before[BYTES], back[BYTES];
@@ -316,68 +313,68 @@ static void check_order(kvt_device_t *device, accelerator_t *home, kvt_namespace
     uint32_t tokens[TOKENS];
     for (uint32_t i = 0; i < TOKENS; i++) tokens[i] = 1000000 + i;
     kvt_session_t *session = NULL;
-    CHECK_OK(kvt_session_open(space, NULL, &session, NULL));
+    CHECK_OK(kvt_session_open(ns, NULL, &session, NULL));
     CHECK_OK(kvt_session_append(session, tokens, TOKENS, NULL));
-    const uint64_t there = tensors->memory.address;
-    uint8_t *raw = near(there, KVT_MEMORY_DEVICE);
+    const uint64_t address = tensors->memory.address;
+    uint8_t *raw = cpu_address(address, KVT_MEMORY_DEVICE);
     memset(raw, 0, BYTES);
 
-    /* Each is behind what the engine has yet to say. */
+    /* Each kernel waits for an event that the engine signals later. */
     uint64_t gate = 0, second_gate = 0, kernel = 0, filled = 0, reader = 0, last = 0;
-    CHECK_OK(promise(home, &gate));
-    kvt_copy_rows_t rows = all_of((uint64_t)(uintptr_t)fresh, KVT_MEMORY_HOST, there,
+    CHECK_OK(create_event(accelerator, &gate));
+    kvt_copy_rows_t rows = all_of((uint64_t)(uintptr_t)fresh, KVT_MEMORY_HOST, address,
                                   KVT_MEMORY_DEVICE, BYTES);
-    CHECK_OK(put_work(home, 0, gate, &rows, 1, sizeof rows, &kernel));
+    CHECK_OK(submit_copies(accelerator, 0, gate, &rows, 1, sizeof rows, &kernel));
     CHECK_OK(kvt_device_import_event(device, kernel, &filled, NULL));
     kvt_op_t *put = NULL, *get = NULL;
-    kvt_transfer_t move = move_of(tensors);
-    move.after = filled;
-    CHECK_OK(kvt_session_put(session, &move, NULL, &put, NULL));
+    kvt_transfer_t transfer = transfer_of(tensors);
+    transfer.after = filled;
+    CHECK_OK(kvt_session_put(session, &transfer, NULL, &put, NULL));
     CHECK_IS(kvt_op_wait(put, KVT_OP_RELEASED, in_ms(20)), KVT_E_TIMEOUT);
-    CHECK_OK(keep(home, gate));
+    CHECK_OK(signal_event(accelerator, gate));
     CHECK_OK(finish_op(&put));
     CHECK(memcmp(raw, fresh, BYTES) == 0);
 
-    /* The second reads what is there, and then it is filled with something else. */
+    /* The second kernel reads the current contents, then the tensors are overwritten. */
     memset(raw, 0x3C, BYTES);
     CHECK_OK(kvt_device_create_event(device, &second_gate, NULL));
     CHECK_OK(kvt_device_stream_wait(device, 0, second_gate, NULL));
-    rows = all_of(there, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)before, KVT_MEMORY_HOST, BYTES);
-    CHECK_OK(put_work(home, 0, 0, &rows, 1, sizeof rows, &reader));
+    rows = all_of(address, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)before, KVT_MEMORY_HOST, BYTES);
+    CHECK_OK(submit_copies(accelerator, 0, 0, &rows, 1, sizeof rows, &reader));
     uint64_t read = 0;
     CHECK_OK(kvt_device_import_event(device, reader, &read, NULL));
-    move.after = read;
-    CHECK_OK(kvt_session_get(session, &move, NULL, &get, NULL));
+    transfer.after = read;
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &get, NULL));
     CHECK_OK(kvt_device_stream_wait_op(device, 0, get, NULL));
-    rows = all_of(there, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)back, KVT_MEMORY_HOST, BYTES);
-    CHECK_OK(put_work(home, 0, 0, &rows, 1, sizeof rows, &last));
+    rows = all_of(address, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)back, KVT_MEMORY_HOST, BYTES);
+    CHECK_OK(submit_copies(accelerator, 0, 0, &rows, 1, sizeof rows, &last));
     CHECK_IS(kvt_op_wait(get, KVT_OP_RELEASED, in_ms(20)), KVT_E_TIMEOUT);
     CHECK(raw[0] == 0x3C && raw[BYTES - 1] == 0x3C);
-    CHECK_IS(query(home, last), KVT_E_AGAIN);
+    CHECK_IS(query(accelerator, last), KVT_E_AGAIN);
     CHECK_OK(kvt_device_signal_event(device, second_gate, NULL));
-    CHECK_OK(wait_for(home, last, hang_guard()));
-    CHECK_OK(query(home, last));
+    CHECK_OK(wait_for(accelerator, last, hang_guard()));
+    CHECK_OK(query(accelerator, last));
     for (int i = 0; i < BYTES; i++) CHECK(before[i] == 0x3C);
     CHECK(memcmp(back, fresh, BYTES) == 0);
-    /* It has released the op: there is nothing to wait for. */
+    /* The op is released, so the stream does not wait. */
     CHECK_OK(kvt_device_stream_wait_op(device, 0, get, NULL));
     CHECK_OK(finish_op(&get));
     CHECK_IS(kvt_device_stream_wait_op(device, 0, get, NULL), KVT_E_HANDLE);
 
-    /* What cannot be. */
+    /* Invalid calls. */
     CHECK_IS(kvt_device_signal_event(device, read, NULL), KVT_E_HANDLE);
     CHECK_OK(kvt_device_signal_event(device, second_gate, NULL));
     const uint64_t events[] = {filled, read, second_gate};
     CHECK_OK(kvt_device_release(device, events, 3, NULL));
-    CHECK_IS(kvt_session_put(session, &move, NULL, &put, NULL), KVT_E_HANDLE);
-    move.k = move.v = NULL;
-    CHECK_IS(kvt_session_prefetch(session, &move, NULL, &put, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_session_put(session, &transfer, NULL, &put, NULL), KVT_E_HANDLE);
+    transfer.k = transfer.v = NULL;
+    CHECK_IS(kvt_session_prefetch(session, &transfer, NULL, &put, NULL), KVT_E_INVALID);
     const uint64_t own[] = {gate, kernel, reader, last};
-    for (int i = 0; i < 4; i++) release(home, own[i]);
+    for (int i = 0; i < 4; i++) release(accelerator, own[i]);
     CHECK_OK(kvt_session_close(&session));
 }
 
-static void check_store(kvt_device_t *device, accelerator_t *home) {
+static void check_store(kvt_device_t *device, accelerator_t *accelerator) {
     kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
     opts.host_bytes = UINT64_C(16) << 20;
     opts.device = device;
@@ -398,28 +395,30 @@ static void check_store(kvt_device_t *device, accelerator_t *home) {
     layout.groups = &group;
     layout.group_count = 1;
     layout.stride_bytes = sizeof group;
-    kvt_namespace_t *space = NULL;
-    CHECK_OK(kvt_namespace_open(store, NULL, &layout, 0, &space, NULL));
+    kvt_namespace_t *ns = NULL;
+    CHECK_OK(kvt_namespace_open(store, NULL, &layout, 0, &ns, NULL));
     uint32_t tokens[TOKENS];
     for (uint32_t i = 0; i < TOKENS; i++) tokens[i] = i * i;
     kvt_session_t *session = NULL;
-    CHECK_OK(kvt_session_open(space, NULL, &session, NULL));
+    CHECK_OK(kvt_session_open(ns, NULL, &session, NULL));
     CHECK_OK(kvt_session_append(session, tokens, TOKENS, NULL));
 
     engine_t from, to;
     open_engine(device, &from, 7);
     open_engine(device, &to, 0);
     kvt_op_t *op = NULL;
-    kvt_transfer_t move = move_of(&from);
-    CHECK_OK(kvt_session_put(session, &move, NULL, &op, NULL));
+    kvt_transfer_t transfer = transfer_of(&from);
+    CHECK_OK(kvt_session_put(session, &transfer, NULL, &op, NULL));
     CHECK_OK(finish_op(&op));
-    move = move_of(&to);
-    CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
+    transfer = transfer_of(&to);
+    CHECK_OK(kvt_session_get(session, &transfer, NULL, &op, NULL));
     CHECK_OK(finish_op(&op));
-    CHECK(memcmp(near(from.memory.address, KVT_MEMORY_DEVICE),
-                 near(to.memory.address, KVT_MEMORY_DEVICE), (size_t)from.memory.bytes) == 0);
+    CHECK(memcmp(cpu_address(from.memory.address, KVT_MEMORY_DEVICE),
+                 cpu_address(to.memory.address, KVT_MEMORY_DEVICE),
+                 (size_t)from.memory.bytes) == 0);
 
-    /* What was put from the accelerator stays there, too, and comes back without the link. */
+    /* Chunks put from the device have device replicas, and a get reads those without a transfer
+     * from the host. */
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
     CHECK_OK(kvt_store_stats(store, &stats));
     CHECK_EQ(stats.device_hit_cells, LAYERS * TOKENS / CHUNK);
@@ -435,38 +434,38 @@ static void check_store(kvt_device_t *device, accelerator_t *home) {
     CHECK_EQ(stats.device_cells, LAYERS * TOKENS / CHUNK);
     CHECK_EQ(stats.host_hit_cells, 0);
     CHECK(stats.device_used_bytes > 0 && stats.device_used_bytes <= stats.device_limit_bytes);
-    check_order(device, home, space, &to);
+    check_order(device, accelerator, ns, &to);
 
     CHECK_OK(kvt_session_close(&session));
-    CHECK_OK(kvt_namespace_close(&space));
+    CHECK_OK(kvt_namespace_close(&ns));
     CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
     CHECK_OK(kvt_device_free(device, &from.memory, NULL));
     CHECK_OK(kvt_device_free(device, &to.memory, NULL));
 
-    /* A store that has no device refuses what it cannot reach. */
+    /* A store without a device refuses device memory. */
     opts.device = NULL;
     kvt_error_t *error = NULL;
     CHECK(kvt_store_open(runtime, NULL, &opts, &store, NULL) < 0);
     opts.spec = NULL;
     opts.spec_bytes = 0;
     CHECK_OK(kvt_store_open(runtime, NULL, &opts, &store, NULL));
-    CHECK_OK(kvt_namespace_open(store, NULL, &layout, 0, &space, NULL));
-    CHECK_OK(kvt_session_open(space, NULL, &session, NULL));
+    CHECK_OK(kvt_namespace_open(store, NULL, &layout, 0, &ns, NULL));
+    CHECK_OK(kvt_session_open(ns, NULL, &session, NULL));
     CHECK_OK(kvt_session_append(session, tokens, TOKENS, NULL));
-    CHECK_IS(kvt_session_get(session, &move, NULL, &op, &error), KVT_E_UNAVAILABLE);
+    CHECK_IS(kvt_session_get(session, &transfer, NULL, &op, &error), KVT_E_UNAVAILABLE);
     CHECK(strstr(kvt_error_message(error), "no device") != NULL);
-    move.after = 1;
-    CHECK_IS(kvt_session_get(session, &move, NULL, &op, &error), KVT_E_UNAVAILABLE);
+    transfer.after = 1;
+    CHECK_IS(kvt_session_get(session, &transfer, NULL, &op, &error), KVT_E_UNAVAILABLE);
     CHECK_OK(kvt_error_free(&error));
     CHECK_OK(kvt_session_close(&session));
-    CHECK_OK(kvt_namespace_close(&space));
+    CHECK_OK(kvt_namespace_close(&ns));
     CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
 }
 
-/* Weights that pass through memory of the accelerator. */
+/* Weights that are streamed to device memory. */
 enum { UNITS = 8, WEIGHTS = 70000 };
 
-static void check_stream(kvt_device_t *device, accelerator_t *home) {
+static void check_stream(kvt_device_t *device, accelerator_t *accelerator) {
     char path[] = "/tmp/kvt-device-XXXXXX", header[4096];
     size_t length = (size_t)snprintf(header, sizeof header, "{");
     for (int i = 0; i < UNITS; i++)
@@ -494,7 +493,8 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
     terms.flags = KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV | KVT_TERMS_HOST_CEILING |
                   KVT_TERMS_DEVICE_CEILING | KVT_TERMS_DEVICE_SAFETY;
     terms.device_ceiling_bytes = UNITS * WEIGHTS / 2;
-    terms.host_ceiling_bytes = (2u << 20) + UNITS * WEIGHTS / 3; /* with 2 MiB to read to */
+    /* includes a staging buffer of 2 MiB */
+    terms.host_ceiling_bytes = (2u << 20) + UNITS * WEIGHTS / 3;
     terms.chunk_bytes = 16384;
     kvt_stream_opts_t opts = KVT_STREAM_OPTS_INIT;
     opts.model = model;
@@ -502,7 +502,7 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
     opts.device = device;
     kvt_stream_t *stream = NULL;
     kvt_error_t *error = NULL;
-    /* Its table has no calls that put memory behind addresses that stay. */
+    /* Its table cannot map memory at fixed addresses. */
     opts.flags = KVT_STREAM_IN_PLACE;
     CHECK_IS(kvt_stream_open(runtime, &opts, &stream, &error), KVT_E_UNSUPPORTED);
     CHECK(strstr(kvt_error_message(error), "in place") != NULL);
@@ -523,7 +523,7 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
             CHECK_OK(kvt_stream_acquire(stream, unit, KVT_ACQUIRE_SUBMITTED, hang_guard(), &held,
                                         NULL));
             CHECK_EQ(held.memory, KVT_MEMORY_DEVICE);
-            /* The engine's own stream computes: here it copies what it sees. */
+            /* The engine's kernel on its own stream: here it copies the unit. */
             static uint8_t seen[WEIGHTS];
             memset(seen, 0, sizeof seen);
             if (held.event != 0) CHECK_OK(kvt_device_stream_wait(device, 2, held.event, NULL));
@@ -534,12 +534,12 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
             rows.runs = 1;
             rows.from_memory = KVT_MEMORY_DEVICE;
             uint64_t computed = 0, after = 0;
-            CHECK_OK(put_work(home, 2, 0, &rows, 1, sizeof rows, &computed));
+            CHECK_OK(submit_copies(accelerator, 2, 0, &rows, 1, sizeof rows, &computed));
             CHECK_OK(kvt_device_import_event(device, computed, &after, NULL));
             CHECK_OK(kvt_stream_release(stream, &held, after, NULL));
-            CHECK_OK(wait_for(home, computed, hang_guard()));
+            CHECK_OK(wait_for(accelerator, computed, hang_guard()));
             CHECK(memcmp(seen, weights + (size_t)layer * WEIGHTS, WEIGHTS) == 0);
-            release(home, computed);
+            release(accelerator, computed);
         }
         CHECK_OK(kvt_stream_pass_end(stream, NULL));
     }
@@ -549,11 +549,11 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
     CHECK(unlink(final_path) == 0);
 }
 
-/* It is lost: all that is under way fails, and nothing hangs. */
-static void check_loss(kvt_device_t *device, accelerator_t *home) {
+/* A lost device: all work in progress fails, and no call hangs. */
+static void check_loss(kvt_device_t *device, accelerator_t *accelerator) {
     uint64_t event = 0, late = 0;
     CHECK_OK(kvt_device_copy(device, 0, 0, NULL, 0, sizeof(kvt_copy_t), &event, NULL));
-    home->lost = 1;
+    accelerator->lost = 1;
     kvt_error_t *error = NULL;
     CHECK_IS(kvt_device_wait(device, event, hang_guard(), &error), KVT_E_UNAVAILABLE);
     CHECK_IS(kvt_device_copy(device, 0, 0, NULL, 0, sizeof(kvt_copy_t), &late, &error),
@@ -563,7 +563,7 @@ static void check_loss(kvt_device_t *device, accelerator_t *home) {
     CHECK_OK(kvt_error_free(&error));
 }
 
-/* A device that sums: of what is in its memory, once the event has come. */
+/* A device with checksums: sums of its memory, available once the event is signaled. */
 static void check_sums(void) {
     kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
     kvt_device_t *device = NULL;
@@ -595,7 +595,7 @@ static void check_sums(void) {
         copies[i].direction = KVT_COPY_SCATTER;
     }
     copies[1].flags = KVT_COPY_CHECKSUM;
-    uint64_t event = 0, before = 0, sums[2] = {1, 1}, count = 7, right = 0;
+    uint64_t event = 0, before = 0, sums[2] = {1, 1}, count = 7, want = 0;
     CHECK_OK(kvt_device_create_event(device, &before, NULL)); /* the copy waits for it */
     CHECK_OK(kvt_device_copy(device, 0, before, copies, 2, sizeof copies[0], &event, NULL));
     CHECK_IS(kvt_device_checksums(device, event, sums, 2, &count, NULL), KVT_E_BUSY);
@@ -605,21 +605,21 @@ static void check_sums(void) {
     CHECK_IS(kvt_device_checksums(device, event, sums, 2, NULL, NULL), KVT_E_INVALID);
     CHECK_EQ(count, 7);
     CHECK_OK(kvt_device_checksums(device, event, sums, 2, &count, NULL));
-    CHECK_OK(kvt_checksum(from + 2500, 2500, &right));
-    CHECK(count == 1 && sums[0] == right && sums[1] == 1);
+    CHECK_OK(kvt_checksum(from + 2500, 2500, &want));
+    CHECK(count == 1 && sums[0] == want && sums[1] == 1);
     CHECK_OK(kvt_device_release(device, &before, 1, NULL));
     CHECK_OK(kvt_device_release(device, &event, 1, NULL));
     CHECK_IS(kvt_device_checksums(device, event, sums, 2, &count, NULL), KVT_E_HANDLE);
     CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
 }
 
-/* A runtime that ends keeps the promises of its devices: nothing stands still for ever. */
+/* A runtime that closes signals the pending events of its devices, so no stream waits for ever. */
 static void check_runtime_end(void) {
-    accelerator_t home;
-    start(&home);
+    accelerator_t accelerator;
+    start(&accelerator);
     kvt_runtime_t *const first = runtime;
     runtime = open_runtime(1, NULL);
-    const kvt_device_custom_t table = table_of(&home);
+    const kvt_device_custom_t table = table_of(&accelerator);
     kvt_device_t *device = open_custom(&table);
     uint64_t events[2] = {0, 0};
     CHECK_OK(kvt_device_create_event(device, &events[0], NULL));
@@ -633,7 +633,7 @@ static void check_runtime_end(void) {
     CHECK_IS(kvt_device_create_event(device, &events[0], NULL), KVT_E_CLOSED);
     CHECK_OK(kvt_device_release(device, events, 2, NULL));
     CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
-    stop(&home);
+    stop(&accelerator);
 }
 
 int main(void) {
@@ -642,26 +642,26 @@ int main(void) {
     check_tables();
     check_index();
 
-    accelerator_t home;
-    start(&home);
-    kvt_device_custom_t table = table_of(&home);
+    accelerator_t accelerator;
+    start(&accelerator);
+    kvt_device_custom_t table = table_of(&accelerator);
     kvt_device_t *device = open_custom(&table);
-    check_copies(device, &home);
-    check_store(device, &home);
-    check_stream(device, &home);
+    check_copies(device, &accelerator);
+    check_store(device, &accelerator);
+    check_stream(device, &accelerator);
     conforms(device, 1);
     kvt_device_t *const stale = device;
     CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
     kvt_device_info_t info = KVT_DEVICE_INFO_INIT;
     CHECK_IS(kvt_device_info(stale, &info), KVT_E_HANDLE);
-    stop(&home);
+    stop(&accelerator);
 
-    start(&home);
-    table = table_of(&home);
+    start(&accelerator);
+    table = table_of(&accelerator);
     device = open_custom(&table);
-    check_loss(device, &home);
+    check_loss(device, &accelerator);
     CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
-    stop(&home);
+    stop(&accelerator);
 
     check_runtime_end();
     const uint32_t others[] = {KVT_DEVICE_KIND_HOST, KVT_DEVICE_KIND_SIMULATED};
@@ -674,5 +674,5 @@ int main(void) {
     }
     check_sums();
     close_runtime(&runtime);
-    return check_end("device_wish");
+    return check_end("device_engine");
 }

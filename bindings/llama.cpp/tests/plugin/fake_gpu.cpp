@@ -1,10 +1,10 @@
-// A device for tests, FAR0, which stands for a GPU: the processor cannot follow its memory. Pages are closed
-// but while a function of this device works on them, so that whoever uses an address of it himself dies.
+// A fake GPU for tests, the device FAKE0. Its pages are accessible only inside its functions, so that any
+// other access to its addresses crashes.
 //
-//   FAR_BYTES  how much memory it has, 1 GiB if nothing is said
-//   FAR_STATS  1: a line of figures when the process ends
+//   FAKE_BYTES  bytes of its memory; 1 GiB by default
+//   FAKE_STATS  1: print a line of statistics at exit
 //
-// The processor's backend computes, after it was checked that all it reads and writes is memory of ours.
+// The CPU backend computes, after a check that the graph uses memory of the device only.
 #include <ggml-backend-impl.h>
 #include <ggml-impl.h>
 
@@ -23,32 +23,32 @@
 namespace {
 
 constexpr size_t ALIGNMENT = 128;
-// Kernels of GPUs read quantised rows in steps of so many values, past the end of the last one.
+// GPU kernels read quantised rows in steps of this many values, beyond the end of the last row.
 constexpr int64_t ROW_STEP = 512;
 
-// What is mapped of a buffer, and how many work on it. It is used under the lock of the memory.
+// The mapping of a buffer and the number of its users. Protected by the lock of Memory.
 struct Buffer {
-    char * base = nullptr; // none once it is freed
+    char * base = nullptr; // null after the free
     size_t bytes = 0, mapped_bytes = 0;
     int users = 0;
 };
 
 using Handle = std::shared_ptr<Buffer>;
 
-[[noreturn]] void die(const char * what, const ggml_tensor * tensor, const ggml_tensor * node) {
-    std::fprintf(stderr, "far: %s (%s), of which %s (%s) is made: %s\n", tensor->name,
+[[noreturn]] void fail(const char * what, const ggml_tensor * tensor, const ggml_tensor * node) {
+    std::fprintf(stderr, "fake: %s (%s), a source of %s (%s): %s\n", tensor->name,
                  ggml_op_name(tensor->op), node->name, ggml_op_name(node->op), what);
     std::abort();
 }
 
 void protect(const Buffer & buffer, int access) {
     if (mprotect(buffer.base, buffer.mapped_bytes, access) != 0) {
-        std::perror("far: mprotect");
+        std::perror("fake: mprotect");
         std::abort();
     }
 }
 
-// All buffers there are. It lives as long as the process: engines free theirs when they like.
+// All buffers. Never destroyed, because engines may free buffers at exit.
 class Memory {
 public:
     static Memory & get() {
@@ -59,7 +59,7 @@ public:
     Handle alloc(size_t bytes) {
         const std::lock_guard<std::mutex> guard(lock_);
         if (bytes > total_bytes() - used_bytes_) {
-            std::fprintf(stderr, "far: no %zu bytes: %zu of %zu are used\n", bytes, used_bytes_,
+            std::fprintf(stderr, "fake: no %zu bytes: %zu of %zu are in use\n", bytes, used_bytes_,
                          total_bytes());
             return nullptr;
         }
@@ -99,7 +99,7 @@ public:
         }
     }
 
-    // Another context may have freed a buffer that was opened with all others.
+    // Another context may have freed the buffer meanwhile.
     void close(const Handle & buffer) {
         const std::lock_guard<std::mutex> guard(lock_);
         if (buffer->base && --buffer->users == 0) {
@@ -109,8 +109,8 @@ public:
 
     static size_t total_bytes() {
         static const size_t bytes = [] {
-            const char * said = std::getenv("FAR_BYTES");
-            return said ? size_t(std::strtoull(said, nullptr, 10)) : size_t(1) << 30;
+            const char * value = std::getenv("FAKE_BYTES");
+            return value ? size_t(std::strtoull(value, nullptr, 10)) : size_t(1) << 30;
         }();
         return bytes;
     }
@@ -122,7 +122,7 @@ public:
 
     void print() {
         const std::lock_guard<std::mutex> guard(lock_);
-        std::fprintf(stderr, "far: {\"peak_bytes\":%zu,\"buffers\":%zu,\"graphs\":%llu,\"set_bytes\":%llu}\n",
+        std::fprintf(stderr, "fake: {\"peak_bytes\":%zu,\"buffers\":%zu,\"graphs\":%llu,\"set_bytes\":%llu}\n",
                      peak_bytes_, live_.size(), (unsigned long long) graphs, (unsigned long long) set_bytes);
     }
 
@@ -134,23 +134,23 @@ private:
     size_t used_bytes_ = 0, peak_bytes_ = 0;
 };
 
-// Memory that may be used as long as this lives.
-class Opened {
+// Makes buffers accessible during its lifetime.
+class Accessible {
 public:
-    explicit Opened(std::vector<Handle> buffers) : buffers_(std::move(buffers)) {
+    explicit Accessible(std::vector<Handle> buffers) : buffers_(std::move(buffers)) {
         for (const Handle & buffer : buffers_) {
             Memory::get().open(buffer);
         }
     }
 
-    ~Opened() {
+    ~Accessible() {
         for (const Handle & buffer : buffers_) {
             Memory::get().close(buffer);
         }
     }
 
-    Opened(const Opened &) = delete;
-    Opened & operator=(const Opened &) = delete;
+    Accessible(const Accessible &) = delete;
+    Accessible & operator=(const Accessible &) = delete;
 
 private:
     std::vector<Handle> buffers_;
@@ -159,12 +159,12 @@ private:
 ggml_backend_device & device();
 ggml_backend_buffer_type_t buffer_type();
 
-const Handle & of(ggml_backend_buffer_t buffer) {
+const Handle & handle_of(ggml_backend_buffer_t buffer) {
     return *static_cast<Handle *>(buffer->context);
 }
 
-// Buffers of no bytes have no context.
-bool is_ours(ggml_backend_buffer_t buffer) {
+// Empty buffers have no context.
+bool is_device_buffer(ggml_backend_buffer_t buffer) {
     return buffer && buffer->buft == buffer_type() && buffer->context;
 }
 
@@ -178,19 +178,20 @@ size_t padding_bytes(const ggml_tensor * tensor) {
 }
 
 void buffer_free(ggml_backend_buffer_t wrapped) {
-    Memory::get().free(of(wrapped));
+    Memory::get().free(handle_of(wrapped));
     delete static_cast<Handle *>(wrapped->context);
 }
 
 void * buffer_base(ggml_backend_buffer_t wrapped) {
-    return of(wrapped)->base;
+    return handle_of(wrapped)->base;
 }
 
-// In memory that is computed in, others' bytes may lie there: devices clear it when they need it.
+// Clears the padding of weights. In compute buffers the padding may hold other tensors' bytes, so that
+// kernels clear it themselves.
 ggml_status buffer_init(ggml_backend_buffer_t wrapped, ggml_tensor * tensor) {
     const size_t padding = padding_bytes(tensor);
     if (!tensor->view_src && padding > 0 && wrapped->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
-        const Opened opened({of(wrapped)});
+        const Accessible accessible({handle_of(wrapped)});
         std::memset(static_cast<char *>(tensor->data) + ggml_nbytes(tensor), 0, padding);
     }
     return GGML_STATUS_SUCCESS;
@@ -198,37 +199,37 @@ ggml_status buffer_init(ggml_backend_buffer_t wrapped, ggml_tensor * tensor) {
 
 void buffer_memset(ggml_backend_buffer_t wrapped, ggml_tensor * tensor, uint8_t value, size_t offset,
                    size_t bytes) {
-    const Opened opened({of(wrapped)});
+    const Accessible accessible({handle_of(wrapped)});
     std::memset(static_cast<char *>(tensor->data) + offset, value, bytes);
 }
 
 void buffer_set(ggml_backend_buffer_t wrapped, ggml_tensor * tensor, const void * data, size_t offset,
                 size_t bytes) {
-    const Opened opened({of(wrapped)});
+    const Accessible accessible({handle_of(wrapped)});
     std::memcpy(static_cast<char *>(tensor->data) + offset, data, bytes);
     Memory::get().set_bytes += bytes;
 }
 
 void buffer_get(ggml_backend_buffer_t wrapped, const ggml_tensor * tensor, void * data, size_t offset,
                 size_t bytes) {
-    const Opened opened({of(wrapped)});
+    const Accessible accessible({handle_of(wrapped)});
     std::memcpy(data, static_cast<const char *>(tensor->data) + offset, bytes);
 }
 
-// Contiguous both, as ggml has made sure. What is no memory of ours goes by way of the processor's.
+// Both tensors are contiguous, as ggml checks. A source in other memory is copied by ggml over host memory.
 bool buffer_copy(ggml_backend_buffer_t wrapped, const ggml_tensor * from, ggml_tensor * to) {
     const ggml_backend_buffer_t source = root_of(from)->buffer;
-    if (!is_ours(source)) {
+    if (!is_device_buffer(source)) {
         return false;
     }
-    const Opened opened({of(source), of(wrapped)});
+    const Accessible accessible({handle_of(source), handle_of(wrapped)});
     std::memmove(to->data, from->data, ggml_nbytes(from));
     return true;
 }
 
 void buffer_clear(ggml_backend_buffer_t wrapped, uint8_t value) {
-    const Opened opened({of(wrapped)});
-    std::memset(of(wrapped)->base, value, of(wrapped)->bytes);
+    const Accessible accessible({handle_of(wrapped)});
+    std::memset(handle_of(wrapped)->base, value, handle_of(wrapped)->bytes);
 }
 
 ggml_backend_buffer_i buffer_interface() {
@@ -245,11 +246,11 @@ ggml_backend_buffer_i buffer_interface() {
 }
 
 const char * device_name(ggml_backend_dev_t) {
-    return "FAR0";
+    return "FAKE0";
 }
 
 const char * type_name(ggml_backend_buffer_type_t) {
-    return "FAR0";
+    return "FAKE0";
 }
 
 ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, size_t bytes) {
@@ -278,27 +279,27 @@ ggml_backend_buffer_type_t buffer_type() {
     return &type;
 }
 
-// What a graph may use.
+// Checks that a graph uses memory of the device only, with zeroed padding.
 class Check {
 public:
     explicit Check(const std::vector<Handle> & live) : live_(live) {}
 
-    void all(const ggml_cgraph * graph) const {
+    void check_graph(const ggml_cgraph * graph) const {
         for (int i = 0; i < graph->n_nodes; i++) {
             const ggml_tensor * node = graph->nodes[i];
-            // As the processor's backend leaves them out.
+            // The CPU backend skips these, too.
             if (ggml_op_is_empty(node->op) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
                 continue;
             }
-            lies_here(node, node);
-            // Products of GPUs have no gaps between their columns.
+            check_in_buffer(node, node);
+            // GPU backends write products without gaps between columns.
             if (node->op == GGML_OP_MUL_MAT && !ggml_is_contiguous(node)) {
-                die("a product with gaps", node, node);
+                fail("the product has gaps between columns", node, node);
             }
             for (const ggml_tensor * source : node->src) {
                 if (source) {
-                    lies_here(source, node);
-                    is_padded(root_of(source), node);
+                    check_in_buffer(source, node);
+                    check_padding(root_of(source), node);
                 }
             }
         }
@@ -306,79 +307,79 @@ public:
 
 private:
     bool is_within(ggml_backend_buffer_t wrapped, const void * data, size_t bytes) const {
-        const Buffer & buffer = *of(wrapped);
+        const Buffer & buffer = *handle_of(wrapped);
         const uintptr_t base = uintptr_t(buffer.base), at = uintptr_t(data);
         return at >= base && at - base <= buffer.bytes && bytes <= buffer.bytes - (at - base);
     }
 
-    void lies_here(const ggml_tensor * tensor, const ggml_tensor * node) const {
+    void check_in_buffer(const ggml_tensor * tensor, const ggml_tensor * node) const {
         const ggml_backend_buffer_t buffer = root_of(tensor)->buffer;
         const size_t bytes = ggml_nbytes(tensor);
-        // Nothing is read of what is empty.
+        // Empty tensors are never read.
         if (bytes == 0) {
             return;
         }
         if (!buffer || buffer->buft != buffer_type()) {
-            die(buffer ? ggml_backend_buft_name(buffer->buft) : "it has no buffer", tensor, node);
+            fail(buffer ? ggml_backend_buft_name(buffer->buft) : "the tensor has no buffer", tensor, node);
         }
-        if (!buffer->context || std::find(live_.begin(), live_.end(), of(buffer)) == live_.end()) {
-            die("its buffer is not alive", tensor, node);
+        if (!buffer->context || std::find(live_.begin(), live_.end(), handle_of(buffer)) == live_.end()) {
+            fail("the buffer was freed", tensor, node);
         }
         if (!is_within(buffer, tensor->data, bytes)) {
-            die("it is not in its buffer", tensor, node);
+            fail("the tensor exceeds its buffer", tensor, node);
         }
     }
 
-    void is_padded(const ggml_tensor * root, const ggml_tensor * node) const {
+    void check_padding(const ggml_tensor * root, const ggml_tensor * node) const {
         const size_t padding = padding_bytes(root);
         if (padding == 0 || ggml_n_dims(root) != 2 || ggml_nbytes(root) == 0) {
             return;
         }
         const char * end = static_cast<const char *>(root->data) + ggml_nbytes(root);
         if (!is_within(root->buffer, root->data, ggml_nbytes(root) + padding)) {
-            die("there is no room for padding behind it", root, node);
+            fail("the buffer has no room for the padding", root, node);
         }
-        // Kernels clear it themselves in memory that is computed in.
+        // In compute buffers kernels clear the padding themselves.
         const bool is_clear = root->buffer->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE ||
                               std::all_of(end, end + padding, [](char byte) { return byte == 0; });
         if (!is_clear) {
-            die("the padding behind it is not zero", root, node);
+            fail("the padding is not zero", root, node);
         }
     }
 
     const std::vector<Handle> & live_;
 };
 
-// It may be loaded before the processor's backend is.
-ggml_backend_dev_t processor() {
+// Looked up late, because this library may be loaded before the CPU backend.
+ggml_backend_dev_t cpu_device() {
     return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
-ggml_backend_t inner(ggml_backend_t backend) {
+ggml_backend_t cpu_backend(ggml_backend_t backend) {
     return static_cast<ggml_backend_t>(backend->context);
 }
 
 const char * backend_name(ggml_backend_t) {
-    return "FAR0";
+    return "FAKE0";
 }
 
 void backend_free(ggml_backend_t backend) {
-    ggml_backend_free(inner(backend));
+    ggml_backend_free(cpu_backend(backend));
     delete backend;
 }
 
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     const std::vector<Handle> live = Memory::get().live();
-    const Opened opened(live);
-    Check(live).all(graph);
+    const Accessible accessible(live);
+    Check(live).check_graph(graph);
     Memory::get().graphs++;
-    return ggml_backend_graph_compute(inner(backend), graph);
+    return ggml_backend_graph_compute(cpu_backend(backend), graph);
 }
 
 void set_threads(ggml_backend_t backend, int threads) {
-    void * set = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(processor()),
+    void * set = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu_device()),
                                                    "ggml_backend_set_n_threads");
-    reinterpret_cast<ggml_backend_set_n_threads_t>(set)(inner(backend), threads);
+    reinterpret_cast<ggml_backend_set_n_threads_t>(set)(cpu_backend(backend), threads);
 }
 
 ggml_guid_t guid() {
@@ -388,7 +389,7 @@ ggml_guid_t guid() {
 }
 
 const char * device_description(ggml_backend_dev_t) {
-    return "memory that the processor cannot follow";
+    return "fake GPU for tests";
 }
 
 void device_memory(ggml_backend_dev_t, size_t * free_bytes, size_t * total_bytes) {
@@ -409,8 +410,8 @@ void device_props(ggml_backend_dev_t which, ggml_backend_dev_props * out) {
 }
 
 ggml_backend_t device_open(ggml_backend_dev_t which, const char *) {
-    const ggml_backend_t computes = ggml_backend_dev_init(processor(), nullptr);
-    if (!computes) {
+    const ggml_backend_t computing_backend = ggml_backend_dev_init(cpu_device(), nullptr);
+    if (!computing_backend) {
         return nullptr;
     }
     ggml_backend_t made = new ggml_backend{};
@@ -419,7 +420,7 @@ ggml_backend_t device_open(ggml_backend_dev_t which, const char *) {
     made->iface.free = backend_free;
     made->iface.graph_compute = graph_compute;
     made->device = which;
-    made->context = computes;
+    made->context = computing_backend;
     return made;
 }
 
@@ -428,7 +429,7 @@ ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t) {
 }
 
 bool device_supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
-    return ggml_backend_dev_supports_op(processor(), op);
+    return ggml_backend_dev_supports_op(cpu_device(), op);
 }
 
 bool device_supports_type(ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
@@ -436,7 +437,7 @@ bool device_supports_type(ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
 }
 
 const char * registry_name(ggml_backend_reg_t) {
-    return "FAR";
+    return "FAKE";
 }
 
 size_t registry_count(ggml_backend_reg_t) {
@@ -486,8 +487,8 @@ ggml_backend_device & device() {
 } // namespace
 
 extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init(void) {
-    const char * says = std::getenv("FAR_STATS");
-    if (says && std::strcmp(says, "1") == 0) {
+    const char * stats_variable = std::getenv("FAKE_STATS");
+    if (stats_variable && std::strcmp(stats_variable, "1") == 0) {
         std::atexit([] { Memory::get().print(); });
     }
     return &registry();

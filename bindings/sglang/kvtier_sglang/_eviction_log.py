@@ -1,4 +1,4 @@
-"""What there is to know of a store while it runs: who left it."""
+"""Logs the evictions of a store."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import kvtier
 
 logger = logging.getLogger("kvtier_sglang")
 
-#: Evictions that are read at a time.
-_MOST = 4096
+#: Most evictions of a tier that are read at once.
+_MAX_ENTRIES = 4096
 
 
-class Evictions:
-    """Those of a store, each told the log once."""
+class EvictionLog:
+    """Logs each eviction of a store once. Any thread may use it."""
 
     def __init__(self, store: kvtier.Store) -> None:
         self._store = store
@@ -23,16 +23,16 @@ class Evictions:
         self._lock = threading.Lock()
 
     def log(self) -> None:
-        """Logs those since the last time."""
+        """Logs the evictions since the last call."""
         with self._lock:
             for tier, name in ((kvtier.TIER_HOST, "host"), (kvtier.TIER_DISK, "disk")):
                 try:
-                    entries = self._store.evictions(tier, _MOST)
+                    entries = self._store.evictions(tier, _MAX_ENTRIES)
                 except kvtier.NotFoundError:  # no disk
                     continue
                 seen = self._logged.get(tier, -1)
-                for one in entries:
-                    if one.number > seen:
+                for entry in entries:
+                    if entry.number > seen:
                         logger.info("evicted from %s: %016x, %d blocks of 4 KiB, score %g, %s",
-                                    name, one.id, one.units, one.score, one.policy)
-                        self._logged[tier] = one.number
+                                    name, entry.id, entry.units, entry.score, entry.policy)
+                        self._logged[tier] = entry.number

@@ -1,4 +1,4 @@
-// Units that a context has while it computes with them.
+// Leases of units that a context computes with.
 #include "weights/weights.hpp"
 
 #include <algorithm>
@@ -10,13 +10,13 @@ namespace kvt_weights {
 
 namespace {
 
-/// So often it is looked whether the caller wants to end a decode that waits for the disk.
-constexpr uint64_t patience_ns = 200000000ull;
-/// So long a context waits for others to give a slot back.
-constexpr uint64_t most_wait_ns = 60000000000ull;
+/// Interval at which a waiting decode asks the caller's abort callback.
+constexpr uint64_t poll_ns = 200000000ull;
+/// How long a context waits for another one to release a slot.
+constexpr uint64_t max_wait_ns = 60000000000ull;
 
-/// Tensors point to where their unit is. Who else has it has it there too.
-void point(Weights &w, uint32_t unit, const void *address) {
+/// Points tensors to the address of their unit. All holders of a unit have it at the same address.
+void point_to_unit(Weights &w, uint32_t unit, const void *address) {
     std::lock_guard<std::mutex> guard(w.lock);
     Unit &own = w.units[unit];
     own.holders++;
@@ -35,21 +35,22 @@ void point(Weights &w, uint32_t unit, const void *address) {
     }
 }
 
-/// Tensors whose unit did not come read as zeros: what is computed with them is thrown away.
-void point_home(Weights &w, uint32_t unit) {
+/// Points the tensors of a missing unit to their reserved addresses, which read as zeros. Results
+/// computed with them are discarded.
+void point_to_placeholder(Weights &w, uint32_t unit) {
     std::lock_guard<std::mutex> guard(w.lock);
     if (w.units[unit].holders) {
         return;
     }
     for (uint32_t number : w.units[unit].entries) {
         const Entry &entry = *w.entries[number];
-        __atomic_store_n(&entry.tensor->data, entry.home, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry.tensor->data, entry.placeholder, __ATOMIC_RELAXED);
     }
 }
 
-void release(Context &c, Hold &hold) {
+void release(Context &c, Lease &lease) {
     Weights &w = *c.weights;
-    const uint32_t unit = hold.held.unit;
+    const uint32_t unit = lease.handle.unit;
     {
         std::lock_guard<std::mutex> guard(w.lock);
         Unit &own = w.units[unit];
@@ -58,7 +59,7 @@ void release(Context &c, Hold &hold) {
             drop_copies(w, own.layer);
         }
     }
-    kvt_stream_release(w.stream, &hold.held, 0, nullptr);
+    kvt_stream_release(w.stream, &lease.handle, 0, nullptr);
     {
         std::lock_guard<std::mutex> guard(w.lock);
         w.releases++;
@@ -66,13 +67,13 @@ void release(Context &c, Hold &hold) {
     w.released.notify_all();
 }
 
-bool is_stale(const Context &c, const Hold &hold) { return hold.used_in != c.span; }
+bool is_stale(const Context &c, const Lease &lease) { return lease.used_in != c.span; }
 
-/// All slots are in use: what this context does not need now goes, or else others are waited for.
-bool make_room(Context &c, uint64_t releases, uint64_t until_ns) {
-    const size_t before = c.holds.size();
+/// All slots are in use: releases units that this context does not need now, or waits for others.
+bool free_slot(Context &c, uint64_t releases, uint64_t until_ns) {
+    const size_t before = c.leases.size();
     release_if(c, is_stale);
-    if (c.holds.size() < before) {
+    if (c.leases.size() < before) {
         return true;
     }
     Weights &w = *c.weights;
@@ -97,7 +98,7 @@ void fail(Context &c, kvt_status_t status, const char *form, ...) {
     }
     va_list list;
     va_start(list, form);
-    std::vsnprintf(c.words, sizeof c.words, form, list);
+    std::vsnprintf(c.message, sizeof c.message, form, list);
     va_end(list);
     c.failed_by = std::this_thread::get_id();
     c.status = status;
@@ -111,7 +112,7 @@ void fail_with(Context &c, kvt_status_t status, const char *what, kvt_error_t *e
     kvt_error_free(&error);
 }
 
-/// A shared budget may have shrunk: then there are fewer slots than when the context was made.
+/// A shared budget may have shrunk, so that fewer slots exist than when the context was made.
 static void fail_full(Context &c, uint32_t unit) {
     const Weights &w = *c.weights;
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
@@ -119,29 +120,30 @@ static void fail_full(Context &c, uint32_t unit) {
     if (w.units[unit].role == KVT_ROLE_EXPERT && plan.expert_slots) {
         const uint32_t fit = plan.expert_slots / w.contexts_at_once / w.experts_used;
         fail(c, KVT_E_BUSY,
-             "all %u slots for experts are in use: make contexts with n_ubatch of at most %u, or give memory",
+             "all %u expert slots are in use: make contexts with n_ubatch of at most %u, or raise the budget",
              plan.expert_slots, std::max(1u, fit));
         return;
     }
-    fail(c, KVT_E_BUSY, "all slots for weights are in use: open the weights with more `slots` or memory");
+    fail(c, KVT_E_BUSY, "all weight slots are in use: open the weights with more `slots`, or raise the "
+                        "budget");
 }
 
-bool hold(Context &c, uint32_t unit) {
-    for (Hold &known : c.holds) {
-        if (known.held.unit == unit) {
+bool acquire(Context &c, uint32_t unit) {
+    for (Lease &known : c.leases) {
+        if (known.handle.unit == unit) {
             known.used_in = c.span;
             return true;
         }
     }
     Weights &w = *c.weights;
-    c.holds.reserve(c.holds.size() + 1);
-    kvt_unit_lease_t held = KVT_UNIT_LEASE_INIT;
+    c.leases.reserve(c.leases.size() + 1);
+    kvt_unit_lease_t lease = KVT_UNIT_LEASE_INIT;
     kvt_error_t *error = nullptr;
-    const uint64_t until_ns = now_ns() + most_wait_ns, read_until_ns = now_ns() + most_read_ns;
+    const uint64_t until_ns = now_ns() + max_wait_ns, read_until_ns = now_ns() + max_read_ns;
     for (;;) {
         const uint64_t releases = releases_of(w);
         const kvt_status_t status =
-            kvt_stream_acquire(w.stream, unit, 0, now_ns() + patience_ns, &held, &error);
+            kvt_stream_acquire(w.stream, unit, 0, now_ns() + poll_ns, &lease, &error);
         if (status == KVT_OK) {
             break;
         }
@@ -152,39 +154,39 @@ bool hold(Context &c, uint32_t unit) {
                 continue;
             }
             fail(c, is_over ? KVT_E_TIMEOUT : KVT_E_CANCELLED, "%s",
-                 is_over ? "weights did not come within 300 seconds: does the disk answer?"
-                         : "the caller's abort callback ended a wait for weights");
-        } else if (status == KVT_E_BUSY && make_room(c, releases, until_ns)) {
+                 is_over ? "weights were not read within 300 seconds: check the disk"
+                         : "the abort callback cancelled a wait for weights");
+        } else if (status == KVT_E_BUSY && free_slot(c, releases, until_ns)) {
             kvt_error_free(&error);
             continue;
         } else if (status == KVT_E_BUSY) {
             kvt_error_free(&error);
             fail_full(c, unit);
         } else {
-            fail_with(c, status, "weights cannot be read", error);
+            fail_with(c, status, "reading weights", error);
         }
-        point_home(w, unit);
+        point_to_placeholder(w, unit);
         return false;
     }
-    c.holds.push_back({held, c.span});
-    point(w, unit, held.address);
+    c.leases.push_back({lease, c.span});
+    point_to_unit(w, unit, lease.address);
     return true;
 }
 
-void release_if(Context &c, bool (*leaves)(const Context &, const Hold &)) {
+void release_if(Context &c, bool (*selects)(const Context &, const Lease &)) {
     size_t kept = 0;
-    for (size_t i = 0; i < c.holds.size(); i++) {
-        if (leaves(c, c.holds[i])) {
-            release(c, c.holds[i]);
+    for (size_t i = 0; i < c.leases.size(); i++) {
+        if (selects(c, c.leases[i])) {
+            release(c, c.leases[i]);
         } else {
-            c.holds[kept++] = c.holds[i];
+            c.leases[kept++] = c.leases[i];
         }
     }
-    c.holds.resize(kept);
+    c.leases.resize(kept);
 }
 
 void release_all(Context &c) {
-    release_if(c, [](const Context &, const Hold &) { return true; });
+    release_if(c, [](const Context &, const Lease &) { return true; });
 }
 
 } // namespace kvt_weights

@@ -1,4 +1,4 @@
-// The store's side of a tier: its namespace and layout, buffers, ops, sessions.
+// The store's side of a tier: namespace and layout, buffers, ops, sessions.
 #include "tier/tier.hpp"
 
 #include <ggml.h>
@@ -13,9 +13,9 @@ namespace kvtier_llama {
 namespace {
 
 constexpr uint64_t default_buffers = uint64_t(64) << 20;
-/// A disk that does not answer keeps nobody from closing.
+/// A disk that does not answer must not block closing.
 constexpr uint64_t close_wait_ns = uint64_t(10) * 1000000000;
-/// A store may have to write all that it has in memory.
+/// A store may have to write back all of its host memory.
 constexpr uint64_t store_wait_ns = uint64_t(60) * 1000000000;
 
 uint32_t dtype_of(int32_t k_type, int32_t v_type, bool has_v) {
@@ -30,8 +30,8 @@ uint32_t dtype_of(int32_t k_type, int32_t v_type, bool has_v) {
     }
 }
 
-/// The layout: layers of all sections one after the other, alike ones in one group.
-struct layout_maker {
+/// Builds the layout: the layers of all sections in order, with equal ones in one group.
+struct layout_builder {
     std::vector<kvt_group_t> groups;
     std::vector<std::vector<uint16_t>> layers;
     uint32_t count = 0;
@@ -55,7 +55,7 @@ struct layout_maker {
     }
 };
 
-void add_section(layout_maker &make, const section_shape &section) {
+void add_section(layout_builder &make, const section_shape &section) {
     for (const layer_shape &layer : section.layers) {
         kvt_group_t group{};
         group.rule = section.window_tokens != 0 ? KVT_RULE_WINDOW : KVT_RULE_FULL;
@@ -75,8 +75,8 @@ void add_section(layout_maker &make, const section_shape &section) {
     }
 }
 
-void open_space(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
-    layout_maker make;
+void open_namespace(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
+    layout_builder make;
     for (const section_shape &section : tier.shape.sections) {
         tier.layers.push_back({make.count, uint32_t(section.planes())});
         add_section(make, section);
@@ -91,14 +91,14 @@ void open_space(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     layout.group_count = make.groups.size();
     layout.stride_bytes = sizeof make.groups[0];
 
-    const identity who = identify(tier, opts);
+    const identity id = identify(tier, opts);
     kvt_identity_t is = KVT_IDENTITY_INIT;
     const auto field = [](const void **data, uint64_t *bytes, const char *text, size_t length) {
         *data = text;
         *bytes = length;
     };
-    field(&is.model, &is.model_bytes, who.model.data(), who.model.size());
-    field(&is.weights, &is.weights_bytes, who.weights.data(), who.weights.size());
+    field(&is.model, &is.model_bytes, id.model.data(), id.model.size());
+    field(&is.weights, &is.weights_bytes, id.weights.data(), id.weights.size());
     if (opts.adapters) {
         field(&is.lora, &is.lora_bytes, opts.adapters, std::strlen(opts.adapters));
     }
@@ -107,9 +107,9 @@ void open_space(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     }
     kvt_identity_extra_t extra[2] = {};
     extra[0].tag = 0x80000001;
-    field(&extra[0].value, &extra[0].value_bytes, who.engine.data(), who.engine.size());
+    field(&extra[0].value, &extra[0].value_bytes, id.engine.data(), id.engine.size());
     extra[1].tag = 0x80000002;
-    field(&extra[1].value, &extra[1].value_bytes, who.context.data(), who.context.size());
+    field(&extra[1].value, &extra[1].value_bytes, id.context.data(), id.context.size());
     is.extra = extra;
     is.extra_count = 2;
     is.extra_stride_bytes = sizeof extra[0];
@@ -117,22 +117,22 @@ void open_space(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     kvt_error_t *error = nullptr;
     const uint64_t flags = tier.holes ? KVT_NAMESPACE_HOLES : 0;
     const kvt_status_t status =
-        kvt_namespace_open(tier.store, &is, &layout, flags, &tier.space, &error);
-    demand(status, error, "the namespace of this model");
+        kvt_namespace_open(tier.store, &is, &layout, flags, &tier.kv_namespace, &error);
+    demand(status, error, "opening the model's namespace");
 }
 
 void open_own_store(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     kvt_error_t *error = nullptr;
     const kvt_runtime_t *runtime = opts.runtime;
     if (!runtime) {
-        demand(kvt_runtime_open(nullptr, &tier.own_runtime, &error), error, "a runtime");
+        demand(kvt_runtime_open(nullptr, &tier.own_runtime, &error), error, "opening a runtime");
         runtime = tier.own_runtime;
     }
     kvt_store_opts_t so = KVT_STORE_OPTS_INIT;
     std::string spec;
     so.host_bytes = opts.host_bytes != 0 ? opts.host_bytes : uint64_t(1) << 30;
     if (opts.disk_path) {
-        // Each opening begins a segment of its own: a small disk has to have room for many.
+        // Each opening begins a new segment, so a small disk must have space for many.
         const uint64_t disk_bytes = opts.disk_bytes != 0 ? opts.disk_bytes : uint64_t(8) << 30;
         const uint64_t segment_mib = std::min<uint64_t>(std::max<uint64_t>(disk_bytes >> 25, 1), 64);
         spec = "store(disk=disk(path=\"kv\", bytes=1GiB, segment=" + std::to_string(segment_mib) + "MiB))";
@@ -146,12 +146,12 @@ void open_own_store(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
         so.policy = opts.policy;
         so.policy_bytes = std::strlen(opts.policy);
     }
-    demand(kvt_store_open(runtime, opts.budget, &so, &tier.own_store, &error), error, "the store");
+    demand(kvt_store_open(runtime, opts.budget, &so, &tier.own_store, &error), error, "opening the store");
     tier.store = tier.own_store;
 }
 
 bool resize_buffer(tier_t &tier, buffer_t &buffer, uint64_t bytes) {
-    if (!pay(tier, bytes)) {
+    if (!reserve_memory(tier, bytes)) {
         return false;
     }
     uint8_t *data = nullptr;
@@ -159,10 +159,10 @@ bool resize_buffer(tier_t &tier, buffer_t &buffer, uint64_t bytes) {
         data = static_cast<uint8_t *>(std::aligned_alloc(4096, (bytes + 4095) & ~uint64_t(4095)));
     }
     if (bytes > 0 && !data) {
-        pay_back(tier, bytes);
+        release_memory(tier, bytes);
         return false;
     }
-    pay_back(tier, buffer.bytes);
+    release_memory(tier, buffer.bytes);
     std::free(buffer.data);
     buffer.data = data;
     tier.stats.buffer_bytes += bytes - buffer.bytes;
@@ -172,7 +172,7 @@ bool resize_buffer(tier_t &tier, buffer_t &buffer, uint64_t bytes) {
 }
 
 buffer_t *free_buffer(tier_t &tier, uint64_t bytes) {
-    // The one that was used last: it is in the processor's cache, if any is.
+    // Prefer the buffer that was used last: it may be in the CPU's cache.
     for (auto one = tier.buffers.end(); one != tier.buffers.begin();) {
         --one;
         if (!one->taken && one->ops.empty() && one->bytes >= bytes) {
@@ -180,7 +180,7 @@ buffer_t *free_buffer(tier_t &tier, uint64_t bytes) {
             return &tier.buffers.back();
         }
     }
-    // Those that are too small make room for one that is not.
+    // Free buffers that are too small, until a larger one fits.
     for (auto one = tier.buffers.begin(); one != tier.buffers.end();) {
         const bool idle = !one->taken && one->ops.empty();
         if (idle && tier.stats.buffer_bytes + bytes > tier.buffer_limit) {
@@ -203,19 +203,19 @@ buffer_t *free_buffer(tier_t &tier, uint64_t bytes) {
 
 } // namespace
 
-void fail(kvt_status_t status, const std::string &words) { throw failure{status, words}; }
+void fail(kvt_status_t status, const std::string &message) { throw failure{status, message}; }
 
 void demand(kvt_status_t status, kvt_error_t *error, const char *what) {
     if (status == KVT_OK) {
         return;
     }
-    std::string words = std::string(what) + ": ";
-    words += error ? kvt_error_message(error) : kvt_status_str(status);
+    std::string message = std::string(what) + ": ";
+    message += error ? kvt_error_message(error) : kvt_status_str(status);
     kvt_error_free(&error);
-    fail(status, words);
+    fail(status, message);
 }
 
-bool pay(tier_t &tier, uint64_t bytes) {
+bool reserve_memory(tier_t &tier, uint64_t bytes) {
     if (!tier.account || bytes == 0) {
         return true;
     }
@@ -229,7 +229,7 @@ bool pay(tier_t &tier, uint64_t bytes) {
     return used;
 }
 
-void pay_back(tier_t &tier, uint64_t bytes) {
+void release_memory(tier_t &tier, uint64_t bytes) {
     if (tier.account && bytes != 0) {
         kvt_account_release(tier.account, KVT_TIER_HOST, bytes, nullptr);
     }
@@ -240,7 +240,7 @@ uint64_t now_ns() {
     return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
 
-void open_room(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
+void open_tier_store(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     tier.store = opts.store;
     if (!tier.store) {
         open_own_store(tier, opts);
@@ -251,15 +251,16 @@ void open_room(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
         kvt_account_opts_t ao = KVT_ACCOUNT_OPTS_INIT;
         ao.name = "llama tier";
         ao.name_bytes = std::strlen(ao.name);
-        demand(kvt_account_open(opts.budget, &ao, &tier.account, &error), error, "an account");
+        demand(kvt_account_open(opts.budget, &ao, &tier.account, &error), error,
+               "opening an account in the budget");
     }
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
-    demand(kvt_store_stats(tier.store, &stats), nullptr, "the store");
+    demand(kvt_store_stats(tier.store, &stats), nullptr, "reading the store's statistics");
     tier.has_disk = stats.disk_limit_bytes != 0;
-    open_space(tier, opts);
+    open_namespace(tier, opts);
 }
 
-kvt_status_t close_room(tier_t &tier, std::string *words) {
+kvt_status_t close_tier_store(tier_t &tier, std::string *message) {
     const uint64_t until = now_ns() + close_wait_ns;
     bool all = true;
     for (buffer_t &buffer : tier.buffers) {
@@ -267,17 +268,17 @@ kvt_status_t close_room(tier_t &tier, std::string *words) {
         if (reap(tier, buffer, until, &ignored)) {
             resize_buffer(tier, buffer, 0);
         } else {
-            // The store may still write into it: nobody frees it any more.
+            // The store may still write into this buffer, so it is never freed.
             all = false;
         }
     }
-    pay_back(tier, tier.tail_bytes);
+    release_memory(tier, tier.tail_bytes);
     kvt_account_close(&tier.account, nullptr);
-    kvt_namespace_close(&tier.space);
+    kvt_namespace_close(&tier.kv_namespace);
     kvt_error_t *error = nullptr;
     kvt_status_t status = kvt_store_close(&tier.own_store, now_ns() + store_wait_ns, &error);
     if (status != KVT_OK) {
-        *words = error ? kvt_error_message(error) : kvt_status_str(status);
+        *message = error ? kvt_error_message(error) : kvt_status_str(status);
         kvt_error_free(&error);
         if (status != KVT_E_BUSY) {
             kvt_store_close(&tier.own_store, now_ns() + close_wait_ns, nullptr);
@@ -285,7 +286,7 @@ kvt_status_t close_room(tier_t &tier, std::string *words) {
     }
     kvt_runtime_close(&tier.own_runtime, now_ns() + close_wait_ns, nullptr, nullptr);
     if (!all && status == KVT_OK) {
-        *words = "the store did not end what it had begun: its buffers were left to it";
+        *message = "transfers did not complete in time: their buffers stay allocated";
         status = KVT_E_TIMEOUT;
     }
     return status;
@@ -317,7 +318,7 @@ bool reap(tier_t &tier, buffer_t &buffer, uint64_t deadline_ns, kvt_status_t *st
 
 namespace {
 
-/// Buffers of gets that did not end in time, and have since.
+/// Collects buffers of gets that missed their deadline and have completed since.
 void reap_stuck(tier_t &tier) {
     for (buffer_t &buffer : tier.buffers) {
         kvt_status_t ignored = KVT_OK;
@@ -327,7 +328,7 @@ void reap_stuck(tier_t &tier) {
     }
 }
 
-/// Ends saves that have come, or come until the deadline.
+/// Collects saves that complete before the deadline.
 bool reap_saves(tier_t &tier, uint64_t deadline_ns, bool only_one) {
     for (buffer_t &buffer : tier.buffers) {
         if (buffer.taken || buffer.ops.empty()) {
@@ -357,7 +358,7 @@ bool drain(tier_t &tier, uint64_t deadline_ns) { return reap_saves(tier, deadlin
 
 held_buffer take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns) {
     reap_stuck(tier);
-    // One nanosecond after the start of the clock: what has ended is seen, nothing is waited for.
+    // Deadline 1 ns: collects what has completed and does not wait.
     reap_saves(tier, 1, false);
     for (;;) {
         if (buffer_t *buffer = free_buffer(tier, bytes)) {
@@ -377,13 +378,13 @@ held_buffer take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns) {
 
 session::session(const tier_t &tier, const llama_token *tokens, size_t count) {
     kvt_error_t *error = nullptr;
-    demand(kvt_session_open(tier.space, nullptr, &handle, &error), error, "a session");
+    demand(kvt_session_open(tier.kv_namespace, nullptr, &handle, &error), error, "opening a session");
     static_assert(sizeof(llama_token) == sizeof(uint32_t), "tokens are hashed as 32 bits");
-    const auto *words = reinterpret_cast<const uint32_t *>(tokens);
-    const kvt_status_t status = count != 0 ? kvt_session_append(handle, words, count, &error) : KVT_OK;
+    const auto *ids = reinterpret_cast<const uint32_t *>(tokens);
+    const kvt_status_t status = count != 0 ? kvt_session_append(handle, ids, count, &error) : KVT_OK;
     if (status != KVT_OK) {
         kvt_session_close(&handle);
-        demand(status, error, "a session's tokens");
+        demand(status, error, "appending a session's tokens");
     }
 }
 

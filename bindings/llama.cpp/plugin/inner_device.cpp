@@ -1,4 +1,4 @@
-#include "far.h"
+#include "inner_device.h"
 
 #include <sys/mman.h>
 
@@ -22,13 +22,13 @@ struct Range {
 
 std::mutex lock;
 
-// Lives as long as the process, as buffers may.
+// Lives as long as the process, because buffers may.
 std::map<uint64_t, Range> & ranges() {
     static auto * all = new std::map<uint64_t, Range>;
     return *all;
 }
 
-// So many bytes from an address on, as a tensor that ggml's functions take; false where it is not ours.
+// `bytes` from an address on, as a tensor for ggml's functions; false outside all ranges.
 bool bytes_at(uint64_t address, uint64_t bytes, ggml_tensor & out) {
     const std::lock_guard<std::mutex> guard(lock);
     auto at = ranges().upper_bound(address);
@@ -51,25 +51,25 @@ bool bytes_at(uint64_t address, uint64_t bytes, ggml_tensor & out) {
     return true;
 }
 
-// Bytes that lie together, checked by reaches().
-void copy(uint64_t from, bool is_from_far, uint64_t to, bool is_to_far, uint64_t bytes,
-          std::vector<char> & between) {
+// Copies contiguous bytes that is_covered() has checked.
+void copy(uint64_t from, bool is_from_inner, uint64_t to, bool is_to_inner, uint64_t bytes,
+          std::vector<char> & staging) {
     ggml_tensor source, target;
     if (bytes == 0) {
         return;
     }
-    if (is_from_far && is_to_far) {
-        for (uint64_t done = 0; done < bytes; done += between.size()) {
-            const uint64_t part = std::min<uint64_t>(bytes - done, between.size());
+    if (is_from_inner && is_to_inner) {
+        for (uint64_t done = 0; done < bytes; done += staging.size()) {
+            const uint64_t part = std::min<uint64_t>(bytes - done, staging.size());
             bytes_at(from + done, part, source);
             bytes_at(to + done, part, target);
-            ggml_backend_tensor_get(&source, between.data(), 0, part);
-            ggml_backend_tensor_set(&target, between.data(), 0, part);
+            ggml_backend_tensor_get(&source, staging.data(), 0, part);
+            ggml_backend_tensor_set(&target, staging.data(), 0, part);
         }
-    } else if (is_from_far) {
+    } else if (is_from_inner) {
         bytes_at(from, bytes, source);
         ggml_backend_tensor_get(&source, reinterpret_cast<void *>(to), 0, bytes);
-    } else if (is_to_far) {
+    } else if (is_to_inner) {
         bytes_at(to, bytes, target);
         ggml_backend_tensor_set(&target, reinterpret_cast<const void *>(from), 0, bytes);
     } else {
@@ -81,8 +81,8 @@ bool is_on_device(uint32_t memory) {
     return memory == KVT_MEMORY_DEVICE;
 }
 
-// Runs that lie together are one.
-kvt_copy_rows_t joined(kvt_copy_rows_t rows) {
+// Joins contiguous runs into one.
+kvt_copy_rows_t join_runs(kvt_copy_rows_t rows) {
     if (rows.runs > 1 && rows.from_stride_bytes == rows.run_bytes && rows.to_stride_bytes == rows.run_bytes) {
         rows.run_bytes *= rows.runs;
         rows.runs = 1;
@@ -90,37 +90,37 @@ kvt_copy_rows_t joined(kvt_copy_rows_t rows) {
     return rows;
 }
 
-// Whether all of it is in memory that the device knows.
-bool reaches(const kvt_copy_rows_t & rows) {
+// Tells whether all device addresses lie in known ranges.
+bool is_covered(const kvt_copy_rows_t & rows) {
     ggml_tensor at;
-    bool reaches = true;
-    for (uint64_t i = 0; i < rows.runs && rows.run_bytes > 0 && reaches; i++) {
+    bool is_covered = true;
+    for (uint64_t i = 0; i < rows.runs && rows.run_bytes > 0 && is_covered; i++) {
         const uint64_t from = rows.from + i * rows.from_stride_bytes, to = rows.to + i * rows.to_stride_bytes;
-        reaches = (!is_on_device(rows.from_memory) || bytes_at(from, rows.run_bytes, at)) &&
+        is_covered = (!is_on_device(rows.from_memory) || bytes_at(from, rows.run_bytes, at)) &&
                   (!is_on_device(rows.to_memory) || bytes_at(to, rows.run_bytes, at));
     }
-    return reaches;
+    return is_covered;
 }
 
-// Copies are done when it returns: what calls it is a thread of kvtier's that does nothing else. What is
-// refused has not begun.
+// Copies are complete when it returns; the calling thread of kvtier does nothing else. A refused call
+// has copied nothing.
 kvt_status_t submit(void *, uint32_t, uint64_t, const kvt_copy_rows_t * copies, uint64_t count,
                     uint64_t stride_bytes, uint64_t * event) {
     static std::atomic<uint64_t> last{0};
-    constexpr size_t most_between = 1 << 20;
+    constexpr size_t staging_bytes = 1 << 20;
     const auto rows_at = [&](uint64_t i) {
         const char * at = reinterpret_cast<const char *>(copies) + i * stride_bytes;
-        return joined(*reinterpret_cast<const kvt_copy_rows_t *>(at));
+        return join_runs(*reinterpret_cast<const kvt_copy_rows_t *>(at));
     };
-    std::vector<char> between;
+    std::vector<char> staging;
     for (uint64_t i = 0; i < count; i++) {
         const kvt_copy_rows_t rows = rows_at(i);
-        if (!reaches(rows)) {
+        if (!is_covered(rows)) {
             return KVT_E_INVALID;
         }
-        if (is_on_device(rows.from_memory) && is_on_device(rows.to_memory) && between.empty()) {
+        if (is_on_device(rows.from_memory) && is_on_device(rows.to_memory) && staging.empty()) {
             try {
-                between.resize(most_between);
+                staging.resize(staging_bytes);
             } catch (const std::bad_alloc &) {
                 return KVT_E_NOMEM;
             }
@@ -130,7 +130,7 @@ kvt_status_t submit(void *, uint32_t, uint64_t, const kvt_copy_rows_t * copies, 
         const kvt_copy_rows_t rows = rows_at(i);
         for (uint64_t run = 0; run < rows.runs; run++) {
             copy(rows.from + run * rows.from_stride_bytes, is_on_device(rows.from_memory),
-                 rows.to + run * rows.to_stride_bytes, is_on_device(rows.to_memory), rows.run_bytes, between);
+                 rows.to + run * rows.to_stride_bytes, is_on_device(rows.to_memory), rows.run_bytes, staging);
         }
     }
     *event = ++last;
@@ -146,7 +146,7 @@ kvt_status_t allocate(void *, uint64_t bytes, uint64_t * address) {
     if (at == MAP_FAILED) {
         return KVT_E_NOMEM;
     }
-    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(far_type(), bytes);
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(inner_buffer_type(), bytes);
     if (buffer) {
         try {
             ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
@@ -178,45 +178,46 @@ void free_range(void *, uint64_t address, uint64_t bytes) {
 }
 
 kvt_status_t free_bytes(void *, uint64_t * out) {
-    *out = far_free_bytes();
+    *out = inner_free_bytes();
     return KVT_OK;
 }
 
 } // namespace
 
-bool is_far() {
-    return ggml_backend_dev_type(under_device()) != GGML_BACKEND_DEVICE_TYPE_CPU;
+bool inner_has_memory() {
+    return ggml_backend_dev_type(inner_device()) != GGML_BACKEND_DEVICE_TYPE_CPU;
 }
 
-ggml_backend_buffer_type_t far_type() {
-    return ggml_backend_dev_buffer_type(under_device());
+ggml_backend_buffer_type_t inner_buffer_type() {
+    return ggml_backend_dev_buffer_type(inner_device());
 }
 
-uint64_t far_bytes(const ggml_tensor * tensor) {
-    return GGML_PAD(ggml_backend_buft_get_alloc_size(far_type(), tensor), ggml_backend_buft_get_alignment(far_type()));
+uint64_t inner_bytes(const ggml_tensor * tensor) {
+    return GGML_PAD(ggml_backend_buft_get_alloc_size(inner_buffer_type(), tensor),
+                    ggml_backend_buft_get_alignment(inner_buffer_type()));
 }
 
-uint64_t far_free_bytes() {
-    // What a GPU's own libraries take beside us while they compute: without it they end the process.
-    constexpr uint64_t THEIRS_BYTES = 256 << 20;
+uint64_t inner_free_bytes() {
+    // Memory that a GPU's own libraries allocate during computation. Without it they end the process.
+    constexpr uint64_t LIBRARY_BYTES = 256 << 20;
     size_t left = 0, total = 0;
-    ggml_backend_dev_memory(under_device(), &left, &total);
-    return left - std::min<uint64_t>(left, THEIRS_BYTES);
+    ggml_backend_dev_memory(inner_device(), &left, &total);
+    return left - std::min<uint64_t>(left, LIBRARY_BYTES);
 }
 
-FarPlace far_place(const void * address) {
+InnerPlace inner_place(const void * address) {
     ggml_tensor byte;
-    FarPlace place;
+    InnerPlace place;
     if (bytes_at(reinterpret_cast<uint64_t>(address), 1, byte)) {
         place = {byte.buffer, static_cast<char *>(byte.data)};
     }
     return place;
 }
 
-kvt_status_t far_open(const kvt_runtime_t * runtime, kvt_device_t ** out, kvt_error_t ** error) {
+kvt_status_t copy_device_open(const kvt_runtime_t * runtime, kvt_device_t ** out, kvt_error_t ** error) {
     kvt_device_custom_t custom = KVT_DEVICE_CUSTOM_INIT;
     custom.flags = KVT_DEVICE_HAS_MEMORY;
-    // Of two streams one is for what waits for events: nothing does here.
+    // kvtier uses one of two streams for copies that wait for events; no copy waits here.
     custom.streams = 2;
     custom.submit = submit;
     custom.query = query;

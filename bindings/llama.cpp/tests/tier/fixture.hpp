@@ -1,4 +1,4 @@
-// What the tests of the tier share: models, contexts, prompts, logits, checks.
+// Shared by the tests of the KV tier: models, contexts, prompts, logits, checks.
 #pragma once
 
 #include <kvtier/llama.h>
@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-namespace world {
+namespace tier_test {
 
 using tokens_t = std::vector<llama_token>;
 using logits_t = std::vector<float>;
@@ -33,7 +33,7 @@ constexpr int skipped = 77;
         const kvt_status_t status_ = (call);                                                                 \
         if (status_ != KVT_OK) {                                                                             \
             std::fprintf(stderr, "%s:%d: %s: %s (%s)\n", __FILE__, __LINE__, #call,                          \
-                         kvt_status_name(status_), world::why.text);                                         \
+                         kvt_status_name(status_), tier_test::why.text);                                     \
             std::exit(1);                                                                                    \
         }                                                                                                    \
     } while (0)
@@ -47,32 +47,32 @@ inline uint64_t now_ns() {
 
 inline uint64_t in_seconds(uint64_t seconds) { return now_ns() + seconds * 1000000000; }
 
-inline void quiet(ggml_log_level level, const char *text, void *) {
+inline void log_errors(ggml_log_level level, const char *text, void *) {
     if (level == GGML_LOG_LEVEL_ERROR && std::getenv("KVTIER_TEST_LOUD")) {
         std::fputs(text, stderr);
     }
 }
 
-/// The path of a model; ends the program with SKIP where it is absent.
+/// The path of a model. Exits with the skip status if the file is absent.
 inline std::string model_path(const std::string &name) {
     const char *folder = std::getenv("KVTIER_LLAMA_MODELS");
     const std::string path = std::string(folder ? folder : ".") + "/" + name + ".gguf";
     if (!std::filesystem::exists(path)) {
-        std::printf("SKIP: there is no model %s\n", path.c_str());
+        std::printf("SKIP: no model %s\n", path.c_str());
         std::exit(skipped);
     }
     return path;
 }
 
 inline llama_model *load(const std::string &path) {
-    llama_log_set(quiet, nullptr);
+    llama_log_set(log_errors, nullptr);
     llama_backend_init();
     llama_model *model = llama_model_load_from_file(path.c_str(), llama_model_default_params());
     CHECK(model != nullptr);
     return model;
 }
 
-struct how {
+struct context_config {
     uint32_t n_ctx = 2048;
     uint32_t n_seq = 4;
     bool flash = true;
@@ -82,27 +82,35 @@ struct how {
     int32_t threads = 1;
 };
 
-inline llama_context_params params_of(const how &is) {
+inline llama_context_params params_of(const context_config &config) {
     llama_context_params params = llama_context_default_params();
-    params.n_ctx = is.n_ctx;
-    params.n_batch = params.n_ubatch = is.n_batch;
-    params.n_seq_max = is.n_seq;
-    params.n_threads = params.n_threads_batch = is.threads;
-    params.flash_attn_type = is.flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
-    params.type_k = is.kv;
-    params.type_v = is.flash ? is.kv : GGML_TYPE_F16;
-    params.kv_unified = is.unified;
+    params.n_ctx = config.n_ctx;
+    params.n_batch = params.n_ubatch = config.n_batch;
+    params.n_seq_max = config.n_seq;
+    params.n_threads = params.n_threads_batch = config.threads;
+    params.flash_attn_type = config.flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    params.type_k = config.kv;
+    params.type_v = config.flash ? config.kv : GGML_TYPE_F16;
+    params.kv_unified = config.unified;
     params.swa_full = false;
     return params;
 }
 
-inline llama_context *context(llama_model *model, const how &is = how{}) {
-    llama_context *ctx = llama_init_from_model(model, params_of(is));
+/// A context that tests of eviction and damage fill quickly.
+inline context_config small_context() {
+    context_config config;
+    config.n_ctx = 1024;
+    config.n_batch = 128;
+    return config;
+}
+
+inline llama_context *context(llama_model *model, const context_config &config = context_config{}) {
+    llama_context *ctx = llama_init_from_model(model, params_of(config));
     CHECK(ctx != nullptr);
     return ctx;
 }
 
-/// Tokens that are the same in every run; `text` says which.
+/// Pseudorandom tokens, equal in every run for an equal `text`.
 inline tokens_t prompt(const llama_model *model, uint32_t text, size_t count) {
     const int32_t vocabulary = llama_vocab_n_tokens(llama_model_get_vocab(model));
     tokens_t tokens;
@@ -114,12 +122,12 @@ inline tokens_t prompt(const llama_model *model, uint32_t text, size_t count) {
     return tokens;
 }
 
-inline tokens_t joined(tokens_t first, const tokens_t &then) {
+inline tokens_t concat(tokens_t first, const tokens_t &then) {
     first.insert(first.end(), then.begin(), then.end());
     return first;
 }
 
-/// Decodes [first, end) in batches of `batch`, logits of the last.
+/// Decodes tokens [first, end) in batches of `batch`, with logits of the last token.
 inline int decode(llama_context *ctx, llama_seq_id seq, const tokens_t &tokens, size_t first, size_t end,
                   size_t batch) {
     llama_batch of = llama_batch_init(int32_t(batch), 0, 1);
@@ -148,7 +156,7 @@ inline logits_t logits(llama_context *ctx) {
     return logits_t(all, all + count);
 }
 
-inline bool bitwise(const logits_t &a, const logits_t &b) {
+inline bool bitwise_equal(const logits_t &a, const logits_t &b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof a[0]) == 0;
 }
 
@@ -160,34 +168,42 @@ inline double distance(const logits_t &a, const logits_t &b) {
     return most;
 }
 
-inline size_t best(const logits_t &a) { return size_t(std::max_element(a.begin(), a.end()) - a.begin()); }
+/// The distance as a share of the range of the expected logits.
+inline double relative_distance(const logits_t &with, const logits_t &without) {
+    const auto [low, high] = std::minmax_element(without.begin(), without.end());
+    return distance(with, without) / double(*high - *low);
+}
 
-/// Logits of one token after `tokens`, in a context of its own: the run without us. `cuts` are where
-/// batches end besides.
-inline logits_t without_us(llama_model *model, const how &is, const tokens_t &tokens,
+/// Limit of relative_distance. Earlier requests move cells, which changes the order of sums.
+constexpr double tolerance = 0.02;
+
+inline size_t argmax(const logits_t &a) { return size_t(std::max_element(a.begin(), a.end()) - a.begin()); }
+
+/// Logits after `tokens` in a new context without a tier. Batches also end at each position in `cuts`.
+inline logits_t run_without_tier(llama_model *model, const context_config &config, const tokens_t &tokens,
                            const std::vector<size_t> &cuts = {}) {
-    llama_context *ctx = context(model, is);
+    llama_context *ctx = context(model, config);
     size_t at = 0;
     for (size_t cut : cuts) {
         if (cut > at && cut < tokens.size()) {
-            CHECK(decode(ctx, 0, tokens, at, cut, is.n_batch) == 0);
+            CHECK(decode(ctx, 0, tokens, at, cut, config.n_batch) == 0);
             at = cut;
         }
     }
-    CHECK(decode(ctx, 0, tokens, at, tokens.size(), is.n_batch) == 0);
+    CHECK(decode(ctx, 0, tokens, at, tokens.size(), config.n_batch) == 0);
     const logits_t out = logits(ctx);
     llama_free(ctx);
     return out;
 }
 
-struct folder {
+struct temp_dir {
     std::string path;
-    folder() {
-        const char *where = std::getenv("TMPDIR");
-        path = std::string(where ? where : "/tmp") + "/kvtier-tier-XXXXXX";
+    temp_dir() {
+        const char *tmp = std::getenv("TMPDIR");
+        path = std::string(tmp ? tmp : "/tmp") + "/kvtier-tier-XXXXXX";
         CHECK(mkdtemp(&path[0]) != nullptr);
     }
-    ~folder() { std::filesystem::remove_all(path); }
+    ~temp_dir() { std::filesystem::remove_all(path); }
 };
 
 inline kvt_llama_tier_t *open_tier(llama_context *ctx, const kvt_llama_tier_opts_t &opts) {
@@ -215,9 +231,9 @@ inline void commit(kvt_llama_tier_t *tier, llama_seq_id seq, const tokens_t &tok
 
 inline void flush(kvt_llama_tier_t *tier) { CHECK_OK(kvt_llama_flush(tier, in_seconds(600), &why)); }
 
-/// A request with us: attach, prefill of the rest, logits.
-inline logits_t with_us(kvt_llama_tier_t *tier, llama_context *ctx, llama_seq_id seq, const tokens_t &tokens,
-                        kvt_llama_attached_t *attached = nullptr) {
+/// A request with a tier: attaches, prefills the rest, returns the logits.
+inline logits_t run_with_tier(kvt_llama_tier_t *tier, llama_context *ctx, llama_seq_id seq,
+                              const tokens_t &tokens, kvt_llama_attached_t *attached = nullptr) {
     const kvt_llama_attached_t out = attach(tier, seq, tokens);
     if (attached) {
         *attached = out;

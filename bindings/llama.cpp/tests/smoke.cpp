@@ -1,30 +1,30 @@
-// One short lap through all adapters, on the smallest model: what valgrind is run over, and whether they
-// can be linked into one program and take turns.
-#include "tier/world.hpp"
+// A short run of all adapters on the smallest model, in one program. The test smoke_valgrind runs it under
+// valgrind.
+#include "tier/fixture.hpp"
 
 #include <kvtier/llama_longer.h>
 #include <kvtier/llama_watch.h>
-#ifdef KVTIER_LAP_WEIGHTS
+#ifdef KVTIER_SMOKE_WEIGHTS
 #include <kvtier/llama_weights.h>
 #endif
 
-using namespace world;
+using namespace tier_test;
 
 namespace {
 
-how small() {
-    how is;
-    is.n_ctx = 256;
-    is.n_batch = 32;
-    return is;
+context_config smoke_config() {
+    context_config config;
+    config.n_ctx = 256;
+    config.n_batch = 32;
+    return config;
 }
 
-/// Kept, forgotten by the engine, brought back from a store that was closed between.
-void tier(llama_model *model, const std::string &path, const std::string &folder) {
+/// Saves a prompt, closes everything, and restores the prompt from the reopened store.
+void run_tier(llama_model *model, const std::string &path, const std::string &folder) {
     const tokens_t tokens = prompt(model, 1, 80);
     logits_t first;
     for (int round = 0; round < 2; round++) {
-        llama_context_params params = params_of(small());
+        llama_context_params params = params_of(smoke_config());
         llama_context *ctx = llama_init_from_model(model, params);
         CHECK(ctx != nullptr);
         kvt_llama_tier_opts_t opts = KVT_LLAMA_TIER_OPTS_INIT;
@@ -50,11 +50,11 @@ void tier(llama_model *model, const std::string &path, const std::string &folder
     }
 }
 
-void watched(llama_model *model, const char *spec) {
+void run_watch(llama_model *model, const char *spec) {
     kvt_llama_watch_t *watch = nullptr;
-    how is = small();
-    is.flash = false;
-    llama_context_params params = params_of(is);
+    context_config config = smoke_config();
+    config.flash = false;
+    llama_context_params params = params_of(config);
     CHECK_OK(kvt_llama_watch_open(model, nullptr, &watch, &why));
     CHECK_OK(kvt_llama_watch_params(watch, &params, &why));
     llama_context *ctx = llama_init_from_model(model, params);
@@ -67,7 +67,8 @@ void watched(llama_model *model, const char *spec) {
     for (size_t at = 0; at < tokens.size();) {
         const size_t count = at < 96 ? 32 : 1;
         int32_t status = 1;
-        CHECK_OK(kvt_llama_watch_decode(watch, llama_batch_get_one(&tokens[at], int32_t(count)), &status, &why));
+        const llama_batch batch = llama_batch_get_one(&tokens[at], int32_t(count));
+        CHECK_OK(kvt_llama_watch_decode(watch, batch, &status, &why));
         CHECK(status == 0);
         at += count;
     }
@@ -78,10 +79,10 @@ void watched(llama_model *model, const char *spec) {
     CHECK_OK(kvt_llama_watch_close(&watch));
 }
 
-void longer(llama_model *model) {
-    how is = small();
-    is.n_ctx = 128; // the engine gives 256, of which half are slots
-    llama_context_params params = params_of(is);
+void run_longer(llama_model *model) {
+    context_config config = smoke_config();
+    config.n_ctx = 128; // rounded up to 256 by the engine; half of them become slots
+    llama_context_params params = params_of(config);
     kvt_llama_longer_opts_t opts = KVT_LLAMA_LONGER_OPTS_INIT;
     opts.host_bytes = uint64_t(64) << 20;
     kvt_llama_longer_t *longer = nullptr;
@@ -98,8 +99,8 @@ void longer(llama_model *model) {
     CHECK_OK(kvt_llama_longer_close(&longer, &why));
 }
 
-#ifdef KVTIER_LAP_WEIGHTS
-void weights(const std::string &path) {
+#ifdef KVTIER_SMOKE_WEIGHTS
+void run_weights(const std::string &path) {
     kvt_llama_weights_opts_t opts = KVT_LLAMA_WEIGHTS_OPTS_INIT;
     opts.model_path = path.c_str();
     opts.budget_bytes = uint64_t(32) << 20;
@@ -108,7 +109,7 @@ void weights(const std::string &path) {
     llama_model_params model_params = llama_model_default_params();
     llama_model *model = nullptr;
     CHECK_OK(kvt_llama_weights_load(weights, &model_params, &model, &why));
-    llama_context_params params = params_of(small());
+    llama_context_params params = params_of(smoke_config());
     CHECK_OK(kvt_llama_weights_context(weights, &params, &why));
     llama_context *ctx = llama_init_from_model(model, params);
     CHECK(ctx != nullptr);
@@ -123,18 +124,19 @@ void weights(const std::string &path) {
 
 int main(int argc, char **argv) {
     const std::string path = model_path("tiny-llama-f16");
-    const std::string folder = std::filesystem::temp_directory_path() / ("kvtier-lap-" + std::to_string(now_ns()));
+    const std::string folder =
+        std::filesystem::temp_directory_path() / ("kvtier-smoke-" + std::to_string(now_ns()));
     const std::string only = argc > 1 ? argv[1] : "";
     llama_model *model = load(path);
-    if (only.empty() || only == "tier") tier(model, path, folder);
+    if (only.empty() || only == "tier") run_tier(model, path, folder);
     if (only.empty() || only == "watch") {
-        watched(model, "h2o(budget=16, recent=16)");
-        watched(model, "quest(budget=32, share=bound, dense=0)");
+        run_watch(model, "h2o(budget=16, recent=16)");
+        run_watch(model, "quest(budget=32, share=bound, dense=0)");
     }
-    if (only.empty() || only == "longer") longer(model);
+    if (only.empty() || only == "longer") run_longer(model);
     llama_model_free(model);
-#ifdef KVTIER_LAP_WEIGHTS
-    if (only.empty() || only == "weights") weights(path);
+#ifdef KVTIER_SMOKE_WEIGHTS
+    if (only.empty() || only == "weights") run_weights(path);
 #endif
     llama_backend_free();
     std::filesystem::remove_all(folder);
