@@ -334,7 +334,7 @@ template <typename T> inline T kvt_sized_() {
 
 /// Gets and prefetches: only the cells that are needed to continue after the last token. Layers
 /// with a window need the chunks of the window's last tokens, layers with a state the last chunk.
-/// Their other cells are not touched and are no misses. A load step of a plan is got like this.
+/// Their other cells are not touched and are no misses. Use it for the load steps of a plan.
 /// Views describe all tokens of the transfer.
 #define KVT_TRANSFER_NEEDED_ONLY 2
 
@@ -4389,7 +4389,7 @@ kvt_status_t kvt_ready_event_signal(const struct kvt_ready_event_t *event);
 
 /// Reads the state of an event.
 ///
-/// @param out_state  KVT_EVENT_*.
+/// @param out_state  KVT_READY_EVENT_*.
 kvt_status_t kvt_ready_event_query(const struct kvt_ready_event_t *event, uint32_t *out_state);
 
 /// Closes an event. If it is pending, transfers that wait for it end with KVT_E_CANCELLED and have
@@ -4509,7 +4509,7 @@ kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *ns,
                                       uint8_t *out,
                                       struct kvt_error_t **err);
 
-/// Reads in which tiers blocks are resident. Counts no use and references nothing. It does not ask
+/// Reads in which tiers blocks are resident. Counts no use and references nothing. Does not query
 /// the remote: a block that kvt_session_remote_lookup_blocks found there has 1 << KVT_TIER_REMOTE without
 /// KVT_EXISTS_WHOLE, and gets and prefetches fetch it.
 ///
@@ -4524,8 +4524,8 @@ kvt_status_t kvt_namespace_blocks_exist(const struct kvt_namespace_t *ns,
 /// KV by tokens. Never blocks.
 ///
 /// A block is a chunk of the namespace's layout without a parent, so it is evicted by itself. All
-/// sessions of the namespace share blocks. The session only says for whom the transfer is: its
-/// tenant, priority and share of the bandwidth.
+/// sessions of the namespace share blocks. The session only supplies the tenant, the priority and
+/// the share of the bandwidth of the transfer.
 ///
 /// The op has an item per block (kvt_op_items), in order, with the status of the block. The op's
 /// status is KVT_OK if that of all blocks is, else that of a failed one; KVT_E_NOT_FOUND only if
@@ -4543,7 +4543,7 @@ kvt_status_t kvt_session_put_blocks(const struct kvt_session_t *session,
 
 /// Submits a get of blocks, from whichever tier has them; from the remote only those that
 /// kvt_session_remote_lookup_blocks found there. Never blocks. If blocks are missing, the op ends with
-/// KVT_E_NOT_FOUND and its items say which; the tensors of a missing block may be written in part.
+/// KVT_E_NOT_FOUND and its items show which; the tensors of a missing block may be written in part.
 ///
 /// @param blocks  See kvt_session_put_blocks.
 /// @param out_op  See kvt_session_put_blocks.
@@ -4586,9 +4586,9 @@ kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
 /// remote, or while its circuit is open, the op ends at once. Closing the session ends it with
 /// KVT_E_CANCELLED.
 ///
-/// An answer is a hint: a chunk that is gone when it is fetched is a miss.
+/// The result is a hint: a chunk that is no longer at the remote when it is fetched is a miss.
 ///
-/// @param opts    Set a deadline: the op then ends with KVT_E_TIMEOUT, and answers so far count.
+/// @param opts    Set a deadline: the op then ends with KVT_E_TIMEOUT, and results so far are used.
 /// @param out_op  Null = no handle, only a completion in the queue of `opts`.
 /// @return KVT_E_AGAIN (too many transfers or ops are in flight, or the queue is full).
 kvt_status_t kvt_session_remote_lookup(const struct kvt_session_t *session,
@@ -4598,7 +4598,7 @@ kvt_status_t kvt_session_remote_lookup(const struct kvt_session_t *session,
 
 /// Starts a lookup of blocks in this store and its remote. Never blocks. From then on,
 /// kvt_namespace_blocks_exist reports those at the remote as 1 << KVT_TIER_REMOTE, and
-/// kvt_session_get_blocks and kvt_session_prefetch_blocks fetch them. The remote is asked for all
+/// kvt_session_get_blocks and kvt_session_prefetch_blocks fetch them. The remote is queried for all
 /// blocks that are not in this store and have no recent answer. Without a remote, or while its
 /// circuit is open, the op ends at once. Closing the session does not end it.
 ///
@@ -4606,9 +4606,9 @@ kvt_status_t kvt_session_remote_lookup(const struct kvt_session_t *session,
 /// remote, else KVT_E_NOT_FOUND. Its status is KVT_OK if that of all blocks is. Its value is the
 /// number of tokens, from the first on, that can be used without a gap.
 ///
-/// An answer is a hint: a block that is gone when it is fetched is a miss. A hint is forgotten when
-/// the store needs its row for a chunk of its own, or after `known` later ones (a parameter of the
-/// remote); locate the block again then.
+/// The result is a hint: a block that is no longer at the remote when it is fetched is a miss. A
+/// hint is dropped when the store needs its row for a stored chunk, or after `known` later hints (a
+/// parameter of the remote); look the block up again then.
 ///
 /// @param names   1 to 65536; a name that occurs twice has two items. Copied.
 /// @param opts    Set a deadline: blocks without an answer then end with KVT_E_TIMEOUT.
@@ -4651,7 +4651,7 @@ kvt_status_t kvt_session_release_blocks(const struct kvt_session_t *session,
 /// Passes a hint about the future of each block to the policies, as kvt_session_hint does for a
 /// session. Names without a block are skipped.
 ///
-/// @param session  Supplies tenant and priority; the hint does not concern it.
+/// @param session  Supplies tenant and priority; the hint is not about this session.
 /// @param hint     Its times are CLOCK_MONOTONIC.
 /// @return KVT_E_LIMIT.
 kvt_status_t kvt_session_hint_blocks(const struct kvt_session_t *session,

@@ -80,15 +80,15 @@ pub struct kvt_session_info_t {
     pub layers: u32,
 }
 
-/// A session, by its number in the store. The number is reused only after the last call on the
-/// handle has returned.
+/// The object behind a session handle: the number of the session in the store. The number is reused
+/// only after the last call on the handle has returned.
 pub(crate) struct SessionNoun {
     pub(crate) ns: Arc<Namespace>,
     pub(crate) number: u32,
 }
 
 impl SessionNoun {
-    /// Number of its tokens.
+    /// Number of tokens of the session.
     pub(crate) fn tokens(&self) -> Result<u64> {
         let tokens = |core: &StoreState| -> Result<u64> {
             Ok(core.session(self.number)?.path().tokens().len() as u64)
@@ -280,7 +280,8 @@ pub struct kvt_ready_event_t(());
 pub const KVT_READY_EVENT_PENDING: u32 = 0;
 pub const KVT_READY_EVENT_SIGNALLED: u32 = 1;
 
-/// A ready event. If it is dropped pending, the transfers that wait for it are cancelled.
+/// The object behind a handle of a ready event. If it is dropped pending, the transfers that wait
+/// for it are cancelled.
 pub(crate) struct EventNoun(pub(crate) Arc<Ready>);
 
 impl Drop for EventNoun {
@@ -318,7 +319,7 @@ pub unsafe extern "C" fn kvt_ready_event_signal(event: *const kvt_ready_event_t)
 
 /// Reads the state of an event.
 ///
-/// @param out_state  KVT_EVENT_*.
+/// @param out_state  KVT_READY_EVENT_*.
 #[capi]
 pub unsafe extern "C" fn kvt_ready_event_query(
     event: *const kvt_ready_event_t,
@@ -345,14 +346,14 @@ pub unsafe extern "C" fn kvt_ready_event_close(event: *mut *mut kvt_ready_event_
 pub(crate) trait TransferRequest: HasSize {
     /// Flags that it accepts.
     const FLAGS: u64;
-    /// What a caller uses instead of KVT_SUBMIT_EACH.
+    /// Flag or function to use instead of KVT_SUBMIT_EACH.
     const PER_ITEM: &'static str;
 
     /// The fields that all such structs have.
     fn common(&self) -> CommonFields;
 }
 
-/// Fields that all structs of transfers have.
+/// Fields that all transfer structs have.
 pub(crate) struct CommonFields {
     pub(crate) flags: u64,
     pub(crate) reserved: u32,
@@ -373,12 +374,13 @@ pub(crate) struct Submission<'a> {
 }
 
 impl CommonFields {
-    /// Device event that its copies run after.
+    /// Device event that the copies of the transfer wait for.
     pub(crate) fn after(&self) -> Option<Event> {
         (self.after != 0).then_some(Event(self.after))
     }
 
-    /// The engine's tensors for so many layers and tokens; no tokens = to the end of the session.
+    /// Views of the engine's tensors for a number of layers and tokens; `None` = to the end of the
+    /// session.
     ///
     /// # Safety
     /// All that the views point to is valid, as the exported functions require.
@@ -406,8 +408,8 @@ impl CommonFields {
     }
 }
 
-/// Reads the fields that all transfers have, lets `begin` submit one, and writes the handles of
-/// its ops.
+/// Reads the common fields of a transfer, calls `begin` to submit it, and writes the handles of its
+/// ops.
 ///
 /// # Safety
 /// Pointers are null or valid, structs for the size they state; `out_ops` has room for as many
@@ -447,7 +449,7 @@ pub(crate) unsafe fn submit<R: TransferRequest>(
 pub const KVT_TRANSFER_EACH_LAYER: u64 = 1;
 /// Gets and prefetches: only the cells that are needed to continue after the last token. Layers
 /// with a window need the chunks of the window's last tokens, layers with a state the last chunk.
-/// Their other cells are not touched and are no misses. A load step of a plan is got like this.
+/// Their other cells are not touched and are no misses. Use it for the load steps of a plan.
 /// Views describe all tokens of the transfer.
 pub const KVT_TRANSFER_NEEDED_ONLY: u64 = 2;
 
@@ -904,7 +906,7 @@ unsafe fn media_of(given: &kvt_sequence_t) -> Result<Vec<Medium>> {
         if token >= given.token_count {
             fail!(
                 Invalid,
-                "media {at} starts at token {token}, but the sequence has {}: give an index below",
+                "media {at} starts at token {token}, but the sequence has {}: use a smaller index",
                 given.token_count
             );
         }
@@ -985,7 +987,11 @@ pub unsafe extern "C" fn kvt_namespace_chunk_keys(
         return Ok(());
     }
     if (all.len() as u64) > capacity {
-        fail!(TooSmall, "capacity is {capacity}, but there are {} keys: give more room", all.len());
+        fail!(
+            TooSmall,
+            "capacity is {capacity}, but there are {} keys: pass a larger buffer",
+            all.len()
+        );
     }
     // SAFETY: there is room for as many keys, as the caller promises, and a key is its
     // bytes.
@@ -1058,7 +1064,7 @@ impl TransferRequest for kvt_blocks_t {
 /// `names` is null or valid for the size it states, and all that it points to for reads.
 pub(crate) unsafe fn keys_of(ns: &Namespace, names: *const kvt_block_names_t) -> Result<Vec<Key>> {
     if names.is_null() {
-        fail!(Invalid, "names is null: give a kvt_block_names_t, with count 0 for no names");
+        fail!(Invalid, "names is null: pass a kvt_block_names_t, with count 0 for no names");
     }
     // SAFETY: the caller's promise.
     let given = unsafe { read(names)? };
@@ -1076,7 +1082,10 @@ pub(crate) unsafe fn keys_of(ns: &Namespace, names: *const kvt_block_names_t) ->
             );
         };
         if given.each_bytes == 0 && given.count > 0 {
-            fail!(Invalid, "each_bytes is 0 and ends is null: one of them must give the lengths");
+            fail!(
+                Invalid,
+                "each_bytes is 0 and ends is null: set one of them to define the lengths"
+            );
         }
         // SAFETY: the caller's promise.
         let all_names = unsafe { bytes(given.bytes, total_bytes)? };
@@ -1135,7 +1144,7 @@ pub unsafe extern "C" fn kvt_namespace_block_keys(
     Ok(())
 }
 
-/// Reads in which tiers blocks are resident. Counts no use and references nothing. It does not ask
+/// Reads in which tiers blocks are resident. Counts no use and references nothing. Does not query
 /// the remote: a block that kvt_session_remote_lookup_blocks found there has 1 << KVT_TIER_REMOTE without
 /// KVT_EXISTS_WHOLE, and gets and prefetches fetch it.
 ///
@@ -1199,8 +1208,8 @@ unsafe fn submit_block_transfer(
 /// KV by tokens. Never blocks.
 ///
 /// A block is a chunk of the namespace's layout without a parent, so it is evicted by itself. All
-/// sessions of the namespace share blocks. The session only says for whom the transfer is: its
-/// tenant, priority and share of the bandwidth.
+/// sessions of the namespace share blocks. The session only supplies the tenant, the priority and
+/// the share of the bandwidth of the transfer.
 ///
 /// The op has an item per block (kvt_op_items), in order, with the status of the block. The op's
 /// status is KVT_OK if that of all blocks is, else that of a failed one; KVT_E_NOT_FOUND only if
@@ -1223,7 +1232,7 @@ pub unsafe extern "C" fn kvt_session_put_blocks(
 
 /// Submits a get of blocks, from whichever tier has them; from the remote only those that
 /// kvt_session_remote_lookup_blocks found there. Never blocks. If blocks are missing, the op ends with
-/// KVT_E_NOT_FOUND and its items say which; the tensors of a missing block may be written in part.
+/// KVT_E_NOT_FOUND and its items show which; the tensors of a missing block may be written in part.
 ///
 /// @param blocks  See kvt_session_put_blocks.
 /// @param out_op  See kvt_session_put_blocks.
@@ -1288,9 +1297,9 @@ pub unsafe extern "C" fn kvt_session_drop_blocks(
 /// remote, or while its circuit is open, the op ends at once. Closing the session ends it with
 /// KVT_E_CANCELLED.
 ///
-/// An answer is a hint: a chunk that is gone when it is fetched is a miss.
+/// The result is a hint: a chunk that is no longer at the remote when it is fetched is a miss.
 ///
-/// @param opts    Set a deadline: the op then ends with KVT_E_TIMEOUT, and answers so far count.
+/// @param opts    Set a deadline: the op then ends with KVT_E_TIMEOUT, and results so far are used.
 /// @param out_op  Null = no handle, only a completion in the queue of `opts`.
 /// @return KVT_E_AGAIN (too many transfers or ops are in flight, or the queue is full).
 #[capi]
@@ -1308,7 +1317,7 @@ pub unsafe extern "C" fn kvt_session_remote_lookup(
 
 /// Starts a lookup of blocks in this store and its remote. Never blocks. From then on,
 /// kvt_namespace_blocks_exist reports those at the remote as 1 << KVT_TIER_REMOTE, and
-/// kvt_session_get_blocks and kvt_session_prefetch_blocks fetch them. The remote is asked for all
+/// kvt_session_get_blocks and kvt_session_prefetch_blocks fetch them. The remote is queried for all
 /// blocks that are not in this store and have no recent answer. Without a remote, or while its
 /// circuit is open, the op ends at once. Closing the session does not end it.
 ///
@@ -1316,9 +1325,9 @@ pub unsafe extern "C" fn kvt_session_remote_lookup(
 /// remote, else KVT_E_NOT_FOUND. Its status is KVT_OK if that of all blocks is. Its value is the
 /// number of tokens, from the first on, that can be used without a gap.
 ///
-/// An answer is a hint: a block that is gone when it is fetched is a miss. A hint is forgotten when
-/// the store needs its row for a chunk of its own, or after `known` later ones (a parameter of the
-/// remote); locate the block again then.
+/// The result is a hint: a block that is no longer at the remote when it is fetched is a miss. A
+/// hint is dropped when the store needs its row for a stored chunk, or after `known` later hints (a
+/// parameter of the remote); look the block up again then.
 ///
 /// @param names   1 to 65536; a name that occurs twice has two items. Copied.
 /// @param opts    Set a deadline: blocks without an answer then end with KVT_E_TIMEOUT.
@@ -1397,7 +1406,7 @@ pub unsafe extern "C" fn kvt_session_release_blocks(
 /// Passes a hint about the future of each block to the policies, as kvt_session_hint does for a
 /// session. Names without a block are skipped.
 ///
-/// @param session  Supplies tenant and priority; the hint does not concern it.
+/// @param session  Supplies tenant and priority; the hint is not about this session.
 /// @param hint     Its times are CLOCK_MONOTONIC.
 /// @return KVT_E_LIMIT.
 #[capi]

@@ -21,14 +21,14 @@ constexpr size_t most_overrides = 1024;
 
 void append_sum(std::vector<uint64_t> &sums, size_t place, const void *data, uint64_t bytes) {
     uint64_t sum = 0;
-    demand(kvt_checksum(data, bytes, &sum), nullptr, "summing the model");
+    require_ok(kvt_checksum(data, bytes, &sum), nullptr, "summing the model");
     if (sums.size() < most_sums) {
         sums.push_back(sum);
         return;
     }
     // A model of very many tensors: several share a place.
     const uint64_t both[2] = {sums[place % most_sums], sum};
-    demand(kvt_checksum(both, sizeof both, &sums[place % most_sums]), nullptr, "summing the model");
+    require_ok(kvt_checksum(both, sizeof both, &sums[place % most_sums]), nullptr, "summing the model");
 }
 
 void read_at(std::ifstream &file, uint64_t offset, uint64_t bytes, uint8_t *out, const char *path) {
@@ -49,7 +49,7 @@ void sum_tensor(std::vector<uint64_t> &sums, size_t number, std::ifstream &file,
             bytes.resize(std::min(step, tensor.bytes - at));
             read_at(file, tensor.offset + at, bytes.size(), bytes.data(), path);
             parts.push_back(0);
-            demand(kvt_checksum(bytes.data(), bytes.size(), &parts.back()), nullptr, "summing");
+            require_ok(kvt_checksum(bytes.data(), bytes.size(), &parts.back()), nullptr, "summing");
         }
         append_sum(sums, number, parts.data(), parts.size() * sizeof parts[0]);
         return;
@@ -69,14 +69,14 @@ std::string fingerprint(const char *path) {
     kvt_model_t *handle = nullptr;
     kvt_error_t *error = nullptr;
     const kvt_status_t opened = kvt_model_open(&text, 1, sizeof text, &handle, &error);
-    demand(opened, error, "the model's file has no fingerprint (model_id can be given instead)");
+    require_ok(opened, error, "the model's file has no fingerprint (model_id can be given instead)");
     struct closer {
         kvt_model_t *model;
         ~closer() { kvt_model_close(&model); }
     } model{handle};
 
     kvt_model_info_t info = KVT_MODEL_INFO_INIT;
-    demand(kvt_model_info(model.model, &info), nullptr, "the model's file");
+    require_ok(kvt_model_info(model.model, &info), nullptr, "the model's file");
     std::string out(reinterpret_cast<const char *>(info.fingerprint), sizeof info.fingerprint);
     std::vector<uint64_t> sums;
     std::ifstream file;
@@ -84,10 +84,10 @@ std::string fingerprint(const char *path) {
     uint32_t opened_file = UINT32_MAX;
     for (uint32_t i = 0; i < info.tensors; i++) {
         kvt_tensor_t tensor = KVT_TENSOR_INIT;
-        demand(kvt_model_tensor(model.model, i, &tensor), nullptr, "the model's file");
+        require_ok(kvt_model_tensor(model.model, i, &tensor), nullptr, "the model's file");
         if (tensor.file != opened_file) {
             kvt_model_file_t one = KVT_MODEL_FILE_INIT;
-            demand(kvt_model_file(model.model, tensor.file, &one), nullptr, "the model's file");
+            require_ok(kvt_model_file(model.model, tensor.file, &one), nullptr, "the model's file");
             name.assign(one.path, one.path_bytes);
             file = std::ifstream(name, std::ios::binary);
             opened_file = tensor.file;
@@ -109,7 +109,7 @@ std::string metadata(const llama_model *model) {
         }
     }
     uint64_t sum = 0;
-    demand(kvt_checksum(all.data(), all.size(), &sum), nullptr, "summing");
+    require_ok(kvt_checksum(all.data(), all.size(), &sum), nullptr, "summing");
     return std::to_string(sum);
 }
 

@@ -35,7 +35,7 @@ void open(tier_t &tier, llama_context *ctx, const kvt_llama_tier_opts_t &opts) {
     if (tier.holes && tier.scratch < 0) {
         fail(KVT_E_UNSUPPORTED, "holes need a context with kv_unified and one sequence more than is used");
     }
-    open_room(tier, opts);
+    open_store_side(tier, opts);
 }
 
 } // namespace
@@ -64,7 +64,7 @@ extern "C" kvt_status_t kvt_llama_tier_open(llama_context *ctx, const kvt_llama_
             open(*tier, ctx, *opts);
         } catch (...) {
             std::string ignored;
-            close_room(*tier, &ignored);
+            close_store_side(*tier, &ignored);
             throw;
         }
         *out = tier.release();
@@ -82,7 +82,7 @@ extern "C" kvt_status_t kvt_llama_tier_close(kvt_llama_tier_t **tier, kvt_llama_
     kvt_status_t flushed = kvt_llama_flush(own.get(), now_ns() + close_wait_ns, why);
     kvt_llama_why_t said{};
     std::string words;
-    const kvt_status_t closed = guarded(&said, [&] { return close_room(*own, &words); });
+    const kvt_status_t closed = guarded(&said, [&] { return close_store_side(*own, &words); });
     if (flushed == KVT_OK && closed != KVT_OK) {
         tell(why, words.empty() ? said.text : words.c_str());
         flushed = closed;

@@ -1,4 +1,5 @@
-// The store's side of a tier: its namespace and layout, buffers, ops, sessions.
+// The parts of a tier that use the store: opening and closing it, the namespace with its layout, staging
+// buffers, their ops, and sessions.
 #include "tier/tier.hpp"
 
 #include <ggml.h>
@@ -12,10 +13,10 @@ namespace kvtier_llama {
 
 namespace {
 
-constexpr uint64_t default_buffers = uint64_t(64) << 20;
-/// A disk that does not answer keeps nobody from closing.
+constexpr uint64_t default_buffer_bytes = uint64_t(64) << 20;
+/// Time limit for ops in flight when a tier is closed, in case the disk hangs.
 constexpr uint64_t close_wait_ns = uint64_t(10) * 1000000000;
-/// A store may have to write all that it has in memory.
+/// Time limit for closing a store, which may have to write all KV in host memory to disk.
 constexpr uint64_t store_wait_ns = uint64_t(60) * 1000000000;
 
 uint32_t dtype_of(int32_t k_type, int32_t v_type, bool has_v) {
@@ -30,32 +31,30 @@ uint32_t dtype_of(int32_t k_type, int32_t v_type, bool has_v) {
     }
 }
 
-/// The layout: layers of all sections one after the other, alike ones in one group.
-struct layout_maker {
+/// Builds the layout: the layers of all sections in order, equal layers in one group.
+struct layout_builder {
     std::vector<kvt_group_t> groups;
     std::vector<std::vector<uint16_t>> layers;
     uint32_t count = 0;
 
-    void add(const kvt_group_t &like) {
+    void add(const kvt_group_t &group) {
         size_t at = 0;
-        const auto same = [&](const kvt_group_t &one) {
+        const auto key = [](const kvt_group_t &one) {
             return std::tie(one.rule, one.dtype, one.window_tokens, one.k_bytes, one.v_bytes,
-                            one.state_bytes) == std::tie(like.rule, like.dtype, like.window_tokens,
-                                                         like.k_bytes, like.v_bytes,
-                                                         like.state_bytes);
+                            one.state_bytes);
         };
-        while (at < groups.size() && !same(groups[at])) {
+        while (at < groups.size() && key(groups[at]) != key(group)) {
             at++;
         }
         if (at == groups.size()) {
-            groups.push_back(like);
+            groups.push_back(group);
             layers.emplace_back();
         }
         layers[at].push_back(uint16_t(count++));
     }
 };
 
-void add_section(layout_maker &make, const section_shape &section) {
+void add_section(layout_builder &builder, const section_shape &section) {
     for (const layer_shape &layer : section.layers) {
         kvt_group_t group{};
         group.rule = section.window_tokens != 0 ? KVT_RULE_WINDOW : KVT_RULE_FULL;
@@ -63,76 +62,76 @@ void add_section(layout_maker &make, const section_shape &section) {
         group.dtype = dtype_of(layer.k_type, layer.v_type, layer.v_bytes != 0);
         group.k_bytes = layer.k_bytes;
         group.v_bytes = layer.v_bytes;
-        make.add(group);
+        builder.add(group);
     }
     for (const part_shape &part : section.parts) {
         kvt_group_t group{};
         group.rule = KVT_RULE_STATE;
         group.state_bytes = part.bytes;
         if (part.bytes != 0) {
-            make.add(group);
+            builder.add(group);
         }
     }
 }
 
-void open_space(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
-    layout_maker make;
+void open_namespace(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
+    layout_builder builder;
     for (const section_shape &section : tier.shape.sections) {
-        tier.layers.push_back({make.count, uint32_t(section.planes())});
-        add_section(make, section);
+        tier.layers.push_back({builder.count, uint32_t(section.planes())});
+        add_section(builder, section);
     }
-    for (size_t i = 0; i < make.groups.size(); i++) {
-        make.groups[i].layers = make.layers[i].data();
-        make.groups[i].layer_count = make.layers[i].size();
+    for (size_t i = 0; i < builder.groups.size(); i++) {
+        builder.groups[i].layers = builder.layers[i].data();
+        builder.groups[i].layer_count = builder.layers[i].size();
     }
     kvt_layout_t layout = KVT_LAYOUT_INIT;
     layout.chunk_tokens = tier.chunk;
-    layout.groups = make.groups.data();
-    layout.group_count = make.groups.size();
-    layout.stride_bytes = sizeof make.groups[0];
+    layout.groups = builder.groups.data();
+    layout.group_count = builder.groups.size();
+    layout.stride_bytes = sizeof builder.groups[0];
 
-    const identity who = identify(tier, opts);
-    kvt_identity_t is = KVT_IDENTITY_INIT;
+    const identity parts = identify(tier, opts);
+    kvt_identity_t id = KVT_IDENTITY_INIT;
     const auto field = [](const void **data, uint64_t *bytes, const char *text, size_t length) {
         *data = text;
         *bytes = length;
     };
-    field(&is.model, &is.model_bytes, who.model.data(), who.model.size());
-    field(&is.weights, &is.weights_bytes, who.weights.data(), who.weights.size());
+    field(&id.model, &id.model_bytes, parts.model.data(), parts.model.size());
+    field(&id.weights, &id.weights_bytes, parts.weights.data(), parts.weights.size());
     if (opts.adapters) {
-        field(&is.lora, &is.lora_bytes, opts.adapters, std::strlen(opts.adapters));
+        field(&id.lora, &id.lora_bytes, opts.adapters, std::strlen(opts.adapters));
     }
     if (opts.salt) {
-        field(&is.salt, &is.salt_bytes, opts.salt, std::strlen(opts.salt));
+        field(&id.salt, &id.salt_bytes, opts.salt, std::strlen(opts.salt));
     }
     kvt_identity_extra_t extra[2] = {};
     extra[0].tag = 0x80000001;
-    field(&extra[0].value, &extra[0].value_bytes, who.engine.data(), who.engine.size());
+    field(&extra[0].value, &extra[0].value_bytes, parts.engine.data(), parts.engine.size());
     extra[1].tag = 0x80000002;
-    field(&extra[1].value, &extra[1].value_bytes, who.context.data(), who.context.size());
-    is.extra = extra;
-    is.extra_count = 2;
-    is.extra_stride_bytes = sizeof extra[0];
+    field(&extra[1].value, &extra[1].value_bytes, parts.context.data(), parts.context.size());
+    id.extra = extra;
+    id.extra_count = 2;
+    id.extra_stride_bytes = sizeof extra[0];
 
     kvt_error_t *error = nullptr;
     const uint64_t flags = tier.holes ? KVT_NAMESPACE_HOLES : 0;
     const kvt_status_t status =
-        kvt_namespace_open(tier.store, &is, &layout, flags, &tier.space, &error);
-    demand(status, error, "the namespace of this model");
+        kvt_namespace_open(tier.store, &id, &layout, flags, &tier.space, &error);
+    require_ok(status, error, "opening the namespace of this model");
 }
 
 void open_own_store(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     kvt_error_t *error = nullptr;
     const kvt_runtime_t *runtime = opts.runtime;
     if (!runtime) {
-        demand(kvt_runtime_open(nullptr, &tier.own_runtime, &error), error, "a runtime");
+        require_ok(kvt_runtime_open(nullptr, &tier.own_runtime, &error), error, "opening a runtime");
         runtime = tier.own_runtime;
     }
     kvt_store_opts_t so = KVT_STORE_OPTS_INIT;
     std::string spec;
     so.host_bytes = opts.host_bytes != 0 ? opts.host_bytes : uint64_t(1) << 30;
     if (opts.disk_path) {
-        // Each opening begins a segment of its own: a small disk has to have room for many.
+        // Each opening begins a new segment, so a small disk budget needs small segments.
         const uint64_t disk_bytes = opts.disk_bytes != 0 ? opts.disk_bytes : uint64_t(8) << 30;
         const uint64_t segment_mib = std::min<uint64_t>(std::max<uint64_t>(disk_bytes >> 25, 1), 64);
         spec = "store(disk=disk(path=\"kv\", bytes=1GiB, segment=" + std::to_string(segment_mib) + "MiB))";
@@ -146,12 +145,13 @@ void open_own_store(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
         so.policy = opts.policy;
         so.policy_bytes = std::strlen(opts.policy);
     }
-    demand(kvt_store_open(runtime, opts.budget, &so, &tier.own_store, &error), error, "the store");
+    require_ok(kvt_store_open(runtime, opts.budget, &so, &tier.own_store, &error), error, "opening the store");
     tier.store = tier.own_store;
 }
 
+/// Replaces the memory of a buffer; its content is lost. False: the budget or the system has not enough memory.
 bool resize_buffer(tier_t &tier, buffer_t &buffer, uint64_t bytes) {
-    if (!pay(tier, bytes)) {
+    if (!charge(tier, bytes)) {
         return false;
     }
     uint8_t *data = nullptr;
@@ -159,10 +159,10 @@ bool resize_buffer(tier_t &tier, buffer_t &buffer, uint64_t bytes) {
         data = static_cast<uint8_t *>(std::aligned_alloc(4096, (bytes + 4095) & ~uint64_t(4095)));
     }
     if (bytes > 0 && !data) {
-        pay_back(tier, bytes);
+        release_charge(tier, bytes);
         return false;
     }
-    pay_back(tier, buffer.bytes);
+    release_charge(tier, buffer.bytes);
     std::free(buffer.data);
     buffer.data = data;
     tier.stats.buffer_bytes += bytes - buffer.bytes;
@@ -171,8 +171,9 @@ bool resize_buffer(tier_t &tier, buffer_t &buffer, uint64_t bytes) {
     return true;
 }
 
-buffer_t *free_buffer(tier_t &tier, uint64_t bytes) {
-    // The one that was used last: it is in the processor's cache, if any is.
+/// An unused buffer of at least `bytes`; null if there is none and the limit or the budget allows no new one.
+buffer_t *find_free_buffer(tier_t &tier, uint64_t bytes) {
+    // Prefer the buffer that was used last: it is most likely in the CPU cache.
     for (auto one = tier.buffers.end(); one != tier.buffers.begin();) {
         --one;
         if (!one->taken && one->ops.empty() && one->bytes >= bytes) {
@@ -180,7 +181,7 @@ buffer_t *free_buffer(tier_t &tier, uint64_t bytes) {
             return &tier.buffers.back();
         }
     }
-    // Those that are too small make room for one that is not.
+    // Free buffers that are too small until a new one fits the limit.
     for (auto one = tier.buffers.begin(); one != tier.buffers.end();) {
         const bool idle = !one->taken && one->ops.empty();
         if (idle && tier.stats.buffer_bytes + bytes > tier.buffer_limit) {
@@ -205,7 +206,7 @@ buffer_t *free_buffer(tier_t &tier, uint64_t bytes) {
 
 void fail(kvt_status_t status, const std::string &words) { throw failure{status, words}; }
 
-void demand(kvt_status_t status, kvt_error_t *error, const char *what) {
+void require_ok(kvt_status_t status, kvt_error_t *error, const char *what) {
     if (status == KVT_OK) {
         return;
     }
@@ -215,7 +216,7 @@ void demand(kvt_status_t status, kvt_error_t *error, const char *what) {
     fail(status, words);
 }
 
-bool pay(tier_t &tier, uint64_t bytes) {
+bool charge(tier_t &tier, uint64_t bytes) {
     if (!tier.account || bytes == 0) {
         return true;
     }
@@ -229,7 +230,7 @@ bool pay(tier_t &tier, uint64_t bytes) {
     return used;
 }
 
-void pay_back(tier_t &tier, uint64_t bytes) {
+void release_charge(tier_t &tier, uint64_t bytes) {
     if (tier.account && bytes != 0) {
         kvt_account_release(tier.account, KVT_TIER_HOST, bytes, nullptr);
     }
@@ -240,38 +241,38 @@ uint64_t now_ns() {
     return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
 
-void open_room(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
+void open_store_side(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     tier.store = opts.store;
     if (!tier.store) {
         open_own_store(tier, opts);
     }
-    tier.buffer_limit = opts.buffer_bytes != 0 ? opts.buffer_bytes : default_buffers;
+    tier.buffer_limit = opts.buffer_bytes != 0 ? opts.buffer_bytes : default_buffer_bytes;
     kvt_error_t *error = nullptr;
     if (opts.budget) {
         kvt_account_opts_t ao = KVT_ACCOUNT_OPTS_INIT;
         ao.name = "llama tier";
         ao.name_bytes = std::strlen(ao.name);
-        demand(kvt_account_open(opts.budget, &ao, &tier.account, &error), error, "an account");
+        require_ok(kvt_account_open(opts.budget, &ao, &tier.account, &error), error, "opening an account");
     }
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
-    demand(kvt_store_stats(tier.store, &stats), nullptr, "the store");
+    require_ok(kvt_store_stats(tier.store, &stats), nullptr, "reading the counters of the store");
     tier.has_disk = stats.disk_limit_bytes != 0;
-    open_space(tier, opts);
+    open_namespace(tier, opts);
 }
 
-kvt_status_t close_room(tier_t &tier, std::string *words) {
+kvt_status_t close_store_side(tier_t &tier, std::string *words) {
     const uint64_t until = now_ns() + close_wait_ns;
-    bool all = true;
+    bool all_ended = true;
     for (buffer_t &buffer : tier.buffers) {
         kvt_status_t ignored = KVT_OK;
         if (reap(tier, buffer, until, &ignored)) {
             resize_buffer(tier, buffer, 0);
         } else {
-            // The store may still write into it: nobody frees it any more.
-            all = false;
+            // The store may still write into the buffer, so its memory is leaked.
+            all_ended = false;
         }
     }
-    pay_back(tier, tier.tail_bytes);
+    release_charge(tier, tier.tail_bytes);
     kvt_account_close(&tier.account, nullptr);
     kvt_namespace_close(&tier.space);
     kvt_error_t *error = nullptr;
@@ -284,8 +285,8 @@ kvt_status_t close_room(tier_t &tier, std::string *words) {
         }
     }
     kvt_runtime_close(&tier.own_runtime, now_ns() + close_wait_ns, nullptr, nullptr);
-    if (!all && status == KVT_OK) {
-        *words = "the store did not end what it had begun: its buffers were left to it";
+    if (!all_ended && status == KVT_OK) {
+        *words = "ops of the store did not end in time: their buffers are leaked";
         status = KVT_E_TIMEOUT;
     }
     return status;
@@ -317,7 +318,7 @@ bool reap(tier_t &tier, buffer_t &buffer, uint64_t deadline_ns, kvt_status_t *st
 
 namespace {
 
-/// Buffers of gets that did not end in time, and have since.
+/// Returns buffers whose gets had not ended at their deadline and have ended since.
 void reap_stuck(tier_t &tier) {
     for (buffer_t &buffer : tier.buffers) {
         kvt_status_t ignored = KVT_OK;
@@ -327,7 +328,8 @@ void reap_stuck(tier_t &tier) {
     }
 }
 
-/// Ends saves that have come, or come until the deadline.
+/// Waits for saves until the deadline and counts their results; with `only_one`, for the first one only.
+/// False: a save has not ended in time.
 bool reap_saves(tier_t &tier, uint64_t deadline_ns, bool only_one) {
     for (buffer_t &buffer : tier.buffers) {
         if (buffer.taken || buffer.ops.empty()) {
@@ -357,10 +359,10 @@ bool drain(tier_t &tier, uint64_t deadline_ns) { return reap_saves(tier, deadlin
 
 held_buffer take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns) {
     reap_stuck(tier);
-    // One nanosecond after the start of the clock: what has ended is seen, nothing is waited for.
+    // A deadline in the past: collects saves that have ended, without waiting.
     reap_saves(tier, 1, false);
     for (;;) {
-        if (buffer_t *buffer = free_buffer(tier, bytes)) {
+        if (buffer_t *buffer = find_free_buffer(tier, bytes)) {
             buffer->taken = true;
             buffer->tokens = 0;
             return held_buffer(buffer);
@@ -377,13 +379,13 @@ held_buffer take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns) {
 
 session::session(const tier_t &tier, const llama_token *tokens, size_t count) {
     kvt_error_t *error = nullptr;
-    demand(kvt_session_open(tier.space, nullptr, &handle, &error), error, "a session");
+    require_ok(kvt_session_open(tier.space, nullptr, &handle, &error), error, "opening a session");
     static_assert(sizeof(llama_token) == sizeof(uint32_t), "tokens are hashed as 32 bits");
     const auto *words = reinterpret_cast<const uint32_t *>(tokens);
     const kvt_status_t status = count != 0 ? kvt_session_append(handle, words, count, &error) : KVT_OK;
     if (status != KVT_OK) {
         kvt_session_close(&handle);
-        demand(status, error, "a session's tokens");
+        require_ok(status, error, "appending tokens to a session");
     }
 }
 

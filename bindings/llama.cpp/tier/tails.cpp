@@ -14,7 +14,7 @@ constexpr size_t most_tails = 64;
 
 void drop(tier_t &tier, std::list<std::shared_ptr<const tail_t>>::iterator one) {
     tier.tail_bytes -= (*one)->blob.size();
-    pay_back(tier, (*one)->blob.size());
+    release_charge(tier, (*one)->blob.size());
     tier.tails.erase(one);
 }
 
@@ -30,7 +30,7 @@ bool make_room(tier_t &tier, const tokens_t &same, uint64_t bytes) {
     while (!tier.tails.empty() && (tier.tails.size() >= most_tails || tier.tail_bytes + bytes > limit)) {
         drop(tier, std::prev(tier.tails.end()));
     }
-    return bytes <= limit && pay(tier, bytes);
+    return bytes <= limit && charge(tier, bytes);
 }
 
 } // namespace

@@ -30,8 +30,8 @@ struct failure {
 };
 
 [[noreturn]] void fail(kvt_status_t status, const std::string &words);
-/// Throws what the library said where it said no.
-void demand(kvt_status_t status, kvt_error_t *error, const char *what);
+/// Throws a failure with the library's error text, unless `status` is KVT_OK. `what`: the action that failed.
+void require_ok(kvt_status_t status, kvt_error_t *error, const char *what);
 uint64_t now_ns();
 
 /// Memory between the context and the store. While ops are under way it is theirs.
@@ -116,17 +116,18 @@ namespace kvtier_llama {
 using tier_t = kvt_llama_tier_t;
 
 // room.cpp: the store's side.
-void open_room(tier_t &tier, const kvt_llama_tier_opts_t &opts);
-/// Waits a while for what is under way. What does not end then keeps its memory for good.
-kvt_status_t close_room(tier_t &tier, std::string *words);
-/// Has the budget pay for memory of the tier; false where it has not that much.
-bool pay(tier_t &tier, uint64_t bytes);
-void pay_back(tier_t &tier, uint64_t bytes);
-/// A buffer with room for `bytes`, waited for until `deadline_ns`; null where there is none then.
+void open_store_side(tier_t &tier, const kvt_llama_tier_opts_t &opts);
+/// Waits up to 10 s for ops in flight. The buffers of ops that do not end are leaked.
+kvt_status_t close_store_side(tier_t &tier, std::string *words);
+/// Charges memory of the tier to its account; false: the budget is exceeded.
+bool charge(tier_t &tier, uint64_t bytes);
+void release_charge(tier_t &tier, uint64_t bytes);
+/// Takes a buffer of at least `bytes`; waits for one until `deadline_ns`. Null: none was free in time.
 held_buffer take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns);
-/// Looks at the ops of a buffer; true when all of them have ended and were freed.
+/// Waits until `deadline_ns` for the ops of a buffer and frees them; true: all have ended. `status`: the first
+/// error.
 bool reap(tier_t &tier, buffer_t &buffer, uint64_t deadline_ns, kvt_status_t *status);
-/// Waits for all saves under way.
+/// Waits for all saves in flight until `deadline_ns`; false: some have not ended.
 bool drain(tier_t &tier, uint64_t deadline_ns);
 
 /// A session of the store for a prefix; closed at the end of the block.

@@ -1,4 +1,4 @@
-"""The bytes that may be used, per tier, and who uses them."""
+"""Budgets: limits in bytes for each tier, and accounts that reserve and use these bytes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ TIER_REMOTE = _abi.KVT_TIER_REMOTE
 TIER_PINNED = _abi.KVT_TIER_PINNED
 _TIERS = (TIER_DEVICE, TIER_HOST, TIER_DISK, TIER_REMOTE, TIER_PINNED)
 
-#: Asked with tier, bytes and the seconds left (None: no deadline); returns how
-#: many bytes it will release soon.
+#: Called with a tier, the number of bytes to release, and the seconds until the deadline (None: no
+#: deadline). Returns the number of bytes that the owner of the account will release soon.
 Reclaimer = Callable[[int, int, Optional[float]], Optional[int]]
 
 _NO_LIMIT = 2**64 - 1
 
 
 class BudgetReport(NamedTuple):
-    """What a budget found on this machine; None where there is no limit."""
+    """Memory limits of the machine and of this process. None: no limit."""
 
     total_bytes: int
     available_bytes: int
@@ -59,7 +59,7 @@ class TierReport(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What an account holds of a tier."""
+    """Bytes that an account has reserved and uses in a tier."""
 
     reserved_bytes: int
     used_bytes: int
@@ -75,8 +75,8 @@ class BudgetJob(_reaper.Job):
 
 
 class AccountJob(_reaper.Job):
-    """Closes an account nobody has any more: nobody else can give back what it
-    holds itself; what its buffers hold they give back."""
+    """Closes an account that is no longer referenced. Releases the bytes that the account still
+    holds itself; buffers release their own bytes."""
 
     __slots__ = ()
 
@@ -103,17 +103,17 @@ def _limit(value: Optional[int]) -> Optional[int]:
 
 
 class Budget(Resource):
-    """Limits, hard at every instant. None is the default of the library: for
-    the host half of what this process may still use, for locked memory its
-    quota, for the reserve an eighth
-    of it, at most 512 MiB.
+    """Limits in bytes for each tier, never exceeded at any time. None selects the default of the
+    library: `host_bytes`: half of the memory that this process may still use; `pinned_bytes`: its
+    quota of locked memory; `reserve_bytes`: an eighth of min(cgroup headroom, available
+    memory), at most 512 MiB.
 
     >>> import kvtier
     >>> with kvtier.Runtime() as runtime, runtime.budget(host_bytes=1 << 20) as budget:
     ...     with budget.account("cache") as account:
     ...         account.reserve(kvtier.TIER_HOST, 1 << 19)
     ...         free = budget.tier(kvtier.TIER_HOST).free_bytes
-    ...         account.commit(kvtier.TIER_HOST, 1 << 19, 0)      # given back, unused
+    ...         account.commit(kvtier.TIER_HOST, 1 << 19, 0)      # released, unused
     >>> free
     524288
     """
@@ -151,7 +151,7 @@ class Budget(Resource):
         check_err(lib.kvt_budget_resize(self._raw, u32(tier), u64(nbytes), byref(err)), err)
 
     def report(self) -> BudgetReport:
-        """What this process may use, measured now."""
+        """Measures the memory that this process may use."""
         r = _abi.kvt_budget_report_t()
         check(lib.kvt_budget_report(self._raw, byref(r)))
         return BudgetReport(r.total_bytes, r.available_bytes, _limit(r.cgroup_limit_bytes),
@@ -168,19 +168,19 @@ class Budget(Resource):
                           r.reclaim_requested_bytes)
 
     def close(self) -> None:
-        """Closes it: reservations that wait end with `ClosedError`; accounts
-        stay and can still give back."""
+        """Closes the budget. Waiting reservations end with `ClosedError`. Accounts stay open and
+        can still release bytes."""
         if self.closed:
             return
-        self._raw  # noqa: B018: not in a forked child
+        self._raw  # noqa: B018: raises in a forked child
         err = new_error()
         check_err(lib.kvt_budget_close(byref(self._job.handle), byref(err)), err)
         self._released()
 
 
 class Account(Resource):
-    """One owner's part in a budget: see `Budget`. `reclaim` is asked for bytes that others
-    want."""
+    """One owner's part of a `Budget`. `reclaim` is called when another account needs bytes that
+    this account holds."""
 
     _noun = "account"
 
@@ -203,14 +203,14 @@ class Account(Resource):
         self._own(AccountJob(handle))
 
     def reserve(self, tier: int, nbytes: int) -> None:
-        """Reserves bytes now; `BudgetError` when they do not fit."""
+        """Reserves bytes at once. Raises `BudgetError` if they do not fit."""
         err = new_error()
         check_err(lib.kvt_account_reserve(self._raw, u32(tier), u64(nbytes), byref(err)), err)
 
     def reserve_later(self, tier: int, nbytes: int, *, queue: "Optional[Queue]" = None,
                       tag: object = None, timeout: Optional[float] = None) -> Op:
-        """Reserves bytes when they can be had, first come, first served. The op
-        succeeds when they are reserved. Dropped, it is cancelled."""
+        """Reserves bytes as soon as they are free; requests are served in order. The op completes
+        when the bytes are reserved. Dropping the op cancels it."""
         from ._runtime import submit_opts
 
         runtime, raw = self._budget._runtime, self._raw
@@ -227,33 +227,33 @@ class Account(Resource):
         return op
 
     def commit(self, tier: int, reserved_bytes: int, used_bytes: int) -> None:
-        """Turns reserved bytes into used ones; the difference is free again."""
+        """Turns reserved bytes into used bytes. Reserved bytes that are not used are free again."""
         err = new_error()
         check_err(lib.kvt_account_commit(self._raw, u32(tier), u64(reserved_bytes),
                                          u64(used_bytes), byref(err)), err)
 
     def release(self, tier: int, nbytes: int) -> None:
-        """Gives used bytes back."""
+        """Releases used bytes."""
         err = new_error()
         check_err(lib.kvt_account_release(self._raw, u32(tier), u64(nbytes), byref(err)), err)
 
     def held(self, tier: int) -> Held:
-        """What it holds of a tier."""
+        """Reserved and used bytes of this account in a tier."""
         reserved, used = ctypes.c_uint64(), ctypes.c_uint64()
         check(lib.kvt_account_held(self._raw, u32(tier), byref(reserved), byref(used)))
         return Held(reserved.value, used.value)
 
     def close(self) -> None:
-        """Closes it; `BusyError` while it holds or awaits bytes."""
+        """Closes the account. Raises `BusyError` while it holds bytes or waits for some."""
         if self.closed:
             return
-        self._raw  # noqa: B018: not in a forked child
+        self._raw  # noqa: B018: raises in a forked child
         err = new_error()
         check_err(lib.kvt_account_close(byref(self._job.handle), byref(err)), err)
         self._released()
 
 
-def _ask(reclaim: Reclaimer, tier: int, nbytes: int, deadline_ns: int) -> int:
+def _call_reclaim(reclaim: Reclaimer, tier: int, nbytes: int, deadline_ns: int) -> int:
     left = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
     return min(max(0, int(reclaim(tier, nbytes, left) or 0)), _NO_LIMIT)
 
@@ -262,7 +262,7 @@ def _on_reclaim(number: int, tier: int, nbytes: int, deadline_ns: int) -> int:
     reclaim: Any = _callbacks.find(number)
     if reclaim is None:
         return 0
-    return _callbacks.call(_ask, reclaim, tier, nbytes, deadline_ns) or 0
+    return _callbacks.call(_call_reclaim, reclaim, tier, nbytes, deadline_ns) or 0
 
 
 on_reclaim = _abi.kvt_reclaim_fn(_on_reclaim)

@@ -1,4 +1,4 @@
-"""The lab: policies by sizes on several traces, as a table."""
+"""The lab: replays traces under several eviction policies and capacities, to compare them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ._lib import u64
 from ._resource import Resource
 from ._trace import Replay, Trace
 
-#: A trace, the path of one, or what `Trace.generate` makes ("chat").
+#: An open trace, the path of a trace file, or a kind of `Trace.generate` such as "chat".
 Source = Union[Trace, str, "os.PathLike[str]"]
-#: Blocks, or a part of the trace's: "5%".
+#: A capacity: a number of blocks, or a percentage of the distinct blocks of the trace ("5%").
 Size = Union[int, str]
-#: Told of each run and how far it is: the row's trace, policy and size, then requests done and
-#: how many there are. False stops all.
+#: Called with the progress of each run: the run, the number of replayed requests, and the number of
+#: all requests. Returning False stops the comparison.
 LabProgress = Callable[["LabRun", int, int], Any]
 
 
@@ -26,7 +26,7 @@ def _invalid(text: str) -> Exception:
 
 
 class LabRun(NamedTuple):
-    """A run of a comparison: which it is of how many, and of what."""
+    """One run of a comparison: its number, the number of runs, trace, policy and capacity."""
 
     number: int
     runs: int
@@ -36,23 +36,23 @@ class LabRun(NamedTuple):
 
 
 class LabRow(NamedTuple):
-    """How a policy did on a trace at a size."""
+    """The result of one policy on one trace at one capacity."""
 
     trace: str
     policy: str
-    #: As it was asked for.
+    #: The size as passed to `compare`.
     size: str
     capacity_blocks: int
     replay: Replay
 
     @property
     def token_miss_ratio(self) -> float:
-        """Tokens to be computed, of all that were asked for."""
+        """The share of requested tokens that must be computed."""
         return 1.0 - self.replay.token_hit_rate
 
     @property
     def cost_miss_ratio(self) -> float:
-        """The same of what computing costs."""
+        """The share of the prefill cost of all requested tokens that must be paid."""
         return 1.0 - self.replay.cost_hit_rate
 
     def as_dict(self) -> Dict[str, Any]:
@@ -64,15 +64,15 @@ class LabRow(NamedTuple):
 
 
 class LabTable(List[LabRow]):
-    """The rows of a comparison: traces, policies within them, sizes within policies.
-    `str(table)` is the table for people."""
+    """The rows of a comparison, ordered by trace, then policy, then size. `str(table)` is an
+    aligned text table."""
 
     def dicts(self) -> List[Dict[str, Any]]:
         """The rows as dicts, for `pandas.DataFrame` and `csv.DictWriter`."""
         return [row.as_dict() for row in self]
 
     def best(self) -> "LabTable":
-        """For each trace and size the row that misses the fewest tokens, the first of equals."""
+        """For each trace and size, the first row with the lowest token miss ratio."""
         found: Dict[Tuple[str, str], LabRow] = {}
         for row in self:
             key = row.trace, row.size
@@ -81,7 +81,7 @@ class LabTable(List[LabRow]):
         return LabTable(found.values())
 
     def text(self) -> str:
-        """The table for people."""
+        """The rows as an aligned text table."""
         head = ["trace", "policy", "size", "blocks", "tokens missed", "cost missed", "refilled",
                 "decision p99"]
         lines = [head, *(
@@ -100,10 +100,10 @@ class LabTable(List[LabRow]):
 
 
 class Lab(Resource):
-    """Traces, and what policies would do on them. Traces are given by name, or one after the
-    other: open ones, which stay yours, paths of files, or kinds that can be generated ("chat",
-    "agent", "batch", "multitenant", "burst"); `options` are for those that are opened or made
-    here (`Trace.open`, `Trace.generate`). Any thread may use it.
+    """A set of named traces on which policies are compared. A trace is an open `Trace`, which the
+    caller keeps and closes; the path of a trace file; or a kind to generate ("chat", "agent",
+    "batch", "multitenant", "burst"). `named` sets names; other traces are named after their source.
+    `options` are those of `Trace.open` and `Trace.generate`. Any thread may use a lab.
 
     >>> import kvtier
     >>> with kvtier.Lab("chat", duration_ns=600 * 10**9, seed=1) as lab:
@@ -120,34 +120,35 @@ class Lab(Resource):
 
     def __init__(self, *traces: Source, named: Optional[Mapping[str, Source]] = None,
                  **options: Any) -> None:
-        given: List[Tuple[str, Source]] = [(_name_of(one), one) for one in traces]
-        given += list((named or {}).items())
-        if not given:
-            raise _invalid("a lab without traces")
+        sources: List[Tuple[str, Source]] = [(_name_of(one), one) for one in traces]
+        sources += list((named or {}).items())
+        if not sources:
+            raise _invalid("a lab needs at least one trace")
         self._traces: Optional[Dict[str, Trace]] = {}
-        self._mine: List[Trace] = []
+        self._owned: List[Trace] = []
         try:
-            for name, source in given:
+            for name, source in sources:
                 if name in self._traces:
-                    raise _invalid(f"two traces are called {name!r}: name them, Lab(named={{...}})")
-                self._traces[name] = self._take(source, options)
+                    raise _invalid(f"two traces have the name {name!r}: set names, "
+                                   "Lab(named={...})")
+                self._traces[name] = self._open(source, options)
         except BaseException:
             self.close()
             raise
 
-    def _take(self, source: Source, options: Dict[str, Any]) -> Trace:
+    def _open(self, source: Source, options: Dict[str, Any]) -> Trace:
         if isinstance(source, Trace):
             return source
         if isinstance(source, str) and source.isidentifier() and not os.path.exists(source):
             trace = Trace.generate(source, **options)
         else:
             trace = Trace.open(source, **options)
-        self._mine.append(trace)
+        self._owned.append(trace)
         return trace
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the lab was closed."""
         return self._traces is None
 
     @property
@@ -164,26 +165,26 @@ class Lab(Resource):
     def compare(self, policies: Union[str, Iterable[str]] = ("lru", "s3fifo", "arc", "horizon"),
                 sizes: Union[Size, Iterable[Size]] = ("1%", "5%", "10%"), *,
                 progress: Optional[LabProgress] = None, **options: Any) -> LabTable:
-        """Replays every trace under each policy at each size; the options are those of
-        `Trace.replay`. `progress` is called on this thread; what it raises is raised here, and
-        where it gives False all ends with `CancelledError`."""
+        """Replays every trace under each policy at each size. `options` are those of
+        `Trace.replay`. `progress` is called on this thread. Its exceptions propagate; if it
+        returns False, the comparison ends with `CancelledError`."""
         specs = [policies] if isinstance(policies, str) else list(policies)
-        asked = [sizes] if isinstance(sizes, (int, str)) else list(sizes)
-        todo = [(name, trace, spec, size) for name, trace in self.traces.items()
-                for spec in specs for size in asked]
+        all_sizes = [sizes] if isinstance(sizes, (int, str)) else list(sizes)
+        runs = [(name, trace, spec, size) for name, trace in self.traces.items()
+                for spec in specs for size in all_sizes]
         table = LabTable()
-        for number, (name, trace, spec, size) in enumerate(todo):
+        for number, (name, trace, spec, size) in enumerate(runs):
             blocks = _blocks(size, trace.info.blocks)
-            run = LabRun(number, len(todo), name, spec, blocks)
-            replay = trace.replay(spec, blocks, progress=_told(progress, run), **options)
+            run = LabRun(number, len(runs), name, spec, blocks)
+            replay = trace.replay(spec, blocks, progress=_progress_of(progress, run), **options)
             table.append(LabRow(name, spec, str(size), blocks, replay))
         return table
 
     def close(self) -> None:
-        """Closes the traces that were opened or made here."""
+        """Closes the traces that this lab has opened or generated."""
         self._traces = None
-        while self._mine:
-            self._mine.pop().close()
+        while self._owned:
+            self._owned.pop().close()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.traces)
@@ -193,11 +194,13 @@ class Lab(Resource):
         return f"<kvtier.Lab {what}>"
 
 
-def _told(progress: Optional[LabProgress], run: LabRun) -> "Optional[Callable[[int, int], Any]]":
+def _progress_of(progress: Optional[LabProgress],
+                 run: LabRun) -> "Optional[Callable[[int, int], Any]]":
+    """The `progress` of `Trace.replay` for one run."""
     if progress is None:
         return None
-    hear = progress
-    return lambda done, total: hear(run, done, total)
+    callback = progress
+    return lambda done, total: callback(run, done, total)
 
 
 def _name_of(source: Source) -> str:
@@ -207,18 +210,18 @@ def _name_of(source: Source) -> str:
     return name[: -len(".kvtrace")] if name.endswith(".kvtrace") else name
 
 
-def _blocks(size: Size, all_of_them: int) -> int:
-    """A size in blocks; a part of them is rounded up."""
+def _blocks(size: Size, trace_blocks: int) -> int:
+    """A size in blocks; a percentage is rounded up."""
     if not isinstance(size, str):
         return u64(size)
     if not size.endswith("%"):
         if size.isdigit():
             return int(size)
-        raise _invalid(f"a size of {size!r}: blocks, or a part of the trace's such as '5%'")
+        raise _invalid(f"size is {size!r}: use a number of blocks, or a percentage such as '5%'")
     try:
-        part = float(size[:-1])
+        percent = float(size[:-1])
     except ValueError:
-        part = 0.0
-    if not 0.0 < part <= 1e6:
-        raise _invalid(f"a size of {size!r}: a part is more than 0 %")
-    return max(1, -int(-all_of_them * part // 100))
+        percent = 0.0
+    if not 0.0 < percent <= 1e6:
+        raise _invalid(f"size is {size!r}: a percentage must be greater than 0")
+    return max(1, -int(-trace_blocks * percent // 100))

@@ -68,7 +68,7 @@ def test_files_are_called_by_their_names() -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(kvtier.InvalidError, match="without traces"):
+    with pytest.raises(kvtier.InvalidError, match="at least one trace"):
         Lab()
     with pytest.raises(kvtier.SpecError, match="chat"):
         Lab("chta")
