@@ -897,7 +897,7 @@ public:
             });
         return detail::give(status, std::move(rows));
     }
-    /// Latency histograms: a row for each KVT_TIMED_*.
+    /// Latency histograms: a row for each KVT_LATENCY_*.
     ret<std::vector<kvt_latency_t>> latencies() const {
         std::vector<kvt_latency_t> rows;
         const kvt_status_t status = detail::all_rows(

@@ -1646,7 +1646,7 @@ typedef struct kvt_tenant_t {
 
 /// Latencies of one kind since the store was opened, in nanoseconds. Stands in arrays only.
 typedef struct kvt_latency_t {
-    /// KVT_TIMED_*.
+    /// KVT_LATENCY_*.
     uint32_t kind;
     uint32_t reserved;
     /// Number of timings.
@@ -1667,7 +1667,7 @@ typedef struct kvt_remote_stats_t {
     uint32_t read_circuit;
     /// KVT_REMOTE_CIRCUIT_* of writes.
     uint32_t write_circuit;
-    /// Times that a circuit was opened: the remote was left alone for a while.
+    /// Times that a circuit was opened: requests were suspended for a while.
     uint64_t circuit_opens;
     /// Names looked up.
     uint64_t looked_up_names;
@@ -2128,7 +2128,7 @@ typedef struct kvt_policy_object_t {
     uint64_t parent;
     /// Size, 1 to 2^32 - 1.
     uint64_t units;
-    /// KVT_ROW_*.
+    /// KVT_OBJECT_*.
     uint64_t flags;
     /// Expected time of the next use, by the clock of now_ns; 0 = unknown.
     int64_t next_use_ns;
@@ -3074,8 +3074,8 @@ typedef struct kvt_unit_residency_t {
 /// Options of kvt_stream_open.
 typedef struct kvt_stream_opts_t {
     uint64_t struct_size;
-    /// KVT_STREAM_MEASURE, _ONCE, _IN_PLACE, _BUFFERED, _NO_URING, _MAPPED, _SIDECAR, _PINNED,
-    /// _DIRECT.
+    /// KVT_STREAM_MEASURE, _ONCE, _IN_PLACE, _BUFFERED, _NO_URING, _MAPPED, _SIDECAR,
+    /// _SET_PINNED_PERCENT, _DIRECT.
     uint64_t flags;
     /// Required. May be closed afterwards.
     const struct kvt_model_t *model;
@@ -3451,7 +3451,7 @@ typedef struct kvt_device_opts_t {
 /// Properties of a device.
 typedef struct kvt_device_info_t {
     uint64_t struct_size;
-    /// KVT_DEVICE_ASYNCHRONOUS, _SUMS, _HAS_MEMORY, _WANTS_PINNED.
+    /// KVT_DEVICE_ASYNCHRONOUS, _CHECKSUMS, _HAS_MEMORY, _WANTS_PINNED.
     uint64_t flags;
     /// KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
     uint32_t kind;
@@ -4294,7 +4294,7 @@ kvt_status_t kvt_store_tenants(const struct kvt_store_t *store,
                                uint64_t *out_count);
 
 /// Reads the latencies of gets, puts, worker batches and policy decisions: one row for each
-/// KVT_TIMED_*, in their order. Gets and puts count if they moved everything, from the call (or the
+/// KVT_LATENCY_*, in their order. Gets and puts count if they moved everything, from the call (or the
 /// ready event) to completion; those with `after` do not count. kvt_store_metrics has the
 /// histograms.
 ///
@@ -4608,7 +4608,7 @@ kvt_status_t kvt_session_remote_lookup(const struct kvt_session_t *session,
 ///
 /// An answer is a hint: a block that is gone when it is fetched is a miss. A hint is forgotten when
 /// the store needs its row for a chunk of its own, or after `known` later ones (a parameter of the
-/// remote); locate the block again then.
+/// remote); look the block up again then.
 ///
 /// @param names   1 to 65536; a name that occurs twice has two items. Copied.
 /// @param opts    Set a deadline: blocks without an answer then end with KVT_E_TIMEOUT.
@@ -5549,7 +5549,7 @@ kvt_status_t kvt_offload_set_ready_event(const struct kvt_offload_t *offload,
 /// Puts K and V of the next `tokens` tokens of a layer. The session must have these tokens
 /// (kvt_session_append). Policies see the keys, which must be finite. Then whole blocks are put
 /// into the store, and the rest is copied to the tail. The call waits for the put of a full tail.
-/// After a failure kvt_offload_tokens tells how many tokens were taken.
+/// After a failure kvt_offload_tokens says how many tokens were taken.
 ///
 /// @param first   Position of the first token: the number of tokens that the layer has.
 /// @param k       K, or the latent, in host memory or in memory of the store's device.

@@ -120,7 +120,7 @@ pub struct kvt_device_opts_t {
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_device_info_t {
     pub struct_size: u64,
-    /// KVT_DEVICE_ASYNCHRONOUS, _SUMS, _HAS_MEMORY, _WANTS_PINNED.
+    /// KVT_DEVICE_ASYNCHRONOUS, _CHECKSUMS, _HAS_MEMORY, _WANTS_PINNED.
     pub flags: u64,
     /// KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
     pub kind: u32,

@@ -828,8 +828,8 @@ pub struct kvt_stream_memory_t {
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_opts_t {
     pub struct_size: u64,
-    /// KVT_STREAM_MEASURE, _ONCE, _IN_PLACE, _BUFFERED, _NO_URING, _MAPPED, _SIDECAR, _PINNED,
-    /// _DIRECT.
+    /// KVT_STREAM_MEASURE, _ONCE, _IN_PLACE, _BUFFERED, _NO_URING, _MAPPED, _SIDECAR,
+    /// _SET_PINNED_PERCENT, _DIRECT.
     pub flags: u64,
     /// Required. May be closed afterwards.
     pub model: *const kvt_model_t,

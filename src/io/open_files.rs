@@ -1,12 +1,13 @@
-//! Open files by id. An id contains the generation of its slot, so the id of a closed file is
-//! invalid.
+//! Table of open files by id. An id has the index of a slot and the generation of the slot, which
+//! changes when the file is closed. So the id of a closed file stays invalid.
 
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::io::files::{FileId, MAX_FILES};
 
+/// A slot of the table.
 struct Slot<T> {
-    turn: u16,
+    generation: u16,
     file: Option<T>,
 }
 
@@ -25,34 +26,36 @@ impl<T> Default for OpenFiles<T> {
 impl<T> OpenFiles<T> {
     /// Adds a file.
     pub fn add(&mut self, file: T) -> Result<FileId> {
-        let place = match self.free.pop() {
-            Some(place) => place,
+        let index = match self.free.pop() {
+            Some(index) => index,
             None => self.grow()?,
         };
-        let Some(slot) = self.slots.get_mut(usize::from(place)) else {
+        let Some(slot) = self.slots.get_mut(usize::from(index)) else {
             return Err(Status::Limit.into());
         };
         slot.file = Some(file);
-        Ok(FileId(u32::from(slot.turn) << 16 | u32::from(place)))
+        Ok(FileId(u32::from(slot.generation) << 16 | u32::from(index)))
     }
 
+    /// Adds a slot.
     fn grow(&mut self) -> Result<u16> {
-        let place = match u16::try_from(self.slots.len()) {
-            Ok(place) if self.slots.len() < MAX_FILES => place,
+        let index = match u16::try_from(self.slots.len()) {
+            Ok(index) if self.slots.len() < MAX_FILES => index,
             _ => fail!(Limit, "{MAX_FILES} files are open, which is the limit"),
         };
-        // Room in both, so that closing needs no memory.
-        let most = self.slots.len() + 1;
-        let more = most - self.free.len();
-        let room = self.slots.try_reserve(1).and_then(|()| self.free.try_reserve(more));
-        room.map_err(|_| Status::NoMem)?;
-        self.slots.push(Slot { turn: 0, file: None });
-        Ok(place)
+        // Reserve memory in both lists, so that closing a file allocates none.
+        let slots = self.slots.len() + 1;
+        let more = slots - self.free.len();
+        let reserved = self.slots.try_reserve(1).and_then(|()| self.free.try_reserve(more));
+        reserved.map_err(|_| Status::NoMem)?;
+        self.slots.push(Slot { generation: 0, file: None });
+        Ok(index)
     }
 
+    /// The slot of an id, if the generation matches.
     fn slot(&mut self, id: FileId) -> Option<&mut Slot<T>> {
         let slot = self.slots.get_mut((id.0 & 0xFFFF) as usize)?;
-        (u32::from(slot.turn) == id.0 >> 16).then_some(slot)
+        (u32::from(slot.generation) == id.0 >> 16).then_some(slot)
     }
 
     /// The file of an id.
@@ -65,16 +68,16 @@ impl<T> OpenFiles<T> {
     pub fn remove(&mut self, id: FileId) -> Option<T> {
         let slot = self.slot(id)?;
         let file = slot.file.take()?;
-        slot.turn = slot.turn.wrapping_add(1);
+        slot.generation = slot.generation.wrapping_add(1);
         self.free.push(id.0 as u16);
         Some(file)
     }
 
     /// Removes all files.
     pub fn clear(&mut self) {
-        for place in 0..self.slots.len() as u32 {
-            let turn = self.slots.get(place as usize).map_or(0, |slot| slot.turn);
-            self.remove(FileId(u32::from(turn) << 16 | place));
+        for index in 0..self.slots.len() as u32 {
+            let generation = self.slots.get(index as usize).map_or(0, |slot| slot.generation);
+            self.remove(FileId(u32::from(generation) << 16 | index));
         }
     }
 

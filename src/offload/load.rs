@@ -60,7 +60,7 @@ impl Offload {
         context: &Context,
     ) -> Result<u32> {
         if !matches!(self.ring.get(buffer)?.state, State::Free) {
-            fail!(Busy, "buffer {buffer} is in use: call done first");
+            fail!(Busy, "buffer {buffer} is in use: release it first");
         }
         let candidates = self.candidates(layer, which)?;
         let is_chosen = matches!(which, BlockSelection::Chosen(_));

@@ -161,9 +161,34 @@ fn every_function_is_documented_and_no_common_rule_is_repeated() {
 
 /// Words of the comments' former language; docs/glossary.md has the ones to use.
 const RETIRED: [&str; 28] = [
-    "told", "tells", "whoever", "nobody", "somebody", "shelf", "deed", "errand", "errands", "hungry",
-    "starve", "ledger", "books", "debt", "owe", "owed", "seat", "home", "homes", "board", "trial",
-    "grain", "wish", "wishes", "hands", "vacancies", "sight", "downs",
+    "told",
+    "tells",
+    "whoever",
+    "nobody",
+    "somebody",
+    "shelf",
+    "deed",
+    "errand",
+    "errands",
+    "hungry",
+    "starve",
+    "ledger",
+    "books",
+    "debt",
+    "owe",
+    "owed",
+    "seat",
+    "home",
+    "homes",
+    "board",
+    "trial",
+    "grain",
+    "wish",
+    "wishes",
+    "hands",
+    "vacancies",
+    "sight",
+    "downs",
 ];
 
 #[test]

@@ -136,7 +136,8 @@ fn tokens_of(number: u32) -> Vec<u32> {
 
 fn open(dir: &Path) -> Result<(TestStore, u32)> {
     let disk = "bytes=16MiB,segment=128KiB,uring=false";
-    let rest = "host=1MiB,chunks=512,sessions=64,transfers=64,cells=256,events=16,copiers=1,readers=1";
+    let rest =
+        "host=1MiB,chunks=512,sessions=64,transfers=64,cells=256,events=16,copiers=1,readers=1";
     let runtime = runtime();
     let store = Store::open(runtime.core(), None, &with_disk(dir, disk, rest))?;
     let store = TestStore { handle: store, runtime };

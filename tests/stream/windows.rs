@@ -145,7 +145,7 @@ fn plans_and_budgets_count_whole_mapping_units() {
         );
         // Who shares a budget has to be able to give something back.
         assert_eq!(slots > 0, percent < 100 || paid);
-        let figure = plan.figures.iter().find(|figure| figure.name == "device grains");
+        let figure = plan.figures.iter().find(|figure| figure.name == "device granules");
         assert_eq!(figure.expect("a figure").bytes, residencies * (GRANULARITY - 4096));
         let text = rig.streamer.plan_text();
         assert!(text.contains("whole pieces of 64.00 KiB"), "{text}");

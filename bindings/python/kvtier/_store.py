@@ -720,12 +720,12 @@ class Store(Closing):
         return [Tenant(row.tenant, bool(row.is_rest), *values(row, Tenant)[2:]) for row in rows]
 
     def latencies(self) -> Dict[str, Latency]:
-        """Returns latencies by kind: "get_host", "get_disk", "put_ram", ... (KVT_TIMED_*)."""
+        """Returns latencies by kind: "get_host", "get_disk", "put_ram", ... (KVT_LATENCY_*)."""
         raw = self._raw
         rows = all_rows(_abi.kvt_latency_t, lambda rows, room, stride, count, err: (
             lib.kvt_store_latencies(raw, rows, room, stride, count)))
-        names = {value: name[len("KVT_TIMED_"):].lower()
-                 for name, value in vars(_abi).items() if name.startswith("KVT_TIMED_")}
+        names = {value: name[len("KVT_LATENCY_"):].lower()
+                 for name, value in vars(_abi).items() if name.startswith("KVT_LATENCY_")}
         return {names.get(row.kind, str(row.kind)): Latency(*values(row, Latency))
                 for row in rows}
 

@@ -1,4 +1,5 @@
-//! Tools of the checks: a device, random numbers, and buffers in every address space of the device.
+//! Fixture of the conformance checks: the device under test, random numbers, and test buffers in
+//! every address space of the device.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -12,9 +13,9 @@ use crate::device::{Copy, Device, DeviceMemory, Direction, Event, Memory, Stream
 use crate::meta::view::View;
 
 /// Default time limit of an event.
-const PATIENCE_NS: u64 = 30_000_000_000;
+const DEFAULT_TIMEOUT_NS: u64 = 30_000_000_000;
 /// Default number of random trials.
-const ROUNDS: u32 = 40;
+const DEFAULT_ROUNDS: u32 = 40;
 /// Skip reason of devices that cannot allocate memory.
 pub const NO_MEMORY: NotPassed = NotPassed::Skipped("the device cannot allocate memory");
 
@@ -55,48 +56,49 @@ impl Chance {
     }
 }
 
-/// A device under test.
+/// The device under test, with the events and the memory of the running check.
 pub struct Bench<'a> {
     pub device: &'a Arc<dyn Device>,
     pub chance: Chance,
     pub rounds: u64,
     clock: Clock,
     patience_ns: u64,
-    /// The device can allocate memory.
-    gives: bool,
-    /// Work did not end: memory that it may use leaks.
+    /// Whether the device can allocate memory.
+    can_allocate: bool,
+    /// Work did not complete in time. Memory that it may still access is leaked, not freed.
     stuck: Cell<bool>,
-    /// Unreleased events; a failed check leaves some.
+    /// Unreleased events. A check that fails does not release its events.
     open: RefCell<Vec<Event>>,
-    /// Memory of dropped buffers.
-    left: RefCell<Vec<Holds>>,
-    /// Quarantined host memory: a later check, not a crash, finds a device that keeps writing.
-    kept: Arc<Mutex<VecDeque<Buffer>>>,
+    /// Memory of dropped test buffers, to be freed by [`Bench::settle`].
+    dropped: RefCell<Vec<Backing>>,
+    /// Freed host memory that stays mapped, so that a device that writes to it too late fails a
+    /// later check instead of crashing the process.
+    quarantine: Arc<Mutex<VecDeque<Buffer>>>,
 }
 
 /// Guard bytes before and after host memory.
-const EDGE: usize = 4096;
-/// Limit: quarantined buffers.
-const KEPT: usize = 512;
+const GUARD_BYTES: usize = 4096;
+/// Most buffers in quarantine.
+const MAX_QUARANTINED: usize = 512;
 
 impl<'a> Bench<'a> {
     pub fn new(device: &'a Arc<dyn Device>, opts: &ConformanceOpts) -> Bench<'a> {
-        let or = |said: u64, default| if said == 0 { default } else { said };
+        let or = |value: u64, default| if value == 0 { default } else { value };
         Bench {
             device,
             chance: Chance::new(opts.seed),
-            rounds: or(opts.rounds.into(), ROUNDS.into()),
+            rounds: or(opts.rounds.into(), DEFAULT_ROUNDS.into()),
             clock: opts.clock.clone(),
-            patience_ns: or(opts.patience_ns, PATIENCE_NS),
-            gives: gives(device),
+            patience_ns: or(opts.patience_ns, DEFAULT_TIMEOUT_NS),
+            can_allocate: can_allocate(device),
             stuck: Cell::new(false),
             open: RefCell::new(Vec::new()),
-            left: RefCell::new(Vec::new()),
-            kept: Arc::new(Mutex::new(VecDeque::new())),
+            dropped: RefCell::new(Vec::new()),
+            quarantine: Arc::new(Mutex::new(VecDeque::new())),
         }
     }
 
-    /// State for another thread that tests the same device.
+    /// The device, options and quarantine for a bench of another thread that tests the same device.
     pub fn share(&self) -> (Arc<dyn Device>, ConformanceOpts, Arc<Mutex<VecDeque<Buffer>>>) {
         let opts = ConformanceOpts {
             seed: self.chance.next(),
@@ -105,38 +107,40 @@ impl<'a> Bench<'a> {
             patience_ns: self.patience_ns,
             closes: false,
         };
-        (self.device.clone(), opts, self.kept.clone())
+        (self.device.clone(), opts, self.quarantine.clone())
     }
 
-    /// A bench of another thread.
-    pub fn beside(self, kept: Arc<Mutex<VecDeque<Buffer>>>) -> Bench<'a> {
-        Bench { kept, ..self }
+    /// Shares the quarantine of another thread's bench.
+    pub fn with_quarantine(self, quarantine: Arc<Mutex<VecDeque<Buffer>>>) -> Bench<'a> {
+        Bench { quarantine, ..self }
     }
 
-    /// Waits for the events that a failed check left, and frees its memory.
+    /// Waits for the events that a failed check did not release, releases them, and frees the
+    /// memory of the check.
     pub fn settle(&self) {
         let until_ns = self.until_ns();
         for event in self.open.take() {
-            let said = self.device.wait(event, until_ns);
-            let is_late = said.is_err_and(|error| error.status() == Status::Timeout);
+            let waited = self.device.wait(event, until_ns);
+            let is_late = waited.is_err_and(|error| error.status() == Status::Timeout);
             self.stuck.set(self.stuck.get() || is_late);
             if let Err(error) = self.device.release(event) {
                 log::debug!("releasing an event of a failed check: {error}");
             }
         }
-        for holds in self.left.take() {
-            match holds {
-                _ if self.stuck.get() => std::mem::forget(holds),
-                Holds::Host(buffer) => {
-                    let mut kept = self.kept.lock();
-                    kept.push_back(buffer);
-                    let oldest = if kept.len() > KEPT { kept.pop_front() } else { None };
-                    drop(kept);
+        for backing in self.dropped.take() {
+            match backing {
+                _ if self.stuck.get() => std::mem::forget(backing),
+                Backing::Host(buffer) => {
+                    let mut buffers = self.quarantine.lock();
+                    buffers.push_back(buffer);
+                    let is_full = buffers.len() > MAX_QUARANTINED;
+                    let oldest = if is_full { buffers.pop_front() } else { None };
+                    drop(buffers);
                     drop(oldest);
                 }
-                Holds::Device(given) => {
-                    // SAFETY: a sound device has no work in flight any more.
-                    if let Err(error) = unsafe { self.device.free(&given) } {
+                Backing::Device(memory) => {
+                    // SAFETY: a correct device has no work in flight any more.
+                    if let Err(error) = unsafe { self.device.free(&memory) } {
                         log::warn!("memory of a check was not freed: {error}");
                     }
                 }
@@ -148,8 +152,8 @@ impl<'a> Bench<'a> {
         self.stuck.get()
     }
 
-    /// Records that work of another thread has not ended.
-    pub fn get_stuck(&self) {
+    /// Records that work of another thread did not complete in time.
+    pub fn set_stuck(&self) {
         self.stuck.set(true);
     }
 
@@ -157,8 +161,8 @@ impl<'a> Bench<'a> {
         self.clock.now_ns()
     }
 
-    /// Lets a little time pass.
-    pub fn pass(&self) {
+    /// Waits a short time between two polls, or advances a manual clock.
+    pub fn pause(&self) {
         if self.clock.is_manual() {
             self.clock.advance((self.patience_ns >> 12).max(1));
         } else {
@@ -166,7 +170,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Deadline of an event that begins now.
+    /// Deadline of work that is submitted now.
     pub fn until_ns(&self) -> u64 {
         self.now_ns().saturating_add(self.patience_ns)
     }
@@ -178,32 +182,32 @@ impl<'a> Bench<'a> {
         after: Option<Event>,
         copies: &mut [Copy<'_>],
     ) -> Result<Event> {
-        // SAFETY: buffers live until the work of a check has ended, or forever.
+        // SAFETY: test buffers are freed after the work of the check has completed, or never.
         unsafe { self.device.submit(Stream(stream), after, copies) }
     }
 
-    /// Submits copies, which must be accepted.
+    /// Submits copies. The check fails if the device rejects them.
     pub fn begin(
         &self,
         stream: u32,
         after: Option<Event>,
         copies: &mut [Copy<'_>],
     ) -> Outcome<Event> {
-        self.begun("a batch was rejected", self.submit(stream, after, copies))
+        self.accepted("a batch was rejected", self.submit(stream, after, copies))
     }
 
-    /// Records accepted work.
-    pub fn begun(&self, what: &str, said: Result<Event>) -> Outcome<Event> {
-        let event = self.said(what, said)?;
+    /// Records the event of submitted work. The check fails with the text `what` on an error.
+    pub fn accepted(&self, what: &str, submitted: Result<Event>) -> Outcome<Event> {
+        let event = self.require(what, submitted)?;
         self.open.borrow_mut().push(event);
         Ok(event)
     }
 
-    /// Waits for an event that must succeed.
+    /// Waits for an event. The check fails if the event fails.
     pub fn wait(&self, event: Event) -> Outcome {
         match self.device.wait(event, self.until_ns()) {
             Ok(()) => Ok(()),
-            Err(error) => Err(self.trouble("an event failed", &error)),
+            Err(error) => Err(self.failure("an event failed", &error)),
         }
     }
 
@@ -211,29 +215,29 @@ impl<'a> Bench<'a> {
     pub fn finish(&self, event: Event) -> Outcome {
         self.wait(event)?;
         self.open.borrow_mut().retain(|open| *open != event);
-        self.said("release of a completed event failed", self.device.release(event))
+        self.require("release of a completed event failed", self.device.release(event))
     }
 
-    /// Executes one copy.
+    /// Executes one copy and waits for it.
     pub fn do_copy(&self, copy: Copy<'_>) -> Outcome {
         let event = self.begin(0, None, &mut [copy])?;
         self.finish(event)
     }
 
-    /// Requires success.
-    pub fn said<T>(&self, what: &str, said: Result<T>) -> Outcome<T> {
-        said.map_err(|error| self.trouble(what, &error))
+    /// Requires a call to succeed. The check fails with the text `what` on an error.
+    pub fn require<T>(&self, what: &str, result: Result<T>) -> Outcome<T> {
+        result.map_err(|error| self.failure(what, &error))
     }
 
-    fn trouble(&self, what: &str, error: &Error) -> NotPassed {
-        // The state of work in flight is unknown after a timeout.
+    fn failure(&self, what: &str, error: &Error) -> NotPassed {
+        // After a timeout, work may still be in flight.
         self.stuck.set(self.stuck.get() || error.status() == Status::Timeout);
         NotPassed::Failed(format!("{what}: {error}"))
     }
 
     /// Address spaces to test.
     pub fn places(&self) -> Vec<Memory> {
-        match self.device.facts().reaches_device && self.gives {
+        match self.device.facts().reaches_device && self.can_allocate {
             true => vec![Memory::Host, Memory::Device],
             false => vec![Memory::Host],
         }
@@ -247,10 +251,10 @@ impl<'a> Bench<'a> {
     }
 }
 
-fn gives(device: &Arc<dyn Device>) -> bool {
+fn can_allocate(device: &Arc<dyn Device>) -> bool {
     match device.allocate(1) {
         Ok(memory) => {
-            // SAFETY: nobody uses it.
+            // SAFETY: no work has used the memory.
             if let Err(error) = unsafe { device.free(&memory) } {
                 log::warn!("memory of a check was not freed: {error}");
             }
@@ -260,7 +264,8 @@ fn gives(device: &Arc<dyn Device>) -> bool {
     }
 }
 
-enum Holds {
+/// Memory of a test buffer.
+enum Backing {
     Host(Buffer),
     Device(DeviceMemory),
 }
@@ -271,30 +276,30 @@ pub struct TestBuffer<'a> {
     pub memory: Memory,
     pub address: u64,
     pub len: usize,
-    holds: Option<Holds>,
+    backing: Option<Backing>,
 }
 
 impl<'a> TestBuffer<'a> {
     /// A buffer with undefined content.
     pub fn empty(bench: &'a Bench<'_>, memory: Memory, len: usize) -> Outcome<TestBuffer<'a>> {
         let bytes = (len as u64).max(1);
-        let (address, holds) = match memory {
+        let (address, backing) = match memory {
             Memory::Host => {
-                let wish = AllocationRequest {
-                    bytes: bytes + 2 * EDGE as u64,
+                let request = AllocationRequest {
+                    bytes: bytes + 2 * GUARD_BYTES as u64,
                     ..AllocationRequest::default()
                 };
-                let buffer = bench.said("host memory", Buffer::map(&wish, None))?;
+                let buffer = bench.require("host memory", Buffer::map(&request, None))?;
                 let start = buffer.address().expose_provenance();
-                (start as u64 + EDGE as u64, Holds::Host(buffer))
+                (start as u64 + GUARD_BYTES as u64, Backing::Host(buffer))
             }
-            Memory::Device if !bench.gives => return Err(NO_MEMORY),
+            Memory::Device if !bench.can_allocate => return Err(NO_MEMORY),
             Memory::Device => {
-                let given = bench.said("device memory", bench.device.allocate(bytes))?;
-                (given.address, Holds::Device(given))
+                let memory = bench.require("device memory", bench.device.allocate(bytes))?;
+                (memory.address, Backing::Device(memory))
             }
         };
-        Ok(TestBuffer { bench, memory, address, len, holds: Some(holds) })
+        Ok(TestBuffer { bench, memory, address, len, backing: Some(backing) })
     }
 
     /// The device under test.
@@ -312,11 +317,11 @@ impl<'a> TestBuffer<'a> {
             Memory::Host => {
                 // SAFETY: the buffer's own memory, with its guards.
                 let all = unsafe {
-                    let start = self.pointer().wrapping_sub(EDGE);
-                    std::slice::from_raw_parts(start, self.len + 2 * EDGE)
+                    let start = self.pointer().wrapping_sub(GUARD_BYTES);
+                    std::slice::from_raw_parts(start, self.len + 2 * GUARD_BYTES)
                 };
-                let (content, after) = all[EDGE..].split_at(self.len);
-                let clean = all[..EDGE].iter().chain(after).all(|byte| *byte == 0);
+                let (content, after) = all[GUARD_BYTES..].split_at(self.len);
+                let clean = all[..GUARD_BYTES].iter().chain(after).all(|byte| *byte == 0);
                 need(clean, || format!("bytes outside the {} copied ones were written", self.len))?;
                 Ok(content.to_vec())
             }
@@ -350,13 +355,14 @@ impl<'a> TestBuffer<'a> {
     /// A copy between this buffer, as a tensor, and a plane of the same length.
     pub fn copy(&self, plane: &TestBuffer<'_>, direction: Direction) -> Outcome<Copy<'static>> {
         let view = View::canonical(self.address, 1, self.len as u64);
-        let copy = self.bench.said("a copy", Copy::new(&view, 0, 1, plane.pointer(), direction))?;
+        let copy =
+            self.bench.require("a copy", Copy::new(&view, 0, 1, plane.pointer(), direction))?;
         Ok(Copy { memory: self.memory, plane_memory: plane.memory, ..copy })
     }
 }
 
 impl Drop for TestBuffer<'_> {
     fn drop(&mut self) {
-        self.bench.left.borrow_mut().extend(self.holds.take());
+        self.bench.dropped.borrow_mut().extend(self.backing.take());
     }
 }

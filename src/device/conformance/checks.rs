@@ -21,12 +21,12 @@ pub fn memory(bench: &Bench<'_>) -> Outcome {
     let left = device.free_bytes();
     let first = match device.allocate(300_001) {
         Err(error) if error.status() == Status::Unsupported => return Err(NO_MEMORY),
-        said => bench.said("300,001 bytes", said)?,
+        said => bench.require("300,001 bytes", said)?,
     };
     need(left.is_none_or(|left| left >= 300_001), || {
         format!("300,001 bytes allocated with {left:?} free")
     })?;
-    let second = bench.said("1 byte", device.allocate(1))?;
+    let second = bench.require("1 byte", device.allocate(1))?;
     for memory in [&first, &second] {
         need(memory.address != 0 && memory.address % 256 == 0, || {
             format!("memory at {:#x} is not a multiple of 256", memory.address)
@@ -51,7 +51,7 @@ pub fn memory(bench: &Bench<'_>) -> Outcome {
     for memory in [&second, &first] {
         // SAFETY: nobody uses it.
         let freed = unsafe { device.free(memory) };
-        bench.said("free failed", freed)?;
+        bench.require("free failed", freed)?;
     }
     // SAFETY: nobody uses it; it is refused.
     let again = unsafe { device.free(&first) };
@@ -149,12 +149,12 @@ pub fn polling(bench: &Bench<'_>) -> Outcome {
     }
     // Events of a stream complete in order: if the last one has, all have.
     let until_ns = bench.until_ns();
-    while bench.said("an event", device.state(open[4]))? == State::Pending {
+    while bench.require("an event", device.state(open[4]))? == State::Pending {
         if bench.now_ns() >= until_ns {
-            bench.get_stuck();
+            bench.set_stuck();
             return Err("events do not complete unless somebody waits for them".to_string().into());
         }
-        bench.pass();
+        bench.pause();
     }
     let count = device.poll(&mut reported);
     for event in &open {
@@ -197,14 +197,14 @@ pub fn registered_host(bench: &Bench<'_>) -> Outcome {
                         "the device does not distinguish registered host memory",
                     ));
                 }
-                said => bench.said("registering host memory", said)?,
+                said => bench.require("registering host memory", said)?,
             }
         }
         let moved = round(bench, &there, &here);
         if is_known {
             // SAFETY: nothing is in flight, or the buffer lives forever.
             let forgotten = unsafe { bench.device.unregister_host(here.pointer()) };
-            bench.said("unregistering host memory", forgotten)?;
+            bench.require("unregistering host memory", forgotten)?;
         }
         moved?;
     }
@@ -232,7 +232,7 @@ pub fn close(bench: &Bench<'_>) -> Outcome {
         let copies = &mut [a.copy(target, Direction::Gather)?];
         open.push(bench.begin(stream % streams, None, copies)?);
     }
-    bench.said("closing", device.close(bench.until_ns()))?;
+    bench.require("closing", device.close(bench.until_ns()))?;
     let fresh = bench.chance.noise(a.len);
     targets.iter().try_for_each(|target| target.set(&fresh))?;
     for event in open {
@@ -242,7 +242,7 @@ pub fn close(bench: &Bench<'_>) -> Outcome {
     }
     let late = bench.submit(0, None, &mut [a.copy(&targets[0], Direction::Gather)?]);
     refused("a batch after close", late, Status::Closed)?;
-    bench.said("closing again", device.close(bench.until_ns()))?;
+    bench.require("closing again", device.close(bench.until_ns()))?;
     targets.iter().try_for_each(|target| {
         need(target.bytes()? == fresh, || "memory was written after close".into())
     })

@@ -42,7 +42,7 @@ pub fn sizes(bench: &Bench<'_>) -> Outcome {
             let (mut content, mut want) = (tensor.bytes()?, plane.bytes()?);
             let pointer = plane.pointer().wrapping_add(back as usize);
             let copy = Copy::bytes(pointer, tensor.address + at, len as u64, direction, place);
-            bench.do_copy(bench.said("a copy", copy)?)?;
+            bench.do_copy(bench.require("a copy", copy)?)?;
             let (at, back) = (at as usize, back as usize);
             let (there, here) = (&mut content[at..at + len], &mut want[back..back + len]);
             match direction {
@@ -106,7 +106,7 @@ pub fn large_batch(bench: &Bench<'_>) -> Outcome {
                 let host = here.pointer().wrapping_add(at.start);
                 let address = there.address + at.start as u64;
                 let copy = Copy::bytes(host, address, cell as u64, direction, place);
-                copies.push(bench.said("a copy", copy)?);
+                copies.push(bench.require("a copy", copy)?);
                 match direction {
                     Direction::Gather => right[at.clone()].copy_from_slice(&left[at]),
                     Direction::Scatter => left[at.clone()].copy_from_slice(&right[at]),

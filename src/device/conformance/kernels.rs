@@ -126,7 +126,7 @@ impl<'a> Lab<'a> {
     fn try_run(&self, call: Call) -> Outcome<bool> {
         let event = match self.launch(0, None, &[call]) {
             Err(error) if error.status() == Status::Unsupported => return Ok(false),
-            said => self.bench.begun("a kernel was rejected", said)?,
+            said => self.bench.accepted("a kernel was rejected", said)?,
         };
         self.bench.finish(event)?;
         Ok(true)
@@ -235,7 +235,8 @@ fn launches(bench: &Bench<'_>) -> Outcome {
     let unknown = lab.launch(0, Some(Event(u64::MAX)), &[]);
     refused("kernels behind an unknown event", unknown, Status::Handle)?;
     for stream in 0..facts.streams {
-        let event = bench.begun("an empty launch was rejected", lab.launch(stream, None, &[]))?;
+        let event =
+            bench.accepted("an empty launch was rejected", lab.launch(stream, None, &[]))?;
         bench.finish(event)?;
     }
     if facts.kernels & Kind::Sum.bit() == 0 { Ok(()) } else { in_order(&lab, facts.streams) }
@@ -263,7 +264,7 @@ fn in_order(lab: &Lab<'_>, streams: u32) -> Outcome {
         };
         let up = bench.begin(0, None, &mut [there.copy(&host, Direction::Scatter)?])?;
         let said = lab.launch(1 % streams, Some(up), &[call]);
-        let summed = bench.begun("a kernel was rejected", said)?;
+        let summed = bench.accepted("a kernel was rejected", said)?;
         let down =
             bench.begin(2 % streams, Some(summed), &mut [sum.copy(&back, Direction::Gather)?])?;
         [down, summed, up].into_iter().try_for_each(|event| bench.finish(event))?;

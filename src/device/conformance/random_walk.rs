@@ -74,7 +74,7 @@ pub fn threads(bench: &Bench<'_>) -> Outcome {
     let run = || {
         let (device, opts, kept) = bench.share();
         move || {
-            let bench = Bench::new(&device, &opts).beside(kept);
+            let bench = Bench::new(&device, &opts).with_quarantine(kept);
             let said = (0..4).try_for_each(|_| {
                 let said = walk(&bench, 9_000, 80);
                 bench.settle();
@@ -96,13 +96,13 @@ pub fn threads(bench: &Bench<'_>) -> Outcome {
                 said.lock().push(trouble);
             }
         };
-        handles.push(bench.said("a thread", spawn("kvt-conformance".into(), body))?);
+        handles.push(bench.require("a thread", spawn("kvt-conformance".into(), body))?);
     }
     let failed = handles.into_iter().filter_map(|handle| handle.join().err()).count();
     need(failed == 0, || "a thread panicked".into())?;
     let said = said.lock();
     if said.iter().any(|(_, is_stuck)| *is_stuck) {
-        bench.get_stuck();
+        bench.set_stuck();
     }
     match said.first() {
         None => Ok(()),

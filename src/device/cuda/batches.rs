@@ -1,5 +1,6 @@
-//! Methods to give many small copies to the driver, and the choice among them, measured when the
-//! device is opened.
+//! Methods to submit many small copies to the CUDA driver, and the choice of a method, by
+//! measurement when the device is opened. A copy consists of runs; a run copies one contiguous
+//! range of bytes.
 
 use std::fmt;
 
@@ -10,26 +11,27 @@ use crate::device::cuda::host_memory::Registration;
 use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Memory};
 
-/// Limit: runs of one driver call; some drivers crash on very many.
+/// Most runs of one driver call: some drivers crash with very many.
 const MAX_RUNS: usize = 1024;
-/// Fewer runs are copied one by one.
+/// Fewest runs of a batch call. Fewer runs are submitted one by one.
 const MIN_BATCH_RUNS: usize = 4;
-/// Runs of this length keep the bus busy with any method.
+/// Runs of at least this length saturate the bus with any method.
 const LONG_BYTES: u64 = 4 << 20;
-/// Upper bounds of the classes of shorter runs; the last class has the rest.
+/// Upper bounds of the length classes of shorter runs. Longer ones are in the last class.
 const CLASS_BYTES: [u64; CLASSES - 1] = [32 << 10, 512 << 10];
-/// Number of classes.
+/// Number of length classes.
 pub const CLASSES: usize = 3;
 
-/// How small copies are given to the driver.
+/// How small copies are submitted to the driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CopyMethod {
-    /// One call for each run.
+    /// One driver call for each run.
     #[default]
     Plain,
     /// Many runs in one call, if the driver supports it (CUDA 12.8).
     Batch,
-    /// One kernel for many runs, if kernels can access both sides; other runs one by one.
+    /// One kernel for many runs, if kernels can access source and target. Other runs are submitted
+    /// one by one.
     Kernel,
 }
 
@@ -46,7 +48,7 @@ impl fmt::Display for CopyMethod {
 /// How a device chooses its copy method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyMethodChoice {
-    /// A given method. If the device lacks it, copies go one by one.
+    /// The given method. If the device does not support it, [`CopyMethod::Plain`].
     Fixed(CopyMethod),
     /// Each method is measured when the device is opened, and the fastest is used.
     Measured,
@@ -75,7 +77,7 @@ impl ChosenMethods {
     }
 }
 
-/// Runs that will be given to the driver together; the lists are reused.
+/// Runs to submit together. The lists are reused.
 #[derive(Default)]
 pub struct Runs {
     to: Vec<Pointer>,
@@ -93,11 +95,11 @@ impl Runs {
     }
 
     pub fn push(&mut self, run: Run) -> Result<()> {
-        let room = self.to.try_reserve(1).is_ok()
+        let has_memory = self.to.try_reserve(1).is_ok()
             && self.from.try_reserve(1).is_ok()
             && self.bytes.try_reserve(1).is_ok()
             && self.memory.try_reserve(1).is_ok();
-        if !room {
+        if !has_memory {
             return Err(Status::NoMem.into());
         }
         self.to.push(run.to);
@@ -125,8 +127,8 @@ impl Inner {
         })
     }
 
-    /// Whether the driver may block in this copy until the stream reaches it. It does from host to
-    /// host, and may with pageable host memory.
+    /// Whether the driver may block the submission of this copy until the stream reaches it. It
+    /// does for copies from host to host, and may for pageable host memory.
     pub fn may_block(&self, copy: &Copy<'_>) -> bool {
         let plane = copy.plane.expose_provenance() as u64;
         match (copy.memory, copy.plane_memory) {
@@ -142,21 +144,21 @@ impl Inner {
 
     /// Whether a run may be part of a batch call: drivers crash on pageable host memory.
     pub fn is_batched(&self, run: &Run) -> bool {
-        let is_sound = |memory, address, bytes: usize| {
+        let is_safe = |memory, address, bytes: usize| {
             memory == Memory::Device || self.is_registered(address, bytes as u64)
         };
-        is_sound(run.from_memory, run.from, run.bytes) && is_sound(run.to_memory, run.to, run.bytes)
+        is_safe(run.from_memory, run.from, run.bytes) && is_safe(run.to_memory, run.to, run.bytes)
     }
 }
 
 impl Cuda {
-    /// Method for a copy.
+    /// The method for a copy, by its direction and the length of its runs.
     pub(super) fn method_for(&self, copy: &Copy<'_>) -> CopyMethod {
-        let is_host = copy.memory == Memory::Host && copy.plane_memory == Memory::Host;
+        let is_host_only = copy.memory == Memory::Host && copy.plane_memory == Memory::Host;
         let Some(strip) = copy.tensor.strips().next() else { return CopyMethod::Plain };
-        let is_one = strip.stride_bytes == strip.run_bytes;
-        let bytes = if is_one { strip.bytes() } else { strip.run_bytes };
-        if is_host || bytes >= LONG_BYTES {
+        let is_contiguous = strip.stride_bytes == strip.run_bytes;
+        let bytes = if is_contiguous { strip.bytes() } else { strip.run_bytes };
+        if is_host_only || bytes >= LONG_BYTES {
             return CopyMethod::Plain;
         }
         let to_device = match copy.direction {
@@ -167,8 +169,8 @@ impl Cuda {
         chosen[CLASS_BYTES.iter().filter(|&&most| bytes > most).count()]
     }
 
-    /// Gives runs to the driver together. If it rejects a batch, its runs are copied one by one:
-    /// repeating a run does no harm.
+    /// Submits runs in batches. If the driver rejects a batch, submits its runs one by one; copying
+    /// a run twice is harmless. Sets `begun` once the driver may have begun a copy.
     ///
     /// # Safety
     /// As for [`Cuda::issue`].
@@ -182,9 +184,9 @@ impl Cuda {
         let mut at = 0;
         while at < runs.len() {
             let count = (runs.len() - at).min(MAX_RUNS);
-            let is_many = count >= MIN_BATCH_RUNS && !inner.batches_fail;
+            let use_batch = count >= MIN_BATCH_RUNS && !inner.batches_fail;
             // SAFETY: the caller's promise.
-            if !is_many || !unsafe { self.issue_batch(inner, runs, at, count, stream, begun)? } {
+            if !use_batch || !unsafe { self.issue_batch(inner, runs, at, count, stream, begun)? } {
                 for run in at..at + count {
                     // SAFETY: as above.
                     unsafe { self.issue_run(&runs.run(run), stream)? };
@@ -196,7 +198,8 @@ impl Cuda {
         Ok(())
     }
 
-    /// Tries to issue some runs in one call; false if the driver cannot.
+    /// Submits some runs in one call. False: the driver does not support that, or rejected the
+    /// batch.
     ///
     /// # Safety
     /// As for [`Cuda::issue`].
@@ -213,12 +216,12 @@ impl Cuda {
         let part = at..at + count;
         let (to, from) = (runs.to[part.clone()].as_ptr(), runs.from[part.clone()].as_ptr());
         let bytes = runs.bytes[part].as_ptr();
-        // One description for all runs: sources are read in stream order.
+        // One set of attributes for all runs: sources are read in stream order.
         let (order, first, mut failed) =
             (BatchOrder { order: 1, ..BatchOrder::default() }, 0, usize::MAX);
         *begun = true;
-        // SAFETY: lists of `count` each, one description that applies from the first copy on, and a
-        // place for a number. The caller guarantees the memory.
+        // SAFETY: three lists of `count` elements, one set of attributes that applies from the
+        // first copy on, and a variable for an index. The caller guarantees the memory of the runs.
         let code = unsafe { call(to, from, bytes, count, &order, &first, 1, &mut failed, stream) };
         if code == 0 {
             return Ok(true);
@@ -232,7 +235,10 @@ impl Cuda {
     }
 
     fn disable_batches(&self, inner: &mut Inner, error: &Error) {
-        log::warn!("batched copies failed, copies go one by one from now on: {}", error.message());
+        log::warn!(
+            "a batch of copies failed; copies are submitted one by one from now on: {}",
+            error.message()
+        );
         inner.batches_fail = true;
     }
 }

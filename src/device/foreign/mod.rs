@@ -34,7 +34,7 @@ struct Inner {
     /// User events, and whether the engine has signalled each.
     user_events: BTreeMap<u64, bool>,
     /// Forgotten user events that were signalled and have not completed.
-    leaving: Vec<Event>,
+    forgotten: Vec<Event>,
     /// Leased streams.
     leased: Vec<u32>,
     /// Why no work can begin any more.
@@ -67,7 +67,7 @@ impl Foreign {
             last: 0,
             under_way: 0,
             user_events: BTreeMap::new(),
-            leaving: Vec::new(),
+            forgotten: Vec::new(),
             leased: Vec::new(),
             lost: None,
             closed: false,
@@ -77,10 +77,10 @@ impl Foreign {
         Ok(Foreign { engine, facts, clock, inner: Mutex::new(inner), changed })
     }
 
-    /// Passes on a result of the engine. If it says that the device is gone, all pending work
-    /// fails.
-    fn heard<T>(&self, said: Result<T>) -> Result<T> {
-        if let Err(error) = &said
+    /// Returns a result of the engine unchanged. If it reports that the device is lost, all pending
+    /// work fails.
+    fn check_lost<T>(&self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result
             && error.status() == Status::Unavailable
         {
             let mut inner = self.inner.lock();
@@ -89,7 +89,7 @@ impl Foreign {
             inner.events.lose();
             self.changed.notify_all();
         }
-        said
+        result
     }
 
     /// Whether work can begin.
@@ -123,7 +123,7 @@ impl Foreign {
         let event = inner.events.reserve()?;
         inner.under_way += 1;
         drop(inner);
-        let said = self.heard(ask(before.as_ref().map_or(0, |raw| raw.number())));
+        let said = self.check_lost(ask(before.as_ref().map_or(0, |raw| raw.number())));
         let raw = said.map(|number| Raw::new(&self.engine, number));
         let mut inner = self.inner.lock();
         inner.under_way -= 1;
@@ -147,7 +147,7 @@ impl Foreign {
         if known.is_some() {
             return Ok(known);
         }
-        let outcome = match self.heard(self.engine.query(raw.number())) {
+        let outcome = match self.check_lost(self.engine.query(raw.number())) {
             Ok(false) => return Ok(None),
             Ok(true) => Ok(()),
             Err(error) => Err(error.status()),
@@ -163,7 +163,7 @@ impl Foreign {
     /// Waits in the engine, or sleeps.
     fn rest(&self, raw: &Raw, deadline_ns: u64, nap_ns: &mut u64) {
         let now_ns = self.clock.now_ns();
-        match self.engine.wait(raw.number(), deadline_ns).map(|said| self.heard(said)) {
+        match self.engine.wait(raw.number(), deadline_ns).map(|said| self.check_lost(said)) {
             // All work has failed: nothing to wait for.
             Some(Err(error)) if error.status() == Status::Unavailable => return,
             // An engine whose wait keeps returning early must not be polled in a busy loop.
@@ -254,7 +254,7 @@ impl Device for Foreign {
     }
 
     fn forget(&self, event: Event) {
-        self.forget_later(event);
+        self.release_when_completed(event);
     }
 
     fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
@@ -262,7 +262,7 @@ impl Device for Foreign {
             fail!(Invalid, "0 bytes of device memory");
         }
         Foreign::check_alive(&self.inner.lock())?;
-        let address = self.heard(self.engine.allocate(bytes))?;
+        let address = self.check_lost(self.engine.allocate(bytes))?;
         let mut inner = self.inner.lock();
         inner.last += 1;
         let number = inner.last;
@@ -298,12 +298,12 @@ impl Device for Foreign {
 
     unsafe fn register_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
         self.check_there()?;
-        self.heard(self.engine.register_host(address.expose_provenance() as u64, bytes))
+        self.check_lost(self.engine.register_host(address.expose_provenance() as u64, bytes))
     }
 
     unsafe fn unregister_host(&self, address: *mut u8) -> Result<()> {
         self.check_there()?;
-        self.heard(self.engine.unregister_host(address.addr() as u64))
+        self.check_lost(self.engine.unregister_host(address.addr() as u64))
     }
 
     unsafe fn import_event(&self, raw: u64) -> Result<Event> {
@@ -314,7 +314,7 @@ impl Device for Foreign {
         let (raw, known) = self.inner.lock().events.get(event)?;
         match known {
             Some(outcome) => outcome.map_err(Error::from),
-            None => self.heard(self.engine.stream_wait_event(raw_stream, raw.number())),
+            None => self.check_lost(self.engine.stream_wait_event(raw_stream, raw.number())),
         }
     }
 

@@ -1,4 +1,6 @@
-//! A copy of the simulated device, from its start to its event.
+//! A submitted copy of the simulated device. It fills its target with poison when it starts, reads
+//! its source later, and writes the bytes to the target when it completes. So a program that
+//! accesses memory before the event gets wrong bytes.
 
 use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};
@@ -6,26 +8,28 @@ use crate::device::strips::{copy_strip, there};
 use crate::device::{Copy, Direction, Memory};
 use crate::meta::view::Strip;
 
-/// A lowered copy, so that the caller's tables need not outlive `submit`. Addresses are numbers;
-/// the caller of `submit` guarantees the memory behind them.
+/// A [`Copy`] with its page tables resolved to address ranges, so that these tables need not
+/// outlive `submit`. Addresses are numbers; the caller of `submit` guarantees that their memory is
+/// valid.
 pub struct LoweredCopy {
     strips: Vec<Strip>,
     plane: u64,
     direction: Direction,
-    /// Poison at first, then the bytes that were read from the source.
+    /// The bytes read from the source; poison until then.
     pub bytes: Vec<u8>,
-    /// The copy crosses the bus: exactly one side is in device memory.
+    /// Whether the copy crosses the bus: exactly one side is in device memory.
     pub crosses: bool,
-    /// One bit is flipped on the bus.
+    /// Whether to flip one bit on the bus.
     pub spoils: bool,
-    /// The target is in device memory: the checksum is of the bytes that arrived there.
+    /// Whether the target is in device memory. Then the checksum is that of the bytes that arrived
+    /// there, otherwise that of the bytes that were read.
     sums_target: bool,
     wants_sum: bool,
     sum: u64,
 }
 
 impl LoweredCopy {
-    /// Lowers a copy. Its bytes are poison until the source is read.
+    /// Resolves a copy.
     pub fn lower(copy: &Copy<'_>, poison: u8) -> Result<LoweredCopy> {
         let (mut strips, mut bytes) = (Vec::new(), Vec::new());
         let (count, len) = (copy.tensor.strips().count(), copy.tensor.bytes() as usize);
@@ -50,14 +54,14 @@ impl LoweredCopy {
         })
     }
 
-    /// Checksum of the device's side, if requested.
+    /// Checksum of the bytes on the device's side of the bus, if requested.
     pub fn sum(&self) -> Option<u64> {
         self.wants_sum.then_some(self.sum)
     }
 
-    /// Reads the source now, over the bus if it is on the other side.
+    /// Reads the source, computes the checksum if requested, and flips a bit if configured.
     pub fn read(&mut self) {
-        self.take();
+        self.read_source();
         if self.wants_sum && !self.sums_target {
             self.sum = checksum(&self.bytes);
         }
@@ -70,10 +74,10 @@ impl LoweredCopy {
         }
     }
 
-    fn take(&mut self) {
+    fn read_source(&mut self) {
         let bytes = self.bytes.as_mut_ptr();
-        // SAFETY: the caller of `submit` guarantees valid memory until the event has ended, and it
-        // has not. `bytes` is as long as the strips.
+        // SAFETY: the caller of `submit` guarantees valid memory until the event has completed, and
+        // it has not. `bytes` is as long as the strips.
         unsafe {
             match self.direction {
                 Direction::Gather => self
@@ -87,9 +91,9 @@ impl LoweredCopy {
         }
     }
 
-    /// Writes its bytes to the target.
+    /// Writes the bytes to the target.
     pub fn write(&self) {
-        // Only read in this direction.
+        // The pointer is mutable only because `copy_strip` requires it: the buffer is only read.
         let bytes = self.bytes.as_ptr().cast_mut();
         // SAFETY: as in `read`.
         unsafe {

@@ -1,5 +1,5 @@
-//! Encodes cells on their way to disk and decodes them on their way back, in scratch memory that
-//! the disk tier lends: a batch at a time, or a single record or cell when memory is short.
+//! Encodes cells before disk writes and decodes them after disk reads, in scratch memory of the
+//! disk tier: many records or cells at once, or a single one when memory is short.
 
 use std::ops::Range;
 
@@ -10,19 +10,20 @@ use crate::format::segment::BLOCK_BYTES;
 use crate::store::state::work::{Decoding, ReadBatch, WriteBatch};
 use crate::tier::disk::{DiskTier, GetPlane, PutPlane, StagingGuard};
 
-/// Bytes encoded at once, if there is memory for it and no record or cell is longer.
-const MOST_BYTES: u64 = 12 << 20;
+/// Most bytes of scratch memory used at once, unless one record or cell needs more.
+const MAX_SCRATCH_BYTES: u64 = 12 << 20;
 
-/// Writes a batch. Cells are encoded first; records without memory for that are written as they
-/// are.
+/// Encodes the cells of a batch and writes it. A record for which there is no scratch memory is
+/// written without encoding.
 ///
 /// # Safety
 /// As [`DiskTier::append`].
 pub(super) unsafe fn write(batch: &mut WriteBatch, disk: &DiskTier) {
     let (mut next, all) = (0, batch.puts.len());
     while next < all {
-        let need = |record| batch.puts.cells_of(record).map(|cell| room_of(batch, cell)).sum();
-        let (mut records, bytes) = portion(next, all, MOST_BYTES, need);
+        let need =
+            |record| batch.puts.cells_of(record).map(|cell| scratch_bytes(batch, cell)).sum();
+        let (mut records, bytes) = portion(next, all, MAX_SCRATCH_BYTES, need);
         let scratch = match bytes {
             0 => None,
             _ => disk
@@ -39,17 +40,18 @@ pub(super) unsafe fn write(batch: &mut WriteBatch, disk: &DiskTier) {
             for record in records.clone() {
                 for cell in batch.puts.cells_of(record) {
                     // SAFETY: the caller's promise.
-                    used += unsafe { code(batch, cell, scratch, used) };
+                    used += unsafe { encode(batch, cell, scratch, used) };
                 }
             }
         }
-        // SAFETY: the caller's promise; what is coded is memory of this call's own.
+        // SAFETY: the caller's promise; encoded cells are in scratch memory that only this call
+        // uses.
         unsafe { disk.append_some(&mut batch.puts, records) };
     }
 }
 
-/// The largest run from `next` on that needs at most `most`, one element at least, and what it
-/// needs.
+/// The largest range that begins at `next` and needs at most `most` bytes, at least one element;
+/// and the bytes that it needs.
 fn portion(next: usize, all: usize, most: u64, need: impl Fn(usize) -> u64) -> (Range<usize>, u64) {
     let (mut end, mut bytes) = (next, 0u64);
     while end < all {
@@ -62,8 +64,8 @@ fn portion(next: usize, all: usize, most: u64, need: impl Fn(usize) -> u64) -> (
     (next..end, bytes)
 }
 
-/// Memory for encoding a cell, in whole blocks; 0 if it is not to be encoded.
-fn room_of(batch: &WriteBatch, cell: usize) -> u64 {
+/// Bytes of scratch memory needed to encode a cell, in whole blocks; 0 if it is not encoded.
+fn scratch_bytes(batch: &WriteBatch, cell: usize) -> u64 {
     let coding = batch.codings.get(cell).filter(|coding| coding.codec != Codec::None);
     let Some(coding) = coding else { return 0 };
     let planes = batch.puts.planes_at(cell).iter().zip(&coding.shapes);
@@ -73,12 +75,18 @@ fn room_of(batch: &WriteBatch, cell: usize) -> u64 {
     planes.map(room).sum::<u64>().next_multiple_of(BLOCK_BYTES as u64)
 }
 
-/// Encodes a cell into free scratch memory, if that makes it smaller. Returns the bytes used.
+/// Encodes a cell into scratch memory at offset `used`, unless that would not make it smaller.
+/// Returns the bytes of scratch memory that the encoded cell occupies.
 ///
 /// # Safety
 /// As [`write`].
-unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &StagingGuard<'_>, used: u64) -> u64 {
-    let room = room_of(batch, cell);
+unsafe fn encode(
+    batch: &mut WriteBatch,
+    cell: usize,
+    scratch: &StagingGuard<'_>,
+    used: u64,
+) -> u64 {
+    let room = scratch_bytes(batch, cell);
     let (Some(coding), Some(address)) = (batch.codings.get_mut(cell), scratch.range(used, room))
     else {
         return 0;
@@ -89,18 +97,18 @@ unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &StagingGuard<'_>, 
     }
     let plane = |(plane, &shape): (&PutPlane, &Shape)| Plane {
         shape,
-        // SAFETY: the caller's promise: planes are valid, and nobody writes them.
+        // SAFETY: the caller's promise: planes are valid and not written.
         bytes: unsafe { std::slice::from_raw_parts(plane.address, plane.bytes as usize) },
     };
     let raw: Vec<Plane<'_>> = planes.iter().zip(&coding.shapes).map(plane).collect();
-    // SAFETY: a part of the scratch memory that is nobody else's.
+    // SAFETY: this part of the scratch memory is not used by other cells.
     let out = unsafe { std::slice::from_raw_parts_mut(address, room as usize) };
     let mut lengths = [0; 2];
     let Some(lost) = cell::encode(coding.codec, &raw, out, &mut lengths) else { return 0 };
     coding.lost = lost;
     let stored: usize = lengths[..raw.len()].iter().sum();
     let whole = stored.next_multiple_of(BLOCK_BYTES);
-    // Clears bytes of earlier cells.
+    // Clear bytes of cells that used this memory before.
     out[stored..whole].fill(0);
     let (codec, count) = (coding.codec as u16, raw.len());
     batch.puts.code(cell, codec, address, &lengths[..count]);
@@ -112,10 +120,10 @@ unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &StagingGuard<'_>, 
 /// # Safety
 /// As [`DiskTier::read`], for the memory of the cells.
 pub(super) unsafe fn read(batch: &mut ReadBatch, disk: &DiskTier) {
-    let (mut next, mut coded, all) = (0, 0, batch.gets.len());
+    let (mut next, mut next_decoding, all) = (0, 0, batch.gets.len());
     while next < all {
-        let need = |get| bytes_of(batch, get);
-        let (mut cells, bytes) = portion(next, all, MOST_BYTES, need);
+        let need = |get| read_scratch_bytes(batch, get);
+        let (mut cells, bytes) = portion(next, all, MAX_SCRATCH_BYTES, need);
         let first = need(next);
         let scratch = if bytes > 0 { disk.scratch(first, bytes).map(Some) } else { Ok(None) };
         match &scratch {
@@ -126,22 +134,22 @@ pub(super) unsafe fn read(batch: &mut ReadBatch, disk: &DiskTier) {
             Ok(_) => {}
         }
         next = cells.end;
-        let rest = batch.decodings.get(coded..).unwrap_or(&[]);
+        let rest = batch.decodings.get(next_decoding..).unwrap_or(&[]);
         let count = rest.iter().take_while(|decoding| decoding.get < cells.end).count();
-        let these = coded..coded + count;
-        coded = these.end;
+        let decodings = next_decoding..next_decoding + count;
+        next_decoding = decodings.end;
         match scratch {
             Err(error) if first > 0 => batch.gets.fail(cells.start, error),
             // SAFETY: the caller's promise.
             scratch => unsafe {
-                read_portion(batch, disk, cells, these, scratch.ok().flatten().as_ref());
+                read_portion(batch, disk, cells, decodings, scratch.ok().flatten().as_ref());
             },
         }
     }
 }
 
-/// Bytes of the blocks of an encoded cell; 0 for others.
-fn bytes_of(batch: &ReadBatch, get: usize) -> u64 {
+/// Bytes of scratch memory needed to read an encoded cell, in whole blocks; 0 for other cells.
+fn read_scratch_bytes(batch: &ReadBatch, get: usize) -> u64 {
     batch.gets.get(get).map_or(0, |get| u64::from(get.blocks) * BLOCK_BYTES as u64)
 }
 
@@ -151,28 +159,28 @@ unsafe fn read_portion(
     batch: &mut ReadBatch,
     disk: &DiskTier,
     cells: Range<usize>,
-    coded: Range<usize>,
+    decodings: Range<usize>,
     scratch: Option<&StagingGuard<'_>>,
 ) {
-    let decodings = batch.decodings.get(coded).unwrap_or(&[]);
+    let decodings = batch.decodings.get(decodings).unwrap_or(&[]);
     if let Some(scratch) = scratch {
         let mut used = 0;
         for decoding in decodings {
-            let bytes = bytes_of(batch, decoding.get);
+            let bytes = read_scratch_bytes(batch, decoding.get);
             let Some(address) = scratch.range(used, bytes) else { continue };
             batch.gets.set_address(decoding.get, address);
             used += bytes;
         }
     }
-    // SAFETY: the caller's promise, and scratch memory of this call's own.
+    // SAFETY: the caller's promise; the scratch memory is used by this call only.
     unsafe { disk.read_some(&mut batch.gets, cells) };
     for decoding in decodings {
         let Some(get) = batch.gets.get(decoding.get) else { continue };
         if get.result.is_err() {
             continue;
         }
-        // SAFETY: the cell was read and its seal was right; its memory is the caller's
-        // promise.
+        // SAFETY: the cell was read and its seal matches; the caller guarantees the memory of the
+        // cell.
         if let Err(error) = unsafe { decode(decoding, batch.gets.planes_of(get)) } {
             batch.gets.fail(decoding.get, error);
         }

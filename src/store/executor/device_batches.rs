@@ -1,5 +1,6 @@
-//! Device copies that wait for device events. Batches are submitted behind the event on streams
-//! that nothing else uses; one thread polls all of them.
+//! Device copies that wait for an event of the engine's device (`kvt_transfer_t.after`). For each
+//! such event, a stream is leased on which batches of copies are submitted after the event. One
+//! thread submits and polls all of them.
 
 use std::collections::VecDeque;
 
@@ -10,67 +11,69 @@ use crate::store::executor::verify::{self, Held, Made, Summed};
 use crate::store::state::StoreState;
 use crate::store::state::work::CopyBatch;
 
-/// Access to the state behind its lock.
+/// Access to the state of the store under its lock.
 pub trait Desk {
-    /// Runs `act` on the state.
+    /// Runs `act` on the state, with the lock held.
     fn with(&mut self, act: &mut dyn FnMut(&mut StoreState));
 }
 
-/// A submitted batch.
-struct Begun {
+/// A batch that was taken from the state and has not completed.
+struct InFlight {
     batch: CopyBatch,
+    /// The engine's event that the copies wait for.
     after: Event,
-    /// Events of its parts that are pending, each with the number of checksums that the device
-    /// computes.
+    /// Pending events of the submissions of the batch, each with the number of checksums that the
+    /// device computes.
     parts: VecDeque<(Event, usize)>,
-    /// Planes of these checksums, in order.
+    /// Planes of these checksums, in the same order.
     summed: VecDeque<Summed>,
-    /// Results of their comparison.
+    /// Results of comparing these checksums.
     held: Vec<Held>,
     outcome: Result<()>,
-    /// It is submitted when its event has completed; the device would block this thread until then.
+    /// Not submitted yet. It is submitted once `after` has completed, because the device would
+    /// block this thread until then.
     is_parked: bool,
 }
 
-/// Copies behind device events, of one store.
+/// Executor of the copies of one store that wait for device events.
 pub struct Crew {
     tools: Tools,
-    /// Lent streams, each with the event that everything on it waits for.
+    /// Leased streams, each with the event that all copies on it wait for.
     streams: Vec<(Event, Stream)>,
-    begun: Vec<Begun>,
+    in_flight: Vec<InFlight>,
 }
 
 impl Crew {
-    /// Without batches.
+    /// An executor without batches.
     pub fn new(tools: Tools) -> Crew {
-        Crew { tools, streams: Vec::new(), begun: Vec::new() }
+        Crew { tools, streams: Vec::new(), in_flight: Vec::new() }
     }
 
     /// Whether no batch is in flight.
     pub fn is_idle(&self) -> bool {
-        self.begun.is_empty()
+        self.in_flight.is_empty()
     }
 
-    /// Reports ended batches to the state and begins new ones. Returns whether there were any.
+    /// Reports completed batches to the state and submits new ones. Returns whether there were any.
     /// Never waits.
     ///
     /// # Safety
-    /// The engine's memory is what the views of the transfers say until they have ended,
-    /// and the store's memory is valid until their end is reported here.
+    /// The views of the transfers describe valid memory of the engine until the transfers have
+    /// completed, and the store's memory is valid until their completion is reported here.
     pub unsafe fn turn(&mut self, desk: &mut dyn Desk) -> bool {
         // SAFETY: the caller's promise.
-        let mut ended = unsafe { self.ended() };
-        let mut ahead = Vec::new();
-        let mut did = !ended.is_empty();
+        let mut completed = unsafe { self.take_completed() };
+        let mut pending_events = Vec::new();
+        let mut has_worked = !completed.is_empty();
         desk.with(&mut |core| {
-            for (batch, outcome, is_spent) in ended.drain(..) {
+            for (batch, outcome, is_spent) in completed.drain(..) {
                 core.done_behind(batch, &outcome, is_spent);
             }
-            core.events_ahead(&mut ahead);
+            core.events_ahead(&mut pending_events);
         });
         let mut outcomes = Vec::new();
         let mut ready = Vec::new();
-        for &(event, has_copies) in &ahead {
+        for &(event, has_copies) in &pending_events {
             match self.tools.device.state(event) {
                 Ok(State::Done) => outcomes.push((event, Ok(()))),
                 Ok(State::Pending) if has_copies => {
@@ -89,107 +92,107 @@ impl Crew {
                 }
             }
         });
-        did |= !outcomes.is_empty() || !taken.is_empty();
+        has_worked |= !outcomes.is_empty() || !taken.is_empty();
         for (batch, event, stream) in taken {
             // SAFETY: the caller's promise.
             unsafe { self.begin(batch, event, stream) };
         }
-        self.give_streams_back(&ahead);
-        did
+        self.return_streams(&pending_events);
+        has_worked
     }
 
-    /// Waits until the first batch has ended, or for a deadline.
+    /// Waits until a batch may have completed, or for a deadline.
     pub fn rest(&self, deadline_ns: u64) {
-        let next = |one: &Begun| match one.is_parked {
-            true => Some(one.after),
-            false => one.parts.front().map(|(event, _)| *event),
+        let next = |batch: &InFlight| match batch.is_parked {
+            true => Some(batch.after),
+            false => batch.parts.front().map(|(event, _)| *event),
         };
-        if let Some(event) = self.begun.iter().find_map(next) {
-            let _ = self.tools.device.wait(event, deadline_ns); // how it ended is asked again
+        if let Some(event) = self.in_flight.iter().find_map(next) {
+            let _ = self.tools.device.wait(event, deadline_ns); // `turn` reads the outcome
         }
     }
 
-    /// Waits until no batch touches memory any more, without reporting.
+    /// Waits until no batch accesses memory any more. Reports nothing.
     pub fn finish(&mut self) {
-        for one in self.begun.drain(..) {
-            for (event, _) in one.parts {
-                let _ = self.tools.end(event, &mut []); // nobody is left to hear of it
+        for batch in self.in_flight.drain(..) {
+            for (event, _) in batch.parts {
+                let _ = self.tools.end(event, &mut []); // the outcome is not reported
             }
         }
     }
 
-    /// Ended batches with their outcome, and whether their event failed.
+    /// Removes the completed batches. Returns each with its outcome, and whether its event failed.
     ///
     /// # Safety
     /// As [`Crew::turn`].
-    unsafe fn ended(&mut self) -> Vec<(CopyBatch, Result<()>, bool)> {
-        let mut ended = Vec::new();
+    unsafe fn take_completed(&mut self) -> Vec<(CopyBatch, Result<()>, bool)> {
+        let mut completed = Vec::new();
         let mut at = 0;
-        while at < self.begun.len() {
-            if self.begun[at].is_parked {
-                let after = self.begun[at].after;
+        while at < self.in_flight.len() {
+            if self.in_flight[at].is_parked {
+                let after = self.in_flight[at].after;
                 if matches!(self.tools.device.state(after), Ok(State::Pending)) {
                     at += 1;
                     continue;
                 }
-                let Begun { batch, .. } = self.begun.remove(at);
+                let InFlight { batch, .. } = self.in_flight.remove(at);
                 let stream = self.stream_for(after).unwrap_or(Stream(0));
                 // SAFETY: the caller's promise.
                 unsafe { self.begin(batch, after, stream) };
                 continue;
             }
             // SAFETY: the caller's promise.
-            if !unsafe { self.begun[at].has_ended(&self.tools) } {
+            if !unsafe { self.in_flight[at].has_completed(&self.tools) } {
                 at += 1;
                 continue;
             }
-            let Begun { mut batch, after, mut outcome, held, .. } = self.begun.remove(at);
-            let bad = verify::note(&mut batch, &held);
-            let failure = self.failed(after);
-            if failure.is_none() && fails_together(&batch, &outcome) {
+            let InFlight { mut batch, after, mut outcome, held, .. } = self.in_flight.remove(at);
+            let damaged = verify::note(&mut batch, &held);
+            let failure = self.event_error(after);
+            if failure.is_none() && may_succeed_alone(&batch, &outcome) {
                 // SAFETY: the caller's promise.
                 unsafe { self.begin_alone(batch, after) };
                 continue;
             }
-            if failure.is_none() && outcome.is_ok() && !bad.is_empty() {
-                // Its event has completed, so a repeated copy waits for nothing.
+            if failure.is_none() && outcome.is_ok() && !damaged.is_empty() {
+                // The event has completed, so a repeated copy need not wait for it.
                 let stream = self.streams.iter().find(|(of, _)| *of == after);
                 let stream = stream.map_or(Stream(0), |(_, stream)| *stream);
                 // SAFETY: the caller's promise.
-                outcome = unsafe { verify::again(&self.tools, &mut batch, stream, bad) };
+                outcome = unsafe { verify::again(&self.tools, &mut batch, stream, damaged) };
             }
             let (outcome, is_spent) = match failure {
                 Some(error) => (Err(error), true),
                 None => (outcome, false),
             };
-            ended.push((batch, outcome, is_spent));
+            completed.push((batch, outcome, is_spent));
         }
-        ended
+        completed
     }
 
-    /// The error of an event. An event that its owner has released has completed if a copy behind
-    /// it has.
-    fn failed(&self, event: Event) -> Option<Error> {
+    /// The error of an event, if it failed. An event that the engine has released counts as
+    /// completed: a copy after it has completed.
+    fn event_error(&self, event: Event) -> Option<Error> {
         self.tools.device.state(event).err().filter(|error| error.status() != Status::Handle)
     }
 
-    /// The stream of an event, which nothing else uses.
+    /// The stream leased for the copies after an event.
     fn stream_for(&mut self, event: Event) -> Option<Stream> {
         if let Some((_, stream)) = self.streams.iter().find(|(of, _)| *of == event) {
             return Some(*stream);
         }
-        // Without a stream its copies begin when it has completed.
+        // Without a free stream, the copies are submitted once the event has completed.
         let stream = self.tools.device.lease_stream().ok()?;
         self.streams.push((event, stream));
         Some(stream)
     }
 
-    /// Returns idle streams of events that no copy will wait for any more.
-    fn give_streams_back(&mut self, ahead: &[(Event, bool)]) {
-        let (begun, device) = (&self.begun, &self.tools.device);
+    /// Returns the streams of events that no copy waits for any more.
+    fn return_streams(&mut self, pending_events: &[(Event, bool)]) {
+        let (in_flight, device) = (&self.in_flight, &self.tools.device);
         self.streams.retain(|(event, stream)| {
-            let is_used = begun.iter().any(|one| one.after == *event)
-                || ahead.iter().any(|(other, has)| other == event && *has);
+            let is_used = in_flight.iter().any(|batch| batch.after == *event)
+                || pending_events.iter().any(|(other, has)| other == event && *has);
             if !is_used {
                 device.return_stream(*stream);
             }
@@ -197,8 +200,8 @@ impl Crew {
         });
     }
 
-    /// Begins the jobs of a batch one by one, since one that is refused or fails may belong to
-    /// another caller.
+    /// Submits the jobs of a batch one by one, because the job that was rejected or failed may
+    /// belong to another caller than the others.
     ///
     /// # Safety
     /// As [`Crew::turn`].
@@ -210,34 +213,37 @@ impl Crew {
         }
     }
 
+    /// Submits a batch on the stream of its event, or parks it if that would block.
+    ///
     /// # Safety
     /// As [`Crew::turn`].
     unsafe fn begin(&mut self, mut batch: CopyBatch, after: Event, stream: Stream) {
         let (mut parts, mut summed) = (VecDeque::new(), VecDeque::new());
-        // A completed event may have been released.
+        // A completed event may have been released already.
         let state = self.tools.device.state(after);
         let is_known = !state.as_ref().is_err_and(|error| error.status() == Status::Handle);
-        let is_ahead = matches!(state, Ok(State::Pending));
+        let is_pending = matches!(state, Ok(State::Pending));
         let mut is_parked = false;
-        let behind = Some(after).filter(|_| is_known);
+        let awaited = Some(after).filter(|_| is_known);
         let outcome = Made::of(&self.tools, &batch, None).and_then(|mut made| {
-            is_parked = is_ahead && self.tools.device.may_block_submit(&made.copies);
+            is_parked = is_pending && self.tools.device.may_block_submit(&made.copies);
             if is_parked {
                 return Ok(());
             }
             summed.extend(made.summed());
-            // Into the device tier they may go at once: the engine has no part in that. What
-            // reads them there is behind them on the stream.
-            // SAFETY: the caller's promise; planes are pieces that are kept for this.
+            // Copies into the device tier need not wait for the event, because the engine does not
+            // use that memory. Copies that read their results follow on the same stream.
+            // SAFETY: the caller's promise; the core keeps the memory of planes until the end is
+            // reported.
             unsafe {
                 self.submit(stream, None, &mut made.fills, &mut parts)?;
-                self.submit(stream, behind, &mut made.copies, &mut parts)
+                self.submit(stream, awaited, &mut made.copies, &mut parts)
             }
         });
         if outcome.is_err() {
             batch.refused.extend(0..batch.jobs().count());
         }
-        self.begun.push(Begun {
+        self.in_flight.push(InFlight {
             batch,
             after,
             parts,
@@ -266,10 +272,11 @@ impl Crew {
     }
 }
 
-/// Whether jobs of a failed batch may succeed alone.
-fn fails_together(batch: &CopyBatch, outcome: &Result<()>) -> bool {
-    let is_notified = |error: &Error| error.status() != Status::Unavailable;
-    batch.jobs().nth(1).is_some() && outcome.as_ref().is_err_and(is_notified)
+/// Whether jobs of a failed batch may succeed if they are submitted one by one: not if the device
+/// is lost, and not if there is only one job.
+fn may_succeed_alone(batch: &CopyBatch, outcome: &Result<()>) -> bool {
+    let is_device_usable = |error: &Error| error.status() != Status::Unavailable;
+    batch.jobs().nth(1).is_some() && outcome.as_ref().is_err_and(is_device_usable)
 }
 
 impl Drop for Crew {
@@ -279,12 +286,12 @@ impl Drop for Crew {
     }
 }
 
-impl Begun {
-    /// Whether all parts have ended; their outcome is noted.
+impl InFlight {
+    /// Whether all parts have completed. Records their outcome.
     ///
     /// # Safety
     /// As [`Crew::turn`].
-    unsafe fn has_ended(&mut self, tools: &Tools) -> bool {
+    unsafe fn has_completed(&mut self, tools: &Tools) -> bool {
         while let Some(&(part, sums)) = self.parts.front() {
             if matches!(tools.device.state(part), Ok(State::Pending)) {
                 return false;
@@ -294,10 +301,11 @@ impl Begun {
                 Ok(_) => verify::sums_of(&*tools.device, part, sums),
                 Err(error) => Err(error),
             };
-            let ended = tools.end(part, &mut []);
+            let completed = tools.end(part, &mut []);
             let summed = self.summed.drain(..sums.min(self.summed.len()));
-            match reported.and_then(|sums| ended.map(|()| sums)) {
-                // SAFETY: the caller's promise: the batch has ended, its core has not heard.
+            match reported.and_then(|sums| completed.map(|()| sums)) {
+                // SAFETY: the caller's promise: the batch has completed, which is not reported to
+                // the core yet, so the planes are valid.
                 Ok(sums) => unsafe {
                     self.held.extend(summed.zip(sums).map(|(one, sum)| one.hold(sum)));
                 },

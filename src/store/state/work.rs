@@ -1,5 +1,5 @@
 //! Batches of jobs for the workers. A worker takes a batch with [`StoreState::take`], executes it
-//! without the lock, and hands it back with [`StoreState::done`].
+//! without the lock, and reports the outcome with [`StoreState::done`].
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
@@ -19,7 +19,7 @@ use crate::store::state::{At, StoreState};
 use crate::tier::disk::{Gets, Mark, Puts};
 use crate::tier::host::Registration;
 
-/// Kinds of workers. Each kind has threads of its own.
+/// Kinds of workers. Each kind has its own threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkerKind {
     /// Copies between the engine's tensors, host and device memory.
@@ -63,7 +63,7 @@ pub struct CopyItem {
     pub views: usize,
     /// Index of the layer in these views.
     pub layer: usize,
-    /// Copies the V plane; else the K plane.
+    /// True: the V plane. False: the K plane.
     pub is_v: bool,
     /// First token.
     pub first: u32,
@@ -77,7 +77,7 @@ pub struct CopyItem {
     pub job: usize,
     /// Direction.
     pub way: Direction,
-    /// Checksum of the plane, if the device tier has it.
+    /// Checksum of the plane, if the device tier has stored it.
     pub sum: Option<u64>,
 }
 
@@ -101,7 +101,7 @@ pub struct Fill {
 pub struct Damage {
     /// Copies that arrived with wrong bytes.
     pub seen: u64,
-    /// Jobs of the batch whose second copy was wrong, too.
+    /// Jobs of the batch whose repeated copy was damaged, too.
     pub jobs: Vec<usize>,
 }
 
@@ -109,25 +109,25 @@ pub struct Damage {
 #[derive(Default)]
 pub struct CopyBatch {
     pub(super) jobs: Vec<u32>,
-    /// They read the device tier.
+    /// Whether the copies read from the device tier.
     pub(super) uses_device: bool,
-    /// The event that they wait for will never complete.
+    /// Whether the event that the copies wait for can no longer complete.
     pub(super) is_spent: bool,
-    /// Copies into the device tier that come first: `items` may read what they wrote.
+    /// Copies into the device tier, to be executed before `items`, which may read their results.
     pub fills: Vec<Fill>,
-    /// For each job, whether it was done without the device. `None` if a lost device fails the
-    /// batch.
+    /// If the device is lost: for each job, whether the host has executed it instead. `None`: a
+    /// lost device fails the whole batch.
     pub rescued: Option<Vec<bool>>,
-    /// Outcome of each job, if they were executed one by one after the batch had failed.
+    /// Outcome of each job, if the jobs were executed one by one after the batch had failed.
     pub alone: Vec<Result<()>>,
-    /// Jobs that the device refused before it touched memory.
+    /// Jobs that the device rejected before it accessed memory.
     pub refused: Vec<usize>,
     /// Damage found on the bus.
     pub damage: Damage,
     /// Checksums of each job's planes, if the device computes them.
     pub sums: Vec<[u64; 2]>,
     pub(super) load: Load,
-    /// The engine's tensors of its transfers.
+    /// Views of the engine's tensors, one for each transfer of the batch.
     pub views: Vec<Arc<Views>>,
     /// Copies to execute.
     pub items: Vec<CopyItem>,
@@ -166,7 +166,7 @@ pub struct ReadBatch {
     pub(super) load: Load,
     /// Reads to execute, and their outcomes.
     pub gets: Gets,
-    /// How to decode coded cells, in the order of `gets`.
+    /// How to decode encoded cells, in the order of `gets`.
     pub decodings: Vec<Decoding>,
 }
 
@@ -196,8 +196,8 @@ pub struct Decoding {
     pub address: *mut u8,
 }
 
-// SAFETY: the memory is named, not owned; whoever reads the batch promises that it is
-// valid then.
+// SAFETY: the address is not dereferenced here; the caller that executes the read guarantees that
+// it is valid.
 unsafe impl Send for Decoding {}
 
 /// A batch of disk writes.
@@ -208,9 +208,9 @@ pub struct WriteBatch {
     pub puts: Puts,
     /// How to encode each cell of `puts`.
     pub codings: Vec<Coding>,
-    /// Records of namespaces that must be written first.
+    /// Records of namespaces, to be written before `puts`.
     pub(super) notes: Vec<SpaceNote>,
-    /// Why the batch was not written.
+    /// The error, if the batch was not written.
     pub(super) refused: Option<Error>,
 }
 
@@ -229,11 +229,12 @@ pub struct SyncBatch {
     pub(super) moves: Vec<u32>,
     /// Segments to sync for each transfer, with the outcome.
     pub marks: Vec<(u32, Mark, Result<()>)>,
-    /// Syncs all segments first: recovered records may never have been synced.
+    /// Outcome of a sync of all segments, if one is needed first: recovered records may never have
+    /// been synced.
     pub everything: Option<Result<()>>,
 }
 
-/// A task that keeps the disk in order.
+/// A maintenance task of the disk tier.
 pub enum Upkeep {
     /// Removes empty segments.
     Sweep,
@@ -249,7 +250,7 @@ pub enum Work {
     Copies(CopyBatch),
     /// Allocation or release of device memory.
     Slabs(SlabWork),
-    /// Host memory to be unregistered from the device.
+    /// Host memory that is not registered with the device yet: the worker registers it.
     Unregistered(Vec<Arc<Registration>>),
     /// Disk reads.
     Reads(ReadBatch),
@@ -271,7 +272,7 @@ pub enum Work {
 pub type Outcome = Result<()>;
 
 impl Work {
-    /// Kind of worker that executes it.
+    /// Kind of worker that executes this work.
     pub fn workers(&self) -> WorkerKind {
         match self {
             Work::Copies(_) | Work::Slabs(_) | Work::Unregistered(_) => WorkerKind::Copy,
@@ -285,7 +286,7 @@ impl Work {
         }
     }
 
-    /// Whether it writes a checkpoint.
+    /// Whether this work writes a checkpoint.
     pub(super) fn is_checkpoint(&self) -> bool {
         matches!(self, Work::Upkeep(Upkeep::Checkpoint(_)))
     }
@@ -295,11 +296,11 @@ impl StoreState {
     /// Takes work for a kind of worker, if there is any.
     pub fn take(&mut self, workers: WorkerKind) -> Option<Work> {
         let mut work = self.take_once(workers);
-        // Copies that a lost device was to make have turned into other jobs, and so may reads of
-        // cells that were evicted meanwhile. No other thread would wake this worker.
-        let comes_again =
-            !matches!(workers, WorkerKind::Write | WorkerKind::Sync | WorkerKind::Upkeep);
-        while work.is_none() && comes_again && self.has_work(workers) {
+        // The first attempt may have taken only jobs that no longer need this kind of worker:
+        // copies of a lost device, or reads of cells that were evicted meanwhile. Further jobs may
+        // be queued, and no other thread would wake this worker for them.
+        let retries = !matches!(workers, WorkerKind::Write | WorkerKind::Sync | WorkerKind::Upkeep);
+        while work.is_none() && retries && self.has_work(workers) {
             work = self.take_once(workers);
         }
         work
@@ -327,7 +328,7 @@ impl StoreState {
             self.batch_begins(work);
             self.disk_gc.checkpoint_begins(work);
         }
-        // Taking work may have ended jobs that need no worker, which lets others go on.
+        // Taking work may have ended jobs that need no worker, which unblocks other jobs.
         self.settle();
         work
     }
@@ -365,7 +366,7 @@ impl StoreState {
         }
     }
 
-    /// Hands a batch back with its outcome. `elapsed_ns` = 0: unknown.
+    /// Reports the outcome of a batch. `elapsed_ns` = 0: unknown.
     pub fn done(&mut self, work: Work, outcome: Outcome, elapsed_ns: u64) {
         self.batch_ends(&work, &outcome, elapsed_ns);
         self.disk_gc.checkpoint_ends(&work, &outcome);
@@ -385,7 +386,7 @@ impl StoreState {
         self.settle();
     }
 
-    /// The stage that work passes through, if it has one.
+    /// The bandwidth measurement that this work belongs to, if there is one.
     fn stage(&mut self, work: &Work) -> Option<&mut Stage> {
         match work {
             Work::Copies(batch) => match &mut self.replicas {
@@ -398,9 +399,10 @@ impl StoreState {
         }
     }
 
-    /// Notes what a batch carries. It counts as in flight already.
+    /// Records the load of a batch: its bytes, and the number of batches in flight, this one
+    /// included.
     fn batch_begins(&mut self, work: &mut Work) {
-        let beside = self.stages.in_flight(work.workers());
+        let in_flight = self.stages.in_flight(work.workers());
         let cell_bytes = |id: &u32| {
             let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[*id]);
             self.tables[table as usize].planes(cell).bytes()
@@ -414,35 +416,38 @@ impl StoreState {
             Work::Fetches(batch) => (batch.bytes(), &mut batch.load),
             _ => return,
         };
-        let noted = Load { bytes, beside };
-        *load = noted;
+        let new_load = Load { bytes, beside: in_flight };
+        *load = new_load;
         if let Some(stage) = self.stage(work) {
-            stage.begins(noted);
+            stage.begins(new_load);
         }
     }
 
-    /// Takes over how long a batch took. It still counts as in flight.
+    /// Records the duration of a batch, which still counts as in flight.
     fn batch_ends(&mut self, work: &Work, outcome: &Outcome, elapsed_ns: u64) {
         if matches!(work, Work::Slabs(_) | Work::Unregistered(_)) {
             return;
         }
         let workers = work.workers();
         self.stats.latencies.batch(workers as usize, elapsed_ns);
-        let (load, is_sound) = match work {
+        let (load, is_measured) = match work {
             Work::Copies(batch) => (batch.load, outcome.is_ok()),
-            // A failed read says nothing about the bandwidth; a read of wrong bytes does.
-            Work::Reads(batch) => (batch.load, batch.gets.iter().all(|get| was_read(&get.result))),
+            // The duration of a failed read is no measurement of the bandwidth; that of a read of
+            // damaged bytes is one.
+            Work::Reads(batch) => {
+                (batch.load, batch.gets.iter().all(|get| has_read_bytes(&get.result)))
+            }
             Work::Fetches(batch) => (batch.load, batch.all_came()),
             _ => return,
         };
         let in_flight = self.stages.in_flight(workers);
         if let Some(stage) = self.stage(work) {
-            stage.ends(load, in_flight, is_sound, elapsed_ns);
+            stage.ends(load, in_flight, is_measured, elapsed_ns);
         }
     }
 }
 
-fn was_read(result: &Result<()>) -> bool {
+fn has_read_bytes(result: &Result<()>) -> bool {
     let status = result.as_ref().map_or_else(|error| error.status(), |()| Status::Ok);
     matches!(status, Status::Ok | Status::Corrupt | Status::NotFound)
 }

@@ -1,4 +1,8 @@
 //! Memory of a streamer: slots, staging and resident units, and the address of each unit.
+//!
+//! Units are *in place* if each unit has a fixed address in one reserved address range, the window.
+//! Memory is then mapped at the unit's address while the unit is resident or in a slot. Otherwise
+//! slots and resident units have memory blocks of their own.
 
 pub mod device_window;
 
@@ -67,17 +71,18 @@ impl Drop for HostBlock {
 enum Block {
     Host(HostBlock),
     Device(DeviceBlock),
-    /// The unit's own part of the window, charged to the account while the unit is resident.
-    Own,
+    /// Units in place: the unit's part of the window, charged to the account while the unit is
+    /// resident.
+    InWindow,
 }
 
-/// Fixed addresses of units in host memory, and memory behind some of them.
+/// Units in place in host memory: a reserved address range, with memory behind parts of it.
 struct HostWindow {
     window: Window,
     /// Offset of each unit; one more at the end.
     offsets: Vec<u64>,
     account: Option<Arc<Account>>,
-    /// Bytes that are charged for slots, whichever units they hold.
+    /// Bytes charged for slots, independent of the units in them.
     slots_bytes: u64,
 }
 
@@ -100,26 +105,26 @@ pub struct Location {
 pub struct MemorySource<'a> {
     /// The device, if the engine computes on one.
     pub device: Option<&'a Arc<dyn Device>>,
-    /// The account to charge; none = no account.
+    /// The account to charge, if there is one.
     pub account: Option<&'a Arc<Account>>,
     /// Planted faults.
     pub faults: Option<&'a Faults>,
 }
 
-/// Device memory to free. Drivers are slow, so it is freed without a lock.
+/// Device memory that is queued to be freed. Drivers are slow, so it is freed without a lock.
 pub struct FreedBlock {
     unit: u32,
-    on: DeviceBlock,
+    block: DeviceBlock,
 }
 
 impl FreedBlock {
-    /// Frees the memory, unless the device reports that it uses the memory.
+    /// Frees the memory, unless the device reports that it is still in use.
     ///
     /// # Safety
     /// Nothing uses the memory, and no work in flight does.
     pub unsafe fn free(self) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.on.free() }
+        unsafe { self.block.free() }
     }
 }
 
@@ -135,8 +140,9 @@ pub struct WeightMemory {
     images: Vec<u64>,
     host_window: Option<HostWindow>,
     device_window: Option<DeviceWindow>,
-    /// Blocks to free; and the number of blocks that are being freed or allocated.
+    /// Blocks queued to be freed.
     freed_blocks: Vec<FreedBlock>,
+    /// Number of blocks that are being freed or allocated without a lock.
     in_flight: usize,
     /// The unit for which device memory must be allocated without a lock; [`NONE`] = the memory of
     /// expert slots.
@@ -146,11 +152,12 @@ pub struct WeightMemory {
 }
 
 impl WeightMemory {
-    /// Allocates the memory of a plan.
+    /// Allocates the memory of a plan. `in_place`: units are in place, in a window of the memory
+    /// that the engine computes in.
     pub fn new(
         units: &Units,
         plan: &Plan,
-        host_window: bool,
+        in_place: bool,
         source: &MemorySource,
     ) -> Result<WeightMemory> {
         let compute = plan.compute;
@@ -176,9 +183,9 @@ impl WeightMemory {
             requested: None,
             allocated: None,
         };
-        if host_window && compute == ComputeLocation::Device {
+        if in_place && compute == ComputeLocation::Device {
             memory.device_window = Some(memory.new_device_window(units, plan, source)?);
-        } else if host_window {
+        } else if in_place {
             memory.host_window = Some(memory.new_host_window(slots_bytes, source)?);
         } else if slots_bytes > 0 {
             memory.slots = Some(allocate_slots(compute, slots_bytes, source)?);
@@ -222,7 +229,7 @@ impl WeightMemory {
         DeviceWindow::new(&self.images, &is_expert, plan, reserve, source.account)
     }
 
-    /// Allocates memory where a unit stays.
+    /// Allocates memory for a resident unit, according to its residency.
     pub fn allocate_resident(
         &mut self,
         unit: u32,
@@ -235,7 +242,7 @@ impl WeightMemory {
             (Residency::File, _) => None,
             (Residency::Host, Some(host_window)) => {
                 charge(host_window.account.as_ref(), Tier::Host, bytes)?;
-                Some(Block::Own)
+                Some(Block::InWindow)
             }
             (Residency::Host, None) => Some(Block::Host(allocate_on_host(
                 bytes,
@@ -244,17 +251,14 @@ impl WeightMemory {
             )?)),
             (Residency::Device, _) => match &mut self.device_window {
                 Some(device_window) => {
-                    device_window.allocate_resident(unit).map(|()| Some(Block::Own))?
+                    device_window.allocate_resident(unit).map(|()| Some(Block::InWindow))?
                 }
                 None => Some(Block::Device(
                     match self.allocated.take_if(|allocated| allocated.0 == unit) {
                         Some((_, allocated)) => allocated?,
-                        None => match self
-                            .freed_blocks
-                            .iter()
-                            .position(|freed_blocks| freed_blocks.unit == unit)
+                        None => match self.freed_blocks.iter().position(|freed| freed.unit == unit)
                         {
-                            Some(at) => self.freed_blocks.swap_remove(at).on,
+                            Some(at) => self.freed_blocks.swap_remove(at).block,
                             None => allocate_on_device(bytes, source)?,
                         },
                     },
@@ -273,20 +277,20 @@ impl WeightMemory {
     /// slot either.
     pub unsafe fn free_resident(&mut self, unit: u32) -> Result<()> {
         let block = match self.residents[unit as usize].take() {
-            Some(Block::Device(on)) => {
-                self.freed_blocks.push(FreedBlock { unit, on });
+            Some(Block::Device(block)) => {
+                self.freed_blocks.push(FreedBlock { unit, block });
                 return Ok(());
             }
             block => block,
         };
         let outcome = match (&block, &self.host_window) {
-            (Some(Block::Own), None) => {
+            (Some(Block::InWindow), None) => {
                 self.device_window
                     .iter_mut()
                     .for_each(|device_window| device_window.free_resident(unit));
                 Ok(())
             }
-            (Some(Block::Own), Some(host_window)) => {
+            (Some(Block::InWindow), Some(host_window)) => {
                 // SAFETY: the caller's promise.
                 let cleared = unsafe { self.clear(unit) };
                 credit(host_window.account.as_ref(), Tier::Host, self.images[unit as usize]);
@@ -322,26 +326,28 @@ impl WeightMemory {
         self.allocated = Some((unit, allocated));
     }
 
-    /// Cancels requests, and frees requested memory, for units that do not need it any more.
-    pub fn cancel_requests(&mut self, is_due: impl Fn(u32) -> bool) {
-        self.requested.take_if(|unit| !is_due(*unit));
-        if let Some((unit, Ok(on))) = self.allocated.take_if(|(unit, _)| !is_due(*unit)) {
-            self.freed_blocks.push(FreedBlock { unit, on });
+    /// Cancels the request, and queues the allocated memory to be freed, if `is_needed` is false
+    /// for their unit.
+    pub fn cancel_requests(&mut self, is_needed: impl Fn(u32) -> bool) {
+        self.requested.take_if(|unit| !is_needed(*unit));
+        if let Some((unit, Ok(block))) = self.allocated.take_if(|(unit, _)| !is_needed(*unit)) {
+            self.freed_blocks.push(FreedBlock { unit, block });
         }
     }
 
-    /// Takes the blocks to free without a lock; to be followed by [`WeightMemory::note_freed`].
+    /// Takes the blocks that the caller frees without a lock and then reports with
+    /// [`WeightMemory::note_freed`].
     pub fn take_freed_blocks(&mut self) -> Vec<FreedBlock> {
         self.in_flight += self.freed_blocks.len();
         std::mem::take(&mut self.freed_blocks)
     }
 
-    /// So many of the blocks were freed.
+    /// Records that `count` of these blocks were freed.
     pub fn note_freed(&mut self, count: usize) {
         self.in_flight = self.in_flight.saturating_sub(count);
     }
 
-    /// Whether device memory is being freed or allocated. Then no other memory is requested.
+    /// Whether device memory is being freed or allocated. Meanwhile no other memory is requested.
     pub fn is_freeing(&self) -> bool {
         let is_freeing = self.device_window.as_ref().is_some_and(DeviceWindow::is_freeing);
         is_freeing || !self.freed_blocks.is_empty() || self.in_flight > 0
@@ -358,15 +364,15 @@ impl WeightMemory {
             outcome = outcome.and(unsafe { self.free_resident(unit as u32) });
         }
         self.cancel_requests(|_| false);
-        for freed_blocks in self.take_freed_blocks() {
+        for freed in self.take_freed_blocks() {
             // SAFETY: the caller's promise.
-            outcome = outcome.and(unsafe { freed_blocks.free() });
+            outcome = outcome.and(unsafe { freed.free() });
         }
         let experts = std::mem::take(&mut self.experts).blocks;
         for block in self.slots.take().into_iter().chain(experts) {
-            if let Block::Device(on) = &block {
+            if let Block::Device(block) = &block {
                 // SAFETY: the caller's promise.
-                outcome = outcome.and(unsafe { on.free() });
+                outcome = outcome.and(unsafe { block.free() });
             }
         }
         if let Some(mut device_window) = self.device_window.take() {
@@ -386,13 +392,13 @@ impl WeightMemory {
         let (from, to) =
             (host_window.offsets[unit as usize], host_window.offsets[unit as usize + 1]);
         // SAFETY: the caller's promise.
-        let given = unsafe { host_window.window.give_back(from, to - from) };
-        given.map(|_| ()).map_err(|error| {
+        let freed = unsafe { host_window.window.give_back(from, to - from) };
+        freed.map(|_| ()).map_err(|error| {
             error.within(&format!("{} bytes of an evicted unit could not be freed", to - from))
         })
     }
 
-    /// The location of a unit in its slot or where it is resident.
+    /// The location of a unit, in a slot or in its resident memory.
     pub fn at(&self, unit: u32, target: Target) -> Result<Location> {
         if let Some(host_window) = &self.host_window {
             let address = host_window.window.address() as u64 + host_window.offsets[unit as usize];
@@ -415,8 +421,8 @@ impl WeightMemory {
             Target::ExpertSlot(slot) => self.experts.at(slot),
         };
         let (address, memory) = match block {
-            Some(Block::Host(on)) => (on.buffer.address() as u64, Memory::Host),
-            Some(Block::Device(on)) => (on.memory.address, on.memory.memory),
+            Some(Block::Host(block)) => (block.buffer.address() as u64, Memory::Host),
+            Some(Block::Device(block)) => (block.memory.address, block.memory.memory),
             _ => return Err(Status::State.into()),
         };
         Ok(Location { address: address + offset, memory })
@@ -428,7 +434,8 @@ impl WeightMemory {
         Ok(staging.buffer.address() as u64 + u64::from(slot) * self.chunk_bytes)
     }
 
-    /// The fixed address of a unit in place; in host memory if the processor uses the unit.
+    /// The fixed address of a unit in place. `on_processor`: the CPU uses the unit, so the address
+    /// is in host memory.
     pub fn fixed_address(&self, unit: u32, on_processor: bool) -> Result<u64> {
         match &self.device_window {
             Some(device_window) if !on_processor => Ok(device_window.address(unit)),
@@ -444,8 +451,8 @@ impl WeightMemory {
     /// The slots in device memory: address and length.
     pub fn device_slots(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.slots.iter().chain(&self.experts.blocks).filter_map(|block| match block {
-            Block::Device(on) if on.memory.memory == Memory::Device => {
-                Some((on.memory.address, on.memory.bytes))
+            Block::Device(block) if block.memory.memory == Memory::Device => {
+                Some((block.memory.address, block.memory.bytes))
             }
             _ => None,
         })
@@ -456,14 +463,14 @@ impl WeightMemory {
         if let Some(device_window) = &self.device_window {
             return Some(device_window.range());
         }
-        self.host_window.as_ref().map(|p| (p.window.address() as u64, p.window.bytes()))
+        self.host_window.as_ref().map(|host| (host.window.address() as u64, host.window.bytes()))
     }
 }
 
 impl Drop for WeightMemory {
     fn drop(&mut self) {
-        // SAFETY: the owner is dropped: the threads have ended, and the engine promised not to use
-        // leased units any more.
+        // SAFETY: the streamer is being dropped: its threads have ended, and the engine guarantees
+        // that it no longer uses leased units.
         if let Err(error) = unsafe { self.free_all() } {
             log::warn!("{error}");
         }
@@ -471,28 +478,29 @@ impl Drop for WeightMemory {
 }
 
 fn allocate_on_host(bytes: u64, pinned: bool, source: &MemorySource) -> Result<HostBlock> {
-    let wish = AllocationRequest {
+    let request = AllocationRequest {
         bytes,
         pin: if pinned { Requirement::Try } else { Requirement::No },
-        // Direct reads touch each page for the first time: huge pages make that faster. An
-        // allocation in whole huge pages would take more than the plan says.
+        // Direct reads touch each page for the first time, which is faster with huge pages. They
+        // are only preferred: rounding the length up to huge pages would exceed the plan.
         prefer_huge: true,
         account: source.account.cloned(),
         ..AllocationRequest::default()
     };
-    let mut on = HostBlock { buffer: Buffer::map(&wish, source.faults)?, registered_with: None };
+    let mut block =
+        HostBlock { buffer: Buffer::map(&request, source.faults)?, registered_with: None };
     let device = source.device.filter(|device| pinned && device.facts().wants_pinned);
-    let Some(device) = device else { return Ok(on) };
+    let Some(device) = device else { return Ok(block) };
     // SAFETY: the memory stays until it is unregistered.
-    match unsafe { device.register_host(on.buffer.address(), on.buffer.bytes()) } {
-        Ok(()) => on.registered_with = Some(device.clone()),
+    match unsafe { device.register_host(block.buffer.address(), block.buffer.bytes()) } {
+        Ok(()) => block.registered_with = Some(device.clone()),
         Err(error) if error.status() == Status::Unavailable => return Err(error),
         Err(error) => log::warn!(
             "copies from host memory of weights are slow, because the device could not register \
              it: {error}"
         ),
     }
-    Ok(on)
+    Ok(block)
 }
 
 /// Allocates device memory. Drivers are slow: call this without a lock where possible.
@@ -516,15 +524,16 @@ fn allocate_slots(compute: ComputeLocation, bytes: u64, source: &MemorySource) -
 
 // Memory of the expert slots. Slots are added and freed at the end.
 
-/// Slots of one size, in blocks of `step` slots that are freed as a whole. When units are in
+/// Slots of one size. Memory is allocated and freed in blocks of `step` slots. If units are in
 /// place, slots have no addresses of their own, and there are no blocks.
 #[derive(Default)]
 struct ExpertSlots {
     pub blocks: Vec<Block>,
     slot_bytes: u64,
     count: u32,
-    /// Most slots, and slots of a block.
-    most: u32,
+    /// Most slots.
+    max_count: u32,
+    /// Slots of a block.
     step: u32,
 }
 
@@ -534,19 +543,19 @@ impl ExpertSlots {
             blocks: Vec::new(),
             slot_bytes: plan.expert_slot_bytes,
             count: 0,
-            most: plan.expert_slots,
+            max_count: plan.expert_slots,
             step: plan.expert_slots_step.max(1),
         }
     }
 
     /// Slots of the next block; the last block may be smaller.
-    fn next(&self) -> u32 {
-        (self.most - self.count).min(self.step)
+    fn next_slots(&self) -> u32 {
+        (self.max_count - self.count).min(self.step)
     }
 
     /// Bytes of the next block.
     pub fn next_bytes(&self) -> u64 {
-        u64::from(self.next()) * self.slot_bytes
+        u64::from(self.next_slots()) * self.slot_bytes
     }
 
     /// The block of a slot, and the offset of the slot in it.
@@ -557,18 +566,18 @@ impl ExpertSlots {
 }
 
 impl WeightMemory {
-    /// Expert slots with memory.
+    /// Number of expert slots with memory.
     pub fn expert_slots(&self) -> u32 {
         self.experts.count
     }
 
-    /// Allocates one more block.
+    /// Allocates one more block of expert slots.
     pub fn add_expert_slots(
         &mut self,
         compute: ComputeLocation,
         source: &MemorySource,
     ) -> Result<bool> {
-        let (more, bytes) = (self.experts.next(), self.experts.next_bytes());
+        let (more, bytes) = (self.experts.next_slots(), self.experts.next_bytes());
         if let Some(host_window) = &mut self.host_window {
             charge(host_window.account.as_ref(), Tier::Host, bytes)?;
             host_window.slots_bytes += bytes;
@@ -586,8 +595,8 @@ impl WeightMemory {
         Ok(true)
     }
 
-    /// Allocates one more block of an open streamer. Returns false while the copier thread, which
-    /// holds no lock, still asks the device for the memory.
+    /// Allocates one more block of expert slots of an open streamer. Returns false while the copier
+    /// thread is still allocating the device memory, without a lock.
     pub fn add_expert_slots_later(
         &mut self,
         compute: ComputeLocation,
@@ -597,8 +606,8 @@ impl WeightMemory {
         if is_ready { self.add_expert_slots(compute, source) } else { Ok(false) }
     }
 
-    /// Frees slots from the end, except the first `count` and slots that share a block with one of
-    /// these. `dirty` names the unit whose memory a slot last filled, when units are in place.
+    /// Frees expert slots from the end, in whole blocks, so that at least the first `count` remain.
+    /// If units are in place, `dirty` returns the unit whose memory a slot last filled.
     ///
     /// # Safety
     /// The freed slots are unused, and no read or copy to or from them is in flight.
@@ -627,8 +636,8 @@ impl WeightMemory {
                 }
             } else if let Some(device_window) = &mut self.device_window {
                 (0..last).for_each(|_| device_window.drop_expert_slot());
-            } else if let Some(Block::Device(on)) = self.experts.blocks.pop() {
-                self.freed_blocks.push(FreedBlock { unit: NONE, on });
+            } else if let Some(Block::Device(block)) = self.experts.blocks.pop() {
+                self.freed_blocks.push(FreedBlock { unit: NONE, block });
             }
         }
         cleared

@@ -780,7 +780,7 @@ impl Planner<'_> {
             size(granularity)
         );
         (granularity > 0).then_some(Figure {
-            name: "device grains",
+            name: "device granules",
             bytes,
             takes: false,
             total: false,

@@ -1,4 +1,7 @@
-//! The streamer: a scheduler, memory, and threads that read and copy.
+//! The streamer: a scheduler, memory for units, and threads that read files and copy to the device.
+//!
+//! Each unit has a gate, an atomic word with flags and the number of its users. With an open gate,
+//! a resident unit is acquired without the lock of the state.
 
 mod acquire;
 mod direct_reads;
@@ -33,11 +36,12 @@ use crate::stream::streamer::acquire::PendingEvent;
 use crate::stream::streamer::direct_reads::DirectReader;
 use crate::stream::units::Units;
 
-/// Gate flag: the unit is resident where it is used.
+/// Gate flag: the resident copy of the unit may be used.
 const OPEN: u32 = 1 << 31;
-/// Gate flag: the unit's residency is to change when its last user has released it.
+/// Gate flag: the residency of the unit changes once its last user has released it.
 const MOVING: u32 = 1 << 30;
-/// Flag in a stored address: it is a device address. Addresses are multiples of more than this.
+/// Lowest bit of a stored address: set for device addresses. Addresses are even, so the bit is
+/// free.
 const ON_DEVICE: u64 = 1;
 /// Mask of the number of users in a gate.
 const USERS: u32 = MOVING - 1;
@@ -48,7 +52,7 @@ pub struct Streamer {
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// State that calls and threads share.
+/// State shared by calls and threads.
 pub(super) struct Shared {
     pub runtime: Arc<Runtime>,
     pub model: Model,
@@ -64,17 +68,19 @@ pub(super) struct Shared {
     /// Declared before the state: slots are unregistered before they are freed.
     pub direct_reader: Option<DirectReader>,
     pub state: Mutex<State>,
-    /// Wake readers, the copier, and threads that wait for units.
+    /// Wakes readers.
     pub reads: Condvar,
+    /// Wakes the copier.
     pub copies: Condvar,
+    /// Wakes threads that wait for units, slots or the end of threads.
     pub arrived: Condvar,
     /// For each unit: whether its resident copy may be used, and its number of users.
     pub gates: Vec<AtomicU32>,
     /// Addresses of resident copies; the lowest bit marks a device address.
     pub resident_addresses: Vec<AtomicU64>,
-    /// Acquires that took the path without a lock.
+    /// Number of acquires without a lock.
     pub fast_acquires: AtomicU64,
-    /// Marks are recorded, so no acquire takes the path without a lock.
+    /// Whether marks are recorded. Then every acquire takes the lock.
     pub has_marks: bool,
 }
 
@@ -83,24 +89,29 @@ pub(super) struct State {
     pub scheduler: Scheduler,
     pub weight_memory: WeightMemory,
     pub plan: Plan,
-    /// The options that the plan was made for.
+    /// The options of the plan.
     pub plan_options: PlanOptions,
-    /// Units whose residency changes as soon as they are unused.
+    /// Units whose residency changes once they are unused.
     pub moves: Vec<(u32, Residency)>,
-    /// A message to log without the lock; a reader does that.
+    /// A message that a reader logs after it has released the lock.
     pub note: Option<String>,
-    /// Units whose checksums were compared.
+    /// For each unit, whether its checksums were compared.
     pub verified: Vec<bool>,
+    /// The status of further calls, once the streamer is closed or has failed.
     pub stop: Option<Status>,
+    /// Whether a thread has panicked.
     pub broken: bool,
+    /// Number of leases of units in slots.
     pub leased: u64,
+    /// Number of running threads.
     pub threads: u32,
-    /// Time that calls waited for reads, copies and slots; and the number of waits.
+    /// Nanoseconds that calls waited for reads, copies and slots.
     pub waits: [u64; 3],
+    /// Number of these waits.
     pub wait_count: u64,
-    /// Events that were passed on release, the oldest first.
+    /// Device events that engines passed when they released units, the oldest first.
     pub pending_events: VecDeque<PendingEvent>,
-    /// For each unit: the number of those events from uses of the resident copy.
+    /// For each unit: the number of these events that belong to its resident copy.
     pub resident_uses: Vec<u32>,
 }
 
@@ -113,7 +124,7 @@ impl State {
         }
     }
 
-    /// Whether residency or slots differ from the plan.
+    /// Whether residency or slots still differ from the plan.
     fn is_moving(&self) -> bool {
         !self.moves.is_empty() || self.slots_change()
     }
@@ -124,7 +135,8 @@ impl Shared {
         self.runtime.clock().now_ns()
     }
 
-    /// Waits for news until a deadline; 0 = no deadline. False: the deadline has passed.
+    /// Waits until the state may have changed, or for a deadline; 0 = no deadline. False: the
+    /// deadline has passed.
     pub fn wait(&self, state: &mut Guard<'_, State>, deadline_ns: u64) -> bool {
         let now_ns = self.now_ns();
         match deadline_ns {
@@ -145,25 +157,25 @@ impl Shared {
         }
     }
 
-    /// To be called after each change of the scheduler: opens gates of units that became resident,
-    /// moves unused units, and wakes waiting threads.
+    /// Must be called after each change of the scheduler: opens the gates of units that became
+    /// resident, moves unused units, and wakes waiting threads.
     pub fn settle(&self, state: &mut State) {
         self.settle_chunk(state, true);
     }
 
-    /// The same after a read or a copy: threads that wait for a whole unit are woken only if
-    /// `news`.
-    pub fn settle_chunk(&self, state: &mut State, news: bool) {
-        let going = state.check().is_ok();
+    /// As [`Shared::settle`], after the read or copy of a chunk. Threads that wait for units are
+    /// woken only if `wakes_waiters`, or if residency changes.
+    pub fn settle_chunk(&self, state: &mut State, wakes_waiters: bool) {
+        let is_running = state.check().is_ok();
         let opened = state.scheduler.take_new_residents();
-        let news = news || !opened.is_empty() || state.is_moving();
-        if going {
+        let wakes_waiters = wakes_waiters || !opened.is_empty() || state.is_moving();
+        if is_running {
             opened.into_iter().for_each(|unit| self.open_gate(unit));
         }
         self.move_units(state);
         self.reads.notify_one(); // the woken thread wakes the next one
         self.copies.notify_one();
-        if news {
+        if wakes_waiters {
             self.arrived.notify_all();
         }
     }
@@ -177,7 +189,7 @@ impl Shared {
         }
     }
 
-    /// Closes all gates: further calls take the lock, and get the error there.
+    /// Closes all gates: further acquires take the lock and return the error of [`State::stop`].
     fn shut_gates(&self) {
         for gate in &self.gates {
             gate.fetch_and(!OPEN, Ordering::AcqRel);
@@ -193,6 +205,7 @@ impl Shared {
         }
     }
 
+    /// Fails all further and waiting calls with `status`, and ends the threads.
     fn end(&self, status: Status) {
         let mut state = self.state.lock();
         state.stop.get_or_insert(status);
@@ -208,21 +221,21 @@ impl Owner for Shared {
     fn abandoned(&self, _: &Op) {}
 
     fn shut(&self, _: Status) {
-        self.end(Status::Closed); // for later calls; this owner has no ops in flight
+        self.end(Status::Closed); // the streamer has no ops to complete
     }
 
     fn serve(&self) {}
 }
 
 impl Streamer {
-    /// Refuses new calls, ends waits, and waits for reads and copies in flight until a deadline (0
-    /// = no deadline). [`Status::Busy`] while units are leased.
+    /// Fails new and waiting calls, and waits for reads and copies in flight until a deadline (0 =
+    /// no deadline). [`Status::Busy`] while units are leased.
     pub fn close(&self, deadline_ns: u64) -> Result<()> {
         let shared = &self.shared;
         let mut state = shared.state.lock();
         let is_open = |gate: &AtomicU32| gate.load(Ordering::Acquire) & OPEN != 0;
         let open: Vec<bool> = shared.gates.iter().map(is_open).collect();
-        // Gates are closed before users are counted: none may come after the count.
+        // Close the gates before counting users, so that no user is added after the count.
         shared.shut_gates();
         let used = shared.used_residents();
         if state.leased > 0 || used > 0 {
@@ -249,7 +262,8 @@ impl Streamer {
         if let Some(direct_reader) = &shared.direct_reader {
             direct_reader.close();
         }
-        // Drivers are slow: other threads may inspect the streamer meanwhile.
+        // Drivers are slow, so free the memory without the lock: other threads may inspect the
+        // streamer.
         let mut weight_memory = std::mem::take(&mut shared.state.lock().weight_memory);
         // SAFETY: no unit is leased, none can be leased any more, and the threads have ended.
         let freed = unsafe { weight_memory.free_all() };
@@ -263,7 +277,7 @@ impl Streamer {
 
 impl Drop for Streamer {
     fn drop(&mut self) {
-        // An engine that drops a streamer has promised to use no leased unit: the threads end.
+        // The engine guarantees that it uses no leased unit any more.
         self.shared.end(Status::Closed);
         let threads = std::mem::take(&mut *self.threads.lock());
         threads.into_iter().for_each(|thread| drop(thread.join()));

@@ -1,4 +1,4 @@
-//! Names of files, and open segments.
+//! Names of the disk tier's files, and the table of open segment files.
 
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
@@ -7,10 +7,10 @@ use crate::tier::disk::DiskTier;
 use crate::tier::disk::batch::Mark;
 use crate::tier::disk::state::Segment;
 
-/// The file that names the store.
+/// The file that identifies the store.
 pub(super) const STORE: &str = "store.kvt";
 
-/// Kinds of files.
+/// Kind of a file, by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Name {
     Segment(u64),
@@ -57,7 +57,7 @@ impl DiskTier {
     }
 }
 
-/// A segment's file; it stays open until this is dropped.
+/// An open segment file. It stays open until this guard is dropped.
 pub(super) struct Pinned<'a> {
     tier: &'a DiskTier,
     pub segment: u64,
@@ -75,14 +75,14 @@ impl Drop for Pinned<'_> {
 }
 
 impl DiskTier {
-    /// Opens a segment's file if necessary, and keeps it open.
+    /// Opens a segment's file if it is not open, and keeps it open until the guard is dropped.
     pub(super) fn pin(&self, number: u64) -> Result<Pinned<'_>> {
         let blocks = {
             let mut state = self.state.lock();
             state.uses += 1;
             let uses = state.uses;
-            let there = state.segments.get_mut(&number).filter(|segment| !segment.leaving);
-            let Some(segment) = there else {
+            let existing = state.segments.get_mut(&number).filter(|segment| !segment.leaving);
+            let Some(segment) = existing else {
                 fail!(NotFound, "there is no segment {number}");
             };
             segment.users += 1;
@@ -92,7 +92,7 @@ impl DiskTier {
             }
             segment.blocks
         };
-        // The segment counts as used, so that it stays while the lock is released.
+        // The user count keeps the segment from removal while the lock is released.
         let opened = self.files.open(&self::segment(number));
         let mut state = self.state.lock();
         let Some(segment) = state.segments.get_mut(&number) else {
@@ -120,7 +120,7 @@ impl DiskTier {
     }
 
     /// Closes the least recently used files when too many are open. A file with unsynced writes
-    /// stays open: the system reports their failure only to a process that has the file open.
+    /// stays open: the system reports a failed write only to a process that has the file open.
     fn close_surplus(&self) {
         let mut state = self.state.lock();
         while state.open.len() > self.options.max_open {
@@ -135,8 +135,8 @@ impl DiskTier {
         }
     }
 
-    /// The same for a thread that opened one more and may wait: it syncs files with unsynced
-    /// writes.
+    /// Closes files as [`Self::close_surplus`] does; if that is not enough, syncs files with
+    /// unsynced writes and closes them. Blocks, so only threads that may wait call it.
     pub(super) fn sync_surplus(&self) {
         self.close_surplus();
         for _ in 0..self.options.max_open {
@@ -146,14 +146,15 @@ impl DiskTier {
                     return;
                 }
                 let fronts = state.fronts;
-                let ended = |s: &Segment| !s.poisoned && !s.syncing;
-                let unsynced = state.longest_unused(ended).filter(|&n| !fronts.contains(&Some(n)));
+                let can_sync = |s: &Segment| !s.poisoned && !s.syncing;
+                let unsynced =
+                    state.longest_unused(can_sync).filter(|&n| !fronts.contains(&Some(n)));
                 let Some(segment) = unsynced else { return };
                 let write = state.segments.get(&segment).map_or(0, |s| s.dirty);
                 Mark { segment, write }
             };
             if self.commit(mark).is_err() {
-                return; // it takes no more records, and who waits for it is told
+                return; // the failed sync poisons the segment and fails the ops that wait for it
             }
             self.close_surplus();
         }
@@ -166,12 +167,12 @@ impl DiskTier {
     pub(super) unsafe fn transfer_one(
         &self,
         file: FileId,
-        way: Access,
+        access: Access,
         offset: u64,
         address: *mut u8,
         bytes: u64,
     ) -> Result<()> {
-        let mut pieces = [Piece::one(file, way, offset, address, bytes)];
+        let mut pieces = [Piece::one(file, access, offset, address, bytes)];
         // SAFETY: the caller's guarantee.
         unsafe { self.files.transfer(&mut pieces) };
         let [piece] = pieces;
@@ -179,7 +180,7 @@ impl DiskTier {
     }
 }
 
-/// The error that callers get: a full disk is reported as an exceeded budget.
+/// Maps an error for the caller: a full disk is reported as an exceeded budget.
 pub(super) fn refusal(error: Error) -> Error {
     let errno = error.detail().map_or(0, |detail| detail.os_errno);
     if errno == libc::ENOSPC || errno == libc::EDQUOT {

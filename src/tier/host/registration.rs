@@ -1,12 +1,12 @@
-//! Memory that a device is told of, so that copies of it are as fast as they can be: the device
-//! has to pin it, which takes its time. So whoever maps a segment, under its owner's lock, only
-//! notes it; it is told by whoever has no lock.
+//! Registration of slabs of the host tier with a device. The device pins registered memory, which
+//! makes copies faster. Pinning is slow, so it does not happen under the store's lock: mapping a
+//! slab only queues its registration, and a copy worker executes it later without the lock.
 
 use crate::base::sync::{Arc, Mutex};
 use crate::device::Device;
 use crate::tier::host::HostTier;
 
-/// A segment's memory, and the device that is to know of it.
+/// The memory of a slab, and the device to register it with.
 pub struct Registration {
     device: Arc<dyn Device>,
     address: usize,
@@ -16,29 +16,32 @@ pub struct Registration {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    Fresh,
-    Known,
-    Gone,
+    /// Not registered yet, or the device rejected the memory.
+    Unregistered,
+    Registered,
+    /// The slab is being unmapped.
+    Unmapped,
 }
 
 impl Registration {
-    /// Tells the device, unless the memory has gone meanwhile. What it cannot pin is copied all
-    /// the same.
+    /// Registers the memory, unless the slab was unmapped meanwhile. Memory that the device cannot
+    /// pin is used without registration.
     pub fn register(&self) {
         let mut state = self.state.lock();
-        if *state != State::Fresh {
+        if *state != State::Unregistered {
             return;
         }
-        let place: *mut u8 = std::ptr::with_exposed_provenance_mut(self.address);
-        // SAFETY: a segment's memory, which stays until it is taken back here.
-        match unsafe { self.device.register_host(place, self.bytes) } {
-            Ok(()) => *state = State::Known,
-            Err(error) => log::warn!("{} bytes of memory are not pinned: {error}", self.bytes),
+        let pointer: *mut u8 = std::ptr::with_exposed_provenance_mut(self.address);
+        // SAFETY: the memory of a slab, which stays mapped until its `Registrar` has unregistered
+        // it.
+        match unsafe { self.device.register_host(pointer, self.bytes) } {
+            Ok(()) => *state = State::Registered,
+            Err(error) => log::warn!("{} bytes of host memory are not pinned: {error}", self.bytes),
         }
     }
 }
 
-/// Kept by the segment: its memory is taken back before it goes.
+/// Owned by the slab. Dropping it unregisters the memory, before the slab unmaps it.
 pub struct Registrar(pub Arc<Registration>);
 
 impl Registrar {
@@ -48,7 +51,7 @@ impl Registrar {
             device,
             address,
             bytes,
-            state: Mutex::new(State::Fresh),
+            state: Mutex::new(State::Unregistered),
         }))
     }
 }
@@ -57,30 +60,31 @@ impl Drop for Registrar {
     fn drop(&mut self) {
         let registration = &self.0;
         let mut state = registration.state.lock();
-        if std::mem::replace(&mut *state, State::Gone) != State::Known {
+        if std::mem::replace(&mut *state, State::Unmapped) != State::Registered {
             return;
         }
-        let place: *mut u8 = std::ptr::with_exposed_provenance_mut(registration.address);
-        // SAFETY: none of the segment's pieces is in use, so no copy of them is under way.
-        if let Err(error) = unsafe { registration.device.unregister_host(place) } {
+        let pointer: *mut u8 = std::ptr::with_exposed_provenance_mut(registration.address);
+        // SAFETY: no piece of the slab is in use, so no copy accesses its memory.
+        if let Err(error) = unsafe { registration.device.unregister_host(pointer) } {
             log::warn!("the memory of a slab stays pinned: {error}");
         }
     }
 }
 
 impl HostTier {
-    /// All memory that is mapped from now on is made known to a device; by whom, see
+    /// Queues all slabs that are mapped from now on for registration with a device. See
     /// [`HostTier::take_unregistered`].
     pub fn make_known_to(&mut self, device: Arc<dyn Device>) {
         self.device = Some(device);
     }
 
-    /// Whether there is something for [`HostTier::take_unregistered`].
+    /// Whether slabs wait for registration.
     pub fn has_unregistered(&self) -> bool {
         !self.unregistered.is_empty()
     }
 
-    /// Memory that the device was not told of: to be told of without the owner's lock.
+    /// Takes the queued registrations. The caller executes them with [`Registration::register`],
+    /// without the lock of the store.
     pub fn take_unregistered(&mut self) -> Vec<Arc<Registration>> {
         std::mem::take(&mut self.unregistered)
     }

@@ -1,4 +1,4 @@
-//! The table of segments, and lists over it.
+//! The table of slabs: slabs by number, and doubly linked lists of table entries.
 
 use crate::base::status::{Result, Status};
 use crate::meta::index::NONE;
@@ -7,40 +7,43 @@ use crate::tier::host::slab::Slab;
 /// An entry of the table.
 pub struct Entry {
     slab: Option<Slab>,
-    /// Which class it is of.
+    /// Size class of the slab.
     pub class: usize,
-    /// It gives out no more pieces.
+    /// Whether the slab is being emptied: no more pieces are allocated in it.
     pub drains: bool,
+    /// Whether the entry is in a list.
     listed: bool,
-    /// Its neighbours in a list; of a free entry the next free one.
+    /// Previous entry of the list.
     before: u32,
+    /// Next entry of the list; for a free entry, the next free one.
     after: u32,
 }
 
-/// The ends of a list of segments.
+/// First and last entry of a list.
 #[derive(Clone, Copy)]
 pub struct List {
-    /// The first, or [`NONE`].
+    /// The first entry; [`NONE`] if the list is empty.
     pub first: u32,
     last: u32,
 }
 
-/// Segments by number.
+/// Slabs by number.
 pub struct Table {
     entries: Vec<Entry>,
     limit: u32,
+    /// First entry of the list of free entries.
     free: u32,
-    /// Segments that are there.
+    /// Number of slabs.
     used: u32,
 }
 
 impl List {
-    /// No segment.
+    /// The empty list.
     pub const EMPTY: List = List { first: NONE, last: NONE };
 }
 
 impl Table {
-    /// Room for `limit` segments: reserved, not touched.
+    /// A table for up to `limit` slabs. Its memory is reserved now, but not touched.
     pub fn new(limit: u32) -> Result<Table> {
         let mut entries = Vec::new();
         if entries.try_reserve_exact(limit as usize).is_err() {
@@ -49,33 +52,33 @@ impl Table {
         Ok(Table { entries, limit, free: NONE, used: 0 })
     }
 
-    /// Numbers that are or were in use.
+    /// Number of entries, free ones included.
     pub fn len(&self) -> u32 {
         self.entries.len() as u32
     }
 
-    /// Whether there is no room.
+    /// Whether the table has as many slabs as allowed.
     pub fn is_full(&self) -> bool {
         self.used >= self.limit
     }
 
-    /// A segment and what is noted of it.
+    /// A slab and its entry.
     pub fn get(&self, number: u32) -> Option<(&Entry, &Slab)> {
         let entry = self.entries.get(number as usize)?;
         entry.slab.as_ref().map(|slab| (entry, slab))
     }
 
-    /// A segment and what is noted of it, to change them.
+    /// A slab.
     pub fn get_mut(&mut self, number: u32) -> Option<&mut Slab> {
         self.entries.get_mut(number as usize)?.slab.as_mut()
     }
 
-    /// What is noted of a segment.
+    /// The entry of a slab.
     pub fn entry_mut(&mut self, number: u32) -> &mut Entry {
         &mut self.entries[number as usize]
     }
 
-    /// Gives a segment a number; the table is not full.
+    /// Adds a slab and returns its number. The table must not be full.
     pub fn enter(&mut self, slab: Slab) -> u32 {
         let entry = Entry {
             slab: Some(slab),
@@ -85,7 +88,7 @@ impl Table {
             before: NONE,
             after: NONE,
         };
-        debug_assert!(!self.is_full(), "the table would move");
+        debug_assert!(!self.is_full(), "the table is full: growing it would move its memory");
         self.used += 1;
         let number = self.free;
         if let Some(free) = self.entries.get_mut(number as usize) {
@@ -96,12 +99,12 @@ impl Table {
         self.len() - 1
     }
 
-    /// Takes a segment out that is in no list.
+    /// Removes a slab. It must be in no list.
     pub fn remove(&mut self, number: u32) -> Option<Slab> {
         let entry = &mut self.entries[number as usize];
-        debug_assert!(!entry.listed, "it is in a list");
+        debug_assert!(!entry.listed, "the slab is in a list");
         let slab = entry.slab.take();
-        // One that was taken out before is in the list of free ones already.
+        // An entry without a slab is in the list of free entries already.
         if slab.is_some() {
             entry.after = std::mem::replace(&mut self.free, number);
             self.used -= 1;
@@ -109,12 +112,12 @@ impl Table {
         slab
     }
 
-    /// Puts a segment that is in no list first.
+    /// Adds a slab, which must be in no list, at the front of a list.
     pub fn list_first(&mut self, list: &mut List, number: u32) {
         self.link(list, number, NONE, list.first);
     }
 
-    /// Puts a segment that is in no list last.
+    /// Adds a slab, which must be in no list, at the end of a list.
     pub fn list_last(&mut self, list: &mut List, number: u32) {
         self.link(list, number, list.last, NONE);
     }
@@ -129,11 +132,11 @@ impl Table {
             None => list.last = number,
         }
         let entry = &mut self.entries[number as usize];
-        debug_assert!(!entry.listed, "it is in a list already");
+        debug_assert!(!entry.listed, "the slab is in a list already");
         (entry.before, entry.after, entry.listed) = (before, after, true);
     }
 
-    /// Takes a segment out of its list, if it is in one.
+    /// Removes a slab from `list`, if it is in it.
     pub fn unlist(&mut self, list: &mut List, number: u32) {
         let entry = &mut self.entries[number as usize];
         if !std::mem::replace(&mut entry.listed, false) {

@@ -1,4 +1,5 @@
-//! Chat sessions.
+//! Generator of chat traces: conversations of several turns that share system prompts. The
+//! distributions are constants below; times between conversations follow the options of the trace.
 
 use crate::base::status::Result;
 use crate::meta::sessions::Stop;
@@ -11,20 +12,22 @@ use crate::trace::requests::Request;
 const MAX_CONTEXT: u64 = 64_000;
 
 pub(super) fn make(maker: &mut Maker) -> Result<()> {
-    let prompts = maker.prompts(6, 600, 4_000);
+    let system_prompts = maker.prompts(6, 600, 4_000);
     let mut rng = maker.rng.part(0);
     let mut start_ns = rng.wait_ns(maker.gap_ns);
     while start_ns <= maker.duration_ns {
-        let mut own = rng.part(maker.next_session);
-        let prompt = prompts[own.zipf(prompts.len() as u64) as usize].clone();
+        let mut session_rng = rng.part(maker.next_session);
+        let at = session_rng.zipf(system_prompts.len() as u64) as usize;
+        let prompt = system_prompts[at].clone();
         let request = Request { at_ns: start_ns, priority: 1, ..Request::default() };
-        talk(maker, &mut own, prompt, request)?;
+        talk(maker, &mut session_rng, prompt, request)?;
         start_ns = start_ns.saturating_add(rng.wait_ns(maker.gap_ns));
     }
     Ok(())
 }
 
-/// A conversation that begins with `context`, with the time, tenant and class of `request`.
+/// Generates one conversation that begins with `context`. Time of the first turn, tenant and
+/// priority are those of `request`.
 pub(super) fn talk(
     maker: &mut Maker,
     rng: &mut Rng,
@@ -34,34 +37,37 @@ pub(super) fn talk(
     let session = Some(maker.session());
     let mut at_ns = request.at_ns;
     // Many sessions have one turn; those with more tend to continue.
-    let on = if rng.chance(0.35) { 0.15 } else { 0.8 };
+    let turn_probability = if rng.chance(0.35) { 0.15 } else { 0.8 };
     loop {
-        let pasted = rng.chance(0.12);
-        let asked = if pasted { rng.size(2_500, 0.9, 30_000) } else { rng.size(50, 1.0, 2_000) };
-        maker.grow(&mut context, asked);
+        // Most user messages are short; some contain pasted text.
+        let is_pasted = rng.chance(0.12);
+        let input = if is_pasted { rng.size(2_500, 0.9, 30_000) } else { rng.size(50, 1.0, 2_000) };
+        maker.grow(&mut context, input);
         let output = rng.size(220, 0.9, 4_000);
         let stop = match rng.below(50) {
             0 => Stop::Cancelled,
             1 => Stop::Length,
             _ => Stop::EndTurn,
         };
-        let goes_on = rng.chance(on) && context.tokens() + output < MAX_CONTEXT;
+        let fits = context.tokens() + output < MAX_CONTEXT;
+        let has_next_turn = rng.chance(turn_probability) && fits;
+        // Time that the user needs to read and to type.
         let pause_ns = match rng.below(20) {
             0 => rng.wait_ns(3_000 * SECOND),
             1..=4 => rng.wait_ns(300 * SECOND),
             _ => 2 * SECOND + rng.wait_ns(30 * SECOND),
         };
         let think_ns = output as i64 * OUTPUT_TOKEN_NS + pause_ns;
-        let one = Request {
+        let turn = Request {
             at_ns,
             session,
             stop,
             output_tokens: output as u32,
-            think_ns: if goes_on { think_ns } else { 0 },
+            think_ns: if has_next_turn { think_ns } else { 0 },
             ..request
         };
-        maker.request(one, &context)?;
-        if !goes_on {
+        maker.request(turn, &context)?;
+        if !has_next_turn {
             return Ok(());
         }
         maker.grow(&mut context, output);

@@ -3,7 +3,7 @@
 
 mod chunks;
 mod golden;
-mod grains;
+mod granularity;
 mod hostile;
 mod lean;
 mod placement;

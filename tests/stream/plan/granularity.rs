@@ -27,14 +27,14 @@ fn rounding_loss_is_reported() {
     let mut setup = Setup::layers(&[GRANULARITY + 4096; 5], 100 * GRANULARITY, 64 * MIB);
     setup.plan_options.compute = Some(ComputeLocation::Device);
     let loose = setup.plan();
-    assert!(!setup.text(&loose).contains("device grains"));
+    assert!(!setup.text(&loose).contains("device granules"));
     setup.plan_options.device_granularity_bytes = GRANULARITY;
     let plan = setup.plan();
     assert_eq!(
         (loose.device_bytes, plan.device_bytes),
         (5 * (GRANULARITY + 4096), 10 * GRANULARITY)
     );
-    let figure = plan.figures.iter().find(|figure| figure.name == "device grains");
+    let figure = plan.figures.iter().find(|figure| figure.name == "device granules");
     assert_eq!(figure.expect("named").bytes, 5 * (GRANULARITY - 4096));
     assert!(setup.text(&plan).contains("whole pieces of 2.00 MiB"));
     // Two slots and a home, of two grains each.
