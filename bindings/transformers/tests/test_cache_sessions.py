@@ -194,7 +194,7 @@ def test_checksum_mismatch_is_a_miss(mode: Optional[int], tmp_path: Path) -> Non
         assert first.save() == [96]
     for file in (tmp_path / "kv").glob("seg-*"):
         data = bytearray(file.read_bytes())
-        for at in range(9 * 4096 + 7, len(data), 16 * 4096):  # one byte in every other record
+        for at in range(2 * 4096 + 7, len(data), 4 * 4096):  # one byte in every fourth page
             data[at] ^= 0x40
         file.write_bytes(data)
     with Tiers(model, disk(tmp_path)) as tiers:

@@ -252,7 +252,7 @@ def test_unsupported_models_and_policies_are_rejected(monkeypatch):
         other.config._attn_implementation_internal = name
         with pytest.raises(kvtier.UnsupportedError, match="attn_implementation="):
             install_kv_eviction(other, 8)
-    check_rejected(kvtier.SpecError, "all heads share a latent row", "deepseek", per_head=True)
+    check_rejected(kvtier.SpecError, "latent rows serve all heads", "deepseek", per_head=True)
     check_rejected(kvtier.InvalidError, "takes no budget", policy="quest")
     check_rejected(kvtier.UnsupportedError, "evicts no tokens", policy="quest()", budget=None)
     check_rejected(kvtier.SpecError, "did you mean|nearest|h2o", policy="h3o()", budget=None)
