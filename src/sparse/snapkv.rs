@@ -48,7 +48,7 @@ pub enum Budget {
 #[derive(Clone, Debug)]
 pub struct Snapkv {
     shape: Shape,
-    kept: TokenScores,
+    retained: TokenScores,
     cap: TokenBudget,
     budget: Budget,
     form: Form,
@@ -104,7 +104,7 @@ impl Snapkv {
         grow(&mut observed, shape.layers as usize, false)?;
         Ok(Snapkv {
             shape: *shape,
-            kept: TokenScores::new(shape.layers, lists, shape.max_tokens)?,
+            retained: TokenScores::new(shape.layers, lists, shape.max_tokens)?,
             cap,
             budget,
             form,
@@ -137,7 +137,7 @@ impl Snapkv {
     /// Chooses the tokens that stay if heads share their budget: each keeps its best `safe` share;
     /// of the others, the lowest of all heads are evicted.
     fn share(&mut self, layer: u32, safe: f64, out: &mut RetainedTokens) -> Result<bool> {
-        let lists = &self.kept.layer(layer)?.lists;
+        let lists = &self.retained.layer(layer)?.lists;
         let tokens = lists.first().map_or(0, |list| list.positions.len());
         let stay = self.count(layer, tokens);
         if stay >= tokens || lists.iter().any(|list| list.positions.len() != tokens) {
@@ -185,7 +185,7 @@ impl Sparse for Snapkv {
     }
 
     fn state_bytes(&self) -> u64 {
-        self.kept.bytes() + self.observed.capacity() as u64
+        self.retained.bytes() + self.observed.capacity() as u64
     }
 
     fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
@@ -197,9 +197,9 @@ impl Sparse for Snapkv {
         let end = (tokens as usize).saturating_sub(self.window);
         let mut pooled = Vec::new();
         grow(&mut pooled, end, 0.0)?;
-        self.kept.add_sums(layer, (rows, tokens), sums, true)?;
+        self.retained.add_sums(layer, (rows, tokens), sums, true)?;
         let (kernel, is_max) = (self.kernel, self.is_max);
-        for list in self.kept.lists(layer) {
+        for list in self.retained.lists(layer) {
             let (old, window) = list.scores.split_at_mut(end);
             pool(old, kernel, is_max, &mut pooled);
             old.copy_from_slice(&pooled);
@@ -215,14 +215,14 @@ impl Sparse for Snapkv {
         if !context.is_prefill || context.part.saturating_add(1) < context.parts {
             return Ok(false);
         }
-        let of = self.kept.layer(layer)?;
-        let there = of.lists.first().map_or(0, |list| list.positions.len());
+        let of = self.retained.layer(layer)?;
+        let retained_count = of.lists.first().map_or(0, |list| list.positions.len());
         let next = of.next;
         let has_evicted = of.lists.iter().any(|list| list.positions.len() < next as usize);
         let observed = self.observed.get(layer as usize).is_some_and(|observed| *observed);
         if next < context.tokens || !observed {
             let more = context.tokens.saturating_sub(next) as usize;
-            let all = there + more;
+            let all = retained_count + more;
             if (has_evicted && more == 0) || self.count(layer, all) >= all {
                 return Ok(false);
             }
@@ -234,12 +234,12 @@ impl Sparse for Snapkv {
         if let Budget::Ada(safe) = self.budget {
             return self.share(layer, safe, out);
         }
-        let stay = self.count(layer, there);
-        self.kept.plan(layer, (0, self.window), |count, _| count.saturating_sub(stay), out)
+        let stay = self.count(layer, retained_count);
+        self.retained.plan(layer, (0, self.window), |count, _| count.saturating_sub(stay), out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
-        self.kept.evicted(layer, kept)?;
+    fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
+        self.retained.evicted(layer, retained)?;
         if let Some(observed) = self.observed.get_mut(layer as usize) {
             *observed = false;
         }
@@ -248,9 +248,9 @@ impl Sparse for Snapkv {
 
     fn truncate(&mut self, tokens: u32) -> Result<()> {
         for (layer, observed) in (0..).zip(self.observed.iter_mut()) {
-            *observed &= self.kept.layer(layer)?.next <= tokens;
+            *observed &= self.retained.layer(layer)?.next <= tokens;
         }
-        self.kept.truncate(tokens);
+        self.retained.truncate(tokens);
         Ok(())
     }
 

@@ -63,7 +63,7 @@ pub struct Bench<'a> {
     clock: Clock,
     patience_ns: u64,
     /// The device can allocate memory.
-    gives: bool,
+    can_allocate: bool,
     /// Work did not end: memory that it may use leaks.
     stuck: Cell<bool>,
     /// Unreleased events; a failed check leaves some.
@@ -71,7 +71,7 @@ pub struct Bench<'a> {
     /// Memory of dropped buffers.
     left: RefCell<Vec<Holds>>,
     /// Quarantined host memory: a later check, not a crash, finds a device that keeps writing.
-    kept: Arc<Mutex<VecDeque<Buffer>>>,
+    quarantined: Arc<Mutex<VecDeque<Buffer>>>,
 }
 
 /// Guard bytes before and after host memory.
@@ -81,18 +81,18 @@ const KEPT: usize = 512;
 
 impl<'a> Bench<'a> {
     pub fn new(device: &'a Arc<dyn Device>, opts: &ConformanceOpts) -> Bench<'a> {
-        let or = |said: u64, default| if said == 0 { default } else { said };
+        let or = |given: u64, default| if given == 0 { default } else { given };
         Bench {
             device,
             chance: Chance::new(opts.seed),
             rounds: or(opts.rounds.into(), ROUNDS.into()),
             clock: opts.clock.clone(),
             patience_ns: or(opts.patience_ns, PATIENCE_NS),
-            gives: gives(device),
+            can_allocate: can_allocate(device),
             stuck: Cell::new(false),
             open: RefCell::new(Vec::new()),
             left: RefCell::new(Vec::new()),
-            kept: Arc::new(Mutex::new(VecDeque::new())),
+            quarantined: Arc::new(Mutex::new(VecDeque::new())),
         }
     }
 
@@ -105,20 +105,20 @@ impl<'a> Bench<'a> {
             patience_ns: self.patience_ns,
             closes: false,
         };
-        (self.device.clone(), opts, self.kept.clone())
+        (self.device.clone(), opts, self.quarantined.clone())
     }
 
     /// A bench of another thread.
-    pub fn beside(self, kept: Arc<Mutex<VecDeque<Buffer>>>) -> Bench<'a> {
-        Bench { kept, ..self }
+    pub fn beside(self, quarantined: Arc<Mutex<VecDeque<Buffer>>>) -> Bench<'a> {
+        Bench { quarantined, ..self }
     }
 
     /// Waits for the events that a failed check left, and frees its memory.
     pub fn settle(&self) {
         let until_ns = self.until_ns();
         for event in self.open.take() {
-            let said = self.device.wait(event, until_ns);
-            let is_late = said.is_err_and(|error| error.status() == Status::Timeout);
+            let outcome = self.device.wait(event, until_ns);
+            let is_late = outcome.is_err_and(|error| error.status() == Status::Timeout);
             self.stuck.set(self.stuck.get() || is_late);
             if let Err(error) = self.device.release(event) {
                 log::debug!("releasing an event of a failed check: {error}");
@@ -128,15 +128,16 @@ impl<'a> Bench<'a> {
             match holds {
                 _ if self.stuck.get() => std::mem::forget(holds),
                 Holds::Host(buffer) => {
-                    let mut kept = self.kept.lock();
-                    kept.push_back(buffer);
-                    let oldest = if kept.len() > KEPT { kept.pop_front() } else { None };
-                    drop(kept);
+                    let mut quarantined = self.quarantined.lock();
+                    quarantined.push_back(buffer);
+                    let oldest =
+                        if quarantined.len() > KEPT { quarantined.pop_front() } else { None };
+                    drop(quarantined);
                     drop(oldest);
                 }
-                Holds::Device(given) => {
+                Holds::Device(memory) => {
                     // SAFETY: a sound device has no work in flight any more.
-                    if let Err(error) = unsafe { self.device.free(&given) } {
+                    if let Err(error) = unsafe { self.device.free(&memory) } {
                         log::warn!("memory of a check was not freed: {error}");
                     }
                 }
@@ -193,8 +194,8 @@ impl<'a> Bench<'a> {
     }
 
     /// Records accepted work.
-    pub fn begun(&self, what: &str, said: Result<Event>) -> Outcome<Event> {
-        let event = self.said(what, said)?;
+    pub fn begun(&self, what: &str, result: Result<Event>) -> Outcome<Event> {
+        let event = self.require_ok(what, result)?;
         self.open.borrow_mut().push(event);
         Ok(event)
     }
@@ -203,7 +204,7 @@ impl<'a> Bench<'a> {
     pub fn wait(&self, event: Event) -> Outcome {
         match self.device.wait(event, self.until_ns()) {
             Ok(()) => Ok(()),
-            Err(error) => Err(self.trouble("an event failed", &error)),
+            Err(error) => Err(self.failure("an event failed", &error)),
         }
     }
 
@@ -211,7 +212,7 @@ impl<'a> Bench<'a> {
     pub fn finish(&self, event: Event) -> Outcome {
         self.wait(event)?;
         self.open.borrow_mut().retain(|open| *open != event);
-        self.said("release of a completed event failed", self.device.release(event))
+        self.require_ok("release of a completed event failed", self.device.release(event))
     }
 
     /// Executes one copy.
@@ -221,11 +222,11 @@ impl<'a> Bench<'a> {
     }
 
     /// Requires success.
-    pub fn said<T>(&self, what: &str, said: Result<T>) -> Outcome<T> {
-        said.map_err(|error| self.trouble(what, &error))
+    pub fn require_ok<T>(&self, what: &str, result: Result<T>) -> Outcome<T> {
+        result.map_err(|error| self.failure(what, &error))
     }
 
-    fn trouble(&self, what: &str, error: &Error) -> NotPassed {
+    fn failure(&self, what: &str, error: &Error) -> NotPassed {
         // The state of work in flight is unknown after a timeout.
         self.stuck.set(self.stuck.get() || error.status() == Status::Timeout);
         NotPassed::Failed(format!("{what}: {error}"))
@@ -233,7 +234,7 @@ impl<'a> Bench<'a> {
 
     /// Address spaces to test.
     pub fn places(&self) -> Vec<Memory> {
-        match self.device.facts().reaches_device && self.gives {
+        match self.device.facts().reaches_device && self.can_allocate {
             true => vec![Memory::Host, Memory::Device],
             false => vec![Memory::Host],
         }
@@ -247,10 +248,10 @@ impl<'a> Bench<'a> {
     }
 }
 
-fn gives(device: &Arc<dyn Device>) -> bool {
+fn can_allocate(device: &Arc<dyn Device>) -> bool {
     match device.allocate(1) {
         Ok(memory) => {
-            // SAFETY: nobody uses it.
+            // SAFETY: nothing uses it.
             if let Err(error) = unsafe { device.free(&memory) } {
                 log::warn!("memory of a check was not freed: {error}");
             }
@@ -280,18 +281,18 @@ impl<'a> TestBuffer<'a> {
         let bytes = (len as u64).max(1);
         let (address, holds) = match memory {
             Memory::Host => {
-                let wish = AllocationRequest {
+                let request = AllocationRequest {
                     bytes: bytes + 2 * EDGE as u64,
                     ..AllocationRequest::default()
                 };
-                let buffer = bench.said("host memory", Buffer::map(&wish, None))?;
+                let buffer = bench.require_ok("host memory", Buffer::map(&request, None))?;
                 let start = buffer.address().expose_provenance();
                 (start as u64 + EDGE as u64, Holds::Host(buffer))
             }
-            Memory::Device if !bench.gives => return Err(NO_MEMORY),
+            Memory::Device if !bench.can_allocate => return Err(NO_MEMORY),
             Memory::Device => {
-                let given = bench.said("device memory", bench.device.allocate(bytes))?;
-                (given.address, Holds::Device(given))
+                let memory = bench.require_ok("device memory", bench.device.allocate(bytes))?;
+                (memory.address, Holds::Device(memory))
             }
         };
         Ok(TestBuffer { bench, memory, address, len, holds: Some(holds) })
@@ -321,9 +322,9 @@ impl<'a> TestBuffer<'a> {
                 Ok(content.to_vec())
             }
             Memory::Device => {
-                let there = TestBuffer::empty(self.bench, Memory::Host, self.len)?;
-                self.bench.do_copy(self.copy(&there, Direction::Gather)?)?;
-                there.bytes()
+                let host_copy = TestBuffer::empty(self.bench, Memory::Host, self.len)?;
+                self.bench.do_copy(self.copy(&host_copy, Direction::Gather)?)?;
+                host_copy.bytes()
             }
         }
     }
@@ -340,9 +341,9 @@ impl<'a> TestBuffer<'a> {
                 Ok(())
             }
             Memory::Device => {
-                let there = TestBuffer::empty(self.bench, Memory::Host, self.len)?;
-                there.set(content)?;
-                self.bench.do_copy(self.copy(&there, Direction::Scatter)?)
+                let host_copy = TestBuffer::empty(self.bench, Memory::Host, self.len)?;
+                host_copy.set(content)?;
+                self.bench.do_copy(self.copy(&host_copy, Direction::Scatter)?)
             }
         }
     }
@@ -350,7 +351,8 @@ impl<'a> TestBuffer<'a> {
     /// A copy between this buffer, as a tensor, and a plane of the same length.
     pub fn copy(&self, plane: &TestBuffer<'_>, direction: Direction) -> Outcome<Copy<'static>> {
         let view = View::canonical(self.address, 1, self.len as u64);
-        let copy = self.bench.said("a copy", Copy::new(&view, 0, 1, plane.pointer(), direction))?;
+        let copy =
+            self.bench.require_ok("a copy", Copy::new(&view, 0, 1, plane.pointer(), direction))?;
         Ok(Copy { memory: self.memory, plane_memory: plane.memory, ..copy })
     }
 }

@@ -37,13 +37,13 @@ impl Foreign {
         }
         let (raw, _) = inner.events.get(event)?;
         drop(inner);
-        let kept = self.heard(self.engine.signal_event(raw.number()));
-        if kept.is_err()
+        let signalled = self.checked(self.engine.signal_event(raw.number()));
+        if signalled.is_err()
             && let Some(is_signalled) = self.inner.lock().user_events.get_mut(&event.0)
         {
             *is_signalled = false;
         }
-        kept
+        signalled
     }
 
     /// Implements [`Device::forget`]. An engine may complete a signalled event later.

@@ -386,8 +386,8 @@ impl WeightMemory {
         let (from, to) =
             (host_window.offsets[unit as usize], host_window.offsets[unit as usize + 1]);
         // SAFETY: the caller's promise.
-        let given = unsafe { host_window.window.give_back(from, to - from) };
-        given.map(|_| ()).map_err(|error| {
+        let freed = unsafe { host_window.window.give_back(from, to - from) };
+        freed.map(|_| ()).map_err(|error| {
             error.within(&format!("{} bytes of an evicted unit could not be freed", to - from))
         })
     }
@@ -471,7 +471,7 @@ impl Drop for WeightMemory {
 }
 
 fn allocate_on_host(bytes: u64, pinned: bool, source: &MemorySource) -> Result<HostBlock> {
-    let wish = AllocationRequest {
+    let request = AllocationRequest {
         bytes,
         pin: if pinned { Requirement::Try } else { Requirement::No },
         // Direct reads touch each page for the first time: huge pages make that faster. An
@@ -480,7 +480,7 @@ fn allocate_on_host(bytes: u64, pinned: bool, source: &MemorySource) -> Result<H
         account: source.account.cloned(),
         ..AllocationRequest::default()
     };
-    let mut on = HostBlock { buffer: Buffer::map(&wish, source.faults)?, registered_with: None };
+    let mut on = HostBlock { buffer: Buffer::map(&request, source.faults)?, registered_with: None };
     let device = source.device.filter(|device| pinned && device.facts().wants_pinned);
     let Some(device) = device else { return Ok(on) };
     // SAFETY: the memory stays until it is unregistered.
@@ -587,7 +587,7 @@ impl WeightMemory {
     }
 
     /// Allocates one more block of an open streamer. Returns false while the copier thread, which
-    /// holds no lock, still asks the device for the memory.
+    /// holds no lock, still allocates the memory of the device.
     pub fn add_expert_slots_later(
         &mut self,
         compute: ComputeLocation,

@@ -154,10 +154,10 @@ impl Shared {
     /// The same after a read or a copy: threads that wait for a whole unit are woken only if
     /// `news`.
     pub fn settle_chunk(&self, state: &mut State, news: bool) {
-        let going = state.check().is_ok();
+        let is_running = state.check().is_ok();
         let opened = state.scheduler.take_new_residents();
         let news = news || !opened.is_empty() || state.is_moving();
-        if going {
+        if is_running {
             opened.into_iter().for_each(|unit| self.open_gate(unit));
         }
         self.move_units(state);
@@ -222,7 +222,7 @@ impl Streamer {
         let mut state = shared.state.lock();
         let is_open = |gate: &AtomicU32| gate.load(Ordering::Acquire) & OPEN != 0;
         let open: Vec<bool> = shared.gates.iter().map(is_open).collect();
-        // Gates are closed before users are counted: none may come after the count.
+        // Gates are closed before users are counted: none may be added after the count.
         shared.shut_gates();
         let used = shared.used_residents();
         if state.leased > 0 || used > 0 {

@@ -37,8 +37,9 @@ pub(super) fn talk(
     let on = if rng.chance(0.35) { 0.15 } else { 0.8 };
     loop {
         let pasted = rng.chance(0.12);
-        let asked = if pasted { rng.size(2_500, 0.9, 30_000) } else { rng.size(50, 1.0, 2_000) };
-        maker.grow(&mut context, asked);
+        let question_tokens =
+            if pasted { rng.size(2_500, 0.9, 30_000) } else { rng.size(50, 1.0, 2_000) };
+        maker.grow(&mut context, question_tokens);
         let output = rng.size(220, 0.9, 4_000);
         let stop = match rng.below(50) {
             0 => Stop::Cancelled,
@@ -52,7 +53,7 @@ pub(super) fn talk(
             _ => 2 * SECOND + rng.wait_ns(30 * SECOND),
         };
         let think_ns = output as i64 * OUTPUT_TOKEN_NS + pause_ns;
-        let one = Request {
+        let turn = Request {
             at_ns,
             session,
             stop,
@@ -60,7 +61,7 @@ pub(super) fn talk(
             think_ns: if goes_on { think_ns } else { 0 },
             ..request
         };
-        maker.request(one, &context)?;
+        maker.request(turn, &context)?;
         if !goes_on {
             return Ok(());
         }
