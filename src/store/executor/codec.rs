@@ -1,5 +1,5 @@
-//! Encodes cells on their way to disk and decodes them on their way back, in scratch memory that
-//! the disk tier lends: a batch at a time, or a single record or cell when memory is short.
+//! Encodes cells in transfer to disk and decodes them in transfer back, in scratch memory that
+//! the disk tier provides: a batch at a time, or a single record or cell when memory is short.
 
 use std::ops::Range;
 
@@ -89,11 +89,11 @@ unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &StagingGuard<'_>, 
     }
     let plane = |(plane, &shape): (&PutPlane, &Shape)| Plane {
         shape,
-        // SAFETY: the caller's promise: planes are valid, and nobody writes them.
+        // SAFETY: the caller's promise: planes are valid, and nothing writes them.
         bytes: unsafe { std::slice::from_raw_parts(plane.address, plane.bytes as usize) },
     };
     let raw: Vec<Plane<'_>> = planes.iter().zip(&coding.shapes).map(plane).collect();
-    // SAFETY: a part of the scratch memory that is nobody else's.
+    // SAFETY: a part of the scratch memory that nothing else uses.
     let out = unsafe { std::slice::from_raw_parts_mut(address, room as usize) };
     let mut lengths = [0; 2];
     let Some(lost) = cell::encode(coding.codec, &raw, out, &mut lengths) else { return 0 };

@@ -11,7 +11,7 @@ use crate::store::state::StoreState;
 use crate::store::state::work::CopyBatch;
 
 /// Access to the state behind its lock.
-pub trait Desk {
+pub trait StateAccess {
     /// Runs `act` on the state.
     fn with(&mut self, act: &mut dyn FnMut(&mut StoreState));
 }
@@ -32,18 +32,18 @@ struct Begun {
     is_parked: bool,
 }
 
-/// Copies behind device events, of one store.
-pub struct Crew {
+/// Copies that depend on device events, of one store.
+pub struct EventCopies {
     tools: Tools,
-    /// Lent streams, each with the event that everything on it waits for.
+    /// Borrowed streams, each with the event that everything on it waits for.
     streams: Vec<(Event, Stream)>,
     begun: Vec<Begun>,
 }
 
-impl Crew {
+impl EventCopies {
     /// Without batches.
-    pub fn new(tools: Tools) -> Crew {
-        Crew { tools, streams: Vec::new(), begun: Vec::new() }
+    pub fn new(tools: Tools) -> EventCopies {
+        EventCopies { tools, streams: Vec::new(), begun: Vec::new() }
     }
 
     /// Whether no batch is in flight.
@@ -57,14 +57,14 @@ impl Crew {
     /// # Safety
     /// The engine's memory is what the views of the transfers say until they have ended,
     /// and the store's memory is valid until their end is reported here.
-    pub unsafe fn turn(&mut self, desk: &mut dyn Desk) -> bool {
+    pub unsafe fn advance(&mut self, state: &mut dyn StateAccess) -> bool {
         // SAFETY: the caller's promise.
         let mut ended = unsafe { self.ended() };
         let mut ahead = Vec::new();
         let mut did = !ended.is_empty();
-        desk.with(&mut |core| {
+        state.with(&mut |core| {
             for (batch, outcome, is_spent) in ended.drain(..) {
-                core.done_behind(batch, &outcome, is_spent);
+                core.done_after_event(batch, &outcome, is_spent);
             }
             core.events_ahead(&mut ahead);
         });
@@ -81,10 +81,10 @@ impl Crew {
             }
         }
         let mut taken = Vec::new();
-        desk.with(&mut |core| {
+        state.with(&mut |core| {
             outcomes.iter().for_each(|&(event, outcome)| core.event_ended(event, outcome));
             for &(event, stream) in &ready {
-                while let Some(batch) = core.take_behind(event) {
+                while let Some(batch) = core.take_after_event(event) {
                     taken.push((batch, event, stream));
                 }
             }
@@ -94,7 +94,7 @@ impl Crew {
             // SAFETY: the caller's promise.
             unsafe { self.begin(batch, event, stream) };
         }
-        self.give_streams_back(&ahead);
+        self.return_streams(&ahead);
         did
     }
 
@@ -105,7 +105,7 @@ impl Crew {
             false => one.parts.front().map(|(event, _)| *event),
         };
         if let Some(event) = self.begun.iter().find_map(next) {
-            let _ = self.tools.device.wait(event, deadline_ns); // how it ended is asked again
+            let _ = self.tools.device.wait(event, deadline_ns); // the outcome is queried again
         }
     }
 
@@ -113,7 +113,7 @@ impl Crew {
     pub fn finish(&mut self) {
         for one in self.begun.drain(..) {
             for (event, _) in one.parts {
-                let _ = self.tools.end(event, &mut []); // nobody is left to hear of it
+                let _ = self.tools.end(event, &mut []); // no caller is left to notify
             }
         }
     }
@@ -121,7 +121,7 @@ impl Crew {
     /// Ended batches with their outcome, and whether their event failed.
     ///
     /// # Safety
-    /// As [`Crew::turn`].
+    /// As [`EventCopies::advance`].
     unsafe fn ended(&mut self) -> Vec<(CopyBatch, Result<()>, bool)> {
         let mut ended = Vec::new();
         let mut at = 0;
@@ -185,7 +185,7 @@ impl Crew {
     }
 
     /// Returns idle streams of events that no copy will wait for any more.
-    fn give_streams_back(&mut self, ahead: &[(Event, bool)]) {
+    fn return_streams(&mut self, ahead: &[(Event, bool)]) {
         let (begun, device) = (&self.begun, &self.tools.device);
         self.streams.retain(|(event, stream)| {
             let is_used = begun.iter().any(|one| one.after == *event)
@@ -201,7 +201,7 @@ impl Crew {
     /// another caller.
     ///
     /// # Safety
-    /// As [`Crew::turn`].
+    /// As [`EventCopies::advance`].
     unsafe fn begin_alone(&mut self, batch: CopyBatch, after: Event) {
         let stream = self.stream_for(after).unwrap_or(Stream(0));
         for one in batch.split() {
@@ -211,7 +211,7 @@ impl Crew {
     }
 
     /// # Safety
-    /// As [`Crew::turn`].
+    /// As [`EventCopies::advance`].
     unsafe fn begin(&mut self, mut batch: CopyBatch, after: Event, stream: Stream) {
         let (mut parts, mut summed) = (VecDeque::new(), VecDeque::new());
         // A completed event may have been released.
@@ -226,7 +226,7 @@ impl Crew {
                 return Ok(());
             }
             summed.extend(made.summed());
-            // Into the device tier they may go at once: the engine has no part in that. What
+            // They may be copied into the device tier at once: the engine has no part in that. What
             // reads them there is behind them on the stream.
             // SAFETY: the caller's promise; planes are pieces that are kept for this.
             unsafe {
@@ -272,7 +272,7 @@ fn fails_together(batch: &CopyBatch, outcome: &Result<()>) -> bool {
     batch.jobs().nth(1).is_some() && outcome.as_ref().is_err_and(is_notified)
 }
 
-impl Drop for Crew {
+impl Drop for EventCopies {
     fn drop(&mut self) {
         self.finish();
         self.streams.drain(..).for_each(|(_, stream)| self.tools.device.return_stream(stream));
@@ -283,7 +283,7 @@ impl Begun {
     /// Whether all parts have ended; their outcome is noted.
     ///
     /// # Safety
-    /// As [`Crew::turn`].
+    /// As [`EventCopies::advance`].
     unsafe fn has_ended(&mut self, tools: &Tools) -> bool {
         while let Some(&(part, sums)) = self.parts.front() {
             if matches!(tools.device.state(part), Ok(State::Pending)) {
@@ -297,7 +297,7 @@ impl Begun {
             let ended = tools.end(part, &mut []);
             let summed = self.summed.drain(..sums.min(self.summed.len()));
             match reported.and_then(|sums| ended.map(|()| sums)) {
-                // SAFETY: the caller's promise: the batch has ended, its core has not heard.
+                // SAFETY: the caller's promise: the batch has ended, its core was not notified yet.
                 Ok(sums) => unsafe {
                     self.held.extend(summed.zip(sums).map(|(one, sum)| one.hold(sum)));
                 },

@@ -1,5 +1,5 @@
 //! Batches of jobs for the workers. A worker takes a batch with [`StoreState::take`], executes it
-//! without the lock, and hands it back with [`StoreState::done`].
+//! without the lock, and ends it with [`StoreState::done`].
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
@@ -35,9 +35,9 @@ pub enum WorkerKind {
     /// Remote reads.
     Fetch = 5,
     /// Remote writes.
-    Send = 6,
+    Upload = 6,
     /// Remote lookups.
-    Ask = 7,
+    Lookup = 7,
 }
 
 /// Number of kinds.
@@ -52,8 +52,8 @@ impl WorkerKind {
         WorkerKind::Sync,
         WorkerKind::Upkeep,
         WorkerKind::Fetch,
-        WorkerKind::Send,
-        WorkerKind::Ask,
+        WorkerKind::Upload,
+        WorkerKind::Lookup,
     ];
 }
 
@@ -76,7 +76,7 @@ pub struct CopyItem {
     /// Index of its job in the batch.
     pub job: usize,
     /// Direction.
-    pub way: Direction,
+    pub direction: Direction,
     /// Checksum of the plane, if the device tier has it.
     pub sum: Option<u64>,
 }
@@ -113,7 +113,7 @@ pub struct CopyBatch {
     pub(super) uses_device: bool,
     /// The event that they wait for will never complete.
     pub(super) is_spent: bool,
-    /// Copies into the device tier that come first: `items` may read what they wrote.
+    /// Copies into the device tier that are made first: `items` may read what they wrote.
     pub fills: Vec<Fill>,
     /// For each job, whether it was done without the device. `None` if a lost device fails the
     /// batch.
@@ -196,7 +196,7 @@ pub struct Decoding {
     pub address: *mut u8,
 }
 
-// SAFETY: the memory is named, not owned; whoever reads the batch promises that it is
+// SAFETY: the memory is named, not owned; the reader of the batch guarantees that it is
 // valid then.
 unsafe impl Send for Decoding {}
 
@@ -226,7 +226,7 @@ pub(super) struct SpaceNote {
 /// A sync of the disk.
 #[derive(Default)]
 pub struct SyncBatch {
-    pub(super) moves: Vec<u32>,
+    pub(super) transfers: Vec<u32>,
     /// Segments to sync for each transfer, with the outcome.
     pub marks: Vec<(u32, Mark, Result<()>)>,
     /// Syncs all segments first: recovered records may never have been synced.
@@ -238,7 +238,7 @@ pub enum Upkeep {
     /// Removes empty segments.
     Sweep,
     /// Moves the live cells of a segment elsewhere.
-    Clean(u64),
+    Compact(u64),
     /// Writes a checkpoint.
     Checkpoint(Checkpoint),
 }
@@ -262,9 +262,9 @@ pub enum Work {
     /// Remote reads.
     Fetches(FetchBatch),
     /// Remote writes.
-    Sends(UploadBatch),
+    Uploads(UploadBatch),
     /// Remote lookups.
-    Asks(LookupBatch),
+    Lookups(LookupBatch),
 }
 
 /// Outcome of a batch. Batches that carry an outcome for each job ignore it.
@@ -280,8 +280,8 @@ impl Work {
             Work::Syncs(_) => WorkerKind::Sync,
             Work::Upkeep(_) => WorkerKind::Upkeep,
             Work::Fetches(_) => WorkerKind::Fetch,
-            Work::Sends(_) => WorkerKind::Send,
-            Work::Asks(_) => WorkerKind::Ask,
+            Work::Uploads(_) => WorkerKind::Upload,
+            Work::Lookups(_) => WorkerKind::Lookup,
         }
     }
 
@@ -297,9 +297,9 @@ impl StoreState {
         let mut work = self.take_once(workers);
         // Copies that a lost device was to make have turned into other jobs, and so may reads of
         // cells that were evicted meanwhile. No other thread would wake this worker.
-        let comes_again =
+        let may_retry =
             !matches!(workers, WorkerKind::Write | WorkerKind::Sync | WorkerKind::Upkeep);
-        while work.is_none() && comes_again && self.has_work(workers) {
+        while work.is_none() && may_retry && self.has_work(workers) {
             work = self.take_once(workers);
         }
         work
@@ -319,15 +319,15 @@ impl StoreState {
             WorkerKind::Sync => self.take_syncs().map(Work::Syncs),
             WorkerKind::Upkeep => self.take_upkeep().map(Work::Upkeep),
             WorkerKind::Fetch => self.take_fetches().map(Work::Fetches),
-            WorkerKind::Send => self.take_uploads().map(Work::Sends),
-            WorkerKind::Ask => self.take_lookups().map(Work::Asks),
+            WorkerKind::Upload => self.take_uploads().map(Work::Uploads),
+            WorkerKind::Lookup => self.take_lookups().map(Work::Lookups),
         };
         if let Some(work) = &mut work {
             self.stages.in_flight[workers as usize] += 1;
             self.batch_begins(work);
             self.disk_gc.checkpoint_begins(work);
         }
-        // Taking work may have ended jobs that need no worker, which lets others go on.
+        // Taking work may have ended jobs that need no worker, which lets other jobs continue.
         self.settle();
         work
     }
@@ -355,17 +355,19 @@ impl StoreState {
                 self.stages.in_flight[workers as usize] == 0
                     && self.disk.is_some()
                     && !is_held
-                    && (self.disk_gc.wants() || self.disk_gc.is_checkpoint_due())
+                    && (self.disk_gc.may_have_work() || self.disk_gc.is_checkpoint_due())
             }
             WorkerKind::Fetch => {
                 self.remote.as_ref().is_some_and(|remote| !remote.is_quiet_to_fetch())
             }
-            WorkerKind::Send => self.remote.as_deref().is_some_and(RemoteTier::has_to_send),
-            WorkerKind::Ask => self.remote.as_ref().is_some_and(|remote| remote.asking.waits()),
+            WorkerKind::Upload => self.remote.as_deref().is_some_and(RemoteTier::has_to_send),
+            WorkerKind::Lookup => {
+                self.remote.as_ref().is_some_and(|remote| remote.lookups.has_queued())
+            }
         }
     }
 
-    /// Hands a batch back with its outcome. `elapsed_ns` = 0: unknown.
+    /// Ends a batch with its outcome. `elapsed_ns` = 0: unknown.
     pub fn done(&mut self, work: Work, outcome: Outcome, elapsed_ns: u64) {
         self.batch_ends(&work, &outcome, elapsed_ns);
         self.disk_gc.checkpoint_ends(&work, &outcome);
@@ -379,8 +381,8 @@ impl StoreState {
             Work::Syncs(batch) => self.done_syncs(&batch),
             Work::Upkeep(upkeep) => self.done_upkeep(&upkeep, outcome),
             Work::Fetches(batch) => self.done_fetches(&batch),
-            Work::Sends(batch) => self.done_uploads(&batch),
-            Work::Asks(batch) => self.done_lookups(&batch),
+            Work::Uploads(batch) => self.done_uploads(&batch),
+            Work::Lookups(batch) => self.done_lookups(&batch),
         }
         self.settle();
     }
@@ -432,7 +434,7 @@ impl StoreState {
             Work::Copies(batch) => (batch.load, outcome.is_ok()),
             // A failed read says nothing about the bandwidth; a read of wrong bytes does.
             Work::Reads(batch) => (batch.load, batch.gets.iter().all(|get| was_read(&get.result))),
-            Work::Fetches(batch) => (batch.load, batch.all_came()),
+            Work::Fetches(batch) => (batch.load, batch.all_arrived()),
             _ => return,
         };
         let in_flight = self.stages.in_flight(workers);

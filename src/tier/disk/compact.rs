@@ -34,7 +34,7 @@ pub struct CellAt {
 /// The owner of the index of live cells. It is never called under a lock of the tier.
 pub trait CellIndex {
     /// Whether the index has the cell at this place.
-    fn wants(&mut self, cell: &CellAt) -> bool;
+    fn is_live(&mut self, cell: &CellAt) -> bool;
 
     /// A cell is at a new place. It is durable there if it was durable, or could be made so, at the
     /// old place. True: the index has the new place from now on, and the tier drops the old one.
@@ -109,9 +109,9 @@ fn identity_of(chunk: &Chunk, layer: u32, codec: u16) -> Identity {
 impl DiskTier {
     /// Moves the live cells of a segment elsewhere, and removes the segment. BUSY = it is being
     /// written or compacted. After another failure some cells were moved, and the others stay.
-    pub fn compact(&self, number: u64, keeper: &mut dyn CellIndex) -> Result<Compacted> {
+    pub fn compact(&self, number: u64, index: &mut dyn CellIndex) -> Result<Compacted> {
         self.begin_cleaning(number)?;
-        let cleaned = self.clean_begun(number, keeper);
+        let compacted = self.compact_begun(number, index);
         let mut state = self.state.lock();
         state.stats.compactions += 1;
         let left = state.segments.get_mut(&number).map_or(0, |segment| {
@@ -119,10 +119,10 @@ impl DiskTier {
             segment.live
         });
         drop(state);
-        let mut cleaned = cleaned?;
-        cleaned.left_blocks = left;
-        cleaned.freed_bytes = self.sweep();
-        Ok(cleaned)
+        let mut compacted = compacted?;
+        compacted.left_blocks = left;
+        compacted.freed_bytes = self.sweep();
+        Ok(compacted)
     }
 
     fn begin_cleaning(&self, number: u64) -> Result<()> {
@@ -153,7 +153,7 @@ impl DiskTier {
         state.may_be_empty(number);
     }
 
-    fn clean_begun(&self, number: u64, keeper: &mut dyn CellIndex) -> Result<Compacted> {
+    fn compact_begun(&self, number: u64, index: &mut dyn CellIndex) -> Result<Compacted> {
         let mut content = Content::default();
         let found = self.scan(&[(number, 1)], &mut |record| {
             content.add(record);
@@ -163,12 +163,12 @@ impl DiskTier {
             fail!(Io, "segment {number} cannot be read completely");
         }
         self.change(number, |segment| segment.unread = false);
-        self.let_go(number)?;
+        self.release_sessions(number)?;
         // An opening that finds both copies takes the old one: it must be durable. After a failed
-        // sync no caller was told that it is.
+        // sync no caller was notified that it is.
         let written = self.state.lock().segments.get(&number).map_or(0, |s| s.dirty);
         let _ = self.commit(Mark { segment: number, write: written });
-        let mut cleaned = Compacted::default();
+        let mut compacted = Compacted::default();
         let longest = content.cells.iter().map(|old| padded(&old.cell)).max().unwrap_or(0);
         let mut cells = content.cells.iter().peekable();
         while cells.peek().is_some() {
@@ -177,20 +177,20 @@ impl DiskTier {
             let mut batch = Vec::new();
             let mut bytes = 0;
             while let Some(old) = cells.next_if(|old| bytes + padded(&old.cell) <= buffer.bytes()) {
-                if keeper.wants(&old.cell) {
+                if index.is_live(&old.cell) {
                     batch.push((old, bytes));
                     bytes += padded(&old.cell);
                 }
             }
-            self.move_batch(&content, &batch, buffer, keeper, &mut cleaned)?;
+            self.move_batch(&content, &batch, buffer, index, &mut compacted)?;
         }
         self.move_notes(number, &content)?;
-        Ok(cleaned)
+        Ok(compacted)
     }
 
     /// Older records of sessions may be removed once the sessions were written since the store was
     /// opened.
-    fn let_go(&self, number: u64) -> Result<()> {
+    fn release_sessions(&self, number: u64) -> Result<()> {
         let state = self.state.lock();
         let held = state.segments.get(&number).is_some_and(|segment| segment.held);
         let mut sessions = if held { state.noted()? } else { Vec::new() };
@@ -200,14 +200,14 @@ impl DiskTier {
         Ok(())
     }
 
-    /// Reads cells, writes them again, makes them durable, and reports them to the keeper.
+    /// Reads cells, writes them again, makes them durable, and reports them to the index.
     fn move_batch(
         &self,
         content: &Content,
         batch: &[(&Old, u64)],
         buffer: &StagingGuard<'_>,
-        keeper: &mut dyn CellIndex,
-        cleaned: &mut Compacted,
+        index: &mut dyn CellIndex,
+        compacted: &mut Compacted,
     ) -> Result<()> {
         let mut gets = Gets::default();
         let address = |at: u64, bytes: u64| buffer.range(at, bytes);
@@ -222,16 +222,16 @@ impl DiskTier {
                 at += bytes;
             }
         }
-        // SAFETY: each cell has a part of the buffer, up to whole blocks, that no one else uses.
+        // SAFETY: each cell has a part of the buffer, up to whole blocks, that nothing else uses.
         unsafe { self.read(&mut gets) };
         let mut puts = Puts::default();
-        let mut kept = Vec::new();
+        let mut rewritten = Vec::new();
         let mut last = None;
         for ((old, at), get) in batch.iter().zip(gets.iter()) {
             match &get.result {
                 Ok(()) => {}
                 Err(error) if error.status() == Status::Corrupt => {
-                    self.lose(old, keeper, cleaned);
+                    self.lose(old, index, compacted);
                     continue;
                 }
                 Err(error) => return Err(error.clone()),
@@ -255,28 +255,28 @@ impl DiskTier {
                 puts.plane(PutPlane { kind, id, version, bytes, address, sum });
                 at += bytes;
             }
-            kept.push(*old);
+            rewritten.push(*old);
         }
         let _underway = self.set_out();
         // SAFETY: as above; the buffer is only read from here on.
         unsafe { self.append_at(&mut puts, 0..usize::MAX, Front::Compaction) };
-        self.report_moved(&puts, &kept, keeper, cleaned)
+        self.report_moved(&puts, &rewritten, index, compacted)
     }
 
-    /// Makes moved cells durable, and reports them to the keeper.
+    /// Makes moved cells durable, and reports them to the index.
     fn report_moved(
         &self,
         puts: &Puts,
-        kept: &[&Old],
-        keeper: &mut dyn CellIndex,
-        cleaned: &mut Compacted,
+        rewritten: &[&Old],
+        index: &mut dyn CellIndex,
+        compacted: &mut Compacted,
     ) -> Result<()> {
-        let mut olds = kept.iter();
+        let mut olds = rewritten.iter();
         let mut result: Result<()> = Ok(());
         for (put, cells) in puts.iter() {
-            let lasts = put.result.clone().and_then(|mark: Mark| self.commit(mark));
+            let committed = put.result.clone().and_then(|mark: Mark| self.commit(mark));
             for (new, old) in cells.iter().zip(olds.by_ref()) {
-                if let Err(error) = &lasts {
+                if let Err(error) = &committed {
                     // Nothing references what was written.
                     if put.result.is_ok() {
                         self.drop_cells([(new.spot, old.cell.stored_bytes)]);
@@ -284,20 +284,20 @@ impl DiskTier {
                     result = result.and(Err(error.clone()));
                     continue;
                 }
-                let wanted = keeper.moved(&old.cell, new.spot);
-                let gone = if wanted { old.cell.spot } else { new.spot };
-                self.drop_cells([(gone, old.cell.stored_bytes)]);
-                cleaned.moved += u64::from(wanted);
+                let is_live = index.moved(&old.cell, new.spot);
+                let stale = if is_live { old.cell.spot } else { new.spot };
+                self.drop_cells([(stale, old.cell.stored_bytes)]);
+                compacted.moved += u64::from(is_live);
             }
         }
         result
     }
 
-    fn lose(&self, old: &Old, keeper: &mut dyn CellIndex, cleaned: &mut Compacted) {
-        if keeper.lost(&old.cell) {
+    fn lose(&self, old: &Old, index: &mut dyn CellIndex, compacted: &mut Compacted) {
+        if index.lost(&old.cell) {
             self.drop_cells([(old.cell.spot, old.cell.stored_bytes)]);
         }
-        cleaned.lost += 1;
+        compacted.lost += 1;
     }
 
     /// Moves records without cells that still have an effect.
@@ -305,15 +305,16 @@ impl DiskTier {
         let _underway = self.set_out();
         let (mut marks, mut moved) = (Vec::new(), Vec::new());
         let written = self.copy_notes(number, content, &mut marks, &mut moved);
-        let lasts = written.and_then(|()| marks.into_iter().try_for_each(|mark| self.commit(mark)));
+        let committed =
+            written.and_then(|()| marks.into_iter().try_for_each(|mark| self.commit(mark)));
         for (name, note) in moved {
-            match lasts {
+            match committed {
                 Ok(()) => self.settle_session(&name, note, true),
                 // Nothing references what was written.
                 Err(_) => self.state.lock().uncount_session(note.segment, false),
             }
         }
-        lasts?;
+        committed?;
         self.change(number, |segment| segment.forgets = 0);
         Ok(())
     }
@@ -334,8 +335,8 @@ impl DiskTier {
         }
         let sessions: Vec<(Box<[u8]>, Note)> = {
             let state = self.state.lock();
-            let here = state.sessions.iter().filter(|(_, note)| note.segment == number);
-            here.map(|(name, note)| (name.clone(), note.clone())).collect()
+            let notes = state.sessions.iter().filter(|(_, note)| note.segment == number);
+            notes.map(|(name, note)| (name.clone(), note.clone())).collect()
         };
         for (name, note) in sessions {
             if !note.payload.is_empty() || self.has_older(number, note.born) {
@@ -357,7 +358,7 @@ impl DiskTier {
     }
 
     /// Whether another segment may have records first written before `until`: an existing one, or a
-    /// removed one whose name may come back after a crash.
+    /// removed one whose name may reappear after a crash.
     fn has_older(&self, number: u64, until: u64) -> bool {
         let state = self.state.lock();
         let older = |segment: &Segment| segment.unread || segment.oldest < until;

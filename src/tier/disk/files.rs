@@ -81,8 +81,8 @@ impl DiskTier {
             let mut state = self.state.lock();
             state.uses += 1;
             let uses = state.uses;
-            let there = state.segments.get_mut(&number).filter(|segment| !segment.leaving);
-            let Some(segment) = there else {
+            let segment = state.segments.get_mut(&number).filter(|segment| !segment.leaving);
+            let Some(segment) = segment else {
                 fail!(NotFound, "there is no segment {number}");
             };
             segment.users += 1;
@@ -99,16 +99,16 @@ impl DiskTier {
             fail!(NotFound, "there is no segment {number}");
         };
         let file = match (opened, segment.file) {
-            (Ok(ours), None) => {
-                segment.file = Some(ours);
+            (Ok(opened), None) => {
+                segment.file = Some(opened);
                 state.open.push(number);
-                ours
+                opened
             }
-            (Ok(ours), Some(theirs)) => {
-                self.files.close(ours);
-                theirs
+            (Ok(opened), Some(cached)) => {
+                self.files.close(opened);
+                cached
             }
-            (Err(_), Some(theirs)) => theirs,
+            (Err(_), Some(cached)) => cached,
             (Err(error), None) => {
                 segment.users -= 1;
                 return Err(error);
@@ -153,7 +153,7 @@ impl DiskTier {
                 Mark { segment, write }
             };
             if self.commit(mark).is_err() {
-                return; // it takes no more records, and who waits for it is told
+                return; // it accepts no more records, and its waiters are notified
             }
             self.close_surplus();
         }
@@ -162,16 +162,16 @@ impl DiskTier {
     /// Reads or writes one range of memory.
     ///
     /// # Safety
-    /// The memory is valid, and no one else uses it during the call.
+    /// The memory is valid, and nothing else uses it during the call.
     pub(super) unsafe fn transfer_one(
         &self,
         file: FileId,
-        way: Access,
+        access: Access,
         offset: u64,
         address: *mut u8,
         bytes: u64,
     ) -> Result<()> {
-        let mut pieces = [Piece::one(file, way, offset, address, bytes)];
+        let mut pieces = [Piece::one(file, access, offset, address, bytes)];
         // SAFETY: the caller's guarantee.
         unsafe { self.files.transfer(&mut pieces) };
         let [piece] = pieces;

@@ -1,12 +1,12 @@
-//! Memory that a device is told of, so that copies of it are as fast as they can be: the device
-//! has to pin it, which takes its time. So whoever maps a segment, under its owner's lock, only
-//! notes it; it is told by whoever has no lock.
+//! Registration of host memory with a device, which pins it so that copies are fast. Pinning is
+//! slow. Therefore the tier only records a new segment under its owner's lock; a worker registers
+//! the segment later without the lock.
 
 use crate::base::sync::{Arc, Mutex};
 use crate::device::Device;
 use crate::tier::host::HostTier;
 
-/// A segment's memory, and the device that is to know of it.
+/// A segment's memory, and the device to register it with.
 pub struct Registration {
     device: Arc<dyn Device>,
     address: usize,
@@ -16,40 +16,35 @@ pub struct Registration {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    Fresh,
-    Known,
-    Gone,
+    New,
+    Registered,
+    Unregistered,
 }
 
 impl Registration {
-    /// Tells the device, unless the memory has gone meanwhile. What it cannot pin is copied all
-    /// the same.
+    /// Registers the memory, unless it was freed meanwhile. Memory that cannot be pinned is
+    /// copied without it.
     pub fn register(&self) {
         let mut state = self.state.lock();
-        if *state != State::Fresh {
+        if *state != State::New {
             return;
         }
         let place: *mut u8 = std::ptr::with_exposed_provenance_mut(self.address);
-        // SAFETY: a segment's memory, which stays until it is taken back here.
+        // SAFETY: a segment's memory, which stays mapped until it is unregistered here.
         match unsafe { self.device.register_host(place, self.bytes) } {
-            Ok(()) => *state = State::Known,
+            Ok(()) => *state = State::Registered,
             Err(error) => log::warn!("{} bytes of memory are not pinned: {error}", self.bytes),
         }
     }
 }
 
-/// Kept by the segment: its memory is taken back before it goes.
+/// Owned by the segment: unregisters its memory before it is unmapped.
 pub struct Registrar(pub Arc<Registration>);
 
 impl Registrar {
     pub fn new(device: &Arc<dyn Device>, address: *mut u8, bytes: u64) -> Registrar {
         let (device, address) = (device.clone(), address.expose_provenance());
-        Registrar(Arc::new(Registration {
-            device,
-            address,
-            bytes,
-            state: Mutex::new(State::Fresh),
-        }))
+        Registrar(Arc::new(Registration { device, address, bytes, state: Mutex::new(State::New) }))
     }
 }
 
@@ -57,11 +52,11 @@ impl Drop for Registrar {
     fn drop(&mut self) {
         let registration = &self.0;
         let mut state = registration.state.lock();
-        if std::mem::replace(&mut *state, State::Gone) != State::Known {
+        if std::mem::replace(&mut *state, State::Unregistered) != State::Registered {
             return;
         }
         let place: *mut u8 = std::ptr::with_exposed_provenance_mut(registration.address);
-        // SAFETY: none of the segment's pieces is in use, so no copy of them is under way.
+        // SAFETY: none of the segment's pieces is in use, so no copy of them is in flight.
         if let Err(error) = unsafe { registration.device.unregister_host(place) } {
             log::warn!("the memory of a slab stays pinned: {error}");
         }
@@ -69,7 +64,7 @@ impl Drop for Registrar {
 }
 
 impl HostTier {
-    /// All memory that is mapped from now on is made known to a device; by whom, see
+    /// All memory that is mapped from now on will be registered with a device, by the caller of
     /// [`HostTier::take_unregistered`].
     pub fn make_known_to(&mut self, device: Arc<dyn Device>) {
         self.device = Some(device);
@@ -80,7 +75,7 @@ impl HostTier {
         !self.unregistered.is_empty()
     }
 
-    /// Memory that the device was not told of: to be told of without the owner's lock.
+    /// Memory that is not registered yet: to be registered without the owner's lock.
     pub fn take_unregistered(&mut self) -> Vec<Arc<Registration>> {
         std::mem::take(&mut self.unregistered)
     }
