@@ -760,7 +760,7 @@ static void invalid_calls_are_refused(void) {
     WRONG(engine.k[0].memory = KVT_MEMORY_DEVICE, KVT_E_UNAVAILABLE, "K of layer 0");
     WRONG(engine.k[0].memory = 7, KVT_E_INVALID, "memory 7");
     WRONG(engine.k[0].address = engine.memory, KVT_E_INVALID, "both");
-    WRONG(engine.k[0].pages = NULL, KVT_E_INVALID, "neither");
+    WRONG(engine.k[0].pages = NULL, KVT_E_INVALID, "both null");
     WRONG(engine.k[0].page_count = 4, KVT_E_INVALID, "K of layer 0");
     WRONG(engine.k[0].page_count = UINT64_MAX, KVT_E_LIMIT, "entries");
     WRONG(engine.k[0].page_tokens = 0, KVT_E_INVALID, "K of layer 0");

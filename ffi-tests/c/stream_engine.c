@@ -450,7 +450,7 @@ static void check_mistakes(void) {
     release(stream, &first);
     check_unit(&again);
     CHECK_IS(kvt_stream_release(stream, &first, 0, &error), KVT_E_STATE);
-    CHECK(strstr(kvt_error_message(error), "given back") != NULL);
+    CHECK(strstr(kvt_error_message(error), "released before") != NULL);
     CHECK_IS(kvt_stream_release(stream, &again, 9, NULL), KVT_E_UNSUPPORTED);
     CHECK_IS(kvt_stream_close(&stream, hang_guard(), &error), KVT_E_BUSY);
     CHECK(stream != NULL);

@@ -81,9 +81,9 @@ impl<'a> ColumnSums<'a> {
             );
         }
         let keys = problem.keys.tokens() as usize;
-        let wanted = if is_by_head { keys * heads } else { keys };
-        if out.len() != wanted {
-            fail!(Invalid, "{} sums were passed, {wanted} are needed", out.len());
+        let expected = if is_by_head { keys * heads } else { keys };
+        if out.len() != expected {
+            fail!(Invalid, "{} sums were passed, {expected} are needed", out.len());
         }
         let items = keys.div_ceil(KEYS).saturating_mul(heads);
         if items > u32::MAX as usize {
@@ -130,13 +130,13 @@ impl<'a> ColumnSums<'a> {
 
 levels! {
     /// One work item of column sums.
-    run_item = one(job: &ColumnSums<'_>, item: u32, memory: *mut f32)
+    run_item = sum_item(job: &ColumnSums<'_>, item: u32, memory: *mut f32)
 }
 
 /// # Safety
 /// The item is one of the job's, and no other thread runs it; memory has the job's scratch size.
 #[inline(always)]
-unsafe fn one<L: Lanes, const R: usize>(job: &ColumnSums<'_>, item: u32, memory: *mut f32) {
+unsafe fn sum_item<L: Lanes, const R: usize>(job: &ColumnSums<'_>, item: u32, memory: *mut f32) {
     let problem = &job.problem;
     let (heads, keys) = (problem.queries.heads(), problem.keys.tokens());
     let dim = problem.keys.dim() as usize;
@@ -162,11 +162,11 @@ unsafe fn one<L: Lanes, const R: usize>(job: &ColumnSums<'_>, item: u32, memory:
                 key_head = problem.key_head(head);
                 read::<L>(&problem.keys, key_head, &tokens[..count], rows.keys);
             }
-            let one = problem.select.of(problem.heads(), head);
-            if let Some(lines) = one.lines(problem.first_query) {
+            let head_keys = problem.select.of(problem.heads(), head);
+            if let Some(lines) = head_keys.lines(problem.first_query) {
                 mark_diagonals(&lines, bits);
             }
-            add_head::<L, R>(job, (head, &one, bits), (first, count), &rows);
+            add_head::<L, R>(job, (head, &head_keys, bits), (first, count), &rows);
         }
         for i in 0..count {
             let sum = L::load(rows.sums.add(i * L::N)).sum();

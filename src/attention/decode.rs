@@ -183,11 +183,11 @@ impl<'a> Decode<'a> {
     /// No thread runs a part or an end at the same time.
     pub unsafe fn add_sums(&self, is_by_head: bool, sums: &mut [f32]) -> Result<()> {
         let (heads, keys) = (self.problem.queries.heads() as usize, self.split.scores);
-        let wanted = if is_by_head { heads * keys } else { keys };
-        if sums.len() != wanted {
+        let expected = if is_by_head { heads * keys } else { keys };
+        if sums.len() != expected {
             fail!(
                 Invalid,
-                "{} sums were passed, {wanted} are kept: open the decode with scores",
+                "{} sums were passed, {expected} are kept: open the decode with scores",
                 sums.len()
             );
         }
@@ -196,7 +196,7 @@ impl<'a> Decode<'a> {
         if !is_by_head && !is_one_list {
             fail!(
                 Invalid,
-                "heads that select different keys have no common sum: ask for sums by head"
+                "heads that select different keys have no common sum: request sums by head"
             );
         }
         if keys == 0 {
@@ -206,7 +206,7 @@ impl<'a> Decode<'a> {
         for query in 0..self.problem.queries.tokens() as usize {
             for head in 0..heads {
                 let row = results + logs + self.row(query, head) * keys;
-                // SAFETY: ends have written the shares, and nobody writes them now.
+                // SAFETY: ends have written the shares, and nothing writes them now.
                 let shares = unsafe { std::slice::from_raw_parts(self.memory.add(row), keys) };
                 let at = if is_by_head { head * keys } else { 0 };
                 sums[at..at + keys]
@@ -244,13 +244,13 @@ fn join(out: &mut [f32], from: &[f32], logs: &[f32]) -> f32 {
 
 levels! {
     /// One part of a decode.
-    run_part = one(job: &Decode<'_>, part: u32, memory: *mut f32)
+    run_part = decode_part(job: &Decode<'_>, part: u32, memory: *mut f32)
 }
 
 /// # Safety
 /// The part is one of the job's, and no other thread runs it; memory has the job's scratch size.
 #[inline(always)]
-unsafe fn one<L: Lanes, const R: usize>(job: &Decode<'_>, part: u32, memory: *mut f32) {
+unsafe fn decode_part<L: Lanes, const R: usize>(job: &Decode<'_>, part: u32, memory: *mut f32) {
     let (problem, split) = (&job.problem, &job.split);
     // SAFETY: guaranteed by the caller; sizes are those of `KvSplit::sizes`.
     unsafe {

@@ -116,11 +116,11 @@ unsafe fn dot_block<L: Lanes, E: Element, const Q: usize>(
         if whole < dim {
             for (j, (row, upcoming)) in rows.into_iter().zip(upcoming).enumerate() {
                 prefetch::<L>(upcoming.wrapping_add(whole * E::BYTES), (dim - whole) * E::BYTES);
-                let both = part::<L, E>(row.add(whole * E::BYTES), dim - whole);
+                let rest = part::<L, E>(row.add(whole * E::BYTES), dim - whole);
                 for (r, sums) in sums.iter_mut().enumerate() {
                     let query = queries.add(r * step + whole);
-                    let sum = both[0].fma(L::load(query), sums[j]);
-                    sums[j] = both[1].fma(L::load(query.add(L::N)), sum);
+                    let sum = rest[0].fma(L::load(query), sums[j]);
+                    sums[j] = rest[1].fma(L::load(query.add(L::N)), sum);
                 }
             }
         }

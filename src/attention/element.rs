@@ -17,7 +17,7 @@ pub unsafe trait Element {
     const IS_SPLIT: bool = false;
 
     /// Reads one number.
-    unsafe fn one(from: *const u8) -> f32;
+    unsafe fn load_one(from: *const u8) -> f32;
     /// Reads a vector.
     unsafe fn load<L: Lanes>(from: *const u8) -> L;
 
@@ -50,7 +50,7 @@ unsafe impl Element for F32 {
     const BYTES: usize = 4;
 
     #[inline(always)]
-    unsafe fn one(from: *const u8) -> f32 {
+    unsafe fn load_one(from: *const u8) -> f32 {
         // SAFETY: guaranteed by the caller.
         unsafe { from.cast::<f32>().read_unaligned() }
     }
@@ -67,7 +67,7 @@ unsafe impl Element for F16 {
     const BYTES: usize = 2;
 
     #[inline(always)]
-    unsafe fn one(from: *const u8) -> f32 {
+    unsafe fn load_one(from: *const u8) -> f32 {
         // SAFETY: guaranteed by the caller.
         from_f16(unsafe { from.cast::<u16>().read_unaligned() })
     }
@@ -85,7 +85,7 @@ unsafe impl Element for Bf16 {
     const IS_SPLIT: bool = true;
 
     #[inline(always)]
-    unsafe fn one(from: *const u8) -> f32 {
+    unsafe fn load_one(from: *const u8) -> f32 {
         // SAFETY: guaranteed by the caller.
         from_bf16(unsafe { from.cast::<u16>().read_unaligned() })
     }
@@ -108,7 +108,7 @@ unsafe impl Element for I8 {
     const BYTES: usize = 1;
 
     #[inline(always)]
-    unsafe fn one(from: *const u8) -> f32 {
+    unsafe fn load_one(from: *const u8) -> f32 {
         // SAFETY: guaranteed by the caller.
         f32::from(unsafe { from.cast::<i8>().read() })
     }
@@ -166,7 +166,7 @@ unsafe fn read_as<L: Lanes, E: Element>(rows: &Rows<'_>, head: u32, tokens: &[u3
                 at += L::N;
             }
             while at < dim {
-                to.add(at).write(E::one(from.add(at * E::BYTES)));
+                to.add(at).write(E::load_one(from.add(at * E::BYTES)));
                 at += 1;
             }
             match rows.scales() {

@@ -63,12 +63,12 @@ impl<'a> KeyCursor<'a> {
             KeySource::Blocks { blocks, tokens } => {
                 let first = |id: u32| u64::from(id) * u64::from(tokens);
                 let end = u64::from(self.begin) + u64::from(self.end);
-                let there = blocks.partition_point(|&id| first(id) < end);
+                let visible_blocks = blocks.partition_point(|&id| first(id) < end);
                 let last = blocks
-                    .get(there.wrapping_sub(1))
+                    .get(visible_blocks.wrapping_sub(1))
                     .map_or(0, |&id| (end - first(id)).min(u64::from(tokens)) as usize);
-                let all = there.saturating_sub(1) * tokens as usize + last;
-                if there > 0 { all - self.lead() } else { 0 }
+                let all = visible_blocks.saturating_sub(1) * tokens as usize + last;
+                if visible_blocks > 0 { all - self.lead() } else { 0 }
             }
             KeySource::Ranges { .. } | KeySource::Lines { .. } => 0,
         }

@@ -67,7 +67,7 @@ fn checked(numbers: usize, page_tokens: u32, first: u32, keys: &Rows<'_>) -> Res
     }
     let pages = (u64::from(first) + u64::from(keys.tokens())).div_ceil(page_tokens.into());
     let page = u64::from(keys.heads()) * 2 * u64::from(keys.dim());
-    if pages.checked_mul(page).is_none_or(|wanted| wanted > numbers as u64) {
+    if pages.checked_mul(page).is_none_or(|needed| needed > numbers as u64) {
         fail!(TooSmall, "rows have {numbers} numbers, {pages} pages of {page} are needed");
     }
     Ok(keys.dim() as usize)
@@ -157,7 +157,7 @@ pub fn scores(
 
 levels! {
     /// Scores of a range of pages.
-    run = one(
+    run = score_pages(
         pages: &Rows<'_>,
         queries: &Rows<'_>,
         range: (u32, u32),
@@ -173,7 +173,7 @@ const LINE: u32 = 16;
 /// # Safety
 /// Sizes are as [`scores`] checks them.
 #[inline(always)]
-unsafe fn one<L: Lanes, const R: usize>(
+unsafe fn score_pages<L: Lanes, const R: usize>(
     pages: &Rows<'_>,
     queries: &Rows<'_>,
     (from, count): (u32, u32),

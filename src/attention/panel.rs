@@ -390,9 +390,9 @@ unsafe fn mask_lines<L: Lanes>(
         // SAFETY: distances are below `bit_words` - 2 words; the scores of the tile exist.
         unsafe {
             let words = [*scratch.bits.add(back / 32), *scratch.bits.add(back / 32 + 1)];
-            let both = u64::from(words[0]) | u64::from(words[1]) << 32;
+            let pair = u64::from(words[0]) | u64::from(words[1]) << 32;
             let ahead = key.saturating_sub(position);
-            let bits = (both >> (back % 32) << ahead) as u32;
+            let bits = (pair >> (back % 32) << ahead) as u32;
             for half in [0, L::N] {
                 let at = scratch.scores.add(i * L::WIDTH + half);
                 L::load(at).keep(bits >> half).store(at);

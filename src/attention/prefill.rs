@@ -99,13 +99,13 @@ impl<'a> Prefill<'a> {
 
 levels! {
     /// One work item of a prefill.
-    run_item = one(job: &Prefill<'_>, item: u32, memory: *mut f32)
+    run_item = prefill_item(job: &Prefill<'_>, item: u32, memory: *mut f32)
 }
 
 /// # Safety
 /// The item is one of the job's, and no other thread runs it; memory has the job's scratch size.
 #[inline(always)]
-unsafe fn one<L: Lanes, const R: usize>(job: &Prefill<'_>, item: u32, memory: *mut f32) {
+unsafe fn prefill_item<L: Lanes, const R: usize>(job: &Prefill<'_>, item: u32, memory: *mut f32) {
     let problem = &job.problem;
     let (queries, heads) = (problem.queries.tokens(), problem.queries.heads());
     // The last queries see the most keys, so they start first.

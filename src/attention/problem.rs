@@ -133,7 +133,7 @@ impl Problem<'_> {
 
 /// Checks that all numbers of rows are finite, scales included. Kernels handle others without
 /// faults, but their results mean nothing.
-pub fn check_finite(what: &str, rows: &Rows<'_>) -> Result<()> {
+pub fn check_finite(name: &str, rows: &Rows<'_>) -> Result<()> {
     let mut row = [0.0_f32; MAX_DIM as usize];
     for token in 0..rows.tokens() {
         for head in 0..rows.heads() {
@@ -142,7 +142,7 @@ pub fn check_finite(what: &str, rows: &Rows<'_>) -> Result<()> {
             let sound =
                 row.iter().take(rows.dim() as usize).fold(true, |all, x| all & x.is_finite());
             if !sound {
-                fail!(Invalid, "{what} of token {token}, head {head} are not finite numbers");
+                fail!(Invalid, "{name} of token {token}, head {head} are not finite numbers");
             }
         }
     }
@@ -150,9 +150,9 @@ pub fn check_finite(what: &str, rows: &Rows<'_>) -> Result<()> {
 }
 
 /// Checks the index of a work item, and that scratch is large enough.
-pub fn check_item(what: &str, at: u32, of: u32, memory: &[f32], scratch: usize) -> Result<()> {
+pub fn check_item(name: &str, at: u32, of: u32, memory: &[f32], scratch: usize) -> Result<()> {
     if at >= of {
-        fail!(Invalid, "{what} {at} does not exist, there are {of}");
+        fail!(Invalid, "{name} {at} does not exist, there are {of}");
     }
     if memory.len() < scratch {
         fail!(TooSmall, "scratch has {} numbers, {scratch} are needed", memory.len());

@@ -31,15 +31,15 @@ pub fn mark_diagonals(lines: &Lines<'_>, words: &mut [u32]) {
 fn on_diagonals(words: &[u32], position: u32, key: u32) -> u32 {
     let (back, ahead) = (position.saturating_sub(key), key.saturating_sub(position));
     let Some([low, high, ..]) = words.get(back as usize / 32..) else { return 0 };
-    let both = u64::from(*low) | u64::from(*high) << 32;
-    (both >> (back % 32)).checked_shl(ahead).unwrap_or(0) as u32
+    let pair = u64::from(*low) | u64::from(*high) << 32;
+    (pair >> (back % 32)).checked_shl(ahead).unwrap_or(0) as u32
 }
 
 /// Fills the masks of keys, the first of which is at position `first`: the queries that select each
 /// key. The causal rule is not applied. `words` are the head's diagonals. Returns whether any key
 /// is selected.
 pub fn visible_masks(
-    one: &HeadKeys<'_>,
+    head_keys: &HeadKeys<'_>,
     words: &[u32],
     run: &QueryRun,
     first: u32,
@@ -48,9 +48,9 @@ pub fn visible_masks(
     masks.fill(0);
     let (mut query, end) = (run.query, run.query.saturating_add(run.count.min(32)));
     while query < end {
-        let until = one.until(query, run.first_query).min(end);
+        let until = head_keys.until(query, run.first_query).min(end);
         let bits = (u32::MAX >> (32 - (until - query).clamp(1, 32))) << (query - run.query);
-        run_masks(one, words, (run, query, until), (first, bits), masks);
+        run_masks(head_keys, words, (run, query, until), (first, bits), masks);
         query = until.max(query + 1);
     }
     masks.iter().any(|&mask| mask != 0)
@@ -58,19 +58,20 @@ pub fn visible_masks(
 
 /// The same for queries up to `until`, which share one cursor.
 fn run_masks(
-    one: &HeadKeys<'_>,
+    head_keys: &HeadKeys<'_>,
     words: &[u32],
     (run, query, until): (&QueryRun, u32, u32),
     (first, bits): (u32, u32),
     masks: &mut [u32],
 ) {
     let position = run.first_query + query;
-    let kind = one.kind(position);
+    let kind = head_keys.kind(position);
     if kind == Kind::Dense {
         masks.iter_mut().for_each(|mask| *mask |= bits);
         return;
     }
-    let mut cursor = one.cursor(query, (position, until - query), (first, masks.len() as u32));
+    let mut cursor =
+        head_keys.cursor(query, (position, until - query), (first, masks.len() as u32));
     let mut tile = [0; TILE];
     loop {
         let n = cursor.take(&mut tile, TILE);
@@ -85,7 +86,7 @@ fn run_masks(
             break;
         }
     }
-    let Some(lines) = one.lines(position) else { return };
+    let Some(lines) = head_keys.lines(position) else { return };
     let from = lines.columns.partition_point(|&key| key < first);
     for &key in lines.columns.iter().skip(from) {
         match masks.get_mut((key - first) as usize) {

@@ -100,7 +100,7 @@ impl Account {
             return Err(Status::Closed.into());
         }
         let usage = &mut inner.tiers[tier as usize];
-        // Waiting reservations came first: one that fits may still not pass them.
+        // Waiting reservations are older: one that fits may still not pass them.
         if usage.fits(bytes) && inner.waiters[tier as usize].is_empty() {
             usage.reserve(bytes);
             held.1[tier as usize].reserved_bytes += bytes;

@@ -101,7 +101,7 @@ pub struct TierUsage {
     pub refused: u64,
     /// Reservations that wait.
     pub waiting: u64,
-    /// Bytes that owners were asked to release.
+    /// Bytes that owners were requested to release.
     pub reclaim_requested_bytes: u64,
 }
 
@@ -450,9 +450,10 @@ impl Owner for Budget {
         // of bytes than was promised for it.
         let mut ended = Vec::new();
         for waiters in &mut self.inner.lock().waiters {
-            let (gone, waiting) = std::mem::take(waiters).into_iter().partition(Waiter::has_ended);
+            let (ended_waiters, waiting) =
+                std::mem::take(waiters).into_iter().partition(Waiter::has_ended);
             *waiters = waiting;
-            ended.push(gone);
+            ended.push(ended_waiters);
         }
         drop::<Vec<VecDeque<Waiter>>>(ended); // outside the lock: these may be the last pins
         self.grant();
@@ -474,7 +475,7 @@ impl Owner for Budget {
 
 fn open_tier(
     tier: Tier,
-    asked: Option<u64>,
+    requested: Option<u64>,
     reserve: u64,
     facts: &MemoryFacts,
     strict: bool,
@@ -485,10 +486,10 @@ fn open_tier(
         Tier::Pinned => (facts.lockable_bytes(), facts.lockable_bytes()),
         _ => (0, u64::MAX),
     };
-    let asked = asked.unwrap_or(default);
-    if asked > cap {
+    let requested = requested.unwrap_or(default);
+    if requested > cap {
         let text = format!(
-            "{asked} bytes were requested for tier {}, {cap} are available (cgroup headroom, \
+            "{requested} bytes were requested for tier {}, {cap} are available (cgroup headroom, \
              available memory, reserve of {reserve} bytes, lock quota)",
             tier.name()
         );
@@ -497,7 +498,11 @@ fn open_tier(
         }
         log::warn!("{text}");
     }
-    Ok(TierUsage { asked_bytes: asked, limit_bytes: asked.min(cap), ..TierUsage::default() })
+    Ok(TierUsage {
+        asked_bytes: requested,
+        limit_bytes: requested.min(cap),
+        ..TierUsage::default()
+    })
 }
 
 #[cfg(all(test, not(feature = "shuttle")))]

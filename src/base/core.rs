@@ -148,7 +148,7 @@ impl Core {
     pub(crate) fn op_freed(&self, items: Items) {
         self.live.fetch_sub(1, Ordering::AcqRel);
         if let Items::Many(items) = items {
-            self.items.give(items);
+            self.items.put_back(items);
         }
     }
 
@@ -282,8 +282,8 @@ impl Core {
         made.iter().enumerate().for_each(|(i, op)| see(i, op));
         self.start(&made, opts);
         self.pool.push(opts.priority, &made);
-        self.items.give(items);
-        self.refs.give(made);
+        self.items.put_back(items);
+        self.refs.put_back(made);
         Ok(())
     }
 

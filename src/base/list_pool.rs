@@ -34,7 +34,7 @@ impl<T> ListPool<T> {
     }
 
     /// Takes a list back; what is still in it is dropped.
-    pub fn give(&self, mut list: Vec<T>) {
+    pub fn put_back(&self, mut list: Vec<T>) {
         list.clear();
         let mut lists = self.0.lock();
         let idle: usize = lists.iter().map(Vec::capacity).sum();
@@ -54,7 +54,7 @@ mod tests {
         let mut list: Vec<u32> = pool.take(100).unwrap();
         list.push(1);
         let at = list.as_ptr();
-        pool.give(list);
+        pool.put_back(list);
         let again = pool.take(90).unwrap();
         assert!(again.is_empty() && again.as_ptr() == at);
         let other = pool.take(90).unwrap();
@@ -64,7 +64,7 @@ mod tests {
     #[test]
     fn idle_lists_are_bounded() {
         let pool = ListPool::default();
-        (0..200).for_each(|_| pool.give(Vec::<u8>::with_capacity(MAX_ENTRIES / 2)));
+        (0..200).for_each(|_| pool.put_back(Vec::<u8>::with_capacity(MAX_ENTRIES / 2)));
         assert_eq!(pool.0.lock().len(), 2);
     }
 }

@@ -98,10 +98,10 @@ impl Buffer {
         if request.bytes == 0 || request.bytes > MAX_BUFFER_BYTES {
             fail!(Invalid, "a buffer has 1 to {MAX_BUFFER_BYTES} bytes, not {}", request.bytes);
         }
-        let asked = request.align_bytes;
-        let align = asked.max(page);
-        if (asked != 0 && !asked.is_power_of_two()) || align > MAX_ALIGN_BYTES {
-            fail!(Invalid, "alignment {asked} is not a power of two up to {MAX_ALIGN_BYTES}");
+        let requested = request.align_bytes;
+        let align = requested.max(page);
+        if (requested != 0 && !requested.is_power_of_two()) || align > MAX_ALIGN_BYTES {
+            fail!(Invalid, "alignment {requested} is not a power of two up to {MAX_ALIGN_BYTES}");
         }
         let unit = if request.huge == Requirement::No { page } else { HUGE_PAGE_BYTES };
         let mapped_bytes = request.bytes.next_multiple_of(unit);
@@ -111,7 +111,7 @@ impl Buffer {
             mapping.prefer_huge();
         }
         let pinned = mapping.pin(request.pin, charge.pinned, faults)?;
-        charge.keep(pinned);
+        charge.commit(pinned);
         Ok(Buffer {
             address: mapping.aligned.cast(),
             bytes: request.bytes,
@@ -237,7 +237,7 @@ struct Charge<'a> {
     account: Option<&'a Arc<Account>>,
     bytes: u64,
     pinned: bool,
-    kept: bool,
+    committed: bool,
 }
 
 impl<'a> Charge<'a> {
@@ -255,20 +255,20 @@ impl<'a> Charge<'a> {
                 }
             }
         }
-        Ok(Charge { account, bytes, pinned, kept: false })
+        Ok(Charge { account, bytes, pinned, committed: false })
     }
 
-    fn keep(mut self, pinned: bool) {
+    fn commit(mut self, pinned: bool) {
         if let (Some(account), true, false) = (self.account, self.pinned, pinned) {
             account.give_back(Tier::Pinned, self.bytes);
         }
-        self.kept = true;
+        self.committed = true;
     }
 }
 
 impl Drop for Charge<'_> {
     fn drop(&mut self) {
-        let (Some(account), false) = (self.account, self.kept) else { return };
+        let (Some(account), false) = (self.account, self.committed) else { return };
         account.give_back(Tier::Host, self.bytes);
         if self.pinned {
             account.give_back(Tier::Pinned, self.bytes);

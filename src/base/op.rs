@@ -52,7 +52,7 @@ pub fn ops() -> &'static Slab<Op> {
 
 /// Executes promised ops. Every method is called with no lock held.
 pub trait Owner: Send + Sync {
-    /// A cancel or a deadline ended an op before it was issued, or nobody waits for a running
+    /// A cancel or a deadline ended an op before it was issued, or no caller waits for a running
     /// op any more.
     fn abandoned(&self, op: &Op);
     /// The runtime closes or is poisoned: the owner must finish every promised op.
@@ -238,7 +238,7 @@ impl Op {
         }
     }
 
-    /// The items. After the release their buffers are gone and their outcomes remain.
+    /// The items. After the release their buffers are released and their outcomes remain.
     pub fn items(&self) -> &[Item] {
         self.items.as_slice()
     }
@@ -555,7 +555,7 @@ impl Op {
         }
     }
 
-    /// Why nobody waits for the result any more; `None` while somebody may.
+    /// Why no caller waits for the result any more; `None` while one may.
     pub fn abandon_status(&self) -> Option<Status> {
         let bits = self.bits.load(Ordering::Acquire);
         match (bits & CANCEL != 0, bits & RESOLVED != 0) {
@@ -621,7 +621,7 @@ impl Op {
         self.core.op_released();
     }
 
-    /// Informs the owner of a running op that nobody waits for it.
+    /// Informs the owner of a running op that no caller waits for it.
     fn notify_owner(&self) {
         if let Some(owner) = &self.owner {
             owner.abandoned(self);

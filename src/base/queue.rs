@@ -356,7 +356,7 @@ impl Owner for Queue {
 
     fn shut(&self, status: Status) {
         if status == Status::Cancelled {
-            self.inner.lock().closing = true; // no more entries will come for a waiter
+            self.inner.lock().closing = true; // no more entries will arrive for a waiter
             self.filled.notify_all();
         }
     }

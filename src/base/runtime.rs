@@ -165,13 +165,13 @@ impl Runtime {
             return Err(Error::new(Status::Busy, text));
         }
         // Workers first: they may still post completions that the notifier delivers.
-        let gone = |role: Role| core.alive[role as usize].load(Ordering::SeqCst) == 0;
+        let has_ended = |role: Role| core.alive[role as usize].load(Ordering::SeqCst) == 0;
         core.pool.stop();
-        if !core.wait_until(deadline_ns, || gone(Role::Worker)) {
+        if !core.wait_until(deadline_ns, || has_ended(Role::Worker)) {
             return Err(Error::new(Status::Busy, "a worker thread has not ended yet"));
         }
         core.notifier.stop();
-        if !core.wait_until(deadline_ns, || gone(Role::Notifier)) {
+        if !core.wait_until(deadline_ns, || has_ended(Role::Notifier)) {
             let text = "a callback is still running on the notifier thread";
             return Err(Error::new(Status::Busy, text));
         }

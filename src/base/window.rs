@@ -279,10 +279,10 @@ mod tests {
                     let whole = |n: &u64| {
                         n * page() >= offset && ((n + 1) * page() <= end || end == bytes)
                     };
-                    let gone: Vec<u64> = (0..pages).filter(whole).collect();
-                    let expected = gone.len() as u64 * page();
+                    let freed: Vec<u64> = (0..pages).filter(whole).collect();
+                    let expected = freed.len() as u64 * page();
                     prop_assert_eq!(give_back(&window, offset, len), expected);
-                    gone.iter().for_each(|n| model[*n as usize] = false);
+                    freed.iter().for_each(|n| model[*n as usize] = false);
                 }
                 let resident = model.iter().filter(|page| **page).count() as u64 * page();
                 prop_assert_eq!(window.resident_bytes(), Ok(resident));

@@ -66,7 +66,7 @@ impl<T: Zeroable> Zeroed<T> {
         }
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new private mapping; no address is asked for.
+        // SAFETY: a new private mapping; no address is requested.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, prot, flags, -1, 0) };
         if start == libc::MAP_FAILED {
             fail!(NoMem, "cannot map a table of {bytes} bytes");

@@ -240,9 +240,9 @@ mod tests {
     use proptest::prelude::*;
 
     fn buffer(content: &[u8]) -> Arc<Buffer> {
-        let wish =
+        let request =
             AllocationRequest { bytes: content.len() as u64, ..AllocationRequest::default() };
-        let buffer = Buffer::map(&wish, None).unwrap();
+        let buffer = Buffer::map(&request, None).unwrap();
         // SAFETY: a fresh buffer of that size.
         unsafe {
             std::ptr::copy_nonoverlapping(content.as_ptr(), buffer.address(), content.len());
@@ -268,9 +268,9 @@ mod tests {
             let item = Item::new(kind, Some((shared.clone(), to as u64)),
                 Some((shared.clone(), from as u64)), n as u64, 0);
             let outcome = run(&item);
-            let mut want = start.clone();
-            want.copy_within(from..from + n, to);
-            prop_assert_eq!(content(&shared), want);
+            let mut expected = start.clone();
+            expected.copy_within(from..from + n, to);
+            prop_assert_eq!(content(&shared), expected);
             if kind & CHECKSUM != 0 {
                 prop_assert_eq!(outcome.value, checksum(&start[from..from + n]));
             }

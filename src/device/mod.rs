@@ -6,7 +6,7 @@
 //!
 //! - When the event `after` is done (without `after`: when the batch is submitted), a source must
 //!   be complete and a target must not be in use.
-//! - Until the batch's own event is done, nobody changes a source, and nobody reads or writes a
+//! - Until the batch's own event is done, no code changes a source, and no code reads or writes a
 //!   target.
 //!
 //! An event may be passed as `after`, or waited for, as soon as `submit` has returned it.
@@ -215,7 +215,7 @@ pub trait Device: Send + Sync {
     /// of unreleased events is limited; beyond the limit `submit` returns [`Status::Again`].
     fn release(&self, event: Event) -> Result<()>;
 
-    /// Releases an event as soon as it completes; nobody uses it any more.
+    /// Releases an event as soon as it completes; nothing uses it any more.
     fn forget(&self, event: Event) {
         if let Err(error) = self.release(event) {
             log::warn!("releasing an event failed; it leaks: {error}");

@@ -27,7 +27,7 @@ struct Blocks {
     last: u64,
     used_bytes: u64,
     allocations: BTreeMap<u64, Buffer>,
-    kept: VecDeque<Buffer>,
+    quarantined: VecDeque<Buffer>,
     kept_bytes: u64,
 }
 
@@ -103,9 +103,9 @@ impl Pool {
         // SAFETY: the block's own memory, which its owner has freed and no longer uses.
         unsafe { buffer.address().write_bytes(poison, bytes as usize) };
         blocks.kept_bytes += bytes;
-        blocks.kept.push_back(buffer);
+        blocks.quarantined.push_back(buffer);
         while blocks.kept_bytes > KEPT_BYTES {
-            let Some(oldest) = blocks.kept.pop_front() else { break };
+            let Some(oldest) = blocks.quarantined.pop_front() else { break };
             blocks.kept_bytes -= oldest.bytes();
         }
         Ok(())

@@ -283,9 +283,9 @@ impl Inner {
             Phase::Pending(batch) => Some((batch.number, event)),
             Phase::Ended(..) => None,
         };
-        let mut gone: Vec<_> = self.known.iter_mut().filter_map(number).collect();
-        gone.sort_unstable_by_key(|(number, _)| *number);
-        gone.into_iter().for_each(|(_, event)| self.end(event, Err(Status::Unavailable)));
+        let mut pending: Vec<_> = self.known.iter_mut().filter_map(number).collect();
+        pending.sort_unstable_by_key(|(number, _)| *number);
+        pending.into_iter().for_each(|(_, event)| self.end(event, Err(Status::Unavailable)));
     }
 }
 

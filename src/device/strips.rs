@@ -13,7 +13,7 @@ use crate::meta::view::{Span, Strip};
 ///
 /// # Safety
 /// The span is valid for reads, and the plane for writes of as many bytes. They do not overlap, and
-/// nobody else accesses them meanwhile.
+/// nothing else accesses them meanwhile.
 pub unsafe fn gather(span: &Span<'_>, plane: *mut u8, sum: bool) -> Option<u64> {
     let mut strips = span.strips();
     let mut summer = sum.then(Summer::default);
@@ -27,7 +27,7 @@ pub unsafe fn gather(span: &Span<'_>, plane: *mut u8, sum: bool) -> Option<u64> 
         // SAFETY: the caller's promise: strips stay inside the span, `at` inside the plane, and the
         // strips taken have the length of the block.
         unsafe {
-            let mut from = there(first.address).cast_const();
+            let mut from = pointer_at(first.address).cast_const();
             if first.count > 1 || first.run_bytes < block {
                 from = gathered.cast_const();
                 copy_strip::<true>(&first, gathered);
@@ -117,8 +117,8 @@ unsafe fn copy_any<const IN: bool>(strip: &Strip, plane: *mut u8) {
     for at in (0..strip.bytes() as usize).step_by(run) {
         // SAFETY: the caller's promise.
         unsafe {
-            let (tensor, here) = (there(address), plane.add(at));
-            let (from, to) = if IN { (tensor, here) } else { (here, tensor) };
+            let (tensor, plane_part) = (pointer_at(address), plane.add(at));
+            let (from, to) = if IN { (tensor, plane_part) } else { (plane_part, tensor) };
             std::ptr::copy_nonoverlapping(from, to, run);
         }
         address = address.wrapping_add(strip.stride_bytes);
@@ -128,22 +128,22 @@ unsafe fn copy_any<const IN: bool>(strip: &Strip, plane: *mut u8) {
 /// # Safety
 /// As for [`copy_strip`]; runs have `N` bytes.
 unsafe fn copy_fixed<const IN: bool, const N: usize>(strip: &Strip, plane: *mut u8) {
-    let mut here = plane.cast::<[u8; N]>();
+    let mut plane_part = plane.cast::<[u8; N]>();
     let mut address = strip.address;
     for _ in 0..strip.count {
-        let tensor = there(address).cast::<[u8; N]>();
+        let tensor = pointer_at(address).cast::<[u8; N]>();
         // SAFETY: the caller's promise; an array of bytes has no alignment.
         unsafe {
-            let (from, to) = if IN { (tensor, here) } else { (here, tensor) };
+            let (from, to) = if IN { (tensor, plane_part) } else { (plane_part, tensor) };
             std::ptr::copy_nonoverlapping(from, to, 1);
-            here = here.add(1);
+            plane_part = plane_part.add(1);
         }
         address = address.wrapping_add(strip.stride_bytes);
     }
 }
 
 /// Pointer to an address that an engine gave.
-pub fn there(address: u64) -> *mut u8 {
+pub fn pointer_at(address: u64) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(address as usize)
 }
 

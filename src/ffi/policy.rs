@@ -893,7 +893,7 @@ const ROUNDS: u32 = 4;
 fn evict_by_policy(state: &mut State, now_ns: i64, request: &ScoredEviction) -> Result<Outcome> {
     let State { evictor, victims, .. } = state;
     reserve_victims(victims, request.most.min(evictor.objects().len()))?;
-    match request.keep {
+    match request.report_only {
         true => evictor.preview_most(now_ns, request.required, request.most, victims),
         false => evictor.evict_most(now_ns, request.required, request.most, victims),
     }
@@ -930,7 +930,11 @@ fn evict_custom(
         let freed_units = total.freed_units + outcome.freed_units;
         let decision_ns = total.decision_ns + outcome.decision_ns;
         total = Outcome { freed_units, decision_ns, ..outcome };
-        if outcome.shortfall_units == 0 || request.keep || count == request.most || found == 0 {
+        if outcome.shortfall_units == 0
+            || request.report_only
+            || count == request.most
+            || found == 0
+        {
             break;
         }
     }
@@ -1013,7 +1017,8 @@ pub unsafe extern "C" fn kvt_policy_evict(
 ) -> kvt_status_t {
     check_out(out)?;
     let victims = Strided::new(victims, capacity, stride_bytes, MAX_OBJECTS as u64)?;
-    let request = ScoredEviction { required: required_units, most: victims.len(), keep: false };
+    let request =
+        ScoredEviction { required: required_units, most: victims.len(), report_only: false };
     write(out, &evict(&*enter(policy)?, now_ns, &request, &victims)?);
     Ok(())
 }
@@ -1034,7 +1039,8 @@ pub unsafe extern "C" fn kvt_policy_preview(
 ) -> kvt_status_t {
     check_out(out)?;
     let victims = Strided::new(victims, capacity, stride_bytes, MAX_OBJECTS as u64)?;
-    let request = ScoredEviction { required: required_units, most: victims.len(), keep: true };
+    let request =
+        ScoredEviction { required: required_units, most: victims.len(), report_only: true };
     write(out, &evict(&*enter(policy)?, now_ns, &request, &victims)?);
     Ok(())
 }

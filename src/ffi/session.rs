@@ -34,7 +34,7 @@ use crate::store::state::blocks::{BlockTransfer, MAX_BLOCKS};
 use crate::store::state::disk_gc::Cleared;
 use crate::store::state::plans::{PlanStep, PlanTerms, SessionPlan};
 use crate::store::state::session::Views;
-use crate::store::state::transfer::MAX_MOVE_CHUNKS;
+use crate::store::state::transfer::MAX_TRANSFER_CHUNKS;
 use crate::store::state::{
     CellRange, Level, SessionOpts, StoreState, TO_THE_END, TransferKind, Wanted,
 };
@@ -93,13 +93,13 @@ impl SessionNoun {
         let tokens = |core: &StoreState| -> Result<u64> {
             Ok(core.session(self.number)?.path().tokens().len() as u64)
         };
-        self.ns.store.look(tokens)?
+        self.ns.store.inspect(tokens)?
     }
 }
 
 impl Drop for SessionNoun {
     fn drop(&mut self) {
-        if let Err(error) = self.ns.store.let_go(|core| core.close_session(self.number)) {
+        if let Err(error) = self.ns.store.release_with(|core| core.close_session(self.number)) {
             log::error!("internal: a session could not be closed in its store: {error}");
         }
     }
@@ -285,7 +285,7 @@ pub(crate) struct EventNoun(pub(crate) Arc<Ready>);
 
 impl Drop for EventNoun {
     fn drop(&mut self) {
-        self.0.take_back();
+        self.0.cancel();
     }
 }
 
@@ -312,7 +312,7 @@ pub unsafe extern "C" fn kvt_ready_event_open(
 #[capi]
 pub unsafe extern "C" fn kvt_ready_event_signal(event: *const kvt_ready_event_t) -> kvt_status_t {
     let event = enter(event)?;
-    event.0.give();
+    event.0.signal();
     Ok(())
 }
 
@@ -326,7 +326,7 @@ pub unsafe extern "C" fn kvt_ready_event_query(
 ) -> kvt_status_t {
     require(out_state)?;
     let event = inspect(event)?;
-    let is_signalled = event.0.word() == Some(EventState::Given);
+    let is_signalled = event.0.state() == Some(EventState::Signalled);
     let state = if is_signalled { KVT_READY_EVENT_SIGNALLED } else { KVT_READY_EVENT_PENDING };
     out_state.write(state);
     Ok(())
@@ -537,7 +537,7 @@ unsafe fn selection_of(given: &kvt_transfer_t, kind: TransferKind) -> Result<Wan
         fail!(Invalid, "KVT_TRANSFER_NEEDED_ONLY is set for a put: it is for gets and prefetches");
     }
     // SAFETY: the caller's promise.
-    let chunks = unsafe { numbers(given.chunks, given.chunk_count, MAX_MOVE_CHUNKS)? };
+    let chunks = unsafe { numbers(given.chunks, given.chunk_count, MAX_TRANSFER_CHUNKS)? };
     if !given.chunks.is_null() && chunks.is_empty() {
         fail!(Invalid, "chunk_count is 0: list at least one chunk, or set chunks to null for all");
     }
@@ -1157,7 +1157,7 @@ pub unsafe extern "C" fn kvt_namespace_blocks_exist(
     found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
     found.resize(keys.len(), 0);
     for (keys, found) in keys.chunks(KEYS_PER_LOCK).zip(found.chunks_mut(KEYS_PER_LOCK)) {
-        ns.0.store.look(|core| core.exists(ns.0.number, keys, found))??;
+        ns.0.store.inspect(|core| core.exists(ns.0.number, keys, found))??;
     }
     // SAFETY: `out` has room for a byte per name, by the caller's promise.
     std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len());
@@ -1457,7 +1457,7 @@ pub struct kvt_demote_report_t {
 fn clear_report(cleared: &Cleared) -> kvt_clear_report_t {
     kvt_clear_report_t {
         struct_size: 0,
-        removed_chunks: cleared.gone,
+        removed_chunks: cleared.removed,
         referenced_chunks: cleared.held,
         transferring_chunks: cleared.moving,
     }
@@ -1541,7 +1541,7 @@ pub unsafe extern "C" fn kvt_session_demote(
         &kvt_demote_report_t {
             struct_size: 0,
             freed_chunks: demoted.freed,
-            pending_chunks: demoted.leaving,
+            pending_chunks: demoted.pending,
             kept_chunks: demoted.staying,
         },
     );

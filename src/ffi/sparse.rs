@@ -1875,7 +1875,7 @@ pub unsafe extern "C" fn kvt_column_sums_place(
     let heads = heads_of(given.attention)?;
     let kept = if given.kept.is_null() { None } else { Some(retained_of(given.kept)?) };
     let resident =
-        ResidentTokens { kept: kept.as_ref(), from: given.since, tokens: given.tokens, heads };
+        ResidentTokens { retained: kept.as_ref(), from: given.since, tokens: given.tokens, heads };
     let placement = placement_of(placement)?;
     let (sums, out) = (numbers(sums, sum_count, MAX_SUMS)?, numbers_mut(out, out_count)?);
     if select.is_null() {

@@ -241,7 +241,7 @@ pub unsafe extern "C" fn kvt_store_stats(
 ) -> kvt_status_t {
     check_out(out)?;
     let store = inspect(store)?;
-    let stats = store.store.look(|core| core.stats_now())?;
+    let stats = store.store.inspect(|core| core.stats_now())?;
     write(out, &stats);
     Ok(())
 }
@@ -265,7 +265,7 @@ pub unsafe extern "C" fn kvt_store_metrics(
         );
     }
     let store = inspect(store)?;
-    let text = store.store.look(|core| core.metrics_text())?;
+    let text = store.store.inspect(|core| core.metrics_text())?;
     give_text(&text, out, out_capacity, out_bytes)
 }
 
@@ -408,7 +408,7 @@ pub(crate) struct Namespace {
 
 impl Drop for Namespace {
     fn drop(&mut self) {
-        let closed = self.store.let_go(|core| {
+        let closed = self.store.release_with(|core| {
             core.close_namespace(self.number);
             Ok(())
         });
@@ -848,7 +848,7 @@ pub unsafe extern "C" fn kvt_namespace_exists(
     let ns = enter(ns)?;
     let mut found = [0; LOOKUP_GROUP];
     for (at, keys) in keys.chunks(LOOKUP_GROUP).enumerate() {
-        ns.0.store.look(|core| core.exists(ns.0.number, keys, &mut found))??;
+        ns.0.store.inspect(|core| core.exists(ns.0.number, keys, &mut found))??;
         // SAFETY: room for one byte per key, by the caller's promise.
         std::ptr::copy_nonoverlapping(found.as_ptr(), out.add(at * LOOKUP_GROUP), keys.len());
     }
@@ -922,7 +922,7 @@ pub unsafe extern "C" fn kvt_namespace_prefill_cost(
 ) -> kvt_status_t {
     check_out(out)?;
     let ns = inspect(ns)?;
-    let prefill = ns.0.store.look(|core| core.prefill(ns.0.number))?;
+    let prefill = ns.0.store.inspect(|core| core.prefill(ns.0.number))?;
     let Cost { alpha, beta } = prefill.cost();
     write(
         out,
@@ -1023,7 +1023,7 @@ pub unsafe extern "C" fn kvt_store_events(
     loop {
         let room = (rows.len() - written).min(EVENT_GROUP);
         let Some(part) = group.get_mut(..room) else { break };
-        let (count, lost, next) = store.store.look(|core| {
+        let (count, lost, next) = store.store.inspect(|core| {
             let (count, lost) = core.events.read(at, part);
             (count, lost, core.events.next_number())
         })?;
@@ -1217,7 +1217,7 @@ pub unsafe extern "C" fn kvt_store_evictions(
     let tier = Tier::from_code(tier)?;
     let store = inspect(store)?;
     let most = rows.len().min(MOST_EVICTIONS);
-    let last = store.store.look(|core| core.evictions(tier, most))??;
+    let last = store.store.inspect(|core| core.evictions(tier, most))??;
     for (at, entry) in last.iter().take(most).enumerate() {
         rows.put(at, &log_entry(entry));
     }
@@ -1241,7 +1241,7 @@ pub unsafe extern "C" fn kvt_store_tenants(
 ) -> kvt_status_t {
     let to = Strided::new(rows, capacity, stride_bytes, MAX_ROWS)?;
     let store = inspect(store)?;
-    let all: Vec<kvt_tenant_t> = store.store.look(|core| {
+    let all: Vec<kvt_tenant_t> = store.store.inspect(|core| {
         let rest = core.other_tenants();
         let rest = (rest != Tenant::default()).then(|| tenant_for_c(&rest, true));
         core.tenants().iter().map(|row| tenant_for_c(row, false)).chain(rest).collect()
@@ -1267,7 +1267,7 @@ pub unsafe extern "C" fn kvt_store_latencies(
 ) -> kvt_status_t {
     let to = Strided::new(rows, capacity, stride_bytes, MAX_ROWS)?;
     let store = inspect(store)?;
-    let report = store.store.look(|core| core.report())?;
+    let report = store.store.inspect(|core| core.report())?;
     let decisions = [report.host_policy.decision, report.disk_policy.decision];
     let (first, last) = report.latencies.split_at(BEFORE_DECISIONS);
     let all = (1..).zip(first.iter().chain(&decisions).chain(last));
@@ -1334,7 +1334,7 @@ pub unsafe extern "C" fn kvt_store_remote_stats(
 ) -> kvt_status_t {
     check_out(out)?;
     let store = inspect(store)?;
-    let stats = store.store.look(|core| core.remote_stats())?;
+    let stats = store.store.inspect(|core| core.remote_stats())?;
     write(out, &stats.unwrap_or_default());
     Ok(())
 }

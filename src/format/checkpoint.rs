@@ -18,7 +18,7 @@ const CHUNK_BYTES: usize = 144;
 const CELL_ENTRY_BYTES: usize = 32;
 const SESSION_BYTES: usize = 32;
 
-/// Most cells of one entry; more cells go to further entries of the chunk.
+/// Most cells of one entry; more cells are in further entries of the chunk.
 pub const MAX_CELLS_PER_ENTRY: usize = 1024;
 
 /// The first block of a checkpoint.

@@ -52,15 +52,15 @@ const PLANE_BYTES: usize = 24;
 
 /// The seal of a cell: XXH3-64 of 80 bytes of identity and 24 bytes for each plane. `docs/store.md`
 /// defines the bytes.
-pub fn seal(who: &Identity, planes: impl ExactSizeIterator<Item = Plane>) -> u64 {
+pub fn seal(identity: &Identity, planes: impl ExactSizeIterator<Item = Plane>) -> u64 {
     let mut bytes = [0u8; FIXED_BYTES + 4 * PLANE_BYTES];
     bytes[..4].copy_from_slice(b"KVTC");
-    bytes[4..6].copy_from_slice(&who.codec.to_le_bytes());
+    bytes[4..6].copy_from_slice(&identity.codec.to_le_bytes());
     bytes[6..8].copy_from_slice(&(planes.len() as u16).to_le_bytes());
-    bytes[8..40].copy_from_slice(&who.key.0);
-    bytes[40..72].copy_from_slice(&who.fingerprint.0);
-    bytes[72..76].copy_from_slice(&who.layer.to_le_bytes());
-    bytes[76..80].copy_from_slice(&who.valid_tokens.to_le_bytes());
+    bytes[8..40].copy_from_slice(&identity.key.0);
+    bytes[40..72].copy_from_slice(&identity.fingerprint.0);
+    bytes[72..76].copy_from_slice(&identity.layer.to_le_bytes());
+    bytes[76..80].copy_from_slice(&identity.valid_tokens.to_le_bytes());
     // Most cells have two planes and take one call. More planes use the streaming form, which gives
     // the same sum.
     let mut used = FIXED_BYTES;
@@ -95,7 +95,7 @@ pub fn seal(who: &Identity, planes: impl ExactSizeIterator<Item = Plane>) -> u64
 mod tests {
     use super::*;
 
-    fn who() -> Identity {
+    fn identity() -> Identity {
         Identity {
             key: Key([7; 32]),
             fingerprint: Fingerprint([9; 32]),
@@ -110,14 +110,14 @@ mod tests {
     }
 
     /// Field after field, as `docs/store.md` defines it.
-    fn plain(who: &Identity, planes: &[Plane]) -> u64 {
+    fn plain(identity: &Identity, planes: &[Plane]) -> u64 {
         let mut all = b"KVTC".to_vec();
-        all.extend(who.codec.to_le_bytes());
+        all.extend(identity.codec.to_le_bytes());
         all.extend((planes.len() as u16).to_le_bytes());
-        all.extend(who.key.0);
-        all.extend(who.fingerprint.0);
-        all.extend(who.layer.to_le_bytes());
-        all.extend(who.valid_tokens.to_le_bytes());
+        all.extend(identity.key.0);
+        all.extend(identity.fingerprint.0);
+        all.extend(identity.layer.to_le_bytes());
+        all.extend(identity.valid_tokens.to_le_bytes());
         for p in planes {
             all.extend(p.kind.to_le_bytes());
             all.extend(p.id.to_le_bytes());
@@ -132,7 +132,11 @@ mod tests {
     fn seal_agrees_with_its_definition_for_any_number_of_planes() {
         for n in 0..=MAX_PLANES as u64 {
             let planes: Vec<Plane> = (0..n).map(plane).collect();
-            assert_eq!(seal(&who(), planes.iter().copied()), plain(&who(), &planes), "{n}");
+            assert_eq!(
+                seal(&identity(), planes.iter().copied()),
+                plain(&identity(), &planes),
+                "{n}"
+            );
         }
     }
 
@@ -140,22 +144,22 @@ mod tests {
     fn every_field_changes_the_seal() {
         let planes = [plane(0), plane(1)];
         let of = |w: Identity, p: [Plane; 2]| seal(&w, p.into_iter());
-        let mut key = who();
+        let mut key = identity();
         key.key.0[31] ^= 1;
         let mut seals = vec![
-            of(who(), planes),
+            of(identity(), planes),
             of(key, planes),
-            of(Identity { fingerprint: Fingerprint([8; 32]), ..who() }, planes),
-            of(Identity { layer: 4, ..who() }, planes),
-            of(Identity { valid_tokens: 255, ..who() }, planes),
-            of(Identity { codec: 1, ..who() }, planes),
-            of(who(), [planes[1], planes[0]]),
-            of(who(), [planes[0], Plane { kind: 9, ..planes[1] }]),
-            of(who(), [planes[0], Plane { id: 9, ..planes[1] }]),
-            of(who(), [planes[0], Plane { version: 9, ..planes[1] }]),
-            of(who(), [planes[0], Plane { bytes: 9, ..planes[1] }]),
-            of(who(), [planes[0], Plane { sum: 9, ..planes[1] }]),
-            seal(&who(), [planes[0]].into_iter()),
+            of(Identity { fingerprint: Fingerprint([8; 32]), ..identity() }, planes),
+            of(Identity { layer: 4, ..identity() }, planes),
+            of(Identity { valid_tokens: 255, ..identity() }, planes),
+            of(Identity { codec: 1, ..identity() }, planes),
+            of(identity(), [planes[1], planes[0]]),
+            of(identity(), [planes[0], Plane { kind: 9, ..planes[1] }]),
+            of(identity(), [planes[0], Plane { id: 9, ..planes[1] }]),
+            of(identity(), [planes[0], Plane { version: 9, ..planes[1] }]),
+            of(identity(), [planes[0], Plane { bytes: 9, ..planes[1] }]),
+            of(identity(), [planes[0], Plane { sum: 9, ..planes[1] }]),
+            seal(&identity(), [planes[0]].into_iter()),
         ];
         let n = seals.len();
         seals.sort_unstable();

@@ -115,7 +115,7 @@ impl StoreHeader {
 
     /// Decodes the file: its first intact copy.
     pub fn decode(bytes: &[u8]) -> Result<StoreHeader, HeaderError> {
-        let mut why = HeaderError::Damaged;
+        let mut error = HeaderError::Damaged;
         for copy in bytes.chunks(BLOCK_BYTES).take(STORE_BLOCKS) {
             match check(copy, STORE_MAGIC) {
                 Ok(block) if u32_at(block, 8) == BLOCK_BYTES as u32 => {
@@ -124,10 +124,10 @@ impl StoreHeader {
                 }
                 Ok(_) => {}
                 Err(HeaderError::Damaged) => {}
-                Err(version) => why = version,
+                Err(version) => error = version,
             }
         }
-        Err(why)
+        Err(error)
     }
 }
 

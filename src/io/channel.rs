@@ -55,7 +55,7 @@ impl Channel {
     /// Receives what has arrived, as far as the pieces have room; None = nothing has.
     ///
     /// # Safety
-    /// Every piece can be written, and nobody else accesses it meanwhile.
+    /// Every piece can be written, and nothing else accesses it meanwhile.
     pub unsafe fn receive(&mut self, pieces: &mut Pieces) -> Result<Option<usize>, Lost> {
         match &mut self.tls {
             // SAFETY: the caller vouches for the pieces.

@@ -77,7 +77,7 @@ impl Directory {
         // SAFETY: a NUL-terminated path.
         let fd = uninterrupted(|| unsafe { libc::open(name.as_ptr(), FLAGS) });
         let fd = match fd {
-            // SAFETY: a descriptor this call has just created and nobody else owns.
+            // SAFETY: a descriptor this call has just created and nothing else owns.
             Ok(fd) => unsafe { OwnedFd::from_raw_fd(fd) },
             Err(libc::ELOOP | libc::ENOTDIR) => {
                 fail!(Invalid, "{place} is a link or a file: a directory is needed")
@@ -130,7 +130,7 @@ impl Directory {
         // SAFETY: a NUL-terminated path.
         let fd = uninterrupted(|| unsafe { libc::open(path.as_ptr(), flags) })
             .map_err(|number| errno::error(number, &format!("opening {place} to sync it")))?;
-        // SAFETY: a descriptor this call has just created and nobody else owns.
+        // SAFETY: a descriptor this call has just created and nothing else owns.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         // SAFETY: no memory is involved.
         match uninterrupted(|| unsafe { libc::fsync(fd.as_raw_fd()) }) {
@@ -195,7 +195,7 @@ impl Directory {
                 libc::ELOOP => Error::new(Status::NotFound, format!("{name} is a link")),
                 _ => errno::error(number, &format!("opening {name}")),
             })?;
-        // SAFETY: a descriptor this call has just created and nobody else owns.
+        // SAFETY: a descriptor this call has just created and nothing else owns.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         if !facts_of(&fd)?.regular {
             fail!(NotFound, "{name} is not a regular file");

@@ -1,7 +1,7 @@
 //! Files of one directory, as the disk tier uses them. Implementations: real files (`io/real`), and
 //! simulated files (`crates/testkit`) with torn writes, lost syncs and crashes.
 //!
-//! Calls block, and may come from any thread. A batch of pieces is executed concurrently by
+//! Calls block, and may be made from any thread. A batch of pieces is executed concurrently by
 //! io_uring, or sequentially without it. Each piece has its own result.
 
 use crate::base::status::{Error, Result, Status};
@@ -65,7 +65,7 @@ pub struct Piece {
 }
 
 // SAFETY: the memory is named, not owned. Whoever builds a piece guarantees that it stays valid,
-// and that nobody else accesses it, until `transfer` returns.
+// and that nothing else accesses it, until `transfer` returns.
 unsafe impl Send for Piece {}
 
 impl Part {
@@ -174,7 +174,7 @@ pub trait Files: Send + Sync {
     /// is undefined.
     ///
     /// # Safety
-    /// The memory of every piece is valid for its direction, and nobody else accesses it, until
+    /// The memory of every piece is valid for its direction, and nothing else accesses it, until
     /// this returns.
     unsafe fn transfer(&self, pieces: &mut [Piece]);
 

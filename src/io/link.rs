@@ -90,7 +90,7 @@ impl Link {
         // SAFETY: no memory is involved.
         let fd = match unsafe { libc::socket(family, kind, 0) } {
             -1 => return Err(Lost::Gone(errno::last_number())),
-            // SAFETY: a descriptor this call has just created and nobody else owns.
+            // SAFETY: a descriptor this call has just created and nothing else owns.
             fd => unsafe { OwnedFd::from_raw_fd(fd) },
         };
         let link = Link(fd);
@@ -155,7 +155,7 @@ impl Link {
     /// the stream is [`Lost::Gone`].
     ///
     /// # Safety
-    /// Every piece can be written, and nobody else accesses it meanwhile.
+    /// Every piece can be written, and nothing else accesses it meanwhile.
     pub unsafe fn receive(&self, pieces: &mut Pieces) -> Result<Option<usize>, Lost> {
         let (fd, mut message) = (self.0.as_raw_fd(), pieces.message());
         // SAFETY: an open descriptor, and a table that lives meanwhile; the caller guarantees the

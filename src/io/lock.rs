@@ -55,7 +55,7 @@ impl Lock {
             };
             lock_file(&file, &place.to_string())?;
             // The previous holder may have removed the file after it was opened here; such a lock
-            // excludes nobody.
+            // excludes no one.
             if directory.names_file(LOCK_NAME, &file)? {
                 lock.file = Some(file);
                 return Ok(lock);
@@ -78,9 +78,9 @@ impl Lock {
 
 /// Locks the file of a directory; an error names the holder.
 fn lock_file(file: &OwnedFd, place: &str) -> Result<()> {
-    let mut wish = whole_file();
+    let mut request = whole_file();
     // SAFETY: a valid flock.
-    let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLK, &wish) };
+    let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLK, &request) };
     if rc == 0 {
         return Ok(());
     }
@@ -89,24 +89,24 @@ fn lock_file(file: &OwnedFd, place: &str) -> Result<()> {
         return Err(errno::error(number, &format!("locking {place}")));
     }
     // SAFETY: a valid, writable flock.
-    let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLK, &mut wish) };
-    if rc == 0 && wish.l_type != libc::F_UNLCK as libc::c_short && wish.l_pid > 0 {
-        fail!(Busy, "{place} is open already in process {}", wish.l_pid);
+    let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLK, &mut request) };
+    if rc == 0 && request.l_type != libc::F_UNLCK as libc::c_short && request.l_pid > 0 {
+        fail!(Busy, "{place} is open already in process {}", request.l_pid);
     }
     fail!(Busy, "{place} is open already in another process")
 }
 
 fn whole_file() -> libc::flock {
     // SAFETY: integers only, which may be zero. A start and a length of 0 cover the whole file.
-    let mut wish: libc::flock = unsafe { std::mem::zeroed() };
-    wish.l_type = libc::F_WRLCK as libc::c_short;
-    wish.l_whence = libc::SEEK_SET as libc::c_short;
-    wish
+    let mut request: libc::flock = unsafe { std::mem::zeroed() };
+    request.l_type = libc::F_WRLCK as libc::c_short;
+    request.l_whence = libc::SEEK_SET as libc::c_short;
+    request
 }
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // In this order: once the table entry is gone, another thread may open the file, and
+        // In this order: once the table entry is removed, another thread may open the file, and
         // closing ours would release its lock.
         drop(self.file.take());
         // A forked child has a copy of the table, whose mutex may be locked forever.
@@ -131,7 +131,7 @@ mod tests {
     }
 
     /// Opens a directory and leaves a file in it, so that it stays.
-    fn kept(scratch: &Scratch) {
+    fn add_file(scratch: &Scratch) {
         let files = open(scratch).expect("free");
         std::fs::write(scratch.0.join("kept"), b"").expect("written");
         drop(files);
@@ -189,29 +189,29 @@ mod tests {
         assert_eq!(error.status(), Status::Busy);
     }
 
-    /// Forks a child that takes the lock, reports it, and holds it until it is told to exit.
+    /// Forks a child that takes the lock, reports it, and holds it until it is signalled to exit.
     fn holder(scratch: &Scratch) -> (i32, [i32; 2]) {
         let path = CString::new(scratch.0.join(LOCK_NAME).to_str().expect("text")).expect("text");
-        let (mut said, mut quit) = ([0; 2], [0; 2]);
-        let wish = whole_file();
+        let (mut reports, mut quit) = ([0; 2], [0; 2]);
+        let request = whole_file();
         // SAFETY: the child makes system calls only, and ends in `_exit`.
         unsafe {
-            assert_eq!((libc::pipe(said.as_mut_ptr()), libc::pipe(quit.as_mut_ptr())), (0, 0));
+            assert_eq!((libc::pipe(reports.as_mut_ptr()), libc::pipe(quit.as_mut_ptr())), (0, 0));
             let pid = libc::fork();
             if pid == 0 {
                 let fd = libc::open(path.as_ptr(), libc::O_RDWR);
-                let held = libc::fcntl(fd, libc::F_SETLK, &wish) == 0;
+                let held = libc::fcntl(fd, libc::F_SETLK, &request) == 0;
                 let mut word = u8::from(held);
-                libc::write(said[1], (&raw const word).cast(), 1);
+                libc::write(reports[1], (&raw const word).cast(), 1);
                 libc::close(quit[1]);
                 libc::read(quit[0], (&raw mut word).cast(), 1);
                 libc::_exit(0);
             }
             let mut word = 0u8;
-            assert_eq!(libc::read(said[0], (&raw mut word).cast(), 1), 1);
+            assert_eq!(libc::read(reports[0], (&raw mut word).cast(), 1), 1);
             assert_eq!(word, 1, "the child holds the lock");
-            libc::close(said[0]);
-            libc::close(said[1]);
+            libc::close(reports[0]);
+            libc::close(reports[1]);
             (pid, quit)
         }
     }
@@ -221,7 +221,7 @@ mod tests {
         let scratch = Scratch::new();
         drop(open(&scratch).expect("made"));
         assert!(!scratch.0.exists());
-        kept(&scratch);
+        add_file(&scratch);
         assert!(scratch.0.join(LOCK_NAME).exists() && scratch.0.join("kept").exists());
         // Files that existed before stay.
         std::fs::remove_file(scratch.0.join("kept")).expect("removed");
@@ -232,7 +232,7 @@ mod tests {
     #[test]
     fn a_killed_process_releases_the_lock() {
         let scratch = Scratch::new();
-        kept(&scratch);
+        add_file(&scratch);
         let (pid, quit) = holder(&scratch);
         let error = open(&scratch).err().expect("held");
         assert_eq!(error.status(), Status::Busy);

@@ -28,16 +28,16 @@ pub struct Feature {
 pub const FEATURES: [(&str, &str); 12] = [
     ("cuda", "copies to and from NVIDIA devices; the driver is loaded at run time\0"),
     ("dir", "a remote tier in a directory that machines share\0"),
-    ("faults", "faults can be planted in a runtime, for tests of error paths\0"),
+    ("faults", "faults can be injected into a runtime, for tests of error paths\0"),
     ("hugetlb", "explicit huge pages from the reserved pool\0"),
     ("io_uring", "asynchronous file I/O without a thread per request\0"),
     ("mlock", "memory can be locked in RAM\0"),
     ("redis", "a remote tier on servers that speak its protocol\0"),
-    ("s3", "a remote tier in buckets of S3 and of what speaks its protocol\0"),
+    ("s3", "a remote tier in buckets of S3 and of servers with its protocol\0"),
     ("seal", "objects of a remote tier are encrypted and authenticated\0"),
     ("thp", "transparent huge pages\0"),
-    ("tls", "connections of a remote tier that nobody else reads\0"),
-    ("wipeonfork", "the kernel tells a forked child apart at no cost\0"),
+    ("tls", "encrypted connections of a remote tier\0"),
+    ("wipeonfork", "the kernel identifies a forked child at no cost\0"),
 ];
 
 /// The feature at an index of the list.
@@ -71,7 +71,7 @@ pub fn io_uring() -> Result<()> {
     if fd < 0 {
         return Err(Error::os("io_uring_setup"));
     }
-    // SAFETY: a descriptor this call has just created and nobody else owns.
+    // SAFETY: a descriptor this call has just created and nothing else owns.
     drop(unsafe { OwnedFd::from_raw_fd(fd as i32) });
     Ok(())
 }
@@ -92,7 +92,7 @@ pub fn direct_alignment(directory: &Path) -> Result<u64> {
     if fd < 0 {
         return Err(Error::os(&format!("O_DIRECT in {}", directory.display())));
     }
-    // SAFETY: a descriptor this call has just created and nobody else owns.
+    // SAFETY: a descriptor this call has just created and nothing else owns.
     let file = unsafe { OwnedFd::from_raw_fd(fd) };
     // SAFETY: the path opened above; the file lives on through its descriptor.
     unsafe { libc::unlink(path.as_ptr()) };

@@ -45,7 +45,7 @@ impl ReadOnlyFiles {
         let mut at = piece.offset;
         for part in piece.parts.iter().filter(|part| part.bytes > 0) {
             let bytes = part.bytes as usize;
-            // SAFETY: the caller's promise: memory of that length, which nobody else accesses.
+            // SAFETY: the caller's promise: memory of that length, which nothing else accesses.
             let memory = unsafe { std::slice::from_raw_parts_mut(part.address, bytes) };
             file.read_exact_at(memory, at).map_err(|e| of_io(&e, "a read"))?;
             at = at.saturating_add(part.bytes);

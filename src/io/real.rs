@@ -84,7 +84,7 @@ impl Drop for RealFiles {
         if !self.lock.is_created() || fork::check().is_err() {
             return;
         }
-        // Safe while the lock is held: nobody else has opened the file.
+        // Safe while the lock is held: nothing else has opened the file.
         if matches!(self.directory.is_empty_except(LOCK_NAME), Ok(true))
             && self.directory.remove(LOCK_NAME).is_ok()
         {
@@ -286,7 +286,7 @@ mod tests {
             assert_eq!(status(files.create(name, 1)), Err(Status::State), "{name}");
             assert!(files.remove(name).is_err() && files.rename(name, "y").is_err(), "{name}");
         }
-        assert_eq!(files.rename("x", "link"), Ok(()), "the link goes, not what it leads to");
+        assert_eq!(files.rename("x", "link"), Ok(()), "the link is replaced, not its target");
         assert_eq!(std::fs::read(outside.0.join("secret")).expect("there"), b"secret");
         drop(files);
         let link = Scratch::new();

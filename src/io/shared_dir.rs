@@ -82,7 +82,7 @@ fn text(name: &[u8]) -> Result<CString, Number> {
 }
 
 fn owned(fd: RawFd) -> OwnedFd {
-    // SAFETY: the system has just returned it to the caller, and nobody else owns it.
+    // SAFETY: the system has just returned it to the caller, and nothing else owns it.
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
@@ -118,8 +118,8 @@ impl Folder {
         Ok(Folder(owned(fd)))
     }
 
-    /// Opens a subfolder, and creates it for this user only if it is absent; durably, if `lasts`.
-    pub fn folder_or_create(&self, name: &[u8], lasts: bool) -> Result<Folder, Number> {
+    /// Opens a subfolder, and creates it for this user only if it is absent; durably, if `is_durable`.
+    pub fn folder_or_create(&self, name: &[u8], is_durable: bool) -> Result<Folder, Number> {
         match self.folder(name) {
             Err(libc::ENOENT) => {}
             opened => return opened,
@@ -131,7 +131,7 @@ impl Folder {
             Ok(_) | Err(libc::EEXIST) => {}
             Err(number) => return Err(number),
         }
-        if lasts {
+        if is_durable {
             self.sync()?;
         }
         self.folder(name)
@@ -178,11 +178,11 @@ impl Folder {
         Ok(())
     }
 
-    /// Renames a file. With `keep` it fails with EEXIST if the target exists, or EINVAL if the file
+    /// Renames a file. With `no_replace` it fails with EEXIST if the target exists, or EINVAL if the file
     /// system cannot do that. Without, the target is replaced.
-    pub fn rename(&self, from: &[u8], to: &[u8], keep: bool) -> Result<(), Number> {
+    pub fn rename(&self, from: &[u8], to: &[u8], no_replace: bool) -> Result<(), Number> {
         let (from, to, at) = (text(from)?, text(to)?, self.0.as_raw_fd());
-        let flags = if keep { libc::RENAME_NOREPLACE } else { 0 };
+        let flags = if no_replace { libc::RENAME_NOREPLACE } else { 0 };
         // SAFETY: NUL-terminated names. By number, since not every C library has the call.
         uninterrupted(|| unsafe {
             libc::syscall(libc::SYS_renameat2, at, from.as_ptr(), at, to.as_ptr(), flags)
@@ -268,7 +268,7 @@ impl SharedFile {
     /// Reads at an offset; returns the number of bytes, 0 at the end.
     ///
     /// # Safety
-    /// The memory is valid, and nobody else accesses it.
+    /// The memory is valid, and nothing else accesses it.
     pub unsafe fn read(&self, span: Span, offset: u64) -> Result<u64, Number> {
         let offset = i64::try_from(offset).map_err(|_| libc::EINVAL)?;
         let fd = self.0.as_raw_fd();
@@ -282,15 +282,15 @@ impl SharedFile {
     /// Writes at an offset; returns the number of bytes.
     ///
     /// # Safety
-    /// The memory is valid, and nobody writes it.
+    /// The memory is valid, and nothing writes it.
     pub unsafe fn write(&self, span: Span, offset: u64) -> Result<u64, Number> {
         let offset = i64::try_from(offset).map_err(|_| libc::EINVAL)?;
         let fd = self.0.as_raw_fd();
         // SAFETY: the caller's promise.
-        let went = uninterrupted(|| unsafe {
+        let written = uninterrupted(|| unsafe {
             libc::pwrite(fd, span.address.cast(), span.bytes as usize, offset)
         })?;
-        Ok(went as u64)
+        Ok(written as u64)
     }
 
     /// Makes its bytes durable.

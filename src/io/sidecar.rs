@@ -131,8 +131,11 @@ mod tests {
         let pipe = std::ffi::CString::new(scratch.0.join("pipe").to_str().expect("text"));
         // SAFETY: a NUL-terminated path.
         assert_eq!(unsafe { libc::mkfifo(pipe.expect("text").as_ptr(), 0o600) }, 0);
-        assert!(read(&scratch.0.join("pipe"), 9).is_err(), "and nobody waits for a writer");
-        assert_eq!(write(&link, b"new"), Ok(()), "the link goes, not what it leads to");
+        assert!(
+            read(&scratch.0.join("pipe"), 9).is_err(),
+            "and the call does not wait for a writer"
+        );
+        assert_eq!(write(&link, b"new"), Ok(()), "the link is replaced, not its target");
         assert_eq!(read(&real, 9).as_deref(), Ok(&b"text"[..]));
         assert_eq!(read(&link, 9).as_deref(), Ok(&b"new"[..]));
     }

@@ -47,7 +47,7 @@ pub struct Watched {
 struct DirectoryLock(#[allow(dead_code)] OwnedFd);
 
 impl Listener {
-    /// Listens at a path. A stale socket, on which nobody listens, is replaced; anything else
+    /// Listens at a path. A stale socket, on which no process listens, is replaced; anything else
     /// stays. BUSY = another process listens there. STATE = no socket, or another user's.
     pub fn bind(path: &Path) -> Result<Listener> {
         let path = std::path::absolute(path)
@@ -88,14 +88,14 @@ impl Listener {
     }
 
     /// Accepts a connection, if there is one. Connections of other users are closed; the path
-    /// excludes them unless somebody changed its mode.
+    /// excludes them unless its mode was changed.
     pub fn accept(&self) -> Result<Option<Stream>> {
         let flags = libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
         let (at, null) = (self.fd.as_raw_fd(), std::ptr::null_mut());
         // SAFETY: an open descriptor; the address is not requested.
         let fd = uninterrupted(|| unsafe { libc::accept4(at, null, null.cast(), flags) });
         let stream = match fd {
-            // SAFETY: a descriptor this call has just created and nobody else owns.
+            // SAFETY: a descriptor this call has just created and nothing else owns.
             Ok(fd) => Stream(unsafe { OwnedFd::from_raw_fd(fd) }),
             Err(libc::EAGAIN | libc::ECONNABORTED) => return Ok(None),
             Err(number) => return Err(errno::error(number, "accepting a connection")),
@@ -166,7 +166,7 @@ impl Waker {
         // SAFETY: no memory is involved.
         match unsafe { libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC) } {
             -1 => Err(errno::last("creating an eventfd")),
-            // SAFETY: a descriptor this call has just created and nobody else owns.
+            // SAFETY: a descriptor this call has just created and nothing else owns.
             fd => Ok(Waker(unsafe { OwnedFd::from_raw_fd(fd) })),
         }
     }
@@ -214,7 +214,7 @@ impl DirectoryLock {
         // SAFETY: a NUL-terminated path.
         let fd = uninterrupted(|| unsafe { libc::open(name.as_ptr(), flags) })
             .map_err(|number| errno::error(number, &format!("opening {}", above.display())))?;
-        // SAFETY: a descriptor this call has just created and nobody else owns.
+        // SAFETY: a descriptor this call has just created and nothing else owns.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         for _ in 0..LOCK_TRIES {
             // SAFETY: an open descriptor.
@@ -276,7 +276,7 @@ fn socket() -> Result<OwnedFd> {
     // SAFETY: no memory is involved.
     match unsafe { libc::socket(libc::AF_UNIX, KIND, 0) } {
         -1 => Err(errno::last("creating a socket")),
-        // SAFETY: a descriptor this call has just created and nobody else owns.
+        // SAFETY: a descriptor this call has just created and nothing else owns.
         fd => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
     }
 }
@@ -334,7 +334,7 @@ mod tests {
 
     fn taken(listener: &Listener) -> Stream {
         wait(&mut [listener.watched()], 10_000).expect("polled");
-        listener.accept().expect("sound").expect("somebody connects")
+        listener.accept().expect("sound").expect("a client connects")
     }
 
     #[test]

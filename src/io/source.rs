@@ -456,7 +456,7 @@ mod tests {
             damaged[bit / 8] ^= 1 << (bit % 8);
             let mut source = Source::bytes(damaged).expect("the magic is there");
             if let Ok(bytes) = source.rest(16 << 20) {
-                assert!(bytes == text, "bit {bit} changed what came out");
+                assert!(bytes == text, "bit {bit} changed the output");
             }
         }
     }

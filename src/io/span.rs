@@ -107,7 +107,7 @@ impl Span {
     /// Executes the rest, call by call.
     ///
     /// # Safety
-    /// The memory is valid for its direction, and nobody else accesses it meanwhile.
+    /// The memory is valid for its direction, and nothing else accesses it meanwhile.
     pub unsafe fn carry_out(&mut self, align: u64) -> Result<()> {
         let mut idle = 0;
         while !self.is_done() {

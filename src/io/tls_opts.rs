@@ -14,7 +14,7 @@ pub const TLS_BYTES: u64 = 256 << 10;
 pub struct TlsOpts {
     /// PEM file with certificates of authorities; none = the system's.
     pub ca: Option<PathBuf>,
-    /// Accept any certificate: whoever controls the network can then read and change the data.
+    /// Accept any certificate: anyone who controls the network can then read and change the data.
     pub insecure: bool,
     /// PEM file with the client certificate, for servers that require one.
     pub cert: Option<PathBuf>,
@@ -26,7 +26,7 @@ impl TlsOpts {
     /// Rejects contradicting options.
     pub fn check(&self) -> Result<()> {
         if self.insecure && self.ca.is_some() {
-            fail!(Spec, "insecure and ca contradict each other: leave one out");
+            fail!(Spec, "insecure and ca contradict each other: remove one of them");
         }
         if self.cert_key.is_some() && self.cert.is_none() {
             fail!(Spec, "cert_key needs cert: name the file of the certificate, too");

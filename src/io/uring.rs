@@ -153,7 +153,7 @@ impl Ring {
         align: u64,
         open: &dyn Fn(FileId) -> Result<Arc<OpenFile>>,
     ) -> Result<Option<i32>> {
-        let mut flight = Flight { ring: self, given: 0, returned: 0 };
+        let mut flight = Flight { ring: self, submitted: 0, returned: 0 };
         let mut refused = None;
         let mut next = 0;
         loop {
@@ -169,12 +169,12 @@ impl Ring {
                 }
                 next += 1;
             }
-            let there = flight.given - flight.returned;
-            if there == 0 {
+            let in_flight = flight.submitted - flight.returned;
+            if in_flight == 0 {
                 return Ok(refused);
             }
             // If pieces remain, refill slots as soon as one is free.
-            flight.enter(if next < pieces.len() { 1 } else { there as usize })?;
+            flight.enter(if next < pieces.len() { 1 } else { in_flight as usize })?;
             while let Some((slot, result)) = flight.next_return() {
                 match flight.settle(slot, result, align)? {
                     Settled::Not => {}
@@ -194,7 +194,7 @@ impl Ring {
 struct Flight<'a> {
     ring: &'a mut Ring,
     /// Entries submitted so far.
-    given: u64,
+    submitted: u64,
     /// Entries returned so far.
     returned: u64,
 }
@@ -210,10 +210,10 @@ impl Flight<'_> {
         if let Some(slot) = self.ring.slots.get_mut(place as usize) {
             *slot = Slot { piece: index, file: Some(file), span, tries: 0 };
         }
-        self.give(place)
+        self.push_entry(place)
     }
 
-    fn give(&mut self, place: u32) -> Result<()> {
+    fn push_entry(&mut self, place: u32) -> Result<()> {
         let Some(slot) = self.ring.slots.get(place as usize) else {
             return Err(Status::State.into());
         };
@@ -229,7 +229,7 @@ impl Flight<'_> {
         // which is not before this is dropped.
         let pushed = unsafe { self.ring.ring.submission().push(&entry) };
         pushed.map_err(|_| Error::new(Status::State, "the ring is full"))?;
-        self.given += 1;
+        self.submitted += 1;
         Ok(())
     }
 
@@ -237,7 +237,7 @@ impl Flight<'_> {
     /// ring: it moves the queue's head only in `enter`.
     fn in_kernel(&mut self) -> u64 {
         let waiting = self.ring.ring.submission().len() as u64;
-        self.given.saturating_sub(self.returned).saturating_sub(waiting)
+        self.submitted.saturating_sub(self.returned).saturating_sub(waiting)
     }
 
     /// Submits waiting entries, and waits for returns.
@@ -280,7 +280,7 @@ impl Flight<'_> {
             Err(number) => Some(Settled::Refused(number)),
         };
         let Some(settled) = settled else {
-            self.give(place)?;
+            self.push_entry(place)?;
             return Ok(Settled::Not);
         };
         let file = slot.file.take();
@@ -396,7 +396,7 @@ mod tests {
         let file = file(&scratch);
         for _ in 0..4 {
             let stock = memory(16 << 20);
-            let mut flight = Flight { ring: &mut ring, given: 0, returned: 0 };
+            let mut flight = Flight { ring: &mut ring, submitted: 0, returned: 0 };
             for i in 0..16 {
                 let address = stock.range(i << 20, 1 << 20).expect("inside");
                 let mut piece = Piece::one(FileId(0), Access::Read, i << 20, address, 1 << 20);
@@ -409,8 +409,8 @@ mod tests {
             assert!(flight.enter(1).is_err());
             drop(flight);
             let whole = bytes_of(&stock).chunks(1 << 20).enumerate();
-            let came = whole.filter(|(i, mib)| mib.iter().all(|b| *b == *i as u8 + 1)).count();
-            assert_eq!(came, 12, "submitted transfers complete, others never start");
+            let completed = whole.filter(|(i, mib)| mib.iter().all(|b| *b == *i as u8 + 1)).count();
+            assert_eq!(completed, 12, "submitted transfers complete, others never start");
             ring = Ring::new(16).expect("another");
         }
     }
@@ -421,21 +421,21 @@ mod tests {
         let scratch = Scratch::new();
         let file = file(&scratch);
         let stock = memory(8192);
-        let mut flight = Flight { ring: &mut ring, given: 0, returned: 0 };
+        let mut flight = Flight { ring: &mut ring, submitted: 0, returned: 0 };
         let judged = |flight: &mut Flight, results: &[i32]| {
             let mut piece = Piece::one(FileId(0), Access::Read, 0, stock.address(), 8192);
             flight.start(7, &mut piece, file.clone()).expect("room");
             let mut last = Settled::Not;
             for result in results {
-                assert!(matches!(last, Settled::Not), "it goes on");
+                assert!(matches!(last, Settled::Not), "it continues");
                 // Never submitted to the kernel: the results are made up here.
                 let place = (0..4).find(|place| !flight.ring.free.contains(place)).expect("one");
                 *flight.ring.ring = IoUring::new(4).expect("an empty ring");
                 last = flight.settle(place, *result, 4096).expect("sound");
-                flight.given = flight.ring.ring.submission().len() as u64;
+                flight.submitted = flight.ring.ring.submission().len() as u64;
             }
             match last {
-                Settled::Not => "goes on".to_string(),
+                Settled::Not => "continues".to_string(),
                 Settled::Refused(number) => format!("refused {number}"),
                 Settled::Done(7, Ok(())) => "done".to_string(),
                 Settled::Done(7, Err(error)) => error.status().name().to_string(),

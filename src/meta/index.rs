@@ -11,7 +11,7 @@ pub type Slot = u32;
 /// No slot.
 pub const NONE: Slot = u32::MAX;
 
-/// Result of [`Index::guess`] if only a search can tell; no slot.
+/// Result of [`Index::guess`] if only a search can decide; no slot.
 pub const UNSURE: Slot = u32::MAX - 1;
 
 /// Most entries of an index.
@@ -182,16 +182,16 @@ impl Index {
     }
 
     /// The slot that probably holds an id, for prefetching; NONE if the id is absent, UNSURE if
-    /// only a search can tell.
+    /// only a search can decide.
     #[inline]
     pub fn guess(&self, id: u64) -> Slot {
         let tag = tag_of(id);
         let bucket = &self.buckets[self.home(tag)];
         let lanes = bucket.with(tag);
         // Branch-free: whether an id is present is unpredictable.
-        let there = bucket.slots[lanes.trailing_zeros() as usize % WIDTH];
-        let gone = if bucket.has_room() { NONE } else { UNSURE };
-        if lanes != 0 { there } else { gone }
+        let candidate = bucket.slots[lanes.trailing_zeros() as usize % WIDTH];
+        let absent = if bucket.has_room() { NONE } else { UNSURE };
+        if lanes != 0 { candidate } else { absent }
     }
 
     /// The slot of an id; `is` tells whether a slot holds it.
@@ -245,9 +245,9 @@ impl Index {
             let bucket = &self.buckets[at];
             let mut lanes = bucket.with(tag);
             while lanes != 0 {
-                let there = bucket.slots[lanes.trailing_zeros() as usize % WIDTH];
-                if is(there) {
-                    return Err(there);
+                let candidate = bucket.slots[lanes.trailing_zeros() as usize % WIDTH];
+                if is(candidate) {
+                    return Err(candidate);
                 }
                 lanes &= lanes - 1;
             }

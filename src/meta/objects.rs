@@ -20,7 +20,7 @@ const CHOSEN: u8 = 0x20;
 /// Largest value of [`Node::freq`].
 pub const MAX_FREQ: u8 = 0x1F;
 
-/// Metadata of every object: 48 bytes. The fields that a use changes come first.
+/// Metadata of every object: 48 bytes. The fields that a use changes are first.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Node {
@@ -390,8 +390,8 @@ impl Objects {
         self.orphans.remove(slot);
         let Node { id, units, children, session, .. } = self.nodes[slot as usize];
         assert_eq!(children, 0, "object {id} has children");
-        let gone = self.index.remove(id, |s| s == slot);
-        assert_eq!(gone, Some(slot), "the index lost object {id}");
+        let removed = self.index.remove(id, |s| s == slot);
+        assert_eq!(removed, Some(slot), "the index lost object {id}");
         self.units -= u64::from(units);
         self.sessions.leave(session);
         let node = &mut self.nodes[slot as usize];
@@ -522,11 +522,12 @@ mod tests {
     }
 
     #[test]
-    fn orphans_are_linked_when_their_parent_comes() {
+    fn orphans_are_linked_when_their_parent_is_inserted() {
         let mut objects = table(4);
         let child = objects.insert_with_parent_id(2, Some(1), 1, &Facts::default()).expect("room");
-        let gone = objects.insert_with_parent_id(3, Some(1), 1, &Facts::default()).expect("room");
-        objects.remove(gone);
+        let removed =
+            objects.insert_with_parent_id(3, Some(1), 1, &Facts::default()).expect("room");
+        objects.remove(removed);
         let parent = objects.insert_with_parent_id(1, None, 1, &Facts::default()).expect("room");
         objects.link_orphans(parent);
         assert!(objects.is_blocked(parent) && !objects.is_blocked(child));

@@ -106,19 +106,19 @@ pub fn find_reusable(
             (found.ready, found.soon) = groups_of(chunks, layout, slot, row, all);
         }
         tokens += u64::from(found.tokens);
-        let mut goes = [true; 2];
+        let mut is_continuable = [true; 2];
         for (g, (runs, group)) in runs.iter_mut().zip(layout.groups()).enumerate() {
             let reach = group.rule.reach_tokens().min(tokens);
             for (i, has) in [found.ready, found.soon].into_iter().enumerate() {
-                let kept = has >> g & 1;
-                runs[i] = (runs[i] + u64::from(found.tokens)) * kept;
-                goes[i] &= runs[i] >= reach;
+                let has_group = has >> g & 1;
+                runs[i] = (runs[i] + u64::from(found.tokens)) * has_group;
+                is_continuable[i] &= runs[i] >= reach;
             }
         }
-        if goes[0] {
+        if is_continuable[0] {
             (reach.chunks, reach.tokens) = (at + 1, tokens);
         }
-        if goes[1] {
+        if is_continuable[1] {
             (reach.soon_chunks, reach.reusable_soon_tokens) = (at + 1, tokens);
         }
     }
@@ -150,10 +150,10 @@ fn groups_of(chunks: &Chunks, layout: &Layout, slot: Slot, row: &Chunk, all: u64
     let (mut ready, mut soon) = (all, all);
     let remote = chunks.counts_remote();
     for (marks, &group) in chunks.marks(slot).unwrap_or_default().iter().zip(layout.group_of()) {
-        let (there, coming) =
-            (marks.there() != 0 || remote && marks.is_remote(), marks.arriving() != 0);
-        ready &= !(u64::from(!there) << group);
-        soon &= !(u64::from(!there & !coming) << group);
+        let (is_resident, is_arriving) =
+            (marks.resident_tiers() != 0 || remote && marks.is_remote(), marks.arriving() != 0);
+        ready &= !(u64::from(!is_resident) << group);
+        soon &= !(u64::from(!is_resident & !is_arriving) << group);
     }
     (ready, soon)
 }

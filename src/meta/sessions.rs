@@ -52,7 +52,7 @@ pub struct Session {
     /// Tokens found in the cache, over all its requests.
     pub hit_tokens: u64,
     /// Tokens that an unbounded cache would have found.
-    pub wanted_tokens: u64,
+    pub requested_tokens: u64,
     /// Time of the last activity.
     pub active_ns: i64,
     /// Expected time of the next activity; 0 = unknown.
@@ -95,9 +95,9 @@ pub struct Sessions {
     latest: Slot,
     idle: usize,
     /// Fairness of sessions whose rows were reused.
-    gone: Fairness,
+    removed: Fairness,
     /// The session of the current call; NONE without a session or row.
-    pub asking: Slot,
+    pub current: Slot,
 }
 
 impl Sessions {
@@ -110,8 +110,8 @@ impl Sessions {
             earliest: NONE,
             latest: NONE,
             idle: 0,
-            gone: Fairness::default(),
-            asking: NONE,
+            removed: Fairness::default(),
+            current: NONE,
         })
     }
 
@@ -159,8 +159,8 @@ impl Sessions {
         } else if self.earliest != NONE {
             let slot = self.earliest;
             self.unlink(slot);
-            let Session { id: before, hit_tokens, wanted_tokens, .. } = self.rows[slot as usize];
-            self.gone.add(hit_tokens, wanted_tokens);
+            let Session { id: before, hit_tokens, requested_tokens, .. } = self.rows[slot as usize];
+            self.removed.add(hit_tokens, requested_tokens);
             self.index.remove(before, |s| s == slot);
             slot
         } else {
@@ -236,8 +236,8 @@ impl Sessions {
     /// Fairness over known sessions and those whose rows were reused. A session that returns after
     /// that counts as a new one.
     pub fn fairness(&self) -> Fairness {
-        let mut all = self.gone;
-        self.known().for_each(|(_, row)| all.add(row.hit_tokens, row.wanted_tokens));
+        let mut all = self.removed;
+        self.known().for_each(|(_, row)| all.add(row.hit_tokens, row.requested_tokens));
         all
     }
 
@@ -259,7 +259,7 @@ mod tests {
         for id in 0..1000u64 {
             let slot = sessions.get_or_add(id);
             let row = sessions.of_mut(slot).expect("a row");
-            (row.hit_tokens, row.wanted_tokens) = (id % 7, 7 * (id % 3));
+            (row.hit_tokens, row.requested_tokens) = (id % 7, 7 * (id % 3));
             all.add(id % 7, 7 * (id % 3));
         }
         let (index, exact) = (sessions.fairness().index(), all.index());
@@ -289,8 +289,8 @@ mod tests {
         let mut stored = std::collections::VecDeque::new();
         for id in 0..500_000u64 {
             // A session with regular requests stays, though it has no object.
-            let asks = sessions.get_or_add(u64::MAX);
-            sessions.of_mut(asks).expect("a row").turns += 1;
+            let querying = sessions.get_or_add(u64::MAX);
+            sessions.of_mut(querying).expect("a row").turns += 1;
             let slot = sessions.get_or_add(id);
             assert_ne!(slot, NONE, "{id}");
             sessions.join(slot);
@@ -301,8 +301,8 @@ mod tests {
             let idle = sessions.most() - stored.len();
             assert!(idle <= LEAST_IDLE.max(IDLE_EACH * WITH) + 1, "{idle} at {id}");
         }
-        let asks = sessions.find(u64::MAX).expect("it asked in every turn");
-        assert_eq!(sessions.of(asks).expect("a row").turns, 500_000);
+        let querying = sessions.find(u64::MAX).expect("it made a request in every turn");
+        assert_eq!(sessions.of(querying).expect("a row").turns, 500_000);
         // All become idle: the latest ones are remembered.
         stored.into_iter().for_each(|slot| sessions.leave(slot));
         assert!(sessions.find(499_999).is_some() && sessions.find(0).is_none());
@@ -328,7 +328,7 @@ mod tests {
             assert_ne!(slot, NONE, "{id}");
             sessions.join(slot);
             if id >= 99 {
-                // Sessions leave in another order than they came: 7 and 100 are coprime.
+                // Sessions end in another order than they began: 7 and 100 are coprime.
                 let leaves = id - 99 + 7 * id % 50;
                 let row = sessions
                     .find(leaves)

@@ -148,7 +148,7 @@ impl<'a> View<'a> {
             let has = self.tokens;
             fail!(
                 Invalid,
-                "{tokens} tokens from row {first} on are asked of a view of {has} tokens: its \
+                "{tokens} tokens from row {first} on were requested of a view of {has} tokens: its \
                  `tokens` says how many rows the engine's tensor has"
             );
         }
@@ -267,14 +267,14 @@ impl<'a> Span<'a> {
     /// Its bytes in canonical order, in as few strips as possible: a span without gaps is one run.
     pub fn strips(&self) -> Strips<'a> {
         let end = self.first + self.tokens;
-        let gone = Strip { at: 0, address: 0, count: 0, stride_bytes: 0, run_bytes: 1 };
+        let empty = Strip { at: 0, address: 0, count: 0, stride_bytes: 0, run_bytes: 1 };
         Strips {
             view: self.view,
             token: self.first,
             end,
             address: 0,
             ready: 0,
-            strip: gone,
+            strip: empty,
             cut: 0,
         }
     }

@@ -65,7 +65,7 @@ impl Offload {
         self.audit.as_ref().map_or(0, |audit| audit.every)
     }
 
-    /// Audits a selection if its turn has come. Errors are noted and do not fail the load.
+    /// Audits a selection if it is due. Errors are noted and do not fail the load.
     pub(super) fn audit_selection(&mut self, selection: &Selection<'_>, queries: &Rows<'_>) {
         if selection.chosen.len() >= selection.candidates.len() {
             return;
@@ -88,14 +88,14 @@ impl Offload {
 
     /// The share of each candidate block.
     fn shares(&self, selection: &Selection<'_>, queries: &Rows<'_>) -> Result<Vec<f64>> {
-        let (geometry, one) = (&self.geometry, self.layer(selection.layer)?);
+        let (geometry, state) = (&self.geometry, self.layer(selection.layer)?);
         let block = geometry.shape.block_tokens;
         geometry.shape.check_queries(selection.layer, queries)?;
         let Some(audit) = &self.audit else { return Err(Status::State.into()) };
-        let left = one
+        let left = state
             .retained
             .as_ref()
-            .map(|retained: &Retained| TokensLeft::new(retained, one.tokens()));
+            .map(|retained: &Retained| TokensLeft::new(retained, state.tokens()));
         let mut attention = AttentionShares::new(&geometry.shape, queries, selection, left)?;
         let at_once = (geometry.buffer_tokens / block) as usize;
         for (part, ids) in selection.candidates.chunks(at_once).enumerate() {
@@ -110,19 +110,24 @@ impl Offload {
                 attention.block(part * at_once + at, id * block, &keys, from..from + block)?;
             }
         }
-        if selection.has_tail && one.tail.tokens > 0 {
-            let mut plane = self.tail_views(selection.layer, 0, one.tail.tokens)?.k;
+        if selection.has_tail && state.tail.tokens > 0 {
+            let mut plane = self.tail_views(selection.layer, 0, state.tail.tokens)?.k;
             if plane.memory == Memory::Device {
-                let rows = (0, one.tail.tokens);
-                let here = geometry.views(&audit.memory, 0, geometry.buffer_tokens, rows)?.k;
-                let mut copies = [row_copy(&plane, rows, address_of(&here)?, here.memory)?];
+                let rows = (0, state.tail.tokens);
+                let copy = geometry.views(&audit.memory, 0, geometry.buffer_tokens, rows)?.k;
+                let mut copies = [row_copy(&plane, rows, address_of(&copy)?, copy.memory)?];
                 // SAFETY: rows of the tail, and the audit's memory, which no op writes.
                 unsafe { self.copier.copy(&mut copies)? };
-                plane = here;
+                plane = copy;
             }
             // SAFETY: rows of the tail, which nothing writes during this call, or a copy.
             let keys = unsafe { rows_of(geometry, &plane)? };
-            attention.block(selection.candidates.len(), one.stored, &keys, 0..one.tail.tokens)?;
+            attention.block(
+                selection.candidates.len(),
+                state.stored,
+                &keys,
+                0..state.tail.tokens,
+            )?;
         }
         attention.shares(selection.candidates.len())
     }

@@ -164,8 +164,8 @@ impl KeyStaging {
         let bytes_of = |plane: &PlaneView| u64::from(plane.tokens) * geometry.k_bytes;
         let all = planes.iter().map(bytes_of).sum();
         let buffer = self.buffer_of(&by.device, account, all)?;
-        let (mut here, mut copies) = (Vec::new(), Vec::new());
-        here.try_reserve_exact(planes.len()).map_err(|_| Status::NoMem)?;
+        let (mut host_planes, mut copies) = (Vec::new(), Vec::new());
+        host_planes.try_reserve_exact(planes.len()).map_err(|_| Status::NoMem)?;
         copies.try_reserve_exact(planes.len()).map_err(|_| Status::NoMem)?;
         let mut at = 0;
         for plane in planes {
@@ -174,14 +174,14 @@ impl KeyStaging {
             };
             let (to, heads) = (to.expose_provenance() as u64, geometry.shape.key_heads);
             copies.push(row_copy(plane, (0, plane.tokens), to, Memory::Host)?);
-            here.push(canonical((to, Memory::Host), plane.tokens, heads, geometry.k_bytes));
+            host_planes.push(canonical((to, Memory::Host), plane.tokens, heads, geometry.k_bytes));
             at += bytes_of(plane);
         }
         // SAFETY: the caller's promise; the buffer belongs to this call.
-        let came = unsafe {
+        let copied = unsafe {
             if are_engines { by.copy_after_event(&mut copies) } else { by.copy(&mut copies) }
         };
-        came.map(|()| here)
+        copied.map(|()| host_planes)
     }
 
     fn buffer_of(
@@ -193,8 +193,9 @@ impl KeyStaging {
         if self.memory.as_ref().is_none_or(|known| known.buffer.bytes() < bytes) {
             self.memory = None;
             let bytes = bytes.max(LEAST_BYTES).checked_next_power_of_two().ok_or(Status::Limit)?;
-            let wish = AllocationRequest { bytes, account: account.cloned(), ..Default::default() };
-            let buffer = Buffer::map(&wish, None)?;
+            let request =
+                AllocationRequest { bytes, account: account.cloned(), ..Default::default() };
+            let buffer = Buffer::map(&request, None)?;
             // SAFETY: the memory stays until it is unregistered.
             unsafe { device.register_host(buffer.address(), buffer.bytes())? };
             self.memory = Some(RegisteredBuffer { buffer, device: device.clone() });

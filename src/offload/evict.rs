@@ -15,8 +15,9 @@ impl Offload {
     /// [`crate::sparse::Sparse::observe`].
     pub fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
         self.layer(layer)?;
-        let wants = |policy: &&mut Box<dyn Sparse>| policy.traits().needs & needs::COLUMN_SUMS != 0;
-        for policy in self.policies.all().filter(wants) {
+        let needs_sums =
+            |policy: &&mut Box<dyn Sparse>| policy.traits().needs & needs::COLUMN_SUMS != 0;
+        for policy in self.policies.all().filter(needs_sums) {
             policy.observe(layer, queries, sums, tokens)?;
         }
         Ok(())
@@ -52,25 +53,25 @@ impl Offload {
         let cap = if context.is_prefill { caps::EVICT_PREFILL } else { caps::EVICT_DECODE };
         let all = self.layer(layer)?.tokens();
         // The memory of an earlier answer is reused.
-        let mut keep = std::mem::take(&mut self.spare);
-        keep.clear();
-        let evicted = self.evict_with_policy(layer, context, cap, &mut keep);
+        let mut answer = std::mem::take(&mut self.spare);
+        answer.clear();
+        let evicted = self.evict_with_policy(layer, context, cap, &mut answer);
         if let Ok(true) = evicted {
-            let one = &mut self.layers[layer as usize];
-            let lists = keep.heads.len() as u64;
-            let before = match &one.retained {
-                Some(retained) => (0..keep.heads.len())
+            let state = &mut self.layers[layer as usize];
+            let lists = answer.heads.len() as u64;
+            let before = match &state.retained {
+                Some(retained) => (0..answer.heads.len())
                     .map(|at| TokensLeft::new(retained, all).count(at) as u64)
                     .sum(),
                 None => lists * u64::from(all),
             };
-            let after = keep.heads.items.len() as u64;
+            let after = answer.heads.items.len() as u64;
             self.stats.evicted_tokens += before.saturating_sub(after);
-            let retained = one.retained.get_or_insert_default();
-            std::mem::swap(&mut retained.lists, &mut keep.heads);
+            let retained = state.retained.get_or_insert_default();
+            std::mem::swap(&mut retained.lists, &mut answer.heads);
             retained.since = all;
         }
-        self.spare = keep;
+        self.spare = answer;
         evicted
     }
 
@@ -80,7 +81,7 @@ impl Offload {
         layer: u32,
         context: &Context,
         cap: u32,
-        keep: &mut RetainedTokens,
+        retained: &mut RetainedTokens,
     ) -> Result<bool> {
         let all = self.layer(layer)?.tokens();
         let mut evicts = false;
@@ -88,37 +89,37 @@ impl Offload {
             if evicts {
                 fail!(Unsupported, "two policies evict tokens in one sequence");
             }
-            evicts = policy.evict(layer, context, keep)?;
+            evicts = policy.evict(layer, context, retained)?;
         }
         if !evicts {
             return Ok(false);
         }
         let heads = self.geometry.shape.key_heads as usize;
-        let lists = keep.heads.len();
+        let lists = retained.heads.len();
         let is_sound = |list: &[u32]| {
             list.is_sorted_by(|a, b| a < b) && list.last().is_none_or(|&last| last < all)
         };
         if ![1, heads, self.geometry.shape.query_heads as usize].contains(&lists)
-            || !(0..lists).all(|at| is_sound(keep.heads.get(at)))
+            || !(0..lists).all(|at| is_sound(retained.heads.get(at)))
         {
             fail!(Invalid, "a policy retains tokens that do not exist, or repeats some");
         }
         for policy in self.policies.all() {
-            policy.evicted(layer, keep)?;
+            policy.evicted(layer, retained)?;
         }
         Ok(true)
     }
 
     /// The retained tokens of a layer; none = all.
     pub fn retained(&self, layer: u32) -> Result<Option<TokensLeft<'_>>> {
-        let one = self.layer(layer)?;
-        Ok(one.retained.as_ref().map(|retained| TokensLeft::new(retained, one.tokens())))
+        let state = self.layer(layer)?;
+        Ok(state.retained.as_ref().map(|retained| TokensLeft::new(retained, state.tokens())))
     }
 
     /// Drops blocks of which no head retains a token.
     pub(super) fn drop_empty_blocks(&self, layer: u32, blocks: &mut Vec<u32>) {
-        let one = self.layers.get(layer as usize);
-        let Some(retained) = one.and_then(|one| one.retained.as_ref()) else { return };
+        let state = self.layers.get(layer as usize);
+        let Some(retained) = state.and_then(|state| state.retained.as_ref()) else { return };
         let block = self.geometry.shape.block_tokens;
         blocks.retain(|&id| retained.has_any(&(id * block..(id + 1) * block)));
     }

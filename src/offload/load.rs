@@ -68,8 +68,8 @@ impl Offload {
             self.geometry.shape.check_queries(layer, query)?;
             check_finite("queries", query)?;
         }
-        let asked = query.filter(|_| !is_chosen);
-        let blocks = self.chosen(layer, asked, &candidates, context)?;
+        let selection_query = query.filter(|_| !is_chosen);
+        let blocks = self.chosen(layer, selection_query, &candidates, context)?;
         let block = self.geometry.shape.block_tokens;
         let (count, tokens) = (blocks.len() as u32, blocks.len() as u64 * u64::from(block));
         if tokens > self.geometry.buffer_tokens.into() {
@@ -123,9 +123,9 @@ impl Offload {
     /// Ends a load, and copies the tail.
     fn arrive(&mut self, buffer: u32, op: Option<OpRef>) -> Result<()> {
         let begun_ns = self.clock.now_ns();
-        let came = op.map_or(Ok(0), |op| end(&op));
+        let loaded = op.map_or(Ok(0), |op| end(&op));
         self.stats.load_waits.add(self.clock.now_ns().saturating_sub(begun_ns));
-        if let Err(error) = came {
+        if let Err(error) = loaded {
             self.stats.failed_loads += 1;
             return Err(error);
         }
@@ -134,14 +134,14 @@ impl Offload {
             return Ok(());
         }
         let (layer, behind) = (slot.layer, slot.blocks.len() as u32);
-        let one = self.layer(layer)?;
-        if one.stored != slot.stored {
+        let state = self.layer(layer)?;
+        if state.stored != slot.stored {
             fail!(
                 State,
                 "layer {layer} has more or fewer blocks than when the load began: load again"
             );
         }
-        let tokens = one.tail.tokens;
+        let tokens = state.tail.tokens;
         self.copy_tail(buffer, layer, behind * self.geometry.shape.block_tokens, tokens)?;
         self.ring.get_mut(buffer)?.tail_tokens = tokens;
         Ok(())
@@ -207,11 +207,11 @@ impl Offload {
         rows.clear();
         rows.try_reserve(positions.len()).map_err(|_| Status::NoMem)?;
         for &position in positions {
-            let wanted = position / block;
-            while slot.blocks.get(at).is_some_and(|&has| has < wanted) {
+            let block_number = position / block;
+            while slot.blocks.get(at).is_some_and(|&has| has < block_number) {
                 at += 1;
             }
-            if slot.blocks.get(at) == Some(&wanted) {
+            if slot.blocks.get(at) == Some(&block_number) {
                 rows.push(at as u32 * block + position % block);
             } else if let Some(in_tail) =
                 position.checked_sub(slot.stored).filter(|&n| n < slot.tail_tokens)
@@ -224,27 +224,27 @@ impl Offload {
 
     /// The candidate blocks: those with retained tokens.
     fn candidates(&self, layer: u32, which: BlockSelection<'_>) -> Result<Vec<u32>> {
-        let one = self.layer(layer)?;
-        let all = one.stored / self.geometry.shape.block_tokens;
+        let state = self.layer(layer)?;
+        let all = state.stored / self.geometry.shape.block_tokens;
         let mut blocks = Vec::new();
         match which {
             BlockSelection::All => {
                 blocks.try_reserve_exact(all as usize).map_err(|_| Status::NoMem)?;
                 blocks.extend(0..all);
             }
-            BlockSelection::Blocks(given) | BlockSelection::Chosen(given) => {
-                let is_last = given.last().is_none_or(|&last| last < all);
-                if !is_last || !given.is_sorted_by(|a, b| a < b) {
+            BlockSelection::Blocks(listed) | BlockSelection::Chosen(listed) => {
+                let is_last = listed.last().is_none_or(|&last| last < all);
+                if !is_last || !listed.is_sorted_by(|a, b| a < b) {
                     fail!(
                         Invalid,
                         "blocks must be ascending, without repetition, and below {all}, the \
                          number of blocks of layer {layer}"
                     );
                 }
-                blocks = copy_of(given)?;
+                blocks = copy_of(listed)?;
             }
         }
-        if one.retained.is_some() {
+        if state.retained.is_some() {
             self.drop_empty_blocks(layer, &mut blocks);
         }
         Ok(blocks)
@@ -303,8 +303,8 @@ impl Offload {
         let candidates = if is_chosen { &all } else { candidates };
         let has_tail = !matches!(which, BlockSelection::Blocks(_));
         let first_query = context.first_query;
-        let what = Selection { layer, candidates, chosen, has_tail, first_query };
-        self.audit_selection(&what, query);
+        let selection = Selection { layer, candidates, chosen, has_tail, first_query };
+        self.audit_selection(&selection, query);
     }
 
     /// Audits a buffer that was selected by another layer's query, with the layer's own query.
@@ -319,8 +319,8 @@ impl Offload {
         if let Ok(candidates) = self.candidates(layer, BlockSelection::All) {
             let first_query = context.first_query;
             let (candidates, chosen) = (candidates.as_slice(), chosen.as_slice());
-            let what = Selection { layer, candidates, chosen, has_tail: true, first_query };
-            self.audit_selection(&what, query);
+            let selection = Selection { layer, candidates, chosen, has_tail: true, first_query };
+            self.audit_selection(&selection, query);
         }
         if let Ok(slot) = self.ring.get_mut(buffer) {
             slot.blocks = chosen;

@@ -73,8 +73,8 @@ impl OwnedMemory {
     /// Allocates host memory.
     pub fn map(store: &Arc<Store>, bytes: u64) -> Result<OwnedMemory> {
         let account = store.account().cloned();
-        let wish = AllocationRequest { bytes, account, ..Default::default() };
-        Ok(OwnedMemory::Host(Buffer::map(&wish, None)?))
+        let request = AllocationRequest { bytes, account, ..Default::default() };
+        Ok(OwnedMemory::Host(Buffer::map(&request, None)?))
     }
 
     /// Memory in which the addresses are valid.

@@ -38,8 +38,8 @@ impl Policies {
 
     /// Whether a policy needs keys.
     pub(super) fn need_keys(&self) -> bool {
-        let both = [&self.prefill, &self.decode].into_iter().flatten();
-        both.into_iter().any(|policy| policy.traits().needs & needs::KEYS != 0)
+        let policies_in_use = [&self.prefill, &self.decode].into_iter().flatten();
+        policies_in_use.into_iter().any(|policy| policy.traits().needs & needs::KEYS != 0)
     }
 }
 
@@ -185,10 +185,10 @@ fn check_policies(policies: &Policies) -> Result<()> {
     let prefill = caps::LOAD_PREFILL | caps::INDEX_PREFILL | caps::EVICT_PREFILL;
     let decode = caps::LOAD_DECODE | caps::INDEX_DECODE | caps::EVICT_DECODE | caps::EVICT_PREFILL;
     let all = [("prefill", &policies.prefill, prefill), ("decode", &policies.decode, decode)];
-    for (when, policy, wanted) in all {
+    for (when, policy, phase_caps) in all {
         let Some(policy) = policy else { continue };
         let caps = policy.traits().caps;
-        if caps != 0 && caps & wanted == 0 {
+        if caps != 0 && caps & phase_caps == 0 {
             fail!(Unsupported, "the policy for {when} has no function in {when}");
         }
     }

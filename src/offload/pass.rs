@@ -46,18 +46,18 @@ impl Offload {
             None => fail!(State, "no pass has begun: call begin first"),
         };
         let buffer = layer % self.ring.len();
-        let mut came = Err(Status::State.into());
+        let mut waited = Err(Status::State.into());
         let slot = self.ring.get(buffer)?;
         if pass.begun > layer && slot.layer == layer && slot.has_tail {
-            came = self.wait(buffer);
+            waited = self.wait(buffer);
         }
         // The load has not begun, the tail became a block since, or the engine used the buffer
         // otherwise.
-        if came.as_ref().is_err_and(|error| error.status() == Status::State) {
+        if waited.as_ref().is_err_and(|error| error.status() == Status::State) {
             self.load(buffer, layer, BlockSelection::All, query, &pass.context)?;
-            came = self.wait(buffer);
+            waited = self.wait(buffer);
         }
-        let loaded = came?;
+        let loaded = waited?;
         if let Some(query) = query {
             self.audit_ahead(buffer, query, &pass.context);
         }

@@ -178,7 +178,7 @@ impl PolicyState {
     /// Waits for puts, and closes session and namespace.
     pub fn close(&mut self, store: &Store) {
         self.reap(0);
-        let closed = store.let_go(|core| {
+        let closed = store.release_with(|core| {
             core.close_namespace(self.namespace);
             core.close_session(self.session)
         });
@@ -189,14 +189,14 @@ impl PolicyState {
 
     /// Appends the tokens of another session, up to one.
     fn append_tokens_from(&mut self, store: &Store, of: u32, tokens: u32) -> Result<()> {
-        let (has, wanted) = (self.tokens, tokens as usize);
-        if has < wanted {
+        let (has, target) = (self.tokens, tokens as usize);
+        if has < target {
             store.with(|core| {
                 let path = core.session(of)?.path();
-                let more = path.tokens().get(has..wanted).ok_or(Status::Invalid)?.to_vec();
+                let more = path.tokens().get(has..target).ok_or(Status::Invalid)?.to_vec();
                 core.append(self.session, &more)
             })?;
-            self.tokens = wanted;
+            self.tokens = target;
         }
         Ok(())
     }
@@ -219,7 +219,7 @@ impl PolicyState {
             head_stride_bytes: bytes,
             memory: Memory::Host,
         };
-        let what = CellRange {
+        let range = CellRange {
             first_token: first.into(),
             tokens: tokens.into(),
             first_layer: layer as usize,
@@ -229,7 +229,7 @@ impl PolicyState {
             views: Arc::new(Views(vec![LayerViews { k, v: None }])),
             after: None,
         };
-        let ops = store.submit(self.session, kind, Level::Ram, what, &OpOpts::default())?;
+        let ops = store.submit(self.session, kind, Level::Ram, range, &OpOpts::default())?;
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }
 
@@ -239,13 +239,13 @@ impl PolicyState {
         self.puts.retain(|(op, _)| {
             // The state is read once: an op that ends between two reads would be dropped without
             // its end.
-            let goes = wait > 0 || op.info().state & RELEASED != 0;
+            let is_done = wait > 0 || op.info().state & RELEASED != 0;
             wait = wait.saturating_sub(1);
-            if goes {
+            if is_done {
                 // After a failed put, policies do not know the block.
                 let _ = end(op);
             }
-            !goes
+            !is_done
         });
     }
 }
@@ -290,8 +290,8 @@ fn max_row_bytes(geometry: &Geometry, policies: &Policies) -> Result<usize> {
     let address = keys.as_mut_ptr().expose_provenance() as u64;
     let plane = canonical((address, Memory::Host), block, heads, geometry.k_bytes);
     let (mut max_row_bytes, mut kept_bytes) = (0, 0);
-    let both: [&Option<Box<dyn Sparse>>; 2] = [&policies.prefill, &policies.decode];
-    for policy in both.into_iter().flatten() {
+    let both_policies: [&Option<Box<dyn Sparse>>; 2] = [&policies.prefill, &policies.decode];
+    for policy in both_policies.into_iter().flatten() {
         let mut probe = policy.fork()?;
         let mut most = 0;
         for layer in 0..geometry.shape.layers {

@@ -16,10 +16,10 @@ use crate::store::state::{CellRange, Level, TransferKind, Wanted};
 impl Offload {
     /// Puts K and V of the next `tokens` tokens of a layer. The session must have these tokens.
     /// Policies see the keys; then whole blocks are put into the store, and the rest is copied to
-    /// the tail. The op, if one is returned, tells when the library no longer accesses the
+    /// the tail. The op, if one is returned, reports when the library no longer accesses the
     /// engine's tensors; without one, it does not when this returns.
     ///
-    /// After an error [`Offload::tokens`] tells how many tokens were taken. BUDGET, IO = the tail
+    /// After an error [`Offload::tokens`] returns how many tokens were taken. BUDGET, IO = the tail
     /// could not be put: the tail keeps the tokens that fitted, and the next put tries again.
     ///
     /// # Safety
@@ -110,14 +110,14 @@ impl Offload {
     /// # Safety
     /// As [`Offload::put`].
     unsafe fn fetch_and_check_keys(&mut self, source: &mut PutSource) -> Result<()> {
-        let here = [self.memory.memory(), source.views.k.memory] == [Memory::Host; 2];
+        let is_host = [self.memory.memory(), source.views.k.memory] == [Memory::Host; 2];
         if source.views.k.memory == Memory::Host && self.policies.all().next().is_some() {
             self.copier.wait_until_ready()?;
         }
         if !self.policies.need_keys() {
             return Ok(());
         }
-        if !here {
+        if !is_host {
             let keys = std::slice::from_ref(&source.views.k);
             // SAFETY: the caller's promise.
             let brought = unsafe {
@@ -179,18 +179,18 @@ impl Offload {
         layer: u32,
         first: u32,
         keys: &PlaneView,
-        who: impl Fn(&Traits) -> bool,
+        needs_keys: impl Fn(&Traits) -> bool,
     ) -> Result<()> {
         let block = self.geometry.shape.block_tokens;
         for at in (0..keys.tokens).step_by(block as usize) {
-            let Some(one) = part_of(keys, at, block) else {
+            let Some(part) = part_of(keys, at, block) else {
                 // Blocks in pages that are no multiple were copied through the tail.
                 return Err(Status::Invalid.into());
             };
             // SAFETY: the caller's promise.
-            let keys = unsafe { rows_of(&self.geometry, &one)? };
+            let keys = unsafe { rows_of(&self.geometry, &part)? };
             let id = (first + at) / block;
-            for policy in self.policies.all().filter(|policy| who(&policy.traits())) {
+            for policy in self.policies.all().filter(|policy| needs_keys(&policy.traits())) {
                 policy.seal(layer, id, first + at, &keys)?;
             }
         }
@@ -221,11 +221,11 @@ impl Offload {
     pub(super) fn submit(
         &self,
         kind: TransferKind,
-        what: CellRange,
+        range: CellRange,
         opts: &OpOpts,
     ) -> Result<OpRef> {
         let level = if kind == TransferKind::Put { self.level } else { Level::Ram };
-        let ops = self.store.submit(self.session, kind, level, what, opts)?;
+        let ops = self.store.submit(self.session, kind, level, range, opts)?;
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }
 
@@ -291,9 +291,9 @@ impl Offload {
     fn seal_together(&mut self, first: u32) -> Result<()> {
         let block = self.geometry.shape.block_tokens;
         let is_full = |layer: &Layer| layer.stored == first && layer.tail.tokens == block;
-        let wants = |policy: &mut Box<dyn Sparse>| policy.traits().seals_together;
+        let seals_together = |policy: &mut Box<dyn Sparse>| policy.traits().seals_together;
         if first < self.sealed_together
-            || !self.policies.all().any(wants)
+            || !self.policies.all().any(seals_together)
             || !self.layers.iter().all(is_full)
         {
             return Ok(());
@@ -320,8 +320,8 @@ impl Offload {
     /// have it.
     fn seal_single_layer(&mut self, layer: u32) -> Result<()> {
         let first = self.layer(layer)?.stored;
-        let wants = |policy: &mut Box<dyn Sparse>| policy.traits().seals_together;
-        if first < self.sealed_together || !self.policies.all().any(wants) {
+        let seals_together = |policy: &mut Box<dyn Sparse>| policy.traits().seals_together;
+        if first < self.sealed_together || !self.policies.all().any(seals_together) {
             return Ok(());
         }
         match self.tail_keys(&[layer])?.first() {
@@ -387,11 +387,11 @@ impl Offload {
         }
         self.seal_single_layer(layer)?;
         let begun_ns = self.clock.now_ns();
-        let one = &mut self.layers[layer as usize];
-        let left = one.tail.leaving.take().map_or(Ok(0), |op| end(&op));
+        let state = &mut self.layers[layer as usize];
+        let left = state.tail.leaving.take().map_or(Ok(0), |op| end(&op));
         if left.is_ok() {
-            one.stored += block;
-            one.tail.tokens = 0;
+            state.stored += block;
+            state.tail.tokens = 0;
             self.stats.put_blocks += 1;
             self.stats.put_bytes += u64::from(block) * self.geometry.token_bytes();
         }

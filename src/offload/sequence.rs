@@ -129,8 +129,8 @@ impl Offload {
                 "the budget has no memory for policy state: raise it, or end other sequences"
             );
         }
-        for (one, to) in self.layers.iter().zip(&mut other.layers) {
-            *to = one.try_clone().ok_or(Status::NoMem)?;
+        for (from, to) in self.layers.iter().zip(&mut other.layers) {
+            *to = from.try_clone().ok_or(Status::NoMem)?;
         }
         self.copy_tails(&mut other)?;
         Ok(other)
@@ -144,18 +144,18 @@ impl Offload {
             fail!(Invalid, "an offload is forked for another session of the same store");
         }
         self.store.with(|core| {
-            let (mine, other) = (core.session(self.session)?, core.session(session)?);
-            let is_space = mine.namespace() == other.namespace();
-            let (mine, other) = (mine.path(), other.path());
-            let keys = (mine.keys().get(..whole), other.keys().get(..whole));
-            let ends = (mine.tokens().get(..tokens), other.tokens().get(..tokens));
+            let (own, other) = (core.session(self.session)?, core.session(session)?);
+            let is_space = own.namespace() == other.namespace();
+            let (own, other) = (own.path(), other.path());
+            let keys = (own.keys().get(..whole), other.keys().get(..whole));
+            let ends = (own.tokens().get(..tokens), other.tokens().get(..tokens));
             // Keys cover tokens and media of whole blocks; compare what follows them.
             let media = |path: &crate::store::token_path::Path| {
                 let until = path.media().partition_point(|one| one.token < tokens as u64);
                 path.media().get(..until).map(<[_]>::to_vec)
             };
             let same = ends.0.is_some() && ends.0 == ends.1 && keys.0 == keys.1;
-            if !is_space || !same || media(mine) != media(other) {
+            if !is_space || !same || media(own) != media(other) {
                 fail!(Invalid, "the session does not have the same {tokens} tokens");
             }
             Ok(())
@@ -167,8 +167,8 @@ impl Offload {
         let (bytes, is) = (self.geometry.tail_bytes(), self.memory.memory());
         let mut copies = Vec::new();
         copies.try_reserve_exact(self.layers.len()).map_err(|_| Status::NoMem)?;
-        for (layer, one) in (0u32..).zip(&self.layers) {
-            if one.tail.tokens > 0 {
+        for (layer, state) in (0u32..).zip(&self.layers) {
+            if state.tail.tokens > 0 {
                 let from = self.memory.range(self.tail_offset(layer), bytes)?;
                 let to = other.memory.range(other.tail_offset(layer), bytes)?;
                 copies.push(byte_copy((from, is), (to, is), bytes)?);
@@ -230,19 +230,19 @@ impl Offload {
         }
         // No step fails from here on.
         for layer in fetched {
-            let one = &mut self.layers[layer as usize].tail;
-            one.is_second = !one.is_second;
+            let tail = &mut self.layers[layer as usize].tail;
+            tail.is_second = !tail.is_second;
             self.stats.tail_bytes += self.geometry.tail_bytes();
         }
         let block = self.geometry.shape.block_tokens;
         self.sealed_together = self.sealed_together.min(tokens / block * block);
-        for one in &mut self.layers {
-            if tokens >= one.stored {
-                one.tail.tokens = one.tail.tokens.min(tokens - one.stored);
+        for state in &mut self.layers {
+            if tokens >= state.stored {
+                state.tail.tokens = state.tail.tokens.min(tokens - state.stored);
             } else {
-                (one.stored, one.tail.tokens) = (tokens / block * block, tokens % block);
+                (state.stored, state.tail.tokens) = (tokens / block * block, tokens % block);
             }
-            if let Some(retained) = &mut one.retained {
+            if let Some(retained) = &mut state.retained {
                 retained.cut(tokens);
             }
         }
@@ -254,32 +254,32 @@ impl Offload {
         let block = self.geometry.shape.block_tokens;
         let mut layers = Vec::new();
         layers.try_reserve_exact(self.layers.len()).map_err(|_| Status::NoMem)?;
-        let is_cut = |layer: &u32| self.layer(*layer).is_ok_and(|one| tokens < one.stored);
+        let is_cut = |layer: &u32| self.layer(*layer).is_ok_and(|state| tokens < state.stored);
         layers.extend((0..self.layers.len() as u32).filter(is_cut));
         if layers.is_empty() || tokens % block == 0 {
             return Ok(Vec::new());
         }
         let mut ops: Vec<OpRef> = Vec::new();
         ops.try_reserve_exact(layers.len()).map_err(|_| Status::NoMem)?;
-        let mut came = Ok(());
+        let mut result = Ok(());
         for &layer in &layers {
             match self.fetch_cut_block(layer, tokens / block) {
                 Ok(op) => ops.push(op),
                 Err(error) => {
-                    came = Err(error);
+                    result = Err(error);
                     break;
                 }
             }
         }
         // Workers write to the memory until all ops have ended, whatever their result is.
         for op in ops {
-            if came.is_err() {
+            if result.is_err() {
                 op.cancel();
             }
-            let one = end(&op).map(|_| ());
-            came = came.and(one);
+            let ended = end(&op).map(|_| ());
+            result = result.and(ended);
         }
-        came.map(|()| layers)
+        result.map(|()| layers)
     }
 
     /// Begins to load a block of a layer into its second tail.

@@ -20,12 +20,12 @@ impl PutSource {
     /// Checks the engine's views. Heads in one run are separated.
     pub fn new(
         geometry: &Geometry,
-        given: &LayerViews,
+        view: &LayerViews,
         tokens: u32,
         reaches_device: bool,
     ) -> Result<PutSource> {
         let on_device = |plane: &PlaneView| plane.memory == Memory::Device;
-        if !reaches_device && (on_device(&given.k) || given.v.as_ref().is_some_and(on_device)) {
+        if !reaches_device && (on_device(&view.k) || view.v.as_ref().is_some_and(on_device)) {
             fail!(
                 Unavailable,
                 "K or V is in device memory, and the store was opened without a device that \
@@ -33,8 +33,8 @@ impl PutSource {
             );
         }
         let heads = geometry.shape.key_heads;
-        let k = plane_of("K", &given.k, heads, geometry.k_bytes, tokens)?;
-        let v = match (&given.v, geometry.v_bytes) {
+        let k = plane_of("K", &view.k, heads, geometry.k_bytes, tokens)?;
+        let v = match (&view.v, geometry.v_bytes) {
             (Some(v), bytes) if bytes > 0 => Some(plane_of("V", v, heads, bytes, tokens)?),
             (None, 0) => None,
             (Some(_), _) => {
@@ -82,16 +82,16 @@ pub(super) unsafe fn rows_of<'a>(geometry: &Geometry, plane: &'a PlaneView) -> R
 
 fn plane_of(
     name: &str,
-    given: &PlaneView,
+    view: &PlaneView,
     heads: u32,
     token_bytes: u64,
     tokens: u32,
 ) -> Result<PlaneView> {
-    if given.tokens < tokens {
-        fail!(Invalid, "{name}: the view has {} tokens, and {tokens} are put", given.tokens);
+    if view.tokens < tokens {
+        fail!(Invalid, "{name}: the view has {} tokens, and {tokens} are put", view.tokens);
     }
     let run_bytes = token_bytes / u64::from(heads);
-    let mut plane = PlaneView { tokens, ..given.clone() };
+    let mut plane = PlaneView { tokens, ..view.clone() };
     if plane.heads == 1 && plane.run_bytes == token_bytes {
         (plane.heads, plane.run_bytes, plane.head_stride_bytes) = (heads, run_bytes, run_bytes);
     }

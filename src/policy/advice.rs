@@ -98,7 +98,7 @@ impl Advice {
     pub fn advise(&mut self, batch: u64) -> Advised {
         let Rules { min_batch, max_batch, patience, .. } = self.rules;
         let ripe = self.agreed >= patience.max(1);
-        let wanted = match self.change {
+        let target = match self.change {
             Change::Shrink if ripe => batch / 2,
             Change::Grow if ripe => batch.saturating_mul(2),
             _ => batch,
@@ -106,7 +106,7 @@ impl Advice {
         if ripe && self.change != Change::Keep {
             self.agreed = 0;
         }
-        let batch = wanted.clamp(min_batch, max_batch.max(min_batch));
+        let batch = target.clamp(min_batch, max_batch.max(min_batch));
         Advised { batch, re_prefill_rate: self.rate, evictions: self.evictions }
     }
 }

@@ -60,8 +60,8 @@ impl Arc {
             (self.ghosts[list].units() as f64, self.ghosts[1 - list].units() as f64);
         let ratio = if this > 0.0 { (other / this).max(1.0) } else { 1.0 };
         let step = ratio * f64::from(units);
-        let wanted = if list == T1 { self.p + step } else { self.p - step };
-        self.p = wanted.clamp(0.0, fits as f64);
+        let target = if list == T1 { self.p + step } else { self.p - step };
+        self.p = target.clamp(0.0, fits as f64);
     }
 
     /// Removes the oldest ghosts until the lists are within their limits.

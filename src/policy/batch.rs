@@ -466,20 +466,26 @@ impl Scratch {
             let missing = required - out.freed_blocks;
             let cut = tail && i + 1 == chosen.len();
             let blocks = u64::from(entry.blocks);
-            let (freed_blocks, kept) = if !shared {
+            let (freed_blocks, retained) = if !shared {
                 let freed = if cut { blocks.min(missing) } else { blocks };
                 (freed, blocks - freed)
             } else {
-                let mut kept = 0;
+                let mut retained = 0;
                 if cut {
-                    kept = shares.release_tail(row, missing).1;
-                    shares.take_back(row, kept);
+                    retained = shares.release_tail(row, missing).1;
+                    shares.take_back(row, retained);
                 }
-                (shares.release(row, kept, |id| out.block_ids.push(id)), kept as u64)
+                (shares.release(row, retained, |id| out.block_ids.push(id)), retained as u64)
             };
             out.freed_blocks += freed_blocks;
             let id = columns.ids[row];
-            out.victims.push(SelectedRow { row, id, freed_blocks, kept_blocks: kept, first_block });
+            out.victims.push(SelectedRow {
+                row,
+                id,
+                freed_blocks,
+                kept_blocks: retained,
+                first_block,
+            });
         }
         Ok(())
     }
@@ -626,9 +632,9 @@ mod tests {
             let mut evictor = evictor(if fifo { "fifo" } else { "lru" });
             let out = select(&mut evictor, &table, required, tail);
             let times = if fifo { &table.created } else { &table.last };
-            let want = reference(&table, &table.order(|row| times[row]), required, tail);
+            let expected = reference(&table, &table.order(|row| times[row]), required, tail);
             let got: Vec<_> = out.victims.iter().map(|v| (v.id, v.freed_blocks)).collect();
-            prop_assert_eq!(got, want);
+            prop_assert_eq!(got, expected);
             for pick in &out.victims {
                 prop_assert_eq!(table.ids[pick.row], pick.id);
                 prop_assert_eq!(pick.freed_blocks + pick.kept_blocks, table.blocks[pick.row]);
@@ -761,7 +767,7 @@ mod tests {
         let mut evictor = evictor("lru");
         let request = RequestContext::default();
         assert_eq!(evictor.record(1, &request, &[1, 2, 1], &[4, 5, 6]).expect("room"), 2);
-        assert_eq!(evictor.objects().units(), 11, "the last of the two came first");
+        assert_eq!(evictor.objects().units(), 11, "the later of the two objects was evicted first");
         let many: Vec<u64> = (0..5000).collect();
         assert_eq!(
             evictor.record(2, &request, &many, &[]).expect_err("full").status(),

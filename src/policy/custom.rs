@@ -157,7 +157,7 @@ pub struct ScoredEviction {
     /// Most victims.
     pub most: usize,
     /// Only report the victims; evict nothing.
-    pub keep: bool,
+    pub report_only: bool,
 }
 
 impl Evictor {
@@ -182,7 +182,7 @@ impl Evictor {
         now: i64,
         snapshot: &Snapshot,
         scores: &[f64],
-        ask: &ScoredEviction,
+        request: &ScoredEviction,
         out: &mut Vec<Victim>,
     ) -> Result<Outcome> {
         check_scores(snapshot, scores)?;
@@ -203,7 +203,7 @@ impl Evictor {
         waiting.extend((0..snapshot.len()).filter(|row| free(self, row)).map(turn));
         let mut waiting = BinaryHeap::from(waiting);
         let mut above = NONE;
-        let freed = self.choose(now, ask.required, ask.most, |this| {
+        let freed = self.choose(now, request.required, request.most, |this| {
             // The parent of the last victim may have become a candidate.
             if let Ok(row) = snapshot.slots.binary_search(&above) {
                 waiting.extend(free(this, &row).then(|| turn(row)));
@@ -212,9 +212,9 @@ impl Evictor {
             above = this.objects.node(snapshot.slots[row]).parent;
             Some(snapshot.slots[row])
         })?;
-        Ok(match ask.keep {
-            true => self.report_chosen(now, ask.required, freed, NAME, out),
-            false => self.evict_chosen(now, ask.required, freed, start, NAME, out),
+        Ok(match request.report_only {
+            true => self.report_chosen(now, request.required, freed, NAME, out),
+            false => self.evict_chosen(now, request.required, freed, start, NAME, out),
         })
     }
 
@@ -318,9 +318,9 @@ mod tests {
             .insert(0, &request, &[NewObject { id: 2, units: 1, ..NewObject::default() }])
             .expect("room");
         let mut out = Vec::new();
-        let ask = ScoredEviction { required: 9, most: 9, keep: false };
+        let request = ScoredEviction { required: 9, most: 9, report_only: false };
         let outcome =
-            evictor.evict_by_scores(0, &snapshot, &scores, &ask, &mut out).expect("a time");
+            evictor.evict_by_scores(0, &snapshot, &scores, &request, &mut out).expect("a time");
         assert_eq!((ids(&out), outcome.shortfall_units, outcome.decided_by), (vec![1], 7, NAME));
         evictor.check().expect("sound");
     }
@@ -331,14 +331,14 @@ mod tests {
         let snapshot = evictor.snapshot().expect("memory");
         let forward: Vec<f64> = snapshot.ids.iter().map(|&id| id as f64).collect();
         let mut out = Vec::new();
-        let ask = ScoredEviction { required: 5, most: 9, keep: true };
-        evictor.evict_by_scores(0, &snapshot, &forward, &ask, &mut out).expect("a time");
+        let request = ScoredEviction { required: 5, most: 9, report_only: true };
+        evictor.evict_by_scores(0, &snapshot, &forward, &request, &mut out).expect("a time");
         assert_eq!((ids(&out), evictor.objects().len()), (vec![5, 4, 3], 5));
         evictor.check().expect("sound");
         out.clear();
-        let ask = ScoredEviction { required: 5, most: 2, keep: false };
+        let request = ScoredEviction { required: 5, most: 2, report_only: false };
         let outcome =
-            evictor.evict_by_scores(0, &snapshot, &forward, &ask, &mut out).expect("a time");
+            evictor.evict_by_scores(0, &snapshot, &forward, &request, &mut out).expect("a time");
         assert_eq!((ids(&out), outcome.shortfall_units), (vec![5, 4], 1));
         evictor.check().expect("sound");
     }
@@ -351,10 +351,10 @@ mod tests {
         let snapshot = evictor.snapshot().expect("memory");
         let error = score(&mut Backwards, &snapshot.view(), 0).expect_err("a NaN");
         assert_eq!(error.status(), Status::Invalid);
-        let ask = ScoredEviction { required: 5, most: 2, keep: false };
+        let request = ScoredEviction { required: 5, most: 2, report_only: false };
         let nans = vec![f64::NAN; 6];
-        assert!(evictor.evict_by_scores(0, &snapshot, &nans, &ask, &mut Vec::new()).is_err());
-        assert!(evictor.evict_by_scores(0, &snapshot, &[1.0], &ask, &mut Vec::new()).is_err());
+        assert!(evictor.evict_by_scores(0, &snapshot, &nans, &request, &mut Vec::new()).is_err());
+        assert!(evictor.evict_by_scores(0, &snapshot, &[1.0], &request, &mut Vec::new()).is_err());
         assert_eq!((evictor.objects().len(), evictor.metrics.counts.decisions), (6, 0));
     }
 }

@@ -205,7 +205,7 @@ impl Evictor {
     /// Returns superfluous victims to the order: sizes differ, and the last victim may make earlier
     /// ones superfluous. An object of size 0 frees nothing.
     fn spare_superfluous(&mut self, now: i64, required: u64, mut freed: u64) -> u64 {
-        let mut kept = self.chosen.len();
+        let mut remaining = self.chosen.len();
         for i in (0..self.chosen.len()).rev() {
             let Chosen { slot, parent } = self.chosen[i];
             let units = u64::from(self.objects.node(slot).units);
@@ -214,10 +214,10 @@ impl Evictor {
                 freed -= units;
                 self.unchoose(i, now);
                 self.chosen[i].slot = NONE;
-                kept -= 1;
+                remaining -= 1;
             }
         }
-        if kept < self.chosen.len() {
+        if remaining < self.chosen.len() {
             self.chosen.retain(|c| c.slot != NONE);
         }
         freed

@@ -209,7 +209,7 @@ impl Evictor {
         self.last_ns = now;
         let first = now.max(self.stamp.saturating_add(1));
         self.stamp = first + count as i64;
-        self.objects.sessions.asking = NONE;
+        self.objects.sessions.current = NONE;
         Ok(first)
     }
 
@@ -284,7 +284,7 @@ impl Evictor {
     pub(super) fn note_session(&mut self, now: i64, context: &RequestContext) -> Slot {
         let Some(id) = context.session else { return NONE };
         let slot = self.objects.sessions.get_or_add(id);
-        self.objects.sessions.asking = slot;
+        self.objects.sessions.current = slot;
         self.note_who(slot, context);
         if let Some(row) = self.objects.sessions.of_mut(slot) {
             row.active_ns = now;
@@ -302,8 +302,8 @@ impl Evictor {
     fn insert_all(&mut self, now: i64, context: &RequestContext, new: &[NewObject]) -> Result<()> {
         let stamp = self.begin(now, new.len())?;
         self.slots.clear();
-        for one in new {
-            match self.enter(one, NONE) {
+        for object in new {
+            match self.enter(object, NONE) {
                 Ok(slot) => self.slots.push(slot),
                 Err(error) => {
                     let entered = self.slots.iter().rev();
@@ -323,8 +323,8 @@ impl Evictor {
         }
         self.metrics.counts.inserts += new.len() as u64;
         if !self.history.is_empty() {
-            for one in new {
-                self.history.remove(one.id);
+            for object in new {
+                self.history.remove(object.id);
             }
         }
         Ok(())
@@ -344,7 +344,7 @@ impl Evictor {
         let Some(id) = context.session else { return NONE };
         match self.objects.sessions.find(id) {
             Some(slot) => {
-                self.objects.sessions.asking = slot;
+                self.objects.sessions.current = slot;
                 self.note_who(slot, context);
                 slot
             }

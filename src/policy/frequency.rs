@@ -41,8 +41,8 @@ fn halved(word: u64, times: u64) -> u64 {
     if times > 3 {
         return 0;
     }
-    let kept = 0x1111_1111_1111_1111 * (15 >> times);
-    (word >> times) & kept
+    let mask = 0x1111_1111_1111_1111 * (15 >> times);
+    (word >> times) & mask
 }
 
 #[inline]
@@ -151,9 +151,9 @@ mod tests {
             (0..=id % 8).for_each(|_| sketch.add(id, u64::MAX));
         }
         let over = (0..4096u64).filter(|&id| {
-            let (got, want) = (u64::from(sketch.of(id)), id % 8 + 1);
-            assert!(got >= want, "{id}: {got} of {want}");
-            got > want
+            let (got, expected) = (u64::from(sketch.of(id)), id % 8 + 1);
+            assert!(got >= expected, "{id}: {got} of {expected}");
+            got > expected
         });
         assert!(over.count() < 120);
     }

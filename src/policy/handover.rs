@@ -171,9 +171,12 @@ mod tests {
             ranks.sort_by_key(|&(_, rank)| rank);
             ranks.into_iter().map(|(id, _)| id).collect::<Vec<_>>()
         };
-        let kept = |order: &[u64]| order[32..].iter().filter(|id| **id < 1000).count();
+        let retained = |order: &[u64]| order[32..].iter().filter(|id| **id < 1000).count();
         let (first, then) = (order(before), order(after));
-        assert!(kept(&first) > 28 && kept(&then) + 2 > kept(&first), "{first:?} {then:?}");
+        assert!(
+            retained(&first) > 28 && retained(&then) + 2 > retained(&first),
+            "{first:?} {then:?}"
+        );
     }
 
     #[test]
@@ -185,7 +188,7 @@ mod tests {
         assert_eq!(gauge(&e, "gap_s"), pace);
         e.switch("lru").expect("known");
         e.switch("predictive").expect("known");
-        assert_eq!(gauge(&e, "gap_s"), 0.0, "no more than it was told");
+        assert_eq!(gauge(&e, "gap_s"), 0.0, "no more than the handed-over state");
         let (mut e, now) = taught("qos(inner=horizon)");
         let score = |e: &Evictor| {
             let log = |slot| e.policy().score(e.objects(), slot, now + 60_000_000_000).log2();

@@ -44,12 +44,12 @@ impl Partition {
     fn fill(&mut self, ids: &[u64], slots: &[Slot]) -> (usize, usize) {
         let (mut hits, mut misses) = (0, 0);
         for (at, (&id, &slot)) in ids.iter().zip(slots).enumerate() {
-            let there = slot != NONE;
+            let is_resident = slot != NONE;
             self.present[hits] = slot;
             self.missing[misses] = id;
             self.missing_at[misses] = at as u32;
-            hits += usize::from(there);
-            misses += usize::from(!there);
+            hits += usize::from(is_resident);
+            misses += usize::from(!is_resident);
         }
         (hits, misses)
     }
@@ -156,8 +156,8 @@ impl Evictor {
     }
 
     /// Counts what was requested, and what of it was present and usable.
-    fn count_lookup(&mut self, asked: &CountedLookup) {
-        let &CountedLookup { context, session, ids, leading, misses } = asked;
+    fn count_lookup(&mut self, lookup: &CountedLookup) {
+        let &CountedLookup { context, session, ids, leading, misses } = lookup;
         let each = u64::from(context.tokens_each.max(1));
         let all = if context.length > 0 { u64::from(context.length) } else { each * ids as u64 };
         let until = |i: usize| (each * i as u64).min(all);
@@ -171,9 +171,9 @@ impl Evictor {
         // Objects behind a gap: hits, or recomputed because of the gap.
         let usable = u64::from(self.options.holes);
         for (i, &slot) in self.slots.iter().enumerate().skip(leading) {
-            let there = u64::from(slot != NONE);
-            let tokens = (until(i + 1) - until(i)) * there;
-            hits += there * usable;
+            let is_resident = u64::from(slot != NONE);
+            let tokens = (until(i + 1) - until(i)) * is_resident;
+            hits += is_resident * usable;
             hit_tokens += tokens * usable;
             missed_tokens += tokens * (1 - usable);
             hit_cost += self.options.cost.of(until(i), tokens * usable);
@@ -194,7 +194,7 @@ impl Evictor {
         counts.hit_cost += hit_cost;
         if let Some(row) = self.objects.sessions.of_mut(session) {
             row.hit_tokens += hit_tokens;
-            row.wanted_tokens += hit_tokens + missed_tokens;
+            row.requested_tokens += hit_tokens + missed_tokens;
         }
         // A session without a row still counts for its tenant.
         if context.session.is_some() {

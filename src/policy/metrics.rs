@@ -69,11 +69,11 @@ impl Histogram {
     /// The time that a `share` (0 to 1) of all times does not exceed: the upper end of its bucket,
     /// at most the largest time.
     pub fn quantile_ns(&self, share: f64) -> u64 {
-        let want = ((self.total as f64 * share).ceil() as u64).clamp(1, self.total.max(1));
+        let target = ((self.total as f64 * share).ceil() as u64).clamp(1, self.total.max(1));
         let mut seen = 0;
         for (i, count) in self.counts.iter().enumerate() {
             seen += count;
-            if seen >= want {
+            if seen >= target {
                 let end = ((1u64 << (i / 4)) as f64 * (1.0 + (i % 4 + 1) as f64 / 4.0)) as u64;
                 return end.min(self.max_ns);
             }
@@ -203,7 +203,7 @@ pub fn session_fairness(sessions: &Sessions) -> f64 {
 /// everything. Entries without available tokens do not count.
 pub fn jain(pairs: impl Iterator<Item = (u64, u64)>) -> f64 {
     let mut all = Fairness::default();
-    pairs.for_each(|(hit, wanted)| all.add(hit, wanted));
+    pairs.for_each(|(hit, looked_up)| all.add(hit, looked_up));
     all.index()
 }
 

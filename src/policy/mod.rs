@@ -153,7 +153,7 @@ pub trait Policy: Send {
     /// for it.
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64);
 
-    /// The object in `slot` comes from another policy. Its last use was at `now`; it had `uses`
+    /// Another policy handed over the object in `slot`. Its last use was at `now`; it had `uses`
     /// uses since its insert.
     fn adopt(&mut self, objects: &mut Objects, slot: Slot, uses: u16, now: i64) {
         self.insert(objects, slot, now);

@@ -102,12 +102,12 @@ impl Front {
         self.sample.extend(rows.map(|row| (ranks[row], weights[row])));
         self.sample.sort_unstable();
         let (share, n) = (required as f64 / total as f64, self.sample.len() as f64);
-        let want = share + 2.0 * (share * (1.0 - share) / n).sqrt() + 2.0 / n;
+        let target = share + 2.0 * (share * (1.0 - share) / n).sqrt() + 2.0 / n;
         let all: u64 = self.sample.iter().map(|&(_, w)| u64::from(w)).sum();
-        let (want, mut sum) = (want * all as f64, 0);
+        let (target, mut sum) = (target * all as f64, 0);
         for &(rank, weight) in &self.sample {
             sum += u64::from(weight);
-            if sum as f64 > want {
+            if sum as f64 > target {
                 return rank;
             }
         }
@@ -263,16 +263,16 @@ mod tests {
 
         #[test]
         fn entries_are_visited_in_order(mut all in entries(), most in 0..700usize) {
-            let mut want = all.clone();
-            want.sort();
+            let mut expected = all.clone();
+            expected.sort();
             let (mut spare, mut seen) = (vec![Entry::default(); all.len()], Vec::new());
             in_order(&mut all, &mut spare, &mut |e| {
                 seen.push(*e);
                 seen.len() < most
             });
-            want.truncate(most.max(1));
-            prop_assert_eq!(&seen, &want);
-            prop_assert_eq!(&all[..seen.len()], &want[..]);
+            expected.truncate(most.max(1));
+            prop_assert_eq!(&seen, &expected);
+            prop_assert_eq!(&all[..seen.len()], &expected[..]);
         }
 
         #[test]
@@ -282,11 +282,11 @@ mod tests {
             let weights: Vec<u32> = all.iter().map(|e| e.blocks).collect();
             let mut got = Vec::new();
             Front::default().gather(&ranks, &ids, &weights, required, &mut got).expect("memory");
-            let mut want: Vec<Entry> = all.iter().copied().filter(|e| e.blocks > 0).collect();
-            want.sort();
+            let mut expected: Vec<Entry> = all.iter().copied().filter(|e| e.blocks > 0).collect();
+            expected.sort();
             got.sort();
             let mut sum = 0;
-            for (i, entry) in want.iter().enumerate() {
+            for (i, entry) in expected.iter().enumerate() {
                 if sum >= required {
                     break;
                 }

@@ -111,12 +111,12 @@ impl Shares {
         })
     }
 
-    /// Releases all but the first `kept` blocks of a row, and passes those that become free to
+    /// Releases all but the first `retained` blocks of a row, and passes those that become free to
     /// `freed`. Returns their number.
-    pub fn release(&mut self, row: usize, kept: usize, mut freed: impl FnMut(u64)) -> u64 {
+    pub fn release(&mut self, row: usize, retained: usize, mut freed: impl FnMut(u64)) -> u64 {
         let places = self.places(row);
         let mut count = 0;
-        for place in places.skip(kept) {
+        for place in places.skip(retained) {
             let block = &mut self.blocks[self.at[place] as usize];
             block.left -= 1;
             if block.left == 0 {
@@ -155,9 +155,9 @@ impl Shares {
         self.take_back(row, 0);
     }
 
-    /// A row takes its blocks back, all but the first `kept`.
-    pub fn take_back(&mut self, row: usize, kept: usize) {
-        for place in self.places(row).skip(kept) {
+    /// A row takes its blocks back, all but the first `retained`.
+    pub fn take_back(&mut self, row: usize, retained: usize) {
+        for place in self.places(row).skip(retained) {
             self.blocks[self.at[place] as usize].left += 1;
         }
     }

@@ -144,7 +144,11 @@ mod tests {
         assert_eq!(cache.get([6]), [4], "the hand went on from 3");
         assert_eq!(cache.get([6, 7]), [5]);
         assert_eq!(cache.get([8]), [7], "6 was used");
-        assert_eq!(cache.order(), [1, 3, 6, 8], "past the youngest comes the oldest");
+        assert_eq!(
+            cache.order(),
+            [1, 3, 6, 8],
+            "after the newest object the hand wraps to the oldest"
+        );
     }
 
     #[test]

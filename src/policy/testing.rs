@@ -25,10 +25,10 @@ pub(crate) fn evict(e: &mut Evictor, now: i64, required: u64) -> Vec<u64> {
 }
 
 /// A gauge of the policy; NaN where it has none of that name.
-pub(crate) fn gauge(e: &Evictor, wanted: &str) -> f64 {
+pub(crate) fn gauge(e: &Evictor, requested: &str) -> f64 {
     let mut found = f64::NAN;
     e.policy().gauges(e.objects(), &mut |name, value| {
-        found = if name == wanted { value } else { found };
+        found = if name == requested { value } else { found };
     });
     found
 }

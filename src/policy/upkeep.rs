@@ -31,8 +31,8 @@ impl Evictor {
                 }
             }
             for &id in ids {
-                let there = this.objects.find(id).is_some();
-                if there { known.push(id) } else { unknown.push(id) }
+                let is_resident = this.objects.find(id).is_some();
+                if is_resident { known.push(id) } else { unknown.push(id) }
             }
             this.remove_all(now, &known, true)?;
             unknown.iter().for_each(|&id| this.history.add(id, 1, 0));

@@ -21,9 +21,9 @@ pub struct CheckedPolicy {
 }
 
 /// Fails with `Unsupported` if none of the wanted capabilities is there.
-fn check_cap(has: u32, wanted: u32, what: &str) -> Result<()> {
-    if has & wanted == 0 {
-        fail!(Unsupported, "the policy does not decide {what} in this phase: see its caps");
+fn check_cap(has: u32, phase_caps: u32, decision: &str) -> Result<()> {
+    if has & phase_caps == 0 {
+        fail!(Unsupported, "the policy does not decide {decision} in this phase: see its caps");
     }
     Ok(())
 }
@@ -131,8 +131,8 @@ impl CheckedPolicy {
         out: &mut Vec<u32>,
     ) -> Result<()> {
         self.check_context(layer, context)?;
-        let wanted = if context.is_prefill { caps::LOAD_PREFILL } else { caps::LOAD_DECODE };
-        check_cap(self.traits.caps, wanted, "what to load")?;
+        let phase_caps = if context.is_prefill { caps::LOAD_PREFILL } else { caps::LOAD_DECODE };
+        check_cap(self.traits.caps, phase_caps, "what to load")?;
         if let Some(query) = query {
             let (heads, dim) = self.traits.query_rows(&self.shape);
             self.shape.check_rows("queries", layer, query, heads, dim)?;
@@ -159,8 +159,8 @@ impl CheckedPolicy {
         out: &mut Index,
     ) -> Result<()> {
         self.check_context(layer, context)?;
-        let wanted = if context.is_prefill { caps::INDEX_PREFILL } else { caps::INDEX_DECODE };
-        check_cap(self.traits.caps, wanted, "what to compute with")?;
+        let phase_caps = if context.is_prefill { caps::INDEX_PREFILL } else { caps::INDEX_DECODE };
+        check_cap(self.traits.caps, phase_caps, "what to compute with")?;
         let (heads, dim) = self.traits.query_rows(&self.shape);
         self.shape.check_rows("queries", layer, queries, heads, dim)?;
         self.policy.index(layer, queries, keys, context, out)
@@ -228,23 +228,23 @@ impl CheckedPolicy {
         out: &mut RetainedTokens,
     ) -> Result<bool> {
         self.check_context(layer, context)?;
-        let wanted = if context.is_prefill { caps::EVICT_PREFILL } else { caps::EVICT_DECODE };
-        check_cap(self.traits.caps, wanted, "what to evict")?;
-        let goes = self.policy.evict(layer, context, out)?;
-        if goes {
+        let phase_caps = if context.is_prefill { caps::EVICT_PREFILL } else { caps::EVICT_DECODE };
+        check_cap(self.traits.caps, phase_caps, "what to evict")?;
+        let has_evicted = self.policy.evict(layer, context, out)?;
+        if has_evicted {
             self.check_retained(out)?;
         }
-        Ok(goes)
+        Ok(has_evicted)
     }
 
     /// Checks lists of retained tokens: their number, order and positions.
-    fn check_retained(&self, kept: &RetainedTokens) -> Result<()> {
-        let (lists, shape) = (kept.heads.len(), &self.shape);
+    fn check_retained(&self, retained: &RetainedTokens) -> Result<()> {
+        let (lists, shape) = (retained.heads.len(), &self.shape);
         if ![1, shape.key_heads as usize, shape.query_heads as usize].contains(&lists) {
             fail!(Invalid, "{lists} lists of retained tokens: pass one, or one for each head");
         }
         for at in 0..lists {
-            let list = kept.heads.get(at);
+            let list = retained.heads.get(at);
             if !list.is_sorted_by(|a, b| a < b) {
                 fail!(Invalid, "list {at} of retained tokens does not ascend");
             }
@@ -260,10 +260,10 @@ impl CheckedPolicy {
     }
 
     /// As [`Sparse::evicted`].
-    pub fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
+    pub fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
         self.shape.check_layer(layer)?;
-        self.check_retained(kept)?;
-        self.policy.evicted(layer, kept)
+        self.check_retained(retained)?;
+        self.policy.evicted(layer, retained)
     }
 
     /// As [`Sparse::truncate`].
@@ -359,15 +359,15 @@ mod tests {
     #[test]
     fn retained_lists_ascend_and_are_one_or_one_per_head() {
         let mut served = CheckedPolicy::open("streaming(sinks=1,recent=2)", &SHAPE).expect("sound");
-        let mut keep = RetainedTokens::default();
-        assert!(served.evicted(0, &keep).is_err(), "no list");
-        keep.heads.push([0, 5, 4]);
-        assert!(served.evicted(0, &keep).is_err(), "not in order");
-        keep.clear();
-        keep.heads.push([0, 64]);
-        assert!(served.evicted(0, &keep).is_err(), "behind the last");
-        let asked = served.select(0, None, &[1], &context(9), &mut Vec::new());
-        assert_eq!(asked.expect_err("it loads all").status(), Status::Unsupported);
+        let mut retained_tokens = RetainedTokens::default();
+        assert!(served.evicted(0, &retained_tokens).is_err(), "no list");
+        retained_tokens.heads.push([0, 5, 4]);
+        assert!(served.evicted(0, &retained_tokens).is_err(), "not in order");
+        retained_tokens.clear();
+        retained_tokens.heads.push([0, 64]);
+        assert!(served.evicted(0, &retained_tokens).is_err(), "behind the last");
+        let selected = served.select(0, None, &[1], &context(9), &mut Vec::new());
+        assert_eq!(selected.expect_err("it loads all").status(), Status::Unsupported);
     }
 
     #[test]

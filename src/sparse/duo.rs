@@ -140,19 +140,19 @@ impl Sparse for Duo {
         Ok(true)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
+    fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
         let heads = self.full(layer);
-        if kept.heads.len() != heads.len() {
+        if retained.heads.len() != heads.len() {
             fail!(
                 Invalid,
                 "{} lists of retained tokens, the layer has {}",
-                kept.heads.len(),
+                retained.heads.len(),
                 heads.len()
             );
         }
         let Some(head) = heads.iter().position(|full| !full) else { return Ok(()) };
         // The newest tokens form one run. Other tokens that stay were added by the caller.
-        let list = kept.of(head as u32);
+        let list = retained.of(head as u32);
         let run = list.windows(2).rev().take_while(|two| match two {
             [a, b] => a.checked_add(1) == Some(*b),
             _ => false,

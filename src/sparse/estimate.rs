@@ -141,10 +141,12 @@ mod tests {
             let inputs = inputs.expect("sound");
             let mut estimate = Estimate::default();
             estimate.run(&inputs, 0, count as u32).expect("finite");
-            let want = plain(&q, &k, dim, first, queries.saturating_sub(count));
-            for (got, want) in [(&estimate.columns, &want[0]), (&estimate.diagonals, &want[1])] {
-                assert_eq!(got.len(), want.len());
-                for (a, b) in got.iter().zip(want) {
+            let expected = plain(&q, &k, dim, first, queries.saturating_sub(count));
+            for (got, expected) in
+                [(&estimate.columns, &expected[0]), (&estimate.diagonals, &expected[1])]
+            {
+                assert_eq!(got.len(), expected.len());
+                for (a, b) in got.iter().zip(expected) {
                     assert!((f64::from(*a) - b).abs() < 2e-6 * b.max(0.1), "{a} {b}");
                 }
             }

@@ -90,8 +90,13 @@ impl Retention {
     }
 
     /// Whether a list of a layer has more tokens than may stay.
-    pub fn is_due(&self, kept: &TokenScores, layer: u32, context: &Context) -> Result<bool> {
-        let mut lists = kept.layer(layer)?.lists.iter();
+    pub fn is_due(
+        &self,
+        scores_of_retained: &TokenScores,
+        layer: u32,
+        context: &Context,
+    ) -> Result<bool> {
+        let mut lists = scores_of_retained.layer(layer)?.lists.iter();
         let is_time = context.is_prefill || self.cap.is_for_decode();
         Ok(is_time && lists.any(|list| list.positions.len() > self.cap.of(list.positions.len())))
     }
@@ -99,13 +104,18 @@ impl Retention {
     /// Puts the tokens that stay into `out`. Returns false if none is evicted.
     pub fn plan(
         &self,
-        kept: &mut TokenScores,
+        scores_of_retained: &mut TokenScores,
         layer: u32,
         context: &Context,
         out: &mut RetainedTokens,
     ) -> Result<bool> {
         let cap = self.cap;
-        Ok(self.is_due(kept, layer, context)?
-            && kept.plan(layer, (self.sink, self.recent), |count, _| count - cap.of(count), out)?)
+        Ok(self.is_due(scores_of_retained, layer, context)?
+            && scores_of_retained.plan(
+                layer,
+                (self.sink, self.recent),
+                |count, _| count - cap.of(count),
+                out,
+            )?)
     }
 }

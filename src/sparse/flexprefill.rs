@@ -160,12 +160,12 @@ fn softmax(query: &[f32], keys: &[f32], scale: f32, out: &mut [f32]) -> Result<(
 /// The square root of the Jensen-Shannon divergence.
 fn distance(p: &[f32], q: &[f32]) -> f64 {
     let part = |a: f64, mean: f64| if a > 0.0 { a * (a / mean).ln() } else { 0.0 };
-    let both = p.iter().zip(q).map(|(&p, &q)| {
+    let divergences = p.iter().zip(q).map(|(&p, &q)| {
         let (p, q) = (f64::from(p), f64::from(q));
         let mean = (p + q) / 2.0;
         part(p, mean) + part(q, mean)
     });
-    (both.sum::<f64>() / 2.0).max(0.0).sqrt()
+    (divergences.sum::<f64>() / 2.0).max(0.0).sqrt()
 }
 
 impl Scratch {
@@ -225,9 +225,9 @@ impl Scratch {
         let [columns, diagonals] = &self.lines;
         self.marks.fill(false);
         for &diagonal in diagonals {
-            let there = from.saturating_sub(diagonal)..to.saturating_sub(diagonal);
-            let there = there.start as usize..there.end as usize;
-            self.marks.get_mut(there).unwrap_or_default().fill(true);
+            let marked = from.saturating_sub(diagonal)..to.saturating_sub(diagonal);
+            let marked = marked.start as usize..marked.end as usize;
+            self.marks.get_mut(marked).unwrap_or_default().fill(true);
         }
         for &column in columns.iter().take_while(|&&column| column < to) {
             mark(&mut self.marks, column);

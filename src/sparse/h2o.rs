@@ -33,7 +33,7 @@ use crate::sparse::{
 #[derive(Clone, Debug)]
 pub struct H2o {
     shape: Shape,
-    kept: TokenScores,
+    retained: TokenScores,
     sink: usize,
     recent: usize,
     budget: usize,
@@ -65,7 +65,7 @@ impl H2o {
         let lists = if is_each { shape.key_heads } else { 1 };
         Ok(H2o {
             shape: *shape,
-            kept: TokenScores::new(shape.layers, lists, shape.max_tokens)?,
+            retained: TokenScores::new(shape.layers, lists, shape.max_tokens)?,
             sink: count(reader, "sink", 4, 0)? as usize,
             recent: count(reader, "recent", 256, 0)? as usize,
             budget: count(reader, "budget", 1024, 1)? as usize,
@@ -80,7 +80,7 @@ impl H2o {
         let each = self.shape.block_tokens;
         let most = (self.budget / each as usize).max(1);
         let (sink, recent, slack) = (self.sink, self.recent, self.slack);
-        let layer = self.kept.layer(layer)?;
+        let layer = self.retained.layer(layer)?;
         let lists = &layer.lists;
         let blocks = &mut self.blocks;
         let mut any = false;
@@ -168,18 +168,18 @@ impl Sparse for H2o {
     }
 
     fn state_bytes(&self) -> u64 {
-        self.kept.bytes()
+        self.retained.bytes()
     }
 
     fn observe(&mut self, layer: u32, _queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
         let allows_one = !self.is_each || self.shape.key_heads == 1;
         let rows = sum_rows(&self.shape, sums, tokens, allows_one)?;
-        self.kept.add_sums(layer, (rows, tokens), sums, false)
+        self.retained.add_sums(layer, (rows, tokens), sums, false)
     }
 
     fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
         // Tokens without attention so far are the newest ones.
-        self.kept.extend(layer, context.tokens, 0.0)?;
+        self.retained.extend(layer, context.tokens, 0.0)?;
         if self.is_block {
             return self.plan_blocks(layer, out);
         }
@@ -188,15 +188,15 @@ impl Sparse for H2o {
             Some(more) if more > slack => more,
             _ => 0,
         };
-        self.kept.plan(layer, (self.sink, self.recent), leave, out)
+        self.retained.plan(layer, (self.sink, self.recent), leave, out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
-        self.kept.evicted(layer, kept)
+    fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
+        self.retained.evicted(layer, retained)
     }
 
     fn truncate(&mut self, tokens: u32) -> Result<()> {
-        self.kept.truncate(tokens);
+        self.retained.truncate(tokens);
         Ok(())
     }
 

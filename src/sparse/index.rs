@@ -131,14 +131,14 @@ mod tests {
 
     #[test]
     fn a_head_has_its_own_lists_or_the_shared_ones() {
-        let mut two =
+        let mut shared =
             index(Head { kind: Kind::Blocks, key_block: 1, ..Head::DENSE }, &[&[1], &[2]]);
-        two.heads = vec![Head { lists: 1, ..two.heads[0] }; 2];
-        two.heads[1].first = 1;
-        assert_eq!((two.list(0, 0), two.list(1, 0)), (&[1][..], &[2][..]));
-        assert!(two.list(0, 1).is_empty(), "it is another head's");
-        assert_eq!(two.head(2), Head::DENSE);
-        two.set_dense();
-        assert!(two.is_dense() && two.keys().is_dense());
+        shared.heads = vec![Head { lists: 1, ..shared.heads[0] }; 2];
+        shared.heads[1].first = 1;
+        assert_eq!((shared.list(0, 0), shared.list(1, 0)), (&[1][..], &[2][..]));
+        assert!(shared.list(0, 1).is_empty(), "it is another head's");
+        assert_eq!(shared.head(2), Head::DENSE);
+        shared.set_dense();
+        assert!(shared.is_dense() && shared.keys().is_dense());
     }
 }

@@ -130,7 +130,11 @@ impl IndexBuilder {
         let all = &mut self.index.lists.items;
         for item in items {
             if all.len() == u32::MAX as usize {
-                fail!(Limit, "an index of more than {} numbers: ask for fewer queries", u32::MAX);
+                fail!(
+                    Limit,
+                    "an index of more than {} numbers: pass fewer queries at a time",
+                    u32::MAX
+                );
             }
             if all.len() == all.capacity() {
                 reserve(all, 1)?;

@@ -5,7 +5,7 @@
 //! |---|---|---|
 //! | `of` | quest | the policy that selects |
 //! | `ahead` | 1 | selections get the query of this many layers before, or a prediction of the layer's own query from it |
-//! | `audit` | false | when the layer's own query comes (`index`), count what it would have selected |
+//! | `audit` | false | when the layer's own query is known (`index`), count what it would have selected |
 //!
 //! The first `ahead` layers have no earlier query: all their blocks are loaded. Recall is the share
 //! of blocks wanted by the own queries that the earlier queries selected.
@@ -158,8 +158,8 @@ impl Sparse for Predict {
         self.inner.evict(layer, context, out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
-        self.inner.evicted(layer, kept)
+    fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
+        self.inner.evicted(layer, retained)
     }
 
     fn truncate(&mut self, tokens: u32) -> Result<()> {

@@ -8,7 +8,7 @@
 //!
 //! The anchor of a head is the mean of its normalized keys. The token whose key has the smallest
 //! angle to the anchor is evicted. Only keys decide. Every angle changes when the anchor moves, and
-//! keys may be gone by then. The policy therefore keeps the directions of all retained keys, in 16
+//! keys may be evicted by then. The policy therefore stores the directions of retained keys, in 16
 //! bits a number (angles are exact to 1e-4).
 
 use crate::attention::Rows;
@@ -27,7 +27,7 @@ const ONE: f32 = 32_767.0;
 #[derive(Clone, Debug)]
 pub struct Keydiff {
     shape: Shape,
-    kept: TokenScores,
+    retained: TokenScores,
     retention: Retention,
     /// For each layer and head: the directions of keys, in the order of tokens.
     directions: Vec<Vec<i16>>,
@@ -43,7 +43,7 @@ impl Keydiff {
         grow(&mut directions, shape.layers as usize * shape.key_heads as usize, Vec::new())?;
         Ok(Keydiff {
             shape: *shape,
-            kept: TokenScores::new(shape.layers, shape.key_heads, shape.max_tokens)?,
+            retained: TokenScores::new(shape.layers, shape.key_heads, shape.max_tokens)?,
             retention: Retention::read(reader)?,
             directions,
             row,
@@ -63,7 +63,7 @@ impl Keydiff {
         let mut anchor = Vec::new();
         reserve(&mut anchor, dim)?;
         let directions = self.directions.iter().skip(layer as usize * heads);
-        for (list, directions) in self.kept.lists(layer).iter_mut().zip(directions) {
+        for (list, directions) in self.retained.lists(layer).iter_mut().zip(directions) {
             anchor.clear();
             anchor.resize(dim, 0i64);
             for direction in directions.chunks_exact(dim) {
@@ -95,18 +95,18 @@ impl Sparse for Keydiff {
 
     fn state_bytes(&self) -> u64 {
         let directions: usize = self.directions.iter().map(Vec::capacity).sum();
-        self.kept.bytes() + 2 * directions as u64
+        self.retained.bytes() + 2 * directions as u64
     }
 
     fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
         self.shape.check_keys(layer, keys)?;
-        self.kept.check_next(layer, first)?;
+        self.retained.check_next(layer, first)?;
         check_rows("keys", keys)?;
         let numbers = keys.tokens() as usize * keys.dim() as usize;
         for directions in self.of_layer(layer) {
             reserve(directions, numbers)?;
         }
-        self.kept.extend(layer, first.saturating_add(keys.tokens()), 0.0)?;
+        self.retained.extend(layer, first.saturating_add(keys.tokens()), 0.0)?;
         let mut row = std::mem::take(&mut self.row);
         for (head, directions) in (0..).zip(self.of_layer(layer)) {
             for token in 0..keys.tokens() {
@@ -122,38 +122,38 @@ impl Sparse for Keydiff {
     }
 
     fn seal(&mut self, layer: u32, _id: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
-        // Appended keys are known; a block that comes at once is not.
-        if self.kept.layer(layer)?.next > first {
+        // Appended keys are known; a block appended as a whole is not.
+        if self.retained.layer(layer)?.next > first {
             return Ok(());
         }
         self.append(layer, first, keys)
     }
 
     fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
-        if !self.retention.is_due(&self.kept, layer, context)? {
+        if !self.retention.is_due(&self.retained, layer, context)? {
             return Ok(false);
         }
         self.score(layer)?;
-        self.retention.plan(&mut self.kept, layer, context, out)
+        self.retention.plan(&mut self.retained, layer, context, out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
+    fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
         let mut victims = Lists::default();
-        self.kept.victims(layer, kept, &mut victims)?;
+        self.retained.victims(layer, retained, &mut victims)?;
         let dim = self.shape.key_dim as usize;
         for (at, directions) in self.of_layer(layer).iter_mut().enumerate() {
             compact(directions, victims.get(at), dim);
         }
-        self.kept.remove(layer, &victims);
+        self.retained.remove(layer, &victims);
         Ok(())
     }
 
     fn truncate(&mut self, tokens: u32) -> Result<()> {
-        self.kept.truncate(tokens);
+        self.retained.truncate(tokens);
         let heads = self.shape.key_heads as usize;
         let dim = self.shape.key_dim as usize;
         for (layer, directions) in (0..).zip(self.directions.chunks_exact_mut(heads)) {
-            for (list, directions) in self.kept.lists(layer).iter().zip(directions) {
+            for (list, directions) in self.retained.lists(layer).iter().zip(directions) {
                 directions.truncate(list.positions.len() * dim);
             }
         }

@@ -36,7 +36,7 @@ const HEAD_BYTES: usize = 16;
 #[derive(Clone, Debug)]
 pub struct Knorm {
     shape: Shape,
-    kept: TokenScores,
+    retained: TokenScores,
     retention: Retention,
     row: Vec<f32>,
     /// Positions of blocks, in each layer.
@@ -52,7 +52,7 @@ impl Knorm {
         grow(&mut blocks, shape.layers as usize, BlockMap::default())?;
         Ok(Knorm {
             shape: *shape,
-            kept: TokenScores::new(shape.layers, shape.key_heads, shape.max_tokens)?,
+            retained: TokenScores::new(shape.layers, shape.key_heads, shape.max_tokens)?,
             retention: Retention::read(reader)?,
             row,
             blocks,
@@ -81,16 +81,16 @@ impl Sparse for Knorm {
     }
 
     fn state_bytes(&self) -> u64 {
-        self.kept.bytes() + self.blocks.iter().map(BlockMap::bytes).sum::<u64>()
+        self.retained.bytes() + self.blocks.iter().map(BlockMap::bytes).sum::<u64>()
     }
 
     fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
         self.shape.check_keys(layer, keys)?;
-        self.kept.check_next(layer, first)?;
+        self.retained.check_next(layer, first)?;
         check_rows("keys", keys)?;
-        self.kept.extend(layer, first.saturating_add(keys.tokens()), 0.0)?;
+        self.retained.extend(layer, first.saturating_add(keys.tokens()), 0.0)?;
         let row = &mut self.row;
-        for (head, list) in (0..).zip(self.kept.lists(layer)) {
+        for (head, list) in (0..).zip(self.retained.lists(layer)) {
             let from = list.scores.len() - keys.tokens() as usize;
             for (token, score) in (0..).zip(list.scores.iter_mut().skip(from)) {
                 fill(keys, token, head, row);
@@ -102,23 +102,23 @@ impl Sparse for Knorm {
     }
 
     fn seal(&mut self, layer: u32, id: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
-        // Appended keys are known; a block that comes at once is not.
-        if self.kept.layer(layer)?.next <= first {
+        // Appended keys are known; a block appended as a whole is not.
+        if self.retained.layer(layer)?.next <= first {
             self.append(layer, first, keys)?;
         }
         self.place_block(layer, id, first)
     }
 
     fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
-        self.retention.plan(&mut self.kept, layer, context, out)
+        self.retention.plan(&mut self.retained, layer, context, out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
-        self.kept.evicted(layer, kept)
+    fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
+        self.retained.evicted(layer, retained)
     }
 
     fn truncate(&mut self, tokens: u32) -> Result<()> {
-        self.kept.truncate(tokens);
+        self.retained.truncate(tokens);
         let whole = tokens.div_ceil(self.shape.block_tokens);
         self.blocks.iter_mut().for_each(|blocks| blocks.truncate(whole));
         Ok(())
@@ -129,7 +129,7 @@ impl Sparse for Knorm {
     }
 
     fn save(&self, layer: u32, id: u32, out: &mut Vec<u8>) -> Result<()> {
-        let known = self.kept.layer(layer)?;
+        let known = self.retained.layer(layer)?;
         let Some(place) = self.blocks.get(layer as usize).and_then(|blocks| blocks.place(id))
         else {
             fail!(NotFound, "block {id} of layer {layer} is unknown: seal or load it first");
@@ -145,9 +145,10 @@ impl Sparse for Knorm {
         for list in &known.lists {
             let from = list.positions.partition_point(|&position| position < first);
             let scores = list.scores.iter().skip(from);
-            let there = list.positions.iter().skip(from).zip(scores);
-            let there = there.take_while(|(position, _)| **position < first + tokens);
-            there.for_each(|(_, score)| out.extend_from_slice(&(-score).to_le_bytes()));
+            let retained_scores = list.positions.iter().skip(from).zip(scores);
+            let retained_scores =
+                retained_scores.take_while(|(position, _)| **position < first + tokens);
+            retained_scores.for_each(|(_, score)| out.extend_from_slice(&(-score).to_le_bytes()));
         }
         if out.len() - begin != bytes {
             out.truncate(begin);
@@ -157,8 +158,8 @@ impl Sparse for Knorm {
     }
 
     fn load(&mut self, layer: u32, id: u32, first: u32, bytes: &[u8]) -> Result<()> {
-        let next = self.kept.layer(layer)?.next;
-        let lists = self.kept.lists(layer).len();
+        let next = self.retained.layer(layer)?.next;
+        let lists = self.retained.lists(layer).len();
         let tokens = bytes.get(12..HEAD_BYTES).map_or(0, |tokens| {
             tokens.iter().rev().fold(0u32, |all, &byte| all << 8 | u32::from(byte))
         });
@@ -176,8 +177,8 @@ impl Sparse for Knorm {
         if first != next {
             fail!(Invalid, "block {id} starts at position {first}, the layer continues at {next}");
         }
-        self.kept.extend(layer, first.saturating_add(tokens), 0.0)?;
-        let all: &mut [_] = self.kept.lists(layer);
+        self.retained.extend(layer, first.saturating_add(tokens), 0.0)?;
+        let all: &mut [_] = self.retained.lists(layer);
         let mut numbers = numbers();
         for list in all {
             let from = list.scores.len().saturating_sub(tokens as usize);
@@ -217,8 +218,11 @@ mod tests {
 
     fn left(policy: &mut dyn Sparse, layer: u32) -> Option<RetainedTokens> {
         let context = Context { is_prefill: true, tokens: 12, ..Context::default() };
-        let mut keep = RetainedTokens::default();
-        policy.evict(layer, &context, &mut keep).expect("sound").then_some(keep)
+        let mut retained_tokens = RetainedTokens::default();
+        policy
+            .evict(layer, &context, &mut retained_tokens)
+            .expect("sound")
+            .then_some(retained_tokens)
     }
 
     #[test]
@@ -243,13 +247,13 @@ mod tests {
             }
         }
         for layer in 0..2 {
-            let keep = left(&mut *original, layer).expect("more than five");
-            assert_eq!(Some(&keep), left(&mut *restored, layer).as_ref());
-            assert_eq!(keep.heads.len(), 2);
-            original.evicted(layer, &keep).expect("its own");
+            let retained_tokens = left(&mut *original, layer).expect("more than five");
+            assert_eq!(Some(&retained_tokens), left(&mut *restored, layer).as_ref());
+            assert_eq!(retained_tokens.heads.len(), 2);
+            original.evicted(layer, &retained_tokens).expect("its own");
             // A block that lost a token cannot be saved.
-            let gone = |id| original.save(layer, id, &mut Vec::new()).is_err();
-            assert!([100, 99, 98].into_iter().any(gone));
+            let is_evicted = |id| original.save(layer, id, &mut Vec::new()).is_err();
+            assert!([100, 99, 98].into_iter().any(is_evicted));
         }
         restored.truncate(8).expect("shorter");
         assert!(restored.save(0, 2, &mut Vec::new()).is_err());

@@ -257,8 +257,8 @@ mod tests {
         let mut worst = 0f64;
         for n in 0..870_000 {
             let x = -(n as f32) * 1e-4;
-            let (got, want) = (f64::from(exp(x)), f64::from(x).exp());
-            worst = worst.max((got / want - 1.0).abs());
+            let (got, expected) = (f64::from(exp(x)), f64::from(x).exp());
+            worst = worst.max((got / expected - 1.0).abs());
         }
         assert!(worst < 3e-7, "{worst:e}");
         assert_eq!((exp(0.0), exp(-88.0), exp(f32::NEG_INFINITY)), (1.0, 0.0, 0.0));
@@ -287,10 +287,10 @@ mod tests {
             }
             for key in 0..keys {
                 for lane in 0..LANES {
-                    let want = (0..dim).fold(0f32, |sum, d| {
+                    let expected = (0..dim).fold(0f32, |sum, d| {
                         rows[key * stride + d].mul_add(transposed[d * LANES + lane], sum)
                     });
-                    assert_eq!(out[key * LANES + lane], 1.0 + want);
+                    assert_eq!(out[key * LANES + lane], 1.0 + expected);
                 }
             }
         }

@@ -171,9 +171,9 @@ pub trait Sparse: Send {
         Ok(false)
     }
 
-    /// Confirms an answer of [`Sparse::evict`]: only the tokens in `kept` are left.
-    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
-        let _ = (layer, kept);
+    /// Confirms an answer of [`Sparse::evict`]: only the tokens in `retained` are left.
+    fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
+        let _ = (layer, retained);
         Ok(())
     }
 

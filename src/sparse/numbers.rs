@@ -74,21 +74,21 @@ pub fn norm(row: &[f32]) -> f64 {
 }
 
 /// Fails with `Invalid` if a number is not finite.
-pub fn check(what: &str, numbers: &[f32]) -> Result<()> {
+pub fn check(name: &str, numbers: &[f32]) -> Result<()> {
     if !all_finite(numbers) {
-        fail!(Invalid, "{what} are not all finite numbers");
+        fail!(Invalid, "{name} are not all finite numbers");
     }
     Ok(())
 }
 
 /// Fails with `Invalid` if a row has a number that is not finite.
-pub fn check_rows(what: &str, rows: &Rows<'_>) -> Result<()> {
+pub fn check_rows(name: &str, rows: &Rows<'_>) -> Result<()> {
     let mut row = Vec::new();
     zeros(&mut row, rows.dim() as usize)?;
     for token in 0..rows.tokens() {
         for head in 0..rows.heads() {
             if !read(rows, token, head, &mut row) {
-                fail!(Invalid, "{what} of row {token}, head {head} are not finite numbers");
+                fail!(Invalid, "{name} of row {token}, head {head} are not finite numbers");
             }
         }
     }
@@ -168,21 +168,22 @@ mod tests {
 
     #[test]
     fn every_dtype_is_read() {
-        let want: Vec<f32> = (0..12).map(|n| n as f32 - 5.5).collect();
-        assert_eq!(made(want.as_ptr().cast(), 4, Dtype::F32, Scales::None), want);
-        let halves: Vec<u16> = want.iter().map(|&x| to_f16(x)).collect();
-        assert_eq!(made(halves.as_ptr().cast(), 2, Dtype::F16, Scales::None), want);
-        let halves: Vec<u16> = want.iter().map(|&x| to_bf16(x)).collect();
-        assert_eq!(made(halves.as_ptr().cast(), 2, Dtype::Bf16, Scales::None), want);
+        let expected: Vec<f32> = (0..12).map(|n| n as f32 - 5.5).collect();
+        assert_eq!(made(expected.as_ptr().cast(), 4, Dtype::F32, Scales::None), expected);
+        let halves: Vec<u16> = expected.iter().map(|&x| to_f16(x)).collect();
+        assert_eq!(made(halves.as_ptr().cast(), 2, Dtype::F16, Scales::None), expected);
+        let halves: Vec<u16> = expected.iter().map(|&x| to_bf16(x)).collect();
+        assert_eq!(made(halves.as_ptr().cast(), 2, Dtype::Bf16, Scales::None), expected);
         let bytes: Vec<i8> = (0..12).map(|n| n - 6).collect();
         let plain: Vec<f32> = bytes.iter().map(|&b| f32::from(b)).collect();
         assert_eq!(made(bytes.as_ptr().cast(), 1, Dtype::I8, Scales::None), plain);
         let token = [1.0, 2.0, 3.0, 4.0];
-        let want: Vec<f32> = plain.iter().enumerate().map(|(i, x)| x * token[i / 3]).collect();
-        assert_eq!(made(bytes.as_ptr().cast(), 1, Dtype::I8, Scales::Token(&token)), want);
+        let expected: Vec<f32> = plain.iter().enumerate().map(|(i, x)| x * token[i / 3]).collect();
+        assert_eq!(made(bytes.as_ptr().cast(), 1, Dtype::I8, Scales::Token(&token)), expected);
         let channel = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
-        let want: Vec<f32> = plain.iter().enumerate().map(|(i, x)| x * channel[i % 6]).collect();
-        assert_eq!(made(bytes.as_ptr().cast(), 1, Dtype::I8, Scales::Channel(&channel)), want);
+        let expected: Vec<f32> =
+            plain.iter().enumerate().map(|(i, x)| x * channel[i % 6]).collect();
+        assert_eq!(made(bytes.as_ptr().cast(), 1, Dtype::I8, Scales::Channel(&channel)), expected);
     }
 
     #[test]

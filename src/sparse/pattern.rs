@@ -302,7 +302,7 @@ mod tests {
         let patterns = Patterns::parse(text, &shape(2, 4)).expect("sound");
         let all: Vec<_> = (0..8).map(|n| patterns.get(n / 4, n % 4)).collect();
         let is = |kind, vertical, slash| Some(Pattern { kind, vertical, slash });
-        let want = [
+        let expected = [
             is(Kind::VerticalSlash, 1000, 6096),
             None,
             is(Kind::AShape, 128, 4096),
@@ -312,7 +312,7 @@ mod tests {
             is(Kind::AShape, 3, 4),
             is(Kind::VerticalSlash, 5, 6),
         ];
-        assert_eq!(all, want);
+        assert_eq!(all, expected);
         assert!(!patterns.is_empty() && Patterns::default().is_empty());
         assert_eq!(Patterns::default().get(0, 0), None);
     }

@@ -62,8 +62,8 @@ pub fn each_head(
 }
 
 /// The error for numbers that are not finite.
-pub fn not_finite(what: &str) -> Error {
-    Error::new(Status::Invalid, format!("{what} are not all finite"))
+pub fn not_finite(name: &str) -> Error {
+    Error::new(Status::Invalid, format!("{name} are not all finite"))
 }
 
 impl<'a> PrefillInputs<'a> {
@@ -126,12 +126,12 @@ impl<'a> PrefillInputs<'a> {
     }
 }
 
-fn read(rows: &Rows<'_>, what: &str, head: u32, from: u32, out: &mut [f32]) -> Result<()> {
+fn read(rows: &Rows<'_>, name: &str, head: u32, from: u32, out: &mut [f32]) -> Result<()> {
     for (token, row) in (from..).zip(out.chunks_exact_mut(rows.dim() as usize)) {
         if token >= rows.tokens() {
             row.fill(0.0);
         } else if !numbers::read(rows, token, head, row) {
-            return Err(not_finite(what));
+            return Err(not_finite(name));
         }
     }
     Ok(())

@@ -96,13 +96,13 @@ mod tests {
         let of = PyramidBudget { cap: TokenBudget::Ratio(0.9), ..of };
         assert_eq!([0, 1, 2, 3].map(|layer| of.count(layer, 256)), [26, 26, 26, 26]);
         // Halves of a token, decided by the last bit: the results of its formula in Python.
-        for (tokens, ratio, window, kept) in [
+        for (tokens, ratio, window, retained) in [
             (100, 0.7, 1, [59, 40, 20, 1]),
             (25, 0.41, 2, [23, 18, 12, 6]),
             (115, 0.45, 1, [114, 80, 46, 12]),
         ] {
             let of = PyramidBudget { cap: TokenBudget::Ratio(ratio), window, ..of };
-            assert_eq!([0, 1, 2, 3].map(|layer| of.count(layer, tokens)), kept);
+            assert_eq!([0, 1, 2, 3].map(|layer| of.count(layer, tokens)), retained);
         }
     }
 

@@ -405,7 +405,7 @@ pub struct PageSelector {
     /// Candidates with their block index, sorted by that index.
     pub found: Vec<(u32, u32)>,
     /// The queries as f32.
-    asked: Vec<f32>,
+    query_numbers: Vec<f32>,
     /// Queries in the form that boxes are multiplied with: one row a list (or head of keys).
     queries: Vec<f32>,
     /// For each list one score a page.
@@ -427,8 +427,11 @@ fn higher(a: f32, b: f32) -> f32 {
 impl PageSelector {
     /// Allocated bytes.
     pub fn bytes(&self) -> u64 {
-        let PageSelector { asked, queries, scores, run, memory, .. } = self;
-        [asked, queries, scores, run, memory].iter().map(|table| 4 * table.capacity() as u64).sum()
+        let PageSelector { query_numbers, queries, scores, run, memory, .. } = self;
+        [query_numbers, queries, scores, run, memory]
+            .iter()
+            .map(|table| 4 * table.capacity() as u64)
+            .sum()
     }
 
     /// Number of lists of pages.
@@ -438,7 +441,7 @@ impl PageSelector {
 
     /// Scores `pages`. Of several queries the greatest score counts.
     pub fn score(&mut self, scoring: PageScoring<'_>, queries: &Rows<'_>) -> Result<()> {
-        self.ask(queries)?;
+        self.read_queries(queries)?;
         let count = self.pages.len();
         let lists = PageSelector::lists(scoring.rule, scoring.shape);
         self.scores.clear();
@@ -480,13 +483,13 @@ impl PageSelector {
     }
 
     /// Converts queries. Fails if a number is not finite.
-    fn ask(&mut self, queries: &Rows<'_>) -> Result<()> {
+    fn read_queries(&mut self, queries: &Rows<'_>) -> Result<()> {
         let (heads, dim) = (queries.heads(), queries.dim() as usize);
-        zeros(&mut self.asked, queries.tokens() as usize * heads as usize * dim)?;
-        for (at, row) in (0..).zip(self.asked.chunks_exact_mut(dim.max(1))) {
+        zeros(&mut self.query_numbers, queries.tokens() as usize * heads as usize * dim)?;
+        for (at, row) in (0..).zip(self.query_numbers.chunks_exact_mut(dim.max(1))) {
             fill(queries, at / heads, at % heads, row);
         }
-        check("queries", &self.asked)
+        check("queries", &self.query_numbers)
     }
 
     /// Brings one query, all heads, into the form that boxes are multiplied with.
@@ -494,7 +497,8 @@ impl PageSelector {
         let dim = scoring.shape.key_dim as usize;
         let group = scoring.shape.group() as usize;
         let rows = scoring.shape.query_heads as usize;
-        let query = self.asked.get(at * rows * dim..(at + 1) * rows * dim).unwrap_or_default();
+        let query =
+            self.query_numbers.get(at * rows * dim..(at + 1) * rows * dim).unwrap_or_default();
         let out = &mut self.queries;
         out.clear();
         match scoring.rule.share {

@@ -13,8 +13,8 @@ use crate::sparse::placement::BlockPlacement;
 pub struct ResidentTokens<'a> {
     /// Tokens that were retained by the last eviction: one list for all heads, for each head of
     /// keys or of queries. None = nothing was evicted.
-    pub kept: Option<&'a RetainedTokens>,
-    /// Tokens from this position on came after it: all are resident.
+    pub retained: Option<&'a RetainedTokens>,
+    /// Tokens from this position on were appended after it: all are resident.
     pub from: u32,
     /// Tokens of the sequence.
     pub tokens: u32,
@@ -26,12 +26,12 @@ impl ResidentTokens<'_> {
     /// Resident tokens of a list, as [`Sparse::observe`](crate::sparse::Sparse::observe) takes
     /// them. Fails if lists have different lengths.
     pub fn count(&self) -> Result<u32> {
-        let ResidentTokens { kept, from, tokens, heads } = *self;
-        let Some(new) = tokens.checked_sub(from).filter(|_| kept.is_some() || from == 0) else {
+        let ResidentTokens { retained, from, tokens, heads } = *self;
+        let Some(new) = tokens.checked_sub(from).filter(|_| retained.is_some() || from == 0) else {
             fail!(Invalid, "all tokens from {from} on are resident, but the sequence has {tokens}");
         };
-        let Some(kept) = kept else { return Ok(new) };
-        let lists = kept.heads.len();
+        let Some(retained) = retained else { return Ok(new) };
+        let lists = retained.heads.len();
         if ![1, heads.keys as usize, heads.queries as usize].contains(&lists) {
             let Heads { queries, keys } = heads;
             fail!(
@@ -39,8 +39,8 @@ impl ResidentTokens<'_> {
                 "{lists} lists of retained tokens: pass 1, {keys} (heads of keys) or {queries} (query heads)"
             );
         }
-        let first = kept.heads.get(0).len();
-        for list in (0..lists).map(|at| kept.heads.get(at)) {
+        let first = retained.heads.get(0).len();
+        for list in (0..lists).map(|at| retained.heads.get(at)) {
             let is_before = list.last().is_none_or(|&last| last < from);
             if list.len() != first || !is_before || !list.is_sorted_by(|a, b| a < b) {
                 fail!(
@@ -96,8 +96,8 @@ impl ResidentTokens<'_> {
         let lines = sums.chunks_exact(most).zip(out.chunks_exact_mut(count));
         for (head, (sums, out)) in (0..).zip(lines) {
             let mut head_sums = HeadSums::of(self, head, out);
-            let one = select.of(self.heads, head);
-            let mut cursor = one.cursor(0, (first_query, queries), (0, visible));
+            let head_keys = select.of(self.heads, head);
+            let mut cursor = head_keys.cursor(0, (first_query, queries), (0, visible));
             let mut rest = sums;
             let mut tile = [0; TILE];
             loop {
@@ -121,7 +121,7 @@ impl ResidentTokens<'_> {
     /// Number of rows of the sums, and tokens of each row of `out`.
     fn lines(&self, sums: usize, out: usize) -> Result<(usize, usize)> {
         let count = self.count()? as usize;
-        let is_one = self.kept.is_none_or(|kept| kept.heads.len() == 1);
+        let is_one = self.retained.is_none_or(|retained| retained.heads.len() == 1);
         let lines = if is_one && out == count { 1 } else { self.heads.queries as usize };
         if lines == 0 || out != lines.saturating_mul(count) || sums % lines != 0 {
             fail!(
@@ -134,12 +134,12 @@ impl ResidentTokens<'_> {
 
     /// The retained tokens of a query head.
     fn of(&self, head: u32) -> &[u32] {
-        let Some(kept) = self.kept else { return &[] };
-        let group = match kept.heads.len() {
+        let Some(retained) = self.retained else { return &[] };
+        let group = match retained.heads.len() {
             n if n == self.heads.keys as usize => self.heads.queries / self.heads.keys.max(1),
             _ => 1,
         };
-        kept.of(head / group.max(1))
+        retained.of(head / group.max(1))
     }
 }
 
@@ -153,8 +153,8 @@ struct HeadSums<'a> {
 }
 
 impl<'a> HeadSums<'a> {
-    fn of(there: &'a ResidentTokens<'_>, head: u32, out: &'a mut [f32]) -> HeadSums<'a> {
-        HeadSums { list: there.of(head), at: 0, from: there.from, out }
+    fn of(tokens_of_layer: &'a ResidentTokens<'_>, head: u32, out: &'a mut [f32]) -> HeadSums<'a> {
+        HeadSums { list: tokens_of_layer.of(head), at: 0, from: tokens_of_layer.from, out }
     }
 
     /// Adds the sum of a token; positions ascend.
@@ -182,19 +182,20 @@ impl<'a> HeadSums<'a> {
 mod tests {
     use super::*;
 
-    fn keep(lists: &[&[u32]]) -> RetainedTokens {
-        let mut keep = RetainedTokens::default();
-        lists.iter().for_each(|list| keep.heads.push(list.iter().copied()));
-        keep
+    fn retained_lists(lists: &[&[u32]]) -> RetainedTokens {
+        let mut retained_lists = RetainedTokens::default();
+        lists.iter().for_each(|list| retained_lists.heads.push(list.iter().copied()));
+        retained_lists
     }
 
     const HEADS: Heads = Heads { queries: 4, keys: 2 };
 
     #[test]
     fn sums_are_scattered_to_the_tokens_of_each_head() {
-        let kept = keep(&[&[0, 3], &[1, 2]]);
-        let there = ResidentTokens { kept: Some(&kept), from: 5, tokens: 7, heads: HEADS };
-        assert_eq!(there.count().expect("equal lists"), 4);
+        let retained = retained_lists(&[&[0, 3], &[1, 2]]);
+        let tokens_of_layer =
+            ResidentTokens { retained: Some(&retained), from: 5, tokens: 7, heads: HEADS };
+        assert_eq!(tokens_of_layer.count().expect("equal lists"), 4);
         // Rows of tokens 0, 1, 2, 3 and 6; heads 0 and 1 have evicted 1 and 2.
         let sums = [
             [1.0, 0.0, 0.0, 2.0, 3.0],
@@ -203,37 +204,41 @@ mod tests {
             [0.0, 1.0, 2.0, 0.0, 3.0],
         ];
         let mut out = vec![0.5; 16];
-        there.add(sums.as_flattened(), &[0, 1, 2, 3, 6], &mut out).expect("there");
-        let want = [
+        tokens_of_layer.add(sums.as_flattened(), &[0, 1, 2, 3, 6], &mut out).expect("there");
+        let expected = [
             [1.5, 2.5, 0.5, 3.5],
             [4.5, 5.5, 0.5, 6.5],
             [7.5, 8.5, 0.5, 9.5],
             [1.5, 2.5, 0.5, 3.5],
         ];
-        assert_eq!(out, want.as_flattened());
+        assert_eq!(out, expected.as_flattened());
         // One list and one row for all heads.
-        let kept = keep(&[&[1, 4]]);
-        let there = ResidentTokens { kept: Some(&kept), ..there };
+        let retained = retained_lists(&[&[1, 4]]);
+        let tokens_of_layer = ResidentTokens { retained: Some(&retained), ..tokens_of_layer };
         let mut out = [0.0; 4];
-        there.add(&[1.0, 2.0, 4.0], &[1, 4, 5], &mut out).expect("there");
+        tokens_of_layer.add(&[1.0, 2.0, 4.0], &[1, 4, 5], &mut out).expect("there");
         assert_eq!(out, [1.0, 2.0, 4.0, 0.0]);
-        let there = ResidentTokens { kept: None, from: 0, ..there };
+        let tokens_of_layer = ResidentTokens { retained: None, from: 0, ..tokens_of_layer };
         let mut out = vec![0.0; 28];
-        there.add(&[1.0; 8], &[2, 6], &mut out).expect("there");
+        tokens_of_layer.add(&[1.0; 8], &[2, 6], &mut out).expect("there");
         assert!((0..28).all(|at| out[at] == f32::from(u8::from(at % 7 == 2 || at % 7 == 6))));
     }
 
     #[test]
     fn sums_that_do_not_fit_are_rejected() {
-        let kept = keep(&[&[0, 3], &[1, 2]]);
-        let there = ResidentTokens { kept: Some(&kept), from: 5, tokens: 7, heads: HEADS };
+        let retained = retained_lists(&[&[0, 3], &[1, 2]]);
+        let tokens_of_layer =
+            ResidentTokens { retained: Some(&retained), from: 5, tokens: 7, heads: HEADS };
         let out = &mut [0.0; 16][..];
-        assert!(there.add(&[1.0; 4], &[1], out).is_err(), "evicted in the first head");
-        assert!(there.add(&[1.0; 4], &[7], out).is_err(), "not written yet");
-        assert!(there.add(&[0.0; 4], &[7], out).is_ok());
-        assert!(there.add(&[1.0; 3], &[5], out).is_err(), "three heads");
-        assert!(there.add(&[1.0; 4], &[5, 6], out).is_err(), "half of the sums");
-        assert!(there.add(&[1.0; 4], &[5], &mut out[..4]).is_err(), "heads have other lists");
+        assert!(tokens_of_layer.add(&[1.0; 4], &[1], out).is_err(), "evicted in the first head");
+        assert!(tokens_of_layer.add(&[1.0; 4], &[7], out).is_err(), "not written yet");
+        assert!(tokens_of_layer.add(&[0.0; 4], &[7], out).is_ok());
+        assert!(tokens_of_layer.add(&[1.0; 3], &[5], out).is_err(), "three heads");
+        assert!(tokens_of_layer.add(&[1.0; 4], &[5, 6], out).is_err(), "half of the sums");
+        assert!(
+            tokens_of_layer.add(&[1.0; 4], &[5], &mut out[..4]).is_err(),
+            "heads have other lists"
+        );
         for (lists, from, tokens) in [
             (&[&[0u32, 3][..], &[1]][..], 5, 7),
             (&[&[0, 5], &[1, 2]], 5, 7),
@@ -241,13 +246,13 @@ mod tests {
             (&[&[0, 3], &[1, 2]], 8, 7),
             (&[&[0], &[1], &[2]], 5, 7),
         ] {
-            let kept = keep(lists);
-            let bad = ResidentTokens { kept: Some(&kept), from, tokens, heads: HEADS };
+            let retained = retained_lists(lists);
+            let bad = ResidentTokens { retained: Some(&retained), from, tokens, heads: HEADS };
             assert!(bad.count().is_err(), "{lists:?}");
         }
         assert!(
-            ResidentTokens { kept: None, ..there }.count().is_err(),
-            "what became of the first five?"
+            ResidentTokens { retained: None, ..tokens_of_layer }.count().is_err(),
+            "without retained lists all tokens must be new"
         );
     }
 }

@@ -119,7 +119,7 @@ impl Shape {
     /// Checks that rows have this many heads and numbers.
     pub fn check_rows(
         &self,
-        what: &str,
+        name: &str,
         layer: u32,
         rows: &Rows<'_>,
         heads: u32,
@@ -128,7 +128,7 @@ impl Shape {
         self.check_layer(layer)?;
         if rows.heads() != heads || rows.dim() != dim {
             let (h, d) = (rows.heads(), rows.dim());
-            fail!(Invalid, "{what} have {h} heads of {d} numbers, the model {heads} of {dim}");
+            fail!(Invalid, "{name} have {h} heads of {d} numbers, the model {heads} of {dim}");
         }
         Ok(())
     }

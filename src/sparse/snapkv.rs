@@ -3,16 +3,16 @@
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|
-//! | `budget` | 1024 | tokens retained in each list of a layer, the window included |
-//! | `ratio` | none | replaces `budget`: the share of tokens to evict |
-//! | `window` | 64 | number of last queries whose attention is used; their own tokens are always retained |
-//! | `kernel` | 5 | odd number of tokens over which attention is pooled, padded with zeros at both ends |
-//! | `pool` | avg | `avg`: the mean, `max`: the maximum |
-//! | `form` | kvpress | `kvpress`: one list of retained tokens for each KV head, by the attention of its whole group. `original`: one list for each query head, for engines that store repeated keys |
+//! | `budget` | 1024 | tokens that stay, for each list, the window included |
+//! | `ratio` | none | instead: this share is evicted |
+//! | `window` | 64 | number of last queries that count; their tokens stay |
+//! | `kernel` | 5 | attention is pooled over this odd number of tokens; beyond the ends it is zero |
+//! | `pool` | avg | `max`: the maximum instead of the mean |
+//! | `form` | kvpress | `kvpress`: one list for each head of keys, by its whole group. `original`: one list for each query head, for engines that store repeated keys |
 //!
-//! The policy needs, for each key, the sum of the attention of the last `window` queries of the
-//! prompt (of all queries, if there are fewer). Sums passed again replace earlier ones. The policy
-//! evicts once, after the prompt, or after the last part of a prompt that is processed in parts.
+//! The policy needs the attention of the last `window` queries of the prompt to each key (of all
+//! queries, if there are fewer). The last sums before the eviction count. It evicts once, after the
+//! prompt; if the prompt comes in parts, after the last part.
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
@@ -23,44 +23,44 @@ use crate::sparse::ranks::Ranks;
 use crate::sparse::token_scores::{TokenScores, sum_rows};
 use crate::sparse::{Context, Kind, RetainedTokens, Scope, Shape, Sparse, Traits, caps, needs};
 
-/// Published variants of the method.
+/// The published forms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// As in kvpress: one list for each KV head.
+    /// As in kvpress: for each head of keys.
     Kvpress,
-    /// As in the authors' code: one list for each query head.
+    /// As the authors': for each query head.
     Original,
 }
 
-/// How many tokens are retained in a layer.
+/// How many tokens stay in a layer.
 #[derive(Clone, Copy, Debug)]
 pub enum Budget {
-    /// The same number in each layer.
+    /// The same in each layer.
     Flat,
     /// Fewer in deeper layers; the parameter is the steepness.
     Pyramid(u32),
-    /// The same number in each layer, shared by its heads; the parameter is the fraction of the
-    /// budget that each head is guaranteed.
+    /// The same in each layer, shared by its heads; the parameter is the guaranteed share of a
+    /// head.
     Ada(f64),
 }
 
-/// State of the policy.
+/// Attention of the last queries.
 #[derive(Clone, Debug)]
 pub struct Snapkv {
     shape: Shape,
-    kept: TokenScores,
+    retained: TokenScores,
     cap: TokenBudget,
     budget: Budget,
     form: Form,
     window: usize,
     kernel: usize,
     is_max: bool,
-    /// For each layer: whether sums of attention were passed since its last eviction.
+    /// Which layers got sums of attention since their last eviction.
     observed: Vec<bool>,
     ranks: Ranks,
 }
 
-/// Pools sums of attention over `kernel` neighbouring tokens: the mean or the maximum.
+/// Pools sums of attention over `kernel` neighbours: their mean or their maximum.
 fn pool(sums: &[f32], kernel: usize, is_max: bool, out: &mut [f32]) {
     let half = kernel / 2;
     for (at, score) in out.iter_mut().enumerate() {
@@ -95,16 +95,16 @@ impl Snapkv {
         let window = reader.u64("window", 64, 1..=1 << 20)? as usize;
         let kernel = reader.u64("kernel", 5, 1..=1023)? as usize;
         if kernel % 2 == 0 {
-            return Err(conflict(format!("kernel is {kernel}: it must be odd")));
+            return Err(conflict(format!("a kernel of {kernel} tokens has no middle")));
         }
         if matches!(cap, TokenBudget::Tokens(tokens) if tokens as usize <= window) {
-            return Err(conflict(format!("the budget must be larger than the window of {window}")));
+            return Err(conflict(format!("the budget is no more than the window of {window}")));
         }
         let mut observed = Vec::new();
         grow(&mut observed, shape.layers as usize, false)?;
         Ok(Snapkv {
             shape: *shape,
-            kept: TokenScores::new(shape.layers, lists, shape.max_tokens)?,
+            retained: TokenScores::new(shape.layers, lists, shape.max_tokens)?,
             cap,
             budget,
             form,
@@ -116,56 +116,54 @@ impl Snapkv {
         })
     }
 
-    /// How many of `tokens` tokens are retained in each list of a layer; with a shared budget, on
-    /// average.
+    /// How many of `tokens` tokens stay in each list of a layer, or on average.
     pub fn count(&self, layer: u32, tokens: usize) -> usize {
         let count = match self.budget {
             Budget::Pyramid(beta) => {
-                let pyramid = crate::sparse::pyramidkv::PyramidBudget {
+                let of = crate::sparse::pyramidkv::PyramidBudget {
                     form: self.form,
                     cap: self.cap,
                     window: self.window,
                     beta,
                     layers: self.shape.layers,
                 };
-                pyramid.count(layer, tokens)
+                of.count(layer, tokens)
             }
             _ => self.cap.of(tokens),
         };
         count.clamp(self.window.min(tokens), tokens)
     }
 
-    /// Chooses the retained tokens if heads share their budget: each head retains its best tokens,
-    /// up to the fraction `safe` of its budget; among the other tokens of all heads, those with the
-    /// lowest scores are evicted.
+    /// Chooses the tokens that stay if heads share their budget: each keeps its best `safe` share;
+    /// of the others, the lowest of all heads are evicted.
     fn share(&mut self, layer: u32, safe: f64, out: &mut RetainedTokens) -> Result<bool> {
-        let lists = &self.kept.layer(layer)?.lists;
+        let lists = &self.retained.layer(layer)?.lists;
         let tokens = lists.first().map_or(0, |list| list.positions.len());
-        let retained = self.count(layer, tokens);
-        if retained >= tokens || lists.iter().any(|list| list.positions.len() != tokens) {
+        let stay = self.count(layer, tokens);
+        if stay >= tokens || lists.iter().any(|list| list.positions.len() != tokens) {
             return Ok(false);
         }
-        let guaranteed = (retained as f64 * safe) as usize;
+        let sure = (stay as f64 * safe) as usize;
         let (mut scores, mut best) = (Vec::new(), Vec::new());
         reserve(&mut scores, tokens * lists.len())?;
         for list in lists {
             let from = scores.len();
             scores.extend_from_slice(&list.scores);
             best.clear();
-            self.ranks.top(&list.scores, guaranteed, &mut best)?;
+            self.ranks.top(&list.scores, sure, &mut best)?;
             for &at in &best {
                 if let Some(score) = scores.get_mut(from + at as usize) {
                     *score = f32::INFINITY;
                 }
             }
         }
-        let mut victims = Vec::new();
-        self.ranks.bottom(&scores, lists.len() * (tokens - retained), &mut victims)?;
+        let mut leaving = Vec::new();
+        self.ranks.bottom(&scores, lists.len() * (tokens - stay), &mut leaving)?;
         out.begin(lists.len(), lists.len() * tokens)?;
         let mut from = 0;
         for (head, list) in lists.iter().enumerate() {
-            let to = victims.partition_point(|&at| (at as usize) < (head + 1) * tokens);
-            let own = victims.get_mut(from..to).unwrap_or_default();
+            let to = leaving.partition_point(|&at| (at as usize) < (head + 1) * tokens);
+            let own = leaving.get_mut(from..to).unwrap_or_default();
             own.iter_mut().for_each(|at| *at -= (head * tokens) as u32);
             out.push_without(&list.positions, own)?;
             from = to;
@@ -187,21 +185,21 @@ impl Sparse for Snapkv {
     }
 
     fn state_bytes(&self) -> u64 {
-        self.kept.bytes() + self.observed.capacity() as u64
+        self.retained.bytes() + self.observed.capacity() as u64
     }
 
     fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
         if queries == 0 || queries as usize > self.window {
             let most = self.window;
-            fail!(Invalid, "sums of {queries} queries: snapkv needs those of the last 1 to {most}");
+            fail!(Invalid, "sums of {queries} queries, snapkv takes those of the last 1 to {most}");
         }
         let rows = sum_rows(&self.shape, sums, tokens, self.shape.key_heads == 1)?;
         let end = (tokens as usize).saturating_sub(self.window);
         let mut pooled = Vec::new();
         grow(&mut pooled, end, 0.0)?;
-        self.kept.add_sums(layer, (rows, tokens), sums, true)?;
+        self.retained.add_sums(layer, (rows, tokens), sums, true)?;
         let (kernel, is_max) = (self.kernel, self.is_max);
-        for list in self.kept.lists(layer) {
+        for list in self.retained.lists(layer) {
             let (old, window) = list.scores.split_at_mut(end);
             pool(old, kernel, is_max, &mut pooled);
             old.copy_from_slice(&pooled);
@@ -217,14 +215,14 @@ impl Sparse for Snapkv {
         if !context.is_prefill || context.part.saturating_add(1) < context.parts {
             return Ok(false);
         }
-        let tokens = self.kept.layer(layer)?;
-        let resident = tokens.lists.first().map_or(0, |list| list.positions.len());
-        let next = tokens.next;
-        let has_evicted = tokens.lists.iter().any(|list| list.positions.len() < next as usize);
+        let of = self.retained.layer(layer)?;
+        let retained_count = of.lists.first().map_or(0, |list| list.positions.len());
+        let next = of.next;
+        let has_evicted = of.lists.iter().any(|list| list.positions.len() < next as usize);
         let observed = self.observed.get(layer as usize).is_some_and(|observed| *observed);
         if next < context.tokens || !observed {
             let more = context.tokens.saturating_sub(next) as usize;
-            let all = resident + more;
+            let all = retained_count + more;
             if (has_evicted && more == 0) || self.count(layer, all) >= all {
                 return Ok(false);
             }
@@ -236,12 +234,12 @@ impl Sparse for Snapkv {
         if let Budget::Ada(safe) = self.budget {
             return self.share(layer, safe, out);
         }
-        let retained = self.count(layer, resident);
-        self.kept.plan(layer, (0, self.window), |count, _| count.saturating_sub(retained), out)
+        let stay = self.count(layer, retained_count);
+        self.retained.plan(layer, (0, self.window), |count, _| count.saturating_sub(stay), out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
-        self.kept.evicted(layer, kept)?;
+    fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
+        self.retained.evicted(layer, retained)?;
         if let Some(observed) = self.observed.get_mut(layer as usize) {
             *observed = false;
         }
@@ -250,9 +248,9 @@ impl Sparse for Snapkv {
 
     fn truncate(&mut self, tokens: u32) -> Result<()> {
         for (layer, observed) in (0..).zip(self.observed.iter_mut()) {
-            *observed &= self.kept.layer(layer)?.next <= tokens;
+            *observed &= self.retained.layer(layer)?.next <= tokens;
         }
-        self.kept.truncate(tokens);
+        self.retained.truncate(tokens);
         Ok(())
     }
 

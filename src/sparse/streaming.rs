@@ -8,7 +8,7 @@
 //! | `rotate` | false | keys are encoded by their place in the cache, not by their position in the text |
 //!
 //! A query sees the sinks and the `recent` positions that end with its own, in the prompt and in
-//! decode. In decode, all other tokens may be evicted: after the newest token has come, `sinks +
+//! decode. In decode, all other tokens may be evicted: after the newest token is appended, `sinks +
 //! recent` stay.
 //!
 //! `rotate` changes no answer: positions are logical either way. The engine reads it
@@ -131,9 +131,9 @@ impl Sparse for Streaming {
         Ok(true)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
+    fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
         let sinks = self.sinks;
-        let list = kept.of(0);
+        let list = retained.of(0);
         let (Some(first), Some(&last)) = (list.iter().find(|&&at| at >= sinks), list.last()) else {
             fail!(Invalid, "no token behind the {sinks} sinks is retained");
         };

@@ -122,8 +122,8 @@ impl TokenScores {
         for list in &layer.lists {
             let more = (tokens as usize).checked_sub(list.positions.len());
             if more.is_none() || new.is_some_and(|new| Some(new) != more) {
-                let kept = list.positions.len();
-                fail!(Invalid, "sums of {tokens} tokens, the layer has at least {kept}");
+                let resident = list.positions.len();
+                fail!(Invalid, "sums of {tokens} tokens, the layer has at least {resident}");
             }
             new = more;
         }
@@ -196,11 +196,11 @@ impl TokenScores {
         Ok(true)
     }
 
-    /// Puts into `out`, for each list of a layer, the ascending indices of the tokens that `keep`
-    /// does not name. Fails if `keep` names a token that is not resident.
-    pub fn victims(&self, layer: u32, keep: &RetainedTokens, out: &mut Lists) -> Result<()> {
+    /// Puts into `out`, for each list of a layer, the ascending indices of the tokens that
+    /// `retained` does not name. Fails if `retained` names a token that is not resident.
+    pub fn victims(&self, layer: u32, retained: &RetainedTokens, out: &mut Lists) -> Result<()> {
         let layer = self.layer(layer)?;
-        let (named, lists) = (keep.heads.len(), layer.lists.len());
+        let (named, lists) = (retained.heads.len(), layer.lists.len());
         if named != lists && named != 1 {
             fail!(Invalid, "{named} lists of retained tokens, the layer has {lists}");
         }
@@ -208,20 +208,20 @@ impl TokenScores {
         reserve(&mut out.starts, lists + 1)?;
         out.starts.push(0);
         for (head, list) in (0..).zip(&layer.lists) {
-            let (mut there, mut stays) = (list.positions.as_slice(), keep.of(head));
-            reserve(&mut out.items, there.len().saturating_sub(stays.len()))?;
+            let (mut positions_left, mut stays) = (list.positions.as_slice(), retained.of(head));
+            reserve(&mut out.items, positions_left.len().saturating_sub(stays.len()))?;
             loop {
-                let same = common_prefix(there, stays);
-                there = there.get(same..).unwrap_or_default();
+                let same = common_prefix(positions_left, stays);
+                positions_left = positions_left.get(same..).unwrap_or_default();
                 stays = stays.get(same..).unwrap_or_default();
-                match (there.split_first(), stays.first()) {
+                match (positions_left.split_first(), stays.first()) {
                     (None, None) => break,
                     (Some((position, rest)), stay) if stay.is_none_or(|stay| position < stay) => {
-                        // More tokens may be evicted than the lengths differ by, if `keep` names
+                        // More tokens may be evicted than the lengths differ by if `retained` names
                         // unknown tokens.
                         reserve(&mut out.items, 1)?;
-                        out.items.push((list.positions.len() - there.len()) as u32);
-                        there = rest;
+                        out.items.push((list.positions.len() - positions_left.len()) as u32);
+                        positions_left = rest;
                     }
                     (_, stay) => {
                         let position = stay.copied().unwrap_or_default();
@@ -243,9 +243,9 @@ impl TokenScores {
     }
 
     /// Implements [`Sparse::evicted`](crate::sparse::Sparse::evicted).
-    pub fn evicted(&mut self, layer: u32, keep: &RetainedTokens) -> Result<()> {
+    pub fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
         let mut spare = std::mem::take(&mut self.spare);
-        let result = self.victims(layer, keep, &mut spare);
+        let result = self.victims(layer, retained, &mut spare);
         if result.is_ok() {
             self.remove(layer, &spare);
         }
@@ -298,30 +298,33 @@ pub fn compact<T: Copy>(table: &mut Vec<T>, victims: &[u32], each: usize) {
 mod tests {
     use super::*;
 
-    fn keep(lists: &[&[u32]]) -> RetainedTokens {
-        let mut keep = RetainedTokens::default();
-        lists.iter().for_each(|list| keep.heads.push(list.iter().copied()));
-        keep
+    fn retained_lists(lists: &[&[u32]]) -> RetainedTokens {
+        let mut retained_lists = RetainedTokens::default();
+        lists.iter().for_each(|list| retained_lists.heads.push(list.iter().copied()));
+        retained_lists
     }
 
     #[test]
     fn retained_tokens_must_be_resident() {
-        let mut kept = TokenScores::new(2, 2, 10).expect("memory");
-        kept.extend(1, 6, 0.0).expect("room");
-        assert!(kept.extend(1, 11, 0.0).is_err() && kept.extend(2, 1, 0.0).is_err());
+        let mut scores = TokenScores::new(2, 2, 10).expect("memory");
+        scores.extend(1, 6, 0.0).expect("room");
+        assert!(scores.extend(1, 11, 0.0).is_err() && scores.extend(2, 1, 0.0).is_err());
         for bad in [&[&[1u32, 1][..], &[0]][..], &[&[6], &[0]], &[&[2, 1], &[0]], &[]] {
-            assert!(kept.evicted(1, &keep(bad)).is_err(), "{bad:?}");
+            assert!(scores.evicted(1, &retained_lists(bad)).is_err(), "{bad:?}");
         }
-        kept.evicted(1, &keep(&[&[0, 2, 5], &[1, 2, 3]])).expect("a part");
-        assert_eq!(kept.next_of(1, 5).expect("two more"), 8);
-        assert!(kept.next_of(1, 2).is_err());
-        kept.extend(1, 8, 1.0).expect("room");
-        assert_eq!(kept.lists(1)[1].positions, [1, 2, 3, 6, 7]);
-        assert!(kept.evicted(1, &keep(&[&[2, 5]])).is_err());
-        kept.evicted(1, &keep(&[&[2, 6, 7]])).expect("one for all");
-        kept.truncate(7);
-        assert_eq!(kept.lists(1)[0].positions, [2, 6]);
-        assert_eq!(kept.lists(1)[0].scores, [0.0, 1.0]);
-        assert_eq!((kept.layer(1).expect("one").next, kept.layer(0).expect("one").next), (7, 0));
+        scores.evicted(1, &retained_lists(&[&[0, 2, 5], &[1, 2, 3]])).expect("a part");
+        assert_eq!(scores.next_of(1, 5).expect("two more"), 8);
+        assert!(scores.next_of(1, 2).is_err());
+        scores.extend(1, 8, 1.0).expect("room");
+        assert_eq!(scores.lists(1)[1].positions, [1, 2, 3, 6, 7]);
+        assert!(scores.evicted(1, &retained_lists(&[&[2, 5]])).is_err());
+        scores.evicted(1, &retained_lists(&[&[2, 6, 7]])).expect("one for all");
+        scores.truncate(7);
+        assert_eq!(scores.lists(1)[0].positions, [2, 6]);
+        assert_eq!(scores.lists(1)[0].scores, [0.0, 1.0]);
+        assert_eq!(
+            (scores.layer(1).expect("one").next, scores.layer(0).expect("one").next),
+            (7, 0)
+        );
     }
 }

@@ -21,7 +21,7 @@ use crate::sparse::{Context, RetainedTokens, Shape, Sparse, Traits, needs};
 #[derive(Clone, Debug)]
 pub struct Tova {
     shape: Shape,
-    kept: TokenScores,
+    retained: TokenScores,
     retention: Retention,
 }
 
@@ -32,7 +32,7 @@ impl Tova {
         let newest = usize::from(reader.choice("newest", &["kept", "free"])? != Some(1));
         Ok(Tova {
             shape: *shape,
-            kept: TokenScores::new(shape.layers, 1, shape.max_tokens)?,
+            retained: TokenScores::new(shape.layers, 1, shape.max_tokens)?,
             retention: Retention::with(reader, 0, newest)?,
         })
     }
@@ -49,7 +49,7 @@ impl Sparse for Tova {
     }
 
     fn state_bytes(&self) -> u64 {
-        self.kept.bytes()
+        self.retained.bytes()
     }
 
     fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
@@ -57,20 +57,20 @@ impl Sparse for Tova {
             fail!(Invalid, "sums of {queries} queries, tova takes the sums of one query at a time");
         }
         let rows = sum_rows(&self.shape, sums, tokens, true)?;
-        self.kept.add_sums(layer, (rows, tokens), sums, true)
+        self.retained.add_sums(layer, (rows, tokens), sums, true)
     }
 
     fn evict(&mut self, layer: u32, context: &Context, out: &mut RetainedTokens) -> Result<bool> {
-        self.kept.extend(layer, context.tokens, f32::INFINITY)?;
-        self.retention.plan(&mut self.kept, layer, context, out)
+        self.retained.extend(layer, context.tokens, f32::INFINITY)?;
+        self.retention.plan(&mut self.retained, layer, context, out)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
-        self.kept.evicted(layer, kept)
+    fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
+        self.retained.evicted(layer, retained)
     }
 
     fn truncate(&mut self, tokens: u32) -> Result<()> {
-        self.kept.truncate(tokens);
+        self.retained.truncate(tokens);
         Ok(())
     }
 

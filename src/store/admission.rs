@@ -10,10 +10,10 @@
 //!
 //! | parameter of `select` | default | meaning |
 //! |---|---|---|
-//! | `hits` | 1 | uses since it came, at least |
+//! | `hits` | 1 | least number of uses since its insertion |
 //! | `priority` | 0 | class of its session, at least |
 //! | `min_bytes`, `max_bytes` | 0, 1TiB | its size |
-//! | `free` | 25% | as long as so much of the tier is free, `hits` is not asked for: an empty disk helps nobody |
+//! | `free` | 25% | as long as so much of the tier is free, `hits` is not required: an empty disk is of no use |
 //! | `wear` | 0B | bytes a day that may be written, saved up for a day; 0: as many as there are |
 
 use crate::base::spec::{Reader, Spec};
@@ -107,21 +107,21 @@ impl Admission {
     /// candidate is charged to the write budget.
     pub fn admit(
         &mut self,
-        one: &Candidate,
+        candidate: &Candidate,
         free: f64,
         now_ns: u64,
     ) -> std::result::Result<(), Refusal> {
         let decided = match self.mode {
             Mode::All => Ok(()),
             Mode::None => Err(Refusal::Never),
-            Mode::Select(rules) => self.select(&rules, one, free, now_ns),
+            Mode::Select(rules) => self.select(&rules, candidate, free, now_ns),
         };
         match decided {
             Ok(()) => {
                 self.admitted += 1;
-                self.admitted_bytes += one.bytes;
+                self.admitted_bytes += candidate.bytes;
             }
-            Err(why) => self.refused[why as usize] += 1,
+            Err(refusal) => self.refused[refusal as usize] += 1,
         }
         decided
     }
@@ -129,27 +129,27 @@ impl Admission {
     fn select(
         &mut self,
         rules: &Rules,
-        one: &Candidate,
+        candidate: &Candidate,
         free: f64,
         now_ns: u64,
     ) -> std::result::Result<(), Refusal> {
-        if one.priority < rules.priority {
+        if candidate.priority < rules.priority {
             return Err(Refusal::Priority);
         }
-        if !(rules.min_bytes..=rules.max_bytes).contains(&one.bytes) {
+        if !(rules.min_bytes..=rules.max_bytes).contains(&candidate.bytes) {
             return Err(Refusal::Size);
         }
-        if one.hits < rules.hits && free < rules.free {
+        if candidate.hits < rules.hits && free < rules.free {
             return Err(Refusal::Hits);
         }
         if rules.wear_bytes > 0 {
             let (most, past) = (rules.wear_bytes as f64, now_ns.saturating_sub(self.at_ns));
             self.saved_bytes = (self.saved_bytes + most * past as f64 / DAY_NS).min(most);
             self.at_ns = self.at_ns.max(now_ns);
-            if one.bytes as f64 > self.saved_bytes {
+            if candidate.bytes as f64 > self.saved_bytes {
                 return Err(Refusal::Wear);
             }
-            self.saved_bytes -= one.bytes as f64;
+            self.saved_bytes -= candidate.bytes as f64;
         }
         Ok(())
     }
@@ -174,36 +174,37 @@ mod tests {
         let spec = "select(hits=2, priority=1, min_bytes=4KiB, max_bytes=1MiB, free=10%)";
         let mut admission = Admission::open(spec, 0).unwrap();
         let good = Candidate { bytes: 8192, hits: 2, priority: 1 };
-        let mut ask = |one: Candidate, free| admission.admit(&one, free, 5);
-        assert_eq!(ask(good, 0.0), Ok(()));
-        assert_eq!(ask(Candidate { hits: 1, ..good }, 0.0), Err(Refusal::Hits));
-        assert_eq!(ask(Candidate { hits: 0, ..good }, 0.5), Ok(()), "there is room");
-        assert_eq!(ask(Candidate { priority: 0, ..good }, 0.5), Err(Refusal::Priority));
-        assert_eq!(ask(Candidate { bytes: 4095, ..good }, 0.5), Err(Refusal::Size));
-        assert_eq!(ask(Candidate { bytes: (1 << 20) + 1, ..good }, 0.5), Err(Refusal::Size));
+        let mut admit = |candidate: Candidate, free| admission.admit(&candidate, free, 5);
+        assert_eq!(admit(good, 0.0), Ok(()));
+        assert_eq!(admit(Candidate { hits: 1, ..good }, 0.0), Err(Refusal::Hits));
+        assert_eq!(admit(Candidate { hits: 0, ..good }, 0.5), Ok(()), "there is room");
+        assert_eq!(admit(Candidate { priority: 0, ..good }, 0.5), Err(Refusal::Priority));
+        assert_eq!(admit(Candidate { bytes: 4095, ..good }, 0.5), Err(Refusal::Size));
+        assert_eq!(admit(Candidate { bytes: (1 << 20) + 1, ..good }, 0.5), Err(Refusal::Size));
         assert_eq!(admission.admitted(), (2, 16_384));
         assert_eq!(admission.refused(), [0, 1, 1, 2, 0]);
     }
 
     #[test]
-    fn writes_of_a_day_are_saved_up_for_one_day() {
+    fn the_write_budget_accumulates_for_one_day() {
         let mut admission = Admission::open("select(hits=0, wear=24MiB)", 0).unwrap();
-        let one = Candidate { bytes: 1 << 20, ..Candidate::default() };
-        let mut day =
-            |now_ns: u64| (0..100).filter(|_| admission.admit(&one, 0.0, now_ns).is_ok()).count();
+        let candidate = Candidate { bytes: 1 << 20, ..Candidate::default() };
+        let mut day = |now_ns: u64| {
+            (0..100).filter(|_| admission.admit(&candidate, 0.0, now_ns).is_ok()).count()
+        };
         let hour_ns = 3_600_000_000_000;
         assert_eq!(day(0), 24);
         assert_eq!(day(hour_ns), 1);
         assert_eq!(day(3 * hour_ns), 2);
         assert_eq!(day(1000 * hour_ns), 24, "not more than a day's");
-        assert_eq!(day(5), 0, "a clock that goes back adds nothing");
+        assert_eq!(day(5), 0, "a clock that runs backwards adds nothing");
     }
 
     #[test]
-    fn the_simple_ones_and_mistakes() {
-        let one = Candidate::default();
-        assert!(Admission::open("all", 0).unwrap().admit(&one, 0.0, 0).is_ok());
-        let never = Admission::open("none", 0).unwrap().admit(&one, 1.0, 0);
+    fn all_and_none_decide_alike_and_invalid_specs_are_rejected() {
+        let candidate = Candidate::default();
+        assert!(Admission::open("all", 0).unwrap().admit(&candidate, 0.0, 0).is_ok());
+        let never = Admission::open("none", 0).unwrap().admit(&candidate, 1.0, 0);
         assert_eq!(never, Err(Refusal::Never));
         assert!(Admission::open("selct", 0).err().unwrap().message().contains("select"));
         for bad in ["all(hits=1)", "select(hit=1)", "select(free=2)", "select(priority=3)"] {

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_usual_model_by_hand() {
+    fn capacity_matches_a_computation_by_hand() {
         let sizes = Sizes { host_bytes: 8 << 30, disk_bytes: 200 << 30, segment_bytes: 0 };
         let all = of(&layout(32), &sizes).expect("sound");
         assert_eq!((all.chunk_bytes, all.cell_bytes), (8 << 20, 256 << 10));
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_sizes_are_enough() {
+    fn the_reported_minimum_sizes_suffice() {
         let all = of(&layout(4), &Sizes { host_bytes: 1 << 30, disk_bytes: 0, segment_bytes: 0 });
         let all = all.expect("sound");
         let least = Sizes {

@@ -308,7 +308,7 @@ mod tests {
     use crate::base::exposition::{Kind, Value};
 
     #[test]
-    fn rows_have_the_fields_names_and_values() {
+    fn rows_have_the_names_and_values_of_fields() {
         let stats =
             StoreStats { gets: 3, host_cells: 5, lossy_error_max: 0.5, ..Default::default() };
         let row = |name| StoreStats::ROWS.iter().find(|row| row.name == name).expect(name);

@@ -17,7 +17,7 @@ pub enum Kind {
     Stored = 1,
     /// No longer all cells of a chunk are resident in a tier.
     Removed = 2,
-    /// All chunks of a namespace are gone.
+    /// All chunks of a namespace were removed.
     Cleared = 3,
 }
 
@@ -110,12 +110,12 @@ pub enum Stage {
     Opened,
     /// Running.
     Open,
-    /// Closed: what was in its memory is gone.
+    /// Closed: the contents of its memory are lost.
     Closed,
 }
 
 impl Stage {
-    fn word(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             Stage::Opened => "opened",
             Stage::Open => "open",
@@ -166,7 +166,7 @@ impl Entries {
             ("v", VERSION),
             ("node", self.node.as_bytes()),
             ("run", self.run.as_bytes()),
-            ("stage", stage.word().as_bytes()),
+            ("stage", stage.name().as_bytes()),
             ("first", self.numbers[0].as_bytes()),
             ("missed", self.numbers[1].as_bytes()),
             ("events", &self.packed),
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn readers_go_on_from_where_they_stopped_and_hear_what_they_missed() {
+    fn readers_resume_at_their_position_and_learn_the_number_of_lost_events() {
         let mut events = Events::new(4).unwrap();
         assert_eq!(numbers(&events, 0, 9), (vec![], 0));
         (0..3).for_each(|_| events.add(Event { kind: Kind::Stored as u32, ..Event::default() }));
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn none_are_kept_when_none_are_wanted() {
+    fn no_event_is_retained_with_capacity_zero() {
         let mut events = Events::new(0).unwrap();
         events.add(Event::default());
         assert_eq!((numbers(&events, 0, 3), events.next_number()), ((vec![], 1), 1));
@@ -211,7 +211,7 @@ mod event_feed_tests {
     use super::*;
 
     #[test]
-    fn an_entry_is_what_is_documented() {
+    fn an_entry_has_the_documented_fields() {
         let event = Event {
             number: 7,
             at_ns: 1,
@@ -226,7 +226,7 @@ mod event_feed_tests {
         let mut entries = Entries::new("http://a:1", 0xab);
         let fields = entries.make(Stage::Open, 7, 1, &[event, event]);
         let head: Vec<_> = fields[..6].iter().map(|(name, value)| (*name, *value)).collect();
-        let want: [(&str, &[u8]); 6] = [
+        let expected: [(&str, &[u8]); 6] = [
             ("v", b"1"),
             ("node", b"http://a:1"),
             ("run", b"00000000000000ab"),
@@ -234,7 +234,7 @@ mod event_feed_tests {
             ("first", b"7"),
             ("missed", b"1"),
         ];
-        assert_eq!(head, want);
+        assert_eq!(head, expected);
         let mut one = vec![2, 0, 0, 0, 3, 0, 0, 0, 16, 0, 0, 0, 2, 1, 0, 0];
         [4u8, 5, 6].iter().for_each(|&byte| one.extend([byte; 32]));
         assert_eq!(fields[6], ("events", &one.repeat(2)[..]));

@@ -1,5 +1,5 @@
 //! An open store: the state machine behind one lock, worker threads that execute its work, and ops
-//! that tell callers about completion.
+//! that notify callers of completion.
 
 use crate::base::account::Account;
 use crate::base::budget::Budget;
@@ -40,12 +40,12 @@ struct Guarded {
     sleeping: [u32; KINDS],
     /// A sleeping worker of this kind has a timer.
     has_alarm: [bool; KINDS],
-    /// The thread for copies behind device events sleeps.
-    crew_sleeps: bool,
+    /// The thread for copies that depend on device events sleeps.
+    event_thread_sleeps: bool,
     /// The store is closing: new transfers are refused.
     closing: bool,
-    /// Steps of the final write-back that have begun. A repeated close goes on from there.
-    away: usize,
+    /// Steps of the final write-back that have begun. A repeated close continues from there.
+    close_step: usize,
     stop: bool,
     /// A worker has panicked: new transfers are refused.
     broken: bool,
@@ -57,8 +57,8 @@ struct Inner {
     state: Mutex<Guarded>,
     /// Wakes workers of a kind.
     work: [Condvar; KINDS],
-    /// Wakes the thread for copies behind device events.
-    behind: Condvar,
+    /// Wakes the thread for copies that depend on device events.
+    events_pending: Condvar,
     /// Wakes the publisher of events.
     feed: Condvar,
     /// Signals that something has ended.
@@ -136,7 +136,7 @@ impl Store {
         spec: &StoreSpec,
         device: Arc<dyn Device>,
     ) -> Result<Store> {
-        // The socket comes before the disk: a path in use must fail before a long recovery.
+        // The socket is bound before the disk is opened: a path in use must fail before a long recovery.
         let listener = spec.control.as_deref().map(Listener::bind).transpose()?;
         let waker = listener.as_ref().map(|_| Waker::new()).transpose()?;
         let found = match &spec.disk {
@@ -182,9 +182,9 @@ impl Store {
             published_until: u64::MAX,
             sleeping: [0; KINDS],
             has_alarm: [false; KINDS],
-            crew_sleeps: false,
+            event_thread_sleeps: false,
             closing: false,
-            away: 0,
+            close_step: 0,
             stop: false,
             broken: false,
         };
@@ -192,7 +192,7 @@ impl Store {
             runtime: runtime.clone(),
             state: Mutex::new(state),
             work: std::array::from_fn(|_| Condvar::new()),
-            behind: Condvar::new(),
+            events_pending: Condvar::new(),
             feed: Condvar::new(),
             ended: Condvar::new(),
             tools: Mutex::new(Tools { device, disk, remote }),
@@ -221,9 +221,9 @@ impl Store {
         state.check_open()?;
         state.core.tick(self.inner.runtime.clock().now_ns());
         let result = act(&mut state.core);
-        let news = self.inner.news(&mut state);
+        let completions = self.inner.collect_completions(&mut state);
         drop(state);
-        finish(news);
+        finish(completions);
         result
     }
 
@@ -258,59 +258,59 @@ impl Guarded {
     }
 
     /// Ops of the completions since the last call.
-    fn ended(&mut self) -> News {
+    fn ended(&mut self) -> Completions {
         let mut finished = Vec::new();
         self.core.finished(&mut finished);
-        let mut news = Vec::with_capacity(finished.len());
+        let mut completions = Vec::with_capacity(finished.len());
         for one in finished {
             let Some(ops) = self.ops.get_mut(one.number as usize) else { continue };
             let (last, op) = (one.last, ops.get(one.part as usize));
             if let Some(op) = op.cloned() {
-                news.push((op, one));
+                completions.push((op, one));
             }
             if last {
                 ops.clear();
             }
         }
-        news
+        completions
     }
 }
 
 /// Ops with their outcome.
-type News = Vec<(OpRef, Finished)>;
+type Completions = Vec<(OpRef, Finished)>;
 
 impl Inner {
     /// After any change of the state: wakes workers that have work, and collects completions, which
     /// are reported after the lock is released.
-    fn news(&self, state: &mut Guarded) -> News {
+    fn collect_completions(&self, state: &mut Guarded) -> Completions {
         for workers in WorkerKind::ALL {
             let at = workers as usize;
-            let is_called = workers == WorkerKind::Ask && state.core.awaits_answer();
+            let is_urgent = workers == WorkerKind::Lookup && state.core.is_lookup_urgent();
             // A worker that sleeps without a timer must learn that there is a deadline now.
             let is_timed = !state.has_alarm[at] && workers::due_ns(&state.core, workers).is_some();
             let is_wanted = || is_timed || state.core.has_work(workers);
-            if is_called || state.sleeping[at] > 0 && is_wanted() {
+            if is_urgent || state.sleeping[at] > 0 && is_wanted() {
                 self.work[at].notify_one();
             }
         }
-        if state.crew_sleeps && state.core.has_events_ahead() {
-            self.behind.notify_one();
+        if state.event_thread_sleeps && state.core.has_events_ahead() {
+            self.events_pending.notify_one();
         }
         if state.published_until < state.core.events.next_number() {
             self.feed.notify_one();
         }
-        let mut news = state.ended();
-        state.watches.notify(state.core.events.next_number(), &mut news);
-        if !news.is_empty() || state.core.is_idle() || state.core.turn_has_come() {
+        let mut completions = state.ended();
+        state.watches.notify(state.core.events.next_number(), &mut completions);
+        if !completions.is_empty() || state.core.is_idle() || state.core.has_durability_news() {
             self.ended.notify_all();
         }
-        news
+        completions
     }
 
     /// Cancels a transfer whose ops were all cancelled. The number may be another transfer's by
-    /// now; then that one's ops are asked.
-    fn drop_given_up(&self, state: &mut Guarded, number: u32) {
-        if let Some(status) = state.ops.get(number as usize).and_then(|ops| given_up(ops)) {
+    /// now; then that transfer's ops are checked.
+    fn cancel_if_abandoned(&self, state: &mut Guarded, number: u32) {
+        if let Some(status) = state.ops.get(number as usize).and_then(|ops| abandoned_status(ops)) {
             state.core.cancel(number, status);
         }
     }
@@ -324,23 +324,23 @@ impl Inner {
             state.core.cancel(number, status);
         }
         state.core.cancel_prefetch(None);
-        let mut news = self.news(&mut state);
-        state.watches.end_all(status, &mut news);
+        let mut completions = self.collect_completions(&mut state);
+        state.watches.end_all(status, &mut completions);
         drop(state);
-        finish(news);
+        finish(completions);
     }
 
     fn stop(&self) {
         self.state.lock().stop = true;
         self.work.iter().for_each(|work| work.notify_all());
-        self.behind.notify_all();
+        self.events_pending.notify_all();
         self.feed.notify_all();
         self.waker.iter().for_each(Waker::wake);
     }
 }
 
 /// Status of a transfer whose open ops were all cancelled; `None` if one is still wanted.
-fn given_up(ops: &[OpRef]) -> Option<Status> {
+fn abandoned_status(ops: &[OpRef]) -> Option<Status> {
     let open = ops.iter().filter(|op| op.state() & RELEASED == 0);
     open.map(|op| op.abandon_status()).reduce(|a, b| match (a?, b?) {
         (Status::Cancelled, _) | (_, Status::Cancelled) => Some(Status::Cancelled),
@@ -353,14 +353,14 @@ impl Owner for Inner {
         let mut state = self.state.lock();
         // An op without a number yet is checked when it gets one.
         let Some(number) = op.owner_slot() else { return };
-        let mut news = News::new();
+        let mut completions = Completions::new();
         match Watches::has(number) {
-            true => state.watches.drop_given_up(number, &mut news),
-            false => self.drop_given_up(&mut state, number),
+            true => state.watches.cancel_if_abandoned(number, &mut completions),
+            false => self.cancel_if_abandoned(&mut state, number),
         }
-        news.extend(self.news(&mut state));
+        completions.extend(self.collect_completions(&mut state));
         drop(state);
-        finish(news);
+        finish(completions);
     }
 
     fn shut(&self, status: Status) {
@@ -377,8 +377,8 @@ impl CheckpointWriter for &Inner {
 }
 
 impl CellIndex for &Inner {
-    fn wants(&mut self, cell: &CellAt) -> bool {
-        self.state.lock().core.wants(cell)
+    fn is_live(&mut self, cell: &CellAt) -> bool {
+        self.state.lock().core.is_live(cell)
     }
 
     fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
@@ -391,8 +391,8 @@ impl CellIndex for &Inner {
 }
 
 /// Reports completions to callers, without the lock.
-fn finish(news: News) {
-    for (op, one) in news {
+fn finish(completions: Completions) {
+    for (op, one) in completions {
         op.report(one.tokens, one.bytes);
         op.report_items(&one.outcomes);
         let status = one.error.as_ref().map_or(Status::Ok, Error::status);
@@ -408,8 +408,8 @@ fn open_remote(
     let mut config = spec.config.clone();
     let Some(remote) = &spec.remote else { return Ok((config, None, None)) };
     let custom = spec.custom_remote.as_ref();
-    let (remote, asked, server) = remote.open(&spec.secrets, custom, runtime.clock())?;
-    config.remote = Some(asked);
+    let (remote, remote_config, server) = remote.open(&spec.secrets, custom, runtime.clock())?;
+    config.remote = Some(remote_config);
     Ok((config, Some(RemoteExecutor::new(remote, runtime.clock().clone())), server))
 }
 

@@ -18,7 +18,7 @@ pub const LANES: usize = 3;
 const TURN_BYTES: u64 = 1 << 20;
 /// Default limit of the bytes that one job is charged, so that no session waits for many turns.
 const MOST_BYTES: u64 = 64 << 20;
-/// After so many jobs of an urgent lane, one of a less urgent lane goes first.
+/// After so many jobs of an urgent lane, one of a less urgent lane is taken first.
 const PATIENCE: u32 = 16;
 
 /// Links are numbers plus one, so that zeroed tables are empty.
@@ -104,7 +104,7 @@ impl Queues {
     }
 
     /// Whether a job is queued.
-    pub fn waits(&self, job: Job) -> bool {
+    pub fn is_queued(&self, job: Job) -> bool {
         self.jobs[job as usize].lane != 0
     }
 
@@ -122,7 +122,7 @@ impl Queues {
 
     /// Links a job at one end of its session's jobs.
     fn insert(&mut self, lane: usize, waiting: Waiting, job: Job) {
-        assert!(!self.waits(job), "job {job} waits already");
+        assert!(!self.is_queued(job), "job {job} waits already");
         let Waiting { next, prev, session, bytes, .. } = waiting;
         let (row, number) = (&mut self.lanes[lane], job + 1);
         let flow = &mut row.flows[session as usize];
@@ -205,7 +205,7 @@ impl Queues {
 }
 
 impl Lane {
-    /// A session has its first job in a lane: its turn comes last.
+    /// A session has its first job in a lane: it is served last.
     fn join(&mut self, session: u32) {
         let (last, number) = (self.last, session + 1);
         self.flows[session as usize].prev = last;
@@ -249,20 +249,20 @@ mod tests {
     use std::collections::VecDeque;
 
     proptest! {
-        /// Each job comes out once, and jobs of a session in a lane in their order.
+        /// Each job is popped once, and jobs of a session in a lane in their order.
         #[test]
         fn agrees_with_plain_queues(
             calls in proptest::collection::vec((0u8..5, 0usize..LANES, 0u32..5, 0u32..40, 0u64..4 << 20), 1..400),
         ) {
             let mut queues = Queues::new(40, 5).unwrap();
             let mut model = vec![VecDeque::new(); LANES * 5];
-            for (what, lane, session, job, bytes) in calls {
-                match what {
-                    0 | 1 if !queues.waits(job) => {
+            for (operation, lane, session, job, bytes) in calls {
+                match operation {
+                    0 | 1 if !queues.is_queued(job) => {
                         queues.push(lane, session, job, bytes);
                         model[lane * 5 + session as usize].push_back(job);
                     }
-                    3 if !queues.waits(job) => {
+                    3 if !queues.is_queued(job) => {
                         queues.put_back(lane, session, job, bytes);
                         model[lane * 5 + session as usize].push_front(job);
                     }
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn sessions_get_the_same_bytes_whatever_they_ask_for() {
+    fn sessions_get_equal_bytes_regardless_of_request_sizes() {
         let mut queues = Queues::new(10_000, 4).unwrap();
         let sizes = [64 << 10, 1 << 20, 3 << 20, 200 << 10];
         let mut owner = Vec::new();

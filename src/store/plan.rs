@@ -105,12 +105,12 @@ pub struct Plan {
     /// Scratch: chunks that are computed although they could be loaded, in this order.
     order: Vec<u32>,
     /// Scratch: loads of each source, the cheapest to compute last.
-    waits: [Vec<Wait>; SOURCES],
+    loads: [Vec<LoadCandidate>; SOURCES],
 }
 
 /// A chunk that can be loaded.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Wait {
+struct LoadCandidate {
     chunk: u32,
     compute_ns: f64,
     load_ns: [f64; SOURCES],
@@ -125,8 +125,8 @@ struct Load {
 
 impl Load {
     fn loading(&self, terms: &Terms) -> f64 {
-        let waits = self.ns.iter().zip(&terms.routes);
-        waits
+        let loads = self.ns.iter().zip(&terms.routes);
+        loads
             .map(|(&ns, route)| if ns > 0.0 { ns + route.queued_ns } else { 0.0 })
             .fold(0.0, f64::max)
     }
@@ -165,7 +165,7 @@ impl Plan {
         }
         let full = self.kinds.try_reserve(parts.len()).is_err()
             || self.order.try_reserve(parts.len()).is_err()
-            || self.waits.iter_mut().any(|waits| waits.try_reserve(parts.len()).is_err());
+            || self.loads.iter_mut().any(|loads| loads.try_reserve(parts.len()).is_err());
         if full {
             fail!(NoMem, "no memory for a plan of {} chunks", parts.len());
         }
@@ -184,8 +184,8 @@ impl Plan {
 
     /// Finds the best point at which loading ends and computing begins.
     fn prefix(&mut self, parts: &[Part], terms: &Terms) -> Load {
-        let mut behind: f64 = each(parts).map(|(at, n)| terms.cost.of(at, n)).sum();
-        let mut load = Load { compute_ns: behind, ..Load::default() };
+        let mut compute_ns: f64 = each(parts).map(|(at, n)| terms.cost.of(at, n)).sum();
+        let mut load = Load { compute_ns, ..Load::default() };
         let (mut best, mut ends) = (load, 0);
         for (i, ((at, n), part)) in each(parts).zip(parts).enumerate() {
             match part.need {
@@ -193,8 +193,8 @@ impl Plan {
                 Need::Nothing => {}
                 Need::Load(bytes) => load.add(&load_ns(terms, &bytes), 1.0),
             }
-            behind = (behind - terms.cost.of(at, n)).max(0.0);
-            load.compute_ns = behind;
+            compute_ns = (compute_ns - terms.cost.of(at, n)).max(0.0);
+            load.compute_ns = compute_ns;
             // Of equal plans the one that loads more: the engine computes less.
             if load.total(terms) <= best.total(terms) {
                 (best, ends) = (load, i + 1);
@@ -209,12 +209,12 @@ impl Plan {
     fn free(&mut self, parts: &[Part], terms: &Terms) -> Load {
         let mut load = Load::default();
         self.gather(parts, terms, &mut load);
-        for (source, waits) in self.waits.iter_mut().enumerate() {
+        for (source, loads) in self.loads.iter_mut().enumerate() {
             // Cost of computing for each unit of loading that it saves.
-            let worth = |one: &Wait| one.compute_ns / one.load_ns[source].max(1.0);
-            waits.sort_by(|a, b| worth(b).total_cmp(&worth(a)).then(b.chunk.cmp(&a.chunk)));
+            let worth = |one: &LoadCandidate| one.compute_ns / one.load_ns[source].max(1.0);
+            loads.sort_by(|a, b| worth(b).total_cmp(&worth(a)).then(b.chunk.cmp(&a.chunk)));
         }
-        let (mut best, mut given) = (load, 0);
+        let (mut best, mut taken) = (load, 0);
         self.order.clear();
         while let Some(one) = self.next(&load, terms) {
             load.add(&one.load_ns, -1.0);
@@ -222,40 +222,44 @@ impl Plan {
             self.kinds[one.chunk as usize] = StepKind::Recompute;
             self.order.push(one.chunk);
             if load.total(terms) < best.total(terms) {
-                (best, given) = (load, self.order.len());
+                (best, taken) = (load, self.order.len());
             }
         }
-        for &chunk in &self.order[given..] {
+        for &chunk in &self.order[taken..] {
             self.kinds[chunk as usize] = StepKind::Load;
         }
         best
     }
 
-    /// Fills `waits` with the loads of each source, and sums the times.
+    /// Fills `loads` with the loads of each source, and sums the times.
     fn gather(&mut self, parts: &[Part], terms: &Terms, load: &mut Load) {
-        self.waits.iter_mut().for_each(Vec::clear);
+        self.loads.iter_mut().for_each(Vec::clear);
         for (i, ((at, n), part)) in each(parts).zip(parts).enumerate() {
             let compute_ns = terms.cost.of(at, n);
             match part.need {
                 Need::Nothing => {}
                 Need::Compute => load.compute_ns += compute_ns,
                 Need::Load(bytes) => {
-                    let one = Wait { chunk: i as u32, compute_ns, load_ns: load_ns(terms, &bytes) };
+                    let one = LoadCandidate {
+                        chunk: i as u32,
+                        compute_ns,
+                        load_ns: load_ns(terms, &bytes),
+                    };
                     load.add(&one.load_ns, 1.0);
-                    let sources = self.waits.iter_mut().zip(bytes).filter(|(_, bytes)| *bytes > 0);
-                    sources.for_each(|(waits, _)| waits.push(one));
+                    let sources = self.loads.iter_mut().zip(bytes).filter(|(_, bytes)| *bytes > 0);
+                    sources.for_each(|(loads, _)| loads.push(one));
                 }
             }
         }
     }
 
     /// The cheapest chunk of the slowest source.
-    fn next(&mut self, load: &Load, terms: &Terms) -> Option<Wait> {
+    fn next(&mut self, load: &Load, terms: &Terms) -> Option<LoadCandidate> {
         let ends =
             |i: usize| if load.ns[i] > 0.0 { load.ns[i] + terms.routes[i].queued_ns } else { 0.0 };
         let slowest = (0..SOURCES).max_by(|&a, &b| ends(a).total_cmp(&ends(b)))?;
         // A chunk with several sources stands in each one's list.
-        while let Some(one) = self.waits[slowest].pop() {
+        while let Some(one) = self.loads[slowest].pop() {
             if self.kinds[one.chunk as usize] == StepKind::Load {
                 return Some(one);
             }
@@ -313,13 +317,13 @@ fn each(parts: &[Part]) -> impl Iterator<Item = (u64, u64)> + '_ {
 // The cost of computing a token, fitted to what the engine reports of its prefills.
 //
 // Reports are not checked: a clock that stood still, or a machine that slept, yields figures that are
-// off by orders of magnitude. The fit therefore goes by most of the last observations, with equal
+// off by orders of magnitude. The fit therefore uses most of the last observations, with equal
 // weight, and ignores outliers.
 
 /// Assumed cost of a token before any observation: 100,000 ns, or 10,000 tokens a second.
 pub const GUESSED_TOKEN_NS: f64 = 100_000.0;
 /// Observations kept.
-const KEPT: usize = 20;
+const OBSERVATIONS: usize = 20;
 /// Least cost of a token that is accepted, in ns: no machine computes 100 million tokens a second.
 const LEAST_TOKEN_NS: u64 = 10;
 /// Longest time that is accepted: an hour.
@@ -332,7 +336,7 @@ const OUTLIER: f64 = 0.3;
 
 /// An observation: `ns` for `alpha * x + beta * y`.
 #[derive(Clone, Copy, Debug, Default)]
-struct Seen {
+struct Sample {
     x: f64,
     y: f64,
     ns: f64,
@@ -342,7 +346,7 @@ struct Seen {
 #[derive(Clone, Copy, Debug)]
 pub struct Prefill {
     /// The last observations, in a ring.
-    seen: [Seen; KEPT],
+    samples: [Sample; OBSERVATIONS],
     observed: u64,
     fitted: Cost,
     fixed: Option<Cost>,
@@ -355,7 +359,12 @@ fn guess() -> Cost {
 
 impl Default for Prefill {
     fn default() -> Prefill {
-        Prefill { seen: [Seen::default(); KEPT], observed: 0, fitted: guess(), fixed: None }
+        Prefill {
+            samples: [Sample::default(); OBSERVATIONS],
+            observed: 0,
+            fitted: guess(),
+            fixed: None,
+        }
     }
 }
 
@@ -378,7 +387,7 @@ impl Prefill {
         if tokens == 0 || tokens > most || context > most {
             fail!(
                 Invalid,
-                "{tokens} tokens behind {context}: 1 to {most}, behind 0 to {most}, can be"
+                "{tokens} tokens after a context of {context}: 1 to {most} tokens after 0 to {most} are accepted"
             );
         }
         let least_ns = tokens * LEAST_TOKEN_NS;
@@ -386,15 +395,15 @@ impl Prefill {
             fail!(
                 Invalid,
                 "{tokens} tokens in {ns} ns: {least_ns} ns (100 million tokens a second) to an hour \
-                 are believed"
+                 are accepted"
             );
         }
         let (l, n) = (context as f64, tokens as f64);
-        let at = (self.observed % KEPT as u64) as usize;
-        self.seen[at] = Seen { x: n * l + n * n / 2.0, y: n, ns: ns as f64 };
+        let at = (self.observed % OBSERVATIONS as u64) as usize;
+        self.samples[at] = Sample { x: n * l + n * n / 2.0, y: n, ns: ns as f64 };
         self.observed += 1;
-        let count = self.observed.min(KEPT as u64) as usize;
-        self.fitted = fit(&self.seen[..count]);
+        let count = self.observed.min(OBSERVATIONS as u64) as usize;
+        self.fitted = fit(&self.samples[..count]);
         Ok(())
     }
 
@@ -414,7 +423,7 @@ impl Prefill {
     }
 }
 
-impl Seen {
+impl Sample {
     /// Relative error of a cost, by the larger of prediction and observation.
     fn off(&self, of: Cost) -> f64 {
         let expected = of.alpha * self.x + of.beta * self.y;
@@ -423,20 +432,20 @@ impl Seen {
 }
 
 /// The assumed cost, scaled by the median of the observations.
-fn scaled_guess(seen: &[Seen]) -> Cost {
+fn scaled_guess(observed: &[Sample]) -> Cost {
     let of = guess();
-    let mut ratios = [0.0; KEPT];
-    for (ratio, one) in ratios.iter_mut().zip(seen) {
+    let mut ratios = [0.0; OBSERVATIONS];
+    for (ratio, one) in ratios.iter_mut().zip(observed) {
         *ratio = one.ns / (of.alpha * one.x + of.beta * one.y);
     }
-    let ratios = &mut ratios[..seen.len()];
+    let ratios = &mut ratios[..observed.len()];
     ratios.sort_by(f64::total_cmp);
-    let median = ratios[seen.len() / 2];
+    let median = ratios[observed.len() / 2];
     Cost { alpha: of.alpha * median, beta: of.beta * median }
 }
 
 /// The cost that explains two observations, if they determine both parameters.
-fn common(one: &Seen, other: &Seen) -> Option<Cost> {
+fn common(one: &Sample, other: &Sample) -> Option<Cost> {
     let det = one.x * other.y - other.x * one.y;
     if det.abs() < 0.05 * (one.x * other.y).max(other.x * one.y) {
         return None;
@@ -448,27 +457,27 @@ fn common(one: &Seen, other: &Seen) -> Option<Cost> {
 
 /// Takes the pair of observations whose cost has the least error over all, then the least squares
 /// of the observations that are close to it.
-fn fit(seen: &[Seen]) -> Cost {
-    let start = scaled_guess(seen);
-    let all_off = |cost: Cost| seen.iter().map(|one| one.off(cost)).sum::<f64>();
+fn fit(observed: &[Sample]) -> Cost {
+    let start = scaled_guess(observed);
+    let all_off = |cost: Cost| observed.iter().map(|one| one.off(cost)).sum::<f64>();
     let (mut best, mut least) = (start, all_off(start));
-    for (at, one) in seen.iter().enumerate() {
-        for cost in seen[..at].iter().filter_map(|other| common(one, other)) {
+    for (at, one) in observed.iter().enumerate() {
+        for cost in observed[..at].iter().filter_map(|other| common(one, other)) {
             let off = all_off(cost);
             if off < least {
                 (best, least) = (cost, off);
             }
         }
     }
-    least_squares(seen.iter().filter(|one| one.off(best) < OUTLIER), start)
+    least_squares(observed.iter().filter(|one| one.off(best) < OUTLIER), start)
 }
 
 /// Least squares of relative errors; neither parameter is below zero.
-fn least_squares<'a>(seen: impl Iterator<Item = &'a Seen>, guess: Cost) -> Cost {
+fn least_squares<'a>(observed: impl Iterator<Item = &'a Sample>, guess: Cost) -> Cost {
     // As if each parameter had been observed alone, with its assumed value.
     let (mut xx, mut x_sum) = (PRIOR / guess.alpha.powi(2), PRIOR / guess.alpha);
     let (mut yy, mut y_sum, mut xy) = (PRIOR / guess.beta.powi(2), PRIOR / guess.beta, 0.0);
-    for &Seen { x, y, ns } in seen {
+    for &Sample { x, y, ns } in observed {
         let (x, y) = (x / ns, y / ns);
         xx += x * x;
         xy += x * y;
@@ -498,7 +507,7 @@ fn least_squares<'a>(seen: impl Iterator<Item = &'a Seen>, guess: Cost) -> Cost 
 
 /// Weight of earlier observations at each new one.
 const KEEP: f64 = 0.95;
-/// An observation that is off by a larger factor tells about the moment and not about the machine:
+/// An observation that is off by a larger factor describes the moment and not the machine:
 /// it counts as if it were off by this factor.
 const MOST_OFF: f64 = 4.0;
 /// Observations before any is judged by the others.
@@ -515,7 +524,7 @@ struct Fit {
     y: f64,
     a: f64,
     b: f64,
-    seen: u64,
+    observed: u64,
 }
 
 impl Fit {
@@ -523,7 +532,7 @@ impl Fit {
     fn new(a: f64, b: f64) -> Fit {
         // As if each had been observed alone.
         let (xx, x, yy, y) = (PRIOR / (a * a), PRIOR / a, PRIOR / (b * b), PRIOR / b);
-        Fit { xx, xy: 0.0, yy, x, y, a, b, seen: 0 }
+        Fit { xx, xy: 0.0, yy, x, y, a, b, observed: 0 }
     }
 
     fn at(&self, x: f64, y: f64) -> f64 {
@@ -532,7 +541,7 @@ impl Fit {
 
     fn observe(&mut self, x: f64, y: f64, t: f64) {
         let expected = self.at(x, y);
-        let t = match self.seen >= WARM && expected > 0.0 {
+        let t = match self.observed >= WARM && expected > 0.0 {
             true => t.clamp(expected / MOST_OFF, expected * MOST_OFF),
             false => t,
         };
@@ -545,7 +554,7 @@ impl Fit {
         self.yy += y * y;
         self.x += x;
         self.y += y;
-        self.seen += 1;
+        self.observed += 1;
         self.solve();
     }
 
@@ -634,7 +643,7 @@ mod tests {
                     Need::Nothing => {}
                     Need::Load(bytes) => load.add(&load_ns(terms, &bytes), 1.0),
                 }
-                // Nothing behind a gap can be used. With holes, resident chunks are not computed
+                // Nothing after a gap can be used. With holes, resident chunks are not computed
                 // again.
                 sound &= terms.holes || compute || !broken;
                 sound &= !(terms.holes && compute && part.need == Need::Nothing);
@@ -649,7 +658,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn none_is_better(
+        fn no_other_plan_is_faster(
             kinds in proptest::collection::vec((any::<u8>(), 0usize..4), 0..11),
             holes in any::<bool>(), overlap in any::<bool>(),
             rates in proptest::array::uniform4(1e8f64..1e11),
@@ -676,7 +685,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_at_the_front_is_computed_and_the_tail_is_kept() {
+    fn a_leading_hole_is_recomputed_and_the_rest_loaded() {
         let mut parts = vec![part(2, 0); 8];
         parts[0].need = Need::Compute;
         parts[1].need = Need::Compute;
@@ -690,7 +699,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_tier_gives_up_what_is_cheap_to_compute() {
+    fn chunks_on_a_slow_tier_are_recomputed_cheapest_first() {
         // Loading 8 chunks takes longer than computing a few of them meanwhile.
         let parts = vec![part(2, 1); 8];
         let slow = terms(true, true, [1e11, 1e9, 1e9, 1e11]);
@@ -706,7 +715,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_jammed_is_given_up_whole_though_sums_are_rounded() {
+    fn a_source_with_a_long_queue_is_not_used_despite_rounding() {
         for n in 2..40u64 {
             let part =
                 |i| Part { tokens: 16, need: Need::Load([0, 1000 + 37 * (i * i % n), 0, 0]) };
@@ -723,7 +732,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_costs_nothing() {
+    fn resident_chunks_cost_nothing() {
         let mut plan = Plan::default();
         plan.make(&[part(1, 0); 5], &terms(false, true, [1e9; 4])).unwrap();
         assert_eq!((kinds(&plan), plan.total_ns), (vec![(StepKind::Resident, 5)], 0.0));
@@ -752,7 +761,7 @@ mod prefill_tests {
 
     proptest! {
         #[test]
-        fn a_prefill_is_found_out(
+        fn prefill_cost_is_fitted_to_noisy_observations(
             alpha in 0.0f64..50.0, beta in 1e3f64..1e6, seed in 1u64..1 << 40,
         ) {
             let (mut prefill, truth, mut state) = (Prefill::default(), Cost { alpha, beta }, seed);
@@ -761,14 +770,14 @@ mod prefill_tests {
                 prefill.observe(l, n, ns).unwrap();
             }
             for (l, n) in [(0, 512), (5_000, 512), (50_000, 2048), (90_000, 16)] {
-                let (got, want) = (prefill.cost().of(l, n), truth.of(l, n));
-                prop_assert!(close(got, want, 0.2), "{l} {n}: {got} for {want}");
+                let (got, expected) = (prefill.cost().of(l, n), truth.of(l, n));
+                prop_assert!(close(got, expected, 0.2), "{l} {n}: {got} for {expected}");
             }
         }
 
         /// At any time, and with any error.
         #[test]
-        fn one_that_is_wrong_does_not_outweigh_ten_that_are_good(
+        fn one_outlier_does_not_change_a_fit_of_ten(
             alpha in 0.0f64..50.0, beta in 1e3f64..1e6, seed in 1u64..1 << 40,
             when in 0usize..11, is_fast: bool, wrong in 1u64..1 << 20,
         ) {
@@ -779,20 +788,20 @@ mod prefill_tests {
                     prefill.observe(0, wrong, ns).unwrap();
                     continue;
                 }
-                // The shape is known: at the start, and behind a long context.
+                // The shape is known: at the start, and after a long context.
                 let (_, n, _) = observed(truth, &mut state);
                 let l = if i % 2 == 0 { 0 } else { 50_000 };
                 prefill.observe(l, n + 64, truth.of(l, n + 64) as u64).unwrap();
             }
             for (l, n) in [(0, 512), (50_000, 512)] {
-                let (got, want) = (prefill.cost().of(l, n), truth.of(l, n));
-                prop_assert!(close(got, want, 0.3), "{l} {n}: {got} for {want}");
+                let (got, expected) = (prefill.cost().of(l, n), truth.of(l, n));
+                prop_assert!(close(got, expected, 0.3), "{l} {n}: {got} for {expected}");
             }
         }
     }
 
     #[test]
-    fn a_machine_that_has_changed_is_found_out() {
+    fn a_changed_machine_changes_the_fit() {
         let mut prefill = Prefill::default();
         (0..100).for_each(|_| prefill.observe(0, 512, 512 * 50_000).unwrap());
         (0..32).for_each(|_| prefill.observe(0, 512, 512 * 500_000).unwrap());
@@ -800,7 +809,7 @@ mod prefill_tests {
     }
 
     #[test]
-    fn nonsense_is_refused_and_a_fixed_cost_holds() {
+    fn implausible_observations_are_rejected_and_a_fixed_cost_stays() {
         let mut prefill = Prefill::default();
         let most = MAX_TOKENS as u64;
         for (context, tokens, ns) in [
@@ -834,7 +843,7 @@ mod calibration_tests {
 
     proptest! {
         #[test]
-        fn a_speed_is_found_out(delay in 1e3f64..1e6, rate in 1e7f64..1e11) {
+        fn bandwidth_and_latency_are_fitted(delay in 1e3f64..1e6, rate in 1e7f64..1e11) {
             let mut speed = Speed::guess(50_000.0, 1e9);
             let truth = |bytes: u64| delay + bytes as f64 * 1e9 / rate;
             for i in 0..100u64 {
@@ -848,7 +857,7 @@ mod calibration_tests {
     }
 
     #[test]
-    fn one_stall_does_not_count_much_and_a_change_does() {
+    fn one_stall_is_damped_and_a_lasting_change_is_followed() {
         let mut speed = Speed::guess(10_000.0, 1e9);
         (0..50).for_each(|_| speed.observe(1 << 20, 1, 1 << 20));
         let before = speed.ns(1 << 20, 1);

@@ -12,7 +12,7 @@ const MOST_WAITING: usize = 1 << 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventState {
     /// Signalled.
-    Given,
+    Signalled,
     /// Cancelled: it will never be signalled.
     Cancelled,
 }
@@ -20,7 +20,7 @@ pub enum EventState {
 /// An owner of waiting transfers.
 pub trait Listener: Send + Sync {
     /// The event of a ticket's transfer was signalled or cancelled. Called without a lock.
-    fn signalled(&self, ticket: u64, word: EventState);
+    fn signalled(&self, ticket: u64, outcome: EventState);
 
     /// Whether the transfer of a ticket still waits; it may have been cancelled. Called without a
     /// lock.
@@ -37,15 +37,15 @@ type Waiting = Vec<(Weak<dyn Listener>, u64)>;
 
 #[derive(Default)]
 struct State {
-    word: Option<EventState>,
+    outcome: Option<EventState>,
     waiting: Waiting,
 }
 
 /// Notifies all waiters, without a lock.
-fn signal_all(waiting: Waiting, word: EventState) {
+fn signal_all(waiting: Waiting, outcome: EventState) {
     for (listener, ticket) in waiting {
         if let Some(listener) = listener.upgrade() {
-            listener.signalled(ticket, word);
+            listener.signalled(ticket, outcome);
         }
     }
 }
@@ -58,30 +58,30 @@ impl Default for Ready {
 
 impl Ready {
     /// Its state; `None` = pending.
-    pub fn word(&self) -> Option<EventState> {
-        self.state.lock().word
+    pub fn state(&self) -> Option<EventState> {
+        self.state.lock().outcome
     }
 
     /// Signals it: waiting transfers begin. Later calls have no effect.
-    pub fn give(&self) {
-        self.say(EventState::Given);
+    pub fn signal(&self) {
+        self.settle(EventState::Signalled);
     }
 
     /// Cancels it: waiting transfers fail.
-    pub fn take_back(&self) {
-        self.say(EventState::Cancelled);
+    pub fn cancel(&self) {
+        self.settle(EventState::Cancelled);
     }
 
-    fn say(&self, word: EventState) {
+    fn settle(&self, outcome: EventState) {
         let waiting = {
             let mut state = self.state.lock();
-            if state.word.is_some() {
+            if state.outcome.is_some() {
                 return;
             }
-            state.word = Some(word);
+            state.outcome = Some(outcome);
             std::mem::take(&mut state.waiting)
         };
-        signal_all(waiting, word);
+        signal_all(waiting, outcome);
     }
 
     /// Fails if no more transfers may wait.
@@ -98,32 +98,32 @@ impl Ready {
 
     /// Forgets transfers that have ended while the event was pending.
     fn forget_ended(&self) {
-        let mut kept = std::mem::take(&mut self.state.lock().waiting);
-        kept.retain(|(all, ticket)| all.upgrade().is_some_and(|all| all.waits(*ticket)));
-        let word = {
+        let mut retained = std::mem::take(&mut self.state.lock().waiting);
+        retained.retain(|(all, ticket)| all.upgrade().is_some_and(|all| all.waits(*ticket)));
+        let outcome = {
             let mut state = self.state.lock();
-            if state.word.is_none() {
-                kept.append(&mut state.waiting);
-                state.waiting = std::mem::take(&mut kept);
+            if state.outcome.is_none() {
+                retained.append(&mut state.waiting);
+                state.waiting = std::mem::take(&mut retained);
             }
-            state.word
+            state.outcome
         };
-        if let Some(word) = word {
-            signal_all(kept, word); // it came meanwhile
+        if let Some(outcome) = outcome {
+            signal_all(retained, outcome); // it was signalled meanwhile
         }
     }
 
     /// Adds a waiting transfer. If the event is not pending, its owner is notified at once.
     pub fn join(&self, listener: Weak<dyn Listener>, ticket: u64) {
-        let word = {
+        let outcome = {
             let mut state = self.state.lock();
-            if state.word.is_none() {
+            if state.outcome.is_none() {
                 state.waiting.push((listener.clone(), ticket));
             }
-            state.word
+            state.outcome
         };
-        if let (Some(word), Some(listener)) = (word, listener.upgrade()) {
-            listener.signalled(ticket, word);
+        if let (Some(outcome), Some(listener)) = (outcome, listener.upgrade()) {
+            listener.signalled(ticket, outcome);
         }
     }
 }
@@ -133,15 +133,15 @@ mod tests {
     use super::*;
     use crate::base::sync::Arc;
 
-    struct Ears(Mutex<Vec<(u64, EventState)>>);
+    struct RecordingListener(Mutex<Vec<(u64, EventState)>>);
 
-    fn ears() -> Arc<Ears> {
-        Arc::new(Ears(Mutex::new(Vec::new())))
+    fn recorder() -> Arc<RecordingListener> {
+        Arc::new(RecordingListener(Mutex::new(Vec::new())))
     }
 
-    impl Listener for Ears {
-        fn signalled(&self, ticket: u64, word: EventState) {
-            self.0.lock().push((ticket, word));
+    impl Listener for RecordingListener {
+        fn signalled(&self, ticket: u64, outcome: EventState) {
+            self.0.lock().push((ticket, outcome));
         }
 
         fn waits(&self, _: u64) -> bool {
@@ -149,45 +149,48 @@ mod tests {
         }
     }
 
-    fn weak(ears: &Arc<Ears>) -> Weak<dyn Listener> {
-        let all: Arc<dyn Listener> = ears.clone();
+    fn weak(listener: &Arc<RecordingListener>) -> Weak<dyn Listener> {
+        let all: Arc<dyn Listener> = listener.clone();
         Arc::downgrade(&all)
     }
 
     #[test]
-    fn the_first_word_counts_and_everyone_hears_it_once() {
-        let ears = ears();
+    fn the_first_outcome_wins_and_each_waiter_is_notified_once() {
+        let listener = recorder();
         let ready = Ready::default();
-        ready.join(weak(&ears), 1);
-        ready.join(weak(&ears), 2);
-        let deaf = self::ears();
-        ready.join(weak(&deaf), 3);
-        drop(deaf);
-        assert!(ears.0.lock().is_empty() && ready.word().is_none());
-        ready.give();
-        ready.give();
-        ready.take_back();
-        ready.join(weak(&ears), 4);
-        let heard = [1, 2, 4].map(|ticket| (ticket, EventState::Given));
-        assert_eq!((&ears.0.lock()[..], ready.word()), (&heard[..], Some(EventState::Given)));
+        ready.join(weak(&listener), 1);
+        ready.join(weak(&listener), 2);
+        let dropped = self::recorder();
+        ready.join(weak(&dropped), 3);
+        drop(dropped);
+        assert!(listener.0.lock().is_empty() && ready.state().is_none());
+        ready.signal();
+        ready.signal();
+        ready.cancel();
+        ready.join(weak(&listener), 4);
+        let expected = [1, 2, 4].map(|ticket| (ticket, EventState::Signalled));
+        assert_eq!(
+            (&listener.0.lock()[..], ready.state()),
+            (&expected[..], Some(EventState::Signalled))
+        );
 
         let other = Ready::default();
-        other.join(weak(&ears), 5);
-        other.take_back();
-        other.give();
-        assert_eq!(ears.0.lock().last(), Some(&(5, EventState::Cancelled)));
+        other.join(weak(&listener), 5);
+        other.cancel();
+        other.signal();
+        assert_eq!(listener.0.lock().last(), Some(&(5, EventState::Cancelled)));
     }
 
     #[test]
-    fn so_many_may_wait() {
-        let (ears, ready) = (ears(), Ready::default());
+    fn waiting_transfers_are_limited() {
+        let (listener, ready) = (recorder(), Ready::default());
         for ticket in 0..MOST_WAITING as u64 {
             ready.check_room().unwrap();
-            ready.join(weak(&ears), ticket);
+            ready.join(weak(&listener), ticket);
         }
         assert!(ready.check_room().is_err());
-        ready.give();
+        ready.signal();
         assert!(ready.check_room().is_ok());
-        assert_eq!(ears.0.lock().len(), MOST_WAITING);
+        assert_eq!(listener.0.lock().len(), MOST_WAITING);
     }
 }

@@ -9,10 +9,10 @@
 //! | `policy` | `horizon` | eviction policy of host memory |
 //! | `disk_policy` | `lru` | eviction policy of the disk |
 //! | `granularity` | `chunk` | what policies choose among: `chunk`; `cell`: late layers are evicted before early ones; `session`: chunks that a session used last are evicted together |
-//! | `drop` | `chunk` | what is gone from the last tier goes with all its layers; `cell` (with `granularity=cell`): cell by cell |
-//! | `write` | `behind` | `behind`: to disk in the background, a bounded time after a put has ended; `through`: as soon as it has ended; `back`: when its memory is needed; `never`: only when a put asks for it |
+//! | `drop` | `chunk` | a chunk evicted from the last tier is dropped with all its layers; `cell` (with `granularity=cell`): cell by cell |
+//! | `write` | `behind` | `behind`: to disk in the background, a bounded time after a put has ended; `through`: as soon as it has ended; `back`: when its memory is needed; `never`: only if the put's level requires it |
 //! | `codec` | `none` | `lz4`: cells are smaller on disk, and lose nothing; a namespace's recipe may say otherwise, also `int8` (see `docs/keys.md`) |
-//! | `admission` | `all` | what may go to disk: `all`, `none`, `select(...)` |
+//! | `admission` | `all` | which chunks may be written to disk: `all`, `none`, `select(...)` |
 //! | `high`, `low` | 0.97, 0.92 | share of a tier at which room is made ahead of need, and at which that ends |
 //! | `chunks` | 1048576 | most chunks, of all namespaces |
 //! | `forget` | false | chunks on disk may be forgotten that are more than `chunks`, where that was larger before |
@@ -38,8 +38,8 @@
 //! | parameter of `device` | default | meaning |
 //! |---|---|---|
 //! | `capacity` | | most bytes of device memory |
-//! | `policy` | `s3fifo` | who leaves it |
-//! | `admission` | `all` | what may come: `all`, `none`, `select(...)` |
+//! | `policy` | `s3fifo` | its eviction policy |
+//! | `admission` | `all` | which chunks may enter: `all`, `none`, `select(...)` |
 //!
 //! # Remotes
 //!
@@ -55,7 +55,7 @@
 //! |---|---|---|
 //! | `prefix` | `kvt` | prefix of all object names |
 //! | `object` | as the backend prefers | bytes up to which layers of a chunk share an object |
-//! | `write` | `through` | `through`: uploaded when a put has ended; `back`: when evicted from memory; `never`: only when a put asks for it |
+//! | `write` | `through` | `through`: uploaded when a put has ended; `back`: when evicted from memory; `never`: only if the put's level requires it |
 //! | `admission` | `all` | what is uploaded: `all`, `none`, `select(...)` |
 //! | `timeout` | 250, 2000 with S3 | milliseconds for a request, and one more for every 16 KiB that it moves |
 //! | `connect` | 1000 | milliseconds until a connection is usable |
@@ -213,7 +213,8 @@ impl StoreSpec {
             forgets: reader.bool("forget", false)?,
             max_sessions: reader.u64("sessions", u64::from(usual.max_sessions), 1..=1 << 24)?
                 as u32,
-            max_moves: reader.u64("transfers", u64::from(usual.max_moves), 1..=1 << 20)? as u32,
+            max_transfers: reader.u64("transfers", u64::from(usual.max_transfers), 1..=1 << 20)?
+                as u32,
             max_jobs: reader.u64("cells", u64::from(usual.max_jobs), 1..=1 << 24)? as u32,
             events: reader.u64("events", usual.events as u64, 1..=1 << 22)? as usize,
             ..usual
@@ -344,16 +345,17 @@ impl Fields<'_> {
             }
         }
         if let Some(write) = self.write {
-            let word = match write {
+            let mode = match write {
                 Write::Through => "through",
                 Write::Behind => "behind",
                 Write::Back => "back",
                 Write::Never => "never",
             };
-            let is_said = |arg: &Arg| matches!(&arg.value, Value::Spec(said) if said.name == word);
+            let has_mode =
+                |arg: &Arg| matches!(&arg.value, Value::Spec(value) if value.name == mode);
             // The spec's parameters of the same mode stay.
-            if !spec.args.iter().any(|arg| arg.key == "write" && is_said(arg)) {
-                set(&mut spec, "write", Value::Spec(word_of(word)));
+            if !spec.args.iter().any(|arg| arg.key == "write" && has_mode(arg)) {
+                set(&mut spec, "write", Value::Spec(spec_named(mode)));
             }
         }
         if self.disk_bytes > 0 || !self.disk_path.is_empty() {
@@ -363,10 +365,10 @@ impl Fields<'_> {
     }
 
     fn set_disk(&self, spec: &mut Spec) {
-        let given = spec.args.iter().find(|arg| arg.key == "disk").map(|arg| arg.value.clone());
-        let mut disk = match given {
+        let disk_arg = spec.args.iter().find(|arg| arg.key == "disk").map(|arg| arg.value.clone());
+        let mut disk = match disk_arg {
             Some(Value::Spec(disk)) if disk.name != "none" => disk,
-            None | Some(Value::Spec(_)) => word_of("disk"),
+            None | Some(Value::Spec(_)) => spec_named("disk"),
             // Errors are reported when the spec is read.
             Some(_) => return,
         };
@@ -380,7 +382,7 @@ impl Fields<'_> {
     }
 }
 
-fn word_of(name: &str) -> Spec {
+fn spec_named(name: &str) -> Spec {
     Spec { name: name.to_string(), args: Vec::new(), offset: 0 }
 }
 
@@ -503,7 +505,7 @@ impl RemoteSpec {
             );
         }
         let write = reader.choice("write", &["through", "back", "never"])?;
-        let ask = reader.choice("lookup", &["append", "explicit", "fetch"])?;
+        let lookup_mode = reader.choice("lookup", &["append", "explicit", "fetch"])?;
         // Objects of S3 are long, and may come from far away.
         let usual_ms = if matches!(kind, Kind::S3 { .. }) { 2000 } else { 250 };
         let mut ms = |key, usual| reader.u64(key, usual, 1..=86_400_000).map(|ms: u64| ms * MS);
@@ -522,8 +524,8 @@ impl RemoteSpec {
             fresh_ns,
             absent_ns,
             known: reader.u64("known", usual.known as u64, 4..=1 << 24)? as usize,
-            asks: ask != Some(1),
-            fetches: ask == Some(2),
+            lookup_on_append: lookup_mode != Some(1),
+            prefetch_found: lookup_mode == Some(2),
             ..usual
         };
         let (fetchers, senders) =
@@ -549,14 +551,14 @@ impl RemoteSpec {
         matches!(self.kind, Kind::Custom)
     }
 
-    /// The publisher of events to this remote, if the spec asks for one. It is not connected yet.
+    /// The publisher of events to this remote, if the spec has one. It is not connected yet.
     pub fn publisher(&self, secrets: &Secrets, clock: &Clock) -> Result<Option<(String, Publish)>> {
         let Kind::Redis { events: Some(node), .. } = &self.kind else { return Ok(None) };
         if secrets.get("seal").is_some() {
             fail!(
                 Spec,
-                "events=\"...\" tells the server what chunks are called, and seal keeps that from \
-                 it: one or the other"
+                "events=\"...\" publishes the names of chunks to the server, and seal hides them from \
+                 it: use one of the two"
             );
         }
         Ok(Some((node.clone(), publisher(self, secrets, clock)?)))
@@ -807,7 +809,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_store_is_described_in_one_line() {
+    fn store_specs_are_parsed_and_invalid_ones_rejected() {
         let text = "store(host=64MiB, disk=disk(path=\"kv\", bytes=2GiB, buffered=true), \
                     policy=slru(segments=2), write=through, chunks=1000, codec=lz4, control=\"run/kv\")";
         let spec = StoreSpec::parse(text).unwrap();
@@ -829,7 +831,7 @@ mod tests {
         let device = StoreSpec::parse(text).unwrap().config.device;
         assert_eq!((device.bytes, &device.policy[..]), (2 << 30, "lru"));
         assert_eq!(device.admission, "select(hits=2)");
-        for (bad, word) in [
+        for (bad, expected) in [
             ("store(hots=1GiB)", "host"),
             ("stor()", "store"),
             ("store(disk=disk(path=\"x\"))", "bytes="),
@@ -847,7 +849,7 @@ mod tests {
             ("store(disk_policy=qos(inner=custom))", "'custom' at offset 28"),
         ] {
             let error = StoreSpec::parse(bad).unwrap_err();
-            assert!(error.message().contains(word), "{bad}: {error}");
+            assert!(error.message().contains(expected), "{bad}: {error}");
         }
     }
 }
@@ -858,7 +860,7 @@ mod fields_tests {
     use std::path::Path;
 
     #[test]
-    fn fields_count_instead_of_parameters() {
+    fn fields_override_parameters_of_the_spec() {
         let none = Fields::default();
         let text = "store(host=1GiB,disk=disk(path=\"a\",bytes=1GiB,segment=1MiB),policy=lru)";
         let plain = none.over(text).expect("sound");
@@ -893,9 +895,9 @@ mod fields_tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_as_for_parameters() {
+    fn errors_of_fields_name_the_parameter() {
         let none = Fields::default();
-        for (fields, text, word) in [
+        for (fields, text, expected) in [
             (Fields { disk_bytes: 1, ..none }, "", "path="),
             (Fields { disk_path: "a", ..none }, "store", "bytes="),
             (Fields { disk_path: "a", ..none }, "store(disk=disc(bytes=1GiB))", "'disk'"),
@@ -905,7 +907,7 @@ mod fields_tests {
             (Fields { host_bytes: 1, ..none }, "store(hots=1)", "'host'"),
         ] {
             let error = fields.over(text).expect_err(text);
-            assert!(error.message().contains(word), "{text}: {error}");
+            assert!(error.message().contains(expected), "{text}: {error}");
         }
     }
 }
@@ -919,16 +921,16 @@ mod remote_spec_tests {
     }
 
     #[test]
-    fn a_remote_is_described() {
+    fn remote_specs_are_parsed_and_invalid_ones_rejected() {
         let text =
             "redis(url=\"redis://a:1\", write=through, timeout=100, lookup=explicit, prefix=\"p\")";
         let spec = read(text).unwrap().unwrap();
         assert_eq!((spec.config.write, spec.config.timeout_ns), (Write::Through, 100 * MS));
-        assert!(!spec.config.asks && !spec.require && spec.fetchers == 2);
+        assert!(!spec.config.lookup_on_append && !spec.require && spec.fetchers == 2);
         let spec = read("dir(path=\"x\", fetchers=3, object=64KiB)").unwrap().unwrap();
         assert_eq!((spec.fetchers, spec.object_bytes), (3, 64 << 10));
         assert!(read("none").unwrap().is_none());
-        for (bad, word) in [
+        for (bad, expected) in [
             ("redis()", "url="),
             ("dir()", "path="),
             ("rediss(url=\"x\")", "redis"),
@@ -941,12 +943,12 @@ mod remote_spec_tests {
             ("dir(path=\"x\", events=\"a\")", "events"),
         ] {
             let error = read(bad).unwrap_err();
-            assert!(error.message().contains(word), "{bad}: {error}");
+            assert!(error.message().contains(expected), "{bad}: {error}");
         }
     }
 
     #[test]
-    fn secrets_have_names() {
+    fn secrets_are_named_unique_and_not_printed() {
         let mut secrets = Secrets::default();
         secrets.add("password", b"hunter2").unwrap();
         assert!(!format!("{secrets:?}").contains("hunter2"));
@@ -955,7 +957,7 @@ mod remote_spec_tests {
     }
 
     #[test]
-    fn a_remote_that_cannot_be_reached_costs_nothing_unless_it_is_required() {
+    fn an_unreachable_remote_is_an_error_only_if_required() {
         let clock = Clock::real();
         let spec = read("redis(url=\"redis://127.0.0.1:1\", connect=200)").unwrap().unwrap();
         let (_, config, server) = spec.open(&Secrets::default(), None, &clock).unwrap();

@@ -18,7 +18,7 @@ pub const MAX_TOKENS: usize = 1 << 27;
 
 /// Namespace and session of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Home {
+pub struct PathOwner {
     /// Key of the namespace.
     pub key: Key,
     /// Number of the namespace in the table.
@@ -41,7 +41,7 @@ struct Tail {
 
 /// A token path.
 pub struct Path {
-    home: Home,
+    owner: PathOwner,
     /// Name of the session in keys of private chunks.
     name: Vec<u8>,
     tokens: Vec<u32>,
@@ -60,15 +60,15 @@ pub struct Path {
 
 impl Path {
     /// An empty path. The name must differ from those of all other sessions of the namespace.
-    pub fn new(home: Home, name: &[u8]) -> Result<Path> {
-        Chain::new(home.key, home.chunk_tokens)?;
+    pub fn new(owner: PathOwner, name: &[u8]) -> Result<Path> {
+        Chain::new(owner.key, owner.chunk_tokens)?;
         let mut own = Vec::new();
         if own.try_reserve_exact(name.len()).is_err() {
             fail!(NoMem, "no memory for a name of {} bytes", name.len());
         }
         own.extend_from_slice(name);
         Ok(Path {
-            home,
+            owner,
             name: own,
             tokens: Vec::new(),
             media: Vec::new(),
@@ -107,7 +107,7 @@ impl Path {
     }
 
     fn key_before(&self, chunk: usize) -> Key {
-        chunk.checked_sub(1).and_then(|i| self.keys.get(i)).copied().unwrap_or(self.home.key)
+        chunk.checked_sub(1).and_then(|i| self.keys.get(i)).copied().unwrap_or(self.owner.key)
     }
 
     /// Appends tokens and finds the chunks that they complete. On failure nothing changes.
@@ -122,7 +122,7 @@ impl Path {
         tokens: &[u32],
         media: &[Medium],
     ) -> Result<()> {
-        let each = self.home.chunk_tokens as usize;
+        let each = self.owner.chunk_tokens as usize;
         let (before, all) = (self.tokens.len(), self.tokens.len().saturating_add(tokens.len()));
         if all > MAX_TOKENS {
             fail!(Limit, "a session of {all} tokens, the limit is {MAX_TOKENS}");
@@ -137,10 +137,11 @@ impl Path {
             fail!(NoMem, "no memory for {} more tokens", tokens.len());
         }
         let (known, media_before) = (self.keys.len(), self.media.len());
-        let mut chain = Chain::after(self.key_before(known), known as u64, self.home.chunk_tokens)?;
+        let mut chain =
+            Chain::after(self.key_before(known), known as u64, self.owner.chunk_tokens)?;
         self.tokens.extend_from_slice(tokens);
         self.media.extend_from_slice(media);
-        let added = media::extras(self.media_from(known), self.home.chunk_tokens)
+        let added = media::extras(self.media_from(known), self.owner.chunk_tokens)
             .and_then(|all| chain.extend(&self.tokens[known * each..], &all, &mut self.keys));
         if let Err(error) = added {
             self.tokens.truncate(before);
@@ -151,9 +152,9 @@ impl Path {
         self.find(chunks, known..self.keys.len())
     }
 
-    /// Media that start in a chunk or behind it.
+    /// Media that start in a chunk or after it.
     fn media_from(&self, chunk: usize) -> &[Medium] {
-        let first = (chunk * self.home.chunk_tokens as usize) as u64;
+        let first = (chunk * self.owner.chunk_tokens as usize) as u64;
         &self.media[self.media.partition_point(|one| one.token < first)..]
     }
 
@@ -203,12 +204,12 @@ impl Path {
             }
             let new = NewChunk {
                 key: self.keys[at],
-                namespace: self.home.namespace,
+                namespace: self.owner.namespace,
                 parent,
                 position: at as u32,
-                valid_tokens: self.home.chunk_tokens,
+                valid_tokens: self.owner.chunk_tokens,
                 owner: NONE,
-                holes: self.home.holes,
+                holes: self.owner.holes,
             };
             let slot = chunks.add(&new)?.slot();
             chunks.retain(slot)?;
@@ -224,7 +225,7 @@ impl Path {
         chunks: &mut Chunks,
         freed: &mut dyn FnMut(Slot),
     ) -> Result<Option<Slot>> {
-        let (full, each) = (self.keys.len(), self.home.chunk_tokens as usize);
+        let (full, each) = (self.keys.len(), self.owner.chunk_tokens as usize);
         let rest = &self.tokens[full * each..];
         let tokens = rest.len() as u32;
         if tokens == 0 {
@@ -238,12 +239,12 @@ impl Path {
         self.make(chunks, full)?;
         let new = NewChunk {
             key,
-            namespace: self.home.namespace,
+            namespace: self.owner.namespace,
             parent: full.checked_sub(1).map_or(NONE, |above| self.slots[above]),
             position: full as u32,
             valid_tokens: tokens,
-            owner: self.home.session,
-            holes: self.home.holes,
+            owner: self.owner.session,
+            holes: self.owner.holes,
         };
         let slot = chunks.add(&new)?.slot();
         chunks.retain(slot)?;
@@ -263,7 +264,12 @@ impl Path {
 
     /// Releases some of its chunks, and the partial one if `tail` says so. They count as without
     /// rows then.
-    pub fn let_go(&mut self, chunks: &mut Chunks, range: Range<usize>, tail: bool) -> Result<()> {
+    pub fn release_range(
+        &mut self,
+        chunks: &mut Chunks,
+        range: Range<usize>,
+        tail: bool,
+    ) -> Result<()> {
         if tail && self.tail().is_some() {
             self.drop_tail(chunks, &mut |_| ())?;
         }
@@ -278,7 +284,7 @@ impl Path {
 
     /// Chunks that a truncation to so many tokens would release.
     pub fn held_after_event(&self, tokens: usize) -> Vec<Slot> {
-        let full = (tokens / self.home.chunk_tokens as usize).min(self.slots.len());
+        let full = (tokens / self.owner.chunk_tokens as usize).min(self.slots.len());
         let tail = self.tail().filter(|_| tokens < self.tokens.len());
         self.slots[full..].iter().copied().filter(|&slot| slot != NONE).chain(tail).collect()
     }
@@ -293,7 +299,7 @@ impl Path {
         if tokens > self.tokens.len() {
             fail!(Invalid, "{} tokens cannot be truncated to {tokens}", self.tokens.len());
         }
-        let full = tokens / self.home.chunk_tokens as usize;
+        let full = tokens / self.owner.chunk_tokens as usize;
         if tokens < self.tokens.len() {
             self.drop_tail(chunks, freed)?;
         }
@@ -313,11 +319,11 @@ impl Path {
     /// A path with the same tokens for another session: it references the same full chunks. The
     /// partial chunk is private.
     pub fn fork(&self, chunks: &mut Chunks, session: u32, name: &[u8]) -> Result<Path> {
-        let mut other = Path::new(Home { session, ..self.home }, name)?;
-        if other.tokens.try_reserve_exact(self.tokens.len()).is_err()
-            || other.media.try_reserve_exact(self.media.len()).is_err()
-            || other.keys.try_reserve_exact(self.keys.len()).is_err()
-            || other.slots.try_reserve_exact(self.slots.len()).is_err()
+        let mut fork = Path::new(PathOwner { session, ..self.owner }, name)?;
+        if fork.tokens.try_reserve_exact(self.tokens.len()).is_err()
+            || fork.media.try_reserve_exact(self.media.len()).is_err()
+            || fork.keys.try_reserve_exact(self.keys.len()).is_err()
+            || fork.slots.try_reserve_exact(self.slots.len()).is_err()
         {
             fail!(NoMem, "no memory to fork {} tokens", self.tokens.len());
         }
@@ -325,15 +331,15 @@ impl Path {
             if slot != NONE
                 && let Err(error) = chunks.retain(slot)
             {
-                other.truncate(chunks, 0, &mut |_| ())?;
+                fork.truncate(chunks, 0, &mut |_| ())?;
                 return Err(error);
             }
-            other.slots.push(slot);
+            fork.slots.push(slot);
         }
-        other.tokens.extend_from_slice(&self.tokens);
-        other.media.extend_from_slice(&self.media);
-        other.keys.extend_from_slice(&self.keys);
-        Ok(other)
+        fork.tokens.extend_from_slice(&self.tokens);
+        fork.media.extend_from_slice(&self.media);
+        fork.keys.extend_from_slice(&self.keys);
+        Ok(fork)
     }
 
     /// Releases all chunks. `freed` is called for those without references.
@@ -355,13 +361,13 @@ mod tests {
         Chunks::new(Shape { layers: 2, chunk_tokens: EACH, max_chunks: 4096 }).expect("small")
     }
 
-    fn home(session: u32) -> Home {
+    fn owner(session: u32) -> PathOwner {
         let key = Key([7; 32]);
-        Home { key, namespace: 0, chunk_tokens: EACH, holes: false, session }
+        PathOwner { key, namespace: 0, chunk_tokens: EACH, holes: false, session }
     }
 
     fn path(session: u32) -> Path {
-        Path::new(home(session), &session.to_le_bytes()).expect("a name")
+        Path::new(owner(session), &session.to_le_bytes()).expect("a name")
     }
 
     fn held(chunks: &Chunks) -> BTreeMap<Slot, u32> {
@@ -370,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn sessions_with_the_same_tokens_share_chunks_and_tails_are_their_own() {
+    fn sessions_with_equal_tokens_share_chunks_but_not_tails() {
         let mut chunks = table();
         let (mut a, mut b) = (path(1), path(2));
         a.append(&mut chunks, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]).expect("few");
@@ -394,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_longer_session_finds_what_others_made_later() {
+    fn refresh_finds_chunks_that_other_sessions_added() {
         let mut chunks = table();
         let (mut a, mut b) = (path(1), path(2));
         let tokens: Vec<u32> = (0..40).collect();
@@ -410,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_that_are_stored_one_by_one_are_looked_up_as_often_in_a_long_path() {
+    fn lookups_per_chunk_do_not_grow_with_the_path() {
         let each_of = |count: usize| {
             let (mut chunks, mut path) = (table(), path(1));
             let tokens: Vec<u32> = (0..count as u32 * EACH).collect();
@@ -451,8 +457,8 @@ mod tests {
                     2 => paths[at].make(&mut chunks, count).expect("room"),
                     3 => drop(paths[at].make_tail(&mut chunks, &mut |_| ()).expect("room")),
                     4 => {
-                        let keep = count.min(paths[at].tokens().len());
-                        paths[at].truncate(&mut chunks, keep, &mut |_| ()).expect("shorter");
+                        let remaining = count.min(paths[at].tokens().len());
+                        paths[at].truncate(&mut chunks, remaining, &mut |_| ()).expect("shorter");
                     }
                     _ => {
                         names += 1;
@@ -462,9 +468,9 @@ mod tests {
                         old.close(&mut chunks, &mut |_| ()).expect("sound");
                     }
                 }
-                let mut want = BTreeMap::new();
+                let mut expected = BTreeMap::new();
                 for path in &paths {
-                    let mut chain = Chain::new(home(0).key, EACH).expect("a size");
+                    let mut chain = Chain::new(owner(0).key, EACH).expect("a size");
                     let mut keys = Vec::new();
                     let media = media::extras(path.media(), EACH).expect("few");
                     chain.extend(path.tokens(), &media, &mut keys).expect("few");
@@ -472,18 +478,18 @@ mod tests {
                     prop_assert_eq!(path.keys(), &keys[..]);
                     let tail = path.tail.map(|tail| tail.slot);
                     let slots = path.slots().iter().copied().filter(|&slot| slot != NONE);
-                    slots.chain(tail).for_each(|slot| *want.entry(slot).or_insert(0) += 1);
+                    slots.chain(tail).for_each(|slot| *expected.entry(slot).or_insert(0) += 1);
                     for (&slot, key) in path.slots().iter().zip(path.keys()) {
                         prop_assert!(slot == NONE || chunks.key(slot) == Some(key));
                     }
                 }
-                prop_assert_eq!(held(&chunks), want);
+                prop_assert_eq!(held(&chunks), expected);
             }
         }
     }
 
     #[test]
-    fn a_longer_session_has_another_tail_though_it_is_as_long() {
+    fn a_tail_of_equal_length_after_growth_is_a_new_chunk() {
         let mut chunks = table();
         let mut path = path(1);
         path.append(&mut chunks, &[1, 2, 3, 4, 5]).unwrap();

@@ -266,7 +266,7 @@ impl<'a> Replay<'a> {
         let Some(&request) = trace.requests().get(self.at) else { return Ok(None) };
         let first = trace.requests()[0].at_ns;
         self.now = (request.at_ns - first).saturating_add(START_NS).max(self.now + 1);
-        let who = RequestContext {
+        let request_context = RequestContext {
             session: self.has_sessions.then(|| u64::from(self.study.sessions[self.at])),
             tenant: request.tenant,
             priority: Some(request.priority),
@@ -275,18 +275,18 @@ impl<'a> Replay<'a> {
             tokens_each: self.trace.block_tokens()
                 / self.opts.layers.min(self.trace.block_tokens()),
         };
-        let mut step = self.look_up(&request, &who)?;
+        let mut step = self.look_up(&request, &request_context)?;
         match self.next.is_empty() {
-            true => self.store(&request, &who, &mut step)?,
-            false => self.store_optimally(&request, &who, &mut step)?,
+            true => self.store(&request, &request_context, &mut step)?,
+            false => self.store_optimally(&request, &request_context, &mut step)?,
         }
-        self.hint(&request, &who)?;
+        self.hint(&request, &request_context)?;
         self.count(&request, &step);
         self.at += 1;
         Ok(Some(step))
     }
 
-    fn look_up(&mut self, request: &Request, who: &RequestContext) -> Result<Step> {
+    fn look_up(&mut self, request: &Request, request_context: &RequestContext) -> Result<Step> {
         let path = self.trace.blocks(request);
         let layers = self.opts.layers;
         let cells = path.len().saturating_mul(layers as usize);
@@ -306,7 +306,7 @@ impl<'a> Replay<'a> {
         let layers = layers as usize;
         self.found.clear();
         self.found.resize(ids.len(), 0);
-        let leading = self.evictor.lookup(self.now, who, &ids, &mut self.found)?;
+        let leading = self.evictor.lookup(self.now, request_context, &ids, &mut self.found)?;
         self.ids = ids;
         let each = self.trace.block_tokens();
         let mut step = Step::default();
@@ -329,10 +329,15 @@ impl<'a> Replay<'a> {
     }
 
     /// Inserts the misses, after an eviction that spares the request's own hits.
-    fn store(&mut self, request: &Request, who: &RequestContext, step: &mut Step) -> Result<()> {
-        let there = self.found.iter().filter(|&&f| f != 0).count();
-        let wanted = self.ids.len() - there;
-        let mut fits = wanted.min(self.capacity.saturating_sub(there));
+    fn store(
+        &mut self,
+        request: &Request,
+        request_context: &RequestContext,
+        step: &mut Step,
+    ) -> Result<()> {
+        let hits = self.found.iter().filter(|&&f| f != 0).count();
+        let misses = self.ids.len() - hits;
+        let mut fits = misses.min(self.capacity.saturating_sub(hits));
         if fits > 0 {
             let need = (self.evictor.objects().len() + fits).saturating_sub(self.capacity);
             if need > 0 {
@@ -346,10 +351,10 @@ impl<'a> Replay<'a> {
                 fits -= need.saturating_sub(freed).min(fits);
             }
             self.describe(request, fits);
-            self.evictor.insert(self.now, who, &self.new)?;
+            self.evictor.insert(self.now, request_context, &self.new)?;
         }
         step.inserted = fits;
-        self.report.refused += (wanted - fits) as u64;
+        self.report.refused += (misses - fits) as u64;
         Ok(())
     }
 
@@ -406,7 +411,7 @@ impl<'a> Replay<'a> {
     fn store_optimally(
         &mut self,
         request: &Request,
-        who: &RequestContext,
+        request_context: &RequestContext,
         step: &mut Step,
     ) -> Result<()> {
         let layers = self.opts.layers as usize;
@@ -414,12 +419,12 @@ impl<'a> Replay<'a> {
             if self.found[i] != 0 {
                 let ns = self.next_use_ns(request, i / layers).unwrap_or(i64::MAX);
                 let hint = Hint { next_use: Some((ns, 1.0)), ..Hint::default() };
-                self.evictor.hint(self.now, who, &self.ids[i..=i], &hint)?;
+                self.evictor.hint(self.now, request_context, &self.ids[i..=i], &hint)?;
             }
         }
         let missing = self.found.iter().filter(|&&f| f == 0).count();
         self.describe(request, missing);
-        self.evictor.insert(self.now, who, &self.new)?;
+        self.evictor.insert(self.now, request_context, &self.new)?;
         step.inserted = missing;
         let over = self.evictor.objects().len().saturating_sub(self.capacity);
         if over > 0 {
@@ -428,7 +433,7 @@ impl<'a> Replay<'a> {
         Ok(())
     }
 
-    fn hint(&mut self, request: &Request, who: &RequestContext) -> Result<()> {
+    fn hint(&mut self, request: &Request, request_context: &RequestContext) -> Result<()> {
         if self.opts.hints == Hints::None || !self.next.is_empty() {
             return Ok(());
         }
@@ -439,7 +444,7 @@ impl<'a> Replay<'a> {
             done: false,
         };
         if hint != Hint::default() {
-            self.evictor.hint(self.now, who, &self.ids, &hint)?;
+            self.evictor.hint(self.now, request_context, &self.ids, &hint)?;
         }
         Ok(())
     }
@@ -451,7 +456,8 @@ impl<'a> Replay<'a> {
             return;
         }
         let all = u64::from(request.input_tokens);
-        let (leading, each) = (self.study.wanted[self.at] as usize, self.trace.block_tokens());
+        let (leading, each) =
+            (self.study.reusable_blocks[self.at] as usize, self.trace.block_tokens());
         self.report.requests += 1;
         self.report.floor.add(request, leading, each, &self.opts.cost);
         let done = &mut self.report.done;
@@ -461,10 +467,10 @@ impl<'a> Replay<'a> {
         done.hit_tokens += step.hit_tokens;
         done.cost = self.report.floor.cost;
         done.hit_cost += step.hit_cost;
-        let wanted = request.tokens_of(leading, each);
-        self.sessions.add(self.study.sessions[self.at] as usize, step.hit_tokens, wanted);
+        let reusable = request.tokens_of(leading, each);
+        self.sessions.add(self.study.sessions[self.at] as usize, step.hit_tokens, reusable);
         let tenant = (request.tenant as usize).min(MAX_TENANTS - 1);
-        self.tenants.add(tenant, step.hit_tokens, wanted);
+        self.tenants.add(tenant, step.hit_tokens, reusable);
         let resident = self.evictor.objects().len() as f64;
         if self.report.evictions > 0 {
             self.used.0 += resident / self.capacity as f64;

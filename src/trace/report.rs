@@ -118,10 +118,10 @@ impl Shares {
         Shares(pairs)
     }
 
-    pub(super) fn add(&mut self, who: usize, hit: u64, wanted: u64) {
-        if let Some(row) = self.0.get_mut(who) {
+    pub(super) fn add(&mut self, row_number: usize, hit: u64, reusable: u64) {
+        if let Some(row) = self.0.get_mut(row_number) {
             row.0 += hit;
-            row.1 += wanted;
+            row.1 += reusable;
         }
     }
 

@@ -132,9 +132,10 @@ impl Trace {
     pub fn flat(&self) -> Result<Trace> {
         let mut out = Builder::new(self.block_tokens)?;
         for request in &self.requests {
-            let one = Request { input_tokens: self.block_tokens, output_tokens: 0, ..*request };
+            let reference =
+                Request { input_tokens: self.block_tokens, output_tokens: 0, ..*request };
             for &id in self.blocks(request) {
-                out.push(one, &[id])?;
+                out.push(reference, &[id])?;
             }
         }
         out.finish()

@@ -12,7 +12,7 @@ pub const NEVER: u32 = u32::MAX;
 /// Properties of a trace, whatever the policy.
 pub struct Study {
     /// For each request, its leading blocks that were seen before.
-    pub wanted: Vec<u32>,
+    pub reusable_blocks: Vec<u32>,
     /// For each request, the number of its session, from 0.
     pub sessions: Vec<u32>,
     /// Number of sessions.
@@ -44,7 +44,7 @@ impl Study {
     /// Studies a trace.
     pub fn of(trace: &Trace, cost: &Cost) -> Result<Study> {
         let mut study = Study {
-            wanted: zeros(trace.requests().len())?,
+            reusable_blocks: zeros(trace.requests().len())?,
             sessions: zeros(trace.requests().len())?,
             session_count: 0,
             sessions_named: true,
@@ -57,7 +57,7 @@ impl Study {
             // Ids are prefixes: behind the first new one all are new.
             let leading = path.iter().take_while(|&&b| seen[b as usize] != 0).count();
             path[leading..].iter().for_each(|&b| seen[b as usize] = 1);
-            study.wanted[r] = leading as u32;
+            study.reusable_blocks[r] = leading as u32;
             study.floor.add(request, leading, trace.block_tokens(), cost);
         }
         Ok(study)
@@ -150,7 +150,7 @@ mod tests {
         let trace = b.finish().expect("a forest");
         let study = Study::of(&trace, &Cost { alpha: 0.0, beta: 1.0 }).expect("memory");
         assert_eq!((study.sessions, study.session_count), (vec![0, 1, 0, 1], 2));
-        assert_eq!(study.wanted, [0, 1, 2, 3]);
+        assert_eq!(study.reusable_blocks, [0, 1, 2, 3]);
         assert_eq!((study.floor.hit_tokens, study.floor.hit_cost), (60, 60.0));
         let next = next_uses(&trace).expect("memory");
         assert_eq!(next[..6], [1, 2, NEVER, 2, 3, 3]);

@@ -167,10 +167,10 @@ fn custom_device_returns_all_resources_of_the_engine() {
     device.release(first).expect("ended");
     // SAFETY: nothing uses it.
     unsafe { device.free(&memory) }.expect("its own");
-    assert_eq!((relay.open.load(Ordering::SeqCst), relay.given()), (1, 1));
+    assert_eq!((relay.open.load(Ordering::SeqCst), relay.allocations()), (1, 1));
     let _ = (second, kept);
     drop(device);
-    assert_eq!((relay.open.load(Ordering::SeqCst), relay.given()), (0, 0));
+    assert_eq!((relay.open.load(Ordering::SeqCst), relay.allocations()), (0, 0));
 }
 
 #[test]

@@ -281,7 +281,7 @@ impl Rig {
         let event = self.device.create_user_event().expect("one");
         let cell_range = CellRange { after: Some(event), ..mirror.whole() };
         let ops = self.store.submit(self.session, kind, Level::Ram, cell_range).expect("taken");
-        while self.store.handle.look(|core| core.cells_behind() > 0).expect("open") {
+        while self.store.handle.inspect(|core| core.cells_after_event() > 0).expect("open") {
             std::thread::yield_now();
         }
         self.device.signal_event(event).expect("a promise");

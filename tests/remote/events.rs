@@ -30,7 +30,7 @@ fn put(store: &TestStore, number: u32, tokens: usize) {
 /// All events of a store.
 fn events_of(store: &TestStore) -> Vec<Event> {
     let mut all = vec![Event::default(); 4096];
-    let (count, lost) = store.handle.look(|core| core.events.read(0, &mut all)).expect("open");
+    let (count, lost) = store.handle.inspect(|core| core.events.read(0, &mut all)).expect("open");
     assert_eq!(lost, 0);
     all.truncate(count);
     all
@@ -239,7 +239,7 @@ fn overflowing_events_are_reported_as_missed() {
     server.pause();
     (2..8).for_each(|number| put(&store, number, 160));
     server.go_on();
-    let all = store.handle.look(|core| core.events.next_number()).expect("open");
+    let all = store.handle.inspect(|core| core.events.next_number()).expect("open");
     let ends = |entry: &Entry| entry.first + entry.events.len() as u64;
     wait_until("the last one is published", || {
         entries(&server, "p/events").last().is_some_and(|entry| ends(entry) == all)

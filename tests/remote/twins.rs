@@ -104,12 +104,12 @@ impl Twin {
                 }
             }
             if idle {
-                let waits = self.with(|core| core.what_waits());
+                let waits = self.with(|core| core.describe_waiters());
                 assert!(self.with(|core| core.is_idle()), "it waits for nothing: {waits}");
                 return self.with(|core| core.check()).expect("the tables agree");
             }
         }
-        panic!("it never settles: {}", self.with(|core| core.what_waits()));
+        panic!("it never settles: {}", self.with(|core| core.describe_waiters()));
     }
 
     /// The only transfer that has ended.
@@ -503,7 +503,7 @@ fn block_lookups_always_end() {
     other.with(|core| core.cancel(number, Status::Timeout));
     assert_eq!(other.ended_each(&names), [Status::Timeout; 100]);
     let (again, number) = other.begin_locating(&names);
-    let work = other.with(|core| core.take(WorkerKind::Ask)).expect("a question");
+    let work = other.with(|core| core.take(WorkerKind::Lookup)).expect("a question");
     other.with(|core| core.cancel(number, Status::Cancelled));
     // Another has its number: the answer is none of its business.
     let (_, next) = other.begin_locating(&names[50..]);
@@ -655,15 +655,16 @@ fn removals_have_separate_batches() {
     );
     let (mut gone, mut batches) = (0, 0);
     while gone < 120 {
-        run_changed(&one, WorkerKind::Send, |work| {
-            let Work::Sends(batch) = work else { panic!("no sends") };
-            assert!(batch.sends.is_empty() && (1..=32).contains(&batch.removals.len()));
+        run_changed(&one, WorkerKind::Upload, |work| {
+            let Work::Uploads(batch) = work else { panic!("no sends") };
+            assert!(batch.uploads.is_empty() && (1..=32).contains(&batch.removals.len()));
             // Of one batch a part came too late.
             if batches == 0 && batch.removals.len() > 1 {
                 let late = batch.removals[1];
                 remote.plant(late, vec![0; 4096]);
                 batch.late.push(late);
-                (batch.removed, batch.trouble) = (batch.removed - 1, Some(RemoteError::Timeout));
+                (batch.removed, batch.removal_error) =
+                    (batch.removed - 1, Some(RemoteError::Timeout));
             }
             gone += batch.removed as usize;
             batches += 1;

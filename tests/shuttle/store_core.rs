@@ -66,8 +66,8 @@ impl CheckpointWriter for Asker {
 }
 
 impl CellIndex for Asker {
-    fn wants(&mut self, cell: &CellAt) -> bool {
-        self.0.state.lock().core.wants(cell)
+    fn is_live(&mut self, cell: &CellAt) -> bool {
+        self.0.state.lock().core.is_live(cell)
     }
 
     fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
@@ -94,7 +94,7 @@ impl Shared {
             write: Write::Back,
             max_chunks: 64,
             max_sessions: 8,
-            max_moves: 16,
+            max_transfers: 16,
             max_jobs: 12,
             events: 16,
             batch_cells: 3,
@@ -309,7 +309,7 @@ fn call(shared: &Shared) -> bool {
     shared.with(|core| {
         core.close_session(first).expect("it is open");
         core.truncate(second, 8).expect("it is open");
-        core.ask_for_checkpoint();
+        core.request_checkpoint();
     });
     let third = session(shared, &c);
     let mut last = Engine::new(&c, true);
@@ -342,7 +342,7 @@ fn run() {
     })
     .collect();
     let was_given_up = call(&shared);
-    shared.with(StoreState::write_all_down);
+    shared.with(StoreState::write_back_all);
     shared.wait(|state| state.core.is_quiet());
     shared.state.lock().stop = true;
     shared.changed.notify_all();
@@ -411,7 +411,7 @@ fn disturb(shared: &Shared) {
         shared.with(|core| {
             let _ = core.drop_range(number, 0, 12);
             core.close_session(number).expect("it is open");
-            core.ask_for_checkpoint();
+            core.request_checkpoint();
         });
     }
 }
@@ -439,7 +439,7 @@ fn power_fails() {
     assert!(store(&shared, &b[..12], Level::Ram).error.is_none());
     let durable = [(&a, 0), (&b, 12)]
         .map(|(tokens, first)| store_from(&shared, tokens, Level::Durable, first).error.is_none());
-    shared.with(|core| core.ask_for_checkpoint());
+    shared.with(|core| core.request_checkpoint());
     let last: Vec<u32> = (0..8).chain(80..84).collect();
     let durable = [durable[0], durable[1], store(&shared, &last, Level::Durable).error.is_none()];
     let stats = shared.tools.disk.as_ref().expect("a disk").stats();

@@ -170,7 +170,8 @@ impl Engineer {
 
     fn exists(&self, names: &[u32]) -> Vec<bool> {
         let (keys, mut found) = (self.keys(names), vec![0; names.len()]);
-        let asked = self.store.handle.look(|core| core.exists(self.namespace, &keys, &mut found));
+        let asked =
+            self.store.handle.inspect(|core| core.exists(self.namespace, &keys, &mut found));
         asked.and_then(|asked| asked).expect("open");
         found.iter().map(|&one| one & WHOLE != 0).collect()
     }
@@ -198,7 +199,7 @@ impl Engineer {
         let cleared = self.store.handle.with(|core| core.drop_blocks(self.session, &keys));
         let cleared = cleared.expect("open");
         assert_eq!(cleared.moving, 0);
-        (cleared.gone, cleared.held)
+        (cleared.removed, cleared.held)
     }
 
     fn close(self) {
@@ -248,7 +249,7 @@ fn namespaces_and_sequences_do_not_share_blocks() {
     first
         .store
         .handle
-        .look(|core| core.exists(other, &keys, &mut found))
+        .inspect(|core| core.exists(other, &keys, &mut found))
         .expect("open")
         .expect("ok");
     assert_eq!(found, [0; 3]);
@@ -315,7 +316,7 @@ fn dropped_blocks_can_be_put_again() {
     assert_eq!(all.put(Level::Ram, &[1, 2, 3, 4]).0, Status::Ok);
     let keys = all.keys(&[2, 4, 4, 9]);
     let cleared = all.store.handle.with(|core| core.drop_blocks(all.session, &keys)).expect("open");
-    assert_eq!((cleared.gone, cleared.held, cleared.moving), (2, 0, 0));
+    assert_eq!((cleared.removed, cleared.held, cleared.moving), (2, 0, 0));
     assert_eq!(all.get(&[1, 2, 3, 4]), [true, false, true, false]);
     assert_eq!(all.put(Level::Ram, &[4]).0, Status::Ok);
     assert_eq!(all.exists(&[2, 4]), [false, true]);
@@ -647,7 +648,7 @@ fn blocks_being_put_cannot_be_held() {
     let op = all.store.handle.submit_blocks(all.session, how, blocks, &opts, Some(&*ready));
     let op = op.expect("begun").remove(0);
     assert_eq!(all.hold(&[7]), [false]);
-    ready.give();
+    ready.signal();
     assert_eq!(all.end(&op).0, Status::Ok);
     assert_eq!(all.release(&[7]), Status::Invalid);
     assert_eq!(all.hold(&[7]), [true]);
@@ -941,9 +942,9 @@ fn storm(
                     }
                     if let Some(ready) = &ready {
                         if next(5) == 0 {
-                            ready.take_back();
+                            ready.cancel();
                         } else {
-                            ready.give();
+                            ready.signal();
                         }
                     }
                     if next(4) == 0 {

@@ -121,7 +121,7 @@ fn waiting_transfer_does_not_start_for_a_cancelled_one() {
         let mut ended: Vec<u32> = store.ended().iter().map(|one| one.number).collect();
         ended.sort_unstable();
         assert_eq!(ended, moves, "{at}");
-        let counts = store.0.with(|state| (state.waiting_moves(), state.counters.stored_cells));
+        let counts = store.0.with(|state| (state.waiting_transfers(), state.counters.stored_cells));
         assert_eq!(counts, (1, 5 * 32));
         store.0.lock().begin_waiting(ticket);
         store.copy();

@@ -177,7 +177,7 @@ fn behind_child() {
         if (number + 1) % WAVE != 0 {
             continue;
         }
-        let is_written = || store.handle.look(|core| core.unwritten().0 == 0 && core.is_idle());
+        let is_written = || store.handle.inspect(|core| core.unwritten().0 == 0 && core.is_idle());
         while !is_written().expect("open") {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }

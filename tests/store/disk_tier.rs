@@ -50,7 +50,7 @@ impl Owner<'_> {
 }
 
 impl CellIndex for Owner<'_> {
-    fn wants(&mut self, cell: &CellAt) -> bool {
+    fn is_live(&mut self, cell: &CellAt) -> bool {
         self.known(cell).is_some_and(|known| known.seal == cell.seal)
     }
 

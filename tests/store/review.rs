@@ -41,7 +41,7 @@ fn put_waiting_for_its_prefix_ends_after_clear() {
     });
     while WorkerKind::ALL.into_iter().any(|kind| store.run_batch(kind)) {}
     let finished = store.finished();
-    assert_eq!(finished.len(), 1, "{}", store.with(|core| core.what_waits()));
+    assert_eq!(finished.len(), 1, "{}", store.with(|core| core.describe_waiters()));
     store.settle();
 }
 

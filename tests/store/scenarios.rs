@@ -123,7 +123,8 @@ impl Store {
         let of = |key: &Key| {
             let slot = chunks.find(key).unwrap_or(NONE);
             let marks = chunks.marks(slot).unwrap_or_default();
-            let is_there = |layer: &usize| marks[*layer].there() & 1 << Tier::Host as u8 != 0;
+            let is_there =
+                |layer: &usize| marks[*layer].resident_tiers() & 1 << Tier::Host as u8 != 0;
             (0..marks.len()).filter(is_there).collect()
         };
         keys.iter().map(of).collect()

@@ -16,7 +16,7 @@ fn simulation_seeds_keep_all_invariants() {
     for seed in first..first + count {
         match run(&SimOpts { seed, steps: 600 }) {
             Ok(report) => {
-                kept += report.kept;
+                kept += report.durable_found;
                 cleared += report.cleared;
                 blocks += report.kept_blocks;
             }

@@ -103,7 +103,7 @@ trait AnyStore {
     fn lose(&self, namespace: u32, model: &Model) {
         let session = self.begin(namespace, &document(1, model.chunk));
         let dropped = self.core(|core| core.drop_range(session, 0, model.chunk as u64));
-        assert_eq!(dropped.expect("open").gone, 1);
+        assert_eq!(dropped.expect("open").removed, 1);
         self.end(session);
     }
 
@@ -367,7 +367,7 @@ fn reused_namespace_number_shows_no_old_state() {
         let (mut early, mut late) =
             store.core(|core| Ok((core.begin_clear(old)?, core.begin_clear(old)?))).expect("open");
         assert!(!store.core(|core| Ok(core.clear_more(&mut early, 8))).expect("open"));
-        assert_eq!(early.cleared.gone, 1);
+        assert_eq!(early.cleared.removed, 1);
         store.shut(old);
         // Both places are taken: first the store's own, then this one's.
         let (kept, again) = (store.open(3, &other), store.open(4, &model(4)));
@@ -382,7 +382,7 @@ fn reused_namespace_number_shows_no_old_state() {
         store.keep(at, &of, mark, Level::Disk);
         // What goes on clearing the old one finds nothing.
         assert!(!store.core(|core| Ok(core.clear_more(&mut late, 8))).expect("open"));
-        assert_eq!(late.cleared.gone, 0);
+        assert_eq!(late.cleared.removed, 0);
         assert!(store.has(at, &of, mark));
         // Neither does the old one find what is there now.
         store.shut(kept);
@@ -451,7 +451,7 @@ fn block_lookups_keep_their_namespace() {
     let number = store.core(|core| core.locate_blocks(session, vec![key(77)])).expect("begun");
     store.end(session);
     store.shut(namespace);
-    assert!(store.with(|core| core.has_work(WorkerKind::Ask)));
+    assert!(store.with(|core| core.has_work(WorkerKind::Lookup)));
     let other = store.open(2, &MODEL).map_err(|error| error.status());
     assert_eq!(other, Err(Status::Limit));
     store

@@ -28,7 +28,7 @@ fn durable_chunk_survives_a_failed_sync_of_its_child() {
     store.fail_next_sync();
     assert_eq!(store.put(&long, ALL, Level::Durable), Status::Io);
     store.files.set_plan(Plan::default());
-    store.with(StoreState::ask_for_checkpoint);
+    store.with(StoreState::request_checkpoint);
     store.settle();
     let store = store.crash();
     assert!(store.is_stored(&short), "it was durable");
@@ -43,7 +43,7 @@ fn durable_layers_survive_a_failed_sync_of_others() {
     store.fail_next_sync();
     assert_eq!(store.put(&tokens, ALL, Level::Durable), Status::Io);
     store.files.set_plan(Plan::default());
-    store.with(StoreState::ask_for_checkpoint);
+    store.with(StoreState::request_checkpoint);
     store.settle();
     let store = store.crash();
     let session = store.session(&tokens);
@@ -66,7 +66,7 @@ fn durable_chunks_of_an_earlier_process_survive_a_failed_sync() {
     store.fail_next_sync();
     assert_eq!(store.put(&long, ALL, Level::Durable), Status::Io);
     store.files.set_plan(Plan::default());
-    store.with(StoreState::ask_for_checkpoint);
+    store.with(StoreState::request_checkpoint);
     store.settle();
     let store = store.crash();
     assert!(store.is_stored(&short), "it was durable");

@@ -134,8 +134,8 @@ pub fn run(quick: bool) -> Vec<Bar> {
 
 fn call(rounds: u32) -> Bar {
     let bench = Bench::open(1);
-    let wish = AllocationRequest { bytes: 1 << 20, ..AllocationRequest::default() };
-    let direct = Buffer::map(&wish, None).expect("a buffer");
+    let request = AllocationRequest { bytes: 1 << 20, ..AllocationRequest::default() };
+    let direct = Buffer::map(&request, None).expect("a buffer");
     #[inline(never)]
     fn plain(buffer: &Buffer, address: &mut *mut c_void, bytes: &mut u64) -> i32 {
         *address = buffer.address().cast();
@@ -322,9 +322,9 @@ fn consume(bench: &Bench, total: u64) -> u64 {
 fn ping_pong(turns: u32, other_core: Option<usize>) -> f64 {
     static WORD: AtomicU32 = AtomicU32::new(0);
     WORD.store(0, Ordering::SeqCst);
-    let wait_for = |want: u32| loop {
+    let wait_for = |target: u32| loop {
         let now = WORD.load(Ordering::Acquire);
-        if now == want {
+        if now == target {
             return;
         }
         // SAFETY: a valid futex word; a spurious return is looked at again.

@@ -214,13 +214,13 @@ fn sparse(quick: bool) -> Vec<Bar> {
     let tokens = prompt.tokens as u32;
     let all = prompt.all_pairs();
     // A sink, the diagonal, and blocks at equal distances until three tenths are kept.
-    let (mut starts, mut items, mut kept) = (vec![0_u32], Vec::new(), 0.0);
+    let (mut starts, mut items, mut retained) = (vec![0_u32], Vec::new(), 0.0);
     let blocks = tokens / 64;
     for row in 0..blocks {
         let list = (0..=row).filter(|id| *id == 0 || *id == row || (id + row) % 10 < 3);
         items.extend(list);
         let before = starts.last().map_or(0, |&start| start as usize);
-        kept += (items.len() - before) as f64 * 4096.0 - 2016.0;
+        retained += (items.len() - before) as f64 * 4096.0 - 2016.0;
         starts.push(items.len() as u32);
     }
     let head = Head { kind: Kind::Blocks, query_block: 64, key_block: 64, ..Head::DENSE };
@@ -235,11 +235,11 @@ fn sparse(quick: bool) -> Vec<Bar> {
     let wide = slashes / 2;
     let distant = (0..slashes - wide).map(|i| wide + i / 64 * 192 + i % 64);
     let diagonals: Vec<u32> = (0..wide).chain(distant).filter(|&d| d < tokens).collect();
-    let (from, both) = (columns.len() as u32, [&columns[..], &diagonals[..]].concat());
+    let (from, lists) = (columns.len() as u32, [&columns[..], &diagonals[..]].concat());
     let lines = Keys {
         heads: &[Head { kind: Kind::Lines, lists: 2, ..Head::DENSE }],
-        starts: &[0, from, both.len() as u32],
-        items: &both,
+        starts: &[0, from, lists.len() as u32],
+        items: &lists,
     };
     let line_pairs = pairs_of_lines(tokens, &columns, &diagonals);
     let line = prompt.seconds(lines);
@@ -252,12 +252,12 @@ fn sparse(quick: bool) -> Vec<Bar> {
             .value(value)
             .note(note)
     };
-    let note = |kept: f64| format!("{:.1} % of {tokens} tokens kept", kept / all * 100.0);
+    let note = |retained: f64| format!("{:.1} % of {tokens} tokens kept", retained / all * 100.0);
     vec![
-        bar("block_sparse", dense / block.0, Some(2.5), Better::Higher, note(kept)),
+        bar("block_sparse", dense / block.0, Some(2.5), Better::Higher, note(retained)),
         bar(
             "block_sparse_per_pair",
-            block.0 / kept / (dense / all),
+            block.0 / retained / (dense / all),
             Some(1.05),
             Better::Lower,
             String::new(),

@@ -210,11 +210,11 @@ impl CopyFixture {
         let rate = match bar {
             "both_ways" => {
                 let half = self.bytes / 2;
-                let mut both = [
+                let mut batches = [
                     self.twice(0, self.device_memory.address, Direction::Scatter)?,
                     self.twice(half, self.other.address, Direction::Gather)?,
                 ];
-                return Ok((self.rate(&mut both)?, up + down));
+                return Ok((self.rate(&mut batches)?, up + down));
             }
             "h2d_pageable" | "d2h_pageable" => {
                 self.rate(&mut [self.cells(&self.pageable, cell, direction)?])?

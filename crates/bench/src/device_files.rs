@@ -36,8 +36,8 @@ pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
     let dir = dir.unwrap_or_else(std::env::temp_dir);
     let test = DirectReadTest::new(device, &dir, bytes as u64)?;
     test.check()?;
-    let wish = AllocationRequest { bytes: CHUNK_BYTES as u64, ..AllocationRequest::default() };
-    let staging = (0..THREADS).map(|_| Buffer::map(&wish, None)).collect::<Result<Vec<_>>>()?;
+    let request = AllocationRequest { bytes: CHUNK_BYTES as u64, ..AllocationRequest::default() };
+    let staging = (0..THREADS).map(|_| Buffer::map(&request, None)).collect::<Result<Vec<_>>>()?;
     let known = staging.iter().try_for_each(|buffer| {
         // SAFETY: the buffer stays until it is unregistered below.
         unsafe { device.register_host(buffer.address(), CHUNK_BYTES as u64) }
@@ -52,7 +52,7 @@ pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
                     test.read_to_host(offset, host, part)?;
                     let to = test.address() + offset;
                     let copy = Copy::bytes(host, to, part, Direction::Scatter, Memory::Device)?;
-                    // SAFETY: memory of this thread's, until the event has come.
+                    // SAFETY: memory of this thread's, until the event has completed.
                     let event = unsafe { device.submit(Stream(0), None, &mut [copy]) }?;
                     device.wait(event, 0)?;
                     device.release(event)

@@ -76,8 +76,8 @@ fn moving(lab: &Lab<'_>, bytes: u64) -> Result<f64> {
     let count = bytes / piece;
     // from, to, two distances that one run does not need, and its length with how many there are.
     let row = |at: u64| {
-        let there = at.wrapping_mul(2_654_435_761) % count;
-        [from + at * piece, to + there * piece, 0, 0, piece | 1 << 32]
+        let target = at.wrapping_mul(2_654_435_761) % count;
+        [from + at * piece, to + target * piece, 0, 0, piece | 1 << 32]
     };
     let table: Vec<[u64; 5]> = (0..count).map(row).collect();
     let call = Call {
@@ -154,8 +154,8 @@ fn prefill(lab: &Lab<'_>, dtype: Dtype, tokens: u32) -> Result<(f64, f64)> {
     for row in 0..rows {
         // Spread evenly, the last with the diagonal.
         let blocks = row + 1;
-        let kept = (blocks * KEPT_PERCENT / 100).max(1);
-        items.extend((1..=kept).map(|at| at * blocks / kept - 1));
+        let retained = (blocks * KEPT_PERCENT / 100).max(1);
+        items.extend((1..=retained).map(|at| at * blocks / retained - 1));
         starts.push(items.len() as u32);
     }
     let head = Head {
@@ -210,9 +210,9 @@ fn bar(
     name: &'static str,
     goal: Option<f64>,
     baseline: &'static str,
-    said: Result<(f64, f64, String)>,
+    result: Result<(f64, f64, String)>,
 ) -> Bar {
-    let (value, baseline_value, note) = match said {
+    let (value, baseline_value, note) = match result {
         Ok((value, of, note)) => (Some(value), Some(of), note),
         Err(error) => (None, None, error.to_string()),
     };
@@ -234,17 +234,17 @@ pub fn run(device: &Arc<Cuda>, copied: Option<f64>, small: bool, rounds: usize) 
         |rate: Result<f64>, of: f64| rate.map(|rate| (rate / of, of, format!("{rate:.1} GB/s")));
     let copied = copied.unwrap_or(f64::NAN);
     // `ffi-tests/gpu/torch_beside.py` reads the note.
-    let speed = |said: Result<(f64, f64)>, tokens: u32, unit: &str| {
+    let speed = |result: Result<(f64, f64)>, tokens: u32, unit: &str| {
         let note = |speed| format!("{tokens} tokens, all keys at {speed:.1} {unit}");
-        said.map(|(times, speed)| (times, 1.0, note(speed)))
+        result.map(|(times, speed)| (times, 1.0, note(speed)))
     };
     let prefill = |name, dtype| {
-        let said = speed(prefill(&lab(), dtype, tokens), tokens, "TFLOP/s");
-        bar(name, Some(2.0), "the same over all keys", said)
+        let result = speed(prefill(&lab(), dtype, tokens), tokens, "TFLOP/s");
+        bar(name, Some(2.0), "the same over all keys", result)
     };
     let decode = |name, dtype| {
-        let said = speed(decode(&lab(), dtype, 2 * tokens), 2 * tokens, "GB/s");
-        bar(name, None, "the same over all keys", said)
+        let result = speed(decode(&lab(), dtype, 2 * tokens), 2 * tokens, "GB/s");
+        bar(name, None, "the same over all keys", result)
     };
     vec![
         bar(

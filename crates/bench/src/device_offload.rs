@@ -136,7 +136,7 @@ impl Sequence {
             first: tokens - 1,
             ..Call::default()
         };
-        // SAFETY: memory of the world's, which nobody else uses until the event.
+        // SAFETY: memory of the world's, which nothing else uses until the event.
         let event = unsafe { self.device.launch(Stream(0), None, &[call])? };
         finish(&self.device, event)
     }
@@ -192,8 +192,8 @@ fn measure(library: Option<std::path::PathBuf>, tokens: u32, rounds: usize) -> R
     sequence.step(BlockSelection::All, Some(&query))?;
     let blocks = sequence.fixture.offload.blocks(0)?.to_vec();
     let after = sequence.fixture.offload.stats();
-    let came = (after.loaded_bytes - before.loaded_bytes) as f64;
-    let part = came / (came + (after.saved_bytes - before.saved_bytes) as f64);
+    let loaded = (after.loaded_bytes - before.loaded_bytes) as f64;
+    let part = loaded / (loaded + (after.saved_bytes - before.saved_bytes) as f64);
     let mut of = |which: BlockSelection<'_>, query: Option<&Rows<'_>>| -> Result<f64> {
         let mut times = Vec::new();
         for _ in 0..rounds {
@@ -227,7 +227,7 @@ fn bars(measured: Result<Times>, tokens: u32) -> Vec<Bar> {
             .value(measured.as_ref().ok().map(|times| times.all / of(times)))
             .note(match &measured {
                 Ok(times) => format!(
-                    "{tokens} tokens, {:.1} % of them come: {:.3} ms of {:.3} ms a layer",
+                    "{tokens} tokens, {:.1} % of them loaded: {:.3} ms of {:.3} ms a layer",
                     100.0 * times.part,
                     1e3 * of(times) / f64::from(LAYERS),
                     1e3 * times.all / f64::from(LAYERS)

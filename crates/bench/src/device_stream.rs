@@ -57,8 +57,9 @@ fn rate(
     let streamer = open(&runtime, device, layer_bytes, in_place)?;
     streamer.load(0)?;
     let residencies = streamer.plan().residencies;
-    let sent =
-        residencies.iter().filter(|home| **home != Residency::Device).count() as u64 * layer_bytes;
+    let sent = residencies.iter().filter(|residency| **residency != Residency::Device).count()
+        as u64
+        * layer_bytes;
     let stream = Stream(1 % device.facts().streams);
     let mut took = Vec::new();
     for pass in 0..passes + 1 {

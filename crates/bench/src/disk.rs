@@ -203,8 +203,8 @@ fn read(tier: &DiskTier, places: &[(Spot, u64)], callers: usize) -> Outcome<(f64
             for (i, &(spot, seal)) in batch.iter().enumerate() {
                 let chunk = chunk_of(number as u64 * DEPTH + i as u64);
                 let (key, fingerprint) = (chunk.key, chunk.fingerprint);
-                let who = Identity { key, fingerprint, layer: 0, valid_tokens: 256, codec: 0 };
-                gets.cell(spot, who, seal, true);
+                let identity = Identity { key, fingerprint, layer: 0, valid_tokens: 256, codec: 0 };
+                gets.cell(spot, identity, seal, true);
                 for (kind, half) in [(PLANE_K, 0), (PLANE_V, PIECE / 2)] {
                     let address = stocks[caller].range(i as u64 * PIECE + half, PIECE / 2);
                     let address = address.unwrap_or(stocks[caller].address());
@@ -313,9 +313,9 @@ fn round(pairs: &mut Pairs, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()
     pairs.seconds[2].push(in_turn(turn, ours, write)?);
     pairs.used[0].push(used);
     let segments = segments(&dir)?;
-    let there = (segments.as_slice(), places.as_slice());
+    let layout = (segments.as_slice(), places.as_slice());
     for (at, callers) in [(3, 1), (4, 2)] {
-        let [seconds, used] = read_pair(turn, &tier, there, callers, stock)?;
+        let [seconds, used] = read_pair(turn, &tier, layout, callers, stock)?;
         pairs.seconds[at].push(seconds);
         if callers == 1 {
             pairs.used[1].push(used);
@@ -324,7 +324,7 @@ fn round(pairs: &mut Pairs, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()
     tier.close().map_err(say)?;
     drop(tier);
     // The same reads without verification of the bytes.
-    let [_, used] = read_pair(turn, &open(false)?, there, 1, stock)?;
+    let [_, used] = read_pair(turn, &open(false)?, layout, 1, stock)?;
     pairs.used[2].push(used);
     Ok(())
 }

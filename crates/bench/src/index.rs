@@ -113,7 +113,7 @@ impl CheckpointWriter for NoUpkeep {
 }
 
 impl CellIndex for NoUpkeep {
-    fn wants(&mut self, _cell: &CellAt) -> bool {
+    fn is_live(&mut self, _cell: &CellAt) -> bool {
         false
     }
 
@@ -159,8 +159,8 @@ impl Index {
         let state = &mut self.fixture;
         let session = state.session(number, chunks)?;
         let keys = state.state.session(session)?.path().keys().to_vec();
-        let what = state.cell_range(0, chunks);
-        state.state.submit_cell_range(session, TransferKind::Put, Level::Disk, 0, what)?;
+        let range = state.cell_range(0, chunks);
+        state.state.submit_cell_range(session, TransferKind::Put, Level::Disk, 0, range)?;
         while let Some(mut work) =
             WorkerKind::ALL.into_iter().find_map(|kind| state.state.take(kind))
         {
@@ -221,7 +221,7 @@ fn bar(bar: &'static str, unit: &'static str, goal: f64) -> Bar {
 }
 
 /// Memory of 10,000,000 cells in GiB, and existence checks among them in ns for each key.
-fn index(cells: u64, rounds: u32, sizes: &mut Bar, asks: &mut Bar) -> Result<()> {
+fn index(cells: u64, rounds: u32, sizes: &mut Bar, exists: &mut Bar) -> Result<()> {
     const LAYERS: usize = 32;
     let chunks = (cells / LAYERS as u64) as u32 / EACH * EACH;
     let before = resident();
@@ -256,8 +256,8 @@ fn index(cells: u64, rounds: u32, sizes: &mut Bar, asks: &mut Bar) -> Result<()>
     for _ in 0..rounds {
         each.push(index.exists(&mixed)?);
     }
-    asks.value = Some(median(&mut each));
-    asks.note = format!("({} keys among {chunks} chunks, half of them exist)", mixed.len());
+    exists.value = Some(median(&mut each));
+    exists.note = format!("({} keys among {chunks} chunks, half of them exist)", mixed.len());
     Ok(())
 }
 
@@ -283,14 +283,14 @@ pub fn bars(quick: bool) -> Vec<Bar> {
     let cells = if quick { 2_000_000 } else { 10_000_000 };
     let rounds = if quick { 50 } else { 200 };
     let mut sizes = bar("index_of_10M_cells", "GiB", 1.0);
-    let mut asks = bar("exists", "ns/key", 200.0);
+    let mut exists = bar("exists", "ns/key", 200.0);
     let mut lookup =
         Bar { baseline: "its keys alone", ..bar("lookup_of_128k_tokens", "us", 300.0) };
-    if let Err(error) = index(cells, rounds, &mut sizes, &mut asks) {
+    if let Err(error) = index(cells, rounds, &mut sizes, &mut exists) {
         sizes.note = error.to_string();
     }
     if let Err(error) = prompt(rounds, &mut lookup) {
         lookup.note = error.to_string();
     }
-    vec![sizes, asks, lookup]
+    vec![sizes, exists, lookup]
 }

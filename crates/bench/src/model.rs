@@ -28,11 +28,11 @@ pub struct Args {
 
 /// Shortens repeated notes of bars without values: the text is long.
 fn say_once(bars: &mut [Bar]) {
-    let mut said: Vec<(String, &str)> = Vec::new();
+    let mut reports: Vec<(String, &str)> = Vec::new();
     for bar in bars.iter_mut().filter(|bar| bar.value.is_none()) {
-        match said.iter().find(|(note, _)| *note == bar.note) {
+        match reports.iter().find(|(note, _)| *note == bar.note) {
             Some((_, first)) => bar.note = format!("(as {first})"),
-            None => said.push((bar.note.clone(), bar.bar)),
+            None => reports.push((bar.note.clone(), bar.bar)),
         }
     }
 }

@@ -146,12 +146,12 @@ impl Subject {
         let facts = MemoryFacts::probe();
         let Subject::Stream { streamer, .. } = self else { return json!({}) };
         let plan = streamer.plan();
-        let away = plan.residencies.iter().zip(&streamer.units().units);
-        let away = away.filter(|(home, _)| **home == Residency::File);
+        let streamed = plan.residencies.iter().zip(&streamer.units().units);
+        let streamed = streamed.filter(|(residency, _)| **residency == Residency::File);
         let (engine, fallback) = streamer.engine();
         json!({
-            "moved_bytes": away.clone().map(|(_, unit)| unit.bytes).sum::<u64>(),
-            "moved_units": away.count(),
+            "moved_bytes": streamed.clone().map(|(_, unit)| unit.bytes).sum::<u64>(),
+            "moved_units": streamed.count(),
             "units": plan.residencies.len(),
             "host_bytes": plan.host_bytes,
             "available_bytes": facts.available_bytes,

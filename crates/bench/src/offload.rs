@@ -84,14 +84,14 @@ impl Sequence {
         self.0.offload.begin(&self.context())?;
         let (mut computed, mut first) = (begun, 0.0);
         for layer in 0..self.0.shape.layers {
-            let asked = Instant::now();
+            let start = Instant::now();
             self.0.offload.take(layer, None)?;
             if layer == 0 {
                 first = begun.elapsed().as_secs_f64();
             }
             // A loaded layer begins when the previous one ends, as on a stream of a device: a
             // late wake-up of this thread does not count.
-            let waited = asked.elapsed() > Duration::from_micros(20);
+            let waited = start.elapsed() > Duration::from_micros(20);
             computed = if waited { computed.max(Instant::now()) } else { computed } + each;
             std::thread::sleep(computed.saturating_duration_since(Instant::now()));
             self.0.offload.give_back(layer)?;

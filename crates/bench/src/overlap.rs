@@ -17,26 +17,32 @@ const PARTS: [(&str, f64); 3] =
     [("restore_compute_half", 0.5), ("restore_compute_same", 1.0), ("restore_compute_double", 2.0)];
 
 /// Seconds until the first and the last layer of a restore are loaded.
-fn load(home: &StoreFixture, tensors: &Tensors) -> Result<(f64, f64)> {
-    let session = home.session(1, tensors.tokens)?;
-    let took = home.transfer(session, TransferKind::Get, Level::Ram, tensors.whole(true))?;
-    home.end(session)?;
+fn load(fixture: &StoreFixture, tensors: &Tensors) -> Result<(f64, f64)> {
+    let session = fixture.session(1, tensors.tokens)?;
+    let took = fixture.transfer(session, TransferKind::Get, Level::Ram, tensors.whole(true))?;
+    fixture.end(session)?;
     Ok((took[0], took.iter().copied().fold(0.0, f64::max)))
 }
 
 /// Seconds until the last layer is computed. A layer is computed once it is loaded and the previous
 /// one is computed. The processor is idle meanwhile, as beside an accelerator.
-fn load_and_compute(home: &StoreFixture, tensors: &Tensors, each: Duration) -> Result<f64> {
-    let session = home.session(1, tensors.tokens)?;
+fn load_and_compute(fixture: &StoreFixture, tensors: &Tensors, each: Duration) -> Result<f64> {
+    let session = fixture.session(1, tensors.tokens)?;
     let begun = Instant::now();
     let mut computed = begun;
-    home.transfer_then(session, TransferKind::Get, Level::Ram, tensors.whole(true), |waits| {
-        // A loaded layer begins when the previous one ends, as on a stream of a device: a late
-        // wake-up of this thread does not count.
-        computed = if waits { computed.max(Instant::now()) } else { computed } + each;
-        std::thread::sleep(computed.saturating_duration_since(Instant::now()));
-    })?;
-    home.end(session)?;
+    fixture.transfer_then(
+        session,
+        TransferKind::Get,
+        Level::Ram,
+        tensors.whole(true),
+        |waits| {
+            // A loaded layer begins when the previous one ends, as on a stream of a device: a late
+            // wake-up of this thread does not count.
+            computed = if waits { computed.max(Instant::now()) } else { computed } + each;
+            std::thread::sleep(computed.saturating_duration_since(Instant::now()));
+        },
+    )?;
+    fixture.end(session)?;
     Ok(computed.duration_since(begun).as_secs_f64())
 }
 
@@ -52,28 +58,31 @@ fn round(ratios: &mut [Vec<f64>; 3], bytes: u64, tensors: &Tensors) -> Outcome<(
     // Opened for each measurement, with empty memory.
     let open = || StoreFixture::open(&spec, layout(LAYERS, 256, TOKEN_BYTES)?, None);
     let measured = || -> Result<[f64; 3]> {
-        let home = open()?;
-        let session = home.session(1, tensors.tokens)?;
-        home.transfer(session, TransferKind::Put, Level::Durable, tensors.whole(false))?;
-        home.close()?;
+        let fixture = open()?;
+        let session = fixture.session(1, tensors.tokens)?;
+        fixture.transfer(session, TransferKind::Put, Level::Durable, tensors.whole(false))?;
+        fixture.close()?;
         // A warm-up: the disk is faster on a second read.
-        let home = open()?;
-        load(&home, tensors)?;
-        home.close()?;
+        let fixture = open()?;
+        load(&fixture, tensors)?;
+        fixture.close()?;
         let mut out = [0.0; 3];
         for (out, (_, part)) in out.iter_mut().zip(PARTS) {
-            let home = open()?;
-            let before = load(&home, tensors)?;
-            home.close()?;
-            let home = open()?;
+            let fixture = open()?;
+            let before = load(&fixture, tensors)?;
+            fixture.close()?;
+            let fixture = open()?;
             let compute = before.1 * part;
-            let took =
-                load_and_compute(&home, tensors, Duration::from_secs_f64(compute / LAYERS as f64))?;
-            home.close()?;
+            let took = load_and_compute(
+                &fixture,
+                tensors,
+                Duration::from_secs_f64(compute / LAYERS as f64),
+            )?;
+            fixture.close()?;
             // Loads are measured before and after, since the disk is shared.
-            let home = open()?;
-            let after = load(&home, tensors)?;
-            home.close()?;
+            let fixture = open()?;
+            let after = load(&fixture, tensors)?;
+            fixture.close()?;
             let (first, last) = ((before.0 + after.0) / 2.0, (before.1 + after.1) / 2.0);
             *out = took / (first + last.max(compute));
         }

@@ -138,9 +138,9 @@ impl Runner for Ours {
             self.found.resize(ids.len(), 0);
             let looked = self.evictor.lookup(self.now, &context, ids, &mut self.found);
             looked.expect("a time");
-            let there = self.found.iter().map(|&f| usize::from(f)).sum::<usize>();
-            hits += there;
-            if load == Load::Mix && there < ids.len() {
+            let present = self.found.iter().map(|&f| usize::from(f)).sum::<usize>();
+            hits += present;
+            if load == Load::Mix && present < ids.len() {
                 self.insert(ids);
             }
         }
@@ -313,7 +313,7 @@ fn contest(load: Load, rounds: usize, stretch: usize) -> Vec<Bar> {
         SPECS.iter().flat_map(|spec| [BATCH, 1].map(|batch| Ours::open(spec, batch))).collect();
     let mut peers = peers();
     if peers.is_empty() {
-        let name = |one: &Ours| bar(format!("{what}_{}_by_{}", one.name, one.batch));
+        let name = |runner: &Ours| bar(format!("{what}_{}_by_{}", runner.name, runner.batch));
         return ours.iter().map(name).collect();
     }
     let mut zipf = Zipf::new(keys);
@@ -327,23 +327,23 @@ fn contest(load: Load, rounds: usize, stretch: usize) -> Vec<Bar> {
         Load::Mix => zipf.draw(MIXED),
     };
     let mut all: Vec<&mut dyn Runner> = Vec::new();
-    all.extend(ours.iter_mut().map(|one| one as &mut dyn Runner));
-    all.extend(peers.iter_mut().map(|one| &mut **one as &mut dyn Runner));
-    for one in &mut all {
-        black_box(one.run(&warm, Load::Mix));
+    all.extend(ours.iter_mut().map(|runner| runner as &mut dyn Runner));
+    all.extend(peers.iter_mut().map(|runner| &mut **runner as &mut dyn Runner));
+    for runner in &mut all {
+        black_box(runner.run(&warm, Load::Mix));
     }
     let mut times = vec![Vec::new(); all.len()];
     for _ in 0..rounds {
         let ids = zipf.draw(stretch);
-        for (one, times) in all.iter_mut().zip(&mut times) {
-            let ids = &ids[..stretch / one.part()];
+        for (runner, times) in all.iter_mut().zip(&mut times) {
+            let ids = &ids[..stretch / runner.part()];
             let start = thread_ns();
-            let hits = black_box(one.run(ids, load));
+            let hits = black_box(runner.run(ids, load));
             times.push((thread_ns() - start) / ids.len() as f64);
-            assert!(load == Load::Mix || hits == ids.len() || one.part() > 1, "all are there");
+            assert!(load == Load::Mix || hits == ids.len() || runner.part() > 1, "all are there");
         }
     }
-    let names: Vec<&str> = all.iter().map(|one| one.name()).collect();
+    let names: Vec<&str> = all.iter().map(|runner| runner.name()).collect();
     let middle: Vec<f64> = times.iter().map(|t| median(&mut t.clone())).collect();
     let first = SPECS.len() * 2;
     let best = (first..names.len()).min_by(|&a, &b| middle[a].total_cmp(&middle[b]));

@@ -38,17 +38,17 @@ fn churn(disk_bytes: u64, times: u64, layers: usize, write: &str) -> Result<[f64
     const LONGEST_BYTES: u64 = 128 * MIB;
     let scratch = Scratch::new("churn");
     let chunk_bytes = u64::from(CHUNK) * 2 * TOKEN_BYTES * layers as u64;
-    let wanted = times * disk_bytes / chunk_bytes;
+    let target_chunks = times * disk_bytes / chunk_bytes;
     let kind = kind_of("chat")?;
     let opts = GenOpts { kind, duration_ns: HOUR_NS, seed: 1, rate: 0.0, block_tokens: CHUNK };
     let spec = format!(
         "store(host=128MiB,write={write},disk_policy=lru,disk=disk(path=\"{}\",bytes={disk_bytes}B))",
         scratch.0.display()
     );
-    let home = StoreFixture::open(&spec, layout(layers, CHUNK, TOKEN_BYTES)?, None)?;
+    let fixture = StoreFixture::open(&spec, layout(layers, CHUNK, TOKEN_BYTES)?, None)?;
     let tensors = Tensors::new(LONGEST_BYTES, layers)?;
     let (mut stored, mut round) = (0, 0u64);
-    while stored < wanted {
+    while stored < target_chunks {
         let trace = make(&GenOpts { seed: 1 + round, ..opts })?;
         for request in trace.requests() {
             let blocks = trace.blocks(request);
@@ -62,25 +62,25 @@ fn churn(disk_bytes: u64, times: u64, layers: usize, write: &str) -> Result<[f64
             if tokens.is_empty() {
                 continue;
             }
-            let session = home.session_of(&tokens)?;
-            let mut what = tensors.whole(false);
-            what.tokens = tokens.len() as u64;
+            let session = fixture.session_of(&tokens)?;
+            let mut range = tensors.whole(false);
+            range.tokens = tokens.len() as u64;
             let level = if write == "through" { Level::Disk } else { Level::Ram };
-            home.transfer(session, TransferKind::Put, level, what)?;
-            home.end(session)?;
-            let report = home.store.look(|core| core.report())?;
+            fixture.transfer(session, TransferKind::Put, level, range)?;
+            fixture.end(session)?;
+            let report = fixture.store.inspect(|core| core.report())?;
             stored = report.stats.stored_cells / layers as u64;
-            if stored >= wanted {
+            if stored >= target_chunks {
                 break;
             }
         }
         round += 1;
     }
-    home.store.settle(0)?;
-    let report = home.store.look(|core| core.report())?;
+    fixture.store.settle(0)?;
+    let report = fixture.store.inspect(|core| core.report())?;
     let stats = report.stats;
     let all = stats.disk_appended_bytes + stats.disk_compacted_bytes + stats.disk_overhead_bytes;
-    home.close()?;
+    fixture.close()?;
     let share = stats.disk_live_bytes as f64 / stats.disk_limit_bytes as f64;
     let put = stats.stored_cells * chunk_bytes / layers as u64;
     let [appended, put] = [stats.disk_appended_bytes, put].map(|bytes| bytes.max(1) as f64);
@@ -97,15 +97,15 @@ fn churn_bars(quick: bool) -> Vec<Bar> {
     for &(bytes, layers, share, writes, goal) in
         sizes.iter().take(if quick { 1 } else { sizes.len() })
     {
-        let mut two = [
+        let mut pair = [
             bar(share, "of disk", Some(goal), Better::Higher),
             bar(writes, "of cells", Some(1.5), Better::Lower),
         ];
         match churn(bytes, 3, layers, "through") {
-            Ok([has, wrote, _]) => (two[0].value, two[1].value) = (Some(has), Some(wrote)),
-            Err(error) => two.iter_mut().for_each(|bar| bar.note = say(error.clone())),
+            Ok([has, wrote, _]) => (pair[0].value, pair[1].value) = (Some(has), Some(wrote)),
+            Err(error) => pair.iter_mut().for_each(|bar| bar.note = say(error.clone())),
         }
-        bars.extend(two);
+        bars.extend(pair);
     }
     bars
 }
@@ -139,24 +139,28 @@ fn behind_pairs(rounds: u32) -> Result<Vec<(f64, f64)>> {
         );
         StoreFixture::open(&spec, layout(LAYERS, CHUNK, TOKEN_BYTES)?, None)
     };
-    let (one, two) = (Scratch::new("behind"), Scratch::new("back"));
-    let stores = [open("behind(age=1ms)", &one)?, open("back", &two)?];
+    let (behind, back) = (Scratch::new("behind"), Scratch::new("back"));
+    let stores = [open("behind(age=1ms)", &behind)?, open("back", &back)?];
     let mut pairs = Vec::new();
     for round in 0..rounds + WARM {
         let mut took = [0.0; 2];
         for at in [round as usize % 2, (round as usize + 1) % 2] {
-            let home = &stores[at];
-            let session = home.session(round, tensors.tokens)?;
-            home.transfer(session, TransferKind::Put, Level::Ram, tensors.whole(false))?;
-            home.end(session)?;
+            let fixture = &stores[at];
+            let session = fixture.session(round, tensors.tokens)?;
+            fixture.transfer(session, TransferKind::Put, Level::Ram, tensors.whole(false))?;
+            fixture.end(session)?;
             for _ in 0..3 {
-                let session = home.session(round.saturating_sub(1), tensors.tokens)?;
-                took[at] +=
-                    home.transfer(session, TransferKind::Get, Level::Ram, tensors.whole(false))?[0];
-                home.end(session)?;
+                let session = fixture.session(round.saturating_sub(1), tensors.tokens)?;
+                took[at] += fixture.transfer(
+                    session,
+                    TransferKind::Get,
+                    Level::Ram,
+                    tensors.whole(false),
+                )?[0];
+                fixture.end(session)?;
             }
             // Waits until no write is in progress, so that the other store runs alone.
-            while home.store.look(|core| core.unwritten().0 > 0 || !core.is_idle())? {
+            while fixture.store.inspect(|core| core.unwritten().0 > 0 || !core.is_idle())? {
                 std::thread::sleep(std::time::Duration::from_millis(2));
             }
         }
@@ -189,17 +193,17 @@ fn close(sessions: u32, by_polls: bool) -> Result<f64> {
         sessions + 1,
         scratch.0.display()
     );
-    let home = StoreFixture::open(&spec, layout(1, 4, 512)?, None)?;
+    let fixture = StoreFixture::open(&spec, layout(1, 4, 512)?, None)?;
     let tensors = Tensors::with_token_bytes(4096, 1, 512)?;
     for number in 0..sessions {
-        let session = home.session(number, 4)?;
-        home.transfer(session, TransferKind::Put, Level::Ram, tensors.whole(false))?;
+        let session = fixture.session(number, 4)?;
+        fixture.transfer(session, TransferKind::Put, Level::Ram, tensors.whole(false))?;
     }
     let start = Instant::now();
     match by_polls {
-        false => home.store.close(0)?,
+        false => fixture.store.close(0)?,
         true => loop {
-            match home.store.close(home.now_ns() + 100_000) {
+            match fixture.store.close(fixture.now_ns() + 100_000) {
                 Err(error) if error.status() == Status::Busy => {}
                 ended => break ended?,
             }
@@ -229,28 +233,28 @@ fn close_bar(quick: bool) -> Bar {
 fn put_at<const N: usize>(lengths: [u32; N], rounds: u32) -> Result<[f64; N]> {
     const PUTS: u32 = 12;
     const WARM: u32 = 4;
-    let home = StoreFixture::open("store(host=1GiB,policy=lru)", layout(1, CHUNK, 128)?, None)?;
+    let fixture = StoreFixture::open("store(host=1GiB,policy=lru)", layout(1, CHUNK, 128)?, None)?;
     let tensors = Tensors::with_token_bytes(u64::from(CHUNK) * 256, 1, 128)?;
     let mut took = [const { Vec::new() }; N];
     for round in 0..rounds {
         for (at, &length) in lengths.iter().enumerate() {
             let document = (at as u32 + 1) << 9 | round;
             let tokens = u64::from(length * CHUNK);
-            let session = home.session(document, tokens)?;
+            let session = fixture.session(document, tokens)?;
             let whole = Tensors::with_token_bytes(tokens * 256, 1, 128)?;
-            home.transfer(session, TransferKind::Put, Level::Ram, whole.whole(false))?;
+            fixture.transfer(session, TransferKind::Put, Level::Ram, whole.whole(false))?;
             for put in 0..PUTS {
                 let one: Vec<u32> = (0..CHUNK).map(|i| 1 << 31 | document << 8 | i).collect();
-                home.store.with(|core| core.append(session, &one))?;
-                let mut what = tensors.whole(false);
-                what.first_token = tokens + u64::from(put * CHUNK);
-                let ns = home.transfer(session, TransferKind::Put, Level::Ram, what)?[0] * 1e9;
+                fixture.store.with(|core| core.append(session, &one))?;
+                let mut range = tensors.whole(false);
+                range.first_token = tokens + u64::from(put * CHUNK);
+                let ns = fixture.transfer(session, TransferKind::Put, Level::Ram, range)?[0] * 1e9;
                 took[at].extend((put >= WARM).then_some(ns));
             }
-            home.end(session)?;
+            fixture.end(session)?;
         }
     }
-    home.close()?;
+    fixture.close()?;
     Ok(took.map(|mut ns| median(&mut ns)))
 }
 
@@ -273,29 +277,30 @@ fn length_bar(quick: bool) -> Bar {
 /// milliseconds.
 fn slowest(gets: u32) -> Result<(f64, f64)> {
     const FILLS: u32 = 40;
-    let home = StoreFixture::open(
+    let fixture = StoreFixture::open(
         "store(host=512MiB,policy=lru,copiers=1)",
         layout(1, CHUNK, TOKEN_BYTES)?,
         None,
     )?;
     let long = layout(1, 1024, TOKEN_BYTES)?;
     let opts = NamespaceOpts { key: Key([7; 32]), layout: long, holes: false };
-    let namespace = home.store.with(|core| core.open_namespace(&opts))?;
+    let namespace = fixture.store.with(|core| core.open_namespace(&opts))?;
     let small = Tensors::new(64 << 10, 1)?;
     let large = Tensors::new(16 * MIB, 1)?;
-    let session = home.session(1, small.tokens)?;
-    home.transfer(session, TransferKind::Put, Level::Ram, small.whole(false))?;
+    let session = fixture.session(1, small.tokens)?;
+    fixture.transfer(session, TransferKind::Put, Level::Ram, small.whole(false))?;
     let put = |document: u32| -> Result<()> {
-        let session = home.session_in(namespace, document, large.tokens)?;
-        home.transfer(session, TransferKind::Put, Level::Ram, large.whole(false))?;
-        home.end(session)
+        let session = fixture.session_in(namespace, document, large.tokens)?;
+        fixture.transfer(session, TransferKind::Put, Level::Ram, large.whole(false))?;
+        fixture.end(session)
     };
     (0..FILLS).try_for_each(put)?;
     let time = || -> Result<f64> {
         let mut all = Vec::new();
         for _ in 0..gets {
             all.push(
-                home.transfer(session, TransferKind::Get, Level::Ram, small.whole(false))?[0] * 1e6,
+                fixture.transfer(session, TransferKind::Get, Level::Ram, small.whole(false))?[0]
+                    * 1e6,
             );
         }
         all.sort_by(f64::total_cmp);
@@ -313,8 +318,8 @@ fn slowest(gets: u32) -> Result<(f64, f64)> {
         writer.join().map_err(|_| Status::Panic)??;
         beside
     })?;
-    home.end(session)?;
-    home.close()?;
+    fixture.end(session)?;
+    fixture.close()?;
     Ok((alone, beside))
 }
 

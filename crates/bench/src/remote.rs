@@ -32,9 +32,9 @@ const PREFIX: &str = "kvtbench";
 
 /// Random names of this run.
 #[derive(Clone, Copy)]
-struct Mine([u8; HASH_BYTES]);
+struct BenchNames([u8; HASH_BYTES]);
 
-impl Mine {
+impl BenchNames {
     fn name(self, number: u64) -> Name {
         let mut hash = self.0;
         hash[..8].copy_from_slice(&number.to_le_bytes());
@@ -50,7 +50,7 @@ fn prefix() -> Outcome<Prefix> {
 struct Connection {
     client: Box<dyn Client>,
     clock: Clock,
-    mine: Mine,
+    names: BenchNames,
 }
 
 impl Connection {
@@ -65,7 +65,7 @@ impl Connection {
         let clock = Clock::real();
         let mut client = Redis::open(&opts, clock.clone()).map_err(say)?.client();
         client.greet(clock.now_ns() + TIMEOUT_NS).map_err(say)?;
-        Ok(Connection { client, clock, mine: Mine(random_bytes().map_err(say)?) })
+        Ok(Connection { client, clock, names: BenchNames(random_bytes().map_err(say)?) })
     }
 
     fn deadline_ns(&self) -> u64 {
@@ -79,7 +79,7 @@ impl Connection {
         for from in (0..count).step_by(BATCH as usize) {
             puts.clear();
             for number in from..(from + BATCH).min(count) {
-                puts.object(self.mine.name(first + number));
+                puts.object(self.names.name(first + number));
                 let part = stock.range((number % BATCH) * BYTES as u64, BYTES as u64);
                 puts.part(part.unwrap_or(stock.address()), BYTES as u64);
             }
@@ -102,7 +102,7 @@ impl Connection {
         for from in (0..count).step_by(BATCH as usize) {
             gets.clear();
             for number in from..(from + BATCH).min(count) {
-                gets.object(self.mine.name(first + number), 0);
+                gets.object(self.names.name(first + number), 0);
                 let part = stock.range((number % BATCH) * BYTES as u64, BYTES as u64);
                 gets.part(part.unwrap_or(stock.address()), BYTES as u64);
             }
@@ -120,7 +120,7 @@ impl Connection {
 
     fn queries(&self, first: u64, count: u64) -> Queries {
         let mut queries = Queries::default();
-        (first..first + count).for_each(|number| queries.name(self.mine.name(number)));
+        (first..first + count).for_each(|number| queries.name(self.names.name(number)));
         queries
     }
 
@@ -142,17 +142,17 @@ fn moves(server: &Server, quick: bool) -> Outcome<[Vec<(f64, f64)>; 2]> {
     for turn in 0..rounds {
         let first = u64::from(turn) * count;
         server.empty()?;
-        let theirs = || {
+        let redis = || {
             let took = server.benchmark("set", count, DEPTH)?;
             server.empty().map(|()| took)
         };
-        pairs[0].push(in_turn(turn, || connection.put(first, count, &stock), theirs)?);
+        pairs[0].push(in_turn(turn, || connection.put(first, count, &stock), redis)?);
         // The server may have evicted objects during its benchmark.
         connection.remove(first, count);
         connection.put(first, count, &stock)?;
         server.stock()?;
-        let theirs = || server.benchmark("get", count, DEPTH);
-        pairs[1].push(in_turn(turn, || connection.get(first, count, &stock), theirs)?);
+        let redis = || server.benchmark("get", count, DEPTH);
+        pairs[1].push(in_turn(turn, || connection.get(first, count, &stock), redis)?);
         connection.remove(first, count);
     }
     Ok(pairs)
@@ -164,11 +164,11 @@ fn queries(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
     let mut raw = server.raw()?;
     let mut connection = Connection::open(server)?;
     let stock = memory(BATCH * BYTES as u64).map_err(say)?;
-    let there = ASKED / 2;
+    let present = ASKED / 2;
     // The contents do not matter for a lookup.
     let mut puts = Puts::default();
-    for number in 0..there {
-        puts.object(connection.mine.name(number));
+    for number in 0..present {
+        puts.object(connection.names.name(number));
         puts.part(stock.address(), 64);
     }
     let deadline_ns = connection.deadline_ns();
@@ -177,7 +177,7 @@ fn queries(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
     let prefix = prefix()?;
     let key = |number| {
         let mut out = Vec::new();
-        prefix.write(&connection.mine.name(number), &mut out);
+        prefix.write(&connection.names.name(number), &mut out);
         String::from_utf8_lossy(&out).into_owned()
     };
     let keys: Vec<String> = (0..ASKED).map(key).collect();
@@ -189,7 +189,7 @@ fn queries(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
             let start = Instant::now();
             let lengths = raw.round_trip(&request, ASKED as usize)?;
             let took = start.elapsed().as_secs_f64();
-            match lengths.iter().filter(|length| **length == 64).count() as u64 == there {
+            match lengths.iter().filter(|length| **length == 64).count() as u64 == present {
                 true => Ok(took),
                 false => Err("the bare socket received other lengths".to_string()),
             }
@@ -200,20 +200,22 @@ fn queries(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
             let start = Instant::now();
             connection.client.lookup(&mut queries, deadline_ns);
             let took = start.elapsed().as_secs_f64();
-            match queries.items.iter().filter(|ask| ask.result == Ok(64)).count() as u64 == there {
+            match queries.items.iter().filter(|query| query.result == Ok(64)).count() as u64
+                == present
+            {
                 true => Ok(took),
                 false => Err("not all lookups were answered".to_string()),
             }
         };
         pairs.push(in_turn(turn, ours, bare)?);
     }
-    connection.remove(0, there);
+    connection.remove(0, present);
     Ok(pairs)
 }
 
 fn move_bars(server: &Outcome<Server>, quick: bool) -> Vec<Bar> {
-    let theirs = "redis-benchmark -c 1 -P 16 -d 262144, a process of its own";
-    let bar = |name| Bar { unit: "of theirs", ..part_of_raw(name, theirs, Some(0.85)) };
+    let redis = "redis-benchmark -c 1 -P 16 -d 262144, a process of its own";
+    let bar = |name| Bar { unit: "of theirs", ..part_of_raw(name, redis, Some(0.85)) };
     let mut bars = [bar("remote_put_256KiB"), bar("remote_get_256KiB")];
     match server.as_ref().map_err(Clone::clone).and_then(|server| moves(server, quick)) {
         Ok(pairs) => {

@@ -69,7 +69,7 @@ impl Server {
         let (own, is_checked) = (Some((child, dir)), Cell::new(false));
         let server = Server { url, password: None, place, own, is_checked };
         let since = Instant::now();
-        while server.raw().and_then(|mut raw| raw.ask(&[&["PING"]])).is_err() {
+        while server.raw().and_then(|mut raw| raw.execute(&[&["PING"]])).is_err() {
             if since.elapsed() > PATIENCE {
                 return Err(format!("the redis-server started at port {port} does not answer"));
             }
@@ -105,21 +105,22 @@ impl Server {
     /// Removes all keys of a server started here, or those of its benchmark from a given one.
     pub fn empty(&self) -> Outcome<()> {
         if self.own.is_some() {
-            return self.raw()?.ask(&[&["FLUSHALL"]]).map(drop);
+            return self.raw()?.execute(&[&["FLUSHALL"]]).map(drop);
         }
         if !self.is_checked.get() {
             return Ok(());
         }
         let names: Vec<String> = (0..KEYS).map(key).collect();
         let lines: Vec<[&str; 2]> = names.iter().map(|name| ["UNLINK", name]).collect();
-        self.raw()?.ask(&lines.iter().map(|line| &line[..]).collect::<Vec<_>>()).map(drop)
+        self.raw()?.execute(&lines.iter().map(|line| &line[..]).collect::<Vec<_>>()).map(drop)
     }
 
     /// Fails if a given server has keys that its benchmark would write.
     pub fn check(&self) -> Outcome<()> {
         let names: Vec<String> = (0..KEYS).map(key).collect();
         let lines: Vec<[&str; 2]> = names.iter().map(|name| ["STRLEN", name]).collect();
-        let lengths = self.raw()?.ask(&lines.iter().map(|line| &line[..]).collect::<Vec<_>>())?;
+        let lengths =
+            self.raw()?.execute(&lines.iter().map(|line| &line[..]).collect::<Vec<_>>())?;
         match lengths.iter().all(|length| *length == 0) {
             true => {
                 self.is_checked.set(true);
@@ -161,7 +162,7 @@ impl Server {
         let value = "x".repeat(BYTES);
         let mut raw = self.raw()?;
         for number in 0..KEYS {
-            raw.ask(&[&["SET", &key(number), &value]])?;
+            raw.execute(&[&["SET", &key(number), &value]])?;
         }
         Ok(())
     }
@@ -226,7 +227,7 @@ impl Raw {
     }
 
     /// Sends commands; returns the numbers among the answers.
-    pub fn ask(&mut self, commands: &[&[&str]]) -> Outcome<Vec<i64>> {
+    pub fn execute(&mut self, commands: &[&[&str]]) -> Outcome<Vec<i64>> {
         self.round_trip(&Raw::request(commands), commands.len())
     }
 
@@ -258,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn its_benchmark_is_run_where_that_shows_no_secret() {
+    fn redis_benchmark_runs_only_without_secrets_in_its_arguments() {
         assert_eq!(place_of("redis://a:7"), Some(("a".to_string(), 7)));
         assert_eq!(place_of("redis://a/"), Some(("a".to_string(), 6379)));
         for url in

@@ -63,20 +63,20 @@ fn timed<R>(call: impl FnOnce() -> Result<R>) -> Result<(f64, R)> {
 }
 
 /// Microseconds of each call for one document.
-fn round(home: &StoreFixture, document: u32, tensors: &Tensors) -> Result<[f64; 4]> {
+fn round(fixture: &StoreFixture, document: u32, tensors: &Tensors) -> Result<[f64; 4]> {
     let opts = OpOpts::default();
     let submit = |session, kind| -> Result<f64> {
-        let what = tensors.whole(false);
-        let (took, ops) = timed(|| home.store.submit(session, kind, Level::Ram, what, &opts))?;
+        let range = tensors.whole(false);
+        let (took, ops) = timed(|| fixture.store.submit(session, kind, Level::Ram, range, &opts))?;
         ops.iter().try_for_each(|op| wait(op).map(drop))?;
         Ok(took)
     };
-    let (opened, session) = timed(|| home.session(document, tensors.tokens))?;
-    let (located, op) = timed(|| home.store.locate(session, &opts))?;
+    let (opened, session) = timed(|| fixture.session(document, tensors.tokens))?;
+    let (located, op) = timed(|| fixture.store.locate(session, &opts))?;
     wait(&op)?;
     let put = submit(session, TransferKind::Put)?;
     let got = submit(session, TransferKind::Get)?;
-    home.end(session)?;
+    fixture.end(session)?;
     Ok([opened, located, put, got])
 }
 
@@ -95,7 +95,7 @@ fn overheads(server: &Server, quick: bool) -> Result<[Vec<(f64, f64)>; 4]> {
     let without = open(&StoreSpec::parse(&format!("store({common})"))?)?;
     let mut pairs: [Vec<(f64, f64)>; 4] = Default::default();
     for document in 0..if quick { 100 } else { 400 } {
-        let both = match document % 2 {
+        let order = match document % 2 {
             0 => (round(&with, document, &tensors)?, round(&without, document, &tensors)?),
             _ => {
                 let without = round(&without, document, &tensors)?;
@@ -104,7 +104,7 @@ fn overheads(server: &Server, quick: bool) -> Result<[Vec<(f64, f64)>; 4]> {
         };
         // The first documents grow the tables.
         if document >= 20 {
-            let each = pairs.iter_mut().zip(both.0.into_iter().zip(both.1));
+            let each = pairs.iter_mut().zip(order.0.into_iter().zip(order.1));
             each.for_each(|(pairs, one)| pairs.push(one));
         }
     }
@@ -179,10 +179,10 @@ impl Client for SlowClient {
 }
 
 /// Tokens that a plan loads.
-fn loads(home: &StoreFixture, session: u32, token_ns: f64) -> Result<u64> {
+fn loads(fixture: &StoreFixture, session: u32, token_ns: f64) -> Result<u64> {
     let cost = Some(Cost { alpha: 0.0, beta: token_ns });
     let terms = PlanTerms { cost, ..PlanTerms::default() };
-    home.store.with(|core| {
+    fixture.store.with(|core| {
         let plan = core.plan(session, &terms)?;
         let loads = plan.steps.iter().filter(|step| step.kind == Planned::Load);
         Ok(loads.map(|step| step.tokens).sum())

@@ -43,17 +43,17 @@ fn crash(dir: &Path) -> Outcome<()> {
     let tensors = Tensors::with_token_bytes(bytes, LAYERS, SMALL.1).map_err(say)?;
     let puts = CELLS.div_ceil(CHUNKS * LAYERS as u64) as u32;
     let run = || -> Result<()> {
-        let home = open(dir)?;
+        let fixture = open(dir)?;
         let put = |number| {
-            let session = home.session(number, tensors.tokens)?;
-            home.transfer(session, TransferKind::Put, Level::Disk, tensors.whole(false))?;
-            home.end(session)
+            let session = fixture.session(number, tensors.tokens)?;
+            fixture.transfer(session, TransferKind::Put, Level::Disk, tensors.whole(false))?;
+            fixture.end(session)
         };
         (0..puts).try_for_each(put)?;
-        let disk = home.store.disk().ok_or(Status::State)?;
+        let disk = fixture.store.disk().ok_or(Status::State)?;
         let written = disk.stats().checkpoints;
-        home.store.with(|core| {
-            core.ask_for_checkpoint();
+        fixture.store.with(|core| {
+            core.request_checkpoint();
             Ok(())
         })?;
         while disk.stats().checkpoints == written {
@@ -89,14 +89,14 @@ fn reopen(bar: &mut Bar, rounds: u32) -> Outcome<()> {
         let bytes = index.iter().filter_map(|path| path.metadata().ok()).map(|m| m.len()).sum();
         plain.push(disk::raw(&index, Access::Read, bytes, &stock, disk::DEPTH as usize)?);
         let start = Instant::now();
-        let home = open(&dir).map_err(say)?;
+        let fixture = open(&dir).map_err(say)?;
         ours.push(start.elapsed().as_secs_f64());
-        let opened = home.store.opened;
+        let opened = fixture.store.opened;
         if opened.adopted.cells < CELLS {
             return Err(format!("cells are missing after the crash: {opened:?}"));
         }
         last = Some(opened);
-        drop(home); // without another checkpoint
+        drop(fixture); // without another checkpoint
     }
     (bar.value, bar.baseline_value) = (Some(median(&mut ours)), Some(median(&mut plain)));
     if let Some((report, adopted)) = last.and_then(|one| Some((one.disk?, one.adopted))) {
@@ -110,7 +110,7 @@ fn reopen(bar: &mut Bar, rounds: u32) -> Outcome<()> {
 
 /// Puts documents and gets earlier ones until `end`; counts the bytes moved.
 fn talk(
-    home: &StoreFixture,
+    fixture: &StoreFixture,
     caller: u32,
     tensors: &Tensors,
     end: Instant,
@@ -122,9 +122,9 @@ fn talk(
         let before = hash(u64::from(turn)) as u32 % (turn + 1).min(DOCUMENTS);
         for (turn, kind) in [(turn, TransferKind::Put), (turn - before, TransferKind::Get)] {
             let number = turn % DOCUMENTS * 2 + caller;
-            let session = home.session(number, tensors.tokens)?;
-            home.transfer(session, kind, Level::Ram, tensors.whole(false))?;
-            home.end(session)?;
+            let session = fixture.session(number, tensors.tokens)?;
+            fixture.transfer(session, kind, Level::Ram, tensors.whole(false))?;
+            fixture.end(session)?;
             moved.fetch_add(STORM_BYTES, Ordering::Relaxed);
         }
         if Instant::now() >= end {
@@ -146,7 +146,7 @@ fn storm(bar: &mut Bar, seconds: u64) -> Outcome<()> {
     let tensors = || Tensors::new(STORM_BYTES, LAYERS).map_err(say);
     let callers = [tensors()?, tensors()?];
     let run = || -> Result<(u64, u64, u64)> {
-        let home = StoreFixture::open(&spec, layout(LAYERS, 16, TOKEN_BYTES)?, Some(BUDGET))?;
+        let fixture = StoreFixture::open(&spec, layout(LAYERS, 16, TOKEN_BYTES)?, Some(BUDGET))?;
         let before = resident();
         let (most, moved, stop) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
         let end = Instant::now() + Duration::from_secs(seconds);
@@ -157,11 +157,11 @@ fn storm(bar: &mut Bar, seconds: u64) -> Outcome<()> {
                     std::thread::sleep(Duration::from_micros(500));
                 }
             });
-            let (home, moved) = (&home, &moved);
+            let (fixture, moved) = (&fixture, &moved);
             let threads: Vec<_> = (0..)
                 .zip(&callers)
                 .map(|(caller, tensors)| {
-                    scope.spawn(move || talk(home, caller, tensors, end, moved))
+                    scope.spawn(move || talk(fixture, caller, tensors, end, moved))
                 })
                 .collect();
             let ended = threads.into_iter().map(|thread| match thread.join() {
@@ -172,7 +172,7 @@ fn storm(bar: &mut Bar, seconds: u64) -> Outcome<()> {
             stop.store(true, Ordering::Relaxed);
             ended
         })?;
-        home.close()?;
+        fixture.close()?;
         Ok((before, most.into_inner(), moved.into_inner()))
     };
     let (before, most, moved) = run().map_err(say)?;

@@ -132,14 +132,14 @@ fn selecting(quick: bool) -> Result<Vec<Bar>> {
     let before = allocations();
     (0..10)
         .for_each(|_| quest.select(0, Some(&query), &ids, &context, &mut out).expect("as before"));
-    let asked = allocations() - before;
+    let allocated = allocations() - before;
     Ok(vec![
         Bar {
             baseline: "reading the boxes",
             baseline_value,
             ..bar("quest_select_scored", Ok(value), "us")
         },
-        Bar { goal: Some(0.0), ..bar("quest_allocations", Ok(asked as f64 / 10.0), "a call") },
+        Bar { goal: Some(0.0), ..bar("quest_allocations", Ok(allocated as f64 / 10.0), "a call") },
     ])
 }
 
@@ -162,26 +162,26 @@ fn steps(spec: &str, quick: bool) -> Result<Steps> {
     // Allocated before the steps, whose allocations are counted.
     let mut times = Vec::with_capacity(rounds as usize);
     let mut reads = Vec::with_capacity(rounds as usize);
-    let mut keep = RetainedTokens::default();
+    let mut retained = RetainedTokens::default();
     for round in 1..=rounds {
         // The first step allocates the state.
         before = if round == 2 { allocations() } else { before };
         let context = step(TOKENS + round);
         let observe = seconds(|| h2o.observe(0, 1, &got, TOKENS + 1).expect("as many"));
         let mut is_any = false;
-        let evict = seconds(|| is_any = h2o.evict(0, &context, &mut keep).expect("a choice"));
+        let evict = seconds(|| is_any = h2o.evict(0, &context, &mut retained).expect("a choice"));
         assert!(is_any, "one is too many");
-        let evicted = seconds(|| h2o.evicted(0, &keep).expect("its own word"));
+        let evicted = seconds(|| h2o.evicted(0, &retained).expect("its own word"));
         times.push([observe, evict, evicted].map(|time| time * 1e6));
         reads.push(size_of_val(&got[..]) as f64 / reading(&got) * 1e6);
     }
-    let asked = allocations() - before;
+    let allocated = allocations() - before;
     let middle =
         |of: &dyn Fn(&[f64; 3]) -> f64| median(&mut times.iter().map(of).collect::<Vec<f64>>());
     Ok(Steps {
         all: middle(&|parts| parts.iter().sum()),
         parts: [0, 1, 2].map(|part| middle(&|parts| parts[part])),
-        allocations: asked as f64 / f64::from(rounds - 1),
+        allocations: allocated as f64 / f64::from(rounds - 1),
         reading: median(&mut reads),
     })
 }
@@ -292,8 +292,8 @@ fn idle_index(policy: &mut dyn Sparse, shape: &Shape) -> Result<f64> {
 }
 
 fn idle_evict(policy: &mut dyn Sparse, _shape: &Shape) -> Result<f64> {
-    let mut keep = RetainedTokens::default();
-    call(|| match policy.evict(0, &step(SHORT), &mut keep)? {
+    let mut retained = RetainedTokens::default();
+    call(|| match policy.evict(0, &step(SHORT), &mut retained)? {
         false => Ok(()),
         true => Err(Status::Invalid.into()),
     })
@@ -358,10 +358,10 @@ fn state() -> Vec<Bar> {
 
 /// Measures the bars.
 pub fn run(quick: bool) -> Vec<Bar> {
-    let said =
+    let bars_or_note =
         |name, bars: Result<Vec<Bar>>| bars.unwrap_or_else(|e| vec![bar(name, Err(e), "us")]);
-    let mut bars = said("quest_select", choosing());
-    bars.extend(said("quest_select_scored", selecting(quick)));
+    let mut bars = bars_or_note("quest_select", choosing());
+    bars.extend(bars_or_note("quest_select_scored", selecting(quick)));
     bars.extend(heavy(quick));
     bars.push(idle("idle_select", idle_select));
     bars.push(idle("idle_index", idle_index));

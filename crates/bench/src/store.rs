@@ -42,28 +42,32 @@ fn host_pairs(chunk: u32, rounds: u32, copiers: u32) -> Result<[Vec<(f64, f64)>;
     let pool = memory(u64::from(MOVES) * MOVE_BYTES)?;
     let bytes = (u64::from(MOVES) + 2) * MOVE_BYTES;
     let spec = format!("store(host={bytes}B,policy=lru,copiers={copiers},chunks=65536)");
-    let home = StoreFixture::open(&spec, layout(LAYERS, chunk, TOKEN_BYTES)?, None)?;
+    let store_fixture = StoreFixture::open(&spec, layout(LAYERS, chunk, TOKEN_BYTES)?, None)?;
     let plane = u64::from(chunk) * TOKEN_BYTES;
     let mut pairs = [Vec::new(), Vec::new()];
     for round in 0..rounds + MOVES + 3 {
-        let session = home.session(round, tensors.tokens)?;
+        let session = store_fixture.session(round, tensors.tokens)?;
         let part = u64::from(round % MOVES);
         let raw = copies(&tensors, &pool, part, plane, TransferKind::Put);
-        let put = home.transfer(session, TransferKind::Put, Level::Ram, tensors.whole(false))?[0];
-        home.end(session)?;
+        let put =
+            store_fixture.transfer(session, TransferKind::Put, Level::Ram, tensors.whole(false))?
+                [0];
+        store_fixture.end(session)?;
         // A document that was put earlier, which is not in the processor's caches.
-        let session = home.session(round.saturating_sub(2), tensors.tokens)?;
+        let session = store_fixture.session(round.saturating_sub(2), tensors.tokens)?;
         let raw_get =
             copies(&tensors, &pool, u64::from((round + 2) % MOVES), plane, TransferKind::Get);
-        let get = home.transfer(session, TransferKind::Get, Level::Ram, tensors.whole(false))?[0];
-        home.end(session)?;
+        let get =
+            store_fixture.transfer(session, TransferKind::Get, Level::Ram, tensors.whole(false))?
+                [0];
+        store_fixture.end(session)?;
         // After the warm-up, in which all memory is touched.
         if round >= MOVES + 3 {
             pairs[0].push((put, raw));
             pairs[1].push((get, raw_get));
         }
     }
-    home.close()?;
+    store_fixture.close()?;
     Ok(pairs)
 }
 
@@ -77,15 +81,15 @@ fn host_bars(quick: bool) -> Vec<Bar> {
     ];
     let mut bars = Vec::new();
     for (put, get, chunk, copiers, goal) in all {
-        let mut two = [bar(put, goal), bar(get, goal)];
+        let mut pair = [bar(put, goal), bar(get, goal)];
         match host_pairs(chunk, if quick { 15 } else { 60 }, copiers) {
             Ok(pairs) => {
-                let filled = two.iter_mut().zip(&pairs);
+                let filled = pair.iter_mut().zip(&pairs);
                 filled.for_each(|(bar, pairs)| disk::fill(bar, pairs, MOVE_BYTES));
             }
-            Err(error) => two.iter_mut().for_each(|bar| bar.note = say(error.clone())),
+            Err(error) => pair.iter_mut().for_each(|bar| bar.note = say(error.clone())),
         }
-        bars.extend(two);
+        bars.extend(pair);
     }
     bars
 }
@@ -120,8 +124,8 @@ fn transfer(
     first: u32,
     chunks: u32,
 ) -> Result<()> {
-    let what = fixture.cell_range(first, chunks);
-    fixture.state.submit_cell_range(session, kind, Level::Ram, 0, what)?;
+    let range = fixture.cell_range(first, chunks);
+    fixture.state.submit_cell_range(session, kind, Level::Ram, 0, range)?;
     while let Some(work) = fixture.state.take(WorkerKind::Copy) {
         fixture.state.done(work, Ok(()), 0);
     }
@@ -232,10 +236,11 @@ fn restore(out: &mut Restores, turn: u32, bytes: u64, stock: &Buffer) -> Outcome
     );
     // Cells of 1 MiB; seconds of each part.
     let carry = |kind, level, by_layer| -> Result<Vec<f64>> {
-        let home = StoreFixture::open(&spec, layout(RESTORED_LAYERS, 256, TOKEN_BYTES)?, None)?;
-        let session = home.session(1, tensors.tokens)?;
-        let took = home.transfer(session, kind, level, tensors.whole(by_layer))?;
-        home.close()?;
+        let store_fixture =
+            StoreFixture::open(&spec, layout(RESTORED_LAYERS, 256, TOKEN_BYTES)?, None)?;
+        let session = store_fixture.session(1, tensors.tokens)?;
+        let took = store_fixture.transfer(session, kind, level, tensors.whole(by_layer))?;
+        store_fixture.close()?;
         Ok(took)
     };
     let depth = disk::DEPTH as usize;

@@ -121,8 +121,8 @@ fn memory_bar(measured: &Measured, limit: u64, access: usize, name: &'static str
 /// Touches and frees as much memory as a model uses. A virtual machine backs memory on first
 /// touch, which is slower than any disk and not the work of the streamer.
 fn touch(bytes: u64) -> Outcome<()> {
-    let wish = AllocationRequest { bytes, prefer_huge: true, ..AllocationRequest::default() };
-    let memory = Buffer::map(&wish, None).map_err(say)?;
+    let request = AllocationRequest { bytes, prefer_huge: true, ..AllocationRequest::default() };
+    let memory = Buffer::map(&request, None).map_err(say)?;
     // SAFETY: the memory is this call's alone.
     unsafe { prefault(memory.address(), memory.bytes()) };
     Ok(())

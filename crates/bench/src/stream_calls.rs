@@ -57,22 +57,23 @@ fn acquire_ns(rounds: u32) -> Result<(f64, f64)> {
     let opts = Opts { plan_options, ..Opts::default() };
     let streamer = Streamer::open_on(runtime.core(), files, model, units, opts)?;
     streamer.load(0)?;
-    let how = AcquireOpts::default();
-    let (mut alone, mut both) = (Vec::new(), Vec::new());
+    let opts = AcquireOpts::default();
+    let (mut alone, mut acquired_and_released) = (Vec::new(), Vec::new());
     let mut held: Vec<UnitLease> = Vec::with_capacity(CALLS as usize);
     for _ in 0..rounds {
         let (mut unit, mut failed) = (0, None);
         alone.push(per_call(CALLS, || {
             unit = (unit + 1) % 16;
-            match streamer.acquire(unit, how) {
-                Ok(one) => held.push(one),
+            match streamer.acquire(unit, opts) {
+                Ok(lease) => held.push(lease),
                 Err(error) => failed = Some(error),
             }
         }));
-        held.drain(..).try_for_each(|one| streamer.release(&one, None))?;
-        both.push(per_call(CALLS, || {
+        held.drain(..).try_for_each(|lease| streamer.release(&lease, None))?;
+        acquired_and_released.push(per_call(CALLS, || {
             unit = (unit + 1) % 16;
-            let done = streamer.acquire(unit, how).and_then(|one| streamer.release(&one, None));
+            let done =
+                streamer.acquire(unit, opts).and_then(|lease| streamer.release(&lease, None));
             failed = failed.take().or(done.err());
         }));
         if let Some(error) = failed {
@@ -80,7 +81,7 @@ fn acquire_ns(rounds: u32) -> Result<(f64, f64)> {
         }
     }
     streamer.close(0)?;
-    Ok((median(&mut alone), median(&mut both)))
+    Ok((median(&mut alone), median(&mut acquired_and_released)))
 }
 
 /// Measures the bars.

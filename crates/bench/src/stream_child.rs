@@ -66,7 +66,7 @@ pub struct Child {
 /// The arguments of a process.
 pub struct Start<'a> {
     /// The method, as on the command line.
-    pub how: &'a str,
+    pub method: &'a str,
     /// The model.
     pub files: &'a [PathBuf],
     /// Memory for weights; `None` = what the process finds.
@@ -79,7 +79,7 @@ impl Child {
     /// Starts a process and waits until it is ready.
     pub fn start(start: Start) -> Outcome<Child> {
         let mut command = Command::new(std::env::current_exe().map_err(say)?);
-        command.args(["child", "--how", start.how]);
+        command.args(["child", "--how", start.method]);
         if let Some(group) = &start.group {
             command.arg("--cgroup").arg(group.dir());
         }

@@ -207,7 +207,7 @@ impl Drop for Group {
 mod tests {
     use super::*;
 
-    /// A tree that looks like `/`. Files in cgroups are made by who writes to them, which a
+    /// A tree that looks like `/`. Writing a file of a cgroup creates it, unlike in a kernel's
     /// kernel's would not be.
     struct Tree(PathBuf);
 
@@ -231,7 +231,7 @@ mod tests {
             Group::within(&self.0, "test", 1 << 20)
         }
 
-        /// Where it was made, and what was written there; it is gone then.
+        /// The parent directory of a new group, and the files written to it; the group is removed.
         fn made(&self) -> (String, Vec<(String, String)>) {
             let group = self.make().expect("a group");
             let dir = group.dir().to_path_buf();
@@ -268,7 +268,7 @@ mod tests {
     const V2_MOUNT: &str = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n";
 
     #[test]
-    fn the_first_version_has_its_own_names() {
+    fn version_1_uses_its_own_file_names() {
         let tree = Tree::new("v1", V1_MOUNTS, "4:memory:/a\n0::/\n");
         tree.file("sys/fs/cgroup/memory/tasks", "");
         let (parent, files) = tree.made();
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn the_second_version_is_asked_whether_it_hands_memory_down() {
+    fn version_2_requires_the_memory_controller_in_the_parent() {
         let tree = Tree::new("v2", V2_MOUNT, "0::/\n");
         tree.file("sys/fs/cgroup/cgroup.controllers", "cpu io memory\n");
         tree.file("sys/fs/cgroup/cgroup.subtree_control", "cpu memory\n");
@@ -288,10 +288,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_between_the_top_and_the_own_cgroup_is_tried() {
+    fn ancestors_of_the_own_cgroup_are_tried() {
         let tree = Tree::new("between", V2_MOUNT, "0::/user/app/run\n");
         let top = "sys/fs/cgroup";
-        // Processes are in the own one, so it has nothing to hand down.
+        // The own cgroup has processes, so it cannot delegate controllers.
         tree.file(&format!("{top}/user/app/run/cgroup.controllers"), "memory\n");
         tree.file(&format!("{top}/user/app/run/cgroup.subtree_control"), "\n");
         tree.file(&format!("{top}/user/app/cgroup.subtree_control"), "memory\n");
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn why_there_is_none_is_said() {
+    fn errors_name_the_reason_for_each_directory() {
         let none = Tree::new("none", "21 1 0:1 / /proc rw - proc proc rw\n", "");
         assert_eq!(none.make().err().expect("none"), "no memory cgroup: none are mounted");
 
@@ -324,20 +324,20 @@ mod tests {
         );
         assert_eq!(std::fs::read_dir(tree.0.join("sys/fs/cgroup")).expect("it").count(), 1);
 
-        // The same of the top and of what is below it is said once.
+        // Equal reasons of the root and of its descendants are reported once.
         let tree = Tree::new("bare-twice", V2_MOUNT, "0::/a/b\n");
         std::fs::create_dir_all(tree.0.join("sys/fs/cgroup/a/b")).expect("made");
         let why = tree.make().err().expect("none");
         assert!(why.ends_with("fs/cgroup and 2 below: no memory controller is available"), "{why}");
 
-        // Where the top of the first version is not there, nothing can be made in it.
+        // The root of a version 1 hierarchy does not exist.
         let tree = Tree::new("gone", V1_MOUNTS, "4:memory:/\n");
         let why = tree.make().err().expect("none");
         assert!(why.contains("cgroup/memory: No such file"), "{why}");
     }
 
     #[test]
-    fn a_peak_is_read_or_said_to_be_missing() {
+    fn a_missing_or_invalid_peak_is_an_error() {
         let tree = Tree::new("peak", V2_MOUNT, "0::/\n");
         tree.file("sys/fs/cgroup/cgroup.subtree_control", "memory\n");
         let group = tree.make().expect("a group");

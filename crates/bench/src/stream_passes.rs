@@ -87,7 +87,7 @@ fn start(
         _ => own("spread").ok(),
     };
     let host = limit.saturating_sub(LEAST_SPARE_BYTES.max(limit / 50));
-    let (how, host_bytes) = match access {
+    let (method, host_bytes) = match access {
         MAP | MAP_USUAL => ("map", None),
         NOTHING_STAYS => ("interleaved", Some(slots_bytes)),
         FIRST_STAY => ("first", Some(host)),
@@ -99,7 +99,7 @@ fn start(
         (MAP_USUAL, Some(first)) => Some(Readahead::set(first, DEFAULT_READAHEAD_KIB)?),
         _ => None,
     };
-    Child::start(Start { how, files, host_bytes, group })
+    Child::start(Start { method, files, host_bytes, group })
 }
 
 fn round(

@@ -75,8 +75,9 @@ impl Case {
         let streamer = self.open(&runtime)?;
         streamer.load(0)?;
         let plan = streamer.plan();
-        let count =
-            |home: Residency| plan.residencies.iter().filter(|h| **h == home).count() as u64;
+        let count = |residency: Residency| {
+            plan.residencies.iter().filter(|h| **h == residency).count() as u64
+        };
         let (device, host, file) =
             (count(Residency::Device), count(Residency::Host), count(Residency::File));
         let link_ns = (host + file) * DEVICE_NS;
@@ -87,11 +88,11 @@ impl Case {
         for pass in 0..passes + 1 {
             streamer.pass_begin()?;
             for layer in 0..LAYERS {
-                let asked = Instant::now();
+                let start = Instant::now();
                 let held = streamer.acquire(layer, AcquireOpts::default())?;
                 // A loaded layer begins when the previous one ends, as on a stream of a device:
                 // a late wake-up of this thread does not count.
-                let waited = asked.elapsed() > Duration::from_micros(50);
+                let waited = start.elapsed() > Duration::from_micros(50);
                 computed = if waited { computed.max(Instant::now()) } else { computed };
                 computed += Duration::from_nanos(self.compute_ns);
                 std::thread::sleep(computed.saturating_duration_since(Instant::now()));

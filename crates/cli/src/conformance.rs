@@ -145,9 +145,9 @@ unsafe fn test(runtime: *const kvt_runtime_t, opts: &Opts) -> Result<bool, Strin
     // SAFETY: zeroed structs with their sizes, and pointers that outlive the calls; the device is
     // closed below.
     unsafe {
-        let mut given: kvt_device_opts_t = std::mem::zeroed();
-        given.struct_size = size_of::<kvt_device_opts_t>() as u64;
-        given.kind = match opts.kind {
+        let mut device_opts: kvt_device_opts_t = std::mem::zeroed();
+        device_opts.struct_size = size_of::<kvt_device_opts_t>() as u64;
+        device_opts.kind = match opts.kind {
             Kind::Host => KVT_DEVICE_KIND_HOST,
             Kind::Cuda => KVT_DEVICE_KIND_CUDA,
             Kind::Simulated => KVT_DEVICE_KIND_SIMULATED,
@@ -155,15 +155,16 @@ unsafe fn test(runtime: *const kvt_runtime_t, opts: &Opts) -> Result<bool, Strin
         };
         match opts.kind {
             Kind::Cuda => {
-                given.ordinal = opts.ordinal;
-                (given.library, given.library_bytes) =
+                device_opts.ordinal = opts.ordinal;
+                (device_opts.library, device_opts.library_bytes) =
                     (library.as_ptr().cast(), library.len() as u64);
             }
-            Kind::Simulated => given.seed = opts.seed,
+            Kind::Simulated => device_opts.seed = opts.seed,
             _ => {}
         }
-        given.custom = table.as_ref().map_or(std::ptr::null(), |table| table);
-        let status = kvt_device_open(runtime, &raw const given, &raw mut device, &raw mut error);
+        device_opts.custom = table.as_ref().map_or(std::ptr::null(), |table| table);
+        let status =
+            kvt_device_open(runtime, &raw const device_opts, &raw mut device, &raw mut error);
         if status != 0 {
             return Err(words(status, error));
         }
@@ -173,16 +174,17 @@ unsafe fn test(runtime: *const kvt_runtime_t, opts: &Opts) -> Result<bool, Strin
             kvt_device_describe(device, room.as_mut_ptr().cast(), 512, &raw mut bytes);
             println!("{}", String::from_utf8_lossy(&room[..(bytes as usize).min(512)]));
         }
-        let mut how: kvt_conformance_opts_t = std::mem::zeroed();
-        how.struct_size = size_of::<kvt_conformance_opts_t>() as u64;
-        (how.flags, how.seed, how.rounds) = (KVT_CONFORMANCE_CLOSES, opts.seed, opts.rounds);
+        let mut run_opts: kvt_conformance_opts_t = std::mem::zeroed();
+        run_opts.struct_size = size_of::<kvt_conformance_opts_t>() as u64;
+        (run_opts.flags, run_opts.seed, run_opts.rounds) =
+            (KVT_CONFORMANCE_CLOSES, opts.seed, opts.rounds);
         let mut count: kvt_conformance_report_t = std::mem::zeroed();
         count.struct_size = size_of::<kvt_conformance_report_t>() as u64;
         let json = opts.json;
         let data = (&raw const json).cast_mut().cast();
         let status = kvt_device_conformance(
             device,
-            &raw const how,
+            &raw const run_opts,
             Some(print_verdict),
             data,
             &raw mut count,

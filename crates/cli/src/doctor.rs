@@ -311,7 +311,7 @@ fn disk_to_device(path: &Path) -> Finding {
         Err(error) => return Finding::new(CHECK, Mark::Absent, error.message(), by_host),
     };
     let words = match device.direct() {
-        Ok(way) => way.describe(),
+        Ok(method) => method.describe(),
         Err(error) => return Finding::new(CHECK, Mark::Absent, error.message(), by_host),
     };
     match DirectReadTest::new(&device, path, BYTES).and_then(|test| test.check()) {

@@ -71,7 +71,7 @@ enum Command {
         #[arg(long, default_value_t = 0, value_name = "SECONDS")]
         linger: u64,
         /// Share KV between two processes through a remote instead: redis://HOST[:PORT], dir:PATH,
-        /// or a remote of a store's spec; secrets come from KVTIER_REMOTE_PASSWORD and others
+        /// or a remote of a store's spec; secrets are read from KVTIER_REMOTE_PASSWORD and others
         /// (docs/remote.md)
         #[arg(long, conflicts_with_all = ["sessions", "workers", "policies", "config", "control", "linger"])]
         remote: Option<String>,

@@ -95,7 +95,7 @@ fn layout(args: &Args) -> Outcome<Layout> {
 }
 
 /// Chunks of all tokens.
-fn wanted(args: &Args) -> u64 {
+fn chunks_needed(args: &Args) -> u64 {
     args.tokens.div_ceil(u64::from(args.chunk))
 }
 
@@ -123,7 +123,7 @@ fn spec(args: &Args, all: &Capacity) -> String {
 fn object(args: &Args, all: &Capacity, rows: &[Row]) -> Value {
     let row = |row: &Row| {
         let tokens = row.chunks * u64::from(args.chunk);
-        let times = row.chunks as f64 / wanted(args).max(1) as f64;
+        let times = row.chunks as f64 / chunks_needed(args).max(1) as f64;
         json!({ "tier": row.tier, "bytes": row.bytes, "chunks": row.chunks, "tokens": tokens,
             "times": times })
     };
@@ -131,8 +131,8 @@ fn object(args: &Args, all: &Capacity, rows: &[Row]) -> Value {
         "token_bytes": all.chunk_bytes / u64::from(args.chunk),
         "chunk_bytes": all.chunk_bytes,
         "cell_bytes": all.cell_bytes,
-        "wanted_bytes": wanted(args) * all.chunk_bytes,
-        "wanted_chunks": wanted(args),
+        "wanted_bytes": chunks_needed(args) * all.chunk_bytes,
+        "wanted_chunks": chunks_needed(args),
         "tiers": rows.iter().map(row).collect::<Vec<Value>>(),
         "disk_chunk_bytes": all.disk_chunk_bytes,
         "segment_bytes": all.segment_bytes,
@@ -156,15 +156,15 @@ fn show(args: &Args, all: &Capacity, rows: &[Row]) {
     println!(
         "{} tokens   {} in {} chunks\n",
         args.tokens,
-        human(wanted(args) * all.chunk_bytes),
-        wanted(args)
+        human(chunks_needed(args) * all.chunk_bytes),
+        chunks_needed(args)
     );
     println!(
         "{:<8}{:>12}{:>12}{:>14}  times {} tokens",
         "tier", "size", "chunks", "tokens", args.tokens
     );
     for row in rows {
-        let times = row.chunks as f64 / wanted(args).max(1) as f64;
+        let times = row.chunks as f64 / chunks_needed(args).max(1) as f64;
         let tokens = row.chunks * each;
         println!(
             "{:<8}{:>12}{:>12}{tokens:>14}  {times:.1}",

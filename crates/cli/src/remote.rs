@@ -127,8 +127,8 @@ impl RemoteTarget {
 /// Adds the environment variables of secrets to an error about a missing or wrong one.
 pub fn explain(error: Error) -> Error {
     let message = error.message();
-    let wants = ["secret", "NOAUTH", "WRONGPASS", "forbids"];
-    if !wants.iter().any(|word| message.contains(word)) {
+    let expected = ["secret", "NOAUTH", "WRONGPASS", "forbids"];
+    if !expected.iter().any(|word| message.contains(word)) {
         return error;
     }
     let places: Vec<&str> = ENVIRONMENT.iter().map(|(_, places)| places[0]).collect();

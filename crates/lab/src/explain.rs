@@ -76,8 +76,8 @@ pub fn explain(trace: &Trace, replay: &mut Replay, victims: usize) -> Result<Exp
     }
     order.reverse();
     for id in order.clone() {
-        let there = |c: &&u64| replay.evictor().objects().find(**c).is_some();
-        let beside = children.get(&id).into_iter().flatten().filter(there);
+        let is_resident = |c: &&u64| replay.evictor().objects().find(**c).is_some();
+        let beside = children.get(&id).into_iter().flatten().filter(is_resident);
         for (i, &child) in
             beside.filter(|c| !order.contains(c)).collect::<Vec<_>>().iter().enumerate()
         {

@@ -113,7 +113,7 @@ pub fn run(
             *step = run.step()?.unwrap_or_default();
         }
         waits.push(model.serve(request, &steps[..tiers.len()], opts));
-        let found = request.tokens_of(study.wanted[r] as usize, trace.block_tokens());
+        let found = request.tokens_of(study.reusable_blocks[r] as usize, trace.block_tokens());
         let cost = opts.cost.of(0, u64::from(request.input_tokens)) - opts.cost.of(0, found);
         least += cost * machine.unit_ns;
         if r % WATCH_EVERY == 0 && !watch(r) {

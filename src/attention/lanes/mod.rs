@@ -181,12 +181,12 @@ mod tests {
             // SAFETY: the level is supported.
             unsafe { powers(level, &mut to) };
             for (x, got) in from.into_iter().zip(to) {
-                let want = f64::from(x).exp2();
+                let expected = f64::from(x).exp2();
                 if x < -126.0 {
                     assert_eq!(got, 0.0, "{level:?} {x}");
                 } else {
-                    let unit = want * 2f64.powi(-23);
-                    assert!((f64::from(got) - want).abs() <= 2.0 * unit, "{level:?} {x} {got}");
+                    let unit = expected * 2f64.powi(-23);
+                    assert!((f64::from(got) - expected).abs() <= 2.0 * unit, "{level:?} {x} {got}");
                 }
             }
             let mut ends = [f32::NEG_INFINITY, f32::MIN, 0.0, -1.0].repeat(8);
@@ -211,11 +211,18 @@ mod tests {
                     31 => f64::NAN,
                     e => (1.0 + fraction / 1024.0) * 2f64.powi(e - 15),
                 };
-                let want = if half & 0x8000 == 0 { size } else { -size };
+                let expected = if half & 0x8000 == 0 { size } else { -size };
                 let got = f64::from(f16[i]);
-                assert!(got == want || (got.is_nan() && want.is_nan()), "{level:?} {half:#x}");
-                let want = u32::from(*half) << 16;
-                assert_eq!((bf16[i].to_bits(), pairs[i].to_bits()), (want, want), "{level:?}");
+                assert!(
+                    got == expected || (got.is_nan() && expected.is_nan()),
+                    "{level:?} {half:#x}"
+                );
+                let expected = u32::from(*half) << 16;
+                assert_eq!(
+                    (bf16[i].to_bits(), pairs[i].to_bits()),
+                    (expected, expected),
+                    "{level:?}"
+                );
             }
         }
     }

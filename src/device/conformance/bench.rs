@@ -1,5 +1,4 @@
-//! Fixture of the conformance checks: the device under test, random numbers, and test buffers in
-//! every address space of the device.
+//! Tools of the checks: a device, random numbers, and buffers in every address space of the device.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -13,9 +12,9 @@ use crate::device::{Copy, Device, DeviceMemory, Direction, Event, Memory, Stream
 use crate::meta::view::View;
 
 /// Default time limit of an event.
-const DEFAULT_TIMEOUT_NS: u64 = 30_000_000_000;
+const PATIENCE_NS: u64 = 30_000_000_000;
 /// Default number of random trials.
-const DEFAULT_ROUNDS: u32 = 40;
+const ROUNDS: u32 = 40;
 /// Skip reason of devices that cannot allocate memory.
 pub const NO_MEMORY: NotPassed = NotPassed::Skipped("the device cannot allocate memory");
 
@@ -56,49 +55,48 @@ impl Chance {
     }
 }
 
-/// The device under test, with the events and the memory of the running check.
+/// A device under test.
 pub struct Bench<'a> {
     pub device: &'a Arc<dyn Device>,
     pub chance: Chance,
     pub rounds: u64,
     clock: Clock,
     patience_ns: u64,
-    /// Whether the device can allocate memory.
+    /// The device can allocate memory.
     can_allocate: bool,
-    /// Work did not complete in time. Memory that it may still access is leaked, not freed.
+    /// Work did not end: memory that it may use leaks.
     stuck: Cell<bool>,
-    /// Unreleased events. A check that fails does not release its events.
+    /// Unreleased events; a failed check leaves some.
     open: RefCell<Vec<Event>>,
-    /// Memory of dropped test buffers, to be freed by [`Bench::settle`].
-    dropped: RefCell<Vec<Backing>>,
-    /// Freed host memory that stays mapped, so that a device that writes to it too late fails a
-    /// later check instead of crashing the process.
-    quarantine: Arc<Mutex<VecDeque<Buffer>>>,
+    /// Memory of dropped buffers.
+    left: RefCell<Vec<Holds>>,
+    /// Quarantined host memory: a later check, not a crash, finds a device that keeps writing.
+    quarantined: Arc<Mutex<VecDeque<Buffer>>>,
 }
 
 /// Guard bytes before and after host memory.
-const GUARD_BYTES: usize = 4096;
-/// Most buffers in quarantine.
-const MAX_QUARANTINED: usize = 512;
+const EDGE: usize = 4096;
+/// Limit: quarantined buffers.
+const KEPT: usize = 512;
 
 impl<'a> Bench<'a> {
     pub fn new(device: &'a Arc<dyn Device>, opts: &ConformanceOpts) -> Bench<'a> {
-        let or = |value: u64, default| if value == 0 { default } else { value };
+        let or = |given: u64, default| if given == 0 { default } else { given };
         Bench {
             device,
             chance: Chance::new(opts.seed),
-            rounds: or(opts.rounds.into(), DEFAULT_ROUNDS.into()),
+            rounds: or(opts.rounds.into(), ROUNDS.into()),
             clock: opts.clock.clone(),
-            patience_ns: or(opts.patience_ns, DEFAULT_TIMEOUT_NS),
+            patience_ns: or(opts.patience_ns, PATIENCE_NS),
             can_allocate: can_allocate(device),
             stuck: Cell::new(false),
             open: RefCell::new(Vec::new()),
-            dropped: RefCell::new(Vec::new()),
-            quarantine: Arc::new(Mutex::new(VecDeque::new())),
+            left: RefCell::new(Vec::new()),
+            quarantined: Arc::new(Mutex::new(VecDeque::new())),
         }
     }
 
-    /// The device, options and quarantine for a bench of another thread that tests the same device.
+    /// State for another thread that tests the same device.
     pub fn share(&self) -> (Arc<dyn Device>, ConformanceOpts, Arc<Mutex<VecDeque<Buffer>>>) {
         let opts = ConformanceOpts {
             seed: self.chance.next(),
@@ -107,39 +105,38 @@ impl<'a> Bench<'a> {
             patience_ns: self.patience_ns,
             closes: false,
         };
-        (self.device.clone(), opts, self.quarantine.clone())
+        (self.device.clone(), opts, self.quarantined.clone())
     }
 
-    /// Shares the quarantine of another thread's bench.
-    pub fn with_quarantine(self, quarantine: Arc<Mutex<VecDeque<Buffer>>>) -> Bench<'a> {
-        Bench { quarantine, ..self }
+    /// A bench of another thread.
+    pub fn beside(self, quarantined: Arc<Mutex<VecDeque<Buffer>>>) -> Bench<'a> {
+        Bench { quarantined, ..self }
     }
 
-    /// Waits for the events that a failed check did not release, releases them, and frees the
-    /// memory of the check.
+    /// Waits for the events that a failed check left, and frees its memory.
     pub fn settle(&self) {
         let until_ns = self.until_ns();
         for event in self.open.take() {
-            let waited = self.device.wait(event, until_ns);
-            let is_late = waited.is_err_and(|error| error.status() == Status::Timeout);
+            let outcome = self.device.wait(event, until_ns);
+            let is_late = outcome.is_err_and(|error| error.status() == Status::Timeout);
             self.stuck.set(self.stuck.get() || is_late);
             if let Err(error) = self.device.release(event) {
                 log::debug!("releasing an event of a failed check: {error}");
             }
         }
-        for backing in self.dropped.take() {
-            match backing {
-                _ if self.stuck.get() => std::mem::forget(backing),
-                Backing::Host(buffer) => {
-                    let mut buffers = self.quarantine.lock();
-                    buffers.push_back(buffer);
-                    let is_full = buffers.len() > MAX_QUARANTINED;
-                    let oldest = if is_full { buffers.pop_front() } else { None };
-                    drop(buffers);
+        for holds in self.left.take() {
+            match holds {
+                _ if self.stuck.get() => std::mem::forget(holds),
+                Holds::Host(buffer) => {
+                    let mut quarantined = self.quarantined.lock();
+                    quarantined.push_back(buffer);
+                    let oldest =
+                        if quarantined.len() > KEPT { quarantined.pop_front() } else { None };
+                    drop(quarantined);
                     drop(oldest);
                 }
-                Backing::Device(memory) => {
-                    // SAFETY: a correct device has no work in flight any more.
+                Holds::Device(memory) => {
+                    // SAFETY: a sound device has no work in flight any more.
                     if let Err(error) = unsafe { self.device.free(&memory) } {
                         log::warn!("memory of a check was not freed: {error}");
                     }
@@ -152,8 +149,8 @@ impl<'a> Bench<'a> {
         self.stuck.get()
     }
 
-    /// Records that work of another thread did not complete in time.
-    pub fn set_stuck(&self) {
+    /// Records that work of another thread has not ended.
+    pub fn get_stuck(&self) {
         self.stuck.set(true);
     }
 
@@ -161,8 +158,8 @@ impl<'a> Bench<'a> {
         self.clock.now_ns()
     }
 
-    /// Waits a short time between two polls, or advances a manual clock.
-    pub fn pause(&self) {
+    /// Lets a little time pass.
+    pub fn pass(&self) {
         if self.clock.is_manual() {
             self.clock.advance((self.patience_ns >> 12).max(1));
         } else {
@@ -170,7 +167,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Deadline of work that is submitted now.
+    /// Deadline of an event that begins now.
     pub fn until_ns(&self) -> u64 {
         self.now_ns().saturating_add(self.patience_ns)
     }
@@ -182,28 +179,28 @@ impl<'a> Bench<'a> {
         after: Option<Event>,
         copies: &mut [Copy<'_>],
     ) -> Result<Event> {
-        // SAFETY: test buffers are freed after the work of the check has completed, or never.
+        // SAFETY: buffers live until the work of a check has ended, or forever.
         unsafe { self.device.submit(Stream(stream), after, copies) }
     }
 
-    /// Submits copies. The check fails if the device rejects them.
+    /// Submits copies, which must be accepted.
     pub fn begin(
         &self,
         stream: u32,
         after: Option<Event>,
         copies: &mut [Copy<'_>],
     ) -> Outcome<Event> {
-        self.accepted("a batch was rejected", self.submit(stream, after, copies))
+        self.begun("a batch was rejected", self.submit(stream, after, copies))
     }
 
-    /// Records the event of submitted work. The check fails with the text `what` on an error.
-    pub fn accepted(&self, what: &str, submitted: Result<Event>) -> Outcome<Event> {
-        let event = self.require(what, submitted)?;
+    /// Records accepted work.
+    pub fn begun(&self, what: &str, result: Result<Event>) -> Outcome<Event> {
+        let event = self.require_ok(what, result)?;
         self.open.borrow_mut().push(event);
         Ok(event)
     }
 
-    /// Waits for an event. The check fails if the event fails.
+    /// Waits for an event that must succeed.
     pub fn wait(&self, event: Event) -> Outcome {
         match self.device.wait(event, self.until_ns()) {
             Ok(()) => Ok(()),
@@ -215,22 +212,22 @@ impl<'a> Bench<'a> {
     pub fn finish(&self, event: Event) -> Outcome {
         self.wait(event)?;
         self.open.borrow_mut().retain(|open| *open != event);
-        self.require("release of a completed event failed", self.device.release(event))
+        self.require_ok("release of a completed event failed", self.device.release(event))
     }
 
-    /// Executes one copy and waits for it.
+    /// Executes one copy.
     pub fn do_copy(&self, copy: Copy<'_>) -> Outcome {
         let event = self.begin(0, None, &mut [copy])?;
         self.finish(event)
     }
 
-    /// Requires a call to succeed. The check fails with the text `what` on an error.
-    pub fn require<T>(&self, what: &str, result: Result<T>) -> Outcome<T> {
+    /// Requires success.
+    pub fn require_ok<T>(&self, what: &str, result: Result<T>) -> Outcome<T> {
         result.map_err(|error| self.failure(what, &error))
     }
 
     fn failure(&self, what: &str, error: &Error) -> NotPassed {
-        // After a timeout, work may still be in flight.
+        // The state of work in flight is unknown after a timeout.
         self.stuck.set(self.stuck.get() || error.status() == Status::Timeout);
         NotPassed::Failed(format!("{what}: {error}"))
     }
@@ -254,7 +251,7 @@ impl<'a> Bench<'a> {
 fn can_allocate(device: &Arc<dyn Device>) -> bool {
     match device.allocate(1) {
         Ok(memory) => {
-            // SAFETY: no work has used the memory.
+            // SAFETY: nothing uses it.
             if let Err(error) = unsafe { device.free(&memory) } {
                 log::warn!("memory of a check was not freed: {error}");
             }
@@ -264,8 +261,7 @@ fn can_allocate(device: &Arc<dyn Device>) -> bool {
     }
 }
 
-/// Memory of a test buffer.
-enum Backing {
+enum Holds {
     Host(Buffer),
     Device(DeviceMemory),
 }
@@ -276,30 +272,30 @@ pub struct TestBuffer<'a> {
     pub memory: Memory,
     pub address: u64,
     pub len: usize,
-    backing: Option<Backing>,
+    holds: Option<Holds>,
 }
 
 impl<'a> TestBuffer<'a> {
     /// A buffer with undefined content.
     pub fn empty(bench: &'a Bench<'_>, memory: Memory, len: usize) -> Outcome<TestBuffer<'a>> {
         let bytes = (len as u64).max(1);
-        let (address, backing) = match memory {
+        let (address, holds) = match memory {
             Memory::Host => {
                 let request = AllocationRequest {
-                    bytes: bytes + 2 * GUARD_BYTES as u64,
+                    bytes: bytes + 2 * EDGE as u64,
                     ..AllocationRequest::default()
                 };
-                let buffer = bench.require("host memory", Buffer::map(&request, None))?;
+                let buffer = bench.require_ok("host memory", Buffer::map(&request, None))?;
                 let start = buffer.address().expose_provenance();
-                (start as u64 + GUARD_BYTES as u64, Backing::Host(buffer))
+                (start as u64 + EDGE as u64, Holds::Host(buffer))
             }
             Memory::Device if !bench.can_allocate => return Err(NO_MEMORY),
             Memory::Device => {
-                let memory = bench.require("device memory", bench.device.allocate(bytes))?;
-                (memory.address, Backing::Device(memory))
+                let memory = bench.require_ok("device memory", bench.device.allocate(bytes))?;
+                (memory.address, Holds::Device(memory))
             }
         };
-        Ok(TestBuffer { bench, memory, address, len, backing: Some(backing) })
+        Ok(TestBuffer { bench, memory, address, len, holds: Some(holds) })
     }
 
     /// The device under test.
@@ -317,18 +313,18 @@ impl<'a> TestBuffer<'a> {
             Memory::Host => {
                 // SAFETY: the buffer's own memory, with its guards.
                 let all = unsafe {
-                    let start = self.pointer().wrapping_sub(GUARD_BYTES);
-                    std::slice::from_raw_parts(start, self.len + 2 * GUARD_BYTES)
+                    let start = self.pointer().wrapping_sub(EDGE);
+                    std::slice::from_raw_parts(start, self.len + 2 * EDGE)
                 };
-                let (content, after) = all[GUARD_BYTES..].split_at(self.len);
-                let clean = all[..GUARD_BYTES].iter().chain(after).all(|byte| *byte == 0);
+                let (content, after) = all[EDGE..].split_at(self.len);
+                let clean = all[..EDGE].iter().chain(after).all(|byte| *byte == 0);
                 need(clean, || format!("bytes outside the {} copied ones were written", self.len))?;
                 Ok(content.to_vec())
             }
             Memory::Device => {
-                let there = TestBuffer::empty(self.bench, Memory::Host, self.len)?;
-                self.bench.do_copy(self.copy(&there, Direction::Gather)?)?;
-                there.bytes()
+                let host_copy = TestBuffer::empty(self.bench, Memory::Host, self.len)?;
+                self.bench.do_copy(self.copy(&host_copy, Direction::Gather)?)?;
+                host_copy.bytes()
             }
         }
     }
@@ -345,9 +341,9 @@ impl<'a> TestBuffer<'a> {
                 Ok(())
             }
             Memory::Device => {
-                let there = TestBuffer::empty(self.bench, Memory::Host, self.len)?;
-                there.set(content)?;
-                self.bench.do_copy(self.copy(&there, Direction::Scatter)?)
+                let host_copy = TestBuffer::empty(self.bench, Memory::Host, self.len)?;
+                host_copy.set(content)?;
+                self.bench.do_copy(self.copy(&host_copy, Direction::Scatter)?)
             }
         }
     }
@@ -356,13 +352,13 @@ impl<'a> TestBuffer<'a> {
     pub fn copy(&self, plane: &TestBuffer<'_>, direction: Direction) -> Outcome<Copy<'static>> {
         let view = View::canonical(self.address, 1, self.len as u64);
         let copy =
-            self.bench.require("a copy", Copy::new(&view, 0, 1, plane.pointer(), direction))?;
+            self.bench.require_ok("a copy", Copy::new(&view, 0, 1, plane.pointer(), direction))?;
         Ok(Copy { memory: self.memory, plane_memory: plane.memory, ..copy })
     }
 }
 
 impl Drop for TestBuffer<'_> {
     fn drop(&mut self) {
-        self.bench.dropped.borrow_mut().extend(self.backing.take());
+        self.bench.left.borrow_mut().extend(self.holds.take());
     }
 }

@@ -21,12 +21,12 @@ pub fn memory(bench: &Bench<'_>) -> Outcome {
     let left = device.free_bytes();
     let first = match device.allocate(300_001) {
         Err(error) if error.status() == Status::Unsupported => return Err(NO_MEMORY),
-        said => bench.require("300,001 bytes", said)?,
+        result => bench.require_ok("300,001 bytes", result)?,
     };
     need(left.is_none_or(|left| left >= 300_001), || {
         format!("300,001 bytes allocated with {left:?} free")
     })?;
-    let second = bench.require("1 byte", device.allocate(1))?;
+    let second = bench.require_ok("1 byte", device.allocate(1))?;
     for memory in [&first, &second] {
         need(memory.address != 0 && memory.address % 256 == 0, || {
             format!("memory at {:#x} is not a multiple of 256", memory.address)
@@ -43,17 +43,17 @@ pub fn memory(bench: &Bench<'_>) -> Outcome {
     refused("0 bytes", device.allocate(0), Status::Invalid)?;
     need(device.allocate(1 << 62).is_err(), || "an allocation of 2^62 bytes succeeded".into())?;
     let part = DeviceMemory { bytes: first.bytes - 1, ..first };
-    // SAFETY: nobody uses it; it is refused.
-    let said = unsafe { device.free(&part) };
-    refused("freeing with a wrong length", said, Status::Handle)?;
+    // SAFETY: nothing uses it; it is refused.
+    let result = unsafe { device.free(&part) };
+    refused("freeing with a wrong length", result, Status::Handle)?;
     let DeviceMemory { address, memory, number, .. } = part;
     let first = DeviceMemory { address, bytes: 300_001, memory, number };
     for memory in [&second, &first] {
-        // SAFETY: nobody uses it.
+        // SAFETY: nothing uses it.
         let freed = unsafe { device.free(memory) };
-        bench.require("free failed", freed)?;
+        bench.require_ok("free failed", freed)?;
     }
-    // SAFETY: nobody uses it; it is refused.
+    // SAFETY: nothing uses it; it is refused.
     let again = unsafe { device.free(&first) };
     refused("freeing twice", again, Status::Handle)
 }
@@ -65,8 +65,8 @@ pub fn refusals(bench: &Bench<'_>) -> Outcome {
     let before = (a.bytes()?, b.bytes()?);
     let copy = || a.copy(&b, Direction::Gather);
     let streams = device.facts().streams;
-    let said = bench.submit(streams, None, &mut [copy()?]);
-    refused("a stream that does not exist", said, Status::Invalid)?;
+    let result = bench.submit(streams, None, &mut [copy()?]);
+    refused("a stream that does not exist", result, Status::Invalid)?;
     let used = bench.begin(0, None, &mut [])?;
     bench.finish(used)?;
     let asynchronous = device.facts().asynchronous;
@@ -79,12 +79,12 @@ pub fn refusals(bench: &Bench<'_>) -> Outcome {
         refused("releasing an unknown event", device.release(event), Status::Handle)?;
     }
     let nowhere = Copy { plane: std::ptr::null_mut(), ..copy()? };
-    let said = bench.submit(0, None, &mut [copy()?, nowhere]);
-    refused("a plane at address 0", said, Status::Invalid)?;
+    let result = bench.submit(0, None, &mut [copy()?, nowhere]);
+    refused("a plane at address 0", result, Status::Invalid)?;
     if !device.facts().reaches_device {
         let on_device = Copy { memory: Memory::Device, ..copy()? };
-        let said = bench.submit(0, None, &mut [copy()?, on_device]);
-        refused("device memory", said, Status::Unsupported)?;
+        let result = bench.submit(0, None, &mut [copy()?, on_device]);
+        refused("device memory", result, Status::Unsupported)?;
     }
     let mut many = (0..=MAX_COPIES).map(|_| copy()).collect::<Outcome<Vec<_>>>()?;
     refused("too many copies", bench.submit(0, None, &mut many), Status::Limit)?;
@@ -120,10 +120,11 @@ pub fn events(bench: &Bench<'_>) -> Outcome {
         seen.extend(some[..count].iter().map(|event| event.0));
     }
     seen.sort_unstable();
-    let mut want: Vec<u64> = open.iter().filter(|_| asynchronous).map(|event| event.0).collect();
-    want.sort_unstable();
-    need(seen == want, || {
-        format!("{} events completed, {} were reported", want.len(), seen.len())
+    let mut expected: Vec<u64> =
+        open.iter().filter(|_| asynchronous).map(|event| event.0).collect();
+    expected.sort_unstable();
+    need(seen == expected, || {
+        format!("{} events completed, {} were reported", expected.len(), seen.len())
     })?;
     for event in open {
         bench.finish(event)?;
@@ -149,12 +150,12 @@ pub fn polling(bench: &Bench<'_>) -> Outcome {
     }
     // Events of a stream complete in order: if the last one has, all have.
     let until_ns = bench.until_ns();
-    while bench.require("an event", device.state(open[4]))? == State::Pending {
+    while bench.require_ok("an event", device.state(open[4]))? == State::Pending {
         if bench.now_ns() >= until_ns {
-            bench.set_stuck();
-            return Err("events do not complete unless somebody waits for them".to_string().into());
+            bench.get_stuck();
+            return Err("events do not complete unless a thread waits for them".to_string().into());
         }
-        bench.pause();
+        bench.pass();
     }
     let count = device.poll(&mut reported);
     for event in &open {
@@ -186,38 +187,38 @@ pub fn deadlines(bench: &Bench<'_>) -> Outcome {
 /// Registered host memory is copied like any other, before, during and after registration.
 pub fn registered_host(bench: &Bench<'_>) -> Outcome {
     let place = *bench.places().last().unwrap_or(&Memory::Host);
-    let (there, here) = (bench.buffer(place, 1 << 20)?, bench.buffer(Memory::Host, 1 << 20)?);
+    let (target, host) = (bench.buffer(place, 1 << 20)?, bench.buffer(Memory::Host, 1 << 20)?);
     for is_known in [false, true, false, true, false] {
         if is_known {
             // SAFETY: the buffer lives until it is unregistered.
-            let known = unsafe { bench.device.register_host(here.pointer(), here.len as u64) };
+            let known = unsafe { bench.device.register_host(host.pointer(), host.len as u64) };
             match known {
                 Err(error) if error.status() == Status::Unsupported => {
                     return Err(NotPassed::Skipped(
                         "the device does not distinguish registered host memory",
                     ));
                 }
-                said => bench.require("registering host memory", said)?,
+                result => bench.require_ok("registering host memory", result)?,
             }
         }
-        let moved = round(bench, &there, &here);
+        let moved = round(bench, &target, &host);
         if is_known {
             // SAFETY: nothing is in flight, or the buffer lives forever.
-            let forgotten = unsafe { bench.device.unregister_host(here.pointer()) };
-            bench.require("unregistering host memory", forgotten)?;
+            let forgotten = unsafe { bench.device.unregister_host(host.pointer()) };
+            bench.require_ok("unregistering host memory", forgotten)?;
         }
         moved?;
     }
     Ok(())
 }
 
-fn round(bench: &Bench<'_>, there: &TestBuffer<'_>, here: &TestBuffer<'_>) -> Outcome {
-    let content = bench.chance.noise(here.len);
-    here.set(&content)?;
-    bench.do_copy(there.copy(here, Direction::Scatter)?)?;
-    here.set(&bench.chance.noise(here.len))?;
-    bench.do_copy(there.copy(here, Direction::Gather)?)?;
-    need(here.bytes()? == content, || "wrong bytes through registered memory".into())
+fn round(bench: &Bench<'_>, target: &TestBuffer<'_>, host: &TestBuffer<'_>) -> Outcome {
+    let content = bench.chance.noise(host.len);
+    host.set(&content)?;
+    bench.do_copy(target.copy(host, Direction::Scatter)?)?;
+    host.set(&bench.chance.noise(host.len))?;
+    bench.do_copy(target.copy(host, Direction::Gather)?)?;
+    need(host.bytes()? == content, || "wrong bytes through registered memory".into())
 }
 
 /// After close no memory is accessed and no work is accepted.
@@ -232,7 +233,7 @@ pub fn close(bench: &Bench<'_>) -> Outcome {
         let copies = &mut [a.copy(target, Direction::Gather)?];
         open.push(bench.begin(stream % streams, None, copies)?);
     }
-    bench.require("closing", device.close(bench.until_ns()))?;
+    bench.require_ok("closing", device.close(bench.until_ns()))?;
     let fresh = bench.chance.noise(a.len);
     targets.iter().try_for_each(|target| target.set(&fresh))?;
     for event in open {
@@ -242,7 +243,7 @@ pub fn close(bench: &Bench<'_>) -> Outcome {
     }
     let late = bench.submit(0, None, &mut [a.copy(&targets[0], Direction::Gather)?]);
     refused("a batch after close", late, Status::Closed)?;
-    bench.require("closing again", device.close(bench.until_ns()))?;
+    bench.require_ok("closing again", device.close(bench.until_ns()))?;
     targets.iter().try_for_each(|target| {
         need(target.bytes()? == fresh, || "memory was written after close".into())
     })

@@ -39,17 +39,18 @@ pub fn sizes(bench: &Bench<'_>) -> Outcome {
             let (at, back) = (bench.chance.below(130), bench.chance.below(130));
             let (tensor, plane) =
                 (bench.buffer(place, len + 260)?, bench.buffer(Memory::Host, len + 260)?);
-            let (mut content, mut want) = (tensor.bytes()?, plane.bytes()?);
+            let (mut content, mut expected) = (tensor.bytes()?, plane.bytes()?);
             let pointer = plane.pointer().wrapping_add(back as usize);
             let copy = Copy::bytes(pointer, tensor.address + at, len as u64, direction, place);
-            bench.do_copy(bench.require("a copy", copy)?)?;
+            bench.do_copy(bench.require_ok("a copy", copy)?)?;
             let (at, back) = (at as usize, back as usize);
-            let (there, here) = (&mut content[at..at + len], &mut want[back..back + len]);
+            let (tensor_part, plane_part) =
+                (&mut content[at..at + len], &mut expected[back..back + len]);
             match direction {
-                Direction::Gather => here.copy_from_slice(there),
-                Direction::Scatter => there.copy_from_slice(here),
+                Direction::Gather => plane_part.copy_from_slice(tensor_part),
+                Direction::Scatter => tensor_part.copy_from_slice(plane_part),
             }
-            need(tensor.bytes()? == content && plane.bytes()? == want, || {
+            need(tensor.bytes()? == content && plane.bytes()? == expected, || {
                 format!(
                     "{direction:?} of {len} bytes, {at} in {place:?}, {back}: wrong bytes, or others"
                 )
@@ -96,17 +97,17 @@ pub fn large_batch(bench: &Bench<'_>) -> Outcome {
     for place in bench.places() {
         for cell in [64usize, 1000, 4096, 16_384] {
             let count = (2 << 20) / cell.max(1024);
-            let (there, here) =
+            let (tensor_part, plane_part) =
                 (bench.buffer(place, cell * count)?, bench.buffer(Memory::Host, cell * count)?);
-            let (mut left, mut right) = (there.bytes()?, here.bytes()?);
+            let (mut left, mut right) = (tensor_part.bytes()?, plane_part.bytes()?);
             let mut copies = Vec::with_capacity(count);
             for i in 0..count {
                 let direction = bench.chance.of(&[Direction::Gather, Direction::Scatter]);
                 let at = i * cell..(i + 1) * cell;
-                let host = here.pointer().wrapping_add(at.start);
-                let address = there.address + at.start as u64;
+                let host = plane_part.pointer().wrapping_add(at.start);
+                let address = tensor_part.address + at.start as u64;
                 let copy = Copy::bytes(host, address, cell as u64, direction, place);
-                copies.push(bench.require("a copy", copy)?);
+                copies.push(bench.require_ok("a copy", copy)?);
                 match direction {
                     Direction::Gather => right[at.clone()].copy_from_slice(&left[at]),
                     Direction::Scatter => left[at.clone()].copy_from_slice(&right[at]),
@@ -114,7 +115,7 @@ pub fn large_batch(bench: &Bench<'_>) -> Outcome {
             }
             let event = bench.begin(0, None, &mut copies)?;
             bench.finish(event)?;
-            need(there.bytes()? == left && here.bytes()? == right, || {
+            need(tensor_part.bytes()? == left && plane_part.bytes()? == right, || {
                 format!("{count} cells of {cell} bytes in {place:?}: wrong bytes")
             })?;
         }

@@ -126,7 +126,7 @@ impl<'a> Lab<'a> {
     fn try_run(&self, call: Call) -> Outcome<bool> {
         let event = match self.launch(0, None, &[call]) {
             Err(error) if error.status() == Status::Unsupported => return Ok(false),
-            said => self.bench.accepted("a kernel was rejected", said)?,
+            result => self.bench.begun("a kernel was rejected", result)?,
         };
         self.bench.finish(event)?;
         Ok(true)
@@ -200,17 +200,17 @@ fn numbers_of(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
 }
 
 /// Compares a number with its expected value. `bound` is absolute up to 1, relative above.
-fn check_close(what: &str, at: usize, got: f32, want: f64, bound: f64) -> Outcome {
-    let is_close = (f64::from(got) - want).abs() <= bound * want.abs().max(1.0);
-    let is_same = f64::from(got) == want;
-    need(is_close || is_same, || format!("{what} {at} is {got}, and should be {want}"))
+fn check_close(what: &str, at: usize, got: f32, expected: f64, bound: f64) -> Outcome {
+    let is_close = (f64::from(got) - expected).abs() <= bound * expected.abs().max(1.0);
+    let is_same = f64::from(got) == expected;
+    need(is_close || is_same, || format!("{what} {at} is {got}, and should be {expected}"))
 }
 
 /// Compares many numbers.
-fn check_all_close(what: &str, got: &[f32], want: &[f64], bound: f64) -> Outcome {
-    need(got.len() >= want.len(), || format!("{} {what} of {}", got.len(), want.len()))?;
-    let mut both = got.iter().zip(want).enumerate();
-    both.try_for_each(|(at, (&got, &want))| check_close(what, at, got, want, bound))
+fn check_all_close(what: &str, got: &[f32], expected: &[f64], bound: f64) -> Outcome {
+    need(got.len() >= expected.len(), || format!("{} {what} of {}", got.len(), expected.len()))?;
+    let mut pairs = got.iter().zip(expected).enumerate();
+    pairs.try_for_each(|(at, (&got, &expected))| check_close(what, at, got, expected, bound))
 }
 
 /// Unknown kernels and invalid streams are rejected, and kernels respect the event that they wait
@@ -219,8 +219,8 @@ fn launches(bench: &Bench<'_>) -> Outcome {
     let facts = bench.device.facts();
     if facts.kernels == 0 {
         let lab = Lab { bench, place: Memory::Host };
-        let said = lab.launch(0, None, &[Call { kind: Kind::Move as u32, ..Call::default() }]);
-        refused("a kernel of a device that has none", said, Status::Unsupported)?;
+        let result = lab.launch(0, None, &[Call { kind: Kind::Move as u32, ..Call::default() }]);
+        refused("a kernel of a device that has none", result, Status::Unsupported)?;
         return Err(NotPassed::Skipped("the device has no kernels"));
     }
     let place = if facts.reaches_device { Memory::Device } else { Memory::Host };
@@ -228,15 +228,14 @@ fn launches(bench: &Bench<'_>) -> Outcome {
     let lacks = |kind: &&Kind| facts.kernels & kind.bit() == 0;
     let strange = [0, 999].into_iter().chain(Kind::ALL.iter().find(lacks).map(|kind| *kind as u32));
     for kind in strange {
-        let said = lab.launch(0, None, &[Call { kind, ..Call::default() }]);
-        refused(&format!("kernel {kind}"), said, Status::Unsupported)?;
+        let result = lab.launch(0, None, &[Call { kind, ..Call::default() }]);
+        refused(&format!("kernel {kind}"), result, Status::Unsupported)?;
     }
     refused("a kernel on no stream", lab.launch(facts.streams, None, &[]), Status::Invalid)?;
     let unknown = lab.launch(0, Some(Event(u64::MAX)), &[]);
     refused("kernels behind an unknown event", unknown, Status::Handle)?;
     for stream in 0..facts.streams {
-        let event =
-            bench.accepted("an empty launch was rejected", lab.launch(stream, None, &[]))?;
+        let event = bench.begun("an empty launch was rejected", lab.launch(stream, None, &[]))?;
         bench.finish(event)?;
     }
     if facts.kernels & Kind::Sum.bit() == 0 { Ok(()) } else { in_order(&lab, facts.streams) }
@@ -250,8 +249,8 @@ fn in_order(lab: &Lab<'_>, streams: u32) -> Outcome {
         let (host, back) =
             (bench.buffer(Memory::Host, content.len())?, bench.buffer(Memory::Host, 8)?);
         host.set(&content)?;
-        let (there, sum) = (lab.put(&bench.chance.noise(content.len()))?, lab.put(&[7; 8])?);
-        let table = lab.put_u64(&[there.address, content.len() as u64])?;
+        let (source, sum) = (lab.put(&bench.chance.noise(content.len()))?, lab.put(&[7; 8])?);
+        let table = lab.put_u64(&[source.address, content.len() as u64])?;
         let scratch = lab.put(&[7; 16 + 8 * 74])?;
         let call = Call {
             kind: Kind::Sum as u32,
@@ -262,9 +261,9 @@ fn in_order(lab: &Lab<'_>, streams: u32) -> Outcome {
             scratch_bytes: scratch.len as u64,
             ..Call::default()
         };
-        let up = bench.begin(0, None, &mut [there.copy(&host, Direction::Scatter)?])?;
-        let said = lab.launch(1 % streams, Some(up), &[call]);
-        let summed = bench.accepted("a kernel was rejected", said)?;
+        let up = bench.begin(0, None, &mut [source.copy(&host, Direction::Scatter)?])?;
+        let result = lab.launch(1 % streams, Some(up), &[call]);
+        let summed = bench.begun("a kernel was rejected", result)?;
         let down =
             bench.begin(2 % streams, Some(summed), &mut [sum.copy(&back, Direction::Gather)?])?;
         [down, summed, up].into_iter().try_for_each(|event| bench.finish(event))?;

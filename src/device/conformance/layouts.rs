@@ -98,7 +98,8 @@ fn there_and_back(bench: &Bench<'_>, tensor_memory: Memory, plane_memory: Memory
     let view = shape.view(tensor.address, &mut table);
     let copy = |direction| -> Outcome<Copy<'_>> {
         let pointer = plane.pointer().wrapping_add(skew);
-        let copy = bench.require("a copy", Copy::new(&view, first, tokens, pointer, direction))?;
+        let copy =
+            bench.require_ok("a copy", Copy::new(&view, first, tokens, pointer, direction))?;
         Ok(Copy { memory: tensor_memory, plane_memory, ..copy })
     };
     let wrong = |direction: &str| {

@@ -151,8 +151,8 @@ fn need(is_so: bool, words: impl FnOnce() -> String) -> Outcome {
 }
 
 /// Requires that a call was rejected with a status.
-fn refused<T>(what: &str, said: crate::base::status::Result<T>, status: Status) -> Outcome {
-    match said {
+fn refused<T>(what: &str, result: crate::base::status::Result<T>, status: Status) -> Outcome {
+    match result {
         Err(error) if error.status() == status => Ok(()),
         Err(error) => {
             Err(format!("{what}: rejected with \"{error}\" instead of {status:?}").into())

@@ -72,15 +72,15 @@ fn walk(bench: &Bench<'_>, len: usize, steps: u64) -> Outcome {
 /// Several threads do the same concurrently.
 pub fn threads(bench: &Bench<'_>) -> Outcome {
     let run = || {
-        let (device, opts, kept) = bench.share();
+        let (device, opts, quarantined) = bench.share();
         move || {
-            let bench = Bench::new(&device, &opts).with_quarantine(kept);
-            let said = (0..4).try_for_each(|_| {
-                let said = walk(&bench, 9_000, 80);
+            let bench = Bench::new(&device, &opts).beside(quarantined);
+            let result = (0..4).try_for_each(|_| {
+                let result = walk(&bench, 9_000, 80);
                 bench.settle();
-                said
+                result
             });
-            match said {
+            match result {
                 Ok(()) => None,
                 Err(NotPassed::Skipped(why)) => Some((why.to_string(), bench.is_stuck())),
                 Err(NotPassed::Failed(why)) => Some((why, bench.is_stuck())),
@@ -88,23 +88,23 @@ pub fn threads(bench: &Bench<'_>) -> Outcome {
         }
     };
     let mut handles = Vec::new();
-    let said = Arc::new(crate::base::sync::Mutex::new(Vec::new()));
+    let result = Arc::new(crate::base::sync::Mutex::new(Vec::new()));
     for _ in 0..4 {
-        let (run, said) = (run(), said.clone());
+        let (run, result) = (run(), result.clone());
         let body = move || {
-            if let Some(trouble) = run() {
-                said.lock().push(trouble);
+            if let Some(failure) = run() {
+                result.lock().push(failure);
             }
         };
-        handles.push(bench.require("a thread", spawn("kvt-conformance".into(), body))?);
+        handles.push(bench.require_ok("a thread", spawn("kvt-conformance".into(), body))?);
     }
     let failed = handles.into_iter().filter_map(|handle| handle.join().err()).count();
     need(failed == 0, || "a thread panicked".into())?;
-    let said = said.lock();
-    if said.iter().any(|(_, is_stuck)| *is_stuck) {
-        bench.set_stuck();
+    let result = result.lock();
+    if result.iter().any(|(_, is_stuck)| *is_stuck) {
+        bench.get_stuck();
     }
-    match said.first() {
+    match result.first() {
         None => Ok(()),
         Some((why, _)) => Err(format!("with several threads: {why}").into()),
     }

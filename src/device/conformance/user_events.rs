@@ -15,15 +15,15 @@ pub fn user_events(bench: &Bench<'_>) -> Outcome {
             Err(error) if error.status() == Status::Unsupported => {
                 return Err(NotPassed::Skipped("the device has no user events"));
             }
-            said => bench.require("creating a user event", said)?,
+            result => bench.require_ok("creating a user event", result)?,
         };
         let tried = wait_and_signal(bench, user_event);
         // Even after a failure: nothing may wait forever.
-        let kept = bench.device.signal_event(user_event);
+        let signalled = bench.device.signal_event(user_event);
         tried?;
-        bench.require("signalling a user event again", kept)?;
+        bench.require_ok("signalling a user event again", signalled)?;
         bench.wait(user_event)?;
-        bench.require("releasing a signalled user event", bench.device.release(user_event))?;
+        bench.require_ok("releasing a signalled user event", bench.device.release(user_event))?;
         refused(
             "signalling a released user event",
             bench.device.signal_event(user_event),
@@ -56,8 +56,8 @@ fn wait_and_signal(bench: &Bench<'_>, user_event: Event) -> Outcome {
         })?;
     }
     for event in [user_event, behind, last] {
-        let said = device.wait(event, bench.now_ns() + 100_000);
-        refused("waiting for work behind a pending user event", said, Status::Timeout)?;
+        let result = device.wait(event, bench.now_ns() + 100_000);
+        refused("waiting for work behind a pending user event", result, Status::Timeout)?;
         let is_open = device.state(event).ok() == Some(State::Pending);
         need(is_open, || "an event completed before the user event it waits for".into())?;
         refused("releasing a pending event", device.release(event), Status::Busy)?;
@@ -65,7 +65,7 @@ fn wait_and_signal(bench: &Bench<'_>, user_event: Event) -> Outcome {
     let now = (first.bytes()?, second.bytes()?);
     need(now == before, || "a batch began before the user event it waits for".into())?;
     refused("signalling an ordinary event", device.signal_event(behind), Status::Handle)?;
-    bench.require("signalling a user event", device.signal_event(user_event))?;
+    bench.require_ok("signalling a user event", device.signal_event(user_event))?;
     bench.finish(last)?;
     bench.finish(behind)?;
     let all = first.bytes()? == content && second.bytes()? == content;
@@ -84,7 +84,7 @@ impl<'a> RegisteredBuffer<'a> {
         let is_registered =
             !registered.as_ref().is_err_and(|error| error.status() == Status::Unsupported);
         if is_registered {
-            bench.require("registering host memory", registered)?;
+            bench.require_ok("registering host memory", registered)?;
         }
         Ok(RegisteredBuffer(buffer, is_registered))
     }

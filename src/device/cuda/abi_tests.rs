@@ -30,7 +30,7 @@ shapes! {
     (A, B, C, D, E, F, G, H, I, J, K)
 }
 
-fn theirs<F: Shape>(_: F) -> &'static [usize] {
+fn driver_fields<F: Shape>(_: F) -> &'static [usize] {
     F::SIZES
 }
 
@@ -47,7 +47,7 @@ fn ours_newer<F: Shape>(_: fn(&Driver) -> Option<F>) -> &'static [usize] {
 /// Compares fields of [`Driver`] with functions of the headers.
 macro_rules! same {
     ($ours:ident: $($field:ident = $name:ident ($($any:tt)*);)*) => {$(
-        let found = theirs(sys::$name as unsafe fn($($any)*) -> _);
+        let found = driver_fields(sys::$name as unsafe fn($($any)*) -> _);
         assert_eq!($ours(|driver| driver.$field), found, stringify!($name));
     )*};
 }
@@ -115,15 +115,15 @@ fn functions_have_the_arguments_of_the_headers() {
         set_access = cuMemSetAccess(_, _, _, _);
         wait_value = cuStreamWaitValue32_v2(_, _, _, _);
     }
-    let batch = theirs(sys::cuMemcpyBatchAsync as unsafe fn(_, _, _, _, _, _, _, _, _) -> _);
+    let batch = driver_fields(sys::cuMemcpyBatchAsync as unsafe fn(_, _, _, _, _, _, _, _, _) -> _);
     assert_eq!(BatchCall::SIZES, batch);
 }
 
 /// Compares a struct field by field, in order, and as a whole.
 macro_rules! same_layout {
-    ($ours:ty, $theirs:ty, $($our:ident = $their:ident,)*) => {
-        $(assert_eq!(offset_of!($ours, $our), offset_of!($theirs, $their), stringify!($our));)*
-        assert_eq!(size_of::<$ours>(), size_of::<$theirs>());
+    ($ours:ty, $driver_fields:ty, $($our:ident = $their:ident,)*) => {
+        $(assert_eq!(offset_of!($ours, $our), offset_of!($driver_fields, $their), stringify!($our));)*
+        assert_eq!(size_of::<$ours>(), size_of::<$driver_fields>());
     };
 }
 
@@ -230,8 +230,8 @@ fn numbers_are_those_of_the_headers() {
             sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as i64,
         ),
     ];
-    for (at, (ours, theirs)) in same.into_iter().enumerate() {
-        assert_eq!(ours, theirs, "number {at}");
+    for (at, (ours, driver_fields)) in same.into_iter().enumerate() {
+        assert_eq!(ours, driver_fields, "number {at}");
     }
 }
 
@@ -251,8 +251,8 @@ fn codes_are_those_of_the_headers() {
         (code::NOT_SUPPORTED, Theirs::CUDA_ERROR_NOT_SUPPORTED),
         (code::CAPTURED_EVENT, Theirs::CUDA_ERROR_CAPTURED_EVENT),
     ];
-    for (ours, theirs) in same {
-        assert_eq!(ours, theirs as Code);
+    for (ours, driver_fields) in same {
+        assert_eq!(ours, driver_fields as Code);
     }
     let sticky = [
         Theirs::CUDA_ERROR_DEINITIALIZED,
@@ -273,8 +273,8 @@ fn codes_are_those_of_the_headers() {
         Theirs::CUDA_ERROR_MPS_CLIENT_TERMINATED,
         Theirs::CUDA_ERROR_UNKNOWN,
     ];
-    for theirs in sticky {
-        assert!(is_sticky(theirs as Code), "{theirs:?}");
+    for driver_fields in sticky {
+        assert!(is_sticky(driver_fields as Code), "{driver_fields:?}");
     }
     // 226 is in newer headers only: a contained error that destroys the context.
     assert_eq!(sticky.len() + 1, code::STICKY.len());

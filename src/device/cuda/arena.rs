@@ -55,7 +55,7 @@ impl Arena {
     }
 
     /// Frees an allocation.
-    pub fn give(&mut self, at: u64, bytes: u64) {
+    pub fn free_range(&mut self, at: u64, bytes: u64) {
         let padded = bytes.max(1).next_multiple_of(ALIGN);
         let (mut from, mut to) = (at, at + padded);
         if let Some(behind) = self.free.remove(&to) {
@@ -100,20 +100,20 @@ mod tests {
             let mut have: Vec<(u64, u64)> = Vec::new();
             for (takes, bytes, which) in steps {
                 if takes {
-                    let want = bytes.max(1).div_ceil(ALIGN) as usize;
-                    let place = taken.windows(want).position(|run| !run.contains(&true));
+                    let needed = bytes.max(1).div_ceil(ALIGN) as usize;
+                    let place = taken.windows(needed).position(|run| !run.contains(&true));
                     let got = arena.take(bytes).ok();
                     prop_assert_eq!(got, place.map(|at| base + at as u64 * ALIGN));
                     if let (Some(at), Some(place)) = (got, place) {
-                        taken[place..place + want].fill(true);
+                        taken[place..place + needed].fill(true);
                         have.push((at, bytes));
                     }
                 } else if !have.is_empty() {
                     let (at, bytes) = have.swap_remove(which % have.len());
-                    arena.give(at, bytes);
+                    arena.free_range(at, bytes);
                     let place = ((at - base) / ALIGN) as usize;
-                    let want = bytes.max(1).div_ceil(ALIGN) as usize;
-                    taken[place..place + want].fill(false);
+                    let needed = bytes.max(1).div_ceil(ALIGN) as usize;
+                    taken[place..place + needed].fill(false);
                 }
                 let free = taken.iter().filter(|&&is| !is).count() as u64 * ALIGN;
                 prop_assert_eq!(arena.free_bytes(), free);

@@ -45,8 +45,8 @@ impl Cuda {
                 unsafe {
                     match PeerCopy::find(no_access, at) {
                         None => self.issue_copy(inner, copy, &mut runs, stream, begun)?,
-                        Some(one) => {
-                            self.issue_peer_copy(inner, (copy, one), (queue, stream), begun)?
+                        Some(peer_copy) => {
+                            self.issue_peer_copy(inner, (copy, peer_copy), (queue, stream), begun)?
                         }
                     }
                     if inner.has_full_list() {

@@ -236,9 +236,9 @@ fn error(call: &str, status: FileStatus) -> Error {
 }
 
 /// The error of a short read.
-pub fn short(got: isize, wanted: u64) -> Error {
+pub fn short(got: isize, requested: u64) -> Error {
     let text = match got {
-        0.. => format!("cuFileRead: {got} bytes of {wanted}"),
+        0.. => format!("cuFileRead: {got} bytes of {requested}"),
         // A system error number, or a code of cuFile in its place.
         -1 => {
             let found = std::io::Error::last_os_error();

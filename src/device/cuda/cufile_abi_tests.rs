@@ -25,7 +25,7 @@ macro_rules! shapes {
 
 shapes! { () (A) (A, B) (A, B, C) (A, B, C, D, E) }
 
-fn theirs<F: Shape>(_: F) -> &'static [usize] {
+fn header_fields<F: Shape>(_: F) -> &'static [usize] {
     F::SIZES
 }
 
@@ -39,7 +39,7 @@ fn ours_newer<F: Shape>(_: fn(&Calls) -> Option<F>) -> &'static [usize] {
 
 macro_rules! same {
     ($ours:ident: $($field:ident = $name:ident ($($any:tt)*);)*) => {$(
-        let found = theirs(sys::$name as unsafe fn($($any)*) -> _);
+        let found = header_fields(sys::$name as unsafe fn($($any)*) -> _);
         assert_eq!($ours(|calls| calls.$field), found, stringify!($name));
     )*};
 }
@@ -96,8 +96,8 @@ fn descriptions_are_laid_out_as_in_the_header() {
         (size_of::<Properties>(), size_of::<sys::CUfileDrvProps>()),
         (offset_of!(RoomyProperties, known), 0),
     ];
-    for (ours, theirs) in same {
-        assert_eq!(ours, theirs);
+    for (ours, header_fields) in same {
+        assert_eq!(ours, header_fields);
     }
 }
 
@@ -114,8 +114,8 @@ fn numbers_are_those_of_the_header() {
         (ALLOW_COMPATIBLE, Switch::CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE as u32),
         (FORCE_COMPATIBLE, Switch::CUFILE_PARAM_FORCE_COMPAT_MODE as u32),
     ];
-    for (ours, theirs) in same {
-        assert_eq!(ours, theirs);
+    for (ours, header_fields) in same {
+        assert_eq!(ours, header_fields);
     }
     let codes = [
         (code::NO_MODULE, Failure::CU_FILE_DRIVER_NOT_INITIALIZED),
@@ -132,7 +132,7 @@ fn numbers_are_those_of_the_header() {
         (code::NOT_STARTED, Failure::CU_FILE_NVFS_SETUP_ERROR),
         (code::SWITCHED_OFF, Failure::CU_FILE_IO_DISABLED),
     ];
-    for (ours, theirs) in codes {
-        assert_eq!(ours, theirs as i32, "{}", describe_code(ours));
+    for (ours, header_fields) in codes {
+        assert_eq!(ours, header_fields as i32, "{}", describe_code(ours));
     }
 }

@@ -100,11 +100,11 @@ impl Direct for Cuda {
         self.check_file_system(file_system)?;
         let cufile = self.cufile()?;
         let file = DescriptorOf { descriptor };
-        let mut asked = Descriptor { kind: KIND_DESCRIPTOR, file, calls: std::ptr::null() };
+        let mut descriptor = Descriptor { kind: KIND_DESCRIPTOR, file, calls: std::ptr::null() };
         let mut handle: Handle = std::ptr::null_mut();
         let _guard = self.enter()?;
         // SAFETY: a description, and a place for a handle.
-        let status = unsafe { (cufile.calls.add_file)(&mut handle, &mut asked) };
+        let status = unsafe { (cufile.calls.add_file)(&mut handle, &mut descriptor) };
         if let Err(error) = check("cuFileHandleRegister", status) {
             fail!(Unavailable, "{}", error.message());
         }
@@ -177,7 +177,7 @@ impl Direct for Cuda {
         let length = isize::try_from(bytes).map_err(|_| Status::Limit)?;
         let offset = i64::try_from(offset).map_err(|_| Status::Limit)?;
         let _guard = self.enter()?;
-        // SAFETY: a registered file, and registered memory that nobody else uses, as the caller
+        // SAFETY: a registered file, and registered memory that nothing else uses, as the caller
         // promises.
         let got = unsafe {
             let at = (address - base) as i64; // inside of memory: far below the limit

@@ -116,10 +116,10 @@ impl Cuda {
                 return Ok(pageable);
             }
         }
-        let mut there = 0;
+        let mut device_address = 0;
         // SAFETY: a place for an address, and memory that is registered.
-        let code = unsafe { (self.driver.host_on_device)(&mut there, place, 0) };
-        let is_mapped = code == 0 && there == address as u64;
+        let code = unsafe { (self.driver.host_on_device)(&mut device_address, place, 0) };
+        let is_mapped = code == 0 && device_address == address as u64;
         Ok(HostRange { bytes, registration: Registration::Ours, is_mapped })
     }
 

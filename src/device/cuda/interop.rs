@@ -24,7 +24,7 @@ impl Cuda {
         let mut inner = self.inner.lock();
         Cuda::check_alive(&inner)?;
         let inside = self.enter()?;
-        // Only a query tells that an event belongs to a graph: a stream that waited for it would be
+        // Only a query shows that an event belongs to a graph: a stream that waited for it would be
         // captured into that graph. SAFETY: the caller's promise: an event.
         let code = unsafe { (self.driver.query)(raw as Handle) };
         if code != 0 && code != code::NOT_READY {
@@ -42,7 +42,7 @@ impl Cuda {
         let first = self.streams.len();
         let queues = first..first + inner.listeners.len();
         for queue in queues.clone() {
-            self.ask_first(inner, queue);
+            self.query_in_order(inner, queue);
         }
         let is_free = |queue: &usize| !inner.leased.contains(queue);
         let idle = queues.clone().find(|at| is_free(at) && inner.events.open_in(*at) == 0);

@@ -131,7 +131,7 @@ impl Cuda {
         Ok(function)
     }
 
-    /// Loads all modules now; [`Cuda::describe`] tells which are unavailable.
+    /// Loads all modules now; [`Cuda::describe`] names the unavailable ones.
     pub fn load_kernels(&self) -> Result<()> {
         let _guard = self.enter()?;
         let mut loaded = self.loaded.lock();

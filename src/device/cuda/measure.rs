@@ -117,10 +117,10 @@ impl<'a> Probe<'a> {
         let code = unsafe { (cuda.driver.allocate_host)(&mut host, PROBE_BYTES as usize, flags) };
         cuda.driver.check("cuMemHostAlloc", code)?;
         probe.host = host.cast();
-        let mut there = 0;
+        let mut device_address = 0;
         // SAFETY: a place for an address, and memory that was taken just now.
-        let code = unsafe { (cuda.driver.host_on_device)(&mut there, host, 0) };
-        let is_mapped = code == 0 && there == host as u64;
+        let code = unsafe { (cuda.driver.host_on_device)(&mut device_address, host, 0) };
+        let is_mapped = code == 0 && device_address == host as u64;
         let range = HostRange { bytes: PROBE_BYTES, registration: Registration::Theirs, is_mapped };
         cuda.inner.lock().hosts.insert(host as u64, range);
         probe.memory = Some(cuda.allocate(PROBE_BYTES)?);
@@ -136,8 +136,8 @@ impl<'a> Probe<'a> {
         let count = PROBE_BYTES / cell_bytes;
         for cell in 0..count {
             let host = self.host.wrapping_add((cell * cell_bytes) as usize);
-            let there = memory.address + (cell * 7 + 3) % count * cell_bytes;
-            copies.push(Copy::bytes(host, there, cell_bytes, direction, Memory::Device)?);
+            let target = memory.address + (cell * 7 + 3) % count * cell_bytes;
+            copies.push(Copy::bytes(host, target, cell_bytes, direction, Memory::Device)?);
         }
         let clock = Clock::real();
         let start_ns = clock.now_ns();

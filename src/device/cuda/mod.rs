@@ -178,7 +178,7 @@ impl Cuda {
         let known = inner.events.get(event)?;
         if known.outcome.is_none() && known.user_event.is_none() {
             match self.enter() {
-                Ok(_guard) => self.ask(inner, event)?,
+                Ok(_guard) => self.query_driver(inner, event)?,
                 // The query failed, the work perhaps not.
                 Err(error) => self.refuse(inner, event, &error),
             }
@@ -187,7 +187,7 @@ impl Cuda {
     }
 
     /// Queries an event. The context is current.
-    fn ask(&self, inner: &mut Inner, event: Event) -> Result<()> {
+    fn query_driver(&self, inner: &mut Inner, event: Event) -> Result<()> {
         let raw = inner.events.raw(event)?;
         // SAFETY: an event of this context, which is not destroyed while it is in the table.
         match unsafe { (self.driver.query)(raw) } {
@@ -200,11 +200,11 @@ impl Cuda {
 
     /// Queries the pending events of a queue in order, up to the first that has not completed. The
     /// context is current.
-    fn ask_first(&self, inner: &mut Inner, queue: usize) {
+    fn query_in_order(&self, inner: &mut Inner, queue: usize) {
         while let Some(event) = inner.events.first_open(queue) {
             // A pending event is in the table.
-            let asked = self.ask(inner, event);
-            if asked.is_err() || inner.events.first_open(queue) == Some(event) {
+            let queried = self.query_driver(inner, event);
+            if queried.is_err() || inner.events.first_open(queue) == Some(event) {
                 break;
             }
         }
@@ -324,7 +324,7 @@ impl Device for Cuda {
         let mut inner = self.inner.lock();
         if let Ok(_guard) = self.enter() {
             for queue in 0..inner.events.queues() {
-                self.ask_first(&mut inner, queue);
+                self.query_in_order(&mut inner, queue);
             }
         }
         inner.events.report(ended)
@@ -377,14 +377,14 @@ impl Device for Cuda {
         }
         inner.allocations.remove(&memory.address);
         if let Some(arena) = &mut inner.arena {
-            arena.give(memory.address, memory.bytes);
+            arena.free_range(memory.address, memory.bytes);
             return Ok(());
         }
         drop(inner); // the driver may wait for all work of the device
         // The memory is no longer the device's, whatever the driver says.
         match self.enter() {
             Ok(_guard) => {
-                // SAFETY: memory that this device allocated and frees once; nobody uses it, as the
+                // SAFETY: memory that this device allocated and frees once; nothing uses it, as the
                 // caller promises.
                 self.driver.note("cuMemFree", unsafe { (self.driver.free)(memory.address) });
             }

@@ -142,9 +142,9 @@ impl Cuda {
     pub(super) fn allocate_memory(&self, bytes: u64) -> Result<Pointer> {
         let _guard = self.enter()?;
         let mut address = 0;
-        let wanted = usize::try_from(bytes).map_err(|_| Status::Limit)?;
+        let needed = usize::try_from(bytes).map_err(|_| Status::Limit)?;
         // SAFETY: a place for an address.
-        let code = unsafe { (self.driver.allocate)(&mut address, wanted) };
+        let code = unsafe { (self.driver.allocate)(&mut address, needed) };
         self.driver.check("cuMemAlloc", code).map_err(|error| match error.status() {
             Status::NoMem => error.within(&format!("{bytes} bytes of device memory")),
             _ => error,

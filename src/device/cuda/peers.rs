@@ -88,8 +88,8 @@ impl Cuda {
     fn reach(&self, ordinal: Ordinal, context: usize) -> Result<()> {
         let mut can = 0;
         // SAFETY: a place for a number.
-        let asked = unsafe { (self.driver.can_reach)(&mut can, self.ordinal, ordinal) };
-        self.driver.check("cuDeviceCanAccessPeer", asked)?;
+        let status = unsafe { (self.driver.can_reach)(&mut can, self.ordinal, ordinal) };
+        self.driver.check("cuDeviceCanAccessPeer", status)?;
         if can == 0 {
             fail!(Unsupported, "the devices cannot access each other");
         }
@@ -108,10 +108,10 @@ impl Cuda {
             return Ok(None);
         };
         let mut access: u32 = 0;
-        let (asked, answer) = ([POINTER_ACCESS], [(&raw mut access).cast()]);
+        let (attributes, answer) = ([POINTER_ACCESS], [(&raw mut access).cast()]);
         // SAFETY: one question, and a place for its answer.
         let code = unsafe {
-            (self.driver.pointer_attributes)(1, asked.as_ptr(), answer.as_ptr(), address)
+            (self.driver.pointer_attributes)(1, attributes.as_ptr(), answer.as_ptr(), address)
         };
         self.driver.check("cuPointerGetAttributes", code)?;
         let is_reached = access == POINTER_READ_WRITE;

@@ -78,7 +78,7 @@ impl Cuda {
     /// Attributes of an address; kind 0 if the driver does not know it.
     pub(super) fn pointer_info(&self, address: u64) -> Result<PointerInfo> {
         let mut pointer_info = PointerInfo { ordinal: -1, ..PointerInfo::default() };
-        let asked = [
+        let attributes = [
             POINTER_KIND,
             POINTER_ORDINAL,
             POINTER_MANAGED,
@@ -94,11 +94,11 @@ impl Cuda {
             (&raw mut pointer_info.start).cast(),
             (&raw mut pointer_info.bytes).cast(),
         ];
-        let count = asked.len() as c_uint;
+        let count = attributes.len() as c_uint;
         // SAFETY: as many attributes as places, each of the size of its value. The driver looks the
         // address up without accessing it.
         let code = unsafe {
-            (self.driver.pointer_attributes)(count, asked.as_ptr(), answers.as_ptr(), address)
+            (self.driver.pointer_attributes)(count, attributes.as_ptr(), answers.as_ptr(), address)
         };
         if code == code::INVALID_VALUE {
             return Ok(PointerInfo::default());

@@ -37,10 +37,10 @@ impl Cuda {
                 let mark = self.put(&mut inner, queue, after.take(), &Work::Copies(&[]))?;
                 drop(inner);
                 // Polls: loss of the device ends the wait.
-                let came = self.wait(mark, u64::MAX);
+                let waited = self.wait(mark, u64::MAX);
                 inner = self.inner.lock();
                 inner.events.forget(mark)?;
-                came?;
+                waited?;
             }
         }
         self.put(&mut inner, queue, after, &Work::Copies(copies))
@@ -54,7 +54,7 @@ impl Cuda {
             return Ok(true);
         }
         let _guard = self.enter()?;
-        self.ask_first(inner, queue);
+        self.query_in_order(inner, queue);
         Ok(inner.events.open_in(queue) > 0)
     }
 

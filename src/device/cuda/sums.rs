@@ -175,9 +175,9 @@ impl Cuda {
         queue: usize,
     ) -> Result<Option<Plan>> {
         let piece_at = |at: usize, copy: &Copy<'_>| piece_of(copy, PeerCopy::find(no_access, at));
-        let wanted = || copies.iter().enumerate().filter(|(_, copy)| copy.wants_sum);
+        let summed = || copies.iter().enumerate().filter(|(_, copy)| copy.wants_sum);
         let (mut count, mut blocks, mut longest) = (0, 0, 0);
-        for (at, copy) in wanted() {
+        for (at, copy) in summed() {
             let bytes = copy.tensor.bytes();
             (count, blocks) = (count + 1, blocks + bytes.div_ceil(BLOCK_BYTES as u64) as usize);
             longest = if piece_at(at, copy).is_none() { bytes.max(longest) } else { longest };
@@ -191,7 +191,7 @@ impl Cuda {
         let room = ranges.try_reserve_exact(count).and_then(|()| staged.try_reserve_exact(count));
         room.map_err(|_| Status::NoMem)?;
         let mut used = 0;
-        for (at, copy) in wanted() {
+        for (at, copy) in summed() {
             let bytes = copy.tensor.bytes();
             let piece = piece_at(at, copy);
             if piece.is_none() && used + bytes > stage.bytes {
@@ -289,12 +289,12 @@ impl Cuda {
         let list = &inner.sums.lists[plan.list];
         let (host, device) = (list.host, list.device);
         let (sums_at, bytes) = (list.sums_at(), std::mem::size_of_val(&plan.ranges[..]));
-        let there: *mut Range = std::ptr::with_exposed_provenance_mut(host);
+        let target: *mut Range = std::ptr::with_exposed_provenance_mut(host);
         *begun = true;
         // SAFETY: the list's own memory, which has room for the ranges and belongs to this batch.
         let code = unsafe {
-            std::ptr::copy_nonoverlapping(plan.ranges.as_ptr(), there, plan.ranges.len());
-            (self.driver.to_device)(device, there.cast_const().cast(), bytes, stream)
+            std::ptr::copy_nonoverlapping(plan.ranges.as_ptr(), target, plan.ranges.len());
+            (self.driver.to_device)(device, target.cast_const().cast(), bytes, stream)
         };
         self.driver.check("cuMemcpyHtoDAsync", code)?;
         let mut first = 0;
@@ -341,9 +341,9 @@ impl Cuda {
                     plane: MemoryOwner::Own,
                 });
             }
-            let there = std::ptr::with_exposed_provenance_mut(address as usize);
+            let target = std::ptr::with_exposed_provenance_mut(address as usize);
             let from = copy.plane.expose_provenance() as u64;
-            let whole = Copy::bytes(there, from, bytes, Direction::Gather, Memory::Device)?;
+            let whole = Copy::bytes(target, from, bytes, Direction::Gather, Memory::Device)?;
             let tensor = if is_plane(copy) { whole.tensor } else { copy.tensor };
             gathers.push(Copy { tensor, plane_memory: Memory::Device, ..whole });
         }

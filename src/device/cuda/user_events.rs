@@ -40,7 +40,7 @@ impl UserEvents {
     }
 
     /// Device address of a number, and the value to wait for.
-    fn wanted(&self, number: usize) -> (Pointer, u32) {
+    fn wait_target(&self, number: usize) -> (Pointer, u32) {
         let at = self.device + (number * size_of::<u32>()) as Pointer;
         (at, self.all[number].0)
     }
@@ -99,7 +99,7 @@ impl Cuda {
         // SAFETY: a place for an address, and memory that the device reaches.
         let code = unsafe { (self.driver.host_on_device)(&mut device, host, 0) };
         if let Err(error) = self.driver.check("cuMemHostGetDevicePointer", code) {
-            // SAFETY: nobody has it yet.
+            // SAFETY: nothing has it yet.
             self.driver.note("cuMemFreeHost", unsafe { (self.driver.free_host)(host) });
             return Err(error);
         }
@@ -128,7 +128,7 @@ impl Cuda {
         number: usize,
     ) -> Result<()> {
         let Some(call) = self.driver.wait_value else { return Err(Status::Unsupported.into()) };
-        let (at, value) = inner.user_events.wanted(number);
+        let (at, value) = inner.user_events.wait_target(number);
         // SAFETY: a stream of this context, and a number that the device reaches.
         let code = unsafe { call(stream, at, value, WAIT_AS_LARGE) };
         if code == code::NOT_SUPPORTED {

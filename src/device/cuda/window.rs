@@ -35,11 +35,11 @@ pub struct CudaWindow {
 pub(super) fn granularity(cuda: &Cuda) -> Result<u64> {
     let of = of_device(cuda);
     let (call, mut granularity) = (&cuda.driver, 0);
-    let ask = there(call.granularity)?;
+    let query_granularity = required(call.granularity)?;
     let _guard = cuda.enter()?;
     // SAFETY: a description and a place for a number.
     call.check("cuMemGetAllocationGranularity", unsafe {
-        ask(&mut granularity, &of, GRANULARITY_MINIMUM)
+        query_granularity(&mut granularity, &of, GRANULARITY_MINIMUM)
     })?;
     Ok(granularity.max(1) as u64)
 }
@@ -55,7 +55,7 @@ impl CudaWindow {
         if whole == 0 {
             fail!(Invalid, "a window of 0 bytes");
         }
-        let (reserve, mut start) = (there(cuda.driver.reserve)?, 0);
+        let (reserve, mut start) = (required(cuda.driver.reserve)?, 0);
         let inside = cuda.enter()?;
         // SAFETY: a place for an address; any will do.
         let code = unsafe { reserve(&mut start, whole as usize, 0, 0, 0) };
@@ -78,34 +78,34 @@ impl CudaWindow {
         known: &PieceState<Memory>,
     ) -> (bool, Result<()>) {
         let (call, address, bytes) = (&self.cuda.driver, self.start + at, known.bytes as usize);
-        let mapped = there(call.map).and_then(|map| {
+        let mapped = required(call.map).and_then(|map| {
             // SAFETY: an unmapped part of the reservation, and memory of that length.
             call.check("cuMemMap", unsafe { map(address, bytes, 0, known.own.handle, 0) })
         });
         if mapped.is_err() {
             return (false, mapped);
         }
-        let who =
+        let access =
             AccessOf { location: [LOCATION_DEVICE, self.cuda.ordinal], flags: ACCESS_READ_WRITE };
-        let set = there(call.set_access).and_then(|set_access| {
+        let set = required(call.set_access).and_then(|set_access| {
             // SAFETY: mapped just now, and one description.
-            call.check("cuMemSetAccess", unsafe { set_access(address, bytes, &who, 1) })
+            call.check("cuMemSetAccess", unsafe { set_access(address, bytes, &access, 1) })
         });
-        // Nobody could use it yet.
+        // Nothing uses the memory yet.
         let stays = set.is_ok() || self.detach(inside, at, known.bytes).is_err();
         (stays, set)
     }
 
     fn detach(&self, _guard: &ContextGuard<'_>, at: u64, bytes: u64) -> Result<()> {
         let call = &self.cuda.driver;
-        // SAFETY: a piece as it was mapped; nobody uses it, as the caller promised.
-        let code = unsafe { there(call.unmap)?(self.start + at, bytes as usize) };
+        // SAFETY: a piece as it was mapped; nothing uses it, as the caller promised.
+        let code = unsafe { required(call.unmap)?(self.start + at, bytes as usize) };
         call.check("cuMemUnmap", code)
     }
 
     fn release(&self, _guard: &ContextGuard<'_>, handle: u64) -> Result<()> {
         let call = &self.cuda.driver;
-        let release = there(call.release_memory)?;
+        let release = required(call.release_memory)?;
         // SAFETY: memory that this window allocated, and frees once.
         call.check("cuMemRelease", unsafe { release(handle) })
     }
@@ -143,7 +143,7 @@ impl Window for CudaWindow {
     fn create(&self, bytes: u64) -> Result<Piece> {
         self.pieces.lock().check_length(bytes)?;
         let (of, call, mut handle) = (of_device(&self.cuda), &self.cuda.driver, 0);
-        let create = there(call.create_memory)?;
+        let create = required(call.create_memory)?;
         let _guard = self.cuda.enter()?;
         // SAFETY: a place for a handle, and a description.
         let code = unsafe { create(&mut handle, bytes as usize, &of, 0) };
@@ -222,7 +222,7 @@ fn of_device(cuda: &Cuda) -> Allocation {
 }
 
 /// A function that the driver may lack.
-fn there<F>(function: Option<F>) -> Result<F> {
+fn required<F>(function: Option<F>) -> Result<F> {
     function
         .ok_or_else(|| Error::new(Status::Unsupported, "the driver cannot map memory (cuMemMap)"))
 }

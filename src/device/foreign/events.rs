@@ -69,7 +69,7 @@ impl Events {
         Events { known: Slots::new(MAX_EVENTS), count: 0, queues, ended: VecDeque::new() }
     }
 
-    /// Reserves a slot before the engine is asked for an event, so that a full table rejects work
+    /// Reserves a slot before the engine creates an event, so that a full table rejects work
     /// before it begins.
     pub fn reserve(&mut self) -> Result<Event> {
         let event = self.known.insert(EventRecord { raw: None, outcome: None })?;

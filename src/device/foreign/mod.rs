@@ -34,7 +34,7 @@ struct Inner {
     /// User events, and whether the engine has signalled each.
     user_events: BTreeMap<u64, bool>,
     /// Forgotten user events that were signalled and have not completed.
-    forgotten: Vec<Event>,
+    leaving: Vec<Event>,
     /// Leased streams.
     leased: Vec<u32>,
     /// Why no work can begin any more.
@@ -67,7 +67,7 @@ impl Foreign {
             last: 0,
             under_way: 0,
             user_events: BTreeMap::new(),
-            forgotten: Vec::new(),
+            leaving: Vec::new(),
             leased: Vec::new(),
             lost: None,
             closed: false,
@@ -77,9 +77,9 @@ impl Foreign {
         Ok(Foreign { engine, facts, clock, inner: Mutex::new(inner), changed })
     }
 
-    /// Returns a result of the engine unchanged. If it reports that the device is lost, all pending
-    /// work fails.
-    fn check_lost<T>(&self, result: Result<T>) -> Result<T> {
+    /// Passes on a result of the engine. If it reports a lost device, all pending work
+    /// fails.
+    fn checked<T>(&self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result
             && error.status() == Status::Unavailable
         {
@@ -102,7 +102,7 @@ impl Foreign {
     }
 
     /// Whether the engine may be called at all.
-    fn check_there(&self) -> Result<()> {
+    fn check_not_lost(&self) -> Result<()> {
         self.inner.lock().lost.clone().map_or(Ok(()), Err)
     }
 
@@ -111,7 +111,7 @@ impl Foreign {
         &self,
         queue: usize,
         after: Option<Event>,
-        ask: impl FnOnce(u64) -> Result<u64>,
+        start: impl FnOnce(u64) -> Result<u64>,
     ) -> Result<Event> {
         let mut inner = self.inner.lock();
         Foreign::check_alive(&inner)?;
@@ -123,8 +123,8 @@ impl Foreign {
         let event = inner.events.reserve()?;
         inner.under_way += 1;
         drop(inner);
-        let said = self.check_lost(ask(before.as_ref().map_or(0, |raw| raw.number())));
-        let raw = said.map(|number| Raw::new(&self.engine, number));
+        let result = self.checked(start(before.as_ref().map_or(0, |raw| raw.number())));
+        let raw = result.map(|number| Raw::new(&self.engine, number));
         let mut inner = self.inner.lock();
         inner.under_way -= 1;
         self.changed.notify_all();
@@ -147,7 +147,7 @@ impl Foreign {
         if known.is_some() {
             return Ok(known);
         }
-        let outcome = match self.check_lost(self.engine.query(raw.number())) {
+        let outcome = match self.checked(self.engine.query(raw.number())) {
             Ok(false) => return Ok(None),
             Ok(true) => Ok(()),
             Err(error) => Err(error.status()),
@@ -163,7 +163,7 @@ impl Foreign {
     /// Waits in the engine, or sleeps.
     fn rest(&self, raw: &Raw, deadline_ns: u64, nap_ns: &mut u64) {
         let now_ns = self.clock.now_ns();
-        match self.engine.wait(raw.number(), deadline_ns).map(|said| self.check_lost(said)) {
+        match self.engine.wait(raw.number(), deadline_ns).map(|result| self.checked(result)) {
             // All work has failed: nothing to wait for.
             Some(Err(error)) if error.status() == Status::Unavailable => return,
             // An engine whose wait keeps returning early must not be polled in a busy loop.
@@ -194,8 +194,8 @@ impl Device for Foreign {
         let mut rows = std::mem::take(&mut self.inner.lock().spare);
         let lowered = lower(copies, &mut rows);
         let event = lowered.and_then(|()| {
-            let ask = |before| self.engine.submit(stream.0, before, &rows);
-            self.begin(stream.0 as usize, after, ask)
+            let start = |before| self.engine.submit(stream.0, before, &rows);
+            self.begin(stream.0 as usize, after, start)
         });
         rows.clear();
         self.inner.lock().spare = rows;
@@ -246,15 +246,15 @@ impl Device for Foreign {
             return Err(Status::Busy.into());
         }
         let mut inner = self.inner.lock();
-        let gone = inner.events.remove(event)?;
+        let removed = inner.events.remove(event)?;
         inner.user_events.remove(&event.0);
         drop(inner);
-        drop(gone); // with no lock held
+        drop(removed); // with no lock held
         Ok(())
     }
 
     fn forget(&self, event: Event) {
-        self.release_when_completed(event);
+        self.forget_later(event);
     }
 
     fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
@@ -262,7 +262,7 @@ impl Device for Foreign {
             fail!(Invalid, "0 bytes of device memory");
         }
         Foreign::check_alive(&self.inner.lock())?;
-        let address = self.check_lost(self.engine.allocate(bytes))?;
+        let address = self.checked(self.engine.allocate(bytes))?;
         let mut inner = self.inner.lock();
         inner.last += 1;
         let number = inner.last;
@@ -271,7 +271,7 @@ impl Device for Foreign {
         let memory = if self.facts.reaches_device { Memory::Device } else { Memory::Host };
         let memory = DeviceMemory { address, bytes, memory, number };
         if address == 0 || address % ALIGN_BYTES != 0 {
-            // SAFETY: nobody has it yet.
+            // SAFETY: nothing has it yet.
             unsafe { self.free(&memory)? };
             fail!(
                 Invalid,
@@ -297,13 +297,13 @@ impl Device for Foreign {
     }
 
     unsafe fn register_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
-        self.check_there()?;
-        self.check_lost(self.engine.register_host(address.expose_provenance() as u64, bytes))
+        self.check_not_lost()?;
+        self.checked(self.engine.register_host(address.expose_provenance() as u64, bytes))
     }
 
     unsafe fn unregister_host(&self, address: *mut u8) -> Result<()> {
-        self.check_there()?;
-        self.check_lost(self.engine.unregister_host(address.addr() as u64))
+        self.check_not_lost()?;
+        self.checked(self.engine.unregister_host(address.addr() as u64))
     }
 
     unsafe fn import_event(&self, raw: u64) -> Result<Event> {
@@ -314,7 +314,7 @@ impl Device for Foreign {
         let (raw, known) = self.inner.lock().events.get(event)?;
         match known {
             Some(outcome) => outcome.map_err(Error::from),
-            None => self.check_lost(self.engine.stream_wait_event(raw_stream, raw.number())),
+            None => self.checked(self.engine.stream_wait_event(raw_stream, raw.number())),
         }
     }
 
@@ -337,8 +337,8 @@ impl Device for Foreign {
                 fail!(Unsupported, "the custom device has no kernel {}", call.kind);
             }
         }
-        let ask = |before| self.engine.launch(stream.0, before, calls);
-        self.begin(stream.0 as usize, after, ask)
+        let start = |before| self.engine.launch(stream.0, before, calls);
+        self.begin(stream.0 as usize, after, start)
     }
 
     fn shared_streams(&self) -> u32 {
@@ -366,7 +366,7 @@ impl Device for Foreign {
     }
 
     fn free_bytes(&self) -> Option<u64> {
-        self.check_there().ok()?;
+        self.check_not_lost().ok()?;
         self.engine.free_bytes()
     }
 

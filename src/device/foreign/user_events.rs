@@ -1,4 +1,4 @@
-//! User events of a custom device. The engine's callbacks create and signal them.
+//! User events of a custom device: the engine creates and signals them.
 
 use crate::base::status::{Result, Status};
 use crate::device::foreign::Foreign;
@@ -6,7 +6,7 @@ use crate::device::{Device, Event, MAX_USER_EVENTS};
 use crate::fail;
 
 impl Foreign {
-    /// Implements [`Device::create_user_event`].
+    /// Implements [`crate::device::Device::create_user_event`].
     pub(super) fn new_user_event(&self) -> Result<Event> {
         self.sweep();
         if self.inner.lock().user_events.len() >= MAX_USER_EVENTS {
@@ -17,16 +17,16 @@ impl Foreign {
             self.begin(self.facts.streams as usize, None, |_| self.engine.create_user_event())?;
         let mut inner = self.inner.lock();
         inner.user_events.insert(event.0, false);
-        let is_closed = inner.closed;
+        let is_late = inner.closed;
         drop(inner);
-        if is_closed {
-            // A concurrent close has signalled all user events, but missed this one.
+        if is_late {
+            // A concurrent close did not see this event.
             self.signal_user_event(event)?;
         }
         Ok(event)
     }
 
-    /// Implements [`Device::signal_event`].
+    /// Implements [`crate::device::Device::signal_event`].
     pub(super) fn signal_user_event(&self, event: Event) -> Result<()> {
         let mut inner = self.inner.lock();
         let Some(is_signalled) = inner.user_events.get_mut(&event.0) else {
@@ -37,7 +37,7 @@ impl Foreign {
         }
         let (raw, _) = inner.events.get(event)?;
         drop(inner);
-        let signalled = self.check_lost(self.engine.signal_event(raw.number()));
+        let signalled = self.checked(self.engine.signal_event(raw.number()));
         if signalled.is_err()
             && let Some(is_signalled) = self.inner.lock().user_events.get_mut(&event.0)
         {
@@ -46,23 +46,22 @@ impl Foreign {
         signalled
     }
 
-    /// Implements [`Device::forget`]: releases the event once it has completed. With some engines a
-    /// signalled event completes later.
-    pub(super) fn release_when_completed(&self, event: Event) {
-        self.inner.lock().forgotten.push(event);
+    /// Implements [`Device::forget`]. An engine may complete a signalled event later.
+    pub(super) fn forget_later(&self, event: Event) {
+        self.inner.lock().leaving.push(event);
         self.sweep();
     }
 
     /// Releases forgotten events that have completed.
     fn sweep(&self) {
-        let mut forgotten = std::mem::take(&mut self.inner.lock().forgotten);
-        forgotten.retain(|event| {
+        let mut leaving = std::mem::take(&mut self.inner.lock().leaving);
+        leaving.retain(|event| {
             self.release(*event).is_err_and(|error| error.status() == Status::Busy)
         });
-        self.inner.lock().forgotten.append(&mut forgotten);
+        self.inner.lock().leaving.append(&mut leaving);
     }
 
-    /// Signals all pending user events, so that no work waits for them forever.
+    /// Signals all pending user events, so that nothing waits forever.
     pub(super) fn signal_open_events(&self) {
         let open: Vec<u64> = {
             let inner = self.inner.lock();

@@ -4,7 +4,7 @@
 
 use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};
-use crate::device::strips::{copy_strip, there};
+use crate::device::strips::{copy_strip, pointer_at};
 use crate::device::{Copy, Direction, Memory};
 use crate::meta::view::Strip;
 
@@ -85,7 +85,7 @@ impl LoweredCopy {
                     .iter()
                     .for_each(|strip| copy_strip::<true>(strip, bytes.add(strip.at as usize))),
                 Direction::Scatter => {
-                    std::ptr::copy_nonoverlapping(there(self.plane), bytes, self.bytes.len());
+                    std::ptr::copy_nonoverlapping(pointer_at(self.plane), bytes, self.bytes.len());
                 }
             }
         }
@@ -99,7 +99,7 @@ impl LoweredCopy {
         unsafe {
             match self.direction {
                 Direction::Gather => {
-                    std::ptr::copy_nonoverlapping(bytes, there(self.plane), self.bytes.len());
+                    std::ptr::copy_nonoverlapping(bytes, pointer_at(self.plane), self.bytes.len());
                 }
                 Direction::Scatter => self
                     .strips

@@ -56,7 +56,7 @@ impl Simulated {
         if whole == 0 {
             fail!(Invalid, "a window of 0 bytes");
         }
-        self.check_there()?;
+        self.check_not_lost()?;
         let range = Range::strict(whole.checked_add(granularity_bytes).ok_or(Status::Limit)?)?;
         let start =
             (range.address().expose_provenance() as u64).next_multiple_of(granularity_bytes);
@@ -74,7 +74,7 @@ impl Simulated {
         self.windows.lock().iter().filter(|window| window.strong_count() > 0).count()
     }
 
-    fn check_there(&self) -> Result<()> {
+    fn check_not_lost(&self) -> Result<()> {
         if self.is_lost() { Err(Status::Unavailable.into()) } else { Ok(()) }
     }
 
@@ -102,7 +102,7 @@ impl SimulatedWindow {
         let known = pieces.get(piece)?;
         let Some(at) = known.at else { return Ok(()) };
         self.device.now().check_unused(self.at.start + at, known.bytes)?;
-        // SAFETY: nobody uses it, as the caller promises, and no batch does.
+        // SAFETY: nothing uses it, as the caller promises, and no batch does.
         unsafe { self.at.range.give_back(self.at.offset(at), known.bytes)? };
         pieces.set(piece, (), None);
         Ok(())
@@ -123,7 +123,7 @@ impl Window for SimulatedWindow {
     }
 
     fn create(&self, bytes: u64) -> Result<Piece> {
-        self.device.check_there()?;
+        self.device.check_not_lost()?;
         let mut pieces = self.at.pieces.lock();
         pieces.check_length(bytes)?;
         self.device.pool.count(bytes)?;
@@ -131,7 +131,7 @@ impl Window for SimulatedWindow {
     }
 
     unsafe fn put(&self, piece: Piece, at: u64) -> Result<()> {
-        self.device.check_there()?;
+        self.device.check_not_lost()?;
         let mut pieces = self.at.pieces.lock();
         pieces.check_place(piece, at)?;
         let known = pieces.get(piece)?;
@@ -142,7 +142,7 @@ impl Window for SimulatedWindow {
         let offset = self.at.offset(at);
         self.at.range.take(offset, known.bytes)?;
         if let Some(address) = self.at.range.range(offset, known.bytes) {
-            // SAFETY: a part of the range that was mapped just now, which nobody has yet.
+            // SAFETY: a part of the range that was mapped just now, which nothing has yet.
             unsafe { address.write_bytes(POISON, known.bytes as usize) };
         }
         pieces.set(piece, (), Some(at));

@@ -50,7 +50,7 @@ fn identity(files: &dyn ModelFiles, file: u32, stock: &Buffer) -> Result<Identit
     for piece in pieces {
         piece.result?;
     }
-    // SAFETY: read just now, with zeros past the end; nobody writes it any more.
-    let both = unsafe { std::slice::from_raw_parts(stock.address(), (head + tail) as usize) };
-    Ok(Identity { bytes: stamp.bytes, modified_ns: stamp.modified_ns, ends: xxh3(both) })
+    // SAFETY: read just now, with zeros past the end; nothing writes it any more.
+    let ends = unsafe { std::slice::from_raw_parts(stock.address(), (head + tail) as usize) };
+    Ok(Identity { bytes: stamp.bytes, modified_ns: stamp.modified_ns, ends: xxh3(ends) })
 }

@@ -16,7 +16,7 @@ pub struct Map {
     bytes: usize,
 }
 
-// SAFETY: pages that nobody writes through this.
+// SAFETY: pages that nothing writes through this.
 unsafe impl Send for Map {}
 // SAFETY: as above.
 unsafe impl Sync for Map {}

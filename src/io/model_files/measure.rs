@@ -31,12 +31,12 @@ pub fn measure(files: &dyn ModelFiles, clock: &Clock, bytes: u64) -> Result<u64>
     };
     let at_once = count.min(IN_FLIGHT);
     // Huge pages, as for weights: small ones reduce the bandwidth.
-    let wish = AllocationRequest {
+    let request = AllocationRequest {
         bytes: piece * at_once,
         prefer_huge: true,
         ..AllocationRequest::default()
     };
-    let stock = Buffer::map(&wish, None)?;
+    let stock = Buffer::map(&request, None)?;
     // SAFETY: the buffer belongs to this call. Page faults must not be measured.
     unsafe { crate::base::memory::prefault(stock.address(), stock.bytes()) };
     let (mut moved, start) = (0u64, clock.now_ns());

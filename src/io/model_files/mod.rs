@@ -18,7 +18,7 @@ pub const MAX_MODEL_FILES: usize = 4096;
 /// are arbitrary, direct reads are aligned.
 pub const READ_UNIT_BYTES: u64 = 4096;
 
-/// Attributes that tell whether a file has changed.
+/// Attributes that show whether a file has changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stamp {
     /// Length.
@@ -84,7 +84,7 @@ pub trait ModelFiles: Send + Sync {
     /// memory is undefined.
     ///
     /// # Safety
-    /// The memory of every piece is valid for writes, and nobody else accesses it, until this
+    /// The memory of every piece is valid for writes, and nothing else accesses it, until this
     /// returns.
     unsafe fn transfer(&self, pieces: &mut [Piece]);
 }
@@ -118,11 +118,13 @@ pub fn check_piece(files: &dyn ModelFiles, piece: &Piece) -> Result<()> {
 pub unsafe fn zero_past(piece: &Piece, file_bytes: u64) {
     let mut at = piece.offset;
     for part in &piece.parts {
-        let here = file_bytes.saturating_sub(at).min(part.bytes);
-        if here < part.bytes {
+        let available = file_bytes.saturating_sub(at).min(part.bytes);
+        if available < part.bytes {
             // SAFETY: the rest of the part, whose memory the caller guarantees.
             unsafe {
-                part.address.add(here as usize).write_bytes(0, (part.bytes - here) as usize);
+                part.address
+                    .add(available as usize)
+                    .write_bytes(0, (part.bytes - available) as usize);
             }
         }
         at = at.saturating_add(part.bytes);

@@ -98,8 +98,8 @@ impl RealModelFiles {
 
 /// Switches all files to direct reads; returns their alignment.
 fn all_direct(files: &[ModelFile]) -> Result<u64> {
-    let wish = AllocationRequest { bytes: 2 * READ_UNIT_BYTES, ..AllocationRequest::default() };
-    let scratch = Buffer::map(&wish, None)?;
+    let request = AllocationRequest { bytes: 2 * READ_UNIT_BYTES, ..AllocationRequest::default() };
+    let scratch = Buffer::map(&request, None)?;
     let mut align = 1;
     for opened in files {
         align = opened.use_direct_reads(&scratch)?.max(align);

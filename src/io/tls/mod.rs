@@ -41,9 +41,9 @@ pub struct Session {
     /// Encrypted bytes to send; `sent` of them are sent.
     outgoing: Vec<u8>,
     sent: usize,
-    /// Decrypted bytes that were not requested yet; `given` of them are delivered.
+    /// Decrypted bytes that were not requested yet; `delivered` of them are delivered.
     rest: Vec<u8>,
-    given: usize,
+    delivered: usize,
     /// Small pieces, gathered into one record.
     gathered: Vec<u8>,
     is_open: bool,
@@ -97,7 +97,7 @@ impl Session {
             outgoing: Vec::new(),
             sent: 0,
             rest: Vec::new(),
-            given: 0,
+            delivered: 0,
             gathered: Vec::new(),
             is_open: false,
             has_ended: false,
@@ -185,22 +185,22 @@ impl Session {
     /// Receives what has arrived, as far as the pieces have room; None = nothing has.
     ///
     /// # Safety
-    /// Every piece can be written, and nobody else accesses it meanwhile.
+    /// Every piece can be written, and nothing else accesses it meanwhile.
     pub unsafe fn receive(&mut self, link: &Link, pieces: &Pieces) -> Result<Option<usize>, Lost> {
         let mut rest = take(&mut self.rest);
         let each = &mut pieces.each();
         let mut over = Vec::new();
         let mut sink =
             Sink { pieces: each, at: (std::ptr::null_mut(), 0), placed: 0, rest: &mut over };
-        if self.given < rest.len() {
+        if self.delivered < rest.len() {
             // SAFETY: the caller guarantees the pieces.
-            unsafe { sink.put(&rest[self.given..]) };
-            self.given += sink.placed;
+            unsafe { sink.put(&rest[self.delivered..]) };
+            self.delivered += sink.placed;
             self.rest = rest;
             return Ok(Some(sink.placed));
         }
         rest.clear();
-        self.given = 0;
+        self.delivered = 0;
         sink.rest = &mut rest;
         let mut done = Ok(None);
         for _ in 0..TURNS {
@@ -241,7 +241,7 @@ impl Session {
         self.gathered.clear();
     }
 
-    /// Receives bytes from the connection; whether any came.
+    /// Receives bytes from the connection; whether any arrived.
     fn fill(&mut self, link: &Link) -> Result<bool, Lost> {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -352,8 +352,8 @@ impl Session {
         let incoming = &mut self.incoming[self.start..self.end];
         let UnbufferedStatus { state, .. } = self.conn.process_tls_records(incoming);
         if let Ok(ConnectionState::EncodeTlsData(mut data)) = state {
-            let said = grow(&mut self.outgoing, |room| data.encode(room).map_err(|_| None));
-            if said.is_ok() {
+            let encoded = grow(&mut self.outgoing, |room| data.encode(room).map_err(|_| None));
+            if encoded.is_ok() {
                 // The caller gets the reason; a failure to send it does not matter.
                 let _ = self.flush(link);
             }

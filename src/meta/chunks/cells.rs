@@ -21,7 +21,7 @@ const LOADING: u32 = 4;
 const STORING: u32 = 8;
 const LEAVING: u32 = 12;
 
-/// The remote's bit. A remote hint is no residency: the object may be gone.
+/// The remote's bit. A remote hint is no residency: the object may have been evicted.
 const REMOTE_BIT: u8 = 1 << Tier::Remote as u8;
 
 /// Four bits for each tier: the cell is resident; it is being copied there from another tier; it is
@@ -41,7 +41,7 @@ impl Residency {
 
     /// The tiers of this store in which it is resident; bit 0 is the device.
     #[inline]
-    pub fn there(self) -> u8 {
+    pub fn resident_tiers(self) -> u8 {
         self.bits(0) & !REMOTE_BIT
     }
 
@@ -53,7 +53,7 @@ impl Residency {
 
     /// Whether it is being uploaded to the remote.
     #[inline]
-    pub fn is_sent(self) -> bool {
+    pub fn is_uploading(self) -> bool {
         self.bits(LOADING) & REMOTE_BIT != 0
     }
 
@@ -91,7 +91,7 @@ impl Residency {
     /// The fastest tier of this store in which it is resident.
     #[inline]
     pub fn nearest(self) -> Option<usize> {
-        let tier = self.there().trailing_zeros() as usize;
+        let tier = self.resident_tiers().trailing_zeros() as usize;
         (tier < TIERS).then_some(tier)
     }
 }
@@ -261,7 +261,7 @@ impl Cells {
 
     /// Clears the in-flight marks of a tier.
     #[inline]
-    pub(super) fn end_wait(&mut self, at: usize, tier: usize) {
+    pub(super) fn end_storing(&mut self, at: usize, tier: usize) {
         let Residency(bits) = &mut self.marks[at];
         *bits &= !(1 << (LOADING + tier as u32) | 1 << (STORING + tier as u32));
     }
@@ -282,9 +282,9 @@ impl Cells {
             Location::Device | Location::Remote => {}
         }
         let marks = &mut self.marks[at];
-        let was = marks.there();
+        let was = marks.resident_tiers();
         marks.0 |= 1 << place.tier() as u32;
-        was == 0 && marks.there() != 0
+        was == 0 && marks.resident_tiers() != 0
     }
 
     /// The location of a cell in a tier, also after it left.
@@ -315,12 +315,12 @@ impl Cells {
         let free = self.readers(at, tier) == 0;
         let marks = &mut self.marks[at];
         assert!(marks.has(tier), "the cell is not resident in the tier");
-        let was = marks.there();
+        let was = marks.resident_tiers();
         marks.0 &= !(1 << tier);
         if !free {
             marks.0 |= 1 << (LEAVING + tier as u32);
         }
-        (was != 0 && marks.there() == 0, free)
+        (was != 0 && marks.resident_tiers() == 0, free)
     }
 
     /// Adds a reader; false if the counter is full.
@@ -370,15 +370,15 @@ mod tests {
     fn remote_hints_are_no_residency() {
         let mut cells = Cells::new(1).expect("small");
         cells.expect(0, 1, None);
-        cells.end_wait(0, 1);
+        cells.end_storing(0, 1);
         assert!(cells.place(0, Location::Host(1)));
         cells.expect(0, 3, Some(1));
-        assert!(cells.marks()[0].is_sent() && cells.marks()[0].arriving() == 0);
-        cells.end_wait(0, 3);
+        assert!(cells.marks()[0].is_uploading() && cells.marks()[0].arriving() == 0);
+        cells.end_storing(0, 3);
         assert!(!cells.place(0, Location::Remote));
-        assert!(cells.marks()[0].is_remote() && cells.marks()[0].there() == 2);
+        assert!(cells.marks()[0].is_remote() && cells.marks()[0].resident_tiers() == 2);
         assert_eq!(cells.take(0, 1), (true, true));
-        assert_eq!((cells.marks()[0].there(), cells.marks()[0].nearest()), (0, None));
+        assert_eq!((cells.marks()[0].resident_tiers(), cells.marks()[0].nearest()), (0, None));
         assert_eq!(cells.take(0, 3), (false, true));
         assert!(!cells.place(0, Location::Remote) && cells.place(0, Location::Host(1)));
     }
@@ -403,10 +403,10 @@ mod tests {
         assert_eq!((cells.source(1, 0), cells.source(1, 1)), (Some(3), None));
         let marks = cells.marks()[1];
         assert_eq!((marks.storing(), marks.loading(), marks.arriving()), (2, 1, 3));
-        cells.end_wait(1, 1);
+        cells.end_storing(1, 1);
         assert!(cells.place(1, Location::Host(7)));
         assert!(!cells.place(1, Location::Disk { spot: 8, seal: 9, coded: StoredForm::PLAIN }));
-        assert_eq!((cells.marks()[1].there(), cells.marks()[1].nearest()), (6, Some(1)));
+        assert_eq!((cells.marks()[1].resident_tiers(), cells.marks()[1].nearest()), (6, Some(1)));
         assert!(cells.read(1, 1) && cells.read(1, 1));
         assert_eq!(cells.take(1, 1), (false, false));
         assert_eq!((cells.marks()[1].leaving(), cells.marks()[1].nearest()), (2, Some(2)));

@@ -43,7 +43,7 @@ pub struct NewChunk {
 #[repr(C, align(64))]
 pub struct Chunk {
     pub(super) parent: Slot,
-    /// Generation of the parent when the link was made. The parent may be gone if holes are
+    /// Generation of the parent when the link was made. The parent may have been removed if holes are
     /// allowed.
     pub(super) parent_generation: u32,
     pub(super) children: u32,

@@ -228,8 +228,8 @@ impl Chunks {
     /// The location of a cell in a tier, if it is resident there.
     pub fn place(&self, cell: Cell, tier: Tier) -> Result<Option<Location>> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
-        let there = self.cells.marks()[at].has(bit);
-        Ok(there.then(|| self.cells.place_in(at, bit)))
+        let is_resident = self.cells.marks()[at].has(bit);
+        Ok(is_resident.then(|| self.cells.place_in(at, bit)))
     }
 
     /// The location of a cell that is being read in a tier, also after it was dropped there.
@@ -351,7 +351,7 @@ impl Chunks {
     }
 
     /// Whether a chunk may be removed now.
-    pub fn may_leave(&self, slot: Slot) -> bool {
+    pub fn is_removable(&self, slot: Slot) -> bool {
         self.chunk(slot).is_some_and(|row| !row.is_blocked() && !row.is_moving())
     }
 
@@ -382,8 +382,8 @@ impl Chunks {
         self.counts.cells_somewhere -= u64::from(row.cells_somewhere);
         let above = self.parent(slot);
         let id = id_of(&self.keys[slot as usize].0);
-        let gone = self.index.remove(id, |s| s == slot);
-        assert_eq!(gone, Some(slot), "the index lost a chunk");
+        let removed = self.index.remove(id, |s| s == slot);
+        assert_eq!(removed, Some(slot), "the index lost a chunk");
         self.orphans.remove(slot);
         let row = &mut self.rows[slot as usize];
         row.set_dead();
@@ -391,7 +391,7 @@ impl Chunks {
         if let Some(above) = above {
             self.rows[above as usize].children -= 1;
         }
-        Ok(above.filter(|&above| self.may_leave(above)))
+        Ok(above.filter(|&above| self.is_removable(above)))
     }
 
     /// Adds a reference.
@@ -415,7 +415,7 @@ impl Chunks {
         row.refs -= 1;
         let is_last = row.refs == 0;
         self.counts.held -= u64::from(is_last);
-        Ok(self.may_leave(slot))
+        Ok(self.is_removable(slot))
     }
 
     /// Pins a chunk, or raises priority and end of its pin.
@@ -432,37 +432,37 @@ impl Chunks {
         let row = self.row_mut(slot)?;
         let was = row.pin().is_some();
         row.set_pin(None);
-        Ok(was && self.may_leave(slot))
+        Ok(was && self.is_removable(slot))
     }
 
     /// These chunks and all their descendants, descendants first. Scans the whole table.
     pub fn with_descendants(&self, first: &[Slot]) -> Vec<Slot> {
         const KNOWN: u8 = 1;
-        const BEHIND: u8 = 2;
+        const DESCENDANT: u8 = 2;
         let mut notes = vec![0u8; self.most()];
-        let (mut found, mut way) = (Vec::new(), Vec::new());
+        let (mut found, mut path) = (Vec::new(), Vec::new());
         for &slot in first {
-            if std::mem::replace(&mut notes[slot as usize], KNOWN | BEHIND) == 0 {
+            if std::mem::replace(&mut notes[slot as usize], KNOWN | DESCENDANT) == 0 {
                 found.push(slot);
             }
         }
         for slot in self.slots() {
             let mut next = Some(slot);
-            let is_behind = loop {
+            let is_descendant = loop {
                 match next {
                     None => break false,
                     Some(at) if notes[at as usize] & KNOWN != 0 => {
-                        break notes[at as usize] & BEHIND != 0;
+                        break notes[at as usize] & DESCENDANT != 0;
                     }
                     Some(at) => {
-                        way.push(at);
+                        path.push(at);
                         next = self.parent(at);
                     }
                 }
             };
-            for at in way.drain(..) {
-                notes[at as usize] = KNOWN | if is_behind { BEHIND } else { 0 };
-                found.extend(is_behind.then_some(at));
+            for at in path.drain(..) {
+                notes[at as usize] = KNOWN | if is_descendant { DESCENDANT } else { 0 };
+                found.extend(is_descendant.then_some(at));
             }
         }
         found.sort_by_key(|&slot| std::cmp::Reverse(self.rows[slot as usize].position));

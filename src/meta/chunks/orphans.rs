@@ -16,8 +16,8 @@ impl Chunks {
         if parent != NONE || new.position == 0 {
             return self.add(&new);
         }
-        if let Some(there) = self.known(&new)? {
-            return Ok(Added::Existing(there));
+        if let Some(existing) = self.known(&new)? {
+            return Ok(Added::Existing(existing));
         }
         self.check_tokens(&new)?;
         let slot = self.insert(&new)?;

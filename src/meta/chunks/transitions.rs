@@ -49,7 +49,7 @@ impl Chunks {
     pub fn begin_store(&mut self, cell: Cell, tier: Tier) -> Result<Begin> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let marks = self.cells.marks()[at];
-        if marks.there() != 0 || marks.has(bit) {
+        if marks.resident_tiers() != 0 || marks.has(bit) {
             return Ok(Begin::Resident);
         }
         if marks.arriving() != 0 || (marks.loading() | marks.storing()) & 1 << bit != 0 {
@@ -111,8 +111,8 @@ impl Chunks {
         self.end_transition(cell.chunk, at, target, place);
         if arrival == Arrival::BadSource && self.cells.marks()[at].has(source) {
             self.counts.lost[source] += 1;
-            let gone = self.take(cell.chunk, at, source);
-            debug_assert_eq!(gone, Dropped::Deferred, "this copy still reads it");
+            let dropped = self.take(cell.chunk, at, source);
+            debug_assert_eq!(dropped, Dropped::Deferred, "this copy still reads it");
         }
         Ok(self.stop_reading(cell.chunk, at, source))
     }
@@ -164,7 +164,7 @@ impl Chunks {
     /// keeps the last location of its cells in this store.
     pub fn begin_drop(&mut self, cell: Cell, tier: Tier) -> Result<Dropped> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
-        let last = self.cells.marks()[at].there() == 1 << bit;
+        let last = self.cells.marks()[at].resident_tiers() == 1 << bit;
         if last && self.chunk(cell.chunk).is_some_and(|row| row.is_blocked()) {
             fail!(Busy, "chunk {} is referenced, pinned or continued", cell.chunk);
         }
@@ -174,9 +174,9 @@ impl Chunks {
     /// Drops a cell from a tier where it was found lost or damaged, even if it is referenced.
     pub fn lose(&mut self, cell: Cell, tier: Tier) -> Result<Dropped> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
-        let gone = self.take(cell.chunk, at, bit);
-        self.counts.lost[bit] += u64::from(gone != Dropped::Absent);
-        Ok(gone)
+        let dropped = self.take(cell.chunk, at, bit);
+        self.counts.lost[bit] += u64::from(dropped != Dropped::Absent);
+        Ok(dropped)
     }
 
     /// Moves a cell to another spot on disk. Returns false if the cell is not at the old spot: the
@@ -184,9 +184,9 @@ impl Chunks {
     /// again.
     pub fn relocate(&mut self, cell: Cell, from: u64, to: u64) -> Result<bool> {
         let (at, bit) = (self.at(cell)?, bit_of(Tier::Disk)?);
-        let there = self.cells.marks()[at].there() & 1 << bit != 0;
+        let is_resident = self.cells.marks()[at].resident_tiers() & 1 << bit != 0;
         let Location::Disk { spot, .. } = self.cells.place_in(at, bit) else { return Ok(false) };
-        if !there || spot != from {
+        if !is_resident || spot != from {
             return Ok(false);
         }
         self.cells.set_spot(at, to);
@@ -225,7 +225,7 @@ impl Chunks {
 
     #[inline]
     fn end_transition(&mut self, slot: Slot, at: usize, tier: usize, place: Option<Location>) {
-        self.cells.end_wait(at, tier);
+        self.cells.end_storing(at, tier);
         self.stop(slot);
         let Some(place) = place else {
             self.counts.failed[tier] += 1;

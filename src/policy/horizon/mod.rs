@@ -70,7 +70,7 @@ pub struct Horizon {
     /// The weight of a full object at the start of a sequence.
     usual_weight: f64,
     steps: u64,
-    /// The state came from another policy: `traits` belong to the objects to adopt.
+    /// The state was handed over by another policy: `traits` belong to the objects to adopt.
     knows_objects: bool,
 }
 

@@ -81,8 +81,8 @@ mod tests {
             tree.set(at, key);
             model[at as usize] = key;
             let least = model.iter().copied().fold(f32::INFINITY, f32::min);
-            let want = model.iter().position(|&k| k == least).expect("some");
-            assert_eq!((tree.least() as usize, tree.get(tree.least())), (want, least));
+            let expected = model.iter().position(|&k| k == least).expect("some");
+            assert_eq!((tree.least() as usize, tree.get(tree.least())), (expected, least));
         }
     }
 }

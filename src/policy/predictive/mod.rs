@@ -22,8 +22,8 @@
 //! the remaining length divided by the token rate, else the last use as in 3.
 //!
 //! The confidence of a learned value is one minus the relative error of its past predictions, or
-//! the relative spread, whichever is greater. A given `rate` is certain. A prediction that has not
-//! come true after twice its time lapses: the object is ranked by 3 again.
+//! the relative spread, whichever is greater. A given `rate` is certain. A prediction that is not
+//! fulfilled after twice its time lapses: the object is ranked by 3 again.
 //!
 //! So in preempt mode the object with the most remaining time is evicted first. One close to its
 //! end stays: its memory will soon be free without any loss.
@@ -220,7 +220,7 @@ impl Predictive {
         }
     }
 
-    /// Moves objects whose predictions did not come true.
+    /// Moves objects whose predictions were not fulfilled.
     fn lapse(&mut self, objects: &mut Objects, now: i64, most: usize) {
         for _ in 0..most {
             let Some((rank, slot)) = self.due.peek() else { return };
@@ -257,10 +257,11 @@ impl Predictive {
             return Some(now.saturating_add(lifetime));
         }
         let (length, max_length) = (columns.length(row), columns.max_length(row));
-        let asked = self.predictor.as_ref().and_then(|p| p(columns.ids[row], length, max_length));
-        let sure = asked.filter(|(_, confidence)| *confidence >= self.confidence);
-        let said = sure.and_then(|(seconds, _)| after(now, seconds));
-        said.or_else(|| self.end(length, max_length, now))
+        let predicted =
+            self.predictor.as_ref().and_then(|p| p(columns.ids[row], length, max_length));
+        let sure = predicted.filter(|(_, confidence)| *confidence >= self.confidence);
+        let next_use = sure.and_then(|(seconds, _)| after(now, seconds));
+        next_use.or_else(|| self.end(length, max_length, now))
     }
 }
 
@@ -411,8 +412,8 @@ impl Policy for Predictive {
                 continue;
             }
             counts[usize::from(node.tag)] += 1;
-            let both = self.ahead.contains(objects, slot) && self.due.contains(objects, slot);
-            if node.tag == AHEAD && !both {
+            let is_in_both = self.ahead.contains(objects, slot) && self.due.contains(objects, slot);
+            if node.tag == AHEAD && !is_in_both {
                 fail!(State, "object {} has a prediction and is not in both heaps", node.id);
             }
         }
@@ -552,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_go_by_lifetime_then_predictor_then_rate_then_last_use() {
+    fn rows_are_ranked_by_lifetime_predictor_rate_and_last_use() {
         let spec = Spec::parse("predictive(rate=100)").expect("a spec");
         let setting = Setting { max_objects: 8, capacity_units: 0, holes: true };
         let mut policy = Predictive::read(&mut Reader::new(&spec), &setting).expect("a policy");

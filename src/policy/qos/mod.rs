@@ -14,7 +14,7 @@
 //!
 //! 1. Tenants below their floor are protected while another tenant, or objects without one, are not
 //!    below. The default floor is 1 / (2 * tenants with resident objects). If no candidate is left
-//!    then, nobody is protected.
+//!    then, no tenant is protected.
 //! 2. Every class proposes the first unprotected object in its inner policy's order.
 //! 3. The proposal of the lowest class, after ageing, is evicted; among equals, the least recently
 //!    used. So a class starves another one only for a while: unused objects of a high class sink,
@@ -548,8 +548,8 @@ mod tests {
         insert(&mut e, 2 * S, &context(2, 2), 100..180);
         // The low class of tenant 1 is evicted until it holds a quarter of the rest; then both
         // tenants are.
-        let gone = evict(&mut e, 3 * S, 60);
-        let of_one = gone.iter().filter(|id| **id < 100).count();
+        let victims = evict(&mut e, 3 * S, 60);
+        let of_one = victims.iter().filter(|id| **id < 100).count();
         let held = 20 - of_one;
         assert!((9..=11).contains(&held), "{held} left of tenant 1");
         let mut e = open("qos(strict=true)");

@@ -214,9 +214,9 @@ impl PolicyCopy {
         }
     }
 
-    /// Ends a window in which `asked` units were looked up; returns the smoothed hit ratio.
-    pub fn close_window(&mut self, asked: u64) -> f64 {
-        let share = self.found as f64 / asked.max(1) as f64;
+    /// Ends a window in which `looked_up` units were looked up; returns the smoothed hit ratio.
+    pub fn close_window(&mut self, looked_up: u64) -> f64 {
+        let share = self.found as f64 / looked_up.max(1) as f64;
         let first = self.rate == 0.0;
         self.rate = if first { share } else { self.rate + WEIGHT * (share - self.rate) };
         self.found = 0;

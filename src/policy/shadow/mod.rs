@@ -12,7 +12,7 @@
 //! before. It is not counted if the object is never inserted.
 //!
 //! - `of`: two to eight specs; the first is live at the start. Not `custom` and `belady`, also not
-//!   inside of another: their order comes from the caller.
+//!   inside of another: their order is the caller's.
 //! - `sample`: copies see one in this many ids, with a capacity reduced alike. 0 = all ids up to a
 //!   capacity of 131,071 units, then as few as leave a capacity of 65,536 to 131,071. While the
 //!   capacity is unknown, the resident units count instead. When the sample changes, the copies
@@ -62,7 +62,7 @@ pub struct Auto {
     fitted: u64,
     /// References in this window, and units looked up in the copies.
     references: u64,
-    asked: u64,
+    looked_up: u64,
     /// Sampled ids that missed, with the units counted for each.
     missed: Ghosts,
     ahead: (usize, u64),
@@ -119,7 +119,7 @@ impl Auto {
             shift,
             fitted: 0,
             references: 0,
-            asked: 0,
+            looked_up: 0,
             missed: Ghosts::new(setting.max_objects.min(MISSED))?,
             ahead: (0, 0),
             switches: 0,
@@ -144,20 +144,20 @@ impl Auto {
 
     fn close_window(&mut self, objects: &mut Objects, now: i64) {
         self.references = 0;
-        let asked = std::mem::take(&mut self.asked);
+        let looked_up = std::mem::take(&mut self.looked_up);
         let mut rates = [0.0; MOST];
         for (rate, candidate) in rates.iter_mut().zip(&mut self.candidates) {
-            *rate = candidate.copy.close_window(asked);
+            *rate = candidate.copy.close_window(looked_up);
         }
         self.compare(&rates, objects, now);
         let units = self.units(objects);
         let known = self.setting.capacity_units > 0;
         // The resident units fluctuate; a smaller sample is good enough then.
         let least = if known { 0 } else { self.shift };
-        let wanted = shift_for(self.sample, units).max(least);
-        if self.stale || wanted != self.shift {
+        let target_shift = shift_for(self.sample, units).max(least);
+        if self.stale || target_shift != self.shift {
             // Without memory for that, the copies continue unchanged.
-            self.stale = self.restock(objects, wanted, now).is_err();
+            self.stale = self.restock(objects, target_shift, now).is_err();
         } else if !known {
             self.fit_copies(units);
         }
@@ -226,16 +226,16 @@ impl Auto {
         &mut self,
         objects: &Objects,
         slot: Slot,
-        mut what: impl FnMut(&mut PolicyCopy, u64),
+        mut change: impl FnMut(&mut PolicyCopy, u64),
     ) {
         let id = objects.node(slot).id;
         if is_sampled(id, self.shift) {
-            self.candidates.iter_mut().for_each(|c| what(&mut c.copy, id));
+            self.candidates.iter_mut().for_each(|c| change(&mut c.copy, id));
         }
     }
 
     fn reference(&mut self, seen: &Reference, now: i64) {
-        self.asked += seen.object.units;
+        self.looked_up += seen.object.units;
         for Candidate { copy, .. } in &mut self.candidates {
             copy.reference(seen, now);
         }
@@ -262,7 +262,7 @@ fn specs(of: &Spec) -> Result<Vec<Spec>> {
     Ok(specs)
 }
 
-/// A policy in a spec, or inside of it, that cannot be copied: its order comes from the caller, or
+/// A policy in a spec, or inside of it, that cannot be copied: its order is the caller's, or
 /// it would copy itself.
 fn not_copied(spec: &Spec) -> Option<&str> {
     if matches!(&*spec.name, "auto" | "custom" | "belady") {
@@ -281,7 +281,7 @@ fn reference_of(objects: &Objects, slot: Slot, session: Slot) -> Reference {
 }
 
 fn reference_now(objects: &Objects, slot: Slot) -> Reference {
-    reference_of(objects, slot, objects.sessions.asking)
+    reference_of(objects, slot, objects.sessions.current)
 }
 
 impl Policy for Auto {
@@ -306,7 +306,7 @@ impl Policy for Auto {
         match self.missed.remove(seen.object.id) {
             Some((counted, _)) => {
                 // Its lookup was the use; its size is known now.
-                self.asked += if counted == 0 { seen.object.units } else { 0 };
+                self.looked_up += if counted == 0 { seen.object.units } else { 0 };
                 self.candidates.iter_mut().for_each(|c| c.copy.admit(&seen, now));
             }
             None => self.reference(&seen, now),
@@ -348,14 +348,14 @@ impl Policy for Auto {
         if !is_sampled(id, self.shift) {
             return;
         }
-        let session = objects.sessions.of(objects.sessions.asking);
+        let session = objects.sessions.of(objects.sessions.current);
         let mut known = None;
         for Candidate { copy, .. } in &mut self.candidates {
             let units = copy.lookup(id, session, now);
             known = known.or(units);
         }
         let counted = known.unwrap_or(0);
-        self.asked += u64::from(counted);
+        self.looked_up += u64::from(counted);
         self.missed.add(id, counted, 0);
     }
 
@@ -384,7 +384,7 @@ impl Policy for Auto {
 
     fn hint(&mut self, objects: &mut Objects, slot: Slot, hint: &Hint, now: i64) {
         self.policy.hint(objects, slot, hint, now);
-        let session = objects.sessions.of(objects.sessions.asking);
+        let session = objects.sessions.of(objects.sessions.current);
         self.notify(objects, slot, |copy, id| copy.hint(id, session, hint, now));
     }
 
@@ -482,7 +482,7 @@ mod tests {
         false
     }
 
-    fn ask(e: &mut Evictor, now: i64, id: u64, capacity: u64) -> bool {
+    fn lookup_or_insert(e: &mut Evictor, now: i64, id: u64, capacity: u64) -> bool {
         ask_as(
             e,
             now,
@@ -650,9 +650,9 @@ mod tests {
     fn misses_count_by_size_and_resizes_reach_the_copies() {
         let mut e = open("auto(of=any(lru,fifo),window=16)", 64, 1000);
         let request = RequestContext::default();
-        (0..8).for_each(|id| assert!(!ask(&mut e, 1, id, 1000)));
+        (0..8).for_each(|id| assert!(!lookup_or_insert(&mut e, 1, id, 1000)));
         e.resize(&[0, 1], &[5, 7]).expect("there");
-        (0..7).for_each(|id| assert!(ask(&mut e, 2, id, 1000)));
+        (0..7).for_each(|id| assert!(lookup_or_insert(&mut e, 2, id, 1000)));
         // 15 references so far: 8 units missed, 5 + 7 + 5 found.
         assert_eq!(gauge(&e, "found_units_0"), 17.0);
         let large = NewObject { id: 99, units: 15, ..NewObject::default() };
@@ -675,7 +675,7 @@ mod tests {
         e.evict(2, 4, &mut out).expect("a time");
         e.record(3, &request, &[1, 2], &[]).expect("room");
         assert_eq!(gauge(&e, "found_units_0"), 2.0);
-        assert!(!ask(&mut e, 4, 3, 4));
+        assert!(!lookup_or_insert(&mut e, 4, 3, 4));
         assert_eq!(gauge(&e, "found_units_0"), 3.0);
     }
 
@@ -763,7 +763,7 @@ mod tests {
         for round in 0..40_000u64 {
             now += 500_000_000;
             let id = if round % 2 == 0 { round / 2 % 70 } else { 1_000 + round };
-            ask(&mut e, now, id, 150);
+            lookup_or_insert(&mut e, now, id, 150);
             if live(&e) == 1.0 {
                 taken = Some(gauge(&e, "waits_seen"));
                 break;
@@ -784,7 +784,7 @@ mod tests {
         for round in 0..20_000u64 {
             now += 1_000_000;
             let id = if round % 4 < 2 { round / 4 % 60 } else { 1_000_000 + round };
-            late += u64::from(ask(&mut e, now, id, 100) && round > 10_000);
+            late += u64::from(lookup_or_insert(&mut e, now, id, 100) && round > 10_000);
             if round % 97 == 0 {
                 e.check().expect("sound");
             }
@@ -793,7 +793,7 @@ mod tests {
         assert!(late > 4_500, "{late} of 10000 found: lru finds 2500");
         for round in 0..60_000u64 {
             now += 1_000_000;
-            ask(&mut e, now, 1_000 + round / 50 + round % 40, 100);
+            lookup_or_insert(&mut e, now, 1_000 + round / 50 + round % 40, 100);
         }
         assert_eq!((live(&e), e.policy().decided_by()), (0.0, "lru"));
     }

@@ -192,11 +192,11 @@ mod tests {
             assert_eq!(key_store.tokens(), 4);
             let mut back = vec![0.0; 64];
             key_store.read(0, &mut back);
-            for (row, want) in back.chunks(16).zip(numbers.chunks(16)) {
-                let most = want.iter().fold(0f32, |most, x| most.max(x.abs()));
-                for (x, want) in row.iter().zip(want) {
-                    let step = if is_small { most / 28.0 + want.abs() / 16.0 } else { 0.0 };
-                    assert!((x - want).abs() <= step, "{x} {want}");
+            for (row, expected) in back.chunks(16).zip(numbers.chunks(16)) {
+                let most = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+                for (x, expected) in row.iter().zip(expected) {
+                    let step = if is_small { most / 28.0 + expected.abs() / 16.0 } else { 0.0 };
+                    assert!((x - expected).abs() <= step, "{x} {expected}");
                 }
             }
             let mut saved = Vec::new();

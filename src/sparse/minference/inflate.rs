@@ -29,11 +29,11 @@ pub fn inflate(diagonals: &[u32], end: u32, out: &mut Vec<Range<u32>>) -> Result
     out.clear();
     reserve(out, diagonals.len())?;
     let ends = diagonals.iter().rev().filter(|&&d| d < end);
-    for there in ends.map(|d| (end - d).max(BLOCK)) {
+    for block_end in ends.map(|d| (end - d).max(BLOCK)) {
         match out.last_mut() {
-            Some(range) if there <= range.end => {}
-            Some(range) if there <= range.end + BLOCK => range.end += BLOCK,
-            _ => out.push(there - BLOCK..there),
+            Some(range) if block_end <= range.end => {}
+            Some(range) if block_end <= range.end + BLOCK => range.end += BLOCK,
+            _ => out.push(block_end - BLOCK..block_end),
         }
     }
     Ok(())

@@ -15,7 +15,7 @@ const TIERS: [Tier; 3] = [Tier::Host, Tier::Disk, Tier::Device];
 /// A store that requests are made to.
 pub trait Subject {
     /// Reads the state under its lock.
-    fn look(&self, see: &mut dyn FnMut(&StoreState)) -> Result<()>;
+    fn inspect(&self, read: &mut dyn FnMut(&StoreState)) -> Result<()>;
     /// Changes the state under its lock.
     fn change(&self, act: &mut dyn FnMut(&mut StoreState) -> Result<()>) -> Result<()>;
 }
@@ -26,30 +26,30 @@ pub fn answer(store: &dyn Subject, line: &str) -> Result<String> {
     let mut json = Json::default();
     match request {
         Request::Stats => {
-            let seen = seen(store, |core| {
+            let inspect = inspect(store, |core| {
                 let tenants = (core.tenants().to_vec(), core.other_tenants());
                 (core.report(), core.remote_stats(), tenants, tiers(core))
             })?;
-            let (report, remote, (tenants, others), tiers) = &seen;
+            let (report, remote, (tenants, others), tiers) = &inspect;
             views::stats(&mut json, report, *remote, (tenants, *others), tiers);
         }
-        Request::Metrics => return seen(store, StoreState::metrics_text),
+        Request::Metrics => return inspect(store, StoreState::metrics_text),
         Request::Sessions { most } => {
-            let all = seen(store, |core| core.sessions_seen(most))??;
+            let all = inspect(store, |core| core.sessions_seen(most))??;
             json.object(|json| {
                 json.key("sessions")
                     .list(|json| all.iter().for_each(|one| views::session(json, one)));
             });
         }
         Request::ChunkTable { session, first, chunks } => {
-            let snapshot = seen(store, |core| core.table_snapshot(session, first, chunks))??;
+            let snapshot = inspect(store, |core| core.table_snapshot(session, first, chunks))??;
             views::table(&mut json, &snapshot);
         }
         Request::Evictions { tier, tail } => evictions(store, &mut json, tier, tail)?,
         Request::SetPolicy { tier, policy } => set_policy(store, &mut json, tier, &policy)?,
         Request::Budget { host, disk } => {
             store.change(&mut |core| resize(core, host, disk))?;
-            let all = seen(store, tiers)?;
+            let all = inspect(store, tiers)?;
             json.object(|json| views::budget(json, &all));
         }
         Request::Ab { tier, policies, seconds } => {
@@ -72,12 +72,12 @@ pub fn answer(store: &dyn Subject, line: &str) -> Result<String> {
 fn evictions(store: &dyn Subject, json: &mut Json, only: Option<Tier>, tail: usize) -> Result<()> {
     let mut all = Vec::new();
     for tier in TIERS.into_iter().filter(|tier| only.is_none_or(|only| only == *tier)) {
-        match seen(store, |core| core.evictions(tier, tail))? {
+        match inspect(store, |core| core.evictions(tier, tail))? {
             Err(error) if error.status() == Status::NotFound && only.is_none() => {}
             entries => all.push((tier.name(), entries?)),
         }
     }
-    let now_ns = seen(store, StoreState::now_ns)?;
+    let now_ns = inspect(store, StoreState::now_ns)?;
     json.object(|json| views::evictions(json, &all, now_ns));
     Ok(())
 }
@@ -120,9 +120,9 @@ fn changed<R>(store: &dyn Subject, mut act: impl FnMut(&mut StoreState) -> Resul
     done.ok_or_else(|| Error::from(Status::State))
 }
 
-fn seen<R>(store: &dyn Subject, mut see: impl FnMut(&StoreState) -> R) -> Result<R> {
+fn inspect<R>(store: &dyn Subject, mut read: impl FnMut(&StoreState) -> R) -> Result<R> {
     let mut found = None;
-    store.look(&mut |core| found = Some(see(core)))?;
+    store.inspect(&mut |core| found = Some(read(core)))?;
     found.ok_or_else(|| Error::from(Status::State))
 }
 

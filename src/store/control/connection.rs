@@ -34,7 +34,7 @@ impl Connection {
     }
 
     /// Reads, answers and writes as far as possible. Returns whether it is still open.
-    pub fn go_on(&mut self, now_ns: u64, answer: &mut dyn FnMut(&str) -> Result<String>) -> bool {
+    pub fn proceed(&mut self, now_ns: u64, answer: &mut dyn FnMut(&str) -> Result<String>) -> bool {
         if self.sent < self.out.len() {
             return self.send(now_ns);
         }
@@ -55,7 +55,7 @@ impl Connection {
     }
 
     /// Refuses a client, with as much of the message as it reads at once.
-    pub fn turn_away(stream: &Stream) {
+    pub fn reject(stream: &Stream) {
         let text = Error::new(
             Status::Again,
             "all connections of the control socket are in use: try again",
@@ -88,14 +88,14 @@ impl Connection {
     fn next_line(&mut self) -> Option<Result<String>> {
         let Some(end) = self.got.iter().position(|&byte| byte == b'\n') else {
             let too_long = self.got.len() >= MAX_LINE_BYTES;
-            let words = || format!("a request has at most {MAX_LINE_BYTES} bytes");
-            return too_long.then(|| Err(Error::new(Status::Limit, words())));
+            let message = || format!("a request has at most {MAX_LINE_BYTES} bytes");
+            return too_long.then(|| Err(Error::new(Status::Limit, message())));
         };
         let rest = self.got.split_off(end + 1);
         let mut line = std::mem::replace(&mut self.got, rest);
         line.truncate(end);
-        let words = "a request is text";
-        Some(String::from_utf8(line).map_err(|_| Error::new(Status::Invalid, words)))
+        let message = "a request is text";
+        Some(String::from_utf8(line).map_err(|_| Error::new(Status::Invalid, message)))
     }
 
     fn send(&mut self, now_ns: u64) -> bool {
@@ -123,8 +123,8 @@ fn framed(reply: &Result<String>) -> Vec<u8> {
     let text = match reply {
         Ok(body) => format!("ok {}\n{body}", body.len()),
         Err(error) => {
-            let words = error.message();
-            format!("error {} {}\n{words}", error.status().name(), words.len())
+            let message = error.message();
+            format!("error {} {}\n{message}", error.status().name(), message.len())
         }
     };
     text.into_bytes()

@@ -2,7 +2,7 @@
 //!
 //! A request is one line, a spec string such as `residency(session=3)`. An answer is `ok BYTES` or
 //! `error STATUS BYTES` on a line, followed by so many bytes. Input is untrusted, and a slow client
-//! delays nobody else.
+//! delays no other client.
 
 mod answer;
 mod connection;

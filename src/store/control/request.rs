@@ -96,8 +96,12 @@ impl Request {
                 Request::Sessions { most: count(&mut reader, "most", 64, MOST_SESSIONS)? }
             }
             "residency" => Request::ChunkTable {
-                session: given(&spec, "session", reader.u64("session", 0, 0..=u32::MAX.into())?)
-                    .map(|number| number as u32),
+                session: if_present(
+                    &spec,
+                    "session",
+                    reader.u64("session", 0, 0..=u32::MAX.into())?,
+                )
+                .map(|number| number as u32),
                 first: reader.u64("first", 0, 0..=1 << 40)?,
                 chunks: count(&mut reader, "chunks", 64, MOST_CHUNKS)?,
             },
@@ -113,8 +117,8 @@ impl Request {
                 Request::SetPolicy { tier, policy: policy.to_string() }
             }
             "budget" => Request::Budget {
-                host: given(&spec, "host", reader.bytes("host", 0)?),
-                disk: given(&spec, "disk", reader.bytes("disk", 0)?),
+                host: if_present(&spec, "host", reader.bytes("host", 0)?),
+                disk: if_present(&spec, "disk", reader.bytes("disk", 0)?),
             },
             "ab" => {
                 let policies = policies(&mut reader)?;
@@ -131,7 +135,7 @@ impl Request {
 }
 
 /// `value` if its parameter was given.
-fn given<T>(spec: &Spec, key: &str, value: T) -> Option<T> {
+fn if_present<T>(spec: &Spec, key: &str, value: T) -> Option<T> {
     spec.args.iter().any(|arg| arg.key == key).then_some(value)
 }
 
@@ -172,8 +176,8 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn requests_are_specs() {
-        for (line, wanted) in [
+    fn requests_are_parsed() {
+        for (line, expected) in [
             ("stats", Request::Stats),
             (" stats ( ) ", Request::Stats),
             ("sessions(most=3)", Request::Sessions { most: 3 }),
@@ -191,17 +195,17 @@ mod tests {
             ("budget(host=2GiB)", Request::Budget { host: Some(2 << 30), disk: None }),
             ("ab-end(tier=disk)", Request::AbEnd { tier: Tier::Disk }),
         ] {
-            assert_eq!(Request::parse(line), Ok(wanted), "{line}");
+            assert_eq!(Request::parse(line), Ok(expected), "{line}");
         }
         let ab = Request::parse("ab(policies=any(lru,slru(segments=3)),seconds=5)").expect("one");
         let Request::Ab { tier: Tier::Host, policies, seconds: 5 } = ab else { panic!("{ab:?}") };
-        let words: Vec<String> = policies.iter().map(Spec::to_string).collect();
-        assert_eq!(words, ["lru", "slru(segments=3)"]);
+        let message: Vec<String> = policies.iter().map(Spec::to_string).collect();
+        assert_eq!(message, ["lru", "slru(segments=3)"]);
     }
 
     #[test]
-    fn what_is_wrong_is_said_with_the_nearest_name() {
-        for (line, word) in [
+    fn errors_name_the_nearest_name_and_the_accepted_range() {
+        for (line, expected) in [
             ("", "a name"),
             ("stat", "stats"),
             ("residency(sesion=1)", "session"),
@@ -218,13 +222,13 @@ mod tests {
             ("stats()x", "offset 7"),
         ] {
             let error = Request::parse(line).expect_err(line);
-            assert!(error.message().contains(word), "{line}: {error}");
+            assert!(error.message().contains(expected), "{line}: {error}");
         }
     }
 
     proptest! {
         #[test]
-        fn anything_is_read_or_refused(line in "[ -~]{0,80}") {
+        fn arbitrary_text_does_not_panic(line in "[ -~]{0,80}") {
             let _ = Request::parse(&line);
         }
     }

@@ -26,8 +26,8 @@ pub fn serve(listener: &Listener, waker: &Waker, answer: &mut dyn FnMut(&str) ->
             watched.push(listener.watched());
         }
         let pause = is_paused.then_some(paused_until_ns);
-        let nearest = clients.iter().map(|client| client.until_ns).chain(pause).min();
-        let timeout_ms = match nearest {
+        let next_ns = clients.iter().map(|client| client.until_ns).chain(pause).min();
+        let timeout_ms = match next_ns {
             Some(_) if clients.iter().any(Connection::has_more) => 0,
             Some(until_ns) => ((until_ns - now_ns) / MS + 1).min(60_000) as i32,
             None => -1,
@@ -42,15 +42,15 @@ pub fn serve(listener: &Listener, waker: &Waker, answer: &mut dyn FnMut(&str) ->
         let mut ready = watched[1..].iter().map(|one| one.ready);
         let now_ns = clock.now_ns();
         clients.retain_mut(|client| {
-            let goes_on = ready.next().unwrap_or(false) || client.has_more();
-            !goes_on || client.go_on(now_ns, answer)
+            let is_ready = ready.next().unwrap_or(false) || client.has_more();
+            !is_ready || client.proceed(now_ns, answer)
         });
         if !is_paused && watched.last().is_some_and(|one| one.ready) {
             match listener.accept() {
                 Ok(Some(stream)) if clients.len() < MAX_CONNECTIONS => {
                     clients.push(Connection::new(stream, now_ns));
                 }
-                Ok(Some(stream)) => Connection::turn_away(&stream),
+                Ok(Some(stream)) => Connection::reject(&stream),
                 Ok(None) => {}
                 Err(error) => {
                     log::warn!("the control socket: {error}");

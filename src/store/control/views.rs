@@ -34,7 +34,7 @@ pub(super) fn stats(
     all: &Report,
     remote: Option<RemoteStats>,
     (tenants, others): (&[Tenant], Tenant),
-    seen: &Tiers,
+    inspect: &Tiers,
 ) {
     json.object(|json| {
         json.key("version").text(env!("CARGO_PKG_VERSION"));
@@ -54,7 +54,7 @@ pub(super) fn stats(
                 json.key(name).object(|json| latency(json, one));
             }
         });
-        json.key("tiers").object(|json| budget(json, seen));
+        json.key("tiers").object(|json| budget(json, inspect));
         rows(json, StoreStats::ROWS, Kind::Gauge, &all.stats);
         json.key("queues").object(|json| {
             json.key("copies").object(|json| queue(json, &all.copies));

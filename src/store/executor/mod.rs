@@ -72,16 +72,16 @@ impl Tools {
                 }
                 Ok(())
             }
-            (Work::Sends(batch), _) => {
+            (Work::Uploads(batch), _) => {
                 if let Some(remote) = &self.remote {
                     // SAFETY: cells that the core has read until it hears of the end.
-                    unsafe { remote.send(batch) };
+                    unsafe { remote.upload(batch) };
                 }
                 Ok(())
             }
-            (Work::Asks(batch), _) => {
+            (Work::Lookups(batch), _) => {
                 if let Some(remote) = &self.remote {
-                    remote.ask(batch);
+                    remote.lookup(batch);
                 }
                 Ok(())
             }
@@ -112,7 +112,7 @@ impl Tools {
                 sync(batch, disk);
                 Ok(())
             }
-            (Work::Upkeep(upkeep), Some(disk)) => keep_up(upkeep, disk, checkpoint_writer),
+            (Work::Upkeep(upkeep), Some(disk)) => run_upkeep(upkeep, disk, checkpoint_writer),
             (_, None) => Ok(()), // a core without a disk has no such work
         }
     }
@@ -128,13 +128,13 @@ impl Tools {
             return Ok(None);
         }
         bytes.resize(one.bytes as usize, 0u8);
-        let (way, memory) = (Direction::Gather, Memory::Device);
+        let (direction, memory) = (Direction::Gather, Memory::Device);
         // Damage on the bus says nothing about the replica.
         for _ in 0..2 {
-            let back = Copy::bytes(bytes.as_mut_ptr(), one.device, one.bytes, way, memory)?;
+            let back = Copy::bytes(bytes.as_mut_ptr(), one.device, one.bytes, direction, memory)?;
             // SAFETY: a piece that is read until the audit has ended, and memory of this call.
-            let came = unsafe { verify::copy_one(self, back, stream) };
-            match came {
+            let result = unsafe { verify::copy_one(self, back, stream) };
+            match result {
                 // SAFETY: as above.
                 Ok(true) => return Ok(unsafe { one.is_right(&bytes) }),
                 Ok(false) => {}
@@ -241,7 +241,7 @@ pub(super) fn copy_of<'a>(batch: &'a CopyBatch, item: &CopyItem) -> Result<Copy<
         _ => &layer.k,
     };
     let address = item.address as *mut u8;
-    let mut copy = Copy::new(&plane.view(), item.first, item.tokens, address, item.way)?;
+    let mut copy = Copy::new(&plane.view(), item.first, item.tokens, address, item.direction)?;
     (copy.memory, copy.plane_memory) = (plane.memory, item.memory);
     Ok(copy)
 }
@@ -255,7 +255,7 @@ fn sync(batch: &mut SyncBatch, disk: &DiskTier) {
     }
 }
 
-fn keep_up(
+fn run_upkeep(
     upkeep: &Upkeep,
     disk: &Arc<DiskTier>,
     checkpoint_writer: &mut dyn CheckpointWriter,
@@ -265,7 +265,7 @@ fn keep_up(
             disk.sweep();
             Ok(())
         }
-        Upkeep::Clean(number) => disk.compact(*number, checkpoint_writer).map(|_| ()),
+        Upkeep::Compact(number) => disk.compact(*number, checkpoint_writer).map(|_| ()),
         Upkeep::Checkpoint(checkpoint) => checkpoint.write(disk, checkpoint_writer),
     }
 }

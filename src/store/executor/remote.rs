@@ -7,11 +7,11 @@ use crate::base::sync::{Arc, Mutex};
 use crate::format::codec::Codec;
 use crate::store::state::remote_fetch::{Fetch, FetchBatch};
 use crate::store::state::remote_lookup::LookupBatch;
-use crate::store::state::remote_upload::{Send, UploadBatch};
+use crate::store::state::remote_upload::{Upload, UploadBatch};
 use crate::tier::remote::object::{CellSource, Object, Sink};
 use crate::tier::remote::{Client, Gets, Puts, Queries, Remote, RemoteError};
 
-/// Memory for received bytes that nobody needs.
+/// Memory for received bytes that are discarded.
 const SINK_BYTES: usize = 256 << 10;
 
 /// A connection to the remote, with the memory of its batches.
@@ -28,7 +28,7 @@ struct RemoteJob {
 pub struct RemoteExecutor {
     remote: Arc<dyn Remote>,
     clock: Clock,
-    mine: Mutex<Option<Box<RemoteJob>>>,
+    connection: Mutex<Option<Box<RemoteJob>>>,
 }
 
 impl Clone for RemoteExecutor {
@@ -40,7 +40,7 @@ impl Clone for RemoteExecutor {
 impl RemoteExecutor {
     /// For a remote.
     pub fn new(remote: Arc<dyn Remote>, clock: Clock) -> RemoteExecutor {
-        RemoteExecutor { remote, clock, mine: Mutex::new(None) }
+        RemoteExecutor { remote, clock, connection: Mutex::new(None) }
     }
 
     /// Approximate memory of one executor.
@@ -55,8 +55,8 @@ impl RemoteExecutor {
 
     fn run<R>(&self, timeout_ns: u64, act: impl FnOnce(&mut RemoteJob, u64) -> R) -> R {
         // No lock is held meanwhile, since the remote may be the engine's own code.
-        let mine = self.mine.lock().take();
-        let mut remote_job = mine.unwrap_or_else(|| {
+        let connection = self.connection.lock().take();
+        let mut remote_job = connection.unwrap_or_else(|| {
             Box::new(RemoteJob {
                 client: self.remote.client(),
                 gets: Gets::default(),
@@ -67,14 +67,14 @@ impl RemoteExecutor {
             })
         });
         let result = act(&mut remote_job, self.clock.now_ns().saturating_add(timeout_ns));
-        *self.mine.lock() = Some(remote_job);
+        *self.connection.lock() = Some(remote_job);
         result
     }
 
     /// Executes fetches.
     ///
     /// # Safety
-    /// Their destinations are not shared until the state has been told of the end.
+    /// Their destinations are not shared until the state has been notified of the end.
     pub unsafe fn fetch(&self, batch: &mut FetchBatch) {
         self.run(batch.timeout_ns, |remote_job, deadline_ns| {
             // SAFETY: the caller's promise.
@@ -85,30 +85,30 @@ impl RemoteExecutor {
     /// Executes uploads and removals.
     ///
     /// # Safety
-    /// Their planes do not change until the state has been told of the end.
-    pub unsafe fn send(&self, batch: &mut UploadBatch) {
+    /// Their planes do not change until the state has been notified of the end.
+    pub unsafe fn upload(&self, batch: &mut UploadBatch) {
         self.run(batch.timeout_ns, |remote_job, deadline_ns| {
             // SAFETY: the caller's promise.
-            unsafe { remote_job.send(batch, deadline_ns) }
+            unsafe { remote_job.upload(batch, deadline_ns) }
         });
     }
 
     /// Executes lookups.
-    pub fn ask(&self, batch: &mut LookupBatch) {
-        if batch.asked.is_empty() {
+    pub fn lookup(&self, batch: &mut LookupBatch) {
+        if batch.items.is_empty() {
             return;
         }
-        self.run(batch.timeout_ns, |remote_job, deadline_ns| remote_job.ask(batch, deadline_ns));
+        self.run(batch.timeout_ns, |remote_job, deadline_ns| remote_job.lookup(batch, deadline_ns));
     }
 }
 
 /// The object of a fetch.
-fn fetched(fetch: &Fetch) -> Result<Object<'_>> {
+fn fetch_object(fetch: &Fetch) -> Result<Object<'_>> {
     Object::new(&fetch.shape, fetch.object(), fetch.chunk, Codec::None)
 }
 
-fn sent(send: &Send) -> Result<Object<'_>> {
-    Object::new(&send.shape, send.object(), send.chunk, send.codec())
+fn upload_object(upload: &Upload) -> Result<Object<'_>> {
+    Object::new(&upload.shape, upload.object(), upload.chunk, upload.codec())
 }
 
 impl RemoteJob {
@@ -129,40 +129,40 @@ impl RemoteJob {
     /// As [`RemoteExecutor::fetch`].
     unsafe fn fetch(&mut self, batch: &mut FetchBatch, deadline_ns: u64) {
         let sizes =
-            batch.fetches.iter().map(|one| fetched(one).map(|object| object.header_bytes()));
+            batch.fetches.iter().map(|item| fetch_object(item).map(|object| object.header_bytes()));
         let starts = self.room(sizes);
         self.gets.clear();
         let sink = Sink { address: self.sink.as_mut_ptr(), bytes: self.sink.len() as u64 };
         let headers = self.headers.as_mut_ptr();
         // Index in the batch of each element of the request.
-        let (mut which, mut unfit) = (Vec::with_capacity(starts.len()), Vec::new());
+        let (mut indices, mut rejected) = (Vec::with_capacity(starts.len()), Vec::new());
         for (i, (fetch, &start)) in batch.fetches.iter().zip(&starts).enumerate() {
             let header = headers.wrapping_add(start);
-            let added = fetched(fetch).and_then(|object| {
+            let added = fetch_object(fetch).and_then(|object| {
                 object.get(fetch.name, header, &fetch.places, sink, &mut self.gets)
             });
             match added {
-                Ok(()) => which.push(i),
+                Ok(()) => indices.push(i),
                 Err(error) => {
                     log::error!("internal: a fetch could not be built: {error}");
-                    unfit.push(i);
+                    rejected.push(i);
                 }
             }
         }
         // This is no failure of the remote.
-        unfit.into_iter().for_each(|i| batch.fetches[i].result = Err(RemoteError::TooLong));
-        // SAFETY: headers and the sink are this errand's, places by the caller's promise.
+        rejected.into_iter().for_each(|i| batch.fetches[i].result = Err(RemoteError::TooLong));
+        // SAFETY: headers and the sink belong to this call, destinations are valid by the caller's promise.
         unsafe { self.client.get(&mut self.gets, deadline_ns) };
-        for (get, &i) in self.gets.items.iter().zip(&which) {
+        for (get, &i) in self.gets.items.iter().zip(&indices) {
             let fetch = &mut batch.fetches[i];
             let mut verdicts = std::mem::take(&mut fetch.verdicts);
-            fetch.result = match (get.result, fetched(fetch)) {
-                (Ok(came), Ok(object)) => {
+            fetch.result = match (get.result, fetch_object(fetch)) {
+                (Ok(bytes), Ok(object)) => {
                     let header = &self.headers[starts[i]..starts[i] + object.header_bytes()];
-                    // SAFETY: the caller's promise; nobody writes there any more.
-                    unsafe { object.verify(header, came, &fetch.places, &mut verdicts) }
+                    // SAFETY: the caller's promise; nothing writes there any more.
+                    unsafe { object.verify(header, bytes, &fetch.places, &mut verdicts) }
                 }
-                (Err(trouble), _) => Err(trouble),
+                (Err(error), _) => Err(error),
                 (_, Err(_)) => Err(RemoteError::TooLong),
             };
             fetch.verdicts = verdicts;
@@ -170,28 +170,31 @@ impl RemoteJob {
     }
 
     /// # Safety
-    /// As [`RemoteExecutor::send`].
-    unsafe fn send(&mut self, batch: &mut UploadBatch, deadline_ns: u64) {
-        let sizes = batch.sends.iter().map(|one| sent(one).map(|object| object.header_bytes()));
+    /// As [`RemoteExecutor::upload`].
+    unsafe fn upload(&mut self, batch: &mut UploadBatch, deadline_ns: u64) {
+        let sizes = batch
+            .uploads
+            .iter()
+            .map(|item| upload_object(item).map(|object| object.header_bytes()));
         let starts = self.room(sizes);
         self.puts.clear();
-        let mut which = Vec::with_capacity(starts.len());
-        let mut rest = &mut self.headers[..];
-        for (i, send) in batch.sends.iter().enumerate() {
-            let Ok(object) = sent(send) else { continue };
-            let (header, after) = std::mem::take(&mut rest).split_at_mut(object.header_bytes());
-            rest = after;
-            let mut planes = &send.planes[..];
-            let cells: Vec<CellSource<'_>> = (send.shape.cells(send.object()).iter())
+        let mut indices = Vec::with_capacity(starts.len());
+        let mut headers = &mut self.headers[..];
+        for (i, upload) in batch.uploads.iter().enumerate() {
+            let Ok(object) = upload_object(upload) else { continue };
+            let (header, after) = std::mem::take(&mut headers).split_at_mut(object.header_bytes());
+            headers = after;
+            let mut planes = &upload.planes[..];
+            let cells: Vec<CellSource<'_>> = (upload.shape.cells(upload.object()).iter())
                 .map(|shape| {
-                    let (mine, others) = planes.split_at(shape.planes().len().min(planes.len()));
+                    let (own, others) = planes.split_at(shape.planes().len().min(planes.len()));
                     planes = others;
-                    CellSource { codec: send.codec(), planes: mine }
+                    CellSource { codec: upload.codec(), planes: own }
                 })
                 .collect();
             // SAFETY: the caller's promise; the header is not touched before the put has ended.
-            match unsafe { object.put(send.name, &cells, header, &mut self.puts) } {
-                Ok(_) => which.push(i),
+            match unsafe { object.put(upload.name, &cells, header, &mut self.puts) } {
+                Ok(_) => indices.push(i),
                 Err(error) => log::error!("internal: an upload could not be built: {error}"),
             }
         }
@@ -200,29 +203,29 @@ impl RemoteJob {
             batch.removals.iter().for_each(|&name| self.queries.name(name));
             self.client.remove(&mut self.queries, deadline_ns);
             let items = &self.queries.items;
-            batch.trouble = items.iter().find_map(|ask| ask.result.err());
-            batch.removed = items.iter().filter(|ask| ask.result.is_ok()).count() as u64;
-            let late = items.iter().filter(|ask| ask.result == Err(RemoteError::Timeout));
-            batch.late.extend(late.map(|ask| ask.name));
+            batch.removal_error = items.iter().find_map(|query| query.result.err());
+            batch.removed = items.iter().filter(|query| query.result.is_ok()).count() as u64;
+            let late = items.iter().filter(|query| query.result == Err(RemoteError::Timeout));
+            batch.late.extend(late.map(|query| query.name));
         }
-        if !which.is_empty() {
+        if !indices.is_empty() {
             // SAFETY: as above.
             unsafe { self.client.put(&mut self.puts, deadline_ns) };
         }
-        for (put, &i) in self.puts.items.iter().zip(&which) {
-            batch.sends[i].result = put.result;
+        for (put, &i) in self.puts.items.iter().zip(&indices) {
+            batch.uploads[i].result = put.result;
         }
     }
 
-    fn ask(&mut self, batch: &mut LookupBatch, deadline_ns: u64) {
+    fn lookup(&mut self, batch: &mut LookupBatch, deadline_ns: u64) {
         self.queries.items.clear();
-        batch.asked.iter().for_each(|one| self.queries.name(one.name));
+        batch.items.iter().for_each(|item| self.queries.name(item.name));
         self.client.lookup(&mut self.queries, deadline_ns);
-        for (one, ask) in batch.asked.iter_mut().zip(&self.queries.items) {
-            one.result = match ask.result {
+        for (item, query) in batch.items.iter_mut().zip(&self.queries.items) {
+            item.result = match query.result {
                 Ok(bytes) => Ok(bytes > 0),
                 Err(RemoteError::Absent) => Ok(false),
-                Err(trouble) => Err(trouble),
+                Err(error) => Err(error),
             };
         }
     }

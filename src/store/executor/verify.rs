@@ -164,8 +164,8 @@ impl<'a> Made<'a> {
     pub fn summed(&self) -> Vec<Summed> {
         let fills = self.fills.iter().zip(&self.of_fills);
         let all = fills.chain(self.copies.iter().zip(&self.of_copies));
-        let wanted = all.filter(|(copy, _)| copy.wants_sum);
-        wanted.map(|(copy, of)| Summed::of(copy, *of)).collect()
+        let count = all.filter(|(copy, _)| copy.wants_sum);
+        count.map(|(copy, of)| Summed::of(copy, *of)).collect()
     }
 
     fn sums(&self) -> impl Iterator<Item = u64> {
@@ -208,7 +208,7 @@ unsafe fn copy_some(
     // SAFETY: the caller's promise; planes are pieces that are kept for this.
     unsafe { tools.submit_all(stream, &mut made.fills, &mut made.copies)? };
     let summed = made.summed();
-    // SAFETY: as above; nothing is under way any more.
+    // SAFETY: as above; nothing is in flight any more.
     let hold = |(one, sum): (&Summed, u64)| unsafe { one.hold(sum) };
     let held: Vec<Held> = summed.iter().zip(made.sums()).map(hold).collect();
     drop(made);
@@ -216,7 +216,7 @@ unsafe fn copy_some(
 }
 
 /// Copies a tensor in device memory to a plane in host memory. Returns whether it arrived
-/// undamaged, as far as the device tells.
+/// undamaged, as far as the device reports.
 ///
 /// # Safety
 /// As [`Device::submit`].
@@ -227,7 +227,7 @@ pub unsafe fn copy_one(
 ) -> std::result::Result<bool, Failed> {
     let facts = tools.device.facts();
     let mut copies = [Copy { wants_sum: facts.sums && facts.asynchronous, ..copy }];
-    // SAFETY: the caller's promise; nothing is under way any more then.
+    // SAFETY: the caller's promise; nothing is in flight any more then.
     unsafe {
         tools.submit_parts(stream, None, &mut copies)?;
         let [copy] = &copies;
@@ -256,24 +256,24 @@ fn crosses(copy: &Copy<'_>) -> bool {
 
 /// Takes the checksums of an ended batch into its copies.
 pub fn take_sums(device: &dyn Device, event: Event, copies: &mut [Copy<'_>]) -> Result<()> {
-    let wanted = copies.iter().filter(|copy| copy.wants_sum).count();
-    if wanted == 0 {
+    let count = copies.iter().filter(|copy| copy.wants_sum).count();
+    if count == 0 {
         return Ok(());
     }
-    let sums = sums_of(device, event, wanted)?;
+    let sums = sums_of(device, event, count)?;
     let wants = copies.iter_mut().filter(|copy| copy.wants_sum);
     wants.zip(sums).for_each(|(copy, sum)| copy.sum = sum);
     Ok(())
 }
 
-/// `wanted` checksums of an ended batch.
-pub fn sums_of(device: &dyn Device, event: Event, wanted: usize) -> Result<Vec<u64>> {
+/// `count` checksums of an ended batch.
+pub fn sums_of(device: &dyn Device, event: Event, count: usize) -> Result<Vec<u64>> {
     let mut sums = Vec::new();
-    sums.try_reserve_exact(wanted).map_err(|_| Status::NoMem)?;
-    sums.resize(wanted, 0);
-    let reported = if wanted == 0 { 0 } else { device.sums(event, &mut sums)? };
-    if reported != wanted {
-        fail!(Io, "the device reported {reported} of {wanted} checksums");
+    sums.try_reserve_exact(count).map_err(|_| Status::NoMem)?;
+    sums.resize(count, 0);
+    let reported = if count == 0 { 0 } else { device.sums(event, &mut sums)? };
+    if reported != count {
+        fail!(Io, "the device reported {reported} of {count} checksums");
     }
     Ok(sums)
 }

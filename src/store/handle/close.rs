@@ -1,5 +1,5 @@
 //! Closing a store, clearing a namespace, and reclaiming memory for other owners of the budget.
-//! Each call remembers how far it came, so that it may be repeated with any deadline.
+//! Each call remembers its progress, so that it may be repeated with any deadline.
 
 use crate::base::budget::{Reclaim, Tier};
 use crate::base::status::{Result, Status};
@@ -14,26 +14,26 @@ use crate::tier::disk::DiskTier;
 
 impl Store {
     /// Reads the state; also while the store closes, not after.
-    pub fn look<R>(&self, see: impl FnOnce(&StoreState) -> R) -> Result<R> {
+    pub fn inspect<R>(&self, read: impl FnOnce(&StoreState) -> R) -> Result<R> {
         let state = self.inner.state.lock();
         if state.stop {
             return Err(Status::Closed.into());
         }
-        Ok(see(&state.core))
+        Ok(read(&state.core))
     }
 
     /// Ends what a handle stood for; also while the store or its runtime closes. Does nothing for a
     /// closed store.
-    pub fn let_go(&self, end: impl FnOnce(&mut StoreState) -> Result<()>) -> Result<()> {
+    pub fn release_with(&self, end: impl FnOnce(&mut StoreState) -> Result<()>) -> Result<()> {
         let mut state = self.inner.state.lock();
         if state.stop || state.broken {
             return Ok(());
         }
         state.core.tick(self.inner.runtime.clock().now_ns());
         let result = end(&mut state.core);
-        let news = self.inner.news(&mut state);
+        let completions = self.inner.collect_completions(&mut state);
         drop(state);
-        finish(news);
+        finish(completions);
         result
     }
 
@@ -73,7 +73,7 @@ impl Store {
     pub fn close(&self, deadline_ns: u64) -> Result<()> {
         self.inner.state.lock().closing = true;
         self.inner.cancel_all(Status::Cancelled);
-        match self.settle(deadline_ns).and_then(|()| self.put_away(deadline_ns)) {
+        match self.settle(deadline_ns).and_then(|()| self.write_back_and_checkpoint(deadline_ns)) {
             // After a panic nothing becomes idle; the workers end below.
             Err(error) if error.status() != Status::Panic => return Err(error),
             _ => {}
@@ -86,22 +86,22 @@ impl Store {
             }
         }
         let ended = self.disk().map_or(Ok(()), |disk| disk.close());
-        self.give_back()?;
+        self.release_resources()?;
         ended
     }
 
     /// Writes what is in memory only, where allowed, and a checkpoint, which makes the next opening
     /// fast.
-    fn put_away(&self, deadline_ns: u64) -> Result<()> {
+    fn write_back_and_checkpoint(&self, deadline_ns: u64) -> Result<()> {
         for (step, begin) in
-            [StoreState::write_all_down, StoreState::ask_for_checkpoint].iter().enumerate()
+            [StoreState::write_back_all, StoreState::request_checkpoint].iter().enumerate()
         {
             let mut state = self.inner.state.lock();
-            let is_next = state.away == step;
-            state.away += usize::from(is_next);
+            let is_next = state.close_step == step;
+            state.close_step += usize::from(is_next);
             drop(state);
             if is_next {
-                self.let_go(|core| {
+                self.release_with(|core| {
                     begin(core);
                     Ok(())
                 })?;
@@ -112,11 +112,11 @@ impl Store {
     }
 
     /// Frees memory and directory, although ops and handles may be kept for longer.
-    fn give_back(&self) -> Result<()> {
+    fn release_resources(&self) -> Result<()> {
         let config = Config {
             max_chunks: 1,
             max_sessions: 1,
-            max_moves: 1,
+            max_transfers: 1,
             max_jobs: 1,
             events: 1,
             ..Config::default()
@@ -148,22 +148,22 @@ impl Store {
 
 /// Chunks removed under one lock; other callers wait no longer than for these.
 const AT_ONCE: usize = 512;
-/// Interval of checks, since the end of a batch of writes signals nobody.
-const LOOK_NS: u64 = 1_000_000;
+/// Interval of checks, since the end of a batch of writes wakes no thread.
+const POLL_NS: u64 = 1_000_000;
 /// Checks without progress after which chunks that stayed are taken as referenced by the engine.
 const MOST_IN_VAIN: u32 = 3;
 
 impl Store {
     /// Removes everything of a namespace that is not referenced, and waits until that survives a
-    /// restart, or for a deadline (0 = none). May be called again with any deadline: it goes on
+    /// restart, or for a deadline (0 = none). May be called again with any deadline: it continues
     /// from there, and reports everything removed.
     pub fn clear(&self, namespace: u32, deadline_ns: u64) -> Result<Cleared> {
         let mut clearing = self.with(|core| core.begin_clear(namespace))?;
-        let came = self.clear_all(&mut clearing, deadline_ns);
-        let turn = self.with(|core| Ok(core.request_durable_clear(&mut clearing)))?;
-        let waited = came.and_then(|()| self.wait_to_last(turn, deadline_ns));
+        let cleared = self.clear_all(&mut clearing, deadline_ns);
+        let removal = self.with(|core| Ok(core.request_durable_clear(&mut clearing)))?;
+        let waited = cleared.and_then(|()| self.wait_to_last(removal, deadline_ns));
         if !matches!(&waited, Err(error) if error.status() == Status::Timeout) {
-            self.let_go(|core| {
+            self.release_with(|core| {
                 core.end_clear(&clearing);
                 Ok(())
             })?;
@@ -195,18 +195,18 @@ impl Store {
                 if deadline_ns != 0 && now_ns >= deadline_ns {
                     fail!(Timeout, "chunks to be removed are being written: call again");
                 }
-                self.inner.ended.wait_for(&mut state, LOOK_NS);
+                self.inner.ended.wait_for(&mut state, POLL_NS);
             }
             drop(state);
             clearing.again();
         }
     }
 
-    fn wait_to_last(&self, turn: u64, deadline_ns: u64) -> Result<()> {
+    fn wait_to_last(&self, removal: u64, deadline_ns: u64) -> Result<()> {
         let mut state = self.inner.state.lock();
         loop {
-            if let Some(result) = state.core.lasts(turn) {
-                return result.map_err(|e| e.within("what is cleared may come back"));
+            if let Some(result) = state.core.durability(removal) {
+                return result.map_err(|e| e.within("cleared chunks may reappear after a restart"));
             }
             if state.broken {
                 return Err(Status::Panic.into());
@@ -240,9 +240,9 @@ pub(super) fn reclaimer(slot: &Arc<Mutex<Weak<Inner>>>) -> Reclaim {
         if tier == Tier::Device {
             let mut state = inner.state.lock();
             let promised = state.core.shrink_device(bytes);
-            let news = inner.news(&mut state);
+            let completions = inner.collect_completions(&mut state);
             drop(state);
-            finish(news);
+            finish(completions);
             return promised;
         }
         // Unused buffers are returned first.
@@ -252,9 +252,9 @@ pub(super) fn reclaimer(slot: &Arc<Mutex<Weak<Inner>>>) -> Reclaim {
         }
         let mut state = inner.state.lock();
         let promised = trimmed + state.core.shrink(bytes - trimmed);
-        let news = inner.news(&mut state);
+        let completions = inner.collect_completions(&mut state);
         drop(state);
-        finish(news);
+        finish(completions);
         promised
     })
 }

@@ -8,8 +8,8 @@ use crate::device::{Event, State};
 use crate::fail;
 use crate::format::keys::Key;
 use crate::store::executor::Tools;
-use crate::store::executor::device_batches::{Crew, Desk};
-use crate::store::handle::{Inner, Store, finish, given_up};
+use crate::store::executor::device_batches::{EventCopies, StateAccess};
+use crate::store::handle::{Inner, Store, abandoned_status, finish};
 use crate::store::ready_event::{EventState, Listener, Ready};
 use crate::store::state::blocks::BlockTransfer;
 use crate::store::state::transfer::Level;
@@ -110,7 +110,7 @@ impl Store {
             rest.for_each(|(op, _)| op.finish(status, None, None));
             return Ok(ops);
         }
-        let kept = ops.clone();
+        let retained = ops.clone();
         let mut state = self.inner.state.lock();
         if let Err(error) = state.check_open() {
             drop(state);
@@ -119,28 +119,28 @@ impl Store {
         state.core.tick(self.inner.runtime.clock().now_ns());
         // Completed transfers have freed their numbers. Their ops must be collected before a number
         // is reused.
-        let mut news = state.ended();
-        if !news.is_empty() {
+        let mut completions = state.ended();
+        if !completions.is_empty() {
             self.inner.ended.notify_all();
         }
         match submit(&mut state.core) {
             Ok((number, ticket)) => {
                 // A cancel from here on finds the transfer once it has the lock.
-                kept.iter().for_each(|op| op.set_owner_slot(number));
+                retained.iter().for_each(|op| op.set_owner_slot(number));
                 let number = number as usize;
                 if state.ops.len() <= number {
                     state.ops.resize_with(number + 1, Vec::new);
                 }
                 debug_assert!(state.ops[number].is_empty(), "a number that is in use");
-                state.ops[number] = kept;
+                state.ops[number] = retained;
                 // A cancel or deadline before this found no transfer.
-                if let Some(status) = given_up(&ops) {
+                if let Some(status) = abandoned_status(&ops) {
                     state.core.cancel(number as u32, status);
                 }
-                news.extend(self.inner.news(&mut state));
+                completions.extend(self.inner.collect_completions(&mut state));
                 drop(state);
                 ops.iter().for_each(|op| op.notify_issued());
-                finish(news);
+                finish(completions);
                 if let Some(ready) = ready {
                     ready.join(self.inner.this.clone(), ticket);
                 }
@@ -148,9 +148,9 @@ impl Store {
             }
             Err(error) => {
                 // The clock has advanced, which may have created work.
-                news.extend(self.inner.news(&mut state));
+                completions.extend(self.inner.collect_completions(&mut state));
                 drop(state);
-                finish(news);
+                finish(completions);
                 Err(undo(ops, error))
             }
         }
@@ -203,12 +203,12 @@ impl Listener for Inner {
         }
         state.core.tick(self.runtime.clock().now_ns());
         match word {
-            EventState::Given => state.core.begin_waiting(ticket),
+            EventState::Signalled => state.core.begin_waiting(ticket),
             EventState::Cancelled => state.core.give_up_waiting(ticket, Status::Cancelled),
         }
-        let news = self.news(&mut state);
+        let completions = self.collect_completions(&mut state);
         drop(state);
-        finish(news);
+        finish(completions);
     }
 
     fn waits(&self, ticket: u64) -> bool {
@@ -218,64 +218,64 @@ impl Listener for Inner {
 
 // ---------- device events
 //
-// The thread that polls copies behind device events.
+// The thread that polls copies that depend on device events.
 
 /// Interval at which device events are polled while nothing happens.
-const LOOK_NS: u64 = 250_000;
+const POLL_NS: u64 = 250_000;
 
-impl Desk for &Inner {
+impl StateAccess for &Inner {
     fn with(&mut self, act: &mut dyn FnMut(&mut StoreState)) {
         let mut state = self.state.lock();
         state.core.tick(self.runtime.clock().now_ns());
         act(&mut state.core);
-        let news = self.news(&mut state);
+        let completions = self.collect_completions(&mut state);
         drop(state);
-        finish(news);
+        finish(completions);
     }
 }
 
 impl Inner {
-    /// Main function of the thread for copies behind device events.
-    pub(super) fn serve_behind(&self, tools: Tools) {
-        let mut crew = Crew::new(tools);
-        while self.wait_for_events(&crew) {
+    /// Main function of the thread for copies that depend on device events.
+    pub(super) fn serve_event_copies(&self, tools: Tools) {
+        let mut event_copies = EventCopies::new(tools);
+        while self.wait_for_events(&event_copies) {
             // SAFETY: the core hears of the end of what is begun from here; views are of memory
             // that the caller promised to keep until the op is released, which follows that.
-            let did = panic::catch(|| unsafe { crew.turn(&mut &*self) });
+            let did = panic::catch(|| unsafe { event_copies.advance(&mut &*self) });
             match did {
                 Ok(true) => {}
-                Ok(false) => self.rest_behind(&crew),
+                Ok(false) => self.rest_event_copies(&event_copies),
                 Err(text) => {
                     self.runtime.poison(&text);
                     self.state.lock().broken = true;
-                    self.give_up();
+                    self.abort_all();
                 }
             }
         }
     }
 
     /// Sleeps until there are events to poll. Returns false when there never will be.
-    fn wait_for_events(&self, crew: &Crew) -> bool {
+    fn wait_for_events(&self, event_copies: &EventCopies) -> bool {
         let mut state = self.state.lock();
-        while !state.broken && crew.is_idle() && !state.core.has_events_ahead() {
+        while !state.broken && event_copies.is_idle() && !state.core.has_events_ahead() {
             if state.stop {
                 return false;
             }
-            state.crew_sleeps = true;
-            self.behind.wait(&mut state);
-            state.crew_sleeps = false;
+            state.event_thread_sleeps = true;
+            self.events_pending.wait(&mut state);
+            state.event_thread_sleeps = false;
         }
         !state.broken
     }
 
-    fn rest_behind(&self, crew: &Crew) {
-        let until_ns = self.runtime.clock().now_ns().saturating_add(LOOK_NS);
-        match crew.is_idle() {
-            false => crew.rest(until_ns),
+    fn rest_event_copies(&self, event_copies: &EventCopies) {
+        let until_ns = self.runtime.clock().now_ns().saturating_add(POLL_NS);
+        match event_copies.is_idle() {
+            false => event_copies.rest(until_ns),
             true => {
                 let mut state = self.state.lock();
                 if !state.stop {
-                    self.behind.wait_for(&mut state, LOOK_NS);
+                    self.events_pending.wait_for(&mut state, POLL_NS);
                 }
             }
         }

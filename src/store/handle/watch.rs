@@ -10,7 +10,7 @@ use crate::format::keys::chain::Chain;
 use crate::format::keys::media::{self, Medium};
 use crate::store::events::{Entries, Event, MOST, Stage};
 use crate::store::handle::submit::undo;
-use crate::store::handle::{Guarded, Inner, News, Store, finish, given_up};
+use crate::store::handle::{Completions, Guarded, Inner, Store, abandoned_status, finish};
 use crate::store::state::Finished;
 use crate::store::state::device_tier::Audited;
 use crate::store::state::plans::LookupResult;
@@ -51,13 +51,13 @@ impl Watches {
     }
 
     /// Completes ops whose event exists, now that the next one has number `next`.
-    pub fn notify(&mut self, next: u64, news: &mut News) {
+    pub fn notify(&mut self, next: u64, completions: &mut Completions) {
         if self.least >= next {
             return;
         }
         for one in &mut self.all {
             if let Some((from, op)) = one.take_if(|(from, _)| *from < next) {
-                news.push((op, ended(next - from, None)));
+                completions.push((op, ended(next - from, None)));
             }
         }
         self.least = self.all.iter().flatten().map(|(from, _)| *from).min().unwrap_or(u64::MAX);
@@ -68,18 +68,18 @@ impl Watches {
         place >= FIRST
     }
 
-    /// Completes a cancelled op. The number may be another op's by now; then that one is asked.
-    pub fn drop_given_up(&mut self, place: u32, news: &mut News) {
+    /// Completes a cancelled op. The number may be another op's by now; then that op is checked.
+    pub fn cancel_if_abandoned(&mut self, place: u32, completions: &mut Completions) {
         let Some(one) = self.all.get_mut((place - FIRST) as usize) else { return };
-        let status = one.as_ref().and_then(|(_, op)| given_up(std::slice::from_ref(op)));
+        let status = one.as_ref().and_then(|(_, op)| abandoned_status(std::slice::from_ref(op)));
         if let (Some(status), Some((_, op))) = (status, one.take_if(|_| status.is_some())) {
-            news.push((op, ended(0, Some(status))));
+            completions.push((op, ended(0, Some(status))));
         }
     }
 
     /// Completes all ops.
-    pub fn end_all(&mut self, status: Status, news: &mut News) {
-        news.extend(self.take().map(|op| (op, ended(0, Some(status)))));
+    pub fn end_all(&mut self, status: Status, completions: &mut Completions) {
+        completions.extend(self.take().map(|op| (op, ended(0, Some(status)))));
     }
 
     /// Takes all ops.
@@ -126,12 +126,12 @@ impl Store {
         };
         // A cancel from here on finds the op once it has the lock.
         op.set_owner_slot(place);
-        let mut news = News::new();
-        state.watches.drop_given_up(place, &mut news);
-        news.extend(self.inner.news(&mut state));
+        let mut completions = Completions::new();
+        state.watches.cancel_if_abandoned(place, &mut completions);
+        completions.extend(self.inner.collect_completions(&mut state));
         drop(state);
         op.notify_issued();
-        finish(news);
+        finish(completions);
         Ok(op)
     }
 }
@@ -139,7 +139,7 @@ impl Store {
 // ---------- publisher
 //
 // The thread that publishes events to a remote. It reads events like any other reader: it delays
-// nobody, and reports events that it was too slow for as missed.
+// no other thread, and reports events that it was too slow for as missed.
 
 /// Least and most time between two attempts after the remote refused events.
 const PAUSE_NS: [u64; 2] = [100_000_000, 5_000_000_000];
@@ -152,7 +152,7 @@ pub(super) struct Feed {
 }
 
 /// The events to publish next.
-struct Turn {
+struct Publication {
     stage: Stage,
     missed: u64,
     count: usize,
@@ -173,26 +173,27 @@ impl Inner {
         let (mut from, mut missed) = (0, 0);
         let (mut stage, mut pause_ns) = (Stage::Opened, 0);
         loop {
-            if pause_ns > 0 && self.rest_feed(pause_ns) {
+            if pause_ns > 0 && self.pause_feed(pause_ns) {
                 return;
             }
-            let turn = self.next_turn(from, stage, &mut events);
-            (from, missed) = (from + turn.missed, missed + turn.missed);
-            let published = self.publish(&mut feed, &turn, (from, missed), &events[..turn.count]);
+            let publication = self.next_publication(from, stage, &mut events);
+            (from, missed) = (from + publication.missed, missed + publication.missed);
+            let published =
+                self.publish(&mut feed, &publication, (from, missed), &events[..publication.count]);
             match published {
                 Ok(()) => {
-                    (from, missed, pause_ns) = (from + turn.count as u64, 0, 0);
+                    (from, missed, pause_ns) = (from + publication.count as u64, 0, 0);
                     stage = Stage::Open;
                 }
-                Err(trouble) => {
+                Err(failure) => {
                     if pause_ns == 0 {
-                        let why = crate::base::status::Error::from(trouble);
-                        log::warn!("events could not be published; the store retries: {why}");
+                        let error = crate::base::status::Error::from(failure);
+                        log::warn!("events could not be published; the store retries: {error}");
                     }
                     pause_ns = (pause_ns * 2).clamp(PAUSE_NS[0], PAUSE_NS[1]);
                 }
             }
-            if turn.stage == Stage::Closed {
+            if publication.stage == Stage::Closed {
                 return;
             }
         }
@@ -201,16 +202,16 @@ impl Inner {
     fn publish(
         &self,
         feed: &mut Feed,
-        turn: &Turn,
+        publication: &Publication,
         (from, missed): (u64, u64),
         events: &[Event],
     ) -> std::result::Result<(), RemoteError> {
-        let fields = feed.entries.make(turn.stage, from, missed, events);
+        let fields = feed.entries.make(publication.stage, from, missed, events);
         (feed.publish)(&fields, self.runtime.clock().now_ns().saturating_add(feed.timeout_ns))
     }
 
     /// Waits until there are events to publish.
-    fn next_turn(&self, from: u64, stage: Stage, events: &mut [Event]) -> Turn {
+    fn next_publication(&self, from: u64, stage: Stage, events: &mut [Event]) -> Publication {
         let mut state = self.state.lock();
         let is_over = |state: &super::Guarded| state.stop || state.broken;
         while stage != Stage::Opened && state.core.events.next_number() <= from && !is_over(&state)
@@ -223,11 +224,11 @@ impl Inner {
         // Remaining events are published before the end.
         let rest = state.core.events.next_number() - from - missed - count as u64;
         let stage = if is_over(&state) && rest == 0 { Stage::Closed } else { stage };
-        Turn { stage, missed, count }
+        Publication { stage, missed, count }
     }
 
     /// Waits for a while. Returns whether the store has ended meanwhile.
-    fn rest_feed(&self, pause_ns: u64) -> bool {
+    fn pause_feed(&self, pause_ns: u64) -> bool {
         let mut state = self.state.lock();
         if !state.stop && !state.broken {
             self.feed.wait_for(&mut state, pause_ns);
@@ -268,7 +269,7 @@ impl Store {
             fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
         }
         media::check(media, 0..tokens.len() as u64)?;
-        let entry = self.look(|core| {
+        let entry = self.inspect(|core| {
             let key = core.namespace(namespace).map(|namespace| namespace.key);
             Some((key?, core.table_of(namespace)?.layout.chunk_tokens()))
         })?;
@@ -289,7 +290,7 @@ impl Store {
 // Audits of device replicas.
 
 /// Cells under audit at once, since they cannot be evicted meanwhile.
-const TURN: usize = 64;
+const AUDIT_BATCH: usize = 64;
 
 impl Store {
     /// Reads all cells in device memory back and compares them with other tiers. Wrong replicas are
@@ -297,7 +298,7 @@ impl Store {
     pub fn audit_device(&self) -> Result<Audited> {
         let list = self.with(|core| Ok(core.audit_list()))?;
         let mut audited = Audited::default();
-        for some in list.chunks(TURN) {
+        for some in list.chunks(AUDIT_BATCH) {
             self.audit_some(some, &mut audited)?;
         }
         Ok(audited)
@@ -313,9 +314,9 @@ impl Store {
             let found = unsafe { tools.audit(&one, Stream(0)) };
             let mut state = self.inner.state.lock();
             state.core.end_audit(one, found, audited);
-            let news = self.inner.news(&mut state);
+            let completions = self.inner.collect_completions(&mut state);
             drop(state);
-            super::finish(news);
+            super::finish(completions);
         }
         Ok(())
     }

@@ -18,8 +18,8 @@ use crate::store::state::work::{Work, WorkerKind};
 /// A lookup worker checks for more work so often, this interval apart, before it sleeps. Waking it
 /// would cost an engine's thread more than the rest of a lookup call, and sessions arrive in
 /// bursts. No answer is delayed by this.
-const LOOKS: u32 = 20;
-const LOOK_NS: u64 = 50_000;
+const IDLE_CHECKS: u32 = 20;
+const POLL_NS: u64 = 50_000;
 /// Least time of a sleep with a timer, since a simulated clock may stand still.
 const LEAST_SLEEP_NS: u64 = 1_000_000;
 
@@ -36,28 +36,28 @@ pub(super) fn due_ns(core: &StoreState, workers: WorkerKind) -> Option<u64> {
 impl Inner {
     /// Main function of a worker.
     fn serve(&self, workers: WorkerKind, stream: Stream, tools: &Tools) {
-        let mut looks = 0;
+        let mut idle_checks = 0;
         let mut state = self.state.lock();
         while !state.stop && !state.broken {
             let Some(mut work) = state.core.take(workers) else {
-                let news = self.news(&mut state);
-                if !news.is_empty() {
+                let completions = self.collect_completions(&mut state);
+                if !completions.is_empty() {
                     drop(state);
-                    finish(news);
+                    finish(completions);
                     state = self.state.lock();
                     continue;
                 }
-                if looks > 0 {
-                    looks -= 1;
-                    self.work[workers as usize].wait_for(&mut state, LOOK_NS);
+                if idle_checks > 0 {
+                    idle_checks -= 1;
+                    self.work[workers as usize].wait_for(&mut state, POLL_NS);
                     continue;
                 }
                 self.sleep(workers, &mut state);
                 continue;
             };
-            let news = self.news(&mut state);
+            let completions = self.collect_completions(&mut state);
             drop(state);
-            finish(news);
+            finish(completions);
             let began_ns = self.runtime.clock().now_ns();
             let outcome = self.carry_out(&mut work, stream, tools);
             let now_ns = self.runtime.clock().now_ns();
@@ -66,20 +66,20 @@ impl Inner {
                 state.broken = true;
                 break;
             };
-            looks = if workers == WorkerKind::Ask { LOOKS } else { 0 };
+            idle_checks = if workers == WorkerKind::Lookup { IDLE_CHECKS } else { 0 };
             state.core.tick(now_ns);
             state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
-            let news = self.news(&mut state);
-            if !news.is_empty() {
+            let completions = self.collect_completions(&mut state);
+            if !completions.is_empty() {
                 drop(state);
-                finish(news);
+                finish(completions);
                 state = self.state.lock();
             }
         }
         let broken = state.broken;
         drop(state);
         if broken {
-            self.give_up();
+            self.abort_all();
         }
     }
 
@@ -119,7 +119,7 @@ impl Inner {
     }
 
     /// After a panic: ends everything, so that no caller waits forever.
-    pub(super) fn give_up(&self) {
+    pub(super) fn abort_all(&self) {
         let mut state = self.state.lock();
         let mut ops: Vec<OpRef> = state.ops.iter_mut().flat_map(std::mem::take).collect();
         ops.extend(state.watches.take());
@@ -128,7 +128,7 @@ impl Inner {
             op.abort(Status::Panic);
         }
         self.work.iter().for_each(|work| work.notify_all());
-        self.behind.notify_all();
+        self.events_pending.notify_all();
         self.feed.notify_all();
         self.ended.notify_all();
     }
@@ -140,7 +140,7 @@ impl Inner {
             panic::catch(|| control::answer(self, line)).unwrap_or_else(|text| {
                 self.runtime.poison(&text);
                 self.state.lock().broken = true;
-                self.give_up();
+                self.abort_all();
                 Err(Error::from(Status::Panic))
             })
         };
@@ -149,12 +149,12 @@ impl Inner {
 }
 
 impl Subject for Inner {
-    fn look(&self, see: &mut dyn FnMut(&StoreState)) -> Result<()> {
+    fn inspect(&self, read: &mut dyn FnMut(&StoreState)) -> Result<()> {
         let state = self.state.lock();
         if state.stop {
             return Err(Status::Closed.into());
         }
-        see(&state.core);
+        read(&state.core);
         Ok(())
     }
 
@@ -164,9 +164,9 @@ impl Subject for Inner {
         state.check_open()?;
         state.core.tick(self.runtime.clock().now_ns());
         let result = act(&mut state.core);
-        let news = self.news(&mut state);
+        let completions = self.collect_completions(&mut state);
         drop(state);
-        finish(news);
+        finish(completions);
         result
     }
 }
@@ -184,10 +184,19 @@ pub(super) fn start(
     };
     let copiers = if spec.copiers == 0 { cores().min(4) as u32 } else { spec.copiers };
     let tools = inner.tools.lock().clone();
-    let below = u32::from(tools.disk.is_some());
+    let disk_workers = u32::from(tools.disk.is_some());
     let (fetchers, senders) = spec.remote.as_ref().map_or((0, 0), |r| (r.fetchers, r.senders));
-    let askers = u32::from(spec.remote.is_some());
-    let counts = [copiers, spec.readers * below, below, below, below, fetchers, senders, askers];
+    let lookup_workers = u32::from(spec.remote.is_some());
+    let counts = [
+        copiers,
+        spec.readers * disk_workers,
+        disk_workers,
+        disk_workers,
+        disk_workers,
+        fetchers,
+        senders,
+        lookup_workers,
+    ];
     let mut threads = Vec::new();
     for (workers, count) in WorkerKind::ALL.into_iter().zip(counts) {
         for at in 0..count {
@@ -206,7 +215,7 @@ pub(super) fn start(
         let number = threads.len() as u32;
         threads.push(spawn("kvt-behind".into(), move || {
             inner.runtime.thread_started(Role::Store, number);
-            inner.serve_behind(tools);
+            inner.serve_event_copies(tools);
         })?);
     }
     if let (Some((node, publish)), Some(remote)) = (publisher, &spec.remote) {
@@ -218,7 +227,7 @@ pub(super) fn start(
             if let Err(text) = panic::catch(|| inner.serve_feed(feed)) {
                 inner.runtime.poison(&text);
                 inner.state.lock().broken = true;
-                inner.give_up();
+                inner.abort_all();
             }
         })?);
     }

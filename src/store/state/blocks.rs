@@ -61,7 +61,7 @@ impl StoreState {
         };
         self.check_views((table, kind), &views, first_layer, tokens, chunks)?;
         let slots = self.find_blocks(namespace, &keys)?;
-        let asked = match kind == TransferKind::Get && slots.contains(&NONE) {
+        let requested = match kind == TransferKind::Get && slots.contains(&NONE) {
             true => keys.iter().map(id_of).collect(),
             false => Vec::new(),
         };
@@ -74,7 +74,7 @@ impl StoreState {
             level,
             slots,
             by_chunk: true,
-            asked,
+            requested,
             first_layer,
             layers,
             by_layer: false,
@@ -84,7 +84,7 @@ impl StoreState {
             ticket,
         };
         // Checked before rows are added: a request that is refused must evict nothing.
-        self.check_move(&spec, spec.slots.len())?;
+        self.check_transfer(&spec, spec.slots.len())?;
         let mut held = Vec::new();
         let holds = match kind {
             TransferKind::Put => self.hold_blocks(namespace, &keys, &spec.slots, &mut held),
@@ -96,7 +96,7 @@ impl StoreState {
         let begun = holds.and_then(|()| self.submit(spec));
         // The transfer references them now. On failure, rows without cells are removed.
         for &slot in held.iter().filter(|&&slot| slot != NONE) {
-            self.let_go(table, slot);
+            self.release_chunk(table, slot);
         }
         begun
     }
@@ -105,21 +105,21 @@ impl StoreState {
     pub fn submit_blocks(
         &mut self,
         at: u32,
-        how: (TransferKind, Level, usize),
+        terms: (TransferKind, Level, usize),
         blocks: BlockTransfer,
     ) -> Result<u32> {
-        self.begin_blocks(at, how, blocks, None)
+        self.begin_blocks(at, terms, blocks, None)
     }
 
     /// The same, waiting as [`StoreState::submit_waiting`] does.
     pub fn submit_blocks_waiting(
         &mut self,
         at: u32,
-        how: (TransferKind, Level, usize),
+        terms: (TransferKind, Level, usize),
         blocks: BlockTransfer,
     ) -> Result<(u32, u64)> {
         let ticket = self.dependencies.next_ticket();
-        let number = self.begin_blocks(at, how, blocks, Some(ticket))?;
+        let number = self.begin_blocks(at, terms, blocks, Some(ticket))?;
         Ok((number, ticket))
     }
 
@@ -194,7 +194,7 @@ impl StoreState {
         // A block that is named twice is counted once.
         slots.sort_unstable();
         slots.dedup();
-        let cleared = self.take_away(table, &slots, Cleared::default());
+        let cleared = self.remove_chunks(table, &slots, Cleared::default());
         self.settle();
         Ok(cleared)
     }
@@ -262,7 +262,7 @@ impl StoreState {
             slots.iter().copied().filter(|&slot| holds.times(slot) == 0).collect();
         for (held, &slot) in new.iter().enumerate() {
             if let Err(error) = chunks.retain(slot) {
-                new.iter().take(held).for_each(|&slot| self.let_go(table, slot));
+                new.iter().take(held).for_each(|&slot| self.release_chunk(table, slot));
                 return Err(error);
             }
         }
@@ -291,7 +291,7 @@ impl StoreState {
             let left = holds.times(slot) - less;
             if left == 0 {
                 holds.times.remove(&slot);
-                self.let_go(table, slot);
+                self.release_chunk(table, slot);
             } else {
                 holds.times.insert(slot, left);
             }
@@ -302,7 +302,7 @@ impl StoreState {
 
     /// Releases all holds of a session.
     pub(super) fn end_holds(&mut self, table: u32, holds: Holds) {
-        holds.slots().for_each(|slot| self.let_go(table, slot));
+        holds.slots().for_each(|slot| self.release_chunk(table, slot));
     }
 
     /// Chunk table of a session and rows of blocks there, NONE for those without one.

@@ -13,27 +13,27 @@ use crate::store::state::{At, StoreState};
 
 impl StoreState {
     /// Describes what is in flight or queued.
-    pub fn what_waits(&self) -> String {
+    pub fn describe_waiters(&self) -> String {
         format!(
-            "{} moves, {} jobs, {} hungry, {} cells waited for, {} chunks to go down, {} leaving, \
-             {} behind events, {:?} batches, {} to be synced, {}, {}",
+            "{} transfers, {} jobs, {} waiting for memory, {} awaited cells, {} chunks to write back, \
+             {} demoting, {} cells waiting for events, {:?} batches, {} to sync, {}, {}",
             self.transfers.table.len(),
             self.transfers.jobs.len(),
             self.transfers.memory_waiters.len(),
             self.transfers.cell_waiters.len(),
             self.writeback.queue.len(),
             self.writeback.demoting.len(),
-            self.cells_behind(),
+            self.cells_after_event(),
             self.stages.in_flight,
             self.writeback.sync_waiters.len(),
-            self.disk_gc.words(),
-            self.remote.as_ref().map_or("no remote".into(), |remote| remote.words()),
+            self.disk_gc.describe(),
+            self.remote.as_ref().map_or("no remote".into(), |remote| remote.describe()),
         )
     }
 
     /// Checks the tables against each other and against the tiers.
     pub fn check(&self) -> Result<()> {
-        self.check_lines()?;
+        self.check_wait_lists()?;
         self.check_replicas()?;
         self.check_holds()?;
         self.check_namespaces()?;
@@ -68,7 +68,7 @@ impl StoreState {
         }
         self.dependencies.check_nothing_after()?;
         if let Some(remote) = self.remote.as_ref().filter(|remote| !remote.is_bare()) {
-            fail!(State, "the remote is not at rest: {}", remote.words());
+            fail!(State, "the remote is not at rest: {}", remote.describe());
         }
         let waits = (
             self.transfers.jobs.len(),
@@ -111,8 +111,8 @@ impl StoreState {
                 }
             }
             let Some(row) = table.chunks.chunk(slot) else { continue };
-            let is_kept = self.is_kept_by_hint(At { table: number as u32, slot });
-            if row.cells_somewhere() == 0 && table.chunks.may_leave(slot) && !is_kept {
+            let is_kept = self.is_held_by_hint(At { table: number as u32, slot });
+            if row.cells_somewhere() == 0 && table.chunks.is_removable(slot) && !is_kept {
                 fail!(State, "chunk {slot} of table {number} has no cells and no references");
             }
             for tier in [Tier::Device, Tier::Host, Tier::Disk] {
@@ -180,7 +180,7 @@ impl StoreState {
             }
         };
         for (layer, marks) in table.chunks.marks(at.slot).unwrap_or_default().iter().enumerate() {
-            let is_there = marks.there() & 1 << tier as u8 != 0;
+            let is_there = marks.resident_tiers() & 1 << tier as u8 != 0;
             let leaves = tier != Tier::Device
                 && self.writeback.demoting.get(&at).is_some_and(|leave| leave.has(layer));
             if is_there && !leaves && !in_its_granularity(layer) {

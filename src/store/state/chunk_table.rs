@@ -40,7 +40,7 @@ pub mod note {
     pub const PINNED: u16 = 512;
     /// A block found by a remote lookup: its row keeps the remote hint.
     pub const LOCATED: u16 = 1024;
-    /// The remote lacks an object of the chunk although it has the last one, which lookups ask for.
+    /// The remote lacks an object of the chunk although it has the last one, which lookups query.
     /// A hint does not keep a put from uploading all objects.
     pub const GAPPED: u16 = 2048;
     /// Queued for write-behind.

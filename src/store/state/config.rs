@@ -22,7 +22,7 @@ pub enum Write {
     Behind,
     /// When the memory is needed.
     Back,
-    /// Never, unless a put's level asks for it.
+    /// Never, unless a put's level requires it.
     Never,
 }
 
@@ -85,7 +85,7 @@ pub struct Config {
     /// Most sessions.
     pub max_sessions: u32,
     /// Most transfers in flight.
-    pub max_moves: u32,
+    pub max_transfers: u32,
     /// Most jobs in flight.
     pub max_jobs: u32,
     /// Events kept for readers.
@@ -120,7 +120,7 @@ impl Default for Config {
             max_namespaces: MAX_NAMESPACES,
             max_layouts: MAX_CHUNK_TABLES,
             max_sessions: 1 << 16,
-            max_moves: 1 << 14,
+            max_transfers: 1 << 14,
             max_jobs: 1 << 16,
             events: 1 << 14,
             batch_cells: 64,

@@ -30,15 +30,15 @@ impl Dependencies {
     }
 
     pub(super) fn first_after_event(&self, event: u64) -> Option<u32> {
-        self.events.events.get(&event)?.line.first()
+        self.events.events.get(&event)?.waiting.first()
     }
 
     /// A transfer with an event has ended.
-    pub(super) fn leave_event(&mut self, event: Option<Event>) {
+    pub(super) fn release_event(&mut self, event: Option<Event>) {
         let Some(event) = event else { return };
-        if let Some(ahead) = self.events.events.get_mut(&event.0) {
-            ahead.moves -= 1;
-            if ahead.moves == 0 {
+        if let Some(dependents) = self.events.events.get_mut(&event.0) {
+            dependents.transfers -= 1;
+            if dependents.transfers == 0 {
                 self.events.events.remove(&event.0);
             }
         }
@@ -47,26 +47,26 @@ impl Dependencies {
     /// A transfer depends on an event.
     pub(super) fn join_event(&mut self, event: Option<Event>) {
         if let Some(event) = event {
-            self.events.events.entry(event.0).or_default().moves += 1;
+            self.events.events.entry(event.0).or_default().transfers += 1;
         }
     }
 
-    /// Whether memory will be freed by copies whose event has completed. A pending event may come
-    /// after the very transfers that wait for memory, so nobody waits for copies behind it.
+    /// Whether memory will be freed by copies whose event has completed. A pending event may fire
+    /// after the very transfers that wait for memory, so none waits for copies that depend on it.
     pub(super) fn is_ending_after_event(&self) -> bool {
-        self.events.events.values().any(|ahead| ahead.has_ended && ahead.taken > 0)
+        self.events.events.values().any(|dependents| dependents.has_ended && dependents.taken > 0)
     }
 
     /// A transfer waits no more, or has ended.
     pub(super) fn stop_waiting(&mut self, ticket: Option<u64>) {
         if let Some(ticket) = ticket {
-            self.tickets.moves.remove(&ticket);
+            self.tickets.transfers.remove(&ticket);
         }
     }
 
     /// Makes a transfer wait for its ticket.
-    pub(super) fn hold_back(&mut self, number: u32, ticket: u64) {
-        self.tickets.moves.insert(ticket, number);
+    pub(super) fn add_ticket(&mut self, number: u32, ticket: u64) {
+        self.tickets.transfers.insert(ticket, number);
     }
 
     pub(super) fn next_ticket(&mut self) -> u64 {
@@ -80,7 +80,7 @@ impl Dependencies {
 #[derive(Default)]
 pub(super) struct Tickets {
     tickets: u64,
-    moves: BTreeMap<u64, u32>,
+    transfers: BTreeMap<u64, u32>,
 }
 
 impl StoreState {
@@ -101,7 +101,7 @@ impl StoreState {
 
     /// The ready event is signalled: the transfer begins, unless it has ended.
     pub fn begin_waiting(&mut self, ticket: u64) {
-        if let Some(number) = self.dependencies.tickets.moves.remove(&ticket) {
+        if let Some(number) = self.dependencies.tickets.transfers.remove(&ticket) {
             self.transfers.table[number].began_ns = self.now_ns;
             self.transfers.start_later(number);
             self.settle();
@@ -110,26 +110,26 @@ impl StoreState {
 
     /// The ready event will never be signalled: the transfer ends with this status.
     pub fn give_up_waiting(&mut self, ticket: u64, status: Status) {
-        if let Some(&number) = self.dependencies.tickets.moves.get(&ticket) {
+        if let Some(&number) = self.dependencies.tickets.transfers.get(&ticket) {
             self.cancel(number, status);
         }
     }
 
     /// Whether the transfer of a ticket still waits.
     pub fn is_waiting(&self, ticket: u64) -> bool {
-        self.dependencies.tickets.moves.contains_key(&ticket)
+        self.dependencies.tickets.transfers.contains_key(&ticket)
     }
 
     /// Number of transfers that wait.
-    pub fn waiting_moves(&self) -> usize {
-        self.dependencies.tickets.moves.len()
+    pub fn waiting_transfers(&self) -> usize {
+        self.dependencies.tickets.transfers.len()
     }
 }
 
 // ---------- device events
 //
-// Transfers behind a device event: none of their copies between the engine's tensors and the store run
-// before the event fires. Reads from disk go on meanwhile. Their copies are queued by event, apart from
+// Transfers that depend on a device event: none of their copies between the engine's tensors and the store run
+// before the event fires. Reads from disk continue meanwhile. Their copies are queued by event, apart from
 // all others, so that they can be submitted behind it; once the event has fired they are ordinary.
 //
 // These transfers hold memory while they wait. They get a limited part of it, so that an event that
@@ -140,12 +140,12 @@ const SHARE: u64 = 4;
 
 /// Transfers and jobs that depend on one event.
 #[derive(Default)]
-pub(super) struct Ahead {
+pub(super) struct EventDependents {
     /// Transfers that name it.
-    moves: u32,
+    transfers: u32,
     /// Jobs that wait to be submitted.
-    pub(super) line: WaitList,
-    has_come: bool,
+    pub(super) waiting: WaitList,
+    has_fired: bool,
     /// Jobs in submitted batches.
     taken: usize,
     /// It has completed, or failed.
@@ -155,7 +155,7 @@ pub(super) struct Ahead {
 /// All device events that transfers depend on.
 #[derive(Default)]
 pub(super) struct DeviceEvents {
-    events: BTreeMap<u64, Ahead>,
+    events: BTreeMap<u64, EventDependents>,
     /// Jobs whose event was pending when they began, and their bytes.
     jobs: u64,
     bytes: u64,
@@ -165,34 +165,35 @@ pub(super) struct DeviceEvents {
 
 impl DeviceEvents {
     /// The lists of jobs that wait, one for each event.
-    pub(super) fn lines(&self) -> impl Iterator<Item = &WaitList> {
-        self.events.values().map(|ahead| &ahead.line)
+    pub(super) fn wait_lists(&self) -> impl Iterator<Item = &WaitList> {
+        self.events.values().map(|dependents| &dependents.waiting)
     }
 
     fn is_open(&self, event: u64) -> bool {
-        self.events.get(&event).is_some_and(|ahead| !ahead.has_come)
+        self.events.get(&event).is_some_and(|dependents| !dependents.has_fired)
     }
 }
 
 impl StoreState {
     /// Adds the pending events to `out`, each with whether jobs wait to be submitted behind it.
     pub fn events_ahead(&self, out: &mut Vec<(Event, bool)>) {
-        let open = self.dependencies.events.events.iter().filter(|(_, ahead)| !ahead.has_come);
-        out.extend(open.map(|(&event, ahead)| (Event(event), !ahead.line.is_empty())));
+        let open =
+            self.dependencies.events.events.iter().filter(|(_, dependents)| !dependents.has_fired);
+        out.extend(open.map(|(&event, dependents)| (Event(event), !dependents.waiting.is_empty())));
     }
 
     /// Whether events are pending.
     pub fn has_events_ahead(&self) -> bool {
-        self.dependencies.events.events.values().any(|ahead| !ahead.has_come)
+        self.dependencies.events.events.values().any(|dependents| !dependents.has_fired)
     }
 
     /// An event has completed, or never will: then its transfers fail.
     pub fn event_ended(&mut self, event: Event, outcome: std::result::Result<(), Status>) {
-        if let Some(ahead) = self.dependencies.events.events.get_mut(&event.0) {
-            ahead.has_ended = true;
+        if let Some(dependents) = self.dependencies.events.events.get_mut(&event.0) {
+            dependents.has_ended = true;
         }
         match outcome {
-            Ok(()) => self.event_came(event.0),
+            Ok(()) => self.event_fired(event.0),
             Err(status) => {
                 let is_its = |spec: &TransferSpec| spec.after == Some(event);
                 let all = self.transfers.table.iter().filter(|(_, one)| is_its(&one.spec));
@@ -203,9 +204,9 @@ impl StoreState {
         self.settle();
     }
 
-    fn event_came(&mut self, event: u64) {
-        let Some(ahead) = self.dependencies.events.events.get_mut(&event) else { return };
-        ahead.has_come = true;
+    fn event_fired(&mut self, event: u64) {
+        let Some(dependents) = self.dependencies.events.events.get_mut(&event) else { return };
+        dependents.has_fired = true;
         while let Some(id) = self.dependencies.first_after_event(event) {
             self.unqueue_after_event(event, id);
             self.count_after_event(id, 0);
@@ -216,17 +217,17 @@ impl StoreState {
     }
 
     /// Takes copies to be submitted behind an event, up to a batch.
-    pub fn take_behind(&mut self, event: Event) -> Option<CopyBatch> {
+    pub fn take_after_event(&mut self, event: Event) -> Option<CopyBatch> {
         let (mut batch, mut bytes) = (CopyBatch::default(), 0);
         while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
             let Some(id) = self.dependencies.first_after_event(event.0) else { break };
             self.unqueue_after_event(event.0, id);
-            if !self.turn_away(id) {
+            if !self.reroute_lost(id) {
                 bytes += self.take_copy(id, u64::MAX, &mut batch);
             }
         }
-        if let Some(ahead) = self.dependencies.events.events.get_mut(&event.0) {
-            ahead.taken += batch.jobs.len();
+        if let Some(dependents) = self.dependencies.events.events.get_mut(&event.0) {
+            dependents.taken += batch.jobs.len();
         }
         // A job that was routed again may need a read, or may be a miss.
         self.settle();
@@ -234,16 +235,16 @@ impl StoreState {
     }
 
     /// Ends such a batch. `is_spent`: it failed because its event will never complete.
-    pub fn done_behind(&mut self, mut batch: CopyBatch, outcome: &Result<()>, is_spent: bool) {
+    pub fn done_after_event(&mut self, mut batch: CopyBatch, outcome: &Result<()>, is_spent: bool) {
         batch.is_spent = is_spent;
         let event = batch
             .jobs
             .first()
             .and_then(|&id| self.transfers.table[self.transfers.jobs[id].number].spec.after);
-        if let Some(ahead) =
+        if let Some(dependents) =
             event.and_then(|event| self.dependencies.events.events.get_mut(&event.0))
         {
-            ahead.taken -= batch.jobs.len();
+            dependents.taken -= batch.jobs.len();
         }
         self.done_copies(&batch, outcome);
         self.settle();
@@ -286,7 +287,7 @@ impl StoreState {
 
     /// Sets the bytes with which a job counts; 0 = not any more.
     fn count_after_event(&mut self, id: u32, bytes: u64) {
-        let before = std::mem::replace(&mut self.transfers.jobs[id].behind_bytes, bytes);
+        let before = std::mem::replace(&mut self.transfers.jobs[id].event_bytes, bytes);
         let count = |bytes: u64| u64::from(bytes > 0);
         self.dependencies.events.jobs =
             self.dependencies.events.jobs + count(bytes) - count(before);
@@ -294,10 +295,10 @@ impl StoreState {
     }
 
     /// Ends the count of a job.
-    pub(super) fn end_behind(&mut self, job: &Job) {
-        if job.behind_bytes > 0 {
+    pub(super) fn end_after_event(&mut self, job: &Job) {
+        if job.event_bytes > 0 {
             self.dependencies.events.jobs -= 1;
-            self.dependencies.events.bytes -= job.behind_bytes;
+            self.dependencies.events.bytes -= job.event_bytes;
             self.retry_parked();
         }
     }
@@ -312,12 +313,14 @@ impl StoreState {
         }
     }
 
-    /// Makes a job wait behind its transfer's event, if that is pending. Returns whether it waits.
+    /// Makes a job wait for its transfer's event, if that is pending. Returns whether it waits.
     pub(super) fn queue_after_event(&mut self, id: u32) -> bool {
         let Some(event) = self.event_of(self.transfers.jobs[id].number) else { return false };
-        let Some(ahead) = self.dependencies.events.events.get_mut(&event) else { return false };
-        self.transfers.jobs[id].step = Step::Behind;
-        ahead.line.push_back(&mut self.transfers.jobs, Of::Wait, id);
+        let Some(dependents) = self.dependencies.events.events.get_mut(&event) else {
+            return false;
+        };
+        self.transfers.jobs[id].step = Step::AfterEvent;
+        dependents.waiting.push_back(&mut self.transfers.jobs, Of::Wait, id);
         true
     }
 
@@ -329,14 +332,14 @@ impl StoreState {
     }
 
     fn unqueue_after_event(&mut self, event: u64, id: u32) {
-        if let Some(ahead) = self.dependencies.events.events.get_mut(&event) {
-            ahead.line.remove(&mut self.transfers.jobs, Of::Wait, id);
+        if let Some(dependents) = self.dependencies.events.events.get_mut(&event) {
+            dependents.waiting.remove(&mut self.transfers.jobs, Of::Wait, id);
             self.transfers.jobs[id].step = Step::Fresh;
         }
     }
 
     /// Cells that wait to be submitted behind an event.
-    pub fn cells_behind(&self) -> usize {
-        self.dependencies.events.lines().map(WaitList::len).sum()
+    pub fn cells_after_event(&self) -> usize {
+        self.dependencies.events.wait_lists().map(WaitList::len).sum()
     }
 }

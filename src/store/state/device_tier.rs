@@ -45,11 +45,11 @@ pub struct Replicas {
     /// Slabs are being allocated.
     pub(super) is_taking: bool,
     /// No slab is allocated before this time.
-    pub(super) asks_ns: u64,
+    pub(super) retry_ns: u64,
     /// When a slab was last emptied for another size.
     vacated_ns: u64,
     /// The last batch of copies was from device memory.
-    had_turn: bool,
+    was_replica_batch: bool,
     /// Checksums of each piece's planes, if the device computes them.
     sums: HashMap<u32, [u64; 2]>,
 }
@@ -79,9 +79,9 @@ impl Replicas {
             account,
             is_lost: false,
             is_taking: false,
-            asks_ns: 0,
+            retry_ns: 0,
             vacated_ns: 0,
-            had_turn: false,
+            was_replica_batch: false,
             sums: HashMap::new(),
         })))
     }
@@ -112,8 +112,8 @@ impl Replicas {
         self.tier.free(piece)
     }
 
-    pub(super) fn wants_slabs(&self, now_ns: u64) -> bool {
-        !self.is_lost && !self.is_taking && now_ns >= self.asks_ns && self.tier.missing_slabs() > 0
+    pub(super) fn needs_slabs(&self, now_ns: u64) -> bool {
+        !self.is_lost && !self.is_taking && now_ns >= self.retry_ns && self.tier.missing_slabs() > 0
     }
 
     pub(super) fn waiting(&self) -> bool {
@@ -129,15 +129,16 @@ impl StoreState {
             Ok(Dropped::Deferred) => {}
             Ok(Dropped::Absent) | Err(_) => return false,
         }
-        self.departed(table, cell, Tier::Device);
+        self.note_removed(table, cell, Tier::Device);
         true
     }
 
     /// Forgets the replica of a cell that was found to be resident nowhere else.
     pub(super) fn forget_if_alone(&mut self, table: u32, cell: Cell) {
         let marks = self.tables[table as usize].chunks.marks(cell.chunk);
-        let there = marks.and_then(|all| all.get(cell.layer)).map_or(0, |marks| marks.there());
-        if there != DEVICE_MASK {
+        let resident =
+            marks.and_then(|all| all.get(cell.layer)).map_or(0, |marks| marks.resident_tiers());
+        if resident != DEVICE_MASK {
             return;
         }
         if let Ok(Dropped::Freed(place)) =
@@ -145,7 +146,7 @@ impl StoreState {
         {
             self.free_place(table, cell, place);
         }
-        self.departed(table, cell, Tier::Device);
+        self.note_removed(table, cell, Tier::Device);
     }
 
     /// The device is lost: forgets all replicas, and makes no more.
@@ -172,8 +173,8 @@ impl StoreState {
 
     /// Whether a job may use replicas: the engine's tensors of its layer are on the device.
     fn may_use_replica(&self, job: &Job) -> bool {
-        let one = &self.transfers.table[job.number].spec;
-        let layer = one.views.0.get(job.cell.layer.wrapping_sub(one.first_layer));
+        let filled = &self.transfers.table[job.number].spec;
+        let layer = filled.views.0.get(job.cell.layer.wrapping_sub(filled.first_layer));
         let on_device = layer.is_some_and(|layer| {
             layer.k.memory == Memory::Device
                 && layer.v.as_ref().is_none_or(|v| v.memory == Memory::Device)
@@ -206,16 +207,16 @@ impl StoreState {
     }
 
     /// Whether the next batch is of copies from device memory. They alternate with the others.
-    pub(super) fn is_replica_turn(&mut self) -> bool {
-        let others_wait = self.stages.copy.has_queued();
+    pub(super) fn is_replica_next(&mut self) -> bool {
+        let has_others = self.stages.copy.has_queued();
         let Some(replicas) = self.replicas.as_mut() else { return false };
-        let is = replicas.waiting() && !(others_wait && replicas.had_turn);
-        replicas.had_turn = is;
+        let is = replicas.waiting() && !(has_others && replicas.was_replica_batch);
+        replicas.was_replica_batch = is;
         is
     }
 
     /// Routes a job again whose copy would read a lost device. Returns whether it did.
-    pub(super) fn turn_away(&mut self, id: u32) -> bool {
+    pub(super) fn reroute_lost(&mut self, id: u32) -> bool {
         let is_lost = self.replicas.as_ref().is_some_and(|replicas| replicas.is_lost);
         if is_lost && self.transfers.jobs[id].uses_device {
             self.end_copying(id, false);
@@ -234,8 +235,9 @@ impl StoreState {
         let (table, cell) = self.transfers.cell_of(&job);
         let is_put = self.transfers.table[job.number].spec.kind == TransferKind::Put;
         let marks = *self.tables[table as usize].chunks.marks(cell.chunk)?.get(cell.layer)?;
-        let is_free = (marks.there() | marks.arriving() | marks.leaving()) & DEVICE_MASK == 0;
-        if !is_free || !is_put && marks.there() & HOST_MASK == 0 {
+        let is_free =
+            (marks.resident_tiers() | marks.arriving() | marks.leaving()) & DEVICE_MASK == 0;
+        if !is_free || !is_put && marks.resident_tiers() & HOST_MASK == 0 {
             return None;
         }
         let piece = self.find_replica_piece(table, cell)?;
@@ -253,7 +255,7 @@ impl StoreState {
     fn find_replica_piece(&mut self, table: u32, cell: Cell) -> Option<Piece> {
         let rows = &self.tables[table as usize];
         let bytes = rows.full_bytes(cell.layer);
-        let one = Candidate {
+        let filled = Candidate {
             bytes,
             hits: u32::from(rows.uses[cell.chunk as usize]),
             priority: rows.classes[cell.chunk as usize],
@@ -263,7 +265,7 @@ impl StoreState {
         let stats = replicas.tier.stats();
         let free = 1.0 - stats.live_bytes as f64 / stats.slab_bytes.max(1) as f64;
         if bytes > replicas.tier.bytes_per_slab()
-            || replicas.admission.admit(&one, free, now_ns).is_err()
+            || replicas.admission.admit(&filled, free, now_ns).is_err()
         {
             return None;
         }
@@ -280,16 +282,16 @@ impl StoreState {
                     return None;
                 }
             } else if now_ns >= replicas.vacated_ns + VACATE_NS {
-                self.vacate_one();
+                self.vacate_emptiest();
             } else {
-                return None; // whoever leaves makes no room for this size
+                return None; // evicting others frees no piece of this size
             }
         }
         None
     }
 
     /// Empties the slab with the fewest cells, unless one of them is pinned.
-    fn vacate_one(&mut self) {
+    fn vacate_emptiest(&mut self) {
         let now_ns = self.now_ns;
         let Some(replicas) = self.replicas.as_mut() else { return };
         replicas.vacated_ns = now_ns;
@@ -328,9 +330,9 @@ impl StoreState {
         table: u32,
         cell: Cell,
         kind: TransferKind,
-        one: (Piece, bool),
+        filled: (Piece, bool),
     ) {
-        let (piece, mut came) = one;
+        let (piece, mut has_arrived) = filled;
         let stays = self
             .replicas
             .as_ref()
@@ -338,15 +340,16 @@ impl StoreState {
         let chunks = &mut self.tables[table as usize].chunks;
         if kind == TransferKind::Put {
             let begun = chunks.begin_copy(cell, Tier::Host, Tier::Device);
-            if !came || !matches!(begun, Ok(Begin::Started)) {
+            if !has_arrived || !matches!(begun, Ok(Begin::Started)) {
                 return self.free_replica(piece);
             }
         }
         // The cell may have left host memory meanwhile, and be resident nowhere else.
         let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
-        let is_elsewhere = marks.is_some_and(|marks| marks.there() & !DEVICE_MASK != 0);
-        came &= is_elsewhere && stays;
-        let arrival = if came { Arrival::Arrived(Location::Device) } else { Arrival::Failed };
+        let is_elsewhere = marks.is_some_and(|marks| marks.resident_tiers() & !DEVICE_MASK != 0);
+        has_arrived &= is_elsewhere && stays;
+        let arrival =
+            if has_arrived { Arrival::Arrived(Location::Device) } else { Arrival::Failed };
         match chunks.end_copy(cell, Tier::Device, arrival) {
             Ok(Some(place)) => self.free_place(table, cell, place),
             Ok(None) => {}
@@ -354,7 +357,7 @@ impl StoreState {
                 "internal: the copy of a cell to the device could not be ended: {error}"
             ),
         }
-        if !came {
+        if !has_arrived {
             return self.free_replica(piece);
         }
         self.tables[table as usize].set_piece(cell, piece);
@@ -398,7 +401,9 @@ impl StoreState {
         for (number, table) in self.tables.iter().enumerate() {
             for slot in table.chunks.slots() {
                 let marks = table.chunks.marks(slot).unwrap_or_default();
-                if let Some(layer) = marks.iter().position(|marks| marks.there() == DEVICE_MASK) {
+                if let Some(layer) =
+                    marks.iter().position(|marks| marks.resident_tiers() == DEVICE_MASK)
+                {
                     let at = At { table: number as u32, slot };
                     fail!(State, "layer {layer} of {at:?} is resident on the device only");
                 }
@@ -422,14 +427,14 @@ pub struct SlabWork {
     bytes: u64,
     account: Option<Arc<Account>>,
     taken: Vec<Slab>,
-    gone: Vec<Slab>,
+    returned: Vec<Slab>,
     refused: Option<Error>,
 }
 
 impl SlabWork {
     /// Executes it.
     pub fn carry_out(&mut self, device: &Arc<dyn Device>) {
-        self.gone.clear();
+        self.returned.clear();
         while self.refused.is_none() && (self.taken.len() as u64) < self.count {
             match Slab::take(device, self.account.as_ref(), self.bytes) {
                 Ok(slab) => self.taken.push(slab),
@@ -475,14 +480,14 @@ impl StoreState {
     /// Whether a copy worker may find device work.
     pub(super) fn has_device_work(&self) -> bool {
         self.replicas.as_ref().is_some_and(|replicas| {
-            replicas.waiting() || replicas.tier.has_returning() || replicas.wants_slabs(self.now_ns)
+            replicas.waiting() || replicas.tier.has_returning() || replicas.needs_slabs(self.now_ns)
         })
     }
 
     pub(super) fn take_slabs(&mut self) -> Option<SlabWork> {
         let now_ns = self.now_ns;
         let replicas = self.replicas.as_mut()?;
-        let takes = replicas.wants_slabs(now_ns);
+        let takes = replicas.needs_slabs(now_ns);
         if !takes && !replicas.tier.has_returning() {
             return None;
         }
@@ -491,7 +496,7 @@ impl StoreState {
             count: if takes { replicas.tier.missing_slabs() } else { 0 },
             bytes: replicas.tier.bytes_per_slab(),
             account: replicas.account.clone(),
-            gone: replicas.tier.take_returning(),
+            returned: replicas.tier.take_returning(),
             ..SlabWork::default()
         })
     }
@@ -503,7 +508,7 @@ impl StoreState {
             replicas.is_taking = false;
         }
         if work.refused.is_some() {
-            replicas.asks_ns = now_ns.saturating_add(PAUSE_NS);
+            replicas.retry_ns = now_ns.saturating_add(PAUSE_NS);
         }
         work.taken.into_iter().for_each(|slab| replicas.tier.add(slab));
         if replicas.is_lost() {
@@ -516,11 +521,11 @@ impl StoreState {
     pub fn shrink_device(&mut self, bytes: u64) -> u64 {
         let now_ns = self.now_ns;
         let Some(replicas) = self.replicas.as_mut() else { return 0 };
-        replicas.asks_ns = now_ns.saturating_add(PAUSE_NS);
-        let (owners, goes) = replicas.tier.drain(bytes);
+        replicas.retry_ns = now_ns.saturating_add(PAUSE_NS);
+        let (owners, draining_bytes) = replicas.tier.drain(bytes);
         self.vacate_replica(&owners);
         self.settle();
-        goes
+        draining_bytes
     }
 
     /// Sets the limit of the device tier in bytes; 0 = none. Replicas beyond it are forgotten at
@@ -532,7 +537,7 @@ impl StoreState {
         };
         let owners = replicas.tier.set_limit(bytes)?;
         replicas.cache.set_bytes(bytes, high);
-        replicas.asks_ns = 0;
+        replicas.retry_ns = 0;
         self.config.device.bytes = bytes;
         self.vacate_replica(&owners);
         self.settle();
@@ -666,9 +671,9 @@ impl StoreState {
     }
 
     /// Ends an audit. An error says that the replica could not be read back.
-    pub fn end_audit(&mut self, one: Audit, found: Result<Option<bool>>, all: &mut Audited) {
+    pub fn end_audit(&mut self, filled: Audit, found: Result<Option<bool>>, all: &mut Audited) {
         self.stages.in_flight[WorkerKind::Copy as usize] -= 1;
-        let Audit { table, cell, holds_host, .. } = one;
+        let Audit { table, cell, holds_host, .. } = filled;
         let held = holds_host.then_some(Tier::Host);
         for tier in [Some(Tier::Device), held].into_iter().flatten() {
             match self.tables[table as usize].chunks.end_read(cell, tier) {

@@ -19,7 +19,7 @@ use crate::meta::layout::Layout;
 use crate::store::events::{Event, Kind};
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::{Granularity, Part};
-use crate::store::state::namespaces::{Noted, Unsure};
+use crate::store::state::namespaces::{Noted, PendingClear};
 use crate::store::state::work::{self, Work, WorkerKind};
 use crate::store::state::{At, HOST_MASK, NamespaceOpts, StoreState};
 use crate::tier::disk::{CellAt, CellIndex, Cover, DiskTier, Mark, Recovered, SegmentInfo, Spot};
@@ -27,7 +27,7 @@ use crate::tier::disk::{CellAt, CellIndex, Cover, DiskTier, Mark, Recovered, Seg
 /// Attempts to write a chunk.
 const TRIES: u8 = 3;
 /// A segment is compacted when at least 1 / 8 of it is dead.
-const DEAD_PART: u32 = 8;
+const DEAD_SHARE: u32 = 8;
 /// Most victims of one call of the disk policy.
 const MOST_VICTIMS: usize = 256;
 
@@ -37,7 +37,7 @@ pub(super) struct DiskGc {
     /// Segments may be empty.
     sweeps: bool,
     /// Something has changed: upkeep must decide again whether there is work.
-    looks: bool,
+    needs_check: bool,
     /// Chunks that wait for space on disk, each with the error that made it wait.
     parked: Vec<(At, Error)>,
     /// The same chunks, for lookup.
@@ -89,8 +89,8 @@ impl DiskGc {
     }
 
     /// Whether upkeep may find work.
-    pub(super) fn wants(&self) -> bool {
-        self.sweeps || self.looks || !self.parked.is_empty()
+    pub(super) fn may_have_work(&self) -> bool {
+        self.sweeps || self.needs_check || !self.parked.is_empty()
     }
 
     /// Whether chunks wait for space.
@@ -110,7 +110,7 @@ impl DiskGc {
     }
 
     /// Describes what upkeep waits for.
-    pub(super) fn words(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         format!("{} parked, sweeps: {}", self.parked.len(), self.sweeps)
     }
 
@@ -129,29 +129,29 @@ impl DiskGc {
 
     /// Bytes that compaction would keep: live cells and headers. For segments from before the
     /// opening, dropped cells are not known, so cells alone count.
-    fn kept_bytes(&self, segments: &[SegmentInfo]) -> u64 {
-        let kept = segments.iter().map(|s| match self.old.contains(&s.number) {
+    fn retained_bytes(&self, segments: &[SegmentInfo]) -> u64 {
+        let retained = segments.iter().map(|s| match self.old.contains(&s.number) {
             true => s.live_blocks,
             false => {
                 let dropped = self.dropped.get(&s.number).copied().unwrap_or(0);
                 (s.live_blocks + s.dead_blocks).saturating_sub(dropped).max(s.live_blocks)
             }
         });
-        kept.map(bytes_of).sum()
+        retained.map(bytes_of).sum()
     }
 
     /// The segment with the most dropped blocks, if it is worth compacting. While chunks wait for
     /// space a segment with few is enough, if the dropped blocks of all segments fill one.
-    fn next_to_clean(&mut self, segments: &[SegmentInfo]) -> Option<u64> {
+    fn next_to_compact(&mut self, segments: &[SegmentInfo]) -> Option<u64> {
         // `segments` is sorted by number.
-        let is_there = |number: &u64| segments.binary_search_by_key(number, |s| s.number).is_ok();
-        self.dropped.retain(|number, _| is_there(number));
+        let exists = |number: &u64| segments.binary_search_by_key(number, |s| s.number).is_ok();
+        self.dropped.retain(|number, _| exists(number));
         let settled = segments.iter().filter(|s| !s.is_front);
         let gain = |s: &SegmentInfo| self.dropped.get(&s.number).copied().unwrap_or(0);
         let best = settled.clone().max_by_key(|s| gain(s))?;
         let all: u64 = settled.clone().map(|s| u64::from(gain(s))).sum();
-        let is_wanted = !self.parked.is_empty() && all >= u64::from(best.blocks);
-        if gain(best) >= (best.blocks / DEAD_PART).max(1) || is_wanted && gain(best) > 0 {
+        let is_urgent = !self.parked.is_empty() && all >= u64::from(best.blocks);
+        if gain(best) >= (best.blocks / DEAD_SHARE).max(1) || is_urgent && gain(best) > 0 {
             return Some(best.number);
         }
         let old = settled.filter(|s| self.old.contains(&s.number) && s.dead_blocks > s.blocks / 2);
@@ -159,7 +159,7 @@ impl DiskGc {
     }
 
     /// Whether a chunk waits for space that has waited before.
-    fn waits_again(&self) -> bool {
+    fn retries_write(&self) -> bool {
         self.parked.iter().any(|(at, _)| self.failures.contains_key(at))
     }
 
@@ -183,7 +183,7 @@ impl DiskGc {
         if !work.is_checkpoint() || begun <= self.checkpoints.lasting {
             return;
         }
-        self.checkpoints.news = true;
+        self.checkpoints.has_news = true;
         match outcome {
             Ok(()) => (self.checkpoints.lasting, self.checkpoints.failed) = (begun, None),
             Err(error) => self.checkpoints.failed = Some((begun, error.clone())),
@@ -193,7 +193,7 @@ impl DiskGc {
     /// Begins a checkpoint: chunks removed by now are not in it.
     pub(super) fn checkpoint_begins(&mut self, work: &Work) {
         if work.is_checkpoint() {
-            self.checkpoints.begun = self.checkpoints.asked;
+            self.checkpoints.begun = self.checkpoints.requested;
         }
     }
 
@@ -220,9 +220,10 @@ impl StoreState {
         let segment = disk.segment_bytes();
         let beside = 2 * segment + longest.max(segment);
         // Writes fail again although the budget allows them: other programs have filled the disk.
-        let is_short = self.disk_gc.waits_again() && stats.used_bytes + beside < stats.budget_bytes;
+        let is_short =
+            self.disk_gc.retries_write() && stats.used_bytes + beside < stats.budget_bytes;
         let all_bytes = if is_short { stats.used_bytes } else { stats.budget_bytes };
-        let kept = self.disk_gc.kept_bytes(&segments);
+        let retained = self.disk_gc.retained_bytes(&segments);
         // Waiting chunks and the kept space must fit as well. Over the budget nothing is freed
         // ahead of need.
         let is_over = stats.used_bytes > all_bytes;
@@ -230,7 +231,7 @@ impl StoreState {
         let aim = disk_room(all_bytes, part, beside);
         let parked: u64 =
             self.disk_gc.parked.iter().map(|(at, _)| self.only_in_host(*at, Part::All)).sum();
-        self.evict_from_disk((kept + parked).saturating_sub(aim));
+        self.evict_from_disk((retained + parked).saturating_sub(aim));
         self.disk_gc.sweeps = true;
     }
 
@@ -245,17 +246,17 @@ impl StoreState {
             if victims.is_empty() {
                 break;
             }
-            let (mut freed, mut came) = (0, false);
+            let (mut freed, mut progressed) = (0, false);
             for victim in victims.drain(..) {
                 if let Some((at, part)) = self.chosen(victim) {
                     let bytes = self.drop_from_disk(at, part);
                     freed += bytes;
-                    came |= bytes > 0 || self.note_continued(at, Tier::Disk);
+                    progressed |= bytes > 0 || self.note_continued(at, Tier::Disk);
                 }
             }
             over = over.saturating_sub(freed);
             all += freed;
-            if !came {
+            if !progressed {
                 break; // what was chosen is in use: later
             }
         }
@@ -271,15 +272,15 @@ impl StoreState {
         // them to be durable, which copies in memory are not.
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
         let is_held = row.is_some_and(|row| row.refs() > 0 || row.pin().is_some());
-        let goes = |layer, _| !is_held && part.has(layer);
-        let freed = self.drop_where(at, Tier::Disk as usize, goes);
+        let is_dropped = |layer, _| !is_held && part.has(layer);
+        let freed = self.drop_where(at, Tier::Disk as usize, is_dropped);
         let rows = &self.tables[at.table as usize];
         let row = rows.chunks.chunk(at.slot);
-        let is_left = row.is_some_and(|row| row.cells()[Tier::Disk as usize] > 0);
-        if is_left {
+        let remains = row.is_some_and(|row| row.cells()[Tier::Disk as usize] > 0);
+        if remains {
             self.enter_cache(at, Tier::Disk, part);
         }
-        match is_left {
+        match remains {
             true => self.counters.evicted_parts += u64::from(freed > 0),
             false => self.counters.evicted_chunks += u64::from(freed > 0),
         }
@@ -326,9 +327,9 @@ impl StoreState {
                 Tier::Disk => self.eviction.disk.as_ref(),
                 _ => Some(&self.eviction.host),
             };
-            // A chunk that must stay is chosen again last, so each object is asked for once. The
+            // A chunk that must stay is chosen again last, so each object is chosen once. The
             // two tiers' policies know different children of a chunk.
-            let mut left = cache.map_or(0, |cache| cache.evictor.objects().len());
+            let mut remaining = cache.map_or(0, |cache| cache.evictor.objects().len());
             while self.free_rows() < aim {
                 let before = self.free_rows();
                 let most = (aim - before).min(MOST_VICTIMS);
@@ -339,16 +340,17 @@ impl StoreState {
                     }
                     _ => self.eviction.host.choose(self.now_ns, u64::MAX >> 1, most, &mut victims),
                 }
-                let (mut came, is_none) = (false, victims.is_empty());
+                let (mut progressed, is_none) = (false, victims.is_empty());
                 for victim in victims.drain(..) {
                     if let Some((at, _)) = self.chosen(victim) {
                         // A chunk that others continue may at least have left the disk.
-                        came |= self.drop_from_all_tiers(at, tier) || self.note_continued(at, tier);
+                        progressed |=
+                            self.drop_from_all_tiers(at, tier) || self.note_continued(at, tier);
                     }
                 }
-                if self.free_rows() == before && !came {
-                    left = left.saturating_sub(most);
-                    if is_none || left == 0 {
+                if self.free_rows() == before && !progressed {
+                    remaining = remaining.saturating_sub(most);
+                    if is_none || remaining == 0 {
                         break;
                     }
                 }
@@ -365,11 +367,11 @@ impl StoreState {
             return below + above > 0;
         }
         let is_last = self.eviction.disk.is_none();
-        let gone = if is_last { note::IN_HOST | note::HELD } else { note::IN_HOST };
+        let flags = if is_last { note::IN_HOST | note::HELD } else { note::IN_HOST };
         if self.eviction.host.granularity != Granularity::Cell {
-            self.tables[at.table as usize].clear(at.slot, gone);
+            self.tables[at.table as usize].clear(at.slot, flags);
         }
-        let all = self.drop_where(at, Tier::Host as usize, |_, there| there == HOST_MASK);
+        let all = self.drop_where(at, Tier::Host as usize, |_, tiers| tiers == HOST_MASK);
         if self.is_in_host(at, Part::All) {
             self.enter_cache(at, Tier::Host, Part::All);
         }
@@ -393,7 +395,7 @@ impl StoreState {
         }
         let stats = disk.stats();
         self.disk_gc.used_before = stats.used_bytes;
-        self.disk_gc.looks = false;
+        self.disk_gc.needs_check = false;
         if std::mem::take(&mut self.disk_gc.sweeps) {
             return Some(work::Upkeep::Sweep);
         }
@@ -401,8 +403,8 @@ impl StoreState {
         if !full && self.disk_gc.parked.is_empty() {
             return None;
         }
-        match self.disk_gc.next_to_clean(&disk.segments()) {
-            Some(number) => Some(work::Upkeep::Clean(number)),
+        match self.disk_gc.next_to_compact(&disk.segments()) {
+            Some(number) => Some(work::Upkeep::Compact(number)),
             // Less is known of recovered segments: they had more dead blocks than it seemed.
             None if stats.used_bytes > stats.budget_bytes
                 && self.evict_from_disk(disk.segment_bytes()) > 0 =>
@@ -421,7 +423,7 @@ impl StoreState {
             (work::Upkeep::Checkpoint(_), Err(error)) => {
                 log::info!("the checkpoint was not written: {error}");
             }
-            (work::Upkeep::Clean(number), _) => {
+            (work::Upkeep::Compact(number), _) => {
                 // A segment that a sweep has removed meanwhile is no error.
                 if let Err(error) = &outcome
                     && error.status() != Status::NotFound
@@ -435,7 +437,7 @@ impl StoreState {
             _ => {}
         }
         let used = self.disk.as_ref().map_or(0, |disk| disk.stats().used_bytes);
-        self.disk_gc.looks = true;
+        self.disk_gc.needs_check = true;
         if used < self.disk_gc.used_before {
             for (at, _) in self.disk_gc.take_parked() {
                 self.release_after(at, |core| core.queue_chunk(at));
@@ -454,7 +456,7 @@ impl StoreState {
     }
 
     /// Whether a cell that compaction found is live at this place.
-    pub fn wants(&self, cell: &CellAt) -> bool {
+    pub fn is_live(&self, cell: &CellAt) -> bool {
         self.find_cell(cell).is_some_and(|(table, which)| {
             let place = self.tables[table as usize].chunks.place(which, Tier::Disk);
             matches!(place, Ok(Some(Location::Disk { spot, .. })) if spot == cell.spot.0)
@@ -470,18 +472,18 @@ impl StoreState {
 
     /// Compaction has found a damaged cell. Returns whether the cell was still live.
     pub fn lost(&mut self, cell: &CellAt) -> bool {
-        if !self.wants(cell) {
+        if !self.is_live(cell) {
             return false;
         }
         let Some((table, which)) = self.find_cell(cell) else { return false };
         self.counters.corrupt_cells += 1;
-        let gone = self.tables[table as usize].chunks.lose(which, Tier::Disk);
-        self.departed(table, which, Tier::Disk);
+        let dropped = self.tables[table as usize].chunks.lose(which, Tier::Disk);
+        self.note_removed(table, which, Tier::Disk);
         self.forget_if_alone(table, which);
         self.wake(table, which);
         self.tidy(table, which.chunk);
         // A cell that is being read is dropped when the read ends.
-        matches!(gone, Ok(Dropped::Freed(_)))
+        matches!(dropped, Ok(Dropped::Freed(_)))
     }
 
     fn find_cell(&self, cell: &CellAt) -> Option<(u32, Cell)> {
@@ -510,7 +512,7 @@ fn bytes_of(blocks: u32) -> u64 {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cleared {
     /// In no tier any more.
-    pub gone: u64,
+    pub removed: u64,
     /// Kept: sessions, transfers or pins reference them, or chunks that stay continue them.
     pub held: u64,
     /// Kept: a transfer or write was in flight. A later call may remove them.
@@ -534,7 +536,7 @@ impl Clearing {
     /// Starts again with the chunks that stayed. Removed chunks stay counted.
     pub fn again(&mut self) {
         self.at = 0;
-        self.cleared = Cleared { gone: self.cleared.gone, ..Cleared::default() };
+        self.cleared = Cleared { removed: self.cleared.removed, ..Cleared::default() };
     }
 }
 
@@ -552,14 +554,14 @@ enum Fate {
 /// the removal. Each caller gets a number.
 #[derive(Default)]
 struct CheckpointWait {
-    asked: u64,
+    requested: u64,
     /// The number up to which the checkpoint in flight will be valid.
     begun: u64,
     lasting: u64,
     /// The number up to which a checkpoint failed, and its error.
     failed: Option<(u64, Error)>,
     /// Waiters must look again.
-    news: bool,
+    has_news: bool,
 }
 
 impl StoreState {
@@ -606,7 +608,7 @@ impl StoreState {
         let same = |&&(slot, generation): &&(Slot, u32)| rows.chunk_of(slot, generation).is_some();
         let part = &clearing.chunks[clearing.at..end];
         let slots: Vec<Slot> = part.iter().filter(same).map(|&(slot, _)| slot).collect();
-        clearing.cleared = self.take_away(table, &slots, clearing.cleared);
+        clearing.cleared = self.remove_chunks(table, &slots, clearing.cleared);
         clearing.at = end;
         let is_over = end == clearing.chunks.len();
         if is_over && self.namespaces[clearing.namespace as usize].rows == 0 {
@@ -622,17 +624,17 @@ impl StoreState {
         let (first, end, tail) = self.chunks_of(at, first, tokens)?;
         let slots = self.release_range(at, first..end, tail)?;
         let table = self.namespaces[self.session(at)?.namespace as usize].table;
-        let cleared = self.take_away(table, &slots, Cleared::default());
+        let cleared = self.remove_chunks(table, &slots, Cleared::default());
         self.settle();
         Ok(cleared)
     }
 
     /// Removes chunks; each stands after its ancestors in `slots`.
-    pub(super) fn take_away(&mut self, table: u32, slots: &[Slot], before: Cleared) -> Cleared {
+    pub(super) fn remove_chunks(&mut self, table: u32, slots: &[Slot], before: Cleared) -> Cleared {
         self.take_all(table, slots, before, StoreState::drop_remote)
     }
 
-    /// As [`StoreState::take_away`], for an eviction: the remote keeps its objects.
+    /// As [`StoreState::remove_chunks`], for an eviction: the remote keeps its objects.
     pub(super) fn drop_chunks_locally(&mut self, table: u32, slots: &[Slot]) -> Cleared {
         self.take_all(table, slots, Cleared::default(), StoreState::forget_remote)
     }
@@ -649,7 +651,7 @@ impl StoreState {
         for &slot in slots {
             match self.drop_one_chunk(At { table, slot }, remote) {
                 Fate::Nothing => {}
-                Fate::Dropped => cleared.gone += 1,
+                Fate::Dropped => cleared.removed += 1,
                 Fate::Held => cleared.held += 1,
                 Fate::Moving => cleared.moving += 1,
             }
@@ -706,7 +708,7 @@ impl StoreState {
 
     fn drop_one_chunk(&mut self, at: At, remote: fn(&mut StoreState, At)) -> Fate {
         let rows = &self.tables[at.table as usize];
-        // A row without cells may have gone together with its children.
+        // A row without cells may have been removed together with its children.
         let Some(row) = rows.chunks.chunk(at.slot) else { return Fate::Nothing };
         let on_its_way = note::QUEUED | note::FORCED | note::LEAVES;
         if row.is_moving() || rows.has(at.slot, on_its_way) {
@@ -735,35 +737,35 @@ impl StoreState {
     }
 
     /// Requests that all removals so far survive a restart. Returns the number to wait for with
-    /// [`StoreState::lasts`]. Removed cells are still in the log; only a checkpoint excludes them.
-    pub fn ask_to_last(&mut self) -> u64 {
+    /// [`StoreState::durability`]. Removed cells are still in the log; only a checkpoint excludes them.
+    pub fn request_durability(&mut self) -> u64 {
         if self.disk.is_none() {
             return 0;
         }
-        self.disk_gc.checkpoints.asked += 1;
+        self.disk_gc.checkpoints.requested += 1;
         self.disk_gc.sweep_soon();
-        self.ask_for_checkpoint();
-        self.disk_gc.checkpoints.asked
+        self.request_checkpoint();
+        self.disk_gc.checkpoints.requested
     }
 
     /// The same for a cleared namespace. If nothing was removed since an earlier call that did not
     /// wait to the end, its number is returned.
     pub fn request_durable_clear(&mut self, clearing: &mut Clearing) -> u64 {
-        let gone = clearing.cleared.gone;
+        let removed = clearing.cleared.removed;
         let namespace = self.namespaces.get_mut(clearing.namespace as usize);
         let Some(namespace) = namespace.filter(|namespace| namespace.serial == clearing.serial)
         else {
-            return self.ask_to_last();
+            return self.request_durability();
         };
-        let before = std::mem::take(&mut namespace.unsure);
-        clearing.cleared.gone += before.gone;
-        let failed = matches!(self.lasts(before.turn), Some(Err(_)));
-        let turn = match gone == 0 && before.turn > 0 && !failed {
+        let before = std::mem::take(&mut namespace.pending_clear);
+        clearing.cleared.removed += before.removed;
+        let failed = matches!(self.durability(before.turn), Some(Err(_)));
+        let turn = match removed == 0 && before.turn > 0 && !failed {
             true => before.turn,
-            false => self.ask_to_last(),
+            false => self.request_durability(),
         };
         if let Some(namespace) = self.namespaces.get_mut(clearing.namespace as usize) {
-            namespace.unsure = Unsure { turn, gone: clearing.cleared.gone };
+            namespace.pending_clear = PendingClear { turn, removed: clearing.cleared.removed };
         }
         turn
     }
@@ -772,12 +774,12 @@ impl StoreState {
     pub fn end_clear(&mut self, clearing: &Clearing) {
         let namespace = self.namespaces.get_mut(clearing.namespace as usize);
         if let Some(namespace) = namespace.filter(|namespace| namespace.serial == clearing.serial) {
-            namespace.unsure = Unsure::default();
+            namespace.pending_clear = PendingClear::default();
         }
     }
 
     /// Whether the removals before a number survive a restart; `None` = not known yet.
-    pub fn lasts(&self, turn: u64) -> Option<Result<()>> {
+    pub fn durability(&self, turn: u64) -> Option<Result<()>> {
         if turn <= self.disk_gc.checkpoints.lasting {
             return Some(Ok(()));
         }
@@ -785,9 +787,9 @@ impl StoreState {
         failed.map(|(_, error)| Err(error.clone()))
     }
 
-    /// Whether the answer of [`StoreState::lasts`] may have changed since the last call.
-    pub fn turn_has_come(&mut self) -> bool {
-        std::mem::take(&mut self.disk_gc.checkpoints.news)
+    /// Whether the answer of [`StoreState::durability`] may have changed since the last call.
+    pub fn has_durability_news(&mut self) -> bool {
+        std::mem::take(&mut self.disk_gc.checkpoints.has_news)
     }
 }
 
@@ -801,7 +803,7 @@ const PAGE_CHUNKS: usize = 256;
 /// Records after which a checkpoint is written.
 const RECORDS: u64 = 1 << 15;
 
-/// What upkeep asks the store's state.
+/// Queries of upkeep to the store's state.
 pub trait CheckpointWriter: CellIndex {
     /// Fills a page from `from` on. Returns where the next page begins.
     fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)>;
@@ -845,7 +847,7 @@ impl Checkpoint {
 
 impl StoreState {
     /// Requests a checkpoint, which makes the next opening faster.
-    pub fn ask_for_checkpoint(&mut self) {
+    pub fn request_checkpoint(&mut self) {
         self.disk_gc.wants_checkpoint = true;
         self.settle();
     }
@@ -861,7 +863,7 @@ impl StoreState {
             chunks += count.chunks as usize;
             cells += count.cells[Tier::Disk as usize] as usize;
         }
-        // Records written meanwhile are in the log behind the checkpoint, and may be in both.
+        // Records written meanwhile are in the log after the checkpoint, and may be in both.
         let more = |n: usize| n + n / 8 + 256;
         Checkpoint { cover: disk.cover(), chunks: more(chunks), cells: more(cells) }
     }
@@ -928,7 +930,7 @@ impl StoreState {
             let added = self.adopt_chunk(chunk);
             for place in cells {
                 let layer = place.layer as usize;
-                let came = added.is_some_and(|(table, slot)| {
+                let was_added = added.is_some_and(|(table, slot)| {
                     let cell = Cell { chunk: slot, layer };
                     let bytes = self.tables[table as usize].planes(cell).bytes();
                     let (spot, seal) = (place.spot, place.seal);
@@ -936,7 +938,7 @@ impl StoreState {
                         self.adopt_cell(table, cell, Location::Disk { spot, seal, coded })
                     })
                 });
-                match came {
+                match was_added {
                     true => adopted.cells += 1,
                     false => unwanted.push((Spot(place.spot), u64::from(place.stored_bytes))),
                 }
@@ -1027,7 +1029,7 @@ impl StoreState {
             return None;
         }
         let rows = &mut self.tables[namespace.table as usize];
-        // A partial chunk belongs to a session, which is gone.
+        // A partial chunk belongs to a session, which no longer exists.
         if rows.fingerprint != chunk.fingerprint || chunk.valid_tokens != rows.layout.chunk_tokens()
         {
             return None;
@@ -1052,12 +1054,12 @@ impl StoreState {
         if !matches!(chunks.begin_store(cell, Tier::Disk), Ok(Begin::Started)) {
             return false;
         }
-        let came = chunks.end_store(cell, Tier::Disk, Some(place)).is_ok();
-        if came {
+        let is_stored = chunks.end_store(cell, Tier::Disk, Some(place)).is_ok();
+        if is_stored {
             self.tables[table as usize].set(cell.chunk, note::UNREAD);
             self.arrived(table, cell, Tier::Disk);
         }
-        came
+        is_stored
     }
 
     /// Name and content of a namespace's record.
@@ -1093,7 +1095,7 @@ fn newest_first(recovered: &Recovered) -> Vec<(u64, usize, &[u8])> {
 /// policies see the latest last. If there are too many, the newest are kept.
 fn oldest_first(recovered: &Recovered, rows: usize) -> Vec<(&record::Chunk, &[CellEntry])> {
     let mut all: Vec<(&record::Chunk, &[CellEntry])> = recovered.chunks().collect();
-    // They are sorted by position; of equal positions the newest comes first.
+    // They are sorted by position; of equal positions the newest is first.
     let fit = all.len().min(rows);
     all[..fit].chunk_by_mut(|a, b| a.0.position == b.0.position).for_each(<[_]>::reverse);
     all

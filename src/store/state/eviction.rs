@@ -1,5 +1,5 @@
 //! Eviction from host memory and reclaim: victim choice, policy notifications, references, pins, and
-//! what other owners of the budget ask for.
+//! what other owners of the budget request.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -66,14 +66,14 @@ pub fn cell_id(chunk: u64, layer: usize) -> u64 {
 
 /// Cells of a chunk whose memory is freed once they are on disk.
 #[derive(Default)]
-pub(super) struct Leave {
+pub(super) struct Demotion {
     /// Their bytes.
     pub bytes: u64,
     is_all: bool,
     layers: BTreeSet<usize>,
 }
 
-impl Leave {
+impl Demotion {
     /// Adds cells of the chunk.
     pub fn add(&mut self, part: Part, bytes: u64) {
         self.bytes += bytes;
@@ -140,7 +140,7 @@ impl Groups {
         if self.of(member.at) == Some(id) {
             return None;
         }
-        let before = self.leave(member.at);
+        let before = self.remove(member.at);
         self.of.insert(member.at, (id, member.position));
         let group = self.groups.entry(id).or_default();
         group.units += member.units;
@@ -150,7 +150,7 @@ impl Groups {
     }
 
     /// Removes a chunk from its object, and returns the id of that.
-    pub(crate) fn leave(&mut self, at: At) -> Option<u64> {
+    pub(crate) fn remove(&mut self, at: At) -> Option<u64> {
         let (id, position) = self.of.remove(&at)?;
         let group = self.groups.get_mut(&id)?;
         if let Some(member) = group.members.remove(&(position, at)) {
@@ -243,7 +243,7 @@ impl TierCache {
         self.evictor.used_bytes() + self.cells_of.front_bytes(most)
     }
 
-    /// The clock of the policy, which never goes back.
+    /// The clock of the policy, which never decreases.
     fn time(&self, now_ns: u64) -> i64 {
         self.evictor.now_ns().max(i64::try_from(now_ns).unwrap_or(i64::MAX / 2))
     }
@@ -260,13 +260,13 @@ impl TierCache {
     }
 
     /// Notifies the policy of an access to the objects of a path.
-    pub fn look(&mut self, now_ns: u64, request: &RequestContext, ids: &[u64]) {
+    pub fn notify_access(&mut self, now_ns: u64, request: &RequestContext, ids: &[u64]) {
         let now = self.time(now_ns);
         if let Err(error) = self.evictor.lookup(now, request, ids, &mut []) {
             log::debug!("a policy refused a lookup: {error}");
         }
         if let Some(shadow) = watching(&mut self.shadow, now_ns) {
-            shadow.look(now, &self.evictor, request, ids);
+            shadow.notify_access(now, &self.evictor, request, ids);
         }
     }
 
@@ -315,14 +315,14 @@ impl TierCache {
             return true;
         }
         for member in members {
-            self.groups.leave(member.at);
+            self.groups.remove(member.at);
         }
         false
     }
 
     /// Removes a chunk from its session's object.
-    pub(super) fn leave(&mut self, now_ns: u64, at: At) {
-        if let Some(id) = self.groups.leave(at) {
+    pub(super) fn remove_member(&mut self, now_ns: u64, at: At) {
+        if let Some(id) = self.groups.remove(at) {
             self.adjust(now_ns, id);
         }
     }
@@ -454,8 +454,8 @@ const REMEMBERED: usize = 4;
 //
 // Descriptions of chunks and cells for policies.
 
-/// Whether a transfer brings a chunk into memory.
-pub(super) fn comes(rows: &ChunkTable, slot: Slot, kind: TransferKind) -> bool {
+/// Whether a transfer loads a chunk into memory.
+pub(super) fn arrives_in_host(rows: &ChunkTable, slot: Slot, kind: TransferKind) -> bool {
     kind == TransferKind::Put || rows.chunks.chunk(slot).is_some_and(|row| row.cells()[DISK] > 0)
 }
 
@@ -509,20 +509,20 @@ pub(super) fn new_cell(namespaces: &Namespaces, rows: &ChunkTable, cell: Cell) -
 
 /// Cells that a transfer brings into memory.
 #[derive(Default)]
-struct News {
+struct NewCells {
     /// Cells that the policy does not know.
     new: Vec<NewObject>,
     all: Vec<NewEntry>,
 }
 
-/// A cell on its way into memory: policy id, place, and whether the policy knew it.
+/// A cell being loaded into memory: policy id, place, and whether the policy knew it.
 struct NewEntry {
     id: u64,
     owner: u64,
     is_known: bool,
 }
 
-impl News {
+impl NewCells {
     /// Adds a cell. One that was evicted while others continue it is still known.
     fn add(&mut self, cache: &TierCache, new: NewObject, owner: u64) {
         let is_known = cache.knows(new.id);
@@ -537,12 +537,12 @@ impl StoreState {
     /// Notifies the policies of the chunks of a transfer: of the access, and of chunks that it
     /// brings.
     pub(super) fn notify_policies(&mut self, number: u32) {
-        let one = &mut self.transfers.table[number].spec;
-        let (request, kind, by_chunk) = (one.context, one.kind, one.by_chunk);
-        let all = std::mem::take(&mut one.slots);
+        let spec = &mut self.transfers.table[number].spec;
+        let (request, kind, by_chunk) = (spec.context, spec.kind, spec.by_chunk);
+        let all = std::mem::take(&mut spec.slots);
         let once = if by_chunk { each_once(&all) } else { None };
         let slots = once.as_deref().unwrap_or(&all);
-        let rows = &mut self.tables[one.table as usize];
+        let rows = &mut self.tables[spec.table as usize];
         for slot in slots.iter().filter(|&&slot| slot != NONE).map(|&slot| slot as usize) {
             match kind {
                 TransferKind::Get => rows.uses[slot] = rows.uses[slot].saturating_add(1),
@@ -575,9 +575,9 @@ impl StoreState {
             return;
         };
         // Chunks that all have rows are named by their ids.
-        let there = slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
-        let chunks = || there.clone().take(if one.asked.is_empty() { usize::MAX } else { 0 });
-        let chunks = || chunks().chain(one.asked.iter().copied());
+        let known = slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
+        let chunks = || known.clone().take(if one.requested.is_empty() { usize::MAX } else { 0 });
+        let chunks = || chunks().chain(one.requested.iter().copied());
         let (mut request, mut ids) = (one.context, Vec::with_capacity(slots.len()));
         match cache.granularity {
             Granularity::Session if one.by_chunk => {
@@ -599,21 +599,21 @@ impl StoreState {
             }
         }
         if one.by_chunk {
-            // A path ends for a policy at the first missing object, so known objects come first.
+            // A path ends for a policy at the first missing object, so known objects are listed first.
             ids = each_once(&ids).unwrap_or(ids);
             ids.sort_by_key(|&id| !cache.knows(id));
         }
-        cache.look(self.now_ns, &request, &ids);
+        cache.notify_access(self.now_ns, &request, &ids);
     }
 
     /// Inserts the chunks that a transfer brings into memory.
     fn notify_chunks(&mut self, number: u32, slots: &[Slot]) {
-        let one = &self.transfers.table[number].spec;
-        let (request, kind, table) = (one.context, one.kind, one.table);
+        let spec = &self.transfers.table[number].spec;
+        let (request, kind, table) = (spec.context, spec.kind, spec.table);
         let rows = &mut self.tables[table as usize];
         let mut new = Vec::new();
         for &slot in slots {
-            if comes(rows, slot, kind) && !rows.has(slot, note::IN_HOST) {
+            if arrives_in_host(rows, slot, kind) && !rows.has(slot, note::IN_HOST) {
                 rows.set(slot, note::IN_HOST);
                 new.push(new_object(&self.namespaces, rows, slot));
             }
@@ -635,32 +635,32 @@ impl StoreState {
     fn notify_cells(&mut self, number: u32, slots: &[Slot]) {
         let one = &self.transfers.table[number].spec;
         let (request, table) = (one.context, one.table);
-        let mut news = News::default();
+        let mut new_cells = NewCells::default();
         for layer in one.first_layer..one.first_layer + one.layers {
             for &slot in slots {
                 let rows = &self.tables[table as usize];
                 let below = rows.chunks.marks(slot).and_then(|marks| marks.get(layer));
-                let is_below = below.is_some_and(|marks| marks.there() & 1 << DISK != 0);
+                let is_below = below.is_some_and(|marks| marks.resident_tiers() & 1 << DISK != 0);
                 if one.kind == TransferKind::Put || is_below {
                     let cell = Cell { chunk: slot, layer };
                     let new = new_cell(&self.namespaces, rows, cell);
-                    news.add(&self.eviction.host, new, owner_of(table, cell));
+                    new_cells.add(&self.eviction.host, new, owner_of(table, cell));
                 }
             }
         }
         // Cells that arrive later without being announced here must find room, too.
         let pieces = (self.config.host_bytes.saturating_sub(self.host.live_bytes())) / PIECE_BYTES;
         let spare = pieces + self.config.max_jobs as u64;
-        if self.eviction.host.has_room(news.new.len(), spare) {
-            self.enter_cells(table, Tier::Host, &request, &news);
+        if self.eviction.host.has_room(new_cells.new.len(), spare) {
+            self.enter_cells(table, Tier::Host, &request, &new_cells);
         }
         slots.iter().for_each(|&slot| self.note_held(table, slot));
     }
 
     /// Moves the chunks of a transfer to its session's object, in all tiers.
     fn notify_session(&mut self, number: u32, slots: &[Slot]) {
-        let one = &self.transfers.table[number].spec;
-        let (request, kind, table) = (one.context, one.kind, one.table);
+        let spec = &self.transfers.table[number].spec;
+        let (request, kind, table) = (spec.context, spec.kind, spec.table);
         let Some(id) = request.session else { return self.notify_each(number, slots) };
         for tier in [Tier::Host, Tier::Disk] {
             let rows = &mut self.tables[table as usize];
@@ -678,7 +678,7 @@ impl StoreState {
             let mut members = Vec::with_capacity(slots.len());
             for &slot in slots.iter().filter(|&&slot| slot != NONE) {
                 rows.users[slot as usize] = id;
-                let will_be = tier == Tier::Host && comes(rows, slot, kind);
+                let will_be = tier == Tier::Host && arrives_in_host(rows, slot, kind);
                 if !will_be && !rows.has(slot, flag_of(tier)) {
                     continue;
                 }
@@ -699,29 +699,35 @@ impl StoreState {
 
     /// Notifies the policies of each chunk of a transfer as a path of its own.
     fn notify_each(&mut self, number: u32, slots: &[Slot]) {
-        let one = &self.transfers.table[number].spec;
-        let (table, kind) = (one.table, one.kind);
+        let spec = &self.transfers.table[number].spec;
+        let (table, kind) = (spec.table, spec.kind);
         for &slot in slots {
             let at = At { table, slot };
-            if comes(&self.tables[table as usize], slot, kind) {
+            if arrives_in_host(&self.tables[table as usize], slot, kind) {
                 self.enter_cache(at, Tier::Host, Part::All);
             }
         }
     }
 
     /// Inserts cells into a tier's policy.
-    fn enter_cells(&mut self, table: u32, tier: Tier, request: &RequestContext, news: &News) {
+    fn enter_cells(
+        &mut self,
+        table: u32,
+        tier: Tier,
+        request: &RequestContext,
+        new_cells: &NewCells,
+    ) {
         let is_last = self.is_last(tier);
         let Some(cache) =
             cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier)
         else {
             return;
         };
-        if !news.new.is_empty() {
-            cache.insert(self.now_ns, request, &news.new);
+        if !new_cells.new.is_empty() {
+            cache.insert(self.now_ns, request, &new_cells.new);
         }
         let rows = &mut self.tables[table as usize];
-        for entry in &news.all {
+        for entry in &new_cells.all {
             if !cache.set_cell_owner(entry.id, entry.owner) {
                 continue;
             }
@@ -740,7 +746,7 @@ impl StoreState {
         let rows = &self.tables[table as usize];
         let cells = rows.chunks.chunk(cell.chunk).map_or(0, |row| row.cells()[tier as usize]);
         if usize::from(cells) == rows.layout.layers() {
-            self.say(Kind::Stored, tier, at);
+            self.publish(Kind::Stored, tier, at);
         }
         if tier == Tier::Disk && cells == 1 {
             self.arrived_on_disk(at);
@@ -784,37 +790,42 @@ impl StoreState {
         else {
             return;
         };
-        let mut news = News::default();
+        let mut new_cells = NewCells::default();
         let layers = match part {
             Part::All => 0..marks.len(),
             Part::Layer(layer) => layer..layer + 1,
         };
         for layer in layers {
             let cell = Cell { chunk: at.slot, layer };
-            let is_there = marks.get(layer).is_some_and(|m| m.there() & 1 << tier as u8 != 0);
+            let is_there =
+                marks.get(layer).is_some_and(|m| m.resident_tiers() & 1 << tier as u8 != 0);
             if is_there {
-                news.add(cache, new_cell(&self.namespaces, rows, cell), owner_of(at.table, cell));
+                new_cells.add(
+                    cache,
+                    new_cell(&self.namespaces, rows, cell),
+                    owner_of(at.table, cell),
+                );
             }
         }
-        if !news.all.is_empty() {
-            self.enter_cells(at.table, tier, request, &news);
+        if !new_cells.all.is_empty() {
+            self.enter_cells(at.table, tier, request, &new_cells);
             self.note_held(at.table, at.slot);
         }
     }
 
     /// A cell is no longer resident in a tier.
-    pub(super) fn departed(&mut self, table: u32, cell: Cell, tier: Tier) {
+    pub(super) fn note_removed(&mut self, table: u32, cell: Cell, tier: Tier) {
         let at = At { table, slot: cell.chunk };
         let rows = &self.tables[table as usize];
         let layers = rows.layout.layers();
         let Some(row) = rows.chunks.chunk(cell.chunk) else { return };
-        let left = usize::from(row.cells()[tier as usize]);
-        if left + 1 == layers {
-            self.say(Kind::Removed, tier, at);
+        let remaining = usize::from(row.cells()[tier as usize]);
+        if remaining + 1 == layers {
+            self.publish(Kind::Removed, tier, at);
         }
-        if left == 0 {
+        if remaining == 0 {
             if tier == Tier::Disk {
-                self.left_below(at);
+                self.removed_from_disk(at);
             }
             return self.remove_from_policy(at, tier);
         }
@@ -853,7 +864,7 @@ impl StoreState {
                 true
             }
             Granularity::Session => {
-                cache.leave(self.now_ns, at);
+                cache.remove_member(self.now_ns, at);
                 true
             }
         };
@@ -1003,7 +1014,7 @@ impl Eviction {
 // Notifications to policies about references.
 
 impl StoreState {
-    /// Whether a tier is the last one: cells that leave it are gone.
+    /// Whether a tier is the last one: cells evicted from it are lost.
     pub(super) fn is_last(&self, tier: Tier) -> bool {
         tier == if self.eviction.disk.is_some() { Tier::Disk } else { Tier::Host }
     }
@@ -1033,11 +1044,11 @@ impl StoreState {
 
     fn notify_held(&mut self, table: u32, slot: Slot, is_held: bool) {
         let rows = &mut self.tables[table as usize];
-        let (cache, there) = match &mut self.eviction.disk {
+        let (cache, flag) = match &mut self.eviction.disk {
             Some(cache) => (cache, note::IN_DISK),
             None => (&mut self.eviction.host, note::IN_HOST),
         };
-        if is_held == rows.has(slot, note::HELD) || !rows.has(slot, there) {
+        if is_held == rows.has(slot, note::HELD) || !rows.has(slot, flag) {
             return;
         }
         let id = rows.id(slot);
@@ -1116,7 +1127,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// Removes the pins of the chunks of a range of tokens, whoever set them.
+    /// Removes the pins of the chunks of a range of tokens, regardless of their owner.
     pub fn unpin_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<()> {
         for At { table, slot } in self.known_chunks(at, first, tokens)? {
             let place = At { table, slot };
@@ -1190,8 +1201,8 @@ impl StoreState {
 
     /// Evicts chunks from memory if that is needed. Returns whether it freed anything.
     pub(super) fn make_room(&mut self) -> bool {
-        let wanted = self.wanted_bytes();
-        if wanted == 0 {
+        let required = self.wanted_bytes();
+        if required == 0 {
             return false;
         }
         // Chunks that must stay and cannot be written would be chosen again without end.
@@ -1200,23 +1211,23 @@ impl StoreState {
             return self.serve_from_reserve().unwrap_or_else(|| self.fail_memory_waiter());
         }
         let mut victims = Vec::new();
-        self.eviction.host.choose(self.now_ns, wanted, MOST_VICTIMS, &mut victims);
+        self.eviction.host.choose(self.now_ns, required, MOST_VICTIMS, &mut victims);
         if victims.is_empty() {
             return self.is_stuck() && self.serve_oldest_waiter();
         }
-        let mut came = false;
+        let mut progressed = false;
         for victim in victims {
             if let Some((at, part)) = self.chosen(victim) {
                 // A victim whose cells are still to arrive, or that others continue, frees nothing.
                 // Others do.
-                came |= self.evict_from_host(at, part)
+                progressed |= self.evict_from_host(at, part)
                     || !self.is_in_host(at, part)
                     || self.note_continued(at, Tier::Host);
             }
         }
-        // If all victims had to stay, the policy is asked for others, a limited number of times.
-        let tries = came || self.is_stuck();
-        self.eviction.refusals += u32::from(tries && !came);
+        // If all victims had to stay, the policy is called again, a limited number of times.
+        let tries = progressed || self.is_stuck();
+        self.eviction.refusals += u32::from(tries && !progressed);
         tries
     }
 
@@ -1227,7 +1238,7 @@ impl StoreState {
             WorkerKind::Read,
             WorkerKind::Write,
             WorkerKind::Fetch,
-            WorkerKind::Send,
+            WorkerKind::Upload,
         ];
         !self.transfers.memory_waiters.is_empty()
             && self.writeback.demoting_bytes == 0
@@ -1241,15 +1252,15 @@ impl StoreState {
             && self
                 .remote
                 .as_ref()
-                .is_none_or(|remote| remote.is_quiet_to_fetch() && remote.outs.is_empty())
+                .is_none_or(|remote| remote.is_quiet_to_fetch() && remote.upload_queue.is_empty())
             && !self.dependencies.is_ending_after_event()
     }
 
     /// Gives the oldest waiter for memory the reserve, or the memory of the weakest pin, or ends it
     /// with an error.
     fn serve_oldest_waiter(&mut self) -> bool {
-        let served = self.serve_from_reserve();
-        served.unwrap_or_else(|| self.drop_weakest_pin() || self.fail_memory_waiter())
+        let was_served = self.serve_from_reserve();
+        was_served.unwrap_or_else(|| self.drop_weakest_pin() || self.fail_memory_waiter())
     }
 
     fn fail_memory_waiter(&mut self) -> bool {
@@ -1267,19 +1278,19 @@ impl StoreState {
                 rows.clear(at.slot, note::HELD);
             }
         }
-        let left = self.only_in_host(at, part);
-        if let Some(leave) = self.writeback.demoting.get_mut(&at) {
-            // It was a victim before. It leaves as a whole now, since others have asked for it
+        let unwritten_bytes = self.only_in_host(at, part);
+        if let Some(demotion) = self.writeback.demoting.get_mut(&at) {
+            // It was a victim before. It is demoted as a whole now, since it was used
             // since.
-            if !leave.is_whole() {
-                leave.add(part, left);
-                self.writeback.demoting_bytes += left;
+            if !demotion.is_whole() {
+                demotion.add(part, unwritten_bytes);
+                self.writeback.demoting_bytes += unwritten_bytes;
             }
             return true;
         }
         self.upload_victim(at);
         let freed = self.drop_copies(at, |layer| part.has(layer));
-        if left == 0 {
+        if unwritten_bytes == 0 {
             self.counters.demoted_chunks += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
             return freed > 0;
         }
@@ -1287,10 +1298,10 @@ impl StoreState {
         let is_blocked = rows.chunks.chunk(at.slot).is_some_and(|row| row.is_blocked());
         if self.may_write_back(at, self.only_in_host(at, Part::All), is_blocked) {
             self.tables[at.table as usize].set(at.slot, note::LEAVES);
-            let mut leave = Leave::default();
-            leave.add(part, left);
-            self.writeback.demoting_bytes += left;
-            self.writeback.demoting.insert(at, leave);
+            let mut demotion = Demotion::default();
+            demotion.add(part, unwritten_bytes);
+            self.writeback.demoting_bytes += unwritten_bytes;
+            self.writeback.demoting.insert(at, demotion);
             // All of it is written, so that the rest can be freed at once when it is chosen.
             self.queue_writeback(at);
             return true;
@@ -1305,7 +1316,7 @@ impl StoreState {
             Part::All => rows.chunk(at.slot).is_some_and(|row| row.cells()[HOST] > 0),
             Part::Layer(layer) => {
                 let marks = rows.marks(at.slot).and_then(|marks| marks.get(layer));
-                marks.is_some_and(|marks| marks.there() & 1 << HOST != 0)
+                marks.is_some_and(|marks| marks.resident_tiers() & 1 << HOST != 0)
             }
         }
     }
@@ -1314,10 +1325,11 @@ impl StoreState {
     pub(super) fn only_in_host(&self, at: At, part: Part) -> u64 {
         let rows = &self.tables[at.table as usize];
         let Some(marks) = rows.chunks.marks(at.slot) else { return 0 };
-        let only = |(layer, marks): (usize, &crate::meta::chunks::Residency)| match marks.there()
+        let only = |(layer, marks): (usize, &crate::meta::chunks::Residency)| match marks
+            .resident_tiers()
             & !DEVICE_MASK
         {
-            there if there == 1 << HOST && part.has(layer) => {
+            tiers if tiers == 1 << HOST && part.has(layer) => {
                 rows.planes(Cell { chunk: at.slot, layer }).bytes()
             }
             _ => 0,
@@ -1336,18 +1348,18 @@ impl StoreState {
         let rows = &self.tables[at.table as usize];
         let stats = disk.stats();
         let free = 1.0 - stats.used_bytes as f64 / stats.budget_bytes.max(1) as f64;
-        let one = Candidate {
+        let candidate = Candidate {
             bytes,
             hits: u32::from(rows.uses[at.slot as usize]),
             priority: rows.classes[at.slot as usize],
         };
-        self.eviction.admission.admit(&one, free, self.now_ns).is_ok()
+        self.eviction.admission.admit(&candidate, free, self.now_ns).is_ok()
     }
 
     /// Frees the memory of cells that are on disk, too, in the layers that `of` selects. Returns
     /// their bytes.
     pub(super) fn drop_copies(&mut self, at: At, of: impl Fn(usize) -> bool) -> u64 {
-        self.drop_where(at, HOST, |layer, there| there & 1 << DISK != 0 && of(layer))
+        self.drop_where(at, HOST, |layer, tiers| tiers & 1 << DISK != 0 && of(layer))
     }
 
     /// Drops the cells of a chunk from a tier where `may(layer, tiers)` allows it. The device tier
@@ -1368,11 +1380,11 @@ impl StoreState {
             let Some(marks) = rows.chunks.marks(at.slot).and_then(|all| all.get(layer)) else {
                 return freed;
             };
-            let there = marks.there();
-            if there & 1 << tier == 0 || !may(layer, there & !DEVICE_MASK) {
+            let tiers = marks.resident_tiers();
+            if tiers & 1 << tier == 0 || !may(layer, tiers & !DEVICE_MASK) {
                 continue;
             }
-            if there == DEVICE_MASK | 1 << tier {
+            if tiers == DEVICE_MASK | 1 << tier {
                 if rows.chunks.chunk(at.slot).is_some_and(|row| row.is_blocked()) {
                     continue;
                 }
@@ -1388,7 +1400,7 @@ impl StoreState {
                 Ok(Dropped::Deferred) => freed += bytes,
                 Ok(Dropped::Absent) | Err(_) => continue,
             }
-            self.departed(at.table, cell, kind);
+            self.note_removed(at.table, cell, kind);
         }
         freed
     }
@@ -1398,7 +1410,7 @@ impl StoreState {
     /// cells alone. Returns whether memory was freed.
     pub(super) fn drop_from_host(&mut self, at: At, part: Part) -> bool {
         let part = if self.config.drop_cells { part } else { Part::All };
-        let freed = self.drop_where(at, HOST, |layer, there| there == 1 << HOST && part.has(layer));
+        let freed = self.drop_where(at, HOST, |layer, tiers| tiers == 1 << HOST && part.has(layer));
         if self.eviction.host.granularity == Granularity::Cell && part == Part::All {
             // The cells that remain are on disk, too.
             self.drop_copies(at, |_| true);
@@ -1412,11 +1424,11 @@ impl StoreState {
     }
 
     /// Cancels the demotion of a chunk, and returns what of it was to leave memory.
-    pub(super) fn cancel_demotion(&mut self, at: At) -> Option<Leave> {
-        let leave = self.writeback.demoting.remove(&at)?;
-        self.writeback.demoting_bytes -= leave.bytes;
+    pub(super) fn cancel_demotion(&mut self, at: At) -> Option<Demotion> {
+        let demotion = self.writeback.demoting.remove(&at)?;
+        self.writeback.demoting_bytes -= demotion.bytes;
         self.tables[at.table as usize].clear(at.slot, note::LEAVES);
-        Some(leave)
+        Some(demotion)
     }
 }
 
@@ -1425,7 +1437,7 @@ impl StoreState {
 // Memory that another owner needs, or that a smaller limit takes away. Only whole segments are given
 // back, so all cells of a draining segment are evicted or written back.
 
-/// Host memory that other owners of the budget have asked for.
+/// Host memory that other owners of the budget have requested.
 #[derive(Default)]
 pub(super) struct ReclaimTargets {
     /// Segments that are being emptied for this.
@@ -1435,7 +1447,7 @@ pub(super) struct ReclaimTargets {
     /// Segments are being emptied, or more should be.
     is_open: bool,
     /// Something has changed that may allow progress.
-    looks: bool,
+    may_progress: bool,
     /// A reference was released, so other segments may be emptied now.
     seeks: bool,
     /// Buffer for the owners of the pieces of a segment.
@@ -1445,17 +1457,17 @@ pub(super) struct ReclaimTargets {
 impl ReclaimTargets {
     /// Cells have moved or were freed.
     pub(super) fn changed(&mut self) {
-        self.looks = self.is_open;
+        self.may_progress = self.is_open;
     }
 
     /// A chunk has no references any more.
     pub(super) fn released(&mut self) {
-        (self.looks, self.seeks) = (self.is_open, self.is_open);
+        (self.may_progress, self.seeks) = (self.is_open, self.is_open);
     }
 
     /// Segments may be emptied.
     pub(super) fn begin(&mut self) {
-        (self.is_open, self.looks, self.seeks) = (true, true, true);
+        (self.is_open, self.may_progress, self.seeks) = (true, true, true);
     }
 }
 
@@ -1476,10 +1488,10 @@ impl StoreState {
         let before = self.host.returned_bytes();
         let bytes = bytes.min(self.host.stats().cost_bytes);
         self.host.trim();
-        let mut left = bytes.saturating_sub(self.host.returned_bytes() - before);
+        let mut remaining = bytes.saturating_sub(self.host.returned_bytes() - before);
         let mut victims = Vec::new();
-        while left > 0 {
-            self.eviction.host.choose(self.now_ns, left, MOST_VICTIMS, &mut victims);
+        while remaining > 0 {
+            self.eviction.host.choose(self.now_ns, remaining, MOST_VICTIMS, &mut victims);
             if victims.is_empty() {
                 break;
             }
@@ -1488,7 +1500,7 @@ impl StoreState {
                 // Evicting it may remove its row.
                 let bytes = self.tables[at.table as usize].part_bytes(at.slot, part);
                 if self.evict_from_host(at, part) {
-                    left = left.saturating_sub(bytes);
+                    remaining = remaining.saturating_sub(bytes);
                 } else {
                     self.note_continued(at, Tier::Host);
                 }
@@ -1497,9 +1509,9 @@ impl StoreState {
         self.host.trim();
         self.request_reclaim_since(before, bytes);
         self.settle();
-        let went = self.host.returned_bytes() - before;
-        let goes = self.host.slabs().filter(|slab| slab.drains);
-        bytes.min(went + goes.map(|segment| segment.cost_bytes).sum::<u64>())
+        let returned = self.host.returned_bytes() - before;
+        let draining = self.host.slabs().filter(|slab| slab.drains);
+        bytes.min(returned + draining.map(|segment| segment.cost_bytes).sum::<u64>())
     }
 
     /// Requests so many bytes more.
@@ -1521,26 +1533,26 @@ impl StoreState {
     /// Evicts cells from segments that are being emptied. Returns whether anything was freed.
     pub(super) fn pay(&mut self) -> bool {
         // A write that was refused a moment ago would be refused again.
-        if !self.eviction.reclaim_targets.looks || self.is_backing_off() {
+        if !self.eviction.reclaim_targets.may_progress || self.is_backing_off() {
             return false;
         }
-        self.eviction.reclaim_targets.looks = false;
+        self.eviction.reclaim_targets.may_progress = false;
         self.drain_to_target();
         let drains = self.host.slabs().filter(|slab| slab.drains);
         let numbers: Vec<u32> = drains.map(|segment| segment.number).collect();
         self.eviction.reclaim_targets.is_open =
             !numbers.is_empty() || self.reclaim_target_bytes() > 0;
-        let mut came = false;
+        let mut progressed = false;
         let mut owners = std::mem::take(&mut self.eviction.reclaim_targets.owners);
         for number in numbers {
             owners.clear();
             owners.extend(self.host.live_pieces(number).map(|(_, owner)| owner));
             for &owner in &owners {
-                came |= self.vacate(owner);
+                progressed |= self.vacate(owner);
             }
         }
         self.eviction.reclaim_targets.owners = owners;
-        came
+        progressed
     }
 
     /// Begins to empty as many segments as the requests need, those with the least bytes in use
@@ -1563,15 +1575,15 @@ impl StoreState {
         // If that is not enough, also segments with chunks that others continue elsewhere.
         for clears in [false, true] {
             let drains = self.host.slabs().filter(|slab| slab.drains);
-            let mut goes: u64 = drains.map(|segment| segment.cost_bytes).sum();
-            let mut others: Vec<_> = self.host.slabs().filter(|s| !s.drains).collect();
-            others.sort_by_key(|s| (u64::from(s.live_pieces) * s.piece_bytes, s.number));
+            let mut draining_bytes: u64 = drains.map(|segment| segment.cost_bytes).sum();
+            let mut slabs: Vec<_> = self.host.slabs().filter(|s| !s.drains).collect();
+            slabs.sort_by_key(|s| (u64::from(s.live_pieces) * s.piece_bytes, s.number));
             if clears {
                 // Few chunks continue those near the end of a path.
-                others.sort_by_key(|s| std::cmp::Reverse(self.first_position(s.number)));
+                slabs.sort_by_key(|s| std::cmp::Reverse(self.first_position(s.number)));
             }
-            for segment in others {
-                if goes >= reclaim_target {
+            for segment in slabs {
+                if draining_bytes >= reclaim_target {
                     return;
                 }
                 if clears {
@@ -1582,7 +1594,7 @@ impl StoreState {
                 drop(all);
                 if may_empty && self.host.drain(segment.number, true).is_ok() {
                     self.eviction.reclaim_targets.draining.push(segment.number);
-                    goes += segment.cost_bytes;
+                    draining_bytes += segment.cost_bytes;
                 }
             }
         }
@@ -1626,8 +1638,9 @@ impl StoreState {
         let (table, cell) = cell_of_owner(owner);
         let rows = &self.tables[table as usize].chunks;
         let is_blocked = rows.chunk(cell.chunk).is_some_and(|row| row.is_blocked());
-        let there = rows.marks(cell.chunk).and_then(|all| all.get(cell.layer));
-        let is_below = there.is_some_and(|marks| marks.there() & !(HOST_MASK | DEVICE_MASK) != 0);
+        let residency = rows.marks(cell.chunk).and_then(|all| all.get(cell.layer));
+        let is_below =
+            residency.is_some_and(|marks| marks.resident_tiers() & !(HOST_MASK | DEVICE_MASK) != 0);
         !is_blocked || is_below || self.disk.is_some() && self.config.write != Write::Never
     }
 
@@ -1638,9 +1651,10 @@ impl StoreState {
         let rows = &self.tables[table as usize];
         let marks = rows.chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
         // A cell in motion is looked at again when it has arrived or left.
-        let is_there = marks.is_some_and(|marks| marks.there() & HOST_MASK != 0);
-        let leaves = self.writeback.demoting.get(&at).is_some_and(|leave| leave.has(cell.layer));
-        if !is_there || leaves || !self.may_vacate(owner) {
+        let is_there = marks.is_some_and(|marks| marks.resident_tiers() & HOST_MASK != 0);
+        let is_demoting =
+            self.writeback.demoting.get(&at).is_some_and(|demotion| demotion.has(cell.layer));
+        if !is_there || is_demoting || !self.may_vacate(owner) {
             return false;
         }
         let id = rows.id(at.slot);
@@ -1656,7 +1670,7 @@ impl StoreState {
                 Part::Layer(cell.layer)
             }
             Granularity::Session => {
-                self.eviction.host.leave(self.now_ns, at);
+                self.eviction.host.remove_member(self.now_ns, at);
                 Part::All
             }
         };
@@ -1673,7 +1687,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_is_with_who_used_it_last_and_leaves_from_the_end() {
+    fn a_chunk_belongs_to_its_last_user_and_is_evicted_from_the_end() {
         let mut groups = Groups::default();
         for slot in 0..4 {
             assert_eq!(groups.join(member(slot, slot), 7), None);
@@ -1681,23 +1695,23 @@ mod tests {
         assert_eq!(groups.size(7), Some((12, 64)));
         assert_eq!(groups.join(member(0, 0), 8), Some(7));
         assert_eq!(groups.join(member(0, 0), 8), None);
-        assert_eq!(groups.leave(At { table: 0, slot: 2 }), Some(7));
+        assert_eq!(groups.remove(At { table: 0, slot: 2 }), Some(7));
         assert_eq!((groups.size(7), groups.size(8)), (Some((6, 32)), Some((3, 16))));
-        let left: Vec<u32> = groups.take(7).map(|at| at.slot).collect();
-        assert_eq!((left, groups.size(7)), (vec![3, 1], None));
+        let members: Vec<u32> = groups.take(7).map(|at| at.slot).collect();
+        assert_eq!((members, groups.size(7)), (vec![3, 1], None));
         assert_eq!(groups.of(At { table: 0, slot: 3 }), None);
-        assert_eq!(groups.leave(At { table: 0, slot: 0 }), Some(8));
+        assert_eq!(groups.remove(At { table: 0, slot: 0 }), Some(8));
         assert_eq!(groups.size(8), None);
     }
 
     #[test]
-    fn what_leaves_adds_up() {
-        let mut leave = Leave::default();
-        leave.add(Part::Layer(3), 5);
-        leave.add(Part::Layer(1), 5);
-        assert_eq!((leave.bytes, leave.has(3), leave.has(2)), (10, true, false));
-        leave.add(Part::All, 0);
-        assert!(leave.has(2));
+    fn parts_of_a_demotion_add_up() {
+        let mut demotion = Demotion::default();
+        demotion.add(Part::Layer(3), 5);
+        demotion.add(Part::Layer(1), 5);
+        assert_eq!((demotion.bytes, demotion.has(3), demotion.has(2)), (10, true, false));
+        demotion.add(Part::All, 0);
+        assert!(demotion.has(2));
         assert!(Part::All.has(9) && Part::Layer(9).has(9) && !Part::Layer(9).has(8));
         assert_ne!(cell_id(1, 0), cell_id(1, 1));
     }

@@ -140,11 +140,11 @@ impl StoreState {
         })
     }
 
-    /// Advances the clock to `now_ns`; it never goes back. Ends pins that are due.
+    /// Advances the clock to `now_ns`; it never decreases. Ends pins that are due.
     pub fn tick(&mut self, now_ns: u64) {
         self.now_ns = self.now_ns.max(now_ns);
         self.end_pins();
-        self.leave_overdue();
+        self.abandon_overdue();
         self.settle();
     }
 
@@ -160,9 +160,12 @@ impl StoreState {
 
     /// Whether no transfer, batch, write-back or upload is in flight or queued.
     pub fn is_idle(&self) -> bool {
-        let none_goes_down = self.writeback.queue.is_empty() && !self.disk_gc.has_parked();
-        let none_goes_out = self.remote.as_ref().is_none_or(|remote| remote.is_quiet());
-        self.transfers.table.is_empty() && self.stages.is_idle() && none_goes_down && none_goes_out
+        let has_no_writeback = self.writeback.queue.is_empty() && !self.disk_gc.has_parked();
+        let has_no_upload = self.remote.as_ref().is_none_or(|remote| remote.is_quiet());
+        self.transfers.table.is_empty()
+            && self.stages.is_idle()
+            && has_no_writeback
+            && has_no_upload
     }
 
     /// Whether, in addition, no worker would find work.
@@ -173,9 +176,9 @@ impl StoreState {
     /// Runs until nothing more can be done without a worker: routes woken jobs, begins cells,
     /// retries allocations, evicts, reclaims.
     pub(super) fn settle(&mut self) {
-        self.leave_queues();
+        self.abandon_queues();
         for turn in 0u64.. {
-            debug_assert!(turn < 1 << 22, "the store never settles: {}", self.what_waits());
+            debug_assert!(turn < 1 << 22, "the store never settles: {}", self.describe_waiters());
             if let Some(job) = self.transfers.woken.pop() {
                 self.route(job);
                 continue;
@@ -216,9 +219,9 @@ impl StoreState {
     }
 
     /// Releases a reference to a chunk, and removes its row if nothing needs it.
-    pub(super) fn let_go(&mut self, table: u32, slot: Slot) {
-        let may_leave = self.tables[table as usize].chunks.release(slot);
-        debug_assert!(may_leave.is_ok(), "{may_leave:?}");
+    pub(super) fn release_chunk(&mut self, table: u32, slot: Slot) {
+        let released = self.tables[table as usize].chunks.release(slot);
+        debug_assert!(released.is_ok(), "{released:?}");
         self.eviction.reclaim_targets.released();
         self.note_held(table, slot);
         self.tidy(table, slot);
@@ -232,7 +235,7 @@ impl StoreState {
             let Some(row) = chunks.chunk(slot) else { return };
             let (is_bare, namespace) = (row.cells_somewhere() == 0, row.namespace());
             let at = At { table, slot };
-            if !is_bare || !chunks.may_leave(slot) || self.is_kept_by_hint(at) {
+            if !is_bare || !chunks.is_removable(slot) || self.is_held_by_hint(at) {
                 return;
             }
             self.forget_chunk(at);
@@ -266,7 +269,7 @@ impl StoreState {
     }
 
     /// Publishes an event.
-    pub(super) fn say(&mut self, kind: Kind, tier: Tier, at: At) {
+    pub(super) fn publish(&mut self, kind: Kind, tier: Tier, at: At) {
         let record = self.record_of(at);
         self.events.add(Event {
             number: 0,

@@ -63,16 +63,16 @@ pub struct Namespace {
     /// It is in the list of namespaces that may be unused.
     pub(super) is_listed: bool,
     /// A removal that may not survive a restart yet.
-    pub(super) unsure: Unsure,
+    pub(super) pending_clear: PendingClear,
 }
 
 /// Outcome of a clear whose deadline passed before it was durable. The next call waits on and
 /// reports it.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Unsure {
-    /// Number to wait for with [`StoreState::lasts`](super::StoreState::lasts); 0 = none.
+pub struct PendingClear {
+    /// Number to wait for with [`StoreState::durability`](super::StoreState::durability); 0 = none.
     pub(super) turn: u64,
-    pub(super) gone: u64,
+    pub(super) removed: u64,
 }
 
 impl Namespace {
@@ -150,7 +150,7 @@ impl Namespaces {
             used: serial,
             is_known: true,
             is_listed: false,
-            unsure: Unsure::default(),
+            pending_clear: PendingClear::default(),
         };
         let at = match self.free.pop() {
             Some(at) => {
@@ -180,7 +180,7 @@ impl Namespaces {
     }
 
     /// Lists a namespace that may be unused now.
-    pub(super) fn look_at(&mut self, at: u32) {
+    pub(super) fn list_if_unused(&mut self, at: u32) {
         let namespace = &mut self.rows[at as usize];
         if namespace.is_bare() && !std::mem::replace(&mut namespace.is_listed, true) {
             self.idle.push_back(at);
@@ -207,7 +207,7 @@ impl Namespaces {
     /// A chunk of a namespace was removed from the table.
     pub(super) fn row_removed(&mut self, namespace: u32) {
         self[namespace as usize].rows -= 1;
-        self.look_at(namespace);
+        self.list_if_unused(namespace);
     }
 
     /// Counts a chunk of a namespace, if it was added to the table.
@@ -219,7 +219,7 @@ impl Namespaces {
     pub(super) fn session_closed(&mut self, namespace: u32) {
         self[namespace as usize].sessions -= 1;
         self.touch(namespace);
-        self.look_at(namespace);
+        self.list_if_unused(namespace);
     }
 
     /// A session of a namespace was opened.
@@ -277,7 +277,7 @@ impl StoreState {
         if self.namespaces.len() >= most {
             fail!(
                 Limit,
-                "{most} namespaces are as many as can be, and each is open or has chunks that stay: \
+                "{most} namespaces, the limit, are open or have chunks that cannot be evicted: \
                  close some, or end their pins"
             );
         }
@@ -314,7 +314,7 @@ impl StoreState {
         let Some(namespace) = self.namespaces.get_mut(at as usize) else { return };
         namespace.handles = namespace.handles.saturating_sub(1);
         self.namespaces.touch(at);
-        self.namespaces.look_at(at);
+        self.namespaces.list_if_unused(at);
     }
 
     /// A namespace.
@@ -333,7 +333,7 @@ impl StoreState {
         for &at in found.iter().rev() {
             self.namespaces.touch(at);
             self.drop_note(at);
-            self.namespaces.look_at(at);
+            self.namespaces.list_if_unused(at);
         }
     }
 
@@ -486,7 +486,7 @@ impl StoreState {
     }
 
     /// A chunk has no cell on disk any more.
-    pub(super) fn left_below(&mut self, at: At) {
+    pub(super) fn removed_from_disk(&mut self, at: At) {
         if let Some(number) = self.namespace_of(at) {
             self.namespaces[number as usize].below.chunks -= 1;
             self.drop_note(number);
@@ -509,9 +509,9 @@ impl StoreState {
 
     /// Mark of the namespace record that a put needs durable.
     pub(super) fn mark_of_note(&self, number: u32) -> Option<Mark> {
-        let one = &self.transfers.table[number].spec;
-        let slot = *one.slots.first()?;
-        let namespace = self.namespace_of(At { table: one.table, slot })?;
+        let spec = &self.transfers.table[number].spec;
+        let slot = *spec.slots.first()?;
+        let namespace = self.namespace_of(At { table: spec.table, slot })?;
         match self.namespaces[namespace as usize].below.noted {
             Noted::Written(mark) => Some(mark),
             Noted::Lost(mark) => Some(self.mark_of_moved(namespace, mark)),
@@ -529,12 +529,12 @@ impl StoreState {
     /// Takes over which namespace records a put's sync made durable.
     pub(super) fn note_synced(&mut self, number: u32, batch: &SyncBatch) {
         let Some(mark) = self.mark_of_note(number) else { return };
-        let how = batch.marks.iter().find(|(n, m, _)| (*n, *m) == (number, mark));
-        let Some((.., how)) = how else { return };
+        let outcome = batch.marks.iter().find(|(n, m, _)| (*n, *m) == (number, mark));
+        let Some((.., outcome)) = outcome else { return };
         let one = &self.transfers.table[number].spec;
         let first = one.slots.first().map(|&slot| At { table: one.table, slot });
         if let Some(namespace) = first.and_then(|at| self.namespace_of(at)) {
-            let noted = if how.is_ok() { Noted::Lasts } else { Noted::Lost(mark) };
+            let noted = if outcome.is_ok() { Noted::Lasts } else { Noted::Lost(mark) };
             self.namespaces[namespace as usize].below.noted = noted;
         }
     }
@@ -600,8 +600,8 @@ impl StoreState {
         if self.tables.len() >= most {
             fail!(
                 Limit,
-                "{most} layouts are as many as can be, and namespaces of each are open or have \
-                 chunks that stay: close some, or end their pins"
+                "{most} layouts, the limit, have namespaces that are open or have chunks that cannot \
+                 be evicted: close some, or end their pins"
             );
         }
         self.tables.push(table);
@@ -627,7 +627,7 @@ impl StoreState {
             self.give_up_table();
         }
         if lacks_space || lacks_table {
-            self.settle(); // what came free may be waited for
+            self.settle(); // transfers may wait for what was freed
         }
         Ok(())
     }
@@ -644,7 +644,7 @@ impl StoreState {
                 continue; // it is listed again when that is over
             }
             match self.is_looked_up(at) {
-                true => self.namespaces.look_at(at),
+                true => self.namespaces.list_if_unused(at),
                 false => self.forget_unused_namespace(at),
             }
         }
@@ -668,10 +668,10 @@ impl StoreState {
             closed.map(|(at, namespace)| (namespace.used, at)).collect();
         closed.sort_unstable();
         for part in closed.chunks((most / GIVEN_UP).max(1)) {
-            let goes: BTreeSet<u32> = part.iter().map(|&(_, at)| at).collect();
-            let tables = goes.iter().map(|&at| self.namespaces[at as usize].table);
+            let selected: BTreeSet<u32> = part.iter().map(|&(_, at)| at).collect();
+            let tables = selected.iter().map(|&at| self.namespaces[at as usize].table);
             for table in tables.collect::<BTreeSet<u32>>() {
-                self.send_away(table, |namespace| goes.contains(&namespace));
+                self.drop_namespaces(table, |namespace| selected.contains(&namespace));
             }
             self.forget_idle(0);
             if self.namespaces.len() < most {
@@ -691,8 +691,9 @@ impl StoreState {
         let mut closed: Vec<(u64, u32)> = closed.collect();
         closed.sort_unstable();
         for (_, table) in closed {
-            if self.tables[table as usize].chunks.slots().all(|slot| self.may_go(table, slot)) {
-                self.send_away(table, |_| true);
+            if self.tables[table as usize].chunks.slots().all(|slot| self.is_droppable(table, slot))
+            {
+                self.drop_namespaces(table, |_| true);
                 self.forget_idle(0);
             }
             if self.vacant_table().is_some() {
@@ -702,7 +703,7 @@ impl StoreState {
     }
 
     /// Whether a chunk is at rest and only the write queue references it.
-    fn may_go(&self, table: u32, slot: Slot) -> bool {
+    fn is_droppable(&self, table: u32, slot: Slot) -> bool {
         let rows = &self.tables[table as usize];
         let Some(row) = rows.chunks.chunk(slot) else { return true };
         !row.is_moving()
@@ -713,18 +714,18 @@ impl StoreState {
 
     /// Drops the chunks of selected namespaces of a table from all tiers, if they may leave. The
     /// remote keeps its objects.
-    fn send_away(&mut self, table: u32, goes: impl Fn(u32) -> bool) {
+    fn drop_namespaces(&mut self, table: u32, is_selected: impl Fn(u32) -> bool) {
         let rows = &self.tables[table as usize].chunks;
-        let of = |slot: Slot| rows.chunk(slot).filter(|row| goes(row.namespace()));
+        let of = |slot: Slot| rows.chunk(slot).filter(|row| is_selected(row.namespace()));
         let slots = rows.slots().filter_map(|slot| Some((Reverse(of(slot)?.position()), slot)));
         // Children before parents.
         let mut slots: Vec<(Reverse<u32>, Slot)> = slots.collect();
         slots.sort_unstable();
         let slots: Vec<Slot> = slots.into_iter().map(|(_, slot)| slot).collect();
-        let left = self.drop_chunks_locally(table, &slots);
+        let cleared = self.drop_chunks_locally(table, &slots);
         log::info!(
             "dropped {} chunks of namespaces without handles to make room for another namespace",
-            left.gone
+            cleared.removed
         );
     }
 }

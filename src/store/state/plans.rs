@@ -22,7 +22,7 @@ use crate::store::token_path::MAX_TOKENS;
 // ---------- lookup
 //
 // Lookups: how much of a sequence is reusable, and what loading it takes. A lookup counts no access,
-// because a router asks several stores and uses one.
+// because a router queries several stores and uses one.
 
 /// Capacity of the buffers, in chunks, that is kept between lookups.
 pub(super) const MOST_KEPT: usize = 1 << 17;
@@ -40,7 +40,7 @@ pub struct LookupRange {
     pub farthest: Option<usize>,
     /// Bytes to load from each tier.
     pub bytes: [u64; TIERS],
-    /// Bytes on their way into the store, in no tier yet.
+    /// Bytes in transfer into the store, in no tier yet.
     pub pending_bytes: u64,
     /// Time to load them alone.
     pub load_ns: u64,
@@ -61,7 +61,7 @@ pub struct LookupResult {
     pub ranges: Vec<LookupRange>,
     /// Bytes to load from each tier.
     pub bytes: [u64; TIERS],
-    /// Bytes on their way into the store.
+    /// Bytes in transfer into the store.
     pub pending_bytes: u64,
     /// Time to load all of it, including the queues.
     pub load_ns: u64,
@@ -73,7 +73,7 @@ pub(super) struct Scratch {
     keys: Vec<Key>,
     pub(super) slots: Vec<Slot>,
     pub(super) found: Vec<ChunkReuse>,
-    look: LookupResult,
+    result: LookupResult,
 }
 
 impl StoreState {
@@ -87,12 +87,12 @@ impl StoreState {
         let mut keys = std::mem::take(&mut self.plans.scratch.keys);
         room(&mut keys, tokens.len() / each as usize)?;
         let hashed = Chain::new(entry.key, each)?.extend(tokens, &[], &mut keys);
-        let looked = match hashed {
+        let result = match hashed {
             Ok(_) => self.look_up(namespace, &keys, tokens.len() as u64),
             Err(error) => Err(error),
         };
         self.plans.scratch.keys = keys;
-        looked.map(|()| &self.plans.scratch.look)
+        result.map(|()| &self.plans.scratch.result)
     }
 
     /// Looks up the keys of a sequence's full chunks; `tokens` is its length. A caller that hashes
@@ -110,7 +110,7 @@ impl StoreState {
             fail!(Invalid, "{many} keys do not fit {tokens} tokens in chunks of {each}");
         }
         self.look_up(namespace, keys, tokens)?;
-        Ok(&self.plans.scratch.look)
+        Ok(&self.plans.scratch.result)
     }
 
     /// For each key, a mask of the tiers that have every cell of the chunk (bit 0 is the device),
@@ -138,7 +138,7 @@ impl StoreState {
     pub fn lookup_session(&mut self, session: u32) -> Result<&LookupResult> {
         let (namespace, tokens, reach) = self.find_path(session)?;
         self.describe(namespace, tokens, reach)?;
-        Ok(&self.plans.scratch.look)
+        Ok(&self.plans.scratch.result)
     }
 
     fn entry_of(&self, namespace: u32) -> Result<(super::Namespace, &super::ChunkTable)> {
@@ -164,7 +164,7 @@ impl StoreState {
             });
             *slot = if is_it { *slot } else { NONE };
         }
-        let reach = scratch.look(&rows.chunks, &rows.layout)?;
+        let reach = scratch.find_reusable(&rows.chunks, &rows.layout)?;
         self.describe(namespace, tokens, reach)
     }
 
@@ -180,7 +180,7 @@ impl StoreState {
         }
         scratch.slots.extend(path.tail());
         let tokens = path.tokens().len() as u64;
-        let reach = scratch.look(&rows.chunks, &rows.layout)?;
+        let reach = scratch.find_reusable(&rows.chunks, &rows.layout)?;
         Ok((namespace, tokens, reach))
     }
 
@@ -192,11 +192,12 @@ impl StoreState {
         let scratch = &mut self.plans.scratch;
         let (slots, found) = (&scratch.slots, &mut scratch.found);
         let until = if entry.holes { slots.len() } else { reach.soon_chunks };
-        let moves = reuse::plan_reuse(&rows.chunks, &rows.layout, slots, until, true, found)?;
-        let look = &mut scratch.look;
-        (look.tokens, look.bytes, look.pending_bytes) = (tokens, moves.bytes, 0);
-        (look.now_tokens, look.reusable_soon_tokens) = (reach.tokens, reach.reusable_soon_tokens);
-        look.ranges.clear();
+        let reuse_plan = reuse::plan_reuse(&rows.chunks, &rows.layout, slots, until, true, found)?;
+        let result = &mut scratch.result;
+        (result.tokens, result.bytes, result.pending_bytes) = (tokens, reuse_plan.bytes, 0);
+        (result.now_tokens, result.reusable_soon_tokens) =
+            (reach.tokens, reach.reusable_soon_tokens);
+        result.ranges.clear();
         let (mut counts, mut at) = ([0; SOURCES], 0);
         for range in reuse::ranges(found) {
             let parts = &found[range.first..range.first + range.chunks];
@@ -205,7 +206,7 @@ impl StoreState {
             let copies = parts.iter().filter(|one| loads(one)).count();
             let these = [copies, of(DISK), of(REMOTE), of(DEVICE)];
             let load_ns = time(&routes, &range.bytes, pending, these, false);
-            look.pending_bytes += pending;
+            result.pending_bytes += pending;
             counts.iter_mut().zip(these).for_each(|(sum, n)| *sum += n);
             let stretch = LookupRange {
                 first_token: at,
@@ -217,12 +218,12 @@ impl StoreState {
                 load_ns,
             };
             at += range.tokens;
-            add(&mut look.ranges, stretch)?;
+            add(&mut result.ranges, stretch)?;
         }
-        look.load_ns = time(&routes, &look.bytes, look.pending_bytes, counts, true);
+        result.load_ns = time(&routes, &result.bytes, result.pending_bytes, counts, true);
         if tokens > at {
             let rest = LookupRange { first_token: at, tokens: tokens - at, ..MISS };
-            add(&mut look.ranges, rest)?;
+            add(&mut result.ranges, rest)?;
         }
         Ok(())
     }
@@ -239,7 +240,7 @@ const MISS: LookupRange = LookupRange {
 };
 
 impl Scratch {
-    fn look(&mut self, chunks: &Chunks, layout: &Layout) -> Result<ReusablePrefix> {
+    fn find_reusable(&mut self, chunks: &Chunks, layout: &Layout) -> Result<ReusablePrefix> {
         room(&mut self.found, self.slots.len())?;
         self.found.resize(self.slots.len(), ChunkReuse::default());
         reuse::find_reusable(chunks, layout, &self.slots, &mut self.found)
@@ -302,9 +303,9 @@ fn time(
     queued: bool,
 ) -> u64 {
     let above = bytes[HOST] + bytes[DISK] + bytes[REMOTE] + pending_bytes;
-    let moved = [above, bytes[DISK], bytes[REMOTE], bytes[DEVICE]];
-    let ways = routes.iter().zip(moved).zip(counts);
-    let ns = ways.filter(|((_, bytes), _)| *bytes > 0).map(|((route, bytes), chunks)| {
+    let source_bytes = [above, bytes[DISK], bytes[REMOTE], bytes[DEVICE]];
+    let by_source = routes.iter().zip(source_bytes).zip(counts);
+    let ns = by_source.filter(|((_, bytes), _)| *bytes > 0).map(|((route, bytes), chunks)| {
         let waits = if queued { route.queued_ns } else { 0.0 };
         route.speed.ns(bytes, chunks as u64) + waits
     });
@@ -312,7 +313,7 @@ fn time(
 }
 
 /// Plans compared where the needs of a chunk depend on the plan.
-const TURNS: usize = 16;
+const MAX_ROUNDS: usize = 16;
 /// A price at which computing never beats loading, in ns a token.
 const FORBIDDEN: Cost = Cost { alpha: 0.0, beta: 1e12 };
 
@@ -321,7 +322,7 @@ const FORBIDDEN: Cost = Cost { alpha: 0.0, beta: 1e12 };
 pub struct PlanTerms {
     /// It computes while loads run, layer by layer.
     pub overlap: bool,
-    /// Counts on transfers that are on their way into the store.
+    /// Counts on transfers that are in transfer into the store.
     pub wait: bool,
     /// Urgency of the loads.
     pub lane: usize,
@@ -459,7 +460,7 @@ impl Drafts {
 
     /// Loads less, step by step. After each step, what is needed must be determined again.
     fn give_up_more(&mut self, ground: &Ground, found: &mut [ChunkReuse]) -> Result<()> {
-        for _ in 0..TURNS {
+        for _ in 0..MAX_ROUNDS {
             self.plan.make(&self.parts, &ground.terms)?;
             if !self.give_up(found) {
                 break;
@@ -483,8 +484,8 @@ impl Drafts {
         reached: usize,
     ) -> Result<()> {
         let mut last = reached;
-        for turn in (0..TURNS).rev() {
-            let end = reached * turn / TURNS;
+        for round in (0..MAX_ROUNDS).rev() {
+            let end = reached * round / MAX_ROUNDS;
             let (slots, before) = (&ground.slots[..end], &mut found[..end]);
             let reach = reuse::find_reusable(ground.chunks, ground.layout, slots, before)?;
             let until = ground.reached(&reach);
@@ -498,7 +499,7 @@ impl Drafts {
         Ok(())
     }
 
-    /// Determines what each chunk needs, and the rest behind the last chunk.
+    /// Determines what each chunk needs, and the rest after the last chunk.
     fn fill(&mut self, ground: &Ground, found: &[ChunkReuse]) -> Result<()> {
         self.parts.clear();
         if self.parts.try_reserve(found.len() + 1).is_err() {
@@ -536,15 +537,15 @@ impl Drafts {
     /// Marks chunks that the plan computes although they could be loaded. Returns false if all were
     /// marked before.
     fn give_up(&self, found: &mut [ChunkReuse]) -> bool {
-        let mut news = false;
+        let mut changed = false;
         for one in self.plan.segments.iter().filter(|one| one.kind == StepKind::Recompute) {
             for found in found.iter_mut().skip(one.first).take(one.chunks) {
                 let is_new = matches!(found.state, State::Hit | State::Pending);
-                news |= is_new;
+                changed |= is_new;
                 found.given_up |= is_new;
             }
         }
-        news
+        changed
     }
 
     /// Writes the plan as steps of tokens.

@@ -1,6 +1,6 @@
 //! The remote as the store sees it: hints, the index of named blocks, request timeouts, counters.
 //!
-//! A hint says that the remote had an object when it was last asked. It may be stale; a stale hint
+//! A hint says that the remote had an object when it was last queried. It may be stale; a stale hint
 //! costs one miss.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -21,9 +21,9 @@ use crate::store::counters::RemoteStats;
 use crate::store::events::Kind;
 use crate::store::state::blocks::MAX_BLOCKS;
 use crate::store::state::chunk_table::note;
-use crate::store::state::remote_fetch::{RemotePrefetch, WantedObject};
+use crate::store::state::remote_fetch::{RemotePrefetch, RequestedObject};
 use crate::store::state::remote_lookup::{
-    Asked, Asker, Asking, PendingLookup, WINDOW, Window, noted_chunks,
+    LookupItem, Lookups, PendingLookup, Requester, WINDOW, Window, noted_chunks,
 };
 use crate::store::state::stage::{self, Stage};
 use crate::store::state::transfer::{Of, TransferKind};
@@ -70,9 +70,9 @@ pub struct RemoteConfig {
     /// Names whose answers are remembered.
     pub known: usize,
     /// Sessions start a lookup as soon as they have tokens.
-    pub asks: bool,
+    pub lookup_on_append: bool,
     /// KV that a lookup has found is prefetched.
-    pub fetches: bool,
+    pub prefetch_found: bool,
     /// Key of the names, if objects are sealed.
     pub secret: Option<Secret>,
     /// Seed of the breaker's random choices.
@@ -94,8 +94,8 @@ impl Default for RemoteConfig {
             fresh_ns: 60_000_000_000,
             absent_ns: 5_000_000_000,
             known: 1 << 16,
-            asks: true,
-            fetches: false,
+            lookup_on_append: true,
+            prefetch_found: false,
             secret: None,
             seed: 0,
             beside_bytes: 0,
@@ -110,16 +110,16 @@ pub(super) struct RemoteTier {
     /// Fetches, each by the first job of its object.
     pub fetch: Stage,
     /// Objects that jobs wait for.
-    pub wanted: BTreeMap<(At, u32), WantedObject>,
+    pub requested: BTreeMap<(At, u32), RequestedObject>,
     /// Number of jobs that wait for a cell of a fetch in flight.
     pub awaited: BTreeMap<(At, u32), u32>,
     /// Objects to be uploaded, whose cells are referenced.
-    pub outs: VecDeque<(At, u32)>,
+    pub upload_queue: VecDeque<(At, u32)>,
     /// Bytes of these and of uploads in flight.
-    pub out_bytes: u64,
+    pub upload_bytes: u64,
     /// Puts that wait for the upload of a chunk.
-    pub waits: BTreeMap<At, Vec<(u32, u32)>>,
-    pub asking: Asking,
+    pub upload_waiters: BTreeMap<At, Vec<(u32, u32)>>,
+    pub lookups: Lookups,
     pub remote_prefetch: RemotePrefetch,
     pub located: Located,
     pub known: Known,
@@ -140,12 +140,12 @@ impl RemoteTier {
         Ok(Some(Box::new(RemoteTier {
             breaker: Breaker::new(remote.seed),
             fetch: Stage::new(config, stage::FETCHES)?,
-            wanted: BTreeMap::new(),
+            requested: BTreeMap::new(),
             awaited: BTreeMap::new(),
-            outs: VecDeque::new(),
-            out_bytes: 0,
-            waits: BTreeMap::new(),
-            asking: Asking::default(),
+            upload_queue: VecDeque::new(),
+            upload_bytes: 0,
+            upload_waiters: BTreeMap::new(),
+            lookups: Lookups::default(),
             remote_prefetch: RemotePrefetch::default(),
             located: Located::default(),
             known: Known::new(remote.known)?,
@@ -163,8 +163,8 @@ impl RemoteTier {
     /// Whether no job, put or lookup waits for the remote.
     pub fn is_quiet(&self) -> bool {
         self.is_quiet_to_fetch()
-            && self.outs.is_empty()
-            && !self.asking.waits()
+            && self.upload_queue.is_empty()
+            && !self.lookups.has_queued()
             && self.removals.is_empty()
     }
 
@@ -175,28 +175,28 @@ impl RemoteTier {
 
     /// Whether an upload or a removal may begin now.
     pub fn has_to_send(&self) -> bool {
-        self.removing == 0 && (!self.outs.is_empty() || !self.removals.is_empty())
+        self.removing == 0 && (!self.upload_queue.is_empty() || !self.removals.is_empty())
     }
 
-    /// Whether all waiters and references are gone, as must be when nothing is in flight.
+    /// Whether all waiters and references have ended, as must be when nothing is in flight.
     pub fn is_bare(&self) -> bool {
         self.is_quiet()
-            && self.wanted.is_empty()
+            && self.requested.is_empty()
             && self.awaited.is_empty()
-            && self.waits.is_empty()
-            && self.out_bytes == 0
+            && self.upload_waiters.is_empty()
+            && self.upload_bytes == 0
             && self.removing == 0
-            && !self.asking.has_blocks()
+            && !self.lookups.has_blocks()
     }
 
     /// Describes what is not at rest.
-    pub fn words(&self) -> String {
+    pub fn describe(&self) -> String {
         format!(
-            "{} objects wanted, {} to be sent, {} bytes on their way, {} chunks waited for there",
-            self.wanted.len(),
-            self.outs.len(),
-            self.out_bytes,
-            self.waits.len(),
+            "{} objects requested, {} uploads queued, {} bytes uploading, {} chunks awaited",
+            self.requested.len(),
+            self.upload_queue.len(),
+            self.upload_bytes,
+            self.upload_waiters.len(),
         )
     }
 
@@ -207,14 +207,14 @@ impl RemoteTier {
 
     /// Takes over the outcome of a request. `probes` says that the request was the probe of an open
     /// circuit.
-    pub fn heard<T>(
+    pub fn record_outcome<T>(
         &mut self,
-        way: Direction,
+        direction: Direction,
         result: &std::result::Result<T, RemoteError>,
         probes: bool,
         now_ns: u64,
     ) {
-        self.breaker.record(way, Outcome::of(way, result), probes, now_ns);
+        self.breaker.record(direction, Outcome::of(direction, result), probes, now_ns);
         match result.as_ref().err() {
             Some(RemoteError::Timeout | RemoteError::Unreachable | RemoteError::Busy) => {
                 self.counters.late_requests += 1
@@ -227,7 +227,7 @@ impl RemoteTier {
     }
 
     /// Queues the removal of an object.
-    pub fn take_away(&mut self, name: Name) {
+    pub fn queue_removal(&mut self, name: Name) {
         if self.removals.len() < MOST_REMOVALS {
             self.removals.push_back(name);
         }
@@ -288,18 +288,18 @@ impl StoreState {
     /// Sets the owner of a namespace's objects at the remote; 0 = shared by all. Fails with INVALID
     /// if the namespace is open with another owner.
     pub fn set_tenant(&mut self, namespace: u32, tenant: u64) -> Result<()> {
-        let Some(one) = self.namespaces.get_mut(namespace as usize) else { return Ok(()) };
-        if one.tenant == tenant {
+        let Some(entry) = self.namespaces.get_mut(namespace as usize) else { return Ok(()) };
+        if entry.tenant == tenant {
             return Ok(());
         }
-        if one.handles > 1 {
+        if entry.handles > 1 {
             fail!(
                 Invalid,
                 "the namespace is open with remote tenant {}: close it, or use that tenant",
-                one.tenant
+                entry.tenant
             );
         }
-        one.tenant = tenant;
+        entry.tenant = tenant;
         if let Some(remote) = &mut self.remote {
             remote.names.remove(&namespace);
         }
@@ -364,7 +364,7 @@ impl StoreState {
             let name = self.remote_name(at, &shape, object);
             if let (Some(name), Some(remote)) = (name, &mut self.remote) {
                 remote.known.put(&name, false, self.now_ns);
-                remote.take_away(name);
+                remote.queue_removal(name);
             }
             self.forget_hint(at, layers);
         }
@@ -382,9 +382,9 @@ impl StoreState {
         let layers = self.tables[at.table as usize].layout.layers();
         let after = self.remote_cells(at);
         if before < layers && after == layers {
-            self.say(Kind::Stored, Tier::Remote, at);
+            self.publish(Kind::Stored, Tier::Remote, at);
         } else if before == layers && after < layers {
-            self.say(Kind::Removed, Tier::Remote, at);
+            self.publish(Kind::Removed, Tier::Remote, at);
         }
     }
 }
@@ -405,7 +405,7 @@ struct Entry {
     tag: u64,
     /// Time of the answer in ticks, plus one; 0 = empty.
     tick: u32,
-    is_there: u32,
+    is_present: u32,
 }
 
 // SAFETY: integers only.
@@ -431,35 +431,37 @@ impl Known {
 
     /// The answer for a name, if it is young enough.
     pub fn get(&self, name: &Name, now_ns: u64, fresh_ns: u64, absent_ns: u64) -> Option<bool> {
-        let (first, tag) = self.place(name);
-        let entry = self.entries[first..first + WAYS].iter().find(|one| one.tag == tag)?;
-        let heard = u64::from(entry.tick.checked_sub(1)?);
-        let age_ns = (now_ns / TICK_NS).saturating_sub(heard) * TICK_NS;
-        let is_there = entry.is_there != 0;
-        (age_ns <= if is_there { fresh_ns } else { absent_ns }).then_some(is_there)
+        let (first, tag) = self.set_of(name);
+        let entry = self.entries[first..first + WAYS].iter().find(|entry| entry.tag == tag)?;
+        let answered = u64::from(entry.tick.checked_sub(1)?);
+        let age_ns = (now_ns / TICK_NS).saturating_sub(answered) * TICK_NS;
+        let is_present = entry.is_present != 0;
+        (age_ns <= if is_present { fresh_ns } else { absent_ns }).then_some(is_present)
     }
 
     /// Whether a name was present at a time or later.
-    pub fn was_there_since(&self, name: &Name, since_ns: u64) -> bool {
-        let (first, tag) = self.place(name);
-        let entry = self.entries[first..first + WAYS].iter().find(|one| one.tag == tag);
-        entry.is_some_and(|one| one.is_there != 0 && u64::from(one.tick) > since_ns / TICK_NS)
+    pub fn was_present_since(&self, name: &Name, since_ns: u64) -> bool {
+        let (first, tag) = self.set_of(name);
+        let entry = self.entries[first..first + WAYS].iter().find(|entry| entry.tag == tag);
+        entry.is_some_and(|entry| {
+            entry.is_present != 0 && u64::from(entry.tick) > since_ns / TICK_NS
+        })
     }
 
     /// Records an answer; the oldest of its set is forgotten.
-    pub fn put(&mut self, name: &Name, is_there: bool, now_ns: u64) {
-        let (first, tag) = self.place(name);
+    pub fn put(&mut self, name: &Name, is_present: bool, now_ns: u64) {
+        let (first, tag) = self.set_of(name);
         let set = &mut self.entries[first..first + WAYS];
-        let at = match set.iter().position(|one| one.tag == tag) {
+        let at = match set.iter().position(|entry| entry.tag == tag) {
             Some(at) => at,
             None => (0..WAYS).min_by_key(|&at| set[at].tick).unwrap_or(0),
         };
         let tick = u32::try_from(now_ns / TICK_NS).unwrap_or(u32::MAX - 1).saturating_add(1);
-        set[at] = Entry { tag, tick, is_there: u32::from(is_there) };
+        set[at] = Entry { tag, tick, is_present: u32::from(is_present) };
     }
 
     /// First entry of a name's set, and the tag of the name.
-    fn place(&self, name: &Name) -> (usize, u64) {
+    fn set_of(&self, name: &Name) -> (usize, u64) {
         let word = |at: usize| {
             let mut bytes = [0; 8];
             bytes.copy_from_slice(&name.hash[at..at + 8]);
@@ -476,7 +478,7 @@ impl Known {
 // keeps it until rows are needed.
 
 /// Most blocks of one remote lookup.
-const MOST_ASKED: usize = 1 << 20;
+const MAX_PENDING_BLOCKS: usize = 1 << 20;
 
 /// Blocks that a transfer looks up.
 #[derive(Default)]
@@ -490,8 +492,8 @@ pub(super) struct Named {
 pub(super) struct Located(VecDeque<(At, u32)>);
 
 impl StoreState {
-    /// Begins a transfer that completes when it is known which blocks are here or at the remote.
-    /// Each block has an outcome; NOT_FOUND = in neither. It goes on when the session is closed.
+    /// Begins a transfer that completes when it is known which blocks are in the store or at the remote.
+    /// Each block has an outcome; NOT_FOUND = in neither. It continues when the session is closed.
     pub fn locate_blocks(&mut self, at: u32, keys: Vec<Key>) -> Result<u32> {
         let namespace = self.session(at)?.namespace;
         if keys.is_empty() || keys.len() > MAX_BLOCKS {
@@ -499,31 +501,31 @@ impl StoreState {
         }
         let table = self.namespaces[namespace as usize].table;
         let mut slots = self.find_blocks(namespace, &keys)?;
-        let asks = slots.iter().any(|&slot| !self.is_found(table, slot));
-        let asking = self.remote.as_ref().filter(|_| asks).map(|remote| &remote.asking);
-        let waiting: usize = asking
+        let may_query = slots.iter().any(|&slot| !self.is_found(table, slot));
+        let lookups = self.remote.as_ref().filter(|_| may_query).map(|remote| &remote.lookups);
+        let waiting: usize = lookups
             .iter()
-            .flat_map(|all| all.inquiries.values())
-            .map(|one| one.named.keys.len())
+            .flat_map(|all| all.pending.values())
+            .map(|entry| entry.named.keys.len())
             .sum();
-        if waiting + keys.len() > MOST_ASKED {
+        if waiting + keys.len() > MAX_PENDING_BLOCKS {
             fail!(
                 Again,
-                "{waiting} blocks are being looked up, and {} more are requested: the limit is {MOST_ASKED}",
+                "{waiting} blocks are being looked up, and {} more are requested: the limit is {MAX_PENDING_BLOCKS}",
                 keys.len()
             );
         }
         slots.fill(NONE);
         let number = self.begin_locating(at, slots)?;
-        match self.remote.as_mut().filter(|_| asks) {
+        match self.remote.as_mut().filter(|_| may_query) {
             Some(remote) => {
-                remote.asking.serial += 1;
-                let (serial, named) = (remote.asking.serial, Named { namespace, keys });
-                let inquiry =
+                remote.lookups.serial += 1;
+                let (serial, named) = (remote.lookups.serial, Named { namespace, keys });
+                let lookup =
                     PendingLookup { serial, is_busy: true, named, ..PendingLookup::default() };
-                remote.asking.inquiries.insert(Asker::Blocks(number), inquiry);
-                remote.asking.line.push_back(Asker::Blocks(number));
-                remote.asking.is_urgent = true;
+                remote.lookups.pending.insert(Requester::Blocks(number), lookup);
+                remote.lookups.queue.push_back(Requester::Blocks(number));
+                remote.lookups.is_urgent = true;
             }
             None => self.end_locating(number, &Named { namespace, keys }, Status::NotFound),
         }
@@ -531,14 +533,14 @@ impl StoreState {
         Ok(number)
     }
 
-    /// Whether all of a chunk is here, or at the remote by its hints.
+    /// Whether all of a chunk is in the store, or at the remote by its hints.
     pub(super) fn is_found(&self, table: u32, slot: Slot) -> bool {
         let rows = &self.tables[table as usize];
         let marks = rows.chunks.marks(slot).unwrap_or_default();
         marks.len() == rows.layout.layers()
-            && marks
-                .iter()
-                .all(|one| one.there() != 0 || one.is_remote() && rows.chunks.counts_remote())
+            && marks.iter().all(|entry| {
+                entry.resident_tiers() != 0 || entry.is_remote() && rows.chunks.counts_remote()
+            })
     }
 
     /// Row of a block, or NONE.
@@ -550,14 +552,18 @@ impl StoreState {
     }
 
     fn named_by(&self, number: u32) -> Option<&PendingLookup> {
-        self.remote.as_ref()?.asking.inquiries.get(&Asker::Blocks(number))
+        self.remote.as_ref()?.lookups.pending.get(&Requester::Blocks(number))
     }
 
     /// Whether a transfer looks up blocks of a namespace. Its session may be closed.
     pub(super) fn is_looked_up(&self, namespace: u32) -> bool {
-        let first = Asker::Blocks(0);
+        let first = Requester::Blocks(0);
         self.remote.as_ref().is_some_and(|remote| {
-            remote.asking.inquiries.range(first..).any(|(_, one)| one.named.namespace == namespace)
+            remote
+                .lookups
+                .pending
+                .range(first..)
+                .any(|(_, entry)| entry.named.namespace == namespace)
         })
     }
 
@@ -582,26 +588,26 @@ impl StoreState {
         let namespace = self.named_by(number)?.named.namespace;
         let table = self.namespaces[namespace as usize].table;
         let (shape, names) = (self.remote_shape(table)?, self.remote_names(namespace)?);
-        let (remote, inquiry) = (self.remote.as_ref()?, self.named_by(number)?);
+        let (remote, lookup) = (self.remote.as_ref()?, self.named_by(number)?);
         let (config, cut) = (&remote.config, shape.cut(shape.objects() - 1));
-        let mut window = Window { end: inquiry.next, ..Window::default() };
-        let most_there = noted_chunks(self.tables[table as usize].layout.layers());
-        for (chunk, key) in inquiry.named.keys.iter().enumerate().skip(inquiry.next) {
-            if window.asked.len() >= WINDOW || window.there.len() >= most_there {
+        let mut window = Window { end: lookup.next, ..Window::default() };
+        let max_present = noted_chunks(self.tables[table as usize].layout.layers());
+        for (chunk, key) in lookup.named.keys.iter().enumerate().skip(lookup.next) {
+            if window.items.len() >= WINDOW || window.present.len() >= max_present {
                 window.is_cut = true;
                 break;
             }
             window.end = chunk + 1;
             let is_known = self.is_found(table, self.find_block(namespace, key));
             // A block that is named twice is looked up once.
-            if is_known || window.asked.iter().any(|one| one.key == *key) {
+            if is_known || window.items.iter().any(|entry| entry.key == *key) {
                 continue;
             }
             let name = names.name(key, &cut);
             match remote.known.get(&name, self.now_ns, config.fresh_ns, config.absent_ns) {
-                Some(true) if remote.is_well() => window.there.push(chunk),
+                Some(true) if remote.is_well() => window.present.push(chunk),
                 Some(false) => {}
-                _ => window.asked.push(Asked {
+                _ => window.items.push(LookupItem {
                     chunk,
                     key: *key,
                     name,
@@ -613,23 +619,24 @@ impl StoreState {
     }
 
     /// Records the answers for blocks of a transfer. Returns whether more are to be looked up.
-    pub(super) fn note_block_answers(&mut self, number: u32, asked: &[Asked]) -> bool {
-        let there = asked.iter().filter(|one| one.result == Ok(true)).map(|one| one.chunk);
-        let there: Vec<usize> = there.collect();
-        self.note_blocks(number, &there);
+    pub(super) fn note_block_answers(&mut self, number: u32, items: &[LookupItem]) -> bool {
+        let present =
+            items.iter().filter(|entry| entry.result == Ok(true)).map(|entry| entry.chunk);
+        let present: Vec<usize> = present.collect();
+        self.note_blocks(number, &present);
         let remote = self.remote.as_mut();
-        let inquiry =
-            remote.and_then(|remote| remote.asking.inquiries.get_mut(&Asker::Blocks(number)));
-        let (Some(inquiry), Some(last)) = (inquiry, asked.last()) else { return false };
-        inquiry.next = last.chunk + 1;
-        inquiry.next < inquiry.named.keys.len()
+        let lookup =
+            remote.and_then(|remote| remote.lookups.pending.get_mut(&Requester::Blocks(number)));
+        let (Some(lookup), Some(last)) = (lookup, items.last()) else { return false };
+        lookup.next = last.chunk + 1;
+        lookup.next < lookup.named.keys.len()
     }
 
     /// Adds rows for blocks that the remote has, if that evicts nothing but rows of other such
     /// blocks.
     pub(super) fn note_blocks(&mut self, number: u32, chunks: &[usize]) {
         for &chunk in chunks {
-            let Some(Named { namespace, keys }) = self.named_by(number).map(|one| &one.named)
+            let Some(Named { namespace, keys }) = self.named_by(number).map(|entry| &entry.named)
             else {
                 return;
             };
@@ -641,7 +648,7 @@ impl StoreState {
                 slot => Ok(slot),
             };
             match slot {
-                Ok(slot) => self.keep_by_hint(At { table, slot }),
+                Ok(slot) => self.hold_by_hint(At { table, slot }),
                 Err(error) => log::error!(
                     "internal: no row could be added for a block at the remote: {error}"
                 ),
@@ -656,7 +663,7 @@ impl StoreState {
     }
 
     /// Keeps the row of a block that the remote has.
-    fn keep_by_hint(&mut self, at: At) {
+    fn hold_by_hint(&mut self, at: At) {
         self.hint_remote(at);
         let rows = &mut self.tables[at.table as usize];
         let (Some(row), Some(remote)) = (rows.chunks.chunk(at.slot), &mut self.remote) else {
@@ -673,7 +680,7 @@ impl StoreState {
     }
 
     /// Whether a row stays for a hint, without references and cells.
-    pub(super) fn is_kept_by_hint(&self, at: At) -> bool {
+    pub(super) fn is_held_by_hint(&self, at: At) -> bool {
         self.tables[at.table as usize].has(at.slot, note::LOCATED) && self.remote_cells(at) > 0
     }
 
@@ -697,10 +704,10 @@ impl StoreState {
     /// Ends the lookup of a transfer. Blocks that were not found get this status.
     pub(super) fn located_blocks(&mut self, number: u32, status: Status) {
         let Some(remote) = &mut self.remote else { return };
-        let asker = Asker::Blocks(number);
-        remote.asking.line.retain(|&other| other != asker);
-        if let Some(inquiry) = remote.asking.inquiries.remove(&asker) {
-            self.end_locating(number, &inquiry.named, status);
+        let requester = Requester::Blocks(number);
+        remote.lookups.queue.retain(|&other| other != requester);
+        if let Some(lookup) = remote.lookups.pending.remove(&requester) {
+            self.end_locating(number, &lookup.named, status);
         }
     }
 
@@ -713,7 +720,7 @@ impl StoreState {
                 self.transfers.table[number].note_failure(chunk as u32, &error);
             }
         }
-        self.end_move(number);
+        self.end_transfer(number);
     }
 }
 
@@ -728,27 +735,27 @@ impl StoreState {
 pub(super) type Ticket = (u64, u64);
 
 /// What a request does.
-pub(super) enum What {
+pub(super) enum RequestKind {
     /// Fetches these cells.
     Fetch(Vec<(At, u32)>),
-    /// Looks up names for an asker with this serial.
-    Ask(Asker, u64),
+    /// Looks up names for a requester with this serial.
+    Lookup(Requester, u64),
     /// Uploads objects of these chunks.
-    Send(Vec<At>),
+    Upload(Vec<At>),
 }
 
-impl What {
+impl RequestKind {
     fn workers(&self) -> WorkerKind {
         match self {
-            What::Fetch(_) => WorkerKind::Fetch,
-            What::Ask(..) => WorkerKind::Ask,
-            What::Send(_) => WorkerKind::Send,
+            RequestKind::Fetch(_) => WorkerKind::Fetch,
+            RequestKind::Lookup(..) => WorkerKind::Lookup,
+            RequestKind::Upload(_) => WorkerKind::Upload,
         }
     }
 }
 
 struct Request {
-    what: What,
+    kind: RequestKind,
     /// It probes an open circuit.
     probes: bool,
 }
@@ -759,17 +766,23 @@ pub(super) struct Watch {
     begun: u64,
     open: BTreeMap<Ticket, Request>,
     /// Requests that the store no longer waits for.
-    hung: BTreeMap<Ticket, What>,
-    /// Cells that hung fetches would bring.
+    hung: BTreeMap<Ticket, RequestKind>,
+    /// Cells that hung fetches would load.
     cells: BTreeSet<(At, u32)>,
 }
 
 impl Watch {
     /// Begins to watch a request with this timeout.
-    pub fn begin(&mut self, now_ns: u64, timeout_ns: u64, what: What, probes: bool) -> Ticket {
+    pub fn begin(
+        &mut self,
+        now_ns: u64,
+        timeout_ns: u64,
+        kind: RequestKind,
+        probes: bool,
+    ) -> Ticket {
         self.begun += 1;
         let ticket = (now_ns.saturating_add(timeout_ns.saturating_mul(2)), self.begun);
-        self.open.insert(ticket, Request { what, probes });
+        self.open.insert(ticket, Request { kind, probes });
         ticket
     }
 
@@ -777,14 +790,14 @@ impl Watch {
     /// waiting; then the breaker has counted the request already.
     pub fn end(&mut self, ticket: Ticket) -> bool {
         let in_time = self.open.remove(&ticket).is_some();
-        if let Some(What::Fetch(cells)) = self.hung.remove(&ticket) {
+        if let Some(RequestKind::Fetch(cells)) = self.hung.remove(&ticket) {
             self.cells.retain(|cell| !cells.contains(cell));
         }
         in_time
     }
 
     fn hung_of(&self, workers: WorkerKind) -> u32 {
-        self.hung.values().filter(|what| what.workers() == workers).count() as u32
+        self.hung.values().filter(|kind| kind.workers() == workers).count() as u32
     }
 }
 
@@ -810,70 +823,82 @@ impl StoreState {
     }
 
     /// Stops waiting for each request that is overdue.
-    pub(super) fn leave_overdue(&mut self) {
+    pub(super) fn abandon_overdue(&mut self) {
         while let Some(remote) = &mut self.remote {
             let Some(first) = remote.watch.open.first_entry() else { break };
             let ticket = *first.key();
             if ticket.0 > self.now_ns {
                 break;
             }
-            let Request { what, probes } = first.remove();
+            let Request { kind, probes } = first.remove();
             remote.counters.hung_requests += 1;
-            let way =
-                if what.workers() == WorkerKind::Send { Direction::Write } else { Direction::Read };
+            let direction = if kind.workers() == WorkerKind::Upload {
+                Direction::Write
+            } else {
+                Direction::Read
+            };
             log::warn!(
                 "a remote request ({:?}) has not returned after twice its timeout: the store no \
                  longer waits for it. Check the remote's mount, server or callback",
-                what.workers()
+                kind.workers()
             );
-            remote.heard(way, &Err::<(), _>(RemoteError::Timeout), probes, self.now_ns);
-            if let What::Fetch(cells) = &what {
+            remote.record_outcome(
+                direction,
+                &Err::<(), _>(RemoteError::Timeout),
+                probes,
+                self.now_ns,
+            );
+            if let RequestKind::Fetch(cells) = &kind {
                 remote.watch.cells.extend(cells.iter().copied());
             }
             self.follow_breaker();
-            match &what {
-                What::Fetch(cells) => cells.iter().for_each(|&(at, layer)| self.miss(at, layer)),
-                What::Ask(asker, serial) => self.leave_lookup(*asker, *serial),
-                What::Send(chunks) => chunks.iter().for_each(|&at| self.leave_upload(at)),
+            match &kind {
+                RequestKind::Fetch(cells) => {
+                    cells.iter().for_each(|&(at, layer)| self.miss(at, layer))
+                }
+                RequestKind::Lookup(requester, serial) => self.abandon_lookup(*requester, *serial),
+                RequestKind::Upload(chunks) => {
+                    chunks.iter().for_each(|&at| self.abandon_upload(at))
+                }
             }
             if let Some(remote) = &mut self.remote {
-                remote.watch.hung.insert(ticket, what);
+                remote.watch.hung.insert(ticket, kind);
             }
         }
-        self.leave_queues();
+        self.abandon_queues();
     }
 
     /// Ends queued requests of a kind whose workers all hang.
-    pub(super) fn leave_queues(&mut self) {
+    pub(super) fn abandon_queues(&mut self) {
         if self.remote.as_ref().is_none_or(|remote| remote.watch.hung.is_empty()) {
             return;
         }
         if self.all_hang(WorkerKind::Fetch) {
             self.skip_fetches();
         }
-        if self.all_hang(WorkerKind::Ask) {
+        if self.all_hang(WorkerKind::Lookup) {
             self.skip_lookups();
         }
     }
 
     /// Ends a lookup without an answer.
-    fn leave_lookup(&mut self, asker: Asker, serial: u64) {
+    fn abandon_lookup(&mut self, requester: Requester, serial: u64) {
         let Some(remote) = &mut self.remote else { return };
-        if remote.asking.inquiries.get(&asker).is_some_and(|one| one.serial == serial) {
-            self.end_lookup(asker);
+        if remote.lookups.pending.get(&requester).is_some_and(|entry| entry.serial == serial) {
+            self.end_lookup(requester);
         }
     }
 
     /// Ends all queued lookups without an answer.
     fn skip_lookups(&mut self) {
-        while let Some(asker) =
-            self.remote.as_mut().and_then(|remote| remote.asking.line.pop_front())
+        while let Some(requester) =
+            self.remote.as_mut().and_then(|remote| remote.lookups.queue.pop_front())
         {
-            self.end_lookup(asker);
+            self.end_lookup(requester);
         }
     }
 
-    /// Whether a hung fetch would bring a cell.
+    /// Whether a hung fetch would load a cell.
     pub(super) fn is_hung(&self, at: At, layer: usize) -> bool {
         let remote = self.remote.as_ref();
         remote.is_some_and(|remote| remote.watch.cells.contains(&(at, layer as u32)))
@@ -903,8 +928,8 @@ impl StoreState {
             self.end_hung(id);
         }
         let cell = Cell { chunk: at.slot, layer: layer as usize };
-        let Some(mut line) = self.transfers.cell_waiters.remove(&(at, cell.layer)) else { return };
-        while let Some(id) = line.pop_back(&mut self.transfers.jobs, Of::Wait) {
+        let Some(mut queue) = self.transfers.cell_waiters.remove(&(at, cell.layer)) else { return };
+        while let Some(id) = queue.pop_back(&mut self.transfers.jobs, Of::Wait) {
             self.end_hung(id);
         }
     }
@@ -922,7 +947,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_heard_is_known_until_it_is_old() {
+    fn an_answer_is_valid_until_its_age_limit() {
         let mut known = Known::new(64).expect("small");
         let (second, fresh, absent) = (1_000_000_000, 60_000_000_000, 5_000_000_000);
         known.put(&name(1), true, second);
@@ -932,7 +957,7 @@ mod tests {
         assert_eq!(get(&known, 3, second), None);
         assert_eq!((get(&known, 1, 10 * second), get(&known, 2, 10 * second)), (Some(true), None));
         assert_eq!(get(&known, 1, 70 * second), None);
-        let since = |n, at| known.was_there_since(&name(n), at);
+        let since = |n, at| known.was_present_since(&name(n), at);
         assert!(since(1, second) && !since(1, 2 * second) && !since(2, 0) && !since(3, 0));
         known.put(&name(1), false, 70 * second);
         assert_eq!(get(&known, 1, 70 * second), Some(false));
@@ -941,7 +966,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_is_forgotten() {
+    fn the_oldest_answer_of_a_set_is_replaced() {
         let mut known = Known::new(4).expect("small");
         (0..5).for_each(|n| known.put(&name(n), true, (n + 1) << 30));
         let get = |n| known.get(&name(n), 5 << 30, u64::MAX, 0);

@@ -12,7 +12,7 @@ use crate::store::plan;
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::owner_of;
 use crate::store::state::plans::PlanTerms;
-use crate::store::state::remote::{RemoteTier, Ticket, What, time_of};
+use crate::store::state::remote::{RemoteTier, RequestKind, Ticket, time_of};
 use crate::store::state::session::{CellRange, Views, Wanted};
 use crate::store::state::stage::Load;
 use crate::store::state::transfer::{Level, Step, TransferKind};
@@ -20,23 +20,23 @@ use crate::store::state::work::WorkerKind;
 use crate::store::state::{At, StoreState};
 use crate::tier::host::Piece;
 use crate::tier::remote::breaker::{Direction, Permit};
-use crate::tier::remote::object::{Place as Goal, Verdict};
+use crate::tier::remote::object::{Place as Destination, Verdict};
 use crate::tier::remote::shape::Shape;
 use crate::tier::remote::{Name, RemoteError};
 
 /// An object that jobs wait for. One of them is in the queue for all.
 #[derive(Default)]
-pub(super) struct WantedObject {
+pub(super) struct RequestedObject {
     pub jobs: Vec<u32>,
     /// Lane of the queued job.
     lane: usize,
     /// Most urgent waiter for a cell: its lane and session.
-    hurry: Option<(usize, u32)>,
+    boost: Option<(usize, u32)>,
 }
 
 /// A cell of an object, with the memory that it will be copied to.
 #[derive(Clone, Copy, Debug)]
-struct Comer {
+struct FetchTarget {
     layer: u32,
     piece: Piece,
 }
@@ -45,7 +45,7 @@ struct Comer {
 pub struct Fetch {
     at: At,
     object: u32,
-    comers: Vec<Comer>,
+    targets: Vec<FetchTarget>,
     /// Name of the object.
     pub name: Name,
     /// How the chunk is cut into objects.
@@ -53,14 +53,14 @@ pub struct Fetch {
     /// Header of the chunk.
     pub chunk: record::Chunk,
     /// Destination of each cell.
-    pub places: Vec<Goal>,
+    pub places: Vec<Destination>,
     /// Outcome of the request.
     pub result: Result<(), RemoteError>,
     /// Outcome of each cell.
     pub verdicts: Vec<Verdict>,
 }
 
-// SAFETY: memory of places is named, not owned; whoever carries a fetch out promises that it is
+// SAFETY: memory of places is named, not owned; the executor of a fetch guarantees that it is
 // valid then.
 unsafe impl Send for Fetch {}
 
@@ -98,8 +98,8 @@ impl FetchBatch {
         self.fetches.iter().map(Fetch::bytes).sum()
     }
 
-    pub(super) fn all_came(&self) -> bool {
-        self.fetches.iter().all(|one| matches!(one.result, Ok(()) | Err(RemoteError::Absent)))
+    pub(super) fn all_arrived(&self) -> bool {
+        self.fetches.iter().all(|fetch| matches!(fetch.result, Ok(()) | Err(RemoteError::Absent)))
     }
 }
 
@@ -109,9 +109,9 @@ impl StoreState {
         let chunks = &self.tables[table as usize].chunks;
         let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
         let hangs = self.all_hang(WorkerKind::Fetch);
-        let goes =
+        let may_read =
             |remote: &RemoteTier| !hangs && remote.breaker.allows(Direction::Read, self.now_ns);
-        self.remote.as_deref().is_some_and(goes) && marks.is_some_and(|marks| marks.is_remote())
+        self.remote.as_deref().is_some_and(may_read) && marks.is_some_and(|marks| marks.is_remote())
     }
 
     /// Queues the fetch of a cell for a job.
@@ -129,65 +129,67 @@ impl StoreState {
         let job = &mut self.transfers.jobs[id];
         (job.piece, job.step) = (Some(piece), Step::Fetches);
         let at = At { table, slot: cell.chunk };
-        self.want(at, object as u32, id, &shape);
+        self.request_object(at, object as u32, id, &shape);
     }
 
     /// Adds a job to the waiters for an object.
-    fn want(&mut self, at: At, object: u32, id: u32, shape: &Shape) {
+    fn request_object(&mut self, at: At, object: u32, id: u32, shape: &Shape) {
         let Some(remote) = &mut self.remote else { return };
-        remote.wanted.entry((at, object)).or_default().jobs.push(id);
-        self.line_up(at, object, shape);
+        remote.requested.entry((at, object)).or_default().jobs.push(id);
+        self.queue_object(at, object, shape);
     }
 
     /// Removes a job from the waiters for an object. Another one may have to be queued in its
     /// place.
-    pub(super) fn unwant(&mut self, id: u32, table: u32, cell: Cell) {
+    pub(super) fn withdraw_request(&mut self, id: u32, table: u32, cell: Cell) {
         let Some(shape) = self.remote_shape(table) else { return };
         let Some(object) = shape.object_of(cell.layer as u32) else { return };
         let (at, object) = (At { table, slot: cell.chunk }, object as u32);
         let Some(remote) = &mut self.remote else { return };
-        let Some(wanted) = remote.wanted.get_mut(&(at, object)) else { return };
-        wanted.jobs.retain(|&job| job != id);
+        let Some(requested) = remote.requested.get_mut(&(at, object)) else { return };
+        requested.jobs.retain(|&job| job != id);
         remote.fetch.queue.remove(id);
-        match wanted.jobs.is_empty() {
-            true => drop(remote.wanted.remove(&(at, object))),
-            false => self.line_up(at, object, &shape),
+        match requested.jobs.is_empty() {
+            true => drop(remote.requested.remove(&(at, object))),
+            false => self.queue_object(at, object, &shape),
         }
     }
 
     /// A job waits for a cell that is being fetched or queued: the object gets the job's urgency if
     /// that is higher.
     pub(super) fn expedite_fetch(&mut self, id: u32, at: At, layer: usize) {
-        if self.remote.as_ref().is_none_or(|remote| remote.wanted.is_empty()) {
+        if self.remote.as_ref().is_none_or(|remote| remote.requested.is_empty()) {
             return;
         }
         let Some(shape) = self.remote_shape(at.table) else { return };
         let Some(object) = shape.object_of(layer as u32) else { return };
-        let one = &self.transfers.table[self.transfers.jobs[id].number].spec;
-        let (lane, flow, object) = (one.lane, one.flow, object as u32);
+        let spec = &self.transfers.table[self.transfers.jobs[id].number].spec;
+        let (lane, flow, object) = (spec.lane, spec.flow, object as u32);
         let Some(remote) = &mut self.remote else { return };
-        let Some(wanted) = remote.wanted.get_mut(&(at, object)) else { return };
-        if wanted.lane > lane {
-            wanted.hurry = Some((lane, flow));
-            self.line_up(at, object, &shape);
+        let Some(requested) = remote.requested.get_mut(&(at, object)) else { return };
+        if requested.lane > lane {
+            requested.boost = Some((lane, flow));
+            self.queue_object(at, object, &shape);
         }
     }
 
     /// Queues one waiter for an object, at the urgency of the most urgent one.
-    fn line_up(&mut self, at: At, object: u32, shape: &Shape) {
+    fn queue_object(&mut self, at: At, object: u32, shape: &Shape) {
         let Some(remote) = &mut self.remote else { return };
-        let Some(wanted) = remote.wanted.get_mut(&(at, object)) else { return };
+        let Some(requested) = remote.requested.get_mut(&(at, object)) else { return };
         let of = |&id: &u32| &self.transfers.table[self.transfers.jobs[id].number].spec;
-        let Some(&first) = wanted.jobs.iter().min_by_key(|&id| of(id).lane) else { return };
+        let Some(&first) = requested.jobs.iter().min_by_key(|&id| of(id).lane) else { return };
         let own = (of(&first).lane, of(&first).flow);
-        let (lane, flow) = wanted.hurry.filter(|hurry| hurry.0 < own.0).unwrap_or(own);
-        if wanted.lane == lane && wanted.jobs.iter().any(|&id| remote.fetch.queue.waits(id)) {
+        let (lane, flow) = requested.boost.filter(|boost| boost.0 < own.0).unwrap_or(own);
+        if requested.lane == lane
+            && requested.jobs.iter().any(|&id| remote.fetch.queue.is_queued(id))
+        {
             return;
         }
-        for &id in &wanted.jobs {
+        for &id in &requested.jobs {
             remote.fetch.queue.remove(id);
         }
-        wanted.lane = lane;
+        requested.lane = lane;
         let bytes = shape.cells(object as usize).iter().map(|cell| cell.bytes()).sum();
         remote.fetch.queue.push(lane, flow, first, bytes);
     }
@@ -195,13 +197,13 @@ impl StoreState {
     /// Takes the next fetches, up to a batch. None while the circuit is open.
     pub(super) fn take_fetches(&mut self) -> Option<FetchBatch> {
         let remote = self.remote.as_mut()?;
-        let leave = match remote.is_quiet_to_fetch() {
+        let permit = match remote.is_quiet_to_fetch() {
             true => return None,
             false => remote.breaker.admit(Direction::Read, self.now_ns),
         };
-        let most = if leave == Permit::Allow { remote.config.batch } else { 1 };
+        let most = if permit == Permit::Allow { remote.config.batch } else { 1 };
         let timeout_ns = remote.config.timeout_ns;
-        let probes = leave == Permit::Probe;
+        let probes = permit == Permit::Probe;
         let (mut batch, mut bytes) =
             (FetchBatch { timeout_ns, probes, ..FetchBatch::default() }, 0);
         while batch.fetches.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
@@ -214,7 +216,7 @@ impl StoreState {
                 log::error!("internal: an object to be fetched has no name");
                 continue;
             };
-            if leave == Permit::Deny {
+            if permit == Permit::Deny {
                 if let Some(remote) = &mut self.remote {
                     remote.counters.skipped_objects += 1;
                 }
@@ -228,12 +230,12 @@ impl StoreState {
         if batch.fetches.is_empty() {
             return None;
         }
-        let cells = batch.fetches.iter().flat_map(|one| {
-            one.comers.iter().map(|comer| (one.at, comer.layer)).collect::<Vec<_>>()
+        let cells = batch.fetches.iter().flat_map(|fetch| {
+            fetch.targets.iter().map(|target| (fetch.at, target.layer)).collect::<Vec<_>>()
         });
-        let what = What::Fetch(cells.collect());
+        let kind = RequestKind::Fetch(cells.collect());
         let watch = &mut self.remote.as_mut()?.watch;
-        batch.ticket = watch.begin(self.now_ns, batch.timeout_ns, what, probes);
+        batch.ticket = watch.begin(self.now_ns, batch.timeout_ns, kind, probes);
         Some(batch)
     }
 
@@ -254,46 +256,46 @@ impl StoreState {
         let shape = self.remote_shape(at.table)?;
         let object = shape.object_of(layer as u32)? as u32;
         let name = self.remote_name(at, &shape, object)?;
-        let wanted = self.remote.as_mut()?.wanted.remove(&(at, object))?;
+        let requested = self.remote.as_mut()?.requested.remove(&(at, object))?;
         let layers = shape.layers(object as usize);
-        let mut comers: Vec<Comer> = Vec::with_capacity(layers.len());
-        for &id in &wanted.jobs {
+        let mut targets: Vec<FetchTarget> = Vec::with_capacity(layers.len());
+        for &id in &requested.jobs {
             let job = &mut self.transfers.jobs[id];
             job.step = Step::Fetching;
             if let Some(piece) = job.piece {
                 let layer = job.cell.layer as u32;
-                comers.push(Comer { layer, piece });
+                targets.push(FetchTarget { layer, piece });
                 self.remote.as_mut()?.awaited.insert((at, layer), id);
             }
         }
         for layer in layers.clone() {
-            if comers.iter().all(|comer| comer.layer != layer)
-                && let Some(piece) = self.promote_too(at, layer as usize)
+            if targets.iter().all(|target| target.layer != layer)
+                && let Some(piece) = self.allocate_extra(at, layer as usize)
             {
-                comers.push(Comer { layer, piece });
+                targets.push(FetchTarget { layer, piece });
             }
         }
-        let mut places = vec![Goal::NOWHERE; layers.len()];
-        for comer in &comers {
-            let place = &mut places[(comer.layer - layers.start) as usize];
-            let cell = Cell { chunk: at.slot, layer: comer.layer as usize };
+        let mut places = vec![Destination::NOWHERE; layers.len()];
+        for target in &targets {
+            let place = &mut places[(target.layer - layers.start) as usize];
+            let cell = Cell { chunk: at.slot, layer: target.layer as usize };
             let planes = self.tables[at.table as usize].planes(cell);
-            if let Ok(address) = self.host.address(comer.piece) {
+            if let Ok(address) = self.host.address(target.piece) {
                 place.planes = [address, address.wrapping_add(planes.k_bytes as usize)];
             }
         }
         let (result, verdicts, chunk) =
             (Err(RemoteError::Busy), Vec::new(), self.remote_record(at));
-        Some(Fetch { at, object, comers, name, shape, chunk, places, result, verdicts })
+        Some(Fetch { at, object, targets, name, shape, chunk, places, result, verdicts })
     }
 
     /// Allocates memory for a cell that no job waits for, if that evicts nothing.
-    fn promote_too(&mut self, at: At, layer: usize) -> Option<Piece> {
+    fn allocate_extra(&mut self, at: At, layer: usize) -> Option<Piece> {
         let cell = Cell { chunk: at.slot, layer };
         let rows = &mut self.tables[at.table as usize];
         let marks = *rows.chunks.marks(at.slot)?.get(layer)?;
         let host = 1 << Tier::Host as u8;
-        let is_free = (marks.there() | marks.arriving() | marks.leaving()) & host == 0;
+        let is_free = (marks.resident_tiers() | marks.arriving() | marks.leaving()) & host == 0;
         let bytes = rows.planes(cell).bytes();
         let most = (self.config.host_bytes as f64 * self.config.low) as u64;
         if !is_free
@@ -316,9 +318,9 @@ impl StoreState {
     pub(super) fn done_fetches(&mut self, batch: &FetchBatch) {
         let in_time = self.remote.as_mut().is_some_and(|remote| remote.watch.end(batch.ticket));
         for fetch in &batch.fetches {
-            let heard = if fetch.is_damaged() { Err(RemoteError::Damaged) } else { fetch.result };
+            let outcome = if fetch.is_damaged() { Err(RemoteError::Damaged) } else { fetch.result };
             if let Some(remote) = self.remote.as_mut().filter(|_| in_time) {
-                remote.heard(Direction::Read, &heard, batch.probes, self.now_ns);
+                remote.record_outcome(Direction::Read, &outcome, batch.probes, self.now_ns);
             }
             self.end_fetch(fetch);
         }
@@ -332,18 +334,18 @@ impl StoreState {
         // An object that arrived whole with wrong content is removed. A cut or malformed reply says
         // nothing about the object.
         let is_damaged = fetch.is_damaged();
-        let is_gone =
+        let is_unusable =
             is_damaged || matches!(fetch.result, Err(RemoteError::Absent | RemoteError::TooLong));
         let (mut used, before) = (0, self.remote_cells(at));
-        for comer in &fetch.comers {
-            let verdict = fetch.verdicts.get((comer.layer - layers.start) as usize);
+        for target in &fetch.targets {
+            let verdict = fetch.verdicts.get((target.layer - layers.start) as usize);
             let arrival = match (&fetch.result, verdict) {
-                (Ok(()), Some(Verdict::Sound)) => Arrival::Arrived(Location::Host(comer.piece.0)),
+                (Ok(()), Some(Verdict::Sound)) => Arrival::Arrived(Location::Host(target.piece.0)),
                 (Ok(()), _) => Arrival::BadSource,
-                (Err(_), _) if is_gone => Arrival::BadSource,
+                (Err(_), _) if is_unusable => Arrival::BadSource,
                 (Err(_), _) => Arrival::Failed,
             };
-            used += self.end_comer(at, comer, arrival);
+            used += self.end_target(at, target, arrival);
         }
         if let Some(remote) = &mut self.remote {
             match fetch.result {
@@ -355,14 +357,14 @@ impl StoreState {
                 Err(RemoteError::Absent) => remote.counters.absent_objects += 1,
                 Err(_) => {}
             }
-            if is_gone {
+            if is_unusable {
                 remote.known.put(&fetch.name, false, now_ns);
             }
             if is_damaged {
-                remote.take_away(fetch.name);
+                remote.queue_removal(fetch.name);
             }
         }
-        if is_gone {
+        if is_unusable {
             self.forget_hint(at, layers);
             self.note_gap(at, &fetch.shape);
         }
@@ -375,7 +377,7 @@ impl StoreState {
         self.tidy(at.table, at.slot);
     }
 
-    /// An object of a chunk is missing. Lookups answer "absent" for a while, although they ask only
+    /// An object of a chunk is missing. Lookups answer "absent" for a while, although they query only
     /// for the last object, and the next put uploads all objects.
     fn note_gap(&mut self, at: At, shape: &Shape) {
         if shape.objects() == 1 {
@@ -389,7 +391,7 @@ impl StoreState {
     }
 
     /// A job that waits for a fetch is cancelled. Its cell may still arrive.
-    pub(super) fn leave_fetch(&mut self, id: u32, at: At, layer: usize) {
+    pub(super) fn abandon_fetch(&mut self, id: u32, at: At, layer: usize) {
         self.transfers.jobs[id].piece = None;
         if let Some(remote) = &mut self.remote {
             remote.awaited.remove(&(at, layer as u32));
@@ -397,31 +399,31 @@ impl StoreState {
     }
 
     /// Ends one cell of a fetch. Returns its bytes if it arrived.
-    fn end_comer(&mut self, at: At, comer: &Comer, arrival: Arrival) -> u64 {
-        let cell = Cell { chunk: at.slot, layer: comer.layer as usize };
+    fn end_target(&mut self, at: At, target: &FetchTarget, arrival: Arrival) -> u64 {
+        let cell = Cell { chunk: at.slot, layer: target.layer as usize };
         let rows = &mut self.tables[at.table as usize];
         let bytes = rows.planes(cell).bytes();
         if let Err(error) = rows.chunks.end_copy(cell, Tier::Host, arrival) {
             log::error!("internal: the fetch of a cell could not be ended: {error}");
         }
-        let came = matches!(arrival, Arrival::Arrived(_));
-        match came {
+        let has_arrived = matches!(arrival, Arrival::Arrived(_));
+        match has_arrived {
             true => self.arrived(at.table, cell, Tier::Host),
-            false => self.give_back(comer.piece),
+            false => self.give_back(target.piece),
         }
         let job = self.remote.as_mut().and_then(|remote| {
-            remote.counters.fetched_cells += u64::from(came);
-            remote.awaited.remove(&(at, comer.layer))
+            remote.counters.fetched_cells += u64::from(has_arrived);
+            remote.awaited.remove(&(at, target.layer))
         });
         if let Some(id) = job {
             let job = &mut self.transfers.jobs[id];
             (job.piece, job.step) = (None, Step::Fresh);
             // A cell that did not arrive is a miss, and is not fetched twice.
-            job.gave_up_remote |= !came;
+            job.gave_up_remote |= !has_arrived;
             self.transfers.woken.push(id);
         }
         self.wake(at.table, cell);
-        if came { bytes } else { 0 }
+        if has_arrived { bytes } else { 0 }
     }
 }
 
@@ -439,9 +441,9 @@ const ELSEWHERE: usize = 2;
 #[derive(Default)]
 pub(super) struct RemotePrefetch {
     /// Sessions whose KV at the remote has become known.
-    line: VecDeque<u32>,
+    queue: VecDeque<u32>,
     /// Prefetches in flight, with their sessions.
-    moves: Vec<(u32, u32)>,
+    transfers: Vec<(u32, u32)>,
     is_busy: bool,
     /// Session of the next transfer, if that is a prefetch.
     begins: Option<u32>,
@@ -450,8 +452,8 @@ pub(super) struct RemotePrefetch {
 impl RemotePrefetch {
     /// Queues a session.
     pub fn add(&mut self, session: u32) {
-        if !self.line.contains(&session) {
-            self.line.push_back(session);
+        if !self.queue.contains(&session) {
+            self.queue.push_back(session);
         }
     }
 }
@@ -459,8 +461,9 @@ impl RemotePrefetch {
 impl StoreState {
     /// Whether a transfer is such a prefetch, which no caller waits for.
     pub(super) fn is_prefetch(&self, number: u32) -> bool {
-        let moves = self.remote.as_ref().map_or(&[][..], |remote| &remote.remote_prefetch.moves);
-        moves.iter().any(|&(_, one)| one == number)
+        let transfers =
+            self.remote.as_ref().map_or(&[][..], |remote| &remote.remote_prefetch.transfers);
+        transfers.iter().any(|&(_, one)| one == number)
     }
 
     /// Records a transfer that begins, if it is a prefetch.
@@ -469,14 +472,14 @@ impl StoreState {
             self.remote.as_mut().map(|remote| &mut remote.remote_prefetch)
             && let Some(at) = remote_prefetch.begins.take()
         {
-            remote_prefetch.moves.push((at, number));
+            remote_prefetch.transfers.push((at, number));
         }
     }
 
     /// Forgets a prefetch that has ended.
     pub(super) fn prefetch_ended(&mut self, number: u32) {
         if let Some(remote) = &mut self.remote {
-            remote.remote_prefetch.moves.retain(|&(_, one)| one != number);
+            remote.remote_prefetch.transfers.retain(|&(_, one)| one != number);
         }
     }
 
@@ -489,7 +492,7 @@ impl StoreState {
         if remote_prefetch.is_busy {
             return false;
         }
-        let Some(at) = remote_prefetch.line.pop_front() else { return false };
+        let Some(at) = remote_prefetch.queue.pop_front() else { return false };
         remote_prefetch.is_busy = true;
         self.fetch_for(at);
         if let Some(remote) = &mut self.remote {
@@ -525,7 +528,7 @@ impl StoreState {
                 views: Arc::new(Views(Vec::new())),
                 after: None,
             };
-            // Without memory for it now, the cell is fetched when a get asks for it.
+            // Without memory for it now, the cell is fetched when a get requests it.
             if let Some(remote) = &mut self.remote {
                 remote.remote_prefetch.begins = Some(at);
             }
@@ -543,10 +546,10 @@ impl StoreState {
     /// Cancels the prefetches of a session, or of all.
     pub fn cancel_prefetch(&mut self, session: Option<u32>) {
         let Some(remote) = &mut self.remote else { return };
-        let is_meant = |at: u32| session.is_none_or(|session| session == at);
-        remote.remote_prefetch.line.retain(|&at| !is_meant(at));
-        let moves = remote.remote_prefetch.moves.iter().filter(|(at, _)| is_meant(*at));
-        for number in moves.map(|&(_, number)| number).collect::<Vec<u32>>() {
+        let is_selected = |at: u32| session.is_none_or(|session| session == at);
+        remote.remote_prefetch.queue.retain(|&at| !is_selected(at));
+        let transfers = remote.remote_prefetch.transfers.iter().filter(|(at, _)| is_selected(*at));
+        for number in transfers.map(|&(_, number)| number).collect::<Vec<u32>>() {
             self.cancel(number, Status::Cancelled);
         }
     }

@@ -1,5 +1,5 @@
-//! Remote lookups: which chunks the remote has. A session asks from its front, some chunks at a
-//! time, until one is missing; all blocks of a request are asked for. Answers become hints.
+//! Remote lookups: which chunks the remote has. A session looks up chunks from its front, some chunks at a
+//! time, until one is missing; all blocks of a request are looked up. Answers become hints.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -9,7 +9,7 @@ use crate::meta::chunks::Cell;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::store::state::remote::Named;
-use crate::store::state::remote::{Ticket, What};
+use crate::store::state::remote::{RequestKind, Ticket};
 use crate::store::state::session::Views;
 use crate::store::state::transfer::{Level, Transfer, TransferKind, TransferSpec};
 use crate::store::state::{At, StoreState};
@@ -22,16 +22,16 @@ pub(super) const WINDOW: usize = 64;
 /// on an engine's thread.
 const NOTED_CELLS: usize = 8192;
 
-/// For whom a lookup is made.
+/// The requester of a lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Asker {
+pub(super) enum Requester {
     /// A session, for its path.
     Session(u32),
     /// A transfer, for the blocks that it names.
     Blocks(u32),
 }
 
-/// Lookup of one asker.
+/// Pending lookup of one requester.
 #[derive(Default)]
 pub(super) struct PendingLookup {
     /// Identifies the session or transfer, since numbers are reused.
@@ -48,29 +48,29 @@ pub(super) struct PendingLookup {
 
 /// All lookups.
 #[derive(Default)]
-pub(super) struct Asking {
-    pub line: VecDeque<Asker>,
+pub(super) struct Lookups {
+    pub queue: VecDeque<Requester>,
     /// A caller waits for the end of what is queued.
     pub is_urgent: bool,
-    pub inquiries: BTreeMap<Asker, PendingLookup>,
+    pub pending: BTreeMap<Requester, PendingLookup>,
     /// Counts transfers with lookups.
     pub serial: u64,
 }
 
-impl Asking {
+impl Lookups {
     /// Whether a lookup is queued.
-    pub fn waits(&self) -> bool {
-        !self.line.is_empty()
+    pub fn has_queued(&self) -> bool {
+        !self.queue.is_empty()
     }
 
     /// Whether a transfer waits for its lookup.
     pub fn has_blocks(&self) -> bool {
-        self.inquiries.keys().any(|asker| matches!(asker, Asker::Blocks(_)))
+        self.pending.keys().any(|requester| matches!(requester, Requester::Blocks(_)))
     }
 }
 
 /// A name in a request.
-pub struct Asked {
+pub struct LookupItem {
     pub(super) chunk: usize,
     /// Key of its chunk, since the path of the session may change meanwhile.
     pub(super) key: Key,
@@ -82,10 +82,10 @@ pub struct Asked {
 
 /// A batch of lookups.
 pub struct LookupBatch {
-    asker: Asker,
+    requester: Requester,
     serial: u64,
     /// The names.
-    pub asked: Vec<Asked>,
+    pub items: Vec<LookupItem>,
     /// Timeout of the batch.
     pub timeout_ns: u64,
     /// When it began.
@@ -96,9 +96,17 @@ pub struct LookupBatch {
 }
 
 impl LookupBatch {
-    fn none(asker: Asker) -> LookupBatch {
-        let (asked, timeout_ns, since_ns) = (Vec::new(), 0, 0);
-        LookupBatch { asker, serial: 0, asked, timeout_ns, since_ns, probes: false, ticket: (0, 0) }
+    fn none(requester: Requester) -> LookupBatch {
+        let (items, timeout_ns, since_ns) = (Vec::new(), 0, 0);
+        LookupBatch {
+            requester,
+            serial: 0,
+            items,
+            timeout_ns,
+            since_ns,
+            probes: false,
+            ticket: (0, 0),
+        }
     }
 }
 
@@ -106,10 +114,10 @@ impl LookupBatch {
 #[derive(Default)]
 pub(super) struct Window {
     /// Names to look up.
-    pub asked: Vec<Asked>,
+    pub items: Vec<LookupItem>,
     /// Chunks that are present by a remembered answer.
-    pub there: Vec<usize>,
-    /// First chunk behind the window.
+    pub present: Vec<usize>,
+    /// First chunk after the window.
     pub end: usize,
     /// More chunks than fit are known or must be looked up.
     pub is_cut: bool,
@@ -122,24 +130,26 @@ pub(super) fn noted_chunks(layers: usize) -> usize {
 
 impl StoreState {
     /// Records remembered answers for a session's chunks, and queues a lookup for the rest.
-    fn inquire(&mut self, at: u32, asks: bool) {
+    fn start_lookup(&mut self, at: u32, may_query: bool) {
         let Ok(session) = self.session(at) else { return };
-        let (serial, next) = (session.context.session.unwrap_or(0), session.asked);
+        let (serial, next) = (session.context.session.unwrap_or(0), session.looked_up);
         if next >= session.path.keys().len() {
             return;
         }
         let Some(remote) = &mut self.remote else { return };
-        let inquiry = remote.asking.inquiries.entry(Asker::Session(at)).or_default();
-        if inquiry.serial != serial {
-            *inquiry = PendingLookup { serial, next, ..PendingLookup::default() };
+        let lookup = remote.lookups.pending.entry(Requester::Session(at)).or_default();
+        if lookup.serial != serial {
+            *lookup = PendingLookup { serial, next, ..PendingLookup::default() };
         }
-        if std::mem::replace(&mut inquiry.is_busy, true) {
+        if std::mem::replace(&mut lookup.is_busy, true) {
             return;
         }
-        inquiry.next = next;
+        lookup.next = next;
         match (self.recall(at), &mut self.remote) {
-            (true, Some(remote)) if asks => remote.asking.line.push_back(Asker::Session(at)),
-            _ => self.end_lookup(Asker::Session(at)),
+            (true, Some(remote)) if may_query => {
+                remote.lookups.queue.push_back(Requester::Session(at))
+            }
+            _ => self.end_lookup(Requester::Session(at)),
         }
     }
 
@@ -147,44 +157,44 @@ impl StoreState {
     /// whether more must be looked up.
     fn recall(&mut self, at: u32) -> bool {
         let window = self.window(at, 1).unwrap_or_default();
-        self.note_in_remote(at, &window.there);
+        self.note_in_remote(at, &window.present);
         let Some(remote) = &mut self.remote else { return false };
-        remote.counters.cached_names += window.there.len() as u64;
-        let first = window.asked.first().map(|one| one.chunk);
-        if let Some(inquiry) = remote.asking.inquiries.get_mut(&Asker::Session(at)) {
-            inquiry.next = first.unwrap_or(window.end);
+        remote.counters.cached_names += window.present.len() as u64;
+        let first = window.items.first().map(|item| item.chunk);
+        if let Some(lookup) = remote.lookups.pending.get_mut(&Requester::Session(at)) {
+            lookup.next = first.unwrap_or(window.end);
         }
         first.is_some() || window.is_cut
     }
 
     /// Tokens were appended to a session: looks up what it may continue from. Few tokens at a time
     /// are decoded here and cannot be elsewhere.
-    pub(super) fn inquire_after(&mut self, at: u32, tokens: usize) {
-        let asks = self.remote.as_ref().is_some_and(|remote| remote.config.asks);
+    pub(super) fn start_lookup_after_append(&mut self, at: u32, tokens: usize) {
+        let may_query = self.remote.as_ref().is_some_and(|remote| remote.config.lookup_on_append);
         let Ok(session) = self.session(at) else { return };
         let table = self.namespaces[session.namespace as usize].table;
         let each = self.tables[table as usize].layout.chunk_tokens() as usize;
         if tokens >= each {
-            self.inquire(at, asks);
+            self.start_lookup(at, may_query);
         }
     }
 
     /// Begins a transfer that completes when it is known how many tokens a session can continue
-    /// from, here or at the remote. They are its result.
+    /// from, in the store or at the remote. They are its result.
     pub fn locate(&mut self, at: u32) -> Result<u32> {
         // What was absent before may be present now.
-        self.session_mut(at)?.asked = 0;
+        self.session_mut(at)?.looked_up = 0;
         let number = self.begin_locating(at, Vec::new())?;
-        self.inquire(at, true);
-        let asker = Asker::Session(at);
-        let asking = self.remote.as_mut().map(|remote| &mut remote.asking);
-        let busy = asking.and_then(|asking| {
-            let inquiry = asking.inquiries.get_mut(&asker).filter(|inquiry| inquiry.is_busy)?;
-            asking.is_urgent = true;
-            Some(inquiry)
+        self.start_lookup(at, true);
+        let requester = Requester::Session(at);
+        let lookups = self.remote.as_mut().map(|remote| &mut remote.lookups);
+        let busy = lookups.and_then(|lookups| {
+            let lookup = lookups.pending.get_mut(&requester).filter(|lookup| lookup.is_busy)?;
+            lookups.is_urgent = true;
+            Some(lookup)
         });
         match busy {
-            Some(inquiry) => inquiry.waiting.push(number),
+            Some(lookup) => lookup.waiting.push(number),
             None => self.located(at, number),
         }
         self.settle();
@@ -203,7 +213,7 @@ impl StoreState {
             level: Level::Ram,
             by_chunk: !slots.is_empty(),
             slots,
-            asked: Vec::new(),
+            requested: Vec::new(),
             first_layer: 0,
             layers: 1,
             by_layer: false,
@@ -212,7 +222,7 @@ impl StoreState {
             after: None,
             ticket: None,
         };
-        self.transfers.has_room_for_move()?;
+        self.transfers.check_room()?;
         let number = self.transfers.table.add(Transfer::new(spec, self.now_ns)?)?;
         self.transfers.table[number].locates = Some(0);
         Ok(number)
@@ -221,42 +231,42 @@ impl StoreState {
     /// Completes a transfer that waited for a session's lookup.
     fn located(&mut self, at: u32, number: u32) {
         let found = self.find_path(at).map(|(_, _, reach)| reach.tokens);
-        let one = &mut self.transfers.table[number];
+        let transfer = &mut self.transfers.table[number];
         match found {
-            Ok(tokens) => one.locates = Some(tokens),
-            Err(error) => one.note_failure(0, &error),
+            Ok(tokens) => transfer.locates = Some(tokens),
+            Err(error) => transfer.note_failure(0, &error),
         }
-        self.end_move(number);
+        self.end_transfer(number);
     }
 
     /// Cancels a transfer that waits for a lookup. Returns whether it was one.
     pub(super) fn stop_locating(&mut self, number: u32, status: Status) -> bool {
-        let one = &self.transfers.table[number];
-        if one.locates.is_none() {
+        let transfer = &self.transfers.table[number];
+        if transfer.locates.is_none() {
             return false;
         }
-        let at = one.spec.flow;
-        if one.spec.by_chunk {
+        let at = transfer.spec.flow;
+        if transfer.spec.by_chunk {
             self.located_blocks(number, status);
             return true;
         }
         if let Some(remote) = &mut self.remote
-            && let Some(inquiry) = remote.asking.inquiries.get_mut(&Asker::Session(at))
+            && let Some(lookup) = remote.lookups.pending.get_mut(&Requester::Session(at))
         {
-            inquiry.waiting.retain(|&waiting| waiting != number);
+            lookup.waiting.retain(|&waiting| waiting != number);
         }
         self.transfers.table[number].note_failure(0, &status.into());
-        self.end_move(number);
+        self.end_transfer(number);
         true
     }
 
     /// A session was truncated to so many chunks.
     pub(super) fn shorten_lookup(&mut self, at: u32, chunks: usize) {
-        let asker = Asker::Session(at);
-        let inquiry =
-            self.remote.as_mut().and_then(|remote| remote.asking.inquiries.get_mut(&asker));
-        if let Some(inquiry) = inquiry {
-            inquiry.next = inquiry.next.min(chunks);
+        let requester = Requester::Session(at);
+        let lookup =
+            self.remote.as_mut().and_then(|remote| remote.lookups.pending.get_mut(&requester));
+        if let Some(lookup) = lookup {
+            lookup.next = lookup.next.min(chunks);
         }
     }
 
@@ -264,61 +274,61 @@ impl StoreState {
     pub(super) fn forget_lookup(&mut self, at: u32) {
         self.cancel_prefetch(Some(at));
         let Some(remote) = &mut self.remote else { return };
-        let asker = Asker::Session(at);
-        remote.asking.line.retain(|&other| other != asker);
-        let inquiry = remote.asking.inquiries.remove(&asker);
-        for number in inquiry.map(|inquiry| inquiry.waiting).unwrap_or_default() {
+        let requester = Requester::Session(at);
+        remote.lookups.queue.retain(|&other| other != requester);
+        let lookup = remote.lookups.pending.remove(&requester);
+        for number in lookup.map(|lookup| lookup.waiting).unwrap_or_default() {
             self.transfers.table[number].note_failure(0, &Status::Cancelled.into());
-            self.end_move(number);
+            self.end_transfer(number);
         }
     }
 
     /// Whether a caller waits for a lookup that is queued.
-    pub fn awaits_answer(&self) -> bool {
-        self.remote.as_ref().is_some_and(|remote| remote.asking.is_urgent)
+    pub fn is_lookup_urgent(&self) -> bool {
+        self.remote.as_ref().is_some_and(|remote| remote.lookups.is_urgent)
     }
 
-    /// Takes the next batch of names. An empty batch = an asker has more to do without a request,
+    /// Takes the next batch of names. An empty batch = a requester has more to do without a request,
     /// and is queued again.
     pub(super) fn take_lookups(&mut self) -> Option<LookupBatch> {
-        self.remote.as_mut()?.asking.is_urgent = false;
-        while let Some(asker) = self.remote.as_mut()?.asking.line.pop_front() {
-            let window = match asker {
-                Asker::Session(at) => self.window(at, WINDOW),
-                Asker::Blocks(number) => self.window_of_blocks(number),
+        self.remote.as_mut()?.lookups.is_urgent = false;
+        while let Some(requester) = self.remote.as_mut()?.lookups.queue.pop_front() {
+            let window = match requester {
+                Requester::Session(at) => self.window(at, WINDOW),
+                Requester::Blocks(number) => self.window_of_blocks(number),
             };
             let window = window.unwrap_or_default();
-            match asker {
-                Asker::Session(at) => self.note_in_remote(at, &window.there),
-                Asker::Blocks(number) => self.note_blocks(number, &window.there),
+            match requester {
+                Requester::Session(at) => self.note_in_remote(at, &window.present),
+                Requester::Blocks(number) => self.note_blocks(number, &window.present),
             }
             let remote = self.remote.as_mut()?;
-            remote.counters.cached_names += window.there.len() as u64;
-            let Some(inquiry) = remote.asking.inquiries.get_mut(&asker) else { continue };
-            if window.asked.is_empty() {
-                inquiry.next = window.end;
+            remote.counters.cached_names += window.present.len() as u64;
+            let Some(lookup) = remote.lookups.pending.get_mut(&requester) else { continue };
+            if window.items.is_empty() {
+                lookup.next = window.end;
                 if window.is_cut {
-                    let serial = inquiry.serial;
-                    return Some(LookupBatch { serial, ..LookupBatch::none(asker) });
+                    let serial = lookup.serial;
+                    return Some(LookupBatch { serial, ..LookupBatch::none(requester) });
                 }
-                self.end_lookup(asker);
+                self.end_lookup(requester);
                 continue;
             }
-            let leave = remote.breaker.admit(Direction::Read, self.now_ns);
-            if leave == Permit::Deny {
-                self.end_lookup(asker);
+            let permit = remote.breaker.admit(Direction::Read, self.now_ns);
+            if permit == Permit::Deny {
+                self.end_lookup(requester);
                 continue;
             }
-            let probes = leave == Permit::Probe;
-            let (serial, timeout_ns) = (inquiry.serial, remote.config.timeout_ns);
-            remote.counters.looked_up_names += window.asked.len() as u64;
-            let (asked, since_ns) = (window.asked, self.now_ns);
-            let what = What::Ask(asker, serial);
-            let ticket = remote.watch.begin(self.now_ns, timeout_ns, what, probes);
+            let probes = permit == Permit::Probe;
+            let (serial, timeout_ns) = (lookup.serial, remote.config.timeout_ns);
+            remote.counters.looked_up_names += window.items.len() as u64;
+            let (items, since_ns) = (window.items, self.now_ns);
+            let kind = RequestKind::Lookup(requester, serial);
+            let ticket = remote.watch.begin(self.now_ns, timeout_ns, kind, probes);
             return Some(LookupBatch {
-                asker,
+                requester,
                 serial,
-                asked,
+                items,
                 timeout_ns,
                 since_ns,
                 probes,
@@ -330,7 +340,7 @@ impl StoreState {
 
     /// The next chunks of a session to look up, at most so many.
     fn window(&mut self, at: u32, most: usize) -> Option<Window> {
-        let first = self.remote.as_ref()?.asking.inquiries.get(&Asker::Session(at))?.next;
+        let first = self.remote.as_ref()?.lookups.pending.get(&Requester::Session(at))?.next;
         self.refresh(at, first..usize::MAX).ok()?;
         let namespace = self.session(at).ok()?.namespace;
         let (table, holes) =
@@ -340,9 +350,9 @@ impl StoreState {
         let (remote, session) = (self.remote.as_ref()?, self.session(at).ok()?);
         let mut window = Window { end: first, ..Window::default() };
         let cut = shape.cut(shape.objects() - 1);
-        let most_there = noted_chunks(self.tables[table as usize].layout.layers());
+        let max_present = noted_chunks(self.tables[table as usize].layout.layers());
         for (chunk, key) in session.path.keys().iter().enumerate().skip(first) {
-            if window.asked.len() >= most || window.there.len() >= most_there {
+            if window.items.len() >= most || window.present.len() >= max_present {
                 window.is_cut = true;
                 return Some(window);
             }
@@ -354,15 +364,15 @@ impl StoreState {
             let name = names.name(key, &cut);
             let config = &remote.config;
             match remote.known.get(&name, self.now_ns, config.fresh_ns, config.absent_ns) {
-                Some(true) if remote.is_well() => window.there.push(chunk),
+                Some(true) if remote.is_well() => window.present.push(chunk),
                 Some(false) if holes => {}
                 Some(false) => {
-                    // Nothing can be continued behind a gap.
+                    // Nothing can be continued after a gap.
                     window.end = chunk;
                     break;
                 }
                 // With an open circuit remembered names are looked up again: an answer closes it.
-                _ => window.asked.push(Asked {
+                _ => window.items.push(LookupItem {
                     chunk,
                     key: *key,
                     name,
@@ -376,96 +386,97 @@ impl StoreState {
     pub(super) fn done_lookups(&mut self, batch: &LookupBatch) {
         let now_ns = self.now_ns;
         let Some(remote) = &mut self.remote else { return };
-        if batch.asked.is_empty() {
-            // Not all known chunks fitted into the window, so the asker is queued again.
+        if batch.items.is_empty() {
+            // Not all known chunks fitted into the window, so the requester is queued again.
             if remote
-                .asking
-                .inquiries
-                .get(&batch.asker)
+                .lookups
+                .pending
+                .get(&batch.requester)
                 .is_some_and(|one| one.serial == batch.serial)
             {
-                remote.asking.line.push_back(batch.asker);
+                remote.lookups.queue.push_back(batch.requester);
             }
             return;
         }
         let in_time = remote.watch.end(batch.ticket);
         let mut failed = false;
-        for one in &batch.asked {
-            match one.result {
+        for item in &batch.items {
+            match item.result {
                 // Another request may have found it present since this one began.
-                Ok(false) if remote.known.was_there_since(&one.name, batch.since_ns) => {}
-                Ok(is_there) => {
-                    remote.known.put(&one.name, is_there, now_ns);
-                    remote.counters.found_names += u64::from(is_there);
+                Ok(false) if remote.known.was_present_since(&item.name, batch.since_ns) => {}
+                Ok(is_present) => {
+                    remote.known.put(&item.name, is_present, now_ns);
+                    remote.counters.found_names += u64::from(is_present);
                 }
                 Err(_) => failed = true,
             }
         }
         // All names were one request, so one outcome counts for the breaker.
-        let worst = batch.asked.iter().find(|one| one.result.is_err()).or(batch.asked.first());
-        if let Some(one) = worst.filter(|_| in_time) {
-            remote.heard(Direction::Read, &one.result, batch.probes, now_ns);
+        let worst = batch.items.iter().find(|item| item.result.is_err()).or(batch.items.first());
+        if let Some(item) = worst.filter(|_| in_time) {
+            remote.record_outcome(Direction::Read, &item.result, batch.probes, now_ns);
         }
         self.follow_breaker();
-        let inquiry =
-            self.remote.as_ref().and_then(|remote| remote.asking.inquiries.get(&batch.asker));
-        if inquiry.is_none_or(|one| one.serial != batch.serial) {
+        let lookup =
+            self.remote.as_ref().and_then(|remote| remote.lookups.pending.get(&batch.requester));
+        if lookup.is_none_or(|one| one.serial != batch.serial) {
             return;
         }
-        let goes_on = match batch.asker {
-            Asker::Session(at) => self.note_path_answer(at, &batch.asked),
-            Asker::Blocks(number) => self.note_block_answers(number, &batch.asked),
+        let needs_more = match batch.requester {
+            Requester::Session(at) => self.note_path_answer(at, &batch.items),
+            Requester::Blocks(number) => self.note_block_answers(number, &batch.items),
         };
-        match (goes_on && !failed, &mut self.remote) {
-            (true, Some(remote)) => remote.asking.line.push_back(batch.asker),
-            _ => self.end_lookup(batch.asker),
+        match (needs_more && !failed, &mut self.remote) {
+            (true, Some(remote)) => remote.lookups.queue.push_back(batch.requester),
+            _ => self.end_lookup(batch.requester),
         }
     }
 
     /// Records the answers for chunks of a session. Returns whether more must be looked up.
-    fn note_path_answer(&mut self, at: u32, asked: &[Asked]) -> bool {
+    fn note_path_answer(&mut self, at: u32, items: &[LookupItem]) -> bool {
         let Ok(session) = self.session(at) else { return false };
         let (keys, holes) =
             (session.path.keys(), self.namespaces[session.namespace as usize].holes);
         let length = keys.len();
         // The first chunk without an answer, because the session was truncated or the remote did
         // not reply; where holes are not allowed, also the first absent chunk.
-        let is_same = |one: &Asked| keys.get(one.chunk) == Some(&one.key);
-        let is_heard = |one: &Asked| is_same(one) && one.result.is_ok_and(|there| there || holes);
-        let heard = asked.iter().position(|one| !is_heard(one)).unwrap_or(asked.len());
-        let there = |one: &&Asked| is_same(one) && one.result == Ok(true);
-        let there: Vec<usize> = match holes {
-            true => asked.iter().filter(there).map(|one| one.chunk).collect(),
-            false => asked[..heard].iter().map(|one| one.chunk).collect(),
+        let is_same = |item: &LookupItem| keys.get(item.chunk) == Some(&item.key);
+        let is_answered =
+            |item: &LookupItem| is_same(item) && item.result.is_ok_and(|present| present || holes);
+        let answered = items.iter().position(|item| !is_answered(item)).unwrap_or(items.len());
+        let present = |item: &&LookupItem| is_same(item) && item.result == Ok(true);
+        let present: Vec<usize> = match holes {
+            true => items.iter().filter(present).map(|item| item.chunk).collect(),
+            false => items[..answered].iter().map(|item| item.chunk).collect(),
         };
-        let next = match (asked.get(heard), asked.last()) {
-            (Some(one), _) => one.chunk,
-            (None, last) => last.map_or(0, |one| one.chunk + 1),
+        let next = match (items.get(answered), items.last()) {
+            (Some(item), _) => item.chunk,
+            (None, last) => last.map_or(0, |item| item.chunk + 1),
         }
         .min(length);
         let remote = self.remote.as_mut();
-        if let Some(one) =
-            remote.and_then(|remote| remote.asking.inquiries.get_mut(&Asker::Session(at)))
+        if let Some(lookup) =
+            remote.and_then(|remote| remote.lookups.pending.get_mut(&Requester::Session(at)))
         {
-            one.next = next;
+            lookup.next = next;
         }
-        self.note_in_remote(at, &there);
-        heard == asked.len() && next < length
+        self.note_in_remote(at, &present);
+        answered == items.len() && next < length
     }
 
     /// Ends a lookup: transfers that wait for it complete.
-    pub(super) fn end_lookup(&mut self, asker: Asker) {
-        let at = match asker {
-            Asker::Session(at) => at,
-            Asker::Blocks(number) => return self.located_blocks(number, Status::NotFound),
+    pub(super) fn end_lookup(&mut self, requester: Requester) {
+        let at = match requester {
+            Requester::Session(at) => at,
+            Requester::Blocks(number) => return self.located_blocks(number, Status::NotFound),
         };
         let Some(remote) = &mut self.remote else { return };
-        let Some(inquiry) = remote.asking.inquiries.get_mut(&asker) else { return };
-        inquiry.is_busy = false;
-        let (next, waiting) = (inquiry.next, std::mem::take(&mut inquiry.waiting));
+        let Some(lookup) = remote.lookups.pending.get_mut(&requester) else { return };
+        lookup.is_busy = false;
+        let (next, waiting) = (lookup.next, std::mem::take(&mut lookup.waiting));
         if let Some(session) = self.sessions.get_mut(at) {
-            session.asked = next.min(session.path.keys().len());
-            if remote.config.fetches {
+            session.looked_up = next.min(session.path.keys().len());
+            if remote.config.prefetch_found {
                 remote.remote_prefetch.add(at);
             }
         }

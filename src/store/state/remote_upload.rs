@@ -11,7 +11,7 @@ use crate::meta::index::NONE;
 use crate::store::admission::Candidate;
 use crate::store::state::chunk_table::note;
 use crate::store::state::remote::time_of;
-use crate::store::state::remote::{Ticket, What};
+use crate::store::state::remote::{RequestKind, Ticket};
 use crate::store::state::transfer::Level;
 use crate::store::state::{At, StoreState, Write};
 use crate::tier::host::Piece;
@@ -23,10 +23,10 @@ use crate::tier::remote::{Name, RemoteError};
 /// Names removed in one batch; about as many as a slow remote removes within a timeout.
 const REMOVALS: usize = 32;
 /// Share of host memory that uploads without waiters may occupy: 1 / 8.
-const OUT_SHARE: u64 = 8;
+const UPLOAD_SHARE: u64 = 8;
 
 /// An object to be uploaded.
-pub struct Send {
+pub struct Upload {
     at: At,
     object: u32,
     /// Name of the object.
@@ -41,11 +41,11 @@ pub struct Send {
     pub result: Result<bool, RemoteError>,
 }
 
-// SAFETY: memory of planes is named, not owned; whoever carries a send out promises that it is
+// SAFETY: memory of planes is named, not owned; the executor of an upload guarantees that it is
 // valid then.
-unsafe impl std::marker::Send for Send {}
+unsafe impl Send for Upload {}
 
-impl Send {
+impl Upload {
     /// Index of the object in its chunk.
     pub fn object(&self) -> usize {
         self.object as usize
@@ -65,7 +65,7 @@ impl Send {
 #[derive(Default)]
 pub struct UploadBatch {
     /// The uploads.
-    pub sends: Vec<Send>,
+    pub uploads: Vec<Upload>,
     /// Names to remove before anything is uploaded; none of them is uploaded in this batch.
     pub removals: Vec<Name>,
     /// How many were removed.
@@ -73,7 +73,7 @@ pub struct UploadBatch {
     /// Names that the time did not suffice for.
     pub late: Vec<Name>,
     /// Why names may not be removed.
-    pub trouble: Option<RemoteError>,
+    pub removal_error: Option<RemoteError>,
     /// Timeout of the batch.
     pub timeout_ns: u64,
     /// It probes an open circuit.
@@ -104,20 +104,22 @@ impl StoreState {
         if self.lacks_layers(number, at) {
             return; // the put that brings the rest of its layers sends it
         }
-        let begun = self.transfers.table[number].sent.get_mut(chunk as usize);
+        let begun = self.transfers.table[number].upload_begun.get_mut(chunk as usize);
         // A partial chunk is of no use to other stores.
         if !is_full || begun.is_none_or(|begun| std::mem::replace(begun, true)) {
             return;
         }
         if self.begin_upload(at, true) {
-            self.transfers.table[number].waits += 1;
+            self.transfers.table[number].pending_writes += 1;
             if let Some(remote) = &mut self.remote {
-                remote.waits.entry(at).or_default().push((number, chunk));
+                remote.upload_waiters.entry(at).or_default().push((number, chunk));
             }
         } else {
             let (status, words) = match self.remote_shape(at.table) {
-                Some(_) => (Status::Again, "not all layers of a chunk are in memory to be sent"),
-                None => (Status::Limit, "the remote takes no objects as long as these layers"),
+                Some(_) => {
+                    (Status::Again, "not all layers of a chunk are in memory for the upload")
+                }
+                None => (Status::Limit, "the remote accepts no objects as long as these layers"),
             };
             self.transfers.table[number].note_failure(chunk, &Error::new(status, words));
         }
@@ -142,11 +144,12 @@ impl StoreState {
 
     /// A chunk is about to be evicted from memory: uploads it first, if the store's mode says so.
     pub(super) fn upload_victim(&mut self, at: At) {
-        let sends = self.remote.as_ref().is_some_and(|remote| remote.config.write == Write::Back);
+        let is_enabled =
+            self.remote.as_ref().is_some_and(|remote| remote.config.write == Write::Back);
         let row = self.tables[at.table as usize].chunks.chunk(at.slot);
         // A chunk that must stay in memory, since there is no disk, is not evicted.
-        let stays = self.disk.is_none() && row.is_some_and(|row| row.is_blocked());
-        if sends && !stays && self.is_full(at) && self.may_upload(at) {
+        let must_stay = self.disk.is_none() && row.is_some_and(|row| row.is_blocked());
+        if is_enabled && !must_stay && self.is_full(at) && self.may_upload(at) {
             self.begin_upload(at, false);
         }
     }
@@ -157,16 +160,18 @@ impl StoreState {
         let rows = &self.tables[at.table as usize];
         let marks = rows.chunks.marks(at.slot).unwrap_or_default();
         let host = 1 << Tier::Host as u8;
-        let comes = |marks: &Residency| marks.there() == 0 || marks.arriving() & host != 0;
-        self.transfers.table[number].spec.layers < rows.layout.layers() && marks.iter().any(comes)
+        let arrives_in_host =
+            |marks: &Residency| marks.resident_tiers() == 0 || marks.arriving() & host != 0;
+        self.transfers.table[number].spec.layers < rows.layout.layers()
+            && marks.iter().any(arrives_in_host)
     }
 
     /// Whether all layers of a chunk are in memory.
-    fn is_whole_up(&self, at: At) -> bool {
+    fn is_whole_in_host(&self, at: At) -> bool {
         let rows = &self.tables[at.table as usize];
         let row = rows.chunks.chunk(at.slot);
-        let up = row.map_or(0, |row| usize::from(row.cells()[Tier::Host as usize]));
-        up == rows.layout.layers()
+        let in_host = row.map_or(0, |row| usize::from(row.cells()[Tier::Host as usize]));
+        in_host == rows.layout.layers()
     }
 
     pub(super) fn is_full(&self, at: At) -> bool {
@@ -180,24 +185,24 @@ impl StoreState {
         let rows = &self.tables[at.table as usize];
         let layers = rows.layout.layers();
         let Some(row) = rows.chunks.chunk(at.slot) else { return false };
-        let [up, remote] = [Tier::Host, Tier::Remote].map(|tier| row.cells()[tier as usize]);
-        let is_there = usize::from(remote) == layers && !rows.has(at.slot, note::GAPPED);
-        if usize::from(up) < layers || is_there {
+        let [in_host, remote] = [Tier::Host, Tier::Remote].map(|tier| row.cells()[tier as usize]);
+        let is_present = usize::from(remote) == layers && !rows.has(at.slot, note::GAPPED);
+        if usize::from(in_host) < layers || is_present {
             return false;
         }
-        let one = Candidate {
+        let candidate = Candidate {
             bytes: rows.chunk_bytes(at.slot),
             hits: u32::from(rows.uses[at.slot as usize]),
             priority: rows.classes[at.slot as usize],
         };
-        let (now_ns, most) = (self.now_ns, self.config.host_bytes / OUT_SHARE);
+        let (now_ns, most) = (self.now_ns, self.config.host_bytes / UPLOAD_SHARE);
         let Some(remote) = &mut self.remote else { return false };
-        let goes = remote.breaker.allows(Direction::Write, now_ns);
-        let goes = goes
-            && remote.out_bytes + one.bytes <= most
-            && remote.admission.admit(&one, 0.0, now_ns).is_ok();
-        remote.counters.rejected_chunks += u64::from(!goes);
-        goes
+        let is_admitted = remote.breaker.allows(Direction::Write, now_ns);
+        let is_admitted = is_admitted
+            && remote.upload_bytes + candidate.bytes <= most
+            && remote.admission.admit(&candidate, 0.0, now_ns).is_ok();
+        remote.counters.rejected_chunks += u64::from(!is_admitted);
+        is_admitted
     }
 
     /// Queues the upload of all objects of a chunk that the remote lacks by its hints; with `must`
@@ -205,21 +210,21 @@ impl StoreState {
     /// flight.
     fn begin_upload(&mut self, at: At, must: bool) -> bool {
         let Some(shape) = self.remote_shape(at.table) else { return false };
-        if !self.is_whole_up(at) {
+        if !self.is_whole_in_host(at) {
             return false;
         }
         let before = self.remote_cells(at);
         let is_gapped = self.tables[at.table as usize].has(at.slot, note::GAPPED);
         self.tables[at.table as usize].clear(at.slot, note::GAPPED);
-        let (mut is_under_way, mut all_begun) = (false, true);
+        let (mut is_in_flight, mut all_begun) = (false, true);
         for object in 0..shape.objects() as u32 {
             let of = shape.layers(object as usize);
             let marks = self.tables[at.table as usize].chunks.marks(at.slot).unwrap_or_default();
             let of_it = marks.get(of.start as usize..of.end as usize).unwrap_or_default();
-            let is_sent = of_it.iter().any(|marks| marks.is_sent());
-            is_under_way |= is_sent;
+            let is_uploading = of_it.iter().any(|marks| marks.is_uploading());
+            is_in_flight |= is_uploading;
             let is_looked_up = must || is_gapped;
-            if is_sent || !is_looked_up && of_it.iter().all(|marks| marks.is_remote()) {
+            if is_uploading || !is_looked_up && of_it.iter().all(|marks| marks.is_remote()) {
                 continue;
             }
             self.forget_hint(at, of.clone());
@@ -237,12 +242,12 @@ impl StoreState {
                 continue;
             }
             let Some(remote) = &mut self.remote else { return false };
-            remote.out_bytes += bytes_of(&shape, object);
-            remote.outs.push_back((at, object));
-            is_under_way = true;
+            remote.upload_bytes += bytes_of(&shape, object);
+            remote.upload_queue.push_back((at, object));
+            is_in_flight = true;
         }
         self.note_remote_index(at, before);
-        is_under_way && (all_begun || !must)
+        is_in_flight && (all_begun || !must)
     }
 
     /// Takes the next uploads, up to a batch. None while the circuit is open.
@@ -251,47 +256,47 @@ impl StoreState {
         if !remote.has_to_send() {
             return None;
         }
-        let leave = remote.breaker.admit(Direction::Write, self.now_ns);
-        let most = if leave == Permit::Allow { remote.config.batch } else { 1 };
-        let (timeout_ns, probes) = (remote.config.timeout_ns, leave == Permit::Probe);
+        let permit = remote.breaker.admit(Direction::Write, self.now_ns);
+        let most = if permit == Permit::Allow { remote.config.batch } else { 1 };
+        let (timeout_ns, probes) = (remote.config.timeout_ns, permit == Permit::Probe);
         let mut batch = UploadBatch { timeout_ns, probes, ..UploadBatch::default() };
-        if leave == Permit::Deny {
+        if permit == Permit::Deny {
             remote.removals.clear();
         }
-        // Removals come first, in a batch of their own: a dropped chunk may be put again.
+        // Removals are sent first, in a batch of their own: a dropped chunk may be put again.
         if !remote.removals.is_empty() {
             let count = remote.removals.len().min(most.min(REMOVALS));
             batch.removals.extend(remote.removals.drain(..count));
             remote.removing += 1;
-            let what = What::Send(Vec::new());
-            batch.ticket = remote.watch.begin(self.now_ns, batch.timeout_ns, what, probes);
+            let kind = RequestKind::Upload(Vec::new());
+            batch.ticket = remote.watch.begin(self.now_ns, batch.timeout_ns, kind, probes);
             return Some(batch);
         }
         let mut bytes = 0;
-        while batch.sends.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
+        while batch.uploads.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
             let Some((at, object)) =
-                self.remote.as_mut().and_then(|remote| remote.outs.pop_front())
+                self.remote.as_mut().and_then(|remote| remote.upload_queue.pop_front())
             else {
                 break;
             };
-            let Some(send) = self.make_upload(at, object) else {
+            let Some(upload) = self.make_upload(at, object) else {
                 self.give_up_upload(at, object);
                 continue;
             };
-            if leave == Permit::Deny {
-                self.end_upload(&Send { result: Err(RemoteError::Unreachable), ..send });
+            if permit == Permit::Deny {
+                self.end_upload(&Upload { result: Err(RemoteError::Unreachable), ..upload });
                 continue;
             }
-            bytes += send.bytes();
-            batch.sends.push(send);
+            bytes += upload.bytes();
+            batch.uploads.push(upload);
         }
         batch.timeout_ns += time_of(bytes);
-        if batch.sends.is_empty() {
+        if batch.uploads.is_empty() {
             return None;
         }
-        let what = What::Send(batch.sends.iter().map(|send| send.at).collect());
+        let kind = RequestKind::Upload(batch.uploads.iter().map(|upload| upload.at).collect());
         let watch = &mut self.remote.as_mut()?.watch;
-        batch.ticket = watch.begin(self.now_ns, batch.timeout_ns, what, probes);
+        batch.ticket = watch.begin(self.now_ns, batch.timeout_ns, kind, probes);
         Some(batch)
     }
 
@@ -300,14 +305,14 @@ impl StoreState {
         log::error!("internal: no object could be built from cells that are referenced for it");
         let Some(shape) = self.remote_shape(at.table) else { return };
         if let Some(remote) = &mut self.remote {
-            remote.out_bytes -= bytes_of(&shape, object);
+            remote.upload_bytes -= bytes_of(&shape, object);
         }
         self.end_cells(at, shape.layers(object as usize), Arrival::Failed);
         self.fail_uploads(at, RemoteError::TooLong);
         self.end_if_uploaded(at);
     }
 
-    fn make_upload(&mut self, at: At, object: u32) -> Option<Send> {
+    fn make_upload(&mut self, at: At, object: u32) -> Option<Upload> {
         let shape = self.remote_shape(at.table)?;
         let name = self.remote_name(at, &shape, object)?;
         let chunk = self.remote_record(at);
@@ -328,66 +333,66 @@ impl StoreState {
             }
         }
         let result = Err(RemoteError::Busy);
-        Some(Send { at, object, name, shape, chunk, planes, result })
+        Some(Upload { at, object, name, shape, chunk, planes, result })
     }
 
     pub(super) fn done_uploads(&mut self, batch: &UploadBatch) {
         let in_time = self.remote.as_mut().is_some_and(|remote| remote.watch.end(batch.ticket));
-        for send in &batch.sends {
+        for upload in &batch.uploads {
             if let Some(remote) = self.remote.as_mut().filter(|_| in_time) {
-                remote.heard(Direction::Write, &send.result, batch.probes, self.now_ns);
+                remote.record_outcome(Direction::Write, &upload.result, batch.probes, self.now_ns);
             }
-            self.end_upload(send);
+            self.end_upload(upload);
         }
         let Some(remote) = &mut self.remote else { return };
         if !batch.removals.is_empty() {
             remote.removing -= 1;
             remote.counters.removed_objects += batch.removed;
-            // A remote that refuses removals is healthy otherwise. One that is slow goes on with
+            // A remote that refuses removals is healthy otherwise. A slow remote executes
             // the rest later.
-            let heard = match batch.trouble {
+            let outcome = match batch.removal_error {
                 Some(RemoteError::Timeout) if batch.removed > 0 => {
                     batch.late.iter().rev().for_each(|&name| remote.removals.push_front(name));
                     Ok(())
                 }
                 Some(
-                    trouble @ (RemoteError::Timeout | RemoteError::Unreachable | RemoteError::Busy),
-                ) => Err(trouble),
+                    error @ (RemoteError::Timeout | RemoteError::Unreachable | RemoteError::Busy),
+                ) => Err(error),
                 _ => Ok(()),
             };
             if in_time {
-                remote.heard(Direction::Write, &heard, batch.probes, self.now_ns);
+                remote.record_outcome(Direction::Write, &outcome, batch.probes, self.now_ns);
             }
         }
     }
 
     /// Ends the upload of an object.
-    fn end_upload(&mut self, send: &Send) {
-        let (at, now_ns) = (send.at, self.now_ns);
+    fn end_upload(&mut self, upload: &Upload) {
+        let (at, now_ns) = (upload.at, self.now_ns);
         if let Some(remote) = &mut self.remote {
-            remote.out_bytes -= send.bytes();
-            match send.result {
+            remote.upload_bytes -= upload.bytes();
+            match upload.result {
                 Ok(was_there) => {
                     remote.counters.known_objects += u64::from(was_there);
                     remote.counters.uploaded_objects += u64::from(!was_there);
-                    remote.counters.uploaded_bytes += u64::from(!was_there) * send.bytes();
-                    remote.known.put(&send.name, true, now_ns);
+                    remote.counters.uploaded_bytes += u64::from(!was_there) * upload.bytes();
+                    remote.known.put(&upload.name, true, now_ns);
                 }
                 Err(_) => remote.counters.failed_uploads += 1,
             }
         }
         let before = self.remote_cells(at);
-        let arrival = match send.result {
+        let arrival = match upload.result {
             Ok(_) => Arrival::Arrived(Location::Remote),
             Err(_) => Arrival::Failed,
         };
-        self.end_cells(at, send.shape.layers(send.object()), arrival);
+        self.end_cells(at, upload.shape.layers(upload.object()), arrival);
         self.note_remote_index(at, before);
-        if let Err(trouble) = send.result {
-            if send.shape.objects() > 1 {
+        if let Err(error) = upload.result {
+            if upload.shape.objects() > 1 {
                 self.tables[at.table as usize].set(at.slot, note::GAPPED);
             }
-            self.fail_uploads(at, trouble);
+            self.fail_uploads(at, error);
         }
         self.end_if_uploaded(at);
         self.tidy(at.table, at.slot);
@@ -409,34 +414,36 @@ impl StoreState {
     }
 
     /// Fails puts that wait for the upload of a chunk.
-    fn fail_uploads(&mut self, at: At, trouble: RemoteError) {
+    fn fail_uploads(&mut self, at: At, error: RemoteError) {
         let Some(remote) = &self.remote else { return };
-        let waits = remote.waits.get(&at).cloned().unwrap_or_default();
-        for (number, chunk) in waits {
-            self.transfers.table[number].note_failure(chunk, &Error::from(trouble));
+        let upload_waiters = remote.upload_waiters.get(&at).cloned().unwrap_or_default();
+        for (number, chunk) in upload_waiters {
+            self.transfers.table[number].note_failure(chunk, &Error::from(error));
         }
     }
 
-    /// Lets puts go on if nothing of a chunk is being uploaded any more.
+    /// Lets puts continue if nothing of a chunk is being uploaded any more.
     fn end_if_uploaded(&mut self, at: At) {
         let marks = self.tables[at.table as usize].chunks.marks(at.slot).unwrap_or_default();
-        if !marks.iter().any(|marks| marks.is_sent()) {
-            self.end_waits(at);
+        if !marks.iter().any(|marks| marks.is_uploading()) {
+            self.end_upload_waits(at);
         }
     }
 
     /// Ends puts that wait for a hung upload. The memory is read until the upload returns.
-    pub(super) fn leave_upload(&mut self, at: At) {
+    pub(super) fn abandon_upload(&mut self, at: At) {
         self.fail_uploads(at, RemoteError::Timeout);
-        self.end_waits(at);
+        self.end_upload_waits(at);
     }
 
-    fn end_waits(&mut self, at: At) {
+    fn end_upload_waits(&mut self, at: At) {
         let Some(remote) = &mut self.remote else { return };
-        for (number, _) in remote.waits.remove(&at).unwrap_or_default() {
-            self.transfers.table[number].waits -= 1;
-            if self.transfers.table[number].waits == 0 && self.transfers.table[number].is_over() {
-                self.end_move(number);
+        for (number, _) in remote.upload_waiters.remove(&at).unwrap_or_default() {
+            self.transfers.table[number].pending_writes -= 1;
+            if self.transfers.table[number].pending_writes == 0
+                && self.transfers.table[number].is_over()
+            {
+                self.end_transfer(number);
             }
         }
     }

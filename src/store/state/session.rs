@@ -17,7 +17,7 @@ use crate::policy::evictor::RequestContext;
 use crate::store::state::blocks::Holds;
 use crate::store::state::transfer::{Level, TransferKind, TransferSpec};
 use crate::store::state::{At, StoreState};
-use crate::store::token_path::{Home, Path};
+use crate::store::token_path::{Path, PathOwner};
 
 /// Most bytes of a session's name.
 pub const MAX_NAME_BYTES: usize = 256;
@@ -43,7 +43,7 @@ pub struct Session {
     /// Blocks that it holds by name.
     pub(super) holds: Holds,
     /// Chunks at its front that a remote lookup has covered.
-    pub(super) asked: usize,
+    pub(super) looked_up: usize,
 }
 
 /// Outcome of [`StoreState::truncate`].
@@ -56,17 +56,17 @@ pub struct Truncated {
 impl StoreState {
     /// Opens a session without tokens and returns its number.
     pub fn open_session(&mut self, namespace: u32, opts: &SessionOpts<'_>) -> Result<u32> {
-        self.open_session_behind(namespace, opts, None)
+        self.open_session_from(namespace, opts, None)
     }
 
     /// Opens a session with all tokens of another one.
-    fn open_session_behind(
+    fn open_session_from(
         &mut self,
         namespace: u32,
         opts: &SessionOpts<'_>,
-        other: Option<u32>,
+        fork: Option<u32>,
     ) -> Result<u32> {
-        let Some(home) = self.namespaces.get(namespace as usize).copied() else {
+        let Some(entry) = self.namespaces.get(namespace as usize).copied() else {
             fail!(NotFound, "there is no namespace {namespace}");
         };
         if opts.name.len() > MAX_NAME_BYTES {
@@ -75,17 +75,17 @@ impl StoreState {
         if !self.sessions.has_room() {
             fail!(
                 Again,
-                "{} sessions are open, as many as may be: close some, or raise sessions= in the \
+                "{} sessions are open, the limit: close some, or raise sessions= in the \
                  store's spec",
                 self.sessions.len()
             );
         }
         self.session_serial += 1;
         let serial = self.session_serial.to_le_bytes();
-        // The name and serial go into the keys of private chunks, so that two sessions of one name
+        // The name and serial are part of the keys of private chunks, so that two sessions of one name
         // have different tails.
         let name = [opts.name, &[0], &serial].concat();
-        let rows = &mut self.tables[home.table as usize];
+        let rows = &mut self.tables[entry.table as usize];
         let chunk_tokens = rows.layout.chunk_tokens();
         let mut context = RequestContext {
             session: Some(self.session_serial),
@@ -96,10 +96,10 @@ impl StoreState {
             tokens_each: chunk_tokens,
         };
         let session = self.sessions.vacant();
-        let (key, namespace, holes) = (home.key, namespace, home.holes);
-        let path = match other.and_then(|other| self.sessions.get(other)) {
-            Some(other) => other.path.fork(&mut rows.chunks, session, &name)?,
-            None => Path::new(Home { key, namespace, chunk_tokens, holes, session }, &name)?,
+        let (key, namespace, holes) = (entry.key, namespace, entry.holes);
+        let path = match fork.and_then(|fork| self.sessions.get(fork)) {
+            Some(fork) => fork.path.fork(&mut rows.chunks, session, &name)?,
+            None => Path::new(PathOwner { key, namespace, chunk_tokens, holes, session }, &name)?,
         };
         context.length = u32::try_from(path.tokens().len()).unwrap_or(u32::MAX);
         let added = self.sessions.add(Session {
@@ -107,7 +107,7 @@ impl StoreState {
             namespace,
             context,
             holds: Holds::default(),
-            asked: 0,
+            looked_up: 0,
         })?;
         self.namespaces.session_opened(namespace);
         Ok(added)
@@ -140,7 +140,7 @@ impl StoreState {
         self.with_path(at, new, |path, rows| path.append_media(&mut rows.chunks, tokens, media))?;
         let session = self.session_mut(at)?;
         session.context.length = u32::try_from(session.path.tokens().len()).unwrap_or(u32::MAX);
-        self.inquire_after(at, tokens.len());
+        self.start_lookup_after_append(at, tokens.len());
         Ok(())
     }
 
@@ -196,7 +196,7 @@ impl StoreState {
         session.path.truncate(chunks, tokens, &mut |slot| freed.push(slot))?;
         session.context.length = u32::try_from(tokens).unwrap_or(u32::MAX);
         let chunks = session.path.keys().len();
-        session.asked = session.asked.min(chunks);
+        session.looked_up = session.looked_up.min(chunks);
         self.shorten_lookup(at, chunks);
         self.were_held(table, &freed);
         self.were_held(table, &old);
@@ -207,15 +207,15 @@ impl StoreState {
     /// Opens a session with the tokens of `at`.
     pub fn fork(&mut self, at: u32, opts: &SessionOpts<'_>) -> Result<u32> {
         let namespace = self.session(at)?.namespace;
-        let other = self.open_session_behind(namespace, opts, Some(at))?;
-        self.with_path(other, 0..usize::MAX, |path, rows| {
+        let fork = self.open_session_from(namespace, opts, Some(at))?;
+        self.with_path(fork, 0..usize::MAX, |path, rows| {
             path.refresh(&mut rows.chunks, 0..usize::MAX)
         })?;
-        self.inquire_after(other, self.sessions[other].path.tokens().len());
-        Ok(other)
+        self.start_lookup_after_append(fork, self.sessions[fork].path.tokens().len());
+        Ok(fork)
     }
 
-    /// Closes a session and releases its chunks. Its transfers go on.
+    /// Closes a session and releases its chunks. Its transfers continue.
     pub fn close_session(&mut self, at: u32) -> Result<()> {
         let table = self.namespaces[self.session(at)?.namespace as usize].table;
         self.forget_lookup(at);
@@ -369,7 +369,7 @@ impl StoreState {
         let path = &self.sessions[at].path;
         let mut slots: Vec<Slot> = path.tail().filter(|_| tail).into_iter().collect();
         slots.extend(path.slots()[chunks.clone()].iter().rev().filter(|&&slot| slot != NONE));
-        self.with_path(at, 0..0, |path, rows| path.let_go(&mut rows.chunks, chunks, tail))?;
+        self.with_path(at, 0..0, |path, rows| path.release_range(&mut rows.chunks, chunks, tail))?;
         let table = self.namespaces[self.session(at)?.namespace as usize].table;
         slots.iter().for_each(|&slot| self.note_held(table, slot));
         Ok(slots)
@@ -492,7 +492,7 @@ impl StoreState {
             kind,
             level,
             slots: Vec::new(),
-            asked: Vec::new(),
+            requested: Vec::new(),
             first_layer: *first_layer,
             layers: *layers,
             by_layer: *by_layer,
@@ -503,16 +503,16 @@ impl StoreState {
             ticket,
         };
         // Checked before rows are added: a request that is refused must evict nothing.
-        self.check_move(&spec, chunks as usize)?;
+        self.check_transfer(&spec, chunks as usize)?;
         spec.slots = match kind {
             TransferKind::Put => self.rows_of(at, first, end, tail)?,
             TransferKind::Get | TransferKind::Prefetch => self.rows_there(at, first, end, tail)?,
         };
         pick(&mut spec.slots, picked);
         if kind == TransferKind::Get && spec.slots.contains(&NONE) {
-            spec.asked = self.ids_of(at, first, end, tail)?;
+            spec.requested = self.ids_of(at, first, end, tail)?;
         }
-        pick(&mut spec.asked, picked);
+        pick(&mut spec.requested, picked);
         if *wanted == Wanted::Needed {
             let layout = &self.tables[table as usize].layout;
             let end = cell_range.first_token + cell_range.tokens;
@@ -665,9 +665,9 @@ impl Views {
         first_layer: usize,
         tokens: u32,
         chunks: u32,
-        way: Direction,
+        direction: Direction,
     ) -> Result<()> {
-        let side = if way == Direction::Gather { Side::Source } else { Side::Target };
+        let side = if direction == Direction::Gather { Side::Source } else { Side::Target };
         for (i, layer) in self.0.iter().enumerate() {
             let at = first_layer + i;
             let Some(group) = layout.group(at) else {

@@ -151,9 +151,15 @@ impl Shadow {
     }
 
     /// A lookup of a path: chunks that the live policy has are inserted into shadows that miss them.
-    pub fn look(&mut self, now: i64, live: &Evictor, request: &RequestContext, ids: &[u64]) {
-        let mut here = std::mem::take(&mut self.new);
-        here.clear();
+    pub fn notify_access(
+        &mut self,
+        now: i64,
+        live: &Evictor,
+        request: &RequestContext,
+        ids: &[u64],
+    ) {
+        let mut known = std::mem::take(&mut self.new);
+        known.clear();
         for (at, &id) in ids.iter().enumerate() {
             let Some(slot) = live.objects().find(id) else { continue };
             let mut new = NewObject::of(live.objects(), slot);
@@ -162,14 +168,14 @@ impl Shadow {
                 let context = (at as u32).saturating_mul(tokens);
                 new.facts = Facts { tokens, context, ..Facts::default() };
             }
-            here.push(new);
+            known.push(new);
         }
         for copy in &mut self.copies {
             // Chunks that a shadow rejects stay missing, which counts against it.
             let _ = copy.lookup(now, request, ids, &mut []);
         }
-        self.take_in(now, request, &here);
-        self.new = here;
+        self.take_in(now, request, &known);
+        self.new = known;
     }
 
     /// Inserts chunks into the shadows that miss them, then evicts what exceeds the capacity.
@@ -241,18 +247,18 @@ mod tests {
     const ROOM: u64 = 32;
     const HOT: u64 = 8;
     /// Lookups of a round.
-    const ASKED: u64 = 2 * HOT + 40;
+    const REFERENCES: u64 = 2 * HOT + 40;
 
     /// Some chunks are looked up twice a round, and more than fit only once ever: lru evicts the
     /// former each time, lfu does not.
     fn work(cache: &mut TierCache, rounds: std::ops::Range<u64>) {
         let mut victims = Vec::new();
-        for at in rounds.start * ASKED..rounds.end * ASKED {
-            let id = if at % ASKED < 2 * HOT { 1 + at % HOT } else { 1000 + at };
+        for at in rounds.start * REFERENCES..rounds.end * REFERENCES {
+            let id = if at % REFERENCES < 2 * HOT { 1 + at % HOT } else { 1000 + at };
             let request =
                 RequestContext { session: Some(id), tokens_each: 16, ..RequestContext::default() };
             let now = (1 + at) * 1_000;
-            cache.look(now, &request, &[id]);
+            cache.notify_access(now, &request, &[id]);
             if cache.evictor.objects().find(id).is_none() {
                 let facts = Facts { tokens: 16, ..Facts::default() };
                 assert!(cache.insert(
@@ -273,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn shadows_decide_as_their_policies_and_the_live_ones_shadow_agrees_with_it() {
+    fn shadows_decide_like_their_policies_and_the_live_copy_agrees() {
         let mut cache =
             TierCache::open("lru", Granularity::Chunk, 256, ROOM * 4096, true).expect("known");
         work(&mut cache, 0..2);
@@ -309,9 +315,9 @@ mod tests {
         assert!(cache.begin_shadow(0, shadow()).is_err(), "one at a time");
         work(&mut cache, 1..2);
         let scores = cache.shadow().expect("begun").scores();
-        assert_eq!(scores[1].counts.references, ASKED);
+        assert_eq!(scores[1].counts.references, REFERENCES);
         let request = RequestContext::default();
-        cache.look(2_000_000_000, &request, &[1, 2, 3]);
+        cache.notify_access(2_000_000_000, &request, &[1, 2, 3]);
         let ended = cache.shadow().expect("still there");
         assert!(!ended.is_on());
         assert_eq!((ended.scores(), ended.span_ns), (scores, (0, 1_000_000_000)));

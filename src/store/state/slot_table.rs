@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_used_again_and_there_is_a_limit() {
+    fn slots_are_reused_up_to_the_limit() {
         let mut table = Table::new(3);
         let numbers: Vec<u32> = (0..3).map(|i| table.add(i).unwrap()).collect();
         assert_eq!(numbers, [0, 1, 2]);

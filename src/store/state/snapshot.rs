@@ -68,7 +68,7 @@ pub struct ShadowSnapshot {
     pub elapsed_ns: u64,
     /// Time until it ends.
     pub left_ns: u64,
-    /// Score of each policy; a copy of the live one comes first.
+    /// Score of each policy; a copy of the live one is first.
     pub scores: Vec<Score>,
 }
 
@@ -308,11 +308,11 @@ fn shadow_snapshot(shadow: &Shadow, now_ns: u64) -> ShadowSnapshot {
 
 fn letter(marks: Option<Residency>) -> char {
     let Some(marks) = marks else { return '.' };
-    match marks.there() {
-        there if there & DEVICE_MASK != 0 => 'G',
-        there if there & (HOST_MASK | DISK_MASK) == HOST_MASK | DISK_MASK => 'B',
-        there if there & HOST_MASK != 0 => 'M',
-        there if there & DISK_MASK != 0 => 'D',
+    match marks.resident_tiers() {
+        tiers if tiers & DEVICE_MASK != 0 => 'G',
+        tiers if tiers & (HOST_MASK | DISK_MASK) == HOST_MASK | DISK_MASK => 'B',
+        tiers if tiers & HOST_MASK != 0 => 'M',
+        tiers if tiers & DISK_MASK != 0 => 'D',
         _ if marks.arriving() != 0 => '~',
         _ => '.',
     }

@@ -28,7 +28,7 @@ pub(super) struct Load {
     pub beside: u32,
 }
 
-/// Jobs of one kind on their way through the workers.
+/// Jobs of one kind in transfer through the workers.
 pub(super) struct Stage {
     /// Jobs that wait for a worker, by urgency and session.
     pub queue: Queues,

@@ -342,8 +342,8 @@ fn name_of(workers: WorkerKind) -> &'static str {
         WorkerKind::Sync => "sync",
         WorkerKind::Upkeep => "upkeep",
         WorkerKind::Fetch => "fetch",
-        WorkerKind::Send => "upload",
-        WorkerKind::Ask => "lookup",
+        WorkerKind::Upload => "upload",
+        WorkerKind::Lookup => "lookup",
     }
 }
 
@@ -378,9 +378,9 @@ fn histogram(out: &mut Exposition, labels: Labels, times: &Histogram) {
 fn policies(out: &mut Exposition, all: &Report) {
     let tiers =
         [("host", &all.host_policy), ("disk", &all.disk_policy), ("device", &all.device_policy)];
-    let there = || tiers.iter().filter(|(_, policy)| !policy.name.is_empty());
+    let present = || tiers.iter().filter(|(_, policy)| !policy.name.is_empty());
     out.family("kvtier_policy_objects", Kind::Gauge, "Chunks in a policy.");
-    for (tier, policy) in there() {
+    for (tier, policy) in present() {
         out.sample(&[("tier", tier), ("policy", policy.name)], policy.objects as f64);
     }
     let families: [Family<PolicyGauge>; 5] = [
@@ -396,7 +396,7 @@ fn policies(out: &mut Exposition, all: &Report) {
     ];
     for (name, value, help) in families {
         out.family(&format!("kvtier_policy_{name}_total"), Kind::Counter, help);
-        for (tier, policy) in there() {
+        for (tier, policy) in present() {
             out.sample(&[("tier", tier), ("policy", policy.name)], value(policy) as f64);
         }
     }
@@ -593,7 +593,7 @@ impl Latencies {
 
     /// Adds the time of a transfer. One that failed is ignored, since it may have ended early.
     pub(super) fn moved(&mut self, one: &Transfer, now_ns: u64) {
-        // A transfer behind a device event took as long as the event.
+        // A transfer that depends on a device event took as long as the event.
         if !one.is_sound() || one.spec.slots.is_empty() || one.spec.after.is_some() {
             return;
         }
@@ -676,12 +676,12 @@ impl StoreState {
         let piece = if self.replicas.is_some() { size_of::<u32>() } else { 0 };
         let each = (CHUNK_BYTES + layers * (CELL_BYTES + piece)) as u64 + BESIDE_BYTES;
         let needed = self.table_bytes() + chunks as u64 * each;
-        let asked = self.stats.metadata.missing.map_or(0, |(bytes, _)| bytes);
+        let requested_bytes = self.stats.metadata.missing.map_or(0, |(bytes, _)| bytes);
         let missing = needed.saturating_sub(self.stats.metadata.paid_bytes);
-        if missing > asked {
+        if missing > requested_bytes {
             let bytes = missing.next_multiple_of(STEP_BYTES);
             if !self.charge_tables(bytes) {
-                return self.request_reclaim(bytes - asked);
+                return self.request_reclaim(bytes - requested_bytes);
             }
         }
         self.stats.metadata.ahead =
@@ -726,7 +726,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_of_many_tenants_is_counted_and_the_rest_together() {
+    fn tenants_beyond_the_limit_are_counted_together() {
         let mut tenants = Tenants::default();
         let most = MAX_TENANTS as u32;
         let miss: Error = Status::NotFound.into();
@@ -743,8 +743,8 @@ mod tests {
             assert_eq!(rows.len(), MAX_TENANTS);
             assert!(rows.is_sorted_by(|a, b| a.id < b.id));
             let (n, put_bytes) = (round + 1, u64::from(rows[7].id) * (round + 1));
-            let want = Tenant { id: 10, put_bytes, got_bytes: 10 * n, hits: n, misses: n };
-            assert_eq!(rows[7], want, "the first three came last");
+            let expected = Tenant { id: 10, put_bytes, got_bytes: 10 * n, hits: n, misses: n };
+            assert_eq!(rows[7], expected, "the first three ids were counted last");
             let rest =
                 Tenant { id: 0, put_bytes: 3 * n, got_bytes: 30 * n, hits: 3 * n, misses: 3 * n };
             assert_eq!(tenants.others(), rest);

@@ -8,7 +8,7 @@
 //!  Fresh: route the job-+-- on disk only -------> Reads ---> Reading -------+
 //!                       |-- at the remote ------> Fetches -> Fetching ------'
 //!                       |-- resident (put: new) -> Copies ---> Copying ------> end
-//!                       |                          Behind -----^   (a device event comes first)
+//!                       |                          AfterEvent -^   (a device event fires first)
 //!                       `-- resident nowhere ----> end: a miss   (put: end if resident already)
 //! ```
 //!
@@ -49,7 +49,7 @@ pub enum TransferKind {
     Put,
     /// Copies cells of the store into the engine's tensors.
     Get,
-    /// Loads cells into host memory before a get asks for them.
+    /// Loads cells into host memory before a get requests them.
     Prefetch,
 }
 
@@ -76,7 +76,7 @@ impl Level {
 /// Most jobs of one transfer in flight.
 const WINDOW: u32 = 1024;
 /// Most chunks of one transfer.
-pub const MAX_MOVE_CHUNKS: usize = 1 << 22;
+pub const MAX_TRANSFER_CHUNKS: usize = 1 << 22;
 
 /// A request for a transfer.
 pub struct TransferSpec {
@@ -96,8 +96,8 @@ pub struct TransferSpec {
     pub slots: Vec<Slot>,
     /// Reports an outcome for each chunk.
     pub by_chunk: bool,
-    /// If a get lacks chunks: policy ids of all chunks it asked for, those it lacks among them.
-    pub asked: Vec<u64>,
+    /// If a get lacks chunks: policy ids of all chunks it requested, those it lacks among them.
+    pub requested: Vec<u64>,
     /// First layer.
     pub first_layer: usize,
     /// Number of layers.
@@ -129,17 +129,17 @@ pub(super) struct Part {
 pub struct Transfer {
     pub(super) spec: TransferSpec,
     cursor: u64,
-    pub(super) under_way: u32,
+    pub(super) open_jobs: u32,
     /// Its jobs in flight.
     pub(super) jobs: WaitList,
     parts: Vec<Part>,
-    /// Outcome of each chunk, if the request asked for it.
+    /// Outcome of each chunk, if the request wants it.
     outcomes: Vec<Status>,
     cancelled: Option<Status>,
     /// It is queued in [`Transfers::starting`].
     feeds: bool,
     /// Chunks that must still be written, once all cells are in memory.
-    pub(super) waits: u32,
+    pub(super) pending_writes: u32,
     /// Chunks with all cells in memory that must be written, collected until they fill a batch.
     pub(super) whole: Vec<Slot>,
     /// Ancestors of its chunks that it waits for: they must be on disk, too.
@@ -149,7 +149,7 @@ pub struct Transfer {
     /// Some of its cells were on disk only.
     pub(super) was_below: bool,
     /// For a put of level *remote*: chunks whose upload has begun.
-    pub(super) sent: Vec<bool>,
+    pub(super) upload_begun: Vec<bool>,
     /// It moves nothing and waits for a remote lookup of so many tokens.
     pub(super) locates: Option<u64>,
 }
@@ -167,7 +167,7 @@ pub struct Finished {
     pub tokens: u64,
     /// Bytes moved.
     pub bytes: u64,
-    /// Outcome of each chunk, if the request asked for it.
+    /// Outcome of each chunk, if the request wants it.
     pub outcomes: Vec<Status>,
     /// The transfer is over and its number may be reused.
     pub last: bool,
@@ -188,37 +188,37 @@ impl Transfer {
             outcomes.try_reserve_exact(chunks as usize).map_err(|_| Status::NoMem)?;
             outcomes.resize(chunks as usize, Status::Ok);
         }
-        let mut sent = Vec::new();
+        let mut upload_begun = Vec::new();
         if spec.level == Level::Remote {
-            sent.try_reserve_exact(chunks as usize).map_err(|_| Status::NoMem)?;
-            sent.resize(chunks as usize, false);
+            upload_begun.try_reserve_exact(chunks as usize).map_err(|_| Status::NoMem)?;
+            upload_begun.resize(chunks as usize, false);
         }
-        let (cursor, under_way, waits) = (0, 0, 0);
+        let (cursor, open_jobs, pending_writes) = (0, 0, 0);
         let (cancelled, feeds, jobs) = (None, false, WaitList::default());
         let (whole, ahead) = (Vec::new(), Vec::new());
         let (parts, began_ns, was_below) = (all, now_ns, false);
         Ok(Transfer {
             spec,
             cursor,
-            under_way,
+            open_jobs,
             jobs,
             parts,
             outcomes,
             cancelled,
             feeds,
-            waits,
+            pending_writes,
             whole,
             ahead,
             began_ns,
             was_below,
-            sent,
+            upload_begun,
             locates: None,
         })
     }
 
     /// Whether no cell is in flight or still to begin.
     pub(super) fn is_over(&self) -> bool {
-        self.under_way == 0 && self.cursor == self.cells()
+        self.open_jobs == 0 && self.cursor == self.cells()
     }
 
     fn cells(&self) -> u64 {
@@ -238,7 +238,7 @@ impl Transfer {
     }
 
     /// Direction of its copies.
-    pub(super) fn way(&self) -> Direction {
+    pub(super) fn direction(&self) -> Direction {
         if self.spec.kind == TransferKind::Put { Direction::Gather } else { Direction::Scatter }
     }
 
@@ -294,7 +294,7 @@ pub(super) struct Transfers {
 impl Transfers {
     pub(super) fn new(config: &Config) -> Transfers {
         Transfers {
-            table: Table::new(config.max_moves as usize),
+            table: Table::new(config.max_transfers as usize),
             jobs: Table::new(config.max_jobs as usize),
             starting: VecDeque::new(),
             woken: Vec::new(),
@@ -315,7 +315,7 @@ impl Transfers {
     }
 
     /// Fails if the table of transfers is full.
-    pub(super) fn has_room_for_move(&self) -> Result<()> {
+    pub(super) fn check_room(&self) -> Result<()> {
         if !self.table.has_room() {
             let all = self.table.len();
             fail!(Again, "{all} transfers are in flight, the limit: wait for one of them");
@@ -336,9 +336,9 @@ impl Transfers {
     }
 
     pub(super) fn start_later(&mut self, number: u32) {
-        let one = &mut self.table[number];
-        if !one.feeds {
-            one.feeds = true;
+        let transfer = &mut self.table[number];
+        if !transfer.feeds {
+            transfer.feeds = true;
             self.starting.push_back(number);
         }
     }
@@ -347,14 +347,14 @@ impl Transfers {
 impl StoreState {
     /// Begins a transfer and returns its number. Its chunks are referenced until it is over.
     pub fn submit(&mut self, spec: TransferSpec) -> Result<u32> {
-        self.check_move(&spec, spec.slots.len())?;
+        self.check_transfer(&spec, spec.slots.len())?;
         let slots: Vec<Slot> = spec.slots.iter().copied().filter(|&slot| slot != NONE).collect();
         let (table, ticket, after) = (spec.table, spec.ticket, spec.after);
         let number = self.transfers.table.add(Transfer::new(spec, self.now_ns)?)?;
         for (held, &slot) in slots.iter().enumerate() {
             if let Err(error) = self.tables[table as usize].chunks.retain(slot) {
                 for &slot in &slots[..held] {
-                    self.let_go(table, slot);
+                    self.release_chunk(table, slot);
                 }
                 self.transfers.table.remove(number);
                 return Err(error);
@@ -370,7 +370,7 @@ impl StoreState {
             TransferKind::Prefetch => self.counters.prefetches += 1,
         }
         match ticket {
-            Some(ticket) => self.dependencies.hold_back(number, ticket),
+            Some(ticket) => self.dependencies.add_ticket(number, ticket),
             None => self.transfers.start_later(number),
         }
         if self.transfers.table[number].cells() == 0 {
@@ -382,7 +382,7 @@ impl StoreState {
 
     /// Checks a request for so many chunks. Called before rows are reserved, too, since that may
     /// evict others.
-    pub(super) fn check_move(&self, spec: &TransferSpec, chunks: usize) -> Result<()> {
+    pub(super) fn check_transfer(&self, spec: &TransferSpec, chunks: usize) -> Result<()> {
         let Some(table) = self.tables.get(spec.table as usize) else {
             fail!(NotFound, "there is no chunk table {}", spec.table);
         };
@@ -390,11 +390,12 @@ impl StoreState {
         if spec.layers == 0 || to > table.layout.layers() {
             fail!(Invalid, "layers {from}..{to} of a model with {}", table.layout.layers());
         }
-        if chunks > MAX_MOVE_CHUNKS || chunks.checked_mul(spec.layers).is_none_or(|n| n >> 32 != 0)
+        if chunks > MAX_TRANSFER_CHUNKS
+            || chunks.checked_mul(spec.layers).is_none_or(|n| n >> 32 != 0)
         {
             fail!(
                 Limit,
-                "a transfer of {chunks} chunks: at most {MAX_MOVE_CHUNKS}, submit several"
+                "a transfer of {chunks} chunks: at most {MAX_TRANSFER_CHUNKS}, submit several"
             );
         }
         if spec.level.is_on_disk() && self.disk.is_none() {
@@ -413,7 +414,7 @@ impl StoreState {
             fail!(Invalid, "{} views for {} layers", spec.views.0.len(), spec.layers);
         }
         self.check_after_event(spec)?;
-        self.transfers.has_room_for_move()
+        self.transfers.check_room()
     }
 
     /// Checks that the views cover so many tokens of so many chunks.
@@ -425,12 +426,12 @@ impl StoreState {
         tokens: u32,
         chunks: u32,
     ) -> Result<()> {
-        let way = match kind {
+        let direction = match kind {
             TransferKind::Prefetch => return Ok(()),
             TransferKind::Put => Direction::Gather,
             TransferKind::Get => Direction::Scatter,
         };
-        views.check(&self.tables[table as usize].layout, first_layer, tokens, chunks, way)
+        views.check(&self.tables[table as usize].layout, first_layer, tokens, chunks, direction)
     }
 
     /// Cancels a transfer: cells that have not begun are skipped. It completes once the cells in
@@ -460,7 +461,7 @@ impl StoreState {
         }
         loop {
             let one = &mut self.transfers.table[number];
-            if one.cursor == one.cells() || one.under_way >= WINDOW {
+            if one.cursor == one.cells() || one.open_jobs >= WINDOW {
                 return true;
             }
             if !self.transfers.jobs.has_room() {
@@ -473,7 +474,7 @@ impl StoreState {
             let one = &mut self.transfers.table[number];
             let at = one.cursor;
             one.cursor += 1;
-            one.under_way += 1;
+            one.open_jobs += 1;
             let (chunk, layer) = one.place(at);
             if one.spec.needed_from.get(layer).is_some_and(|&from| chunk < from as usize) {
                 self.end_cell(number, at, 0, None);
@@ -507,37 +508,37 @@ impl StoreState {
             return;
         }
         one.cursor = to;
-        one.under_way += 1; // until all are counted it is not over
+        one.open_jobs += 1; // until all are counted it is not over
         for at in from..to {
             let one = &mut self.transfers.table[number];
-            one.under_way += 1;
+            one.open_jobs += 1;
             self.count(number, at, 0, Some(status.into()));
         }
         let one = &mut self.transfers.table[number];
-        one.under_way -= 1;
-        if one.under_way == 0 {
+        one.open_jobs -= 1;
+        if one.open_jobs == 0 {
             self.end_first_phase(number);
         }
     }
 
     /// Counts the outcome of a cell.
     pub(super) fn count(&mut self, number: u32, at: u64, bytes: u64, error: Option<Error>) {
-        let one = &self.transfers.table[number].spec;
-        self.stats.tenants.count(one.context.tenant, one.kind, bytes, error.as_ref());
+        let spec = &self.transfers.table[number].spec;
+        self.stats.tenants.count(spec.context.tenant, spec.kind, bytes, error.as_ref());
         self.end_cell(number, at, bytes, error);
     }
 
     fn end_cell(&mut self, number: u32, at: u64, bytes: u64, error: Option<Error>) {
-        let one = &mut self.transfers.table[number];
-        let (chunk, layer) = one.place(at);
-        let index = if one.spec.by_layer { layer } else { 0 };
-        let part = &mut one.parts[index];
+        let transfer = &mut self.transfers.table[number];
+        let (chunk, layer) = transfer.place(at);
+        let index = if transfer.spec.by_layer { layer } else { 0 };
+        let part = &mut transfer.parts[index];
         part.left -= 1;
         part.bytes += bytes;
         if let Some(error) = error {
             part.bad = part.bad.min(chunk as u32);
             part.missed += u32::from(error.status() == Status::NotFound);
-            if let Some(outcome) = one.outcomes.get_mut(chunk) {
+            if let Some(outcome) = transfer.outcomes.get_mut(chunk) {
                 note_outcome(outcome, error.status());
             }
             // A miss is reported only where nothing else failed.
@@ -545,11 +546,11 @@ impl StoreState {
                 part.error = Some(error);
             }
         }
-        one.under_way -= 1;
-        let ends = part.left == 0 && one.spec.level == Level::Ram;
-        let over = one.under_way == 0 && one.cursor == one.cells();
-        let wants_more = one.under_way < WINDOW / 2 && one.cursor < one.cells();
-        if ends && one.spec.by_layer {
+        transfer.open_jobs -= 1;
+        let ends = part.left == 0 && transfer.spec.level == Level::Ram;
+        let over = transfer.open_jobs == 0 && transfer.cursor == transfer.cells();
+        let wants_more = transfer.open_jobs < WINDOW / 2 && transfer.cursor < transfer.cells();
+        if ends && transfer.spec.by_layer {
             self.complete_part(number, index, false);
         }
         if over {
@@ -559,26 +560,26 @@ impl StoreState {
         }
     }
 
-    /// All cells are in memory, or have failed. A put goes on to its level.
+    /// All cells are in memory, or have failed. A put continues to its level.
     fn end_first_phase(&mut self, number: u32) {
         if self.transfers.table[number].spec.kind == TransferKind::Put {
             self.write_back_put(number);
             self.queue_upload(number);
         }
-        if self.transfers.table[number].waits == 0 {
-            self.end_move(number);
+        if self.transfers.table[number].pending_writes == 0 {
+            self.end_transfer(number);
         }
     }
 
     /// Fails a put that waits for the disk, for all its chunks.
     pub(super) fn note_failure(&mut self, number: u32, error: &Error) {
-        let one = &mut self.transfers.table[number];
-        one.note_failure(0, error);
-        one.outcomes.iter_mut().for_each(|outcome| note_outcome(outcome, error.status()));
+        let transfer = &mut self.transfers.table[number];
+        transfer.note_failure(0, error);
+        transfer.outcomes.iter_mut().for_each(|outcome| note_outcome(outcome, error.status()));
     }
 
     /// Ends a transfer: completes the parts that are still open.
-    pub(super) fn end_move(&mut self, number: u32) {
+    pub(super) fn end_transfer(&mut self, number: u32) {
         if self.must_wait_for_sync(number) {
             return;
         }
@@ -607,29 +608,29 @@ impl StoreState {
         self.prefetch_ended(number);
         self.stats.latencies.moved(&one, self.now_ns);
         self.dependencies.stop_waiting(one.spec.ticket);
-        self.dependencies.leave_event(one.spec.after);
+        self.dependencies.release_event(one.spec.after);
         for &slot in one.spec.slots.iter().rev().filter(|&&slot| slot != NONE) {
-            self.let_go(table, slot);
+            self.release_chunk(table, slot);
         }
     }
 
     fn complete_part(&mut self, number: u32, index: usize, last: bool) {
-        let one = &mut self.transfers.table[number];
-        let table = &self.tables[one.spec.table as usize];
-        let part = &mut one.parts[index];
-        let whole = (part.bad as usize).min(one.spec.slots.len());
+        let transfer = &mut self.transfers.table[number];
+        let table = &self.tables[transfer.spec.table as usize];
+        let part = &mut transfer.parts[index];
+        let whole = (part.bad as usize).min(transfer.spec.slots.len());
         // All chunks of a path but the last are full. One without a row was not needed.
         let full = table.layout.chunk_tokens();
         let tokens_of =
             |&slot: &Slot| table.chunks.chunk(slot).map_or(full, |row| row.valid_tokens());
         let each = u64::from(full);
-        let tokens = match one.spec.slots[..whole].split_last() {
+        let tokens = match transfer.spec.slots[..whole].split_last() {
             Some((tail, full)) => full.len() as u64 * each + u64::from(tokens_of(tail)),
-            None => one.locates.unwrap_or(0),
+            None => transfer.locates.unwrap_or(0),
         };
         let (error, bytes) = (part.error.take(), part.bytes);
         let part = index as u32;
-        let outcomes = std::mem::take(&mut one.outcomes);
+        let outcomes = std::mem::take(&mut transfer.outcomes);
         self.transfers.finished.push(Finished {
             number,
             part,
@@ -658,7 +659,7 @@ pub(super) enum Step {
     /// Queued for a copy.
     Copies,
     /// Its copy waits for a device event.
-    Behind,
+    AfterEvent,
     /// Being copied.
     Copying,
     /// Queued for a disk read.
@@ -691,7 +692,7 @@ pub struct Job {
     /// Device memory that it fills.
     pub(super) replica: Option<device::Piece>,
     /// Bytes it adds to those that wait for device events.
-    pub(super) behind_bytes: u64,
+    pub(super) event_bytes: u64,
     /// It does not use the device tier any more.
     pub(super) plain: bool,
     /// The remote did not have the cell.
@@ -717,7 +718,7 @@ impl Job {
             was_below: false,
             uses_device: false,
             replica: None,
-            behind_bytes: 0,
+            event_bytes: 0,
             plain: false,
             gave_up_remote: false,
             copied: 0,
@@ -731,11 +732,11 @@ impl StoreState {
     /// Decides what a job needs next, from the residency of its cell.
     pub(super) fn route(&mut self, id: u32) {
         let Some(job) = self.transfers.jobs.get(id).copied() else { return };
-        let one = &self.transfers.table[job.number];
-        if let Some(status) = one.stopped() {
+        let transfer = &self.transfers.table[job.number];
+        if let Some(status) = transfer.stopped() {
             return self.end_job(id, 0, Some(status.into()));
         }
-        let kind = one.spec.kind;
+        let kind = transfer.spec.kind;
         let (table, cell) = self.transfers.cell_of(&job);
         let marks = self.tables[table as usize].chunks.marks(cell.chunk);
         let marks = marks.and_then(|all| all.get(cell.layer)).copied().unwrap_or_default();
@@ -748,19 +749,19 @@ impl StoreState {
     }
 
     fn route_put(&mut self, id: u32, table: u32, cell: Cell, marks: Residency) {
-        if marks.there() != 0 {
+        if marks.resident_tiers() != 0 {
             // After a crash a record may lack its bytes. Read it before the put counts it as
             // stored.
             let number = self.transfers.jobs[id].number;
             let level = self.transfers.table[number].spec.level;
-            let is_above = marks.there() & HOST_MASK != 0;
+            let is_above = marks.resident_tiers() & HOST_MASK != 0;
             let is_known = !level.is_on_disk() || is_above;
             if !is_known && self.tables[table as usize].has(cell.chunk, note::UNREAD) {
                 return self.read_from_disk(id, table, cell, marks);
             }
             if level == Level::Remote {
                 // The copy reads host memory.
-                if !is_above && marks.there() & DISK_MASK != 0 {
+                if !is_above && marks.resident_tiers() & DISK_MASK != 0 {
                     return self.read_from_disk(id, table, cell, marks);
                 }
                 let (chunk, _) = self.transfers.table[number].place(self.transfers.jobs[id].at);
@@ -786,10 +787,10 @@ impl StoreState {
     }
 
     fn route_get(&mut self, id: u32, kind: TransferKind, table: u32, cell: Cell, marks: Residency) {
-        if marks.there() & DEVICE_MASK != 0 && self.route_replica(id, kind, table, cell) {
+        if marks.resident_tiers() & DEVICE_MASK != 0 && self.route_replica(id, kind, table, cell) {
             return;
         }
-        if marks.there() & HOST_MASK != 0 {
+        if marks.resident_tiers() & HOST_MASK != 0 {
             if kind == TransferKind::Prefetch {
                 return self.end_job(id, 0, None);
             }
@@ -806,7 +807,9 @@ impl StoreState {
                 Err(error) => self.end_job(id, 0, Some(error)),
             };
         }
-        if marks.there() & DISK_MASK == 0 && (marks.arriving() | marks.leaving()) & HOST_MASK == 0 {
+        if marks.resident_tiers() & DISK_MASK == 0
+            && (marks.arriving() | marks.leaving()) & HOST_MASK == 0
+        {
             if !self.transfers.jobs[id].gave_up_remote && self.may_fetch(table, cell) {
                 return self.fetch(id, table, cell);
             }
@@ -821,15 +824,15 @@ impl StoreState {
     /// Queues a read of a cell that is on disk only.
     fn read_from_disk(&mut self, id: u32, table: u32, cell: Cell, marks: Residency) {
         let number = self.transfers.jobs[id].number;
-        self.transfers.table[number].was_below |= marks.there() & DISK_MASK != 0;
+        self.transfers.table[number].was_below |= marks.resident_tiers() & DISK_MASK != 0;
         if (marks.arriving() | marks.leaving()) & HOST_MASK != 0 {
             return self.wait_for_cell(id, table, cell);
         }
         let Some(piece) = self.get_memory(id, table, cell) else { return };
         match self.tables[table as usize].chunks.begin_copy(cell, Tier::Disk, Tier::Host) {
             Ok(Begin::Started) => {
-                let one = &self.transfers.table[self.transfers.jobs[id].number].spec;
-                let (lane, flow) = (one.lane, one.flow);
+                let spec = &self.transfers.table[self.transfers.jobs[id].number].spec;
+                let (lane, flow) = (spec.lane, spec.flow);
                 let bytes = self.tables[table as usize].planes(cell).bytes();
                 let job = &mut self.transfers.jobs[id];
                 (job.piece, job.step, job.was_below) = (Some(piece), Step::Reads, true);
@@ -846,8 +849,8 @@ impl StoreState {
         if self.queue_after_event(id) {
             return;
         }
-        let one = &self.transfers.table[self.transfers.jobs[id].number].spec;
-        let (lane, flow) = (one.lane, one.flow);
+        let spec = &self.transfers.table[self.transfers.jobs[id].number].spec;
+        let (lane, flow) = (spec.lane, spec.flow);
         let bytes = self.tables[table as usize].planes(cell).bytes();
         self.transfers.jobs[id].step = Step::Copies;
         self.copies_of(self.transfers.jobs[id].uses_device).push(lane, flow, id, bytes);
@@ -859,8 +862,8 @@ impl StoreState {
             return self.end_hung(id);
         }
         self.transfers.jobs[id].step = Step::Waiting;
-        let line = self.transfers.cell_waiters.entry((at, cell.layer)).or_default();
-        line.push_back(&mut self.transfers.jobs, Of::Wait, id);
+        let list = self.transfers.cell_waiters.entry((at, cell.layer)).or_default();
+        list.push_back(&mut self.transfers.jobs, Of::Wait, id);
         self.expedite_fetch(id, at, cell.layer);
     }
 
@@ -871,8 +874,8 @@ impl StoreState {
             return;
         }
         let at = At { table, slot: cell.chunk };
-        let Some(mut line) = self.transfers.cell_waiters.remove(&(at, cell.layer)) else { return };
-        while let Some(id) = line.pop_back(&mut self.transfers.jobs, Of::Wait) {
+        let Some(mut list) = self.transfers.cell_waiters.remove(&(at, cell.layer)) else { return };
+        while let Some(id) = list.pop_back(&mut self.transfers.jobs, Of::Wait) {
             self.transfers.jobs[id].step = Step::Fresh;
             self.transfers.woken.push(id);
         }
@@ -925,8 +928,8 @@ impl StoreState {
         let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[id]);
         let bytes = self.tables[table as usize].planes(cell).bytes();
         let message = format!(
-            "no memory for a cell of {bytes} bytes (layer {}), and nothing may leave the {} bytes of \
-             host=: all is held, pinned or in motion. Close sessions, or give the store more",
+            "no memory for a cell of {bytes} bytes (layer {}), and nothing can be evicted from the {} \
+             bytes of host=: all chunks are referenced, pinned or in transfer. Close sessions, or raise host=",
             cell.layer, self.config.host_bytes
         );
         self.unqueue_memory_waiter(id);
@@ -951,7 +954,7 @@ impl StoreState {
         let Some(number) = self.transfers.jobs.get(id).map(|job| job.number) else { return };
         self.transfers.table[number].jobs.remove(&mut self.transfers.jobs, Of::Transfer, id);
         if let Some(job) = self.transfers.jobs.remove(id) {
-            self.end_behind(&job);
+            self.end_after_event(&job);
             self.count(job.number, job.at, bytes, error);
         }
     }
@@ -966,7 +969,7 @@ impl StoreState {
         }
     }
 
-    /// Ends a job that is queued or waits. A job in a batch goes on.
+    /// Ends a job that is queued or waits. A job in a batch continues.
     fn withdraw(&mut self, id: u32, status: Status) {
         let Some(job) = self.transfers.jobs.get(id).copied() else { return };
         let (table, cell) = self.transfers.cell_of(&job);
@@ -976,7 +979,7 @@ impl StoreState {
             // A remote may take longer than a caller waits, and touches none of the caller's
             // memory.
             Step::Fetching => {
-                self.leave_fetch(id, At { table, slot: cell.chunk }, cell.layer);
+                self.abandon_fetch(id, At { table, slot: cell.chunk }, cell.layer);
             }
             Step::WaitsForMemory => self.unqueue_memory_waiter(id),
             Step::Waiting => {
@@ -992,7 +995,7 @@ impl StoreState {
                 self.copies_of(job.uses_device).remove(id);
                 self.end_copying(id, false);
             }
-            Step::Behind => {
+            Step::AfterEvent => {
                 self.withdraw_after_event(&job, id);
                 self.end_copying(id, false);
             }
@@ -1002,7 +1005,7 @@ impl StoreState {
                 self.end_reading(&job, table, cell, Err(Status::Again.into()));
             }
             Step::Fetches => {
-                self.unwant(id, table, cell);
+                self.withdraw_request(id, table, cell);
                 self.end_reading(&job, table, cell, Err(Status::Again.into()));
             }
         }
@@ -1077,7 +1080,7 @@ impl WaitList {
         std::iter::successors(self.first(), move |&id| WaitList::after(jobs, of, id))
     }
 
-    /// The job behind `id`.
+    /// The job after `id`.
     pub fn after(jobs: &Table<Job>, of: Of, id: u32) -> Option<u32> {
         Some(jobs[id].links[of as usize].after).filter(|&id| id != NONE)
     }
@@ -1109,7 +1112,7 @@ impl WaitList {
         Some(id)
     }
 
-    /// Makes the neighbours of `at` point to `to`: the one before to `to.after`, the one behind to
+    /// Makes the neighbours of `at` point to `to`: the one before to `to.after`, the one after to
     /// `to.before`.
     fn join(&mut self, jobs: &mut Table<Job>, of: Of, at: Link, to: Link) {
         match at.before {
@@ -1125,35 +1128,35 @@ impl WaitList {
 
 impl StoreState {
     /// Checks that each job is in exactly the lists that its state requires.
-    pub(super) fn check_lines(&self) -> Result<()> {
+    pub(super) fn check_wait_lists(&self) -> Result<()> {
         let (mut found, mut waiting) = (0, 0);
         for (number, one) in self.transfers.table.iter() {
             let is_its =
                 |id: &u32| self.transfers.jobs.get(*id).is_some_and(|job| job.number == number);
             let count = one.jobs.all(&self.transfers.jobs, Of::Transfer).filter(is_its).count();
-            if count != one.jobs.len() || count != one.under_way as usize {
+            if count != one.jobs.len() || count != one.open_jobs as usize {
                 fail!(
                     State,
                     "transfer {number} has {} cells in flight, {count} jobs",
-                    one.under_way
+                    one.open_jobs
                 );
             }
             found += count;
         }
-        let behind = self.dependencies.events.lines().map(|line| (line, Step::Behind));
-        let lines = self.transfers.cell_waiters.values().map(|line| (line, Step::Waiting));
-        for (line, step) in
-            lines.chain([(&self.transfers.memory_waiters, Step::WaitsForMemory)]).chain(behind)
+        let behind = self.dependencies.events.wait_lists().map(|list| (list, Step::AfterEvent));
+        let lists = self.transfers.cell_waiters.values().map(|list| (list, Step::Waiting));
+        for (list, step) in
+            lists.chain([(&self.transfers.memory_waiters, Step::WaitsForMemory)]).chain(behind)
         {
             let is_so = |id: &u32| self.transfers.jobs.get(*id).is_some_and(|job| job.step == step);
-            let count = line.all(&self.transfers.jobs, Of::Wait).filter(is_so).count();
-            if count != line.len() {
-                fail!(State, "{} jobs are {step:?}, {count} of them are listed", line.len());
+            let count = list.all(&self.transfers.jobs, Of::Wait).filter(is_so).count();
+            if count != list.len() {
+                fail!(State, "{} jobs are {step:?}, {count} of them are listed", list.len());
             }
             waiting += count;
         }
         let waits =
-            |job: &Job| matches!(job.step, Step::Waiting | Step::WaitsForMemory | Step::Behind);
+            |job: &Job| matches!(job.step, Step::Waiting | Step::WaitsForMemory | Step::AfterEvent);
         let wait = self.transfers.jobs.iter().filter(|(_, job)| waits(job)).count();
         if (found, waiting) != (self.transfers.jobs.len(), wait) {
             fail!(
@@ -1200,13 +1203,13 @@ impl StoreState {
     /// Takes the next copies, up to a batch. Copies from device memory have batches of their own,
     /// since they use another link.
     pub(super) fn take_copies(&mut self) -> Option<CopyBatch> {
-        let uses_device = self.is_replica_turn();
+        let uses_device = self.is_replica_next();
         let rescued = self.replicas.as_ref().map(|_| Vec::new());
         let (mut batch, mut bytes) =
             (CopyBatch { uses_device, rescued, ..CopyBatch::default() }, 0);
         while batch.jobs.len() < self.config.batch_cells && bytes < self.config.copy_bytes {
             let Some((_, id)) = self.copies_of(uses_device).pop() else { break };
-            if self.turn_away(id) {
+            if self.reroute_lost(id) {
                 continue;
             }
             bytes += self.take_copy(id, self.config.copy_bytes, &mut batch);
@@ -1260,16 +1263,16 @@ impl StoreState {
     }
 
     /// Ends a part of a cell. Returns whether more parts follow; then the job is queued again.
-    fn goes_on(&mut self, id: u32) -> bool {
+    fn continue_copy(&mut self, id: u32) -> bool {
         let job = &mut self.transfers.jobs[id];
         job.copied += job.part;
         let (number, copied) = (job.number, job.copied);
         let (tokens, bytes) = self.extent(&self.transfers.jobs[id]);
-        let one = &self.transfers.table[number];
-        if copied >= tokens || one.stopped().is_some() {
+        let transfer = &self.transfers.table[number];
+        if copied >= tokens || transfer.stopped().is_some() {
             return false;
         }
-        let (lane, flow) = (one.spec.lane, one.spec.flow);
+        let (lane, flow) = (transfer.spec.lane, transfer.spec.flow);
         let left = bytes / u64::from(tokens) * u64::from(tokens - copied);
         self.transfers.jobs[id].step = Step::Copies;
         self.stages.copy.queue.put_back(lane, flow, id, left);
@@ -1279,7 +1282,7 @@ impl StoreState {
     /// Adds the copies of a job to a batch.
     fn add_copies(&self, id: u32, batch: &mut CopyBatch) {
         let job = &self.transfers.jobs[id];
-        let one = &self.transfers.table[job.number];
+        let transfer = &self.transfers.table[job.number];
         let (table, cell) = self.transfers.cell_of(job);
         let planes = self.tables[table as usize].planes(cell);
         let (bytes, k_bytes) = (planes.bytes(), planes.k_bytes);
@@ -1295,7 +1298,7 @@ impl StoreState {
         let in_host = Side { address: host, memory: Memory::Host, sums: None };
         match replica {
             // Crosses the bus once; the copy to the engine's tensors is made on the device.
-            Some(device) if one.spec.kind == TransferKind::Get => {
+            Some(device) if transfer.spec.kind == TransferKind::Get => {
                 batch.fills.push(Fill { host, device, bytes, k_bytes, job: batch.jobs.len() });
                 self.add_planes(id, &Side::on_device(device as usize), batch);
             }
@@ -1327,12 +1330,22 @@ impl StoreState {
             batch.views.push(one.spec.views.clone());
         }
         let (views, job) = (batch.views.len() - 1, batch.jobs.len());
-        let (memory, way) = (side.memory, one.way());
+        let (memory, direction) = (side.memory, one.direction());
         let mut add = |is_v: bool, offset: u64| {
             let address = side.address.wrapping_add(offset as usize);
             let sum = side.sums.map(|sums| sums[usize::from(is_v)]);
-            let item =
-                CopyItem { views, layer, is_v, first, tokens, address, memory, job, way, sum };
+            let item = CopyItem {
+                views,
+                layer,
+                is_v,
+                first,
+                tokens,
+                address,
+                memory,
+                job,
+                direction,
+                sum,
+            };
             batch.items.push(item);
         };
         if planes.k_bytes > 0 {
@@ -1356,22 +1369,26 @@ impl StoreState {
             let job = self.transfers.jobs[id];
             let (table, cell) = self.transfers.cell_of(&job);
             let bytes = self.tables[table as usize].planes(cell).bytes();
-            let came = result.is_ok() || is_rescued;
-            if came && self.goes_on(id) {
+            let succeeded = result.is_ok() || is_rescued;
+            if succeeded && self.continue_copy(id) {
                 continue;
             }
             // A cancelled cell ends between two parts.
             let is_whole = self.transfers.jobs[id].copied >= self.extent(&job).0;
-            let given_up = self.transfers.table[job.number].stopped().filter(|_| came && !is_whole);
-            let given_up = given_up.map(|status| Err(status.into()));
-            let (result, came) = (given_up.as_ref().unwrap_or(result), came && is_whole);
+            let stopped_status =
+                self.transfers.table[job.number].stopped().filter(|_| succeeded && !is_whole);
+            let stopped_status = stopped_status.map(|status| Err(status.into()));
+            let (result, succeeded) =
+                (stopped_status.as_ref().unwrap_or(result), succeeded && is_whole);
             if let (Some(piece), Some(sums)) = (job.replica, batch.sums.get(at)) {
                 self.note_replica_sums(piece, *sums);
             }
-            self.end_copying(id, came);
+            self.end_copying(id, succeeded);
             match result {
                 Err(_)
-                    if !came && !batch.is_spent && (job.uses_device || job.replica.is_some()) =>
+                    if !succeeded
+                        && !batch.is_spent
+                        && (job.uses_device || job.replica.is_some()) =>
                 {
                     // The replica may be damaged, but the cell is resident elsewhere. A refused job
                     // has touched nothing.
@@ -1381,14 +1398,14 @@ impl StoreState {
                     }
                     self.transfers.restart_job(id);
                 }
-                Err(error) if !came => self.end_job(id, 0, Some(error.clone())),
+                Err(error) if !succeeded => self.end_job(id, 0, Some(error.clone())),
                 _ => self.end_job(id, bytes, None),
             }
         }
     }
 
-    /// Ends a copy, or one that never began (`came` is false).
-    pub(super) fn end_copying(&mut self, id: u32, came: bool) {
+    /// Ends a copy, or one that never began (`succeeded` is false).
+    pub(super) fn end_copying(&mut self, id: u32, succeeded: bool) {
         let job = self.transfers.jobs[id];
         let (table, cell) = self.transfers.cell_of(&job);
         let kind = self.transfers.table[job.number].spec.kind;
@@ -1397,7 +1414,7 @@ impl StoreState {
             self.transfers.jobs[id].replica,
             self.transfers.jobs[id].copied,
         ) = (false, None, 0);
-        let filled = job.replica.map(|piece| (piece, came));
+        let filled = job.replica.map(|piece| (piece, succeeded));
         if kind != TransferKind::Put {
             let tier = if job.uses_device { Tier::Device } else { Tier::Host };
             let counter = match (job.uses_device, job.was_below) {
@@ -1405,15 +1422,15 @@ impl StoreState {
                 (false, true) => &mut self.counters.disk_hit_cells,
                 (false, false) => &mut self.counters.host_hit_cells,
             };
-            *counter += u64::from(came); // one that is tried again is counted then
+            *counter += u64::from(succeeded); // one that is tried again is counted then
             if let Some(filled) = filled {
                 self.end_filling(table, cell, kind, filled);
             }
-            let mut is_news = filled.is_some();
+            let mut is_changed = filled.is_some();
             match self.tables[table as usize].chunks.end_read(cell, tier) {
                 Ok(Some(place)) => {
                     self.free_place(table, cell, place);
-                    is_news = true;
+                    is_changed = true;
                 }
                 Ok(None) => {}
                 Err(error) => {
@@ -1425,14 +1442,14 @@ impl StoreState {
                 table,
                 cell,
             );
-            if is_news {
+            if is_changed {
                 self.wake(table, cell);
             }
             return;
         }
         if let Some(piece) = self.transfers.jobs[id].piece.take() {
-            self.end_storing(id, table, cell, came.then_some(Location::Host(piece.0)));
-            if !came {
+            self.end_storing(id, table, cell, succeeded.then_some(Location::Host(piece.0)));
+            if !succeeded {
                 self.give_back(piece);
             }
         }
@@ -1543,19 +1560,19 @@ impl StoreState {
                 Arrival::Failed
             }
         };
-        let came = matches!(arrival, Arrival::Arrived(_));
+        let has_arrived = matches!(arrival, Arrival::Arrived(_));
         match self.tables[table as usize].chunks.end_copy(cell, Tier::Host, arrival) {
             Ok(Some(place)) => self.free_place(table, cell, place),
             Ok(None) => {}
             Err(error) => log::error!("internal: the read of a cell could not be ended: {error}"),
         }
-        if came {
+        if has_arrived {
             self.counters.loaded_bytes += bytes;
             self.arrived(table, cell, Tier::Host);
         } else {
             self.give_back(piece);
             if arrival == Arrival::BadSource {
-                self.departed(table, cell, Tier::Disk);
+                self.note_removed(table, cell, Tier::Disk);
                 self.forget_if_alone(table, cell);
             }
         }
@@ -1626,17 +1643,17 @@ impl StoreState {
         let (table, cell) = self.transfers.cell_of(&job);
         let rows = &self.tables[table as usize];
         let marks = rows.chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
-        let is_below =
-            marks.is_some_and(|marks| marks.there() & (HOST_MASK | DISK_MASK) == DISK_MASK);
+        let is_below = marks
+            .is_some_and(|marks| marks.resident_tiers() & (HOST_MASK | DISK_MASK) == DISK_MASK);
         let is_get = self.transfers.table[job.number].spec.kind == TransferKind::Get;
-        // A copy behind a device event might occupy the reserve for long.
+        // A copy that depends on a device event might occupy the reserve for long.
         if !is_get || !is_below || self.event_of(job.number).is_some() {
             return None;
         }
         let bytes = rows.planes(cell).bytes();
         if let Some(owner) = self.host.reserve_owner() {
             let (table, other) = cell_of_owner(owner);
-            self.leave_reserve(table, other);
+            self.drop_reserved(table, other);
             if self.host.reserve_owner().is_some() {
                 let row = self.tables[table as usize].chunks.chunk(other.chunk);
                 return row.is_some_and(|row| row.is_moving()).then_some(false);
@@ -1656,11 +1673,11 @@ impl StoreState {
     /// A job has read its cell into `piece`. A cell in the reserve is dropped from memory at once.
     pub(super) fn end_reserved(&mut self, piece: Option<Piece>, table: u32, cell: Cell) {
         if piece.is_some_and(|piece| self.host.is_reserve(piece)) {
-            self.leave_reserve(table, cell);
+            self.drop_reserved(table, cell);
         }
     }
 
-    fn leave_reserve(&mut self, table: u32, cell: Cell) {
+    fn drop_reserved(&mut self, table: u32, cell: Cell) {
         self.drop_copies(At { table, slot: cell.chunk }, |layer| layer == cell.layer);
     }
 }
@@ -1675,7 +1692,7 @@ mod tests {
     proptest! {
         /// Random operations on two kinds of lists over the same jobs, against `VecDeque`s.
         #[test]
-        fn lines_are_queues_that_can_be_left_anywhere(
+        fn wait_lists_agree_with_queues_under_random_removals(
             steps in prop::collection::vec((0..4u8, 0..3usize, any::<u16>()), 1..400),
         ) {
             const OF: [Of; 3] = [Of::Wait, Of::Wait, Of::Transfer];
@@ -1683,33 +1700,33 @@ mod tests {
             for number in 0..64 {
                 jobs.add(Job::new(0, number, Cell { chunk: 0, layer: 0 })).unwrap();
             }
-            let mut lines: [WaitList; 3] = Default::default();
+            let mut lists: [WaitList; 3] = Default::default();
             let mut queues: [VecDeque<u32>; 3] = Default::default();
-            for (what, at, choice) in steps {
-                let (of, line) = (OF[at], &mut lines[at]);
+            for (operation, at, choice) in steps {
+                let (of, list) = (OF[at], &mut lists[at]);
                 let id = u32::from(choice) % 64;
                 let others = if at == 2 { 2..3 } else { 0..2 };
                 let is_free = queues[others].iter().all(|queue| !queue.contains(&id));
                 let queue = &mut queues[at];
-                match what {
+                match operation {
                     0 if is_free => {
-                        line.push_back(&mut jobs, of, id);
+                        list.push_back(&mut jobs, of, id);
                         queue.push_back(id);
                     }
                     1 if is_free => {
-                        line.push_front(&mut jobs, of, id);
+                        list.push_front(&mut jobs, of, id);
                         queue.push_front(id);
                     }
                     2 if !queue.is_empty() => {
                         let id = queue.remove(usize::from(choice) % queue.len()).unwrap();
-                        line.remove(&mut jobs, of, id);
+                        list.remove(&mut jobs, of, id);
                     }
-                    _ => prop_assert_eq!(line.pop_back(&mut jobs, of), queue.pop_back()),
+                    _ => prop_assert_eq!(list.pop_back(&mut jobs, of), queue.pop_back()),
                 }
-                for ((line, queue), of) in lines.iter().zip(&queues).zip(OF) {
-                    let all: Vec<u32> = line.all(&jobs, of).collect();
+                for ((list, queue), of) in lists.iter().zip(&queues).zip(OF) {
+                    let all: Vec<u32> = list.all(&jobs, of).collect();
                     prop_assert_eq!(queue, &all);
-                    prop_assert_eq!((line.len(), line.is_empty()), (queue.len(), queue.is_empty()));
+                    prop_assert_eq!((list.len(), list.is_empty()), (queue.len(), queue.is_empty()));
                 }
             }
         }

@@ -1,5 +1,5 @@
 //! Batches of jobs for the workers. A worker takes a batch with [`StoreState::take`], executes it
-//! without the lock, and reports the outcome with [`StoreState::done`].
+//! without the lock, and ends it with [`StoreState::done`].
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
@@ -19,7 +19,7 @@ use crate::store::state::{At, StoreState};
 use crate::tier::disk::{Gets, Mark, Puts};
 use crate::tier::host::Registration;
 
-/// Kinds of workers. Each kind has its own threads.
+/// Kinds of workers. Each kind has threads of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkerKind {
     /// Copies between the engine's tensors, host and device memory.
@@ -35,9 +35,9 @@ pub enum WorkerKind {
     /// Remote reads.
     Fetch = 5,
     /// Remote writes.
-    Send = 6,
+    Upload = 6,
     /// Remote lookups.
-    Ask = 7,
+    Lookup = 7,
 }
 
 /// Number of kinds.
@@ -52,8 +52,8 @@ impl WorkerKind {
         WorkerKind::Sync,
         WorkerKind::Upkeep,
         WorkerKind::Fetch,
-        WorkerKind::Send,
-        WorkerKind::Ask,
+        WorkerKind::Upload,
+        WorkerKind::Lookup,
     ];
 }
 
@@ -63,7 +63,7 @@ pub struct CopyItem {
     pub views: usize,
     /// Index of the layer in these views.
     pub layer: usize,
-    /// True: the V plane. False: the K plane.
+    /// Copies the V plane; else the K plane.
     pub is_v: bool,
     /// First token.
     pub first: u32,
@@ -76,8 +76,8 @@ pub struct CopyItem {
     /// Index of its job in the batch.
     pub job: usize,
     /// Direction.
-    pub way: Direction,
-    /// Checksum of the plane, if the device tier has stored it.
+    pub direction: Direction,
+    /// Checksum of the plane, if the device tier has it.
     pub sum: Option<u64>,
 }
 
@@ -101,7 +101,7 @@ pub struct Fill {
 pub struct Damage {
     /// Copies that arrived with wrong bytes.
     pub seen: u64,
-    /// Jobs of the batch whose repeated copy was damaged, too.
+    /// Jobs of the batch whose second copy was wrong, too.
     pub jobs: Vec<usize>,
 }
 
@@ -109,25 +109,25 @@ pub struct Damage {
 #[derive(Default)]
 pub struct CopyBatch {
     pub(super) jobs: Vec<u32>,
-    /// Whether the copies read from the device tier.
+    /// They read the device tier.
     pub(super) uses_device: bool,
-    /// Whether the event that the copies wait for can no longer complete.
+    /// The event that they wait for will never complete.
     pub(super) is_spent: bool,
-    /// Copies into the device tier, to be executed before `items`, which may read their results.
+    /// Copies into the device tier that are made first: `items` may read what they wrote.
     pub fills: Vec<Fill>,
-    /// If the device is lost: for each job, whether the host has executed it instead. `None`: a
-    /// lost device fails the whole batch.
+    /// For each job, whether it was done without the device. `None` if a lost device fails the
+    /// batch.
     pub rescued: Option<Vec<bool>>,
-    /// Outcome of each job, if the jobs were executed one by one after the batch had failed.
+    /// Outcome of each job, if they were executed one by one after the batch had failed.
     pub alone: Vec<Result<()>>,
-    /// Jobs that the device rejected before it accessed memory.
+    /// Jobs that the device refused before it touched memory.
     pub refused: Vec<usize>,
     /// Damage found on the bus.
     pub damage: Damage,
     /// Checksums of each job's planes, if the device computes them.
     pub sums: Vec<[u64; 2]>,
     pub(super) load: Load,
-    /// Views of the engine's tensors, one for each transfer of the batch.
+    /// The engine's tensors of its transfers.
     pub views: Vec<Arc<Views>>,
     /// Copies to execute.
     pub items: Vec<CopyItem>,
@@ -166,7 +166,7 @@ pub struct ReadBatch {
     pub(super) load: Load,
     /// Reads to execute, and their outcomes.
     pub gets: Gets,
-    /// How to decode encoded cells, in the order of `gets`.
+    /// How to decode coded cells, in the order of `gets`.
     pub decodings: Vec<Decoding>,
 }
 
@@ -196,8 +196,8 @@ pub struct Decoding {
     pub address: *mut u8,
 }
 
-// SAFETY: the address is not dereferenced here; the caller that executes the read guarantees that
-// it is valid.
+// SAFETY: the memory is named, not owned; the reader of the batch guarantees that it is
+// valid then.
 unsafe impl Send for Decoding {}
 
 /// A batch of disk writes.
@@ -208,9 +208,9 @@ pub struct WriteBatch {
     pub puts: Puts,
     /// How to encode each cell of `puts`.
     pub codings: Vec<Coding>,
-    /// Records of namespaces, to be written before `puts`.
+    /// Records of namespaces that must be written first.
     pub(super) notes: Vec<SpaceNote>,
-    /// The error, if the batch was not written.
+    /// Why the batch was not written.
     pub(super) refused: Option<Error>,
 }
 
@@ -226,20 +226,19 @@ pub(super) struct SpaceNote {
 /// A sync of the disk.
 #[derive(Default)]
 pub struct SyncBatch {
-    pub(super) moves: Vec<u32>,
+    pub(super) transfers: Vec<u32>,
     /// Segments to sync for each transfer, with the outcome.
     pub marks: Vec<(u32, Mark, Result<()>)>,
-    /// Outcome of a sync of all segments, if one is needed first: recovered records may never have
-    /// been synced.
+    /// Syncs all segments first: recovered records may never have been synced.
     pub everything: Option<Result<()>>,
 }
 
-/// A maintenance task of the disk tier.
+/// A task that keeps the disk in order.
 pub enum Upkeep {
     /// Removes empty segments.
     Sweep,
     /// Moves the live cells of a segment elsewhere.
-    Clean(u64),
+    Compact(u64),
     /// Writes a checkpoint.
     Checkpoint(Checkpoint),
 }
@@ -250,7 +249,7 @@ pub enum Work {
     Copies(CopyBatch),
     /// Allocation or release of device memory.
     Slabs(SlabWork),
-    /// Host memory that is not registered with the device yet: the worker registers it.
+    /// Host memory to be unregistered from the device.
     Unregistered(Vec<Arc<Registration>>),
     /// Disk reads.
     Reads(ReadBatch),
@@ -263,16 +262,16 @@ pub enum Work {
     /// Remote reads.
     Fetches(FetchBatch),
     /// Remote writes.
-    Sends(UploadBatch),
+    Uploads(UploadBatch),
     /// Remote lookups.
-    Asks(LookupBatch),
+    Lookups(LookupBatch),
 }
 
 /// Outcome of a batch. Batches that carry an outcome for each job ignore it.
 pub type Outcome = Result<()>;
 
 impl Work {
-    /// Kind of worker that executes this work.
+    /// Kind of worker that executes it.
     pub fn workers(&self) -> WorkerKind {
         match self {
             Work::Copies(_) | Work::Slabs(_) | Work::Unregistered(_) => WorkerKind::Copy,
@@ -281,12 +280,12 @@ impl Work {
             Work::Syncs(_) => WorkerKind::Sync,
             Work::Upkeep(_) => WorkerKind::Upkeep,
             Work::Fetches(_) => WorkerKind::Fetch,
-            Work::Sends(_) => WorkerKind::Send,
-            Work::Asks(_) => WorkerKind::Ask,
+            Work::Uploads(_) => WorkerKind::Upload,
+            Work::Lookups(_) => WorkerKind::Lookup,
         }
     }
 
-    /// Whether this work writes a checkpoint.
+    /// Whether it writes a checkpoint.
     pub(super) fn is_checkpoint(&self) -> bool {
         matches!(self, Work::Upkeep(Upkeep::Checkpoint(_)))
     }
@@ -296,11 +295,11 @@ impl StoreState {
     /// Takes work for a kind of worker, if there is any.
     pub fn take(&mut self, workers: WorkerKind) -> Option<Work> {
         let mut work = self.take_once(workers);
-        // The first attempt may have taken only jobs that no longer need this kind of worker:
-        // copies of a lost device, or reads of cells that were evicted meanwhile. Further jobs may
-        // be queued, and no other thread would wake this worker for them.
-        let retries = !matches!(workers, WorkerKind::Write | WorkerKind::Sync | WorkerKind::Upkeep);
-        while work.is_none() && retries && self.has_work(workers) {
+        // Copies that a lost device was to make have turned into other jobs, and so may reads of
+        // cells that were evicted meanwhile. No other thread would wake this worker.
+        let may_retry =
+            !matches!(workers, WorkerKind::Write | WorkerKind::Sync | WorkerKind::Upkeep);
+        while work.is_none() && may_retry && self.has_work(workers) {
             work = self.take_once(workers);
         }
         work
@@ -320,15 +319,15 @@ impl StoreState {
             WorkerKind::Sync => self.take_syncs().map(Work::Syncs),
             WorkerKind::Upkeep => self.take_upkeep().map(Work::Upkeep),
             WorkerKind::Fetch => self.take_fetches().map(Work::Fetches),
-            WorkerKind::Send => self.take_uploads().map(Work::Sends),
-            WorkerKind::Ask => self.take_lookups().map(Work::Asks),
+            WorkerKind::Upload => self.take_uploads().map(Work::Uploads),
+            WorkerKind::Lookup => self.take_lookups().map(Work::Lookups),
         };
         if let Some(work) = &mut work {
             self.stages.in_flight[workers as usize] += 1;
             self.batch_begins(work);
             self.disk_gc.checkpoint_begins(work);
         }
-        // Taking work may have ended jobs that need no worker, which unblocks other jobs.
+        // Taking work may have ended jobs that need no worker, which lets other jobs continue.
         self.settle();
         work
     }
@@ -356,17 +355,19 @@ impl StoreState {
                 self.stages.in_flight[workers as usize] == 0
                     && self.disk.is_some()
                     && !is_held
-                    && (self.disk_gc.wants() || self.disk_gc.is_checkpoint_due())
+                    && (self.disk_gc.may_have_work() || self.disk_gc.is_checkpoint_due())
             }
             WorkerKind::Fetch => {
                 self.remote.as_ref().is_some_and(|remote| !remote.is_quiet_to_fetch())
             }
-            WorkerKind::Send => self.remote.as_deref().is_some_and(RemoteTier::has_to_send),
-            WorkerKind::Ask => self.remote.as_ref().is_some_and(|remote| remote.asking.waits()),
+            WorkerKind::Upload => self.remote.as_deref().is_some_and(RemoteTier::has_to_send),
+            WorkerKind::Lookup => {
+                self.remote.as_ref().is_some_and(|remote| remote.lookups.has_queued())
+            }
         }
     }
 
-    /// Reports the outcome of a batch. `elapsed_ns` = 0: unknown.
+    /// Ends a batch with its outcome. `elapsed_ns` = 0: unknown.
     pub fn done(&mut self, work: Work, outcome: Outcome, elapsed_ns: u64) {
         self.batch_ends(&work, &outcome, elapsed_ns);
         self.disk_gc.checkpoint_ends(&work, &outcome);
@@ -380,13 +381,13 @@ impl StoreState {
             Work::Syncs(batch) => self.done_syncs(&batch),
             Work::Upkeep(upkeep) => self.done_upkeep(&upkeep, outcome),
             Work::Fetches(batch) => self.done_fetches(&batch),
-            Work::Sends(batch) => self.done_uploads(&batch),
-            Work::Asks(batch) => self.done_lookups(&batch),
+            Work::Uploads(batch) => self.done_uploads(&batch),
+            Work::Lookups(batch) => self.done_lookups(&batch),
         }
         self.settle();
     }
 
-    /// The bandwidth measurement that this work belongs to, if there is one.
+    /// The stage that work passes through, if it has one.
     fn stage(&mut self, work: &Work) -> Option<&mut Stage> {
         match work {
             Work::Copies(batch) => match &mut self.replicas {
@@ -399,10 +400,9 @@ impl StoreState {
         }
     }
 
-    /// Records the load of a batch: its bytes, and the number of batches in flight, this one
-    /// included.
+    /// Notes what a batch carries. It counts as in flight already.
     fn batch_begins(&mut self, work: &mut Work) {
-        let in_flight = self.stages.in_flight(work.workers());
+        let beside = self.stages.in_flight(work.workers());
         let cell_bytes = |id: &u32| {
             let (table, cell) = self.transfers.cell_of(&self.transfers.jobs[*id]);
             self.tables[table as usize].planes(cell).bytes()
@@ -416,38 +416,35 @@ impl StoreState {
             Work::Fetches(batch) => (batch.bytes(), &mut batch.load),
             _ => return,
         };
-        let new_load = Load { bytes, beside: in_flight };
-        *load = new_load;
+        let noted = Load { bytes, beside };
+        *load = noted;
         if let Some(stage) = self.stage(work) {
-            stage.begins(new_load);
+            stage.begins(noted);
         }
     }
 
-    /// Records the duration of a batch, which still counts as in flight.
+    /// Takes over how long a batch took. It still counts as in flight.
     fn batch_ends(&mut self, work: &Work, outcome: &Outcome, elapsed_ns: u64) {
         if matches!(work, Work::Slabs(_) | Work::Unregistered(_)) {
             return;
         }
         let workers = work.workers();
         self.stats.latencies.batch(workers as usize, elapsed_ns);
-        let (load, is_measured) = match work {
+        let (load, is_sound) = match work {
             Work::Copies(batch) => (batch.load, outcome.is_ok()),
-            // The duration of a failed read is no measurement of the bandwidth; that of a read of
-            // damaged bytes is one.
-            Work::Reads(batch) => {
-                (batch.load, batch.gets.iter().all(|get| has_read_bytes(&get.result)))
-            }
-            Work::Fetches(batch) => (batch.load, batch.all_came()),
+            // A failed read says nothing about the bandwidth; a read of wrong bytes does.
+            Work::Reads(batch) => (batch.load, batch.gets.iter().all(|get| was_read(&get.result))),
+            Work::Fetches(batch) => (batch.load, batch.all_arrived()),
             _ => return,
         };
         let in_flight = self.stages.in_flight(workers);
         if let Some(stage) = self.stage(work) {
-            stage.ends(load, in_flight, is_measured, elapsed_ns);
+            stage.ends(load, in_flight, is_sound, elapsed_ns);
         }
     }
 }
 
-fn has_read_bytes(result: &Result<()>) -> bool {
+fn was_read(result: &Result<()>) -> bool {
     let status = result.as_ref().map_or_else(|error| error.status(), |()| Status::Ok);
     matches!(status, Status::Ok | Status::Corrupt | Status::NotFound)
 }

@@ -13,7 +13,7 @@ use crate::meta::chunks::{Arrival, Begin, Cell, Dropped, Location, StoredForm};
 use crate::meta::index::{NONE, Slot};
 use crate::store::job_queues::LANES;
 use crate::store::state::chunk_table::note;
-use crate::store::state::eviction::{Leave, Part};
+use crate::store::state::eviction::{Demotion, Part};
 use crate::store::state::transfer::Level;
 use crate::store::state::work::{Coding, SyncBatch, WorkerKind, WriteBatch};
 use crate::store::state::{At, DEVICE_MASK, DISK_MASK, HOST_MASK, StoreState, Write};
@@ -30,12 +30,12 @@ struct Written {
     error: Option<Error>,
 }
 
-/// Chunks on their way from memory to disk, and transfers that wait for them.
+/// Chunks in transfer from memory to disk, and transfers that wait for them.
 pub(super) struct Writeback {
     /// Chunks to be written.
     pub(super) queue: VecDeque<At>,
     /// Chunks whose memory is freed once they are on disk, and how much of them.
-    pub(super) demoting: BTreeMap<At, Leave>,
+    pub(super) demoting: BTreeMap<At, Demotion>,
     pub(super) demoting_bytes: u64,
     /// Puts that wait until a chunk is on disk, each with the index of the chunk in its transfer;
     /// NONE = the chunk is only written because a later one needs it.
@@ -46,7 +46,7 @@ pub(super) struct Writeback {
     pub(super) sync_at: usize,
     /// Puts that wait for a sync.
     pub(super) sync_waiters: Vec<u32>,
-    pub(super) behind: WriteBehind,
+    pub(super) write_behind: WriteBehind,
 }
 
 impl Default for Writeback {
@@ -59,7 +59,7 @@ impl Default for Writeback {
             unsynced: BTreeMap::new(),
             sync_at: MOST_UNSYNCED,
             sync_waiters: Vec::new(),
-            behind: WriteBehind::default(),
+            write_behind: WriteBehind::default(),
         }
     }
 }
@@ -98,7 +98,7 @@ impl StoreState {
             }
             if on_disk {
                 self.writeback.chunk_waiters.entry(at).or_default().push((number, i as u32));
-                self.transfers.table[number].waits += 1;
+                self.transfers.table[number].pending_writes += 1;
             }
             self.queue_writeback(at);
         }
@@ -121,9 +121,9 @@ impl StoreState {
             return self.upload_put(number, chunk, at);
         }
         let rows = &self.tables[at.table as usize];
-        let one = &mut self.transfers.table[number];
-        one.whole.push(at.slot);
-        if one.whole.len() as u64 * rows.chunk_bytes(at.slot) < self.config.batch_bytes {
+        let transfer = &mut self.transfers.table[number];
+        transfer.whole.push(at.slot);
+        if transfer.whole.len() as u64 * rows.chunk_bytes(at.slot) < self.config.batch_bytes {
             return;
         }
         for slot in std::mem::take(&mut self.transfers.table[number].whole) {
@@ -135,7 +135,7 @@ impl StoreState {
 
     /// Writes all cells that are in memory only, before a store closes. A session's partial chunk
     /// is not written, since it is of no use after that.
-    pub fn write_all_down(&mut self) {
+    pub fn write_back_all(&mut self) {
         if self.disk.is_none() || self.config.write == Write::Never {
             return;
         }
@@ -170,9 +170,9 @@ impl StoreState {
             let Some(at) = self.writeback.queue.pop_front() else { break };
             let rows = &mut self.tables[at.table as usize];
             rows.clear(at.slot, note::QUEUED);
-            let wanted =
+            let is_required =
                 rows.has(at.slot, note::FORCED | note::LEAVES) || self.config.write.is_eager();
-            let added = if wanted { self.add_records(at, &mut batch) } else { 0 };
+            let added = if is_required { self.add_records(at, &mut batch) } else { 0 };
             if added == 0 {
                 // All of it is on disk, or in another batch.
                 self.release_after(at, |core| core.is_down(at));
@@ -197,7 +197,8 @@ impl StoreState {
         for layer in 0..rows.layout.layers() {
             let cell = Cell { chunk: at.slot, layer };
             let Some(marks) = rows.chunks.marks(at.slot).map(|marks| marks[layer]) else { break };
-            if marks.there() & HOST_MASK == 0 || (marks.there() | marks.arriving()) & DISK_MASK != 0
+            if marks.resident_tiers() & HOST_MASK == 0
+                || (marks.resident_tiers() | marks.arriving()) & DISK_MASK != 0
             {
                 continue;
             }
@@ -311,7 +312,7 @@ impl StoreState {
     /// Runs `act` for a chunk that was referenced for its write-back, then releases the reference.
     pub(super) fn release_after(&mut self, at: At, act: impl FnOnce(&mut StoreState)) {
         act(self);
-        self.let_go(at.table, at.slot);
+        self.release_chunk(at.table, at.slot);
     }
 
     /// Codec of the cells of a chunk: of its namespace's recipe, or else the store's.
@@ -327,7 +328,7 @@ impl StoreState {
         marks.iter().any(|marks| marks.arriving() & DISK_MASK != 0)
     }
 
-    /// All cells that a chunk has in memory are on disk: puts that wait for it go on, and a demoted
+    /// All cells that a chunk has in memory are on disk: puts that wait for it continue, and a demoted
     /// chunk leaves memory. If more of it is queued or being written, this is called again after
     /// that.
     pub(super) fn is_down(&mut self, at: At) {
@@ -337,8 +338,8 @@ impl StoreState {
         }
         let rows = &mut self.tables[at.table as usize];
         rows.clear(at.slot, note::FORCED);
-        if let Some(leave) = self.cancel_demotion(at) {
-            let freed = self.drop_copies(at, |layer| leave.has(layer));
+        if let Some(demotion) = self.cancel_demotion(at) {
+            let freed = self.drop_copies(at, |layer| demotion.has(layer));
             let is_up = self.is_in_host(at, Part::All);
             self.counters.demoted_chunks += u64::from(freed > 0 && !is_up);
             if is_up {
@@ -346,9 +347,9 @@ impl StoreState {
             }
         }
         for (number, _) in self.writeback.chunk_waiters.remove(&at).unwrap_or_default() {
-            self.transfers.table[number].waits -= 1;
-            if self.transfers.table[number].waits == 0 {
-                self.end_move(number);
+            self.transfers.table[number].pending_writes -= 1;
+            if self.transfers.table[number].pending_writes == 0 {
+                self.end_transfer(number);
             }
         }
     }
@@ -359,29 +360,29 @@ impl StoreState {
         let rows = &mut self.tables[at.table as usize];
         rows.clear(at.slot, note::FORCED);
         self.disk_gc.given_up += 1;
-        if let Some(leave) = self.cancel_demotion(at) {
+        if let Some(demotion) = self.cancel_demotion(at) {
             self.counters.disk_full_chunks += 1;
-            self.drop_if_unreferenced(at, &leave);
+            self.drop_if_unreferenced(at, &demotion);
         }
         for (number, chunk) in self.writeback.chunk_waiters.remove(&at).unwrap_or_default() {
             // A chunk that was only written for a later one is no part of what the put promises.
             if chunk != NONE {
                 self.transfers.table[number].note_failure(chunk, error);
             }
-            self.transfers.table[number].waits -= 1;
-            if self.transfers.table[number].waits == 0 {
-                self.end_move(number);
+            self.transfers.table[number].pending_writes -= 1;
+            if self.transfers.table[number].pending_writes == 0 {
+                self.end_transfer(number);
             }
         }
     }
 
     /// Drops a chunk that cannot be written. The reference held for its write-back does not count.
-    fn drop_if_unreferenced(&mut self, at: At, leave: &Leave) {
+    fn drop_if_unreferenced(&mut self, at: At, demotion: &Demotion) {
         let rows = &mut self.tables[at.table as usize];
         let was_held = rows.chunks.release(at.slot).is_ok();
         let is_all = !self.config.drop_cells;
-        let goes = |layer, there| there == HOST_MASK && (is_all || leave.has(layer));
-        let freed = self.drop_where(at, Tier::Host as usize, goes);
+        let is_selected = |layer, tiers| tiers == HOST_MASK && (is_all || demotion.has(layer));
+        let freed = self.drop_where(at, Tier::Host as usize, is_selected);
         self.eviction.refusals = if freed > 0 { 0 } else { self.eviction.refusals + 1 };
         self.eviction.refused_ns = self.now_ns;
         let rows = &mut self.tables[at.table as usize];
@@ -409,7 +410,7 @@ impl StoreState {
         if rows.has(at.slot, note::QUEUED) {
             return;
         }
-        // With write=never all writes were asked for, except those that make room.
+        // With write=never all writes were requested, except those that make room.
         if self.config.write != Write::Never || rows.has(at.slot, note::FORCED) {
             self.queue_ancestors(at);
         }
@@ -424,7 +425,7 @@ impl StoreState {
         }
     }
 
-    /// Queues one chunk. Its ancestors are queued when its turn comes.
+    /// Queues one chunk. Its ancestors are queued when it is taken from the queue.
     pub(super) fn queue_chunk(&mut self, at: At) {
         let rows = &mut self.tables[at.table as usize];
         if !rows.has(at.slot, note::QUEUED) {
@@ -478,7 +479,7 @@ impl StoreState {
     fn is_unwritten(&self, at: At) -> bool {
         let marks = self.tables[at.table as usize].chunks.marks(at.slot).unwrap_or_default();
         marks.iter().any(|marks| {
-            marks.there() & !DEVICE_MASK == HOST_MASK && marks.arriving() & DISK_MASK == 0
+            marks.resident_tiers() & !DEVICE_MASK == HOST_MASK && marks.arriving() & DISK_MASK == 0
         })
     }
 
@@ -491,10 +492,10 @@ impl StoreState {
     pub(super) fn is_needed_on_disk(&self, at: At) -> bool {
         let rows = &self.tables[at.table as usize];
         let is_rejoined = rows.chunks.chunk(at.slot).is_some_and(|row| row.is_rejoined());
-        let is_wanted = rows.has(at.slot, note::BELOW)
-            // A chunk recovered from disk: nothing was asked for since the store was opened.
+        let is_required = rows.has(at.slot, note::BELOW)
+            // A chunk recovered from disk: nothing was requested since the store was opened.
             || is_rejoined && self.config.write != Write::Never;
-        is_wanted && self.needs_ancestors(at)
+        is_required && self.needs_ancestors(at)
     }
 
     /// A chunk was recovered from disk: its parent is needed on disk.
@@ -524,7 +525,7 @@ impl StoreState {
             self.queue_chunk(one);
             self.writeback.chunk_waiters.entry(one).or_default().push((number, NONE));
             let waiting = &mut self.transfers.table[number];
-            waiting.waits += 1;
+            waiting.pending_writes += 1;
             waiting.ahead.push(slot);
             next = self.tables[at.table as usize].chunks.parent(slot);
         }
@@ -561,7 +562,7 @@ pub struct Demoted {
     /// They were on disk already: their memory is free.
     pub freed: u64,
     /// Their memory will be freed once they are written.
-    pub leaving: u64,
+    pub pending: u64,
     /// They stay in memory: there is no disk.
     pub staying: u64,
 }
@@ -586,23 +587,23 @@ impl StoreState {
             return;
         }
         // Its session references it, so admission does not apply.
-        let left = self.only_in_host(at, Part::All);
-        if left > 0 && !self.may_write_back(at, left, true) {
+        let remaining_bytes = self.only_in_host(at, Part::All);
+        if remaining_bytes > 0 && !self.may_write_back(at, remaining_bytes, true) {
             demoted.staying += 1;
             return;
         }
         self.drop_where(at, Tier::Device as usize, |_, _| true);
         let freed = self.drop_copies(at, |_| true);
-        if left == 0 {
+        if remaining_bytes == 0 {
             demoted.freed += 1;
             self.counters.demoted_chunks += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
             return;
         }
-        demoted.leaving += 1;
-        let leave = self.writeback.demoting.entry(at).or_default();
-        if !leave.is_whole() {
-            leave.add(Part::All, left);
-            self.writeback.demoting_bytes += left;
+        demoted.pending += 1;
+        let demotion = self.writeback.demoting.entry(at).or_default();
+        if !demotion.is_whole() {
+            demotion.add(Part::All, remaining_bytes);
+            self.writeback.demoting_bytes += remaining_bytes;
         }
         self.tables[at.table as usize].set(at.slot, note::LEAVES);
         self.queue_writeback(at);
@@ -635,14 +636,14 @@ struct Unwritten {
 /// Chunks that write-behind will write, the oldest first.
 #[derive(Default)]
 pub(super) struct WriteBehind {
-    line: VecDeque<Unwritten>,
+    queue: VecDeque<Unwritten>,
     bytes: u64,
     sweep_at: usize,
 }
 
 impl WriteBehind {
     fn pop(&mut self) -> Option<Unwritten> {
-        let first = self.line.pop_front()?;
+        let first = self.queue.pop_front()?;
         self.bytes -= first.bytes;
         Some(first)
     }
@@ -664,14 +665,14 @@ impl StoreState {
         let (generation, since_ns) = (row.generation(), self.now_ns);
         rows.set(at.slot, note::UNWRITTEN);
         self.sweep_unwritten();
-        self.writeback.behind.line.push_back(Unwritten { at, generation, since_ns, bytes });
-        self.writeback.behind.bytes += bytes;
+        self.writeback.write_behind.queue.push_back(Unwritten { at, generation, since_ns, bytes });
+        self.writeback.write_behind.bytes += bytes;
     }
 
     /// Queues the oldest chunk that is due. Returns false if none is.
     pub(super) fn queue_due(&mut self) -> bool {
         while self.has_due() {
-            let Some(one) = self.writeback.behind.pop() else { break };
+            let Some(one) = self.writeback.write_behind.pop() else { break };
             if !self.is_still_unwritten(&one) {
                 continue;
             }
@@ -691,12 +692,13 @@ impl StoreState {
             0 => self.config.host_bytes / HOST_SHARE,
             bytes => bytes,
         };
-        self.writeback.behind.bytes > limit || self.due_ns().is_some_and(|due| due <= self.now_ns)
+        self.writeback.write_behind.bytes > limit
+            || self.due_ns().is_some_and(|due| due <= self.now_ns)
     }
 
     /// When a write worker must look again although nothing has happened.
     pub fn due_ns(&self) -> Option<u64> {
-        let first = self.writeback.behind.line.front()?;
+        let first = self.writeback.write_behind.queue.front()?;
         let is_reading = self.stages.in_flight[WorkerKind::Read as usize] > 0
             || (0..LANES).any(|lane| self.stages.read.queue.waiting(lane).0 > 0);
         let wait_ns = self.config.write_age_ns / if is_reading { 2 } else { 4 };
@@ -705,9 +707,9 @@ impl StoreState {
 
     /// Bytes that write-behind has not begun to write, and the age of the oldest.
     pub fn unwritten(&self) -> (u64, u64) {
-        let first = self.writeback.behind.line.front();
+        let first = self.writeback.write_behind.queue.front();
         let age_ns = first.map_or(0, |one| self.now_ns.saturating_sub(one.since_ns));
-        (self.writeback.behind.bytes, age_ns)
+        (self.writeback.write_behind.bytes, age_ns)
     }
 
     /// Whether the chunk of an entry is still in its row, and unwritten.
@@ -720,15 +722,15 @@ impl StoreState {
 
     /// Removes entries of evicted chunks once they may be half of the queue.
     fn sweep_unwritten(&mut self) {
-        let length = self.writeback.behind.line.len();
-        if length < self.writeback.behind.sweep_at.max(LEAST_SWEEP) {
+        let length = self.writeback.write_behind.queue.len();
+        if length < self.writeback.write_behind.sweep_at.max(LEAST_SWEEP) {
             return;
         }
-        let mut line = std::mem::take(&mut self.writeback.behind.line);
-        line.retain(|one| self.is_still_unwritten(one));
-        self.writeback.behind.bytes = line.iter().map(|one| one.bytes).sum();
-        self.writeback.behind.sweep_at = 2 * line.len();
-        self.writeback.behind.line = line;
+        let mut queue = std::mem::take(&mut self.writeback.write_behind.queue);
+        queue.retain(|one| self.is_still_unwritten(one));
+        self.writeback.write_behind.bytes = queue.iter().map(|one| one.bytes).sum();
+        self.writeback.write_behind.sweep_at = 2 * queue.len();
+        self.writeback.write_behind.queue = queue;
     }
 }
 
@@ -747,7 +749,7 @@ impl Write {
 /// Unsynced writes at which a sync is made without a waiter.
 pub(super) const MOST_UNSYNCED: usize = 1 << 16;
 /// No transfer.
-const NOBODY: u32 = u32::MAX;
+const NO_TRANSFER: u32 = u32::MAX;
 
 /// A written record that may not be durable.
 #[derive(Clone, Copy, Debug)]
@@ -763,11 +765,11 @@ type Synced = BTreeMap<(u32, Mark), bool>;
 impl StoreState {
     /// Whether a transfer that is otherwise over must wait for a sync.
     pub(super) fn must_wait_for_sync(&mut self, number: u32) -> bool {
-        let one = &self.transfers.table[number];
-        if one.spec.level != Level::Durable {
+        let transfer = &self.transfers.table[number];
+        if transfer.spec.level != Level::Durable {
             return false;
         }
-        if let Some(status) = one.stopped() {
+        if let Some(status) = transfer.stopped() {
             // Without a sync that it can wait for, the put promises nothing.
             self.note_failure(number, &status.into());
             return false;
@@ -785,22 +787,22 @@ impl StoreState {
             return None;
         }
         let mut batch = SyncBatch {
-            moves: std::mem::take(&mut self.writeback.sync_waiters),
+            transfers: std::mem::take(&mut self.writeback.sync_waiters),
             ..SyncBatch::default()
         };
-        for &number in &batch.moves {
+        for &number in &batch.transfers {
             for at in self.transfers.chunks_to_sync(number) {
                 self.forget_stale_marks(at);
                 let marks = self.writeback.unsynced.get(&at).into_iter().flatten();
-                batch.marks.extend(marks.map(|fresh| (number, fresh.mark, Ok(()))));
+                batch.marks.extend(marks.map(|write| (number, write.mark, Ok(()))));
             }
             let found = self.recovered_marks(number).into_iter().chain(self.mark_of_note(number));
             batch.marks.extend(found.map(|mark| (number, mark, Ok(()))));
         }
         if self.writeback.unsynced.len() >= self.writeback.sync_at {
             self.writeback.sync_at = usize::MAX; // until this one is done
-            let nobody = |fresh: &Unsynced| (NOBODY, fresh.mark, Ok(()));
-            batch.marks.extend(self.writeback.unsynced.values().flatten().map(nobody));
+            let unowned = |write: &Unsynced| (NO_TRANSFER, write.mark, Ok(()));
+            batch.marks.extend(self.writeback.unsynced.values().flatten().map(unowned));
         }
         if self.disk_gc.takes_recovered() {
             batch.everything = Some(Ok(()));
@@ -811,10 +813,10 @@ impl StoreState {
     /// Marks of recovered records that a put relies on, until all recovered records are known to be
     /// durable.
     fn recovered_marks(&self, number: u32) -> BTreeSet<Mark> {
-        let one = &self.transfers.table[number].spec;
-        let rows = &self.tables[one.table as usize];
-        let layers = one.first_layer..one.first_layer + one.layers;
-        let cells = one
+        let spec = &self.transfers.table[number].spec;
+        let rows = &self.tables[spec.table as usize];
+        let layers = spec.first_layer..spec.first_layer + spec.layers;
+        let cells = spec
             .slots
             .iter()
             .flat_map(|&chunk| layers.clone().map(move |layer| Cell { chunk, layer }));
@@ -839,24 +841,24 @@ impl StoreState {
         let failed =
             batch.marks.iter().filter_map(|(n, _, result)| Some((*n, result.as_ref().err()?)));
         let failed: BTreeMap<u32, &Error> = failed.collect();
-        for (&number, error) in failed.iter().filter(|(n, _)| **n != NOBODY) {
+        for (&number, error) in failed.iter().filter(|(n, _)| **n != NO_TRANSFER) {
             self.note_failure(number, error);
         }
         if self.writeback.sync_at == usize::MAX {
             self.writeback.sync_at = MOST_UNSYNCED.max(2 * self.writeback.unsynced.len());
         }
-        let nobodys = batch.marks.iter().filter(|(number, ..)| *number == NOBODY);
+        let unowned = batch.marks.iter().filter(|(number, ..)| *number == NO_TRANSFER);
         let lasting: BTreeSet<Mark> =
-            nobodys.filter(|(.., result)| result.is_ok()).map(|&(_, mark, _)| mark).collect();
+            unowned.filter(|(.., result)| result.is_ok()).map(|&(_, mark, _)| mark).collect();
         if !lasting.is_empty() {
             self.writeback.unsynced.retain(|_, marks| {
-                marks.retain(|fresh| !lasting.contains(&fresh.mark));
+                marks.retain(|write| !lasting.contains(&write.mark));
                 !marks.is_empty()
             });
         }
         let synced = batch.marks.iter().map(|(n, mark, result)| ((*n, *mark), result.is_ok()));
         let synced: Synced = synced.collect();
-        for &number in &batch.moves {
+        for &number in &batch.transfers {
             self.forget_marks(number, &synced);
             self.note_synced(number, batch);
             self.conclude(number);
@@ -869,11 +871,11 @@ impl StoreState {
     fn forget_marks(&mut self, number: u32, synced: &Synced) {
         for at in self.transfers.chunks_to_sync(number) {
             let Some(mut marks) = self.writeback.unsynced.remove(&at) else { continue };
-            let how = |fresh: &Unsynced| synced.get(&(number, fresh.mark)).copied();
-            for fresh in marks.iter().filter(|fresh| how(fresh) == Some(false)) {
-                self.move_out_of_record(at, fresh);
+            let is_durable = |write: &Unsynced| synced.get(&(number, write.mark)).copied();
+            for write in marks.iter().filter(|write| is_durable(write) == Some(false)) {
+                self.move_out_of_record(at, write);
             }
-            marks.retain(|fresh| how(fresh) != Some(true));
+            marks.retain(|write| is_durable(write) != Some(true));
             if !marks.is_empty() {
                 self.writeback.unsynced.insert(at, marks);
             }
@@ -888,9 +890,9 @@ impl StoreState {
             return;
         }
         let mut marks = self.writeback.unsynced.remove(&at).unwrap_or_default();
-        marks.retain(|fresh| {
+        marks.retain(|write| {
             let layers = self.tables[at.table as usize].layout.layers();
-            (0..layers).any(|layer| self.is_in_record(at, layer, fresh))
+            (0..layers).any(|layer| self.is_in_record(at, layer, write))
         });
         if !marks.is_empty() {
             self.writeback.unsynced.insert(at, marks);
@@ -898,12 +900,12 @@ impl StoreState {
     }
 
     /// Whether a layer of a chunk is on disk in a given record.
-    fn is_in_record(&self, at: At, layer: usize, fresh: &Unsynced) -> bool {
+    fn is_in_record(&self, at: At, layer: usize, write: &Unsynced) -> bool {
         let cell = Cell { chunk: at.slot, layer };
         match self.tables[at.table as usize].chunks.place(cell, Tier::Disk) {
             Ok(Some(Location::Disk { spot, .. })) => {
                 let spot = Spot(spot);
-                (spot.segment(), spot.record()) == (fresh.mark.segment(), fresh.record)
+                (spot.segment(), spot.record()) == (write.mark.segment(), write.record)
             }
             _ => false,
         }
@@ -912,17 +914,17 @@ impl StoreState {
     /// Marks cells for another write that are in memory and in a record that cannot be synced:
     /// chunks that continue them need them. Cells on disk only stay, also in the same segment,
     /// since they may have been durable before.
-    fn move_out_of_record(&mut self, at: At, fresh: &Unsynced) {
+    fn move_out_of_record(&mut self, at: At, write: &Unsynced) {
         for layer in 0..self.tables[at.table as usize].layout.layers() {
             let cell = Cell { chunk: at.slot, layer };
-            let is_its = self.is_in_record(at, layer, fresh);
+            let is_its = self.is_in_record(at, layer, write);
             let chunks = &mut self.tables[at.table as usize].chunks;
             if !is_its || !matches!(chunks.place(cell, Tier::Host), Ok(Some(_))) {
                 continue;
             }
             if let Ok(Dropped::Freed(place)) = chunks.begin_drop(cell, Tier::Disk) {
                 self.free_place(at.table, cell, place);
-                self.departed(at.table, cell, Tier::Disk);
+                self.note_removed(at.table, cell, Tier::Disk);
                 self.tables[at.table as usize].set(at.slot, note::FORCED);
                 self.queue_chunk(at);
             }

@@ -196,11 +196,11 @@ impl DeviceWindow {
 
     /// Allocates memory where a unit stays. It is mapped when the unit is loaded.
     pub fn allocate_resident(&mut self, unit: u32) -> Result<()> {
-        if let Some(at) = self.freeing.iter().position(|one| one.unit == unit) {
+        if let Some(at) = self.freeing.iter().position(|job| job.unit == unit) {
             // The unit's former memory was not freed yet.
-            let one = self.freeing.swap_remove(at);
-            self.freeing_bytes -= one.bytes;
-            self.residents[unit as usize] = Some(one.piece);
+            let job = self.freeing.swap_remove(at);
+            self.freeing_bytes -= job.bytes;
+            self.residents[unit as usize] = Some(job.piece);
             return Ok(());
         }
         let piece = self.create(self.footprint_bytes(unit))?;
@@ -232,11 +232,11 @@ impl DeviceWindow {
 
     /// The memory was freed, or the device failed to free it. The account is credited in both
     /// cases.
-    pub fn note_freed(&mut self, one: FreeJob, is_stuck: bool) {
-        self.freeing_bytes -= one.bytes;
-        self.pay_back(one.bytes);
-        if is_stuck && !one.units.is_empty() {
-            self.stuck.push(one);
+    pub fn note_freed(&mut self, job: FreeJob, is_stuck: bool) {
+        self.freeing_bytes -= job.bytes;
+        self.pay_back(job.bytes);
+        if is_stuck && !job.units.is_empty() {
+            self.stuck.push(job);
         }
     }
 
@@ -280,8 +280,8 @@ impl DeviceWindow {
 
     /// The steps succeeded.
     pub fn note_mapped(&mut self, unit: u32, target: Target) {
-        let there = self.slots.iter_mut().filter(|slot| slot.units.contains(&unit));
-        there.for_each(|slot| slot.units.clear());
+        let previous = self.slots.iter_mut().filter(|slot| slot.units.contains(&unit));
+        previous.for_each(|slot| slot.units.clear());
         self.stuck.retain(|one| !one.units.contains(&unit));
         if let Some(number) = self.slot_index(target) {
             self.slots[number].units.clear();
@@ -310,10 +310,10 @@ impl DeviceWindow {
             self.queue_free(NONE, Vec::new(), slot.piece, bytes);
         }
         let mut outcome = Ok(());
-        for one in self.take_freeing() {
+        for job in self.take_freeing() {
             // SAFETY: the caller's promise.
-            let destroyed = unsafe { one.destroy() };
-            self.note_freed(one, false);
+            let destroyed = unsafe { job.destroy() };
+            self.note_freed(job, false);
             outcome = outcome.and(destroyed);
         }
         outcome

@@ -205,9 +205,9 @@ fn part(path: &Path) -> Result<(Part, Gguf)> {
 
 /// Opens the model that a GGUF file is, or is a part of.
 pub fn open_gguf(path: &Path) -> Result<Model> {
-    let (one, found) = part(path)?;
+    let (opened, found) = part(path)?;
     let Some(split) = found.split else {
-        return gather(Format::Gguf, vec![one], found.facts);
+        return gather(Format::Gguf, vec![opened], found.facts);
     };
     let place = path.display();
     if split.count > MAX_FILES as u64 {
@@ -254,9 +254,10 @@ pub fn open_split(paths: &[PathBuf]) -> Result<Model> {
         fail!(Corrupt, "{a} and {b} are both file {} of the model", pair[0].0.no + 1);
     }
     let found: u64 = all.iter().map(|(_, part, _)| part.tensors.len() as u64).sum();
-    let said = all.iter().find_map(|(split, ..)| split.tensors).unwrap_or(found);
-    if said != found {
-        let text = format!("the files have {found} tensors, where split.tensors.count is {said}");
+    let expected = all.iter().find_map(|(split, ..)| split.tensors).unwrap_or(found);
+    if expected != found {
+        let text =
+            format!("the files have {found} tensors, where split.tensors.count is {expected}");
         return Err(all.first().map_or(Error::from(Status::Corrupt), |(_, part, _)| {
             of(&part.path)(Error::new(Status::Corrupt, text))
         }));

@@ -97,14 +97,14 @@ fn is_plain(name: &str) -> bool {
 /// Checks that tensors are in the files that the index names. Tensors that the index does not name
 /// are dropped: they are no part of the model.
 pub fn choose(map: &Map, names: &[String], parts: &mut [Part]) -> Result<()> {
-    let mut there = Vec::new();
+    let mut tensors = Vec::new();
     for (number, part) in parts.iter().enumerate() {
-        there.try_reserve(part.tensors.len()).map_err(|_| Status::NoMem)?;
-        there.extend(part.tensors.iter().map(|t| (t.name.as_str(), number as u32)));
+        tensors.try_reserve(part.tensors.len()).map_err(|_| Status::NoMem)?;
+        tensors.extend(part.tensors.iter().map(|t| (t.name.as_str(), number as u32)));
     }
-    there.sort_unstable();
+    tensors.sort_unstable();
     for (tensor, file) in map {
-        if there.binary_search(&(tensor.as_str(), *file)).is_err() {
+        if tensors.binary_search(&(tensor.as_str(), *file)).is_err() {
             let name = names.get(*file as usize).map_or("", String::as_str);
             fail!(Corrupt, "tensor {tensor:?} is not in {name:?}, where it should be");
         }

@@ -158,15 +158,16 @@ pub(super) fn budgets(inputs: &Inputs, compute: ComputeLocation) -> Result<Budge
         ("workspace", plan_options.workspace_bytes, "workspace of the engine"),
         ("hidden", plan_options.hidden_bytes, "hidden states"),
     ];
-    let away = plan_options.processor_layers.min(facts.layers);
+    let on_processor = plan_options.processor_layers.min(facts.layers);
     let (on_host, on_device) = match (compute, plan_options.kv_bytes) {
         (ComputeLocation::Host, _) => (kv_bytes, 0),
-        (ComputeLocation::Device, None) => {
-            (kv(facts, plan_options, away)?.0, kv(facts, plan_options, facts.layers - away)?.0)
-        }
-        (ComputeLocation::Device, Some(said)) => {
-            let on_host = part(said, away, facts.layers);
-            (on_host, said - on_host)
+        (ComputeLocation::Device, None) => (
+            kv(facts, plan_options, on_processor)?.0,
+            kv(facts, plan_options, facts.layers - on_processor)?.0,
+        ),
+        (ComputeLocation::Device, Some(bytes)) => {
+            let on_host = part(bytes, on_processor, facts.layers);
+            (on_host, bytes - on_host)
         }
     };
     if compute == ComputeLocation::Device {
@@ -256,8 +257,8 @@ pub(super) fn check(inputs: &Inputs, compute: ComputeLocation) -> Result<()> {
     }
     let layers = units.iter().filter(|unit| unit.role == Role::Layer).count();
     if plan_options.processor_layers as usize > layers {
-        let asked = plan_options.processor_layers;
-        fail!(Invalid, "processor_layers is {asked}, and the model has {layers} layers");
+        let requested = plan_options.processor_layers;
+        fail!(Invalid, "processor_layers is {requested}, and the model has {layers} layers");
     }
     if plan_options.processor_layers > 0 && compute == ComputeLocation::Host {
         fail!(

@@ -612,14 +612,14 @@ impl Experts {
 impl Plan {
     /// Probability that a used expert is neither resident where it is used nor in a slot.
     pub(super) fn expert_miss(&self, inputs: &Inputs, experts: &Experts) -> f64 {
-        let here = if self.compute == ComputeLocation::Device {
+        let target = if self.compute == ComputeLocation::Device {
             Residency::Device
         } else {
             Residency::Host
         };
         let units = inputs.units.units.iter().zip(&self.residencies);
         let residents =
-            units.filter(|(unit, residency)| unit.role == Role::Expert && **residency == here);
+            units.filter(|(unit, residency)| unit.role == Role::Expert && **residency == target);
         let away = experts.count.saturating_sub(residents.count() as u64);
         1.0 - (f64::from(self.expert_slots) / away.max(1) as f64).min(1.0)
     }

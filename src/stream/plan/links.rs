@@ -74,8 +74,8 @@ mod tests {
         assert_eq!(links.processor, 40_000_000_000);
         assert_eq!(Links::parse("disk=1e-3").unwrap().disk, 1_000_000);
         let other = Links { device: 7, disk: 9, processor: 0 };
-        let both = Links::parse("h2d=2").unwrap().or(other);
-        assert_eq!((both.device, both.disk, both.processor), (2_000_000_000, 9, 0));
+        let merged = Links::parse("h2d=2").unwrap().or(other);
+        assert_eq!((merged.device, merged.disk, merged.processor), (2_000_000_000, 9, 0));
     }
 
     #[test]

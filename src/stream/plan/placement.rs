@@ -74,7 +74,7 @@ pub(super) fn candidates(
     room: u64,
     slots: u32,
     mode: Mode,
-    how: Placement,
+    placement: Placement,
     only: Option<u64>,
 ) -> Result<Candidates> {
     let total = sum(items);
@@ -82,11 +82,11 @@ pub(super) fn candidates(
         return ring(items, room, slots);
     }
     if total <= room && only.is_none_or(|bytes| bytes == 0) {
-        let stays = place(items, room, how, Spread::Full)?;
+        let stays = place(items, room, placement, Spread::Full)?;
         return Ok(Candidates::Found(vec![Candidate { stays, slots: 0, slot_bytes: 0 }]));
     }
     if let Some(slot_bytes) = only {
-        return with_slot_size(items, room, slots, slot_bytes, how);
+        return with_slot_size(items, room, slots, slot_bytes, placement);
     }
     let sizes = Sizes::of(items)?;
     let mut fit: Vec<u64> = reserved(sizes.sizes.len())?;
@@ -102,10 +102,10 @@ pub(super) fn candidates(
     };
     let mut all = Vec::new();
     for slot_bytes in selected(&fit, most) {
-        for spread in spreads(how) {
-            let one = tiered(items, room, slots, slot_bytes, how, *spread)?;
-            if !all.contains(&one) {
-                all.push(one);
+        for spread in spreads(placement) {
+            let candidate = tiered(items, room, slots, slot_bytes, placement, *spread)?;
+            if !all.contains(&candidate) {
+                all.push(candidate);
             }
         }
     }
@@ -118,7 +118,7 @@ fn with_slot_size(
     room: u64,
     slots: u32,
     slot_bytes: u64,
-    how: Placement,
+    placement: Placement,
 ) -> Result<Candidates> {
     let larger = items.iter().map(|item| item.bytes).filter(|&bytes| bytes > slot_bytes).sum();
     let needs_bytes = slot_bytes.saturating_mul(slots.into()).saturating_add(larger);
@@ -126,17 +126,17 @@ fn with_slot_size(
         return Ok(Candidates::TooSmall { needs_bytes });
     }
     let mut all = Vec::new();
-    for spread in spreads(how) {
-        let mut one = tiered(items, room, slots, slot_bytes, how, *spread)?;
+    for spread in spreads(placement) {
+        let mut candidate = tiered(items, room, slots, slot_bytes, placement, *spread)?;
         // Any item that fits may have to pass through the slots later.
-        one.slot_bytes = slot_bytes;
-        all.push(one);
+        candidate.slot_bytes = slot_bytes;
+        all.push(candidate);
     }
     Ok(Candidates::Found(all))
 }
 
-fn spreads(how: Placement) -> &'static [Spread] {
-    match how {
+fn spreads(placement: Placement) -> &'static [Spread] {
+    match placement {
         Placement::Interleaved => &[Spread::Full, Spread::Even],
         _ => &[Spread::Full],
     }
@@ -155,7 +155,7 @@ fn tiered(
     room: u64,
     slots: u32,
     slot_bytes: u64,
-    how: Placement,
+    placement: Placement,
     spread: Spread,
 ) -> Result<Candidate> {
     let mut left = room - u64::from(slots) * slot_bytes;
@@ -176,7 +176,7 @@ fn tiered(
     let mut rest: Vec<Item> = reserved(items.len())?;
     let outside = items.iter().enumerate().filter(|(i, _)| !stays[*i]);
     rest.extend(outside.map(|(i, item)| Item { unit: i, bytes: item.bytes }));
-    for (item, chosen) in rest.iter().zip(place(&rest, left, how, spread)?) {
+    for (item, chosen) in rest.iter().zip(place(&rest, left, placement, spread)?) {
         stays[item.unit] |= chosen;
     }
     let moves = items.iter().zip(&stays).filter(|(_, stays)| !**stays);
@@ -232,7 +232,7 @@ pub(super) fn sum(items: &[Item]) -> u64 {
 pub(super) fn place(
     items: &[Item],
     room: u64,
-    how: Placement,
+    placement: Placement,
     spread: Spread,
 ) -> Result<Vec<bool>> {
     let total = sum(items);
@@ -240,7 +240,7 @@ pub(super) fn place(
         return filled(true, items.len());
     }
     let mut stays = filled(false, items.len())?;
-    match how {
+    match placement {
         Placement::First => walk(items.iter().enumerate(), room, &mut stays),
         Placement::Last => walk(items.iter().enumerate().rev(), room, &mut stays),
         Placement::Interleaved => {
@@ -307,12 +307,12 @@ fn quota(items: &[Item], classes: &SizeClasses, quotas: &[u64], best: u64, stays
         past += item.bytes;
         let left = count - seen[class];
         seen[class] += 1;
-        let wants = quota - taken[class];
+        let quota_left = quota - taken[class];
         // The number of bytes behind the ideal, over all items and within the class.
         let all = best as f64 * (past as f64 / total as f64) - stay as f64;
         let own = quota as f64 * (seen[class] as f64 / count as f64) - taken[class] as f64;
         let behind = all + own * item.bytes as f64;
-        if wants > 0 && (wants == left || behind >= item.bytes as f64 * 0.999_999) {
+        if quota_left > 0 && (quota_left == left || behind >= item.bytes as f64 * 0.999_999) {
             stays[i] = true;
             taken[class] += 1;
             stay += item.bytes;

@@ -120,9 +120,9 @@ impl<'a> Planner<'a> {
             staging_bytes: 0,
             before: None,
         };
-        let (said, least) = (planner.least_expert_slots(), planner.experts.least_slots());
-        if said < least {
-            fail!(Budget, "{said} expert slots, and a layer needs at least {least}: set more");
+        let (chosen, least) = (planner.least_expert_slots(), planner.experts.least_slots());
+        if chosen < least {
+            fail!(Budget, "{chosen} expert slots, and a layer needs at least {least}: set more");
         }
         planner.fix_processor()?;
         planner.fix_embedding()?;
@@ -133,7 +133,8 @@ impl<'a> Planner<'a> {
     /// Reserves host memory for units that the processor computes.
     fn fix_processor(&mut self) -> Result<()> {
         let units = self.inputs.units.units.iter().zip(&self.processor_units);
-        self.fixed_bytes = units.filter(|(_, there)| **there).map(|(u, _)| u.image_bytes).sum();
+        self.fixed_bytes =
+            units.filter(|(_, is_fixed)| **is_fixed).map(|(u, _)| u.image_bytes).sum();
         let (has, needs) = (self.budgets.host_bytes, self.fixed_bytes);
         if needs > has {
             fail!(
@@ -183,12 +184,12 @@ impl<'a> Planner<'a> {
         if self.expert_items.try_reserve(self.experts.count as usize).is_err() {
             fail!(NoMem, "no memory for {} experts", self.experts.count);
         }
-        for (unit, one) in units.iter().enumerate() {
+        for (unit, description) in units.iter().enumerate() {
             let item = Item {
                 unit,
-                bytes: self.footprint_bytes(one.image_bytes, self.compute.residency()),
+                bytes: self.footprint_bytes(description.image_bytes, self.compute.residency()),
             };
-            match one.role {
+            match description.role {
                 _ if self.processor_units[unit] || self.looked_up[unit] => {}
                 Role::Expert => self.expert_items.push(item),
                 _ => self.items.push(item),
@@ -230,7 +231,7 @@ impl<'a> Planner<'a> {
         self.inputs
             .plan_options
             .expert_slots
-            .map_or(least, |said| u64::from(said).min(self.experts.count))
+            .map_or(least, |chosen| u64::from(chosen).min(self.experts.count))
     }
 
     /// Bytes of experts that are reserved before other units are placed.
@@ -252,8 +253,9 @@ impl<'a> Planner<'a> {
         let expert_bytes = self.expert_bytes();
         let room = self.dense_room();
         let (slots, only) = (plan_options.least_slots(), self.shrinkable_slot_bytes()?);
-        let (room_bytes, how) = (room.unwrap_or(0), plan_options.placement);
-        let candidates = candidates(&self.items, room_bytes, slots, plan_options.mode, how, only)?;
+        let (room_bytes, placement) = (room.unwrap_or(0), plan_options.placement);
+        let candidates =
+            candidates(&self.items, room_bytes, slots, plan_options.mode, placement, only)?;
         Ok(match candidates {
             Candidates::Found(these) if room.is_some() => Candidates::Found(these),
             Candidates::Found(_) => Candidates::TooSmall { needs_bytes: expert_bytes },
@@ -310,11 +312,11 @@ impl<'a> Planner<'a> {
     /// The plan of a candidate, with its score.
     pub fn finish(&self, candidate: &Candidate, staging_bytes: u64) -> Result<(Score, Plan)> {
         let mut residencies = filled(Residency::File, self.inputs.units.units.len())?;
-        let here = self.compute.residency();
+        let compute_residency = self.compute.residency();
         let mut used = u64::from(candidate.slots) * candidate.slot_bytes;
         for (item, stays) in self.items.iter().zip(&candidate.stays) {
             if *stays {
-                residencies[item.unit] = here;
+                residencies[item.unit] = compute_residency;
                 used += item.bytes;
             }
         }
@@ -335,8 +337,8 @@ impl<'a> Planner<'a> {
         }
         let on_device = self.compute == ComputeLocation::Device;
         let mut on_processor = filled(false, residencies.len())?;
-        for (i, there) in on_processor.iter_mut().enumerate() {
-            *there = on_device && (self.processor_units[i] || self.looked_up[i]);
+        for (i, is_on_processor) in on_processor.iter_mut().enumerate() {
+            *is_on_processor = on_device && (self.processor_units[i] || self.looked_up[i]);
         }
         let lockable = self.inputs.memory.lockable_bytes;
         let (expert_slots_least, expert_slots_step) = self.least_and_step(expert_slots);
@@ -367,9 +369,9 @@ impl<'a> Planner<'a> {
     /// Places experts: slots, residency, or both, in the memory that others left. Returns the
     /// number of slots, and the bytes of all.
     fn place_experts(&self, used: u64, residencies: &mut [Residency]) -> Result<(u32, u64)> {
-        let here = self.compute.residency();
+        let compute_residency = self.compute.residency();
         if self.all_experts_resident() {
-            self.expert_items.iter().for_each(|item| residencies[item.unit] = here);
+            self.expert_items.iter().for_each(|item| residencies[item.unit] = compute_residency);
             return Ok((0, self.experts.bytes));
         }
         if self.experts.count == 0 {
@@ -384,7 +386,12 @@ impl<'a> Planner<'a> {
         let mut bytes = slots * self.experts.slot_bytes;
         if plan_options.can_shrink() {
             // Resident experts can be given back one by one: they get the rest.
-            bytes += self.assign_residency(&self.expert_items, here, room - bytes, residencies)?;
+            bytes += self.assign_residency(
+                &self.expert_items,
+                compute_residency,
+                room - bytes,
+                residencies,
+            )?;
         }
         Ok((slots as u32, bytes))
     }
@@ -421,20 +428,20 @@ impl<'a> Planner<'a> {
 /// The last layers, which the processor computes, with their experts.
 fn processor_units(inputs: &Inputs) -> Result<Vec<bool>> {
     let units = &inputs.units.units;
-    let mut there = filled(false, units.len())?;
+    let mut on_processor = filled(false, units.len())?;
     let mut left = inputs.plan_options.processor_layers;
     for (i, unit) in units.iter().enumerate().rev() {
         // Experts follow their layer, so backwards they come first.
         match unit.role {
             Role::Layer if left > 0 => {
                 left -= 1;
-                there[i] = true;
+                on_processor[i] = true;
             }
-            Role::Expert if left > 0 => there[i] = true,
+            Role::Expert if left > 0 => on_processor[i] = true,
             _ => {}
         }
     }
-    Ok(there)
+    Ok(on_processor)
 }
 
 // Host memory of an engine that computes on a device: staging, and units that are resident there.
@@ -457,8 +464,8 @@ pub(super) fn staging(
     let least = LEAST_CHUNKS * chunk_bytes;
     let to_whole_chunks =
         |bytes: u64| bytes.div_ceil(chunk_bytes).saturating_mul(chunk_bytes).max(least);
-    let asked = inputs.plan_options.staging_bytes;
-    let needs = if asked == 0 { least } else { to_whole_chunks(asked) };
+    let requested = inputs.plan_options.staging_bytes;
+    let needs = if requested == 0 { least } else { to_whole_chunks(requested) };
     if needs > room {
         fail!(
             Budget,
@@ -466,7 +473,7 @@ pub(super) fn staging(
              {needs}: raise the ceiling, lower the reserve, or set less staging or smaller chunks"
         );
     }
-    if asked > 0 {
+    if requested > 0 {
         return Ok(needs);
     }
     let all: u64 = inputs.units.units.iter().map(|unit| unit.image_bytes).sum();
@@ -518,8 +525,8 @@ impl Planner<'_> {
                 let image_bytes = self.inputs.units.units[item.unit].image_bytes;
                 Item { bytes: self.footprint_bytes(image_bytes, residency), ..*item }
             }));
-            let how = self.inputs.plan_options.placement;
-            let stays = place(&rest, room - used, how, Spread::Full)?;
+            let placement = self.inputs.plan_options.placement;
+            let stays = place(&rest, room - used, placement, Spread::Full)?;
             for (item, _) in rest.iter().zip(stays).filter(|(_, stays)| *stays) {
                 residencies[item.unit] = residency;
                 used += item.bytes;
@@ -532,7 +539,7 @@ impl Planner<'_> {
 // Plans that can shrink: slots exist even if all units fit, of the size that lets most memory be
 // given back.
 
-/// The least memory of a plan, after all units that may have gone back to the file.
+/// The least memory of a plan, after all units that may have moved back to the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Floor {
     /// Device memory.
@@ -551,20 +558,20 @@ impl Plan {
     /// The memory that the plan can shrink to with its slots. Larger units stay, and units that
     /// the processor uses beside a device.
     pub fn floor(&self, units: &Units) -> Floor {
-        let (mut here, mut beside) = (self.least_slots_bytes(), self.staging_bytes);
+        let (mut main_bytes, mut host_bytes) = (self.least_slots_bytes(), self.staging_bytes);
         for (i, unit) in units.units.iter().enumerate() {
             if self.on_processor.get(i) == Some(&true) {
-                beside = beside.saturating_add(unit.image_bytes);
+                host_bytes = host_bytes.saturating_add(unit.image_bytes);
             } else if unit.image_bytes > self.slot_for(unit) {
-                here = here.saturating_add(
+                main_bytes = main_bytes.saturating_add(
                     self.footprint_bytes(unit.image_bytes, self.compute.residency()),
                 );
             }
         }
         match self.compute {
-            ComputeLocation::Device => Floor { device_bytes: here, host_bytes: beside },
+            ComputeLocation::Device => Floor { device_bytes: main_bytes, host_bytes },
             ComputeLocation::Host => {
-                Floor { device_bytes: 0, host_bytes: here.saturating_add(beside) }
+                Floor { device_bytes: 0, host_bytes: main_bytes.saturating_add(host_bytes) }
             }
         }
     }
@@ -585,12 +592,12 @@ impl Planner<'_> {
         }
         let units = &self.inputs.units.units;
         let mut passing: Vec<Item> = reserved(units.len())?;
-        for (unit, one) in units.iter().enumerate() {
+        for (unit, description) in units.iter().enumerate() {
             // Where all units share one memory, the embedding leaves it, too, if nothing else can.
-            let beside = self.processor_units[unit]
+            let is_on_processor = self.processor_units[unit]
                 || self.looked_up[unit] && self.compute == ComputeLocation::Device;
-            if one.role != Role::Expert && !beside {
-                let bytes = self.footprint_bytes(one.image_bytes, self.compute.residency());
+            if description.role != Role::Expert && !is_on_processor {
+                let bytes = self.footprint_bytes(description.image_bytes, self.compute.residency());
                 passing.push(Item { unit, bytes });
             }
         }
@@ -614,13 +621,13 @@ impl Plan {
             let plan_options =
                 PlanOptions { expert_slots: slots, ..inputs_now.plan_options.clone() };
             let inputs = Inputs { plan_options: &plan_options, ..*inputs_now };
-            let Some(one) = self.with_slots_kept(&inputs)? else { continue };
+            let Some(scored) = self.with_slots_kept(&inputs)? else { continue };
             // The largest number comes first. Slots adapt to the experts in use, so a smaller
             // number must be clearly better.
             let is_better =
-                |(key, _): &(Score, Plan)| one.0.pass < key.pass - key.pass / EQUAL_PART;
+                |(key, _): &(Score, Plan)| scored.0.pass < key.pass - key.pass / EQUAL_PART;
             if best.as_ref().is_none_or(is_better) {
-                best = Some(one);
+                best = Some(scored);
             }
         }
         if let Some((_, plan)) = best {
@@ -680,7 +687,7 @@ impl Planner<'_> {
         let slots_bytes = u64::from(before.slots).saturating_mul(before.slot_bytes);
         let room = self.dense_room().and_then(|room| room.checked_sub(slots_bytes));
         let Some(mut left) = room else { return Ok(None) };
-        let here = self.compute.residency();
+        let compute_residency = self.compute.residency();
         let mut stays = filled(false, self.items.len())?;
         for (item, stays) in self.items.iter().zip(&mut stays) {
             if item.bytes > before.slot_bytes {
@@ -691,10 +698,9 @@ impl Planner<'_> {
         }
         for was in [true, false] {
             let mut these: Vec<Item> = reserved(self.items.len())?;
-            let open =
-                self.items.iter().enumerate().filter(|(i, item)| {
-                    !stays[*i] && (before.residencies[item.unit] == here) == was
-                });
+            let open = self.items.iter().enumerate().filter(|(i, item)| {
+                !stays[*i] && (before.residencies[item.unit] == compute_residency) == was
+            });
             these.extend(open.map(|(i, item)| Item { unit: i, bytes: item.bytes }));
             let chosen = place(&these, left, self.inputs.plan_options.placement, Spread::Full)?;
             for (item, _) in these.iter().zip(chosen).filter(|(_, chosen)| *chosen) {
@@ -849,13 +855,13 @@ impl Planner<'_> {
 
     /// Whether all of these units are resident where they are used.
     fn all_resident(&self, plan: &Plan, experts: bool) -> bool {
-        let here = if plan.compute == ComputeLocation::Device {
+        let compute_residency = if plan.compute == ComputeLocation::Device {
             Residency::Device
         } else {
             Residency::Host
         };
         let items = if experts { &self.expert_items } else { &self.items };
-        items.iter().all(|item| plan.residencies[item.unit] == here)
+        items.iter().all(|item| plan.residencies[item.unit] == compute_residency)
     }
 
     /// The least memory that the plan can shrink to, if it can shrink.

@@ -146,14 +146,14 @@ impl Plan {
     fn hints_text(&self, out: &mut String, inputs: &Inputs) {
         let hints = self.processor_hint(inputs);
         let better = hints.iter().filter(|hint| hint.in_place).count();
-        let Some(one) = hints.first() else { return };
+        let Some(first) = hints.first() else { return };
         let _ = writeln!(
             out,
             "processor: {better} of {} layers in host memory are computed sooner by the processor \
              (the first: {} against {} to copy it)",
             hints.len(),
-            time(one.in_place_ns),
-            time(one.send_ns)
+            time(first.in_place_ns),
+            time(first.send_ns)
         );
     }
 }

@@ -379,9 +379,9 @@ impl Scheduler {
     }
 
     /// A copy made progress. Returns true when waiting threads should acquire again.
-    pub fn copied(&mut self, copy: &CopyJob, how: CopyProgress, now_ns: u64) -> Result<bool> {
+    pub fn copied(&mut self, copy: &CopyJob, progress: CopyProgress, now_ns: u64) -> Result<bool> {
         let id = copy.load;
-        let result = match how {
+        let result = match progress {
             CopyProgress::Issued(event) => {
                 let load = self.load(id);
                 load.event = Some(event);

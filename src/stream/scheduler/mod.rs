@@ -240,9 +240,9 @@ impl Scheduler {
 
     /// Why a unit could not be made resident; reported once.
     pub fn resident_error(&mut self) -> Option<Error> {
-        let away =
+        let is_missing =
             |state: &&mut UnitState| state.residency != Residency::File && !state.is_resident;
-        self.states.iter_mut().filter(away).find_map(|state| state.error.take())
+        self.states.iter_mut().filter(is_missing).find_map(|state| state.error.take())
     }
 
     /// Whether a unit is complete in memory.

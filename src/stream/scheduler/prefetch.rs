@@ -296,7 +296,7 @@ impl Scheduler {
             && self.load(load).target.is_none()
             && self.load(load).priority != Priority::Acquired
         {
-            // The unit was read ahead: it might wait for a slot until the pass goes on.
+            // The unit was read ahead: it might wait for a slot until the pass continues.
             self.drop_load(load)?;
         }
         let state = &mut self.states[unit as usize];

@@ -38,7 +38,7 @@ pub struct UnitLease {
 impl Streamer {
     /// Acquires a unit. The unit stays loaded until it was released as often as it was acquired.
     /// [`Status::Busy`] when leases hold all slots.
-    pub fn acquire(&self, unit: u32, how: AcquireOpts) -> Result<UnitLease> {
+    pub fn acquire(&self, unit: u32, opts: AcquireOpts) -> Result<UnitLease> {
         let shared = &self.shared;
         let Some(gate) = shared.gates.get(unit as usize) else {
             return Err(unknown_unit(unit, shared.gates.len()));
@@ -52,10 +52,10 @@ impl Streamer {
                 return Ok(shared.resident_lease(unit));
             }
         }
-        self.acquire_locked(unit, how)
+        self.acquire_locked(unit, opts)
     }
 
-    fn acquire_locked(&self, unit: u32, how: AcquireOpts) -> Result<UnitLease> {
+    fn acquire_locked(&self, unit: u32, opts: AcquireOpts) -> Result<UnitLease> {
         let shared = &self.shared;
         let mut since_ns: Option<u64> = None;
         let mut waiting: Option<(WaitReason, u64)> = None;
@@ -66,7 +66,7 @@ impl Streamer {
             if let Some((why, from_ns)) = waiting.take() {
                 state.waits[why as usize] += now_ns.saturating_sub(from_ns);
             }
-            let acquired = state.scheduler.acquire(unit, how.when_issued, now_ns);
+            let acquired = state.scheduler.acquire(unit, opts.when_issued, now_ns);
             if matches!(acquired, Ok(Acquired::Ready(lease)) if lease.location == Target::Resident)
             {
                 // Before settling: a unit that is to be moved is moved when it has no user.
@@ -86,7 +86,7 @@ impl Streamer {
                     let (address, memory) = (at.address, at.memory);
                     return Ok(UnitLease { lease, address, bytes, memory, since_ns: now_ns });
                 }
-                Acquired::Wait(_) if how.poll => return Err(Status::Again.into()),
+                Acquired::Wait(_) if opts.poll => return Err(Status::Again.into()),
                 Acquired::Wait(why) => {
                     if since_ns.is_none() {
                         since_ns = Some(now_ns);
@@ -94,7 +94,7 @@ impl Streamer {
                     }
                     waiting = Some((why, now_ns));
                     state.scheduler.wait_begin(unit);
-                    let in_time = shared.wait(&mut state, how.deadline_ns);
+                    let in_time = shared.wait(&mut state, opts.deadline_ns);
                     state.scheduler.wait_end(unit)?;
                     if !in_time {
                         fail!(Timeout, "the unit was not loaded before the deadline");
@@ -249,7 +249,7 @@ pub struct PendingEvent {
 }
 
 impl State {
-    /// The event that a move of units waits for. No call may come when it completes, so the copier
+    /// The event that a move of units waits for. Perhaps no call follows it, so the copier
     /// waits for it.
     pub(super) fn event_to_wait_for(&self) -> Option<Event> {
         let waits = self.is_moving();
@@ -281,25 +281,25 @@ impl Shared {
             };
             // An event that another thread released is unknown to the device, and has completed.
             let is_gone = |after: &PendingEvent| {
-                let said = device.release(after.event);
-                !said.is_err_and(|error| error.status() == Status::Busy)
+                let released = device.release(after.event);
+                !released.is_err_and(|error| error.status() == Status::Busy)
             };
-            let asked = oldest.len();
-            let gone: Vec<PendingEvent> = oldest.into_iter().filter(is_gone).collect();
-            if gone.is_empty() {
+            let count = oldest.len();
+            let completed: Vec<PendingEvent> = oldest.into_iter().filter(is_gone).collect();
+            if completed.is_empty() {
                 return;
             }
-            self.forget_events(&gone);
-            if gone.len() < asked {
+            self.forget_events(&completed);
+            if completed.len() < count {
                 return;
             }
         }
     }
 
-    fn forget_events(&self, gone: &[PendingEvent]) {
+    fn forget_events(&self, completed: &[PendingEvent]) {
         let mut state = self.state.lock();
         let mut is_free = false;
-        for after in gone {
+        for after in completed {
             let at = state.pending_events.iter().position(|other| other.event == after.event);
             let Some(at) = at else { continue };
             state.pending_events.remove(at);

@@ -210,9 +210,9 @@ impl Streamer {
             return Err(unknown_unit(unit, shared.units.units.len()));
         };
         let account = shared.account.clone();
-        let wish =
+        let request =
             AllocationRequest { bytes: CHUNK_ALIGN_BYTES, account, ..AllocationRequest::default() };
-        let buffer = Buffer::map(&wish, shared.runtime.faults())?;
+        let buffer = Buffer::map(&request, shared.runtime.faults())?;
         let mut pieces = Vec::new();
         for chunk in of.chunks(CHUNK_ALIGN_BYTES) {
             let address = buffer.address() as u64 + (chunk.offset - chunk.read_offset);

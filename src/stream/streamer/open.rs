@@ -85,7 +85,7 @@ pub struct Opts {
     pub device: Option<Arc<dyn Device>>,
     /// The budget to charge; none = no budget. With a budget, [`PlanOptions::shrinks`] is set.
     pub budget: Option<Arc<Budget>>,
-    /// Priority in the budget: low ones are asked first to give memory back.
+    /// Priority in the budget: owners of low priority give memory back first.
     pub priority: i32,
 }
 
@@ -268,8 +268,8 @@ impl Shared {
 }
 
 fn core_of(units: &Units, plan: &Plan, opts: &Opts) -> Result<Scheduler> {
-    let or = |given: &str, default: &str| -> String {
-        if given.is_empty() { default.into() } else { given.into() }
+    let or = |name: &str, default: &str| -> String {
+        if name.is_empty() { default.into() } else { name.into() }
     };
     let (policy, expert_policy) = (or(&opts.policy, "fifo"), or(&opts.expert_policy, "lru"));
     Scheduler::new(&Setup {
@@ -292,8 +292,8 @@ fn sums_of(
     units: &Units,
     opts: &Opts,
 ) -> Result<(Checksums, Option<PathBuf>)> {
-    let given = opts.sidecar.clone().filter(|_| opts.verify != Verify::Never);
-    let Some(path) = given else { return Ok((Checksums::new(units)?, None)) };
+    let sidecar = opts.sidecar.clone().filter(|_| opts.verify != Verify::Never);
+    let Some(path) = sidecar else { return Ok((Checksums::new(units)?, None)) };
     let path =
         if path.as_os_str().is_empty() { default_sidecar(&model.files[0].path) } else { path };
     let (sums, why) = load_or_new(&path, units, &identities(files)?)?;

@@ -50,12 +50,12 @@ impl Shared {
     fn apply_options(&self, state: &mut State, plan_options: PlanOptions) -> Result<()> {
         let before = &state.plan;
         // Slots stay allocated; expert slots may become fewer than at opening.
-        let mut kept = plan_options.clone();
+        let mut allocated_options = plan_options.clone();
         let most = state.scheduler.max_expert_slots();
         if most > 0 {
-            kept.expert_slots = Some(most);
+            allocated_options.expert_slots = Some(most);
         }
-        let plan = before.rebalance(&self.inputs(&kept))?;
+        let plan = before.rebalance(&self.inputs(&allocated_options))?;
         let slots =
             |plan: &Plan| (plan.slots, plan.slot_bytes, plan.expert_slot_bytes, plan.staging_bytes);
         let least = before.expert_slots_least.min(before.expert_slots);
@@ -129,10 +129,10 @@ impl Shared {
     fn plan_moves(&self, state: &mut State) {
         let (mut leaving, mut arriving) = (Vec::new(), Vec::new());
         for (unit, &residency) in (0..).zip(&state.plan.residencies) {
-            let Some((now, there)) = state.scheduler.residency_of(unit) else { continue };
+            let Some((current, is_resident)) = state.scheduler.residency_of(unit) else { continue };
             let gate = &self.gates[unit as usize];
             let was_leaving = gate.load(Ordering::Acquire) & MOVING != 0;
-            if now == residency && (there || !was_leaving) {
+            if current == residency && (is_resident || !was_leaving) {
                 gate.fetch_and(!MOVING, Ordering::AcqRel);
                 if was_leaving && state.scheduler.is_usable_resident(unit) {
                     self.open_gate(unit);
@@ -347,8 +347,8 @@ impl Shared {
 impl State {
     /// Whether the number of expert slots differs from the plan.
     pub(super) fn slots_change(&self) -> bool {
-        let wanted = self.plan.expert_slots;
-        self.weight_memory.expert_slots() != wanted || self.scheduler.expert_slots() != wanted
+        let target = self.plan.expert_slots;
+        self.weight_memory.expert_slots() != target || self.scheduler.expert_slots() != target
     }
 }
 
@@ -359,13 +359,13 @@ impl Shared {
         if !state.slots_change() {
             return false;
         }
-        let wanted = state.plan.expert_slots;
+        let target = state.plan.expert_slots;
         let freed = (|| {
-            let open = wanted.min(state.weight_memory.expert_slots());
+            let open = target.min(state.weight_memory.expert_slots());
             if open != state.scheduler.expert_slots() {
                 state.scheduler.set_expert_slots(open, self.now_ns())?;
             }
-            let in_use = state.scheduler.empty_expert_slots()?.max(wanted);
+            let in_use = state.scheduler.empty_expert_slots()?.max(target);
             let (scheduler, weight_memory) = (&mut state.scheduler, &mut state.weight_memory);
             // SAFETY: from `in_use` on, the scheduler has emptied all slots, no load uses them,
             // and the device events of their users have completed.
@@ -374,7 +374,7 @@ impl Shared {
         if let Err(error) = freed {
             state.note = Some(format!("expert slots were not freed: {error}"));
         }
-        state.weight_memory.expert_slots() > wanted
+        state.weight_memory.expert_slots() > target
     }
 
     /// Allocates slots up to the number of the plan. When memory is missing, the plan is reduced to

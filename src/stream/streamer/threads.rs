@@ -177,12 +177,12 @@ impl Shared {
         let mut issued: VecDeque<(CopyJob, Event)> = VecDeque::new();
         let mut state = self.state.lock();
         loop {
-            let going = state.check().is_ok();
+            let is_running = state.check().is_ok();
             let mut progress = MapProgress::Nothing;
-            if going {
+            if is_running {
                 (state, progress) = self.map_memory(&**device, state)?;
             }
-            let next = if going && issued.len() < COPIES {
+            let next = if is_running && issued.len() < COPIES {
                 state.scheduler.take_copy(self.now_ns())
             } else {
                 None
@@ -199,14 +199,14 @@ impl Shared {
                 if note_waited {
                     state.scheduler.note_waited(&copy);
                 }
-                let how = match event {
+                let progress = match event {
                     Ok(event) => {
                         issued.push_back((copy, event));
                         CopyProgress::Issued(event)
                     }
                     Err(error) => CopyProgress::Done(Err(error)),
                 };
-                state.scheduler.copied(&copy, how, self.now_ns())
+                state.scheduler.copied(&copy, progress, self.now_ns())
             } else if let Some((copy, event)) = issued.pop_front() {
                 drop(state);
                 let result = device.wait(event, 0);
@@ -221,7 +221,7 @@ impl Shared {
                     state = self.state.lock();
                 }
                 settled
-            } else if going {
+            } else if is_running {
                 state = self.wait_for_work(&**device, state, progress);
                 continue;
             } else {
@@ -254,7 +254,7 @@ impl Shared {
             {
                 put(None)
             }
-            said => said,
+            outcome => outcome,
         }
     }
 
@@ -343,18 +343,18 @@ impl Shared {
         }
         let mut found = MapProgress::Nothing;
         for job in state.scheduler.take_map_jobs() {
-            let said = if found == MapProgress::Something {
+            let outcome = if found == MapProgress::Something {
                 Ok(false) // in a later call
             } else {
-                let said;
-                (state, said) = self.map_one(device, state, &job);
-                match said {
+                let outcome;
+                (state, outcome) = self.map_one(device, state, &job);
+                match outcome {
                     Ok(Some(event)) => found = MapProgress::Wait(event),
                     _ => found = MapProgress::Something,
                 }
-                said.map(|waits| waits.is_none())
+                outcome.map(|waits| waits.is_none())
             };
-            let settled = state.scheduler.note_mapped(&job, said, self.now_ns());
+            let settled = state.scheduler.note_mapped(&job, outcome, self.now_ns());
             self.settle_chunk(&mut state, !matches!(settled, Ok(false)));
             settled?;
         }
@@ -369,9 +369,9 @@ impl Shared {
     ) -> Guard<'a, State> {
         drop(state);
         let count = spent.len();
-        for one in spent {
+        for block in spent {
             // SAFETY: blocks are queued when nothing uses them, and no work in flight does.
-            let outcome = unsafe { one.free() };
+            let outcome = unsafe { block.free() };
             outcome.unwrap_or_else(|error| log::warn!("{error}"));
         }
         let mut state = self.state.lock();
@@ -387,17 +387,17 @@ impl Shared {
         leaving: Vec<FreeJob>,
     ) -> Guard<'a, State> {
         drop(state);
-        let free_window_memory = |one: FreeJob| {
+        let free_window_memory = |job: FreeJob| {
             // SAFETY: memory is queued when nothing uses it, and no work in flight does.
-            let destroyed = unsafe { one.destroy() };
+            let destroyed = unsafe { job.destroy() };
             let is_stuck = destroyed.is_err();
             destroyed.unwrap_or_else(|error| log::warn!("{error}"));
-            (one, is_stuck)
+            (job, is_stuck)
         };
-        let gone: Vec<_> = leaving.into_iter().map(free_window_memory).collect();
+        let destroyed_jobs: Vec<_> = leaving.into_iter().map(free_window_memory).collect();
         let mut state = self.state.lock();
         if let Some(window) = state.weight_memory.device_window() {
-            gone.into_iter().for_each(|(one, is_stuck)| window.note_freed(one, is_stuck));
+            destroyed_jobs.into_iter().for_each(|(job, is_stuck)| window.note_freed(job, is_stuck));
         }
         self.settle(&mut state);
         state
@@ -420,19 +420,19 @@ impl Shared {
         drop(state);
         // A failed event has completed, too; an unknown one was released.
         let is_open = |event: &Event| device.state(*event) == Ok(DeviceState::Pending);
-        let said = match events.into_iter().find(is_open) {
+        let outcome = match events.into_iter().find(is_open) {
             Some(event) => Ok(Some(event)),
             // SAFETY: the last users of the memory and of the addresses have released them, and
             // their device work has ended; only this thread copies to either.
             None => unsafe { work.run() }.map(|()| None),
         };
         let mut state = self.state.lock();
-        match (&said, state.weight_memory.device_window()) {
+        match (&outcome, state.weight_memory.device_window()) {
             (Ok(None), Some(window)) => window.note_mapped(job.unit, job.to),
             (Err(_), Some(window)) => window.note_map_failed(job.unit, job.to),
             _ => {}
         }
-        (state, said)
+        (state, outcome)
     }
 
     /// Waits for work of the copier.
@@ -452,7 +452,7 @@ impl Shared {
             return state;
         };
         drop(state);
-        // The wait is bounded: a copy may come or end meanwhile.
+        // The wait is bounded: a copy may be added or end meanwhile.
         let waited = device.wait(event, self.now_ns().saturating_add(MAX_NAP_NS));
         waited.unwrap_or_else(|error| log::trace!("an event of the engine failed: {error}"));
         self.release_ended_events();

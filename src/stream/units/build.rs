@@ -64,8 +64,8 @@ fn experts(model: &Model) -> BTreeMap<u32, u32> {
     for layer in differ {
         found.insert(layer, None);
     }
-    let said = u64::from(model.facts.experts);
-    let count = |found: Option<u64>| u32::try_from(found.unwrap_or(said)).unwrap_or(0);
+    let experts = u64::from(model.facts.experts);
+    let count = |found: Option<u64>| u32::try_from(found.unwrap_or(experts)).unwrap_or(0);
     found.into_iter().map(|(layer, found)| (layer, count(found))).collect()
 }
 

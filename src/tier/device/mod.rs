@@ -1,6 +1,6 @@
 //! Device memory for copies of cells: a few slabs, each cut into pieces of one size. What
 //! is kept of them is here, on the host: no piece costs a call of the device. Nothing is
-//! moved. A slab without a piece in use goes to another size, or back to the device.
+//! moved. A slab without a piece in use serves another size, or is returned to the device.
 
 mod pieces;
 mod slab;
@@ -62,7 +62,7 @@ struct Row {
     slab: Slab,
     /// How it is cut; not at all while nothing of it is in use.
     pieces: Option<Pieces>,
-    /// It gives out no more pieces, and goes once it is empty.
+    /// It allocates no more pieces, and is returned once it is empty.
     drains: bool,
 }
 
@@ -117,7 +117,7 @@ impl DeviceTier {
         (self.limit_bytes.saturating_sub(self.held_bytes) / self.bytes_per_slab).min(room)
     }
 
-    /// Takes a slab over. One that is more than it may have by now goes back.
+    /// Takes a slab over. A slab beyond the current limit is returned.
     pub fn add(&mut self, slab: Slab) {
         if self.missing_slabs() == 0 {
             return self.returning.push(slab);
@@ -130,7 +130,7 @@ impl DeviceTier {
         }
     }
 
-    /// Takes a piece of at least `bytes` bytes, and remembers whose it is. None: no slab has
+    /// Takes a piece of at least `bytes` bytes, and records its owner. None: no slab has
     /// one of that size, nor is any empty.
     pub fn alloc(&mut self, bytes: u64, owner: u64) -> Option<Piece> {
         let piece_bytes = bytes.max(1).next_multiple_of(PIECE_ALIGN_BYTES);
@@ -209,7 +209,7 @@ impl DeviceTier {
         row.and_then(|row| row.pieces.as_ref()).into_iter().flat_map(Pieces::owners)
     }
 
-    /// Whether a piece is of a slab that goes once it is empty.
+    /// Whether a piece is of a slab that is returned once it is empty.
     pub fn drains(&self, piece: Piece) -> bool {
         self.rows.get(piece.slab()).and_then(Option::as_ref).is_none_or(|row| row.drains)
     }
@@ -237,23 +237,23 @@ impl DeviceTier {
         stay.min_by_key(|(at, row)| (row.live_bytes(), *at)).map(|(at, _)| at)
     }
 
-    /// Has slabs drain until so many bytes of them do, the emptiest first; whose pieces have
-    /// to go, and how many bytes will come free.
+    /// Drains slabs of so many bytes, the emptiest first. Returns the owners of pieces to be
+    /// evicted, and how many bytes will be freed.
     pub fn drain(&mut self, bytes: u64) -> (Vec<u64>, u64) {
-        let (mut owners, mut goes) = (Vec::new(), 0);
-        while goes < bytes {
+        let (mut owners, mut freed_bytes) = (Vec::new(), 0);
+        while freed_bytes < bytes {
             let Some(at) = self.emptiest() else { break };
             let Some(row) = self.rows[at].as_mut() else { break };
             row.drains = true;
-            goes += row.slab.bytes();
+            freed_bytes += row.slab.bytes();
             owners.extend(self.owners_in(at));
             self.let_go_if_empty(at);
         }
-        (owners, goes)
+        (owners, freed_bytes)
     }
 
     /// Changes how many bytes slabs may have. Of those beyond a smaller limit the emptiest
-    /// drain: whose pieces have to go.
+    /// drain: the owners of pieces to be evicted.
     pub fn set_limit(&mut self, bytes: u64) -> Result<Vec<u64>> {
         if bytes > 0 {
             check(bytes)?;

@@ -1,4 +1,4 @@
-//! How a slab is cut: which of its pieces are in use, and whose they are.
+//! How a slab is cut: which of its pieces are in use, and their owners.
 
 use crate::base::account::Account;
 use crate::base::budget::Tier;

@@ -1,4 +1,4 @@
-//! One piece of a device's memory, and who pays for it.
+//! One slab of a device's memory, and the account that is charged for it.
 
 use crate::base::account::Account;
 use crate::base::budget::Tier;
@@ -7,7 +7,7 @@ use crate::base::sync::Arc;
 use crate::device::{Device, DeviceMemory};
 use crate::fail;
 
-/// Memory of a device, until it is dropped: then it goes back. Taking and dropping it may
+/// Memory of a device, until it is dropped: then it is returned. Taking and dropping it may
 /// keep the caller waiting.
 pub struct Slab {
     device: Arc<dyn Device>,
@@ -53,7 +53,7 @@ impl Slab {
 
 impl Drop for Slab {
     fn drop(&mut self) {
-        // SAFETY: the tier gives a slab away when none of its pieces is in use, and goes
+        // SAFETY: the tier drops a slab when none of its pieces is in use, and is dropped
         // itself when all work has ended; pieces are in use until copies of them have ended.
         let freed = unsafe { self.device.free(&self.memory) };
         if let Err(error) = freed {

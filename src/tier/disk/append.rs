@@ -17,7 +17,7 @@ use crate::tier::disk::gather::{Gather, in_place, within};
 use crate::tier::disk::state::{Front, Grant};
 use crate::tier::disk::{DiskTier, Spot, blocks_u32, offset_of};
 
-/// A record under way.
+/// A record in flight.
 struct PendingRecord<'a> {
     record: usize,
     header_blocks: u32,

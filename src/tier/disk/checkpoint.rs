@@ -84,7 +84,7 @@ impl Sink<'_> {
         let bytes = unsafe { std::slice::from_raw_parts_mut(address, FRAME_BYTES) };
         FrameWriter::resume(bytes, self.used).finish(&self.tier.store, self.number, self.frames);
         let offset = BLOCK_BYTES as u64 + u64::from(self.frames) * FRAME_BYTES as u64;
-        // SAFETY: as above; no one else uses the buffer.
+        // SAFETY: as above; nothing else uses the buffer.
         unsafe {
             self.tier.transfer_one(
                 self.file,
@@ -129,7 +129,7 @@ impl DiskTier {
     ///
     /// It waits for compaction, so the caller must hold no lock that a [`CellIndex`] takes.
     ///
-    /// [`CellIndex`]: crate::tier::disk::Keeper
+    /// [`CellIndex`]: crate::tier::disk::CellIndex
     pub fn checkpoint(
         &self,
         cover: &Cover,
@@ -197,10 +197,10 @@ impl DiskTier {
             self.files.close(file);
             written
         });
-        let lasts = written
+        let is_durable = written
             .and_then(|()| self.files.rename(&unfinished, &name))
             .and_then(|()| self.files.sync_names());
-        if let Err(error) = lasts {
+        if let Err(error) = is_durable {
             // It may have either name.
             let _ = self.files.remove(&unfinished);
             let _ = self.files.remove(&name);
@@ -212,7 +212,7 @@ impl DiskTier {
         state.stats.overhead_bytes += bytes;
         state.checkpoints.insert(number, bytes);
         // It has the sessions.
-        state.let_held_go();
+        state.release_held();
         drop(state);
         self.remove_checkpoints(|other| other < number);
         Ok(())
@@ -269,11 +269,11 @@ impl DiskTier {
 
     /// Frees the bytes of removed files once the removal is durable.
     fn release(&self, bytes: u64, names: &[String]) {
-        let lasts = self.files.sync_names().is_ok();
-        let gone =
+        let is_durable = self.files.sync_names().is_ok();
+        let removed =
             self.files.list().is_ok_and(|all| all.iter().all(|entry| !names.contains(&entry.name)));
         let mut state = self.state.lock();
-        match (gone, lasts) {
+        match (removed, is_durable) {
             (true, true) => state.give_back(bytes),
             (true, false) => state.lingering_bytes += bytes,
             // It stays, and counts, until the store is opened again.

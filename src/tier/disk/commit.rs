@@ -65,8 +65,8 @@ impl DiskTier {
 fn not_durable(mark: Mark) -> Result<()> {
     fail!(
         Io,
-        "a sync of segment {} failed: what was written there is not durable. Put it again: it goes \
-         to another segment",
+        "a sync of segment {} failed: data written to it is not durable. Put the data again: it is \
+         written to another segment",
         mark.segment
     )
 }

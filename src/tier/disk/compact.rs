@@ -1,5 +1,5 @@
-//! Compaction: copies the live cells of a segment to other segments and makes the copies durable.
-//! Then the old segment can be removed.
+//! Compaction: the live cells of a segment are written again elsewhere and made durable, then the
+//! segment can be removed.
 
 use crate::base::status::{Result, Status};
 use crate::fail;
@@ -13,7 +13,7 @@ use crate::tier::disk::staging::StagingGuard;
 use crate::tier::disk::state::{Front, Note, Segment};
 use crate::tier::disk::{DiskTier, Spot};
 
-/// Bytes of a batch of cells, unless memory is short or one cell is longer.
+/// Bytes that are moved at once, if there is memory for it and no cell is longer.
 const BATCH_BYTES: u64 = 8 << 20;
 
 /// A cell and its place.
@@ -23,28 +23,26 @@ pub struct CellAt {
     pub chunk: Chunk,
     /// The layer.
     pub layer: u32,
-    /// Its place on disk.
+    /// Its place.
     pub spot: Spot,
-    /// Its seal. It does not depend on the place.
+    /// Its seal: the same at every place.
     pub seal: u64,
     /// Stored length.
     pub stored_bytes: u64,
 }
 
-/// The index of live cells, which decides whether a cell is copied. Never called under a lock of
-/// the tier.
+/// The owner of the index of live cells. It is never called under a lock of the tier.
 pub trait CellIndex {
-    /// Whether the cell is live: the index has it at this place.
-    fn wants(&mut self, cell: &CellAt) -> bool;
+    /// Whether the index has the cell at this place.
+    fn is_live(&mut self, cell: &CellAt) -> bool;
 
-    /// Reports that a cell was copied to a new place. The copy is durable if the cell was durable
-    /// at the old place, or could be made durable there. True: the index has switched to the new
-    /// place, and the tier frees the old one. False: the cell was dropped meanwhile, and the tier
-    /// frees the new place.
+    /// A cell is at a new place. It is durable there if it was durable, or could be made so, at the
+    /// old place. True: the index has the new place from now on, and the tier drops the old one.
+    /// False: the cell was dropped meanwhile, and the tier drops the new place.
     fn moved(&mut self, cell: &CellAt, to: Spot) -> bool;
 
-    /// Reports that a live cell is damaged. True: the index has dropped it, and the tier frees its
-    /// place. False: it was dropped meanwhile.
+    /// A wanted cell is damaged. True: the index drops it, and so does the tier. False: it was
+    /// dropped meanwhile.
     fn lost(&mut self, cell: &CellAt) -> bool;
 }
 
@@ -53,17 +51,16 @@ pub trait CellIndex {
 pub struct Compacted {
     /// Cells that were moved.
     pub moved: u64,
-    /// Live cells that were damaged.
+    /// Wanted cells that were damaged.
     pub lost: u64,
-    /// Blocks of live cells whose record headers were not found. The segment stays until these
-    /// cells are dropped.
+    /// Blocks of live cells whose headers were not found: the segment stays until they are dropped.
     pub left_blocks: u32,
     /// Bytes freed.
     pub freed_bytes: u64,
 }
 
-/// A cell of the segment that is compacted, with fields of its record.
-struct SourceCell {
+/// A cell of the segment, and its record.
+struct Old {
     cell: CellAt,
     born: u64,
     codec: u16,
@@ -74,9 +71,8 @@ struct SourceCell {
 /// Content of a segment, by its headers.
 #[derive(Default)]
 struct Content {
-    cells: Vec<SourceCell>,
+    cells: Vec<Old>,
     planes: Vec<Plane>,
-    /// Forget records: key, layers, `born` and `until`.
     forgets: Vec<(Key, Vec<u32>, u64, u64)>,
 }
 
@@ -100,7 +96,7 @@ impl Content {
             };
             let planes = first..self.planes.len();
             let (born, codec, raw_bytes) = (head.born, cell.codec, cell.raw_bytes);
-            self.cells.push(SourceCell { cell: at, born, codec, raw_bytes, planes });
+            self.cells.push(Old { cell: at, born, codec, raw_bytes, planes });
         }
     }
 }
@@ -111,27 +107,25 @@ fn identity_of(chunk: &Chunk, layer: u32, codec: u16) -> Identity {
 }
 
 impl DiskTier {
-    /// Moves the live cells of a segment to other segments, and removes it. `Busy`: the segment is
-    /// being written, compacted or removed. After another error, some cells have been moved and the
-    /// others are still in the segment.
+    /// Moves the live cells of a segment elsewhere, and removes the segment. BUSY = it is being
+    /// written or compacted. After another failure some cells were moved, and the others stay.
     pub fn compact(&self, number: u64, index: &mut dyn CellIndex) -> Result<Compacted> {
-        self.begin_compaction(number)?;
-        let result = self.compact_begun(number, index);
+        self.begin_cleaning(number)?;
+        let compacted = self.compact_begun(number, index);
         let mut state = self.state.lock();
         state.stats.compactions += 1;
-        let live_blocks = state.segments.get_mut(&number).map_or(0, |segment| {
+        let left = state.segments.get_mut(&number).map_or(0, |segment| {
             segment.compacting = false;
             segment.live
         });
         drop(state);
-        let mut compacted = result?;
-        compacted.left_blocks = live_blocks;
+        let mut compacted = compacted?;
+        compacted.left_blocks = left;
         compacted.freed_bytes = self.sweep();
         Ok(compacted)
     }
 
-    /// Ends appends to a segment, and marks it as being compacted.
-    fn begin_compaction(&self, number: u64) -> Result<()> {
+    fn begin_cleaning(&self, number: u64) -> Result<()> {
         let growth = self.growth.lock();
         for front in [Front::Callers, Front::Compaction] {
             if self.state.lock().fronts[front as usize] == Some(number) {
@@ -150,16 +144,15 @@ impl DiskTier {
         Ok(())
     }
 
-    /// Updates the state of a segment, which may make it empty.
-    fn update(&self, number: u64, update: impl FnOnce(&mut Segment)) {
+    /// Changes a segment, which may become empty by it.
+    fn change(&self, number: u64, change: impl FnOnce(&mut Segment)) {
         let mut state = self.state.lock();
         if let Some(segment) = state.segments.get_mut(&number) {
-            update(segment);
+            change(segment);
         }
         state.may_be_empty(number);
     }
 
-    /// Compacts a segment that is marked as being compacted.
     fn compact_begun(&self, number: u64, index: &mut dyn CellIndex) -> Result<Compacted> {
         let mut content = Content::default();
         let found = self.scan(&[(number, 1)], &mut |record| {
@@ -169,50 +162,49 @@ impl DiskTier {
         if found.iter().any(|found| found.errors > 0) {
             fail!(Io, "segment {number} cannot be read completely");
         }
-        self.update(number, |segment| segment.unread = false);
-        self.release_old_sessions(number)?;
-        // If an opening after a crash finds both copies, it uses the old one, so that must be
-        // durable. The result is ignored: if the sync fails, no unsynced cell was acknowledged as
-        // durable.
+        self.change(number, |segment| segment.unread = false);
+        self.release_sessions(number)?;
+        // An opening that finds both copies takes the old one: it must be durable. After a failed
+        // sync no caller was notified that it is.
         let written = self.state.lock().segments.get(&number).map_or(0, |s| s.dirty);
         let _ = self.commit(Mark { segment: number, write: written });
         let mut compacted = Compacted::default();
         let longest = content.cells.iter().map(|old| padded(&old.cell)).max().unwrap_or(0);
         let mut cells = content.cells.iter().peekable();
         while cells.peek().is_some() {
-            // Staging memory is returned after each batch, because other threads may wait for it.
+            // For each batch anew: other threads may wait for the same memory.
             let buffer = &self.staging.scratch(longest, longest.max(BATCH_BYTES))?;
             let mut batch = Vec::new();
             let mut bytes = 0;
             while let Some(old) = cells.next_if(|old| bytes + padded(&old.cell) <= buffer.bytes()) {
-                if index.wants(&old.cell) {
+                if index.is_live(&old.cell) {
                     batch.push((old, bytes));
                     bytes += padded(&old.cell);
                 }
             }
             self.move_batch(&content, &batch, buffer, index, &mut compacted)?;
         }
-        self.move_other_records(number, &content)?;
+        self.move_notes(number, &content)?;
         Ok(compacted)
     }
 
-    /// Allows the removal of a segment that has session records from before this opening: writes
-    /// these sessions again first.
-    fn release_old_sessions(&self, number: u64) -> Result<()> {
+    /// Older records of sessions may be removed once the sessions were written since the store was
+    /// opened.
+    fn release_sessions(&self, number: u64) -> Result<()> {
         let state = self.state.lock();
         let held = state.segments.get(&number).is_some_and(|segment| segment.held);
         let mut sessions = if held { state.noted()? } else { Vec::new() };
         drop(state);
         self.save_sessions(&mut sessions, &|segment| segment.old && segment.dirty > 0)?;
-        self.update(number, |segment| segment.held = false);
+        self.change(number, |segment| segment.held = false);
         Ok(())
     }
 
-    /// Reads a batch of cells, appends copies, makes them durable, and reports them to the index.
+    /// Reads cells, writes them again, makes them durable, and reports them to the index.
     fn move_batch(
         &self,
         content: &Content,
-        batch: &[(&SourceCell, u64)],
+        batch: &[(&Old, u64)],
         buffer: &StagingGuard<'_>,
         index: &mut dyn CellIndex,
         compacted: &mut Compacted,
@@ -230,21 +222,21 @@ impl DiskTier {
                 at += bytes;
             }
         }
-        // SAFETY: each cell has its own part of the buffer, rounded up to whole blocks.
+        // SAFETY: each cell has a part of the buffer, up to whole blocks, that nothing else uses.
         unsafe { self.read(&mut gets) };
         let mut puts = Puts::default();
-        let mut kept = Vec::new();
+        let mut rewritten = Vec::new();
         let mut last = None;
         for ((old, at), get) in batch.iter().zip(gets.iter()) {
             match &get.result {
                 Ok(()) => {}
                 Err(error) if error.status() == Status::Corrupt => {
-                    self.report_lost(old, index, compacted);
+                    self.lose(old, index, compacted);
                     continue;
                 }
                 Err(error) => return Err(error.clone()),
             }
-            // Cells of one old record are written to one new record.
+            // Cells of one record stay together.
             let record = old.cell.spot.record();
             if last != Some(record) {
                 puts.record(old.cell.chunk);
@@ -263,71 +255,71 @@ impl DiskTier {
                 puts.plane(PutPlane { kind, id, version, bytes, address, sum });
                 at += bytes;
             }
-            kept.push(*old);
+            rewritten.push(*old);
         }
         let _underway = self.set_out();
         // SAFETY: as above; the buffer is only read from here on.
         unsafe { self.append_at(&mut puts, 0..usize::MAX, Front::Compaction) };
-        self.report_moved(&puts, &kept, index, compacted)
+        self.report_moved(&puts, &rewritten, index, compacted)
     }
 
-    /// Makes copied cells durable, and reports them to the index.
+    /// Makes moved cells durable, and reports them to the index.
     fn report_moved(
         &self,
         puts: &Puts,
-        kept: &[&SourceCell],
+        rewritten: &[&Old],
         index: &mut dyn CellIndex,
         compacted: &mut Compacted,
     ) -> Result<()> {
-        let mut sources = kept.iter();
+        let mut olds = rewritten.iter();
         let mut result: Result<()> = Ok(());
         for (put, cells) in puts.iter() {
-            let durable = put.result.clone().and_then(|mark: Mark| self.commit(mark));
-            for (new, old) in cells.iter().zip(sources.by_ref()) {
-                if let Err(error) = &durable {
-                    // The index does not reference the copy.
+            let committed = put.result.clone().and_then(|mark: Mark| self.commit(mark));
+            for (new, old) in cells.iter().zip(olds.by_ref()) {
+                if let Err(error) = &committed {
+                    // Nothing references what was written.
                     if put.result.is_ok() {
                         self.drop_cells([(new.spot, old.cell.stored_bytes)]);
                     }
                     result = result.and(Err(error.clone()));
                     continue;
                 }
-                let is_switched = index.moved(&old.cell, new.spot);
-                let unused = if is_switched { old.cell.spot } else { new.spot };
-                self.drop_cells([(unused, old.cell.stored_bytes)]);
-                compacted.moved += u64::from(is_switched);
+                let is_live = index.moved(&old.cell, new.spot);
+                let stale = if is_live { old.cell.spot } else { new.spot };
+                self.drop_cells([(stale, old.cell.stored_bytes)]);
+                compacted.moved += u64::from(is_live);
             }
         }
         result
     }
 
-    fn report_lost(&self, old: &SourceCell, index: &mut dyn CellIndex, compacted: &mut Compacted) {
+    fn lose(&self, old: &Old, index: &mut dyn CellIndex, compacted: &mut Compacted) {
         if index.lost(&old.cell) {
             self.drop_cells([(old.cell.spot, old.cell.stored_bytes)]);
         }
         compacted.lost += 1;
     }
 
-    /// Moves records without cells that still have an effect: sessions and forget records.
-    fn move_other_records(&self, number: u64, content: &Content) -> Result<()> {
+    /// Moves records without cells that still have an effect.
+    fn move_notes(&self, number: u64, content: &Content) -> Result<()> {
         let _underway = self.set_out();
         let (mut marks, mut moved) = (Vec::new(), Vec::new());
-        let written = self.copy_other_records(number, content, &mut marks, &mut moved);
-        let durable =
+        let written = self.copy_notes(number, content, &mut marks, &mut moved);
+        let committed =
             written.and_then(|()| marks.into_iter().try_for_each(|mark| self.commit(mark)));
         for (name, note) in moved {
-            match durable {
+            match committed {
                 Ok(()) => self.settle_session(&name, note, true),
-                // Nothing references the copied record.
+                // Nothing references what was written.
                 Err(_) => self.state.lock().uncount_session(note.segment, false),
             }
         }
-        durable?;
-        self.update(number, |segment| segment.forgets = 0);
+        committed?;
+        self.change(number, |segment| segment.forgets = 0);
         Ok(())
     }
 
-    fn copy_other_records(
+    fn copy_notes(
         &self,
         number: u64,
         content: &Content,
@@ -343,8 +335,8 @@ impl DiskTier {
         }
         let sessions: Vec<(Box<[u8]>, Note)> = {
             let state = self.state.lock();
-            let here = state.sessions.iter().filter(|(_, note)| note.segment == number);
-            here.map(|(name, note)| (name.clone(), note.clone())).collect()
+            let notes = state.sessions.iter().filter(|(_, note)| note.segment == number);
+            notes.map(|(name, note)| (name.clone(), note.clone())).collect()
         };
         for (name, note) in sessions {
             if !note.payload.is_empty() || self.has_older(number, note.born) {
@@ -355,7 +347,7 @@ impl DiskTier {
                 marks.push(mark);
             } else {
                 let mut state = self.state.lock();
-                // Keep it if it was written to another segment meanwhile.
+                // Unless it was written again meanwhile.
                 if state.sessions.get(&name).is_some_and(|now| now.segment == number) {
                     state.sessions.remove(&name);
                     state.uncount_session(number, false);
@@ -365,8 +357,8 @@ impl DiskTier {
         Ok(())
     }
 
-    /// Whether another segment may have records first written before `until`. It may also be a
-    /// removed segment whose file name may reappear after a crash.
+    /// Whether another segment may have records first written before `until`: an existing one, or a
+    /// removed one whose name may reappear after a crash.
     fn has_older(&self, number: u64, until: u64) -> bool {
         let state = self.state.lock();
         let older = |segment: &Segment| segment.unread || segment.oldest < until;

@@ -1,10 +1,10 @@
 //! Resolution of duplicates: which copy of a cell counts, and whether it is sound.
 //!
 //! A cell has several copies in three cases: compaction failed or was interrupted, a removed
-//! segment comes back after a crash, or the cell was dropped and put again. The latest put counts.
+//! segment reappears after a crash, or the cell was dropped and put again. The latest put counts.
 //! Among copies of one put, the one written last counts, or its source if that still exists. A
 //! segment is removed only once all its live cells are durable elsewhere. So the copy is good if
-//! its source is gone. If the source exists, the copy may have failed. After a disk failure nothing
+//! its source was removed. If the source exists, the copy may have failed. After a disk failure nothing
 //! is certain: the copy that counts is read, and if it is damaged the next one.
 
 use std::cmp::Reverse;
@@ -126,10 +126,10 @@ pub(super) fn find(
     let mut order: Vec<usize> = Vec::new();
     order.try_reserve_exact(rows.len()).map_err(no_memory)?;
     order.extend(0..rows.len());
-    let whose = |&at: &usize| rows.get(at).map(|row| (row.chunk.key, row.chunk.fingerprint.0));
-    order.sort_unstable_by_key(whose);
+    let identity = |&at: &usize| rows.get(at).map(|row| (row.chunk.key, row.chunk.fingerprint.0));
+    order.sort_unstable_by_key(identity);
     let (mut duplicates, mut dropped, mut cells) = (Vec::new(), Vec::new(), Vec::new());
-    for group in order.chunk_by(|a, b| whose(a) == whose(b)) {
+    for group in order.chunk_by(|a, b| identity(a) == identity(b)) {
         if let [row] = group {
             let cells = rows.get(*row).map_or(&[][..], |row| row.of(places));
             if cells.is_sorted_by(|a, b| a.layer < b.layer) {
@@ -192,7 +192,7 @@ mod tests {
     fn the_latest_copy_counts_unless_its_source_exists() {
         assert_eq!(counts(&[]), None);
         assert_eq!(counts(&[(5, 1, 0)]), Some(0));
-        // The source is gone: the latest copy is good.
+        // The source was removed: the latest copy is good.
         assert_eq!(counts(&[(7, 2, 1), (9, 3, 1)]), Some(1));
         // The source exists: the copies may have failed, or the source is as good.
         assert_eq!(counts(&[(7, 2, 1), (9, 3, 1), (5, 1, 0)]), Some(2));

@@ -99,16 +99,16 @@ impl DiskTier {
             fail!(NotFound, "there is no segment {number}");
         };
         let file = match (opened, segment.file) {
-            (Ok(ours), None) => {
-                segment.file = Some(ours);
+            (Ok(opened), None) => {
+                segment.file = Some(opened);
                 state.open.push(number);
-                ours
+                opened
             }
-            (Ok(ours), Some(theirs)) => {
-                self.files.close(ours);
-                theirs
+            (Ok(opened), Some(cached)) => {
+                self.files.close(opened);
+                cached
             }
-            (Err(_), Some(theirs)) => theirs,
+            (Err(_), Some(cached)) => cached,
             (Err(error), None) => {
                 segment.users -= 1;
                 return Err(error);
@@ -163,7 +163,7 @@ impl DiskTier {
     /// Reads or writes one range of memory.
     ///
     /// # Safety
-    /// The memory is valid, and no one else uses it during the call.
+    /// The memory is valid, and nothing else uses it during the call.
     pub(super) unsafe fn transfer_one(
         &self,
         file: FileId,

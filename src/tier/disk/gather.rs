@@ -18,7 +18,7 @@ struct Back {
 pub(super) struct Gather<'a> {
     files: &'a dyn Files,
     staging: &'a Staging,
-    way: Access,
+    access: Access,
     buffer: Option<StagingGuard<'a>>,
     used: u64,
     pieces: Vec<Piece>,
@@ -29,11 +29,11 @@ pub(super) struct Gather<'a> {
 }
 
 impl<'a> Gather<'a> {
-    pub fn new(files: &'a dyn Files, staging: &'a Staging, way: Access) -> Gather<'a> {
+    pub fn new(files: &'a dyn Files, staging: &'a Staging, access: Access) -> Gather<'a> {
         Gather {
             files,
             staging,
-            way,
+            access,
             buffer: None,
             used: 0,
             pieces: Vec::new(),
@@ -84,7 +84,7 @@ impl<'a> Gather<'a> {
                 return;
             }
         }
-        self.pieces.push(Piece::one(file, self.way, offset, address, bytes));
+        self.pieces.push(Piece::one(file, self.access, offset, address, bytes));
         self.owners.push(owner);
     }
 
@@ -96,7 +96,7 @@ impl<'a> Gather<'a> {
     /// Executes the collected transfers.
     ///
     /// # Safety
-    /// The memory of all added transfers is valid, and no one else uses it.
+    /// The memory of all added transfers is valid, and nothing else uses it.
     pub unsafe fn flush(&mut self) {
         if !self.pieces.is_empty() {
             // SAFETY: the caller's guarantee; staging memory belongs to this gather only.
@@ -189,13 +189,13 @@ mod tests {
 
     #[test]
     fn only_aligned_ranges_are_transferred_in_place() {
-        let ask = |ranges: &[Range], padded| in_place(ranges.iter().copied(), 4096, padded);
-        assert!(ask(&[range(4096, 4096), range(81920, 8192)], false));
-        assert!(ask(&[range(4096, 1000), range(5096, 3096)], false));
-        assert!(!ask(&[range(4096, 1000), range(5096, 3000)], false));
-        assert!(ask(&[range(4096, 1000), range(5096, 3000)], true));
-        assert!(!ask(&[range(4096, 1000), range(81920, 3096)], true));
-        assert!(!ask(&[range(4100, 4096)], true));
+        let is_in_place = |ranges: &[Range], padded| in_place(ranges.iter().copied(), 4096, padded);
+        assert!(is_in_place(&[range(4096, 4096), range(81920, 8192)], false));
+        assert!(is_in_place(&[range(4096, 1000), range(5096, 3096)], false));
+        assert!(!is_in_place(&[range(4096, 1000), range(5096, 3000)], false));
+        assert!(is_in_place(&[range(4096, 1000), range(5096, 3000)], true));
+        assert!(!is_in_place(&[range(4096, 1000), range(81920, 3096)], true));
+        assert!(!is_in_place(&[range(4100, 4096)], true));
         assert!(in_place([range(3, 5), range(77, 1)].into_iter(), 1, false));
     }
 

@@ -58,7 +58,7 @@ impl DiskTier {
         let bytes = self.options.segment_bytes;
         let number = {
             let mut state = self.state.lock();
-            let spare = if front == Front::Callers { state.kept_back(bytes) } else { 0 };
+            let spare = if front == Front::Callers { state.held_back(bytes) } else { 0 };
             let number = state.next_segment;
             if number > MAX_SEGMENT {
                 fail!(Limit, "all segment numbers are in use");
@@ -114,7 +114,7 @@ impl DiskTier {
         let buffer = self.staging.block()?;
         let mut block = [0; BLOCK_BYTES];
         SegmentHeader { store: self.store, number, blocks }.encode(&mut block);
-        // SAFETY: a block of memory that no one else uses.
+        // SAFETY: a block of memory that nothing else uses.
         let written = unsafe {
             buffer.address().copy_from_nonoverlapping(block.as_ptr(), BLOCK_BYTES);
             self.transfer_one(file, Access::Write, 0, buffer.address(), BLOCK_BYTES as u64)
@@ -150,31 +150,31 @@ impl DiskTier {
         };
         let mut lasting = {
             let mut state = self.state.lock();
-            let mut going = state.can_go();
-            going.retain(|number| superseded(&state, number));
-            going
+            let mut removable = state.removable();
+            removable.retain(|number| superseded(&state, number));
+            removable
         };
         if !lasting.is_empty() && self.commit_all().is_err() {
             lasting.clear();
         }
-        let mut gone = Vec::new();
+        let mut removing = Vec::new();
         {
             let mut state = self.state.lock();
-            for number in state.can_go() {
+            for number in state.removable() {
                 if superseded(&state, &number) && !lasting.contains(&number) {
                     continue;
                 }
                 if let Some(segment) = state.segments.get_mut(&number) {
                     segment.leaving = true;
-                    gone.push((number, segment.file.take(), segment.file_bytes()));
+                    removing.push((number, segment.file.take(), segment.file_bytes()));
                 }
             }
-            state.open.retain(|open| !gone.iter().any(|(number, ..)| number == open));
+            state.open.retain(|open| !removing.iter().any(|(number, ..)| number == open));
         }
-        if gone.is_empty() {
+        if removing.is_empty() {
             return 0;
         }
-        gone.retain(|&(number, file, _)| {
+        removing.retain(|&(number, file, _)| {
             if let Some(file) = file {
                 self.files.close(file);
             }
@@ -184,18 +184,18 @@ impl DiskTier {
             }
             removed
         });
-        // A name that comes back after a crash would exceed the budget.
-        let lasts = self.files.sync_names().is_ok();
+        // A name that reappears after a crash would exceed the budget.
+        let is_durable = self.files.sync_names().is_ok();
         let mut state = self.state.lock();
         let mut freed = 0;
-        for (number, _, bytes) in gone {
+        for (number, _, bytes) in removing {
             let Some(segment) = state.segments.remove(&number) else { continue };
             let oldest = segment.oldest;
             if segment.poisoned && segment.dirty > segment.clean {
                 state.lost.insert(number, segment.clean);
             }
             state.stats.segments_removed += 1;
-            if lasts {
+            if is_durable {
                 state.give_back(bytes);
                 freed += bytes;
             } else {
@@ -204,7 +204,7 @@ impl DiskTier {
                 state.lingering_oldest = Some(before.min(oldest));
             }
         }
-        if lasts {
+        if is_durable {
             state.lingering_oldest = None;
             let lingering = std::mem::take(&mut state.lingering_bytes);
             state.give_back(lingering);
@@ -225,7 +225,7 @@ impl DiskTier {
     pub(super) fn write_void(&self, file: FileId, grant: &Grant, blocks: u32) -> Result<()> {
         let buffer = self.staging.block()?;
         let address = buffer.address();
-        // SAFETY: a block of memory that no one else uses.
+        // SAFETY: a block of memory that nothing else uses.
         let bytes = unsafe { std::slice::from_raw_parts_mut(address, BLOCK_BYTES) };
         self.encode_void(bytes, grant, blocks);
         let offset = offset_of(grant.at);

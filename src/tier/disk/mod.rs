@@ -3,7 +3,7 @@
 //! It keeps no state per cell. Callers keep a [`Spot`] and a seal for each cell, and decide which
 //! cells live. Everything else is in the headers on disk; `docs/store.md` has the format.
 //!
-//! Calls block while files are read and written, and may come from any thread. Meanwhile no lock is
+//! Calls block while files are read and written, and may be made from any thread. Meanwhile no lock is
 //! held but the one for creating a segment. A segment is written at one end only, and never after
 //! the store was opened again. Records after a hole are found by a search block by block, so no
 //! record waits for another one before it.
@@ -123,7 +123,7 @@ impl Options {
 ///   its space later.
 /// - A checkpoint and everything else: see [`DiskTier::cover`].
 /// - Calls of `append` that need a segment wait for the one that creates it. `commit` waits for a
-///   sync of the same segment that is under way.
+///   sync of the same segment that is in flight.
 ///
 /// A batch ([`Puts`], [`Gets`]) and its memory belong to one call at a time.
 pub struct DiskTier {

@@ -30,17 +30,16 @@ pub(super) fn copies() -> impl Iterator<Item = u64> {
 }
 
 /// The error if no copy is sound.
-pub(super) fn unnamed(why: HeaderError) -> Error {
-    match why {
+pub(super) fn unnamed(error: HeaderError) -> Error {
+    match error {
         HeaderError::Version(other) => {
             let text = format!("the store is of version {other}, this library reads {VERSION}");
             Error::new(Status::Unsupported, text)
         }
         HeaderError::Damaged => {
             let text = format!(
-                "both copies in {STORE} are damaged: what the store is cannot be told. Put the file \
-                 back if there is a copy of it elsewhere; else remove the directory, and the store \
-                 begins anew"
+                "both copies in {STORE} are damaged, so the store cannot be identified. Restore the file \
+                 from a backup, or remove the directory to begin with an empty store"
             );
             Error::new(Status::Corrupt, text)
         }
@@ -79,7 +78,7 @@ pub(super) fn read(files: &dyn Files, staging: &Staging) -> Result<Named> {
 fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
     let bytes = files.len(file)?;
     let (mut sound, mut damaged) = (None, Vec::new());
-    let (mut why, mut failed) = (HeaderError::Damaged, None);
+    let (mut error, mut failed) = (HeaderError::Damaged, None);
     for at in copies() {
         // One read for each copy: one may be readable when the other is not.
         let Some(address) = buffer.range(at, COPY_BYTES) else { continue };
@@ -93,7 +92,7 @@ fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
             Ok(Ok(header)) => sound = sound.or(Some((header.store, address))),
             Ok(Err(HeaderError::Damaged)) => damaged.push(at),
             // Another version is no damage: the copy stays.
-            Ok(Err(version)) => why = version,
+            Ok(Err(version)) => error = version,
             Err(error) => {
                 damaged.push(at);
                 // A file that is too short is damaged; another failure of the disk may pass.
@@ -102,9 +101,9 @@ fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
         }
     }
     let Some((store, address)) = sound else {
-        return Err(match (why, failed) {
+        return Err(match (error, failed) {
             (HeaderError::Damaged, Some(error)) => error,
-            _ => unnamed(why),
+            _ => unnamed(error),
         });
     };
     for &at in &damaged {
@@ -122,16 +121,16 @@ fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
 }
 
 /// # Safety
-/// The memory is valid, and no one else uses it during the call.
+/// The memory is valid, and nothing else uses it during the call.
 unsafe fn transfer(
     files: &dyn Files,
     file: FileId,
-    way: Access,
+    access: Access,
     offset: u64,
     address: *mut u8,
     bytes: u64,
 ) -> Result<()> {
-    let mut pieces = [Piece::one(file, way, offset, address, bytes)];
+    let mut pieces = [Piece::one(file, access, offset, address, bytes)];
     // SAFETY: the caller's guarantee.
     unsafe { files.transfer(&mut pieces) };
     let [piece] = pieces;

@@ -34,7 +34,7 @@ pub(super) struct Origin {
 }
 
 impl DiskTier {
-    /// Records that cells of a chunk are gone, of some layers or of all if none is named: an
+    /// Records that cells of a chunk were removed, of some layers or of all if none is named: an
     /// opening does not find them again. Cells that are stored later are found. The caller drops
     /// the cells themselves.
     pub fn forget(&self, key: Key, layers: &[u32]) -> Result<Mark> {
@@ -120,7 +120,7 @@ impl DiskTier {
         }
     }
 
-    /// Writes sessions again whose records are in doubtful segments and may be gone, before their
+    /// Writes sessions again whose records are in doubtful segments and may be lost, before their
     /// earlier records are removed or a checkpoint covers them.
     pub(super) fn save_sessions(
         &self,
@@ -187,7 +187,7 @@ impl DiskTier {
         let buffer = self.staging.take()?;
         let address = buffer.address();
         let bytes = blocks as usize * BLOCK_BYTES;
-        // SAFETY: a staging buffer is longer than any header, and no one else uses it.
+        // SAFETY: a staging buffer is longer than any header, and nothing else uses it.
         let header = unsafe { std::slice::from_raw_parts_mut(address, bytes) };
         let mut encoder = Encoder::new(header);
         note.body.iter().for_each(|part| encoder.bytes(part));

@@ -44,7 +44,7 @@ impl DiskTier {
         }
         let begun_ns = options.clock.now_ns();
         let mut report = OpenReport::default();
-        // This comes before any file: an account that cannot pay leaves none.
+        // This precedes the creation of any file: an account that cannot pay leaves none.
         let paid = Paid::new(options.account.clone());
         paid.set(options.budget_bytes)?;
         let staging = Staging::open(options.account.clone())?;
@@ -325,8 +325,8 @@ fn check_new(names: &[Entry]) -> Result<()> {
     if left > 0 {
         fail!(
             Corrupt,
-            "there are {left} files of a store (seg-*, index-*), and no {STORE}, which says which: put \
-             that back if there is a copy of it elsewhere; else remove them, and the store begins anew"
+            "there are {left} files of a store (seg-*, index-*) but no {STORE}, which identifies the store: \
+             restore it from a backup, or remove the files to begin with an empty store"
         );
     }
     Ok(())
@@ -337,9 +337,10 @@ fn clear_unfinished(files: &dyn Files) -> Result<Vec<Entry>> {
     let mut names = files.list()?;
     let mut removed = false;
     names.retain(|entry| {
-        let gone = parse(&entry.name) == Name::Unfinished && files.remove(&entry.name).is_ok();
-        removed |= gone;
-        !gone
+        let is_removed =
+            parse(&entry.name) == Name::Unfinished && files.remove(&entry.name).is_ok();
+        removed |= is_removed;
+        !is_removed
     });
     if removed {
         files.sync_names()?;

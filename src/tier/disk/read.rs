@@ -19,7 +19,7 @@ impl DiskTier {
     /// Reads cells into the caller's memory; each has a result.
     ///
     /// # Safety
-    /// The memory of every plane is valid, and no one else uses it during the call; with
+    /// The memory of every plane is valid, and nothing else uses it during the call; with
     /// `padded`, also the memory after the last plane up to a whole block.
     pub unsafe fn read(&self, gets: &mut Gets) {
         // SAFETY: the caller's guarantee.
@@ -145,7 +145,7 @@ impl DiskTier {
     /// Reads one plane of a cell, selected by `plane.kind` and `plane.id`.
     ///
     /// # Safety
-    /// The memory of the plane is valid, and no one else uses it during the call.
+    /// The memory of the plane is valid, and nothing else uses it during the call.
     pub unsafe fn read_plane(
         &self,
         spot: Spot,
@@ -211,7 +211,7 @@ impl DiskTier {
         }
         let buffer = self.staging.take()?;
         let bytes = u64::from(blocks) * BLOCK_BYTES as u64;
-        // SAFETY: a staging buffer is longer than any header, and no one else uses it.
+        // SAFETY: a staging buffer is longer than any header, and nothing else uses it.
         let read = unsafe {
             self.transfer_one(pinned.file, Access::Read, offset_of(at), buffer.address(), bytes)
         };

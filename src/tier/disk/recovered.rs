@@ -73,8 +73,8 @@ pub struct Recovered {
 }
 
 impl Recovered {
-    /// Chunks with their cells, by position: a chunk follows its predecessor. A chunk may come more
-    /// than once, with other cells; no cell comes twice.
+    /// Chunks with their cells, by position: a chunk follows its predecessor. A chunk may occur more
+    /// than once, with other cells; no cell occurs twice.
     pub fn chunks(&self) -> impl ExactSizeIterator<Item = (&Chunk, &[CellEntry])> {
         self.rows.iter().map(|row| (&row.chunk, row.of(&self.places)))
     }
@@ -84,31 +84,31 @@ impl Recovered {
         self.rows.iter().map(|row| row.cells as u64).sum()
     }
 
-    /// Keeps the places for which `wants` is true; it gets each place with its row. Rows must be in
+    /// Keeps the places for which `selects` is true; it gets each place with its row. Rows must be in
     /// the order in which they were found.
-    fn keep(&mut self, wants: impl Fn(usize, &Row, &CellEntry) -> bool) {
-        let mut kept = 0;
+    fn retain(&mut self, selects: impl Fn(usize, &Row, &CellEntry) -> bool) {
+        let mut retained = 0;
         for (index, row) in self.rows.iter_mut().enumerate() {
-            let first = std::mem::replace(&mut row.first, kept);
+            let first = std::mem::replace(&mut row.first, retained);
             let cells = std::mem::replace(&mut row.cells, 0);
             for at in first..first + cells {
                 let Some(&place) = self.places.get(at) else { continue };
-                if !wants(index, row, &place) {
+                if !selects(index, row, &place) {
                     continue;
                 }
-                if let Some(to) = self.places.get_mut(kept) {
+                if let Some(to) = self.places.get_mut(retained) {
                     *to = place;
                 }
-                kept += 1;
+                retained += 1;
                 row.cells += 1;
             }
         }
-        self.places.truncate(kept);
+        self.places.truncate(retained);
     }
 
     /// Removes invalid places, and sorts the chunks.
     pub(super) fn close(&mut self) {
-        self.keep(|_, _, place| Spot(place.spot) != Spot::NONE);
+        self.retain(|_, _, place| Spot(place.spot) != Spot::NONE);
         self.rows.retain(|row| row.cells > 0);
         self.rows.sort_unstable_by_key(|row| {
             (row.chunk.position, std::cmp::Reverse(row.born), row.number, row.first)
@@ -219,23 +219,23 @@ impl Finder {
         *self = Finder::default();
     }
 
-    /// The live cells, all copies included. `is_there`: whether a cell can be at its place.
-    pub fn finish(mut self, is_there: impl Fn(Spot, u64) -> bool) -> (Recovered, Noted) {
+    /// The live cells, all copies included. `exists`: whether a cell can be at its place.
+    pub fn finish(mut self, exists: impl Fn(Spot, u64) -> bool) -> (Recovered, Noted) {
         let confirmed = self.confirmed();
         let (covered, all_forgotten) = (self.covered, self.forgotten);
-        self.all.keep(|index, row, place| {
+        self.all.retain(|index, row, place| {
             let forgotten = all_forgotten.get(&row.chunk.key).map_or(&[][..], |all| all);
-            let gone = forgotten.iter().any(|forgotten| {
+            let is_forgotten = forgotten.iter().any(|forgotten| {
                 forgotten.until > row.born
                     && (forgotten.layers.is_empty() || forgotten.layers.contains(&place.layer))
             });
             let moved = covered.is_some_and(|n| is_moved(row, n));
             let dropped = moved && !confirmed.contains(&(index, place.layer));
-            !gone && !dropped && is_there(Spot(place.spot), place.stored_bytes.into())
+            !is_forgotten && !dropped && exists(Spot(place.spot), place.stored_bytes.into())
         });
         let mut sessions = Sessions::new();
         for (name, mut all) in self.sessions {
-            all.retain(|written| is_there(Spot::new(written.note.segment, 1, 0), 1));
+            all.retain(|written| exists(Spot::new(written.note.segment, 1, 0), 1));
             let copies = all.iter().map(|w| CellCopy {
                 number: w.number,
                 segment: w.note.segment,
@@ -257,7 +257,7 @@ impl Finder {
     }
 
     /// Cells that compaction moved after the checkpoint and that the checkpoint lists. Others were
-    /// dropped before and must not come back.
+    /// dropped before and must not reappear.
     fn confirmed(&self) -> BTreeSet<(usize, u32)> {
         let mut confirmed = BTreeSet::new();
         let Some(covered) = self.covered else { return confirmed };

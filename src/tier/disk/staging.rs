@@ -23,12 +23,12 @@ use crate::format::segment::BLOCK_BYTES;
 
 /// Bytes of a staging buffer; it is several times the largest header of a record.
 pub(super) const STAGING_BYTES: u64 = 1 << 20;
-const MAX_KEPT: usize = 4;
+const MAX_IDLE: usize = 4;
 /// Longer memory is not kept for reuse.
-const MAX_KEPT_BYTES: u64 = 16 << 20;
+const MAX_IDLE_BYTES: u64 = 16 << 20;
 /// Divisor of the budget: the most memory kept for reuse beyond the reserve. Cells need the rest
 /// more.
-const KEPT_PART: u64 = 16;
+const IDLE_PART: u64 = 16;
 /// Time in which other owners must free memory for a cell longer than the reserve.
 const PATIENCE_NS: u64 = 10_000_000_000;
 
@@ -68,7 +68,7 @@ struct Pool {
     /// Threads that wait for a part, in order.
     line: VecDeque<u64>,
     /// Free memory beyond the reserve.
-    kept: Vec<Buffer>,
+    idle: Vec<Buffer>,
     /// All bytes of this kind.
     bytes: u64,
 }
@@ -76,7 +76,7 @@ struct Pool {
 #[derive(Default)]
 struct Stock {
     pools: [Pool; KINDS],
-    kept_bytes: u64,
+    idle_bytes: u64,
     tickets: u64,
 }
 
@@ -94,7 +94,7 @@ pub struct StagingGuard<'a> {
     kind: Kind,
     is_reserve: bool,
     buffer: Option<Buffer>,
-    /// Dropped last: the charge ends when the memory is gone.
+    /// Dropped last: the charge ends when the memory is unmapped.
     paid: Option<Paid>,
 }
 
@@ -130,8 +130,8 @@ impl StagingGuard<'_> {
 impl Drop for StagingGuard<'_> {
     fn drop(&mut self) {
         let Some(buffer) = self.buffer.take() else { return };
-        let may_keep = self.paid.is_none() && buffer.bytes() <= MAX_KEPT_BYTES;
-        self.staging.take_back(self.kind, buffer, self.is_reserve, may_keep);
+        let may_retain = self.paid.is_none() && buffer.bytes() <= MAX_IDLE_BYTES;
+        self.staging.take_back(self.kind, buffer, self.is_reserve, may_retain);
     }
 }
 
@@ -159,27 +159,27 @@ impl Staging {
 
     /// Page-aligned memory of `bytes` bytes, for the caller only.
     pub fn map(&self, bytes: u64) -> Result<Buffer> {
-        let wish = AllocationRequest {
+        let request = AllocationRequest {
             bytes,
             account: self.account.clone(),
             ..AllocationRequest::default()
         };
-        Buffer::map(&wish, None)
+        Buffer::map(&request, None)
     }
 
     /// A block. A thread that has one requests nothing else.
     pub fn block(&self) -> Result<StagingGuard<'_>> {
-        self.lend(Kind::Block, BLOCK_BYTES as u64, BLOCK_BYTES as u64)
+        self.acquire(Kind::Block, BLOCK_BYTES as u64, BLOCK_BYTES as u64)
     }
 
     /// A buffer of [`STAGING_BYTES`].
     pub fn take(&self) -> Result<StagingGuard<'_>> {
-        self.lend(Kind::Buffer, STAGING_BYTES, STAGING_BYTES)
+        self.acquire(Kind::Buffer, STAGING_BYTES, STAGING_BYTES)
     }
 
     /// Memory of `most` bytes, or fewer if less is free, but at least `least`.
     pub fn scratch(&self, least: u64, most: u64) -> Result<StagingGuard<'_>> {
-        self.lend(Kind::Scratch, least.min(most), most)
+        self.acquire(Kind::Scratch, least.min(most), most)
     }
 
     /// Bytes of scratch memory, in use or kept.
@@ -194,23 +194,23 @@ impl Staging {
 
     /// Returns memory kept beyond the reserve; how many bytes that was.
     pub fn trim(&self) -> u64 {
-        let mut gone = Vec::new();
+        let mut freed = Vec::new();
         let mut stock = self.stock.lock();
         for pool in &mut stock.pools {
-            pool.bytes -= pool.kept.iter().map(Buffer::charged_bytes).sum::<u64>();
-            gone.append(&mut pool.kept);
+            pool.bytes -= pool.idle.iter().map(Buffer::charged_bytes).sum::<u64>();
+            freed.append(&mut pool.idle);
         }
-        stock.kept_bytes = 0;
+        stock.idle_bytes = 0;
         drop(stock);
-        gone.iter().map(Buffer::charged_bytes).sum()
+        freed.iter().map(Buffer::charged_bytes).sum()
     }
 
-    fn lend(&self, kind: Kind, least: u64, most: u64) -> Result<StagingGuard<'_>> {
-        if let Some(lent) = self.pick(kind, most) {
-            return Ok(lent);
+    fn acquire(&self, kind: Kind, least: u64, most: u64) -> Result<StagingGuard<'_>> {
+        if let Some(guard) = self.pick(kind, most) {
+            return Ok(guard);
         }
         let error = match self.map_more(kind, most) {
-            Ok(lent) => return Ok(lent),
+            Ok(guard) => return Ok(guard),
             Err(error) => error,
         };
         if self.account.is_some() && least <= RESERVE[kind as usize].1 {
@@ -227,7 +227,7 @@ impl Staging {
         }
     }
 
-    fn lent(&self, kind: Kind, buffer: Buffer, is_reserve: bool) -> StagingGuard<'_> {
+    fn guard(&self, kind: Kind, buffer: Buffer, is_reserve: bool) -> StagingGuard<'_> {
         StagingGuard { staging: self, kind, is_reserve, buffer: Some(buffer), paid: None }
     }
 
@@ -238,16 +238,16 @@ impl Staging {
         let pool = &mut stock.pools[kind as usize];
         let may_have = bytes <= RESERVE[kind as usize].1 && pool.line.is_empty();
         if let Some(part) = if may_have { pool.reserve.pop() } else { None } {
-            return Some(self.lent(kind, part, true));
+            return Some(self.guard(kind, part, true));
         }
-        let long = pool.kept.iter().position(|buffer| buffer.bytes() >= bytes);
+        let long = pool.idle.iter().position(|buffer| buffer.bytes() >= bytes);
         let buffer = match long {
-            Some(at) => pool.kept.swap_remove(at),
-            None => pool.kept.pop()?,
+            Some(at) => pool.idle.swap_remove(at),
+            None => pool.idle.pop()?,
         };
-        stock.kept_bytes -= buffer.charged_bytes();
+        stock.idle_bytes -= buffer.charged_bytes();
         if long.is_some() {
-            return Some(self.lent(kind, buffer, false));
+            return Some(self.guard(kind, buffer, false));
         }
         pool.bytes -= buffer.charged_bytes();
         drop(guard);
@@ -259,7 +259,7 @@ impl Staging {
     fn map_more(&self, kind: Kind, bytes: u64) -> Result<StagingGuard<'_>> {
         let buffer = self.map(bytes)?;
         self.stock.lock().pools[kind as usize].bytes += buffer.charged_bytes();
-        Ok(self.lent(kind, buffer, false))
+        Ok(self.guard(kind, buffer, false))
     }
 
     /// Waits for a part of the reserve.
@@ -276,7 +276,7 @@ impl Staging {
                 if !pool.line.is_empty() && !pool.reserve.is_empty() {
                     self.returned.notify_all();
                 }
-                return self.lent(kind, part, true);
+                return self.guard(kind, part, true);
             }
             self.returned.wait(&mut stock);
         }
@@ -309,13 +309,13 @@ impl Staging {
         let buffer =
             Buffer::map(&AllocationRequest { bytes, ..AllocationRequest::default() }, None)?;
         self.stock.lock().pools[kind as usize].bytes += bytes;
-        let mut lent = self.lent(kind, buffer, false);
-        lent.paid = Some(paid);
-        Ok(lent)
+        let mut guard = self.guard(kind, buffer, false);
+        guard.paid = Some(paid);
+        Ok(guard)
     }
 
-    fn take_back(&self, kind: Kind, buffer: Buffer, is_reserve: bool, may_keep: bool) {
-        let most_kept = if is_reserve || !may_keep { 0 } else { self.most_kept() };
+    fn take_back(&self, kind: Kind, buffer: Buffer, is_reserve: bool, may_retain: bool) {
+        let most_idle = if is_reserve || !may_retain { 0 } else { self.most_idle() };
         let mut guard = self.stock.lock();
         let stock = &mut *guard;
         let pool = &mut stock.pools[kind as usize];
@@ -323,10 +323,10 @@ impl Staging {
         if is_reserve {
             pool.reserve.push(buffer);
             self.returned.notify_all();
-        } else if pool.kept.len() < MAX_KEPT && stock.kept_bytes.saturating_add(bytes) <= most_kept
+        } else if pool.idle.len() < MAX_IDLE && stock.idle_bytes.saturating_add(bytes) <= most_idle
         {
-            stock.kept_bytes += bytes;
-            pool.kept.push(buffer);
+            stock.idle_bytes += bytes;
+            pool.idle.push(buffer);
         } else {
             pool.bytes -= bytes;
             drop(guard);
@@ -335,11 +335,11 @@ impl Staging {
     }
 
     /// Bytes that may be kept beyond the reserve now.
-    fn most_kept(&self) -> u64 {
-        let all = KINDS as u64 * MAX_KEPT as u64 * MAX_KEPT_BYTES;
+    fn most_idle(&self) -> u64 {
+        let all = KINDS as u64 * MAX_IDLE as u64 * MAX_IDLE_BYTES;
         let Some(account) = &self.account else { return all };
         match account.budget().usage(Tier::Host) {
-            TierUsage { waiting: 0, limit_bytes, .. } => all.min(limit_bytes / KEPT_PART),
+            TierUsage { waiting: 0, limit_bytes, .. } => all.min(limit_bytes / IDLE_PART),
             _ => 0,
         }
     }
@@ -349,12 +349,12 @@ fn too_little(error: Error, account: &Account) -> Error {
     if error.status() != Status::Budget {
         return error;
     }
-    let lane = account.budget().usage(Tier::Host);
+    let usage = account.budget().usage(Tier::Host);
     let text = format!(
-        "{RESERVE_BYTES} bytes of memory are kept for what goes to disk and comes back, and of the \
-         budget's {} bytes of tier host too few are free{}: raise its limit, have others give \
-         back, or open the store without a disk",
-        lane.limit_bytes,
+        "{RESERVE_BYTES} bytes of memory are needed for disk transfers, and too few of the \
+         budget's {} bytes of tier host are free{}: raise its limit, release memory of other \
+         owners, or open the store without a disk",
+        usage.limit_bytes,
         account.budget().reserve_note(Tier::Host)
     );
     Error::new(Status::Budget, text)
@@ -398,7 +398,7 @@ mod tests {
         // Every kind is available, even with nothing beside the reserve.
         let (scratch, buffer) = (staging.scratch(0, 12 << 20).unwrap(), staging.take().unwrap());
         let block = staging.block().unwrap();
-        let bytes = [&scratch, &buffer, &block].map(|lent| lent.bytes());
+        let bytes = [&scratch, &buffer, &block].map(|guard| guard.bytes());
         assert_eq!(bytes, [3 << 20, STAGING_BYTES, BLOCK_BYTES as u64]);
         assert!(scratch.range(3 << 20, 1).is_none());
         drop((scratch, buffer, block));
@@ -411,15 +411,15 @@ mod tests {
         let (_runtime, _budget, account) = budget(RESERVE_BYTES + 64 * ROOM);
         let staging = Staging::open(Some(account.clone())).unwrap();
         let all: Vec<_> = (0..6).map(|_| staging.scratch(1, ROOM).unwrap()).collect();
-        assert!(all.iter().all(|lent| lent.bytes() == ROOM));
+        assert!(all.iter().all(|guard| guard.bytes() == ROOM));
         assert_eq!(staging.scratch_bytes(), 6 * ROOM + (3 << 20));
         drop(all);
         // Kept memory is limited to 1/16 of the budget and to a fixed length.
         assert_eq!(staging.bytes(), held(&account));
         assert_eq!(staging.bytes(), RESERVE_BYTES + 4 * ROOM);
-        let kept = staging.scratch(1, ROOM).unwrap();
+        let idle = staging.scratch(1, ROOM).unwrap();
         assert_eq!(staging.bytes(), RESERVE_BYTES + 4 * ROOM);
-        drop(kept);
+        drop(idle);
         assert_eq!(staging.trim(), 4 * ROOM);
         assert_eq!((staging.bytes(), held(&account)), (RESERVE_BYTES, RESERVE_BYTES));
         assert_eq!(staging.trim(), 0);
@@ -435,10 +435,10 @@ mod tests {
         let staging = Arc::new(Staging::open(Some(account.clone())).unwrap());
         let others = budget.account("others", 0, None).unwrap();
         others.take(Tier::Host, ROOM).unwrap();
-        let asking = staging.clone();
-        let thread = spawn("asks".into(), move || {
-            let lent = asking.scratch(5 << 20, 6 << 20).unwrap();
-            assert_eq!((lent.bytes(), asking.bytes()), (5 << 20, RESERVE_BYTES + (5 << 20)));
+        let requester = staging.clone();
+        let thread = spawn("requester".into(), move || {
+            let guard = requester.scratch(5 << 20, 6 << 20).unwrap();
+            assert_eq!((guard.bytes(), requester.bytes()), (5 << 20, RESERVE_BYTES + (5 << 20)));
         });
         while budget.usage(Tier::Host).waiting == 0 {
             std::thread::yield_now();
@@ -462,12 +462,12 @@ mod tests {
             let scratch = (turn % 3 > 0).then(|| staging.scratch(1, 12 << 20).unwrap());
             let buffer = (turn % 4 > 0).then(|| staging.take().unwrap());
             let block = staging.block().unwrap();
-            for lent in [&scratch, &buffer].into_iter().flatten().chain([&block]) {
+            for guard in [&scratch, &buffer].into_iter().flatten().chain([&block]) {
                 // SAFETY: memory in use by this thread only, and longer than that.
                 unsafe {
-                    lent.address().cast::<u64>().write_volatile(number);
+                    guard.address().cast::<u64>().write_volatile(number);
                     std::thread::yield_now();
-                    assert_eq!(lent.address().cast::<u64>().read_volatile(), number);
+                    assert_eq!(guard.address().cast::<u64>().read_volatile(), number);
                 }
             }
         };

@@ -130,7 +130,7 @@ pub(super) struct State {
     /// The budget before it shrank, until `shrink_room` bytes are free under the new one; else 0.
     pub shrinks_from: u64,
     pub shrink_room: u64,
-    /// Bytes of removed files whose names may come back after a crash.
+    /// Bytes of removed files whose names may reappear after a crash.
     pub lingering_bytes: u64,
     /// Smallest number under which a record of theirs was first written.
     pub lingering_oldest: Option<u64>,
@@ -199,7 +199,7 @@ impl State {
     }
 
     /// Segments without live cells and users.
-    pub fn can_go(&mut self) -> Vec<u64> {
+    pub fn removable(&mut self) -> Vec<u64> {
         let State { segments, maybe_empty, fronts, .. } = self;
         debug_assert!(
             segments.len() > MANY
@@ -207,13 +207,13 @@ impl State {
             "an empty segment was not noted"
         );
         maybe_empty.retain(|number| segments.get(number).is_some_and(Segment::is_empty));
-        let can_go =
+        let removable =
             |number: &&u64| segments[number].is_idle() && !fronts.contains(&Some(**number));
-        maybe_empty.iter().filter(can_go).copied().collect()
+        maybe_empty.iter().filter(removable).copied().collect()
     }
 
     /// A checkpoint has all sessions: no segment is held for their older records.
-    pub fn let_held_go(&mut self) {
+    pub fn release_held(&mut self) {
         let held = self.segments.iter_mut().filter(|(_, segment)| segment.held);
         let numbers = held.map(|(&number, segment)| {
             segment.held = false;
@@ -244,10 +244,10 @@ impl State {
     /// Bytes that callers leave free when they create a segment: one segment, so that compaction
     /// can always proceed, and the space that two checkpoints still need. One is written while the
     /// other exists.
-    pub fn kept_back(&self, segment_bytes: u64) -> u64 {
-        let there = self.checkpoints.values().copied().fold(0, u64::saturating_add);
-        let both = self.checkpoint_bytes.saturating_mul(2);
-        let room = if self.checkpointing { 0 } else { both.saturating_sub(there) };
+    pub fn held_back(&self, segment_bytes: u64) -> u64 {
+        let used = self.checkpoints.values().copied().fold(0, u64::saturating_add);
+        let reserved = self.checkpoint_bytes.saturating_mul(2);
+        let room = if self.checkpointing { 0 } else { reserved.saturating_sub(used) };
         segment_bytes.saturating_add(room)
     }
 
@@ -258,8 +258,8 @@ impl State {
             self.stats.refused += 1;
             fail!(
                 Budget,
-                "the disk is full: {} of {budget} bytes are used, {spare} more are kept back for \
-                 cleaning and checkpoints, and {bytes} are needed",
+                "the disk is full: {} of {budget} bytes are used, {spare} more are reserved for \
+                 compaction and checkpoints, and {bytes} are needed",
                 self.used_bytes
             );
         }

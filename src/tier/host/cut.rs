@@ -3,7 +3,7 @@
 use crate::tier::host::slab::{MAX_PIECES, Slab};
 use crate::tier::host::{Class, HostTier, PIECE_ALIGN_BYTES, UNUSED};
 
-/// Of a segment of the usual length, at most this part may be lost behind its last
+/// Of a segment of the usual length, at most this part may be lost after its last
 /// piece; sizes that lose more have segments of their own length.
 const TAIL_PART: u64 = 16;
 

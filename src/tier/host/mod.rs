@@ -1,6 +1,6 @@
 //! Memory for cells: segments of some megabytes, each cut into pieces of one size.
 //! Nothing is moved, so addresses stay as they are, and workers may use them without
-//! asking. A segment that is empty goes back to the budget or to another size.
+//! the lock. An empty segment is returned to the budget, or serves another size.
 
 mod cut;
 mod registration;
@@ -22,7 +22,7 @@ use table::{Entry, List, Table};
 
 /// Sizes of pieces are multiples of this: direct I/O uses them in place.
 pub const PIECE_ALIGN_BYTES: u64 = 4096;
-/// The length of a segment when none is asked for.
+/// The length of a segment if none is configured.
 pub const DEFAULT_SLAB_BYTES: u64 = 32 << 20;
 /// Longest segment and piece.
 pub const MAX_SLAB_BYTES: u64 = 1 << 40;
@@ -110,11 +110,11 @@ pub struct SlabInfo {
     pub pieces: u32,
     /// Those in use.
     pub live_pieces: u32,
-    /// What comes back when it is given back.
+    /// Bytes that are freed when it is returned.
     pub cost_bytes: u64,
-    /// What of that counts for the tier's limit.
+    /// The part of these bytes that counts for the tier's limit.
     pub mapped_bytes: u64,
-    /// It gives out no more pieces.
+    /// It allocates no more pieces.
     pub drains: bool,
 }
 
@@ -158,25 +158,25 @@ pub struct HostTier {
     returned_bytes: u64,
     /// The segment of the reserve: in no class, and beyond the limit.
     reserve: Option<u32>,
-    /// Who is to know of all memory.
+    /// The device to register all memory with.
     device: Option<Arc<dyn Device>>,
-    /// Segments that it was not told of.
+    /// Segments that are not registered yet.
     unregistered: Vec<Arc<Registration>>,
 }
 
 impl HostTier {
     /// A tier without memory; what it takes later, `account` pays.
     pub fn new(account: Option<Arc<Account>>, opts: &HostOpts) -> Result<HostTier> {
-        let asked = if opts.slab_bytes == 0 { DEFAULT_SLAB_BYTES } else { opts.slab_bytes };
-        if asked > MAX_SLAB_BYTES {
+        let slab_bytes = if opts.slab_bytes == 0 { DEFAULT_SLAB_BYTES } else { opts.slab_bytes };
+        if slab_bytes > MAX_SLAB_BYTES {
             fail!(
                 Limit,
-                "slabs of {asked} bytes are too long: at most {MAX_SLAB_BYTES} are possible"
+                "slabs of {slab_bytes} bytes are too long: at most {MAX_SLAB_BYTES} are possible"
             );
         }
         Ok(HostTier {
             account,
-            slab_bytes: asked.next_multiple_of(PIECE_ALIGN_BYTES),
+            slab_bytes: slab_bytes.next_multiple_of(PIECE_ALIGN_BYTES),
             huge: opts.huge,
             classes: [UNUSED; MAX_CLASSES],
             max_bytes: if opts.max_bytes == 0 { u64::MAX } else { opts.max_bytes },
@@ -192,12 +192,12 @@ impl HostTier {
     }
 
     /// Takes a piece of at least `bytes` bytes. What it held before is still in it.
-    /// When that fails nothing has changed, but that spare segments may be gone.
+    /// On failure nothing has changed, except that spare segments may have been freed.
     pub fn alloc(&mut self, bytes: u64) -> Result<Piece> {
         self.alloc_for(bytes, 0)
     }
 
-    /// Takes a piece, and remembers whose it is.
+    /// Takes a piece, and records its owner.
     pub fn alloc_for(&mut self, bytes: u64, owner: u64) -> Result<Piece> {
         let class = self.class_for(bytes)?;
         if self.classes[class].with_free.first == NONE
@@ -271,7 +271,7 @@ impl HostTier {
         bytes
     }
 
-    /// Has a segment give out no more pieces and go back once it is empty; or no
+    /// Makes a segment allocate no more pieces and be returned once it is empty; or no
     /// longer.
     pub fn drain(&mut self, number: u32, drains: bool) -> Result<()> {
         let Some((entry, slab)) = self.table.get(number) else {
@@ -314,13 +314,13 @@ impl HostTier {
     }
 
     /// The segment that has the fewest bytes in use and does not drain: the one to
-    /// empty when memory has to go.
+    /// empty when memory must be returned.
     pub fn emptiest(&self) -> Option<SlabInfo> {
         let in_use = |slab: &SlabInfo| u64::from(slab.live_pieces) * slab.piece_bytes;
         self.slabs().filter(|slab| !slab.drains).min_by_key(in_use)
     }
 
-    /// The pieces of a segment that are in use, in order, and whose they are.
+    /// The pieces of a segment that are in use, in order, and their owners.
     pub fn live_pieces(&self, number: u32) -> impl Iterator<Item = (Piece, u64)> + '_ {
         let slab = self.table.get(number).map(|(_, slab)| slab);
         slab.into_iter().flat_map(move |slab| {
@@ -401,7 +401,7 @@ impl HostTier {
         }
         let is_unused = |class: &Class| class.piece_bytes == 0;
         if !self.classes.iter().any(is_unused) {
-            self.trim(); // classes that have only a spare go
+            self.trim(); // frees classes that have only a spare
         }
         if let Some(class) = self.classes.iter().position(is_unused) {
             self.classes[class] = self.cut_of(piece_bytes);

@@ -88,7 +88,7 @@ mod tests {
         assert_eq!((tier.reserve_owner(), tier.stats().live_pieces), (None, 4));
         let before = tier.stats().cost_bytes;
         tier.keep_reserve(3 * PIECE).expect("memory");
-        assert_eq!(tier.stats().cost_bytes, before + PIECE, "the old one is gone");
+        assert_eq!(tier.stats().cost_bytes, before + PIECE, "the old reserve was freed");
         tier.keep_reserve(PIECE).expect("it is long enough");
         assert_eq!(tier.stats().cost_bytes, before + PIECE);
         tier.set_max_bytes(PIECE).expect("less");

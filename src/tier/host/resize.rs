@@ -14,7 +14,7 @@ impl HostTier {
     }
 
     /// Changes how many bytes all segments may have. Of those beyond a smaller limit, the
-    /// ones with the least in use give out no more pieces, and go back once they are empty;
+    /// ones with the least in use give out no more pieces, and are returned once they are empty;
     /// with a larger limit those that drain are used again.
     pub fn set_max_bytes(&mut self, most: u64) -> Result<()> {
         if most == 0 || most > MAX_BYTES {
@@ -70,7 +70,7 @@ mod tests {
         });
         tier.set_max_bytes(12 * PIECE).expect("fewer");
         let drains: Vec<u32> = tier.slabs().filter(|s| s.drains).map(|s| s.number).collect();
-        assert_eq!((drains, tier.stats().slabs), (vec![1, 4], 5), "the empty one has gone");
+        assert_eq!((drains, tier.stats().slabs), (vec![1, 4], 5), "the empty slab was returned");
         assert_eq!(fill(&mut tier).len(), 0, "those that drain give out nothing");
         pieces.retain(|&piece| !matches!(piece.slab(), 1) || tier.free(piece).is_err());
         assert_eq!((tier.stats().slabs, fill(&mut tier).len()), (4, 0));

@@ -30,7 +30,7 @@ pub struct Slab {
     piece_bytes: u64,
     pieces: u32,
     live: u32,
-    /// Dropped last: what is paid for is free only when it is gone.
+    /// Dropped last: the charge ends when the memory is unmapped.
     cost: Cost,
 }
 
@@ -80,9 +80,9 @@ impl Slab {
         if owners.try_reserve_exact(most as usize).is_err() {
             return Err(Status::NoMem.into());
         }
-        let wish = AllocationRequest { bytes, huge, ..AllocationRequest::default() };
+        let request = AllocationRequest { bytes, huge, ..AllocationRequest::default() };
         let faults = account.and_then(|account| account.budget().core().faults());
-        let buffer = Buffer::map(&wish, faults)?;
+        let buffer = Buffer::map(&request, faults)?;
         debug_assert_eq!(buffer.charged_bytes(), mapped_bytes, "paid is what was mapped");
         Ok(Slab {
             registrar: None,
@@ -97,7 +97,7 @@ impl Slab {
         })
     }
 
-    /// A device is to be told of the memory, by somebody who has time.
+    /// Prepares the registration of the memory with a device.
     pub fn register(&mut self, device: &Arc<dyn Device>) -> Arc<Registration> {
         let registrar = Registrar::new(device, self.buffer.address(), self.buffer.bytes());
         let registration = registrar.0.clone();

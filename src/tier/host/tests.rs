@@ -40,10 +40,10 @@ struct Model {
 }
 
 impl Model {
-    fn mark(&mut self, piece: Piece, asked: u64) {
+    fn mark(&mut self, piece: Piece, requested: u64) {
         let address = self.tier.address(piece).expect("live");
         let bytes = self.tier.bytes(piece).expect("live");
-        assert!(bytes >= asked && bytes % PIECE_ALIGN_BYTES == 0);
+        assert!(bytes >= requested && bytes % PIECE_ALIGN_BYTES == 0);
         assert_eq!(address as u64 % PIECE_ALIGN_BYTES, 0);
         self.marks += 1;
         // SAFETY: the piece is this test's.
@@ -63,7 +63,7 @@ impl Model {
         let found = unsafe {
             (start.cast::<u64>().read(), start.add(bytes as usize - 8).cast::<u64>().read())
         };
-        assert_eq!(found, (mark, !mark), "somebody wrote there");
+        assert_eq!(found, (mark, !mark), "the contents were overwritten");
         self.tier.free(piece).expect("live");
     }
 
@@ -218,11 +218,11 @@ fn a_spare_slab_serves_another_size_without_new_memory() {
 #[test]
 fn a_piece_that_is_not_in_use_is_rejected() {
     let mut tier = HostTier::new(None, &small(64 << 10, 256 << 10)).expect("sound");
-    let (kept, gone) = (tier.alloc(4096).expect("room"), tier.alloc(4096).expect("room"));
-    tier.free(gone).expect("live");
+    let (held, freed) = (tier.alloc(4096).expect("room"), tier.alloc(4096).expect("room"));
+    tier.free(freed).expect("live");
     let before = tier.stats();
-    let past_the_last = Piece(kept.0 + 16);
-    for stale in [gone, past_the_last, Piece(NONE), Piece(7 << INDEX_BITS)] {
+    let past_the_last = Piece(held.0 + 16);
+    for stale in [freed, past_the_last, Piece(NONE), Piece(7 << INDEX_BITS)] {
         let mut caught = |call: &mut dyn FnMut(&mut HostTier) -> Option<Status>| {
             let call = std::panic::AssertUnwindSafe(|| call(&mut tier));
             let found = std::panic::catch_unwind(call);
@@ -236,7 +236,7 @@ fn a_piece_that_is_not_in_use_is_rejected() {
     }
     assert_eq!(tier.stats(), before);
     assert_eq!(tier.drain(9, true).expect_err("none").status(), Status::NotFound);
-    tier.free(kept).expect("live");
+    tier.free(held).expect("live");
 }
 
 #[test]
@@ -274,7 +274,7 @@ fn every_piece_of_a_slab_is_allocated_once() {
             places.sort_unstable();
             assert!(places.windows(2).all(|w| w[1] - w[0] == PIECE_ALIGN_BYTES as usize));
             assert_eq!(tier.alloc(PIECE_ALIGN_BYTES).expect_err("full").status(), Status::Limit);
-            // Some go and come again.
+            // Some are freed and allocated again.
             for at in (0..live.len()).step_by(round) {
                 tier.free(live[at]).expect("live");
             }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::io::link::Pieces;
 use crate::tier::remote::{Name, RemoteError};
 
-/// Memory that bytes of an object come from or go to.
+/// Source or destination of bytes of an object.
 #[derive(Clone, Copy, Debug)]
 pub struct Part {
     /// First byte of the memory.

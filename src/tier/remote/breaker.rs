@@ -35,7 +35,7 @@ pub enum Direction {
 /// The result of a request, as the breaker counts it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The remote works: it did what was asked, or said why not.
+    /// The remote works: it executed the request, or replied why not.
     Success,
     /// No reply, or none in time.
     Failure,
@@ -56,7 +56,7 @@ impl Outcome {
             {
                 Outcome::Refusal
             }
-            Some(trouble) if trouble.is_answer() => Outcome::Success,
+            Some(error) if error.is_answer() => Outcome::Success,
             Some(_) => Outcome::Failure,
         }
     }
@@ -69,7 +69,7 @@ pub enum State {
     Closed = 1,
     /// No request is admitted.
     Open = 2,
-    /// One probe is under way.
+    /// One probe is in flight.
     HalfOpen = 3,
 }
 
@@ -140,7 +140,7 @@ pub struct Breaker {
 
 impl Breaker {
     /// A breaker with closed circuits. Stores that share a remote have different seeds, so that
-    /// they do not come back at the same moment.
+    /// they do not retry at the same moment.
     pub fn new(seed: u64) -> Breaker {
         Breaker { circuits: [Circuit::NEW; 2], random: seed, opened: 0 }
     }
@@ -257,7 +257,7 @@ mod tests {
         record(&mut breaker, Outcome::Success, 50);
         assert_eq!(breaker.admit(Direction::Read, 2 * SECOND), Permit::Probe);
         assert_eq!(breaker.admit(Direction::Read, 2 * SECOND), Permit::Deny);
-        // Nor do they while the probe is under way.
+        // Nor do they while the probe is in flight.
         for late in [Outcome::Success, Outcome::Failure, Outcome::Malformed] {
             breaker.record(Direction::Read, late, false, 2 * SECOND);
             assert_eq!((breaker.state(Direction::Read), breaker.opened()), (State::HalfOpen, 1));
@@ -342,18 +342,18 @@ mod tests {
 
     #[test]
     fn results_map_to_outcomes() {
-        let outcome = |direction, trouble| Outcome::of(direction, &Err::<(), _>(trouble));
+        let outcome = |direction, error| Outcome::of(direction, &Err::<(), _>(error));
         assert_eq!(Outcome::of(Direction::Read, &Ok::<_, RemoteError>(1)), Outcome::Success);
         assert_eq!(outcome(Direction::Read, RemoteError::Absent), Outcome::Success);
         assert_eq!(outcome(Direction::Read, RemoteError::Malformed), Outcome::Malformed);
         assert_eq!(outcome(Direction::Read, RemoteError::Damaged), Outcome::Malformed);
         assert_eq!(outcome(Direction::Write, RemoteError::TooLong), Outcome::Success);
-        for trouble in [RemoteError::Full, RemoteError::ReadOnly, RemoteError::Denied] {
-            assert_eq!(outcome(Direction::Write, trouble), Outcome::Refusal);
+        for error in [RemoteError::Full, RemoteError::ReadOnly, RemoteError::Denied] {
+            assert_eq!(outcome(Direction::Write, error), Outcome::Refusal);
         }
         assert_eq!(outcome(Direction::Read, RemoteError::Denied), Outcome::Failure);
-        for trouble in [RemoteError::Busy, RemoteError::Timeout, RemoteError::Unreachable] {
-            assert_eq!(outcome(Direction::Read, trouble), Outcome::Failure);
+        for error in [RemoteError::Busy, RemoteError::Timeout, RemoteError::Unreachable] {
+            assert_eq!(outcome(Direction::Read, error), Outcome::Failure);
         }
     }
 

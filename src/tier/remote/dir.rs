@@ -262,11 +262,11 @@ impl DirClient {
         let done = written.and_then(|()| publish(&folder, &temporary, &file));
         // A rename left no temporary file; a link left one that is no longer needed.
         let _ = folder.remove(&temporary);
-        let was_there = done?;
+        let existed = done?;
         if synced_names {
             folder.sync()?;
         }
-        Ok(was_there)
+        Ok(existed)
     }
 
     /// Creates a file under a unique temporary name.
@@ -311,11 +311,11 @@ impl DirClient {
                 let bytes = (part.bytes - done).min(PIECE_BYTES);
                 let span = Span { address: part.address.wrapping_add(done as usize), bytes };
                 // SAFETY: the caller's guarantee; a piece of the part.
-                let went = unsafe { file.write(span, at) }?;
-                if went == 0 {
+                let count = unsafe { file.write(span, at) }?;
+                if count == 0 {
                     return Err(RemoteError::Full.into());
                 }
-                (done, at) = (done + went, at + went);
+                (done, at) = (done + count, at + count);
             }
         }
         if self.opts.fsync {
@@ -325,7 +325,7 @@ impl DirClient {
         Ok(())
     }
 
-    fn ask_one(&mut self, name: &Name, deadline_ns: u64) -> Result<u64, Failure> {
+    fn lookup_one(&mut self, name: &Name, deadline_ns: u64) -> Result<u64, Failure> {
         self.check(deadline_ns)?;
         let (folder, file) = self.folder(name, Missing::Absent)?;
         let facts = folder.facts(&file)?;
@@ -362,8 +362,8 @@ impl DirClient {
         second.push(b'2');
         if tried.is_ok() && base.link(&name, &second).is_err() {
             warnings.push(
-                "files cannot have two names there: of two that store the same \
-                at once the last may win"
+                "the file system has no hard links: if two stores write the same object at once, \
+                the last write may win"
                     .to_string(),
             );
         }
@@ -372,7 +372,7 @@ impl DirClient {
         self.base = Some((0, base));
         let facts = tried?;
         if facts.bytes != word.len() as u64 || word != *b"kvtier" {
-            warnings.push("what was written was not read again".to_string());
+            warnings.push("a file that was written could not be read back unchanged".to_string());
         }
         Ok(facts.written_s)
     }
@@ -422,13 +422,13 @@ impl From<RemoteError> for Failure {
 fn describe(path: &Path, warnings: &mut Vec<String>) -> status::Result<String> {
     let place = path.display();
     let failed = |number: Number| {
-        let why = std::io::Error::from_raw_os_error(number);
-        Error::new(error_of(number).status(), format!("{place}: {why}"))
+        let cause = std::io::Error::from_raw_os_error(number);
+        Error::new(error_of(number).status(), format!("{place}: {cause}"))
     };
     let root = Folder::root(path).map_err(failed)?;
     let (facts, system) = (root.own_facts().map_err(failed)?, root.system().map_err(failed)?);
     if facts.mode & 0o002 != 0 && facts.mode & 0o1000 == 0 {
-        warnings.push(format!("everybody may rename what is in {place}"));
+        warnings.push(format!("every user may rename files in {place}: set the sticky bit or remove the write permission"));
     }
     Ok(format!("directory {place} ({}, {} MiB free)", system.name(), system.free_bytes >> 20))
 }
@@ -487,7 +487,7 @@ impl Client for DirClient {
 
     fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64) {
         for item in &mut queries.items {
-            item.result = self.with_retry(|client| client.ask_one(&item.name, deadline_ns));
+            item.result = self.with_retry(|client| client.lookup_one(&item.name, deadline_ns));
         }
     }
 
@@ -593,12 +593,12 @@ mod tests {
         gets.part(bytes.as_mut_ptr(), room as u64);
         // SAFETY: no one reads the bytes before the call returns.
         unsafe { client.get(&mut gets, FAR) };
-        let came = gets.items[0].result?;
-        bytes.truncate(came as usize);
+        let arrived_bytes = gets.items[0].result?;
+        bytes.truncate(arrived_bytes as usize);
         Ok(bytes)
     }
 
-    fn ask(client: &mut dyn Client, name: Name) -> Result<u64, RemoteError> {
+    fn lookup(client: &mut dyn Client, name: Name) -> Result<u64, RemoteError> {
         let mut queries = Queries::default();
         queries.name(name);
         client.lookup(&mut queries, FAR);
@@ -639,7 +639,7 @@ mod tests {
         assert_eq!(get(&mut *client, name(1), 10_001), Ok(vec![7; 6000]));
         file.set_len(0).unwrap();
         assert_eq!(get(&mut *client, name(1), 10_001), Ok(vec![]));
-        assert_eq!(ask(&mut *client, name(1)), Ok(0));
+        assert_eq!(lookup(&mut *client, name(1)), Ok(0));
         fs::write(place.file(&name(1)), b"garbage").unwrap();
         assert_eq!(get(&mut *client, name(1), 10_001), Ok(b"garbage".to_vec()));
     }
@@ -661,11 +661,11 @@ mod tests {
     }
 
     /// Writes the same names as other writers, and reads what is there.
-    fn compete(remote: &Dir, who: u8) {
+    fn compete(remote: &Dir, writer: u8) {
         let mut client = remote.client();
         for number in 0..40 {
-            // All bytes of an object come from one writer.
-            let bytes = vec![who; 200_000 + usize::from(number)];
+            // All bytes of an object are from one writer.
+            let bytes = vec![writer; 200_000 + usize::from(number)];
             put(&mut *client, name(number), &bytes).unwrap();
             let found = get(&mut *client, name(number), 300_000).unwrap();
             assert_eq!(found.len(), bytes.len());
@@ -686,9 +686,9 @@ mod tests {
         child.args(["--exact", this]).env("KVTIER_TEST_DIR", &place.0);
         let mut child = child.stdout(std::process::Stdio::null()).spawn().unwrap();
         std::thread::scope(|scope| {
-            for who in [b'a', b'b'] {
+            for writer in [b'a', b'b'] {
                 let remote = place.remote();
-                scope.spawn(move || compete(&remote, who));
+                scope.spawn(move || compete(&remote, writer));
             }
         });
         assert!(child.wait().unwrap().success());
@@ -707,10 +707,11 @@ mod tests {
         let Some(place) = Place::mounted("full", 1 << 20) else { return };
         let mut client = place.remote().client();
         let bytes = vec![3; 300_000];
-        let said: Vec<_> = (0..5).map(|number| put(&mut *client, name(number), &bytes)).collect();
+        let results: Vec<_> =
+            (0..5).map(|number| put(&mut *client, name(number), &bytes)).collect();
         let full = Err(RemoteError::Full);
-        assert_eq!(said, [Ok(false), Ok(false), Ok(false), full, full]);
-        assert_eq!(place.files().len(), 3, "what did not fit is gone");
+        assert_eq!(results, [Ok(false), Ok(false), Ok(false), full, full]);
+        assert_eq!(place.files().len(), 3, "objects that did not fit were removed");
         assert!(get(&mut *client, name(2), 400_000).unwrap() == bytes);
         assert!(client.greet(FAR).is_ok());
         remove(&mut *client, name(0)).unwrap();
@@ -730,7 +731,7 @@ mod tests {
             assert_eq!(get(client, name(1), 9), Ok(b"object".to_vec()));
             assert_eq!(remove(client, name(1)), Err(RemoteError::ReadOnly));
             let server = client.greet(FAR).unwrap();
-            assert!(server.warnings.iter().any(|w| w.contains("takes nothing")), "{server:?}");
+            assert!(server.warnings.iter().any(|w| w.contains("read-only")), "{server:?}");
         }
     }
 
@@ -801,7 +802,7 @@ mod tests {
                 bad.map(drop::<u64>),
                 "{number}"
             );
-            assert_eq!(ask(&mut *client, name(number)), bad, "{number}");
+            assert_eq!(lookup(&mut *client, name(number)), bad, "{number}");
             assert_eq!(put(&mut *client, name(number), b"x").map(drop), bad.map(drop), "{number}");
         }
         // Removing a link removes the name only.
@@ -816,7 +817,7 @@ mod tests {
         for name in [name(7), Name { tenant: 9, ..name(1) }] {
             assert_eq!(put(&mut *client, name, b"x"), Err(RemoteError::Malformed));
             assert_eq!(get(&mut *client, name, 9), Err(RemoteError::Malformed));
-            assert_eq!(ask(&mut *client, name), Err(RemoteError::Malformed));
+            assert_eq!(lookup(&mut *client, name), Err(RemoteError::Malformed));
             assert!(remove(&mut *client, name).is_err());
         }
         assert_eq!(outside.files(), [secret]);
@@ -852,16 +853,17 @@ mod tests {
         fs::File::options().write(true).open(&target).unwrap().set_modified(old).unwrap();
         let link = place.file(&name(0)).with_file_name(format!("tmp-{}", "c".repeat(40)));
         symlink(&target, &link).unwrap();
-        let goes =
-            |left: &[(PathBuf, bool)]| left.iter().filter(|(f, goes)| *goes && f.exists()).count();
+        let is_stale = |left: &[(PathBuf, bool)]| {
+            left.iter().filter(|(f, is_stale)| *is_stale && f.exists()).count()
+        };
         client.greet(FAR).unwrap();
-        let after_one = goes(&left);
+        let after_one = is_stale(&left);
         assert!((100..200).contains(&after_one), "{after_one} are left");
         (0..12).for_each(|_| drop(client.greet(FAR).unwrap()));
-        assert_eq!(goes(&left), 0);
-        assert!(left.iter().all(|(file, goes)| *goes || file.exists()));
+        assert_eq!(is_stale(&left), 0);
+        assert!(left.iter().all(|(file, is_stale)| *is_stale || file.exists()));
         assert!(target.exists() && fs::symlink_metadata(link).is_ok());
-        assert_eq!(ask(&mut *client, name(199)), Ok(6));
+        assert_eq!(lookup(&mut *client, name(199)), Ok(6));
         // A greeting after its deadline fails.
         assert!(client.greet(1).is_err());
     }

@@ -120,21 +120,23 @@ impl RemoteError {
 }
 
 impl From<RemoteError> for Error {
-    fn from(trouble: RemoteError) -> Error {
-        let words = match trouble {
+    fn from(error: RemoteError) -> Error {
+        let words = match error {
             RemoteError::Absent => "the remote has no object of that name",
             RemoteError::Malformed => "the remote sent a malformed reply",
             RemoteError::Damaged => "the remote's object of that name is damaged",
             RemoteError::Busy => "the remote is busy",
             RemoteError::Timeout => "the remote did not answer in time",
             RemoteError::Full => "the remote is full",
-            RemoteError::ReadOnly => "the remote takes nothing",
-            RemoteError::Denied => "the remote forbids it",
+            RemoteError::ReadOnly => "the remote is read-only",
+            RemoteError::Denied => {
+                "the remote denies the request: check the permissions of the user"
+            }
             RemoteError::Unreachable => "the remote cannot be reached",
-            RemoteError::TooLong => "the remote takes no object that long",
+            RemoteError::TooLong => "the remote accepts no object that long",
             RemoteError::Untrusted => "there is no safe connection to the remote",
         };
-        Error::new(trouble.status(), words)
+        Error::new(error.status(), words)
     }
 }
 
@@ -204,7 +206,7 @@ pub trait Client: Send {
     /// Fetches objects, or parts of them.
     ///
     /// # Safety
-    /// The memory of every part is valid, and no one else uses it during the call.
+    /// The memory of every part is valid, and nothing else uses it during the call.
     unsafe fn get(&mut self, gets: &mut Gets, deadline_ns: u64);
 
     /// Stores objects.

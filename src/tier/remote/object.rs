@@ -243,7 +243,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// Adds the object to a batch. Its header goes to `header`, of [`Object::header_bytes`], each
+    /// Adds the object to a batch. Its header is written to `header`, of [`Object::header_bytes`], each
     /// cell to its place, one for every layer. Only without a codec: otherwise the header says
     /// where cells are. [`Object::verify`] verifies what arrived.
     pub fn get(
@@ -287,7 +287,7 @@ impl<'a> Object<'a> {
         Ok(())
     }
 
-    /// Verifies an object that was fetched with [`Object::get`]: `came` bytes, the first of them in
+    /// Verifies an object that was fetched with [`Object::get`]: `arrived_bytes` bytes, the first of them in
     /// `header`. Damaged = no cell can be used; otherwise each cell has its verdict.
     ///
     /// # Safety
@@ -295,15 +295,18 @@ impl<'a> Object<'a> {
     pub unsafe fn verify(
         &self,
         header: &[u8],
-        came: u64,
+        arrived_bytes: u64,
         places: &[Place],
         verdicts: &mut Vec<Verdict>,
     ) -> Result<(), RemoteError> {
         verdicts.clear();
-        if self.codec != Codec::None || places.len() != self.cells.len() || came != self.bytes() {
+        if self.codec != Codec::None
+            || places.len() != self.cells.len()
+            || arrived_bytes != self.bytes()
+        {
             return Err(RemoteError::Damaged);
         }
-        let record = self.record(header, came)?;
+        let record = self.record(header, arrived_bytes)?;
         for (cell, place) in record.cells().zip(places) {
             if !place.is_wanted(cell.planes().len()) {
                 verdicts.push(Verdict::Unwanted);
@@ -317,7 +320,7 @@ impl<'a> Object<'a> {
         Ok(())
     }
 
-    /// Adds the object to a batch. All of it goes to `staging`, of [`Object::bytes`], and the
+    /// Adds the object to a batch. All of it is written to `staging`, of [`Object::bytes`], and the
     /// excess of a longer one to the sink. [`Object::verify_whole`] verifies what arrived.
     pub fn get_whole(&self, name: Name, staging: *mut u8, sink: Sink, gets: &mut Gets) {
         gets.object(name, 0);
@@ -325,28 +328,30 @@ impl<'a> Object<'a> {
         gets.part(sink.address, 1.min(sink.bytes));
     }
 
-    /// Verifies an object that was fetched as a whole: `came` bytes, as many of them as fit in
+    /// Verifies an object that was fetched as a whole: `arrived_bytes` bytes, as many of them as fit in
     /// `staging`. Damaged = no cell can be used; otherwise sound cells are found, in the order of
     /// the layers. A sound cell must still decode to the length by the layout.
     pub fn verify_whole(
         &self,
         staging: &[u8],
-        came: u64,
+        arrived_bytes: u64,
         found: &mut Vec<Option<Found>>,
     ) -> Result<(), RemoteError> {
         found.clear();
-        let whole = usize::try_from(came).ok().and_then(|came| staging.get(..came));
+        let whole = usize::try_from(arrived_bytes)
+            .ok()
+            .and_then(|arrived_bytes| staging.get(..arrived_bytes));
         let whole = whole.ok_or(RemoteError::Damaged)?;
-        let record = self.record(whole, came)?;
+        let record = self.record(whole, arrived_bytes)?;
         found.extend(record.cells().map(|cell| find(whole, &cell)));
         Ok(())
     }
 
-    /// Decodes the header; fails unless it belongs to this object of `came` bytes.
-    fn record<'b>(&self, bytes: &'b [u8], came: u64) -> Result<Record<'b>, RemoteError> {
+    /// Decodes the header; fails unless it belongs to this object of `arrived_bytes` bytes.
+    fn record<'b>(&self, bytes: &'b [u8], arrived_bytes: u64) -> Result<Record<'b>, RemoteError> {
         let record = decode(bytes).ok_or(RemoteError::Damaged)?;
         let blocks = record.head.blocks;
-        let length_fits = came == u64::from(blocks) * BLOCK_BYTES as u64
+        let length_fits = arrived_bytes == u64::from(blocks) * BLOCK_BYTES as u64
             && (blocks == self.blocks || self.codec != Codec::None && blocks < self.blocks);
         if !length_fits || record.head != self.head(blocks) {
             return Err(RemoteError::Damaged);
@@ -368,7 +373,7 @@ impl<'a> Object<'a> {
             0 => lengths.eq(wanted.map(|&(_, bytes)| bytes)),
             codec => {
                 codec == self.codec as u16 && {
-                    let all: [u64; 2] = two(lengths);
+                    let all: [u64; 2] = pair(lengths);
                     self.may_be_coded(shape, all.into_iter().take(shape.planes().len()))
                 }
             }
@@ -382,10 +387,10 @@ const CELL_BYTES: usize = 32;
 const PLANE_BYTES: usize = 24;
 
 /// The first two of some numbers.
-fn two(numbers: impl Iterator<Item = u64>) -> [u64; 2] {
-    let mut two = [0; 2];
-    two.iter_mut().zip(numbers).for_each(|(to, number)| *to = number);
-    two
+fn pair(numbers: impl Iterator<Item = u64>) -> [u64; 2] {
+    let mut pair = [0; 2];
+    pair.iter_mut().zip(numbers).for_each(|(to, number)| *to = number);
+    pair
 }
 
 /// Bytes of padding after `bytes` bytes.

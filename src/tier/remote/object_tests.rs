@@ -141,9 +141,9 @@ fn fetch(
         rest = after;
     }
     let mut verdicts = Vec::new();
-    let came = (object.len() - rest.len()) as u64;
-    // SAFETY: nobody writes the planes.
-    unsafe { it.verify(&header, came, &places, &mut verdicts) }?;
+    let arrived_bytes = (object.len() - rest.len()) as u64;
+    // SAFETY: nothing writes the planes.
+    unsafe { it.verify(&header, arrived_bytes, &places, &mut verdicts) }?;
     assert_eq!(verdicts.len(), cells.len());
     Ok(verdicts.into_iter().zip(cells).collect())
 }
@@ -155,11 +155,11 @@ fn fetch_whole(it: &Object<'_>, object: &[u8]) -> Result<Vec<Option<Vec<Vec<u8>>
     let mut gets = Gets::default();
     let sink = Sink { address: one.as_mut_ptr(), bytes: 1 };
     it.get_whole(NAME, staging.as_mut_ptr(), sink, &mut gets);
-    let came = object.len().min(gets.room_of(0) as usize);
-    let kept = came.min(staging.len());
+    let arrived_bytes = object.len().min(gets.room_of(0) as usize);
+    let kept = arrived_bytes.min(staging.len());
     staging[..kept].copy_from_slice(&object[..kept]);
     let mut found = Vec::new();
-    it.verify_whole(&staging, came as u64, &mut found)?;
+    it.verify_whole(&staging, arrived_bytes as u64, &mut found)?;
     let cells = found.into_iter().zip(it.cells).map(|(found, shape)| {
         let found = found?;
         let mut planes = Vec::new();
@@ -184,8 +184,8 @@ fn caught(it: &Object<'_>, bad: &[u8], content: &Content) -> Result<bool, TestCa
     let mut all_right = true;
     if it.codec == Codec::None {
         match fetch(it, bad, |_| true) {
-            Err(trouble) => {
-                prop_assert_eq!(trouble, RemoteError::Damaged);
+            Err(error) => {
+                prop_assert_eq!(error, RemoteError::Damaged);
                 all_right = false;
             }
             Ok(cells) => {
@@ -197,8 +197,8 @@ fn caught(it: &Object<'_>, bad: &[u8], content: &Content) -> Result<bool, TestCa
         }
     }
     match fetch_whole(it, bad) {
-        Err(trouble) => {
-            prop_assert_eq!(trouble, RemoteError::Damaged);
+        Err(error) => {
+            prop_assert_eq!(error, RemoteError::Damaged);
             prop_assert!(it.codec != Codec::None || !all_right);
             all_right = false;
         }

@@ -43,7 +43,7 @@ impl Backoff {
         self.not_before_ns = not_before_ns;
     }
 
-    /// Whether a pause is under way.
+    /// Whether a pause is in flight.
     pub fn is_pausing(&self, now_ns: u64) -> bool {
         now_ns < self.not_before_ns
     }

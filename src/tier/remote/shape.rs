@@ -108,7 +108,7 @@ impl Shape {
         is_one.then(|| self.starts.partition_point(|&start| start <= layer) - 1)
     }
 
-    /// The part of an object's name that comes from the division.
+    /// The part of an object's name that follows from the division.
     pub fn cut(&self, object: usize) -> LayerRange {
         let layers = self.layers(object);
         let Shape { object_bytes, .. } = *self;

@@ -1,4 +1,4 @@
-//! A TCP connection, with TLS where the URL asks for it, from the first packet on. Nothing here
+//! A TCP connection, with TLS if the URL requires it, from the first packet on. Nothing here
 //! blocks.
 
 use std::net::SocketAddr;
@@ -123,7 +123,7 @@ impl Transport {
     /// Receives; None = there is nothing to read.
     ///
     /// # Safety
-    /// Every piece can be written, by nobody else during the call.
+    /// Every piece can be written, and nothing else accesses it during the call.
     pub unsafe fn receive(&mut self, pieces: &mut Pieces) -> Result<Option<usize>, Lost> {
         // SAFETY: the caller's guarantee.
         let received = unsafe { self.channel.receive(pieces) }?;

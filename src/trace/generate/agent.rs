@@ -39,8 +39,8 @@ impl Agent<'_> {
         let mut context = prompt.clone();
         let tasks = self.rng.between(1, 6);
         for task in 1..=tasks {
-            let asked = self.rng.size(300, 1.0, 8_000);
-            maker.grow(&mut context, asked);
+            let question_tokens = self.rng.size(300, 1.0, 8_000);
+            maker.grow(&mut context, question_tokens);
             let calls = self.rng.size(9, 0.9, 80);
             let pause_ns = match task == tasks {
                 true => 0,
@@ -82,7 +82,7 @@ impl Agent<'_> {
                 output_tokens: output as u32,
                 ..Request::default()
             };
-            let asked = context.clone();
+            let prompt_of_call = context.clone();
             self.at_ns += output as i64 * OUTPUT_TOKEN_NS;
             maker.grow(context, output);
             if last {
@@ -98,7 +98,7 @@ impl Agent<'_> {
             }
             let ends = last && pause_ns == 0;
             let think_ns = if ends { 0 } else { self.at_ns - began_ns };
-            maker.request(Request { think_ns, ..request }, &asked)?;
+            maker.request(Request { think_ns, ..request }, &prompt_of_call)?;
             if self.at_ns > maker.duration_ns {
                 break;
             }

@@ -377,7 +377,7 @@ fn what_is_no_tls_is_told() {
     let mut client = crate::redis::client(&format!("redis://127.0.0.1:{http}"));
     let error = client.greet(at(LONG)).unwrap_err();
     assert_eq!(error.status(), Status::Corrupt);
-    assert!(error.message().contains("is no Redis"), "{error}");
+    assert!(error.message().contains("does not speak the Redis protocol"), "{error}");
     // Files that are none.
     let with = |ca: &Path| {
         let tls = TlsOpts { ca: Some(ca.to_path_buf()), ..TlsOpts::default() };

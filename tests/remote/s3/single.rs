@@ -96,9 +96,9 @@ fn nothing_secret_is_shown() {
     let refused = |opts: S3Opts| S3::open(&opts, Clock::real()).err().expect("refused").to_string();
     let good = || opts("http://a");
     for (bad, word) in [
-        (S3Opts { secret: None, ..good() }, "go together"),
-        (S3Opts { key: None, ..good() }, "go together"),
-        (S3Opts { key: None, secret: None, token: secret("x"), ..good() }, "goes with"),
+        (S3Opts { secret: None, ..good() }, "needed together"),
+        (S3Opts { key: None, ..good() }, "needed together"),
+        (S3Opts { key: None, secret: None, token: secret("x"), ..good() }, "session token needs"),
         (S3Opts { key: secret("a/b"), ..good() }, "access key"),
         (S3Opts { token: secret("tok\n"), ..good() }, "line break"),
         (S3Opts { region: String::new(), ..good() }, "region"),

@@ -14,7 +14,7 @@ fn sent_away(wires: &mut [Wire]) -> (u64, u64) {
         of.and_then(|count| count.trim().parse::<u64>().ok()).unwrap_or(0)
     };
     let of = |wire: &mut Wire| {
-        let said = wire.ask(&["INFO errorstats".to_string()]).concat().concat();
+        let said = wire.query(&["INFO errorstats".to_string()]).concat().concat();
         (count(&said, "errorstat_MOVED:count="), count(&said, "errorstat_ASK:count="))
     };
     wires.iter_mut().map(of).fold((0, 0), |all, of| (all.0 + of.0, all.1 + of.1))
@@ -45,8 +45,9 @@ pub fn reshard(
     let id = |at: usize| nodes[at].cli(&["cluster", "myid"]);
     let (old, new) = (id(from), id(to));
     let mut wires: Vec<Wire> = nodes.iter().map(|node| Wire::open(node.port)).collect();
-    let names = wires[from].ask(&["KEYS *".to_string()]).concat();
-    let slots = wires[from].ask(&lines(&names, |name| format!("CLUSTER KEYSLOT {name}"))).concat();
+    let names = wires[from].query(&["KEYS *".to_string()]).concat();
+    let slots =
+        wires[from].query(&lines(&names, |name| format!("CLUSTER KEYSLOT {name}"))).concat();
     let slots: Vec<String> = slots.into_iter().collect::<BTreeSet<_>>().into_iter().collect();
     let mut last = sent_away(&mut wires);
     for batch in slots.chunks(BATCH) {
@@ -54,7 +55,7 @@ pub fn reshard(
         wires[to].done(&set(&format!("IMPORTING {old}")));
         wires[from].done(&set(&format!("MIGRATING {new}")));
         let list = lines(batch, |slot| format!("CLUSTER GETKEYSINSLOT {slot} 1000"));
-        let names = wires[from].ask(&list);
+        let names = wires[from].query(&list);
         let port = nodes[to].port;
         let go = |names: &Vec<String>| {
             format!("MIGRATE 127.0.0.1 {port} \"\" 0 5000 KEYS {}", names.join(" "))

@@ -126,7 +126,7 @@ proptest! {
         let (out, lse) = run(here, Level::best());
         want.check(&out, &lse, &format!("{:?}", chosen.heads));
         let mut there = vec![0.0; heads * n];
-        let all = ResidentTokens { kept: None, from: 0, tokens: n as u32, heads: of };
+        let all = ResidentTokens { retained: None, from: 0, tokens: n as u32, heads: of };
         let mut sums = vec![0.0; heads * positions.len()];
         let mut job = ColumnSums::new(here, &lse, 0, true, &mut sums).expect("sound");
         job.all(&mut vec![0.0; job.scratch()]).expect("enough scratch");
@@ -163,7 +163,7 @@ proptest! {
             let same = seen.iter().map(Vec::len).min().unwrap_or(0);
             if seen.iter().all(|list| list.len() == same) {
                 seen.iter().for_each(|list| keep.heads.push(list.iter().copied()));
-                let kept = ResidentTokens { kept: Some(&keep), from: first as u32, ..all };
+                let kept = ResidentTokens { retained: Some(&keep), from: first as u32, ..all };
                 let mut found = vec![0.0; heads * (same + 1)];
                 kept.add_selected(&sums, asked, &placed, &mut found).expect("all are there");
                 for (head, (found, list)) in found.chunks(same + 1).zip(&seen).enumerate() {

@@ -77,7 +77,7 @@ fn run(model: &Model, form: Form, policies: Policies) -> kvtier::base::status::R
         let next = engine.next(greatest(last) as u8)?;
         logits.extend(next);
     }
-    let kept = (0..model.layers.len() as u32).map(|layer| engine.cache.kept(layer));
+    let kept = (0..model.layers.len() as u32).map(|layer| engine.cache.retained_share(layer));
     Ok(Run { logits, kept: kept.fold(0.0, f64::max), read: engine.read })
 }
 
@@ -91,7 +91,7 @@ fn every_registered_policy_runs_on_the_reference_model() {
             let policy = make(&spec, &shape);
             let policy = policy.unwrap_or_else(|error| panic!("{spec}: {}", error.message()));
             let traits = policy.traits();
-            let run = run(model, *form, Policies::one(policy));
+            let run = run(model, *form, Policies::single(policy));
             let run = run.unwrap_or_else(|error| panic!("{form:?} {spec}: {}", error.message()));
             assert!(run.logits.iter().all(|x| x.is_finite()), "{form:?} {spec}");
             if name == "full" {
@@ -130,12 +130,12 @@ fn prefill_and_decode_policies_combine() {
         ("snapkv", "h2o"),
         ("external", "quest"),
     ] {
-        let two = run(&model, form, Policies::two(of(prompt), of(behind)));
+        let two = run(&model, form, Policies::prompt_and_decode(of(prompt), of(behind)));
         let two = two.unwrap_or_else(|error| panic!("{prompt} {behind}: {}", error.message()));
         assert!(two.logits.iter().all(|x| x.is_finite()), "{prompt} {behind}");
         // Each of them leaves its mark.
         for name in [prompt, behind] {
-            let one = run(&model, form, Policies::one(of(name))).expect("it runs alone");
+            let one = run(&model, form, Policies::single(of(name))).expect("it runs alone");
             assert!(one.logits != two.logits, "{name} alone is {prompt} and {behind}");
         }
     }
@@ -151,14 +151,14 @@ fn invalid_combinations_are_rejected_with_a_reason() {
         Err(error) => Some((error.status(), error.message().to_owned())),
     };
     // Query heads that keep tokens of their own need keys of their own.
-    let original = fails(Policies::one(of("snapkv(budget=64, window=16, form=original)")));
+    let original = fails(Policies::single(of("snapkv(budget=64, window=16, form=original)")));
     assert_eq!(original.expect("refused").0, Status::Unsupported);
     // Sums are of attention to all keys, or to those of an index.
-    let blind = fails(Policies::two(of("external(topk=2)"), of("h2o(budget=40)")));
+    let blind = fails(Policies::prompt_and_decode(of("external(topk=2)"), of("h2o(budget=40)")));
     assert_eq!(blind.expect("refused").0, Status::Unsupported);
     // What attends heads that keep different numbers of tokens has no sums for others.
     let ragged = of("adakv(budget=64, window=16)");
-    assert!(fails(Policies::two(ragged, of("h2o(budget=40)"))).is_some());
+    assert!(fails(Policies::prompt_and_decode(ragged, of("h2o(budget=40)"))).is_some());
 }
 
 #[test]

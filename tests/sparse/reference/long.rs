@@ -57,7 +57,7 @@ fn offloaded_needle_search_is_bit_identical() {
     let shape = model.shape(Form::Split, 16);
     let mut of_full = 0_usize;
     for spec in ["full", "minference(budget=0.3)", "quest(budget=512,page=16,dense=1)"] {
-        let policies = || Policies::one(make(spec, &shape).expect("sound"));
+        let policies = || Policies::single(make(spec, &shape).expect("sound"));
         let engine = Engine::in_memory(&model, Form::Split, 16, policies()).expect("in memory");
         let fast = run(engine, &prompt, &pairs);
         println!("{spec}: {} of {PAIRS} found", fast.right);

@@ -206,7 +206,7 @@ fn offload_is_bit_identical_to_memory() {
     for (model, form) in models {
         let shape = model.shape(form, 16);
         for (spec, each) in specs.iter().flat_map(|spec| [(spec, 230), (spec, 64)]) {
-            let policies = || make(spec, &shape).map(Policies::one);
+            let policies = || make(spec, &shape).map(Policies::single);
             let Ok(in_memory) = policies() else { continue };
             let Ok(engine) = Engine::in_memory(model, form, 16, in_memory) else { continue };
             let (right, fast) = run::<InMemory>(engine, &symbols, each);

@@ -4,7 +4,7 @@ use kvtier::sparse::caps;
 
 use crate::reference::model::{Form, Model};
 use crate::reference::recall::count;
-use kvtier_lab::reference::quality::{Size, Subject, TextLoss, foresee, make};
+use kvtier_lab::reference::quality::{Size, Subject, TextLoss, make, predict};
 use kvtier_lab::reference::specs::{NAMES, with_budget};
 
 const BUDGETS: [usize; 4] = [64, 128, 256, 512];
@@ -30,7 +30,7 @@ fn table(name: &str, form: Form) {
     let mut all = vec![(TextLoss::default(), TextLoss::default()); specs.len()];
     for text in 0..texts as u64 {
         let size = Size { symbols, pairs: 12 };
-        let lost = foresee(of, 70 + text, (size, written), &specs).expect("what was lost");
+        let lost = predict(of, 70 + text, (size, written), &specs).expect("what was lost");
         for (sum, lost) in all.iter_mut().zip(lost) {
             *sum = (sum.0.and(lost.prompt), sum.1.and(lost.behind));
         }

@@ -2,7 +2,7 @@
 //! same ones (`reference::quality`).
 
 use crate::reference::model::{Form, Model};
-use kvtier_lab::reference::quality::{Size, Subject, Usage, ask, interval};
+use kvtier_lab::reference::quality::{Size, Subject, Usage, answer_questions, interval};
 
 /// Tokens that a head may have, of about 1,100.
 const BUDGET: usize = 192;
@@ -44,7 +44,8 @@ fn recall(model: &Model, form: Form, prompts: usize) -> Vec<Case> {
     let case = |spec: &String| Case { spec: spec.clone(), right: Vec::new(), most: 0.0 };
     let mut cases: Vec<Case> = specs.iter().map(case).collect();
     for prompt in 0..prompts as u64 {
-        let answers = ask(Subject { model, form }, 1000 + prompt, SIZE, &specs).expect("answers");
+        let answers = answer_questions(Subject { model, form }, 1000 + prompt, SIZE, &specs)
+            .expect("answers");
         for (case, answers) in cases.iter_mut().zip(answers) {
             let Usage { most, moved, .. } = answers.used;
             case.right.extend(answers.right);

@@ -70,7 +70,7 @@ fn key_pieces_agree_with_the_whole() {
         // With policies that are told sums of pieces: wrong ones would keep other tokens.
         for spec in ["full", "h2o(sink=2, recent=8, budget=40)", "snapkv(budget=60, window=20)"] {
             let run = |piece, each| {
-                let policies = Policies::one(make(spec, &shape).expect("a policy"));
+                let policies = Policies::single(make(spec, &shape).expect("a policy"));
                 let mut engine = Engine::in_memory(model, *form, 16, policies).expect("one");
                 engine.cache.piece = piece;
                 let mut logits = engine.compute(&symbols, each, 1).expect("a prompt");
@@ -137,14 +137,14 @@ fn evicted_tokens_equal_masked_tokens() {
         for spec in
             ["snapkv(budget=60, window=20)", "adakv(budget=60, window=20)", "knorm(ratio=0.4)"]
         {
-            let policies = Policies::one(make(spec, &shape).expect("a policy"));
+            let policies = Policies::single(make(spec, &shape).expect("a policy"));
             let mut engine = Engine::in_memory(model, *form, 16, policies).expect("one");
             let logits = engine.prompt(&symbols, 1).expect("a prompt");
             let lists = (0..shape.layers).map(|layer| engine.cache.positions(layer).to_vec());
             let fixed = Fixed { lists: lists.collect(), prompt: 150 };
             assert!(fixed.lists[0][0].len() < 150, "{spec} leaves nothing out");
             let gone = write(&mut engine, &logits, 8);
-            let policies = Policies::one(Box::new(fixed));
+            let policies = Policies::single(Box::new(fixed));
             let mut engine = Engine::in_memory(model, *form, 16, policies).expect("one");
             engine.prompt(&symbols, 1).expect("a prompt");
             let masked = write(&mut engine, &logits, 8);
@@ -200,12 +200,12 @@ fn full_budget_is_bit_identical_to_dense() {
             let logits = engine.prompt(&prompt, 1).expect("a prompt");
             write(&mut engine, &logits, 6)
         };
-        let full = run(Policies::one(make("full", &model.shape(form, 32)).expect("a spec")));
+        let full = run(Policies::single(make("full", &model.shape(form, 32)).expect("a spec")));
         assert_eq!(full, run(Policies::default()), "{name}: none and full");
         for spec in GENEROUS {
             let policy = make(spec, &model.shape(form, 32));
             let policy = policy.unwrap_or_else(|error| panic!("{spec}: {}", error.message()));
-            let (symbols, logits) = run(Policies::one(policy));
+            let (symbols, logits) = run(Policies::single(policy));
             assert_eq!(symbols, full.0, "{name} {form:?}: {spec}");
             let same = logits.iter().zip(&full.1).all(|(a, b)| a.to_bits() == b.to_bits());
             assert!(same, "{name} {form:?}: {spec} changes bits, by {}", off(&logits, &full.1));

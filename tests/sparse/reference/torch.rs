@@ -60,7 +60,7 @@ fn check(name: &str, form: Form) {
     let mut keep = RetainedTokens::default();
     keep.heads.push((0..seen.0).chain(first - seen.1..first));
     for layer in 0..engine.shape.layers {
-        engine.keep(layer, &keep).expect("they are there");
+        engine.retain(layer, &keep).expect("they are there");
     }
     let next = written.iter().map(|&symbol| engine.next(symbol).expect("a token"));
     let got: Vec<f32> = next.flatten().collect();

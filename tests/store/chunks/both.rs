@@ -86,7 +86,7 @@ impl Pair {
                     known.refs = known.refs.checked_sub(1).ok_or(Status::State)?;
                     Ok(())
                 });
-                let want = refs.map(|()| self.model.may_leave(slot));
+                let want = refs.map(|()| self.model.is_removable(slot));
                 assert_eq!(status(self.table.release(slot)), want);
             }
             6 => {
@@ -100,7 +100,7 @@ impl Pair {
             }
             _ => {
                 let was = self.model.chunk(slot).map(|known| known.pin.take().is_some());
-                let want = was.map(|was| was && self.model.may_leave(slot));
+                let want = was.map(|was| was && self.model.is_removable(slot));
                 assert_eq!(status(self.table.unpin(slot)), want);
             }
         }
@@ -263,7 +263,7 @@ impl Pair {
 
     pub fn compare_chunk(&self, slot: Slot) {
         let Pair { table, model, .. } = self;
-        assert_eq!(table.may_leave(slot), model.may_leave(slot));
+        assert_eq!(table.is_removable(slot), model.is_removable(slot));
         assert_eq!(table.parent(slot), model.parent(slot));
         assert_eq!(table.parent_key(slot).copied(), model.parent_key(slot));
         let (Some(row), Some(known)) = (table.chunk(slot), model.live.get(&slot)) else {
@@ -287,7 +287,7 @@ impl Pair {
                 tiers.iter().enumerate().fold(0, |all, (i, t)| all | u8::from(is(t)) << i)
             };
             let places = bits(&|t| t.place.is_some());
-            assert_eq!((marks.there(), marks.is_remote()), (places & 7, places & 8 != 0));
+            assert_eq!((marks.resident_tiers(), marks.is_remote()), (places & 7, places & 8 != 0));
             assert_eq!(marks.leaving(), bits(&|t| t.leaving.is_some()));
             assert_eq!(marks.loading(), bits(&|t| matches!(t.way, Some(Way::Copy(_)))));
             assert_eq!(marks.storing(), bits(&|t| t.way == Some(Way::Store)));
@@ -336,7 +336,7 @@ impl Pair {
         // The tails first, by and by.
         for _ in &slots {
             for &slot in
-                slots.iter().filter(|slot| self.model.may_leave(**slot)).collect::<Vec<_>>()
+                slots.iter().filter(|slot| self.model.is_removable(**slot)).collect::<Vec<_>>()
             {
                 self.call_chunk((3, slot as u16, 0, 0));
             }

@@ -124,7 +124,7 @@ fn orphan_chunk_is_linked_when_its_parent_arrives() {
         [4, 5].map(|n| table.add_with_parent_key(&at(n, 2), &root(2).key).expect("room").slot());
     let plain = table.add(&at(6, 1)).map_err(|error| error.status());
     assert_eq!(plain, Err(Status::Invalid), "without a key it continues none");
-    assert!(orphans.iter().all(|&one| table.parent(one).is_none() && table.may_leave(one)));
+    assert!(orphans.iter().all(|&one| table.parent(one).is_none() && table.is_removable(one)));
     assert_eq!(table.parent_key(orphans[0]), Some(&root(2).key));
     let first = table.add(&at(1, 0)).expect("room").slot();
     let second = NewChunk { parent: first, ..at(2, 1) };
@@ -160,7 +160,7 @@ fn reader_count_is_limited() {
     for _ in 0..u16::MAX {
         assert_eq!(table.end_read(cell, Tier::Host).expect("as many"), None);
     }
-    assert!(table.may_leave(cell.chunk));
+    assert!(table.is_removable(cell.chunk));
 }
 
 #[test]

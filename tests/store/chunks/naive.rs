@@ -86,7 +86,7 @@ impl Model {
         self.live[&slot].cells.iter().flatten().any(at_work)
     }
 
-    pub fn may_leave(&self, slot: Slot) -> bool {
+    pub fn is_removable(&self, slot: Slot) -> bool {
         self.live.contains_key(&slot) && !self.is_blocked(slot) && !self.is_moving(slot)
     }
 
@@ -198,13 +198,13 @@ impl Model {
 
     pub fn remove(&mut self, slot: Slot) -> Answer<(Vec<Location>, Option<Slot>)> {
         self.chunk(slot)?;
-        if !self.may_leave(slot) {
+        if !self.is_removable(slot) {
             return Err(Status::Busy);
         }
         let above = self.parent(slot);
         let chunk = self.live.remove(&slot).expect("it is live");
         let places = chunk.cells.iter().flatten().filter_map(|t| t.place).collect();
-        Ok((places, above.filter(|&above| self.may_leave(above))))
+        Ok((places, above.filter(|&above| self.is_removable(above))))
     }
 
     pub fn begin_store(&mut self, cell: Cell, tier: Tier) -> Answer<Begin> {

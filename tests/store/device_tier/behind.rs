@@ -99,7 +99,7 @@ fn transfers_touch_no_memory_before_the_ready_event() {
             let event = store.device.create_user_event().expect("one");
             let mut put = Moving::begin(&store, TransferKind::Put, number, (shape, memory), event);
             until("it was submitted", || {
-                store.handle.look(|core| core.cells_behind() == 0) == Ok(true)
+                store.handle.inspect(|core| core.cells_after_event() == 0) == Ok(true)
             });
             // What nobody may have read yet.
             put.compute();
@@ -285,7 +285,7 @@ fn transfer_waits_for_host_signal_and_device_event() {
         for step in [word_first, !word_first] {
             assert!(engine.is_untouched() && op.state() & RESOLVED == 0);
             if step {
-                word.give()
+                word.signal()
             } else {
                 keep(&store, event)
             }
@@ -315,7 +315,7 @@ fn cancelled_transfer_releases_memory_after_the_event() {
         let ops = store.handle.submit(session, TransferKind::Get, Level::Ram, what, opts);
         ops.expect("submitted").remove(0)
     };
-    let all_submitted = || store.handle.look(|core| core.cells_behind() == 0) == Ok(true);
+    let all_submitted = || store.handle.inspect(|core| core.cells_after_event() == 0) == Ok(true);
     // Late enough that the device has all of it before: on a slow machine with a later deadline.
     let mut patience_ns = 200_000_000;
     let late = loop {
@@ -373,7 +373,7 @@ fn cancelled_transfers_free_memory_before_the_signal() {
         ops[0].cancel();
         assert_eq!(wait(&ops[0]).status, Status::Cancelled);
     }
-    ready.give();
+    ready.signal();
     assert_eq!(wait(&kept[0]), RIGHT);
     store.close_session(session);
     store.close();

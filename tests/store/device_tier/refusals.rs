@@ -153,7 +153,9 @@ fn bad_pointer_behind_an_event_fails_only_its_transfer() {
         all.into_iter().collect::<Result<Vec<u32>>>()
     });
     let begun = begun.expect("submitted");
-    until("it was submitted", || store.handle.look(|core| core.cells_behind() == 0) == Ok(true));
+    until("it was submitted", || {
+        store.handle.inspect(|core| core.cells_after_event() == 0) == Ok(true)
+    });
     assert!(engines[0].is_untouched());
     device.signal_event(event).expect("a promise");
     store.settle();
@@ -204,7 +206,7 @@ fn failed_audit_drops_nothing() {
         assert_eq!(done, RIGHT);
         store.close_session(session);
     }
-    let cells = || store.handle.look(|core| core.device_cells()).expect("open");
+    let cells = || store.handle.inspect(|core| core.device_cells()).expect("open");
     assert_eq!(cells(), 5 * CELLS);
     let right = store.handle.audit_device().expect("open");
     assert_eq!((right.right, right.wrong, right.unknown), (5 * CELLS, 0, 0));

@@ -25,7 +25,7 @@ fn simulation_seeds_with_a_device_tier_keep_all_invariants() {
             counters.device_lost_cells,
             counters.damaged_copies,
             report.audited,
-            report.kept,
+            report.durable_found,
             report.engine_events,
         ];
         sums.iter_mut().zip(more).for_each(|(sum, n)| *sum += n);

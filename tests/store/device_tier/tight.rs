@@ -95,15 +95,15 @@ fn put_waits_for_copies_behind_a_signalled_event() {
     let event = Event(77);
     store.begin(sessions[0], TransferKind::Get, MODEL, Some(event));
     store.store.close_session(sessions[0]);
-    let batch = store.store.lock().take_behind(event).expect("copies");
-    assert!(store.store.lock().take_behind(event).is_none(), "one batch has all copies");
+    let batch = store.store.lock().take_after_event(event).expect("copies");
+    assert!(store.store.lock().take_after_event(event).is_none(), "one batch has all copies");
     store.store.lock().event_ended(event, Ok(()));
     store.copy();
     // Its memory comes free when the batch has ended; the second document is held.
     store.begin(sessions[2], TransferKind::Put, MODEL, None);
     store.copy();
     assert_eq!(store.ended_and_failed(), (vec![], 0));
-    store.store.lock().done_behind(batch, &Ok(()), false);
+    store.store.lock().done_after_event(batch, &Ok(()), false);
     store.copy();
     assert_eq!(store.ended(), [Status::Ok; 2]);
     store.check();

@@ -33,8 +33,8 @@ fn clean(seed: u64, ended: &Error) -> u64 {
         world.step();
         let work = world.core.0.lock().take(WorkerKind::Upkeep);
         match work {
-            Some(Work::Upkeep(Upkeep::Clean(number))) => {
-                let work = Work::Upkeep(Upkeep::Clean(number));
+            Some(Work::Upkeep(Upkeep::Compact(number))) => {
+                let work = Work::Upkeep(Upkeep::Compact(number));
                 world.core.0.lock().done(work, Err(ended.clone()), 0);
                 world.rest(0);
                 return number;

@@ -91,7 +91,7 @@ impl World {
             admission: admission.into(),
             max_chunks: 4096,
             max_sessions: 32,
-            max_moves: 64,
+            max_transfers: 64,
             max_jobs: 64 + random.below(200) as u32,
             events: 256,
             batch_cells: 1 + random.below(8) as usize,
@@ -341,7 +341,7 @@ impl World {
             self.collect();
             let core = self.core.0.lock();
             if self.pending.is_empty() && WorkerKind::ALL.iter().all(|&kind| !core.has_work(kind)) {
-                assert!(core.is_idle(), "{}", core.what_waits());
+                assert!(core.is_idle(), "{}", core.describe_waiters());
                 return;
             }
             drop(core);

@@ -1,4 +1,4 @@
-//! Groups where what they measure is absent, or stands in for the real thing.
+//! Benchmark groups with an absent or simulated subject.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -6,16 +6,17 @@ use std::process::Command;
 use kvtier_testkit::fixtures::{emulated, fake_cuda, fake_cufile};
 use serde_json::Value;
 
-use crate::{Said, tool};
+use crate::{ToolOutput, tool};
 
 #[test]
 fn only_the_group_remote_accepts_a_url() {
-    let said = Said::of(tool().args(["abi", "--url", "redis://a"]).output().expect("it runs"));
-    said.fails(1, "'remote'");
+    let output =
+        ToolOutput::of(tool().args(["abi", "--url", "redis://a"]).output().expect("it runs"));
+    output.fails(1, "'remote'");
 }
 
-/// Over a driver without a device, which has no speed to speak of: each bar is measured, and
-/// without a driver each says why not.
+/// Over a fake driver, whose speed means nothing: each bar is measured. Without a driver each bar
+/// gives the reason for its missing value.
 #[test]
 fn bars_have_a_value_or_a_reason() {
     for (has_driver, devices) in [(true, "2"), (true, "1"), (false, "1")] {
@@ -26,7 +27,7 @@ fn bars_have_a_value_or_a_reason() {
         command.env("KVTIER_CUDA_LIBRARY", library);
         command.env("KVTIER_CUFILE_LIBRARY", fake_cufile::library());
         command.env("KVTIER_BENCH_DIR", env!("CARGO_TARGET_TMPDIR"));
-        // Kernels are carried out by the processor.
+        // The processor runs the kernels.
         command.env("KVTIER_FAKE_KERNELS", emulated::library());
         command.env("KVTIER_FAKE_DEVICES", devices);
         let output = command.output().expect("it runs");
@@ -36,7 +37,7 @@ fn bars_have_a_value_or_a_reason() {
         assert_eq!(lines.len(), if has_driver { 42 } else { 18 }, "{text}");
         for line in &lines {
             if line["bar"] == "disk_to_device" && has_driver {
-                // Measured where the directory is one that is read directly.
+                // Measured if the directory supports direct reads.
                 let why = line["note"].as_str().expect("words");
                 assert!(line["value"].as_f64().is_some() != why.contains("the file"), "{line}");
                 continue;
@@ -64,7 +65,7 @@ fn without_a_server_only_plans_are_measured() {
         let note = line["note"].as_str().unwrap_or_default();
         assert_eq!(note.starts_with("SKIP"), !is_plan, "{line}");
         assert_eq!(line["value"].is_null(), !is_plan, "{line}");
-        // Nothing where computing is sooner; much where it is not: it could have been loaded.
+        // 0 if computing is faster than loading; large if loading would have been faster.
         let part = line["baseline_value"].as_f64();
         assert!(!is_plan || line["value"] == 0.0 && part.is_some_and(|part| part > 0.3), "{line}");
     }

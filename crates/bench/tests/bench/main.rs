@@ -8,26 +8,30 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-/// What the tool printed, and how it ended.
-struct Said {
+/// Output and exit status of the tool.
+struct ToolOutput {
     code: Option<i32>,
     out: String,
     error: String,
 }
 
-impl Said {
-    fn of(output: Output) -> Said {
+impl ToolOutput {
+    fn of(output: Output) -> ToolOutput {
         let text = |bytes| String::from_utf8(bytes).expect("text");
-        Said { code: output.status.code(), out: text(output.stdout), error: text(output.stderr) }
+        ToolOutput {
+            code: output.status.code(),
+            out: text(output.stdout),
+            error: text(output.stderr),
+        }
     }
 
-    /// What it printed, where it ended well and printed no error.
+    /// The standard output; fails unless the tool succeeded without errors.
     fn fine(self) -> String {
         assert_eq!((self.code, self.error.as_str()), (Some(0), ""), "{}", self.out);
         self.out
     }
 
-    /// It failed with these words, and printed nothing else.
+    /// Checks that the tool failed with this message and printed nothing else.
     fn fails(&self, code: i32, words: &str) {
         assert_eq!((self.code, self.out.as_str()), (Some(code), ""), "{}", self.error);
         assert!(self.error.contains(words), "{words:?} is not in {}", self.error);

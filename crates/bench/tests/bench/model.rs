@@ -8,7 +8,7 @@ use kvtier_testkit::fixtures::model_files::{Sizes, write_gguf, write_safetensors
 use kvtier_testkit::fixtures::scratch::Scratch;
 use serde_json::Value;
 
-use crate::{Said, json, tool};
+use crate::{ToolOutput, json, tool};
 
 fn number(value: &Value, at: &str) -> u64 {
     value.pointer(at).and_then(Value::as_u64).unwrap_or_else(|| panic!("no {at} in {value}"))
@@ -23,18 +23,18 @@ fn gguf(dir: &Scratch, sizes: &Sizes) -> PathBuf {
     write_gguf(&dir.0, "model", &sizes.gguf(), &sizes.metadata(), 1).remove(0)
 }
 
-fn model(path: &Path, args: &[&str]) -> Said {
-    Said::of(tool().arg("model").arg(path).args(args).output().expect("the tool starts"))
+fn model(path: &Path, args: &[&str]) -> ToolOutput {
+    ToolOutput::of(tool().arg("model").arg(path).args(args).output().expect("the tool starts"))
 }
 
-/// 68 MiB: enough for what a process needs in its cgroup beside a part of the model.
+/// 68 MiB: enough for a process and a part of the model in its cgroup.
 fn large() -> Sizes {
     Sizes { layers: 24, hidden: 512, ffn: 448, ..Sizes::default() }
 }
 
 /// Bars that need no cgroup.
 const ANYWHERE: [&str; 2] = ["steady_pass", "interleaved_over_first"];
-/// Those that do.
+/// Bars that need a cgroup.
 const IN_CGROUPS: [&str; 8] = [
     "over_map",
     "over_map_128k",
@@ -47,15 +47,15 @@ const IN_CGROUPS: [&str; 8] = [
 ];
 
 fn bars(path: &Path) {
-    let said = model(path, &["--rounds", "1", "--json"]);
-    if said.error.contains("without O_DIRECT") {
-        // On a file system that has none (tmpfs, where Linux is older) there is no bound.
-        return said.fails(1, "without O_DIRECT");
+    let output = model(path, &["--rounds", "1", "--json"]);
+    if output.error.contains("without O_DIRECT") {
+        // Without direct I/O (tmpfs on older Linux) there is no bound.
+        return output.fails(1, "without O_DIRECT");
     }
-    let lines: Vec<Value> = said.fine().lines().map(json).collect();
+    let lines: Vec<Value> = output.fine().lines().map(json).collect();
     for name in ANYWHERE {
         let bar = lines.iter().find(|bar| bar["bar"] == name).expect("a bar");
-        // Nobody knows how fast a disk is while tests run; but a pass takes some time.
+        // The speed of the disk is unknown while tests run, but a pass takes some time.
         assert!(bar["value"].as_f64().is_some_and(|value| value > 0.05), "{bar}");
     }
     for name in IN_CGROUPS {
@@ -88,7 +88,7 @@ fn invalid_models_and_arguments_are_reported() {
     model(&path, &["--host", "1G"]).fails(1, "holds all");
 }
 
-/// A process of the benchmark, in a cgroup; and the line that it says first.
+/// A process of the benchmark in a cgroup, and the first line that it prints.
 fn child(
     args: &[&str],
     path: &Path,
@@ -114,10 +114,10 @@ fn a_process_joins_its_cgroup_and_counts_passes() {
     let joined = std::fs::read_to_string(group.join("cgroup.procs")).expect("it joined");
     assert_eq!(joined, process.id().to_string());
     assert!(number(&ready, "/moved_bytes") > 4 << 20 && number(&ready, "/units") == 16);
-    let mut asks = process.stdin.take().expect("piped");
+    let mut requests = process.stdin.take().expect("piped");
     let mut sums = Vec::new();
     for _ in 0..2 {
-        writeln!(asks, "1").expect("asked");
+        writeln!(requests, "1").expect("written");
         let mut line = String::new();
         answers.read_line(&mut line).expect("a line");
         let answer = json(&line);
@@ -125,7 +125,7 @@ fn a_process_joins_its_cgroup_and_counts_passes() {
         sums.push(number(&answer, "/sum"));
     }
     assert_eq!(sums[0], sums[1]);
-    drop(asks);
+    drop(requests);
     assert!(process.wait().expect("it ends").success());
 }
 
@@ -134,14 +134,14 @@ fn a_process_reports_failures() {
     let dir = Scratch::created("tool-child-wrong");
     let path = gguf(&dir, &dense());
     let absent = dir.0.join("absent");
-    let said = |args: &[&str], path: &Path| {
+    let output = |args: &[&str], path: &Path| {
         let (mut process, _answers, line) = child(args, path);
         drop(process.stdin.take());
         process.wait().expect("it ends");
         line["error"].as_str().expect("an error").to_string()
     };
-    let words = said(&["--cgroup", absent.to_str().expect("text")], &path);
+    let words = output(&["--cgroup", absent.to_str().expect("text")], &path);
     assert!(words.contains("absent/cgroup.procs: No such file"), "{words}");
-    assert!(said(&["--host", "4096"], &path).contains("KVT_E_BUDGET"));
-    assert!(said(&[], &absent).contains("KVT_E_NOT_FOUND"));
+    assert!(output(&["--host", "4096"], &path).contains("KVT_E_BUDGET"));
+    assert!(output(&[], &absent).contains("KVT_E_NOT_FOUND"));
 }

@@ -53,7 +53,7 @@ impl Client {
     }
 
     /// Sends a request and waits for the answer.
-    pub fn ask(&mut self, request: &str) -> Result<String, Refusal> {
+    pub fn request(&mut self, request: &str) -> Result<String, Refusal> {
         // A request is one line; line breaks between the words of a spec are equal to spaces.
         let line = request.replace(['\n', '\r'], " ") + "\n";
         let sent = self.stream.get_mut().write_all(line.as_bytes());

@@ -141,17 +141,17 @@ pub fn run(command: Command) -> Outcome<()> {
             ask_and_print(&at, &request, show::policy)
         }
         Command::Budget { at, host, disk } => {
-            let given = [("host", host), ("disk", disk)];
-            let given: Vec<String> = given
+            let budgets = [("host", host), ("disk", disk)];
+            let budgets: Vec<String> = budgets
                 .into_iter()
                 .filter_map(|(key, bytes)| bytes.map(|bytes| format!("{key}={bytes}")))
                 .collect();
-            // Errors in the numbers are reported before the store is asked.
-            let request = Spec::parse(&format!("budget({})", given.join(",")))?;
+            // Errors in the numbers are reported before the request is sent.
+            let request = Spec::parse(&format!("budget({})", budgets.join(",")))?;
             ask_and_print(&at, &request.to_string(), show::budget)
         }
         Command::Metrics { at } => {
-            let text = Client::connect(&at.socket)?.ask("metrics")?;
+            let text = Client::connect(&at.socket)?.request("metrics")?;
             match at.json {
                 true => println!("{}", serde_json::json!({ "metrics": text })),
                 false => print!("{text}"),
@@ -167,7 +167,7 @@ pub fn run(command: Command) -> Outcome<()> {
 
 /// Sends a request, and prints the answer as JSON or as text.
 fn ask_and_print(at: &Target, request: &str, show: fn(&Value)) -> Outcome<()> {
-    let text = Client::connect(&at.socket)?.ask(request)?;
+    let text = Client::connect(&at.socket)?.request(request)?;
     match at.json {
         true => println!("{text}"),
         false => show(&serde_json::from_str(&text)?),

@@ -112,10 +112,10 @@ fn latencies(all: &Value) {
         "\n{:<16} {:>12} {:>10} {:>10} {:>10} {:>10}",
         "latency of", "count", "mean", "p50", "p99", "max"
     );
-    for (name, one) in rows {
+    for (name, row) in rows {
         let [mean, half, most, longest] =
-            ["mean_ns", "p50_ns", "p99_ns", "max_ns"].map(|key| time(real(one, key)));
-        let count = number(one, "count");
+            ["mean_ns", "p50_ns", "p99_ns", "max_ns"].map(|key| time(real(row, key)));
+        let count = number(row, "count");
         println!("{name:<16} {count:>12} {mean:>10} {half:>10} {most:>10} {longest:>10}");
     }
 }
@@ -152,21 +152,21 @@ pub fn evictions(all: &Value) {
         "tier", "number", "ago", "chunk", "session", "unused for", "uses", "size", "score"
     );
     for (tier, entries) in entries(all) {
-        for one in entries.as_array().into_iter().flatten() {
-            let session = match one.get("session_serial").and_then(Value::as_u64) {
+        for entry in entries.as_array().into_iter().flatten() {
+            let session = match entry.get("session_serial").and_then(Value::as_u64) {
                 Some(serial) => serial.to_string(),
                 None => "-".to_string(),
             };
             println!(
                 "{tier:<5} {:>8} {:>10} {:<16} {session:>9} {:>10} {:>5} {:>10} {:>12.5e}  {}",
-                number(one, "number"),
-                time(real(one, "ago_ns")),
-                text(one, "chunk"),
-                time(real(one, "unused_ns")),
-                number(one, "uses"),
-                human(number(one, "blocks").saturating_mul(4096)),
-                real(one, "score"),
-                text(one, "policy"),
+                number(entry, "number"),
+                time(real(entry, "ago_ns")),
+                text(entry, "chunk"),
+                time(real(entry, "unused_ns")),
+                number(entry, "uses"),
+                human(number(entry, "blocks").saturating_mul(4096)),
+                real(entry, "score"),
+                text(entry, "policy"),
             );
         }
     }
@@ -197,21 +197,21 @@ pub fn comparison(all: &Value) {
         "decision",
         "p99"
     );
-    for one in list(all, "policies") {
-        let live = one.get("live").and_then(Value::as_bool) == Some(true);
-        let name = format!("{}{}", text(one, "policy"), if live { " (live)" } else { "" });
-        let part = |key| format!("{:.1}%", 100.0 * real(one, key));
+    for policy in list(all, "policies") {
+        let live = policy.get("live").and_then(Value::as_bool) == Some(true);
+        let name = format!("{}{}", text(policy, "policy"), if live { " (live)" } else { "" });
+        let part = |key| format!("{:.1}%", 100.0 * real(policy, key));
         println!(
             "{name:<24} {:>10} {:>7} {:>7} {:>10} {:>9.3} {:>9.3} {:>9} {:>10} {:>10}",
-            number(one, "references"),
+            number(policy, "references"),
             part("hit_ratio"),
             part("token_hit_ratio"),
             part("re_prefill_rate"),
-            real(one, "session_fairness"),
-            real(one, "tenant_fairness"),
-            number(one, "evictions"),
-            time(real(one, "decision_mean_ns")),
-            time(real(one, "decision_p99_ns")),
+            real(policy, "session_fairness"),
+            real(policy, "tenant_fairness"),
+            number(policy, "evictions"),
+            time(real(policy, "decision_mean_ns")),
+            time(real(policy, "decision_p99_ns")),
         );
     }
 }

@@ -40,8 +40,8 @@ pub fn run(at: &Target, opts: &Opts) -> Outcome<()> {
     let request = format!("residency({session}first={},chunks={MAP_CHUNKS})", opts.first);
     let mut before: Option<(Instant, Value)> = None;
     loop {
-        let stats: Value = serde_json::from_str(&client.ask("stats")?)?;
-        let table = match client.ask(&request) {
+        let stats: Value = serde_json::from_str(&client.request("stats")?)?;
+        let table = match client.request(&request) {
             Ok(text) => Ok(serde_json::from_str(&text)?),
             // The session has closed, or no session is open.
             Err(refusal) if refusal.status == "KVT_E_NOT_FOUND" => Err(refusal),

@@ -188,9 +188,9 @@ impl Peer {
         level: Level,
         tokens: u64,
     ) -> Outcome<u64> {
-        let what = self.tensors.cell_range(&self.model, tokens, false);
+        let range = self.tensors.cell_range(&self.model, tokens, false);
         let mut least = tokens;
-        for op in self.store.submit(session, kind, level, what, &OpOpts::default())? {
+        for op in self.store.submit(session, kind, level, range, &OpOpts::default())? {
             least = least.min(value(&op, kind)?);
         }
         Ok(least)
@@ -222,7 +222,7 @@ impl Peer {
     /// Locates each document, loads it and compares it.
     fn get_all(&mut self) -> Outcome<Value> {
         let (mut locating, mut loading) = (Duration::ZERO, Duration::ZERO);
-        let (mut asked, mut located, mut loaded, mut wrong) = (0, 0, 0, 0);
+        let (mut requested, mut located, mut loaded, mut wrong) = (0, 0, 0, 0);
         for at in 0..self.documents.len() {
             let start = Instant::now();
             let session = self.session(at)?;
@@ -230,20 +230,20 @@ impl Peer {
                 value(&self.store.locate(session, &OpOpts::default())?, TransferKind::Prefetch)?;
             locating += start.elapsed();
             let start = Instant::now();
-            let came = match found {
+            let count = match found {
                 0 => 0,
                 found => self.move_all(session, TransferKind::Get, Level::Ram, found)?,
             };
             loading += start.elapsed();
             let marks = &self.documents[at].marks;
-            wrong += self.tensors.wrong(&self.model, &marks[..came as usize]);
-            asked += marks.len();
+            wrong += self.tensors.wrong(&self.model, &marks[..count as usize]);
+            requested += marks.len();
             located += found;
-            loaded += came;
+            loaded += count;
             self.close(session)?;
         }
         Ok(json!({
-            "asked_tokens": asked,
+            "asked_tokens": requested,
             "located_tokens": located,
             "loaded_tokens": loaded,
             "bytes": loaded * self.model.all_token_bytes(),
@@ -263,7 +263,7 @@ impl Peer {
         let chunks = all / u64::from(self.model.layout.chunk_tokens());
         // An object contains at most one chunk here.
         let removed =
-            (remote_stats(&self.store)?.removed_objects - before).min(cleared.gone).min(chunks);
+            (remote_stats(&self.store)?.removed_objects - before).min(cleared.removed).min(chunks);
         Ok(chunks - removed)
     }
 }

@@ -106,7 +106,7 @@ fn table(store: &Store, namespace: u32, workload: &Workload) -> Outcome<String> 
         for layer in 0..rows.layout.layers() {
             for &slot in slots.iter().take(MAP_CHUNKS) {
                 let marks = rows.chunks.marks(slot).and_then(|all| all.get(layer));
-                let resident = marks.map_or(0, |marks| marks.there());
+                let resident = marks.map_or(0, |marks| marks.resident_tiers());
                 let (memory, disk) = (1 << Tier::Host as u8, 1 << Tier::Disk as u8);
                 text.push(match (resident & memory != 0, resident & disk != 0) {
                     (true, true) => 'B',
@@ -152,7 +152,7 @@ pub fn close(runs: &[(String, Totals)], opts: &Opts) {
         let (without, with) = saved_seconds(totals);
         println!(
             "{policy:<10} {:>5.1}% {:>8.1}% {:>8.1}% {:>6} tok {:>8} {:>9.2} {:>8.2} s {:>8.2} s",
-            100.0 * totals.loaded as f64 / totals.asked.max(1) as f64,
+            100.0 * totals.loaded as f64 / totals.requested.max(1) as f64,
             100.0 * counters.host_hit_cells as f64 / cells,
             100.0 * counters.disk_hit_cells as f64 / cells,
             totals.recomputed,
@@ -183,7 +183,7 @@ fn line(policy: &str, totals: &Totals) -> serde_json::Value {
     serde_json::json!({
         "policy": policy,
         "turns": totals.turns,
-        "asked_tokens": totals.asked,
+        "asked_tokens": totals.requested,
         "loaded_tokens": totals.loaded,
         "recomputed_tokens": totals.recomputed,
         "host_hits": counters.host_hit_cells,

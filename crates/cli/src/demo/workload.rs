@@ -20,7 +20,7 @@ pub struct Totals {
     /// Turns.
     pub turns: u64,
     /// Tokens of history in all turns but first ones.
-    pub asked: u64,
+    pub requested: u64,
     /// Tokens among those that the store had.
     pub loaded: u64,
     /// Tokens among those that were computed again.
@@ -112,7 +112,7 @@ impl<'a> Workload<'a> {
         let session = self.open(at)?;
         let loaded = self.load(session, at)?;
         if self.all[at].turns > 0 {
-            self.totals.asked += before;
+            self.totals.requested += before;
             self.totals.loaded += loaded;
             self.totals.recomputed += before - loaded;
         }
@@ -122,7 +122,7 @@ impl<'a> Workload<'a> {
         self.all[at].append(words.iter().copied());
         self.store.with(|core| core.append(session, &words))?;
         self.compute(at, loaded);
-        self.keep(session, at)?;
+        self.put_full_chunks(session, at)?;
         self.store.with(|core| core.close_session(session))?;
         self.all[at].turns += 1;
         self.totals.turns += 1;
@@ -141,7 +141,7 @@ impl<'a> Workload<'a> {
             let loaded = self.load(session, at)?;
             self.compute(at, loaded);
             // A budget that was lowered meanwhile may refuse the put.
-            let _ = self.keep(session, at);
+            let _ = self.put_full_chunks(session, at);
             std::thread::sleep(PAUSE.min(time.saturating_sub(start.elapsed())));
             self.store.with(|core| core.close_session(session))?;
         }
@@ -195,7 +195,7 @@ impl<'a> Workload<'a> {
     }
 
     /// Puts all full chunks; the store skips those that it has.
-    fn keep(&mut self, session: u32, at: usize) -> Outcome<()> {
+    fn put_full_chunks(&mut self, session: u32, at: usize) -> Outcome<()> {
         let each = u64::from(self.model.layout.chunk_tokens());
         let full = self.all[at].tokens.len() as u64 / each * each;
         let cell_range = self.tensors.cell_range(self.model, full, false);

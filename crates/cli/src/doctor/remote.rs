@@ -53,10 +53,13 @@ pub fn run(text: &str, json: bool) -> Outcome<()> {
     let left = doctor.clean();
     match &measured {
         Ok(measured) => measured.findings(&opened).iter().for_each(|one| one.print(json)),
-        Err(why) => {
-            Finding::new("latency", Mark::Absent, why, "measuring needs put, get, ask and remove")
-                .print(json)
-        }
+        Err(why) => Finding::new(
+            "latency",
+            Mark::Absent,
+            why,
+            "measuring needs put, get, lookup and remove",
+        )
+        .print(json),
     }
     if left > 0 {
         return Err(format!("cannot remove {left} objects of this test").into());
@@ -103,21 +106,24 @@ impl Permissions {
     }
 
     fn is_of_use(&self) -> bool {
-        self.can("put") || self.can("ask") && self.can("get")
+        self.can("put") || self.can("lookup") && self.can("get")
     }
 
-    fn can(&self, what: &str) -> bool {
-        self.0.iter().any(|(name, result)| *name == what && result.is_ok())
+    fn can(&self, operation: &str) -> bool {
+        self.0.iter().any(|(name, result)| *name == operation && result.is_ok())
     }
 
     fn finding(&self) -> Finding {
         let word = |(name, result): &(&str, Result<(), RemoteError>)| match result {
             Ok(()) => format!("{name}: yes"),
-            Err(trouble) => format!("{name}: no, {}", Error::from(*trouble).message()),
+            Err(error) => format!("{name}: no, {}", Error::from(*error).message()),
         };
         let words: Vec<String> = self.0.iter().map(word).collect();
-        let (mark, means) = match (self.can("ask") && self.can("get"), self.can("put"), self.all())
-        {
+        let (mark, means) = match (
+            self.can("lookup") && self.can("get"),
+            self.can("put"),
+            self.all(),
+        ) {
             (_, _, true) => (Mark::Good, "all operations of a store are allowed"),
             (true, true, _) => (
                 Mark::Limited,
@@ -169,7 +175,7 @@ impl Measured {
         };
         let mut all = vec![
             Finding::new(
-                "ask",
+                "lookup",
                 Mark::Good,
                 self.lookups.words(),
                 "lookups of one object, one at a time",
@@ -273,7 +279,7 @@ impl Doctor {
         })
     }
 
-    fn ask(&mut self, name: Name) -> Result<u64, RemoteError> {
+    fn lookup(&mut self, name: Name) -> Result<u64, RemoteError> {
         let mut lookups = Queries::default();
         lookups.name(name);
         let deadline_ns = self.deadline_ns();
@@ -286,7 +292,7 @@ impl Doctor {
         names.iter().for_each(|name| lookups.name(*name));
         let deadline_ns = self.deadline_ns();
         self.client.remove(&mut lookups, deadline_ns);
-        lookups.items.iter().try_for_each(|ask| ask.result.map(|_| ()))
+        lookups.items.iter().try_for_each(|lookup| lookup.result.map(|_| ()))
     }
 
     /// Tries each operation once. After a failed put, "absent" is a valid answer of the others.
@@ -300,42 +306,47 @@ impl Doctor {
             Ok(()) if !is_right => Err(RemoteError::Malformed),
             result => result,
         };
-        let length = self.ask(name);
-        let ask = or_absent(length.map(|_| ()), length == Ok(BYTES as u64));
+        let length = self.lookup(name);
+        let lookup = or_absent(length.map(|_| ()), length == Ok(BYTES as u64));
         let got = self.get(&[name], &mut room);
         let get = or_absent(got, room == bytes);
         let removed = self.remove(&[name]);
-        let is_gone = ask.is_err() || self.ask(name) == Err(RemoteError::Absent);
+        let is_gone = lookup.is_err() || self.lookup(name) == Err(RemoteError::Absent);
         let remove = or_absent(removed, is_gone);
         if remove.is_ok() || put.is_err() {
             self.stored.clear();
         }
-        Permissions(vec![("put", put), ("get", get), ("ask", ask), ("remove", remove)])
+        Permissions(vec![("put", put), ("get", get), ("lookup", lookup), ("remove", remove)])
     }
 
     fn measure(&mut self) -> Result<Measured, String> {
-        let said =
-            |trouble: RemoteError| format!("not measured: {}", Error::from(trouble).message());
+        let not_measured =
+            |error: RemoteError| format!("not measured: {}", Error::from(error).message());
         let stock = vec![0xA5; SIZES[1]];
         let name = self.name();
-        self.put(&[name], &stock[..SIZES[0]]).map_err(said)?;
-        let lookups = self.latencies(|doctor| doctor.ask(name).map(|_| ())).map_err(said)?;
+        self.put(&[name], &stock[..SIZES[0]]).map_err(not_measured)?;
+        let lookups =
+            self.latencies(|doctor| doctor.lookup(name).map(|_| ())).map_err(not_measured)?;
         let mut room = vec![0; SIZES[0]];
-        let gets = self.latencies(|doctor| doctor.get(&[name], &mut room)).map_err(said)?;
+        let gets = self.latencies(|doctor| doctor.get(&[name], &mut room)).map_err(not_measured)?;
         let rates = SIZES.map(|bytes| self.rate(&stock[..bytes]));
         let [small, large] = rates;
-        Ok(Measured { lookups, gets, rates: [small.map_err(said)?, large.map_err(said)?] })
+        Ok(Measured {
+            lookups,
+            gets,
+            rates: [small.map_err(not_measured)?, large.map_err(not_measured)?],
+        })
     }
 
     /// Measures single requests, one after the other.
     fn latencies(
         &mut self,
-        mut one: impl FnMut(&mut Doctor) -> Result<(), RemoteError>,
+        mut request: impl FnMut(&mut Doctor) -> Result<(), RemoteError>,
     ) -> Result<Latencies, RemoteError> {
         let (since, mut latencies) = (Instant::now(), Vec::new());
         while latencies.is_empty() || latencies.len() < SINGLE && since.elapsed() < MEASURE_TIME {
             let start = Instant::now();
-            one(self)?;
+            request(self)?;
             latencies.push(start.elapsed().as_secs_f64());
         }
         latencies.sort_by(f64::total_cmp);

@@ -183,12 +183,12 @@ pub fn replay_options(hints: &str, alpha: Option<f64>) -> Outcome<ReplayOpts> {
 
 fn tiers_of(args: &Args, trace: &Trace) -> Outcome<Vec<Tier>> {
     let all = [("device", &args.device), ("host", &args.host), ("disk", &args.disk)];
-    let given = all.into_iter().filter_map(|(name, text)| Some((name, text.as_ref()?)));
-    given.map(|(name, text)| parse::tier(name, text, args.token_bytes, trace)).collect()
+    let passed = all.into_iter().filter_map(|(name, text)| Some((name, text.as_ref()?)));
+    passed.map(|(name, text)| parse::tier(name, text, args.token_bytes, trace)).collect()
 }
 
 impl Work<'_> {
-    fn one(&self, job: &Job, watch: &mut dyn FnMut(usize) -> bool) -> Outcome<Run> {
+    fn run_job(&self, job: &Job, watch: &mut dyn FnMut(usize) -> bool) -> Outcome<Run> {
         let (trace, study, opts) = (self.trace, self.study, &self.opts);
         let tiered = !self.tiers.is_empty();
         let estimate = match tiered {
@@ -212,7 +212,7 @@ impl Work<'_> {
                 reported = done;
                 go_on()
             };
-            self.one(job, &mut watch)
+            self.run_job(job, &mut watch)
                 .map_err(|error| format!("{} at {} blocks: {error}", job.spec, job.blocks).into())
         });
         bar.finish_and_clear();

@@ -226,7 +226,7 @@ impl<'a> Page<'a> {
     fn fairness(&self, out: &mut String) {
         let y = Axis { title: "Jain's index", log: false, ends: (0.0, 1.0) };
         let plot = self.grouped(&y, |r| {
-            let name = |who: &str, v: f64| (v, format!("{}: {who} {v:.3}", r.spec));
+            let name = |subject: &str, v: f64| (v, format!("{}: {subject} {v:.3}", r.spec));
             vec![name("sessions", r.session_fairness), name("tenants", r.tenant_fairness)]
         });
         let _ = write!(

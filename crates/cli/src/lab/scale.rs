@@ -224,10 +224,10 @@ fn age(text: &str) -> Outcome<i64> {
 }
 
 /// One of several words.
-fn word<T: Copy, const N: usize>(what: &str, text: &str, all: [(&str, T); N]) -> Outcome<T> {
+fn word<T: Copy, const N: usize>(option: &str, text: &str, all: [(&str, T); N]) -> Outcome<T> {
     match all.iter().find(|(name, _)| *name == text) {
         Some((_, value)) => Ok(*value),
-        None => Err(unknown(what, text, 0, &all.map(|(name, _)| name)).into()),
+        None => Err(unknown(option, text, 0, &all.map(|(name, _)| name)).into()),
     }
 }
 
@@ -245,7 +245,7 @@ fn options(args: &Args, trace: &Trace) -> Outcome<ScaleOpts> {
             let before = |at_ns: i64| at_ns - first < dead.at_ns;
             let count = trace.requests().partition_point(|request| before(request.at_ns));
             if count == trace.requests().len() {
-                return Err("--dead: no request comes after that time".into());
+                return Err("--dead: no request is after that time, choose an earlier one".into());
             }
             count
         }
@@ -288,12 +288,12 @@ fn remote(args: &Remote) -> Outcome<Option<RemoteOpts>> {
         layers: args.layers,
         write: word("--write", &args.write, modes)?,
         hits: args.hits,
-        ask: word(
+        lookup_unit: word(
             "--ask",
             &args.ask,
             [("object", LookupUnit::Object), ("chunk", LookupUnit::Chunk)],
         )?,
-        ask_before_put: args.ask_before_put,
+        lookup_before_put: args.ask_before_put,
         known: args.known,
         hints: args.known_there,
         fresh_ns: age(&args.fresh)?,

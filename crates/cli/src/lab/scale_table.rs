@@ -218,7 +218,7 @@ fn object(r: &ScaleReport, prices: &Prices, block_tokens: u32) -> Value {
         "saved_ns": r.saved_ns,
         "slower": r.slower,
         "cost": {
-            "gets": bill.gets, "puts": bill.puts, "bytes": bill.bytes, "kept": bill.kept,
+            "gets": bill.gets, "puts": bill.puts, "bytes": bill.bytes, "kept": bill.storage,
             "sum": bill.sum(), "saved": bill.saved,
             "per_million_tokens": per_million(r, bill.sum()),
             "saved_per_million_tokens": per_million(r, bill.saved),

@@ -234,7 +234,8 @@ fn stream(path: &Path, layers: u32, bytes: u64, later: Option<u64>) -> Outcome<R
     };
     let text = text(engine, &between)?;
     let plan = streamer.plan();
-    let residencies = plan.residencies.iter().filter(|home| **home != Residency::File).count();
+    let residencies =
+        plan.residencies.iter().filter(|residency| **residency != Residency::File).count();
     let read_bytes = (streamer.stats().read_bytes - before.get()) / u64::from(WRITTEN);
     streamer.close(0)?;
     Ok(Run { text, residencies, read_bytes, weights: plan.host_bytes })

@@ -100,8 +100,8 @@ fn joined(mut all: Vec<(f64, f64)>, gap: f64) -> Vec<(f64, f64)> {
     out
 }
 
-fn home(home: Residency) -> &'static str {
-    match home {
+fn residency_name(residency: Residency) -> &'static str {
+    match residency {
         Residency::Device => "device",
         Residency::Host => "host",
         Residency::File => "file",
@@ -127,7 +127,8 @@ impl Picture {
     pub fn of(model: &str, streamer: &Streamer, begun: &[u64]) -> Picture {
         let (units, plan) = (&streamer.units().units, streamer.plan());
         let residencies = units.iter().zip(&plan.residencies);
-        let names = residencies.map(|(unit, &at)| (unit.name.clone(), home(at))).collect();
+        let names =
+            residencies.map(|(unit, &at)| (unit.name.clone(), residency_name(at))).collect();
         Picture::new(model, names, streamer.marks(), begun)
     }
 

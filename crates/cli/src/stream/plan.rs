@@ -82,19 +82,19 @@ impl Args {
     fn memory(&self) -> Memory {
         let facts = MemoryFacts::probe();
         let limit = facts.cgroup.map_or(u64::MAX, |cgroup| cgroup.limit_bytes);
-        let here = Memory {
+        let memory = Memory {
             device_free_bytes: self.device.unwrap_or(0),
             host_free_bytes: facts.effective_bytes(),
             host_total_bytes: facts.total_bytes.min(limit),
             lockable_bytes: facts.lockable_bytes(),
         };
         match self.host {
-            None => here,
+            None => memory,
             Some(host) => Memory {
                 host_free_bytes: host,
                 host_total_bytes: host,
                 lockable_bytes: u64::MAX,
-                ..here
+                ..memory
             },
         }
     }

@@ -18,9 +18,9 @@ use serde_json::Value;
 use support::{Done, Engine, Model, Scratch, Shape, TestStore, document, marks_of, mix, spec_of};
 
 const SMALL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
-/// What takes longer hangs, however slow the machine is.
+/// Time limit: a longer wait is a hang, however slow the machine is.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// The store waits so long for a client that does not read before it ends the connection.
+/// Time after which the store disconnects a client that does not read.
 const STORE_WAITS: Duration = Duration::from_secs(10);
 
 /// A directory for a socket, and its path.
@@ -39,7 +39,7 @@ fn opened(path: &Path, rest: &str) -> TestStore {
 fn with_disk(path: &Path, rest: &str) -> TestStore {
     let dir = path.with_file_name("kv");
     let disk = format!("disk=disk(path=\"{}\",bytes=64MiB,segment=1MiB)", dir.display());
-    // What is where does not depend on how long a test takes.
+    // Residency must not depend on how long a test takes.
     let write = if rest.contains("write=") { "" } else { "write=back," };
     opened(path, &format!("{disk},chunks=4096,{write}{rest}"))
 }
@@ -51,7 +51,7 @@ fn connect(path: &Path) -> UnixStream {
     stream
 }
 
-/// Reads one answer: its status, and what it says.
+/// Reads one answer: status and body.
 fn take(stream: &mut UnixStream) -> Option<(String, String)> {
     let mut head = Vec::new();
     let mut byte = [0];
@@ -71,14 +71,14 @@ fn take(stream: &mut UnixStream) -> Option<(String, String)> {
     Some((status.to_string(), String::from_utf8(body).expect("text")))
 }
 
-fn ask(path: &Path, request: &str) -> (String, String) {
+fn query(path: &Path, request: &str) -> (String, String) {
     let mut stream = connect(path);
     stream.write_all(format!("{request}\n").as_bytes()).expect("sent");
     take(&mut stream).expect("an answer")
 }
 
-fn ask_ok(path: &Path, request: &str) -> Value {
-    let (status, body) = ask(path, request);
+fn query_ok(path: &Path, request: &str) -> Value {
+    let (status, body) = query(path, request);
     assert_eq!(status, "ok", "{request}: {body}");
     serde_json::from_str(&body).unwrap_or_else(|error| panic!("{request}: {error}: {body}"))
 }
@@ -88,14 +88,14 @@ fn number(value: &Value, path: &str) -> u64 {
     found.unwrap_or_else(|| panic!("{path} is no number in {value}"))
 }
 
-/// Puts a document, and reads some of those before it; every byte that comes is
+/// Puts a document, and gets some earlier ones; every loaded byte is
 /// compared.
 fn turn(store: &TestStore, namespace: u32, turn: u32, tokens: usize) {
     let done = talk(store, namespace, turn, tokens);
     assert_eq!(done, Done { status: Status::Ok, tokens }, "turn {turn}");
 }
 
-/// The same; how the put ended.
+/// The same; returns the result of the put.
 fn talk(store: &TestStore, namespace: u32, turn: u32, tokens: usize) -> Done {
     let own = document(turn, tokens);
     let marks = marks_of(0, &own);
@@ -117,18 +117,18 @@ fn talk(store: &TestStore, namespace: u32, turn: u32, tokens: usize) -> Done {
 
 #[test]
 fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
-    let (_scratch, path) = place("ask");
+    let (_scratch, path) = place("requests");
     let store = with_disk(&path, "host=256KiB,policy=lru");
     let facts = std::fs::symlink_metadata(&path).expect("there");
     assert!(facts.file_type().is_socket());
     assert_eq!(facts.permissions().mode() & 0o777, 0o600);
     let namespace = store.namespace(1, &SMALL);
-    let (status, words) = ask(&path, "residency");
+    let (status, words) = query(&path, "residency");
     assert_eq!((status.as_str(), words.as_str()), ("KVT_E_NOT_FOUND", "no session is open"));
     (0..40).for_each(|n| turn(&store, namespace, n, 64));
     store.settle();
 
-    let stats = ask_ok(&path, "stats");
+    let stats = query_ok(&path, "stats");
     let counters = store.counters();
     assert_eq!(number(&stats, "/counters/puts"), 40);
     assert_eq!(number(&stats, "/counters/stored_cells"), counters.stored_cells);
@@ -153,16 +153,16 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
         .map(|why| number(&stats, &format!("/counters/rejected_{why}")));
     assert_eq!(rejected, [0; 5], "everything is admitted");
 
-    let (status, text) = ask(&path, "metrics");
+    let (status, text) = query(&path, "metrics");
     assert_eq!(status, "ok");
     assert!(text.contains("kvtier_puts_total 40\n"), "{text}");
     assert!(text.contains("kvtier_put_seconds_bucket{level=\"ram\",le=\"+Inf\"} 40\n"), "{text}");
 
-    // A board: what was read last is in memory, what was never stored is nowhere.
+    // Residency map: chunks read last are in memory, chunks never stored in no tier.
     let mut tokens = document(39, 64);
     tokens.extend(document(500, 20));
     let session = store.session(namespace, &tokens);
-    let table = ask_ok(&path, "residency");
+    let table = query_ok(&path, "residency");
     assert_eq!(number(&table, "/session/session"), u64::from(session));
     assert_eq!((number(&table, "/session/tokens"), number(&table, "/session/chunks")), (84, 6));
     let rows = table["rows"].as_array().expect("rows");
@@ -171,22 +171,22 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
         assert!(row.len() == 6 && row.ends_with(".."), "{row}");
         assert!(row[..4].chars().all(|cell| "MDB".contains(cell)), "{row}");
     }
-    let part = ask_ok(&path, &format!("residency(session={session},first=3,chunks=2)"));
-    let both = part["rows"][0].as_str().expect("text");
-    assert_eq!(both, &rows[0].as_str().expect("text")[3..5]);
-    let beyond = ask_ok(&path, &format!("residency(session={session},first=1000)"));
+    let part = query_ok(&path, &format!("residency(session={session},first=3,chunks=2)"));
+    let row_part = part["rows"][0].as_str().expect("text");
+    assert_eq!(row_part, &rows[0].as_str().expect("text")[3..5]);
+    let beyond = query_ok(&path, &format!("residency(session={session},first=1000)"));
     assert_eq!(beyond["rows"][0], "");
-    let sessions = ask_ok(&path, "sessions(most=1)");
+    let sessions = query_ok(&path, "sessions(most=1)");
     assert_eq!(number(&sessions, "/sessions/0/session"), u64::from(session));
     store.close_session(session);
 
-    let all = ask_ok(&path, "evictions(tail=5)");
+    let all = query_ok(&path, "evictions(tail=5)");
     let host = all["host"].as_array().expect("a list");
     assert_eq!(host.len(), 5);
     assert!(all["disk"].is_array() && host.iter().all(|one| one["policy"] == "lru"), "{all}");
     let numbers: Vec<u64> = host.iter().map(|one| number(one, "/number")).collect();
     assert!(numbers.windows(2).all(|two| two[0] + 1 == two[1]), "{numbers:?}");
-    let last = ask_ok(&path, "evictions(tail=1,tier=host)");
+    let last = query_ok(&path, "evictions(tail=1,tier=host)");
     assert_eq!(number(&last, "/host/0/number"), numbers[4]);
     assert!(last.get("disk").is_none());
     store.close();
@@ -201,15 +201,18 @@ fn a_new_policy_takes_over_resident_chunks() {
     for (round, policy) in policies.into_iter().enumerate() {
         let first = round as u32 * 12;
         (first..first + 12).for_each(|n| turn(&store, namespace, n, 64));
-        // What goes down on its own would be counted in one look and not in the other.
+        // A demotion between the two snapshots would make them differ.
         store.settle();
         for tier in ["host", "disk"] {
-            let before = ask_ok(&path, "budget")[tier]["policy"].clone();
-            let known = number(&ask_ok(&path, "stats"), &format!("/policies/{tier}/objects"));
-            let done = ask_ok(&path, &format!("set-policy(policy={policy},tier={tier})"));
+            let before = query_ok(&path, "budget")[tier]["policy"].clone();
+            let known = number(&query_ok(&path, "stats"), &format!("/policies/{tier}/objects"));
+            let done = query_ok(&path, &format!("set-policy(policy={policy},tier={tier})"));
             assert_eq!((&done["before"], &done["policy"]), (&before, &Value::from(policy)));
-            let kept = number(&ask_ok(&path, "stats"), &format!("/policies/{tier}/objects"));
-            assert!(known > 0 && kept == known, "{tier}, {policy}: {known} chunks, then {kept}");
+            let resident = number(&query_ok(&path, "stats"), &format!("/policies/{tier}/objects"));
+            assert!(
+                known > 0 && resident == known,
+                "{tier}, {policy}: {known} chunks, then {resident}"
+            );
         }
     }
     (72..90).for_each(|n| turn(&store, namespace, n, 64));
@@ -223,18 +226,18 @@ fn a_new_policy_takes_over_resident_chunks() {
         ("ab(policies=any(lru,custom))", "KVT_E_INVALID", "a store has none"),
         ("set-policy(policy=arc,tier=dusk)", "KVT_E_SPEC", "disk"),
     ] {
-        let (answer, words) = ask(&path, request);
+        let (answer, words) = query(&path, request);
         assert!(answer == status && words.contains(word), "{request}: {answer} {words}");
     }
-    assert_eq!(ask_ok(&path, "budget")["host"]["policy"], "lru", "nothing has changed");
+    assert_eq!(query_ok(&path, "budget")["host"]["policy"], "lru", "nothing has changed");
     store.close();
 }
 
 fn budget(path: &Path, tier: &str, what: &str) -> u64 {
-    number(&ask_ok(path, "budget"), &format!("/{tier}/{what}_bytes"))
+    number(&query_ok(path, "budget"), &format!("/{tier}/{what}_bytes"))
 }
 
-/// Waits until something holds.
+/// Waits until a condition holds.
 fn until(what: &str, holds: impl Fn() -> bool) {
     let start = Instant::now();
     while !holds() {
@@ -255,16 +258,16 @@ fn the_host_budget_grows_and_shrinks_under_load() {
     };
     work(40);
     assert!(budget(&path, "host", "live") <= 512 << 10);
-    let grown = ask_ok(&path, "budget(host=3MiB)");
+    let grown = query_ok(&path, "budget(host=3MiB)");
     assert_eq!(number(&grown, "/host/limit_bytes"), 3 << 20);
     assert_eq!(number(&grown, "/host/high_bytes"), (3 << 20) * 97 / 100);
     work(60);
     let live = budget(&path, "host", "live");
     assert!(live > 1 << 20 && live <= 3 << 20, "{live} bytes after it grew");
-    // What is more than fits leaves by itself, and so does its memory.
-    ask_ok(&path, "budget(host=256KiB)");
-    until("the cells leave", || budget(&path, "host", "live") <= 256 << 10);
-    until("the memory goes", || budget(&path, "host", "used") <= 320 << 10);
+    // Objects above the budget are evicted, and their memory is freed.
+    query_ok(&path, "budget(host=256KiB)");
+    until("the cells are evicted", || budget(&path, "host", "live") <= 256 << 10);
+    until("the memory is freed", || budget(&path, "host", "used") <= 320 << 10);
     store.settle();
     work(60);
     store.settle();
@@ -276,7 +279,7 @@ fn the_host_budget_grows_and_shrinks_under_load() {
         ("budget(host=1024TiB)", "KVT_E_LIMIT"),
         ("budget(host=2Gib)", "KVT_E_SPEC"),
     ] {
-        assert_eq!(ask(&path, request).0, status, "{request}");
+        assert_eq!(query(&path, request).0, status, "{request}");
     }
     assert_eq!(budget(&path, "host", "limit"), 256 << 10);
     assert_eq!(store.counters().corrupt_cells, 0);
@@ -288,26 +291,26 @@ fn the_disk_budget_grows_and_shrinks_under_load() {
     let (_scratch, path) = place("disk");
     let store = with_disk(&path, "host=1MiB,policy=lru,write=through");
     let namespace = store.namespace(1, &SMALL);
-    ask_ok(&path, "budget(disk=16MiB)");
+    query_ok(&path, "budget(disk=16MiB)");
     (0..100).for_each(|n| turn(&store, namespace, n, 256));
     store.settle();
     assert!(budget(&path, "disk", "used") > 8 << 20, "enough to shrink");
     let before = budget(&path, "disk", "used");
-    let answer = ask_ok(&path, "budget(disk=6MiB)");
+    let answer = query_ok(&path, "budget(disk=6MiB)");
     assert_eq!(number(&answer, "/disk/limit_bytes"), 6 << 20);
     until("the disk shrinks", || budget(&path, "disk", "used") <= 6 << 20);
     assert!(budget(&path, "disk", "used") < before);
     for n in 100..140 {
-        // One that is hardly larger than what is held may refuse.
+        // A budget hardly larger than the referenced bytes may be refused.
         let done = talk(&store, namespace, n, 256);
         assert!(matches!(done.status, Status::Ok | Status::Budget), "turn {n}: {done:?}");
     }
     store.settle();
     assert!(budget(&path, "disk", "used") <= 6 << 20);
-    let grown = ask_ok(&path, "budget(disk=20MiB,host=512KiB)");
+    let grown = query_ok(&path, "budget(disk=20MiB,host=512KiB)");
     assert_eq!(number(&grown, "/host/limit_bytes"), 512 << 10);
-    // Both or none.
-    let (status, words) = ask(&path, "budget(host=2MiB,disk=1MiB)");
+    // Both budgets change, or neither.
+    let (status, words) = query(&path, "budget(host=2MiB,disk=1MiB)");
     assert!(status == "KVT_E_INVALID" && words.contains("too small"), "{words}");
     assert_eq!(budget(&path, "host", "limit"), 512 << 10);
     assert_eq!(budget(&path, "disk", "limit"), 20 << 20);
@@ -321,38 +324,41 @@ fn shadow_evaluation_compares_policies_on_live_requests() {
     let store = opened(&path, "host=128KiB,policy=lru,chunks=4096");
     let namespace = store.namespace(1, &SMALL);
     (0..10).for_each(|n| turn(&store, namespace, n, 64));
-    let begun = ask_ok(&path, "ab(policies=any(lfu,lru,qos(inner=arc)),seconds=3600)");
+    let begun = query_ok(&path, "ab(policies=any(lfu,lru,qos(inner=arc)),seconds=3600)");
     assert_eq!(begun["running"], true);
     let names: Vec<&str> = begun["policies"]
         .as_array()
         .expect("a list")
         .iter()
-        .filter_map(|one| one["policy"].as_str())
+        .filter_map(|policy| policy["policy"].as_str())
         .collect();
     assert_eq!(names, ["lru", "lfu", "lru", "qos(inner=arc)"]);
-    let (status, words) = ask(&path, "ab(policies=any(lfu),seconds=1)");
+    let (status, words) = query(&path, "ab(policies=any(lfu),seconds=1)");
     assert!(status == "KVT_E_BUSY", "{words}");
-    assert_eq!(ask(&path, "ab-read(tier=disk)").0, "KVT_E_NOT_FOUND");
+    assert_eq!(query(&path, "ab-read(tier=disk)").0, "KVT_E_NOT_FOUND");
     (10..60).for_each(|n| turn(&store, namespace, n, 64));
-    let seen = ask_ok(&path, "ab-read");
+    let seen = query_ok(&path, "ab-read");
     assert_eq!(number(&seen, "/policies/0/requests"), 50, "a get a turn");
-    let ended = ask_ok(&path, "ab-end");
+    let ended = query_ok(&path, "ab-end");
     assert_eq!((&ended["running"], &ended["left_ns"]), (&Value::from(false), &Value::from(0)));
     let all = ended["policies"].as_array().expect("a list");
-    for one in all {
-        let part = |key: &str| one[key].as_f64().expect("a number");
-        assert!(part("hit_ratio") > 0.0 && part("hit_ratio") < 1.0, "{one}");
-        assert!(part("re_prefill_rate") > 0.0 && part("session_fairness") > 0.0, "{one}");
-        assert!(number(one, "/evictions") > 0 && number(one, "/timed_decisions") > 0, "{one}");
-        assert_eq!(number(one, "/references"), number(&all[0], "/references"));
+    for policy in all {
+        let part = |key: &str| policy[key].as_f64().expect("a number");
+        assert!(part("hit_ratio") > 0.0 && part("hit_ratio") < 1.0, "{policy}");
+        assert!(part("re_prefill_rate") > 0.0 && part("session_fairness") > 0.0, "{policy}");
+        assert!(
+            number(policy, "/evictions") > 0 && number(policy, "/timed_decisions") > 0,
+            "{policy}"
+        );
+        assert_eq!(number(policy, "/references"), number(&all[0], "/references"));
     }
     assert_eq!(all[0]["live"], true);
     assert_eq!(all[0]["hits"], all[2]["hits"], "two of one kind do alike");
-    assert_eq!(ask(&path, "ab-read").0, "KVT_E_NOT_FOUND");
-    // One whose time is over has ended by itself.
-    ask_ok(&path, "ab(policies=any(fifo),seconds=1)");
-    until("it ends", || ask_ok(&path, "ab-read")["running"] == false);
-    assert_eq!(ask_ok(&path, "ab-read")["elapsed_ns"], 1_000_000_000);
+    assert_eq!(query(&path, "ab-read").0, "KVT_E_NOT_FOUND");
+    // A shadow evaluation ends after its duration.
+    query_ok(&path, "ab(policies=any(fifo),seconds=1)");
+    until("it ends", || query_ok(&path, "ab-read")["running"] == false);
+    assert_eq!(query_ok(&path, "ab-read")["elapsed_ns"], 1_000_000_000);
     store.close();
 }
 
@@ -375,9 +381,9 @@ fn malformed_requests_get_errors_and_do_not_affect_the_store() {
     ] {
         assert_eq!(reply(bytes).0, status, "{}", bytes.escape_ascii());
     }
-    // Who sends what is no text is not listened to any more.
+    // The store disconnects a client that sends bytes that are not text.
     assert_eq!(stream.read(&mut [0]).expect("closed"), 0);
-    // A line that never ends; and one that is as long as one may be.
+    // A line that never ends, and a line of the maximum length.
     let mut stream = connect(&path);
     let mut long = vec![b' '; MAX_LINE_BYTES];
     stream.write_all(&long).expect("sent");
@@ -388,13 +394,13 @@ fn malformed_requests_get_errors_and_do_not_affect_the_store() {
     let mut stream = connect(&path);
     stream.write_all(&long).expect("sent");
     assert_eq!(take(&mut stream).expect("an answer").0, "ok");
-    // Several at once, and the last without an end.
+    // Several requests at once, the last one without a line end.
     stream.write_all(b"budget\nstats\nmetri").expect("sent");
     stream.shutdown(std::net::Shutdown::Write).expect("shut");
     assert_eq!(take(&mut stream).expect("an answer").0, "ok");
     assert_eq!(take(&mut stream).expect("an answer").0, "ok");
     assert_eq!(take(&mut stream), None);
-    // Bytes one by one, by chance, with good requests between.
+    // Random bytes one by one, with valid requests between them.
     let mut state = 7;
     for round in 0..200u64 {
         let mut stream = connect(&path);
@@ -410,10 +416,10 @@ fn malformed_requests_get_errors_and_do_not_affect_the_store() {
             drop(stream);
         }
         if round % 50 == 0 {
-            ask_ok(&path, "stats");
+            query_ok(&path, "stats");
         }
     }
-    ask_ok(&path, "stats");
+    query_ok(&path, "stats");
     store.settle();
     store.close();
 }
@@ -428,34 +434,34 @@ fn clients_above_the_limit_are_rejected() {
         assert_eq!(take(stream).expect("an answer").0, "ok");
     }
     let mut more = connect(&path);
-    assert_eq!(take(&mut more).expect("told at once").0, "KVT_E_AGAIN");
+    assert_eq!(take(&mut more).expect("an immediate answer").0, "KVT_E_AGAIN");
     assert_eq!(more.read(&mut [0]).unwrap_or(0), 0);
-    // Those that are there go on; when one leaves another may come.
+    // Connected clients continue; when one disconnects, another one is accepted.
     open[0].write_all(b"stats\n").expect("sent");
     assert_eq!(take(&mut open[0]).expect("an answer").0, "ok");
     open.pop();
-    until("there is room again", || ask(&path, "stats").0 == "ok");
+    until("a connection is free", || query(&path, "stats").0 == "ok");
     store.close();
-    // Whoever is connected hears that the store is gone.
+    // Connected clients get an error when the store closes.
     assert_eq!(open[0].read(&mut [0]).unwrap_or(0), 0);
 }
 
 #[test]
 fn a_client_that_never_reads_does_not_block_the_store() {
-    // Where the machine is so slow that the store has given up the client meanwhile, nothing can be
-    // told: once more. Others that waited for that client would wait every time.
+    // On a slow machine the store may have disconnected the client meanwhile: then the
+    // measurement is repeated. If other clients waited for that client, every try would fail.
     let took = (0..20).map(|_| beside_a_client_that_never_reads());
     let most = STORE_WAITS - Duration::from_secs(1);
     assert!(took.into_iter().any(|took| took < most), "others waited for it");
 }
 
-/// How long others take beside a client that does not read.
+/// Duration of requests of other clients beside a client that does not read.
 fn beside_a_client_that_never_reads() -> Duration {
     let (_scratch, path) = place("stuck");
     let store = opened(&path, "host=1MiB,chunks=256");
     let mut stuck = connect(&path);
     stuck.set_nonblocking(true).expect("set");
-    // Until neither its answers nor its requests fit anywhere.
+    // Until the buffers of both directions are full.
     let requests = b"metrics\nmetrics\nmetrics\nmetrics\n";
     let (mut full, mut at) = (0, 0);
     while full < 20 {
@@ -469,7 +475,7 @@ fn beside_a_client_that_never_reads() -> Duration {
     }
     let start = Instant::now();
     for _ in 0..20 {
-        ask_ok(&path, "stats");
+        query_ok(&path, "stats");
     }
     let namespace = store.namespace(1, &SMALL);
     turn(&store, namespace, 0, 64);
@@ -492,8 +498,8 @@ fn a_socket_path_belongs_to_one_store_until_it_closes() {
     let error = second(&store, &disk).err().expect("it is in use");
     assert_eq!(error.status(), Status::Busy, "{error}");
     assert!(!dir.exists(), "nothing else was done");
-    ask_ok(&path, "stats");
-    // Closed: the path is gone though the store is still there.
+    query_ok(&path, "stats");
+    // After close the path does not exist, although the store handle does.
     let TestStore { handle: store, runtime } = store;
     store.close(0).expect("closed");
     assert!(!path.exists());
@@ -507,11 +513,11 @@ fn a_socket_path_belongs_to_one_store_until_it_closes() {
         .expect("free again"),
         runtime,
     };
-    ask_ok(&path, "stats");
-    // Given up without being closed.
+    query_ok(&path, "stats");
+    // Dropped without a close.
     drop(store.handle);
     assert!(!path.exists());
-    // Without one there is none.
+    // Without `control` there is no socket.
     let store = TestStore::open(&spec_of("store(host=1MiB,chunks=256)"));
     assert!(!path.exists());
     store.close();
@@ -551,7 +557,7 @@ fn the_control_socket_works_under_load() {
             let mut answered = 0u32;
             while !done.load(Ordering::Relaxed) || answered < 24 {
                 for request in requests {
-                    let (status, words) = ask(path, request);
+                    let (status, words) = query(path, request);
                     let may = ["ok", "KVT_E_NOT_FOUND", "KVT_E_BUSY"];
                     assert!(may.contains(&status.as_str()), "{request}: {status} {words}");
                     answered += 1;
@@ -622,7 +628,7 @@ fn a_configuration_file_describes_a_store() {
     let (well, out, error) = config("host = \"3MiB\"\npolicy = \"qos(inner=lru)\"\nchunks = 256\n");
     assert!(well, "{error}");
     let store = TestStore::open(&spec_of(out.trim()));
-    let limit = store.handle.look(|core| core.report().stats.host_limit_bytes).expect("open");
+    let limit = store.handle.inspect(|core| core.report().stats.host_limit_bytes).expect("open");
     assert_eq!(limit, 3 << 20);
     store.close();
     let (well, _, error) = config("host = \"3MiB\"\nchunk = 256\n");

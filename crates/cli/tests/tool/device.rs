@@ -1,4 +1,4 @@
-//! `kvtier device-conformance` as whoever brings a device of their own calls it.
+//! `kvtier device-conformance`, for built-in and for custom devices.
 
 use kvtier_testkit::fixtures::fake_cuda;
 use kvtier_testkit::fixtures::fake_cufile;
@@ -6,7 +6,7 @@ use kvtier_testkit::fixtures::fake_cufile;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// The smallest device that there is: it copies at once. `RUNS` is how many of the runs it does.
+/// A minimal device that copies at once. `RUNS`: the number of runs that it copies.
 const SOURCE: &str = r#"
 #include <kvtier/kvtier.h>
 #include <stdlib.h>
@@ -70,15 +70,15 @@ fn built_in_devices_conform() {
     assert_eq!(code, Some(0));
     let checks: Vec<serde_json::Value> =
         text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-    // It has no kernels, which is said of each.
+    // The device has no kernels: their checks are skipped.
     let is_kernel =
         |check: &serde_json::Value| check["check"].as_str().unwrap_or("").starts_with("kernel-");
     let skips = |check: &serde_json::Value| {
         is_kernel(check) || ["promises", "polling"].iter().any(|name| check["check"] == *name)
     };
-    let want = |check: &serde_json::Value| if skips(check) { "skipped" } else { "passed" };
+    let expected = |check: &serde_json::Value| if skips(check) { "skipped" } else { "passed" };
     assert_eq!(checks.iter().filter(|check| is_kernel(check)).count(), 13, "{text}");
-    assert!(checks.len() > 23 && checks.iter().all(|check| check["verdict"] == want(check)));
+    assert!(checks.len() > 23 && checks.iter().all(|check| check["verdict"] == expected(check)));
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn a_device_that_cannot_be_opened_reports_the_reason() {
     }
 }
 
-/// What the doctor says of disk to device, over a driver and a cuFile of these libraries.
+/// The doctor's finding on direct reads to a device, with this driver and this cuFile.
 fn disk_to_device(driver: &Path, cufile: &Path, has_module: bool) -> (String, String) {
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("doctor-{}", std::process::id()));
     std::fs::create_dir_all(&dir).expect("a directory");

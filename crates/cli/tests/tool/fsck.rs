@@ -1,4 +1,4 @@
-//! `kvtier fsck`: its exit status and its lines.
+//! `kvtier fsck`: exit status and output.
 
 use std::path::Path;
 use std::process::{Command, Output};

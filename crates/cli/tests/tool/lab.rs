@@ -1,4 +1,4 @@
-//! `kvtier lab`: traces that are made, converted, compared and explained.
+//! `kvtier lab`: generating, converting, comparing and explaining traces.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -30,23 +30,23 @@ fn a_workload_is_generated_converted_compared_and_explained() {
     let read = |path: &str| std::fs::read(path).expect("written");
     assert!(read(&a) == read(&b) && read(&a) == std::fs::read(data("chat")).expect("ours"));
 
-    let two = ["compare", "--trace", &a, "--policies", "lru,arc", "--sizes", "2%,200"];
-    let table = stdout_of(&[&two[..], &["--html", &page, "--threads", "2"]].concat());
+    let args = ["compare", "--trace", &a, "--policies", "lru,arc", "--sizes", "2%,200"];
+    let table = stdout_of(&[&args[..], &["--html", &page, "--threads", "2"]].concat());
     assert!(table.contains("arc") && table.contains("unbounded cache misses"));
     let html = String::from_utf8(read(&page)).expect("text");
     assert!(html.contains("<svg") && html.contains("polyline"));
     for outside in ["http", "src=", "href=", "@import", "url("] {
         assert!(!html.contains(outside), "{outside}");
     }
-    assert_eq!(stdout_of(&[&two[..], &["--csv"]].concat()).lines().count(), 5);
-    let lines = stdout_of(&[&two[..], &["--json"]].concat());
+    assert_eq!(stdout_of(&[&args[..], &["--csv"]].concat()).lines().count(), 5);
+    let lines = stdout_of(&[&args[..], &["--json"]].concat());
     for line in lines.lines() {
         let line: serde_json::Value = serde_json::from_str(line).expect("JSON");
         assert!(line["token_miss_ratio"].as_f64().is_some_and(|r| r > 0.3 && r < 1.0));
     }
     assert_eq!(lines.lines().count(), 4);
     let tiers = ["--device", "10GiB", "--host", "50GiB@25GB", "--json"];
-    assert!(stdout_of(&[&two[..5], &tiers[..]].concat()).contains("\"host\""));
+    assert!(stdout_of(&[&args[..5], &tiers[..]].concat()).contains("\"host\""));
     let dot = stdout_of(&["explain", "--trace", &a, "--policy", "arc", "--size", "2%", "--dot"]);
     assert!(dot.starts_with("digraph") && dot.contains("first victim"));
     assert!(stdout_of(&["policies"]).contains("lru"));

@@ -23,12 +23,12 @@ fn stdout_of(args: &[&str]) -> String {
 
 #[test]
 fn tables_and_json_are_deterministic() {
-    let two = ["--engines", "1,6", "--routers", "session,prefix", "--write", "through"];
-    let table = stdout_of(&two);
+    let axes = ["--engines", "1,6", "--routers", "session,prefix", "--write", "through"];
+    let table = stdout_of(&axes);
     assert!(
-        table.contains("hottest chunk") && table.contains("session") && table == stdout_of(&two)
+        table.contains("hottest chunk") && table.contains("session") && table == stdout_of(&axes)
     );
-    let lines = stdout_of(&[&two[..], &["--json"]].concat());
+    let lines = stdout_of(&[&axes[..], &["--json"]].concat());
     assert_eq!(lines.lines().count(), 4);
     for line in lines.lines() {
         let line: serde_json::Value = serde_json::from_str(line).expect("JSON");
@@ -60,7 +60,7 @@ fn invalid_arguments_are_reported() {
         (&["--remote", "0"], "bytes, unbounded or none"),
         (&["--remote", "1MiB"], "too small for an object of"),
         (&["--dead", "1"], "such as 1@30m"),
-        (&["--dead", "1@30d"], "no request comes after that"),
+        (&["--dead", "1@30d"], "no request is after that time"),
         (&["--dead", "17@1m"], "17 failed shards"),
         (&["--shared", "0.3"], "such as 30%"),
         (&["--shared", "101%"], "a shared part of"),

@@ -1,4 +1,4 @@
-//! The command line tool as its users call it.
+//! Tests of the command line tool.
 #![allow(missing_docs)]
 
 mod control;

@@ -1,4 +1,4 @@
-//! `kvtier plan`: what sizes hold.
+//! `kvtier plan`: capacity of given sizes.
 
 use std::process::{Command, Output};
 

@@ -8,10 +8,10 @@ use std::process::Command;
 use redis::{Server, is_there};
 use serde_json::Value;
 
-/// What no line may show.
+/// Secrets that no line may contain.
 const SECRET: &str = "hunter2-hunter2";
 
-/// A directory that goes with the test.
+/// A directory that is removed after the test.
 struct Place(PathBuf);
 
 impl Place {
@@ -27,7 +27,7 @@ impl Place {
         format!("dir:{}", self.0.display())
     }
 
-    /// With time for a machine that has other things to do.
+    /// With a long timeout, for a busy machine.
     fn patient(&self) -> String {
         format!("dir(path=\"{}\",timeout=60000)", self.0.display())
     }
@@ -50,14 +50,14 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// What the tool said, and how it ended.
-struct Said {
+/// Output and exit status of the tool.
+struct ToolOutput {
     well: bool,
     out: String,
     error: String,
 }
 
-impl Said {
+impl ToolOutput {
     fn fine(self) -> String {
         assert!(self.well, "{} {}", self.out, self.error);
         self.out
@@ -68,7 +68,7 @@ impl Said {
         serde_json::from_str(&out).unwrap_or_else(|error| panic!("{error}: {out}"))
     }
 
-    /// Lines of JSON, by what they are about.
+    /// Lines of JSON, by their check.
     fn finding(&self, check: &str) -> Value {
         let lines = self.out.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
         let found = lines.into_iter().find(|line| line["check"] == check);
@@ -76,7 +76,7 @@ impl Said {
     }
 }
 
-fn tool_with(password: &str, args: &[&str]) -> Said {
+fn tool_with(password: &str, args: &[&str]) -> ToolOutput {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvtier"));
     command.env_remove("RUST_LOG").env("KVTIER_REMOTE_PASSWORD", password).args(args);
     let output = command.output().expect("started");
@@ -84,10 +84,10 @@ fn tool_with(password: &str, args: &[&str]) -> Said {
     let (out, error) = (text(&output.stdout), text(&output.stderr));
     assert!(!out.contains(SECRET) && !error.contains(SECRET), "{out} {error}");
     assert!(!error.contains("panicked"), "{error}");
-    Said { well: output.status.success(), out, error }
+    ToolOutput { well: output.status.success(), out, error }
 }
 
-fn tool(args: &[&str]) -> Said {
+fn tool(args: &[&str]) -> ToolOutput {
     tool_with("", args)
 }
 
@@ -103,7 +103,7 @@ fn a_second_process_loads_the_kv_of_the_first() {
     assert!(put > 1000 && loaded == put, "{report}");
     assert_eq!(number(&report, "/get/wrong"), 0);
     let objects = number(&report, "/put/counters/sent");
-    // Nothing was in the memory of the second one; and what both begin with came once.
+    // The second process had nothing in memory; the common prefix was loaded once.
     assert_eq!(number(&report, "/get/counters/fetched"), objects, "{report}");
     assert_eq!(number(&report, "/get/counters/removed"), objects, "{report}");
     assert_eq!(files(&place.0), Vec::<PathBuf>::new());
@@ -132,20 +132,20 @@ fn damaged_objects_are_detected() {
     assert!(number(&got, "/loaded_tokens") < number(&put, "/tokens"), "{got}");
     let corrupt = number(&got, "/counters/corrupt");
     assert!(corrupt > 0 && corrupt <= 2 * spoiled, "{spoiled}: {got}");
-    assert_eq!(number(&got, "/wrong"), 0, "what is damaged is not passed on: {got}");
+    assert_eq!(number(&got, "/wrong"), 0, "a damaged object was loaded: {got}");
 }
 
 #[test]
 fn doctor_leaves_a_directory_unchanged() {
     let place = Place::new("doctor");
     std::fs::write(place.0.join("somebodys"), b"own").expect("written");
-    let said = tool(&["doctor", "--json", "--remote", &place.short()]);
-    assert_eq!(said.finding("permissions")["mark"], "good", "{}", said.out);
-    let words = said.finding("get of 256 KiB")["value"].to_string();
+    let output = tool(&["doctor", "--json", "--remote", &place.short()]);
+    assert_eq!(output.finding("permissions")["mark"], "good", "{}", output.out);
+    let words = output.finding("get of 256 KiB")["value"].to_string();
     assert!(words.contains("p99"), "{words}");
-    assert!(said.finding("1 MiB, batched")["value"].to_string().contains("get"));
-    assert!(said.finding("defaults")["value"].to_string().contains("timeout=250"));
-    said.fine();
+    assert!(output.finding("1 MiB, batched")["value"].to_string().contains("get"));
+    assert!(output.finding("defaults")["value"].to_string().contains("timeout=250"));
+    output.fine();
     assert_eq!(files(&place.0), [place.0.join("somebodys")]);
 }
 
@@ -167,9 +167,9 @@ fn unusable_remotes_are_reported() {
         ("custom()", "redis"),
     ] {
         for command in [["doctor", "--remote", remote], ["demo", "--remote", remote]] {
-            let said = tool(&command);
-            let text = format!("{}{}", said.out, said.error);
-            assert!(!said.well && text.contains(words), "{command:?}: {text}");
+            let output = tool(&command);
+            let text = format!("{}{}", output.out, output.error);
+            assert!(!output.well && text.contains(words), "{command:?}: {text}");
         }
     }
 }
@@ -187,32 +187,32 @@ fn demo_and_doctor_leave_a_server_unchanged() {
     assert_eq!(number(&report, "/get/loaded_tokens"), number(&report, "/put/tokens"), "{report}");
     assert!(report["put"]["server"].to_string().contains("redis"), "{report}");
     assert_eq!(cli(&["dbsize"]), "0");
-    let said = tool_with(SECRET, &["doctor", "--json", "--remote", &spec]);
-    assert_eq!(said.finding("permissions")["mark"], "good");
-    assert!(said.finding("remote")["means"].to_string().contains("maxmemory"));
-    said.fine();
+    let output = tool_with(SECRET, &["doctor", "--json", "--remote", &spec]);
+    assert_eq!(output.finding("permissions")["mark"], "good");
+    assert!(output.finding("remote")["means"].to_string().contains("maxmemory"));
+    output.fine();
     assert_eq!(cli(&["dbsize"]), "0");
     for password in ["", "wrong"] {
-        let said = tool_with(password, &["doctor", "--json", "--remote", &spec]);
-        assert!(!said.well);
+        let output = tool_with(password, &["doctor", "--json", "--remote", &spec]);
+        assert!(!output.well);
         assert!(
-            said.finding("remote")["means"].to_string().contains("credentials"),
+            output.finding("remote")["means"].to_string().contains("credentials"),
             "{}",
-            said.out
+            output.out
         );
         assert!(!tool_with(password, &["demo", "--remote", &spec]).well);
     }
     let user = url.replace("redis://", "redis://limited@");
     let spec = format!("redis(url=\"{user}\",timeout=60000,connect=20000)");
-    for (rule, forbidden) in [("-set", "put"), ("-unlink", "remove"), ("-strlen", "ask")] {
+    for (rule, forbidden) in [("-set", "put"), ("-unlink", "remove"), ("-strlen", "lookup")] {
         let password = format!(">{SECRET}");
         cli(&["acl", "setuser", "limited", "reset", "on", &password, "~*", "+@all", "-del", rule]);
-        let said = tool_with(SECRET, &["doctor", "--json", "--remote", &spec]);
-        let (found, words) = (said.finding("permissions"), format!("{forbidden}: no"));
-        assert!(found["value"].to_string().contains(&words), "{rule}: {}", said.out);
-        assert_eq!(found["value"].to_string().matches(": no").count(), 1, "{rule}: {}", said.out);
-        // What could not be taken away is said, and fails.
-        assert_eq!(said.well, forbidden != "remove", "{rule}: {}", said.error);
+        let output = tool_with(SECRET, &["doctor", "--json", "--remote", &spec]);
+        let (found, words) = (output.finding("permissions"), format!("{forbidden}: no"));
+        assert!(found["value"].to_string().contains(&words), "{rule}: {}", output.out);
+        assert_eq!(found["value"].to_string().matches(": no").count(), 1, "{rule}: {}", output.out);
+        // Objects that cannot be removed are reported, and the command fails.
+        assert_eq!(output.well, forbidden != "remove", "{rule}: {}", output.error);
         assert_eq!(cli(&["dbsize"]), if forbidden == "remove" { "1" } else { "0" }, "{rule}");
         cli(&["flushall"]);
     }

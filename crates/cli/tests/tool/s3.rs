@@ -5,15 +5,15 @@ use std::process::Command;
 
 use kvtier_testkit::fixtures::moto::{KEY, Moto, SECRET, is_there};
 
-/// The tool, with keys where S3's own tools look for them.
+/// The tool, with keys in the environment variables of S3 tools.
 fn tool(args: &[&str], key: &str) -> (bool, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvtier"));
     command.env_remove("RUST_LOG").args(args).env("KVTIER_REMOTE_S3_SECRET", SECRET);
     let done = command.env("AWS_ACCESS_KEY_ID", key).output().expect("the tool");
-    let said = [done.stdout, done.stderr].concat();
-    let said = String::from_utf8(said).expect("plain text");
-    assert!(!said.contains(SECRET), "{said}");
-    (done.status.success(), said)
+    let output = [done.stdout, done.stderr].concat();
+    let output = String::from_utf8(output).expect("plain text");
+    assert!(!output.contains(SECRET), "{output}");
+    (done.status.success(), output)
 }
 
 #[test]
@@ -24,14 +24,14 @@ fn demo_and_doctor_work_with_a_bucket() {
     let moto = Moto::start(0, &[]);
     moto.client("s3.create_bucket(Bucket='kv-test')");
     let bucket = format!("s3(url=\"{}\",bucket=\"kv-test\",timeout=20000)", moto.url());
-    let (well, said) = tool(&["doctor", "--remote", &bucket], KEY);
-    assert!(well && said.contains("bucket kv-test") && said.contains("p99"), "{said}");
-    let (well, said) = tool(&["demo", "--remote", &bucket], KEY);
-    assert!(well && said.contains("0 wrong"), "{said}");
-    // Both have taken away what they had put.
+    let (well, output) = tool(&["doctor", "--remote", &bucket], KEY);
+    assert!(well && output.contains("bucket kv-test") && output.contains("p99"), "{output}");
+    let (well, output) = tool(&["demo", "--remote", &bucket], KEY);
+    assert!(well && output.contains("0 wrong"), "{output}");
+    // Both removed their objects.
     let left = "print(s3.list_objects_v2(Bucket='kv-test')['KeyCount'])";
     assert_eq!(moto.client(left).trim(), "0");
     let other = bucket.replace("kv-test", "none");
-    let (well, said) = tool(&["doctor", "--remote", &other], KEY);
-    assert!(!well && said.contains("no bucket 'none'"), "{said}");
+    let (well, output) = tool(&["doctor", "--remote", &other], KEY);
+    assert!(!well && output.contains("no bucket 'none'"), "{output}");
 }

@@ -1,4 +1,4 @@
-//! `kvtier lab sparse` says what the engine says when it is driven plainly: each policy alone, from
+//! `kvtier lab sparse` reports the results of the reference engine: each policy alone, from
 //! the first token on, with no prompt shared.
 
 use std::process::{Command, Output};
@@ -14,7 +14,7 @@ use kvtier_lab::reference::text::{Text, is_plain, questions};
 
 const BLOCK: u32 = 16;
 const LENGTH: usize = 400;
-/// The seed of the run: texts have this and their number.
+/// Seed of the run; a text's seed adds its number.
 const SEED: u64 = 3_000_000;
 
 fn lab(args: &[&str]) -> Output {
@@ -35,7 +35,7 @@ fn fields(line: &str) -> Vec<String> {
     out
 }
 
-/// What is written, without the time it took.
+/// The written table, without durations.
 struct Table {
     names: Vec<String>,
     rows: Vec<Vec<String>>,
@@ -72,13 +72,14 @@ fn plain<'m>(
         "random(budget=64)" => Box::new(RandomEviction::new(&shape, 64, 32, 5)),
         spec => make(spec, &shape).expect("a policy"),
     };
-    let mut engine = Engine::in_memory(model, form, BLOCK, Policies::one(policy)).expect("it can");
+    let mut engine =
+        Engine::in_memory(model, form, BLOCK, Policies::single(policy)).expect("it can");
     let logits = engine.prompt(prompt, 96).expect("a prompt");
     (engine, logits)
 }
 
-/// Right answers, and the bytes in parts of all.
-fn asked(model: &Model, form: Form, spec: &str) -> (usize, f64) {
+/// Right answers, and the share of all bytes.
+fn answered(model: &Model, form: Form, spec: &str) -> (usize, f64) {
     let mut random = Random::new(SEED + 1000);
     let text = Text::new(&mut random, LENGTH, 24);
     let before = text.some(&mut random, 24);
@@ -99,14 +100,14 @@ fn asked(model: &Model, form: Form, spec: &str) -> (usize, f64) {
     let bytes = match is_loaded {
         true => engine.read as f64 / f64::from((all - 47..=all).sum::<u32>() * layers),
         false => {
-            let kept: f64 = (0..layers).map(|layer| engine.cache.kept(layer)).sum();
-            kept / f64::from(layers) / f64::from(all)
+            let retained: f64 = (0..layers).map(|layer| engine.cache.retained_share(layer)).sum();
+            retained / f64::from(layers) / f64::from(all)
         }
     };
     (right, bytes)
 }
 
-/// Perplexity of the last symbols of the prompt, and behind it.
+/// Perplexity of the last symbols of the prompt, and after the prompt.
 fn foreseen(model: &Model, form: Form, spec: &str) -> (f64, f64) {
     let symbols = Text::new(&mut Random::new(SEED + 70), LENGTH, 12).symbols;
     let (prompt, rest) = symbols.split_at(LENGTH - 200);
@@ -169,26 +170,26 @@ fn results_match_the_reference_engine() {
         ("random", "random(budget=64)"),
     ];
     let of_models = [("gqa", Form::Split), ("mla", Form::Latent)];
-    let wanted: Vec<_> =
+    let expected: Vec<_> =
         of_models.iter().flat_map(|model| specs.iter().map(move |spec| (model, spec))).collect();
-    assert_eq!(table.rows.len(), wanted.len());
-    for (row, ((name, form), (policy, spec))) in table.rows.iter().zip(wanted) {
+    assert_eq!(table.rows.len(), expected.len());
+    for (row, ((name, form), (policy, spec))) in table.rows.iter().zip(expected) {
         let model = Model::trained(name).expect("a model");
         assert_eq!((table.text(row, "model"), table.text(row, "policy")), (*name, *policy));
         assert_eq!(table.text(row, "spec"), *spec);
         assert_eq!(table.text(row, "budget"), if *policy == "full" { "" } else { "64" });
         let number = |column| table.number(row, column);
-        let (right, bytes) = asked(&model, *form, spec);
+        let (right, bytes) = answered(&model, *form, spec);
         assert_eq!(number("recall"), right as f64 / 24.0, "{name} {spec}");
         assert_eq!((number("questions"), number("bytes")), (24.0, bytes), "{name} {spec}");
         assert!(
             number("recall_low") <= number("recall") && number("recall") <= number("recall_high")
         );
-        // Sums go in another order.
+        // Sums are added in another order.
         let (prompt, behind) = foreseen(&model, *form, spec);
-        let near = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
-        assert!(near(number("prompt_perplexity"), prompt), "{name} {spec}: {prompt}");
-        assert!(near(number("perplexity"), behind), "{name} {spec}: {behind}");
+        let is_close = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
+        assert!(is_close(number("prompt_perplexity"), prompt), "{name} {spec}: {prompt}");
+        assert!(is_close(number("perplexity"), behind), "{name} {spec}: {behind}");
         let is_for_prompts = policy.starts_with("minference");
         assert_eq!(number("prompt_keys_seen") < 1.0, is_for_prompts, "{spec}");
         assert!((0.0..=1.0).contains(&number("keys_seen")) && number("seconds") > 0.0);
@@ -203,7 +204,7 @@ fn results_match_the_reference_engine() {
     std::fs::remove_dir_all(&dir).expect("ours");
 }
 
-/// Whole in itself, with a line for each policy that is restricted.
+/// A self-contained page, with a line for each policy with a budget.
 fn page(html: &str) {
     assert!(html.matches("<svg viewBox=\"0 0 720").count() == 6, "three plots a model");
     assert!(html.contains("polyline") && html.ends_with("</html>\n"));

@@ -95,10 +95,10 @@ impl LayerQueries<'_> {
     pub fn dense(
         &self,
         cache: &mut impl Cache,
-        wanted: Option<KeySelection<'_>>,
+        selection: Option<KeySelection<'_>>,
     ) -> Result<Output> {
         let (heads, mut output) = (self.shape.query_heads as usize, self.output());
-        cache.with_keys(self.layer, wanted, &mut |lent| {
+        cache.with_keys(self.layer, selection, &mut |lent| {
             let start = self.start(lent)?;
             let problem = self.problem(lent, start, Keys::default())?;
             output.add(start.0 * heads, |out, lse| {
@@ -160,16 +160,16 @@ impl LayerQueries<'_> {
     pub fn next(
         &self,
         cache: &mut impl Cache,
-        wanted: Option<KeySelection<'_>>,
+        selection: Option<KeySelection<'_>>,
         index: &Index,
         sums: Option<&mut Vec<f32>>,
     ) -> Result<Output> {
         let heads = self.shape.query_heads as usize;
         let mut output = self.output();
         let mut got: Vec<Vec<(f32, f32)>> = vec![Vec::new(); heads];
-        cache.with_keys(self.layer, wanted, &mut |lent| {
+        cache.with_keys(self.layer, selection, &mut |lent| {
             let picked: Vec<Vec<u32>> =
-                (0..heads).map(|head| self.pick(lent, head, wanted, index)).collect();
+                (0..heads).map(|head| self.pick(lent, head, selection, index)).collect();
             let rows = lent.keys.tokens();
             output.looked += picked.iter().map(Vec::len).sum::<usize>();
             let is_all = picked.iter().all(|list| list.len() == rows as usize);
@@ -195,8 +195,8 @@ impl LayerQueries<'_> {
             let most = shares.len() / heads;
             for (head, got) in got.iter_mut().enumerate() {
                 let start = got.len();
-                let there = lent.of(head / self.group()).len();
-                got.resize(start + there, (0.0, lse[head]));
+                let resident = lent.of(head / self.group()).len();
+                got.resize(start + resident, (0.0, lse[head]));
                 for (at, &row) in picked[head].iter().enumerate().take(most) {
                     got[start + row as usize].0 = shares[head * most + at];
                 }
@@ -216,19 +216,19 @@ impl LayerQueries<'_> {
         &self,
         lent: &KvRows<'_>,
         head: usize,
-        wanted: Option<KeySelection<'_>>,
+        selection: Option<KeySelection<'_>>,
         index: &Index,
     ) -> Vec<u32> {
-        let is_wanted = |at: u32| {
-            wanted.is_none_or(|wanted| {
+        let is_selected = |at: u32| {
+            selection.is_none_or(|selection| {
                 let block = at / self.shape.block_tokens;
-                at >= wanted.from || wanted.blocks.binary_search(&block).is_ok()
+                at >= selection.from || selection.blocks.binary_search(&block).is_ok()
             })
         };
         let is_seen =
             |at: u32| index.is_dense() || index.sees(head as u32, self.first, self.first, at);
         let rows = (0..).zip(lent.of(head / self.group()));
-        rows.filter(|&(_, &at)| is_wanted(at) && is_seen(at)).map(|(row, _)| row).collect()
+        rows.filter(|&(_, &at)| is_selected(at) && is_seen(at)).map(|(row, _)| row).collect()
     }
 }
 

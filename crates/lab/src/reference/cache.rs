@@ -44,12 +44,12 @@ pub trait Cache {
     fn with_keys(
         &mut self,
         layer: u32,
-        wanted: Option<KeySelection<'_>>,
+        selection: Option<KeySelection<'_>>,
         f: &mut dyn FnMut(&KvRows<'_>) -> Result<()>,
     ) -> Result<()>;
 
     /// Evicts all tokens of a layer except these.
-    fn evict(&mut self, layer: u32, keep: &RetainedTokens) -> Result<()>;
+    fn evict(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()>;
 }
 
 #[derive(Clone, Default)]
@@ -113,7 +113,7 @@ impl InMemory {
     }
 
     /// Mean number of keys per head of a layer.
-    pub fn kept(&self, layer: u32) -> f64 {
+    pub fn retained_share(&self, layer: u32) -> f64 {
         let lists = self.positions(layer);
         lists.iter().map(Vec::len).sum::<usize>() as f64 / lists.len() as f64
     }
@@ -208,17 +208,17 @@ impl Cache for InMemory {
     fn with_keys(
         &mut self,
         layer: u32,
-        wanted: Option<KeySelection<'_>>,
+        selection: Option<KeySelection<'_>>,
         f: &mut dyn FnMut(&KvRows<'_>) -> Result<()>,
     ) -> Result<()> {
         let layer = &self.layers[layer as usize];
         let rows = layer.positions.iter().map(Vec::len).max().unwrap_or(0);
-        if let Some(wanted) = wanted.filter(|_| !layer.is_evicted) {
+        if let Some(selection) = selection.filter(|_| !layer.is_evicted) {
             // The blocks, and the rows from `from` on, which start at a block.
             let each = self.shape.block_tokens;
-            let since = wanted.from / each..(rows as u32).div_ceil(each);
-            let since = since.filter(|_| wanted.from < rows as u32);
-            let blocks: Vec<u32> = wanted.blocks.iter().copied().chain(since).collect();
+            let since = selection.from / each..(rows as u32).div_ceil(each);
+            let since = since.filter(|_| selection.from < rows as u32);
+            let blocks: Vec<u32> = selection.blocks.iter().copied().chain(since).collect();
             let many = if self.piece == 0 { blocks.len() } else { self.piece / each as usize };
             return blocks
                 .chunks(many.max(1))
@@ -234,16 +234,16 @@ impl Cache for InMemory {
         Ok(())
     }
 
-    fn evict(&mut self, layer: u32, keep: &RetainedTokens) -> Result<()> {
+    fn evict(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
         let ((key, value), heads) = (self.sizes(), self.shape.key_heads as usize);
         let layer = &mut self.layers[layer as usize];
         layer.is_evicted = true;
         for (head, positions) in layer.positions.iter_mut().enumerate() {
             let place = |at: &u32| positions.binary_search(at).expect("it is there");
-            let stays: Vec<usize> = keep.of(head as u32).iter().map(place).collect();
+            let stays: Vec<usize> = retained.of(head as u32).iter().map(place).collect();
             compact(&mut layer.keys, (heads, key / heads), head, &stays);
             compact(&mut layer.values, (heads, value / heads), head, &stays);
-            *positions = keep.of(head as u32).to_vec();
+            *positions = retained.of(head as u32).to_vec();
         }
         Ok(())
     }

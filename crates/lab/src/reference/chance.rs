@@ -66,9 +66,9 @@ impl Sparse for RandomEviction {
         Ok(true)
     }
 
-    fn evicted(&mut self, layer: u32, kept: &RetainedTokens) -> Result<()> {
+    fn evicted(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
         for (head, list) in (0..).zip(self.of(layer)) {
-            *list = kept.of(head).to_vec();
+            *list = retained.of(head).to_vec();
         }
         Ok(())
     }

@@ -172,15 +172,15 @@ impl<'m, C: Cache> Engine<'m, C> {
             let layer = lent.as_ref().map_or(own, |lent| &lent.layer);
             let own = self.project(layer, &norm(&x, &layer.first), first);
             self.put(at, &own, first)?;
-            let asking = LayerQueries {
+            let layer_queries = LayerQueries {
                 shape: &self.shape.clone(),
                 layer: at,
                 queries: &own.queries,
                 first,
             };
             let output = match part {
-                Some(_) => self.prefill(&asking, &context)?,
-                None => self.decode(&asking, &context)?,
+                Some(_) => self.prefill(&layer_queries, &context)?,
+                None => self.decode(&layer_queries, &context)?,
             };
             let out = self.values(layer, output.out);
             add(&mut x, &product(&out, &layer.o, model.sizes.heads * model.sizes.value));
@@ -214,23 +214,24 @@ impl<'m, C: Cache> Engine<'m, C> {
         let rows = norm(&product(x, &layer.k, width), &latent.norm);
         let mut pe = product(x, &latent.pe, width);
         turn_all(&mut pe, 1, 0);
-        let both = |a: &[f32], b: &[f32]| [a, b].concat();
+        let concat_rows = |a: &[f32], b: &[f32]| [a, b].concat();
         if self.form == Form::Expanded {
             let of_heads = product(&rows, &latent.up_k, sizes.latent);
             let heads = of_heads.chunks_exact(nope).enumerate();
-            let keys = heads.flat_map(|(at, k)| both(k, &pe[at / sizes.heads * rope..][..rope]));
+            let keys =
+                heads.flat_map(|(at, k)| concat_rows(k, &pe[at / sizes.heads * rope..][..rope]));
             let values = product(&rows, &latent.up_v, sizes.latent);
             return Projected { queries, keys: keys.collect(), values };
         }
         let keys = rows.chunks_exact(sizes.latent).zip(pe.chunks_exact(rope));
-        let keys = keys.flat_map(|(row, pe)| both(row, pe)).collect();
+        let keys = keys.flat_map(|(row, pe)| concat_rows(row, pe)).collect();
         let absorbed = queries.chunks_exact(nope + rope).enumerate().flat_map(|(at, q)| {
             let up = &latent.up_k[at % sizes.heads * nope * sizes.latent..][..nope * sizes.latent];
             let mut row = vec![0.0; sizes.latent];
             for (by, from) in q.iter().zip(up.chunks_exact(sizes.latent)) {
                 row.iter_mut().zip(from).for_each(|(to, x)| *to += by * x);
             }
-            both(&row, &q[nope..])
+            concat_rows(&row, &q[nope..])
         });
         Projected { queries: absorbed.collect(), keys, values: Vec::new() }
     }
@@ -271,9 +272,9 @@ impl<'m, C: Cache> Engine<'m, C> {
         let (shape, blocks) = (self.shape, &mut self.blocks[layer as usize]);
         let row = (shape.key_heads * shape.key_dim) as usize;
         let (id, each) = (blocks.count, shape.block_tokens);
-        let wanted = KeySelection { blocks: &[id], from: self.tokens };
+        let selection = KeySelection { blocks: &[id], from: self.tokens };
         let mut keys = Vec::new();
-        self.cache.with_keys(layer, Some(wanted), &mut |lent| {
+        self.cache.with_keys(layer, Some(selection), &mut |lent| {
             let mut all = Vec::new();
             to_f32(&lent.keys, &mut all);
             let at = |position| row * lent.of(0).partition_point(|&at| at < position);
@@ -293,25 +294,23 @@ impl<'m, C: Cache> Engine<'m, C> {
     /// The blocks loaded for queries, if a policy restricts them.
     fn select(
         &mut self,
-        asking: &LayerQueries<'_>,
+        layer_queries: &LayerQueries<'_>,
         context: &Context,
     ) -> Result<Option<(Vec<u32>, u32)>> {
         let cap = if context.is_prefill { caps::LOAD_PREFILL } else { caps::LOAD_DECODE };
-        let Some(at) =
-            self.policies.all.iter().position(|active| {
-                active.asked & cap != 0 && active.traits.requires_block_selection
-            })
-        else {
+        let Some(at) = self.policies.all.iter().position(|active| {
+            active.used_caps & cap != 0 && active.traits.requires_block_selection
+        }) else {
             return Ok(None);
         };
         let each = self.shape.block_tokens;
-        let blocks = &self.blocks[asking.layer as usize];
+        let blocks = &self.blocks[layer_queries.layer as usize];
         // Blocks of the part itself are present anyway.
         let count = blocks.count.min(context.first_query / each);
         let candidates: Vec<u32> = (0..count).collect();
-        self.score(at, asking, &candidates)?;
+        self.score(at, layer_queries, &candidates)?;
         let traits = self.policies.all[at].traits;
-        let queries = self.queries(&traits, asking, traits.ahead);
+        let queries = self.queries(&traits, layer_queries, traits.ahead);
         let (heads, dim) = traits.query_rows(&self.shape);
         let rows = match &queries {
             Some(rows) => Some(contiguous(rows, heads, dim)?),
@@ -319,7 +318,7 @@ impl<'m, C: Cache> Engine<'m, C> {
         };
         let policy = &mut self.policies.all[at].policy;
         let mut chosen = Vec::new();
-        policy.select(asking.layer, rows.as_ref(), &candidates, context, &mut chosen)?;
+        policy.select(layer_queries.layer, rows.as_ref(), &candidates, context, &mut chosen)?;
         assert!(chosen.is_sorted_by(|a, b| a < b), "not ascending, or twice");
         assert!(chosen.iter().all(|id| *id < count), "not among the candidates");
         Ok(Some((chosen, count * each)))
@@ -328,9 +327,14 @@ impl<'m, C: Cache> Engine<'m, C> {
     /// The queries passed to a policy: of this layer, or of an earlier one while decoding. The
     /// model has no indexer. Its keys side by side serve as keys of an indexer that scores tokens
     /// by the positive products of all heads.
-    fn queries(&self, traits: &Traits, asking: &LayerQueries<'_>, ahead: u32) -> Option<Vec<f32>> {
+    fn queries(
+        &self,
+        traits: &Traits,
+        layer_queries: &LayerQueries<'_>,
+        ahead: u32,
+    ) -> Option<Vec<f32>> {
         let queries = match ahead {
-            0 => asking.queries,
+            0 => layer_queries.queries,
             n => self.earlier.get(n as usize - 1)?,
         };
         if traits.rows.is_none() {
@@ -348,19 +352,25 @@ impl<'m, C: Cache> Engine<'m, C> {
 
     /// Passes the scores that a policy needs: indexer weights, or the products of blocks' mean keys
     /// with the last query.
-    fn score(&mut self, at: usize, asking: &LayerQueries<'_>, candidates: &[u32]) -> Result<()> {
+    fn score(
+        &mut self,
+        at: usize,
+        layer_queries: &LayerQueries<'_>,
+        candidates: &[u32],
+    ) -> Result<()> {
         let (shape, active) = (&self.shape, &mut self.policies.all[at]);
-        let count = active.traits.scores(shape, asking.tokens() as u32, candidates.len());
+        let count = active.traits.scores(shape, layer_queries.tokens() as u32, candidates.len());
         if active.traits.needs & needs::WEIGHTS != 0 {
-            return active.policy.score(asking.layer, &vec![1.0; count]);
+            return active.policy.score(layer_queries.layer, &vec![1.0; count]);
         }
         if active.traits.needs & needs::SCORES == 0 {
             return Ok(());
         }
         let (dim, group) = (shape.key_dim as usize, shape.group() as usize);
         let row = shape.key_heads as usize * dim;
-        let means = &self.blocks[asking.layer as usize].means;
-        let heads = asking.queries.chunks_exact(dim).rev().take(self.shape.query_heads as usize);
+        let means = &self.blocks[layer_queries.layer as usize].means;
+        let heads =
+            layer_queries.queries.chunks_exact(dim).rev().take(self.shape.query_heads as usize);
         let heads: Vec<&[f32]> = heads.collect();
         let score = |id: &u32| {
             let mean = &means[*id as usize * row..][..row];
@@ -372,27 +382,28 @@ impl<'m, C: Cache> Engine<'m, C> {
             heads.iter().enumerate().map(of).fold(f32::NEG_INFINITY, f32::max)
         };
         let scores: Vec<f32> = candidates.iter().map(score).collect();
-        active.policy.score(asking.layer, &scores)
+        active.policy.score(layer_queries.layer, &scores)
     }
 
     /// The keys that a policy allows for queries.
-    fn index(&mut self, asking: &LayerQueries<'_>, context: &Context) -> Result<Index> {
+    fn index(&mut self, layer_queries: &LayerQueries<'_>, context: &Context) -> Result<Index> {
         let cap = if context.is_prefill { caps::INDEX_PREFILL } else { caps::INDEX_DECODE };
-        let Some(at) = self.policies.all.iter().position(|active| active.asked & cap != 0) else {
+        let Some(at) = self.policies.all.iter().position(|active| active.used_caps & cap != 0)
+        else {
             return Ok(Index::default());
         };
-        self.score(at, asking, &[])?;
+        self.score(at, layer_queries, &[])?;
         let shape = self.shape;
         let traits = self.policies.all[at].traits;
-        let queries = self.queries(&traits, asking, 0).unwrap_or_default();
+        let queries = self.queries(&traits, layer_queries, 0).unwrap_or_default();
         let (heads, dim) = traits.query_rows(&shape);
         let queries = contiguous(&queries, heads, dim)?;
         let (active, mut index) = (&mut self.policies.all[at], Index::default());
         if traits.needs & needs::ALL_KEYS == 0 {
-            return active.index(asking.layer, &queries, None, context);
+            return active.index(layer_queries.layer, &queries, None, context);
         }
-        whole(&mut self.cache, asking.layer, &shape, &mut |lent| {
-            index = active.index(asking.layer, &queries, Some(&lent.keys), context)?;
+        whole(&mut self.cache, layer_queries.layer, &shape, &mut |lent| {
+            index = active.index(layer_queries.layer, &queries, Some(&lent.keys), context)?;
             Ok(())
         })?;
         Ok(index)
@@ -417,14 +428,14 @@ impl<'m, C: Cache> Engine<'m, C> {
         }
     }
 
-    fn prefill(&mut self, asking: &LayerQueries<'_>, context: &Context) -> Result<Output> {
-        let chosen = self.select(asking, context)?;
-        let wanted = chosen.as_ref().map(|(blocks, from)| KeySelection { blocks, from: *from });
-        let index = self.index(asking, context)?;
+    fn prefill(&mut self, layer_queries: &LayerQueries<'_>, context: &Context) -> Result<Output> {
+        let chosen = self.select(layer_queries, context)?;
+        let selection = chosen.as_ref().map(|(blocks, from)| KeySelection { blocks, from: *from });
+        let index = self.index(layer_queries, context)?;
         self.count(&index, context);
         let output = match index.is_dense() {
-            true => asking.dense(&mut self.cache, wanted)?,
-            false if wanted.is_none() => asking.indexed(&mut self.cache, &index)?,
+            true => layer_queries.dense(&mut self.cache, selection)?,
+            false if selection.is_none() => layer_queries.indexed(&mut self.cache, &index)?,
             false => {
                 return Err(unsupported(
                     "block selection and an index in one prompt are not supported",
@@ -432,12 +443,12 @@ impl<'m, C: Cache> Engine<'m, C> {
             }
         };
         for queries in self.policies.sum_queries(true) {
-            if wanted.is_some() {
+            if selection.is_some() {
                 return Err(unsupported("sums of attention weights need all blocks of the prompt"));
             }
-            let last = queries.min(asking.tokens() as u32);
-            let sums = asking.sums(&mut self.cache, &output, last as usize, &index)?;
-            self.observe(asking.layer, (true, queries), last, &sums)?;
+            let last = queries.min(layer_queries.tokens() as u32);
+            let sums = layer_queries.sums(&mut self.cache, &output, last as usize, &index)?;
+            self.observe(layer_queries.layer, (true, queries), last, &sums)?;
         }
         Ok(output)
     }
@@ -458,19 +469,19 @@ impl<'m, C: Cache> Engine<'m, C> {
         Ok(())
     }
 
-    fn decode(&mut self, asking: &LayerQueries<'_>, context: &Context) -> Result<Output> {
-        let chosen = self.select(asking, context)?;
-        let wanted = chosen.as_ref().map(|(blocks, from)| KeySelection { blocks, from: *from });
-        let index = self.index(asking, context)?;
+    fn decode(&mut self, layer_queries: &LayerQueries<'_>, context: &Context) -> Result<Output> {
+        let chosen = self.select(layer_queries, context)?;
+        let selection = chosen.as_ref().map(|(blocks, from)| KeySelection { blocks, from: *from });
+        let index = self.index(layer_queries, context)?;
         let mut sums = Vec::new();
         let sum_queries = self.policies.sum_queries(false);
-        let output = asking.next(
+        let output = layer_queries.next(
             &mut self.cache,
-            wanted,
+            selection,
             &index,
             (!sum_queries.is_empty()).then_some(&mut sums),
         )?;
-        self.read += match &wanted {
+        self.read += match &selection {
             Some(of) => {
                 let tail = self.tokens - of.from;
                 u64::from(of.blocks.len() as u32 * self.shape.block_tokens + tail)
@@ -480,21 +491,21 @@ impl<'m, C: Cache> Engine<'m, C> {
         self.looked += output.looked as u64;
         self.before += u64::from(self.tokens);
         for of in sum_queries {
-            self.observe(asking.layer, (false, of), 1, &sums)?;
+            self.observe(layer_queries.layer, (false, of), 1, &sums)?;
         }
         Ok(output)
     }
 
     fn evict(&mut self, layer: u32, context: &Context) -> Result<()> {
         match self.policies.evict(layer, context)? {
-            Some(keep) => self.keep(layer, &keep),
+            Some(retained) => self.retain(layer, &retained),
             None => Ok(()),
         }
     }
 
     /// Evicts all tokens of a layer except these.
-    pub fn keep(&mut self, layer: u32, keep: &RetainedTokens) -> Result<()> {
+    pub fn retain(&mut self, layer: u32, retained: &RetainedTokens) -> Result<()> {
         self.blocks[layer as usize].is_evicted = true;
-        self.cache.evict(layer, keep)
+        self.cache.evict(layer, retained)
     }
 }

@@ -19,10 +19,10 @@ pub struct Active {
     /// Its traits.
     pub traits: Traits,
     /// The capabilities that are used.
-    pub asked: u32,
+    pub used_caps: u32,
 }
 
-/// The policies of one sequence. Every policy is notified of everything that it needs; `asked`
+/// The policies of one sequence. Every policy is notified of everything that it needs; `used_caps`
 /// limits the decisions that it makes.
 #[derive(Default)]
 pub struct Policies {
@@ -42,21 +42,21 @@ pub fn unsupported(text: impl Into<String>) -> Error {
 
 impl Policies {
     /// One policy, for everything that it can do.
-    pub fn one(policy: Box<dyn Sparse>) -> Policies {
+    pub fn single(policy: Box<dyn Sparse>) -> Policies {
         Policies::default().with(policy, PREFILL | DECODE)
     }
 
     /// Adds a policy for some of its capabilities.
-    pub fn with(mut self, policy: Box<dyn Sparse>, asked: u32) -> Policies {
+    pub fn with(mut self, policy: Box<dyn Sparse>, used_caps: u32) -> Policies {
         let traits = policy.traits();
-        self.all.push(Active { policy, traits, asked: asked & traits.caps });
+        self.all.push(Active { policy, traits, used_caps: used_caps & traits.caps });
         self
     }
 
     /// Checks that this engine supports the policies.
     pub fn check(&self, shape: &Shape) -> Result<()> {
-        for Active { traits, asked, .. } in &self.all {
-            let evicts = asked & (caps::EVICT_PREFILL | caps::EVICT_DECODE) != 0;
+        for Active { traits, used_caps, .. } in &self.all {
+            let evicts = used_caps & (caps::EVICT_PREFILL | caps::EVICT_DECODE) != 0;
             if evicts && traits.scope == Scope::QueryHead && shape.query_heads != shape.key_heads {
                 return Err(unsupported(
                     "query heads share keys here, so a policy cannot evict by query head",
@@ -78,8 +78,8 @@ impl Policies {
     }
 
     /// The policy used for a capability.
-    pub fn asked(&mut self, cap: u32) -> Option<&mut Active> {
-        self.all.iter_mut().find(|active| active.asked & cap != 0)
+    pub fn active_for(&mut self, cap: u32) -> Option<&mut Active> {
+        self.all.iter_mut().find(|active| active.used_caps & cap != 0)
     }
 
     /// The policies that need a notification.
@@ -99,17 +99,17 @@ impl Policies {
     /// The tokens to keep of a layer, if a policy evicts.
     pub fn evict(&mut self, layer: u32, context: &Context) -> Result<Option<RetainedTokens>> {
         let cap = if context.is_prefill { caps::EVICT_PREFILL } else { caps::EVICT_DECODE };
-        let mut keep = RetainedTokens::default();
-        let Some(active) = self.asked(cap) else { return Ok(None) };
-        if !active.policy.evict(layer, context, &mut keep)? {
+        let mut retained = RetainedTokens::default();
+        let Some(active) = self.active_for(cap) else { return Ok(None) };
+        if !active.policy.evict(layer, context, &mut retained)? {
             return Ok(None);
         }
         // A policy used for the prompt only is not notified of later tokens.
         let later = if context.is_prefill { u32::MAX } else { DECODE };
-        for active in self.all.iter_mut().filter(|active| active.asked & later != 0) {
-            active.policy.evicted(layer, &keep)?;
+        for active in self.all.iter_mut().filter(|active| active.used_caps & later != 0) {
+            active.policy.evicted(layer, &retained)?;
         }
-        Ok(Some(keep))
+        Ok(Some(retained))
     }
 }
 

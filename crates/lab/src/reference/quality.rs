@@ -129,7 +129,12 @@ pub struct Size {
 }
 
 /// Asks all policies the same questions about one text.
-pub fn ask(of: Subject<'_>, seed: u64, size: Size, choices: &[String]) -> Result<Vec<Answers>> {
+pub fn answer_questions(
+    of: Subject<'_>,
+    seed: u64,
+    size: Size,
+    choices: &[String],
+) -> Result<Vec<Answers>> {
     let mut random = Random::new(seed);
     let text = Text::new(&mut random, size.symbols, size.pairs);
     let before = text.some(&mut random, size.pairs);
@@ -153,7 +158,7 @@ pub fn ask(of: Subject<'_>, seed: u64, size: Size, choices: &[String]) -> Result
 }
 
 /// Measures the prediction of one text with all policies; the last `written` symbols are decoded.
-pub fn foresee(
+pub fn predict(
     of: Subject<'_>,
     seed: u64,
     (size, written): (Size, usize),
@@ -200,7 +205,7 @@ impl<'m> Subject<'m> {
     /// Fails if this engine does not support a policy.
     pub fn check(&self, spec: &str) -> Result<()> {
         let shape = self.shape();
-        Policies::one(make(spec, &shape)?).check(&shape)
+        Policies::single(make(spec, &shape)?).check(&shape)
     }
 
     fn engine(&self, policies: Policies) -> Result<Memory<'m>> {
@@ -232,7 +237,7 @@ impl<'m> Subject<'m> {
             let fresh = make(spec, &shape)?;
             let run = || -> Result<(T, Usage)> {
                 let (mut engine, own) = if computes_prompts(spec, &*fresh) {
-                    let mut engine = self.engine(Policies::one(fresh))?;
+                    let mut engine = self.engine(Policies::single(fresh))?;
                     let own = engine.compute(prompt, prompt.len(), rows)?;
                     (engine, Some(own))
                 } else {
@@ -262,17 +267,17 @@ fn used(engine: &Memory<'_>, prompt: usize) -> Usage {
     let (layers, heads) = (engine.shape.layers, f64::from(engine.shape.query_heads));
     let steps = f64::from((engine.tokens - prompt as u32) * layers).max(1.0);
     let before = engine.before.max(1) as f64;
-    let kept = || (0..layers).map(|layer| engine.cache.kept(layer));
-    let mean = kept().sum::<f64>() / f64::from(layers);
+    let retained_share = || (0..layers).map(|layer| engine.cache.retained_share(layer));
+    let mean = retained_share().sum::<f64>() / f64::from(layers);
     let is_selected = |active: &Active| {
-        active.traits.requires_block_selection && active.asked & caps::LOAD_DECODE != 0
+        active.traits.requires_block_selection && active.used_caps & caps::LOAD_DECODE != 0
     };
     let (moved, bytes) = match engine.policies.all.iter().any(is_selected) {
         true => (engine.read as f64 / steps, engine.read as f64 / before),
         false => (mean, mean / f64::from(engine.tokens)),
     };
     Usage {
-        most: kept().fold(0.0, f64::max),
+        most: retained_share().fold(0.0, f64::max),
         moved,
         bytes,
         looked: engine.looked as f64 / heads / before,

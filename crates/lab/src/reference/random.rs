@@ -52,7 +52,7 @@ impl Model {
 
 impl Policies {
     /// One policy for the prompt, another one for decoding.
-    pub fn two(prompt: Box<dyn Sparse>, behind: Box<dyn Sparse>) -> Policies {
-        Policies::default().with(prompt, PREFILL).with(behind, DECODE)
+    pub fn prompt_and_decode(prompt: Box<dyn Sparse>, decode: Box<dyn Sparse>) -> Policies {
+        Policies::default().with(prompt, PREFILL).with(decode, DECODE)
     }
 }

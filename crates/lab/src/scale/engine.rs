@@ -15,7 +15,7 @@ pub(super) struct Engine<'a> {
     /// Replay of the host tier.
     pub(super) host: Replay<'a>,
     /// Replay of host and disk together.
-    pub(super) both: Option<Replay<'a>>,
+    pub(super) host_and_disk: Option<Replay<'a>>,
     /// Objects known to be absent from the remote.
     pub(super) absent: TimedSet,
     /// Remote hints: chunks known to be in the remote.
@@ -36,13 +36,13 @@ impl<'a> Engine<'a> {
             Replay::open_shared(trace, study, &opts.policy, blocks, &opts.replay)
         };
         let disk = opts.disk.as_ref();
-        let both = disk.map(|disk| open(opts.host.blocks.saturating_add(disk.blocks)));
+        let host_and_disk = disk.map(|disk| open(opts.host.blocks.saturating_add(disk.blocks)));
         let remote = opts.remote.as_ref();
         let of = |number: fn(&RemoteOpts) -> usize| remote.map_or(0, number);
         let speed = remote.map_or(0.0, |remote| remote.engine_bytes_per_second);
         Ok(Engine {
             host: open(opts.host.blocks)?,
-            both: both.transpose()?,
+            host_and_disk: host_and_disk.transpose()?,
             absent: TimedSet::new(of(|remote| remote.known))?,
             hints: TimedSet::new(of(|remote| remote.hints))?,
             uses: IdMap::default(),
@@ -56,7 +56,7 @@ impl<'a> Engine<'a> {
     /// Number of leading blocks of a path in its tiers.
     pub(super) fn leading(&self, path: &[u64]) -> usize {
         // Every resident block has a resident parent, so the resident part is a prefix.
-        let objects = self.both.as_ref().unwrap_or(&self.host).evictor().objects();
+        let objects = self.host_and_disk.as_ref().unwrap_or(&self.host).evictor().objects();
         path.partition_point(|&id| objects.find(id).is_some())
     }
 }

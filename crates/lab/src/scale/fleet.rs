@@ -185,9 +185,10 @@ impl<'a> Fleet<'a> {
             router::pick(router, &mut self.engines, trace, at, session, load_bound, now_ns);
         let engine = &mut self.engines[number];
         let host = engine.host.serve(at)?.unwrap_or_default();
-        let both = engine.both.as_mut().map(|both| both.serve(at)).transpose()?.flatten();
+        let host_and_disk =
+            engine.host_and_disk.as_mut().map(|replay| replay.serve(at)).transpose()?.flatten();
         // A policy may keep less in a larger cache.
-        let local = both.filter(|both| both.hits > host.hits).unwrap_or(host);
+        let local = host_and_disk.filter(|step| step.hits > host.hits).unwrap_or(host);
         let path = trace.dense(request);
         let whole = (request.input_tokens / trace.block_tokens()) as usize;
         for &chunk in &path[..whole.min(path.len())] {
@@ -198,7 +199,7 @@ impl<'a> Fleet<'a> {
         let loaded = self.load(number, request, local.hits, whole.min(path.len()), &mut wait_ns);
         wait_ns += self.compute_ns(request, local.hits + loaded);
         self.count(number, request, &host, &local, loaded, [wait_ns as u64, least_ns as u64]);
-        let found = study.wanted[at] as usize;
+        let found = study.reusable_blocks[at] as usize;
         self.floor_tokens += request.tokens_of(found, trace.block_tokens());
         self.engines[number].load.add(now_ns, wait_ns as u64);
         self.schedule_uploads(number, request, &host, wait_ns as i64)

@@ -110,9 +110,9 @@ pub struct RemoteOpts {
     /// Fewest uses in the host of a chunk that is uploaded.
     pub hits: u16,
     /// The unit of a lookup.
-    pub ask: LookupUnit,
+    pub lookup_unit: LookupUnit,
     /// Look up before an upload: then only absent chunks are uploaded.
-    pub ask_before_put: bool,
+    pub lookup_before_put: bool,
     /// Absent objects that an engine remembers.
     pub known: usize,
     /// Remote hints per engine.
@@ -143,8 +143,8 @@ impl Default for RemoteOpts {
             layers: 80,
             write: Write::Back,
             hits: 0,
-            ask: LookupUnit::Object,
-            ask_before_put: false,
+            lookup_unit: LookupUnit::Object,
+            lookup_before_put: false,
             known: 1 << 16,
             hints: 1 << 16,
             fresh_ns: 60_000_000_000,

@@ -133,7 +133,7 @@ struct Shard {
     pool: Vec<(u32, u32)>,
     meter: Meter,
     /// Bytes of the fetch under consideration.
-    wanted: u64,
+    requested_bytes: u64,
 }
 
 /// The shared remote.
@@ -148,7 +148,7 @@ pub(super) struct Remote {
     objects: Vec<Object>,
     /// The root chunk of every chunk.
     roots: Vec<u32>,
-    away: usize,
+    failed_shards: usize,
     meter: Meter,
     touched: Vec<u32>,
 }
@@ -185,7 +185,7 @@ impl Remote {
             link: Link::new(opts.shard_bytes_per_second),
             pool: Vec::new(),
             meter: Meter::default(),
-            wanted: 0,
+            requested_bytes: 0,
         };
         let mut roots: Vec<u32> = zeros(trace.uniques())?;
         for request in trace.requests() {
@@ -204,7 +204,7 @@ impl Remote {
             shards: (0..opts.shards).map(|_| shard()).collect(),
             objects,
             roots,
-            away: 0,
+            failed_shards: 0,
             meter: Meter::default(),
             touched: Vec::new(),
         })
@@ -239,7 +239,7 @@ impl Remote {
     /// Whether an object of a chunk is on a failed shard.
     pub(super) fn has_failed(&self, chunk: u32) -> bool {
         let runs = 0..self.cutting.objects();
-        self.away > 0
+        self.failed_shards > 0
             && runs
                 .into_iter()
                 .any(|run| self.shards[self.shard_of(self.object(chunk, run))].has_failed)
@@ -280,15 +280,15 @@ impl Remote {
         self.touched.clear();
         for object in objects {
             let shard = self.shard_of(object);
-            if self.shards[shard].wanted == 0 {
+            if self.shards[shard].requested_bytes == 0 {
                 self.touched.push(shard as u32);
             }
-            self.shards[shard].wanted += self.cutting.bytes[self.run(object)];
+            self.shards[shard].requested_bytes += self.cutting.bytes[self.run(object)];
         }
         let mut longest = 0;
         for &shard in &self.touched {
             let shard = &mut self.shards[shard as usize];
-            let bytes = std::mem::take(&mut shard.wanted);
+            let bytes = std::mem::take(&mut shard.requested_bytes);
             longest = longest.max(match taken {
                 true => shard.link.enqueue(now_ns, bytes),
                 false => shard.link.estimate(now_ns, bytes),
@@ -363,7 +363,7 @@ impl Remote {
             }
             (self.shards[number].has_failed, self.shards[number].bytes) = (true, 0);
         }
-        self.away = shards;
+        self.failed_shards = shards;
     }
 
     /// Resets the counters.
@@ -375,13 +375,13 @@ impl Remote {
 
     /// The peak of all shards together, and of the busiest by each measure.
     pub(super) fn peaks(&self) -> (Peak, Peak) {
-        let mut one = Peak::default();
+        let mut busiest = Peak::default();
         for shard in &self.shards {
             let peak = shard.meter.peak;
-            one.gets_per_second = one.gets_per_second.max(peak.gets_per_second);
-            one.bytes_per_second = one.bytes_per_second.max(peak.bytes_per_second);
+            busiest.gets_per_second = busiest.gets_per_second.max(peak.gets_per_second);
+            busiest.bytes_per_second = busiest.bytes_per_second.max(peak.bytes_per_second);
         }
-        (self.meter.peak, one)
+        (self.meter.peak, busiest)
     }
 
     /// Gets of the most fetched chunk, of the 1 % most fetched chunks, and of all.

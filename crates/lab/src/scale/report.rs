@@ -128,7 +128,7 @@ pub struct Bill {
     /// Bytes read.
     pub bytes: f64,
     /// Bytes stored.
-    pub kept: f64,
+    pub storage: f64,
     /// Value of the accelerator time saved.
     pub saved: f64,
 }
@@ -136,7 +136,7 @@ pub struct Bill {
 impl Bill {
     /// Sum of the costs.
     pub fn sum(&self) -> f64 {
-        self.gets + self.puts + self.bytes + self.kept
+        self.gets + self.puts + self.bytes + self.storage
     }
 }
 
@@ -210,7 +210,7 @@ impl ScaleReport {
             gets: (c.gets + c.lookups) as f64 / 1e6 * prices.gets,
             puts: c.puts as f64 / 1e6 * prices.puts,
             bytes: c.get_bytes as f64 / GIB * prices.gib,
-            kept: self.byte_seconds / GIB / MONTH_S * prices.gib_month,
+            storage: self.byte_seconds / GIB / MONTH_S * prices.gib_month,
             saved: self.saved_ns as f64 / SECOND_NS / 3600.0 * prices.engine_hour,
         }
     }

@@ -60,11 +60,12 @@ impl Fleet<'_> {
             return Found { chunks: 0, trips: 0 };
         };
         let (engine, counts, now_ns) = (&mut self.engines[number], &mut self.counts, self.now_ns);
-        let each = if opts.ask == LookupUnit::Object { remote.cutting.objects() } else { 1 };
+        let each =
+            if opts.lookup_unit == LookupUnit::Object { remote.cutting.objects() } else { 1 };
         let total = path.len() * each;
         let (mut trips, mut first_absent) = (0, total);
         for start in (0..total).step_by(WINDOW) {
-            let (mut there, mut asked) = (0, 0);
+            let (mut present, mut looked_up) = (0, 0);
             for at in start..(start + WINDOW).min(total) {
                 let chunk = path[at / each];
                 let object = remote.object(chunk, at % each);
@@ -73,14 +74,14 @@ impl Fleet<'_> {
                     first_absent = first_absent.min(at);
                 } else if engine.hints.is_fresh(chunk, now_ns, opts.fresh_ns) {
                     counts.hinted_present += 1;
-                    there += 1;
+                    present += 1;
                 } else if engine.absent.is_fresh(object, now_ns, opts.absent_ns) {
                     counts.hinted_absent += 1;
                     first_absent = first_absent.min(at);
                 } else {
-                    asked += 1;
+                    looked_up += 1;
                     if remote.lookup(object, now_ns) {
-                        there += 1;
+                        present += 1;
                     } else {
                         counts.absent_lookups += 1;
                         engine.absent.insert(object, now_ns);
@@ -89,11 +90,11 @@ impl Fleet<'_> {
                     }
                 }
             }
-            counts.lookups += asked;
-            engine.share.lookups += asked;
-            counts.lookup_batches += u64::from(asked > 0);
-            trips += i64::from(asked > 0);
-            if there == 0 {
+            counts.lookups += looked_up;
+            engine.share.lookups += looked_up;
+            counts.lookup_batches += u64::from(looked_up > 0);
+            trips += i64::from(looked_up > 0);
+            if present == 0 {
                 break;
             }
         }
@@ -132,8 +133,8 @@ impl Fleet<'_> {
             let first = chunk * each as u32;
             first..first + each as u32
         });
-        let theirs = remote.wait(objects, now_ns, taken);
-        latency_ns.saturating_add(own.max(theirs)) as f64
+        let server_ns = remote.wait(objects, now_ns, taken);
+        latency_ns.saturating_add(own.max(server_ns)) as f64
     }
 
     /// Fetches chunks; returns the number of complete leading ones.
@@ -184,15 +185,15 @@ impl Fleet<'_> {
             counts.spared_sends += 1;
             return;
         }
-        if opts.ask_before_put && !remote.has_failed(chunk) {
+        if opts.lookup_before_put && !remote.has_failed(chunk) {
             let objects = remote.cutting.objects();
             let is_there = |run: &usize| remote.lookup(remote.object(chunk, *run), now_ns);
-            let there = (0..objects).filter(is_there).count();
+            let present = (0..objects).filter(is_there).count();
             counts.lookups += objects as u64;
             counts.put_lookups += objects as u64;
             counts.lookup_batches += 1;
             engine.share.lookups += objects as u64;
-            if there == objects {
+            if present == objects {
                 engine.hints.insert(chunk, now_ns);
                 counts.spared_sends += 1;
                 return;

@@ -56,8 +56,8 @@ const WEKA: &str = concat!(
 
 #[test]
 fn nested_agent_sessions_become_requests() {
-    let two = format!("{WEKA}{WEKA}");
-    let trace = read(two.as_bytes()).expect("a trace");
+    let doubled = format!("{WEKA}{WEKA}");
+    let trace = read(doubled.as_bytes()).expect("a trace");
     let of = |n: usize| {
         let session = trace.requests()[n].session;
         trace.requests().iter().filter(move |r| r.session == session).collect::<Vec<_>>()
@@ -71,7 +71,7 @@ fn nested_agent_sessions_become_requests() {
     assert_eq!(trace.uniques(), 8);
     let at = |n: usize| trace.requests()[n].at_ns;
     assert_eq!(at(1) - at(0), 2_500_000_000);
-    assert_eq!(read(two.as_bytes()).expect("again"), trace);
+    assert_eq!(read(doubled.as_bytes()).expect("again"), trace);
     for wrong in [
         WEKA.replace("\"block_size\":64", "\"block_size\":0"),
         WEKA.replace("\"block_size\":64", "\"block_size\":100"),

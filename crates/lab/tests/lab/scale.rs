@@ -205,8 +205,8 @@ fn exact_lru(trace: &Trace, opts: &ScaleOpts, capacity: usize) -> u64 {
         let step = host.step().expect("a step").expect("a request");
         let path = trace.blocks(request);
         let rest = &path[step.hits..];
-        let there = rest.iter().take_while(|&id| used.contains_key(id)).count();
-        found += there as u64 * u64::from(trace.block_tokens());
+        let resident = rest.iter().take_while(|&id| used.contains_key(id)).count();
+        found += resident as u64 * u64::from(trace.block_tokens());
         for id in rest {
             clock += 1;
             if let Some(before) = used.insert(*id, clock) {
@@ -307,8 +307,8 @@ fn random(rng: &mut Rng, trace: &Trace) -> ScaleOpts {
         layers: one(rng, &[16, 32, 64]) as u16,
         write: [Write::Back, Write::Through, Write::Through, Write::Never][rng.below(4) as usize],
         hits: rng.below(3) as u16,
-        ask: if rng.chance(0.5) { LookupUnit::Object } else { LookupUnit::Chunk },
-        ask_before_put: rng.chance(0.3),
+        lookup_unit: if rng.chance(0.5) { LookupUnit::Object } else { LookupUnit::Chunk },
+        lookup_before_put: rng.chance(0.3),
         known: one(rng, &[0, 64, 4096]) as usize,
         hints: one(rng, &[0, 64, 4096]) as usize,
         fresh_ns: one(rng, &times) as i64,
@@ -333,7 +333,7 @@ fn random(rng: &mut Rng, trace: &Trace) -> ScaleOpts {
 }
 
 #[test]
-fn nothing_is_lost_or_counted_twice() {
+fn every_block_is_counted_exactly_once() {
     let traces: Vec<Trace> =
         KINDS.iter().map(|kind| made(kind).head(300).expect("memory")).collect();
     let mut rng = Rng::new(20);
@@ -467,16 +467,19 @@ fn remembered_objects_are_not_looked_up_again() {
             r.counts.remote_tokens(),
         )
     };
-    let (all, there, absent, best) = lookups(0, 0, 1 << 16);
-    assert_eq!((there, absent), (0, 0));
-    let (fewer, there, absent, _) = lookups(60, 0, 1 << 16);
-    assert!(fewer < all && there > 0 && absent == 0);
+    let (all, present, absent, best) = lookups(0, 0, 1 << 16);
+    assert_eq!((present, absent), (0, 0));
+    let (fewer, present, absent, _) = lookups(60, 0, 1 << 16);
+    assert!(fewer < all && present > 0 && absent == 0);
     let (few, _, absent, worse) = lookups(60, 300, 1 << 16);
-    assert!(few < fewer && absent > 0 && worse < best, "a no that is believed long costs hits");
-    let (none, there, absent, _) = lookups(60, 300, 0);
-    assert!(none > few && (there, absent) == (0, 0));
+    assert!(
+        few < fewer && absent > 0 && worse < best,
+        "remembering absent objects for long costs hits"
+    );
+    let (none, present, absent, _) = lookups(60, 300, 0);
+    assert!(none > few && (present, absent) == (0, 0));
     // The first object of a chunk stands for all of them.
-    let chunk = lawful(&trace, &with(&opts, |remote| remote.ask = LookupUnit::Chunk));
+    let chunk = lawful(&trace, &with(&opts, |remote| remote.lookup_unit = LookupUnit::Chunk));
     let object = lawful(&trace, &opts);
     assert!(chunk.chunk_objects > 1 && chunk.counts.lookups < object.counts.lookups);
 }
@@ -495,10 +498,10 @@ fn uploads_follow_the_write_mode_and_are_not_repeated() {
         assert!(all > some && some >= few && few > 0, "{write:?}: {all} {some} {few}");
     }
     let blind = lawful(&trace, &with(&opts, |remote| remote.hints = 0));
-    let asked = with(&opts, |remote| (remote.hints, remote.ask_before_put) = (0, true));
-    let asked = lawful(&trace, &asked);
-    assert!(asked.counts.put_lookups > 0 && blind.counts.put_lookups == 0);
-    assert!(asked.counts.duplicates < blind.counts.duplicates);
+    let with_lookup = with(&opts, |remote| (remote.hints, remote.lookup_before_put) = (0, true));
+    let with_lookup = lawful(&trace, &with_lookup);
+    assert!(with_lookup.counts.put_lookups > 0 && blind.counts.put_lookups == 0);
+    assert!(with_lookup.counts.duplicates < blind.counts.duplicates);
     let slow = lawful(&trace, &with(&opts, |remote| remote.engine_bytes_per_second = 1e7));
     assert!(slow.counts.dropped_sends > 0);
 }

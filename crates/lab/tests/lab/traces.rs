@@ -35,21 +35,21 @@ fn lru_agrees_with_published_results() {
     assert_eq!(trace.uniques(), 182_790);
     let opts = ReplayOpts::default();
     let study = Study::of(&trace, &opts.cost).expect("memory");
-    let mut go = |_| true;
+    let mut proceed = |_| true;
     for (blocks, percent) in [(1_828, 94.7), (5_859, 86.1), (18_279, 71.6)] {
-        let r = replay::run(&trace, &study, "lru", blocks, &opts, &mut go).expect("a run");
+        let r = replay::run(&trace, &study, "lru", blocks, &opts, &mut proceed).expect("a run");
         assert!((100.0 * r.token_miss_ratio() - percent).abs() < 0.06, "{blocks}");
         assert!((100.0 * r.token_floor() - 62.6).abs() < 0.06);
     }
-    let r = replay::run(&trace, &study, "lru", 5_859, &opts, &mut go).expect("a run");
+    let r = replay::run(&trace, &study, "lru", 5_859, &opts, &mut proceed).expect("a run");
     assert!((r.re_prefill_rate - 0.230).abs() < 0.0006);
     for (blocks, percent) in [(1_828, 74.9), (5_859, 64.0), (18_279, 62.6)] {
-        let r = replay::run(&trace, &study, "belady", blocks, &opts, &mut go).expect("a run");
+        let r = replay::run(&trace, &study, "belady", blocks, &opts, &mut proceed).expect("a run");
         assert!((100.0 * r.token_miss_ratio() - percent).abs() < 0.06, "{blocks}");
     }
     let half = ReplayOpts { warm_up: trace.requests().len() / 2, ..opts };
     for (blocks, found) in [(1_828, 0.0546), (5_859, 0.1367), (18_279, 0.2939)] {
-        let r = replay::run(&trace, &study, "lru", blocks, &half, &mut go).expect("a run");
+        let r = replay::run(&trace, &study, "lru", blocks, &half, &mut proceed).expect("a run");
         assert!((1.0 - r.token_miss_ratio() - found).abs() < 0.00006, "{blocks}");
     }
     let flat = trace.flat().expect("memory");
@@ -57,7 +57,7 @@ fn lru_agrees_with_published_results() {
     for (blocks, ratio) in
         [(1_827, 0.948), (9_139, 0.805), (18_279, 0.722), (45_697, 0.647), (91_395, 0.637)]
     {
-        let r = replay::run(&flat, &study, "lru", blocks, &opts, &mut go).expect("a run");
+        let r = replay::run(&flat, &study, "lru", blocks, &opts, &mut proceed).expect("a run");
         assert!((r.block_miss_ratio() - ratio).abs() < 0.0006, "{blocks}");
     }
 }
@@ -318,17 +318,23 @@ fn tiers_share_hits_and_writes() {
         tiers::run(&trace, &study, "lru", tiers, &machine, &opts, &mut |_| true).expect("a run")
     };
     let all = trace.uniques() as u64;
-    let one = run(&[tier("device", all, 0.0)]);
-    assert_eq!(one.ttft_mean_ns, one.ttft_floor_ns);
-    assert_eq!((one.loss(), one.tiers[0].read_bytes), (0.0, 0));
+    let device_only = run(&[tier("device", all, 0.0)]);
+    assert_eq!(device_only.ttft_mean_ns, device_only.ttft_floor_ns);
+    assert_eq!((device_only.loss(), device_only.tiers[0].read_bytes), (0.0, 0));
     let small = run(&[tier("device", all / 20, 0.0)]);
-    let two = run(&[tier("device", all / 20, 0.0), tier("host", all, 25e9)]);
-    assert_eq!(two.tiers[0].hit_tokens, small.tiers[0].hit_tokens);
-    let found: u64 = two.tiers.iter().map(|t| t.hit_tokens).sum();
+    let device_and_host = run(&[tier("device", all / 20, 0.0), tier("host", all, 25e9)]);
+    assert_eq!(device_and_host.tiers[0].hit_tokens, small.tiers[0].hit_tokens);
+    let found: u64 = device_and_host.tiers.iter().map(|t| t.hit_tokens).sum();
     assert_eq!(found, study.floor.hit_tokens);
-    assert_eq!(two.tiers[1].read_bytes, two.tiers[1].hit_tokens * machine.token_bytes);
-    assert!(one.ttft_mean_ns < two.ttft_mean_ns && two.ttft_mean_ns < small.ttft_mean_ns);
-    assert!(two.ttft_p50_ns <= two.ttft_p99_ns);
+    assert_eq!(
+        device_and_host.tiers[1].read_bytes,
+        device_and_host.tiers[1].hit_tokens * machine.token_bytes
+    );
+    assert!(
+        device_only.ttft_mean_ns < device_and_host.ttft_mean_ns
+            && device_and_host.ttft_mean_ns < small.ttft_mean_ns
+    );
+    assert!(device_and_host.ttft_p50_ns <= device_and_host.ttft_p99_ns);
     assert!(tiers::run(&trace, &study, "lru", &[], &machine, &opts, &mut |_| true).is_err());
 }
 

@@ -71,7 +71,7 @@ fn main() -> ExitCode {
     println!("moves            {}", report.moves);
     println!("bytes compared   {}", report.checked_bytes);
     println!("crashes          {}", report.crashes);
-    println!("durable, found   {}", report.kept);
+    println!("durable, found   {}", report.durable_found);
     println!("cells stored     {}", counted.stored_cells);
     println!("loaded from disk {}", counted.disk_hit_cells);
     println!("evicted (host)   {}", counted.demoted_chunks + counted.dropped_chunks);
@@ -95,11 +95,11 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn add(all: &mut Report, one: &Report) {
-    all.moves += one.moves;
-    all.checked_bytes += one.checked_bytes;
-    all.crashes += one.crashes;
-    all.kept += one.kept;
-    all.remote.add_counters(&one.remote);
-    all.counters.add_counters(&one.counters);
+fn add(all: &mut Report, report: &Report) {
+    all.moves += report.moves;
+    all.checked_bytes += report.checked_bytes;
+    all.crashes += report.crashes;
+    all.durable_found += report.durable_found;
+    all.remote.add_counters(&report.remote);
+    all.counters.add_counters(&report.counters);
 }

@@ -250,14 +250,20 @@ fn names_refer_to_files() {
         assert_eq!(files.list(), Ok(vec![entry("b", 2)]));
         let new = files.open("b").expect("there");
         assert_eq!(read(files, new, 0, 1.max(unit)).expect("read")[0], 1);
-        assert_eq!(read(files, b, 0, unit).expect("what was replaced lives while open")[0], 2);
+        assert_eq!(
+            read(files, b, 0, unit).expect("a replaced file stays readable while it is open")[0],
+            2
+        );
         assert_eq!(status(files.open("a")), Status::NotFound);
         assert_eq!(status(files.rename("a", "c")), Status::NotFound);
         assert_eq!(status(files.remove("a")), Status::NotFound);
         assert_eq!(files.rename("b", "b"), Ok(()));
         assert_eq!(files.remove("b"), Ok(()));
         assert_eq!(files.list(), Ok(vec![]));
-        assert_eq!(read(files, new, 0, unit).expect("it lives while it is open")[0], 1);
+        assert_eq!(
+            read(files, new, 0, unit).expect("a removed file stays readable while it is open")[0],
+            1
+        );
         files.close(new);
         assert_eq!(status(read(files, new, 0, unit)), Status::Closed);
         assert_eq!(status(files.len(new)), Status::Closed);

@@ -323,11 +323,11 @@ impl Disk {
         let short = self.strikes(Fault::ShortRead).then(|| self.random.below(bytes));
         let content = self.inode(inode)?.now();
         let end = piece.offset.saturating_add(bytes);
-        let there = content.len().saturating_sub(piece.offset).min(bytes);
-        let good = if failed { 0 } else { short.unwrap_or(there).min(there) };
+        let available = content.len().saturating_sub(piece.offset).min(bytes);
+        let good = if failed { 0 } else { short.unwrap_or(available).min(available) };
         let mut at = 0;
         for part in piece.parts.iter().filter(|part| part.bytes > 0) {
-            // SAFETY: the caller's promise; nobody else accesses it.
+            // SAFETY: the caller's promise; nothing else accesses it.
             let out = unsafe { std::slice::from_raw_parts_mut(part.address, part.bytes as usize) };
             content.read(piece.offset + at, out);
             // Bytes that were not read are undefined.
@@ -351,7 +351,7 @@ impl Disk {
         let mut ranges = [&[][..]; kvtier::io::files::MAX_PARTS];
         for (range, part) in ranges.iter_mut().zip(&piece.parts) {
             if part.bytes > 0 {
-                // SAFETY: the caller's promise; nobody writes it.
+                // SAFETY: the caller's promise; nothing writes it.
                 *range = unsafe { std::slice::from_raw_parts(part.address, part.bytes as usize) };
             }
         }

@@ -344,7 +344,7 @@ fn a_failed_write_is_partial_and_a_failed_read_returns_junk() {
         unsafe { files.transfer(&mut pieces) };
         assert!(pieces[0].result.is_err());
         let shown = crate::disk::contract::bytes_of(&buffer);
-        assert!(shown.iter().all(|b| *b != 0 && *b != 9), "whoever looks is in for it");
+        assert!(shown.iter().all(|b| *b != 0 && *b != 9), "memory has bytes after a failed read");
         let bytes = content(&files, file);
         outcomes.insert((bytes[0], bytes[512]));
     }
@@ -366,8 +366,8 @@ fn a_failed_sync_poisons_the_file() {
         assert_eq!(files.sync(again), Ok(()));
         let seen = content(&files, again).first().copied();
         files.crash().expect("memory");
-        let kept = files.durable().expect("memory")["x"].first().copied();
-        outcomes.insert((seen, kept));
+        let durable = files.durable().expect("memory")["x"].first().copied();
+        outcomes.insert((seen, durable));
     }
     assert!(outcomes.contains(&(Some(1), Some(1))) && outcomes.contains(&(Some(1), None)));
     assert!(outcomes.contains(&(None, None)) && outcomes.contains(&(Some(1), Some(0))));
@@ -375,7 +375,7 @@ fn a_failed_sync_poisons_the_file() {
 
 #[test]
 fn a_lost_sync_loses_data() {
-    let kept = |fault: Plan| {
+    let durable = |fault: Plan| {
         let survives = |seed| {
             let files = disk(seed, fault);
             let file = files.create("x", 512).expect("created");
@@ -386,8 +386,8 @@ fn a_lost_sync_loses_data() {
         };
         (0..100).filter(|seed| survives(*seed)).count()
     };
-    assert_eq!(kept(Plan::default()), 100);
-    assert!(kept(Plan::default().often(Fault::LostSync, 1_000_000)) < 80);
+    assert_eq!(durable(Plan::default()), 100);
+    assert!(durable(Plan::default().often(Fault::LostSync, 1_000_000)) < 80);
 }
 
 #[test]

@@ -99,8 +99,8 @@ fn status<T>(result: Result<T>) -> Status {
 
 /// Expected result of a read: the file's bytes, then zeros.
 fn expected(file: u32, offset: u64, len: u64) -> Vec<u8> {
-    let here = LENGTHS[file as usize].saturating_sub(offset).min(len);
-    let mut out = bytes(u64::from(file), offset, here);
+    let readable = LENGTHS[file as usize].saturating_sub(offset).min(len);
+    let mut out = bytes(u64::from(file), offset, readable);
     out.resize(len as usize, 0);
     out
 }
@@ -168,13 +168,13 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
     #[test]
     fn any_batch_reads_the_right_bytes(
-        wanted in proptest::collection::vec(
+        batch in proptest::collection::vec(
             (0..LENGTHS.len() as u32, any::<u64>(), 1u64..40, [0u64..40, 0..40, 0..40]), 1..90),
     ) {
         everywhere(&LENGTHS, |files| {
             let mut total = 0;
             let mut places = Vec::new();
-            for (file, at, units, cuts) in &wanted {
+            for (file, at, units, cuts) in &batch {
                 let align = files.align_bytes().max(512);
                 let end = LENGTHS[*file as usize].next_multiple_of(4096) / align;
                 if end == 0 {
@@ -331,7 +331,7 @@ fn a_restored_modification_time_is_detected() {
     let model = Model::new(&[5000]);
     let files = model.open(&ModelFilesOpts::default());
     let time = std::fs::metadata(&model.paths[0]).expect("there").modified().expect("known");
-    // Bytes changed and the modification time restored: only the change time tells.
+    // Bytes changed and the modification time restored: only the change time shows it.
     let file = std::fs::OpenOptions::new().write(true).open(&model.paths[0]).expect("opened");
     while files.check(0).is_ok() {
         file.write_all_at(b"x", 17).expect("written");
@@ -410,10 +410,10 @@ fn planned_faults_hit_their_pieces() {
     files.heal();
     assert_eq!((reads(&[8192]), files.pieces()), (vec![Ok], 10));
     files.flip(1, 5000);
-    let (found, mut wanted) = (read(&files, 1, 4096, 4096).expect("read"), bytes(1, 4096, 4096));
-    assert!(found != wanted && files.check(1).is_ok());
-    wanted[5000 - 4096] ^= 1;
-    assert!(found == wanted);
+    let (found, mut expected) = (read(&files, 1, 4096, 4096).expect("read"), bytes(1, 4096, 4096));
+    assert!(found != expected && files.check(1).is_ok());
+    expected[5000 - 4096] ^= 1;
+    assert!(found == expected);
 }
 
 #[test]

@@ -256,8 +256,8 @@ impl Inner {
             rate => u128::from(bytes) * 1_000_000_000 / u128::from(rate),
         };
         let least = u64::try_from(least).unwrap_or(u64::MAX);
-        let both = least.saturating_add(opts.latency_ns);
-        let most_more = both / 100 * opts.jitter_percent.min(10_000);
+        let total_ns = least.saturating_add(opts.latency_ns);
+        let most_more = total_ns / 100 * opts.jitter_percent.min(10_000);
         least.saturating_add(self.random.below(most_more.saturating_add(1)))
     }
 

@@ -200,80 +200,80 @@ impl Bench<'_> {
     fn get(
         &mut self,
         client: usize,
-        wanted: &[(Name, u64, usize)],
+        ranges: &[(Name, u64, usize)],
         deadline_ns: u64,
     ) -> Result<Vec<Result<Vec<u8>, RemoteError>>, String> {
         let mut gets = Gets::default();
         let mut guarded: Vec<GuardedParts> = Vec::new();
-        for &(_, _, bytes) in wanted {
+        for &(_, _, bytes) in ranges {
             let pieces = self.pieces(bytes);
             guarded.push(GuardedParts::new(&pieces));
         }
-        for (&(name, offset, _), guarded) in wanted.iter().zip(&mut guarded) {
+        for (&(name, offset, _), guarded) in ranges.iter().zip(&mut guarded) {
             gets.object(name, offset);
             guarded.add_to(&mut gets);
         }
-        // SAFETY: the parts are in memory that nobody else accesses until the batch is done.
+        // SAFETY: the parts are in memory that nothing else accesses until the batch is done.
         unsafe { self.clients[client].get(&mut gets, deadline_ns) };
-        let mut came = Vec::new();
-        for ((item, guarded), &(_, _, room)) in gets.items.iter().zip(&guarded).zip(wanted) {
+        let mut results = Vec::new();
+        for ((item, guarded), &(_, _, room)) in gets.items.iter().zip(&guarded).zip(ranges) {
             let Some(mut bytes) = guarded.bytes() else {
                 return Err(format!("{room} bytes: memory beside the parts was written"));
             };
-            came.push(match item.result {
+            results.push(match item.result {
                 Ok(length) if length as usize > room => {
-                    return Err(format!("{length} bytes came into room for {room}"));
+                    return Err(format!("{length} bytes were read into room for {room}"));
                 }
                 Ok(length) => {
                     bytes.truncate(length as usize);
                     Ok(bytes)
                 }
-                Err(trouble) => Err(trouble),
+                Err(error) => Err(error),
             });
         }
-        Ok(came)
+        Ok(results)
     }
 
     fn get_one(&mut self, client: usize, name: Name, room: usize) -> Result<Vec<u8>, String> {
         let deadline_ns = self.deadline_ns();
-        let mut came = self.get(client, &[(name, 0, room)], deadline_ns)?;
-        let one = came.pop().unwrap_or(Err(RemoteError::Absent));
-        one.map_err(|trouble| format!("an object of up to {room} bytes: {trouble:?}"))
+        let mut results = self.get(client, &[(name, 0, room)], deadline_ns)?;
+        let result = results.pop().unwrap_or(Err(RemoteError::Absent));
+        result.map_err(|error| format!("an object of up to {room} bytes: {error:?}"))
     }
 
-    fn ask(&mut self, names: &[Name]) -> Vec<Result<u64, RemoteError>> {
-        let mut queries = asks_of(names);
+    fn lookup(&mut self, names: &[Name]) -> Vec<Result<u64, RemoteError>> {
+        let mut queries = queries_of(names);
         let deadline_ns = self.deadline_ns();
         self.clients[1].lookup(&mut queries, deadline_ns);
         queries.items.iter().map(|item| item.result).collect()
     }
 
     fn remove(&mut self, names: &[Name]) -> Vec<Result<u64, RemoteError>> {
-        let mut queries = asks_of(names);
+        let mut queries = queries_of(names);
         let deadline_ns = self.deadline_ns();
         self.clients[0].remove(&mut queries, deadline_ns);
         queries.items.iter().map(|item| item.result).collect()
     }
 }
 
-fn asks_of(names: &[Name]) -> Queries {
+fn queries_of(names: &[Name]) -> Queries {
     let mut queries = Queries::default();
     names.iter().for_each(|&name| queries.name(name));
     queries
 }
 
-fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, wanted: T) -> Result<(), String> {
-    if found == wanted {
+fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, expected: T) -> Result<(), String> {
+    if found == expected {
         return Ok(());
     }
-    Err(format!("{what}: {found:.200?} instead of {wanted:.200?}"))
+    Err(format!("{what}: {found:.200?} instead of {expected:.200?}"))
 }
 
-fn same_bytes(what: &str, found: &[u8], wanted: &[u8]) -> Result<(), String> {
-    same(&format!("{what}: length"), found.len(), wanted.len())?;
-    match found.iter().zip(wanted).position(|(a, b)| a != b) {
+fn same_bytes(what: &str, found: &[u8], expected: &[u8]) -> Result<(), String> {
+    same(&format!("{what}: length"), found.len(), expected.len())?;
+    match found.iter().zip(expected).position(|(a, b)| a != b) {
         None => Ok(()),
-        Some(at) => Err(format!("{what}: byte {at} of {} is wrong", wanted.len())),
+        Some(at) => Err(format!("{what}: byte {at} of {} is wrong", expected.len())),
     }
 }
 
@@ -291,9 +291,9 @@ fn sizes(bench: &mut Bench<'_>) -> Result<(), String> {
         let object = bench.object(bytes as usize);
         let put = bench.put(0, std::slice::from_ref(&object));
         same(&format!("a put of {bytes} bytes"), put, vec![Ok(false)])?;
-        same("how long it is", bench.ask(&[object.0]), vec![Ok(bytes)])?;
-        let came = bench.get_one(1, object.0, bytes as usize)?;
-        same_bytes("an object that was put", &came, &object.1)?;
+        same("its length", bench.lookup(&[object.0]), vec![Ok(bytes)])?;
+        let read = bench.get_one(1, object.0, bytes as usize)?;
+        same_bytes("an object that was put", &read, &object.1)?;
     }
     Ok(())
 }
@@ -302,8 +302,8 @@ fn room(bench: &mut Bench<'_>) -> Result<(), String> {
     let object = bench.object(10_000);
     same("a put", bench.put(0, std::slice::from_ref(&object)), vec![Ok(false)])?;
     for room in [10_001, 70_000, 9_999, 4096, 1] {
-        let came = bench.get_one(0, object.0, room)?;
-        same_bytes(&format!("room for {room}"), &came, &object.1[..room.min(10_000)])?;
+        let read = bench.get_one(0, object.0, room)?;
+        same_bytes(&format!("room for {room}"), &read, &object.1[..room.min(10_000)])?;
     }
     // Two destinations of one object in a batch.
     let deadline_ns = bench.deadline_ns();
@@ -318,13 +318,13 @@ fn ranges(bench: &mut Bench<'_>) -> Result<(), String> {
     let object = bench.object(100_000);
     same("a put", bench.put(0, std::slice::from_ref(&object)), vec![Ok(false)])?;
     let ranges = [(0, 1), (1, 4096), (4096, 8192), (50_001, 49_999), (99_999, 1), (99_990, 500)];
-    let wanted = ranges.map(|(offset, bytes)| (object.0, offset as u64, bytes));
+    let requests = ranges.map(|(offset, bytes)| (object.0, offset as u64, bytes));
     let deadline_ns = bench.deadline_ns();
-    let came = bench.get(1, &wanted, deadline_ns)?;
-    for ((offset, bytes), came) in ranges.into_iter().zip(came) {
+    let read = bench.get(1, &requests, deadline_ns)?;
+    for ((offset, bytes), read) in ranges.into_iter().zip(read) {
         let what = format!("{bytes} bytes from {offset} on");
-        let came = came.map_err(|trouble| format!("{what}: {trouble:?}"))?;
-        same_bytes(&what, &came, &object.1[offset..(offset + bytes).min(100_000)])?;
+        let read = read.map_err(|error| format!("{what}: {error:?}"))?;
+        same_bytes(&what, &read, &object.1[offset..(offset + bytes).min(100_000)])?;
     }
     Ok(())
 }
@@ -340,17 +340,21 @@ fn first_wins(bench: &mut Bench<'_>) -> Result<(), String> {
         same_bytes("after a second put", &bench.get_one(1, name, 9000)?, &first)?;
         let name = bench.name();
         let both = [(name, second.clone()), (name, first)];
-        let mut said = bench.put(0, &both);
-        said.sort_unstable_by_key(|said| said.ok());
-        same("two of one name in a batch", said, vec![Ok(false), Ok(true)])?;
-        let came = bench.get_one(0, name, 9000)?;
-        return same("one of them is there", both.iter().any(|(_, bytes)| *bytes == came), true);
+        let mut results = bench.put(0, &both);
+        results.sort_unstable_by_key(|result| result.ok());
+        same("two of one name in a batch", results, vec![Ok(false), Ok(true)])?;
+        let read = bench.get_one(0, name, 9000)?;
+        return same(
+            "one of the two objects is stored",
+            both.iter().any(|(_, bytes)| *bytes == read),
+            true,
+        );
     }
     let puts = bench.put(1, &[(name, second.clone())]);
     same("a second put", puts.iter().all(|result| result.is_ok()), true)?;
     // Remotes that check for existence keep the first object, unless two check at once.
-    let came = bench.get_one(0, name, 9000)?;
-    same("one of them is there", came == first || came == second, true)
+    let read = bench.get_one(0, name, 9000)?;
+    same("one of the two objects is stored", read == first || read == second, true)
 }
 
 fn absent(bench: &mut Bench<'_>) -> Result<(), String> {
@@ -358,10 +362,14 @@ fn absent(bench: &mut Bench<'_>) -> Result<(), String> {
     same("a put", bench.put(0, std::slice::from_ref(&object)), vec![Ok(false)])?;
     let names = [bench.name(), object.0, bench.name()];
     let lengths = vec![Err(RemoteError::Absent), Ok(3000), Err(RemoteError::Absent)];
-    same("what is there", bench.ask(&names), lengths)?;
+    same("lengths of stored objects", bench.lookup(&names), lengths)?;
     let deadline_ns = bench.deadline_ns();
-    let came = bench.get(0, &names.map(|name| (name, 0, 4000)), deadline_ns)?;
-    same("what came", came, vec![Err(RemoteError::Absent), Ok(object.1), Err(RemoteError::Absent)])
+    let read = bench.get(0, &names.map(|name| (name, 0, 4000)), deadline_ns)?;
+    same(
+        "the objects read",
+        read,
+        vec![Err(RemoteError::Absent), Ok(object.1), Err(RemoteError::Absent)],
+    )
 }
 
 fn removed(bench: &mut Bench<'_>) -> Result<(), String> {
@@ -371,17 +379,25 @@ fn removed(bench: &mut Bench<'_>) -> Result<(), String> {
     let names = [objects[1].0, never];
     same("a removal", bench.remove(&names).iter().all(Result::is_ok), true)?;
     same("another one", bench.remove(&names).iter().all(Result::is_ok), true)?;
-    let gone = Err(RemoteError::Absent);
-    same("what is left", bench.ask(&[objects[0].0, names[0], never]), vec![Ok(100), gone, gone])?;
-    same("a put of what was removed", bench.put(1, &objects[1..]), vec![Ok(false)])?;
-    same_bytes("it", &bench.get_one(0, objects[1].0, 9000)?, &objects[1].1)
+    let absent = Err(RemoteError::Absent);
+    same(
+        "lengths after the removal",
+        bench.lookup(&[objects[0].0, names[0], never]),
+        vec![Ok(100), absent, absent],
+    )?;
+    same("a put of a removed object", bench.put(1, &objects[1..]), vec![Ok(false)])?;
+    same_bytes(
+        "an object that was put again",
+        &bench.get_one(0, objects[1].0, 9000)?,
+        &objects[1].1,
+    )
 }
 
 fn empty(bench: &mut Bench<'_>) -> Result<(), String> {
     let deadline_ns = bench.deadline_ns();
     bench.get(0, &[], deadline_ns)?;
     same("puts", bench.put(0, &[]).len(), 0)?;
-    same("asks", bench.ask(&[]).len(), 0)?;
+    same("lookups", bench.lookup(&[]).len(), 0)?;
     same("removals", bench.remove(&[]).len(), 0)
 }
 
@@ -389,24 +405,24 @@ fn large(bench: &mut Bench<'_>) -> Result<(), String> {
     let count = bench.caps.batch.saturating_mul(3).clamp(10, 2000) + 1;
     let objects: Vec<Object> = (0..count).map(|i| bench.object(1 + i * 37 % 9000)).collect();
     same("puts", bench.put(0, &objects), vec![Ok(false); count])?;
-    let mut wanted: Vec<_> =
+    let mut requests: Vec<_> =
         objects.iter().map(|(name, content)| (*name, 0, content.len())).collect();
     for at in (0..count).step_by(7) {
-        wanted[at].0 = bench.name();
+        requests[at].0 = bench.name();
     }
-    let names: Vec<Name> = wanted.iter().map(|wanted| wanted.0).collect();
-    let lengths = bench.ask(&names);
+    let names: Vec<Name> = requests.iter().map(|request| request.0).collect();
+    let lengths = bench.lookup(&names);
     let deadline_ns = bench.deadline_ns();
-    let came = bench.get(1, &wanted, deadline_ns)?;
-    for (at, ((came, length), object)) in came.into_iter().zip(lengths).zip(&objects).enumerate() {
+    let read = bench.get(1, &requests, deadline_ns)?;
+    for (at, ((read, length), object)) in read.into_iter().zip(lengths).zip(&objects).enumerate() {
         if at % 7 == 0 {
-            same("an absent one of many", (came, length), (Err(RemoteError::Absent), length))?;
+            same("an absent one of many", (read, length), (Err(RemoteError::Absent), length))?;
             same("its length", length, Err(RemoteError::Absent))?;
             continue;
         }
-        let came = came.map_err(|trouble| format!("object {at} of {count}: {trouble:?}"))?;
-        same_bytes(&format!("object {at} of {count}"), &came, &object.1)?;
-        same("how long one of many is", length, Ok(object.1.len() as u64))?;
+        let read = read.map_err(|error| format!("object {at} of {count}: {error:?}"))?;
+        same_bytes(&format!("object {at} of {count}"), &read, &object.1)?;
+        same("the length of one of many", length, Ok(object.1.len() as u64))?;
     }
     let names: Vec<Name> = objects.iter().map(|object| object.0).collect();
     same("removals", bench.remove(&names).iter().all(Result::is_ok), true)
@@ -420,17 +436,17 @@ fn past(bench: &mut Bench<'_>) -> Result<(), String> {
     let other = [bench.object(5000), bench.object(50)];
     same("puts", bench.put_by(0, &other, begun), vec![Err(RemoteError::Timeout); 2])?;
     let names = [objects[0].0, objects[1].0];
-    let came = bench.get(0, &names.map(|name| (name, 0, 5000)), begun)?;
-    same("gets", came, vec![Err(RemoteError::Timeout); 2])?;
-    let mut queries = asks_of(&names);
+    let read = bench.get(0, &names.map(|name| (name, 0, 5000)), begun)?;
+    same("gets", read, vec![Err(RemoteError::Timeout); 2])?;
+    let mut queries = queries_of(&names);
     bench.clients[0].lookup(&mut queries, begun);
-    same("asks", queries.items.iter().map(|item| item.result).collect(), late.clone())?;
+    same("lookups", queries.items.iter().map(|item| item.result).collect(), late.clone())?;
     bench.clients[0].remove(&mut queries, begun);
     same("removals", queries.items.iter().map(|item| item.result).collect(), late)?;
     let took = bench.opts.clock.now_ns() - begun;
     let most = if bench.opts.clock.is_manual() { PROMPT_NS } else { PROMPT_REAL_NS };
     same(&format!("five batches without time took {took} ns: prompt"), took < most, true)?;
-    // The lane works as before.
+    // The connection works as before.
     same_bytes("afterwards", &bench.get_one(0, objects[0].0, 5000)?, &objects[0].1)
 }
 
@@ -440,9 +456,13 @@ fn too_long(bench: &mut Bench<'_>) -> Result<(), String> {
     }
     let objects =
         [bench.object(10), bench.object(bench.caps.max_bytes as usize + 1), bench.object(20)];
-    let said = bench.put(0, &objects);
-    same("puts", said, vec![Ok(false), Err(RemoteError::TooLong), Ok(false)])?;
-    same("it is there", bench.ask(&[objects[1].0]), vec![Err(RemoteError::Absent)])
+    let results = bench.put(0, &objects);
+    same("puts", results, vec![Ok(false), Err(RemoteError::TooLong), Ok(false)])?;
+    same(
+        "the object that is too long",
+        bench.lookup(&[objects[1].0]),
+        vec![Err(RemoteError::Absent)],
+    )
 }
 
 fn tenants(bench: &mut Bench<'_>) -> Result<(), String> {
@@ -450,9 +470,13 @@ fn tenants(bench: &mut Bench<'_>) -> Result<(), String> {
     let own = Name { tenant: 42, ..name };
     bench.names.push(own);
     let content = bench.content(600);
-    same("everybody's", bench.put(0, &[(name, everybodys.clone())]), vec![Ok(false)])?;
-    same("before a tenant's own", bench.ask(&[own]), vec![Err(RemoteError::Absent)])?;
+    same(
+        "the object without a tenant",
+        bench.put(0, &[(name, everybodys.clone())]),
+        vec![Ok(false)],
+    )?;
+    same("before a tenant's own", bench.lookup(&[own]), vec![Err(RemoteError::Absent)])?;
     same("a tenant's own", bench.put(0, &[(own, content.clone())]), vec![Ok(false)])?;
-    same_bytes("everybody's", &bench.get_one(1, name, 1000)?, &everybodys)?;
+    same_bytes("the object without a tenant", &bench.get_one(1, name, 1000)?, &everybodys)?;
     same_bytes("a tenant's own", &bench.get_one(1, own, 1000)?, &content)
 }

@@ -202,7 +202,7 @@ proptest! {
     }
 
     #[test]
-    fn nothing_else_opens(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+    fn random_bytes_do_not_open(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
         prop_assert_eq!(opened(&sealer(9), &name(1), &bytes), None);
     }
 }
@@ -244,11 +244,11 @@ fn get(client: &mut dyn Client, name: Name, offset: u64, room: usize) -> Outcome
     let (first, rest) = memory.split_at_mut(room / 3);
     gets.part(first.as_mut_ptr(), first.len() as u64);
     gets.part(rest.as_mut_ptr(), rest.len() as u64);
-    // SAFETY: the memory lives, and nobody else has it.
+    // SAFETY: the memory lives, and nothing else has it.
     unsafe { client.get(&mut gets, LONG) };
     let result = gets.items[0].result;
     if result.is_err() {
-        assert!(memory.iter().all(|&byte| byte == 0xAA), "given out before it was checked");
+        assert!(memory.iter().all(|&byte| byte == 0xAA), "returned before it was verified");
     }
     result.map(|bytes| memory[..bytes as usize].to_vec())
 }
@@ -312,12 +312,12 @@ fn damage_by_the_remote_is_detected() {
                 gets.object(name(number), 0);
                 gets.part(memory.as_mut_ptr(), 4000);
             }
-            // SAFETY: the memory lives, and nobody else has it.
+            // SAFETY: the memory lives, and nothing else has it.
             unsafe { client.get(&mut gets, LONG) };
-            for ((get, memory), wanted) in gets.items.iter().zip(&memory).zip([&a, &b]) {
+            for ((get, memory), expected) in gets.items.iter().zip(&memory).zip([&a, &b]) {
                 match get.result {
-                    Ok(bytes) => assert!(memory[..bytes as usize] == wanted[..], "{fault:?}"),
-                    Err(trouble) => caught += u32::from(trouble == RemoteError::Damaged),
+                    Ok(bytes) => assert!(memory[..bytes as usize] == expected[..], "{fault:?}"),
+                    Err(error) => caught += u32::from(error == RemoteError::Damaged),
                 }
             }
         }

@@ -1,5 +1,5 @@
 //! An in-memory remote with faults by plan and seed: requests are lost, answers are late, damaged
-//! or swapped, objects vanish, and a failover loses acknowledged objects. Its lanes share one map,
+//! or swapped, objects vanish, and a failover loses acknowledged objects. Clients share one map,
 //! so that several engines can share it. Requests advance a manual clock.
 
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use kvtier::tier::remote::{
 pub enum Fault {
     /// The request is lost, without an answer.
     Lost = 0,
-    /// It is executed, and the answer comes after the deadline.
+    /// It is executed, and the answer arrives after the deadline.
     Late = 1,
     /// A put is executed a second time, later.
     Duplicate = 2,
@@ -66,7 +66,7 @@ pub struct Plan {
     pub kib_ns: u64,
     /// Capabilities.
     pub caps: Caps,
-    /// Capacity; puts beyond it fail with [`Trouble::Full`].
+    /// Capacity; puts beyond it fail with [`RemoteError::Full`].
     pub most_bytes: u64,
 }
 
@@ -120,7 +120,7 @@ struct World {
     /// Puts that will be repeated.
     later: Vec<(Name, Vec<u8>)>,
     /// Remaining items of an outage.
-    away: u32,
+    outage_items: u32,
     struck: [u64; FAULTS],
 }
 
@@ -142,7 +142,7 @@ impl Simulated {
             acknowledged: Vec::new(),
             lost: Vec::new(),
             later: Vec::new(),
-            away: 0,
+            outage_items: 0,
             struck: [0; FAULTS],
         };
         Simulated { world: Arc::new(Mutex::new(world)), clock }
@@ -213,7 +213,7 @@ impl World {
     /// Faults before a request is executed. Late is not among them: the request is executed then.
     fn before(&mut self, name: &Name) -> Result<(), RemoteError> {
         if self.strikes(Fault::Down) {
-            self.away = self.plan.down;
+            self.outage_items = self.plan.down;
         }
         if self.strikes(Fault::Failover) {
             let keep = self.acknowledged.len().saturating_sub(self.plan.lag);
@@ -225,8 +225,8 @@ impl World {
             }
             return Err(RemoteError::Unreachable);
         }
-        if self.away > 0 {
-            self.away -= 1;
+        if self.outage_items > 0 {
+            self.outage_items -= 1;
             return Err(RemoteError::Unreachable);
         }
         if self.strikes(Fault::Lost) {
@@ -365,8 +365,8 @@ impl SimulatedLane {
 
 impl Client for SimulatedLane {
     fn greet(&mut self, deadline_ns: u64) -> status::Result<Server> {
-        let nobody = [Name { tenant: 0, hash: [0; 20] }];
-        let done = self.each(&nobody, deadline_ns, |world, _, name| (world.before(name), 0));
+        let dummy = [Name { tenant: 0, hash: [0; 20] }];
+        let done = self.each(&dummy, deadline_ns, |world, _, name| (world.before(name), 0));
         done.into_iter().collect::<Result<Vec<()>, RemoteError>>()?;
         Ok(Server { words: "simulated".to_string(), warnings: Vec::new() })
     }
@@ -387,10 +387,10 @@ impl Client for SimulatedLane {
                     // SAFETY: the caller's promise: the memory of every part is valid.
                     Ok(unsafe { scatter(bytes, gets.parts_of(at)) })
                 }
-                Err(trouble) => {
+                Err(error) => {
                     // A part of a late answer may have arrived. SAFETY: as above.
                     unsafe { scatter(&[0xEE; 64], gets.parts_of(at)) };
-                    Err(trouble)
+                    Err(error)
                 }
             };
             gets.items[at].result = result;
@@ -433,7 +433,7 @@ impl Client for SimulatedLane {
 /// Writes bytes to parts as far as they have room; returns the number.
 ///
 /// # Safety
-/// The memory of the parts is valid, and nobody else accesses it.
+/// The memory of the parts is valid, and nothing else accesses it.
 unsafe fn scatter(bytes: &[u8], parts: &[Part]) -> u64 {
     let mut rest = bytes;
     for part in parts {
@@ -448,7 +448,7 @@ unsafe fn scatter(bytes: &[u8], parts: &[Part]) -> u64 {
 /// The concatenated bytes of parts.
 ///
 /// # Safety
-/// The memory of the parts is valid, and nobody writes it.
+/// The memory of the parts is valid, and nothing writes it.
 unsafe fn gathered(parts: &[Part]) -> Vec<u8> {
     let mut all = Vec::new();
     for part in parts.iter().filter(|part| part.bytes > 0) {

@@ -13,7 +13,7 @@ use kvtier::tier::remote::shape::Shape;
 const SECOND: u64 = 1_000_000_000;
 
 #[test]
-fn it_conforms_without_faults() {
+fn a_remote_without_faults_conforms() {
     for (first_wins, ranges) in [(true, true), (true, false), (false, true)] {
         let mut plan = Plan::default();
         plan.caps = Caps { first_wins, ranges, max_bytes: 4 << 20, ..plan.caps };
@@ -127,14 +127,14 @@ impl Driver {
             })
             .collect();
         let deadline_ns = self.clock.now_ns() + 10_000_000;
-        let said = match self.random.below(8) {
-            0 => self.ask(&which, deadline_ns),
+        let outcome = match self.random.below(8) {
+            0 => self.lookup(&which, deadline_ns),
             1..4 => self.put(&which, deadline_ns),
             _ => self.get(&which, deadline_ns),
         };
         // At most a moment of virtual time.
         assert!(self.clock.now_ns() <= deadline_ns + 1_000_000);
-        said
+        outcome
     }
 
     fn object(&self, number: u8, object: usize) -> (Object<'_>, Name) {
@@ -143,7 +143,7 @@ impl Driver {
         (Object::new(&self.shape, object, chunk, Codec::None).unwrap(), name)
     }
 
-    fn ask(&mut self, which: &[(u8, usize)], deadline_ns: u64) -> String {
+    fn lookup(&mut self, which: &[(u8, usize)], deadline_ns: u64) -> String {
         let mut queries = Queries::default();
         for &(number, object) in which {
             queries.name(self.object(number, object).1);
@@ -212,18 +212,18 @@ impl Driver {
         }
         // SAFETY: all the memory stays allocated, and is only read afterwards.
         unsafe { self.client.get(&mut gets, deadline_ns) };
-        let mut said = String::new();
+        let mut outcome = String::new();
         for ((&(number, object), item), memory) in which.iter().zip(&gets.items).zip(&memory) {
             let (header, planes, places) = memory;
-            let Ok(came) = item.result else {
-                said += &format!("{:?} ", item.result);
+            let Ok(length) = item.result else {
+                outcome += &format!("{:?} ", item.result);
                 continue;
             };
             let mut verdicts = Vec::new();
             let (it, _) = self.object(number, object);
-            // SAFETY: the places are in the planes, which nobody writes any more.
-            let judged = unsafe { it.verify(header, came, places, &mut verdicts) };
-            said += &format!("{judged:?} {verdicts:?} ");
+            // SAFETY: the places are in the planes, which nothing writes any more.
+            let judged = unsafe { it.verify(header, length, places, &mut verdicts) };
+            outcome += &format!("{judged:?} {verdicts:?} ");
             if judged.is_err() {
                 assert!(verdicts.is_empty());
                 continue;
@@ -233,13 +233,13 @@ impl Driver {
             for ((layer, cell), verdict) in self.shape.layers(object).zip(cells).zip(verdicts) {
                 for (plane, &(_, bytes)) in cell.planes().iter().enumerate() {
                     let found = planes.next().unwrap();
-                    let wanted = Driver::content(number, layer, plane, bytes);
+                    let expected = Driver::content(number, layer, plane, bytes);
                     // Bytes with a sound verdict are right, whatever the remote did.
-                    assert!(verdict != Verdict::Sound || *found == wanted);
+                    assert!(verdict != Verdict::Sound || *found == expected);
                 }
             }
         }
-        said
+        outcome
     }
 }
 
@@ -260,10 +260,10 @@ fn no_seed_yields_wrong_bytes_and_every_item_has_a_result() {
             Driver::new(&remote, clock.clone(), seed * 2 + 1),
         ];
         for step in 0..16 {
-            let said = drivers[step % 2].step();
-            assert!(!said.is_empty());
-            sound += said.matches("Sound").count();
-            bad += said.matches("Damaged").count() + said.matches("Malformed").count();
+            let outcome = drivers[step % 2].step();
+            assert!(!outcome.is_empty());
+            sound += outcome.matches("Sound").count();
+            bad += outcome.matches("Damaged").count() + outcome.matches("Malformed").count();
         }
         struck.iter_mut().zip(remote.world.lock().struck).for_each(|(all, more)| *all += more);
     }

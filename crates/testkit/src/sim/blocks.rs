@@ -90,13 +90,13 @@ impl World {
     /// One random step.
     pub(super) fn block_step(&mut self) -> Outcome<()> {
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
-        let what = blocks.random.below(100);
+        let choice = blocks.random.below(100);
         let count = 1 + blocks.random.below(MOST);
         let namespace = blocks.random.below(u64::from(SPACES)) as u32;
         let names: Vec<u32> = (0..count).map(|_| blocks.random.below(NAMES) as u32).collect();
         let level = [Level::Ram, Level::Ram, Level::Disk, Level::Durable];
         let level = level[blocks.random.below(4) as usize];
-        match what {
+        match choice {
             0..=6 => self.move_blocks(TransferKind::Put, level, namespace, names, false),
             7..=12 => self.move_blocks(TransferKind::Get, Level::Ram, namespace, names, false),
             13..=14 => {
@@ -178,9 +178,9 @@ impl World {
         };
         let Some(asker) = self.asker(namespace)? else { return Ok(()) };
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
-        let how = (kind, level, blocks.random.below(3) as usize);
+        let request = (kind, level, blocks.random.below(3) as usize);
         let mut core = self.core.0.lock();
-        let begun = core.submit_blocks(asker, how, moved);
+        let begun = core.submit_blocks(asker, request, moved);
         core.close_session(asker)?;
         drop(core);
         match begun {
@@ -272,15 +272,15 @@ impl World {
             },
         };
         let keys = World::keys_of(namespace, names)?;
-        let (mut found, mut there) = (vec![0; names.len()], vec![0; names.len()]);
+        let (mut found, mut present) = (vec![0; names.len()], vec![0; names.len()]);
         let mut core = self.core.0.lock();
-        core.exists(self.namespaces[namespace as usize], &keys, &mut there)?;
+        core.exists(self.namespaces[namespace as usize], &keys, &mut present)?;
         core.hold_names(session, &keys, &mut found)?;
         drop(core);
         let whole: Vec<u8> =
-            there.iter().map(|&one| if one & WHOLE != 0 { one } else { 0 }).collect();
+            present.iter().map(|&one| if one & WHOLE != 0 { one } else { 0 }).collect();
         if found != whole {
-            return Err(wrong(format!("held {found:?} of {names:?}, there were {there:?}")));
+            return Err(wrong(format!("held {found:?} of {names:?}, there were {present:?}")));
         }
         let Some(blocks) = &mut self.blocks else { return Ok(()) };
         let none = Holder { session, held: BTreeMap::new() };
@@ -364,26 +364,27 @@ impl World {
     }
 
     /// Checks the end of a block transfer; false if it is none.
-    pub(super) fn end_blocks(&mut self, one: &Finished) -> Outcome<bool> {
+    pub(super) fn end_blocks(&mut self, finished: &Finished) -> Outcome<bool> {
         let Some(blocks) = &mut self.blocks else { return Ok(false) };
-        let Some(submitted) = blocks.submitted.remove(&one.number) else { return Ok(false) };
+        let Some(submitted) = blocks.submitted.remove(&finished.number) else { return Ok(false) };
         let layout = self.layouts[submitted.namespace as usize].clone();
         let each = layout.chunk_tokens() as usize;
-        let ended =
-            |words: &str| Err(wrong(format!("blocks {:?}: {words}: {one:?}", submitted.names)));
-        let well = one.outcomes.iter().take_while(|&&status| status == Status::Ok).count();
-        if one.outcomes.len() != submitted.names.len() || !one.last {
+        let ended = |words: &str| {
+            Err(wrong(format!("blocks {:?}: {words}: {finished:?}", submitted.names)))
+        };
+        let well = finished.outcomes.iter().take_while(|&&status| status == Status::Ok).count();
+        if finished.outcomes.len() != submitted.names.len() || !finished.last {
             return ended("each block must have a status");
         }
-        if one.error.is_none() != (well == submitted.names.len())
-            || one.tokens != (well * each) as u64
+        if finished.error.is_none() != (well == submitted.names.len())
+            || finished.tokens != (well * each) as u64
         {
             return ended("the total must match the parts");
         }
         let tolerated =
             [Status::Ok, Status::NotFound, Status::Cancelled, Status::Budget, Status::Io];
         let hears_wrong = self.may_hear_wrong();
-        for (at, (&name, status)) in submitted.names.iter().zip(&one.outcomes).enumerate() {
+        for (at, (&name, status)) in submitted.names.iter().zip(&finished.outcomes).enumerate() {
             let was_begun = |all: &Blocks| all.begun.contains(&(submitted.namespace, name));
             if submitted.is_lookup
                 && *status == Status::Ok

@@ -79,7 +79,7 @@ impl World {
             }
             _ => (0, layout.layers()),
         };
-        let (marks, wanted) = match kind {
+        let (marks, request) = match kind {
             TransferKind::Put => (session.marks[first..first + tokens].to_vec(), Wanted::All),
             _ => picked(&mut self.picks, &session.marks[first..first + tokens], each),
         };
@@ -107,7 +107,7 @@ impl World {
             first_layer,
             layers,
             by_layer,
-            wanted,
+            wanted: request,
             views,
             after,
         };
@@ -237,21 +237,24 @@ impl World {
     pub(super) fn collect(&mut self) -> Outcome<()> {
         let mut finished = Vec::new();
         self.core.0.lock().finished(&mut finished);
-        for one in finished {
-            if self.end_blocks(&one)? {
+        for transfer in finished {
+            if self.end_blocks(&transfer)? {
                 continue;
             }
-            let Some(mut submitted) = self.submitted.remove(&one.number) else {
-                return Err(wrong(format!("transfer {} ended twice", one.number)));
+            let Some(mut submitted) = self.submitted.remove(&transfer.number) else {
+                return Err(wrong(format!("transfer {} ended twice", transfer.number)));
             };
             submitted.parts_left -= 1;
-            self.check_event(&submitted, one.bytes)?;
-            self.compare(&submitted, &one)?;
-            if one.last != (submitted.parts_left == 0) {
-                return Err(wrong(format!("{} parts are left: {one:?}", submitted.parts_left)));
+            self.check_event(&submitted, transfer.bytes)?;
+            self.compare(&submitted, &transfer)?;
+            if transfer.last != (submitted.parts_left == 0) {
+                return Err(wrong(format!(
+                    "{} parts are left: {transfer:?}",
+                    submitted.parts_left
+                )));
             }
-            if !one.last {
-                self.submitted.insert(one.number, submitted);
+            if !transfer.last {
+                self.submitted.insert(transfer.number, submitted);
             } else {
                 self.report.moves += 1;
             }
@@ -259,12 +262,12 @@ impl World {
         Ok(())
     }
 
-    pub(super) fn compare(&mut self, submitted: &Submitted, one: &Finished) -> Outcome<()> {
+    pub(super) fn compare(&mut self, submitted: &Submitted, finished: &Finished) -> Outcome<()> {
         let layout = &self.layouts[submitted.namespace as usize];
         let each = layout.chunk_tokens() as usize;
-        let tokens = one.tokens as usize;
+        let tokens = finished.tokens as usize;
         let layers = match submitted.by_layer {
-            true => one.part as usize..one.part as usize + 1,
+            true => finished.part as usize..finished.part as usize + 1,
             false => 0..submitted.layers,
         };
         let tolerated =
@@ -276,11 +279,11 @@ impl World {
                 || status == Status::Corrupt && self.may_damage()
                 || self.may_fail_remote(submitted)
         };
-        if let Some(error) = one.error.as_ref().filter(|e| !is_known(e.status())) {
+        if let Some(error) = finished.error.as_ref().filter(|e| !is_known(e.status())) {
             return Err(wrong(format!("{:?} ended with {error}", submitted.kind)));
         }
         if submitted.kind == TransferKind::Put {
-            if one.error.is_none() && submitted.level == Level::Durable {
+            if finished.error.is_none() && submitted.level == Level::Durable {
                 for layer in layers {
                     self.note_durable(submitted, submitted.first_layer + layer, each);
                 }
@@ -305,7 +308,7 @@ impl World {
                 let bad = got.k.iter().zip(&right.k).position(|(a, b)| a != b);
                 let poison = got.k.iter().filter(|&&b| b == POISON).count();
                 return Err(wrong(format!(
-                    "wrong bytes in layer {at} of {}: {one:?}, K from {bad:?} on, {poison} of {} untouched",
+                    "wrong bytes in layer {at} of {}: {finished:?}, K from {bad:?} on, {poison} of {} untouched",
                     submitted.namespace,
                     got.k.len()
                 )));

@@ -103,9 +103,9 @@ impl World {
         let Some(device_sim) = &mut self.device_sim else { return Ok(()) };
         let bytes = device_sim.random.below(9) * LEAST_BYTES;
         let policy = POLICIES[device_sim.random.below(4) as usize];
-        let what = device_sim.random.below(120);
+        let choice = device_sim.random.below(120);
         let mut core = self.core.0.lock();
-        match what {
+        match choice {
             0 => core.set_device_bytes(bytes)?,
             1 => drop(core.shrink_device(bytes)),
             2 => core.set_policy(Tier::Device, policy)?,
@@ -113,11 +113,11 @@ impl World {
         }
         core.check_replicas()?;
         drop(core);
-        if what < 12 {
-            self.damage(what as usize);
+        if choice < 12 {
+            self.damage(choice as usize);
             self.core.0.lock().check_replicas()?;
         }
-        if what == 3 {
+        if choice == 3 {
             self.report.audited += self.audit()?;
         }
         Ok(())
@@ -158,14 +158,14 @@ impl World {
         let list = self.core.0.lock().audit_list();
         let all = self.core.0.lock().begin_audit(&list);
         let mut audited = Audited::default();
-        for one in all {
+        for audit in all {
             // SAFETY: the audit is ended below.
-            let found = unsafe { self.tools.audit(&one, Stream(0)) };
+            let found = unsafe { self.tools.audit(&audit, Stream(0)) };
             let known = [None, Some(Status::Io), Some(Status::Unavailable)];
             if !known.contains(&found.as_ref().err().map(|error| error.status())) {
                 return Err(wrong(format!("an audit ended with {found:?}")));
             }
-            self.core.0.lock().end_audit(one, found, &mut audited);
+            self.core.0.lock().end_audit(audit, found, &mut audited);
         }
         match audited.wrong {
             0 => Ok(audited.right),

@@ -7,7 +7,7 @@ use kvtier::base::random::Random;
 use kvtier::base::sync::Arc;
 use kvtier::device::{Device, Event, State, Stream};
 use kvtier::store::executor::Tools;
-use kvtier::store::executor::device_batches::{Crew, Desk};
+use kvtier::store::executor::device_batches::{EventCopies, StateAccess};
 use kvtier::store::state::StoreState;
 use kvtier::store::state::transfer::TransferKind;
 
@@ -19,7 +19,7 @@ const KERNELS: Stream = Stream(3);
 /// Engine events of a run.
 pub(super) struct EngineEvents {
     random: Random,
-    executor: Crew,
+    executor: EventCopies,
     /// Pending user events, each with the event behind it that transfers wait for; both may be the
     /// same.
     open: Vec<(Event, Event)>,
@@ -27,7 +27,7 @@ pub(super) struct EngineEvents {
     named: Vec<Event>,
 }
 
-impl Desk for Shared {
+impl StateAccess for Shared {
     fn with(&mut self, act: &mut dyn FnMut(&mut StoreState)) {
         act(&mut self.0.lock());
     }
@@ -38,7 +38,7 @@ impl EngineEvents {
     pub(super) fn of(seed: u64, tools: &Tools) -> Option<EngineEvents> {
         tools.device.facts().asynchronous.then(|| EngineEvents {
             random: Random::new(seed ^ 0xAF7E6),
-            executor: Crew::new(tools.clone()),
+            executor: EventCopies::new(tools.clone()),
             open: Vec::new(),
             named: Vec::new(),
         })
@@ -102,9 +102,9 @@ impl World {
     /// One random step.
     pub(super) fn step_engine_events(&mut self) -> Outcome<()> {
         let Some(engine_events) = &mut self.engine_events else { return Ok(()) };
-        let what = engine_events.random.below(12);
+        let choice = engine_events.random.below(12);
         let count = engine_events.open.len() as u64;
-        match what {
+        match choice {
             0..=3 => {
                 self.event_executor_step();
             }
@@ -122,7 +122,7 @@ impl World {
         let Some(engine_events) = &mut self.engine_events else { return false };
         // SAFETY: as for all other work: `submitted` keeps the memory until the transfer's end is
         // reported.
-        unsafe { engine_events.executor.turn(&mut self.core.clone()) }
+        unsafe { engine_events.executor.advance(&mut self.core.clone()) }
     }
 
     /// Signals an event: kernels' outputs appear, and their inputs must be unchanged before.
@@ -196,7 +196,9 @@ impl World {
     pub(super) fn check_event(&mut self, submitted: &Submitted, bytes: u64) -> Outcome<()> {
         let Some(event) = submitted.after.filter(|_| bytes > 0) else { return Ok(()) };
         match self.tools.device.state(event) {
-            Ok(State::Pending) => Err(wrong(format!("{bytes} bytes came before {event:?}"))),
+            Ok(State::Pending) => {
+                Err(wrong(format!("{bytes} bytes were written before {event:?}")))
+            }
             _ => {
                 self.report.engine_events += 1;
                 Ok(())

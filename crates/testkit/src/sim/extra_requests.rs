@@ -20,10 +20,10 @@ pub(super) struct ExtraRequests {
     tickets: Vec<u64>,
     /// Chunks that were ever put.
     put: Ends,
-    /// Chunks that will be cleared durably once a turn has come.
-    going: Vec<(u64, Ends)>,
+    /// Chunks whose removal becomes durable with a numbered sync.
+    clearing: Vec<(u64, Ends)>,
     /// Chunks that are cleared durably.
-    gone: Ends,
+    cleared: Ends,
 }
 
 impl ExtraRequests {
@@ -34,8 +34,8 @@ impl ExtraRequests {
             random,
             tickets: Vec::new(),
             put: Ends::new(),
-            going: Vec::new(),
-            gone: Ends::new(),
+            clearing: Vec::new(),
+            cleared: Ends::new(),
         })
     }
 }
@@ -44,8 +44,8 @@ impl World {
     /// One random step.
     pub(super) fn extra_request(&mut self) -> Outcome<()> {
         let Some(extra_requests) = &mut self.extra_requests else { return Ok(()) };
-        let what = extra_requests.random.below(100);
-        match what {
+        let choice = extra_requests.random.below(100);
+        match choice {
             0..=5 => self.begin_some_waiting(),
             6..=7 => self.drop_range()?,
             8 => self.clear()?,
@@ -101,8 +101,8 @@ impl World {
         for end in (submitted.first + each..=submitted.tokens.len()).step_by(each) {
             let key = (submitted.namespace, submitted.marks[end - 1]);
             extra_requests.put.insert(key, submitted.tokens[..end].to_vec());
-            extra_requests.gone.remove(&key);
-            extra_requests.going.iter_mut().for_each(|(_, ends)| drop(ends.remove(&key)));
+            extra_requests.cleared.remove(&key);
+            extra_requests.clearing.iter_mut().for_each(|(_, ends)| drop(ends.remove(&key)));
         }
     }
 
@@ -146,9 +146,9 @@ impl World {
         let Some(extra_requests) = &mut self.extra_requests else { return Ok(()) };
         let namespace = extra_requests.random.below(u64::from(SPACES)) as u32;
         if extra_requests.random.coin() {
-            let (old, kept): (Vec<_>, Vec<_>) =
+            let (old, recent): (Vec<_>, Vec<_>) =
                 self.sessions.drain(..).partition(|session| session.namespace == namespace);
-            self.sessions = kept;
+            self.sessions = recent;
             for session in old {
                 self.core.0.lock().close_session(session.number)?;
             }
@@ -160,7 +160,7 @@ impl World {
         let mut core = self.core.0.lock();
         let mut clearing = core.begin_clear(self.namespaces[namespace as usize])?;
         while core.clear_more(&mut clearing, 7) {}
-        let turn = core.ask_to_last();
+        let turn = core.request_durability();
         core.check()?;
         drop(core);
         self.durable_cells.retain(|&(s, ..), _| s != namespace);
@@ -172,21 +172,21 @@ impl World {
         let ends = extra_requests.put.iter().filter(|((s, _), _)| *s == namespace);
         let ends: Ends = ends.map(|(&key, tokens)| (key, tokens.clone())).collect();
         self.check_absent(&ends)?;
-        self.report.cleared += cleared.gone;
+        self.report.cleared += cleared.removed;
         if let Some(extra_requests) = &mut self.extra_requests {
-            extra_requests.going.push((turn, ends));
+            extra_requests.clearing.push((turn, ends));
         }
         Ok(())
     }
 
-    /// Handles turns that have come.
+    /// Handles syncs that have completed.
     fn note_cleared(&mut self) {
         let Some(extra_requests) = &mut self.extra_requests else { return };
-        for (turn, ends) in std::mem::take(&mut extra_requests.going) {
-            match self.core.0.lock().lasts(turn) {
-                Some(Ok(())) => extra_requests.gone.extend(ends),
+        for (turn, ends) in std::mem::take(&mut extra_requests.clearing) {
+            match self.core.0.lock().durability(turn) {
+                Some(Ok(())) => extra_requests.cleared.extend(ends),
                 Some(Err(_)) => {}
-                None => extra_requests.going.push((turn, ends)),
+                None => extra_requests.clearing.push((turn, ends)),
             }
         }
     }
@@ -195,16 +195,16 @@ impl World {
     pub(super) fn check_cleared(&mut self) -> Outcome<()> {
         let is_rotten = self.is_rotten;
         let Some(extra_requests) = &mut self.extra_requests else { return Ok(()) };
-        (extra_requests.tickets, extra_requests.going) = (Vec::new(), Vec::new());
+        (extra_requests.tickets, extra_requests.clearing) = (Vec::new(), Vec::new());
         if is_rotten {
-            extra_requests.gone.clear();
+            extra_requests.cleared.clear();
         }
-        let gone = extra_requests.gone.clone();
-        self.check_absent(&gone)
+        let ends = extra_requests.cleared.clone();
+        self.check_absent(&ends)
     }
 
     fn check_absent(&self, ends: &Ends) -> Outcome<()> {
-        // Chunks that others uploaded come back from the remote.
+        // Chunks that others uploaded return from the remote.
         if self.remote_sim.is_some() {
             return Ok(());
         }

@@ -156,10 +156,10 @@ impl World {
         if after > before {
             let end = tokens.len();
             return Err(wrong(format!(
-                "tokens {first}..{end} of namespace {namespace}, layer {layer}, were durable and are gone"
+                "tokens {first}..{end} of namespace {namespace}, layer {layer}, were durable and are lost"
             )));
         }
-        self.report.kept += 1;
+        self.report.durable_found += 1;
         Ok(())
     }
 }

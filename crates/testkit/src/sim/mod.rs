@@ -36,7 +36,7 @@ pub struct Report {
     /// Compared bytes.
     pub checked_bytes: u64,
     /// Durable cells that were found after a restart.
-    pub kept: u64,
+    pub durable_found: u64,
     /// Durable blocks likewise.
     pub kept_blocks: u64,
     /// Chunks of completely cleared namespaces.

@@ -31,8 +31,8 @@ impl RemoteSim {
                 fresh_ns: random.below(10_000_000_000),
                 absent_ns: random.below(1_000_000_000),
                 known: 4 + random.below(200) as usize,
-                asks: random.below(4) > 0,
-                fetches: random.below(3) == 0,
+                lookup_on_append: random.below(4) > 0,
+                prefetch_found: random.below(3) == 0,
                 seed,
                 ..RemoteConfig::default()
             };

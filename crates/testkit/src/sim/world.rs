@@ -80,8 +80,8 @@ impl CheckpointWriter for Shared {
 }
 
 impl CellIndex for Shared {
-    fn wants(&mut self, cell: &CellAt) -> bool {
-        self.0.lock().wants(cell)
+    fn is_live(&mut self, cell: &CellAt) -> bool {
+        self.0.lock().is_live(cell)
     }
 
     fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
@@ -187,7 +187,7 @@ fn config(
         codec,
         max_chunks: [4096, FEW_CHUNKS][random.below(2) as usize],
         max_sessions: 32,
-        max_moves: 64,
+        max_transfers: 64,
         max_jobs: 16 + random.below(200) as u32,
         events: 256,
         batch_cells: 1 + random.below(16) as usize,
@@ -266,8 +266,8 @@ impl World {
 
     /// One random step.
     pub fn step(&mut self) -> Outcome<()> {
-        let what = self.random.below(100);
-        match what {
+        let choice = self.random.below(100);
+        match choice {
             0..=9 => self.open_session()?,
             10..=19 => self.append()?,
             20..=34 => self.put()?,
@@ -281,8 +281,8 @@ impl World {
                 self.clock.advance(self.random.below(3_000_000_000));
                 self.core.0.lock().tick(self.clock.now_ns());
             }
-            55 if self.random.coin() => self.core.0.lock().ask_for_checkpoint(),
-            55 if self.random.coin() => self.core.0.lock().write_all_down(),
+            55 if self.random.coin() => self.core.0.lock().request_checkpoint(),
+            55 if self.random.coin() => self.core.0.lock().write_back_all(),
             55 => self.change_limits()?,
             56 if self.random.below(4) == 0 => self.crash()?,
             57 if self.random.below(4) == 0 => self.drain()?,
@@ -295,7 +295,8 @@ impl World {
         self.remote_step()?;
         self.step_engine_events()?;
         self.collect()?;
-        self.report.mark = Random::new(self.report.mark ^ what ^ self.pending.len() as u64).draw();
+        self.report.mark =
+            Random::new(self.report.mark ^ choice ^ self.pending.len() as u64).draw();
         if self.files.is_closed() {
             self.restart(false)?; // planned power failure
         }
@@ -376,7 +377,7 @@ impl World {
                     return Err(wrong(format!(
                         "{} transfers are stuck: {}",
                         self.submitted.len(),
-                        core.what_waits()
+                        core.describe_waiters()
                     )));
                 }
                 core.check()?;
@@ -395,7 +396,10 @@ impl World {
                 return Ok(());
             }
         }
-        Err(wrong(format!("the store never becomes idle: {}", self.core.0.lock().what_waits())))
+        Err(wrong(format!(
+            "the store never becomes idle: {}",
+            self.core.0.lock().describe_waiters()
+        )))
     }
 
     /// Whether nothing prevented writes to the disk or evicted from it.

@@ -63,8 +63,8 @@ impl<'a> Problem<'a> {
     fn new(lab: &Lab<'a>, shape: Shape) -> Outcome<Problem<'a>> {
         let Shape { queries, tokens, heads, key_heads, dim, dtype, .. } = shape;
         // Products large enough for a non-uniform softmax.
-        let asked = lab.numbers(queries * heads * dim, dtype);
-        let queries: Vec<f32> = asked.iter().map(|x| rounded(4.0 * x, dtype)).collect();
+        let query_numbers = lab.numbers(queries * heads * dim, dtype);
+        let queries: Vec<f32> = query_numbers.iter().map(|x| rounded(4.0 * x, dtype)).collect();
         let [keys, own] = [0, 1].map(|_| lab.numbers(tokens * key_heads * dim, dtype));
         let values = if shape.is_latent() { keys.clone() } else { own };
         let lay = |numbers: &[f32]| {
@@ -82,7 +82,7 @@ impl<'a> Problem<'a> {
     /// A call without outputs.
     fn call(&self, kind: Kind) -> Call {
         let Shape { queries, tokens, heads, key_heads, dim, dtype, is_paged } = self.shape;
-        let [asked, keys, values] = &self.buffers;
+        let [queries_buffer, keys, values] = &self.buffers;
         let values = if self.shape.is_latent() { keys } else { values };
         let (row, head) = (self.shape.row() as i64, (dim * size(dtype)) as i64);
         let before = BEFORE as u64;
@@ -91,7 +91,7 @@ impl<'a> Problem<'a> {
             kind: kind as u32,
             dtype: dtype.code(),
             other_dtype: dtype.code(),
-            queries: asked.address,
+            queries: queries_buffer.address,
             query_stride: heads as i64 * head,
             query_head_stride: head,
             keys: if is_paged { before } else { keys.address },
@@ -121,14 +121,14 @@ impl<'a> Problem<'a> {
     ) -> (Vec<f64>, Vec<f64>, f64) {
         let Shape { heads, key_heads, dim, .. } = self.shape;
         let of = head / (heads / key_heads);
-        let asked = &self.queries[(query * heads + head) * dim..][..dim];
+        let query_row = &self.queries[(query * heads + head) * dim..][..dim];
         let row = |all: &'_ [f32], token: usize, dim: usize| -> Vec<f64> {
             let start = (token * key_heads + of) * self.shape.dim;
             all[start..start + dim].iter().map(|x| f64::from(*x)).collect()
         };
         let product = |token: usize| {
             let key = row(&self.keys, token, dim);
-            let sum: f64 = asked.iter().zip(key).map(|(q, k)| f64::from(*q) * k).sum();
+            let sum: f64 = query_row.iter().zip(key).map(|(q, k)| f64::from(*q) * k).sum();
             if sees(token) { sum / (dim as f64).sqrt() } else { f64::NEG_INFINITY }
         };
         let mut weights: Vec<f64> = (0..=self.shape.first() + query).map(product).collect();
@@ -158,9 +158,14 @@ impl<'a> Problem<'a> {
         for at in 0..queries * heads {
             let (query, head) = (at / heads, at % heads);
             let position = self.shape.first() + query;
-            let (_, want, log) = self.attend((query, head), &|key| sees(head, position, key));
+            let (_, expected, log) = self.attend((query, head), &|key| sees(head, position, key));
             check_close("log-sum-exp", at, lse[at], log, lse_bound)?;
-            check_all_close("result", &out[at * want.len()..][..want.len()], &want, bound)?;
+            check_all_close(
+                "result",
+                &out[at * expected.len()..][..expected.len()],
+                &expected,
+                bound,
+            )?;
         }
         Ok(())
     }
@@ -208,17 +213,17 @@ pub fn estimate(bench: &Bench<'_>) -> Outcome {
             scratch_bytes: scratch.len as u64,
             ..problem.call(Kind::Estimate)
         })?;
-        let mut want = [vec![0.0; 2 * tokens], vec![0.0; 2 * tokens]];
+        let mut expected = [vec![0.0; 2 * tokens], vec![0.0; 2 * tokens]];
         for at in 0..2 * queries {
             let (query, head) = (at / 2, at % 2);
             let (weights, ..) = problem.attend((query, head), &|_| true);
             for (key, weight) in weights.iter().enumerate() {
-                want[0][head * tokens + key] += weight;
-                want[1][head * tokens + shape.first() + query - key] += weight;
+                expected[0][head * tokens + key] += weight;
+                expected[1][head * tokens + shape.first() + query - key] += weight;
             }
         }
-        check_all_close("sum of key", &columns.numbers(Dtype::F32)?, &want[0], 4e-6)?;
-        check_all_close("sum of distance", &distances.numbers(Dtype::F32)?, &want[1], 4e-6)?;
+        check_all_close("sum of key", &columns.numbers(Dtype::F32)?, &expected[0], 4e-6)?;
+        check_all_close("sum of distance", &distances.numbers(Dtype::F32)?, &expected[1], 4e-6)?;
     }
     Ok(())
 }
@@ -261,15 +266,16 @@ fn prefill_once(
     let Shape { queries, tokens, heads, dtype, .. } = problem.shape;
     let value_dim = problem.shape.value_dim();
     let lists = lists.unwrap_or_default();
-    let (mut said, mut starts, mut items) = (Vec::new(), vec![0], Vec::new());
+    let (mut index_heads, mut starts, mut items) = (Vec::new(), vec![0], Vec::new());
     for list in lists.iter().flatten() {
         items.extend_from_slice(list);
         starts.push(items.len() as u32);
     }
     for head in 0..lists.len() as u32 {
-        said.extend([LINES, 2 * head, 2, 0, 0, NO_QUERY]);
+        index_heads.extend([LINES, 2 * head, 2, 0, 0, NO_QUERY]);
     }
-    let (said, starts, items) = (lab.put_u32(&said)?, lab.put_u32(&starts)?, lab.put_u32(&items)?);
+    let (index_heads, starts, items) =
+        (lab.put_u32(&index_heads)?, lab.put_u32(&starts)?, lab.put_u32(&items)?);
     let out = lab.out(queries * heads * value_dim * 4)?;
     let more = lab.out(queries * heads * 4)?;
     let scratch = lab.put(&vec![7; 12 * heads * (tokens / 32 + 8)])?;
@@ -280,7 +286,7 @@ fn prefill_once(
         out_head_stride: (value_dim * 4) as i64,
         more: more.at(),
         count: lists.len() as u32,
-        numbers: if_listed(&said),
+        numbers: if_listed(&index_heads),
         counts: if_listed(&starts),
         index: if_listed(&items),
         scratch: if_listed(&scratch),
@@ -358,11 +364,11 @@ fn decode_once(lab: &Lab<'_>, problem: &Problem<'_>, list: Option<Vec<u32>>) -> 
     if has_list {
         return Ok(());
     }
-    let mut want = vec![0.0; heads * tokens];
+    let mut expected = vec![0.0; heads * tokens];
     for at in 0..rows {
         let (weights, ..) = problem.attend((at / heads, at % heads), &|_| true);
-        let line = &mut want[at % heads * tokens..];
+        let line = &mut expected[at % heads * tokens..];
         line.iter_mut().zip(weights).for_each(|(sum, weight)| *sum += weight);
     }
-    check_all_close("sum of key", &sums.numbers(Dtype::F32)?, &want, 4e-6)
+    check_all_close("sum of key", &sums.numbers(Dtype::F32)?, &expected, 4e-6)
 }

@@ -21,24 +21,24 @@ pub fn add(bench: &Bench<'_>) -> Outcome {
             lab.numbers(LISTS * group * row_stride, Dtype::F32),
         );
         let scores = lab.change(&super::bytes_of(&before, Dtype::F32))?;
-        let there = lab.put_numbers(&more, Dtype::F32)?;
+        let added = lab.put_numbers(&more, Dtype::F32)?;
         lab.run(Call {
             kind: Kind::Add as u32,
             numbers: scores.at(),
             out_head_stride: 4 * score_stride as i64,
             key_heads: LISTS as u32,
             tokens: tokens as u32,
-            more: there.address,
+            more: added.address,
             query_heads: (LISTS * group) as u32,
             query_head_stride: 4 * row_stride as i64,
             ..Call::default()
         })?;
-        let mut want: Vec<f64> = before.iter().map(|x| f64::from(*x)).collect();
+        let mut expected: Vec<f64> = before.iter().map(|x| f64::from(*x)).collect();
         for (row, more) in more.chunks(row_stride).enumerate() {
-            let list = &mut want[row / group * score_stride..];
+            let list = &mut expected[row / group * score_stride..];
             list.iter_mut().zip(&more[..tokens]).for_each(|(x, y)| *x += f64::from(*y));
         }
-        check_all_close("score", &scores.numbers(Dtype::F32)?, &want, 1e-6)?;
+        check_all_close("score", &scores.numbers(Dtype::F32)?, &expected, 1e-6)?;
     }
     Ok(())
 }
@@ -72,25 +72,25 @@ pub fn keep(bench: &Bench<'_>) -> Outcome {
         })?;
         let (index, counts) = (index.u32s()?, counts.u32s()?);
         for (list, scores) in numbers.chunks(tokens).enumerate() {
-            let want = kept(scores, (sinks, recent, keep));
+            let expected = retained_tokens(scores, (sinks, recent, keep));
             let count = counts[list] as usize;
-            need(count == want.len(), || {
-                format!("{count} of {tokens} tokens are kept, expected {}", want.len())
+            need(count == expected.len(), || {
+                format!("{count} of {tokens} tokens are kept, expected {}", expected.len())
             })?;
-            let is_right = index[list * capacity..][..count] == want;
+            let is_right = index[list * capacity..][..count] == expected;
             need(is_right, || format!("the kept tokens are not the best {keep} of {tokens}"))?;
         }
     }
     Ok(())
 }
 
-fn kept(scores: &[f32], (sinks, recent, keep): (usize, usize, usize)) -> Vec<u32> {
+fn retained_tokens(scores: &[f32], (sinks, recent, keep): (usize, usize, usize)) -> Vec<u32> {
     let to = scores.len().saturating_sub(recent);
     let mut between: Vec<usize> = (to.min(sinks)..to).collect();
     // Lowest score first; of equal scores the lower index. -0 equals 0.
     between.sort_by(|&a, &b| (scores[a] + 0.0).total_cmp(&(scores[b] + 0.0)).then(a.cmp(&b)));
-    let gone = &between[..between.len().saturating_sub(keep)];
-    (0..scores.len()).filter(|at| !gone.contains(at)).map(|at| at as u32).collect()
+    let evicted = &between[..between.len().saturating_sub(keep)];
+    (0..scores.len()).filter(|at| !evicted.contains(at)).map(|at| at as u32).collect()
 }
 
 /// Bytes of a row, and tokens of a block.

@@ -51,8 +51,10 @@ pub fn boxes(bench: &Bench<'_>) -> Outcome {
             for (d, &x) in sides.iter().enumerate() {
                 let own = (page * PAGE..tokens.min((page + 1) * PAGE))
                     .map(|token| numbers[(token * HEADS + head) * DIM + d]);
-                let want = if is_most { own.reduce(f32::max) } else { own.reduce(f32::min) };
-                need(want == Some(x), || format!("number {d} of page {page} is {x}: {want:?}"))?;
+                let expected = if is_most { own.reduce(f32::max) } else { own.reduce(f32::min) };
+                need(expected == Some(x), || {
+                    format!("number {d} of page {page} is {x}: {expected:?}")
+                })?;
             }
         }
     }
@@ -65,7 +67,7 @@ pub fn scores(bench: &Bench<'_>) -> Outcome {
     let (queries, heads) = (2, 2 * HEADS);
     for round in 0..2 * lab.rounds() {
         let dtype = bench.chance.of(&[Dtype::F32, Dtype::F16, Dtype::Bf16]);
-        let asked = lab.numbers(queries * heads * DIM, dtype);
+        let query_numbers = lab.numbers(queries * heads * DIM, dtype);
         let mut sides = lab.numbers(PAGES * HEADS * 2 * DIM, Dtype::F32);
         for page in sides.chunks_mut(2 * DIM) {
             let (least, most) = page.split_at_mut(DIM);
@@ -78,14 +80,14 @@ pub fn scores(bench: &Bench<'_>) -> Outcome {
         };
         let has_list = round % 2 == 1;
         let index = lab.put_u32(&list)?;
-        let (there, numbers) =
-            (lab.put_numbers(&asked, dtype)?, lab.put_numbers(&sides, Dtype::F32)?);
+        let (query_buffer, numbers) =
+            (lab.put_numbers(&query_numbers, dtype)?, lab.put_numbers(&sides, Dtype::F32)?);
         let out = lab.out(queries * heads * list.len() * 4)?;
         lab.run(Call {
             kind: Kind::PageScores as u32,
             dtype: Dtype::F32.code(),
             other_dtype: dtype.code(),
-            queries: there.address,
+            queries: query_buffer.address,
             query_stride: (heads * DIM * size(dtype)) as i64,
             query_head_stride: (DIM * size(dtype)) as i64,
             numbers: numbers.address,
@@ -104,17 +106,18 @@ pub fn scores(bench: &Bench<'_>) -> Outcome {
         let score = |at: usize| {
             let (row, page) = (at / list.len(), list[at % list.len()] as usize);
             let head = row % heads / (heads / HEADS);
-            let (query, page) = (&asked[row * DIM..], &sides[(page * HEADS + head) * 2 * DIM..]);
+            let (query, page) =
+                (&query_numbers[row * DIM..], &sides[(page * HEADS + head) * 2 * DIM..]);
             let one = |d: usize| {
                 let [q, low, high] = [query[d], page[d], page[DIM + d]].map(f64::from);
                 (q * low).max(q * high)
             };
             (0..DIM).map(one).sum::<f64>()
         };
-        let want: Vec<f64> = (0..queries * heads * list.len()).map(score).collect();
+        let expected: Vec<f64> = (0..queries * heads * list.len()).map(score).collect();
         // 2 u (D + 1) times the sum of magnitudes, which is at most D.
         let bound = 2.0 * (DIM * (DIM + 1)) as f64 / f64::from(1 << 24);
-        check_all_close("score", &out.numbers(Dtype::F32)?, &want, bound)?;
+        check_all_close("score", &out.numbers(Dtype::F32)?, &expected, bound)?;
     }
     Ok(())
 }
@@ -135,11 +138,11 @@ pub fn top(bench: &Bench<'_>) -> Outcome {
         let is_joined = round % 2 == 1;
         let lists = if is_joined { queries } else { queries * heads };
         let (index, counts) = (lab.out(lists * keep * 4)?, lab.out(lists * 4)?);
-        let there = lab.put_numbers(&numbers, Dtype::F32)?;
+        let scores_buffer = lab.put_numbers(&numbers, Dtype::F32)?;
         let scratch = lab.put(&vec![7; 4 * lists * count])?;
         lab.run(Call {
             kind: Kind::Top as u32,
-            numbers: there.address,
+            numbers: scores_buffer.address,
             query_count: queries as u32,
             query_heads: heads as u32,
             count: count as u32,
@@ -161,9 +164,11 @@ pub fn top(bench: &Bench<'_>) -> Outcome {
             let higher =
                 |column| rows.chunks(count).map(|row| row[column]).fold(f32::NAN, f32::max);
             let row: Vec<f32> = (0..count).map(higher).collect();
-            let want = largest(&row, keep, (sinks, recent));
+            let expected = largest(&row, keep, (sinks, recent));
             let got = &index[list * keep..][..keep];
-            need(got == want, || format!("the {keep} largest of {count} are {got:?}: {want:?}"))?;
+            need(got == expected, || {
+                format!("the {keep} largest of {count} are {got:?}: {expected:?}")
+            })?;
             let are = counts[list] as usize;
             need(are == keep.min(count), || format!("{are} of {keep} were found"))?;
         }

@@ -15,7 +15,7 @@ pub fn moves(bench: &Bench<'_>) -> Outcome {
         let content = bench.chance.noise(len);
         let (from, before) = (lab.put(&content)?, bench.chance.noise(len));
         let to = lab.change(&before)?;
-        let (mut table, mut want) = (Vec::new(), before);
+        let (mut table, mut expected) = (Vec::new(), before);
         // Each piece has its own part of both buffers, larger than it needs.
         let part = 3_000_usize;
         for place in 0..10 {
@@ -32,7 +32,7 @@ pub fn moves(bench: &Bench<'_>) -> Outcome {
                     true => start + (runs - 1 - at) * (run + gap),
                     false => start + at * (run + gap),
                 };
-                want[target..target + run].copy_from_slice(&content[source..source + run]);
+                expected[target..target + run].copy_from_slice(&content[source..source + run]);
             }
             let first = if back { (runs as i64 - 1) * stride } else { 0 };
             let sizes = run as u64 | (runs as u64) << 32;
@@ -50,7 +50,7 @@ pub fn moves(bench: &Bench<'_>) -> Outcome {
             scratch_bytes: scratch.len as u64,
             ..Call::default()
         })?;
-        need(to.bytes()? == want, || "runs of bytes are wrong or at a wrong place".into())?;
+        need(to.bytes()? == expected, || "runs of bytes are wrong or at a wrong place".into())?;
     }
     Ok(())
 }
@@ -60,11 +60,11 @@ pub fn sums(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::Sum)?;
     for _ in 0..lab.rounds() {
         let content = bench.chance.noise(40_000);
-        let there = lab.put(&content)?;
+        let source = lab.put(&content)?;
         let lens = [0, 1, 7, 31, 240, 241, 1024, 4095, 4096, 4097, 20_000];
         let ranges = lens.map(|len| (lab.below(9), len + lab.below(3)));
         let blocks: usize = ranges.iter().map(|(_, len)| len.div_ceil(4096)).sum();
-        let words = |&(from, len): &(usize, usize)| [there.address + from as u64, len as u64];
+        let words = |&(from, len): &(usize, usize)| [source.address + from as u64, len as u64];
         let table = lab.put_u64(&ranges.iter().flat_map(words).collect::<Vec<u64>>())?;
         let scratch = lab.put(&vec![7; 8 * (ranges.len() + 1 + blocks)])?;
         let out = lab.out(8 * ranges.len())?;
@@ -101,8 +101,8 @@ pub fn convert(bench: &Bench<'_>) -> Outcome {
         ] {
             let numbers = lab.numbers(ROWS.iter().product(), from);
             let out = lab.out(numbers.len() * to.bits() as usize / 8)?;
-            let there = lab.put_numbers(&numbers, from)?;
-            lab.run(call(from, to, (there.address, out.at()), 0))?;
+            let source = lab.put_numbers(&numbers, from)?;
+            lab.run(call(from, to, (source.address, out.at()), 0))?;
             let right = out.bytes()? == bytes_of(&numbers, to);
             need(right, || format!("{from:?} does not become the nearest {to:?}"))?;
         }
@@ -139,9 +139,9 @@ fn call(from: Dtype, to: Dtype, (keys, out): (u64, u64), scales: u64) -> Call {
 fn narrow(lab: &Lab<'_>, dtype: Dtype) -> Outcome {
     let [tokens, heads, dim] = ROWS;
     let numbers = lab.numbers(ROWS.iter().product(), dtype);
-    let there = lab.put_numbers(&numbers, dtype)?;
+    let source = lab.put_numbers(&numbers, dtype)?;
     let (scales, codes) = (lab.out(4 * tokens * heads)?, lab.out(numbers.len())?);
-    lab.run(call(dtype, Dtype::I8, (there.address, codes.at()), scales.at()))?;
+    lab.run(call(dtype, Dtype::I8, (source.address, codes.at()), scales.at()))?;
     let got: Vec<i8> = codes.bytes()?.iter().map(|byte| byte.cast_signed()).collect();
     let own = scales.numbers(Dtype::F32)?;
     for (row, numbers) in numbers.chunks(dim).enumerate() {
@@ -156,6 +156,6 @@ fn narrow(lab: &Lab<'_>, dtype: Dtype) -> Outcome {
     let wide = lab.out(4 * numbers.len())?;
     lab.run(call(Dtype::I8, Dtype::F32, (codes.at(), wide.at()), scales.at()))?;
     let product = |(at, code): (usize, &i8)| f64::from(*code) * f64::from(own[at / dim]);
-    let want: Vec<f64> = got.iter().enumerate().map(product).collect();
-    check_all_close("number from I8", &wide.numbers(Dtype::F32)?, &want, 1e-6)
+    let expected: Vec<f64> = got.iter().enumerate().map(product).collect();
+    check_all_close("number from I8", &wide.numbers(Dtype::F32)?, &expected, 1e-6)
 }

@@ -156,10 +156,10 @@ impl Steps<'_> {
         shared_bytes: u32,
     ) -> Result<()> {
         if shared_bytes > self.shared_bytes {
-            let there = self.shared_bytes;
+            let available = self.shared_bytes;
             fail!(
                 Unsupported,
-                "{name} needs {shared_bytes} bytes of shared memory, the device has {there}"
+                "{name} needs {shared_bytes} bytes of shared memory, the device has {available}"
             );
         }
         if self.all.try_reserve(1).is_err() {

@@ -73,17 +73,17 @@ impl DamageKind {
     pub fn means(&self) -> &'static str {
         match self {
             DamageKind::StoreName => {
-                "one of the two copies of the store's name: the other is used, and this one \
-                 written anew when the store is opened"
+                "one of the two copies of the store's name: the other copy is used, and this one is \
+                 rewritten when the store is opened"
             }
             DamageKind::SegmentHeader => "nothing is lost: the segment's records name their store",
-            DamageKind::SegmentLength => "what was behind the end of the file is lost",
+            DamageKind::SegmentLength => "data beyond the end of the file is lost",
             DamageKind::Header => {
-                "a record's header, or what a crash left between records: its cells or session \
+                "a record's header, or remains of a crash between records: its cells or session \
                  are misses unless a checkpoint has them"
             }
             DamageKind::Tail => {
-                "the last record, or what a crash left half written: it is passed by, and cut \
+                "the last record, or a record that a crash left incomplete: it is ignored, and cut \
                  off when the store is opened"
             }
             DamageKind::Cell { live: true, .. } => {
@@ -96,10 +96,10 @@ impl DamageKind {
                 "the checkpoint is not used: opening reads every header instead"
             }
             DamageKind::Unknown { .. } => {
-                "the header of its record is damaged or gone: the cell cannot be checked here, \
+                "the header of its record is damaged or missing: the cell cannot be checked here, \
                  and is checked when it is read"
             }
-            DamageKind::Unreadable => "what is there is not known: the segment is kept",
+            DamageKind::Unreadable => "the contents are unknown: the segment is retained",
         }
     }
 }

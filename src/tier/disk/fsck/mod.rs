@@ -87,7 +87,7 @@ pub fn fsck(files: &dyn Files, options: &FsckOptions) -> Result<Report> {
     check.finish()
 }
 
-/// A check under way.
+/// A check in flight.
 struct Check<'a> {
     files: FileReader<'a>,
     most: usize,
@@ -110,7 +110,7 @@ impl Check<'_> {
     fn store(&mut self) -> Result<()> {
         let block = BLOCK_BYTES as u64;
         let mut found = None;
-        let mut why = HeaderError::Damaged;
+        let mut error = HeaderError::Damaged;
         let file = self.files.open(STORE)?;
         let mut bad = Vec::new();
         for at in copies() {
@@ -121,12 +121,12 @@ impl Check<'_> {
             match decoded {
                 Ok(header) => found = found.or(Some(header)),
                 Err(HeaderError::Damaged) => bad.push(at),
-                Err(version) => why = version,
+                Err(version) => error = version,
             }
         }
         self.files.close(file);
         bad.into_iter().for_each(|at| self.note(STORE, [at, block], DamageKind::StoreName));
-        let Some(header) = found else { return Err(unnamed(why)) };
+        let Some(header) = found else { return Err(unnamed(error)) };
         self.report.store = header.store;
         Ok(())
     }

@@ -19,11 +19,11 @@ use crate::tier::remote::redis::url::Address;
 use crate::tier::remote::redis::{MAX_BYTES, Shared, add, info};
 use crate::tier::remote::{Client, Gets, Puts, Queries, RemoteError, Server};
 
-/// A batch that waited less than this cannot tell whether a node is late.
+/// A batch that waited less than this does not show whether a node is late.
 const LEAST_WAIT_NS: u64 = 20_000_000;
-/// Nodes that are asked for the slots at once.
+/// Nodes that are queried for the slots at once.
 const SLOTS_NODES: usize = 2;
-/// Age at which known replicas are asked for again, where replicas are read: no server reports
+/// Age at which known replicas are queried again, where replicas are read: no server reports
 /// changes.
 const REPLICAS_NS: u64 = 30_000_000_000;
 /// The same while no replica is known: a replica is listed only after it has replicated something.
@@ -36,13 +36,13 @@ const MAX_MOVES: u8 = 5;
 const MAX_FAULTS: u32 = 3;
 /// Delay before an item is sent again that a server could not serve at the moment.
 const DELAY_NS: u64 = 20_000_000;
-/// Longest time that a server is told to wait for its replicas.
+/// Longest time that a server is requested to wait for its replicas.
 const MAX_CONFIRM_MS: u64 = 60_000;
 /// Interval at which an idle server checks the time, with a margin.
 const CONFIRM_SPARE_MS: u64 = 150;
 /// Warning about TLS without verification.
-const INSECURE: &str = "nobody looks who it is (insecure=true): whoever is on the way can read and \
-                        change everything, the password, too";
+const INSECURE: &str = "the server's certificate is not verified (insecure=true): anyone who controls the network \
+                        can read and change all data, including the password";
 
 /// A client of a server or a cluster.
 pub struct RedisClient {
@@ -54,7 +54,7 @@ pub struct RedisClient {
     routes: Vec<usize>,
     /// Index of the only server; None = a cluster.
     server: Option<usize>,
-    /// The node to begin with when nodes are asked in turn.
+    /// The node to begin with when nodes are queried in turn.
     cursor: usize,
     dialect: Dialect,
     /// Reason of the last failure, for people.
@@ -67,7 +67,7 @@ pub struct RedisClient {
     batch: Batch,
 }
 
-/// The batch under way.
+/// The batch in flight.
 #[derive(Default)]
 struct Batch {
     began_ns: u64,
@@ -327,7 +327,7 @@ impl RedisClient {
         });
     }
 
-    /// Waits until a connection is ready or a time has come.
+    /// Waits until a connection is ready or a time has passed.
     fn wait(&mut self, now: u64) {
         let deadline = self.batch.deadline_ns;
         let mut until = self.batch.delayed.iter().map(|delayed| delayed.0).fold(deadline, u64::min);
@@ -349,7 +349,7 @@ impl RedisClient {
                 None => {}
             }
         }
-        // An error means that a time has come: the caller reads the clock again.
+        // An error means that a time has passed: the caller reads the clock again.
         if self.watch.wait(&self.shared.clock, until).is_ok() {
             for (at, &number) in self.watched.iter().enumerate() {
                 if let Some(connection) = &mut self.nodes[number].connection {
@@ -679,7 +679,7 @@ impl RedisClient {
             Value::List(none) if none.is_empty() => {
                 (RemoteError::Busy, "no node has any slot".to_string())
             }
-            _ => (RemoteError::Malformed, "what it says of slots means nothing".to_string()),
+            _ => (RemoteError::Malformed, "its reply about cluster slots is malformed".to_string()),
         };
         self.last_error = format!("{}: {message}", node.address);
         self.batch.error = Some(error);
@@ -734,7 +734,7 @@ impl RedisClient {
                 true => node.timed_out(now),
                 false => node.failed(now),
             }
-            node.keep(&fault);
+            node.record(&fault);
             self.shared.map.doubt();
         }
         for task in unanswered.into_iter().rev() {

@@ -78,11 +78,11 @@ impl CommandBuffer {
     /// Removes `bytes` bytes that were sent.
     pub fn sent(&mut self, mut bytes: usize) {
         while let Some(first) = self.pieces.front_mut() {
-            let here = match first {
+            let available = match first {
                 Piece::Head { start, end } => *end - *start,
                 Piece::Value(part) => part.bytes as usize,
             };
-            if bytes < here {
+            if bytes < available {
                 match first {
                     Piece::Head { start, .. } => *start += bytes,
                     Piece::Value(part) => {
@@ -92,7 +92,7 @@ impl CommandBuffer {
                 }
                 return;
             }
-            bytes -= here;
+            bytes -= available;
             self.pieces.pop_front();
         }
         self.heads.clear();
@@ -152,7 +152,7 @@ mod tests {
             assert_eq!(out.pieces.len(), 4);
             let mut sent = Vec::new();
             while !out.is_empty() {
-                let here: Vec<u8> = out
+                let available: Vec<u8> = out
                     .pieces
                     .iter()
                     .flat_map(|piece| match piece {
@@ -163,8 +163,8 @@ mod tests {
                         }
                     })
                     .collect();
-                let bytes = step.min(here.len());
-                sent.extend_from_slice(&here[..bytes]);
+                let bytes = step.min(available.len());
+                sent.extend_from_slice(&available[..bytes]);
                 out.sent(bytes);
             }
             let want = "*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$10\r\n0123456789\r\n*1\r\n$4\r\nPING\r\n";

@@ -20,10 +20,10 @@ use crate::tier::remote::transport::{TURNS, Transport};
 const MAX_HELLO_BYTES: usize = 64 << 10;
 
 /// Message for a greeting whose reply is no RESP.
-const NO_SERVER: &str = "what answers there is no Redis: is the port right, and is it rediss:// \
-                         for a port that speaks TLS?";
+const NO_SERVER: &str = "the server does not speak the Redis protocol: check the port, and use rediss:// \
+                         for a port that speaks TLS";
 
-/// An item under way.
+/// An item in flight.
 #[derive(Clone, Copy, Debug)]
 pub struct Task {
     /// Index in the batch.
@@ -36,7 +36,7 @@ pub struct Task {
     pub is_delayed: bool,
     /// The node serves it only after ASKING.
     pub is_asking: bool,
-    /// It goes to a replica, which may not have it yet.
+    /// It is sent to a replica, which may not have it yet.
     pub is_replica_read: bool,
 }
 
@@ -163,11 +163,11 @@ impl Connection {
 
     /// Removes and returns all items without a reply, when the connection is given up.
     pub fn drain(&mut self) -> Vec<Task> {
-        let on_way = self.expect.drain(..).filter_map(|expect| match expect {
+        let in_flight = self.expect.drain(..).filter_map(|expect| match expect {
             Expect::Item(task) => Some(task),
             _ => None,
         });
-        self.unconfirmed.drain(..).chain(on_way).collect()
+        self.unconfirmed.drain(..).chain(in_flight).collect()
     }
 
     /// Before the connection is used again: fails if the server has closed it or sent an
@@ -185,7 +185,7 @@ impl Connection {
             self.transport.can_read = true;
             self.receive(operation, settings, answers, pieces)?;
             if !self.reader.is_idle() {
-                return Err(Malformed("half an answer that nobody asked for").into());
+                return Err(Malformed("an incomplete reply without a request").into());
             }
         }
         Ok(())
@@ -208,8 +208,9 @@ impl Connection {
         let sent = self.send(pieces)?;
         // Replies are received while commands are sent: a server whose send buffer is full reads no
         // more commands.
-        let payload =
-            self.receive(operation, settings, answers, pieces).map_err(|lost| self.early(lost))?;
+        let payload = self
+            .receive(operation, settings, answers, pieces)
+            .map_err(|lost| self.closed_early(lost))?;
         Ok(sent || payload)
     }
 
@@ -274,7 +275,7 @@ impl Connection {
         loop {
             self.take_body(operation);
             let reply =
-                self.reader.next(self.want(operation)).map_err(|said| self.malformed(said))?;
+                self.reader.next(self.want(operation)).map_err(|answer| self.malformed(answer))?;
             let Some(reply) = reply else { return Ok(()) };
             let payload = match reply {
                 Reply::Body(bytes) => {
@@ -290,7 +291,7 @@ impl Connection {
                     Payload::Value(Value::Error(message)) => {
                         errors::shown(message, settings.secret())
                     }
-                    _ => "an answer that nobody asked for".to_string(),
+                    _ => "a reply without a request".to_string(),
                 };
                 return Err(Fault::new(RemoteError::Malformed, message));
             };
@@ -313,15 +314,15 @@ impl Connection {
     }
 
     /// The fault of a reply that could not be decoded.
-    fn malformed(&self, said: Malformed) -> Fault {
+    fn malformed(&self, answer: Malformed) -> Fault {
         match self.state {
-            State::Ready => said.into(),
+            State::Ready => answer.into(),
             _ => Fault::new(RemoteError::Malformed, NO_SERVER),
         }
     }
 
     /// Adds to the message of a connection that ended during the greeting.
-    fn early(&self, fault: Fault) -> Fault {
+    fn closed_early(&self, fault: Fault) -> Fault {
         match (self.state, fault.error) {
             (State::Greeting, RemoteError::Unreachable) => {
                 let message = format!("{}, instead of an answer to the greeting", fault.message);
@@ -386,7 +387,7 @@ impl Connection {
     /// Handles a reply to the greeting.
     fn greeted(&mut self, to: &Expect, value: Value, settings: &Settings) -> Result<(), Fault> {
         match (to, &value) {
-            (Expect::Hello, Value::Error(said)) if is_refused(said) => {
+            (Expect::Hello, Value::Error(answer)) if is_refused(answer) => {
                 match (&settings.password, &settings.user) {
                     (Some(password), Some(user)) => {
                         write_command(&mut self.out, &[b"AUTH", user.as_bytes(), password.bytes()]);
@@ -404,18 +405,18 @@ impl Connection {
                 self.select(settings);
             }
             // The server's message may repeat the password.
-            (Expect::Auth, Value::Error(said)) => {
+            (Expect::Auth, Value::Error(answer)) => {
                 let message =
-                    format!("the user or the password is refused: {}", errors::code(said));
+                    format!("the user or the password is refused: {}", errors::code(answer));
                 return Err(Fault::new(RemoteError::Denied, message));
             }
-            (Expect::Hello | Expect::Select, Value::Error(said)) => {
-                let here = Address { host: "".into(), port: 0 };
-                let error = match errors::meaning(said, &here) {
+            (Expect::Hello | Expect::Select, Value::Error(answer)) => {
+                let peer = Address { host: "".into(), port: 0 };
+                let error = match errors::meaning(answer, &peer) {
                     ErrorReply::Error(error) => error,
                     _ => RemoteError::Busy,
                 };
-                let message = format!("the greeting is refused: {}", errors::code(said));
+                let message = format!("the greeting is refused: {}", errors::code(answer));
                 return Err(Fault::new(error, message));
             }
             (Expect::Hello, Value::List(_)) => {
@@ -448,6 +449,8 @@ impl Connection {
 }
 
 /// Whether a server refuses HELLO in a way that calls for the older commands.
-fn is_refused(said: &[u8]) -> bool {
-    errors::is_unknown_command(said) || said.starts_with(b"NOPROTO") || said.starts_with(b"NOPERM")
+fn is_refused(answer: &[u8]) -> bool {
+    errors::is_unknown_command(answer)
+        || answer.starts_with(b"NOPROTO")
+        || answer.starts_with(b"NOPERM")
 }

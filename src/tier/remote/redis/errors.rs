@@ -6,7 +6,7 @@ use crate::tier::remote::redis::url::Address;
 /// Most characters of a server's message that are shown.
 const MAX_WORDS: usize = 160;
 
-/// What an error reply asks for.
+/// The reaction that an error reply requires.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ErrorReply {
     /// The item fails.
@@ -19,15 +19,15 @@ pub enum ErrorReply {
     Ask(Option<Address>),
 }
 
-/// The meaning of an error reply of the node `here`.
-pub fn meaning(words: &[u8], here: &Address) -> ErrorReply {
+/// The meaning of an error reply of the node `peer`.
+pub fn meaning(words: &[u8], peer: &Address) -> ErrorReply {
     let mut each = words.split(|&byte| byte == b' ');
     let first = each.next().unwrap_or_default();
     let error = match first {
         b"MOVED" => {
-            return ErrorReply::Moved(each.nth(1).and_then(|at| Address::of_node(at, here)));
+            return ErrorReply::Moved(each.nth(1).and_then(|at| Address::of_node(at, peer)));
         }
-        b"ASK" => return ErrorReply::Ask(each.nth(1).and_then(|at| Address::of_node(at, here))),
+        b"ASK" => return ErrorReply::Ask(each.nth(1).and_then(|at| Address::of_node(at, peer))),
         b"TRYAGAIN" | b"CLUSTERDOWN" => return ErrorReply::Retry,
         b"LOADING" | b"MASTERDOWN" | b"BUSY" | b"NOREPLICAS" => RemoteError::Busy,
         b"OOM" => RemoteError::Full,
@@ -68,8 +68,8 @@ mod tests {
 
     #[test]
     fn error_replies_are_classified() {
-        let here = Address { host: "me".into(), port: 7000 };
-        let of = |words: &str| meaning(words.as_bytes(), &here);
+        let peer = Address { host: "me".into(), port: 7000 };
+        let of = |words: &str| meaning(words.as_bytes(), &peer);
         let at = |host: &str, port| Some(Address { host: host.into(), port });
         assert_eq!(of("MOVED 3999 127.0.0.1:6381"), ErrorReply::Moved(at("127.0.0.1", 6381)));
         assert_eq!(of("MOVED 3999 :6381"), ErrorReply::Moved(at("me", 6381)));

@@ -27,21 +27,24 @@ pub fn server(info: &[u8], is_cluster: bool, secret: Option<&[u8]>) -> Option<Se
         }
     };
     let is = |name: &str, value: &str| of(name).is_some_and(|is| is == value);
-    warn(mode == "sentinel", "it is a sentinel, which keeps nothing: connect to the server itself");
+    warn(
+        mode == "sentinel",
+        "it is a sentinel, which stores nothing: connect to the server itself",
+    );
     warn(
         mode == "cluster" && !is_cluster,
         "it is a node of a cluster: without cluster=true it has a part of the objects only",
     );
-    warn(is("role", "slave") && !is_cluster, "it is a replica, which takes nothing");
+    warn(is("role", "slave") && !is_cluster, "it is a replica, which accepts no writes");
     warn(is("loading", "1"), "it is still loading");
     let has_no_limit = is("maxmemory", "0");
     warn(
         has_no_limit,
-        "it has no maxmemory: it takes objects until its machine has no memory left",
+        "it has no maxmemory: it stores objects until its machine has no memory left",
     );
     warn(
         !has_no_limit && is("maxmemory_policy", "noeviction"),
-        "it evicts nothing: once it is full it takes nothing more (maxmemory-policy)",
+        "it evicts nothing: once it is full it accepts no more objects (maxmemory-policy)",
     );
     Some(Server { words, warnings })
 }
@@ -65,13 +68,13 @@ mod tests {
     fn server_info_is_parsed_with_warnings() {
         let info = b"# Server\r\nredis_version:7.0.15\r\nredis_mode:standalone\r\nrole:master\r\n\
                      maxmemory:0\r\nmaxmemory_policy:noeviction\r\nloading:0\r\n";
-        let said = server(info, false, None).unwrap();
-        assert_eq!(said.words, "redis 7.0.15 standalone");
-        assert_eq!(said.warnings.len(), 1, "{said:?}");
+        let found = server(info, false, None).unwrap();
+        assert_eq!(found.words, "redis 7.0.15 standalone");
+        assert_eq!(found.warnings.len(), 1, "{found:?}");
         let info = b"redis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:8.1.0\r\n\
                      redis_mode:cluster\r\nrole:slave\r\nmaxmemory:1\r\nmaxmemory_policy:allkeys-lru\r\n";
-        let said = server(info, true, None).unwrap();
-        assert_eq!((said.words.as_str(), said.warnings.len()), ("valkey 8.1.0 cluster", 0));
+        let found = server(info, true, None).unwrap();
+        assert_eq!((found.words.as_str(), found.warnings.len()), ("valkey 8.1.0 cluster", 0));
         assert_eq!(server(info, false, None).unwrap().warnings.len(), 2);
         let info = b"maxmemory:1\r\nmaxmemory_policy:noeviction\nredis_mode:sentinel\nloading:1";
         assert_eq!(server(info, false, None), None);

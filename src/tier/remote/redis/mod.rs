@@ -5,7 +5,7 @@
 //! `maxmemory`, or after a time to live. An object without bytes counts as absent.
 //!
 //! In a cluster a batch is split by node. All nodes are served at the same time, so that a node
-//! which is gone costs only its own objects.
+//! which is unreachable costs only its own objects.
 
 mod client;
 mod command;
@@ -63,7 +63,7 @@ pub struct RedisOpts {
     pub password: Option<Secret>,
     /// Whether the server is a cluster.
     pub cluster: bool,
-    /// Whether replicas are read, too. The master is asked for an object that its replica does not
+    /// Whether replicas are read, too. The master is queried for an object that its replica does not
     /// have.
     pub replicas: bool,
     /// Time to live of objects, in seconds; 0 = until the server needs the memory.
@@ -160,7 +160,7 @@ impl Redis {
             (user, _) => user.clone(),
         };
         if user.is_some() && opts.password.is_none() {
-            fail!(Spec, "a user needs a password: give it as a secret");
+            fail!(Spec, "a user needs a password: provide it as a secret");
         }
         if opts.replicas && !opts.cluster {
             fail!(Spec, "reading replicas needs a cluster (cluster=true)");

@@ -82,15 +82,15 @@ impl Node {
     }
 
     /// Keeps the reason of a failure that will last.
-    pub fn keep(&mut self, fault: &Fault) {
+    pub fn record(&mut self, fault: &Fault) {
         let lasts = matches!(fault.error, RemoteError::Denied | RemoteError::Untrusted);
         self.denial = lasts.then(|| fault.clone());
     }
 
     /// The fault of items while no connection is allowed.
     pub fn refusal(&self) -> Fault {
-        let gone = || Fault::unreachable("it could not be reached a moment ago");
-        self.denial.clone().unwrap_or_else(gone)
+        let unreachable = || Fault::unreachable("it could not be reached a moment ago");
+        self.denial.clone().unwrap_or_else(unreachable)
     }
 
     /// Records a failure: no connection for a while.
@@ -114,7 +114,7 @@ impl Node {
         self.backoff.open_from(now_ns, deadline_ns)
     }
 
-    /// Drops the connection; the next one goes to the first address.
+    /// Drops the connection; the next one is opened to the first address.
     pub fn reset(&mut self) {
         self.connection = None;
         self.addresses.restart();
@@ -148,7 +148,7 @@ mod tests {
     use crate::tier::remote::reconnect::{MAX_PAUSE_NS, PAUSE_NS};
 
     #[test]
-    fn pauses_grow_and_end() {
+    fn pauses_grow_and_end_with_a_success() {
         let mut node = Node::new(Address { host: "127.0.0.1".into(), port: 1 });
         assert!(node.is_well() && !node.is_wanted());
         assert_eq!(node.open_from(0, u64::MAX), Some(0));
@@ -163,15 +163,15 @@ mod tests {
         assert_eq!(node.open_from(0, u64::MAX), Some(0));
         assert!(node.is_preferred(0));
         node.timed_out(0);
-        assert_eq!(node.open_from(0, u64::MAX), None, "nobody waits for that");
+        assert_eq!(node.open_from(0, u64::MAX), None, "no connection is opened for that");
         assert_eq!(node.open_from(LATE_NS, u64::MAX), Some(LATE_NS));
         (0..9).for_each(|_| node.timed_out(0));
         assert_eq!(node.open_from(MAX_LATE_NS, u64::MAX), Some(MAX_LATE_NS));
         node.succeeded();
         // Only lasting reasons are repeated.
-        node.keep(&Fault::new(RemoteError::Timeout, ""));
+        node.record(&Fault::new(RemoteError::Timeout, ""));
         assert_eq!(node.refusal().error, RemoteError::Unreachable);
-        node.keep(&Fault::new(RemoteError::Untrusted, "who is it?"));
+        node.record(&Fault::new(RemoteError::Untrusted, "who is it?"));
         assert_eq!(node.refusal().message, "who is it?");
         node.succeeded();
         assert_eq!(node.refusal().error, RemoteError::Unreachable);

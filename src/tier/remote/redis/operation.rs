@@ -12,7 +12,7 @@ use crate::tier::remote::{Control, RemoteError};
 /// send values without a copy do so for GET only. An object longer than the room is rare and costs
 /// bandwidth only.
 const RANGE_BYTES: u64 = 64 << 10;
-/// Most objects under way on a connection, and least and most bytes of theirs. Servers keep unread
+/// Most objects in flight on a connection, and least and most bytes of theirs. Servers keep unread
 /// replies in memory that they do not limit; where that memory is fresh, each object costs a third
 /// more (measured).
 const WINDOW_ITEMS: usize = 64;
@@ -20,14 +20,14 @@ const LEAST_WINDOW_BYTES: u64 = 1 << 20;
 const MOST_WINDOW_BYTES: u64 = 8 << 20;
 /// Bytes that a link of 100 Gbit/s carries in a microsecond.
 const LINE_BYTES_PER_US: u64 = 12_500;
-/// Most lookups and removals under way: their replies are a few bytes.
-const WINDOW_ASKS: usize = 8192;
+/// Most lookups and removals in flight: their replies are a few bytes.
+const WINDOW_REQUESTS: usize = 8192;
 /// Longest reply to INFO.
 const MAX_INFO_BYTES: usize = 256 << 10;
 /// Longest id of a stream entry.
 const MAX_ID_BYTES: usize = 256;
 
-/// Bytes of objects that may be under way on a connection: as many as keep a fast link busy for one
+/// Bytes of objects that may be in flight on a connection: as many as keep a fast link busy for one
 /// round trip.
 pub fn window_of(round_trip_ns: Option<u64>) -> u64 {
     let bytes = round_trip_ns.map(|ns| (ns / 1000).saturating_mul(LINE_BYTES_PER_US));
@@ -48,7 +48,7 @@ pub enum Special<'a> {
 impl Control for Special<'_> {
     fn fail(&mut self, error: RemoteError) {
         match self {
-            Special::Info(said) => **said = Err(error),
+            Special::Info(info) => **info = Err(error),
             Special::Publish(entry) => *entry.result = Err(error),
         }
     }
@@ -124,7 +124,7 @@ impl Operation<'_> {
         }
     }
 
-    /// Whether an item may be sent beside the `items` under way with their `bytes`.
+    /// Whether an item may be sent beside the `items` in flight with their `bytes`.
     pub fn fits(&self, item: usize, (items, bytes): (usize, u64), window: u64) -> bool {
         match self {
             Operation::Get(_) | Operation::Put(_) => {
@@ -135,7 +135,7 @@ impl Operation<'_> {
                 items == 0 || (items < WINDOW_ITEMS && sum <= most)
             }
             Operation::Lookup(_) | Operation::Remove(_) | Operation::Control(_) => {
-                items < WINDOW_ASKS
+                items < WINDOW_REQUESTS
             }
         }
     }
@@ -224,7 +224,7 @@ impl Operation<'_> {
     pub fn complete(&mut self, item: usize, payload: Payload) -> Outcome {
         match (self, payload) {
             (_, Payload::Value(Value::Error(message))) => return Outcome::Error(message),
-            // GETRANGE and STRLEN do not tell an empty object from an absent one: an empty object
+            // GETRANGE and STRLEN do not distinguish an empty object from an absent one: an empty object
             // counts as absent everywhere.
             (Operation::Get(gets), Payload::Value(Value::Nil) | Payload::Body(0)) => {
                 gets.items[item].result = Err(RemoteError::Absent);
@@ -235,8 +235,8 @@ impl Operation<'_> {
             (Operation::Get(gets), Payload::Value(Value::Number(bytes @ 0..)))
                 if gets.room_of(item) == 0 =>
             {
-                let there = if bytes > 0 { Ok(0) } else { Err(RemoteError::Absent) };
-                gets.items[item].result = there;
+                let result = if bytes > 0 { Ok(0) } else { Err(RemoteError::Absent) };
+                gets.items[item].result = result;
             }
             (Operation::Put(puts), Payload::Value(Value::Nil)) => {
                 puts.items[item].result = Ok(true)
@@ -245,14 +245,14 @@ impl Operation<'_> {
                 puts.items[item].result = Ok(false);
             }
             (Operation::Lookup(queries), Payload::Value(Value::Number(bytes @ 0..))) => {
-                let there = if bytes > 0 { Ok(bytes as u64) } else { Err(RemoteError::Absent) };
-                queries.items[item].result = there;
+                let result = if bytes > 0 { Ok(bytes as u64) } else { Err(RemoteError::Absent) };
+                queries.items[item].result = result;
             }
             (Operation::Remove(queries), Payload::Value(Value::Number(0..=1))) => {
                 queries.items[item].result = Ok(0);
             }
-            (Operation::Control(Special::Info(said)), Payload::Value(Value::Text(text))) => {
-                **said = Ok(text)
+            (Operation::Control(Special::Info(info)), Payload::Value(Value::Text(text))) => {
+                **info = Ok(text)
             }
             (Operation::Control(Special::Publish(entry)), Payload::Value(Value::Text(_))) => {
                 *entry.result = Ok(())

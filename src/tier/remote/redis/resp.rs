@@ -139,8 +139,8 @@ impl Reader {
 
     /// Takes buffered bytes of the bulk string, at most `most`.
     pub fn take(&mut self, most: u64) -> &[u8] {
-        let here = (self.end - self.start) as u64;
-        let bytes = here.min(self.body_left()).min(most) as usize;
+        let peer = (self.end - self.start) as u64;
+        let bytes = peer.min(self.body_left()).min(most) as usize;
         self.passed(bytes as u64);
         self.start += bytes;
         &self.buffer[self.start - bytes..self.start]
@@ -185,16 +185,16 @@ impl Reader {
 
     /// The range of the next line, without its end.
     fn line(&mut self) -> Result<Option<(usize, usize)>, Malformed> {
-        let here = &self.buffer[self.start..self.end];
-        let Some(at) = here[self.scanned..].iter().position(|&byte| byte == b'\n') else {
-            self.scanned = here.len();
-            if here.len() > MAX_LINE_BYTES {
+        let peer = &self.buffer[self.start..self.end];
+        let Some(at) = peer[self.scanned..].iter().position(|&byte| byte == b'\n') else {
+            self.scanned = peer.len();
+            if peer.len() > MAX_LINE_BYTES {
                 return Err(Malformed("a line that is none, or too long"));
             }
             return Ok(None);
         };
         let at = self.scanned + at;
-        if at < 2 || here[at - 1] != b'\r' || at > MAX_LINE_BYTES {
+        if at < 2 || peer[at - 1] != b'\r' || at > MAX_LINE_BYTES {
             return Err(Malformed("a line that is none, or too long"));
         }
         let from = self.start;
@@ -225,7 +225,7 @@ impl Reader {
         };
         self.stack_bytes += VALUE_BYTES + text.len();
         if self.stack_bytes > most {
-            return Err(Malformed("more than was asked for"));
+            return Err(Malformed("a reply longer than requested"));
         }
         let is_word = !matches!(want, Want::Value(_)) && self.stack.is_empty();
         let value = match kind {
@@ -241,18 +241,18 @@ impl Reader {
                     Want::Body(most) if kind == b'$' && self.stack.is_empty() => {
                         self.stack_bytes = 0;
                         return if bytes > most {
-                            Err(Malformed("an object that is longer than was asked for"))
+                            Err(Malformed("an object longer than requested"))
                         } else {
                             Ok(Begun::Body(bytes))
                         };
                     }
                     _ if is_word && kind != b'!' => {
-                        return Err(Malformed("not what was asked for"));
+                        return Err(Malformed("a reply of an unexpected type"));
                     }
                     _ => {}
                 }
                 if bytes > (most - self.stack_bytes) as u64 {
-                    return Err(Malformed("more than was asked for"));
+                    return Err(Malformed("a reply longer than requested"));
                 }
                 let bytes = bytes as usize;
                 self.stack_bytes += bytes;
@@ -262,7 +262,7 @@ impl Reader {
             b'>' if !self.stack.is_empty() => return Err(Malformed("a push inside an answer")),
             b'*' | b'%' | b'~' | b'>' | b'|' => {
                 if is_word && !is_push {
-                    return Err(Malformed("not what was asked for"));
+                    return Err(Malformed("a reply of an unexpected type"));
                 }
                 let each = if matches!(kind, b'%' | b'|') { 2 } else { 1 };
                 return self.open(length(text)?.saturating_mul(each), is_push);
@@ -280,7 +280,7 @@ impl Reader {
             self.stack.push(Level { values: Vec::new(), left: count as usize, is_push });
             return Ok(Begun::More);
         }
-        // An empty push or attribute leaves nothing behind.
+        // An empty push or attribute leaves no state.
         Ok(if is_push { Begun::More } else { Begun::Value(Value::List(Vec::new())) })
     }
 

@@ -3,11 +3,11 @@ use proptest::prelude::*;
 use super::*;
 
 /// All values, when bytes arrive in steps; bodies as strings.
-fn read(bytes: &[u8], want: Want, step: usize) -> Result<Vec<Value>, Malformed> {
+fn read(bytes: &[u8], expected: Want, step: usize) -> Result<Vec<Value>, Malformed> {
     let (mut reader, mut replies, mut body) = (Reader::default(), Vec::new(), Vec::new());
     let mut rest = bytes;
     loop {
-        while let Some(reply) = reader.next(want)? {
+        while let Some(reply) = reader.next(expected)? {
             match reply {
                 Reply::Value(value) => replies.push(value),
                 Reply::Body(_) => {}
@@ -16,7 +16,7 @@ fn read(bytes: &[u8], want: Want, step: usize) -> Result<Vec<Value>, Malformed> 
             body.extend_from_slice(reader.take(u64::MAX));
         }
         body.extend_from_slice(reader.take(u64::MAX));
-        let Some(Reply::End) = reader.next(want)? else {
+        let Some(Reply::End) = reader.next(expected)? else {
             if rest.is_empty() {
                 return Ok(replies);
             }
@@ -33,10 +33,10 @@ fn read(bytes: &[u8], want: Want, step: usize) -> Result<Vec<Value>, Malformed> 
     }
 }
 
-fn all(bytes: &[u8], want: Want) -> Result<Vec<Value>, Malformed> {
-    let whole = read(bytes, want, bytes.len().max(1));
+fn all(bytes: &[u8], expected: Want) -> Result<Vec<Value>, Malformed> {
+    let whole = read(bytes, expected, bytes.len().max(1));
     for step in [1, 2, 3, 5, 17] {
-        assert_eq!(read(bytes, want, step), whole, "in steps of {step}");
+        assert_eq!(read(bytes, expected, step), whole, "in steps of {step}");
     }
     whole
 }
@@ -48,10 +48,10 @@ fn text(text: &str) -> Value {
 #[test]
 fn every_kind_of_value_is_decoded() {
     let most = Want::Value(1 << 20);
-    let said = b"+OK\r\n-ERR no\r\n:-12\r\n$5\r\nhel\r\n\r\n$-1\r\n*-1\r\n_\r\n#t\r\n#f\r\n,1.5\r\n(123\r\n\
+    let replies = b"+OK\r\n-ERR no\r\n:-12\r\n$5\r\nhel\r\n\r\n$-1\r\n*-1\r\n_\r\n#t\r\n#f\r\n,1.5\r\n(123\r\n\
         !3\r\nbad\r\n=5\r\ntxt:x\r\n*2\r\n:1\r\n*1\r\n+a\r\n~1\r\n:2\r\n%1\r\n+k\r\n:3\r\n*0\r\n$0\r\n\r\n";
     let list = |values: &[Value]| Value::List(values.to_vec());
-    let want = [
+    let expected = [
         text("OK"),
         Value::Error(b"ERR no".to_vec()),
         Value::Number(-12),
@@ -71,16 +71,16 @@ fn every_kind_of_value_is_decoded() {
         list(&[]),
         text(""),
     ];
-    assert_eq!(all(said, most).unwrap(), want);
-    assert_eq!(want[15].under(b"k"), Some(&Value::Number(3)));
-    assert_eq!(want[15].under(b"x"), None);
+    assert_eq!(all(replies, most).unwrap(), expected);
+    assert_eq!(expected[15].under(b"k"), Some(&Value::Number(3)));
+    assert_eq!(expected[15].under(b"x"), None);
 }
 
 #[test]
 fn pushes_and_attributes_are_skipped() {
-    let said = b">3\r\n+message\r\n$1\r\nx\r\n*2\r\n:1\r\n:2\r\n:7\r\n|1\r\n+ttl\r\n:9\r\n:8\r\n>0\r\n:9\r\n";
-    for want in [Want::Word, Want::Value(100), Want::Body(9)] {
-        let got = all(said, want).unwrap();
+    let replies = b">3\r\n+message\r\n$1\r\nx\r\n*2\r\n:1\r\n:2\r\n:7\r\n|1\r\n+ttl\r\n:9\r\n:8\r\n>0\r\n:9\r\n";
+    for expected in [Want::Word, Want::Value(100), Want::Body(9)] {
+        let got = all(replies, expected).unwrap();
         assert_eq!(got, [Value::Number(7), Value::Number(8), Value::Number(9)]);
     }
     let inside = b"*2\r\n|1\r\n+a\r\n*1\r\n:5\r\n:1\r\n:2\r\n";
@@ -90,10 +90,10 @@ fn pushes_and_attributes_are_skipped() {
 
 #[test]
 fn bodies_are_left_to_the_caller() {
-    let said = b"$4\r\nab\r\n\r\n$0\r\n\r\n$-1\r\n-ERR no\r\n";
-    let want = [text("ab\r\n"), text(""), Value::Nil, Value::Error(b"ERR no".to_vec())];
-    assert_eq!(all(said, Want::Body(4)).unwrap(), want);
-    assert!(all(said, Want::Body(3)).is_err());
+    let replies = b"$4\r\nab\r\n\r\n$0\r\n\r\n$-1\r\n-ERR no\r\n";
+    let expected = [text("ab\r\n"), text(""), Value::Nil, Value::Error(b"ERR no".to_vec())];
+    assert_eq!(all(replies, Want::Body(4)).unwrap(), expected);
+    assert!(all(replies, Want::Body(3)).is_err());
     assert!(all(b"$4\r\nabcdefgh\r\n", Want::Body(4)).is_err());
     // Bytes that go past the reader.
     let mut reader = Reader::default();
@@ -155,7 +155,7 @@ fn every_length_has_a_limit() {
 }
 
 /// A valid reply.
-fn said() -> impl Strategy<Value = Vec<u8>> {
+fn replies() -> impl Strategy<Value = Vec<u8>> {
     let word = "[a-zA-Z0-9 ]{0,20}";
     let leaf = prop_oneof![
         word.prop_map(|w| format!("+{w}\r\n").into_bytes()),
@@ -177,12 +177,12 @@ fn said() -> impl Strategy<Value = Vec<u8>> {
 proptest! {
     #[test]
     fn decoding_does_not_depend_on_the_split_of_bytes(
-        bytes in proptest::collection::vec(said(), 0..6), step in 1..64usize, cut in 0..400usize,
+        bytes in proptest::collection::vec(replies(), 0..6), step in 1..64usize, cut in 0..400usize,
     ) {
         let bytes = bytes.concat();
         let bytes = &bytes[..cut.min(bytes.len())];
-        for want in [Want::Word, Want::Value(4096), Want::Body(16)] {
-            prop_assert_eq!(read(bytes, want, step), read(bytes, want, bytes.len().max(1)));
+        for expected in [Want::Word, Want::Value(4096), Want::Body(16)] {
+            prop_assert_eq!(read(bytes, expected, step), read(bytes, expected, bytes.len().max(1)));
         }
     }
 
@@ -191,13 +191,13 @@ proptest! {
         parts in proptest::collection::vec(prop_oneof![
             proptest::collection::vec(any::<u8>(), 0..30),
             "[-+:$*%~>|=!_#,(][-0-9]{0,4}".prop_map(|s| [s.as_bytes(), b"\r\n"].concat()),
-            said(),
+            replies(),
         ], 0..20),
         step in 1..64usize,
     ) {
         let bytes = parts.concat();
-        for want in [Want::Word, Want::Value(4096), Want::Body(16)] {
-            prop_assert_eq!(read(&bytes, want, step), read(&bytes, want, bytes.len().max(1)));
+        for expected in [Want::Word, Want::Value(4096), Want::Body(16)] {
+            prop_assert_eq!(read(&bytes, expected, step), read(&bytes, expected, bytes.len().max(1)));
         }
     }
 }

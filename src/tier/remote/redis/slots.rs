@@ -36,8 +36,8 @@ struct Known {
 }
 
 impl SlotMap {
-    /// Reads the reply of the node `here` to CLUSTER SLOTS; None = it is malformed.
-    pub fn read(reply: &Value, here: &Address) -> Option<SlotMap> {
+    /// Reads the reply of the node `peer` to CLUSTER SLOTS; None = it is malformed.
+    pub fn read(reply: &Value, peer: &Address) -> Option<SlotMap> {
         let mut slots =
             SlotMap { nodes: Vec::new(), of: vec![NOBODY; SLOTS], followers: Vec::new() };
         for run in reply.list()? {
@@ -47,7 +47,7 @@ impl SlotMap {
             let (first, last) = (usize::try_from(*first).ok()?, usize::try_from(*last).ok()?);
             let mut master = None;
             for (rank, node) in nodes.iter().enumerate() {
-                let Some(node) = address(node, here) else {
+                let Some(node) = address(node, peer) else {
                     // Slots of a node without an address have no node.
                     continue;
                 };
@@ -118,7 +118,7 @@ impl SlotCache {
     }
 
     /// Whether the caller must request the slots: the map is doubted or older than `most_ns`, and
-    /// no client has asked just now.
+    /// no client has sent a request just now.
     pub fn claim(&self, now_ns: u64, most_ns: u64) -> bool {
         let mut known = self.0.lock();
         let age_ns = now_ns.saturating_sub(known.asked_ns);
@@ -148,13 +148,13 @@ pub fn slot_of(key: &[u8]) -> usize {
     usize::from(crc(tag.unwrap_or(key))) % SLOTS
 }
 
-fn address(node: &Value, here: &Address) -> Option<Address> {
+fn address(node: &Value, peer: &Address) -> Option<Address> {
     let [host, Value::Number(port), ..] = node.list()? else { return None };
     let host = match host {
-        Value::Nil => &here.host,
+        Value::Nil => &peer.host,
         host => std::str::from_utf8(host.text()?).ok()?,
     };
-    Address::of_node(format!("{host}:{port}").as_bytes(), here)
+    Address::of_node(format!("{host}:{port}").as_bytes(), peer)
 }
 
 /// CRC16, polynomial 0x1021, initial value 0.
@@ -202,12 +202,12 @@ mod tests {
 
     #[test]
     fn slot_maps_are_parsed_and_malformed_ones_rejected() {
-        let here = Address { host: "me".into(), port: 1 };
+        let peer = Address { host: "me".into(), port: 1 };
         let reply = Value::List(vec![
             run(0, 99, vec![node("a", 1), node("b", 2)]),
             run(100, 16383, vec![node("", 3)]),
         ]);
-        let slots = SlotMap::read(&reply, &here).unwrap();
+        let slots = SlotMap::read(&reply, &peer).unwrap();
         assert_eq!(slots.nodes.len(), 3);
         assert_eq!(slots.nodes[slots.node_of(99).unwrap()].port, 1);
         assert_eq!((slots.followers_of(0), slots.followers_of(1)), (&[1][..], &[][..]));
@@ -227,7 +227,7 @@ mod tests {
             Value::List(vec![run(0, 5, vec![node("a", 99999)])]),
             Value::List((0..2000).map(|n| run(0, 5, vec![node("a", n + 1)])).collect()),
         ] {
-            assert_eq!(SlotMap::read(&bad, &here), None);
+            assert_eq!(SlotMap::read(&bad, &peer), None);
         }
     }
 

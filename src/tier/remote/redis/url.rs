@@ -36,10 +36,10 @@ pub struct Url {
 impl Address {
     /// An address as cluster nodes write it: the last colon precedes the port. A missing host is
     /// the host of the node that wrote it. None = it is no address.
-    pub fn of_node(text: &[u8], here: &Address) -> Option<Address> {
+    pub fn of_node(text: &[u8], peer: &Address) -> Option<Address> {
         let text = std::str::from_utf8(text).ok()?;
         let (host, port) = text.rsplit_once(':')?;
-        let host = if host.is_empty() || host == "?" { &*here.host } else { host };
+        let host = if host.is_empty() || host == "?" { &*peer.host } else { host };
         let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
         let port = port.parse().ok().filter(|&port: &u16| port != 0)?;
         is_host(host).then(|| Address { host: host.into(), port })
@@ -91,7 +91,7 @@ pub fn user_of(text: &str) -> Result<String> {
     if text.contains(':') {
         fail!(
             Spec,
-            "the URL has a password: give it as a secret, not in the URL, which is shown and logged"
+            "the URL has a password: provide it as a secret, not in the URL, which is shown and logged"
         );
     }
     if text.is_empty() || text.len() > MAX_USER_BYTES || !text.bytes().all(|b| b.is_ascii_graphic())
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_are_read() {
+    fn urls_are_parsed() {
         let of = |text: &str| Url::parse(text).map_err(|error| error.message().to_string());
         let at = |host: &str, port| Address { host: host.into(), port };
         let url = of("redis://cache-0").unwrap();

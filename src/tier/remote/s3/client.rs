@@ -35,7 +35,7 @@ pub struct S3Client {
     addresses: Addresses,
     backoff: Backoff,
     pool: Vec<PooledConnection>,
-    /// End of the pause that the server asked for.
+    /// End of the pause that the server requested.
     not_before_ns: u64,
     random: Random,
     /// Reason of the last failure, for people.
@@ -65,7 +65,7 @@ struct Task {
     not_before_ns: u64,
 }
 
-/// The batch under way.
+/// The batch in flight.
 #[derive(Default)]
 struct Batch {
     deadline_ns: u64,
@@ -99,14 +99,14 @@ impl S3Client {
 
     fn drive(&mut self, operation: &mut Operation, deadline_ns: u64) {
         self.begin(operation, deadline_ns);
-        while self.is_under_way() {
+        while self.is_in_flight() {
             let now = self.shared.clock.now_ns();
             if now >= deadline_ns {
                 break;
             }
             self.release(now);
             self.start(operation, now);
-            if self.is_under_way() {
+            if self.is_in_flight() {
                 self.wait(now);
                 self.serve(operation);
             }
@@ -125,7 +125,7 @@ impl S3Client {
         }
     }
 
-    fn is_under_way(&self) -> bool {
+    fn is_in_flight(&self) -> bool {
         !self.batch.queue.is_empty()
             || !self.batch.delayed.is_empty()
             || self.pool.iter().any(|pooled| pooled.task.is_some())
@@ -153,7 +153,7 @@ impl S3Client {
         while let Some(&task) = self.batch.queue.front() {
             let Some(number) = self.idle().or_else(|| self.connect(operation, now)) else { return };
             self.batch.queue.pop_front();
-            self.ask(number, task, operation);
+            self.begin_request(number, task, operation);
         }
     }
 
@@ -208,7 +208,7 @@ impl S3Client {
         Connection::begin(&to, tls, ready_by_ns)
     }
 
-    /// Records a failed attempt: the next address has its turn; after the last one comes a pause.
+    /// Records a failed attempt: the next address is tried next; a pause follows the last one.
     fn connect_failed(&mut self, now: u64) {
         if self.addresses.advance() {
             return;
@@ -221,18 +221,18 @@ impl S3Client {
     }
 
     /// Sends the request of an item.
-    fn ask(&mut self, number: usize, mut task: Task, operation: &mut Operation) {
+    fn begin_request(&mut self, number: usize, mut task: Task, operation: &mut Operation) {
         task.is_unconditional = self.shared.is_unconditional.load(Ordering::Relaxed);
         let request = operation.request(task.item, task.step, task.is_unconditional);
         let pooled = &mut self.pool[number];
         let settings = &self.shared.settings;
         settings.write(&request, self.signer.as_mut(), wall_s(), pooled.connection.head());
-        pooled.connection.ask(&operation.transfer(task.item, &request));
+        pooled.connection.begin_request(&operation.transfer(task.item, &request));
         pooled.task = Some(task);
-        self.go_on(number, operation);
+        self.continue_batch(number, operation);
     }
 
-    /// Waits until a connection is ready or a time has come.
+    /// Waits until a connection is ready or a time has passed.
     fn wait(&mut self, now: u64) {
         let batch = &self.batch;
         let mut until =
@@ -249,14 +249,14 @@ impl S3Client {
         }
         let is_pausing = self.not_before_ns <= now && !batch.queue.is_empty();
         if is_pausing && self.pool.iter().all(|pooled| pooled.task.is_none()) {
-            // There is no connection, and a pause is under way.
+            // There is no connection, and a pause is in flight.
             until = until.min(self.backoff.open_from(now, batch.deadline_ns).unwrap_or(now));
         }
-        if self.pool.iter().any(|pooled| pooled.task.is_some() && pooled.connection.can_go_on()) {
+        if self.pool.iter().any(|pooled| pooled.task.is_some() && pooled.connection.is_reusable()) {
             // One connection can proceed: the others are only polled.
             until = self.shared.clock.now_ns().saturating_add(GLANCE_NS);
         }
-        // An error means that a time has come: the caller reads the clock again.
+        // An error means that a time has passed: the caller reads the clock again.
         if self.watch.wait(&self.shared.clock, until).is_ok() {
             let busy = self.pool.iter_mut().filter(|pooled| pooled.task.is_some());
             busy.enumerate()
@@ -270,7 +270,7 @@ impl S3Client {
         for number in (0..self.pool.len()).rev() {
             let pooled = &self.pool[number];
             if pooled.task.is_some() {
-                self.go_on(number, operation);
+                self.continue_batch(number, operation);
             }
             let is_late = self.pool.get(number).is_some_and(|pooled| {
                 pooled.task.is_some()
@@ -284,31 +284,31 @@ impl S3Client {
         }
     }
 
-    fn go_on(&mut self, number: usize, operation: &mut Operation) {
+    fn continue_batch(&mut self, number: usize, operation: &mut Operation) {
         let pooled = &mut self.pool[number];
         let Some(task) = pooled.task else { return };
         let request = operation.request(task.item, task.step, task.is_unconditional);
         let transfer = operation.transfer(task.item, &request);
         let was_made = pooled.connection.transport.is_open();
-        let came = pooled.connection.exchange(&transfer, &mut self.pieces);
+        let complete = pooled.connection.exchange(&transfer, &mut self.pieces);
         if !was_made && pooled.connection.transport.is_open() {
             self.backoff.succeeded();
         }
-        match came {
+        match complete {
             Ok(None) => {}
             Ok(Some(reply)) => {
                 pooled.task = None;
                 if !pooled.connection.is_kept() {
                     self.pool.swap_remove(number);
                 }
-                self.came(task, operation, &reply);
+                self.complete(task, operation, &reply);
             }
             Err(fault) => self.drop_connection(number, operation, fault),
         }
     }
 
     /// Handles the reply for an item.
-    fn came(&mut self, task: Task, operation: &mut Operation, reply: &Reply) {
+    fn complete(&mut self, task: Task, operation: &mut Operation, reply: &Reply) {
         let meaning = match operation.complete(task.item, task.step, task.is_unconditional, reply) {
             Outcome::Done => return,
             Outcome::Missing => {

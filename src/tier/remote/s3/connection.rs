@@ -67,7 +67,7 @@ pub struct Connection {
     interims: u32,
     /// It has had a reply, and can be used again.
     is_kept: bool,
-    has_heard: bool,
+    has_reply: bool,
 }
 
 /// A reply that is being received.
@@ -104,7 +104,7 @@ impl Connection {
             incoming: None,
             interims: 0,
             is_kept: false,
-            has_heard: false,
+            has_reply: false,
         })
     }
 
@@ -118,7 +118,7 @@ impl Connection {
             && matches!(unsafe { self.transport.receive(pieces) }, Ok(None | Some(0)))
     }
 
-    /// The buffer for the head of the next request; [`Connection::ask`] sends it.
+    /// The buffer for the head of the next request; [`Connection::begin_request`] sends it.
     pub fn head(&mut self) -> &mut Vec<u8> {
         wipe(&mut self.out);
         self.out.clear();
@@ -126,11 +126,11 @@ impl Connection {
     }
 
     /// Begins to send the request whose head was written, with the body of `transfer`.
-    pub fn ask(&mut self, transfer: &Transfer) {
+    pub fn begin_request(&mut self, transfer: &Transfer) {
         let body: u64 = transfer.source.iter().map(|part| part.bytes).sum();
         (self.sent, self.to_send) = (0, self.out.len() as u64 + body);
         (self.incoming, self.interims) = (None, 0);
-        (self.has_heard, self.is_write_closed) = (false, false);
+        (self.has_reply, self.is_write_closed) = (false, false);
         self.transport.can_write = self.transport.is_open();
     }
 
@@ -140,7 +140,7 @@ impl Connection {
     }
 
     /// Whether it can proceed without a wait, as far as is known.
-    pub fn can_go_on(&self) -> bool {
+    pub fn is_reusable(&self) -> bool {
         let has_to_send = self.has_to_send() || self.transport.wants_write();
         let can_send = self.transport.can_write && has_to_send && !self.is_write_closed;
         self.transport.is_open() && (self.transport.can_read || can_send)
@@ -162,7 +162,7 @@ impl Connection {
         }
         self.send(transfer.source, pieces);
         let reply = self.receive(transfer, pieces).map_err(|fault| Fault {
-            is_stale: self.is_kept && !self.has_heard && fault.is_transient,
+            is_stale: self.is_kept && !self.has_reply && fault.is_transient,
             ..fault
         })?;
         let Some(incoming) = reply else { return Ok(None) };
@@ -239,7 +239,7 @@ impl Connection {
                 Err(Lost::Gone(0)) => return self.ended(),
                 Err(lost) => return Err(lost.into()),
             };
-            self.has_heard |= count > 0;
+            self.has_reply |= count > 0;
             if left > 0
                 && let Some(incoming) = &mut self.incoming
             {
@@ -263,7 +263,7 @@ impl Connection {
                 if is_short { Err(truncated()) } else { Ok(Some(incoming)) }
             }
             Some(_) => Err(truncated()),
-            None if self.has_heard => Err(truncated()),
+            None if self.has_reply => Err(truncated()),
             None => Err(Lost::Gone(0).into()),
         }
     }
@@ -336,7 +336,7 @@ impl Incoming {
                 Ok(())
             }
             Some(object) if reply.bytes + piece.len() as u64 > *object => {
-                Err(Malformed("more than was asked for"))
+                Err(Malformed("a body longer than requested"))
             }
             Some(_) => {
                 // SAFETY: as the caller of the batch guarantees.
@@ -369,7 +369,7 @@ fn object_bytes(head: &Head, offset: u64, room: u64) -> Result<u64, Malformed> {
     if head.is_coded {
         return Err(Malformed("an object that is coded"));
     }
-    let said = match (head.status, &head.range) {
+    let length = match (head.status, &head.range) {
         (206, Some(range)) => match range.part {
             Some((first, bytes)) if first == offset => {
                 let wanted = range.whole.map(|whole| whole.saturating_sub(offset).min(room));
@@ -384,9 +384,9 @@ fn object_bytes(head: &Head, offset: u64, room: u64) -> Result<u64, Malformed> {
         (200, _) if offset == 0 => head.length,
         _ => return Err(Malformed("another part of the object")),
     };
-    let bytes = said.ok_or(Malformed("an object without a length"))?;
+    let bytes = length.ok_or(Malformed("an object without a length"))?;
     if head.length.is_some_and(|length| length != bytes) || bytes > room {
-        return Err(Malformed("another length than was asked for"));
+        return Err(Malformed("a length other than requested"));
     }
     Ok(bytes)
 }

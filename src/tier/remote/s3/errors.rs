@@ -23,8 +23,8 @@ pub enum Meaning {
 /// The meaning of a reply that reports a failure.
 pub fn meaning(reply: &Reply) -> Meaning {
     use Meaning::{Error as Is, NotImplemented, Retry, SlowDown};
-    let said = ErrorBody::read(&reply.text).unwrap_or_default();
-    match said.code.as_str() {
+    let body = ErrorBody::read(&reply.text).unwrap_or_default();
+    match body.code.as_str() {
         "NoSuchKey" | "NoSuchVersion" => return Is(RemoteError::Absent),
         "NoSuchBucket" => return Is(RemoteError::Unreachable),
         "SlowDown"
@@ -71,7 +71,7 @@ pub fn meaning(reply: &Reply) -> Meaning {
         301 | 302 | 303 | 308 => Is(RemoteError::Denied),
         // The bucket moved a moment ago.
         307 => Is(RemoteError::Busy),
-        400 | 501 if said.code.is_empty() => NotImplemented,
+        400 | 501 if body.code.is_empty() => NotImplemented,
         413 => Is(RemoteError::TooLong),
         429 => SlowDown,
         503 => SlowDown,
@@ -85,43 +85,43 @@ pub fn meaning(reply: &Reply) -> Meaning {
 /// Message for a reply, with the server's text. A text that contains a secret, or the beginning of
 /// one, is left out.
 pub fn words(reply: &Reply, wall_s: u64, secrets: &[&[u8]]) -> String {
-    let said = ErrorBody::read(&reply.text).unwrap_or_default();
+    let body = ErrorBody::read(&reply.text).unwrap_or_default();
     let mut words = format!("the server says {}", reply.head.status);
-    if !said.code.is_empty() {
-        words.push_str(&format!(" {}", said.code));
+    if !body.code.is_empty() {
+        words.push_str(&format!(" {}", body.code));
     }
-    let message = said.message.as_bytes();
+    let message = body.message.as_bytes();
     let is_secret = secrets.iter().any(|secret| {
         let start = &secret[..secret.len().min(SEEN_OF_SECRETS)];
         !start.is_empty() && message.windows(start.len()).any(|part| part == start)
     });
-    if !said.message.is_empty() && !is_secret {
-        words.push_str(&format!(" ({})", said.message.trim_end_matches('.')));
+    if !body.message.is_empty() && !is_secret {
+        words.push_str(&format!(" ({})", body.message.trim_end_matches('.')));
     }
-    let region = if said.region.is_empty() { &reply.head.region } else { &said.region };
-    match (said.code.as_str(), reply.head.status) {
+    let region = if body.region.is_empty() { &reply.head.region } else { &body.region };
+    match (body.code.as_str(), reply.head.status) {
         ("RequestTimeTooSkewed", _) => {
             words.push_str(&format!(": {}", skew_words(reply.head.date_s, wall_s)));
         }
-        ("ExpiredToken", _) => words.push_str(": give a new token, and the keys that go with it"),
+        ("ExpiredToken", _) => words.push_str(": provide a new session token and its keys"),
         ("SignatureDoesNotMatch", _) => {
             words.push_str(": the secret key is not the one of this access key");
         }
         ("AuthorizationHeaderMalformed" | "PermanentRedirect" | "TemporaryRedirect", _)
         | (_, 301 | 302 | 303 | 307 | 308 | 400)
-            if !region.is_empty() || !said.endpoint.is_empty() =>
+            if !region.is_empty() || !body.endpoint.is_empty() =>
         {
             words.push_str(": ");
             if !region.is_empty() {
                 words.push_str(&format!("the bucket is in the region {region}"));
             }
-            if !said.endpoint.is_empty() {
+            if !body.endpoint.is_empty() {
                 let comma = if region.is_empty() { "" } else { ", " };
-                words.push_str(&format!("{comma}ask at {}", said.endpoint));
+                words.push_str(&format!("{comma}use the endpoint {}", body.endpoint));
             }
         }
         (_, 301 | 302 | 303 | 307 | 308) => {
-            words.push_str(": another endpoint or region has the bucket");
+            words.push_str(": the bucket is at another endpoint or in another region");
         }
         _ => {}
     }
@@ -194,16 +194,16 @@ mod tests {
         let secrets: [&[u8]; 3] = [b"tok", b"AKIDEXAMPLE", &[b'x'; 1000]];
         let of = |head: &str, body: &str| words(&reply(head, body), 1_369_353_600, &secrets);
         let skewed = "<Error><Code>RequestTimeTooSkewed</Code><Message>a.</Message></Error>";
-        let said = of("403 No\r\nDate: Thu, 23 May 2013 23:00:00 GMT", skewed);
-        assert!(said.contains("RequestTimeTooSkewed (a)"), "{said}");
-        assert!(said.contains("3600 s ahead"), "{said}");
-        let said = of("403 No\r\nDate: Fri, 24 May 2013 00:20:00 GMT", skewed);
-        assert!(said.contains("1200 s behind"), "{said}");
-        let said = of("301 Moved\r\nx-amz-bucket-region: eu-west-1", "");
-        assert!(said.contains("in the region eu-west-1"), "{said}");
+        let body = of("403 No\r\nDate: Thu, 23 May 2013 23:00:00 GMT", skewed);
+        assert!(body.contains("RequestTimeTooSkewed (a)"), "{body}");
+        assert!(body.contains("3600 s ahead"), "{body}");
+        let body = of("403 No\r\nDate: Fri, 24 May 2013 00:20:00 GMT", skewed);
+        assert!(body.contains("1200 s behind"), "{body}");
+        let body = of("301 Moved\r\nx-amz-bucket-region: eu-west-1", "");
+        assert!(body.contains("in the region eu-west-1"), "{body}");
         let body =
             "<Error><Code>PermanentRedirect</Code><Endpoint>b.s3.amazonaws.com</Endpoint></Error>";
-        assert!(of("301", body).contains("ask at b.s3.amazonaws.com"));
+        assert!(of("301", body).contains("use the endpoint b.s3.amazonaws.com"));
         assert!(of("302", "").contains("another endpoint"));
         let body = "<Error><Code>InvalidToken</Code><Message>what is tok?</Message></Error>";
         assert!(!of("400", body).contains("tok?"));

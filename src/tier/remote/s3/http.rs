@@ -122,7 +122,7 @@ impl Head {
             self.length = Some(length);
         } else if is("transfer-encoding") {
             if !value.eq_ignore_ascii_case(b"chunked") || *is_chunked {
-                return Err(Malformed("a body that is coded in a way that nobody knows"));
+                return Err(Malformed("a body with an unknown transfer encoding"));
             }
             *is_chunked = true;
         } else if is("content-range") {

@@ -115,12 +115,18 @@ impl S3 {
         let key = match (&opts.key, &opts.secret) {
             (Some(key), Some(secret)) => Some((plain(key, "access key")?, secret.clone())),
             (None, None) => None,
-            _ => fail!(Spec, "an access key and a secret key go together: give both as secrets"),
+            _ => fail!(
+                Spec,
+                "an access key and a secret key are needed together: provide both as secrets"
+            ),
         };
         if let Some(token) = &opts.token {
             plain(token, "session token")?;
             if key.is_none() {
-                fail!(Spec, "a session token goes with an access key and a secret key");
+                fail!(
+                    Spec,
+                    "a session token needs an access key and a secret key: provide them as secrets"
+                );
             }
         }
         let settings = Settings {
@@ -139,7 +145,7 @@ impl S3 {
     }
 }
 
-/// Checks a secret that goes into a header.
+/// Checks a secret that is sent in a header.
 fn plain(secret: &Secret, what: &str) -> Result<String> {
     let bytes = secret.bytes();
     let most = if what == "access key" { MAX_KEY_BYTES } else { usize::MAX };

@@ -134,8 +134,8 @@ impl Operation<'_> {
                 let result = &mut puts.items[item].result;
                 // Some servers report a failure in the body of a reply with status 200.
                 let is_error = ErrorBody::read(&reply.text).is_some();
-                let is_look = is_unconditional && step == Step::First;
-                match (status, is_look, is_error) {
+                let is_lookup = is_unconditional && step == Step::First;
+                match (status, is_lookup, is_error) {
                     (200, true, _) | (412, _, _) => *result = Ok(true),
                     (404, true, _) => return Outcome::Missing,
                     (200 | 201 | 204, false, false) => *result = Ok(false),
@@ -150,10 +150,10 @@ impl Operation<'_> {
                 }
             }
             Operation::Remove(queries) => {
-                let is_gone = matches!(status, 200 | 202 | 204)
+                let is_absent = matches!(status, 200 | 202 | 204)
                     || (status == 404
                         && errors::meaning(reply) == Meaning::Error(RemoteError::Absent));
-                if is_gone {
+                if is_absent {
                     queries.items[item].result = Ok(0);
                     return Outcome::Done;
                 }

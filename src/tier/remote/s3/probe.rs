@@ -26,16 +26,16 @@ pub fn server(shared: &Shared, reply: &Reply) -> Result<Server> {
     let settings = &shared.settings;
     let (authority, bucket) = (&settings.endpoint.authority, &settings.bucket);
     if reply.head.status != 200 {
-        let said = shared.words(reply);
+        let message = shared.words(reply);
         // INVALID where the server rejected us: waiting does not help.
         let (status, words) = match errors::meaning(reply) {
             Meaning::Error(RemoteError::Absent | RemoteError::Unreachable) => {
-                (Status::Invalid, format!("there is no bucket '{bucket}': {said}"))
+                (Status::Invalid, format!("there is no bucket '{bucket}': {message}"))
             }
-            Meaning::Error(RemoteError::Denied) => (Status::Invalid, said),
-            Meaning::Error(error) | Meaning::Retry(error) => (error.status(), said),
-            Meaning::SlowDown => (RemoteError::Busy.status(), said),
-            Meaning::NotImplemented => (RemoteError::Malformed.status(), said),
+            Meaning::Error(RemoteError::Denied) => (Status::Invalid, message),
+            Meaning::Error(error) | Meaning::Retry(error) => (error.status(), message),
+            Meaning::SlowDown => (RemoteError::Busy.status(), message),
+            Meaning::NotImplemented => (RemoteError::Malformed.status(), message),
         };
         return Err(Error::new(status, format!("{authority}: {words}")));
     }
@@ -43,19 +43,18 @@ pub fn server(shared: &Shared, reply: &Reply) -> Result<Server> {
     let words = format!("{kind} at {authority}, bucket {bucket}");
     let mut warnings = Vec::new();
     if !settings.endpoint.is_tls {
-        let why =
-            "its connections are not encrypted (http): whoever is on the way can read objects";
-        warnings.push(why.to_string());
+        let warning =
+            "its connections are not encrypted (http): anyone on the network path can read objects";
+        warnings.push(warning.to_string());
     }
     if settings.is_insecure {
-        let why =
-            "anybody is trusted to be the server (insecure): who is on the way can read objects";
-        warnings.push(why.to_string());
+        let warning = "the server's certificate is not verified (insecure): anyone on the network path can read objects";
+        warnings.push(warning.to_string());
     }
     if shared.is_unconditional.load(Ordering::Relaxed) {
-        let why = "it cannot store what is new only: every object is looked for first, and of two \
-                   that store the same at once the last one wins";
-        warnings.push(why.to_string());
+        let warning = "it has no conditional writes: every object is looked up first, and if two stores \
+                   write the same object at once, the last write wins";
+        warnings.push(warning.to_string());
     }
     let now_s = wall_s();
     if reply.head.date_s.is_some_and(|date_s| date_s.abs_diff(now_s) > SKEW_S) {

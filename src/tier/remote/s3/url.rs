@@ -40,7 +40,7 @@ impl Endpoint {
         if rest.contains('@') {
             fail!(
                 Spec,
-                "the URL has a user: give keys as secrets, not in the URL, which is shown and logged"
+                "the URL has a user: provide keys as secrets, not in the URL, which is shown and logged"
             );
         }
         let rest = rest.strip_suffix('/').unwrap_or(rest);
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_are_read() {
+    fn urls_are_parsed() {
         let of = |url: &str, style| Endpoint::new(url, "kv-1", style).unwrap();
         let it = of("http://minio:9000/", Style::Path);
         assert_eq!((it.is_tls, it.host.as_str(), it.port), (false, "minio", 9000));

@@ -90,19 +90,19 @@ mod tests {
         let body = b"\xef\xbb\xbf<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<Error><Code>SlowDown\
                      </Code><Message>Please reduce your &quot;rate&quot; &amp;lt; now</Message>\
                      <RequestId>4442587FB7D0A2F9</RequestId></Error>";
-        let said = ErrorBody::read(body).unwrap();
-        assert_eq!(said.code, "SlowDown");
-        assert_eq!(said.message, "Please reduce your \"rate\" &lt; now");
-        assert_eq!((said.region.as_str(), said.endpoint.as_str()), ("", ""));
-        let said = ErrorBody::read(
+        let error = ErrorBody::read(body).unwrap();
+        assert_eq!(error.code, "SlowDown");
+        assert_eq!(error.message, "Please reduce your \"rate\" &lt; now");
+        assert_eq!((error.region.as_str(), error.endpoint.as_str()), ("", ""));
+        let error = ErrorBody::read(
             b"<Error xmlns=\"x\"><Message/><Code> PermanentRedirect </Code><Region>eu-west-1\
               </Region><Endpoint>b.s3.eu-west-1.amazonaws.com</Endpoint></Error>",
         );
-        let said = said.unwrap();
-        assert_eq!(said.code, "PermanentRedirect");
-        assert_eq!(said.region, "eu-west-1");
-        assert_eq!(said.endpoint, "b.s3.eu-west-1.amazonaws.com");
-        assert_eq!(said.message, "");
+        let error = error.unwrap();
+        assert_eq!(error.code, "PermanentRedirect");
+        assert_eq!(error.region, "eu-west-1");
+        assert_eq!(error.endpoint, "b.s3.eu-west-1.amazonaws.com");
+        assert_eq!(error.message, "");
     }
 
     #[test]
@@ -128,10 +128,10 @@ mod tests {
             "a".repeat(65),
             "b\n\u{7}\u{e4}".repeat(9999)
         );
-        let said = ErrorBody::read(long.as_bytes()).unwrap();
-        assert_eq!(said.code, "");
-        assert!(said.message.len() < MAX_WORDS_BYTES + 10, "{}", said.message.len());
-        assert!(!said.message.contains(char::is_control));
+        let error = ErrorBody::read(long.as_bytes()).unwrap();
+        assert_eq!(error.code, "");
+        assert!(error.message.len() < MAX_WORDS_BYTES + 10, "{}", error.message.len());
+        assert!(!error.message.contains(char::is_control));
         assert_eq!(ErrorBody::read(b"<Error><Code>a b</Code>").unwrap().code, "");
         assert_eq!(ErrorBody::read(b"<Error><Code>a").unwrap(), ErrorBody::default());
     }

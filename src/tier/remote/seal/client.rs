@@ -98,14 +98,16 @@ impl SealedClient {
             inner.object(gets.items[staged.item].name, 0);
             inner.part(start.wrapping_add(staged.at.start), staged.at.len() as u64);
         }
-        // SAFETY: the parts are disjoint ranges of the staging buffer, and no one else uses it.
+        // SAFETY: the parts are disjoint ranges of the staging buffer, and nothing else uses it.
         unsafe { self.inner.get(&mut inner, deadline_ns) };
         inner.items.iter().map(|item| item.result).collect()
     }
 
-    /// Length of the whole object, of which `came` bytes arrived.
-    fn whole(&self, staged: &StagedObject, came: u64) -> Option<u64> {
-        whole_bytes(self.staging[staged.at.clone()].get(..(came as usize).min(ENVELOPE_BYTES))?)
+    /// Length of the whole object, of which `arrived_bytes` bytes arrived.
+    fn whole(&self, staged: &StagedObject, arrived_bytes: u64) -> Option<u64> {
+        whole_bytes(
+            self.staging[staged.at.clone()].get(..(arrived_bytes as usize).min(ENVELOPE_BYTES))?,
+        )
     }
 
     /// Decrypts an object, and copies the requested part.
@@ -116,9 +118,9 @@ impl SealedClient {
         &mut self,
         gets: &Gets,
         staged: &StagedObject,
-        came: u64,
+        arrived_bytes: u64,
     ) -> std::result::Result<u64, RemoteError> {
-        let object = self.staging[staged.at.clone()].get_mut(..came as usize);
+        let object = self.staging[staged.at.clone()].get_mut(..arrived_bytes as usize);
         let object = object.ok_or(RemoteError::Malformed)?;
         let item = &gets.items[staged.item];
         let plain = self.sealer.open(&item.name, object).ok_or(RemoteError::Damaged)?;
@@ -150,21 +152,23 @@ impl SealedClient {
     ) -> Vec<(usize, u64)> {
         let max_bytes = sealed_bytes(self.max_bytes);
         let mut longer = Vec::new();
-        let came = self.fetch(gets, all, deadline_ns);
-        for (staged, came) in all.iter().zip(came) {
-            gets.items[staged.item].result = match came {
-                Err(trouble) => Err(trouble),
-                Ok(came) => match self.whole(staged, came) {
+        let arrived_bytes = self.fetch(gets, all, deadline_ns);
+        for (staged, arrived_bytes) in all.iter().zip(arrived_bytes) {
+            gets.items[staged.item].result = match arrived_bytes {
+                Err(error) => Err(error),
+                Ok(arrived_bytes) => match self.whole(staged, arrived_bytes) {
                     // The object is longer than expected.
                     Some(whole)
-                        if (came + 1..=max_bytes).contains(&whole)
-                            && came == staged.at.len() as u64 =>
+                        if (arrived_bytes + 1..=max_bytes).contains(&whole)
+                            && arrived_bytes == staged.at.len() as u64 =>
                     {
                         longer.push((staged.item, whole));
                         Err(RemoteError::Busy)
                     }
                     // SAFETY: the caller's guarantee.
-                    Some(whole) if whole == came => unsafe { self.open(gets, staged, came) },
+                    Some(whole) if whole == arrived_bytes => unsafe {
+                        self.open(gets, staged, arrived_bytes)
+                    },
                     _ => Err(RemoteError::Damaged),
                 },
             };

@@ -66,13 +66,13 @@ pub struct Args {
 
 /// A text for a model, by its index, and a seed.
 enum Job {
-    Ask(usize, u64),
-    Foresee(usize, u64),
+    Questions(usize, u64),
+    Prediction(usize, u64),
 }
 
 /// The results of a job, one for each point.
 enum Done {
-    Asked(Vec<Answers>),
+    Answers(Vec<Answers>),
     Prediction(Vec<Prediction>),
 }
 
@@ -95,14 +95,15 @@ pub fn run(args: &Args) -> Outcome<()> {
     let texts = u64::from(args.texts.unwrap_or(if args.quick { 1 } else { 6 }));
     // Seed 0 generates the texts of `tests/sparse/reference`.
     let first = u64::from(args.seed) * 1_000_000;
-    let asks = |at| (0..prompts).map(move |n| Job::Ask(at, first + 1000 + n));
-    let foresees = |at| (0..texts).map(move |n| Job::Foresee(at, first + 70 + n));
-    let jobs: Vec<Job> = (0..cases.len()).flat_map(|at| asks(at).chain(foresees(at))).collect();
+    let questions = |at| (0..prompts).map(move |n| Job::Questions(at, first + 1000 + n));
+    let predictions = |at| (0..texts).map(move |n| Job::Prediction(at, first + 70 + n));
+    let jobs: Vec<Job> =
+        (0..cases.len()).flat_map(|at| questions(at).chain(predictions(at))).collect();
     std::fs::create_dir_all(&args.out).map_err(|e| format!("{}: {e}", args.out.display()))?;
     let style = "reading [{bar:40}] {pos} of {len} texts  {elapsed_precise}, {eta} to go";
     let bar = progress_bar(jobs.len(), style, false)?;
     let done = run_parallel(jobs.len(), args.threads, |at, _| {
-        let done = one(&cases, &jobs[at], args.length)?;
+        let done = run_job(&cases, &jobs[at], args.length)?;
         bar.inc(1);
         Ok(done)
     });
@@ -110,11 +111,13 @@ pub fn run(args: &Args) -> Outcome<()> {
     let done = done?;
     let mut rows: Vec<Vec<Row>> = cases.iter().map(rows_of).collect();
     for (job, done) in jobs.iter().zip(done) {
-        let (Job::Ask(at, _) | Job::Foresee(at, _)) = job;
+        let (Job::Questions(at, _) | Job::Prediction(at, _)) = job;
         match done {
-            Done::Asked(all) => rows[*at].iter_mut().zip(&all).for_each(|(row, a)| row.ask(a)),
+            Done::Answers(all) => {
+                rows[*at].iter_mut().zip(&all).for_each(|(row, a)| row.add_answers(a))
+            }
             Done::Prediction(all) => {
-                rows[*at].iter_mut().zip(&all).for_each(|(row, f)| row.foresee(f));
+                rows[*at].iter_mut().zip(&all).for_each(|(row, f)| row.add_prediction(f));
             }
         }
     }
@@ -165,17 +168,17 @@ fn rows_of(case: &Case) -> Vec<Row> {
     case.points.iter().map(|point| Row::new(case.name, point)).collect()
 }
 
-fn one(cases: &[Case], job: &Job, length: u32) -> Outcome<Done> {
+fn run_job(cases: &[Case], job: &Job, length: u32) -> Outcome<Done> {
     let subject = |at: usize| Subject { model: &cases[at].model, form: cases[at].form };
     let symbols = length as usize;
     Ok(match *job {
-        Job::Ask(at, seed) => {
+        Job::Questions(at, seed) => {
             let size = Size { symbols, pairs: QUESTION_PAIRS };
-            Done::Asked(quality::ask(subject(at), seed, size, &cases[at].specs)?)
+            Done::Answers(quality::answer_questions(subject(at), seed, size, &cases[at].specs)?)
         }
-        Job::Foresee(at, seed) => {
+        Job::Prediction(at, seed) => {
             let size = (Size { symbols, pairs: TEXT_PAIRS }, 200);
-            Done::Prediction(quality::foresee(subject(at), seed, size, &cases[at].specs)?)
+            Done::Prediction(quality::predict(subject(at), seed, size, &cases[at].specs)?)
         }
     })
 }

@@ -102,7 +102,7 @@ mod tests {
         let points = all(text, &[64, 250]).expect("points");
         let got: Vec<(Option<usize>, &str)> =
             points.iter().map(|point| (point.budget, point.spec.as_str())).collect();
-        let want = [
+        let expected = [
             (None, "full"),
             (Some(64), "tova(budget=64)"),
             (Some(250), "tova(budget=250)"),
@@ -114,7 +114,7 @@ mod tests {
             (Some(64), "random(budget=64)"),
             (Some(250), "random(budget=250)"),
         ];
-        assert_eq!(got, want);
+        assert_eq!(got, expected);
         assert_eq!(points[3].policy, "knorm(budget={budget},sink=2)");
         // Duplicates are measured once.
         assert_eq!(all("random,full,tova,tova", &[64]).expect("points").len(), 3);

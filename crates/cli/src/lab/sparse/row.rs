@@ -11,12 +11,12 @@ pub struct Row {
     /// The spec.
     pub point: Point,
     /// Questions, and right answers.
-    asked: usize,
+    questions: usize,
     right: usize,
-    asking: Sum,
+    answer_usage: Sum,
     prompt: TextLoss,
     behind: TextLoss,
-    foreseeing: Sum,
+    prediction_usage: Sum,
     seconds: f64,
 }
 
@@ -46,14 +46,14 @@ const COLUMNS: [Column; 13] = [
     ("recall", Row::recall),
     ("recall_low", |row| row.interval().0),
     ("recall_high", |row| row.interval().1),
-    ("questions", |row| row.asked as f64),
+    ("questions", |row| row.questions as f64),
     ("bytes", Row::bytes),
-    ("keys_seen", |row| row.asking.looked / row.asking.texts),
+    ("keys_seen", |row| row.answer_usage.looked / row.answer_usage.texts),
     ("perplexity", Row::perplexity),
     ("prompt_perplexity", Row::prompt_perplexity),
     ("symbols", |row| row.behind.count as f64),
     ("text_bytes", Row::text_bytes),
-    ("text_keys_seen", |row| row.foreseeing.looked / row.foreseeing.texts),
+    ("text_keys_seen", |row| row.prediction_usage.looked / row.prediction_usage.texts),
     ("prompt_keys_seen", Row::prompt_seen),
     ("seconds", |row| row.seconds),
 ];
@@ -64,55 +64,55 @@ impl Row {
         Row {
             model,
             point: point.clone(),
-            asked: 0,
+            questions: 0,
             right: 0,
-            asking: Sum::default(),
+            answer_usage: Sum::default(),
             prompt: TextLoss::default(),
             behind: TextLoss::default(),
-            foreseeing: Sum::default(),
+            prediction_usage: Sum::default(),
             seconds: 0.0,
         }
     }
 
     /// Adds the answers about a text.
-    pub fn ask(&mut self, answers: &Answers) {
-        self.asked += answers.right.len();
+    pub fn add_answers(&mut self, answers: &Answers) {
+        self.questions += answers.right.len();
         self.right += answers.right.iter().filter(|right| **right).count();
-        self.asking.add(&answers.used);
+        self.answer_usage.add(&answers.used);
         self.seconds += answers.seconds;
     }
 
     /// Adds the prediction of a text.
-    pub fn foresee(&mut self, foreseen: &Prediction) {
-        self.prompt = self.prompt.and(foreseen.prompt);
-        self.behind = self.behind.and(foreseen.behind);
-        self.foreseeing.add(&foreseen.used);
-        self.seconds += foreseen.seconds;
+    pub fn add_prediction(&mut self, prediction: &Prediction) {
+        self.prompt = self.prompt.and(prediction.prompt);
+        self.behind = self.behind.and(prediction.behind);
+        self.prediction_usage.add(&prediction.used);
+        self.seconds += prediction.seconds;
     }
 
     /// The share of questions with right answers.
     pub fn recall(&self) -> f64 {
-        self.right as f64 / self.asked as f64
+        self.right as f64 / self.questions as f64
     }
 
     /// The 95 % confidence interval of the recall.
     pub fn interval(&self) -> (f64, f64) {
-        interval(self.right, self.asked)
+        interval(self.right, self.questions)
     }
 
     /// The share of bytes of keys and values that were kept, or moved for a step, with questions.
     pub fn bytes(&self) -> f64 {
-        self.asking.bytes / self.asking.texts
+        self.answer_usage.bytes / self.answer_usage.texts
     }
 
     /// The share of bytes with predicted texts.
     pub fn text_bytes(&self) -> f64 {
-        self.foreseeing.bytes / self.foreseeing.texts
+        self.prediction_usage.bytes / self.prediction_usage.texts
     }
 
     /// The share of keys that prompts were computed with.
     pub fn prompt_seen(&self) -> f64 {
-        self.foreseeing.prompt / self.foreseeing.texts
+        self.prediction_usage.prompt / self.prediction_usage.texts
     }
 
     /// The perplexity of the symbols after a prompt.

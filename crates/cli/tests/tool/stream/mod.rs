@@ -1,4 +1,4 @@
-//! `kvtier stream`, as somebody meets it who has a model and a machine.
+//! `kvtier stream`, with models in files.
 
 use kvtier_testkit::fixtures::model_files;
 
@@ -13,30 +13,34 @@ use kvtier_testkit::fixtures::scratch::Scratch;
 use model_files::{Made, Sizes, write_gguf, write_safetensors};
 use serde_json::Value;
 
-/// What the tool said, and how it ended.
-struct Said {
+/// Output and exit status of the tool.
+struct ToolOutput {
     code: Option<i32>,
     out: String,
     error: String,
 }
 
-impl Said {
-    fn of(output: Output) -> Said {
+impl ToolOutput {
+    fn of(output: Output) -> ToolOutput {
         let text = |bytes| String::from_utf8(bytes).expect("text");
-        Said { code: output.status.code(), out: text(output.stdout), error: text(output.stderr) }
+        ToolOutput {
+            code: output.status.code(),
+            out: text(output.stdout),
+            error: text(output.stderr),
+        }
     }
 
-    /// What it printed, where it went well and said nothing else.
+    /// The standard output; fails unless the tool succeeded without errors.
     fn fine(self) -> String {
         assert_eq!((self.code, self.error.as_str()), (Some(0), ""), "{}", self.out);
         self.out
     }
 
-    /// Fails, with these words and without having printed anything.
+    /// Checks that the tool failed with this message and printed nothing else.
     fn fails(&self, code: i32, words: &str) {
         assert_eq!((self.code, self.out.as_str()), (Some(code), ""), "{}", self.error);
         assert!(self.error.contains(words), "{words:?} is not in {}", self.error);
-        // The words of clap end with a blank line.
+        // Messages of clap end with a blank line.
         assert!(!self.error.contains("panicked"), "{}", self.error);
     }
 }
@@ -47,10 +51,10 @@ fn tool() -> Command {
     tool
 }
 
-fn stream(command: &str, files: &[&Path], args: &[&str]) -> Said {
+fn stream(command: &str, files: &[&Path], args: &[&str]) -> ToolOutput {
     let mut tool = tool();
     tool.arg(command).args(files).args(args);
-    Said::of(tool.output().expect("the tool starts"))
+    ToolOutput::of(tool.output().expect("the tool starts"))
 }
 
 fn json(text: &str) -> Value {

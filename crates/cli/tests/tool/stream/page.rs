@@ -1,10 +1,10 @@
-//! Pages, as far as a browser has to understand them.
+//! Checks that HTML pages are well-formed.
 
-/// Elements that have no end.
+/// Elements without an end tag.
 const VOID: [&str; 1] = ["meta"];
 
-/// Fails where elements do not end in the order in which they began, an attribute has no
-/// quotes, or there is something that is no element; the words that are shown.
+/// Fails if elements are not nested properly, an attribute has no
+/// quotes, or there is an invalid tag; returns the visible text.
 pub fn words_of(page: &str) -> String {
     let (mut open, mut words, mut rest) = (Vec::new(), String::new(), page);
     while let Some(at) = rest.find('<') {

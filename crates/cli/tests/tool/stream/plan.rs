@@ -1,8 +1,8 @@
-//! `kvtier stream plan`: for this machine and for others, and of files that are no models.
+//! `kvtier stream plan`, for this machine and others, and with files that are not models.
 
 use super::*;
 
-fn plan(files: &[&Path], args: &[&str]) -> Said {
+fn plan(files: &[&Path], args: &[&str]) -> ToolOutput {
     stream("plan", files, args)
 }
 
@@ -15,19 +15,20 @@ fn a_plan_accounts_for_every_unit() {
     for words in ["16 units", "host budget", "slots: 2 x", "bound by the disk"] {
         assert!(text.contains(words), "{words}: {text}");
     }
-    let said = json(&plan(&[&path], &[&args[..], &["--json"]].concat()).fine());
-    let (here, away) = (number(&said, "/homes/host/units"), number(&said, "/homes/file/units"));
-    assert_eq!(here + away, 16);
-    assert!(here > 1 && away > 1, "{said}");
-    assert!(number(&said, "/host_bytes") <= 8 << 20);
+    let output = json(&plan(&[&path], &[&args[..], &["--json"]].concat()).fine());
+    let (resident, streamed) =
+        (number(&output, "/residency/host/units"), number(&output, "/residency/file/units"));
+    assert_eq!(resident + streamed, 16);
+    assert!(resident > 1 && streamed > 1, "{output}");
+    assert!(number(&output, "/host_bytes") <= 8 << 20);
     // 12 layers x 2 heads x (64 + 64) numbers x 2 bytes x 16 tokens.
-    let figures = said["figures"].as_array().expect("figures");
+    let figures = output["figures"].as_array().expect("figures");
     let kv = figures.iter().find(|figure| figure["name"] == "host kv").expect("KV");
     assert_eq!(number(kv, "/bytes"), 12 * 2 * 128 * 2 * 16);
     // At 1 GB/s a byte takes a nanosecond.
-    let moved = number(&said, "/forecast/disk_bytes");
-    assert!(number(&said, "/forecast/disk_ns").abs_diff(moved) <= 100, "{said}");
-    assert_eq!(said["forecast"]["binding"], "disk");
+    let moved = number(&output, "/forecast/disk_bytes");
+    assert!(number(&output, "/forecast/disk_ns").abs_diff(moved) <= 100, "{output}");
+    assert_eq!(output["forecast"]["binding"], "disk");
 }
 
 #[test]
@@ -36,13 +37,17 @@ fn a_plan_is_made_for_another_machine() {
     let path = gguf(&dir, &dense());
     let args = ["--device", "264M", "--device-link", "2G", "--host", "64M", "--disk", "1G"];
     let more = ["--context", "16", "--what-if", "h2d=1,disk=4", "--json"];
-    let said = json(&plan(&[&path], &[&args[..], &more[..]].concat()).fine());
-    assert_eq!(said["compute"], "device");
-    assert!(number(&said, "/homes/device/units") > 0 && number(&said, "/homes/host/units") > 0);
+    let output = json(&plan(&[&path], &[&args[..], &more[..]].concat()).fine());
+    assert_eq!(output["compute"], "device");
+    assert!(
+        number(&output, "/residency/device/units") > 0
+            && number(&output, "/residency/host/units") > 0
+    );
     // Nothing comes from the disk, so it is the device link that counts: half as fast, twice
     // as long.
-    assert_eq!(said["forecast"]["binding"], "device");
-    let (fast, slow) = (number(&said, "/forecast/device_ns"), number(&said, "/what_if/device_ns"));
+    assert_eq!(output["forecast"]["binding"], "device");
+    let (fast, slow) =
+        (number(&output, "/forecast/device_ns"), number(&output, "/what_if/device_ns"));
     assert!(slow.abs_diff(2 * fast) <= 100, "{fast} {slow}");
     let text = plan(&[&path], &[&args[..], &more[..4]].concat()).fine();
     assert!(text.contains("over h2d=1,disk=4:\nforecast: "), "{text}");
@@ -58,8 +63,8 @@ fn the_disk_is_measured_on_request() {
     let path = gguf(&dir, &dense());
     let args = ["--host", "8M", "--context", "16", "--json"];
     assert!(json(&plan(&[&path], &args).fine())["forecast"].is_null());
-    let said = json(&plan(&[&path], &[&args[..], &["--measure"]].concat()).fine());
-    assert!(number(&said, "/forecast/disk_ns") > 0, "{said}");
+    let output = json(&plan(&[&path], &[&args[..], &["--measure"]].concat()).fine());
+    assert!(number(&output, "/forecast/disk_ns") > 0, "{output}");
 }
 
 #[test]
@@ -68,9 +73,9 @@ fn placements_and_slots_follow_the_arguments() {
     let path = gguf(&dir, &dense());
     let home_of_first = |placement: &str| {
         let args = ["--host", "9M", "--context", "16", "--placement", placement, "--json"];
-        let said = json(&plan(&[&path], &args).fine());
-        let runs = said["runs"].as_array().expect("runs").clone();
-        // Layers come after the embedding and the frequencies.
+        let output = json(&plan(&[&path], &args).fine());
+        let runs = output["runs"].as_array().expect("runs").clone();
+        // Layers follow the embedding and the frequencies.
         let of = |unit: u64| {
             let holds =
                 |run: &&Value| number(run, "/first") <= unit && unit <= number(run, "/last");
@@ -93,20 +98,20 @@ fn all_forms_of_a_model_have_plans() {
     let of_first = plan(&all[..1], &["--host", "1G", "--json"]).fine();
     assert_eq!(plan(&all, &["--host", "1G", "--json"]).fine(), of_first);
     // Four layers, the embedding, frequencies, the norm, the head.
-    assert_eq!(number(&json(&of_first), "/homes/host/units"), 8);
+    assert_eq!(number(&json(&of_first), "/residency/host/units"), 8);
 
     let dir = Scratch::created("tool-shards");
     let index = write_safetensors(&dir.0, &sizes.safetensors(false), &sizes.config(), 3);
     let of_index = plan(&[&index], &["--host", "1G", "--json"]).fine();
     assert_eq!(plan(&[&dir.0], &["--host", "1G", "--json"]).fine(), of_index);
-    assert_eq!(number(&json(&of_index), "/homes/host/units"), 7);
+    assert_eq!(number(&json(&of_index), "/residency/host/units"), 7);
 
     let dir = Scratch::created("tool-experts");
-    let said = json(
+    let output = json(
         &plan(&[&gguf(&dir, &experts())], &["--host", "4M", "--context", "16", "--json"]).fine(),
     );
-    assert_eq!(number(&said, "/homes/file/experts"), 32);
-    assert!(number(&said, "/expert_slots/count") >= 2);
+    assert_eq!(number(&output, "/residency/file/experts"), 32);
+    assert!(number(&output, "/expert_slots/count") >= 2);
 }
 
 #[test]
@@ -136,10 +141,10 @@ fn files_that_are_not_models_are_refused() {
     ] {
         let name = path.file_name().expect("one").to_string_lossy().into_owned();
         for command in ["plan", "run"] {
-            let said = stream(command, &[&path], &[]);
-            said.fails(1, words);
-            assert!(said.error.starts_with("kvtier: KVT_E_"), "{name}: {}", said.error);
-            assert_eq!(said.error.lines().count(), 1, "{name}: {}", said.error);
+            let output = stream(command, &[&path], &[]);
+            output.fails(1, words);
+            assert!(output.error.starts_with("kvtier: KVT_E_"), "{name}: {}", output.error);
+            assert_eq!(output.error.lines().count(), 1, "{name}: {}", output.error);
         }
     }
 }
@@ -180,8 +185,8 @@ fn a_closed_pipe_is_not_a_failure() {
     let path = gguf(&dir, &Sizes { layers: 3000, hidden: 8, ffn: 4, ..Sizes::default() });
     let mut tool = tool();
     let tool = tool.arg("plan").arg(&path).args(["--host", "1M", "--context", "1", "--json"]);
-    let (theirs, ours) = std::io::pipe().expect("a pipe");
-    drop(theirs);
-    let said = Said::of(tool.stdout(ours).output().expect("the tool starts"));
-    assert_eq!((said.code, said.error.as_str()), (Some(0), ""));
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let output = ToolOutput::of(tool.stdout(writer).output().expect("the tool starts"));
+    assert_eq!((output.code, output.error.as_str()), (Some(0), ""));
 }

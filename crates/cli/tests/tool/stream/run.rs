@@ -1,9 +1,9 @@
-//! `kvtier stream run`: passes, pictures of them, checksums, machines that are too small.
+//! `kvtier stream run`: passes, their pictures, checksums, and too little memory.
 
 use super::page::words_of;
 use super::*;
 
-fn run(path: &Path, args: &[&str]) -> Said {
+fn run(path: &Path, args: &[&str]) -> ToolOutput {
     stream("run", &[path], args)
 }
 
@@ -11,16 +11,16 @@ fn run(path: &Path, args: &[&str]) -> Said {
 fn passes_read_units_that_are_not_resident() {
     let dir = Scratch::created("tool-run");
     let path = gguf(&dir, &dense());
-    let said = json(&run(&path, &["--host", "8M", "--passes", "4", "--json"]).fine());
-    let passes = said["passes"].as_array().expect("passes");
+    let output = json(&run(&path, &["--host", "8M", "--passes", "4", "--json"]).fine());
+    let passes = output["passes"].as_array().expect("passes");
     assert_eq!(passes.len(), 4);
-    // A unit without a home is read at most once a pass, and what the slots have after the last.
-    // It is not read where it still is in a slot: at the start, and when readers come late.
-    let away = number(&said, "/plan/homes/file/bytes");
-    let slots = number(&said, "/plan/slots/count") * number(&said, "/plan/slots/slot_bytes");
+    // A unit that is not resident is read at most once a pass, plus the read-ahead after the last.
+    // It is not read if it is still in a slot: at the start, and if readers are slow.
+    let streamed = number(&output, "/plan/homes/file/bytes");
+    let slots = number(&output, "/plan/slots/count") * number(&output, "/plan/slots/slot_bytes");
     let read: u64 = passes.iter().map(|pass| number(pass, "/read_bytes")).sum();
-    assert!(away > 4 << 20 && read <= 4 * away + slots, "{read} {away}");
-    assert!(read >= 3 * away, "{read} {away}");
+    assert!(streamed > 4 << 20 && read <= 4 * streamed + slots, "{read} {streamed}");
+    assert!(read >= 3 * streamed, "{read} {streamed}");
     for pass in passes {
         assert_eq!(number(pass, "/acquires"), 16, "{pass}");
         let parts = ["/compute_ns", "/wait_read_ns", "/wait_copy_ns", "/wait_slot_ns"];
@@ -38,13 +38,13 @@ fn passes_read_units_that_are_not_resident() {
 fn all_units_are_resident_if_they_fit() {
     let dir = Scratch::created("tool-fits");
     let path = gguf(&dir, &dense());
-    let said = json(&run(&path, &["--host", "64M", "--passes", "2", "--json"]).fine());
-    assert_eq!(number(&said, "/plan/homes/file/units"), 0);
+    let output = json(&run(&path, &["--host", "64M", "--passes", "2", "--json"]).fine());
+    assert_eq!(number(&output, "/plan/homes/file/units"), 0);
     let least: u64 = dense().gguf().iter().map(Made::bytes).sum();
     let most = std::fs::metadata(&path).expect("there").len();
-    assert!((least..=most).contains(&number(&said, "/load_bytes")), "{said}");
-    let passes = said["passes"].as_array().expect("passes");
-    assert!(passes.iter().all(|pass| number(pass, "/read_bytes") == 0), "{said}");
+    assert!((least..=most).contains(&number(&output, "/load_bytes")), "{output}");
+    let passes = output["passes"].as_array().expect("passes");
+    assert!(passes.iter().all(|pass| number(pass, "/read_bytes") == 0), "{output}");
 }
 
 #[test]
@@ -52,11 +52,11 @@ fn compute_time_follows_the_argument() {
     let dir = Scratch::created("tool-compute");
     let path = gguf(&dir, &dense());
     let args = ["--host", "8M", "--passes", "2", "--compute", "3ms", "--json"];
-    let said = json(&run(&path, &args).fine());
-    for pass in said["passes"].as_array().expect("passes") {
+    let output = json(&run(&path, &args).fine());
+    for pass in output["passes"].as_array().expect("passes") {
         assert!(number(pass, "/compute_ns") >= 12 * 3_000_000, "{pass}");
     }
-    assert_eq!(number(&said, "/plan/forecast/compute_ns"), 12 * 3_000_000);
+    assert_eq!(number(&output, "/plan/forecast/compute_ns"), 12 * 3_000_000);
 }
 
 #[test]
@@ -65,20 +65,20 @@ fn a_device_is_simulated() {
     let path = gguf(&dir, &dense());
     let args = ["--device", "6M", "--device-link", "500M", "--host", "24M", "--compute", "100us"];
     for more in [&[][..], &["--ring"]] {
-        let said = json(&run(&path, &[&args[..], more, &["--json"]].concat()).fine());
-        assert_eq!(said["plan"]["compute"], "device");
+        let output = json(&run(&path, &[&args[..], more, &["--json"]].concat()).fine());
+        assert_eq!(output["plan"]["compute"], "device");
         let expected = if more.is_empty() { "tiered" } else { "ring" };
-        assert_eq!(said["plan"]["mode"], expected);
-        for pass in said["passes"].as_array().expect("passes") {
+        assert_eq!(output["plan"]["mode"], expected);
+        for pass in output["passes"].as_array().expect("passes") {
             assert!(number(pass, "/copied_bytes") > 4 << 20, "{pass}");
         }
-        assert_eq!(number(&said, "/device_ceiling"), 500_000_000);
+        assert_eq!(number(&output, "/device_ceiling"), 500_000_000);
     }
     // In place a unit takes whole pieces of 2 MiB: there are eight, two of which are slots.
     let args = ["--device", "16M", "--in-place", "--device-link", "500M", "--host", "24M"];
-    let said = json(&run(&path, &[&args[..], &["--json"]].concat()).fine());
-    assert_eq!(number(&said, "/plan/device_bytes"), 16 << 20);
-    for pass in said["passes"].as_array().expect("passes") {
+    let output = json(&run(&path, &[&args[..], &["--json"]].concat()).fine());
+    assert_eq!(number(&output, "/plan/device_bytes"), 16 << 20);
+    for pass in output["passes"].as_array().expect("passes") {
         assert!(number(pass, "/copied_bytes") > 0, "{pass}");
     }
     let args = ["--device", "6M", "--device-link", "500M", "--host", "24M", "--compute", "100us"];
@@ -91,13 +91,13 @@ fn a_device_is_simulated() {
 fn the_number_of_experts_follows_the_model() {
     let dir = Scratch::created("tool-moe");
     let path = gguf(&dir, &experts());
-    let said = json(&run(&path, &["--host", "4M", "--passes", "5", "--json"]).fine());
-    for pass in said["passes"].as_array().expect("passes") {
-        // Of each of 4 layers two experts; the layers and the four units that are no layers.
+    let output = json(&run(&path, &["--host", "4M", "--passes", "5", "--json"]).fine());
+    for pass in output["passes"].as_array().expect("passes") {
+        // Two experts of each of 4 layers; the layers, and the four other units.
         assert_eq!(number(pass, "/acquires"), 4 * 2 + 4 + 4, "{pass}");
         assert_eq!(number(pass, "/expert_hits") + number(pass, "/expert_misses"), 8);
     }
-    assert_eq!(said["layers"].as_array().expect("layers").len(), 4);
+    assert_eq!(output["layers"].as_array().expect("layers").len(), 4);
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn all_read_methods_return_the_same_bytes() {
     let path = gguf(&dir, &dense());
     for args in [&["--buffered"][..], &["--mapped"], &["--in-place"], &["--readers", "3"]] {
         let args = [&["--host", "8M", "--verify", "always", "--passes", "2"], args].concat();
-        // What another way noted is what this one compares with.
+        // Each method compares with the checksums that the previous one recorded.
         assert!(run(&path, &args).fine().contains("steady pass"), "{args:?}");
     }
     run(&path, &["--buffered", "--mapped"]).fails(2, "cannot be used with");
@@ -118,7 +118,7 @@ fn pictures_are_well_formed() {
     let dir = Scratch::created("tool-page");
     let sizes = [("dense", dense()), ("moe", experts())];
     for (name, sizes) in &sizes {
-        // Names come from files.
+        // Names are read from files.
         let name = format!("<{name}>&\"x");
         let mut tensors = sizes.gguf();
         tensors.push(Made::new("</text>&\"<script>.weight", "F16", &[1 << 12], 1));
@@ -126,7 +126,8 @@ fn pictures_are_well_formed() {
         let (svg, html) = (dir.0.join("a.svg"), dir.0.join("a b.html"));
         let mut tool = tool();
         tool.arg("run").arg(&path).args(["--host", "4M", "--passes", "3", "--svg"]).arg(&svg);
-        let said = Said::of(tool.arg("--html").arg(&html).output().expect("it starts")).fine();
+        let output =
+            ToolOutput::of(tool.arg("--html").arg(&html).output().expect("it starts")).fine();
         let read = |path: &Path| std::fs::read_to_string(path).expect("written");
         let picture = read(&svg);
         let title = format!("{name}.gguf: where the time of passes 2 and 3 of 3 went");
@@ -136,9 +137,9 @@ fn pictures_are_well_formed() {
                 assert!(words.contains(part), "{part}: {words}");
             }
         }
-        // The page has what the terminal has, and nothing from elsewhere.
+        // The page has the terminal's values, and no external resources.
         let page = words_of(&read(&html));
-        let steady = said.lines().find(|line| line.starts_with("steady pass")).expect("it");
+        let steady = output.lines().find(|line| line.starts_with("steady pass")).expect("it");
         assert!(page.contains(steady) && page.contains("host budget"), "{page}");
         for outside in ["http://", "https://", "src=", "<script"] {
             let found = read(&html).replace("http://www.w3.org/2000/svg", "");
@@ -158,14 +159,14 @@ fn a_sidecar_detects_a_changed_byte() {
     let path = gguf(&dir, &dense());
     let sidecar = dir.0.join("model.gguf.kvtsum");
     run(&path, &["--host", "8M"]).fine();
-    assert!(!sidecar.exists(), "nobody asked for it");
+    assert!(!sidecar.exists(), "no sidecar was requested");
     let args = ["--host", "8M", "--verify", "first", "--passes", "2"];
     run(&path, &args).fine();
     let noted = std::fs::read(&sidecar).expect("kept");
     run(&path, &args).fine();
     assert!(std::fs::read(&sidecar).expect("kept") == noted, "it was written anew");
 
-    // A byte of a layer, with the file's times as they were: or it would be another file.
+    // Changes a byte of a layer, and restores the file's times: else it would be another file.
     let before = std::fs::metadata(&path).expect("there").modified().expect("a time");
     let mut bytes = std::fs::read(&path).expect("ours");
     let at = bytes.len() / 2;
@@ -173,12 +174,12 @@ fn a_sidecar_detects_a_changed_byte() {
     std::fs::write(&path, &bytes).expect("written");
     let file = std::fs::File::options().write(true).open(&path).expect("there");
     file.set_modified(before).expect("set");
-    let said = run(&path, &args);
-    assert_eq!(said.code, Some(1), "{} {}", said.out, said.error);
-    assert!(said.error.contains("KVT_E_CORRUPT"), "{}", said.error);
-    // Without being asked to, nobody looks.
+    let output = run(&path, &args);
+    assert_eq!(output.code, Some(1), "{} {}", output.out, output.error);
+    assert!(output.error.contains("KVT_E_CORRUPT"), "{}", output.error);
+    // Checksums are verified on request only.
     run(&path, &["--host", "8M"]).fine();
-    // A sidecar that is damaged is made anew.
+    // A damaged sidecar is replaced.
     bytes[at] ^= 1;
     std::fs::write(&path, &bytes).expect("written");
     file.set_modified(before).expect("set");
@@ -191,9 +192,9 @@ fn a_sidecar_detects_a_changed_byte() {
 fn errors_name_the_minimum_memory() {
     let dir = Scratch::created("tool-least");
     let path = gguf(&dir, &dense());
-    let said = run(&path, &["--host", "1M"]);
-    said.fails(1, "KVT_E_BUDGET");
-    let (_, rest) = said.error.split_once("needs at least ").expect("how much");
+    let output = run(&path, &["--host", "1M"]);
+    output.fails(1, "KVT_E_BUDGET");
+    let (_, rest) = output.error.split_once("needs at least ").expect("how much");
     let least: u64 = rest.split(' ').next().expect("one").parse().expect("a number");
     assert!(least > 1 << 20);
     run(&path, &["--host", &least.to_string(), "--passes", "1"]).fine();
