@@ -14,8 +14,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 # Words that the glossary replaces. A word counts if it is a whole part of an identifier: `told` in
 # `note_told` and `ToldKind`, not in `threshold`.
 RETIRED = set("""
-    shelf shelves told tell deed errand errands hands hungry starve board boards ledger books
-    vacancies sight trial grain whoever debt owed along rectangle
+    shelf shelves told tell deed deeds errand errands hands hungry starve board boards ledger books
+    vacancies sight trial grain grains whoever debt debts owed along rectangle wish wishes trouble heard ears
     far near early downs homes
 """.split())
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

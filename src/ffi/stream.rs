@@ -1482,8 +1482,8 @@ pub unsafe extern "C" fn kvt_stream_acquire(
     check_out(out)?;
     known_flags(flags, KVT_ACQUIRE_POLL | KVT_ACQUIRE_SUBMITTED)?;
     let has = |flag: u64| flags & flag != 0;
-    let (poll, early) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_SUBMITTED));
-    let opts = AcquireOpts { poll, when_issued: early, deadline_ns };
+    let (poll, when_submitted) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_SUBMITTED));
+    let opts = AcquireOpts { poll, when_issued: when_submitted, deadline_ns };
     let lease = enter(stream)?.streamer.acquire(unit, opts)?;
     let row = kvt_unit_lease_t {
         struct_size: 0,

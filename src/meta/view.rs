@@ -444,8 +444,8 @@ mod tests {
             let room = u64::from(rows) * ts + u64::from(heads) * hs + run;
             let neat = u64::from(page_tokens) * ts;
             let table: Vec<u64> = (0..u64::from(tokens.div_ceil(page_tokens))).map(|i| {
-                let far = 1_000_000 * (1 + (shuffle >> (i % 60)) % 3) + i * room;
-                if shuffle >> (i % 50) & 1 == 0 { 5_000 + i * neat } else { far }
+                let distant = 1_000_000 * (1 + (shuffle >> (i % 60)) % 3) + i * room;
+                if shuffle >> (i % 50) & 1 == 0 { 5_000 + i * neat } else { distant }
             }).collect();
             let place = if paged {
                 Place::Pages { addresses: &table, page_tokens, shift_bytes: -7 }

@@ -35,7 +35,7 @@ class Event(Resource):
     _type_name = "event"
 
     def __init__(self) -> None:
-        handle, err = _abi.kvt_event_p(), new_error()
+        handle, err = _abi.kvt_ready_event_p(), new_error()
         check_err(lib.kvt_ready_event_open(0, byref(handle), byref(err)), err)
         self._own(EventJob(handle, _reaper.RANK_OP))
 

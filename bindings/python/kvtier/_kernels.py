@@ -362,7 +362,7 @@ class _Job:
     """A job of the library, executed by the caller's thread and its helpers."""
 
     def __init__(self, call: Any) -> None:
-        self._handle, err = _abi.kvt_job_p(), new_error()
+        self._handle, err = _abi.kvt_attention_job_p(), new_error()
         check_err(call(byref(self._handle), byref(err)), err)
 
     def __enter__(self) -> "_Job":

@@ -28,10 +28,10 @@ fn open(
     in_place: bool,
 ) -> Result<Streamer> {
     let (model, units) = model(LAYERS, layer_bytes)?;
-    let grain = if in_place { device.window_granularity()? } else { 1 };
+    let granule = if in_place { device.window_granularity()? } else { 1 };
     let staging = 2 * CHUNK_BYTES;
     let plan_options = PlanOptions {
-        device_ceiling_bytes: Some(2 * layer_bytes.next_multiple_of(grain)),
+        device_ceiling_bytes: Some(2 * layer_bytes.next_multiple_of(granule)),
         host_ceiling_bytes: Some(u64::from(LAYERS) * layer_bytes + staging),
         device_safety_bytes: Some(0),
         host_reserve_bytes: Some(0),

@@ -510,7 +510,7 @@ mod tests {
 
     use super::*;
 
-    const FAR: u64 = u64::MAX;
+    const DISTANT_FUTURE: u64 = u64::MAX;
 
     /// A directory for a test, removed when it is dropped.
     struct Place(PathBuf);
@@ -583,7 +583,7 @@ mod tests {
         puts.object(name);
         puts.part(bytes.as_ptr(), bytes.len() as u64);
         // SAFETY: the bytes are borrowed until the call returns.
-        unsafe { client.put(&mut puts, FAR) };
+        unsafe { client.put(&mut puts, DISTANT_FUTURE) };
         puts.items[0].result
     }
 
@@ -592,7 +592,7 @@ mod tests {
         gets.object(name, 0);
         gets.part(bytes.as_mut_ptr(), room as u64);
         // SAFETY: no one reads the bytes before the call returns.
-        unsafe { client.get(&mut gets, FAR) };
+        unsafe { client.get(&mut gets, DISTANT_FUTURE) };
         let arrived_bytes = gets.items[0].result?;
         bytes.truncate(arrived_bytes as usize);
         Ok(bytes)
@@ -601,14 +601,14 @@ mod tests {
     fn lookup(client: &mut dyn Client, name: Name) -> Result<u64, RemoteError> {
         let mut queries = Queries::default();
         queries.name(name);
-        client.lookup(&mut queries, FAR);
+        client.lookup(&mut queries, DISTANT_FUTURE);
         queries.items[0].result
     }
 
     fn remove(client: &mut dyn Client, name: Name) -> Result<u64, RemoteError> {
         let mut queries = Queries::default();
         queries.name(name);
-        client.remove(&mut queries, FAR);
+        client.remove(&mut queries, DISTANT_FUTURE);
         queries.items[0].result
     }
 
@@ -656,7 +656,7 @@ mod tests {
         assert_eq!(get(&mut *client, name(1), 9), Ok(b"two".to_vec()));
         fs::remove_dir_all(&place.0).unwrap();
         let mut client = place.remote().client();
-        assert!(client.greet(FAR).is_err() && put(&mut *client, name(1), b"x").is_err());
+        assert!(client.greet(DISTANT_FUTURE).is_err() && put(&mut *client, name(1), b"x").is_err());
         assert!(!place.0.exists(), "a mount that is missing is not made up for");
     }
 
@@ -713,7 +713,7 @@ mod tests {
         assert_eq!(results, [Ok(false), Ok(false), Ok(false), full, full]);
         assert_eq!(place.files().len(), 3, "objects that did not fit were removed");
         assert!(get(&mut *client, name(2), 400_000).unwrap() == bytes);
-        assert!(client.greet(FAR).is_ok());
+        assert!(client.greet(DISTANT_FUTURE).is_ok());
         remove(&mut *client, name(0)).unwrap();
         assert_eq!(put(&mut *client, name(3), &bytes), Ok(false));
     }
@@ -730,7 +730,7 @@ mod tests {
             assert_eq!(put(client, name(1), b"object"), Ok(true));
             assert_eq!(get(client, name(1), 9), Ok(b"object".to_vec()));
             assert_eq!(remove(client, name(1)), Err(RemoteError::ReadOnly));
-            let server = client.greet(FAR).unwrap();
+            let server = client.greet(DISTANT_FUTURE).unwrap();
             assert!(server.warnings.iter().any(|w| w.contains("read-only")), "{server:?}");
         }
     }
@@ -856,10 +856,10 @@ mod tests {
         let is_stale = |left: &[(PathBuf, bool)]| {
             left.iter().filter(|(f, is_stale)| *is_stale && f.exists()).count()
         };
-        client.greet(FAR).unwrap();
+        client.greet(DISTANT_FUTURE).unwrap();
         let after_one = is_stale(&left);
         assert!((100..200).contains(&after_one), "{after_one} are left");
-        (0..12).for_each(|_| drop(client.greet(FAR).unwrap()));
+        (0..12).for_each(|_| drop(client.greet(DISTANT_FUTURE).unwrap()));
         assert_eq!(is_stale(&left), 0);
         assert!(left.iter().all(|(file, is_stale)| *is_stale || file.exists()));
         assert!(target.exists() && fs::symlink_metadata(link).is_ok());

@@ -210,7 +210,7 @@ impl Connection {
         // more commands.
         let payload = self
             .receive(operation, settings, answers, pieces)
-            .map_err(|lost| self.closed_early(lost))?;
+            .map_err(|lost| self.closed_in_reply(lost))?;
         Ok(sent || payload)
     }
 
@@ -322,7 +322,7 @@ impl Connection {
     }
 
     /// Adds to the message of a connection that ended during the greeting.
-    fn closed_early(&self, fault: Fault) -> Fault {
+    fn closed_in_reply(&self, fault: Fault) -> Fault {
         match (self.state, fault.error) {
             (State::Greeting, RemoteError::Unreachable) => {
                 let message = format!("{}, instead of an answer to the greeting", fault.message);
