@@ -32,16 +32,61 @@ const STORE: [&[&str]; 5] = [
     &["admission", "counters", "events", "job_queues", "plan", "ready_event", "token_path"],
 ];
 
+/// The modules of the store's state machine from the top down. All of them extend `StoreState`;
+/// the rule is about the types that they share.
+const STATE: [&[&str]; 9] = [
+    &["work", "snapshot", "check", "stats"],
+    &["remote", "remote_fetch", "remote_lookup", "remote_upload"],
+    &["plans", "session", "writeback", "dependency"],
+    &["blocks", "eviction"],
+    &["disk_gc", "device_tier"],
+    &["namespaces", "transfer"],
+    &["config", "tier_cache"],
+    &["batches", "chunk_table", "stage"],
+    &["views", "slot_table", "shadow"],
+];
+
 /// The streamer's modules from the top down, with the same rule.
 const STREAM: [&[&str]; 7] =
     [&["streamer"], &["memory"], &["scheduler"], &["plan"], &["checksums"], &["units"], &["model"]];
 
 /// Words that the glossary replaces: no part of an identifier.
 const RETIRED: [&str; 35] = [
-    "along", "board", "boards", "books", "debt", "debts", "deed", "deeds", "downs", "early", "ears",
-    "errand", "errands", "far", "grain", "grains", "hands", "heard", "homes", "hungry", "ledger",
-    "near", "rectangle", "shelf", "shelves", "sight", "starve", "tell", "told", "trial", "trouble",
-    "vacancies", "whoever", "wish", "wishes",
+    "along",
+    "board",
+    "boards",
+    "books",
+    "debt",
+    "debts",
+    "deed",
+    "deeds",
+    "downs",
+    "early",
+    "ears",
+    "errand",
+    "errands",
+    "far",
+    "grain",
+    "grains",
+    "hands",
+    "heard",
+    "homes",
+    "hungry",
+    "ledger",
+    "near",
+    "rectangle",
+    "shelf",
+    "shelves",
+    "sight",
+    "starve",
+    "tell",
+    "told",
+    "trial",
+    "trouble",
+    "vacancies",
+    "whoever",
+    "wish",
+    "wishes",
 ];
 
 const MAX_FUNCTION_LINES: usize = 70;
@@ -141,13 +186,14 @@ fn named_in(code: &str, prefix: &str) -> Vec<String> {
         rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
     };
     let names = code.split(prefix).skip(1).map(name);
-    names.filter(|name| !name.is_empty()).collect()
+    // Types that a folder's head declares or hands on belong to the folder.
+    names.filter(|name| name.starts_with(char::is_lowercase)).collect()
 }
 
 /// Imports between modules of a folder that point to a higher level.
 fn upward_imports(folder: &str, levels: &[&[&str]]) -> Vec<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(folder);
-    let prefix = format!("crate::{folder}::");
+    let prefix = format!("crate::{}::", folder.replace('/', "::"));
     let mut wrong = Vec::new();
     for (path, text) in sources_below(&format!("src/{folder}")) {
         let below = path.strip_prefix(&root).expect("in the folder");
@@ -172,7 +218,7 @@ fn upward_imports(folder: &str, levels: &[&[&str]]) -> Vec<String> {
 
 #[test]
 fn imports_inside_the_store_point_down() {
-    let wrong = upward_imports("store", &STORE);
+    let wrong = [upward_imports("store", &STORE), upward_imports("store/state", &STATE)].concat();
     assert!(wrong.is_empty(), "imports that point up:\n{}", wrong.join("\n"));
 }
 

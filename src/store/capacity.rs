@@ -122,7 +122,7 @@ fn least_host(cells: &[u64]) -> Result<u64> {
         let segments = lengths.iter().map(|&bytes| host.slab_for(bytes));
         Ok(segments.sum::<u64>() <= host_bytes)
     };
-    let mut host_bytes = crate::store::state::snapshot::LEAST_HOST_BYTES;
+    let mut host_bytes = crate::store::state::LEAST_HOST_BYTES;
     while !fits(host_bytes)? && host_bytes < 1 << 46 {
         host_bytes *= 2;
     }

@@ -103,7 +103,7 @@ use crate::io::real::RealOpts;
 use crate::io::tls_opts::TlsOpts;
 use crate::policy::custom;
 use crate::store::executor::remote::RemoteExecutor;
-use crate::store::state::eviction::Granularity;
+use crate::store::state::tier_cache::Granularity;
 use crate::store::state::{Config, DeviceConfig, RemoteConfig, Write};
 use crate::tier::remote::name::Prefix;
 #[cfg(feature = "redis")]

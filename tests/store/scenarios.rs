@@ -5,7 +5,7 @@ use kvtier::base::budget::Tier;
 use kvtier::format::keys::chain::Chain;
 use kvtier::meta::index::NONE;
 use kvtier::meta::key::Key;
-use kvtier::store::state::eviction::Granularity;
+use kvtier::store::state::tier_cache::Granularity;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::{CellRange, Config};
 use kvtier::tier::disk::Options;

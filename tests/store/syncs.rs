@@ -9,7 +9,7 @@ use kvtier::base::status::Status;
 use kvtier::device::Stream;
 use kvtier::format::keys::chain::Chain;
 use kvtier::meta::key::Key;
-use kvtier::store::state::eviction::Granularity;
+use kvtier::store::state::tier_cache::Granularity;
 use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{Config, Level, StoreState, TransferKind};
 use kvtier::tier::disk::Options;

@@ -127,7 +127,7 @@ impl RemoteTarget {
 /// Adds the environment variables of secrets to an error about a missing or wrong one.
 pub fn explain(error: Error) -> Error {
     let message = error.message();
-    let expected = ["secret", "NOAUTH", "WRONGPASS", "forbids"];
+    let expected = ["secret", "NOAUTH", "WRONGPASS", "denies"];
     if !expected.iter().any(|word| message.contains(word)) {
         return error;
     }

@@ -14,8 +14,8 @@ use crate::meta::index::{NONE, Slot};
 use crate::policy::Hint;
 use crate::policy::evictor::RequestContext;
 use crate::store::state::disk_gc::Cleared;
-use crate::store::state::session::Views;
 use crate::store::state::transfer::{Level, TransferKind, TransferSpec};
+use crate::store::state::views::Views;
 use crate::store::state::{Namespace, StoreState};
 
 /// Most blocks of one call.

@@ -7,8 +7,8 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::format::segment::BLOCK_BYTES;
 use crate::meta::chunks::{Cell, Location};
-use crate::store::state::eviction::flag_of;
-use crate::store::state::eviction::{Granularity, cell_id};
+use crate::store::state::tier_cache::flag_of;
+use crate::store::state::tier_cache::{Granularity, cell_id};
 use crate::store::state::{At, StoreState};
 
 impl StoreState {

@@ -13,7 +13,6 @@ use crate::meta::chunks::{Cell, Chunks, Shape, StoredForm};
 use crate::meta::dtype::Dtype;
 use crate::meta::index::Slot;
 use crate::meta::layout::{Layout, Planes, Rule};
-use crate::store::state::eviction::Part;
 use crate::tier::device::Piece;
 
 /// Flags of a chunk.
@@ -45,6 +44,22 @@ pub mod note {
     pub const GAPPED: u16 = 2048;
     /// Queued for write-behind.
     pub const UNWRITTEN: u16 = 4096;
+}
+
+/// Which cells of a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// All layers.
+    All,
+    /// The cell of one layer.
+    Layer(usize),
+}
+
+impl Part {
+    /// Whether `layer` is among them.
+    pub fn has(self, layer: usize) -> bool {
+        self == Part::All || self == Part::Layer(layer)
+    }
 }
 
 /// Chunks of one layout.

@@ -7,11 +7,9 @@ use crate::fail;
 use crate::format::codec::Codec;
 use crate::policy::custom;
 use crate::policy::evictor::MAX_OBJECTS;
-use crate::store::state::eviction::{Granularity, PIECE_BYTES, TierCache};
-use crate::store::state::namespaces::{MAX_CHUNK_TABLES, MAX_NAMESPACES};
-use crate::store::state::remote::RemoteConfig;
-use crate::store::state::snapshot::LEAST_HOST_BYTES;
+use crate::store::state::tier_cache::{Granularity, PIECE_BYTES, TierCache};
 use crate::tier::host::HostOpts;
+use crate::tier::remote::secret::Secret;
 
 /// When puts are written to disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +38,70 @@ pub struct DeviceConfig {
 impl Default for DeviceConfig {
     fn default() -> DeviceConfig {
         DeviceConfig { bytes: 0, policy: "s3fifo".into(), admission: "all".into() }
+    }
+}
+
+/// Most namespaces.
+pub const MAX_NAMESPACES: usize = 1 << 16;
+/// Most layouts.
+pub const MAX_CHUNK_TABLES: usize = 64;
+/// Least limit of host memory, in bytes.
+pub const LEAST_HOST_BYTES: u64 = 64 << 10;
+
+/// Configuration of the remote.
+#[derive(Clone, Debug)]
+pub struct RemoteConfig {
+    /// Layers are joined to one object up to so many bytes.
+    pub object_bytes: u64,
+    /// Most bytes of an object that the remote accepts.
+    pub max_bytes: u64,
+    /// Most objects of a batch.
+    pub batch: usize,
+    /// Fetch workers; 0 = not known.
+    pub fetchers: u32,
+    /// When chunks are uploaded.
+    pub write: Write,
+    /// Spec of the admission rule for uploads.
+    pub admission: String,
+    /// Timeout of a request, without the time for its bytes.
+    pub timeout_ns: u64,
+    /// How long an answer "present" is valid.
+    pub fresh_ns: u64,
+    /// How long an answer "absent" is valid.
+    pub absent_ns: u64,
+    /// Names whose answers are remembered.
+    pub known: usize,
+    /// Sessions start a lookup as soon as they have tokens.
+    pub lookup_on_append: bool,
+    /// KV that a lookup has found is prefetched.
+    pub prefetch_found: bool,
+    /// Key of the names, if objects are sealed.
+    pub secret: Option<Secret>,
+    /// Seed of the breaker's random choices.
+    pub seed: u64,
+    /// Memory of the remote workers, charged with the tables.
+    pub beside_bytes: u64,
+}
+
+impl Default for RemoteConfig {
+    fn default() -> RemoteConfig {
+        RemoteConfig {
+            object_bytes: 1 << 20,
+            max_bytes: 128 << 20,
+            batch: 32,
+            fetchers: 0,
+            write: Write::Through,
+            admission: "all".into(),
+            timeout_ns: 250_000_000,
+            fresh_ns: 60_000_000_000,
+            absent_ns: 5_000_000_000,
+            known: 1 << 16,
+            lookup_on_append: true,
+            prefetch_found: false,
+            secret: None,
+            seed: 0,
+            beside_bytes: 0,
+        }
     }
 }
 

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use crate::base::status::{Result, Status};
 use crate::device::Event;
 use crate::fail;
+use crate::store::state::batches::CopyBatch;
 use crate::store::state::transfer::{Level, Of, Step, TransferKind, TransferSpec, WaitList};
-use crate::store::state::work::CopyBatch;
 use crate::store::state::{CellRange, Job, StoreState};
 
 // ---------- ready waits

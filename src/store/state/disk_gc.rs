@@ -17,10 +17,11 @@ use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::Layout;
 use crate::store::events::{Event, Kind};
+use crate::store::state::batches::WorkerKind;
+use crate::store::state::chunk_table::Part;
 use crate::store::state::chunk_table::note;
-use crate::store::state::eviction::{Granularity, Part};
-use crate::store::state::namespaces::{Noted, PendingClear};
-use crate::store::state::work::{self, Work, WorkerKind};
+use crate::store::state::namespaces::{NOTE, Noted, PendingClear};
+use crate::store::state::tier_cache::Granularity;
 use crate::store::state::{At, HOST_MASK, NamespaceOpts, StoreState};
 use crate::tier::disk::{CellAt, CellIndex, Cover, DiskTier, Mark, Recovered, SegmentInfo, Spot};
 
@@ -178,9 +179,9 @@ impl DiskGc {
     }
 
     /// Ends a checkpoint.
-    pub(super) fn checkpoint_ends(&mut self, work: &Work, outcome: &Result<()>) {
+    pub(super) fn checkpoint_ends(&mut self, outcome: &Result<()>) {
         let begun = self.checkpoints.begun;
-        if !work.is_checkpoint() || begun <= self.checkpoints.lasting {
+        if begun <= self.checkpoints.lasting {
             return;
         }
         self.checkpoints.has_news = true;
@@ -191,10 +192,8 @@ impl DiskGc {
     }
 
     /// Begins a checkpoint: chunks removed by now are not in it.
-    pub(super) fn checkpoint_begins(&mut self, work: &Work) {
-        if work.is_checkpoint() {
-            self.checkpoints.begun = self.checkpoints.requested;
-        }
+    pub(super) fn checkpoint_begins(&mut self) {
+        self.checkpoints.begun = self.checkpoints.requested;
     }
 
     /// Makes a chunk wait for space on disk. It stays referenced.
@@ -381,7 +380,7 @@ impl StoreState {
     }
 
     /// Takes the next upkeep task; one at a time is in flight.
-    pub(super) fn take_upkeep(&mut self) -> Option<work::Upkeep> {
+    pub(super) fn take_upkeep(&mut self) -> Option<Upkeep> {
         if self.stages.in_flight[WorkerKind::Upkeep as usize] > 0 {
             return None;
         }
@@ -391,25 +390,25 @@ impl StoreState {
             if self.disk_gc.holds_writes {
                 return None;
             }
-            return Some(work::Upkeep::Checkpoint(self.begin_checkpoint(&disk)));
+            return Some(Upkeep::Checkpoint(self.begin_checkpoint(&disk)));
         }
         let stats = disk.stats();
         self.disk_gc.used_before = stats.used_bytes;
         self.disk_gc.needs_check = false;
         if std::mem::take(&mut self.disk_gc.sweeps) {
-            return Some(work::Upkeep::Sweep);
+            return Some(Upkeep::Sweep);
         }
         let full = stats.used_bytes as f64 > stats.budget_bytes as f64 * self.config.high;
         if !full && self.disk_gc.parked.is_empty() {
             return None;
         }
         match self.disk_gc.next_to_compact(&disk.segments()) {
-            Some(number) => Some(work::Upkeep::Compact(number)),
+            Some(number) => Some(Upkeep::Compact(number)),
             // Less is known of recovered segments: they had more dead blocks than it seemed.
             None if stats.used_bytes > stats.budget_bytes
                 && self.evict_from_disk(disk.segment_bytes()) > 0 =>
             {
-                Some(work::Upkeep::Sweep)
+                Some(Upkeep::Sweep)
             }
             None => {
                 self.give_up_parked();
@@ -418,12 +417,12 @@ impl StoreState {
         }
     }
 
-    pub(super) fn done_upkeep(&mut self, upkeep: &work::Upkeep, outcome: Result<()>) {
+    pub(super) fn done_upkeep(&mut self, upkeep: &Upkeep, outcome: Result<()>) {
         match (upkeep, &outcome) {
-            (work::Upkeep::Checkpoint(_), Err(error)) => {
+            (Upkeep::Checkpoint(_), Err(error)) => {
                 log::info!("the checkpoint was not written: {error}");
             }
-            (work::Upkeep::Compact(number), _) => {
+            (Upkeep::Compact(number), _) => {
                 // A segment that a sweep has removed meanwhile is no error.
                 if let Err(error) = &outcome
                     && error.status() != Status::NotFound
@@ -816,6 +815,16 @@ pub struct Page {
     cells: Vec<CellEntry>,
 }
 
+/// A task that keeps the disk in order.
+pub enum Upkeep {
+    /// Removes empty segments.
+    Sweep,
+    /// Moves the live cells of a segment elsewhere.
+    Compact(u64),
+    /// Writes a checkpoint.
+    Checkpoint(Checkpoint),
+}
+
 /// A checkpoint to be written.
 pub struct Checkpoint {
     cover: Cover,
@@ -902,8 +911,6 @@ impl StoreState {
 //
 // Recovery: cells that an opening finds on disk become rows again.
 
-/// Prefix of the names of namespace records.
-pub(super) const NOTE: &[u8] = b"namespace ";
 const VERSION: u8 = 1;
 
 /// Outcome of a recovery.

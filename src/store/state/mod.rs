@@ -6,6 +6,7 @@
 //! simulation chooses the order by a seed. The states of a cell's transfer are drawn at the top of
 //! [`transfer`].
 
+pub mod batches;
 pub mod blocks;
 mod check;
 pub mod chunk_table;
@@ -26,17 +27,20 @@ pub mod slot_table;
 pub mod snapshot;
 mod stage;
 pub mod stats;
+pub mod tier_cache;
 pub mod transfer;
+pub mod views;
 pub mod work;
 pub mod writeback;
 
 pub use crate::store::counters::{RemoteStats, StoreStats};
 pub use chunk_table::ChunkTable;
-pub use config::{Config, DeviceConfig, Write};
+pub use config::{
+    Config, DeviceConfig, LEAST_HOST_BYTES, MAX_CHUNK_TABLES, MAX_NAMESPACES, RemoteConfig, Write,
+};
 pub use disk_gc::Adopted;
 pub use disk_gc::disk_room;
-pub use namespaces::{MAX_CHUNK_TABLES, MAX_NAMESPACES, Namespace, NamespaceOpts};
-pub use remote::RemoteConfig;
+pub use namespaces::{Namespace, NamespaceOpts};
 pub use session::{CellRange, TO_THE_END, Wanted};
 pub use session::{SessionOpts, Truncated};
 pub use stats::BESIDE_BYTES as ROW_BESIDE_BYTES;

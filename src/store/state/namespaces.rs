@@ -14,16 +14,13 @@ use crate::format::keys::Key;
 use crate::meta::chunks::Added;
 use crate::meta::index::Slot;
 use crate::meta::layout::Layout;
+use crate::store::state::batches::{SpaceNote, SyncBatch, WriteBatch};
 use crate::store::state::chunk_table::{ChunkTable, note};
-use crate::store::state::disk_gc::NOTE;
-use crate::store::state::work::{SpaceNote, SyncBatch, WriteBatch};
 use crate::store::state::{At, StoreState};
 use crate::tier::disk::{Mark, Recovered};
 
-/// Most namespaces.
-pub const MAX_NAMESPACES: usize = 1 << 16;
-/// Most layouts.
-pub const MAX_CHUNK_TABLES: usize = 64;
+/// Prefix of the names of namespace records.
+pub(super) const NOTE: &[u8] = b"namespace ";
 /// How to open a namespace.
 #[derive(Clone, Debug)]
 pub struct NamespaceOpts {

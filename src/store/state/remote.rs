@@ -19,16 +19,17 @@ use crate::meta::index::{NONE, Slot};
 use crate::store::admission::Admission;
 use crate::store::counters::RemoteStats;
 use crate::store::events::Kind;
+use crate::store::state::batches::WorkerKind;
 use crate::store::state::blocks::MAX_BLOCKS;
 use crate::store::state::chunk_table::note;
+use crate::store::state::config::RemoteConfig;
 use crate::store::state::remote_fetch::{RemotePrefetch, RequestedObject};
 use crate::store::state::remote_lookup::{
     LookupItem, Lookups, PendingLookup, Requester, WINDOW, Window, noted_chunks,
 };
 use crate::store::state::stage::{self, Stage};
 use crate::store::state::transfer::{Of, TransferKind};
-use crate::store::state::work::WorkerKind;
-use crate::store::state::{At, Config, StoreState, Write};
+use crate::store::state::{At, Config, StoreState};
 use crate::tier::remote::breaker::{Breaker, Direction, Outcome};
 use crate::tier::remote::name::Names;
 use crate::tier::remote::secret::Secret;
@@ -44,63 +45,6 @@ const BYTES_PER_MS: u64 = 16 << 10;
 /// Extra time of a batch of so many bytes, in ns.
 pub(super) fn time_of(bytes: u64) -> u64 {
     bytes.saturating_mul(1_000_000) / BYTES_PER_MS
-}
-
-/// Configuration of the remote.
-#[derive(Clone, Debug)]
-pub struct RemoteConfig {
-    /// Layers are joined to one object up to so many bytes.
-    pub object_bytes: u64,
-    /// Most bytes of an object that the remote accepts.
-    pub max_bytes: u64,
-    /// Most objects of a batch.
-    pub batch: usize,
-    /// Fetch workers; 0 = not known.
-    pub fetchers: u32,
-    /// When chunks are uploaded.
-    pub write: Write,
-    /// Spec of the admission rule for uploads.
-    pub admission: String,
-    /// Timeout of a request, without the time for its bytes.
-    pub timeout_ns: u64,
-    /// How long an answer "present" is valid.
-    pub fresh_ns: u64,
-    /// How long an answer "absent" is valid.
-    pub absent_ns: u64,
-    /// Names whose answers are remembered.
-    pub known: usize,
-    /// Sessions start a lookup as soon as they have tokens.
-    pub lookup_on_append: bool,
-    /// KV that a lookup has found is prefetched.
-    pub prefetch_found: bool,
-    /// Key of the names, if objects are sealed.
-    pub secret: Option<Secret>,
-    /// Seed of the breaker's random choices.
-    pub seed: u64,
-    /// Memory of the remote workers, charged with the tables.
-    pub beside_bytes: u64,
-}
-
-impl Default for RemoteConfig {
-    fn default() -> RemoteConfig {
-        RemoteConfig {
-            object_bytes: 1 << 20,
-            max_bytes: 128 << 20,
-            batch: 32,
-            fetchers: 0,
-            write: Write::Through,
-            admission: "all".into(),
-            timeout_ns: 250_000_000,
-            fresh_ns: 60_000_000_000,
-            absent_ns: 5_000_000_000,
-            known: 1 << 16,
-            lookup_on_append: true,
-            prefetch_found: false,
-            secret: None,
-            seed: 0,
-            beside_bytes: 0,
-        }
-    }
 }
 
 /// The remote of a store.

@@ -241,8 +241,8 @@ impl Shadow {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::state::eviction::Granularity;
-    use crate::store::state::eviction::TierCache;
+    use crate::store::state::tier_cache::Granularity;
+    use crate::store::state::tier_cache::TierCache;
 
     const ROOM: u64 = 32;
     const HOT: u64 = 8;

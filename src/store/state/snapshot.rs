@@ -9,9 +9,10 @@ use crate::meta::chunks::Residency;
 use crate::meta::index::{NONE, Slot};
 use crate::policy::custom;
 use crate::policy::log::Entry;
-use crate::store::state::eviction::TierCache;
+use crate::store::state::config::LEAST_HOST_BYTES;
 use crate::store::state::session::Session;
 use crate::store::state::shadow::{Plan, Score, Shadow};
+use crate::store::state::tier_cache::TierCache;
 use crate::store::state::{DEVICE_MASK, DISK_MASK, HOST_MASK};
 use crate::store::state::{Namespace, StoreState};
 
@@ -23,8 +24,6 @@ pub const MOST_CHUNKS: usize = 1024;
 pub const MOST_CELLS: usize = 1 << 18;
 /// Most evictions in one list.
 pub const MOST_EVICTIONS: usize = 4096;
-/// Least limit of host memory, in bytes.
-pub const LEAST_HOST_BYTES: u64 = 64 << 10;
 
 /// An open session.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use crate::base::status::Result;
 use crate::store::job_queues::{LANES, Queues};
 use crate::store::plan::Speed;
 use crate::store::state::Config;
-use crate::store::state::work::{KINDS, WorkerKind};
+use crate::store::state::batches::{KINDS, WorkerKind};
 
 /// What a stage is believed to do before its first batch: the delay of a batch in ns, and bytes a
 /// second.

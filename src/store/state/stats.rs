@@ -12,10 +12,10 @@ use crate::meta::chunks::{CELL_BYTES, CHUNK_BYTES};
 use crate::policy::metrics::Histogram;
 use crate::store::counters::{RemoteStats, StoreStats, share};
 use crate::store::job_queues::LANES;
-use crate::store::state::eviction::TierCache;
+use crate::store::state::batches::{KINDS, WorkerKind};
 use crate::store::state::stage::Stage;
+use crate::store::state::tier_cache::TierCache;
 use crate::store::state::transfer::{Level, Transfer, TransferKind};
-use crate::store::state::work::{KINDS, WorkerKind};
 use crate::store::state::{ChunkTable, StoreState};
 use crate::tier::device::DeviceStats;
 use crate::tier::disk::DiskTier;
@@ -495,7 +495,7 @@ impl Tenants {
 
 /// What is timed: name in views, and description. First two gets, then three puts by
 /// [`Level`](crate::store::state::Level), then batches by
-/// [`WorkerKind`](crate::store::state::work::WorkerKind).
+/// [`WorkerKind`](crate::store::state::batches::WorkerKind).
 pub const TIMED: [(&str, &str); GETS + PUTS + KINDS] = [
     ("get_host", "Gets from memory alone."),
     ("get_disk", "Gets that read from disk."),

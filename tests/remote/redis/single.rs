@@ -48,7 +48,7 @@ fn passwords_users_and_databases() {
         let mut client = with(&url, password);
         let error = client.greet(at(LONG)).unwrap_err();
         assert_eq!(error.status(), kvtier::base::status::Status::Invalid);
-        assert!(error.message().contains("forbids"), "{error}");
+        assert!(error.message().contains("denies"), "{error}");
         assert!(!error.to_string().contains("Geheim123"), "{error}");
         assert_eq!(put_one(&mut *client, 1, 10), Err(RemoteError::Denied));
         assert_eq!(get_one(&mut *client, 1, 10), Err(RemoteError::Denied));

@@ -73,7 +73,7 @@ pub fn run(text: &str, json: bool) -> Outcome<()> {
 /// The finding for a remote that cannot be opened.
 fn unusable(error: &Error) -> Finding {
     let message = error.message();
-    let is_refused = ["NOAUTH", "WRONGPASS", "forbids"].iter().any(|word| message.contains(word));
+    let is_refused = ["NOAUTH", "WRONGPASS", "denies"].iter().any(|word| message.contains(word));
     let means = match error.status() {
         _ if is_refused => "the credentials are wrong or missing",
         Status::Spec | Status::Unsupported | Status::Limit | Status::Invalid => {

@@ -102,10 +102,10 @@ fn a_second_process_loads_the_kv_of_the_first() {
     let (put, loaded) = (number(&report, "/put/tokens"), number(&report, "/get/loaded_tokens"));
     assert!(put > 1000 && loaded == put, "{report}");
     assert_eq!(number(&report, "/get/wrong"), 0);
-    let objects = number(&report, "/put/counters/sent");
+    let objects = number(&report, "/put/counters/uploaded_objects");
     // The second process had nothing in memory; the common prefix was loaded once.
-    assert_eq!(number(&report, "/get/counters/fetched"), objects, "{report}");
-    assert_eq!(number(&report, "/get/counters/removed"), objects, "{report}");
+    assert_eq!(number(&report, "/get/counters/fetched_objects"), objects, "{report}");
+    assert_eq!(number(&report, "/get/counters/removed_objects"), objects, "{report}");
     assert_eq!(files(&place.0), Vec::<PathBuf>::new());
     let page = tool(&["demo", "--remote", &place.patient()]).fine();
     assert!(page.contains("0 wrong") && page.contains("times as fast"), "{page}");
@@ -119,7 +119,7 @@ fn damaged_objects_are_detected() {
     let remote = place.patient();
     let put = tool(&["demo-part", "put", &key, &remote]).json();
     let all = files(&place.0);
-    assert_eq!(all.len() as u64, number(&put, "/counters/sent"));
+    assert_eq!(all.len() as u64, number(&put, "/counters/uploaded_objects"));
     let spoiled = all.iter().step_by(5).inspect(|path| {
         let mut bytes = std::fs::read(path).expect("there");
         let middle = bytes.len() / 2;
@@ -130,7 +130,7 @@ fn damaged_objects_are_detected() {
     let got = tool(&["demo-part", "get", &key, &remote]).json();
     assert_eq!(number(&got, "/located_tokens"), number(&put, "/tokens"), "{got}");
     assert!(number(&got, "/loaded_tokens") < number(&put, "/tokens"), "{got}");
-    let corrupt = number(&got, "/counters/corrupt");
+    let corrupt = number(&got, "/counters/corrupt_objects");
     assert!(corrupt > 0 && corrupt <= 2 * spoiled, "{spoiled}: {got}");
     assert_eq!(number(&got, "/wrong"), 0, "a damaged object was loaded: {got}");
 }

@@ -23,7 +23,7 @@ use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::store::executor::Tools;
 use kvtier::store::state::disk_gc::{CheckpointWriter, Page};
-use kvtier::store::state::eviction::Granularity;
+use kvtier::store::state::tier_cache::Granularity;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::work::{Work, WorkerKind};
 use kvtier::store::state::{Config, NamespaceOpts, StoreState, Write};

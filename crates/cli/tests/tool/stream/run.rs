@@ -16,7 +16,7 @@ fn passes_read_units_that_are_not_resident() {
     assert_eq!(passes.len(), 4);
     // A unit that is not resident is read at most once a pass, plus the read-ahead after the last.
     // It is not read if it is still in a slot: at the start, and if readers are slow.
-    let streamed = number(&output, "/plan/homes/file/bytes");
+    let streamed = number(&output, "/plan/residency/file/bytes");
     let slots = number(&output, "/plan/slots/count") * number(&output, "/plan/slots/slot_bytes");
     let read: u64 = passes.iter().map(|pass| number(pass, "/read_bytes")).sum();
     assert!(streamed > 4 << 20 && read <= 4 * streamed + slots, "{read} {streamed}");
@@ -39,7 +39,7 @@ fn all_units_are_resident_if_they_fit() {
     let dir = Scratch::created("tool-fits");
     let path = gguf(&dir, &dense());
     let output = json(&run(&path, &["--host", "64M", "--passes", "2", "--json"]).fine());
-    assert_eq!(number(&output, "/plan/homes/file/units"), 0);
+    assert_eq!(number(&output, "/plan/residency/file/units"), 0);
     let least: u64 = dense().gguf().iter().map(Made::bytes).sum();
     let most = std::fs::metadata(&path).expect("there").len();
     assert!((least..=most).contains(&number(&output, "/load_bytes")), "{output}");
