@@ -42,7 +42,7 @@ const STATE: [&[&str]; 9] = [
     &["disk_gc", "device_tier"],
     &["namespaces", "transfer"],
     &["config", "tier_cache"],
-    &["batches", "chunk_table", "stage"],
+    &["batches", "chunk_table"],
     &["views", "slot_table", "shadow"],
 ];
 

@@ -4,7 +4,6 @@
 mod codec;
 pub mod device_batches;
 pub mod remote;
-mod verify;
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
@@ -133,7 +132,7 @@ impl Tools {
         for _ in 0..2 {
             let back = Copy::bytes(bytes.as_mut_ptr(), one.device, one.bytes, direction, memory)?;
             // SAFETY: a piece that is read until the audit has ended, and memory of this call.
-            let result = unsafe { verify::copy_one(self, back, stream) };
+            let result = unsafe { device_batches::copy_one(self, back, stream) };
             match result {
                 // SAFETY: as above.
                 Ok(true) => return Ok(unsafe { one.is_right(&bytes) }),
@@ -149,7 +148,7 @@ impl Tools {
     /// As [`Tools::work`].
     unsafe fn copy(&self, batch: &mut CopyBatch, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
-        let outcome = unsafe { verify::copy(self, batch, stream) };
+        let outcome = unsafe { device_batches::copy(self, batch, stream) };
         let is_lost = outcome.as_ref().is_err_and(|e| e.status() == Status::Unavailable);
         if is_lost && batch.rescued.is_some() {
             // SAFETY: the caller's promise; a lost device touches nothing any more.
@@ -204,7 +203,7 @@ impl Tools {
         let mut ended = self.device.wait(event, 0);
         if self.device.facts().asynchronous {
             if ended.is_ok() {
-                ended = verify::take_sums(&*self.device, event, copies);
+                ended = device_batches::take_sums(&*self.device, event, copies);
             }
             self.device.release(event)?;
         }

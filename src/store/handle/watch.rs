@@ -9,7 +9,7 @@ use crate::format::keys::Key;
 use crate::format::keys::chain::Chain;
 use crate::format::keys::media::{self, Medium};
 use crate::store::events::{Entries, Event, MOST, Stage};
-use crate::store::handle::submit::undo;
+use crate::store::handle::undo;
 use crate::store::handle::{Completions, Guarded, Inner, Store, abandoned_status, finish};
 use crate::store::state::Finished;
 use crate::store::state::device_tier::Audited;

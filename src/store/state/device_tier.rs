@@ -16,8 +16,8 @@ use crate::format::seal::{Identity, Plane, seal};
 use crate::meta::chunks::{Arrival, Begin, Cell, Dropped, Location, StoredForm};
 use crate::store::admission::{Admission, Candidate};
 use crate::store::state::batches::WorkerKind;
+use crate::store::state::batches::{REPLICAS, Stage};
 use crate::store::state::chunk_table::note;
-use crate::store::state::stage::{self, Stage};
 use crate::store::state::tier_cache::{Granularity, TierCache, cell_of_owner, owner_of};
 use crate::store::state::transfer::{Job, PARTS, TransferKind};
 use crate::store::state::{At, Config, DEVICE_MASK, HOST_MASK, StoreState};
@@ -75,7 +75,7 @@ impl Replicas {
                 true,
             )?,
             admission: Admission::open(&device.admission, 0)?,
-            stage: Stage::new(config, stage::REPLICAS)?,
+            stage: Stage::new(config, REPLICAS)?,
             account,
             is_lost: false,
             is_taking: false,

@@ -14,8 +14,8 @@ use crate::meta::layout::{Layout, Rule};
 use crate::meta::reuse::{self, ChunkReuse, ReusablePrefix, State};
 use crate::store::job_queues::LANES;
 use crate::store::plan::{Need, Part, Plan, Prefill, Route, SOURCES, Speed, StepKind, Terms};
+use crate::store::state::batches::Stage;
 use crate::store::state::batches::WorkerKind;
-use crate::store::state::stage::Stage;
 use crate::store::state::{ChunkTable, DEVICE, DISK, HOST, REMOTE, StoreState};
 use crate::store::token_path::MAX_TOKENS;
 

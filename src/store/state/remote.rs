@@ -20,6 +20,7 @@ use crate::store::admission::Admission;
 use crate::store::counters::RemoteStats;
 use crate::store::events::Kind;
 use crate::store::state::batches::WorkerKind;
+use crate::store::state::batches::{FETCHES, Stage};
 use crate::store::state::blocks::MAX_BLOCKS;
 use crate::store::state::chunk_table::note;
 use crate::store::state::config::RemoteConfig;
@@ -27,7 +28,6 @@ use crate::store::state::remote_fetch::{RemotePrefetch, RequestedObject};
 use crate::store::state::remote_lookup::{
     LookupItem, Lookups, PendingLookup, Requester, WINDOW, Window, noted_chunks,
 };
-use crate::store::state::stage::{self, Stage};
 use crate::store::state::transfer::{Of, TransferKind};
 use crate::store::state::{At, Config, StoreState};
 use crate::tier::remote::breaker::{Breaker, Direction, Outcome};
@@ -83,7 +83,7 @@ impl RemoteTier {
         let Some(remote) = &config.remote else { return Ok(None) };
         Ok(Some(Box::new(RemoteTier {
             breaker: Breaker::new(remote.seed),
-            fetch: Stage::new(config, stage::FETCHES)?,
+            fetch: Stage::new(config, FETCHES)?,
             requested: BTreeMap::new(),
             awaited: BTreeMap::new(),
             upload_queue: VecDeque::new(),

@@ -8,13 +8,13 @@ pub use crate::store::state::batches::{
     Coding, CopyBatch, CopyItem, Damage, Decoding, Fill, KINDS, ReadBatch, SyncBatch, WorkerKind,
     WriteBatch,
 };
+use crate::store::state::batches::{Load, Stage};
 use crate::store::state::device_tier::SlabWork;
 pub use crate::store::state::disk_gc::Upkeep;
 use crate::store::state::remote::RemoteTier;
 use crate::store::state::remote_fetch::FetchBatch;
 use crate::store::state::remote_lookup::LookupBatch;
 use crate::store::state::remote_upload::UploadBatch;
-use crate::store::state::stage::{Load, Stage};
 use crate::tier::host::Registration;
 
 /// Work for a worker.
