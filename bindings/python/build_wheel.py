@@ -27,6 +27,8 @@ import zipfile
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
+import generate
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PACKAGE = HERE / "kvtier"
@@ -111,6 +113,9 @@ def platform_tag(library: bytes) -> str:
 
 
 def package_version() -> str:
+    """Returns the version of the header that the declarations were generated from; writes these
+    first, if need be."""
+    generate.write()
     text = (PACKAGE / "_abi.py").read_text(encoding="utf-8")
     parts = dict(re.findall(r"^KVT_VERSION_(MAJOR|MINOR|PATCH) = (\d+)$", text, re.M))
     return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}"
@@ -167,10 +172,10 @@ def sources(package: Path) -> Iterator[Tuple[str, bytes]]:
 
 def entries(tag: str, shared: Optional[bytes]) -> Dict[str, bytes]:
     """Returns the wheel's files without RECORD."""
+    info = f"kvtier-{package_version()}.dist-info"  # writes the declarations, too
     found = {name: data for package in packages() for name, data in sources(package)}
     if shared is not None:
         found["kvtier/lib/libkvtier.so"] = shared
-    info = f"kvtier-{package_version()}.dist-info"
     found[f"{info}/METADATA"] = metadata().encode()
     wheel = f"Wheel-Version: 1.0\nGenerator: kvtier\nRoot-Is-Purelib: false\nTag: {tag}\n"
     found[f"{info}/WHEEL"] = wheel.encode()

@@ -305,6 +305,16 @@ def emit(out: Header) -> str:
     return "\n".join(lines)
 
 
+def write() -> None:
+    """Writes the declarations, if they are absent or outdated. An archive that build_sdist made has
+    them, and no header."""
+    if not HEADER.exists():
+        return
+    text = emit(parse(HEADER.read_text(encoding="utf-8")))
+    if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != text:
+        TARGET.write_text(text, encoding="utf-8")
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description="Generates kvtier/_abi.py.")
     options.add_argument("--check", action="store_true", help="compare, do not write")

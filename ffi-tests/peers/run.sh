@@ -28,5 +28,6 @@ pip mooncake-transfer-engine-non-cuda==0.3.13.post1 || true
 pip --no-deps nixl-cu12==1.5.1 || true
 
 # The peers write to standard output as well: only our lines are passed on.
+python3 "$root/bindings/python/generate.py"
 KVTIER_LIBRARY=$target/release/libkvtier.so PYTHONPATH=$root/bindings/python \
     "$work/venv/bin/python" "$here/peers.py" "$work/data" "$@" | grep '^{"group"'
