@@ -1,25 +1,25 @@
-//! kvtier: tiered KV-cache storage, weight streaming and every eviction and
-//! sparse policy behind one stable C header.
+//! kvtier: tiered KV-cache storage, weight streaming, eviction and sparse policies for LLM engines,
+//! behind one C header.
 //!
-//! The map, one floor a line; imports point down only (`tests/arrows.rs`):
+//! The modules from the top layer to the lowest; imports point down only (`tests/arrows.rs`):
 //!
-//! - [`ffi`]: the C boundary. Guards, handles, sized structs, one file a noun.
-//! - [`trace`]: request traces: readers, generators, and policies replayed on them.
-//! - [`store`]: keeps KV: sessions, plans, and the state machine that decides where each cell is.
-//! - [`offload`]: KV of one sequence layer by layer, with sparse policies.
+//! - [`ffi`]: the C boundary: guards, handles, sized structs; one file for each noun of the header.
+//! - [`trace`]: request traces: readers, generators, and replay on policies.
+//! - [`store`]: sessions, plans, and the state machine that decides where each cell is resident.
+//! - [`offload`]: layer-wise offload of one sequence's KV, with sparse policies.
 //! - [`stream`]: weights larger than memory: model files, plans, a pipeline.
-//! - [`policy`]: who leaves first. One file a policy, one registry.
-//! - [`sparse`]: which blocks and tokens matter. One file a policy, one registry.
-//! - [`tier`]: where bytes rest.
-//! - [`attention`]: kernels on the processor.
-//! - [`device`]: who copies bytes (host memory today).
-//! - [`format`]: what is written down for others to read: keys, records.
-//! - [`io`]: what files and kernels can do on this machine.
-//! - [`meta`]: facts without payload. Objects, their tree, recompute cost.
+//! - [`policy`]: eviction policies: one file each, one registry.
+//! - [`sparse`]: sparse policies (which blocks and tokens matter): one file each, one registry.
+//! - [`tier`]: storage of cells: host memory, disk, device memory, remote.
+//! - [`attention`]: attention kernels for the processor.
+//! - [`device`]: copies and kernels of devices: host, simulated, CUDA, the engine's own.
+//! - [`format`]: formats on disk and on the wire: keys, records, seals, codecs.
+//! - [`io`]: files, sockets, TLS, and probes of the machine.
+//! - [`meta`]: facts without payload: objects, prefix trees, layouts, recompute cost.
 //! - [`base`]: runtime, ops and queues, budget, memory, clock, locks, specs.
 
 #![warn(clippy::all)]
-// `n % m == 0` is what everybody reads.
+// `n % m == 0` is the common form.
 #![allow(clippy::manual_is_multiple_of)]
 
 #[cfg(panic = "abort")]
