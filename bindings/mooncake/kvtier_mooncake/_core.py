@@ -55,10 +55,10 @@ class Core:
             raise make(abi.KVT_E_INVALID, f"level {settings.level!r} needs a disk, which the store "
                        "does not have: set disk_path and disk_bytes, or level \"ram\"")
         remote = self.store.remote_stats()
-        if settings.level == "remote" and not remote["writes"]:
+        if settings.level == "remote" and not remote["write_circuit"]:
             raise make(abi.KVT_E_INVALID, "level 'remote' needs a remote that the store writes to: "
                        "set remote= in the spec, or level \"ram\"")
-        if (self.on_disk or remote["reads"]) and not settings.model:
+        if (self.on_disk or remote["read_circuit"]) and not settings.model:
             log.warning("objects on a disk or a remote outlive the process, but the engine's keys "
                         "name only a model, not its weights: set \"model\" to a text that changes "
                         "with the weights")

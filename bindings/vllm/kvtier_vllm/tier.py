@@ -38,7 +38,7 @@ from vllm.v1.kv_offload.tiering.base import (  # noqa: E402
 _PREFIX = "vllm:kv_offload_kvtier_"
 #: The counts of `Store.stats()` that vLLM's metrics get: levels, and counters that only grow.
 GAUGES = ("host_used_bytes", "host_limit_bytes", "disk_used_bytes", "disk_limit_bytes", "chunks",
-          "moves")
+          "transfers")
 COUNTERS = ("host_hit_cells", "disk_hit_cells", "missed_cells", "corrupt_cells", "evicted_chunks",
             "dropped_chunks", "written_bytes", "loaded_bytes", "failed_writes", "failed_reads")
 _TIER_OPTIONS = ("locality", "enable_kv_events", "name", "hints")
