@@ -87,9 +87,9 @@ break_() {
     sed -i "$2" "$tree/$3"
     if cmp -s "$work/before" "$tree/$3"; then echo "FAIL  $1: the edit missed $3"; exit 1; fi
 }
-# The new field goes before `capacity`; the literal in the same crate is told, too.
+# The new field goes before `waiting`; the literal in the same crate gets it, too.
 break_ "a field in the middle of a struct" \
-    's/^    pub waiting: u64,$/    pub planted: u64,\n    pub waiting: u64,/; s/^\( *\)waiting: lane.waiting,$/\1planted: 0,\n\1waiting: lane.waiting,/' \
+    's/^    pub waiting: u64,$/    pub planted: u64,\n    pub waiting: u64,/; s/^\( *\)waiting: [a-z]*.waiting,$/\1planted: 0,\n\1waiting: usage.waiting,/' \
     src/ffi/memory.rs
 break_ "a removed function" 's/^pub extern "C" fn kvt_version_str/pub extern "C" fn kvt_version_text/' \
     src/ffi/base.rs
