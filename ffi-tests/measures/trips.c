@@ -87,7 +87,7 @@ int main(int argc, char **argv) {
     const int is_put = strcmp(argv[1], "put") == 0, is_get = strcmp(argv[1], "get") == 0;
     char spec[4096];
     snprintf(spec, sizeof spec, "store(host=%s,disk=disk(path=\"%s\",bytes=64MiB,segment=1MiB))",
-             is_put || is_get ? "16MiB" : "512KiB", argv[2]);
+             is_put || is_get ? "16MiB" : "256KiB", argv[2]);
     cache_t cache = open_cache(spec);
     for (uint32_t number = 0; number < MANY; number++) {
         kvt_session_t *session = session_of(&cache, number);
