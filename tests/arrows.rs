@@ -37,13 +37,13 @@ const STORE: [&[&str]; 5] = [
 const STATE: [&[&str]; 9] = [
     &["work", "snapshot", "check", "stats"],
     &["remote", "remote_fetch", "remote_lookup", "remote_upload"],
-    &["plans", "session", "writeback", "dependency"],
+    &["plans", "session", "writeback"],
     &["blocks", "eviction"],
     &["disk_gc", "device_tier"],
     &["namespaces", "transfer"],
     &["config", "tier_cache"],
     &["batches", "chunk_table"],
-    &["views", "slot_table", "shadow"],
+    &["shadow"],
 ];
 
 /// The streamer's modules from the top down, with the same rule.

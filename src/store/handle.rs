@@ -1,35 +1,39 @@
 //! An open store: the state machine behind one lock, worker threads that execute its work, and ops
 //! that notify callers of completion.
 
-mod watch;
-mod workers;
-
 use crate::base::account::Account;
 use crate::base::budget::{Budget, Reclaim, Tier};
 use crate::base::core::Core as RuntimeCore;
 use crate::base::op::{Op, OpOpts, OpRef, Owner, RELEASED};
 use crate::base::panic;
+use crate::base::runtime::Role;
 use crate::base::status::{Error, Result, Status};
-use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex, Weak};
+use crate::base::sync::{Arc, Condvar, Guard, JoinHandle, Mutex, Weak, cores, spawn};
 use crate::device::host::Host;
-use crate::device::{Device, Event, State};
+use crate::device::{Device, Event, State, Stream};
 use crate::fail;
 use crate::format::keys::Key;
+use crate::format::keys::chain::Chain;
+use crate::format::keys::media::{self, Medium};
 use crate::io::real::RealFiles;
 use crate::io::socket::{Listener, Waker};
+use crate::store::control::{self, Subject};
+use crate::store::events::{Entries, Event as StoreEvent, MOST, Stage};
 use crate::store::executor::Tools;
-use crate::store::executor::device_batches::{EventCopies, StateAccess};
 use crate::store::executor::remote::RemoteExecutor;
-use crate::store::handle::watch::Watches;
+use crate::store::executor::{EventCopies, StateAccess};
 use crate::store::ready_event::{EventState, Listener as EventListener, Ready};
 use crate::store::spec::{DiskSpec, StoreSpec};
 use crate::store::state::blocks::BlockTransfer;
+use crate::store::state::device_tier::Audited;
 use crate::store::state::disk_gc::{CheckpointWriter, Cleared, Clearing, Page};
+use crate::store::state::plans::LookupResult;
 use crate::store::state::transfer::Level;
-use crate::store::state::work::{KINDS, WorkerKind};
+use crate::store::state::work::{KINDS, Work, WorkerKind};
 use crate::store::state::{Adopted, CellRange, Config, Finished, StoreState, TransferKind};
+use crate::store::token_path::MAX_TOKENS;
 use crate::tier::disk::{CellAt, CellIndex, DiskTier, OpenReport, Options, Recovered, Spot};
-use crate::tier::remote::Server;
+use crate::tier::remote::{Publish, RemoteError, Server};
 
 /// State behind the lock.
 struct Guarded {
@@ -205,7 +209,7 @@ impl Store {
         });
         *slot.lock() = Arc::downgrade(&inner);
         runtime.add_owner(inner.this.clone());
-        let threads = workers::start(&inner, spec, listener).inspect_err(|_| inner.stop())?;
+        let threads = start_workers(&inner, spec, listener).inspect_err(|_| inner.stop())?;
         let threads = Mutex::new(threads);
         let opened = Opened { disk: report, adopted };
         let auditing = Mutex::new(());
@@ -291,7 +295,7 @@ impl Inner {
             let at = workers as usize;
             let is_urgent = workers == WorkerKind::Lookup && state.core.is_lookup_urgent();
             // A worker that sleeps without a timer must learn that there is a deadline now.
-            let is_timed = !state.has_alarm[at] && workers::due_ns(&state.core, workers).is_some();
+            let is_timed = !state.has_alarm[at] && due_ns(&state.core, workers).is_some();
             let is_wanted = || is_timed || state.core.has_work(workers);
             if is_urgent || state.sleeping[at] > 0 && is_wanted() {
                 self.work[at].notify_one();
@@ -611,7 +615,7 @@ impl Store {
 }
 
 /// Abandons ops of a refused call. They are never reported.
-pub(super) fn undo(ops: Vec<OpRef>, error: Error) -> Error {
+fn undo(ops: Vec<OpRef>, error: Error) -> Error {
     for op in ops {
         op.retract();
         op.remove();
@@ -989,4 +993,544 @@ fn reclaimer(slot: &Arc<Mutex<Weak<Inner>>>) -> Reclaim {
         finish(completions);
         promised
     })
+}
+
+// ---------- watches
+//
+// Ops that complete when an event is published, and read-only calls: lookup and audit.
+
+/// Most waiting ops.
+const MAX_WATCHES: usize = 1024;
+/// Numbers of watches begin here, above those of transfers.
+const FIRST: u32 = 1 << 31;
+
+/// Ops that wait for events.
+pub(super) struct Watches {
+    all: Vec<Option<(u64, OpRef)>>,
+    /// Least event number that an op waits for.
+    least: u64,
+}
+
+impl Default for Watches {
+    fn default() -> Watches {
+        Watches { all: Vec::new(), least: u64::MAX }
+    }
+}
+
+impl Watches {
+    /// Makes an op wait for the event `from` or a later one. Returns its number.
+    fn add(&mut self, from: u64, op: OpRef) -> Result<u32> {
+        let at = self.all.iter().position(Option::is_none).unwrap_or(self.all.len());
+        if at == MAX_WATCHES {
+            fail!(Again, "{MAX_WATCHES} watches are open, the limit: cancel one");
+        }
+        if at == self.all.len() {
+            self.all.push(None);
+        }
+        self.all[at] = Some((from, op));
+        self.least = self.least.min(from);
+        Ok(FIRST + at as u32)
+    }
+
+    /// Completes ops whose event exists, now that the next one has number `next`.
+    pub fn notify(&mut self, next: u64, completions: &mut Completions) {
+        if self.least >= next {
+            return;
+        }
+        for one in &mut self.all {
+            if let Some((from, op)) = one.take_if(|(from, _)| *from < next) {
+                completions.push((op, ended(next - from, None)));
+            }
+        }
+        self.least = self.all.iter().flatten().map(|(from, _)| *from).min().unwrap_or(u64::MAX);
+    }
+
+    /// Whether an op's number is one of a watch.
+    pub fn has(place: u32) -> bool {
+        place >= FIRST
+    }
+
+    /// Completes a cancelled op. The number may be another op's by now; then that op is checked.
+    pub fn cancel_if_abandoned(&mut self, place: u32, completions: &mut Completions) {
+        let Some(one) = self.all.get_mut((place - FIRST) as usize) else { return };
+        let status = one.as_ref().and_then(|(_, op)| abandoned_status(std::slice::from_ref(op)));
+        if let (Some(status), Some((_, op))) = (status, one.take_if(|_| status.is_some())) {
+            completions.push((op, ended(0, Some(status))));
+        }
+    }
+
+    /// Completes all ops.
+    pub fn end_all(&mut self, status: Status, completions: &mut Completions) {
+        completions.extend(self.take().map(|op| (op, ended(0, Some(status)))));
+    }
+
+    /// Takes all ops.
+    pub fn take(&mut self) -> impl Iterator<Item = OpRef> + use<> {
+        let all = std::mem::take(self).all;
+        all.into_iter().flatten().map(|(_, op)| op)
+    }
+}
+
+/// Outcome of an op, with the number of events it found.
+fn ended(events: u64, status: Option<Status>) -> Finished {
+    Finished {
+        number: 0,
+        part: 0,
+        error: status.map(Into::into),
+        tokens: events,
+        bytes: 0,
+        outcomes: Vec::new(),
+        last: true,
+    }
+}
+
+impl Store {
+    /// Begins an op that completes when the event `from` or a later one exists; its value is the
+    /// number of available events. `u64::MAX` = the next event.
+    pub fn watch(&self, from: u64, opts: &OpOpts) -> Result<OpRef> {
+        let op = self.inner.runtime.promise(opts, self.inner.clone())?;
+        // A passed deadline, or a concurrent close, may have ended the op.
+        if !op.begin() {
+            return Ok(op);
+        }
+        let mut state = self.inner.state.lock();
+        let added = state.check_open().and_then(|()| {
+            let Guarded { core, watches, .. } = &mut *state;
+            let from = if from == u64::MAX { core.events.next_number() } else { from };
+            watches.add(from, op.clone())
+        });
+        let place = match added {
+            Ok(place) => place,
+            Err(error) => {
+                drop(state);
+                return Err(undo(vec![op], error));
+            }
+        };
+        // A cancel from here on finds the op once it has the lock.
+        op.set_owner_slot(place);
+        let mut completions = Completions::new();
+        state.watches.cancel_if_abandoned(place, &mut completions);
+        completions.extend(self.inner.collect_completions(&mut state));
+        drop(state);
+        op.notify_issued();
+        finish(completions);
+        Ok(op)
+    }
+}
+
+// ---------- publisher
+//
+// The thread that publishes events to a remote. It reads events like any other reader: it delays
+// no other thread, and reports events that it was too slow for as missed.
+
+/// Least and most time between two attempts after the remote refused events.
+const PAUSE_NS: [u64; 2] = [100_000_000, 5_000_000_000];
+
+/// State of the publisher.
+pub(super) struct Feed {
+    publish: Publish,
+    entries: Entries,
+    timeout_ns: u64,
+}
+
+/// The events to publish next.
+struct Publication {
+    stage: Stage,
+    missed: u64,
+    count: usize,
+}
+
+impl Feed {
+    /// A publisher for an engine of this name. A request takes at most `timeout_ns`.
+    pub fn new(node: &str, publish: Publish, timeout_ns: u64) -> Result<Feed> {
+        let run = u64::from_le_bytes(crate::base::machine::random_bytes()?);
+        Ok(Feed { publish, entries: Entries::new(node, run), timeout_ns })
+    }
+}
+
+impl Inner {
+    /// Main function of the publisher's thread.
+    pub(super) fn serve_feed(&self, mut feed: Feed) {
+        let mut events = vec![StoreEvent::default(); MOST];
+        let (mut from, mut missed) = (0, 0);
+        let (mut stage, mut pause_ns) = (Stage::Opened, 0);
+        loop {
+            if pause_ns > 0 && self.pause_feed(pause_ns) {
+                return;
+            }
+            let publication = self.next_publication(from, stage, &mut events);
+            (from, missed) = (from + publication.missed, missed + publication.missed);
+            let published =
+                self.publish(&mut feed, &publication, (from, missed), &events[..publication.count]);
+            match published {
+                Ok(()) => {
+                    (from, missed, pause_ns) = (from + publication.count as u64, 0, 0);
+                    stage = Stage::Open;
+                }
+                Err(failure) => {
+                    if pause_ns == 0 {
+                        let error = crate::base::status::Error::from(failure);
+                        log::warn!("events could not be published; the store retries: {error}");
+                    }
+                    pause_ns = (pause_ns * 2).clamp(PAUSE_NS[0], PAUSE_NS[1]);
+                }
+            }
+            if publication.stage == Stage::Closed {
+                return;
+            }
+        }
+    }
+
+    fn publish(
+        &self,
+        feed: &mut Feed,
+        publication: &Publication,
+        (from, missed): (u64, u64),
+        events: &[StoreEvent],
+    ) -> std::result::Result<(), RemoteError> {
+        let fields = feed.entries.make(publication.stage, from, missed, events);
+        (feed.publish)(&fields, self.runtime.clock().now_ns().saturating_add(feed.timeout_ns))
+    }
+
+    /// Waits until there are events to publish.
+    fn next_publication(&self, from: u64, stage: Stage, events: &mut [StoreEvent]) -> Publication {
+        let mut state = self.state.lock();
+        let is_over = |state: &Guarded| state.stop || state.broken;
+        while stage != Stage::Opened && state.core.events.next_number() <= from && !is_over(&state)
+        {
+            state.published_until = from;
+            self.feed.wait(&mut state);
+        }
+        state.published_until = u64::MAX;
+        let (count, missed) = state.core.events.read(from, events);
+        // Remaining events are published before the end.
+        let rest = state.core.events.next_number() - from - missed - count as u64;
+        let stage = if is_over(&state) && rest == 0 { Stage::Closed } else { stage };
+        Publication { stage, missed, count }
+    }
+
+    /// Waits for a while. Returns whether the store has ended meanwhile.
+    fn pause_feed(&self, pause_ns: u64) -> bool {
+        let mut state = self.state.lock();
+        if !state.stop && !state.broken {
+            self.feed.wait_for(&mut state, pause_ns);
+        }
+        state.stop || state.broken
+    }
+}
+
+// ---------- lookup
+//
+// Lookups. Keys are hashed before the store's lock is taken.
+
+impl Store {
+    /// Its device.
+    pub fn device(&self) -> Arc<dyn Device> {
+        self.inner.tools.lock().device.clone()
+    }
+
+    /// Looks up a sequence in a namespace.
+    pub fn lookup(&self, namespace: u32, tokens: &[u32]) -> Result<LookupResult> {
+        self.lookup_media(namespace, tokens, &[])
+    }
+
+    /// The same, with media that start in it.
+    pub fn lookup_media(
+        &self,
+        namespace: u32,
+        tokens: &[u32],
+        media: &[Medium],
+    ) -> Result<LookupResult> {
+        let keys = self.chunk_keys(namespace, tokens, media)?;
+        self.lookup_keys(namespace, &keys, tokens.len() as u64)
+    }
+
+    /// Keys of the full chunks of a sequence.
+    pub fn chunk_keys(&self, namespace: u32, tokens: &[u32], media: &[Medium]) -> Result<Vec<Key>> {
+        if tokens.len() > MAX_TOKENS {
+            fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
+        }
+        media::check(media, 0..tokens.len() as u64)?;
+        let entry = self.inspect(|core| {
+            let key = core.namespace(namespace).map(|namespace| namespace.key);
+            Some((key?, core.table_of(namespace)?.layout.chunk_tokens()))
+        })?;
+        let Some((key, each)) = entry else { fail!(NotFound, "there is no namespace {namespace}") };
+        let mut keys = Vec::new();
+        Chain::new(key, each)?.extend(tokens, &media::extras(media, each)?, &mut keys)?;
+        Ok(keys)
+    }
+
+    /// Looks up the keys of the full chunks of a sequence with so many tokens.
+    pub fn lookup_keys(&self, namespace: u32, keys: &[Key], tokens: u64) -> Result<LookupResult> {
+        self.with(|core| core.lookup_keys(namespace, keys, tokens).cloned())
+    }
+}
+
+// ---------- audit
+//
+// Audits of device replicas.
+
+/// Cells under audit at once, since they cannot be evicted meanwhile.
+const AUDIT_BATCH: usize = 64;
+
+impl Store {
+    /// Reads all cells in device memory back and compares them with other tiers. Wrong replicas are
+    /// forgotten.
+    pub fn audit_device(&self) -> Result<Audited> {
+        let list = self.with(|core| Ok(core.audit_list()))?;
+        let mut audited = Audited::default();
+        for some in list.chunks(AUDIT_BATCH) {
+            self.audit_some(some, &mut audited)?;
+        }
+        Ok(audited)
+    }
+
+    fn audit_some(&self, list: &[u64], audited: &mut Audited) -> Result<()> {
+        // Locked before the state: after a panic a close waits for nothing in flight but this.
+        let _auditing = self.auditing.lock();
+        let all = self.with(|core| Ok(core.begin_audit(list)))?;
+        let tools = self.inner.tools.lock().clone();
+        for one in all {
+            // SAFETY: the audit is ended below.
+            let found = unsafe { tools.audit(&one, Stream(0)) };
+            let mut state = self.inner.state.lock();
+            state.core.end_audit(one, found, audited);
+            let completions = self.inner.collect_completions(&mut state);
+            drop(state);
+            finish(completions);
+        }
+        Ok(())
+    }
+}
+
+// ---------- workers
+//
+// Worker threads of a store, and the thread that serves the control socket.
+
+/// A lookup worker checks for more work so often, this interval apart, before it sleeps. Waking it
+/// would cost an engine's thread more than the rest of a lookup call, and sessions arrive in
+/// bursts. No answer is delayed by this.
+const IDLE_CHECKS: u32 = 20;
+const DEVICE_POLL_NS: u64 = 50_000;
+/// Least time of a sleep with a timer, since a simulated clock may stand still.
+const LEAST_SLEEP_NS: u64 = 1_000_000;
+
+/// When a worker must check for work without being woken: write workers for write-behind, copy
+/// workers for overdue remote requests.
+fn due_ns(core: &StoreState, workers: WorkerKind) -> Option<u64> {
+    match workers {
+        WorkerKind::Write => core.due_ns(),
+        WorkerKind::Copy => core.watch_ns(),
+        _ => None,
+    }
+}
+
+impl Inner {
+    /// Main function of a worker.
+    fn serve(&self, workers: WorkerKind, stream: Stream, tools: &Tools) {
+        let mut idle_checks = 0;
+        let mut state = self.state.lock();
+        while !state.stop && !state.broken {
+            let Some(mut work) = state.core.take(workers) else {
+                let completions = self.collect_completions(&mut state);
+                if !completions.is_empty() {
+                    drop(state);
+                    finish(completions);
+                    state = self.state.lock();
+                    continue;
+                }
+                if idle_checks > 0 {
+                    idle_checks -= 1;
+                    self.work[workers as usize].wait_for(&mut state, DEVICE_POLL_NS);
+                    continue;
+                }
+                self.sleep(workers, &mut state);
+                continue;
+            };
+            let completions = self.collect_completions(&mut state);
+            drop(state);
+            finish(completions);
+            let began_ns = self.runtime.clock().now_ns();
+            let outcome = self.carry_out(&mut work, stream, tools);
+            let now_ns = self.runtime.clock().now_ns();
+            state = self.state.lock();
+            let Ok(outcome) = outcome else {
+                state.broken = true;
+                break;
+            };
+            idle_checks = if workers == WorkerKind::Lookup { IDLE_CHECKS } else { 0 };
+            state.core.tick(now_ns);
+            state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
+            let completions = self.collect_completions(&mut state);
+            if !completions.is_empty() {
+                drop(state);
+                finish(completions);
+                state = self.state.lock();
+            }
+        }
+        let broken = state.broken;
+        drop(state);
+        if broken {
+            self.abort_all();
+        }
+    }
+
+    /// Sleeps until there may be work, or until the timer of one worker of the kind.
+    fn sleep(&self, workers: WorkerKind, state: &mut Guard<'_, Guarded>) {
+        let at = workers as usize;
+        let due_ns = due_ns(&state.core, workers).filter(|_| !state.has_alarm[at]);
+        state.sleeping[at] += 1;
+        match due_ns {
+            None => self.work[at].wait(state),
+            Some(due_ns) => {
+                let wait_ns = due_ns.saturating_sub(self.runtime.clock().now_ns());
+                state.has_alarm[at] = true;
+                self.work[at].wait_for(state, wait_ns.max(LEAST_SLEEP_NS));
+                state.has_alarm[at] = false;
+                state.core.tick(self.runtime.clock().now_ns());
+            }
+        }
+        state.sleeping[at] -= 1;
+    }
+
+    /// Executes work. Err = a panic was caught, and the runtime is poisoned.
+    fn carry_out(
+        &self,
+        work: &mut Work,
+        stream: Stream,
+        tools: &Tools,
+    ) -> std::result::Result<Result<()>, ()> {
+        let mut keeper = self;
+        let caught = panic::catch(|| {
+            // SAFETY: the core hears of the end of this work after it; views are of
+            // memory that the caller promised to keep until the op is released, which
+            // follows that.
+            unsafe { tools.work(work, stream, &mut keeper) }
+        });
+        caught.map_err(|text| self.runtime.poison(&text))
+    }
+
+    /// After a panic: ends everything, so that no caller waits forever.
+    pub(super) fn abort_all(&self) {
+        let mut state = self.state.lock();
+        let mut ops: Vec<OpRef> = state.ops.iter_mut().flat_map(std::mem::take).collect();
+        ops.extend(state.watches.take());
+        drop(state);
+        for op in ops {
+            op.abort(Status::Panic);
+        }
+        self.work.iter().for_each(|work| work.notify_all());
+        self.events_pending.notify_all();
+        self.feed.notify_all();
+        self.ended.notify_all();
+    }
+
+    /// Serves the control socket until the store ends.
+    fn answer_all(&self, listener: &Listener) {
+        let Some(waker) = &self.waker else { return };
+        let mut answer = |line: &str| {
+            panic::catch(|| control::answer(self, line)).unwrap_or_else(|text| {
+                self.runtime.poison(&text);
+                self.state.lock().broken = true;
+                self.abort_all();
+                Err(Error::from(Status::Panic))
+            })
+        };
+        control::serve(listener, waker, &mut answer);
+    }
+}
+
+impl Subject for Inner {
+    fn inspect(&self, read: &mut dyn FnMut(&StoreState)) -> Result<()> {
+        let state = self.state.lock();
+        if state.stop {
+            return Err(Status::Closed.into());
+        }
+        read(&state.core);
+        Ok(())
+    }
+
+    fn change(&self, act: &mut dyn FnMut(&mut StoreState) -> Result<()>) -> Result<()> {
+        self.runtime.check_open()?;
+        let mut state = self.state.lock();
+        state.check_open()?;
+        state.core.tick(self.runtime.clock().now_ns());
+        let result = act(&mut state.core);
+        let completions = self.collect_completions(&mut state);
+        drop(state);
+        finish(completions);
+        result
+    }
+}
+
+/// Starts all threads of a store.
+fn start_workers(
+    inner: &Arc<Inner>,
+    spec: &StoreSpec,
+    listener: Option<Listener>,
+) -> Result<Vec<JoinHandle<()>>> {
+    // What can fail is checked before the first thread starts.
+    let publisher = match &spec.remote {
+        Some(remote) => remote.publisher(&spec.secrets, inner.runtime.clock())?,
+        None => None,
+    };
+    let copiers = if spec.copiers == 0 { cores().min(4) as u32 } else { spec.copiers };
+    let tools = inner.tools.lock().clone();
+    let disk_workers = u32::from(tools.disk.is_some());
+    let (fetchers, senders) = spec.remote.as_ref().map_or((0, 0), |r| (r.fetchers, r.senders));
+    let lookup_workers = u32::from(spec.remote.is_some());
+    let counts = [
+        copiers,
+        spec.readers * disk_workers,
+        disk_workers,
+        disk_workers,
+        disk_workers,
+        fetchers,
+        senders,
+        lookup_workers,
+    ];
+    let mut threads = Vec::new();
+    for (workers, count) in WorkerKind::ALL.into_iter().zip(counts) {
+        for at in 0..count {
+            let (inner, tools) = (inner.clone(), tools.clone());
+            let stream = Stream(at % tools.device.shared_streams().max(1));
+            let name = format!("kvt-{}", format!("{workers:?}").to_lowercase());
+            let number = threads.len() as u32;
+            threads.push(spawn(name, move || {
+                inner.runtime.thread_started(Role::Store, number);
+                inner.serve(workers, stream, &tools);
+            })?);
+        }
+    }
+    if tools.device.facts().asynchronous {
+        let inner = inner.clone();
+        let number = threads.len() as u32;
+        threads.push(spawn("kvt-behind".into(), move || {
+            inner.runtime.thread_started(Role::Store, number);
+            inner.serve_event_copies(tools);
+        })?);
+    }
+    if let (Some((node, publish)), Some(remote)) = (publisher, &spec.remote) {
+        let feed = Feed::new(&node, publish, remote.config.timeout_ns)?;
+        let inner = inner.clone();
+        let number = threads.len() as u32;
+        threads.push(spawn("kvt-feed".into(), move || {
+            inner.runtime.thread_started(Role::Store, number);
+            if let Err(text) = panic::catch(|| inner.serve_feed(feed)) {
+                inner.runtime.poison(&text);
+                inner.state.lock().broken = true;
+                inner.abort_all();
+            }
+        })?);
+    }
+    if let Some(listener) = listener {
+        let inner = inner.clone();
+        let number = threads.len() as u32;
+        threads.push(spawn("kvt-control".into(), move || {
+            inner.runtime.thread_started(Role::Store, number);
+            inner.answer_all(&listener);
+        })?);
+    }
+    Ok(threads)
 }

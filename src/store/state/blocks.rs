@@ -13,9 +13,9 @@ use crate::meta::chunks::{NewChunk, WHOLE, id_of};
 use crate::meta::index::{NONE, Slot};
 use crate::policy::Hint;
 use crate::policy::evictor::RequestContext;
+use crate::store::state::batches::Views;
 use crate::store::state::disk_gc::Cleared;
 use crate::store::state::transfer::{Level, TransferKind, TransferSpec};
-use crate::store::state::views::Views;
 use crate::store::state::{Namespace, StoreState};
 
 /// Most blocks of one call.

@@ -11,7 +11,6 @@ pub mod blocks;
 mod check;
 pub mod chunk_table;
 mod config;
-pub mod dependency;
 pub mod device_tier;
 pub mod disk_gc;
 pub mod eviction;
@@ -23,12 +22,10 @@ pub mod remote_lookup;
 pub mod remote_upload;
 pub mod session;
 pub mod shadow;
-pub mod slot_table;
 pub mod snapshot;
 pub mod stats;
 pub mod tier_cache;
 pub mod transfer;
-pub mod views;
 pub mod work;
 pub mod writeback;
 
@@ -60,7 +57,7 @@ use crate::store::state::batches::Stages;
 use crate::store::state::eviction::Eviction;
 use crate::store::state::namespaces::Namespaces;
 use crate::store::state::session::Session;
-use crate::store::state::slot_table::Table;
+use crate::store::state::transfer::Table;
 use crate::store::state::transfer::Transfers;
 use crate::store::state::work::WorkerKind;
 use crate::tier::disk::{DiskTier, Spot};
@@ -97,7 +94,7 @@ pub struct StoreState {
     /// Sessions opened so far.
     session_serial: u64,
     transfers: Transfers,
-    dependencies: dependency::Dependencies,
+    dependencies: transfer::Dependencies,
     stages: Stages,
     eviction: Eviction,
     writeback: writeback::Writeback,
@@ -129,7 +126,7 @@ impl StoreState {
             sessions: Table::new(config.max_sessions as usize),
             session_serial: 0,
             transfers: Transfers::new(&config),
-            dependencies: dependency::Dependencies::default(),
+            dependencies: transfer::Dependencies::default(),
             stages: Stages::new(&config, config.copy_bytes / transfer::PARTS)?,
             eviction: Eviction::open(&config, disk_bytes)?,
             writeback: writeback::Writeback::default(),

@@ -13,9 +13,9 @@ use crate::meta::index::{NONE, Slot};
 use crate::meta::layout::Layout;
 use crate::policy::Hint;
 use crate::policy::evictor::RequestContext;
+pub use crate::store::state::batches::{LayerViews, PlaneView, Tokens, Views};
 use crate::store::state::blocks::Holds;
 use crate::store::state::transfer::{Level, TransferKind, TransferSpec};
-pub use crate::store::state::views::{LayerViews, PlaneView, Tokens, Views};
 use crate::store::state::{At, StoreState};
 use crate::store::token_path::{Path, PathOwner};
 

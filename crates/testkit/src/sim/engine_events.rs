@@ -7,7 +7,7 @@ use kvtier::base::random::Random;
 use kvtier::base::sync::Arc;
 use kvtier::device::{Device, Event, State, Stream};
 use kvtier::store::executor::Tools;
-use kvtier::store::executor::device_batches::{EventCopies, StateAccess};
+use kvtier::store::executor::{EventCopies, StateAccess};
 use kvtier::store::state::StoreState;
 use kvtier::store::state::transfer::TransferKind;
 
