@@ -139,7 +139,7 @@ fn allowed(from: &str, to: &str) -> bool {
     from == to || above < below || BESIDE.contains(&(from, to))
 }
 
-/// Rooms named by `crate::module` in a line.
+/// Modules named by `crate::module` in a line.
 fn named(line: &str) -> Vec<String> {
     line.split("crate::")
         .skip(1)

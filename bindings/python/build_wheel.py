@@ -242,7 +242,7 @@ def build_wheel(wheel_directory: str, config_settings: Any = None,
 def build_editable(wheel_directory: str, config_settings: Any = None,
                    metadata_directory: Optional[str] = None) -> str:
     """Points to this directory and those of the connectors. KVTIER_LIBRARY, or the system's
-    loader, finds the library, because nothing is written to the source tree."""
+    loader, finds the library. Only kvtier/_abi.py is written to the source tree."""
     tag = "py3-none-any"
     files = {name: data for name, data in entries(tag, None).items() if ".dist-info/" in name}
     folders = dict.fromkeys(package.parent for package in packages())

@@ -1,89 +1,68 @@
-//! The argument of all kernels: one flat struct. `cuda/kernels/call.h` and the C header declare the
-//! same struct.
+//! The argument of all kernels: one flat struct. It is `kvt_kernel_t` of the C header, and
+//! `cuda/kernels/call.h` declares it for the kernels.
 
-/// Argument of one kernel launch. Addresses are device addresses, strides are in bytes, 0 = unused.
-/// Each kernel uses some of the fields; the others must be 0. `cuda/kernels/call.h` lists the
-/// fields of each kernel.
+/// One kernel launch: the same 256 bytes for all kernels. Addresses are device addresses, strides
+/// are in bytes, unused fields are 0. docs/kernels.md lists the fields of each kernel.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[allow(missing_docs)] // fields whose name says all have no comment in the C header
 pub struct Call {
-    /// Kernel: a [`Kind`].
+    /// KVT_DEVICE_KERNEL_*.
     pub kind: u32,
-    /// Element type of keys and values, or of the input.
+    /// KVT_DTYPE_* of keys and values, or of the input.
     pub dtype: u32,
-    /// Element type of queries and output, or of the output.
+    /// KVT_DTYPE_* of queries and output, or of the output.
     pub other_dtype: u32,
-    /// How scales apply: 0 none, 1 by token, 2 by channel.
+    /// KVT_SCALES_*.
     pub scaling: u32,
-    /// Address of the queries.
     pub queries: u64,
-    /// Address of the keys, or of the input.
+    /// Keys, or the input.
     pub keys: u64,
-    /// Address of the values.
     pub values: u64,
-    /// Address of the output.
+    /// The output.
     pub out: u64,
-    /// Address of lists of positions.
+    /// Lists of positions, and the length of each list.
     pub index: u64,
-    /// Address of the length of each list.
     pub counts: u64,
-    /// Address of the page table.
+    /// Page table, or list of ranges.
     pub table: u64,
-    /// Address of numbers that are read or updated: boxes, scores, sums.
+    /// Numbers that are read or updated (boxes, scores, sums), and further ones.
     pub numbers: u64,
-    /// Address of further numbers; the kernel defines them.
     pub more: u64,
-    /// Address of the scales of quantized numbers.
+    /// Scales of quantized numbers.
     pub scales: u64,
-    /// Address of scratch memory.
     pub scratch: u64,
-    /// Size of the scratch memory.
     pub scratch_bytes: u64,
-    /// Distance between queries.
+    /// Distances from an item to the next, and from a head of an item to the next.
     pub query_stride: i64,
-    /// Distance between heads of a query.
     pub query_head_stride: i64,
-    /// Distance between keys.
     pub key_stride: i64,
-    /// Distance between heads of a key.
     pub key_head_stride: i64,
-    /// Distance between values.
     pub value_stride: i64,
-    /// Distance between heads of a value.
     pub value_head_stride: i64,
-    /// Distance between rows of the output.
     pub out_stride: i64,
-    /// Distance between heads of an output row.
     pub out_head_stride: i64,
-    /// Number of queries.
     pub query_count: u32,
-    /// Heads of a query.
     pub query_heads: u32,
-    /// Heads of a key.
     pub key_heads: u32,
-    /// Elements of a key head.
+    /// Elements of a key head, and of a value head.
     pub key_dim: u32,
-    /// Elements of a value head.
     pub value_dim: u32,
     /// Tokens of a page or block.
     pub page_tokens: u32,
     /// Tokens of the sequence.
     pub tokens: u32,
-    /// First item to process.
+    /// First item to process, and number of items.
     pub first: u32,
-    /// Number of items.
     pub count: u32,
-    /// Number of items to keep or choose.
+    /// Items to keep or choose; last and first items that are always kept.
     pub keep: u32,
-    /// Last tokens that are always kept.
     pub recent: u32,
-    /// First tokens that are always kept.
     pub sinks: u32,
     /// Factor of the products of queries and keys.
     pub scale: f32,
     /// Flags of the kernel.
     pub flags: u32,
-    /// 0.
     pub reserved: [u64; 3],
 }
 

@@ -852,95 +852,10 @@ const _: () = assert!(KVT_DEVICE_KERNEL_DECODE == Kind::Decode as u32);
 /// Limit: kernels of a batch.
 const MAX_KERNELS: u64 = 4096;
 
-/// One kernel launch: the same 256 bytes for all kernels. Addresses are device addresses, strides
-/// are in bytes, unused fields are 0. docs/kernels.md lists the fields of each kernel.
-#[repr(C)]
-#[derive(Clone, Copy, Plain)]
-pub struct kvt_kernel_t {
-    /// KVT_DEVICE_KERNEL_*.
-    pub kind: u32,
-    /// KVT_DTYPE_* of keys and values, or of the input.
-    pub dtype: u32,
-    /// KVT_DTYPE_* of queries and output, or of the output.
-    pub other_dtype: u32,
-    /// KVT_SCALES_*.
-    pub scaling: u32,
-    pub queries: u64,
-    /// Keys, or the input.
-    pub keys: u64,
-    pub values: u64,
-    /// The output.
-    pub out: u64,
-    /// Lists of positions, and the length of each list.
-    pub index: u64,
-    pub counts: u64,
-    /// Page table, or list of ranges.
-    pub table: u64,
-    /// Numbers that are read or updated (boxes, scores, sums), and further ones.
-    pub numbers: u64,
-    pub more: u64,
-    /// Scales of quantized numbers.
-    pub scales: u64,
-    pub scratch: u64,
-    pub scratch_bytes: u64,
-    /// Distances from an item to the next, and from a head of an item to the next.
-    pub query_stride: i64,
-    pub query_head_stride: i64,
-    pub key_stride: i64,
-    pub key_head_stride: i64,
-    pub value_stride: i64,
-    pub value_head_stride: i64,
-    pub out_stride: i64,
-    pub out_head_stride: i64,
-    pub query_count: u32,
-    pub query_heads: u32,
-    pub key_heads: u32,
-    /// Elements of a key head, and of a value head.
-    pub key_dim: u32,
-    pub value_dim: u32,
-    /// Tokens of a page or block.
-    pub page_tokens: u32,
-    /// Tokens of the sequence.
-    pub tokens: u32,
-    /// First item to process, and number of items.
-    pub first: u32,
-    pub count: u32,
-    /// Items to keep or choose; last and first items that are always kept.
-    pub keep: u32,
-    pub recent: u32,
-    pub sinks: u32,
-    /// Factor of the products of queries and keys.
-    pub scale: f32,
-    /// Flags of the kernel.
-    pub flags: u32,
-    pub reserved: [u64; 3],
-}
+pub use crate::device::call::Call as kvt_kernel_t;
 
-const _: () = assert!(size_of::<kvt_kernel_t>() == size_of::<Call>());
-
-/// Checks that both structs have each field at the same offset, because one is read as the other.
-macro_rules! same_call_fields {
-    ($($field:ident)*) => {
-        $(const _: () = assert!(offset_of!(kvt_kernel_t, $field) == offset_of!(Call, $field));)*
-    };
-}
-
-same_call_fields!(
-    kind dtype other_dtype scaling queries keys values out index counts table numbers more scales
-    scratch scratch_bytes query_stride query_head_stride key_stride key_head_stride value_stride
-    value_head_stride out_stride out_head_stride query_count query_heads key_heads key_dim value_dim
-    page_tokens tokens first count keep recent sinks scale flags reserved
-);
-
-fn call_of(kernel: kvt_kernel_t) -> Call {
-    // SAFETY: both are the same fields of integers and floats, in the same order.
-    unsafe { std::mem::transmute::<kvt_kernel_t, Call>(kernel) }
-}
-
-fn kernel_of(call: Call) -> kvt_kernel_t {
-    // SAFETY: as above.
-    unsafe { std::mem::transmute::<Call, kvt_kernel_t>(call) }
-}
+// SAFETY: all its fields are numbers, for which any bytes are a value.
+unsafe impl Plain for kvt_kernel_t {}
 
 /// Submits kernels to a stream, after its earlier work and after an event. They run in order. The
 /// memory that they name belongs to the device until the event of the batch has completed or
@@ -966,7 +881,7 @@ pub unsafe extern "C" fn kvt_device_launch(
     require(out_event)?;
     let rows = Strided::new(kernels.cast_mut(), count, stride_bytes, MAX_KERNELS)?;
     let calls =
-        (0..rows.len()).map(|at| rows.get(at).map(call_of)).collect::<Result<Vec<Call>>>()?;
+        (0..rows.len()).map(|at| rows.get(at)).collect::<Result<Vec<Call>>>()?;
     let after = (after != 0).then_some(Event(after));
     let event = enter(device)?.device.launch(Stream(stream), after, &calls)?;
     out_event.write(event.0);
@@ -1038,7 +953,7 @@ pub unsafe extern "C" fn kvt_kernel_pack_index(
 ) -> kvt_status_t {
     require(kernel)?;
     require(out_bytes)?;
-    let (keys, call) = (keys_of(index)?, call_of(kernel.read()));
+    let (keys, call) = (keys_of(index)?, kernel.read());
     let call = with_index(&keys, call, address)?;
     let offsets = offsets_of(&keys);
     let bytes = if keys.heads.is_empty() { 0 } else { offsets.end };
@@ -1057,7 +972,7 @@ pub unsafe extern "C" fn kvt_kernel_pack_index(
         write_at(offsets.starts, keys.starts.as_ptr().cast(), size_of_val(keys.starts));
         write_at(offsets.items, keys.items.as_ptr().cast(), size_of_val(keys.items));
     }
-    kernel.write(kernel_of(call));
+    kernel.write(call);
     Ok(())
 }
 

@@ -36,9 +36,11 @@ fn generated() -> String {
         order.iter().position(|name| *name == stem).unwrap_or(order.len())
     };
     files.sort_by_key(|path| (rank(path), path.clone()));
-    // The structs of statistics are declared by the store's table of counters.
-    let before_the_store = files.iter().position(|path| path.ends_with("store.rs"));
-    files.insert(before_the_store.expect("src/ffi/store.rs"), root.join("src/store/counters.rs"));
+    // Structs that other modules declare, for C as well; they stand before the calls that take them.
+    for (source, before) in [("store/counters.rs", "store.rs"), ("device/call.rs", "device.rs")] {
+        let at = files.iter().position(|path| path.ends_with(before)).expect(before);
+        files.insert(at, root.join("src").join(source));
+    }
     for file in files {
         builder = builder.with_src(expanded(&file));
     }
@@ -81,6 +83,7 @@ fn expanded(source: &Path) -> PathBuf {
         copy.with_extension(format!("{}-{:?}", std::process::id(), std::thread::current().id()));
     let text = text
         .replace("#[capi]", "#[unsafe(no_mangle)]")
+        .replace("pub struct Call", "pub struct kvt_kernel_t")
         .replace("pub struct StoreStats", "pub struct kvt_store_stats_t")
         .replace("pub struct RemoteStats", "pub struct kvt_remote_stats_t");
     std::fs::write(&mine, text).expect("copy");

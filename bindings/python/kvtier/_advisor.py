@@ -108,7 +108,7 @@ class Advisor:
     def room_of(store: "Store", block_bytes: int) -> int:
         """Returns how many blocks fit into the larger of a store's host and disk tiers."""
         stats = store.stats()
-        return max(stats["host_limit_bytes"], stats["disk_limit_bytes"]) // block_bytes
+        return int(max(stats["host_limit_bytes"], stats["disk_limit_bytes"])) // block_bytes
 
     @staticmethod
     def policy_of(store: "Store") -> str:

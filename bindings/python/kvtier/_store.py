@@ -681,18 +681,19 @@ class Store(Closing):
         """Opens a namespace, which may exist already."""
         return Namespace(self, identity, chunk_tokens, groups, holes)
 
-    def stats(self) -> Dict[str, int]:
-        """Returns counters and sizes, by the names of kvt_store_stats_t."""
+    def stats(self) -> Dict[str, float]:
+        """Returns counters and gauges, by the names of kvt_store_stats_t: integers, but for the
+        errors of lossy codecs."""
         return self._counters(_abi.kvt_store_stats_t(), lib.kvt_store_stats)
 
     def remote_stats(self) -> Dict[str, int]:
         """Returns counters of the remote, by the names of kvt_remote_stats_t."""
         return self._counters(_abi.kvt_remote_stats_t(), lib.kvt_store_remote_stats)
 
-    def _counters(self, stats: Any, call: Any) -> Dict[str, int]:
+    def _counters(self, stats: Any, call: Any) -> Dict[str, Any]:
         check(call(self._raw, byref(stats)))
         names = [name for name, *_ in stats._fields_ if name != "struct_size"]
-        return {name: int(getattr(stats, name)) for name in names}
+        return {name: getattr(stats, name) for name in names}
 
     def set_policy(self, tier: int, spec: str) -> None:
         """Switches TIER_HOST or TIER_DISK to another policy."""

@@ -83,7 +83,9 @@ def test_stored_kv_survives_a_restart(runtime: kvtier.Runtime, tmp_path: Path) -
                 assert fork.info().tokens == 12
                 fork.pin(priority=3, timeout=HANG_S)
                 fork.hint(stop=kvtier.STOP_TOOL_USE)
-            assert store.stats()["stored_cells"] == 4 * LAYERS
+            stats = store.stats()
+            assert stats["stored_cells"] == 4 * LAYERS and isinstance(stats["puts"], int)
+            assert isinstance(stats["lossy_error_max"], float)
         key = namespace.key
     with kvtier.Store(runtime, spec) as store, open_namespace(store) as namespace:
         assert namespace.key == key and store.stats()["recovered_cells"] == 4 * LAYERS

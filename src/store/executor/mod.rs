@@ -3,6 +3,9 @@
 
 pub mod remote;
 
+use std::collections::VecDeque;
+use std::ops::Range;
+
 use crate::base::checksum::checksum;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
@@ -20,8 +23,6 @@ use crate::store::state::work::{
     CopyBatch, CopyItem, Decoding, ReadBatch, SyncBatch, Upkeep, Work, WriteBatch,
 };
 use crate::tier::disk::{DiskTier, GetPlane, PutPlane, StagingGuard};
-use std::collections::VecDeque;
-use std::ops::Range;
 
 /// Why copies failed.
 pub(super) struct Failed {

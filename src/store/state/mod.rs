@@ -101,7 +101,7 @@ pub struct StoreState {
     disk_gc: disk_gc::DiskGc,
     plans: plans::Plans,
     stats: stats::Stats,
-    /// Counters since the store was opened.
+    /// Counters since the store was opened. The gauges are 0 here; `stats_now` fills them in.
     pub counters: StoreStats,
     /// Events of residency, for routers.
     pub events: Events,

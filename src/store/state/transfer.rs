@@ -14,6 +14,9 @@
 //!
 //! `Fresh` is also the state of a job that was woken: `route` reads the residency again.
 
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, VecDeque};
+
 use crate::base::budget::Tier;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
@@ -33,8 +36,6 @@ use crate::store::state::{
 use crate::tier::device;
 use crate::tier::disk::{GetPlane, Spot};
 use crate::tier::host::Piece;
-use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, VecDeque};
 
 // ---------- transfer kind
 //
