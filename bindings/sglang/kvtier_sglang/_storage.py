@@ -374,7 +374,7 @@ class KvtierStorage(HiCacheStorage):
         room = kvtier.Advisor.room_of(self._store, pool.blocks.block_bytes)
         return self._advisor.advise(batch, room)
 
-    def stats(self) -> Dict[str, int]:
+    def stats(self) -> Dict[str, float]:
         """The store's counters and levels."""
         return self._store.stats()
 

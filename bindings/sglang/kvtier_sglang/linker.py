@@ -276,7 +276,7 @@ class KvtierLinker(UnifiedCacheLinker):
         page = sum(pool.blocks.block_bytes for pool in self._pools.values())
         return self._advisor.advise(batch, kvtier.Advisor.room_of(self._store, page))
 
-    def stats(self) -> Dict[str, int]:
+    def stats(self) -> Dict[str, float]:
         """The store's counters and levels."""
         return self._store.stats()
 

@@ -148,7 +148,7 @@ class Tiers:
         if isinstance(cache, TieredCache) and cache.tiers is self and hooked is model:
             cache.on_forward(kwargs.get("input_ids"), kwargs, model.training)
 
-    def stats(self) -> Dict[str, int]:
+    def stats(self) -> Dict[str, float]:
         """Returns the store's statistics."""
         return self.store.stats()
 
