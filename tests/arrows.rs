@@ -18,12 +18,11 @@ const LAYERS: [&[&str]; 6] = [
 /// Same-layer imports that the design allows.
 const BESIDE: [(&str, &str); 2] = [("offload", "store"), ("stream", "store")];
 
-/// What only `base` and `io` may name.
+/// Names that only `base` and `io` may use.
 const SYSTEM: [&str; 6] =
     ["std::sync::Mutex", "std::thread", "parking_lot", "std::fs", "Instant", "SystemTime"];
 
-/// The store's modules from the top down; one may use modules of lower levels, and those beside
-/// it.
+/// The store's modules from the top down. A module may use modules of the same and of lower levels.
 const STORE: [&[&str]; 5] = [
     &["control", "handle"],
     &["capacity", "spec"],
@@ -50,7 +49,7 @@ const STATE: [&[&str]; 9] = [
 const STREAM: [&[&str]; 7] =
     [&["streamer"], &["memory"], &["scheduler"], &["plan"], &["checksums"], &["units"], &["model"]];
 
-/// Words that the glossary replaces: no part of an identifier.
+/// Words that the glossary replaces. They must not occur in identifiers.
 const RETIRED: [&str; 35] = [
     "along",
     "board",
@@ -126,7 +125,7 @@ fn layer(module: &str) -> Option<usize> {
     LAYERS.iter().position(|modules| modules.contains(&module))
 }
 
-/// Code without its unit tests, which may reach for anything.
+/// Code without its unit tests, which may import any module.
 fn production(text: &str) -> &str {
     text.split("\n#[cfg(all(test")
         .next()
@@ -165,7 +164,7 @@ fn imports_point_down() {
             }
         }
     }
-    assert!(wrong.is_empty(), "arrows that point up or beside:\n{}", wrong.join("\n"));
+    assert!(wrong.is_empty(), "imports that point up or sideways:\n{}", wrong.join("\n"));
 }
 
 #[test]
@@ -186,7 +185,7 @@ fn named_in(code: &str, prefix: &str) -> Vec<String> {
         rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
     };
     let names = code.split(prefix).skip(1).map(name);
-    // Types that a folder's head declares or hands on belong to the folder.
+    // Types that a folder's `mod.rs` declares or re-exports belong to the folder.
     names.filter(|name| name.starts_with(char::is_lowercase)).collect()
 }
 
@@ -235,7 +234,7 @@ fn the_level_check_sees_an_import_that_points_up() {
     assert_eq!(level_of("places", &STREAM), None);
 }
 
-/// The words of an identifier: of `told_far` and `ToldFar` *told* and *far*.
+/// The words of an identifier: both `told_far` and `ToldFar` contain *told* and *far*.
 fn words_of(identifier: &str) -> Vec<String> {
     let mut words = vec![String::new()];
     let mut was_lower = false;
@@ -257,7 +256,7 @@ fn identifiers_use_the_words_of_the_glossary() {
     for (path, text) in [sources(), sources_below("crates")].concat() {
         for (i, line) in text.lines().enumerate() {
             let code = line.split("//").next().unwrap_or("");
-            // Outside of strings: what a program reads there has names of its own.
+            // String literals are skipped: names that a program reads there are not ours.
             let code: String = code.split('"').step_by(2).collect();
             let names = code.split(|c: char| !(c.is_alphanumeric() || c == '_'));
             for name in names.filter(|name| !name.ends_with("so_far")) {
@@ -304,7 +303,7 @@ fn functions_stay_readable() {
     for package in ["testkit", "lab", "cli", "bench"] {
         all.extend(sources_below(&format!("crates/{package}/src")));
     }
-    // Fixtures are tests, which may be as long as what they show.
+    // Fixtures are test code, which may be longer.
     all.retain(|(path, _)| !path.to_string_lossy().contains("/fixtures/"));
     for (path, text) in all {
         wrong.extend(long_functions(&text).map(|f| format!("{}: {f}", path.display())));

@@ -80,7 +80,7 @@ if ! compare "$work/committed.abi" "$work/now.abi"; then
 fi
 echo "ok    the interface is the committed one"
 
-# Breaks in the tree: each must be reported. One build for both, which are told apart.
+# Breaks in the tree: each must be reported. One build covers both; the report tells them apart.
 # break NAME SED-SCRIPT FILE
 break_() {
     cp "$tree/$3" "$work/before"

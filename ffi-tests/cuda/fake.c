@@ -1,6 +1,6 @@
 /* A CUDA driver without a device, for tests: loaded in place of the real one.
  *
- * Work waits in queues, one a stream, and goes on when somebody asks how far it is: a step here, a
+ * Work waits in queues, one a stream, and proceeds when a call queries its state: a step here, a
  * step there, as a seed says, so across streams nothing has an order that no event gave it. Between
  * the first step of a copy and its second its target is poisoned. Calls in no context, with
  * handles that are none or were given back, are counted as wrong; what was taken and not given back
@@ -662,7 +662,7 @@ void fake_begin(uint64_t with) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Forgets what a device that was lost has left. Nobody may have anything of it any more. */
+/* Forgets the state of a lost device. No caller may use any of its handles or memory any more. */
 void fake_forget(void) {
     pthread_mutex_lock(&lock);
     lose(OK);

@@ -2,9 +2,9 @@
  * (fake.c), if that says that the memory is a device's and idle. What is called wrongly is counted: in
  * no context, with files and memory that are not known or not known any more, off the grain, while
  * a read is under way. Any call can be made to fail, a read also to be short. It can be one that may go by
- * way of host memory in silence: then a read is wrong, since nobody here may have such a one.
+ * way of host memory in silence: then a read is wrong, since the library must not use such a one.
  *
- * -DOLD leaves out what cuFile had before it could be told to read directly or fail; -DLESS leaves out
+ * -DOLD leaves out the setting that makes cuFile read directly or fail; -DLESS leaves out
  * cuFileRead, so that it is no cuFile at all.
  */
 #define _GNU_SOURCE
@@ -256,7 +256,7 @@ told_t cuFileSetParameterBool(unsigned which, unsigned char is_on) {
 
 /* For tests. */
 
-/* As if new: with the kernel's module, and allowed to go by way of host memory unless told not to. */
+/* As if new: with the kernel's module, and allowed to read through host memory unless forbidden. */
 void fakefile_begin(void *idle, void *device) {
     pthread_mutex_lock(&lock);
     *(void **)&is_idle = idle, *(void **)&context_device = device;

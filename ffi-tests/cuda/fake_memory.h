@@ -85,7 +85,7 @@ code_t cuStreamWaitValue32_v2(stream_t *stream, pointer_t at, uint32_t value, un
     END(put(stream, (op_t){.what = WAIT_VALUE, .from = (const unsigned char *)(uintptr_t)at, .turn = value}))
 }
 
-/* An address that nobody knows is no failure: its answers are zeros. */
+/* An unknown address is no failure: its answers are zeros. */
 code_t cuPointerGetAttributes(unsigned count, const int *which, void *const *to, pointer_t at) {
     BEGIN("cuPointerGetAttributes")
     int host = host_at((const char *)(uintptr_t)at), device = -1;

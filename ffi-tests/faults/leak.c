@@ -1,4 +1,4 @@
-/* User data that nobody releases: the queue is closed, its data was given no destroy. */
+/* User data that is never released: the queue is closed, but its data has no destroy callback. */
 
 #include "../c/check.h"
 

@@ -232,7 +232,7 @@ unsafe fn add_head<L: Lanes, const R: usize>(
     }
 }
 
-/// Adds the attention of the packed queries to each key: of those in its mask.
+/// Adds to each key the attention of the packed queries in its mask.
 ///
 /// # Safety
 /// As of [`one`]; there are as many keys as masks.

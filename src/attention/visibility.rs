@@ -1,5 +1,5 @@
-//! Which queries of a run see which keys, as bit masks. Column sums use it to pass over keys and
-//! find the queries of each.
+//! Visibility of keys to the queries of a run, as bit masks. Column sums use it to pass over keys
+//! and find the queries of each.
 
 use crate::attention::keys::{HeadKeys, Kind, Lines};
 use crate::attention::panel::TILE;

@@ -140,7 +140,7 @@ impl Account {
         drop(inner);
         let op: OpRef = budget.core().promise(opts, budget.clone())?;
         let mut inner = budget.inner.lock();
-        // Waiters are ended under this lock. A reservation that comes later must end itself.
+        // Waiters are ended under this lock. A later reservation must end itself.
         let late = match () {
             () if budget.core().is_poisoned() => Some(Status::Panic),
             () if inner.closed || inner.held_of(self.id).is_none() => Some(Status::Closed),

@@ -8,7 +8,7 @@ use std::fmt::Write;
 pub enum Kind {
     /// Only grows.
     Counter,
-    /// Goes up and down.
+    /// Grows and shrinks.
     Gauge,
     /// Counts in buckets.
     Histogram,

@@ -47,7 +47,7 @@ mod tests {
     }
 
     #[test]
-    fn probabilities_hold() {
+    fn draws_follow_the_given_probability_and_limit() {
         let mut random = Random::new(1);
         assert!((0..10_000).all(|_| !random.chance(0) && random.chance(1_000_000)));
         let hits = (0..100_000).filter(|_| random.chance(100_000)).count();

@@ -176,7 +176,7 @@ impl Status {
 /// The details of an error. Boxed, since most errors have none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Detail {
-    /// What happened, with names and numbers.
+    /// Description of the error, with names and numbers.
     pub message: String,
     /// The byte offset in an input string, for spec errors.
     pub offset: Option<u64>,

@@ -47,6 +47,6 @@ pub trait Direct {
     /// of [`DIRECT_ALIGN_BYTES`]. After an error the content of the memory is undefined.
     ///
     /// # Safety
-    /// Nobody else uses the memory until this returns, including batches of the device.
+    /// No other thread and no batch of the device uses the memory until this returns.
     unsafe fn read(&self, file: DirectFile, offset: u64, address: u64, bytes: u64) -> Result<()>;
 }

@@ -83,8 +83,8 @@ unsafe fn summed(src: *const u8, dst: Option<*mut u8>, bytes: usize) -> u64 {
     let mut at = 0;
     while at < bytes {
         let n = BLOCK_BYTES.min(bytes - at);
-        // SAFETY: inside the caller's ranges. Nobody else writes the source while it belongs to the
-        // library.
+        // SAFETY: inside the caller's ranges. No other code writes the source while it belongs to
+        // the library.
         let block = unsafe { std::slice::from_raw_parts(src.add(at), n) };
         summer.block(block);
         if let (Some(dst), false) = (dst, overlaps) {

@@ -236,7 +236,7 @@ pub trait Device: Send + Sync {
     /// [`Status::Busy`]: work in flight uses it, as far as the device can tell.
     ///
     /// # Safety
-    /// Nobody uses the memory, and no work in flight does.
+    /// No thread and no work in flight uses the memory.
     unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
         fail!(Handle, "no allocation of this device at {:#x}", memory.address)
     }

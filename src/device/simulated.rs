@@ -76,7 +76,7 @@ struct Inner {
     closed: bool,
     /// When each stream becomes idle.
     free_ns: Vec<u64>,
-    /// Leased streams, of those after the device's own.
+    /// Leased streams among those after the device's own.
     leased: [bool; MAX_LEASED_STREAMS],
     /// Batches of each stream whose start is unknown: they, or earlier ones, wait for a user event.
     parked: Vec<VecDeque<Event>>,
@@ -167,7 +167,7 @@ impl Simulated {
         let until = if deadline_ns == 0 { until_ns } else { until_ns.min(deadline_ns) };
         let left = until.saturating_sub(now);
         if self.clock.is_manual() {
-            // Nobody else moves the clock while this thread waits.
+            // No other thread advances the clock while this thread waits.
             self.clock.advance(left);
         } else {
             self.changed.wait_for(inner, left.clamp(1, LONGEST_SLEEP_NS));

@@ -25,12 +25,12 @@ pub trait Window: Send + Sync {
     /// Allocates device memory that is not mapped yet. `NoMem`: not enough is free.
     fn create(&self, bytes: u64) -> Result<Piece>;
 
-    /// Maps a piece at offset `at`, and unmaps it from its previous offset. A piece that is there
+    /// Maps a piece at offset `at`, and unmaps it from its previous offset. A piece at that offset
     /// already is not remapped. The content is undefined. After a failure the piece is unmapped, or
     /// mapped where it was.
     ///
     /// # Safety
-    /// Nobody uses the addresses of the piece, and no work in flight does.
+    /// No thread and no work in flight uses the addresses of the piece.
     unsafe fn put(&self, piece: Piece, at: u64) -> Result<()>;
 
     /// Unmaps a piece, if it is mapped.

@@ -161,7 +161,7 @@ impl<'a> GivenRows<'a> {
     /// Reads the caller's struct.
     ///
     /// # Safety
-    /// Arrays that it points to can be read, and nobody writes them, as long as this lives.
+    /// Arrays that it points to can be read, and no thread writes them, as long as this lives.
     pub(crate) unsafe fn new(what: &str, given: &kvt_rows_t) -> Result<GivenRows<'a>> {
         let Some(dtype) = Dtype::from_code(given.dtype) else {
             fail!(Invalid, "{what}: dtype {} is unknown: use one of KVT_DTYPE_*", given.dtype);
@@ -190,7 +190,7 @@ impl<'a> GivenRows<'a> {
     /// The checked rows.
     ///
     /// # Safety
-    /// Memory of the view can be read, and nobody writes it, as long as they live.
+    /// Memory of the view can be read, and no thread writes it, as long as the rows live.
     pub(crate) unsafe fn rows(&self, what: &str) -> Result<Rows<'_>> {
         // SAFETY: the caller's promise.
         let rows = unsafe { Rows::new(self.plane.view(), self.dtype, self.scales) };
@@ -202,7 +202,7 @@ impl<'a> GivenRows<'a> {
 ///
 /// # Safety
 /// `given` is null or valid for the size it states; memory that it points to can be read, and
-/// nobody writes it, during the call.
+/// no thread writes it, during the call.
 pub(crate) unsafe fn with_rows<R>(
     what: &str,
     given: *const kvt_rows_t,
@@ -295,7 +295,7 @@ impl Planes {
     /// # Safety
     /// The result is not used after this has been dropped.
     pub(crate) unsafe fn all(&self) -> &'static [GivenRows<'static>; 3] {
-        // SAFETY: it came from a box, and nobody writes it.
+        // SAFETY: it came from a box, and no code writes it.
         unsafe { &*self.0 }
     }
 }
@@ -329,7 +329,7 @@ noun!(JobNoun, kvt_attention_job_t, 16, "job");
 struct ActiveCall<'a>(&'a JobNoun);
 
 impl JobNoun {
-    /// Begins a call. Fails if the job is being closed, since its borrowed memory may be gone.
+    /// Begins a call. Fails if the job is being closed, since its borrowed memory may be freed.
     fn begin_call(&self) -> Result<ActiveCall<'_>> {
         let mut activity = self.activity.lock();
         if activity.is_closed {
@@ -502,7 +502,7 @@ pub struct kvt_attention_args_t {
 ///
 /// # Safety
 /// `given` is null or valid for the size it states. Memory that it points to can be read, and
-/// nobody writes it, as long as the problem lives; that is not longer than the planes.
+/// no thread writes it, as long as the problem lives. The problem does not outlive the planes.
 unsafe fn problem_of(given: *const kvt_attention_args_t) -> Result<(Problem<'static>, Planes)> {
     if given.is_null() {
         fail!(Invalid, "args is null: pass queries, keys and values");
@@ -539,8 +539,8 @@ unsafe fn problem_of(given: *const kvt_attention_args_t) -> Result<(Problem<'sta
 /// An array of the caller's that is written.
 ///
 /// # Safety
-/// `data` is null or valid for reads and writes of `count` elements that nobody else uses, as long
-/// as the result lives.
+/// `data` is null or valid for reads and writes of `count` elements, and no other code uses them,
+/// as long as the result lives.
 pub(crate) unsafe fn numbers_mut<'a>(data: *mut f32, count: u64) -> Result<&'a mut [f32]> {
     if count == 0 {
         return Ok(&mut []);

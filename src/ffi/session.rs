@@ -345,7 +345,7 @@ pub unsafe extern "C" fn kvt_ready_event_close(event: *mut *mut kvt_ready_event_
 pub(crate) trait TransferRequest: HasSize {
     /// Flags that it accepts.
     const FLAGS: u64;
-    /// What a caller uses instead of KVT_SUBMIT_EACH.
+    /// Alternative to KVT_SUBMIT_EACH, for messages.
     const PER_ITEM: &'static str;
 
     /// The fields that all such structs have.

@@ -753,7 +753,7 @@ unsafe fn index_heads_of<'a>(given: &kvt_index_t) -> Result<&'a [Head]> {
 ///
 /// # Safety
 /// `given` is null or valid for the size it states; its arrays can be read for their counts,
-/// and nobody writes them, as long as the result lives.
+/// and no thread writes them, as long as the result lives.
 pub(crate) unsafe fn keys_of<'a>(given: *const kvt_index_t) -> Result<Keys<'a>> {
     if given.is_null() {
         return Ok(Keys::DENSE);
@@ -1782,7 +1782,7 @@ pub struct kvt_kernel_limits_t {
 /// The placement of a caller.
 ///
 /// # Safety
-/// `given` is null or valid for the size it states; its blocks can be read, and nobody writes
+/// `given` is null or valid for the size it states; its blocks can be read, and no thread writes
 /// them, as long as the result lives.
 unsafe fn placement_of<'a>(given: *const kvt_block_placement_t) -> Result<BlockPlacement<'a>> {
     if given.is_null() {

@@ -24,7 +24,7 @@ pub struct Engine {
     ring_failures: AtomicU32,
     /// Limitations found when it was opened.
     fallback: Option<String>,
-    /// Those, and why io_uring was given up.
+    /// These limitations, and the reason for giving up io_uring.
     rings_off: OnceCell<String>,
 }
 

@@ -64,8 +64,8 @@ pub struct Piece {
     pub result: Result<()>,
 }
 
-// SAFETY: the memory is named, not owned. Whoever builds a piece guarantees that it stays valid,
-// and that nothing else accesses it, until `transfer` returns.
+// SAFETY: the memory is named, not owned. The code that builds a piece guarantees that it stays
+// valid, and that nothing else accesses it, until `transfer` returns.
 unsafe impl Send for Piece {}
 
 impl Part {

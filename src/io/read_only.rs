@@ -156,9 +156,9 @@ mod tests {
         assert!(pieces[0].result.is_ok());
 
         std::os::unix::fs::symlink("a", scratch.0.join("link")).expect("made");
-        let files = ReadOnlyFiles::open(&scratch.0).expect("there");
+        let files = ReadOnlyFiles::open(&scratch.0).expect("found");
         assert_eq!(files.list(), Ok(vec![Entry { name: "a".into(), bytes: 5 }]));
-        let file = files.open("a").expect("there");
+        let file = files.open("a").expect("found");
         assert_eq!(files.len(file), Ok(5));
         let mut found = [0u8; 6];
         let at = found.as_mut_ptr();

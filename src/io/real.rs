@@ -236,7 +236,7 @@ mod tests {
     }
 
     fn mode(path: &Path) -> u32 {
-        std::fs::metadata(path).expect("there").mode() & 0o777
+        std::fs::metadata(path).expect("found").mode() & 0o777
     }
 
     fn chmod(path: &Path, mode: u32) {
@@ -287,7 +287,7 @@ mod tests {
             assert!(files.remove(name).is_err() && files.rename(name, "y").is_err(), "{name}");
         }
         assert_eq!(files.rename("x", "link"), Ok(()), "the link is replaced, not its target");
-        assert_eq!(std::fs::read(outside.0.join("secret")).expect("there"), b"secret");
+        assert_eq!(std::fs::read(outside.0.join("secret")).expect("found"), b"secret");
         drop(files);
         let link = Scratch::new();
         symlink(&scratch.0, &link.0).expect("linked");

@@ -105,7 +105,7 @@ mod tests {
             assert_eq!(read(&path, 12).as_deref(), Ok(text));
         }
         assert_eq!(read(&path, 11).map_err(|e| e.status()), Err(Status::Limit));
-        assert_eq!(std::fs::metadata(&path).expect("there").mode() & 0o777, 0o600);
+        assert_eq!(std::fs::metadata(&path).expect("found").mode() & 0o777, 0o600);
         // A rename that fails keeps the old file and leaves no draft.
         let busy = scratch.0.join("busy");
         std::fs::create_dir_all(busy.join("full")).expect("made");
@@ -113,7 +113,7 @@ mod tests {
         assert!(write(&scratch.0.join("no/where"), b"x").is_err());
         assert!(write(Path::new("/"), b"x").is_err() && write(Path::new(".."), b"x").is_err());
         let mut names: Vec<_> = std::fs::read_dir(&scratch.0)
-            .expect("there")
+            .expect("found")
             .map(|entry| entry.expect("entry").file_name())
             .collect();
         names.sort();

@@ -341,7 +341,7 @@ mod tests {
     fn the_path_is_private_and_removed_with_the_listener() {
         let (_scratch, path) = placed();
         let listener = Listener::bind(&path).expect("free");
-        let facts = std::fs::symlink_metadata(&path).expect("there");
+        let facts = std::fs::symlink_metadata(&path).expect("found");
         assert!(facts.file_type().is_socket());
         assert_eq!(facts.permissions().mode() & 0o777, 0o600);
         assert_eq!(refused(&path), Status::Busy);

@@ -353,7 +353,7 @@ mod tests {
         assert_eq!(expected[..3], [b"one".to_vec(), b"two".to_vec(), Vec::new()]);
         assert_eq!(lines(packed.clone()), expected);
         for cut in [5, packed.len() / 2, packed.len() - 1] {
-            let mut source = Source::bytes(packed[..cut].to_vec()).expect("the magic is there");
+            let mut source = Source::bytes(packed[..cut].to_vec()).expect("the magic is valid");
             assert_eq!(source.rest(1 << 20).expect_err("cut").status(), Status::Corrupt);
         }
         assert!(Source::bytes(text).expect("readable").rest(100).is_err());
@@ -454,7 +454,7 @@ mod tests {
         for bit in (32..packed.len() * 8).step_by(step) {
             let mut damaged = packed.clone();
             damaged[bit / 8] ^= 1 << (bit % 8);
-            let mut source = Source::bytes(damaged).expect("the magic is there");
+            let mut source = Source::bytes(damaged).expect("the magic is valid");
             if let Ok(bytes) = source.rest(16 << 20) {
                 assert!(bytes == text, "bit {bit} changed the output");
             }

@@ -42,7 +42,7 @@ pub struct Rings {
 
 struct Idle {
     rings: Vec<Ring>,
-    /// How many more may be created.
+    /// Number of rings that may still be created.
     more: usize,
 }
 
@@ -295,7 +295,7 @@ impl Flight<'_> {
     }
 }
 
-/// What became of a returned transfer.
+/// State of a transfer after a return.
 enum Settled {
     /// It continues.
     Not,

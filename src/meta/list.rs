@@ -66,7 +66,7 @@ impl Prefetcher {
         }
     }
 
-    /// Tells it that the search took a node.
+    /// Records that the search took a node.
     #[inline]
     pub fn passed(&mut self) {
         self.ahead = self.ahead.saturating_sub(1);

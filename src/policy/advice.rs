@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn halves_doubles_and_waits_for_agreement() {
+    fn batch_advice_changes_after_two_agreeing_windows() {
         let (mut advice, mut total) = (Advice::default(), Counts::default());
         assert_eq!(advice.advise(32).batch, 32);
         window(&mut advice, &mut total, 301, 50);

@@ -241,7 +241,7 @@ mod tests {
         use crate::policy::evictor::{NewObject, RequestContext};
         let mut cache = Cache::new("arc", 2);
         cache.get([1, 2]);
-        cache.evictor.remove(2, &[1]).expect("there");
+        cache.evictor.remove(2, &[1]).expect("found");
         assert_eq!(cache.gauge("arc_b1"), 0.0);
         assert_eq!(cache.order(), [2]);
         let new = NewObject { id: 2, units: 1, ..NewObject::default() };

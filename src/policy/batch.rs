@@ -37,7 +37,7 @@ pub struct Room {
     pub blocks: usize,
 }
 
-/// A victim: it is evicted, or gives up its tail.
+/// A victim: the row is evicted, or its tail is.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SelectedRow {
     /// Its row.

@@ -477,7 +477,7 @@ mod tests {
         let new = |id, parent| NewObject { id, parent, units: 1, ..NewObject::default() };
         e.insert(1, &RequestContext::default(), &[new(2, Some(1))]).expect("room");
         e.insert(1, &RequestContext::default(), &[new(1, None), new(2, None)])
-            .expect_err("2 is there");
+            .expect_err("2 exists");
         assert!(e.objects().find(1).is_none());
         e.insert(1, &RequestContext::default(), &[new(1, None)]).expect("room");
         assert_eq!(evict(&mut e, 9, 1), [2]);
@@ -498,12 +498,12 @@ mod tests {
     #[test]
     fn referenced_or_pinned_objects_stay_and_the_shortfall_is_reported() {
         let mut e = chain("lru", 1..4);
-        e.acquire(&[2]).expect("there");
-        e.pin(&[3], true).expect("there");
+        e.acquire(&[2]).expect("found");
+        e.pin(&[3], true).expect("found");
         let mut out = Vec::new();
         let outcome = e.evict(2, 5, &mut out).expect("a time");
         assert_eq!((out.len(), outcome.freed_units, outcome.shortfall_units), (0, 0, 5));
-        e.pin(&[3], false).expect("there");
+        e.pin(&[3], false).expect("found");
         assert_eq!(evict(&mut e, 3, 5), [3]);
         e.release(&[2]).expect("held");
         assert_eq!(evict(&mut e, 4, 5), [2, 1]);
@@ -564,7 +564,7 @@ mod tests {
             )
             .expect("room");
         }
-        e.touch(3, &RequestContext::default(), &[10]).expect("there");
+        e.touch(3, &RequestContext::default(), &[10]).expect("found");
         e.switch("fifo").expect("known");
         assert_eq!(e.name(), "fifo");
         assert_eq!(evict(&mut e, 4, 6), [1, 11, 12, 13, 14, 10]);

@@ -109,7 +109,7 @@ mod tests {
         }
         (0..9).for_each(|n| assert_eq!(e.touch(100 + n, &context, &[7]).expect("a time"), 1));
         let seen = |e: &Evictor, id| {
-            e.policy().score(e.objects(), e.objects().find(id).expect("there"), 1 << 30)
+            e.policy().score(e.objects(), e.objects().find(id).expect("found"), 1 << 30)
         };
         e.switch("wtinylfu").expect("known");
         assert_eq!((seen(&e, 7), seen(&e, 8)), (10.0, 1.0));

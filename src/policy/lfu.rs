@@ -109,12 +109,12 @@ mod tests {
         let mut e = open(spec);
         insert(&mut e, 1, &RequestContext::default(), 999);
         for now in 2..12 {
-            e.touch(now, &RequestContext::default(), &[999]).expect("there");
+            e.touch(now, &RequestContext::default(), &[999]).expect("found");
         }
         for id in 0..100u64 {
             let now = 100 + id as i64 * 10;
             insert(&mut e, now, &RequestContext::default(), id);
-            e.touch(now + 1, &RequestContext::default(), &[id]).expect("there");
+            e.touch(now + 1, &RequestContext::default(), &[id]).expect("found");
             if e.objects().len() > 4 {
                 evict(&mut e, now + 2, 1);
             }

@@ -155,7 +155,7 @@ impl Evictor {
         Ok((end - now) as usize)
     }
 
-    /// Counts what was requested, and what of it was present and usable.
+    /// Counts the requested objects, and those that were present and usable.
     fn count_lookup(&mut self, lookup: &CountedLookup) {
         let &CountedLookup { context, session, ids, leading, misses } = lookup;
         let each = u64::from(context.tokens_each.max(1));

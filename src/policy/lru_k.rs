@@ -209,8 +209,8 @@ mod tests {
     fn the_second_last_use_decides() {
         let mut e = open("lru-k");
         (1..=3).for_each(|id| insert(&mut e, id as i64, id));
-        e.touch(10, &RequestContext::default(), &[2]).expect("there");
-        e.touch(11, &RequestContext::default(), &[1]).expect("there");
+        e.touch(10, &RequestContext::default(), &[2]).expect("found");
+        e.touch(11, &RequestContext::default(), &[1]).expect("found");
         // 3 was used once; 1 was first used before 2, though last used after it.
         assert_eq!([12, 13, 14].map(|now| evict(&mut e, now)), [3, 1, 2]);
     }

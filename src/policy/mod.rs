@@ -162,7 +162,7 @@ pub trait Policy: Send {
 
     /// The learned state, for a policy of its kind that takes over. With `leaving` the policy is
     /// not used again, and includes state about the same objects and sessions. Otherwise it
-    /// continues, and gives only state that holds elsewhere.
+    /// continues, and passes on only state that holds elsewhere.
     fn lessons(&mut self, _leaving: bool) -> Option<Lessons> {
         None
     }
@@ -184,7 +184,8 @@ pub trait Policy: Send {
     #[inline]
     fn look_ahead(&mut self, _objects: &Objects) {}
 
-    /// Prefetches what is remembered of ids that will soon be missed or evicted.
+    /// Prefetches the ghost entries of ids that will soon be missed or evicted into the processor's
+    /// cache.
     fn prefetch(&self, _ids: &[u64]) {}
 
     /// A lookup of `id` missed.

@@ -50,7 +50,7 @@ impl Recall {
         while self.evicted.units() > most && self.evicted.pop_oldest().is_some() {}
     }
 
-    /// Prefetches what is remembered of ids.
+    /// Prefetches the ghost entries of ids into the processor's cache.
     pub fn prefetch(&self, ids: &[u64]) {
         self.evicted.prefetch(ids);
         self.requested.prefetch(ids);

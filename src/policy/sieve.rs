@@ -155,7 +155,7 @@ mod tests {
     fn unblocked_objects_return_to_the_next_position_of_the_hand() {
         let mut cache = Cache::new("sieve", 4);
         cache.get([1, 2, 3, 4]);
-        cache.evictor.acquire(&[1, 2]).expect("there");
+        cache.evictor.acquire(&[1, 2]).expect("found");
         assert_eq!(cache.get([5]), [3]);
         cache.evictor.release(&[1]).expect("held");
         cache.evictor.release(&[2]).expect("held");

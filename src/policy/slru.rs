@@ -67,7 +67,7 @@ impl Slru {
         }
     }
 
-    /// Moves down what exceeds the shares of `segment` and of those below it.
+    /// Moves objects down that exceed the share of `segment` or of a lower segment.
     fn cool(&mut self, objects: &mut Objects, segment: usize, now: i64) {
         let most = self.most(self.queues.fits(objects));
         for segment in (1..=segment).rev() {

@@ -1,6 +1,6 @@
-//! `tlru`: tail-optimised LRU. It keeps of a session's history what the next turn needs to stay
-//! below a bound on computed tokens. The rest is evicted first, by LRU, then the needed part, by
-//! LRU.
+//! `tlru`: tail-optimised LRU. It keeps the part of a session's history that the next turn needs to
+//! stay below a bound on computed tokens. The rest is evicted first, by LRU, then the needed part,
+//! by LRU.
 //!
 //! | parameter | default | meaning |
 //! |---|---|---|

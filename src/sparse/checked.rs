@@ -20,7 +20,7 @@ pub struct CheckedPolicy {
     sorted: Vec<u32>,
 }
 
-/// Fails with `Unsupported` if none of the wanted capabilities is there.
+/// Fails with `Unsupported` if the policy has none of the required capabilities.
 fn check_cap(has: u32, phase_caps: u32, decision: &str) -> Result<()> {
     if has & phase_caps == 0 {
         fail!(Unsupported, "the policy does not decide {decision} in this phase: see its caps");

@@ -15,7 +15,7 @@ pub fn conflict(text: impl Into<String>) -> Error {
     Error::new(Status::Spec, text)
 }
 
-/// How many tokens may stay.
+/// Number of tokens to retain.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum TokenBudget {
     /// At most this many.
@@ -32,7 +32,7 @@ impl TokenBudget {
         Ok(if ratio >= 0.0 { TokenBudget::Ratio(ratio) } else { TokenBudget::Tokens(tokens) })
     }
 
-    /// How many of `tokens` tokens stay.
+    /// Number of `tokens` tokens to retain.
     pub fn of(&self, tokens: usize) -> usize {
         match *self {
             TokenBudget::Tokens(most) => (most as usize).min(tokens),
@@ -62,8 +62,8 @@ impl TokenBudget {
     }
 }
 
-/// Which tokens of a list may be evicted by their scores: all beyond the budget, except the first
-/// `sink` and the newest `recent` ones.
+/// Rule for evicting tokens of a list by their scores: all beyond the budget may be evicted, except
+/// the first `sink` and the newest `recent` ones.
 #[derive(Clone, Copy, Debug)]
 pub struct Retention {
     cap: TokenBudget,

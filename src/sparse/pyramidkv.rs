@@ -32,14 +32,14 @@ pub struct PyramidBudget {
     pub cap: TokenBudget,
     /// Window, in tokens.
     pub window: usize,
-    /// How much less the last layer keeps.
+    /// Divisor for the budget of the last layer.
     pub beta: u32,
     /// Layers.
     pub layers: u32,
 }
 
 impl PyramidBudget {
-    /// How many of `tokens` tokens stay in a layer.
+    /// Number of `tokens` tokens to retain in a layer.
     pub fn count(&self, layer: u32, tokens: usize) -> usize {
         match self.form {
             Form::Original => self.original(layer, tokens),

@@ -35,7 +35,7 @@ use crate::sparse::{
     Context, Granularity, Index, Scope, Shape, Sparse, Stats, Traits, caps, needs,
 };
 
-/// Which heads share a list of pages, and how pages are scored for it.
+/// Heads that share a list of pages, and how pages are scored for the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageSharing {
     /// Each query head has its own list.

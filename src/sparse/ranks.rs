@@ -67,7 +67,8 @@ impl Ranks {
         Ok(self.keys.iter().rev().map(|&key| index(key)))
     }
 
-    /// How many of the highest together exceed `sum`; one more than there are if all do not.
+    /// Least number of highest scores whose sum exceeds `sum`; the number of scores plus 1 if the
+    /// sum of all does not.
     pub fn cover(&mut self, scores: &[f32], sum: f64) -> Result<usize> {
         let mut reached = 0.0;
         let score_of = |at: u32| scores.get(at as usize).copied().map_or(0.0, f64::from);

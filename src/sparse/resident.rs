@@ -204,7 +204,7 @@ mod tests {
             [0.0, 1.0, 2.0, 0.0, 3.0],
         ];
         let mut out = vec![0.5; 16];
-        tokens_of_layer.add(sums.as_flattened(), &[0, 1, 2, 3, 6], &mut out).expect("there");
+        tokens_of_layer.add(sums.as_flattened(), &[0, 1, 2, 3, 6], &mut out).expect("found");
         let expected = [
             [1.5, 2.5, 0.5, 3.5],
             [4.5, 5.5, 0.5, 6.5],
@@ -216,11 +216,11 @@ mod tests {
         let retained = retained_lists(&[&[1, 4]]);
         let tokens_of_layer = ResidentTokens { retained: Some(&retained), ..tokens_of_layer };
         let mut out = [0.0; 4];
-        tokens_of_layer.add(&[1.0, 2.0, 4.0], &[1, 4, 5], &mut out).expect("there");
+        tokens_of_layer.add(&[1.0, 2.0, 4.0], &[1, 4, 5], &mut out).expect("found");
         assert_eq!(out, [1.0, 2.0, 4.0, 0.0]);
         let tokens_of_layer = ResidentTokens { retained: None, from: 0, ..tokens_of_layer };
         let mut out = vec![0.0; 28];
-        tokens_of_layer.add(&[1.0; 8], &[2, 6], &mut out).expect("there");
+        tokens_of_layer.add(&[1.0; 8], &[2, 6], &mut out).expect("found");
         assert!((0..28).all(|at| out[at] == f32::from(u8::from(at % 7 == 2 || at % 7 == 6))));
     }
 

@@ -32,7 +32,7 @@ pub enum Form {
     Original,
 }
 
-/// How many tokens stay in a layer.
+/// Number of tokens to retain in a layer.
 #[derive(Clone, Copy, Debug)]
 pub enum Budget {
     /// The same in each layer.
@@ -55,7 +55,7 @@ pub struct Snapkv {
     window: usize,
     kernel: usize,
     is_max: bool,
-    /// Which layers got sums of attention since their last eviction.
+    /// For each layer: whether it received sums of attention since its last eviction.
     observed: Vec<bool>,
     ranks: Ranks,
 }
@@ -116,7 +116,7 @@ impl Snapkv {
         })
     }
 
-    /// How many of `tokens` tokens stay in each list of a layer, or on average.
+    /// Number of `tokens` tokens to retain in each list of a layer, or on average.
     pub fn count(&self, layer: u32, tokens: usize) -> usize {
         let count = match self.budget {
             Budget::Pyramid(beta) => {

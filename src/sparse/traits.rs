@@ -41,7 +41,7 @@ pub mod needs {
     pub const ALL_KEYS: u32 = 128;
 }
 
-/// Which heads share an answer.
+/// Heads that share an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// Each query head has its own.
@@ -82,7 +82,7 @@ pub struct Traits {
     pub caps: u32,
     /// Needed inputs: [`needs`].
     pub needs: u32,
-    /// Which heads share an answer.
+    /// Heads that share an answer.
     pub scope: Scope,
     /// Unit of answers.
     pub granularity: Granularity,

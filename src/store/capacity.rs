@@ -1,4 +1,4 @@
-//! How much a store holds: the calculation of `kvtier plan`.
+//! Capacity of a store: the calculation of `kvtier plan`.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -21,15 +21,14 @@ pub struct Sizes {
     pub segment_bytes: u64,
 }
 
-/// What these sizes hold of chunks of one layout.
+/// Capacity of a store for chunks of one layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capacity {
     /// Bytes of a full chunk.
     pub chunk_bytes: u64,
     /// Bytes of its longest cell.
     pub cell_bytes: u64,
-    /// Bytes that a chunk takes in memory: cells take whole pages, and segments have an unused
-    /// rest.
+    /// Bytes that a chunk takes in memory: cells take whole pages, and slabs have an unused rest.
     pub host_chunk_bytes: u64,
     /// Chunks that fit in memory.
     pub host_chunks: u64,
@@ -47,7 +46,7 @@ pub struct Capacity {
     pub least_disk_bytes: u64,
 }
 
-/// Computes what a store of these sizes holds of a layout.
+/// Computes the capacity of a store of these sizes for a layout.
 pub fn of(layout: &Layout, sizes: &Sizes) -> Result<Capacity> {
     let tokens = layout.chunk_tokens();
     let cells: Vec<u64> = (0..layout.layers())

@@ -86,13 +86,13 @@ pub struct Store {
     auditing: Mutex<()>,
     /// The store has a device, so transfers may name its events.
     has_device: bool,
-    /// What was found at opening.
+    /// Reports of the opening.
     pub opened: Opened,
     /// The remote server at opening, if there is a remote that answered.
     pub server: Option<Server>,
 }
 
-/// What was found at opening.
+/// Reports of the opening of the tiers.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Opened {
     /// On disk.
@@ -758,7 +758,7 @@ impl Store {
         Ok(read(&state.core))
     }
 
-    /// Ends what a handle stood for; also while the store or its runtime closes. Does nothing for a
+    /// Ends the object of a handle; also while the store or its runtime closes. Does nothing for a
     /// closed store.
     pub fn release_with(&self, end: impl FnOnce(&mut StoreState) -> Result<()>) -> Result<()> {
         let mut state = self.inner.state.lock();
@@ -826,8 +826,8 @@ impl Store {
         ended
     }
 
-    /// Writes what is in memory only, where allowed, and a checkpoint, which makes the next opening
-    /// fast.
+    /// Writes chunks that are in memory only, where allowed, and a checkpoint, which makes the next
+    /// opening fast.
     fn write_back_and_checkpoint(&self, deadline_ns: u64) -> Result<()> {
         for (step, begin) in
             [StoreState::write_back_all, StoreState::request_checkpoint].iter().enumerate()
@@ -907,8 +907,8 @@ impl Store {
         waited.map(|()| clearing.cleared)
     }
 
-    /// Removes what may leave. Chunks in a write are removed when that has ended; chunks in a
-    /// transfer stay.
+    /// Removes all chunks that may be dropped. Chunks in a write are removed when the write has
+    /// ended; chunks in a transfer stay.
     fn clear_all(&self, clearing: &mut Clearing, deadline_ns: u64) -> Result<()> {
         let (mut before, mut in_vain) = (u64::MAX, 0);
         loop {
@@ -964,7 +964,7 @@ impl Store {
 
 // ---------- reclaimer
 //
-// Gives memory back when another owner of the budget needs it.
+// Returns memory when another owner of the budget needs it.
 
 /// Returns memory when other owners of the budget need it.
 fn reclaimer(slot: &Arc<Mutex<Weak<Inner>>>) -> Reclaim {
@@ -1470,7 +1470,7 @@ fn start_workers(
     spec: &StoreSpec,
     listener: Option<Listener>,
 ) -> Result<Vec<JoinHandle<()>>> {
-    // What can fail is checked before the first thread starts.
+    // Steps that can fail run before the first thread starts.
     let publisher = match &spec.remote {
         Some(remote) => remote.publisher(&spec.secrets, inner.runtime.clock())?,
         None => None,

@@ -2,8 +2,8 @@
 //!
 //! A lane is served before the next one, but a less urgent lane is not starved. Within a lane,
 //! sessions take turns by bytes (deficit round robin): each turn allows a number of bytes, and a
-//! session keeps what it did not use as long as it has jobs. A session that joins is served when its
-//! turn comes, not a round later.
+//! session keeps what it did not use as long as it has jobs. A session that joins is served in its
+//! turn, not a round later.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};

@@ -2,8 +2,8 @@
 //! mix.
 //!
 //! Without holes, the plan chooses where loading ends and computing begins. With holes, it chooses
-//! for each chunk: leading chunks are cheap to compute (little context), so a tier that is the
-//! bottleneck gives those up first.
+//! for each chunk: leading chunks are cheap to compute (little context), so they are the first that
+//! are not loaded from a tier that is the bottleneck.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -15,12 +15,12 @@ pub const SOURCES: usize = 4;
 /// Most chunks of one plan.
 pub const MAX_CHUNKS: usize = 1 << 22;
 
-/// What a chunk needs before it can be used.
+/// Requirements of a chunk before it can be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Need {
     /// Nothing: it is where the engine computes.
     Nothing,
-    /// So many bytes from each source.
+    /// Load this number of bytes from each source.
     Load([u64; SOURCES]),
     /// It is in no tier, or not all of it.
     Compute,
@@ -31,11 +31,11 @@ pub enum Need {
 pub struct Part {
     /// Its tokens.
     pub tokens: u32,
-    /// What it needs.
+    /// Requirements of the chunk.
     pub need: Need,
 }
 
-/// What to do with a chunk.
+/// Kind of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepKind {
     /// Use it as it is.
@@ -73,7 +73,7 @@ pub struct Terms {
 /// A run of chunks with the same step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Segment {
-    /// What to do.
+    /// Kind of the step.
     pub kind: StepKind,
     /// First chunk.
     pub first: usize,
@@ -195,7 +195,7 @@ impl Plan {
             }
             compute_ns = (compute_ns - terms.cost.of(at, n)).max(0.0);
             load.compute_ns = compute_ns;
-            // Of equal plans the one that loads more: the engine computes less.
+            // Among equal plans choose the one that loads more, so that the engine computes less.
             if load.total(terms) <= best.total(terms) {
                 (best, ends) = (load, i + 1);
             }
@@ -204,8 +204,9 @@ impl Plan {
         best
     }
 
-    /// Finds the best step for each chunk. Begins with loading all; then the slowest source gives
-    /// up the chunk that is cheapest to compute, repeatedly. The best of these mixes is taken.
+    /// Finds the best step for each chunk. Begins with loading all chunks. Then repeatedly moves
+    /// one chunk of the slowest source to computing: the one that is cheapest to compute. Takes the
+    /// best of these mixes.
     fn free(&mut self, parts: &[Part], terms: &Terms) -> Load {
         let mut load = Load::default();
         self.gather(parts, terms, &mut load);

@@ -1,4 +1,4 @@
-//! Where bytes rest: memory of the device, memory of the host, files, engines on other machines.
+//! Tiers: memory of the device, memory of the host, files, remotes.
 
 pub mod device;
 pub mod disk;

@@ -73,12 +73,12 @@ fn grouped(text: &str) -> String {
     out
 }
 
-/// A copy of a source in which `#[capi]` is what it expands to before a signature: the generator
-/// reads the sources without expanding macros.
+/// A copy of a source in which each `#[capi]` is replaced by its expansion before a signature. The
+/// generator reads the sources without expanding macros.
 fn expanded(source: &Path) -> PathBuf {
     let text = std::fs::read_to_string(source).expect("source");
     let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join(source.file_name().expect("name"));
-    // Several tests do this at the same time, perhaps in processes of their own.
+    // Several tests write this copy concurrently, possibly in separate processes.
     let mine =
         copy.with_extension(format!("{}-{:?}", std::process::id(), std::thread::current().id()));
     let text = text
@@ -109,7 +109,7 @@ fn constant_names_are_unique() {
         for line in text.lines() {
             let Some(rest) = line.strip_prefix("pub const ") else { continue };
             let name = rest.split(':').next().unwrap_or(rest).to_string();
-            assert!(names.insert(name.clone()), "{name} is there twice");
+            assert!(names.insert(name.clone()), "{name} is declared twice");
         }
     }
     assert!(names.len() > 200);
@@ -162,7 +162,7 @@ fn every_function_is_documented_and_no_common_rule_is_repeated() {
     assert!(functions > 200, "only {functions} functions were found");
 }
 
-/// Words of the comments' former language; docs/glossary.md has the ones to use.
+/// Retired words; docs/glossary.md lists their replacements.
 const RETIRED: [&str; 28] = [
     "told",
     "tells",

@@ -13,7 +13,7 @@ struct Counting;
 
 /// Calls that allocated.
 static CALLS: AtomicU64 = AtomicU64::new(0);
-/// Bytes that they asked for.
+/// Bytes requested by these calls.
 static BYTES: AtomicU64 = AtomicU64::new(0);
 
 fn count(bytes: usize) {
@@ -21,22 +21,22 @@ fn count(bytes: usize) {
     BYTES.fetch_add(bytes as u64, Ordering::SeqCst);
 }
 
-// SAFETY: passes everything on to the system's allocator.
+// SAFETY: forwards every call to the system allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `GlobalAlloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `GlobalAlloc`.
         unsafe { System.dealloc(ptr, layout) }
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count(size);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `GlobalAlloc`.
         unsafe { System.realloc(ptr, layout, size) }
     }
 }
@@ -44,7 +44,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The counts are of the process: tests that read them run one after the other.
+/// The counts cover the whole process, so tests that read them run one after the other.
 fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)

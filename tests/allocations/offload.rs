@@ -35,7 +35,7 @@ struct World {
     offload: Offload,
     session: u32,
     store: Arc<Store>,
-    // The last to go.
+    // Dropped last.
     _runtime: Runtime,
 }
 
@@ -76,7 +76,7 @@ impl World {
     }
 }
 
-/// Bytes that were asked for in each quarter of many turns.
+/// Bytes allocated in each quarter of many turns.
 fn quarters(mut turn: impl FnMut(u32)) -> [u64; 4] {
     std::array::from_fn(|quarter| {
         let before = BYTES.load(Ordering::SeqCst);
@@ -86,11 +86,11 @@ fn quarters(mut turn: impl FnMut(u32)) -> [u64; 4] {
     })
 }
 
-// One test: what another does at the same time would count.
+// One test only: allocations of a concurrent test would be counted.
 #[test]
 fn offload_put_allocates_independently_of_sequence_length() {
     let _alone = alone();
-    // The lists grow with each token: 8 of them, of up to 4,500.
+    // The lists grow with each token: 8 lists of up to 4,500 entries.
     let mut world = open("knorm(ratio=0.5)");
     world.put(0, PROMPT);
     let context = Context { is_prefill: true, tokens: PROMPT, ..Context::default() };
@@ -99,11 +99,11 @@ fn offload_put_allocates_independently_of_sequence_length() {
     }
     let bytes = quarters(|turn| world.put(PROMPT + turn, 1));
     println!("a put: {:?} bytes", bytes.map(|bytes| bytes / u64::from(TURNS / 4)));
-    // Tables that double are a few bytes a token; a copy of the lists would be 48 KiB a put.
+    // Tables that double cost a few bytes per token; a copy of the lists would cost 48 KiB per put.
     assert!(bytes.iter().all(|&bytes| bytes < u64::from(TURNS / 4) * 8192), "{bytes:?}");
     assert!(bytes[3] < 3 * bytes[0], "{bytes:?}");
     for layer in 0..2 {
-        let left = world.offload.retained(layer).expect("a layer").expect("some went");
+        let left = world.offload.retained(layer).expect("a layer").expect("some were evicted");
         assert_eq!(left.lists(), 8);
         for at in 0..8 {
             assert_eq!(left.count(at), (PROMPT / 2 + TURNS) as usize);
@@ -113,7 +113,7 @@ fn offload_put_allocates_independently_of_sequence_length() {
     }
     drop(world);
 
-    // Tokens go at each step.
+    // Tokens are evicted at each step.
     let mut world = open("h2o(sink=4,recent=100,budget=100)");
     world.put(0, PROMPT);
     let (mut there, mut peak) = (PROMPT, 0);

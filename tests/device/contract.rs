@@ -47,7 +47,7 @@ fn foreign(clock: Clock, seed: u64, fault: Fault) -> (Foreign, Arc<Relay>) {
     (Foreign::new(clock, relay.clone()).expect("sound"), relay)
 }
 
-/// Every device, and the clock that it goes by.
+/// Opens every device, each with its clock.
 fn all(seed: u64) -> Vec<(Arc<dyn Device>, Clock)> {
     let (by_hand, hand) = simulated(seed);
     let real = SimulatedOpts { seed, latency_ns: 1_000, ..SimulatedOpts::default() };
@@ -129,15 +129,15 @@ fn devices_with_engine_memory_conform() {
         let troubles = troubles(&device, &opts);
         assert!(troubles.is_empty(), "{}: {troubles:?}", device.facts().name);
     }
-    // SAFETY: the device that had it is gone.
+    // SAFETY: the device that used the memory has been dropped.
     unsafe { engine.free(&mine) }.expect("its own");
 }
 
 #[test]
 fn conformance_suite_detects_every_fault() {
     for fault in Fault::COPIES.into_iter().chain(relay::kinds().map(Fault::Kernel)) {
-        // Memory that such a device writes beside the target is nobody's here: rooms have pages
-        // of their own.
+        // Rooms occupy whole pages, so bytes that such a device writes beside the target
+        // hit no other object of the test.
         let clock = Clock::manual(1);
         let (device, _relay) = foreign(clock.clone(), 7, fault);
         let device: Arc<dyn Device> = Arc::new(device);
@@ -272,7 +272,7 @@ fn custom_device_imports_events_streams_and_kernels() {
     // SAFETY: refused.
     let said = unsafe { device.import_event(0xdead) };
     assert_eq!(said.expect_err("none of the engine's").status(), Status::Handle);
-    done(&device, submit(&device, 0, None, &mut []).expect("it goes on"));
+    done(&device, submit(&device, 0, None, &mut []).expect("the device works"));
 }
 
 fn submit(
@@ -389,14 +389,14 @@ fn closed_device_touches_no_memory() {
                 plane.set(&[7; 200_000]);
                 let refused = engine.join().expect("no panic");
                 assert!(matches!(refused, Status::Closed | Status::Again));
-                assert!(plane.bytes() == [7; 200_000], "somebody wrote after close");
+                assert!(plane.bytes() == [7; 200_000], "the device wrote after close");
             });
         });
     }
 }
 
-/// What a caller knows of a room: what is in it once all is done, who wrote it last
-/// and who has read it since.
+/// State of a room that a caller expects: final content, last writer
+/// and the readers since then.
 struct Known {
     room: Room,
     content: Vec<u8>,
@@ -475,7 +475,7 @@ fn documented_waits_order_all_copies() {
 
 #[test]
 fn missing_waits_cause_wrong_bytes() {
-    // What was forgotten may be covered by another wait.
+    // Another wait may cover a forgotten one.
     for (forgets, least) in [(40, 20), (10, 60), (3, 95)] {
         let caught = (0..100).filter(|&seed| !wander(&simulated(seed).0, seed, forgets)).count();
         assert!(caught >= least, "1 of {forgets} waits forgotten: {caught} of 100 were caught");
@@ -717,7 +717,7 @@ fn device_memory_is_limited_and_leaks_are_counted() {
     let late =
         [Copy::bytes(room.address, a.address, 6_000, Direction::Gather, a.memory).expect("it")];
     done(&device, submit(&device, 0, None, &mut { late }).expect("taken"));
-    assert_eq!(room.bytes(), [POISON; 6_000], "who comes too late sees it");
+    assert_eq!(room.bytes(), [POISON; 6_000], "freed memory is read as poison");
     assert_eq!((device.allocated_bytes(), clock.now_ns() > 1_000), (0, true));
 
     let (other, _clock) = simulated(1);

@@ -124,7 +124,7 @@ fn every_driver_call_may_fail_once() {
             );
             let _ = Fake::begin(0);
         }
-        // What is freed is gone, whatever the driver says.
+        // Failures of these two calls are not reported: the memory counts as freed.
         let hides = ["cuStreamSynchronize", "cuMemFree"];
         assert!(failed > 0 || hides.contains(&call), "{call} was never made");
     }
@@ -182,7 +182,7 @@ fn device_works_beside_engine_contexts_streams_and_graphs() {
     // Some thread makes a graph: what this one does is no part of it.
     fake.set(12_040, 1, 1 << 30, true);
     assert!(round_trip(&cuda).expect("it works meanwhile"));
-    // Of this stream a graph is made: copies into it would come whenever it is launched.
+    // The stream is being captured into a graph: each launch of the graph would repeat the copies.
     fake.capture(streams[0], true);
     // SAFETY: a batch without memory.
     let refused = unsafe { cuda.submit(Stream(0), None, &mut []) }.expect_err("a graph");
@@ -190,7 +190,7 @@ fn device_works_beside_engine_contexts_streams_and_graphs() {
     fake.capture(streams[0], false);
     // SAFETY: as above.
     let event = unsafe { cuda.submit(Stream(0), None, &mut []) }.expect("no graph any more");
-    cuda.wait(event, 0).expect("it comes");
+    cuda.wait(event, 0).expect("completes");
     assert_eq!(cuda.state(event).expect("known"), State::Done);
     drop(cuda);
     assert_eq!(fake.live(), taken, "what is the engine's stays, and nothing else");
@@ -210,14 +210,14 @@ fn wait_times_out_while_the_event_is_pending() {
         .expect("a device");
     // SAFETY: a batch without memory.
     let event = unsafe { cuda.submit(Stream(0), None, &mut []) }.expect("an event");
-    // Work of the fake goes on only when it is asked, and it refuses to say.
+    // Work of the fake proceeds only when it is queried, and its queries fail.
     for _ in 0..16 {
         fake.fail("cuEventQuery", 1, 600);
     }
     let clock = Clock::real();
     let error = cuda.wait(event, clock.now_ns() + 20_000).expect_err("too early");
     assert_eq!(error.status(), Status::Timeout);
-    cuda.wait(event, 0).expect("it comes");
+    cuda.wait(event, 0).expect("completes");
     drop(cuda);
     fake.check();
     let _ = Fake::begin(0);
@@ -263,7 +263,7 @@ fn failed_event_query_is_repeated() {
         cuda.release(event).map_err(|error| error.status()).err().unwrap_or(Status::Busy),
         Status::Busy
     );
-    cuda.wait(event, 0).expect("it comes");
+    cuda.wait(event, 0).expect("completes");
     fake.check();
 }
 
@@ -285,11 +285,11 @@ fn poll_queries_one_event_per_stream() {
     assert_eq!(fake.calls("cuEventQuery") - before, 4);
     let _ = Fake::begin(0);
     // The last of a stream has come, so have all before it.
-    cuda.wait(open[3999], 0).expect("it comes");
+    cuda.wait(open[3999], 0).expect("completes");
     let before = fake.calls("cuEventQuery");
     let of_stream = open.iter().skip(3).step_by(4);
     assert!(of_stream.clone().all(|event| cuda.state(*event).expect("known") == State::Done));
-    assert_eq!(fake.calls("cuEventQuery"), before, "nobody had to be asked");
+    assert_eq!(fake.calls("cuEventQuery"), before, "no query was needed");
     cuda.close(0).expect("all come");
     let mut seen: Vec<u64> = Vec::new();
     loop {
@@ -327,13 +327,13 @@ fn partly_submitted_batch_ends_with_its_error() {
     let event = unsafe { cuda.submit(Stream(0), None, &mut copies) }.expect("it was begun");
     assert_eq!(cuda.wait(event, 0).expect_err("it failed").status(), Status::NoMem);
     assert_eq!(fake.calls("cuStreamSynchronize"), syncs);
-    // What follows it fails with it, and others do not.
+    // Dependent batches fail too, others do not.
     // SAFETY: as above.
     unsafe {
         let after = cuda.submit(Stream(1), Some(event), &mut []);
         assert_eq!(after.expect_err("it failed").status(), Status::NoMem);
-        let next = cuda.submit(Stream(0), None, &mut copies).expect("the device goes on");
-        cuda.wait(next, 0).expect("it comes");
+        let next = cuda.submit(Stream(0), None, &mut copies).expect("the device works");
+        cuda.wait(next, 0).expect("completes");
         fake.fail("cuMemcpyHtoDAsync", 1, 2);
         let none = cuda.submit(Stream(0), None, &mut copies);
         assert_eq!(none.expect_err("nothing was begun").status(), Status::NoMem);
@@ -409,7 +409,7 @@ fn allocations_come_from_the_engines_memory() {
     }
     let _kept = cuda.allocate(1 << 20).expect("all of it");
     drop(cuda);
-    assert!(round_trip(&engine).expect("the engine goes on"));
+    assert!(round_trip(&engine).expect("the engine works"));
     // SAFETY: nothing uses them.
     unsafe {
         engine.free(&mine).expect("still the engine's");

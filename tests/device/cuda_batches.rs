@@ -26,7 +26,7 @@ fn open(choice: CopyMethodChoice) -> Result<Cuda> {
 /// Pages of bytes that stay where they are, for as long as the process does.
 fn pages(count: usize) -> &'static mut [u8] {
     let layout = std::alloc::Layout::from_size_align(count * 4096, 4096).expect("sound");
-    // SAFETY: memory of its own, with something in all of it.
+    // SAFETY: memory that only this test uses, zeroed on allocation.
     unsafe {
         let at = std::alloc::alloc_zeroed(layout);
         assert!(!at.is_null());
@@ -127,7 +127,7 @@ fn every_copy_method_is_exact_with_every_driver() {
         let registered = seed % 3 != 0;
         assert!(shuffle(&cuda, registered).expect("it works"), "{choice:?}, seed {seed}");
         if choice != CopyMethodChoice::Measured {
-            // Memory that the device was not told of is out of a kernel's reach.
+            // A kernel cannot reach memory that is not registered with the device.
             let by_kernel = choice == CopyMethodChoice::Fixed(CopyMethod::Kernel)
                 && registered
                 && kernels(&cuda);
@@ -171,7 +171,7 @@ fn partly_filled_copy_lists_count_as_used() {
             down.push(Copy { memory: Memory::Device, ..copy });
         }
         let down = cuda.submit(Stream(1), Some(up), &mut down).expect("begun");
-        cuda.wait(down, 0).expect("it comes");
+        cuda.wait(down, 0).expect("completes");
         cuda.unregister_host(back.as_mut_ptr()).expect("registered");
         cuda.free(&memory).expect("its own");
     }
@@ -197,8 +197,8 @@ fn batched_driver_copies_are_used_if_available() {
     assert!(shuffle(&cuda, true).expect("it works"));
     assert_eq!(fake.calls("cuMemcpyBatchAsync"), batches + 2, "it is not asked again");
     drop(cuda);
-    // Host memory that is not registered goes alone, and where the device has other addresses for
-    // it all does.
+    // Unregistered host memory is not copied in a batch. If the device has other addresses for host
+    // memory, no copy is.
     let strange = open(CopyMethodChoice::Fixed(CopyMethod::Batch)).expect("a device");
     assert!(shuffle(&strange, false).expect("it works"));
     drop(strange);
@@ -247,7 +247,7 @@ fn description_has_measured_and_unmeasured_methods() {
     }
     assert!(description.to_string().starts_with("fake 0 (8.0, CUDA 12.8)"), "{description}");
     drop(cuda);
-    // The device is lost while it is tried: it is there, and says so to whoever asks.
+    // The device is lost during the measurement: it opens, and later calls report the loss.
     fake.fail("cuMemcpyHtoDAsync", 3, 700);
     let lost = open(CopyMethodChoice::Measured).expect("opened");
     let description = lost.describe();
@@ -290,7 +290,7 @@ fn host_memory_is_registered_once_and_unregistered() {
     }
     forget(2).expect("it was registered");
     assert_eq!(forget(2).expect_err("it was taken back").status(), Status::Handle);
-    // What the engine has registered stays registered when it is taken back here.
+    // A registration by the engine survives the unregistration here.
     let context = fake.own_context(0);
     fake.register(context, at.wrapping_add(5 * 4096), 2 * 4096);
     know(5, 2 * 4096).expect("registered by another");
@@ -303,7 +303,7 @@ fn host_memory_is_registered_once_and_unregistered() {
     assert_eq!(cuda.describe().pageable_bytes, 2 * 4096);
     forget(6).expect("it was registered");
     fake.unregister(context, at.wrapping_add(6 * 4096));
-    drop(cuda); // two ranges are told still
+    drop(cuda); // two ranges are still registered
     assert_eq!(fake.live(), before);
     fake.check();
 }
@@ -338,7 +338,7 @@ fn large_pools_are_faulted_in_before_registration() {
     let (_turn, fake) = alone(5);
     let cuda = open(CopyMethodChoice::default()).expect("a device");
     let bytes = 200 << 20;
-    // SAFETY: a mapping of its own, which is looked at and taken down again.
+    // SAFETY: a mapping that only this test uses, inspected and unmapped below.
     unsafe {
         let at = libc::mmap(
             std::ptr::null_mut(),
@@ -470,7 +470,7 @@ fn kernel_modules_are_reported_one_by_one() {
         assert_eq!(fake.calls("cuModuleLoadDataEx"), loads, "once each");
         drop(cuda);
         let cuda = open(CopyMethodChoice::default()).expect("a device");
-        // What one of them needs was loaded when it was opened, perhaps.
+        // A module may have been loaded already when the device was opened.
         fake.fail("cuModuleLoadDataEx", nth, 218);
         cuda.load_kernels().expect("a context");
         let (said, has) = (cuda.describe().no_kernels, cuda.facts().kernels);
@@ -528,7 +528,7 @@ fn kernels_stay_within_shared_memory() {
         match launch(&cuda, None, &[call]) {
             Ok(event) => {
                 assert!(sees, "{kilobytes}");
-                cuda.wait(event, 0).expect("it comes");
+                cuda.wait(event, 0).expect("completes");
             }
             Err(error) => {
                 assert!(!sees && error.status() == Status::Unsupported, "{kilobytes}: {error}");
@@ -545,7 +545,7 @@ fn kernels_stay_within_shared_memory() {
 }
 
 fn launch(cuda: &Cuda, after: Option<Event>, calls: &[Call]) -> Result<Event> {
-    // SAFETY: memory of the device's that is there until the test ends, or what is refused.
+    // SAFETY: device memory that lives until the test ends, or calls that are rejected.
     unsafe { cuda.launch(Stream(0), after, calls) }
 }
 
@@ -588,13 +588,13 @@ fn kernels_launch_in_order_and_reject_invalid_calls() {
             bytes(host.as_mut_ptr(), good.table, 40, Direction::Scatter),
             bytes(content.as_mut_ptr(), memory.address, 64, Direction::Scatter),
         ];
-        // SAFETY: memory that is there until all has ended.
+        // SAFETY: the memory lives until all batches have ended.
         unsafe {
             let up = cuda.submit(Stream(1), None, &mut up).expect("taken");
             let moved = launch(&cuda, Some(up), &[good]).expect("taken");
             let mut down = [bytes(seen.as_mut_ptr(), memory.address + 2048, 64, Direction::Gather)];
             let down = cuda.submit(Stream(2), Some(moved), &mut down).expect("taken");
-            cuda.wait(down, 0).expect("it comes");
+            cuda.wait(down, 0).expect("completes");
         }
         assert_eq!(&seen[..], &content[..64]);
     }
@@ -624,12 +624,12 @@ fn other_architectures_compile_from_ptx() {
         let mut up =
             [Copy::bytes(list.as_mut_ptr(), call.table, 40, Direction::Scatter, Memory::Device)
                 .expect("sound")];
-        // SAFETY: memory that is there until all has ended.
+        // SAFETY: the memory lives until all batches have ended.
         let mut last = Some(unsafe { cuda.submit(Stream(1), None, &mut up) }.expect("taken"));
         for _ in 0..2 {
             last = Some(launch(&cuda, last, &[call]).expect("taken"));
         }
-        cuda.wait(last.expect("some"), 0).expect("it comes");
+        cuda.wait(last.expect("some"), 0).expect("completes");
         assert_eq!(fake.calls("cuModuleLoadDataEx") - loads, images, "once each");
         drop(cuda);
         fake.check();
@@ -657,7 +657,7 @@ fn failed_kernel_load_has_a_reason_and_copies_continue() {
         let all = Kind::ALL.iter().fold(0, |set, kind| set | kind.bit());
         assert_eq!(cuda.facts().kernels, all & !Kind::Move.bit());
         let event = launch(&cuda, None, &[sum(&memory)]).expect("it loads");
-        cuda.wait(event, 0).expect("it comes");
+        cuda.wait(event, 0).expect("completes");
     }
     assert!(shuffle(&cuda, true).expect("copies go on"));
     drop(cuda);

@@ -67,7 +67,7 @@ fn default_stream_and_foreign_contexts_are_rejected() {
     refused(with(context, &[own, strange]), Status::Invalid, "another context");
     refused(with(0, &[strange]), Status::Invalid, "another context");
     let cuda = with(context, &[own]).expect("its own stream");
-    // What is measured at the start is measured beside the engine's streams.
+    // The measurement at the start runs beside the engine's streams.
     fake.capture(own, true);
     let choice = CopyMethodChoice::Measured;
     let measured = open(&CudaOpts { context, streams: vec![own], choice, ..opts() }).describe();
@@ -134,15 +134,15 @@ fn planes_and_tensors_may_be_in_any_memory() {
             Some(within.expect("taken")),
             &mut [copy(device(second_room.address), host(second), rows * run)],
         );
-        cuda.wait(back.expect("taken"), 0).expect("it comes");
+        cuda.wait(back.expect("taken"), 0).expect("completes");
         assert_eq!(&second[..want.len()], &want[..], "{choice:?}");
         let third = bytes(4096, 3);
         let across = submit(&cuda, 3, None, &mut [rowed(host(first), host(third))]).expect("taken");
-        cuda.wait(across, 0).expect("it comes");
+        cuda.wait(across, 0).expect("completes");
         assert_eq!(&third[..want.len()], &want[..], "{choice:?}");
         let fourth = bytes(4096, 4);
         let plain = submit(&cuda, 3, None, &mut [whole(host(first), host(fourth))]).expect("taken");
-        cuda.wait(plain, 0).expect("it comes");
+        cuda.wait(plain, 0).expect("completes");
         assert_eq!(first, fourth, "{choice:?}");
     }
     fake.check();
@@ -172,7 +172,7 @@ fn foreign_addresses_fail_only_their_batch() {
     refuse(&mut [copy(device(engines + 4000), at, 97)], "knows no memory");
     refuse(&mut [copy(device(u64::MAX - 100), at, 64)], "knows no memory");
     let event = submit(&cuda, 0, None, &mut [copy(at, device(engines + 4000), 96)]);
-    cuda.wait(event.expect("the engine's own"), 0).expect("the device goes on");
+    cuda.wait(event.expect("the engine's own"), 0).expect("the device works");
     for code in [2, 1] {
         fake.fail("cuPointerGetAttributes", 1, code);
         let asked = submit(&cuda, 0, None, &mut [copy(at, device(engines), 64)]);
@@ -199,7 +199,7 @@ fn imported_events_block_streams_not_threads() {
     let adopted = unsafe { cuda.import_event(ready) }.expect("an event");
     let (from, to) = (bytes(5000, 1), bytes(5000, 2));
     let copied = submit(&cuda, 0, Some(adopted), &mut [copy(host(from), host(to), 5000)]);
-    cuda.wait(copied.expect("taken"), 0).expect("it comes");
+    cuda.wait(copied.expect("taken"), 0).expect("completes");
     assert!(fake.has_come(context, ready), "not before the engine's event");
     assert_eq!(from, to);
     cuda.wait(adopted, 0).expect("it has come");
@@ -253,7 +253,7 @@ fn late_event_delays_only_its_dependents() {
     fake.run();
     assert_eq!(cuda.state(waits).expect("known"), State::Pending);
     fake.hold_back(barrier, false);
-    cuda.wait(waits, 0).expect("now it comes");
+    cuda.wait(waits, 0).expect("completes");
     fake.check();
     drop(cuda);
     let _ = Fake::begin(0);
@@ -278,8 +278,8 @@ fn engine_stream_resumes_after_the_batch() {
     while !fake.has_come(context, after) {
         assert!(clock.now_ns() < end_ns, "the engine's stream stands still");
     }
-    assert_eq!(from, to, "the engine goes on only when the copy has come");
-    cuda.wait(down, 0).expect("it has come");
+    assert_eq!(from, to, "the engine's stream waits for the copy");
+    cuda.wait(down, 0).expect("the copy completes");
     // SAFETY: as above.
     unsafe { cuda.stream_wait_event(stream, down) }.expect("there is nothing to wait for");
     fake.end_event(context, after);

@@ -64,7 +64,7 @@ fn view(address: u64, is_spread: bool) -> View<'static> {
 
 fn go(device: &Cuda, copy: Copy<'_>) -> Result<u64> {
     let mut copies = [copy];
-    // SAFETY: memory of the test's, which nobody touches before the event.
+    // SAFETY: memory of the test, which no other code touches before the event.
     let event = unsafe { device.submit(Stream(1), None, &mut copies)? };
     let ended = device.wait(event, 0);
     let mut sums = [0];
@@ -183,7 +183,7 @@ fn mapped_peer_memory_is_copied_without_peer_access() {
     let (first, other) = (open(opts(0, &[1])), Arc::new(open(opts(1, &[]))));
     let window = CudaWindow::new(other.clone(), 1 << 20).expect("addresses");
     let piece = window.create(window.granularity_bytes()).expect("memory");
-    // SAFETY: nobody has it yet.
+    // SAFETY: no copy uses the piece yet.
     unsafe { window.put(piece, 0).expect("a place") };
     let mut right = content(9);
     let piece = |bytes: &mut [u8], direction| {
@@ -197,7 +197,7 @@ fn mapped_peer_memory_is_copied_without_peer_access() {
         copy.expect("sound")
     };
     let before = fake.calls(PEER);
-    go(&first, piece(&mut right, Direction::Scatter)).expect("by way of its own memory");
+    go(&first, piece(&mut right, Direction::Scatter)).expect("staged in the device's memory");
     let mut got = vec![0; BYTES];
     go(&first, piece(&mut got, Direction::Gather)).expect("and back");
     assert!(got == right && fake.calls(PEER) > before);
@@ -276,7 +276,7 @@ fn failed_peer_setup_disables_access() {
         let words = first.describe().to_string();
         assert!(words.contains(&format!("by copies alone: {call}")), "{words}");
         fake.no_more_failures();
-        // Somebody else has access later: then this device has.
+        // Another device gains access later: then this device has access too.
         let second = open(opts(0, &[1])).describe().to_string();
         assert!(second.contains("reaches device 1"), "{second}");
         drop(first);

@@ -16,7 +16,7 @@ use kvtier::stream::plan::PlanOptions;
 use kvtier::stream::streamer::{AcquireOpts, Opts};
 use rig::{Files, MIB, Rig, patiently, status};
 
-/// What the fake maps memory by.
+/// Granularity of the fake's memory mappings.
 const GRANULARITY: u64 = 64 << 10;
 /// The driver's words for "no memory" and for an argument that it does not like.
 const CODES: [i32; 2] = [2, 1];
@@ -110,7 +110,7 @@ fn every_mapping_call_may_fail_once() {
                 let fine = [Status::Ok, Status::NoMem, Status::Invalid, Status::Io];
                 assert!(went.iter().all(|status| fine.contains(status)), "{call}, {nth}: {went:?}");
                 failed += went.iter().filter(|status| **status != Status::Ok).count();
-                // Nothing fails any more: all that was told of is tried again, and comes.
+                // Failures end here: every failed unit is retried and succeeds.
                 if call != "cuMemAddressFree" {
                     fake.no_more_failures();
                 }
@@ -127,7 +127,7 @@ fn every_mapping_call_may_fail_once() {
             drop(opened);
             assert_eq!(device.close(0), Ok(()));
             drop(device);
-            // What the driver does not take back stays; it is the only thing that does.
+            // Only memory that the driver failed to free may remain.
             if !["cuMemAddressFree", "cuMemRelease", "cuMemUnmap"].contains(&call) {
                 fake.check();
                 assert_eq!(fake.live(), before, "{call}, {nth}, {code}: something is left");
@@ -158,7 +158,7 @@ fn lost_device_ends_all_in_place_work() {
                         let computed = rig.compute(unit, patiently());
                         went.push(status(computed.and_then(|computing| computing.end())));
                     }
-                    // Who hears second that a unit has not come whole is not told why.
+                    // Only the first caller of a failed unit gets the cause, later ones `Io`.
                     let fine = [Status::Ok, Status::Unavailable, Status::Io];
                     assert!(went.iter().all(|one| fine.contains(one)), "{call}, {nth}: {went:?}");
                     failed += u32::from(went.contains(&Status::Unavailable));

@@ -1,5 +1,5 @@
 //! User events of the CUDA device, over the fake driver: streams and batches wait for them, numbers
-//! are reused safely, and no stream is blocked when the device has gone.
+//! are reused safely, and no stream is blocked after the device is lost.
 
 use kvtier_testkit::fixtures::fake_cuda;
 use kvtier_testkit::fixtures::store as support;
@@ -87,7 +87,7 @@ fn batches_and_streams_wait_for_user_events() {
             refused(late, Status::Timeout);
             assert!(!fake.has_come(context, after) && from != to);
             cuda.signal_event(promise).expect("a promise");
-            cuda.wait(copied, soon()).expect("it comes");
+            cuda.wait(copied, soon()).expect("completes");
             fake.run();
             assert!(fake.has_come(context, after) && from == to);
             refused(cuda.signal_event(copied), Status::Handle);
@@ -234,7 +234,7 @@ const MODEL: support::Model = support::Model { layers: 3, heads: 2, run: 64, chu
 const TOKENS: usize = 4 * MODEL.chunk;
 
 /// Transfers begin after an event of the engine. A stream of the engine continues after transfers
-/// that had not begun when it was told to wait.
+/// that had not begun when it was made to wait.
 #[test]
 fn store_transfers_run_between_engine_kernels() {
     for by_layer in [false, true] {
@@ -285,7 +285,7 @@ fn store_transfers_run_between_engine_kernels() {
                 while !fake.has_come(context, after) {
                     assert!(Clock::real().now_ns() < end_ns, "the engine's stream stands still");
                 }
-                // What the engine's stream has seen: every op was released.
+                // The engine's stream passed its wait, so every op was released.
                 assert!(ops.iter().all(|op| op.state() & RELEASED != 0));
                 for op in &ops {
                     let done = support::wait(op);
@@ -454,7 +454,7 @@ fn cell_memory_is_registered_and_unregistered() {
         assert_eq!(pageable > 0, refuses, "{pageable} bytes are not registered");
         store.close_session(session);
         store.close();
-        assert_eq!(device.describe().pageable_bytes, 0, "it knows memory that has gone");
+        assert_eq!(device.describe().pageable_bytes, 0, "freed memory is still counted");
     }
     let after = (fake.calls(register), fake.calls(unregister));
     assert!(after.0 > before.0 + 1 && after.1 - before.1 == after.0 - before.0 - 1, "{after:?}");

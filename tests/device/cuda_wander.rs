@@ -18,7 +18,7 @@ const CELLS: usize = ROOM / CELL;
 struct Room {
     address: u64,
     memory: Memory,
-    /// What it has once all is done.
+    /// Content once all copies have ended.
     content: Vec<u8>,
     writer: Option<Event>,
     readers: Vec<Event>,
@@ -26,7 +26,7 @@ struct Room {
 
 fn pages() -> u64 {
     let layout = std::alloc::Layout::from_size_align(ROOM, 4096).expect("sound");
-    // SAFETY: memory of its own, which stays for as long as the process does.
+    // SAFETY: memory that only this room uses and that is never freed.
     let at = unsafe { std::alloc::alloc_zeroed(layout) };
     assert!(!at.is_null());
     at.expose_provenance() as u64
@@ -99,7 +99,7 @@ fn wander(cuda: &Cuda, seed: u64, registered: bool) {
         before.extend(rooms[to].writer);
         before.append(&mut rooms[to].readers);
         let after = before.pop();
-        before.into_iter().for_each(|event| cuda.wait(event, 0).expect("it comes"));
+        before.into_iter().for_each(|event| cuda.wait(event, 0).expect("completes"));
         let content = rooms[from].content.clone();
         let mut target = std::mem::replace(
             &mut rooms[to],
@@ -126,7 +126,7 @@ fn wander(cuda: &Cuda, seed: u64, registered: bool) {
         let mut copies = [Copy { memory: room.memory, ..copy }];
         // SAFETY: as above.
         let event = unsafe { cuda.submit(Stream(1), room.writer, &mut copies) }.expect("taken");
-        cuda.wait(event, 0).expect("it comes");
+        cuda.wait(event, 0).expect("completes");
         assert!(found == room.content, "seed {seed}, room {n}");
     }
 }

@@ -38,22 +38,22 @@ fn window(cuda: &Arc<Cuda>, grains: u64) -> Result<(CudaWindow, u64)> {
 /// Memory that is put somewhere at once.
 fn map(window: &CudaWindow, at: u64, bytes: u64) -> Result<Piece> {
     let piece = window.create(bytes)?;
-    // SAFETY: nobody has it yet.
+    // SAFETY: no copy uses the piece yet.
     unsafe { window.put(piece, at)? };
     Ok(piece)
 }
 
-/// Memory goes through a window of four pieces; whether what was written is found again.
+/// Moves memory through a window of four pieces. Returns whether the written bytes are read back.
 fn pass(cuda: &Arc<Cuda>) -> Result<bool> {
     let (window, granularity) = window(cuda, 4)?;
     let there = noise(200);
     let (first, second) = (map(&window, 0, granularity)?, map(&window, granularity, granularity)?);
-    // A copy that goes over both pieces.
+    // A copy that spans both pieces.
     copy(cuda, window.address() + granularity - 100, there, Direction::Scatter)?;
     // SAFETY: the copy has ended.
     unsafe {
         window.put(first, 2 * granularity)?;
-        window.put(first, 2 * granularity)?; // it is there
+        window.put(first, 2 * granularity)?; // no move
         window.put(second, 3 * granularity)?;
     }
     let found = Box::leak(vec![0u8; 200].into_boxed_slice());
@@ -112,11 +112,11 @@ fn invalid_window_calls_are_rejected() {
         window.destroy(one).expect("its own");
         for gone in [one, Piece(77)] {
             assert_eq!(
-                window.put(gone, 2 * granularity).expect_err("gone").status(),
+                window.put(gone, 2 * granularity).expect_err("destroyed").status(),
                 Status::Handle
             );
-            assert_eq!(window.take(gone).expect_err("gone").status(), Status::Handle);
-            assert_eq!(window.destroy(gone).expect_err("gone").status(), Status::Handle);
+            assert_eq!(window.take(gone).expect_err("destroyed").status(), Status::Handle);
+            assert_eq!(window.destroy(gone).expect_err("destroyed").status(), Status::Handle);
         }
     }
     // Addresses without memory are no memory.

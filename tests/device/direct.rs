@@ -28,7 +28,7 @@ use rig::{Files, MIB, Rig};
 const SHORT: i32 = -7;
 const ALLOW: i32 = 1;
 const FORCE: i32 = 2;
-/// What the fake is as if new.
+/// Module version and features of a new fake.
 const MODULE: (u32, u32) = (2, 24);
 const FEATURES: u32 = 15;
 
@@ -67,7 +67,7 @@ fn pass(rig: &Rig, when_issued: bool) {
         let held = rig
             .streamer
             .acquire(unit, AcquireOpts { when_issued, ..rig::patiently() })
-            .expect("it comes");
+            .expect("a unit");
         if held.memory == Memory::Host {
             assert!(rig.is_right(&held).expect("no event"), "unit {unit}");
             rig.streamer.release(&held, None).expect("had");
@@ -118,7 +118,7 @@ fn direct_reads_fill_device_slots() {
         let rig = Rig::open(files, how).expect("opened");
         for when_issued in [true, false, true] {
             pass(&rig, when_issued);
-            // Nothing holds these up: all but the end of the file and what comes home.
+            // Without delays all reads are direct, except the end of the file and residents.
             let before = rig.streamer.stats();
             quiet_pass(&rig);
             let stats = rig.streamer.stats();
@@ -487,7 +487,7 @@ fn invalid_direct_reads_fail_one_call() {
     let descriptor = real.descriptor(0).expect("direct").number;
     let device = device(library(), vec![system]);
     let direct = device.direct().expect("a way");
-    // SAFETY: refused. Of tmpfs, and of all others, nobody can tell how it would be read.
+    // SAFETY: rejected. How tmpfs and other file systems would be read is unknown.
     let error =
         unsafe { direct.add_file(descriptor, 0x0102_1994) }.expect_err("an unknown file system");
     assert!(error.to_string().contains("neither ext4 nor XFS"), "{error}");
@@ -496,7 +496,7 @@ fn invalid_direct_reads_fail_one_call() {
     let invalid = |said: kvtier::base::status::Result<()>| {
         assert_eq!(rig::status(said), Status::Invalid);
     };
-    // SAFETY: a file that stays open, memory of the device's, and nobody else uses it.
+    // SAFETY: the file stays open; no other code uses the device memory.
     unsafe {
         let of = direct.add_file(descriptor, system).expect("known");
         assert_eq!(rig::status(direct.add_file(descriptor, system)), Status::Unavailable);
@@ -528,7 +528,7 @@ fn invalid_direct_reads_fail_one_call() {
         direct.remove_file(of).expect("known");
         assert_eq!(rig::status(direct.remove_file(of)), Status::Handle);
         assert_eq!(rig::status(direct.read(of, 0, from, 4096)), Status::Handle);
-        // What is left is taken back with the device.
+        // The remaining files and memory are released with the device.
         direct.add_file(descriptor, system).expect("known");
         direct.add_memory(from, MIB).expect("known");
         device.close(0).expect("idle");
@@ -597,7 +597,7 @@ fn c_abi_supports_direct_reads() {
             assert!(stats.direct_bytes > 0 && stats.direct_failed == 0);
             assert_eq!(kvt_stream_close(&mut stream, rig::soon(), null_mut()), KVT_OK);
         } else {
-            assert_eq!(said, KVT_E_UNAVAILABLE); // nobody can tell
+            assert_eq!(said, KVT_E_UNAVAILABLE); // unknown file system
         }
         assert_eq!(kvt_device_close(&mut device, rig::soon(), null_mut()), KVT_OK);
         assert_eq!(kvt_model_close(&mut model), KVT_OK);

@@ -50,7 +50,7 @@ fn alone(seed: u64) -> (impl Drop, Fake) {
 
 /// Puts copies on a stream and waits; their sums.
 fn sums_of(device: &dyn Device, copies: &mut [Copy<'_>]) -> Result<Vec<u64>> {
-    // SAFETY: memory of the test's, which nobody touches before the event.
+    // SAFETY: memory of the test, which no other code touches before the event.
     let event = unsafe { device.submit(Stream(0), None, copies)? };
     device.wait(event, 0)?;
     let mut sums = vec![0; copies.len()];
@@ -141,7 +141,7 @@ fn concurrent_batches_have_separate_checksums() {
             .collect();
         // Two of a stream, one beside them.
         let stream = Stream(batch as u32 / 2);
-        // SAFETY: memory of the test's, which nobody touches before the event.
+        // SAFETY: memory of the test, which no other code touches before the event.
         let event = unsafe { device.submit(stream, None, &mut copies) }.expect("taken");
         drop(copies);
         batches.push((event, hosts));
@@ -230,7 +230,7 @@ fn failed_checksum_call_fails_one_batch() {
 #[test]
 fn verifying_devices_conform() {
     let (_turn, fake) = alone(11);
-    // Who waits asks often here, and would wait long for many small copies.
+    // Waits poll often here: many small copies would take long.
     fake.pace(1024);
     let sums = SimulatedOpts { sums: true, ..SimulatedOpts::default() };
     for device in [cuda(CopyMethod::Plain, true), cuda(CopyMethod::Kernel, true), simulated(sums)] {
@@ -276,7 +276,7 @@ impl Rig {
         done
     }
 
-    /// The same behind an event that comes once all of it was submitted.
+    /// The same, behind an event that completes once the whole transfer was submitted.
     fn move_behind(&self, kind: TransferKind, mirror: &Mirror<'_>) -> Done {
         let event = self.device.create_user_event().expect("one");
         let cell_range = CellRange { after: Some(event), ..mirror.whole() };
@@ -300,7 +300,7 @@ impl Rig {
         Mirror::new(&*self.device, Engine::new(MODEL, SHAPES[0], TOKENS))
     }
 
-    /// What came; whether it is right.
+    /// Gathers the cells. Returns whether they are right.
     fn is_right(&self, to: &mut Mirror<'_>) -> bool {
         to.copy(Direction::Gather);
         to.engine.matches(&marks_of(0, &self.tokens))
@@ -329,7 +329,7 @@ fn bit_flip_on_the_bus_is_detected_and_repaired() {
             fake.flip(true, 0);
             assert_eq!(rig.damaged(), 1, "{spec}, {means}, {nth}: on its way here");
             if spec.contains("device=") {
-                // Else nothing comes over the bus.
+                // Otherwise device replicas serve the get and no bytes cross the bus.
                 let forgotten = rig.store.handle.with(|core| core.set_device_bytes(0));
                 forgotten.expect("open");
                 rig.store.settle();
@@ -362,10 +362,10 @@ fn damaged_device_replica_is_detected_on_read() {
         fake.rot();
         let mut to = rig.empty();
         assert_eq!(rig.move_all(TransferKind::Get, &to), RIGHT);
-        assert_eq!(rig.is_right(&mut to), verify, "wrong bytes come where nobody looks");
+        assert_eq!(rig.is_right(&mut to), verify, "only verification detects wrong bytes");
         // All planes that have as much as a KiB, twice each.
         assert_eq!(rig.damaged() > 0, verify);
-        // What was wrong is gone from there, or was filled again.
+        // Damaged replicas were evicted or refilled.
         let wrong = rig.store.handle.audit_device().expect("open").wrong;
         assert_eq!(wrong == 0, verify, "{wrong} cells");
         drop((from, to));

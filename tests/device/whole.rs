@@ -76,7 +76,7 @@ fn transfers_wait_for_ready_events() {
             let tokens = document(number, TOKENS);
             let marks = marks_of(0, &tokens);
             let session = store.session(namespace, &tokens);
-            // Nothing is there yet but poison.
+            // All memory is still poison.
             let mut tensors = Mirror::new(&*device, Engine::new(MODEL, shape, tokens.len()));
             for kind in [TransferKind::Put, TransferKind::Get, TransferKind::Get] {
                 let promise = device.create_user_event().expect("one");
@@ -175,7 +175,7 @@ fn weights_pass(name: &str, sizes: &model_files::Sizes, in_place: bool) {
         let mut under_way = Vec::new();
         for unit in rig.files.order().into_iter().chain(experts.iter().copied()) {
             let how = AcquireOpts { when_issued: pass != 1, ..rig::patiently() };
-            let held = rig.streamer.acquire(unit, how).expect("it comes");
+            let held = rig.streamer.acquire(unit, how).expect("a unit");
             assert_eq!(at[unit as usize], in_place.then_some(held.address), "unit {unit}");
             if held.memory == Memory::Host {
                 // The embedding, of which rows are looked up.
@@ -225,7 +225,7 @@ fn direct_reads_work_or_fail_at_open_with_reason() {
     for _ in 0..3 {
         rig.streamer.pass_begin().expect("open");
         for unit in rig.files.order() {
-            let held = rig.streamer.acquire(unit, rig::patiently()).expect("it comes");
+            let held = rig.streamer.acquire(unit, rig::patiently()).expect("a unit");
             if held.memory == Memory::Host {
                 rig.streamer.release(&held, None).expect("had");
                 continue;
@@ -264,7 +264,7 @@ fn invalid_addresses_and_sizes_fail_one_call() {
         let copy = Copy::bytes(there.as_mut_ptr(), memory.address, 4096, direction, Memory::Device);
         // SAFETY: both stay until the event.
         let event = unsafe { device.submit(Stream(0), None, &mut [copy.expect("sound")]) };
-        device.wait(event.expect("taken"), 0).expect("it goes on");
+        device.wait(event.expect("taken"), 0).expect("the device works");
     }
     assert_eq!(back, [7; 4096]);
 }

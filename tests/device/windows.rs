@@ -107,7 +107,7 @@ fn keeps_the_contract(device: Arc<dyn Device>) {
         assert_eq!(status(copy(device_ref, start, back, Direction::Gather)), Status::Invalid);
         copy(device_ref, start + granularity, bytes, Direction::Scatter).expect("there is memory");
         assert_eq!(window.take(one), Ok(()));
-        assert_eq!(window.take(one), Ok(()), "it is nowhere");
+        assert_eq!(window.take(one), Ok(()), "already taken");
         assert_eq!(
             status(copy(device_ref, start + granularity, back, Direction::Gather)),
             Status::Invalid
@@ -117,7 +117,7 @@ fn keeps_the_contract(device: Arc<dyn Device>) {
             assert_eq!(status(said), Status::Handle);
         }
     }
-    // What was not given back goes with the window.
+    // The window frees the remaining pieces.
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn simulated_device_detects_moves_of_memory_in_use() {
     // SAFETY: what is in use is not moved, as this test wants to see.
     unsafe {
         assert_eq!(put(&*window, piece, 0), Status::Ok);
-        // What nobody wrote is poison, also where it was written elsewhere.
+        // Unwritten memory is poison, also if another address was written.
         copy(&*device, window.address() + 8000, back, Direction::Gather).expect("there is memory");
         assert_eq!(back, [POISON; 64]);
         let event =

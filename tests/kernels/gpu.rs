@@ -14,7 +14,7 @@ use kvtier::device::cuda::kernels::MOST_SHARED;
 use kvtier::device::cuda::{Cuda, CudaOpts};
 use kvtier::device::{Device, Stream};
 
-/// How long the stretch is.
+/// Size of the address range.
 const STRETCH_BYTES: usize = 8 << 30;
 /// Sizes of pieces: powers of two from 64 bytes on.
 const LEAST_BITS: u32 = 6;
@@ -58,7 +58,7 @@ pub unsafe fn run_within(call: &Call, shared_bytes: u32) -> Result<()> {
         // SAFETY: the caller's promise.
         return unsafe { kvtier_testkit::fixtures::emulated::run_within(call, shared_bytes) };
     }
-    // One at a time: tests' memory is used by one kernel and nobody else.
+    // One kernel at a time uses the tests' memory.
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(|broken| broken.into_inner());
     let device = device();
@@ -79,7 +79,7 @@ pub struct LookupRange {
     free: UnsafeCell<[usize; SIZES]>,
 }
 
-// SAFETY: what is not atomic is touched by whoever has `busy`.
+// SAFETY: only the thread that holds `busy` touches fields that are not atomic.
 unsafe impl Sync for LookupRange {}
 
 /// The one of this process.
@@ -110,7 +110,7 @@ impl LookupRange {
 
     /// The environment is asked without allocating.
     fn begin(&self) -> usize {
-        // SAFETY: names that end with zeros, and memory of its own.
+        // SAFETY: the name ends with a zero; the mapping is new and overlaps no other memory.
         let start = unsafe {
             if libc::getenv(c"KVTIER_GPU".as_ptr()).is_null() {
                 return 1;
@@ -133,7 +133,7 @@ impl LookupRange {
         if size >= SIZES {
             return std::ptr::null_mut();
         }
-        // SAFETY: whoever has `busy` is alone; a free piece has a word.
+        // SAFETY: the holder of `busy` has exclusive access; a free piece has room for one word.
         unsafe {
             let first = &mut (*self.free.get())[size];
             if *first != 0 {
@@ -185,7 +185,7 @@ unsafe impl GlobalAlloc for LookupRange {
             return unsafe { System.dealloc(ptr, layout) };
         }
         self.enter();
-        // SAFETY: a piece of that size, which nobody uses any more.
+        // SAFETY: a piece of that size, which no other code uses any more.
         unsafe {
             let first = &mut (*self.free.get())[LookupRange::size_of(layout)];
             ptr.cast::<usize>().write(*first);

@@ -90,7 +90,7 @@ fn next_uses(ids: &[u64]) -> Vec<i64> {
     out
 }
 
-/// How far misses may differ, as shares of libCacheSim's.
+/// Tolerated differences of the misses, as shares of libCacheSim's.
 struct Tolerance {
     fewer: f64,
     more: f64,
@@ -98,13 +98,12 @@ struct Tolerance {
 
 const EXACT: Tolerance = Tolerance { fewer: 0.0, more: 0.0 };
 
-/// The spec that is libCacheSim's policy, and how far misses may differ.
+/// The spec that corresponds to libCacheSim's policy, and the tolerance.
 fn ours(policy: &str, size: u64) -> (&str, Tolerance) {
     match policy {
         "lfu" => ("lfu(aged=false)", EXACT),
-        // Sizes that four segments do not divide leave up to three objects in the
-        // lowest segment beyond its share; there libCacheSim evicts on a hit,
-        // which an evictor that is asked for victims cannot.
+        // If four segments do not divide the size, up to three objects in the lowest segment exceed
+        // its share. libCacheSim then evicts on a hit. An evictor evicts only on request.
         "slru" if size & 3 != 0 => ("slru(segments=4)", Tolerance { fewer: 0.002, more: 0.002 }),
         "slru" => ("slru(segments=4)", EXACT),
         // Not the same algorithm. libCacheSim counts inserts, departures from the
@@ -116,7 +115,7 @@ fn ours(policy: &str, size: u64) -> (&str, Tolerance) {
     }
 }
 
-/// How often `spec` misses with room for `size` objects.
+/// Number of misses of `spec` with space for `size` objects.
 fn misses(spec: &str, size: u64, ids: &[u64], nexts: &[i64]) -> u64 {
     let options = Options {
         max_objects: size as usize,
@@ -151,7 +150,7 @@ fn misses(spec: &str, size: u64, ids: &[u64], nexts: &[i64]) -> u64 {
     count
 }
 
-/// Compares the rows of a file; what `ids` gives for the sequence of each.
+/// Compares the rows of a file. `ids` returns the sequence of a row. Returns the number of rows.
 fn compare(text: &str, ids: impl Fn(&[&str]) -> Vec<u64>) -> usize {
     let (mut rows, mut wrong) = (0, Vec::new());
     let (mut sequence, mut nexts) = (Vec::new(), Vec::new());
@@ -196,8 +195,7 @@ fn misses_match_libcachesim() {
     assert!(rows >= 100, "{rows} rows");
 }
 
-/// The block sequences of real traces, where libcachesim_misses.py --traces put
-/// them.
+/// The block sequences of real traces, as written by `libcachesim_misses.py --traces`.
 #[test]
 fn misses_on_traces_match_libcachesim() {
     let Some(folder) = std::env::var_os("KVTIER_LIBCACHESIM_DIR") else { return };

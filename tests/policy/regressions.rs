@@ -93,7 +93,7 @@ fn qos_rejects_auto() {
     }
 }
 
-/// Numbers of the caller at the ends of their types.
+/// Values at the limits of their types.
 #[test]
 fn batch_columns_accept_extreme_values() {
     let ends = [i64::MIN, -1, 0, 1, i64::MAX];
@@ -165,7 +165,7 @@ fn tlru_reorders_on_changed_facts() {
     e.check().unwrap();
     let mut gone = Vec::new();
     e.evict(4, 1, &mut gone).unwrap();
-    assert_eq!(gone[0].id, 1, "it lies beyond what the threshold leaves");
+    assert_eq!(gone[0].id, 1, "the next turn does not need object 1");
 }
 
 #[test]
@@ -213,8 +213,8 @@ fn tenants_are_counted_when_the_session_table_is_full() {
     assert_eq!(e.metrics.tenants(), 7);
 }
 
-/// For an engine with its own tables: blocks that it freed were not counted as evicted, and the
-/// advice was to run more.
+/// For an engine with its own tables: blocks freed by the engine were not counted as evicted, and
+/// the advice was to run more requests.
 #[test]
 fn selected_victims_count_as_evicted() {
     let options = Options { log_entries: 16, ..Options::default() };
@@ -239,7 +239,7 @@ fn selected_victims_count_as_evicted() {
     assert!(counts.re_prefill_rate() > 0.5, "{counts:?}");
     assert_eq!((e.log.since(0).count(), e.advice.advise(8).batch), (16, 4));
     e.check().unwrap();
-    // All or none; what the table does not know is remembered.
+    // `evicted` removes all objects or none. Unknown ids are remembered as ghosts.
     assert!(e.evicted(401, &[resident[0], resident[0]]).is_err());
     assert_eq!(e.objects().len(), 10);
     e.evicted(402, &[999]).unwrap();
@@ -248,7 +248,7 @@ fn selected_victims_count_as_evicted() {
     assert_eq!(e.metrics.counts.evicted_references, before + 1);
 }
 
-/// An object that moves because its facts changed is searched for from the hot end, too.
+/// An object that moves because its facts changed is also searched for from the hot end.
 #[test]
 fn changed_facts_keep_a_young_object_young() {
     for spec in ["tlru(threshold=100,turn=10)", "pensieve"] {
@@ -266,7 +266,7 @@ fn changed_facts_keep_a_young_object_young() {
     }
 }
 
-/// A fixed order that is none.
+/// A fixed pseudo-random order.
 fn shuffled(ids: impl IntoIterator<Item = u64>, seed: u64) -> Vec<u64> {
     let mut ids: Vec<u64> = ids.into_iter().collect();
     ids.sort_by_key(|id| {
@@ -276,7 +276,7 @@ fn shuffled(ids: impl IntoIterator<Item = u64>, seed: u64) -> Vec<u64> {
     ids
 }
 
-/// Policies whose lists are orders by stamp.
+/// Policies whose lists are ordered by stamp.
 const BY_STAMP: [&str; 10] = [
     "lru",
     "fifo",
@@ -290,7 +290,7 @@ const BY_STAMP: [&str; 10] = [
     "predictive(confidence=1)",
 ];
 
-/// An object that was returned into the middle of a list landed too near to its cold end.
+/// An object that was returned into the middle of a list was placed too near its cold end.
 #[test]
 fn returned_objects_regain_their_list_position() {
     const MANY: u64 = 40_000;
@@ -348,14 +348,13 @@ fn returned_objects_keep_order_among_other_changes() {
     }
 }
 
-/// The same compared with sorting, with evictions while some objects are held and some were
-/// returned.
+/// Compared with sorting, with evictions while some objects are held and others were returned.
 #[test]
 fn oldest_evictable_object_is_the_victim() {
     for spec in ["lru", "fifo", "tlru", "pensieve", "predictive(confidence=1)"] {
         let mut e = open(spec, 4_000, 4_000);
         put(&mut e, 1, &WHO, 0..4_000);
-        // Id to the time that counts.
+        // Id to the time that decides the order.
         let mut model: std::collections::BTreeMap<u64, i64> =
             (0..4_000).map(|id| (id, 1 + id as i64)).collect();
         let all: Vec<u64> = model.keys().copied().collect();

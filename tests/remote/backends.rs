@@ -30,7 +30,7 @@ pub trait Backend: Sized {
     fn start_again(&mut self);
     /// Replies that break the protocol or do not fit a get of 100 bytes.
     fn malformed() -> Vec<&'static [u8]>;
-    /// Whether such a reply is none that a greeting must reject.
+    /// Whether a greeting may accept such a malformed reply.
     fn may_greet(_reply: &[u8]) -> bool {
         false
     }
@@ -113,13 +113,13 @@ fn a_get_returns_the_part_that_its_room_covers<B: Backend>() {
     assert_eq!(past, [B::past_end(), B::past_end()]);
 }
 
-fn of_threads_that_store_the_same_names_one_wins<B: Backend>() {
+fn concurrent_puts_of_a_name_have_one_winner<B: Backend>() {
     const THREADS: u64 = 6;
     const ROUNDS: u64 = 8;
     let Some(server) = B::start() else { return };
     let remote = B::open(&server.url());
     let size = |n: u64| 1 + (n as usize * 7919) % 150_000;
-    // Each thread has a content of its own for every name.
+    // Each thread has its own content for every name.
     let content = move |n: u64, own: u64| bytes_of(n * 100 + own, size(n));
     let run = |own: u64| {
         let mut client = remote.client();
@@ -134,7 +134,7 @@ fn of_threads_that_store_the_same_names_one_wins<B: Backend>() {
             let got = get_at(&mut *client, &wanted, LONG);
             for ((got, (n, bytes)), is_first) in got.iter().zip(&items).zip(is_first) {
                 let got = got.as_ref().expect("an object");
-                assert!(got == bytes || !is_first, "{n}: the first writer's");
+                assert!(got == bytes || !is_first, "{n}: not the first content");
                 first += usize::from(is_first);
             }
         }
@@ -199,7 +199,7 @@ fn a_client_recovers_when_its_server_comes_back<B: Backend>() {
         assert!(got.iter().all(|got| *got == Err(RemoteError::Unreachable)), "{url}: {got:?}");
     }
     server.start_again();
-    wait_until("it has recovered", || {
+    wait_until("the client has recovered", || {
         put_in(&mut *client, &[(1, bytes_of(1, 1000))], LONG)[0].is_ok()
     });
     assert_eq!(get_one(&mut *client, 1, 1000).unwrap(), bytes_of(1, 1000));
@@ -214,7 +214,7 @@ macro_rules! suite {
                 it_conforms_and_leaves_nothing
                 objects_come_back_as_they_were_stored
                 a_get_returns_the_part_that_its_room_covers
-                of_threads_that_store_the_same_names_one_wins
+                concurrent_puts_of_a_name_have_one_winner
                 a_malformed_reply_fails_its_request
                 a_slow_server_costs_no_more_than_the_deadline
                 an_unreachable_server_is_reported_before_the_deadline

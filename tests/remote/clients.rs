@@ -1,4 +1,4 @@
-//! What the tests of all backends share: names, contents, and calls of a client.
+//! Helpers of the tests of all backends: names, contents, and calls of a client.
 
 use kvtier::base::clock::Clock;
 use kvtier::tier::remote::name::{HASH_BYTES, Prefix};
@@ -66,7 +66,7 @@ pub fn put_in(
     put_by(client, items, || at(ns))
 }
 
-/// The same, with a deadline by any clock.
+/// Like [`put_in`], with a deadline by any clock.
 pub fn put_by(
     client: &mut dyn Client,
     items: &[(u64, Vec<u8>)],
@@ -79,7 +79,7 @@ pub fn put_by(
             puts.part(bytes[from..].as_ptr(), (to - from) as u64);
         }
     }
-    // SAFETY: the bytes live, and nobody writes to them.
+    // SAFETY: the bytes outlive the call, and no other thread writes to them.
     unsafe { client.put(&mut puts, deadline_ns()) };
     puts.items.iter().map(|put| put.result).collect()
 }
@@ -93,7 +93,7 @@ pub fn get_at(
     get_by(client, items, || at(ns))
 }
 
-/// The same, with a deadline by any clock.
+/// Like [`get_at`], with a deadline by any clock.
 pub fn get_by(
     client: &mut dyn Client,
     items: &[(u64, u64, usize)],
@@ -108,7 +108,7 @@ pub fn get_by(
             gets.part(base.wrapping_add(from), (to - from) as u64);
         }
     }
-    // SAFETY: the rooms live, and nobody else has them.
+    // SAFETY: the rooms outlive the call, and nothing else accesses them.
     unsafe { client.get(&mut gets, deadline_ns()) };
     let done = gets.items.iter().zip(rooms);
     done.map(|(get, room)| {

@@ -49,12 +49,12 @@ fn watch_completes_once_for_its_events() {
     put(&store, 1, 16);
     let done = [wait(&first), wait(&next)];
     assert!(done.iter().all(|done| (done.status, done.tokens) == (Status::Ok, 1)), "one event");
-    assert!(is_open(&third), "there is no event of that number yet");
+    assert!(is_open(&third), "the event with that number does not exist yet");
     put(&store, 2, 64);
     let done = wait(&third);
     assert_eq!(done.status, Status::Ok);
     assert!((1..=3).contains(&done.tokens) && events_of(&store).len() == 5);
-    // What is there already is told at once.
+    // A watch for existing events completes at once.
     assert_eq!(wait(&watch(1)).tokens, 4);
     store.close();
 }
@@ -68,14 +68,14 @@ fn cancelled_watch_completes() {
     let dropped = store.handle.watch(0, &OpOpts::default()).expect("begun");
     dropped.cancel();
     assert_eq!(wait(&dropped).status, Status::Cancelled);
-    // Their places are free again; so many may wait, and no more.
+    // Both watches have freed their slots. At most 1024 watches may wait.
     let many: Vec<_> =
         (0..1024).map(|_| store.handle.watch(0, &OpOpts::default()).expect("begun")).collect();
     let refused = store.handle.watch(0, &OpOpts::default()).err().expect("too many");
     assert_eq!(refused.status(), Status::Again);
     many[7].cancel();
     assert_eq!(wait(&many[7]).status, Status::Cancelled);
-    let again = store.handle.watch(0, &OpOpts::default()).expect("a place is free");
+    let again = store.handle.watch(0, &OpOpts::default()).expect("a slot is free");
     store.close();
     for op in many.iter().enumerate().filter(|(at, _)| *at != 7).map(|(_, op)| op).chain([&again]) {
         assert_eq!(wait(op).status, Status::Cancelled);
@@ -101,7 +101,7 @@ fn text(value: &Value) -> Vec<u8> {
     }
 }
 
-/// All entries that a server has.
+/// All entries of the stream at a server.
 fn entries(server: &Server, stream: &str) -> Vec<Entry> {
     let mut socket = TcpStream::connect(("127.0.0.1", server.port)).expect("a server");
     let command =
@@ -143,8 +143,8 @@ fn entry(value: &Value) -> Entry {
     }
 }
 
-/// What is told of events from a number on must be what the store has, in its order; what was told
-/// twice counts once. How many were told.
+/// Checks that the entries have the store's events from number `from` on, in order; an event may
+/// occur twice. Returns the number after the last one.
 fn check(published: &[Entry], events: &[Event], from: u64) -> u64 {
     let mut next = from;
     for entry in published {
@@ -184,9 +184,9 @@ fn event_stream_recovers_after_server_outage() {
         published[1..].iter().all(|entry| entry.stage == "open" && entry.run == published[0].run)
     );
     assert_eq!(check(&published, &events_of(&store), 0), 4);
-    // A server that is away costs nobody anything, and hears of it later.
+    // A server outage delays no put. The events are published later.
     server.kill();
-    // The server comes again only when the put has ended: one that waited for it would hang.
+    // The server restarts only after the put: a put that waited for the server would hang.
     put(&store, 2, 320);
     server.restart();
     let count = events_of(&store).len() as u64;
@@ -201,7 +201,7 @@ fn event_stream_recovers_after_server_outage() {
     assert_eq!(published.last().map(|entry| &*entry.stage), Some("closed"));
 }
 
-/// How many events a server was told of.
+/// Number of events in the stream at a server.
 fn check_len(server: &Server) -> u64 {
     entries(server, "p/events").iter().map(|entry| entry.events.len() as u64).sum()
 }
@@ -247,7 +247,7 @@ fn overflowing_events_are_reported_as_missed() {
     let published = entries(&server, "p/events");
     let missed = published.iter().map(|entry| entry.missed).max().expect("some");
     assert!(missed > 0, "{published:?}");
-    // Between what was told there are gaps, and they are as long as was said.
+    // The stream has gaps, and their lengths are reported.
     let mut next = 0;
     for entry in &published {
         assert!(entry.first <= next + entry.missed, "{next}: {entry:?}");

@@ -17,7 +17,7 @@ use kvtier_testkit::fixtures::store::{
 use kvtier_testkit::remote::simulated::{Plan, Simulated};
 
 const MODEL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
-/// How long a request may take.
+/// Timeout of a request.
 const TIMEOUT_NS: u64 = 200_000_000;
 const MINUTES: Duration = Duration::from_secs(600);
 
@@ -28,7 +28,7 @@ enum Call {
     Query = 2,
 }
 
-/// Which calls hang, and how many do now.
+/// State of a gate: which calls hang, and how many calls are in it now.
 #[derive(Default)]
 struct Gate {
     state: Mutex<([bool; 3], [usize; 3])>,
@@ -51,7 +51,7 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// Until so many calls hang.
+    /// Waits until `count` calls hang.
     fn until(&self, call: Call, count: usize) {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let is_less = |state: &mut ([bool; 3], [usize; 3])| state.1[call as usize] < count;
@@ -83,13 +83,13 @@ impl Client for GatedLane {
 
     unsafe fn get(&mut self, gets: &mut Gets, deadline_ns: u64) {
         self.1.pass(Call::Get);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         unsafe { self.0.get(gets, deadline_ns) }
     }
 
     unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64) {
         self.1.pass(Call::Put);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         unsafe { self.0.put(puts, deadline_ns) }
     }
 
@@ -103,7 +103,7 @@ impl Client for GatedLane {
     }
 }
 
-/// A store with one of these, by this clock.
+/// Opens a store with such a remote and this clock.
 fn open(remote: &Gated, clock: &Clock) -> TestStore {
     let mut spec = spec_of(&format!(
         "store(host=8MiB, remote=custom(object=16KiB, fetchers=1, uploaders=1, lookup=explicit, \
@@ -117,7 +117,7 @@ fn open(remote: &Gated, clock: &Clock) -> TestStore {
     TestStore::open_with(runtime, &spec, None, None)
 }
 
-/// The clock goes on until an op has ended.
+/// Advances the clock until an op has ended. Returns its status.
 fn ended(clock: &Clock, op: &OpRef) -> Status {
     let begun = Instant::now();
     while op.state() & RELEASED == 0 {
@@ -132,15 +132,15 @@ fn engine(tokens: &[u32]) -> Engine {
     Engine::computed(MODEL, Shape::Tokens, &marks_of(1, tokens))
 }
 
-/// What another store has put there, and this one knows of.
+/// A store with a gated remote, to which another store has uploaded documents.
 struct World {
-    // Opened before the store goes, which waits for calls that hang.
+    // First field: the gate opens before the store is dropped, which waits for hung calls.
     gate: Open,
     clock: Clock,
     store: TestStore,
 }
 
-/// Lets all calls go on in the end, also after a failure.
+/// Opens the gate for all calls on drop, also after a failure.
 struct Open(Arc<Gate>);
 
 impl Drop for Open {
@@ -177,7 +177,7 @@ impl World {
         self.store.close();
     }
 
-    /// Finds out how far a session can go on.
+    /// Starts a remote lookup of a session.
     fn locate(&self, session: u32) -> OpRef {
         self.store.handle.locate(session, &OpOpts::default()).expect("begun")
     }
@@ -196,14 +196,14 @@ fn hung_fetch_is_a_miss() {
     let engines = [0, 1].map(|_| Engine::new(MODEL, Shape::Heads, 64));
     let first = world.submit(sessions[0], TransferKind::Get, Level::Ram, &engines[0]);
     world.gate.0.until(Call::Get, 1);
-    // One that waits for the same cells, and one whose turn does not come.
+    // One get waits for the same cells, and another one is queued behind them.
     let same = world.submit(sessions[0], TransferKind::Get, Level::Ram, &engines[0]);
     let other = world.submit(sessions[1], TransferKind::Get, Level::Ram, &engines[1]);
-    assert_eq!(first.state() & RELEASED, 0, "its time is not over");
+    assert_eq!(first.state() & RELEASED, 0, "its timeout has not passed");
     for op in [&first, &same, &other] {
         assert_eq!(ended(&world.clock, op), Status::NotFound);
     }
-    // Who comes later does not wait either; a put of such a cell says so.
+    // A later get does not wait either, and a put of such a cell fails as unavailable.
     let later = world.submit(sessions[0], TransferKind::Get, Level::Ram, &engines[0]);
     assert_eq!(wait(&later).status, Status::NotFound);
     let from = engine(&documents[0]);
@@ -211,7 +211,7 @@ fn hung_fetch_is_a_miss() {
     assert_eq!(wait(&put).status, Status::Unavailable);
     let counted = world.store.handle.with(|core| Ok(core.remote_stats())).expect("open");
     assert_eq!(counted.expect("a remote").hung_requests, 1, "{counted:?}");
-    // Once it goes on, all is as it was.
+    // When the call continues, the store recovers.
     world.gate.0.set(Call::Get, false);
     world.store.settle();
     for ((session, tokens), mut engine) in sessions.iter().zip(&documents).zip(engines) {
@@ -231,7 +231,7 @@ fn hung_lookup_finds_nothing() {
     let first = world.locate(session);
     world.gate.0.until(Call::Query, 1);
     assert_eq!(ended(&world.clock, &first), Status::Ok);
-    // Nobody is left who could ask.
+    // No worker is left for another lookup.
     let later = world.locate(session);
     assert_eq!(wait(&later).tokens, 0);
     world.gate.0.set(Call::Query, false);
@@ -252,7 +252,7 @@ fn hung_upload_ends_its_put() {
     let op = world.submit(session, TransferKind::Put, Level::Remote, &from);
     world.gate.0.until(Call::Put, 1);
     assert_eq!(ended(&world.clock, &op), Status::Timeout);
-    // What is here is not touched by that.
+    // Resident KV is not affected.
     let mut engine = Engine::new(MODEL, Shape::Heads, 64);
     let get = world.submit(session, TransferKind::Get, Level::Ram, &engine);
     assert_eq!(wait(&get).status, Status::Ok);

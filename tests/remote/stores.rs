@@ -1,5 +1,5 @@
-//! Stores that share a remote: KV that one has put is a hit for the other, and remote failures cost
-//! misses only.
+//! Stores that share a remote: KV that one store has put is a hit for the other, and remote
+//! failures cost misses only.
 
 use kvtier_testkit::fixtures::redis::wait_until;
 use kvtier_testkit::fixtures::store as support;
@@ -32,7 +32,7 @@ fn remote_counters(store: &TestStore) -> RemoteStats {
     store.handle.with(|core| Ok(core.remote_stats())).expect("open").expect("a remote")
 }
 
-/// Puts a document at the level of the remote.
+/// Puts a document at a level. Returns the status of a failure.
 fn put(store: &TestStore, tokens: &[u32], level: Level) -> Option<Status> {
     let namespace = store.namespace(1, &MODEL);
     let done = store.put_tokens((namespace, 1), &MODEL, tokens, level);
@@ -40,7 +40,7 @@ fn put(store: &TestStore, tokens: &[u32], level: Level) -> Option<Status> {
     (done.status != Status::Ok).then_some(done.status)
 }
 
-/// Finds out how far a session of these tokens can go on.
+/// Opens a session of these tokens. Returns it with the number of reusable tokens.
 fn located(store: &TestStore, tokens: &[u32]) -> (u32, usize) {
     let namespace = store.namespace(1, &MODEL);
     let session = store.session(namespace, tokens);
@@ -87,7 +87,7 @@ fn stores_share_kv_through_the_remote() {
     let again = other.get(session, &engine);
     assert!(again.status == Status::Ok && remote_counters(&other).fetched_objects == 6);
     other.close_session(session);
-    // And are not sent again by who has got them from there.
+    // The store does not upload chunks that it fetched from the remote.
     assert_eq!(put(&other, &tokens, Level::Ram), None);
     assert_eq!((remote_counters(&other).uploaded_objects, objects(&scratch.0).len()), (0, 6));
     [one, other].into_iter().for_each(TestStore::close);
@@ -104,8 +104,8 @@ fn located_kv_is_fetched_by_other_sessions() {
         let (session, found) = located(&other, &tokens);
         assert_eq!(found, 96);
         other.close_session(session);
-        // Nothing of it is here, and nobody waits for an answer: who goes on from it all, and who
-        // begins with it.
+        // No chunk is resident here, and no session waits for a lookup. One session begins with
+        // these chunks and continues otherwise, the other one uses all of them.
         let asked = remote_counters(&other).looked_up_names;
         let begins = [&tokens[..64], &document(2, 40)[..]].concat();
         for (tokens, length) in [(&begins, 64), (&tokens, 96)] {
@@ -141,7 +141,7 @@ fn cheap_remote_kv_is_prefetched() {
         let cost = Some(Cost { alpha: 0.0, beta });
         other.handle.with(|core| core.fix_prefill(namespace, cost)).expect("fixed");
     };
-    // Where computing costs nothing, nothing comes.
+    // If computing costs nothing, nothing is prefetched.
     fix(0.0);
     other.close_session(other.session(namespace, &tokens));
     let (session, found) = located(&other, &tokens);
@@ -155,15 +155,15 @@ fn cheap_remote_kv_is_prefetched() {
     );
     fix(1e9);
     let session = other.session(namespace, &tokens);
-    wait_until("it comes by itself", || remote_counters(&other).fetched_objects >= 6);
+    wait_until("it is prefetched", || remote_counters(&other).fetched_objects >= 6);
     other.settle();
-    // It is here: the remote is not asked again.
+    // The KV is resident here: the remote is not read again.
     fs::remove_dir_all(&scratch.0).expect("removed");
     let mut engine = Engine::new(MODEL, Shape::Heads, 96);
     assert_eq!(other.get(session, &engine).status, Status::Ok);
     engine.check(&marks_of(1, &tokens), 0..96, 0..MODEL.layers);
     assert_eq!(remote_counters(&other).fetched_cells, 24);
-    // A session that is closed at once leaves nothing under way.
+    // A session that is closed at once leaves no request behind.
     let namespace = other.namespace(2, &MODEL);
     for number in 0..50 {
         other.close_session(other.session(namespace, &document(number, 64)));
@@ -188,7 +188,7 @@ fn first_writer_wins_and_remote_level_needs_an_acknowledgement() {
         ),
         (4, 0, 4)
     );
-    // What was there, as far as is known, and is not any more: a put sends it again.
+    // The hints are stale because the objects were deleted: a put uploads them again.
     objects(&scratch.0).iter().for_each(|path| fs::remove_file(path).expect("there"));
     assert_eq!(put(&one, &tokens, Level::Remote), None);
     assert_eq!((remote_counters(&one).uploaded_objects, objects(&scratch.0).len()), (8, 4));
@@ -215,24 +215,24 @@ fn damaged_or_absent_remote_object_is_a_miss() {
         fs::write(path, bytes).expect("written");
     }
     let (session, found) = located(&other, &tokens);
-    assert_eq!(found, 64, "they are said to be there");
+    assert_eq!(found, 64, "their hints exist");
     let engine = Engine::new(MODEL, Shape::Tokens, 64);
     assert_eq!(other.get(session, &engine).status, Status::NotFound);
     let counted = remote_counters(&other);
     assert!(counted.corrupt_objects >= 4, "{counted:?}");
     other.close_session(session);
     other.settle();
-    assert_eq!(objects(&scratch.0), Vec::<PathBuf>::new(), "nobody else is to read them");
+    assert_eq!(objects(&scratch.0), Vec::<PathBuf>::new(), "corrupt objects are removed");
     assert_eq!(put(&other, &tokens, Level::Remote), None);
     assert_eq!(objects(&scratch.0).len(), 4);
     [one, other].into_iter().for_each(TestStore::close);
 }
 
-/// Gets documents of 128 tokens, checks them, and says how many came whole.
+/// Gets documents of 128 tokens and checks them. Returns the number of complete ones.
 fn get_all(store: &TestStore, documents: &[Vec<u32>]) -> u64 {
     let mut whole = 0;
     for tokens in documents {
-        // What is being sent is neither here nor there.
+        // A chunk that is being uploaded is found in no tier.
         store.settle();
         let (session, found) = located(store, tokens);
         let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
@@ -254,13 +254,13 @@ fn get_all(store: &TestStore, documents: &[Vec<u32>]) -> u64 {
 fn evicted_chunks_are_uploaded_or_counted_as_rejected() {
     let scratch = Scratch::new("remote-evicts");
     let store = TestStore::open(&spec(&scratch.0, ", write=back"));
-    // Four times as much as memory holds. Where sending is slow, some of it is dropped.
+    // Four times as much as memory holds. If uploads are slow, some chunks are dropped.
     let documents: Vec<Vec<u32>> = (0..256).map(|n| document(n, 128)).collect();
     for tokens in &documents {
         assert_eq!(put(&store, tokens, Level::Ram), None);
         store.settle();
     }
-    // Three quarters of the 8 chunks of each were evicted, however fast that was.
+    // Three quarters of all chunks were evicted at any speed of uploads. A document has 8 chunks.
     let counted = remote_counters(&store);
     assert!(
         counted.uploaded_objects > 0
@@ -268,7 +268,7 @@ fn evicted_chunks_are_uploaded_or_counted_as_rejected() {
         "{counted:?}"
     );
     let whole = get_all(&store, &documents);
-    // A chunk that was not sent costs its document at most.
+    // A chunk that was not uploaded costs one document at most.
     let counted = remote_counters(&store);
     assert!(
         whole + counted.rejected_chunks + counted.failed_uploads >= 256,
@@ -303,7 +303,7 @@ fn evicted_layers_fail_a_remote_put() {
     store.handle.with(|core| core.demote_range(session, 0, 64)).expect("open");
     store.settle();
     assert_eq!((put(2..4), objects(&scratch.0).len()), (Status::Again, 0));
-    // All of them, once more.
+    // All layers, once more.
     assert_eq!((put(0..4), objects(&scratch.0).len()), (Status::Ok, 4));
     store.close_session(session);
     store.close();

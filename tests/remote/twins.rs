@@ -105,7 +105,7 @@ impl Twin {
             }
             if idle {
                 let waits = self.with(|core| core.describe_waiters());
-                assert!(self.with(|core| core.is_idle()), "it waits for nothing: {waits}");
+                assert!(self.with(|core| core.is_idle()), "idle but waiting: {waits}");
                 return self.with(|core| core.check()).expect("the tables agree");
             }
         }
@@ -121,13 +121,13 @@ impl Twin {
         one
     }
 
-    /// The end of a move: how, and its tokens.
+    /// Status and tokens of the only transfer that has ended.
     fn ended(&self) -> (Status, usize) {
         let one = self.only_finished();
         (one.error.map_or(Status::Ok, |error| error.status()), one.tokens as usize)
     }
 
-    /// That of blocks: how each went. The whole is as its parts.
+    /// Statuses of the blocks of the only transfer that has ended. Checks its totals.
     fn ended_each(&self, names: &[u32]) -> Vec<Status> {
         let one = self.only_finished();
         let well = one.outcomes.iter().take_while(|&&status| status == Status::Ok).count();
@@ -152,7 +152,7 @@ impl Twin {
         self.ended_each(names)
     }
 
-    /// Which blocks come; each byte of those is right.
+    /// Gets blocks and returns their statuses. Checks the bytes of those that succeed.
     fn get_blocks(&self, names: &[u32]) -> Vec<Status> {
         let mut engine = Engine::new(MODEL, Shape::Tokens, 16 * names.len());
         self.begin_blocks(TransferKind::Get, Level::Ram, names, &engine);
@@ -176,7 +176,7 @@ impl Twin {
         each
     }
 
-    /// What is said of blocks without asking anybody.
+    /// Residency of blocks as far as the store knows it without a remote lookup.
     fn exists(&self, names: &[u32]) -> Vec<u8> {
         let mut found = vec![0; names.len()];
         let keys = keys_of(names);
@@ -194,7 +194,7 @@ impl Twin {
         status
     }
 
-    /// How many tokens are found, and whether those then come; whatever comes is right.
+    /// Number of tokens that a lookup finds, and status of their get. Checks the bytes.
     fn find(&self, tokens: &[u32]) -> (usize, Status) {
         let session = self.session(tokens);
         self.with(|core| core.locate(session)).expect("begun");
@@ -223,7 +223,7 @@ fn keys_of(names: &[u32]) -> Vec<Key> {
     names.iter().map(|name| keys.key(&name.to_le_bytes()).expect("a name")).collect()
 }
 
-/// What is in blocks of these names.
+/// Marks of the contents of blocks of these names.
 fn marks_in(names: &[u32]) -> Vec<u64> {
     names.iter().flat_map(|&name| marks_of(10, &document(name, 16))).collect()
 }
@@ -241,7 +241,7 @@ fn plan(random: &mut Random) -> Plan {
     }
 }
 
-/// One thread: which chunks are uploaded, and when, is the same on every machine.
+/// Runs in one thread: the uploads and their order are the same on every machine.
 #[test]
 fn evicted_chunks_return_from_the_remote() {
     const DOCUMENTS: usize = 256;
@@ -250,14 +250,14 @@ fn evicted_chunks_return_from_the_remote() {
     let twin = Twin::open_as(&remote, &clock, &mut random, (4, 512), |config| {
         (config.write, config.object_bytes, config.known) = (Write::Back, 16 << 10, 1024);
     });
-    // Four times as much as memory holds, a chunk each.
+    // Documents of one chunk each, four times as many as memory holds.
     let documents: Vec<Vec<u32>> = (0..DOCUMENTS).map(|n| document(n as u32, 16)).collect();
     for tokens in &documents {
         assert_eq!(twin.put(tokens, Level::Ram), Status::Ok);
     }
     let counted = twin.remote_counters();
     assert_eq!(counted.failed_uploads, 0, "{counted:?}");
-    // A chunk that is evicted is sent, or refused because too much waits to be sent.
+    // An evicted chunk is uploaded, or rejected because too many wait for an upload.
     assert!(
         (counted.uploaded_objects + counted.rejected_chunks) as usize >= DOCUMENTS * 3 / 4,
         "{counted:?}"
@@ -268,10 +268,10 @@ fn evicted_chunks_return_from_the_remote() {
         assert_eq!(got, Status::Ok, "{:?}", twin.remote_counters());
         whole += usize::from(found == tokens.len());
     }
-    // A quarter of them can be in memory.
+    // Memory holds a quarter of the documents.
     let counted = twin.remote_counters();
     println!("{whole} of {DOCUMENTS} came, {counted:?}");
-    assert!(whole > DOCUMENTS / 2, "{whole} of {DOCUMENTS} came, {counted:?}");
+    assert!(whole > DOCUMENTS / 2, "{whole} of {DOCUMENTS} complete, {counted:?}");
     assert!(whole + counted.rejected_chunks as usize >= DOCUMENTS, "{counted:?}");
 }
 
@@ -317,11 +317,11 @@ fn hostile_remote_never_yields_wrong_bytes() {
             }
         }
         twins.iter().for_each(|twin| all.add_counters(&twin.remote_counters()));
-        // It is well again: what one puts another one gets.
+        // The remote has recovered: one store gets KV that another one put.
         remote.set_plan(Plan::default());
         clock.advance(2 * MINUTE_NS);
         let tokens = document(100 + seed as u32, 128);
-        // The first questions and puts see whether it is well; it may stay away for some.
+        // The first lookups and puts probe the remote. Its breaker may stay open for some of them.
         let is_well = (0..100).any(|_| {
             twins[0].find(&document(500, 16));
             clock.advance(MINUTE_NS);
@@ -348,7 +348,7 @@ fn hostile_remote_never_yields_wrong_bytes() {
         assert_eq!(fresh.get_blocks(&names), vec![Status::Ok; names.len()], "seed {seed}");
     }
     assert!(located > SEEDS as usize && missed > SEEDS as usize, "{located}, {missed}");
-    // All of it happened.
+    // Every counted case occurred.
     for (count, what) in [
         (all.fetched_objects, "fetched"),
         (all.uploaded_objects, "uploaded"),
@@ -373,7 +373,7 @@ fn gets_overtake_prefetches_at_the_remote() {
     for tokens in &documents {
         assert_eq!(one.put(tokens, Level::Remote), Status::Ok);
     }
-    // Six prefetches wait, each for the objects of its chunk; then one is wanted at once.
+    // Six prefetches wait, each for the objects of its chunk. Then a get needs one of the chunks.
     let sessions: Vec<u32> = documents.iter().map(|tokens| other.session(tokens)).collect();
     for &session in &sessions {
         other.with(|core| core.locate(session)).expect("begun");
@@ -391,7 +391,7 @@ fn gets_overtake_prefetches_at_the_remote() {
     }
     let what = engines[5].whole();
     let get = other.submit(sessions[5], TransferKind::Get, Level::Ram, what);
-    // Its two objects are the first that are fetched, though five others were wanted before.
+    // The two objects of the get are fetched first, before those of five earlier prefetches.
     for kind in [
         WorkerKind::Fetch,
         WorkerKind::Fetch,
@@ -408,7 +408,7 @@ fn gets_overtake_prefetches_at_the_remote() {
     other.settle();
 }
 
-/// Two stores with a remote that is well.
+/// Two stores with a remote without faults.
 fn well(max_chunks: usize) -> (Twin, Twin, Simulated, Clock) {
     let (mut random, clock) = (Random::new(5), Clock::manual(1));
     let remote = Simulated::new(5, Plan::default(), clock.clone());
@@ -427,33 +427,33 @@ fn stores_share_named_blocks() {
     assert_eq!(other.get_blocks(&[1, 2]), [NOT_FOUND; 2]);
     let names = [1, 9, 1, 3, 9];
     assert_eq!(other.locate_blocks(&names), [OK, NOT_FOUND, OK, OK, NOT_FOUND]);
-    // One that is named twice is asked for once.
+    // A name that occurs twice is looked up once.
     assert_eq!(
         (other.remote_counters().looked_up_names, other.remote_counters().found_names),
         (3, 2)
     );
-    // The remote has it; it is not here.
+    // The blocks are at the remote only.
     assert_eq!(other.exists(&names), [8, 0, 8, 8, 0]);
     assert_eq!(other.get_blocks(&names), [OK, NOT_FOUND, OK, OK, NOT_FOUND]);
     assert_eq!(
         (other.remote_counters().fetched_objects, other.remote_counters().fetched_cells),
         (4, 8)
     );
-    // Here now: nobody is asked.
+    // The blocks are resident here now: no lookup is sent.
     assert_eq!(other.exists(&[1, 3]), [8 | 2 | 16; 2]);
     assert_eq!(other.locate_blocks(&[1, 3]), [OK; 2]);
     assert_eq!(other.remote_counters().looked_up_names, 3);
-    // What is not there is known for a moment, and asked for again then.
+    // A miss is remembered for a while, then looked up again.
     assert_eq!(other.locate_blocks(&[9]), [NOT_FOUND]);
     assert_eq!(other.remote_counters().looked_up_names, 3);
     other.clock.as_ref().expect("a clock").advance(MINUTE_NS);
     assert_eq!(one.put_blocks(&[9], Level::Remote), [OK]);
     assert_eq!(other.locate_blocks(&[9, 2]), [OK; 2]);
     assert_eq!(other.remote_counters().looked_up_names, 5);
-    // One store's own are found without the remote.
+    // A store finds its own blocks without the remote.
     assert_eq!(one.locate_blocks(&[1, 2, 3, 9]), [OK; 4]);
     assert_eq!(one.remote_counters().looked_up_names, 0);
-    // What is dropped is forgotten there, too, and its row with it.
+    // A dropped block is also removed from the remote, and its row is freed.
     let session = other.session(&[]);
     other.with(|core| core.drop_blocks(session, &keys_of(&[2]))).expect("open");
     other.settle();
@@ -467,16 +467,16 @@ fn located_blocks_take_no_rows_from_others() {
     for some in names.chunks(20) {
         assert_eq!(one.put_blocks(some, Level::Remote), [OK; 20]);
     }
-    // More than there are rows: the last ones are those that have some.
+    // More blocks than rows: the last ones have rows.
     let each = other.locate_blocks(&names);
     assert_eq!(each, [[NOT_FOUND; 60].as_slice(), [OK; 40].as_slice()].concat());
     assert_eq!(other.get_blocks(&[99]), [OK]);
-    // Others need the rows, all of them.
+    // Puts need all other rows.
     let own: Vec<u32> = (500..539).collect();
     assert_eq!(other.put_blocks(&own, Level::Ram), [OK; 39]);
     assert_eq!(other.exists(&names).iter().filter(|&&one| one != 0).count(), 1);
     assert_eq!(other.get_blocks(&own), [OK; 39]);
-    // Nobody with something here leaves for a hint.
+    // No resident block is evicted for a hint.
     assert_eq!(other.locate_blocks(&[0, 99]), [NOT_FOUND, OK]);
     assert_eq!(other.get_blocks(&own), [OK; 39]);
 }
@@ -498,30 +498,30 @@ fn block_lookups_always_end() {
     let (one, other, remote, clock) = well(256);
     let names: Vec<u32> = (0..100).collect();
     assert_eq!(one.put_blocks(&names[..60], Level::Remote), [OK; 60]);
-    // Given up before anybody was asked; and while somebody was.
+    // Cancelled before its lookup is sent; and while its lookup runs.
     let (session, number) = other.begin_locating(&names);
     other.with(|core| core.cancel(number, Status::Timeout));
     assert_eq!(other.ended_each(&names), [Status::Timeout; 100]);
     let (again, number) = other.begin_locating(&names);
     let work = other.with(|core| core.take(WorkerKind::Lookup)).expect("a question");
     other.with(|core| core.cancel(number, Status::Cancelled));
-    // Another has its number: the answer is none of its business.
+    // Another lookup reuses the number: the old answer does not apply to it.
     let (_, next) = other.begin_locating(&names[50..]);
     assert_eq!(number, next);
     let finished = other.finished();
     assert_eq!((finished.len(), finished[0].outcomes.clone()), (1, vec![Status::Cancelled; 100]));
     other.with(|core| core.done(work, Ok(()), 1000));
-    // Its session is gone, and it goes on.
+    // A lookup continues after its session is closed.
     other.close_session(session);
     other.close_session(again);
     assert_eq!(other.ended_each(&names[50..]), [[OK; 10].as_slice(), &[NOT_FOUND; 40]].concat());
-    // Lost in the middle: what was heard counts.
+    // The connection is lost in the middle: answers received before count.
     clock.advance(2 * MINUTE_NS);
     other.begin_locating(&names[..60]);
     remote.set_plan(Plan::default().often(Fault::Lost, 1_000_000));
     let each = other.ended_each(&names[..60]);
     assert_eq!(each, [[NOT_FOUND; 50].as_slice(), &[OK; 10]].concat());
-    // Left alone: what is there counts for nothing meanwhile, and nobody is asked.
+    // The breaker is open: no lookup is sent, and remote hints do not count.
     (0..5).for_each(|_| drop(other.locate_blocks(&names[..50])));
     let asked = other.remote_counters().looked_up_names;
     assert_eq!(other.locate_blocks(&names[50..60]), [NOT_FOUND; 10]);
@@ -531,7 +531,7 @@ fn block_lookups_always_end() {
     );
     assert_eq!(other.put_blocks(&[50], Level::Ram), [OK]);
     assert_eq!(other.locate_blocks(&[50, 51]), [OK, NOT_FOUND]);
-    // Well again.
+    // The remote has recovered.
     remote.set_plan(Plan::default());
     clock.advance(2 * MINUTE_NS);
     other.find(&document(500, 16));
@@ -557,7 +557,7 @@ fn invalid_lookups_are_rejected() {
     other.settle();
 }
 
-/// Runs one batch, and changes its results.
+/// Runs one batch with changed results.
 fn run_changed(twin: &Twin, kind: WorkerKind, change: impl FnOnce(&mut Work)) {
     let work = twin.with(|core| core.take(kind)).expect("there is work");
     twin.run_changed(work, change);
@@ -570,7 +570,7 @@ fn truncated_fetch_keeps_the_remote_object() {
     assert_eq!(one.put(&tokens, Level::Remote), OK);
     let names = remote.names();
     assert_eq!(names.len(), 8);
-    // A reply that means nothing says nothing of the object.
+    // A malformed reply says nothing about the object.
     let session = other.session(&tokens);
     other.with(|core| core.locate(session)).expect("begun");
     assert_eq!(other.ended(), (OK, 64));
@@ -587,7 +587,7 @@ fn truncated_fetch_keeps_the_remote_object() {
     assert!(other.remote_counters().corrupt_objects > 0);
     assert_eq!(other.find(&tokens), (64, OK));
 
-    // What came whole and is wrong goes, and the remote is not believed any more.
+    // A complete but corrupt object is removed, and the breaker opens.
     for name in &names {
         let mut bytes = remote.object(name).expect("there");
         let last = bytes.len() - 1;
@@ -601,7 +601,7 @@ fn truncated_fetch_keeps_the_remote_object() {
     let opened = third.with(|core| core.remote_breaker().map(|breaker| breaker.opened()));
     assert_eq!(opened, Some(1));
     assert_eq!((remote.names(), third.remote_counters().removed_objects), (vec![], 8));
-    // Who has it puts it there again.
+    // The store that has the chunks uploads them again.
     assert_eq!(one.put(&tokens, Level::Remote), OK);
     assert_eq!(remote.names(), names);
 }
@@ -658,7 +658,7 @@ fn removals_have_separate_batches() {
         run_changed(&one, WorkerKind::Upload, |work| {
             let Work::Uploads(batch) = work else { panic!("no sends") };
             assert!(batch.uploads.is_empty() && (1..=32).contains(&batch.removals.len()));
-            // Of one batch a part came too late.
+            // A part of one batch came too late.
             if batches == 0 && batch.removals.len() > 1 {
                 let late = batch.removals[1];
                 remote.plant(late, vec![0; 4096]);
@@ -694,7 +694,7 @@ fn chunk_put_by_layers_is_uploaded_once() {
     assert_eq!(remote.names().len(), 8);
     assert_eq!(other.find(&tokens), (64, OK));
     one.close_session(session);
-    // In any order.
+    // The layers may arrive in any order.
     let session = one.session(&document(2, 64));
     assert_eq!(put(session, 2..4), OK);
     assert_eq!(remote.names().len(), 8);
@@ -703,8 +703,9 @@ fn chunk_put_by_layers_is_uploaded_once() {
     one.close_session(session);
 }
 
-/// The object that a lookup asks for is there, and another one is missing: that is a miss, which
-/// is remembered for a while. The next store that computes the chunk uploads it again.
+/// The object that a lookup probes exists, but another one of the chunk is missing. The get misses,
+/// and the store remembers the miss for a while. The next store that computes the chunk uploads
+/// it again.
 #[test]
 fn chunk_with_a_missing_object_is_uploaded_again() {
     let mut lacked = 0;
@@ -730,7 +731,7 @@ fn chunk_with_a_missing_object_is_uploaded_again() {
             found
         };
         if locate() == 0 {
-            continue; // it is the one that is asked for
+            continue; // this is the object that a lookup probes
         }
         lacked += 1;
         let session = other.session(&tokens);
@@ -740,7 +741,7 @@ fn chunk_with_a_missing_object_is_uploaded_again() {
         assert_eq!(other.ended().1, 0, "{:?}", other.remote_counters());
         assert_eq!((locate(), other.remote_counters().absent_objects), (0, 1));
         clock.advance(1_000_000_000);
-        // Somebody is told again that all of it is there, before who missed it has computed it.
+        // The miss has expired: a lookup reports the chunk again before it is recomputed.
         assert_eq!(locate(), 16);
         engine.compute(&marks_of(9, &tokens));
         let what = engine.whole();
@@ -753,7 +754,7 @@ fn chunk_with_a_missing_object_is_uploaded_again() {
             "{:?}",
             other.remote_counters()
         );
-        // It is whole, and not sent again.
+        // The chunk is complete, and is not uploaded again.
         assert_eq!(other.put(&tokens, Level::Ram), OK);
         assert_eq!(
             (other.remote_counters().uploaded_objects, other.remote_counters().known_objects),
@@ -821,7 +822,7 @@ fn hints_of_very_long_sessions_are_complete() {
         let session = other.session(&tokens);
         let asked = other.remote_counters().looked_up_names;
         if begins {
-            other.settle(); // whoever was told of the session asks
+            other.settle(); // the new session starts a lookup itself
         } else {
             other.with(|core| core.locate(session)).expect("begun");
             assert_eq!(other.ended(), (OK, tokens.len()));
@@ -831,10 +832,10 @@ fn hints_of_very_long_sessions_are_complete() {
         (found as usize, other.remote_counters().looked_up_names - asked)
     };
     assert_eq!(locate(false), (tokens.len(), CHUNKS as u64));
-    // All is remembered, and nothing is asked for: more than fits in one go.
+    // All hints are kept, more than one step can record: hardly any lookup is sent.
     for begins in [false, true] {
         let (found, asked) = locate(begins);
-        // A few names have lost their place to others.
+        // A few names were evicted from the remote index by others.
         assert!(found == tokens.len() && asked < 50, "{found}, {asked}");
     }
     assert!(
@@ -882,7 +883,7 @@ fn chunks_fetched_out_of_order_can_be_evicted() {
             engine.check(&marks_of(9, tokens), 0..TOKENS, 0..MODEL.layers);
             other.close_session(session);
         }
-        // Nor do rows, nor memory that others need, wait for such chunks.
+        // Such chunks hold back neither rows nor memory that other chunks need.
         assert_eq!(other.put(&document(99, 60 * 16), Level::Ram), OK, "{seed}");
         other.with(|core| core.shrink(1 << 20));
         other.settle();

@@ -24,8 +24,8 @@ fn start(
 
 type At = (Arc<DiskTier>, Arc<SharedIndex>);
 
-/// In every order: after a power failure, durable and wanted cells are found once, and forgotten
-/// ones are not.
+/// In every schedule: after a power failure, durable and wanted cells are found once, and forgotten
+/// cells are not found.
 #[test]
 fn append_read_compaction_and_checkpoint_agree() {
     let body = || {
@@ -80,7 +80,8 @@ fn append_read_compaction_and_checkpoint_agree() {
     shuttle::check_random(body, ROUNDS);
 }
 
-/// A segment with only a record without cells is not taken for an empty one before it is counted.
+/// A new segment whose only record has no cells is not mistaken for an empty segment before that
+/// record is counted.
 #[test]
 fn new_segment_without_cells_is_not_removed() {
     let body = || {
@@ -149,6 +150,7 @@ fn checkpoint_includes_writes_during_its_start() {
         shared.check(&tier, &found, &[]);
         assert_eq!(found.sessions.len(), 1, "the session");
     };
-    // Few switches, anywhere: by chance alone the cover is always first.
+    // Few switches at arbitrary points. In random schedules the checkpoint always chooses its
+    // covered position first.
     shuttle::check_pct(body, ROUNDS, 3);
 }

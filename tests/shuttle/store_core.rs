@@ -31,21 +31,21 @@ use shuttle::thread;
 const ROUNDS: usize = 1500;
 const CHUNK: usize = 4;
 const LAYERS: usize = 2;
-/// Bytes of K, and of V, a token.
+/// Bytes of K, and of V, per token.
 const TOKEN: usize = 16;
 const SEGMENT: u64 = 16 * 4096;
 
-/// In all schedules: cells that came from disk, and puts that were given up in time. No
-/// part of the model.
+/// Totals over all schedules: cells read from disk, and puts that were cancelled in time. Not part
+/// of the model.
 static FROM_DISK: AtomicU64 = AtomicU64::new(0);
 static GIVEN_UP: AtomicU64 = AtomicU64::new(0);
 
-/// The core as hands, keepers and callers share it.
+/// The store's state, shared by workers and callers.
 struct Running {
     core: StoreState,
-    /// What moves that have ended came to, by ticket: numbers are used again.
+    /// Results of finished transfers by ticket. Transfer numbers are reused, tickets are not.
     finished: BTreeMap<usize, Finished>,
-    /// The ticket of the last move of each number.
+    /// The ticket of the latest transfer with each number.
     tickets: BTreeMap<u32, usize>,
     stop: bool,
 }
@@ -85,7 +85,7 @@ impl Shared {
         Shared::on(&SimFiles::new(3, SimOpts::default()), 40, Config::default())
     }
 
-    /// The same on a disk of so many segments.
+    /// Same as `open`, on a disk of `segments` segments.
     fn on(files: &SimFiles, segments: u64, config: Config) -> Arc<Shared> {
         let host_bytes = if config.host_bytes < 1 << 20 { config.host_bytes } else { 64 << 10 };
         let config = Config {
@@ -120,7 +120,7 @@ impl Shared {
         Arc::new(Shared { state, changed: Condvar::new(), tools })
     }
 
-    /// Does something to the core; whoever waits looks again.
+    /// Runs `act` on the state, then wakes all waiting threads.
     fn with<R>(&self, act: impl FnOnce(&mut StoreState) -> R) -> R {
         let mut state = self.state.lock();
         let result = act(&mut state.core);
@@ -130,12 +130,12 @@ impl Shared {
         result
     }
 
-    /// Begins a move of the whole of a session; its ticket.
+    /// Submits a transfer of a whole session. Returns its ticket.
     fn submit(&self, session: u32, kind: TransferKind, level: Level, engine: &mut Engine) -> usize {
         self.submit_from(session, kind, level, engine, 0)
     }
 
-    /// The same from a token on.
+    /// Same as `submit`, from token `first` on.
     fn submit_from(
         &self,
         session: u32,
@@ -148,15 +148,15 @@ impl Shared {
         let mut state = self.state.lock();
         let number = state.core.submit_cell_range(session, kind, level, 0, cell_range);
         let ticket = state.tickets.len() + state.finished.len();
-        let before = state.tickets.insert(number.expect("room for a move"), ticket);
-        assert!(before.is_none(), "a number that is in use");
+        let before = state.tickets.insert(number.expect("room for a transfer"), ticket);
+        assert!(before.is_none(), "the number of a pending transfer was reused");
         state.collect();
         drop(state);
         self.changed.notify_all();
         ticket
     }
 
-    /// The life of hands.
+    /// Loop of a worker thread.
     fn serve(self: &Arc<Shared>, kinds: &[WorkerKind]) {
         let mut keeper = Asker(self.clone());
         loop {
@@ -171,14 +171,14 @@ impl Shared {
                 }
                 continue;
             };
-            // SAFETY: the core waits for this work, and callers keep their memory until
-            // their moves have ended.
+            // SAFETY: the state waits for this work, and callers keep their memory until their
+            // transfers have ended.
             let outcome = unsafe { self.tools.work(&mut work, Stream(0), &mut keeper) };
             self.with(|core| core.done(work, outcome, 0));
         }
     }
 
-    /// Gives a move up, unless it has ended.
+    /// Cancels a transfer, unless it has ended.
     fn cancel(&self, ticket: usize) {
         let mut state = self.state.lock();
         let number = state.tickets.iter().find(|(_, of)| **of == ticket).map(|(&number, _)| number);
@@ -190,7 +190,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Waits until something holds.
+    /// Waits until `holds` returns true.
     fn wait(&self, holds: impl Fn(&Running) -> bool) {
         let mut state = self.state.lock();
         while !holds(&state) {
@@ -198,7 +198,7 @@ impl Shared {
         }
     }
 
-    /// Waits for the end of a move, and says how it went.
+    /// Waits until a transfer has ended, and returns its result.
     fn end_of(&self, ticket: usize) -> Finished {
         self.wait(|state| state.finished.contains_key(&ticket));
         let state = self.state.lock();
@@ -212,13 +212,13 @@ impl Running {
         let mut ended = Vec::new();
         self.core.finished(&mut ended);
         for one in ended {
-            let ticket = self.tickets.remove(&one.number).expect("it was begun");
-            assert!(self.finished.insert(ticket, one).is_none(), "one end a move");
+            let ticket = self.tickets.remove(&one.number).expect("the transfer was submitted");
+            assert!(self.finished.insert(ticket, one).is_none(), "one completion per transfer");
         }
     }
 }
 
-/// What a token has in a plane: it follows from all tokens before it.
+/// Content of a token in a plane. It depends on all tokens up to this one.
 fn content(tokens: &[u32], plane: usize) -> Vec<u8> {
     let mut mark = plane as u32 + 1;
     let bytes = tokens.iter().flat_map(|&token| {
@@ -242,7 +242,7 @@ impl Engine {
         Engine { planes: (0..2 * LAYERS).map(plane).collect() }
     }
 
-    /// All of a session from a token on.
+    /// All cells of a session from token `first` on.
     fn cells_from(&mut self, first: usize) -> CellRange {
         let count = self.planes[0].len() / TOKEN - first;
         let mut views = Vec::new();
@@ -283,9 +283,9 @@ fn session(shared: &Shared, tokens: &[u32]) -> u32 {
     })
 }
 
-/// What a caller does: sessions that share a prefix, a put that is given up while another
-/// waits for its cells, a get beside the put it waits for, and then more than memory has
-/// room for. Whether the put was given up in time.
+/// Calls of one caller: sessions that share a prefix, a put that is cancelled while another put
+/// waits for its cells, a get concurrent with the put it depends on, and then more data than memory
+/// holds. Returns whether the put was cancelled in time.
 fn call(shared: &Shared) -> bool {
     let a: Vec<u32> = (0..14).collect();
     let b: Vec<u32> = (0..8).chain(50..56).collect();
@@ -298,17 +298,17 @@ fn call(shared: &Shared) -> bool {
     let get = shared.submit(first, TransferKind::Get, Level::Ram, &mut back);
     shared.cancel(beside);
     shared.with(|core| {
-        core.pin(first, 0, 4, Pin { priority: 1, until_ns: u64::MAX }).expect("it is there");
+        core.pin(first, 0, 4, Pin { priority: 1, until_ns: u64::MAX }).expect("room for a pin");
     });
     let (put, beside, get) = (shared.end_of(put), shared.end_of(beside), shared.end_of(get));
     assert!(put.error.is_none(), "{put:?}");
     let status = beside.error.as_ref().map(|error| error.status());
     assert!(matches!(status, None | Some(Status::Cancelled)), "{beside:?}");
-    // It may have come before the put had begun some cells: then those are misses.
+    // The get may have run before the put had begun some cells; those cells are misses.
     back.check(&a, get.tokens as usize);
     shared.with(|core| {
-        core.close_session(first).expect("it is open");
-        core.truncate(second, 8).expect("it is open");
+        core.close_session(first).expect("the session is open");
+        core.truncate(second, 8).expect("the session is open");
         core.request_checkpoint();
     });
     let third = session(shared, &c);
@@ -320,11 +320,11 @@ fn call(shared: &Shared) -> bool {
     let put = shared.end_of(put);
     assert!(put.error.is_none(), "{put:?}");
     let get = shared.end_of(get);
-    // Full chunks were on disk: they are there, wherever they are now.
+    // Full chunks were on disk, so they are found in whichever tier they are.
     assert!(get.tokens >= 12, "{get:?}");
     back.check(&a, get.tokens as usize);
     for session in [second, third, again] {
-        shared.with(|core| core.close_session(session)).expect("it is open");
+        shared.with(|core| core.close_session(session)).expect("the session is open");
     }
     status.is_some()
 }
@@ -349,8 +349,8 @@ fn run() {
     workers.into_iter().for_each(|worker| worker.join().expect("no panic"));
     let state = shared.state.lock();
     assert_eq!((state.finished.len(), state.tickets.len()), (5, 0));
-    state.core.check().expect("tables agree with each other and with the tiers");
-    state.core.check_prefixes().expect("no chunk without those before it");
+    state.core.check().expect("tables are consistent with each other and with the tiers");
+    state.core.check_prefixes().expect("no chunk without its ancestors");
     let report = state.core.report();
     let stats = report.stats;
     let open = [stats.sessions, stats.transfers, stats.transfer_cells, stats.memory_waiters];
@@ -363,15 +363,15 @@ fn run() {
 
 fn check(scheduler: impl Scheduler + 'static) {
     let mut config = shuttle::Config::new();
-    // A core is some 50 KiB, and is moved when it is made.
+    // A state is some 50 KiB, and is moved when it is created.
     config.stack_size = 1 << 20;
     shuttle::Runner::new(scheduler, config).run(run);
     let seen = [&FROM_DISK, &GIVEN_UP].map(|count| count.load(Ordering::Relaxed));
-    assert!(seen.iter().all(|&count| count > 0), "what was meant to happen: {seen:?}");
+    assert!(seen.iter().all(|&count| count > 0), "no schedule reached one of the cases: {seen:?}");
 }
 
-/// In every order: cells on disk are found, bytes are exact, no call waits forever, and the
-/// tables agree in the end.
+/// In every schedule: cells on disk are found, bytes are exact, no call waits forever, and the
+/// tables are consistent at the end.
 #[test]
 fn workers_and_a_caller_agree() {
     check(RandomScheduler::new(ROUNDS));
@@ -383,12 +383,12 @@ fn workers_and_a_caller_agree_with_few_switches() {
     check(PctScheduler::new(3, ROUNDS));
 }
 
-/// In all schedules: cells that cleaning has moved, and checkpoints that were written.
+/// Totals over all schedules: cells moved by compaction, and checkpoints written.
 static MOVED: AtomicU64 = AtomicU64::new(0);
 static CHECKED: AtomicU64 = AtomicU64::new(0);
 static CHECKPOINTS: AtomicU64 = AtomicU64::new(0);
 
-/// Puts all of a session with some tokens; it is closed then.
+/// Puts a whole session with these tokens, then closes the session.
 fn store(shared: &Shared, tokens: &[u32], level: Level) -> Finished {
     store_from(shared, tokens, level, 0)
 }
@@ -398,11 +398,11 @@ fn store_from(shared: &Shared, tokens: &[u32], level: Level, first: usize) -> Fi
     let mut engine = Engine::new(tokens, true);
     let put = shared.submit_from(number, TransferKind::Put, level, &mut engine, first);
     let put = shared.end_of(put);
-    shared.with(|core| core.close_session(number)).expect("it is open");
+    shared.with(|core| core.close_session(number)).expect("the session is open");
     put
 }
 
-/// Somebody stores what does not have to last, drops it, and has the disk put in order.
+/// Stores cells that need not be durable, drops them, and requests checkpoints.
 fn disturb(shared: &Shared) {
     for turn in 0..3u32 {
         let tokens: Vec<u32> = (1000 + 100 * turn..1012 + 100 * turn).collect();
@@ -410,7 +410,7 @@ fn disturb(shared: &Shared) {
         let number = session(shared, &tokens);
         shared.with(|core| {
             let _ = core.drop_range(number, 0, 12);
-            core.close_session(number).expect("it is open");
+            core.close_session(number).expect("the session is open");
             core.request_checkpoint();
         });
     }
@@ -418,7 +418,8 @@ fn disturb(shared: &Shared) {
 
 fn power_fails() {
     let files = SimFiles::new(5, SimOpts::default());
-    // Nobody has to leave memory: what is before a chunk is there until a put asks for it.
+    // No chunk has to be evicted from memory: the ancestors of a chunk stay until a put needs
+    // memory.
     let config = Config { host_bytes: 256 << 10, high: 0.3, low: 0.3, ..Config::default() };
     let shared = Shared::on(&files, 14, config.clone());
     let kinds = [
@@ -444,13 +445,13 @@ fn power_fails() {
     let durable = [durable[0], durable[1], store(&shared, &last, Level::Durable).error.is_none()];
     let stats = shared.tools.disk.as_ref().expect("a disk").stats();
     let image = files.durable().is_ok();
-    // In one step: what leaves the disk after it was counted, and before the power fails, lasts
-    // no more.
+    // In one critical section: a chunk evicted from the disk after the count and before the power
+    // failure is no longer durable.
     let (evicted, stopped) = shared.with(|core| (core.counters.evicted_chunks, files.crash()));
     assert!(image && stopped.is_ok());
     MOVED.fetch_add(stats.compacted_bytes, Ordering::Relaxed);
     CHECKPOINTS.fetch_add(stats.checkpoints, Ordering::Relaxed);
-    // Whoever is at work finds the files closed.
+    // Threads that are at work find the files closed.
     other.join().expect("no panic");
     shared.state.lock().stop = true;
     shared.changed.notify_all();
@@ -468,19 +469,19 @@ fn power_fails() {
         while let Some(mut work) =
             shared.with(|core| WorkerKind::ALL.into_iter().find_map(|kind| core.take(kind)))
         {
-            // SAFETY: as in `serve`.
+            // SAFETY: same as in `serve`.
             let outcome = unsafe { shared.tools.work(&mut work, Stream(0), &mut keeper) };
             shared.with(|core| core.done(work, outcome, 0));
         }
         let get = shared.end_of(get);
         CHECKED.fetch_add(1, Ordering::Relaxed);
-        assert!(get.error.is_none(), "{tokens:?} lasts: {get:?}");
+        assert!(get.error.is_none(), "{tokens:?} is durable: {get:?}");
         back.check(tokens, get.tokens as usize);
-        shared.with(|core| core.close_session(number)).expect("it is open");
+        shared.with(|core| core.close_session(number)).expect("the session is open");
     }
 }
 
-/// The power fails at any time: durable cells are found, whatever was dropped, moved and listed
+/// The power fails at any time. Durable cells are found, whatever was dropped, moved and listed
 /// meanwhile.
 #[test]
 fn durable_cells_survive_power_failure() {
@@ -489,6 +490,6 @@ fn durable_cells_survive_power_failure() {
     shuttle::Runner::new(PctScheduler::new(3, ROUNDS / 4), config.clone()).run(power_fails);
     shuttle::Runner::new(RandomScheduler::new(ROUNDS / 4), config).run(power_fails);
     let seen = [&MOVED, &CHECKPOINTS, &CHECKED].map(|count| count.load(Ordering::Relaxed));
-    assert!(seen.iter().all(|&count| count > 0), "what was meant to happen: {seen:?}");
+    assert!(seen.iter().all(|&count| count > 0), "no schedule reached one of the cases: {seen:?}");
     println!("{seen:?}");
 }

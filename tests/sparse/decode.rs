@@ -127,7 +127,7 @@ fn top(scores: &[f64], count: usize) -> BTreeSet<usize> {
     order.into_iter().take(count).collect()
 }
 
-/// What stays if the `count` lowest go; of equal ones the lower index goes.
+/// Indices without the `count` lowest scores; of equal scores the lower index is dropped first.
 fn without_lowest(scores: &[f64], count: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|&a, &b| scores[a].partial_cmp(&scores[b]).expect("no NaN").then(a.cmp(&b)));
@@ -205,8 +205,8 @@ fn id(place: usize) -> u32 {
     1000 - 7 * place as u32
 }
 
-/// Tells a policy of keys: whole blocks are sealed or appended and then sealed, the rest comes
-/// in small steps.
+/// Appends keys to a policy: whole blocks are sealed, or appended and then sealed. Other keys are
+/// appended in small steps.
 fn append_blocks(policy: &mut dyn Sparse, layer: u32, keys: &Table, block: usize, dice: &mut Dice) {
     let mut at = 0;
     while at < keys.tokens() {
@@ -241,7 +241,7 @@ fn lists(index: &Index, end: usize) -> Vec<Vec<u32>> {
     (0..index.heads.len() as u32).map(of).collect()
 }
 
-/// What is to be chosen of pages: with the first and last ones of `forced` always there.
+/// Pages to select; the first and last pages in `forced` are always among them.
 fn choice(scores: &[f64], count: usize, forced: &BTreeSet<usize>) -> BTreeSet<usize> {
     let free: Vec<f64> = (0..scores.len())
         .map(|p| if forced.contains(&p) { f64::INFINITY } else { scores[p] })
@@ -286,7 +286,7 @@ proptest! {
         };
         let scores = quest_scores(if how == "last" { "each" } else { how }, &keys, &query, page);
 
-        // Which keys it computes with.
+        // Keys that it computes with.
         let mut index = Index::default();
         policy.index(1, &query.all(), None, &decode(tokens), &mut index).expect("index");
         let mut wanted = BTreeSet::new();
@@ -307,7 +307,7 @@ proptest! {
             }
         }
 
-        // Which blocks it loads, of some that are away.
+        // Blocks that it loads, out of some non-resident ones.
         let away: Vec<usize> = (0..blocks).filter(|_| dice.below(5) > 0).collect();
         let candidates: Vec<u32> = away.iter().map(|&place| id(place)).collect();
         let each = block / page;
@@ -328,7 +328,7 @@ proptest! {
         let mut out = vec![77];
         policy.select(1, Some(&query.all()), &candidates, &decode(tokens), &mut out).expect("select");
         prop_assert_eq!(&out, &expected.iter().copied().collect::<Vec<u32>>());
-        // What it computes with is a part of what is loaded.
+        // The keys that it computes with are a subset of the loaded ones.
         let loaded: BTreeSet<u32> = out.iter().copied().collect();
         for place in wanted.iter().map(|page| page / each).filter(|b| away.contains(b)) {
             prop_assert!(loaded.contains(&id(place)));
@@ -394,7 +394,7 @@ proptest! {
 
 const BLOCK: usize = 8;
 
-/// A policy that was told of blocks in layer 3, with the keys.
+/// A policy with blocks in layer 3, and their keys.
 fn policy_with_blocks(
     spec: &str,
     blocks: usize,
@@ -724,7 +724,7 @@ fn invalid_specs_are_rejected_with_a_reason() {
 
 // ---- h2o, tova ----
 
-/// What a policy says stays, list by list; none if all does.
+/// Tokens that a policy retains, one list per head; `None` if it retains all.
 fn stays(
     policy: &mut dyn Sparse,
     layer: u32,
@@ -860,7 +860,7 @@ proptest! {
         policy.reset();
         let got = sums(&mut dice, heads, 2);
         policy.observe(2, 2, &got, 2).expect("two tokens");
-        // Tokens that somebody pinned stay and are there.
+        // Pinned tokens stay resident.
         if is_pinned && !is_block && sink < 2 {
             policy.reset();
             let count = sink + recent + budget + every + 1;
@@ -871,7 +871,7 @@ proptest! {
                 let with: BTreeSet<u32> = list.iter().copied().chain([2]).collect();
                 pinned.heads.push(with);
             }
-            policy.evicted(2, &pinned).expect("a part of what is there");
+            policy.evicted(2, &pinned).expect("a subset of the tokens");
             let all: BTreeSet<usize> = said.iter().map(|l| l.len() + usize::from(!l.contains(&2))).collect();
             let now = *all.first().expect("one");
             let observed = policy.observe(2, 1, &sums(&mut dice, heads, now), now as u32);
@@ -948,7 +948,7 @@ fn invalid_attention_sums_change_nothing() {
         }
         let (said, same) = (stays(&mut *policy, 1, &prefill(9)), stays(&mut *copy, 1, &prefill(9)));
         assert!(said.is_some() && said == same, "{spec}");
-        // What it does not do it refuses, or says that all is needed.
+        // The policy rejects unsupported calls, or answers that all is needed.
         assert!(policy.score(0, &[1.0]).is_err() && policy.load(0, 0, 0, &[1]).is_err());
     }
     let mut policy = make("h2o", &shape);
@@ -960,7 +960,7 @@ fn invalid_attention_sums_change_nothing() {
 
 // ---- snapkv, pyramidkv, adakv ----
 
-/// What stays of `tokens` by scores of the first ones, the window being sure.
+/// Retained ones of `tokens` by scores of the first ones; the window is always retained.
 fn snap(scores: &[f64], tokens: usize, stay: usize) -> Vec<u32> {
     let mut kept: Vec<u32> =
         without_lowest(scores, tokens - stay).iter().map(|&t| t as u32).collect();
@@ -1243,7 +1243,7 @@ fn external_policy_uses_engine_scores() {
     let ids = [40, 10, 30, 20, 50];
     policy.select(0, None, &ids, &decode(20), &mut out).expect("no scores");
     assert_eq!(out, [10, 20, 30, 40, 50]);
-    // Of the equal ones the first that is named, and the last.
+    // Among equal scores the first candidate is selected; `last=1` adds the last candidate.
     policy.score(0, &[1.0, 2.0, 1.0, 1.0, 0.0]).expect("finite");
     assert!(policy.score(0, &[f32::NAN]).is_err() && policy.score(9, &[1.0]).is_err());
     assert!(policy.select(0, None, &ids[1..], &decode(20), &mut out).is_err());
@@ -1285,7 +1285,7 @@ fn prefetched_selection_is_audited_by_the_own_query() {
         let (mut said, mut right) = (Vec::new(), Vec::new());
         let context = decode(20 * BLOCK);
         policy.select(1, Some(&early.all()), &ids, &context, &mut said).expect("select");
-        assert_eq!(said.len(), 20, "no query is there before layer 1 has its own");
+        assert_eq!(said.len(), 20, "no query exists before layer 1");
         policy.select(3, Some(&early.all()), &ids, &context, &mut said).expect("select");
         truth.select(3, Some(&early.all()), &ids, &context, &mut right).expect("select");
         assert_eq!(said, right);

@@ -172,7 +172,7 @@ impl<'a> Case<'a> {
         number(&self.value[name]) as usize
     }
 
-    /// What a query head gives each of some keys, in binary64: zero behind the query.
+    /// Weights of a query head for some keys, in binary64: zero behind the query.
     fn weights(&self, query: usize, head: usize, keys: &[u32]) -> Vec<f64> {
         let q = self.queries.row(query, head);
         let key_head = head / self.shape.group() as usize;
@@ -189,7 +189,7 @@ impl<'a> Case<'a> {
         raised.iter().map(|x| x / sum).collect()
     }
 
-    /// What queries give the keys that each query head has, summed up: a row a head.
+    /// Sums over queries of the weights of each query head's keys: a row per head.
     fn sums(&self, queries: std::ops::Range<usize>, keys: &[Vec<u32>]) -> Vec<f32> {
         let mut out = Vec::new();
         for (head, keys) in self.heads().zip(keys.iter().cycle()) {
@@ -203,7 +203,7 @@ impl<'a> Case<'a> {
         out
     }
 
-    /// Which keys the whole prompt is computed with.
+    /// Keys that the whole prompt is computed with.
     fn prefill(&self, spec: &str) -> Index {
         let (mut policy, mut index) = (self.make_of(spec), Index::default());
         let (queries, keys) = (self.queries.rows(0, self.tokens), self.keys.rows(0, self.tokens));
@@ -235,7 +235,7 @@ fn context(tokens: usize, is_prefill: bool) -> Context {
     Context { is_prefill, part: 0, parts: 1, first_query, tokens }
 }
 
-/// What stays of a prompt.
+/// Checks the tokens that remain of a prompt.
 fn evict(case: &Case<'_>) {
     let mut policy = case.make();
     let (tokens, layer) = (case.tokens, case.layer);
@@ -260,7 +260,7 @@ fn evict(case: &Case<'_>) {
     }
 }
 
-/// What stays after a prompt and after each token behind it.
+/// Checks the tokens that remain after a prompt and after each token behind it.
 fn steps(case: &Case<'_>) {
     let (mut policy, prompt) = (case.make(), case.number("prompt"));
     let mut there: Vec<Vec<u32>> = vec![Vec::new(); case.heads().len()];
@@ -296,7 +296,7 @@ fn lines(case: &Case<'_>) {
 fn blocks(case: &Case<'_>) {
     let spec = text(&case.value["spec"]);
     let index = case.prefill(spec);
-    // What the published code does otherwise than its rule says adds blocks, in the first
+    // Deviations of the published code from its rule add blocks, in the first
     // 16384 tokens alone.
     let plain = spec.contains("compat=true").then(|| case.prefill(&spec.replace("true", "false")));
     let wanted = array(case.result("heads"));

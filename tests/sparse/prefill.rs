@@ -157,7 +157,7 @@ fn softmax(logits: Vec<f64>) -> Vec<f64> {
     raised.iter().map(|x| x / sum).collect()
 }
 
-/// What kernels ask of an index: all lists ascend and name nothing twice, rows are there.
+/// Requirements of kernels on an index: lists ascend without duplicates, and rows exist.
 fn check(index: &Index, shape: &Shape, first: usize, end: usize) {
     let heads = Heads { queries: shape.query_heads, keys: shape.key_heads };
     let n = index.heads.len() as u32;
@@ -184,7 +184,7 @@ fn row_of(index: &Index, head: usize, row: usize) -> &[u32] {
     index.list(head as u32, row as u32)
 }
 
-/// An index that is nobody's answer.
+/// An index that no policy returns.
 fn marked() -> Index {
     let mut index = Index::default();
     index.lists.push([7]);
@@ -198,7 +198,7 @@ fn seen(index: &Index, head: usize, first: usize, query: usize) -> Vec<usize> {
         .collect()
 }
 
-/// What was chosen is `count` many and the best there is.
+/// Checks that the chosen items are `count` many and the best ones.
 fn check_best(scores: &[f64], chosen: &[u32], count: usize) {
     assert_eq!(chosen.len(), count);
     let is_in = |at: &usize| chosen.binary_search(&(*at as u32)).is_ok();
@@ -254,7 +254,7 @@ proptest! {
             let mut scores = line_scores(&p, head, tokens, last);
             scores[0].iter_mut().take(sinks).for_each(|x| *x = 1e9);
             for (d, score) in scores[1].iter_mut().take(recent).enumerate() {
-                // Of forced ones the nearest stay.
+                // The nearest forced ones are kept.
                 *score = 1e9 - d as f64;
             }
             check_best(&scores[0], lines[0], v);
@@ -579,7 +579,7 @@ proptest! {
                     let best_left = left.map(|b| sums[b as usize]).fold(f64::NEG_INFINITY, f64::max);
                     let are_best = order.last().is_none_or(|least| *least >= best_left - MARGIN);
                     let most = own.end - all_forced;
-                    // How many of the best were in when it was enough.
+                    // Whether the `n` best suffice.
                     let enough =
                         |n: usize, slack: f64| base + order[..n].iter().sum::<f64>() >= needed + slack;
                     let n = order.len();
@@ -948,7 +948,7 @@ fn dsa_loads_saves_and_truncates() {
     assert_eq!(all, [97, 100]);
     assert_eq!(select(&mut *policy, &[97, 5]).expect_err("unknown").status(), Status::NotFound);
     assert_eq!(select(&mut *policy, &[97, 97]).expect_err("twice").status(), Status::Invalid);
-    // What was saved answers the same elsewhere.
+    // Saved state gives the same answers in another policy.
     let mut other = make(&x.spec(",topk=5,load=true"), &shape(2, 1, 8)).expect("sound");
     for block in 0..4u32 {
         let mut saved = Vec::new();
@@ -965,7 +965,7 @@ fn dsa_loads_saves_and_truncates() {
     assert_eq!(policy.save(1, 97, &mut Vec::new()).expect_err("gone").status(), Status::NotFound);
     assert_eq!(x.ask(&mut *policy, 63, 64).expect_err("no keys").status(), Status::State);
     policy.append(1, 40, &x.keys(40, 64)).expect("again");
-    let gone = policy.save(1, 97, &mut Vec::new()).expect_err("it held other tokens");
+    let gone = policy.save(1, 97, &mut Vec::new()).expect_err("the block was replaced");
     assert_eq!(gone.status(), Status::NotFound);
     assert_eq!(seen(&x.ask(&mut *policy, 63, 64).expect("sound"), 0, 63, 63), chosen);
     assert_eq!(select(&mut *fork, &ids).expect("a copy"), want);
@@ -1012,7 +1012,7 @@ fn dsa_rejects_mismatched_keys() {
     );
     assert_eq!(out, before);
     assert!(policy.index(1, &x.queries(60, 64), None, &prefill(60, 64), &mut out).is_ok());
-    assert!(policy.seal(1, 0, 60, &x.keys(0, 8)).is_err(), "past what is there");
+    assert!(policy.seal(1, 0, 60, &x.keys(0, 8)).is_err(), "past the last key");
 }
 
 // streaming and full
@@ -1129,7 +1129,7 @@ fn ties_select_lower_columns_and_nearer_diagonals() {
     let index = p.index("minference(type=block_sparse,blocks=3)", 0, 512);
     assert_eq!((row_of(&index, 0, 1), row_of(&index, 0, 7)), (&[0, 1][..], &[0, 1, 2][..]));
     let index = p.index("xattention(block=64,stride=8,tau=0.5)", 0, 512);
-    // The last row gives seven blocks 1.06 each and its own 0.6; 4 are needed.
+    // The last row adds 1.06 for each of seven blocks and 0.6 for its own; 4 are needed.
     assert_eq!(row_of(&index, 0, 7), [0, 1, 2, 3, 7]);
     let index = p.index("flexprefill(block=64,tau=0,gamma=0.5)", 0, 512);
     // 241 keys or distances have half of it: two blocks of each.
@@ -1182,7 +1182,7 @@ fn every_query_attends_itself_and_the_sinks() {
 fn non_finite_inputs_change_nothing() {
     let good = Prompt::new(2, 1, 4, 300, 6);
     for spec in PROMPT_POLICIES {
-        // What goes by positions only looks at no numbers.
+        // Policies that use positions only read no numbers.
         let looks = !spec.contains("shape") && !spec.contains("streaming");
         for (bad, in_queries) in
             [(f32::NAN, true), (f32::NAN, false), (f32::INFINITY, true), (1e38, false)]
@@ -1343,7 +1343,7 @@ fn selection_does_not_depend_on_dtype() {
         policy.truncate(0).expect("stateless");
         assert_eq!(p.ask(&mut *fork, 0, 200).expect(spec), out, "{spec}: a copy");
     }
-    // A scale of its own: queries half as long, products twice.
+    // Another scale: queries half as long, products twice.
     let mut other = p.clone();
     other.shape.scale = 2.0 / (8f32).sqrt();
     other.q.iter_mut().for_each(|x| *x /= 2.0);

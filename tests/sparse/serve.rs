@@ -57,7 +57,7 @@ impl Numbers {
     }
 }
 
-/// What the engine knows of a layer: how many tokens each list has.
+/// State of the engine: how many tokens each list of a layer has.
 struct Engine {
     policy: Box<dyn Sparse>,
     traits: Traits,
@@ -75,7 +75,7 @@ impl Engine {
         Numbers::new(rows, context.first_query, context.tokens, 5 + layer)
     }
 
-    /// Tells the numbers that a question for some queries and candidates needs.
+    /// Passes the scores that a call for some queries and candidates needs.
     fn score(&mut self, layer: u32, queries: u32, candidates: usize) {
         let count = self.traits.scores(&SHAPE, queries, candidates);
         if count > 0 {
@@ -111,7 +111,7 @@ impl Engine {
         assert!(is_all || layer >= self.traits.dense_layers, "{}", self.what);
     }
 
-    /// Who does not say that it selects leaves nothing out, and needs no numbers for it.
+    /// A policy without block selection selects all candidates, and needs no scores for it.
     fn select_all(&mut self, layer: u32, context: &Context, out: &mut Vec<u32>) {
         let candidates: Vec<u32> = (0..(context.tokens - 1) / 16).rev().collect();
         let query = self.queries(layer, context);

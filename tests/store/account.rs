@@ -22,10 +22,10 @@ const MIB: u64 = 1 << 20;
 const DISK: &str = "bytes=512MiB,segment=8MiB";
 /// Chunks of 1 MiB, cells of 128 KiB.
 const MODEL: Model = Model { layers: 8, heads: 4, run: 256, chunk: 64 };
-/// One cell of 4 MiB: longer than what staging keeps for it.
+/// One cell of 4 MiB, longer than the staging memory that is kept for it.
 const LONG: Model = Model { layers: 1, heads: 8, run: 256, chunk: 1024 };
 
-/// A store whose budget is all that limits it.
+/// A store that is limited by its budget only.
 fn open(dir: &Path, limit: u64, rest: &str) -> (TestStore, Arc<Budget>) {
     let runtime = runtime();
     let budget = budget(&runtime, &[(Tier::Host, limit)]);
@@ -33,7 +33,8 @@ fn open(dir: &Path, limit: u64, rest: &str) -> (TestStore, Arc<Budget>) {
     (TestStore::on_budget(runtime, &budget, &spec), budget)
 }
 
-/// Of each so many tokens the last is as the one before: there is a little to be coded.
+/// Marks in which every `each`-th token repeats the one before it, so that little can be
+/// compressed.
 fn alike(tokens: &[u32], each: usize) -> Vec<u64> {
     let mut marks = marks_of(0, tokens);
     for at in (each - 1..marks.len()).step_by(each) {
@@ -53,7 +54,7 @@ fn put(store: &TestStore, namespace: u32, model: Model, number: u32, each: usize
     store.close_session(session);
 }
 
-/// Loads it, and compares every byte.
+/// Loads a document, and compares every byte.
 fn get(store: &TestStore, namespace: u32, model: Model, number: u32, each: usize) {
     let tokens = document(number, model.chunk);
     let session = store.session(namespace, &tokens);
@@ -64,7 +65,7 @@ fn get(store: &TestStore, namespace: u32, model: Model, number: u32, each: usize
     store.close_session(session);
 }
 
-/// At rest the account pays for segments, staging memory and tables, and for nothing else.
+/// At rest the account pays for segments, staging memory and tables only.
 fn all_is_counted(store: &TestStore, budget: &Budget, limit: u64) {
     store.settle();
     let (cells, paid, tables) = store
@@ -110,7 +111,7 @@ fn small_budget_holds_with_a_codec() {
         all_is_counted(&store, &budget, limit);
         let counters = store.counters();
         assert!(counters.coded_cells > 300 && counters.disk_hit_cells > 20, "{counters:?}");
-        // Half of each is as the other half: what little memory there was has done.
+        // Half of each cell repeats the other half. Cells are coded even with little memory.
         assert!(counters.coded_cells * 10 > counters.written_cells * 9, "{counters:?}");
         let (dropped, no_room) = (counters.dropped_chunks, counters.no_room_cells);
         assert_eq!((dropped, no_room, counters.failed_reads, counters.corrupt_cells), (0, 0, 0, 0));
@@ -130,7 +131,7 @@ fn budget_below_the_reserve_is_rejected() {
     for words in [&scratch.0.display().to_string()[..], "raise its limit", "without a disk"] {
         assert!(error.message().contains(words), "{error}");
     }
-    // Nothing is left of it, and a larger one will do.
+    // The rejected store leaves nothing charged, and a larger budget suffices.
     assert_eq!((budget.accounts(), budget.usage(Tier::Host).committed_bytes), (0, 0));
     budget.resize(Tier::Host, RESERVE_BYTES + 16 * MIB).expect("a budget");
     let store = TestStore::on_budget(runtime, &budget, &spec);
@@ -148,13 +149,13 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
     let scratch = Scratch::new("long");
     let (store, budget) = open(&scratch.0, LIMIT, "codec=lz4,readers=2");
     let namespace = store.namespace(1, &LONG);
-    // There is room yet, and so they are coded.
+    // There is free memory, so the cells are coded.
     for number in 0..8 {
         put(&store, namespace, LONG, number, 8, Level::Disk);
     }
     store.settle();
     assert_eq!(store.counters().coded_cells, 8);
-    // Then others have most of it, and cells the rest.
+    // Then another account takes most of the memory, and cells take the rest.
     let other = budget.account("other", 1, None).expect("an account");
     let deadline_ns = store.now_ns() + LONG_NS;
     let opts = OpOpts { deadline_ns, ..OpOpts::default() };
@@ -176,7 +177,7 @@ fn cell_larger_than_the_reserve_is_read_when_memory_is_full() {
     let counters = store.counters();
     assert!(counters.disk_hit_cells > 8, "{counters:?}");
     let lane = budget.usage(Tier::Host);
-    assert!(lane.reclaim_requested_bytes > asked, "cells gave way: {lane:?}");
+    assert!(lane.reclaim_requested_bytes > asked, "no cells were reclaimed: {lane:?}");
     assert_eq!((counters.no_room_cells, counters.failed_reads, counters.corrupt_cells), (0, 0, 0));
     store.settle();
     assert!(budget.usage(Tier::Host).peak_bytes <= LIMIT);
@@ -208,7 +209,7 @@ fn remote_memory_is_charged_to_the_budget() {
     let without = tables("remote=none");
     let few = tables(&remote("known=4096,fetchers=1,uploaders=1"));
     let many = tables(&remote("known=262144,fetchers=4,uploaders=2"));
-    // Names of 16 bytes each, and threads.
+    // Names of 16 bytes each, and thread stacks.
     assert!(few >= without + (4096 << 4) + 3 * (256 << 10), "{few} {without}");
     assert!(many - few >= (258_048 << 4) + 4 * (256 << 10), "{many} {few}");
 }

@@ -14,12 +14,12 @@ use support::{
     runtime, wait, with_disk,
 };
 
-/// Cells of 8 KiB, chunks of 48.
+/// Cells of 8 KiB, chunks of 48 KiB.
 const WIDE: Model = Model { layers: 6, heads: 4, run: 64, chunk: 16 };
 /// Cells of half a block.
 const SMALL: Model = Model { layers: 3, heads: 1, run: 64, chunk: 16 };
 
-/// Reads a document of one chunk; whether it is there. What is there is right.
+/// Reads a document of one chunk. Returns whether it was found; found bytes are compared.
 fn is_there(store: &TestStore, namespace: u32, number: u32) -> bool {
     let tokens = document(number, WIDE.chunk);
     let marks = marks_of(0, &tokens);
@@ -34,8 +34,8 @@ fn is_there(store: &TestStore, namespace: u32, number: u32) -> bool {
     done.tokens > 0
 }
 
-/// 1,000 keys, by so many callers at once; half of them fit in memory, and the disk
-/// has room for all. Each was acknowledged in memory and nothing more was promised.
+/// Puts 1,000 keys from `callers` concurrent callers. Half of the keys fit in memory, and the disk
+/// has space for all. Each put is acknowledged at level RAM only.
 fn spill(callers: u32, rest: &str) {
     const KEYS: u32 = 1000;
     let scratch = Scratch::new("spill");
@@ -58,12 +58,11 @@ fn spill(callers: u32, rest: &str) {
             });
         }
     });
-    // The newest first, and once more the other way round: what is read sends others
-    // away, too.
+    // The newest first, then in the opposite order: reads evict other chunks, too.
     let numbers: Vec<u32> = (0..KEYS).rev().chain(0..KEYS).collect();
     let gone: Vec<u32> = numbers.into_iter().filter(|&n| !is_there(&store, namespace, n)).collect();
     let counters = store.counters();
-    assert!(gone.is_empty(), "{} of {KEYS} keys are gone: {gone:?}, {counters:?}", gone.len());
+    assert!(gone.is_empty(), "{} of {KEYS} keys are missing: {gone:?}, {counters:?}", gone.len());
     let lost = [
         counters.dropped_chunks,
         counters.corrupt_cells,
@@ -127,7 +126,7 @@ fn quick(name: &str) -> Scratch {
 
 const DOCUMENTS: u32 = 14;
 
-/// Documents that start alike in threes.
+/// Documents of which three at a time share a prefix.
 fn tokens_of(number: u32) -> Vec<u32> {
     let mut tokens = document(100 + number / 3, 16);
     tokens.extend(document(number, 16 * (1 + number as usize % 2)));
@@ -154,7 +153,7 @@ fn put(store: &TestStore, namespace: u32, number: u32) {
     store.close_session(session);
 }
 
-/// Layers of chunks of a document that are missing; the others are right.
+/// Number of missing layers of chunks of a document. The other layers are compared.
 fn missing(store: &TestStore, namespace: u32, number: u32) -> usize {
     let tokens = tokens_of(number);
     let marks = marks_of(0, &tokens);
@@ -179,19 +178,20 @@ fn missing(store: &TestStore, namespace: u32, number: u32) -> usize {
     gone
 }
 
-/// A store of two lives: of the first there is a checkpoint, of the second there are
-/// the records alone.
+/// Files of a store that was opened twice. A checkpoint covers the first run, and only records
+/// cover the second.
 fn sample(dir: &Path) -> Image {
     let (store, namespace) = open(dir).expect("a new store");
     (0..DOCUMENTS / 2).for_each(|number| put(&store, namespace, number));
     store.close();
     let (store, namespace) = open(dir).expect("opened");
     (DOCUMENTS / 2..DOCUMENTS).for_each(|number| put(&store, namespace, number));
-    drop(store); // as a crash leaves it
+    drop(store); // without a close, as after a crash
     load(dir)
 }
 
-/// Opens and reads what was damaged; whether it opened, and how much was missing.
+/// Opens a damaged store and reads all documents. Returns the number of missing cells, or the error
+/// of the open.
 fn survive(dir: &Path, what: &str) -> Result<usize> {
     let (store, namespace) = open(dir)?;
     let gone: usize = (0..DOCUMENTS).map(|number| missing(&store, namespace, number)).sum();
@@ -201,8 +201,8 @@ fn survive(dir: &Path, what: &str) -> Result<usize> {
         + opened.adopted.dropped
         + u64::from(disk.unsound_checkpoints + disk.damaged_segments + disk.foreign_segments)
         + u64::from(disk.damaged_headers + disk.torn_tails + disk.failed_reads);
-    assert!(gone == 0 || said > 0, "{what}: {gone} cells are gone: {counters:?} {opened:?}");
-    // It goes on: what is stored now is there.
+    assert!(gone == 0 || said > 0, "{what}: {gone} cells are missing: {counters:?} {opened:?}");
+    // The store continues: a new document is stored and found.
     put(&store, namespace, DOCUMENTS);
     assert_eq!(missing(&store, namespace, DOCUMENTS), 0, "{what}");
     store.settle();
@@ -228,20 +228,20 @@ fn flipped_bit_is_a_counted_miss() {
             for step in 0..7usize {
                 let at = block * 4096 + (step * 587 + block * 97) % 4096;
                 let mut damaged = image.clone();
-                damaged.get_mut(name).expect("there")[at] ^= 1 << (at % 8);
+                damaged.get_mut(name).expect("a file of the store")[at] ^= 1 << (at % 8);
                 save(&scratch.0, &damaged);
                 let what = format!("{name} byte {at}");
-                // One bit keeps no store from being opened.
+                // One flipped bit never prevents an open.
                 let gone = survive(&scratch.0, &what).unwrap_or_else(|e| panic!("{what}: {e}"));
                 let most = &mut most[kind(name).expect("one of the three")];
                 *most = gone.max(*most);
             }
         }
     }
-    // At worst the record of a chunk that three documents begin with: each misses it. What
-    // comes after it is there still, for when it was computed again.
+    // The worst case is the record of a chunk shared by three documents: each document misses it.
+    // The chunks after it are still stored, for when that chunk is recomputed.
     assert_eq!((most[0], most[1]), (0, 3 * SMALL.layers), "{most:?}");
-    assert_eq!(most[2], 0, "what a checkpoint says is in the records, too: {most:?}");
+    assert_eq!(most[2], 0, "the contents of a checkpoint are in the records, too: {most:?}");
 }
 
 /// Many bits, swapped blocks, and truncated files.
@@ -261,7 +261,7 @@ fn damage_is_a_counted_miss_or_an_open_error_with_reason() {
         for _ in 0..1 + below(12) {
             let name = names[below(names.len())];
             let other = image[names[below(names.len())]].clone();
-            let bytes = damaged.get_mut(name).expect("there");
+            let bytes = damaged.get_mut(name).expect("a file of the store");
             let blocks = bytes.len() / 4096;
             match below(8) {
                 0 => bytes.truncate(below(bytes.len())),
@@ -295,5 +295,5 @@ fn damage_is_a_counted_miss_or_an_open_error_with_reason() {
             }
         }
     }
-    assert!(lost > 50 && refused > 0 && refused < 125, "{lost} lost something, {refused} refused");
+    assert!(lost > 50 && refused > 0 && refused < 125, "{lost} lost cells, {refused} not opened");
 }

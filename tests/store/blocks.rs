@@ -24,12 +24,12 @@ use proptest::prelude::*;
 
 const MODEL: Model = Model { layers: 3, heads: 2, run: 24, chunk: 4 };
 
-/// Room for blocks at an engine's: a block lies together, K before V, layer after layer.
+/// The engine's memory for blocks: a block is contiguous, K before V, layer after layer.
 struct Pool {
     memory: Vec<u8>,
 }
 
-/// What is to be in a block of a name.
+/// Expected content of the block with this name.
 fn content(name: u32) -> Vec<u8> {
     let mut state = mix(u64::from(name) + 77);
     let byte = |_| {
@@ -53,7 +53,7 @@ impl Pool {
         &self.memory[at * each..][..each]
     }
 
-    /// Views of some of its blocks, in that order.
+    /// Views of some blocks, in this order.
     fn views(&self, order: &[usize]) -> Views {
         let base = self.memory.as_ptr().expose_provenance() as u64;
         let addresses = order.iter().map(|&at| base + at as u64 * MODEL.chunk_bytes());
@@ -121,7 +121,7 @@ impl Engineer {
         Ok(ops?.remove(0))
     }
 
-    /// The op's own end, and that of each block.
+    /// Statuses of the op and of each block.
     fn end(&self, op: &OpRef) -> (Status, Vec<Status>) {
         op.wait(RELEASED, self.store.now_ns() + LONG_NS).expect("every op ends");
         let status = |code: Option<i32>| Status::from_code(code.expect("ended")).expect("known");
@@ -143,9 +143,10 @@ impl Engineer {
         self.end(&op)
     }
 
-    /// Which came, every byte of them compared; what did not come is not wrong either.
+    /// Gets blocks, and returns which were found. Compares every byte of found blocks, and checks
+    /// that a missing block has no wrong bytes.
     fn get(&self, names: &[u32]) -> Vec<bool> {
-        // The last name first in memory: blocks lie in no order.
+        // The last name is first in memory, so that blocks are in no particular order.
         let (pool, order): (Pool, Vec<usize>) =
             (Pool::new(names.len()), (0..names.len()).rev().collect());
         let op = self
@@ -176,7 +177,7 @@ impl Engineer {
         found.iter().map(|&one| one & WHOLE != 0).collect()
     }
 
-    /// Which of them were held.
+    /// Holds blocks, and returns which of them were held.
     fn hold(&self, names: &[u32]) -> Vec<bool> {
         let (keys, mut found) = (self.keys(names), vec![9; names.len()]);
         self.store
@@ -218,7 +219,7 @@ fn blocks_are_read_independently_in_any_order() {
     let there: Vec<bool> = mixed.iter().map(|&name| name < 300).collect();
     assert_eq!(all.get(&mixed), there);
     assert_eq!(all.exists(&mixed), there);
-    // What is there is not stored again.
+    // Blocks that are resident are not stored again.
     assert_eq!(all.put(Level::Ram, &mixed[..50]).0, Status::Ok);
     let more = mixed[..50].iter().filter(|&&name| name >= 300).count() as u64;
     assert_eq!(all.store.counters().stored_cells, (300 + more) * MODEL.layers as u64);
@@ -253,7 +254,7 @@ fn namespaces_and_sequences_do_not_share_blocks() {
         .expect("open")
         .expect("ok");
     assert_eq!(found, [0; 3]);
-    // A sequence beside them, in the same namespace, and the other one.
+    // A sequence in the same namespace, and one in the other namespace.
     for namespace in [first.namespace, other] {
         let marks = marks_of(namespace, &tokens);
         let session = first.store.session(namespace, &tokens);
@@ -270,7 +271,7 @@ fn namespaces_and_sequences_do_not_share_blocks() {
 
 #[test]
 fn full_memory_keeps_some_blocks_and_reports_each() {
-    // Room for some forty.
+    // Memory for some 40 blocks.
     let all = Engineer::new(&format!("store(host={},policy=lru)", 512 << 10));
     let mut lost = 0;
     for round in 0..20u32 {
@@ -280,7 +281,7 @@ fn full_memory_keeps_some_blocks_and_reports_each() {
             names.iter().zip(&each).filter(|(_, s)| **s == Status::Ok).map(|(n, _)| *n).collect();
         let there = all.exists(&names);
         let came = all.get(&names);
-        assert_eq!(there, came, "nothing happens in between");
+        assert_eq!(there, came, "residency changed without a call");
         lost += came.iter().filter(|&&came| !came).count();
         assert!(names.iter().zip(&came).all(|(name, came)| !came || stored.contains(name)));
     }
@@ -301,7 +302,7 @@ fn durable_blocks_survive_a_restart() {
         let own: Vec<u32> = (life * 50..life * 50 + 50).collect();
         let (_, each) = all.put(Level::Durable, &own);
         assert_eq!(each, [Status::Ok; 50]);
-        // Prefetched ones are in memory, and those that are not there are named.
+        // Prefetched blocks are resident in memory, and missing blocks are reported.
         let op =
             all.begin(TransferKind::Prefetch, Level::Ram, &names, Views::default()).expect("begun");
         let (_, each) = all.end(&op);
@@ -332,7 +333,7 @@ fn invalid_block_transfers_leave_nothing() {
     let (pool, many) = (Pool::new(2), vec![1; MAX_BLOCKS + 1]);
     assert_eq!(refused(TransferKind::Prefetch, Level::Ram, &[], Views::default()), Status::Limit);
     assert_eq!(refused(TransferKind::Prefetch, Level::Ram, &many, Views::default()), Status::Limit);
-    // A view of too few blocks, views of too few layers, a level that needs a disk.
+    // A view of too few blocks, views of too few layers, and a level that needs a disk.
     assert_eq!(
         refused(TransferKind::Put, Level::Ram, &[1, 2, 3], pool.views(&[0, 1])),
         Status::Invalid
@@ -348,11 +349,11 @@ fn invalid_block_transfers_leave_nothing() {
 
 #[test]
 fn full_table_evicts_only_other_blocks() {
-    // Fewer rows than a batch has, and more than that are there already.
+    // The table has fewer rows than a batch has blocks, and fewer rows are free than that.
     let all = Engineer::new("store(host=16MiB,chunks=64,policy=lru)");
     let first: Vec<u32> = (0..60).collect();
     assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
-    // Thirty that are there, the oldest, and thirty new ones: the old thirty stay.
+    // The 30 oldest resident blocks and 30 new ones: the 30 old blocks stay.
     let both: Vec<u32> = (0..30).chain(100..130).collect();
     assert_eq!(all.put(Level::Ram, &both).0, Status::Ok);
     assert_eq!(all.get(&both), [true; 60]);
@@ -388,15 +389,15 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
-    /// In any order: no wrong byte, no block that was never put, nothing durable is lost, and
-    /// each block has its own status.
+    /// In any order: no wrong byte, no block that was never put, no durable block is lost, and each
+    /// block has its own status.
     #[test]
     fn random_block_transfers_match_a_model(steps in steps(), host_kib in 300u32..1200) {
         let scratch = Scratch::new("blocks-any");
         let disk = "bytes=32MiB,segment=1MiB,buffered=true";
         let spec = with_disk(&scratch.0, disk, &format!("host={host_kib}KiB,write=back"));
         let all = Engineer::on(TestStore::open(&spec), 1);
-        // What was acknowledged on disk and not dropped since, and what was ever put.
+        // Blocks acknowledged on disk and not dropped since, and all blocks ever put.
         let (mut known, mut ever) = (BTreeSet::new(), BTreeSet::new());
         let mut held: BTreeMap<u32, u32> = BTreeMap::new();
         for step in &steps {
@@ -470,10 +471,10 @@ proptest! {
 }
 
 fn lru_case(first_missing: bool) -> usize {
-    // Room for some forty.
+    // Memory for some 40 blocks.
     let all = Engineer::new(&format!("store(host={},policy=lru)", 512 << 10));
     assert_eq!(all.put(Level::Ram, &(0..30).collect::<Vec<u32>>()).0, Status::Ok);
-    // Those that came last in the batch are the first to leave.
+    // The last blocks of the batch are the first victims.
     let hot: Vec<u32> = (15..30).collect();
     let mut asked = hot.clone();
     if first_missing {
@@ -550,7 +551,7 @@ fn first_layers(dup: bool) -> usize {
 #[test]
 fn policies_see_repeated_names_like_single_ones() {
     let (once, twice) = (first_layers(false), first_layers(true));
-    assert_eq!(once, twice, "first layers that are left");
+    assert_eq!(once, twice, "resident first layers");
 }
 
 #[test]
@@ -560,7 +561,7 @@ fn session_granularity_evicts_blocks_one_by_one() {
     all.put(Level::Ram, &(100..112).collect::<Vec<u32>>());
     let left = all.exists(&(0..30).collect::<Vec<u32>>()).iter().filter(|one| **one).count();
     all.close();
-    assert!(left >= 15, "{left} of 30 left: 12 more came");
+    assert!(left >= 15, "{left} of 30 blocks are resident after 12 more were put");
 }
 
 #[test]
@@ -578,24 +579,24 @@ fn rejected_block_put_evicts_nothing() {
 #[test]
 fn held_blocks_are_not_evicted() {
     for rest in ["", ",granularity=cell", ",granularity=cell,drop=cell", ",granularity=session"] {
-        // Room for some forty.
+        // Memory for some 40 blocks.
         let all = Engineer::new(&format!("store(host={},policy=lru{rest})", 512 << 10));
         assert_eq!(all.put(Level::Ram, &(0..30).collect::<Vec<u32>>()).0, Status::Ok);
         let (own, others): (Vec<u32>, Vec<u32>) = ((0..10).collect(), (10..30).collect());
-        // Those that are not there are not held, nor in the way.
+        // Missing blocks are not held, and do not make the call fail.
         assert_eq!(all.hold(&[&own[..], &[999]].concat()), [vec![true; 10], vec![false]].concat());
         for round in 0..10u32 {
             all.put(Level::Ram, &(100 + round * 30..130 + round * 30).collect::<Vec<u32>>());
         }
         assert_eq!(all.get(&own), [true; 10], "{rest}");
-        assert!(all.exists(&others).iter().any(|there| !there), "{rest}: nobody had to leave");
+        assert!(all.exists(&others).iter().any(|there| !there), "{rest}: no block was evicted");
         assert_eq!(all.drop_blocks(&[&own[..], &[5, 999]].concat()), (0, 10));
         assert_eq!(all.release(&own), Status::Ok);
         assert_eq!(all.drop_blocks(&own[5..]), (5, 0));
         for round in 0..10u32 {
             all.put(Level::Ram, &(500 + round * 30..530 + round * 30).collect::<Vec<u32>>());
         }
-        assert_eq!(all.exists(&own), [false; 10], "{rest}: they may leave now");
+        assert_eq!(all.exists(&own), [false; 10], "{rest}: released blocks were not evicted");
         all.close();
     }
 }
@@ -606,7 +607,7 @@ fn holds_are_counted_and_excess_release_is_ignored() {
     assert_eq!(all.put(Level::Ram, &[1, 2, 3]).0, Status::Ok);
     assert_eq!(all.hold(&[1, 1, 2]), [true; 3]);
     assert_eq!(all.hold(&[2]), [true]);
-    // 1 and 2 twice each now, 3 not at all; one that is not there cannot be held.
+    // Blocks 1 and 2 are held twice each, block 3 not at all. A missing block cannot be held.
     for wrong in [&[3][..], &[1, 3], &[1, 1, 1], &[2, 1, 2, 2], &[9], &[1, 9]] {
         assert_eq!(all.release(wrong), Status::Invalid, "{wrong:?}");
     }
@@ -614,12 +615,12 @@ fn holds_are_counted_and_excess_release_is_ignored() {
     assert_eq!(all.drop_blocks(&[1, 2]), (1, 1));
     assert_eq!(all.release(&[2]), Status::Invalid);
     assert_eq!(all.exists(&[1, 2]), [true, false]);
-    // Another session holds by itself; one that is closed holds nothing.
+    // Another session has holds of its own; a closed session holds nothing.
     let other =
         all.store.handle.with(|core| core.open_session(all.namespace, &SessionOpts::default()));
     let (other, keys) = (other.expect("a session"), all.keys(&[1, 3]));
     let held = all.store.handle.with(|core| core.hold_names(other, &keys, &mut [0; 2]));
-    held.expect("there");
+    held.expect("resident blocks");
     assert_eq!(all.release(&[1]), Status::Ok);
     assert_eq!(all.release(&[3]), Status::Invalid);
     let fork = all.store.handle.with(|core| core.fork(other, &SessionOpts::default()));
@@ -676,8 +677,8 @@ fn holds_per_session_are_limited() {
         held.map_err(|error| error.status())
     };
     assert_eq!(hold(&[9, 2]), Err(Status::Limit));
-    assert_eq!(hold(&[9, 8]), Ok(()), "these are not there");
-    assert_eq!(all.drop_blocks(&[2]), (1, 0), "a call that was refused holds nothing");
+    assert_eq!(hold(&[9, 8]), Ok(()), "missing blocks");
+    assert_eq!(all.drop_blocks(&[2]), (1, 0), "a rejected call holds nothing");
     keys.push(keys[0]);
     let too_many = all.store.handle.with(|core| core.release_names(all.session, &keys));
     assert_eq!(too_many.unwrap_err().status(), Status::Limit);
@@ -686,7 +687,7 @@ fn holds_per_session_are_limited() {
 
 #[test]
 fn puts_fail_when_all_blocks_are_held() {
-    // Room for some forty in memory; then for fifty in the table.
+    // Memory for some 40 blocks; then 50 rows in the table.
     for (host, rows) in [("512KiB", ""), ("16MiB", ",chunks=50")] {
         let all = Engineer::new(&format!("store(host={host},policy=lru{rows})"));
         let mut own = Vec::new();
@@ -699,7 +700,7 @@ fn puts_fail_when_all_blocks_are_held() {
             };
             let full = if rows.is_empty() { Status::Budget } else { Status::Limit };
             assert!([Status::Ok, full].contains(&ended), "{host}{rows}: {ended:?}");
-            // One that nobody holds yet may be the only one that can leave.
+            // The new block, which is not held yet, may be the only candidate for eviction.
             if all.hold(&[name]) == [true] {
                 own.push(name);
             }
@@ -728,10 +729,10 @@ fn put_without_enough_free_rows_evicts_nothing() {
         op.map(|op| all.end(&op).0).map_err(|error| error.status())
     };
     assert_eq!(put(&(100..121).collect::<Vec<u32>>()), Err(Status::Limit));
-    assert!(all.exists(&names).iter().all(|&there| there), "somebody had to leave");
-    // Of those that are there, three can not leave for the others.
+    assert!(all.exists(&names).iter().all(|&there| there), "a rejected put evicted a block");
+    // Three of the blocks in the batch are resident and cannot be evicted for the others.
     assert_eq!(put(&(47..68).collect::<Vec<u32>>()), Err(Status::Limit));
-    assert!(all.exists(&names).iter().all(|&there| there), "somebody had to leave");
+    assert!(all.exists(&names).iter().all(|&there| there), "a rejected put evicted a block");
     assert_eq!(put(&(100..120).collect::<Vec<u32>>()), Ok(Status::Ok));
     assert!(all.exists(&names[..30]).iter().all(|&there| there));
     assert_eq!(all.release(&names[..30]), Status::Ok);
@@ -747,7 +748,7 @@ fn maximum_blocks_are_held_and_hinted_at_once() {
         let again: Vec<u32> = (0..MAX_BLOCKS as u32).map(|i| i % 1000).collect();
         assert!(all.hold(&again).iter().all(|&held| held));
         let keys = all.keys(&again);
-        // A time that has passed is as good as any.
+        // A time in the past is valid as well.
         let hint = Hint { next_use: Some((1, 0.5)), ..Hint::default() };
         all.store.handle.with(|core| core.hint_blocks(all.session, &keys, &hint)).expect("hinted");
         assert_eq!(all.drop_blocks(&names), (0, 1000));
@@ -757,7 +758,7 @@ fn maximum_blocks_are_held_and_hinted_at_once() {
     }
 }
 
-/// The cells of a block may be more than a policy takes in one batch.
+/// A block may have more cells than a policy takes in one batch.
 #[test]
 fn models_of_many_layers_are_hinted_cell_by_cell() {
     let model = Model { layers: 300, heads: 1, run: 8, chunk: 4 };
@@ -769,9 +770,9 @@ fn models_of_many_layers_are_hinted_cell_by_cell() {
     assert_eq!(store.put(session, Level::Ram, &engine).status, Status::Ok);
     let hint = Hint { done: true, ..Hint::default() };
     let hinted = store.handle.with(|core| {
-        let table = core.table_of(namespace).expect("it is open");
+        let table = core.table_of(namespace).expect("an open namespace");
         let slot = table.chunks.slots().next().expect("a chunk");
-        let keys = vec![*table.chunks.key(slot).expect("it is there"); MAX_BLOCKS];
+        let keys = vec![*table.chunks.key(slot).expect("an occupied row"); MAX_BLOCKS];
         core.hint_blocks(session, &keys, &hint)
     });
     assert_eq!(hinted.map_err(|error| error.status()), Ok(()));
@@ -784,7 +785,7 @@ fn models_of_many_layers_are_hinted_cell_by_cell() {
 fn held_blocks_may_be_demoted_to_disk() {
     let scratch = Scratch::new("blocks-held");
     let disk = "bytes=32MiB,segment=1MiB,buffered=true";
-    // Nothing would go to disk by itself.
+    // With `write=never`, blocks reach the disk only by eviction.
     let spec = with_disk(&scratch.0, disk, "host=512KiB,write=never,policy=lru");
     let all = Engineer::on(TestStore::open(&spec), 1);
     let names: Vec<u32> = (0..30).collect();
@@ -792,19 +793,19 @@ fn held_blocks_may_be_demoted_to_disk() {
     assert_eq!(all.hold(&names[..20]), [true; 20]);
     for round in 0..10u32 {
         let others: Vec<u32> = (100 + round * 30..130 + round * 30).collect();
-        assert_eq!(all.put(Level::Ram, &others).0, Status::Ok, "all that is held can go down");
+        assert_eq!(all.put(Level::Ram, &others).0, Status::Ok, "all held blocks can be demoted");
     }
     let left = all.get(&names);
     assert_eq!(left[..20], [true; 20]);
-    assert!(left[20..].iter().any(|there| !there), "nobody had to leave");
+    assert!(left[20..].iter().any(|there| !there), "no block was evicted");
     assert_eq!(all.release(&names[..20]), Status::Ok);
     all.close();
 }
 
-/// How many of the first fifteen of thirty are left when others come, once something was said
-/// of some.
+/// Number of the first 15 of 30 blocks that are still resident after more blocks were put, with an
+/// optional hint for some blocks.
 fn left_after(rest: &str, said: Option<(std::ops::Range<u32>, Hint)>) -> usize {
-    // Room for some forty.
+    // Memory for some 40 blocks.
     let all = Engineer::new(&format!("store(host={},policy=predictive{rest})", 512 << 10));
     let first: Vec<u32> = (0..15).collect();
     assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
@@ -815,7 +816,7 @@ fn left_after(rest: &str, said: Option<(std::ops::Range<u32>, Hint)>) -> usize {
         all.store
             .handle
             .with(|core| core.hint_blocks(all.session, &keys, &hint))
-            .expect("passed on");
+            .expect("valid hints");
     }
     all.put(Level::Ram, &(100..120).collect::<Vec<u32>>());
     let left = all.exists(&first).iter().filter(|one| **one).count();
@@ -830,20 +831,20 @@ fn policies_use_block_hints() {
     let never = Hint { done: true, ..Hint::default() };
     for rest in ["", ",granularity=cell,drop=cell", ",granularity=session"] {
         let silent = left_after(rest, None);
-        assert!(silent < 15, "{rest}: without a word {silent} stay");
+        assert!(silent < 15, "{rest}: {silent} blocks stay without a hint");
         for hint in [late, never] {
             let others = left_after(rest, Some((15..30, hint)));
-            assert_eq!(others, 15, "{rest}: the others are not needed soon");
+            assert_eq!(others, 15, "{rest}: a hinted block was kept before another one");
         }
     }
 }
 
-/// What each thread of a storm does.
+/// Rounds of each thread of a storm.
 const ROUNDS: u64 = 600;
 
-/// Threads that put, get, prefetch, drop, hold, cancel and are late, with names twice, at all levels,
-/// with words that are given or taken back. What is said to have come is right; items add up; the
-/// tables agree at the end.
+/// Threads put, get, prefetch, drop, hold and cancel, with deadlines, repeated names, all levels,
+/// and hints that are set or withdrawn. Found blocks are exact, items add up, and the tables are
+/// consistent at the end.
 fn storm(
     spec: &kvtier::store::spec::StoreSpec,
     seed: u64,

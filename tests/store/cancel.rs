@@ -29,7 +29,7 @@ impl Store {
         Store(SteppedStore::new(Parts { config, layout, ..Parts::default() }))
     }
 
-    /// A session of so many chunks. Sessions of different numbers share none.
+    /// A session of so many chunks. Sessions of different numbers share no chunk.
     fn session(&self, number: u32, chunks: u32) -> u32 {
         let tokens: Vec<u32> = (0..chunks * CHUNK).map(|i| number << 16 | i).collect();
         self.0.session(&tokens)
@@ -57,7 +57,7 @@ impl Store {
         assert_eq!((one.number, how, one.last), (number, status, true));
     }
 
-    /// Ends all copies that can begin.
+    /// Completes all copies that can begin.
     fn copy(&self) {
         loop {
             let Some(work) = self.0.lock().take(WorkerKind::Copy) else { return };
@@ -116,7 +116,7 @@ fn waiting_transfer_does_not_start_for_a_cancelled_one() {
         let submitted =
             store.0.lock().submit_waiting(sessions[6], TransferKind::Put, Level::Ram, 0, what);
         let (waits, ticket) = submitted.expect("room");
-        assert_eq!(waits, given_up, "numbers are used again");
+        assert_eq!(waits, given_up, "numbers are reused");
         store.copy();
         let mut ended: Vec<u32> = store.ended().iter().map(|one| one.number).collect();
         ended.sort_unstable();
@@ -135,12 +135,12 @@ fn waiting_transfer_does_not_start_for_a_cancelled_one() {
 fn jobs_waiting_for_memory_can_be_cancelled_in_any_order() {
     let store = Store::new(4096, 16);
     let sessions: Vec<u32> = (1..9).map(|number| store.session(number, 4)).collect();
-    // The first has all the memory; all others wait for some.
+    // The first transfer takes all the memory; all others wait for memory.
     let moves: Vec<u32> = sessions.iter().map(|&session| store.put(session, 4)).collect();
     for at in [3, 1, 7, 4] {
         store.cancel(moves[at]);
     }
-    // What was stored may leave when its session has gone.
+    // Stored chunks become candidates for eviction when their session is closed.
     for session in sessions {
         store.0.close_session(session);
     }
@@ -156,12 +156,12 @@ fn jobs_waiting_for_memory_can_be_cancelled_in_any_order() {
 fn jobs_waiting_for_a_cell_can_be_cancelled_in_any_order() {
     let store = Store::new(4096, 64);
     let sessions: Vec<u32> = (0..8).map(|_| store.session(1, 4)).collect();
-    // The first puts the cells, the others wait until they are there.
+    // The first transfer puts the cells; the others wait until the cells are resident.
     let moves: Vec<u32> = sessions.iter().map(|&session| store.put(session, 4)).collect();
     for at in [3, 1, 7, 4] {
         store.cancel(moves[at]);
     }
-    // Nobody puts them now: the next one does.
+    // Without the first transfer, the next one puts the cells.
     store.cancel(moves[0]);
     store.copy();
     let mut numbers: Vec<u32> = store.ended().iter().map(|one| one.number).collect();

@@ -28,19 +28,19 @@ use support::{Done, Scratch, TestStore, budget, document, marks_of, mix, wait, w
 
 const LAYERS: usize = 3;
 const CHUNK: usize = 32;
-/// Bytes of K, and of V, of a token: 128 numbers.
+/// Bytes of K, and of V, per token: 128 numbers.
 const ROW: usize = 256;
-/// K and V of a cell: four blocks.
+/// Bytes of K and V of a cell: four blocks.
 const CELL: usize = 2 * CHUNK * ROW;
 
-/// What a namespace's numbers are like.
+/// Distribution of the numbers in a namespace.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Like {
-    /// Few different ones.
+    /// Few distinct numbers.
     Dull,
-    /// No two alike.
+    /// Random numbers, no two alike.
     Noise,
-    /// Of like sizes, but for a few channels.
+    /// Numbers of similar magnitude, except in a few channels.
     Real,
 }
 
@@ -83,13 +83,13 @@ impl Tensors {
         }
     }
 
-    /// Whether the first tokens are alike to within half a step of the scale that they
-    /// may share, here or on the way; 0 = they are the same.
+    /// Asserts that the first tokens differ by at most `steps` half steps of the quantization
+    /// scale. 0 = they are equal.
     fn assert_near(&self, right: &Tensors, tokens: usize, steps: f32) {
         for (got, right) in self.0.iter().flatten().zip(right.0.iter().flatten()) {
             let (got, right) = (&got[..tokens * ROW], &right[..tokens * ROW]);
             if steps == 0.0 {
-                assert!(got == right, "not what it was");
+                assert!(got == right, "decoded bytes differ");
                 continue;
             }
             let numbers = |bytes: &[u8]| -> Vec<f32> {
@@ -116,7 +116,7 @@ fn fill(like: Like, mut state: u64, row: &mut [u8]) {
         };
         bytes.copy_from_slice(&to_f16(number).to_le_bytes());
         if like == Like::Noise {
-            // Its size as well: nothing is left to be found.
+            // The exponent is random as well, so that nothing can be compressed.
             bytes.copy_from_slice(&((chance >> 13) as u16 & 0xBFFF).to_le_bytes());
         }
         state = state.rotate_left(if like == Like::Dull { 0 } else { 1 });
@@ -157,7 +157,7 @@ fn put(store: &TestStore, namespace: u32, like: Like, tokens: &[u32]) {
     store.close_session(session);
 }
 
-/// Loads one, and compares what came; how many tokens.
+/// Loads a document, compares the found tokens, and returns their number.
 fn check(store: &TestStore, namespace: u32, like: Like, tokens: &[u32], steps: f32) -> usize {
     let session = store.session(namespace, tokens);
     let mut got = Tensors::new(tokens.len());
@@ -203,7 +203,7 @@ fn compressible_cells_are_coded_and_survive_restarts() {
     store.settle();
     let stored = counters.coded_bytes + cells * CELL as u64;
     store.close();
-    // By the checkpoint, then by the headers alone.
+    // First with the checkpoint, then with the headers alone.
     for life in 0..3 {
         let report = checked(&scratch.0);
         assert!(report.is_clean(), "{:?}", report.damage);
@@ -240,7 +240,7 @@ fn namespaces_keep_their_recipe_and_loss_is_measured() {
             if life == 0 {
                 put(&store, namespace, like, tokens);
             }
-            // Half a step, and what rounding to half precision adds.
+            // Half a step, plus the error of rounding to half precision.
             let steps = if codec == Some(Codec::Int8) { 1.1 } else { 0.0 };
             assert_eq!(check(&store, namespace, like, tokens, steps), tokens.len());
         }
@@ -248,7 +248,7 @@ fn namespaces_keep_their_recipe_and_loss_is_measured() {
         let each = (2 + 3 + 4 + 5) * LAYERS as u64;
         if life == 0 {
             assert_eq!((counters.written_cells, counters.coded_cells), (3 * each, 2 * each));
-            // Both planes of the one that is lossy.
+            // Both planes of the lossy cells.
             assert_eq!(counters.lossy_numbers, each * CELL as u64 / 2);
             let (most, mean) = (counters.lossy_error_max, counters.lossy_error_mean);
             assert!(most > 0.001 && most <= 40.0 / 254.0 * 1.1, "{most}");
@@ -317,10 +317,10 @@ fn compaction_copies_coded_cells() {
     let disk = store.handle.disk().expect("a disk");
     let (mut round, mut found) = (0, 0);
     while disk.stats().compacted_bytes < 1 << 20 {
-        assert!(round < 400, "nothing is cleaned: {:?}", disk.stats());
+        assert!(round < 400, "nothing is compacted: {:?}", disk.stats());
         for (namespace, like, steps) in namespaces {
             put(&store, namespace, like, &document(round, (1 + round as usize % 3) * CHUNK));
-            // Some stay because they are asked for.
+            // Reads keep some chunks from eviction.
             let old = document(round / 2, (1 + round as usize / 2 % 3) * CHUNK);
             found += check(&store, namespace, like, &old, steps);
         }
@@ -367,8 +367,7 @@ fn flipped_bit_of_a_coded_cell_is_a_miss() {
         .map(|path| (path.clone(), std::fs::read(path).expect("read")))
         .collect();
     let mut hurt = 0;
-    // Every block but the first, at its start, where coded planes say how long they
-    // are, and within.
+    // Every block but the first: at its start, where coded planes store their lengths, and inside.
     for block in 1..40 {
         for at in [0, 2, 777] {
             for path in files_of(&scratch.0, "") {
@@ -387,7 +386,7 @@ fn flipped_bit_of_a_coded_cell_is_a_miss() {
                 found += check(&store, namespace, like, &tokens, steps);
             }
             hurt += u64::from(found < 2 * tokens.len());
-            assert!(found >= tokens.len(), "one bit hurts one chunk: {found}");
+            assert!(found >= tokens.len(), "one bit damages one chunk only: {found}");
             store.settle();
             store.close();
         }
@@ -410,10 +409,10 @@ fn simulation_seeds_code_and_decode_cells() {
     assert!(coded > 100 && lost > 1000, "{coded} {lost}");
 }
 
-/// A stepped store whose disk pays for its staging memory.
+/// A stepped store whose disk charges its staging memory to an account.
 struct Paid {
     store: SteppedStore,
-    /// Keeps the budget.
+    /// Keeps the budget alive.
     _runtime: Runtime,
     account: Arc<Account>,
 }
@@ -451,7 +450,7 @@ impl Paid {
 fn coding_memory_is_charged_and_reserved() {
     let tokens = document(1, 8 * CHUNK);
     let cells = 8 * LAYERS as u64;
-    // In the end there is no more than the tier keeps for itself.
+    // The last budget is no larger than the reserve that the tier keeps.
     for limit_bytes in [64 << 20, RESERVE_BYTES + 65_536] {
         let paid = Paid::open(limit_bytes);
         let mut tensors = Tensors::of(Like::Dull, &marks_of(1, &tokens));

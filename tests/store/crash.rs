@@ -15,7 +15,7 @@ use support::{
 };
 
 const MODEL: Model = Model { layers: 3, heads: 2, run: 64, chunk: 16 };
-/// Documents that a process stores before it waits for its end.
+/// Documents that a process stores before it waits to be killed.
 const MOST: u32 = 40;
 /// Puts that are under way at once.
 const BESIDE: usize = 3;
@@ -23,7 +23,7 @@ const DIR: &str = "KVTIER_CRASH_DIR";
 const FIRST: &str = "KVTIER_CRASH_FIRST";
 const PREFIX: &str = "KVTIER_CRASH_PREFIX";
 const BEHIND: &str = "KVTIER_CRASH_BEHIND";
-/// Documents that go on from one prefix.
+/// Number of documents that continue one prefix.
 const FAMILY: u32 = 59;
 
 fn open(dir: &Path) -> TestStore {
@@ -31,7 +31,7 @@ fn open(dir: &Path) -> TestStore {
     TestStore::open(&with_disk(dir, "bytes=6GiB,segment=2MiB", rest))
 }
 
-/// Every third document goes on where an earlier one ends.
+/// Every third document continues an earlier one.
 fn tokens_of(number: u32) -> Vec<u32> {
     let chunks = 1 + (mix(u64::from(number)) % 5) as usize;
     let mut tokens = match number % 3 {
@@ -42,7 +42,7 @@ fn tokens_of(number: u32) -> Vec<u32> {
     tokens
 }
 
-/// The process that dies. Does nothing in a usual run.
+/// The process that is killed. Does nothing in a usual run.
 #[test]
 fn child() {
     let (Some(dir), Ok(first)) = (std::env::var_os(DIR), std::env::var(FIRST)) else { return };
@@ -70,7 +70,7 @@ fn child() {
         }
     }
     under_way.drain(..).for_each(&mut report);
-    // From here on only the end is waited for.
+    // From here on the process only waits to be killed.
     drop(std::io::stdin().read(&mut [0]));
 }
 
@@ -86,11 +86,11 @@ fn start(dir: &Path, first: u32) -> Child {
         .expect("started")
 }
 
-/// Kills a child when it has stored some, or before; which ones it had stored.
+/// Kills a child after it has stored some documents, or earlier. Returns the stored ones.
 fn kill(mut child: Child, chance: u64) -> Vec<u32> {
     let out = child.stdout.take().expect("piped");
     let enough = chance % u64::from(MOST + 6);
-    // Some die while they open the store.
+    // Some children are killed while they open the store.
     let early = enough >= u64::from(MOST);
     if early {
         (0..chance % 200_000 * 20).for_each(|_| std::hint::spin_loop());
@@ -102,7 +102,7 @@ fn kill(mut child: Child, chance: u64) -> Vec<u32> {
         stored.extend(line.strip_prefix("stored ").and_then(|n| n.parse::<u32>().ok()));
         if !early && stored.len() as u64 > enough {
             (0..chance % 100_000).for_each(|_| std::hint::spin_loop());
-            // It may be dead already: what came through the pipe counts all the same.
+            // The child may be dead already. Numbers received through the pipe count all the same.
             child.kill().expect("killed");
         }
     }
@@ -135,7 +135,7 @@ fn stored_cells_survive_a_killed_process() {
         let store = open(&scratch.0);
         let namespace = store.namespace(1, &MODEL);
         stored.iter().for_each(|&number| check(&store, namespace, number));
-        // Of those before some each time, and all at the end.
+        // Some of the earlier documents in each round, and all of them in the last.
         let step = if round + 1 == rounds { 1 } else { 17 };
         all.iter()
             .skip(round as usize % step)
@@ -146,7 +146,7 @@ fn stored_cells_survive_a_killed_process() {
         let counters = store.counters();
         let lost = (counters.corrupt_cells, counters.evicted_chunks, counters.missed_cells);
         assert_eq!(lost, (0, 0, 0), "seed {seed}, round {round}: {counters:?}");
-        // Half of the stores are left as they are, as if this process had died as well.
+        // Half of the stores are not closed, as if this process had died as well.
         match round % 2 {
             0 => store.close(),
             _ => drop(store),
@@ -155,7 +155,7 @@ fn stored_cells_survive_a_killed_process() {
     assert!(all.len() as u32 >= rounds * 5, "{} documents in {rounds} rounds", all.len());
 }
 
-/// Documents that a process stores between two looks at what waits to be written.
+/// Documents that a process stores between two checks of the unwritten bytes.
 const WAVE: u32 = 4;
 
 fn open_behind(dir: &Path) -> TestStore {
@@ -163,7 +163,7 @@ fn open_behind(dir: &Path) -> TestStore {
     TestStore::open(&with_disk(dir, "bytes=1GiB,segment=2MiB", rest))
 }
 
-/// The process that asks for nothing on disk. Does nothing in a usual run.
+/// The process that requests no write to disk. Does nothing in a usual run.
 #[test]
 fn behind_child() {
     let (Some(dir), Some(_)) = (std::env::var_os(DIR), std::env::var_os(BEHIND)) else { return };
@@ -217,7 +217,7 @@ fn write_behind_cells_survive_a_killed_process() {
     }
 }
 
-/// Puts all tokens from one on.
+/// Puts all tokens from `first` on.
 fn put_from(store: &TestStore, session: u32, tokens: &[u32], first: usize, level: Level) {
     let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, tokens));
     let what = engine.cell_range(first, tokens.len() - first, 0..MODEL.layers, false);
@@ -225,12 +225,12 @@ fn put_from(store: &TestStore, session: u32, tokens: &[u32], first: usize, level
     assert_eq!(done, Done::ok(tokens.len() - first));
 }
 
-/// One of the documents that begin as all do.
+/// One of the documents that share a prefix.
 fn relative(number: u32) -> Vec<u32> {
     [document(0, 64), document(1 + number, 96)].concat()
 }
 
-/// The process whose prefix was never asked to be on disk. Does nothing in a usual run.
+/// The process whose prefix was never requested to be on disk. Does nothing in a usual run.
 #[test]
 fn prefix_child() {
     let (Some(dir), Ok(way)) = (std::env::var_os(DIR), std::env::var(PREFIX)) else { return };
@@ -247,7 +247,7 @@ fn prefix_child() {
         store.close_session(session);
     }
     if way != "durable" {
-        store.settle(); // what has left memory is on disk
+        store.settle(); // evicted chunks are on disk
     }
     let mut out = std::io::stdout().lock();
     writeln!(out, "\nstored 0").and_then(|()| out.flush()).expect("a reader");
@@ -258,7 +258,7 @@ fn open_small(dir: &Path) -> TestStore {
     TestStore::open(&with_disk(dir, "bytes=1GiB,segment=2MiB", "host=2MiB,policy=lru,chunks=8192"))
 }
 
-/// Starts that process and kills it when it is done.
+/// Starts that process, and kills it when it has finished.
 fn kill_relatives(dir: &Path, way: &str) {
     let program = std::env::current_exe().expect("this program");
     let mut child = Command::new(program)
@@ -277,7 +277,7 @@ fn kill_relatives(dir: &Path, way: &str) {
     assert!(is_done, "the child did not store anything");
 }
 
-/// How far each document can be gone on with, byte for byte.
+/// Number of tokens from which each document can be continued, compared byte for byte.
 fn reach(store: &TestStore, namespace: u32, count: u32) -> Vec<usize> {
     let read = |number| {
         let tokens = relative(number);
@@ -315,8 +315,8 @@ fn evicted_chunks_are_usable_without_an_evicted_prefix() {
     assert!(adopted.chunks > 150 && adopted.dropped == 0, "{adopted:?}");
     let namespace = store.namespace(1, &MODEL);
     let all = reach(&store, namespace, FAMILY);
-    assert!(all.iter().all(|&tokens| tokens >= 64), "the prefix is gone: {all:?}");
-    // Everything that was found is of use to somebody.
+    assert!(all.iter().all(|&tokens| tokens >= 64), "the prefix is missing: {all:?}");
+    // Every chunk that was found is usable by a document.
     let chunks: usize = all.iter().map(|tokens| tokens / 16 - 4).sum();
     assert_eq!(chunks as u64 + 4, adopted.chunks, "{all:?}");
     assert!(all.iter().filter(|&&tokens| tokens == 160).count() > 20, "{all:?}");

@@ -23,10 +23,10 @@ use support::{
 /// Chunks of 96 KiB.
 const MODEL: Model = Model { layers: 6, heads: 4, run: 64, chunk: 16 };
 const MIB: u64 = 1 << 20;
-/// Refusals in a row after which a disk counts as full.
+/// Failures in a row after which a disk counts as full.
 const ENOUGH: u32 = 6;
 
-/// A store, and the documents that it has said to keep on disk.
+/// A store, and the documents that it has acknowledged on disk.
 struct Keep {
     store: TestStore,
     namespace: u32,
@@ -42,14 +42,14 @@ impl Keep {
         Keep { store, namespace, kept: Vec::new(), next: 0 }
     }
 
-    /// Opened once more, with what was kept.
+    /// Reopens the store, with the documents that were kept.
     fn again(self, dir: &Path, more: &str, rest: &str) -> Keep {
         let Keep { store, kept, next, .. } = self;
         store.close();
         Keep { kept, next, ..Keep::open(dir, more, rest) }
     }
 
-    /// Stores the next document; why not, if not.
+    /// Stores the next document, or returns the error.
     fn put(&mut self, level: Level) -> Result<(), Error> {
         let (number, tokens) = (self.next, document(self.next, MODEL.chunk));
         self.next += 1;
@@ -79,8 +79,8 @@ impl Keep {
         }
     }
 
-    /// Stores until that fails so many times in a row, or enough are there: the last
-    /// reason.
+    /// Stores until `ENOUGH` puts in a row have failed, and returns the last error. Returns None
+    /// after `most` puts.
     fn put_until_refused(&mut self, most: u32) -> Option<Error> {
         let (mut last, mut in_a_row) = (None, 0);
         for _ in 0..most {
@@ -98,15 +98,15 @@ impl Keep {
         None
     }
 
-    /// Stores all of so many.
+    /// Stores `count` documents. Every put must succeed.
     fn put_all(&mut self, count: u32) {
         for _ in 0..count {
             let level = if self.next % 2 == 0 { Level::Durable } else { Level::Disk };
-            self.put(level).expect("there is room again");
+            self.put(level).expect("the disk has space again");
         }
     }
 
-    /// Reads one: whether it is there. What is there is right.
+    /// Reads a document. Found tokens are compared.
     fn get(&self, number: u32) -> Done {
         let tokens = document(number, MODEL.chunk);
         let marks = marks_of(0, &tokens);
@@ -120,28 +120,28 @@ impl Keep {
         done
     }
 
-    /// What goes through memory alone works, whatever became of the disk.
+    /// Puts and gets in host memory succeed, whatever the state of the disk.
     fn is_alive(&mut self) {
         for _ in 0..10 {
-            self.put(Level::Ram).expect("memory is not the disk");
+            self.put(Level::Ram).expect("a put in host memory");
             assert_eq!(self.get(self.next - 1).status, Status::Ok);
         }
     }
 
-    /// All that was kept is there, but for what was sent away.
+    /// All kept documents are found, except evicted ones.
     fn audit(&self) {
         let is_gone = |&&number: &&u32| self.get(number).status != Status::Ok;
         let gone = self.kept.iter().filter(is_gone).count() as u64;
         let counters = self.store.counters();
         assert!(
             gone <= counters.evicted_chunks,
-            "{gone} of {} gone: {counters:?}",
+            "{gone} of {} missing: {counters:?}",
             self.kept.len()
         );
         assert_eq!(counters.corrupt_cells, 0, "{counters:?}");
     }
 
-    /// Whom an earlier life sent away is not missed in this one.
+    /// Removes documents from the list that an earlier process evicted.
     fn forget_gone(&mut self) {
         let kept = std::mem::take(&mut self.kept);
         self.kept = kept.into_iter().filter(|&n| self.get(n).status == Status::Ok).collect();
@@ -160,19 +160,19 @@ fn is_said(error: &Error, status: Status, words: &str) {
 
 const REST: &str = "host=4MiB,chunks=4096,readers=2";
 
-/// Others fill the file system that a store is on, and leave it again.
+/// Another file fills the file system of a store, and is removed later.
 fn full(disk: &Path, name: &str, more: &str) {
     let (dir, others) = (disk.join(name), disk.join("others"));
     fill(&others, 16 * MIB).expect("room");
     let mut keep = Keep::open(&dir, more, REST);
-    // It makes do with what others leave it: what is older goes, as in a full budget.
+    // The store works with the remaining space: older chunks are evicted, as with a full budget.
     assert_eq!(keep.put_until_refused(1500), None);
     assert!(keep.kept.len() > 1400, "{} were kept", keep.kept.len());
     assert!(keep.store.counters().evicted_chunks > 500, "{:?}", keep.store.counters());
     keep.is_alive();
     keep.audit();
-    // Whoever opens it now finds it as it is. How much that is depends on how far cleaning came:
-    // half of what there is room for it is in any case.
+    // A reopened store finds what is on the disk. The number of documents depends on the progress
+    // of compaction; it is at least half of what fits.
     let mut keep = keep.again(&dir, more, REST);
     keep.forget_gone();
     assert!(keep.kept.len() > 180, "{} were kept", keep.kept.len());
@@ -243,7 +243,7 @@ fn temporary_device_errors_are_survived() {
         let disk = dir.join("disk");
         let mut device = Loop::mounted(dir, &disk, 64 * MIB)?;
         let dir = disk.join("kv");
-        // What is read is not in memory.
+        // Chunks that are read are not in memory.
         let mut keep = Keep::open(&dir, "", REST);
         keep.put_all(120);
         keep.audit();
@@ -260,10 +260,10 @@ fn temporary_device_errors_are_survived() {
         }
         let counters = keep.store.counters();
         assert!(failed > 30 && counters.failed_reads > 0, "{failed} failed: {counters:?}");
-        assert_eq!(counters.corrupt_cells, 0, "nobody knows that it is wrong: {counters:?}");
-        // A disk that cannot be synced is not asked again: what is durable by now was so
-        // before.
-        let durable = keep.put(Level::Durable).expect_err("nothing lasts");
+        assert_eq!(counters.corrupt_cells, 0, "a failed read is not corruption: {counters:?}");
+        // A disk that failed a sync is not synced again: the chunks that are durable now were
+        // durable before.
+        let durable = keep.put(Level::Durable).expect_err("a durable put on a failed disk");
         assert_eq!(durable.status(), Status::Io);
         device.ends_at(0)?;
         keep.audit();
@@ -288,10 +288,10 @@ fn removed_directory_keeps_the_store_alive() {
         let error = keep.put_until_refused(400).expect("no segment can be made");
         is_said(&error, Status::NotFound, "No such file or directory");
         keep.is_alive();
-        // What was open stays so.
+        // Open files stay usable.
         keep.audit();
         keep.rest();
-        // It cannot put anything away, and says so; nothing hangs.
+        // The close cannot write to the disk. It reports an error, and does not hang.
         let Keep { store, .. } = keep;
         drop(store.handle.close(store.now_ns() + LONG_NS));
         drop(store);
@@ -311,7 +311,7 @@ fn removed_directory_fails_durable_puts() {
         let mut keep = Keep::open(&dir, "", REST);
         keep.put_all(2);
         std::fs::remove_dir_all(&dir).expect("removed");
-        let error = keep.put(Level::Durable).expect_err("no restart will find it");
+        let error = keep.put(Level::Durable).expect_err("a durable put without a directory");
         assert_eq!(error.status(), Status::Io, "{error}");
         keep.is_alive();
         Ok(())
@@ -350,7 +350,7 @@ fn lost_permission_fails_puts_and_recovers() {
     });
 }
 
-/// A store of which the budget says how much it may have, and its memory.
+/// A store limited by a budget, and that budget.
 fn on_budget(dir: &Path, limit: Option<u64>, reserve: u64) -> (Keep, std::sync::Arc<Budget>) {
     let runtime = runtime();
     let mut limits = [None; 5];
@@ -364,7 +364,7 @@ fn on_budget(dir: &Path, limit: Option<u64>, reserve: u64) -> (Keep, std::sync::
     (Keep { store, namespace, kept: Vec::new(), next: 0 }, budget)
 }
 
-/// Bytes of this process that are in memory and of no file.
+/// Resident bytes of this process that belong to no file.
 fn resident() -> u64 {
     let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
@@ -372,11 +372,11 @@ fn resident() -> u64 {
     word.and_then(|n| n.parse::<u64>().ok()).unwrap_or(0) << 10
 }
 
-/// Puts and gets until so many bytes have gone through; what was sent down is there.
+/// Puts and gets `bytes` bytes in total. Demoted chunks are found.
 fn storm(keep: &mut Keep, bytes: u64) {
     let first = keep.next;
     for turn in 0..(bytes / MODEL.chunk_bytes()) as u32 {
-        keep.put(Level::Ram).expect("others leave");
+        keep.put(Level::Ram).expect("others are evicted");
         let back = first + (mix(u64::from(turn)) % u64::from(turn + 1)) as u32;
         assert_eq!(keep.get(back).status, Status::Ok, "{back} of {turn}");
     }
@@ -399,7 +399,7 @@ fn shrinking_budget_is_obeyed_under_load() {
                 // At least a segment of 6 MiB, staging memory and tables.
                 for (turn, mib) in [24, 64, 15, 80, 18].into_iter().enumerate() {
                     budget.resize(Tier::Host, mib * MIB).expect("a budget");
-                    // Before that, more could be granted.
+                    // Memory granted before the resize may still be in use.
                     let had = used();
                     while used() > mib * MIB && !stop.load(Ordering::Relaxed) {
                         assert!(used() <= had.max(mib * MIB), "turn {turn}: more was granted");
@@ -415,7 +415,7 @@ fn shrinking_budget_is_obeyed_under_load() {
                 }
             }
             stop.store(true, Ordering::Relaxed);
-            panic!("what was asked for was not given back: {:?}", budget.usage(Tier::Host));
+            panic!("the requested memory was not returned: {:?}", budget.usage(Tier::Host));
         });
         storm(&mut keep, 40 * MIB);
         keep.rest();
@@ -443,13 +443,13 @@ fn store_stays_within_a_cgroup() {
     apart(kvtier_testkit::test_name!("store_stays_within_a_cgroup"), |dir| {
         const LIMIT: u64 = 160 * MIB;
         let group = Group::joined(LIMIT)?;
-        // More is asked for than the group may have, and the machine has.
+        // The budget exceeds the limit of the group and the memory of the machine.
         let (mut keep, budget) = on_budget(&dir.join("kv"), Some(64 << 30), 48 * MIB);
         let lane = budget.usage(Tier::Host);
         assert!(lane.limit_bytes <= LIMIT - 48 * MIB, "{lane:?}");
         storm(&mut keep, 3 * LIMIT / 2);
         assert!(resident() < LIMIT, "{} MiB", resident() / MIB);
-        assert!(budget.usage(Tier::Host).peak_bytes > LIMIT / 4, "it uses what it may");
+        assert!(budget.usage(Tier::Host).peak_bytes > LIMIT / 4, "too little memory was used");
         keep.rest();
         let counters = keep.store.counters();
         assert_eq!(
@@ -458,7 +458,7 @@ fn store_stays_within_a_cgroup() {
         );
         let peak = group.peak_bytes();
         assert!(peak.is_none_or(|peak| peak <= LIMIT), "{peak:?}");
-        assert_eq!(group.hits(), 0, "the limit was met");
+        assert_eq!(group.hits(), 0, "the group reached its limit");
         keep.store.close();
         Ok(())
     });
@@ -479,7 +479,7 @@ fn store_yields_memory_inside_a_cgroup() {
         let others = vec![1u8; 48 << 20];
         storm(&mut keep, LIMIT / 2);
         assert!(others.iter().all(|&byte| byte == 1));
-        // What is there for the store follows from what is left in the group.
+        // The limit of the store follows the free memory of the group.
         budget.resize(Tier::Host, 64 << 30).expect("a budget");
         assert!(budget.usage(Tier::Host).limit_bytes <= LIMIT - 96 * MIB);
         storm(&mut keep, LIMIT / 2);
@@ -498,7 +498,7 @@ fn without_a_disk_evicted_chunks_are_dropped_and_counted() {
     let namespace = store.namespace(1, &MODEL);
     let mut keep = Keep { store, namespace, kept: Vec::new(), next: 0 };
     for _ in 0..400 {
-        keep.put(Level::Ram).expect("others leave");
+        keep.put(Level::Ram).expect("others are evicted");
     }
     let there = (0..400).filter(|&number| keep.get(number).status == Status::Ok).count() as u64;
     let counters = keep.store.counters();

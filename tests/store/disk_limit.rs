@@ -44,12 +44,12 @@ fn smaller_disk_limit_is_obeyed_after_opening() {
     let (used, live) = (disk.stats().used_bytes, disk.segments());
     let live: u64 = live.iter().map(|s| u64::from(s.live_blocks) * 4096).sum();
     assert!(used <= SMALL, "{used} bytes of {SMALL} are used, and nothing was written");
-    // A record of a chunk is a header and two cells here. Three segments are kept back or written
-    // to, and one more may go beyond need.
+    // Here the record of a chunk is a header and two cells. Three segments are reserved or being
+    // written, and one more may be evicted beyond need.
     let least = (SMALL - 5 * SEGMENT) * 2 / 3;
-    assert!(live >= least, "{live} bytes live, {least} had room");
-    assert!(store.is_stored(&document(documents - 1, 64)), "the newest is there");
-    assert!(!store.is_stored(&document(0, 64)), "the oldest is gone");
+    assert!(live >= least, "{live} live bytes, of at least {least} that fit");
+    assert!(store.is_stored(&document(documents - 1, 64)), "the newest document is stored");
+    assert!(!store.is_stored(&document(0, 64)), "the oldest document was evicted");
 }
 
 #[test]
@@ -67,12 +67,12 @@ fn table_smaller_than_the_disk_index_is_rejected() {
     store.close();
     let runtime = runtime();
     let refused = Store::open(runtime.core(), None, &spec("host=4MiB,chunks=100"));
-    let error = refused.err().expect("200 chunks are there");
+    let error = refused.err().expect("a table that is too small");
     assert_eq!(error.status(), Status::Limit);
     for words in ["200 chunks", "chunks=1024", "forget 100", "chunks=200", "forget=true"] {
         assert!(error.message().contains(words), "{words}: {error}");
     }
-    // Nothing is lost by that, and as many as there are is enough.
+    // The failed open loses nothing, and a table of exactly this size suffices.
     let store = TestStore::open(&spec("host=4MiB,chunks=200"));
     assert_eq!(count(&store), 200);
     store.close();
@@ -81,7 +81,7 @@ fn table_smaller_than_the_disk_index_is_rejected() {
     store.close();
 }
 
-/// A chunk of two segments' length.
+/// A chunk as long as two segments.
 #[test]
 fn chunk_larger_than_a_segment_is_written() {
     const LONG: Model = Model { layers: 8, heads: 2, run: 64, chunk: 1024 };
@@ -103,7 +103,7 @@ fn chunk_larger_than_a_segment_is_written() {
     store.close();
 }
 
-/// Segments count until they are deleted.
+/// Segments are charged until they are deleted.
 #[test]
 fn shrinking_disk_is_charged_until_it_is_small() {
     const MIB: u64 = 1 << 20;
@@ -128,7 +128,7 @@ fn shrinking_disk_is_charged_until_it_is_small() {
         .with(|core| {
             let before = core.report().stats.disk_used_bytes;
             core.set_disk_bytes(8 * MIB)?;
-            assert!(paid() >= before.min(48 * MIB), "{} of {before} are paid for", paid());
+            assert!(paid() >= before.min(48 * MIB), "{} of {before} are charged", paid());
             Ok(())
         })
         .expect("open");

@@ -30,13 +30,13 @@ struct Known {
     seal: u64,
     mark: Option<Mark>,
     durable: bool,
-    /// A sync of its segment failed: its bytes may be gone.
+    /// A sync of the segment failed: the cell's bytes may be lost.
     doubtful: bool,
 }
 
 type Index = BTreeMap<(u16, u32), Known>;
 
-/// The index as cleaning asks for it.
+/// The index as compaction sees it.
 struct Owner<'a> {
     index: &'a mut Index,
     lost: Vec<(u16, u32)>,
@@ -55,14 +55,14 @@ impl CellIndex for Owner<'_> {
     }
 
     fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
-        let known = self.known(cell).expect("it was wanted");
+        let known = self.known(cell).expect("a live cell");
         known.spot = to;
         true
     }
 
     fn lost(&mut self, cell: &CellAt) -> bool {
         let id = (number_of(&cell.chunk.key), cell.layer);
-        let known = self.index.remove(&id).expect("it was wanted");
+        let known = self.index.remove(&id).expect("a live cell");
         assert!(!known.durable, "a durable cell was lost: {id:?}");
         self.lost.push(id);
         true
@@ -110,14 +110,15 @@ fn steps(faults: bool) -> impl Strategy<Value = Vec<Step>> {
     proptest::collection::vec(step, 1..90)
 }
 
-/// What must not come back: chunk, layer, and whether that is durable.
+/// Dropped cells that must not be recovered, by chunk and layer. A drop is pending until it is
+/// durable.
 #[derive(Default)]
 struct Gone {
     pending: BTreeMap<(u16, u32), Mark>,
     durable: BTreeSet<(u16, u32)>,
 }
 
-/// The content of a session that is durable, and those noted since.
+/// The durable content of a session, and the contents written since.
 type Contents = (Vec<u8>, Vec<Vec<u8>>);
 
 struct World {
@@ -125,11 +126,11 @@ struct World {
     tier: Option<DiskTier>,
     index: Index,
     gone: Gone,
-    /// The last content of each session that is durable, and those noted since.
+    /// The durable content of each session, and the contents written since.
     sessions: BTreeMap<Vec<u8>, Contents>,
     session_marks: Vec<(Vec<u8>, Vec<u8>, Mark)>,
-    /// A sync failed since the power last did: what is read may not be on the disk,
-    /// and no later sync can tell.
+    /// A sync failed since the last power failure: bytes that are read may not be on the disk, and
+    /// no later sync can tell.
     sync_failed: bool,
 }
 
@@ -149,13 +150,13 @@ impl World {
         }
     }
 
-    /// What a check of the directory says, without the tier.
+    /// Report of fsck on the directory.
     fn fsck(&self) -> Report {
         let sim = if self.sim.is_closed() { self.sim.reopen() } else { self.sim.clone() };
         fsck(&sim, &FsckOptions::default()).expect("a store")
     }
 
-    /// The files are never more than the budget, whatever happened.
+    /// The files never exceed the budget.
     fn check_budget(&self) {
         if let Ok(all) = self.sim.list() {
             let bytes: u64 = all.iter().map(|entry| entry.bytes).sum();
@@ -173,7 +174,7 @@ impl World {
         if new.is_empty() {
             return;
         }
-        // Also where it fails: nobody can tell what of it is on the disk.
+        // Also if the append fails: an unknown part of it may be on the disk.
         for &layer in &new {
             self.gone.pending.remove(&(n, layer));
             self.gone.durable.remove(&(n, layer));
@@ -315,7 +316,7 @@ impl World {
         }
     }
 
-    /// Opens the store again; `all` says that nothing written may be missing.
+    /// Reopens the store. If `all`, nothing written may be missing.
     fn reopen(&mut self, all: bool) {
         let failed = self.tier.as_ref().is_some_and(|tier| tier.stats().failed_syncs > 0);
         self.sync_failed = all && (self.sync_failed || failed);
@@ -331,10 +332,10 @@ impl World {
             assert!(!must || self.index.contains_key(id), "{id:?} is missing: {known:?}");
         }
         for id in &self.gone.durable {
-            assert!(!self.index.contains_key(id), "{id:?} was forgotten and is back");
+            assert!(!self.index.contains_key(id), "{id:?} was dropped and is found again");
         }
         self.audit(&tier, &before, all);
-        // What was on disk only is durable from here on.
+        // Cells that were on disk only are durable from here on.
         tier.commit_all().expect("no fault is planned");
         for known in self.index.values_mut() {
             known.doubtful = self.sync_failed && !known.durable;
@@ -347,11 +348,11 @@ impl World {
         self.check_budget();
     }
 
-    /// Takes what was found into the index: every cell once.
+    /// Adds the recovered cells to the index. Each cell must be recovered once.
     fn adopt(&mut self, found: &Recovered) {
         for (chunk, places) in found.chunks() {
             let n = number_of(&chunk.key);
-            assert_eq!(*chunk, chunk_of(n), "a chunk that nobody stored");
+            assert_eq!(*chunk, chunk_of(n), "a chunk that was never stored");
             for place in places {
                 let id = (n, place.layer);
                 assert_eq!(u64::from(place.stored_bytes), stored(id.0, id.1));
@@ -363,8 +364,8 @@ impl World {
         }
     }
 
-    /// Reads everything that was found: what is good is durable enough from now on,
-    /// what is not must not have been promised.
+    /// Reads all recovered cells. Good cells keep their durability; bad cells must not have been
+    /// durable.
     fn audit(&mut self, tier: &DiskTier, before: &Index, all: bool) {
         let cells: Vec<_> =
             self.index.iter().map(|(&(n, l), known)| (n, l, known.spot, known.seal)).collect();
@@ -386,7 +387,7 @@ impl World {
         for (name, (durable, later)) in &mut self.sessions {
             let now = found.sessions.iter().find(|s| *s.name == **name).map(|s| s.payload.to_vec());
             let now = now.unwrap_or_default();
-            assert!(now == *durable || later.contains(&now), "session {name:?} is another");
+            assert!(now == *durable || later.contains(&now), "session {name:?} has other content");
             match self.sync_failed {
                 true => later.push(now),
                 false => (*durable, *later) = (now, Vec::new()),
@@ -436,7 +437,8 @@ impl World {
         self.check_budget();
     }
 
-    /// A failed sync may have lost whatever was not durable, of whoever asked for it.
+    /// A failed sync may have lost every cell that was not durable, whichever commit requested the
+    /// sync.
     fn doubt(&mut self) {
         if self.tier.as_ref().is_some_and(|tier| tier.stats().failed_syncs > 0) {
             let open = self.index.values_mut().filter(|known| !known.durable);
@@ -454,7 +456,7 @@ fn run(seed: u64, steps: &[Step]) {
     world.reopen(true);
 }
 
-/// Fewer cases than usual unless somebody says how many: each is long.
+/// Fewer cases than the default unless PROPTEST_CASES is set: each case is long.
 fn config() -> ProptestConfig {
     let asked = std::env::var_os("PROPTEST_CASES").is_some();
     let usual = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
@@ -479,7 +481,7 @@ const SAMPLE: [(u16, u32); 7] = [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0), (3, 1),
 
 const SESSIONS: [(&[u8], &[u8]); 2] = [(b"first", b"what the store notes"), (b"third", &[3; 5000])];
 
-/// Cells that were good, how many were bad, what opening said and found.
+/// Good cells, the number of bad ones, and the report and result of the open.
 type Survey = (Vec<(u16, u32)>, usize, OpenReport, Recovered);
 
 /// Opens an image and reads everything in it.
@@ -490,7 +492,7 @@ fn survey(image: &Image) -> Result<Survey> {
         let right = SESSIONS
             .iter()
             .any(|(name, content)| *name == &*session.name && *content == &*session.payload);
-        assert!(right, "a session that nobody noted: {session:?}");
+        assert!(right, "a session that was never written: {session:?}");
     }
     let cells: Vec<_> = found
         .chunks()
@@ -537,14 +539,14 @@ fn checkpoint_and_scan_recover_the_same_index() {
 /// counted.
 #[test]
 fn flipped_bit_loses_only_the_cell_it_hits() {
-    // Every byte that means something takes minutes in a debug build.
+    // Testing every significant byte takes minutes in a debug build.
     let stride = if std::env::var_os("KVTIER_EXHAUSTIVE").is_some() { 1 } else { 19 };
     let (mut hit, mut lost_sessions) = (0, 0);
     for checkpoint in [false, true] {
         let image = sample(checkpoint);
         for (name, bytes) in &image {
-            // The heads of all headers and frames, densely what a checkpoint lists, and
-            // some of everything else.
+            // The heads of all headers and frames, most bytes that a checkpoint lists, and a sample
+            // of everything else.
             let listed = if name.starts_with("index-") { 4096 + 1200 } else { 0 };
             let interesting = |at: usize| {
                 let place = at % 4096;
@@ -615,8 +617,8 @@ fn foreign_segments_are_not_adopted() {
     assert_eq!(survey(&image).err().expect("damaged").status(), Status::Corrupt);
 }
 
-/// Every version of the format stays readable, and written bytes change only with the version.
-/// `KVTIER_BLESS=1` writes the file anew.
+/// Every version of the format stays readable. Written bytes change only with the version;
+/// `KVTIER_BLESS=1` rewrites the file.
 #[test]
 fn format_version_1_is_stable() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/disk-v1.bin");
@@ -689,7 +691,7 @@ fn single_planes_are_read_and_verified() {
         let mut bytes = vec![0; v as usize];
         let mut plane =
             GetPlane { kind: 2, id: 0, version: 1, bytes: v, address: bytes.as_mut_ptr() };
-        // SAFETY: the vector's own memory, here and below.
+        // SAFETY: the memory belongs to the vector, here and below.
         unsafe { tier.read_plane(spot, &who, seal, &plane) }.expect("good");
         assert!(bytes == content(0, layer)[k as usize..]);
         // SAFETY: as above.
@@ -772,7 +774,7 @@ fn dropping_cells_frees_disk_budget() {
     assert!(tier.stats().most_used_bytes <= BUDGET);
 }
 
-/// Calls again while the disk is full: threads that clean make room, sooner or later.
+/// Retries while the disk is full. Compacting threads free space sooner or later.
 fn once_there_is_room<T>(mut call: impl FnMut() -> Result<T>) -> T {
     loop {
         match call() {
@@ -783,7 +785,8 @@ fn once_there_is_room<T>(mut call: impl FnMut() -> Result<T>) -> T {
     }
 }
 
-/// Counts a writer out when it ends, also by a panic: others wait for all to end.
+/// Decrements the number of writers when a writer ends, also by a panic. Other threads wait for all
+/// writers.
 struct Writing<'a>(&'a AtomicUsize);
 
 impl Drop for Writing<'_> {
@@ -831,7 +834,7 @@ fn threads_share_a_tier() {
             }
         };
         let threads: Vec<_> = (0..writers as u16).map(|t| scope.spawn(write(t))).collect();
-        // Two that clean, so that they meet at one segment too.
+        // Two compacting threads, so that both reach the same segment at times.
         for turn in 0..2 {
             let (tier, shared, left) = (&tier, &shared, &left);
             scope.spawn(move || {
@@ -884,7 +887,7 @@ fn failed_compaction_copy_is_ignored() {
     let mut found_twice = 0;
     for seed in 0..600 {
         let mut world = World::new(seed);
-        // Something lives where cleaning writes: what it leaves there stays.
+        // A live record in the segment that compaction writes to keeps that segment.
         world.append(0, 0, 2, seed % 2 == 0);
         world.commit(|_| true);
         world.clean(0);
@@ -908,7 +911,7 @@ fn failed_compaction_copy_is_ignored() {
         world.clean(0);
         world.reopen(true);
     }
-    assert!(found_twice > 50, "{found_twice}: the test does not do what it says");
+    assert!(found_twice > 50, "{found_twice}: too few failed copies were found");
 }
 
 /// Sequences that once lost a durable cell or session.
@@ -917,7 +920,7 @@ fn regression_seeds_lose_nothing_durable() {
     use Step::*;
     let put = |n, first, layers| Append { n, first, layers, in_place: false };
     let session = |bytes| Session { name: 0, bytes };
-    // A sync fails while cleaning; another cleaning goes through; the process dies.
+    // A sync fails during compaction, another compaction succeeds, and the process dies.
     run(
         8253716897381649235,
         &[
@@ -952,8 +955,8 @@ fn regression_seeds_lose_nothing_durable() {
             Clean { pick: 6 },
         ],
     );
-    // What says that a chunk is forgotten is lost with its segment's sync; the segment
-    // is cleaned, and nobody is told that it lasts.
+    // The record of a drop is lost with the failed sync of its segment. The segment is compacted,
+    // and the drop is not reported durable.
     run(
         228122372733310263,
         &[
@@ -988,8 +991,8 @@ fn regression_seeds_lose_nothing_durable() {
             session(0),
         ],
     );
-    // The newest record of a session is read after its sync failed and the process died,
-    // and is not on the disk when the power fails.
+    // The newest record of a session is read after its sync failed and the process died, but it is
+    // not on the disk when the power fails.
     run(
         7320073348223712821,
         &[
@@ -1024,8 +1027,8 @@ fn regression_seeds_lose_nothing_durable() {
             Close,
         ],
     );
-    // The newest record of a session is lost with its segment's sync, and a checkpoint
-    // covers the one before.
+    // The newest record of a session is lost with the failed sync of its segment, and a checkpoint
+    // covers the record before it.
     run(
         1112109436295218617,
         &[
@@ -1098,15 +1101,15 @@ fn oversized_checkpoint_is_rejected_and_gets_freed_space() {
     }
     assert_eq!((tier.segments(), tier.stats().used_bytes), (before, used));
     assert!(all.len() > 8, "{all:?}");
-    // Room for it, and nobody else gets in between.
+    // Frees space for a checkpoint; appends must not take that space.
     for n in all.clone().take(all.len() / 2 + 2) {
-        shared.drop_chunk(&tier, n, false).expect("nothing is written");
+        shared.drop_chunk(&tier, n, false).expect("a drop without a record");
     }
     tier.sweep();
     fill(&tier, &shared);
     checkpoint(&tier, &shared).expect("room was left");
     fill(&tier, &shared);
-    // Again and again: there is always room for the next one beside the last.
+    // Repeatedly: there is always space for the next checkpoint beside the last one.
     for _ in 0..3 {
         checkpoint(&tier, &shared).expect("room is left");
         fill(&tier, &shared);
@@ -1116,7 +1119,7 @@ fn oversized_checkpoint_is_rejected_and_gets_freed_space() {
     drop(tier);
     let bytes: u64 = names(&sim).iter().map(|entry| entry.bytes).sum();
     assert!(bytes <= budget);
-    // After it was opened again, too.
+    // After a reopen, too.
     let (tier, found, report) = open();
     assert!(report.checkpoint > 0);
     shared.check(&tier, &found, &[]);

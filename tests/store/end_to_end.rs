@@ -29,7 +29,7 @@ fn every_tensor_shape_reads_every_other() {
     let store = TestStore::open(&spec_of("store(host=16MiB,chunks=4096)"));
     let namespace = store.namespace(1, &SMALL);
     for (number, from) in SHAPES.into_iter().enumerate() {
-        // Not whole chunks: the tail is the session's own.
+        // Not whole chunks: the session has a tail of its own.
         let tokens = document(number as u32, 16 * 5 + 11);
         let marks = marks_of(0, &tokens);
         let session = store.session(namespace, &tokens);
@@ -42,7 +42,7 @@ fn every_tensor_shape_reads_every_other() {
             assert_eq!(store.get(session, &engine), ok(tokens.len()), "{from:?} to {to:?}");
             engine.check(&marks, 0..tokens.len(), 0..SMALL.layers);
             assert!(engine.is_untouched(), "{from:?} to {to:?}: more was written");
-            // A part of it: chunks 1 to 3 of layers 1 and 2.
+            // A part of the session: chunks 1 to 3 of layers 1 and 2.
             let part = engine.cell_range(16, 48, 1..3, false);
             let done = store.transfer(session, TransferKind::Get, Level::Ram, part);
             assert_eq!(done, ok(48));
@@ -55,7 +55,8 @@ fn every_tensor_shape_reads_every_other() {
     store.close();
 }
 
-/// Sessions of one thread: some shared start, then their own; put and read back.
+/// Sessions of one thread that share prefixes: each is put and read back. Returns the number of
+/// tokens found.
 fn talk(store: &TestStore, namespace: u32, thread: u32, turns: u32, may_miss: bool) -> u64 {
     let mut found = 0;
     for turn in 0..turns {
@@ -71,13 +72,13 @@ fn talk(store: &TestStore, namespace: u32, thread: u32, turns: u32, may_miss: bo
         let put = store.put(session, Level::Ram, &engine);
         assert_eq!(put, ok(tokens.len()), "turn {turn} of {thread}");
         engine.check(&marks, 0..tokens.len(), 0..WIDE.layers);
-        // What others and this thread have put before.
+        // Documents that this thread has put before, possibly evicted by others.
         for back in 0..4.min(turn) {
             let chance = mix(u64::from(thread) << 32 | u64::from(turn - back));
             let (shared, own) = ((chance % 5) as usize * 32, 16 + (chance >> 8) as usize % 90);
             let mut tokens = document((chance >> 20) as u32 % 3, shared);
             tokens.extend(document(100 + thread * 1000 + turn - back, own));
-            // The tail of an ended session went with it.
+            // The tail of an ended session ended with it.
             tokens.truncate(if back == 0 { tokens.len() } else { tokens.len() / 16 * 16 });
             let marks = marks_of(0, &tokens);
             let reader = if back == 0 { session } else { store.session(namespace, &tokens) };
@@ -117,7 +118,7 @@ fn many_talk(store: &TestStore, namespace: u32, turns: u32, may_miss: bool) -> u
 
 #[test]
 fn concurrent_sessions_read_exact_bytes_from_memory() {
-    // Four that put, and read what they have put, hold up to 4.2 MiB, in pieces of several sizes.
+    // Four threads that put and read back hold up to 4.2 MiB, in pieces of several sizes.
     let store = TestStore::open(&spec_of("store(host=6MiB,policy=lru,chunks=4096,copiers=3)"));
     let namespace = store.namespace(1, &WIDE);
     let found = many_talk(&store, namespace, 30, true);
@@ -153,7 +154,7 @@ fn concurrent_sessions_read_exact_bytes_from_disk() {
     }
 }
 
-/// A store whose disk has a document, and whose memory has nothing.
+/// A store with a document on disk, and nothing in memory.
 fn on_disk(scratch: &Scratch, rest: &str, tokens: &[u32]) -> TestStore {
     let spec = with_disk(&scratch.0, ROOMY, rest);
     let store = TestStore::open(&spec);
@@ -173,7 +174,7 @@ fn layer_ops_end_in_order() {
     let store = on_disk(&scratch, "host=32MiB,chunks=4096", &tokens);
     let namespace = store.namespace(1, &WIDE);
     let session = store.session(namespace, &tokens);
-    // The first time from disk, then from memory.
+    // First from disk, then from memory.
     for _ in 0..3 {
         let mut engine = Engine::new(WIDE, Shape::Paged, tokens.len());
         let what = engine.cell_range(0, tokens.len(), 0..WIDE.layers, true);
@@ -181,7 +182,7 @@ fn layer_ops_end_in_order() {
         assert_eq!(ops.len(), WIDE.layers);
         for (layer, op) in ops.iter().enumerate() {
             op.wait(RELEASED, store.now_ns() + LONG_NS).unwrap();
-            // Others may still come; this one is whole.
+            // Other layers may still be loading; this layer is complete.
             engine.check(&marks, 0..tokens.len(), layer..layer + 1);
             assert_eq!(wait(op), ok(tokens.len()));
         }
@@ -236,7 +237,7 @@ fn released_op_no_longer_writes_caller_memory() {
         let opts = OpOpts { deadline_ns, ..OpOpts::default() };
         let ops = store.handle.submit(session, TransferKind::Get, Level::Ram, what, &opts).unwrap();
         if !late {
-            // Somewhere in the middle of it, wherever that is.
+            // Cancels at an arbitrary point of the transfer.
             (0..turn * 2_000).for_each(|_| std::hint::spin_loop());
             ops.iter().for_each(|op| op.cancel());
         }
@@ -255,7 +256,7 @@ fn released_op_no_longer_writes_caller_memory() {
         engine.check_written(&marks);
     }
     assert!(seen.len() >= 2, "{seen:?}");
-    // Nothing is left of all that.
+    // Nothing is left of the cancelled ops.
     let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
     assert_eq!(store.get(session, &engine), ok(tokens.len()));
     engine.check(&marks, 0..tokens.len(), 0..WIDE.layers);
@@ -306,7 +307,7 @@ fn closing_a_busy_store_ends_every_op_once() {
             engines.push(engine);
         }
         if by_close {
-            // A deadline that has passed: busy, or done by luck.
+            // The deadline has passed: BUSY, unless the store happens to be idle.
             match store.handle.close(1) {
                 Ok(()) => {}
                 Err(error) => assert_eq!(error.status(), Status::Busy),
@@ -362,7 +363,7 @@ fn disk_cells_are_exact_after_reopening() {
         assert_eq!(store.handle.opened.adopted.dropped, 0);
         for number in 0..2u8 {
             let namespace = store.namespace(number, &WIDE);
-            // What was put in an earlier life, and in this one.
+            // Documents that were put by earlier processes, and by this one.
             for (i, tokens) in all.iter().enumerate() {
                 let marks = marks_of(u32::from(number), tokens);
                 let session = store.session(namespace, tokens);
@@ -398,8 +399,8 @@ fn rss_bytes() -> u64 {
     word.and_then(|n| n.parse::<u64>().ok()).unwrap_or(0) << 10
 }
 
-/// Ends a loop of another thread, also where what it runs beside fails: a failure is told then,
-/// not waited for.
+/// Ends a loop of another thread, also when the code beside it fails. The failure is then reported
+/// without waiting for the loop.
 struct Stops<'a>(&'a AtomicBool);
 
 impl Drop for Stops<'_> {
@@ -414,7 +415,7 @@ fn reclaimed_memory_goes_to_the_waiting_account() {
     let runtime = runtime();
     let budget = budget(&runtime, &[(Tier::Host, LIMIT)]);
     let scratch = Scratch::new("budget");
-    // It may have more than there is: the budget is what holds.
+    // The store's configured memory exceeds the budget, so the budget is the limit.
     let spec = with_disk(&scratch.0, ROOMY, "host=64MiB,chunks=4096");
     let store = TestStore::on_budget(runtime, &budget, &spec);
     let other = budget.account("other", 1, None).unwrap();
@@ -427,11 +428,11 @@ fn reclaimed_memory_goes_to_the_waiting_account() {
         scope.spawn(move || {
             while !stop.load(Ordering::Relaxed) {
                 let bytes = (4 + asked.load(Ordering::Relaxed) as u64 % 3 * 8) << 20;
-                // It is asked once: what was promised comes, however the store is used.
+                // One reservation each time. It must be granted, however busy the store is.
                 let deadline_ns = store.now_ns() + LONG_NS;
                 let opts = OpOpts { deadline_ns, ..OpOpts::default() };
                 let op = other.reserve_later(Tier::Host, bytes, &opts).unwrap();
-                assert_eq!(wait(&op).status, Status::Ok, "{bytes} bytes were not given back");
+                assert_eq!(wait(&op).status, Status::Ok, "{bytes} bytes were not returned");
                 let lane = budget.usage(Tier::Host);
                 assert!(lane.reserved_bytes + lane.committed_bytes <= LIMIT, "{lane:?}");
                 other.commit(Tier::Host, bytes, bytes).unwrap();
@@ -494,21 +495,21 @@ fn small_disk_loses_only_counted_chunks() {
         let stats = store.handle.disk().unwrap().stats();
         assert!(stats.most_used_bytes <= 32 << 20, "{stats:?}");
         let found = audit(&store, namespace, &kept, &stats);
-        assert!(found * chunk > 8 << 20, "only {found} chunks are there; {refused} were refused");
+        assert!(found * chunk > 8 << 20, "only {found} chunks were found; {refused} were rejected");
         let counters = store.counters();
         store.close();
-        // And after a restart.
+        // Also after a restart.
         let store = TestStore::open(&spec);
         let namespace = store.namespace(1, &WIDE);
         let gone = kept.len() as u64 - present(&store, namespace, &kept);
         let evicted = counters.evicted_chunks + store.counters().evicted_chunks;
-        assert!(gone <= evicted, "{gone} are gone, {evicted} were sent away");
+        assert!(gone <= evicted, "{gone} are missing, {evicted} were evicted");
         store.settle();
         store.close();
     }
 }
 
-/// Reads everything: how much is there. Nothing may be wrong.
+/// Reads all documents. Returns the number of chunks found; every found byte must be exact.
 fn present(store: &TestStore, namespace: u32, kept: &[u32]) -> u64 {
     let mut found = 0;
     for &number in kept {
@@ -534,7 +535,7 @@ fn audit(store: &TestStore, namespace: u32, kept: &[u32], stats: &impl std::fmt:
     let gone = kept.len() as u64 - found;
     assert!(
         gone <= after.evicted_chunks,
-        "{gone} of {} are gone: {before:?} {stats:?}",
+        "{gone} of {} are missing: {before:?} {stats:?}",
         kept.len()
     );
     assert_eq!(after.corrupt_cells, 0);

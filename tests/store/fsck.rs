@@ -20,18 +20,18 @@ fn check(image: &Image) -> Report {
     report
 }
 
-/// The sample with a bit turned over.
+/// The sample with one bit flipped.
 fn flipped(image: &Image, file: &str, byte: usize) -> Image {
     let mut image = image.clone();
-    image.get_mut(file).expect("the file is there")[byte] ^= 0x10;
+    image.get_mut(file).expect("a file of the image")[byte] ^= 0x10;
     image
 }
 
-/// The one damaged place of a sample with a bit turned over.
+/// The one damaged place of a sample with one bit flipped.
 fn damage(image: &Image, file: &str, byte: usize) -> (&'static str, u64, Report) {
     let report = check(&flipped(image, file, byte));
     assert_eq!(report.damages as usize, report.damage.len());
-    let damage = report.damage.first().unwrap_or_else(|| panic!("{file} {byte} is not seen"));
+    let damage = report.damage.first().unwrap_or_else(|| panic!("{file} {byte} is not detected"));
     assert_eq!(damage.file, file);
     let (what, offset) = (damage.what.name(), damage.offset);
     assert!(offset <= byte as u64 && (byte as u64) < offset + damage.bytes.max(1), "{damage:?}");
@@ -74,7 +74,7 @@ fn fsck_names_the_damaged_region() {
     // The first record: its header at block 1, its first cell at block 2.
     let (what_is, at, report) = damage(&image, SEGMENT_1, 4096 + 130);
     assert_eq!((what_is, at), ("header", 4096));
-    // Its cells are listed by the checkpoint and cannot be checked.
+    // The checkpoint lists the cells of this record, but they cannot be checked.
     assert_eq!((report.live.cells, report.unchecked.cells), (5, 2), "{report:?}");
     let (what_is, at, report) = damage(&image, SEGMENT_1, 8192 + 77);
     assert_eq!((what_is, at), ("cell", 8192));
@@ -82,13 +82,13 @@ fn fsck_names_the_damaged_region() {
     let DamageKind::Cell { key, layer, live } = report.damage[0].what else { panic!("a cell") };
     assert_eq!((number_of(&key), layer, live), (0, 0, true));
 
-    // Without the checkpoint the same header costs its two cells.
+    // Without the checkpoint, the same damage loses the two cells.
     let scanned = sample(false);
     let (_, _, report) = damage(&scanned, SEGMENT_1, 4096 + 130);
     assert_eq!((report.live.cells, report.unchecked.cells, report.damages), (5, 0, 1));
 }
 
-/// One bit anywhere in what was written: it is seen, in its file and at its place.
+/// One flipped bit anywhere in the written bytes is reported with its file and position.
 #[test]
 fn fsck_detects_every_flipped_bit() {
     for checkpoint in [false, true] {
@@ -98,7 +98,7 @@ fn fsck_detects_every_flipped_bit() {
             for at in (0..bytes.len()).step_by(241).filter(|&at| block(at).iter().any(|&b| b != 0))
             {
                 let report = check(&flipped(&image, name, at));
-                // What pads a cell to a whole block means nothing.
+                // Padding of a cell to a whole block is not checked.
                 let padding = bytes[at] == 0 && name.starts_with("seg-") && report.is_clean();
                 assert!(padding || report.damage.iter().any(|d| d.file == *name), "{name} {at}");
                 if let Some(damage) = report.damage.iter().find(|d| d.file == *name) {
@@ -114,14 +114,14 @@ fn fsck_detects_every_flipped_bit() {
 fn fsck_names_truncated_and_torn_records() {
     let image = sample(false);
     let mut cut = image.clone();
-    cut.get_mut(SEGMENT_1).expect("there").truncate(9 * 4096);
+    cut.get_mut(SEGMENT_1).expect("a segment").truncate(9 * 4096);
     let names: Vec<_> = check(&cut).damage.iter().map(|d| (d.what.name(), d.offset)).collect();
     assert!(names.contains(&("segment-length", 9 * 4096)), "{names:?}");
     let mut empty = image.clone();
-    empty.get_mut(SEGMENT_1).expect("there").clear();
+    empty.get_mut(SEGMENT_1).expect("a segment").clear();
     assert!(!check(&empty).is_clean());
 
-    // A record without an end to its segment: as a crash leaves it.
+    // A record in a segment without an end, as after a crash.
     let sim = kvtier_testkit::disk::SimFiles::new(1, Default::default());
     let (tier, ..) = open(&sim).expect("a new store");
     put(&tier, 0, &[0, 1], false).expect("room");
@@ -142,7 +142,7 @@ fn fsck_rejects_a_directory_without_a_store() {
     let both = flipped(&flipped(&sample(false), STORE, 40), STORE, 4096 + 40);
     assert_eq!(refused(&both), Status::Corrupt);
     let mut other = sample(false);
-    for copy in other.get_mut(STORE).expect("there").chunks_mut(4096) {
+    for copy in other.get_mut(STORE).expect("a store file").chunks_mut(4096) {
         copy[4] = 9;
         kvtier::format::segment::sign(copy);
     }
@@ -176,7 +176,7 @@ fn fsck_reads_an_open_store_only_without_its_lock() {
     let (scratch, tier) = store("lock");
     let busy = RealFiles::open(&scratch.0, &RealOpts::default()).err().expect("held");
     assert_eq!(busy.status(), Status::Busy);
-    let looking = ReadOnlyFiles::open(&scratch.0).expect("there");
+    let looking = ReadOnlyFiles::open(&scratch.0).expect("a directory");
     let report = fsck(&looking, &FsckOptions::default()).expect("a store");
     assert!(report.is_clean() && report.live.cells == 2, "{report:?}");
     drop(tier);

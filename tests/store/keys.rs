@@ -135,7 +135,7 @@ fn namespace_keys_match_the_vectors() {
         assert_eq!(key.0, blake3::derive_key(context, &bytes(&case["material"])));
         keys.insert(key);
     }
-    // Two cases differ in the order of extra fields only.
+    // Two cases differ only in the order of extra fields.
     assert_eq!(keys.len(), cases(&vectors, "identities").len() - 1);
 }
 
@@ -263,7 +263,8 @@ fn documented_examples_are_vectors() {
     };
     let mut known = BTreeSet::new();
     strings(&vectors(), &mut known);
-    // Blocks of hexadecimal: each part between empty lines is a vector, or its lines are.
+    // Blocks of hexadecimal text. Each part between empty lines is a vector, or each of its lines
+    // is.
     let mut count = 0;
     for part in page.split("```").skip(1).step_by(2).flat_map(|block| block.split("\n\n")) {
         let whole: String = part.split_whitespace().collect();
@@ -282,7 +283,8 @@ fn documented_examples_are_vectors() {
     }
 }
 
-/// Runs the oracle on a file, where it and Python are here: whether all agrees.
+/// Runs the oracle on a file. Returns whether all vectors agree, or None without the oracle or
+/// Python.
 fn oracle(file: &Path) -> Option<bool> {
     let script = at("ffi-tests/oracles/keys.py");
     let run = Command::new("python3").arg(&script).arg("--check").arg(file).output();
@@ -299,7 +301,7 @@ fn python_oracle_matches_the_vectors() {
         return;
     };
     assert!(agrees);
-    // It would notice.
+    // The oracle detects a wrong vector.
     let mut wrong = vectors();
     let key = &mut wrong["chains"][0]["keys"][1];
     *key = Value::String(text(key).replace(['0', '1'], "2"));

@@ -12,8 +12,8 @@ use crate::turns::{copy_all, in_memory, session, submit};
 /// Cells of 4 KiB.
 const MODEL: Model = Model { layers: 1, heads: 2, run: 64, chunk: 16 };
 
-/// All metrics of the store but those that depend on time, and bytes of memory, which grow by whole
-/// slabs.
+/// All metrics of the store except those that depend on time, and except bytes of memory, which
+/// grow by whole slabs.
 fn counted(store: &SteppedStore) -> BTreeMap<String, i64> {
     let text = store.lock().metrics_text();
     let lines = text.lines().filter(|line| !line.starts_with('#'));
@@ -24,7 +24,7 @@ fn counted(store: &SteppedStore) -> BTreeMap<String, i64> {
         .collect()
 }
 
-/// The metrics that grew, and by how much.
+/// The metrics that grew, and their growth.
 fn more(before: &BTreeMap<String, i64>, after: &BTreeMap<String, i64>) -> BTreeMap<String, i64> {
     let all = after
         .iter()
@@ -32,7 +32,7 @@ fn more(before: &BTreeMap<String, i64>, after: &BTreeMap<String, i64>) -> BTreeM
     all.filter(|(_, more)| *more != 0).collect()
 }
 
-/// Changes of the metrics by a put and a get of each of two chunks behind so many chunks.
+/// Growth of the metrics for a put and a get of each of two chunks, after `chunks` chunks.
 fn steps(chunks: usize) -> Vec<BTreeMap<String, i64>> {
     let store = in_memory(64 << 20);
     let tokens = document(1, (chunks + 2) * 16);

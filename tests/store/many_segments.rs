@@ -1,5 +1,5 @@
-//! As many segments as a disk of 4 TiB has, in files that keep few of their bytes: the number of
-//! open files stays that of a small disk, and nothing gets slower.
+//! As many segments as a disk of 4 TiB has, in simulated files that keep few of their bytes. The
+//! number of open files stays that of a small disk, and no operation gets slower.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -12,12 +12,12 @@ use kvtier_testkit::fixtures::disk::{put, read};
 
 /// 4 TiB in segments of 64 MiB.
 const SEGMENTS: u64 = 1 << 16;
-/// Room for one chunk: the segment's head, the record's, two blocks of a cell.
+/// Space for one chunk: the segment's head, the record's head, and two blocks of a cell.
 const SEGMENT: u64 = 4 * BLOCK;
 const BLOCK: u64 = 4096;
-/// Files that may be open at once.
+/// Limit of open files.
 const MOST_OPEN: usize = 64;
-/// Of one file in so many all blocks are kept, of the others the two heads.
+/// One file in `KEPT` keeps all its blocks; the others keep the two heads.
 const KEPT: u32 = 1 << 10;
 const HEADS: u64 = 2;
 
@@ -59,7 +59,7 @@ impl Disk {
         for part in &piece.parts[..MAX_PARTS] {
             for from in (0..part.bytes).step_by(BLOCK as usize) {
                 let len = (part.bytes - from).min(BLOCK) as usize;
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller upholds the contract.
                 let memory =
                     unsafe { std::slice::from_raw_parts_mut(part.address.add(from as usize), len) };
                 let block = at / BLOCK;
@@ -114,7 +114,7 @@ impl Files for ThinFiles {
         let mut disk = self.0.lock().expect("a lock");
         disk.made += 1;
         let made = (disk.made, File { bytes, ..File::default() });
-        assert!(disk.files.insert(name.into(), made).is_none(), "{name} is there");
+        assert!(disk.files.insert(name.into(), made).is_none(), "{name} exists");
         disk.open(name)
     }
 
@@ -155,7 +155,7 @@ impl Files for ThinFiles {
     unsafe fn transfer(&self, pieces: &mut [Piece]) {
         let mut disk = self.0.lock().expect("a lock");
         for piece in pieces {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller upholds the contract.
             piece.result = unsafe { disk.carry_out(piece) };
         }
     }
@@ -185,14 +185,14 @@ fn segments_of_4_tib_need_few_descriptors() {
     }
     tier.commit_all().expect("synced");
     assert!(tier.segments().len() as u64 >= SEGMENTS, "{}", tier.segments().len());
-    // Those whose bytes are kept.
+    // Cells of files that keep all their blocks.
     let right =
         |tier: &DiskTier| read(tier, &cells, false).iter().filter(|result| result.is_ok()).count();
     let found = right(&tier);
     assert!(found as u64 >= SEGMENTS / u64::from(KEPT), "{found}");
     tier.close().expect("synced");
     drop(tier);
-    files.0.lock().expect("a lock").open.clear(); // as when a process ends
+    files.0.lock().expect("a lock").open.clear(); // as at the end of a process
     let (tier, recovered) = open(&files);
     assert_eq!((recovered, right(&tier)), (SEGMENTS, found));
 }

@@ -24,19 +24,19 @@ const STORE: &str = "store.kvt";
 const CELLS: usize = 7;
 static PLACES: AtomicU32 = AtomicU32::new(0);
 
-/// Lengths inside the second copy, and around its ends.
+/// File lengths inside the second copy, and around its ends.
 const CUTS: [usize; 10] = [4096, 4097, 4608, 5000, 6144, 8184, 8185, 8190, 8191, 8192];
-/// Lengths of which no copy is left.
+/// File lengths without a whole copy.
 const SHORT: [usize; 6] = [0, 1, 511, 512, 4088, 4095];
 
-/// A simulated disk with these files, of any length, on it.
+/// A simulated disk with these files, of any length.
 fn simulated(image: &Image) -> SimFiles {
     let sim = SimFiles::new(1, SimOpts { align_bytes: 1, ..SimOpts::default() });
     for (name, bytes) in image {
         let (mut bytes, length) = (bytes.clone(), bytes.len() as u64);
         let file = sim.create(name, length).expect("room");
         let mut pieces = [Piece::one(file, Access::Write, 0, bytes.as_mut_ptr(), length)];
-        // SAFETY: the test's own bytes.
+        // SAFETY: the memory belongs to this test.
         unsafe { sim.transfer(&mut pieces) };
         assert!(length == 0 || pieces[0].result.is_ok(), "{:?}", pieces[0].result);
         sim.sync(file).expect("a sync");
@@ -53,7 +53,7 @@ enum Place {
 }
 
 impl Place {
-    /// One of each kind.
+    /// One place of each kind.
     fn all(image: &Image) -> Vec<Place> {
         let ways = [
             ("plain", RealOpts { no_uring: true, ..RealOpts::default() }),
@@ -82,11 +82,12 @@ impl Place {
         }
     }
 
-    /// What is durable, or at least there.
+    /// Content of the store file: durable content for a simulated place, written content for a real
+    /// one.
     fn store(&self) -> Vec<u8> {
         match self {
             Place::Simulated(sim) => sim.durable().expect("memory")[STORE].clone(),
-            Place::Real { path, .. } => std::fs::read(path.join(STORE)).expect("there"),
+            Place::Real { path, .. } => std::fs::read(path.join(STORE)).expect("a store file"),
         }
     }
 
@@ -99,7 +100,8 @@ impl Place {
         DiskTier::open(self.files(), options)
     }
 
-    /// Opens it and reads all cells; copies that were damaged.
+    /// Opens the store and reads all cells. Returns the number of damaged copies that were
+    /// repaired.
     fn survive(&self, what: &str) -> u32 {
         let (tier, found, report) = self.open().unwrap_or_else(|error| panic!("{what}: {error}"));
         assert_eq!((tier.store(), report.is_new), (&[9; 16], false), "{what}");
@@ -114,12 +116,12 @@ impl Place {
         assert_eq!(right, CELLS, "{what}");
         let used = tier.stats().used_bytes;
         drop(tier);
-        // The lock file of real ones is none of the store's.
+        // The lock file of a real directory is not counted.
         assert_eq!(used, self.bytes(), "{what}: what is used");
         report.damaged_names
     }
 
-    /// Refused, with words that help, and nothing was written.
+    /// Asserts that the open fails with an error that helps, and writes nothing.
     fn refuse(&self, what: &str) {
         let before = self.store();
         let by_fsck = fsck(&*self.files(), &FsckOptions::default()).map(|_| ());
@@ -132,7 +134,7 @@ impl Place {
         assert!(self.store() == before, "{what}: something was written");
     }
 
-    /// What a check says is damaged.
+    /// Positions that fsck reports as damaged.
     fn damage(&self) -> Vec<u64> {
         let report = fsck(&*self.files(), &FsckOptions::default()).expect("a store");
         let name = |damage: &kvtier::tier::disk::Damage| {
@@ -154,19 +156,20 @@ impl Drop for Place {
     }
 }
 
-/// The damaged image in every kind of directory: it is seen, opened, and whole again.
+/// Asserts, for each kind of directory, that the damage is detected, and that an open succeeds and
+/// repairs it.
 fn mended(image: &Image, damaged: &Image, at: &[u64], what: &str) {
     for place in Place::all(damaged) {
         assert_eq!(place.damage(), at, "{what}");
         assert_eq!(place.survive(what), at.len() as u32, "{what}");
-        assert!(place.store() == image[STORE], "{what}: it is not whole again");
+        assert!(place.store() == image[STORE], "{what}: the store file is not repaired");
         assert_eq!((place.damage(), place.survive(what)), (vec![], 0), "{what}");
     }
 }
 
 fn with(image: &Image, change: impl FnOnce(&mut Vec<u8>)) -> Image {
     let mut changed = image.clone();
-    change(changed.get_mut(STORE).expect("there"));
+    change(changed.get_mut(STORE).expect("a store file"));
     changed
 }
 
@@ -245,7 +248,7 @@ fn copy_of_another_version_is_not_overwritten() {
     }
 }
 
-/// Whatever fails during the repair, the store opens then or later.
+/// Whatever fails during the repair, the store opens at once or later.
 #[test]
 fn faults_during_repair_lose_nothing() {
     let image = sample(true);
@@ -277,8 +280,8 @@ fn faults_during_repair_lose_nothing() {
     }
 }
 
-/// An unreadable copy may be sound: the error is that of the disk, unless the other copy is
-/// sound.
+/// An unreadable copy may be sound. Without another sound copy, the open fails with the error of
+/// the disk.
 #[test]
 fn unreadable_copy_is_an_io_error_not_damage() {
     let image = sample(true);
@@ -299,14 +302,14 @@ fn unreadable_copy_is_an_io_error_not_damage() {
 fn segments_without_a_store_file_are_rejected() {
     let mut image = sample(true);
     let whole = image.clone();
-    image.remove(STORE).expect("it has a name");
+    image.remove(STORE).expect("a store file");
     for place in Place::all(&image) {
-        let error = place.open().map(|_| ()).expect_err("segments of nobody");
+        let error = place.open().map(|_| ()).expect_err("segments without a store file");
         assert_eq!(error.status(), Status::Corrupt);
         let text = error.to_string();
         assert!(text.contains(STORE) && text.contains("seg-"), "{text}");
     }
-    // Nothing was written: with the file back all is there.
+    // The rejected open wrote nothing: with the file restored, all cells are found.
     for place in Place::all(&whole) {
         assert_eq!(place.survive("with its name"), 0);
     }

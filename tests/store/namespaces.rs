@@ -58,7 +58,7 @@ fn opened_namespaces_take_no_disk_space() {
     let scratch = Scratch::new("salts");
     let store = open(&scratch.0);
     let before = used_bytes(&store);
-    // As notes these would be more than the disk has.
+    // Records of all these namespaces would exceed the disk.
     let namespaces: Vec<u32> = (0..3000).map(|salt| salted(&store, salt)).collect();
     store.settle();
     assert_eq!(used_bytes(&store), before);
@@ -79,7 +79,7 @@ fn opened_namespaces_take_no_disk_space() {
 fn namespace_record_is_removed_with_its_last_chunk() {
     let scratch = Scratch::new("salts-go");
     let store = open(&scratch.0);
-    // Each has a chunk: far more than fit, and the first ones leave.
+    // Each namespace has a chunk. Many more are stored than fit, so the first ones are evicted.
     let salts = 1200;
     for salt in 0..salts {
         let namespace = salted(&store, salt);
@@ -102,16 +102,16 @@ fn namespace_record_is_removed_with_its_last_chunk() {
     let there: Vec<u32> =
         (0..salts).filter(|&salt| is_there(&store, salted(&store, salt), salt)).collect();
     assert!(there.len() > 50 && there.contains(&(salts - 1)), "{}", there.len());
-    // Some of them have left the disk and are in memory still, which goes with the store.
+    // Some chunks were evicted from the disk and are still in memory, which a close frees.
     store.settle();
     let cells = store.handle.with(|core| Ok(core.report().stats.disk_cells)).expect("open");
     let below = cells as usize / MODEL.layers;
     store.close();
-    // Each that has a chunk is known again, and no other.
+    // The namespaces that have a chunk are adopted, and no others.
     let store = open(&scratch.0);
     let adopted = store.handle.opened.adopted;
     assert_eq!(adopted.namespaces, adopted.chunks, "{adopted:?}");
-    // One may have left for the room of the checkpoint that it stands in.
+    // One chunk may have been evicted to make space for the checkpoint that lists it.
     assert!(adopted.dropped <= MODEL.layers as u64, "{adopted:?}");
     let again = (0..salts).filter(|&salt| is_there(&store, salted(&store, salt), salt)).count();
     assert_eq!(again as u64, adopted.chunks);
@@ -140,7 +140,7 @@ fn stale_namespace_records_are_removed_at_open() {
     store.close();
     let store = open(&scratch.0);
     assert_eq!(store.handle.opened.adopted.namespaces, 1);
-    // All that there is to do is done before it is closed.
+    // All removals are done by the end of the close.
     store.close();
     let store = open(&scratch.0);
     assert!(used_bytes(&store) + (2 << 20) < full, "{} of {full}", used_bytes(&store));

@@ -46,7 +46,7 @@ fn cancel_during_take_releases_the_op_once() {
 fn wait_for_issue_ends_at_issue() {
     let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
     let op = runtime.core().submit(&OpOpts::default(), items(1), gated).unwrap();
-    op.wait(ISSUED, 0).unwrap(); // for ever, if nobody wakes it: the gate is shut
+    op.wait(ISSUED, 0).unwrap(); // hangs without a wake-up: the gate is shut
     assert_eq!(op.state() & RELEASED, 0);
     GATE.store(true, Ordering::SeqCst);
     op.wait(RELEASED, 0).unwrap();
@@ -144,7 +144,8 @@ fn unfulfilled_reclaim_does_not_block_others() {
     other.take(Tier::Disk, 50).unwrap();
     let wanting = budget.account("wanting", 2, None).unwrap();
     let mut patience_ns = 2_000_000;
-    // On a busy machine it may be over before anybody was asked: then with more patience.
+    // On a busy machine the deadline may pass before the account was asked. Then retry with more
+    // time.
     let first = loop {
         let soon = runtime.core().clock().now_ns() + patience_ns;
         let late = OpOpts { deadline_ns: soon, ..OpOpts::default() };
@@ -184,7 +185,7 @@ fn small_op_completes_before_a_large_one() {
     let pair = vec![Item::new(1, None, None, 1, 0), Item::new(2, None, None, 1 << 20, 0)];
     runtime.core().submit_each(&opts, pair, |i| i as u64, held, |_, _| ()).unwrap();
     let mut tags = Vec::new();
-    queue.wait(8, 0, &mut |entry| tags.push(entry.tag)).unwrap(); // for ever, if it is kept
+    queue.wait(8, 0, &mut |entry| tags.push(entry.tag)).unwrap(); // hangs if the entry is kept
     assert_eq!(tags, [0]);
     HOLD.store(false, Ordering::SeqCst);
     queue.close(0).unwrap();

@@ -18,8 +18,9 @@ fn config() -> Config {
     Config { host_bytes: CELLS as u64 * 4096, ..SteppedStore::config() }
 }
 
-/// A store with a document on disk, and memory that is full of another one's chunks: a session
-/// holds them, and the disk has failed. The session.
+/// A store with a document on disk, and memory full of chunks of another document, which a session
+/// references. The disk has failed. Returns the store, the tokens of the first document, and that
+/// session.
 fn full() -> (SteppedStore, Vec<u32>, u32) {
     let store = SteppedStore::on_disk(empty_disk(), config(), None);
     let old = document(1, 64);

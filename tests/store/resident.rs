@@ -18,19 +18,19 @@ use support::{
 };
 
 const CONFIG: &str = "KVTIER_RESIDENT_CONFIG";
-/// For so many seconds, instead of once.
+/// Number of seconds to repeat the measurement, instead of once.
 const SECONDS: &str = "KVTIER_RESIDENT_SECONDS";
 /// The files of a memory cgroup that a child joins.
 const CGROUP: &str = "KVTIER_RESIDENT_CGROUP";
 const MIB: u64 = 1 << 20;
-/// What a process may take beside what is committed, and the part of that which is beside it too.
+/// Tolerance: resident bytes beyond the committed ones, plus the committed bytes divided by `PART`.
 const BESIDE: u64 = 16 * MIB;
 const PART: u64 = 50;
-/// What a cgroup has, in MiB.
+/// Memory limit of the cgroup, in MiB.
 const CGROUP_MIB: u64 = 512;
 
-/// A configuration: MiB of host memory, of the budget (0 = none is given), of the disk and of what
-/// is stored, bytes of a cell, layers, and what else the spec says.
+/// A configuration: MiB of host memory, of the budget (0 = none), of the disk and of stored data;
+/// bytes of a cell; layers; rest of the spec.
 struct Setup {
     name: &'static str,
     host: u64,
@@ -65,7 +65,7 @@ const SETUPS: [Setup; 9] = [
     setup("device", [32, 128, 0, 300], (4 * KIB, 4), ",device=device(capacity=24MiB)"),
 ];
 
-/// Those that take gigabytes.
+/// Configurations that take gigabytes.
 const LARGE: [Setup; 6] = [
     setup("half_a_gib", [512, 768, 0, 1200], (4 * KIB, 4), ""),
     setup("half_a_gib_on_disk", [512, 768, 1024, 3000], (64 * KIB, 4), ""),
@@ -80,7 +80,7 @@ const LARGE: [Setup; 6] = [
     setup("eight_gib_of_large_cells", [8192, 8500, 0, 10_000], (4096 * KIB, 2), ""),
 ];
 
-/// Those that are held in a memory cgroup: as much as is accepted there.
+/// Configurations for a memory cgroup: as large as the store accepts there.
 const HELD: [Setup; 4] = [
     setup("no_budget", [1024, 0, 0, 5000], (64 * KIB, 4), ""),
     setup("no_budget_on_disk", [1024, 0, 2048, 5000], (64 * KIB, 4), ""),
@@ -88,15 +88,15 @@ const HELD: [Setup; 4] = [
     setup("large_budget_buffered", [400, 10_000, 2048, 5000], (256 * KIB, 4), ",BUFFERED"),
 ];
 
-/// Bytes of this process that are in memory, as the kernel counts them.
+/// Resident bytes of this process, as counted by the kernel.
 fn resident() -> u64 {
-    let text = std::fs::read_to_string("/proc/self/smaps_rollup").expect("a kernel that says it");
-    let line = text.lines().find(|line| line.starts_with("Rss:")).expect("a line of it");
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup").expect("smaps_rollup");
+    let line = text.lines().find(|line| line.starts_with("Rss:")).expect("a line with Rss");
     let kib = line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok());
     kib.expect("a number") * 1024
 }
 
-/// `memory`: where the tensors are said to be.
+/// Puts a document. `memory`: the declared memory of the tensors.
 fn put(
     store: &TestStore,
     namespace: u32,
@@ -141,7 +141,7 @@ fn child() {
     }
     let seconds = std::env::var(SECONDS).map_or(0, |text| text.parse().expect("a number"));
     let scratch = Scratch::new("resident");
-    // Two planes of two heads of f16: a chunk of 16 tokens has cells of the wanted length.
+    // Two planes of two heads of f16: a chunk of 16 tokens has cells of the configured length.
     let model = Model { layers: setup.layers, heads: 2, run: setup.cell / 64, chunk: 16 };
     let chunks = (8 * MIB / model.chunk_bytes()).clamp(1, 8);
     let tokens = 16 * chunks as usize;
@@ -151,7 +151,7 @@ fn child() {
     let mut limits = [None; 5];
     limits[Tier::Host as usize] = Some(setup.budget * MIB);
     limits[Tier::Device as usize] = Some(setup.budget * MIB);
-    // In a cgroup what a budget takes is bounded by that, and by the usual reserve.
+    // In a cgroup, the limit of the group and the default reserve bound the budget.
     let reserve_bytes = std::env::var(CGROUP).is_err().then_some(0);
     let opts = BudgetOpts { limits, reserve_bytes, strict: false };
     let budget = match setup.budget {
@@ -209,7 +209,8 @@ fn child() {
     println!("\nresident {worst} {} {}", said.0, said.1);
 }
 
-/// Runs one in a process of its own: how much more it took than was committed, and of what.
+/// Measures a configuration in a separate process. Returns the excess over the committed bytes, the
+/// resident growth and the committed bytes.
 fn measure(name: &str, more: &[(&str, &str)]) -> [i64; 3] {
     let program = std::env::current_exe().expect("this program");
     let out = Command::new(&program)
@@ -254,11 +255,11 @@ fn resident_memory_stays_committed_for_minutes() {
     check(&SETUPS[4..5], &[(SECONDS, &seconds)]);
 }
 
-/// A memory cgroup, which goes with its last process.
+/// A memory cgroup, which is removed on drop.
 struct Cgroup(PathBuf);
 
 impl Cgroup {
-    /// None = it cannot be made here.
+    /// None = no cgroup can be made here.
     fn new() -> Option<Cgroup> {
         let root = Path::new("/sys/fs/cgroup");
         let name = format!("kvtier-{}", std::process::id());
@@ -279,7 +280,7 @@ impl Drop for Cgroup {
     }
 }
 
-/// What is accepted in a small cgroup is not killed there.
+/// Configurations that the store accepts in a small cgroup are not killed there.
 fn check_in_cgroup(setups: &[Setup]) {
     let Some(group) = Cgroup::new() else {
         println!("SKIP: no memory cgroup can be made here");

@@ -29,13 +29,13 @@ fn put_waiting_for_its_prefix_ends_after_clear() {
     let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
     let what = engine.cell_range(16, 16, 0..2, false);
     store.submit(session, TransferKind::Put, Level::Disk, what);
-    // It is in memory, and nothing was written yet.
+    // The chunk is in memory, and nothing was written yet.
     store.run_all(WorkerKind::Copy);
     store.with(|core| {
         core.close_session(session).expect("open");
         core.close_namespace(store.namespace);
         let opts = NamespaceOpts { key: Key([1; 32]), layout: MODEL.layout(), holes: true };
-        core.open_namespace(&opts).expect("nobody has it open");
+        core.open_namespace(&opts).expect("a namespace without open handles");
         let mut clearing = core.begin_clear(store.namespace).expect("open");
         while core.clear_more(&mut clearing, 8) {}
     });
@@ -61,7 +61,7 @@ fn tables_growing_during_eviction_are_charged() {
         ..Config::default()
     };
     let store = SteppedStore::on_disk(empty_disk(), config, Some(account.clone()));
-    // Cells have all that there is.
+    // Cells take all of the memory.
     let mut number = 0;
     let free = || {
         let lane = budget.usage(Tier::Host);
@@ -71,7 +71,7 @@ fn tables_growing_during_eviction_are_charged() {
         number += 1;
         assert_eq!(store.put(&document(number, 64 * 16), 0..2, Level::Ram), Status::Ok);
     }
-    // Puts whose tensors are not ready need rows, and no memory for cells.
+    // Puts whose tensors are not ready need rows, but no memory for cells.
     let rows = |number: u32, chunks: usize| {
         let tokens = document(number, chunks * 16);
         let session = store.session(&tokens);
@@ -104,7 +104,7 @@ fn tables_growing_during_eviction_are_charged() {
 #[test]
 fn namespace_record_of_a_failed_batch_is_removed() {
     let store = SteppedStore::open();
-    // There is a segment to write to.
+    // A segment exists, so that records are written to it.
     assert_eq!(store.put(&document(9, 16), 0..2, Level::Disk), Status::Ok);
     let mut sessions = Vec::new();
     let mut engines = Vec::new();
@@ -124,7 +124,7 @@ fn namespace_record_of_a_failed_batch_is_removed() {
         engines.push(engine);
     }
     store.run_all(WorkerKind::Copy);
-    // The second note, each time: where a write has failed a new segment begins.
+    // The second record fails each time: after a failed write a new segment begins.
     for nth in [2, 3, 3] {
         store.files.set_plan(Plan::default().once(Fault::WriteError, nth));
         assert!(store.run_batch(WorkerKind::Write));
@@ -141,7 +141,7 @@ fn namespace_record_of_a_failed_batch_is_removed() {
     }
 }
 
-/// How long the store's lock is held after the sync of a put of many chunks.
+/// Measures how long the store's lock is held after the sync of a put of many chunks.
 #[test]
 #[ignore = "a measurement"]
 fn measure_sync_completion() {
@@ -170,7 +170,7 @@ fn measure_sync_completion() {
     }
 }
 
-/// How long it takes to cancel many transfers, one op after the other.
+/// Measures the cancellation of many transfers, one op after the other.
 #[test]
 #[ignore = "a measurement"]
 fn measure_cancellation() {

@@ -56,7 +56,8 @@ impl Store {
         };
         let options = Options { segment_bytes: 1 << 20, ..Options::new(32 << 20, [7; 16]) };
         let disk = with_disk.then(|| (empty_disk(), options));
-        // The engine can compute holes: without `holes` the end of a conversation goes first.
+        // The engine can compute holes. Without `holes` the end of a conversation would be evicted
+        // first.
         let (layout, holes) = (MODEL.layout(), true);
         let store = SteppedStore::new(Parts { config, disk, layout, holes, ..Parts::default() });
         Store { store, now_ns: SECOND_NS }
@@ -77,7 +78,7 @@ impl Store {
         self.turn_of(talk, MODEL.layers);
     }
 
-    /// The same, of its first layers only.
+    /// Same as `turn`, with the first layers only.
     fn turn_of(&mut self, talk: &mut Talk, layers: usize) {
         self.tick();
         let all = document(talk.document, talk.tokens + MODEL.chunk);
@@ -139,8 +140,8 @@ impl Store {
 
 const ALL: [usize; 4] = [0, 1, 2, 3];
 
-/// Scenario 1: three sessions, memory for two chunks: the oldest session's first chunk
-/// goes first, then its second, then the next session's.
+/// Scenario 1: three sessions, memory for two chunks. The oldest session's first chunk is evicted
+/// first, then its second, then the next session's.
 fn of_three_sessions(with_disk: bool) {
     let mut store = Store::open(2, "pensieve", with_disk);
     let mut first = store.talk(1);
@@ -227,7 +228,7 @@ fn last_layer_of_all_chunks_is_evicted_first() {
         assert_eq!(store.in_memory(&first), right);
     }
     store.sleeps(&second);
-    // What has left comes back, and is right.
+    // Evicted cells are loaded again, with exact bytes.
     store.wakes(&mut first);
     store.reads(&first);
     assert_eq!(store.whole(&first), [0, 1]);
@@ -255,7 +256,7 @@ fn cells_are_evicted_by_recompute_cost() {
         let cells = (0..2).flat_map(|chunk| before[chunk].iter().map(move |&l| (chunk, l)));
         let right = cells.min_by(|a, b| value(a.0, a.1).total_cmp(&value(b.0, b.1)));
         let mut left = before.clone();
-        let (chunk, layer) = right.expect("some are in memory");
+        let (chunk, layer) = right.expect("a resident cell");
         left[chunk].retain(|&l| l != layer);
         assert_eq!(store.in_memory(&first), left);
     }
@@ -299,7 +300,7 @@ fn session_granularity_evicts_whole_sessions() {
         assert_eq!((store.whole(&first), store.whole(&second)), (vec![], vec![0, 1]));
         assert_eq!(store.whole(&third), [0, 1]);
         store.sleeps(&third);
-        // The second conversation, opened again: it was used last now.
+        // The second conversation is opened again, so it is the most recently used.
         store.wakes(&mut second);
         store.reads(&second);
         store.sleeps(&second);

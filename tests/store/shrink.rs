@@ -31,8 +31,8 @@ fn by_turns(store: &SteppedStore, documents: &[Vec<u32>]) -> Vec<u32> {
 
 #[test]
 fn shrink_returns_the_requested_bytes() {
-    // Documents that are referenced; the fraction that is asked for; of it, in eighths, what must
-    // be returned; and, in sixteenths, the live bytes that must stay.
+    // Number of referenced documents; fraction of the memory that is requested; eighths of it that
+    // must be returned; sixteenths of the live bytes that must stay.
     for (held, asked, least, keeps) in [(0, 2, 8, 3), (0, 8, 8, 8), (1, 4, 0, 7)] {
         let store = in_memory(8 << 20);
         let documents = [1, 2].map(|number| document(number, CHUNKS * 16));
@@ -48,8 +48,9 @@ fn shrink_returns_the_requested_bytes() {
         assert!(gave >= bytes * least / 8, "{gave} of {bytes}");
         let left = store.lock().host().stats();
         assert!(left.cost_bytes <= all - bytes * least / 8, "{left:?} of {all}");
-        // It costs about as much, although each segment has both paths: in sixteenths of all.
-        assert!(left.live_bytes >= all * keeps / 16, "{left:?} of {all}, {bytes} were asked for");
+        // The cost stays about the same, although each segment has both paths. In sixteenths of all
+        // bytes.
+        assert!(left.live_bytes >= all * keeps / 16, "{left:?} of {all}, {bytes} were requested");
         for tokens in &documents[..held] {
             let session = session(&store, 1, &MODEL, tokens);
             let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());

@@ -28,7 +28,7 @@ fn key(number: u32) -> Key {
     Key(key)
 }
 
-/// A layout that no other number has.
+/// A layout that is unique to this number.
 fn model(number: u32) -> Model {
     Model { layers: 1 + number as usize % 3, heads: 1, run: 64, chunk: 16 + number as usize }
 }
@@ -73,7 +73,7 @@ trait AnyStore {
         self.core(|core| core.close_session(session)).expect("open");
     }
 
-    /// Stores a chunk, with bytes of this mark.
+    /// Stores a chunk whose bytes have this mark.
     fn keep(&self, namespace: u32, model: &Model, mark: u32, level: Level) {
         let tokens = document(1, model.chunk);
         let session = self.begin(namespace, &tokens);
@@ -83,7 +83,7 @@ trait AnyStore {
         self.end(session);
     }
 
-    /// Whether a chunk is there; then its bytes have this mark.
+    /// Whether the chunk is found. If so, checks that its bytes have this mark.
     fn has(&self, namespace: u32, model: &Model, mark: u32) -> bool {
         let tokens = document(1, model.chunk);
         let looked = self.core(|core| core.lookup(namespace, &tokens).cloned()).expect("open");
@@ -99,7 +99,7 @@ trait AnyStore {
         is_there
     }
 
-    /// Drops it.
+    /// Drops the chunk.
     fn lose(&self, namespace: u32, model: &Model) {
         let session = self.begin(namespace, &document(1, model.chunk));
         let dropped = self.core(|core| core.drop_range(session, 0, model.chunk as u64));
@@ -107,7 +107,7 @@ trait AnyStore {
         self.end(session);
     }
 
-    /// Namespaces, and layouts of theirs.
+    /// Numbers of namespaces and of their layouts.
     fn known(&self) -> (u64, u64) {
         let report = self.core(|core| Ok(core.report())).expect("open");
         (report.stats.namespaces, report.stats.layouts)
@@ -150,7 +150,7 @@ fn open_store(dir: &Path) -> TestStore {
     TestStore::open(&with_disk(dir, "bytes=64MiB,segment=256KiB", "host=8MiB,chunks=4096"))
 }
 
-/// A store that may know few.
+/// A store with small limits of namespaces and layouts.
 fn few(namespaces: usize, layouts: usize) -> SteppedStore {
     SteppedStore::on_disk(empty_disk(), config(namespaces, layouts), None)
 }
@@ -159,7 +159,7 @@ fn config(max_namespaces: usize, max_layouts: usize) -> Config {
     Config { host_bytes: 8 << 20, max_namespaces, max_layouts, ..SteppedStore::config() }
 }
 
-/// The store's own namespace, and its layout, are no more.
+/// Closes the store's own namespace, so that its number and layout can be reused.
 fn leave_own(store: &SteppedStore) {
     store.shut(store.namespace);
 }
@@ -202,7 +202,7 @@ fn unused_layouts_are_evicted() {
     store.keep(open, &model(0), 0, Level::Durable);
     let last = 2 * MAX_CHUNK_TABLES as u32 + 7;
     for number in 1..=last {
-        let namespace = store.open(number, &model(number)).expect("others give way");
+        let namespace = store.open(number, &model(number)).expect("others are evicted");
         store.keep(namespace, &model(number), number, Level::Durable);
         store.shut(namespace);
         if number == MAX_CHUNK_TABLES as u32 + 20 {
@@ -218,14 +218,14 @@ fn unused_layouts_are_evicted() {
         namespace.is_some_and(|namespace| store.has(namespace, &model(number), number))
     };
     assert_eq!(store.known().1, MAX_CHUNK_TABLES as u64);
-    // Of those that were found when it was opened any may have gone first.
+    // The layouts that were adopted at the reopen may have been evicted in any order.
     let since = MAX_CHUNK_TABLES as u32 + 21;
     let kept: Vec<u32> = (0..=last).filter(|&number| there(&store, number)).collect();
     assert_eq!((kept[0], kept.len()), (0, MAX_CHUNK_TABLES), "{kept:?}");
     assert!(kept.ends_with(&(since..=last).collect::<Vec<u32>>()), "{kept:?}");
     store.shut(open);
     store.close();
-    // What has left may be found again: there are never more than can be.
+    // Evicted namespaces may be found again on disk. The maximum of adopted ones holds.
     let store = open_store(&scratch.0);
     assert!(store.handle.opened.adopted.namespaces <= MAX_CHUNK_TABLES as u64);
     assert!((since..=last).all(|number| there(&store, number)));
@@ -244,20 +244,20 @@ fn open_and_pinned_layouts_are_kept() {
     }
     let refused = |number| store.open(number, &model(number)).expect_err("none is free").status();
     assert_eq!(refused(9), Status::Limit);
-    // One is pinned, one has a session still.
+    // One layout is pinned, one has a session.
     let session = store.begin(namespaces[0], &document(1, model(1).chunk));
     let pin = Pin { priority: 1, until_ns: u64::MAX };
-    store.core(|core| core.pin(session, 0, model(1).chunk as u64, pin)).expect("there");
+    store.core(|core| core.pin(session, 0, model(1).chunk as u64, pin)).expect("a chunk");
     store.end(session);
     let session = store.begin(namespaces[1], &document(1, model(2).chunk));
     store.shut(namespaces[0]);
     store.shut(namespaces[1]);
     assert_eq!(refused(9), Status::Limit);
     assert!(store.has(namespaces[0], &model(1), 1) && store.has(namespaces[2], &model(3), 3));
-    // Another namespace of a layout that is there needs no place.
+    // Another namespace of a known layout needs no chunk table.
     assert!(store.open(10, &model(3)).is_ok());
     store.end(session);
-    let namespace = store.open(9, &model(9)).expect("the second has left");
+    let namespace = store.open(9, &model(9)).expect("the second layout is evicted");
     assert!(!store.has(namespace, &model(9), 9));
     assert_eq!(store.core(|core| Ok(core.find_namespace(&key(2)))).expect("open"), None);
     assert!(store.has(namespaces[0], &model(1), 1) && store.has(namespaces[2], &model(3), 3));
@@ -305,7 +305,7 @@ fn namespaces_of_many_salts_are_reclaimed() {
 fn unused_namespaces_are_evicted() {
     let mut store = few(40, 4);
     for number in 0..200 {
-        let namespace = store.open(number, &MODEL).expect("others give way");
+        let namespace = store.open(number, &MODEL).expect("others are evicted");
         store.keep(namespace, &MODEL, number, Level::Durable);
         store.shut(namespace);
         assert!(store.known().0 <= 40);
@@ -318,14 +318,15 @@ fn unused_namespaces_are_evicted() {
     let before = there(&store);
     assert!(before.contains(&199) && before.len() > 30, "{before:?}");
     store.settle();
-    // No checkpoint says what has left: that is there again, but not all of it can be.
+    // No checkpoint lists the evictions. Evicted namespaces are found again, but not more than the
+    // maximum.
     store.files.crash().expect("memory");
     store = SteppedStore::on_disk(store.files.reopen(), config(40, 4), None);
     assert!(store.known().0 <= 40);
     let after = there(&store);
     assert!(after.contains(&199) && after.len() > 30, "{after:?}");
     for number in 300..400 {
-        let namespace = store.open(number, &MODEL).expect("others give way");
+        let namespace = store.open(number, &MODEL).expect("others are evicted");
         assert!(!store.has(namespace, &MODEL, number));
         store.shut(namespace);
     }
@@ -344,7 +345,7 @@ fn open_adopts_at_most_the_maximum_of_layouts() {
     store.settle();
     store.files.crash().expect("memory");
     let store = SteppedStore::on_disk(store.files.reopen(), config(64, 4), None);
-    // One is the store's own, which came after them.
+    // One of them is the store's own, which was written later.
     assert_eq!(store.known(), (4, 4));
     let find = |number| store.core(|core| Ok(core.find_namespace(&key(number)))).expect("open");
     let known: Vec<u32> = (0..12).filter(|&number| find(number).is_some()).collect();
@@ -369,7 +370,7 @@ fn reused_namespace_number_shows_no_old_state() {
         assert!(!store.core(|core| Ok(core.clear_more(&mut early, 8))).expect("open"));
         assert_eq!(early.cleared.removed, 1);
         store.shut(old);
-        // Both places are taken: first the store's own, then this one's.
+        // Both numbers are reused: first the store's own, then that of the closed namespace.
         let (kept, again) = (store.open(3, &other), store.open(4, &model(4)));
         let (kept, again) = (kept.expect("room"), again.expect("room"));
         assert!([kept, again].contains(&old), "{kept} and {again}, not {old}");
@@ -380,14 +381,14 @@ fn reused_namespace_number_shows_no_old_state() {
         assert_eq!(store.core(|core| Ok(core.prefill(at).observed())).expect("open"), 0);
         assert!(!store.has(at, &of, mark));
         store.keep(at, &of, mark, Level::Disk);
-        // What goes on clearing the old one finds nothing.
+        // A clear of the old namespace removes nothing.
         assert!(!store.core(|core| Ok(core.clear_more(&mut late, 8))).expect("open"));
         assert_eq!(late.cleared.removed, 0);
         assert!(store.has(at, &of, mark));
-        // Neither does the old one find what is there now.
+        // The old namespace does not find the new chunks either.
         store.shut(kept);
         store.shut(again);
-        let back = store.open(1, &first).expect("others give way");
+        let back = store.open(1, &first).expect("others are evicted");
         assert!(!store.has(back, &first, 1));
         store.settle();
     }
@@ -407,7 +408,7 @@ fn pending_work_keeps_its_namespace() {
     let (_, ticket) = waits.expect("submitted");
     store.end(session);
     store.shut(namespace);
-    // Its layout has a move still, that of the store's own has nothing.
+    // A transfer keeps the first layout. The store's own layout is unused.
     let other = store.open(2, &model(2)).expect("room");
     let another = store.open(3, &model(3)).map(|_| ()).map_err(|error| error.status());
     assert_eq!(another, Err(Status::Limit));
@@ -418,13 +419,13 @@ fn pending_work_keeps_its_namespace() {
         })
         .expect("open");
     store.settle();
-    let another = store.open(3, &model(3)).expect("the move has ended");
+    let another = store.open(3, &model(3)).expect("the transfer has ended");
     assert!(!store.has(another, &model(3), 3) && !store.has(other, &model(2), 2));
     engine.compute(&[]);
     store.settle();
 }
 
-/// Also a session without tokens.
+/// Also a session without tokens keeps its namespace.
 #[test]
 fn session_keeps_its_namespace() {
     let store = few(2, 2);
@@ -436,7 +437,7 @@ fn session_keeps_its_namespace() {
     let kept = store.core(|core| Ok(core.find_namespace(&key(1)))).expect("open");
     assert_eq!(kept, Some(namespace));
     store.end(session);
-    assert_eq!(store.open(2, &MODEL).expect("it has ended"), namespace);
+    assert_eq!(store.open(2, &MODEL).expect("the session has ended"), namespace);
     store.settle();
 }
 
@@ -460,7 +461,7 @@ fn block_lookups_keep_their_namespace() {
             Ok(())
         })
         .expect("open");
-    assert_eq!(store.open(2, &MODEL).expect("it has ended"), namespace);
+    assert_eq!(store.open(2, &MODEL).expect("the lookup has ended"), namespace);
     store.settle();
 }
 
@@ -478,10 +479,10 @@ fn evicted_namespaces_return_from_the_remote() {
     let ends = |op: Result<OpRef>| assert_eq!(wait(&op.expect("begun")).status, Status::Ok);
     for number in 0..last {
         let (model, tokens) = (model(number), document(1, model(number).chunk));
-        let namespace = one.open(number, &model).expect("others give way");
+        let namespace = one.open(number, &model).expect("others are evicted");
         one.keep(namespace, &model, number, Level::Remote);
         one.shut(namespace);
-        let namespace = other.open(number, &model).expect("others give way");
+        let namespace = other.open(number, &model).expect("others are evicted");
         let session = other.begin(namespace, &[]);
         let keys = other.handle.chunk_keys(namespace, &tokens, &[]).expect("open");
         ends(other.handle.locate_blocks(session, keys, &OpOpts::default()));
@@ -493,7 +494,7 @@ fn evicted_namespaces_return_from_the_remote() {
     for store in [&one, &other] {
         for number in (0..last).rev() {
             let model = model(number);
-            let namespace = store.open(number, &model).expect("others give way");
+            let namespace = store.open(number, &model).expect("others are evicted");
             let session = store.begin(namespace, &document(1, model.chunk));
             ends(store.handle.locate(session, &OpOpts::default()));
             assert!(store.has(namespace, &model, number), "layout {number}");

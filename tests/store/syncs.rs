@@ -31,7 +31,7 @@ fn durable_chunk_survives_a_failed_sync_of_its_child() {
     store.with(StoreState::request_checkpoint);
     store.settle();
     let store = store.crash();
-    assert!(store.is_stored(&short), "it was durable");
+    assert!(store.is_stored(&short), "a durable chunk is missing");
 }
 
 /// The same for layers of one chunk, which lie in one segment.
@@ -52,7 +52,7 @@ fn durable_layers_survive_a_failed_sync_of_others() {
     assert_eq!(
         store.transfer(session, TransferKind::Get, Level::Ram, what),
         Status::Ok,
-        "it was durable"
+        "a durable layer is missing"
     );
 }
 
@@ -69,7 +69,7 @@ fn durable_chunks_of_an_earlier_process_survive_a_failed_sync() {
     store.with(StoreState::request_checkpoint);
     store.settle();
     let store = store.crash();
-    assert!(store.is_stored(&short), "it was durable");
+    assert!(store.is_stored(&short), "a durable chunk is missing");
 }
 
 /// Two puts of the same chunk wait for a sync. If it fails, either both puts fail or the chunk is
@@ -77,7 +77,7 @@ fn durable_chunks_of_an_earlier_process_survive_a_failed_sync() {
 #[test]
 fn failed_sync_fails_all_waiting_puts() {
     let store = SteppedStore::open();
-    // What the namespace is lasts already.
+    // The record of the namespace is durable already.
     assert_eq!(store.put(&document(9, 16), ALL, Level::Durable), Status::Ok);
     let tokens = document(1, 16);
     let submit = || {
@@ -93,7 +93,7 @@ fn failed_sync_fails_all_waiting_puts() {
     while [WorkerKind::Copy, WorkerKind::Write].into_iter().any(|kind| store.run_batch(kind)) {}
     store.fail_next_sync();
     let mut sync = store.with(|core| core.take(WorkerKind::Sync)).expect("a sync");
-    // It comes while that is under way, and finds all of it there.
+    // The second put is submitted during the sync, and finds all its cells on disk.
     let (second, _engine) = submit();
     let mut keeper = store.state.clone();
     // SAFETY: syncs touch no memory.
@@ -102,7 +102,7 @@ fn failed_sync_fails_all_waiting_puts() {
     store.files.set_plan(Plan::default());
     store.settle();
     let ended = store.finished();
-    let of = |number| ended.iter().find(|one| one.number == number).expect("it has ended");
+    let of = |number| ended.iter().find(|one| one.number == number).expect("the put has ended");
     assert!(of(first).error.is_some(), "{ended:?}");
     let mut keys = Vec::new();
     let chain = Chain::new(Key([1; 32]), MODEL.chunk as u32);
@@ -110,10 +110,10 @@ fn failed_sync_fails_all_waiting_puts() {
     let mut found = [0];
     store.with(|core| core.exists(store.namespace, &keys, &mut found)).expect("open");
     let is_below = found[0] & 1 << Tier::Disk as u8 != 0;
-    assert!(of(second).error.is_some() || is_below, "it lasts, and is not on disk: {ended:?}");
+    assert!(of(second).error.is_some() || is_below, "OK, but the chunk is not on disk: {ended:?}");
     if of(second).error.is_none() {
         let store = store.crash();
-        assert!(store.is_stored(&tokens), "it was durable");
+        assert!(store.is_stored(&tokens), "a durable chunk is missing");
     }
 }
 
@@ -129,7 +129,7 @@ fn chunk_lost_with_its_segment_is_written_again() {
     assert_eq!(store.put(&prefix[..16], ALL, Level::Durable), Status::Io);
     store.files.set_plan(Plan::default());
     store.settle();
-    // Another branch lasts; what is before it is on disk, if not synced.
+    // Another branch is durable. Its ancestors are on disk, but perhaps not synced.
     let branch = [prefix, document(8, 16)].concat();
     let session = store.session(&branch);
     let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &branch));
@@ -141,7 +141,7 @@ fn chunk_lost_with_its_segment_is_written_again() {
     let mut found = [0; 3];
     store.with(|core| core.exists(store.namespace, &keys, &mut found)).expect("open");
     assert!(found.iter().all(|tiers| tiers & 1 << Tier::Disk as u8 != 0), "{found:?}");
-    store.with(|core| core.check_prefixes()).expect("all that is on disk is of use");
+    store.with(|core| core.check_prefixes()).expect("no chunk on disk without its ancestors");
 }
 
 /// A chunk whose sync failed is written to another segment, and can become durable there.
@@ -150,7 +150,7 @@ fn rewritten_chunk_becomes_durable() {
     let store = SteppedStore::open();
     let tokens = document(1, 16);
     assert_eq!(store.put(&tokens, 0..1, Level::Disk), Status::Ok);
-    // The segment is full before the other layer comes.
+    // The segment is full before the other layer is put.
     for other in 2..6 {
         assert_eq!(store.put(&document(other, 16), ALL, Level::Disk), Status::Ok);
     }
@@ -161,7 +161,7 @@ fn rewritten_chunk_becomes_durable() {
     let again: Vec<Status> = (0..3).map(|_| store.put(&tokens, ALL, Level::Durable)).collect();
     assert_eq!(again, [Status::Ok; 3]);
     let store = store.crash();
-    assert!(store.is_stored(&tokens), "it was durable");
+    assert!(store.is_stored(&tokens), "a durable chunk is missing");
 }
 
 /// Compaction moved a chunk whose sync had failed, and made it durable.
@@ -170,9 +170,9 @@ fn compacted_chunk_becomes_durable() {
     let store = SteppedStore::open();
     let tokens = document(1, 16);
     assert_eq!(store.put(&tokens, ALL, Level::Disk), Status::Ok);
-    // It is on disk alone.
+    // The chunk is on disk only.
     let session = store.session(&tokens);
-    store.with(|core| core.demote_range(session, 0, 16)).expect("it is there");
+    store.with(|core| core.demote_range(session, 0, 16)).expect("a stored range");
     store.settle();
     store.close_session(session);
     store.fail_next_sync();
@@ -183,11 +183,11 @@ fn compacted_chunk_becomes_durable() {
     disk.compact(bad.number, &mut store.state.clone()).expect("room");
     let counters = store.with(|core| core.counters);
     if counters.corrupt_cells > 0 {
-        return; // the sync took the bytes along
+        return; // the failed sync lost the bytes
     }
     assert_eq!(store.put(&tokens, ALL, Level::Durable), Status::Ok);
     let store = store.crash();
-    assert!(store.is_stored(&tokens), "it was durable");
+    assert!(store.is_stored(&tokens), "a durable chunk is missing");
 }
 
 /// With every granularity of eviction.

@@ -13,7 +13,7 @@ const MODEL: Model = Model { layers: 2, heads: 2, run: 64, chunk: 16 };
 const ROWS: usize = 100;
 const MISS: Done = Done { status: Status::NotFound, tokens: 0 };
 
-/// A store with five documents of 20 chunks, which nobody holds: its table is full.
+/// A store with five documents of 20 chunks, which no session references: the table is full.
 fn full(scratch: &Scratch) -> (TestStore, u32) {
     let rest = format!("host=8MiB,chunks={ROWS}");
     filled(
@@ -46,7 +46,7 @@ fn all_are_there(store: &TestStore, namespace: u32) {
 fn reads_evict_nothing_from_a_full_table() {
     let scratch = Scratch::new("table");
     let (store, namespace) = full(&scratch);
-    // With a tail, and one that is longer than the table.
+    // A sequence with a tail, and one that is longer than the table.
     for chunks in [90, ROWS + 50] {
         let tokens = document(9, chunks * 16 + 5);
         let session = store.session(namespace, &tokens);
@@ -62,7 +62,7 @@ fn reads_evict_nothing_from_a_full_table() {
         store.settle();
         all_are_there(&store, namespace);
     }
-    // What begins as one that is there is found as far as that goes.
+    // A sequence that begins like a stored document is found as far as they are equal.
     let tokens = [document(3, 20 * 16), document(9, 40 * 16)].concat();
     let session = store.session(namespace, &tokens);
     let mut engine = Engine::new(MODEL, Shape::Padded, tokens.len());
@@ -95,7 +95,7 @@ fn put_evicts_rows_from_a_full_table() {
 
 #[test]
 fn rejected_put_evicts_nothing() {
-    // A level that needs a disk, and more chunks than there can be.
+    // A level that needs a disk, and more chunks than the table has rows.
     let store = spec_of(&format!("store(host=8MiB,chunks={ROWS})"));
     let (store, namespace) = filled(TestStore::open(&store), Level::Ram);
     for (chunks, level, status) in [
@@ -120,7 +120,7 @@ fn rejected_put_evicts_nothing() {
 fn put_without_enough_unreferenced_rows_evicts_nothing() {
     let store = spec_of(&format!("store(host=8MiB,chunks={ROWS})"));
     let (store, namespace) = filled(TestStore::open(&store), Level::Ram);
-    // Three documents of five.
+    // Three of the five documents.
     let open: Vec<u32> = (0..3)
         .map(|number| {
             let tokens = document(number, 20 * 16);
@@ -143,7 +143,7 @@ fn put_without_enough_unreferenced_rows_evicts_nothing() {
     };
     assert_eq!(put(41), Err(Status::Limit));
     all_are_there(&store, namespace);
-    assert_eq!(put(40), Ok(Status::Ok), "as many as may leave");
+    assert_eq!(put(40), Ok(Status::Ok), "as many as can be evicted");
     open.iter().for_each(|&session| store.close_session(session));
     assert_eq!(put(ROWS), Ok(Status::Ok));
     store.close();
@@ -160,7 +160,7 @@ fn chunks_can_be_pinned_before_their_put() {
     let pin = Pin { priority: 2, until_ns: u64::MAX };
     let pins = |core: &mut kvtier::store::state::StoreState| {
         core.pin(session, 0, 64, pin)?;
-        let table = core.table_of(namespace).expect("it is open");
+        let table = core.table_of(namespace).expect("an open namespace");
         Ok(table.chunks.slots().filter(|&s| table.chunks.chunk(s).unwrap().pin().is_some()).count())
     };
     assert_eq!(store.handle.with(pins).expect("room"), 4);

@@ -19,7 +19,7 @@ const BATCH: u64 = 64 << 10;
 pub fn in_memory(host_bytes: u64) -> SteppedStore {
     let host_policy = "lru".into();
     let config = Config { host_bytes, copy_bytes: BATCH, host_policy, ..Config::default() };
-    // The first namespace is not used: tests open theirs with smaller keys.
+    // The first namespace is not used: tests open their own with smaller keys.
     SteppedStore::new(Parts { config, key: Key([255; 32]), ..Parts::default() })
 }
 
@@ -33,7 +33,7 @@ pub fn submit(store: &SteppedStore, session: u32, kind: TransferKind, engine: &E
     store.submit(session, kind, Level::Ram, engine.whole())
 }
 
-/// Runs one batch of copies: tokens and layer of each K in it.
+/// Runs one batch of copies. Returns the tokens and the layer of each K in it.
 fn copy(store: &SteppedStore) -> Option<Vec<(u32, usize)>> {
     let work = store.with(|state| state.take(WorkerKind::Copy))?;
     let copied = match &work {
@@ -70,19 +70,20 @@ fn small_get_runs_between_parts_of_a_large_put() {
     submit(&store, small, TransferKind::Put, &from_small);
     copy_all(&store);
     submit(&store, large, TransferKind::Put, &from_large);
-    // A quarter of a batch at a time: 64 of 1,024 tokens.
+    // Parts of a quarter of a batch: 64 of 1,024 tokens.
     assert_eq!(copy(&store), Some(vec![(64, 0)]));
     assert_eq!(copy(&store), Some(vec![(64, 0)]));
     let mut to_small = Engine::new(SMALL, Shape::Heads, few.len());
     submit(&store, small, TransferKind::Get, &to_small);
-    // At most one part goes before it.
+    // At most one part runs before the get.
     let mut before = 0;
-    while !copy(&store).expect("there is more").contains(&(16, 0)) {
+    while !copy(&store).expect("a pending copy").contains(&(16, 0)) {
         before += 1;
     }
-    assert!(before <= 1, "{before} parts went first");
+    assert!(before <= 1, "{before} parts ran first");
     to_small.check(&marks_of(1, &few), 0..16, 0..1);
-    // The first cell goes on where it was: an engine that waits for its first layer has it first.
+    // The first cell continues where it stopped, so that the first layer, for which an engine
+    // waits, completes first.
     let mut layers = Vec::new();
     while let Some(made) = copy(&store) {
         layers.extend(made.iter().map(|one| one.1));
@@ -112,7 +113,7 @@ fn put_cancelled_between_parts_stores_nothing() {
             "{parts} parts: a whole cell, or none"
         );
     }
-    // And what was left is put as if nothing had been.
+    // A later put succeeds as if nothing had been submitted before.
     submit(&store, session, TransferKind::Put, &from);
     copy_all(&store);
     let mut to = Engine::new(LARGE, Shape::Heads, many.len());

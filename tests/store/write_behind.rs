@@ -22,7 +22,7 @@ fn store(config: Config) -> SteppedStore {
     SteppedStore::on_disk(empty_disk(), config, None)
 }
 
-/// What is written so far, in chunks, and what waits for its time.
+/// Number of written chunks, and of unwritten chunks.
 fn written(store: &SteppedStore) -> (u64, u64) {
     store.with(|core| {
         let (bytes, _) = core.unwritten();
@@ -35,7 +35,7 @@ fn at(store: &SteppedStore, now_ns: u64) {
     store.settle();
 }
 
-/// The process is killed, and another one opens the store.
+/// Kills the process, and opens the store in another one.
 fn killed(store: SteppedStore) -> SteppedStore {
     let files = store.files.clone();
     drop(store);
@@ -49,11 +49,11 @@ fn put_is_on_disk_within_a_fraction_of_the_age() {
     assert_eq!(store.put(&tokens, ALL, Level::Ram), Status::Ok);
     assert_eq!(written(&store), (0, 4));
     at(&store, AGE_NS / 4);
-    assert_eq!(written(&store), (0, 4), "it came at 1");
+    assert_eq!(written(&store), (0, 4), "the put was at time 1");
     at(&store, AGE_NS / 4 + 1);
     assert_eq!(written(&store), (4, 0));
     let store = killed(store);
-    assert!(store.is_stored(&tokens), "it was written before");
+    assert!(store.is_stored(&tokens), "the chunk was written before the kill");
 }
 
 #[test]
@@ -90,20 +90,20 @@ fn unwritten_bytes_above_the_limit_are_written_at_once() {
     assert_eq!(store.put(&document(1, 32), ALL, Level::Ram), Status::Ok);
     assert_eq!(written(&store), (0, 2));
     assert_eq!(store.put(&document(2, 48), ALL, Level::Ram), Status::Ok);
-    assert_eq!(written(&store), (3, 2), "the oldest first");
+    assert_eq!(written(&store), (3, 2), "the oldest chunks are written first");
 }
 
 #[test]
 fn unreachable_chunks_are_not_written() {
     let store = store(config());
     assert_eq!(store.put(&document(1, 24), ALL, Level::Ram), Status::Ok);
-    assert_eq!(written(&store), (0, 1), "half a chunk is of use to its session alone");
+    assert_eq!(written(&store), (0, 1), "a partial chunk is usable by its session only");
     store.with(|core| {
         let mut clearing = core.begin_clear(store.namespace).expect("open");
         while core.clear_more(&mut clearing, 16) {}
     });
     at(&store, 2 * AGE_NS);
-    assert_eq!(written(&store), (0, 0), "it was cleared before its time");
+    assert_eq!(written(&store), (0, 0), "the chunk was cleared before it was due");
 }
 
 #[test]

@@ -30,7 +30,7 @@ pub fn used(budget: &Budget, tier: Tier) -> u64 {
     lane.reserved_bytes + lane.committed_bytes
 }
 
-/// Bytes of memory behind a stretch of addresses that is a mapping of its own.
+/// Resident bytes of a mapping that begins at `start`.
 fn resident_bytes(start: u64) -> u64 {
     let maps = std::fs::read_to_string("/proc/self/smaps").expect("a list");
     let mut lines = maps.lines().skip_while(|line| !line.starts_with(&format!("{start:x}-")));
@@ -184,7 +184,7 @@ fn reduced_budget_is_obeyed_while_units_are_used() {
                 rig.streamer.release(&held, None).expect("given back");
                 until_kept(&rig, &budget, Tier::Host, limit);
             }
-            // Less than slots take: all else comes back.
+            // Less than the slots take: all other memory is returned.
             budget.resize(Tier::Host, 1).expect("resized");
             let deadline = soon();
             while used(&budget, Tier::Host) > slots + fixed {
@@ -328,7 +328,7 @@ fn pending_rebalance_survives_the_next_one() {
     assert!(plan.residencies != before.residencies);
     let kept = rig.streamer.rebalance(Some(slightly), None, None).expect("the same");
     assert!(plan.residencies == kept.residencies);
-    // What a plan was made for stays, where nothing else is said.
+    // Limits of a plan persist unless they are given again.
     let same = rig.streamer.rebalance(None, None, Some(7)).expect("the same");
     assert!(plan.residencies == same.residencies);
     for held in &held {

@@ -16,7 +16,7 @@ use kvtier_testkit::model_files::simulated::{SimModelFiles, SimModelFilesOpts};
 
 use kvtier_testkit::fixtures::stream_rig::{Files, MIB, Rig, device, plan_options, runtime};
 
-/// What goes wrong with files or the device.
+/// Fault of the files or of the device.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Trouble {
     Nothing,
@@ -32,13 +32,13 @@ pub enum Trouble {
     Longer(u32),
     /// A byte is written, while units are used that were all compared before.
     Written(u32, u64),
-    /// The same, and nothing but the byte tells.
+    /// The same, but only the byte shows it.
     Lie(u32, u64),
     /// Another file takes the name of one, while units are used.
     Replaced(u32),
     /// Some copies fail.
     Copies,
-    /// The device is gone, with some copy.
+    /// The device is lost during some copy.
     Lost,
 }
 
@@ -53,15 +53,15 @@ pub enum Ending {
     Shut,
 }
 
-/// Who pays.
+/// Budget that is charged.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Payer {
     Nobody,
     /// A budget that has plenty.
     Rich,
-    /// One that has as much as weights may take.
+    /// A budget of exactly the bytes that weights may take.
     Exact,
-    /// One that is cut while units are used.
+    /// A budget that is reduced while units are used.
     Cut,
 }
 
@@ -77,7 +77,7 @@ pub struct Case {
     pub ending: Ending,
     pub threads: u64,
     pub order: Vec<u32>,
-    /// What it is like, for humans.
+    /// Description of the case for a reader.
     pub text: String,
 }
 
@@ -212,7 +212,7 @@ fn sim_opts(random: &mut Random) -> SimModelFilesOpts {
     }
 }
 
-/// What goes wrong from when it was opened.
+/// Injects the faults that exist from the opening on.
 fn plant(random: &mut Random, trouble: &Trouble, sim: &SimModelFiles) {
     match trouble {
         Trouble::Reads => {

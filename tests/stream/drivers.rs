@@ -17,21 +17,21 @@ use kvtier_testkit::fixtures::stream_rig::{MIB, soon, within};
 const GRAIN: u64 = 4096;
 /// Deadlines before this may pass.
 const HASTY_NS: u64 = 1_000_000_000;
-/// What each thread does.
+/// Steps of each thread.
 const STEPS: u64 = 60;
 
 /// A case under way.
 pub struct Run {
     pub case: Case,
-    /// What each thread does at the moment.
+    /// Current step of each thread, as text.
     pub doing: Vec<Mutex<String>>,
     /// Units that were had.
     pub had: AtomicU64,
-    /// What can go wrong with files has.
+    /// Set once the fault of the files was injected.
     struck: AtomicU64,
 }
 
-/// What a thread has.
+/// State of a thread.
 struct Caller<'a> {
     run: &'a Run,
     number: usize,
@@ -89,7 +89,7 @@ impl Run {
             )
     }
 
-    /// What goes wrong with files goes wrong now.
+    /// Injects the fault of the files now.
     pub fn strike(&self) {
         let (sim, files) = (&self.case.sim, &self.case.rig.files);
         match self.case.trouble {
@@ -105,7 +105,7 @@ impl Run {
         self.struck.store(1, Ordering::Release);
     }
 
-    /// What a thread does from beginning to end.
+    /// The whole run of one thread.
     pub fn work(&self, number: usize) {
         let mut random = Random::new(self.case.seed.wrapping_mul(31) + number as u64);
         let most = 1 + random.below(3) as usize;
@@ -128,7 +128,7 @@ impl Caller<'_> {
         *self.run.doing[self.number].lock().expect("a lock") = text.into();
     }
 
-    /// Judges what a call came to. `fine`: what it may say whatever goes wrong.
+    /// Judges the result of a call. `fine`: statuses that are allowed in any case.
     fn judge<T>(
         &self,
         unit: Option<u32>,
@@ -249,7 +249,7 @@ impl Caller<'_> {
         assert!(spoils || slots as usize <= held, "unit {unit}: {slots} slots, {held} in use");
     }
 
-    /// What was given early may turn out not to have come.
+    /// A unit that was leased before its event may turn out to have failed.
     fn looks_right(&self, held: &UnitLease) {
         let unit = held.lease.unit;
         match self.run.case.rig.is_right(held) {
@@ -268,7 +268,7 @@ impl Caller<'_> {
         self.says(format!("release {:?}", held.lease));
         let result = self.run.case.rig.streamer.release(&held, None);
         let unit = held.lease.unit;
-        // Who hears second that a unit has not come whole is not told why.
+        // Only the first caller of a failed unit gets the cause, later ones `Io`.
         let spoilt = |error: &Error| {
             let lost = self.run.case.trouble == Trouble::Lost && error.status() == Status::Io;
             let when_issued = held.lease.event.is_some() && error.status() != Status::Closed;
@@ -331,7 +331,7 @@ impl Caller<'_> {
             assert!(plan.host_bytes <= host.unwrap_or(u64::MAX), "{host:?}: {plan:?}");
             assert!(plan.device_bytes <= on_device.unwrap_or(u64::MAX), "{on_device:?}: {plan:?}");
         }
-        // Who is used by the processor is so for good, where units are in place on a device.
+        // Units that the CPU uses cannot move where units are in place on a device.
         let moves = case.device.is_some() && case.rig.streamer.fixed(0).is_ok();
         let fine = [Status::Budget, Status::Unsupported];
         self.judge(None, result, &fine[..1 + usize::from(moves)])?;
@@ -352,7 +352,7 @@ impl Caller<'_> {
         self.judge(None, result, &[Status::Timeout]).map(drop)
     }
 
-    /// Reads past all that is in memory, into memory of its own.
+    /// Reads the file into separate memory, past all units in memory.
     fn verify(&mut self) -> Step {
         let case = &self.run.case;
         let unit = self.any_unit();

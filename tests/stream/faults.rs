@@ -77,7 +77,7 @@ fn unreadable_range_fails_one_unit() {
     let rig = Rig::open_on(runtime(""), sim.clone(), files, opts).expect("a streamer");
     for _ in 0..3 {
         for unit in 0..rig.files.units.units.len() as u32 {
-            // A read goes by grains, so a neighbour may fail with it.
+            // A read covers whole granules, so a neighbour may fail with it.
             let outcome = status(rig.use_unit(unit, patiently()));
             let is_it = unit == layer || unit == expert;
             assert!(
@@ -337,7 +337,7 @@ fn reader_panic_fails_all_waiting_calls() {
         }
         assert_eq!(status(rig.streamer.load(soon())), Status::Panic);
         assert_eq!(status(rig.streamer.hint(&[1])), Status::Panic);
-        // By when its threads have ended, the runtime has been told too.
+        // Once the streamer's threads have ended, the runtime knows of the panic too.
         rig.closed();
         assert!(rig.runtime.core().is_poisoned());
     }

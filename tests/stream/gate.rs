@@ -22,7 +22,7 @@ pub struct Gate {
     changed: Condvar,
 }
 
-/// What waits longer hangs, however slow the machine is.
+/// Limit of a wait: a longer one hangs, however slow the machine is.
 const LONG: Duration = Duration::from_secs(240);
 
 impl Gate {
@@ -42,11 +42,11 @@ impl Gate {
         state.panic_at = state.batches + n;
     }
 
-    /// Waits until somebody reads.
+    /// Waits until a thread reads.
     pub fn wait(&self) {
         let state = self.state.lock().expect("a lock");
         let waited = self.changed.wait_timeout_while(state, LONG, |state| state.waiting == 0);
-        assert!(!waited.expect("a lock").1.timed_out(), "nobody reads");
+        assert!(!waited.expect("a lock").1.timed_out(), "no thread reads");
     }
 }
 

@@ -51,7 +51,7 @@ unsafe impl GlobalAlloc for Watching {
 #[global_allocator]
 static ALLOCATOR: Watching = Watching;
 
-/// What something gives, and the largest piece of memory it took.
+/// Result of `work`, and the largest allocation that it made.
 fn largest<T>(work: impl FnOnce() -> T) -> (T, usize) {
     LARGEST.set(0);
     let out = work();
@@ -69,7 +69,7 @@ fn parse_gguf(head: &[u8], bytes: u64) -> Result<Model> {
     })
 }
 
-/// What must hold of every model that is accepted.
+/// Checks the invariants of an accepted model.
 fn sound(model: &Model) {
     let mut names: Vec<_> = model.tensors.iter().map(|tensor| &tensor.name).collect();
     names.sort();
@@ -87,7 +87,7 @@ fn sound(model: &Model) {
     }
 }
 
-/// What must hold of the units of a model, found out the slow way.
+/// Checks the units of a model against a slow search.
 fn grouped(units: &Units, model: &Model, chunk: u64) {
     let mut seen: BTreeMap<u32, Vec<(u64, u64)>> = BTreeMap::new();
     for part in &units.parts {
@@ -334,7 +334,7 @@ proptest! {
         let data: u64 = sizes.gguf().iter().map(|made| made.bytes().next_multiple_of(32)).sum();
         let mut bytes = hurt(&head, &damage);
         let file_bytes = head.len() as u64 + data;
-        // What was read so far may be a part of the header, and the file may be cut off.
+        // The bytes read so far may be a part of the header, and the file may be truncated.
         let (read, there) = match whole {
             0 => (cut.index(bytes.len()), file_bytes),
             1 => (bytes.len(), cut.index(file_bytes as usize) as u64),
@@ -491,7 +491,7 @@ fn invalid_gguf_headers_are_rejected() {
     ] {
         refused_file(&gguf(3, 0, 1, &[&value]), Corrupt, "general.alignment");
     }
-    // Counts that a file could hold, but nobody needs.
+    // Counts that a file could hold, but that no model needs.
     let many = gguf(3, (1 << 20) + 1, 0, &[]);
     refused(parse_gguf(&many, 1 << 40), Limit, "1048577 tensors");
     let arch = [pair(b"general.architecture", 8, &word(b"x")), pair(b"x.block_count", 10, &max)];
@@ -550,7 +550,7 @@ fn truncated_files_are_rejected() {
         let head = &head[..head.len().min(cut as usize)];
         let error = parse_gguf(head, cut).expect_err("cut off");
         assert_eq!(error.status(), Corrupt, "{cut}: {error}");
-        // The same start of a file that goes on: more is asked for, never too much.
+        // The same start of a file that continues: more is asked for, never too much.
         if cut < whole - 1
             && let Err(Stop::More(needed)) = Model::of_gguf(file(whole), head)
         {
@@ -802,7 +802,7 @@ fn incomplete_sharded_models_are_rejected() {
     refused(put("weight_map", "map"), Corrupt, "\"weight_map\" is missing");
     refused(put("}", "]"), Corrupt, "index.json: ");
     refused(put("-00003-of-00003", "-00004-of-00004"), NotFound, "a shard is missing");
-    // What the index leaves out is no part of the model.
+    // Tensors that the index leaves out are no part of the model.
     let without = put(&format!(", {lm}"), "").expect("sound");
     assert_eq!(without.tensors.len() + 1, whole.tensors.len());
     assert!(without.tensors.iter().all(|tensor| tensor.name != "lm_head.weight"));
@@ -1052,13 +1052,13 @@ fn attention_windows_come_from_headers() {
     assert_eq!(found("gemma3", vec![window()]), (1024, 10));
     assert_eq!(found("mistral", vec![window()]), (1024, 12));
     assert_eq!(found("llama", vec![window()]), (1024, 0));
-    // What the file says is more than what is known of its family.
+    // Metadata of the file overrides the defaults of its family.
     assert_eq!(found("gemma3", vec![window(), (pattern, Meta::U32(4))]), (1024, 9));
     assert_eq!(found("gemma3", vec![window(), (pattern, Meta::U32(1))]), (0, 0));
     assert_eq!(found("x", vec![window(), (pattern, Meta::U64(u64::MAX))]), (1024, 12));
     let listed = [1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 255, 0];
     assert_eq!(found("x", vec![window(), (pattern, flags(12, &listed))]), (1024, 8));
-    // Of another length, or something else: nobody knows.
+    // With another length or type the windows are unknown.
     assert_eq!(found("x", vec![window(), (pattern, flags(11, &listed[..11]))]), (1024, 0));
     for odd in [Meta::Text("all".into()), Meta::I32(-1), Meta::Numbers(vec![1; 12])] {
         assert_eq!(found("gemma3", vec![window(), (pattern, odd)]), (1024, 0));

@@ -66,7 +66,7 @@ fn compare(name: &str, open: &str) {
         let wanted_place = ["file", "offset", "bytes"].map(|key| number(&wanted[key]));
         assert_eq!(place, wanted_place.into(), "{name}");
         assert_eq!(bytes_of(&model, index, None), text(&wanted["digest"]), "{name}");
-        // Each expert has what the package gives for its number.
+        // Each expert has the bytes that the package gives for its number.
         let experts = array(&wanted["experts"]);
         let parts: Vec<_> = units.part(index).collect();
         let none = usize::from(found.bytes > 0);
@@ -163,7 +163,7 @@ fn dequantisation_matches_the_gguf_package() {
             model.tensors.iter().find(|tensor| tensor.dtype == dtype).expect("one of each");
         let bytes = &file[tensor.offset as usize..][..tensor.bytes as usize];
         let bits = quants::numbers_of(dtype, bytes).into_iter().flat_map(|number| {
-            // What is no number has many forms.
+            // NaN has many bit patterns.
             let number = if number.is_nan() { f32::from_bits(0x7FC0_0000) } else { number };
             number.to_le_bytes()
         });

@@ -19,7 +19,7 @@ fn unused_slot_is_released_on_request() {
     assert!(!world.core.evict_from_slot(0).expect("sound"), "it is in use");
     world.release(&lease);
     assert!(world.core.evict_from_slot(0).expect("sound") && !world.core.is_in_memory(0));
-    // On its way, then promised to who sleeps until it is there.
+    // In transfer, then promised to a caller that sleeps until the unit is in memory.
     assert!(matches!(
         world.core.acquire(3, false, world.now_ns).expect("sound"),
         Acquired::Wait(_)
@@ -30,7 +30,7 @@ fn unused_slot_is_released_on_request() {
     assert!(!world.core.evict_from_slot(3).expect("sound"), "it is promised");
     world.core.wait_end(3).expect("sound");
     assert!(world.core.evict_from_slot(3).expect("sound"));
-    // Who waits for it elsewhere does not keep it.
+    // A waiter for another copy of the unit does not keep the slot.
     world.core.wait_begin(5);
     assert!(world.core.evict_from_slot(5).expect("sound"));
     world.core.wait_end(5).expect("sound");
@@ -62,7 +62,7 @@ fn unit_larger_than_slots_gets_none() {
         world.settle();
         let mut order: Vec<u32> = (0..4).collect();
         world.run(&order, MS);
-        // Its home goes, and there is no memory for another: passes do without it.
+        // The unit loses its residency, and no slot is large enough for it: passes run without it.
         while !world.core.set_residency(2, Residency::File, world.now_ns).expect("sound") {
             world.settle();
         }

@@ -32,7 +32,7 @@ impl Case {
     }
 }
 
-/// What all threads did has to be done, or the seed and what they are at is told.
+/// Joins all threads. After a timeout it panics with the seed and the current steps.
 fn watched(seed: u64, run: &Arc<Run>) {
     let (send, ended) = channel::<()>();
     let threads: Vec<_> = (0..run.doing.len())
@@ -47,7 +47,7 @@ fn watched(seed: u64, run: &Arc<Run>) {
     drop(send);
     // Nothing is ever sent: this ends when the last of them has dropped its end.
     if ended.recv_timeout(LONG) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-        panic!("seed {seed}: somebody waits for ever: {:?}", run.doing);
+        panic!("seed {seed}: a thread waits for ever: {:?}", run.doing);
     }
     for thread in threads {
         if thread.join().is_err() {
@@ -56,7 +56,7 @@ fn watched(seed: u64, run: &Arc<Run>) {
     }
 }
 
-/// What is still open works as if nothing had happened.
+/// Checks that the streamer works after the fault as if it had not occurred.
 fn recovers(run: &Run) {
     let case = &run.case;
     let (rig, streamer) = (&case.rig, &case.rig.streamer);
@@ -114,7 +114,7 @@ fn case_of(seed: u64) -> Arc<Run> {
     let case = Case::new(seed);
     println!("seed {seed}: {}", case.text);
     if matches!(case.trouble, Trouble::Written(..) | Trouble::Lie(..)) {
-        // What was never compared has no sum that it could differ from.
+        // A unit that was never compared has no recorded sum.
         for unit in 0..case.rig.files.units.units.len() as u32 {
             case.rig.streamer.verify(unit).expect("a sum");
         }

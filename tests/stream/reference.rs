@@ -102,7 +102,7 @@ fn dense(model: &mut Model, format: Format, tied: bool) {
     model.layers = (0..layers).map(|at| layer_of(at, &|_| Vec::new())).collect();
     for mix in mixes() {
         let streamed = open(&stored, mix);
-        // What is not in a layer comes through the streamer too, once.
+        // Tensors outside layers are read through the streamer too, once.
         let outside = |unit: &str, name: &str| {
             lease(&streamed, streamed.units.find(unit)).expect("a unit").numbers(name)
         };
@@ -212,7 +212,7 @@ fn best_two(scores: &[f32]) -> [u32; 2] {
 /// Computes with tensors that it asks for by name.
 type Use<'a> = dyn Fn(&dyn Fn(&str) -> Vec<f32>) -> Vec<f32> + 'a;
 
-/// Tokens through all layers. `with`: has somebody compute with a unit's tensors.
+/// Tokens through all layers. `with` computes with a unit's tensors.
 fn through(
     sizes: &Experts,
     with: &dyn Fn(&str, &Use<'_>) -> Vec<f32>,
@@ -297,7 +297,7 @@ fn streamed_k_quant_expert_model_is_bit_identical() {
 #[test]
 fn dequantisation_error_is_within_one_step() {
     let mut random = Random::new(3);
-    // Of each type: how many steps there are at least between zero and the largest of a block.
+    // For each type: the least number of steps between zero and the largest value of a block.
     for (dtype, steps) in [
         ("F32", f32::INFINITY),
         ("F16", 2048.0),

@@ -23,7 +23,7 @@ use kvtier_testkit::fixtures::stream_rig::{
 
 const PLENTY: u64 = 1 << 30;
 
-/// Somebody else whose memory grows, as a store's does.
+/// Another owner whose memory grows, as a store's does.
 struct Other {
     budget: Arc<Budget>,
     account: Arc<Account>,
@@ -67,7 +67,7 @@ impl Other {
         self.bytes = 0;
     }
 
-    /// What the streamer has.
+    /// Bytes of the streamer.
     fn streams(&self) -> u64 {
         let lane = self.budget.usage(self.tier);
         lane.reserved_bytes + lane.committed_bytes - self.bytes
@@ -251,10 +251,10 @@ fn slot_in_use_is_freed_after_its_lease() {
         rig.streamer.load(soon()).expect("they have left");
         assert_eq!(other.streams(), least);
         if in_place {
-            // What was given back reads as zeros.
+            // Released memory reads as zeros.
             let is_gone = |one: &&kvtier::stream::streamer::UnitLease| {
                 let (address, bytes) = rig.streamer.fixed(one.lease.unit).expect("in place");
-                // SAFETY: addresses in place stay mapped; nobody writes while nothing is asked for.
+                // SAFETY: addresses in place stay mapped; no thread writes while no call is made.
                 let image =
                     unsafe { std::slice::from_raw_parts(address as *const u8, bytes as usize) };
                 image.iter().all(|&byte| byte == 0)
@@ -278,7 +278,7 @@ fn memory_that_is_not_returned_is_not_counted() {
     let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
     let least = floor(&rig);
     other.leave(&rig, all / 2, 3);
-    // Allowed, but somebody else has that memory.
+    // Allowed, but another owner has that memory.
     rig.streamer.rebalance(Some(PLENTY), None, None).expect("a plan");
     rig.streamer.load(soon()).expect("those that have room");
     assert_eq!(takes(&rig.streamer.plan()), other.streams());
@@ -355,7 +355,7 @@ fn evicted_residents_are_not_leased() {
         let rig = Rig::open_on(runtime(""), simulated, files, opts).expect("a streamer");
         let (least, rig) = (floor(&rig), &rig);
         std::thread::scope(|scope| {
-            // One comes while another gives it back, and it is to leave.
+            // One thread acquires a unit that another releases, while the unit is to be evicted.
             for _ in 0..3 {
                 scope.spawn(move || {
                     for _ in 0..2_000 {
@@ -469,7 +469,7 @@ fn memory_kept_by_the_device_stays_charged() {
     let least = floor(&rig);
     let residencies = rig.streamer.plan().residencies;
     let home = residencies.iter().position(|&home| home == Residency::Device).expect("one");
-    // An engine that gives a unit back too early.
+    // An engine that releases a unit too early.
     let held = rig.streamer.acquire(home as u32, patiently()).expect("a unit");
     let promise = device.create_user_event().expect("one");
     let mut out = vec![0u8; held.bytes as usize];

@@ -55,7 +55,7 @@ fn answers(rig: &Rig, slow: &Slow) -> bool {
     std::thread::scope(|scope| {
         scope.spawn(move || {
             rig.streamer.progress();
-            sender.send(()).ok(); // whoever waited may have gone
+            sender.send(()).ok(); // the receiver may have timed out
         });
         let answered = receiver.recv_timeout(LONG).is_ok();
         slow.set_held(false);

@@ -30,7 +30,7 @@ fn spread(residencies: &mut [Residency], count: usize, home: Residency) {
     }
 }
 
-/// What a steady pass takes, in milliseconds.
+/// Duration of a steady pass, in milliseconds.
 fn steady(
     residencies: Vec<Residency>,
     mode: Mode,
@@ -138,7 +138,7 @@ fn acquire_with_all_slots_leased_fails_at_once() {
     let (a, b) = (world.acquire(0).expect("there"), world.acquire(1).expect("there"));
     let error = world.acquire(2).expect_err("no slot");
     assert!(error.status() == Status::Busy && error.message().contains("2 slots"), "{error}");
-    let again = world.acquire(0).expect("it is there already");
+    let again = world.acquire(0).expect("unit 0 is in memory");
     world.release(&again);
     world.release(&a);
     assert_eq!(
@@ -171,7 +171,7 @@ fn reused_slot_waits_for_its_last_user() {
     assert_eq!((copy.unit, copy.after), (3, Some(after)));
 }
 
-/// Which part of the experts that are asked for is there: 16 layers of 64 experts of which a
+/// Hit rate of the requested experts: 16 layers of 64 experts of which a
 /// token uses 6, as often as their rank says, in slots for a fourth.
 fn expert_hits(policy: &str, pinned_percent: u32) -> f64 {
     const EXPERTS: usize = 64;
@@ -204,7 +204,7 @@ fn expert_hits(policy: &str, pinned_percent: u32) -> f64 {
         for layer in 0..16u32 {
             let mut chosen = Vec::new();
             while chosen.len() < 6 {
-                // Each layer has favourites of its own.
+                // Each layer prefers other experts.
                 let expert = (draw() as u32 * 7 + layer * 13) % EXPERTS as u32;
                 if !chosen.contains(&expert) {
                     chosen.push(expert);
@@ -223,7 +223,7 @@ fn expert_hits(policy: &str, pinned_percent: u32) -> f64 {
     let (hits, misses) = by_layer.fold((0, 0), |(h, m), of| (h + of.hits, m + of.misses));
     assert!((hits, misses) == (stats.expert_hits, stats.expert_misses) && hits + misses == 24_000);
     // And the first two layers, ahead.
-    assert_eq!(stats.read_bytes, (misses + 2) * 4096, "what is there is not read again");
+    assert_eq!(stats.read_bytes, (misses + 2) * 4096, "resident experts are not read again");
     hits as f64 / (hits + misses) as f64
 }
 
@@ -236,7 +236,7 @@ fn frequently_used_experts_stay_resident() {
     assert!(lru < lfu && (0.25..0.45).contains(&lru), "lru {lru}, lfu {lfu}");
 }
 
-/// What an engine does, by chance.
+/// Random action of an engine.
 #[derive(Clone, Debug)]
 enum Act {
     Acquire(u32),
@@ -345,7 +345,7 @@ fn live(case: &Case) {
         if fails { Err(Error::new(Status::Io, "planted")) } else { Ok(()) }
     });
     if case.acts.len() % 2 == 1 {
-        // Two of three chunks are read to their slot, as far as that is there; no other waits.
+        // Two of three chunks are read to their slot if it has memory; no other waits.
         let mut chunk = 0;
         world.core.set_direct_reads(true);
         world.lands = Box::new(move || {
@@ -396,7 +396,7 @@ fn live(case: &Case) {
     for unit in 0..total {
         let mut got = world.acquire(unit);
         for _ in 0..2 {
-            // What had failed before is told once, and what was dropped has to end.
+            // An earlier failure is reported once, and a dropped job has to end.
             if got.is_err() {
                 world.settle();
                 got = world.acquire(unit);

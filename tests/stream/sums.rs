@@ -159,7 +159,7 @@ proptest! {
             pieces.note(0, 0, from, &bytes(0, from, to - from))?;
         }
         prop_assert_eq!(pieces.sum_of_unit(0), whole.sum_of_unit(0));
-        // One wrong bit is found by whoever sees its block, and by nobody else.
+        // Only a caller that reads the block of a wrong bit detects it.
         let place = damage % (len * 8);
         let mut all = bytes(0, offset, len);
         all[(place / 8) as usize] ^= 1 << (place % 8);

@@ -12,8 +12,8 @@ use kvtier_testkit::fixtures::stream_rig::{
     Files, Rig, dense, device, experts, on_device, patiently, soon, status, with_device, with_host,
 };
 
-/// What a thread does so many times: has a unit, looks at it, gives it back. All slots may be
-/// in use; then it is told so, and asks again.
+/// Acquires a unit, checks it and releases it, `times` times. If all slots are
+/// in use, acquire fails and the thread retries.
 fn use_at_random(rig: &Rig, seed: u64, times: u32) {
     let mut random = Random::new(seed);
     let count = rig.files.units.units.len() as u32;
@@ -176,7 +176,7 @@ fn unit_can_be_leased_several_times() {
             (0..3).map(|_| rig.streamer.acquire(unit, when_issued).expect("one")).collect();
         assert!(held.iter().all(|one| one.address == held[0].address));
         for one in &held {
-            assert!(rig.is_right(one).expect("it comes") && (unit == 0 || on_device(one)));
+            assert!(rig.is_right(one).expect("readable") && (unit == 0 || on_device(one)));
             rig.streamer.release(one, None).expect("given back");
         }
         assert_eq!(status(rig.streamer.release(&held[0], None)), Status::State);

@@ -38,15 +38,15 @@ pub fn tensor(name: &str, inputs: usize, numbers: &[f32]) -> Tensor {
 /// How weights are written.
 #[derive(Clone, Copy, Debug)]
 pub struct Format {
-    /// Of matrices; `mixed` is another one in every layer.
+    /// Type of matrices; `mixed` is another one in every layer.
     pub dtype: &'static str,
     pub gguf: bool,
-    /// How many files.
+    /// Number of files.
     pub files: usize,
 }
 
 impl Format {
-    /// Of a tensor. Vectors are not quantised.
+    /// Type of a tensor. Vectors are not quantised.
     fn of(&self, tensor: &Tensor) -> &'static str {
         let layer = tensor.name.strip_prefix("blk.").and_then(|rest| rest.split('.').next());
         match (tensor.dims.len(), self.dtype) {
@@ -61,7 +61,7 @@ impl Format {
     }
 }
 
-/// What the safetensors files of a family call a tensor, or an expert's part of it.
+/// Name of a tensor, or of an expert's part of it, in the safetensors files of a family.
 fn hugging(name: &str, expert: Option<u32>) -> String {
     let Some((layer, part)) = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'))
     else {
@@ -106,7 +106,7 @@ struct Place {
 pub struct Stored {
     pub format: Format,
     paths: Vec<PathBuf>,
-    /// What is opened.
+    /// The path to open.
     path: PathBuf,
     places: BTreeMap<String, Place>,
     _dir: Scratch,
@@ -178,7 +178,7 @@ impl Stored {
         Stored { format, paths, path, places, _dir: dir }
     }
 
-    /// What the files call a tensor.
+    /// Name of a tensor in the files.
     fn name(&self, name: &str, expert: Option<u32>) -> String {
         if self.format.gguf { name.into() } else { hugging(name, expert) }
     }
@@ -209,10 +209,10 @@ fn head(tensors: &[Bytes], format: Format, file: usize, of: usize) -> Vec<u8> {
     gguf_head(&made, &meta)
 }
 
-/// How much of the model stays, and where.
+/// Residency of the model: bytes in each memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Mix {
-    /// Of the device; none = the processor computes.
+    /// Bytes of the device; `None`: the CPU computes.
     pub on_it: Option<u64>,
     pub on_host: u64,
     pub in_place: bool,

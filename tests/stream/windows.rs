@@ -56,7 +56,7 @@ fn pass(rig: &Rig, how: AcquireOpts, at: &[u64]) -> Result<()> {
     rig.streamer.pass_end()
 }
 
-/// What a device says of a copy from somewhere in its memory.
+/// Status of a copy from an address in a device's memory.
 fn touch(device: &Simulated, address: u64) -> Status {
     let out = Box::leak(Box::new([0u8; 64]));
     let copy = Copy::bytes(out.as_mut_ptr(), address, 64, Direction::Gather, Memory::Device);
@@ -108,7 +108,7 @@ fn only_resident_units_have_memory() {
     let rig = Rig::open(files, opts).expect("a streamer");
     let at = addresses(&rig);
     pass(&rig, patiently(), &at).expect("a pass");
-    let held = rig.streamer.acquire(3, patiently()).expect("it comes");
+    let held = rig.streamer.acquire(3, patiently()).expect("a unit");
     assert_eq!(touch(&device, held.address + 5), Status::Ok);
     let backed = at.iter().filter(|unit| touch(&device, **unit) == Status::Ok).count();
     assert!(backed <= 2, "{backed} units have memory, of which there is enough for 2");
@@ -143,7 +143,7 @@ fn plans_and_budgets_count_whole_mapping_units() {
             (residencies + slots) * 2 * GRANULARITY,
             "{residencies} homes, {slots} slots"
         );
-        // Who shares a budget has to be able to give something back.
+        // A streamer that shares a budget keeps slots, so that it can give memory back.
         assert_eq!(slots > 0, percent < 100 || paid);
         let figure = plan.figures.iter().find(|figure| figure.name == "device granules");
         assert_eq!(figure.expect("a figure").bytes, residencies * (GRANULARITY - 4096));

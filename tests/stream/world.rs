@@ -113,7 +113,7 @@ enum End {
     Copy(CopyJob, Result<()>),
 }
 
-/// What a read or copy is to come to.
+/// Result that a read or copy is to have.
 pub type Fate = Box<dyn FnMut() -> Result<()>>;
 
 /// The machine.
@@ -193,7 +193,7 @@ impl World {
         for job in self.core.take_map_jobs() {
             assert!(self.in_place, "{job:?} where no unit is in place");
             let to = place(job.to, job.unit);
-            // What has to wait is asked for again when something has ended.
+            // A delayed job is asked for again when another job has ended.
             let is_idle = self.reading + self.copying == 0;
             let result = match !is_idle && (self.put_off)() {
                 true => Ok(false),
@@ -236,7 +236,7 @@ impl World {
         }
     }
 
-    /// Gives disk and link what they can do now. Whether something has ended already.
+    /// Starts the work that disk and link can do now. Returns whether some of it has ended already.
     fn start(&mut self) -> bool {
         while self.reading < self.readers {
             let Some(read) = self.core.take_read(self.now_ns) else { break };
@@ -275,7 +275,7 @@ impl World {
             let (unit, there) = &self.content[&from];
             assert!(*unit == copy.unit && there.contains(&copy.chunk.offset), "copied too early");
             let to = place(copy.to, copy.unit);
-            assert!(self.has_memory(to, copy.unit), "{copy:?} goes where no memory is");
+            assert!(self.has_memory(to, copy.unit), "{copy:?} has no target memory");
             self.write(to, copy.unit, copy.chunk.offset);
             self.link_free_ns = self.link_free_ns.max(self.now_ns) + took;
             let event = Event(self.count);
@@ -347,7 +347,7 @@ impl World {
                 Acquired::Ready(lease) => {
                     let at = place(lease.location, unit);
                     let (of, there) = self.content.get(&at).expect("a place with content");
-                    assert!(*of == unit, "unit {unit} was asked for, unit {of} is there");
+                    assert!(*of == unit, "unit {unit} was asked for, unit {of} was found");
                     assert!(there.len() == self.chunks[unit as usize], "unit {unit} is in pieces");
                     let is_on_device = self.in_place && !self.core.is_on_processor(unit);
                     assert!(!is_on_device || self.has_memory(at, unit), "unit {unit} has none");
@@ -368,7 +368,7 @@ impl World {
         self.core.set_expert_slots(count, self.now_ns).expect("sound");
     }
 
-    /// Takes the memory of slots away that nobody needs any more. How many are left.
+    /// Removes the memory of expert slots that are no longer needed. Returns how many remain.
     pub fn empty_expert_slots(&mut self) -> u32 {
         let in_use = self.core.empty_expert_slots().expect("sound");
         for slot in in_use..self.core.max_expert_slots() {

@@ -515,7 +515,7 @@ void Weights::release(uint32_t unit) {
     leases_.erase(at);
 }
 
-// Nobody writes to weights, although ggml's pointer is not const. With an inner device of its own
+// No code writes to weights, although ggml's pointer is not const. With an inner device of its own
 // memory, tensors are changed only while it computes.
 void Weights::point_tensors(uint32_t unit, const char * address) {
     for (const Range & range : units_[unit].ranges) {

@@ -23,7 +23,7 @@ bool refuse(std::string *why, const char *what) {
     return false;
 }
 
-/// Positions must be unique. Cells of images share a position, and could not be told apart.
+/// Positions must be unique. Cells of images share a position, and are indistinguishable.
 bool repeats(std::vector<int32_t> positions) {
     std::sort(positions.begin(), positions.end());
     return std::adjacent_find(positions.begin(), positions.end()) != positions.end();

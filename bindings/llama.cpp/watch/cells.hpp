@@ -1,8 +1,8 @@
 // Maps the tokens of one sequence, in the order in which they arrived, to cells of a cache.
 //
 // A single token's row of the mask shows which cells it sees; these are the cells of its sequence,
-// whoever filled them. New cells are taken in the order of their numbers, which is the order in which a
-// restore leaves them. The map does not affect correctness, because masks are only ever narrowed.
+// no matter what filled them. New cells are taken in the order of their numbers: a restore leaves
+// them in that order. The map does not affect correctness, because masks are only ever narrowed.
 #ifndef KVTIER_LLAMA_CELLS_HPP
 #define KVTIER_LLAMA_CELLS_HPP
 

@@ -227,7 +227,7 @@ class Op(Resource):
         self._released()
 
     def __exit__(self, *_: object) -> None:
-        # After the block nobody uses the result, and the caller may use the memory.
+        # After the block no code uses the result, and the caller may use the memory.
         if not self.closed:
             if not self._known_released:
                 self.cancel()

@@ -84,7 +84,7 @@ fn number(name: &str, usual: usize) -> Result<usize, String> {
     }
 }
 
-/// What to replay, and in how large a cache.
+/// The requests to replay, and the size of the cache.
 fn source(quick: bool) -> Result<Source, String> {
     let objects = number("KVTIER_BENCH_OBJECTS", 100_000)?.max(BATCH);
     let warm = number("KVTIER_BENCH_WARM", 0)?;

@@ -340,7 +340,7 @@ fn contest(load: Load, rounds: usize, stretch: usize) -> Vec<Bar> {
             let start = thread_ns();
             let hits = black_box(runner.run(ids, load));
             times.push((thread_ns() - start) / ids.len() as f64);
-            assert!(load == Load::Mix || hits == ids.len() || runner.part() > 1, "all are there");
+            assert!(load == Load::Mix || hits == ids.len() || runner.part() > 1, "all are hits");
         }
     }
     let names: Vec<&str> = all.iter().map(|runner| runner.name()).collect();

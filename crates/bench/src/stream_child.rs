@@ -69,7 +69,7 @@ pub struct Start<'a> {
     pub method: &'a str,
     /// The model.
     pub files: &'a [PathBuf],
-    /// Memory for weights; `None` = what the process finds.
+    /// Memory for weights; `None` = as much as the process finds.
     pub host_bytes: Option<u64>,
     /// The cgroup.
     pub group: Option<Rc<Group>>,

@@ -236,12 +236,12 @@ mod tests {
             let group = self.make().expect("a group");
             let dir = group.dir().to_path_buf();
             let mut files = Vec::new();
-            for entry in std::fs::read_dir(&dir).expect("there") {
+            for entry in std::fs::read_dir(&dir).expect("found") {
                 let path = entry.expect("one").path();
                 let name = path.file_name().expect("one").to_string_lossy().into_owned();
                 files.push((name, std::fs::read_to_string(&path).expect("text")));
                 // A kernel's files go with their directory.
-                std::fs::remove_file(path).expect("gone");
+                std::fs::remove_file(path).expect("file");
             }
             files.sort();
             drop(group);
@@ -346,8 +346,8 @@ mod tests {
         assert_eq!(group.peak_bytes(), Ok(4096));
         std::fs::write(group.dir().join("memory.peak"), "much\n").expect("written");
         assert!(group.peak_bytes().expect_err("no number").contains("much"));
-        for entry in std::fs::read_dir(group.dir()).expect("there") {
-            std::fs::remove_file(entry.expect("one").path()).expect("gone");
+        for entry in std::fs::read_dir(group.dir()).expect("found") {
+            std::fs::remove_file(entry.expect("one").path()).expect("file");
         }
     }
 }

@@ -342,7 +342,7 @@ mod tests {
         assert!(engine.starts_with("io_uring, ") || engine.starts_with("threads, "), "{engine}");
         assert_eq!(matches!(found.mark, Mark::Good), why.is_none());
         assert!(found.means.ends_with(&why.unwrap_or_default()), "{}", found.means);
-        assert_eq!(std::fs::read_dir(&dir).expect("there").count(), 0);
+        assert_eq!(std::fs::read_dir(&dir).expect("found").count(), 0);
         std::fs::remove_dir(&dir).expect("empty");
         assert!(matches!(disk_engine(&dir.join("no/where")).mark, Mark::Absent));
     }

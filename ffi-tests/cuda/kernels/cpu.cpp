@@ -107,7 +107,7 @@ void prepare(fiber *fiber, unsigned at) {
     fiber->place = {at % size.x, at / size.x % size.y, at / size.x / size.y};
 }
 
-/* Nobody can go on: all wait for the barrier, or somebody waits for ever. */
+/* No thread can continue: all wait for the barrier, or some thread waits for ever. */
 void meet() {
     unsigned ended = 0, at_warp = 0;
     for (unsigned i = 0; i < run.threads; i++) {

@@ -118,7 +118,7 @@ template <class T> struct cpu_given {
     T x, got;
     u32 from;
 };
-/* A lane that does not take part gives nothing: whoever reads it has its own back. */
+/* A lane that does not take part gives no value: a lane that reads it gets back its own value. */
 template <class T> T cpu_shuffle(u32 mask, T x, u32 from) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "what a shuffle moves");
     cpu_given<T> mine = {x, x, from};

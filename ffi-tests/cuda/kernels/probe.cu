@@ -33,7 +33,7 @@ extern "C" __global__ void probe_lanes(const __grid_constant__ call c) {
 }
 
 /* 1: a thread ends where others wait; 2: one goes another way than its warp; 3: lanes wait for
- * different things; 4: shared memory is read that nobody wrote; 5: nothing is wrong. */
+ * different things; 4: unwritten shared memory is read; 5: nothing is wrong. */
 extern "C" __global__ void probe_wrong(const __grid_constant__ call c) {
     __shared__ u32 word[64];
     if (c.flags == 1 && threadIdx.x == 3) return;

@@ -114,7 +114,7 @@ fn every_error_has_its_offset_in_the_message_and_as_a_number() {
 }
 
 #[test]
-fn limits_hold() {
+fn too_long_too_deep_and_too_wide_specs_are_rejected() {
     assert_eq!(Spec::parse(&"a".repeat(5000)).unwrap_err().status(), Status::Limit);
     let deep = format!("{}a{}", "a(x=".repeat(20), ")".repeat(20));
     assert_eq!(Spec::parse(&deep).unwrap_err().status(), Status::Limit);

@@ -171,7 +171,7 @@ fn descriptions_are_laid_out_as_in_the_headers() {
 }
 
 #[test]
-fn numbers_are_those_of_the_headers() {
+fn constants_match_the_headers() {
     use sys::CUdevice_attribute as Attribute;
     use sys::CUpointer_attribute as PointerInfo;
     let same = [
@@ -236,7 +236,7 @@ fn numbers_are_those_of_the_headers() {
 }
 
 #[test]
-fn codes_are_those_of_the_headers() {
+fn status_codes_match_the_headers() {
     use sys::CUresult as Theirs;
     let same = [
         (code::INVALID_VALUE, Theirs::CUDA_ERROR_INVALID_VALUE),

@@ -102,7 +102,7 @@ fn descriptions_are_laid_out_as_in_the_header() {
 }
 
 #[test]
-fn numbers_are_those_of_the_header() {
+fn constants_match_the_header() {
     use sys::CUFileBoolConfigParameter_t as Switch;
     use sys::CUfileDriverControlFlags as Mode;
     use sys::CUfileOpError as Failure;

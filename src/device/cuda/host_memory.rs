@@ -20,14 +20,14 @@ const SHARE_ALIGN: usize = 2 << 20;
 /// Limit: parts in which others may have registered a range.
 const MAX_PIECES: u32 = 4096;
 
-/// Who has pinned a range of host memory.
+/// Owner of the registration of a range of host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Registration {
     /// This device.
     Ours,
     /// Another user in the process.
     Theirs,
-    /// Nobody, or not yet.
+    /// Not registered.
     Pageable,
 }
 
@@ -179,7 +179,7 @@ fn populate(from: usize, bytes: usize) {
         }
     }
     for helper in helpers {
-        let _ = helper.join(); // it only gives advice to the kernel
+        let _ = helper.join(); // it only advises the kernel
     }
 }
 

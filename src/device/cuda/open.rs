@@ -1,4 +1,4 @@
-//! Opens a device, and releases what it holds of the driver.
+//! Opens a device, and releases the driver's objects that it holds.
 
 use std::ffi::c_int;
 

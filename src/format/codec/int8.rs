@@ -10,7 +10,7 @@ use crate::fail;
 use crate::format::codec::Shape;
 use crate::meta::dtype::Dtype;
 
-/// Which numbers share a scale.
+/// Numbers that share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scales {
     /// One scale for each place in a row: for keys.

@@ -40,7 +40,7 @@ pub struct Shape {
     pub dtype: Dtype,
     /// Bytes of a row.
     pub row_bytes: usize,
-    /// Which numbers share a scale.
+    /// Numbers that share a scale.
     pub scales: Scales,
 }
 

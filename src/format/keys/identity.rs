@@ -18,7 +18,7 @@ const SALT: u32 = 6;
 const SHARD: u32 = 7;
 const RECIPE: u32 = 8;
 
-/// Which part of the KV this rank holds.
+/// Part of the KV that this rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shard {
     /// Index, from 0.

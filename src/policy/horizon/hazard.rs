@@ -216,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buckets_start_where_they_say() {
+    fn the_start_of_an_age_bucket_is_in_that_bucket() {
         for b in 0..AGES {
             let start = age_start_ns(b);
             assert_eq!(age_bucket(start), b, "{start}");

@@ -1,5 +1,5 @@
 //! Waits in progress, of resident and of evicted objects, so that the learned data do not depend on
-//! what was kept. A sample, if there are more than fit.
+//! evictions. If there are more waits than fit, this is a sample.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};

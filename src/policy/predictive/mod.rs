@@ -472,7 +472,7 @@ mod tests {
     fn without_a_confident_prediction_it_is_lru() {
         let mut e = open("predictive");
         (1..=3).for_each(|id| insert(&mut e, id as i64 * S, &RequestContext::default(), id));
-        e.touch(10 * S, &RequestContext::default(), &[1]).expect("there");
+        e.touch(10 * S, &RequestContext::default(), &[1]).expect("found");
         assert_eq!(evict(&mut e, 20 * S), (2, "lru"));
         let unsure = Hint { next_use: Some((500 * S, 0.5)), ..Hint::default() };
         e.hint(20 * S, &RequestContext::default(), &[1], &unsure).expect("a time");
@@ -502,7 +502,7 @@ mod tests {
         assert_eq!(evict(&mut e, 3 * S).0, 3);
         let soon = Hint { next_use: Some((5 * S, 1.0)), ..Hint::default() };
         e.hint(3 * S, &RequestContext::default(), &[1], &soon).expect("a time");
-        e.touch(100 * S, &RequestContext::default(), &[2]).expect("there");
+        e.touch(100 * S, &RequestContext::default(), &[2]).expect("found");
         assert_eq!(evict(&mut e, 200 * S), (1, "lru"));
     }
 
@@ -538,7 +538,7 @@ mod tests {
         insert(&mut e, S, &of(1), 1);
         for s in 2..20 {
             let context = RequestContext { length: 30 * s as u32, max_length: 10_000, ..of(1) };
-            e.touch(s * S, &context, &[1]).expect("there");
+            e.touch(s * S, &context, &[1]).expect("found");
         }
         assert!((gauge(&e, "token_rate") - 30.0).abs() < 1.0);
         assert_eq!(gauge(&e, "predicted"), 1.0);

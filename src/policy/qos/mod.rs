@@ -569,7 +569,7 @@ mod tests {
         let seen: Vec<u64> = seen.iter().map(|v| v.id).collect();
         // Tenant 1 holds 4 of 10, then 4 of 9 and of 8; then it is not protected any more.
         assert_eq!(seen[..3], [10, 11, 0]);
-        e.acquire(&[0]).expect("there");
+        e.acquire(&[0]).expect("found");
         e.preview(3 * S, 7, &mut Vec::new()).expect("a time");
         e.release(&[0]).expect("held");
         assert_eq!(evict(&mut e, 4 * S, 7), seen);

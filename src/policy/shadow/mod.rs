@@ -579,8 +579,8 @@ mod tests {
             ("tlru(threshold=300,turn=50)", 0.02),
             ("horizon", 0.02),
             ("predictive(confidence=0.5)", 0.02),
-            // Making room for one object at a time evicts what the same request of a low class just
-            // inserted.
+            // Making room for one object at a time evicts objects that the same request of a low
+            // class just inserted.
             ("qos", 0.1),
         ] {
             let auto = format!("auto(of=any(fifo,{spec}),window=1000000000)");
@@ -603,7 +603,7 @@ mod tests {
                     let leading = e.lookup(now, &request, &path, &mut []).expect("a time");
                     *found += leading;
                     let missing = path.len() - leading;
-                    e.acquire(&path[..leading]).expect("there");
+                    e.acquire(&path[..leading]).expect("found");
                     let over = (e.objects().units() + missing as u64).saturating_sub(200);
                     e.evict(now, over, &mut Vec::new()).expect("a time");
                     e.release(&path[..leading]).expect("held");
@@ -651,7 +651,7 @@ mod tests {
         let mut e = open("auto(of=any(lru,fifo),window=16)", 64, 1000);
         let request = RequestContext::default();
         (0..8).for_each(|id| assert!(!lookup_or_insert(&mut e, 1, id, 1000)));
-        e.resize(&[0, 1], &[5, 7]).expect("there");
+        e.resize(&[0, 1], &[5, 7]).expect("found");
         (0..7).for_each(|id| assert!(lookup_or_insert(&mut e, 2, id, 1000)));
         // 15 references so far: 8 units missed, 5 + 7 + 5 found.
         assert_eq!(gauge(&e, "found_units_0"), 17.0);

@@ -200,7 +200,7 @@ mod tests {
                 }
             }
             let mut saved = Vec::new();
-            key_store.save(1, 2, &mut saved).expect("there");
+            key_store.save(1, 2, &mut saved).expect("found");
             assert_eq!(saved.len(), 12 + 2 * if is_small { 20 } else { 64 });
             let mut other = KeyStore::new(16, is_small);
             other.load(&saved).expect("sound");
@@ -218,7 +218,7 @@ mod tests {
             let mut key_store = KeyStore::new(4, is_small);
             key_store.append(&rows(&numbers, 1, 4)).expect("finite");
             let mut saved = Vec::new();
-            key_store.save(0, 2, &mut saved).expect("there");
+            key_store.save(0, 2, &mut saved).expect("found");
             for len in 0..saved.len() {
                 assert!(key_store.check_saved(&saved[..len]).is_err(), "{len}");
             }

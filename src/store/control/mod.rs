@@ -105,7 +105,7 @@ impl Connection {
         Connection { stream, got: Vec::new(), out: Vec::new(), sent: 0, until_ns, last: false }
     }
 
-    /// What it waits for.
+    /// The events that the connection waits for.
     pub fn watched(&self) -> Watched {
         self.stream.watched(self.sent < self.out.len())
     }

@@ -44,7 +44,7 @@ pub enum Request {
     },
     /// Recent evictions.
     Evictions {
-        /// Of this tier; None = all.
+        /// Only evictions from this tier; None = all.
         tier: Option<Tier>,
         /// Most evictions.
         tail: usize,

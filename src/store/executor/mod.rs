@@ -47,7 +47,7 @@ impl From<Error> for Failed {
     }
 }
 
-/// What work is executed with.
+/// Devices and tiers that execute work.
 #[derive(Clone)]
 pub struct Tools {
     /// The device for copies.
@@ -700,8 +700,8 @@ impl EventCopies {
                 return Ok(());
             }
             summed.extend(made.summed());
-            // They may be copied into the device tier at once: the engine has no part in that. What
-            // reads them there is behind them on the stream.
+            // Fills of the device tier may run at once, since they do not touch the engine's
+            // memory. Copies that read the filled pieces follow on the same stream.
             // SAFETY: the caller's promise; planes are pieces that are kept for this.
             unsafe {
                 self.submit(stream, None, &mut made.fills, &mut parts)?;

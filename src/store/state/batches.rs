@@ -233,7 +233,7 @@ pub struct SyncBatch {
 // A stage: the queue of jobs of one kind, what its batches carry now, and its measured bandwidth.
 // Copies, disk reads, remote fetches and copies from the device tier each have one.
 
-/// What a stage is believed to do before its first batch: the delay of a batch in ns, and bytes a
+/// Assumed performance of a stage before its first batch: the delay of a batch in ns, and bytes a
 /// second.
 #[derive(Clone, Copy)]
 pub(super) struct Guess(f64, f64);
@@ -245,7 +245,7 @@ pub(super) const FETCHES: Guess = Guess(2_000_000.0, 2e8);
 /// Copies from device memory.
 pub(super) const REPLICAS: Guess = Guess(10_000.0, 2e11);
 
-/// What a batch carries.
+/// Load of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Load {
     /// Bytes of its cells.

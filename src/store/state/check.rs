@@ -161,8 +161,8 @@ impl StoreState {
         Ok(())
     }
 
-    /// Checks that a tier's policy has a chunk if a cell of it is there and it is not being
-    /// evicted.
+    /// Checks that a tier's policy has a chunk if a cell of the chunk is resident in the tier and
+    /// is not being evicted.
     fn check_known(&self, at: At, tier: Tier) -> Result<()> {
         let table = &self.tables[at.table as usize];
         let cache = match tier {

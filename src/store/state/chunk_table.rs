@@ -46,7 +46,7 @@ pub mod note {
     pub const UNWRITTEN: u16 = 4096;
 }
 
-/// Which cells of a chunk.
+/// Cells of a chunk: all, or one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// All layers.

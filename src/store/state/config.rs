@@ -65,9 +65,9 @@ pub struct RemoteConfig {
     pub admission: String,
     /// Timeout of a request, without the time for its bytes.
     pub timeout_ns: u64,
-    /// How long an answer "present" is valid.
+    /// Validity of an answer "present".
     pub fresh_ns: u64,
-    /// How long an answer "absent" is valid.
+    /// Validity of an answer "absent".
     pub absent_ns: u64,
     /// Names whose answers are remembered.
     pub known: usize,
@@ -118,7 +118,7 @@ pub struct Config {
     pub host_policy: String,
     /// Spec of the disk policy.
     pub disk_policy: String,
-    /// What policies choose among.
+    /// Granularity of eviction: the objects of the policies.
     pub granularity: Granularity,
     /// Cells are dropped alone, though a chunk is useless without one of them.
     pub drop_cells: bool,

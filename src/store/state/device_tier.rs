@@ -275,7 +275,7 @@ impl StoreState {
                 return Some(piece);
             }
             if replicas.tier.has_empty() {
-                return None; // no host memory for what is to be known of its pieces
+                return None; // no host memory for the table of its pieces
             }
             if replicas.tier.has_size(bytes) {
                 if !self.evict_replicas(bytes) {
@@ -576,7 +576,7 @@ pub struct Audited {
     pub unknown: u64,
 }
 
-/// What a replica must be equal to.
+/// Expected content of a replica.
 enum Right {
     /// The bytes at this host address.
     Bytes(usize),

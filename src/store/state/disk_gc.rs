@@ -32,7 +32,7 @@ const DEAD_SHARE: u32 = 8;
 /// Most victims of one call of the disk policy.
 const MOST_VICTIMS: usize = 256;
 
-/// What keeps the disk in order: compaction, sweeps, checkpoints, chunks that wait for space.
+/// State of disk upkeep: compaction, sweeps, checkpoints, chunks that wait for space.
 #[derive(Default)]
 pub(super) struct DiskGc {
     /// Segments may be empty.
@@ -256,7 +256,7 @@ impl StoreState {
             over = over.saturating_sub(freed);
             all += freed;
             if !progressed {
-                break; // what was chosen is in use: later
+                break; // the victims are in use: try again later
             }
         }
         all

@@ -259,8 +259,8 @@ impl StoreState {
                 if !will_be && !rows.has(slot, flag_of(tier)) {
                     continue;
                 }
-                // An object of its own was notified of its references. Objects of sessions never
-                // are.
+                // The policy was notified of the references of a chunk that is an object. It never
+                // is for objects that are sessions.
                 if is_last && rows.has(slot, note::HELD) {
                     cache.hold(rows.id(slot), false);
                     rows.clear(slot, note::HELD);
@@ -416,7 +416,7 @@ impl StoreState {
         }
     }
 
-    /// Removes a chunk from a tier's policy: no cell of it is there any more.
+    /// Removes a chunk from a tier's policy, since none of its cells is resident in the tier.
     pub(super) fn remove_from_policy(&mut self, at: At, tier: Tier) {
         let is_last = self.is_last(tier);
         let rows = &mut self.tables[at.table as usize];

@@ -411,7 +411,7 @@ fn read(content: &[u8]) -> u64 {
 // Namespace records on disk: without its layout, recovered cells of a namespace are useless. A record is
 // written with the first chunk of a namespace and dropped with the last one.
 
-/// What the disk has of a namespace.
+/// State of a namespace on disk.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Below {
     /// Chunks with a cell on disk.
@@ -566,10 +566,9 @@ impl WriteBatch {
 //
 // Reuse of the numbers of namespaces and chunk tables: which one is forgotten when all are taken.
 
-/// Most unused namespaces that are remembered for what was learned of them.
+/// Most unused namespaces whose learned state is kept.
 const MOST_IDLE: usize = 1024;
-/// When all namespaces have chunks, one part in so many is given up at once, since the search takes
-/// time.
+/// If all namespaces have chunks, 1 / 16 of them are given up at once, since the search takes time.
 const GIVEN_UP: usize = 16;
 
 impl StoreState {

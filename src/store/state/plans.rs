@@ -317,12 +317,12 @@ const MAX_ROUNDS: usize = 16;
 /// A price at which computing never beats loading, in ns a token.
 const FORBIDDEN: Cost = Cost { alpha: 0.0, beta: 1e12 };
 
-/// What a caller says about how it runs.
+/// Terms of a plan, as the caller states them.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanTerms {
-    /// It computes while loads run, layer by layer.
+    /// The engine computes while loads run, layer by layer.
     pub overlap: bool,
-    /// Counts on transfers that are in transfer into the store.
+    /// Counts on transfers in flight into the store.
     pub wait: bool,
     /// Urgency of the loads.
     pub lane: usize,
@@ -339,7 +339,7 @@ impl Default for PlanTerms {
 /// A run of tokens with the same step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PlanStep {
-    /// What to do. Resident: nothing.
+    /// Kind of the step.
     pub kind: StepKind,
     /// First token.
     pub first_token: u64,
@@ -571,7 +571,7 @@ impl Drafts {
     }
 }
 
-/// What a chunk needs: all of it is copied, after cells in slower tiers are read.
+/// Requirements of a chunk: all of its cells are copied, after those in slower tiers are read.
 fn part(layout: &Layout, one: &ChunkReuse) -> Part {
     let bytes = |tier: Tier| one.bytes[tier as usize];
     let (disk, remote, device) = (bytes(Tier::Disk), bytes(Tier::Remote), bytes(Tier::Device));

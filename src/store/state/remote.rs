@@ -39,10 +39,10 @@ use crate::tier::remote::{Name, RemoteError};
 /// Most names waiting to be removed at the remote. More are forgotten.
 const MOST_REMOVALS: usize = 1024;
 
-/// Extra time of a batch: what a share of a 1 Gbit/s link carries in a millisecond.
+/// Bytes for which a batch gets 1 ms more: the rate of a share of a 1 Gbit/s link.
 const BYTES_PER_MS: u64 = 16 << 10;
 
-/// Extra time of a batch of so many bytes, in ns.
+/// Extra time of a batch of `bytes` bytes, in ns.
 pub(super) fn time_of(bytes: u64) -> u64 {
     bytes.saturating_mul(1_000_000) / BYTES_PER_MS
 }
@@ -133,7 +133,7 @@ impl RemoteTier {
             && !self.lookups.has_blocks()
     }
 
-    /// Describes what is not at rest.
+    /// Describes the requests and uploads in flight or queued.
     pub fn describe(&self) -> String {
         format!(
             "{} objects requested, {} uploads queued, {} bytes uploading, {} chunks awaited",
@@ -280,7 +280,7 @@ impl StoreState {
         Some(names.name(&key, &shape.cut(object as usize)))
     }
 
-    /// Tells lookups whether hints count: only while the circuit is closed.
+    /// Sets whether hints count in lookups: only while the circuit is closed.
     pub(super) fn follow_breaker(&mut self) {
         let Some(remote) = &self.remote else { return };
         let is_well = remote.is_well();
@@ -299,7 +299,7 @@ impl StoreState {
         }
     }
 
-    /// A chunk was dropped: removes what is known of it at the remote.
+    /// Removes the remote objects of a dropped chunk, as far as they are known.
     pub(super) fn drop_remote(&mut self, at: At) {
         let before = self.remote_cells(at);
         let Some(shape) = self.remote_shape(at.table).filter(|_| before > 0) else { return };
@@ -511,7 +511,8 @@ impl StoreState {
         })
     }
 
-    /// A chunk leaves the table: what the remote has of it must be looked up again.
+    /// Forgets the remote hints of a chunk that is removed from the table. They must be looked up
+    /// again.
     pub(super) fn forget_remote(&mut self, at: At) {
         let before = self.remote_cells(at);
         if before > 0 {
@@ -678,7 +679,7 @@ impl StoreState {
 /// When the store stops waiting for a request, and the number of the request.
 pub(super) type Ticket = (u64, u64);
 
-/// What a request does.
+/// Kind of a request, with its objects.
 pub(super) enum RequestKind {
     /// Fetches these cells.
     Fetch(Vec<(At, u32)>),
@@ -752,7 +753,7 @@ impl StoreState {
         Some(ticket.0)
     }
 
-    /// How many requests of a worker kind hang.
+    /// Number of requests of a worker kind that hang.
     pub(super) fn hung(&self, workers: WorkerKind) -> u32 {
         self.remote.as_ref().map_or(0, |remote| remote.watch.hung_of(workers))
     }

@@ -429,8 +429,8 @@ impl StoreState {
 
 // ---------- remote prefetch
 //
-// Prefetches from the remote: once a lookup says what the remote has of a session, everything that
-// arrives sooner than it could be computed is fetched.
+// Prefetches from the remote. Once a lookup has found the chunks of a session, chunks that arrive
+// sooner than they could be computed are fetched.
 
 /// Lane of prefetches.
 const LANE: usize = 1;

@@ -50,7 +50,7 @@ pub(super) struct PendingLookup {
 #[derive(Default)]
 pub(super) struct Lookups {
     pub queue: VecDeque<Requester>,
-    /// A caller waits for the end of what is queued.
+    /// A caller waits for the end of the queued lookups.
     pub is_urgent: bool,
     pub pending: BTreeMap<Requester, PendingLookup>,
     /// Counts transfers with lookups.
@@ -182,7 +182,7 @@ impl StoreState {
     /// Begins a transfer that completes when it is known how many tokens a session can continue
     /// from, in the store or at the remote. They are its result.
     pub fn locate(&mut self, at: u32) -> Result<u32> {
-        // What was absent before may be present now.
+        // Chunks that were absent before may be present now.
         self.session_mut(at)?.looked_up = 0;
         let number = self.begin_locating(at, Vec::new())?;
         self.start_lookup(at, true);

@@ -68,7 +68,7 @@ pub struct UploadBatch {
     pub uploads: Vec<Upload>,
     /// Names to remove before anything is uploaded; none of them is uploaded in this batch.
     pub removals: Vec<Name>,
-    /// How many were removed.
+    /// Number of names removed.
     pub removed: u64,
     /// Names that the time did not suffice for.
     pub late: Vec<Name>,

@@ -357,8 +357,8 @@ impl StoreState {
         Ok(slots.map(|slot| At { table, slot }).collect())
     }
 
-    /// Releases the chunks of a part of a path, the last first, and returns them. The session finds
-    /// those that stay again.
+    /// Releases the chunks of a part of a path, the last first, and returns them. The session can
+    /// find the retained chunks again.
     pub(super) fn release_range(
         &mut self,
         at: u32,
@@ -403,7 +403,7 @@ impl Session {
 /// As a number of tokens: all that the session has when the transfer begins.
 pub const TO_THE_END: u64 = u64::MAX;
 
-/// Which cells of a range are wanted.
+/// Selection of cells of a range.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Wanted {
     /// All.
@@ -429,7 +429,7 @@ pub struct CellRange {
     pub layers: usize,
     /// Each layer completes by itself.
     pub by_layer: bool,
-    /// Which cells; all of them for a put.
+    /// Selected cells; all of them for a put.
     pub wanted: Wanted,
     /// The engine's tensors.
     pub views: Arc<Views>,

@@ -78,7 +78,7 @@ pub struct TierSnapshot {
     pub limit_bytes: u64,
     /// Bytes in use.
     pub used_bytes: u64,
-    /// Of those, bytes of cells.
+    /// Bytes of cells among the bytes in use.
     pub live_bytes: u64,
     /// Watermarks in bytes: eviction begins at the first and ends at the second.
     pub marks_bytes: [u64; 2],
@@ -242,8 +242,8 @@ impl StoreState {
         let high = self.config.high;
         self.config.host_bytes = bytes;
         self.eviction.host.set_bytes(bytes, high);
-        // What could not be evicted before may be evicted now, and cells in a segment that is to be
-        // freed must leave it.
+        // Chunks that could not be evicted before may be evicted now, and cells in a draining slab
+        // must be evicted.
         self.eviction.refusals = 0;
         self.eviction.reclaim_targets.begin();
         self.settle();

@@ -29,7 +29,7 @@ pub struct QueueGauge {
     pub bytes: [u64; LANES],
     /// Batches in flight.
     pub batches: u32,
-    /// Their bytes.
+    /// Bytes of the batches in flight.
     pub batch_bytes: u64,
     /// Measured bandwidth.
     pub bytes_per_second: f64,
@@ -493,7 +493,7 @@ impl Tenants {
 //
 // Latency histograms of transfers and batches. A transfer counts once, however many cells it has.
 
-/// What is timed: name in views, and description. First two gets, then three puts by
+/// Latency histograms: name in views, and description. First two gets, then three puts by
 /// [`Level`](crate::store::state::Level), then batches by
 /// [`WorkerKind`](crate::store::state::batches::WorkerKind).
 pub const TIMED: [(&str, &str); GETS + PUTS + KINDS] = [
@@ -545,7 +545,7 @@ impl Latency {
     }
 }
 
-/// What is measured beside the counters.
+/// Measurements beside the counters.
 pub(super) struct Stats {
     pub(super) metadata: MetadataAccount,
     pub(super) latencies: Latencies,

@@ -22,7 +22,7 @@ pub(super) const PIECE_BYTES: u64 = 4096;
 //
 // The objects of a tier's policy: chunks, cells, or sessions with the chunks that they used last.
 
-/// What policies choose among in a store.
+/// Granularity of eviction: the objects of the policies of a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Granularity {
     /// Chunks, with all their layers.
@@ -42,7 +42,7 @@ pub fn cell_id(chunk: u64, layer: usize) -> u64 {
 /// Cells of a chunk whose memory is freed once they are on disk.
 #[derive(Default)]
 pub(super) struct Demotion {
-    /// Their bytes.
+    /// Bytes of the cells.
     pub bytes: u64,
     is_all: bool,
     layers: BTreeSet<usize>,
@@ -175,7 +175,7 @@ pub(crate) enum Chosen {
 pub struct TierCache {
     /// The policy.
     pub evictor: Evictor,
-    /// What its objects are.
+    /// Kind of its objects.
     pub granularity: Granularity,
     /// With cells as objects: the cell of each object.
     cells_of: Zeroed<u64>,

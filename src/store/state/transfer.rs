@@ -1026,12 +1026,12 @@ fn unexpected(begun: Result<Begin>) -> Error {
 // Linked lists of jobs: those of one transfer, and those that wait for the same thing. A job is in at
 // most one list of each kind, and is unlinked in constant time.
 
-/// What a list links.
+/// Kind of a list of jobs.
 #[derive(Clone, Copy)]
 pub(super) enum Of {
     /// All jobs of a transfer, in the order in which they began.
     Transfer = 0,
-    /// Jobs that wait for host memory, or for one cell.
+    /// Jobs that wait for host memory, or for the same cell.
     Wait = 1,
 }
 
@@ -1042,7 +1042,7 @@ pub(super) struct Link {
     after: u32,
 }
 
-/// A list of jobs. The links stand in the jobs, so any job leaves in constant time.
+/// A list of jobs. The links are in the jobs, so any job is removed in constant time.
 #[derive(Debug)]
 pub(super) struct WaitList {
     first: u32,
@@ -1783,7 +1783,7 @@ impl<T> std::ops::IndexMut<u32> for Table<T> {
 
 // ---------- ready waits
 
-/// What transfers wait for.
+/// Dependencies of transfers: tickets and device events.
 #[derive(Default)]
 pub(super) struct Dependencies {
     pub(super) tickets: Tickets,
@@ -2021,7 +2021,7 @@ impl StoreState {
         self.settle();
     }
 
-    /// Checks what a transfer with an event must fulfil.
+    /// Checks the requirements of a transfer with an event.
     pub(super) fn check_after_event(&self, spec: &TransferSpec) -> Result<()> {
         if spec.after.is_some() && spec.kind == TransferKind::Prefetch {
             fail!(Invalid, "a prefetch has no tensors, so it takes no device event");

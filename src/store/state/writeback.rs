@@ -366,7 +366,7 @@ impl StoreState {
             self.drop_if_unreferenced(at, &demotion);
         }
         for (number, chunk) in self.writeback.chunk_waiters.remove(&at).unwrap_or_default() {
-            // A chunk that was only written for a later one is no part of what the put promises.
+            // A chunk that was only written for a later chunk is not part of the put's result.
             if chunk != NONE {
                 self.transfers.table[number].note_failure(chunk, error);
             }
@@ -883,9 +883,9 @@ impl StoreState {
         }
     }
 
-    /// Forgets marks of records that hold no cell of a chunk any more. Compaction syncs what it
-    /// moves. While a part of the chunk is in memory only, the mark may be that of its record, and
-    /// stays.
+    /// Forgets marks of records that no longer hold a cell of a chunk. Compaction syncs the cells
+    /// that it moves. While a part of the chunk is in memory only, the mark may be that of its
+    /// record, and stays.
     pub(super) fn forget_stale_marks(&mut self, at: At) {
         if !self.writeback.unsynced.contains_key(&at) || self.only_in_host(at, Part::All) > 0 {
             return;

@@ -135,7 +135,7 @@ fn layer_types(json: &mut Json<'_>, config: &mut Config) -> Result<()> {
 }
 
 impl Config {
-    /// Which layers have a window.
+    /// The rule for which layers have a window.
     fn window_rule(&self) -> WindowRule {
         let number = |slot: usize| self.numbers.get(slot).copied().unwrap_or(0).into();
         match (self.layer_types, self.uses_window) {

@@ -252,7 +252,7 @@ pub(super) fn moved(pass: &Pass) -> (u64, u64) {
 
 // Input of the simulation: what each unit needs before it can be computed.
 
-/// Where a unit comes from.
+/// Source of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StepSource {
     /// Resident where it is used.
@@ -266,7 +266,7 @@ pub(super) enum StepSource {
 /// A step of a pass: one unit.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
-    /// Where the unit comes from.
+    /// Source of the unit.
     pub source: StepSource,
     /// Bytes of the unit.
     pub bytes: f64,
@@ -589,7 +589,7 @@ impl Experts {
         f64::from(self.used.min(of)) / f64::from(of)
     }
 
-    /// How many of `slots` expert slots are never freed, and how many are added and freed
+    /// Number of `slots` expert slots that are never freed, and number that are added and freed
     /// together. Slots share allocations, because a device rounds each one up and a process has a
     /// limited number of mappings.
     pub fn least_and_step(&self, slots: u32, granularity_bytes: u64) -> (u32, u32) {

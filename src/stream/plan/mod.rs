@@ -67,7 +67,7 @@ pub struct Memory {
     pub lockable_bytes: u64,
 }
 
-/// Which units become resident where not all fit.
+/// Choice of resident units if not all units fit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Placement {
     /// At equal distances: transfers hide behind the units between them.
@@ -97,7 +97,7 @@ pub struct PlanOptions {
     pub compute: Option<ComputeLocation>,
     /// How memory is used.
     pub mode: Mode,
-    /// Which units become resident.
+    /// Choice of resident units.
     pub placement: Placement,
     /// Most device memory for weights; none = the computed budget.
     pub device_ceiling_bytes: Option<u64>,
@@ -125,7 +125,7 @@ pub struct PlanOptions {
     /// Slots for experts; none = as many as fit.
     pub expert_slots: Option<u32>,
     /// The plan must be able to give memory back later ([`Plan::rebalance`]). Then slots exist
-    /// even if all units fit, of the size that gives most memory back, and with no more expert
+    /// even if all units fit, of the size that returns most memory, and with no more expert
     /// slots than a layer needs, unless their number is set. No effect in [`Mode::Ring`].
     pub shrinks: bool,
     /// Bytes of the staging buffer in host memory for a device; 0 = chosen.

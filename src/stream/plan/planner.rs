@@ -19,7 +19,7 @@ const SLOTS: u32 = 2;
 /// Assumed rates for comparing placements where the real rates do not matter.
 const ASSUMED_LINKS: Links = Links { disk: 4_000_000_000, device: 12_000_000_000, processor: 0 };
 
-/// Inputs of a plan, sorted by what can be decided about them.
+/// Inputs of a plan, sorted by the decisions that they allow.
 pub(super) struct Planner<'a> {
     pub inputs: &'a Inputs<'a>,
     pub compute: ComputeLocation,
@@ -149,7 +149,7 @@ impl<'a> Planner<'a> {
     }
 
     /// Reserves host memory for the embedding. A pass does not read all of it, unless it is also
-    /// the head, so host memory is sufficient. It comes before layers.
+    /// the head, so host memory is sufficient. It is placed before layers.
     fn fix_embedding(&mut self) -> Result<()> {
         let units = &self.inputs.units.units;
         if self.inputs.plan_options.mode == Mode::Ring && self.compute == ComputeLocation::Host
@@ -396,8 +396,8 @@ impl<'a> Planner<'a> {
         Ok((slots as u32, bytes))
     }
 
-    /// How many expert slots are never freed, and how many are added and freed together. A current
-    /// plan keeps its numbers, since its memory is allocated that way.
+    /// Number of expert slots that are never freed, and number that are added and freed together. A
+    /// current plan keeps its numbers, since its memory is allocated that way.
     fn least_and_step(&self, slots: u32) -> (u32, u32) {
         match self.before {
             Some(before) if before.expert_slots > 0 => {
@@ -593,7 +593,8 @@ impl Planner<'_> {
         let units = &self.inputs.units.units;
         let mut passing: Vec<Item> = reserved(units.len())?;
         for (unit, description) in units.iter().enumerate() {
-            // Where all units share one memory, the embedding leaves it, too, if nothing else can.
+            // If all units share one memory, the embedding is also moved out of it, if nothing else
+            // can be.
             let is_on_processor = self.processor_units[unit]
                 || self.looked_up[unit] && self.compute == ComputeLocation::Device;
             if description.role != Role::Expert && !is_on_processor {
@@ -622,7 +623,7 @@ impl Plan {
                 PlanOptions { expert_slots: slots, ..inputs_now.plan_options.clone() };
             let inputs = Inputs { plan_options: &plan_options, ..*inputs_now };
             let Some(scored) = self.with_slots_kept(&inputs)? else { continue };
-            // The largest number comes first. Slots adapt to the experts in use, so a smaller
+            // The largest number is tried first. Slots adapt to the experts in use, so a smaller
             // number must be clearly better.
             let is_better =
                 |(key, _): &(Score, Plan)| scored.0.pass < key.pass - key.pass / EQUAL_PART;

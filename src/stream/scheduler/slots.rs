@@ -109,8 +109,8 @@ impl SlotPool {
         !self.free.is_empty() || open.any(|slot| slot.references == 0)
     }
 
-    /// Grants a slot with one reference; none while all units have references. `slot_of` gives the
-    /// slot of the victim.
+    /// Grants a slot with one reference; none while all units have references. `slot_of` returns
+    /// the slot of the victim.
     pub fn take(
         &mut self,
         unit: u32,

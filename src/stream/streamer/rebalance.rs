@@ -248,8 +248,9 @@ impl Shared {
         state.scheduler.set_residency(unit, residency, self.now_ns()).map(|_| ())
     }
 
-    /// No memory is available where a unit was to move. The unit goes back to its former memory,
-    /// which was just freed, if the limits allow it. A unit larger than slots can be nowhere else.
+    /// Called if no memory is available at the destination of a unit. The unit returns to its
+    /// former memory, which was just freed, if the limits allow it. A unit larger than slots has no
+    /// other place.
     fn restore_residency(
         &self,
         state: &mut State,

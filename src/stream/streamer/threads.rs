@@ -86,8 +86,8 @@ impl Shared {
             };
             let direct_target = self.direct_target(&state, &read, verify);
             if let ReadJob::Clear { unit, .. } = read {
-                // SAFETY: the scheduler gives that memory to no unit until it learns of the end of
-                // this job. Under the lock, so that the memory does not change meanwhile.
+                // SAFETY: the scheduler assigns that memory to no unit until it learns of the end
+                // of this job. The lock is held, so the memory does not change meanwhile.
                 if let Err(error) = unsafe { state.weight_memory.clear(unit) } {
                     state.note = Some(error.to_string());
                 }

@@ -1,6 +1,6 @@
-//! Device memory for copies of cells: a few slabs, each cut into pieces of one size. What
-//! is kept of them is here, on the host: no piece costs a call of the device. Nothing is
-//! moved. A slab without a piece in use serves another size, or is returned to the device.
+//! Device memory for copies of cells: a few slabs, each cut into pieces of one size. The tables of
+//! pieces are in host memory, so allocating a piece does not call the device. Pieces never move. A
+//! slab without a piece in use is cut into pieces of another size, or is returned to the device.
 
 mod pieces;
 mod slab;
@@ -13,9 +13,9 @@ use crate::base::sync::Arc;
 use crate::fail;
 use pieces::Pieces;
 
-/// Sizes of pieces are multiples of this: what lies there is reached in full lines.
+/// Sizes of pieces are multiples of this number, so that pieces begin at full memory lines.
 pub const PIECE_ALIGN_BYTES: u64 = 256;
-/// Slabs that a tier is had in: so much at most has to leave for another size.
+/// Slabs of a tier at its limit. To make room for another piece size, at most one slab is emptied.
 const SLABS: u64 = 32;
 const LEAST_SLAB_BYTES: u64 = 64 << 10;
 /// Most bytes of a tier.
@@ -24,7 +24,7 @@ const INDEX_BITS: u32 = 20;
 const MOST_PIECES: u64 = 1 << INDEX_BITS;
 const MOST_SLABS: usize = 1 << (32 - INDEX_BITS);
 
-/// Number of a piece: its slab, and its place there.
+/// Number of a piece: its slab, and its index in the slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece(pub u32);
 
@@ -42,27 +42,27 @@ impl Piece {
     }
 }
 
-/// What the tier has.
+/// Statistics of the tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceStats {
     /// Most bytes of slabs.
     pub limit_bytes: u64,
     /// Slabs.
     pub slabs: u32,
-    /// Their bytes.
+    /// Bytes of the slabs.
     pub slab_bytes: u64,
     /// Pieces in use.
     pub live_pieces: u64,
-    /// Their bytes.
+    /// Bytes of the pieces in use.
     pub live_bytes: u64,
 }
 
 /// A slab of the tier.
 struct Row {
     slab: Slab,
-    /// How it is cut; not at all while nothing of it is in use.
+    /// The pieces of the slab; none until the first piece is allocated.
     pieces: Option<Pieces>,
-    /// It allocates no more pieces, and is returned once it is empty.
+    /// The slab allocates no more pieces, and is returned once it is empty.
     drains: bool,
 }
 
@@ -76,7 +76,8 @@ impl Row {
     }
 }
 
-/// Memory of a device for cells, under its owner's lock; addresses are valid without it.
+/// Memory of a device for cells. Its owner's lock protects it; addresses are valid without that
+/// lock.
 pub struct DeviceTier {
     account: Option<Arc<Account>>,
     limit_bytes: u64,
@@ -85,12 +86,12 @@ pub struct DeviceTier {
     held_bytes: u64,
     live_bytes: u64,
     live_pieces: u64,
-    /// Empty slabs, to be given back.
+    /// Empty slabs, to be returned to the device.
     returning: Vec<Slab>,
 }
 
 impl DeviceTier {
-    /// A tier without memory, of at most so many bytes. The account pays for its tables.
+    /// A tier without memory, limited to `limit_bytes`. The account is charged for its tables.
     pub fn new(account: Option<Arc<Account>>, limit_bytes: u64) -> Result<DeviceTier> {
         check(limit_bytes)?;
         let each = (limit_bytes / SLABS).max(LEAST_SLAB_BYTES).min(limit_bytes);
@@ -106,18 +107,18 @@ impl DeviceTier {
         })
     }
 
-    /// The length of its slabs: no piece can be longer.
+    /// Length of a slab, and of the longest piece.
     pub fn bytes_per_slab(&self) -> u64 {
         self.bytes_per_slab
     }
 
-    /// Slabs that it may have and has not.
+    /// Number of slabs that the tier may still add.
     pub fn missing_slabs(&self) -> u64 {
         let room = MOST_SLABS.saturating_sub(self.rows.iter().flatten().count()) as u64;
         (self.limit_bytes.saturating_sub(self.held_bytes) / self.bytes_per_slab).min(room)
     }
 
-    /// Takes a slab over. A slab beyond the current limit is returned.
+    /// Adds a slab. A slab beyond the current limit is returned to the device.
     pub fn add(&mut self, slab: Slab) {
         if self.missing_slabs() == 0 {
             return self.returning.push(slab);
@@ -130,8 +131,8 @@ impl DeviceTier {
         }
     }
 
-    /// Takes a piece of at least `bytes` bytes, and records its owner. None: no slab has
-    /// one of that size, nor is any empty.
+    /// Allocates a piece of at least `bytes` bytes, and records its owner. None if no slab has a
+    /// free piece of that size and no slab is empty.
     pub fn alloc(&mut self, bytes: u64, owner: u64) -> Option<Piece> {
         let piece_bytes = bytes.max(1).next_multiple_of(PIECE_ALIGN_BYTES);
         let at = self.row_for(piece_bytes)?;
@@ -146,8 +147,8 @@ impl DeviceTier {
         Some(Piece::new(at, index))
     }
 
-    /// Where a piece of a size can be had: in the fullest slab of that size, so that others
-    /// become empty.
+    /// The slab in which to allocate a piece of a size: the fullest slab with pieces of that size,
+    /// so that other slabs become empty.
     fn row_for(&self, piece_bytes: u64) -> Option<usize> {
         let rows = self.rows.iter().enumerate().filter_map(|(at, row)| Some((at, row.as_ref()?)));
         let may_give = |(at, row): (usize, &Row)| {
@@ -162,7 +163,7 @@ impl DeviceTier {
         rows.filter_map(may_give).max().map(|(_, std::cmp::Reverse(at))| at)
     }
 
-    /// Gives a piece back.
+    /// Frees a piece.
     pub fn free(&mut self, piece: Piece) -> Result<()> {
         let at = piece.slab();
         let pieces = self.rows.get_mut(at).and_then(|row| row.as_mut()?.pieces.as_mut());
@@ -186,7 +187,7 @@ impl DeviceTier {
         }
     }
 
-    /// Where a piece is; valid until it is freed.
+    /// The address of a piece; valid until the piece is freed.
     pub fn address(&self, piece: Piece) -> Result<u64> {
         let row = self.rows.get(piece.slab()).and_then(Option::as_ref);
         let pieces = row.and_then(|row| row.pieces.as_ref());
@@ -198,29 +199,29 @@ impl DeviceTier {
         }
     }
 
-    /// Whose the pieces in use are, slab by slab.
+    /// Owners of the pieces in use, slab by slab.
     pub fn owners(&self) -> impl Iterator<Item = u64> + '_ {
         (0..self.rows.len()).flat_map(|at| self.owners_in(at))
     }
 
-    /// Whose those of one slab are.
+    /// Owners of the pieces in use of one slab.
     pub fn owners_in(&self, slab: usize) -> impl Iterator<Item = u64> + '_ {
         let row = self.rows.get(slab).and_then(Option::as_ref);
         row.and_then(|row| row.pieces.as_ref()).into_iter().flat_map(Pieces::owners)
     }
 
-    /// Whether a piece is of a slab that is returned once it is empty.
+    /// Whether the slab of a piece drains.
     pub fn drains(&self, piece: Piece) -> bool {
         self.rows.get(piece.slab()).and_then(Option::as_ref).is_none_or(|row| row.drains)
     }
 
-    /// Whether a slab is empty and stays.
+    /// Whether a slab is empty and does not drain.
     pub fn has_empty(&self) -> bool {
         self.rows.iter().flatten().any(|row| row.live() == 0 && !row.drains)
     }
 
-    /// Whether a slab has pieces of a size, or can be cut into some: else none can be had
-    /// before one is empty.
+    /// Whether a slab has pieces of a size, or is empty and can be cut into such pieces. Otherwise
+    /// a slab must be emptied before a piece of that size can be allocated.
     pub fn has_size(&self, bytes: u64) -> bool {
         let piece_bytes = bytes.max(1).next_multiple_of(PIECE_ALIGN_BYTES);
         let of_it = |row: &Row| {
@@ -230,15 +231,15 @@ impl DeviceTier {
         self.rows.iter().flatten().any(of_it)
     }
 
-    /// The slab with the fewest bytes in use, of those that stay.
+    /// The slab with the fewest bytes in use among those that do not drain.
     pub fn emptiest(&self) -> Option<usize> {
         let rows = self.rows.iter().enumerate().filter_map(|(at, row)| Some((at, row.as_ref()?)));
         let stay = rows.filter(|(_, row)| !row.drains);
         stay.min_by_key(|(at, row)| (row.live_bytes(), *at)).map(|(at, _)| at)
     }
 
-    /// Drains slabs of so many bytes, the emptiest first. Returns the owners of pieces to be
-    /// evicted, and how many bytes will be freed.
+    /// Drains slabs of at least `bytes` bytes, the emptiest first. Returns the owners of pieces to
+    /// be evicted, and the number of bytes that will be freed.
     pub fn drain(&mut self, bytes: u64) -> (Vec<u64>, u64) {
         let (mut owners, mut freed_bytes) = (Vec::new(), 0);
         while freed_bytes < bytes {
@@ -252,8 +253,8 @@ impl DeviceTier {
         (owners, freed_bytes)
     }
 
-    /// Changes how many bytes slabs may have. Of those beyond a smaller limit the emptiest
-    /// drain: the owners of pieces to be evicted.
+    /// Changes the most bytes of all slabs. Under a smaller limit the emptiest slabs drain. Returns
+    /// the owners of pieces to be evicted.
     pub fn set_limit(&mut self, bytes: u64) -> Result<Vec<u64>> {
         if bytes > 0 {
             check(bytes)?;
@@ -264,17 +265,17 @@ impl DeviceTier {
         Ok(self.drain(stays.saturating_sub(bytes)).0)
     }
 
-    /// Whether there are empty slabs to be given back.
+    /// Whether empty slabs wait to be returned to the device.
     pub fn has_returning(&self) -> bool {
         !self.returning.is_empty()
     }
 
-    /// Those slabs; dropping them gives them back.
+    /// Takes the empty slabs to be returned; dropping them frees their memory.
     pub fn take_returning(&mut self) -> Vec<Slab> {
         std::mem::take(&mut self.returning)
     }
 
-    /// What it has.
+    /// Statistics of the tier.
     pub fn stats(&self) -> DeviceStats {
         DeviceStats {
             limit_bytes: self.limit_bytes,
@@ -296,7 +297,7 @@ fn check(bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// A piece that is not in use: freed twice, or never given out.
+/// Error for a piece that is not in use: freed twice, or never allocated.
 #[cold]
 fn stale(piece: Piece) -> Error {
     debug_assert!(false, "piece {:#x} of the device is not in use", piece.0);

@@ -1,4 +1,4 @@
-//! How a slab is cut: which of its pieces are in use, and their owners.
+//! The pieces of a slab: the set of pieces in use, and their owners.
 
 use crate::base::account::Account;
 use crate::base::budget::Tier;
@@ -7,12 +7,12 @@ use crate::base::sync::Arc;
 
 const WORD_BITS: u32 = 64;
 
-/// Pieces of one size. What the table takes is host memory, and paid for.
+/// Pieces of one size. The table is in host memory, for which the account is charged.
 pub struct Pieces {
     piece_bytes: u64,
     count: u32,
     live: u32,
-    /// A bit for each piece in use; those past the last are set for ever.
+    /// A bit for each piece in use; bits past the last piece are always set.
     words: Vec<u64>,
     /// Words before this one have no free piece.
     first: usize,
@@ -21,7 +21,7 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// So many pieces, none in use.
+    /// `count` pieces, none in use.
     pub fn new(account: Option<&Arc<Account>>, piece_bytes: u64, count: u32) -> Result<Pieces> {
         let words = count.div_ceil(WORD_BITS) as usize;
         let bytes = ((words + count as usize) * size_of::<u64>()) as u64;
@@ -45,7 +45,7 @@ impl Pieces {
         Ok(pieces)
     }
 
-    /// Takes the first that is free.
+    /// Allocates the first free piece.
     pub fn take(&mut self, owner: u64) -> Option<u32> {
         let at = self.words[self.first..].iter().position(|&word| word != u64::MAX)?;
         self.first += at;
@@ -57,7 +57,7 @@ impl Pieces {
         Some(index)
     }
 
-    /// Gives one back; false when it was not in use.
+    /// Frees a piece. Returns false if it was not in use.
     pub fn give_back(&mut self, index: u32) -> bool {
         let was_live = self.is_live(index);
         if was_live {
@@ -69,28 +69,28 @@ impl Pieces {
         was_live
     }
 
-    /// Whether one is in use.
+    /// Whether a piece is in use.
     pub fn is_live(&self, index: u32) -> bool {
         let word = self.words.get((index / WORD_BITS) as usize);
         index < self.count && word.is_some_and(|word| word >> (index % WORD_BITS) & 1 == 1)
     }
 
-    /// Whose the pieces in use are.
+    /// Owners of the pieces in use.
     pub fn owners(&self) -> impl Iterator<Item = u64> + '_ {
         (0..self.count).filter(|&index| self.is_live(index)).map(|at| self.owners[at as usize])
     }
 
-    /// The size of each.
+    /// The size of a piece.
     pub fn piece_bytes(&self) -> u64 {
         self.piece_bytes
     }
 
-    /// How many are in use.
+    /// Number of pieces in use.
     pub fn live(&self) -> u32 {
         self.live
     }
 
-    /// Whether none is free.
+    /// Whether no piece is free.
     pub fn is_full(&self) -> bool {
         self.live == self.count
     }

@@ -7,8 +7,7 @@ use crate::base::sync::Arc;
 use crate::device::{Device, DeviceMemory};
 use crate::fail;
 
-/// Memory of a device, until it is dropped: then it is returned. Taking and dropping it may
-/// keep the caller waiting.
+/// Memory of a device. Dropping the slab frees it. Allocating and freeing may block the caller.
 pub struct Slab {
     device: Arc<dyn Device>,
     memory: DeviceMemory,
@@ -16,7 +15,7 @@ pub struct Slab {
 }
 
 impl Slab {
-    /// Takes memory, after the account has paid for it.
+    /// Allocates memory, after charging the account for it.
     pub fn take(
         device: &Arc<dyn Device>,
         account: Option<&Arc<Account>>,
@@ -40,12 +39,12 @@ impl Slab {
         }
     }
 
-    /// Where it starts.
+    /// Address of the first byte.
     pub fn address(&self) -> u64 {
         self.memory.address
     }
 
-    /// How long it is.
+    /// Length in bytes.
     pub fn bytes(&self) -> u64 {
         self.memory.bytes
     }
@@ -59,7 +58,7 @@ impl Drop for Slab {
         if let Err(error) = freed {
             log::warn!("device memory could not be returned: {error}");
             if error.status() == Status::Busy {
-                return; // it is there still, and stays paid for
+                return; // the memory is still allocated and stays charged
             }
         }
         if let Some(account) = &self.account {

@@ -1,4 +1,4 @@
-//! A tier against a plain list of what was given out.
+//! Tests of the device tier against a plain list of the allocated pieces.
 
 use super::*;
 use crate::base::budget::{Budget, BudgetOpts, Tier};
@@ -31,7 +31,7 @@ fn pieces_do_not_overlap_and_slabs_change_sizes() {
         let mut live: Vec<(Piece, u64, u64, u64)> = Vec::new();
         for owner in 0..4000 {
             if random.below(100) < 55 {
-                // Each time of the run has its sizes, so that slabs have to change theirs.
+                // Each phase of the run has other sizes, so that slabs must change theirs.
                 let bytes = (1 + random.below(3) + owner / 1000 * 3) * 1000;
                 if let Some(piece) = tier.alloc(bytes, owner) {
                     let address = tier.address(piece).expect("live");
@@ -67,8 +67,8 @@ fn a_smaller_limit_returns_slabs_when_empty() {
     assert_eq!(pieces.len(), 8);
     tier.free(pieces[0]).expect("live");
     let owners = tier.set_limit(192 << 10).expect("sound");
-    assert_eq!((owners, tier.has_returning()), (vec![7], false), "one is in use there still");
-    assert!(tier.alloc(32 << 10, 8).is_none(), "what drains gives nothing out");
+    assert_eq!((owners, tier.has_returning()), (vec![7], false), "the slab has a piece in use");
+    assert!(tier.alloc(32 << 10, 8).is_none(), "a draining slab allocates nothing");
     tier.free(pieces[1]).expect("live");
     assert_eq!((tier.stats().slabs, simulated.allocated_bytes()), (3, 256 << 10));
     drop(tier.take_returning());

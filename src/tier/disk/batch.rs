@@ -38,7 +38,7 @@ impl Mark {
 pub struct PutPlane {
     /// As in [`crate::format::seal::Plane`].
     pub kind: u16,
-    /// Which one of its kind.
+    /// Number among the planes of its kind.
     pub id: u16,
     /// Version of the meaning of its content.
     pub version: u32,
@@ -193,7 +193,7 @@ impl PutPlane {
 pub struct GetPlane {
     /// As in [`crate::format::seal::Plane`].
     pub kind: u16,
-    /// Which one of its kind.
+    /// Number among the planes of its kind.
     pub id: u16,
     /// Version of the meaning of its content.
     pub version: u32,

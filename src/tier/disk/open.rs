@@ -44,7 +44,7 @@ impl DiskTier {
         }
         let begun_ns = options.clock.now_ns();
         let mut report = OpenReport::default();
-        // This precedes the creation of any file: an account that cannot pay leaves none.
+        // The account is charged before any file is created, so a failure leaves no file.
         let paid = Paid::new(options.account.clone());
         paid.set(options.budget_bytes)?;
         let staging = Staging::open(options.account.clone())?;

@@ -1,26 +1,26 @@
-//! How segments are cut into pieces of one size.
+//! Division of slabs into pieces of one size.
 
 use crate::tier::host::slab::{MAX_PIECES, Slab};
 use crate::tier::host::{Class, HostTier, PIECE_ALIGN_BYTES, UNUSED};
 
-/// Of a segment of the usual length, at most this part may be lost after its last
-/// piece; sizes that lose more have segments of their own length.
+/// A slab of the usual length may lose at most 1 / 16 after its last piece. Sizes that would lose
+/// more have slabs of another length.
 const TAIL_PART: u64 = 16;
 
 impl HostTier {
-    /// Bytes of a segment for pieces of a size, and what a piece has of that.
+    /// Bytes of a slab with pieces of a size.
     pub fn slab_for(&self, bytes: u64) -> u64 {
         self.cut_of(bytes.max(1).next_multiple_of(PIECE_ALIGN_BYTES)).slab_bytes
     }
 
-    /// Bytes of the limit that a piece of a size takes, the rest of its segment shared.
+    /// Bytes of the limit for one piece of a size, including its share of the slab's unused bytes.
     pub fn share_of(&self, bytes: u64) -> f64 {
         let cut = self.cut_of(bytes.max(1).next_multiple_of(PIECE_ALIGN_BYTES));
         let (mapped_bytes, _) = Slab::mapped_for(cut.slab_bytes, self.huge);
         mapped_bytes as f64 / f64::from(cut.pieces.max(1))
     }
 
-    /// How segments for pieces of a size are cut.
+    /// An unused class with the slab length and piece count for a size.
     pub(super) fn cut_of(&self, piece_bytes: u64) -> Class {
         let fit = self.slab_bytes / piece_bytes;
         let pieces = fit.clamp(1, u64::from(MAX_PIECES)) as u32;

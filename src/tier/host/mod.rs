@@ -1,6 +1,6 @@
-//! Memory for cells: segments of some megabytes, each cut into pieces of one size.
-//! Nothing is moved, so addresses stay as they are, and workers may use them without
-//! the lock. An empty segment is returned to the budget, or serves another size.
+//! Memory for cells: slabs of some megabytes, each cut into pieces of one size. Pieces never move,
+//! so their addresses are stable, and workers may use them without the lock. An empty slab is
+//! returned to the budget, or is cut into pieces of another size.
 
 mod cut;
 mod registration;
@@ -20,20 +20,20 @@ pub use registration::Registration;
 use slab::{MAX_PIECES, Slab};
 use table::{Entry, List, Table};
 
-/// Sizes of pieces are multiples of this: direct I/O uses them in place.
+/// Sizes of pieces are multiples of this number, so direct I/O uses pieces in place.
 pub const PIECE_ALIGN_BYTES: u64 = 4096;
-/// The length of a segment if none is configured.
+/// Default length of a slab.
 pub const DEFAULT_SLAB_BYTES: u64 = 32 << 20;
-/// Longest segment and piece.
+/// Longest slab and piece.
 pub const MAX_SLAB_BYTES: u64 = 1 << 40;
-/// Most segments. One less than their bits can number: no piece is [`NONE`].
+/// Most slabs. One less than their bits can number, so that no piece is [`NONE`].
 pub const MAX_SLABS: u32 = (1 << (32 - INDEX_BITS)) - 1;
-/// Most sizes at once.
+/// Most piece sizes at one time.
 pub const MAX_CLASSES: usize = 64;
 
 const INDEX_BITS: u32 = MAX_PIECES.trailing_zeros();
 
-/// Number of a piece of memory: its segment, and its place there. Never [`NONE`].
+/// Number of a piece of memory: its slab, and its index in the slab. Never [`NONE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Piece(pub u32);
 
@@ -42,7 +42,7 @@ impl Piece {
         Piece(slab << INDEX_BITS | index)
     }
 
-    /// The number of its segment.
+    /// The number of the piece's slab.
     pub fn slab(self) -> u32 {
         self.0 >> INDEX_BITS
     }
@@ -52,12 +52,12 @@ impl Piece {
     }
 }
 
-/// How memory is had.
+/// Options of the tier's memory.
 #[derive(Clone, Copy, Debug)]
 pub struct HostOpts {
-    /// The usual length of a segment; 0 = [`DEFAULT_SLAB_BYTES`].
+    /// The usual length of a slab; 0 = [`DEFAULT_SLAB_BYTES`].
     pub slab_bytes: u64,
-    /// Most bytes of all segments; 0 = as many as the account has.
+    /// Most bytes of all slabs; 0 = as many as the account has.
     pub max_bytes: u64,
     /// Huge pages.
     pub huge: Requirement,
@@ -69,68 +69,68 @@ impl Default for HostOpts {
     }
 }
 
-/// What the tier has.
+/// Statistics of the tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostStats {
-    /// Segments that are mapped.
+    /// Mapped slabs.
     pub slabs: u32,
-    /// Those without a piece in use.
+    /// Slabs without a piece in use.
     pub empty_slabs: u32,
-    /// What segments cost, tables and all: what the account pays.
+    /// Bytes that the account is charged for slabs and their tables.
     pub cost_bytes: u64,
     /// Pieces in use.
     pub live_pieces: u64,
-    /// Their bytes.
+    /// Bytes of the pieces in use.
     pub live_bytes: u64,
 }
 
-/// What the tier has of one size.
+/// Statistics of the pieces of one size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassStats {
-    /// The size of its pieces.
+    /// The size of a piece.
     pub piece_bytes: u64,
-    /// Its segments.
+    /// Slabs with pieces of this size.
     pub slabs: u32,
-    /// Pieces they have.
+    /// Pieces of these slabs.
     pub pieces: u64,
-    /// Those in use.
+    /// Pieces in use.
     pub live_pieces: u64,
-    /// What its segments cost beyond the pieces in use.
+    /// Bytes charged for these slabs, less those of the pieces in use.
     pub wasted_bytes: u64,
 }
 
-/// What is known of one segment.
+/// State of one slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlabInfo {
-    /// Its number.
+    /// Number of the slab.
     pub number: u32,
     /// The size of its pieces.
     pub piece_bytes: u64,
-    /// Pieces it has.
+    /// Number of pieces.
     pub pieces: u32,
-    /// Those in use.
+    /// Pieces in use.
     pub live_pieces: u32,
-    /// Bytes that are freed when it is returned.
+    /// Bytes that are freed when the slab is returned.
     pub cost_bytes: u64,
-    /// The part of these bytes that counts for the tier's limit.
+    /// The part of these bytes that counts toward the tier's limit.
     pub mapped_bytes: u64,
-    /// It allocates no more pieces.
+    /// The slab allocates no more pieces.
     pub drains: bool,
 }
 
-/// Pieces of one size.
+/// Size class: the slabs with pieces of one size.
 #[derive(Clone, Copy)]
 struct Class {
-    /// 0 = a class that is not used.
+    /// 0 = an unused class.
     piece_bytes: u64,
-    /// How its segments are cut.
+    /// Length of its slabs.
     slab_bytes: u64,
     pieces: u32,
     slabs: u32,
-    /// Segments with a free piece: those that were full first, empty ones last, so
-    /// that segments that are nearly empty get there.
+    /// Slabs with a free piece. Slabs that were full are at the front and empty slabs at the end,
+    /// so that nearly empty slabs become empty.
     with_free: List,
-    /// The empty segment that is kept, or [`NONE`].
+    /// The empty slab that is kept, or [`NONE`].
     spare: u32,
 }
 
@@ -143,7 +143,7 @@ const UNUSED: Class = Class {
     spare: NONE,
 };
 
-/// Memory for cells. Under its owner's lock; addresses are valid without it.
+/// Memory for cells. Its owner's lock protects it; addresses are valid without the lock.
 pub struct HostTier {
     account: Option<Arc<Account>>,
     slab_bytes: u64,
@@ -156,16 +156,16 @@ pub struct HostTier {
     live_bytes: u64,
     live_pieces: u64,
     returned_bytes: u64,
-    /// The segment of the reserve: in no class, and beyond the limit.
+    /// The slab of the reserve. It is in no class and does not count toward the limit.
     reserve: Option<u32>,
-    /// The device to register all memory with.
+    /// The device with which all memory is registered.
     device: Option<Arc<dyn Device>>,
-    /// Segments that are not registered yet.
+    /// Slabs that are not registered yet.
     unregistered: Vec<Arc<Registration>>,
 }
 
 impl HostTier {
-    /// A tier without memory; what it takes later, `account` pays.
+    /// A tier without memory. `account` is charged for memory that the tier maps later.
     pub fn new(account: Option<Arc<Account>>, opts: &HostOpts) -> Result<HostTier> {
         let slab_bytes = if opts.slab_bytes == 0 { DEFAULT_SLAB_BYTES } else { opts.slab_bytes };
         if slab_bytes > MAX_SLAB_BYTES {
@@ -191,13 +191,13 @@ impl HostTier {
         })
     }
 
-    /// Takes a piece of at least `bytes` bytes. What it held before is still in it.
-    /// On failure nothing has changed, except that spare segments may have been freed.
+    /// Allocates a piece of at least `bytes` bytes. The piece still has its previous content. A
+    /// failure has no effect, except that spare slabs may have been freed.
     pub fn alloc(&mut self, bytes: u64) -> Result<Piece> {
         self.alloc_for(bytes, 0)
     }
 
-    /// Takes a piece, and records its owner.
+    /// Allocates a piece, and records its owner.
     pub fn alloc_for(&mut self, bytes: u64, owner: u64) -> Result<Piece> {
         let class = self.class_for(bytes)?;
         if self.classes[class].with_free.first == NONE
@@ -221,7 +221,7 @@ impl HostTier {
         Ok(Piece::new(number, index))
     }
 
-    /// Gives a piece back.
+    /// Frees a piece.
     pub fn free(&mut self, piece: Piece) -> Result<()> {
         let number = piece.slab();
         let (entry, slab) = self.find(piece)?;
@@ -248,7 +248,7 @@ impl HostTier {
         Ok(())
     }
 
-    /// Where a piece is; valid until it is freed.
+    /// The address of a piece; valid until the piece is freed.
     pub fn address(&self, piece: Piece) -> Result<*mut u8> {
         let (_, slab) = self.find(piece)?;
         slab.address(piece.index()).ok_or_else(|| stale(piece))
@@ -259,7 +259,7 @@ impl HostTier {
         self.find(piece).map(|(_, slab)| slab.piece_bytes())
     }
 
-    /// Gives back what is kept empty; how much that was.
+    /// Returns the empty slabs to the budget. The result is the number of bytes freed.
     pub fn trim(&mut self) -> u64 {
         let mut bytes = 0;
         for class in 0..MAX_CLASSES {
@@ -271,8 +271,8 @@ impl HostTier {
         bytes
     }
 
-    /// Makes a segment allocate no more pieces and be returned once it is empty; or no
-    /// longer.
+    /// Sets whether a slab drains: whether it allocates no more pieces and is returned once it is
+    /// empty.
     pub fn drain(&mut self, number: u32, drains: bool) -> Result<()> {
         let Some((entry, slab)) = self.table.get(number) else {
             fail!(NotFound, "slab {number} is not mapped");
@@ -296,7 +296,7 @@ impl HostTier {
         Ok(())
     }
 
-    /// The segments, by number, without the reserve's.
+    /// The slabs in order of number, without the slab of the reserve.
     pub fn slabs(&self) -> impl Iterator<Item = SlabInfo> + '_ {
         let all = (0..self.table.len()).filter(|&number| self.reserve != Some(number));
         all.filter_map(|number| {
@@ -313,14 +313,14 @@ impl HostTier {
         })
     }
 
-    /// The segment that has the fewest bytes in use and does not drain: the one to
-    /// empty when memory must be returned.
+    /// The slab with the fewest bytes in use among those that do not drain: the first to empty when
+    /// memory must be returned.
     pub fn emptiest(&self) -> Option<SlabInfo> {
         let in_use = |slab: &SlabInfo| u64::from(slab.live_pieces) * slab.piece_bytes;
         self.slabs().filter(|slab| !slab.drains).min_by_key(in_use)
     }
 
-    /// The pieces of a segment that are in use, in order, and their owners.
+    /// The pieces of a slab that are in use, in order, and their owners.
     pub fn live_pieces(&self, number: u32) -> impl Iterator<Item = (Piece, u64)> + '_ {
         let slab = self.table.get(number).map(|(_, slab)| slab);
         slab.into_iter().flat_map(move |slab| {
@@ -329,7 +329,7 @@ impl HostTier {
         })
     }
 
-    /// What segments that went back have cost, since the start.
+    /// Bytes of all slabs returned since the start.
     pub fn returned_bytes(&self) -> u64 {
         self.returned_bytes
     }
@@ -339,7 +339,7 @@ impl HostTier {
         self.live_bytes
     }
 
-    /// What it has.
+    /// Statistics of the tier.
     pub fn stats(&self) -> HostStats {
         let reserve = self.reserve.and_then(|number| self.table.get(number));
         let mut stats = HostStats {
@@ -356,7 +356,7 @@ impl HostTier {
         stats
     }
 
-    /// What it has of each size.
+    /// Statistics of each piece size.
     pub fn classes(&self) -> impl Iterator<Item = ClassStats> + '_ {
         let used = self.classes.iter().filter(|class| class.piece_bytes != 0);
         used.map(|class| {
@@ -374,7 +374,7 @@ impl HostTier {
     }
 }
 
-/// A piece that is not in use: freed twice, or never given out.
+/// Error for a piece that is not in use: freed twice, or never allocated.
 #[cold]
 fn stale(piece: Piece) -> Error {
     debug_assert!(false, "piece {:#x} is not in use", piece.0);
@@ -389,7 +389,7 @@ impl HostTier {
         }
     }
 
-    /// The class of a size; when there is no room for one more, that of a larger.
+    /// The class of a size; if all classes are used, the class of the next larger size.
     fn class_for(&mut self, bytes: u64) -> Result<usize> {
         if bytes == 0 || bytes > MAX_SLAB_BYTES.min(MAX_BUFFER_BYTES) {
             fail!(Invalid, "a piece has 1 to {MAX_SLAB_BYTES} bytes, not {bytes}");
@@ -420,7 +420,7 @@ impl HostTier {
         }
     }
 
-    /// Gives a class one more segment: another's spare, or a new one.
+    /// Adds a slab to a class: the spare of another class, or a new one.
     fn grow(&mut self, class: usize) -> Result<()> {
         let bytes = self.classes[class].slab_bytes;
         let fits = |other: &Class| other.spare != NONE && other.slab_bytes == bytes;
@@ -448,7 +448,7 @@ impl HostTier {
         if self.table.is_full() {
             fail!(Limit, "the limit of {} slabs is reached", self.table.len());
         }
-        // The last one may fit where it is not rounded up to huge pages.
+        // The last slab may fit if its length is not rounded up to huge pages.
         let left = self.max_bytes.saturating_sub(self.mapped_bytes);
         let fits = |huge: &Requirement| Slab::mapped_for(bytes, *huge).0 <= left;
         let Some(huge) = [self.huge, Requirement::No].into_iter().find(fits) else {
@@ -478,11 +478,11 @@ impl HostTier {
         self.forget_if_unused(class);
     }
 
-    /// Gives an empty segment back to the budget; how much that is.
+    /// Returns an empty slab to the budget. The result is the number of bytes freed.
     fn drop_slab(&mut self, number: u32) -> u64 {
         self.leave_class(number);
         let slab = self.table.remove(number);
-        debug_assert!(slab.as_ref().is_some_and(|s| s.live() == 0), "it was in use");
+        debug_assert!(slab.as_ref().is_some_and(|s| s.live() == 0), "a slab in use is dropped");
         let Some(slab) = slab else { return 0 };
         self.mapped_bytes -= slab.mapped_bytes();
         let bytes = slab.cost_bytes();

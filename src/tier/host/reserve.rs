@@ -7,8 +7,8 @@ use crate::tier::host::slab::Slab;
 use crate::tier::host::{HostTier, PIECE_ALIGN_BYTES, Piece};
 
 impl HostTier {
-    /// Sees to it that the reserve has at least so many bytes; the account pays for them. One
-    /// that is in use and too small stays as it is.
+    /// Makes the reserve at least `bytes` long and charges the account for it. Fails with `Busy` if
+    /// the reserve is too small but in use.
     pub fn keep_reserve(&mut self, bytes: u64) -> Result<()> {
         let piece_bytes = bytes.max(1).next_multiple_of(PIECE_ALIGN_BYTES);
         if let Some((_, slab)) = self.reserve.and_then(|number| self.table.get(number)) {
@@ -36,7 +36,7 @@ impl HostTier {
         Ok(())
     }
 
-    /// Takes the reserve, if it is free and long enough.
+    /// Allocates the reserve, if it is free and long enough.
     pub fn take_reserve(&mut self, bytes: u64, owner: u64) -> Option<Piece> {
         let number = self.reserve?;
         let slab = self.table.get_mut(number)?;
@@ -50,7 +50,7 @@ impl HostTier {
         Some(Piece::new(number, index))
     }
 
-    /// Whose cell is in the reserve.
+    /// The owner of the reserve, if it is in use.
     pub fn reserve_owner(&self) -> Option<u64> {
         let (_, slab) = self.table.get(self.reserve?)?;
         (slab.live() > 0).then(|| slab.owner(0))
@@ -73,16 +73,16 @@ mod tests {
     fn the_reserve_is_beyond_the_limit_and_reusable() {
         let opts = HostOpts { slab_bytes: 4 * PIECE, max_bytes: 4 * PIECE, huge: Requirement::No };
         let mut tier = HostTier::new(None, &opts).expect("small");
-        assert!(tier.take_reserve(1, 1).is_none(), "there is none");
+        assert!(tier.take_reserve(1, 1).is_none(), "there is no reserve");
         tier.keep_reserve(2 * PIECE - 1).expect("memory");
         let all: Vec<Piece> = std::iter::from_fn(|| tier.alloc(PIECE).ok()).collect();
         assert_eq!((all.len(), tier.slabs().count()), (4, 1));
-        assert!(tier.take_reserve(2 * PIECE + 1, 7).is_none(), "it is shorter");
+        assert!(tier.take_reserve(2 * PIECE + 1, 7).is_none(), "the reserve is shorter");
         let one = tier.take_reserve(PIECE, 7).expect("free");
         assert!(tier.is_reserve(one) && !tier.is_reserve(all[0]));
         assert_eq!((tier.reserve_owner(), tier.stats().live_pieces), (Some(7), 5));
-        assert!(tier.take_reserve(PIECE, 8).is_none(), "it is in use");
-        assert!(tier.keep_reserve(3 * PIECE).is_err(), "it is in use");
+        assert!(tier.take_reserve(PIECE, 8).is_none(), "the reserve is in use");
+        assert!(tier.keep_reserve(3 * PIECE).is_err(), "the reserve is in use");
         tier.address(one).expect("mapped");
         tier.free(one).expect("in use");
         assert_eq!((tier.reserve_owner(), tier.stats().live_pieces), (None, 4));
@@ -92,6 +92,6 @@ mod tests {
         tier.keep_reserve(PIECE).expect("it is long enough");
         assert_eq!(tier.stats().cost_bytes, before + PIECE);
         tier.set_max_bytes(PIECE).expect("less");
-        assert!(tier.take_reserve(3 * PIECE, 1).is_some(), "no limit counts");
+        assert!(tier.take_reserve(3 * PIECE, 1).is_some(), "the reserve has no limit");
     }
 }

@@ -1,4 +1,4 @@
-//! Another limit while cells are in memory.
+//! Changes of the limit while cells are in memory.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -8,14 +8,14 @@ use crate::tier::host::HostTier;
 const MAX_BYTES: u64 = 1 << 48;
 
 impl HostTier {
-    /// The usual length of a segment.
+    /// The usual length of a slab.
     pub fn slab_bytes(&self) -> u64 {
         self.slab_bytes
     }
 
-    /// Changes how many bytes all segments may have. Of those beyond a smaller limit, the
-    /// ones with the least in use give out no more pieces, and are returned once they are empty;
-    /// with a larger limit those that drain are used again.
+    /// Changes the most bytes of all slabs, 1 to 2^48. Under a smaller limit the slabs with the
+    /// fewest bytes in use drain: they allocate no more pieces and are returned once they are
+    /// empty. Under a larger limit draining slabs are used again.
     pub fn set_max_bytes(&mut self, most: u64) -> Result<()> {
         if most == 0 || most > MAX_BYTES {
             fail!(Limit, "{most} bytes of memory: 1 to {MAX_BYTES} are possible");
@@ -26,7 +26,7 @@ impl HostTier {
         }
         let mut slabs: Vec<_> = self.slabs().collect();
         let in_use = |s: &super::SlabInfo| u64::from(s.live_pieces) * s.piece_bytes;
-        // The fullest first: those stay.
+        // The fullest slabs come first, because they are kept.
         slabs.sort_by_key(|slab| (std::cmp::Reverse(in_use(slab)), slab.number));
         let mut kept = 0;
         for slab in slabs {
@@ -59,7 +59,7 @@ mod tests {
         tier.set_max_bytes(24 * PIECE).expect("more");
         pieces.extend(fill(&mut tier));
         assert_eq!(pieces.len(), 24);
-        // Segments 1 and 4 are used least, 0 not at all.
+        // Slabs 1 and 4 have one piece in use, slab 0 has none.
         pieces.retain(|&piece| {
             let stays = match piece.slab() {
                 0 => false,
@@ -71,10 +71,10 @@ mod tests {
         tier.set_max_bytes(12 * PIECE).expect("fewer");
         let drains: Vec<u32> = tier.slabs().filter(|s| s.drains).map(|s| s.number).collect();
         assert_eq!((drains, tier.stats().slabs), (vec![1, 4], 5), "the empty slab was returned");
-        assert_eq!(fill(&mut tier).len(), 0, "those that drain give out nothing");
+        assert_eq!(fill(&mut tier).len(), 0, "draining slabs allocate nothing");
         pieces.retain(|&piece| !matches!(piece.slab(), 1) || tier.free(piece).is_err());
         assert_eq!((tier.stats().slabs, fill(&mut tier).len()), (4, 0));
-        // Room again: the one that drains is used first.
+        // Under a larger limit the draining slab is used before a new one is mapped.
         tier.set_max_bytes(20 * PIECE).expect("more");
         assert_eq!(tier.slabs().filter(|s| s.drains).count(), 0);
         let more = fill(&mut tier);

@@ -1,4 +1,4 @@
-//! One stretch of memory, cut into pieces of one size.
+//! A slab: one mapping of memory, cut into pieces of one size.
 
 use crate::base::account::Account;
 use crate::base::budget::Tier;
@@ -10,22 +10,22 @@ use crate::device::Device;
 use crate::tier::host::registration::{Registrar, Registration};
 use crate::tier::host::table::Entry;
 
-/// Most pieces of a segment.
+/// Most pieces of a slab.
 pub const MAX_PIECES: u32 = 1 << 15;
 
 const WORD_BITS: u32 = 64;
 const SUMMARY: usize = (MAX_PIECES / WORD_BITS / WORD_BITS) as usize;
 
-/// Its memory and which of its pieces are in use.
+/// Memory of a slab, and the set of pieces in use.
 pub struct Slab {
-    /// Dropped first: a device that knows the memory forgets it.
+    /// Dropped first, so that the memory is unregistered before it is unmapped.
     registrar: Option<Registrar>,
     buffer: Buffer,
-    /// A bit for each piece in use; those past the last are set for ever.
+    /// A bit for each piece in use; bits past the last piece are always set.
     words: Vec<u64>,
-    /// Whose each piece is; the owner's own words.
+    /// Owner of each piece; the caller defines the values.
     owners: Vec<u64>,
-    /// A bit for each word with a piece that is free.
+    /// A bit for each word with a free piece.
     summary: [u64; SUMMARY],
     piece_bytes: u64,
     pieces: u32,
@@ -34,7 +34,7 @@ pub struct Slab {
     cost: Cost,
 }
 
-/// What an account pays for a segment.
+/// Charge to an account for a slab.
 struct Cost {
     account: Option<Arc<Account>>,
     bytes: u64,
@@ -58,8 +58,7 @@ impl Drop for Cost {
 }
 
 impl Slab {
-    /// Maps a segment, after the account has paid for it and its tables. Cut it
-    /// before use.
+    /// Maps a slab, after charging the account for it and its tables. It must be cut before use.
     pub fn map(
         account: Option<&Arc<Account>>,
         bytes: u64,
@@ -83,7 +82,7 @@ impl Slab {
         let request = AllocationRequest { bytes, huge, ..AllocationRequest::default() };
         let faults = account.and_then(|account| account.budget().core().faults());
         let buffer = Buffer::map(&request, faults)?;
-        debug_assert_eq!(buffer.charged_bytes(), mapped_bytes, "paid is what was mapped");
+        debug_assert_eq!(buffer.charged_bytes(), mapped_bytes, "charged is what was mapped");
         Ok(Slab {
             registrar: None,
             buffer,
@@ -105,8 +104,8 @@ impl Slab {
         registration
     }
 
-    /// What is mapped for a segment of so many bytes, and whether in huge pages: not where
-    /// rounding up to those would cost more than they bring.
+    /// Bytes that are mapped for a slab of `bytes` bytes, and whether in huge pages. With `Try`
+    /// huge pages are not used if rounding up would waste more than 1 / 16.
     pub fn mapped_for(bytes: u64, huge: Requirement) -> (u64, Requirement) {
         let in_huge_bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
         let wasteful = in_huge_bytes - bytes > bytes / 16;
@@ -119,9 +118,9 @@ impl Slab {
         }
     }
 
-    /// Cuts an empty segment into `pieces` pieces that fit into it.
+    /// Cuts an empty slab into `pieces` pieces, which must fit.
     pub fn cut(&mut self, piece_bytes: u64, pieces: u32) {
-        debug_assert!(self.live == 0, "a segment in use is cut");
+        debug_assert!(self.live == 0, "a slab in use is cut");
         debug_assert!(u64::from(pieces) * piece_bytes <= self.buffer.bytes());
         debug_assert!(pieces as usize <= self.words.len() * WORD_BITS as usize);
         (self.piece_bytes, self.pieces, self.live) = (piece_bytes, pieces, 0);
@@ -139,7 +138,7 @@ impl Slab {
         }
     }
 
-    /// Takes a piece, the first that is free.
+    /// Allocates the first free piece.
     pub fn take(&mut self, owner: u64) -> Option<u32> {
         let group = self.summary.iter().position(|&group| group != 0)?;
         let at = group * 64 + self.summary[group].trailing_zeros() as usize;
@@ -155,7 +154,7 @@ impl Slab {
         Some(index)
     }
 
-    /// Gives a piece back that is in use.
+    /// Frees a piece that is in use.
     pub fn give_back(&mut self, index: u32) {
         let at = (index / WORD_BITS) as usize;
         if let Some(word) = self.words.get_mut(at) {
@@ -176,37 +175,37 @@ impl Slab {
         (0..self.pieces).filter(|&index| self.is_live(index))
     }
 
-    /// Whose a piece is, or was.
+    /// The last owner of a piece.
     pub fn owner(&self, index: u32) -> u64 {
         self.owners.get(index as usize).copied().unwrap_or_default()
     }
 
-    /// Where a piece is.
+    /// The address of a piece.
     pub fn address(&self, index: u32) -> Option<*mut u8> {
         self.buffer.range(u64::from(index) * self.piece_bytes, self.piece_bytes)
     }
 
-    /// The size of its pieces.
+    /// The size of a piece.
     pub fn piece_bytes(&self) -> u64 {
         self.piece_bytes
     }
 
-    /// How many pieces it has.
+    /// Number of pieces.
     pub fn pieces(&self) -> u32 {
         self.pieces
     }
 
-    /// How many of them are in use.
+    /// Number of pieces in use.
     pub fn live(&self) -> u32 {
         self.live
     }
 
-    /// What is mapped for it.
+    /// Bytes that are mapped.
     pub fn mapped_bytes(&self) -> u64 {
         self.buffer.charged_bytes()
     }
 
-    /// What it costs, tables and all.
+    /// Bytes that are charged, tables included.
     pub fn cost_bytes(&self) -> u64 {
         self.cost.bytes
     }

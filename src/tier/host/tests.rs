@@ -1,4 +1,4 @@
-//! The host tier against a plain model; beside it to keep it readable.
+//! Tests of the host tier against a plain model.
 
 use super::*;
 use crate::base::budget::{Budget, BudgetOpts, Tier};
@@ -29,7 +29,7 @@ fn held(account: &Account) -> u64 {
     account.held(Tier::Host).committed_bytes
 }
 
-/// What must always hold.
+/// The tier, and a model of its live pieces. `check` compares both.
 struct Model {
     tier: HostTier,
     account: Arc<Account>,
@@ -46,18 +46,18 @@ impl Model {
         assert!(bytes >= requested && bytes % PIECE_ALIGN_BYTES == 0);
         assert_eq!(address as u64 % PIECE_ALIGN_BYTES, 0);
         self.marks += 1;
-        // SAFETY: the piece is this test's.
+        // SAFETY: the piece is allocated, and only this test uses it.
         unsafe {
             address.cast::<u64>().write(self.marks);
             address.add(bytes as usize - 8).cast::<u64>().write(!self.marks);
         }
         let entry = (address as usize, bytes, self.marks);
-        assert!(self.live.insert(piece, entry).is_none(), "given out twice");
+        assert!(self.live.insert(piece, entry).is_none(), "a piece in use was allocated again");
     }
 
     fn free(&mut self, piece: Piece) {
         let (address, bytes, mark) = self.live.remove(&piece).expect("live");
-        assert_eq!(self.tier.address(piece).expect("live") as usize, address, "it has moved");
+        assert_eq!(self.tier.address(piece).expect("live") as usize, address, "the piece moved");
         let start = address as *const u8;
         // SAFETY: as above.
         let found = unsafe {
@@ -87,7 +87,7 @@ impl Model {
         for class in self.tier.classes() {
             let of_class = |s: &SlabInfo| s.piece_bytes == class.piece_bytes;
             let slabs: Vec<_> = self.tier.slabs().filter(of_class).collect();
-            assert!(slabs.iter().filter(|s| s.live_pieces == 0).count() <= 1, "one spare");
+            assert!(slabs.iter().filter(|s| s.live_pieces == 0).count() <= 1, "at most one spare");
             assert!(class.live_pieces <= class.pieces && class.slabs as usize == slabs.len());
             assert!(slabs.iter().all(|s| !(s.drains && s.live_pieces == 0)));
             cost += class.wasted_bytes + class.live_pieces * class.piece_bytes;
@@ -99,7 +99,7 @@ impl Model {
         assert_eq!(found, least);
     }
 
-    /// Whether a segment that does not drain has a free piece of that size.
+    /// Whether a slab that does not drain has a free piece of that size.
     fn has_room(&self, piece_bytes: u64) -> bool {
         self.tier
             .slabs()
@@ -134,10 +134,10 @@ proptest! {
                     match model.tier.alloc(bytes) {
                         Ok(piece) => model.mark(piece, bytes),
                         Err(error) => {
-                            prop_assert!(!with_free, "there was room: {error}");
+                            prop_assert!(!with_free, "a piece was free: {error}");
                             let after = model.tier.stats();
                             prop_assert_eq!(after.live_pieces, before.live_pieces);
-                            prop_assert_eq!(after.empty_slabs, 0, "spares go first");
+                            prop_assert_eq!(after.empty_slabs, 0, "spares are freed first");
                             let slab = (segment_kib << 10).max(bytes) + 20_000;
                             let mapped: u64 =
                                 model.tier.slabs().map(|s| s.mapped_bytes).sum();
@@ -186,8 +186,8 @@ fn an_emptied_slab_serves_another_size() {
     }
     assert_eq!((pieces.len(), tier.stats().slabs), (96, 3));
     assert_eq!(tier.alloc(4096).expect_err("full").status(), Status::Budget);
-    assert_eq!(tier.classes().count(), 1, "a class that got nothing is forgotten");
-    // What `kv` does: pick a segment, evict what is in it, take the other size.
+    assert_eq!(tier.classes().count(), 1, "a class without slabs is unused");
+    // As the store does: drain the emptiest slab, free its pieces, allocate the other size.
     tier.free(pieces[40]).expect("live");
     let emptiest = tier.emptiest().expect("some");
     assert_eq!((emptiest.number, emptiest.live_pieces, emptiest.pieces), (1, 31, 32));
@@ -199,7 +199,7 @@ fn an_emptied_slab_serves_another_size() {
     assert_eq!(tier.stats().slabs, 2);
     let other = tier.alloc(4096).expect("room");
     assert_eq!(tier.bytes(other).expect("live"), 4096);
-    assert_eq!(other.slab(), emptiest.number, "the number is used again");
+    assert_eq!(other.slab(), emptiest.number, "the number is reused");
 }
 
 #[test]
@@ -211,7 +211,7 @@ fn a_spare_slab_serves_another_size_without_new_memory() {
     assert_eq!((tier.stats().slabs, tier.stats().empty_slabs), (1, 1));
     let tiny = tier.alloc(100).expect("room");
     assert_eq!(tier.address(tiny).expect("live"), address);
-    assert_eq!(tier.alloc(65_536).expect_err("one segment").status(), Status::Limit);
+    assert_eq!(tier.alloc(65_536).expect_err("one slab").status(), Status::Limit);
     assert_eq!(tier.trim(), 0);
 }
 
@@ -226,7 +226,7 @@ fn a_piece_that_is_not_in_use_is_rejected() {
         let mut caught = |call: &mut dyn FnMut(&mut HostTier) -> Option<Status>| {
             let call = std::panic::AssertUnwindSafe(|| call(&mut tier));
             let found = std::panic::catch_unwind(call);
-            // Debug builds assert, others say it.
+            // Debug builds panic, others return an error.
             assert_eq!(found.is_err(), cfg!(debug_assertions));
             assert_eq!(found.ok().flatten(), (!cfg!(debug_assertions)).then_some(Status::Invalid));
         };
@@ -242,15 +242,15 @@ fn a_piece_that_is_not_in_use_is_rejected() {
 #[test]
 fn slabs_are_cut_with_little_loss() {
     let mut tier = HostTier::new(None, &small(0, 0)).expect("sound");
-    // A megabyte: 32 to a segment. Nine: three would lose five of 32, so 27. More
-    // than a segment: one of its own.
+    // 32 pieces of 1 MiB fill a slab. Three of 9 MiB would lose 5 of 32 MiB, so their slab has 27
+    // MiB, rounded up to 28 MiB of huge pages. A piece longer than a slab has its own slab.
     for (bytes, pieces, mapped) in
         [(1 << 20, 32, 32 << 20), (9 << 20, 3, 28 << 20), (40 << 20, 1, 40 << 20)]
     {
         let piece = tier.alloc(bytes).expect("room");
         let slab = tier.slabs().find(|s| s.number == piece.slab()).expect("mapped");
         assert_eq!(slab.pieces, pieces);
-        let tables = slab.cost_bytes.checked_sub(mapped).expect("all is paid for");
+        let tables = slab.cost_bytes.checked_sub(mapped).expect("all memory is charged");
         // A bit and a word for each piece of the smallest size.
         let most = mapped / PIECE_ALIGN_BYTES * 9 + 8192;
         assert!((1..most).contains(&tables), "{slab:?}");
@@ -296,7 +296,7 @@ fn more_sizes_than_classes_share_larger_pieces() {
     let most = tier.alloc(size(MAX_CLASSES)).expect_err("no larger class");
     assert_eq!(most.status(), Status::Limit);
     tier.free(pieces[9]).expect("live");
-    tier.alloc(size(MAX_CLASSES)).expect("the class of a spare is free");
+    tier.alloc(size(MAX_CLASSES)).expect("the class of a spare is freed");
 }
 
 #[test]

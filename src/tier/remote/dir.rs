@@ -89,7 +89,7 @@ fn error_of(number: Number) -> RemoteError {
         libc::EACCES | libc::EPERM => RemoteError::Denied,
         libc::EFBIG | libc::ENAMETOOLONG => RemoteError::TooLong,
         libc::ETIMEDOUT => RemoteError::Timeout,
-        // Something is there that no client made.
+        // The path exists, but no client created it.
         libc::ELOOP | libc::ENOTDIR | libc::EISDIR | libc::ENXIO | libc::EEXIST => {
             RemoteError::Malformed
         }
@@ -660,7 +660,7 @@ mod tests {
         assert!(!place.0.exists(), "a mount that is missing is not made up for");
     }
 
-    /// Writes the same names as other writers, and reads what is there.
+    /// Writes the same names as other writers, and reads the objects.
     fn compete(remote: &Dir, writer: u8) {
         let mut client = remote.client();
         for number in 0..40 {

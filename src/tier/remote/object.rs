@@ -74,7 +74,7 @@ pub struct Sink {
 pub enum Verdict {
     /// Every byte is right.
     Sound,
-    /// The cell is not what was stored: its memory has no valid content.
+    /// The cell differs from the stored one; its memory has no valid content.
     Damaged,
     /// The cell was not wanted.
     Unwanted,

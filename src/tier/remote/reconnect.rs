@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use crate::io::link;
 use crate::tier::remote::fault::Fault;
 
-/// How long resolved addresses are used.
+/// Lifetime of resolved addresses.
 const RESOLVED_NS: u64 = 30_000_000_000;
 /// Pause after the first failure; it doubles with each further failure.
 pub(super) const PAUSE_NS: u64 = 5_000_000;

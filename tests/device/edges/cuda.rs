@@ -10,7 +10,7 @@ use kvtier::device::{Copy, Device, Direction, Event, Memory, State, Stream};
 use kvtier_testkit::fixtures::fake_cuda::{Fake, alone, library};
 
 const PAGE: usize = 4096;
-/// How long anything may take.
+/// Longest wait of these tests.
 const LONG_NS: u64 = 300_000_000_000;
 
 fn opts() -> CudaOpts {
@@ -79,7 +79,7 @@ fn memory_registered_in_parts_by_the_engine() {
         let mut copies: Vec<_> = (0..4).map(to).collect();
         let before = fake.calls(call(means));
         let event = submit(&cuda, None, &mut copies).expect("taken");
-        cuda.wait(event, 0).expect("it comes");
+        cuda.wait(event, 0).expect("completes");
         let goes = i64::from(means == CopyMethod::Batch && !has_hole);
         assert_eq!(fake.calls(call(means)) - before, goes, "{means}, a hole: {has_hole}");
         drop(cuda);
@@ -139,14 +139,14 @@ fn queries_do_not_wait_for_a_blocked_copy() {
             while fake.calls("cuStreamWaitEvent") == waits {
                 assert!(Clock::real().now_ns() < end_ns, "{kind}: it is not put behind the event");
             }
-            // Whoever was putting something on a stream has done so when this is answered.
+            // A thread that was enqueueing work has finished when this call returns.
             let state = cuda.state(before).expect("known");
             assert_eq!((state, cuda.poll(&mut [Event(0); 4])), (State::Pending, 0));
             assert_eq!(fake.calls(kind) - copies, i64::from(!stands), "{kind}, {pinned}");
             assert!(!stands || !has_begun.load(Ordering::SeqCst), "{kind}, {pinned}");
             fake.hold_back(barrier, false);
             let event = other.join().expect("no panic").expect("taken");
-            cuda.wait(event, 0).expect("it comes");
+            cuda.wait(event, 0).expect("completes");
         });
         assert_eq!(fake.calls(kind) - copies, 1, "{kind}, {pinned}");
         if kind == "cuMemcpyAsync" {
@@ -185,7 +185,7 @@ fn blocked_copy_waits_for_engine_streams() {
         assert_eq!(fake.calls("cuMemcpyAsync"), copies, "the engine's work is not done");
         fake.hold_back(barrier, false);
         let event = other.join().expect("no panic").expect("taken");
-        cuda.wait(event, 0).expect("it comes");
+        cuda.wait(event, 0).expect("completes");
     });
     assert_eq!(content(to, PAGE), [7; PAGE]);
     drop(cuda);

@@ -10,7 +10,7 @@ use kvtier::ffi::device::*;
 use kvtier::ffi::runtime::*;
 use kvtier::ffi::store::*;
 
-/// What the engine knows.
+/// State of the custom device.
 #[derive(Default)]
 struct World {
     has_come: AtomicBool,
@@ -123,7 +123,7 @@ fn close_waits_for_callers_inside_the_device() {
     });
     let start = Instant::now();
     while !world.is_waiting.load(SeqCst) {
-        assert!(start.elapsed() < Duration::from_secs(300), "nobody waits");
+        assert!(start.elapsed() < Duration::from_secs(300), "no thread waits");
         std::thread::yield_now();
     }
     world.has_come.store(true, SeqCst);
@@ -132,7 +132,7 @@ fn close_waits_for_callers_inside_the_device() {
     let is_destroyed = world.is_destroyed.load(SeqCst);
     world.is_closed.store(true, SeqCst);
     assert_eq!(waits.join().expect("no panic"), KVT_OK);
-    assert!(is_destroyed, "the engine's own goes when closing has returned, and it is in use");
+    assert!(is_destroyed, "close returned before the custom device was destroyed");
     end(runtime);
 }
 

@@ -12,7 +12,7 @@ use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Copy, Device, Direction, Event, Facts, State, Stream};
 use kvtier::meta::view::View;
 
-/// An engine whose events come when it is told so, and whose device goes.
+/// An engine whose events complete on demand, and whose device can be lost.
 #[derive(Default)]
 struct ScriptedEngine {
     last: AtomicU64,
@@ -120,8 +120,8 @@ fn one_poll_returns_all_ended_events() {
     assert_eq!(ended[..count], all[..]);
 }
 
-/// The engine says from one callback that its device has gone: all that is under way has failed,
-/// and it is asked nothing more.
+/// The engine reports from one callback that its device is lost: all pending work fails,
+/// and no further call reaches the engine.
 fn gone(says: impl FnOnce(&Foreign, Event)) {
     let (device, engine) = open();
     let event = mark(&device).expect("taken");
@@ -146,7 +146,7 @@ fn any_callback_may_report_a_lost_device() {
     let unavailable =
         |said: Result<()>| assert_eq!(said.expect_err("lost").status(), Status::Unavailable);
     let place = std::ptr::dangling_mut::<u8>();
-    // With a deadline, so that this ends where nobody listens.
+    // With a deadline, so that a missed report fails the test.
     gone(|device, event| unavailable(device.wait(event, Clock::real().now_ns() + 300_000_000_000)));
     // SAFETY: the engine does not look at it.
     gone(|device, _| unavailable(unsafe { device.register_host(place, 1) }));

@@ -64,7 +64,7 @@ impl Bytes {
     }
 }
 
-/// What attention is asked for.
+/// Sizes and options of an attention problem.
 #[derive(Clone, Copy)]
 pub struct Shape {
     pub queries: usize,
@@ -197,7 +197,7 @@ impl Problem {
         (self.shape.tokens, self.shape.first) = (to - from, self.shape.first - from);
     }
 
-    /// What a key or value is multiplied with.
+    /// Factor of a key or value.
     fn scale(&self, is_value: bool, token: usize, head: usize, d: usize) -> f64 {
         let Shape { tokens, key_heads, dims, .. } = self.shape;
         let at = match (self.shape.is_by_number, is_value) {
@@ -243,7 +243,7 @@ impl Problem {
         }
     }
 
-    /// What a query gives each key that it sees: numbers before softmax.
+    /// Scores of a query for each key that it sees, before softmax.
     pub fn products(&self, query: usize, head: usize) -> Vec<f64> {
         let Shape { dims: (dim, _), heads, key_heads, .. } = self.shape;
         let of = head / (heads / key_heads);

@@ -174,7 +174,7 @@ fn decode_over_all_keys_equals_attention() {
     }
     let dtype = Dtype::I8;
     check(Shape { dtype, is_by_number: true, ..Shape::new(2, 140, 4, 2) }, &all(), TOGETHER);
-    // One that goes on, and nothing at all.
+    // A sequence that continues, and an empty one.
     check(Shape { first: 3, ..Shape::new(2, 90, 2, 1) }, &all(), BY_KEY_HEAD);
     check(Shape::new(2, 0, 2, 1), &all(), TOGETHER);
 }
@@ -234,7 +234,8 @@ fn many_heads_share_latent_rows() {
 #[test]
 fn each_head_attends_its_own_pages() {
     let shape = Shape { page_tokens: 32, ..Shape::new(2, 333, 4, 2) };
-    // Of each query head, of each head of keys, and of all; empty ones, and ones with an end.
+    // Lists for each query head, for each key head, and for all heads; empty ones, and ones with
+    // an end.
     for (block, lists) in [
         (16, vec![vec![0, 3, 20], vec![], vec![1, 2, 5, 6, 7], vec![19, 20]]),
         (16, vec![vec![0, 3, 9, 10, 11, 12, 13, 14, 15, 16], vec![20]]),

@@ -242,7 +242,7 @@ fn follow(heads: usize, key_heads: usize, is_all: bool) {
     let mut policy = registry::make(&Spec::parse(&spec).expect("sound"), &shape).expect("sound");
     let lists = if is_all { 1 } else { key_heads };
     let mut scores = Scores::new(lists);
-    // Which positions each list of the kernels has.
+    // Positions in each list of the kernels.
     let mut there: Vec<Vec<u32>> = vec![Vec::new(); lists];
     let mut out = RetainedTokens::default();
     let mut position = 0;

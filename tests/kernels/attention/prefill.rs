@@ -11,7 +11,7 @@ use kvtier::sparse::{Context, Index, registry};
 use crate::attention::data::{Bytes, Problem, Shape, rows};
 use crate::gpu::{run, run_within};
 
-/// What lists say, of one head or of several.
+/// Contents of index lists, of one head or of several.
 #[derive(Default)]
 struct Lists {
     heads: Vec<Head>,
@@ -54,7 +54,7 @@ fn compute(problem: &Problem, lists: &Lists, is_f32: bool) -> Got {
     let call = Call {
         out: out.at(),
         more: lse.at(),
-        // A list without items has no place of its own.
+        // A list without items has no address, so scratch stands in.
         index: at(if lists.items.is_empty() { scratch.at() } else { lists.items.as_ptr() as u64 }),
         counts: at(lists.starts.as_ptr() as u64),
         numbers: at(lists.heads.as_ptr() as u64),
@@ -146,7 +146,7 @@ fn dense_prefill_equals_attention() {
     for shape in shapes() {
         check(shape, &Lists::default(), |_, _, _| true);
     }
-    // Keys of which no query is the last: of a sequence that goes on.
+    // Queries before the last keys, as in a sequence that continues.
     check(Shape { first: 3, ..Shape::new(20, 90, 2, 2) }, &Lists::default(), |_, _, _| true);
     // Queries behind all keys.
     check(Shape { first: 500, ..Shape::new(5, 90, 2, 2) }, &Lists::default(), |_, _, _| true);
@@ -204,19 +204,19 @@ fn only_selected_columns_and_diagonals_are_attended() {
     let lines = Head { kind: How::Lines, ..Head::DENSE };
     for (shape, each) in shapes().into_iter().zip([1, 5, 20, 9, 40]) {
         let tokens = shape.tokens as u32;
-        // Of each query head its own.
+        // One list for each query head.
         let mut lists = Lists::default();
         for head in 0..shape.heads as u64 {
             lists.add(lines, &[&some(tokens, each, head), &some(tokens, each, head + 50)]);
         }
         check(shape, &lists, |head, position, key| sees_lines(&lists, head, position, key));
-        // Of all, some rows dense; nothing beside the first key and the last ones.
+        // One list for all heads, some rows dense; only the first key and the last ones besides.
         let mut lists = Lists::default();
         let dense_from = (shape.first + shape.queries * 3 / 4) as u32;
         lists.add(Head { dense_from, ..lines }, &[&[0], &[0, 1, 65]]);
         check(shape, &lists, |_, position, key| sees_lines(&lists, 0, position, key));
     }
-    // Of each head of keys its own: one sees nothing at all, one everything.
+    // One list for each key head: one head sees no keys, one sees all.
     let shape = Shape { first: 7, ..Shape::new(90, 120, 6, 3) };
     let mut lists = Lists::default();
     lists.add(lines, &[&[], &[]]);
@@ -356,7 +356,7 @@ fn prefill_follows_a_policy_index() {
 
 #[test]
 fn results_do_not_depend_on_thread_order() {
-    // What runs kernels here has threads in another order each time.
+    // The emulator runs threads in another order each time.
     let problem = Problem::new(Shape::new(70, 150, 2, 1), 2);
     let mut lists = Lists::default();
     let lines = Head { kind: How::Lines, ..Head::DENSE };

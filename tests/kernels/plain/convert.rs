@@ -86,7 +86,7 @@ impl Plane {
         words.iter().flat_map(|word| word.to_le_bytes()).collect()
     }
 
-    /// What is to be written.
+    /// Bytes that the conversion must write.
     fn expected(
         &self,
         source: &[u8],

@@ -24,7 +24,7 @@ pub fn run(call: &Call) {
     unsafe { gpu::run(call) }.unwrap_or_else(|error| panic!("{call:?}: {error}"));
 }
 
-/// Where something is, as kernels are told of it.
+/// Address of a slice, as kernels receive it.
 pub fn at<T>(slice: &[T]) -> u64 {
     slice.as_ptr().expose_provenance() as u64
 }

@@ -16,7 +16,7 @@ struct Piece {
     runs: u32,
 }
 
-/// What a piece is like: runs are multiples of `grain`, `gap` bytes lie between them.
+/// Form of a piece: runs are multiples of `grain`, `gap` bytes lie between them.
 #[derive(Clone, Debug)]
 struct Like {
     grain: usize,
@@ -46,7 +46,7 @@ fn like() -> impl Strategy<Value = Like> {
 fn lay(likes: &[Like], from: u64, to: u64) -> (Vec<Piece>, usize) {
     let (mut pieces, mut end) = (Vec::new(), 0_usize);
     for like in likes {
-        // One that is aligned to no more than its grain.
+        // The piece is aligned to its grain only.
         end = end.next_multiple_of(16) + like.grain % 16;
         let run = like.run * like.grain;
         let stride = run + like.gap;

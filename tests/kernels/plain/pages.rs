@@ -195,7 +195,7 @@ proptest! {
             .collect();
         let mut memory = Packed::of(&numbers, keys.dtype, keys.shift);
         let boxes = tokens.div_ceil(keys.page) * keys.heads * 2 * keys.dim;
-        // What is there of pages that are not begun is widened.
+        // The boxes of pages that have begun are widened.
         let mut wanted = vec![0.25_f32; boxes];
         let mut out = Packed::of(&wanted, keys.boxes, keys.shift);
         keys.expected(memory.address(), &mut wanted);
@@ -203,7 +203,7 @@ proptest! {
         keys.widen(&mut memory, address);
         for (at, want) in wanted.iter().enumerate() {
             let got = read(keys.boxes, &out.bytes()[at * size(keys.boxes)..]);
-            // Which bits no number has is each processor's own.
+            // The bits of a NaN depend on the processor.
             let is_none = got.is_nan() && want.is_nan();
             prop_assert!(
                 is_none || got.to_bits() == want.to_bits(),

@@ -44,7 +44,7 @@ fn matrix_products_follow_published_layouts() {
         assert_eq!(out, wanted);
         call.flags = 1;
         launch("probe_product", 32, &call).expect("it ends");
-        assert_ne!(out, wanted, "copies are there before they are waited for");
+        assert_ne!(out, wanted, "copies complete before the wait");
     }
 }
 
@@ -75,10 +75,10 @@ fn emulator_detects_wrong_kernels() {
         (result, out.clone())
     };
     for flags in [1, 2, 3] {
-        let words = ask(flags).0.expect_err("a thread that goes another way");
+        let words = ask(flags).0.expect_err("a divergent thread");
         assert!(words.contains("lane") || words.contains("threads"), "{words}");
     }
-    assert_eq!(ask(4), (Ok(()), vec![0xDBDB_DBDB; 64]), "what nobody wrote");
+    assert_eq!(ask(4), (Ok(()), vec![0xDBDB_DBDB; 64]), "unwritten shared memory");
     let (result, found) = ask(5);
     assert_eq!((result, found), (Ok(()), (0..64).rev().collect()));
     let none = launch("no_kernel", 1, &Call::default()).expect_err("no such kernel");

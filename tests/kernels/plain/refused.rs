@@ -80,7 +80,7 @@ fn sound(kind: Kind) -> Call {
 fn valid_calls_have_launches() {
     for kind in [Kind::Move, Kind::Sum, Kind::Convert, Kind::PageBoxes, Kind::PageScores, Kind::Top]
     {
-        // What was there before goes.
+        // `steps` replaces the previous content.
         let mut found = Vec::new();
         steps(&sound(kind), MOST_SHARED, &mut found).expect("sound");
         let count = found.len();

@@ -40,7 +40,7 @@ fn checksums_of_every_length_and_block_boundary() {
     let around = |n: usize| n - 1..n + 2;
     let lengths =
         (0..600).chain(around(1024)).chain(around(2048)).chain(around(4096)).chain(around(8192));
-    // Of so many block sums their own sum is of each kind: 2, 16, 17, 30, 31, 128, 129, 400.
+    // Counts of block sums, each of another kind: 2, 16, 17, 30, 31, 128, 129, 400.
     let many = [2, 16, 17, 30, 31, 128, 129, 400].map(|blocks| blocks * 4096 - 5);
     let ranges: Vec<(usize, usize)> =
         lengths.chain(many).enumerate().map(|(i, len)| (i % 37, len)).collect();

@@ -108,7 +108,7 @@ impl Model for Arc {
 }
 
 #[test]
-fn arc() {
+fn arc_matches_its_model() {
     for capacity in [20, 0] {
         compare("arc", capacity, |capacity| Box::new(Arc { capacity, ..Arc::default() }));
     }

@@ -28,7 +28,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Next use, tokens before it, references.
+/// Next use, tokens before the object, references.
 type Known = BTreeMap<u64, (i64, u32, u32)>;
 
 fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
@@ -73,7 +73,7 @@ fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
 }
 
 #[test]
-fn belady() {
+fn belady_matches_its_model() {
     let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
     proptest!(config, |(steps in prop::collection::vec(step(), 1..300))| run(steps)?);
 }

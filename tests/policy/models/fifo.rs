@@ -21,6 +21,6 @@ impl Model for Fifo {
 }
 
 #[test]
-fn fifo() {
+fn fifo_matches_its_model() {
     compare("fifo", 0, |_| Box::<Fifo>::default());
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::{Model, compare};
 use crate::models::rich::{self, Object, State, compare_rich, must_be};
 
-/// Uses and the clock at the last.
+/// Number of uses, and the clock at the last use.
 #[derive(Clone, Copy)]
 struct Entry {
     uses: u32,
@@ -54,7 +54,7 @@ impl rich::Model for Gdsf {
 }
 
 #[test]
-fn gdsf_with_facts() {
+fn gdsf_with_facts_matches_its_model() {
     compare_rich("gdsf(alpha=0.5,beta=2)", Gdsf::default);
 }
 
@@ -96,6 +96,6 @@ impl Model for Plain {
 }
 
 #[test]
-fn gdsf() {
+fn gdsf_matches_its_model() {
     compare("gdsf", 0, |_| Box::<Plain>::default());
 }

@@ -10,13 +10,13 @@ use proptest::prelude::*;
 
 use super::{Model, World, call};
 
-/// A model that keeps what it passed over apart, until told that it may leave.
+/// A model that keeps skipped objects aside until `freed` returns them.
 pub trait Holder: Model {
-    /// An object that was blocked is not any more.
+    /// The object is no longer blocked.
     fn freed(&mut self, id: u64);
 }
 
-/// The same model, for the world and for the teller.
+/// The same model, shared by the world and the caller of `freed`.
 struct Shared<H>(Rc<RefCell<H>>);
 
 impl<H: Holder> Model for Shared<H> {
@@ -40,7 +40,7 @@ impl<H: Holder> Model for Shared<H> {
     }
 }
 
-/// As `compare`, for a model that is told what is free again.
+/// Same as `compare`, for a model that is notified when an object is no longer blocked.
 pub fn compare_holding<H: Holder>(spec: &str, capacity: u64, make: impl Fn(u64) -> H) {
     for leaf_first in [false, true] {
         let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };

@@ -8,18 +8,18 @@ use kvtier::meta::objects::Facts;
 use kvtier::policy::Hint;
 use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 
-/// A cohort's score is that of its oldest, up to a fiftieth of its age ago, and
-/// spans a twentieth of it: where a score is steep in age that shows. Weights
-/// come in steps of a tenth. Who was held for long comes back to cohorts that have
-/// merged meanwhile.
+/// Tolerances. The score of a cohort is computed from its oldest object, up to a fiftieth of the
+/// object's age ago. A cohort spans a twentieth of that age, which matters where a score is steep
+/// in age. Weights are quantized in steps of a tenth. An object that was held for long returns to
+/// cohorts that have merged meanwhile.
 const USUAL: f64 = 1.10;
 const BEYOND_USUAL: f64 = 0.10;
 const RARE: f64 = 1.20;
 const BEYOND_RARE: f64 = 0.03;
 const WORST: f64 = 3.0;
 
-/// The least score among those that could have left instead: not the object
-/// that only the eviction set free.
+/// The lowest score among the other candidates. The object that only this eviction unblocked is
+/// excluded.
 fn least_other(e: &Evictor, now: i64, freed: Option<u64>) -> f64 {
     let objects = e.objects();
     let could = |slot: &u32| !objects.is_blocked(*slot) && Some(objects.node(*slot).id) != freed;
@@ -41,7 +41,7 @@ fn run(spec: &str, holes: bool, seed: u64) {
     let request = RequestContext { tokens_each: 512, ..RequestContext::default() };
     for step in 0..12_000u64 {
         now += 1_000_000 << random.below(10);
-        // Low ids return soon, high ones hardly ever.
+        // Low ids return soon, high ids hardly ever.
         let id = random.below(if step % 3 == 0 { 4000 } else { 200 });
         let there = e.lookup(now, &request, &[id], &mut []).expect("a time") == 1;
         if there {
@@ -85,8 +85,8 @@ fn victim_has_the_lowest_score() {
     }
 }
 
-/// Half of the objects return after a minute, the others never. Only their use count tells them
-/// apart.
+/// Half of the objects return after a minute, the others never. Only the use count distinguishes
+/// them.
 #[test]
 fn horizon_learns_which_objects_return() {
     let options = Options { max_objects: 2000, capacity_units: 300, ..Options::default() };
@@ -112,5 +112,5 @@ fn horizon_learns_which_objects_return() {
         hits.push(found);
     }
     assert_eq!(hits[0], 0, "lru keeps 30 seconds");
-    assert!(hits[1] > 3000, "{hits:?}: most of the 3900 returns");
+    assert!(hits[1] > 3000, "{hits:?}: expected hits for most of the 3900 returns");
 }

@@ -38,11 +38,11 @@ impl Model for Lfu {
 }
 
 #[test]
-fn lfu() {
+fn lfu_matches_its_model() {
     compare("lfu", 0, |_| Box::new(Lfu { aged: true, ..Lfu::default() }));
 }
 
 #[test]
-fn plain_lfu() {
+fn plain_lfu_matches_its_model() {
     compare("lfu(aged=false)", 0, |_| Box::<Lfu>::default());
 }

@@ -23,6 +23,6 @@ impl Model for Lru {
 }
 
 #[test]
-fn lru() {
+fn lru_matches_its_model() {
     compare("lru", 0, |_| Box::<Lru>::default());
 }

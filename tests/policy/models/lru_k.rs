@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use super::{Model, compare};
 
 struct LruK {
-    /// All uses, the last first.
+    /// Times of all uses, the latest first.
     objects: BTreeMap<u64, Vec<i64>>,
-    /// Of the latest evictions, the latest last.
+    /// Use times of recently evicted objects, the latest eviction last.
     gone: Vec<(u64, Vec<i64>)>,
     k: usize,
     history: usize,
@@ -16,7 +16,7 @@ struct LruK {
 impl Model for LruK {
     fn insert(&mut self, id: u64, _units: u64, now: i64) {
         let at = self.gone.iter().position(|(gone, _)| *gone == id);
-        // Its place among the latest evictions stays taken.
+        // The entry keeps its place in the history.
         let mut uses = at.map_or(Vec::new(), |at| {
             let (_, uses) = std::mem::replace(&mut self.gone[at], (u64::MAX, Vec::new()));
             uses
@@ -44,7 +44,7 @@ impl Model for LruK {
 }
 
 #[test]
-fn lru_k() {
+fn lru_k_matches_its_model() {
     for (spec, k, history) in [
         ("lru-k", 2, 64),
         ("lru-k(k=1)", 1, 0),

@@ -31,19 +31,18 @@ use kvtier::base::status::Status;
 use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 use proptest::prelude::*;
 
-/// A policy by its definition. `now` is what the policy sees: strictly
-/// increasing.
+/// Reference model of a policy. `now` is strictly increasing, as the policy sees it.
 pub trait Model {
     fn insert(&mut self, id: u64, units: u64, now: i64);
     fn touch(&mut self, id: u64, now: i64);
     fn miss(&mut self, _id: u64, _now: i64) {}
     fn remove(&mut self, id: u64, evicted: bool);
     fn resize(&mut self, _id: u64, _units: u64) {}
-    /// Who leaves first among those that are not blocked. What a search changes
-    /// (hands, promotions) it changes; the one named is removed by the caller.
+    /// The next victim among the objects that are not blocked. The search may change the model
+    /// (hands, promotions); the caller removes the victim.
     fn victim(&mut self, blocked: &dyn Fn(u64) -> bool, now: i64) -> Option<u64>;
-    /// Says why `got` is not an acceptable victim. Policies with time-varying
-    /// scores accept what is within 5 % of the least.
+    /// Returns an error if `got` is not an acceptable victim. Policies with time-varying scores
+    /// accept victims within 5 % of the lowest score.
     fn judge(
         &mut self,
         got: Option<u64>,
@@ -93,7 +92,7 @@ struct Fact {
     pinned: bool,
 }
 
-/// The evictor, its model, and what is true of the objects.
+/// The evictor, its model, and the facts of the objects.
 struct World<'a> {
     evictor: Evictor,
     model: &'a mut dyn Model,
@@ -214,13 +213,13 @@ impl World<'_> {
     }
 }
 
-/// Runs `spec` against what `model` makes, with prefixes and with holes.
-/// `capacity` is told to both, in units.
+/// Compares the policy `spec` with the model that `model` makes, with prefixes and with holes. Both
+/// get the same `capacity`, in units.
 pub fn compare(spec: &str, capacity: u64, model: impl Fn(u64) -> Box<dyn Model>) {
     compare_cases(spec, capacity, 256, model);
 }
 
-/// The same with a number of sequences.
+/// Same as `compare`, with a given number of sequences.
 pub fn compare_cases(spec: &str, capacity: u64, cases: u32, model: impl Fn(u64) -> Box<dyn Model>) {
     for leaf_first in [false, true] {
         let config =

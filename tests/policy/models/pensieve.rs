@@ -55,7 +55,7 @@ impl rich::Model for Pensieve {
 }
 
 #[test]
-fn pensieve_with_facts() {
+fn pensieve_with_facts_matches_its_model() {
     let named: fn(&Facts) -> bool = |facts| facts.layers > 0;
     for (spec, cell, layers, positions, time) in [
         ("pensieve", named, true, true, true),
@@ -69,8 +69,8 @@ fn pensieve_with_facts() {
     }
 }
 
-/// Without facts every object costs the same: the victim is the one used longest ago.
+/// Without facts every object costs the same: the victim is the least recently used object.
 #[test]
-fn pensieve() {
+fn pensieve_matches_its_model() {
     compare("pensieve", 0, |_| Box::<Recent>::default());
 }

@@ -7,7 +7,7 @@ use kvtier::policy::Hint;
 use crate::models::compare;
 use crate::models::rich::{Anyone, Model, Object, State, compare_rich};
 
-/// A quantity with its weighted mean and how well that foretold it.
+/// A quantity with its weighted mean and the error of predictions by that mean.
 #[derive(Clone, Copy, Default)]
 struct Pace {
     seen: u32,
@@ -45,7 +45,7 @@ struct Seen {
     gap: Pace,
 }
 
-/// Expected next use, and whether it has lapsed.
+/// Expected next use, and whether the prediction has lapsed.
 #[derive(Clone, Copy)]
 struct Expected {
     next: i64,
@@ -57,13 +57,14 @@ struct Predictive {
     confidence: f64,
     preempt: bool,
     expected: BTreeMap<u64, Expected>,
-    /// The figure of each; hints that are sure replace it, others take it back.
+    /// Next use of each object as given by its facts. Certain hints replace it; other hints clear
+    /// it.
     figures: BTreeMap<u64, i64>,
     users: BTreeMap<u64, Seen>,
     all: Pace,
     rate: Pace,
     lone: i64,
-    /// Late predictions that the policy may not have moved yet.
+    /// Number of lapsed predictions that the policy may not have moved yet.
     behind: usize,
 }
 
@@ -123,8 +124,8 @@ impl Predictive {
         }
     }
 
-    /// Lets predictions lapse that did not come true. The policy moves four at a
-    /// time, held ones later; whether it may have more to move is returned.
+    /// Lapses predictions that did not come true. The policy moves four at a time, and held ones
+    /// later. Returns whether the policy may have more to move.
     fn lapse(&mut self, state: &State) -> bool {
         let late = |id: &u64, e: &Expected| {
             let used = state.objects[id].used;
@@ -186,7 +187,7 @@ impl Model for Predictive {
 }
 
 #[test]
-fn predictive() {
+fn predictive_matches_its_model() {
     for (spec, confidence, preempt) in [
         ("predictive", 0.9, false),
         ("predictive(confidence=0.3)", 0.3, false),
@@ -203,6 +204,6 @@ fn predictive() {
 }
 
 #[test]
-fn predictive_over_prefixes() {
+fn predictive_over_prefixes_matches_its_model() {
     compare("predictive(confidence=0.2)", 0, |_| Box::<Anyone>::default());
 }

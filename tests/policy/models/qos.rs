@@ -12,7 +12,7 @@ struct Rules {
     floor: Option<f64>,
 }
 
-/// Class and tenant of each, as of its last use.
+/// Class and tenant of each object, as of its last use.
 struct Qos {
     rules: Rules,
     standing: BTreeMap<u64, (i64, Option<u32>)>,
@@ -27,7 +27,7 @@ impl Qos {
         self.standing.insert(id, standing);
     }
 
-    /// Tenants below the floor while another is not.
+    /// Tenants below the floor while another tenant is not below it.
     fn protected(&self, state: &State) -> BTreeSet<u32> {
         let mut held: BTreeMap<Option<u32>, u64> = BTreeMap::new();
         for (id, object) in &state.objects {
@@ -45,7 +45,7 @@ impl Qos {
 
     fn victim(&self, state: &State, passed: &BTreeSet<u32>) -> Option<u64> {
         let open = |id: &u64| self.standing[id].1.is_none_or(|t| !passed.contains(&t));
-        // Each class puts up its least recently used.
+        // The candidate of each class is its least recently used object.
         let put_up = |class| {
             let of = state.free().filter(|(id, _)| self.standing[id].0 == class && open(id));
             of.min_by_key(|(_, o)| o.used)
@@ -80,7 +80,7 @@ impl Model for Qos {
 }
 
 #[test]
-fn qos() {
+fn qos_matches_its_model() {
     let rules =
         |strict, ageing_s: i64, floor| Rules { strict, ageing_ns: ageing_s * 1_000_000_000, floor };
     for (spec, rules) in [
@@ -94,8 +94,8 @@ fn qos() {
     }
 }
 
-/// The order within a class is the inner policy's; whom it names is not checked
-/// here, only that nothing breaks and no blocked one is named.
+/// The order within a class is that of the inner policy, so the victim is not checked. The test
+/// checks that invariants hold and that no blocked object is a victim.
 struct Sound;
 
 impl Model for Sound {
@@ -106,7 +106,7 @@ impl Model for Sound {
 }
 
 #[test]
-fn qos_over_other_policies() {
+fn qos_over_other_policies_keeps_its_invariants() {
     for inner in ["fifo", "lfu", "lru-k", "gdsf", "pensieve", "predictive", "tlru"] {
         compare_rich(&format!("qos(inner={inner},floor=30%)"), || Sound);
     }
@@ -114,7 +114,7 @@ fn qos_over_other_policies() {
 
 /// Without sessions there is one class and no floor.
 #[test]
-fn qos_without_sessions() {
+fn qos_without_sessions_matches_its_model() {
     compare("qos", 0, |_| Box::<Recent>::default());
     for inner in ["arc", "s3fifo", "sieve", "wtinylfu", "slru", "2q"] {
         compare(&format!("qos(inner={inner})"), 10, |_| Box::<Anyone>::default());

@@ -8,7 +8,7 @@ use kvtier::policy::Hint;
 use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 use proptest::prelude::*;
 
-/// What the table knows of a session.
+/// State of a session in the table.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct User {
     pub tenant: u32,
@@ -21,7 +21,7 @@ pub struct User {
 }
 
 impl User {
-    /// What any call says of a session.
+    /// Updates the session from the context of a call.
     fn note(&mut self, request: &RequestContext) {
         self.tenant = request.tenant;
         self.priority = request.priority.unwrap_or(self.priority);
@@ -32,7 +32,7 @@ impl User {
 
 pub type Users = BTreeMap<u64, User>;
 
-/// What is true of an object.
+/// Facts of an object.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Object {
     pub units: u64,
@@ -44,7 +44,7 @@ pub struct Object {
 
 pub type Objects = BTreeMap<u64, Object>;
 
-/// Everything there is to know, kept by the harness.
+/// Complete state of sessions and objects, kept by the harness.
 #[derive(Default)]
 pub struct State {
     pub users: Users,
@@ -57,27 +57,27 @@ impl State {
         self.users.get(&self.objects[&id].session?)
     }
 
-    /// Those that may leave.
+    /// Candidates for eviction.
     pub fn free(&self) -> impl Iterator<Item = (u64, &Object)> {
         self.objects.iter().filter(|(_, o)| o.refs == 0).map(|(&id, o)| (id, o))
     }
 }
 
-/// A policy by its definition. It is told after the state changed, of removals
-/// before.
+/// Reference model of a policy. Its methods run after the state changed, except `removed`, which
+/// runs before.
 pub trait Model {
     fn inserted(&mut self, _state: &State, _id: u64) {}
-    /// `before` is the object as it was.
+    /// `before` is the object before the change.
     fn touched(&mut self, _state: &State, _id: u64, _before: &Object) {}
     fn removed(&mut self, _state: &State, _id: u64, _evicted: bool) {}
     fn resized(&mut self, _state: &State, _id: u64) {}
     fn hinted(&mut self, _state: &State, _id: u64, _hint: &Hint) {}
-    /// Says why `got` is not an acceptable victim, and the name of who decided.
+    /// Returns an error if `got` is not an acceptable victim. `by` is the name of the policy that
+    /// chose it.
     fn judge(&mut self, state: &State, got: Option<u64>, by: &str) -> Result<(), String>;
 }
 
-/// For the other harness: whom a policy names is not checked, only that it names
-/// one if there is one that may leave.
+/// A model for `compare`. It accepts any victim, but requires one if there is a candidate.
 #[derive(Default)]
 pub struct Anyone(BTreeSet<u64>);
 
@@ -103,7 +103,7 @@ impl crate::models::Model for Anyone {
     }
 }
 
-/// For the other harness: the least recently used.
+/// A model for `compare`: the least recently used object.
 #[derive(Default)]
 pub struct Recent(BTreeMap<u64, i64>);
 
@@ -123,7 +123,7 @@ impl crate::models::Model for Recent {
     }
 }
 
-/// The usual judgement: this one and no other.
+/// Accepts this victim only.
 pub fn must_be(want: Option<u64>, got: Option<u64>) -> Result<(), String> {
     if want == got { Ok(()) } else { Err(format!("the model says {want:?}, not {got:?}")) }
 }
@@ -178,7 +178,7 @@ fn call() -> impl Strategy<Value = Call> {
     ]
 }
 
-/// Tenant and class of a session: three tenants, three classes, one too high.
+/// Request context of a session: three tenants, three classes, and one class above the highest.
 fn request(session: Option<u64>, length: u32) -> RequestContext {
     let Some(id) = session else { return RequestContext::default() };
     RequestContext {
@@ -240,7 +240,7 @@ impl World<'_> {
 
     fn evict(&mut self, ahead: u64) -> Result<(), TestCaseError> {
         let mut out = Vec::new();
-        // What was only looked at is where it was.
+        // A preview has no side effects.
         self.evictor.preview(self.state.now, ahead, &mut out).expect("a time");
         let sound = self.evictor.check();
         prop_assert!(sound.is_ok(), "{:?}", sound.err());
@@ -272,7 +272,8 @@ impl World<'_> {
     }
 
     fn step(&mut self, call: Call) -> Result<(), TestCaseError> {
-        // More than the stamps that a call takes, so that the policy sees this time.
+        // Advances the clock by more than the stamps that a call takes, so that the policy sees
+        // this time.
         self.state.now += 4;
         match call {
             Call::Lookup(id, session, length) => self.lookup(id, session, length),
@@ -315,7 +316,7 @@ impl World<'_> {
     }
 }
 
-/// Runs `spec` against what `model` makes, where holes are allowed.
+/// Compares the policy `spec` with the model that `model` makes, with holes allowed.
 pub fn compare_rich<M: Model>(spec: &str, model: impl Fn() -> M) {
     let config = ProptestConfig { failure_persistence: None, cases: 100, ..Default::default() };
     proptest!(config, |(calls in prop::collection::vec(call(), 1..300))| {

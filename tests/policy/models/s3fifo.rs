@@ -84,6 +84,6 @@ impl Model for S3Fifo {
 }
 
 #[test]
-fn s3fifo() {
+fn s3fifo_matches_its_model() {
     compare("s3fifo", 20, |capacity| Box::new(S3Fifo { capacity, ..S3Fifo::default() }));
 }

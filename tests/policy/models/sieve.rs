@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use crate::models::Model;
 use crate::models::holding::{Holder, compare_holding};
 
-/// Oldest first; `hand` is the place that is looked at next.
+/// Oldest first; `hand` is the index that is examined next.
 #[derive(Default)]
 struct Sieve {
     queue: Vec<u64>,
@@ -23,7 +23,7 @@ impl Sieve {
 
 impl Model for Sieve {
     fn insert(&mut self, id: u64, _units: u64, _now: i64) {
-        // A hand past the youngest looks at the oldest next, not at a newcomer.
+        // A hand past the youngest object continues with the oldest one, not with the new object.
         if self.hand == self.queue.len() {
             self.hand = 0;
         }
@@ -68,6 +68,6 @@ impl Holder for Sieve {
 }
 
 #[test]
-fn sieve() {
+fn sieve_matches_its_model() {
     compare_holding("sieve", 0, |_| Sieve::default());
 }

@@ -10,7 +10,7 @@ struct Slru {
     segments: Vec<Vec<u64>>,
     units: BTreeMap<u64, u64>,
     held: BTreeSet<u64>,
-    /// Time of the last move: where the held belong.
+    /// Time of the last move, which determines the list position of held objects.
     moved: BTreeMap<u64, u64>,
     moves: u64,
     capacity: u64,
@@ -95,12 +95,12 @@ impl Holder for Slru {
 }
 
 #[test]
-fn slru_with_two_segments() {
+fn slru_with_two_segments_matches_its_model() {
     compare_holding("slru", 20, |capacity| Slru::new(2, false, capacity));
 }
 
 #[test]
-fn slru_with_equal_segments() {
+fn slru_with_equal_segments_matches_its_model() {
     compare_holding("slru(segments=4)", 20, |capacity| Slru::new(4, true, capacity));
     compare_holding("slru(segments=3)", 0, |capacity| Slru::new(3, true, capacity));
 }

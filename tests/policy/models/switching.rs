@@ -51,7 +51,7 @@ fn chosen(world: &mut World, evict: bool) -> Vec<u64> {
 
 /// Policies whose search moves nothing but victims.
 const STILL: [&str; 7] = ["fifo", "lru", "arc", "2q", "slru", "slru(segments=4)", "belady"];
-/// Those whose search promotes or walks on.
+/// Policies whose search promotes objects or moves a hand.
 const MOVING: [&str; 3] = ["s3fifo", "sieve", "wtinylfu(window=10%)"];
 
 #[test]
@@ -99,7 +99,7 @@ fn policy_switch_keeps_the_evictor_sound() {
 }
 
 #[test]
-fn capacities_from_zero_to_huge() {
+fn policies_stay_sound_with_capacities_from_zero_to_huge() {
     let each = |spec| [20u64, 0, 1, 1 << 40].map(|capacity| (spec, capacity));
     for (spec, capacity) in STILL.into_iter().chain(MOVING).flat_map(each) {
         let options = Options { max_objects: 64, capacity_units: capacity, ..Options::default() };

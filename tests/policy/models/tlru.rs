@@ -8,7 +8,7 @@ use crate::models::rich::{Model, Object, Recent, State, compare_rich, must_be};
 const THRESHOLD: i64 = 1500;
 const TURN: i64 = 100;
 
-/// Whether each was needed when it was used last.
+/// Whether each object was needed at its last use.
 #[derive(Default)]
 struct Tlru(BTreeMap<u64, bool>);
 
@@ -37,12 +37,12 @@ impl Model for Tlru {
 }
 
 #[test]
-fn tlru() {
+fn tlru_matches_its_model() {
     compare_rich("tlru(threshold=1500,turn=100)", Tlru::default);
 }
 
 /// Without sessions no token is known to be unneeded.
 #[test]
-fn tlru_without_sessions() {
+fn tlru_without_sessions_matches_its_model() {
     compare("tlru", 0, |_| Box::<Recent>::default());
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Model, compare};
 
-/// Queues with the one to leave first.
+/// Queues with the next victim first.
 #[derive(Default)]
 struct TwoQ {
     newcomers: Vec<u64>,
@@ -60,6 +60,6 @@ impl Model for TwoQ {
 }
 
 #[test]
-fn two_q() {
+fn two_q_matches_its_model() {
     compare("2q", 20, |capacity| Box::new(TwoQ { capacity, ..TwoQ::default() }));
 }

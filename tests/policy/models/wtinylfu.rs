@@ -125,7 +125,7 @@ impl Holder for WTinyLfu {
 }
 
 #[test]
-fn wtinylfu() {
+fn wtinylfu_matches_its_model() {
     compare_holding("wtinylfu(window=10%, sample=3)", 20, |capacity| WTinyLfu {
         capacity,
         ..WTinyLfu::default()

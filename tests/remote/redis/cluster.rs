@@ -1,4 +1,4 @@
-//! A cluster: slots, redirections, and nodes that go.
+//! Redis Cluster: slots, redirections, and failed nodes.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -21,7 +21,7 @@ fn owner<'a>(nodes: &[&'a Server], number: u64) -> &'a Server {
     let said = nodes[0].cli(&["get", &key(number)]);
     let moved = said.strip_prefix("MOVED ").and_then(|rest| rest.rsplit_once(':'));
     let port = moved.map_or(nodes[0].port, |(_, port)| port.parse().unwrap());
-    nodes.iter().copied().find(|node| node.port == port).expect("its owner")
+    nodes.iter().copied().find(|node| node.port == port).expect("the owner is a node")
 }
 
 #[test]
@@ -50,12 +50,12 @@ fn a_cluster_is_one_remote() {
     check(&mut *client);
     check(&mut *remote.client());
     assert!(masters.iter().all(|node| node.cli(&["dbsize"]).parse::<u64>().unwrap() > 50));
-    // Without cluster=true a node has its own part only, and says so.
+    // Without cluster=true a client reads one node's slots only, and its greeting warns of it.
     let mut alone = crate::redis::client(&masters[0].url());
     assert!(alone.greet(at(LONG)).unwrap().warnings.iter().any(|w| w.contains("cluster=true")));
     let asked = lookup(&mut *alone, &(0..300).collect::<Vec<_>>(), LONG);
     assert!(asked.iter().all(|ask| matches!(ask, Ok(_) | Err(RemoteError::Busy))));
-    // A slot moves: what is not there yet is asked for where it goes.
+    // A slot migrates: its old node redirects requests for keys that it no longer has.
     let from = owner(&masters, 7);
     let to = masters.iter().copied().find(|node| node.port != from.port).unwrap();
     let slot = from.cli(&["cluster", "keyslot", &key(7)]);
@@ -84,10 +84,10 @@ fn a_cluster_is_one_remote() {
     check(&mut *remote.client());
 }
 
-/// Whether all that servers have sent was received, and all that was sent to them.
+/// Whether no bytes are pending on connections of these servers, in either direction.
 fn is_quiet(servers: &[&Server]) -> bool {
-    // "obl" and "oll": bytes and buffers of answers that are not sent. Replicas have what they share
-    // in theirs.
+    // "obl" and "oll": bytes and buffers of unsent replies. Connections to replicas are skipped:
+    // they count buffers that they share.
     let is_sent = |server: &&Server| {
         let clients = server.cli(&["client", "list"]);
         let mut others = clients.lines().filter(|line| !line.contains(" flags=S "));
@@ -99,21 +99,21 @@ fn is_quiet(servers: &[&Server]) -> bool {
         sockets.lines().skip(1).all(|line| {
             let words: Vec<&str> = line.split_whitespace().collect();
             let is_of = |server: &&Server| words[1..3].iter().any(|at| port(at) == server.port);
-            // 1 = a connection; what it has to send, and what was not read.
+            // State 01 = established; then the numbers of unsent and of unread bytes.
             words[3] != "01" || !servers.iter().any(is_of) || words[4] == "00000000:00000000"
         })
     };
     servers.iter().all(is_sent) && is_received()
 }
 
-/// Whether a thread of this process waits.
+/// Whether a thread of this process sleeps in a system call.
 fn is_asleep(thread: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
     stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('S'))
 }
 
-/// Does something on a manual clock whose deadline passes once servers have read so many objects
-/// for it, and it waits for others alone.
+/// Runs `body` on a manual clock. Its deadline passes once these servers have read `objects`
+/// objects for it, and it waits for other servers only.
 fn with_others_late<T: Send>(
     clock: &Clock,
     ns: u64,
@@ -125,24 +125,25 @@ fn with_others_late<T: Send>(
     std::thread::scope(|scope| {
         let (tell, told) = std::sync::mpsc::channel();
         let thread = scope.spawn(move || {
-            // SAFETY: a number.
+            // SAFETY: the call takes no pointers and returns a number.
             tell.send(unsafe { libc::gettid() }).unwrap();
             body()
         });
         let number = told.recv().unwrap();
-        // In this order: what was answered is sent, what was sent is received, and then noted.
+        // Checked in the order of events: the read is counted, its reply is sent and received,
+        // and the thread sleeps again.
         wait_until("the others have answered", || {
             thread.is_finished()
                 || count() >= before + objects && is_quiet(servers) && is_asleep(number)
         });
-        assert!(!thread.is_finished(), "it does not wait for its deadline");
+        assert!(!thread.is_finished(), "it ended before its deadline");
         clock.advance(ns);
         thread.join().unwrap()
     })
 }
 
 #[test]
-fn a_node_that_stops_costs_its_own_alone() {
+fn paused_node_fails_only_its_own_objects() {
     if !is_there() {
         return;
     }
@@ -150,7 +151,7 @@ fn a_node_that_stops_costs_its_own_alone() {
     let masters = masters(&nodes);
     let items: Vec<_> = (0..120).map(|n| (n, bytes_of(n, 20_000))).collect();
     let wanted: Vec<_> = (0..120).map(|n| (n, 0, 20_000)).collect();
-    // The clock stands still but for what the test moves: no machine is too slow for a deadline.
+    // Only the test advances the clock: a slow machine misses no deadline.
     let clock = Clock::manual(1);
     let lane_of = |opts: &RedisOpts| Redis::open(opts, clock.clone()).expect("opened").client();
     let by = |ns: u64| clock.now_ns() + ns;
@@ -162,7 +163,7 @@ fn a_node_that_stops_costs_its_own_alone() {
     let others = (&others[..], lost.iter().filter(|lost| !**lost).count() as u64);
     masters[1].pause();
     for round in 0..4 {
-        // It costs one timeout: after that nobody waits for it for a while.
+        // The first round costs a timeout. After it the client skips the node for a while.
         let got = match round {
             0 => with_others_late(&clock, 500 * MS, others, || {
                 get_by(&mut *client, &wanted, || by(500 * MS))
@@ -180,7 +181,7 @@ fn a_node_that_stops_costs_its_own_alone() {
             }
         }
     }
-    // A fresh lane that begins with the one that has stopped, and another.
+    // A fresh client with two seeds: the paused node, then another one.
     let url = format!("{},127.0.0.1:{}", masters[1].url(), masters[0].port);
     let mut fresh = lane_of(&RedisOpts { cluster: true, ..opts(&url) });
     let got = with_others_late(&clock, 1500 * MS, others, || {
@@ -188,7 +189,7 @@ fn a_node_that_stops_costs_its_own_alone() {
     });
     assert_eq!(got.iter().map(Result::is_err).collect::<Vec<_>>(), lost);
     masters[1].go_on();
-    // The longest pause after which a node is tried again.
+    // The longest pause before a failed node is tried again.
     clock.advance(8001 * MS);
     let got = get_by(&mut *client, &wanted, || by(LONG));
     let wrong = got.iter().zip(&items).filter(|(got, item)| got.as_ref() != Ok(&item.1));
@@ -196,7 +197,7 @@ fn a_node_that_stops_costs_its_own_alone() {
     assert!(wrong.is_empty(), "{wrong:?}");
 }
 
-/// What a thread does while nodes go: how many objects were acknowledged, and how many not.
+/// Counters of a thread under load: objects that were acknowledged, and objects that were not.
 #[derive(Default)]
 struct Load {
     stored: AtomicU64,
@@ -204,7 +205,7 @@ struct Load {
 }
 
 impl Load {
-    /// Stores and reads until it is over: which objects were acknowledged.
+    /// Stores and reads objects until `is_over`. Returns those that were acknowledged.
     fn run(&self, remote: &Redis, thread: u64, is_over: &AtomicBool) -> Vec<u64> {
         const DEADLINE: u64 = 1000 * MS;
         let mut client = remote.client();
@@ -231,7 +232,7 @@ impl Load {
     }
 }
 
-/// Waits until each has so many more of something.
+/// Waits until a counter of each thread has grown by `more`.
 fn wait_for_more(what: &str, loads: &[Load], of: impl Fn(&Load) -> &AtomicU64, more: u64) {
     let now = |load: &Load| of(load).load(Ordering::Relaxed);
     let before: Vec<u64> = loads.iter().map(now).collect();
@@ -241,7 +242,7 @@ fn wait_for_more(what: &str, loads: &[Load], of: impl Fn(&Load) -> &AtomicU64, m
 }
 
 #[test]
-fn masters_go_under_load() {
+fn acknowledged_objects_survive_master_failover() {
     if !is_there() {
         return;
     }
@@ -261,25 +262,25 @@ fn masters_go_under_load() {
             })
             .collect();
         stores("all store at the beginning", 200);
-        // One hands over.
+        // A master hands over to its replica.
         let slave = nodes.iter().find(|node| !is_master(node)).unwrap();
         fail_over(slave);
-        stores("all store after that", 200);
+        stores("all store after the failover", 200);
         let follows =
             |node: &Server| node.cli(&["info", "replication"]).contains("connected_slaves:1");
-        wait_until("all are followed", || masters(&nodes).into_iter().all(follows));
-        // One is killed. Nobody takes over before all have been refused something.
+        wait_until("all masters have a replica", || masters(&nodes).into_iter().all(follows));
+        // A master is killed. No replica takes over before a put of every thread has failed.
         let at = nodes.iter().position(is_master).unwrap();
         nodes[at].kill();
-        wait_for_more("all are refused something", &loads, |load| &load.refused, 1);
+        wait_for_more("a put of each fails", &loads, |load| &load.refused, 1);
         let alive = || nodes.iter().enumerate().filter(|(n, _)| *n != at).map(|(_, node)| node);
         alive().for_each(|node| patience(std::slice::from_ref(node), "1000"));
         let is_well = || alive().filter(|node| is_master(node)).count() == 3;
-        wait_until("another has taken over", is_well);
+        wait_until("a replica has taken over", is_well);
         alive().for_each(|node| patience(std::slice::from_ref(node), LONG_MS));
-        stores("all store without it", 16);
+        stores("all store without the killed node", 16);
         nodes[at].restart();
-        stores("all store with it", 16);
+        stores("all store with the restarted node", 16);
         is_over.store(true, Ordering::Relaxed);
         threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
@@ -293,7 +294,7 @@ fn masters_go_under_load() {
             assert!(got == Ok(bytes_of(n, 8192)), "{n} was acknowledged: {:?}", got.err());
         }
     }
-    // It takes new ones, on all nodes.
+    // All nodes accept new objects.
     let items: Vec<_> = (9_000_000..9_000_100).map(|n| (n, bytes_of(n, 100))).collect();
     let mut plain = open(&of(&nodes, 2)).client();
     assert!(put_in(&mut *plain, &items, LONG).iter().all(Result::is_ok));

@@ -1,4 +1,4 @@
-//! Servers that stop, die, and lie.
+//! Servers that pause, die, or send wrong replies.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
@@ -9,7 +9,7 @@ use super::*;
 use kvtier_testkit::fixtures::redis::wait_until;
 
 #[test]
-fn a_server_that_stops_and_goes_on() {
+fn client_recovers_when_a_paused_server_continues() {
     if !is_there() {
         return;
     }
@@ -31,38 +31,39 @@ fn a_server_that_stops_and_goes_on() {
     let error = ends_at_deadline(200 * MS, || fresh.greet(at(200 * MS))).unwrap_err();
     assert_eq!(error.status(), kvtier::base::status::Status::Timeout);
     server.go_on();
-    wait_until("it has recovered", || {
+    wait_until("the client has recovered", || {
         get_at(&mut *client, &[(1, 0, 300_000)], LONG)[0] == Ok(bytes_of(1, 300_000))
     });
     assert_eq!(get_one(&mut *fresh, 1, 300_000).unwrap(), bytes_of(1, 300_000));
-    // It stops on a connection that works, and has a part of what is sent.
+    // The server pauses on a working connection after it has received a part of the batch.
     server.pause();
     let put = ends_at_deadline(150 * MS, || put_in(&mut *client, &many, 150 * MS));
     assert_eq!(put, vec![Err(RemoteError::Timeout); many.len()]);
     server.go_on();
-    // It has read that part when it has ended the connection: `fresh` and redis-cli have theirs.
-    wait_until("the server has read what came", || {
+    // The server has read that part once it has closed the connection. The connections of
+    // `fresh` and redis-cli remain.
+    wait_until("the server has read that part", || {
         server.cli(&["client", "list"]).lines().count() == 2
     });
-    // What did not come in time is there or is not, and whole in either case.
+    // An object that was not acknowledged in time is absent or complete.
     for (n, bytes) in &many {
         let got = get_one(&mut *client, *n, 1 << 20);
         assert!(got == Err(RemoteError::Absent) || got.as_ref() == Ok(bytes), "{n}");
     }
 }
 
-/// An attempt to connect that was begun while it stood still, and ran out between two batches, does
-/// not stand in the way of the next one.
+/// A connection attempt began while the server was paused, and expired between two batches.
+/// It does not delay the next batch.
 #[test]
-fn a_server_that_goes_on_after_an_attempt_has_run_out() {
+fn expired_connection_attempt_does_not_delay_the_next_batch() {
     if !is_there() {
         return;
     }
     let server = Server::start(&[]);
-    // It stands still but for what the test moves: nothing runs out that is to be answered.
+    // Only the test advances the clock: no request that must succeed times out.
     let clock = Clock::manual(1);
     let is_stopped = Arc::new(AtomicBool::new(false));
-    // The deadline passes when a request has been sent to a server that has stopped.
+    // The deadline passes when a request has been sent to the paused server.
     let fate: Fate = Arc::new({
         let (clock, is_stopped) = (clock.clone(), is_stopped.clone());
         move |back, _, _| {
@@ -95,13 +96,13 @@ fn a_server_that_goes_on_after_an_attempt_has_run_out() {
 }
 
 #[test]
-fn a_server_that_dies_and_comes_again() {
+fn client_recovers_when_a_killed_server_restarts() {
     const HALF: u64 = 10 << 20;
     if !is_there() {
         return;
     }
     let mut server = Server::start(&[]);
-    // It is killed while it works: the rest of what is sent waits until it is dead.
+    // The server is killed during a put: the relay holds the rest of the data until then.
     let ((tell, has_half), (killed, is_dead)) = (channel(), channel());
     let (tell, is_dead) = (Mutex::new(Some(tell)), Mutex::new(is_dead));
     let fate: Fate = Arc::new(move |back, gone, _| {
@@ -117,7 +118,7 @@ fn a_server_that_dies_and_comes_again() {
     let mut direct = crate::redis::client(&server.url());
     assert_eq!(put_one(&mut *client, 1, 10), Ok(false));
     assert_eq!(get_one(&mut *direct, 1, 10).unwrap(), bytes_of(1, 10));
-    // A connection that ended while nobody used it costs nothing.
+    // A connection that the server closed while it was idle fails no request.
     server.cli(&["client", "kill", "type", "normal"]);
     assert_eq!(get_one(&mut *client, 1, 10).unwrap(), bytes_of(1, 10));
     assert_eq!(get_one(&mut *direct, 1, 10).unwrap(), bytes_of(1, 10));
@@ -127,7 +128,7 @@ fn a_server_that_dies_and_comes_again() {
     let many: Vec<_> = (0..400).map(|n| (n, bytes_of(n, 1 << 20))).collect();
     let put = std::thread::scope(|scope| {
         let putting = scope.spawn(|| ends(|| put_in(&mut *client, &many, LONG)));
-        has_half.recv_timeout(Duration::from_nanos(PATIENCE)).expect("half of it goes");
+        has_half.recv_timeout(Duration::from_nanos(PATIENCE)).expect("half was sent");
         server.kill();
         killed.send(()).unwrap();
         putting.join().unwrap()
@@ -139,7 +140,7 @@ fn a_server_that_dies_and_comes_again() {
     }
     server.restart();
     for client in [&mut client, &mut direct] {
-        wait_until("it has recovered", || {
+        wait_until("the client has recovered", || {
             put_in(&mut **client, &[(1, bytes_of(1, 10))], LONG)[0].is_ok()
         });
         assert_eq!(get_one(&mut **client, 1, 10).unwrap(), bytes_of(1, 10));
@@ -147,7 +148,7 @@ fn a_server_that_dies_and_comes_again() {
 }
 
 #[test]
-fn replies_before_their_requests_count_for_no_other_request() {
+fn unsolicited_reply_is_not_matched_to_another_request() {
     let mut client = client(&lies(b"$3\r\nabc\r\n$3\r\ndef\r\n"));
     for turn in 0..3 {
         let got = ends(|| get_at(&mut *client, &[(1, 0, 100)], LONG));
@@ -156,12 +157,12 @@ fn replies_before_their_requests_count_for_no_other_request() {
             "{turn}: {got:?}"
         );
     }
-    // Yes to a put that it has not read.
+    // The server acknowledges puts that it has not read.
     let mut client = crate::redis::client(&lies(b"+OK\r\n+OK\r\n+OK\r\n+OK\r\n"));
     let many: Vec<_> = (0..8).map(|n| (n, bytes_of(n, 1 << 20))).collect();
     ends(|| put_in(&mut *client, &many, 1000 * MS));
     ends(|| put_in(&mut *client, &many, 1000 * MS));
-    // It repeats a password.
+    // The server repeats the password in its error.
     let mut client = open(&RedisOpts {
         password: secret("hunter2"),
         ..opts(&lies(b"-ERR who is hunter2?\r\n"))

@@ -1,4 +1,4 @@
-//! How fast it is, against the server's own benchmark and a bare socket. Prints, and judges not.
+//! Throughput against redis-benchmark and a bare socket. Prints results, asserts no speed.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -11,7 +11,7 @@ const BYTES: usize = 256 << 10;
 const COUNT: u64 = 512;
 const DEPTH: u64 = 64;
 
-/// Requests a second of redis-benchmark.
+/// Requests per second of redis-benchmark.
 fn benchmark(port: u16, what: &str, count: u64, keys: &str) -> f64 {
     let (port, bytes, count) = (port.to_string(), BYTES.to_string(), count.to_string());
     let args = ["-p", &port, "-t", what, "-d", &bytes, "-n", &count, "-c", "1", "-P", "16", "-r"];
@@ -23,7 +23,7 @@ fn benchmark(port: u16, what: &str, count: u64, keys: &str) -> f64 {
 
 #[test]
 #[ignore = "a measurement"]
-fn how_fast() {
+fn throughput_against_redis_benchmark() {
     if !is_there() {
         return;
     }
@@ -35,7 +35,7 @@ fn how_fast() {
     let mut rates = [Vec::new(), Vec::new()];
     for turn in 0..7 {
         server.cli(&["flushall"]);
-        // Names that nobody has had, as ours are: memory is new to both.
+        // New keys, as in our puts: the server allocates memory for both.
         let theirs = benchmark(server.port, "set", COUNT, "1000000000");
         server.cli(&["flushall"]);
         let mut took = 0.0;
@@ -46,7 +46,7 @@ fn how_fast() {
                 puts.part(value.as_ptr(), BYTES as u64);
             }
             let since = Instant::now();
-            // SAFETY: the value lives.
+            // SAFETY: the value outlives the call, and nothing writes to it.
             unsafe { client.put(&mut puts, at(LONG)) };
             took += since.elapsed().as_secs_f64();
             assert!(puts.items.iter().all(|put| put.result == Ok(false)));
@@ -62,14 +62,14 @@ fn how_fast() {
                 gets.part(room.as_mut_ptr(), BYTES as u64);
             }
             let since = Instant::now();
-            // SAFETY: the rooms live.
+            // SAFETY: the rooms outlive the call, and nothing else accesses them.
             unsafe { client.get(&mut gets, at(LONG)) };
             took += since.elapsed().as_secs_f64();
             assert!(gets.items.iter().all(|get| get.result == Ok(BYTES as u64)));
         }
         assert!(rooms.iter().all(|room| *room == value));
         let ours = COUNT as f64 / took;
-        // Its keys are there for a fair GET.
+        // Stores the keys that redis-benchmark reads, so that its GETs are hits.
         benchmark(server.port, "set", COUNT * 4, "512");
         let theirs = benchmark(server.port, "get", COUNT, "512");
         rates[1].push(ours);
@@ -83,7 +83,7 @@ fn how_fast() {
     existence(&server, &mut *client);
 }
 
-/// A thousand questions in one batch, and in one write and read of a bare socket.
+/// Compares a lookup of 1,000 names with a bare socket that sends the same requests at once.
 fn existence(server: &Server, client: &mut dyn Client) {
     let mut request = String::new();
     for n in 0..1000 {

@@ -1,4 +1,4 @@
-//! Redis servers and clusters that are started here. The suite of all backends is
+//! The Redis backend over servers and clusters that the tests start. The suite of all backends is
 //! [`crate::backends`].
 
 mod cluster;
@@ -106,13 +106,13 @@ impl Backend for OneServer {
             })
         };
         let urls = [
-            // A value that never comes whole.
+            // A value that is never complete.
             drip(b"$90\r\n0123456789", 20, 60),
             drip(b">1\r\n+x\r\n", 1, usize::MAX),
             // A line that never ends.
             drip(b"+xxxxxxxx", 3, 1000),
             liar(|_, _| {}),
-            // It sends messages that nobody asked for as fast as it can.
+            // Unsolicited messages, as fast as possible.
             liar(|stream, _| while stream.write_all(&b">1\r\n+x\r\n".repeat(1000)).is_ok() {}),
         ];
         urls.into_iter().map(|url| (url.clone(), url)).collect()
@@ -181,7 +181,7 @@ fn between(to: u16, fate: Fate) -> u16 {
     std::thread::spawn(move || {
         for near in listener.incoming() {
             let near = near.unwrap();
-            // A server that is gone ends the connection.
+            // Without a server the relay closes the connection.
             let Ok(far) = TcpStream::connect(("127.0.0.1", to)) else { continue };
             let (near2, far2) = (near.try_clone().unwrap(), far.try_clone().unwrap());
             pass(near, far, false, fate.clone());

@@ -1,12 +1,12 @@
-//! Nodes that follow others, and are read from.
+//! Reads from the replicas of a cluster.
 
 use kvtier::tier::remote::Tally;
 
 use super::*;
 use kvtier_testkit::fixtures::redis::{Server, cluster, is_master, is_there, wait_until};
 
-/// Writes something to all masters, and waits until nodes say who follows: they name nobody who has
-/// heard nothing.
+/// Writes to all masters, and waits until every node names all nodes: `CLUSTER SLOTS` omits a
+/// replica that has received no data.
 fn begin(nodes: &[Server]) {
     let items: Vec<_> = (100_000..100_040).map(|n| (n, bytes_of(n, 10))).collect();
     let mut client = open(&RedisOpts { cluster: true, ..opts(&nodes[0].url()) }).client();
@@ -18,7 +18,7 @@ fn begin(nodes: &[Server]) {
     wait_until("all nodes are named", || nodes.iter().all(names_all));
 }
 
-/// How often a node was asked for objects.
+/// Number of reads of objects that a node has served.
 pub fn reads(node: &Server) -> u64 {
     let said = node.cli(&["info", "commandstats"]);
     let calls = |what: &str| {
@@ -29,7 +29,7 @@ pub fn reads(node: &Server) -> u64 {
 }
 
 #[test]
-fn replicas_are_read_and_not_believed_to_lack() {
+fn replica_miss_is_retried_at_the_master() {
     if !is_there() {
         return;
     }
@@ -56,10 +56,10 @@ fn replicas_are_read_and_not_believed_to_lack() {
     let sum = |of: &[&Server]| of.iter().map(|node| reads(node)).sum::<u64>();
     let before = (sum(&masters), sum(&followers));
     check(&mut *client);
-    // All of them had everything: nobody else was asked.
+    // The replicas had every object: no master was read.
     assert_eq!((sum(&masters) - before.0, sum(&followers) - before.1), (0, 240));
     assert_eq!(remote.tally().retries, 0);
-    // What a follower has not got is no answer: they hear nothing more of their masters.
+    // A miss at a replica is not final. From here on the replicas are cut off from their masters.
     for follower in &followers {
         assert_eq!(follower.cli(&["config", "set", "masterauth", "wrong"]), "OK");
         assert_eq!(follower.cli(&["config", "set", "masteruser", "nobody"]), "OK");
@@ -69,7 +69,7 @@ fn replicas_are_read_and_not_believed_to_lack() {
     }
     let is_cut =
         |node: &&Server| node.cli(&["info", "replication"]).contains("master_link_status:down");
-    wait_until("nobody is followed", || followers.iter().all(is_cut));
+    wait_until("all replicas are cut off", || followers.iter().all(is_cut));
     let more: Vec<_> = (500..540).map(|n| (n, bytes_of(n, 3000))).collect();
     let others = open(&RedisOpts { cluster: true, ..opts(&nodes[0].url()) });
     assert!(put_in(&mut *others.client(), &more, LONG).iter().all(|put| *put == Ok(false)));
@@ -79,19 +79,19 @@ fn replicas_are_read_and_not_believed_to_lack() {
     let late: Vec<u64> = more.iter().map(|item| item.0).collect();
     assert!(lookup(&mut *client, &late, LONG).iter().all(|ask| *ask == Ok(3000)));
     assert!(remote.tally().retries >= 40, "{:?}", remote.tally());
-    // What nobody has is absent, by the word of a master.
+    // An object that no node has is absent: a master confirms it.
     let none: Vec<u64> = (900..930).collect();
     assert!(lookup(&mut *client, &none, LONG).iter().all(|ask| *ask == Err(RemoteError::Absent)));
     let tally = remote.tally();
     assert!((4..=12).contains(&tally.connections) && tally.refreshes > 0, "{tally:?}");
-    // Without them, masters alone are asked.
+    // Without reads from replicas, only masters are read.
     let before = (sum(&masters), sum(&followers));
     check(&mut *with(false).client());
     assert_eq!((sum(&masters) - before.0, sum(&followers) - before.1), (240, 0));
 }
 
 #[test]
-fn followers_that_go_cost_nothing_but_a_detour() {
+fn reads_fall_back_to_masters_when_replicas_die() {
     if !is_there() {
         return;
     }
@@ -109,7 +109,7 @@ fn followers_that_go_cost_nothing_but_a_detour() {
         got.iter().zip(&items).all(|(got, item)| got.as_ref() == Ok(&item.1))
     };
     assert!(is_right(&mut *client));
-    // They die: connections end, and new ones are refused.
+    // The replicas die: connections end, and new ones are refused.
     let followers: Vec<usize> = (0..6).filter(|&n| !is_master(&nodes[n])).collect();
     followers.iter().for_each(|&n| nodes[n].kill());
     for _ in 0..3 {
@@ -118,13 +118,13 @@ fn followers_that_go_cost_nothing_but_a_detour() {
     assert!(remote.tally().retries >= 60, "{:?}", remote.tally());
     let before = remote.tally().reconnects;
     followers.iter().for_each(|&n| nodes[n].restart());
-    wait_until("they follow again", || {
+    wait_until("the replicas follow again", || {
         let follows =
             |n: &usize| nodes[*n].cli(&["info", "replication"]).contains("link_status:up");
         followers.iter().all(follows)
     });
-    // After a while they are tried again.
-    wait_until("they are tried again", || {
+    // After a pause the client tries the replicas again.
+    wait_until("the replicas are tried again", || {
         assert!(is_right(&mut *client));
         remote.tally().reconnects != before
     });

@@ -1,27 +1,27 @@
-//! One server that does what it should.
+//! One server without faults.
 
 use super::*;
 use kvtier_testkit::fixtures::redis::wait_until;
 
 #[test]
-fn empty_long_and_foreign_values_and_long_batches() {
+fn empty_oversized_and_foreign_values_affect_no_other_object() {
     if !is_there() {
         return;
     }
     let server = Server::start(&[]);
     let mut client = client(&server.url());
-    // One without bytes is stored, and counts as none.
+    // An empty object is stored, but counts as absent.
     assert_eq!(put_one(&mut *client, 4, 0), Ok(false));
     assert_eq!(get_one(&mut *client, 4, 0), Err(RemoteError::Absent));
     assert_eq!(get_one(&mut *client, 4, 100_000), Err(RemoteError::Absent));
     assert_eq!(lookup(&mut *client, &[4], LONG), [Err(RemoteError::Absent)]);
     let both = [(5, bytes_of(5, (8 << 20) + 1)), (6, bytes_of(6, 10))];
     assert_eq!(put_in(&mut *client, &both, LONG), [Err(RemoteError::TooLong), Ok(false)]);
-    // What is no object of ours.
+    // The key holds a list, which is not an object.
     server.cli(&["lpush", &key(7), "x"]);
     assert_eq!(get_one(&mut *client, 7, 10), Err(RemoteError::Malformed));
     assert_eq!(get_one(&mut *client, 6, 10).unwrap(), bytes_of(6, 10));
-    // A batch of nothing, and one of more than fits on the way at once.
+    // An empty batch, and a batch that exceeds the pipeline window.
     assert!(lookup(&mut *client, &[], LONG).is_empty());
     let many: Vec<_> = (1000..1300).map(|n| (n, bytes_of(n, 100_000))).collect();
     assert!(put_in(&mut *client, &many, LONG).iter().all(|put| *put == Ok(false)));
@@ -34,7 +34,7 @@ fn empty_long_and_foreign_values_and_long_batches() {
 }
 
 #[test]
-fn passwords_users_and_databases() {
+fn wrong_password_or_missing_permission_is_denied() {
     if !is_there() {
         return;
     }
@@ -58,7 +58,7 @@ fn passwords_users_and_databases() {
     assert!(said.words.starts_with("redis ") && said.words.ends_with("standalone"), "{said:?}");
     assert_eq!(said.warnings.len(), 1, "{said:?}");
     assert_eq!(put_one(&mut *client, 1, 10), Ok(false));
-    // A user who may read names of ours only.
+    // A user with read permission for our prefix only.
     let cli = |args: &[&str]| server.cli(&[&["-a", "hunter2", "--no-auth-warning"], args].concat());
     let rule = ["acl", "setuser", "kv", "on", ">pw", "%R~test/*", "+get", "+strlen", "+set"];
     assert_eq!(cli(&rule), "OK");
@@ -69,7 +69,7 @@ fn passwords_users_and_databases() {
     assert_eq!(lookup(&mut *reader, &[1], LONG), [Ok(10)]);
     let said = reader.greet(at(LONG)).unwrap();
     assert!(said.words.starts_with("redis ") && said.warnings.len() == 1, "{said:?}");
-    // Databases are apart.
+    // Databases are separate.
     let mut other = with(&format!("{url}/3"), Some("hunter2"));
     assert_eq!(get_one(&mut *other, 1, 10), Err(RemoteError::Absent));
     let mut none = with(&format!("{url}/999"), Some("hunter2"));
@@ -77,7 +77,7 @@ fn passwords_users_and_databases() {
 }
 
 #[test]
-fn a_server_of_old() {
+fn server_without_hello_and_unlink_is_supported() {
     if !is_there() {
         return;
     }
@@ -101,7 +101,7 @@ fn a_server_of_old() {
 }
 
 #[test]
-fn full_read_only_and_short_lived() {
+fn full_read_only_or_unreplicated_server_rejects_puts() {
     if !is_there() {
         return;
     }
@@ -114,7 +114,7 @@ fn full_read_only_and_short_lived() {
     assert!((1..=3600).contains(&left_s), "{left_s}");
     let mut short = living(1);
     assert_eq!(put_one(&mut *short, 2, 10), Ok(false));
-    wait_until("it is gone", || lookup(&mut *short, &[2], LONG) == [Err(RemoteError::Absent)]);
+    wait_until("it expired", || lookup(&mut *short, &[2], LONG) == [Err(RemoteError::Absent)]);
     let mut client = client(&server.url());
     assert!(client.greet(at(LONG)).unwrap().warnings[0].contains("evicts nothing"));
     let items: Vec<_> = (10..30).map(|n| (n, bytes_of(n, 1 << 20))).collect();
@@ -129,9 +129,10 @@ fn full_read_only_and_short_lived() {
     assert_eq!(put_one(&mut *client, 2, 10), Err(RemoteError::ReadOnly));
     assert!(client.greet(at(LONG)).unwrap().warnings[0].contains("replica"));
     server.cli(&["replicaof", "no", "one"]);
-    // Nobody follows it: nothing counts as stored.
+    // The server has no replica: no put counts as stored.
     let waiting = RedisOpts { wait: 1, ..opts(&server.url()) };
-    // The clock stands still: the deadline that the server is told of comes, the lane's does not.
+    // The clock stands still: the timeout of `WAIT` at the server ends, the client's deadline does
+    // not.
     let clock = Clock::manual(1);
     let mut waiting = Redis::open(&waiting, clock.clone()).expect("opened").client();
     let items = [(3, bytes_of(3, 10)), (4, bytes_of(4, 10))];

@@ -1,4 +1,4 @@
-//! Connections that nobody else reads: certificates are made here, by the program `openssl`.
+//! Redis over TLS. The tests make certificates with the program `openssl`.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -14,11 +14,12 @@ use kvtier::tier::remote::redis::TlsOpts;
 use super::*;
 use kvtier_testkit::fixtures::redis::{Server, cluster_with, port, wait_until};
 
-/// An authority, and what it signs.
+/// Folder of a certificate authority with the certificates that it signs.
 struct Authority(PathBuf);
 
-/// What certificates are for: names, and from when to when.
+/// Names and addresses of this host in certificates.
 const HERE: &str = "DNS:localhost,IP:127.0.0.1";
+/// Validity of certificates that have neither expired nor lie in the future.
 const ALWAYS: (&str, &str) = ("20200101000000Z", "20990101000000Z");
 
 fn is_there() -> bool {
@@ -127,7 +128,7 @@ impl Authority {
         ]);
     }
 
-    /// What a server is told so that it shows a certificate, and its port for that.
+    /// TLS port of a server, and its arguments for presenting a certificate.
     fn args(&self, file: &str) -> (u16, Vec<String>) {
         let port = port();
         let path = |name: String| self.path(&name).display().to_string();
@@ -141,7 +142,7 @@ impl Authority {
         (port, args.into_iter().flat_map(|(name, value)| [name.to_string(), value]).collect())
     }
 
-    /// A server that shows a certificate, and its port for that.
+    /// Starts a server that presents a certificate. Returns its TLS port, too.
     fn server(&self, file: &str, more: &[&str]) -> (Server, u16) {
         let (port, args) = self.args(file);
         let args: Vec<&str> = args.iter().map(String::as_str).chain(more.iter().copied()).collect();
@@ -164,7 +165,7 @@ fn safe(port: u16, tls: TlsOpts) -> RedisOpts {
 }
 
 #[test]
-fn what_goes_comes_back() {
+fn objects_round_trip_over_tls() {
     if !is_there() {
         return;
     }
@@ -191,9 +192,9 @@ fn what_goes_comes_back() {
         let wanted: Vec<_> = many.iter().map(|(n, bytes)| (*n, 9, bytes.len())).collect();
         let got = get_at(&mut *client, &wanted, LONG);
         assert!(got.iter().zip(&many).all(|(got, item)| got.as_deref() == Ok(&item.1[9..])));
-        // Another one goes on where this one was, without a new certificate.
+        // Another client of the remote connects with the same TLS configuration.
         assert_eq!(get_one(&mut *remote.client(), 1, 100).unwrap(), items[1].1);
-        // A connection that ended while nobody used it costs nothing.
+        // A connection that the server closed while it was idle fails no request.
         let kill = ["-a", "hunter2", "--no-auth-warning", "client", "kill", "type", "normal"];
         server.cli(&kill);
         assert_eq!(get_one(&mut *client, 1, 100).unwrap(), items[1].1);
@@ -206,7 +207,7 @@ fn what_goes_comes_back() {
     }
 }
 
-/// What is said of a server that is not trusted.
+/// Error message for a server that is not trusted.
 fn refusal(opts: &RedisOpts) -> String {
     let mut client = open(opts).client();
     let error = client.greet(at(LONG)).unwrap_err();
@@ -215,7 +216,7 @@ fn refusal(opts: &RedisOpts) -> String {
     assert!(!error.message().contains("cannot be reached"), "{error}");
     assert_eq!(put_one(&mut *client, 1, 10), Err(RemoteError::Untrusted));
     assert_eq!(get_one(&mut *client, 1, 10), Err(RemoteError::Untrusted));
-    // However often it is tried.
+    // Every further attempt fails with the same error.
     for _ in 0..12 {
         assert_eq!(client.greet(at(LONG)).unwrap_err().message(), error.message());
     }
@@ -223,7 +224,7 @@ fn refusal(opts: &RedisOpts) -> String {
 }
 
 #[test]
-fn certificates_that_are_wrong_are_told() {
+fn invalid_server_certificate_is_reported() {
     if !is_there() {
         return;
     }
@@ -241,7 +242,7 @@ fn certificates_that_are_wrong_are_told() {
         let said = refusal(&safe(port, authority.trust()));
         assert!(said.contains(words) && said.contains(&port.to_string()), "{said}");
         assert_eq!(server.cli(&["dbsize"]), "0");
-        // Only who asks for it goes on without looking, and is told what that means.
+        // Only `insecure` connects without verification, and the greeting warns of it.
         let anybody = TlsOpts { insecure: true, ..TlsOpts::default() };
         let mut client = open(&safe(port, anybody)).client();
         let warnings = client.greet(at(LONG)).unwrap().warnings;
@@ -249,12 +250,12 @@ fn certificates_that_are_wrong_are_told() {
         assert_eq!(put_one(&mut *client, 1, 10_000), Ok(false));
         assert_eq!(get_one(&mut *client, 1, 10_000).unwrap(), bytes_of(1, 10_000));
     }
-    // The authority's own, as many first tries have it.
+    // The server presents the authority's own certificate, a frequent mistake.
     let (_server, port) = authority.server("ca", &[]);
     let said = refusal(&safe(port, authority.trust()));
     assert!(said.contains("that of an authority (CA:TRUE)"), "{said}");
     let (_server, port) = authority.server("good", &[]);
-    // Of another authority, one of the same name with another key, and of none of the system's.
+    // Trusted are: another authority, one of the same name with another key, and the system's.
     let said = refusal(&safe(port, Authority::new("two").trust()));
     assert!(said.contains("(ca)"), "{said}");
     let said = refusal(&safe(port, Authority::new("one").trust()));
@@ -263,19 +264,19 @@ fn certificates_that_are_wrong_are_told() {
         let said = refusal(&safe(port, TlsOpts::default()));
         assert!(said.contains("of no trusted authority"), "{said}");
     }
-    // A name that it has.
+    // The certificate has this name.
     let named = RedisOpts { tls: authority.trust(), ..opts(&format!("rediss://localhost:{port}")) };
     assert!(open(&named).client().greet(at(LONG)).is_ok());
 }
 
-/// A certificate to show, and its key.
+/// Options with a client certificate and its key.
 fn shown(authority: &Authority, cert: &str, key: &str) -> TlsOpts {
     let (cert, cert_key) = (Some(authority.path(cert)), Some(authority.path(key)));
     TlsOpts { cert, cert_key, ..authority.trust() }
 }
 
 #[test]
-fn servers_that_want_to_know_who_we_are_are_shown_it() {
+fn client_certificate_is_sent_when_the_server_requires_it() {
     if !is_there() {
         return;
     }
@@ -309,7 +310,7 @@ fn servers_that_want_to_know_who_we_are_are_shown_it() {
 }
 
 #[test]
-fn certificates_are_renewed_under_who_shows_them() {
+fn renewed_client_certificate_is_reloaded() {
     if !is_there() {
         return;
     }
@@ -326,7 +327,7 @@ fn certificates_are_renewed_under_who_shows_them() {
     authority.sign("mine", HERE, ALWAYS);
     client.greet(at(LONG)).unwrap();
     assert_eq!(put_one(&mut *client, 1, 100_000), Ok(false));
-    // Halfway: a key that is not that of the certificate. The old ones go on.
+    // Incomplete renewal: the key does not match the certificate. The old pair stays in use.
     authority.key("mine");
     server.cli(&["client", "kill", "type", "normal"]);
     assert_eq!(get_one(&mut *remote.client(), 1, 100_000).unwrap(), bytes_of(1, 100_000));
@@ -335,7 +336,7 @@ fn certificates_are_renewed_under_who_shows_them() {
     server.cli(&["client", "kill", "type", "normal"]);
     assert_eq!(get_one(&mut *client, 1, 100_000).unwrap(), bytes_of(1, 100_000));
     assert!(open_error(&mine).message().contains("No such file"));
-    // What can be none is found out before anybody is asked.
+    // Files without a certificate or key are rejected before the first connection.
     for (cert, key, words) in [
         ("conf", "good.key", "no certificate"),
         ("good.key", "good.key", "no certificate"),
@@ -355,15 +356,15 @@ fn open_error(opts: &RedisOpts) -> kvtier::base::status::Error {
 }
 
 #[test]
-fn what_is_no_tls_is_told() {
+fn missing_tls_and_invalid_authority_files_are_reported() {
     if !is_there() {
         return;
     }
     let authority = Authority::new("one");
     authority.sign("good", HERE, ALWAYS);
     let (server, port) = authority.server("good", &[]);
-    // With TLS where there is none, and without where there is some.
-    // A server without TLS waits for the end of a line: the attempt runs out.
+    // TLS to a plain port, and plain text to a TLS port.
+    // A server without TLS waits for the end of a line: the connection attempt times out.
     let plain = RedisOpts { connect_ns: 100 * MS, ..safe(server.port, authority.trust()) };
     let mut client = open(&plain).client();
     let error = client.greet(at(LONG)).unwrap_err();
@@ -378,7 +379,7 @@ fn what_is_no_tls_is_told() {
     let error = client.greet(at(LONG)).unwrap_err();
     assert_eq!(error.status(), Status::Corrupt);
     assert!(error.message().contains("does not speak the Redis protocol"), "{error}");
-    // Files that are none.
+    // Authority files that are missing or contain no certificate.
     let with = |ca: &Path| {
         let tls = TlsOpts { ca: Some(ca.to_path_buf()), ..TlsOpts::default() };
         Redis::open(&safe(port, tls), Clock::real()).map(drop).unwrap_err()
@@ -394,7 +395,7 @@ fn what_is_no_tls_is_told() {
     assert!(Redis::open(&safe(port, both), Clock::real()).is_err());
 }
 
-/// Somebody who says something to whoever connects, once he was told something.
+/// Starts a server that sends `words` after the first bytes of each connection. Returns its port.
 fn speaks(words: &'static [u8]) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -404,7 +405,7 @@ fn speaks(words: &'static [u8]) -> u16 {
             std::thread::spawn(move || {
                 let _ = stream.read(&mut [0; 4096]);
                 let _ = stream.write_all(words);
-                // Whoever connected ends the connection, so that nothing of what was said is lost.
+                // The client closes the connection first, so that no byte of `words` is lost.
                 while stream.read(&mut [0; 4096]).is_ok_and(|count| count > 0) {}
             });
         }
@@ -413,7 +414,7 @@ fn speaks(words: &'static [u8]) -> u16 {
 }
 
 #[test]
-fn who_stands_between_changes_nothing_unseen() {
+fn tampering_on_the_connection_is_detected() {
     if !is_there() {
         return;
     }
@@ -436,7 +437,7 @@ fn who_stands_between_changes_nothing_unseen() {
     let mut client = open(&safe(between(port, spy), authority.trust())).client();
     assert!(get_one(&mut *client, 1, 200_000).as_ref() == Ok(&whole));
     assert!((10..1 << 32).contains(&seen.load(Ordering::Relaxed)));
-    // A byte changed, at many places of the way there and back.
+    // One byte is changed, at many offsets in both directions.
     let mut refused = 0;
     for at in [0, 5, 60, 300, 700, 900, 1100, 1500, 2000, 5000, 20_000, 100_000, 190_000] {
         for side in [false, true] {
@@ -453,9 +454,9 @@ fn who_stands_between_changes_nothing_unseen() {
             refused += u32::from(got.is_err());
         }
     }
-    // What goes there is not that long.
+    // Requests are shorter than the largest offsets: those changes have no effect.
     assert!(refused >= 15, "{refused}");
-    // Cut anywhere.
+    // The connection is cut at several offsets.
     for at in [1, 400, 1200, 3000, 50_000] {
         let cut: Fate = Arc::new(move |back, gone, bytes: &mut Vec<u8>| {
             !back || gone + (bytes.len() as u64) < at
@@ -470,7 +471,7 @@ fn who_stands_between_changes_nothing_unseen() {
 }
 
 #[test]
-fn deadlines_hold() {
+fn deadlines_hold_over_tls() {
     if !is_there() {
         return;
     }
@@ -479,7 +480,7 @@ fn deadlines_hold() {
     let (server, port) = authority.server("good", &[]);
     let mut used = open(&safe(port, authority.trust())).client();
     assert_eq!(put_one(&mut *used, 1, 300_000), Ok(false));
-    // Bytes one by one, both ways: a handshake takes some thousands.
+    // Replies take 1 ms for each byte: a handshake has some thousands.
     let drip: Fate = Arc::new(|back, _, bytes: &mut Vec<u8>| {
         if back {
             std::thread::sleep(Duration::from_millis(bytes.len() as u64));
@@ -498,13 +499,13 @@ fn deadlines_hold() {
         let error = open(&silent).client().greet(at(200 * MS)).unwrap_err();
         assert_eq!(error.status(), Status::Timeout);
     });
-    // An attempt has a time of its own, long before the deadline.
+    // A connection attempt has its own timeout, which ends long before the deadline.
     ends(|| {
         let hasty = RedisOpts { connect_ns: 100 * MS, ..silent.clone() };
         let error = open(&hasty).client().greet(at(LONG)).unwrap_err();
         assert!(error.message().contains("no TLS handshake in time"), "{error}");
     });
-    // One that stops in the middle of things, and goes on.
+    // The server pauses during requests, and continues.
     server.pause();
     let many: Vec<_> = (10..40).map(|n| (n, bytes_of(n, 1 << 20))).collect();
     ends(|| {
@@ -516,13 +517,13 @@ fn deadlines_hold() {
         );
     });
     server.go_on();
-    wait_until("it has recovered", || {
+    wait_until("the client has recovered", || {
         get_at(&mut *used, &[(1, 0, 300_000)], LONG)[0] == Ok(bytes_of(1, 300_000))
     });
 }
 
 #[test]
-fn a_cluster_with_tls() {
+fn cluster_conforms_over_tls() {
     if !is_there() {
         return;
     }
@@ -538,7 +539,7 @@ fn a_cluster_with_tls() {
     let seed = ports.borrow()[2];
     let remote = open(&RedisOpts { cluster: true, wait: 1, ..safe(seed, authority.trust()) });
     crate::backends::passes(&remote);
-    // All of them were reached by their ports for TLS.
+    // All nodes were reached by their TLS ports.
     assert!(remote.tally().connections >= 6, "{:?}", remote.tally());
     let plain = |node: &Server| node.cli(&["client", "list"]).lines().count();
     assert!(nodes.iter().all(|node| plain(node) >= 1));

@@ -1,4 +1,4 @@
-//! Servers that stop, die, refuse, and lie.
+//! Servers that stop, die, refuse, or send wrong replies.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -11,7 +11,8 @@ use kvtier::base::status::Status;
 use super::*;
 use kvtier_testkit::fixtures::s3::{error, reply};
 
-/// A bucket whose first requests are answered otherwise; and how many there were.
+/// Starts a bucket that answers its first `times` requests with `fault`. Returns the number of
+/// requests, too.
 fn faulty(
     times: usize,
     fault: impl Fn(&Req, &mut TcpStream) -> bool + Send + Sync + 'static,
@@ -25,14 +26,14 @@ fn faulty(
     (server, count)
 }
 
-/// It waits before it tries again; not for ever, and not past the deadline.
+/// Checks that an error is retried after a pause, and at most twice.
 fn passes(status: &'static str, code: &'static str) {
     let (server, count) = faulty(2, move |_, stream| error(stream, status, code, ""));
     let mut client = narrow(&server.url());
     let since = Instant::now();
     assert_eq!(put_one(&mut *client, 1, 100), Ok(false), "{status} {code}");
     assert_eq!(count.load(Ordering::SeqCst), 3, "{status} {code}");
-    assert!(since.elapsed() >= Duration::from_millis(100), "it waits before it tries again");
+    assert!(since.elapsed() >= Duration::from_millis(100), "it waits before a retry");
     assert_eq!(get_one(&mut *client, 1, 100).unwrap(), bytes_of(1, 100));
     let (server, count) = faulty(99, move |_, stream| error(stream, status, code, ""));
     let mut client = narrow(&server.url());
@@ -41,7 +42,7 @@ fn passes(status: &'static str, code: &'static str) {
 }
 
 #[test]
-fn what_passes_is_tried_again() {
+fn transient_errors_are_retried() {
     std::thread::scope(|scope| {
         for (status, code) in [
             ("500 No", "InternalError"),
@@ -52,7 +53,7 @@ fn what_passes_is_tried_again() {
             ("400 No", "RequestTimeout"),
             ("409 No", "ConditionalRequestConflict"),
             ("502 No", ""),
-            // Some say that it went well before they know.
+            // Some servers send 200 before they know the result.
             ("200 OK", "InternalError"),
             ("200 OK", "SlowDown"),
         ] {
@@ -72,7 +73,7 @@ fn what_passes_is_tried_again() {
 }
 
 #[test]
-fn a_server_that_has_too_much_to_do_is_left_alone() {
+fn slow_down_error_pauses_all_requests() {
     let times = Arc::new(Mutex::new(Vec::new()));
     let (noted, bucket) = (times.clone(), Bucket::new(Quirks::default()));
     let server = Server::start(move |req, stream| {
@@ -90,12 +91,12 @@ fn a_server_that_has_too_much_to_do_is_left_alone() {
     assert!(put.iter().all(|put| *put == Ok(false)), "{put:?}");
     let times = times.lock().unwrap();
     let pause = times[1] - times[0];
-    assert!(pause >= Duration::from_millis(50), "{pause:?} for all others, too");
+    assert!(pause >= Duration::from_millis(50), "{pause:?} before all others");
     assert_eq!(times.len(), 11);
 }
 
 #[test]
-fn what_does_not_pass_is_told_at_once() {
+fn permanent_errors_are_not_retried() {
     for (status, code, put, get) in [
         ("403 No", "AccessDenied", RemoteError::Denied, RemoteError::Denied),
         ("400 No", "ExpiredToken", RemoteError::Denied, RemoteError::Denied),
@@ -113,7 +114,7 @@ fn what_does_not_pass_is_told_at_once() {
         assert_eq!(put_one(&mut *client, 1, 100), Err(put), "{status} {code}");
         assert_eq!(get_one(&mut *client, 1, 100), Err(get), "{status} {code}");
         assert_eq!(count.load(Ordering::SeqCst), 2);
-        assert!(remote.caps().first_wins, "nothing was said of conditions");
+        assert!(remote.caps().first_wins, "no error concerns conditions");
         assert_eq!(server.connections(), 1);
     }
 }
@@ -152,7 +153,7 @@ fn redirections_are_not_followed() {
 }
 
 #[test]
-fn a_clock_that_is_off_is_told() {
+fn clock_skew_is_reported() {
     let skewed = |req: &Req, stream: &mut TcpStream| {
         let date = "Date: Fri, 24 May 2013 00:00:00 GMT\r\n";
         if req.method == "HEAD" {
@@ -171,7 +172,7 @@ fn a_clock_that_is_off_is_told() {
     assert!(said.words.starts_with("x at 127.0.0.1"), "{said:?}");
     assert!(said.warnings.iter().any(|warning| warning.contains("s behind")), "{said:?}");
     assert!(said.warnings.iter().any(|warning| warning.contains("not encrypted")), "{said:?}");
-    // One that lets us see what is under the prefix only.
+    // A server that permits to list the prefix only.
     let server = always(|req, stream| match req.target.contains("list-type=2") {
         true => {
             assert!(req.target.ends_with("max-keys=1&prefix=test%2F"), "{}", req.target);
@@ -183,7 +184,7 @@ fn a_clock_that_is_off_is_told() {
 }
 
 #[test]
-fn bodies_that_end_before_their_time() {
+fn truncated_body_is_retried_then_malformed() {
     let cut = |_: &Req, stream: &mut TcpStream| {
         let head =
             "HTTP/1.1 206 P\r\nContent-Length: 1000\r\nContent-Range: bytes 0-999/1000\r\n\r\n";
@@ -193,7 +194,7 @@ fn bodies_that_end_before_their_time() {
     let (server, count) = faulty(99, cut);
     assert_eq!(get_one(&mut *narrow(&server.url()), 1, 2000), Err(RemoteError::Malformed));
     assert_eq!(count.load(Ordering::SeqCst), 3);
-    // A connection that was cut once.
+    // The connection is cut once only.
     let bucket = Bucket::new(Quirks::default());
     let (served, turn) = (bucket.clone(), AtomicU64::new(0));
     let server = Server::start(move |req, stream| {
@@ -205,7 +206,7 @@ fn bodies_that_end_before_their_time() {
     let mut client = narrow(&server.url());
     put_one(&mut *client, 1, 1000).unwrap();
     assert_eq!(get_one(&mut *client, 1, 2000).unwrap(), bytes_of(1, 1000));
-    // One that ends every connection before it says anything.
+    // A server that closes every connection before a reply.
     let server = always(|_, _| false);
     let mut client = crate::s3::client(&server.url());
     let got = ends(|| get_at(&mut *client, &[(1, 0, 9); 3], LONG));
@@ -213,8 +214,8 @@ fn bodies_that_end_before_their_time() {
 }
 
 #[test]
-fn bytes_around_a_reply_count_for_no_other_request() {
-    // A reply that nobody asked for is nobody's: the connection is given up with it.
+fn bytes_around_a_reply_are_not_matched_to_another_request() {
+    // An unsolicited reply is discarded, and its connection is closed.
     let server = says(
         b"HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/3\r\n\r\nabc\
           HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/3\r\n\r\ndef",
@@ -224,13 +225,13 @@ fn bytes_around_a_reply_count_for_no_other_request() {
         assert_eq!(get_one(&mut *client, 1, 100).unwrap(), b"abc", "{turn}");
     }
     assert_eq!(server.connections(), 3);
-    // Words before the reply.
+    // Informational responses before the reply.
     let server = says(
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n\
           HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/3\r\n\r\nabc",
     );
     assert_eq!(get_one(&mut *narrow(&server.url()), 1, 100).unwrap(), b"abc");
-    // An error that does not end is not read to its end.
+    // An endless error body is not read to its end.
     let written = Arc::new(AtomicU64::new(0));
     let counted = written.clone();
     let server = always(move |_, stream| {
@@ -249,12 +250,12 @@ fn bytes_around_a_reply_count_for_no_other_request() {
 }
 
 #[test]
-fn a_server_that_reads_or_says_nothing_costs_the_deadline() {
+fn server_that_neither_reads_nor_replies_costs_the_deadline() {
     let server = drip(b"", b"", 0, 0);
     let silent = server.url();
     let error = ends_at_deadline(200 * MS, || client(&silent).greet(at(200 * MS))).unwrap_err();
     assert_eq!(error.status(), Status::Timeout);
-    // It does not take what is sent to it.
+    // The server does not read.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let big = [(1, vec![1; 32 << 20])];
@@ -263,9 +264,9 @@ fn a_server_that_reads_or_says_nothing_costs_the_deadline() {
     drop(listener);
 }
 
-/// It says why before it has heard all, and hears no more.
+/// The server replies before it has read the whole object, and reads no more.
 #[test]
-fn an_object_that_is_refused_while_it_is_sent() {
+fn early_reply_during_an_upload_is_its_result() {
     for (status, trouble) in [
         ("403 Forbidden", Err(RemoteError::Denied)),
         ("412 Precondition Failed", Ok(true)),
@@ -280,7 +281,7 @@ fn an_object_that_is_refused_while_it_is_sent() {
             stream.read_exact(&mut bytes).unwrap();
             let head = format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n");
             stream.write_all(head.as_bytes()).unwrap();
-            // What is not read would make the end a hard one: the reply would be lost with it.
+            // Closing with unread bytes would reset the connection, and the reply would be lost.
             ended.recv().unwrap();
         });
         let mut client = narrow(&url);

@@ -1,5 +1,5 @@
-//! How fast it is, against curl and Python's client on the same server, and over moto. Prints, and
-//! judges not.
+//! Throughput against curl and Python's client on the same server, and over moto. Prints results,
+//! asserts no speed.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -8,8 +8,8 @@ use super::*;
 use kvtier_testkit::fixtures::moto::{Moto, is_there};
 use kvtier_testkit::fixtures::s3::reply;
 
-/// A server that has one object for all names, and forgets what it is given: what is measured is
-/// who asks.
+/// A server with one object for all names, which discards uploads: the measured time is that of
+/// the client.
 fn trivial(bytes: usize) -> Server {
     let object = Arc::new(bytes_of(7, bytes));
     Server::start(move |req: &Req, stream: &mut TcpStream| match req.method.as_str() {
@@ -25,7 +25,7 @@ fn trivial(bytes: usize) -> Server {
     })
 }
 
-/// Objects a second of a lane.
+/// Objects per second of a client.
 fn ours(remote: &S3, bytes: usize, count: usize, is_put: bool, from: u64) -> f64 {
     let mut client = remote.client();
     let value = bytes_of(7, bytes);
@@ -40,7 +40,7 @@ fn ours(remote: &S3, bytes: usize, count: usize, is_put: bool, from: u64) -> f64
                 puts.object(name(first + n));
                 puts.part(value.as_ptr(), bytes as u64);
             }
-            // SAFETY: the value lives.
+            // SAFETY: the value outlives the call, and nothing writes to it.
             unsafe { client.put(&mut puts, at(LONG * 6)) };
             assert!(puts.items.iter().all(|put| put.result == Ok(false)));
         } else {
@@ -49,7 +49,7 @@ fn ours(remote: &S3, bytes: usize, count: usize, is_put: bool, from: u64) -> f64
                 gets.object(name(first + n as u64), 0);
                 gets.part(room.as_mut_ptr(), bytes as u64);
             }
-            // SAFETY: the rooms live.
+            // SAFETY: the rooms outlive the call, and nothing else accesses them.
             unsafe { client.get(&mut gets, at(LONG * 6)) };
             assert!(gets.items.iter().all(|get| get.result == Ok(bytes as u64)));
         }
@@ -58,7 +58,7 @@ fn ours(remote: &S3, bytes: usize, count: usize, is_put: bool, from: u64) -> f64
     count as f64 / took
 }
 
-/// Objects a second of Python's client, on one connection that it keeps.
+/// Objects per second of Python's client on one persistent connection.
 const CLIENT: &str = r#"
 import http.client, sys, time
 port, size, count, method = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -82,7 +82,7 @@ fn python(port: u16, bytes: usize, count: usize, method: &str) -> f64 {
     String::from_utf8_lossy(&out.stdout).trim().parse().expect("a number")
 }
 
-/// Objects a second of curl, on one connection that it keeps; without the time until it begins.
+/// Objects per second of curl on one persistent connection, without its time to start.
 fn curl(port: u16, bytes: usize, count: usize, method: &str) -> f64 {
     let run = |count: usize| {
         let mut args = vec!["-s".to_string(), "-S".into()];
@@ -111,7 +111,7 @@ fn curl(port: u16, bytes: usize, count: usize, method: &str) -> f64 {
 
 #[test]
 #[ignore = "a measurement"]
-fn how_fast() {
+fn throughput_against_curl_and_python() {
     for (bytes, count) in [(256 << 10, 512), (8 << 20, 48)] {
         let server = trivial(bytes);
         let (one, four) = (S3Opts { connections: 1, ..opts(&server.url()) }, opts(&server.url()));
@@ -141,7 +141,7 @@ fn how_fast() {
     over_moto();
 }
 
-/// Questions a second by the number of connections, to a server that takes 5 ms for each.
+/// Time of 64 lookups by the number of connections. The server takes 5 ms for each.
 fn questions() {
     let bucket = Bucket::new(Quirks::default());
     let server = Server::start(move |req, stream| {

@@ -104,7 +104,7 @@ impl Backend for OneBucket {
             b"HTTP/2 200 OK\r\n\r\n",
             b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
             b"HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n",
-            // More than there is room for, another part, two lengths, none, a code that nobody knows.
+            // Too long, another range, two lengths, no length, an unknown encoding.
             b"HTTP/1.1 200 OK\r\nContent-Length: 2000000000\r\n\r\nxxx",
             b"HTTP/1.1 206 P\r\nContent-Length: 101\r\nContent-Range: bytes 0-100/101\r\n\r\nxxx",
             b"HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 1-3/100\r\n\r\nxxx",
@@ -133,7 +133,7 @@ impl Backend for OneBucket {
 
     fn slow() -> Vec<(Server, String)> {
         let servers = [
-            // A body that never comes whole.
+            // A body that is never complete.
             drip(
                 b"HTTP/1.1 206 P\r\nContent-Length: 90\r\nContent-Range: bytes 0-89/90\r\n\r\n",
                 b"x",
@@ -143,7 +143,7 @@ impl Backend for OneBucket {
             drip(b"HTTP/1.1 200 OK\r\nA: ", b"x", 1, usize::MAX),
             drip(b"HTTP/1.1 500 No\r\n\r\n", b"x", 20, usize::MAX),
             drip(b"", b"", 0, 0),
-            // Chunks of a body that never comes whole.
+            // A chunked body that is never complete.
             drip(
                 b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-89/90\r\n\r\n",
                 b"1\r\nx\r\n",

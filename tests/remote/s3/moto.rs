@@ -1,4 +1,4 @@
-//! moto's server, and botocore's signatures: what others made of the same protocol.
+//! Independent implementations of the protocol: moto's server, and botocore's signatures.
 
 use std::io::Write;
 use std::process::Stdio;
@@ -29,7 +29,7 @@ fn moto_conforms() {
     let wanted = conformance::Opts { patience_ns: LONG, ..conformance::Opts::default() };
     assert_eq!(conform(&remote, &wanted).expect("it conforms").len(), 12);
     assert!(remote.caps().first_wins);
-    // What botocore stored is read, and the other way round.
+    // botocore reads our object, and we read an object that botocore stored.
     assert_eq!(put_one(&mut *client, 5, 100_000), Ok(false));
     let path = path_of(5);
     moto.client(&format!(
@@ -40,7 +40,7 @@ fn moto_conforms() {
     let mut turned = bytes_of(5, 100_000);
     turned.reverse();
     assert!(get_one(&mut *client, 5, 100_000).unwrap() == turned);
-    // It dies, and comes again with nothing.
+    // The server dies and restarts without objects.
     let port = moto.port();
     moto.kill();
     let got = ends(|| get_at(&mut *client, &[(5, 0, 100)], LONG));
@@ -82,7 +82,7 @@ for line in sys.stdin:
 "#;
 
 #[test]
-fn signatures_are_those_of_botocore() {
+fn signatures_match_botocore() {
     if !is_there("botocore") {
         return;
     }
@@ -131,11 +131,11 @@ fn signatures_are_those_of_botocore() {
 }
 
 #[test]
-fn keys_are_checked_by_moto() {
+fn wrong_keys_are_denied_by_moto() {
     if !is_there("moto.server") {
         return;
     }
-    // Requests are checked as IAM would from the fifth on, with signatures and all.
+    // From the fifth request on, moto checks signatures and permissions as IAM does.
     let moto = Moto::start(0, &[("INITIAL_NO_AUTH_ACTION_COUNT", "4")]);
     let made = moto.client(
         "import json\n\

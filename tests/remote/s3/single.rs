@@ -1,11 +1,11 @@
-//! A bucket that does well, in all the ways in which servers do well.
+//! A bucket without faults, with the differences that occur between servers.
 
 use kvtier_testkit::remote::conformance::{self, conform};
 
 use super::*;
 
 #[test]
-fn it_conforms_to_the_trait() {
+fn backend_conforms_to_the_trait() {
     for (quirks, first_wins) in [
         (Quirks::default(), true),
         (Quirks { chunks: 1000, ..Quirks::default() }, true),
@@ -16,12 +16,12 @@ fn it_conforms_to_the_trait() {
     ] {
         let bucket = Bucket::new(quirks);
         let server = bucket.serve();
-        // Whether it knows conditions comes up with the first object.
+        // The first put discovers whether the server supports conditions.
         let remote = open(&opts(&server.url()));
         assert_eq!(put_one(&mut *remote.client(), 1, 10), Ok(false));
         assert_eq!(remote.caps().first_wins, first_wins, "{quirks:?}");
         let opts = conformance::Opts { largest_bytes: 9 << 20, ..conformance::Opts::default() };
-        // Room that is smaller than the object needs ranges.
+        // A get of a part of an object needs ranges.
         let passed = conform(&remote, &opts);
         match quirks.no_ranges {
             false => assert_eq!(passed.expect("it conforms").len(), 12, "{quirks:?}"),
@@ -35,7 +35,7 @@ fn it_conforms_to_the_trait() {
 }
 
 #[test]
-fn requests_say_what_is_asked() {
+fn requests_have_the_expected_headers() {
     let bucket = Bucket::new(Quirks::default());
     let server = bucket.serve();
     let mut client = narrow(&server.url());
@@ -57,8 +57,8 @@ fn requests_say_what_is_asked() {
     assert!(
         seen[1].header("if-none-match").is_none() && seen[1].header("content-length").is_none()
     );
-    assert_eq!(server.connections(), 1, "a connection is kept");
-    // Whoever has no key does not sign.
+    assert_eq!(server.connections(), 1, "the connection is reused");
+    // A client without a key does not sign.
     let mut nobody = open(&S3Opts { key: None, secret: None, ..opts(&server.url()) }).client();
     assert_eq!(get_one(&mut *nobody, 1, 5000).unwrap(), bytes_of(1, 5000));
     let last = bucket.seen.lock().unwrap().pop().unwrap();
@@ -66,7 +66,7 @@ fn requests_say_what_is_asked() {
 }
 
 #[test]
-fn a_batch_goes_by_several_connections() {
+fn batch_uses_several_connections() {
     let bucket = Bucket::new(Quirks::default());
     let server = bucket.serve();
     let mut client = client(&server.url());
@@ -79,14 +79,14 @@ fn a_batch_goes_by_several_connections() {
     }
     assert_eq!(server.connections(), 4);
     assert_eq!((bucket.count("PUT"), bucket.count("GET")), (80, 40));
-    // Ended while nobody used them: nothing is lost, and nothing is waited for.
+    // The server closes idle connections: no request fails or waits.
     server.hang_up();
     let got = ends(|| get_at(&mut *client, &wanted, LONG));
     assert!(got.iter().all(Result::is_ok), "{got:.300?}");
 }
 
 #[test]
-fn nothing_secret_is_shown() {
+fn secrets_are_not_printed() {
     let given = S3Opts { token: secret("tok-en"), ..opts("http://127.0.0.1:1") };
     let shown = format!("{given:?}");
     assert!(!shown.contains("tok-en") && !shown.contains(KEY) && !shown.contains("bPxRf"));

@@ -10,7 +10,7 @@ use kvtier_testkit::remote::conformance::{self, conform};
 use super::*;
 use kvtier_testkit::fixtures::moto::{Moto, is_there};
 
-/// A certificate for an address, which vouches for itself.
+/// Makes a self-signed certificate of 127.0.0.1, and its key.
 fn certificate(folder: &Path) -> (PathBuf, PathBuf) {
     let (cert, key) = (folder.join("cert.pem"), folder.join("key.pem"));
     let done = Command::new("openssl")
@@ -42,7 +42,7 @@ fn certificate(folder: &Path) -> (PathBuf, PathBuf) {
 }
 
 #[test]
-fn moto_behind_tls() {
+fn moto_conforms_over_tls() {
     if !is_there("moto.server") {
         return;
     }
@@ -63,14 +63,14 @@ fn moto_behind_tls() {
     assert_eq!(said.warnings, [""; 0]);
     let wanted = conformance::Opts { patience_ns: LONG, ..conformance::Opts::default() };
     assert_eq!(conform(&remote, &wanted).expect("it conforms").len(), 12);
-    // Nobody whom the system trusts vouches for it.
+    // The system trusts no authority that signed this certificate.
     let error = client(&url).greet(at(LONG)).unwrap_err();
     assert_eq!(error.status(), Status::Invalid, "{error}");
     assert_eq!(put_one(&mut *client(&url), 1, 10), Err(RemoteError::Untrusted));
     let tls = TlsOpts { insecure: true, ..TlsOpts::default() };
     let said = open(&S3Opts { tls, ..opts(&url) }).client().greet(at(LONG)).unwrap();
     assert!(said.warnings[0].contains("insecure"), "{said:?}");
-    // TLS to a port that speaks none, and the other way round.
+    // Plain text to a TLS port, and TLS to a plain port.
     let plain = url.replace("https://", "http://");
     assert!(client(&plain).greet(at(2000 * MS)).is_err());
     let bucket =

@@ -1,5 +1,5 @@
-//! Processes with a store each, and what they are told. None outlives the test, whatever becomes
-//! of that.
+//! Processes with a store each, and their orders. No process outlives the test, even if the test
+//! fails.
 
 use kvtier_testkit::fixtures::redis::{PATIENCE, wait_until};
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, channel};
 
 use crate::stores_redis::worker::{MARK, PLACE};
 
-/// What a process has counted, by name.
+/// Counters of a process, by name.
 pub type Told = BTreeMap<String, u64>;
 
 struct Member {
@@ -26,21 +26,21 @@ impl Drop for Member {
     }
 }
 
-/// All of them.
+/// All processes.
 pub struct Crew(Vec<Member>);
 
 impl Crew {
-    /// So many processes, on hosts of their own or on this one.
+    /// Starts `count` processes, each on its own host or all on this one.
     pub fn start(count: usize, has_hosts: bool) -> Crew {
         Crew((0..count).map(|number| Member::start(number, count, has_hosts)).collect())
     }
 
-    /// Their numbers, as the system calls them.
+    /// Process ids.
     pub fn ids(&self) -> Vec<u32> {
         self.0.iter().map(|member| member.child.id()).collect()
     }
 
-    /// Each opens a store on a remote, and puts its part of so many documents there.
+    /// Each process opens a store on a remote, and puts its part of `documents` documents there.
     pub fn open(&mut self, documents: u32, remote: impl Fn(usize) -> String) {
         for (at, member) in self.0.iter_mut().enumerate() {
             let spec = format!("store(host=1MiB, remote={})", remote(at));
@@ -51,30 +51,30 @@ impl Crew {
         self.all("work");
     }
 
-    /// Tells all of them something, and waits until all have done it.
+    /// Sends an order to all processes, and waits until all have carried it out.
     pub fn all(&mut self, order: &str) -> Vec<Told> {
         self.0.iter_mut().for_each(|member| member.say(order));
         self.0.iter_mut().map(|member| member.hear(order)).collect()
     }
 
-    /// Everybody works on; what they have counted until now.
+    /// Current counters of all processes, which continue to work.
     pub fn counts(&mut self) -> Vec<Told> {
         self.all("work")
     }
 
-    /// Everybody works on until each has done so many turns more, well or not.
+    /// Waits until each process has completed `count` more turns, successful or not.
     pub fn turns(&mut self, count: u64) {
         let before = self.counts();
-        wait_until("everybody goes on", || {
+        wait_until("all processes continue", || {
             let now = self.counts();
             now.iter().zip(&before).all(|(now, before)| now["turns"] >= before["turns"] + count)
         });
     }
 
-    /// It is well again: what one puts the others find. What each of them did is judged.
+    /// After recovery: the others find KV that one process puts. Checks the counters of all.
     pub fn end(mut self) {
         self.all("rest");
-        let (first, others) = self.0.split_first_mut().expect("somebody");
+        let (first, others) = self.0.split_first_mut().expect("a process");
         first.say("put 900");
         first.hear("put 900");
         others.iter_mut().for_each(|member| member.say("find 900"));
@@ -92,7 +92,7 @@ impl Crew {
             let none = ["wrong", "over", "corrupt"].map(|what| told[what]);
             assert_eq!(none, [0; 3], "wrong bytes, ops that were late, objects damaged: {told:?}");
             let some = ["put", "located", "got", "compared", "fetched", "sent"];
-            assert!(some.iter().all(|what| told[*what] > 0), "nothing came through: {told:?}");
+            assert!(some.iter().all(|what| told[*what] > 0), "a counter is 0: {told:?}");
         }
         for member in &mut self.0 {
             assert!(member.child.wait().expect("it ended").success(), "it did not end well");
@@ -109,7 +109,7 @@ impl Member {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         if has_host {
-            // SAFETY: a system call and nothing else.
+            // SAFETY: the function makes one system call and nothing else.
             unsafe { command.pre_exec(crate::stores_redis::line::own_network) };
         }
         let mut child = command.spawn().expect("started");

@@ -1,5 +1,5 @@
-//! Stores on hosts of their own, and a bad line between them and the server: no byte is wrong, no
-//! op outlives its deadline.
+//! Stores on separate hosts with a lossy network between them and the server. No byte is wrong, and
+//! no op outlives its deadline.
 
 use crate::stores_redis::crew::Crew;
 use crate::stores_redis::line::{Line, Relay};
@@ -8,21 +8,21 @@ use kvtier_testkit::fixtures::redis::{Server, is_there, wait_until};
 
 const HOSTS: usize = 2;
 const DOCUMENTS: u32 = 24;
-/// How many turns each does in every state of the line.
+/// Turns of each process in every state of the network.
 const TURNS: u64 = 8;
 
-/// In a process of its own: a thread of it leaves the network that others are in.
+/// Runs in a separate process, because one of its threads changes its network namespace.
 #[test]
-fn hosts_with_a_bad_line_between() {
+fn stores_survive_a_lossy_network() {
     if is_there() {
-        apart(kvtier_testkit::test_name!("hosts_with_a_bad_line_between"), |_| {
+        apart(kvtier_testkit::test_name!("stores_survive_a_lossy_network"), |_| {
             std::thread::spawn(on_a_bad_line).join().expect("it went well");
             Ok(())
         });
     }
 }
 
-/// What is not held up by the kernel is held up by a relay.
+/// Spec of a remote. If the kernel cannot delay packets, `port` is that of a relay.
 fn remote(host: &str, port: u16) -> String {
     format!("redis(url=\"redis://{host}:{port}\", timeout=1000, connect=1000, absent=50)")
 }
@@ -46,20 +46,20 @@ fn on_a_bad_line() {
     crew.open(DOCUMENTS, |at| remote(&host(at), port));
     crew.turns(TURNS);
     if let Some(relay) = &relay {
-        wait_until("somebody is connected, and is cut off", || relay.cut() > 0);
+        wait_until("a connection is cut", || relay.cut() > 0);
         crew.turns(TURNS);
     }
-    // One of them is cut off, and comes again.
+    // One host is cut off, and reconnected.
     if let Some(line) = lines.first() {
         line.set(false);
         crew.turns(TURNS);
         line.set(true);
         crew.turns(TURNS);
     }
-    // The line was bad, and the relay was not passed by.
+    // The network lost packets, and traffic went through the relay.
     wait_until("packets are lost on every line", || lines.iter().all(|line| line.lost() > 0));
     let passed = || relay.as_ref().map(Relay::passed);
-    wait_until("bytes go by the relay", || passed().is_none_or(|passed| passed > 1 << 20));
+    wait_until("bytes pass the relay", || passed().is_none_or(|passed| passed > 1 << 20));
     let lost: Vec<u64> = lines.iter().map(Line::lost).collect();
     println!("packets lost: {lost:?}; bytes that a relay held up: {:?}", passed());
     crew.end();

@@ -1,6 +1,6 @@
-//! Bad lines between hosts. Hosts are network namespaces that are joined by veth; what is lost and
-//! held up on the way is the kernel's doing, as far as it has what that takes. A relay of our own
-//! holds up the rest, and ends connections.
+//! Lossy links between hosts. Hosts are network namespaces that are joined by veth. The kernel
+//! drops and delays packets as far as it has the modules for it. If it cannot delay them, a relay
+//! in this process does, and cuts connections.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -11,24 +11,24 @@ use std::sync::{Arc, Mutex};
 use std::thread::spawn;
 use std::time::Duration;
 
-/// Why something cannot be had here.
+/// Reason why this host does not support lossy links.
 pub type Lack = String;
 
-/// How long what is sent takes, each way.
+/// Delay in each direction.
 const DELAY: Duration = Duration::from_millis(3);
-/// Of a thousand packets so many are lost, each way.
+/// Lost packets of every 1000, in each direction.
 const LOST: u32 = 10;
 
-/// The calling thread goes to a network of its own, and whatever it starts from then on.
+/// Moves the calling thread to a new network namespace. Its later children inherit that.
 pub fn own_network() -> std::io::Result<()> {
-    // SAFETY: an integer.
+    // SAFETY: the call takes an integer only.
     match unsafe { libc::unshare(libc::CLONE_NEWNET) } {
         0 => Ok(()),
         _ => Err(std::io::Error::last_os_error()),
     }
 }
 
-/// Runs a program in the network of a process; what it prints.
+/// Runs a program in the network namespace of a process. Returns its output.
 fn run(pid: Option<u32>, line: &str) -> Result<String, Lack> {
     let mut words = line.split(' ');
     let mut command = Command::new(words.next().unwrap_or_default());
@@ -37,14 +37,14 @@ fn run(pid: Option<u32>, line: &str) -> Result<String, Lack> {
         let file = std::fs::File::open(format!("/proc/{pid}/ns/net"));
         let file = file.map_err(|error| format!("{line}: {error}"))?;
         let enter = move || {
-            // SAFETY: a file that is open.
+            // SAFETY: the call takes the descriptor of an open file.
             match unsafe { libc::setns(std::os::fd::AsRawFd::as_raw_fd(&file), libc::CLONE_NEWNET) }
             {
                 0 => Ok(()),
                 _ => Err(std::io::Error::last_os_error()),
             }
         };
-        // SAFETY: a system call and nothing else.
+        // SAFETY: the function makes one system call and nothing else.
         unsafe { command.pre_exec(enter) };
     }
     let out = command.output().map_err(|error| format!("{line}: {error}"))?;
@@ -55,8 +55,8 @@ fn run(pid: Option<u32>, line: &str) -> Result<String, Lack> {
     }
 }
 
-/// Has the host of the calling thread all that bad lines take? It gets a network of its own for
-/// that. Tells whether the kernel holds up what is sent.
+/// Moves the calling thread to a new network namespace, and checks that this host supports lossy
+/// links. Returns whether the kernel delays packets.
 fn leave() -> Result<bool, Lack> {
     own_network().map_err(|error| format!("unshare: {error}"))?;
     run(None, "ip link set lo up")?;
@@ -66,14 +66,13 @@ fn leave() -> Result<bool, Lack> {
     Ok(is_held_up)
 }
 
-/// From now on some of what comes and goes by a device is lost; and held up, where the kernel
-/// knows how to.
+/// Makes a device lose packets, and delay them if the kernel can. Returns whether it can.
 fn spoil(pid: Option<u32>, device: &str) -> Result<bool, Lack> {
     let netem = format!("netem delay {}ms 1ms loss {}%", DELAY.as_millis(), LOST / 10);
     if run(pid, &format!("tc qdisc add dev {device} root {netem}")).is_ok() {
         return Ok(true);
     }
-    // What there is no room for in a short queue is lost, and so are some others.
+    // Packets that exceed a short queue are lost, and so are some others at random.
     let tbf = "tbf rate 200mbit burst 64kb latency 20ms";
     run(pid, &format!("tc qdisc add dev {device} root {tbf}"))?;
     let table = format!("ip {device}");
@@ -85,22 +84,22 @@ fn spoil(pid: Option<u32>, device: &str) -> Result<bool, Lack> {
     Ok(false)
 }
 
-/// A bad line between the host of the calling thread and that of a process.
+/// A lossy link between the host of the calling thread and that of a process.
 pub struct Line {
     number: usize,
     pid: u32,
 }
 
 impl Line {
-    /// Makes the host that all lines begin at: the calling thread's from now on, and that of
-    /// whatever it starts. Tells whether the kernel holds up what is sent.
+    /// Moves the calling thread and its later children to a new host, where all links begin.
+    /// Returns whether the kernel delays packets.
     pub fn begin() -> Result<bool, Lack> {
-        // There is no way back: somebody else tries at first.
+        // A thread cannot return to its old namespace: another thread tries first.
         std::thread::spawn(leave).join().expect("it ended")?;
         leave()
     }
 
-    /// One to the host of a process.
+    /// Makes a link to the host of a process.
     pub fn join(number: usize, pid: u32) -> Result<Line, Lack> {
         let near = format!("near{number}");
         run(None, &format!("ip link add {near} type veth peer name far netns {pid}"))?;
@@ -114,12 +113,12 @@ impl Line {
         Ok(Line { number, pid })
     }
 
-    /// Where this host is, as seen from the other end.
+    /// Address of this host at the other end of the link.
     pub fn host(&self) -> String {
         format!("10.77.{}.1", self.number)
     }
 
-    /// How many packets were lost on the way.
+    /// Number of lost packets.
     pub fn lost(&self) -> u64 {
         let near = format!("near{}", self.number);
         let of = |pid, device: &str| {
@@ -130,7 +129,7 @@ impl Line {
         of(None, &near) + of(Some(self.pid), "far")
     }
 
-    /// Nothing gets through, or it does again.
+    /// Sets the link up or down.
     pub fn set(&self, is_up: bool) {
         let state = if is_up { "up" } else { "down" };
         run(None, &format!("ip link set near{} {state}", self.number)).expect("a device of ours");
@@ -143,7 +142,7 @@ fn after(text: &str, what: &str) -> u64 {
     rest[..digits].parse().unwrap_or(0)
 }
 
-/// Goes between a server and others: everything takes its time, and connections can be ended.
+/// Relay in front of a server. It delays all bytes, and can cut connections.
 pub struct Relay {
     pub port: u16,
     shared: Arc<Shared>,
@@ -157,7 +156,7 @@ struct Shared {
 }
 
 impl Relay {
-    /// One on the host of the calling thread.
+    /// Starts a relay on the host of the calling thread.
     pub fn start(to: u16) -> Relay {
         let listener = TcpListener::bind("0.0.0.0:0").expect("a port");
         let port = listener.local_addr().expect("bound").port();
@@ -175,13 +174,13 @@ impl Relay {
         Relay { port, shared }
     }
 
-    /// Ends all connections, in the middle of whatever they say; how many that were.
+    /// Cuts all connections, also in the middle of a message. Returns their number.
     pub fn cut(&self) -> usize {
         let open = std::mem::take(&mut *self.shared.open.lock().expect("whole"));
         open.iter().filter(|stream| stream.shutdown(Shutdown::Both).is_ok()).count()
     }
 
-    /// Bytes that went through it.
+    /// Bytes that passed the relay.
     pub fn passed(&self) -> u64 {
         self.shared.passed.load(Ordering::Relaxed)
     }
@@ -191,7 +190,7 @@ impl Drop for Relay {
     fn drop(&mut self) {
         self.shared.is_over.store(true, Ordering::Relaxed);
         self.cut();
-        // It sees that by the next one that comes.
+        // The relay checks `is_over` when it accepts the next connection.
         let _ = TcpStream::connect(("127.0.0.1", self.port));
     }
 }

@@ -1,6 +1,6 @@
 //! Four processes with a store each on Redis servers that are killed, paused, failed over, filled,
-//! and whose slots move; and hosts with a bad line between: no byte is wrong, no op outlives its
-//! deadline, and once all is well what one has put the others find.
+//! and whose slots move; and hosts with a lossy network between them. No byte is wrong, and no op
+//! outlives its deadline. After recovery each process finds KV that another one put.
 
 mod crew;
 mod hosts;
@@ -19,17 +19,17 @@ fn remote(url: &str, more: &str) -> String {
     format!("redis(url=\"{url}\", timeout=500, connect=500, absent=50{more})")
 }
 
-/// How many turns each does in every state that the servers are brought to.
+/// Turns of each process in every state of the servers.
 const TURNS: u64 = 8;
 
-/// From now on a server has no more memory than that.
+/// Limits the memory of a server.
 fn limit(server: &Server, bytes: &str, policy: &str) {
     server.cli(&["config", "set", "maxmemory-policy", policy]);
     server.cli(&["config", "set", "maxmemory", bytes]);
 }
 
 #[test]
-fn a_server_that_stops_dies_and_fills_up() {
+fn stores_survive_a_full_paused_or_killed_server() {
     if !is_there() {
         return;
     }
@@ -37,7 +37,7 @@ fn a_server_that_stops_dies_and_fills_up() {
     let mut crew = Crew::start(PROCESSES, false);
     crew.open(24, |_| remote(&server.url(), ""));
     crew.turns(TURNS);
-    // Who is refused does not write for a while: it is done with first.
+    // The full server comes first: a store pauses its uploads after a refused one.
     limit(&server, "3mb", "noeviction");
     crew.turns(TURNS);
     limit(&server, "5mb", "allkeys-lru");
@@ -54,7 +54,7 @@ fn a_server_that_stops_dies_and_fills_up() {
 }
 
 #[test]
-fn a_cluster_whose_slots_move_and_whose_masters_go() {
+fn stores_survive_resharding_and_master_failover() {
     if !is_there() {
         return;
     }
@@ -67,14 +67,14 @@ fn a_cluster_whose_slots_move_and_whose_masters_go() {
     crew.open(110, |at| remote(&url, &format!(", cluster=true, replicas={}", read(at))));
     let before = crew.counts();
     let (from, to) = (masters[0], masters[1]);
-    // It goes on meanwhile, and everything is there.
+    // The processes continue during resharding, and find every document.
     let went_on = |(after, before): (&Told, &Told)| after["fetched"] > before["fetched"];
     reshard(&nodes, &masters, from, to, || {
-        wait_until("everybody fetches", || crew.counts().iter().zip(&before).all(went_on));
+        wait_until("all processes fetch", || crew.counts().iter().zip(&before).all(went_on));
     });
     crew.all("all");
     crew.all("work");
-    // A third has no room, until it is told to hand over to one that has.
+    // A third master is full until it hands over to a replica with room.
     limit(&nodes[masters[2]], "3mb", "noeviction");
     crew.turns(TURNS);
     let port = nodes[masters[2]].port.to_string();
@@ -82,7 +82,7 @@ fn a_cluster_whose_slots_move_and_whose_masters_go() {
     let heir = &nodes[*heir.expect("its replica")];
     fail_over(heir);
     limit(heir, "8mb", "allkeys-lru");
-    // The one that has most stops, and dies.
+    // The master with the most objects pauses, and dies.
     nodes[to].pause();
     crew.turns(TURNS);
     nodes[to].go_on();
@@ -90,7 +90,7 @@ fn a_cluster_whose_slots_move_and_whose_masters_go() {
     nodes[to].kill();
     crew.turns(TURNS);
     patience(&nodes, "500");
-    wait_until("another has taken over", || {
+    wait_until("a replica has taken over", || {
         let others = (0..nodes.len()).filter(|at| *at != to);
         others.filter(|&at| is_master(&nodes[at])).count() == 3
     });

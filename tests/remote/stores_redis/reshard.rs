@@ -1,13 +1,13 @@
-//! Slots that move from one master to another while others read and write what is in them.
+//! Slots that move from one master to another while stores read and write their keys.
 
 use std::collections::BTreeSet;
 
 use kvtier_testkit::fixtures::redis::{Server, Wire, wait_until};
 
-/// Slots that are on their way at a time.
+/// Number of slots that migrate at a time.
 const BATCH: usize = 60;
 
-/// How often nodes have sent somebody elsewhere: for good, and for now.
+/// Numbers of redirections by all nodes: `MOVED` and `ASK`.
 fn sent_away(wires: &mut [Wire]) -> (u64, u64) {
     let count = |said: &str, what: &str| {
         let of = said.lines().find_map(|line| line.strip_prefix(what));
@@ -24,14 +24,14 @@ fn keys(node: &Server) -> u64 {
     node.cli(&["dbsize"]).parse().expect("a number")
 }
 
-/// One and the same line about each.
+/// One line for each item.
 fn lines(of: &[String], say: impl Fn(&str) -> String) -> Vec<String> {
     of.iter().map(|it| say(it)).collect()
 }
 
 /// Moves all slots that hold anything from one of the masters to another, as an administrator
-/// does. In each batch somebody is sent after what has gone ahead, and somebody is told that it
-/// has moved. Something else is done once, while the first slots are on their way.
+/// does. Each batch causes at least one `ASK` and one `MOVED` redirection. Runs `meanwhile` once,
+/// while the first slots migrate.
 pub fn reshard(
     nodes: &[Server],
     masters: &[usize],
@@ -61,20 +61,20 @@ pub fn reshard(
             format!("MIGRATE 127.0.0.1 {port} \"\" 0 5000 KEYS {}", names.join(" "))
         };
         wires[from].done(&names.iter().map(go).collect::<Vec<_>>());
-        wait_until("somebody is sent after what has gone", || sent_away(&mut wires).1 > last.1);
+        wait_until("a client is redirected by ASK", || sent_away(&mut wires).1 > last.1);
         if let Some(meanwhile) = meanwhile.take() {
             meanwhile();
         }
-        // Whoever gets a slot hears it first: it must never be nobody's.
+        // The new owner of a slot learns of it first: a slot must never be without an owner.
         let others = masters.iter().filter(|at| ![from, to].contains(at)).copied();
         for at in [to, from].into_iter().chain(others) {
             wires[at].done(&set(&format!("NODE {new}")));
         }
-        wait_until("somebody is told that it has moved", || sent_away(&mut wires).0 > last.0);
+        wait_until("a client is redirected by MOVED", || sent_away(&mut wires).0 > last.0);
         last = sent_away(&mut wires);
     }
     println!("{} slots moved, {} keys; sent away: {last:?}", slots.len(), names.len());
-    assert!(slots.len() > 100, "{}: too few to say anything", slots.len());
-    assert_eq!(keys(&nodes[from]), 0, "all that it had has moved");
-    assert_eq!(all(), before, "nothing was lost, nor is anything there twice");
+    assert!(slots.len() > 100, "{}: too few slots", slots.len());
+    assert_eq!(keys(&nodes[from]), 0, "all its keys have moved");
+    assert_eq!(all(), before, "no key was lost or duplicated");
 }

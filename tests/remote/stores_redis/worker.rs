@@ -1,5 +1,5 @@
-//! A process with a store of its own: it does what it is told by lines, compares every byte that
-//! comes back with what it must be, and counts.
+//! A process with its own store. It carries out orders that it reads line by line, compares every
+//! byte of a get with its expected value, and counts.
 
 use std::io::{BufRead, Write};
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
@@ -15,14 +15,14 @@ use kvtier_testkit::fixtures::store::{Engine, Model, Shape, TestStore, document,
 /// Cells of 16 KiB.
 const MODEL: Model = Model { layers: 4, heads: 2, run: 256, chunk: 16 };
 const DEADLINE: Duration = Duration::from_secs(5);
-/// How much later an op may end: however slow the machine is, unless the op hangs.
+/// Time after the deadline within which an op must end. Only an op that hangs exceeds it.
 const SLACK: Duration = Duration::from_secs(240);
-/// What a process is that works, and which of how many.
+/// Environment variable that marks a worker process: its number, and the number of processes.
 pub const PLACE: &str = "KVTIER_CREW_PLACE";
-/// What its lines begin with.
+/// Prefix of the lines that a worker process prints.
 pub const MARK: &str = "crew:";
 
-/// What it did.
+/// Counters of a worker process.
 #[derive(Default)]
 struct Done {
     turns: u64,
@@ -39,11 +39,11 @@ struct Worker {
     store: TestStore,
     namespace: u32,
     done: Done,
-    /// Where chance is.
+    /// State of the random number generator.
     step: u32,
 }
 
-/// The process of [`crate::stores_redis::crew`]. Does nothing in a usual run.
+/// The process of [`crate::stores_redis::crew`]. Does nothing in an ordinary run.
 #[test]
 fn child() {
     let Ok(place) = std::env::var(PLACE) else { return };
@@ -82,7 +82,7 @@ fn child() {
     }
 }
 
-/// What it is told. Nobody is left to tell it anything where the other end is gone.
+/// Channel of the orders from standard input. Exits the process at the end of the input.
 fn orders() -> Receiver<String> {
     let (tell, orders) = channel();
     std::thread::spawn(move || {
@@ -112,12 +112,12 @@ impl Worker {
         let mut whole = |document| while !self.is_whole(document) {};
         match word {
             "work" | "rest" => {}
-            // Its own part of the documents, each until it is acknowledged.
+            // Puts the process's own part of the documents, each until it is acknowledged.
             "fill" => (number..documents).step_by(of as usize).for_each(|it| self.put(it)),
             "all" => (0..documents).for_each(whole),
             "put" => self.put(rest.parse().expect("a document")),
             "find" => whole(rest.parse().expect("a document")),
-            _ => panic!("{word}: nobody knows that"),
+            _ => panic!("{word}: unknown order"),
         }
     }
 
@@ -128,7 +128,7 @@ impl Worker {
         }
     }
 
-    /// All of a document came; else a moment has passed.
+    /// Gets a document. Returns whether it is complete; pauses if it is not.
     fn is_whole(&mut self, document: u32) -> bool {
         let is_whole = self.turn(document, false) == (Status::Ok, tokens_of(document).len());
         if !is_whole {
@@ -137,13 +137,13 @@ impl Worker {
         is_whole
     }
 
-    /// Any document, put or asked for.
+    /// Puts or gets a random document.
     fn chance(&mut self, documents: u32) {
         self.step = self.step.wrapping_mul(1_103_515_245).wrapping_add(12345);
         self.turn((self.step >> 16) % documents, (self.step >> 8) % 3 == 0);
     }
 
-    /// One document: put, or found and got. How that went, and how many tokens came.
+    /// Puts a document, or locates and gets it. Returns its status, and the tokens of a get.
     fn turn(&mut self, number: u32, is_put: bool) -> (Status, usize) {
         let tokens = tokens_of(number);
         let session = self.store.session(self.namespace, &tokens);
@@ -199,7 +199,7 @@ impl Worker {
         self.done.slowest_ms = self.done.slowest_ms.max(took.as_millis() as u64);
     }
 
-    /// Everything that is counted.
+    /// All counters as text.
     fn told(&self) -> String {
         let Done { turns, put, located, got, compared, wrong, over, slowest_ms } = self.done;
         let far = self.store.handle.with(|core| Ok(core.remote_stats())).expect("open");
@@ -223,12 +223,12 @@ impl Worker {
     }
 }
 
-/// What follows from a document's number.
+/// Tokens of the document with this number.
 fn tokens_of(number: u32) -> Vec<u32> {
     document(number, 16 * (2 + number as usize % 5))
 }
 
-/// Somebody who was refused tries again, but not at once.
+/// Pauses before a retry.
 fn breathe() {
     std::thread::sleep(Duration::from_millis(20));
 }

@@ -215,7 +215,7 @@ impl Data {
 pub struct Model {
     pub out: Vec<f64>,
     pub lse: Vec<f64>,
-    /// The bound that the documentation gives: of `out` in parts of the largest value.
+    /// The documented bound: error of `out` as a fraction of the largest value.
     pub bound: Vec<f64>,
     /// Probabilities, `[query, head, key]`.
     pub shares: Vec<f64>,
@@ -296,7 +296,7 @@ impl Model {
     }
 }
 
-/// An index of its own.
+/// An index that owns its lists.
 #[derive(Clone, Debug, Default)]
 pub struct Chosen {
     pub heads: Vec<Head>,

@@ -83,7 +83,7 @@ proptest! {
             let item = if what < 3 { key } else { key / key_block } as u32;
             is_dense || unit(head) == free || lists[unit(head)].binary_search(&item).is_ok()
         };
-        // What sums are counted by: keys that the last query sees, as they are selected.
+        // Sums are indexed by the keys that the last query sees, in the order of selection.
         let snapshot = (first + queries).min(n);
         let order = |head: usize| -> Vec<usize> {
             (0..snapshot).filter(|&key| sees(0, head, key)).collect()
@@ -135,7 +135,7 @@ fn decode_parts_are_bit_identical_and_skip_padding() {
     let mut random = Random::new(7);
     let n = 5000;
     let q = Data::new(&mut random, (1, 8, 64), Type::F32, 0, 0);
-    // What lies between rows and behind them is NaN.
+    // Padding between and behind rows is NaN.
     let k = Data::new(&mut random, (n, 2, 61), Type::Bf16, 16, 1);
     let v = Data::new(&mut random, (n, 2, 61), Type::F16, 16, 3);
     let dense = Problem { queries: q.part(0, 1, 61), ..problem(&q, &k, &v, n - 1) };
@@ -227,7 +227,7 @@ fn invalid_decode_calls_are_rejected() {
         assert!(matches!(status, Status::Invalid | Status::Limit), "{problem:?}");
         assert!(Decode::memory(&problem, false).is_err());
     }
-    // What prefill follows, and decode does not.
+    // Selections that prefill accepts and decode rejects.
     for (head, lists) in [
         (Head { kind: Kind::Lines, ..Head::DENSE }, vec![vec![1], vec![0]]),
         (Head { kind: Kind::Ranges, ..Head::DENSE }, vec![vec![1], vec![2, 3]]),

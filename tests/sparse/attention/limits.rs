@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use crate::attention::data::{Chosen, Data, Random, TYPES, Type};
 use crate::attention::prefill::{any_head, problem};
 
-/// What a problem needs: memory of a decode, and scratch of all three.
+/// Requirements of a problem: memory of a decode, and scratch of all three.
 fn needed(problem: Problem<'_>, keeps_scores: bool) -> (Option<(usize, usize)>, usize, usize) {
     let rows = (problem.queries.tokens() * problem.queries.heads()) as usize;
     let mut out = vec![0.0; rows * problem.values.dim() as usize];

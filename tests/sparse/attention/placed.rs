@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use crate::attention::data::{Chosen, Data, Random, Type, model};
 use crate::attention::prefill::{any_head, problem, run, scale, some};
 
-/// Some blocks of a text, and its end where it is there.
+/// Some blocks of a text, and its tail if that is loaded.
 struct Loaded {
     blocks: Vec<u32>,
     block_tokens: u32,
@@ -20,7 +20,7 @@ struct Loaded {
 }
 
 impl Loaded {
-    /// Of `n` tokens, those from `first` on are the queries': all are there, or none.
+    /// The queries are the tokens `first..n`: all of them are loaded, or none.
     fn new(random: &mut Random, (first, n): (usize, usize), block: usize) -> Loaded {
         let (own, block_tokens) = (random.below(2) == 0, block as u32);
         // The tail begins anywhere behind blocks that are full.
@@ -130,7 +130,7 @@ proptest! {
         let mut sums = vec![0.0; heads * positions.len()];
         let mut job = ColumnSums::new(here, &lse, 0, true, &mut sums).expect("sound");
         job.all(&mut vec![0.0; job.scratch()]).expect("enough scratch");
-        all.add(&sums, &positions, &mut there).expect("all are there");
+        all.add(&sums, &positions, &mut there).expect("all are loaded");
         let check_close = |got: &[f32]| {
             for head in 0..heads {
                 for key in 0..n {
@@ -153,7 +153,7 @@ proptest! {
             job.sums(true, &mut sums).expect("kept");
             there.fill(0.0);
             let asked = (&index.keys(), row, 1);
-            all.add_selected(&sums, asked, &placed, &mut there).expect("all are there");
+            all.add_selected(&sums, asked, &placed, &mut there).expect("all are loaded");
             check_close(&there)?;
             // Only what was seen has stayed, and the query's own token.
             let mut keep = RetainedTokens::default();
@@ -165,7 +165,7 @@ proptest! {
                 seen.iter().for_each(|list| keep.heads.push(list.iter().copied()));
                 let kept = ResidentTokens { retained: Some(&keep), from: first as u32, ..all };
                 let mut found = vec![0.0; heads * (same + 1)];
-                kept.add_selected(&sums, asked, &placed, &mut found).expect("all are there");
+                kept.add_selected(&sums, asked, &placed, &mut found).expect("all are loaded");
                 for (head, (found, list)) in found.chunks(same + 1).zip(&seen).enumerate() {
                     let at = list.iter().map(|&at| there[head * n + at as usize]);
                     prop_assert!(at.chain([there[head * n + first]]).eq(found.iter().copied()));

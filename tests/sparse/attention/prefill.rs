@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use crate::attention::data::{Chosen, Data, Random, TYPES, Type, model};
 
-/// What a prefill gives, by a level.
+/// Result of a prefill at a level.
 pub fn run(problem: Problem<'_>, level: Level) -> (Vec<f32>, Vec<f32>) {
     let rows = (problem.queries.tokens() * problem.queries.heads()) as usize;
     let mut out = vec![f32::NAN; rows * problem.values.dim() as usize];

@@ -49,7 +49,7 @@ pub fn small(name: &str, shape: &Shape) -> Option<String> {
     Some(spec)
 }
 
-/// What came of a run.
+/// Result of a run.
 struct Run {
     logits: Vec<f32>,
     /// The most keys that a head has in the end, in the mean of heads.
@@ -101,7 +101,7 @@ fn every_registered_policy_runs_on_the_reference_model() {
             assert!(run.logits != full.logits, "{form:?} {spec} leaves nothing out");
             let evicts = caps::EVICT_PREFILL | caps::EVICT_DECODE;
             if traits.caps & evicts != 0 && !traits.is_ragged {
-                // What one that evicts once keeps, and what came since.
+                // The tokens that one eviction keeps, and the tokens since.
                 assert!(run.kept <= 120.0 + WRITTEN as f64, "{spec} keeps {}", run.kept);
             }
             if traits.requires_block_selection && traits.caps & caps::LOAD_DECODE != 0 {
@@ -123,7 +123,7 @@ fn prefill_and_decode_policies_combine() {
         ("xattention", "streaming"),
         ("flexprefill", "duo"),
         ("minference", "keydiff"),
-        // What policies for prompts leave out gets no attention.
+        // Tokens that prompt policies leave out get no attention.
         ("minference", "h2o"),
         ("xattention", "tova"),
         ("snapkv", "quest"),
@@ -156,7 +156,7 @@ fn invalid_combinations_are_rejected_with_a_reason() {
     // Sums are of attention to all keys, or to those of an index.
     let blind = fails(Policies::prompt_and_decode(of("external(topk=2)"), of("h2o(budget=40)")));
     assert_eq!(blind.expect("refused").0, Status::Unsupported);
-    // What attends heads that keep different numbers of tokens has no sums for others.
+    // Attention over heads that keep different numbers of tokens yields no sums for others.
     let ragged = of("adakv(budget=64, window=16)");
     assert!(fails(Policies::prompt_and_decode(ragged, of("h2o(budget=40)"))).is_some());
 }
@@ -171,7 +171,7 @@ fn unsupported_policy_calls_are_rejected_or_ignored() {
             let mut policy = make(&small(name, &shape).expect("known"), &shape).expect("made");
             let own = policy.traits().caps;
             if policy.traits().rows.is_some() {
-                // It answers nothing before it knows keys of its own.
+                // It has no answer before it has keys.
                 continue;
             }
             let count = if is_prefill { 32 } else { 1 };

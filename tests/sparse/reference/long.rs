@@ -51,7 +51,7 @@ fn offloaded_needle_search_is_bit_identical() {
     let text = Text::new(&mut random, REACH - 2 * PAIRS, PAIRS);
     let pairs = text.some(&mut random, PAIRS);
     let asked = text.some(&mut random, PAIRS);
-    // Behind the hay the text goes on: it begins once.
+    // Behind the hay the text continues: it begins once.
     let prompt = [&hay.symbols, &text.symbols[1..], &questions(&asked)].concat();
     assert!(prompt.len() >= SYMBOLS - 1);
     let shape = model.shape(Form::Split, 16);

@@ -52,7 +52,7 @@ impl Offloaded {
         Ok(Offloaded { offload, shape: *shape, session, known: 0, kept, store, _runtime: runtime })
     }
 
-    /// What is lent of a layer of which tokens have gone: the rows of each head together, as
+    /// Lends a layer of which tokens were evicted: the retained rows of each head together, as
     /// a cache that compacts has them.
     fn lend_kept(
         &self,

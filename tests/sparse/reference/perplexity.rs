@@ -9,7 +9,7 @@ use kvtier_lab::reference::specs::{NAMES, with_budget};
 
 const BUDGETS: [usize; 4] = [64, 128, 256, 512];
 
-/// Those that have a share to be reached, not a budget.
+/// Policies with a share to reach instead of a budget.
 const SHARES: [&str; 4] = [
     "xattention(block=64, tau=0.9)",
     "xattention(block=64, tau=0.5)",

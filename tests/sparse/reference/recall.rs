@@ -14,7 +14,7 @@ pub fn count(few: usize, all: usize) -> usize {
     if is_all { all } else { few }
 }
 
-/// What is compared.
+/// One policy of the comparison.
 struct Case {
     spec: String,
     /// Whether each question was answered, the same ones for all.
@@ -26,7 +26,7 @@ struct Case {
 fn specs() -> Vec<String> {
     let specs = [
         "full",
-        // What was written since stays beside what is evicted once.
+        // It evicts once and keeps all tokens written since.
         "snapkv(budget=144, window=48)",
         "quest(budget=176, dense=0, share=bound)",
         "quest(budget=64, dense=0)",
@@ -37,8 +37,8 @@ fn specs() -> Vec<String> {
     specs.map(String::from).to_vec()
 }
 
-/// Prompts, each computed once: every policy is told what it needs to know, and goes on from
-/// there with a cache of its own.
+/// Prompts, each computed once: every policy gets its inputs, and continues from
+/// there with a separate cache.
 fn recall(model: &Model, form: Form, prompts: usize) -> Vec<Case> {
     let specs = specs();
     let case = |spec: &String| Case { spec: spec.clone(), right: Vec::new(), most: 0.0 };
@@ -92,8 +92,8 @@ impl Case {
     }
 }
 
-/// Of the questions that only one of two answers, one answers so many more that chance does so
-/// in fewer than 2.5 of 100 cases (the sign test, by the normal distribution).
+/// Whether one policy answers significantly more of the questions that only one of two answers:
+/// chance does so in fewer than 2.5 of 100 cases (the sign test, by the normal distribution).
 fn beats(cases: &[Case], a: &str, b: &str) {
     let of = |name: &str| cases.iter().find(|case| case.spec.starts_with(name)).expect("known");
     let both = of(a).right.iter().zip(&of(b).right);

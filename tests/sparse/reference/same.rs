@@ -67,7 +67,7 @@ fn key_pieces_agree_with_the_whole() {
     for (model, form) in &models() {
         let symbols = symbols(6, 150);
         let shape = model.shape(*form, 16);
-        // With policies that are told sums of pieces: wrong ones would keep other tokens.
+        // With policies that receive sums of pieces: wrong sums would keep other tokens.
         for spec in ["full", "h2o(sink=2, recent=8, budget=40)", "snapkv(budget=60, window=20)"] {
             let run = |piece, each| {
                 let policies = Policies::single(make(spec, &shape).expect("a policy"));

@@ -52,7 +52,7 @@ fn check(name: &str, form: Form) {
         got.extend(engine.next(symbol).expect("a token"));
     }
     compare(&format!("{name} {form:?}"), &got, &logits);
-    // Where most tokens are gone.
+    // With most tokens evicted.
     let (prompt, written) = symbols.split_at(symbols.len() - rows);
     let mut engine = Engine::in_memory(&model, form, 32, Policies::default()).expect("a model");
     engine.prompt(prompt, 1).expect("a prompt");
@@ -60,12 +60,12 @@ fn check(name: &str, form: Form) {
     let mut keep = RetainedTokens::default();
     keep.heads.push((0..seen.0).chain(first - seen.1..first));
     for layer in 0..engine.shape.layers {
-        engine.retain(layer, &keep).expect("they are there");
+        engine.retain(layer, &keep).expect("known tokens");
     }
     let next = written.iter().map(|&symbol| engine.next(symbol).expect("a token"));
     let got: Vec<f32> = next.flatten().collect();
-    compare(&format!("{name} {form:?}, most gone"), &got, &blind);
-    assert!(logits != blind, "what is gone does not matter");
+    compare(&format!("{name} {form:?}, most evicted"), &got, &blind);
+    assert!(logits != blind, "evicted tokens do not matter");
 }
 
 #[test]

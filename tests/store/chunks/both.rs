@@ -9,7 +9,7 @@ use kvtier::meta::chunks::{
 use kvtier::meta::index::{NONE, Slot};
 use kvtier::meta::key::Key;
 
-/// A few keys; some share their first bytes, which is all that the index knows.
+/// A few keys. Some share their first bytes, and the index knows no others.
 pub fn key(n: u16) -> Key {
     let mut key = Key::default();
     key.0[0] = n as u8 & 1;
@@ -17,15 +17,15 @@ pub fn key(n: u16) -> Key {
     key
 }
 
-/// A call and what it is made with.
+/// A call and its arguments.
 pub type Call = (u8, u16, u16, u16);
 
-/// Both tables, and every place that is somewhere.
+/// Both tables, and all places in use.
 pub struct Pair {
     pub table: Chunks,
     pub model: Model,
     pub taken: Vec<Location>,
-    /// Calls are for few cells and tiers, so that much happens to each.
+    /// Calls use few cells and tiers, so that each cell sees many calls.
     pub narrow: bool,
 }
 
@@ -39,7 +39,7 @@ impl Pair {
     pub fn freed(&mut self, place: Option<Location>) {
         let Some(place) = place else { return };
         let at = self.taken.iter().position(|&taken| taken == place);
-        self.taken.swap_remove(at.expect("a place was freed that nobody had, or twice"));
+        self.taken.swap_remove(at.expect("a freed place was in use"));
     }
 
     pub fn call_chunk(&mut self, (what, a, b, c): Call) {
@@ -47,7 +47,8 @@ impl Pair {
         match what {
             0..=2 => {
                 let position = u32::from(b % 4);
-                // Mostly what continues a chunk is in the namespace and place it must be.
+                // Most chunks that continue another chunk have the namespace and position that this
+                // requires.
                 let above = self.model.live.get(&slot).filter(|_| c % 5 > 0).map(|known| known.new);
                 let new = NewChunk {
                     key: key(b),
@@ -106,7 +107,7 @@ impl Pair {
         }
     }
 
-    /// A chunk comes that continues one which may come later, or never.
+    /// Adds a chunk whose parent may be added later, or never.
     pub fn add_with_parent_key(&mut self, (a, b, c): (u16, u16, u16)) {
         let above = key(a);
         let before = self.model.find(&above).and_then(|slot| self.model.live.get(&slot));
@@ -128,7 +129,7 @@ impl Pair {
             (Ok(Added::New(slot)), Ok(None)) => {
                 self.model.add(slot, &new);
                 let waits = parent.is_none() && new.position > 0;
-                self.model.live.get_mut(&slot).expect("it came").above = waits.then_some(above);
+                self.model.live.get_mut(&slot).expect("added").above = waits.then_some(above);
             }
             (Ok(Added::Existing(slot)), Ok(Some(there))) => {
                 assert_eq!(slot, there);
@@ -152,7 +153,7 @@ impl Pair {
             (from, to) = (c % 2 + 1, (c >> 4) % 3);
         }
         let (from, to) = (ALL_TIERS[usize::from(from)], ALL_TIERS[usize::from(to)]);
-        // Now and then a place that is in another tier.
+        // Now and then, a place that is in another tier.
         let place = self.model.new_place(if c >> 9 == 0 { from } else { to });
         match what {
             0..=2 => {
@@ -219,7 +220,7 @@ impl Pair {
         self.freed(got.unwrap_or(None));
     }
 
-    /// Everything that can be asked says the same.
+    /// Compares all answers of the table and the model.
     pub fn compare(&self) {
         let Pair { table, model, taken, .. } = self;
         let counts = table.counts();
@@ -233,7 +234,7 @@ impl Pair {
             let there = all().filter(|tiers| tiers[tier].place.is_some()).count();
             assert_eq!(counts.cells[tier], there as u64);
         }
-        // What the remote has is no place.
+        // A remote hint is no place.
         let somewhere = all().filter(|tiers| tiers[..3].iter().any(|t| t.place.is_some())).count();
         assert_eq!(counts.cells_somewhere, somewhere as u64);
         let moving = |t: &In| u64::from(t.readers) + u64::from(t.way.is_some());
@@ -298,8 +299,8 @@ impl Pair {
         }
     }
 
-    /// Ends all that is under way and lets everything leave: nothing may be stuck,
-    /// and no place may be left.
+    /// Ends all operations and evicts everything: no operation may be stuck, and no place may
+    /// remain in use.
     pub fn tear_down(&mut self) {
         let slots: Vec<Slot> = self.model.live.keys().copied().collect();
         for &slot in &slots {
@@ -309,8 +310,8 @@ impl Pair {
                 let tier = ALL_TIERS[tier];
                 match here.way {
                     Some(Way::Store) => {
-                        self.model.end_store(cell, tier, None).expect("it is stored");
-                        self.table.end_store(cell, tier, None).expect("it is stored");
+                        self.model.end_store(cell, tier, None).expect("a store under way");
+                        self.table.end_store(cell, tier, None).expect("a store under way");
                     }
                     Some(Way::Copy(_)) => {
                         let got = status(self.table.end_copy(cell, tier, Arrival::Failed));
@@ -333,7 +334,7 @@ impl Pair {
             self.call_chunk((7, slot as u16, 0, 0));
         }
         self.compare();
-        // The tails first, by and by.
+        // The last chunks of each path first, repeatedly.
         for _ in &slots {
             for &slot in
                 slots.iter().filter(|slot| self.model.is_removable(**slot)).collect::<Vec<_>>()

@@ -31,7 +31,7 @@ fn chunk_table_matches_a_naive_model() {
         for (what, a, b, c) in calls {
             match what {
                 0..=7 => pair.call_chunk((what, a, b, c)),
-                // Adds come more often than what ends them.
+                // Adds are more frequent than removals.
                 8..=16 => pair.call_chunk((what % 3, a, b, c)),
                 40..=45 => pair.add_with_parent_key((a, b, c)),
                 46..=47 => pair.join(u32::from(a % 7), u32::from(b % 7)),
@@ -65,7 +65,7 @@ fn table(layers: usize, max_chunks: usize) -> Chunks {
 
 fn root(n: u64) -> NewChunk {
     let mut key = Key::default();
-    // As hashes do, keys differ everywhere.
+    // Keys differ in every byte, as hashes do.
     for (i, bytes) in key.0.chunks_exact_mut(8).enumerate() {
         let mixed = (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(17 * i as u32 + 31);
         bytes.copy_from_slice(&(mixed ^ mixed >> 29).to_le_bytes());
@@ -82,20 +82,20 @@ fn cell_keeps_its_place_while_it_is_read() {
     assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::Started);
     assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::InFlight);
     assert_eq!(table.begin_store(cell, Tier::Disk).expect("sound"), Begin::InFlight);
-    table.end_store(cell, Tier::Host, Some(Location::Host(3))).expect("it is stored");
+    table.end_store(cell, Tier::Host, Some(Location::Host(3))).expect("a store under way");
     assert_eq!(table.begin_store(cell, Tier::Disk).expect("sound"), Begin::Resident);
-    table.begin_copy(cell, Tier::Host, Tier::Disk).expect("it is there");
-    assert_eq!(table.begin_drop(cell, Tier::Host).expect("nobody holds it"), Dropped::Deferred);
+    table.begin_copy(cell, Tier::Host, Tier::Disk).expect("a resident cell");
+    assert_eq!(table.begin_drop(cell, Tier::Host).expect("no references"), Dropped::Deferred);
     assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::InFlight);
-    assert!(table.end_read(cell, Tier::Host).is_err(), "that read is the copy's");
+    assert!(table.end_read(cell, Tier::Host).is_err(), "the read belongs to the copy");
     assert!(table.remove(chunk, |_, _| ()).is_err());
     let place = Location::Disk { spot: 1, seal: 2, coded: StoredForm::PLAIN };
-    let freed = table.end_copy(cell, Tier::Disk, Arrival::Arrived(place)).expect("it is copied");
+    let freed = table.end_copy(cell, Tier::Disk, Arrival::Arrived(place)).expect("a copy");
     assert_eq!(freed, Some(Location::Host(3)));
-    table.retain(chunk).expect("it is there");
+    table.retain(chunk).expect("a live chunk");
     assert_eq!(table.begin_drop(cell, Tier::Disk).expect_err("held").status(), Status::Busy);
-    table.begin_copy(cell, Tier::Disk, Tier::Host).expect("it is there");
-    let freed = table.end_copy(cell, Tier::Host, Arrival::BadSource).expect("it is copied");
+    table.begin_copy(cell, Tier::Disk, Tier::Host).expect("a resident cell");
+    let freed = table.end_copy(cell, Tier::Host, Arrival::BadSource).expect("a copy under way");
     assert_eq!((freed, table.counts().lost), (Some(place), [0, 0, 1, 0]));
     assert!(table.release(chunk).expect("it was held"));
 }
@@ -119,11 +119,11 @@ fn reused_slot_is_a_new_chunk() {
 fn orphan_chunk_is_linked_when_its_parent_arrives() {
     let mut table = table(1, 5);
     let at = |n: u64, position| NewChunk { position, holes: false, ..root(n) };
-    // Two go on from the second chunk, which nobody has.
+    // Two chunks continue the second chunk, which is missing.
     let orphans =
         [4, 5].map(|n| table.add_with_parent_key(&at(n, 2), &root(2).key).expect("room").slot());
     let plain = table.add(&at(6, 1)).map_err(|error| error.status());
-    assert_eq!(plain, Err(Status::Invalid), "without a key it continues none");
+    assert_eq!(plain, Err(Status::Invalid), "without a key there is no parent");
     assert!(orphans.iter().all(|&one| table.parent(one).is_none() && table.is_removable(one)));
     assert_eq!(table.parent_key(orphans[0]), Some(&root(2).key));
     let first = table.add(&at(1, 0)).expect("room").slot();
@@ -133,12 +133,12 @@ fn orphan_chunk_is_linked_when_its_parent_arrives() {
     let row = table.chunk(second).expect("live");
     assert_eq!((row.children(), row.is_rejoined(), row.is_blocked()), (2, true, true));
     assert_eq!(table.chunk(first).map(|row| row.children()), Some(1));
-    // From the end they go one after the other.
+    // Removable one after the other, from the end of the path.
     assert_eq!(table.remove(orphans[0], |_, _| ()).expect("a leaf"), None);
     assert_eq!(table.remove(orphans[1], |_, _| ()).expect("a leaf"), Some(second));
     assert_eq!(table.remove(second, |_, _| ()).expect("a leaf"), Some(first));
     table.remove(first, |_, _| ()).expect("a leaf");
-    // One that has gone waits for nobody.
+    // A removed orphan no longer waits for its parent.
     let gone = table.add_with_parent_key(&at(4, 1), &root(1).key).expect("room").slot();
     table.remove(gone, |_, _| ()).expect("a leaf");
     let first = table.add(&at(1, 0)).expect("room").slot();
@@ -150,7 +150,7 @@ fn reader_count_is_limited() {
     let mut table = table(1, 1);
     let cell = Cell { chunk: table.add(&root(1)).expect("room").slot(), layer: 0 };
     table.begin_store(cell, Tier::Host).expect("sound");
-    table.end_store(cell, Tier::Host, Some(Location::Host(0))).expect("it is stored");
+    table.end_store(cell, Tier::Host, Some(Location::Host(0))).expect("a store under way");
     for _ in 0..u16::MAX {
         table.begin_read(cell, Tier::Host).expect("below the limit");
     }

@@ -25,7 +25,7 @@ pub enum Way {
     Copy(usize),
 }
 
-/// A cell in a tier.
+/// State of a cell in a tier.
 #[derive(Clone, Default)]
 pub struct In {
     pub place: Option<Location>,
@@ -36,10 +36,10 @@ pub struct In {
 
 pub struct Known {
     pub new: NewChunk,
-    /// When it was added: a slot alone does not say which chunk is meant.
+    /// Number of the add: a slot alone does not identify a chunk.
     pub birth: u64,
     pub parent: Option<(Slot, u64)>,
-    /// The key of the chunk that it waits for.
+    /// The key of the missing parent that the chunk waits for.
     pub above: Option<Key>,
     pub rejoined: bool,
     pub refs: u32,
@@ -104,7 +104,7 @@ impl Model {
         match tier {
             Tier::Device => Location::Device,
             Tier::Disk => {
-                // Some plain, some coded.
+                // Some places are plain, some are coded.
                 let coded = StoredForm::new(self.places as u16 % 3, 1 + self.places % 8192);
                 let (spot, seal) = (self.places << 20, !self.places);
                 Location::Disk { spot, seal, coded: coded.unwrap_or(StoredForm::PLAIN) }
@@ -114,7 +114,7 @@ impl Model {
         }
     }
 
-    /// What the table has to say to a new chunk; the slot is its own choice.
+    /// Expected answer of the table to a new chunk. The table chooses the slot.
     pub fn check_add(&self, new: &NewChunk) -> Answer<Option<Slot>> {
         if let Some(slot) = self.find(&new.key) {
             let old = &self.live[&slot].new;
@@ -160,7 +160,8 @@ impl Model {
         }
     }
 
-    /// Has a chunk without one before it continue one, if that is it; whether it does.
+    /// Links a chunk that has no parent to `parent`, if that is its parent. Returns whether they
+    /// are linked.
     pub fn join(&mut self, slot: Slot, parent: Slot) -> bool {
         if !self.live.contains_key(&slot) || !self.live.contains_key(&parent) {
             return false;
@@ -181,11 +182,11 @@ impl Model {
         true
     }
 
-    /// The same of a chunk that continues the one with a key.
+    /// Same as `check_add`, for a chunk that continues the chunk with key `above`.
     pub fn check_add_behind(&self, new: &NewChunk, above: &Key) -> Answer<Option<Slot>> {
         let parent = if new.position == 0 { None } else { self.find(above) };
         let new = NewChunk { parent: parent.unwrap_or(NONE), ..*new };
-        // Where nothing is known of the one before nothing is asked of it.
+        // If the parent is unknown, nothing is required of it.
         self.check_add(&NewChunk { holes: true, ..new })
     }
 
@@ -210,7 +211,7 @@ impl Model {
     pub fn begin_store(&mut self, cell: Cell, tier: Tier) -> Answer<Begin> {
         let tiers = self.cell(cell)?;
         let to = bit(tier)?;
-        // What the remote has is a hint: it keeps nothing from being stored here.
+        // A remote hint does not prevent a store in another tier.
         let [upper @ .., _] = &*tiers;
         Ok(if upper.iter().any(|t| t.place.is_some()) || tiers[to].place.is_some() {
             Begin::Resident
@@ -306,14 +307,14 @@ impl Model {
         if tiers[from].place.is_none() {
             return Ok(Dropped::Absent);
         }
-        // A hint can always go, and is no copy that another could go for.
+        // A hint can always be dropped, and does not count as another copy.
         let [upper @ .., _] = &tiers;
         let copies = upper.iter().filter(|t| t.place.is_some()).count();
         if copies == 1 && tier != Tier::Remote && self.is_blocked(cell.chunk) {
             return Err(Status::Busy);
         }
         let here = &mut self.cell(cell)?[from];
-        let place = here.place.take().expect("it is there");
+        let place = here.place.take().expect("a place in this tier");
         if here.readers == 0 {
             return Ok(Dropped::Freed(place));
         }

@@ -10,11 +10,11 @@ use kvtier::meta::layout::{Group, Layout, Rule};
 use kvtier::meta::reuse::{ChunkReuse, ReusablePrefix, State, find_reusable, plan_reuse, ranges};
 use proptest::prelude::*;
 
-/// What decides whether a path can be gone on from, token by token.
+/// State of a path that determines where it can be continued, token by token.
 #[derive(Debug)]
 struct TableCase {
     layout: Layout,
-    /// By chunk and layer: tiers where it is; whether it is on its way.
+    /// By chunk and layer: tiers in which the cell is resident; whether it is arriving.
     cells: Vec<Vec<(u8, bool)>>,
     tokens: Vec<u32>,
     given_up: Vec<bool>,
@@ -26,7 +26,7 @@ impl TableCase {
         self.tokens[..chunk].iter().map(|&t| u64::from(t)).sum()
     }
 
-    /// The chunks that a layer needs to go on from a token.
+    /// The chunks that a layer needs to continue from token `point`.
     fn needed(&self, layer: usize, point: u64) -> impl Iterator<Item = usize> {
         let rule = self.layout.group(layer).expect("a layer").rule;
         let needs = move |token: u64| match rule {
@@ -50,14 +50,14 @@ impl TableCase {
         (0..self.layout.layers()).all(fine)
     }
 
-    /// How many chunks can be gone on from.
+    /// Number of chunks after which the sequence can continue.
     fn reach(&self, wait: bool) -> usize {
         let fine =
             |&n: &usize| self.goes_on(self.start(n), |chunk, layer| self.has(chunk, layer, wait));
         (0..=self.tokens.len()).rev().find(fine).expect("0 always")
     }
 
-    /// Whether it is enough to compute these chunks to go on after the first `until`.
+    /// Whether computing these chunks suffices to continue after the first `until` chunks.
     fn is_enough(&self, computed: u32, until: usize, wait: bool) -> bool {
         let new = |chunk: usize| computed >> chunk & 1 != 0;
         let has = |c: usize, l: usize| new(c) || (!self.given_up[c] && self.has(c, l, wait));
@@ -97,12 +97,12 @@ impl TableCase {
                     table.begin_store(cell, first.unwrap_or(Tier::Host)).expect("sound");
                 }
                 let Some(first) = first else { continue };
-                table.end_store(cell, first, Some(place(first))).expect("it is stored");
+                table.end_store(cell, first, Some(place(first))).expect("a store under way");
                 for tier in tiers {
-                    table.begin_copy(cell, first, tier).expect("it is there");
+                    table.begin_copy(cell, first, tier).expect("a resident cell");
                     table
                         .end_copy(cell, tier, Arrival::Arrived(place(tier)))
-                        .expect("it is copied");
+                        .expect("a copy under way");
                 }
             }
             chunk
@@ -153,7 +153,7 @@ impl TableCase {
         let computed = (0..until).filter(missed).fold(0u32, |all, chunk| all | 1 << chunk);
         assert!(self.is_enough(computed, until, wait));
         for other in (0..1u32 << until).filter(|&other| self.is_enough(other, until, wait)) {
-            assert_eq!(computed & !other, 0, "{other:b} is enough, {computed:b} is more");
+            assert_eq!(computed & !other, 0, "{other:b} suffices, {computed:b} is more");
         }
         let points: Vec<u64> =
             (0..until).filter(missed).chain([until]).map(|at| self.start(at)).collect();
@@ -195,7 +195,7 @@ impl TableCase {
 
 fn table_case() -> impl Strategy<Value = TableCase> {
     let groups = prop::collection::vec((0u8..4, 1u32..20), 1..4);
-    // Whole chunks in one tier, whole ones in any, and cells here and there.
+    // Whole chunks in one tier, whole chunks in any tier, and single cells in any tiers.
     let cell = prop_oneof![3 => 1u8..16, 1 => Just(0u8)];
     let chunk = (0u8..4, 1u8..16, prop::collection::vec((cell, any::<bool>()), 6));
     let chunks = prop::collection::vec(chunk, 0..8);
@@ -224,7 +224,7 @@ fn table_case() -> impl Strategy<Value = TableCase> {
                 _ => cells.iter().map(|&(t, c)| (t, c && t == 0)).collect(),
             })
             .collect();
-        // A partial chunk that is nowhere is not known to be partial.
+        // A partial chunk that is in no tier is not known to be partial.
         if let (Some(end), Some(last)) = (tokens.last_mut(), cells.last())
             && last.iter().all(|&cell| cell == (0, false))
         {
@@ -259,8 +259,8 @@ fn window_needs_its_last_tokens_and_state_its_position() {
     let states = found.map(|found| found.state);
     assert_eq!(states, [State::Unneeded, State::Unneeded, State::Hit, State::Hit]);
     assert_eq!(found[3].bytes, [0, 8 + 8, 0, 0]);
-    // To compute the last one, the state before it is computed too, and for that the
-    // window before.
+    // To compute the last chunk, the state before it is computed too, and that needs the window
+    // before.
     found[3].given_up = true;
     let moves = plan_reuse(&table, &case.layout, &path, 4, false, &mut found).expect("sound");
     assert_eq!(found.map(|found| found.state == State::Miss), [true, false, true, true]);
@@ -278,7 +278,7 @@ fn lookup_in_a_table_of_another_layout_is_rejected() {
     let chunk = other.add(&root(0)).expect("room").slot();
     assert!(
         find_reusable(&other, &layout, &[NONE, chunk], &mut found).is_err(),
-        "it is not the second"
+        "a chunk at the wrong position"
     );
     let reach = find_reusable(&table(1, 1), &layout, &[NONE; 2], &mut found).expect("misses");
     assert_eq!(reach, ReusablePrefix::default());

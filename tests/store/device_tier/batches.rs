@@ -16,7 +16,7 @@ use kvtier_testkit::fixtures::stepped_store::{Parts, SteppedStore};
 use crate::device_tier::device_store::{CELLS, MODEL, TOKENS, quick};
 use kvtier_testkit::fixtures::store::{Engine, Shape, document, in_memory, marks_of, spec_of};
 
-/// Which planes are copied from where, and how often.
+/// Number of planes that are copied between each pair of memories.
 #[test]
 fn device_replicas_are_copied_without_the_link() {
     let (store, session, mut engine) = with_document(&quick(), Memory::Host, Level::Ram);
@@ -46,11 +46,11 @@ fn device_replicas_are_copied_without_the_link() {
         engine.check(&marks_of(0, &tokens), 0..TOKENS, 0..MODEL.layers);
         store.with(|state| {
             if what == "a copy" {
-                // Empties the tier.
-                state.set_device_bytes(0).expect("there is a tier");
-                state.set_device_bytes(1 << 20).expect("there is a tier");
+                // Drops all device replicas.
+                state.set_device_bytes(0).expect("a device tier");
+                state.set_device_bytes(1 << 20).expect("a device tier");
             }
-            state.check().expect("the tables agree");
+            state.check().expect("consistent tables");
         });
     };
     count(TransferKind::Put, Memory::Device, "a put", [2 * CELLS, 2 * CELLS, 0]);
@@ -107,8 +107,8 @@ pub fn take(store: &SteppedStore) -> Option<Work> {
     store.with(|state| state.take(WorkerKind::Copy))
 }
 
-/// A smaller limit while copies into and out of the device tier are under way: slabs are freed when
-/// these copies have ended.
+/// The limit shrinks while copies into and out of the device tier are under way. Slabs are freed
+/// when these copies have ended.
 #[test]
 fn slabs_are_freed_after_their_copies_end() {
     for from in [Memory::Host, Memory::Device] {
@@ -119,7 +119,7 @@ fn slabs_are_freed_after_their_copies_end() {
         let cells = in_memory(engine.whole(), Memory::Device);
         store.submit(session, TransferKind::Get, Level::Ram, cells);
         let batch = take(&store).expect("a get");
-        store.lock().set_device_bytes(0).expect("there is a tier");
+        store.lock().set_device_bytes(0).expect("a device tier");
         assert_eq!(device_cells(), 0);
         while let Some(work) = take(&store) {
             assert!(matches!(work, Work::Slabs(_)), "one batch has all copies");
@@ -130,7 +130,7 @@ fn slabs_are_freed_after_their_copies_end() {
         store.run_all(WorkerKind::Copy);
         assert_eq!((device_cells(), device.allocated_bytes()), (0, 0), "{from:?}");
         engine.check(&marks_of(0, &document(1, TOKENS)), 0..TOKENS, 0..MODEL.layers);
-        store.lock().check().expect("the tables agree");
+        store.lock().check().expect("consistent tables");
     }
 }
 
@@ -152,7 +152,7 @@ fn cell_lost_during_promotion_is_not_resident_on_the_device() {
         {
             let table = state.table_of(namespace).expect("open");
             let cell = Cell { chunk: slot, layer };
-            let place = table.chunks.place(cell, Tier::Disk).expect("there is a chunk");
+            let place = table.chunks.place(cell, Tier::Disk).expect("a chunk");
             let Some(Location::Disk { spot, seal, coded }) = place else {
                 panic!("not on disk: {cell:?}")
             };

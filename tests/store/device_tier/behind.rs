@@ -15,7 +15,7 @@ use kvtier_testkit::fixtures::store::{
     spec_of, until, wait, with_disk,
 };
 
-/// A move under way, with the engine's memory and its session.
+/// A transfer under way, with the engine's memory and its session.
 struct Moving {
     engine: Engine,
     session: u32,
@@ -55,7 +55,7 @@ impl Moving {
         Moving { engine, session, ops, marks: marks_of(0, &tokens) }
     }
 
-    /// What the engine's kernels do before the event comes.
+    /// Computes the tensors, as the engine's kernels do before the event ends.
     fn compute(&mut self) {
         self.engine.compute(&self.marks);
     }
@@ -66,7 +66,7 @@ impl Moving {
         dones
     }
 
-    /// It was a get, and all came.
+    /// Ends a get that found all tokens, and compares them.
     fn end_right(mut self, store: &DeviceStore) {
         assert!(self.ops.iter().all(|op| wait(op) == RIGHT), "{:?}", self.ops[0].info());
         self.engine.check(&self.marks, 0..TOKENS, 0..MODEL.layers);
@@ -79,7 +79,7 @@ impl Moving {
 }
 
 fn keep(store: &DeviceStore, event: Event) {
-    store.device.signal_event(event).expect("a promise");
+    store.device.signal_event(event).expect("a user event");
 }
 
 /// Stores documents, so that gets have something to find.
@@ -96,29 +96,29 @@ fn transfers_touch_no_memory_before_the_ready_event() {
     {
         let store = DeviceStore::open(&spec_of(spec));
         for (number, shape) in (0u32..).zip(SHAPES) {
-            let event = store.device.create_user_event().expect("one");
+            let event = store.device.create_user_event().expect("a user event");
             let mut put = Moving::begin(&store, TransferKind::Put, number, (shape, memory), event);
             until("it was submitted", || {
                 store.handle.inspect(|core| core.cells_after_event() == 0) == Ok(true)
             });
-            // What nobody may have read yet.
+            // The put must not have read these bytes before the event.
             put.compute();
             assert!(put.is_open());
             keep(&store, event);
             assert!(put.end(&store).iter().all(|done| *done == RIGHT));
-            store.device.release(event).expect("it has come");
+            store.device.release(event).expect("the event has ended");
 
-            // Twice: out of host memory, and of the device's if there is such a tier.
+            // Twice: from host memory, and from the device tier if there is one.
             for _ in 0..2 {
-                let event = store.device.create_user_event().expect("one");
+                let event = store.device.create_user_event().expect("a user event");
                 let get = Moving::begin(&store, TransferKind::Get, number, (shape, memory), event);
-                // Others pass.
+                // Other transfers are not delayed.
                 store.get_document(number, Memory::Host);
                 store.put_document(100 + number, Memory::Device);
                 assert!(get.is_open() && get.engine.is_untouched());
                 keep(&store, event);
                 get.end_right(&store);
-                store.device.release(event).expect("it has come");
+                store.device.release(event).expect("the event has ended");
             }
         }
         store.settle();
@@ -132,16 +132,16 @@ fn transfers_touch_no_memory_before_the_ready_event() {
 
 #[test]
 fn failed_event_fails_only_its_transfers() {
-    // The batches of the put, then those that fail.
+    // The first batches are those of the put; the later ones fail.
     let opts =
         SimulatedOpts { latency_ns: 1000, fail_at: (2..40).collect(), ..SimulatedOpts::default() };
     let store = DeviceStore::on(&spec_of("store(host=8MiB, copiers=1)"), simulated(opts), None);
     store.put_document(1, Memory::Device);
-    let promise = store.device.create_user_event().expect("one");
+    let promise = store.device.create_user_event().expect("a user event");
     let (mut host, mut there) = ([7u8; 64], [9u8; 64]);
     let address = there.as_mut_ptr().expose_provenance() as u64;
     let copy = Copy::bytes(host.as_mut_ptr(), address, 64, Direction::Scatter, Memory::Device);
-    // SAFETY: memory of this test's, which it leaves alone until the event.
+    // SAFETY: the memory belongs to this test, which does not touch it until the event.
     let event =
         unsafe { store.device.submit(Stream(0), Some(promise), &mut [copy.expect("sound")]) };
     let event = event.expect("taken");
@@ -156,11 +156,11 @@ fn failed_event_fails_only_its_transfers() {
     get.end(&store);
     put.end(&store).iter().for_each(failed);
     assert_eq!(store.device.state(event).unwrap_err().status(), Status::Io);
-    // Also one that names it now.
+    // A transfer that names the failed event now fails, too.
     let late = Moving::begin(&store, TransferKind::Put, 2, there, event);
     late.end(&store).iter().for_each(failed);
     store.settle();
-    assert_eq!(store.report().stats.host_cells, CELLS, "what was put before is there, and no more");
+    assert_eq!(store.report().stats.host_cells, CELLS, "only the earlier put is resident");
     let missed = store.handle.with(|core| Ok(core.counters.missed_cells)).expect("open");
     assert_eq!(missed, 0);
     for event in [promise, event] {
@@ -175,7 +175,7 @@ fn invalid_ready_events_are_rejected() {
     let tokens = document(1, TOKENS);
     let session = store.session(store.namespace, &tokens);
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
-    let event = store.device.create_user_event().expect("one");
+    let event = store.device.create_user_event().expect("a user event");
     let refused = |store: &TestStore, session, kind, after| {
         let what = CellRange { after: Some(after), ..engine.whole() };
         store.submit(session, kind, Level::Ram, what).map(|_| ()).unwrap_err().status()
@@ -183,11 +183,11 @@ fn invalid_ready_events_are_rejected() {
     assert_eq!(refused(&store, session, TransferKind::Prefetch, event), Status::Invalid);
     assert_eq!(refused(&store, session, TransferKind::Get, Event(12345)), Status::Handle);
     keep(&store, event);
-    store.device.release(event).expect("kept");
+    store.device.release(event).expect("an open event");
     assert_eq!(refused(&store, session, TransferKind::Put, event), Status::Handle);
     store.close_session(session);
     store.close();
-    // A store that was opened without a device knows none of its events.
+    // A store that was opened without a device knows none of the device's events.
     let store = TestStore::open(&spec_of("store(host=8MiB)"));
     let namespace = store.namespace(1, &MODEL);
     let session = store.session(namespace, &tokens);
@@ -203,7 +203,7 @@ fn late_event_delays_only_its_transfers() {
     let store = DeviceStore::open(&spec_of("store(host=32MiB, copiers=1)"));
     fill(&store, 0..COUNT);
     let events: Vec<Event> =
-        (0..COUNT).map(|_| store.device.create_user_event().expect("one")).collect();
+        (0..COUNT).map(|_| store.device.create_user_event().expect("a user event")).collect();
     let mut gets: Vec<Option<Moving>> = (0..COUNT)
         .map(|number| {
             let there = (Shape::Heads, Memory::Device);
@@ -215,7 +215,7 @@ fn late_event_delays_only_its_transfers() {
         assert!(gets.iter().flatten().all(Moving::is_open));
         keep(&store, events[at]);
         gets[at].take().expect("once each").end_right(&store);
-        store.device.release(events[at]).expect("it has come");
+        store.device.release(events[at]).expect("the event has ended");
     }
     store.close();
 }
@@ -226,8 +226,8 @@ fn waiting_transfers_leave_memory_for_others() {
     let scratch = Scratch::new("behind");
     let spec = with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", "host=1MiB,write=through");
     let store = DeviceStore::open(&spec);
-    let event = store.device.create_user_event().expect("one");
-    // Twice what memory has.
+    let event = store.device.create_user_event().expect("a user event");
+    // Twice as much as fits in memory.
     let mut puts: Vec<Moving> = (0..16)
         .map(|number| {
             Moving::begin(&store, TransferKind::Put, number, (Shape::Tokens, Memory::Device), event)
@@ -244,7 +244,7 @@ fn waiting_transfers_leave_memory_for_others() {
         assert!(put.end(&store).iter().all(|done| *done == RIGHT));
     }
     (0..16).for_each(|number| store.get_document(number, Memory::Host));
-    store.device.release(event).expect("it has come");
+    store.device.release(event).expect("the event has ended");
     store.close();
 }
 
@@ -257,13 +257,13 @@ fn disk_reads_proceed_before_the_ready_event() {
     store.close();
     let store = DeviceStore::open(&spec);
     assert_eq!(store.report().stats.host_cells, 0);
-    let event = store.device.create_user_event().expect("one");
+    let event = store.device.create_user_event().expect("a user event");
     let get = Moving::begin(&store, TransferKind::Get, 1, (Shape::Tokens, Memory::Device), event);
     until("it was read", || store.report().stats.host_cells == CELLS);
     assert!(get.is_open() && get.engine.is_untouched());
     keep(&store, event);
     get.end_right(&store);
-    store.device.release(event).expect("it has come");
+    store.device.release(event).expect("the event has ended");
     store.close();
 }
 
@@ -272,7 +272,7 @@ fn transfer_waits_for_host_signal_and_device_event() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
     fill(&store, 1..2);
     for word_first in [false, true] {
-        let (event, word) = (store.device.create_user_event().expect("one"), Ready::default());
+        let (event, word) = (store.device.create_user_event().expect("an event"), Ready::default());
         let session = store.session(store.namespace, &document(1, TOKENS));
         let mut engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
         let whole = in_memory(engine.whole(), Memory::Device);
@@ -294,18 +294,18 @@ fn transfer_waits_for_host_signal_and_device_event() {
         assert_eq!(wait(&op), RIGHT);
         engine.check(&marks_of(0, &document(1, TOKENS)), 0..TOKENS, 0..MODEL.layers);
         store.close_session(session);
-        store.device.release(event).expect("it has come");
+        store.device.release(event).expect("the event has ended");
     }
     store.close();
 }
 
-/// A cancelled transfer resolves at once, and releases the caller's memory when no copy touches
-/// it.
+/// A cancelled transfer resolves at once. It releases the caller's memory when no copy touches that
+/// memory any more.
 #[test]
 fn cancelled_transfer_releases_memory_after_the_event() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB)"));
     fill(&store, 1..2);
-    let event = store.device.create_user_event().expect("one");
+    let event = store.device.create_user_event().expect("a user event");
     let tokens = document(1, TOKENS);
     let session = store.session(store.namespace, &tokens);
     let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
@@ -316,7 +316,8 @@ fn cancelled_transfer_releases_memory_after_the_event() {
         ops.expect("submitted").remove(0)
     };
     let all_submitted = || store.handle.inspect(|core| core.cells_after_event() == 0) == Ok(true);
-    // Late enough that the device has all of it before: on a slow machine with a later deadline.
+    // The deadline must pass after the device has all copies. A slow machine needs a later
+    // deadline.
     let mut patience_ns = 200_000_000;
     let late = loop {
         let deadline_ns = store.now_ns() + patience_ns;
@@ -338,12 +339,12 @@ fn cancelled_transfer_releases_memory_after_the_event() {
     assert_eq!(busy.status(), Status::Busy);
     assert!(engine.is_untouched());
     keep(&store, event);
-    // It was too late to be given up: all of it came.
+    // The cancellation came too late: all cells were stored.
     let ends = [(late, Status::Timeout), (given_up, Status::Ok)];
     for (op, status) in ends {
         assert_eq!(wait(&op).status, status);
     }
-    store.device.release(event).expect("it has come");
+    store.device.release(event).expect("the event has ended");
     store.store.close();
 }
 
@@ -369,7 +370,7 @@ fn cancelled_transfers_free_memory_before_the_signal() {
     };
     let kept = submit().expect("submitted");
     for _ in 0..=MOST {
-        let ops = submit().expect("nobody else waits");
+        let ops = submit().expect("places of cancelled transfers");
         ops[0].cancel();
         assert_eq!(wait(&ops[0]).status, Status::Cancelled);
     }

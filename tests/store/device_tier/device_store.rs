@@ -104,7 +104,7 @@ impl DeviceStore {
         );
     }
 
-    /// How many chunks of a document are on the device with all layers.
+    /// Number of chunks of a document that are on the device with all layers.
     pub fn device_chunks(&self, number: u32) -> usize {
         let tokens = document(number, TOKENS);
         let session = self.session(self.namespace, &tokens);
@@ -126,7 +126,7 @@ impl DeviceStore {
     }
 }
 
-/// A budget of 64 MiB of host memory and so many bytes of device memory.
+/// A budget of 64 MiB of host memory and `device_bytes` of device memory.
 pub fn device_budget(runtime: &Runtime, device_bytes: u64) -> Arc<Budget> {
     budget(runtime, &[(Tier::Host, 64 << 20), (Tier::Device, device_bytes)])
 }

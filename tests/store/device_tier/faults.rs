@@ -43,7 +43,7 @@ fn lost_device_loses_the_tier_and_no_data() {
                     let chance = mix(caller << 32 | turn);
                     let number = chance as u32 % 24;
                     let memory = if chance >> 40 & 1 == 0 { Memory::Host } else { Memory::Device };
-                    // What came is compared, whatever became of the rest.
+                    // Found tokens are compared, whatever happened to the other ones.
                     let done = store.transfer_document(
                         TransferKind::Get,
                         Level::Ram,
@@ -72,8 +72,8 @@ fn lost_device_loses_the_tier_and_no_data() {
         (all.stats.device_cells, all.stats.device_slabs, store.device.allocated_bytes()),
         (0, 0, 0)
     );
-    assert_eq!(all.stats.missed_cells, 0, "nothing that was put is gone");
-    // From host memory it goes on.
+    assert_eq!(all.stats.missed_cells, 0, "no stored cell is missing");
+    // The store continues with host memory.
     store.put_document(77, Memory::Host);
     (0..24).chain([77]).for_each(|number| store.get_document(number, Memory::Host));
     store.close();
@@ -84,7 +84,7 @@ fn lost_device_loses_the_tier_and_no_data() {
 
 #[test]
 fn failed_tier_copies_fall_back_to_host_memory() {
-    // Batches of the put, then of the gets: some of these fail.
+    // Batches of the put, then of the gets. Some of them fail.
     for (first, from) in (2..20).flat_map(|n| [(n, Memory::Host), (n, Memory::Device)]) {
         let fail_at = vec![first, first + 3];
         let opts = SimulatedOpts { latency_ns: 1000, fail_at, ..SimulatedOpts::default() };
@@ -105,7 +105,7 @@ fn failed_tier_copies_fall_back_to_host_memory() {
     }
 }
 
-/// Many callers, more data than fits anywhere, a slow device, and changing limits.
+/// Many callers, more data than fits in all tiers, a slow device, and changing limits.
 #[test]
 fn concurrent_callers_read_exact_bytes() {
     let scratch = Scratch::new("device");
@@ -147,7 +147,7 @@ fn concurrent_callers_read_exact_bytes() {
         scope.spawn(|| {
             for turn in 0u64.. {
                 let bytes = (1 + mix(turn) % 10) * 64 * KIB;
-                store.handle.with(|core| core.set_device_bytes(bytes)).expect("there is a tier");
+                store.handle.with(|core| core.set_device_bytes(bytes)).expect("a device tier");
                 assert_eq!(store.audit().wrong, 0);
                 if is_over.load(Ordering::Acquire) {
                     return;
@@ -171,31 +171,31 @@ fn smaller_budget_reclaims_slabs() {
     let spec = spec_of("store(host=16MiB, device=device(capacity=4MiB))");
     let store = DeviceStore::on(&spec, quick(), Some(&budget));
     let lane = || -> TierUsage { budget.usage(Tier::Device) };
-    assert_eq!(lane().committed_bytes, 2 << 20, "as much as there is");
+    assert_eq!(lane().committed_bytes, 2 << 20, "the whole budget");
     (0..12).for_each(|number| store.put_document(number, Memory::Device));
     for kib in [1536, 600, 0] {
         budget.resize(Tier::Device, kib * KIB).expect("resized");
-        until("slabs go back", || lane().committed_bytes <= kib * KIB);
+        until("slabs are returned", || lane().committed_bytes <= kib * KIB);
         assert_eq!(store.device.allocated_bytes(), lane().committed_bytes);
         (0..12).for_each(|number| store.get_document(number, Memory::Device));
         assert!(lane().committed_bytes <= kib * KIB && store.audit().wrong == 0);
     }
     assert_eq!(store.report().stats.device_cells, 0);
-    // What is said of the store itself, with a budget that has room again.
+    // Limits set on the store itself, with a budget that has free memory again.
     budget.resize(Tier::Device, 4 << 20).expect("resized");
-    store.handle.with(|core| core.set_device_bytes(1 << 20)).expect("there is a tier");
-    until("slabs come", || lane().committed_bytes == 1 << 20);
-    // Bytes are committed before the slabs that they are for can be used.
-    until("cells come", || {
+    store.handle.with(|core| core.set_device_bytes(1 << 20)).expect("a device tier");
+    until("slabs are allocated", || lane().committed_bytes == 1 << 20);
+    // Bytes are committed before their slabs can be used.
+    until("cells are promoted", || {
         (0..2).for_each(|number| store.get_document(number, Memory::Device));
         store.report().stats.device_cells > 0
     });
-    store.handle.with(|core| core.set_device_bytes(0)).expect("there is a tier");
-    until("all goes", || lane().committed_bytes == 0);
+    store.handle.with(|core| core.set_device_bytes(0)).expect("a device tier");
+    until("all slabs are freed", || lane().committed_bytes == 0);
     assert!(lane().peak_bytes <= 2 << 20);
     store.close();
     let left = [Tier::Host, Tier::Device].map(|tier| budget.usage(tier).committed_bytes);
-    assert_eq!(left, [0, 0], "all of it went back");
+    assert_eq!(left, [0, 0], "all memory was returned");
     budget.close();
     drop(runtime);
 }

@@ -49,8 +49,8 @@ fn put_from_device_memory_leaves_a_device_replica() {
     assert_eq!((counters.host_hit_cells, counters.stored_cells), (count * CELLS, count * CELLS));
     assert_eq!((all.stats.device_cells, all.stats.host_cells), (count * CELLS, count * CELLS));
     assert_eq!(store.audit(), Audited { right: count * CELLS, ..Audited::default() });
-    // How fast it was is the machine's affair.
-    assert_ne!(all.replicas.bytes_per_second, 2e11, "its speed was seen, and is no guess any more");
+    // The measured speed depends on the machine.
+    assert_ne!(all.replicas.bytes_per_second, 2e11, "the speed was measured");
     let text = store.handle.with(|core| Ok(core.metrics_text())).expect("open");
     assert!(text.contains(&format!("kvtier_device_hit_cells_total {}\n", count * CELLS)), "{text}");
     store.close();
@@ -60,7 +60,7 @@ fn put_from_device_memory_leaves_a_device_replica() {
 fn get_into_device_memory_leaves_a_device_replica() {
     let store = DeviceStore::open(&spec_of("store(host=8MiB, device=device(capacity=4MiB))"));
     store.put_document(1, Memory::Host);
-    assert_eq!(store.report().stats.device_promoted_cells, 0, "nobody has asked for it there");
+    assert_eq!(store.report().stats.device_promoted_cells, 0, "no get into device memory");
     store.get_document(1, Memory::Host);
     assert_eq!(store.report().stats.device_promoted_cells, 0);
     store.get_document(1, Memory::Device);
@@ -96,7 +96,7 @@ fn plans_and_lookups_report_device_residency() {
         assert_eq!(steps.len(), 1);
         assert_eq!((steps[0].kind, steps[0].bytes), (plan::StepKind::Load, from));
         assert!(steps[0].ns > 0.0);
-        let look = store.handle.lookup(store.namespace, &tokens).expect("a look");
+        let look = store.handle.lookup(store.namespace, &tokens).expect("a lookup");
         let tier = if memory == Memory::Device { Tier::Device } else { Tier::Host };
         assert_eq!(look.bytes[tier as usize], bytes);
         assert_eq!(look.ranges[0].farthest, Some(tier as usize));
@@ -135,13 +135,13 @@ fn full_device_tier_evicts_and_stays_exact() {
 
 #[test]
 fn scan_does_not_evict_frequently_used_chunks() {
-    // Room for 8 documents of 4 chunks.
+    // Memory for 8 documents of 4 chunks.
     let store = DeviceStore::open(&spec_of("store(host=64MiB, device=device(capacity=1MiB))"));
     (0..3).for_each(|number| store.put_document(number, Memory::Device));
     for _ in 0..4 {
         (0..3).for_each(|number| store.get_document(number, Memory::Device));
     }
-    // Each once, also what was put from elsewhere.
+    // A scan: each document once, half of them put from host memory.
     for number in 100..160 {
         store.put_document(number, if number % 2 == 0 { Memory::Device } else { Memory::Host });
         store.get_document(number, Memory::Device);
@@ -191,7 +191,7 @@ fn device_tier_is_empty_after_restart_and_fills_from_disk() {
         (counters.disk_hit_cells, counters.device_promoted_cells, counters.device_hit_cells),
         (CELLS, CELLS, 0)
     );
-    // It leaves host memory; what is on the device goes too, as the engine has asked.
+    // The demotion drops the device replicas as well, as the engine requested.
     store.get_document(1, Memory::Device);
     assert_eq!(store.report().stats.device_hit_cells, CELLS);
     let session = store.session(store.namespace, &document(1, TOKENS));
@@ -211,7 +211,7 @@ fn device_replica_serves_gets_after_host_eviction() {
         "host=512KiB,write=through,policy=lru,device=device(capacity=4MiB,policy=lru)",
     );
     let store = DeviceStore::open(&spec);
-    // Four times what host memory has, and all of it on the device.
+    // Four times what fits in host memory, and all of it on the device.
     for number in 0..16 {
         store.put_document(number, Memory::Device);
         store.settle();
@@ -264,9 +264,9 @@ fn cells_of_another_size_get_a_slab() {
     let clock = Clock::real();
     let late_ns = clock.now_ns() + LONG_NS;
     let mut number = 0;
-    // One slab a second: the first is had at once.
+    // One slab per second; the first is allocated at once.
     while store.report().stats.device_hit_cells == 0 {
-        assert!(clock.now_ns() < late_ns, "it never gets room");
+        assert!(clock.now_ns() < late_ns, "no slab was taken over");
         number += 1;
         let tokens = document(1000 + number, TOKENS);
         let session = store.session(namespace, &tokens);

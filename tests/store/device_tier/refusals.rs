@@ -19,19 +19,19 @@ use kvtier_testkit::fixtures::store::{
     Engine, LONG_NS, Shape, TestStore, document, in_memory, marks_of, spec_of, until, wait,
 };
 
-/// Checks addresses as a driver does: a batch with memory that it does not know is refused.
+/// Checks addresses as a driver does: a batch with unknown memory is refused.
 struct Picky {
     unknown: Mutex<Range<u64>>,
     next: Mutex<Next>,
     changed: Condvar,
 }
 
-/// What happens to the next batch.
+/// Behaviour of the next batch.
 #[derive(PartialEq)]
 enum Next {
     Goes,
     IsHeldUp,
-    /// One is held up.
+    /// A batch is being held up.
     Waits,
     Panics,
 }
@@ -47,7 +47,7 @@ impl Picky {
         self.changed.notify_all();
     }
 
-    /// Waits until the next batch has another fate.
+    /// Waits until the next batch behaves differently.
     fn wait_while(&self, is: Next) {
         let next = self.next.lock().expect("no panic");
         let long = Duration::from_nanos(LONG_NS);
@@ -67,11 +67,11 @@ impl Picky {
             drop(goes.expect("no panic"));
         } else if *next == Next::Panics {
             drop(next);
-            panic!("a defect that is planted");
+            panic!("an injected panic");
         }
     }
 
-    /// The driver does not know the memory of this engine from now on.
+    /// The driver no longer knows the memory of this engine.
     fn unregister(&self, engine: &Engine) {
         let memory = engine.bytes().as_ptr_range();
         *self.unknown.lock().expect("no panic") = memory.start as u64..memory.end as u64;
@@ -114,10 +114,10 @@ fn bad_pointer_fails_only_its_transfer() {
     assert_eq!(how, [(true, None), (false, Some(Status::Invalid))]);
     engine.check(&marks_of(0, &document(1, TOKENS)), 0..TOKENS, 0..MODEL.layers);
     assert!(bad.is_untouched());
-    // The device tier was not touched.
+    // The device tier is unchanged.
     store.with(|state| {
         assert_eq!((state.device_cells(), state.counters.device_lost_cells), (CELLS, 0));
-        state.check().expect("the tables agree");
+        state.check().expect("consistent tables");
     });
 }
 
@@ -134,12 +134,12 @@ fn bad_pointer_behind_an_event_fails_only_its_transfer() {
     assert_eq!(store.put(sessions[0], Level::Ram, &engines[0]), RIGHT);
     engines[0] = Engine::new(MODEL, Shape::Tokens, TOKENS);
     device.unregister(&engines[1]);
-    let event = device.create_user_event().expect("one");
+    let event = device.create_user_event().expect("a user event");
     let after = |engine: &Engine| CellRange {
         after: Some(event),
         ..in_memory(engine.whole(), Memory::Device)
     };
-    // Both at once, so that one batch has both.
+    // Both transfers at once, so that they share a batch.
     let begun = store.handle.with(|core| {
         let all = [0, 1].map(|at| {
             core.submit_cell_range(
@@ -157,17 +157,17 @@ fn bad_pointer_behind_an_event_fails_only_its_transfer() {
         store.handle.inspect(|core| core.cells_after_event() == 0) == Ok(true)
     });
     assert!(engines[0].is_untouched());
-    device.signal_event(event).expect("a promise");
+    device.signal_event(event).expect("a user event");
     store.settle();
     assert_eq!(begun.len(), 2);
     engines[0].check(&marks_of(0, &tokens), 0..TOKENS, 0..MODEL.layers);
     assert!(engines[1].is_untouched());
-    device.release(event).expect("it has come");
+    device.release(event).expect("the event has ended");
     sessions.into_iter().for_each(|session| store.close_session(session));
     store.close();
 }
 
-/// Even while ops are kept.
+/// The device is released even while ops are kept.
 #[test]
 fn closed_store_releases_its_device() {
     let device = picky(quick());
@@ -189,7 +189,7 @@ fn closed_store_releases_its_device() {
     drop(ops);
 }
 
-/// Cells that the device does not read back are unknown, and stay.
+/// Cells that the device cannot read back count as unknown, and stay.
 #[test]
 fn failed_audit_drops_nothing() {
     let device = picky(quick());
@@ -245,10 +245,10 @@ fn audit_survives_a_worker_panic() {
         let (sender, receiver) = std::sync::mpsc::channel();
         let store = &store.handle;
         scope.spawn(move || sender.send(store.close(0).is_ok()));
-        // It may wait for the audit, or must have left it what it needs.
+        // The close may wait for the audit, or it keeps the memory that the audit needs.
         let _ = receiver.recv_timeout(Duration::from_secs(1));
         device.set_next(Next::Goes);
-        audit.join().expect("no panic").expect("it was begun before");
+        audit.join().expect("no panic").expect("an audit begun before the close");
     });
     assert_eq!(device.inner.allocated_bytes(), 0);
 }

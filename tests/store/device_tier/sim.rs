@@ -2,7 +2,7 @@
 
 use kvtier_testkit::sim::{SimOpts, run};
 
-/// KVTIER_SIM_SEEDS more seeds than usual; KVTIER_SIM_SEED one alone.
+/// KVTIER_SIM_SEEDS adds seeds; KVTIER_SIM_SEED runs a single one.
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.parse().ok()
 }
@@ -11,8 +11,8 @@ fn number(name: &str) -> Option<u64> {
 fn simulation_seeds_with_a_device_tier_keep_all_invariants() {
     let first = number("KVTIER_SIM_SEED");
     let count = if first.is_some() { 1 } else { number("KVTIER_SIM_SEEDS").unwrap_or(60) };
-    // Far from those of other tests; every second one has a device, of those every second one
-    // a tier.
+    // Seeds far from those of other tests. Every second seed has a device, and every second one of
+    // those a device tier.
     let first = first.unwrap_or(50_000);
     let mut sums = [0; 7];
     for seed in (first..).step_by(2).take(count as usize) {
@@ -30,6 +30,6 @@ fn simulation_seeds_with_a_device_tier_keep_all_invariants() {
         ];
         sums.iter_mut().zip(more).for_each(|(sum, n)| *sum += n);
     }
-    assert!(count < 50 || sums.iter().all(|&n| n > 0), "too little was seen: {sums:?}");
+    assert!(count < 50 || sums.iter().all(|&n| n > 0), "a case was not reached: {sums:?}");
     println!("{sums:?}");
 }

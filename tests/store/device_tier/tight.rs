@@ -63,11 +63,11 @@ impl Store {
     }
 
     fn check(&self) {
-        self.store.lock().check().expect("the tables agree");
+        self.store.lock().check().expect("consistent tables");
     }
 }
 
-/// Copies out of device memory that have not begun count as motion.
+/// Copies out of device memory that have not begun count as transfers under way.
 #[test]
 fn put_waits_for_copies_out_of_the_device() {
     let mut store = Store::new("store(host=256KiB, device=device(capacity=1MiB))");
@@ -99,7 +99,7 @@ fn put_waits_for_copies_behind_a_signalled_event() {
     assert!(store.store.lock().take_after_event(event).is_none(), "one batch has all copies");
     store.store.lock().event_ended(event, Ok(()));
     store.copy();
-    // Its memory comes free when the batch has ended; the second document is held.
+    // The memory is freed when the batch has ended; the second document is held.
     store.begin(sessions[2], TransferKind::Put, MODEL, None);
     store.copy();
     assert_eq!(store.ended_and_failed(), (vec![], 0));
@@ -109,7 +109,7 @@ fn put_waits_for_copies_behind_a_signalled_event() {
     store.check();
 }
 
-/// A cell of another size takes over a slab from time to time, and evicts nothing in between.
+/// Cells of another size take over a slab from time to time, and evict nothing in between.
 #[test]
 fn cell_of_another_size_causes_no_useless_eviction() {
     for pins in [false, true] {
@@ -126,7 +126,7 @@ fn cell_of_another_size_causes_no_useless_eviction() {
             store.put(session, MODEL);
         }
         let before = store.device_cells();
-        assert_eq!(before, 2 * CELLS, "all of it is taken");
+        assert_eq!(before, 2 * CELLS, "the tier is full");
         for number in 3..7 {
             let session = store.session(namespaces[1], number);
             store.put(session, small);
@@ -138,13 +138,13 @@ fn cell_of_another_size_causes_no_useless_eviction() {
         if pins {
             assert_eq!((cells, evicted), (before, 0));
         } else {
-            assert!(counters.device_promoted_cells > 2 * CELLS, "a slab has become theirs");
+            assert!(counters.device_promoted_cells > 2 * CELLS, "a slab was taken over");
         }
         store.check();
     }
 }
 
-/// A cell whose copy failed and was made again counts as one hit.
+/// A cell whose copy failed and was retried counts as one hit.
 #[test]
 fn retried_cell_counts_one_hit() {
     let (store, session, engine) = with_document(&quick(), Memory::Host, Level::Ram);

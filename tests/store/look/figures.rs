@@ -16,7 +16,7 @@ use crate::look::world::World;
 /// A sample: its name and labels, its value.
 type Samples = BTreeMap<String, f64>;
 
-/// Reads the text format as its description has it, and nothing beside that.
+/// Parses the text exposition format of Prometheus strictly.
 fn parse(text: &str) -> Result<(BTreeMap<String, String>, Samples), String> {
     let (mut types, mut samples, mut helped) = (BTreeMap::new(), Samples::new(), BTreeSet::new());
     let mut family = String::new();
@@ -84,7 +84,7 @@ fn parse(text: &str) -> Result<(BTreeMap<String, String>, Samples), String> {
     Ok((types, samples))
 }
 
-/// Bounds and counts rise together, and the last bound has all.
+/// Bounds and counts rise together, and the last bucket counts all samples.
 fn check_histograms(family: &str, samples: &Samples) -> Result<(), String> {
     let mut found: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
     let start = format!("{family}_bucket{{");
@@ -166,7 +166,7 @@ fn metrics_text_matches_the_report() {
                 let kind = |name: &str| types.get(name.split('{').next().unwrap());
                 let counter = |name: &str| kind(name).is_none_or(|kind| kind == "counter");
                 for (name, value) in before.iter().filter(|(name, _)| counter(name)) {
-                    assert!(samples[name] >= *value, "{name} goes back");
+                    assert!(samples[name] >= *value, "{name} decreased");
                 }
             }
             last = Some((types, samples));
@@ -174,7 +174,7 @@ fn metrics_text_matches_the_report() {
     }
 }
 
-/// Each batch takes 1000 ns here.
+/// Each batch takes 1000 ns in this test.
 #[test]
 fn latency_is_attributed_to_the_slowest_tier_used() {
     let mut world = World::new(5, 600 << 10, 40 * 131_072);
@@ -184,7 +184,7 @@ fn latency_is_attributed_to_the_slowest_tier_used() {
     };
     let at = world.open(0, 1);
     world.grow(at, 1, 8);
-    // Nothing is there: a get that brought less than it was asked for is not timed.
+    // Nothing is stored yet. A get that misses cells is not timed.
     assert!(world.submit_part(at, TransferKind::Get, 0, 0, 8, 0..3));
     world.rest(0);
     assert!(times(&world).values().all(|one| one.count == 0));
@@ -198,7 +198,7 @@ fn latency_is_attributed_to_the_slowest_tier_used() {
     assert_eq!((seen["put_ram"], seen["get_host"]), (one, one));
     assert_eq!((seen["copy_batch"], seen["get_disk"].count), (copies, 0));
     assert_eq!((seen["read_batch"].count, seen["write_batch"].count), (0, 0));
-    // Others come until that cell is on disk only.
+    // Other chunks are put until that cell is on disk only.
     for document in 2.. {
         let other = world.open(4, 1);
         world.grow(other, document, 24);
@@ -211,10 +211,10 @@ fn latency_is_attributed_to_the_slowest_tier_used() {
             break;
         }
     }
-    // Reads that are given up, or come too late, before they begin: none has failed.
+    // Reads that are cancelled or time out before they begin do not count as failed.
     for status in [Status::Cancelled, Status::Timeout] {
         assert!(world.submit_part(at, TransferKind::Get, 0, 4, 4, 1..2));
-        // Memory is made for it first.
+        // Other workers first make memory for the read.
         for kind in WorkerKind::ALL.into_iter().filter(|&kind| kind != WorkerKind::Read) {
             let work = world.core.0.lock().take(kind);
             work.into_iter().for_each(|work| world.carry_out(work, 0));
@@ -232,7 +232,7 @@ fn latency_is_attributed_to_the_slowest_tier_used() {
     let (below, reads) = (seen["get_disk"], seen["read_batch"]);
     assert_eq!((below.count, reads.count, reads.max_ns, seen["get_host"]), (1, 1, 700, one));
     assert!((2000..=took_ns).contains(&below.max_ns), "{below:?} in {took_ns}");
-    // One that is given up is not timed.
+    // A cancelled get is not timed.
     assert!(world.submit_part(at, TransferKind::Get, 0, 0, 8, 0..3));
     world.core.0.lock().cancel(0, Status::Cancelled);
     world.rest(0);
@@ -280,7 +280,7 @@ fn report_totals_are_consistent() {
         assert!(stats.disk_appended_bytes == 0 || stats.write_amplification() >= 1.0);
         let tenants = core.tenants();
         assert_eq!(tenants.len() as u64, report.stats.tenants);
-        // Who is not told apart has done nothing here.
+        // No transfer here belongs to a tenant beyond the maximum.
         assert_eq!(core.other_tenants(), Default::default());
         let hits: u64 = tenants.iter().map(|tenant| tenant.hits).sum();
         let got: u64 = tenants.iter().map(|tenant| tenant.got_bytes).sum();

@@ -14,7 +14,7 @@ use crate::look::world::World;
 const HOST: usize = Tier::Host as usize;
 const DISK: usize = Tier::Disk as usize;
 
-/// How long the ways take for chunks.
+/// Load time of chunks over all routes.
 fn load_ns(routes: &[Route], chunks: &[Chosen], queued: bool) -> u64 {
     let sum = |bytes: &dyn Fn(&Chosen) -> u64| {
         let all = chunks.iter().map(bytes).sum::<u64>();
@@ -32,7 +32,7 @@ fn load_ns(routes: &[Route], chunks: &[Chosen], queued: bool) -> u64 {
     most as u64
 }
 
-/// Whether a lookup says what the rows say.
+/// Checks that a lookup agrees with the rows of the naive model.
 pub fn compare(look: &LookupResult, rows: &Rows, holes: bool, routes: &[Route]) {
     let (now, soon) = (rows.reach(false), rows.reach(true));
     assert_eq!(look.tokens, rows.tokens.iter().sum::<u64>());
@@ -86,7 +86,7 @@ fn look_around(world: &mut World) -> [u64; 4] {
         Chain::new(namespace.key, each).unwrap().extend(&tokens, &[], &mut keys).unwrap();
         let by_keys = core.lookup_keys(namespace.number, &keys, tokens.len() as u64).unwrap();
         assert_eq!(*by_keys, by_tokens);
-        // Under another namespace nothing is there, though it has the same layout.
+        // Nothing is stored in another namespace, even with the same layout.
         let other = world
             .namespaces
             .iter()
@@ -103,7 +103,7 @@ fn look_around(world: &mut World) -> [u64; 4] {
         let routes = core.routes(namespace.number, 0).unwrap();
         compare(core.lookup_session(session.number).unwrap(), &rows, namespace.holes, &routes);
     }
-    assert_eq!(core.report(), before, "a lookup is no use");
+    assert_eq!(core.report(), before, "a lookup counted as a use");
     seen
 }
 
@@ -111,7 +111,7 @@ fn look_around(world: &mut World) -> [u64; 4] {
 fn lookups_match_the_naive_model() {
     let (mut seen, mut disk, mut both) = ([0; 4], 0, 0);
     for seed in 0..12 {
-        // Little memory, so that much is on disk, and a disk that gets full.
+        // Little memory, so that many chunks are on disk, and a disk that becomes full.
         let mut world = World::new(seed, (4 + seed) << 16, (10 + seed) * 131_072 + 400_000);
         for step in 0..400 {
             world.step();
@@ -127,10 +127,10 @@ fn lookups_match_the_naive_model() {
         both += report.stats.demoted_chunks;
     }
     let enough = seen.iter().all(|&n| n > 50);
-    assert!(enough && disk > 0 && both > 0, "too little was seen: {seen:?}, {disk}, {both}");
+    assert!(enough && disk > 0 && both > 0, "a case was not reached: {seen:?}, {disk}, {both}");
 }
 
-/// With memory for everything.
+/// With memory for all chunks.
 #[test]
 fn stored_prefixes_are_found() {
     for seed in 100..108 {

@@ -26,7 +26,7 @@ fn best_ns(mut body: impl FnMut()) -> f64 {
     best
 }
 
-/// Stores the layers of a session; nobody copies anything.
+/// Stores the layers of a session without copying any bytes.
 fn store(core: &mut StoreState, session: u32, tokens: u32, layers: std::ops::Range<usize>) {
     let plane = || PlaneView::canonical(4096, tokens, 4);
     let views = layers.clone().map(|_| LayerViews { k: plane(), v: Some(plane()) }).collect();

@@ -10,7 +10,7 @@ use kvtier::store::state::StoreState;
 
 use crate::look::world::Namespace;
 
-/// What is known of a cell: the nearest tier it is in, whether it is on its way.
+/// Facts of a cell: the nearest tier in which it is resident, and whether it is arriving.
 pub type CellFacts = (Option<usize>, bool);
 
 /// A sequence, chunk by chunk.
@@ -21,7 +21,7 @@ pub struct Rows {
     pub cells: Vec<Vec<CellFacts>>,
 }
 
-/// What becomes of a chunk.
+/// State of a chunk in a plan, and the bytes to load.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chosen {
     pub state: State,
@@ -30,7 +30,7 @@ pub struct Chosen {
 }
 
 impl Rows {
-    /// What the table says of a sequence, and of the chunk behind its full ones.
+    /// Rows of a sequence as the chunk table has them, including its tail.
     pub fn of(
         core: &StoreState,
         namespace: &Namespace,
@@ -61,7 +61,7 @@ impl Rows {
         self.tokens[..chunk].iter().sum()
     }
 
-    /// Whether a layer of a chunk is needed to go on from a token.
+    /// Whether a layer of a chunk is needed to continue from token `point`.
     pub fn needs(&self, layer: usize, point: u64, chunk: usize) -> bool {
         let rule = self.layout.group(layer).unwrap().rule;
         (self.start(chunk)..self.start(chunk + 1)).any(|token| {
@@ -79,7 +79,7 @@ impl Rows {
         there.is_some() || wait && coming
     }
 
-    /// The most chunks after which the sequence can go on.
+    /// The largest number of chunks after which the sequence can continue.
     pub fn reach(&self, wait: bool) -> usize {
         let layers = 0..self.layout.layers();
         let fine = |&n: &usize| {
@@ -93,7 +93,8 @@ impl Rows {
         self.layout.group(layer).unwrap().planes(self.tokens[chunk] as u32).bytes()
     }
 
-    /// What the cells of a chunk that are needed from some points take.
+    /// Bytes to load from each tier, and pending bytes, for the cells of a chunk that `points`
+    /// need.
     pub fn load(&self, chunk: usize, points: &[u64]) -> ([u64; TIERS], u64) {
         let (mut bytes, mut pending) = ([0; TIERS], 0);
         for layer in 0..self.layout.layers() {
@@ -109,8 +110,8 @@ impl Rows {
         (bytes, pending)
     }
 
-    /// What it takes to go on after `until` chunks; holes are computed, as are chunks
-    /// that `given_up` names if they are needed.
+    /// Steps to continue after `until` chunks. Holes are computed, as are needed chunks for which
+    /// `given_up` returns true.
     pub fn choose(
         &self,
         until: usize,

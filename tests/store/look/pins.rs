@@ -9,7 +9,7 @@ const CHUNKS: usize = 6;
 const TOKENS: usize = CHUNKS * 4;
 const SECOND: u64 = 1_000_000_000;
 
-/// A document that is stored and pinned, and that nobody has open.
+/// Stores and pins a document, then closes its session.
 fn pinned(world: &mut World, document: u32, pin: Pin) {
     let at = world.open(0, 0);
     world.grow(at, document, TOKENS);
@@ -17,21 +17,21 @@ fn pinned(world: &mut World, document: u32, pin: Pin) {
     world.rest(0);
     let session = world.sessions.swap_remove(at);
     let mut core = world.core.0.lock();
-    core.pin(session.number, 0, TOKENS as u64, pin).expect("there is room");
-    core.close_session(session.number).expect("it is open");
+    core.pin(session.number, 0, TOKENS as u64, pin).expect("room for a pin");
+    core.close_session(session.number).expect("an open session");
 }
 
-/// How many of the first chunks of a document are there; those behind a gap are not.
+/// Number of leading chunks of a document that are resident. Chunks behind a gap do not count.
 fn left(world: &mut World, document: u32) -> usize {
     let at = world.open(0, 0);
     world.grow(at, document, TOKENS);
     let session = world.sessions.swap_remove(at);
     let mut core = world.core.0.lock();
-    let table = core.table_snapshot(Some(session.number), 0, CHUNKS).expect("it is open");
-    core.close_session(session.number).expect("it is open");
+    let table = core.table_snapshot(Some(session.number), 0, CHUNKS).expect("an open session");
+    core.close_session(session.number).expect("an open session");
     let row = &table.rows[0];
     let count = row.chars().take_while(|&cell| cell == 'M').count();
-    assert_eq!(row.matches('M').count(), count, "a path is given up from its end: {row}");
+    assert_eq!(row.matches('M').count(), count, "a path is evicted from its end: {row}");
     count
 }
 
@@ -43,14 +43,14 @@ fn pin_that_expires_first_is_revoked_first() {
         let until_ns = if seconds == 0 { u64::MAX } else { now_ns + seconds * SECOND };
         Pin { priority, until_ns }
     };
-    // In the order in which they are set nothing is right.
+    // The order of setting the pins must not matter.
     let pins = [pin(1, 0), pin(0, 0), pin(0, 500), pin(1, 100), pin(0, 900), pin(0, 100)];
     for (document, &pin) in pins.iter().enumerate() {
         pinned(&mut world, document as u32, pin);
     }
-    // Its end is put off: it holds as the longer one of both.
+    // The pin of document 5 is extended: the later end applies.
     pinned(&mut world, 5, pin(0, 700));
-    // One that is open, and has ever more, takes their place.
+    // An open session that grows takes their memory.
     let held = world.open(0, 0);
     let mut order: Vec<usize> = Vec::new();
     for chunk in 0..100 {
@@ -62,7 +62,7 @@ fn pin_that_expires_first_is_revoked_first() {
         let begun: Vec<usize> = now.into_iter().filter(|n| !order.contains(n)).collect();
         for next in begun {
             let is_over = order.last().is_none_or(|&before| all[before] == 0);
-            assert!(is_over, "{next} before {order:?} is gone: {all:?}");
+            assert!(is_over, "{next} was revoked before {order:?}: {all:?}");
             order.push(next);
         }
         let count: usize = all.iter().sum();
@@ -70,7 +70,7 @@ fn pin_that_expires_first_is_revoked_first() {
         if count == 0 {
             break;
         }
-        assert_eq!(world.core.0.lock().counters.no_room_cells, 0, "while pins are left");
+        assert_eq!(world.core.0.lock().counters.no_room_cells, 0, "no memory while pins are left");
     }
     assert_eq!(order, [2, 5, 4, 1, 3, 0]);
 }

@@ -37,7 +37,7 @@ fn terms_of(core: &StoreState, namespace: &Namespace, terms: &PlanTerms) -> Term
     }
 }
 
-/// What a choice takes when all is loaded that can be.
+/// Time of a choice that loads every chunk that can be loaded.
 fn honest(rows: &Rows, chosen: &[Chosen], terms: &Terms) -> f64 {
     let (mut compute, mut loads) = (0.0, [0.0; SOURCES]);
     for (chunk, one) in chosen.iter().enumerate() {
@@ -64,23 +64,23 @@ fn close(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-6 * b.abs() + 2.0
 }
 
-/// The deed of each chunk; legs cover them exactly.
+/// The step kind of each chunk. The steps of the plan cover the chunks exactly.
 fn steps_of(rows: &Rows, plan: &SessionPlan) -> Vec<StepKind> {
     let (mut steps, mut at) = (Vec::new(), 0);
     for (i, step) in plan.steps.iter().enumerate() {
         assert_eq!(step.first_token, at);
-        assert!(i == 0 || plan.steps[i - 1].kind != step.kind, "two legs of a kind");
+        assert!(i == 0 || plan.steps[i - 1].kind != step.kind, "adjacent steps of the same kind");
         at += step.tokens;
         while steps.len() < rows.tokens.len() && rows.start(steps.len() + 1) <= at {
             steps.push(step.kind);
         }
-        assert_eq!(rows.start(steps.len()), at, "a leg ends inside of a chunk");
+        assert_eq!(rows.start(steps.len()), at, "a step ends inside a chunk");
     }
     assert_eq!(at, rows.tokens.iter().sum::<u64>());
     steps
 }
 
-/// What is done suffices, is what is said, and is no more than that.
+/// Checks that the steps suffice, match the reported times and bytes, and contain nothing unneeded.
 fn check_sound(rows: &Rows, plan: &SessionPlan, wait: bool, terms: &Terms) {
     let steps = steps_of(rows, plan);
     let is_computed = |chunk: usize| steps[chunk] == StepKind::Recompute;
@@ -147,7 +147,7 @@ fn check(
         );
         assert!(close(plan.total_ns, same.total_ns) && close(plan.load_ns, same.load_ns));
     } else if !namespace.holes {
-        // No point that can be gone on from is much better.
+        // No other point of continuation is much better.
         let rows_of = |n: usize| honest(rows, &rows.choose(n, asked.wait, |_| false), &terms);
         let sound = |&n: &usize| {
             let chosen = rows.choose(n, asked.wait, |_| false);
@@ -173,7 +173,7 @@ fn plans_cover_the_session_at_minimal_cost() {
                 overlap: world.random.coin(),
                 wait: world.random.coin(),
                 lane: world.random.below(3) as usize,
-                // From what is loaded anyway to what is computed anyway.
+                // The cost ranges from always loading to always recomputing.
                 cost: Some(Cost { alpha: 0.5, beta: 10f64.powi(world.random.below(5) as i32 + 1) }),
             };
             let mut core = world.core.0.lock();
@@ -186,14 +186,14 @@ fn plans_cover_the_session_at_minimal_cost() {
                 let plan = core.plan(session.number, &asked).unwrap();
                 plan.steps.iter().for_each(|step| steps[step.kind as usize] += 1);
             }
-            assert_eq!(core.report(), before, "a plan is no use");
+            assert_eq!(core.report(), before, "a plan counted as a use");
         }
     }
     assert!(mixed > 100 && steps.iter().all(|&n| n > 50), "{mixed} {steps:?}");
 }
 
-/// Segments that a plan loads can be got as planned, also where only the end of a window or state
-/// is stored.
+/// Segments that a plan loads can be loaded as planned, also where only the end of a window or
+/// state is stored.
 #[test]
 fn planned_segments_can_be_loaded() {
     let mut world = World::new(5, 8 << 20, 0);
@@ -257,7 +257,7 @@ fn observed_prefill_speed_decides_the_plan() {
     assert_eq!(steps(&mut core), [StepKind::Recompute], "ten nanoseconds a token");
     core.fix_prefill(namespace, Some(Cost { alpha: 0.0, beta: 1e6 })).unwrap();
     assert_eq!(steps(&mut core), [StepKind::Load]);
-    assert_eq!(core.prefill(world.namespaces[1].number).observed(), 0, "each has its own");
+    assert_eq!(core.prefill(world.namespaces[1].number).observed(), 0, "estimates per namespace");
     let none = core.observe_prefill(99, 0, 1, 1).unwrap_err();
     assert_eq!(none.status(), Status::NotFound);
     assert!(core.observe_prefill(namespace, 0, 0, 1).is_err());

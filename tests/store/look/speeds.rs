@@ -7,7 +7,7 @@ use kvtier::store::state::work::{Work, WorkerKind};
 
 use crate::look::world::World;
 
-/// Puts and gets of a session, each batch as if it had taken so long.
+/// Puts and gets a session, with `elapsed_ns` as the time of each batch.
 fn rounds(world: &mut World, at: usize, count: usize, elapsed_ns: u64) {
     for _ in 0..count {
         assert!(world.submit_part(at, TransferKind::Get, 0, 0, 96, 0..3));
@@ -29,14 +29,14 @@ fn bandwidth_model_converges_to_measurements() {
     let at = whole(&mut world);
     let first = world.core.0.lock().report().copies;
     rounds(&mut world, at, 30, 0);
-    assert_eq!(world.core.0.lock().report().copies, first, "a time that is not known says nothing");
+    assert_eq!(world.core.0.lock().report().copies, first, "an unknown time changed the estimate");
     for elapsed_ns in [1_000_000, 50_000, 9_000_000] {
         rounds(&mut world, at, 60, elapsed_ns);
         let core = world.core.0.lock();
         let namespace = &world.namespaces[0];
         let route = core.routes(namespace.number, 0).unwrap()[0];
         assert_eq!(route.queued_ns, 0.0);
-        // Batches are alike: so many cells each, taken one at a time.
+        // Batches are equal: as many cells each, run one at a time.
         let cells = 24.0 * 3.0;
         let batches = (cells / world.batch_cells as f64).ceil();
         let bytes = namespace.layout.chunk_bytes(4);
@@ -71,7 +71,7 @@ fn plan_includes_queued_and_running_work() {
         let under_way = world.core.0.lock().report().copies;
         assert_eq!(under_way.batches, 1);
         assert_eq!(under_way.batch_bytes + under_way.bytes[lane], bytes);
-        assert!(look(&world).load_ns > alone, "what is under way has no lane");
+        assert!(look(&world).load_ns > alone, "running work counts for every lane");
         assert!(matches!(taken, Work::Copies(_)));
         world.core.0.lock().done(taken, Ok(()), 0);
         world.rest(0);
@@ -105,13 +105,13 @@ fn concurrent_batches_share_bandwidth() {
         world.core.0.lock().routes(namespace, 0).unwrap()[0].speed.ns(bytes, 1)
     };
     let (one, four) = (learned(1, 1_000_000), learned(4, 4_000_000));
-    // The first to be taken and the last to end had fewer beside them.
+    // The first and the last batches had fewer concurrent ones.
     assert!((0.9..1.7).contains(&(four / one)), "{four} for {one}");
 }
 
 #[test]
 fn bandwidth_model_measures_disk_reads() {
-    // Memory for few: what is asked for is read from disk again and again.
+    // Little memory: most gets read from disk.
     let mut world = World::new(8, 256 << 10, 60 * 131_072);
     let sessions: Vec<usize> = (0..6).map(|_| world.open(0, 0)).collect();
     for (i, &at) in sessions.iter().enumerate() {

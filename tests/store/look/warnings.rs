@@ -6,7 +6,7 @@ use kvtier::store::state::work::{Upkeep, Work, WorkerKind};
 
 use crate::look::world::World;
 
-/// Keeps what it hears of cleaning; other tests of this program log, too.
+/// Keeps log messages about compaction; other tests of this program log, too.
 struct Heard(Mutex<Vec<String>>);
 
 static HEARD: Heard = Heard(Mutex::new(Vec::new()));
@@ -26,7 +26,8 @@ impl log::Log for Heard {
     fn flush(&self) {}
 }
 
-/// Has a store clean a segment, and says how that ended; the segment's number.
+/// Runs a store until it compacts a segment, and completes the compaction with `ended`. Returns the
+/// number of the segment.
 fn clean(seed: u64, ended: &Error) -> u64 {
     let mut world = World::new(seed, 600 << 10, 20 * 131_072);
     for _ in 0..100_000 {
@@ -43,7 +44,7 @@ fn clean(seed: u64, ended: &Error) -> u64 {
             None => {}
         }
     }
-    panic!("nothing was ever cleaned");
+    panic!("no segment was compacted");
 }
 
 #[test]

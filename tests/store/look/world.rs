@@ -26,7 +26,7 @@ use shared_state::SharedState;
 
 const SEGMENT: u64 = 32 * 4096;
 
-/// A session, and what it should be.
+/// A session and its expected state.
 pub struct Session {
     pub number: u32,
     pub namespace: usize,
@@ -49,14 +49,14 @@ pub struct World {
     /// Cells of full chunks whose put has ended well: namespace, prefix, layer.
     pub stored: BTreeSet<(usize, Vec<u32>, usize)>,
     pub batch_cells: usize,
-    /// Gets ask for what is needed only.
+    /// Whether gets request needed cells only.
     pub wanted: Wanted,
-    /// Moves that did not find all of theirs.
+    /// Number of transfers that missed cells.
     pub missed: u32,
     tools: Tools,
     clock: Clock,
     pending: Vec<Work>,
-    /// The engine's tensors: what is in them does not matter here.
+    /// The engine's tensors. Their content does not matter here.
     memory: Vec<u64>,
     asked: Vec<(u32, usize, Vec<u32>, std::ops::Range<usize>)>,
 }
@@ -77,12 +77,12 @@ pub fn layouts() -> Vec<Layout> {
 }
 
 impl World {
-    /// Each layout in two namespaces: one has holes.
+    /// Each layout in two namespaces, one of which allows holes.
     pub fn new(seed: u64, host_bytes: u64, disk_bytes: u64) -> World {
         World::with(seed, host_bytes, disk_bytes, "all")
     }
 
-    /// The same; what may go to disk.
+    /// Same as `new`, with an admission rule for the disk.
     pub fn with(seed: u64, host_bytes: u64, disk_bytes: u64, admission: &str) -> World {
         let mut random = Random::new(seed);
         let config = Config {
@@ -138,7 +138,7 @@ impl World {
         }
     }
 
-    /// One thing happens.
+    /// Runs one random step.
     pub fn step(&mut self) {
         match self.random.below(20) {
             0..=1 => self.open_session(),
@@ -166,7 +166,7 @@ impl World {
         }
     }
 
-    /// A session without tokens.
+    /// Opens a session without tokens.
     pub fn open(&mut self, namespace: usize, tenant: u32) -> usize {
         let opts = SessionOpts { tenant, ..SessionOpts::default() };
         let number =
@@ -188,7 +188,7 @@ impl World {
         self.grow(at, document, count);
     }
 
-    /// A session reads on in a document.
+    /// Appends tokens of a document to a session.
     pub fn grow(&mut self, at: usize, document: u32, count: usize) {
         let session = &mut self.sessions[at];
         let from = session.tokens.len();
@@ -224,7 +224,7 @@ impl World {
         }
     }
 
-    /// A move; false when the store has too many.
+    /// Submits a transfer. Returns false when the store has too many transfers.
     pub fn submit_part(
         &mut self,
         at: usize,
@@ -250,7 +250,8 @@ impl World {
         let mut core = self.core.0.lock();
         match core.submit_cell_range(session.number, kind, Level::Ram, lane, cell_range) {
             Ok(number) => {
-                // The first chunk is named by its prefix, and the others by longer ones.
+                // The first chunk is identified by its own prefix, and each later chunk by a longer
+                // one.
                 let tokens = session.tokens[..first + tokens].to_vec();
                 let from = if kind == TransferKind::Put { first } else { tokens.len() };
                 self.asked.push((
@@ -283,14 +284,14 @@ impl World {
         LayerViews { k: view(tokens, group.k_bytes), v }
     }
 
-    /// Takes some work that is not carried out yet.
+    /// Takes work without running it.
     pub fn take(&mut self) {
         let kind = WorkerKind::ALL[self.random.below(WorkerKind::ALL.len() as u64) as usize];
         let work = self.core.0.lock().take(kind);
         self.pending.extend(work);
     }
 
-    /// Carries some work out; as if it had taken so long.
+    /// Runs some work, with `elapsed_ns` as its time.
     pub fn work(&mut self, elapsed_ns: u64) {
         if self.pending.is_empty() {
             return self.take();
@@ -302,8 +303,8 @@ impl World {
 
     pub fn carry_out(&mut self, mut work: Work, elapsed_ns: u64) {
         let mut keeper = self.core.clone();
-        // SAFETY: the core waits for this work; all views are of `memory`, which this
-        // thread alone uses.
+        // SAFETY: the state waits for this work. All views are of `memory`, which only this thread
+        // uses.
         let outcome = unsafe { self.tools.work(&mut work, Stream(0), &mut keeper) };
         self.clock.advance(1000);
         let mut core = self.core.0.lock();
@@ -331,7 +332,7 @@ impl World {
         }
     }
 
-    /// Carries everything out.
+    /// Runs all work.
     pub fn rest(&mut self, elapsed_ns: u64) {
         for _ in 0..100_000 {
             for kind in WorkerKind::ALL {
@@ -347,11 +348,11 @@ impl World {
             drop(core);
             self.work(elapsed_ns);
         }
-        panic!("the store never rests");
+        panic!("the store never becomes idle");
     }
 
-    /// Carries everything out, one batch at a time: reads as if each took so long. How
-    /// many of them there were.
+    /// Runs all work, one batch at a time, with `read_ns` as the time of each read. Returns the
+    /// number of reads.
     pub fn rest_reading(&mut self, read_ns: u64) -> u64 {
         let mut reads = 0;
         loop {
@@ -370,7 +371,7 @@ impl World {
         }
     }
 
-    /// A prompt: some of a document, then something else.
+    /// A prompt: the beginning of a document, then other tokens.
     pub fn prompt(&mut self) -> Vec<u32> {
         let document = self.random.below(3) as u32;
         let (known, more) = (self.random.below(90), self.random.below(20));

@@ -5,8 +5,8 @@ use kvtier::sparse::{Context, Kind};
 
 use super::{BLOCK, PlaneShape, World, decode_context, rows, shape};
 
-/// What each block of some gets of the attention of queries of a layer to them, and to the
-/// tail if that comes, by the rule of the manual.
+/// Share of the attention that each of `blocks` gets from queries of a layer to these blocks, and
+/// to the tail if `has_tail`. Computed by the rule of the manual.
 fn shares(
     world: &World,
     layer: usize,
@@ -51,7 +51,7 @@ fn shares(
     got
 }
 
-/// Wanted, found, and millionths of the attention.
+/// Wanted blocks, found blocks, and the found attention in millionths.
 fn model(shares: &[f64], blocks: &[u32], chosen: &[u32]) -> (u64, u64, f64) {
     let mut order: Vec<usize> = (0..blocks.len()).collect();
     order.sort_by(|&a, &b| shares[b].total_cmp(&shares[a]).then(a.cmp(&b)));
@@ -122,7 +122,7 @@ pub fn audit_counts_match_attention() {
             let load = world.offload.load(0, layer, which, Some(&query), &context);
             match load.map_err(|error| error.status()) {
                 Ok(_) => {}
-                // More than a short buffer has room for: two queries of four heads want much.
+                // The buffer may be too short: two queries of four heads can want many blocks.
                 Err(kvtier::base::status::Status::Limit) => continue,
                 Err(other) => panic!("{other:?}"),
             }
@@ -144,7 +144,7 @@ pub fn audit_counts_match_attention() {
     }
 }
 
-/// Every third load that leaves blocks out is audited; loads of all blocks do not count.
+/// Every third load that leaves out blocks is audited; loads of all blocks do not count.
 #[test]
 pub fn audit_interval_is_obeyed() {
     let spec = "quest(budget=24,page=8,dense=1)";
@@ -164,7 +164,7 @@ pub fn audit_interval_is_obeyed() {
     }
     assert!(cuts > 10);
     assert_eq!(world.offload.stats().audited, cuts.div_ceil(3));
-    // A block that is gone: the load goes on, and nothing is counted.
+    // A missing block: the load continues, and nothing is counted.
     let before = world.offload.stats();
     world.offload.audit(1).expect("memory");
     let session = world.session;
@@ -193,7 +193,7 @@ pub fn prefetched_layer_is_audited_by_its_own_query() {
             world.put_as(layer as usize, 1, PlaneShape::Plain).expect("room");
             let numbers = world.query(1);
             let query = rows(&numbers, 1, world.shape.query_heads, world.shape.key_dim);
-            let (buffer, loaded) = world.offload.take(layer, Some(&query)).expect("there");
+            let (buffer, loaded) = world.offload.take(layer, Some(&query)).expect("loaded");
             let chosen = world.offload.blocks(buffer).expect("a buffer").to_vec();
             let stored = tokens - loaded.tail_tokens;
             world.check(buffer, layer as usize, stored..tokens);

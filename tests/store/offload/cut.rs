@@ -12,7 +12,7 @@ use super::faulty::{ALL, faulty};
 use super::on_device::current;
 use super::{PlaneShape, World, decode_context, rows, shape};
 
-/// What a policy would load of each layer.
+/// The blocks that the policy selects in each layer.
 fn chosen(world: &mut World, query: &[f32]) -> Vec<Vec<u32>> {
     let shape = world.shape;
     let query = rows(query, 1, shape.query_heads, shape.key_dim);
@@ -23,7 +23,7 @@ fn chosen(world: &mut World, query: &[f32]) -> Vec<Vec<u32>> {
                 .offload
                 .load(0, layer, BlockSelection::All, Some(&query), &context)
                 .expect("begun");
-            world.offload.wait(0).expect("there");
+            world.offload.wait(0).expect("loaded");
             let blocks = world.offload.blocks(0).expect("a buffer").to_vec();
             world.offload.done(0).expect("a buffer");
             blocks
@@ -36,8 +36,8 @@ fn kept(world: &World, layer: u32) -> Option<Vec<u32>> {
     Some((0..left.lists()).flat_map(|at| left.positions(at)).collect())
 }
 
-/// Whichever copy fails: no layer is truncated, lists and policies are unchanged, and the same
-/// call succeeds later.
+/// Whichever copy fails: no layer is truncated, lists and policies are unchanged, and the same call
+/// succeeds later.
 #[test]
 pub fn failed_truncate_changes_no_layer() {
     for kind in [Kind::Split, Kind::Latent] {
@@ -66,13 +66,13 @@ pub fn failed_truncate_changes_no_layer() {
             }
             let after = (chosen(&mut world, &numbers), [0, 1, 2].map(|l| kept(&world, l)));
             assert_eq!(after, before);
-            // It goes on as if nobody had asked, or is cut then.
+            // The sequence continues after the failed call, or is truncated by the next call.
             if fails % 2 == 0 {
                 world.put(9);
                 world.check_uncut();
             }
             let most = world.offload.stats().cut_waits.count;
-            world.offload.truncate(53).expect("all is there");
+            world.offload.truncate(53).expect("all blocks are stored");
             assert!(world.offload.stats().cut_waits.count > most);
             world.was_cut(53);
             for layer in 0..3 {
@@ -120,7 +120,7 @@ pub fn truncate_without_the_store_fails_or_succeeds_whole() {
     }
     world.offload.truncate(99).expect("of the tail");
     world.offload.truncate(64).expect("whole blocks");
-    // Only the first had to wait for anything.
+    // Only the first of these calls had to wait.
     assert_eq!(world.offload.stats().cut_waits.count, 1);
     for layer in 0..3 {
         assert_eq!(world.offload.tokens(layer).expect("a layer"), (64, 0));

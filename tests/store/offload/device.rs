@@ -20,25 +20,29 @@ use super::on_device::{self, DeviceBuffer, on_devices};
 use super::{PlaneShape, World, decode_context, plane, shape};
 
 on_devices! {
-    super::loaded_rows_equal_put_rows => loads,
-    super::blocks_on_disk_are_loaded => from_disk,
-    super::quest_is_bit_identical_when_offloaded => quest,
-    super::prompt_larger_than_the_ring_is_computed_in_parts => prompts,
-    super::passes_load_every_layer_with_its_newest_token => passes,
-    super::fully_evicted_blocks_are_not_loaded => evictions,
-    super::invalid_offload_calls_change_nothing => refusals,
-    super::missing_block_is_not_found => lost_blocks,
-    super::block_summaries_are_stored_with_blocks => saved_state,
-    super::key_norms_are_stored_with_blocks => saved_lengths,
-    super::audit::audit_counts_match_attention => audits,
-    super::audit::audit_interval_is_obeyed => some_audits,
-    super::audit::prefetched_layer_is_audited_by_its_own_query => audits_ahead,
-    super::cut::failed_truncate_changes_no_layer => failed_cuts,
-    super::cut::truncate_without_the_store_fails_or_succeeds_whole => cuts,
-    super::fork::forked_sequences_diverge => forks,
-    super::fork::fork_inherits_evictions => forks_of_lists,
-    super::fork::fork_of_another_sequence_is_rejected => wrong_forks,
-    super::fork::fork_shares_blocks_being_put => forks_of_puts,
+    super::loaded_rows_equal_put_rows => loaded_rows_equal_put_rows,
+    super::blocks_on_disk_are_loaded => blocks_on_disk_are_loaded,
+    super::quest_is_bit_identical_when_offloaded => quest_is_bit_identical_when_offloaded,
+    super::prompt_larger_than_the_ring_is_computed_in_parts =>
+        prompt_larger_than_the_ring_is_computed_in_parts,
+    super::passes_load_every_layer_with_its_newest_token =>
+        passes_load_every_layer_with_its_newest_token,
+    super::fully_evicted_blocks_are_not_loaded => fully_evicted_blocks_are_not_loaded,
+    super::invalid_offload_calls_change_nothing => invalid_offload_calls_change_nothing,
+    super::missing_block_is_not_found => missing_block_is_not_found,
+    super::block_summaries_are_stored_with_blocks => block_summaries_are_stored_with_blocks,
+    super::key_norms_are_stored_with_blocks => key_norms_are_stored_with_blocks,
+    super::audit::audit_counts_match_attention => audit_counts_match_attention,
+    super::audit::audit_interval_is_obeyed => audit_interval_is_obeyed,
+    super::audit::prefetched_layer_is_audited_by_its_own_query =>
+        prefetched_layer_is_audited_by_its_own_query,
+    super::cut::failed_truncate_changes_no_layer => failed_truncate_changes_no_layer,
+    super::cut::truncate_without_the_store_fails_or_succeeds_whole =>
+        truncate_without_the_store_fails_or_succeeds_whole,
+    super::fork::forked_sequences_diverge => forked_sequences_diverge,
+    super::fork::fork_inherits_evictions => fork_inherits_evictions,
+    super::fork::fork_of_another_sequence_is_rejected => fork_of_another_sequence_is_rejected,
+    super::fork::fork_shares_blocks_being_put => fork_shares_blocks_being_put,
 }
 
 /// The ring is in host memory, the tensors are in device memory.
@@ -51,7 +55,7 @@ fn device_tensors_are_put_into_a_host_ring() {
     }
 }
 
-/// Kernels read a buffer that its thread has released: it is not written before they end.
+/// Kernels read a buffer that its thread has released: the buffer is not written before they end.
 #[test]
 fn buffers_are_not_reused_while_kernels_read() {
     let slow = SimulatedOpts { latency_ns: 400_000, seed: 9, ..SimulatedOpts::default() };
@@ -69,9 +73,9 @@ fn buffers_are_not_reused_while_kernels_read() {
                 let mut reads: Vec<(u32, Vec<f32>, Event)> = Vec::new();
                 for layer in 0..shape.layers {
                     world.put_as(layer as usize, 1, PlaneShape::Plain).expect("room");
-                    let (buffer, loaded) = world.offload.take(layer, None).expect("there");
+                    let (buffer, loaded) = world.offload.take(layer, None).expect("loaded");
                     assert_eq!(loaded.tokens, tokens);
-                    let views = world.offload.views(buffer).expect("there");
+                    let views = world.offload.views(buffer).expect("loaded");
                     assert_eq!(views.k.memory, Memory::Device);
                     let Tokens::At(address) = views.k.place else { panic!("in one piece") };
                     let mut got = vec![0.0; (tokens * 16) as usize];
@@ -105,15 +109,15 @@ fn loads_wait_for_the_kernel_that_reads_the_buffer() {
             let context = decode_context(38);
             for next in [BlockSelection::Chosen(&[]), BlockSelection::Blocks(&[0, 1])] {
                 world.offload.load(0, 0, BlockSelection::All, None, &context).expect("room");
-                world.offload.wait(0).expect("there");
-                let views = world.offload.views(0).expect("there");
+                world.offload.wait(0).expect("loaded");
+                let views = world.offload.views(0).expect("loaded");
                 let Tokens::At(address) = views.k.place else { panic!("in one piece") };
                 let mut got = vec![0.0; 38 * 16];
                 let event = on_device::read(&*device, address, &mut got);
                 world.offload.after(Some(event)).expect("an event");
                 world.offload.done(0).expect("a buffer");
                 world.offload.load(0, 1, next, None, &context).expect("room");
-                world.offload.wait(0).expect("there");
+                world.offload.wait(0).expect("loaded");
                 world.offload.after(None).expect("none");
                 on_device::end(&*device, event);
                 let positions: Vec<u32> = (0..38).collect();
@@ -133,7 +137,8 @@ fn keys_are_copied_to_the_host_for_policies() {
     {
         on_device::on(on_device::simulated(11), || {
             let mut world = World::open(5, Kind::Split, "store(host=4MiB)", decode);
-            // All tensors in device memory: (first + layer) % 5 > 0 in none of the layers else.
+            // All tensors are in device memory; with `put_as`, layers with `(first + layer) % 5 ==
+            // 0` would not be.
             let (k_row, layers) = (2 * 8 * 4, 3u64);
             world.append(64);
             for layer in 0..3 {
@@ -155,7 +160,7 @@ fn keys_are_copied_to_the_host_for_policies() {
 }
 
 impl World {
-    /// As `put_as`, from device memory at all times.
+    /// Same as `put_as`, always from device memory.
     fn put_far(&mut self, layer: usize, tokens: u32) {
         let device = self.device.clone().expect("a device");
         let numbers = |random: &mut Random, count: u32| -> Vec<f32> {
@@ -172,7 +177,7 @@ impl World {
         // SAFETY: the planes live until the op has ended.
         let op = unsafe { self.offload.put(layer as u32, first, tokens, &views, &opts) };
         if let Some(op) = op.expect("room") {
-            op.wait(kvtier::base::op::RELEASED, 0).expect("it ends");
+            op.wait(kvtier::base::op::RELEASED, 0).expect("the op ends");
             op.remove();
         }
         self.layers[layer].k.extend(k);
@@ -183,7 +188,8 @@ impl World {
 /// An unknown event is rejected. A failed event fails its dependents.
 #[test]
 fn invalid_and_failed_events_fail_their_dependents() {
-    // The third batch: behind the offload's look at its memory, and one of the test's own.
+    // The third batch fails. The first is the offload's check of its memory, the second belongs to
+    // the test.
     let opts = SimulatedOpts { fail_at: vec![3], ..SimulatedOpts::default() };
     let device = Arc::new(Simulated::new(Clock::real(), opts).expect("sound"));
     on_device::on(device.clone(), || {
@@ -201,14 +207,14 @@ fn invalid_and_failed_events_fail_their_dependents() {
             plane(&numbers, 20, 2, 6, PlaneShape::Plain),
         );
         let views = LayerViews { k: k.view.clone(), v: Some(v.view.clone()) };
-        // SAFETY: the planes stay.
+        // SAFETY: the planes live until the end of the test.
         let put = unsafe { world.offload.put(0, 0, 20, &views, &OpOpts::default()) };
         assert_eq!(put.map(|_| ()).map_err(|error| error.status()), Err(Status::Io));
         assert_eq!(world.offload.tokens(0).expect("a layer"), (0, 0));
         let status = world.offload.after(Some(bad)).map_err(|error| error.status());
-        assert_eq!(status, Err(Status::Io), "it has failed by now");
+        assert_eq!(status, Err(Status::Io), "the event has failed");
         world.offload.after(None).expect("none");
-        device.release(bad).expect("it has ended");
+        device.release(bad).expect("the event has ended");
         on_device::end(&*device, good);
         for layer in 0..3 {
             world.put_far(layer, 20);
@@ -224,13 +230,13 @@ fn loads_start_after_a_user_event() {
     on_device::on(device.clone(), || {
         let mut world = World::with(31, shape(Kind::Split), "store(host=4MiB)", ["", ""], (2, 256));
         world.put(70);
-        let event = device.create_user_event().expect("it makes some");
+        let event = device.create_user_event().expect("a user event");
         world.offload.after(Some(event)).expect("an event");
         for buffer in 0..2 {
             let all = (BlockSelection::All, decode_context(70));
             world.offload.load(buffer, buffer, all.0, None, &all.1).expect("begun");
         }
-        // Whole blocks are taken in behind it, too.
+        // Whole blocks are also put after the event.
         let numbers = vec![0.5; 32 * 16];
         world.append(26);
         world.offload.after(None).expect("none");
@@ -249,21 +255,21 @@ fn loads_start_after_a_user_event() {
             ..v
         };
         let views = LayerViews { k: views, v: Some(v) };
-        // SAFETY: memory of the test's, until the op has ended.
+        // SAFETY: the memory belongs to the test, and lives until the op has ended.
         let op = unsafe { world.offload.put(2, 80, 16, &views, &OpOpts::default()) };
         let op = op.expect("room").expect("a block");
-        assert!(op.info().status.is_none(), "it has not begun");
+        assert!(op.info().status.is_none(), "the op began before the event");
         device.signal_event(event).expect("a promise");
-        op.wait(kvtier::base::op::RELEASED, 0).expect("it ends");
+        op.wait(kvtier::base::op::RELEASED, 0).expect("the op ends");
         assert_eq!(op.info().status, Some(0));
         op.remove();
         world.offload.after(None).expect("none");
         for buffer in 0..2 {
-            // With the tail as it is by now.
+            // The load has the tail as of this check.
             world.check(buffer, buffer as usize, 64..80);
             world.offload.done(buffer).expect("a buffer");
         }
-        device.release(event).expect("it has come");
+        device.release(event).expect("the event has ended");
         world.layers[2].k.extend(&numbers[..16 * 16]);
         world.layers[2].v.extend(&numbers[..16 * 12]);
         world.check_all();
@@ -291,13 +297,13 @@ fn failed_device_copy_fails_one_call() {
             }
             world.check_all();
         }
-        // The tail that cannot go behind the blocks: the buffer is free, and loaded again.
+        // The tail cannot be copied behind the blocks. The buffer is free, and can be loaded again.
         world.offload.load(0, 0, BlockSelection::All, None, &decode_context(62)).expect("room");
         device.gather.store(1, Ordering::SeqCst);
         let came = world.offload.wait(0).map(|_| ()).map_err(|error| error.status());
         assert_eq!(came, Err(Status::Io));
         world.check_all();
-        // Tails that cannot be copied: there is no other, and this one is as it was.
+        // The tail cannot be copied for the fork. There is no fork, and this sequence is unchanged.
         let of = world.session;
         let other = world.store.with(|core| core.fork(of, &SessionOpts::default()));
         device.gather.store(2, Ordering::SeqCst);
@@ -323,7 +329,7 @@ fn lost_device_fails_calls_and_allows_close() {
         let status = |result: Result<(), kvtier::base::status::Error>| {
             result.map_err(|error| error.status())
         };
-        // What it was in the middle of may have come before.
+        // Copies that were under way may have completed before the loss.
         let _ = world.offload.wait(1);
         assert_eq!(world.put_as(0, 1, PlaneShape::Plain), gone);
         assert_eq!(world.offload.tokens(0).expect("a layer"), (64, 6));

@@ -7,12 +7,13 @@ use kvtier::base::sync::Arc;
 use kvtier::device::{Copy, Device, Direction, Memory};
 use kvtier_testkit::fixtures::device_hooks::{Hooked, Hooks};
 
-/// Which copy of a way is the next to fail, counted from 1; 0 = none, [`ALL`] = all.
+/// Counters of copies in each direction: the number of the copy that fails, counted from 1. 0 =
+/// none, [`ALL`] = all.
 #[derive(Default)]
 pub struct Faulty {
     pub scatter: AtomicU64,
     pub gather: AtomicU64,
-    /// The plane whose scatter failed: it fails again until this is 0.
+    /// The plane whose scatter failed. Its copies fail until this is set to 0.
     pub stuck: AtomicU64,
 }
 

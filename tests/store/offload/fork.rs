@@ -16,7 +16,7 @@ use super::faulty::{ALL, faulty};
 use super::{BLOCK, LayerRows, PlaneShape, World, decode_context, policy, rows, shape};
 
 impl World {
-    /// What goes on from here with tokens of its own.
+    /// Forks the sequence. Both continue with tokens of their own.
     fn fork(&mut self, seed: u64) -> World {
         let of = self.session;
         let session = self.store.with(|core| core.fork(of, &SessionOpts::default()));
@@ -36,8 +36,8 @@ impl World {
         }
     }
 
-    /// The blocks that a policy loads of a layer, and those that one which saw the same keys
-    /// loads.
+    /// Compares the blocks that the policy loads of a layer with those of a policy that saw the
+    /// same keys. Returns their number.
     fn check_choice(&mut self, spec: &str, layer: u32) -> usize {
         let (shape, tokens) = (self.shape, self.tokens(layer as usize));
         let stored = self.offload.tokens(layer).expect("a layer").0;
@@ -86,7 +86,7 @@ pub fn forked_sequences_diverge() {
                 }
                 1 => {
                     let tokens = random.below(u64::from(world.tokens(0)) + 1) as u32;
-                    world.offload.truncate(tokens).expect("it is there");
+                    world.offload.truncate(tokens).expect("the tokens are stored");
                     world.was_cut(tokens);
                 }
                 2 | 3 if world.tokens(0) < 220 => world.put(1 + random.below(36) as u32),
@@ -101,7 +101,7 @@ pub fn forked_sequences_diverge() {
             }
         }
         assert!(worlds.len() > 1, "seed {seed}");
-        // The first goes, with its session; the others have what they had.
+        // The first sequence is closed with its session; the others keep their rows.
         let first = worlds.remove(0);
         let (session, store) = (first.session, first.store.clone());
         drop(first);
@@ -124,7 +124,7 @@ pub fn fork_inherits_evictions() {
     assert!(world.offload.evict(0, &context).expect("sound"));
     let mut other = world.fork(3);
     let left = |world: &World| -> Vec<u32> {
-        let left = world.offload.retained(0).expect("a layer").expect("some went");
+        let left = world.offload.retained(0).expect("a layer").expect("some were evicted");
         left.positions(0).collect()
     };
     let right: Vec<u32> = (0..4).chain(40..48).chain(130..150).collect();
@@ -132,7 +132,7 @@ pub fn fork_inherits_evictions() {
     assert_eq!(other.offload.stats().evicted_tokens, 0);
     world.put(3);
     other.put(5);
-    // The first new token gets much here, an old one there.
+    // The first new token is a heavy hitter in the one sequence, an old token in the other.
     for (world, tokens, heavy) in [(&mut world, 35, 4), (&mut other, 37, 32)] {
         let sums: Vec<f32> =
             (0..tokens).map(|at| f32::from(u8::from(at == heavy)) * 90.0).collect();
@@ -222,7 +222,7 @@ fn unstored_full_tail_is_copied_by_fork() {
 pub fn fork_shares_blocks_being_put() {
     for is_before in [false, true] {
         let mut world = World::open(59, Kind::Split, "store(host=4MiB)", "");
-        // The last to go.
+        // Dropped last.
         let _runtime = world.runtime.clone();
         world.append(64);
         let of = world.session;
@@ -248,14 +248,14 @@ pub fn fork_shares_blocks_being_put() {
         let session = if is_before { early } else { fork() };
         let mut other = world.offload.fork(&store, session).expect("the same tokens");
         for op in ops {
-            op.wait(RELEASED, 0).expect("it ends");
+            op.wait(RELEASED, 0).expect("the op ends");
             op.remove();
         }
         drop(world);
         for layer in 0..3 {
             other.load(0, layer, BlockSelection::All, None, &decode_context(64)).expect("room");
-            assert_eq!(other.wait(0).expect("it is there").tokens, 64);
-            let views = other.views(0).expect("there");
+            assert_eq!(other.wait(0).expect("the layer is loaded").tokens, 64);
+            let views = other.views(0).expect("loaded");
             let [k, v] = super::on_device::numbers(super::on_device::current().as_ref(), &views);
             assert_eq!(k, numbers);
             assert_eq!(v, numbers[..64 * 12]);

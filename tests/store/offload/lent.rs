@@ -19,7 +19,7 @@ use kvtier_testkit::fixtures::{offload, store as support};
 use super::on_device::{self, DeviceBuffer};
 use super::{PlaneShape, plane, policy, shape};
 
-/// A store with a session, and what an offload of it is opened with.
+/// A store with a session, and the arguments to open an offload of it.
 struct Base {
     session: u32,
     store: Arc<Store>,
@@ -61,7 +61,7 @@ impl Base {
     }
 }
 
-/// The account is charged in the tier of the memory, and not for memory that an engine lends.
+/// The account is charged in the tier of the memory, but not for memory that the engine lends.
 #[test]
 fn ring_memory_is_charged_to_its_tier_unless_lent() {
     for device in [on_device::simulated(1) as Arc<dyn Device>, on_device::cuda()] {
@@ -80,7 +80,7 @@ fn ring_memory_is_charged_to_its_tier_unless_lent() {
         drop(here);
         let lent = DeviceBuffer::new(&device, bytes + 256);
         let lend = |address: u64, bytes: u64| {
-            // SAFETY: memory of the device, or refused before anything is done with it.
+            // SAFETY: the memory belongs to the device, or is rejected before it is touched.
             RingPlacement::Lent(unsafe { LentMemory::new(address, bytes) })
         };
         let own = Offload::open(&base.store, base.opts(lend(lent.address(), bytes)));
@@ -92,14 +92,14 @@ fn ring_memory_is_charged_to_its_tier_unless_lent() {
         assert_eq!((base.held(Tier::Host), base.held(Tier::Device)), before);
         drop(lent);
     }
-    // A driver says whose memory it is.
+    // A driver knows whose memory an address belongs to.
     let base = Base::open(on_device::cuda());
     let mut host = vec![0u64; 1 << 13];
     let address = (host.as_mut_ptr() as u64).next_multiple_of(256);
-    // SAFETY: refused, as this test wants to see.
+    // SAFETY: the memory is rejected before it is touched.
     let wrong = RingPlacement::Lent(unsafe { LentMemory::new(address, 60_000) });
     assert_eq!(base.status(wrong), Status::Invalid);
-    // More than the account may have.
+    // More memory than the account may have.
     let mut opts = base.opts(RingPlacement::Device);
     opts.buffers = 256;
     let refused = Offload::open(&base.store, opts).map(|_| ()).map_err(|error| error.status());
@@ -110,7 +110,7 @@ fn ring_memory_is_charged_to_its_tier_unless_lent() {
 fn unsupported_device_is_rejected_at_open_or_put() {
     let base = Base::open(Arc::new(kvtier::device::host::Host::default()));
     assert_eq!(base.status(RingPlacement::Device), Status::Unavailable);
-    // SAFETY: refused before anything is done with it.
+    // SAFETY: the memory is rejected before it is touched.
     let lent = RingPlacement::Lent(unsafe { LentMemory::new(1 << 20, 1 << 20) });
     assert_eq!(base.status(lent), Status::Unavailable);
     let mut offload = Offload::open(&base.store, base.opts(RingPlacement::Host)).expect("room");
@@ -127,12 +127,12 @@ fn unsupported_device_is_rejected_at_open_or_put() {
         if let Some(v) = views.v.as_mut().filter(|_| v_far) {
             v.memory = Memory::Device;
         }
-        // SAFETY: refused.
+        // SAFETY: the put is rejected before it reads the planes.
         let put = unsafe { offload.put(0, 0, 16, &views, &OpOpts::default()) };
         assert_eq!(put.map(|_| ()).map_err(|error| error.status()), Err(Status::Unavailable));
     }
     assert_eq!(offload.tokens(0).expect("a layer"), (0, 0));
-    // A device that has no more.
+    // The device has too little memory.
     let small = SimulatedOpts { memory_bytes: 20_000, ..SimulatedOpts::default() };
     let small = Arc::new(Simulated::new(Clock::real(), small).expect("sound"));
     let base = Base::open(small.clone());

@@ -56,7 +56,7 @@ fn shape(kind: Kind) -> Shape {
     }
 }
 
-/// What was computed of a layer, tokens outermost.
+/// K and V rows computed for a layer, tokens outermost.
 #[derive(Default)]
 struct LayerRows {
     k: Vec<f32>,
@@ -67,17 +67,17 @@ struct World {
     random: Random,
     shape: Shape,
     layers: Vec<LayerRows>,
-    /// The device, where the ring and the tensors of the engine are in its memory.
+    /// The device whose memory holds the ring and the tensors of the engine, if any.
     device: Option<Arc<dyn Device>>,
     offload: Offload,
     session: u32,
     next_token: u32,
     store: Arc<Store>,
-    // The last to go.
+    // Dropped last.
     runtime: Arc<Runtime>,
 }
 
-/// How the engine keeps a plane.
+/// Memory layout of an engine's plane.
 #[derive(Clone, Copy, Debug)]
 enum PlaneShape {
     Plain,
@@ -97,7 +97,7 @@ const PLANE_SHAPES: [PlaneShape; 7] = [
     PlaneShape::Pages(3),
 ];
 
-/// A plane of the engine's, and its view.
+/// A plane of the engine, and its view.
 struct Plane {
     memory: Vec<f32>,
     view: PlaneView,
@@ -105,7 +105,7 @@ struct Plane {
 }
 
 impl Plane {
-    /// The same in memory of a device; the event with which it is there.
+    /// Copies the plane to memory of a device. Returns the event after which the copy is complete.
     fn send(&mut self, device: &Arc<dyn Device>) -> Event {
         let buffer = on_device::DeviceBuffer::new(device, self.memory.len() as u64 * 4);
         let event = buffer.fill(&self.memory);
@@ -170,7 +170,7 @@ fn rows(numbers: &[f32], tokens: u32, heads: u32, dim: u32) -> Rows<'_> {
         head_stride_bytes: u64::from(dim) * 4,
     };
     assert!(numbers.len() >= (tokens * heads * dim) as usize);
-    // SAFETY: they are `numbers`, borrowed as long.
+    // SAFETY: the rows are `numbers`, which are borrowed for as long.
     unsafe { Rows::new(view, Dtype::F32, Scales::None) }.expect("sound")
 }
 
@@ -179,7 +179,7 @@ fn numbers_of(rows: &Rows<'_>) -> Vec<f32> {
     for token in 0..rows.tokens() {
         for head in 0..rows.heads() {
             let row = rows.row(token, head).cast::<f32>();
-            // SAFETY: a row of the offload's memory.
+            // SAFETY: the address is in a row of the offload's memory.
             all.extend((0..rows.dim() as usize).map(|i| unsafe { row.add(i).read() }));
         }
     }
@@ -219,7 +219,7 @@ impl World {
         World::on(device, seed, shape, spec, policies, ring)
     }
 
-    /// The same, where a device of the caller's makes the copies.
+    /// Same as `with`, with copies made by the caller's device.
     fn on(
         device: Arc<dyn Device>,
         seed: u64,
@@ -244,9 +244,9 @@ impl World {
         self.layers[layer].k.len() as u32 / (self.shape.key_heads * self.shape.key_dim)
     }
 
-    /// The session has so many tokens more.
+    /// Appends tokens to the session.
     fn append(&mut self, tokens: u32) {
-        // Each once: equal tokens would have equal KV.
+        // Each token id once: equal tokens would have equal KV.
         let new: Vec<u32> = (self.next_token..self.next_token + tokens).collect();
         self.next_token += tokens;
         self.store.with(|core| core.append(self.session, &new)).expect("room");
@@ -261,12 +261,13 @@ impl World {
         let (k, v) = (numbers(n * heads * k_dim), numbers(n * heads * v_dim));
         let mut k_plane = plane(&k, n, heads, k_dim, how);
         let mut v_plane = (self.shape.kind == Kind::Split).then(|| plane(&v, n, heads, v_dim, how));
-        // On a device they are still computed when they are put; some are in host memory.
+        // On a device, planes are still being computed when they are put. Some planes are in host
+        // memory.
         let mut computed = Vec::new();
         if let Some(device) = self.device.as_ref().filter(|_| (first + layer as u32) % 5 > 0) {
             computed.push(k_plane.send(device));
             computed.extend(v_plane.as_mut().map(|plane| plane.send(device)));
-            // Of one stream: the last comes behind the others.
+            // Both copies are on one stream, so the last event covers the others.
             self.offload.after(computed.last().copied()).expect("an event");
         }
         let views =
@@ -275,7 +276,7 @@ impl World {
         let op =
             unsafe { self.offload.put(layer as u32, first, tokens, &views, &OpOpts::default()) };
         let status = op.as_ref().ok().and_then(|op| op.as_ref()).map(|op| {
-            op.wait(RELEASED, 0).expect("it ends");
+            op.wait(RELEASED, 0).expect("the op ends");
             let status = op.info().status.expect("resolved");
             op.remove();
             status
@@ -291,7 +292,7 @@ impl World {
         Ok(())
     }
 
-    /// Tokens in all layers.
+    /// Puts tokens in all layers.
     fn put(&mut self, tokens: u32) {
         self.append(tokens);
         for layer in 0..self.layers.len() {
@@ -305,7 +306,7 @@ impl World {
         (0..n).map(|_| number(&mut self.random)).collect()
     }
 
-    /// What K and V of some tokens must be.
+    /// Expected K and V of some tokens.
     fn right(&self, layer: usize, positions: &[u32]) -> (Vec<f32>, Vec<f32>) {
         let heads = self.shape.key_heads as usize;
         let row = |all: &[f32], at: u32, len: usize| {
@@ -319,7 +320,7 @@ impl World {
             Kind::Split => {
                 positions.iter().flat_map(|&at| row(&self.layers[layer].v, at, v_row)).collect()
             }
-            // Values are the first numbers of keys.
+            // Values are the first numbers of the keys.
             Kind::Latent => k.chunks(k_row).flat_map(|row| row[..v_row].to_vec()).collect(),
         };
         (k, v)
@@ -332,7 +333,7 @@ impl World {
             return (numbers_of(&kv.keys), numbers_of(&kv.values));
         }
         let status = self.offload.kv(buffer).map(|_| ()).map_err(|error| error.status());
-        assert_eq!(status, Err(Status::Unsupported), "no processor reads it");
+        assert_eq!(status, Err(Status::Unsupported), "the processor cannot read device memory");
         let views = self.offload.views(buffer).expect("there");
         let [k, v] = on_device::numbers(self.device.as_ref(), &views);
         let (k_row, v_row) = (self.shape.key_dim as usize, self.shape.value_dim as usize);
@@ -341,7 +342,7 @@ impl World {
         (k, v)
     }
 
-    /// All that layers have comes, and is compared.
+    /// Loads all tokens of each layer, and compares them.
     fn check_all(&mut self) {
         for layer in 0..self.layers.len() {
             let tokens = self.tokens(layer);
@@ -354,7 +355,7 @@ impl World {
         }
     }
 
-    /// The session and the copy are cut as the offload was.
+    /// Truncates the session and the copy as the offload was truncated.
     fn was_cut(&mut self, tokens: u32) {
         let session = self.session;
         self.store.with(|core| core.truncate(session, tokens.into())).expect("cut");
@@ -365,9 +366,9 @@ impl World {
         }
     }
 
-    /// Waits for a buffer, and compares it.
+    /// Waits for a buffer, and compares its rows.
     fn check(&mut self, buffer: u32, layer: usize, tail: std::ops::Range<u32>) {
-        let loaded = self.offload.wait(buffer).expect("all is there");
+        let loaded = self.offload.wait(buffer).expect("loaded");
         assert_eq!(loaded.tail_tokens, tail.len() as u32);
         assert_eq!(loaded.tokens, loaded.blocks * BLOCK + loaded.tail_tokens);
         let blocks = self.offload.blocks(buffer).expect("a buffer").to_vec();
@@ -377,7 +378,7 @@ impl World {
         let (keys, values) = self.kv(buffer);
         assert!(keys == k, "keys of blocks {blocks:?}");
         assert!(values == v, "values of blocks {blocks:?}");
-        // Which row has which token.
+        // The row of each token.
         let asked: Vec<u32> = (0..self.tokens(layer)).step_by(3).collect();
         let mut rows = Vec::new();
         self.offload.rows_of(buffer, &asked, &mut rows).expect("a buffer");
@@ -406,7 +407,7 @@ fn loaded_rows_equal_put_rows() {
                 1..=3 if world.tokens(0) < 256 => world.put(1),
                 4 => {
                     let tokens = world.random.below(u64::from(world.tokens(0)) + 1) as u32;
-                    world.offload.truncate(tokens).expect("it is there");
+                    world.offload.truncate(tokens).expect("the tokens are stored");
                     world.was_cut(tokens);
                 }
                 _ if world.tokens(0) > 0 => {
@@ -465,7 +466,7 @@ fn blocks_on_disk_are_loaded() {
     drop(world);
 }
 
-/// Attention of one query over all that is in memory, by an index of positions.
+/// Attention of one query over all rows in memory, with an index of positions.
 fn attend(query: &Rows<'_>, keys: Rows<'_>, values: Rows<'_>, select: Keys<'_>) -> Vec<f32> {
     let problem = Problem {
         queries: *query,
@@ -520,7 +521,7 @@ fn quest_is_bit_identical_when_offloaded() {
         let here_tokens = (k.len() / 16) as u32;
         let here_keys = rows(&k, here_tokens, shape.key_heads, shape.key_dim);
         let here_values = rows(&v, here_tokens, shape.key_heads, shape.value_dim);
-        // The pages of its lists, by the rows that they have in the buffer.
+        // Page lists with the rows of the pages in the buffer.
         let mut here = index.clone();
         here.lists.clear();
         for at in 0..index.lists.len() {
@@ -563,7 +564,7 @@ fn prompt_larger_than_the_ring_is_computed_in_parts() {
         let mine = &queries[first as usize * row..(first + each) as usize * row];
         let query = rows(mine, each, shape.query_heads, shape.key_dim);
         let (mut outs, mut lses) = (Vec::new(), Vec::new());
-        // Groups of two blocks: those before see all, the last the causal rule.
+        // Groups of two blocks: earlier groups are fully visible, the last one is causal.
         for group in 0..=part {
             let ids = [2 * group, 2 * group + 1];
             let context =
@@ -649,7 +650,7 @@ fn passes_load_every_layer_with_its_newest_token() {
             }
         }
         let stats = world.offload.stats();
-        // One more for each layer where a block was filled while others were on their way.
+        // One load more for each layer whose block was filled while other loads were under way.
         assert!((200..=240).contains(&stats.loads), "{stats:?}");
     }
 }
@@ -668,7 +669,7 @@ fn fully_evicted_blocks_are_not_loaded() {
         world.offload.observe(layer, tokens, &sums, tokens).expect("sound");
         let context = Context { is_prefill: true, part: 0, parts: 1, first_query: 0, tokens };
         assert!(world.offload.evict(layer, &context).expect("sound"));
-        let kept = world.offload.retained(layer).expect("a layer").expect("some went");
+        let kept = world.offload.retained(layer).expect("a layer").expect("a list");
         let right: Vec<u32> = (0..4).chain(40..48).chain(130..150).collect();
         assert!(kept.lists() == 1 && kept.positions(0).eq(right));
     }
@@ -678,12 +679,12 @@ fn fully_evicted_blocks_are_not_loaded() {
         world.offload.load(0, layer as u32, BlockSelection::All, None, &context).expect("room");
         assert_eq!(world.offload.blocks(0).expect("a buffer"), [0, 2, 8]);
         world.check(0, layer, 144..153);
-        let kept = world.offload.retained(layer as u32).expect("a layer").expect("some went");
+        let kept = world.offload.retained(layer as u32).expect("a layer").expect("a list");
         let positions: Vec<u32> = kept.positions(0).collect();
         assert_eq!(positions[positions.len() - 3..], [150, 151, 152]);
         let mut rows = Vec::new();
         world.offload.rows_of(0, &positions, &mut rows).expect("a buffer");
-        assert_eq!(rows.len(), positions.len(), "what is kept is there");
+        assert_eq!(rows.len(), positions.len(), "kept tokens are loaded");
         world.offload.done(0).expect("a buffer");
     }
     assert_eq!(world.offload.stats().evicted_tokens, 3 * (150 - 32));
@@ -727,7 +728,8 @@ fn invalid_offload_calls_change_nothing() {
     refused(&mut |o| load(o, 0, 0, BlockSelection::All), Status::Ok);
     refused(&mut |o| load(o, 0, 0, BlockSelection::All), Status::Busy);
     world.offload.done(0).expect("a buffer");
-    // Tokens that the session does not have, that do not go on, keys that are no numbers.
+    // Tokens that the session does not have, tokens that do not continue it, and keys that are not
+    // numbers.
     assert_eq!(world.put_as(0, 1, PlaneShape::Plain), Err(Status::Invalid));
     world.append(4);
     let bad = vec![f32::INFINITY; 4 * 16];
@@ -736,7 +738,7 @@ fn invalid_offload_calls_change_nothing() {
     let views = LayerViews { k: k.view.clone(), v: Some(v.view.clone()) };
     for (layer, first, tokens) in [(0, 40, 4), (0, 39, 4), (0, 41, 3), (0, 40, 0), (3, 40, 4)] {
         let opts = OpOpts::default();
-        // SAFETY: the planes live on.
+        // SAFETY: the planes outlive the call.
         let put = unsafe { world.offload.put(layer, first, tokens, &views, &opts) };
         assert_eq!(put.map(|_| ()).map_err(|error| error.status()), Err(Status::Invalid));
     }
@@ -778,7 +780,7 @@ fn block_summaries_are_stored_with_blocks() {
         let mut all = Vec::new();
         for layer in 0..3 {
             offload.load(0, layer, BlockSelection::All, Some(&query), &context).expect("begun");
-            offload.wait(0).expect("there");
+            offload.wait(0).expect("loaded");
             all.push(offload.blocks(0).expect("a buffer").to_vec());
             offload.done(0).expect("a buffer");
         }
@@ -786,7 +788,7 @@ fn block_summaries_are_stored_with_blocks() {
     };
     let right = chosen(&mut world.offload);
     assert!(right[0].len() == 12 && right[1].len() < 12 && right[2].len() < 12, "{right:?}");
-    // Another session of the same tokens, in the same life, and in the next one.
+    // Another session with the same tokens, before and after the store was closed and reopened.
     let tokens: Vec<u32> = (0..192).collect();
     let again = |store: &Arc<Store>, chosen: &mut dyn FnMut(&mut Offload) -> Vec<Vec<u32>>| {
         let session = store.with(|core| {
@@ -804,7 +806,7 @@ fn block_summaries_are_stored_with_blocks() {
         offload.resume(192).expect("whole blocks");
         assert!(offload.stats().policy_bytes > 0);
         let chosen = chosen(&mut offload);
-        // Another policy's word is not taken: it is told all keys.
+        // Summaries of another policy are not used: the policy gets all keys.
         let mut other = open(store, session, &shape, ["", "quest(budget=48,page=16)"], (2, 80));
         other.resume(192).expect("whole blocks");
         assert_eq!(other.stats().loaded_blocks, 3 * 12);
@@ -845,7 +847,7 @@ fn key_norms_are_stored_with_blocks() {
             }
             let (right, got) = (world.offload.retained(layer), again.retained(layer));
             let (right, got) = (right.expect("a layer"), got.expect("a layer"));
-            let (right, got) = (right.expect("some went"), got.expect("some went"));
+            let (right, got) = (right.expect("a list"), got.expect("a list"));
             assert_eq!((right.lists(), got.lists()), (2, 2));
             assert!((0..2).all(|at| right.positions(at).eq(got.positions(at))));
         }

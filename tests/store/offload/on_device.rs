@@ -14,43 +14,43 @@ use kvtier::store::state::session::{LayerViews, PlaneView, Tokens};
 use super::fake_cuda;
 
 thread_local! {
-    /// The device of the worlds that a test opens, and whether their rings are there; none =
-    /// all is in host memory.
+    /// The device of the worlds that a test opens, and whether their rings are in its memory. None
+    /// = all memory is host memory.
     static CURRENT: RefCell<Option<(Arc<dyn Device>, bool)>> = const { RefCell::new(None) };
 }
 
-/// Where a test's worlds are.
+/// The device of a test's worlds.
 pub fn current() -> Option<Arc<dyn Device>> {
     CURRENT.with(|current| current.borrow().as_ref().map(|(device, _)| device.clone()))
 }
 
-/// Where their rings are.
+/// Placement of their rings.
 pub fn ring_home() -> RingPlacement {
     let is_remote =
         CURRENT.with(|current| current.borrow().as_ref().is_some_and(|(_, is_remote)| *is_remote));
     if is_remote { RingPlacement::Device } else { RingPlacement::Host }
 }
 
-/// A device that takes its time.
+/// A device whose copies take time.
 pub fn simulated(seed: u64) -> Arc<Simulated> {
     let opts = SimulatedOpts { seed, latency_ns: 2_000, ..SimulatedOpts::default() };
-    // By hand: whoever waits moves the clock.
+    // Manual clock: a thread that waits advances it.
     Arc::new(Simulated::new(Clock::manual(1), opts).expect("sound"))
 }
 
-/// CUDA's; on a GPU where `KVTIER_GPU` says that there is one.
+/// The CUDA device: a GPU if `KVTIER_GPU` is set, else the fake driver.
 pub fn cuda() -> Arc<Cuda> {
     let library = std::env::var_os("KVTIER_GPU").is_none().then(fake_cuda::library);
     let opts = CudaOpts { library, choice: CopyMethodChoice::Measured, ..CudaOpts::default() };
     Arc::new(Cuda::open(Clock::real(), &opts).expect("a device"))
 }
 
-/// Does something with worlds on a device.
+/// Runs a test with worlds on a device.
 pub fn on<R>(device: Arc<dyn Device>, test: impl FnOnce() -> R) -> R {
     with((device, true), test)
 }
 
-/// The same with rings in host memory: only the engine's tensors are on the device.
+/// Same as `on`, with rings in host memory: only the engine's tensors are on the device.
 pub fn beside<R>(device: Arc<dyn Device>, test: impl FnOnce() -> R) -> R {
     with((device, false), test)
 }
@@ -78,38 +78,38 @@ impl DeviceBuffer {
         self.memory.address
     }
 
-    /// What is in host memory is on its way here.
+    /// Copies numbers from host memory. Returns the event of the copy.
     pub fn fill(&self, from: &[f32]) -> Event {
         let (bytes, host) = (size_of_val(from) as u64, from.as_ptr().cast::<u8>().cast_mut());
         let address = self.memory.address;
         let copy = Copy::bytes(host, address, bytes, Direction::Scatter, Memory::Device);
-        // SAFETY: both stay until the event, for which whoever asked waits.
+        // SAFETY: both memories live until the event, for which the caller waits.
         unsafe { self.device.submit(Stream(0), None, &mut [copy.expect("sound")]) }.expect("taken")
     }
 }
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        // SAFETY: whoever had it has waited for what used it.
+        // SAFETY: the owner has waited for all copies and kernels that use the memory.
         unsafe { self.device.free(&self.memory) }.expect("its own");
     }
 }
 
-/// Waits for an event, and lets the device forget it.
+/// Waits for an event and releases it.
 pub fn end(device: &dyn Device, event: Event) {
-    device.wait(event, 0).expect("it comes");
-    device.release(event).expect("it has come");
+    device.wait(event, 0).expect("the event ends");
+    device.release(event).expect("the event has ended");
 }
 
-/// Begins to read numbers of device memory, as a kernel would.
+/// Begins to read numbers from device memory, as a kernel would.
 pub fn read(device: &dyn Device, address: u64, to: &mut [f32]) -> Event {
     let (bytes, host) = (size_of_val(to) as u64, to.as_mut_ptr().cast::<u8>());
     let copy = Copy::bytes(host, address, bytes, Direction::Gather, Memory::Device).expect("sound");
-    // SAFETY: both stay until the event, for which whoever asked waits.
+    // SAFETY: both memories live until the event, for which the caller waits.
     unsafe { device.submit(Stream(1), None, &mut [copy]) }.expect("taken")
 }
 
-/// A plane that is the same in another place.
+/// The view of a plane that was copied from `from` to `to`.
 pub fn moved(view: &PlaneView, from: u64, to: u64) -> PlaneView {
     let there = |address: &u64| address - from + to;
     let place = match &view.place {
@@ -123,7 +123,7 @@ pub fn moved(view: &PlaneView, from: u64, to: u64) -> PlaneView {
     PlaneView { memory: Memory::Device, place, ..view.clone() }
 }
 
-/// Numbers of K and V of a buffer, wherever they are.
+/// K and V numbers of a buffer in any memory.
 pub fn numbers(device: Option<&Arc<dyn Device>>, views: &LayerViews) -> [Vec<f32>; 2] {
     let get = |plane: &PlaneView| -> Vec<f32> {
         let count = plane.tokens as usize * (plane.token_stride_bytes / 4) as usize;
@@ -134,7 +134,7 @@ pub fn numbers(device: Option<&Arc<dyn Device>>, views: &LayerViews) -> [Vec<f32
             (Memory::Device, Some(device)) => end(&**device, read(&**device, address, &mut all)),
             _ => {
                 let here = std::ptr::with_exposed_provenance::<f32>(address as usize);
-                // SAFETY: rows of the buffer, which was waited for.
+                // SAFETY: the rows belong to the buffer, whose load has ended.
                 all.copy_from_slice(unsafe { std::slice::from_raw_parts(here, count) });
             }
         }
@@ -143,7 +143,7 @@ pub fn numbers(device: Option<&Arc<dyn Device>>, views: &LayerViews) -> [Vec<f32
     [get(&views.k), views.v.as_ref().map(get).unwrap_or_default()]
 }
 
-/// The tests of all modules that say nothing of where worlds are, on both devices.
+/// Runs the tests of all modules that do not depend on the memory, on both devices.
 macro_rules! on_devices {
     ($($test:path => $name:ident,)*) => {
         $(#[test]

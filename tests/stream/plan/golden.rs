@@ -51,7 +51,7 @@ fn golden_plan_of_70b_at_4096_tokens() {
 #[test]
 fn golden_plan_of_70b_at_512_tokens() {
     let mut setup = llama_70b(512);
-    // What the link measured; the disk does not matter.
+    // Measured bandwidth of the link; the disk does not matter.
     setup.links = Links { device: LAYER * 1000 / 103, disk: 3_350_000_000, processor: 0 };
     setup.plan_options.layer_compute_ns = 700_000;
     let plan = setup.plan();

@@ -50,14 +50,14 @@ proptest! {
                     .filter(|(_, home)| **home != Residency::Device)
                     .map(|(unit, _)| unit.image_bytes)
                     .sum();
-                // What is tiny stays first: a move costs more than its bytes. That may be at
+                // Tiny units stay resident first: a move costs more than its bytes. That may be at
                 // the cost of a better fill.
                 let largest = sizes.iter().max().copied().unwrap_or(0);
                 let tiny = sizes.iter().any(|&bytes| bytes > 0 && bytes < largest / 32);
                 if tiny {
                     prop_assert!((best..=best + largest).contains(&moved), "{moved} for {best}");
                 } else {
-                    // Of nearly as few bytes those are taken that are spread best.
+                    // Among plans of nearly as few bytes, the best spread one is taken.
                     let most = best + best / 256;
                     prop_assert!((best..=most).contains(&moved), "{moved} for {best}");
                 }

@@ -117,7 +117,7 @@ pub fn takes(setup: &Setup, plan: &Plan) -> (u64, u64) {
     }
 }
 
-/// What has to hold for any plan.
+/// Checks the invariants of a plan.
 pub fn check(setup: &Setup, plan: &Plan, device_bytes: u64, host_bytes: u64) {
     let (device, host) = takes(setup, plan);
     assert_eq!((device, host), (plan.device_bytes, plan.host_bytes));

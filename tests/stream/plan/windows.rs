@@ -48,7 +48,8 @@ fn unknown_window_layers_keep_everything() {
 
 #[test]
 fn cpu_and_device_kv_both_get_their_bytes() {
-    // Which of the last layers have a window is not noted: each side may have the others.
+    // The model does not record which of the last layers have a window: each side may have the
+    // others.
     for away in 0..=26u64 {
         let mut setup = gemma(4096);
         setup.memory.device_free_bytes = GIB;

@@ -17,7 +17,7 @@ const BAR_COLUMNS: usize = 40;
 const MAP_CHUNKS: usize = 96;
 /// Latencies in a line.
 const TIMES: usize = 4;
-/// Most rows of the residency map; of more layers, some are left out.
+/// Most rows of the residency map; with more layers, some are left out.
 const MAP_ROWS: usize = 32;
 
 /// Options of the view.

@@ -119,7 +119,7 @@ fn talk(store: &TestStore, namespace: u32, turn: u32, tokens: usize) -> Done {
 fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
     let (_scratch, path) = place("requests");
     let store = with_disk(&path, "host=256KiB,policy=lru");
-    let facts = std::fs::symlink_metadata(&path).expect("there");
+    let facts = std::fs::symlink_metadata(&path).expect("found");
     assert!(facts.file_type().is_socket());
     assert_eq!(facts.permissions().mode() & 0o777, 0o600);
     let namespace = store.namespace(1, &SMALL);

@@ -125,7 +125,7 @@ fn disk_to_device(driver: &Path, cufile: &Path, has_module: bool) -> (String, St
     let mut lines = text.lines().map(|line| serde_json::from_str(line).expect("JSON"));
     let is_it = |line: &serde_json::Value| line["check"] == "disk to device";
     let found = lines.find(is_it).expect("it is looked at");
-    assert_eq!(std::fs::read_dir(&dir).expect("there").count(), 0, "something stays");
+    assert_eq!(std::fs::read_dir(&dir).expect("found").count(), 0, "something stays");
     std::fs::remove_dir(&dir).expect("empty");
     let word = |key: &str| found[key].as_str().expect("words").to_string();
     (word("mark"), word("value"))

@@ -33,7 +33,7 @@ fn exit_status_and_output_report_damage() {
     assert!(out.contains("clean") && out.contains("live        2 cells"), "{out}");
 
     let path = scratch.0.join(SEGMENT_1);
-    let mut bytes = std::fs::read(&path).expect("there");
+    let mut bytes = std::fs::read(&path).expect("found");
     bytes[2 * 4096 + 5] ^= 1;
     std::fs::write(&path, &bytes).expect("written");
     let (code, out, _) = run(&scratch.0, &[]);
@@ -48,7 +48,7 @@ fn exit_status_and_output_report_damage() {
         (summary["clean"].as_bool(), summary["live"]["cells"].as_u64()),
         (Some(false), Some(1))
     );
-    assert!(std::fs::read(&path).expect("there") == bytes);
+    assert!(std::fs::read(&path).expect("found") == bytes);
 
     std::fs::remove_file(scratch.0.join(STORE)).expect("removed");
     assert_eq!(run(&scratch.0, &[]).0, 2);

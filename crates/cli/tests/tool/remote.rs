@@ -42,7 +42,7 @@ impl Drop for Place {
 fn files(folder: &Path) -> Vec<PathBuf> {
     let (mut found, mut folders) = (Vec::new(), vec![folder.to_path_buf()]);
     while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(folder).expect("there").flatten() {
+        for entry in std::fs::read_dir(folder).expect("found").flatten() {
             let path = entry.path();
             if path.is_dir() { folders.push(path) } else { found.push(path) }
         }
@@ -121,7 +121,7 @@ fn damaged_objects_are_detected() {
     let all = files(&place.0);
     assert_eq!(all.len() as u64, number(&put, "/counters/uploaded_objects"));
     let spoiled = all.iter().step_by(5).inspect(|path| {
-        let mut bytes = std::fs::read(path).expect("there");
+        let mut bytes = std::fs::read(path).expect("found");
         let middle = bytes.len() / 2;
         bytes[middle] ^= 1;
         std::fs::write(path, bytes).expect("written");

@@ -239,7 +239,7 @@ impl Cache for InMemory {
         let layer = &mut self.layers[layer as usize];
         layer.is_evicted = true;
         for (head, positions) in layer.positions.iter_mut().enumerate() {
-            let place = |at: &u32| positions.binary_search(at).expect("it is there");
+            let place = |at: &u32| positions.binary_search(at).expect("is retained");
             let stays: Vec<usize> = retained.of(head as u32).iter().map(place).collect();
             compact(&mut layer.keys, (heads, key / heads), head, &stays);
             compact(&mut layer.values, (heads, value / heads), head, &stays);

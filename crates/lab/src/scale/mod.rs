@@ -1,11 +1,11 @@
 //! Simulation of many engines on one remote. A trace is routed to engines with a host tier (and a
 //! disk) each under one policy; they share a remote tier as described in `docs/remote.md`.
 //!
-//! An engine's own tiers are a [`Replay`](kvtier::trace::replay::Replay). The remote changes where
-//! a block comes from, never what is inserted, so an engine's own hits are the same without a
+//! An engine's own tiers are a [`Replay`](kvtier::trace::replay::Replay). The remote changes the
+//! source of a block, never the inserted blocks, so an engine's own hits are the same without a
 //! remote. After its own leading blocks an engine looks chunks up in the remote, window by window.
-//! It fetches the hits if that is faster than computing them, and uploads victims of the host, or
-//! what it computed.
+//! It fetches the hits if that is faster than computing them, and uploads victims of the host tier,
+//! or the chunks that it computed.
 
 pub mod copies;
 mod cut;

@@ -248,7 +248,7 @@ fn names_refer_to_files() {
         assert_eq!(write(files, a, 0, 1, unit).and(write(files, b, 0, 2, unit)), Ok(()));
         assert_eq!(files.rename("a", "b"), Ok(()));
         assert_eq!(files.list(), Ok(vec![entry("b", 2)]));
-        let new = files.open("b").expect("there");
+        let new = files.open("b").expect("found");
         assert_eq!(read(files, new, 0, 1.max(unit)).expect("read")[0], 1);
         assert_eq!(
             read(files, b, 0, unit).expect("a replaced file stays readable while it is open")[0],

@@ -21,7 +21,7 @@ pub struct Inode {
     pending_bytes: u64,
 }
 
-/// How many of the unsynced writes survive.
+/// Survival of unsynced writes in a crash.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Survival {
     None,

@@ -282,7 +282,7 @@ fn every_kind_of_crash_happens() {
         let bytes = content(&files, file);
         outcomes.insert([bytes[0], bytes[512], bytes[1024]]);
         files.crash().expect("memory");
-        assert_eq!(files.durable().expect("memory")["x"], bytes, "what is there stays");
+        assert_eq!(files.durable().expect("memory")["x"], bytes, "synced bytes persist");
     }
     assert_eq!(outcomes.len(), 27, "each sector by itself: old, first or second");
 }
@@ -362,7 +362,7 @@ fn a_failed_sync_poisons_the_file() {
         assert_eq!(status(files.sync(file)), Status::Io);
         assert_eq!(status(files.sync(file)), Status::Io, "it is remembered");
         // A reopened file reports success, although data was lost.
-        let again = files.open("x").expect("there");
+        let again = files.open("x").expect("found");
         assert_eq!(files.sync(again), Ok(()));
         let seen = content(&files, again).first().copied();
         files.crash().expect("memory");

@@ -313,7 +313,7 @@ fn changes_of_a_file_are_detected() {
         if let (Ok(end), true) = (end, *what != "written to") {
             let mut expected = bytes(0, 290_816, 300_000 - 290_816);
             expected.resize(12_288, 0);
-            assert!(end == expected, "{what}: zeros, whatever is there now");
+            assert!(end == expected, "{what}: bytes past the end are zeros");
         }
     };
     for act in &ACTIONS {
@@ -330,7 +330,7 @@ fn changes_of_a_file_are_detected() {
 fn a_restored_modification_time_is_detected() {
     let model = Model::new(&[5000]);
     let files = model.open(&ModelFilesOpts::default());
-    let time = std::fs::metadata(&model.paths[0]).expect("there").modified().expect("known");
+    let time = std::fs::metadata(&model.paths[0]).expect("found").modified().expect("known");
     // Bytes changed and the modification time restored: only the change time shows it.
     let file = std::fs::OpenOptions::new().write(true).open(&model.paths[0]).expect("opened");
     while files.check(0).is_ok() {

@@ -244,7 +244,7 @@ impl SimModelFiles {
 }
 
 impl Inner {
-    /// How long a batch occupies the disk.
+    /// Time for which a batch occupies the disk.
     fn moving_ns(&mut self, opts: &SimModelFilesOpts, pieces: &[Piece]) -> u64 {
         let worth = |piece: &Piece| {
             let more = self.faults.iter().map(|fault| fault.more_bytes(piece));

@@ -51,7 +51,7 @@ const fn latent(dtype: Dtype, rows: u32, names: [&'static str; 2]) -> Shape {
     Shape { dtype, dims, names, module, rows, listed_rows: rows, threads, bytes }
 }
 
-/// Of two shapes of a kind the first that fits the device's shared memory is used.
+/// Shapes of the kernels. The first shape of a kind that fits the device's shared memory is used.
 const SHAPES: [Shape; 8] = [
     whole(Dtype::F16, 64, ["prefill_f16_64", "prefill_listed_f16_64"]),
     whole(Dtype::F16, 128, ["prefill_f16_128", "prefill_listed_f16_128"]),

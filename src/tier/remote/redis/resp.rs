@@ -82,7 +82,7 @@ struct Bulk {
     is_error: bool,
 }
 
-/// What a line is or begins.
+/// Meaning of a line: a complete value, or the start of one.
 enum Begun {
     Value(Value),
     Body(u64),

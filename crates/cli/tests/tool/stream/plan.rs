@@ -43,8 +43,8 @@ fn a_plan_is_made_for_another_machine() {
         number(&output, "/residency/device/units") > 0
             && number(&output, "/residency/host/units") > 0
     );
-    // Nothing comes from the disk, so it is the device link that counts: half as fast, twice
-    // as long.
+    // Nothing is read from disk, so the device link is the bottleneck: half the bandwidth, twice
+    // the time.
     assert_eq!(output["forecast"]["binding"], "device");
     let (fast, slow) =
         (number(&output, "/forecast/device_ns"), number(&output, "/what_if/device_ns"));

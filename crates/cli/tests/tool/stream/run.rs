@@ -41,7 +41,7 @@ fn all_units_are_resident_if_they_fit() {
     let output = json(&run(&path, &["--host", "64M", "--passes", "2", "--json"]).fine());
     assert_eq!(number(&output, "/plan/residency/file/units"), 0);
     let least: u64 = dense().gguf().iter().map(Made::bytes).sum();
-    let most = std::fs::metadata(&path).expect("there").len();
+    let most = std::fs::metadata(&path).expect("found").len();
     assert!((least..=most).contains(&number(&output, "/load_bytes")), "{output}");
     let passes = output["passes"].as_array().expect("passes");
     assert!(passes.iter().all(|pass| number(pass, "/read_bytes") == 0), "{output}");
@@ -167,12 +167,12 @@ fn a_sidecar_detects_a_changed_byte() {
     assert!(std::fs::read(&sidecar).expect("kept") == noted, "it was written anew");
 
     // Changes a byte of a layer, and restores the file's times: else it would be another file.
-    let before = std::fs::metadata(&path).expect("there").modified().expect("a time");
+    let before = std::fs::metadata(&path).expect("found").modified().expect("a time");
     let mut bytes = std::fs::read(&path).expect("ours");
     let at = bytes.len() / 2;
     bytes[at] ^= 1;
     std::fs::write(&path, &bytes).expect("written");
-    let file = std::fs::File::options().write(true).open(&path).expect("there");
+    let file = std::fs::File::options().write(true).open(&path).expect("found");
     file.set_modified(before).expect("set");
     let output = run(&path, &args);
     assert_eq!(output.code, Some(1), "{} {}", output.out, output.error);
