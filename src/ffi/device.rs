@@ -880,8 +880,7 @@ pub unsafe extern "C" fn kvt_device_launch(
 ) -> kvt_status_t {
     require(out_event)?;
     let rows = Strided::new(kernels.cast_mut(), count, stride_bytes, MAX_KERNELS)?;
-    let calls =
-        (0..rows.len()).map(|at| rows.get(at)).collect::<Result<Vec<Call>>>()?;
+    let calls = (0..rows.len()).map(|at| rows.get(at)).collect::<Result<Vec<Call>>>()?;
     let after = (after != 0).then_some(Event(after));
     let event = enter(device)?.device.launch(Stream(stream), after, &calls)?;
     out_event.write(event.0);

@@ -408,7 +408,7 @@ pub struct kvt_policy_object_t {
     pub chunks: u32,
 }
 
-/// What the engine expects of the future of objects.
+/// Expectations of the engine about future uses of objects.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_hint_t {

@@ -107,7 +107,7 @@ pub struct StoreStats {
     /// Cells of transfers in flight.
     #[gauge]
     pub transfer_cells: u64,
-    /// Of those, cells that wait for host memory.
+    /// Cells of transfers that wait for host memory.
     #[gauge]
     pub memory_waiters: u64,
     /// Bytes that these cells wait for.

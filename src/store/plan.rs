@@ -72,7 +72,7 @@ pub struct Terms {
 
 /// A run of chunks with the same step.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Segment {
+pub struct Step {
     /// Kind of the step.
     pub kind: StepKind,
     /// First chunk.
@@ -91,7 +91,7 @@ pub struct Segment {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     /// Its steps, in the order of the path.
-    pub segments: Vec<Segment>,
+    pub steps: Vec<Step>,
     /// Total time.
     pub total_ns: f64,
     /// Time of the loads alone.
@@ -270,7 +270,7 @@ impl Plan {
 
     /// Joins neighbouring chunks of the same kind to steps.
     fn join_chunks(&mut self, parts: &[Part], terms: &Terms) -> Result<()> {
-        self.segments.clear();
+        self.steps.clear();
         self.without_ns = 0.0;
         for (i, ((at, n), part)) in each(parts).zip(parts).enumerate() {
             let (kind, compute_ns) = (self.kinds[i], terms.cost.of(at, n));
@@ -284,15 +284,15 @@ impl Plan {
                 (StepKind::Recompute, _) => ([0; SOURCES], compute_ns),
                 _ => ([0; SOURCES], 0.0),
             };
-            if self.segments.last().is_none_or(|last| last.kind != kind) {
-                if self.segments.try_reserve(1).is_err() {
+            if self.steps.last().is_none_or(|last| last.kind != kind) {
+                if self.steps.try_reserve(1).is_err() {
                     fail!(NoMem, "no memory for another step of a plan");
                 }
                 let empty =
-                    Segment { kind, first: i, chunks: 0, tokens: 0, bytes: [0; SOURCES], ns: 0.0 };
-                self.segments.push(empty);
+                    Step { kind, first: i, chunks: 0, tokens: 0, bytes: [0; SOURCES], ns: 0.0 };
+                self.steps.push(empty);
             }
-            if let Some(last) = self.segments.last_mut() {
+            if let Some(last) = self.steps.last_mut() {
                 last.chunks += 1;
                 last.tokens += n;
                 last.ns += ns;
@@ -674,15 +674,15 @@ mod tests {
             let within = if holes { 1.05 } else { 1.0 + 1e-9 };
             prop_assert!(plan.total_ns <= best * within + 1.0, "{} for {best}", plan.total_ns);
             prop_assert!(plan.total_ns >= best - 1.0 - best * 1e-9, "{} for {best}", plan.total_ns);
-            let chunks: usize = plan.segments.iter().map(|s| s.chunks).sum();
+            let chunks: usize = plan.steps.iter().map(|s| s.chunks).sum();
             prop_assert_eq!(chunks, parts.len());
-            let tokens: u64 = plan.segments.iter().map(|s| s.tokens).sum();
+            let tokens: u64 = plan.steps.iter().map(|s| s.tokens).sum();
             prop_assert_eq!(tokens, 256 * parts.len() as u64);
         }
     }
 
     fn kinds(plan: &Plan) -> Vec<(StepKind, usize)> {
-        plan.segments.iter().map(|s| (s.kind, s.chunks)).collect()
+        plan.steps.iter().map(|s| (s.kind, s.chunks)).collect()
     }
 
     #[test]
@@ -693,7 +693,7 @@ mod tests {
         let mut plan = Plan::default();
         plan.make(&parts, &terms(true, false, [1e11; 4])).unwrap();
         assert_eq!(kinds(&plan), [(StepKind::Recompute, 2), (StepKind::Load, 6)]);
-        assert_eq!(plan.segments[1].bytes, [6 * (32 << 20), 0, 0, 0]);
+        assert_eq!(plan.steps[1].bytes, [6 * (32 << 20), 0, 0, 0]);
         plan.make(&parts, &terms(false, false, [1e11; 4])).unwrap();
         assert_eq!(kinds(&plan), [(StepKind::Recompute, 8)]);
         assert_eq!(plan.total_ns, plan.without_ns);
@@ -738,7 +738,7 @@ mod tests {
         plan.make(&[part(1, 0); 5], &terms(false, true, [1e9; 4])).unwrap();
         assert_eq!((kinds(&plan), plan.total_ns), (vec![(StepKind::Resident, 5)], 0.0));
         plan.make(&[], &terms(false, true, [1e9; 4])).unwrap();
-        assert_eq!((plan.segments.len(), plan.total_ns), (0, 0.0));
+        assert_eq!((plan.steps.len(), plan.total_ns), (0, 0.0));
     }
 }
 

@@ -65,7 +65,7 @@ fn grouped(text: &str) -> String {
             true => before.is_some() && family(next(2)) == before,
             false => next(1).starts_with("#define KVT_"),
         };
-        if !line.is_empty() || !follows {
+        if !line.is_empty() || !follows && !next(1).is_empty() {
             out += line;
             out += "\n";
         }

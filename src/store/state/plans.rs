@@ -538,7 +538,7 @@ impl Drafts {
     /// marked before.
     fn give_up(&self, found: &mut [ChunkReuse]) -> bool {
         let mut changed = false;
-        for one in self.plan.segments.iter().filter(|one| one.kind == StepKind::Recompute) {
+        for one in self.plan.steps.iter().filter(|one| one.kind == StepKind::Recompute) {
             for found in found.iter_mut().skip(one.first).take(one.chunks) {
                 let is_new = matches!(found.state, State::Hit | State::Pending);
                 changed |= is_new;
@@ -554,11 +554,11 @@ impl Drafts {
         (session.total_ns, session.load_ns) = (plan.total_ns, plan.load_ns);
         (session.compute_ns, session.without_ns) = (plan.compute_ns, cost.of(0, ground.tokens));
         session.steps.clear();
-        if session.steps.try_reserve(plan.segments.len()).is_err() {
-            fail!(NoMem, "no memory for {} steps of a plan", plan.segments.len());
+        if session.steps.try_reserve(plan.steps.len()).is_err() {
+            fail!(NoMem, "no memory for {} steps of a plan", plan.steps.len());
         }
         let mut at = 0;
-        session.steps.extend(plan.segments.iter().map(|one| {
+        session.steps.extend(plan.steps.iter().map(|one| {
             let [all, disk, remote, device] = one.bytes;
             let bytes = [all.saturating_sub(disk).saturating_sub(remote), disk, remote, device];
             let (kind, tokens, first_token) = (one.kind, one.tokens, at);

@@ -112,14 +112,14 @@ proptest! {
     #[test]
     fn agrees_with_a_model(
         steps in proptest::collection::vec((0u8..20, any::<u32>()), 1..300),
-        segment_kib in prop_oneof![Just(16u64), Just(100), Just(256), Just(4096)],
+        slab_kib in prop_oneof![Just(16u64), Just(100), Just(256), Just(4096)],
         limit_kib in 300u64..12_000, max_kib in 64u64..12_000,
     ) {
         let runtime = runtime("faults()");
         let limit = limit_kib << 10;
         let budget = budget(&runtime, limit);
         let account = budget.account("cells", 0, None).expect("an account");
-        let tier = HostTier::new(Some(account.clone()), &small(segment_kib << 10, max_kib << 10));
+        let tier = HostTier::new(Some(account.clone()), &small(slab_kib << 10, max_kib << 10));
         let mut model = Model {
             tier: tier.expect("sound"), account, limit, live: BTreeMap::new(), marks: 0,
         };
@@ -138,7 +138,7 @@ proptest! {
                             let after = model.tier.stats();
                             prop_assert_eq!(after.live_pieces, before.live_pieces);
                             prop_assert_eq!(after.empty_slabs, 0, "spares are freed first");
-                            let slab = (segment_kib << 10).max(bytes) + 20_000;
+                            let slab = (slab_kib << 10).max(bytes) + 20_000;
                             let mapped: u64 =
                                 model.tier.slabs().map(|s| s.mapped_bytes).sum();
                             prop_assert!(mapped + slab > max_kib << 10

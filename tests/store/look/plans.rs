@@ -140,7 +140,7 @@ fn check(
         let parts: Vec<Part> = parts.collect();
         let mut same = Plan::default();
         same.make(&parts, &terms).unwrap();
-        let want: Vec<_> = same.segments.iter().map(|s| (s.kind, s.tokens)).collect();
+        let want: Vec<_> = same.steps.iter().map(|s| (s.kind, s.tokens)).collect();
         assert_eq!(
             plan.steps.iter().map(|step| (step.kind, step.tokens)).collect::<Vec<_>>(),
             want
