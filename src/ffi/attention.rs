@@ -12,7 +12,7 @@ use crate::ffi::abi::{
     require, write,
 };
 use crate::ffi::base::{kvt_error_t, kvt_status_t};
-use crate::ffi::memory::{kvt_view_t, plane_alone};
+use crate::ffi::memory::{kvt_dtype_t, kvt_view_t, plane_alone};
 use crate::ffi::sparse::{keys_of, kvt_index_t};
 use crate::meta::dtype::Dtype;
 use crate::sparse::{Context, Kind, Shape};
@@ -20,10 +20,13 @@ use crate::store::state::session::PlaneView;
 
 // Rows and shapes of attention.
 
+/// Shapes of attention.
+pub type kvt_attention_kind_t = u32;
+
 /// Separate keys and values, by head.
-pub const KVT_ATTENTION_SPLIT: u32 = 0;
+pub const KVT_ATTENTION_SPLIT: kvt_attention_kind_t = 0;
 /// One latent row a token for all heads (MLA); values are its first elements.
-pub const KVT_ATTENTION_LATENT: u32 = 1;
+pub const KVT_ATTENTION_LATENT: kvt_attention_kind_t = 1;
 
 /// Attention shape of a model.
 #[repr(C)]
@@ -40,8 +43,7 @@ pub struct kvt_attention_t {
     pub key_dim: u32,
     /// Elements of a value head, 1 to 2048; at most key_dim with KVT_ATTENTION_LATENT.
     pub value_dim: u32,
-    /// KVT_ATTENTION_*.
-    pub kind: u32,
+    pub kind: kvt_attention_kind_t,
     /// Tokens of a block, the unit of loading: 1 to 2^20. With a session: its chunk_tokens.
     pub block_tokens: u32,
     /// Longest sequence, 1 to 2^30 tokens.
@@ -71,9 +73,11 @@ pub struct kvt_sparse_context_t {
 
 /// Scales of int8 rows: none, one per token and head ([tokens, heads]), or one per head and element
 /// ([heads, dim]).
-pub const KVT_SCALES_NONE: u32 = 0;
-pub const KVT_SCALES_TOKEN: u32 = 1;
-pub const KVT_SCALES_CHANNEL: u32 = 2;
+pub type kvt_scales_t = u32;
+
+pub const KVT_SCALES_NONE: kvt_scales_t = 0;
+pub const KVT_SCALES_TOKEN: kvt_scales_t = 1;
+pub const KVT_SCALES_CHANNEL: kvt_scales_t = 2;
 
 /// Queries, keys or values that the library reads: one row of `dim` elements per token and head.
 #[repr(C)]
@@ -83,9 +87,9 @@ pub struct kvt_rows_t {
     /// Host memory, aligned for the dtype. run_bytes gives dim: 1 to 2048 whole elements.
     pub view: kvt_view_t,
     /// KVT_DTYPE_F32, _F16, _BF16 or _I8.
-    pub dtype: u32,
-    /// KVT_SCALES_*; only _I8 has scales.
-    pub scaling: u32,
+    pub dtype: kvt_dtype_t,
+    /// Only _I8 has scales.
+    pub scaling: kvt_scales_t,
     /// Null with KVT_SCALES_NONE.
     pub scales: *const f32,
     /// Exactly as many as `scaling` says.
@@ -467,10 +471,16 @@ pub unsafe extern "C" fn kvt_attention_job_close(
 
 // Kernels.
 
+/// Flags of decode kernels.
+pub type kvt_decode_flags_t = u64;
+
 /// Keep scores, for kvt_decode_sums.
-pub const KVT_DECODE_SCORES: u64 = 1;
+pub const KVT_DECODE_SCORES: kvt_decode_flags_t = 1;
+/// Flags of column sums.
+pub type kvt_sums_flags_t = u64;
+
 /// Sums for each query head; without this flag one row for all heads.
-pub const KVT_SUMS_BY_HEAD: u64 = 1;
+pub const KVT_SUMS_BY_HEAD: kvt_sums_flags_t = 1;
 
 /// Most elements of an array.
 const MAX_ELEMENTS: usize = 1 << 40;
@@ -590,7 +600,7 @@ pub unsafe extern "C" fn kvt_prefill_open(
 #[capi]
 pub unsafe extern "C" fn kvt_decode_memory(
     args: *const kvt_attention_args_t,
-    flags: u64,
+    flags: kvt_decode_flags_t,
     out_count: *mut u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -614,7 +624,7 @@ pub unsafe extern "C" fn kvt_decode_memory(
 #[capi]
 pub unsafe extern "C" fn kvt_decode_open(
     args: *const kvt_attention_args_t,
-    flags: u64,
+    flags: kvt_decode_flags_t,
     out: *mut f32,
     out_count: u64,
     lse: *mut f32,
@@ -649,7 +659,7 @@ pub unsafe extern "C" fn kvt_column_sums_open(
     lse: *const f32,
     lse_count: u64,
     first: u32,
-    flags: u64,
+    flags: kvt_sums_flags_t,
     sums: *mut f32,
     sum_count: u64,
     out_job: *mut *mut kvt_attention_job_t,
@@ -675,7 +685,7 @@ pub unsafe extern "C" fn kvt_column_sums_open(
 #[capi]
 pub unsafe extern "C" fn kvt_decode_sums(
     job: *const kvt_attention_job_t,
-    flags: u64,
+    flags: kvt_sums_flags_t,
     sums: *mut f32,
     sum_count: u64,
     err: *mut *mut kvt_error_t,

@@ -264,12 +264,14 @@ pub unsafe extern "C" fn kvt_error_free(error: *mut *mut kvt_error_t) -> kvt_sta
 
 /// Log levels; each includes those before it. OFF: no messages. ERROR: unexpected failures. WARN:
 /// degraded operation. INFO: rare events. DEBUG: for debugging. TRACE: everything.
-pub const KVT_LOG_OFF: u32 = 0;
-pub const KVT_LOG_ERROR: u32 = 1;
-pub const KVT_LOG_WARN: u32 = 2;
-pub const KVT_LOG_INFO: u32 = 3;
-pub const KVT_LOG_DEBUG: u32 = 4;
-pub const KVT_LOG_TRACE: u32 = 5;
+pub type kvt_log_level_t = u32;
+
+pub const KVT_LOG_OFF: kvt_log_level_t = 0;
+pub const KVT_LOG_ERROR: kvt_log_level_t = 1;
+pub const KVT_LOG_WARN: kvt_log_level_t = 2;
+pub const KVT_LOG_INFO: kvt_log_level_t = 3;
+pub const KVT_LOG_DEBUG: kvt_log_level_t = 4;
+pub const KVT_LOG_TRACE: kvt_log_level_t = 5;
 
 /// Releases `user_data`. Called once, after the last call of the callback that it was registered
 /// with. It must not unwind.
@@ -280,7 +282,7 @@ pub type kvt_destroy_fn = Option<unsafe extern "C" fn(user_data: *mut c_void)>;
 pub type kvt_log_fn = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
-        level: u32,
+        level: kvt_log_level_t,
         target: *const c_char,
         target_bytes: u64,
         message: *const c_char,
@@ -299,7 +301,7 @@ pub type kvt_log_fn = Option<
 /// @return KVT_E_STATE (a Rust program has installed a logger of its own).
 #[capi]
 pub unsafe extern "C" fn kvt_log_set(
-    level: u32,
+    level: kvt_log_level_t,
     callback: kvt_log_fn,
     user_data: *mut c_void,
     destroy: kvt_destroy_fn,

@@ -30,7 +30,7 @@ use crate::ffi::abi::{
 };
 use crate::ffi::base::{kvt_destroy_fn, kvt_error_t, kvt_status_t};
 use crate::ffi::memory::{
-    KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, memory_of, plane_anywhere,
+    KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_memory_t, kvt_view_t, memory_of, plane_anywhere,
 };
 use crate::ffi::runtime::{kvt_op_t, kvt_runtime_t, on_runtime};
 use crate::ffi::sparse::{keys_of, kvt_index_head_t, kvt_index_t};
@@ -42,29 +42,38 @@ use crate::store::state::session::PlaneView;
 /// of the engine. Several stores and streamers of the runtime may share a device.
 pub struct kvt_device_t(());
 
+/// Kinds of devices.
+pub type kvt_device_kind_t = u32;
+
 /// The processor copies; copies are complete when the call returns.
-pub const KVT_DEVICE_KIND_HOST: u32 = 1;
+pub const KVT_DEVICE_KIND_HOST: kvt_device_kind_t = 1;
 /// A GPU, through the CUDA driver, which is loaded when the device is opened.
-pub const KVT_DEVICE_KIND_CUDA: u32 = 2;
+pub const KVT_DEVICE_KIND_CUDA: kvt_device_kind_t = 2;
 /// The engine copies, through the callbacks of kvt_device_custom_t.
-pub const KVT_DEVICE_KIND_CUSTOM: u32 = 3;
+pub const KVT_DEVICE_KIND_CUSTOM: kvt_device_kind_t = 3;
 /// A simulated device for tests: copies take time, and targets hold garbage until their event has
 /// completed.
-pub const KVT_DEVICE_KIND_SIMULATED: u32 = 4;
+pub const KVT_DEVICE_KIND_SIMULATED: kvt_device_kind_t = 4;
 
-/// kvt_device_info_t.flags: work continues after a call has returned.
-pub const KVT_DEVICE_ASYNCHRONOUS: u64 = 1;
+/// Properties of a device.
+pub type kvt_device_features_t = u64;
+
+/// Work continues after a call has returned.
+pub const KVT_DEVICE_ASYNCHRONOUS: kvt_device_features_t = 1;
 /// The device computes checksums of the planes that it copies (KVT_COPY_CHECKSUM).
-pub const KVT_DEVICE_CHECKSUMS: u64 = 2;
+pub const KVT_DEVICE_CHECKSUMS: kvt_device_features_t = 2;
 /// The device has memory that only it can access: KVT_MEMORY_DEVICE.
-pub const KVT_DEVICE_HAS_MEMORY: u64 = 4;
+pub const KVT_DEVICE_HAS_MEMORY: kvt_device_features_t = 4;
 /// Copies of host memory that is not pinned are slow and block; see kvt_device_register_host.
-pub const KVT_DEVICE_WANTS_PINNED: u64 = 8;
+pub const KVT_DEVICE_WANTS_PINNED: kvt_device_features_t = 8;
 
-/// kvt_device_opts_t.flags, CUDA and simulated: the device computes checksums of copied planes in
+/// Flags of kvt_device_open.
+pub type kvt_device_flags_t = u64;
+
+/// The device computes checksums of copied planes in
 /// its own memory, and stores compare them with the bytes on the host. A copy that differs is
 /// repeated once, then fails with KVT_E_CORRUPT.
-pub const KVT_DEVICE_VERIFY: u64 = 1;
+pub const KVT_DEVICE_VERIFY: kvt_device_flags_t = 1;
 
 /// Limit: peers of a device.
 const MAX_PEERS: usize = 63;
@@ -77,9 +86,9 @@ const CLOSE_POLL_NS: u64 = 50_000;
 pub struct kvt_device_opts_t {
     pub struct_size: u64,
     /// KVT_DEVICE_VERIFY or 0.
-    pub flags: u64,
+    pub flags: kvt_device_flags_t,
     /// KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
-    pub kind: u32,
+    pub kind: kvt_device_kind_t,
     /// CUDA: index of the device, unless `context` is given.
     pub ordinal: u32,
     /// CUDA: the engine's context (CUcontext), which must outlive the device; 0 = the primary
@@ -121,9 +130,9 @@ pub struct kvt_device_opts_t {
 pub struct kvt_device_info_t {
     pub struct_size: u64,
     /// KVT_DEVICE_ASYNCHRONOUS, _CHECKSUMS, _HAS_MEMORY, _WANTS_PINNED.
-    pub flags: u64,
+    pub flags: kvt_device_features_t,
     /// KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
-    pub kind: u32,
+    pub kind: kvt_device_kind_t,
     /// Number of streams. Work runs in order within a stream, in any order across streams.
     pub streams: u32,
     /// Available kernels: a set of 1 << KVT_DEVICE_KERNEL_*.
@@ -397,19 +406,25 @@ pub struct kvt_device_memory_t {
     pub bytes: u64,
     /// Id of the allocation, set by the library.
     pub number: u64,
-    /// KVT_MEMORY_*: address space of `address`.
-    pub memory: u32,
+    /// Address space of `address`.
+    pub memory: kvt_memory_t,
     pub reserved: u32,
 }
 
-/// kvt_copy_t.direction: from the view to the plane.
-pub const KVT_COPY_GATHER: u32 = 0;
-/// kvt_copy_t.direction: from the plane to the view.
-pub const KVT_COPY_SCATTER: u32 = 1;
-/// kvt_copy_t.flags: compute a checksum; ignored without KVT_DEVICE_CHECKSUMS. An asynchronous device
+/// Directions of a copy.
+pub type kvt_copy_direction_t = u32;
+
+/// From the view to the plane.
+pub const KVT_COPY_GATHER: kvt_copy_direction_t = 0;
+/// From the plane to the view.
+pub const KVT_COPY_SCATTER: kvt_copy_direction_t = 1;
+/// Flags of a copy.
+pub type kvt_copy_flags_t = u64;
+
+/// Compute a checksum; ignored without KVT_DEVICE_CHECKSUMS. An asynchronous device
 /// sums the side in its own memory: the source as read, or the target as written. If both sides are
 /// there, it sums the target.
-pub const KVT_COPY_CHECKSUM: u64 = 1;
+pub const KVT_COPY_CHECKSUM: kvt_copy_flags_t = 1;
 
 /// A copy between an engine's tensor and a plane, which holds the same tokens, heads and elements
 /// without gaps.
@@ -417,15 +432,15 @@ pub const KVT_COPY_CHECKSUM: u64 = 1;
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_copy_t {
     /// KVT_COPY_CHECKSUM or 0.
-    pub flags: u64,
+    pub flags: kvt_copy_flags_t,
     /// The engine's tensor; it must state its number of tokens.
     pub view: kvt_view_t,
     /// tokens * heads * run_bytes bytes.
     pub plane: *mut c_void,
-    /// KVT_MEMORY_*: address space of `plane`.
-    pub plane_memory: u32,
+    /// Address space of `plane`.
+    pub plane_memory: kvt_memory_t,
     /// KVT_COPY_GATHER or KVT_COPY_SCATTER.
-    pub direction: u32,
+    pub direction: kvt_copy_direction_t,
     /// First token of the view to copy.
     pub first_token: u32,
     /// 0 = all from `first_token` on.
@@ -828,25 +843,28 @@ pub unsafe extern "C" fn kvt_device_stream_wait_op(
 
 // Kernels on devices.
 
-/// kvt_kernel_t.kind: copy runs of bytes, convert numbers to another type, compute checksums.
-pub const KVT_DEVICE_KERNEL_MOVE: u32 = 1;
-pub const KVT_DEVICE_KERNEL_CONVERT: u32 = 2;
-pub const KVT_DEVICE_KERNEL_SUM: u32 = 3;
+/// Kernels of a device.
+pub type kvt_device_kernel_t = u32;
+
+/// Copy runs of bytes, convert numbers to another type, compute checksums.
+pub const KVT_DEVICE_KERNEL_MOVE: kvt_device_kernel_t = 1;
+pub const KVT_DEVICE_KERNEL_CONVERT: kvt_device_kernel_t = 2;
+pub const KVT_DEVICE_KERNEL_SUM: kvt_device_kernel_t = 3;
 /// Page selection: extend bounding boxes of pages, bound a query's scores of pages, choose the
 /// largest scores.
-pub const KVT_DEVICE_KERNEL_PAGE_BOXES: u32 = 4;
-pub const KVT_DEVICE_KERNEL_PAGE_SCORES: u32 = 5;
-pub const KVT_DEVICE_KERNEL_TOP: u32 = 6;
+pub const KVT_DEVICE_KERNEL_PAGE_BOXES: kvt_device_kernel_t = 4;
+pub const KVT_DEVICE_KERNEL_PAGE_SCORES: kvt_device_kernel_t = 5;
+pub const KVT_DEVICE_KERNEL_TOP: kvt_device_kernel_t = 6;
 /// Token eviction: add attention weights to scores of tokens, choose the tokens to keep, compact
 /// their rows.
-pub const KVT_DEVICE_KERNEL_ADD: u32 = 7;
-pub const KVT_DEVICE_KERNEL_KEEP: u32 = 8;
-pub const KVT_DEVICE_KERNEL_COMPACT: u32 = 9;
+pub const KVT_DEVICE_KERNEL_ADD: kvt_device_kernel_t = 7;
+pub const KVT_DEVICE_KERNEL_KEEP: kvt_device_kernel_t = 8;
+pub const KVT_DEVICE_KERNEL_COMPACT: kvt_device_kernel_t = 9;
 /// Attention: estimate weights of columns and diagonals from the last queries; attention of a
 /// prompt over columns, diagonals or blocks; attention of few queries over chosen pages.
-pub const KVT_DEVICE_KERNEL_ESTIMATE: u32 = 10;
-pub const KVT_DEVICE_KERNEL_PREFILL: u32 = 11;
-pub const KVT_DEVICE_KERNEL_DECODE: u32 = 12;
+pub const KVT_DEVICE_KERNEL_ESTIMATE: kvt_device_kernel_t = 10;
+pub const KVT_DEVICE_KERNEL_PREFILL: kvt_device_kernel_t = 11;
+pub const KVT_DEVICE_KERNEL_DECODE: kvt_device_kernel_t = 12;
 
 const _: () = assert!(KVT_DEVICE_KERNEL_DECODE == Kind::Decode as u32);
 /// Limit: kernels of a batch.
@@ -990,9 +1008,10 @@ pub struct kvt_copy_rows_t {
     pub to_stride_bytes: u64,
     pub run_bytes: u64,
     pub runs: u64,
-    /// KVT_MEMORY_* of source and target.
-    pub from_memory: u32,
-    pub to_memory: u32,
+    /// Address space of the source.
+    pub from_memory: kvt_memory_t,
+    /// Address space of the target.
+    pub to_memory: kvt_memory_t,
 }
 
 const _: () = assert!(size_of::<kvt_copy_rows_t>() == size_of::<Rows>());
@@ -1104,7 +1123,7 @@ pub type kvt_device_launch_fn = Option<
 pub struct kvt_device_custom_t {
     pub struct_size: u64,
     /// KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED.
-    pub flags: u64,
+    pub flags: kvt_device_features_t,
     /// 1 to 64. The upper half is for batches that wait for late events, so that they delay nothing
     /// else.
     pub streams: u32,
@@ -1391,13 +1410,18 @@ pub(crate) unsafe fn with_custom<R>(
 
 // Conformance of devices.
 
-/// kvt_conformance_opts_t.flags: close the device at the end, and check that.
-pub const KVT_CONFORMANCE_CLOSES: u64 = 1;
+/// Flags of kvt_device_conformance.
+pub type kvt_conformance_flags_t = u64;
+
+/// Close the device at the end, and check that.
+pub const KVT_CONFORMANCE_CLOSES: kvt_conformance_flags_t = 1;
 
 /// Results of a check. SKIPPED: it does not apply to the device, or an earlier failure prevents it.
-pub const KVT_VERDICT_PASSED: u32 = 0;
-pub const KVT_VERDICT_SKIPPED: u32 = 1;
-pub const KVT_VERDICT_FAILED: u32 = 2;
+pub type kvt_verdict_t = u32;
+
+pub const KVT_VERDICT_PASSED: kvt_verdict_t = 0;
+pub const KVT_VERDICT_SKIPPED: kvt_verdict_t = 1;
+pub const KVT_VERDICT_FAILED: kvt_verdict_t = 2;
 
 /// Limit: random trials.
 const MAX_ROUNDS: u32 = 100_000;
@@ -1408,7 +1432,7 @@ const MAX_ROUNDS: u32 = 100_000;
 pub struct kvt_conformance_opts_t {
     pub struct_size: u64,
     /// KVT_CONFORMANCE_CLOSES or 0.
-    pub flags: u64,
+    pub flags: kvt_conformance_flags_t,
     /// Seed of all random choices.
     pub seed: u64,
     /// Time limit of an event; 0 = 30 s.
@@ -1437,7 +1461,7 @@ pub type kvt_conformance_fn = Option<
         user_data: *mut c_void,
         name: *const c_char,
         name_bytes: u64,
-        verdict: u32,
+        verdict: kvt_verdict_t,
         why: *const c_char,
         why_bytes: u64,
     ),

@@ -32,29 +32,33 @@ pub struct kvt_budget_t(());
 /// Tiers: device memory, host memory, local disk, remote stores, and locked host memory; a locked
 /// buffer is charged in the last and in KVT_TIER_HOST. Functions of budgets and accounts take one
 /// as `tier`.
-pub const KVT_TIER_DEVICE: u32 = 0;
-pub const KVT_TIER_HOST: u32 = 1;
-pub const KVT_TIER_DISK: u32 = 2;
-pub const KVT_TIER_REMOTE: u32 = 3;
-pub const KVT_TIER_PINNED: u32 = 4;
+pub type kvt_tier_t = u32;
+
+pub const KVT_TIER_DEVICE: kvt_tier_t = 0;
+pub const KVT_TIER_HOST: kvt_tier_t = 1;
+pub const KVT_TIER_DISK: kvt_tier_t = 2;
+pub const KVT_TIER_REMOTE: kvt_tier_t = 3;
+pub const KVT_TIER_PINNED: kvt_tier_t = 4;
 
 const _: () = assert!(KVT_TIER_PINNED as usize + 1 == TIERS);
 
+/// Flags of a budget.
+pub type kvt_budget_flags_t = u64;
+
 /// Fail with KVT_E_BUDGET if the host or pinned limit exceeds the available memory. Otherwise the
 /// limit is lowered to it.
-pub const KVT_BUDGET_STRICT: u64 = 1;
+pub const KVT_BUDGET_STRICT: kvt_budget_flags_t = 1;
 /// Take 0 in host_bytes, pinned_bytes or reserve_bytes as 0 bytes, not as the default.
-pub const KVT_BUDGET_ZERO_HOST: u64 = 2;
-pub const KVT_BUDGET_ZERO_PINNED: u64 = 4;
-pub const KVT_BUDGET_ZERO_RESERVE: u64 = 8;
+pub const KVT_BUDGET_ZERO_HOST: kvt_budget_flags_t = 2;
+pub const KVT_BUDGET_ZERO_PINNED: kvt_budget_flags_t = 4;
+pub const KVT_BUDGET_ZERO_RESERVE: kvt_budget_flags_t = 8;
 
 /// Options of a budget.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_budget_opts_t {
     pub struct_size: u64,
-    /// KVT_BUDGET_*.
-    pub flags: u64,
+    pub flags: kvt_budget_flags_t,
     /// Limit of the device tier; 0 = no bytes.
     pub device_bytes: u64,
     /// Limit of the host tier; 0 = half of what this process may still use, which is min(cgroup
@@ -183,7 +187,7 @@ pub unsafe extern "C" fn kvt_budget_close(
 #[capi]
 pub unsafe extern "C" fn kvt_budget_resize(
     budget: *const kvt_budget_t,
-    tier: u32,
+    tier: kvt_tier_t,
     bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -227,7 +231,7 @@ pub unsafe extern "C" fn kvt_budget_report(
 #[capi]
 pub unsafe extern "C" fn kvt_budget_tier(
     budget: *const kvt_budget_t,
-    tier: u32,
+    tier: kvt_tier_t,
     out: *mut kvt_tier_report_t,
 ) -> kvt_status_t {
     let tier = Tier::from_code(tier)?;
@@ -263,7 +267,12 @@ pub struct kvt_account_t(());
 /// (0 = none). Called on the notifier thread, with no lock held; it must not unwind and must not
 /// wait.
 pub type kvt_reclaim_fn = Option<
-    unsafe extern "C" fn(user_data: *mut c_void, tier: u32, bytes: u64, deadline_ns: u64) -> u64,
+    unsafe extern "C" fn(
+        user_data: *mut c_void,
+        tier: kvt_tier_t,
+        bytes: u64,
+        deadline_ns: u64,
+    ) -> u64,
 >;
 
 /// Options of an account.
@@ -346,7 +355,7 @@ fn reclaim(foreign: Arc<Foreign<Call>>) -> Reclaim {
 #[capi]
 pub unsafe extern "C" fn kvt_account_reserve(
     account: *const kvt_account_t,
-    tier: u32,
+    tier: kvt_tier_t,
     bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -365,7 +374,7 @@ pub unsafe extern "C" fn kvt_account_reserve(
 #[capi]
 pub unsafe extern "C" fn kvt_account_reserve_later(
     account: *const kvt_account_t,
-    tier: u32,
+    tier: kvt_tier_t,
     bytes: u64,
     opts: *const kvt_submit_opts_t,
     out: *mut *mut kvt_op_t,
@@ -390,7 +399,7 @@ pub unsafe extern "C" fn kvt_account_reserve_later(
 #[capi]
 pub unsafe extern "C" fn kvt_account_commit(
     account: *const kvt_account_t,
-    tier: u32,
+    tier: kvt_tier_t,
     reserved_bytes: u64,
     used_bytes: u64,
     err: *mut *mut kvt_error_t,
@@ -406,7 +415,7 @@ pub unsafe extern "C" fn kvt_account_commit(
 #[capi]
 pub unsafe extern "C" fn kvt_account_release(
     account: *const kvt_account_t,
-    tier: u32,
+    tier: kvt_tier_t,
     bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -422,7 +431,7 @@ pub unsafe extern "C" fn kvt_account_release(
 #[capi]
 pub unsafe extern "C" fn kvt_account_held(
     account: *const kvt_account_t,
-    tier: u32,
+    tier: kvt_tier_t,
     out_reserved_bytes: *mut u64,
     out_used_bytes: *mut u64,
 ) -> kvt_status_t {
@@ -457,31 +466,35 @@ pub unsafe extern "C" fn kvt_account_close(
 /// submission of such an op until the release of that op, otherwise to the caller.
 pub struct kvt_buffer_t(());
 
+/// Flags of a buffer.
+pub type kvt_buffer_flags_t = u64;
+
 /// Lock the memory in RAM, or fail.
-pub const KVT_BUFFER_PIN: u64 = 1;
+pub const KVT_BUFFER_PIN: kvt_buffer_flags_t = 1;
 /// Lock the memory in RAM if the lock quota and the account allow it.
-pub const KVT_BUFFER_TRY_PIN: u64 = 2;
+pub const KVT_BUFFER_TRY_PIN: kvt_buffer_flags_t = 2;
 /// Use reserved huge pages of 2 MiB, or fail.
-pub const KVT_BUFFER_HUGETLB: u64 = 4;
+pub const KVT_BUFFER_HUGETLB: kvt_buffer_flags_t = 4;
 /// Ask the kernel for transparent huge pages.
-pub const KVT_BUFFER_TRY_HUGE: u64 = 8;
+pub const KVT_BUFFER_TRY_HUGE: kvt_buffer_flags_t = 8;
 /// Make all pages present before the call returns, in parallel on the workers. Not in a callback.
-pub const KVT_BUFFER_PREFAULT: u64 = 16;
+pub const KVT_BUFFER_PREFAULT: kvt_buffer_flags_t = 16;
 
 /// Kinds of pages: normal, transparent huge pages (the kernel was asked for them), reserved huge
 /// pages, the caller's memory.
-pub const KVT_PAGES_NORMAL: u32 = 0;
-pub const KVT_PAGES_TRANSPARENT: u32 = 1;
-pub const KVT_PAGES_HUGETLB: u32 = 2;
-pub const KVT_PAGES_FOREIGN: u32 = 3;
+pub type kvt_pages_t = u32;
+
+pub const KVT_PAGES_NORMAL: kvt_pages_t = 0;
+pub const KVT_PAGES_TRANSPARENT: kvt_pages_t = 1;
+pub const KVT_PAGES_HUGETLB: kvt_pages_t = 2;
+pub const KVT_PAGES_FOREIGN: kvt_pages_t = 3;
 
 /// Options of kvt_buffer_alloc.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_buffer_opts_t {
     pub struct_size: u64,
-    /// KVT_BUFFER_*.
-    pub flags: u64,
+    pub flags: kvt_buffer_flags_t,
     /// 1 to 2^46.
     pub bytes: u64,
     /// A power of two up to 1 GiB, with KVT_BUFFER_HUGETLB up to 2 MiB; 0 = one page.
@@ -504,8 +517,7 @@ pub struct kvt_buffer_info_t {
     pub in_flight: u64,
     /// 1 = locked in RAM.
     pub pinned: u32,
-    /// KVT_PAGES_*.
-    pub pages: u32,
+    pub pages: kvt_pages_t,
 }
 
 pub(crate) struct BufferNoun {
@@ -676,15 +688,18 @@ pub unsafe extern "C" fn kvt_buffer_info(
 
 // Work on host memory.
 
+/// Work of an item: one or more bits.
+pub type kvt_item_work_t = u32;
+
 /// Copy the source to the target; the ranges may overlap.
-pub const KVT_ITEM_COPY: u32 = 1;
+pub const KVT_ITEM_COPY: kvt_item_work_t = 1;
 /// Report the checksum of the source, as it was read, as the value of the item.
-pub const KVT_ITEM_CHECKSUM: u32 = 2;
+pub const KVT_ITEM_CHECKSUM: kvt_item_work_t = 2;
 /// Compare that checksum with `expect`; KVT_E_CORRUPT if they differ. A copy by the same item is
 /// made all the same.
-pub const KVT_ITEM_VERIFY: u32 = 4;
+pub const KVT_ITEM_VERIFY: kvt_item_work_t = 4;
 /// Make the target's pages present and keep their contents. Not combined with other bits.
-pub const KVT_ITEM_PREFAULT: u32 = 8;
+pub const KVT_ITEM_PREFAULT: kvt_item_work_t = 8;
 
 const _: () = assert!(KVT_ITEM_COPY == host::COPY && KVT_ITEM_CHECKSUM == host::CHECKSUM);
 const _: () = assert!(KVT_ITEM_VERIFY == host::VERIFY && KVT_ITEM_PREFAULT == host::PREFAULT);
@@ -693,8 +708,7 @@ const _: () = assert!(KVT_ITEM_VERIFY == host::VERIFY && KVT_ITEM_PREFAULT == ho
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_buffer_item_t {
-    /// KVT_ITEM_* bits.
-    pub kind: u32,
+    pub kind: kvt_item_work_t,
     /// 0: no flags are defined.
     pub flags: u32,
     /// Target; null unless `kind` has KVT_ITEM_COPY or KVT_ITEM_PREFAULT.
@@ -815,10 +829,26 @@ pub unsafe extern "C" fn kvt_checksum(
 
 // Views of tensors.
 
+/// Element types. BYTES: opaque to the library. F32, F16: IEEE 754. BF16: the upper half of an F32.
+/// F8_E4M3, F8_E5M2: 8 bits with 4 or 5 of exponent. I8: signed. I4: 4 bits, two to a byte.
+pub type kvt_dtype_t = u32;
+
+pub const KVT_DTYPE_BYTES: kvt_dtype_t = 0;
+pub const KVT_DTYPE_F32: kvt_dtype_t = 1;
+pub const KVT_DTYPE_F16: kvt_dtype_t = 2;
+pub const KVT_DTYPE_BF16: kvt_dtype_t = 3;
+pub const KVT_DTYPE_F8_E4M3: kvt_dtype_t = 4;
+pub const KVT_DTYPE_F8_E5M2: kvt_dtype_t = 5;
+pub const KVT_DTYPE_I8: kvt_dtype_t = 6;
+pub const KVT_DTYPE_I4: kvt_dtype_t = 7;
+
+/// Address spaces.
+pub type kvt_memory_t = u32;
+
 /// Memory that the processor can access.
-pub const KVT_MEMORY_HOST: u32 = 0;
+pub const KVT_MEMORY_HOST: kvt_memory_t = 0;
 /// Memory that only the device can access.
-pub const KVT_MEMORY_DEVICE: u32 = 1;
+pub const KVT_MEMORY_DEVICE: kvt_memory_t = 1;
 
 /// Most pages of one view.
 const MAX_PAGES: usize = 1 << 24;
@@ -848,8 +878,7 @@ pub struct kvt_view_t {
     pub tokens: u32,
     /// Heads of a token; 0 = 1.
     pub heads: u32,
-    /// KVT_MEMORY_*.
-    pub memory: u32,
+    pub memory: kvt_memory_t,
     /// Bytes of one head of a token; heads * run_bytes must be what the layout says.
     pub run_bytes: u64,
     /// Bytes from a token to the next; 0 = heads * run_bytes.

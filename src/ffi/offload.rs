@@ -20,10 +20,13 @@ use crate::ffi::attention::{
     context_of, kvt_attention_t, kvt_rows_t, kvt_sparse_context_t, shape_of, with_rows,
 };
 use crate::ffi::base::{kvt_error_t, kvt_status_t};
-use crate::ffi::memory::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, plane_anywhere};
+use crate::ffi::memory::{
+    KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_dtype_t, kvt_memory_t, kvt_view_t, plane_anywhere,
+};
 use crate::ffi::runtime::{kvt_op_t, kvt_submit_opts_t, submit_opts};
 use crate::ffi::session::{
-    KVT_LEVEL_DISK, KVT_LEVEL_DURABLE, KVT_LEVEL_RAM, KVT_LEVEL_REMOTE, SessionNoun, kvt_session_t,
+    KVT_LEVEL_DISK, KVT_LEVEL_DURABLE, KVT_LEVEL_RAM, KVT_LEVEL_REMOTE, SessionNoun, kvt_level_t,
+    kvt_session_t,
 };
 use crate::ffi::sparse::{Table, kvt_sparse_custom_t, made};
 use crate::meta::dtype::Dtype;
@@ -48,19 +51,19 @@ pub struct kvt_offload_t(());
 pub struct kvt_offload_opts_t {
     pub struct_size: u64,
     /// KVT_OFFLOAD_ON_DEVICE or 0.
-    pub flags: u64,
+    pub flags: kvt_offload_flags_t,
     /// The session; it stays open until the offload is closed, even if its handle is closed first.
     pub session: *const kvt_session_t,
     /// Shape of the attention; block_tokens must be the chunk_tokens of the session's namespace.
     pub attention: *const kvt_attention_t,
-    /// KVT_DTYPE_* of K and V.
-    pub dtype: u32,
+    /// Elements of K and V.
+    pub dtype: kvt_dtype_t,
     /// Buffers of the ring, 1 to 256. A pass loads up to buffers - 1 layers ahead.
     pub buffers: u32,
     /// Tokens of a buffer, 1 to max_tokens, rounded up to blocks; the tail has room in addition.
     pub buffer_tokens: u32,
-    /// KVT_LEVEL_* at which a put completes.
-    pub level: u32,
+    /// Level at which a put completes.
+    pub level: kvt_level_t,
     /// Spec of the sparse policy for prefill; null = all blocks are loaded.
     pub prefill: *const c_char,
     pub prefill_bytes: u64,
@@ -82,8 +85,11 @@ pub struct kvt_offload_opts_t {
     pub memory_bytes: u64,
 }
 
+/// Flags of an offload.
+pub type kvt_offload_flags_t = u64;
+
 /// In kvt_offload_opts_t.flags: the ring and the tails are in memory of the store's device.
-pub const KVT_OFFLOAD_ON_DEVICE: u64 = 1;
+pub const KVT_OFFLOAD_ON_DEVICE: kvt_offload_flags_t = 1;
 
 /// An offload with its session, which stays open as long as the offload.
 pub(crate) struct OffloadNoun {
@@ -488,9 +494,12 @@ pub unsafe extern "C" fn kvt_offload_set_ready_event(
 
 // Input and loads.
 
+/// Flags of kvt_offload_load.
+pub type kvt_offload_load_flags_t = u64;
+
 /// In the flags of kvt_offload_load: the caller has chosen the blocks. They are loaded without a
 /// policy, and the tail follows them. A query is used for audits only.
-pub const KVT_OFFLOAD_LOAD_CHOSEN: u64 = 1;
+pub const KVT_OFFLOAD_LOAD_CHOSEN: kvt_offload_load_flags_t = 1;
 
 /// Most blocks or positions in one call.
 const MAX_LIST: usize = 1 << 24;
@@ -512,8 +521,8 @@ pub struct kvt_offload_kv_t {
     pub blocks: u32,
     /// Index of the buffer in the ring.
     pub buffer: u32,
-    /// KVT_MEMORY_* of `k` and `v`.
-    pub memory: u32,
+    /// Address space of `k` and `v`.
+    pub memory: kvt_memory_t,
     pub reserved: u32,
 }
 
@@ -618,7 +627,7 @@ pub unsafe extern "C" fn kvt_offload_load(
     layer: u32,
     blocks: *const u32,
     block_count: u64,
-    flags: u64,
+    flags: kvt_offload_load_flags_t,
     query: *const kvt_rows_t,
     context: *const kvt_sparse_context_t,
     out_count: *mut u32,

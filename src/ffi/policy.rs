@@ -34,13 +34,16 @@ use crate::policy::{Hint, custom};
 /// An eviction policy with its table of objects. Needs no runtime.
 pub struct kvt_policy_t(());
 
+/// Flags of a policy.
+pub type kvt_policy_flags_t = u64;
+
 /// The engine can use objects behind a missing one, so objects are evicted in any order. Otherwise
 /// children are evicted before their parents.
-pub const KVT_POLICY_HOLES: u64 = 1;
-/// remember = 0 means none, not the default.
-pub const KVT_POLICY_ZERO_REMEMBER: u64 = 2;
-/// alpha and beta are taken as they are: 0 means 0, not the default.
-pub const KVT_POLICY_COST: u64 = 4;
+pub const KVT_POLICY_HOLES: kvt_policy_flags_t = 1;
+/// `remember` = 0 means none, not the default.
+pub const KVT_POLICY_ZERO_REMEMBER: kvt_policy_flags_t = 2;
+/// `alpha` and `beta` are taken as they are: 0 means 0, not the default.
+pub const KVT_POLICY_COST: kvt_policy_flags_t = 4;
 
 /// Scores candidates for the policy "custom": writes one number per row to `out_scores`. The lowest
 /// score is evicted first; NaN is an error. Any status but KVT_OK fails the calling function with
@@ -110,8 +113,7 @@ pub struct kvt_policy_predictor_t {
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_opts_t {
     pub struct_size: u64,
-    /// KVT_POLICY_*.
-    pub flags: u64,
+    pub flags: kvt_policy_flags_t,
     /// Such as "arc" or "qos(inner=s3fifo)"; null = "lru".
     pub spec: *const c_char,
     pub spec_bytes: u64,
@@ -336,32 +338,42 @@ pub unsafe extern "C" fn kvt_policy_info(index: u64, out: *mut kvt_policy_info_t
 
 // Lookups, uses, inserts.
 
+/// Flags of kvt_policy_context_t.
+pub type kvt_context_flags_t = u64;
+
 /// kvt_policy_context_t.session is set.
-pub const KVT_CONTEXT_SESSION: u64 = 1;
+pub const KVT_CONTEXT_SESSION: kvt_context_flags_t = 1;
 /// kvt_policy_context_t.priority is set, also if it is 0. Needs KVT_CONTEXT_SESSION.
-pub const KVT_CONTEXT_PRIORITY: u64 = 2;
+pub const KVT_CONTEXT_PRIORITY: kvt_context_flags_t = 2;
+/// Flags of kvt_policy_object_t.
+pub type kvt_object_flags_t = u64;
+
 /// kvt_policy_object_t.parent is set.
-pub const KVT_OBJECT_HAS_PARENT: u64 = 1;
+pub const KVT_OBJECT_HAS_PARENT: kvt_object_flags_t = 1;
+/// Flags of kvt_policy_hint_t.
+pub type kvt_hint_flags_t = u64;
+
 /// The objects will not be used again.
-pub const KVT_HINT_DONE: u64 = 1;
-/// confidence = 0 means 0, not the default 1.
-pub const KVT_HINT_ZERO_CONFIDENCE: u64 = 2;
+pub const KVT_HINT_DONE: kvt_hint_flags_t = 1;
+/// `confidence` = 0 means 0, not the default 1.
+pub const KVT_HINT_ZERO_CONFIDENCE: kvt_hint_flags_t = 2;
 
 /// Why a sequence stopped. TOOL_USE: it waits for a tool and continues soon. END_TURN: a person
 /// reads the answer. LENGTH: it reached the limit of tokens.
-pub const KVT_STOP_UNKNOWN: u32 = 0;
-pub const KVT_STOP_TOOL_USE: u32 = 1;
-pub const KVT_STOP_END_TURN: u32 = 2;
-pub const KVT_STOP_LENGTH: u32 = 3;
-pub const KVT_STOP_CANCELLED: u32 = 4;
+pub type kvt_stop_t = u32;
+
+pub const KVT_STOP_UNKNOWN: kvt_stop_t = 0;
+pub const KVT_STOP_TOOL_USE: kvt_stop_t = 1;
+pub const KVT_STOP_END_TURN: kvt_stop_t = 2;
+pub const KVT_STOP_LENGTH: kvt_stop_t = 3;
+pub const KVT_STOP_CANCELLED: kvt_stop_t = 4;
 
 /// The request that a call belongs to. Every field is optional.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_context_t {
     pub struct_size: u64,
-    /// KVT_CONTEXT_*.
-    pub flags: u64,
+    pub flags: kvt_context_flags_t,
     /// The caller's id of a sequence; needs KVT_CONTEXT_SESSION.
     pub session: u64,
     /// Tenant of the session; must be 0 without KVT_CONTEXT_SESSION.
@@ -388,8 +400,7 @@ pub struct kvt_policy_object_t {
     pub parent: u64,
     /// Size, 1 to 2^32 - 1.
     pub units: u64,
-    /// KVT_OBJECT_*.
-    pub flags: u64,
+    pub flags: kvt_object_flags_t,
     /// Expected time of the next use, by the clock of now_ns; 0 = unknown.
     pub next_use_ns: i64,
     /// Recompute cost; 0 = computed from context and tokens.
@@ -413,14 +424,13 @@ pub struct kvt_policy_object_t {
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_hint_t {
     pub struct_size: u64,
-    /// KVT_HINT_*.
-    pub flags: u64,
+    pub flags: kvt_hint_flags_t,
     /// Expected time of the next use, by the clock of now_ns; 0 = unknown.
     pub next_use_ns: i64,
     /// Confidence of next_use_ns, 0 to 1; 0 = 1, unless KVT_HINT_ZERO_CONFIDENCE is set.
     pub confidence: f64,
-    /// KVT_STOP_* of the request that used the objects.
-    pub stop: u32,
+    /// Why the request that used the objects stopped.
+    pub stop: kvt_stop_t,
     pub reserved: u32,
 }
 
@@ -1047,8 +1057,11 @@ pub unsafe extern "C" fn kvt_policy_preview(
 
 // Selection from the engine's table.
 
+/// Flags of kvt_policy_select.
+pub type kvt_select_flags_t = u64;
+
 /// The last victim may give up a tail of its blocks and keep the others.
-pub const KVT_SELECT_TAIL: u64 = 1;
+pub const KVT_SELECT_TAIL: kvt_select_flags_t = 1;
 
 /// Candidates as columns: one array per property, with `rows` entries each. A null array means that
 /// every row has the default. Arrays are aligned as C requires.
@@ -1359,7 +1372,7 @@ pub unsafe extern "C" fn kvt_policy_select(
     now_ns: i64,
     candidates: *const kvt_policy_columns_t,
     required_blocks: u64,
-    flags: u64,
+    flags: kvt_select_flags_t,
     selection: *mut kvt_policy_selection_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1690,18 +1703,20 @@ pub unsafe extern "C" fn kvt_policy_log(
 
 // Advice.
 
-/// shrink_above = 0 means 0, not the default.
-pub const KVT_ADVICE_ZERO_SHRINK: u64 = 1;
-/// grow_below = 0 means 0, not the default.
-pub const KVT_ADVICE_ZERO_GROW: u64 = 2;
+/// Flags of kvt_policy_advice_rules_t.
+pub type kvt_advice_flags_t = u64;
+
+/// `shrink_above` = 0 means 0, not the default.
+pub const KVT_ADVICE_ZERO_SHRINK: kvt_advice_flags_t = 1;
+/// `grow_below` = 0 means 0, not the default.
+pub const KVT_ADVICE_ZERO_GROW: kvt_advice_flags_t = 2;
 
 /// Rules of the advice.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_policy_advice_rules_t {
     pub struct_size: u64,
-    /// KVT_ADVICE_*.
-    pub flags: u64,
+    pub flags: kvt_advice_flags_t,
     /// Re-prefill rate of a window above which batches are halved, 0 to 1; 0 = 0.3.
     pub shrink_above: f64,
     /// Evictions in a window below which batches are doubled; 0 = 10.

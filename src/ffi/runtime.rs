@@ -33,17 +33,19 @@ pub struct kvt_runtime_t(());
 
 /// Roles of threads: workers execute ops, the notifier calls callbacks and watches deadlines, the
 /// others belong to a store or a streamer.
-pub const KVT_THREAD_WORKER: u32 = 0;
-pub const KVT_THREAD_NOTIFIER: u32 = 1;
-pub const KVT_THREAD_STORE: u32 = 2;
-pub const KVT_THREAD_STREAMER: u32 = 3;
+pub type kvt_thread_role_t = u32;
+
+pub const KVT_THREAD_WORKER: kvt_thread_role_t = 0;
+pub const KVT_THREAD_NOTIFIER: kvt_thread_role_t = 1;
+pub const KVT_THREAD_STORE: kvt_thread_role_t = 2;
+pub const KVT_THREAD_STREAMER: kvt_thread_role_t = 3;
 
 /// Called first in every thread of the runtime and of its stores and streamers, so that the host
 /// can name the thread, or set its affinity or priority. `role` is KVT_THREAD_*; more may be added.
 /// `index` counts from 0 within the role, and within each store or streamer. May be called from
 /// several threads at once. It must not unwind and must not call the library.
 pub type kvt_thread_fn =
-    Option<unsafe extern "C" fn(user_data: *mut c_void, role: u32, index: u32)>;
+    Option<unsafe extern "C" fn(user_data: *mut c_void, role: kvt_thread_role_t, index: u32)>;
 
 /// Options of a runtime.
 #[repr(C)]
@@ -272,23 +274,31 @@ pub unsafe extern "C" fn kvt_runtime_stats(
 /// deadline or a defect may resolve an op earlier.
 pub struct kvt_op_t(());
 
+/// Moments of an op: one or more bits.
+pub type kvt_op_moments_t = u32;
+
 /// Execution has begun, or the op ended before it could begin.
-pub const KVT_OP_ISSUED: u32 = 1;
+pub const KVT_OP_ISSUED: kvt_op_moments_t = 1;
 /// The result is known.
-pub const KVT_OP_RESOLVED: u32 = 2;
+pub const KVT_OP_RESOLVED: kvt_op_moments_t = 2;
 /// The library no longer touches the caller's memory.
-pub const KVT_OP_RELEASED: u32 = 4;
+pub const KVT_OP_RELEASED: kvt_op_moments_t = 4;
 /// A cancel was requested.
-pub const KVT_OP_CANCEL: u32 = 8;
+pub const KVT_OP_CANCEL: kvt_op_moments_t = 8;
+
+/// Flags of a submission.
+pub type kvt_submit_flags_t = u64;
 
 /// Make each item an op of its own: out_ops receives one op for each item.
-pub const KVT_SUBMIT_EACH: u64 = 1;
+pub const KVT_SUBMIT_EACH: kvt_submit_flags_t = 1;
 
 /// Priorities: a caller waits for the work, the work is needed soon, the work can wait. Lower
 /// priorities get a turn from time to time while higher ones have work.
-pub const KVT_PRIORITY_DEMAND: u32 = 0;
-pub const KVT_PRIORITY_PREFETCH: u32 = 1;
-pub const KVT_PRIORITY_BACKGROUND: u32 = 2;
+pub type kvt_priority_t = u32;
+
+pub const KVT_PRIORITY_DEMAND: kvt_priority_t = 0;
+pub const KVT_PRIORITY_PREFETCH: kvt_priority_t = 1;
+pub const KVT_PRIORITY_BACKGROUND: kvt_priority_t = 2;
 
 const _: () = assert!(KVT_OP_ISSUED == ISSUED && KVT_OP_RESOLVED == RESOLVED);
 const _: () = assert!(KVT_OP_RELEASED == RELEASED && KVT_OP_CANCEL == crate::base::op::CANCEL);
@@ -298,8 +308,7 @@ const _: () = assert!(KVT_OP_RELEASED == RELEASED && KVT_OP_CANCEL == crate::bas
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_submit_opts_t {
     pub struct_size: u64,
-    /// KVT_SUBMIT_*.
-    pub flags: u64,
+    pub flags: kvt_submit_flags_t,
     /// Receives the completions; null = none, and the call must return a handle.
     pub queue: *const kvt_queue_t,
     /// The caller's value, returned in completions.
@@ -309,8 +318,7 @@ pub struct kvt_submit_opts_t {
     /// KVT_OP_ISSUED, _RESOLVED, _RELEASED: moments that post a completion. Moments that come
     /// together share one. 0 = KVT_OP_RELEASED.
     pub notify: u32,
-    /// KVT_PRIORITY_*.
-    pub priority: u32,
+    pub priority: kvt_priority_t,
 }
 
 /// Progress and result of an op.
@@ -321,8 +329,7 @@ pub struct kvt_op_info_t {
     pub tag: u64,
     /// Bytes of the items that ended with KVT_OK.
     pub bytes_done: u64,
-    /// KVT_OP_* bits.
-    pub state: u32,
+    pub state: kvt_op_moments_t,
     /// Result; valid once KVT_OP_RESOLVED is set.
     pub status: kvt_status_t,
     pub items: u32,
@@ -440,7 +447,11 @@ pub unsafe extern "C" fn kvt_op_info(op: *const kvt_op_t, out: *mut kvt_op_info_
 ///
 /// Threading: not inside callbacks.
 #[capi]
-pub extern "C" fn kvt_op_wait(op: *const kvt_op_t, moments: u32, deadline_ns: u64) -> kvt_status_t {
+pub extern "C" fn kvt_op_wait(
+    op: *const kvt_op_t,
+    moments: kvt_op_moments_t,
+    deadline_ns: u64,
+) -> kvt_status_t {
     if moments == 0 || moments & !EVENTS != 0 {
         fail!(Invalid, "moments is {moments:#x}: pass KVT_OP_ISSUED, _RESOLVED or _RELEASED bits");
     }

@@ -16,9 +16,9 @@ use crate::ffi::abi::{
     write,
 };
 use crate::ffi::base::{kvt_error_t, kvt_status_t};
-use crate::ffi::memory::{check_memory, kvt_view_t, views_of};
+use crate::ffi::memory::{check_memory, kvt_tier_t, kvt_view_t, views_of};
 use crate::ffi::policy::{hint, kvt_policy_hint_t};
-use crate::ffi::runtime::{begin_one, kvt_op_t, kvt_submit_opts_t, submit_opts};
+use crate::ffi::runtime::{begin_one, kvt_op_t, kvt_priority_t, kvt_submit_opts_t, submit_opts};
 use crate::ffi::store::{
     KVT_TIER_NONE, MAX_ROWS, Namespace, Target, answer, kvt_lookup_t, kvt_namespace_t, kvt_range_t,
 };
@@ -46,16 +46,18 @@ use crate::store::token_path::MAX_TOKENS;
 /// at least one tier.
 pub struct kvt_session_t(());
 
+/// Flags of a session.
+pub type kvt_session_flags_t = u64;
+
 /// `priority` is set, even if it is 0.
-pub const KVT_SESSION_PRIORITY: u64 = 1;
+pub const KVT_SESSION_PRIORITY: kvt_session_flags_t = 1;
 
 /// Options of a session.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_session_opts_t {
     pub struct_size: u64,
-    /// KVT_SESSION_*.
-    pub flags: u64,
+    pub flags: kvt_session_flags_t,
     /// At most 256 bytes; null = no name.
     pub name: *const c_char,
     pub name_bytes: u64,
@@ -277,8 +279,10 @@ pub unsafe extern "C" fn kvt_session_close(session: *mut *mut kvt_session_t) -> 
 pub struct kvt_ready_event_t(());
 
 /// States of a ready event.
-pub const KVT_READY_EVENT_PENDING: u32 = 0;
-pub const KVT_READY_EVENT_SIGNALLED: u32 = 1;
+pub type kvt_ready_event_state_t = u32;
+
+pub const KVT_READY_EVENT_PENDING: kvt_ready_event_state_t = 0;
+pub const KVT_READY_EVENT_SIGNALLED: kvt_ready_event_state_t = 1;
 
 /// A ready event. If it is dropped pending, the transfers that wait for it are cancelled.
 pub(crate) struct EventNoun(pub(crate) Arc<Ready>);
@@ -322,7 +326,7 @@ pub unsafe extern "C" fn kvt_ready_event_signal(event: *const kvt_ready_event_t)
 #[capi]
 pub unsafe extern "C" fn kvt_ready_event_query(
     event: *const kvt_ready_event_t,
-    out_state: *mut u32,
+    out_state: *mut kvt_ready_event_state_t,
 ) -> kvt_status_t {
     require(out_state)?;
     let event = inspect(event)?;
@@ -442,33 +446,38 @@ pub(crate) unsafe fn submit<R: TransferRequest>(
 
 // Transfers.
 
+/// Flags of a transfer.
+pub type kvt_transfer_flags_t = u64;
+
 /// One op per layer: out_ops receives one for each layer of the transfer. The tag of its i-th
 /// layer is the given tag plus i. The transfer is cancelled once all of its ops are.
-pub const KVT_TRANSFER_EACH_LAYER: u64 = 1;
+pub const KVT_TRANSFER_EACH_LAYER: kvt_transfer_flags_t = 1;
 /// Gets and prefetches: only the cells that are needed to continue after the last token. Layers
 /// with a window need the chunks of the window's last tokens, layers with a state the last chunk.
 /// Their other cells are not touched and are no misses. A load step of a plan is got like this.
 /// Views describe all tokens of the transfer.
-pub const KVT_TRANSFER_NEEDED_ONLY: u64 = 2;
+pub const KVT_TRANSFER_NEEDED_ONLY: kvt_transfer_flags_t = 2;
 
-/// When a put completes. RAM: its cells are in host memory.
-pub const KVT_LEVEL_RAM: u32 = 0;
+/// When a put completes.
+pub type kvt_level_t = u32;
+
+/// Its cells are in host memory.
+pub const KVT_LEVEL_RAM: kvt_level_t = 0;
 /// Its cells are written to disk.
-pub const KVT_LEVEL_DISK: u32 = 1;
+pub const KVT_LEVEL_DISK: kvt_level_t = 1;
 /// Its cells are synced to disk: they survive a crash of the machine.
-pub const KVT_LEVEL_DURABLE: u32 = 2;
+pub const KVT_LEVEL_DURABLE: kvt_level_t = 2;
 /// The remote has confirmed all full chunks that have all layers; other chunks are in host memory.
 /// The put ends with KVT_E_AGAIN if layers of a chunk have left host memory: they are not uploaded
 /// from elsewhere.
-pub const KVT_LEVEL_REMOTE: u32 = 3;
+pub const KVT_LEVEL_REMOTE: kvt_level_t = 3;
 
 /// A range of tokens by a range of layers of a session, and the engine's tensors for them.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_transfer_t {
     pub struct_size: u64,
-    /// KVT_TRANSFER_*.
-    pub flags: u64,
+    pub flags: kvt_transfer_flags_t,
     /// A multiple of chunk_tokens.
     pub first_token: u64,
     /// Up to a multiple of chunk_tokens or the end of the session. 0 = to the end at submission;
@@ -482,8 +491,8 @@ pub struct kvt_transfer_t {
     /// One view per layer of V, all zero for a layer without V; null if none of the layers has V.
     pub v: *const kvt_view_t,
     pub stride_bytes: u64,
-    /// KVT_LEVEL_*; puts only.
-    pub level: u32,
+    /// Puts only.
+    pub level: kvt_level_t,
     pub reserved: u32,
     /// The transfer begins when this event is signalled: sources are complete then, targets unused.
     /// Null = at once. At most 65536 transfers wait for one event. The handle may be closed after
@@ -682,19 +691,25 @@ pub unsafe extern "C" fn kvt_session_prefetch(
 
 // Plans.
 
-/// Loads and computation run one after the other, not at the same time.
-pub const KVT_PLAN_NO_OVERLAP: u64 = 1;
-/// Ignore KV that is still on its way into the store.
-pub const KVT_PLAN_NO_WAIT: u64 = 2;
-/// `alpha_ns` and `beta_ns` are set, even if they are 0.
-pub const KVT_PLAN_COST: u64 = 4;
+/// Flags of a plan.
+pub type kvt_plan_flags_t = u64;
 
-/// Steps of a plan. RESIDENT: nothing to do, the KV is in place or not needed.
-pub const KVT_PLAN_RESIDENT: u32 = 0;
+/// Loads and computation run one after the other, not at the same time.
+pub const KVT_PLAN_NO_OVERLAP: kvt_plan_flags_t = 1;
+/// Ignore KV that is still on its way into the store.
+pub const KVT_PLAN_NO_WAIT: kvt_plan_flags_t = 2;
+/// `alpha_ns` and `beta_ns` are set, even if they are 0.
+pub const KVT_PLAN_COST: kvt_plan_flags_t = 4;
+
+/// What to do in a step of a plan.
+pub type kvt_plan_step_kind_t = u32;
+
+/// Nothing to do, the KV is in place or not needed.
+pub const KVT_PLAN_RESIDENT: kvt_plan_step_kind_t = 0;
 /// Load the tokens: kvt_session_get with KVT_TRANSFER_NEEDED_ONLY.
-pub const KVT_PLAN_LOAD: u32 = 1;
+pub const KVT_PLAN_LOAD: kvt_plan_step_kind_t = 1;
 /// Compute the tokens.
-pub const KVT_PLAN_RECOMPUTE: u32 = 2;
+pub const KVT_PLAN_RECOMPUTE: kvt_plan_step_kind_t = 2;
 
 /// How the engine will run, as input of a plan.
 #[repr(C)]
@@ -702,14 +717,14 @@ pub const KVT_PLAN_RECOMPUTE: u32 = 2;
 pub struct kvt_plan_terms_t {
     pub struct_size: u64,
     /// KVT_PLAN_NO_OVERLAP, KVT_PLAN_NO_WAIT, KVT_PLAN_COST.
-    pub flags: u64,
+    pub flags: kvt_plan_flags_t,
     /// With KVT_PLAN_COST: nanoseconds per token and token of context, 0 to 1e15. Without it, plans
     /// use the cost of kvt_namespace_prefill_cost.
     pub alpha_ns: f64,
     /// With KVT_PLAN_COST: nanoseconds per token, 0 to 1e15.
     pub beta_ns: f64,
-    /// KVT_PRIORITY_* of the loads.
-    pub priority: u32,
+    /// Of the loads.
+    pub priority: kvt_priority_t,
     pub reserved: u32,
 }
 
@@ -720,9 +735,9 @@ pub struct kvt_plan_step_t {
     pub first_token: u64,
     pub tokens: u64,
     /// KVT_PLAN_RESIDENT, KVT_PLAN_LOAD or KVT_PLAN_RECOMPUTE.
-    pub kind: u32,
+    pub kind: kvt_plan_step_kind_t,
     /// Slowest tier that anything is loaded from, KVT_TIER_*; KVT_TIER_NONE if nothing is.
-    pub tier: u32,
+    pub tier: kvt_tier_t,
     /// Bytes to load from each tier.
     pub host_bytes: u64,
     pub disk_bytes: u64,
@@ -1035,7 +1050,7 @@ pub struct kvt_blocks_t {
     /// This and the next fields: see kvt_transfer_t.
     pub v: *const kvt_view_t,
     pub stride_bytes: u64,
-    pub level: u32,
+    pub level: kvt_level_t,
     pub reserved: u32,
     pub ready: *const kvt_ready_event_t,
     pub after: u64,

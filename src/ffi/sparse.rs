@@ -17,8 +17,8 @@ use crate::ffi::abi::{
 };
 use crate::ffi::attention::{
     GivenRows, KVT_DECODE_SCORES, KVT_SCALES_CHANNEL, KVT_SCALES_NONE, KVT_SCALES_TOKEN,
-    context_of, given, kvt_attention_t, kvt_rows_t, kvt_sparse_context_t, numbers_mut, shape_of,
-    with_rows,
+    context_of, given, kvt_attention_t, kvt_decode_flags_t, kvt_rows_t, kvt_sparse_context_t,
+    numbers_mut, shape_of, with_rows,
 };
 use crate::ffi::base::{kvt_destroy_fn, kvt_error_t, kvt_status_t};
 use crate::ffi::memory::{KVT_MEMORY_HOST, kvt_account_t, kvt_view_t};
@@ -42,62 +42,72 @@ pub struct kvt_sparse_t(());
 /// Capabilities of a policy (caps). LOAD: selects the blocks to load. INDEX: selects the keys to
 /// compute with. EVICT: evicts tokens. PREFILL: for the prompt; EVICT_PREFILL acts once the prompt
 /// is computed. DECODE: for the tokens that follow.
-pub const KVT_SPARSE_LOAD_PREFILL: u32 = 1;
-pub const KVT_SPARSE_LOAD_DECODE: u32 = 2;
-pub const KVT_SPARSE_INDEX_PREFILL: u32 = 4;
-pub const KVT_SPARSE_INDEX_DECODE: u32 = 8;
-pub const KVT_SPARSE_EVICT_PREFILL: u32 = 16;
-pub const KVT_SPARSE_EVICT_DECODE: u32 = 32;
+pub type kvt_sparse_caps_t = u32;
 
-/// Inputs that a policy needs (needs). Keys of new tokens: kvt_sparse_append, or by blocks
+pub const KVT_SPARSE_LOAD_PREFILL: kvt_sparse_caps_t = 1;
+pub const KVT_SPARSE_LOAD_DECODE: kvt_sparse_caps_t = 2;
+pub const KVT_SPARSE_INDEX_PREFILL: kvt_sparse_caps_t = 4;
+pub const KVT_SPARSE_INDEX_DECODE: kvt_sparse_caps_t = 8;
+pub const KVT_SPARSE_EVICT_PREFILL: kvt_sparse_caps_t = 16;
+pub const KVT_SPARSE_EVICT_DECODE: kvt_sparse_caps_t = 32;
+
+/// Inputs that a policy needs: bits.
+pub type kvt_needs_t = u32;
+
+/// Keys of new tokens: kvt_sparse_append, or by blocks
 /// kvt_sparse_add_block.
-pub const KVT_NEEDS_KEYS: u32 = 1;
+pub const KVT_NEEDS_KEYS: kvt_needs_t = 1;
 /// Queries, in kvt_sparse_select and kvt_sparse_index.
-pub const KVT_NEEDS_QUERIES: u32 = 2;
+pub const KVT_NEEDS_QUERIES: kvt_needs_t = 2;
 /// Attention that each key received, before kvt_sparse_plan_eviction: kvt_sparse_observe.
-pub const KVT_NEEDS_COLUMN_SUMS: u32 = 4;
+pub const KVT_NEEDS_COLUMN_SUMS: kvt_needs_t = 4;
 /// In kvt_sparse_select, the query of the layer `ahead` layers earlier, or a prediction from it.
-pub const KVT_NEEDS_NEXT_QUERY: u32 = 8;
+pub const KVT_NEEDS_NEXT_QUERY: kvt_needs_t = 8;
 /// A score for each candidate, before each kvt_sparse_select: kvt_sparse_add_scores.
-pub const KVT_NEEDS_SCORES: u32 = 16;
+pub const KVT_NEEDS_SCORES: kvt_needs_t = 16;
 /// Values of new tokens.
-pub const KVT_NEEDS_VALUES: u32 = 32;
+pub const KVT_NEEDS_VALUES: kvt_needs_t = 32;
 /// A weight for each query and head, before each kvt_sparse_select or _index: kvt_sparse_add_scores.
-pub const KVT_NEEDS_WEIGHTS: u32 = 64;
+pub const KVT_NEEDS_WEIGHTS: kvt_needs_t = 64;
 /// All keys of the sequence, in kvt_sparse_index.
-pub const KVT_NEEDS_ALL_KEYS: u32 = 128;
+pub const KVT_NEEDS_ALL_KEYS: kvt_needs_t = 128;
 
 /// Scope of an answer: one for each query head, one for each key head, or one for the layer.
-pub const KVT_SCOPE_QUERY_HEAD: u32 = 0;
-pub const KVT_SCOPE_KEY_HEAD: u32 = 1;
-pub const KVT_SCOPE_LAYER: u32 = 2;
+pub type kvt_scope_t = u32;
+
+pub const KVT_SCOPE_QUERY_HEAD: kvt_scope_t = 0;
+pub const KVT_SCOPE_KEY_HEAD: kvt_scope_t = 1;
+pub const KVT_SCOPE_LAYER: kvt_scope_t = 2;
 
 /// Unit of an answer: it names tokens or blocks.
-pub const KVT_GRANULARITY_TOKEN: u32 = 0;
-pub const KVT_GRANULARITY_BLOCK: u32 = 1;
+pub type kvt_granularity_t = u32;
+
+pub const KVT_GRANULARITY_TOKEN: kvt_granularity_t = 0;
+pub const KVT_GRANULARITY_BLOCK: kvt_granularity_t = 1;
+
+/// Properties of a sparse policy.
+pub type kvt_sparse_flags_t = u64;
 
 /// Heads may retain different numbers of tokens.
-pub const KVT_SPARSE_RAGGED: u64 = 1;
+pub const KVT_SPARSE_RAGGED: kvt_sparse_flags_t = 1;
 /// Only selected blocks are loaded; without this flag all blocks are loaded.
-pub const KVT_SPARSE_SELECTS: u64 = 2;
+pub const KVT_SPARSE_SELECTS: kvt_sparse_flags_t = 2;
 /// The engine must rotate the keys (RoPE) to their places in the cache.
-pub const KVT_SPARSE_ROTATES: u64 = 4;
+pub const KVT_SPARSE_ROTATES: kvt_sparse_flags_t = 4;
 
 /// Traits of a policy. They suffice to serve a policy without knowing its name.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_traits_t {
     pub struct_size: u64,
-    /// KVT_SPARSE_LOAD_*, _INDEX_*, _EVICT_*. Other calls return KVT_E_UNSUPPORTED.
-    pub caps: u32,
-    /// KVT_NEEDS_*. Other inputs are ignored, except that kvt_sparse_add_scores rejects them.
-    pub needs: u32,
-    /// KVT_SCOPE_*.
-    pub scope: u32,
-    /// KVT_GRANULARITY_*.
-    pub granularity: u32,
+    /// _INDEX_*, _EVICT_*. Other calls return KVT_E_UNSUPPORTED.
+    pub caps: kvt_sparse_caps_t,
+    /// Other inputs are ignored, except that kvt_sparse_add_scores rejects them.
+    pub needs: kvt_needs_t,
+    pub scope: kvt_scope_t,
+    pub granularity: kvt_granularity_t,
     /// KVT_SPARSE_RAGGED, KVT_SPARSE_SELECTS, KVT_SPARSE_ROTATES.
-    pub flags: u64,
+    pub flags: kvt_sparse_flags_t,
     /// Number of first layers that are not restricted, 0 to all.
     pub dense_layers: u32,
     /// Last queries of a prompt whose attention kvt_sparse_observe takes; 0 = none, UINT32_MAX =
@@ -813,15 +823,18 @@ pub(crate) fn retained_for_c(retained: &RetainedTokens) -> kvt_token_lists_t {
 /// Fills the entries of `ids` after the last chosen id (kvt_sparse_select).
 pub const KVT_SPARSE_NO_ID: u32 = 0xFFFF_FFFF;
 
+/// Forms of a selection of keys.
+pub type kvt_index_kind_t = u32;
+
 /// All keys; no list.
-pub const KVT_INDEX_DENSE: u32 = 0;
+pub const KVT_INDEX_DENSE: kvt_index_kind_t = 0;
 /// Two lists: keys that every query sees, and distances back from a query at which it sees a key.
-pub const KVT_INDEX_LINES: u32 = 1;
+pub const KVT_INDEX_LINES: kvt_index_kind_t = 1;
 /// A list of blocks of keys for each row of queries.
-pub const KVT_INDEX_BLOCKS: u32 = 2;
+pub const KVT_INDEX_BLOCKS: kvt_index_kind_t = 2;
 /// A list of keys that every query sees, then a list of ranges for each row of queries. A range is
 /// two items: its first key, and the key after its last.
-pub const KVT_INDEX_RANGES: u32 = 3;
+pub const KVT_INDEX_RANGES: kvt_index_kind_t = 3;
 
 /// Most entries of an array of an index, of token lists, or of candidates.
 pub(crate) const MAX_ITEMS: usize = 1 << 30;
@@ -830,8 +843,7 @@ pub(crate) const MAX_ITEMS: usize = 1 << 30;
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_index_head_t {
-    /// KVT_INDEX_*.
-    pub kind: u32,
+    pub kind: kvt_index_kind_t,
     /// Index of its first list.
     pub first: u32,
     /// Number of its lists.
@@ -1717,9 +1729,11 @@ fn check_chosen(candidates: &[u32], chosen: &[u32]) -> Result<()> {
 // Placement in buffers, and memory of kernels.
 
 /// Kernel of kvt_prefill_open, of kvt_decode_open, of kvt_column_sums_open.
-pub const KVT_KERNEL_PREFILL: u32 = 0;
-pub const KVT_KERNEL_DECODE: u32 = 1;
-pub const KVT_KERNEL_SUMS: u32 = 2;
+pub type kvt_attention_kernel_t = u32;
+
+pub const KVT_KERNEL_PREFILL: kvt_attention_kernel_t = 0;
+pub const KVT_KERNEL_DECODE: kvt_attention_kernel_t = 1;
+pub const KVT_KERNEL_SUMS: kvt_attention_kernel_t = 2;
 
 /// Most blocks in a buffer.
 const MAX_BLOCKS: usize = 1 << 28;
@@ -1764,8 +1778,7 @@ pub struct kvt_resident_tokens_t {
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_kernel_limits_t {
     pub struct_size: u64,
-    /// KVT_DECODE_*.
-    pub flags: u64,
+    pub flags: kvt_decode_flags_t,
     /// Queries of a problem, at most `tokens`.
     pub queries: u32,
     /// Keys of a problem, at most 2^30.
@@ -1896,7 +1909,7 @@ pub unsafe extern "C" fn kvt_column_sums_place(
 /// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_kernel_workspace(
-    kernel: u32,
+    kernel: kvt_attention_kernel_t,
     limits: *const kvt_kernel_limits_t,
     out_memory: *mut u64,
     out_scratch: *mut u64,

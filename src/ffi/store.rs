@@ -15,7 +15,10 @@ use crate::ffi::abi::{
 };
 use crate::ffi::base::{kvt_destroy_fn, kvt_error_t, kvt_status_t};
 use crate::ffi::device::{device_of, kvt_device_t};
-use crate::ffi::memory::kvt_budget_t;
+use crate::ffi::memory::{
+    KVT_DTYPE_BF16, KVT_DTYPE_F8_E4M3, KVT_DTYPE_F8_E5M2, KVT_DTYPE_F32, KVT_DTYPE_I4,
+    KVT_DTYPE_I8, kvt_budget_t, kvt_dtype_t, kvt_tier_t,
+};
 use crate::ffi::policy::{kvt_policy_log_entry_t, log_entry};
 use crate::ffi::runtime::{begin_one, kvt_op_t, kvt_runtime_t, kvt_submit_opts_t, on_runtime};
 use crate::format::codec::Codec;
@@ -46,21 +49,26 @@ use crate::tier::remote::{
 /// A store: keeps KV in tiers (DEVICE, HOST, DISK, REMOTE).
 pub struct kvt_store_t(());
 
+/// When chunks are written to disk.
+pub type kvt_write_t = u32;
+
 /// Chunks are written to disk right after each put.
-pub const KVT_WRITE_THROUGH: u32 = 1;
+pub const KVT_WRITE_THROUGH: kvt_write_t = 1;
 /// Chunks are written to disk when their memory is needed.
-pub const KVT_WRITE_BACK: u32 = 2;
+pub const KVT_WRITE_BACK: kvt_write_t = 2;
 /// Chunks are written to disk only when a put's `level` asks for it.
-pub const KVT_WRITE_NEVER: u32 = 3;
+pub const KVT_WRITE_NEVER: kvt_write_t = 3;
 /// Default: chunks are written to disk in the background, about 1 s after the put (`age` in the
 /// spec).
-pub const KVT_WRITE_BEHIND: u32 = 4;
+pub const KVT_WRITE_BEHIND: kvt_write_t = 4;
 
 /// How files are read and written: the store has no disk, worker threads make one request at a time
 /// (THREADS), or io_uring carries many at once (URING).
-pub const KVT_IO_NONE: u32 = 0;
-pub const KVT_IO_THREADS: u32 = 1;
-pub const KVT_IO_URING: u32 = 2;
+pub type kvt_io_t = u32;
+
+pub const KVT_IO_NONE: kvt_io_t = 0;
+pub const KVT_IO_THREADS: kvt_io_t = 1;
+pub const KVT_IO_URING: kvt_io_t = 2;
 
 const _: () =
     assert!(KVT_IO_URING == Engine::Uring as u32 && KVT_IO_THREADS == Engine::Threads as u32);
@@ -90,8 +98,8 @@ pub struct kvt_store_opts_t {
     /// Eviction policy of DISK (`disk_policy`); null = as in the spec.
     pub disk_policy: *const c_char,
     pub disk_policy_bytes: u64,
-    /// KVT_WRITE_* (`write`); 0 = as in the spec.
-    pub write: u32,
+    /// (`write`); 0 = as in the spec.
+    pub write: kvt_write_t,
     pub reserved: u32,
     /// Device of the same runtime that copies between the engine and the store; null = the CPU. If
     /// it has memory of its own, transfers accept views of that memory, and
@@ -274,29 +282,23 @@ pub unsafe extern "C" fn kvt_store_metrics(
 /// A namespace of a store: its sessions share the KV of common prefixes.
 pub struct kvt_namespace_t(());
 
+/// Flags of a namespace.
+pub type kvt_namespace_flags_t = u64;
+
 /// The engine can compute a missing chunk (a hole) before reused ones, so chunks are evicted in any
 /// order. Without this flag a chunk is evicted only after the chunks that continue it.
-pub const KVT_NAMESPACE_HOLES: u64 = 1;
+pub const KVT_NAMESPACE_HOLES: kvt_namespace_flags_t = 1;
 
 /// Bytes of a namespace's or chunk's key.
 pub const KVT_KEY_BYTES: u32 = 32;
 
 /// Reuse rules: the earlier tokens that a layer needs in order to continue. FULL: all. WINDOW: the
 /// last window_tokens. STATE: its state at exactly that point, which is kept at the ends of chunks.
-pub const KVT_RULE_FULL: u32 = 0;
-pub const KVT_RULE_WINDOW: u32 = 1;
-pub const KVT_RULE_STATE: u32 = 2;
+pub type kvt_rule_t = u32;
 
-/// Element types. BYTES: opaque to the library. F32, F16: IEEE 754. BF16: the upper half of an F32.
-/// F8_E4M3, F8_E5M2: 8 bits with 4 or 5 of exponent. I8: signed. I4: 4 bits, two to a byte.
-pub const KVT_DTYPE_BYTES: u32 = 0;
-pub const KVT_DTYPE_F32: u32 = 1;
-pub const KVT_DTYPE_F16: u32 = 2;
-pub const KVT_DTYPE_BF16: u32 = 3;
-pub const KVT_DTYPE_F8_E4M3: u32 = 4;
-pub const KVT_DTYPE_F8_E5M2: u32 = 5;
-pub const KVT_DTYPE_I8: u32 = 6;
-pub const KVT_DTYPE_I4: u32 = 7;
+pub const KVT_RULE_FULL: kvt_rule_t = 0;
+pub const KVT_RULE_WINDOW: kvt_rule_t = 1;
+pub const KVT_RULE_STATE: kvt_rule_t = 2;
 
 const _: () = assert!(KVT_DTYPE_F32 == Dtype::F32.code() && KVT_DTYPE_BF16 == Dtype::Bf16.code());
 const _: () = assert!(KVT_DTYPE_F8_E4M3 == Dtype::F8E4m3.code());
@@ -360,10 +362,8 @@ pub struct kvt_identity_t {
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_group_t {
-    /// KVT_RULE_*.
-    pub rule: u32,
-    /// KVT_DTYPE_*.
-    pub dtype: u32,
+    pub rule: kvt_rule_t,
+    pub dtype: kvt_dtype_t,
     /// Heads of K and V, at most 65536; 0 = unspecified. Each head fills whole elements.
     pub kv_heads: u32,
     /// With KVT_RULE_WINDOW: 1 to 2^30; else 0.
@@ -561,7 +561,7 @@ pub unsafe extern "C" fn kvt_namespace_open(
     store: *const kvt_store_t,
     identity: *const kvt_identity_t,
     layout: *const kvt_layout_t,
-    flags: u64,
+    flags: kvt_namespace_flags_t,
     out: *mut *mut kvt_namespace_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -618,14 +618,17 @@ pub unsafe extern "C" fn kvt_namespace_close(ns: *mut *mut kvt_namespace_t) -> k
 /// No tier.
 pub const KVT_TIER_NONE: u32 = 0xFFFF_FFFF;
 
+/// States of a range of tokens.
+pub type kvt_range_state_t = u32;
+
 /// Some needed cells are in no tier: the engine must compute these tokens.
-pub const KVT_RANGE_MISS: u32 = 0;
+pub const KVT_RANGE_MISS: kvt_range_state_t = 0;
 /// All needed cells can be loaded.
-pub const KVT_RANGE_HIT: u32 = 1;
+pub const KVT_RANGE_HIT: kvt_range_state_t = 1;
 /// All needed cells can be loaded once transfers in flight have arrived.
-pub const KVT_RANGE_PENDING: u32 = 2;
+pub const KVT_RANGE_PENDING: kvt_range_state_t = 2;
 /// No layer needs these tokens in order to continue.
-pub const KVT_RANGE_UNNEEDED: u32 = 3;
+pub const KVT_RANGE_UNNEEDED: kvt_range_state_t = 3;
 
 /// Every cell of the chunk is resident in some tier of the store, not necessarily in the same one.
 pub const KVT_EXISTS_WHOLE: u32 = 16;
@@ -642,10 +645,9 @@ const LOOKUP_GROUP: usize = 1024;
 pub struct kvt_range_t {
     pub first_token: u64,
     pub tokens: u64,
-    /// KVT_RANGE_*.
-    pub state: u32,
+    pub state: kvt_range_state_t,
     /// Slowest tier that a needed cell is loaded from, KVT_TIER_*; KVT_TIER_NONE = nothing to load.
-    pub tier: u32,
+    pub tier: kvt_tier_t,
     /// Bytes that are resident in DEVICE.
     pub device_bytes: u64,
     /// Bytes to load from HOST.
@@ -940,12 +942,15 @@ pub unsafe extern "C" fn kvt_namespace_prefill_cost(
 
 // Events of stores.
 
+/// Kinds of events of a store.
+pub type kvt_store_event_kind_t = u32;
+
 /// All cells of a chunk are resident in a tier.
-pub const KVT_STORE_EVENT_STORED: u32 = 1;
+pub const KVT_STORE_EVENT_STORED: kvt_store_event_kind_t = 1;
 /// Some cell of a chunk is no longer resident in a tier that had them all.
-pub const KVT_STORE_EVENT_REMOVED: u32 = 2;
+pub const KVT_STORE_EVENT_REMOVED: kvt_store_event_kind_t = 2;
 /// All chunks of a namespace are gone from every tier (kvt_namespace_clear).
-pub const KVT_STORE_EVENT_CLEARED: u32 = 3;
+pub const KVT_STORE_EVENT_CLEARED: kvt_store_event_kind_t = 3;
 
 const _: () = assert!(KVT_STORE_EVENT_STORED == Kind::Stored as u32);
 const _: () = assert!(KVT_STORE_EVENT_REMOVED == Kind::Removed as u32);
@@ -963,9 +968,9 @@ pub struct kvt_store_event_t {
     /// Time, CLOCK_MONOTONIC.
     pub at_ns: u64,
     /// KVT_STORE_EVENT_STORED, _REMOVED or _CLEARED. Ignore others: kinds may be added.
-    pub kind: u32,
-    /// KVT_TIER_*; 0 with KVT_STORE_EVENT_CLEARED.
-    pub tier: u32,
+    pub kind: kvt_store_event_kind_t,
+    /// 0 with KVT_STORE_EVENT_CLEARED.
+    pub tier: kvt_tier_t,
     /// Tokens of the chunk.
     pub tokens: u32,
     /// Index of the chunk in its sequence, from 0.
@@ -1074,7 +1079,7 @@ pub unsafe extern "C" fn kvt_store_watch(
 #[capi]
 pub unsafe extern "C" fn kvt_store_set_policy(
     store: *const kvt_store_t,
-    tier: u32,
+    tier: kvt_tier_t,
     spec: *const c_char,
     spec_bytes: u64,
     err: *mut *mut kvt_error_t,
@@ -1096,7 +1101,7 @@ pub unsafe extern "C" fn kvt_store_set_policy(
 #[capi]
 pub unsafe extern "C" fn kvt_store_set_limit(
     store: *const kvt_store_t,
-    tier: u32,
+    tier: kvt_tier_t,
     bytes: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
@@ -1120,21 +1125,23 @@ pub unsafe extern "C" fn kvt_store_set_limit(
 /// copies between tensors and memory, disk reads, disk writes, syncs, upkeep (compaction, sweeps,
 /// checkpoints, namespace records), remote reads, remote writes, remote lookups. *_DECISION:
 /// choices of victims, of which one in 16 is timed.
-pub const KVT_LATENCY_GET_HOST: u32 = 1;
-pub const KVT_LATENCY_GET_DISK: u32 = 2;
-pub const KVT_LATENCY_PUT_RAM: u32 = 3;
-pub const KVT_LATENCY_PUT_DISK: u32 = 4;
-pub const KVT_LATENCY_PUT_DURABLE: u32 = 5;
-pub const KVT_LATENCY_COPY_BATCH: u32 = 6;
-pub const KVT_LATENCY_READ_BATCH: u32 = 7;
-pub const KVT_LATENCY_WRITE_BATCH: u32 = 8;
-pub const KVT_LATENCY_SYNC_BATCH: u32 = 9;
-pub const KVT_LATENCY_UPKEEP_BATCH: u32 = 10;
-pub const KVT_LATENCY_HOST_DECISION: u32 = 11;
-pub const KVT_LATENCY_DISK_DECISION: u32 = 12;
-pub const KVT_LATENCY_FETCH_BATCH: u32 = 13;
-pub const KVT_LATENCY_UPLOAD_BATCH: u32 = 14;
-pub const KVT_LATENCY_LOOKUP_BATCH: u32 = 15;
+pub type kvt_latency_kind_t = u32;
+
+pub const KVT_LATENCY_GET_HOST: kvt_latency_kind_t = 1;
+pub const KVT_LATENCY_GET_DISK: kvt_latency_kind_t = 2;
+pub const KVT_LATENCY_PUT_RAM: kvt_latency_kind_t = 3;
+pub const KVT_LATENCY_PUT_DISK: kvt_latency_kind_t = 4;
+pub const KVT_LATENCY_PUT_DURABLE: kvt_latency_kind_t = 5;
+pub const KVT_LATENCY_COPY_BATCH: kvt_latency_kind_t = 6;
+pub const KVT_LATENCY_READ_BATCH: kvt_latency_kind_t = 7;
+pub const KVT_LATENCY_WRITE_BATCH: kvt_latency_kind_t = 8;
+pub const KVT_LATENCY_SYNC_BATCH: kvt_latency_kind_t = 9;
+pub const KVT_LATENCY_UPKEEP_BATCH: kvt_latency_kind_t = 10;
+pub const KVT_LATENCY_HOST_DECISION: kvt_latency_kind_t = 11;
+pub const KVT_LATENCY_DISK_DECISION: kvt_latency_kind_t = 12;
+pub const KVT_LATENCY_FETCH_BATCH: kvt_latency_kind_t = 13;
+pub const KVT_LATENCY_UPLOAD_BATCH: kvt_latency_kind_t = 14;
+pub const KVT_LATENCY_LOOKUP_BATCH: kvt_latency_kind_t = 15;
 
 /// Number of kinds before the decisions of policies, which `TIMED` does not contain.
 const BEFORE_DECISIONS: usize = KVT_LATENCY_UPKEEP_BATCH as usize;
@@ -1145,8 +1152,7 @@ const _: () = assert!(KVT_LATENCY_LOOKUP_BATCH as usize == TIMED.len() + 2);
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_latency_t {
-    /// KVT_LATENCY_*.
-    pub kind: u32,
+    pub kind: kvt_latency_kind_t,
     pub reserved: u32,
     /// Number of timings.
     pub count: u64,
@@ -1206,7 +1212,7 @@ fn latency_for_c(kind: u32, times: &Latency) -> kvt_latency_t {
 #[capi]
 pub unsafe extern "C" fn kvt_store_evictions(
     store: *const kvt_store_t,
-    tier: u32,
+    tier: kvt_tier_t,
     entries: *mut kvt_policy_log_entry_t,
     capacity: u64,
     stride_bytes: u64,
@@ -1279,9 +1285,11 @@ pub unsafe extern "C" fn kvt_store_latencies(
 
 /// State of the circuit breaker of a remote: requests are sent (CLOSED), none are sent for a while
 /// after failures or malformed replies (OPEN), one request probes the remote (PROBING).
-pub const KVT_REMOTE_CIRCUIT_CLOSED: u32 = 1;
-pub const KVT_REMOTE_CIRCUIT_OPEN: u32 = 2;
-pub const KVT_REMOTE_CIRCUIT_PROBING: u32 = 3;
+pub type kvt_circuit_t = u32;
+
+pub const KVT_REMOTE_CIRCUIT_CLOSED: kvt_circuit_t = 1;
+pub const KVT_REMOTE_CIRCUIT_OPEN: kvt_circuit_t = 2;
+pub const KVT_REMOTE_CIRCUIT_PROBING: kvt_circuit_t = 3;
 
 const _: () = assert!(KVT_REMOTE_CIRCUIT_CLOSED == BreakerState::Closed as u32);
 const _: () = assert!(KVT_REMOTE_CIRCUIT_OPEN == BreakerState::Open as u32);
@@ -1341,8 +1349,11 @@ pub unsafe extern "C" fn kvt_store_remote_stats(
 
 // Custom remotes: a table of callbacks.
 
+/// Flags of puts to a custom remote.
+pub type kvt_remote_put_flags_t = u64;
+
 /// A put of a name that exists does nothing. Without this flag the last writer wins.
-pub const KVT_REMOTE_FIRST_WINS: u64 = 1;
+pub const KVT_REMOTE_FIRST_WINS: kvt_remote_put_flags_t = 1;
 
 /// Most objects of one call of a custom remote.
 const MAX_BATCH: u32 = 4096;
@@ -1399,7 +1410,7 @@ pub type kvt_remote_batch_fn = Option<
 pub struct kvt_remote_custom_t {
     pub struct_size: u64,
     /// KVT_REMOTE_FIRST_WINS.
-    pub flags: u64,
+    pub flags: kvt_remote_put_flags_t,
     /// Object size that the backend handles best; 0 = 1 MiB.
     pub preferred_bytes: u64,
     /// Longest object; 0 = unlimited.

@@ -18,7 +18,9 @@ use crate::ffi::abi::{
 };
 use crate::ffi::base::{kvt_error_t, kvt_status_t};
 use crate::ffi::device::{device_of, kvt_device_t};
-use crate::ffi::memory::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_budget_t, memory_of};
+use crate::ffi::memory::{
+    KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_budget_t, kvt_memory_t, memory_of,
+};
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
 use crate::io::model_files::real::ModelFilesOpts;
 use crate::stream::model::{Format, MAX_FILES, MAX_NAME_BYTES, MAX_TENSORS, Model};
@@ -43,12 +45,15 @@ pub struct kvt_model_t(());
 /// No layer, no expert; for kvt_stream_unit_address: all units.
 pub const KVT_NONE: u32 = 0xFFFF_FFFF;
 
-/// kvt_model_info_t.format: GGUF, one file or split.
-pub const KVT_FORMAT_GGUF: u32 = 1;
-/// safetensors, one file or sharded.
-pub const KVT_FORMAT_SAFETENSORS: u32 = 2;
+/// Formats of models.
+pub type kvt_format_t = u32;
+
+/// GGUF, one file or split.
+pub const KVT_FORMAT_GGUF: kvt_format_t = 1;
+/// Safetensors, one file or sharded.
+pub const KVT_FORMAT_SAFETENSORS: kvt_format_t = 2;
 /// Byte ranges that the engine names: kvt_model_table.
-pub const KVT_FORMAT_TABLE: u32 = 3;
+pub const KVT_FORMAT_TABLE: kvt_format_t = 3;
 
 /// A text or a path. Stands in arrays.
 #[repr(C)]
@@ -66,8 +71,7 @@ pub struct kvt_model_info_t {
     pub struct_size: u64,
     /// Bytes of all tensors.
     pub bytes: u64,
-    /// KVT_FORMAT_*.
-    pub format: u32,
+    pub format: kvt_format_t,
     /// Numbers of files, units and tensors.
     pub files: u32,
     pub units: u32,
@@ -286,18 +290,21 @@ pub unsafe extern "C" fn kvt_model_file(
 
 // Contents of models.
 
-/// kvt_unit_t.role: other tensors.
-pub const KVT_ROLE_OTHER: u32 = 0;
+/// Roles of a unit.
+pub type kvt_role_t = u32;
+
+/// Other tensors.
+pub const KVT_ROLE_OTHER: kvt_role_t = 0;
 /// A layer, without its experts.
-pub const KVT_ROLE_LAYER: u32 = 1;
+pub const KVT_ROLE_LAYER: kvt_role_t = 1;
 /// An expert of a layer.
-pub const KVT_ROLE_EXPERT: u32 = 2;
+pub const KVT_ROLE_EXPERT: kvt_role_t = 2;
 /// The table of token embeddings.
-pub const KVT_ROLE_EMBEDDING: u32 = 3;
+pub const KVT_ROLE_EMBEDDING: kvt_role_t = 3;
 /// The norm between the last layer and the head.
-pub const KVT_ROLE_NORM: u32 = 4;
+pub const KVT_ROLE_NORM: kvt_role_t = 4;
 /// The output projection (LM head).
-pub const KVT_ROLE_HEAD: u32 = 5;
+pub const KVT_ROLE_HEAD: kvt_role_t = 5;
 
 /// A unit of weights: bytes that are needed together and loaded together. Units have the order in
 /// which a pass needs them: the embedding, tensors without a role, each layer followed by its
@@ -309,8 +316,7 @@ pub struct kvt_unit_t {
     /// Such as "layer 3 expert 7".
     pub name: *const c_char,
     pub name_bytes: u64,
-    /// KVT_ROLE_*.
-    pub role: u32,
+    pub role: kvt_role_t,
     /// Layer and expert; KVT_NONE where the role has none.
     pub layer: u32,
     pub expert: u32,
@@ -583,8 +589,7 @@ pub struct kvt_unit_entry_t {
     pub name: *const c_char,
     /// 1 to 504, or KVT_NUL_TERMINATED.
     pub name_bytes: u64,
-    /// KVT_ROLE_*.
-    pub role: u32,
+    pub role: kvt_role_t,
     /// Below 65536 with KVT_ROLE_LAYER and KVT_ROLE_EXPERT; else 0 or KVT_NONE.
     pub layer: u32,
     /// Below 65536 with KVT_ROLE_EXPERT; else 0 or KVT_NONE.
@@ -690,68 +695,85 @@ pub unsafe extern "C" fn kvt_model_table(
 
 // Options of streamers.
 
-/// kvt_stream_terms_t.compute: the engine computes on the processor, with weights in host memory.
-pub const KVT_COMPUTE_HOST: u32 = 1;
-/// The engine computes on kvt_stream_opts_t.device.
-pub const KVT_COMPUTE_DEVICE: u32 = 2;
+/// Where the engine computes.
+pub type kvt_compute_t = u32;
 
-/// kvt_stream_terms_t.mode: some units are resident, the others pass through a few slots.
-pub const KVT_STREAM_TIERED: u32 = 0;
+/// The engine computes on the processor, with weights in host memory.
+pub const KVT_COMPUTE_HOST: kvt_compute_t = 1;
+/// The engine computes on kvt_stream_opts_t.device.
+pub const KVT_COMPUTE_DEVICE: kvt_compute_t = 2;
+
+/// How memory is divided among units.
+pub type kvt_stream_mode_t = u32;
+
+/// Some units are resident, the others pass through a few slots.
+pub const KVT_STREAM_TIERED: kvt_stream_mode_t = 0;
 /// No unit is resident: all memory is slots, and a policy chooses the victim. For unknown orders;
 /// slower than KVT_STREAM_TIERED where the order is known.
-pub const KVT_STREAM_RING: u32 = 1;
+pub const KVT_STREAM_RING: kvt_stream_mode_t = 1;
 
-/// kvt_stream_terms_t.placement: resident units at equal distances, the first, or the last ones.
-pub const KVT_PLACE_INTERLEAVED: u32 = 0;
-pub const KVT_PLACE_FIRST: u32 = 1;
-pub const KVT_PLACE_LAST: u32 = 2;
+/// Resident units at equal distances, the first, or the last ones.
+pub type kvt_place_t = u32;
 
-/// kvt_stream_terms_t.flags: use the field of that name even if it is 0, not its default.
-pub const KVT_TERMS_DEVICE_CEILING: u64 = 1;
-pub const KVT_TERMS_HOST_CEILING: u64 = 2;
-pub const KVT_TERMS_DEVICE_SAFETY: u64 = 4;
-pub const KVT_TERMS_HOST_RESERVE: u64 = 8;
-pub const KVT_TERMS_KV: u64 = 16;
-pub const KVT_TERMS_EXPERT_SLOTS: u64 = 32;
-/// kvt_stream_terms_t.flags: weights must be able to give memory back later, by
+pub const KVT_PLACE_INTERLEAVED: kvt_place_t = 0;
+pub const KVT_PLACE_FIRST: kvt_place_t = 1;
+pub const KVT_PLACE_LAST: kvt_place_t = 2;
+
+/// Flags of kvt_stream_terms_t.
+pub type kvt_terms_flags_t = u64;
+
+/// Use the field of that name even if it is 0, not its default.
+pub const KVT_TERMS_DEVICE_CEILING: kvt_terms_flags_t = 1;
+pub const KVT_TERMS_HOST_CEILING: kvt_terms_flags_t = 2;
+pub const KVT_TERMS_DEVICE_SAFETY: kvt_terms_flags_t = 4;
+pub const KVT_TERMS_HOST_RESERVE: kvt_terms_flags_t = 8;
+pub const KVT_TERMS_KV: kvt_terms_flags_t = 16;
+pub const KVT_TERMS_EXPERT_SLOTS: kvt_terms_flags_t = 32;
+/// Weights must be able to give memory back later, by
 /// kvt_stream_rebalance or to the budget. Slots exist even where all units fit, of the size that
 /// lets most memory be given back. Experts get no more slots than a layer needs, unless
 /// expert_slots is set; slots beyond that need are given back, too. Always set with a budget; no
 /// effect with KVT_STREAM_RING.
-pub const KVT_TERMS_SHRINKS: u64 = 256;
+pub const KVT_TERMS_SHRINKS: kvt_terms_flags_t = 256;
 
-/// kvt_stream_opts_t.flags: measure the disk first if its rate is not set; reads up to 256 MiB.
-pub const KVT_STREAM_MEASURE: u64 = 1;
+/// Flags of a streamer.
+pub type kvt_stream_flags_t = u64;
+
+/// Measure the disk first if its rate is not set; reads up to 256 MiB.
+pub const KVT_STREAM_MEASURE: kvt_stream_flags_t = 1;
 /// Passes do not follow each other: nothing is prefetched across the end of a pass.
-pub const KVT_STREAM_ONCE: u64 = 2;
+pub const KVT_STREAM_ONCE: kvt_stream_flags_t = 2;
 /// Each unit has a fixed address, and memory only while it is loaded: see kvt_stream_unit_address. On a
 /// device, a unit takes a multiple of the mapping granularity (2 MiB on CUDA), which the plan
 /// counts.
-pub const KVT_STREAM_IN_PLACE: u64 = 4;
+pub const KVT_STREAM_IN_PLACE: kvt_stream_flags_t = 4;
 /// Read through the page cache, and drop the pages afterwards.
-pub const KVT_STREAM_BUFFERED: u64 = 8;
+pub const KVT_STREAM_BUFFERED: kvt_stream_flags_t = 8;
 /// Do not use io_uring.
-pub const KVT_STREAM_NO_URING: u64 = 16;
+pub const KVT_STREAM_NO_URING: kvt_stream_flags_t = 16;
 /// Copy from a memory map: slow, for comparison. A file that is truncated meanwhile ends the
 /// process (SIGBUS).
-pub const KVT_STREAM_MAPPED: u64 = 32;
+pub const KVT_STREAM_MAPPED: kvt_stream_flags_t = 32;
 /// Keep checksums in the file `sidecar`, or beside the model (.kvtsum) if that is empty.
-pub const KVT_STREAM_SIDECAR: u64 = 64;
+pub const KVT_STREAM_SIDECAR: kvt_stream_flags_t = 64;
 /// Use pinned_percent even if it is 0, not its default.
-pub const KVT_STREAM_SET_PINNED_PERCENT: u64 = 128;
+pub const KVT_STREAM_SET_PINNED_PERCENT: kvt_stream_flags_t = 128;
 /// The device reads files into its slots, bypassing host memory (CUDA: cuFile, whose compatibility
 /// mode is disabled in the whole process). Opening returns KVT_E_UNAVAILABLE and the reason where
 /// it cannot: no library, no kernel module, a file system other than ext4 and XFS. Unaligned
 /// chunks, resident units and failed reads go through host memory: kvt_stream_stats_t.direct_bytes,
 /// direct_failed. The number of slots is fixed. Not with KVT_VERIFY_ALWAYS or KVT_STREAM_IN_PLACE.
-pub const KVT_STREAM_DIRECT: u64 = 512;
+pub const KVT_STREAM_DIRECT: kvt_stream_flags_t = 512;
 
-/// kvt_stream_opts_t.verify: do not compare bytes with checksums.
-pub const KVT_VERIFY_NEVER: u32 = 0;
+/// When bytes are compared with their checksums.
+pub type kvt_verify_t = u32;
+
+/// Do not compare bytes with checksums.
+pub const KVT_VERIFY_NEVER: kvt_verify_t = 0;
 /// When a unit is read for the first time; unknown checksums are stored.
-pub const KVT_VERIFY_FIRST: u32 = 1;
+pub const KVT_VERIFY_FIRST: kvt_verify_t = 1;
 /// At each read.
-pub const KVT_VERIFY_ALWAYS: u32 = 2;
+pub const KVT_VERIFY_ALWAYS: kvt_verify_t = 2;
 
 /// Memory limits and link rates of a plan. 0 is the default of every field; where 0 is also a
 /// value, a KVT_TERMS_* flag selects it.
@@ -759,14 +781,13 @@ pub const KVT_VERIFY_ALWAYS: u32 = 2;
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_terms_t {
     pub struct_size: u64,
-    /// KVT_TERMS_*, KVT_TERMS_SHRINKS.
-    pub flags: u64,
-    /// KVT_COMPUTE_*; 0 = on the device if there is one.
-    pub compute: u32,
+    /// KVT_TERMS_SHRINKS.
+    pub flags: kvt_terms_flags_t,
+    /// 0 = on the device if there is one.
+    pub compute: kvt_compute_t,
     /// KVT_STREAM_TIERED or KVT_STREAM_RING.
-    pub mode: u32,
-    /// KVT_PLACE_*.
-    pub placement: u32,
+    pub mode: kvt_stream_mode_t,
+    pub placement: kvt_place_t,
     /// At most 65536; 0 = 2. Slots for units that are not resident; in a ring the least number.
     pub slots: u32,
     /// Most device memory for weights; 0 = as much as is free.
@@ -830,7 +851,7 @@ pub struct kvt_stream_opts_t {
     pub struct_size: u64,
     /// KVT_STREAM_MEASURE, _ONCE, _IN_PLACE, _BUFFERED, _NO_URING, _MAPPED, _SIDECAR,
     /// _SET_PINNED_PERCENT, _DIRECT.
-    pub flags: u64,
+    pub flags: kvt_stream_flags_t,
     /// Required. May be closed afterwards.
     pub model: *const kvt_model_t,
     /// Null = defaults.
@@ -852,8 +873,7 @@ pub struct kvt_stream_opts_t {
     /// Path of the checksum file; implies KVT_STREAM_SIDECAR. Ignored with KVT_VERIFY_NEVER.
     pub sidecar: *const c_char,
     pub sidecar_bytes: u64,
-    /// KVT_VERIFY_*.
-    pub verify: u32,
+    pub verify: kvt_verify_t,
     /// Reader threads, at most 64; 0 = 4.
     pub readers: u32,
     /// Reads in flight of one thread, at most 64; 0 = 64.
@@ -1031,30 +1051,36 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
 
 // Plans of streamers.
 
-/// kvt_unit_residency_t.residency: only in the file, in host memory, or in device memory.
-pub const KVT_RESIDENT_FILE: u32 = 1;
-pub const KVT_RESIDENT_HOST: u32 = 2;
-pub const KVT_RESIDENT_DEVICE: u32 = 3;
+/// Only in the file, in host memory, or in device memory.
+pub type kvt_unit_resident_t = u32;
 
-/// kvt_forecast_t.binding: computing, the link to the device, or the disk.
-pub const KVT_BINDING_COMPUTE: u32 = 1;
-pub const KVT_BINDING_DEVICE: u32 = 2;
-pub const KVT_BINDING_DISK: u32 = 3;
+pub const KVT_RESIDENT_FILE: kvt_unit_resident_t = 1;
+pub const KVT_RESIDENT_HOST: kvt_unit_resident_t = 2;
+pub const KVT_RESIDENT_DEVICE: kvt_unit_resident_t = 3;
+
+/// Computing, the link to the device, or the disk.
+pub type kvt_binding_t = u32;
+
+pub const KVT_BINDING_COMPUTE: kvt_binding_t = 1;
+pub const KVT_BINDING_DEVICE: kvt_binding_t = 2;
+pub const KVT_BINDING_DISK: kvt_binding_t = 3;
+
+/// Formats of the description of a plan.
+pub type kvt_plan_format_t = u32;
 
 /// A plan as text for people.
-pub const KVT_PLAN_TEXT: u32 = 0;
+pub const KVT_PLAN_TEXT: kvt_plan_format_t = 0;
 /// A plan as one JSON object.
-pub const KVT_PLAN_JSON: u32 = 1;
+pub const KVT_PLAN_JSON: kvt_plan_format_t = 1;
 
 /// A plan: the residency of units, the slots, and the memory that they need.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_plan_t {
     pub struct_size: u64,
-    /// KVT_COMPUTE_*.
-    pub compute: u32,
+    pub compute: kvt_compute_t,
     /// KVT_STREAM_TIERED or KVT_STREAM_RING.
-    pub mode: u32,
+    pub mode: kvt_stream_mode_t,
     /// Number of units resident in device memory, in host memory, and in the file alone.
     pub device_units: u32,
     pub host_units: u32,
@@ -1102,8 +1128,8 @@ pub struct kvt_forecast_t {
     pub disk_bytes: u64,
     /// Passes a second: tokens, if a pass makes one. 0 if pass_ns is 0.
     pub tokens_per_s: f64,
-    /// KVT_BINDING_*: the resource that limits a pass; 0 = not known.
-    pub binding: u32,
+    /// The resource that limits a pass; 0 = not known.
+    pub binding: kvt_binding_t,
     pub reserved: u32,
 }
 
@@ -1111,8 +1137,7 @@ pub struct kvt_forecast_t {
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_unit_residency_t {
-    /// KVT_RESIDENT_*.
-    pub residency: u32,
+    pub residency: kvt_unit_resident_t,
     /// 1: used in host memory, although the engine computes on a device; else 0.
     pub on_processor: u32,
 }
@@ -1300,7 +1325,7 @@ pub unsafe extern "C" fn kvt_model_plan_describe(
     model: *const kvt_model_t,
     terms: *const kvt_stream_terms_t,
     memory: *const kvt_stream_memory_t,
-    kind: u32,
+    kind: kvt_plan_format_t,
     out: *mut c_char,
     out_capacity: u64,
     out_bytes: *mut u64,
@@ -1342,11 +1367,14 @@ pub unsafe extern "C" fn kvt_model_forecast(
 /// Threads may lease units at the same time.
 pub struct kvt_stream_t(());
 
+/// Flags of kvt_stream_acquire.
+pub type kvt_acquire_flags_t = u64;
+
 /// kvt_stream_acquire: do not wait; KVT_E_AGAIN if the unit is not loaded.
-pub const KVT_ACQUIRE_POLL: u64 = 1;
+pub const KVT_ACQUIRE_POLL: kvt_acquire_flags_t = 1;
 /// Do not wait for copies that were submitted to the device: the bytes are complete after
 /// kvt_unit_lease_t.event. See kvt_device_stream_wait.
-pub const KVT_ACQUIRE_SUBMITTED: u64 = 2;
+pub const KVT_ACQUIRE_SUBMITTED: kvt_acquire_flags_t = 2;
 
 /// A lease of a unit: the right to read its bytes until kvt_stream_release. A copy of the struct is
 /// the same lease, and is not released on its own.
@@ -1359,8 +1387,8 @@ pub struct kvt_unit_lease_t {
     /// kvt_unit_t.image_bytes.
     pub bytes: u64,
     pub unit: u32,
-    /// KVT_MEMORY_*: where the address is valid.
-    pub memory: u32,
+    /// Where the address is valid.
+    pub memory: kvt_memory_t,
     /// Opaque; 0 = released.
     pub place: u64,
     /// Device event that completes the bytes; 0 = complete. Valid until the release.
@@ -1474,7 +1502,7 @@ pub unsafe extern "C" fn kvt_stream_close(
 pub unsafe extern "C" fn kvt_stream_acquire(
     stream: *const kvt_stream_t,
     unit: u32,
-    flags: u64,
+    flags: kvt_acquire_flags_t,
     deadline_ns: u64,
     out: *mut kvt_unit_lease_t,
     err: *mut *mut kvt_error_t,
@@ -1542,17 +1570,18 @@ pub unsafe extern "C" fn kvt_stream_release(
 
 // Passes.
 
-/// kvt_stream_limits_t.flags: use host_bytes or device_bytes even if it is 0.
-pub const KVT_LIMIT_HOST: u64 = 1;
-pub const KVT_LIMIT_DEVICE: u64 = 2;
+/// Use host_bytes or device_bytes even if it is 0.
+pub type kvt_limit_flags_t = u64;
+
+pub const KVT_LIMIT_HOST: kvt_limit_flags_t = 1;
+pub const KVT_LIMIT_DEVICE: kvt_limit_flags_t = 2;
 
 /// Memory for weights from now on; 0 = unchanged.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_limits_t {
     pub struct_size: u64,
-    /// KVT_LIMIT_*.
-    pub flags: u64,
+    pub flags: kvt_limit_flags_t,
     /// Most host memory.
     pub host_bytes: u64,
     /// Most device memory.
@@ -1673,14 +1702,17 @@ pub unsafe extern "C" fn kvt_stream_rebalance(
 
 // Statistics of streamers.
 
-/// kvt_stream_span_t.stage: a chunk was read.
-pub const KVT_STAGE_READ: u32 = 1;
+/// Stages of a unit's way.
+pub type kvt_stage_t = u32;
+
+/// A chunk was read.
+pub const KVT_STAGE_READ: kvt_stage_t = 1;
 /// A chunk was copied to the device.
-pub const KVT_STAGE_COPY: u32 = 2;
+pub const KVT_STAGE_COPY: kvt_stage_t = 2;
 /// The engine leased a unit.
-pub const KVT_STAGE_USE: u32 = 3;
+pub const KVT_STAGE_USE: kvt_stage_t = 3;
 /// The engine waited for a unit.
-pub const KVT_STAGE_WAIT: u32 = 4;
+pub const KVT_STAGE_WAIT: kvt_stage_t = 4;
 
 /// Counters of a streamer since it was opened.
 #[repr(C)]
@@ -1744,8 +1776,7 @@ pub struct kvt_expert_stats_t {
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_span_t {
-    /// KVT_STAGE_*.
-    pub stage: u32,
+    pub stage: kvt_stage_t,
     pub unit: u32,
     /// CLOCK_MONOTONIC, as end_ns.
     pub begin_ns: u64,
@@ -1775,7 +1806,7 @@ pub unsafe extern "C" fn kvt_stream_plan(
 #[capi]
 pub unsafe extern "C" fn kvt_stream_plan_describe(
     stream: *const kvt_stream_t,
-    kind: u32,
+    kind: kvt_plan_format_t,
     out: *mut c_char,
     out_capacity: u64,
     out_bytes: *mut u64,

@@ -24,20 +24,28 @@ use crate::trace::study::Study;
 /// Requests to a KV cache over time. Immutable; needs no runtime.
 pub struct kvt_trace_t(());
 
-/// kvt_trace_opts_t.flags: each block becomes a request of its own, without a prefix.
-pub const KVT_TRACE_FLAT: u64 = 1;
+/// Flags of a trace.
+pub type kvt_trace_flags_t = u64;
 
-/// kvt_replay_opts_t.flags: the engine can use blocks after a hole.
-pub const KVT_REPLAY_HOLES: u64 = 1;
-/// kvt_replay_opts_t.flags: does not measure decision times; faster.
-pub const KVT_REPLAY_UNTIMED: u64 = 2;
+/// Each block becomes a request of its own, without a prefix.
+pub const KVT_TRACE_FLAT: kvt_trace_flags_t = 1;
 
-/// kvt_replay_opts_t.hints: hints that the policy receives. STOP: the stop reason of each request,
+/// Flags of a replay.
+pub type kvt_replay_flags_t = u64;
+
+/// The engine can use blocks after a hole.
+pub const KVT_REPLAY_HOLES: kvt_replay_flags_t = 1;
+/// Does not measure decision times; faster.
+pub const KVT_REPLAY_UNTIMED: kvt_replay_flags_t = 2;
+
+/// Hints that the policy receives. STOP: the stop reason of each request,
 /// where the trace has it; NONE: no hints; THINK: as STOP, and the time of the session's next
 /// request.
-pub const KVT_HINTS_STOP: u32 = 0;
-pub const KVT_HINTS_NONE: u32 = 1;
-pub const KVT_HINTS_THINK: u32 = 2;
+pub type kvt_hints_t = u32;
+
+pub const KVT_HINTS_STOP: kvt_hints_t = 0;
+pub const KVT_HINTS_NONE: kvt_hints_t = 1;
+pub const KVT_HINTS_THINK: kvt_hints_t = 2;
 
 /// Receives the progress of a replay, every 256 requests and at the end, on the calling thread.
 /// Returns 0 to cancel the replay. Must not unwind.
@@ -50,7 +58,7 @@ pub type kvt_progress_fn =
 pub struct kvt_trace_opts_t {
     pub struct_size: u64,
     /// KVT_TRACE_FLAT or 0.
-    pub flags: u64,
+    pub flags: kvt_trace_flags_t,
     /// kvt_trace_open: a regular file, plain or zstd.
     pub path: *const c_char,
     pub path_bytes: u64,
@@ -98,8 +106,7 @@ pub struct kvt_trace_info_t {
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_replay_opts_t {
     pub struct_size: u64,
-    /// KVT_REPLAY_*.
-    pub flags: u64,
+    pub flags: kvt_replay_flags_t,
     /// Policy, such as "lru"; not "custom".
     pub spec: *const c_char,
     pub spec_bytes: u64,
@@ -109,8 +116,7 @@ pub struct kvt_replay_opts_t {
     pub warm_up: u64,
     /// Objects are cells of this many layers, at most 1,024; 0 = whole blocks.
     pub layers: u32,
-    /// KVT_HINTS_*.
-    pub hints: u32,
+    pub hints: kvt_hints_t,
     /// Attention cost of a token per token of context, 0 to 1e12, where computing a token costs 1;
     /// 0 = 1 / 53,800, a model of the 70B class.
     pub alpha: f64,
