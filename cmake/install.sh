@@ -45,12 +45,7 @@ install -m 755 "$from/lib/libkvtier.so.$version" "$lib/"
 ln -sf "libkvtier.so.$version" "$lib/libkvtier.so.$soversion"
 ln -sf "libkvtier.so.$soversion" "$lib/libkvtier.so"
 install -m 644 "$from/lib/libkvtier.a" "$lib/"
-install -m 644 "$root/include/kvtier/kvtier.h" "$root/bindings/cpp/kvtier.hpp" \
-    "$root/bindings/cpp/kvtier_policy.hpp" "$root/bindings/cpp/kvtier_lab.hpp" \
-    "$root/bindings/cpp/kvtier_store.hpp" "$root/bindings/cpp/kvtier_offload.hpp" \
-    "$root/bindings/cpp/kvtier_sparse.hpp" "$root/bindings/cpp/kvtier_stream.hpp" \
-    "$root/bindings/cpp/kvtier_device.hpp" \
-    "$to/include/kvtier/"
+install -m 644 "$root"/include/kvtier/*.h "$root"/bindings/cpp/*.hpp "$to/include/kvtier/"
 
 fill() {
     sed -e "s|@VERSION@|$version|g" -e "s|@SOVERSION@|$soversion|g" -e "s|@LIBDIR@|$libdir|g" \

@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
-"""Writes kvtier/_abi.py from include/kvtier/kvtier.h.
+"""Writes kvtier/_abi.py from include/kvtier/kvtier.json, the description of the C interface.
 
     generate.py            writes the file
     generate.py --check    exits 1 and shows a diff when the file is stale
 
-cbindgen writes the header, so a small parser is enough. An unknown construct is an error here
-instead of a wrong call at run time.
+An unknown construct is an error here instead of a wrong call at run time.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import sys
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 HERE = Path(__file__).resolve().parent
-HEADER = HERE.parent.parent / "include" / "kvtier" / "kvtier.h"
+HEADER = HERE.parent.parent / "include" / "kvtier" / "kvtier.json"
 TARGET = HERE / "kvtier" / "_abi.py"
 
 SCALARS = {
@@ -63,145 +63,53 @@ class Header:
     order: List[str] = field(default_factory=list)  # structs and callbacks as declared
 
 
-def without_comments(text: str) -> str:
-    text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.S)
-    return re.sub(r"//[^\n]*", "", text)
-
-
-def preprocess(text: str, out: Header) -> str:
-    """Evaluates and removes the directives, as a C compiler does, without C++ branches."""
-    active: List[bool] = []
-    rest: List[str] = []
-    for line in text.split("\n"):
-        words = line.split()
-        if line.lstrip().startswith("#"):
-            directive = words[0]
-            if directive == "#ifdef" and words[1] == "__cplusplus":
-                active.append(False)
-            elif directive == "#ifndef" and words[1] == "KVTIER_H":
-                active.append(True)
-            elif directive == "#else":
-                active[-1] = not active[-1]
-            elif directive == "#endif":
-                active.pop()
-            elif not all(active):
-                continue
-            elif directive == "#define":
-                define(line, words, out)
-            elif directive != "#include":
-                raise Unknown(f"directive: {line.strip()}")
-        elif all(active):
-            rest.append(line)
-    if active:
-        raise Unknown("an #if without its #endif")
-    return "\n".join(rest)
-
-
-def define(line: str, words: List[str], out: Header) -> None:
-    name, value = words[1], " ".join(words[2:])
-    if name == "KVTIER_H" or name.startswith("KVT_INIT_("):
-        return
-    sized = re.fullmatch(r"KVT_INIT_\((\w+)\)", value)
-    if sized:
-        out.sized.append(sized.group(1))
-        return
-    if value == "UINT64_MAX":
-        out.constants[name] = 2**64 - 1
-        return
-    number = re.fullmatch(r"\(?(-?(?:0[xX][0-9a-fA-F]+|[0-9]+))(?:[uUlL]*)\)?", value)
-    if not re.fullmatch(r"KVT_\w+", name) or not number:
-        raise Unknown(f"define: {line.strip()}")
-    out.constants[name] = int(number.group(1), 0)
-
-
-def declarator(text: str) -> Tuple[str, CType]:
-    """`const struct kvt_op_t *op` → its name and type; the name may be absent."""
-    found = re.fullmatch(
-        r"(const\s+)?(?:struct\s+)?(\w+)\s*((?:\*\s*(?:const\b\s*)?)*)(\w+)?\s*(?:\[(\w+)\])?",
-        text.strip(),
-    )
-    if not found:
-        raise Unknown(f"declaration: {text.strip()!r}")
-    const, base, stars, name, length = found.groups()
-    size = None if length is None else int(length, 0)
-    return name or "", CType(base, stars.count("*"), bool(const), size)
-
-
-def parameters(text: str) -> List[Tuple[str, CType]]:
-    if text.strip() in ("", "void"):
-        return []
-    return [declarator(part) for part in text.split(",")]
-
-
 def parse(text: str) -> Header:
     out = Header()
-    body = preprocess(without_comments(text), out)
-    statement = re.compile(
-        r"\s*(?:"
-        r"typedef\s+struct\s+(?P<opaque>\w+)\s+(?P<opaque_alias>\w+)\s*;"
-        r"|typedef\s+struct\s+(?P<struct>\w+)\s*\{(?P<fields>[^{}]*)\}\s*(?P<struct_alias>\w+)\s*;"
-        r"|typedef\s+(?P<cb_type>[\w\s*]+?)\(\*(?P<callback>\w+)\)\((?P<cb_params>[^()]*)\)\s*;"
-        r"|typedef\s+(?P<scalar>\w+)\s+(?P<alias>\w+)\s*;"
-        r"|(?P<restype>[\w\s]+?[\s*]+)(?P<function>kvt_\w+)\s*\((?P<params>[^()]*)\)\s*;"
-        r")"
-    )
-    at = 0
-    while body[at:].strip():
-        found = statement.match(body, at)
-        if not found:
-            raise Unknown(f"near: {' '.join(body[at:].split())[:160]}")
-        take(found.groupdict(), out)
-        at = found.end()
+    for header in json.loads(text)["headers"]:
+        for item in header["items"]:
+            take(item, out)
     verify(out)
     return out
 
 
-def take(part: Dict[str, Optional[str]], out: Header) -> None:
-    if part["opaque"]:
-        same(part["opaque"], part["opaque_alias"])
-        out.opaque.append(part["opaque"])
-    elif part["struct"]:
-        same(part["struct"], part["struct_alias"])
-        pieces = [p for p in (part["fields"] or "").split(";") if p.strip()]
-        unique(out.order, part["struct"])
-        out.structs[part["struct"]] = [declarator(p) for p in pieces]
-    elif part["callback"]:
-        unique(out.order, part["callback"])
-        _, restype = declarator(part["cb_type"] or "")
-        out.callbacks[part["callback"]] = Function(restype, parameters(part["cb_params"] or ""))
-    elif part["alias"]:
-        if part["scalar"] not in SCALARS:
-            raise Unknown(f"typedef of {part['scalar']}")
-        out.aliases[part["alias"]] = part["scalar"] or ""
-    elif part["function"]:
-        _, restype = declarator(part["restype"] or "")
-        made = Function(restype, parameters(part["params"] or ""))
-        # C allows a declaration to be repeated, but not to differ.
-        if out.functions.setdefault(part["function"], made) != made:
-            raise Unknown(f"two different declarations of {part['function']}: they must be equal")
+def take(item: Dict[str, Any], out: Header) -> None:
+    kind, name = item["kind"], item["name"]
+    if kind == "constant":
+        value = item["value"].rstrip("uUlL")
+        out.constants[name] = 2**64 - 1 if value == "UINT64_MAX" else int(value, 0)
+    elif kind == "alias":
+        if item["type"] not in SCALARS:
+            raise Unknown(f"typedef of {item['type']}")
+        out.aliases[name] = item["type"]
+    elif kind == "handle":
+        out.opaque.append(name)
+    elif kind == "struct":
+        out.order.append(name)
+        out.structs[name] = declared(item["fields"])
+        if item["sized"]:
+            out.sized.append(name)
+    elif kind == "callback":
+        out.order.append(name)
+        out.callbacks[name] = Function(ctype(item["returns"]), declared(item["params"]))
+    elif kind == "function":
+        out.functions[name] = Function(ctype(item["returns"]), declared(item["params"]))
+    else:
+        raise Unknown(f"{kind} {name}")
 
 
-def same(name: Optional[str], alias: Optional[str]) -> None:
-    if name != alias:
-        raise Unknown(f"struct {name} has the other alias {alias}: names must be equal")
+def declared(fields: List[Dict[str, Any]]) -> List[Tuple[str, CType]]:
+    return [(field["name"], ctype(field)) for field in fields]
 
 
-def unique(names: List[str], name: str) -> None:
-    if name in names:
-        raise Unknown(f"{name} is declared twice")
-    names.append(name)
+def ctype(item: Dict[str, Any]) -> CType:
+    stars = item.get("pointers", 0)
+    return CType(item["type"], stars, item.get("const", False), item.get("length"))
 
 
 def verify(out: Header) -> None:
     for name in out.sized:
-        fields = out.structs.get(name)
-        if not fields or fields[0] != ("struct_size", CType("uint64_t")):
-            raise Unknown(f"an initialiser for {name}, whose first field is not struct_size")
-    for name, fields in out.structs.items():
-        if fields[0][0] == "struct_size" and name not in out.sized:
-            raise Unknown(f"{name} has a struct_size and no initialiser")
-        if any(not field_name for field_name, _ in fields):
-            raise Unknown(f"a field without a name in {name}")
+        if out.structs[name][0] != ("struct_size", CType("uint64_t")):
+            raise Unknown(f"{name} is sized, and its first field is not struct_size")
     for needed in ("KVT_HEADER_VERSION", "KVT_OK"):
         if needed not in out.constants:
             raise Unknown(f"the constant {needed} is missing")
@@ -245,7 +153,7 @@ def spell(out: Header, kind: CType, place: str) -> str:
 PRELUDE = '''\
 """The C interface, as ctypes sees it.
 
-Generated by generate.py from include/kvtier/kvtier.h. Do not edit.
+Generated by generate.py from include/kvtier/kvtier.json. Do not edit.
 """
 
 from __future__ import annotations

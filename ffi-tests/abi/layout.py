@@ -12,8 +12,8 @@ Lines are `type size align`, `type.field offset size` and `CONSTANT value`, in t
 order of the header.
 """
 
+import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -25,52 +25,24 @@ TABLE = os.path.join(HERE, "layout.txt")
 COMPILERS = ["gcc", "clang"]
 
 
-def header():
-    with open(os.path.join(INCLUDE, "kvtier", "kvtier.h"), encoding="utf-8") as f:
-        text = f.read()
-    text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.S)
-    return re.sub(r"//[^\n]*", " ", text)
+def items(kind):
+    with open(os.path.join(INCLUDE, "kvtier", "kvtier.json"), encoding="utf-8") as f:
+        headers = json.load(f)["headers"]
+    return [item for header in headers for item in header["items"] if item["kind"] == kind]
 
 
-def structs(text):
-    for match in re.finditer(r"typedef struct (\w+) \{(.*?)\} (\w+);", text, flags=re.S):
-        tag, body, name = match.groups()
-        if tag != name:
-            sys.exit(f"struct {tag} has the typedef name {name}; both must be equal")
-        fields = []
-        for field in filter(None, (part.strip() for part in body.split(";"))):
-            found = re.fullmatch(r".*?(\w+)(\s*\[[^]]*\])*", field, flags=re.S)
-            if not found:
-                sys.exit(f"cannot read field '{field}' of {name}")
-            fields.append(found.group(1))
-        yield name, fields
-
-
-def constants(text):
-    for match in re.finditer(r"^#define (KVT_\w+)[ \t]+\(?(-?\w+)\)?[ \t]*$", text, flags=re.M):
-        name, value = match.groups()
-        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)[uUlL]*", value):
-            yield name
-
-
-def functions(text):
-    # Skip callback types: "typedef kvt_status_t (*kvt_..._fn)(...)".
-    pattern = r"^(?!typedef\b)[\w \t*]*?\b(kvt_\w+)\s*\([^;{]*\)\s*;"
-    declared = re.findall(pattern, text, flags=re.M)
-    return sorted(set(declared))
-
-
-def program(text):
+def program():
     out = ["#include <kvtier/kvtier.h>", "#include <stddef.h>", "#include <stdio.h>", ""]
     out += ["int main(void) {"]
-    for name, fields in structs(text):
+    for item in items("struct"):
+        name = item["name"]
         out.append(f'    printf("{name} %zu %zu\\n", sizeof({name}), _Alignof({name}));')
-        for field in fields:
+        for field in (field["name"] for field in item["fields"]):
             out.append(
                 f'    printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), '
                 f"sizeof((({name} *)0)->{field}));"
             )
-    for name in constants(text):
+    for name in (item["name"] for item in items("constant")):
         out.append(f'    printf("{name} %lld\\n", (long long)({name}));')
     return "\n".join(out + ["    return 0;", "}", ""])
 
@@ -92,11 +64,10 @@ def difference(left, right):
 
 
 def main():
-    text = header()
     if "--functions" in sys.argv:
-        print("\n".join(functions(text)))
+        print("\n".join(sorted(item["name"] for item in items("function"))))
         return
-    source = program(text)
+    source = program()
     if "--emit" in sys.argv:
         print(source, end="")
         return
@@ -111,8 +82,7 @@ def main():
             sys.exit(f"layout: {found[0]} and {compiler} differ:\n"
                      + difference(first, tables[compiler]))
     if first.count("\n") < 100 or "kvt_runtime_opts_t.workers" not in first:
-        sys.exit("layout: too few structs and constants found in the header: correct the patterns "
-                 "in layout.py")
+        sys.exit("layout: too few structs and constants in include/kvtier/kvtier.json")
     if "--bless" in sys.argv:
         with open(TABLE, "w", encoding="utf-8") as f:
             f.write(first)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Counts lines of code, comments and tests, files and fields of the store, lines of the header, and
+"""Counts lines of code, comments and tests, files and fields of the store, and
 identifiers with retired words.
 
     ffi-tests/measures/sources.py [--words]
@@ -94,11 +94,6 @@ def main():
     print(f"{'tests/, ffi-tests/*.c':24}{'':19}{lines:9}{len(tests):7}")
     folder, path, name = store()
     print(f"\nthe store: {len(list(files(folder)))} files, {fields(path, name)} fields in {name}")
-    header = text_of(os.path.join(ROOT, "include/kvtier/kvtier.h"))
-    code = re.sub(r"/\*.*?\*/|//[^\n]*", "", header, flags=re.S)
-    functions = len(re.findall(r"^[a-z].*\bkvt_\w+\(", code, re.M))
-    lines = len(header.splitlines())
-    print(f"the header: {lines} lines, {functions} functions, {lines / functions:.0f} lines each")
     words, by_file = collections.Counter(), {}
     for path in files("src", "crates"):
         found = retired(path)

@@ -1,4 +1,26 @@
-//! Attention on the CPU: rows of queries, keys and values, and jobs that compute with them.
+//! Attention on the processor: rows of queries, keys and values, and jobs that compute with them.
+//!
+//! The kernels compute exact attention over the keys that a selection lists: prefill, decode, and sums
+//! of attention weights by key. A job is divided into steps and items, so that an engine runs it on its
+//! own threads. Rows are views with an element type, and scales where they are quantized.
+//!
+//! Life cycle: kvt_prefill_open or kvt_decode_open, kvt_attention_job_run for each step,
+//! kvt_attention_job_close. Outputs and inputs stay in place until the job is closed.
+//!
+//! ```c
+//! /* Decode: one query of 8 heads over 4096 keys of 2 heads, 128 elements each. */
+//! kvt_rows_t q = KVT_ROWS_INIT, k = KVT_ROWS_INIT, v = KVT_ROWS_INIT;
+//! q.dtype = KVT_DTYPE_F32, q.view.address = query, q.view.tokens = 1, q.view.heads = 8;
+//! q.view.run_bytes = 128 * sizeof(float);
+//! k.dtype = KVT_DTYPE_F16, k.view.address = keys, k.view.tokens = 4096, k.view.heads = 2;
+//! k.view.run_bytes = 128 * 2;
+//! v = k, v.view.address = values;
+//! kvt_attention_args_t args = KVT_ATTENTION_ARGS_INIT;
+//! args.queries = &q, args.keys = &k, args.values = &v, args.first_query = 4095;
+//! uint64_t floats = 0;
+//! if (kvt_decode_memory(&args, 0, &floats, &err) != KVT_OK) return fail(err);
+//! use(&floats); /* allocate so many, then kvt_decode_open and kvt_attention_job_run */
+//! ```
 
 use crate::attention::{
     ColumnSums, Decode, Level, Prefill, Problem, Rows, Scales, check_finite, merge, pages,

@@ -1,4 +1,42 @@
-//! Declarations that all calls share: statuses, versions, errors, logging, features, specs.
+//! Statuses, errors, versions, logging, features and spec strings; and the rules of all functions.
+//!
+//! The rules, said once (docs/reference/c.md explains them):
+//!
+//! - Status: a function that can fail returns kvt_status_t: 0 is success, negative is an error. On
+//!   failure no output is written, except counts and sizes with KVT_E_TOO_SMALL. Any function may
+//!   return KVT_E_INVALID (an argument outside its range), KVT_E_HANDLE (stale, foreign or null),
+//!   KVT_E_CLOSED, KVT_E_FORKED, KVT_E_NOMEM, KVT_E_TOO_NEW (a struct has a field that this library
+//!   does not know), KVT_E_REENTRANT and KVT_E_PANIC. `@return` names only the other codes.
+//! - err: receives an error object that explains a failure; free it with kvt_error_free. May be null.
+//! - Pointers must not be null, unless the comment says so. Null options mean the defaults.
+//! - Structs start with KVT_..._INIT, which sets struct_size. Zero is the default of every field;
+//!   reserved fields are 0. A struct without struct_size stands in arrays; pass its sizeof as
+//!   stride_bytes.
+//! - Arrays: an output array has `capacity` entries (or `out_capacity` bytes). The call writes the
+//!   number of entries to its count, also with KVT_E_TOO_SMALL. A null array with capacity 0 asks for
+//!   the number, where it is known before the call.
+//! - Handles are never dereferenced: a stale one is an error. Objects that a call returns belong to
+//!   the caller; the close or free takes a pointer to the handle, clears it, and accepts null. Structs
+//!   and arrays are copied during the call, unless the comment says that they are borrowed.
+//! - Threads: any thread may call any function, also inside a callback. A call that waits returns
+//!   KVT_E_REENTRANT there. Comments name only what differs ("Threading: ...").
+//! - Time: deadlines are CLOCK_MONOTONIC nanoseconds, 0 = none. Durations end in _ns, sizes in _bytes.
+//! - Texts are UTF-8 with a length in bytes, or KVT_NUL_TERMINATED as the length. Output has no NUL at
+//!   its end.
+//! - Enumerations: a type such as kvt_level_t is an integer of fixed width, and the enum below it
+//!   names its values. Values may be added. Types that end in _flags_t are sets of bits.
+//!
+//! A program checks that header and library fit before its first other call:
+//!
+//! ```c
+//! kvt_error_t *err = NULL;
+//! kvt_status_t status = kvt_abi_check(KVT_HEADER_VERSION, &err);
+//! if (status != KVT_OK) {
+//!     fprintf(stderr, "%s: %s\n", kvt_status_name(status), kvt_error_message(err));
+//!     kvt_error_free(&err);
+//!     return 1;
+//! }
+//! ```
 
 use std::ffi::{CString, c_char, c_void};
 
@@ -89,74 +127,6 @@ pub extern "C" fn kvt_status_name(status: kvt_status_t) -> *const c_char {
 pub extern "C" fn kvt_status_str(status: kvt_status_t) -> *const c_char {
     Status::from_code(status)
         .map_or(c"a status of a newer library: treat it as an error".as_ptr(), Status::describe_c)
-}
-
-// Versions.
-
-/// Version of this header.
-pub const KVT_VERSION_MAJOR: u32 = 0;
-pub const KVT_VERSION_MINOR: u32 = 1;
-pub const KVT_VERSION_PATCH: u32 = 0;
-/// Version of this header as one number: (major << 32) | (minor << 16) | patch.
-pub const KVT_HEADER_VERSION: u64 = 65536;
-
-const VERSION_TEXT: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
-
-/// Returns the version of the library as text, such as "0.1.0". The string is static,
-/// NUL-terminated and never null. Threading: also in a forked child.
-#[capi]
-pub extern "C" fn kvt_version_str() -> *const c_char {
-    VERSION_TEXT.as_ptr().cast()
-}
-
-/// Reads the version of the library as one number, in the format of KVT_HEADER_VERSION. Threading:
-/// also in a forked child.
-#[capi]
-pub unsafe extern "C" fn kvt_version(out: *mut u64) -> kvt_status_t {
-    require(out)?;
-    out.write(KVT_HEADER_VERSION);
-    Ok(())
-}
-
-/// Checks that a program can use this library. Call it once, before any other function:
-/// kvt_abi_check(KVT_HEADER_VERSION, &err).
-///
-/// Before 1.0 the library must have the same minor version as the program's header, and at least
-/// its patch version; from 1.0 on the same major version, and at least its minor version.
-///
-/// @return KVT_E_ABI.
-#[capi]
-pub unsafe extern "C" fn kvt_abi_check(
-    header_version: u64,
-    err: *mut *mut kvt_error_t,
-) -> kvt_status_t {
-    if fits(header_version, KVT_HEADER_VERSION) {
-        return Ok(());
-    }
-    let text = format!(
-        "header version {} does not fit library version {}: rebuild the program, or install the \
-         library of its version",
-        dotted(header_version),
-        dotted(KVT_HEADER_VERSION)
-    );
-    Err(Error::new(Status::Abi, text))
-}
-
-fn parts(version: u64) -> (u64, u64, u64) {
-    (version >> 32, version >> 16 & 0xffff, version & 0xffff)
-}
-
-fn dotted(version: u64) -> String {
-    let (major, minor, patch) = parts(version);
-    format!("{major}.{minor}.{patch}")
-}
-
-fn fits(header: u64, library: u64) -> bool {
-    let (header, library) = (parts(header), parts(library));
-    match header.0 {
-        0 => (header.0, header.1) == (library.0, library.1) && header.2 <= library.2,
-        major => major == library.0 && (header.1, header.2) <= (library.1, library.2),
-    }
 }
 
 // Errors.
@@ -258,6 +228,74 @@ pub extern "C" fn kvt_error_message(error: *const kvt_error_t) -> *const c_char 
 #[capi]
 pub unsafe extern "C" fn kvt_error_free(error: *mut *mut kvt_error_t) -> kvt_status_t {
     free(error, |_| Ok(()))
+}
+
+// Versions.
+
+/// Version of this header.
+pub const KVT_VERSION_MAJOR: u32 = 0;
+pub const KVT_VERSION_MINOR: u32 = 1;
+pub const KVT_VERSION_PATCH: u32 = 0;
+/// Version of this header as one number: (major << 32) | (minor << 16) | patch.
+pub const KVT_HEADER_VERSION: u64 = 65536;
+
+const VERSION_TEXT: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
+
+/// Returns the version of the library as text, such as "0.1.0". The string is static,
+/// NUL-terminated and never null. Threading: also in a forked child.
+#[capi]
+pub extern "C" fn kvt_version_str() -> *const c_char {
+    VERSION_TEXT.as_ptr().cast()
+}
+
+/// Reads the version of the library as one number, in the format of KVT_HEADER_VERSION. Threading:
+/// also in a forked child.
+#[capi]
+pub unsafe extern "C" fn kvt_version(out: *mut u64) -> kvt_status_t {
+    require(out)?;
+    out.write(KVT_HEADER_VERSION);
+    Ok(())
+}
+
+/// Checks that a program can use this library. Call it once, before any other function:
+/// kvt_abi_check(KVT_HEADER_VERSION, &err).
+///
+/// Before 1.0 the library must have the same minor version as the program's header, and at least
+/// its patch version; from 1.0 on the same major version, and at least its minor version.
+///
+/// @return KVT_E_ABI.
+#[capi]
+pub unsafe extern "C" fn kvt_abi_check(
+    header_version: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    if fits(header_version, KVT_HEADER_VERSION) {
+        return Ok(());
+    }
+    let text = format!(
+        "header version {} does not fit library version {}: rebuild the program, or install the \
+         library of its version",
+        dotted(header_version),
+        dotted(KVT_HEADER_VERSION)
+    );
+    Err(Error::new(Status::Abi, text))
+}
+
+fn parts(version: u64) -> (u64, u64, u64) {
+    (version >> 32, version >> 16 & 0xffff, version & 0xffff)
+}
+
+fn dotted(version: u64) -> String {
+    let (major, minor, patch) = parts(version);
+    format!("{major}.{minor}.{patch}")
+}
+
+fn fits(header: u64, library: u64) -> bool {
+    let (header, library) = (parts(header), parts(library));
+    match header.0 {
+        0 => (header.0, header.1) == (library.0, library.1) && header.2 <= library.2,
+        major => major == library.0 && (header.1, header.2) <= (library.1, library.2),
+    }
 }
 
 // Logging.

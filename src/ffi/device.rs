@@ -1,4 +1,24 @@
 //! Devices: memory, copies, events, kernels and custom devices.
+//!
+//! A device copies between host memory and its own, in streams, and says when with events. The CPU is
+//! one, a GPU through the CUDA driver is one, and an engine can bring its own by a table of callbacks
+//! (kvt_device_custom_t). A store or a streamer that is given a device accepts views of its memory.
+//!
+//! Life cycle: kvt_device_open, kvt_device_copy, kvt_device_wait or _poll, kvt_device_release of the
+//! events, kvt_device_close after the stores that use it. Events are numbers, not handles.
+//!
+//! ```c
+//! kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
+//! opts.kind = KVT_DEVICE_KIND_CUDA; /* loads the driver: KVT_E_UNAVAILABLE where there is none */
+//! if (kvt_device_open(runtime, &opts, &device, &err) != KVT_OK) return fail(err);
+//! kvt_device_memory_t memory = KVT_DEVICE_MEMORY_INIT;
+//! if (kvt_device_alloc(device, 1u << 20, &memory, &err) != KVT_OK) return fail(err);
+//! kvt_store_opts_t stored = KVT_STORE_OPTS_INIT; /* its transfers take views of device memory */
+//! stored.device = device;
+//! stored.spec = "store(host=8GiB, device=device(capacity=2GiB))";
+//! stored.spec_bytes = KVT_NUL_TERMINATED;
+//! if (kvt_store_open(runtime, NULL, &stored, &store, &err) != KVT_OK) return fail(err);
+//! ```
 
 use std::ffi::{c_char, c_void};
 use std::mem::offset_of;

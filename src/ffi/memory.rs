@@ -1,4 +1,29 @@
 //! Budgets, accounts, buffers, and views of the engine's tensors.
+//!
+//! A budget limits the bytes of each tier for all that share it; an account is one user's part of it.
+//! Bytes are reserved before they are allocated, so that a limit is never exceeded. Buffers are memory
+//! of the library's, pinned or on huge pages. A view describes one plane (K or V of one layer) in the
+//! engine's own memory: contiguous, strided, or in pages.
+//!
+//! Life cycle: kvt_budget_open, kvt_account_open, kvt_account_reserve, _commit, _release,
+//! kvt_account_close, kvt_budget_close; kvt_buffer_alloc, kvt_buffer_address, kvt_buffer_free. Views
+//! are plain values.
+//!
+//! ```c
+//! /* A paged KV cache: block b of 16 tokens at pages[b], 8 heads of 128 elements of 2 bytes. */
+//! kvt_view_t view = {0};
+//! view.pages = pages, view.page_count = page_count, view.page_tokens = 16;
+//! view.heads = 8, view.run_bytes = 128 * 2;
+//! /* Pinned memory for staging, charged to a budget of 1 GiB of host memory. */
+//! kvt_budget_opts_t limits = KVT_BUDGET_OPTS_INIT;
+//! limits.host_bytes = 1u << 30;
+//! if (kvt_budget_open(runtime, &limits, &budget, &err) != KVT_OK) return fail(err);
+//! if (kvt_account_open(budget, NULL, &account, &err) != KVT_OK) return fail(err);
+//! kvt_buffer_opts_t opts = KVT_BUFFER_OPTS_INIT;
+//! opts.bytes = 16u << 20, opts.flags = KVT_BUFFER_TRY_PIN, opts.account = account;
+//! if (kvt_buffer_alloc(runtime, &opts, &buffer, &err) != KVT_OK) return fail(err);
+//! use(&view);
+//! ```
 
 use std::ffi::{c_char, c_void};
 

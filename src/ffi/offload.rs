@@ -1,4 +1,29 @@
-//! Layer-wise offload of the KV of one session.
+//! Layer-wise offload of the KV of one session: contexts larger than the engine's memory.
+//!
+//! An offload keeps the KV of a session in a store, and a ring of buffers for the layers that are being
+//! computed. Loads of the next layers run while a layer is computed. With a sparse policy only the
+//! blocks that it selects are loaded.
+//!
+//! Life cycle: kvt_offload_open, kvt_offload_put for each layer of the prompt, then for each step of
+//! decode kvt_offload_begin, kvt_offload_take and _give_back for each layer, kvt_offload_put for the new
+//! token; kvt_offload_close.
+//!
+//! ```c
+//! kvt_offload_opts_t opts = KVT_OFFLOAD_OPTS_INIT;
+//! opts.session = session, opts.attention = &shape, opts.dtype = KVT_DTYPE_F16;
+//! opts.buffers = 3, opts.buffer_tokens = 4096;
+//! opts.decode = "quest(budget=2048)", opts.decode_bytes = KVT_NUL_TERMINATED;
+//! if (kvt_offload_open(&opts, &offload, &err) != KVT_OK) return fail(err);
+//! kvt_sparse_context_t step = KVT_SPARSE_CONTEXT_INIT;
+//! step.tokens = 65536, step.first_query = 65535;
+//! if (kvt_offload_begin(offload, &step, &err) != KVT_OK) return fail(err); /* loads begin */
+//! for (uint32_t layer = 0; layer < shape.layers; layer++) {
+//!     kvt_offload_kv_t kv = KVT_OFFLOAD_KV_INIT;
+//!     if (kvt_offload_take(offload, layer, &rows, &kv, &err) != KVT_OK) return fail(err);
+//!     use(&kv); /* attention over kv.k and kv.v */
+//!     if (kvt_offload_give_back(offload, layer, &err) != KVT_OK) return fail(err);
+//! }
+//! ```
 
 use std::ffi::{c_char, c_void};
 
@@ -45,6 +70,12 @@ use crate::store::state::session::{LayerViews, PlaneView, Tokens};
 /// returns KVT_E_REENTRANT instead.
 pub struct kvt_offload_t(());
 
+/// Flags of an offload.
+pub type kvt_offload_flags_t = u64;
+
+/// The ring and the tails are in memory of the store's device.
+pub const KVT_OFFLOAD_ON_DEVICE: kvt_offload_flags_t = 1;
+
 /// Options of kvt_offload_open.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
@@ -84,12 +115,6 @@ pub struct kvt_offload_opts_t {
     /// Bytes of `memory`, at least kvt_offload_memory_bytes.
     pub memory_bytes: u64,
 }
-
-/// Flags of an offload.
-pub type kvt_offload_flags_t = u64;
-
-/// In kvt_offload_opts_t.flags: the ring and the tails are in memory of the store's device.
-pub const KVT_OFFLOAD_ON_DEVICE: kvt_offload_flags_t = 1;
 
 /// An offload with its session, which stays open as long as the offload.
 pub(crate) struct OffloadNoun {
@@ -497,7 +522,7 @@ pub unsafe extern "C" fn kvt_offload_set_ready_event(
 /// Flags of kvt_offload_load.
 pub type kvt_offload_load_flags_t = u64;
 
-/// In the flags of kvt_offload_load: the caller has chosen the blocks. They are loaded without a
+/// The caller has chosen the blocks. They are loaded without a
 /// policy, and the tail follows them. A query is used for audits only.
 pub const KVT_OFFLOAD_LOAD_CHOSEN: kvt_offload_load_flags_t = 1;
 

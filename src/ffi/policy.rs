@@ -1,4 +1,27 @@
 //! Eviction policies, over a table of the library or of the engine.
+//!
+//! A store uses policies by their names in its spec. This header gives the same policies to an engine
+//! that keeps blocks itself: the policy is notified of lookups, inserts and references, and chooses
+//! victims. It also lets an engine give a store a policy of its own (kvt_policy_custom_t).
+//!
+//! Life cycle: kvt_policy_open, kvt_policy_record or kvt_policy_lookup and _insert, kvt_policy_evict,
+//! kvt_policy_close. Times are the engine's, in nanoseconds, and never decrease.
+//!
+//! ```c
+//! kvt_policy_opts_t opts = KVT_POLICY_OPTS_INIT;
+//! opts.spec = "horizon", opts.spec_bytes = KVT_NUL_TERMINATED;
+//! opts.max_objects = 1 << 20, opts.capacity_units = 50000; /* blocks of the engine's cache */
+//! if (kvt_policy_open(&opts, &policy, &err) != KVT_OK) return fail(err);
+//! /* A request used blocks 11, 12 and 13, of one unit each; 12 continues 11, and 13 continues 12. */
+//! const uint64_t ids[] = {11, 12, 13}, units[] = {1, 1, 1};
+//! if (kvt_policy_record(policy, now_ns, NULL, ids, units, 3, NULL, &err) != KVT_OK) return fail(err);
+//! /* Room for two blocks is needed. */
+//! kvt_policy_victim_t victims[2];
+//! kvt_policy_outcome_t outcome = KVT_POLICY_OUTCOME_INIT;
+//! if (kvt_policy_evict(policy, now_ns, 2, victims, 2, sizeof victims[0], &outcome, &err) != KVT_OK)
+//!     return fail(err);
+//! for (uint64_t i = 0; i < outcome.victims; i++) use(&victims[i].id);
+//! ```
 
 use std::ffi::{c_char, c_void};
 

@@ -1,4 +1,26 @@
-//! Runtimes, operations and completion queues.
+//! Runtimes, operations and completion queues: how work is submitted and how its end is learnt.
+//!
+//! A runtime owns worker threads and a table of ops. kvt_open makes one; engines that want several
+//! stores on the same threads open it themselves. Each submission returns an op at once. An op is
+//! issued, then resolved (its result is known), then released (the caller's memory is free). The caller
+//! waits for an op, or takes completions from a queue, and frees the op when it is released.
+//!
+//! Life cycle: kvt_runtime_open, kvt_queue_open, submissions, kvt_queue_wait, kvt_op_free,
+//! kvt_queue_close, kvt_runtime_close. Closing a runtime cancels and waits for what is open.
+//!
+//! ```c
+//! kvt_completion_t done[64];
+//! uint64_t count = 0;
+//! if (kvt_queue_open(runtime, NULL, &queue, &err) != KVT_OK) return fail(err);
+//! kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
+//! opts.queue = queue, opts.tag = 7; /* 7 comes back with the completion */
+//! if (kvt_session_put(session, &transfer, &opts, &op, &err) != KVT_OK) return fail(err);
+//! compute_next_layer();
+//! if (kvt_queue_wait(queue, 0, done, 64, sizeof done[0], &count) != KVT_OK) return fail(NULL);
+//! for (uint64_t i = 0; i < count; i++)
+//!     if (done[i].status != KVT_OK) kvt_op_error(done[i].op, &err);
+//! return kvt_op_free(&op) == KVT_OK ? 0 : fail(err);
+//! ```
 
 use std::ffi::{c_char, c_void};
 
@@ -116,6 +138,21 @@ pub struct kvt_close_report_t {
 pub(crate) struct RuntimeNoun(pub(crate) Runtime);
 
 noun!(RuntimeNoun, kvt_runtime_t, 2, "runtime");
+
+/// The handle of a runtime, for objects that return it.
+#[derive(Clone, Copy)]
+pub(crate) struct RuntimeHandle(usize);
+
+impl RuntimeHandle {
+    pub(crate) fn of(handle: *mut kvt_runtime_t) -> Self {
+        RuntimeHandle(handle.addr())
+    }
+
+    /// Handles are never followed: the number is all of it.
+    pub(crate) fn get(self) -> *mut kvt_runtime_t {
+        std::ptr::without_provenance_mut(self.0)
+    }
+}
 
 /// Calls `body` with the core of a runtime.
 pub(crate) fn on_runtime<R>(
@@ -550,7 +587,7 @@ pub unsafe extern "C" fn kvt_op_free_many(ops: *mut *mut kvt_op_t, count: u64) -
 ///
 /// # Safety
 /// `op` is null or valid for reads and writes.
-unsafe fn free_op(op: *mut *mut kvt_op_t) -> Result<()> {
+pub(crate) unsafe fn free_op(op: *mut *mut kvt_op_t) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
         free(op, |op| match op.state() & RELEASED {

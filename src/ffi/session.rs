@@ -1,11 +1,38 @@
 //! Sessions: sequences of tokens, transfers of their KV, plans, named blocks, ready events.
+//!
+//! A session is a sequence of tokens in a namespace. Its tokens name its KV, so a session that is
+//! opened with tokens which another one stored finds their KV. While it is open it references its
+//! chunks: they stay in some tier.
+//!
+//! Life cycle: kvt_session_open, kvt_session_append, kvt_session_plan, then kvt_session_get for what is
+//! stored and kvt_session_put for what the engine computed, kvt_session_close. Transfers that were
+//! submitted continue after the close.
+//!
+//! ```c
+//! if (kvt_session_open(ns, NULL, &session, &err) != KVT_OK) return fail(err);
+//! if (kvt_session_append(session, tokens, count, &err) != KVT_OK) return fail(err);
+//! kvt_plan_step_t steps[16];
+//! uint64_t step_count = 0;
+//! kvt_plan_t plan = KVT_PLAN_INIT;
+//! if (kvt_session_plan(session, NULL, steps, 16, sizeof steps[0], &step_count, &plan, &err))
+//!     return fail(err);
+//! for (uint64_t i = 0; i < step_count; i++) { /* load, or compute and put */
+//!     kvt_transfer_t part = KVT_TRANSFER_INIT;
+//!     part.first_token = steps[i].first_token, part.tokens = steps[i].tokens;
+//!     part.k = k_views, part.v = v_views, part.stride_bytes = sizeof k_views[0];
+//!     part.flags = steps[i].kind == KVT_PLAN_LOAD ? KVT_TRANSFER_NEEDED_ONLY : 0;
+//!     if (steps[i].kind == KVT_PLAN_LOAD) status = kvt_session_get_wait(session, &part, NULL, &err);
+//!     else if (steps[i].kind == KVT_PLAN_RECOMPUTE) compute_next_layer(); /* then put */
+//!     if (status != KVT_OK) return fail(err);
+//! }
+//! ```
 
 use std::ffi::c_char;
 
 use crate::base::budget::Tier;
 use crate::base::callback::refuse_reentry;
 use crate::base::fork;
-use crate::base::op::{Op, OpOpts, OpRef};
+use crate::base::op::{Op, OpOpts, OpRef, RELEASED};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Event;
@@ -18,7 +45,9 @@ use crate::ffi::abi::{
 use crate::ffi::base::{kvt_error_t, kvt_status_t};
 use crate::ffi::memory::{check_memory, kvt_tier_t, kvt_view_t, views_of};
 use crate::ffi::policy::{hint, kvt_policy_hint_t};
-use crate::ffi::runtime::{begin_one, kvt_op_t, kvt_priority_t, kvt_submit_opts_t, submit_opts};
+use crate::ffi::runtime::{
+    begin_one, free_op, kvt_op_t, kvt_priority_t, kvt_submit_opts_t, submit_opts,
+};
 use crate::ffi::store::{
     KVT_TIER_NONE, MAX_ROWS, Namespace, Target, answer, kvt_lookup_t, kvt_namespace_t, kvt_range_t,
 };
@@ -671,6 +700,74 @@ pub unsafe extern "C" fn kvt_session_get(
     submit_transfer(session, TransferKind::Get, transfer, opts, out_ops)
 }
 
+/// Submits a transfer, waits until its op is released, and returns the result of the op.
+///
+/// # Safety
+/// As the exported functions that call it.
+unsafe fn transfer_and_wait(
+    session: *const kvt_session_t,
+    kind: TransferKind,
+    transfer: *const kvt_transfer_t,
+    opts: *const kvt_submit_opts_t,
+) -> Result<()> {
+    refuse_reentry()?;
+    // SAFETY: the caller's promise.
+    if unsafe { read(transfer)? }.flags & KVT_TRANSFER_EACH_LAYER != 0 {
+        fail!(
+            Invalid,
+            "KVT_TRANSFER_EACH_LAYER is set, and the call waits for all layers: clear the flag"
+        );
+    }
+    let mut handle = std::ptr::null_mut();
+    // SAFETY: the caller's promise; one op is written, to a variable of this function.
+    unsafe { submit_transfer(session, kind, transfer, opts, &raw mut handle)? };
+    let op = inspect(handle)?;
+    let waited = op.wait(RELEASED, 0);
+    let result = match op.info().status.and_then(Status::from_code) {
+        Some(Status::Ok) | None => Ok(()),
+        Some(status) => Err(op.error().unwrap_or_else(|| status.into())),
+    };
+    drop(op);
+    // SAFETY: the handle is in a variable of this function.
+    waited.and(result).and(unsafe { free_op(&raw mut handle) })
+}
+
+/// Puts and waits: kvt_session_put, kvt_op_wait for KVT_OP_RELEASED, and kvt_op_free. The result is
+/// that of the op, its message included.
+///
+/// @param opts  Null = the defaults. At its deadline the call ends with KVT_E_TIMEOUT, as soon as
+///              the tensors are free.
+/// @return KVT_E_TIMEOUT, or as kvt_session_put and its op.
+///
+/// Threading: not inside callbacks.
+#[capi]
+pub unsafe extern "C" fn kvt_session_put_wait(
+    session: *const kvt_session_t,
+    transfer: *const kvt_transfer_t,
+    opts: *const kvt_submit_opts_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    transfer_and_wait(session, TransferKind::Put, transfer, opts)
+}
+
+/// Gets and waits: kvt_session_get, kvt_op_wait for KVT_OP_RELEASED, and kvt_op_free. The result is
+/// that of the op, its message included.
+///
+/// @param opts  See kvt_session_put_wait.
+/// @return KVT_E_NOT_FOUND (cells are missing; the others have arrived), KVT_E_TIMEOUT, or as
+///         kvt_session_get and its op.
+///
+/// Threading: not inside callbacks.
+#[capi]
+pub unsafe extern "C" fn kvt_session_get_wait(
+    session: *const kvt_session_t,
+    transfer: *const kvt_transfer_t,
+    opts: *const kvt_submit_opts_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    transfer_and_wait(session, TransferKind::Get, transfer, opts)
+}
+
 /// Submits a prefetch: brings KV into host memory for a later get. Never blocks. Value and status
 /// of the op are those of a get.
 ///
@@ -875,6 +972,144 @@ pub unsafe extern "C" fn kvt_session_plan(
     give(&rows, steps.is_null(), plan.steps.iter().map(step), out_count)?;
     write(out, &summary(&plan));
     Ok(())
+}
+
+// Clearing, dropping, demotion, unpinning.
+
+/// Counts of chunks after a clear or drop.
+#[repr(C)]
+#[derive(Clone, Copy, Plain)]
+pub struct kvt_clear_report_t {
+    pub struct_size: u64,
+    /// Removed from all tiers.
+    pub removed_chunks: u64,
+    /// Kept: sessions, transfers or pins reference them, or a kept chunk continues them.
+    pub referenced_chunks: u64,
+    /// Kept, because they were moving between tiers: call again.
+    pub transferring_chunks: u64,
+}
+
+/// Counts of chunks after a demotion.
+#[repr(C)]
+#[derive(Clone, Copy, Plain)]
+pub struct kvt_demote_report_t {
+    pub struct_size: u64,
+    /// They were on disk already: their memory is freed.
+    pub freed_chunks: u64,
+    /// Their memory is freed once they are written to disk.
+    pub pending_chunks: u64,
+    /// They stay in memory: there is no disk.
+    pub kept_chunks: u64,
+}
+
+fn clear_report(cleared: &Cleared) -> kvt_clear_report_t {
+    kvt_clear_report_t {
+        struct_size: 0,
+        removed_chunks: cleared.removed,
+        referenced_chunks: cleared.held,
+        transferring_chunks: cleared.moving,
+    }
+}
+
+/// Removes all chunks of a namespace that nothing references from all tiers, and waits until no
+/// opening of the store finds them again. Chunks that are stored meanwhile may stay. The bytes
+/// stay in files until these are reused, but no lookup finds them.
+///
+/// @param out  Counts; may be null.
+/// @return KVT_E_TIMEOUT, KVT_E_BUDGET, KVT_E_IO: removed chunks may be found by the next opening
+///         (call again).
+#[capi]
+pub unsafe extern "C" fn kvt_namespace_clear(
+    ns: *const kvt_namespace_t,
+    deadline_ns: u64,
+    out: *mut kvt_clear_report_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    check_optional_out(out)?;
+    let ns = enter(ns)?;
+    refuse_reentry()?;
+    let cleared = ns.0.store.clear(ns.0.number, deadline_ns)?;
+    write(out, &clear_report(&cleared));
+    Ok(())
+}
+
+/// Number of tokens of a range; `tokens` 0 = all from `first_token` on.
+fn range_tokens(core: &StoreState, session: u32, first_token: u64, tokens: u64) -> Result<u64> {
+    let all = core.session(session)?.path().tokens().len() as u64;
+    Ok(if tokens == 0 { all.saturating_sub(first_token) } else { tokens })
+}
+
+/// Removes chunks of a session from all tiers, unless something else references them. The session
+/// keeps its tokens, and finds chunks that stay or are stored again. Does not wait for the disk:
+/// after a crash, chunks that were on disk may be found again, as after any eviction. For the
+/// range, see kvt_session_pin.
+///
+/// @param out  Counts; may be null.
+#[capi]
+pub unsafe extern "C" fn kvt_session_drop(
+    session: *const kvt_session_t,
+    first_token: u64,
+    tokens: u64,
+    out: *mut kvt_clear_report_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    check_optional_out(out)?;
+    let session = enter(session)?;
+    let cleared = session.ns.store.with(|core| {
+        let tokens = range_tokens(core, session.number, first_token, tokens)?;
+        core.drop_range(session.number, first_token, tokens)
+    })?;
+    write(out, &clear_report(&cleared));
+    Ok(())
+}
+
+/// Demotes chunks of a session, also referenced and pinned ones. Chunks that are not on disk yet
+/// are written, whatever admission and `write` of the spec say; then their memory is freed. Never
+/// blocks: events (KVT_STORE_EVENT_REMOVED) and kvt_store_stats show the end. A get promotes the chunks
+/// again. A chunk that cannot be written stays in memory while something references it. For the
+/// range, see kvt_session_pin.
+///
+/// @param out  Counts; may be null.
+#[capi]
+pub unsafe extern "C" fn kvt_session_demote(
+    session: *const kvt_session_t,
+    first_token: u64,
+    tokens: u64,
+    out: *mut kvt_demote_report_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    check_optional_out(out)?;
+    let session = enter(session)?;
+    let demoted = session.ns.store.with(|core| {
+        let tokens = range_tokens(core, session.number, first_token, tokens)?;
+        core.demote_range(session.number, first_token, tokens)
+    })?;
+    write(
+        out,
+        &kvt_demote_report_t {
+            struct_size: 0,
+            freed_chunks: demoted.freed,
+            pending_chunks: demoted.pending,
+            kept_chunks: demoted.staying,
+        },
+    );
+    Ok(())
+}
+
+/// Removes the pins of chunks of a session, whichever session set them. For the range, see
+/// kvt_session_pin.
+#[capi]
+pub unsafe extern "C" fn kvt_session_unpin(
+    session: *const kvt_session_t,
+    first_token: u64,
+    tokens: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let session = enter(session)?;
+    session.ns.store.with(|core| {
+        let tokens = range_tokens(core, session.number, first_token, tokens)?;
+        core.unpin_range(session.number, first_token, tokens)
+    })
 }
 
 // Media.
@@ -1439,142 +1674,4 @@ pub unsafe extern "C" fn kvt_session_hint_blocks(
         }
         rest = others;
     }
-}
-
-// Clearing, dropping, demotion, unpinning.
-
-/// Counts of chunks after a clear or drop.
-#[repr(C)]
-#[derive(Clone, Copy, Plain)]
-pub struct kvt_clear_report_t {
-    pub struct_size: u64,
-    /// Removed from all tiers.
-    pub removed_chunks: u64,
-    /// Kept: sessions, transfers or pins reference them, or a kept chunk continues them.
-    pub referenced_chunks: u64,
-    /// Kept, because they were moving between tiers: call again.
-    pub transferring_chunks: u64,
-}
-
-/// Counts of chunks after a demotion.
-#[repr(C)]
-#[derive(Clone, Copy, Plain)]
-pub struct kvt_demote_report_t {
-    pub struct_size: u64,
-    /// They were on disk already: their memory is freed.
-    pub freed_chunks: u64,
-    /// Their memory is freed once they are written to disk.
-    pub pending_chunks: u64,
-    /// They stay in memory: there is no disk.
-    pub kept_chunks: u64,
-}
-
-fn clear_report(cleared: &Cleared) -> kvt_clear_report_t {
-    kvt_clear_report_t {
-        struct_size: 0,
-        removed_chunks: cleared.removed,
-        referenced_chunks: cleared.held,
-        transferring_chunks: cleared.moving,
-    }
-}
-
-/// Removes all chunks of a namespace that nothing references from all tiers, and waits until no
-/// opening of the store finds them again. Chunks that are stored meanwhile may stay. The bytes
-/// stay in files until these are reused, but no lookup finds them.
-///
-/// @param out  Counts; may be null.
-/// @return KVT_E_TIMEOUT, KVT_E_BUDGET, KVT_E_IO: removed chunks may be found by the next opening
-///         (call again).
-#[capi]
-pub unsafe extern "C" fn kvt_namespace_clear(
-    ns: *const kvt_namespace_t,
-    deadline_ns: u64,
-    out: *mut kvt_clear_report_t,
-    err: *mut *mut kvt_error_t,
-) -> kvt_status_t {
-    check_optional_out(out)?;
-    let ns = enter(ns)?;
-    refuse_reentry()?;
-    let cleared = ns.0.store.clear(ns.0.number, deadline_ns)?;
-    write(out, &clear_report(&cleared));
-    Ok(())
-}
-
-/// Number of tokens of a range; `tokens` 0 = all from `first_token` on.
-fn range_tokens(core: &StoreState, session: u32, first_token: u64, tokens: u64) -> Result<u64> {
-    let all = core.session(session)?.path().tokens().len() as u64;
-    Ok(if tokens == 0 { all.saturating_sub(first_token) } else { tokens })
-}
-
-/// Removes chunks of a session from all tiers, unless something else references them. The session
-/// keeps its tokens, and finds chunks that stay or are stored again. Does not wait for the disk:
-/// after a crash, chunks that were on disk may be found again, as after any eviction. For the
-/// range, see kvt_session_pin.
-///
-/// @param out  Counts; may be null.
-#[capi]
-pub unsafe extern "C" fn kvt_session_drop(
-    session: *const kvt_session_t,
-    first_token: u64,
-    tokens: u64,
-    out: *mut kvt_clear_report_t,
-    err: *mut *mut kvt_error_t,
-) -> kvt_status_t {
-    check_optional_out(out)?;
-    let session = enter(session)?;
-    let cleared = session.ns.store.with(|core| {
-        let tokens = range_tokens(core, session.number, first_token, tokens)?;
-        core.drop_range(session.number, first_token, tokens)
-    })?;
-    write(out, &clear_report(&cleared));
-    Ok(())
-}
-
-/// Demotes chunks of a session, also referenced and pinned ones. Chunks that are not on disk yet
-/// are written, whatever admission and `write` of the spec say; then their memory is freed. Never
-/// blocks: events (KVT_STORE_EVENT_REMOVED) and kvt_store_stats show the end. A get promotes the chunks
-/// again. A chunk that cannot be written stays in memory while something references it. For the
-/// range, see kvt_session_pin.
-///
-/// @param out  Counts; may be null.
-#[capi]
-pub unsafe extern "C" fn kvt_session_demote(
-    session: *const kvt_session_t,
-    first_token: u64,
-    tokens: u64,
-    out: *mut kvt_demote_report_t,
-    err: *mut *mut kvt_error_t,
-) -> kvt_status_t {
-    check_optional_out(out)?;
-    let session = enter(session)?;
-    let demoted = session.ns.store.with(|core| {
-        let tokens = range_tokens(core, session.number, first_token, tokens)?;
-        core.demote_range(session.number, first_token, tokens)
-    })?;
-    write(
-        out,
-        &kvt_demote_report_t {
-            struct_size: 0,
-            freed_chunks: demoted.freed,
-            pending_chunks: demoted.pending,
-            kept_chunks: demoted.staying,
-        },
-    );
-    Ok(())
-}
-
-/// Removes the pins of chunks of a session, whichever session set them. For the range, see
-/// kvt_session_pin.
-#[capi]
-pub unsafe extern "C" fn kvt_session_unpin(
-    session: *const kvt_session_t,
-    first_token: u64,
-    tokens: u64,
-    err: *mut *mut kvt_error_t,
-) -> kvt_status_t {
-    let session = enter(session)?;
-    session.ns.store.with(|core| {
-        let tokens = range_tokens(core, session.number, first_token, tokens)?;
-        core.unpin_range(session.number, first_token, tokens)
-    })
 }

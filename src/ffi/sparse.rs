@@ -1,4 +1,28 @@
-//! Sparse policies for engines that keep KV themselves.
+//! Sparse policies for engines that keep KV themselves: which keys to compute with, which to load,
+//! which to evict.
+//!
+//! A policy sees keys as they are appended, and answers for a query. What it can do and what it must be
+//! given stands in its traits (kvt_sparse_traits): select blocks to load, select keys to compute with,
+//! evict tokens. kvt_offload_t uses the same policies over KV that a store keeps.
+//!
+//! Life cycle: kvt_sparse_open, kvt_sparse_append for each layer, kvt_sparse_select or kvt_sparse_index
+//! for a query, kvt_sparse_plan_eviction and _commit_eviction, kvt_sparse_close. Calls on one policy run
+//! one at a time.
+//!
+//! ```c
+//! kvt_attention_t shape = KVT_ATTENTION_INIT;
+//! shape.layers = 32, shape.query_heads = 32, shape.key_heads = 8;
+//! shape.key_dim = shape.value_dim = 128, shape.block_tokens = 16, shape.max_tokens = 131072;
+//! kvt_sparse_opts_t opts = KVT_SPARSE_OPTS_INIT;
+//! opts.attention = &shape, opts.spec = "quest(budget=2048)", opts.spec_bytes = KVT_NUL_TERMINATED;
+//! if (kvt_sparse_open(&opts, &sparse, &err) != KVT_OK) return fail(err);
+//! if (kvt_sparse_append(sparse, 0, 0, &rows, &err) != KVT_OK) return fail(err); /* keys of layer 0 */
+//! kvt_sparse_context_t step = KVT_SPARSE_CONTEXT_INIT;
+//! step.tokens = 4096, step.first_query = 4095;
+//! kvt_index_t chosen = KVT_INDEX_INIT;
+//! if (kvt_sparse_index(sparse, 0, &rows, NULL, &step, &chosen, &err) != KVT_OK) return fail(err);
+//! use(&chosen); /* attention over these keys only: kvt_attention_args_t.select */
+//! ```
 
 use std::ffi::{c_char, c_void};
 

@@ -1,10 +1,34 @@
-//! Stores, namespaces and remotes.
+//! Stores, namespaces and remotes: where KV is kept, and for which model.
+//!
+//! A store keeps cells (the KV of a chunk of tokens in one layer) in tiers: device memory, host memory,
+//! a disk, a remote. A namespace is a model with its layout and tenant: sessions share KV if their
+//! namespaces are equal. Names of KV are hashes of the namespace and of all tokens before a chunk's end.
+//!
+//! Life cycle: kvt_open (or kvt_store_open on a runtime of one's own), kvt_namespace_open, sessions,
+//! kvt_namespace_close, kvt_store_close, which writes back what is in memory only. A store that is
+//! opened on the same directory again finds what was written.
+//!
+//! ```c
+//! const char *spec = "store(host=8GiB, disk=disk(path=\"/var/cache/kv\", bytes=200GiB))";
+//! if (kvt_open(spec, KVT_NUL_TERMINATED, &store, &err) != KVT_OK) return fail(err);
+//! kvt_identity_t model = KVT_IDENTITY_INIT;
+//! model.model = "llama-3-8b", model.model_bytes = KVT_NUL_TERMINATED;
+//! model.weights = digest, model.weights_bytes = sizeof digest;
+//! kvt_layout_t layout = KVT_LAYOUT_INIT; /* 32 layers, 8 KV heads of 128, chunks of 64 tokens */
+//! if (kvt_layout_gqa(&layout, 32, 8, 128, KVT_DTYPE_F16, 64, &err) != KVT_OK) return fail(err);
+//! if (kvt_namespace_open(store, &model, &layout, 0, &ns, &err) != KVT_OK) return fail(err);
+//! kvt_lookup_t found = KVT_LOOKUP_INIT;
+//! if (kvt_namespace_lookup(ns, tokens, count, NULL, 0, sizeof(kvt_range_t), NULL, &found, &err))
+//!     return fail(err);
+//! use(&found.reusable_tokens); /* the longest prefix that need not be computed */
+//! ```
 
 use std::ffi::{c_char, c_void};
 
-use crate::base::budget::Tier;
+use crate::base::budget::{Budget, Tier};
 use crate::base::callback::{Foreign as Callback, refuse_reentry};
 use crate::base::core::Core;
+use crate::base::runtime::Runtime;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
@@ -20,7 +44,9 @@ use crate::ffi::memory::{
     KVT_DTYPE_I8, kvt_budget_t, kvt_dtype_t, kvt_tier_t,
 };
 use crate::ffi::policy::{kvt_policy_log_entry_t, log_entry};
-use crate::ffi::runtime::{begin_one, kvt_op_t, kvt_runtime_t, kvt_submit_opts_t, on_runtime};
+use crate::ffi::runtime::{
+    RuntimeHandle, RuntimeNoun, begin_one, kvt_op_t, kvt_runtime_t, kvt_submit_opts_t, on_runtime,
+};
 use crate::format::codec::Codec;
 use crate::format::keys::identity::{Extra, Identity, MAX_EXTRA, Shard};
 use crate::format::keys::{Fingerprint, recipe};
@@ -30,6 +56,7 @@ use crate::meta::dtype::Dtype;
 use crate::meta::key::Key;
 use crate::meta::layout::{Group, Layout, MAX_GROUPS, MAX_LAYERS, Rule};
 use crate::meta::reuse::State as ReuseState;
+use crate::store::bundle::Bundle;
 use crate::store::events::{Event, Kind};
 use crate::store::handle::Store;
 use crate::store::spec::{CustomRemote, Fields, Secrets, StoreSpec};
@@ -118,6 +145,10 @@ pub struct kvt_store_opts_t {
 pub(crate) struct StoreNoun {
     pub(crate) core: Arc<Core>,
     pub(crate) store: Arc<Store>,
+    /// The handle of its runtime.
+    runtime: RuntimeHandle,
+    /// kvt_open opened the runtime for this store: it closes with the store.
+    owns_runtime: bool,
 }
 
 noun!(StoreNoun, kvt_store_t, 10, "store");
@@ -149,6 +180,44 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
         spec.secrets = secrets_of(given.secrets, count, stride_bytes)?;
         Ok(spec)
     }
+}
+
+/// Opens a store with a runtime and a budget of its own. kvt_store_close closes them, too.
+///
+/// @param spec  "store(...)", or "kvtier(workers=4, budget=budget(host=8GiB), store=store(...))"
+///              with parameters of the runtime and the budget; null = "store(host=1GiB)".
+/// @return As kvt_store_open.
+#[capi]
+pub unsafe extern "C" fn kvt_open(
+    spec: *const c_char,
+    spec_bytes: u64,
+    out: *mut *mut kvt_store_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    require(out)?;
+    let spec = if spec.is_null() { "" } else { text("spec", spec, spec_bytes)? };
+    let Bundle { runtime, budget, store: spec } = Bundle::parse(spec)?;
+    if spec.has_custom_remote() {
+        fail!(
+            Invalid,
+            "the spec has remote=custom(...): open the store with kvt_store_open, which takes the \
+             callbacks"
+        );
+    }
+    let runtime = Runtime::open(runtime)?;
+    let core = runtime.core().clone();
+    let budget = budget.map(|budget| Budget::open(&core, &budget)).transpose()?;
+    let store = Arc::new(Store::open(&core, budget.as_ref(), &spec)?);
+    let runtime = RuntimeHandle::of(insert(RuntimeNoun(runtime))?);
+    match insert(StoreNoun { core, store, runtime, owns_runtime: true }) {
+        Ok(handle) => out.write(handle),
+        Err(error) => {
+            let mut runtime = runtime.get();
+            free(&raw mut runtime, |_| Ok(()))?;
+            return Err(error);
+        }
+    }
+    Ok(())
 }
 
 /// Opens a store: creates or recovers its disk tier and starts its threads. Waits for the disk, and
@@ -188,6 +257,7 @@ pub unsafe extern "C" fn kvt_store_open(
         );
     }
     let budget = pin_optional(budget)?.map(|noun| noun.0.clone());
+    let handle = RuntimeHandle::of(runtime.cast_mut());
     let noun = on_runtime(runtime, |core| {
         core.check_open()?;
         if budget.as_ref().is_some_and(|budget| !Arc::ptr_eq(budget.core(), core)) {
@@ -197,7 +267,8 @@ pub unsafe extern "C" fn kvt_store_open(
             Some(device) => Store::open_with(core, budget.as_ref(), &spec, device)?,
             None => Store::open(core, budget.as_ref(), &spec)?,
         };
-        Ok(StoreNoun { core: core.clone(), store: Arc::new(store) })
+        let (core, store) = (core.clone(), Arc::new(store));
+        Ok(StoreNoun { core, store, runtime: handle, owns_runtime: false })
     })?;
     let handle = insert(noun)?;
     take_over.into_iter().for_each(|take_over| take_over());
@@ -206,7 +277,7 @@ pub unsafe extern "C" fn kvt_store_open(
 }
 
 /// Closes a store: refuses new work, cancels open ops and waits for them and for the threads. Then
-/// frees its memory and directory. Full chunks that are in memory only are first written to disk,
+/// frees its memory and directory, and closes the runtime that kvt_open made. Full chunks that are in memory only are first written to disk,
 /// as admission and space allow, unless `write=never`. Open namespaces and sessions return
 /// KVT_E_CLOSED from then on and are closed as usual; results of ops stay.
 ///
@@ -220,9 +291,39 @@ pub unsafe extern "C" fn kvt_store_close(
 ) -> kvt_status_t {
     let close = |noun: &crate::base::slab::Pin<'static, StoreNoun>| {
         refuse_reentry()?;
-        noun.store.close(deadline_ns)
+        noun.store.close(deadline_ns)?;
+        if noun.owns_runtime { close_runtime_of(noun, deadline_ns) } else { Ok(()) }
     };
     free(store, close)
+}
+
+/// Closes the runtime that kvt_open made for a store, which is closed itself.
+fn close_runtime_of(store: &StoreNoun, deadline_ns: u64) -> Result<()> {
+    let mut runtime = store.runtime.get();
+    // SAFETY: the handle is in a variable of this function.
+    let closed = unsafe {
+        free(&raw mut runtime, |noun: &crate::base::slab::Pin<'static, RuntimeNoun>| {
+            noun.0.close(deadline_ns)
+        })
+    };
+    match closed {
+        // The caller closed it, against the rules.
+        Err(error) if error.status() == Status::Handle => Ok(()),
+        closed => closed,
+    }
+}
+
+/// Returns the runtime of a store: the one that kvt_store_open was given, or that kvt_open opened.
+/// It stays the store's: do not close it.
+#[capi]
+pub unsafe extern "C" fn kvt_store_runtime(
+    store: *const kvt_store_t,
+    out: *mut *mut kvt_runtime_t,
+) -> kvt_status_t {
+    require(out)?;
+    let store = inspect(store)?;
+    out.write(store.runtime.get());
+    Ok(())
 }
 
 // Statistics of stores.
@@ -394,6 +495,22 @@ pub struct kvt_layout_t {
     /// 1 to 64.
     pub group_count: u64,
     pub stride_bytes: u64,
+    /// The layers of a model whose layers are alike, at most 4096: set by kvt_layout_gqa, _mla and
+    /// _window, with the fields below. 0 = `groups` describes the layers; else `groups` is null.
+    pub layers: u32,
+    pub dtype: kvt_dtype_t,
+    /// Heads of K and V; 0 = unspecified.
+    pub kv_heads: u32,
+    /// Tokens of the window of layers that have one; 0 = all layers attend to all tokens.
+    pub window_tokens: u32,
+    /// With a window: each full_every-th layer attends to all tokens; 0 = no layer does.
+    pub full_every: u32,
+    /// The first layer that does, below full_every.
+    pub full_first: u32,
+    /// Bytes of K, or of the latent, per token and layer.
+    pub k_bytes: u64,
+    /// Bytes of V per token and layer; 0 = V is part of K.
+    pub v_bytes: u64,
 }
 
 /// An open namespace. Its sessions keep it open.
@@ -504,6 +621,16 @@ unsafe fn layout_of(given: &kvt_layout_t) -> Result<Layout> {
         let (count, stride) = (given.group_count, given.stride_bytes);
         Strided::new(given.groups.cast_mut(), count, stride, MAX_GROUPS as u64)?
     };
+    if given.layers != 0 {
+        if rows.len() > 0 {
+            fail!(
+                Invalid,
+                "layout: layers is {} and there are groups: set layers to 0, or pass no groups",
+                given.layers
+            );
+        }
+        return Layout::new(given.chunk_tokens, groups_of_shape(given)?);
+    }
     let mut groups = Vec::new();
     for i in 0..rows.len() {
         let row: kvt_group_t = rows.get(i)?;
@@ -512,6 +639,158 @@ unsafe fn layout_of(given: &kvt_layout_t) -> Result<Layout> {
         groups.push(group.map_err(|e: Error| e.within(&format!("group {i}")))?);
     }
     Layout::new(given.chunk_tokens, groups)
+}
+
+/// The groups of a layout without groups: full layers, layers with a window, or both.
+fn groups_of_shape(given: &kvt_layout_t) -> Result<Vec<Group>> {
+    let Ok(layers) = u16::try_from(given.layers) else {
+        fail!(Invalid, "layout: layers is {}: a model has at most {MAX_LAYERS}", given.layers);
+    };
+    let (every, first, window) = (given.full_every, given.full_first, given.window_tokens);
+    if window == 0 && every != 0 || first != 0 && first >= every {
+        fail!(
+            Invalid,
+            "layout: full_every is {every}, full_first {first} and window_tokens {window}: \
+             full_every needs a window, and full_first is below full_every"
+        );
+    }
+    let Some(dtype) = Dtype::from_code(given.dtype) else {
+        fail!(Invalid, "layout: dtype {} is unknown: use one of KVT_DTYPE_*", given.dtype);
+    };
+    let is_full = |layer: &u16| window == 0 || every != 0 && u32::from(*layer) % every == first;
+    let (full, windowed): (Vec<u16>, Vec<u16>) = (0..layers).partition(is_full);
+    let rules = [(Rule::Full, full), (Rule::Window(window), windowed)];
+    let groups = rules.into_iter().filter(|(_, layers)| !layers.is_empty());
+    let groups = groups.map(|(rule, layers)| Group {
+        layers,
+        dtype,
+        kv_heads: given.kv_heads,
+        k_bytes: given.k_bytes,
+        v_bytes: given.v_bytes,
+        state_bytes: 0,
+        rule,
+    });
+    Ok(groups.collect())
+}
+
+/// Bytes of `count` elements, for a layout.
+fn plane_bytes(dtype: kvt_dtype_t, count: u64, what: &str) -> Result<u64> {
+    let Some(kind) = Dtype::from_code(dtype) else {
+        fail!(Invalid, "dtype {dtype} is unknown: use one of KVT_DTYPE_*");
+    };
+    match kind.bytes_of(count) {
+        Some(bytes) if bytes > 0 => Ok(bytes),
+        _ => fail!(
+            Invalid,
+            "{what} is {count} elements of {}: they must fill at least one whole byte",
+            kind.name()
+        ),
+    }
+}
+
+/// Writes a layout that describes layers which are alike.
+///
+/// # Safety
+/// `out` passed `check_out`.
+unsafe fn write_shape(out: *mut kvt_layout_t, shape: &kvt_layout_t) -> Result<()> {
+    Layout::new(shape.chunk_tokens, groups_of_shape(shape)?)?;
+    // SAFETY: the caller's promise.
+    unsafe { write(out, shape) };
+    Ok(())
+}
+
+/// Fills the layout of a model with grouped-query, multi-query or multi-head attention: K and V by
+/// head, all layers alike.
+///
+/// @param layers        Layers of the model, 1 to 4096.
+/// @param kv_heads      Heads of K and V, 1 to 65536.
+/// @param head_dim      Elements of a head.
+/// @param chunk_tokens  1 to 32768 tokens of a chunk, the unit of sharing and eviction.
+/// @return KVT_E_LIMIT (more layers).
+#[capi]
+pub unsafe extern "C" fn kvt_layout_gqa(
+    layout: *mut kvt_layout_t,
+    layers: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    dtype: kvt_dtype_t,
+    chunk_tokens: u32,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    check_out(layout)?;
+    let bytes = plane_bytes(dtype, u64::from(kv_heads) * u64::from(head_dim), "a token of K")?;
+    let (k_bytes, v_bytes) = (bytes, bytes);
+    let zero = kvt_layout_t::zeroed();
+    let shape = kvt_layout_t { chunk_tokens, layers, dtype, kv_heads, k_bytes, v_bytes, ..zero };
+    write_shape(layout, &shape)
+}
+
+/// Fills the layout of a model with latent attention (MLA): one plane, K, of the latent and the
+/// rotated part of the key, shared by all heads.
+///
+/// @param layers      As kvt_layout_gqa.
+/// @param latent_dim  Elements of the latent, such as 512.
+/// @param rope_dim    Elements of the rotated part, such as 64; may be 0.
+/// @return KVT_E_LIMIT (more layers).
+#[capi]
+pub unsafe extern "C" fn kvt_layout_mla(
+    layout: *mut kvt_layout_t,
+    layers: u32,
+    latent_dim: u32,
+    rope_dim: u32,
+    dtype: kvt_dtype_t,
+    chunk_tokens: u32,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    check_out(layout)?;
+    let count = u64::from(latent_dim) + u64::from(rope_dim);
+    let k_bytes = plane_bytes(dtype, count, "a token of the latent")?;
+    let zero = kvt_layout_t::zeroed();
+    let shape = kvt_layout_t { chunk_tokens, layers, dtype, kv_heads: 1, k_bytes, ..zero };
+    write_shape(layout, &shape)
+}
+
+/// Fills the layout of a model whose layers attend to the last tokens only, all or most of them.
+///
+/// @param kv_heads       This and the others: as kvt_layout_gqa.
+/// @param window_tokens  Tokens that a layer with a window attends to, 1 to 2^30.
+/// @param full_every     Each full_every-th layer attends to all tokens: 6 for Gemma 3, 2 for
+///                       gpt-oss. 0 = no layer does. The first one is layer full_every - 1; change
+///                       kvt_layout_t.full_first where it is another.
+/// @return KVT_E_LIMIT (more layers).
+#[capi]
+pub unsafe extern "C" fn kvt_layout_window(
+    layout: *mut kvt_layout_t,
+    layers: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    dtype: kvt_dtype_t,
+    chunk_tokens: u32,
+    window_tokens: u32,
+    full_every: u32,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    check_out(layout)?;
+    if window_tokens == 0 {
+        fail!(Invalid, "window_tokens is 0: pass 1 to 2^30, or use kvt_layout_gqa");
+    }
+    let bytes = plane_bytes(dtype, u64::from(kv_heads) * u64::from(head_dim), "a token of K")?;
+    let (k_bytes, v_bytes) = (bytes, bytes);
+    let full_first = full_every.saturating_sub(1);
+    let zero = kvt_layout_t::zeroed();
+    let shape = kvt_layout_t {
+        chunk_tokens,
+        layers,
+        dtype,
+        kv_heads,
+        window_tokens,
+        full_every,
+        full_first,
+        k_bytes,
+        v_bytes,
+        ..zero
+    };
+    write_shape(layout, &shape)
 }
 
 /// Reads a group of layers.

@@ -1,4 +1,29 @@
 //! Weights: models in files, and streamers that load their units.
+//!
+//! A model is a GGUF or safetensors file, or a table of byte ranges; its units are layers, experts and
+//! embeddings. A streamer keeps as many units resident as the memory allows, and loads the others ahead
+//! of their use, pass after pass. A lease keeps a unit in place while it is used.
+//!
+//! Life cycle: kvt_model_open, kvt_stream_open, for each pass kvt_stream_acquire and _release of each
+//! unit, kvt_stream_close, kvt_model_close.
+//!
+//! ```c
+//! kvt_str_t path = {"model.gguf", KVT_NUL_TERMINATED};
+//! if (kvt_model_open(&path, 1, sizeof path, &model, &err) != KVT_OK) return fail(err);
+//! kvt_model_info_t facts = KVT_MODEL_INFO_INIT;
+//! if (kvt_model_info(model, &facts) != KVT_OK) return fail(NULL);
+//! kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
+//! terms.host_ceiling_bytes = 4ull << 30; /* weights get at most 4 GiB */
+//! kvt_stream_opts_t opts = KVT_STREAM_OPTS_INIT;
+//! opts.model = model, opts.terms = &terms;
+//! if (kvt_stream_open(runtime, &opts, &streamer, &err) != KVT_OK) return fail(err);
+//! for (uint32_t unit = 0; unit < facts.units; unit++) { /* a pass */
+//!     kvt_unit_lease_t lease = KVT_UNIT_LEASE_INIT;
+//!     if (kvt_stream_acquire(streamer, unit, 0, 0, &lease, &err) != KVT_OK) return fail(err);
+//!     use(lease.address); /* lease.bytes bytes, as in the file */
+//!     if (kvt_stream_release(streamer, &lease, 0, &err) != KVT_OK) return fail(err);
+//! }
+//! ```
 
 use std::ffi::{OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;

@@ -1,4 +1,22 @@
-//! Traces: reading, generation and replay.
+//! Traces: reading, generation and replay. How a policy would have done.
+//!
+//! A trace is a list of requests with the hashes of their blocks. Replaying it on a policy gives the
+//! hit ratio, the cost of misses and the time of decisions, without an engine.
+//!
+//! Life cycle: kvt_trace_open or kvt_trace_generate, kvt_trace_replay as often as wanted,
+//! kvt_trace_free.
+//!
+//! ```c
+//! kvt_trace_opts_t opts = KVT_TRACE_OPTS_INIT;
+//! opts.path = "requests.jsonl", opts.path_bytes = KVT_NUL_TERMINATED;
+//! if (kvt_trace_open(&opts, &trace, &err) != KVT_OK) return fail(err);
+//! kvt_replay_opts_t replay = KVT_REPLAY_OPTS_INIT;
+//! replay.spec = "lru", replay.spec_bytes = KVT_NUL_TERMINATED;
+//! replay.capacity_blocks = 5000;
+//! kvt_replay_report_t report = KVT_REPLAY_REPORT_INIT;
+//! if (kvt_trace_replay(trace, &replay, &report, &err) != KVT_OK) return fail(err);
+//! printf("%.1f %% of the tokens found\n", 100.0 * (double)report.hit_tokens / (double)report.tokens);
+//! ```
 
 use std::ffi::{c_char, c_void};
 

@@ -2,6 +2,7 @@
 //! ([`state`]), and the workers' code that moves bytes ([`executor`]).
 
 pub mod admission;
+pub mod bundle;
 pub mod capacity;
 pub mod control;
 pub mod counters;

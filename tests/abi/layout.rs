@@ -196,7 +196,10 @@ fn rust_table() -> BTreeMap<String, String> {
             rule, dtype, kv_heads, window_tokens, k_bytes, v_bytes, state_bytes, layers,
             layer_count,
         }
-        kvt_layout_t { struct_size, chunk_tokens, reserved, groups, group_count, stride_bytes }
+        kvt_layout_t {
+            struct_size, chunk_tokens, reserved, groups, group_count, stride_bytes, layers, dtype,
+            kv_heads, window_tokens, full_every, full_first, k_bytes, v_bytes,
+        }
         kvt_session_opts_t {
             struct_size, flags, name, name_bytes, tenant, priority, max_tokens, reserved,
         }

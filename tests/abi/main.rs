@@ -3,5 +3,6 @@
 #![allow(missing_docs)]
 
 mod header;
+mod headers;
 mod layout;
 mod random;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import json
 import shutil
 import subprocess
 import sys
@@ -96,38 +97,37 @@ def test_a_handle_of_another_type_is_rejected() -> None:
         _lib.lib.kvt_op_cancel(_abi.kvt_buffer_p(5))
 
 
+U64 = {"name": "a", "type": "uint64_t"}
 BAD = [
-    ("typedef union kvt_x_t { int32_t a; } kvt_x_t;", "near"),
-    ("typedef enum kvt_x_t { A } kvt_x_t;", "near"),
-    ("typedef struct kvt_x_t { long a; } kvt_x_t;", "type"),
-    ("typedef struct kvt_x_t { uint64_t a : 3; } kvt_x_t;", "declaration"),
-    ("typedef struct kvt_x_t { uint64_t struct_size; } kvt_x_t;", "no initialiser"),
-    ("#define KVT_X (1 << 3)", "define"),
-    ('#define KVT_X "text"', "define"),
-    ("#pragma pack(1)", "directive"),
-    ("kvt_status_t kvt_x(uint8_t ***a);", "type"),
-    ("kvt_status_t kvt_x(int a, ...);", "declaration"),
-    ("kvt_status_t kvt_x(struct kvt_completion_t by_value);", "type"),
-    ("kvt_status_t kvt_op_cancel(uint32_t other);", "two different"),
-    ("extern int32_t kvt_global;", "near"),
+    ({"kind": "union", "name": "kvt_x_t"}, "union kvt_x_t"),
+    ({"kind": "alias", "name": "kvt_x_t", "type": "long"}, "typedef of long"),
+    ({"kind": "struct", "name": "kvt_x_t", "sized": False,
+      "fields": [{"name": "a", "type": "long"}]}, "type"),
+    ({"kind": "struct", "name": "kvt_x_t", "sized": True, "fields": [U64]}, "not struct_size"),
+    ({"kind": "function", "name": "kvt_x", "returns": {"type": "kvt_status_t"},
+      "params": [{"name": "a", "type": "uint8_t", "pointers": 3}]}, "type"),
+    ({"kind": "function", "name": "kvt_x", "returns": {"type": "kvt_status_t"},
+      "params": [{"name": "a", "type": "kvt_completion_t"}]}, "type"),
 ]
 
 
-@pytest.mark.parametrize(("construct", "complaint"), BAD)
-def test_an_unknown_construct_of_the_header_is_an_error(construct: str, complaint: str) -> None:
-    text = generate.HEADER.read_text(encoding="utf-8")
-    marker = '#ifdef __cplusplus\nextern "C" {'
-    assert text.count(marker) == 1
+def with_item(item: dict) -> str:
+    described = json.loads(generate.HEADER.read_text(encoding="utf-8"))
+    described["headers"][-1]["items"].append(item)
+    return generate.emit(generate.parse(json.dumps(described)))
+
+
+@pytest.mark.parametrize(("item", "complaint"), BAD)
+def test_an_unknown_construct_of_the_interface_is_an_error(item: dict, complaint: str) -> None:
     with pytest.raises(generate.Unknown, match=complaint):
-        generate.emit(generate.parse(text.replace(marker, f"{construct}\n{marker}")))
+        with_item(item)
 
 
 def test_arrays_and_nested_structs_are_generated() -> None:
-    text = generate.HEADER.read_text(encoding="utf-8")
-    marker = '#ifdef __cplusplus\nextern "C" {'
-    more = ("typedef struct kvt_key_t { uint8_t bytes[32]; struct kvt_op_item_t item; } kvt_key_t;"
-            "\n")
-    made = generate.emit(generate.parse(text.replace(marker, more + marker)))
+    fields = [{"name": "bytes", "type": "uint8_t", "length": 32},
+              {"name": "item", "type": "kvt_op_item_t"}]
+    item = {"kind": "struct", "name": "kvt_key_t", "sized": False, "fields": fields}
+    made = with_item(item)
     assert '("bytes", ctypes.c_uint8 * 32),' in made and '("item", kvt_op_item_t),' in made
 
 
