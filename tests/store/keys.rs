@@ -1,4 +1,4 @@
-//! Keys, compared with vectors that an independent program made from `docs/keys.md`.
+//! Keys, compared with vectors that an independent program made from `docs/internals/keys.md`.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -258,7 +258,7 @@ fn strings(value: &Value, found: &mut BTreeSet<String>) {
 
 #[test]
 fn documented_examples_are_vectors() {
-    let Ok(page) = std::fs::read_to_string(at("docs/keys.md")) else {
+    let Ok(page) = std::fs::read_to_string(at("docs/internals/keys.md")) else {
         return; // the packaged crate has no docs
     };
     let mut known = BTreeSet::new();
@@ -266,7 +266,9 @@ fn documented_examples_are_vectors() {
     // Blocks of hexadecimal text. Each part between empty lines is a vector, or each of its lines
     // is.
     let mut count = 0;
-    for part in page.split("```").skip(1).step_by(2).flat_map(|block| block.split("\n\n")) {
+    // The first line of a block names its language.
+    let blocks = page.split("```").skip(1).step_by(2).filter_map(|block| block.split_once('\n'));
+    for part in blocks.flat_map(|(_, block)| block.split("\n\n")) {
         let whole: String = part.split_whitespace().collect();
         if !whole.bytes().all(|b| b.is_ascii_hexdigit()) {
             continue;

@@ -95,8 +95,8 @@ fn documentation_matches_the_kernel_header() {
         line.strip_prefix(' ').unwrap_or(line).trim_end().to_string()
     };
     let text: Vec<String> = comment.lines().map(said).collect();
-    let page = include_str!("../../../docs/kernels.md");
-    assert!(page.contains(text.join("\n").trim()), "docs/kernels.md is not what call.h says");
+    let page = include_str!("../../../docs/internals/kernels.md");
+    assert!(page.contains(text.join("\n").trim()), "the page differs from call.h");
 }
 
 /// `build.py` wrote all modules: each has code for both architectures, and none is stale.
