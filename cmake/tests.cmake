@@ -27,16 +27,24 @@ function(_kvtier_test language source)
   set_tests_properties(${name} PROPERTIES TIMEOUT 600 SKIP_RETURN_CODE 77)
 endfunction()
 
-# The examples are compiled as strict C, and run where they may write.
-function(_kvtier_example source)
+# The examples: strict C99 and C++17, run where they may write. Their tests are example_c_NAME and
+# example_cpp_NAME.
+function(_kvtier_example language source)
   get_filename_component(stem "${source}" NAME_WE)
-  set(target "kvtier_example_${stem}")
+  set(target "kvtier_example_${language}_${stem}")
   add_executable(${target} "${source}")
   target_link_libraries(${target} PRIVATE kvtier::shared Threads::Threads)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -pedantic -Werror)
-  set_target_properties(${target} PROPERTIES C_STANDARD 11 C_STANDARD_REQUIRED ON C_EXTENSIONS OFF)
-  add_test(NAME example_${stem} COMMAND ${target} WORKING_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}")
-  set_tests_properties(example_${stem} PROPERTIES TIMEOUT 600)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Werror)
+  if(language STREQUAL "c")
+    target_link_libraries(${target} PRIVATE m)
+    set_target_properties(${target} PROPERTIES C_STANDARD 99 C_STANDARD_REQUIRED ON C_EXTENSIONS OFF)
+  else()
+    set_target_properties(${target} PROPERTIES
+      CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON CXX_EXTENSIONS OFF)
+  endif()
+  add_test(NAME example_${language}_${stem} COMMAND ${target}
+    WORKING_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}")
+  set_tests_properties(example_${language}_${stem} PROPERTIES TIMEOUT 600)
 endfunction()
 
 file(GLOB _kvtier_c CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/ffi-tests/c/*.c")
@@ -49,5 +57,13 @@ foreach(_kvtier_source IN LISTS _kvtier_cpp)
 endforeach()
 file(GLOB _kvtier_examples CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/examples/c/*.c")
 foreach(_kvtier_source IN LISTS _kvtier_examples)
-  _kvtier_example("${_kvtier_source}")
+  _kvtier_example(c "${_kvtier_source}")
 endforeach()
+file(GLOB _kvtier_examples CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/examples/cpp/*.cpp")
+foreach(_kvtier_source IN LISTS _kvtier_examples)
+  _kvtier_example(cpp "${_kvtier_source}")
+endforeach()
+# Each example with a broken setting: it must print the library's message and exit with 1.
+add_test(NAME examples_fail COMMAND "${CMAKE_CURRENT_SOURCE_DIR}/ffi-tests/examples_fail.sh"
+  "${CMAKE_CURRENT_BINARY_DIR}/kvtier_example_")
+set_tests_properties(examples_fail PROPERTIES TIMEOUT 600)

@@ -46,6 +46,17 @@ one() {
 leaks=full
 one version
 one hello_kv "$work/hello-kv-store"
+one restart
+one layerwise
+one paged_views
+one custom_policy
+one policy_alone
+one sparse_decode
+one h2o_rows
+one stream_weights
+one custom_device
+one custom_remote
+one events_router
 one handles
 one structs
 one spec 3000
