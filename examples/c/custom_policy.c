@@ -3,8 +3,9 @@
  *   custom_policy [SPEC OF A POLICY]...     default: custom lru
  *
  * The engine stores the KV of documents that prompts refer to, and keeps CAPACITY blocks at most.
- * Before it puts a new document, a policy chooses the documents to drop. The policy `custom` asks
- * the function `score` below, which weighs what it costs to compute a document again. */
+ * Before it puts a new document, a policy chooses the documents to drop. The policy `custom` calls
+ * the function `score` below, which weighs the cost of computing a document again. The store has
+ * room for more: its tiers accept policies of the library only. */
 #include "must.h"
 
 enum { LAYERS = 2, KV_HEADS = 2, HEAD_DIM = 32, ROW = KV_HEADS * HEAD_DIM, CHUNK = 16, MOST = 8, CAPACITY = 40 };
@@ -12,7 +13,7 @@ enum { DOCUMENTS = 24, REQUESTS = 600 };
 typedef struct { float k[LAYERS][MOST * CHUNK][ROW], v[LAYERS][MOST * CHUNK][ROW]; } tensors_t;
 typedef struct { uint64_t calls, candidates, destroyed; } counters_t;
 
-/* Writes a score for each candidate; the lowest is evicted first. No lock is held meanwhile. */
+/* Writes a score for each candidate; the lowest is evicted first. Threads may call it at once; here is one. */
 static kvt_status_t score(void *user_data, const kvt_policy_columns_t *columns, int64_t now_ns, double *out_scores) {
     counters_t *counters = user_data;
     counters->calls++, counters->candidates += columns->rows;

@@ -3,8 +3,8 @@
  *   custom_remote [SPEC OF A STORE WITH remote=custom(...)]
  *
  * The remote is a table in memory under a lock. Its callbacks receive batches of names with pieces
- * of memory, as an RDMA library or an object cache wants them. Stores trust it with nothing: they
- * verify every object, and a miss, a delay or a wrong byte costs a computation, never a result. */
+ * of memory, as an RDMA library or an object cache wants them. Stores verify every object: after a
+ * miss, a timeout or a wrong byte the engine computes the KV itself. */
 #include "must.h"
 #include <pthread.h>
 
@@ -109,7 +109,7 @@ static uint64_t serve(const char *spec, table_t *table, int8_t kv[2][LAYERS][TOK
 
     kvt_op_t *op = NULL;
     kvt_op_info_t info = KVT_OP_INFO_INIT;
-    MUST(kvt_session_remote_lookup(session, NULL, &op, &err)); /* waits for its answer */
+    MUST(kvt_session_remote_lookup(session, NULL, &op, &err)); /* completes with its answer */
     MUST(kvt_op_wait(op, KVT_OP_RELEASED, 0));
     MUST(kvt_op_info(op, &info));
     MUST(kvt_op_free(&op));

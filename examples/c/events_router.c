@@ -40,7 +40,7 @@ static void follow(engine_t *engine, int number) {
     } while (count > 0);
 }
 
-/* Chooses an engine: a chunk of a prefix counts as much as a request less. Returns the chunks it has, too. */
+/* Chooses an engine by the chunks that it has, less the requests that it served; writes those chunks. */
 static int choose(engine_t engines[ENGINES], const uint32_t *prompt, uint64_t tokens, uint64_t *out_chunks) {
     uint8_t keys[CHUNKS][KVT_KEY_BYTES];
     uint64_t count = 0;
@@ -77,7 +77,7 @@ static void serve(engine_t *engine, const uint32_t *prompt, uint32_t tokens) {
     MUST(kvt_session_append(session, prompt, tokens, &err));
     float kv[2][MOST][HEAD_DIM];
     const uint32_t reused = (uint32_t)found.reusable_tokens;
-    for (uint32_t t = 0; t < tokens; t++) /* as if the model ran; the first ones are got from the store */
+    for (uint32_t t = 0; t < tokens; t++) /* a stand-in for the model */
         for (int i = 0; i < HEAD_DIM; i++) kv[0][t][i] = (float)(prompt[t] + (uint32_t)i), kv[1][t][i] = -kv[0][t][i];
     float loaded[2][MOST][HEAD_DIM];
     for (int is_put = 0; is_put < 2; is_put++) {
@@ -112,7 +112,7 @@ static double run(const char *spec, int is_routed) {
             const int to = is_routed ? chosen : (int)(request % ENGINES);
             const uint64_t before = engines[to].reused;
             serve(&engines[to], prompt, length);
-            if (is_routed) CHECK(engines[to].reused - before == chunks * CHUNK); /* the table was right */
+            if (is_routed) CHECK(engines[to].reused - before == chunks * CHUNK); /* as the table says */
             for (int i = 0; i < ENGINES; i++) follow(&engines[i], i);
         }
     printf("%-12s", is_routed ? "by events:" : "in turn:");

@@ -1,10 +1,11 @@
-/* h2o_rows: an engine keeps KV in memory of its own, and a sparse policy says which rows may go.
+/* h2o_rows: an engine keeps KV in memory of its own, and a sparse policy evicts tokens.
  *
  *   h2o_rows [SPEC OF A SPARSE POLICY THAT EVICTS FOR THE WHOLE LAYER]
  *
  * Default: h2o(sink=4,recent=32,budget=60,heads=all). H2O keeps the first tokens, the newest ones,
  * and those in between that received the most attention so far. After the prompt and after each
- * step the engine passes on that attention, asks what stays, and compacts its rows. No store. */
+ * step the engine passes that attention to the policy, and removes the rows that it evicts. There
+ * is no store. */
 #include "must.h"
 #include <math.h>
 

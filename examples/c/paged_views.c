@@ -1,4 +1,4 @@
-/* paged_views: the store reads and writes the caches of engines where they are, whatever their shape.
+/* paged_views: a store copies from and to the caches of engines, whatever their shape.
  *
  *   paged_views [SPEC OF A STORE]
  *
@@ -52,7 +52,7 @@ static void describe(cache_t *cache) {
     }
 }
 
-/* An element as the engine itself finds it. */
+/* Address of an element, computed as the engine does. */
 static f16 *element(cache_t *cache, int layer, int is_v, int token, int i) {
     const uint32_t page = cache->table[token / PAGE], at = (uint32_t)(token % PAGE * EMBD + i);
     f16 *const memory = cache->memory[layer];

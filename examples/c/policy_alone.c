@@ -1,4 +1,4 @@
-/* policy_alone: a policy of the library decides for the block manager of an engine; no store.
+/* policy_alone: a policy of the library evicts for the block manager of an engine, without a store.
  *
  *   policy_alone [SPEC OF A POLICY]...     default: lru horizon
  *
@@ -50,7 +50,7 @@ static void allocate(manager_t *manager, int64_t now_ns, const kvt_policy_contex
                      uint64_t count) {
     uint64_t hits = 0;
     MUST(kvt_policy_lookup(manager->policy, now_ns, context, ids, count, NULL, &hits, &err));
-    MUST(kvt_policy_acquire(manager->policy, ids, hits, &err)); /* what is referenced is not evicted */
+    MUST(kvt_policy_acquire(manager->policy, ids, hits, &err)); /* referenced blocks stay */
     for (uint64_t i = 0; i < hits; i++) CHECK(find(manager, ids[i])->is_used);
     manager->looked_up += count, manager->hits += hits;
     const uint64_t missing = count - hits;
@@ -112,7 +112,7 @@ static void run(const char *spec) {
         allocate(&manager, now_ns, &context, ids, count);
         /* The model runs here. */
         MUST(kvt_policy_release(manager.policy, ids, count, &err));
-        kvt_policy_hint_t hint = KVT_POLICY_HINT_INIT; /* how the request ended: policies that learn use it */
+        kvt_policy_hint_t hint = KVT_POLICY_HINT_INIT; /* how the request ended; horizon learns from it */
         hint.stop = session < CHATS ? KVT_STOP_END_TURN : KVT_STOP_TOOL_USE;
         if (++turn[session] == TURNS) hint.flags = KVT_HINT_DONE;
         MUST(kvt_policy_hint(manager.policy, now_ns, &context, ids, count, &hint, NULL, &err));

@@ -2,9 +2,9 @@
  *
  *   restart [DIRECTORY]
  *
- * A child process puts the KV of a prompt durably. Then it puts more and more, and is killed by
- * SIGKILL in the middle. The parent opens the same directory, looks up what survived, plans what to
- * load and what to compute, gets it, and compares every byte. */
+ * A child process puts the KV of a prompt durably. Then it puts the next tokens, chunk by chunk, and
+ * is killed by SIGKILL in the middle. The parent opens the same directory, looks up the prompt, plans
+ * which tokens to load and which to compute, does both, and compares every byte. */
 #include "must.h"
 #include <signal.h>
 #include <sys/wait.h>
@@ -21,7 +21,7 @@ static engine_t open_engine(const char *directory) {
     char spec[4200];
     snprintf(spec, sizeof spec, "store(host=64MiB, write=through, disk=disk(path=\"%s/kv\", bytes=256MiB))", directory);
     MUST(kvt_open(spec, KVT_NUL_TERMINATED, &engine.store, &err));
-    kvt_identity_t identity = KVT_IDENTITY_INIT; /* whoever has the same one shares the KV */
+    kvt_identity_t identity = KVT_IDENTITY_INIT; /* sessions of equal identity and layout share KV */
     identity.model = "restart-example", identity.model_bytes = strlen("restart-example");
     kvt_layout_t layout = KVT_LAYOUT_INIT;
     MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_F16, CHUNK));
@@ -65,7 +65,7 @@ static void put_until_killed(const char *directory, int progress) {
     for (uint32_t first = DURABLE; write(progress, "p", 1) == 1 && first < TOKENS; first += CHUNK) {
         MUST(kvt_session_append(engine.session, prompt + first, CHUNK, &err));
         transfer = transfer_of(&computed, views, first, CHUNK);
-        kvt_op_t *op = NULL; /* never waited for, never freed: the process will not live that long */
+        kvt_op_t *op = NULL; /* never waited for, never freed: the process does not live that long */
         MUST(kvt_session_put(engine.session, &transfer, NULL, &op, &err));
     }
     pause();
@@ -88,7 +88,7 @@ int main(int argc, char **argv) {
     kill(child, SIGKILL);
     waitpid(child, NULL, 0);
     close(pipe_ends[0]);
-    CHECK(puts == 10); /* else the child has failed, and said why */
+    CHECK(puts == 10); /* else the child failed, and printed why */
 
     engine_t engine = open_engine(directory);
     kvt_lookup_t found = KVT_LOOKUP_INIT;

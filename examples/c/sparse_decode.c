@@ -66,7 +66,7 @@ static void attend(const float *query, const float *keys, const float *values, u
     MUST(kvt_attention_job_close(&job));
 }
 
-/* Appends tokens to the session and puts their KV, layer by layer, except in decode steps. */
+/* Computes the KV of the next tokens of a layer, and puts it. */
 static void put_layer(const kvt_offload_t *offload, uint32_t layer, uint32_t first, uint32_t tokens) {
     for (uint32_t t = first; t < first + tokens; t++) compute_kv((int)layer, (int)t);
     const kvt_view_t keys = view_of(k[layer][first], tokens), values = view_of(v[layer][first], tokens);

@@ -4,7 +4,8 @@
 //
 // The engine stores the KV of documents that prompts refer to, and keeps `capacity` blocks at most.
 // Before it puts a new document, a policy chooses the documents to drop. The policy `custom` calls a
-// lambda, which weighs what it costs to compute a document again.
+// lambda, which weighs the cost of computing a document again. The store has room for more: its
+// tiers accept policies of the library only.
 #include <kvtier/kvtier.hpp>
 
 #include <array>

@@ -36,7 +36,7 @@ kvt_view_t view_of(std::vector<row> &rows) {
     return kvt::view(rows.data(), head_dim * sizeof(rows[0][0]), kv_heads, tokens);
 }
 
-// What an engine opens once. Members are closed in reverse order.
+// The objects that an engine opens once. They are closed in reverse order.
 struct cache {
     kvt::runtime runtime;
     kvt::store store;
@@ -70,8 +70,8 @@ void put(const kvt::session &session, tensors &kv) {
     kvt::transfer what;
     what.k = k;
     what.v = v;
-    what.level = KVT_LEVEL_DURABLE;  // survives kill -9 and power loss
-    kvt::op op = session.put(what); // returned at once: an engine computes meanwhile
+    what.level = KVT_LEVEL_DURABLE;       // survives kill -9 and power loss
+    const kvt::op op = session.put(what); // returned at once: an engine computes meanwhile
     op.finish();
 }
 
