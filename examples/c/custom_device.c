@@ -120,7 +120,7 @@ int main(int argc, char **argv) {
     kvt_layout_t layout = KVT_LAYOUT_INIT;
     const uint32_t tokens[TOKENS] = {1, 2, 3};
     MUST(kvt_store_open(runtime, NULL, &store_opts, &store, &err));
-    MUST(kvt_layout_gqa(&layout, 1, KV_HEADS, HEAD_DIM, KVT_DTYPE_I8, CHUNK));
+    MUST(kvt_layout_gqa(&layout, 1, KV_HEADS, HEAD_DIM, KVT_DTYPE_I8, CHUNK, &err));
     MUST(kvt_namespace_open(store, NULL, &layout, 0, &ns, &err));
     MUST(kvt_session_open(ns, NULL, &session, &err));
     MUST(kvt_session_append(session, tokens, TOKENS, &err));

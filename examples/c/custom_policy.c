@@ -136,7 +136,7 @@ int main(int argc, char **argv) {
         kvt_session_t *session = NULL;
         kvt_layout_t layout = KVT_LAYOUT_INIT;
         MUST(kvt_open("store(host=64MiB)", KVT_NUL_TERMINATED, &store, &err));
-        MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_F32, CHUNK));
+        MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_F32, CHUNK, &err));
         MUST(kvt_namespace_open(store, NULL, &layout, 0, &ns, &err));
         MUST(kvt_session_open(ns, NULL, &session, &err));
         run(argv[i], store, session);

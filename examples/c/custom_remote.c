@@ -102,7 +102,7 @@ static uint64_t serve(const char *spec, table_t *table, int8_t kv[2][LAYERS][TOK
     for (uint32_t i = 0; i < TOKENS; i++) prompt[i] = 1000 + i;
     MUST(kvt_runtime_open(NULL, &runtime, &err));
     MUST(kvt_store_open(runtime, NULL, &opts, &store, &err));
-    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_I8, CHUNK));
+    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_I8, CHUNK, &err));
     MUST(kvt_namespace_open(store, NULL, &layout, 0, &ns, &err));
     MUST(kvt_session_open(ns, NULL, &session, &err));
     MUST(kvt_session_append(session, prompt, TOKENS, &err)); /* starts a lookup at the remote */

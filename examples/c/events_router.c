@@ -64,7 +64,7 @@ static int choose(engine_t engines[ENGINES], const uint32_t *prompt, uint64_t to
 static void open_engine(engine_t *engine, const char *spec) {
     kvt_layout_t layout = KVT_LAYOUT_INIT;
     MUST(kvt_open(spec, KVT_NUL_TERMINATED, &engine->store, &err));
-    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_F32, CHUNK));
+    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_F32, CHUNK, &err));
     MUST(kvt_namespace_open(engine->store, NULL, &layout, 0, &engine->ns, &err));
 }
 

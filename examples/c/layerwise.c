@@ -124,7 +124,7 @@ int main(int argc, char **argv) {
     MUST(kvt_open(argc > 1 ? argv[1] : "store(host=64MiB)", KVT_NUL_TERMINATED, &store, &err));
     MUST(kvt_store_runtime(store, &runtime)); /* the store's own: not closed here */
     MUST(kvt_queue_open(runtime, NULL, &queue, &err));
-    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_F32, CHUNK));
+    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_F32, CHUNK, &err));
     MUST(kvt_namespace_open(store, NULL, &layout, 0, &ns, &err));
     MUST(kvt_session_open(ns, NULL, &session, &err));
     MUST(kvt_session_append(session, prompt, TOKENS, &err));

@@ -81,7 +81,7 @@ int main(int argc, char **argv) {
     kvt_namespace_t *ns = NULL;
     kvt_layout_t layout = KVT_LAYOUT_INIT;
     MUST(kvt_open(argc > 1 ? argv[1] : "store(host=64MiB)", KVT_NUL_TERMINATED, &store, &err));
-    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_F16, CHUNK)); /* says nothing about shapes */
+    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_F16, CHUNK, &err)); /* says nothing about shapes */
     MUST(kvt_namespace_open(store, NULL, &layout, 0, &ns, &err));
 
     for (int source = 0; source < SHAPES; source++) {

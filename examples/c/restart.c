@@ -24,7 +24,7 @@ static engine_t open_engine(const char *directory) {
     kvt_identity_t identity = KVT_IDENTITY_INIT; /* sessions of equal identity and layout share KV */
     identity.model = "restart-example", identity.model_bytes = strlen("restart-example");
     kvt_layout_t layout = KVT_LAYOUT_INIT;
-    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_F16, CHUNK));
+    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, HEAD_DIM, KVT_DTYPE_F16, CHUNK, &err));
     MUST(kvt_namespace_open(engine.store, &identity, &layout, 0, &engine.ns, &err));
     MUST(kvt_session_open(engine.ns, NULL, &engine.session, &err));
     return engine;

@@ -83,7 +83,7 @@ int main(int argc, char **argv) {
     kvt_offload_t *offload = NULL;
     kvt_layout_t layout = KVT_LAYOUT_INIT;
     MUST(kvt_open("store(host=64MiB)", KVT_NUL_TERMINATED, &store, &err));
-    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, DIM, KVT_DTYPE_F32, BLOCK));
+    MUST(kvt_layout_gqa(&layout, LAYERS, KV_HEADS, DIM, KVT_DTYPE_F32, BLOCK, &err));
     MUST(kvt_namespace_open(store, NULL, &layout, 0, &ns, &err));
     MUST(kvt_session_open(ns, NULL, &session, &err));
 

@@ -950,6 +950,9 @@ fn evict_custom(
     out: &Strided<kvt_policy_victim_t>,
 ) -> Result<(Outcome, usize)> {
     policy.state.lock().evictor.check_time(now_ns)?;
+    if request.required == 0 {
+        return Ok((Outcome::default(), 0));
+    }
     let (mut total, mut count) = (Outcome::default(), 0);
     for _ in 0..ROUNDS {
         let required = request.required - total.freed_units;

@@ -456,24 +456,72 @@ pub(crate) unsafe fn begin_one(
 #[capi]
 pub unsafe extern "C" fn kvt_op_info(op: *const kvt_op_t, out: *mut kvt_op_info_t) -> kvt_status_t {
     check_out(out)?;
-    let op = inspect(op)?;
-    let info = op.info();
-    write(
-        out,
-        &kvt_op_info_t {
-            struct_size: 0,
-            tag: info.tag,
-            bytes_done: info.bytes_done,
-            state: info.state,
-            status: info.status.unwrap_or(0),
-            items: info.items,
-            items_done: info.items_done,
-            items_failed: info.items_failed,
-            reserved: 0,
-            value: op.value(),
-        },
-    );
+    write(out, &info_of(&*inspect(op)?));
     Ok(())
+}
+
+fn info_of(op: &Op) -> kvt_op_info_t {
+    let info = op.info();
+    kvt_op_info_t {
+        struct_size: 0,
+        tag: info.tag,
+        bytes_done: info.bytes_done,
+        state: info.state,
+        status: info.status.unwrap_or(0),
+        items: info.items,
+        items_done: info.items_done,
+        items_failed: info.items_failed,
+        reserved: 0,
+        value: op.value(),
+    }
+}
+
+/// Waits until an op is released, reads its result, and frees it: kvt_op_wait, kvt_op_info,
+/// kvt_op_error and kvt_op_free in one call.
+///
+/// @param op   Cleared, unless the op is still running at the deadline.
+/// @param out  Receives the result of the op; may be null.
+/// @return The status of the op, whose message `err` receives; KVT_E_TIMEOUT also at the deadline.
+///
+/// Threading: not inside callbacks.
+#[capi]
+pub unsafe extern "C" fn kvt_op_finish(
+    op: *mut *mut kvt_op_t,
+    deadline_ns: u64,
+    out: *mut kvt_op_info_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    check_optional_out(out)?;
+    finish(op, deadline_ns, out)
+}
+
+/// # Safety
+/// As kvt_op_finish, whose checks are done.
+pub(crate) unsafe fn finish(
+    op: *mut *mut kvt_op_t,
+    deadline_ns: u64,
+    out: *mut kvt_op_info_t,
+) -> Result<()> {
+    refuse_reentry()?;
+    // SAFETY: the caller's promise.
+    let handle = if op.is_null() { std::ptr::null_mut() } else { unsafe { op.read() } };
+    if handle.is_null() {
+        return Ok(());
+    }
+    let object = inspect(handle)?;
+    object.wait(RELEASED, deadline_ns)?;
+    let info = info_of(&object);
+    let result = match Status::from_code(info.status) {
+        Some(Status::Ok) | None => Ok(()),
+        Some(status) => Err(object.error().unwrap_or_else(|| status.into())),
+    };
+    drop(object);
+    // SAFETY: the caller's promise.
+    unsafe {
+        write(out, &info);
+        free_op(op)?;
+    }
+    result
 }
 
 /// Waits until an op has reached all of the given moments. Succeeds whatever the result of the op
@@ -587,7 +635,7 @@ pub unsafe extern "C" fn kvt_op_free_many(ops: *mut *mut kvt_op_t, count: u64) -
 ///
 /// # Safety
 /// `op` is null or valid for reads and writes.
-pub(crate) unsafe fn free_op(op: *mut *mut kvt_op_t) -> Result<()> {
+unsafe fn free_op(op: *mut *mut kvt_op_t) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
         free(op, |op| match op.state() & RELEASED {

@@ -32,7 +32,7 @@ use std::ffi::c_char;
 use crate::base::budget::Tier;
 use crate::base::callback::refuse_reentry;
 use crate::base::fork;
-use crate::base::op::{Op, OpOpts, OpRef, RELEASED};
+use crate::base::op::{Op, OpOpts, OpRef};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Event;
@@ -46,7 +46,7 @@ use crate::ffi::base::{kvt_error_t, kvt_status_t};
 use crate::ffi::memory::{check_memory, kvt_tier_t, kvt_view_t, views_of};
 use crate::ffi::policy::{hint, kvt_policy_hint_t};
 use crate::ffi::runtime::{
-    begin_one, free_op, kvt_op_t, kvt_priority_t, kvt_submit_opts_t, submit_opts,
+    begin_one, finish, kvt_op_t, kvt_priority_t, kvt_submit_opts_t, submit_opts,
 };
 use crate::ffi::store::{
     KVT_TIER_NONE, MAX_ROWS, Namespace, Target, answer, kvt_lookup_t, kvt_namespace_t, kvt_range_t,
@@ -721,19 +721,11 @@ unsafe fn transfer_and_wait(
     let mut handle = std::ptr::null_mut();
     // SAFETY: the caller's promise; one op is written, to a variable of this function.
     unsafe { submit_transfer(session, kind, transfer, opts, &raw mut handle)? };
-    let op = inspect(handle)?;
-    let waited = op.wait(RELEASED, 0);
-    let result = match op.info().status.and_then(Status::from_code) {
-        Some(Status::Ok) | None => Ok(()),
-        Some(status) => Err(op.error().unwrap_or_else(|| status.into())),
-    };
-    drop(op);
     // SAFETY: the handle is in a variable of this function.
-    waited.and(result).and(unsafe { free_op(&raw mut handle) })
+    unsafe { finish(&raw mut handle, 0, std::ptr::null_mut()) }
 }
 
-/// Puts and waits: kvt_session_put, kvt_op_wait for KVT_OP_RELEASED, and kvt_op_free. The result is
-/// that of the op, its message included.
+/// Puts and waits: kvt_session_put and kvt_op_finish.
 ///
 /// @param opts  Null = the defaults. At its deadline the call ends with KVT_E_TIMEOUT, as soon as
 ///              the tensors are free.
@@ -750,8 +742,7 @@ pub unsafe extern "C" fn kvt_session_put_wait(
     transfer_and_wait(session, TransferKind::Put, transfer, opts)
 }
 
-/// Gets and waits: kvt_session_get, kvt_op_wait for KVT_OP_RELEASED, and kvt_op_free. The result is
-/// that of the op, its message included.
+/// Gets and waits: kvt_session_get and kvt_op_finish.
 ///
 /// @param opts  See kvt_session_put_wait.
 /// @return KVT_E_NOT_FOUND (cells are missing; the others have arrived), KVT_E_TIMEOUT, or as
