@@ -230,6 +230,17 @@ typedef struct kvt_op_item_t {
 /// Reads the progress and the result of an op.
 kvt_status_t kvt_op_info(const kvt_op_t *op, kvt_op_info_t *out);
 
+/// Waits until an op is released, reads its result, and frees it: kvt_op_wait, kvt_op_info,
+/// kvt_op_error and kvt_op_free in one call.
+///
+/// @param op   Cleared, unless the op is still running at the deadline.
+/// @param out  Receives the result of the op; may be null.
+/// @return The status of the op, whose message `err` receives; KVT_E_TIMEOUT also at the deadline.
+///
+/// Threading: not inside callbacks.
+kvt_status_t kvt_op_finish(kvt_op_t **op, uint64_t deadline_ns, kvt_op_info_t *out,
+                           kvt_error_t **err);
+
 /// Waits until an op has reached all of the given moments. Succeeds whatever the result of the op
 /// is.
 ///

@@ -267,8 +267,7 @@ kvt_status_t kvt_session_put(const kvt_session_t *session, const kvt_transfer_t 
 kvt_status_t kvt_session_get(const kvt_session_t *session, const kvt_transfer_t *transfer,
                              const kvt_submit_opts_t *opts, kvt_op_t **out_ops, kvt_error_t **err);
 
-/// Puts and waits: kvt_session_put, kvt_op_wait for KVT_OP_RELEASED, and kvt_op_free. The result is
-/// that of the op, its message included.
+/// Puts and waits: kvt_session_put and kvt_op_finish.
 ///
 /// @param opts  Null = the defaults. At its deadline the call ends with KVT_E_TIMEOUT, as soon as
 ///              the tensors are free.
@@ -278,8 +277,7 @@ kvt_status_t kvt_session_get(const kvt_session_t *session, const kvt_transfer_t 
 kvt_status_t kvt_session_put_wait(const kvt_session_t *session, const kvt_transfer_t *transfer,
                                   const kvt_submit_opts_t *opts, kvt_error_t **err);
 
-/// Gets and waits: kvt_session_get, kvt_op_wait for KVT_OP_RELEASED, and kvt_op_free. The result is
-/// that of the op, its message included.
+/// Gets and waits: kvt_session_get and kvt_op_finish.
 ///
 /// @param opts  See kvt_session_put_wait.
 /// @return KVT_E_NOT_FOUND (cells are missing; the others have arrived), KVT_E_TIMEOUT, or as
