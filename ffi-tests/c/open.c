@@ -241,7 +241,7 @@ int main(void) {
         CHECK_EQ(stats.workers, 1);
         CHECK_OK(kvt_store_close(&store, 0, &err));
     }
-    fails(kvt_open("kvtier(budget=budget(host=9999TiB,strict=true))", KVT_NUL_TERMINATED, &store,
+    fails(kvt_open("kvtier(budget=budget(host=900000GiB,strict=true))", KVT_NUL_TERMINATED, &store,
                    &err),
           KVT_E_BUDGET, "");
     CHECK(nftw(made, remove_entry, 8, FTW_DEPTH | FTW_PHYS) == 0);
