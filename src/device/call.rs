@@ -2,7 +2,7 @@
 //! `cuda/kernels/call.h` declares it for the kernels.
 
 /// One kernel launch: the same 256 bytes for all kernels. Addresses are device addresses, strides
-/// are in bytes, unused fields are 0. docs/kernels.md lists the fields of each kernel.
+/// are in bytes, unused fields are 0. docs/internals/kernels.md lists the fields of each kernel.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[allow(missing_docs)] // fields whose name says all have no comment in the C header

@@ -1,5 +1,5 @@
 //! Checkpoint files: the disk tier's index at one moment, in frames with a checksum each. A file of
-//! any size is read with the memory of one frame. `docs/store.md` defines the bytes.
+//! any size is read with the memory of one frame. `docs/internals/formats.md` defines the bytes.
 
 use crate::format::fields::{array_at, put, put_u16, put_u32, put_u64, u16_at, u32_at, u64_at};
 use crate::format::keys::{Fingerprint, Key};

@@ -1,8 +1,8 @@
 //! Keys of chunks: 256 bits by BLAKE3, from the identity of a namespace and all tokens up to the
 //! end of the chunk.
 //!
-//! `docs/keys.md` publishes the derivation, with vectors of an independent program. Other programs
-//! and existing files rely on it: a change needs new context strings.
+//! `docs/internals/keys.md` publishes the derivation, with vectors of an independent program. Other
+//! programs and existing files rely on it: a change needs new context strings.
 
 use std::fmt;
 

@@ -1,5 +1,5 @@
 //! Records of the disk log: a self-contained header of whole blocks, then the cells of one chunk.
-//! `docs/store.md` defines the bytes.
+//! `docs/internals/formats.md` defines the bytes.
 //!
 //! Headers are not trusted: [`decode`] checks checksum, lengths and limits once, and returns a view
 //! whose cells can be iterated without errors.

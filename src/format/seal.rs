@@ -50,8 +50,8 @@ pub struct Identity {
 const FIXED_BYTES: usize = 80;
 const PLANE_BYTES: usize = 24;
 
-/// The seal of a cell: XXH3-64 of 80 bytes of identity and 24 bytes for each plane. `docs/store.md`
-/// defines the bytes.
+/// The seal of a cell: XXH3-64 of 80 bytes of identity and 24 bytes for each plane.
+/// `docs/internals/formats.md` defines the bytes.
 pub fn seal(identity: &Identity, planes: impl ExactSizeIterator<Item = Plane>) -> u64 {
     let mut bytes = [0u8; FIXED_BYTES + 4 * PLANE_BYTES];
     bytes[..4].copy_from_slice(b"KVTC");
@@ -109,7 +109,7 @@ mod tests {
         Plane { kind: i as u16 + 1, id: 5, version: 6, bytes: 4096 + i, sum: 77 * i }
     }
 
-    /// Field after field, as `docs/store.md` defines it.
+    /// Field after field, as `docs/internals/formats.md` defines it.
     fn plain(identity: &Identity, planes: &[Plane]) -> u64 {
         let mut all = b"KVTC".to_vec();
         all.extend(identity.codec.to_le_bytes());

@@ -131,7 +131,7 @@ impl StoreHeader {
     }
 }
 
-// `docs/store.md` defines this offset.
+// `docs/internals/formats.md` defines this offset.
 const _: () = assert!(SUM_AT == 4088);
 
 #[cfg(test)]

@@ -96,7 +96,7 @@ impl Events {
 
 // ---------- event feed
 //
-// Entries of a stream that routers on other machines read (docs/remote.md, "Events").
+// Entries of a stream that routers on other machines read (docs/reference/events.md).
 
 /// Most events of an entry.
 pub const MOST: usize = 256;

@@ -1,5 +1,5 @@
 //! Checks of kernels: the results of each available kernel on small random inputs, against the
-//! definitions of docs/kernels.md computed in binary64 on the host.
+//! definitions of docs/internals/kernels.md computed in binary64 on the host.
 
 mod attend;
 mod heavy;

@@ -1,6 +1,6 @@
 //! GPUs through the CUDA driver: copies and kernels on streams of the device or of the engine, in
 //! the engine's context or in the one that the process shares. No call waits for a whole device or
-//! uses its default stream. `docs/device.md` lists requirements on drivers.
+//! uses its default stream. `docs/internals/device.md` lists requirements on drivers.
 
 mod abi;
 #[cfg(all(test, not(feature = "shuttle")))]

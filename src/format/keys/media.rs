@@ -71,7 +71,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     proptest! {
-        /// The definition of `docs/keys.md`, implemented again.
+        /// The definition of `docs/internals/keys.md`, implemented again.
         #[test]
         fn extra_digests_agree_with_their_definition(
             media in proptest::collection::btree_map(0u64..60, any::<[u8; 32]>(), 0..20),

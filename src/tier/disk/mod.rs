@@ -1,7 +1,8 @@
 //! The disk tier: a log of records in segments, under a hard budget.
 //!
 //! It keeps no state per cell. Callers keep a [`Spot`] and a seal for each cell, and decide which
-//! cells live. Everything else is in the headers on disk; `docs/store.md` has the format.
+//! cells live. Everything else is in the headers on disk; `docs/internals/formats.md` has the
+//! format.
 //!
 //! Calls block while files are read and written, and may be made from any thread. Meanwhile no lock is
 //! held but the one for creating a segment. A segment is written at one end only, and never after

@@ -1,5 +1,5 @@
-//! Objects: cells of one chunk as one record of `docs/store.md`, with 0 in all fields that place it
-//! in a segment. The same cells are the same bytes, whichever store writes them.
+//! Objects: cells of one chunk as one record of `docs/internals/formats.md`, with 0 in all fields
+//! that place it in a segment. The same cells are the same bytes, whichever store writes them.
 //!
 //! A remote is not trusted. An object must have the length, the header and the cells that the
 //! layout determines before its checksum is considered; then every plane is verified by its
