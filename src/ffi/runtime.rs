@@ -84,7 +84,7 @@ pub struct kvt_runtime_opts_t {
     pub name: *const c_char,
     pub name_bytes: u64,
     /// Faults to inject, for tests of error paths, such as "faults(pin=at(fail=1))"; null = none.
-    /// See docs/abi.md.
+    /// See "Injected faults" in docs/reference/c.md.
     pub faults: *const c_char,
     pub faults_bytes: u64,
     /// Called first in every thread; null = none.

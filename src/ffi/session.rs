@@ -1155,8 +1155,8 @@ unsafe fn media_of(given: &kvt_sequence_t) -> Result<Vec<Medium>> {
 }
 
 /// Appends tokens with media. Media enter the key of the chunk that they start in and of all later
-/// chunks (docs/keys.md): equal tokens with other images share nothing from there on. On failure
-/// nothing changes.
+/// chunks (docs/internals/keys.md): equal tokens with other images share nothing from there on. On
+/// failure nothing changes.
 ///
 /// @return As kvt_session_append.
 #[capi]
@@ -1197,8 +1197,8 @@ pub unsafe extern "C" fn kvt_namespace_lookup_media(
     answer(ns, &to, |ns| ns.store.lookup_media(ns.number, tokens, &media))
 }
 
-/// Computes the keys of the full chunks of a sequence (docs/keys.md), as events and files have
-/// them. A router that knows the keys of each store finds a prompt's prefix by them.
+/// Computes the keys of the full chunks of a sequence (docs/internals/keys.md), as events and files
+/// have them. A router that knows the keys of each store finds a prompt's prefix by them.
 ///
 /// @param keys      Receives KVT_KEY_BYTES per chunk, in order.
 /// @param capacity  In keys.
@@ -1353,7 +1353,7 @@ pub(crate) unsafe fn keys_of(ns: &Namespace, names: *const kvt_block_names_t) ->
     Ok(keys)
 }
 
-/// Computes the keys of blocks (docs/keys.md), as events and files have them.
+/// Computes the keys of blocks (docs/internals/keys.md), as events and files have them.
 ///
 /// @param out  Receives KVT_KEY_BYTES per name.
 /// @return KVT_E_LIMIT.

@@ -156,7 +156,7 @@ pub struct kvt_sparse_opts_t {
     pub flags: u64,
     /// Attention shape of the model.
     pub attention: *const kvt_attention_t,
-    /// Spec string, such as "minference(budget=0.2)"; see docs/sparse.md.
+    /// Spec string, such as "minference(budget=0.2)"; see docs/reference/sparse.md.
     pub spec: *const c_char,
     pub spec_bytes: u64,
     /// Callbacks of the engine that make up a policy.

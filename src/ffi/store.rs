@@ -108,8 +108,8 @@ pub struct kvt_store_opts_t {
     pub struct_size: u64,
     /// None are defined: 0.
     pub flags: u64,
-    /// Spec (docs/abi.md), such as "store(host=8GiB, disk=disk(path=\"kv\", bytes=200GiB))"; null =
-    /// "store(host=1GiB)".
+    /// Spec (docs/reference/specs.md), such as
+    /// "store(host=8GiB, disk=disk(path=\"kv\", bytes=200GiB))"; null = "store(host=1GiB)".
     pub spec: *const c_char,
     pub spec_bytes: u64,
     /// Limit of cells in host memory, at least 64 KiB (`host`); 0 = as in the spec.
@@ -421,7 +421,7 @@ pub struct kvt_identity_extra_t {
 
 /// Everything that KV depends on beside its tokens: sessions share KV if all fields are equal.
 /// Fields are bytes, at most 65536 each, hashed unchanged. A null field is absent, which differs
-/// from an empty one (a pointer with length 0). docs/keys.md defines the hash.
+/// from an empty one (a pointer with length 0). docs/internals/keys.md defines the hash.
 #[repr(C)]
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_identity_t {
@@ -1068,8 +1068,8 @@ pub unsafe extern "C" fn kvt_namespace_lookup(
     answer(ns, &to, |ns| ns.store.lookup(ns.number, tokens))
 }
 
-/// Does the same for a sequence whose chunk keys are known (docs/keys.md). See kvt_namespace_lookup
-/// for the other parameters.
+/// Does the same for a sequence whose chunk keys are known (docs/internals/keys.md). See
+/// kvt_namespace_lookup for the other parameters.
 ///
 /// @param keys         Keys of the full chunks, KVT_KEY_BYTES each, in order.
 /// @param key_count    token_count / chunk_tokens.
