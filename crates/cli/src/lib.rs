@@ -72,14 +72,13 @@ enum Command {
         linger: u64,
         /// Share KV between two processes through a remote instead: redis://HOST[:PORT], dir:PATH,
         /// or a remote of a store's spec; secrets are read from KVTIER_REMOTE_PASSWORD and others
-        /// (docs/remote.md)
         #[arg(long, conflicts_with_all = ["sessions", "workers", "policies", "config", "control", "linger"])]
         remote: Option<String>,
     },
     /// One process of `demo --remote`
     #[command(hide = true)]
     DemoPart(demo::remote::Args),
-    /// Print the spec string of a store's configuration file, which is TOML (docs/control.md)
+    /// Print the spec string of a store's configuration file, which is TOML
     Config {
         /// The file
         file: PathBuf,

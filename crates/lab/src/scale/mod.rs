@@ -1,5 +1,5 @@
 //! Simulation of many engines on one remote. A trace is routed to engines with a host tier (and a
-//! disk) each under one policy; they share a remote tier as described in `docs/remote.md`.
+//! disk) each under one policy; they share a remote tier as `docs/internals/remote.md` describes it.
 //!
 //! An engine's own tiers are a [`Replay`](kvtier::trace::replay::Replay). The remote changes the
 //! source of a block, never the inserted blocks, so an engine's own hits are the same without a
@@ -130,7 +130,7 @@ pub struct RemoteOpts {
 }
 
 impl Default for RemoteOpts {
-    /// A cluster in the local network, with the defaults of `docs/remote.md`.
+    /// A cluster in the local network. `known`, `fresh` and `absent` are the defaults of a store.
     fn default() -> RemoteOpts {
         RemoteOpts {
             bytes: 0,

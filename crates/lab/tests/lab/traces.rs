@@ -26,7 +26,7 @@ fn read(bytes: &[u8]) -> kvtier::base::status::Result<Trace> {
     reader::read(&mut Source::bytes(bytes.to_vec())?, &ReadOpts::default())
 }
 
-/// The tables of docs/lab.md, from the traces in `KVTIER_TRACE_DIR`.
+/// The table of docs/reference/lab.md, from the traces in `KVTIER_TRACE_DIR`.
 #[test]
 fn lru_agrees_with_published_results() {
     let Some(path) = shared("mooncake_conversation_trace.jsonl.zst") else { return };

@@ -31,8 +31,8 @@ const POLICIES: &str = "quest,quest_shared,arkvale,h2o,tova,snapkv,pyramidkv,ada
 /// The policies, budgets and models.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Separated by commas: names that take a budget (docs/lab.md), or specs with {budget} or
-    /// {share}
+    /// Separated by commas: names that take a budget (docs/reference/lab.md), or specs with
+    /// {budget} or {share}
     #[arg(long, default_value = POLICIES)]
     policies: String,
     /// Budgets in tokens of a head, separated by commas [default: 64,128,192,256,512]
