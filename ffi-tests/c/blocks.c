@@ -449,7 +449,7 @@ static void invalid_calls_are_refused(void) {
     CHECK_OK(kvt_namespace_close(&ns));
 }
 
-/* The example of docs/keys.md, "Blocks". */
+/* The example of docs/internals/keys.md, "Examples": a block. */
 static void block_key_matches_the_documentation(void) {
     const uint16_t layers[4] = {0, 1, 2, 3};
     kvt_group_t groups[2];

@@ -232,7 +232,7 @@ static void check_index(void) {
     CHECK_EQ(kernel.numbers, at);
     CHECK_EQ(kernel.counts, at + 48);
     CHECK_EQ(kernel.index, at + 60);
-    /* By docs/kernels.md: 12 bytes for each head and 32 positions, and 8 words more. */
+    /* By docs/internals/kernels.md: 12 bytes for each head and 32 positions, and 8 words more. */
     CHECK_EQ(kernel.scratch_bytes, 12 * 2 * (1040 / 32 + 8));
 
     /* Invalid indices are refused: a missing list, numbers that do not ascend. */

@@ -1062,7 +1062,7 @@ static void from_hex(const char *hex, uint8_t *key) {
     }
 }
 
-/* The example of docs/keys.md, computed by an independent program. */
+/* The examples of docs/internals/keys.md, computed by an independent program. */
 static void media_keys_match_the_documentation(void) {
     static uint8_t memory[2 * 4 * 32 * 2048];
     const uint16_t layers[4] = {0, 1, 2, 3};

@@ -8,7 +8,7 @@
 
 It needs torch, one core, and about 15 minutes per model. The seed is fixed: the same torch on the same
 kind of CPU gives the same weights. Nothing is downloaded, because texts are generated here.
-docs/reference.md describes them; `crates/lab/src/reference/text.rs` generates the same ones.
+docs/internals/reference-engine.md describes them; `crates/lab/src/reference/text.rs` generates the same ones.
 
 Weights file: 16 little-endian u32 (magic, version, kind, then sizes, see `HEADER`), then all tensors in
 the order of `tensors`, rows of outputs, as f16. Logits file: four u32 (tokens, rows, and what `fixture`

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Keys by the definition of docs/keys.md: the oracle of tests/store/keys.rs.
+"""Keys by the definition of docs/internals/keys.md: the oracle of tests/store/keys.rs.
 
     keys.py --write FILE    writes the vectors
     keys.py --check FILE    computes every result in FILE again from its inputs
@@ -427,7 +427,7 @@ def vectors():
     namespace = next(case["key"] for case in names if case["name"] == "example")
     links = done("chains", chains(namespace))
     return {
-        "about": "docs/keys.md; made by ffi-tests/oracles/keys.py. Bytes in hexadecimal. "
+        "about": "docs/internals/keys.md; made by ffi-tests/oracles/keys.py. Bytes in hexadecimal. "
         "Token i is first + i * step, modulo 2^32.",
         "contexts": CONTEXTS,
         "layouts": prints,

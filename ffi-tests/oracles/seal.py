@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Sealed objects by the definition of docs/remote.md: the oracle of src/tier/remote/seal_tests.rs.
+"""Sealed objects by the definition of docs/internals/formats.md: the oracle of src/tier/remote/seal_tests.rs.
 
     seal.py --write FILE    writes the vectors
     seal.py --check FILE    seals all objects of FILE again, and compares

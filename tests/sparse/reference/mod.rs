@@ -1,5 +1,6 @@
 //! A small engine over the attention kernels and sparse policies, with small trained models
-//! (docs/reference.md). `kvtier lab sparse` runs the same engine, which is part of the tool.
+//! (docs/internals/reference-engine.md). `kvtier lab sparse` runs the same engine, which is part of
+//! the tool.
 
 use kvtier_lab::reference;
 
