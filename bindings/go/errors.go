@@ -10,7 +10,7 @@ import "fmt"
 // errors.Is(err, kvtier.NotFound) works.
 type Status int32
 
-// The statuses that programs handle most often. docs/abi.md lists all.
+// The statuses that programs handle most often. docs/reference/errors.md lists all.
 const (
 	Invalid     Status = C.KVT_E_INVALID
 	BadHandle   Status = C.KVT_E_HANDLE

@@ -50,7 +50,10 @@ extern "C" {
 /** The streamed weights of one model. */
 typedef struct kvt_llama_weights_t kvt_llama_weights_t;
 
-/** Every unit has a fixed address, backed by memory only while it is resident: see docs/stream.md. */
+/**
+ * Every unit has a fixed address, backed by memory only while it is resident: see "In place" in
+ * docs/reference/stream.md.
+ */
 #define KVT_LLAMA_WEIGHTS_IN_PLACE 1u
 /**
  * Never in place. Without this flag, models with experts are loaded in place if their experts then have

@@ -6,8 +6,8 @@ function(kvtier_longer_test name)
 endfunction()
 
 set(_longer_texts
-  "${CMAKE_CURRENT_SOURCE_DIR}/../../../../docs/store.md"
-  "${CMAKE_CURRENT_SOURCE_DIR}/../../../../docs/sparse.md")
+  "${CMAKE_CURRENT_SOURCE_DIR}/../../../../docs/internals/store.md"
+  "${CMAKE_CURRENT_SOURCE_DIR}/../../../../docs/reference/sparse.md")
 kvtier_longer_test(watch_longer_c longer_c.c)
 set_target_properties(watch_longer_c PROPERTIES C_STANDARD 99 C_EXTENSIONS OFF)
 kvtier_longer_test(watch_longer_cells longer_cells.cpp)
