@@ -3,7 +3,7 @@
 
     router.py --redis HOST:PORT --space space.json [--prefix kvt] [--listen 127.0.0.1:8080]
 
-Engines publish the events of their stores to a Redis stream (docs/remote.md, "Events"). They open
+Engines publish the events of their stores to a Redis stream (docs/reference/events.md). They open
 their stores with `remote=redis(url=..., events="http://engine-0:8000")`; the value of `events` is
 the URL that requests are forwarded to.
 
