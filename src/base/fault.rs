@@ -5,6 +5,7 @@
 //! `pin` (memory is locked), `thread` (a thread is started). Kinds: `panic` and `fail` with the
 //! number of a pass, `stall` with a duration.
 
+use crate::base::spec::describe::{Description, Param};
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicU64, Ordering};
@@ -27,12 +28,39 @@ pub enum Site {
 /// The names of the sites, in the order of [`Site`].
 pub const SITES: [&str; 5] = ["worker", "notifier", "map", "pin", "thread"];
 
+/// The sites as parameters of `faults`; the value of each is `at(...)`.
+const PARAMS: &[Param] = &[
+    Param::new("worker", "a worker executes an item").default_is("none"),
+    Param::new("notifier", "the notifier is about to run a callback").default_is("none"),
+    Param::new("map", "memory is mapped").default_is("none"),
+    Param::new("pin", "memory is locked").default_is("none"),
+    Param::new("thread", "a thread is started").default_is("none"),
+];
+
+/// Parameters of `at`.
+const AT_PARAMS: &[Param] = &[
+    Param::new("panic", "number of the pass that panics, from 1; 0 = none"),
+    Param::new("fail", "number of the pass that fails with `KVT_E_IO`, from 1; 0 = none"),
+    Param::new("stall", "every pass waits this long first"),
+];
+
 #[derive(Default)]
 struct Plan {
     panic_at: u64,
     fail_at: u64,
     stall_ns: u64,
     passes: AtomicU64,
+}
+
+impl Plan {
+    fn read(reader: &mut Reader) -> Result<Plan> {
+        Ok(Plan {
+            panic_at: reader.u64("panic", 0, 0..=u64::MAX)?,
+            fail_at: reader.u64("fail", 0, 0..=u64::MAX)?,
+            stall_ns: reader.duration_ns("stall", 0)?,
+            passes: AtomicU64::new(0),
+        })
+    }
 }
 
 /// The faults of one runtime.
@@ -48,21 +76,46 @@ impl Faults {
         if spec.name != "faults" {
             return Err(spec.unknown_name(&["faults"]));
         }
-        let mut faults = Faults::default();
         let mut reader = Reader::new(&spec);
+        let faults = Faults::read(&mut reader)?;
+        reader.finish()?;
+        Ok(faults)
+    }
+
+    fn read(reader: &mut Reader) -> Result<Faults> {
+        let mut faults = Faults::default();
         for (plan, site) in faults.plans.iter_mut().zip(SITES) {
             let Some(at) = reader.spec(site)? else { continue };
             if at.name != "at" {
                 return Err(at.unknown_name(&["at"]));
             }
             let mut inner = Reader::new(at);
-            plan.panic_at = inner.u64("panic", 0, 0..=u64::MAX)?;
-            plan.fail_at = inner.u64("fail", 0, 0..=u64::MAX)?;
-            plan.stall_ns = inner.duration_ns("stall", 0)?;
+            *plan = Plan::read(&mut inner)?;
             inner.finish()?;
         }
-        reader.finish()?;
         Ok(faults)
+    }
+
+    /// The spec with its parameters, for the manual.
+    pub fn describe() -> Result<Vec<Description>> {
+        let (faults, at) = (Spec::parse("faults")?, Spec::parse("at")?);
+        let (mut reader, mut inner) = (Reader::recording(&faults), Reader::recording(&at));
+        Faults::read(&mut reader)?;
+        Plan::read(&mut inner)?;
+        Ok(vec![
+            Description::new(
+                "faults",
+                "injects faults at sites of the library",
+                PARAMS,
+                reader.recorded(),
+            )?,
+            Description::new(
+                "at",
+                "a fault at one site; passes of the site are counted",
+                AT_PARAMS,
+                inner.recorded(),
+            )?,
+        ])
     }
 
     /// Passes a site: stalls, fails or panics as configured.

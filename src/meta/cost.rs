@@ -1,6 +1,7 @@
 //! Recompute cost of KV.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 
 /// The cost to compute tokens after a context: a constant per token, plus a part that grows with
@@ -22,6 +23,12 @@ impl Default for Cost {
 }
 
 impl Cost {
+    /// Parameters that [`Cost::read`] reads.
+    pub const PARAMS: &[Param] = &[
+        Param::new("alpha", "recompute cost per token and token of context").default_is("1/53800"),
+        Param::new("beta", "recompute cost per token"),
+    ];
+
     /// The cost of `tokens` tokens after `context` earlier ones: the exact sum over tokens, with
     /// the attention of the tokens to each other.
     #[inline]

@@ -2,11 +2,6 @@
 //! plus uses times recompute cost divided by size. The lowest value is evicted first; among equals,
 //! the least recently used. The clock is the greatest value of all evicted objects.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `alpha` | 1/53800 | recompute cost per token and token of context |
-//! | `beta` | 1 | recompute cost per token |
-//!
 //! The cost is the caller's value ([`Facts::cost`]) if there is one, else the cost of the object's
 //! tokens after its context, else 1. A size of 0 counts as 1.
 

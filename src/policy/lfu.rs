@@ -1,12 +1,9 @@
 //! `lfu`: evicts the least frequently used object; among equals, the least recently used.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `aged` | true | dynamic ageing: the key of an object is the clock at its last use plus its uses (the insert is the first). The clock is the greatest key of all evicted objects. An object used often but long ago falls behind. False: the uses alone |
-//!
 //! Uses before an eviction are not remembered.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::base::zeroed::Zeroed;
 use crate::meta::index::Slot;
@@ -15,6 +12,14 @@ use crate::policy::columns::Columns;
 use crate::policy::heap::Heap;
 use crate::policy::registry::Setting;
 use crate::policy::{Policy, Rank};
+
+/// Parameters of `lfu`.
+pub const PARAMS: &[Param] = &[Param::new(
+    "aged",
+    "`true`: the key of an object is the clock at its last use plus its uses (the insert is \
+         the first). The clock is the greatest key of all evicted objects, so an object that was \
+         used often but long ago falls behind. `false`: the number of uses alone",
+)];
 
 /// Least frequently used.
 pub struct Lfu {

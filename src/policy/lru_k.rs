@@ -1,15 +1,11 @@
 //! `lru-k`: evicts the object whose k-th last use is the oldest. Objects with fewer than k uses are
 //! evicted before all others, by their last use.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `k` | 2 | which use counts, 1 to 4; 1 is `lru` |
-//! | `history` | the table's limit | number of evicted ids, the latest ones, whose last uses are remembered; an id that returns continues from them. 0: none. Objects that their owner removed are not remembered |
-//!
 //! An insert is a use. There is no correlated reference period: a caller that looks up, misses and
 //! inserts makes one use, not two.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::base::zeroed::Zeroed;
 use crate::meta::index::Slot;
@@ -20,6 +16,18 @@ use crate::policy::ghosts::Ghosts;
 use crate::policy::heap::Heap;
 use crate::policy::registry::Setting;
 use crate::policy::{Policy, Rank, order_of_i64};
+
+/// Parameters of `lru-k`.
+pub const PARAMS: &[Param] = &[
+    Param::new("k", "which use counts; 1 is `lru`"),
+    Param::new(
+        "history",
+        "number of evicted ids, the latest ones, whose last uses are remembered; an id that \
+         returns continues from them. 0 = none. Objects that their owner removed are not \
+         remembered",
+    )
+    .default_is("the most objects of the table"),
+];
 
 /// Greatest `k`.
 const MAX_K: usize = 4;

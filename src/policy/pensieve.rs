@@ -1,16 +1,6 @@
 //! `pensieve`: evicts the object with the lowest retention value. The value is the cost to
 //! recompute the object, divided by the time since its last use.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `alpha` | 0.001 | cost per token of context (and token, for chunks) |
-//! | `beta` | 0.01 | cost per token of a chunk; once per cell |
-//! | `const` | 0.005 | cost of an object, whatever its size |
-//! | `mode` | auto | `chunk`: an object has all layers of its tokens. `cell`: it has one layer of them. `auto`: cell if the object names its layers, else chunk |
-//! | `layer_weight` | true | cells: late layers are cheaper |
-//! | `position_weight` | true | cells: leading chunks are cheaper |
-//! | `time_weight` | true | false: the cost alone, not divided by the time |
-//!
 //! With l tokens of context and n tokens (1 where unknown), T in seconds:
 //!
 //! - chunk: `(n * beta + alpha * (n * l + n * n / 2) + const) / max(T, 1 ms)`;
@@ -28,6 +18,7 @@
 //! from 2^-32 to 2^32; costs outside count as the lowest or the greatest for this bound.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::base::zeroed::Zeroed;
 use crate::fail;
@@ -38,6 +29,24 @@ use crate::meta::objects::{Facts, Objects};
 use crate::policy::columns::{Columns, STRIDE};
 use crate::policy::registry::Setting;
 use crate::policy::{Policy, Rank};
+
+/// Parameters of `pensieve`.
+pub const PARAMS: &[Param] = &[
+    Param::new("alpha", "cost per token of context (and token, for chunks)"),
+    Param::new("beta", "cost per token of a chunk; once per cell"),
+    Param::new("const", "cost of an object of any size"),
+    Param::new(
+        "mode",
+        "`chunk`: an object has all layers of its tokens. `cell`: it has one layer of them. \
+         `auto`: `cell` if the object names its layers, else `chunk`",
+    ),
+    Param::new("layer_weight", "cells: late layers are cheaper"),
+    Param::new("position_weight", "cells: leading chunks are cheaper"),
+    Param::new(
+        "time_weight",
+        "`false`: the cost alone, not divided by the time since the last use",
+    ),
+];
 
 const BINS: usize = 2048;
 /// Mantissa bits of a cost that select a bin: 32 bins per doubling.

@@ -1,12 +1,17 @@
 //! All policies by name. A new policy is one file and one entry here.
 
+use crate::base::spec::describe::{self, Description, Param};
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::{Error, Result, Status};
+use crate::meta::cost::Cost;
 use crate::policy::Policy;
 use crate::policy::horizon::Horizon;
 use crate::policy::shadow::Auto;
 use crate::policy::{arc::Arc, belady::Belady, s3fifo::S3Fifo, sieve::Sieve, slru::Slru};
 use crate::policy::{fifo::Fifo, gdsf::Gdsf, lfu::Lfu, lru::Lru, lru_k::LruK, tlru::Tlru};
+use crate::policy::{
+    horizon, lfu, lru_k, pensieve, predictive, qos, s3fifo, shadow, slru, tlru, two_q, wtinylfu,
+};
 use crate::policy::{pensieve::Pensieve, predictive::Predictive, qos::Qos};
 use crate::policy::{two_q::TwoQ, wtinylfu::WTinyLfu};
 
@@ -31,6 +36,8 @@ pub struct Entry {
     pub aliases: &'static [&'static str],
     /// Description of one line.
     pub about: &'static str,
+    /// Tables of its parameters.
+    pub params: &'static [&'static [Param]],
     make: Make,
 }
 
@@ -44,114 +51,133 @@ pub const ENTRIES: &[Entry] = &[
         name: "2q",
         aliases: &[],
         about: "FIFO queue for new objects, LRU for those that return",
+        params: &[two_q::PARAMS],
         make: |r, s| boxed(TwoQ::read(r, s)),
     },
     Entry {
         name: "arc",
         aliases: &[],
         about: "recency and frequency, balanced by misses on ghosts",
+        params: &[],
         make: |r, s| boxed(Arc::read(r, s)),
     },
     Entry {
         name: "auto",
         aliases: &[],
         about: "shadow evaluation of several policies; the best one is live",
+        params: &[shadow::PARAMS],
         make: |r, s| boxed(Auto::read(r, s)),
     },
     Entry {
         name: "belady",
         aliases: &[],
         about: "evicts the farthest next use; needs to know the future",
+        params: &[],
         make: |r, s| boxed(Belady::read(r, s)),
     },
     Entry {
         name: "custom",
         aliases: &[],
         about: "the caller's scores decide; the lowest is evicted first",
+        params: &[],
         make: |r, _| boxed(Lru::read_custom(r)),
     },
     Entry {
         name: "fifo",
         aliases: &[],
         about: "evicts in the order of insertion",
+        params: &[],
         make: |r, _| boxed(Fifo::read(r)),
     },
     Entry {
         name: "gdsf",
         aliases: &[],
         about: "evicts the lowest uses times cost by size, with ageing",
+        params: &[Cost::PARAMS],
         make: |r, s| boxed(Gdsf::read(r, s)),
     },
     Entry {
         name: "horizon",
         aliases: &[],
         about: "evicts what earns least for the memory it takes; learns online",
+        params: &[horizon::PARAMS, Cost::PARAMS],
         make: |r, s| boxed(Horizon::read(r, s)),
     },
     Entry {
         name: "lfu",
         aliases: &[],
         about: "evicts the least frequently used, with ageing",
+        params: &[lfu::PARAMS],
         make: |r, s| boxed(Lfu::read(r, s)),
     },
     Entry {
         name: "lru",
         aliases: &[],
         about: "evicts the least recently used",
+        params: &[],
         make: |r, _| boxed(Lru::read(r)),
     },
     Entry {
         name: "lru-k",
         aliases: &[],
         about: "evicts the oldest k-th last use",
+        params: &[lru_k::PARAMS],
         make: |r, s| boxed(LruK::read(r, s)),
     },
     Entry {
         name: "pensieve",
         aliases: &[],
         about: "evicts the lowest recompute cost by time since the last use",
+        params: &[pensieve::PARAMS],
         make: |r, s| boxed(Pensieve::read(r, s)),
     },
     Entry {
         name: "predictive",
         aliases: &[],
         about: "evicts the farthest expected next use",
+        params: &[predictive::PARAMS],
         make: |r, s| boxed(Predictive::read(r, s)),
     },
     Entry {
         name: "qos",
         aliases: &["qos_aware"],
         about: "evicts low classes first, with ageing and floors for tenants",
+        params: &[qos::PARAMS],
         make: |r, s| boxed(Qos::read(r, s)),
     },
     Entry {
         name: "s3fifo",
         aliases: &[],
         about: "small queue for new objects, main queue for used ones",
+        params: &[s3fifo::PARAMS],
         make: |r, s| boxed(S3Fifo::read(r, s)),
     },
     Entry {
         name: "sieve",
         aliases: &[],
         about: "a hand skips objects used since its last pass",
+        params: &[],
         make: |r, _| boxed(Sieve::read(r)),
     },
     Entry {
         name: "slru",
         aliases: &[],
         about: "segments by use, each by last use",
+        params: &[slru::PARAMS],
         make: |r, s| boxed(Slru::read(r, s)),
     },
     Entry {
         name: "tlru",
         aliases: &[],
         about: "evicts first what a session's next turn can do without",
+        params: &[tlru::PARAMS],
         make: |r, _| boxed(Tlru::read(r)),
     },
     Entry {
         name: "wtinylfu",
         aliases: &[],
         about: "window for new objects, then admission by frequency",
+        params: &[wtinylfu::PARAMS],
         make: |r, s| boxed(WTinyLfu::read(r, s)),
     },
 ];
@@ -184,6 +210,30 @@ fn placed(error: Error, spec: &Spec) -> Error {
     Error::at(Status::Spec, spec.offset, text)
 }
 
+/// All policies with their parameters, for the manual.
+pub fn describe() -> Result<Vec<Description>> {
+    // What varies with the setting needs words.
+    let settings = [(8, 8), (9, 90)].map(|(max_objects, capacity_units)| Setting {
+        max_objects,
+        capacity_units,
+        holes: false,
+    });
+    let mut out = Vec::new();
+    for entry in ENTRIES {
+        let spec = Spec::parse(entry.name)?;
+        let mut recordings = Vec::new();
+        for setting in &settings {
+            let mut reader = Reader::recording(&spec);
+            (entry.make)(&mut reader, setting)?;
+            recordings.push(reader.recorded());
+        }
+        let rows = describe::rows(entry.name, entry.params, &recordings)?;
+        let Entry { name, aliases, about, .. } = *entry;
+        out.push(Description { name, aliases, about, rows });
+    }
+    Ok(out)
+}
+
 /// The number of a policy in logs: its index in the registry; u32::MAX = unknown.
 pub fn number(name: &str) -> u32 {
     ENTRIES.iter().position(|e| e.name == name).map_or(u32::MAX, |at| at as u32)
@@ -192,6 +242,13 @@ pub fn number(name: &str) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_parameter_is_described() {
+        let all = describe().expect("complete tables");
+        assert_eq!(all.len(), ENTRIES.len());
+        assert!(all.iter().any(|one| one.rows.iter().any(|row| row.key == "history")));
+    }
 
     #[test]
     fn spec_errors_name_the_offset() {

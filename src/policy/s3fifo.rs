@@ -8,16 +8,11 @@
 //! find the small queue full enter the main queue, as in libCacheSim. With the default parameters
 //! the misses equal libCacheSim's.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `small` | 10% | share of the small queue |
-//! | `ghost` | 90% | share of the capacity remembered of evictions from the small queue |
-//! | `promote` | 2 | uses that move an object from the small to the main queue, 1 to 3 |
-//!
 //! Shares are of the capacity, in units, rounded down. Gauges: `s3fifo_small`, `s3fifo_main`,
 //! `s3fifo_ghost`, in units.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::meta::index::Slot;
 use crate::meta::objects::Objects;
@@ -26,6 +21,16 @@ use crate::policy::queues::{Queues, count, set_count};
 use crate::policy::recall::Recall;
 use crate::policy::registry::Setting;
 use crate::policy::{Policy, Rank, order_of_i64};
+
+/// Parameters of `s3fifo`.
+pub const PARAMS: &[Param] = &[
+    Param::new("small", "share of the small queue"),
+    Param::new(
+        "ghost",
+        "share of the capacity that is remembered of evictions from the small queue",
+    ),
+    Param::new("promote", "uses that move an object from the small to the main queue"),
+];
 
 const SMALL: usize = 0;
 const MAIN: usize = 1;

@@ -4,17 +4,13 @@
 //! end of the highest. What exceeds a segment's share moves down to the hot end of the segment
 //! below. The coldest object of the lowest segment is evicted.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `protected` | 80% | share of the upper one of two segments |
-//! | `segments` | - | instead: number of segments of equal shares, 2 to 16 |
-//!
 //! `segments=4` is the default of libCacheSim's SLRU, with the same misses. With equal segments a
 //! new object enters the lowest one with room, so that all are full before the first eviction.
 //! Shares are of the capacity, in units, rounded down. Gauges: `slru_low` and `slru_high`, the
 //! units of the lowest and of the highest segment.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::Slot;
@@ -23,6 +19,14 @@ use crate::policy::columns::Columns;
 use crate::policy::queues::Queues;
 use crate::policy::registry::Setting;
 use crate::policy::{Policy, Rank, order_of_i64};
+
+/// Parameters of `slru`.
+pub const PARAMS: &[Param] = &[
+    Param::new("protected", "share of the upper one of two segments")
+        .default_is("0.8, or equal segments with `segments`"),
+    Param::new("segments", "instead of `protected`: number of segments of equal shares")
+        .default_is("none"),
+];
 
 const MAX_SEGMENTS: usize = 16;
 

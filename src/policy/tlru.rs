@@ -2,11 +2,6 @@
 //! stay below a bound on computed tokens. The rest is evicted first, by LRU, then the needed part,
 //! by LRU.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `threshold` | 4096 | xi: tokens that a turn may compute without being late |
-//! | `turn` | 200 | Q: tokens that the next turn is expected to add |
-//!
 //! With H tokens of history, the next turn computes H + Q minus the cached tokens. It is on time if
 //! that is at most xi: if the first B = max(0, H + Q - xi) tokens are cached. Only a leading part
 //! is usable, so the tokens beyond B are those at the *end* of the history. An object whose context
@@ -18,12 +13,19 @@
 //! it does not change in between while its session grows.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::meta::index::Slot;
 use crate::meta::objects::{Facts, Objects};
 use crate::policy::columns::Columns;
 use crate::policy::lists::Lists;
 use crate::policy::{Policy, Rank};
+
+/// Parameters of `tlru`.
+pub const PARAMS: &[Param] = &[
+    Param::new("threshold", "tokens that a turn may compute without being late (xi of the paper)"),
+    Param::new("turn", "tokens that the next turn is expected to add (Q of the paper)"),
+];
 
 const BEYOND: usize = 0;
 const REST: usize = 1;

@@ -6,15 +6,11 @@
 //! which is in the order of last use. The victim is the oldest of A1in when A1in exceeds its share,
 //! else the coldest of Am.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `in` | 25% | share of A1in (Kin) |
-//! | `out` | 50% | share of the capacity that A1out remembers (Kout) |
-//!
 //! Shares are of the capacity, in units, rounded down. When this policy takes over from another,
 //! objects that had been used start in Am. Gauges: `2q_in`, `2q_out`, `2q_main`, in units.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Objects;
@@ -23,6 +19,12 @@ use crate::policy::queues::Queues;
 use crate::policy::recall::Recall;
 use crate::policy::registry::Setting;
 use crate::policy::{Policy, Rank, order_of_i64};
+
+/// Parameters of `2q`.
+pub const PARAMS: &[Param] = &[
+    Param::new("in", "share of the capacity for A1in, the queue of new objects (Kin)"),
+    Param::new("out", "share of the capacity that A1out remembers of evicted objects (Kout)"),
+];
 
 const IN: usize = 0;
 const MAIN: usize = 1;

@@ -8,16 +8,11 @@
 //! main part. A sketch of 4-bit counters, halved periodically, counts lookups, hits and misses
 //! alike.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `window` | 1% | share of the window; at least one unit |
-//! | `protected` | 80% | share of the protected segment in the main part |
-//! | `sample` | 10 | lookups per object after which the counters are halved, 1 to 1000 |
-//!
 //! Shares are of the capacity, in units, rounded down. Gauges: `wtinylfu_window`,
 //! `wtinylfu_probation`, `wtinylfu_protected`, in units, and `wtinylfu_halvings`.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::meta::index::Slot;
 use crate::meta::objects::Objects;
@@ -26,6 +21,13 @@ use crate::policy::frequency::{Frequency, MAX_FREQUENCY};
 use crate::policy::queues::Queues;
 use crate::policy::registry::Setting;
 use crate::policy::{Lessons, Policy, Rank, order_of_i64};
+
+/// Parameters of `wtinylfu`.
+pub const PARAMS: &[Param] = &[
+    Param::new("window", "share of the window; at least one unit"),
+    Param::new("protected", "share of the protected segment in the main part"),
+    Param::new("sample", "lookups per object after which the counters are halved"),
+];
 
 const WINDOW: usize = 0;
 const PROBATION: usize = 1;

@@ -7,9 +7,16 @@
 //! rejected after the eviction.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::sparse::Shape;
 use crate::sparse::snapkv::{Budget, Snapkv};
+
+/// Parameters of `adakv`, beside those of `snapkv`.
+pub const PARAMS: &[Param] = &[Param::new(
+    "safe",
+    "share of the budget that each head has for itself; heads share the rest",
+)];
 
 /// Reads the parameters of `adakv`.
 pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Snapkv> {

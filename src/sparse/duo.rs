@@ -1,20 +1,13 @@
 //! `duo`: some heads of keys retain all tokens, the others the first and the newest (Xiao et al.,
 //! ICLR'25). Training has found which: a number for each layer and head.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `alpha` | | numbers, layer after layer: `"0.9 0.1; 0.2 0.8"` |
-//! | `file` | | instead: a text file of the numbers, one line a layer |
-//! | `sparsity` | 0.5 | heads with numbers from this quantile on retain all |
-//! | `sink`, `recent` | 64, 256 | first and newest tokens that the other heads retain |
-//! | `evict_every` | 1 | they evict when this many tokens exceed that |
-//!
 //! Between equal numbers the earlier head retains all. Of n heads `n - ceil(sparsity * (n - 1))`
 //! retain all; none at 1.
 
 use std::path::Path;
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::fail;
 use crate::io::source::Source;
@@ -22,6 +15,20 @@ use crate::sparse::eviction::{conflict, count};
 use crate::sparse::numbers::{check, grow, reserve};
 use crate::sparse::ranks::Ranks;
 use crate::sparse::{Context, RetainedTokens, Scope, Shape, Sparse, Traits, caps};
+
+/// Parameters of `duo`.
+pub const PARAMS: &[Param] = &[
+    Param::new(
+        "alpha",
+        "a number for each head of keys, layer after layer: `\"0.9 0.1; 0.2 0.8\"`; required, \
+         unless `file` is given",
+    ),
+    Param::new("file", "instead of `alpha`: a text file of the numbers, one line a layer"),
+    Param::new("sparsity", "heads with numbers from this quantile on retain all tokens"),
+    Param::new("sink", "first tokens that the other heads retain"),
+    Param::new("recent", "newest tokens that the other heads retain"),
+    Param::new("evict_every", "the other heads evict when this many tokens exceed `sink + recent`"),
+];
 
 /// Largest text of numbers, in bytes.
 const MAX_TEXT_BYTES: usize = 16 << 20;

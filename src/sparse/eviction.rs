@@ -1,9 +1,21 @@
 //! Parameters that eviction policies share: how many tokens stay, and which are protected.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::{Error, Result, Status};
 use crate::sparse::token_scores::TokenScores;
 use crate::sparse::{Context, RetainedTokens, caps};
+
+/// The parameter `budget` of [`TokenBudget`].
+pub const BUDGET: Param = Param::new("budget", "tokens that stay, for each list");
+/// The parameter `ratio` of [`TokenBudget`].
+pub const RATIO: Param =
+    Param::new("ratio", "instead of `budget`: share that is evicted, once, after the prompt")
+        .default_is("none");
+/// The parameter `sink` of [`Retention`].
+pub const SINK: Param = Param::new("sink", "first tokens that always stay");
+/// The parameter `recent` of [`Retention`].
+pub const RECENT: Param = Param::new("recent", "newest tokens that always stay");
 
 /// Reads a parameter that counts tokens or blocks: `least` to `u32::MAX`.
 pub fn count(reader: &mut Reader, key: &'static str, default: u64, least: u64) -> Result<u32> {

@@ -1,18 +1,13 @@
 //! `external`: the engine scores blocks, and the best are loaded. It serves learned gates and
 //! indexers that the engine runs itself.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `topk` | 16 | number of blocks |
-//! | `threshold` | none | instead: all blocks with a greater score |
-//! | `last` | 0 | this many last candidates are always among them |
-//!
 //! The engine gives one score for each candidate before a selection, in their order. Between equal
 //! scores the candidate that comes first is chosen. Scores serve one selection. Without scores all
 //! candidates are loaded, with or without a query.
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::sparse::eviction::count;
@@ -20,6 +15,14 @@ use crate::sparse::numbers::{check, grow, reserve};
 use crate::sparse::ranks::{Ranks, ascending};
 use crate::sparse::shape::check_layer;
 use crate::sparse::{Context, Granularity, Shape, Sparse, Stats, Traits, caps, needs};
+
+/// Parameters of `external`.
+pub const PARAMS: &[Param] = &[
+    Param::new("topk", "number of blocks that are loaded"),
+    Param::new("threshold", "instead of `topk`: load all blocks with a greater score")
+        .default_is("none"),
+    Param::new("last", "this many last candidates are always among them"),
+];
 
 /// Blocks by the engine's scores.
 #[derive(Clone, Debug)]

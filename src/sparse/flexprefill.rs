@@ -1,14 +1,6 @@
 //! `flexprefill`: each head chooses for each prompt how many columns and diagonals, or which
 //! blocks, it needs (Lai et al., ICLR'25).
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `block` | 128 | queries and keys of a block |
-//! | `gamma` | 0.9 | share of the attention to be covered; 1 = all |
-//! | `tau` | 0.1 | heads whose block estimate differs by less than this choose blocks |
-//! | `min_budget` | 0 | fewest columns and diagonals, in tokens; at least a block |
-//! | `max_budget` | 0 | most of them, in tokens; 0 = no limit |
-//!
 //! Let A be the attention of the last `block` queries, by key and by distance, each normalized to a
 //! sum of one. The mean of these queries and the mean of each block of keys, multiplied, scaled and
 //! put through softmax, estimate A by blocks.
@@ -29,6 +21,7 @@
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::fail;
 use crate::sparse::estimate::Estimate;
@@ -41,6 +34,15 @@ use crate::sparse::prefill_inputs::{PrefillInputs, each_head, not_finite, only_p
 use crate::sparse::ranks::Ranks;
 use crate::sparse::shape::Shape;
 use crate::sparse::{Granularity, Scope, Sparse, Traits, caps, needs};
+
+/// Parameters of `flexprefill`.
+pub const PARAMS: &[Param] = &[
+    Param::new("block", "queries and keys of a block"),
+    Param::new("gamma", "share of the attention to be covered; 1 = all"),
+    Param::new("tau", "heads whose block estimate differs by less than this choose blocks"),
+    Param::new("min_budget", "fewest columns and diagonals, in tokens; at least a block"),
+    Param::new("max_budget", "most columns and diagonals, in tokens; 0 = no limit"),
+];
 
 /// Divisor that turns a count of columns or diagonals into a count of blocks.
 const COUNT_BLOCK: usize = 128;

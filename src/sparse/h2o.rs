@@ -1,15 +1,6 @@
 //! `h2o`: retains the tokens that got the most attention so far, beside the first and the newest
 //! ones (Zhang et al., NeurIPS'23).
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `sink` | 4 | first tokens that stay |
-//! | `recent` | 256 | newest tokens that stay |
-//! | `budget` | 1024 | tokens between them that stay |
-//! | `heads` | each | `each`: every head of keys retains tokens of its own, by the attention of its group of query heads. `all`: one list a layer, by the attention of all heads. MLA latents have one row for all heads, so they require `all` |
-//! | `evict_every` | 1 | evict when this many tokens are too many; at most `sink + budget + recent + evict_every - 1` tokens stay |
-//! | `form` | token | `block`: evict whole blocks, by the sum of their scores; incomplete blocks and those with a first or newest token stay |
-//!
 //! With `form=block` at most `budget / block` blocks in between stay (at least one). The most that
 //! ever stays is `sink + budget + recent + evict_every - 1`, with each of the first three and the
 //! last rounded up to blocks, plus one block.
@@ -19,6 +10,7 @@
 //! (shared, pinned) to the lists before it confirms the eviction.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::sparse::eviction::{conflict, count};
 use crate::sparse::numbers::reserve;
@@ -28,6 +20,30 @@ use crate::sparse::{
     ALL_QUERIES, Context, Granularity, Kind, RetainedTokens, Scope, Shape, Sparse, Traits, caps,
     needs,
 };
+
+/// Parameters of `h2o`.
+pub const PARAMS: &[Param] = &[
+    Param::new("sink", "first tokens that stay"),
+    Param::new("recent", "newest tokens that stay"),
+    Param::new("budget", "tokens between them that stay"),
+    Param::new(
+        "heads",
+        "`each`: every head of keys retains tokens of its own, by the attention of its group of \
+         query heads. `all`: one list a layer, by the attention of all heads. MLA latents have one \
+         row for all heads, so they accept `all` only",
+    )
+    .default_is("`each`; with MLA latents `all`"),
+    Param::new(
+        "evict_every",
+        "evict when this many tokens are too many; at most `sink + budget + recent + evict_every - \
+         1` tokens stay",
+    ),
+    Param::new(
+        "form",
+        "`block`: evict whole blocks, by the sum of their scores; incomplete blocks and those with \
+         a first or newest token stay",
+    ),
+];
 
 /// Heavy hitters.
 #[derive(Clone, Debug)]

@@ -1,22 +1,32 @@
 //! `predict`: selects the blocks of a layer by the query of an earlier layer, so that they are
 //! loaded in time (the idea of InfiniGen, Lee et al., OSDI'24).
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `of` | quest | the policy that selects |
-//! | `ahead` | 1 | selections get the query of this many layers before, or a prediction of the layer's own query from it |
-//! | `audit` | false | when the layer's own query is known (`index`), count what it would have selected |
-//!
 //! The first `ahead` layers have no earlier query: all their blocks are loaded. Recall is the share
 //! of blocks wanted by the own queries that the earlier queries selected.
 
 use crate::attention::Rows;
+use crate::base::spec::describe::Param;
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::Result;
 use crate::sparse::eviction::conflict;
 use crate::sparse::numbers::{grow, reserve};
 use crate::sparse::registry::make;
 use crate::sparse::{Context, Index, RetainedTokens, Shape, Sparse, Stats, Traits, caps, needs};
+
+/// Parameters of `predict`.
+pub const PARAMS: &[Param] = &[
+    Param::new("of", "the policy that selects; it must select blocks by queries")
+        .default_is("`quest`"),
+    Param::new(
+        "ahead",
+        "selections get the query of this many layers before, or a prediction of the layer's own \
+         query from it",
+    ),
+    Param::new(
+        "audit",
+        "`true`: when the layer's own query is known (`index`), count what it would have selected",
+    ),
+];
 
 /// The last selection of a layer.
 #[derive(Clone, Debug, Default)]

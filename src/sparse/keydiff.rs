@@ -1,11 +1,5 @@
 //! `keydiff`: evicts the tokens whose keys are most similar to the others (Park et al., 2025).
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `budget` | 1024 | tokens that stay, for each head of keys |
-//! | `ratio` | none | instead: this share is evicted, once, after the prompt |
-//! | `sink`, `recent` | 0, 0 | first and newest tokens that always stay |
-//!
 //! The anchor of a head is the mean of its normalized keys. The token whose key has the smallest
 //! angle to the anchor is evicted. Only keys decide. Every angle changes when the anchor moves, and
 //! keys may be evicted by then. The policy therefore stores the directions of retained keys, in 16
@@ -13,12 +7,16 @@
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
-use crate::sparse::eviction::Retention;
+use crate::sparse::eviction::{self, Retention};
 use crate::sparse::lists::Lists;
 use crate::sparse::numbers::{check_rows, fill, grow, norm, reserve};
 use crate::sparse::token_scores::{TokenScores, compact};
 use crate::sparse::{Context, RetainedTokens, Scope, Shape, Sparse, Traits, needs};
+
+/// Parameters of `keydiff`.
+pub const PARAMS: &[Param] = &[eviction::BUDGET, eviction::RATIO, eviction::SINK, eviction::RECENT];
 
 /// Fixed-point scale of directions: the code of 1.
 const ONE: f32 = 32_767.0;

@@ -1,11 +1,5 @@
 //! `knorm`: evicts the tokens with the longest keys (Devoto et al., EMNLP'24).
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `budget` | 1024 | tokens that stay, for each head of keys |
-//! | `ratio` | none | instead: this share is evicted, once, after the prompt |
-//! | `sink`, `recent` | 0, 0 | first and newest tokens that always stay |
-//!
 //! Only keys decide, so blocks of keys may arrive when they are moved away. The norms of its keys
 //! are saved with a block, while none of its tokens is evicted; little-endian:
 //!
@@ -21,13 +15,17 @@
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::eviction::Retention;
+use crate::sparse::eviction::{self, Retention};
 use crate::sparse::numbers::{check_rows, fill, grow, norm, reserve};
 use crate::sparse::pages::BlockMap;
 use crate::sparse::token_scores::TokenScores;
 use crate::sparse::{Context, RetainedTokens, Scope, Shape, Sparse, Traits, needs};
+
+/// Parameters of `knorm`.
+pub const PARAMS: &[Param] = &[eviction::BUDGET, eviction::RATIO, eviction::SINK, eviction::RECENT];
 
 const MAGIC: [u8; 8] = *b"KVTN\x01\0\0\0";
 const HEAD_BYTES: usize = 16;

@@ -12,10 +12,15 @@
 //!   keeps B.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::sparse::Shape;
 use crate::sparse::eviction::TokenBudget;
 use crate::sparse::snapkv::{Budget, Form, Snapkv};
+
+/// Parameters of `pyramidkv`, beside those of `snapkv`.
+pub const PARAMS: &[Param] =
+    &[Param::new("beta", "divisor: how much less than the budget the last layer keeps")];
 
 /// Reads the parameters of `pyramidkv`.
 pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Snapkv> {

@@ -5,16 +5,6 @@
 //! least_d, q_d * greatest_d)`. Pages are selected by that bound. No attention is needed, so a page
 //! that was left out can be selected later.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `budget` | 2048 | tokens that a head sees: `max(3, budget / page)` pages |
-//! | `page` | 16 | tokens of a page; blocks are whole pages |
-//! | `dense` | 2 | this many first layers see all |
-//! | `last` | free | `always`: the newest page is always selected, as in the authors' kernels. `free`: it competes with the others, as in their reference |
-//! | `share` | none | `none`: each query head has its own pages, and blocks that any head needs are loaded. `bound`: all heads share the pages with the greatest mean bound |
-//! | `compat` | none | `fork`: as in an existing offloading engine. A page is a block; queries are averaged over their group, the greater of the two corner products counts, and the mean over heads of keys. That is no upper bound and misses pages that matter |
-//! | `topk`, `threshold` | 8, 4 | with `compat=fork`: select `topk` blocks if there are more than `threshold` |
-//!
 //! If there are no more pages than may be selected, all are. A block is loaded if one of its pages
 //! is selected, so the keys of `index` are a subset of the loaded ones.
 //!
@@ -23,6 +13,7 @@
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::sparse::eviction::{conflict, count};
@@ -34,6 +25,32 @@ use crate::sparse::ranks::{Ranks, ascending};
 use crate::sparse::{
     Context, Granularity, Index, Scope, Shape, Sparse, Stats, Traits, caps, needs,
 };
+
+/// Parameters of `quest`.
+pub const PARAMS: &[Param] = &[
+    Param::new("budget", "tokens that a head sees: `max(3, budget / page)` pages"),
+    Param::new("page", "tokens of a page; blocks are whole pages"),
+    Param::new("dense", "number of first layers that see all pages")
+        .default_is("2; 0 with `compat=fork`"),
+    Param::new(
+        "last",
+        "`always`: the newest page is always selected, as in the authors' kernels. `free`: it \
+         competes with the others, as in their reference",
+    ),
+    Param::new(
+        "share",
+        "`none`: each query head has its own pages, and blocks that any head needs are loaded. \
+         `bound`: all heads share the pages with the greatest mean bound",
+    ),
+    Param::new(
+        "compat",
+        "`fork`: as in an existing offloading engine. A page is a block; queries are averaged over \
+         their group, the greater of the two corner products counts, and the mean over heads of \
+         keys. That is no upper bound and misses pages that matter",
+    ),
+    Param::new("topk", "with `compat=fork` only: blocks that are selected"),
+    Param::new("threshold", "with `compat=fork` only: up to this many blocks, all are selected"),
+];
 
 /// Heads that share a list of pages, and how pages are scored for the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

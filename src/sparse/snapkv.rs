@@ -1,20 +1,12 @@
 //! `snapkv`: retains the tokens with the most attention of the last queries of the prompt (Li et
 //! al., NeurIPS'24). `pyramidkv` and `adakv` share this code.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `budget` | 1024 | tokens that stay, for each list, the window included |
-//! | `ratio` | none | instead: this share is evicted |
-//! | `window` | 64 | number of last queries that count; their tokens stay |
-//! | `kernel` | 5 | attention is pooled over this odd number of tokens; beyond the ends it is zero |
-//! | `pool` | avg | `max`: the maximum instead of the mean |
-//! | `form` | kvpress | `kvpress`: one list for each head of keys, by its whole group. `original`: one list for each query head, for engines that store repeated keys |
-//!
 //! The policy needs the attention of the last `window` queries of the prompt to each key (of all
 //! queries, if there are fewer). The last sums before the eviction count. It evicts once, after the
 //! prompt; if the prompt comes in parts, after the last part.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::fail;
 use crate::sparse::eviction::{TokenBudget, conflict};
@@ -22,6 +14,24 @@ use crate::sparse::numbers::{grow, reserve};
 use crate::sparse::ranks::Ranks;
 use crate::sparse::token_scores::{TokenScores, sum_rows};
 use crate::sparse::{Context, Kind, RetainedTokens, Scope, Shape, Sparse, Traits, caps, needs};
+
+/// Parameters of `snapkv`.
+pub const PARAMS: &[Param] = &[
+    Param::new("budget", "tokens that stay, for each list, the window included"),
+    Param::new("ratio", "instead of `budget`: the share of the tokens that is evicted")
+        .default_is("none"),
+    Param::new("window", "number of last queries that count; their tokens stay"),
+    Param::new(
+        "kernel",
+        "attention is pooled over this odd number of tokens; beyond the ends it is zero",
+    ),
+    Param::new("pool", "`avg`: pooled by the mean. `max`: by the maximum"),
+    Param::new(
+        "form",
+        "`kvpress`: one list for each head of keys, by its whole group. `original`: one list for \
+         each query head, for engines that store repeated keys",
+    ),
+];
 
 /// The published forms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

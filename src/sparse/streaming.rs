@@ -1,12 +1,6 @@
 //! `streaming`: the first tokens, which act as attention sinks, and the last (Xiao et al.,
 //! ICLR'24).
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `sinks` | 4 | first tokens that stay |
-//! | `recent` | 1020 | last tokens that stay, the query's own included |
-//! | `rotate` | false | keys are encoded by their place in the cache, not by their position in the text |
-//!
 //! A query sees the sinks and the `recent` positions that end with its own, in the prompt and in
 //! decode. In decode, all other tokens may be evicted: after the newest token is appended, `sinks +
 //! recent` stay.
@@ -17,6 +11,7 @@
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::sparse::index::{Context, Index, NO_QUERY};
@@ -25,6 +20,17 @@ use crate::sparse::lists::RetainedTokens;
 use crate::sparse::numbers::zeros;
 use crate::sparse::shape::Shape;
 use crate::sparse::{Sparse, Traits, caps, prefill_inputs};
+
+/// Parameters of `streaming`.
+pub const PARAMS: &[Param] = &[
+    Param::new("sinks", "first tokens that stay").limits_are("0 to the most tokens of a sequence"),
+    Param::new("recent", "last tokens that stay, the query's own included")
+        .limits_are("1 to the most tokens of a sequence"),
+    Param::new(
+        "rotate",
+        "keys are encoded by their place in the cache, not by their position in the text",
+    ),
+];
 
 /// Sinks and a window.
 #[derive(Clone)]

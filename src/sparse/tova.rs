@@ -1,21 +1,26 @@
 //! `tova`: evicts the token with the least attention of the newest query (Oren et al., EMNLP'24).
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `budget` | 1024 | tokens that stay |
-//! | `ratio` | none | instead: this share is evicted, once, after the prompt |
-//! | `newest` | kept | `free`: the newest token may be evicted, too, as first published |
-//!
 //! The attention of the last query, averaged over all heads, decides for a whole layer; earlier
 //! attention does not count. The policy takes the sums of one query at a time: of the last query of
 //! the prompt, then of each. Tokens without attention so far stay.
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::fail;
-use crate::sparse::eviction::Retention;
+use crate::sparse::eviction::{self, Retention};
 use crate::sparse::token_scores::{TokenScores, sum_rows};
 use crate::sparse::{Context, RetainedTokens, Shape, Sparse, Traits, needs};
+
+/// Parameters of `tova`.
+pub const PARAMS: &[Param] = &[
+    eviction::BUDGET,
+    eviction::RATIO,
+    Param::new(
+        "newest",
+        "`kept`: the newest token stays. `free`: it may be evicted too, as first published",
+    ),
+];
 
 /// Attention of the newest query.
 #[derive(Clone, Debug)]

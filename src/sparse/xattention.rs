@@ -1,13 +1,6 @@
 //! `xattention`: blocks of keys whose share of the attention, estimated from its
 //! antidiagonals, reaches a threshold (Xu et al., ICML'25).
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `block` | 128 | queries and keys of a block; a multiple of `stride` |
-//! | `stride` | 8 | rows that form one long row |
-//! | `tau` | 0.9 | share of the estimated attention to be reached; 1 = all |
-//! | `compat` | false | behave as the published code in the first 16384 tokens: see below |
-//!
 //! Each `stride` keys form one long row, each `stride` queries another in reverse order; rows that
 //! are missing at an end count as zeros. The products of long rows, times the scale, divided by
 //! `stride`, go through softmax over the long rows of keys that do not begin behind the long row of
@@ -23,6 +16,7 @@ use std::ops::Range;
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::fail;
 use crate::sparse::index::{Context, Index};
@@ -33,6 +27,14 @@ use crate::sparse::prefill_inputs::{PrefillInputs, each_head, not_finite, only_p
 use crate::sparse::ranks::Ranks;
 use crate::sparse::shape::Shape;
 use crate::sparse::{Granularity, Scope, Sparse, Traits, caps, needs};
+
+/// Parameters of `xattention`.
+pub const PARAMS: &[Param] = &[
+    Param::new("block", "queries and keys of a block; a multiple of `stride`"),
+    Param::new("stride", "rows that form one long row"),
+    Param::new("tau", "share of the estimated attention to be reached; 1 = all"),
+    Param::new("compat", "`true`: behave as the published code in the first 16,384 tokens"),
+];
 
 /// Long rows of keys that are read at once.
 const TILE: usize = 32;

@@ -2,22 +2,34 @@
 //! that is never requested again takes the space of KV that is. Every rejection is counted by its
 //! reason.
 //!
-//! | spec | meaning |
-//! |---|---|
-//! | `all` | everything |
-//! | `none` | nothing |
-//! | `select` | what passes every rule below |
-//!
-//! | parameter of `select` | default | meaning |
-//! |---|---|---|
-//! | `hits` | 1 | least number of uses since its insertion |
-//! | `priority` | 0 | class of its session, at least |
-//! | `min_bytes`, `max_bytes` | 0, 1TiB | its size |
-//! | `free` | 25% | as long as so much of the tier is free, `hits` is not required: an empty disk is of no use |
-//! | `wear` | 0B | bytes a day that may be written, saved up for a day; 0: as many as there are |
+//! [`RULES`] lists the specs.
 
+use crate::base::spec::describe::{Description, Param};
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::Result;
+
+/// Names of the rules, with their meaning.
+const RULES: [(&str, &str); 3] = [
+    ("all", "admits every chunk"),
+    ("none", "admits no chunk"),
+    ("select", "admits the chunks that pass every rule"),
+];
+
+/// Parameters of `select`.
+const PARAMS: &[Param] = &[
+    Param::new("hits", "least number of uses since the chunk was inserted"),
+    Param::new("priority", "least priority class of the session"),
+    Param::new("min_bytes", "least size of the chunk"),
+    Param::new("max_bytes", "greatest size of the chunk"),
+    Param::new(
+        "free",
+        "`hits` is not required while this share of the tier is free: an empty disk is of no use",
+    ),
+    Param::new(
+        "wear",
+        "bytes a day that may be written; what is not used is saved up for a day. 0 = no limit",
+    ),
+];
 
 /// Why a candidate was rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,6 +79,37 @@ enum Mode {
     Select(Rules),
 }
 
+fn read_mode(spec: &Spec, reader: &mut Reader) -> Result<Mode> {
+    Ok(match spec.name.as_str() {
+        "all" => Mode::All,
+        "none" => Mode::None,
+        "select" => Mode::Select(Rules {
+            hits: reader.u64("hits", 1, 0..=u64::from(u32::MAX))? as u32,
+            priority: reader.u64("priority", 0, 0..=2)? as u8,
+            min_bytes: reader.bytes("min_bytes", 0)?,
+            max_bytes: reader.bytes("max_bytes", 1 << 40)?,
+            free: reader.f64("free", 0.25, 0.0..=1.0)?,
+            wear_bytes: reader.bytes("wear", 0)?,
+        }),
+        _ => return Err(spec.unknown_name(&RULES.map(|(name, _)| name))),
+    })
+}
+
+/// All rules with their parameters, for the manual.
+pub fn describe() -> Result<Vec<Description>> {
+    let mut out = Vec::new();
+    for (name, about) in RULES {
+        let spec = Spec::parse(name)?;
+        let mut reader = Reader::recording(&spec);
+        let params = match read_mode(&spec, &mut reader)? {
+            Mode::Select(_) => PARAMS,
+            _ => &[],
+        };
+        out.push(Description::new(name, about, params, reader.recorded())?);
+    }
+    Ok(out)
+}
+
 /// An admission rule with its counters.
 pub struct Admission {
     mode: Mode,
@@ -83,19 +126,7 @@ impl Admission {
     pub fn open(text: &str, now_ns: u64) -> Result<Admission> {
         let spec = Spec::parse(text)?;
         let mut reader = Reader::new(&spec);
-        let mode = match spec.name.as_str() {
-            "all" => Mode::All,
-            "none" => Mode::None,
-            "select" => Mode::Select(Rules {
-                hits: reader.u64("hits", 1, 0..=u64::from(u32::MAX))? as u32,
-                priority: reader.u64("priority", 0, 0..=2)? as u8,
-                min_bytes: reader.bytes("min_bytes", 0)?,
-                max_bytes: reader.bytes("max_bytes", 1 << 40)?,
-                free: reader.f64("free", 0.25, 0.0..=1.0)?,
-                wear_bytes: reader.bytes("wear", 0)?,
-            }),
-            _ => return Err(spec.unknown_name(&["all", "none", "select"])),
-        };
+        let mode = read_mode(&spec, &mut reader)?;
         reader.finish()?;
         let saved_bytes =
             if let Mode::Select(rules) = mode { rules.wear_bytes as f64 } else { 0.0 };

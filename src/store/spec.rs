@@ -1,99 +1,13 @@
 //! The spec string of a store, for C callers and for the tool.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `host` | 1GiB | most bytes of cells in memory |
-//! | `disk` | none | `disk(path="...", bytes=...)`: the disk tier |
-//! | `remote` | none | `redis(url="...")`, `dir(path="...")`, `custom()`: a remote that engines share, see below |
-//! | `device` | none | `device(capacity=...)`: copies in device memory; needs a device with memory of its own |
-//! | `policy` | `horizon` | eviction policy of host memory |
-//! | `disk_policy` | `lru` | eviction policy of the disk |
-//! | `granularity` | `chunk` | what policies choose among: `chunk`; `cell`: late layers are evicted before early ones; `session`: chunks that a session used last are evicted together |
-//! | `drop` | `chunk` | a chunk evicted from the last tier is dropped with all its layers; `cell` (with `granularity=cell`): cell by cell |
-//! | `write` | `behind` | `behind`: to disk in the background, a bounded time after a put has ended; `through`: as soon as it has ended; `back`: when its memory is needed; `never`: only if the put's level requires it |
-//! | `codec` | `none` | `lz4`: cells are smaller on disk, and lose nothing; a namespace's recipe may say otherwise, also `int8` (see `docs/keys.md`) |
-//! | `admission` | `all` | which chunks may be written to disk: `all`, `none`, `select(...)` |
-//! | `high`, `low` | 0.97, 0.92 | share of a tier at which room is made ahead of need, and at which that ends |
-//! | `chunks` | 1048576 | most chunks, of all namespaces |
-//! | `forget` | false | chunks on disk may be forgotten that are more than `chunks`, where that was larger before |
-//! | `sessions` | 65536 | most sessions at once |
-//! | `transfers`, `cells` | 16384, 65536 | most transfers in flight, and their cells |
-//! | `events` | 16384 | events that are kept for readers |
-//! | `copiers`, `readers` | 0, 2 | threads that copy (0: as many as cores, at most 4), and that read the disk |
-//! | `control` | none | `"path"` of a local socket at which the tool can look at the store and change it |
-//!
-//! | parameter of `behind` | default | meaning |
-//! |---|---|---|
-//! | `age` | 1s | how old a chunk may become that is in memory only, as far as the disk keeps up |
-//! | `bytes` | an eighth of `host` | when more bytes than this wait to be written, the oldest are written at once |
-//!
-//! | parameter of `disk` | default | meaning |
-//! |---|---|---|
-//! | `path` | | the directory; it is made if it is not there |
-//! | `bytes` | | most bytes of all its files |
-//! | `segment` | one part in 1,024 of `bytes`, 8 to 64 MiB | bytes of a segment |
-//! | `buffered` | false | through the page cache |
-//! | `uring` | true | io_uring where it works |
-//!
-//! | parameter of `device` | default | meaning |
-//! |---|---|---|
-//! | `capacity` | | most bytes of device memory |
-//! | `policy` | `s3fifo` | its eviction policy |
-//! | `admission` | `all` | which chunks may enter: `all`, `none`, `select(...)` |
-//!
-//! # Remotes
-//!
-//! | remote | |
-//! |---|---|
-//! | `redis(url="redis://host:6379", ...)` | a Redis or Valkey server |
-//! | `s3(url="https://host", bucket="...", ...)` | a bucket of S3 or of a compatible server |
-//! | `dir(path="...", ...)` | a directory that machines share |
-//! | `custom(...)` | the engine's own backend, given beside the spec |
-//! | `none` | |
-//!
-//! | parameter of all | default | meaning |
-//! |---|---|---|
-//! | `prefix` | `kvt` | prefix of all object names |
-//! | `object` | as the backend prefers | bytes up to which layers of a chunk share an object |
-//! | `write` | `through` | `through`: uploaded when a put has ended; `back`: when evicted from memory; `never`: only if the put's level requires it |
-//! | `admission` | `all` | what is uploaded: `all`, `none`, `select(...)` |
-//! | `timeout` | 250, 2000 with S3 | milliseconds for a request, and one more for every 16 KiB that it moves |
-//! | `connect` | 1000 | milliseconds until a connection is usable |
-//! | `lookup` | `append` | `append`: sessions look up the remote as soon as they have tokens; `fetch`: and fetch what arrives sooner than it is computed; `explicit`: only by `kvt_session_remote_lookup` |
-//! | `fresh`, `absent` | 60000, 5000 | milliseconds for which an answer is valid: present, absent |
-//! | `known` | 65536 | names of which the answer is remembered |
-//! | `fetchers`, `uploaders` | 2, 1 | threads |
-//! | `require` | false | an unreachable remote fails the opening of the store |
-//! | `ca`, `insecure` | none, false | with TLS: a file of authorities (PEM), default the system's; `insecure` disables certificate verification |
-//! | `cert`, `cert_key` | none, as `cert` | files (PEM) of a client certificate and its key |
-//!
-//! | parameter of `redis` | default | meaning |
-//! |---|---|---|
-//! | `url` | | `redis://[user@]host[:port][/db]`, several hosts of a cluster separated by commas; `rediss://` with TLS |
-//! | `user` | none | user name, unless the URL has one |
-//! | `cluster` | false | the server is a cluster |
-//! | `replicas` | `never` | `read`: replicas of the servers are read, too |
-//! | `ttl` | 0 | seconds until objects expire; 0: the server evicts |
-//! | `wait` | 0 | replicas that must have an object before an upload completes |
-//! | `events` | none | events are published in the stream `prefix/events`, under this name of the engine |
-//! | `events_kept` | 10000 | approximate number of entries kept there, each of up to 256 events |
-//!
-//! | parameter of `s3` | default | meaning |
-//! |---|---|---|
-//! | `url`, `bucket` | | the endpoint without the bucket, and the bucket |
-//! | `region` | `us-east-1` | region for signatures |
-//! | `style` | `path` | address style: `path` or `virtual` |
-//! | `connections` | 4 | of each thread |
-//!
-//! | parameter of `dir` | default | meaning |
-//! |---|---|---|
-//! | `path` | | an existing directory |
-//! | `fsync` | false | an upload completes when the object is on the server's disk |
+//! The tables [`PARAMS`] and those below it list the parameters; [`describe`] adds types, defaults and
+//! limits, for the manual.
 //!
 //! Passwords are not part of a spec, which anyone may be shown. They are given beside it as secrets: `password` of Redis;
 //! `s3.key`, `s3.secret` and `s3.token` of S3; and `seal`, which encrypts objects and keys their names.
 
 use crate::base::clock::Clock;
+use crate::base::spec::describe::{self, Description, Param, Recorded};
 use crate::base::spec::{Arg, Reader, Spec, Value};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
@@ -112,6 +26,187 @@ use crate::tier::remote::secret::Secret;
 use crate::tier::remote::shape::{MAX_OBJECT_BYTES, MIN_OBJECT_BYTES};
 use crate::tier::remote::{Publish, Remote, Server};
 use std::path::PathBuf;
+
+/// Parameters of `store`.
+const PARAMS: &[Param] = &[
+    Param::new("host", "limit of cells in host memory"),
+    Param::new("disk", "the disk tier: `disk(...)` or `none`").default_is("`none`"),
+    Param::new(
+        "remote",
+        "the remote tier: `redis(...)`, `s3(...)`, `dir(...)`, `custom(...)` or `none`",
+    )
+    .default_is("`none`"),
+    Param::new(
+        "device",
+        "the device tier: `device(...)` or `none`; needs a device with memory of its own",
+    )
+    .default_is("`none`"),
+    Param::new("policy", "eviction policy of host memory").default_is("`horizon`"),
+    Param::new("disk_policy", "eviction policy of the disk").default_is("`lru`"),
+    Param::new(
+        "granularity",
+        "what policies choose among. `chunk`: chunks. `cell`: cells, late layers before early ones. \
+         `session`: chunks that a session used last are evicted together",
+    ),
+    Param::new(
+        "drop",
+        "`chunk`: a chunk evicted from the last tier is dropped with all its layers. `cell`, only \
+         with `granularity=cell`: cell by cell",
+    ),
+    Param::new(
+        "write",
+        "when chunks are written to disk: `behind(...)`, `through`, `back`, `never`",
+    )
+    .default_is("`behind`"),
+    Param::new(
+        "codec",
+        "encoding of cells on disk. `lz4`: smaller, without loss. The recipe of a namespace takes \
+         precedence, and may also name `int8`",
+    ),
+    Param::new("admission", "which chunks may be written to disk: `all`, `none`, `select(...)`")
+        .default_is("`all`"),
+    Param::new("high", "share of a tier at which eviction begins"),
+    Param::new("low", "share of a tier at which eviction ends"),
+    Param::new("chunks", "most chunks, of all namespaces"),
+    Param::new(
+        "forget",
+        "`true`: an opening with fewer `chunks` than before may drop chunks from disk for good. \
+         `false`: it fails if there are more",
+    ),
+    Param::new("sessions", "most sessions at once"),
+    Param::new("transfers", "most transfers in flight"),
+    Param::new("cells", "most cells of transfers in flight"),
+    Param::new("events", "events that are kept for readers"),
+    Param::new("copiers", "threads that copy; 0 = as many as cores, at most 4"),
+    Param::new("readers", "threads that read the disk"),
+    Param::new("control", "path of the control socket").default_is("none"),
+];
+
+/// The write modes with their meaning.
+const WRITES: [(&str, &str); 4] = [
+    ("behind", "in the background, a bounded time after the put"),
+    ("through", "as soon as the put has ended"),
+    ("back", "when the memory is needed"),
+    ("never", "only if the level of the put requires it"),
+];
+
+/// Parameters of `behind`.
+const BEHIND_PARAMS: &[Param] = &[
+    Param::new("age", "age at which a chunk is written, as far as the disk keeps up"),
+    Param::new("bytes", "when more bytes than this wait to be written, the oldest are written")
+        .default_is("an eighth of `host`"),
+];
+
+/// Parameters of `disk`.
+const DISK_PARAMS: &[Param] = &[
+    Param::new("path", "the directory; it is created if it does not exist").default_is("required"),
+    Param::new("bytes", "limit of all files").default_is("required"),
+    Param::new("segment", "bytes of a segment").default_is("`bytes` / 1024, 8MiB to 64MiB"),
+    Param::new("buffered", "`true`: files are read and written through the page cache"),
+    Param::new("uring", "`true`: io_uring, where it works. `false`: threads"),
+];
+
+/// Parameters of `device`.
+const DEVICE_PARAMS: &[Param] = &[
+    Param::new("capacity", "limit of device memory").default_is("required"),
+    Param::new("policy", "its eviction policy").default_is("`s3fifo`"),
+    Param::new("admission", "which chunks may enter: `all`, `none`, `select(...)`")
+        .default_is("`all`"),
+];
+
+/// Parameters that every remote has.
+const REMOTE_PARAMS: &[Param] = &[
+    Param::new("prefix", "prefix of all object names").default_is("`kvt`"),
+    Param::new("object", "size up to which layers of a chunk share an object")
+        .default_is("as the backend prefers")
+        .limits_are("4KiB to 128MiB"),
+    Param::new(
+        "write",
+        "`through`: a chunk is uploaded when the put has ended. `back`: when the chunk is evicted \
+         from memory. `never`: only if the level of the put requires it",
+    ),
+    Param::new("admission", "which chunks are uploaded: `all`, `none`, `select(...)`")
+        .default_is("`all`"),
+    Param::new(
+        "timeout",
+        "milliseconds for a request, and one more for every 16 KiB that it moves",
+    )
+    .default_is("250; 2000 with `s3`"),
+    Param::new("connect", "milliseconds until a connection is usable"),
+    Param::new(
+        "lookup",
+        "`append`: sessions look up the remote as soon as they have tokens. `fetch`: they also fetch \
+         what arrives sooner than it is computed. `explicit`: only `kvt_session_remote_lookup` does",
+    ),
+    Param::new("fresh", "milliseconds for which the answer \"present\" is valid"),
+    Param::new("absent", "milliseconds for which the answer \"absent\" is valid"),
+    Param::new("known", "names of which the answer is remembered"),
+    Param::new("fetchers", "threads that fetch"),
+    Param::new("uploaders", "threads that upload"),
+    Param::new("require", "`true`: an unreachable remote fails the opening of the store"),
+    Param::new("ca", "with TLS: file of certificate authorities (PEM)")
+        .default_is("those of the system"),
+    Param::new("insecure", "with TLS: `true` disables the verification of certificates"),
+    Param::new("cert", "with TLS: file of a client certificate (PEM)").default_is("none"),
+    Param::new("cert_key", "with TLS: file of its key (PEM)").default_is("as `cert`"),
+];
+
+/// The remotes: name, meaning, own parameters, and a spec that reads all of them.
+const REMOTES: [(&str, &str, &[Param], &str); 4] = [
+    (
+        "redis",
+        "a server of Redis or Valkey, or a cluster",
+        REDIS_PARAMS,
+        "redis(url=\"redis://h\")",
+    ),
+    (
+        "s3",
+        "a bucket of S3 or of a compatible server",
+        S3_PARAMS,
+        "s3(url=\"https://h\",bucket=\"b\")",
+    ),
+    ("dir", "a directory that machines share", DIR_PARAMS, "dir(path=\"d\")"),
+    ("custom", "the caller's own backend, which is given beside the spec", &[], "custom"),
+];
+
+/// Parameters of `redis`.
+const REDIS_PARAMS: &[Param] = &[
+    Param::new(
+        "url",
+        "`redis://[user@]host[:port][/db]`; with TLS `rediss://`; several hosts of a cluster are \
+         separated by commas",
+    )
+    .default_is("required"),
+    Param::new("user", "user name, unless the URL has one").default_is("none"),
+    Param::new("cluster", "`true`: the server is a cluster"),
+    Param::new("replicas", "`read`: replicas of the servers are read too"),
+    Param::new("ttl", "seconds until objects expire; 0 = the server evicts"),
+    Param::new("wait", "replicas that must have an object before its upload completes"),
+    Param::new(
+        "events",
+        "publish events in the stream `PREFIX/events`, under this name of the engine",
+    )
+    .default_is("none"),
+    Param::new(
+        "events_kept",
+        "approximate number of entries in that stream; an entry has up to 256 events",
+    ),
+];
+
+/// Parameters of `s3`.
+const S3_PARAMS: &[Param] = &[
+    Param::new("url", "the endpoint, without the bucket").default_is("required"),
+    Param::new("bucket", "the bucket").default_is("required"),
+    Param::new("region", "region for signatures").default_is("`us-east-1`"),
+    Param::new("style", "where the address has the bucket: in the `path`, or as a `virtual` host"),
+    Param::new("connections", "connections of each thread"),
+];
+
+/// Parameters of `dir`.
+const DIR_PARAMS: &[Param] = &[
+    Param::new("path", "an existing directory").default_is("required"),
+    Param::new("fsync", "`true`: an upload completes when the object is on the server's disk"),
+];
 
 /// The disk tier of a spec.
 #[derive(Clone, Debug)]
@@ -177,6 +272,12 @@ impl StoreSpec {
             return Err(spec.unknown_name(&["store"]));
         }
         let mut reader = Reader::new(spec);
+        let store = StoreSpec::read_params(&mut reader)?;
+        reader.finish()?;
+        Ok(store)
+    }
+
+    fn read_params(reader: &mut Reader) -> Result<StoreSpec> {
         let usual = Config::default();
         let granularity = reader.choice("granularity", &["chunk", "cell", "session"])?;
         let drops = reader.choice("drop", &["chunk", "cell"])?;
@@ -190,8 +291,8 @@ impl StoreSpec {
                 Some(device) => read_device(device)?,
                 None => DeviceConfig::default(),
             },
-            host_policy: policy(&mut reader, "policy", &usual.host_policy)?,
-            disk_policy: policy(&mut reader, "disk_policy", &usual.disk_policy)?,
+            host_policy: policy(reader, "policy", &usual.host_policy)?,
+            disk_policy: policy(reader, "disk_policy", &usual.disk_policy)?,
             granularity: match granularity {
                 Some(1) => Granularity::Cell,
                 Some(2) => Granularity::Session,
@@ -201,7 +302,7 @@ impl StoreSpec {
             write,
             write_age_ns,
             unwritten_bytes,
-            admission: written(&mut reader, "admission", &usual.admission)?,
+            admission: written(reader, "admission", &usual.admission)?,
             // A lossy codec belongs into the recipe of a namespace, not into the spec of a store.
             codec: match reader.choice("codec", &["none", "lz4"])? {
                 Some(1) => Codec::Lz4,
@@ -230,7 +331,6 @@ impl StoreSpec {
             Some(remote) => RemoteSpec::read(remote)?,
             None => None,
         };
-        reader.finish()?;
         let (secrets, custom_remote) = (Secrets::default(), None);
         Ok(StoreSpec { config, disk, remote, secrets, custom_remote, copiers, readers, control })
     }
@@ -256,16 +356,21 @@ fn read_write(spec: &Spec, usual: &Config) -> Result<(Write, u64, u64)> {
         "through" => Write::Through,
         "back" => Write::Back,
         "never" => Write::Never,
-        _ => return Err(spec.unknown_name(&["behind", "through", "back", "never"])),
+        _ => return Err(spec.unknown_name(&WRITES.map(|(name, _)| name))),
     };
     let mut reader = Reader::new(spec);
     let (mut age_ns, mut bytes) = (usual.write_age_ns, usual.unwritten_bytes);
     if write == Write::Behind {
-        age_ns = reader.duration_ns("age", age_ns)?;
-        bytes = reader.bytes("bytes", bytes)?;
+        (age_ns, bytes) = read_behind(&mut reader, usual)?;
     }
     reader.finish()?;
     Ok((write, age_ns, bytes))
+}
+
+/// Age and limit of what waits to be written.
+fn read_behind(reader: &mut Reader, usual: &Config) -> Result<(u64, u64)> {
+    let age_ns = reader.duration_ns("age", usual.write_age_ns)?;
+    Ok((age_ns, reader.bytes("bytes", usual.unwritten_bytes)?))
 }
 
 fn read_device(spec: &Spec) -> Result<DeviceConfig> {
@@ -276,14 +381,20 @@ fn read_device(spec: &Spec) -> Result<DeviceConfig> {
         _ => return Err(spec.unknown_name(&["device", "none"])),
     }
     let mut reader = Reader::new(spec);
-    let bytes = reader.bytes("capacity", 0)?;
-    let policy = policy(&mut reader, "policy", &usual.policy)?;
-    let admission = written(&mut reader, "admission", &usual.admission)?;
+    let device = read_device_params(&mut reader, &usual)?;
     reader.finish()?;
-    if bytes == 0 {
+    if device.bytes == 0 {
         fail!(Spec, "device(...) needs capacity=...: most bytes of device memory");
     }
-    Ok(DeviceConfig { bytes, policy, admission })
+    Ok(device)
+}
+
+fn read_device_params(reader: &mut Reader, usual: &DeviceConfig) -> Result<DeviceConfig> {
+    Ok(DeviceConfig {
+        bytes: reader.bytes("capacity", 0)?,
+        policy: policy(reader, "policy", &usual.policy)?,
+        admission: written(reader, "admission", &usual.admission)?,
+    })
 }
 
 fn read_disk(spec: &Spec) -> Result<Option<DiskSpec>> {
@@ -293,20 +404,85 @@ fn read_disk(spec: &Spec) -> Result<Option<DiskSpec>> {
         _ => return Err(spec.unknown_name(&["disk", "none"])),
     }
     let mut reader = Reader::new(spec);
-    let path = reader.text("path")?.map(PathBuf::from);
-    let bytes = reader.bytes("bytes", 0)?;
-    let segment_bytes = reader.bytes("segment", 0)?;
-    let buffered = reader.bool("buffered", false)?;
-    let no_uring = !reader.bool("uring", true)?;
+    let disk = read_disk_params(&mut reader)?;
     reader.finish()?;
-    let Some(path) = path.filter(|path| !path.as_os_str().is_empty()) else {
+    if disk.path.as_os_str().is_empty() {
         fail!(Spec, "disk(...) needs path=\"...\": the directory of the disk tier");
-    };
-    if bytes == 0 {
+    }
+    if disk.bytes == 0 {
         fail!(Spec, "disk(...) needs bytes=...: most bytes of all its files");
     }
-    let files = RealOpts { buffered, no_uring, ..RealOpts::default() };
-    Ok(Some(DiskSpec { path, bytes, segment_bytes, files }))
+    Ok(Some(disk))
+}
+
+fn read_disk_params(reader: &mut Reader) -> Result<DiskSpec> {
+    Ok(DiskSpec {
+        path: reader.text("path")?.map(PathBuf::from).unwrap_or_default(),
+        bytes: reader.bytes("bytes", 0)?,
+        segment_bytes: reader.bytes("segment", 0)?,
+        files: RealOpts {
+            buffered: reader.bool("buffered", false)?,
+            no_uring: !reader.bool("uring", true)?,
+            ..RealOpts::default()
+        },
+    })
+}
+
+// ---------- descriptions
+
+/// Specs of stores with their parameters, for the manual.
+pub struct Descriptions {
+    /// `store`.
+    pub store: Description,
+    /// The write modes.
+    pub writes: Vec<Description>,
+    /// `disk`.
+    pub disk: Description,
+    /// `device`.
+    pub device: Description,
+    /// The remotes with their own parameters.
+    pub remotes: Vec<Description>,
+    /// Parameters that every remote has.
+    pub every_remote: Vec<describe::Row>,
+}
+
+/// Describes the specs of stores by what their parsers read.
+pub fn describe() -> Result<Descriptions> {
+    let none = Spec::parse("none")?;
+    let recorded = |read: &dyn Fn(&mut Reader) -> Result<()>| {
+        let mut reader = Reader::recording(&none);
+        read(&mut reader).map(|()| reader.recorded())
+    };
+    let store = recorded(&|reader| StoreSpec::read_params(reader).map(drop))?;
+    let behind = recorded(&|reader| read_behind(reader, &Config::default()).map(drop))?;
+    let disk = recorded(&|reader| read_disk_params(reader).map(drop))?;
+    let usual = DeviceConfig::default();
+    let device = recorded(&|reader| read_device_params(reader, &usual).map(drop))?;
+    let mut writes = Vec::new();
+    for (name, about) in WRITES {
+        let is_behind = name == "behind";
+        let (params, recorded) =
+            if is_behind { (BEHIND_PARAMS, behind.clone()) } else { (&[][..], Vec::new()) };
+        writes.push(Description::new(name, about, params, recorded)?);
+    }
+    let (mut remotes, mut common) = (Vec::new(), Vec::new());
+    for (name, about, params, complete) in REMOTES {
+        let spec = Spec::parse(complete)?;
+        let mut reader = Reader::recording(&spec);
+        RemoteSpec::read_params(&spec, &mut reader)?;
+        let is_own = |read: &Recorded| params.iter().any(|param| param.key == read.key);
+        let (own, rest) = reader.recorded().into_iter().partition(is_own);
+        remotes.push(Description::new(name, about, params, own)?);
+        common.push(rest);
+    }
+    Ok(Descriptions {
+        store: Description::new("store", "a store with its tiers", PARAMS, store)?,
+        writes,
+        disk: Description::new("disk", "the disk tier", DISK_PARAMS, disk)?,
+        device: Description::new("device", "replicas in device memory", DEVICE_PARAMS, device)?,
+        remotes,
+        every_remote: describe::rows("remote", &[REMOTE_PARAMS], &common)?,
+    })
 }
 
 // ---------- fields
@@ -486,9 +662,13 @@ impl RemoteSpec {
     /// Parses a remote; `None` for `none`.
     pub fn read(spec: &Spec) -> Result<Option<RemoteSpec>> {
         let mut reader = Reader::new(spec);
-        let Some(kind) = read_kind(spec, &mut reader)? else {
-            return reader.finish().map(|()| None);
-        };
+        let remote = RemoteSpec::read_params(spec, &mut reader)?;
+        reader.finish()?;
+        Ok(remote)
+    }
+
+    fn read_params(spec: &Spec, reader: &mut Reader) -> Result<Option<RemoteSpec>> {
+        let Some(kind) = read_kind(spec, reader)? else { return Ok(None) };
         let tls = TlsOpts {
             ca: reader.text("ca")?.map(PathBuf::from),
             insecure: reader.bool("insecure", false)?,
@@ -531,7 +711,6 @@ impl RemoteSpec {
         let (fetchers, senders) =
             (reader.u64("fetchers", 2, 1..=64)? as u32, reader.u64("uploaders", 1, 1..=64)? as u32);
         let require = reader.bool("require", false)?;
-        reader.finish()?;
         let prefix = Prefix::new(prefix.unwrap_or("kvt"))?;
         Ok(Some(RemoteSpec {
             kind,
@@ -807,6 +986,25 @@ fn seal(_: Box<dyn Remote>, _: &crate::tier::remote::secret::Secret) -> Result<A
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_parameter_is_described() {
+        let all = describe().expect("complete tables");
+        assert_eq!(all.remotes.len(), REMOTES.len());
+        let object = all.every_remote.iter().find(|row| row.key == "object").expect("one");
+        let limits = [MIN_OBJECT_BYTES, MAX_OBJECT_BYTES].map(describe::bytes).join(" to ");
+        assert_eq!(object.limits, limits);
+        let (usual, device) = (Config::default(), DeviceConfig::default());
+        let words = |rows: &[describe::Row], key: &str| {
+            rows.iter().find(|row| row.key == key).expect("one").default.replace('`', "")
+        };
+        assert_eq!(words(&all.store.rows, "policy"), usual.host_policy);
+        assert_eq!(words(&all.store.rows, "disk_policy"), usual.disk_policy);
+        assert_eq!(words(&all.store.rows, "admission"), usual.admission);
+        assert_eq!(words(&all.device.rows, "policy"), device.policy);
+        assert_eq!(words(&all.device.rows, "admission"), device.admission);
+        assert_eq!(words(&all.every_remote, "admission"), RemoteConfig::default().admission);
+    }
 
     #[test]
     fn store_specs_are_parsed_and_invalid_ones_rejected() {

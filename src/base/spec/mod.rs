@@ -11,6 +11,7 @@
 //! `B KiB MiB GiB TiB KB MB GB TB`, `ns us ms s m h d`. `true`, `false` and words are specs
 //! without arguments.
 
+pub mod describe;
 mod reader;
 
 use std::fmt;

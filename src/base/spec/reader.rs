@@ -2,6 +2,7 @@
 
 use std::ops::RangeInclusive;
 
+use crate::base::spec::describe::{self, Recorded};
 use crate::base::spec::{Arg, Dimension, Spec, UNITS, Value, scale, unknown};
 use crate::base::status::{Error, Result, Status};
 
@@ -9,12 +10,32 @@ use crate::base::status::{Error, Result, Status};
 pub struct Reader<'a> {
     spec: &'a Spec,
     known: Vec<&'static str>,
+    /// What was asked for, if that is recorded.
+    recorded: Option<Vec<Recorded>>,
 }
 
 impl<'a> Reader<'a> {
     /// A reader of `spec`.
     pub fn new(spec: &'a Spec) -> Reader<'a> {
-        Reader { spec, known: Vec::new() }
+        Reader { spec, known: Vec::new(), recorded: None }
+    }
+
+    /// A reader that records what it is asked for.
+    pub fn recording(spec: &'a Spec) -> Reader<'a> {
+        Reader { recorded: Some(Vec::new()), ..Reader::new(spec) }
+    }
+
+    /// What a recording reader was asked for, in this order.
+    pub fn recorded(self) -> Vec<Recorded> {
+        self.recorded.unwrap_or_default()
+    }
+
+    /// Records a parameter, unless it is recorded already.
+    fn record(&mut self, key: &'static str, recorded: impl FnOnce() -> Recorded) {
+        let Some(all) = &mut self.recorded else { return };
+        if all.iter().all(|one| one.key != key) {
+            all.push(recorded());
+        }
     }
 
     fn find(&mut self, key: &'static str) -> Option<&'a Arg> {
@@ -47,6 +68,7 @@ impl<'a> Reader<'a> {
         default: f64,
         range: RangeInclusive<f64>,
     ) -> Result<f64> {
+        self.record(key, || Recorded::number(key, default, &range));
         let Some((n, offset)) = self.scaled(key, Some(Dimension::Ratio))? else {
             return Ok(default);
         };
@@ -65,6 +87,11 @@ impl<'a> Reader<'a> {
         default: u64,
         range: RangeInclusive<u64>,
     ) -> Result<u64> {
+        self.record(key, || match dimension {
+            Some(Dimension::Bytes) => Recorded::any(key, "bytes", describe::bytes(default)),
+            Some(Dimension::Time) => Recorded::any(key, "duration", describe::duration(default)),
+            _ => Recorded::whole(key, default, &range),
+        });
         let Some((n, offset)) = self.scaled(key, dimension)? else { return Ok(default) };
         // The parser reads numbers as f64, which is exact for whole numbers up to 2^53.
         let exact = (0.0..=9_007_199_254_740_992.0).contains(&n) && n.fract() == 0.0;
@@ -100,14 +127,16 @@ impl<'a> Reader<'a> {
 
     /// `true` or `false`.
     pub fn bool(&mut self, key: &'static str, default: bool) -> Result<bool> {
+        self.record(key, || Recorded::word(key, &default.to_string(), &["true", "false"]));
         Ok(match self.choice(key, &["true", "false"])? {
             None => default,
             Some(index) => index == 0,
         })
     }
 
-    /// One of several words; returns its index.
+    /// One of several words, of which the first is the default; returns its index.
     pub fn choice(&mut self, key: &'static str, words: &[&str]) -> Result<Option<usize>> {
+        self.record(key, || Recorded::word(key, words.first().unwrap_or(&""), words));
         let Some(arg) = self.find(key) else { return Ok(None) };
         let one_of = || format!("one of {}", words.join(", "));
         let Value::Spec(Spec { name, args, offset }) = &arg.value else {
@@ -122,6 +151,7 @@ impl<'a> Reader<'a> {
 
     /// A nested spec.
     pub fn spec(&mut self, key: &'static str) -> Result<Option<&'a Spec>> {
+        self.record(key, || Recorded::any(key, "spec", String::new()));
         match self.find(key) {
             None => Ok(None),
             Some(Arg { value: Value::Spec(spec), .. }) => Ok(Some(spec)),
@@ -131,6 +161,7 @@ impl<'a> Reader<'a> {
 
     /// A quoted text or a bare word.
     pub fn text(&mut self, key: &'static str) -> Result<Option<&'a str>> {
+        self.record(key, || Recorded::any(key, "text", String::new()));
         match self.find(key) {
             None => Ok(None),
             Some(Arg { value: Value::Text(text), .. }) => Ok(Some(text)),

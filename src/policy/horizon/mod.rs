@@ -9,12 +9,6 @@
 //! horizon to the memory time until then (Gittins' index). The policy learns online, starts as LRU,
 //! and has no foresight.
 //!
-//! - `objective`: `tokens` weighs an object by its tokens. `cost` weighs it by the cost to
-//!   recompute them (`alpha`, `beta`: see [`Cost`], or the caller's value). `uses` does not weigh.
-//! - `history`: evicted ids whose past is remembered, in multiples of the peak number of resident
-//!   objects.
-//! - `watch`: waits observed at a time; beyond that, a sample.
-//!
 //! A policy hands its learned state over to another `horizon`. The waits of each class are handed
 //! over whatever the parameters, also from a copy of `auto` to the live policy, because they hold
 //! for any sample and any capacity. For the same objects the state includes each object's traits,
@@ -28,6 +22,7 @@ mod tournament;
 mod watch;
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::base::zeroed::Zeroed;
 use crate::meta::cost::Cost;
@@ -41,6 +36,20 @@ use crate::policy::horizon::hazard::Hazards;
 use crate::policy::horizon::watch::Watch;
 use crate::policy::registry::Setting;
 use crate::policy::{Hint, Lessons, Policy, Rank};
+
+/// Parameters of `horizon`, beside those of the cost.
+pub const PARAMS: &[Param] = &[
+    Param::new(
+        "objective",
+        "`tokens`: an object weighs as much as its tokens. `cost`: as much as the cost to recompute \
+         them, by `alpha` and `beta` or by the caller's value. `uses`: all objects weigh the same",
+    ),
+    Param::new(
+        "history",
+        "evicted ids whose past is remembered, in multiples of the peak number of resident objects",
+    ),
+    Param::new("watch", "waits for a next use that are observed at a time; of more, a sample"),
+];
 
 #[derive(Clone, Copy, PartialEq)]
 enum Objective {

@@ -1,11 +1,5 @@
 //! `predictive`: evicts the object whose next use is expected farthest in the future.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `confidence` | 0.9 | predictions below this confidence are not used |
-//! | `mode` | cache | `cache`: predictions are times of the next use. `preempt`: the objects belong to running sequences, predictions are times of their end |
-//! | `rate` | 0 | tokens per second; 0: learned from the growth of sessions |
-//!
 //! Every object is ranked by the time of its next use, which is
 //!
 //! 1. the engine's value, if it is in the future: from a hint, the session, or the object's facts
@@ -31,6 +25,7 @@
 mod gaps;
 
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::Result;
 use crate::base::zeroed::Zeroed;
 use crate::fail;
@@ -42,6 +37,17 @@ use crate::policy::lists::Lists;
 use crate::policy::predictive::gaps::Gaps;
 use crate::policy::registry::Setting;
 use crate::policy::{Hint, Lessons, Policy, Rank, order_of_i64};
+
+/// Parameters of `predictive`.
+pub const PARAMS: &[Param] = &[
+    Param::new("confidence", "predictions below this confidence are not used"),
+    Param::new(
+        "mode",
+        "`cache`: predictions are times of the next use. `preempt`: the objects belong to running \
+         sequences, and predictions are times of their end",
+    ),
+    Param::new("rate", "tokens per second; 0 = learned from the growth of sessions"),
+];
 
 /// The engine's predictor: sequence, length and maximum length to seconds and confidence. None =
 /// unknown.

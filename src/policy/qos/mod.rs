@@ -1,13 +1,6 @@
 //! `qos` (also `qos_aware`): evicts low classes first, by another policy within a class, with
 //! ageing and with floors for tenants.
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `inner` | lru | the policy within a class, any but `qos` |
-//! | `strict` | false | true: the class, then the inner policy, and nothing else |
-//! | `ageing` | 60s | an object not used for this long counts one class lower, after twice as long two; 0: never |
-//! | `floor` | half an equal share | share of the resident units below which a tenant is protected, 0 to 1; 0: none |
-//!
 //! The class of an object is the priority of the last session that used it, 0 to 2 (higher ones
 //! count as 2), or 1 without a session. Every class has an inner policy of its own. A victim is
 //! found as follows:
@@ -32,6 +25,7 @@
 mod parked;
 mod tenants;
 
+use crate::base::spec::describe::Param;
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::Result;
 use crate::base::zeroed::Zeroed;
@@ -43,6 +37,20 @@ use crate::policy::qos::parked::Parked;
 use crate::policy::qos::tenants::Tenants;
 use crate::policy::registry::{self, Setting};
 use crate::policy::{Hint, Lessons, Policy, Rank};
+
+/// Parameters of `qos`.
+pub const PARAMS: &[Param] = &[
+    Param::new("inner", "the policy within a class: any but `qos`, `auto` and `custom`")
+        .default_is("`lru`"),
+    Param::new("strict", "`true`: the class decides, then the inner policy, and nothing else"),
+    Param::new(
+        "ageing",
+        "an object that is not used for this long counts one class lower, after twice as long two \
+         classes; 0 = never",
+    ),
+    Param::new("floor", "share of the resident units below which a tenant is protected; 0 = none")
+        .default_is("half of an equal share"),
+];
 
 /// Number of classes.
 const CLASSES: usize = 3;

@@ -11,16 +11,16 @@
 //! A lookup that misses everywhere counts when the object is inserted: its size is not known
 //! before. It is not counted if the object is never inserted.
 //!
-//! - `of`: two to eight specs; the first is live at the start. Not `custom` and `belady`, also not
-//!   inside of another: their order is the caller's.
-//! - `sample`: copies see one in this many ids, with a capacity reduced alike. 0 = all ids up to a
-//!   capacity of 131,071 units, then as few as leave a capacity of 65,536 to 131,071. While the
-//!   capacity is unknown, the resident units count instead. When the sample changes, the copies
-//!   restart from the resident objects, with what they learned. A sample has no prefixes: its
-//!   objects are evicted in any order.
+//! `custom` and `belady` are no candidates: their order is the caller's.
+//!
+//! A sample of 0 means all ids up to a capacity of 131,071 units, then as few as leave a capacity
+//! of 65,536 to 131,071. While the capacity is unknown, the resident units count instead. When the
+//! sample changes, the copies restart from the resident objects, with what they learned. A sample
+//! has no prefixes: its objects are evicted in any order.
 
 mod copy;
 
+use crate::base::spec::describe::Param;
 use crate::base::spec::{Reader, Spec, Value};
 use crate::base::status::Result;
 use crate::fail;
@@ -33,6 +33,23 @@ use crate::policy::handover::{by_last_use, hand_over};
 use crate::policy::registry::{self, Setting};
 use crate::policy::shadow::copy::{PolicyCopy, Reference};
 use crate::policy::{Hint, Lessons, Policy, Rank};
+
+/// Parameters of `auto`.
+pub const PARAMS: &[Param] = &[
+    Param::new(
+        "of",
+        "`any(...)` of two to eight policies; the first is live at the start. Not `custom` and \
+         `belady`, also not inside of another",
+    )
+    .default_is("`any(lru,arc,s3fifo,horizon)`"),
+    Param::new("window", "references after which hit ratios are compared"),
+    Param::new("margin", "lead in hit ratio that a candidate needs"),
+    Param::new("patience", "windows in a row for which it needs that lead"),
+    Param::new(
+        "sample",
+        "copies see one in this many ids, with a capacity reduced alike; 0 = by the capacity",
+    ),
+];
 
 const MOST: usize = 8;
 const SAMPLED_UNITS: u64 = 65_536;

@@ -1,14 +1,6 @@
 //! `dsa`: the tokens that a small indexer beside the attention finds for each query (DeepSeek-V3.2
 //! and models that follow it).
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `topk` | 2048 | tokens for each query, shared by all heads |
-//! | `heads` | 64 | heads of the indexer |
-//! | `dim` | 128 | numbers of an indexer head, and of an indexer key |
-//! | `state` | fp8 | how keys are stored: `fp8` (8 bits a number, one scale a token) or `f32` |
-//! | `load` | false | restrict loads of the next token to blocks that hold a chosen token |
-//!
 //! The score of token s for query t is the sum over indexer heads j of w(t, j) times the product of
 //! query and key, where that product is positive. The `topk` highest scores among the tokens up to
 //! t are chosen, or all tokens if there are fewer. Between equal scores the lower position wins.
@@ -28,6 +20,7 @@ mod key_store;
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::sparse::dsa::key_store::KeyStore;
@@ -39,6 +32,18 @@ use crate::sparse::prefill_inputs::{check_context, not_finite};
 use crate::sparse::ranks::{Ranks, ascending};
 use crate::sparse::shape::{Shape, check_layer};
 use crate::sparse::{OwnRows, Sparse, Stats, Traits, caps, needs};
+
+/// Parameters of `dsa`.
+pub const PARAMS: &[Param] = &[
+    Param::new("topk", "tokens for each query, shared by all heads"),
+    Param::new("heads", "heads of the indexer"),
+    Param::new("dim", "numbers of an indexer head, and of an indexer key"),
+    Param::new("state", "how keys are stored: `fp8` (8 bits a number, one scale a token) or `f32`"),
+    Param::new(
+        "load",
+        "`true`: restrict loads for the next token to blocks that hold a chosen token",
+    ),
+];
 
 /// Keys that are read at once.
 const TILE: usize = 64;

@@ -1,20 +1,6 @@
 //! `minference`: computes a prompt with the keys that a pattern of each head names (Jiang et al.,
 //! NeurIPS'24).
 //!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `budget` | 0.3 | share of the tokens: a fifth of it columns, the rest diagonals; 1 = all |
-//! | `vertical`, `slash` | 1000, 6096 | columns and diagonals; one given replaces the budget |
-//! | `sinks` | 30 | first columns that are always included |
-//! | `recent` | 100 | nearest diagonals that are always included |
-//! | `last_q` | 64 | last queries from which the pattern is estimated |
-//! | `type` | vertical_slash | `vertical_slash`, `a_shape`, `tri_shape`, `block_sparse` |
-//! | `blocks` | 100 | `block_sparse`: blocks of 64 keys for each 64 queries |
-//! | `dense_rows` | 100 | `tri_shape`: last queries that see everything |
-//! | `dense_layers` | 0 | this many first layers see everything |
-//! | `pattern` | | a file with the pattern of each head ([`pattern`](crate::sparse::pattern)) |
-//! | `form` | exact | `exact`, `kernel`, `blocks`: see below |
-//!
 //! With N tokens so far and A the attention (softmax) of the last `last_q` queries:
 //!
 //! - `vertical_slash`: column j scores the sum of A over its key, diagonal d the sum of A over
@@ -43,6 +29,7 @@ use std::ops::Range;
 
 use crate::attention::Rows;
 use crate::base::spec::Reader;
+use crate::base::spec::describe::Param;
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::sparse::estimate::Estimate;
@@ -55,6 +42,29 @@ use crate::sparse::prefill_inputs::{PrefillInputs, only_prefill};
 use crate::sparse::ranks::Ranks;
 use crate::sparse::shape::Shape;
 use crate::sparse::{Scope, Sparse, Traits, caps, needs};
+
+/// Parameters of `minference`.
+pub const PARAMS: &[Param] = &[
+    Param::new("budget", "share of the tokens: a fifth of it columns, the rest diagonals; 1 = all")
+        .default_is("0.3"),
+    Param::new("vertical", "columns, instead of `budget`")
+        .default_is("1000 where only `slash` is given"),
+    Param::new("slash", "diagonals, instead of `budget`")
+        .default_is("6096 where only `vertical` is given"),
+    Param::new("sinks", "first columns that are always included"),
+    Param::new("recent", "nearest diagonals that are always included"),
+    Param::new("last_q", "number of last queries from which the pattern is estimated"),
+    Param::new("type", "pattern of all heads"),
+    Param::new("blocks", "with `type=block_sparse`: blocks of 64 keys for each 64 queries"),
+    Param::new("dense_rows", "with `type=tri_shape`: last queries that see everything"),
+    Param::new("dense_layers", "number of first layers that see everything"),
+    Param::new("pattern", "path of a file with the pattern of each head").default_is("none"),
+    Param::new(
+        "form",
+        "`exact`: columns and diagonals as chosen. `kernel`: as the published kernel computes \
+         them. `blocks`: whole blocks of 64 keys",
+    ),
+];
 
 /// Names of `type`.
 const TYPES: [(&str, Kind); 4] = [
