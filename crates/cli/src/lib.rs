@@ -8,8 +8,10 @@ pub mod direct;
 mod doctor;
 mod fsck;
 mod lab;
+pub mod manual;
 mod plan;
 mod remote;
+mod spec;
 pub mod stream;
 
 use std::path::PathBuf;
@@ -86,6 +88,21 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Check spec strings and print their canonical forms; exit 1 = at least one is wrong
+    Spec {
+        /// The specs, each as one argument; without any, one a line of the standard input
+        #[arg(value_name = "SPEC")]
+        specs: Vec<String>,
+        /// Print one JSON object a spec
+        #[arg(long)]
+        json: bool,
+    },
+    /// Write the man pages of this tool
+    #[command(hide = true)]
+    Man {
+        /// Directory, which is created
+        dir: PathBuf,
+    },
     /// Compute how many tokens of a model's KV memory, disk and remote hold, and minimum sizes
     Plan(plan::Args),
     #[command(flatten)]
@@ -157,6 +174,8 @@ pub fn main() -> ExitCode {
             return conformance::run(&opts);
         }
         Command::Config { file, json } => config::run(&file, json),
+        Command::Spec { specs, json } => spec::run(specs, json),
+        Command::Man { dir } => manual::write_man(&dir).map_err(Into::into),
         Command::Plan(args) => plan::run(&args),
         Command::Control(command) => control::run(command),
         Command::Fsck { dir, json, read_only, most } => {

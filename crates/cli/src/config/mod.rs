@@ -11,13 +11,13 @@ use toml::de::{DeTable, DeValue};
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
 /// Longest configuration file.
-const MAX_FILE_BYTES: u64 = 64 << 10;
+pub const MAX_FILE_BYTES: u64 = 64 << 10;
 /// Parameters whose text is not a spec.
-const TEXTS: [&str; 2] = ["path", "control"];
+pub const TEXTS: [&str; 2] = ["path", "control"];
 
 /// An error at a byte offset of the file.
 #[derive(Debug)]
-struct ConfigError {
+pub struct ConfigError {
     offset: usize,
     message: String,
 }
@@ -52,7 +52,8 @@ pub fn read(path: &Path) -> Outcome<Spec> {
     Ok(spec)
 }
 
-fn parse(text: &str) -> Result<Spec, ConfigError> {
+/// Reads a text as the spec of a store.
+pub fn parse(text: &str) -> Result<Spec, ConfigError> {
     let table = DeTable::parse(text).map_err(|error| ConfigError {
         offset: error.span().map_or(0, |span| span.start),
         message: error.message().to_string(),

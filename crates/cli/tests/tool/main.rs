@@ -6,6 +6,7 @@ mod device;
 mod fsck;
 mod lab;
 mod lab_scale;
+mod manual;
 mod plan;
 mod remote;
 mod s3;

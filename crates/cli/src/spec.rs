@@ -1,0 +1,158 @@
+//! `kvtier spec`: checks spec strings with the parsers of the library.
+
+use std::io::BufRead;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::fault::Faults;
+use kvtier::base::spec::{Arg, Spec, Value};
+use kvtier::base::status::{Result, Status};
+use kvtier::format::keys::recipe;
+use kvtier::policy::registry as policies;
+use kvtier::sparse::registry as sparse;
+use kvtier::sparse::{Kind, Shape};
+use kvtier::store::admission::Admission;
+use kvtier::store::spec::StoreSpec;
+
+/// Values of parameters of `store`, with the parameter.
+const VALUES: [(&str, &[&str]); 4] = [
+    ("disk", &["disk"]),
+    ("device", &["device"]),
+    ("remote", &["redis", "s3", "dir", "custom"]),
+    ("write", &["behind", "through", "back", "never"]),
+];
+
+/// Checks every spec, or every line of the standard input, and prints canonical forms.
+pub fn run(texts: Vec<String>, json: bool) -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let texts = match texts.is_empty() {
+        true => std::io::stdin().lock().lines().collect::<std::io::Result<Vec<String>>>()?,
+        false => texts,
+    };
+    let (mut count, mut wrong) = (0, 0);
+    for text in texts.iter().filter(|text| !text.trim().is_empty()) {
+        count += 1;
+        let outcome = check(text);
+        wrong += u32::from(outcome.is_err());
+        match (outcome, json) {
+            (Ok(canonical), true) => println!("{}", serde_json::json!({ "spec": canonical })),
+            (Err(error), true) => {
+                println!("{}", serde_json::json!({ "spec": text, "error": error.message() }));
+            }
+            (Ok(canonical), false) => println!("{canonical}"),
+            (Err(error), false) => println!("{text}: {error}"),
+        }
+    }
+    match wrong {
+        0 => Ok(()),
+        _ => Err(format!("{wrong} of {count} specs are wrong").into()),
+    }
+}
+
+/// The canonical form of a spec that the library accepts.
+pub fn check(text: &str) -> Result<String> {
+    let spec = Spec::parse(text)?;
+    match read(&spec) {
+        // A file that a spec names may be on another machine.
+        Err(error) if matches!(error.status(), Status::Io | Status::NotFound) => {}
+        outcome => outcome?,
+    }
+    Ok(spec.to_string())
+}
+
+fn read(spec: &Spec) -> Result<()> {
+    let name = spec.name.as_str();
+    if let Some((key, _)) = VALUES.iter().find(|(_, names)| names.contains(&name)) {
+        let arg = |value| Arg { key: key.to_string(), value, offset: spec.offset };
+        let args = vec![arg(Value::Spec(spec.clone()))];
+        let store = Spec { name: "store".into(), args, offset: spec.offset };
+        return StoreSpec::read(&store).map(drop);
+    }
+    match name {
+        "store" => StoreSpec::read(spec).map(drop),
+        "faults" => Faults::parse(&spec.to_string()).map(drop),
+        "all" | "none" | "select" => {
+            Admission::open(&spec.to_string(), Clock::real().now_ns()).map(drop)
+        }
+        "recipe" => recipe::codec_of(spec.to_string().as_bytes()).map(drop),
+        "any" => policy(&Spec { name: "auto".into(), args: vec![of(spec)], offset: spec.offset }),
+        _ if policies::find(name).is_some() => policy(spec),
+        _ if sparse::find(name).is_some() => sparse_policy(spec),
+        _ => Err(spec.unknown_name(&names())),
+    }
+}
+
+fn of(spec: &Spec) -> Arg {
+    Arg { key: "of".into(), value: Value::Spec(spec.clone()), offset: spec.offset }
+}
+
+/// Every name that begins a spec.
+fn names() -> Vec<&'static str> {
+    let mut names = vec!["store"];
+    names.extend(policies::ENTRIES.iter().map(|entry| entry.name));
+    names.extend(sparse::ENTRIES.iter().map(|entry| entry.name));
+    names.extend(VALUES.iter().flat_map(|(_, values)| values.iter().copied()));
+    names.extend(["all", "none", "select", "any", "recipe", "faults"]);
+    names
+}
+
+fn policy(spec: &Spec) -> Result<()> {
+    let setting = policies::Setting { max_objects: 1024, capacity_units: 1024, holes: false };
+    policies::make(spec, &setting).map(drop)
+}
+
+/// Makes a sparse policy for a model of four heads in two layers, and if that does not suit the
+/// spec, for one with a latent row for all heads, or with smaller blocks.
+fn sparse_policy(spec: &Spec) -> Result<()> {
+    let usual = Shape {
+        layers: 2,
+        query_heads: 4,
+        key_heads: 2,
+        key_dim: 128,
+        value_dim: 128,
+        scale: 0.0,
+        kind: Kind::Split,
+        block_tokens: 1 << 12,
+        max_tokens: 1 << 20,
+    };
+    let latent = Shape { key_heads: 1, kind: Kind::Latent, ..usual };
+    let one = |shape: &Shape| sparse::make(spec, shape).map(drop);
+    match one(&usual) {
+        Err(_) if one(&latent).is_ok() => Ok(()),
+        outcome => outcome,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn specs_of_every_kind_are_checked() {
+        for text in [
+            "store(host=1GiB,disk=disk(path=\"d\",bytes=1GiB))",
+            "redis(url=\"redis://h\")",
+            "custom",
+            "write(",
+            "lru",
+            "qos(inner=s3fifo)",
+            "any(lru,arc)",
+            "minference(budget=0.3)",
+            "minference(pattern=\"missing.json\")",
+            "select(hits=2)",
+            "faults(pin=at(fail=1))",
+            "recipe(codec=int8)",
+        ] {
+            assert_eq!(check(text).is_ok(), text != "write(", "{text}: {:?}", check(text));
+        }
+        for (text, words) in [
+            ("stor(host=1GiB)", "did you mean 'store'"),
+            ("lru(k=2)", "no arguments"),
+            ("quest(page=x)", "page"),
+            ("redis()", "url="),
+            ("select(hit=2)", "hits"),
+            ("any(lru,lur)", "lur"),
+        ] {
+            let error = check(text).expect_err(text);
+            assert!(error.message().contains(words), "{text}: {error}");
+        }
+    }
+}
