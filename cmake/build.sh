@@ -5,6 +5,9 @@
 #
 #   OUTDIR/lib/libkvtier.so.MAJOR.MINOR.PATCH   and the links to it
 #   OUTDIR/lib/libkvtier.a
+#   OUTDIR/bin/kvtier                            the tool, with KVTIER_TOOL=1
+#
+# KVTIER_FEATURES (default: redis,dir) names the cargo features: also tls, seal, s3.
 #
 # Cargo makes the archive, and the shared object is linked from it: a call that makes both
 # silently drops LTO, and two calls would optimise the whole program twice.
@@ -31,7 +34,8 @@ artifacts=$target_dir/${CARGO_BUILD_TARGET:+$CARGO_BUILD_TARGET/}$sub
 # Messages of caught panics carry source paths: not those of this machine.
 sysroot=$(${RUSTC:-rustc} --print sysroot)
 cargo_home=${CARGO_HOME:-$HOME/.cargo}
-remap="--remap-path-prefix=$root=kvtier --remap-path-prefix=$cargo_home=cargo --remap-path-prefix=$sysroot=rust"
+remap="--remap-path-prefix=$root=kvtier --remap-path-prefix=$cargo_home=cargo"
+remap="$remap --remap-path-prefix=$sysroot=rust --remap-path-prefix=$target_dir=target"
 if [ -n "${KVTIER_VENDOR_DIR:-}" ]; then
     remap="$remap --remap-path-prefix=$KVTIER_VENDOR_DIR=vendor"
 fi
@@ -69,8 +73,9 @@ share() {
 }
 
 types=${KVTIER_CRATE_TYPES:-staticlib}
+features=${KVTIER_FEATURES-redis,dir}
 # shellcheck disable=SC2086
-"$cargo" rustc --locked --package kvtier --lib --no-default-features --features redis,dir --profile "$profile" \
+"$cargo" rustc --locked --package kvtier --lib --no-default-features --features "$features" --profile "$profile" \
     --crate-type "$types" ${KVTIER_CARGO_ARGS:-}
 case $types in
     cdylib) cp "$artifacts/libkvtier.so" "$out/lib/libkvtier.so.new" ;;
@@ -81,6 +86,15 @@ case $types in
         ;;
 esac
 
+# After the libraries are copied: cargo makes the library again for the tool, in its place.
+if [ -n "${KVTIER_TOOL:-}" ]; then
+    # shellcheck disable=SC2086
+    "$cargo" build --locked --package kvtier-cli --bin kvtier --no-default-features --features "$features" \
+        --profile "$profile" ${KVTIER_CARGO_ARGS:-}
+    mkdir -p "$out/bin"
+    cp "$artifacts/kvtier" "$out/bin/kvtier.new"
+fi
+
 cd "$out/lib"
 # An unchanged file keeps its time, so that nothing is linked again for it.
 place() {
@@ -90,3 +104,7 @@ case $types in *staticlib*) place libkvtier.a.new libkvtier.a 644 ;; esac
 place libkvtier.so.new "libkvtier.so.$version" 755
 ln -sf "libkvtier.so.$version" "libkvtier.so.$soversion"
 ln -sf "libkvtier.so.$soversion" libkvtier.so
+if [ -n "${KVTIER_TOOL:-}" ]; then
+    cd "$out/bin"
+    place kvtier.new kvtier 755
+fi

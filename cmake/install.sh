@@ -46,6 +46,10 @@ ln -sf "libkvtier.so.$version" "$lib/libkvtier.so.$soversion"
 ln -sf "libkvtier.so.$soversion" "$lib/libkvtier.so"
 install -m 644 "$from/lib/libkvtier.a" "$lib/"
 install -m 644 "$root"/include/kvtier/*.h "$root"/bindings/cpp/*.hpp "$to/include/kvtier/"
+if [ -e "$from/bin/kvtier" ]; then
+    install -d "$to/bin"
+    install -m 755 "$from/bin/kvtier" "$to/bin/"
+fi
 
 fill() {
     sed -e "s|@VERSION@|$version|g" -e "s|@SOVERSION@|$soversion|g" -e "s|@LIBDIR@|$libdir|g" \

@@ -2,10 +2,11 @@
 """Builds the wheel for any Python 3: the package with the shared library, and the connectors for
 engines (`bindings/*/kvtier_*`).
 
-    build_wheel.py [--prebuilt DIR] [--out DIR]
+    build_wheel.py [--prebuilt DIR] [--out DIR] [--licences FILE] [--sbom FILE]
 
 The wheel contains DIR/lib/libkvtier.so unchanged; KVTIER_PREBUILT_DIR can name DIR, too. Without
-DIR, cmake/build.sh builds the library with cargo. This file is also the PEP 517 backend that
+DIR, cmake/build.sh builds the library with cargo. The wheel also gets the licences of the crates in
+the library and its bill of materials, if given (packaging/build.sh). This file is also the PEP 517 backend that
 `pip install` calls. It has no build dependencies, because a wheel is a zip file. The build is
 reproducible.
 """
@@ -37,6 +38,14 @@ MACHINES = {62: "x86_64", 183: "aarch64"}
 #: The libraries of the C runtime; a manylinux wheel may need no others.
 SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1",
           "libgcc_s.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+#: What `pip install 'kvtier[NAME]'` installs for the connector kvtier_NAME. The wheel needs none of it.
+EXTRAS = {
+    "lmdeploy": ["lmdeploy==0.18.0"],
+    "mooncake": ["numpy"],
+    "sglang": ["sglang==0.5.23"],
+    "transformers": ["torch", "transformers>=5.23,<6"],
+    "vllm": ["vllm>=0.32,<0.34"],
+}
 SHT_DYNAMIC, SHT_GNU_VERNEED = 6, 0x6FFFFFFE
 DT_NEEDED = 1
 
@@ -123,14 +132,21 @@ def package_version() -> str:
 
 def metadata() -> str:
     readme = (HERE / "README.md").read_text(encoding="utf-8")
+    extras = "".join(
+        f"Provides-Extra: {name}\n"
+        + "".join(f'Requires-Dist: {needed}; extra == "{name}"\n' for needed in EXTRAS[name])
+        for name in sorted(EXTRAS))
     return (
         "Metadata-Version: 2.1\n"
         "Name: kvtier\n"
         f"Version: {package_version()}\n"
         "Summary: Tiered KV-cache storage for LLM inference engines\n"
+        "License: Apache-2.0\n"
         "Requires-Python: >=3.9\n"
+        "Classifier: License :: OSI Approved :: Apache Software License\n"
         "Classifier: Operating System :: POSIX :: Linux\n"
         "Classifier: Typing :: Typed\n"
+        f"{extras}"
         "Description-Content-Type: text/markdown\n"
         f"\n{readme}"
     )
@@ -170,8 +186,9 @@ def sources(package: Path) -> Iterator[Tuple[str, bytes]]:
             yield within.as_posix(), path.read_bytes()
 
 
-def entries(tag: str, shared: Optional[bytes]) -> Dict[str, bytes]:
-    """Returns the wheel's files without RECORD."""
+def entries(tag: str, shared: Optional[bytes],
+            notes: Optional[Dict[str, bytes]] = None) -> Dict[str, bytes]:
+    """Returns the wheel's files without RECORD; `notes` are files for its dist-info."""
     info = f"kvtier-{package_version()}.dist-info"  # writes the declarations, too
     found = {name: data for package in packages() for name, data in sources(package)}
     if shared is not None:
@@ -179,7 +196,8 @@ def entries(tag: str, shared: Optional[bytes]) -> Dict[str, bytes]:
     found[f"{info}/METADATA"] = metadata().encode()
     wheel = f"Wheel-Version: 1.0\nGenerator: kvtier\nRoot-Is-Purelib: false\nTag: {tag}\n"
     found[f"{info}/WHEEL"] = wheel.encode()
-    found.update((f"{info}/{name}", data) for name, data in licence().items())
+    found.update((f"{info}/{name}", data)
+                 for name, data in {**licence(), **(notes or {})}.items())
     return found
 
 
@@ -190,10 +208,10 @@ def licence() -> Dict[str, bytes]:
     return {path.name: path.read_bytes()} if path.exists() else {}
 
 
-def write_wheel(out: Path, shared: bytes) -> Path:
+def write_wheel(out: Path, shared: bytes, notes: Optional[Dict[str, bytes]] = None) -> Path:
     """Writes the wheel and returns its path."""
     tag = f"py3-none-{platform_tag(shared)}"
-    return _pack(out, tag, entries(tag, shared))
+    return _pack(out, tag, entries(tag, shared, notes))
 
 
 def _pack(out: Path, tag: str, files: Dict[str, bytes]) -> Path:
@@ -276,8 +294,15 @@ def main() -> int:
     options = argparse.ArgumentParser(description="Builds the kvtier wheel.")
     options.add_argument("--prebuilt", help="directory with lib/libkvtier.so")
     options.add_argument("--out", type=Path, default=Path("dist"))
+    options.add_argument("--licences", type=Path, help="licences of the crates in the library")
+    options.add_argument("--sbom", type=Path, help="what is linked into the library")
     given = options.parse_args()
-    print(write_wheel(given.out, library(given.prebuilt)))
+    notes = {}
+    if given.licences:
+        notes["THIRD-PARTY.txt"] = given.licences.read_bytes()
+    if given.sbom:
+        notes[f"sboms/{given.sbom.name}"] = given.sbom.read_bytes()
+    print(write_wheel(given.out, library(given.prebuilt), notes))
     return 0
 
 

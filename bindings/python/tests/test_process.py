@@ -184,6 +184,24 @@ def test_an_unpacked_archive_ignores_folders_beside_it(tmp_path: Path,
     assert build_wheel.licence()
 
 
+def test_extras_name_the_versions_that_connectors_support() -> None:
+    found = {path.name[len("kvtier_"):]: path for path in build_wheel.packages()[1:]}
+    assert set(found) == set(build_wheel.EXTRAS)
+
+    def text(name: str, file: str) -> str:
+        return (found[name] / file).read_text(encoding="utf-8")
+
+    for name, file, constant in [("lmdeploy", "_activate.py", 'SUPPORTED = ("{}",)'),
+                                 ("sglang", "_config.py", 'TESTED = "{}"')]:
+        version = build_wheel.EXTRAS[name][0].partition("==")[2]
+        assert constant.format(version) in text(name, file)
+    assert 'SUPPORTED = ("0.32", "0.33")' in text("vllm", "_engine.py")
+    assert build_wheel.EXTRAS["vllm"] == ["vllm>=0.32,<0.34"]
+    for needed in build_wheel.EXTRAS["transformers"]:
+        assert needed in text("transformers", "__init__.py")
+    assert 'extra == "vllm"' in build_wheel.metadata()
+
+
 def test_the_tag_of_the_wheel_matches_auditwheel(tmp_path: Path) -> None:
     pytest.importorskip("auditwheel", reason="needs auditwheel")
     wheel = build_wheel.write_wheel(
