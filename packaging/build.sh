@@ -145,7 +145,7 @@ bills() {
 manual() {
     mkdir -p "$2"
     if ! "$1" man "$2" >/dev/null 2>&1 || [ ! -e "$2/kvtier.1" ]; then
-        help2man --no-info --no-discard-stderr --name "tools for tiered KV-cache storage" "$1" >"$2/kvtier.1"
+        help2man --no-info --no-discard-stderr --version-string "$version" --name "tools for tiered KV-cache storage" "$1" >"$2/kvtier.1"
     fi
 }
 

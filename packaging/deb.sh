@@ -29,9 +29,9 @@ stanza() {
     # One KiB for each folder and link, as dpkg counts.
     kib=$(cd "$stage/$1" && find . -path ./DEBIAN -prune -o -type f -printf '%s\n' -o -printf '1\n' |
         awk '{ kib += int(($1 + 1023) / 1024) } END { print kib }')
-    awk -v RS= -v package="$1" '$2 == package' "$here/control" |
-        sed -e "s|@LIBRARY@|$library|" -e "s|@VERSION@|$version|" -e "s|@ARCHITECTURE@|$architecture|" \
-            -e "s|@MAINTAINER@|$maintainer|" -e "s|@SIZE@|$kib|" -e "s|@DEPENDS@|$2|"
+    sed -e "s|@LIBRARY@|$library|" -e "s|@VERSION@|$version|" -e "s|@ARCHITECTURE@|$architecture|" \
+        -e "s|@MAINTAINER@|$maintainer|" -e "s|@SIZE@|$kib|" -e "s|@DEPENDS@|$2|" "$here/control" |
+        awk -v RS= -v package="$1" '$2 == package'
 }
 
 # documents PACKAGE: what policy wants under /usr/share/doc.
