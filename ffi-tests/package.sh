@@ -1,11 +1,15 @@
 #!/bin/bash
-# Tests every way in which kvtier is packaged:  ffi-tests/package.sh WORKDIR
+# Tests every way in which kvtier is packaged:  ffi-tests/package.sh [--all] WORKDIR
 #
 # Prints `ok NAME` or `FAIL NAME` for each test, and `N passed, M failed` at the end. The logs stay
-# in WORKDIR/log. Builds once in release, and once in dev for the offline test.
+# in WORKDIR/log. Builds once in dist, and once in dev for the offline test. --all also builds all
+# packages twice in different places and compares the bytes, compiles the crates, tries the packages
+# in a bare Debian 12, and builds the Conan package: half an hour on two cores, 8 GiB, as root.
 set -euo pipefail
 
-work=${1:?usage: package.sh WORKDIR}
+is_full=""
+if [ "${1:-}" = --all ]; then is_full=yes && shift; fi
+work=${1:?usage: package.sh [--all] WORKDIR}
 mkdir -p "$work"
 work=$(cd "$work" && pwd)
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -13,7 +17,8 @@ root=$(dirname "$here")
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$work/target}
 case $CARGO_TARGET_DIR in /*) ;; *) CARGO_TARGET_DIR=$PWD/$CARGO_TARGET_DIR ;; esac
 unset DESTDIR PKG_CONFIG_PATH KVTIER_CARGO_ARGS KVTIER_VENDOR_DIR KVTIER_PLAIN_ARCHIVE
-rm -rf "$work"/{log,out,inst,cm,cm-script,dest,moved,b,bin,away,guest,vendor-out,vendor-inst,home}
+rm -rf "${work:?}"/{log,out,inst,cm,cm-script,dest,moved,b,bin,away,guest,vendor-out,vendor-inst,home}
+rm -rf "$work"/{packages,again,built,unpacked,other-include,two-trees}
 mkdir -p "$work"/{log,bin}
 generator=()
 if command -v ninja >/dev/null; then generator=(-G Ninja); fi
@@ -229,6 +234,170 @@ offline() {
     by_pc offline static "$work/vendor-inst" lib
 }
 
+# A rejected version is rejected with words: what is installed, what is asked for, and why.
+version_reasons() {
+    local asked reason text
+    mkdir -p "$work/b/version"
+    while IFS='|' read -r asked reason; do
+        printf 'cmake_minimum_required(VERSION 3.16)\nproject(asks NONE)\nfind_package(kvtier %s REQUIRED)\n' \
+            "$asked" >"$work/b/version/CMakeLists.txt"
+        if text=$(cmake -S "$work/b/version" -B "$work/b/version/b" -DCMAKE_PREFIX_PATH="$work/inst" 2>&1); then
+            echo "$version passed for $asked"
+            return 1
+        fi
+        text=$(tr -s ' \n' ' ' <<<"$text")
+        grep -F "version: $version (the program asks for kvtier ${asked% EXACT}: $reason; install that version" \
+            <<<"$text" || { echo "$text"; return 1; }
+    done <<'ASKED'
+0.2|older than asked for
+1|older than asked for
+0.0.9|before 1.0, minor versions are not compatible with each other
+0.2...1.0|outside of the range
+ASKED
+}
+
+# A program that was compiled with the header of another minor version is refused by kvt_abi_check.
+other_header() {
+    local minor number
+    for minor in 0 2; do
+        number=$((minor << 16))
+        rm -rf "$work/other-include"
+        cp -r "$work/inst/include" "$work/other-include"
+        sed -i "s/^\(#define KVT_HEADER_VERSION\) .*/\1 $number/" "$work/other-include/kvtier"/*.h
+        grep -rq "^#define KVT_HEADER_VERSION $number" "$work/other-include"
+        "$cc" -I"$work/other-include" "$here/consumer/main.c" -L"$work/inst/lib" -lkvtier \
+            -Wl,-rpath,"$work/inst/lib" -o "$work/bin/other"
+        if "$work/bin/other" 2>"$work/other.txt"; then return 1; fi
+        grep "KVT_E_ABI header version 0.$minor.0 does not fit library version $version: rebuild" "$work/other.txt"
+    done
+}
+
+# The packages that need no build of their own, made twice, with the tool of the tests.
+packages() {
+    local tool=${KVTIER_TEST_TOOL:-}
+    if [ -z "$tool" ]; then
+        cargo build --locked --package kvtier-cli --bin kvtier
+        tool=$CARGO_TARGET_DIR/debug/kvtier
+    fi
+    mkdir -p "$work/built/bin"
+    cp -a "$work/out/lib" "$work/built/"
+    cp "$tool" "$work/built/bin/kvtier"
+    local kinds="tarball deb wheel sbom"
+    # shellcheck disable=SC2086
+    KVTIER_PREBUILT_DIR=$work/built "$root/packaging/build.sh" "$work/packages" $kinds
+    # shellcheck disable=SC2086
+    (umask 077; TZ=Asia/Tokyo KVTIER_PREBUILT_DIR=$work/built "$root/packaging/build.sh" "$work/again" $kinds)
+    diff -r "$work/packages" "$work/again"
+    (cd "$work/packages" && sha256sum --check SHA256SUMS)
+    python3 "$root/packaging/sbom.py" --check "$work/packages"/*.cdx.json
+}
+
+tarball_unpacked() {
+    mkdir -p "$work/unpacked"
+    tar -xzf "$work/packages"/kvtier-*-linux-*.tar.gz -C "$work/unpacked" --strip-components=1
+    "$work/unpacked/bin/kvtier" --version
+    grep -q '^Apache-2.0\|Apache License' "$work/unpacked/LICENSE"
+    by_pc unpacked shared "$work/unpacked" lib
+    by_pc unpacked_static static "$work/unpacked" lib
+}
+
+deb_fields() {
+    local deb
+    for deb in "$work/packages"/*.deb; do
+        dpkg-deb --info "$deb" | grep '^ Depends: \(libc6 (>= [0-9.]*), libgcc-s1\|libkvtier0.1 (= \)'
+        dpkg-deb --contents "$deb" | awk '$2 != "root/root" { exit 1 }'
+        dpkg-deb --fsys-tarfile "$deb" | tar -tf - | grep '/copyright$'
+    done
+    dpkg-deb --ctrl-tarfile "$work/packages"/libkvtier0.1_*.deb | tar -xOf - ./triggers | grep 'ldconfig'
+    if command -v lintian >/dev/null; then
+        # Debian itself wants a bug report in the first version.
+        lintian --fail-on error,warning --suppress-tags initial-upload-closes-no-bugs "$work/packages"/*.deb
+    fi
+}
+
+# The recipes of other package managers: they parse, and name this version.
+recipes() {
+    local recipes=$root/packaging
+    grep -Fx "    version = \"$version\"" "$recipes/conan/conanfile.py"
+    grep -F "version = \"$version\";" "$recipes/nix/flake.nix"
+    python3 - "$recipes" "$version" <<'PYTHON'
+import ast, json, pathlib, sys
+recipes = pathlib.Path(sys.argv[1])
+for path in recipes.rglob("*.py"):
+    ast.parse(path.read_text(encoding="utf-8"), str(path))
+port = json.loads((recipes / "vcpkg/vcpkg.json").read_text(encoding="utf-8"))
+assert port["name"] == "kvtier" and port["version"] == sys.argv[2], port
+PYTHON
+    if command -v nix-instantiate >/dev/null; then nix-instantiate --parse "$recipes/nix/flake.nix" >/dev/null; fi
+}
+
+# Equal bytes from two trees in different places, with another umask, time zone and cargo home.
+reproducible() {
+    local one=$work/two-trees/a two=$work/two-trees/another/folder/b
+    git clone -q "$root" "$one"
+    (cd "$one" && CARGO_TARGET_DIR=$work/two-trees/target packaging/build.sh "$work/two-trees/out-a" \
+        source tarball deb wheel sbom)
+    rm -rf "$work/two-trees/target"
+    git clone -q "$root" "$two"
+    (umask 077 && cd "$two" && RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup} CARGO_HOME=$work/two-trees/cargo TZ=Asia/Tokyo \
+        packaging/build.sh "$work/two-trees/out-b" source tarball deb wheel sbom)
+    rm -rf "$two/target"
+    diff -r "$work/two-trees/out-a" "$work/two-trees/out-b"
+}
+
+# What `cargo add kvtier` gives: a program outside of the tree, with the packed crates.
+crates() {
+    local place=$work/two-trees/crates name
+    "$root/packaging/build.sh" "$work/two-trees/out-crates" cargo
+    rm -rf "$place" && mkdir -p "$place"
+    "$root/cmake/vendor.sh" "$place/vendor"
+    for name in kvtier kvtier-macros; do
+        tar -xzf "$work/two-trees/out-crates/$name-$version.crate" -C "$place/vendor"
+        echo '{"files":{}}' >"$place/vendor/$name-$version/.cargo-checksum.json"
+    done
+    cargo init --quiet --vcs none --name user "$place/user"
+    cd "$place/user"
+    mkdir .cargo
+    printf '[source.crates-io]\nreplace-with = "vendored"\n[source.vendored]\ndirectory = "../vendor"\n' \
+        >.cargo/config.toml
+    cargo add --offline kvtier
+    cat >src/main.rs <<'RUST'
+fn main() {
+    println!("{}", kvtier::policy::registry::ENTRIES.len());
+}
+RUST
+    CARGO_TARGET_DIR=$CARGO_TARGET_DIR/crates cargo run --offline
+}
+
+bare_debian() { "$root/packaging/try.sh" "$work/two-trees/out-a" "$work/try"; }
+
+conan_create() {
+    local venv=$work/conan/venv
+    [ -x "$venv/bin/conan" ] || { python3 -m venv "$venv" && "$venv/bin/pip" install -q 'conan>=2,<3'; }
+    export CONAN_HOME=$work/conan/home
+    "$venv/bin/conan" profile detect --force
+    "$venv/bin/conan" create "$root/packaging/conan" -s build_type=Debug -o 'kvtier/*:shared=True' \
+        -c "user.kvtier:source=$(echo "$work/two-trees/out-a"/*-vendored.tar.gz)"
+    "$venv/bin/conan" create "$root/packaging/conan" -s build_type=Debug -o 'kvtier/*:shared=False' \
+        -c "user.kvtier:source=$(echo "$work/two-trees/out-a"/*-vendored.tar.gz)"
+}
+
+# The real schema of the format, beside our rules.
+sbom_schema() {
+    local venv=$work/schema/venv
+    [ -x "$venv/bin/python" ] || { python3 -m venv "$venv" &&
+        "$venv/bin/pip" install -q 'cyclonedx-python-lib[json-validation]>=11,<12'; }
+    "$venv/bin/python" - "$work/packages"/*.cdx.json <<'PYTHON'
+import sys
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+for name in sys.argv[1:]:
+    with open(name, encoding="utf-8") as file:
+        wrong = JsonStrictValidator(SchemaVersion.V1_5).validate_str(file.read())
+    assert wrong is None, (name, wrong)
+PYTHON
+}
+
 way build build
 way static_list static_list
 way no_build_paths no_build_paths
@@ -247,5 +416,18 @@ way add_subdirectory subproject
 way fetch_content fetched
 way prebuilt_dir prebuilt
 way offline_vendored offline
+way version_reasons version_reasons
+way other_header_refused other_header
+way recipes recipes
+way packages packages
+way tarball_unpacked tarball_unpacked
+way deb_fields deb_fields
+if [ -n "$is_full" ]; then
+    way sbom_schema sbom_schema
+    way packages_reproducible reproducible
+    way bare_debian bare_debian
+    way crates crates
+    way conan conan_create
+fi
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

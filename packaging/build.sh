@@ -59,13 +59,15 @@ export SOURCE_DATE_EPOCH
 
 tools() {
     local want=() package
-    local packages=(binutils python3)
+    local packages=(binutils gcc libc6-dev python3)
+    if wants source || wants cargo; then packages+=(git ca-certificates); fi
     if wants tarball || wants deb; then packages+=(help2man); fi
     if wants deb; then packages+=(dpkg-dev xz-utils); fi
     command -v apt-get >/dev/null || return 0
     for package in "${packages[@]}"; do
         dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || want+=("$package")
     done
+    command -v "${CARGO:-cargo}" >/dev/null || want+=(rustc-web cargo-web)
     [ ${#want[@]} -eq 0 ] || { apt-get update -q && apt-get install -q -y --no-install-recommends "${want[@]}"; } >&2
 }
 
@@ -145,7 +147,8 @@ bills() {
 manual() {
     mkdir -p "$2"
     if ! "$1" man "$2" >/dev/null 2>&1 || [ ! -e "$2/kvtier.1" ]; then
-        help2man --no-info --no-discard-stderr --version-string "$version" --name "tools for tiered KV-cache storage" "$1" >"$2/kvtier.1"
+        help2man --no-info --no-discard-stderr --version-string "$version" \
+            --name "tools for tiered KV-cache storage" "$1" >"$2/kvtier.1"
     fi
 }
 
@@ -176,7 +179,7 @@ wheel() {
 cargo_() {
     # The macros first: the library depends on them. Cargo compiles what it has packed.
     cargo package --locked --allow-dirty --package kvtier-macros --package kvtier
-    cp "$CARGO_TARGET_DIR/package/kvtier-$version.crate" "$CARGO_TARGET_DIR/package/kvtier-macros-$version.crate" "$out/"
+    cp "$CARGO_TARGET_DIR/package"/kvtier{,-macros}-"$version".crate "$out/"
 }
 
 sbom() {

@@ -7,6 +7,7 @@
 # installs debootstrap. KVTIER_TRY_PROFILE is the cargo profile of the source build: dev (default) or
 # dist. KVTIER_DEBIAN_MIRROR names another mirror. Prints `ok KIND` or `FAIL KIND`; logs stay in
 # WORK/log. Nothing is mounted outside of the tries' own namespaces.
+# shellcheck disable=SC2016 # the commands of a try expand inside
 set -euo pipefail
 out=$(cd "${1:?usage: try.sh OUT WORK [KIND...]}" && pwd)
 mkdir -p "${2:?usage: try.sh OUT WORK [KIND...]}" && work=$(cd "$2" && pwd)
@@ -47,7 +48,7 @@ inside() {
         mount -t proc proc "$1/proc"
         mount --rbind /dev "$1/dev"
         mount -t tmpfs tmpfs "$1/tmp"
-        exec chroot "$1" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C \
+        exec chroot "$1" /usr/bin/env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C \
             DEBIAN_FRONTEND=noninteractive VERSION="$3" PROFILE="$4" sh -exc "$2"' \
         inside "$1" "$3" "$version" "$profile"
 }
@@ -75,7 +76,8 @@ deb() {
 }
 tarball() {
     online "$1" "$c_tools cmake make g++"
-    offline "$1" 'mkdir /opt/some; tar -xzf /packages/kvtier-*-linux-*.tar.gz -C /opt/some; mv /opt/some/kvtier-* /opt/kvtier
+    offline "$1" 'mkdir /opt/some; tar -xzf /packages/kvtier-*-linux-*.tar.gz -C /opt/some
+        mv /opt/some/kvtier-* /opt/kvtier
         cd /opt/kvtier; bin/kvtier --version; export PKG_CONFIG_PATH=$PWD/lib/pkgconfig
         cc examples/c/hello_kv.c $(pkg-config --cflags --libs kvtier) -Wl,-rpath,"$PWD/lib" -o /tmp/shared; /tmp/shared
         cc examples/c/hello_kv.c -Iinclude lib/libkvtier.a -lm -lpthread -ldl -lgcc_s -o /tmp/static; /tmp/static
@@ -90,7 +92,8 @@ wheel() {
 source_() {
     online "$1" "$c_tools cargo-web rustc-web"
     offline "$1" 'cd /root; tar -xzf /packages/kvtier-*-vendored.tar.gz; cd kvtier-"$VERSION"
-        KVTIER_TOOL=1 cmake/build.sh /root/built "$PROFILE"; cmake/install.sh --prefix /usr/local --from /root/built; ldconfig
+        export CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 KVTIER_TOOL=1
+        cmake/build.sh /root/built "$PROFILE"; cmake/install.sh --prefix /usr/local --from /root/built; ldconfig
         kvtier --version; test -z "$(find /root/.cargo -name "*.crate")"
         cc examples/c/hello_kv.c $(pkg-config --cflags --libs kvtier) -o /tmp/shared; /tmp/shared
         cc examples/c/hello_kv.c /usr/local/lib/libkvtier.a -lm -lpthread -ldl -lgcc_s -o /tmp/static; /tmp/static'
