@@ -281,12 +281,14 @@ packages() {
     fi
     mkdir -p "$work/built/bin"
     cp -a "$work/out/lib" "$work/built/"
-    cp "$tool" "$work/built/bin/kvtier"
+    strip -o "$work/built/bin/kvtier" "$tool"
     local kinds="tarball deb wheel sbom"
+    # Quickly packed.
+    export KVTIER_PREBUILT_DIR=$work/built KVTIER_DEB_OPTIONS="-Zxz -z1"
     # shellcheck disable=SC2086
-    KVTIER_PREBUILT_DIR=$work/built "$root/packaging/build.sh" "$work/packages" $kinds
+    "$root/packaging/build.sh" "$work/packages" $kinds
     # shellcheck disable=SC2086
-    (umask 077; TZ=Asia/Tokyo KVTIER_PREBUILT_DIR=$work/built "$root/packaging/build.sh" "$work/again" $kinds)
+    (umask 077; TZ=Asia/Tokyo "$root/packaging/build.sh" "$work/again" $kinds)
     diff -r "$work/packages" "$work/again"
     (cd "$work/packages" && sha256sum --check SHA256SUMS)
     python3 "$root/packaging/sbom.py" --check "$work/packages"/*.cdx.json

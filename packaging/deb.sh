@@ -2,7 +2,8 @@
 # Makes the Debian packages, for packaging/build.sh:  packaging/deb.sh BUILT WORK OUT
 #
 # BUILT is a folder of cmake/build.sh with the tool. WORK has man/*.1, THIRD-PARTY.txt, kvtier.cdx.json
-# and deb/examples. Three packages: libkvtier0.1, libkvtier-dev and kvtier. Uses no debhelper.
+# and deb/examples. Makes libkvtier0.1, libkvtier-dev and kvtier, without debhelper. KVTIER_DEB_OPTIONS
+# are options of dpkg-deb, default -Zxz.
 set -euo pipefail
 built=${1:?usage: deb.sh BUILT WORK OUT} work=${2:?} out=${3:?}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -57,7 +58,8 @@ package() {
     find "$folder" -type f ! -perm /111 -exec chmod 644 {} +
     # What is older than the epoch is set to it, too: dpkg-deb lowers times only.
     find "$folder" -exec touch -h -d "@$SOURCE_DATE_EPOCH" {} +
-    dpkg-deb --root-owner-group -Zxz --build "$folder" "$out/$1_${version}_$architecture.deb"
+    # shellcheck disable=SC2086
+    dpkg-deb --root-owner-group ${KVTIER_DEB_OPTIONS:--Zxz} --build "$folder" "$out/$1_${version}_$architecture.deb"
 }
 
 DESTDIR='' "$root/cmake/install.sh" --prefix /usr --destdir "$stage/all" --libdir "lib/$multiarch" --from "$built"
