@@ -1,29 +1,49 @@
 //! The spec of a store that has a runtime and a budget of its own: `store(...)`, or
 //!
 //! `kvtier(workers=4, name="kvt", budget=budget(host=8GiB), store=store(...))`
-//!
-//! | parameter | default | meaning |
-//! |---|---|---|
-//! | `workers` | 0 | worker threads, at most 256; 0 = the number of cores, at most 4 |
-//! | `max_ops` | 65536 | most ops that are not freed, at most 524288 |
-//! | `name` | `kvt` | prefix of thread names, at most 10 bytes |
-//! | `budget` | the machine's | limits of all tiers, see below |
-//! | `store` | `store()` | the store |
-//!
-//! | parameter of `budget` | default | meaning |
-//! |---|---|---|
-//! | `host` | half of what the process may still use | limit of the host tier |
-//! | `device`, `remote` | 0 | limits of the device tier and of the remote tier |
-//! | `disk` | none | limit of the disk tier |
-//! | `pinned` | what the process may still lock | limit of locked memory |
-//! | `reserve` | an eighth of the available memory, at most 512 MiB | memory left to the rest of the process |
-//! | `strict` | false | fail if a limit exceeds what the machine has, instead of lowering it |
 
 use crate::base::budget::{BudgetOpts, TIERS, Tier};
 use crate::base::runtime::RuntimeOpts;
+use crate::base::spec::describe::{Description, Param};
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::Result;
 use crate::store::spec::StoreSpec;
+
+/// Parameters of `kvtier`.
+const PARAMS: &[Param] = &[
+    Param::new("workers", "worker threads; 0 = the number of cores, at most 4"),
+    Param::new("max_ops", "most ops that are not freed; 0 = 65536"),
+    Param::new("name", "prefix of thread names, at most 10 bytes").default_is("`kvt`"),
+    Param::new("budget", "limits of all tiers: `budget(...)`").default_is("the machine's"),
+    Param::new("store", "the store: `store(...)`").default_is("`store`"),
+];
+
+/// Parameters of `budget`.
+const BUDGET_PARAMS: &[Param] = &[
+    Param::new("device", "limit of the device tier").default_is("0"),
+    Param::new("host", "limit of the host tier")
+        .default_is("half of the memory that the process may still use"),
+    Param::new("disk", "limit of the disk tier; 0 = none").default_is("0"),
+    Param::new("remote", "limit of the remote tier").default_is("0"),
+    Param::new("pinned", "limit of locked memory").default_is("what the process may still lock"),
+    Param::new("reserve", "memory left to the rest of the process")
+        .default_is("an eighth of the available memory, at most 512MiB"),
+    Param::new("strict", "`true`: fail if a limit exceeds what the machine has; else lower it"),
+];
+
+/// Describes `kvtier(...)` and `budget(...)` by what their parsers read.
+pub fn describe() -> Result<[Description; 2]> {
+    let none = Spec::parse("none")?;
+    let mut reader = Reader::recording(&none);
+    Bundle::read_params(&mut reader)?;
+    let all = reader.recorded();
+    let mut reader = Reader::recording(&none);
+    read_budget_params(&mut reader)?;
+    Ok([
+        Description::new("kvtier", "a store with its runtime and budget", PARAMS, all)?,
+        Description::new("budget", "limits of the tiers", BUDGET_PARAMS, reader.recorded())?,
+    ])
+}
 
 /// A store with its runtime and its budget.
 pub struct Bundle {
@@ -53,6 +73,12 @@ impl Bundle {
 
     fn read(spec: &Spec) -> Result<Bundle> {
         let mut reader = Reader::new(spec);
+        let bundle = Bundle::read_params(&mut reader)?;
+        reader.finish()?;
+        Ok(bundle)
+    }
+
+    fn read_params(reader: &mut Reader) -> Result<Bundle> {
         let runtime = RuntimeOpts {
             workers: reader.u64("workers", 0, 0..=256)? as u32,
             max_ops: reader.u64("max_ops", 0, 0..=524_288)? as u32,
@@ -64,7 +90,6 @@ impl Bundle {
             Some(store) => StoreSpec::read(store)?,
             None => StoreSpec::parse("")?,
         };
-        reader.finish()?;
         Ok(Bundle { runtime, budget, store })
     }
 }
@@ -74,6 +99,12 @@ fn read_budget(spec: &Spec) -> Result<BudgetOpts> {
         return Err(spec.unknown_name(&["budget"]));
     }
     let mut reader = Reader::new(spec);
+    let budget = read_budget_params(&mut reader)?;
+    reader.finish()?;
+    Ok(budget)
+}
+
+fn read_budget_params(reader: &mut Reader) -> Result<BudgetOpts> {
     // No parameter reaches this value: it stands for an absent one.
     let absent = u64::MAX;
     let mut limits = [None; TIERS];
@@ -89,7 +120,6 @@ fn read_budget(spec: &Spec) -> Result<BudgetOpts> {
     }
     let reserve = reader.bytes("reserve", absent)?;
     let strict = reader.bool("strict", false)?;
-    reader.finish()?;
     Ok(BudgetOpts { limits, reserve_bytes: (reserve != absent).then_some(reserve), strict })
 }
 

@@ -11,6 +11,7 @@ use kvtier::policy::registry as policies;
 use kvtier::sparse::registry as sparse;
 use kvtier::sparse::{Kind, Shape};
 use kvtier::store::admission::Admission;
+use kvtier::store::bundle::Bundle;
 use kvtier::store::spec::StoreSpec;
 
 /// Values of parameters of `store`, with the parameter.
@@ -68,6 +69,7 @@ fn read(spec: &Spec) -> Result<()> {
     }
     match name {
         "store" => StoreSpec::read(spec).map(drop),
+        "kvtier" => Bundle::parse(&spec.to_string()).map(drop),
         "faults" => Faults::parse(&spec.to_string()).map(drop),
         "all" | "none" | "select" => {
             Admission::open(&spec.to_string(), Clock::real().now_ns()).map(drop)
@@ -86,7 +88,7 @@ fn of(spec: &Spec) -> Arg {
 
 /// Every name that begins a spec.
 fn names() -> Vec<&'static str> {
-    let mut names = vec!["store"];
+    let mut names = vec!["store", "kvtier"];
     names.extend(policies::ENTRIES.iter().map(|entry| entry.name));
     names.extend(sparse::ENTRIES.iter().map(|entry| entry.name));
     names.extend(VALUES.iter().flat_map(|(_, values)| values.iter().copied()));

@@ -22,6 +22,7 @@ minference(budget=0.3)
 
 | spec | where it is given | section |
 |---|---|---|
+| `kvtier(...)` | `kvt_open` | [A store with its runtime](#a-store-with-its-runtime) |
 | `store(...)` | `kvt_open`, `kvt_store_open`, `kvtier config` | [Store](#store) |
 | eviction policy | in `store(...)`, `kvt_policy_open`, `kvtier lab` | [Eviction policies](#eviction-policies) |
 | sparse policy | `kvt_sparse_open`, `kvt_offload_open`, `kvtier lab sparse` | [Sparse policies](#sparse-policies) |
@@ -67,6 +68,13 @@ pub fn page() -> Result<String> {
         "- A spec has at most {MAX_SPEC_BYTES} bytes, {MAX_SPEC_ARGS} arguments, and {MAX_SPEC_DEPTH} levels of \
          nesting.\n\n{TYPES}\n"
     );
+    let [bundle, budget] = store::bundle::describe()?;
+    out += "## A store with its runtime\n\n`kvt_open` takes `store(...)`, or `kvtier(...)` with parameters of the \
+            runtime and of the budget.\n\n```spec\nkvtier(workers=4, budget=budget(host=8GiB), \
+            store=store(host=4GiB))\n```\n\n";
+    out += &table(&bundle.rows);
+    out += "### Budget\n\n`budget(...)`, a value of `budget`.\n\n";
+    out += &table(&budget.rows);
     out += "## Store\n\nAll parameters are optional: `store` is a store with its defaults.\n\n";
     out += &table(&store.store.rows);
     out += "### Write modes\n\nValues of `write`.\n\n";

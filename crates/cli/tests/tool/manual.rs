@@ -52,5 +52,8 @@ fn specs_are_checked() {
     assert!(error.contains("1 of 2 specs"), "{error}");
     let (code, out, _) = kvtier(&["spec", "--json", "slruu"]);
     let line: serde_json::Value = serde_json::from_str(out.trim()).expect("JSON");
-    assert!(code == 1 && line["error"].as_str().is_some_and(|text| text.contains("'slru'")), "{out}");
+    assert!(
+        code == 1 && line["error"].as_str().is_some_and(|text| text.contains("'slru'")),
+        "{out}"
+    );
 }
