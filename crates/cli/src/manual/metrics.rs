@@ -187,17 +187,17 @@ impl Family {
 }
 
 fn table<'a>(families: impl Iterator<Item = &'a Family>) -> String {
-    let mut out = Table::new(&["name", "type", "unit", "meaning"]);
+    let mut out = Table::new(&["name", "meaning", "type", "unit"]);
     for one in families {
-        out.row(&[&code(&one.name), &one.kind, one.unit(), &one.meaning()]);
+        out.row(&[&code(&one.name), &one.meaning(), &one.kind, one.unit()]);
     }
     out.into_text()
 }
 
 fn labelled_table(families: &[&Family]) -> String {
-    let mut out = Table::new(&["name", "type", "unit", "labels", "meaning"]);
+    let mut out = Table::new(&["name", "meaning", "type", "unit", "labels"]);
     for one in families {
-        out.row(&[&code(&one.name), &one.kind, one.unit(), &one.labels(), &one.meaning()]);
+        out.row(&[&code(&one.name), &one.meaning(), &one.kind, one.unit(), &one.labels()]);
     }
     out.into_text()
 }

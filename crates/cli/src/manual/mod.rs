@@ -9,6 +9,7 @@ mod tool;
 
 use std::path::Path;
 
+use clap::CommandFactory;
 use kvtier::base::status::Result;
 
 /// The generated pages: path below `docs`, and text.
@@ -25,7 +26,8 @@ pub fn pages() -> Result<Vec<(&'static str, String)>> {
 /// Writes a man page for the tool and for each command into a directory, which is created.
 pub fn write_man(dir: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(dir)?;
-    clap_mangen::generate_to(tool::command(), dir)
+    // Not built, so that the command `help` gets no pages.
+    clap_mangen::generate_to(crate::Cli::command(), dir)
 }
 
 /// The first lines of a generated page.

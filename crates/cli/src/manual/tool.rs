@@ -20,16 +20,10 @@ kvtier spec 'store(host=8GiB, policy=lru)'
 
 ";
 
-/// The command line of the tool.
-pub fn command() -> Command {
-    let mut command = crate::Cli::command();
-    command.build();
-    command
-}
-
 /// The page.
 pub fn page() -> String {
-    let tool = command();
+    let mut tool = crate::Cli::command();
+    tool.build();
     let mut commands = Vec::new();
     visible(&tool, "kvtier", &mut commands);
     let mut out = head("The tool") + INTRODUCTION;

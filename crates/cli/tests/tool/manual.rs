@@ -39,7 +39,9 @@ fn every_command_has_a_man_page() {
     assert!(read("kvtier.1").contains("doctor") && !read("kvtier.1").contains("demo-part"));
     assert!(read("kvtier-fsck.1").contains("read\\-only"));
     assert!(read("kvtier-lab-compare.1").contains("policies"));
-    assert!(!dir.join("kvtier-demo-part.1").exists());
+    for absent in ["kvtier-demo-part.1", "kvtier-help.1", "kvtier-lab-help.1"] {
+        assert!(!dir.join(absent).exists(), "{absent}");
+    }
     std::fs::remove_dir_all(&dir).expect("removable");
 }
 
