@@ -292,6 +292,11 @@ packages() {
     diff -r "$work/packages" "$work/again"
     (cd "$work/packages" && sha256sum --check SHA256SUMS)
     python3 "$root/packaging/sbom.py" --check "$work/packages"/*.cdx.json
+    # Crates whose sources the library names in messages are listed.
+    local crate
+    for crate in $(strings -a "$work/out/lib/libkvtier.so" | grep -o 'cargo/registry/src/[^/]*/[^/]*' | sed 's|.*/||' | sort -u); do
+        grep -F "\"pkg:cargo/${crate%%-[0-9]*}@" "$work/packages/kvtier-$version.cdx.json"
+    done
 }
 
 tarball_unpacked() {
@@ -340,7 +345,7 @@ reproducible() {
     (cd "$one" && CARGO_TARGET_DIR=$work/two-trees/target packaging/build.sh "$work/two-trees/out-a" \
         source tarball deb wheel sbom)
     rm -rf "$work/two-trees/target"
-    git clone -q "$root" "$two"
+    git clone -q "$one" "$two"
     (umask 077 && cd "$two" && RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup} CARGO_HOME=$work/two-trees/cargo TZ=Asia/Tokyo \
         packaging/build.sh "$work/two-trees/out-b" source tarball deb wheel sbom)
     rm -rf "$two/target"

@@ -4,12 +4,12 @@
     sbom.py PACKAGE --features F,F --target T --out FILE [--licences FILE]
     sbom.py --check FILE...
 
-PACKAGE is kvtier (the library) or kvtier-cli (the tool). Crates, their graph and licences come from
-cargo, hashes from Cargo.lock. Procedural macros and build scripts run at build time and are not
-listed. Equal inputs give equal bytes: the time is SOURCE_DATE_EPOCH, and the serial number is a hash
-of the contents. --licences writes the licence texts of the listed crates. KVTIER_CARGO_ARGS is passed
-to cargo (cmake/vendor.sh). --check validates files against the rules of the format that this script
-uses; every written file is checked, too.
+PACKAGE is kvtier (the library) or kvtier-cli (the tool). Crates, their graph and licences
+come from cargo, hashes from Cargo.lock. Procedural macros and build scripts run at build time and
+are not listed. Equal inputs give equal bytes: the time is SOURCE_DATE_EPOCH, and the serial
+number is a hash of the contents. --licences writes the licence texts of the listed crates.
+KVTIER_CARGO_ARGS is passed to cargo (cmake/vendor.sh). --check validates files against the rules of
+the format that this script uses; every written file is checked, too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LICENCE_IDS = {"0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC",
                "MIT", "MIT-0", "MPL-2.0", "Unicode-3.0", "Unicode-DFS-2016", "Unlicense", "Zlib"}
 EXCEPTIONS = {"LLVM-exception"}
+LICENCE_FILE = r"(?i)(un)?licen[cs]e|copying|copyright|notice"
 Key = Tuple[str, str]  # name, version
 
 
@@ -132,11 +133,11 @@ def texts(folders: Dict[Key, Path], known: Dict[Key, Any], rust: str) -> str:
         rows.append(f"{name}: {known[key]['license'].replace('/', ' OR ')}"
                     + "".join(f", {author}" for author in known[key]["authors"]))
         for path in sorted(folders[key].iterdir()):
-            if re.match(r"(?i)(un)?licen[cs]e|copying|copyright|notice", path.name) and path.is_file():
-                text = path.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n").strip()
-                users.setdefault(text, []).append(name)
-    parts = ["Programs of others that are linked into kvtier's library and tool, with their licences.\n\n"
-             + "\n".join(rows)]
+            if path.is_file() and re.match(LICENCE_FILE, path.name):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                users.setdefault(text.replace("\r\n", "\n").strip(), []).append(name)
+    parts = ["Programs of others that are linked into kvtier's library and tool, with their "
+             "licences.\n\n" + "\n".join(rows)]
     for text, names in sorted(users.items(), key=lambda item: item[1]):
         parts.append(f"{', '.join(names)}:\n\n{text}")
     return f"\n\n{'-' * 78}\n\n".join(parts) + "\n"
@@ -187,7 +188,8 @@ def check_component(entry: Dict[str, Any], wrong: List[str]) -> None:
     if len(licences) != 1 or not check_licence(licences[0].get("expression", "")):
         wrong.append(f"{name}: {licences} is not one SPDX expression of known licences")
     for entry_hash in entry.get("hashes", []):
-        if entry_hash.get("alg") != "SHA-256" or not re.fullmatch("[0-9a-f]{64}", entry_hash.get("content", "")):
+        content = entry_hash.get("content", "")
+        if entry_hash.get("alg") != "SHA-256" or not re.fullmatch("[0-9a-f]{64}", content):
             wrong.append(f"{name}: {entry_hash} is no SHA-256")
 
 
@@ -210,7 +212,8 @@ def check_graph(bom: Dict[str, Any], refs: List[str], wrong: List[str]) -> None:
 
 def check(text: str) -> List[str]:
     """Returns what is wrong with a file."""
-    bom, wrong = json.loads(text), []
+    bom = json.loads(text)
+    wrong: List[str] = []
     if set(bom) != KEYS["bom"]:
         return [f"fields differ: {sorted(set(bom) ^ KEYS['bom'])}"]
     if (bom["bomFormat"], bom["specVersion"]) != ("CycloneDX", "1.5"):
@@ -238,7 +241,7 @@ def check(text: str) -> List[str]:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description="Lists what is linked into kvtier (CycloneDX 1.5).")
+    options = argparse.ArgumentParser(description="Lists what is linked into kvtier.")
     options.add_argument("names", nargs="+", metavar="PACKAGE|FILE")
     options.add_argument("--check", action="store_true")
     options.add_argument("--features", default="redis,dir")

@@ -5,10 +5,10 @@ engines (`bindings/*/kvtier_*`).
     build_wheel.py [--prebuilt DIR] [--out DIR] [--licences FILE] [--sbom FILE]
 
 The wheel contains DIR/lib/libkvtier.so unchanged; KVTIER_PREBUILT_DIR can name DIR, too. Without
-DIR, cmake/build.sh builds the library with cargo. The wheel also gets the licences of the crates in
-the library and its bill of materials, if given (packaging/build.sh). This file is also the PEP 517 backend that
-`pip install` calls. It has no build dependencies, because a wheel is a zip file. The build is
-reproducible.
+DIR, cmake/build.sh builds the library with cargo. The wheel also gets the given licences of the
+crates in the library, and the list of these crates (packaging/build.sh). This file is also the PEP
+517 backend that `pip install` calls. It has no build dependencies, because a wheel is a zip file.
+The build is reproducible.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ MACHINES = {62: "x86_64", 183: "aarch64"}
 #: The libraries of the C runtime; a manylinux wheel may need no others.
 SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1",
           "libgcc_s.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-#: What `pip install 'kvtier[NAME]'` installs for the connector kvtier_NAME. The wheel needs none of it.
+#: What `pip install 'kvtier[NAME]'` installs for the connector kvtier_NAME. The package itself
+#: needs none of it.
 EXTRAS = {
     "lmdeploy": ["lmdeploy==0.18.0"],
     "mooncake": ["numpy"],
@@ -297,7 +298,7 @@ def main() -> int:
     options.add_argument("--licences", type=Path, help="licences of the crates in the library")
     options.add_argument("--sbom", type=Path, help="what is linked into the library")
     given = options.parse_args()
-    notes = {}
+    notes: Dict[str, bytes] = {}
     if given.licences:
         notes["THIRD-PARTY.txt"] = given.licences.read_bytes()
     if given.sbom:
