@@ -90,7 +90,7 @@ constexpr kvt_status_t PENDING = 1;
 static task reserves(kvt::reactor &reactor, kvt::account &a, std::atomic<kvt_status_t> &status) {
     status = PENDING;
     try {
-        co_await reactor.reserve(a, kvt::tier::host, 4096);
+        co_await reactor.reserve(a, KVT_TIER_HOST, 4096);
         status = KVT_OK;
     } catch (const kvt::exception &e) {
         status = e.status();
@@ -104,7 +104,7 @@ static void destroying_a_coroutine_or_reactor_cancels_ops() {
     limits.reserve_bytes = 1;
     kvt::budget budget = rt.open_budget(limits);
     kvt::account a = budget.open_account();
-    a.reserve(kvt::tier::host, 1 << 20);
+    a.reserve(KVT_TIER_HOST, 1 << 20);
     for (auto mode : {kvt::reactor::mode::driven, kvt::reactor::mode::spontaneous}) {
         std::atomic<kvt_status_t> first{0}, second{0}, third{0}, ready{0};
         kvt::reactor reactor = kvt::reactor::open(rt, mode);
@@ -114,7 +114,7 @@ static void destroying_a_coroutine_or_reactor_cancels_ops() {
         }  // destroyed while it awaits: cancelled, never resumed
         CHECK(first == PENDING);
         task granted = reserves(reactor, a, second);
-        a.commit(kvt::tier::host, 4096, 0);
+        a.commit(KVT_TIER_HOST, 4096, 0);
         CHECK(wait_until([&] {
             if (mode == kvt::reactor::mode::driven) (void)reactor.poll();
             return second != PENDING;
@@ -126,7 +126,7 @@ static void destroying_a_coroutine_or_reactor_cancels_ops() {
         task rejected = reserves(reactor, a, ready);
         CHECK(ready == KVT_E_HANDLE);
     }
-    a.commit(kvt::tier::host, a.held(kvt::tier::host).reserved_bytes, 0);
+    a.commit(KVT_TIER_HOST, a.held(KVT_TIER_HOST).reserved_bytes, 0);
     a.close();
     check_no_ops(rt);
 }

@@ -67,7 +67,7 @@ static void queue_callback_receives_every_completion() {
 static void exceptions_of_callbacks_go_to_the_defect_hook() {
     kvt::runtime_opts opts;
     opts.workers = 2;
-    opts.on_thread = [](kvt::thread_role, std::uint32_t) { throw 7; };
+    opts.on_thread = [](kvt_thread_role_t, std::uint32_t) { throw 7; };
     kvt::runtime rt = kvt::runtime::open(std::move(opts));
     kvt::buffer b = rt.alloc(4096);
     std::atomic<int> calls{0};
@@ -96,9 +96,9 @@ static void on_thread_is_called_in_every_thread() {
     kvt::runtime_opts opts;
     opts.workers = 3;
     opts.name = "cpp";
-    opts.on_thread = [&](kvt::thread_role role, std::uint32_t index) {
+    opts.on_thread = [&](kvt_thread_role_t role, std::uint32_t index) {
         CHECK(index < 3);
-        ++(role == kvt::thread_role::worker ? workers : notifiers);
+        ++(role == KVT_THREAD_WORKER ? workers : notifiers);
     };
     kvt::runtime rt = kvt::runtime::open(std::move(opts));
     CHECK(rt.stats().workers == 3);
@@ -118,19 +118,19 @@ static void reclaim_callback_releases_bytes_for_a_waiting_reservation(bool throw
     kvt::account_opts opts;
     opts.name = "cache";
     opts.priority = -1;
-    opts.reclaim = [&, cache_at](kvt::tier tier, std::uint64_t bytes, kvt::deadline) {
-        CHECK(tier == kvt::tier::host && bytes > 0);
+    opts.reclaim = [&, cache_at](kvt_tier_t tier, std::uint64_t bytes, kvt::deadline) {
+        CHECK(tier == KVT_TIER_HOST && bytes > 0);
         ++calls;
         if (throws) throw std::runtime_error("out of the reclaimer");
         cache_at->release_bytes(tier, 1 << 20);
         return std::uint64_t(1) << 20;
     };
     cache = budget.open_account(std::move(opts));
-    cache.reserve(kvt::tier::host, 1 << 20);
-    cache.commit(kvt::tier::host, 1 << 20, 1 << 20);
+    cache.reserve(KVT_TIER_HOST, 1 << 20);
+    cache.commit(KVT_TIER_HOST, 1 << 20, 1 << 20);
     kvt::account store = budget.open_account();
-    CHECK_THROWS(store.reserve(kvt::tier::host, 4096), KVT_E_BUDGET);
-    CHECK_THROWS(store.reserve_later(kvt::tier::host, 1 << 21), KVT_E_BUDGET);
+    CHECK_THROWS(store.reserve(KVT_TIER_HOST, 4096), KVT_E_BUDGET);
+    CHECK_THROWS(store.reserve_later(KVT_TIER_HOST, 1 << 21), KVT_E_BUDGET);
     kvt::op later;
     if (throws) {
         // The callback threw and released nothing: the deadline ends the op. If the deadline was
@@ -139,21 +139,21 @@ static void reclaim_callback_releases_bytes_for_a_waiting_reservation(bool throw
              wait *= 2) {
             kvt::submit_opts submit;
             submit.deadline = kvt::deadline::in(wait);
-            later = store.reserve_later(kvt::tier::host, 4096, submit);
+            later = store.reserve_later(KVT_TIER_HOST, 4096, submit);
             CHECK_THROWS(later.finish(), KVT_E_TIMEOUT);
             CHECK(wait < HANG_GUARD);
             if (wait >= HANG_GUARD) break;
         }
         CHECK(has_defect("out of the reclaimer"));
-        cache.release_bytes(kvt::tier::host, 1 << 20);
+        cache.release_bytes(KVT_TIER_HOST, 1 << 20);
     } else {
-        later = store.reserve_later(kvt::tier::host, 4096);
+        later = store.reserve_later(KVT_TIER_HOST, 4096);
         later.finish();
-        CHECK(store.held(kvt::tier::host).reserved_bytes == 4096);
-        store.commit(kvt::tier::host, 4096, 0);
+        CHECK(store.held(KVT_TIER_HOST).reserved_bytes == 4096);
+        store.commit(KVT_TIER_HOST, 4096, 0);
     }
     CHECK(calls >= 1);
-    CHECK(budget.tier_report(kvt::tier::host).waiting == 0);
+    CHECK(budget.tier_report(KVT_TIER_HOST).waiting == 0);
     later.reset();
     store.close();
     cache.close();
@@ -166,18 +166,18 @@ static void destroying_a_waiting_op_cancels_it() {
     limits.reserve_bytes = 1;
     kvt::budget budget = rt.open_budget(limits);
     kvt::account a = budget.open_account();
-    a.reserve(kvt::tier::host, 1 << 20);
+    a.reserve(KVT_TIER_HOST, 1 << 20);
     {
-        kvt::op never = a.reserve_later(kvt::tier::host, 4096);
+        kvt::op never = a.reserve_later(KVT_TIER_HOST, 4096);
     }  // the destructor cancels the op; without that it would wait forever
-    a.commit(kvt::tier::host, 1 << 20, 0);
+    a.commit(KVT_TIER_HOST, 1 << 20, 0);
     a.close();
 }
 
 static void log_sink_may_throw_and_is_released() {
     auto alive = std::make_shared<int>(0);
-    kvt::set_log(kvt::log_level::trace,
-                 [alive](kvt::log_level, std::string_view, std::string_view) { throw 1; });
+    kvt::set_log(KVT_LOG_TRACE,
+                 [alive](kvt_log_level_t, std::string_view, std::string_view) { throw 1; });
     kvt::runtime::open().close();
     kvt::clear_log();
     CHECK(alive.use_count() == 1);

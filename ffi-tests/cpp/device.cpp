@@ -316,11 +316,12 @@ void copies_and_kernels_move_rows(const rig &on) {
 }
 
 /// An index is packed for a kernel: heads, starts of lists, items.
-void launch_index_packs_an_index() {
+void pack_index_packs_an_index() {
     kvt::sparse_index index;
     index.heads.push_back({KVT_INDEX_LINES, 0, 2, 0, 0, UINT32_MAX});
     index.starts = {0, 2, 3};
     index.items = {0, 5, 0};
+    const kvt_index_t packed = index.to_c();
     kvt_kernel_t kernel{};
     kernel.kind = KVT_DEVICE_KERNEL_PREFILL;
     kernel.query_count = 10;
@@ -328,13 +329,13 @@ void launch_index_packs_an_index() {
     kernel.tokens = 64;
     kernel.query_heads = 4;
     kernel.key_heads = 2;
-    const std::vector<std::uint8_t> bytes = kvt::launch_index(index, kernel, 0x1000);
+    const std::vector<std::uint8_t> bytes = kvt::pack_index(&packed, kernel, 0x1000);
     CHECK(bytes.size() == 48 && kernel.count == 1 && kernel.numbers == 0x1000);
     CHECK(kernel.counts == 0x1018 && kernel.index == 0x1024);
     CHECK(kernel.scratch_bytes == 12 * (64 / 32 + 8));
     CHECK(std::memcmp(bytes.data() + 36, index.items.data(), 12) == 0);
-    CHECK_THROWS(kvt::launch_index(index, kernel, 0x1001), KVT_E_INVALID);
-    CHECK(kvt::launch_index(kvt::sparse_index{}, kernel, 0x1000).empty() && kernel.count == 0);
+    CHECK_THROWS(kvt::pack_index(&packed, kernel, 0x1001), KVT_E_INVALID);
+    CHECK(kvt::pack_index(nullptr, kernel, 0x1000).empty() && kernel.count == 0);
 }
 
 /// Work after an imported event waits for the event on the device; no thread waits.
@@ -423,7 +424,7 @@ void store_transfers_device_memory(const kvt::runtime &runtime, rig &on) {
     layout.groups = {group};
     kvt::identity identity;
     identity.model = "m";
-    kvt::session session = store.open_name_space(identity, layout).open_session();
+    kvt::session session = store.open_namespace(identity, layout).open_session();
     std::vector<std::uint32_t> tokens(TOKENS);
     for (std::uint32_t i = 0; i < TOKENS; i++) tokens[i] = i;
     session.append(tokens);
@@ -474,8 +475,7 @@ void streamer_loads_units_to_the_device(const kvt::runtime &runtime, rig &on) {
     const kvt::model model = kvt::model::table(paths, units);
     kvt::stream_opts opts;
     opts.device = &on.device;
-    opts.terms.flags = KVT_TERMS_DEVICE_CEILING | KVT_TERMS_DEVICE_SAFETY | KVT_TERMS_KV |
-                       KVT_TERMS_HOST_RESERVE;
+    opts.terms.device_safety_bytes = opts.terms.kv_bytes = opts.terms.host_reserve_bytes = 0;
     opts.terms.device_ceiling_bytes = 3 * BYTES;
     kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
     CHECK_THROWS(on.device.close(), KVT_E_BUSY);
@@ -483,7 +483,7 @@ void streamer_loads_units_to_the_device(const kvt::runtime &runtime, rig &on) {
     for (int pass = 0; pass < 2; pass++) {
         streamer.pass_begin();
         for (std::uint32_t unit = 0; unit < UNITS; unit++) {
-            kvt::held lease = streamer.acquire_early(unit, soon());
+            kvt::unit_lease lease = streamer.acquire_submitted(unit, soon());
             CHECK(lease.memory() == KVT_MEMORY_DEVICE);
             kvt::device_event read = on.device.copy(
                 kvt::download(lease.data(), found.data(), BYTES), 2, lease.event());
@@ -505,7 +505,7 @@ void streamer_loads_units_to_the_device(const kvt::runtime &runtime, rig &on) {
 void host_simulated_and_cuda_devices_open(const kvt::runtime &runtime) {
     const kvt::device host = kvt::device::host(runtime);
     const kvt::device_info info = host.info();
-    CHECK(info.kind == KVT_DEVICE_KIND_HOST && info.sums && !info.asynchronous && !info.has_memory);
+    CHECK(info.kind == KVT_DEVICE_KIND_HOST && info.checksums && !info.asynchronous && !info.has_memory);
     std::vector<std::uint8_t> from(5000, 9), to(5000, 0);
     kvt_view_t view = kvt::view(from.data(), 100);
     view.tokens = 50;
@@ -517,7 +517,7 @@ void host_simulated_and_cuda_devices_open(const kvt::runtime &runtime) {
     CHECK(!host.describe().empty());
 
     {
-        kvt::simulated_opts sums;
+        kvt::device_opts sums;
         sums.verify = true;
         const kvt::device device = kvt::device::simulated(runtime, sums);
         const kvt::device_memory memory = device.alloc(to.size());
@@ -525,14 +525,14 @@ void host_simulated_and_cuda_devices_open(const kvt::runtime &runtime) {
         copy.flags = KVT_COPY_CHECKSUM;
         const kvt::device_event event = device.copy(kvt::span<kvt_copy_t>(&copy, 1));
         event.wait();
-        CHECK(device.info().sums && event.sums().size() == 1);
-        CHECK(event.sums()[0] ==
+        CHECK(device.info().checksums && event.checksums().size() == 1);
+        CHECK(event.checksums()[0] ==
               kvt::checksum({reinterpret_cast<const std::byte *>(from.data()), from.size()}));
     }
 
-    kvt::simulated_opts opts;
+    kvt::device_opts opts;
     opts.memory_bytes = 1 << 20;
-    opts.latency_ns = 200000;
+    opts.latency = std::chrono::microseconds(200);
     kvt::device simulated = kvt::device::simulated(runtime, opts);
     CHECK(simulated.info().has_memory && simulated.info().free_bytes == opts.memory_bytes);
     {
@@ -546,7 +546,7 @@ void host_simulated_and_cuda_devices_open(const kvt::runtime &runtime) {
     simulated.close();
     CHECK_THROWS(simulated.info(), KVT_E_HANDLE);
 
-    kvt::cuda_opts none;
+    kvt::device_opts none;
     none.library = "/nowhere/libcuda.so.1";
     CHECK_THROWS(kvt::device::cuda(runtime, none), KVT_E_UNAVAILABLE);
     CHECK_THROWS(kvt::device::custom(runtime, nullptr), KVT_E_INVALID);
@@ -559,7 +559,7 @@ int main() {
     {
         const kvt::runtime runtime = kvt::runtime::open();
         host_simulated_and_cuda_devices_open(runtime);
-        launch_index_packs_an_index();
+        pack_index_packs_an_index();
         rig on(runtime);
         const kvt::device_info info = on.device.info();
         CHECK(info.kind == KVT_DEVICE_KIND_CUSTOM && info.asynchronous && info.has_memory);

@@ -17,7 +17,7 @@ namespace {
 constexpr std::uint32_t LAYERS = 3, BLOCK = 16, HEADS = 2, QUERY_HEADS = 4, DIM = 8;
 constexpr std::uint32_t ROW = HEADS * DIM;
 
-kvt::name_space open_namespace(const kvt::store &store) {
+kvt::namespace_ open_namespace(const kvt::store &store) {
     kvt::layer_group group;
     group.layers = {0, 1, 2};
     group.dtype = KVT_DTYPE_F32;
@@ -25,17 +25,17 @@ kvt::name_space open_namespace(const kvt::store &store) {
     kvt::layout layout;
     layout.chunk_tokens = BLOCK;
     layout.groups = {group};
-    return store.open_name_space({}, layout);
+    return store.open_namespace({}, layout);
 }
 
 kvt::offload_opts model_opts() {
     kvt::offload_opts opts;
-    opts.shape.layers = LAYERS;
-    opts.shape.query_heads = QUERY_HEADS;
-    opts.shape.key_heads = HEADS;
-    opts.shape.key_dim = opts.shape.value_dim = DIM;
-    opts.shape.block_tokens = BLOCK;
-    opts.shape.max_tokens = 512;
+    opts.attention.layers = LAYERS;
+    opts.attention.query_heads = QUERY_HEADS;
+    opts.attention.key_heads = HEADS;
+    opts.attention.key_dim = opts.attention.value_dim = DIM;
+    opts.attention.block_tokens = BLOCK;
+    opts.attention.max_tokens = 512;
     opts.dtype = KVT_DTYPE_F32;
     opts.buffer_tokens = 256;
     return opts;
@@ -86,8 +86,8 @@ bool same(const kvt::offload &offload, const kvt_offload_kv_t &kv, const std::ve
 }
 
 void loads_return_the_rows_that_were_put(const kvt::store &store) {
-    const kvt::name_space space = open_namespace(store);
-    const kvt::session session = space.open_session();
+    const kvt::namespace_ ns = open_namespace(store);
+    const kvt::session session = ns.open_session();
     kvt::offload_opts opts = model_opts();
     opts.decode = "quest(budget=48,page=16,dense=1)";
     kvt::offload first = kvt::offload::open(session, opts);
@@ -110,17 +110,17 @@ void loads_return_the_rows_that_were_put(const kvt::store &store) {
     CHECK_THROWS(offload.load(1, 2, at), KVT_E_BUSY);
     kvt_offload_kv_t kv = offload.wait(1);
     CHECK(kv.blocks == 2 && kv.tail_tokens == 0 && same(offload, kv, k[2], v[2], 120));
-    offload.done(1);
+    offload.release_buffer(1);
     CHECK(offload.load(1, 2, kvt::span<const std::uint32_t>(), at) == 0);
     CHECK(offload.wait(1).tokens == 0);
-    offload.done(1);
+    offload.release_buffer(1);
     CHECK(offload.load_chosen(1, 2, some, at) == 2 && offload.blocks(1).size() == 2);
     kv = offload.wait(1);
     CHECK(kv.blocks == 2 && kv.tail_tokens == 8 && same(offload, kv, k[2], v[2], 120));
-    offload.done(1);
+    offload.release_buffer(1);
     CHECK(offload.load_chosen(1, 2, kvt::span<const std::uint32_t>(), at) == 0);
     CHECK(offload.wait(1).tokens == 8);
-    offload.done(1);
+    offload.release_buffer(1);
 
     std::vector<float> queries = numbers(QUERY_HEADS * DIM, 0);
     const kvt_rows_t query =
@@ -153,8 +153,8 @@ void loads_return_the_rows_that_were_put(const kvt::store &store) {
 }
 
 void fork_has_tails_and_policies_of_its_own(const kvt::store &store) {
-    const kvt::name_space space = open_namespace(store);
-    const kvt::session session = space.open_session();
+    const kvt::namespace_ ns = open_namespace(store);
+    const kvt::session session = ns.open_session();
     kvt::offload_opts opts = model_opts();
     opts.decode = "quest(budget=48,page=16,dense=1)";
     opts.audit_every = 1;
@@ -184,8 +184,8 @@ void fork_has_tails_and_policies_of_its_own(const kvt::store &store) {
         fork.load(0, i, at, &query);
         CHECK(same(offload, offload.wait(0), k, v, 150));
         CHECK(same(fork, fork.wait(0), other_k, other_v, 150));
-        offload.done(0);
-        fork.done(0);
+        offload.release_buffer(0);
+        fork.release_buffer(0);
     }
     CHECK(fork.stats().audited > 0 && fork.stats().audited == offload.stats().audited);
     offload.close();
@@ -194,15 +194,15 @@ void fork_has_tails_and_policies_of_its_own(const kvt::store &store) {
 }
 
 void evict_keeps_the_keys_with_most_attention(const kvt::store &store) {
-    const kvt::name_space space = open_namespace(store);
-    const kvt::session session = space.open_session();
+    const kvt::namespace_ ns = open_namespace(store);
+    const kvt::session session = ns.open_session();
     kvt::offload_opts opts = model_opts();
     opts.decode = "h2o(sink=4,recent=20,budget=8,heads=all)";
     kvt::offload offload = kvt::offload::open(session, opts);
     std::vector<float> k = numbers(150 * ROW, 7), v = numbers(150 * ROW, 8);
     append(session, 1000, 150);
     put(offload, 0, k, v, 0, 150);
-    CHECK(static_cast<kvt::kept_tokens>(offload.kept(0)).empty());
+    CHECK(static_cast<kvt::token_lists>(offload.retained(0)).empty());
     std::vector<float> sums(150, 0.01f);
     for (std::size_t i = 40; i < 48; i++) sums[i] = 9;
     offload.observe(0, 150, sums, 150);
@@ -210,22 +210,20 @@ void evict_keeps_the_keys_with_most_attention(const kvt::store &store) {
     at.is_prefill = true;
     at.tokens = 150;
     CHECK(offload.evict(0, at));
-    const kvt::kept_tokens kept = offload.kept(0);
+    const kvt::token_lists kept = offload.retained(0);
     CHECK(kept.size() == 1 && kept[0].size() == 32 && kept[0][4] == 40 && kept[0][31] == 149);
     offload.close();
     CHECK(!offload);
 }
 
 void invalid_options_throw(const kvt::store &store) {
-    const kvt::name_space space = open_namespace(store);
-    const kvt::session session = space.open_session();
+    const kvt::namespace_ ns = open_namespace(store);
+    const kvt::session session = ns.open_session();
     kvt::offload_opts opts = model_opts();
     opts.decode = "questt";
     CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_SPEC);
-    opts.decode = "";
-    CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_INVALID);
     opts = model_opts();
-    opts.shape.layers = 4;
+    opts.attention.layers = 4;
     CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_INVALID);
     const kvt::offload none;
     CHECK_THROWS(none.stats(), KVT_E_HANDLE);
@@ -234,8 +232,8 @@ void invalid_options_throw(const kvt::store &store) {
 
 /// A custom policy that selects every second block, and counts the blocks that are moved away.
 void custom_policy_selects_blocks(const kvt::store &store) {
-    const kvt::name_space space = open_namespace(store);
-    const kvt::session session = space.open_session();
+    const kvt::namespace_ ns = open_namespace(store);
+    const kvt::session session = ns.open_session();
     std::uint32_t by_layer = 0, all_layers = 0;
     auto own = std::make_unique<kvt::sparse_custom>();
     own->traits.caps = KVT_SPARSE_LOAD_DECODE;
@@ -323,15 +321,15 @@ void ring_and_tails_are_in_device_memory(const kvt::runtime &runtime) {
                 device.copy(kvt::upload(k.data(), tensors.data(), half));
             const kvt::device_event uploaded =
                 device.copy(kvt::upload(v.data(), second, half), 0, first.number());
-            offload.after(uploaded.number());
+            offload.set_ready_event(uploaded.number());
             kvt_view_t of_k = kvt::view(tensors.data(), DIM * sizeof(float), HEADS);
             kvt_view_t of_v = kvt::view(second, DIM * sizeof(float), HEADS);
             of_k.memory = of_v.memory = KVT_MEMORY_DEVICE;
             const kvt::op op = offload.put(layer, 0, 70, of_k, &of_v);
             op.finish();
-            offload.after(0);
+            offload.set_ready_event(0);
         }
-        CHECK_THROWS(offload.after(std::uint64_t{1} << 60), KVT_E_HANDLE);
+        CHECK_THROWS(offload.set_ready_event(std::uint64_t{1} << 60), KVT_E_HANDLE);
         kvt::sparse_context now;
         now.first_query = 69;
         now.tokens = 70;
@@ -346,7 +344,7 @@ void ring_and_tails_are_in_device_memory(const kvt::runtime &runtime) {
             kv.k = got_k.data();
             kv.v = got_v.data();
             CHECK(same(offload, kv, k, v, 70));
-            offload.done(0);
+            offload.release_buffer(0);
         }
         offload.close();
     }

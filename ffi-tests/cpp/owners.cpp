@@ -57,7 +57,7 @@ static void moved_from_and_empty_owners_fail_with_handle_error() {
     kvt::queue no_queue;
     CHECK_THROWS(no_queue.fd(), KVT_E_HANDLE);
     kvt::account no_account;
-    CHECK_THROWS(no_account.reserve(kvt::tier::host, 1), KVT_E_HANDLE);
+    CHECK_THROWS(no_account.reserve(KVT_TIER_HOST, 1), KVT_E_HANDLE);
     kvt::budget no_budget;
     CHECK_THROWS(no_budget.report(), KVT_E_HANDLE);
 }
@@ -203,17 +203,17 @@ static void account_with_bytes_cannot_be_closed() {
     limits.reserve_bytes = 1;
     kvt::budget budget = rt.open_budget(limits);
     kvt::account account = budget.open_account();
-    account.reserve(kvt::tier::host, 4096);
+    account.reserve(KVT_TIER_HOST, 4096);
     CHECK_THROWS(account.close(), KVT_E_BUSY);
-    CHECK(account.held(kvt::tier::host).reserved_bytes == 4096);
-    CHECK(!account.try_reserve(kvt::tier::host, 1 << 20));
+    CHECK(account.held(KVT_TIER_HOST).reserved_bytes == 4096);
+    CHECK(!account.try_reserve(KVT_TIER_HOST, 1 << 20));
     const int before = defects;
     kvt_account_t *raw = account.get();
     account.reset();  // fails to close, must not throw
     CHECK(defects == before + 1 && !account);
     account = kvt::account::adopt(raw);
-    account.commit(kvt::tier::host, 4096, 4096);
-    account.release_bytes(kvt::tier::host, 4096);
+    account.commit(KVT_TIER_HOST, 4096, 4096);
+    account.release_bytes(KVT_TIER_HOST, 4096);
     account.close();
     budget.close();
     CHECK(!account && !budget);

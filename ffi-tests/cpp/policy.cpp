@@ -18,10 +18,10 @@ static kvt::policy_opts small_policy(std::string_view spec) {
 
 static void policy_evicts_objects_of_its_table() {
     kvt::policy p = kvt::policy::open(small_policy("lru"));
-    const std::vector<kvt_policy_object_t> rows = {kvt::policy_row(1, 2), kvt::policy_row(2, 2, 1),
-                                                kvt::policy_row(3, 2, 2)};
+    const std::vector<kvt_policy_object_t> rows = {kvt::policy_object(1, 2), kvt::policy_object(2, 2, 1),
+                                                kvt::policy_object(3, 2, 2)};
     p.insert(rows);
-    p.insert(kvt::policy_row(9, 5));
+    p.insert(kvt::policy_object(9, 5));
     kvt::policy_context context;
     context.session = 4;
     context.tokens_each = 16;
@@ -51,7 +51,7 @@ static void policy_evicts_objects_of_its_table() {
     p.set_capacity(100);
     CHECK(p.spec() == "fifo" && p.stats().capacity_units == 100);
     CHECK_THROWS(p.gauge("none"), KVT_E_NOT_FOUND);
-    kvt_policy_advice_rules_t rules = KVT_POLICY_ADVICE_RULES_INIT;
+    kvt::policy_advice_rules rules;
     rules.max_batch = 4;
     p.set_advice(rules);
     CHECK(p.advise(100).batch == 4);

@@ -1,4 +1,4 @@
-// kvt::sparse and kvt::job: prefill with an index and a job on threads, eviction by sums, decode by
+// kvt::sparse and kvt::attention_job: prefill with an index and a job on threads, eviction by sums, decode by
 // pages, custom policies. Results are compared with attention that this file computes in double,
 // key by key.
 #include <kvtier/kvtier.hpp>
@@ -55,7 +55,7 @@ kvt_rows_t queries_from(std::uint32_t first) {
     return rows(q, first, TOKENS - first, QUERY_HEADS, DIM);
 }
 
-kvt::attention_args attention_of(std::uint32_t first, const kvt::sparse_index *select) {
+kvt::attention_args attention_of(std::uint32_t first, const kvt_index_t *select) {
     kvt::attention_args args;
     args.queries = queries_from(first);
     args.keys = rows(k, 0, TOKENS, HEADS, DIM);
@@ -142,7 +142,7 @@ bool is_right(const kvt::sparse_index &index, std::uint32_t first, const std::ve
 }
 
 /// Runs a job on several threads, which take turns in the items of a step.
-void run_on_threads(const kvt::job &job) {
+void run_on_threads(const kvt::attention_job &job) {
     const kvt_attention_job_info_t info = job.info();
     for (std::uint32_t step = 0; step < info.steps; step++) {
         const std::uint32_t items = step == 0 ? info.items : info.last_items;
@@ -170,14 +170,15 @@ void prefill_matches_dense_reference(const char *spec) {
     CHECK(again.items == index.items && again.starts == index.starts);
 
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES), lse(TOKENS * QUERY_HEADS);
-    const kvt::attention_args p = attention_of(0, &index);
-    kvt::job job = kvt::job::prefill(p, out, lse);
+    const kvt_index_t selected = index.to_c();
+    const kvt::attention_args p = attention_of(0, &selected);
+    kvt::attention_job job = kvt::attention_job::prefill(p, out, lse);
     run_on_threads(job);
     job.close();
     CHECK(!job && is_right(index, 0, out, lse));
     // On one thread, and in one call, the bits are equal.
     std::vector<float> same(out.size());
-    kvt::job::prefill(p, same).run();
+    kvt::attention_job::prefill(p, same).run();
     CHECK(same == out);
     std::fill(same.begin(), same.end(), 0.0f);
     policy.prefill_attention(1, all.queries, all.keys, all.values, at(true, 0), same);
@@ -185,7 +186,7 @@ void prefill_matches_dense_reference(const char *spec) {
     same.pop_back();
     CHECK_THROWS(policy.prefill_attention(1, all.queries, all.keys, all.values, at(true, 0), same),
                  KVT_E_TOO_SMALL);
-    CHECK_THROWS(kvt::job::prefill(p, same), KVT_E_TOO_SMALL);
+    CHECK_THROWS(kvt::attention_job::prefill(p, same), KVT_E_TOO_SMALL);
 }
 
 void attention_over_pieces_of_keys_merges() {
@@ -197,7 +198,7 @@ void attention_over_pieces_of_keys_merges() {
         p.keys = rows(k, cuts[i], cuts[i + 1] - cuts[i], HEADS, DIM);
         p.values = rows(v, cuts[i], cuts[i + 1] - cuts[i], HEADS, VALUES);
         p.first_key = cuts[i];
-        kvt::job::prefill(p, i == 0 ? out : part, i == 0 ? lse : part_lse).run();
+        kvt::attention_job::prefill(p, i == 0 ? out : part, i == 0 ? lse : part_lse).run();
         if (i > 0) kvt::merge_attention(out, lse, part, part_lse);
     }
     CHECK(is_right({}, 0, out, lse));
@@ -213,8 +214,8 @@ void evict_keeps_the_keys_with_most_attention(const kvt::runtime &runtime) {
     const kvt::attention_args p = attention_of(0, nullptr);
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES), lse(TOKENS * QUERY_HEADS);
     std::vector<float> sums(QUERY_HEADS * TOKENS);
-    kvt::job::prefill(p, out, lse).run();
-    run_on_threads(kvt::job::sums(p, lse, sums));
+    kvt::attention_job::prefill(p, out, lse).run();
+    run_on_threads(kvt::attention_job::column_sums(p, lse, sums));
     std::vector<double> want(sums.size()), result;
     for (std::uint32_t query = 0; query < TOKENS; query++)
         for (std::uint32_t head = 0; head < QUERY_HEADS; head++)
@@ -229,9 +230,9 @@ void evict_keeps_the_keys_with_most_attention(const kvt::runtime &runtime) {
     CHECK_THROWS(policy.observe(LAYERS, TOKENS, sums, TOKENS), KVT_E_INVALID);
     const kvt_sparse_stats_t stats = policy.stats();
     CHECK(stats.state_bytes > 0);
-    CHECK(static_cast<kvt::account::holding>(account.held(kvt::tier::host)).used_bytes ==
+    CHECK(static_cast<kvt::account::holding>(account.held(KVT_TIER_HOST)).used_bytes ==
           stats.state_bytes);
-    kvt::kept_tokens kept = policy.evict(0, at(true, 0));
+    kvt::token_lists kept = policy.plan_eviction(0, at(true, 0));
     CHECK(kept.size() == HEADS);
     for (std::uint32_t head = 0; head < kept.size(); head++) {
         const std::vector<std::uint32_t> &list = kept[head];
@@ -249,13 +250,13 @@ void evict_keeps_the_keys_with_most_attention(const kvt::runtime &runtime) {
         }
         CHECK(least_kept > most_evicted - 1e-3);
     }
-    policy.evicted(0, kept);
-    CHECK(static_cast<kvt::kept_tokens>(policy.evict(0, at(true, 0))).empty());
+    policy.commit_eviction(0, kept);
+    CHECK(static_cast<kvt::token_lists>(policy.plan_eviction(0, at(true, 0))).empty());
     std::swap(kept[0][0], kept[0][1]);
-    CHECK_THROWS(policy.evicted(0, kept), KVT_E_INVALID);
+    CHECK_THROWS(policy.commit_eviction(0, kept), KVT_E_INVALID);
     policy.restart();
     policy.close();
-    CHECK(static_cast<kvt::account::holding>(account.held(kvt::tier::host)).used_bytes == 0);
+    CHECK(static_cast<kvt::account::holding>(account.held(KVT_TIER_HOST)).used_bytes == 0);
     const kvt::account none;
     CHECK_THROWS(kvt::sparse::open(model_shape(), "full", &none), KVT_E_HANDLE);
 }
@@ -264,7 +265,7 @@ void decode_selects_blocks_by_pages() {
     const kvt::sparse policy = kvt::sparse::open(model_shape(), "quest(budget=48,page=16,dense=0)");
     std::vector<std::uint32_t> candidates;
     for (std::uint32_t id = 0; id < BLOCKS; id++) {
-        policy.seal(2, id, id * BLOCK, rows(k, id * BLOCK, BLOCK, HEADS, DIM));
+        policy.add_block(2, id, id * BLOCK, rows(k, id * BLOCK, BLOCK, HEADS, DIM));
         candidates.insert(candidates.begin(), id);
     }
     const std::uint32_t last = TOKENS - 1;
@@ -282,18 +283,19 @@ void decode_selects_blocks_by_pages() {
             CHECK(!sees(index, head, last, last, key) ||
                   std::binary_search(ids.begin(), ids.end(), key / BLOCK));
     std::vector<float> out(QUERY_HEADS * VALUES), lse(QUERY_HEADS);
-    const kvt::attention_args p = attention_of(last, &index);
-    std::vector<float> memory(kvt::job::decode_memory(p));
-    run_on_threads(kvt::job::decode(p, out, lse, memory));
+    const kvt_index_t selected = index.to_c();
+    const kvt::attention_args p = attention_of(last, &selected);
+    std::vector<float> memory(kvt::attention_job::decode_memory(p));
+    run_on_threads(kvt::attention_job::decode(p, out, lse, memory));
     CHECK(is_right(index, last, out, lse));
 
     // Attention over all keys, and the attention that each key received.
     const kvt::attention_args all = attention_of(last, nullptr);
-    memory.resize(kvt::job::decode_memory(all, true));
-    const kvt::job job = kvt::job::decode(all, out, lse, memory, true);
+    memory.resize(kvt::attention_job::decode_memory(all, true));
+    const kvt::attention_job job = kvt::attention_job::decode(all, out, lse, memory, true);
     job.run();
     std::vector<float> sums(QUERY_HEADS * TOKENS);
-    job.add_sums(sums);
+    job.decode_sums(sums);
     std::vector<double> want(sums.size()), result;
     for (std::uint32_t head = 0; head < QUERY_HEADS; head++)
         attend({}, last, last, head, result, &want);
@@ -370,24 +372,25 @@ void index_and_sums_are_placed_in_a_buffer() {
     p.queries = queries_from(last);
     p.keys = rows(some_k, 0, n, HEADS, DIM);
     p.values = rows(some_v, 0, n, HEADS, VALUES);
-    p.select = &of_rows.index;
+    const kvt_index_t selected = of_rows.index.to_c();
+    p.select = &selected;
     p.first_query = of_rows.first_query;
-    kvt_kernel_limits_t limits = KVT_KERNEL_LIMITS_INIT;
-    limits.flags = KVT_DECODE_SCORES;
+    kvt::kernel_limits limits;
+    limits.scores = true;
     limits.queries = 1;
     limits.keys = limits.tokens = TOKENS;
     limits.query_heads = QUERY_HEADS;
     limits.key_dim = DIM;
     limits.value_dim = VALUES;
     const kvt::kernel_workspace workspace = kvt::workspace(KVT_KERNEL_DECODE, limits);
-    std::vector<float> memory(kvt::job::decode_memory(p, true)), sums(QUERY_HEADS * most);
+    std::vector<float> memory(kvt::attention_job::decode_memory(p, true)), sums(QUERY_HEADS * most);
     CHECK(memory.size() <= workspace.memory && workspace.scratch > 0);
-    const kvt::job job = kvt::job::decode(p, out, lse, memory, true);
+    const kvt::attention_job job = kvt::attention_job::decode(p, out, lse, memory, true);
     CHECK(static_cast<kvt_attention_job_info_t>(job.info()).sum_keys == most);
     job.run();
-    job.add_sums(sums);
+    job.decode_sums(sums);
     std::vector<float> token_sums(QUERY_HEADS * TOKENS, 1.0f);
-    kvt::place_sums(model_shape(), TOKENS, placed, sums, token_sums, &of_rows, 1);
+    kvt::place_column_sums(model_shape(), TOKENS, placed, sums, token_sums, &of_rows, 1);
     // Only tokens in the buffer received attention.
     std::vector<double> logits(TOKENS);
     for (std::uint32_t head = 0; head < QUERY_HEADS; head++) {
@@ -406,7 +409,7 @@ void index_and_sums_are_placed_in_a_buffer() {
             CHECK(near(double{token_sums[head * TOKENS + key]}, 1 + std::exp(logits[key]) / all));
     }
     token_sums.pop_back();
-    CHECK_THROWS(kvt::place_sums(model_shape(), TOKENS, placed, sums, token_sums, &of_rows, 1),
+    CHECK_THROWS(kvt::place_column_sums(model_shape(), TOKENS, placed, sums, token_sums, &of_rows, 1),
                  KVT_E_INVALID);
     placed.tail_first = 3;
     CHECK_THROWS(kvt::place_index(model_shape(), placed, &wanted, last, 1), KVT_E_INVALID);
@@ -415,7 +418,7 @@ void index_and_sums_are_placed_in_a_buffer() {
 /// The calls that a custom policy received. Its copies share them.
 struct record {
     std::uint32_t sealed = 0, sealed_all = 0, forks = 0, observed = 0, length = 99;
-    kvt::kept_tokens evicted;
+    kvt::token_lists evicted;
     const kvt::sparse *self = nullptr;
 };
 
@@ -469,11 +472,11 @@ kvt::sparse_custom custom_policy(const std::shared_ptr<record> &own) {
         own->observed = queries * 10000 + static_cast<std::uint32_t>(sums.size()) * 100 + tokens;
         return KVT_OK;
     };
-    custom.evict = [](std::uint32_t layer, const kvt::sparse_context &, kvt::kept_tokens &stays) {
+    custom.evict = [](std::uint32_t layer, const kvt::sparse_context &, kvt::token_lists &stays) {
         if (layer > 0) stays = {{0, 5}, {1, 2, 3}};
         return KVT_OK;
     };
-    custom.evicted = [own](std::uint32_t, const kvt::kept_tokens &kept) {
+    custom.evicted = [own](std::uint32_t, const kvt::token_lists &kept) {
         own->evicted = kept;
         return KVT_OK;
     };
@@ -496,9 +499,9 @@ void custom_policy_is_called_and_checked() {
     const kvt::sparse policy = kvt::sparse::open(model_shape(), custom_policy(own));
     own->self = &policy;
     const kvt_rows_t block = rows(k, BLOCK, BLOCK, HEADS, DIM);
-    policy.seal(1, 1, BLOCK, block);
+    policy.add_block(1, 1, BLOCK, block);
     CHECK(own->sealed == 2);
-    CHECK_THROWS(policy.seal(2, 1, BLOCK, block), KVT_E_LIMIT);
+    CHECK_THROWS(policy.add_block(2, 1, BLOCK, block), KVT_E_LIMIT);
     std::vector<kvt_rows_t> all(LAYERS, block);
     policy.seal_all(9, 32, all);
     CHECK(own->sealed_all == 41);
@@ -534,11 +537,11 @@ void custom_policy_is_called_and_checked() {
     const std::vector<float> sums(7, 1.0f);
     policy.observe(0, 3, sums, 7);
     CHECK(own->observed == 30707);
-    CHECK(static_cast<kvt::kept_tokens>(policy.evict(0, now)).empty());
-    const kvt::kept_tokens kept = policy.evict(1, now), two = {{0, 5}, {1, 2, 3}};
+    CHECK(static_cast<kvt::token_lists>(policy.plan_eviction(0, now)).empty());
+    const kvt::token_lists kept = policy.plan_eviction(1, now), two = {{0, 5}, {1, 2, 3}};
     CHECK(kept == two);
-    CHECK(static_cast<kvt::kept_tokens>(policy.last_kept()) == two);
-    policy.evicted(1, kept);
+    CHECK(static_cast<kvt::token_lists>(policy.last_retained()) == two);
+    policy.commit_eviction(1, kept);
     CHECK(own->evicted == two);
     policy.truncate(5);
     CHECK(own->length == 5);
@@ -586,21 +589,22 @@ void invalid_calls_throw() {
     const kvt::sparse none;
     CHECK_THROWS(none.stats(), KVT_E_HANDLE);
     CHECK_THROWS(none.restart(), KVT_E_HANDLE);
-    CHECK_THROWS(kvt::job().info(), KVT_E_HANDLE);
+    CHECK_THROWS(kvt::attention_job().info(), KVT_E_HANDLE);
     std::vector<float> out(TOKENS * QUERY_HEADS * VALUES);
     kvt::attention_args p = attention_of(0, nullptr);
     p.values = rows(v, 0, TOKENS - 1, HEADS, VALUES);
-    CHECK_THROWS(kvt::job::prefill(p, out), KVT_E_INVALID);
+    CHECK_THROWS(kvt::attention_job::prefill(p, out), KVT_E_INVALID);
     kvt::sparse_index nonsense;
     nonsense.heads = {{9, 0, 0, 0, 0, 0}};
-    CHECK_THROWS(kvt::job::prefill(attention_of(0, &nonsense), out), KVT_E_INVALID);
+    const kvt_index_t selected = nonsense.to_c();
+    CHECK_THROWS(kvt::attention_job::prefill(attention_of(0, &selected), out), KVT_E_INVALID);
     std::vector<float> bad(DIM * HEADS, 1.0f);
     kvt::check_rows(rows(bad, 0, 1, HEADS, DIM));
     bad[3] = NAN;
     CHECK_THROWS(kvt::check_rows(rows(bad, 0, 1, HEADS, DIM)), KVT_E_INVALID);
-    const std::vector<kvt::policy_info> all = kvt::sparse_policies();
+    const std::vector<kvt::sparse_info> all = kvt::sparse_policies();
     CHECK(all.size() >= 18);
-    CHECK(std::any_of(all.begin(), all.end(), [](const kvt::policy_info &one) {
+    CHECK(std::any_of(all.begin(), all.end(), [](const kvt::sparse_info &one) {
         return one.name == "quest" && !one.about.empty();
     }));
 }

@@ -66,7 +66,7 @@ void durable_put_survives_reopen(const kvt::runtime &runtime, const std::string 
     {
         kvt::store store = kvt::store::open(runtime, spec);
         kvt::session session =
-            store.open_name_space(identity_with("a"), model_layout()).open_session();
+            store.open_namespace(identity_with("a"), model_layout()).open_session();
         session.append(tokens);
         kvt::transfer what = from.all();
         what.level = KVT_LEVEL_DURABLE;
@@ -85,8 +85,8 @@ void durable_put_survives_reopen(const kvt::runtime &runtime, const std::string 
         CHECK_THROWS(fork.append(tokens), KVT_E_CLOSED);
     }
     kvt::store store = kvt::store::open(runtime, spec);
-    kvt::name_space space = store.open_name_space(identity_with("a"), model_layout());
-    kvt::session session = space.open_session();
+    kvt::namespace_ ns = store.open_namespace(identity_with("a"), model_layout());
+    kvt::session session = ns.open_session();
     session.append(tokens);
     tensors to(16);
     std::vector<kvt::op> ops = session.get_each(to.all());
@@ -97,8 +97,8 @@ void durable_put_survives_reopen(const kvt::runtime &runtime, const std::string 
     ahead.tokens = 8;
     CHECK(session.prefetch(ahead).finish().value == 8);
 
-    kvt::name_space other = store.open_name_space(identity_with("b"), model_layout());
-    CHECK(other.key() != space.key() && space.key().size() == KVT_KEY_BYTES);
+    kvt::namespace_ other = store.open_namespace(identity_with("b"), model_layout());
+    CHECK(other.key() != ns.key() && ns.key().size() == KVT_KEY_BYTES);
     kvt::session unrelated = other.open_session();
     unrelated.append(tokens);
     tensors untouched(16);
@@ -110,15 +110,15 @@ void durable_put_survives_reopen(const kvt::runtime &runtime, const std::string 
 
 void blocks_are_stored_and_held_by_name(const kvt::runtime &runtime) {
     kvt::store store = kvt::store::open(runtime, "store(host=1MiB)");
-    kvt::name_space space = store.open_name_space(identity_with("a"), model_layout());
-    kvt::session session = space.open_session();
+    kvt::namespace_ ns = store.open_namespace(identity_with("a"), model_layout());
+    kvt::session session = ns.open_session();
     tensors from(3 * CHUNK), to(4 * CHUNK);
     for (std::size_t i = 0; i < from.bytes.size(); i++)
         from.bytes[i] = static_cast<std::uint8_t>(i * 13 + i / 256);
     const std::vector<std::uint8_t> name_bytes = {'a', 'b', 'c', 'x'};
     kvt::blocks what;
-    what.called.bytes = {name_bytes.data(), 3};
-    what.called.each_bytes = 1;
+    what.names.bytes = {name_bytes.data(), 3};
+    what.names.each_bytes = 1;
     const kvt::transfer all = from.all(), targets = to.all();
     what.k = all.k;
     what.v = all.v;
@@ -126,8 +126,8 @@ void blocks_are_stored_and_held_by_name(const kvt::runtime &runtime) {
     CHECK(stored.finish().value == 3 * CHUNK && stored.info().items == 3);
     kvt::blocks back;
     const std::vector<std::uint64_t> ends = {1, 2, 3, 4};
-    back.called.bytes = {name_bytes.data(), name_bytes.size()};
-    back.called.ends = {ends.data(), ends.size()};
+    back.names.bytes = {name_bytes.data(), name_bytes.size()};
+    back.names.ends = {ends.data(), ends.size()};
     back.k = targets.k;
     back.v = targets.v;
     kvt::op loaded = session.get_blocks(back);
@@ -140,45 +140,45 @@ void blocks_are_stored_and_held_by_name(const kvt::runtime &runtime) {
         CHECK(std::memcmp(all.k[layer].address, targets.k[layer].address,
                           3 * CHUNK * HEADS * RUN) == 0);
     kvt::blocks ahead;
-    ahead.called = what.called;
+    ahead.names = what.names;
     CHECK(session.prefetch_blocks(ahead).finish().value == 3 * CHUNK);
-    const std::vector<std::uint8_t> resident = space.find_blocks(back.called);
+    const std::vector<std::uint8_t> resident = ns.blocks_exist(back.names);
     CHECK(resident.size() == 4 && resident[0] != 0 && resident[3] == 0);
-    CHECK(space.block_keys(back.called).size() == 4 * KVT_KEY_BYTES);
+    CHECK(ns.block_keys(back.names).size() == 4 * KVT_KEY_BYTES);
     // Held blocks are not dropped. Each hold is released once, also after a move assignment.
     {
-        kvt::held_blocks held = session.hold_blocks(back.called);
+        kvt::block_references held = session.hold_blocks(back.names);
         CHECK(held.found().size() == 4 && held.found()[2] != 0 && held.found()[3] == 0);
-        kvt::held_blocks again = session.hold_blocks(what.called);
-        CHECK(session.drop_blocks(what.called).referenced_chunks == 3);
+        kvt::block_references again = session.hold_blocks(what.names);
+        CHECK(session.drop_blocks(what.names).referenced_chunks == 3);
         again.release();
         again.release();
         again = std::move(held);
-        CHECK(session.drop_blocks(what.called).referenced_chunks == 3);
+        CHECK(session.drop_blocks(what.names).referenced_chunks == 3);
         kvt::policy_hint hint;
         hint.done = true;
-        session.hint_blocks(back.called, hint);
+        session.hint_blocks(back.names, hint);
         hint.confidence = 2;
-        CHECK_THROWS(session.hint_blocks(back.called, hint), KVT_E_INVALID);
+        CHECK_THROWS(session.hint_blocks(back.names, hint), KVT_E_INVALID);
     }
-    kvt::held_blocks outlives;
+    kvt::block_references outlives;
     {
-        kvt::session other = space.open_session();
-        outlives = other.hold_blocks(what.called);
-        CHECK(session.drop_blocks(what.called).referenced_chunks == 3);
+        kvt::session other = ns.open_session();
+        outlives = other.hold_blocks(what.names);
+        CHECK(session.drop_blocks(what.names).referenced_chunks == 3);
     }
     outlives.release();
-    CHECK(session.drop_blocks(what.called).removed_chunks == 3);
-    CHECK(session.hold_blocks(what.called).found() == std::vector<std::uint8_t>(3, 0));
-    CHECK(space.find_blocks(what.called) == std::vector<std::uint8_t>(3, 0));
+    CHECK(session.drop_blocks(what.names).removed_chunks == 3);
+    CHECK(session.hold_blocks(what.names).found() == std::vector<std::uint8_t>(3, 0));
+    CHECK(ns.blocks_exist(what.names) == std::vector<std::uint8_t>(3, 0));
     // Names that do not fill their bytes, or end after them, are rejected.
-    back.called = {{name_bytes.data(), 3}, 2, {}};
+    back.names = {{name_bytes.data(), 3}, 2, {}};
     CHECK_THROWS(session.get_blocks(back), KVT_E_INVALID);
-    CHECK_THROWS(space.find_blocks(back.called), KVT_E_INVALID);
-    back.called = {{name_bytes.data(), 3}, 0, {ends.data(), ends.size()}};
-    CHECK_THROWS(session.drop_blocks(back.called), KVT_E_INVALID);
-    CHECK_THROWS(session.hold_blocks(back.called), KVT_E_INVALID);
-    CHECK_THROWS(session.hint_blocks(back.called, {}), KVT_E_INVALID);
+    CHECK_THROWS(ns.blocks_exist(back.names), KVT_E_INVALID);
+    back.names = {{name_bytes.data(), 3}, 0, {ends.data(), ends.size()}};
+    CHECK_THROWS(session.drop_blocks(back.names), KVT_E_INVALID);
+    CHECK_THROWS(session.hold_blocks(back.names), KVT_E_INVALID);
+    CHECK_THROWS(session.hint_blocks(back.names, {}), KVT_E_INVALID);
     what.v = {};
     CHECK_THROWS(session.put_blocks(what), KVT_E_INVALID);
 }
@@ -188,14 +188,14 @@ void lookups_events_and_plans_follow_puts(const kvt::runtime &runtime, const std
         "store(host=1MiB, write=back, disk=disk(path=\"" + folder +
         "\", bytes=16MiB, segment=1MiB))";
     kvt::store store = kvt::store::open(runtime, spec);
-    kvt::name_space space = store.open_name_space(identity_with("a"), model_layout());
-    kvt::session session = space.open_session();
+    kvt::namespace_ ns = store.open_namespace(identity_with("a"), model_layout());
+    kvt::session session = ns.open_session();
     std::vector<std::uint32_t> tokens(24, 5);
     session.append(tokens);
-    CHECK(space.lookup(tokens).sum.reusable_tokens == 0);
+    CHECK(ns.lookup(tokens).totals.reusable_tokens == 0);
 
     tensors from(24), to(24);
-    kvt::event event = kvt::event::open();
+    kvt::ready_event event = kvt::ready_event::open();
     kvt::transfer what = from.all();
     what.ready = &event;
     what.tokens = 16;
@@ -203,7 +203,7 @@ void lookups_events_and_plans_follow_puts(const kvt::runtime &runtime, const std
     CHECK(!event.is_signalled());
     event.signal();
     CHECK(event.is_signalled() && put.finish().value == 16);
-    kvt::event never = kvt::event::open();
+    kvt::ready_event never = kvt::ready_event::open();
     what = to.all();
     what.ready = &never;
     kvt::op get = session.get(what);
@@ -211,8 +211,8 @@ void lookups_events_and_plans_follow_puts(const kvt::runtime &runtime, const std
     CHECK_THROWS(get.finish(), KVT_E_CANCELLED);
     CHECK_THROWS(never.signal(), KVT_E_HANDLE);
 
-    const kvt::lookup_result found = space.lookup(tokens);
-    CHECK(found.ranges.size() == 2 && found.sum.reusable_tokens == 16);
+    const kvt::lookup_result found = ns.lookup(tokens);
+    CHECK(found.ranges.size() == 2 && found.totals.reusable_tokens == 16);
     CHECK(found.ranges[0].state == KVT_RANGE_HIT && found.ranges[0].tier == KVT_TIER_HOST);
     std::uint64_t cursor = 0;
     const kvt::store_events read = store.events(cursor);
@@ -225,42 +225,42 @@ void lookups_events_and_plans_follow_puts(const kvt::runtime &runtime, const std
     std::vector<std::uint8_t> keys;
     for (const kvt_store_event_t &e : read.events)
         keys.insert(keys.end(), e.key, e.key + KVT_KEY_BYTES);
-    CHECK(keys == space.chunk_keys(kvt::span<const std::uint32_t>(tokens.data(), 19)));
-    CHECK(space.chunk_keys({}).empty());
-    CHECK(space.lookup_keys(keys, 17).sum.reusable_tokens == 16);
-    CHECK(space.exists(keys) ==
+    CHECK(keys == ns.chunk_keys(kvt::span<const std::uint32_t>(tokens.data(), 19)));
+    CHECK(ns.chunk_keys({}).empty());
+    CHECK(ns.lookup_keys(keys, 17).totals.reusable_tokens == 16);
+    CHECK(ns.exists(keys) ==
           std::vector<std::uint8_t>(4, KVT_EXISTS_WHOLE | 1 << KVT_TIER_HOST));
     keys.pop_back();
-    CHECK_THROWS(space.exists(keys), KVT_E_INVALID);
-    CHECK_THROWS(space.lookup_keys(keys, 16), KVT_E_INVALID);
+    CHECK_THROWS(ns.exists(keys), KVT_E_INVALID);
+    CHECK_THROWS(ns.lookup_keys(keys, 16), KVT_E_INVALID);
 
     kvt::plan_terms terms;
-    terms.costs = kvt::plan_terms::cost{0, 1e9};
+    terms.costs = kvt::prefill_cost{0, 1e9};
     kvt::session_plan plan = session.plan(terms);
-    CHECK(plan.steps.size() == 2 && plan.sum.load_tokens == 16);
+    CHECK(plan.steps.size() == 2 && plan.totals.load_tokens == 16);
     CHECK(plan.steps[1].kind == KVT_PLAN_RECOMPUTE && plan.steps[1].tokens == 8);
-    space.fix_prefill(kvt::plan_terms::cost{0, 0});
-    CHECK(session.plan().sum.recompute_tokens == 24);
-    CHECK(space.prefill().fixed == 1);
-    space.observe_prefill(0, 100, 1000000);
-    space.fix_prefill(std::nullopt);
-    CHECK(space.prefill().observed == 1 && space.prefill().fixed == 0);
-    CHECK_THROWS(space.observe_prefill(0, 0, 1), KVT_E_INVALID);
+    ns.set_prefill_cost(kvt::prefill_cost{0, 0});
+    CHECK(session.plan().totals.recompute_tokens == 24);
+    CHECK(ns.prefill_cost().fixed == 1);
+    ns.observe_prefill(0, 100, std::chrono::milliseconds(1));
+    ns.set_prefill_cost(std::nullopt);
+    CHECK(ns.prefill_cost().observed == 1 && ns.prefill_cost().fixed == 0);
+    CHECK_THROWS(ns.observe_prefill(0, 0, std::chrono::nanoseconds(1)), KVT_E_INVALID);
 
     session.pin(0, 16);
     CHECK(store.stats().pins == 4);
     session.unpin();
     CHECK(store.stats().pins == 0);
     CHECK(session.drop_chunks(12).removed_chunks == 1);
-    CHECK(space.clear().referenced_chunks == 3);
+    CHECK(ns.clear().referenced_chunks == 3);
     session.close();
-    CHECK(space.clear(kvt::deadline{}).removed_chunks == 3 && store.stats().chunks == 0);
+    CHECK(ns.clear(kvt::deadline{}).removed_chunks == 3 && store.stats().chunks == 0);
 }
 
 /// Gets some chunks of a session into tensors of exactly their size.
 void get_loads_only_the_chosen_chunks(const kvt::runtime &runtime) {
     kvt::store store = kvt::store::open(runtime, "store(host=1MiB)");
-    kvt::session session = store.open_name_space(identity_with("a"), model_layout()).open_session();
+    kvt::session session = store.open_namespace(identity_with("a"), model_layout()).open_session();
     session.append(std::vector<std::uint32_t>(22, 9));
     tensors from(22), to(10);
     for (std::size_t i = 0; i < from.bytes.size(); i++)
@@ -288,9 +288,9 @@ void get_loads_only_the_chosen_chunks(const kvt::runtime &runtime) {
     const tensors clean(10);
     to.bytes = clean.bytes;
     CHECK_THROWS(session.put(what), KVT_E_INVALID);
-    what.reuse = true;
+    what.needed_only = true;
     CHECK_THROWS(session.get(what), KVT_E_INVALID);
-    what.reuse = false;
+    what.needed_only = false;
     what.chunks = kvt::span<const std::uint32_t>();
     CHECK_THROWS(session.get(what), KVT_E_INVALID); // an empty list does not mean all chunks
     CHECK_THROWS(session.get_each(what), KVT_E_INVALID);
@@ -323,24 +323,24 @@ void store_options_override_the_spec(const kvt::runtime &runtime, const std::str
     kvt::store store = kvt::store::open(runtime, opts);
     CHECK(store.stats().host_limit_bytes == 2 << 20);
     CHECK(store.stats().disk_limit_bytes == 16 << 20);
-    kvt::name_space space = store.open_name_space(identity_with("a"), model_layout());
+    kvt::namespace_ ns = store.open_namespace(identity_with("a"), model_layout());
     const std::vector<std::uint32_t> tokens(16, 5);
     const std::vector<kvt_media_t> cat = {image(5, 1)}, dog = {image(5, 2)};
     kvt::session_opts as;
     as.tenant = 7;
-    kvt::session session = space.open_session(as);
+    kvt::session session = ns.open_session(as);
     session.append(tokens, cat);
     tensors from(16), to(16);
     from.bytes.assign(from.bytes.size(), 3);
     session.put(from.all()).finish();
-    CHECK(space.lookup(tokens, cat).sum.reusable_tokens == 16);
-    CHECK(space.lookup(tokens, dog).sum.reusable_tokens == 4);
-    CHECK(space.lookup(tokens).sum.reusable_tokens == 4);
+    CHECK(ns.lookup(tokens, cat).totals.reusable_tokens == 16);
+    CHECK(ns.lookup(tokens, dog).totals.reusable_tokens == 4);
+    CHECK(ns.lookup(tokens).totals.reusable_tokens == 4);
     CHECK_THROWS(session.append(tokens, std::vector<kvt_media_t>{image(16, 1)}), KVT_E_INVALID);
 
     CHECK(session.demote().pending_chunks == 4);
     kvt::transfer what = to.all();
-    what.reuse = true;
+    what.needed_only = true;
     CHECK(session.get(what).finish().value == 16 && to.bytes == from.bytes);
     CHECK_THROWS(session.put(what), KVT_E_INVALID);
     CHECK(session.demote(0, 4).kept_chunks == 0);
@@ -357,9 +357,9 @@ void store_options_override_the_spec(const kvt::runtime &runtime, const std::str
     store.set_policy(KVT_TIER_HOST, "s3fifo");
     CHECK(store.metrics().find("policy=\"s3fifo\"") != std::string::npos);
     CHECK_THROWS(store.set_policy(KVT_TIER_HOST, "s3fif"), KVT_E_SPEC);
-    store.set_budget(KVT_TIER_DISK, 20 << 20);
+    store.set_limit(KVT_TIER_DISK, 20 << 20);
     CHECK(store.stats().disk_limit_bytes == 20 << 20);
-    CHECK_THROWS(store.set_budget(KVT_TIER_REMOTE, 1 << 20), KVT_E_UNSUPPORTED);
+    CHECK_THROWS(store.set_limit(KVT_TIER_REMOTE, 1 << 20), KVT_E_UNSUPPORTED);
     CHECK(store.evictions(KVT_TIER_HOST).empty());
     CHECK_THROWS(store.evictions(KVT_TIER_REMOTE), KVT_E_UNSUPPORTED);
 }
@@ -379,7 +379,7 @@ void remote_objects_are_found_by_another_store(const kvt::runtime &runtime,
     for (std::uint32_t i = 0; i < 64; i++) tokens[i] = i * 3;
     const auto open = [&](const kvt::store &store) {
         kvt::session session =
-            store.open_name_space(identity_with("remote"), model_layout()).open_session();
+            store.open_namespace(identity_with("remote"), model_layout()).open_session();
         session.append(tokens);
         return session;
     };
@@ -391,25 +391,25 @@ void remote_objects_are_found_by_another_store(const kvt::runtime &runtime,
     CHECK(one.remote_stats().uploaded_objects > 0);
     CHECK(one.remote_stats().write_circuit == KVT_REMOTE_CIRCUIT_CLOSED);
     kvt::session second = open(other);
-    kvt::op located = second.locate();
+    kvt::op located = second.remote_lookup();
     located.wait(KVT_OP_RELEASED);
     CHECK(located.info().value > 0);
     CHECK(other.remote_stats().found_names > 0);
     const std::uint8_t bytes[] = {1, 2};
-    kvt::names called;
+    kvt::block_names called;
     called.bytes = bytes;
     called.each_bytes = 1;
     kvt::blocks b;
-    b.called = called;
+    b.names = called;
     b.k = r.k;
     b.v = r.v;
     b.level = KVT_LEVEL_REMOTE;
     first.put_blocks(b).wait(KVT_OP_RELEASED);
-    kvt::op found = second.locate_blocks(called);
+    kvt::op found = second.remote_lookup_blocks(called);
     found.wait(KVT_OP_RELEASED);
     CHECK(found.info().status == KVT_OK && found.info().items == 2);
     called.each_bytes = 3; // 2 bytes are no names of 3 bytes
-    CHECK_THROWS(second.locate_blocks(called), KVT_E_INVALID);
+    CHECK_THROWS(second.remote_lookup_blocks(called), KVT_E_INVALID);
 }
 
 void invalid_calls_throw(const kvt::runtime &runtime) {
@@ -418,8 +418,8 @@ void invalid_calls_throw(const kvt::runtime &runtime) {
     kvt::layout wrong = model_layout();
     wrong.groups[0].layers.pop_back();
     wrong.groups[0].layers[0] = 7;
-    CHECK_THROWS(store.open_name_space(identity_with(""), wrong), KVT_E_INVALID);
-    kvt::session session = store.open_name_space(identity_with(""), model_layout()).open_session();
+    CHECK_THROWS(store.open_namespace(identity_with(""), wrong), KVT_E_INVALID);
+    kvt::session session = store.open_namespace(identity_with(""), model_layout()).open_session();
     const std::uint32_t tokens[] = {1, 2, 3, 4, 5};
     session.append(tokens);
     tensors t(5);

@@ -45,12 +45,12 @@ std::string write_model(const std::string &folder, std::vector<char> &image) {
 
 kvt::stream_opts half_memory() {
     kvt::stream_opts opts;
-    opts.terms.flags = KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
+    opts.terms.host_reserve_bytes = opts.terms.kv_bytes = 0;
     opts.terms.host_ceiling_bytes = 5 * 73728 + 24576;
     return opts;
 }
 
-bool same(const kvt::model &model, const kvt::held &lease, const std::vector<char> &image) {
+bool same(const kvt::model &model, const kvt::unit_lease &lease, const std::vector<char> &image) {
     for (const kvt_part_t &part : model.unit_parts(lease.unit())) {
         const kvt_tensor_t tensor = model.tensor(part.tensor);
         const auto bytes = lease.part(part);
@@ -64,20 +64,20 @@ void model_lists_units_and_plans(const kvt::model &model, std::size_t image_byte
     const kvt_model_info_t info = model.info();
     CHECK(info.units == LAYERS + 1 && info.tensors == LAYERS + 1);
     CHECK(model.file(0).bytes == image_bytes);
-    const std::uint32_t tensor = model.find("model.layers.3.mlp.weight");
+    const std::uint32_t tensor = model.find_tensor("model.layers.3.mlp.weight");
     const auto parts = model.tensor_parts(tensor);
-    CHECK(parts.size() == 1 && parts[0].unit == model.layer(3));
+    CHECK(parts.size() == 1 && parts[0].unit == model.find_unit(3));
     CHECK(std::string(model.unit(parts[0].unit).name, 7) == "layer 3");
-    CHECK_THROWS(model.find("nothing"), KVT_E_NOT_FOUND);
-    CHECK_THROWS(model.layer(0, 0), KVT_E_NOT_FOUND);
+    CHECK_THROWS(model.find_tensor("nothing"), KVT_E_NOT_FOUND);
+    CHECK_THROWS(model.find_unit(0, 0), KVT_E_NOT_FOUND);
 
     kvt::stream_opts opts = half_memory();
     const kvt::stream_plan plan = model.plan(opts.terms);
-    CHECK(plan.residency.size() == info.units && plan.numbers.file_units > 0);
+    CHECK(plan.residency.size() == info.units && plan.totals.file_units > 0);
     CHECK(model.plan_describe(opts.terms).find("host") != std::string::npos);
-    CHECK(model.plan_describe(opts.terms, nullptr, KVT_PLAN_JSON).front() == '{');
-    const kvt_forecast_t slow = model.what_if(opts.terms, "disk=1");
-    const kvt_forecast_t fast = model.what_if(opts.terms, "disk=2");
+    CHECK(model.plan_describe(opts.terms, {}, KVT_PLAN_JSON).front() == '{');
+    const kvt_forecast_t slow = model.forecast(opts.terms, "disk=1");
+    const kvt_forecast_t fast = model.forecast(opts.terms, "disk=2");
     CHECK(fast.pass_ns < slow.pass_ns);
     opts.terms.host_ceiling_bytes = 10000;
     CHECK_THROWS(model.plan(opts.terms), KVT_E_BUDGET);
@@ -86,7 +86,7 @@ void model_lists_units_and_plans(const kvt::model &model, std::size_t image_byte
 void passes_lease_every_unit(const kvt::runtime &runtime, const kvt::model &model,
                              const std::vector<char> &image) {
     kvt::streamer streamer = kvt::streamer::open(runtime, model, half_memory());
-    streamer.load();
+    streamer.wait_resident();
     CHECK(streamer.progress().missing == 0);
     for (int pass = 0; pass < 3; pass++) {
         streamer.pass_begin();
@@ -96,12 +96,12 @@ void passes_lease_every_unit(const kvt::runtime &runtime, const kvt::model &mode
     }
     CHECK(streamer.stats().passes == 3 && streamer.stats().acquires == 3 * (LAYERS + 1));
     CHECK(streamer.layers().empty() && streamer.marks().empty());
-    CHECK(!streamer.engine().empty() && !streamer.plan_describe().empty());
+    CHECK(!streamer.describe_io().empty() && !streamer.plan_describe().empty());
     const kvt::stream_plan plan = streamer.plan();
     CHECK(plan.residency.size() == LAYERS + 1);
 
-    kvt::held one = streamer.acquire(1);
-    kvt::held other = std::move(one);
+    kvt::unit_lease one = streamer.acquire(1);
+    kvt::unit_lease other = std::move(one);
     CHECK(!one && other && same(model, other, image));
     CHECK_THROWS(streamer.close(), KVT_E_BUSY);
     other.release();
@@ -109,18 +109,18 @@ void passes_lease_every_unit(const kvt::runtime &runtime, const kvt::model &mode
     one = streamer.try_acquire(0);
     while (!one) one = streamer.try_acquire(0);
     CHECK(same(model, one, image));
-    one = kvt::held();
+    one = kvt::unit_lease();
     CHECK_THROWS(streamer.acquire(LAYERS + 1), KVT_E_INVALID);
-    CHECK_THROWS(streamer.fixed(0), KVT_E_STATE);
+    CHECK_THROWS(streamer.unit_address(0), KVT_E_STATE);
     const std::vector<std::uint32_t> next = {1, 2};
     streamer.hint(next);
 
-    kvt_stream_limits_t limits = KVT_STREAM_LIMITS_INIT;
+    kvt::stream_limits limits;
     limits.host_bytes = 4 * 73728 + 24576;
-    CHECK(streamer.rebalance(limits).host_units < plan.numbers.host_units);
+    CHECK(streamer.rebalance(limits).host_units < plan.totals.host_units);
     CHECK(same(model, streamer.acquire(2), image));
     const std::uint64_t sum = streamer.verify(2);
-    CHECK(streamer.sum(2) == sum);
+    CHECK(streamer.checksum(2) == sum);
     streamer.close();
     CHECK(!streamer);
 }
@@ -128,12 +128,12 @@ void passes_lease_every_unit(const kvt::runtime &runtime, const kvt::model &mode
 void units_in_place_have_fixed_addresses(const kvt::runtime &runtime, const kvt::model &model,
                                          const std::vector<char> &image) {
     kvt::stream_opts opts = half_memory();
-    opts.flags = KVT_STREAM_IN_PLACE;
+    opts.in_place = true;
     opts.order = std::vector<std::uint32_t>{5, 4, 3, 2, 1, 0};
     const kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
     for (std::uint32_t unit = LAYERS; unit-- > 0;) {
-        const kvt::held lease = streamer.acquire(unit, kvt::deadline::in(HANG_GUARD));
-        CHECK(lease.data() == streamer.fixed(unit) && same(model, lease, image));
+        const kvt::unit_lease lease = streamer.acquire(unit, kvt::deadline::in(HANG_GUARD));
+        CHECK(lease.data() == streamer.unit_address(unit) && same(model, lease, image));
     }
 }
 
@@ -141,11 +141,11 @@ void rebalance_reduces_resident_units(const kvt::runtime &runtime, const kvt::mo
                                       const std::vector<char> &image) {
     kvt::stream_opts opts = half_memory();
     opts.terms.host_ceiling_bytes = 4 * image.size();
-    opts.terms.flags |= KVT_TERMS_SHRINKS;
+    opts.terms.shrinks = true;
     const kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
-    kvt_stream_limits_t limits = KVT_STREAM_LIMITS_INIT;
+    kvt::stream_limits limits;
     limits.host_bytes = half_memory().terms.host_ceiling_bytes;
-    CHECK(model.plan(opts.terms).numbers.slots == 2);
+    CHECK(model.plan(opts.terms).totals.slots == 2);
     CHECK(streamer.rebalance(limits).host_units < LAYERS);
     for (std::uint32_t unit = 0; unit < LAYERS; unit++)
         CHECK(same(model, streamer.acquire(unit), image));
@@ -167,7 +167,7 @@ void model_of_a_table_has_the_named_units(const kvt::runtime &runtime, const std
 }  // namespace
 
 int main() {
-    static_assert(!std::is_copy_constructible<kvt::held>::value, "only one object releases");
+    static_assert(!std::is_copy_constructible<kvt::unit_lease>::value, "only one object releases");
     char folder[] = "/tmp/kvt-stream-cpp-XXXXXX";
     CHECK(mkdtemp(folder) != nullptr);
     std::vector<char> image;

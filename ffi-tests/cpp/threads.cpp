@@ -24,9 +24,9 @@ int main() {
     for (std::size_t t = 0; t < submitters; ++t)
         threads.emplace_back([&, t] {
             for (std::size_t i = 0; i < each; ++i) {
-                if (account.try_reserve(kvt::tier::host, 4096)) {
-                    account.commit(kvt::tier::host, 4096, 4096);
-                    account.release_bytes(kvt::tier::host, 4096);
+                if (account.try_reserve(KVT_TIER_HOST, 4096)) {
+                    account.commit(KVT_TIER_HOST, 4096, 4096);
+                    account.release_bytes(KVT_TIER_HOST, 4096);
                 }
                 kvt::submit_opts opts;
                 opts.queue = &queue;
@@ -58,7 +58,7 @@ int main() {
     for (std::thread &t : threads) t.join();
     const std::size_t all = submitters * each;
     CHECK(drained == all && sum == all * (all - 1) / 2);
-    CHECK(account.held(kvt::tier::host).used_bytes == 0);
+    CHECK(account.held(KVT_TIER_HOST).used_bytes == 0);
     account.close();
     queue.close();
     check_no_ops(rt);

@@ -5,7 +5,7 @@
 
 #include "nodes.hpp"
 
-#include <kvtier/kvtier.hpp>
+#include <kvtier/policy.hpp>
 
 namespace kvtier_turbomind {
 

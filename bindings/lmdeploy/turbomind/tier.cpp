@@ -36,7 +36,7 @@ kvt::runtime open_runtime(const options &opts) {
 
 /// The namespace has one layer whose K plane is a block's whole object: the store need not know
 /// its parts. A token's K is an equal share of the object, rounded up.
-kvt::name_space open_namespace(const kvt::store &store, const options &opts) {
+kvt::namespace_ open_namespace(const kvt::store &store, const options &opts) {
     kvt::layer_group group;
     group.layers = {0};
     group.k_bytes = slot_bytes(opts) / opts.block_tokens;
@@ -49,9 +49,12 @@ kvt::name_space open_namespace(const kvt::store &store, const options &opts) {
     if (!opts.lora.empty()) id.lora = opts.lora;
     if (!opts.salt.empty()) id.salt = opts.salt;
     if (!opts.recipe.empty()) id.recipe = opts.recipe;
-    if (opts.shard_count > 1) id.shard = kvt::shard{opts.shard_index, opts.shard_count};
+    if (opts.shard_count > 1) {
+        id.shard_index = opts.shard_index;
+        id.shard_count = opts.shard_count;
+    }
     // Holes: the device may have the beginning of a path, and the store only its end.
-    return store.open_name_space(id, layout, KVT_NAMESPACE_HOLES);
+    return store.open_namespace(id, layout, KVT_NAMESPACE_HOLES);
 }
 
 }  // namespace
@@ -350,7 +353,8 @@ void tier::hint(const node_ptr &last, const kvt_policy_hint_t &hint) {
         kvt::policy_hint h;
         h.stop = hint.stop;
         h.next_use_ns = hint.next_use_ns;
-        h.confidence = (hint.flags & KVT_HINT_ZERO_CONFIDENCE) != 0 ? hint.confidence : 1;
+        if (hint.confidence != 0 || (hint.flags & KVT_HINT_ZERO_CONFIDENCE) != 0)
+            h.confidence = hint.confidence;
         h.done = (hint.flags & KVT_HINT_DONE) != 0;
         open_session(sequence_of(last)).hint(h);
     } catch (const kvt::exception &) {

@@ -5,7 +5,7 @@
 
 #include "nodes.hpp"
 
-#include <kvtier/kvtier.hpp>
+#include <kvtier/session.hpp>
 
 #include <deque>
 #include <map>
@@ -71,7 +71,7 @@ private:
     kvt::buffer own_slots_; // empty if the engine provides the slots
     std::uint8_t *base_;
     kvt::store store_;
-    kvt::name_space namespace_;
+    kvt::namespace_ namespace_;
     std::vector<slot_t> free_;
     std::uint64_t batch_ = 1;
     counts counts_;

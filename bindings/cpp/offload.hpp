@@ -1,126 +1,92 @@
-// kvt::offload: layer-wise loading and storing of a session's KV through a ring of buffers.
-// kvtier.hpp includes this file.
+/// @file
+/// kvt::offload: layer-wise offload of the KV of one session, for contexts larger than the engine's
+/// memory.
+///
+/// An offload keeps the KV of a session in a store, and a ring of buffers for the layers that are being
+/// computed. Loads of the next layers run while a layer is computed. With a sparse policy only the
+/// blocks that it selects are loaded.
+///
+/// Life cycle: offload::open, put for each layer of the prompt, then for each step of decode begin, take
+/// and give_back for each layer, put for the new token. The destructor closes.
+///
+///     kvt::offload_opts opts;
+///     opts.attention = shape;
+///     opts.buffers = 3;
+///     opts.buffer_tokens = 4096;
+///     opts.decode = "quest(budget=2048)";
+///     const kvt::offload offload = kvt::offload::open(session, opts);
+///     kvt::sparse_context step;
+///     step.tokens = 65536;
+///     step.first_query = 65535;
+///     offload.begin(step); // loads begin
+///     for (std::uint32_t layer = 0; layer < shape.layers; layer++) {
+///         const kvt_offload_kv_t kv = offload.take(layer, &rows);
+///         use(kv.k, kv.v); // attention over these rows
+///         offload.give_back(layer);
+///     }
 
 #ifndef KVTIER_OFFLOAD_HPP
 #define KVTIER_OFFLOAD_HPP
 
-#ifndef KVTIER_HPP
-#error "include <kvtier/kvtier.hpp>"
-#endif
+#include <kvtier/offload.h>
+#include <kvtier/session.hpp>
+#include <kvtier/sparse.hpp>
 
 namespace kvt {
-inline namespace KVTIER_FACE_ {
+inline namespace KVTIER_ERRORS_ {
 
-/// The attention shape of a model.
-struct attention {
-    std::uint32_t layers = 0;
-    std::uint32_t query_heads = 0;
-    std::uint32_t key_heads = 0;
-    std::uint32_t key_dim = 0;
-    std::uint32_t value_dim = 0;
-    /// KVT_ATTENTION_*.
-    std::uint32_t kind = KVT_ATTENTION_SPLIT;
-    /// Tokens of a block, the unit of loading. With a session: its chunk_tokens.
-    std::uint32_t block_tokens = 0;
-    /// Longest sequence.
-    std::uint32_t max_tokens = 0;
-    /// 0 = 1 / sqrt(key_dim).
-    float scale = 0;
-};
-
+// [kvt_offload_opts_t: by generate.py]
+/// Options of kvt_offload_open.
 struct offload_opts {
-    attention shape;
-    /// KVT_DTYPE_* of K and V.
-    std::uint32_t dtype = KVT_DTYPE_F16;
-    /// Buffers of the ring, 1 to 256. A pass loads up to buffers - 1 layers ahead.
-    std::uint32_t buffers = 2;
-    /// Tokens of a buffer, 1 to max_tokens.
-    std::uint32_t buffer_tokens = 0;
-    /// KVT_LEVEL_* at which a put completes.
-    std::uint32_t level = KVT_LEVEL_RAM;
-    /// Specs of the sparse policies for prefill and for decode; absent = all blocks are loaded.
-    std::optional<std::string_view> prefill;
-    std::optional<std::string_view> decode;
-    /// Audit every n-th load that leaves out blocks; 0 = none.
-    std::uint32_t audit_every = 0;
     /// The ring and the tails are in memory of the store's device.
     bool on_device = false;
-    /// With on_device: address of device memory that the engine lends for the ring and the tails
+    /// Shape of the attention; block_tokens must be the chunk_tokens of the session's namespace.
+    kvt::attention attention{};
+    /// Elements of K and V. KVT_DTYPE_*.
+    kvt_dtype_t dtype = KVT_DTYPE_F16;
+    /// Buffers of the ring, 1 to 256. A pass loads up to buffers - 1 layers ahead.
+    std::uint32_t buffers = 2;
+    /// Tokens of a buffer, 1 to max_tokens, rounded up to blocks; the tail has room in addition.
+    std::uint32_t buffer_tokens = 0;
+    /// Level at which a put completes. KVT_LEVEL_*.
+    kvt_level_t level = KVT_LEVEL_RAM;
+    /// Spec of the sparse policy for prefill; empty = all blocks are loaded.
+    std::string_view prefill{};
+    /// Spec of the sparse policy for decode; empty = all blocks are loaded.
+    std::string_view decode{};
+    /// Audit every n-th load that leaves out blocks; 0 = none. An audit loads the keys of all
+    /// blocks, and compares the selection with the attention of the layer's own queries.
+    std::uint32_t audit_every = 0;
+    /// With `on_device`: device address of memory that the engine lends for the ring and the tails
     /// until the offload is closed, a multiple of 256. 0 = the device allocates it.
     std::uint64_t memory = 0;
-    /// Bytes of `memory`, at least offload::memory_bytes.
+    /// Bytes of `memory`, at least kvt_offload_memory_bytes.
     std::uint64_t memory_bytes = 0;
-};
 
-/// Place of a call in its sequence.
-struct sparse_context {
-    /// Position of the first query.
-    std::uint32_t first_query = 0;
-    /// Tokens of the sequence, those of the queries included.
-    std::uint32_t tokens = 0;
-    bool is_prefill = false;
-    /// Index of this part of the prompt, and the number of parts.
-    std::uint32_t part = 0;
-    std::uint32_t parts = 1;
+    kvt_offload_opts_t to_c(kvt_attention_t &attention_c) const noexcept {
+        kvt_offload_opts_t c = KVT_OFFLOAD_OPTS_INIT;
+        if (on_device) c.flags |= KVT_OFFLOAD_ON_DEVICE;
+        attention_c = attention.to_c();
+        c.attention = &attention_c;
+        c.dtype = dtype;
+        c.buffers = buffers;
+        c.buffer_tokens = buffer_tokens;
+        c.level = level;
+        detail::text(prefill, c.prefill, c.prefill_bytes);
+        detail::text(decode, c.decode, c.decode_bytes);
+        c.audit_every = audit_every;
+        c.memory = memory;
+        c.memory_bytes = memory_bytes;
+        return c;
+    }
 };
-
-/// Queries, keys or values, [tokens][heads][dim] without gaps. Change the fields that differ.
-inline kvt_rows_t rows(const void *address, std::uint32_t tokens, std::uint32_t heads,
-                       std::uint64_t run_bytes, std::uint32_t dtype) noexcept {
-    kvt_rows_t r = KVT_ROWS_INIT;
-    r.view.address = const_cast<void *>(address); // only read
-    r.view.tokens = tokens;
-    r.view.heads = heads;
-    r.view.run_bytes = run_bytes;
-    r.dtype = dtype;
-    return r;
-}
+// [end]
 
 /// Number of tokens of a layer: in whole blocks in the store, and in the tail that follows.
 struct offload_tokens {
     std::uint32_t stored = 0;
     std::uint32_t tail = 0;
 };
-
-/// Positions of the retained tokens of a layer: a list for each head, or one for all heads. No list
-/// = all tokens are retained.
-using kept_tokens = std::vector<std::vector<std::uint32_t>>;
-
-namespace detail {
-inline kvt_sparse_context_t lower(const sparse_context &at) noexcept {
-    kvt_sparse_context_t c = KVT_SPARSE_CONTEXT_INIT;
-    c.is_prefill = at.is_prefill ? 1 : 0;
-    c.part = at.part;
-    c.parts = at.parts;
-    c.first_query = at.first_query;
-    c.tokens = at.tokens;
-    return c;
-}
-
-inline kvt_attention_t lower(const attention &a) noexcept {
-    kvt_attention_t c = KVT_ATTENTION_INIT;
-    c.layers = a.layers;
-    c.query_heads = a.query_heads;
-    c.key_heads = a.key_heads;
-    c.key_dim = a.key_dim;
-    c.value_dim = a.value_dim;
-    c.kind = a.kind;
-    c.block_tokens = a.block_tokens;
-    c.max_tokens = a.max_tokens;
-    c.scale = a.scale;
-    return c;
-}
-
-/// Passes an optional spec. An absent one becomes null; an empty one is passed, and is an error.
-inline void spec(const std::optional<std::string_view> &from, const char *&data,
-                 std::uint64_t &bytes) noexcept {
-    if (!from) return;
-    data = from->empty() ? "" : from->data();
-    bytes = from->size();
-}
-}  // namespace detail
-
-struct sparse_custom;
 
 /// Layer-wise KV of one session, in a ring of buffers. It keeps the session open. Loaded rows are
 /// valid until their buffer is given back. Calls run one at a time: a second call waits.
@@ -131,37 +97,6 @@ class offload : public detail::owner<offload, kvt_offload_t> {
         if (!detail::ended(status)) detail::report("kvt::offload", status);
     }
 
-    static kvt_offload_opts_t lower(const session &on, const offload_opts &opts,
-                                    const kvt_attention_t &shape) noexcept {
-        kvt_offload_opts_t c = KVT_OFFLOAD_OPTS_INIT;
-        c.flags = opts.on_device ? KVT_OFFLOAD_ON_DEVICE : 0;
-        c.memory = opts.memory;
-        c.memory_bytes = opts.memory_bytes;
-        c.session = static_cast<const detail::owner<session, kvt_session_t> &>(on).get();
-        c.attention = &shape;
-        c.dtype = opts.dtype;
-        c.buffers = opts.buffers;
-        c.buffer_tokens = opts.buffer_tokens;
-        c.level = opts.level;
-        detail::spec(opts.prefill, c.prefill, c.prefill_bytes);
-        detail::spec(opts.decode, c.decode, c.decode_bytes);
-        c.audit_every = opts.audit_every;
-        return c;
-    }
-
-    static ret<offload> open_with(const session &on, const offload_opts &opts,
-                                  const kvt_sparse_custom_t *prefill,
-                                  const kvt_sparse_custom_t *decode) {
-        const kvt_attention_t shape = detail::lower(opts.shape);
-        kvt_offload_opts_t c = lower(on, opts, shape);
-        c.prefill_custom = prefill;
-        c.decode_custom = decode;
-        detail::failure f;
-        kvt_offload_t *raw = nullptr;
-        const kvt_status_t status = kvt_offload_open(&c, &raw, f.out());
-        return detail::give(status, f, offload::adopt(raw));
-    }
-
 public:
     static ret<offload> open(const session &on, const offload_opts &opts) {
         return open_with(on, opts, nullptr, nullptr);
@@ -170,11 +105,30 @@ public:
     /// opts.decode.
     static ret<offload> open(const session &on, const offload_opts &opts,
                              std::unique_ptr<sparse_custom> prefill,
-                             std::unique_ptr<sparse_custom> decode);
+                             std::unique_ptr<sparse_custom> decode) {
+        std::unique_ptr<detail::sparse_box> boxes[2];
+        kvt_sparse_custom_t tables[2] = {KVT_SPARSE_CUSTOM_INIT, KVT_SPARSE_CUSTOM_INIT};
+        std::unique_ptr<sparse_custom> *const own[2] = {&prefill, &decode};
+        for (int i = 0; i < 2; i++) {
+            if (!*own[i]) continue;
+            boxes[i].reset(new detail::sparse_box{
+                std::move(**own[i]), opts.attention.layers, opts.attention.query_heads,
+                opts.attention.value_dim, {}, {}, {}, {}});
+            tables[i] = boxes[i]->to_c();
+        }
+        ret<offload> opened = open_with(on, opts, boxes[0] ? &tables[0] : nullptr,
+                                        boxes[1] ? &tables[1] : nullptr);
+        if (opened) {
+            // The library owns the boxes now.
+            for (auto &box : boxes) (void)box.release();
+        }
+        return opened;
+    }
     /// Bytes that the ring and the tails of an offload with these options take.
     static ret<std::uint64_t> memory_bytes(const session &on, const offload_opts &opts) {
-        const kvt_attention_t shape = detail::lower(opts.shape);
-        const kvt_offload_opts_t c = lower(on, opts, shape);
+        kvt_attention_t shape;
+        kvt_offload_opts_t c = opts.to_c(shape);
+        c.session = on.get();
         detail::failure f;
         std::uint64_t bytes = 0;
         const kvt_status_t status = kvt_offload_memory_bytes(&c, &bytes, f.out());
@@ -183,7 +137,7 @@ public:
     /// Sets the ready event of copies that begin from now on: an event of the store's device, 0 =
     /// none. The caller keeps the event. Release it once another one was set, or the offload was
     /// closed, and all puts and loads that began before have ended.
-    ret<void> after(std::uint64_t event) const {
+    ret<void> set_ready_event(std::uint64_t event) const {
         detail::failure f;
         const kvt_status_t status = kvt_offload_set_ready_event(raw_, event, f.out());
         return detail::check(status, f);
@@ -192,9 +146,7 @@ public:
     ret<offload> fork(const session &on) const {
         detail::failure f;
         kvt_offload_t *raw = nullptr;
-        const kvt_status_t status = kvt_offload_fork(
-            raw_, static_cast<const detail::owner<session, kvt_session_t> &>(on).get(), &raw,
-            f.out());
+        const kvt_status_t status = kvt_offload_fork(raw_, on.get(), &raw, f.out());
         return detail::give(status, f, offload::adopt(raw));
     }
     ret<void> close() { return detail::check(kvt_offload_close(&raw_)); }
@@ -225,7 +177,7 @@ public:
     ret<op> put(std::uint32_t layer, std::uint32_t first, std::uint32_t tokens,
                 const kvt_view_t &k, const kvt_view_t *v, const submit_opts &opts = {}) const {
         detail::failure f;
-        const kvt_submit_opts_t c = detail::lower(opts);
+        const kvt_submit_opts_t c = opts.to_c();
         kvt_op_t *raw = nullptr;
         const kvt_status_t status =
             kvt_offload_put(raw_, layer, first, tokens, &k, v, &c, &raw, f.out());
@@ -261,7 +213,7 @@ public:
         return detail::give(status, f, kv);
     }
     /// Frees a buffer that the engine does not read any more.
-    ret<void> done(std::uint32_t buffer) const {
+    ret<void> release_buffer(std::uint32_t buffer) const {
         detail::failure f;
         const kvt_status_t status = kvt_offload_release(raw_, buffer, f.out());
         return detail::check(status, f);
@@ -269,7 +221,7 @@ public:
     /// Begins a pass over all layers in order.
     ret<void> begin(const sparse_context &at) const {
         detail::failure f;
-        const kvt_sparse_context_t c = detail::lower(at);
+        const kvt_sparse_context_t c = at.to_c();
         const kvt_status_t status = kvt_offload_begin(raw_, &c, f.out());
         return detail::check(status, f);
     }
@@ -318,14 +270,14 @@ public:
     /// Lets the policy evict tokens of a layer, if it has to; returns whether it evicted some.
     ret<bool> evict(std::uint32_t layer, const sparse_context &at) const {
         detail::failure f;
-        const kvt_sparse_context_t c = detail::lower(at);
+        const kvt_sparse_context_t c = at.to_c();
         std::uint32_t evicted = 0;
         const kvt_status_t status = kvt_offload_evict(raw_, layer, &c, &evicted, f.out());
         return detail::give(status, f, evicted != 0);
     }
     /// The retained tokens of a layer.
-    ret<kept_tokens> kept(std::uint32_t layer) const {
-        kept_tokens lists;
+    ret<token_lists> retained(std::uint32_t layer) const {
+        token_lists lists;
         std::uint64_t count = 0;
         std::uint32_t heads = 0;
         kvt_status_t status = kvt_offload_retained(raw_, layer, 0, nullptr, 0, &count, &heads);
@@ -354,12 +306,25 @@ public:
     }
 
 private:
+    static ret<offload> open_with(const session &on, const offload_opts &opts,
+                                  const kvt_sparse_custom_t *prefill,
+                                  const kvt_sparse_custom_t *decode) {
+        kvt_attention_t shape;
+        kvt_offload_opts_t c = opts.to_c(shape);
+        c.session = on.get();
+        c.prefill_custom = prefill;
+        c.decode_custom = decode;
+        detail::failure f;
+        kvt_offload_t *raw = nullptr;
+        const kvt_status_t status = kvt_offload_open(&c, &raw, f.out());
+        return detail::give(status, f, offload::adopt(raw));
+    }
     ret<std::uint32_t> begin_load(std::uint32_t buffer, std::uint32_t layer,
                                   const std::uint32_t *blocks, std::uint64_t block_count,
                                   std::uint64_t flags, const sparse_context &at,
                                   const kvt_rows_t *query) const {
         detail::failure f;
-        const kvt_sparse_context_t c = detail::lower(at);
+        const kvt_sparse_context_t c = at.to_c();
         std::uint32_t count = 0;
         const kvt_status_t status = kvt_offload_load(raw_, buffer, layer, blocks, block_count,
                                                      flags, query, &c, &count, f.out());
@@ -378,7 +343,7 @@ private:
     }
 };
 
-}  // namespace KVTIER_FACE_
+}  // namespace KVTIER_ERRORS_
 }  // namespace kvt
 
 #endif  // KVTIER_OFFLOAD_HPP

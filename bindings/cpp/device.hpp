@@ -1,63 +1,96 @@
-// kvt::device: copies between the engine's memory and the library's, by the processor, a GPU or
-// code of the engine. kvtier.hpp includes this file.
+/// @file
+/// kvt::device, kvt::device_event, kvt::device_memory: memory, copies, events, kernels, custom devices.
+///
+/// A device copies between host memory and its own, in streams, and says when with events. The CPU is
+/// one, a GPU through the CUDA driver is one, and an engine can bring its own: kvt::custom_device. A
+/// store or a streamer that is given a device accepts views of its memory.
+///
+/// Life cycle: device::cuda (or host, simulated, custom), copy, device_event::wait; the destructor of an
+/// event waits for it and releases it. Close stores and streamers before the device that they use.
+///
+///     // Loads the driver: KVT_E_UNAVAILABLE where there is none.
+///     const kvt::device device = kvt::device::cuda(runtime);
+///     const kvt::device_memory memory = device.alloc(host.size());
+///     const kvt::device_event uploaded =
+///         device.copy(kvt::upload(host.data(), memory.data(), host.size()));
+///     uploaded.wait();
+///     kvt::store_opts opts; // its transfers take views of device memory
+///     opts.device = &device;
+///     opts.spec = "store(host=8GiB, device=device(capacity=2GiB))";
+///     const kvt::store store = kvt::store::open(runtime, opts);
 
 #ifndef KVTIER_DEVICE_HPP
 #define KVTIER_DEVICE_HPP
 
-#ifndef KVTIER_HPP
-#error "include <kvtier/kvtier.hpp>"
-#endif
+#include <kvtier/device.h>
+#include <kvtier/memory.hpp>
 
 namespace kvt {
-inline namespace KVTIER_FACE_ {
+inline namespace KVTIER_ERRORS_ {
 
-/// Options of a CUDA device.
-struct cuda_opts {
-    /// Index of the device, unless `context` is given.
+// [kvt_device_opts_t: by generate.py]
+/// Options of kvt_device_open. Fields for other kinds of devices must be 0.
+struct device_opts {
+    /// The device computes checksums of copied planes in its own memory, and stores compare them
+    /// with the bytes on the host. A copy that differs is repeated once, then fails with
+    /// KVT_E_CORRUPT.
+    bool verify = false;
+    /// CUDA: index of the device, unless `context` is given.
     std::uint32_t ordinal = 0;
-    /// The engine's CUcontext, which must outlive the device; 0 = the primary context.
+    /// CUDA: the engine's context (CUcontext), which must outlive the device; 0 = the primary
+    /// context.
     std::uint64_t context = 0;
-    /// At most 64 streams (CUstream) of the engine in that context; empty = four of the device's
-    /// own.
-    std::vector<std::uint64_t> streams;
-    /// Path of the driver's library; empty = the system's.
-    std::string_view library;
-    /// Device memory of the engine that allocations come from; it must outlive the device. 0 =
-    /// allocate from the driver.
+    /// CUDA: at most 64 streams (CUstream) of the engine in `context`, no default streams; empty =
+    /// four of the device's own.
+    std::vector<std::uint64_t> streams{};
+    /// CUDA: path of the driver's library; empty = the system's.
+    std::string_view library{};
+    /// Simulated: bytes that can be allocated; 0 = no limit.
+    std::uint64_t memory_bytes = 0;
+    /// Simulated: seed of all random choices.
+    std::uint64_t seed = 0;
+    /// Simulated: least duration of a batch of copies; 0 = 10 us.
+    std::chrono::nanoseconds latency{0};
+    /// Simulated: bandwidth of a stream; 0 = 20 GB/s.
+    std::uint64_t bytes_per_s = 0;
+    /// CUDA: device memory of the engine that stores, streamers and kvt_device_alloc allocate from;
+    /// it must outlive the device. 0 = allocate from the driver.
     std::uint64_t arena = 0;
     std::uint64_t arena_bytes = 0;
-    /// Path of cuFile's library, which KVT_STREAM_DIRECT loads; empty = the system's.
-    std::string_view cufile;
-    /// Ordinals of other devices of the process. Copies may name memory of these devices.
-    std::vector<std::uint32_t> peers;
-    /// The device computes checksums of copied planes in its own memory, and stores compare them
-    /// with the bytes on the host.
-    bool verify = false;
-};
+    /// CUDA: ordinals of at most 63 other devices of the process. Copies may name memory of their
+    /// primary contexts. Empty = none.
+    std::vector<std::uint32_t> peers{};
+    /// CUDA: path of cuFile's library, which KVT_STREAM_DIRECT loads; empty = the system's.
+    std::string_view cufile{};
 
-/// Options of a simulated device, for tests. Copies take time, and targets hold garbage until their
-/// event has completed.
-struct simulated_opts {
-    /// Bytes that can be allocated; 0 = no limit.
-    std::uint64_t memory_bytes = 0;
-    /// Seed of all random choices.
-    std::uint64_t seed = 0;
-    /// Least duration of a batch; 0 = 10 us.
-    std::uint64_t latency_ns = 0;
-    /// Bandwidth of a stream; 0 = 20 GB/s.
-    std::uint64_t bytes_per_s = 0;
-    /// See cuda_opts::verify.
-    bool verify = false;
+    kvt_device_opts_t to_c() const noexcept {
+        kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
+        if (verify) c.flags |= KVT_DEVICE_VERIFY;
+        c.ordinal = ordinal;
+        c.context = context;
+        detail::list(streams, c.streams, c.stream_count);
+        detail::text(library, c.library, c.library_bytes);
+        c.memory_bytes = memory_bytes;
+        c.seed = seed;
+        c.latency_ns = detail::count(latency);
+        c.bytes_per_s = bytes_per_s;
+        c.arena = arena;
+        c.arena_bytes = arena_bytes;
+        detail::list(peers, c.peers, c.peer_count);
+        detail::text(cufile, c.cufile, c.cufile_bytes);
+        return c;
+    }
 };
+// [end]
 
 /// Properties of a device.
 struct device_info {
     /// KVT_DEVICE_KIND_HOST, _CUDA, _CUSTOM or _SIMULATED.
-    std::uint32_t kind = 0;
+    kvt_device_kind_t kind = 0;
     /// Work continues after a call has returned.
     bool asynchronous = false;
     /// The device computes checksums of the planes that it copies.
-    bool sums = false;
+    bool checksums = false;
     /// The device has memory that only it can access.
     bool has_memory = false;
     /// Copies of host memory are slow unless the memory is registered: device::register_host.
@@ -69,28 +102,51 @@ struct device_info {
     /// Bytes that can still be allocated; empty = unknown.
     std::optional<std::uint64_t> free_bytes;
 
-    bool has_kernel(std::uint32_t kind_of_kernel) const noexcept {
+    bool has_kernel(kvt_device_kernel_t kind_of_kernel) const noexcept {
         return kind_of_kernel < 64 && (kernels >> kind_of_kernel & 1) != 0;
+    }
+    static device_info from_c(const kvt_device_info_t &c) noexcept {
+        device_info about;
+        about.kind = c.kind;
+        about.asynchronous = (c.flags & KVT_DEVICE_ASYNCHRONOUS) != 0;
+        about.checksums = (c.flags & KVT_DEVICE_CHECKSUMS) != 0;
+        about.has_memory = (c.flags & KVT_DEVICE_HAS_MEMORY) != 0;
+        about.wants_pinned = (c.flags & KVT_DEVICE_WANTS_PINNED) != 0;
+        about.streams = c.streams;
+        about.kernels = c.kernels;
+        if (c.free_bytes != UINT64_MAX) about.free_bytes = c.free_bytes;
+        return about;
     }
 };
 
-/// Options of device::conformance.
+// [kvt_conformance_opts_t: by generate.py]
+/// Options of kvt_device_conformance.
 struct conformance_opts {
+    /// Close the device at the end, and check that.
+    bool closes = false;
     /// Seed of all random choices.
     std::uint64_t seed = 0;
     /// Time limit of an event; 0 = 30 s.
-    std::uint64_t patience_ns = 0;
-    /// Random trials; 0 = 40.
+    std::chrono::nanoseconds patience{0};
+    /// Random trials, at most 100,000; 0 = 40.
     std::uint32_t rounds = 0;
-    /// Close the device at the end, and check that.
-    bool closes = false;
+
+    kvt_conformance_opts_t to_c() const noexcept {
+        kvt_conformance_opts_t c = KVT_CONFORMANCE_OPTS_INIT;
+        if (closes) c.flags |= KVT_CONFORMANCE_CLOSES;
+        c.seed = seed;
+        c.patience_ns = detail::count(patience);
+        c.rounds = rounds;
+        return c;
+    }
 };
+// [end]
 
 /// The result of one conformance check.
 struct conformance_check {
     std::string name;
     /// KVT_VERDICT_*.
-    std::uint32_t verdict = KVT_VERDICT_PASSED;
+    kvt_verdict_t verdict = KVT_VERDICT_PASSED;
     /// Why the check failed or was skipped; empty if it passed.
     std::string why;
 };
@@ -117,7 +173,7 @@ public:
     virtual ~custom_device() = default;
 
     /// KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED. Called once, as the next two.
-    virtual std::uint64_t flags() const { return 0; }
+    virtual kvt_device_features_t flags() const { return 0; }
     /// Number of streams, 1 to 64.
     virtual std::uint32_t streams() const { return 1; }
     /// Kernels of `launch`: a set of 1 << KVT_DEVICE_KERNEL_*.
@@ -249,7 +305,7 @@ struct device_box {
     }
 
     /// The callback table for C.
-    kvt_device_custom_t lower() {
+    kvt_device_custom_t to_c() {
         kvt_device_custom_t c = KVT_DEVICE_CUSTOM_INIT;
         c.flags = own->flags();
         c.streams = own->streams();
@@ -278,12 +334,10 @@ struct check_collector {
     std::vector<conformance_check> checks;
 
     static void add(void *user_data, const char *name, std::uint64_t name_bytes,
-                    std::uint32_t verdict, const char *why, std::uint64_t why_bytes) noexcept {
+                    kvt_verdict_t verdict, const char *why, std::uint64_t why_bytes) noexcept {
         auto append = [&] {
-            const auto size = [](std::uint64_t bytes) { return static_cast<std::size_t>(bytes); };
-            static_cast<check_collector *>(user_data)->checks.push_back(
-                conformance_check{std::string(name, size(name_bytes)), verdict,
-                                  std::string(why, size(why_bytes))});
+            static_cast<check_collector *>(user_data)->checks.push_back(conformance_check{
+                std::string(view(name, name_bytes)), verdict, std::string(view(why, why_bytes))});
         };
         guarded_void("kvt conformance", append);
     }
@@ -333,9 +387,9 @@ public:
         const kvt_status_t status = kvt_device_signal_event(device_, number_, f.out());
         return detail::check(status, f);
     }
-    /// The checksums that its copies requested (KVT_COPY_CHECKSUM), once the event has completed. Only
-    /// of asynchronous devices that compute checksums.
-    ret<std::vector<std::uint64_t>> sums() const {
+    /// The checksums that its copies requested (KVT_COPY_CHECKSUM), once the event has completed.
+    /// Only of asynchronous devices that compute checksums.
+    ret<std::vector<std::uint64_t>> checksums() const {
         detail::failure f;
         std::vector<std::uint64_t> all(65536);
         std::uint64_t count = 0;
@@ -391,7 +445,7 @@ public:
     std::uint64_t address() const noexcept { return raw_.address; }
     std::uint64_t bytes() const noexcept { return raw_.bytes; }
     /// KVT_MEMORY_*: address space of the address.
-    std::uint32_t memory() const noexcept { return raw_.memory; }
+    kvt_memory_t memory() const noexcept { return raw_.memory; }
     /// Frees the memory. Fails with KVT_E_BUSY if work in flight is known to use it; this object
     /// still owns it then.
     ret<void> free() {
@@ -418,7 +472,7 @@ private:
 
 /// A copy from a view of the engine's tensor into a plane. `where` is the plane's KVT_MEMORY_*.
 inline kvt_copy_t gather(const kvt_view_t &view, void *plane,
-                         std::uint32_t where = KVT_MEMORY_HOST) noexcept {
+                         kvt_memory_t where = KVT_MEMORY_HOST) noexcept {
     kvt_copy_t copy{};
     copy.view = view;
     copy.plane = plane;
@@ -428,14 +482,14 @@ inline kvt_copy_t gather(const kvt_view_t &view, void *plane,
 }
 /// A copy from a plane into a view of the engine's tensor.
 inline kvt_copy_t scatter(const kvt_view_t &view, const void *plane,
-                          std::uint32_t where = KVT_MEMORY_HOST) noexcept {
+                          kvt_memory_t where = KVT_MEMORY_HOST) noexcept {
     kvt_copy_t copy = gather(view, const_cast<void *>(plane), where);
     copy.direction = KVT_COPY_SCATTER;
     return copy;
 }
 /// A copy of bytes from host memory to memory of the kind `where` (KVT_MEMORY_*).
 inline kvt_copy_t upload(const void *host, void *to, std::uint64_t bytes,
-                         std::uint32_t where = KVT_MEMORY_DEVICE) noexcept {
+                         kvt_memory_t where = KVT_MEMORY_DEVICE) noexcept {
     kvt_view_t view{};
     view.address = to;
     view.tokens = 1;
@@ -445,7 +499,7 @@ inline kvt_copy_t upload(const void *host, void *to, std::uint64_t bytes,
 }
 /// A copy of bytes to host memory from memory of the kind `where` (KVT_MEMORY_*).
 inline kvt_copy_t download(const void *from, void *host, std::uint64_t bytes,
-                           std::uint32_t where = KVT_MEMORY_DEVICE) noexcept {
+                           kvt_memory_t where = KVT_MEMORY_DEVICE) noexcept {
     kvt_copy_t copy = upload(host, const_cast<void *>(from), bytes, where);
     copy.direction = KVT_COPY_GATHER;
     return copy;
@@ -462,59 +516,35 @@ class device : public detail::owner<device, kvt_device_t> {
 
 public:
     /// The processor as a device; its copies are synchronous.
-    static ret<device> host(const runtime &on) {
-        kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
-        c.kind = KVT_DEVICE_KIND_HOST;
-        return open(on, c);
-    }
+    static ret<device> host(const runtime &on) { return open(on, KVT_DEVICE_KIND_HOST); }
     /// A GPU. Fails with KVT_E_UNAVAILABLE if it cannot be used; the message gives the reason.
-    static ret<device> cuda(const runtime &on, const cuda_opts &opts = {}) {
-        kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
-        c.kind = KVT_DEVICE_KIND_CUDA;
-        c.ordinal = opts.ordinal;
-        c.context = opts.context;
-        c.streams = opts.streams.data();
-        c.stream_count = opts.streams.size();
-        detail::text(opts.library, c.library, c.library_bytes);
-        c.arena = opts.arena;
-        c.arena_bytes = opts.arena_bytes;
-        detail::text(opts.cufile, c.cufile, c.cufile_bytes);
-        c.peers = opts.peers.data();
-        c.peer_count = opts.peers.size();
-        c.flags = opts.verify ? KVT_DEVICE_VERIFY : 0;
-        return open(on, c);
+    static ret<device> cuda(const runtime &on, const device_opts &opts = {}) {
+        return open(on, KVT_DEVICE_KIND_CUDA, opts);
     }
-    /// A simulated device, for tests.
-    static ret<device> simulated(const runtime &on, const simulated_opts &opts = {}) {
-        kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
-        c.kind = KVT_DEVICE_KIND_SIMULATED;
-        c.memory_bytes = opts.memory_bytes;
-        c.seed = opts.seed;
-        c.latency_ns = opts.latency_ns;
-        c.bytes_per_s = opts.bytes_per_s;
-        c.flags = opts.verify ? KVT_DEVICE_VERIFY : 0;
-        return open(on, c);
+    /// A simulated device, for tests. Copies take time, and targets hold garbage until their event
+    /// has completed.
+    static ret<device> simulated(const runtime &on, const device_opts &opts = {}) {
+        return open(on, KVT_DEVICE_KIND_SIMULATED, opts);
     }
     /// A device that the engine implements. `own` is deleted once the device is closed and its
     /// events are not used any more. Test it with conformance().
     static ret<device> custom(const runtime &on, std::unique_ptr<custom_device> own) {
         if (!own) return detail::fail<device>(kvt::error(KVT_E_INVALID));
         std::unique_ptr<detail::device_box> box(new detail::device_box{std::move(own)});
-        const kvt_device_custom_t table = box->lower();
-        kvt_device_opts_t c = KVT_DEVICE_OPTS_INIT;
-        c.kind = KVT_DEVICE_KIND_CUSTOM;
-        c.custom = &table;
+        const kvt_device_custom_t table = box->to_c();
+        ret<device> opened = open(on, KVT_DEVICE_KIND_CUSTOM, {}, &table);
+        if (opened) (void)box.release();
+        return opened;
+    }
+    /// Opens a device of a kind. `table` is required by KVT_DEVICE_KIND_CUSTOM.
+    static ret<device> open(const runtime &on, kvt_device_kind_t kind, const device_opts &opts = {},
+                            const kvt_device_custom_t *table = nullptr) {
+        kvt_device_opts_t c = opts.to_c();
+        c.kind = kind;
+        c.custom = table;
         detail::failure f;
         kvt_device_t *raw = nullptr;
         const kvt_status_t status = kvt_device_open(on.get(), &c, &raw, f.out());
-        if (status == KVT_OK) (void)box.release();
-        return detail::give(status, f, device::adopt(raw));
-    }
-    /// Opens a device with the options of the C interface.
-    static ret<device> open(const runtime &on, const kvt_device_opts_t &opts) {
-        detail::failure f;
-        kvt_device_t *raw = nullptr;
-        const kvt_status_t status = kvt_device_open(on.get(), &opts, &raw, f.out());
         return detail::give(status, f, device::adopt(raw));
     }
     /// Waits for work in flight. Fails with KVT_E_BUSY if a store or streamer uses the device, or
@@ -527,23 +557,12 @@ public:
     ret<device_info> info() const {
         kvt_device_info_t c = KVT_DEVICE_INFO_INIT;
         const kvt_status_t status = kvt_device_info(raw_, &c);
-        device_info about;
-        about.kind = c.kind;
-        about.asynchronous = (c.flags & KVT_DEVICE_ASYNCHRONOUS) != 0;
-        about.sums = (c.flags & KVT_DEVICE_CHECKSUMS) != 0;
-        about.has_memory = (c.flags & KVT_DEVICE_HAS_MEMORY) != 0;
-        about.wants_pinned = (c.flags & KVT_DEVICE_WANTS_PINNED) != 0;
-        about.streams = c.streams;
-        about.kernels = c.kernels;
-        if (c.free_bytes != UINT64_MAX) about.free_bytes = c.free_bytes;
-        return detail::give(status, about);
+        return detail::give(status, device_info::from_c(c));
     }
     /// Describes the device for logs: its name, and how it copies.
     ret<std::string> describe() const {
         std::string text;
-        const auto read = [&](char *to, auto capacity, auto *bytes) {
-            return kvt_device_describe(raw_, to, capacity, bytes);
-        };
+        const auto read = [&](auto... to) { return kvt_device_describe(raw_, to...); };
         const kvt_status_t status = detail::read_text(text, read);
         return detail::give(status, std::move(text));
     }
@@ -633,11 +652,7 @@ public:
     /// Runs the conformance suite. Nothing else should use the device meanwhile.
     ret<conformance_report> conformance(const conformance_opts &opts = {}) const {
         detail::failure f;
-        kvt_conformance_opts_t c = KVT_CONFORMANCE_OPTS_INIT;
-        c.flags = opts.closes ? KVT_CONFORMANCE_CLOSES : 0;
-        c.seed = opts.seed;
-        c.patience_ns = opts.patience_ns;
-        c.rounds = opts.rounds;
+        const kvt_conformance_opts_t c = opts.to_c();
         detail::check_collector results;
         kvt_conformance_report_t count = KVT_CONFORMANCE_REPORT_INIT;
         const kvt_status_t status = kvt_device_conformance(raw_, &c, &detail::check_collector::add,
@@ -651,7 +666,25 @@ public:
     }
 };
 
-}  // namespace KVTIER_FACE_
+/// Packs an index (sparse_index::to_c) for KVT_DEVICE_KERNEL_PREFILL and enters it in a kernel. Reads
+/// the kernel's query_count, query_heads, key_heads, tokens and first; writes its count, numbers,
+/// counts, index and scratch_bytes. Copy the returned bytes to `address`.
+inline ret<std::vector<std::uint8_t>> pack_index(const kvt_index_t *index, kvt_kernel_t &kernel,
+                                                 std::uint64_t address) {
+    detail::failure f;
+    std::vector<std::uint8_t> bytes;
+    std::uint64_t count = 0;
+    kvt_status_t status =
+        kvt_kernel_pack_index(index, &kernel, address, nullptr, 0, &count, f.out());
+    if (status == KVT_E_TOO_SMALL) { // the number of bytes is known now
+        bytes.resize(static_cast<std::size_t>(count));
+        status = kvt_kernel_pack_index(index, &kernel, address, bytes.data(), bytes.size(), &count,
+                                       f.out());
+    }
+    return detail::give(status, f, std::move(bytes));
+}
+
+}  // namespace KVTIER_ERRORS_
 }  // namespace kvt
 
 #endif  // KVTIER_DEVICE_HPP

@@ -1,50 +1,100 @@
-// kvt::policy: eviction policies. kvtier.hpp includes this file.
+/// @file
+/// kvt::policy: eviction policies, over a table of the library or of the engine.
+///
+/// A store uses policies by their names in its spec. This header gives the same policies to an engine
+/// that keeps blocks itself: the policy is notified of lookups, inserts and references, and chooses
+/// victims.
+///
+/// Life cycle: policy::open, record or lookup and insert, evict; or select among candidates of the
+/// caller's own table, then report_evicted. The destructor closes the policy.
+///
+///     kvt::policy_opts opts;
+///     opts.spec = "horizon";
+///     opts.max_objects = 1 << 20;
+///     opts.capacity_units = 50000; // blocks of the engine's cache
+///     const kvt::policy policy = kvt::policy::open(std::move(opts));
+///     // A request used blocks 11, 12 and 13, of one unit each; 12 continues 11, and 13 continues 12.
+///     const std::uint64_t ids[] = {11, 12, 13};
+///     policy.record(ids, {}, now_ns);
+///     // Room for two blocks is needed.
+///     const kvt::eviction out = policy.evict(2, 2, now_ns);
+///     for (const kvt_policy_victim_t &victim : out.victims) use(victim.id);
 
 #ifndef KVTIER_POLICY_HPP
 #define KVTIER_POLICY_HPP
 
-#ifndef KVTIER_HPP
-#error "include <kvtier/kvtier.hpp>"
-#endif
+#include <kvtier/policy.h>
+#include <kvtier/runtime.hpp>
 
 namespace kvt {
-inline namespace KVTIER_FACE_ {
+inline namespace KVTIER_ERRORS_ {
 
+// [kvt_policy_context_t: by generate.py]
 /// The request that a call belongs to. Every field is optional.
 struct policy_context {
-    std::optional<std::uint64_t> session;
-    std::optional<std::uint8_t> priority;
+    /// The caller's id of a sequence; absent = none.
+    std::optional<std::uint64_t> session{};
+    /// Tenant of the session; must be 0 without a session.
     std::uint32_t tenant = 0;
+    /// Class of the session, 0 to 255; 0 is evicted first. Absent = the class stays as it is, at
+    /// first 1. Needs a session.
+    std::optional<std::uint32_t> priority{};
     /// Tokens of the whole request; 0 = tokens_each for each id.
     std::uint32_t length = 0;
     /// Most tokens that the sequence can have; 0 = unknown.
     std::uint32_t max_length = 0;
-    /// Tokens of each object; 0 = 1.
+    /// Tokens of each object of the path, of which the last may have fewer; 0 = 1.
     std::uint32_t tokens_each = 0;
-};
 
-/// A hint: the engine's expectation of the future of objects.
+    kvt_policy_context_t to_c() const noexcept {
+        kvt_policy_context_t c = KVT_POLICY_CONTEXT_INIT;
+        if (session) c.flags |= KVT_CONTEXT_SESSION;
+        c.session = session.value_or(0);
+        c.tenant = tenant;
+        if (priority) c.flags |= KVT_CONTEXT_PRIORITY;
+        c.priority = priority.value_or(0);
+        c.length = length;
+        c.max_length = max_length;
+        c.tokens_each = tokens_each;
+        return c;
+    }
+};
+// [end]
+
+// [kvt_policy_hint_t: by generate.py]
+/// Expectations of the engine about future uses of objects.
 struct policy_hint {
-    /// KVT_STOP_*.
-    std::uint32_t stop = KVT_STOP_UNKNOWN;
-    /// Expected time of the next use, by the clock of the calls; 0 = unknown.
-    std::int64_t next_use_ns = 0;
-    /// Confidence of next_use_ns, 0 to 1.
-    double confidence = 1.0;
     /// The objects will not be used again.
     bool done = false;
+    /// Expected time of the next use, by the clock of now_ns; 0 = unknown.
+    std::int64_t next_use_ns = 0;
+    /// Confidence of next_use_ns, 0 to 1; absent = 1.
+    std::optional<double> confidence{};
+    /// Why the request that used the objects stopped. KVT_STOP_*.
+    kvt_stop_t stop = KVT_STOP_UNKNOWN;
+
+    kvt_policy_hint_t to_c() const noexcept {
+        kvt_policy_hint_t c = KVT_POLICY_HINT_INIT;
+        if (done) c.flags |= KVT_HINT_DONE;
+        c.next_use_ns = next_use_ns;
+        if (confidence) c.flags |= KVT_HINT_ZERO_CONFIDENCE;
+        c.confidence = confidence.value_or(0);
+        c.stop = stop;
+        return c;
+    }
 };
+// [end]
 
 /// An object to insert: its id, its size, and optionally the object that it continues.
-inline kvt_policy_object_t policy_row(std::uint64_t id, std::uint64_t units = 1) noexcept {
+inline kvt_policy_object_t policy_object(std::uint64_t id, std::uint64_t units = 1) noexcept {
     kvt_policy_object_t row{};
     row.id = id;
     row.units = units;
     return row;
 }
-inline kvt_policy_object_t policy_row(std::uint64_t id, std::uint64_t units,
-                                   std::uint64_t parent) noexcept {
-    kvt_policy_object_t row = policy_row(id, units);
+inline kvt_policy_object_t policy_object(std::uint64_t id, std::uint64_t units,
+                                         std::uint64_t parent) noexcept {
+    kvt_policy_object_t row = policy_object(id, units);
     row.parent = parent;
     row.flags = KVT_OBJECT_HAS_PARENT;
     return row;
@@ -62,24 +112,85 @@ struct prediction {
 using predict_fn = std::function<std::optional<prediction>(std::uint64_t, std::uint64_t,
                                                            std::uint64_t)>;
 
+// [kvt_policy_opts_t: by generate.py]
+/// Options of kvt_policy_open.
 struct policy_opts {
-    std::string_view spec = "lru";
-    std::uint64_t flags = 0;
-    /// 0 = 1048576.
+    /// The engine can use objects behind a missing one, so objects are evicted in any order.
+    /// Otherwise children are evicted before their parents.
+    bool holes = false;
+    /// Such as "arc" or "qos(inner=s3fifo)"; empty = "lru".
+    std::string_view spec{};
+    /// Most objects in the table, up to 2^28; 0 = 1048576.
     std::uint64_t max_objects = 0;
-    /// 0 = unknown.
+    /// Capacity of the cache in units; 0 = unknown.
     std::uint64_t capacity_units = 0;
-    /// Evictions that the log keeps.
+    /// Evictions that the log keeps, up to 2^20; 0 = none.
     std::uint64_t log_entries = 0;
-    /// Evicted ids that are remembered for the re-prefill rate; 0 = 1048576.
-    std::uint64_t remember = 0;
-    /// Recompute cost; see kvt_policy_opts_t. 0 = the default.
-    double alpha = 0;
-    double beta = 0;
-    /// Required by the spec "custom".
-    score_fn score;
-    predict_fn predict;
+    /// Evicted ids that are remembered for the re-prefill rate, up to 2^28; absent = 1048576.
+    std::optional<std::uint64_t> remember{};
+    /// Recomputing n tokens after l tokens of context costs n * beta + alpha * (n * l + n * n / 2).
+    /// Absent = 1 / 53800 and 1, which describe a model of the 70B class.
+    struct cost {
+        /// 0 to 1e12.
+        double alpha = 0;
+        /// 0 to 1e12.
+        double beta = 0;
+    };
+    std::optional<cost> costs{};
+    /// Scores candidates; the spec "custom" requires it.
+    score_fn score{};
+    /// Predicts uses; may be empty.
+    predict_fn predict{};
+
+    kvt_policy_opts_t to_c() const noexcept {
+        kvt_policy_opts_t c = KVT_POLICY_OPTS_INIT;
+        if (holes) c.flags |= KVT_POLICY_HOLES;
+        detail::text(spec, c.spec, c.spec_bytes);
+        c.max_objects = max_objects;
+        c.capacity_units = capacity_units;
+        c.log_entries = log_entries;
+        if (remember) c.flags |= KVT_POLICY_ZERO_REMEMBER;
+        c.remember = remember.value_or(0);
+        if (costs) {
+            c.flags |= KVT_POLICY_COST;
+            c.alpha = costs->alpha;
+            c.beta = costs->beta;
+        }
+        return c;
+    }
 };
+// [end]
+
+// [kvt_policy_advice_rules_t: by generate.py]
+/// Rules of the advice.
+struct policy_advice_rules {
+    /// Re-prefill rate of a window above which batches are halved, 0 to 1; absent = 0.3.
+    std::optional<double> shrink_above{};
+    /// Evictions in a window below which batches are doubled; absent = 10.
+    std::optional<std::uint64_t> grow_below{};
+    /// Smallest batch; 0 = 1.
+    std::uint64_t min_batch = 0;
+    /// Largest batch; 0 = 128.
+    std::uint64_t max_batch = 0;
+    /// Lookups in a window; 0 = 100.
+    std::uint64_t window = 0;
+    /// Consecutive windows that must agree; 0 = 2.
+    std::uint64_t patience = 0;
+
+    kvt_policy_advice_rules_t to_c() const noexcept {
+        kvt_policy_advice_rules_t c = KVT_POLICY_ADVICE_RULES_INIT;
+        if (shrink_above) c.flags |= KVT_ADVICE_ZERO_SHRINK;
+        c.shrink_above = shrink_above.value_or(0);
+        if (grow_below) c.flags |= KVT_ADVICE_ZERO_GROW;
+        c.grow_below = grow_below.value_or(0);
+        c.min_batch = min_batch;
+        c.max_batch = max_batch;
+        c.window = window;
+        c.patience = patience;
+        return c;
+    }
+};
+// [end]
 
 /// The result of an eviction.
 struct eviction {
@@ -114,39 +225,16 @@ struct gauge_value {
 struct policy_info {
     std::string_view name;
     std::string_view about;
+
+    static policy_info from_c(const kvt_policy_info_t &c) noexcept {
+        policy_info info;
+        info.name = detail::view(c.name, c.name_bytes);
+        info.about = detail::view(c.about, c.about_bytes);
+        return info;
+    }
 };
 
 namespace detail {
-/// From kvt_policy_info_t or kvt_sparse_info_t.
-template <class Info> policy_info lift_info(const Info &c) noexcept {
-    policy_info info;
-    info.name = std::string_view(c.name, static_cast<std::size_t>(c.name_bytes));
-    info.about = std::string_view(c.about, static_cast<std::size_t>(c.about_bytes));
-    return info;
-}
-
-inline kvt_policy_context_t lower(const policy_context &context) noexcept {
-    kvt_policy_context_t c = KVT_POLICY_CONTEXT_INIT;
-    if (context.session) c.flags |= KVT_CONTEXT_SESSION;
-    if (context.priority) c.flags |= KVT_CONTEXT_PRIORITY;
-    c.session = context.session.value_or(0);
-    c.priority = context.priority.value_or(0);
-    c.tenant = context.tenant;
-    c.length = context.length;
-    c.max_length = context.max_length;
-    c.tokens_each = context.tokens_each;
-    return c;
-}
-
-inline kvt_policy_hint_t lower(const policy_hint &hint) noexcept {
-    kvt_policy_hint_t c = KVT_POLICY_HINT_INIT;
-    c.flags = KVT_HINT_ZERO_CONFIDENCE | (hint.done ? KVT_HINT_DONE : 0);
-    c.stop = hint.stop;
-    c.next_use_ns = hint.next_use_ns;
-    c.confidence = hint.confidence;
-    return c;
-}
-
 struct score_box {
     score_fn call;
     static kvt_status_t run(void *user_data, const kvt_policy_columns_t *columns,
@@ -193,31 +281,20 @@ class policy : public detail::owner<policy, kvt_policy_t> {
 public:
     static ret<policy> open(policy_opts opts = {}) {
         detail::failure f;
-        kvt_policy_opts_t c = KVT_POLICY_OPTS_INIT;
-        detail::text(opts.spec, c.spec, c.spec_bytes);
-        c.flags = opts.flags;
-        c.max_objects = opts.max_objects;
-        c.capacity_units = opts.capacity_units;
-        c.log_entries = opts.log_entries;
-        c.remember = opts.remember;
-        c.alpha = opts.alpha;
-        c.beta = opts.beta;
+        kvt_policy_opts_t c = opts.to_c();
         kvt_policy_custom_t custom = KVT_POLICY_CUSTOM_INIT;
-        std::unique_ptr<detail::score_box> score;
-        if (opts.score) {
-            score.reset(new detail::score_box{std::move(opts.score)});
+        std::unique_ptr<detail::score_box> score = detail::boxed<detail::score_box>(opts.score);
+        if (score) {
             custom.score = &detail::score_box::run;
-            custom.user_data = score.get();
-            custom.destroy = &detail::unbox<detail::score_box>;
+            detail::pass(score, custom);
             c.custom = &custom;
         }
         kvt_policy_predictor_t predictor = KVT_POLICY_PREDICTOR_INIT;
-        std::unique_ptr<detail::predict_box> predict;
-        if (opts.predict) {
-            predict.reset(new detail::predict_box{std::move(opts.predict)});
+        std::unique_ptr<detail::predict_box> predict =
+            detail::boxed<detail::predict_box>(opts.predict);
+        if (predict) {
             predictor.predict = &detail::predict_box::run;
-            predictor.user_data = predict.get();
-            predictor.destroy = &detail::unbox<detail::predict_box>;
+            detail::pass(predict, predictor);
             c.predictor = &predictor;
         }
         kvt_policy_t *raw = nullptr;
@@ -237,7 +314,7 @@ public:
         detail::failure f;
         if (!found.empty() && found.size() != ids.size())
             return detail::fail<std::uint64_t>(error(KVT_E_INVALID));
-        const kvt_policy_context_t ctx = detail::lower(context);
+        const kvt_policy_context_t ctx = context.to_c();
         std::uint64_t n = 0;
         const kvt_status_t status =
             kvt_policy_lookup(raw_, now_ns, &ctx, ids.data(), ids.size(),
@@ -248,7 +325,7 @@ public:
     ret<std::uint64_t> touch(span<const std::uint64_t> ids, const policy_context &context = {},
                              std::int64_t now_ns = 0) const {
         detail::failure f;
-        const kvt_policy_context_t ctx = detail::lower(context);
+        const kvt_policy_context_t ctx = context.to_c();
         std::uint64_t n = 0;
         const kvt_status_t status =
             kvt_policy_touch(raw_, now_ns, &ctx, ids.data(), ids.size(), &n, f.out());
@@ -262,7 +339,7 @@ public:
         detail::failure f;
         if (!units.empty() && units.size() != ids.size())
             return detail::fail<std::uint64_t>(error(KVT_E_INVALID));
-        const kvt_policy_context_t ctx = detail::lower(context);
+        const kvt_policy_context_t ctx = context.to_c();
         std::uint64_t n = 0;
         const kvt_status_t status =
             kvt_policy_record(raw_, now_ns, &ctx, ids.data(),
@@ -273,7 +350,7 @@ public:
     ret<void> insert(span<const kvt_policy_object_t> rows, const policy_context &context = {},
                      std::int64_t now_ns = 0) const {
         detail::failure f;
-        const kvt_policy_context_t ctx = detail::lower(context);
+        const kvt_policy_context_t ctx = context.to_c();
         const kvt_status_t status =
             kvt_policy_insert(raw_, now_ns, &ctx, rows.data(), rows.size(),
                               sizeof(kvt_policy_object_t), f.out());
@@ -291,7 +368,7 @@ public:
         return detail::check(status, f);
     }
     /// Reports that the objects chosen by select() were freed; removes them as evicted.
-    ret<void> evicted(span<const std::uint64_t> ids, std::int64_t now_ns = 0) const {
+    ret<void> report_evicted(span<const std::uint64_t> ids, std::int64_t now_ns = 0) const {
         detail::failure f;
         const kvt_status_t status =
             kvt_policy_report_evicted(raw_, now_ns, ids.data(), ids.size(), f.out());
@@ -332,8 +409,8 @@ public:
     ret<std::uint64_t> hint(span<const std::uint64_t> ids, const policy_hint &given,
                             const policy_context &context = {}, std::int64_t now_ns = 0) const {
         detail::failure f;
-        const kvt_policy_context_t ctx = detail::lower(context);
-        const kvt_policy_hint_t c = detail::lower(given);
+        const kvt_policy_context_t ctx = context.to_c();
+        const kvt_policy_hint_t c = given.to_c();
         std::uint64_t n = 0;
         const kvt_status_t status =
             kvt_policy_hint(raw_, now_ns, &ctx, ids.data(), ids.size(), &c, &n, f.out());
@@ -351,9 +428,9 @@ public:
         return choose_victims(&kvt_policy_preview, required_units, max_victims, now_ns);
     }
     /// Chooses victims among candidates of the caller's own tables. Evicts nothing: free the
-    /// victims and call evicted().
+    /// victims and call report_evicted().
     ret<selection> select(const kvt_policy_columns_t &candidates, std::uint64_t required_blocks,
-                          std::uint64_t flags = 0, std::int64_t now_ns = 0) const {
+                          kvt_select_flags_t flags = 0, std::int64_t now_ns = 0) const {
         detail::failure f;
         selection out;
         const kvt_status_t status =
@@ -362,7 +439,7 @@ public:
     }
     /// select() into vectors that the caller reuses: does not allocate once they are large enough.
     kvt_status_t select_into(selection &out, const kvt_policy_columns_t &candidates,
-                             std::uint64_t required_blocks, std::uint64_t flags = 0,
+                             std::uint64_t required_blocks, kvt_select_flags_t flags = 0,
                              std::int64_t now_ns = 0, kvt_error_t **err = nullptr) const {
         kvt_policy_selection_t c = KVT_POLICY_SELECTION_INIT;
         out.victims.resize(static_cast<std::size_t>(candidates.rows));
@@ -380,7 +457,7 @@ public:
         out.freed_blocks = c.freed_blocks;
         out.shortfall_blocks = c.shortfall_blocks;
         out.decision_ns = c.decision_ns;
-        out.decided_by = std::string_view(c.decided_by, static_cast<std::size_t>(c.decided_by_bytes));
+        out.decided_by = detail::view(c.decided_by, c.decided_by_bytes);
         return status;
     }
 
@@ -397,10 +474,11 @@ public:
     }
     /// The policy's spec in canonical form.
     ret<std::string> spec() const {
-        std::string text(4096 + 1024, '\0'); // longer than any spec
-        std::uint64_t bytes = 0;
-        const kvt_status_t status = kvt_policy_spec(raw_, &text[0], text.size(), &bytes);
-        text.resize(status == KVT_OK ? static_cast<std::size_t>(bytes) : 0);
+        std::string text;
+        const auto read = [&](char *to, auto capacity, auto *bytes) {
+            return kvt_policy_spec(raw_, to, capacity, bytes);
+        };
+        const kvt_status_t status = detail::read_text(text, read);
         return detail::give(status, std::move(text));
     }
     ret<kvt_policy_stats_t> stats() const {
@@ -425,7 +503,7 @@ public:
             gauge_value one;
             status = kvt_policy_gauge_at(raw_, all.size(), &name, &bytes, &one.value);
             if (status != KVT_OK) break;
-            one.name = std::string_view(name, static_cast<std::size_t>(bytes));
+            one.name = detail::view(name, bytes);
             all.push_back(one);
         }
         if (status == KVT_E_NOT_FOUND) status = KVT_OK; // past the last gauge
@@ -447,9 +525,10 @@ public:
         const kvt_status_t status = kvt_policy_advise(raw_, batch, &advice);
         return detail::give(status, advice);
     }
-    ret<void> set_advice(const kvt_policy_advice_rules_t &rules) const {
+    ret<void> set_advice(const policy_advice_rules &rules) const {
         detail::failure f;
-        const kvt_status_t status = kvt_policy_set_advice(raw_, &rules, f.out());
+        const kvt_policy_advice_rules_t c = rules.to_c();
+        const kvt_status_t status = kvt_policy_set_advice(raw_, &c, f.out());
         return detail::check(status, f);
     }
 
@@ -467,7 +546,7 @@ private:
         out.freed_units = c.freed_units;
         out.shortfall_units = c.shortfall_units;
         out.decision_ns = c.decision_ns;
-        out.decided_by = std::string_view(c.decided_by, static_cast<std::size_t>(c.decided_by_bytes));
+        out.decided_by = detail::view(c.decided_by, c.decided_by_bytes);
         return detail::give(status, f, std::move(out));
     }
 };
@@ -480,12 +559,12 @@ inline ret<std::vector<policy_info>> policies() {
     for (std::uint64_t i = 0; status == KVT_OK && i < count; ++i) {
         kvt_policy_info_t c = KVT_POLICY_INFO_INIT;
         status = kvt_policy_info(i, &c);
-        if (status == KVT_OK) all.push_back(detail::lift_info(c));
+        if (status == KVT_OK) all.push_back(policy_info::from_c(c));
     }
     return detail::give(status, std::move(all));
 }
 
-}  // namespace KVTIER_FACE_
+}  // namespace KVTIER_ERRORS_
 }  // namespace kvt
 
 #endif  // KVTIER_POLICY_HPP

@@ -21,7 +21,7 @@ static void replay_is_deterministic() {
     const kvt_replay_report_t all = t.replay("lru", info.blocks);
     CHECK(all.evictions == 0 && all.hit_tokens == info.known_tokens);
     kvt::replay_opts opts;
-    opts.flags = KVT_REPLAY_UNTIMED;
+    opts.untimed = true;
     opts.hints = KVT_HINTS_NONE;
     const kvt_replay_report_t limited = t.replay("horizon", info.blocks / 8, opts);
     CHECK(limited.evictions > 0 && limited.hits < all.hits && limited.decision_max_ns == 0);

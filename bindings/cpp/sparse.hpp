@@ -1,15 +1,41 @@
-// kvt::sparse and kvt::job: sparse policies and attention kernels without a store, for engines that
-// keep KV themselves. kvtier.hpp includes this file.
+/// @file
+/// kvt::sparse: sparse policies for engines that keep KV themselves: which keys to compute with, which
+/// to load, which to evict.
+///
+/// A policy sees keys as they are appended, and answers for a query. What it can do and what it must be
+/// given stands in its traits. kvt::offload uses the same policies over KV that a store keeps.
+/// kvt::sparse_custom is a policy of the engine's own.
+///
+/// Life cycle: sparse::open, append for each layer, select or index for a query, plan_eviction and
+/// commit_eviction; the destructor closes. Calls on one policy run one at a time.
+///
+///     kvt::attention shape;
+///     shape.layers = 32;
+///     shape.query_heads = 32;
+///     shape.key_heads = 8;
+///     shape.key_dim = shape.value_dim = 128;
+///     shape.block_tokens = 16;
+///     shape.max_tokens = 131072;
+///     const kvt::sparse policy = kvt::sparse::open(shape, "quest(budget=2048)");
+///     policy.append(0, 0, rows); // keys of layer 0, from position 0 on
+///     kvt::sparse_context step;
+///     step.tokens = 4096;
+///     step.first_query = 4095;
+///     const kvt::sparse_index index = policy.index(0, rows, nullptr, step);
+///     const kvt_index_t selected = index.to_c();
+///     kvt::attention_args args; // attention over these keys only
+///     args.select = &selected;
 
 #ifndef KVTIER_SPARSE_HPP
 #define KVTIER_SPARSE_HPP
 
-#ifndef KVTIER_HPP
-#error "include <kvtier/kvtier.hpp>"
-#endif
+#include <kvtier/attention.hpp>
+#include <kvtier/sparse.h>
 
 namespace kvt {
-inline namespace KVTIER_FACE_ {
+inline namespace KVTIER_ERRORS_ {
+
+// --- selections --------------------------------------------------------------
 
 /// The keys that queries are computed with, as in kvt_index_t. No heads = all keys.
 struct sparse_index {
@@ -38,22 +64,31 @@ struct sparse_index {
         return span<const std::uint32_t>(items.data() + starts[number],
                                          starts[number + 1] - starts[number]);
     }
+    /// The arrays for C, which reads them. Calls with an output fill those of an index that is not
+    /// const, up to their sizes.
+    kvt_index_t to_c() const noexcept {
+        kvt_index_t c = KVT_INDEX_INIT;
+        c.heads = const_cast<kvt_index_head_t *>(heads.data());
+        c.head_capacity = c.head_count = heads.size();
+        c.starts = const_cast<std::uint32_t *>(starts.data());
+        c.start_capacity = c.start_count = starts.size();
+        c.items = const_cast<std::uint32_t *>(items.data());
+        c.item_capacity = c.item_count = items.size();
+        return c;
+    }
+    /// Resizes the arrays to the counts that C wrote.
+    void resize(const kvt_index_t &to) {
+        heads.resize(static_cast<std::size_t>(to.head_count));
+        starts.resize(static_cast<std::size_t>(to.start_count));
+        items.resize(static_cast<std::size_t>(to.item_count));
+    }
 };
 
-/// Input of an attention kernel. Rows are made by kvt::rows. Do not change their memory, nor
-/// `select`, until the job is closed.
-struct attention_args {
-    kvt_rows_t queries = KVT_ROWS_INIT;
-    kvt_rows_t keys = KVT_ROWS_INIT;
-    kvt_rows_t values = KVT_ROWS_INIT;
-    /// Keys to use; null = all keys.
-    const sparse_index *select = nullptr;
-    /// Positions of the first query and of the first key.
-    std::uint32_t first_query = 0;
-    std::uint32_t first_key = 0;
-    /// Factor of query-key products; 0 = 1 / sqrt(key dim).
-    float scale = 0;
-};
+/// Positions of the retained tokens of a layer: a list for each head, or one for all heads. No list
+/// = all tokens are retained.
+using token_lists = std::vector<std::vector<std::uint32_t>>;
+
+// --- custom policies ---------------------------------------------------------
 
 /// A custom sparse policy: its traits, and the functions that they require. A function returns
 /// KVT_OK or the status that the engine's call fails with. An exception is reported to the defect
@@ -90,9 +125,9 @@ struct sparse_custom {
         observe;
     /// Chooses the tokens of a layer that stay. Fills the lists, which are empty; no list = all
     /// stay.
-    std::function<kvt_status_t(std::uint32_t, const sparse_context &, kept_tokens &)> evict;
+    std::function<kvt_status_t(std::uint32_t, const sparse_context &, token_lists &)> evict;
     /// Called after an eviction. Arguments: layer, retained tokens.
-    std::function<kvt_status_t(std::uint32_t, const kept_tokens &)> evicted;
+    std::function<kvt_status_t(std::uint32_t, const token_lists &)> evicted;
     /// Truncates the sequence to a number of tokens; 0 = a new sequence starts.
     std::function<kvt_status_t(std::uint32_t)> truncate;
     /// Creates the policy of a copy, with the same functions set; null = KVT_E_UNSUPPORTED.
@@ -100,31 +135,12 @@ struct sparse_custom {
 };
 
 namespace detail {
-/// An index for C, which reads its arrays or fills them up to their sizes.
-inline kvt_index_t lower(const sparse_index &of) noexcept {
-    kvt_index_t c = KVT_INDEX_INIT;
-    c.heads = const_cast<kvt_index_head_t *>(of.heads.data()); // only read if `of` is const
-    c.head_capacity = c.head_count = of.heads.size();
-    c.starts = const_cast<std::uint32_t *>(of.starts.data());
-    c.start_capacity = c.start_count = of.starts.size();
-    c.items = const_cast<std::uint32_t *>(of.items.data());
-    c.item_capacity = c.item_count = of.items.size();
-    return c;
-}
-
-/// Resizes the arrays of an index to the counts that C wrote.
-inline void resize(sparse_index &out, const kvt_index_t &to) {
-    out.heads.resize(static_cast<std::size_t>(to.head_count));
-    out.starts.resize(static_cast<std::size_t>(to.start_count));
-    out.items.resize(static_cast<std::size_t>(to.item_count));
-}
-
 /// Lists of tokens in the two arrays that C uses.
 struct flat_lists {
     std::vector<std::uint32_t> starts;
     std::vector<std::uint32_t> items;
 
-    void set(const kept_tokens &lists) {
+    void set(const token_lists &lists) {
         starts.clear();
         items.clear();
         if (lists.empty()) return;
@@ -134,7 +150,7 @@ struct flat_lists {
             starts.push_back(static_cast<std::uint32_t>(items.size()));
         }
     }
-    kvt_token_lists_t lower() noexcept {
+    kvt_token_lists_t to_c() noexcept {
         kvt_token_lists_t c = KVT_TOKEN_LISTS_INIT;
         c.starts = starts.data();
         c.start_capacity = c.start_count = starts.size();
@@ -144,14 +160,14 @@ struct flat_lists {
     }
 };
 
-inline kept_tokens lift(const kvt_token_lists_t &from) {
-    kept_tokens lists;
+inline token_lists from_c(const kvt_token_lists_t &from) {
+    token_lists lists;
     for (std::uint64_t i = 0; i + 1 < from.start_count; i++)
         lists.emplace_back(from.items + from.starts[i], from.items + from.starts[i + 1]);
     return lists;
 }
 
-inline sparse_context lift(const kvt_sparse_context_t &from) noexcept {
+inline sparse_context from_c(const kvt_sparse_context_t &from) noexcept {
     sparse_context at;
     at.first_query = from.first_query;
     at.tokens = from.tokens;
@@ -207,7 +223,7 @@ struct sparse_box {
             box.chosen.clear();
             const span<const std::uint32_t> among(candidates, static_cast<std::size_t>(count));
             const kvt_status_t status =
-                box.own.select_blocks(layer, query, among, lift(*context), box.chosen);
+                box.own.select_blocks(layer, query, among, from_c(*context), box.chosen);
             *count_out = box.chosen.size();
             // Too many ids: the library rejects their number.
             for (std::size_t i = 0; i < box.chosen.size() && i < count; i++)
@@ -221,8 +237,8 @@ struct sparse_box {
         return call(user_data, [&](sparse_box &box) {
             box.index.clear();
             const kvt_status_t status =
-                box.own.index(layer, *queries, keys, lift(*context), box.index);
-            const kvt_index_t answer = lower(box.index);
+                box.own.index(layer, *queries, keys, from_c(*context), box.index);
+            const kvt_index_t answer = box.index.to_c();
             out->heads = answer.heads;
             out->head_count = answer.head_count;
             out->starts = answer.starts;
@@ -239,7 +255,7 @@ struct sparse_box {
         return call(user_data, [&](sparse_box &box) {
             const std::size_t n = std::size_t{queries->view.tokens} * box.query_heads;
             return box.own.sparse_prefill_attention(
-                layer, *queries, *keys, *values, lift(*context),
+                layer, *queries, *keys, *values, from_c(*context),
                 span<float>(out, n * box.value_dim), span<float>(lse, lse == nullptr ? 0 : n));
         });
     }
@@ -254,10 +270,10 @@ struct sparse_box {
     static kvt_status_t evict(void *user_data, std::uint32_t layer,
                               const kvt_sparse_context_t *context, kvt_token_lists_t *out) noexcept {
         return call(user_data, [&](sparse_box &box) {
-            kept_tokens lists;
-            const kvt_status_t status = box.own.evict(layer, lift(*context), lists);
+            token_lists lists;
+            const kvt_status_t status = box.own.evict(layer, from_c(*context), lists);
             box.kept.set(lists);
-            const kvt_token_lists_t answer = box.kept.lower();
+            const kvt_token_lists_t answer = box.kept.to_c();
             out->starts = answer.starts;
             out->start_count = answer.start_count;
             out->items = answer.items;
@@ -268,7 +284,7 @@ struct sparse_box {
     static kvt_status_t evicted(void *user_data, std::uint32_t layer,
                                 const kvt_token_lists_t *kept) noexcept {
         return call(user_data,
-                    [&](sparse_box &box) { return box.own.evicted(layer, lift(*kept)); });
+                    [&](sparse_box &box) { return box.own.evicted(layer, from_c(*kept)); });
     }
     static kvt_status_t truncate(void *user_data, std::uint32_t tokens) noexcept {
         return call(user_data, [&](sparse_box &box) { return box.own.truncate(tokens); });
@@ -300,7 +316,7 @@ struct sparse_box {
     }
 
     /// The callback table for C, with the functions that are set.
-    kvt_sparse_custom_t lower_custom() noexcept {
+    kvt_sparse_custom_t to_c() noexcept {
         kvt_sparse_custom_t c = KVT_SPARSE_CUSTOM_INIT;
         c.traits = &own.traits;
         if (own.on_prefill_offload) c.on_prefill_offload = &sparse_box::on_prefill_offload;
@@ -318,72 +334,9 @@ struct sparse_box {
         return c;
     }
 };
-
-} // namespace detail
-
-/// Packs an index for KVT_DEVICE_KERNEL_PREFILL and enters it in a kernel. Reads the kernel's query_count,
-/// query_heads, key_heads, tokens and first; writes its count, numbers, counts, index and
-/// scratch_bytes. Copy the returned bytes to `address`.
-inline ret<std::vector<std::uint8_t>> launch_index(const sparse_index &index, kvt_kernel_t &kernel,
-                                                   std::uint64_t address) {
-    const kvt_index_t c = detail::lower(index);
-    std::vector<std::uint8_t> bytes(index.heads.size() * sizeof(kvt_index_head_t) +
-                                    (index.starts.size() + index.items.size()) * 4);
-    detail::failure f;
-    std::uint64_t count = 0;
-    const kvt_status_t status =
-        kvt_kernel_pack_index(&c, &kernel, address, bytes.data(), bytes.size(), &count, f.out());
-    bytes.resize(static_cast<std::size_t>(count));
-    return detail::give(status, f, std::move(bytes));
-}
-
-namespace detail {
-/// The input of a kernel for C, with the index that it points to.
-struct lowered_args {
-    kvt_index_t select = KVT_INDEX_INIT;
-    kvt_attention_args_t c = KVT_ATTENTION_ARGS_INIT;
-
-    explicit lowered_args(const attention_args &of) noexcept {
-        c.queries = &of.queries;
-        c.keys = &of.keys;
-        c.values = &of.values;
-        if (of.select != nullptr) {
-            select = lower(*of.select);
-            c.select = &select;
-        }
-        c.first_query = of.first_query;
-        c.first_key = of.first_key;
-        c.scale = of.scale;
-    }
-    lowered_args(const lowered_args &) = delete;
-    lowered_args &operator=(const lowered_args &) = delete;
-};
-
-/// The data of an optional array: null for an empty span.
-inline float *or_null(span<float> of) noexcept { return of.empty() ? nullptr : of.data(); }
 }  // namespace detail
 
-inline ret<offload> offload::open(const session &on, const offload_opts &opts,
-                                  std::unique_ptr<sparse_custom> prefill,
-                                  std::unique_ptr<sparse_custom> decode) {
-    std::unique_ptr<detail::sparse_box> boxes[2];
-    kvt_sparse_custom_t tables[2] = {KVT_SPARSE_CUSTOM_INIT, KVT_SPARSE_CUSTOM_INIT};
-    std::unique_ptr<sparse_custom> *const own[2] = {&prefill, &decode};
-    for (int i = 0; i < 2; i++) {
-        if (!*own[i]) continue;
-        boxes[i].reset(new detail::sparse_box{std::move(**own[i]), opts.shape.layers,
-                                              opts.shape.query_heads, opts.shape.value_dim,
-                                              {}, {}, {}, {}});
-        tables[i] = boxes[i]->lower_custom();
-    }
-    ret<offload> opened = open_with(on, opts, boxes[0] ? &tables[0] : nullptr,
-                                    boxes[1] ? &tables[1] : nullptr);
-    if (opened) {
-        // The library owns the boxes now.
-        for (auto &box : boxes) (void)box.release();
-    }
-    return opened;
-}
+// --- policies ----------------------------------------------------------------
 
 /// A sparse policy for one sequence. Any thread may use it, one at a time: a call during another
 /// one fails with KVT_E_BUSY.
@@ -398,17 +351,17 @@ public:
     /// Opens a policy by its spec, such as "minference(budget=0.2)". The account is charged for its
     /// state; null = no account.
     static ret<sparse> open(const attention &shape, std::string_view spec,
-                            const kvt::account *account = nullptr) {
+                            ref<kvt_account_t> account = {}) {
         kvt_sparse_opts_t c = KVT_SPARSE_OPTS_INIT;
-        detail::spec(spec, c.spec, c.spec_bytes);
+        detail::required(spec, c.spec, c.spec_bytes);
         return open_with(shape, c, account);
     }
     /// Opens a custom policy.
     static ret<sparse> open(const attention &shape, sparse_custom own,
-                            const kvt::account *account = nullptr) {
+                            ref<kvt_account_t> account = {}) {
         std::unique_ptr<detail::sparse_box> box(new detail::sparse_box{
             std::move(own), shape.layers, shape.query_heads, shape.value_dim, {}, {}, {}, {}});
-        const kvt_sparse_custom_t custom = box->lower_custom();
+        const kvt_sparse_custom_t custom = box->to_c();
         kvt_sparse_opts_t c = KVT_SPARSE_OPTS_INIT;
         c.custom = &custom;
         return open_with(shape, c, account, &box);
@@ -439,8 +392,8 @@ public:
         return detail::check(status, f);
     }
     /// Registers a block of a layer as a candidate. Call it before the block is moved away.
-    ret<void> seal(std::uint32_t layer, std::uint32_t block, std::uint32_t first,
-                   const kvt_rows_t &keys) const {
+    ret<void> add_block(std::uint32_t layer, std::uint32_t block, std::uint32_t first,
+                        const kvt_rows_t &keys) const {
         detail::failure f;
         const kvt_status_t status = kvt_sparse_add_block(raw_, layer, block, first, &keys, f.out());
         return detail::check(status, f);
@@ -464,7 +417,7 @@ public:
         return detail::check(status, f);
     }
     /// Passes scores of the engine for the next select() or index() of a layer.
-    ret<void> score(std::uint32_t layer, span<const float> scores) const {
+    ret<void> add_scores(std::uint32_t layer, span<const float> scores) const {
         detail::failure f;
         const kvt_status_t status =
             kvt_sparse_add_scores(raw_, layer, scores.data(), scores.size(), f.out());
@@ -515,7 +468,7 @@ public:
     kvt_status_t select_into(std::vector<std::uint32_t> &ids, std::uint32_t layer,
                              const kvt_rows_t *query, span<const std::uint32_t> candidates,
                              const sparse_context &at, kvt_error_t **err = nullptr) const {
-        const kvt_sparse_context_t c = detail::lower(at);
+        const kvt_sparse_context_t c = at.to_c();
         std::uint64_t count = 0;
         ids.resize(candidates.size());
         const kvt_status_t status =
@@ -537,7 +490,7 @@ public:
     kvt_status_t index_into(sparse_index &out, std::uint32_t layer, const kvt_rows_t &queries,
                             const kvt_rows_t *keys, const sparse_context &at,
                             kvt_error_t **err = nullptr) const {
-        const kvt_sparse_context_t c = detail::lower(at);
+        const kvt_sparse_context_t c = at.to_c();
         return read_index(out, [&](kvt_index_t *to) {
             return kvt_sparse_index(raw_, layer, &queries, keys, &c, to, err);
         }, err);
@@ -552,26 +505,26 @@ public:
         return detail::give(status, f, std::move(out));
     }
     /// Chooses the tokens of a layer that stay, if some are to be evicted; no list = all stay.
-    /// Nothing is evicted before evicted() is called.
-    ret<kept_tokens> evict(std::uint32_t layer, const sparse_context &at) const {
-        const kvt_sparse_context_t c = detail::lower(at);
+    /// Nothing is evicted before commit_eviction().
+    ret<token_lists> plan_eviction(std::uint32_t layer, const sparse_context &at) const {
+        const kvt_sparse_context_t c = at.to_c();
         std::uint32_t evicts = 0;
         return read_lists([&](kvt_token_lists_t *to, kvt_error_t **err) {
             return kvt_sparse_plan_eviction(raw_, layer, &c, to, &evicts, err);
         });
     }
-    /// Reads the last answer of evict() again.
-    ret<kept_tokens> last_kept() const {
+    /// Reads the last answer of plan_eviction() again.
+    ret<token_lists> last_retained() const {
         return read_lists([&](kvt_token_lists_t *to, kvt_error_t **err) {
             return kvt_sparse_last_retained(raw_, to, err);
         });
     }
     /// Confirms an eviction: only the tokens in `kept` are left in the layer.
-    ret<void> evicted(std::uint32_t layer, const kept_tokens &kept) const {
+    ret<void> commit_eviction(std::uint32_t layer, const token_lists &kept) const {
         detail::failure f;
         detail::flat_lists lists;
         lists.set(kept);
-        const kvt_token_lists_t c = lists.lower();
+        const kvt_token_lists_t c = lists.to_c();
         const kvt_status_t status = kvt_sparse_commit_eviction(raw_, layer, &c, f.out());
         return detail::check(status, f);
     }
@@ -582,7 +535,7 @@ public:
                                 const sparse_context &at, span<float> out,
                                 span<float> lse = {}) const {
         detail::failure f;
-        const kvt_sparse_context_t c = detail::lower(at);
+        const kvt_sparse_context_t c = at.to_c();
         const kvt_status_t status = kvt_sparse_prefill_attention(
             raw_, layer, &queries, &keys, &values, &c, out.data(), out.size(),
             detail::or_null(lse), lse.size(), f.out());
@@ -591,16 +544,12 @@ public:
 
 private:
     static ret<sparse> open_with(const attention &shape, kvt_sparse_opts_t &c,
-                                 const kvt::account *account,
+                                 ref<kvt_account_t> account,
                                  std::unique_ptr<detail::sparse_box> *box = nullptr) {
         detail::failure f;
-        const kvt_attention_t of = detail::lower(shape);
+        const kvt_attention_t of = shape.to_c();
         c.attention = &of;
-        if (account != nullptr) {
-            // A closed account is an error, not the absence of an account.
-            if (!*account) return detail::fail<sparse>(error(KVT_E_HANDLE));
-            c.account = account->get();
-        }
+        c.account = account.get();
         kvt_sparse_t *raw = nullptr;
         const kvt_status_t status = kvt_sparse_open(&c, &raw, f.out());
         if (status == KVT_OK && box != nullptr) (void)box->release();
@@ -608,179 +557,63 @@ private:
     }
     /// Reads lists of tokens from a call. If they do not fit, reads them again with larger arrays.
     template <class Call>
-    ret<kept_tokens> read_lists(Call call) const {
+    ret<token_lists> read_lists(Call call) const {
         detail::failure f;
         detail::flat_lists lists;
         lists.starts.resize(65);
         lists.items.resize(4096);
-        kvt_token_lists_t to = lists.lower();
+        kvt_token_lists_t to = lists.to_c();
         kvt_status_t status = call(&to, f.out());
         while (status == KVT_E_TOO_SMALL) {
             lists.starts.resize(static_cast<std::size_t>(to.start_count));
             lists.items.resize(static_cast<std::size_t>(to.item_count));
-            to = lists.lower();
+            to = lists.to_c();
             status = kvt_sparse_last_retained(raw_, &to, f.out());
         }
-        return detail::give(status, f, status == KVT_OK ? detail::lift(to) : kept_tokens());
+        return detail::give(status, f, status == KVT_OK ? detail::from_c(to) : token_lists());
     }
     /// Reads an index from a call. If it does not fit, reads it again with larger arrays.
     template <class Call>
     kvt_status_t read_index(sparse_index &out, Call call, kvt_error_t **err) const {
-        kvt_index_t to = detail::lower(out);
+        kvt_index_t to = out.to_c();
         kvt_status_t status = call(&to);
         while (status == KVT_E_TOO_SMALL) {
-            detail::resize(out, to);
-            to = detail::lower(out);
+            out.resize(to);
+            to = out.to_c();
             status = kvt_sparse_last_index(raw_, &to, err);
         }
         if (status == KVT_OK)
-            detail::resize(out, to);
+            out.resize(to);
         else
             out.clear();
         return status;
     }
 };
 
-/// An attention computation, cut into items that threads of the engine run. Run each item once, and
-/// those of a step after all items of the step before. The job borrows its input and output until
-/// it is closed; closing waits for running items.
-class job : public detail::owner<job, kvt_attention_job_t> {
-    friend class detail::owner<job, kvt_attention_job_t>;
-    static void drop(kvt_attention_job_t *raw) noexcept {
-        const kvt_status_t status = kvt_attention_job_close(&raw);
-        if (!detail::ended(status)) detail::report("kvt::job", status);
-    }
+// --- placement in buffers, memory of kernels ---------------------------------
 
-public:
-    /// Computes the attention of a prompt or of a part of one. `out` is [queries, query heads,
-    /// value dim], `lse` is [queries, query heads] log-sum-exps or empty.
-    static ret<job> prefill(const attention_args &problem, span<float> out,
-                            span<float> lse = {}) {
-        detail::failure f;
-        const detail::lowered_args p(problem);
-        kvt_attention_job_t *raw = nullptr;
-        const kvt_status_t status = kvt_prefill_open(
-            &p.c, out.data(), out.size(), detail::or_null(lse), lse.size(), &raw, f.out());
-        return detail::give(status, f, job::adopt(raw));
-    }
-    /// Number of floats of memory that a decode needs.
-    static ret<std::size_t> decode_memory(const attention_args &problem,
-                                          bool keeps_scores = false) {
-        detail::failure f;
-        const detail::lowered_args p(problem);
-        std::uint64_t count = 0;
-        const kvt_status_t status = kvt_decode_memory(&p.c, flags(keeps_scores), &count, f.out());
-        return detail::give(status, f, static_cast<std::size_t>(count));
-    }
-    /// Computes the attention of the next token or of a few, in two steps. add_sums() needs
-    /// keeps_scores.
-    static ret<job> decode(const attention_args &problem, span<float> out, span<float> lse,
-                           span<float> memory, bool keeps_scores = false) {
-        detail::failure f;
-        const detail::lowered_args p(problem);
-        kvt_attention_job_t *raw = nullptr;
-        const kvt_status_t status =
-            kvt_decode_open(&p.c, flags(keeps_scores), out.data(), out.size(), lse.data(),
-                            lse.size(), memory.data(), memory.size(), &raw, f.out());
-        return detail::give(status, f, job::adopt(raw));
-    }
-    /// Sums, for each key, the attention that it received from a prompt's queries from `first` on.
-    /// `lse` are the log-sum-exps of prefill(). `sums` is [query heads, keys], or [keys] without
-    /// by_head.
-    static ret<job> sums(const attention_args &problem, span<const float> lse,
-                         span<float> sums, bool by_head = true, std::uint32_t first = 0) {
-        detail::failure f;
-        const detail::lowered_args p(problem);
-        kvt_attention_job_t *raw = nullptr;
-        const kvt_status_t status =
-            kvt_column_sums_open(&p.c, lse.data(), lse.size(), first, by_head ? KVT_SUMS_BY_HEAD : 0,
-                          sums.data(), sums.size(), &raw, f.out());
-        return detail::give(status, f, job::adopt(raw));
-    }
-
-    ret<void> close() { return detail::check(kvt_attention_job_close(&raw_)); }
-    ret<kvt_attention_job_info_t> info() const {
-        kvt_attention_job_info_t info = KVT_ATTENTION_JOB_INFO_INIT;
-        const kvt_status_t status = kvt_attention_job_info(raw_, &info);
-        return detail::give(status, info);
-    }
-    /// Runs items of a step on the calling thread. No other thread may use `scratch` meanwhile.
-    ret<void> run(std::uint32_t step, std::uint32_t first, std::uint32_t items,
-                  span<float> scratch) const {
-        detail::failure f;
-        const kvt_status_t status =
-            kvt_attention_job_run(raw_, step, first, items, scratch.data(), scratch.size(), f.out());
-        return detail::check(status, f);
-    }
-    /// Runs all items on the calling thread.
-    ret<void> run() const {
-        detail::failure f;
-        kvt_attention_job_info_t info = KVT_ATTENTION_JOB_INFO_INIT;
-        kvt_status_t status = kvt_attention_job_info(raw_, &info);
-        std::vector<float> scratch(static_cast<std::size_t>(info.scratch_count));
-        for (std::uint32_t step = 0; status == KVT_OK && step < info.steps; step++)
-            status = kvt_attention_job_run(raw_, step, 0, UINT32_MAX, scratch.data(), scratch.size(),
-                                 f.out());
-        return detail::check(status, f);
-    }
-    /// Adds, for each key, the attention that it received in a decode with keeps_scores. All items
-    /// of the decode must have ended.
-    ret<void> add_sums(span<float> sums, bool by_head = true) const {
-        detail::failure f;
-        const kvt_status_t status = kvt_decode_sums(raw_, by_head ? KVT_SUMS_BY_HEAD : 0,
-                                                    sums.data(), sums.size(), f.out());
-        return detail::check(status, f);
-    }
-
-private:
-    static constexpr std::uint64_t flags(bool keeps_scores) noexcept {
-        return keeps_scores ? KVT_DECODE_SCORES : 0;
-    }
-};
-
-/// Adds keys to the bounding boxes of pages, [pages, key heads, 2 * key dim].
-inline ret<void> extend_pages(span<float> boxes, std::uint32_t page_tokens, std::uint32_t first,
-                              const kvt_rows_t &keys) {
-    detail::failure f;
-    const kvt_status_t status =
-        kvt_pages_extend(boxes.data(), boxes.size(), page_tokens, first, &keys, f.out());
-    return detail::check(status, f);
-}
-
-/// Computes the largest product that each query can have with a key of each page: [queries, query
-/// heads, count]. Scratch: queries * query heads * (2 * key dim + 96) + 4096 floats suffice.
-inline ret<void> score_pages(const kvt_rows_t &boxes, const kvt_rows_t &queries,
-                             std::uint32_t first, std::uint32_t count, span<float> scores,
-                             span<float> scratch) {
-    detail::failure f;
-    const kvt_status_t status =
-        kvt_pages_score(&boxes, &queries, first, count, scores.data(), scores.size(),
-                        scratch.data(), scratch.size(), f.out());
-    return detail::check(status, f);
-}
-
-/// Merges the attention of the same queries to other keys into `out`, by the log-sum-exps of both.
-inline ret<void> merge_attention(span<float> out, span<float> lse, span<const float> other,
-                                 span<const float> other_lse) {
-    detail::failure f;
-    const std::size_t rows = lse.size(), dim = rows == 0 ? 0 : out.size() / rows;
-    if (other.size() != out.size() || other_lse.size() != rows || rows * dim != out.size() ||
-        dim > UINT32_MAX)
-        return detail::fail<void>(error(KVT_E_INVALID));
-    const kvt_status_t status =
-        kvt_attention_merge(out.data(), lse.data(), other.data(), other_lse.data(), rows,
-                            static_cast<std::uint32_t>(dim), f.out());
-    return detail::check(status, f);
-}
-
-/// Tokens in a buffer: full blocks, ascending, then the tail of the sequence.
+// [kvt_block_placement_t: by generate.py]
+/// Tokens in a buffer, in the order of their positions: full blocks of a sequence, then its tail.
 struct block_placement {
-    span<const std::uint32_t> blocks;
+    /// Blocks, ascending: block n starts at position n * block_tokens. At most 2^28.
+    span<const std::uint32_t> blocks{};
+    /// Tokens of a block, at least 1.
     std::uint32_t block_tokens = 0;
-    /// Position of the first token of the tail.
+    /// Position of the first token of the tail, after all blocks.
     std::uint32_t tail_first = 0;
+    /// Tokens of the tail.
     std::uint32_t tail_tokens = 0;
+
+    kvt_block_placement_t to_c() const noexcept {
+        kvt_block_placement_t c = KVT_BLOCK_PLACEMENT_INIT;
+        detail::list(blocks, c.blocks, c.block_count);
+        c.block_tokens = block_tokens;
+        c.tail_first = tail_first;
+        c.tail_tokens = tail_tokens;
+        return c;
+    }
 };
+// [end]
 
 /// An index of rows of a buffer, and the row of the first query.
 struct placed_index {
@@ -788,67 +621,87 @@ struct placed_index {
     std::uint32_t first_query = 0;
 };
 
-namespace detail {
-inline kvt_block_placement_t lower(const block_placement &of) noexcept {
-    kvt_block_placement_t c = KVT_BLOCK_PLACEMENT_INIT;
-    c.blocks = of.blocks.data();
-    c.block_count = of.blocks.size();
-    c.block_tokens = of.block_tokens;
-    c.tail_first = of.tail_first;
-    c.tail_tokens = of.tail_tokens;
-    return c;
-}
-}  // namespace detail
-
 /// Translates an index of positions (null = all keys) into an index of the rows of a buffer, for
 /// `count` queries from position `first` on.
 inline ret<placed_index> place_index(const attention &shape, const block_placement &placed,
                                      const sparse_index *index, std::uint32_t first,
                                      std::uint32_t count) {
     detail::failure f;
-    const kvt_attention_t of = detail::lower(shape);
-    const kvt_block_placement_t in = detail::lower(placed);
-    const kvt_index_t wanted = index == nullptr ? kvt_index_t{} : detail::lower(*index);
+    const kvt_attention_t of = shape.to_c();
+    const kvt_block_placement_t in = placed.to_c();
+    const kvt_index_t wanted = index == nullptr ? kvt_index_t{} : index->to_c();
     placed_index out;
-    kvt_index_t to = detail::lower(out.index);
+    kvt_index_t to = out.index.to_c();
     kvt_status_t status = KVT_E_TOO_SMALL;
     for (bool again = false; status == KVT_E_TOO_SMALL; again = true) {
         if (again) {
-            detail::resize(out.index, to);
-            to = detail::lower(out.index);
+            out.index.resize(to);
+            to = out.index.to_c();
         }
         status = kvt_index_place(&of, &in, index == nullptr ? nullptr : &wanted, first, count, &to,
                                  &out.first_query, f.out());
     }
-    detail::resize(out.index, to);
+    out.index.resize(to);
     return detail::give(status, f, std::move(out));
 }
 
 /// Adds sums over the rows of a buffer to sums over the resident tokens, as sparse::observe takes
-/// them. `kept` are the lists of the last sparse::evicted; tokens from `from` on came after it.
-/// With `select`, `sums` are those of job::add_sums of a decode.
-inline ret<void> place_sums(const attention &shape, std::uint32_t tokens,
-                            const block_placement &placed, span<const float> sums, span<float> out,
-                            const placed_index *select = nullptr, std::uint32_t queries = 0,
-                            const kept_tokens &kept = {}, std::uint32_t from = 0) {
+/// them. `kept` are the lists of the last sparse::commit_eviction; tokens from `from` on came after it.
+/// With `select`, `sums` are those of attention_job::decode_sums of a decode.
+inline ret<void> place_column_sums(const attention &shape, std::uint32_t tokens,
+                                   const block_placement &placed, span<const float> sums,
+                                   span<float> out, const placed_index *select = nullptr,
+                                   std::uint32_t queries = 0, const token_lists &kept = {},
+                                   std::uint32_t from = 0) {
     detail::failure f;
-    const kvt_attention_t of = detail::lower(shape);
-    const kvt_block_placement_t in = detail::lower(placed);
+    const kvt_attention_t of = shape.to_c();
+    const kvt_block_placement_t in = placed.to_c();
     detail::flat_lists lists;
     lists.set(kept);
-    const kvt_token_lists_t retained = lists.lower();
+    const kvt_token_lists_t retained = lists.to_c();
     kvt_resident_tokens_t resident = KVT_RESIDENT_TOKENS_INIT;
     resident.attention = &of;
     resident.kept = kept.empty() ? nullptr : &retained;
     resident.since = from;
     resident.tokens = tokens;
-    const kvt_index_t rows = select == nullptr ? kvt_index_t{} : detail::lower(select->index);
+    const kvt_index_t rows = select == nullptr ? kvt_index_t{} : select->index.to_c();
     const kvt_status_t status =
         kvt_column_sums_place(&resident, &in, select == nullptr ? nullptr : &rows,
-                       select == nullptr ? 0 : select->first_query, queries, sums.data(),
-                       sums.size(), out.data(), out.size(), f.out());
+                              select == nullptr ? 0 : select->first_query, queries, sums.data(),
+                              sums.size(), out.data(), out.size(), f.out());
     return detail::check(status, f);
 }
+
+// [kvt_kernel_limits_t: by generate.py]
+/// Largest sizes of problems, independent of each other. Each is at least 1.
+struct kernel_limits {
+    /// Keep scores, for kvt_decode_sums.
+    bool scores = false;
+    /// Queries of a problem, at most `tokens`.
+    std::uint32_t queries = 0;
+    /// Keys of a problem, at most 2^30.
+    std::uint32_t keys = 0;
+    /// Positions of a sequence, at most 2^30.
+    std::uint32_t tokens = 0;
+    std::uint32_t query_heads = 0;
+    /// Elements of a query or key head, at most 2,048.
+    std::uint32_t key_dim = 0;
+    /// Elements of a value head, at most 2,048.
+    std::uint32_t value_dim = 0;
+
+    kvt_kernel_limits_t to_c() const noexcept {
+        kvt_kernel_limits_t c = KVT_KERNEL_LIMITS_INIT;
+        if (scores) c.flags |= KVT_DECODE_SCORES;
+        c.queries = queries;
+        c.keys = keys;
+        c.tokens = tokens;
+        c.query_heads = query_heads;
+        c.key_dim = key_dim;
+        c.value_dim = value_dim;
+        return c;
+    }
+};
+// [end]
 
 /// Floats of memory that a job needs at most, and floats of scratch of each of its threads.
 struct kernel_workspace {
@@ -856,39 +709,45 @@ struct kernel_workspace {
 };
 
 /// Computes how much memory suffices for every problem within some limits, to be allocated once.
-inline ret<kernel_workspace> workspace(std::uint32_t kernel,
-                                       const kvt_kernel_limits_t &limits) {
+inline ret<kernel_workspace> workspace(kvt_attention_kernel_t kernel,
+                                       const kernel_limits &limits) {
     detail::failure f;
+    const kvt_kernel_limits_t c = limits.to_c();
     std::uint64_t memory = 0, scratch = 0;
-    const kvt_status_t status =
-        kvt_kernel_workspace(kernel, &limits, &memory, &scratch, f.out());
+    const kvt_status_t status = kvt_kernel_workspace(kernel, &c, &memory, &scratch, f.out());
     kernel_workspace all;
     all.memory = static_cast<std::size_t>(memory);
     all.scratch = static_cast<std::size_t>(scratch);
     return detail::give(status, f, all);
 }
 
-/// Fails unless all elements and scales of the rows are finite.
-inline ret<void> check_rows(const kvt_rows_t &rows) {
-    detail::failure f;
-    const kvt_status_t status = kvt_rows_check(&rows, f.out());
-    return detail::check(status, f);
-}
+/// A sparse policy that can be opened by name. Its texts live as long as the library.
+struct sparse_info {
+    std::string_view name;
+    std::string_view about;
+
+    static sparse_info from_c(const kvt_sparse_info_t &c) noexcept {
+        sparse_info info;
+        info.name = detail::view(c.name, c.name_bytes);
+        info.about = detail::view(c.about, c.about_bytes);
+        return info;
+    }
+};
 
 /// The sparse policies that can be opened by name.
-inline ret<std::vector<policy_info>> sparse_policies() {
+inline ret<std::vector<sparse_info>> sparse_policies() {
     std::uint64_t count = 0;
     kvt_status_t status = kvt_sparse_count(&count);
-    std::vector<policy_info> all;
+    std::vector<sparse_info> all;
     for (std::uint64_t i = 0; status == KVT_OK && i < count; ++i) {
         kvt_sparse_info_t c = KVT_SPARSE_INFO_INIT;
         status = kvt_sparse_info(i, &c);
-        if (status == KVT_OK) all.push_back(detail::lift_info(c));
+        if (status == KVT_OK) all.push_back(sparse_info::from_c(c));
     }
     return detail::give(status, std::move(all));
 }
 
-}  // namespace KVTIER_FACE_
+}  // namespace KVTIER_ERRORS_
 }  // namespace kvt
 
 #endif  // KVTIER_SPARSE_HPP
