@@ -55,6 +55,9 @@ file(GLOB _kvtier_cpp CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/ffi-tests/c
 foreach(_kvtier_source IN LISTS _kvtier_cpp)
   _kvtier_test(cpp "${_kvtier_source}")
 endforeach()
+# The C++ headers under every standard, and their generated regions.
+add_test(NAME cpp_headers COMMAND "${CMAKE_CURRENT_SOURCE_DIR}/ffi-tests/cpp/headers.sh")
+set_tests_properties(cpp_headers PROPERTIES TIMEOUT 900)
 file(GLOB _kvtier_examples CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/examples/c/*.c")
 foreach(_kvtier_source IN LISTS _kvtier_examples)
   _kvtier_example(c "${_kvtier_source}")

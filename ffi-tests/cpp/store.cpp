@@ -412,6 +412,45 @@ void remote_objects_are_found_by_another_store(const kvt::runtime &runtime,
     CHECK_THROWS(second.remote_lookup_blocks(called), KVT_E_INVALID);
 }
 
+/// A store that is opened by its spec alone has a runtime and a budget of its own.
+void store_of_a_spec_has_a_runtime(const std::string &folder) {
+    const std::string spec =
+        "kvtier(workers=2, name=\"own\", budget=budget(host=64MiB), store=store(host=1MiB, "
+        "disk=disk(path=\"" + folder + "\", bytes=16MiB, segment=1MiB)))";
+    const std::vector<std::uint32_t> tokens(16, 3);
+    const kvt::layout layout = kvt::layout::gqa(LAYERS, HEADS, RUN / 2, KVT_DTYPE_F16, CHUNK);
+    tensors from(16), to(16);
+    from.bytes.assign(from.bytes.size(), 9);
+    {
+        const kvt::store store = kvt::store::open(spec);
+        CHECK(store.stats().host_limit_bytes == 1 << 20);
+        const auto runtime = store.runtime();
+        CHECK((*runtime).stats().workers == 2);
+        const kvt::queue queue = runtime->open_queue();
+        const kvt::session session =
+            store.open_namespace(identity_with("a"), layout).open_session();
+        session.append(tokens);
+        CHECK_THROWS(session.get_wait(to.all()), KVT_E_NOT_FOUND);
+        session.put_wait(from.all());
+        kvt::submit_opts opts;
+        opts.queue = &queue;
+        CHECK(session.get(to.all(), opts).finish().value == 16 && to.bytes == from.bytes);
+        kvt::transfer none = from.all();
+        none.k = {};
+        CHECK_THROWS(session.put_wait(none), KVT_E_INVALID);
+    }
+    // The destructor wrote back.
+    const kvt::store store = kvt::store::open(spec);
+    const kvt::session session = store.open_namespace(identity_with("a"), layout).open_session();
+    session.append(tokens);
+    to.bytes.assign(to.bytes.size(), 0);
+    session.get_wait(to.all());
+    CHECK(to.bytes == from.bytes);
+    CHECK_THROWS(kvt::store::open("shop"), KVT_E_SPEC);
+    CHECK(kvt::store::open().stats().host_limit_bytes == 1 << 30);
+    CHECK_THROWS(kvt::store().runtime(), KVT_E_HANDLE);
+}
+
 void invalid_calls_throw(const kvt::runtime &runtime) {
     CHECK_THROWS(kvt::store::open(runtime, "shop"), KVT_E_SPEC);
     kvt::store store = kvt::store::open(runtime, "store(host=1MiB)");
@@ -457,6 +496,7 @@ int main() {
         store_options_override_the_spec(runtime, std::string(folder) + "/kv3");
         get_loads_only_the_chosen_chunks(runtime);
         remote_objects_are_found_by_another_store(runtime, std::string(folder) + "/remote");
+        store_of_a_spec_has_a_runtime(std::string(folder) + "/kv4");
         invalid_calls_throw(runtime);
         CHECK(runtime.close().stores == 0);
     }

@@ -1,0 +1,2 @@
+// options.cpp as C++20, which can name members.
+#include "options.cpp"
