@@ -30,13 +30,13 @@ struct document_kv {
 std::uint32_t blocks_of(std::uint64_t document) { return 1 + static_cast<std::uint32_t>(document * 5 % most_blocks); }
 
 // Names of the blocks of a document: any bytes that identify the content.
-struct block_names {
+struct document_names {
     std::vector<std::uint64_t> ids;
-    explicit block_names(std::uint64_t document) {
+    explicit document_names(std::uint64_t document) {
         for (std::uint64_t i = 0; i < blocks_of(document); i++) ids.push_back(document << 8 | i);
     }
-    kvt::names get() const {
-        kvt::names names;
+    kvt::block_names get() const {
+        kvt::block_names names;
         names.bytes = {reinterpret_cast<const std::uint8_t *>(ids.data()), ids.size() * sizeof ids[0]};
         names.each_bytes = sizeof ids[0];
         return names;
@@ -57,26 +57,21 @@ document_kv compute(std::uint64_t document) {
 
 // Calls `use` with the blocks of a document and their tensors.
 template <class Use> void with_blocks(std::uint64_t document, document_kv &kv, Use use) {
-    const block_names names(document);
+    const document_names names(document);
     const kvt_view_t k = kvt::view(kv.k.data(), head_dim * sizeof(float), kv_heads);
     const kvt_view_t v = kvt::view(kv.v.data(), head_dim * sizeof(float), kv_heads);
     kvt::blocks blocks;
-    blocks.called = names.get();
+    blocks.names = names.get();
     blocks.k = {&k, 1};
     blocks.v = {&v, 1};
     use(blocks);
 }
 
 void run(std::string_view spec) {
-    const kvt::runtime runtime = kvt::runtime::open();
-    const kvt::store store = kvt::store::open(runtime, "store(host=64MiB)");
-    kvt::layer_group group;
-    group.layers = {0};
-    group.dtype = KVT_DTYPE_F32;
-    group.kv_heads = kv_heads;
-    group.k_bytes = group.v_bytes = sizeof(row);
-    const kvt::name_space space = store.open_name_space({}, kvt::layout{chunk, {group}});
-    const kvt::session session = space.open_session();
+    const kvt::store store = kvt::store::open("store(host=64MiB)");
+    const kvt::namespace_ ns =
+        store.open_namespace({}, kvt::layout::gqa(1, kv_heads, head_dim, KVT_DTYPE_F32, chunk));
+    const kvt::session session = ns.open_session();
 
     std::uint64_t calls = 0;
     kvt::policy_opts opts;
@@ -113,11 +108,11 @@ void run(std::string_view spec) {
         }
         if (in_use + blocks > capacity) {
             const kvt::eviction evicted = policy.evict(in_use + blocks - capacity, documents, now_ns);
-            for (const kvt_policy_victim_t &victim : evicted.victims) session.drop_blocks(block_names(victim.id).get());
+            for (const kvt_policy_victim_t &victim : evicted.victims) session.drop_blocks(document_names(victim.id).get());
             in_use -= evicted.freed_units;
         }
         with_blocks(document, computed, [&](const kvt::blocks &of) { session.put_blocks(of).finish(); });
-        kvt_policy_object_t object = kvt::policy_row(document, blocks);
+        kvt_policy_object_t object = kvt::policy_object(document, blocks);
         object.tokens = blocks * chunk;
         policy.insert(object, context, now_ns);
         in_use += blocks;

@@ -38,24 +38,18 @@ kvt_view_t view_of(std::vector<row> &rows) {
 
 // The objects that an engine opens once. They are closed in reverse order.
 struct cache {
-    kvt::runtime runtime;
     kvt::store store;
-    kvt::name_space space;
+    kvt::namespace_ ns;
 
-    explicit cache(const std::string &directory) : runtime(kvt::runtime::open()) {
-        store = kvt::store::open(runtime, "store(host=64MiB, disk=disk(path=\"" + directory + "/kv\", bytes=256MiB))");
-        kvt::layer_group all;
-        for (std::uint16_t layer = 0; layer < layers; layer++) all.layers.push_back(layer);
-        all.dtype = KVT_DTYPE_F16;
-        all.kv_heads = kv_heads;
-        all.k_bytes = all.v_bytes = sizeof(row);
+    explicit cache(const std::string &directory) {
+        store = kvt::store::open("store(host=64MiB, disk=disk(path=\"" + directory + "/kv\", bytes=256MiB))");
         kvt::identity identity; // sessions share KV if identity and layout are equal
         identity.model = "hello";
         identity.weights = "v1"; // a digest of the weights
-        space = store.open_name_space(identity, kvt::layout{chunk, {all}});
+        ns = store.open_namespace(identity, kvt::layout::gqa(layers, kv_heads, head_dim, KVT_DTYPE_F16, chunk));
     }
     kvt::session open_session(const std::vector<std::uint32_t> &prompt) const {
-        kvt::session session = space.open_session();
+        kvt::session session = ns.open_session();
         session.append(prompt); // tokens name the KV
         return session;
     }
@@ -81,7 +75,7 @@ void get_layer(const kvt::session &session, tensors &kv, std::uint32_t layer) {
     what.first_layer = layer;
     what.k = {&k, 1};
     what.v = {&v, 1};
-    session.get(what).finish();
+    session.get_wait(what);
 }
 
 void run(const std::string &directory) {
@@ -101,8 +95,8 @@ void run(const std::string &directory) {
     } // closed here, as at the end of a process
 
     const cache again(directory);
-    const kvt::lookup_result found = again.space.lookup(prompt);
-    std::printf("opened again: a prefix of %u tokens is reusable\n", static_cast<unsigned>(found.sum.reusable_tokens));
+    const kvt::lookup_result found = again.ns.lookup(prompt);
+    std::printf("opened again: a prefix of %u tokens is reusable\n", static_cast<unsigned>(found.totals.reusable_tokens));
     const kvt::session session = again.open_session(prompt);
     for (std::uint32_t layer = 0; layer < layers; layer++) get_layer(session, loaded, layer);
     for (std::uint32_t layer = 0; layer < layers; layer++)

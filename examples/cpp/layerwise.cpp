@@ -52,10 +52,10 @@ hidden_state embed() {
 }
 
 hidden_state prefill(const kvt::session &session, tensors &kv) {
-    std::vector<kvt::event> ready;
+    std::vector<kvt::ready_event> ready;
     std::vector<kvt::op> puts; // destroyed before `ready`; an op that has not ended is cancelled
     for (std::uint32_t layer = 0; layer < layers; layer++) { // submitted before anything is computed
-        ready.push_back(kvt::event::open());
+        ready.push_back(kvt::ready_event::open());
         const kvt_view_t k = view_of(kv[layer].k), v = view_of(kv[layer].v);
         kvt::transfer what;
         what.first_layer = layer;
@@ -100,15 +100,10 @@ hidden_state next_turn(const kvt::session &session, tensors &kv) {
 } // namespace
 
 int main(int argc, char **argv) try {
-    const kvt::runtime runtime = kvt::runtime::open();
-    const kvt::store store = kvt::store::open(runtime, argc > 1 ? argv[1] : "store(host=64MiB)");
-    kvt::layer_group all;
-    for (std::uint16_t layer = 0; layer < layers; layer++) all.layers.push_back(layer);
-    all.dtype = KVT_DTYPE_F32;
-    all.kv_heads = kv_heads;
-    all.k_bytes = all.v_bytes = sizeof(row);
-    const kvt::name_space space = store.open_name_space({}, kvt::layout{chunk, {all}});
-    const kvt::session session = space.open_session();
+    const kvt::store store = kvt::store::open(argc > 1 ? argv[1] : "store(host=64MiB)");
+    const kvt::namespace_ ns =
+        store.open_namespace({}, kvt::layout::gqa(layers, kv_heads, head_dim, KVT_DTYPE_F32, chunk));
+    const kvt::session session = ns.open_session();
     std::vector<std::uint32_t> prompt;
     for (std::uint32_t i = 0; i < tokens; i++) prompt.push_back(1000 + i);
     session.append(prompt);

@@ -57,7 +57,8 @@ kvt_rows_t rows_of(const void *address, std::size_t tokens, std::uint32_t heads)
     return kvt::rows(address, static_cast<std::uint32_t>(tokens), heads, dim * sizeof(float), KVT_DTYPE_F32);
 }
 
-// Attention of one query over rows of K and V, on this thread. job::run(step, ...) shares it among threads.
+// Attention of one query over rows of K and V, on this thread. attention_job::run(step, ...) shares it among
+// threads.
 query_row attend(const query_row &query, const void *keys, const void *values, std::uint32_t tokens) {
     kvt::attention_args args;
     args.queries = rows_of(query.data(), 1, query_heads);
@@ -66,8 +67,8 @@ query_row attend(const query_row &query, const void *keys, const void *values, s
     args.first_query = tokens - 1; // sees all rows: positions are encoded in the keys already
     query_row out;
     std::array<float, query_heads> lse;
-    std::vector<float> memory(kvt::job::decode_memory(args));
-    kvt::job::decode(args, out, lse, memory).run();
+    std::vector<float> memory(kvt::attention_job::decode_memory(args));
+    kvt::attention_job::decode(args, out, lse, memory).run();
     return out;
 }
 
@@ -89,17 +90,11 @@ void put_layer(const kvt::offload &offload, std::uint32_t number_of_layer, layer
 }
 
 void run(std::string_view policy, double least_wanted) {
-    const kvt::runtime runtime = kvt::runtime::open();
-    const kvt::store store = kvt::store::open(runtime, "store(host=64MiB)");
-    kvt::layer_group group;
-    group.layers = {0, 1};
-    group.dtype = KVT_DTYPE_F32;
-    group.kv_heads = kv_heads;
-    group.k_bytes = group.v_bytes = sizeof(kv_row);
-    const kvt::name_space space = store.open_name_space({}, kvt::layout{block, {group}});
-    const kvt::session session = space.open_session();
+    const kvt::store store = kvt::store::open("store(host=64MiB)");
+    const kvt::namespace_ ns = store.open_namespace({}, kvt::layout::gqa(layers, kv_heads, dim, KVT_DTYPE_F32, block));
+    const kvt::session session = ns.open_session();
     kvt::offload_opts opts;
-    opts.shape = {layers, query_heads, kv_heads, dim, dim, KVT_ATTENTION_SPLIT, block, 2 * prompt, 0};
+    opts.attention = {layers, query_heads, kv_heads, dim, dim, KVT_ATTENTION_SPLIT, block, 2 * prompt, 0};
     opts.dtype = KVT_DTYPE_F32;
     opts.buffer_tokens = 2 * prompt;
     opts.decode = policy;
@@ -115,7 +110,10 @@ void run(std::string_view policy, double least_wanted) {
     double least = 1, used = 0;
     for (std::uint32_t n = prompt; n < prompt + steps; n++) { // n tokens are known, one is added
         session.append({&tokens[n], 1});
-        offload.begin({n, n + 1});
+        kvt::sparse_context step;
+        step.first_query = n;
+        step.tokens = n + 1;
+        offload.begin(step);
         for (std::uint32_t layer = 0; layer < layers; layer++) {
             put_layer(offload, layer, model[layer], 1);
             const query_row query = model[layer].query(layer);

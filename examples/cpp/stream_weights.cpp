@@ -3,7 +3,7 @@
 //   stream_weights [MIB OF MEMORY [DIRECTORY]]     default: 6 MiB, for a model of 16 MiB
 //
 // Writes a safetensors file, opens it as a model, and runs passes over its units as an engine does.
-// kvt::held is the lease of a unit: its destructor gives the memory back. The checksum of every
+// kvt::unit_lease is the lease of a unit: its destructor gives the memory back. The checksum of every
 // tensor is compared.
 #include <kvtier/kvtier.hpp>
 
@@ -81,10 +81,10 @@ void run(const std::filesystem::path &directory, std::uint64_t memory_bytes) {
     for (std::uint32_t unit = 0; unit < info.units; unit++) parts.push_back(model.unit_parts(unit));
 
     kvt::stream_opts opts;
-    opts.terms.flags = KVT_TERMS_HOST_CEILING | KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV; // use these fields, also if 0
     opts.terms.host_ceiling_bytes = memory_bytes;
+    opts.terms.host_reserve_bytes = opts.terms.kv_bytes = 0; // set, so 0 is a value and not the default
     const kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
-    const kvt_stream_plan_t plan = streamer.plan().numbers;
+    const kvt_stream_plan_t plan = streamer.plan().totals;
     std::printf("model: %u units, %.1f MiB. memory: %.1f MiB. ", info.units, info.bytes / mib, memory_bytes / mib);
     std::printf("resident: %u units, the others share %u slots of %.1f MiB\n", plan.host_units, plan.slots,
                 plan.slot_bytes / mib);
@@ -94,7 +94,7 @@ void run(const std::filesystem::path &directory, std::uint64_t memory_bytes) {
         const std::uint64_t before = streamer.stats().read_bytes;
         streamer.pass_begin();
         for (std::uint32_t unit = 0; unit < info.units; unit++) { // units have the order of a pass
-            const kvt::held lease = streamer.acquire(unit);        // waits until the unit is loaded
+            const kvt::unit_lease lease = streamer.acquire(unit); // waits until the unit is loaded
             for (const kvt_part_t &part : parts[unit]) // an engine multiplies; tensors have the order of the file
                 if (kvt::checksum(lease.part(part)) != written[part.tensor].checksum)
                     throw std::runtime_error(written[part.tensor].name + " is wrong");

@@ -145,12 +145,12 @@ kvt_status_t backing::open_namespace(const settings &set, const char *descriptio
     return status == KVT_OK ? KVT_OK : failed(why, status, "opening a namespace", err);
 }
 
-kvt_status_t backing::open_session(const kvt_namespace_t *name_space, kvt_session_t **out,
+kvt_status_t backing::open_session(const kvt_namespace_t *ns, kvt_session_t **out,
                                    kvt_llama_why_t *why) {
     kvt_session_opts_t session = KVT_SESSION_OPTS_INIT;
     session.max_tokens = max_tokens_;
     kvt_error_t *err = nullptr;
-    const kvt_status_t status = kvt_session_open(name_space, &session, out, &err);
+    const kvt_status_t status = kvt_session_open(ns, &session, out, &err);
     return status == KVT_OK ? KVT_OK : failed(why, status, "opening a session", err);
 }
 

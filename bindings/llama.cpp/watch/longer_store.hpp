@@ -81,7 +81,7 @@ class backing {
     kvt_status_t open_namespace(const settings &set, const char *description,
                                 const std::string &sparse, kvt_namespace_t **out,
                                 kvt_llama_why_t *why);
-    kvt_status_t open_session(const kvt_namespace_t *name_space, kvt_session_t **out,
+    kvt_status_t open_session(const kvt_namespace_t *ns, kvt_session_t **out,
                               kvt_llama_why_t *why);
     void end();
     uint32_t exact_end() const;
