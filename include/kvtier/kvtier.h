@@ -20,26 +20,28 @@
 ///
 /// The core path, in the order of the calls. `examples/c/hello_kv.c` is the least program.
 ///
-///  1. kvt_abi_check               header and library fit
-///  2. kvt_open                    a store, from one spec string; finds what an earlier run wrote
-///  3. kvt_layout_gqa              the sizes of a model's KV (or _mla, _window)
-///  4. kvt_namespace_open          model, weights, layout and tenant: who shares KV with whom
-///  5. kvt_namespace_lookup        how long a stored prefix these tokens have
-///  6. kvt_session_open            a sequence
-///  7. kvt_session_append          its tokens, which name its KV
-///  8. kvt_session_plan            what to load and what to compute
-///  9. kvt_session_get             load KV into the engine's tensors; kvt_session_get_wait waits
-/// 10. kvt_session_put             store KV that was computed; kvt_session_put_wait waits
-/// 11. kvt_queue_open              where completions of many transfers arrive
-/// 12. kvt_queue_wait              takes them; or kvt_op_wait for one op
-/// 13. kvt_op_info                 the result of an op; kvt_op_error explains a failure
-/// 14. kvt_op_free                 after its release
-/// 15. kvt_session_hint            what the request's end says about its next use
-/// 16. kvt_store_stats             counters; kvt_store_metrics as text for Prometheus
-/// 17. kvt_session_close           chunks may be evicted then
-/// 18. kvt_namespace_close
-/// 19. kvt_queue_close
-/// 20. kvt_store_close             writes back what is in memory only
+/// | call                 |                                                                |
+/// |----------------------|----------------------------------------------------------------|
+/// | kvt_abi_check        | header and library fit                                         |
+/// | kvt_open             | a store, from one spec string; finds what an earlier run wrote |
+/// | kvt_layout_gqa       | the sizes of a model's KV (or _mla, _window)                   |
+/// | kvt_namespace_open   | model, weights, layout and tenant: who shares KV with whom     |
+/// | kvt_namespace_lookup | how long a stored prefix these tokens have                     |
+/// | kvt_session_open     | a sequence                                                     |
+/// | kvt_session_append   | its tokens, which name its KV                                  |
+/// | kvt_session_plan     | what to load and what to compute                               |
+/// | kvt_session_get      | load KV into the engine's tensors; kvt_session_get_wait waits  |
+/// | kvt_session_put      | store KV that was computed; kvt_session_put_wait waits         |
+/// | kvt_queue_open       | where completions of many transfers arrive                     |
+/// | kvt_queue_wait       | takes them; or kvt_op_wait for one op                          |
+/// | kvt_op_info          | the result of an op; kvt_op_error explains a failure           |
+/// | kvt_op_free          | after its release                                              |
+/// | kvt_session_hint     | what the request's end says about its next use                 |
+/// | kvt_store_stats      | counters; kvt_store_metrics as text for Prometheus             |
+/// | kvt_session_close    | chunks may be evicted then                                     |
+/// | kvt_namespace_close  |                                                                |
+/// | kvt_queue_close      |                                                                |
+/// | kvt_store_close      | writes back what is in memory only                             |
 ///
 ///     if (kvt_open("store(host=1GiB)", KVT_NUL_TERMINATED, &store, &err) != KVT_OK) {
 ///         fprintf(stderr, "%s\n", kvt_error_message(err));
