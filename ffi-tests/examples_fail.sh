@@ -3,7 +3,7 @@
 #
 #   ffi-tests/examples_fail.sh PREFIX
 #
-# PREFIX is the path of the programs up to their language: PREFIXc_restart, PREFIXcpp_layerwise, ...
+# PREFIX is the absolute path of the programs up to their language: PREFIXc_restart, PREFIXcpp_layerwise, ...
 # No setting depends on the user, so the script also works as root.
 set -eu
 prefix=${1:?usage: examples_fail.sh PREFIX}
@@ -50,5 +50,9 @@ fails c_h2o_rows "does not decide what to evict" "quest(page=16)"
 fails c_custom_device "unknown parameter" "store(hosts=1)"
 fails c_custom_remote "add remote=custom" "store(host=16MiB)"
 fails c_events_router "events" "store(events=-1)"
+# Its store lies in the current directory.
+cd "$work"
+: >hello-kv
+fails c_hello_kv "a directory is needed"
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
