@@ -18,7 +18,7 @@ pub struct StoreStats {
     pub stored_cells: u64,
     /// Cells of puts that were resident already.
     pub known_cells: u64,
-    /// Cells of gets that were in host memory.
+    /// Cells of gets that were in host memory, or that the get fetched from the remote.
     pub host_hit_cells: u64,
     /// Cells of gets that were read from disk.
     pub disk_hit_cells: u64,
@@ -280,9 +280,9 @@ pub struct RemoteStats {
     pub wasted_bytes: u64,
     /// Objects that a hint promised and the remote did not have.
     pub absent_objects: u64,
-    /// Objects, or cells of them, with wrong content.
+    /// Objects, or cells of them, with wrong content; malformed replies.
     pub corrupt_objects: u64,
-    /// Requests without an answer before their deadline.
+    /// Requests without an answer before their deadline, or to an unreachable or busy server.
     pub late_requests: u64,
     /// Requests that have not returned after twice their timeout.
     pub hung_requests: u64,

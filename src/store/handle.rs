@@ -1478,7 +1478,7 @@ fn start_workers(
     let copiers = if spec.copiers == 0 { cores().min(4) as u32 } else { spec.copiers };
     let tools = inner.tools.lock().clone();
     let disk_workers = u32::from(tools.disk.is_some());
-    let (fetchers, senders) = spec.remote.as_ref().map_or((0, 0), |r| (r.fetchers, r.senders));
+    let (fetchers, uploaders) = spec.remote.as_ref().map_or((0, 0), |r| (r.fetchers, r.uploaders));
     let lookup_workers = u32::from(spec.remote.is_some());
     let counts = [
         copiers,
@@ -1487,7 +1487,7 @@ fn start_workers(
         disk_workers,
         disk_workers,
         fetchers,
-        senders,
+        uploaders,
         lookup_workers,
     ];
     let mut threads = Vec::new();

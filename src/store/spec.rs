@@ -16,6 +16,7 @@ use crate::format::codec::Codec;
 use crate::io::real::RealOpts;
 use crate::io::tls_opts::TlsOpts;
 use crate::policy::custom;
+use crate::policy::registry::{self, Setting};
 use crate::store::executor::remote::RemoteExecutor;
 use crate::store::state::tier_cache::Granularity;
 use crate::store::state::{Config, DeviceConfig, RemoteConfig, Write};
@@ -340,6 +341,9 @@ impl StoreSpec {
 fn policy(reader: &mut Reader, key: &'static str, usual: &str) -> Result<String> {
     if let Some(spec) = reader.spec(key)? {
         custom::refuse(spec, "a store")?;
+        // The store makes the policy from its text alone. Here errors get their offset in the whole
+        // spec.
+        registry::make(spec, &Setting { max_objects: 64, capacity_units: 64, holes: false })?;
     }
     written(reader, key, usual)
 }
@@ -655,7 +659,7 @@ pub struct RemoteSpec {
     /// Fetch workers.
     pub fetchers: u32,
     /// Upload workers.
-    pub senders: u32,
+    pub uploaders: u32,
 }
 
 impl RemoteSpec {
@@ -708,7 +712,7 @@ impl RemoteSpec {
             prefetch_found: lookup_mode == Some(2),
             ..usual
         };
-        let (fetchers, senders) =
+        let (fetchers, uploaders) =
             (reader.u64("fetchers", 2, 1..=64)? as u32, reader.u64("uploaders", 1, 1..=64)? as u32);
         let require = reader.bool("require", false)?;
         let prefix = Prefix::new(prefix.unwrap_or("kvt"))?;
@@ -721,7 +725,7 @@ impl RemoteSpec {
             require,
             config,
             fetchers,
-            senders,
+            uploaders,
         }))
     }
 
@@ -771,7 +775,7 @@ impl RemoteSpec {
             secret: secrets.get("seal"),
             seed: u64::from_le_bytes(seed),
             // One lookup worker beside them.
-            beside_bytes: u64::from(self.fetchers + self.senders + 1)
+            beside_bytes: u64::from(self.fetchers + self.uploaders + 1)
                 * RemoteExecutor::bytes_of(&*remote),
             ..self.config.clone()
         };
@@ -1044,6 +1048,8 @@ mod tests {
             ("store(codec=lz)", "lz4"),
             ("store(codec=int8)", "none"),
             ("store(policy=custom)", "at offset 13 needs a score function, and a store has none"),
+            ("store(policy=lruu)", "'lruu' at offset 13; did you mean 'lru'?"),
+            ("store(host=1GiB,disk_policy=lru-k(k=9))", "'k' at offset 34"),
             ("store(disk_policy=qos(inner=custom))", "'custom' at offset 28"),
         ] {
             let error = StoreSpec::parse(bad).unwrap_err();

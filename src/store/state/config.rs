@@ -230,7 +230,7 @@ impl Config {
         Ok(())
     }
 
-    /// Options of the host tier. A small tier has short segments.
+    /// Options of the host tier. A small tier has small slabs.
     pub fn host_opts(&self) -> HostOpts {
         let slab_bytes = (self.host_bytes / 16).clamp(64 << 10, 32 << 20);
         HostOpts { slab_bytes, max_bytes: self.host_bytes, huge: Requirement::Try }

@@ -999,23 +999,23 @@ impl StoreState {
 
 // ---------- reclaim
 //
-// Memory that another owner needs, or that a smaller limit takes away. Only whole segments are given
-// back, so all cells of a draining segment are evicted or written back.
+// Memory that another owner needs, or that a smaller limit takes away. Only whole slabs are given
+// back, so all cells of a draining slab are evicted or written back.
 
 /// Host memory that other owners of the budget have requested.
 #[derive(Default)]
 pub(super) struct ReclaimTargets {
-    /// Segments that are being emptied for this.
+    /// Slabs that are being emptied for this.
     draining: Vec<u32>,
     /// The total of returned bytes at which all requests are met.
     until_bytes: u64,
-    /// Segments are being emptied, or more should be.
+    /// Slabs are being emptied, or more should be.
     is_open: bool,
     /// Something has changed that may allow progress.
     may_progress: bool,
-    /// A reference was released, so other segments may be emptied now.
+    /// A reference was released, so other slabs may be emptied now.
     seeks: bool,
-    /// Buffer for the owners of the pieces of a segment.
+    /// Buffer for the owners of the pieces of a slab.
     owners: Vec<u64>,
 }
 
@@ -1030,15 +1030,15 @@ impl ReclaimTargets {
         (self.may_progress, self.seeks) = (self.is_open, self.is_open);
     }
 
-    /// Segments may be emptied.
+    /// Slabs may be emptied.
     pub(super) fn begin(&mut self) {
         (self.is_open, self.may_progress, self.seeks) = (true, true, true);
     }
 }
 
 impl StoreState {
-    /// Returns memory that other owners need; how much is or will be freed. The policy's victims
-    /// leave first, then the cells in the emptiest segments.
+    /// Returns memory that other owners need; how much is or will be freed. The policy's victims are
+    /// evicted first, then the cells in the emptiest slabs.
     pub fn shrink(&mut self, bytes: u64) -> u64 {
         let before = self.host.returned_bytes();
         let bytes = bytes.min(self.host.stats().cost_bytes);
@@ -1066,7 +1066,7 @@ impl StoreState {
         self.settle();
         let returned = self.host.returned_bytes() - before;
         let draining = self.host.slabs().filter(|slab| slab.drains);
-        bytes.min(returned + draining.map(|segment| segment.cost_bytes).sum::<u64>())
+        bytes.min(returned + draining.map(|slab| slab.cost_bytes).sum::<u64>())
     }
 
     /// Requests so many bytes more.
@@ -1085,7 +1085,7 @@ impl StoreState {
         self.eviction.reclaim_targets.until_bytes.saturating_sub(self.host.returned_bytes())
     }
 
-    /// Evicts cells from segments that are being emptied. Returns whether anything was freed.
+    /// Evicts cells from slabs that are being emptied. Returns whether anything was freed.
     pub(super) fn pay(&mut self) -> bool {
         // A write that was refused a moment ago would be refused again.
         if !self.eviction.reclaim_targets.may_progress || self.is_backing_off() {
@@ -1094,7 +1094,7 @@ impl StoreState {
         self.eviction.reclaim_targets.may_progress = false;
         self.drain_to_target();
         let drains = self.host.slabs().filter(|slab| slab.drains);
-        let numbers: Vec<u32> = drains.map(|segment| segment.number).collect();
+        let numbers: Vec<u32> = drains.map(|slab| slab.number).collect();
         self.eviction.reclaim_targets.is_open =
             !numbers.is_empty() || self.reclaim_target_bytes() > 0;
         let mut progressed = false;
@@ -1110,8 +1110,7 @@ impl StoreState {
         progressed
     }
 
-    /// Begins to empty as many segments as the requests need, those with the least bytes in use
-    /// first.
+    /// Begins to empty as many slabs as the requests need, those with the least bytes in use first.
     fn drain_to_target(&mut self) {
         let reclaim_target = self.reclaim_target_bytes();
         let still = |number: &u32| self.host.slabs().any(|s| s.number == *number && s.drains);
@@ -1119,7 +1118,7 @@ impl StoreState {
         if reclaim_target == 0 {
             for number in std::mem::take(&mut self.eviction.reclaim_targets.draining) {
                 if let Err(error) = self.host.drain(number, false) {
-                    log::error!("internal: a segment could not be put back into use: {error}");
+                    log::error!("internal: a slab could not be put back into use: {error}");
                 }
             }
             return;
@@ -1127,46 +1126,46 @@ impl StoreState {
         if !std::mem::take(&mut self.eviction.reclaim_targets.seeks) {
             return;
         }
-        // If that is not enough, also segments with chunks that others continue elsewhere.
+        // If that is not enough, also slabs with chunks that others continue elsewhere.
         for clears in [false, true] {
             let drains = self.host.slabs().filter(|slab| slab.drains);
-            let mut draining_bytes: u64 = drains.map(|segment| segment.cost_bytes).sum();
+            let mut draining_bytes: u64 = drains.map(|slab| slab.cost_bytes).sum();
             let mut slabs: Vec<_> = self.host.slabs().filter(|s| !s.drains).collect();
             slabs.sort_by_key(|s| (u64::from(s.live_pieces) * s.piece_bytes, s.number));
             if clears {
                 // Few chunks continue those near the end of a path.
                 slabs.sort_by_key(|s| std::cmp::Reverse(self.first_position(s.number)));
             }
-            for segment in slabs {
+            for slab in slabs {
                 if draining_bytes >= reclaim_target {
                     return;
                 }
                 if clears {
-                    self.clear_paths(segment.number);
+                    self.clear_paths(slab.number);
                 }
-                let mut all = self.host.live_pieces(segment.number);
+                let mut all = self.host.live_pieces(slab.number);
                 let may_empty = all.all(|(_, owner)| self.may_vacate(owner));
                 drop(all);
-                if may_empty && self.host.drain(segment.number, true).is_ok() {
-                    self.eviction.reclaim_targets.draining.push(segment.number);
-                    draining_bytes += segment.cost_bytes;
+                if may_empty && self.host.drain(slab.number, true).is_ok() {
+                    self.eviction.reclaim_targets.draining.push(slab.number);
+                    draining_bytes += slab.cost_bytes;
                 }
             }
         }
     }
 
-    /// Position of the earliest chunk of a segment in its path.
-    fn first_position(&self, segment: u32) -> u32 {
-        let owners = self.host.live_pieces(segment).map(|(_, owner)| cell_of_owner(owner));
+    /// Position of the earliest chunk of a slab in its path.
+    fn first_position(&self, slab: u32) -> u32 {
+        let owners = self.host.live_pieces(slab).map(|(_, owner)| cell_of_owner(owner));
         let rows = owners.map(|(table, cell)| self.tables[table as usize].chunks.chunk(cell.chunk));
         rows.map(|row| row.map_or(0, |row| row.position())).min().unwrap_or(u32::MAX)
     }
 
-    /// Evicts the chunks of a segment and all that continue them, from the end on, if all of them
-    /// may leave.
-    fn clear_paths(&mut self, segment: u32) {
+    /// Evicts the chunks of a slab and all that continue them, from the end on, if nothing uses
+    /// them.
+    fn clear_paths(&mut self, slab: u32) {
         let mut first: BTreeMap<u32, Vec<Slot>> = BTreeMap::new();
-        for (_, owner) in self.host.live_pieces(segment) {
+        for (_, owner) in self.host.live_pieces(slab) {
             let (table, cell) = cell_of_owner(owner);
             let row = self.tables[table as usize].chunks.chunk(cell.chunk);
             if row.is_none_or(|row| row.refs() > 0 || row.pin().is_some()) {

@@ -545,7 +545,7 @@ fn tokens_of(picked: &[u32], all: u32, tokens: u64, each: u64) -> Result<u64> {
     let Some(&last) = picked.last().filter(|&&last| ascend && last < all) else {
         fail!(
             Invalid,
-            "chunks of a move: one or more, ascending, each once, below the {all} of its tokens"
+            "chunks of a transfer: one or more, ascending, each once, below the {all} of its tokens"
         );
     };
     let missing = if last + 1 == all { u64::from(all) * each - tokens } else { 0 };

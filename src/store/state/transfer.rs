@@ -227,7 +227,7 @@ impl Transfer {
     /// Index of the chunk and of the layer of cell `at`. Cells begin layer by layer if each layer
     /// completes by itself, else chunk by chunk, as records on disk are laid out.
     pub(super) fn place(&self, at: u64) -> (usize, usize) {
-        // check_move() keeps the product below 2^32; a division of 32 bits is faster.
+        // check_transfer() keeps the product below 2^32; a division of 32 bits is faster.
         let (at, chunks, layers) =
             (at as u32, self.spec.slots.len() as u32, self.spec.layers as u32);
         match self.spec.by_layer || self.spec.kind != TransferKind::Put {
