@@ -216,11 +216,15 @@ impl Error {
             libc::ENOSYS | libc::EOPNOTSUPP => Status::Unavailable,
             _ => Status::Io,
         };
-        let mut error = Error::new(status, format!("{what}: {os}"));
-        if let Some(detail) = &mut error.detail {
+        Error::new(status, format!("{what}: {os}")).with_errno(errno)
+    }
+
+    /// The same error with the `errno` of a failed system call; 0 = none.
+    pub fn with_errno(mut self, errno: i32) -> Error {
+        if let Some(detail) = &mut self.detail {
             detail.os_errno = errno;
         }
-        error
+        self
     }
 
     /// The same error with a context before its message.

@@ -27,9 +27,9 @@ pub fn error(number: i32, what: &str) -> Error {
         let text = format!(
             "{what}: {os}: the process has reached its limit of open files: raise it (ulimit -n)"
         );
-        return Error::new(status, text);
+        return Error::new(status, text).with_errno(number);
     }
-    Error::new(status, format!("{what}: {os}"))
+    Error::new(status, format!("{what}: {os}")).with_errno(number)
 }
 
 /// An error of the standard library, in the same terms.
@@ -64,5 +64,31 @@ pub fn uninterrupted<T: From<i8> + PartialEq>(mut call: impl FnMut() -> T) -> Re
         if number != libc::EINTR {
             return Err(number);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn errno_of(error: &Error) -> i32 {
+        error.detail().map_or(0, |detail| detail.os_errno)
+    }
+
+    #[test]
+    fn errors_of_files_keep_their_errno() {
+        for (number, status) in [
+            (libc::ENOENT, Status::NotFound),
+            (libc::ENOSPC, Status::Budget),
+            (libc::EMFILE, Status::Limit),
+            (libc::EIO, Status::Io),
+        ] {
+            let found = error(number, "a file");
+            assert_eq!((found.status(), errno_of(&found)), (status, number), "{found}");
+        }
+        let missing = std::fs::File::open("/nonexistent/file").expect_err("no such file");
+        assert_eq!(errno_of(&of_io(&missing, "a file")), libc::ENOENT);
+        let other = std::io::Error::other("no system call");
+        assert_eq!(errno_of(&of_io(&other, "a file")), 0);
     }
 }

@@ -101,9 +101,11 @@ impl Poison {
         let Err(number) = uninterrupted(call) else { return Ok(()) };
         *poisoned = true;
         drop(poisoned);
-        // Whatever the number: ENOSPC here is no request to free space.
+        // Whatever the number: ENOSPC here is no request to free space, so callers do not get it.
         let error = errno::error(number, &format!("syncing {name}"));
-        let error = Error::new(Status::Io, error.message());
+        let is_full = matches!(number, libc::ENOSPC | libc::EDQUOT);
+        let errno = if is_full { 0 } else { number };
+        let error = Error::new(Status::Io, error.message()).with_errno(errno);
         log::error!("{error}; the content of the disk is unknown");
         Err(error)
     }

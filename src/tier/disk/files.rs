@@ -184,7 +184,7 @@ impl DiskTier {
 pub(super) fn refusal(error: Error) -> Error {
     let errno = error.detail().map_or(0, |detail| detail.os_errno);
     if errno == libc::ENOSPC || errno == libc::EDQUOT {
-        return Error::new(Status::Budget, error.message());
+        return Error::new(Status::Budget, error.message()).with_errno(errno);
     }
     error
 }
