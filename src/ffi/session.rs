@@ -351,7 +351,7 @@ pub unsafe extern "C" fn kvt_ready_event_signal(event: *const kvt_ready_event_t)
 
 /// Reads the state of an event.
 ///
-/// @param out_state  KVT_EVENT_*.
+/// @param out_state  KVT_READY_EVENT_*.
 #[capi]
 pub unsafe extern "C" fn kvt_ready_event_query(
     event: *const kvt_ready_event_t,

@@ -83,7 +83,8 @@ pub type kvt_write_t = u32;
 pub const KVT_WRITE_THROUGH: kvt_write_t = 1;
 /// Chunks are written to disk when their memory is needed.
 pub const KVT_WRITE_BACK: kvt_write_t = 2;
-/// Chunks are written to disk only when a put's `level` asks for it.
+/// Chunks are written to disk only when a put's `level` or kvt_session_demote asks for it, and when
+/// their memory is needed while they are referenced, pinned or continued by other chunks.
 pub const KVT_WRITE_NEVER: kvt_write_t = 3;
 /// Default: chunks are written to disk in the background, about 1 s after the put (`age` in the
 /// spec).
@@ -530,7 +531,7 @@ impl Drop for Namespace {
             Ok(())
         });
         if let Err(error) = closed {
-            log::error!("a namespace could not be closed in its store: {error}");
+            log::error!("internal: a namespace could not be closed in its store: {error}");
         }
     }
 }

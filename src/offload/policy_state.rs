@@ -183,7 +183,7 @@ impl PolicyState {
             core.close_session(self.session)
         });
         if let Err(error) = closed {
-            log::error!("the session of policy state could not be closed: {error}");
+            log::error!("internal: the session of policy state could not be closed: {error}");
         }
     }
 
