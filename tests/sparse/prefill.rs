@@ -361,6 +361,22 @@ fn minference_fixed_sizes_override_the_budget() {
 }
 
 #[test]
+fn positional_patterns_need_no_keys() {
+    let p = Prompt::new(2, 1, 4, 300, 1);
+    for (kind, needs) in [("a_shape", 0), ("tri_shape", 0), ("block_sparse", 130)] {
+        let spec = format!("minference(type={kind},vertical=10,slash=70)");
+        let mut policy = make(&spec, &p.shape).expect("sound");
+        assert_eq!(policy.traits().needs, needs, "{spec}");
+        let (queries, mut out) = (rows(&p.q, 2, 4), Index::default());
+        let without_keys = policy.index(0, &queries, None, &prefill(0, 300), &mut out);
+        match needs {
+            0 => assert_eq!((without_keys, out), (Ok(()), p.index(&spec, 0, 300)), "{spec}"),
+            _ => assert!(without_keys.is_err(), "{spec}"),
+        }
+    }
+}
+
+#[test]
 fn a_shape_selects_sinks_and_recent_keys() {
     let p = Prompt::new(2, 1, 4, 300, 1);
     let in_a = |query: usize, key: usize| key < 10 || query - key < 70;

@@ -38,7 +38,7 @@ use crate::sparse::index_builder::{IndexBuilder, Row, rows};
 use crate::sparse::minference::inflate::{BLOCK, Lines, inflate};
 use crate::sparse::minference::pooled::Pooled;
 use crate::sparse::pattern::{Kind, MAX_SIZE, Pattern, Patterns};
-use crate::sparse::prefill_inputs::{PrefillInputs, only_prefill};
+use crate::sparse::prefill_inputs::{PrefillInputs, check_context, only_prefill};
 use crate::sparse::ranks::Ranks;
 use crate::sparse::shape::Shape;
 use crate::sparse::{Scope, Sparse, Traits, caps, needs};
@@ -233,6 +233,24 @@ impl MInference {
         Ok(())
     }
 
+    /// Adds a head of the first and the last keys.
+    fn positional(
+        &self,
+        span: &Range<u32>,
+        pattern: &Pattern,
+        out: &mut IndexBuilder,
+    ) -> Result<()> {
+        let Settings { form, dense_rows, .. } = self.settings;
+        let is_a = pattern.kind == Kind::AShape;
+        let dense_from = if is_a { NO_QUERY } else { span.end.saturating_sub(dense_rows) };
+        if form == Form::Blocks {
+            return rounded(span, pattern, dense_from, out);
+        }
+        out.lines(dense_from)?;
+        out.list(0..pattern.vertical)?;
+        out.list(0..pattern.slash)
+    }
+
     /// Adds a head whose pattern does not select all keys.
     fn head(
         &mut self,
@@ -241,7 +259,6 @@ impl MInference {
         pattern: &Pattern,
         out: &mut IndexBuilder,
     ) -> Result<()> {
-        let is_blocks = self.settings.form == Form::Blocks;
         match pattern.kind {
             Kind::BlockSparse => {
                 out.blocks(BLOCK, BLOCK, NO_QUERY)?;
@@ -257,15 +274,7 @@ impl MInference {
                 self.inflated(inputs, out)
             }
             Kind::AShape | Kind::TriShape => {
-                let rows = self.settings.dense_rows;
-                let is_a = pattern.kind == Kind::AShape;
-                let dense_from = if is_a { NO_QUERY } else { inputs.tokens.saturating_sub(rows) };
-                if !is_blocks {
-                    out.lines(dense_from)?;
-                    out.list(0..pattern.vertical)?;
-                    return out.list(0..pattern.slash);
-                }
-                rounded(inputs, pattern, dense_from, out)
+                self.positional(&(inputs.first..inputs.tokens), pattern, out)
             }
         }
     }
@@ -302,13 +311,13 @@ impl MInference {
 
 /// Adds a head of the first and the last keys, in whole blocks.
 fn rounded(
-    inputs: &PrefillInputs<'_>,
+    span: &Range<u32>,
     pattern: &Pattern,
     dense_from: u32,
     out: &mut IndexBuilder,
 ) -> Result<()> {
     out.blocks(BLOCK, BLOCK, dense_from)?;
-    for Row { first, end, .. } in rows(inputs.first, inputs.tokens, BLOCK) {
+    for Row { first, end, .. } in rows(span.start, span.end, BLOCK) {
         if first < dense_from {
             out.add(0..pattern.vertical.min(end))?;
             let window = (first + 1).saturating_sub(pattern.slash);
@@ -321,9 +330,10 @@ fn rounded(
 
 impl Sparse for MInference {
     fn traits(&self) -> Traits {
+        let is_positional = self.settings.is_same_for_all();
         Traits {
             caps: caps::INDEX_PREFILL,
-            needs: needs::QUERIES | needs::ALL_KEYS,
+            needs: if is_positional { 0 } else { needs::QUERIES | needs::ALL_KEYS },
             scope: Scope::QueryHead,
             dense_layers: self.settings.dense_layers,
             ..Traits::NONE
@@ -340,6 +350,18 @@ impl Sparse for MInference {
     ) -> Result<()> {
         only_prefill("minference", context)?;
         let settings = &self.settings;
+        if settings.is_same_for_all() {
+            // Depends on positions only, and is the same for all heads. Keys may be evicted.
+            settings.shape.check_queries(layer, queries)?;
+            check_context(&settings.shape, queries.tokens(), context)?;
+            let (tokens, mut builder) = (context.tokens, IndexBuilder::default());
+            let pattern = settings.pattern(layer, 0, tokens);
+            if !Settings::is_full(&pattern, tokens) && layer >= settings.dense_layers {
+                self.positional(&(context.first_query..tokens), &pattern, &mut builder)?;
+            }
+            *out = builder.into_index();
+            return Ok(());
+        }
         let inputs = PrefillInputs::check(&settings.shape, layer, queries, keys, context)?;
         let tokens = inputs.tokens;
         let mut patterns = Vec::new();
@@ -350,9 +372,7 @@ impl Sparse for MInference {
         let is_full = patterns.iter().all(|pattern| Settings::is_full(pattern, tokens));
         let mut builder = IndexBuilder::default();
         if !is_full && layer >= settings.dense_layers {
-            // A pattern that depends on no key is the same for all heads.
-            let heads = if settings.is_same_for_all() { 1 } else { patterns.len() };
-            for (head, pattern) in (0..).zip(patterns.iter().take(heads)) {
+            for (head, pattern) in (0..).zip(&patterns) {
                 match Settings::is_full(pattern, tokens) {
                     true => builder.dense()?,
                     false => self.head(&inputs, head, pattern, &mut builder)?,
