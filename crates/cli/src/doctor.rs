@@ -2,6 +2,7 @@
 
 pub mod remote;
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use kvtier::base::budget::{DEFAULT_HOST_PERCENT, default_reserve_bytes};
@@ -261,8 +262,12 @@ fn open_files(path: &Path) -> Result<(String, Option<String>)> {
     let files = RealFiles::open(&place, &RealOpts::default())?;
     let found = (files.engine().to_string(), files.fallback().map(str::to_string));
     drop(files);
-    if let Err(error) = std::fs::remove_dir_all(&place) {
-        eprintln!("kvtier: cannot remove {}: {error}", place.display());
+    // Usually the drop has removed the directory.
+    match std::fs::remove_dir_all(&place) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            eprintln!("kvtier: cannot remove {}: {error}", place.display());
+        }
+        _ => {}
     }
     Ok(found)
 }

@@ -47,19 +47,18 @@ pub fn run(text: &str, json: bool) -> Outcome<()> {
     let permissions_found = doctor.permissions();
     permissions_found.finding().print(json);
     let measured = match permissions_found.all() {
-        true => doctor.measure(),
-        false => Err("not measured: the server forbids an operation".to_string()),
+        true => doctor.measure().map_err(not_measured),
+        false => Err(Finding::new(
+            "latency",
+            Mark::Absent,
+            "not measured: the server forbids an operation",
+            "measuring needs put, get, lookup and remove",
+        )),
     };
     let left = doctor.clean();
     match &measured {
         Ok(measured) => measured.findings(&opened).iter().for_each(|one| one.print(json)),
-        Err(why) => Finding::new(
-            "latency",
-            Mark::Absent,
-            why,
-            "measuring needs put, get, lookup and remove",
-        )
-        .print(json),
+        Err(finding) => finding.print(json),
     }
     if left > 0 {
         return Err(format!("cannot remove {left} objects of this test").into());
@@ -87,6 +86,20 @@ fn unusable(error: &Error) -> Finding {
         _ => "no server answers, or it cannot be used as configured",
     };
     Finding::new("remote", Mark::Absent, message, means)
+}
+
+/// The finding for a measurement that failed although all operations are allowed.
+fn not_measured(error: RemoteError) -> Finding {
+    let most = human((SIZES.len() * STOCK_BYTES) as u64);
+    let means = match error {
+        RemoteError::Absent | RemoteError::Full => format!(
+            "the server may have evicted objects of this test, which puts up to {most}: raise its \
+             memory limit (maxmemory)"
+        ),
+        _ => "a request failed during the measurement".to_string(),
+    };
+    let value = format!("not measured: {}", Error::from(error).message());
+    Finding::new("latency", Mark::Absent, value, &means)
 }
 
 fn server_finding(opened: &Opened) -> Finding {
@@ -319,23 +332,15 @@ impl Doctor {
         Permissions(vec![("put", put), ("get", get), ("lookup", lookup), ("remove", remove)])
     }
 
-    fn measure(&mut self) -> Result<Measured, String> {
-        let not_measured =
-            |error: RemoteError| format!("not measured: {}", Error::from(error).message());
+    fn measure(&mut self) -> Result<Measured, RemoteError> {
         let stock = vec![0xA5; SIZES[1]];
         let name = self.name();
-        self.put(&[name], &stock[..SIZES[0]]).map_err(not_measured)?;
-        let lookups =
-            self.latencies(|doctor| doctor.lookup(name).map(|_| ())).map_err(not_measured)?;
+        self.put(&[name], &stock[..SIZES[0]])?;
+        let lookups = self.latencies(|doctor| doctor.lookup(name).map(|_| ()))?;
         let mut room = vec![0; SIZES[0]];
-        let gets = self.latencies(|doctor| doctor.get(&[name], &mut room)).map_err(not_measured)?;
-        let rates = SIZES.map(|bytes| self.rate(&stock[..bytes]));
-        let [small, large] = rates;
-        Ok(Measured {
-            lookups,
-            gets,
-            rates: [small.map_err(not_measured)?, large.map_err(not_measured)?],
-        })
+        let gets = self.latencies(|doctor| doctor.get(&[name], &mut room))?;
+        let [small, large] = SIZES.map(|bytes| self.rate(&stock[..bytes]));
+        Ok(Measured { lookups, gets, rates: [small?, large?] })
     }
 
     /// Measures single requests, one after the other.

@@ -20,6 +20,16 @@ fn stdout_of(args: &[&str]) -> String {
 }
 
 #[test]
+fn a_closed_pipe_ends_the_tool_quietly() {
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let mut tool = Command::new(env!("CARGO_BIN_EXE_kvtier"));
+    let output = tool.args(["lab", "policies"]).stdout(writer).output().expect("the tool starts");
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+    assert_eq!(output.status.code(), Some(128 + 13));
+}
+
+#[test]
 fn a_workload_is_generated_converted_compared_and_explained() {
     let dir = std::env::temp_dir().join(format!("kvtier-lab-{}", std::process::id()));
     std::fs::create_dir_all(&dir).expect("a directory");

@@ -154,7 +154,7 @@ fn unusable_remotes_are_reported() {
     let none = format!("kvt-remote-tool-none-{}", std::process::id());
     let none = std::env::temp_dir().join(none);
     let none = format!("dir:{}", none.display());
-    let tls = if cfg!(feature = "tls") { "cannot be reached" } else { "TLS" };
+    let tls = if cfg!(feature = "tls") { "cannot be reached" } else { "without tls" };
     for (remote, words) in [
         ("localhost", "redis://HOST"),
         ("redis://127.0.0.1:1", "cannot be reached"),
