@@ -24,7 +24,7 @@ const SYSTEM: [&str; 6] =
 
 /// The store's modules from the top down. A module may use modules of the same and of lower levels.
 const STORE: [&[&str]; 5] = [
-    &["control", "handle"],
+    &["bundle", "control", "handle"],
     &["capacity", "spec"],
     &["executor"],
     &["state"],
