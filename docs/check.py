@@ -102,7 +102,7 @@ class Check:
     def read(self):
         """Reads all pages."""
         for folder, folders, names in os.walk(self.docs):
-            folders[:] = [name for name in folders if not name.startswith(".")]
+            folders[:] = [name for name in folders if name not in ("tools", "theme", "checks")]
             for name in names:
                 if name.endswith(".md"):
                     path = os.path.join(folder, name)

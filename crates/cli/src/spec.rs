@@ -51,7 +51,7 @@ pub fn run(texts: Vec<String>, json: bool) -> std::result::Result<(), Box<dyn st
 /// The canonical form of a spec that the library accepts.
 pub fn check(text: &str) -> Result<String> {
     let spec = Spec::parse(text)?;
-    match read(&spec) {
+    match read(&spec, text) {
         // A file that a spec names may be on another machine.
         Err(error) if matches!(error.status(), Status::Io | Status::NotFound) => {}
         outcome => outcome?,
@@ -59,7 +59,7 @@ pub fn check(text: &str) -> Result<String> {
     Ok(spec.to_string())
 }
 
-fn read(spec: &Spec) -> Result<()> {
+fn read(spec: &Spec, text: &str) -> Result<()> {
     let name = spec.name.as_str();
     if let Some((key, _)) = VALUES.iter().find(|(_, names)| names.contains(&name)) {
         let arg = |value| Arg { key: key.to_string(), value, offset: spec.offset };
@@ -68,13 +68,11 @@ fn read(spec: &Spec) -> Result<()> {
         return StoreSpec::read(&store).map(drop);
     }
     match name {
-        "store" => StoreSpec::read(spec).map(drop),
-        "kvtier" => Bundle::parse(&spec.to_string()).map(drop),
-        "faults" => Faults::parse(&spec.to_string()).map(drop),
-        "all" | "none" | "select" => {
-            Admission::open(&spec.to_string(), Clock::real().now_ns()).map(drop)
-        }
-        "recipe" => recipe::codec_of(spec.to_string().as_bytes()).map(drop),
+        "store" | "kvtier" => Bundle::parse(text).map(drop),
+        "budget" => Bundle::parse(&format!("kvtier(budget={spec})")).map(drop),
+        "faults" => Faults::parse(text).map(drop),
+        "all" | "none" | "select" => Admission::open(text, Clock::real().now_ns()).map(drop),
+        "recipe" => recipe::codec_of(text.as_bytes()).map(drop),
         "any" => policy(&Spec { name: "auto".into(), args: vec![of(spec)], offset: spec.offset }),
         _ if policies::find(name).is_some() => policy(spec),
         _ if sparse::find(name).is_some() => sparse_policy(spec),
@@ -88,7 +86,7 @@ fn of(spec: &Spec) -> Arg {
 
 /// Every name that begins a spec.
 fn names() -> Vec<&'static str> {
-    let mut names = vec!["store", "kvtier"];
+    let mut names = vec!["store", "kvtier", "budget"];
     names.extend(policies::ENTRIES.iter().map(|entry| entry.name));
     names.extend(sparse::ENTRIES.iter().map(|entry| entry.name));
     names.extend(VALUES.iter().flat_map(|(_, values)| values.iter().copied()));
@@ -131,6 +129,8 @@ mod tests {
     fn specs_of_every_kind_are_checked() {
         for text in [
             "store(host=1GiB,disk=disk(path=\"d\",bytes=1GiB))",
+            "kvtier(workers=4,budget=budget(host=8GiB),store=store(host=1GiB))",
+            "budget(host=8GiB)",
             "redis(url=\"redis://h\")",
             "custom",
             "write(",
