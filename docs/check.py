@@ -40,6 +40,8 @@ FLAGS = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-D_DEFAULT_SOURCE"]
 FRAGMENT_FLAGS = ["-Wno-unused-variable", "-Wno-unused-but-set-variable"]
 COMPILERS = {"c": (["gcc", "-std=c11"], ["clang", "-std=c11"]),
              "cpp": (["g++", "-std=c++20"], ["clang++", "-std=c++20"])}
+# Folders that are no part of the sources.
+SKIPPED = {"target", "build", "node_modules", "vendor", "carry", "dist", ".git", ".venv", "__pycache__"}
 INCLUDE = re.compile(r"^\{\{\s*#(?:rustdoc_)?include\s+([^}:\s]+)(?::([^}\s]*))?\s*\}\}$")
 # Specs inside of texts of programs.
 SPEC_TEXT = re.compile(r'"(store\((?:[^"\\\n]|\\.)*)"')
@@ -134,9 +136,17 @@ class Check:
                 self.fault(page, 1, "docs/SUMMARY.md does not list this page")
 
     def links(self):
-        """Links inside of the repository and their anchors."""
-        anchors = {page: one.anchors() for page, one in self.pages.items()}
-        for page, one in self.pages.items():
+        """Links inside of the repository and their anchors, also of its Markdown files outside of docs."""
+        pages = dict(self.pages)
+        for folder, folders, names in os.walk(self.root):
+            folders[:] = [name for name in folders if name not in SKIPPED]
+            for path in (os.path.join(folder, name) for name in names if name.endswith(".md")):
+                page = os.path.relpath(path, self.root)
+                if not page.startswith("docs/"):
+                    with open(path, encoding="utf-8") as text:
+                        pages[page] = markdown.Page(text.read())
+        anchors = {page: one.anchors() for page, one in pages.items()}
+        for page, one in pages.items():
             for line, target in one.links:
                 self.link(page, line, target, anchors)
 
@@ -606,7 +616,7 @@ class Html(html.parser.HTMLParser):
 def files(folder, ends):
     """The files below a folder whose names end so."""
     for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in ("target", "node_modules", "__pycache__")]
+        folders[:] = [name for name in folders if name not in SKIPPED]
         yield from (os.path.join(place, name) for name in sorted(names) if name.endswith(ends))
 
 
@@ -753,6 +763,8 @@ FAULTS = [
 # The same in other files: a title, the file, its text, and words of the report.
 FILES = [
     ("page that is not listed", "docs/alone.md", "# Alone\n", "docs/alone.md:1: docs/SUMMARY.md does not list"),
+    ("dead link outside of the manual", "README.md", "[two](docs/three.md)\n", "README.md:1: dead link"),
+    ("dead anchor outside of the manual", "CONTRIBUTING.md", "[two](docs/two.md#x)\n", "CONTRIBUTING.md:1: dead anchor"),
     ("listed page that is missing", None, "- [Gone](gone.md)\n", "gone.md does not exist"),
     ("page that is listed twice", None, "- [Two](two.md)\n", "two.md is listed twice"),
     ("page without a title", "docs/two.md", "Two\n", "docs/two.md:1: a page begins"),
