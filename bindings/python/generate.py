@@ -60,7 +60,7 @@ class Header:
     callbacks: Dict[str, Function] = field(default_factory=dict)
     functions: Dict[str, Function] = field(default_factory=dict)
     sized: List[str] = field(default_factory=list)
-    order: List[str] = field(default_factory=list)  # structs and callbacks as declared
+    order: List[str] = field(default_factory=list)  # structs and callbacks, each after what it uses
 
 
 def parse(text: str) -> Header:
@@ -69,7 +69,36 @@ def parse(text: str) -> Header:
         for item in header["items"]:
             take(item, out)
     verify(out)
+    out.order = sorted_by_use(out)
     return out
+
+
+def sorted_by_use(out: Header) -> List[str]:
+    """Returns structs and callbacks in an order in which each follows the types that it uses. C
+    declares some structs before their definition, ctypes cannot."""
+    order: List[str] = []
+    open_names: List[str] = []
+
+    def visit(name: str) -> None:
+        if name in order:
+            return
+        if name in open_names:
+            raise Unknown(f"the types {' and '.join(open_names)} use each other")
+        open_names.append(name)
+        if name in out.structs:
+            kinds = [kind for _, kind in out.structs[name]]
+        else:
+            callback = out.callbacks[name]
+            kinds = [callback.restype, *(kind for _, kind in callback.params)]
+        for kind in kinds:
+            if kind.base in out.structs or kind.base in out.callbacks:
+                visit(kind.base)
+        open_names.pop()
+        order.append(name)
+
+    for name in out.order:
+        visit(name)
+    return order
 
 
 def take(item: Dict[str, Any], out: Header) -> None:
