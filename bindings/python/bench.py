@@ -86,7 +86,7 @@ def calls(runtime: kvtier.Runtime) -> Iterator[Call]:
         op.wait()
         yield Call("op_info", op.info, "bench_op_info", (op._raw,))
         op.close()
-    with kvtier.Event() as event:
+    with kvtier.ReadyEvent() as event:
         yield Call("event_query", lambda: event.is_signalled, "bench_event", (event._raw,))
     with kvtier.Policy("lru", max_objects=1024) as policy:
         policy.insert(list(range(1, 65)))

@@ -94,7 +94,7 @@ def compare_with_blocks(pool: MiniPool, keys: List[str], rounds: int) -> None:
     shifts = [one - meta[0] for one in meta]
 
     def bare(move: Any) -> None:
-        op = move(encoded, kvtier.At(addresses, shifts, kept=pool))
+        op = move(encoded, kvtier.BlockAddresses(addresses, shifts, kept=pool))
         op.wait()
         assert op.failed() == []
         op.close()

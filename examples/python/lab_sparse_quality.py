@@ -111,7 +111,7 @@ def measure(spec):
             sums = kvtier.kernels.sums(*prompt, lse, first=PROMPT - count)  # [query heads, tokens]
             policy.observe(0, count, sums.cast("B").cast("f"), PROMPT)
         if traits.caps & kvtier.SparseCaps.EVICT_PREFILL:  # once, after the prompt; later tokens stay
-            lists = policy.evict(0, kvtier.Context(tokens=PROMPT, is_prefill=True))
+            lists = policy.evict(0, kvtier.SparseContext(tokens=PROMPT, is_prefill=True))
             kept = None if lists is None else [set(positions) for positions in lists.lists()]
         shares, recall = 0.0, [0.0] * SHAPE.query_heads
         for step, weights in enumerate(exact):
@@ -120,7 +120,7 @@ def measure(spec):
             if traits.caps & kvtier.SparseCaps.INDEX_DECODE:
                 if traits.needs & kvtier.SparseNeeds.KEYS:
                     policy.append(0, n - 1, part(keys, n - 1, n))
-                index = policy.index(0, part(queries, n - 1, n), kvtier.Context(tokens=n, first_query=n - 1))
+                index = policy.index(0, part(queries, n - 1, n), kvtier.SparseContext(tokens=n, first_query=n - 1))
             for head in range(SHAPE.query_heads):
                 seen = seen_by(index, head, n - 1, n)
                 if kept is not None:

@@ -94,7 +94,7 @@ class Bench:
 
 
 def blocks(bench):
-    """Pool, At and Each: every byte, also with ready events of torch's streams."""
+    """Pool, BlockAddresses, PartAddresses: every byte, also with ready events of torch's streams."""
     kvtier, (_, device, store) = bench.kvtier, bench.open()
     parts = [4096, 1024, 4096]
     each, count = sum(parts), 32
@@ -109,15 +109,18 @@ def blocks(bench):
         # The same by addresses: one address per block, then one per part.
         back = bench.zeros(count, each)
         at = [back.data_ptr() + each * n for n in range(count)]
-        kept.get(names, kvtier.At(at, device=bench.on_gpu, kept=back)).result(HANG_SECONDS)
-        need(bench.same(back, want), "At: a get returned wrong bytes")
+        addresses = kvtier.BlockAddresses(at, device=bench.on_gpu, kept=back)
+        kept.get(names, addresses).result(HANG_SECONDS)
+        need(bench.same(back, want), "BlockAddresses: a get returned wrong bytes")
         planes = [bench.zeros(count, size) for size in parts]
         tables = [[plane.data_ptr() + size * n for n in range(count)]
                   for plane, size in zip(planes, parts)]
-        kept.get(names, kvtier.Each(tables, device=bench.on_gpu, kept=planes)).result(HANG_SECONDS)
+        addresses = kvtier.PartAddresses(tables, device=bench.on_gpu, kept=planes)
+        kept.get(names, addresses).result(HANG_SECONDS)
         start = 0
         for plane, size in zip(planes, parts):
-            need(bench.same(plane, want[:, start:start + size]), "Each: a get returned wrong bytes")
+            need(bench.same(plane, want[:, start:start + size]),
+                 "PartAddresses: a get returned wrong bytes")
             start += size
         kept.drop(names[:8])
         need(kept.exists(names)[:8] == bytes(8), "dropped blocks still exist")
@@ -142,7 +145,7 @@ def blocks(bench):
             final = bench.zeros(count, each)
             bench.synchronize()
             again = bench.stream()
-            device.hold_op(int(again.cuda_stream), turned)
+            device.stream_wait_op(int(again.cuda_stream), turned)
             with bench.torch.cuda.stream(again):
                 final.copy_(late)
             again.synchronize()
@@ -151,7 +154,7 @@ def blocks(bench):
         need(bench.same(late, want[order]), "a get with a ready event returned wrong bytes")
         need(bench.same(seen, want), "a get did not wait for its stream's event")
         del raw, event
-    return "Pool, At, Each, missing blocks" + bench.on_gpu * (
+    return "Pool, BlockAddresses, PartAddresses, missing blocks" + bench.on_gpu * (
         ", puts and gets behind events, a stream behind a get")
 
 

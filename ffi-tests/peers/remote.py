@@ -65,7 +65,7 @@ class Kvtier:
         view = kvtier.View(self.back.reshape(-1), RUN)
         with self.session(1, number) as session:
             def act():
-                assert session.locate().result(120).value == len(self.rows) * TOKENS
+                assert session.remote_lookup().result(120).value == len(self.rows) * TOKENS
                 session.get([view]).result(120)
 
             return timed(act)

@@ -6,7 +6,7 @@ import array
 from dataclasses import dataclass
 from typing import Any, Iterator, List, Mapping, Sequence, Tuple
 
-from kvtier import At, Each, abi
+from kvtier import BlockAddresses, PartAddresses, abi
 from kvtier._errors import make
 
 from ._settings import invalid
@@ -46,7 +46,7 @@ class Rows:
         """Text that identifies the rows; part of the identity of stored KV."""
         return ";".join(f"{row.name}:{row.dtype}:{row.nbytes}" for row in self._rows)
 
-    def at(self, blocks: Sequence[int]) -> "At | Each":
+    def at(self, blocks: Sequence[int]) -> "BlockAddresses | PartAddresses":
         """Returns the addresses of `blocks`. Rows of one slice size share one address table."""
         if len(blocks) and not (0 <= min(blocks) and max(blocks) < self.blocks):
             raise invalid(f"block ids {min(blocks)} to {max(blocks)} are out of range: the cache "
@@ -55,9 +55,10 @@ class Rows:
         if self._uniform:
             each, first = self.parts[0], self._first
             addresses = array.array("Q", [first + block * each for block in blocks])
-            return At(addresses, self._offsets, on_device, self._kept)
-        return Each([array.array("Q", [row.address + block * row.nbytes for block in blocks])
-                     for row in self._rows], on_device, self._kept)
+            return BlockAddresses(addresses, self._offsets, on_device, self._kept)
+        return PartAddresses(
+            [array.array("Q", [row.address + block * row.nbytes for block in blocks])
+             for row in self._rows], on_device, self._kept)
 
 
 def read(caches: Mapping[str, Any], blocks: int) -> Rows:

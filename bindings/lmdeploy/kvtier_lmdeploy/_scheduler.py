@@ -55,7 +55,7 @@ class SchedulerSide:
         self._loads_kv, self._saves_kv = transfer.is_kv_consumer, transfer.is_kv_producer
         self._block_tokens = int(cache_config.block_size)
         self.lookups = lookups
-        self._advisor = Advisor(settings.policy, room=INITIAL_BLOCKS, logger=log) if (
+        self._advisor = Advisor(settings.policy, capacity_blocks=INITIAL_BLOCKS, logger=log) if (
             settings.advice) else None
         self._capacity = StoreCapacity(lookups)
         self._requests: Dict[int, _Request] = {}
@@ -272,7 +272,7 @@ class SchedulerSide:
     def _update_advisor(self) -> None:
         if self._advisor is not None and self._capacity.update():
             self._advisor.resize(self._capacity.blocks)
-            self._advisor.store_has(self._capacity.policy)
+            self._advisor.use_store_policy(self._capacity.policy)
 
     def workers_drained(self) -> None:
         """Forgets all transfers: the workers have ended them without reporting results."""

@@ -122,7 +122,8 @@ class Shapes:
             for blocks in shapes:
                 # A lookup that fails, or has no answer in time, is a miss.
                 with contextlib.suppress(kvtier.Error):
-                    ops.append(stack.enter_context(blocks.locate(ready, timeout=self._ask_s)))
+                    ops.append(stack.enter_context(
+                        blocks.remote_lookup(ready, timeout=self._ask_s)))
             for op in ops:
                 op.wait()
 

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Tuple
 
 import kvtier
-from kvtier import Each, Pool
+from kvtier import PartAddresses, Pool
 
 from . import _codes as codes
 from ._memory import HOST, Fragments, Regions, bytes_at, resolve
@@ -89,7 +89,7 @@ class Transfer:
             self._get_from_other_shapes(shape, names, group, missing)
 
     def _put_group(self, shape: Shape, names: List[bytes], group: Fragments) -> None:
-        places = Each(group.tables, group.device)
+        places = PartAddresses(group.tables, group.device)
         with self._shapes.of(shape).put(names, places, level=self._level) as op:
             op.wait()
             self._set_codes(group.indexes, codes.OK)
@@ -116,7 +116,7 @@ class Transfer:
         if blocks is None:
             self._set_codes(indexes, codes.OBJECT_NOT_FOUND)
             return list(range(len(names)))
-        with blocks.get(names, Each(tables, group.device)) as op:
+        with blocks.get(names, PartAddresses(tables, group.device)) as op:
             op.wait()
             self._set_codes(indexes, sum(shape))
             return self._record_failures(op, indexes)

@@ -467,7 +467,7 @@ def test_lookups_do_not_wait_for_a_catalogue_write(opened: Callable[..., Any], t
     store = opened(**disk)
     assert store.put("k", b"old") == 0
     shapes, begun = store._core.shapes(""), threading.Event()
-    real, ready = shapes._catalogue.put, kvtier.Event()
+    real, ready = shapes._catalogue.put, kvtier.ReadyEvent()
 
     def stuck(*args: Any, **more: Any) -> Any:
         begun.set()
@@ -492,7 +492,7 @@ def test_lookups_do_not_wait_for_a_catalogue_write(opened: Callable[..., Any], t
     assert results[1:] == [0] and "catalogue" not in caplog.text
     # A put, and closing, wait for the catalogue for a limited time.
     monkeypatch.setattr(_shapes, "CATALOGUE_WAIT_S", 0.1)
-    ready = kvtier.Event()
+    ready = kvtier.ReadyEvent()
     assert store.put("m", b"the newest") == 0 and "catalogue" in caplog.text
     caplog.clear()
     # The event is signalled only after the close, so an unlimited wait would never end.

@@ -1,8 +1,8 @@
 """kvtier: tiered KV-cache storage for LLM inference engines.
 
-Most objects are opened on a `Runtime`. `close`, the end of a `with` block, or the loss of the
-last reference closes a handle. The README documents the rules of memory, asyncio, threads and
-fork.
+`kvtier.open` opens a store. Most other objects are opened on a `Runtime`, such as `store.runtime`.
+`close`, the end of a `with` block, or the loss of the last reference closes a handle. The README
+documents the rules of memory, asyncio, threads and fork.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from . import _abi as abi
 from . import _kernels as kernels
 from ._advisor import Advisor
-from ._blocks import At, Blocks, Each, Hold, Names, Pool
+from ._blocks import BlockAddresses, Blocks, Hold, Names, PartAddresses, Pool
 from ._budget import (
     TIER_DEVICE,
     TIER_DISK,
@@ -20,13 +20,13 @@ from ._budget import (
     Account,
     Budget,
     BudgetReport,
-    Held,
+    AccountBytes,
     TierReport,
 )
 from ._buffer import Buffer, BufferInfo
 from ._device import (
-    Check,
-    Conformance,
+    ConformanceCheck,
+    ConformanceReport,
     Device,
     DeviceCopy,
     DeviceEvent,
@@ -60,7 +60,7 @@ from ._errors import (
     UnavailableError,
     UnsupportedError,
 )
-from ._event import Event
+from ._event import ReadyEvent
 from ._kernels import (
     Attended,
     BlockPlacement,
@@ -73,7 +73,7 @@ from ._kernels import (
 )
 from ._lab import Lab, LabRow, LabRun, LabTable
 from ._misc import Feature, checksum, feature, features, log_to, spec_check, version
-from ._offload import Attention, Context, DevicePlane, LayerKV, Offload, OffloadTokens
+from ._offload import Attention, SparseContext, DevicePlane, LayerKV, Offload, OffloadTokens
 from ._op import ISSUED, RELEASED, RESOLVED, ItemOutcome, Op, OpInfo, Result
 from ._own_device import CopyRows
 from ._plan import (
@@ -85,16 +85,16 @@ from ._plan import (
     RANGE_MISS,
     RANGE_PENDING,
     RANGE_UNNEEDED,
-    STORE_CLEARED,
-    STORE_REMOVED,
-    STORE_STORED,
+    STORE_EVENT_CLEARED,
+    STORE_EVENT_REMOVED,
+    STORE_EVENT_STORED,
     TIER_NONE,
     ClearReport,
     DemoteReport,
     Latency,
     Lookup,
     Plan,
-    Prefill,
+    PrefillCost,
     Range,
     PlanStep,
     StoreEvent,
@@ -110,10 +110,10 @@ from ._policy import (
     Advice,
     Eviction,
     LogEntry,
-    Pick,
+    SelectedVictim,
     Policy,
     PolicyInfo,
-    Row,
+    PolicyObject,
     Selection,
     Victim,
     PolicyContext,
@@ -151,10 +151,12 @@ from ._store import (
     RULE_WINDOW,
     Group,
     Identity,
+    Layout,
     Namespace,
     Session,
     SessionInfo,
     Store,
+    open,
 )
 from ._stream import (
     ROLE_EMBEDDING,
@@ -163,15 +165,15 @@ from ._stream import (
     ROLE_LAYER,
     ROLE_NORM,
     ROLE_OTHER,
-    LayerCount,
+    ExpertStats,
     Model,
     ModelInfo,
     ModelUnit,
     Part,
-    StreamMark,
+    StreamSpan,
     StreamMemory,
     StreamTerms,
-    StreamUnit,
+    UnitLease,
     Streamer,
     Tensor,
     UnitEntry,
@@ -185,36 +187,39 @@ from ._trace import (
     Trace,
     TraceInfo,
 )
-from ._view import Place, View
+from ._view import MemoryRange, View
 
 __version__ = f"{abi.KVT_VERSION_MAJOR}.{abi.KVT_VERSION_MINOR}.{abi.KVT_VERSION_PATCH}"
 
 __all__ = [
-    "AbiError", "Account", "Advice", "Advisor", "AgainError", "At", "Attended", "Attention", "Blocks",
-    "Budget", "BudgetError", "BudgetReport", "Buffer", "BufferError", "BufferInfo", "BusyError",
-    "CancelledError", "Check", "ClearReport", "CloseReport", "ClosedError", "Comparison",
-    "Completion", "Conformance", "Context", "CopyRows", "CorruptError", "Decoded", "DemoteReport",
-    "Device", "DeviceCopy", "DeviceEvent", "DeviceInfo", "DeviceMemory", "DevicePlane",
-    "UserEvent", "EXISTS_WHOLE", "Each", "Error", "Event", "Eviction", "Feature",
-    "ForkedError", "Group", "HINTS_NONE", "HINTS_STOP", "HINTS_THINK", "HandleError", "Held",
-    "Hold", "IO_NONE", "IO_THREADS", "IO_URING", "ISSUED", "Identity", "Index", "IndexHead",
-    "IndexKind", "InvalidError", "IoError", "ItemOutcome", "TokenLists", "LEVEL_DISK", "LEVEL_DURABLE", "LEVEL_RAM", "LEVEL_REMOTE",
-    "Lab", "LabRow", "LabRun", "LabTable", "Latency", "LayerCount", "LayerKV", "LimitError",
-    "LogEntry", "Lookup", "Model", "ModelInfo", "ModelUnit", "Names", "Namespace", "NoMemoryError",
+    "AbiError", "Account", "AccountBytes", "Advice", "Advisor", "AgainError", "Attended",
+    "Attention", "BlockAddresses", "BlockPlacement", "Blocks", "Budget", "BudgetError",
+    "BudgetReport", "Buffer", "BufferError", "BufferInfo", "BusyError", "CancelledError",
+    "ClearReport", "CloseReport", "ClosedError", "Comparison", "Completion", "ConformanceCheck",
+    "ConformanceReport", "CopyRows", "CorruptError", "Decoded", "DemoteReport", "Device",
+    "DeviceCopy", "DeviceEvent", "DeviceInfo", "DeviceMemory", "DevicePlane", "EXISTS_WHOLE",
+    "Error", "Eviction", "ExpertStats", "Feature", "ForkedError", "Group", "HINTS_NONE",
+    "HINTS_STOP", "HINTS_THINK", "HandleError", "Hold", "IO_NONE", "IO_THREADS", "IO_URING",
+    "ISSUED", "Identity", "Index", "IndexHead", "IndexKind", "InvalidError", "IoError",
+    "ItemOutcome", "LEVEL_DISK", "LEVEL_DURABLE", "LEVEL_RAM", "LEVEL_REMOTE", "Lab", "LabRow",
+    "LabRun", "LabTable", "Latency", "LayerKV", "Layout", "LimitError", "LogEntry", "Lookup",
+    "MemoryRange", "Model", "ModelInfo", "ModelUnit", "Names", "Namespace", "NoMemoryError",
     "NotFoundError", "Offload", "OffloadTokens", "Op", "OpInfo", "PLAN_LOAD", "PLAN_RECOMPUTE",
-    "PLAN_RESIDENT", "PRIORITY_BACKGROUND", "PRIORITY_DEMAND", "PRIORITY_PREFETCH", "PanicError",
-    "Part", "Pick", "PinQuotaError", "Place", "BlockPlacement", "Plan", "Policy", "PolicyInfo", "Pool",
-    "Prefill", "Queue", "QueueStats", "RANGE_HIT", "RANGE_MISS", "RANGE_PENDING", "RANGE_UNNEEDED",
-    "RELEASED", "RESOLVED", "ROLE_EMBEDDING", "ROLE_EXPERT", "ROLE_HEAD", "ROLE_LAYER",
-    "ROLE_NORM", "ROLE_OTHER", "RULE_FULL", "RULE_STATE", "RULE_WINDOW", "Range",
-    "ReentrantError", "Replay", "Result", "Row", "Rows", "Runtime", "RuntimeStats",
-    "STOP_CANCELLED", "STOP_END_TURN", "STOP_LENGTH", "STOP_TOOL_USE", "STOP_UNKNOWN",
-    "STORE_CLEARED", "STORE_REMOVED", "STORE_STORED", "PlanStep", "Selection", "Session",
-    "SessionInfo", "Sparse", "SparseCaps", "SparseGranularity", "SparseNeeds", "SparseScope",
-    "SparseTraits", "SpecError", "StateError", "Store", "StoreEvent", "StoreEvents", "StreamMark",
-    "StreamMemory", "StreamTerms", "StreamUnit", "Streamer", "TIER_DEVICE", "TIER_DISK",
-    "TIER_HOST", "TIER_NONE", "TIER_PINNED", "TIER_REMOTE", "Tenant", "Tensor", "TierReport",
-    "TimeoutError", "Trace", "TraceInfo", "UnavailableError", "UnitEntry", "UnsupportedError",
-    "Victim", "View", "PolicyContext", "Work", "abi", "checksum", "feature", "features", "kernels",
-    "log_to", "policies", "sparse_policies", "spec_check", "version",
+    "PLAN_RESIDENT", "PRIORITY_BACKGROUND", "PRIORITY_DEMAND", "PRIORITY_PREFETCH",
+    "PanicError", "Part", "PartAddresses", "PinQuotaError", "Plan", "PlanStep", "Policy",
+    "PolicyContext", "PolicyInfo", "PolicyObject", "Pool", "PrefillCost", "Queue", "QueueStats",
+    "RANGE_HIT", "RANGE_MISS", "RANGE_PENDING", "RANGE_UNNEEDED", "RELEASED", "RESOLVED",
+    "ROLE_EMBEDDING", "ROLE_EXPERT", "ROLE_HEAD", "ROLE_LAYER", "ROLE_NORM", "ROLE_OTHER",
+    "RULE_FULL", "RULE_STATE", "RULE_WINDOW", "Range", "ReadyEvent", "ReentrantError", "Replay",
+    "Result", "Rows", "Runtime", "RuntimeStats", "STOP_CANCELLED", "STOP_END_TURN",
+    "STOP_LENGTH", "STOP_TOOL_USE", "STOP_UNKNOWN", "STORE_EVENT_CLEARED",
+    "STORE_EVENT_REMOVED", "STORE_EVENT_STORED", "SelectedVictim", "Selection", "Session",
+    "SessionInfo", "Sparse", "SparseCaps", "SparseContext", "SparseGranularity", "SparseNeeds",
+    "SparseScope", "SparseTraits", "SpecError", "StateError", "Store", "StoreEvent",
+    "StoreEvents", "StreamMemory", "StreamSpan", "StreamTerms", "Streamer", "TIER_DEVICE",
+    "TIER_DISK", "TIER_HOST", "TIER_NONE", "TIER_PINNED", "TIER_REMOTE", "Tenant", "Tensor",
+    "TierReport", "TimeoutError", "TokenLists", "Trace", "TraceInfo", "UnavailableError",
+    "UnitEntry", "UnitLease", "UnsupportedError", "UserEvent", "Victim", "View", "Work", "abi",
+    "checksum", "feature", "features", "kernels", "log_to", "open", "policies",
+    "sparse_policies", "spec_check", "version",
 ]

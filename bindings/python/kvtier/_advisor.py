@@ -25,54 +25,54 @@ class Advisor:
     It derives from them how large a batch should be. Blocks are names, or 64-bit numbers.
 
     The policy is created when advice is first requested, so an unused advisor costs nothing.
-    With `room`, the number of blocks that fit, the advisor observes from the start. An error of
-    the policy ends the advice and is logged; it has no other effect. Any thread may use an
-    advisor. Without `policy` it uses the default policy of stores.
+    With `capacity_blocks`, the number of blocks that fit, the advisor observes from the start. An
+    error of the policy ends the advice and is logged; it has no other effect. Any thread may use
+    an advisor. Without `policy` it uses the default policy of stores.
 
     >>> import kvtier
     >>> with kvtier.Advisor("lru") as advisor:
-    ...     before = advisor.learns
-    ...     batch = advisor.advise(8, room=100).batch
+    ...     before = advisor.observes
+    ...     batch = advisor.advise(8, capacity_blocks=100).batch
     ...     advisor.looked_up([b"a", b"b"])
     ...     advisor.stored([b"a", b"b"])
-    ...     before, batch, advisor.learns
+    ...     before, batch, advisor.observes
     (False, 8, True)
-    >>> advisor.advise(8, room=100) is None
+    >>> advisor.advise(8, capacity_blocks=100) is None
     True
     """
 
-    def __init__(self, policy: str = "", *, room: int = 0,
+    def __init__(self, policy: str = "", *, capacity_blocks: int = 0,
                  logger: Optional[logging.Logger] = None) -> None:
-        self._spec, self._room = policy, 0
+        self._spec, self._capacity = policy, 0
         self._logger = logger or logging.getLogger("kvtier")
         self._policy: Optional[Policy] = None
         self._ended = False
         self._lock = threading.Lock()
-        if room:
-            self._begin(room)
+        if capacity_blocks:
+            self._begin(capacity_blocks)
 
-    def _begin(self, room: int) -> None:
-        self._policy = Policy(self._spec or _DEFAULT, holes=True, capacity_units=room)
-        self._room = room
+    def _begin(self, capacity_blocks: int) -> None:
+        self._policy = Policy(self._spec or _DEFAULT, holes=True, capacity_units=capacity_blocks)
+        self._capacity = capacity_blocks
 
     @property
-    def learns(self) -> bool:
+    def observes(self) -> bool:
         """Whether the advisor has a policy that observes lookups and stores."""
         return self._policy is not None
 
     def looked_up(self, blocks: Sequence[Union[bytes, int]]) -> None:
         """Records a lookup of blocks, in their order."""
-        if blocks and self.learns:
+        if blocks and self.observes:
             self._guard(lambda policy: policy.lookup(_numbers(blocks)))
 
     def stored(self, blocks: Sequence[Union[bytes, int]]) -> None:
         """Records blocks that were stored, and evicts what exceeds the capacity."""
-        if blocks and self.learns:
+        if blocks and self.observes:
             self._guard(lambda policy: self._record(policy, blocks))
 
     def _record(self, policy: Policy, blocks: Sequence[Union[bytes, int]]) -> None:
         policy.record(_numbers(blocks))
-        over = int(policy.stats()["units"]) - self._room
+        over = int(policy.stats()["units"]) - self._capacity
         if over > 0:
             policy.evict(over)
 
@@ -82,30 +82,30 @@ class Advisor:
             self._spec = spec
         self._guard(lambda policy: policy.switch(spec))
 
-    def store_has(self, spec: str) -> None:
+    def use_store_policy(self, spec: str) -> None:
         """Sets the store's policy after opening; no effect if the caller named a policy."""
         if spec and not self._spec:
             self.switch(spec)
 
-    def resize(self, room: int) -> None:
+    def resize(self, capacity_blocks: int) -> None:
         """Changes the number of blocks that fit."""
-        self._guard(lambda policy: self._resize(policy, room))
+        self._guard(lambda policy: self._resize(policy, capacity_blocks))
 
-    def _resize(self, policy: Policy, room: int) -> None:
-        policy.set_capacity(room)
-        self._room = room
+    def _resize(self, policy: Policy, capacity_blocks: int) -> None:
+        policy.set_capacity(capacity_blocks)
+        self._capacity = capacity_blocks
 
-    def advise(self, batch: int, room: int = 0) -> Optional[Advice]:
+    def advise(self, batch: int, capacity_blocks: int = 0) -> Optional[Advice]:
         """Returns the batch to run, given the current one; None if there is no advice. The first
-        call needs `room`, the number of blocks that fit into the store."""
+        call needs `capacity_blocks`, the number of blocks that fit into the store."""
         with self._lock:
-            if room and self._policy is None and not self._ended:
-                self._begin(room)
+            if capacity_blocks and self._policy is None and not self._ended:
+                self._begin(capacity_blocks)
         answer: Optional[Advice] = self._guard(lambda policy: policy.advise(batch))
         return answer
 
     @staticmethod
-    def room_of(store: "Store", block_bytes: int) -> int:
+    def capacity_of(store: "Store", block_bytes: int) -> int:
         """Returns how many blocks fit into the larger of a store's host and disk tiers."""
         stats = store.stats()
         return int(max(stats["host_limit_bytes"], stats["disk_limit_bytes"])) // block_bytes

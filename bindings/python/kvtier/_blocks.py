@@ -20,10 +20,10 @@ from ._plan import ClearReport, values
 from ._policy import STOP_UNKNOWN
 from ._resource import Resource, byref, new_error
 from ._runtime import PRIORITY_DEMAND, PRIORITY_PREFETCH, submit_opts
-from ._view import Place, export
+from ._view import MemoryRange, export
 
 if TYPE_CHECKING:
-    from ._event import Event
+    from ._event import ReadyEvent
     from ._queue import Queue
     from ._store import Identity, Session, Store
 
@@ -33,7 +33,7 @@ def _invalid(text: str) -> Exception:
 
 
 @dataclass(frozen=True)
-class At:
+class BlockAddresses:
     """The addresses of a call's blocks, one per name and in the same order.
 
     `shifts` are the offsets of the parts from a block's address; by default parts are
@@ -47,17 +47,21 @@ class At:
     device: bool = False
     kept: Any = None
     #: Bytes before the first block, and from the last block on, that parts may use; None: unknown.
-    room: Optional[Tuple[int, int]] = None
+    bounds: Optional[Tuple[int, int]] = None
     writable: bool = True
 
 
 @dataclass(frozen=True)
-class Each:
-    """Like `At`, with one table of addresses per transferred part, for scattered parts."""
+class PartAddresses:
+    """Like `BlockAddresses`, with one table of addresses per transferred part, for scattered
+    parts."""
 
     tables: Sequence[Column]
     device: bool = False
     kept: Any = None
+
+
+Addresses = Union[BlockAddresses, PartAddresses]
 
 
 class Pool:
@@ -83,7 +87,7 @@ class Pool:
         self._writable = writable
         self._device = memory.on_device
 
-    def at(self, indexes: Sequence[int]) -> At:
+    def at(self, indexes: Sequence[int]) -> BlockAddresses:
         """Returns the addresses of the blocks with these indexes."""
         if not isinstance(indexes, (list, tuple, range)):
             # Converts an array at once: iterating would create an array scalar per number.
@@ -101,7 +105,7 @@ class Pool:
         # Without shifts no part begins before its block, so the space before it is not needed.
         low = min(numbers, default=0) if self.shifts is not None else 0
         room = (self._offset + low * self.stride, self._room - high * self.stride)
-        return At(_scaled(numbers, self.stride, self._first), self.shifts, self._device,
+        return BlockAddresses(_scaled(numbers, self.stride, self._first), self.shifts, self._device,
                   self._kept, room, self._writable)
 
 
@@ -229,30 +233,33 @@ class Blocks:
                                                byref(err)), err)
         return bytes(keys)
 
-    def exists(self, names: "Sequence[bytes] | Names", ask: Optional[float] = None) -> bytes:
+    def exists(self, names: "Sequence[bytes] | Names",
+               remote_timeout: Optional[float] = None) -> bytes:
         """Returns a byte per name: 0 if the block is missing or incomplete.
 
         Otherwise the byte is EXISTS_WHOLE, with `1 << TIER_*` for each tier that has all of the
-        block. A block that `locate` found at the remote has `1 << TIER_REMOTE` without
-        EXISTS_WHOLE; a get fetches it. `ask` is a time in seconds: a store with a remote first
-        performs a remote lookup of at most that time. The call references nothing."""
+        block. A block that `remote_lookup` found at the remote has `1 << TIER_REMOTE` without
+        EXISTS_WHOLE; a get fetches it. With `remote_timeout`, in seconds, a store with a remote
+        first performs a remote lookup of at most that time. The call references nothing."""
         prepared, err = _as_names(names), new_error()
-        if ask and self.has_remote and len(prepared):
+        if remote_timeout and self.has_remote and len(prepared):
             # Without a timely answer the blocks count as missing, as after a failed lookup.
-            with contextlib.suppress(Error), self.locate(prepared, timeout=ask) as op:
+            with contextlib.suppress(Error), self.remote_lookup(
+                    prepared, timeout=remote_timeout) as op:
                 op.wait()
         found = ctypes.create_string_buffer(len(prepared))
         check_err(lib.kvt_namespace_blocks_exist(
             self._namespace._raw, byref(prepared._c), ctypes.cast(found, _U8), byref(err)), err)
         return found.raw
 
-    def prefix(self, names: "Sequence[bytes] | Names", ask: Optional[float] = None) -> int:
+    def prefix(self, names: "Sequence[bytes] | Names",
+               remote_timeout: Optional[float] = None) -> int:
         """Returns how many leading blocks exist, as `exists` defines it."""
-        found = self.exists(names, ask)
+        found = self.exists(names, remote_timeout)
         gap = found.find(0)
         return len(found) if gap < 0 else gap
 
-    def locate(self, names: "Sequence[bytes] | Names", *, queue: "Optional[Queue]" = None,
+    def remote_lookup(self, names: "Sequence[bytes] | Names", *, queue: "Optional[Queue]" = None,
                tag: object = None, timeout: Optional[float] = None,
                priority: int = PRIORITY_DEMAND) -> Op:
         """Looks blocks up in the store and at the remote, so that a get or prefetch can use them.
@@ -261,33 +268,33 @@ class Blocks:
         `op.failed()` lists them, and the op's value is the number of leading usable blocks. With
         a `timeout` the answers until then count. A dropped op is cancelled."""
         prepared = _as_names(names)
-        return self._session._submit(lib.kvt_session_remote_lookup_blocks, prepared._c, [prepared], True,
-                                     queue, tag, timeout, priority)
+        return self._session._submit(lib.kvt_session_remote_lookup_blocks, prepared._c, [prepared],
+                                     True, queue, tag, timeout, priority)
 
-    def put(self, names: "Sequence[bytes] | Names", places: "At | Each", *, level: int = 0,
+    def put(self, names: "Sequence[bytes] | Names", addresses: "Addresses", *, level: int = 0,
             queue: "Optional[Queue]" = None, tag: object = None,
             timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
-            ready: "Optional[Event]" = None, after: After = None, first_part: int = 0,
+            ready: "Optional[ReadyEvent]" = None, after: After = None, first_part: int = 0,
             parts: Optional[int] = None) -> Op:
         """Stores blocks that the store does not have yet.
 
         The op has an item per block (`op.failed()`); its value is the number of leading stored
         blocks. The library owns the memory of the blocks until the release. The op holds the
-        `kept` of `places` until it is closed. With `first_part` and `parts` the call stores only
+        `kept` of `addresses` until it is closed. With `first_part` and `parts` the call stores only
         these parts; a block exists once all its parts are stored."""
-        return self._transfer(lib.kvt_session_put_blocks, names, places, u32(level), False, queue,
-                          tag, timeout, priority, ready, after, first_part, parts)
+        return self._transfer(lib.kvt_session_put_blocks, names, addresses, u32(level), False,
+                              queue, tag, timeout, priority, ready, after, first_part, parts)
 
-    def get(self, names: "Sequence[bytes] | Names", places: "At | Each", *,
+    def get(self, names: "Sequence[bytes] | Names", addresses: "Addresses", *,
             queue: "Optional[Queue]" = None, tag: object = None,
             timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
-            ready: "Optional[Event]" = None, after: After = None, first_part: int = 0,
+            ready: "Optional[ReadyEvent]" = None, after: After = None, first_part: int = 0,
             parts: Optional[int] = None) -> Op:
         """Loads blocks. The op ends with `NotFoundError` if some are missing; the others are
         loaded, and `op.failed()` lists the missing ones. A dropped op is cancelled. With
         `first_part` and `parts` the call transfers only these parts, such as one layer's."""
-        return self._transfer(lib.kvt_session_get_blocks, names, places, 0, True, queue, tag,
-                          timeout, priority, ready, after, first_part, parts)
+        return self._transfer(lib.kvt_session_get_blocks, names, addresses, 0, True, queue, tag,
+                              timeout, priority, ready, after, first_part, parts)
 
     def prefetch(self, names: "Sequence[bytes] | Names", *, queue: "Optional[Queue]" = None,
                  tag: object = None, timeout: Optional[float] = None,
@@ -296,7 +303,7 @@ class Blocks:
         """Brings blocks to host memory before a get of the same parts. A dropped op is
         cancelled."""
         return self._transfer(lib.kvt_session_prefetch_blocks, names, None, 0, True, queue, tag,
-                          timeout, priority, None, None, first_part, parts)
+                              timeout, priority, None, None, first_part, parts)
 
     def drop(self, names: "Sequence[bytes] | Names") -> ClearReport:
         """Removes unreferenced blocks from every tier of the store."""
@@ -331,9 +338,9 @@ class Blocks:
         return self._namespace.clear(timeout)
 
     def _transfer(self, call: Any, names: "Sequence[bytes] | Names",
-                  places: "Optional[At | Each]", level: int, cancel: bool,
+                  addresses: "Optional[Addresses]", level: int, cancel: bool,
                   queue: "Optional[Queue]", tag: object, timeout: Optional[float],
-                  priority: int, ready: "Optional[Event]", after: After, first_part: int,
+                  priority: int, ready: "Optional[ReadyEvent]", after: After, first_part: int,
                   parts: Optional[int]) -> Op:
         raw = self._session._raw
         selected = self._part_range(first_part, parts)
@@ -345,10 +352,10 @@ class Blocks:
         if ready is not None:
             c.ready = ready._raw.value
         with Columns() as columns:
-            if places is not None:
-                if cancel and isinstance(places, At) and not places.writable:
+            if addresses is not None:
+                if cancel and isinstance(addresses, BlockAddresses) and not addresses.writable:
                     raise _invalid("get needs writable memory: this pool has writable=False")
-                self._fill(c, places, len(prepared), selected, columns, kept)
+                self._fill(c, addresses, len(prepared), selected, columns, kept)
             op = Op(self._runtime, queue, tag, cancel)
             op._keep(kept)
             opts, _ = submit_opts(self._runtime, op, queue, timeout, 0, priority)
@@ -369,26 +376,26 @@ class Blocks:
                            f"{len(self.parts)}, parts at least 1, or None for all that follow")
         return range(first, first + (left if count is None else count))
 
-    def _fill(self, c: Any, places: "At | Each", count: int, selected: range, columns: Columns,
+    def _fill(self, c: Any, addresses: "Addresses", count: int, selected: range, columns: Columns,
               kept: List[Any]) -> None:
         sizes = self.parts[selected.start:selected.stop]
-        if isinstance(places, At):
-            shifts = self._starts if places.shifts is None else places.shifts
+        if isinstance(addresses, BlockAddresses):
+            shifts = self._starts if addresses.shifts is None else addresses.shifts
             if len(shifts) == len(self.parts):
                 shifts = shifts[selected.start:selected.stop]
-            tables = [columns.take("addresses", "u64", places.addresses)] * len(sizes)
-            self._check(places, sizes, shifts)
+            tables = [columns.take("addresses", "u64", addresses.addresses)] * len(sizes)
+            self._check(addresses, sizes, shifts)
         else:
             shifts = [0] * len(sizes)
             tables = [columns.take(f"addresses of part {part}", "u64", table)
-                      for part, table in enumerate(places.tables, selected.start)]
+                      for part, table in enumerate(addresses.tables, selected.start)]
         if len(shifts) != len(sizes) or len(tables) != len(sizes):
             raise _invalid(f"{len(tables)} address tables and {len(shifts)} shifts for "
                            f"{len(sizes)} of {len(self.parts)} parts: give one of each per "
                            "transferred part")
-        kept.append(places.kept)
+        kept.append(addresses.kept)
         rows = (_abi.kvt_view_t * len(sizes))()
-        memory = _abi.KVT_MEMORY_DEVICE if places.device else _abi.KVT_MEMORY_HOST
+        memory = _abi.KVT_MEMORY_DEVICE if addresses.device else _abi.KVT_MEMORY_HOST
         for row, size, shift, (table, length) in zip(rows, sizes, shifts, tables):
             if length != count:
                 raise _invalid(f"{length} addresses for {count} blocks: give one per block")
@@ -399,14 +406,15 @@ class Blocks:
         kept.append(rows)
         c.k, c.stride_bytes = rows, ctypes.sizeof(_abi.kvt_view_t)
 
-    def _check(self, places: At, sizes: Sequence[int], shifts: Sequence[int]) -> None:
+    def _check(self, addresses: BlockAddresses, sizes: Sequence[int],
+               shifts: Sequence[int]) -> None:
         """Checks that a pool's memory is still open, and that every part lies inside it."""
-        for kept in places.kept if isinstance(places.kept, list) else ():
-            if isinstance(kept, Place):  # closed memory may have another owner by now
+        for kept in addresses.kept if isinstance(addresses.kept, list) else ():
+            if isinstance(kept, MemoryRange):  # closed memory may have another owner by now
                 kept._check(False)
-        if places.room is None:
+        if addresses.bounds is None:
             return
-        before, behind = places.room
+        before, behind = addresses.bounds
         for size, shift in zip(sizes, shifts):
             if shift < -before or shift + size > behind:
                 raise _invalid(f"a part of {size} bytes at shift {shift} lies outside of the "

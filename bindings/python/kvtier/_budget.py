@@ -58,7 +58,7 @@ class TierReport(NamedTuple):
     reclaim_requested_bytes: int
 
 
-class Held(NamedTuple):
+class AccountBytes(NamedTuple):
     """The bytes that an account has in a tier."""
 
     reserved_bytes: int
@@ -238,11 +238,11 @@ class Account(Resource):
         err = new_error()
         check_err(lib.kvt_account_release(self._raw, u32(tier), u64(nbytes), byref(err)), err)
 
-    def held(self, tier: int) -> Held:
+    def held(self, tier: int) -> AccountBytes:
         """Returns the account's bytes in a tier."""
         reserved, used = ctypes.c_uint64(), ctypes.c_uint64()
         check(lib.kvt_account_held(self._raw, u32(tier), byref(reserved), byref(used)))
-        return Held(reserved.value, used.value)
+        return AccountBytes(reserved.value, used.value)
 
     def close(self) -> None:
         """Closes the account; raises `BusyError` while it has or awaits bytes."""

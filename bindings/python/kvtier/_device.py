@@ -14,7 +14,7 @@ from ._errors import make
 from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
 from ._own_device import table_for_c
 from ._resource import Closing, Resource, byref, new_error, refuse_fork
-from ._view import Place, View, export, fill, kind_of
+from ._view import MemoryRange, View, export, fill, kind_of
 
 if TYPE_CHECKING:
     from ._op import Op
@@ -36,7 +36,7 @@ class DeviceInfo(NamedTuple):
     #: Work continues after a call has returned.
     asynchronous: bool
     #: The device computes checksums of copies.
-    sums: bool
+    checksums: bool
     #: The device has memory that the CPU cannot access.
     has_memory: bool
     #: The caller should register host memory that copies use: `Device.register_host`.
@@ -49,7 +49,7 @@ class DeviceInfo(NamedTuple):
     free_bytes: Optional[int]
 
 
-class Check(NamedTuple):
+class ConformanceCheck(NamedTuple):
     """The result of one conformance check."""
 
     name: str
@@ -58,13 +58,13 @@ class Check(NamedTuple):
     why: str
 
 
-class Conformance(NamedTuple):
+class ConformanceReport(NamedTuple):
     """The results of the conformance suite."""
 
     passed: int
     skipped: int
     failed: int
-    checks: List[Check]
+    checks: List[ConformanceCheck]
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class DeviceCopy:
     #: 0 = all tokens of the view.
     tokens: int = 0
     plane_offset: int = 0
-    #: Computes a checksum of the copy, on devices with `sums`.
-    sum: bool = False
+    #: Computes a checksum of the copy, on devices with `checksums`.
+    checksum: bool = False
 
 
 class DeviceJob(_reaper.Job):
@@ -139,7 +139,7 @@ class _UserEventJob(_EventJob):
         return super().attempt()
 
 
-class DeviceMemory(Resource, Place):
+class DeviceMemory(Resource, MemoryRange):
     """Device memory (`Device.alloc`), freed when it is closed or dropped. Submitted work keeps
     it."""
 
@@ -183,8 +183,8 @@ class DeviceEvent(Closing):
         self._wants = wants
         #: The event's number, for calls that take an event.
         self.number: int = number
-        #: The checksum of each copy with `sum`. Asynchronous devices provide it after `wait`.
-        self.sums: List[Optional[int]] = list(sums)
+        #: The checksum of each copy with `checksum`. Asynchronous devices provide it after `wait`.
+        self.checksums: List[Optional[int]] = list(sums)
         self._own(self._job_of(device._raw.value, number, kept))
 
     def _job_of(self, device: int, number: int, kept: List[Any]) -> _EventJob:
@@ -213,7 +213,7 @@ class DeviceEvent(Closing):
         check_err(lib.kvt_device_checksums(self._raw, self.number, sums, len(sums), byref(count),
                                       byref(err)), err)
         computed = iter(sums[: count.value])
-        self.sums = [next(computed, None) if want else None for want in self._wants]
+        self.checksums = [next(computed, None) if want else None for want in self._wants]
         self._wants = ()
 
     def close(self, timeout: Optional[float] = None) -> None:
@@ -280,7 +280,7 @@ def _lower(row: Any, copy: DeviceCopy, kept: List[Any]) -> None:
     row.plane_memory, row.first_token, row.tokens = (
         kind_of(plane), u32(copy.first_token), u32(copy.tokens))
     row.direction = _abi.KVT_COPY_SCATTER if copy.scatter else _abi.KVT_COPY_GATHER
-    row.flags = _abi.KVT_COPY_CHECKSUM if copy.sum else 0
+    row.flags = _abi.KVT_COPY_CHECKSUM if copy.checksum else 0
     has = view.page_count * view.page_tokens if view.pages else view.tokens
     tokens = row.tokens or max(0, has - row.first_token)
     needed = tokens * view.heads * view.run_bytes
@@ -335,14 +335,14 @@ class Device(Closing):
 
     _type_name = "device"
 
-    def __init__(self, runtime: "Runtime", what: Union[str, Any] = "host", *, ordinal: int = 0,
+    def __init__(self, runtime: "Runtime", kind: Union[str, Any] = "host", *, ordinal: int = 0,
                  context: int = 0, streams: Sequence[int] = (),
                  library: "Union[str, os.PathLike[str]]" = "", peers: Sequence[int] = (),
                  verify: bool = False, memory_bytes: int = 0,
                  seed: int = 0, latency_ns: int = 0, bytes_per_s: int = 0,
                  arena: int = 0, arena_bytes: int = 0,
                  cufile: "Union[str, os.PathLike[str]]" = "") -> None:
-        """`what` is a kind, or a custom device.
+        """`kind` is "host", "cuda", "simulated", or a custom device.
 
         CUDA: `ordinal` selects the GPU; a `context` of the caller, with its `streams`, replaces
         it. `library` and `cufile` are the paths of the driver's and of cuFile's library. Copies
@@ -364,13 +364,13 @@ class Device(Closing):
         opts.library, opts.library_bytes = text_pointer(path, empty_is_none=True), len(path)
         reader = os.fsencode(cufile)
         opts.cufile, opts.cufile_bytes = text_pointer(reader, empty_is_none=True), len(reader)
-        if not isinstance(what, str):
-            table, number = table_for_c(what)
+        if not isinstance(kind, str):
+            table, number = table_for_c(kind)
             opts.kind, opts.custom = _abi.KVT_DEVICE_KIND_CUSTOM, ctypes.pointer(table)
-        elif what in _KINDS:
-            opts.kind = _KINDS[what]
+        elif kind in _KINDS:
+            opts.kind = _KINDS[kind]
         else:
-            raise make(_abi.KVT_E_INVALID, f"device kind {what!r} is unknown: it must be one of "
+            raise make(_abi.KVT_E_INVALID, f"device kind {kind!r} is unknown: it must be one of "
                                            f"{', '.join(_KINDS)}, or a custom device")
         self._runtime = runtime
         handle, err = _abi.kvt_device_p(), new_error()
@@ -428,8 +428,8 @@ class Device(Closing):
         event = self._event(lambda raw, out, err: lib.kvt_device_copy(
             raw, u32(stream), number_of(after), rows, len(given), ctypes.sizeof(_abi.kvt_copy_t),
             out, err))
-        info = self.info if any(copy.sum for copy in given) else None
-        wants = [bool(info and info.sums and copy.sum) for copy in given]
+        info = self.info if any(copy.checksum for copy in given) else None
+        wants = [bool(info and info.checksums and copy.checksum) for copy in given]
         if info and info.asynchronous:
             return DeviceEvent(self, event, kept, [None] * len(given), wants)
         return DeviceEvent(self, event, kept,
@@ -440,13 +440,13 @@ class Device(Closing):
         """Copies the bytes of an object into device memory, from `offset` on."""
         return self._plain(source, memory, offset, True, stream, after)
 
-    def download(self, memory: Place, target: Any, *, offset: int = 0, stream: int = 0,
+    def download(self, memory: MemoryRange, target: Any, *, offset: int = 0, stream: int = 0,
                  after: After = None) -> DeviceEvent:
-        """Fills a writable object with the bytes of device memory, or of a `StreamUnit`, from
+        """Fills a writable object with the bytes of device memory, or of a `UnitLease`, from
         `offset` on."""
         return self._plain(target, memory, offset, False, stream, after)
 
-    def _plain(self, host: Any, memory: Place, offset: int, up: bool, stream: int,
+    def _plain(self, host: Any, memory: MemoryRange, offset: int, up: bool, stream: int,
                after: After) -> DeviceEvent:
         kept: List[Any] = []
         nbytes = export(host, not up, kept).nbytes
@@ -482,7 +482,7 @@ class Device(Closing):
         self._call(lambda raw, err: lib.kvt_device_stream_wait(
             raw, u64(raw_stream), number_of(event), err))
 
-    def hold_op(self, raw_stream: int, op: Op) -> None:
+    def stream_wait_op(self, raw_stream: int, op: Op) -> None:
         """Makes a stream of the caller wait for the release of an op, successful or not."""
         self._call(lambda raw, err: lib.kvt_device_stream_wait_op(
             raw, u64(raw_stream), op._raw, err))
@@ -492,23 +492,23 @@ class Device(Closing):
         event = self._event(lambda raw, out, err: lib.kvt_device_create_event(raw, out, err))
         return UserEvent(self, event, [])
 
-    def conformance(self, *, seed: int = 0, rounds: int = 0, patience: Optional[float] = None,
-                    closes: bool = False) -> Conformance:
-        """Runs the conformance suite; nothing else should use the device meanwhile. `patience`
+    def conformance(self, *, seed: int = 0, rounds: int = 0, timeout: Optional[float] = None,
+                    closes: bool = False) -> ConformanceReport:
+        """Runs the conformance suite; nothing else should use the device meanwhile. `timeout`
         is the limit in seconds for an event, None = 30. `closes`: closes the device at the
         end."""
         opts = _abi.kvt_conformance_opts_t(
             flags=_abi.KVT_CONFORMANCE_CLOSES if closes else 0, seed=u64(seed),
-            patience_ns=0 if patience is None else max(1, u64(int(patience * 1e9))),
+            patience_ns=0 if timeout is None else max(1, u64(int(timeout * 1e9))),
             rounds=u32(rounds))
-        checks: List[Check] = []
+        checks: List[ConformanceCheck] = []
         number, count = _callbacks.register(checks), _abi.kvt_conformance_report_t()
         try:
             self._call(lambda raw, err: lib.kvt_device_conformance(
                 raw, byref(opts), on_check, number, byref(count), err))
         finally:
             _callbacks.forget(number)
-        return Conformance(count.passed, count.skipped, count.failed, checks)
+        return ConformanceReport(count.passed, count.skipped, count.failed, checks)
 
     def _call(self, call: Callable[[Any, Any], int]) -> None:
         err = new_error()
@@ -534,7 +534,8 @@ def _on_check(number: int, name: Any, name_bytes: int, verdict: int, why: Any,
               why_bytes: int) -> None:
     texts = (ctypes.string_at(text, length).decode("utf-8", "replace") if length else ""
              for text, length in ((name, name_bytes), (why, why_bytes)))
-    _callbacks.find(number).append(Check(next(texts), _VERDICTS.get(verdict, "?"), next(texts)))
+    check = ConformanceCheck(next(texts), _VERDICTS.get(verdict, "?"), next(texts))
+    _callbacks.find(number).append(check)
 
 
 on_check = _abi.kvt_conformance_fn(_on_check)

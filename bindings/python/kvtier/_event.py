@@ -19,14 +19,14 @@ class EventJob(_reaper.Job):
         return int(lib.kvt_ready_event_close(byref(self.handle)))
 
 
-class Event(Resource):
+class ReadyEvent(Resource):
     """A ready event, signalled once: a transfer with `ready=event` begins after the signal.
 
     If the event is closed or dropped without a signal, its transfers end with `CancelledError`.
     An event needs no runtime. Any thread may use it, also in callbacks.
 
     >>> import kvtier
-    >>> with kvtier.Event() as ready:
+    >>> with kvtier.ReadyEvent() as ready:
     ...     ready.signal()
     ...     ready.is_signalled
     True

@@ -585,8 +585,9 @@ def place_sums(attention: Attention, tokens: int, placed: BlockPlacement, sums: 
                select: Optional[Index] = None, first_query: int = 0, queries: int = 0,
                kept: Optional[TokenLists] = None, since: int = 0, out: Optional[Any] = None) -> Any:
     """Adds attention sums of a buffer's rows to those of the kept tokens, as `Sparse.observe`
-    takes them: [query heads, tokens]. `kept` is the argument of the last `evicted`; tokens from
-    `since` on are newer. With `select` the sums are those of `decode`."""
+    takes them: [query heads, tokens]. `kept` is the argument of the last
+    `Sparse.commit_eviction`; tokens from `since` on are newer. With `select` the sums are those of
+    `decode`."""
     lists = 0 if kept is None else len(kept.starts) - 1
     stayed = kept.items.nbytes // 4 // lists if kept is not None and lists > 0 else 0
     c = _abi.kvt_resident_tokens_t(tokens=u32(tokens), since=u32(since))
@@ -613,7 +614,7 @@ def check_rows(rows: Any) -> None:
         check_err(lib.kvt_rows_check(byref(given), byref(err)), err)
 
 
-def launch_index(index: Index, kernel: Any, address: int) -> bytes:
+def pack_index(index: Index, kernel: Any, address: int) -> bytes:
     """Encodes an index for a device's kernel of kind `abi.KVT_DEVICE_KERNEL_PREFILL`.
 
     The kernel's query_count, query_heads, key_heads, tokens and first must be set; the call

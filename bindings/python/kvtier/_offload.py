@@ -17,7 +17,7 @@ from ._pybuffer import Export, described
 from ._resource import Resource, byref, new_error
 from ._runtime import PRIORITY_DEMAND, submit_opts
 from ._store import DTYPES, LEVEL_RAM
-from ._view import Place, View, fill
+from ._view import MemoryRange, View, fill
 
 if TYPE_CHECKING:
     from ._device import After, DeviceMemory
@@ -58,7 +58,7 @@ class Attention:
     scale: float = 0.0
 
 
-class Context(NamedTuple):
+class SparseContext(NamedTuple):
     """The position of queries in a sequence. `tokens` includes the tokens of the queries."""
 
     tokens: int
@@ -75,7 +75,7 @@ class OffloadTokens(NamedTuple):
     tail: int
 
 
-class DevicePlane(Place):
+class DevicePlane(MemoryRange):
     """K or V of a buffer in device memory: its address, for kernels and `View`."""
 
     on_device = True
@@ -133,7 +133,7 @@ def attention_for_c(a: Attention) -> Any:
         block_tokens=u32(a.block_tokens), max_tokens=u32(a.max_tokens), scale=a.scale)
 
 
-def context_for_c(at: Context) -> Any:
+def context_for_c(at: SparseContext) -> Any:
     """Converts the position of queries for C."""
     return _abi.kvt_sparse_context_t(
         is_prefill=1 if at.is_prefill else 0, part=u32(at.part), parts=u32(at.parts),
@@ -176,7 +176,7 @@ class Offload(Resource):
     calls are serialized. After `close` the last view frees the memory.
 
     >>> import kvtier
-    >>> from kvtier import Context, Group, Identity, View
+    >>> from kvtier import SparseContext, Group, Identity, View
     >>> shape = kvtier.Attention(layers=1, query_heads=1, key_heads=1, key_dim=4, value_dim=4,
     ...                          block_tokens=4, max_tokens=64)
     >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=16MiB)") as store:
@@ -188,7 +188,7 @@ class Offload(Resource):
     ...                 k, v = (View(bytearray(6 * 16), 16) for plane in "kv")
     ...                 op = offload.put(0, 0, 6, k, v)
     ...                 done = op and op.result(timeout=5)
-    ...                 offload.begin(Context(7, 6))
+    ...                 offload.begin(SparseContext(7, 6))
     ...                 kv = offload.take(0)
     ...                 print(kv.tokens, kv.tail_tokens, kv.k.shape)
     ...                 offload.give_back(0)
@@ -244,7 +244,7 @@ class Offload(Resource):
         check_err(lib.kvt_offload_memory_bytes(byref(opts), byref(nbytes), byref(err)), err)
         return nbytes.value
 
-    def after(self, event: "After") -> None:
+    def set_ready_event(self, event: "After") -> None:
         """Makes later copies wait for an event of the store's device; None: for no event. The
         library uses the event until another one is set or the offload is closed, and all earlier
         copies have completed."""
@@ -332,7 +332,7 @@ class Offload(Resource):
         op._bind(handle.value)
         return op
 
-    def load(self, buffer: int, layer: int, at: Context, *, blocks: Optional[Column] = None,
+    def load(self, buffer: int, layer: int, at: SparseContext, *, blocks: Optional[Column] = None,
              chosen: bool = False, query: Optional[Any] = None) -> int:
         """Begins to load a layer into a buffer; returns how many blocks (`blocks()` lists them).
 
@@ -363,12 +363,12 @@ class Offload(Resource):
             check_err(lib.kvt_offload_wait(self._raw, u32(buffer), byref(kv), byref(err)), err)
             return self._layer(kv)
 
-    def done(self, buffer: int) -> None:
+    def release(self, buffer: int) -> None:
         """Frees a buffer; a load in flight is abandoned."""
         err = new_error()
         check_err(lib.kvt_offload_release(self._raw, u32(buffer), byref(err)), err)
 
-    def begin(self, at: Context) -> None:
+    def begin(self, at: SparseContext) -> None:
         """Begins a pass over all layers."""
         c, err = context_for_c(at), new_error()
         check_err(lib.kvt_offload_begin(self._raw, byref(c), byref(err)), err)
@@ -417,14 +417,14 @@ class Offload(Resource):
             check_err(lib.kvt_offload_observe(raw, u32(layer), u32(queries), given, length,
                                               u32(tokens), byref(err)), err)
 
-    def evict(self, layer: int, at: Context) -> bool:
+    def evict(self, layer: int, at: SparseContext) -> bool:
         """Lets the policy evict tokens if necessary; returns whether it evicted some."""
         c, evicted, err = context_for_c(at), ctypes.c_uint32(), new_error()
         check_err(lib.kvt_offload_evict(self._raw, u32(layer), byref(c), byref(evicted),
                                         byref(err)), err)
         return bool(evicted.value)
 
-    def kept(self, layer: int) -> Optional[List[List[int]]]:
+    def retained(self, layer: int) -> Optional[List[List[int]]]:
         """Returns the kept positions, a list per head or one for all heads; None: all are kept."""
         count, heads = ctypes.c_uint64(), ctypes.c_uint32()
         check(lib.kvt_offload_retained(self._raw, u32(layer), 0, None, 0, byref(count), byref(heads)))

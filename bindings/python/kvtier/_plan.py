@@ -24,9 +24,9 @@ PLAN_RECOMPUTE = _abi.KVT_PLAN_RECOMPUTE
 #: Bits of `Namespace.exists`, beside `1 << TIER_*`.
 EXISTS_WHOLE = _abi.KVT_EXISTS_WHOLE
 #: Kinds of `StoreEvent`.
-STORE_STORED = _abi.KVT_STORE_EVENT_STORED
-STORE_REMOVED = _abi.KVT_STORE_EVENT_REMOVED
-STORE_CLEARED = _abi.KVT_STORE_EVENT_CLEARED
+STORE_EVENT_STORED = _abi.KVT_STORE_EVENT_STORED
+STORE_EVENT_REMOVED = _abi.KVT_STORE_EVENT_REMOVED
+STORE_EVENT_CLEARED = _abi.KVT_STORE_EVENT_CLEARED
 
 
 class Range(NamedTuple):
@@ -96,7 +96,7 @@ class Plan(NamedTuple):
     without_ns: int
 
 
-class Prefill(NamedTuple):
+class PrefillCost(NamedTuple):
     """The cost of computing n tokens after l tokens of context:
     n * beta_ns + alpha_ns * (n * l + n * n / 2)."""
 

@@ -70,7 +70,7 @@ class Eviction(NamedTuple):
     decided_by: str
 
 
-class Pick(NamedTuple):
+class SelectedVictim(NamedTuple):
     """A chosen candidate: it is evicted entirely, or except for its first blocks."""
 
     row: int
@@ -84,7 +84,7 @@ class Pick(NamedTuple):
 class Selection(NamedTuple):
     """The candidates that a selection chose."""
 
-    victims: List[Pick]
+    victims: List[SelectedVictim]
     freed_blocks: int
     shortfall_blocks: int
     decision_ns: int
@@ -114,7 +114,7 @@ class Advice(NamedTuple):
     evictions: int
 
 
-class Row(NamedTuple):
+class PolicyObject(NamedTuple):
     """An object to insert."""
 
     id: int
@@ -171,14 +171,15 @@ def _i64(value: int) -> int:
     return number
 
 
-def _context(who: Optional[PolicyContext]) -> Any:
-    if who is None:
+def _context(context: Optional[PolicyContext]) -> Any:
+    if context is None:
         return None
     given = _abi.kvt_policy_context_t(
-        session=u64(who.session or 0), tenant=u32(who.tenant), priority=u32(who.priority or 0),
-        length=u32(who.length), max_length=u32(who.max_length), tokens_each=u32(who.tokens_each))
-    given.flags = ((_abi.KVT_CONTEXT_SESSION if who.session is not None else 0)
-                   | (_abi.KVT_CONTEXT_PRIORITY if who.priority is not None else 0))
+        session=u64(context.session or 0), tenant=u32(context.tenant),
+        priority=u32(context.priority or 0), length=u32(context.length),
+        max_length=u32(context.max_length), tokens_each=u32(context.tokens_each))
+    given.flags = ((_abi.KVT_CONTEXT_SESSION if context.session is not None else 0)
+                   | (_abi.KVT_CONTEXT_PRIORITY if context.priority is not None else 0))
     return byref(given)
 
 
@@ -273,50 +274,51 @@ class Policy(Resource):
         check_err(status, err)
         self._own(PolicyJob(handle))
 
-    def lookup(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0) -> int:
+    def lookup(self, ids: Column, context: Optional[PolicyContext] = None, now_ns: int = 0) -> int:
         """Looks up a path of objects and counts the lookup. Returns how many leading objects are
         present."""
         handle = self._job.handle.value
         if not handle or _reaper.in_child:
             self._raw  # noqa: B018: raises the reason
-        context, now = None if who is None else _context(who), _i64(now_ns) if now_ns else 0
+        given, now = None if context is None else _context(context), _i64(now_ns) if now_ns else 0
         pointer, count, borrowed = ids_of("ids", ids)
         result = _CallResult()
         at = ctypes.addressof(result)
-        status = _lookup(handle, now, context, pointer, count, None, at, at + 8)
+        status = _lookup(handle, now, given, pointer, count, None, at, at + 8)
         borrowed.release()
         if status:
             check_err(status, _abi.kvt_error_p(result.err))
         return int(result.out)
 
-    def found(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0) -> List[bool]:
+    def found(self, ids: Column, context: Optional[PolicyContext] = None,
+              now_ns: int = 0) -> List[bool]:
         """Like `lookup`, but returns for each id whether it is present."""
         room: List[Any] = []
 
         def call(raw: Any, p: Any, n: int, out: Any, err: Any) -> int:
             room.append((ctypes.c_uint8 * n)())
-            return int(lib.kvt_policy_lookup(raw, _i64(now_ns), _context(who), p, n, room[0], out,
-                                             err))
+            return int(lib.kvt_policy_lookup(raw, _i64(now_ns), _context(context), p, n, room[0],
+                                             out, err))
 
         self._counted(call, ids)
         return [bool(hit) for hit in room[0]]
 
-    def touch(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0) -> int:
+    def touch(self, ids: Column, context: Optional[PolicyContext] = None, now_ns: int = 0) -> int:
         """Touches objects without counting a lookup. Returns how many were present."""
         handle = self._job.handle.value
         if not handle or _reaper.in_child:
             self._raw  # noqa: B018: raises the reason
-        context, now = None if who is None else _context(who), _i64(now_ns) if now_ns else 0
+        given, now = None if context is None else _context(context), _i64(now_ns) if now_ns else 0
         pointer, count, borrowed = ids_of("ids", ids)
         result = _CallResult()
         at = ctypes.addressof(result)
-        status = _touch(handle, now, context, pointer, count, at, at + 8)
+        status = _touch(handle, now, given, pointer, count, at, at + 8)
         borrowed.release()
         if status:
             check_err(status, _abi.kvt_error_p(result.err))
         return int(result.out)
 
-    def record(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0,
+    def record(self, ids: Column, context: Optional[PolicyContext] = None, now_ns: int = 0,
                units: Optional[Column] = None) -> int:
         """Touches present objects and inserts the others. Returns how many were inserted."""
         with Columns() as columns:
@@ -325,14 +327,14 @@ class Policy(Resource):
                 raise make(_abi.KVT_E_INVALID, f"{count} units for {len(ids)} ids: give one per "
                                                "id")
             return self._counted(lambda raw, p, n, out, err: lib.kvt_policy_record(
-                raw, _i64(now_ns), _context(who), p, sizes, n, out, err), ids)
+                raw, _i64(now_ns), _context(context), p, sizes, n, out, err), ids)
 
-    def insert(self, rows: Sequence[Union[Row, int]], who: Optional[PolicyContext] = None,
-               now_ns: int = 0) -> None:
+    def insert(self, rows: Sequence[Union[PolicyObject, int]],
+               context: Optional[PolicyContext] = None, now_ns: int = 0) -> None:
         """Inserts objects, all or none; a bare id has one unit."""
         array = (_abi.kvt_policy_object_t * len(rows))()
         for target, row in zip(array, rows):
-            source = row if isinstance(row, Row) else Row(row)
+            source = row if isinstance(row, PolicyObject) else PolicyObject(row)
             for name in ("context", "tokens", "layer", "layers", "chunk", "chunks"):
                 setattr(target, name, u32(getattr(source, name)))
             target.id, target.units, target.cost = u64(source.id), u64(source.units), source.cost
@@ -341,14 +343,14 @@ class Policy(Resource):
                 target.parent, target.flags = u64(source.parent), _abi.KVT_OBJECT_HAS_PARENT
         err = new_error()
         stride = ctypes.sizeof(_abi.kvt_policy_object_t)
-        check_err(lib.kvt_policy_insert(self._raw, _i64(now_ns), _context(who), array, len(rows),
-                                        stride, byref(err)), err)
+        check_err(lib.kvt_policy_insert(self._raw, _i64(now_ns), _context(context), array,
+                                        len(rows), stride, byref(err)), err)
 
     def remove(self, ids: Column, now_ns: int = 0) -> None:
         """Removes objects that their owner dropped; all or none."""
         self._plain(lambda raw, p, n, err: lib.kvt_policy_remove(raw, _i64(now_ns), p, n, err), ids)
 
-    def evicted(self, ids: Column, now_ns: int = 0) -> None:
+    def report_evicted(self, ids: Column, now_ns: int = 0) -> None:
         """Reports that the objects of a selection were freed; all or none."""
         self._plain(lambda raw, p, n, err: lib.kvt_policy_report_evicted(raw, _i64(now_ns), p, n, err), ids)
 
@@ -377,7 +379,7 @@ class Policy(Resource):
         """Unpins objects."""
         self._plain(lib.kvt_policy_unpin, ids)
 
-    def hint(self, ids: Column, who: Optional[PolicyContext] = None, now_ns: int = 0, *,
+    def hint(self, ids: Column, context: Optional[PolicyContext] = None, now_ns: int = 0, *,
              stop: int = STOP_UNKNOWN, next_use_ns: int = 0, confidence: float = 1.0,
              done: bool = False) -> int:
         """Gives the policy a hint about the future of objects. Returns how many are present."""
@@ -385,7 +387,7 @@ class Policy(Resource):
         hint = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
                                       next_use_ns=_i64(next_use_ns))
         return self._counted(lambda raw, p, n, out, err: lib.kvt_policy_hint(
-            raw, _i64(now_ns), _context(who), p, n, byref(hint), out, err), ids)
+            raw, _i64(now_ns), _context(context), p, n, byref(hint), out, err), ids)
 
     def evict(self, required_units: int, most: int = 1024, now_ns: int = 0) -> Eviction:
         """Evicts until `required_units` are free, at most `most` victims."""
@@ -421,7 +423,8 @@ class Policy(Resource):
         for pick in picks[: out.victim_count]:
             end = pick.first_block + pick.freed_blocks
             ids = tuple(blocks[pick.first_block: end]) if listed else ()
-            victims.append(Pick(pick.row, pick.id, pick.freed_blocks, pick.kept_blocks, ids))
+            victims.append(SelectedVictim(pick.row, pick.id, pick.freed_blocks, pick.kept_blocks,
+                                          ids))
         return Selection(victims, out.freed_blocks, out.shortfall_blocks, out.decision_ns,
                          _text(out.decided_by, out.decided_by_bytes))
 

@@ -13,7 +13,7 @@ from ._columns import Column
 from ._errors import Error
 from ._kernels import Attended, Borrowed, Index, Rows, TokenLists, u32_room
 from ._lib import check, check_err, lib, text_pointer, u32
-from ._offload import Attention, Context, attention_for_c, context_for_c
+from ._offload import Attention, SparseContext, attention_for_c, context_for_c
 from ._policy import PolicyInfo, check_with_cause
 from ._resource import Resource, byref, new_error
 
@@ -41,10 +41,10 @@ class SparseNeeds(enum.IntFlag):
     COLUMN_SUMS = _abi.KVT_NEEDS_COLUMN_SUMS
     #: The query of the layer that is `ahead` layers earlier.
     NEXT_QUERY = _abi.KVT_NEEDS_NEXT_QUERY
-    #: `Sparse.score`: a score per candidate.
+    #: `Sparse.add_scores`: a score per candidate.
     SCORES = _abi.KVT_NEEDS_SCORES
     VALUES = _abi.KVT_NEEDS_VALUES
-    #: `Sparse.score`: a weight per query and head.
+    #: `Sparse.add_scores`: a weight per query and head.
     WEIGHTS = _abi.KVT_NEEDS_WEIGHTS
     #: All keys of the sequence, for `Sparse.index`.
     ALL_KEYS = _abi.KVT_NEEDS_ALL_KEYS
@@ -153,7 +153,7 @@ class Sparse(Resource):
     >>> shape = kvtier.Attention(layers=1, query_heads=2, key_heads=1, key_dim=8, value_dim=8,
     ...                          block_tokens=4, max_tokens=64)
     >>> with kvtier.Sparse(shape, "streaming(sinks=2,recent=4)") as policy:
-    ...     policy.evict(0, kvtier.Context(tokens=12, first_query=11)).lists()
+    ...     policy.plan_eviction(0, kvtier.SparseContext(tokens=12, first_query=11)).lists()
     [[0, 1, 8, 9, 10, 11]]
     """
 
@@ -220,7 +220,7 @@ class Sparse(Resource):
             self._call(lambda raw, err: lib.kvt_sparse_append(
                 raw, u32(layer), u32(first), byref(rows), err))
 
-    def seal(self, layer: int, block: int, first: int, keys: Any) -> None:
+    def add_block(self, layer: int, block: int, first: int, keys: Any) -> None:
         """Passes the keys of a layer's block that is about to be offloaded. `block` is its id
         among candidates."""
         with Borrowed() as borrowed:
@@ -244,7 +244,7 @@ class Sparse(Resource):
             self._call(lambda raw, err: lib.kvt_sparse_observe(
                 raw, u32(layer), u32(queries), given, count, u32(tokens), err))
 
-    def score(self, layer: int, scores: Column) -> None:
+    def add_scores(self, layer: int, scores: Column) -> None:
         """Sets numbers for the next decision about a layer: a score per candidate, or a weight per
         query and head."""
         with Borrowed() as borrowed:
@@ -282,7 +282,7 @@ class Sparse(Resource):
                 raw, u32(layer), u32(block), u32(first), given, count, err))
 
     def select(self, layer: int, query: Optional[Any], candidates: Column,
-               at: Context) -> List[int]:
+               at: SparseContext) -> List[int]:
         """Returns the candidates to load for a query, ascending; all candidates without a
         query."""
         c, chosen = context_for_c(at), ctypes.c_uint64()
@@ -295,7 +295,8 @@ class Sparse(Resource):
                 ids, count, byref(chosen), err))
         return list(ids[: chosen.value])
 
-    def index(self, layer: int, queries: Any, at: Context, *, keys: Optional[Any] = None) -> Index:
+    def index(self, layer: int, queries: Any, at: SparseContext, *,
+              keys: Optional[Any] = None) -> Index:
         """Returns the keys that queries attend to. `keys` are all keys of the sequence, if the
         traits need them."""
         c = context_for_c(at)
@@ -310,15 +311,15 @@ class Sparse(Resource):
         """Returns the last index again."""
         return self._index(lib.kvt_sparse_last_index)
 
-    def evict(self, layer: int, at: Context) -> Optional[TokenLists]:
+    def plan_eviction(self, layer: int, at: SparseContext) -> Optional[TokenLists]:
         """Returns the tokens to keep if some must be evicted; None: keep all. The eviction takes
-        effect with the call of `evicted`."""
+        effect with the call of `commit_eviction`."""
         c, some = context_for_c(at), ctypes.c_uint32()
         return self._keep(lambda raw, out, err: lib.kvt_sparse_plan_eviction(
             raw, u32(layer), byref(c), out, byref(some), err))
 
-    def last_kept(self) -> Optional[TokenLists]:
-        """Returns the last result of `evict` again."""
+    def last_retained(self) -> Optional[TokenLists]:
+        """Returns the last result of `plan_eviction` again."""
         return self._keep(lib.kvt_sparse_last_retained)
 
     def _keep(self, call: Callable[[Any, Any, Any], int]) -> Optional[TokenLists]:
@@ -336,13 +337,14 @@ class Sparse(Resource):
                 keep = TokenLists(u32_room(out.start_count), u32_room(out.item_count))
                 call = lib.kvt_sparse_last_retained
 
-    def evicted(self, layer: int, keep: TokenLists) -> None:
+    def commit_eviction(self, layer: int, keep: TokenLists) -> None:
         """Reports that a layer now has only these tokens."""
         c = keep._lower()
         self._call(lambda raw, err: lib.kvt_sparse_commit_eviction(raw, u32(layer), byref(c), err))
 
-    def prefill_attention(self, layer: int, queries: Any, keys: Any, values: Any, at: Context, *,
-                          out: Optional[Any] = None, lse: Optional[Any] = None) -> Attended:
+    def prefill_attention(self, layer: int, queries: Any, keys: Any, values: Any,
+                          at: SparseContext, *, out: Optional[Any] = None,
+                          lse: Optional[Any] = None) -> Attended:
         """Computes the attention of a prompt by the policy's index, on this thread. For several
         threads use `index` and `kernels.prefill`."""
         c = context_for_c(at)
@@ -452,9 +454,9 @@ def _optional_rows(rows: Any) -> Optional[Rows]:
     return _rows(rows.contents) if rows else None
 
 
-def _context(c: Any) -> Context:
+def _context(c: Any) -> SparseContext:
     at = c.contents
-    return Context(at.tokens, at.first_query, bool(at.is_prefill), at.part, at.parts)
+    return SparseContext(at.tokens, at.first_query, bool(at.is_prefill), at.part, at.parts)
 
 
 def _on_prefill_offload(custom: _CustomPolicy, block: int, layer: int, first: int,

@@ -20,7 +20,7 @@ from ._plan import (
     Latency,
     Lookup,
     Plan,
-    Prefill,
+    PrefillCost,
     Range,
     PlanStep,
     StoreEvent,
@@ -34,15 +34,14 @@ from ._plan import (
 )
 from ._policy import STOP_UNKNOWN, LogEntry, log_entries
 from ._resource import Closing, Resource, byref, new_error
-from ._runtime import PRIORITY_DEMAND, PRIORITY_PREFETCH, submit_opts
+from ._runtime import PRIORITY_DEMAND, PRIORITY_PREFETCH, CloseReport, Runtime, submit_opts
 from ._view import View, fill
 
 if TYPE_CHECKING:
     from ._budget import Budget
     from ._device import Device
-    from ._event import Event
+    from ._event import ReadyEvent
     from ._queue import Queue
-    from ._runtime import Runtime
 
 #: The reuse rule of a layer: how many past tokens it needs.
 RULE_FULL = _abi.KVT_RULE_FULL
@@ -101,7 +100,8 @@ class Identity:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers with the same dtype, sizes and reuse rule."""
+    """Layers with the same dtype, sizes and reuse rule, for a `Layout` of a model whose layers
+    differ."""
 
     layers: Sequence[int]
     k_bytes: int = 0
@@ -111,6 +111,69 @@ class Group:
     rule: int = RULE_FULL
     window_tokens: int = 0
     state_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The length of chunks, and the KV of a token in each layer. `gqa`, `mla` and `window` create
+    the layouts of most models; `Layout(chunk_tokens, groups)` is for the others.
+
+    >>> import kvtier
+    >>> layout = kvtier.Layout.gqa(layers=32, kv_heads=8, head_dim=128, dtype="bf16",
+    ...                            chunk_tokens=64)
+    >>> layout.k_bytes                                              # of a token and layer
+    2048
+    """
+
+    chunk_tokens: int
+    groups: Sequence[Group] = ()
+    #: The rest describes layers that are alike, without `groups`: set by `gqa`, `mla`, `window`.
+    layers: int = 0
+    dtype: str = "bytes"
+    kv_heads: int = 0
+    #: The tokens that a layer with a window attends to; 0 = all layers attend to all tokens.
+    window_tokens: int = 0
+    #: With a window: each full_every-th layer attends to all tokens; 0 = no layer does.
+    full_every: int = 0
+    #: The first layer that does, below full_every.
+    full_first: int = 0
+    #: The bytes of K, or of the latent, per token and layer.
+    k_bytes: int = 0
+    #: The bytes of V per token and layer; 0 = V is part of K.
+    v_bytes: int = 0
+
+    @classmethod
+    def gqa(cls, layers: int, kv_heads: int, head_dim: int, dtype: str,
+            chunk_tokens: int) -> "Layout":
+        """Returns the layout of grouped-query, multi-query or multi-head attention: K and V by
+        head, all layers alike."""
+        return cls._of(lib.kvt_layout_gqa, layers, kv_heads, head_dim, dtype, chunk_tokens)
+
+    @classmethod
+    def mla(cls, layers: int, latent_dim: int, rope_dim: int, dtype: str,
+            chunk_tokens: int) -> "Layout":
+        """Returns the layout of latent attention (MLA): one plane, K, with the latent and the
+        rotated part of the key."""
+        return cls._of(lib.kvt_layout_mla, layers, latent_dim, rope_dim, dtype, chunk_tokens)
+
+    @classmethod
+    def window(cls, layers: int, kv_heads: int, head_dim: int, dtype: str, chunk_tokens: int,
+               window_tokens: int, full_every: int = 0) -> "Layout":
+        """Returns the layout of layers that attend to the last `window_tokens` tokens only. Each
+        full_every-th layer attends to all tokens: 6 for Gemma 3, 2 for gpt-oss, 0 = no layer.
+        The first one is layer full_every - 1: `dataclasses.replace(layout, full_first=0)` moves
+        it."""
+        return cls._of(lib.kvt_layout_window, layers, kv_heads, head_dim, dtype, chunk_tokens,
+                       u32(window_tokens), u32(full_every))
+
+    @classmethod
+    def _of(cls, call: Any, layers: int, first: int, second: int, dtype: str, chunk_tokens: int,
+            *more: int) -> "Layout":
+        c, err = _abi.kvt_layout_t(), new_error()
+        check_err(call(byref(c), u32(layers), u32(first), u32(second), _dtype(dtype),
+                       u32(chunk_tokens), *more, byref(err)), err)
+        return cls(c.chunk_tokens, (), c.layers, dtype, c.kv_heads, c.window_tokens, c.full_every,
+                   c.full_first, c.k_bytes, c.v_bytes)
 
 
 class SessionInfo(NamedTuple):
@@ -141,7 +204,7 @@ class NamespaceJob(_reaper.Job):
 
 
 class StoreJob(_reaper.Job):
-    """Closes a store."""
+    """Closes a store, and its runtime if the store opened one."""
 
     __slots__ = ()
 
@@ -181,20 +244,30 @@ def _identity(given: Identity, kept: List[Any]) -> Any:
     return c
 
 
-def _layout(chunk_tokens: int, groups: Sequence[Group], kept: List[Any]) -> Any:
-    rows = (_abi.kvt_group_t * len(groups))()
-    for row, group in zip(rows, groups):
-        if group.dtype not in DTYPES:
-            raise _invalid(f"dtype {group.dtype!r} is unknown: it must be one of "
-                           f"{', '.join(DTYPES)}")
+def _dtype(name: str) -> int:
+    if name not in DTYPES:
+        raise _invalid(f"dtype {name!r} is unknown: it must be one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _layout(given: Layout, kept: List[Any]) -> Any:
+    c = _abi.kvt_layout_t(dtype=_dtype(given.dtype), k_bytes=u64(given.k_bytes),
+                          v_bytes=u64(given.v_bytes))
+    for name in ("chunk_tokens", "layers", "kv_heads", "window_tokens", "full_every",
+                 "full_first"):
+        setattr(c, name, u32(getattr(given, name)))
+    if not given.groups and given.layers:
+        return c
+    rows = (_abi.kvt_group_t * len(given.groups))()
+    for row, group in zip(rows, given.groups):
         layers = (ctypes.c_uint16 * len(group.layers))(*(u64(n, 16) for n in group.layers))
         kept.append(layers)
-        row.rule, row.dtype, row.kv_heads = u32(group.rule), DTYPES[group.dtype], u32(group.kv_heads)
+        row.rule, row.dtype, row.kv_heads = (
+            u32(group.rule), _dtype(group.dtype), u32(group.kv_heads))
         row.window_tokens, row.state_bytes = u32(group.window_tokens), u64(group.state_bytes)
         row.k_bytes, row.v_bytes = u64(group.k_bytes), u64(group.v_bytes)
         row.layers, row.layer_count = layers, len(layers)
     kept.append(rows)
-    c = _abi.kvt_layout_t(chunk_tokens=u32(chunk_tokens))
     c.groups, c.group_count = rows, len(rows)
     c.stride_bytes = ctypes.sizeof(_abi.kvt_group_t)
     return c
@@ -289,7 +362,7 @@ class Session(Resource):
     def plan(self, *, overlap: bool = True, wait: bool = True, priority: int = PRIORITY_DEMAND,
              cost: Optional[Tuple[float, float]] = None) -> Plan:
         """Returns the cheapest steps to make all tokens available, by loading or recomputing.
-        `cost` is alpha_ns and beta_ns as in `Prefill`, by default the namespace's cost."""
+        `cost` is alpha_ns and beta_ns as in `PrefillCost`, by default the namespace's cost."""
         c, raw, plan = terms(overlap, wait, u32(priority), cost), self._raw, _abi.kvt_plan_t()
         rows = all_rows(_abi.kvt_plan_step_t, lambda rows, room, stride, count, err: (
             lib.kvt_session_plan(raw, byref(c), rows, room, stride, count, byref(plan), err)))
@@ -315,7 +388,7 @@ class Session(Resource):
             first_token: int = 0, tokens: int = 0, first_layer: int = 0, level: int = LEVEL_RAM,
             queue: "Optional[Queue]" = None, tag: object = None,
             timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
-            ready: "Optional[Event]" = None, after: After = None) -> Op:
+            ready: "Optional[ReadyEvent]" = None, after: After = None) -> Op:
         """Stores the layers that have views. The result's value is the number of tokens without a
         gap. The op holds the objects until it is closed. Copies wait for `after`, an event of the
         store's device, which the op holds too; do not close the event earlier."""
@@ -325,39 +398,39 @@ class Session(Resource):
                             priority)
 
     def get(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
-            first_token: int = 0, tokens: int = 0, first_layer: int = 0, reuse: bool = False,
+            first_token: int = 0, tokens: int = 0, first_layer: int = 0, needed_only: bool = False,
             chunks: Optional[Column] = None, queue: "Optional[Queue]" = None,
             tag: object = None, timeout: Optional[float] = None,
-            priority: int = PRIORITY_DEMAND, ready: "Optional[Event]" = None,
+            priority: int = PRIORITY_DEMAND, ready: "Optional[ReadyEvent]" = None,
             after: After = None) -> Op:
         """Loads KV into the views. The op ends with `NotFoundError` if some KV is missing; then
         `info().value` is the number of loaded tokens.
 
-        With `reuse` the call loads only what is needed to continue after the last token; windows
-        and states need only their end. With `chunks`, ascending, it loads only these chunks. Chunk 0
-        contains `first_token`, and the tokens of the chunks are contiguous in the views. The op
-        holds the objects until it is closed. A dropped op is cancelled."""
+        With `needed_only` the call loads only what is needed to continue after the last token;
+        windows and states need only their end. With `chunks`, ascending, it loads only these
+        chunks. Chunk 0 contains `first_token`, and the tokens of the chunks are contiguous in the
+        views. The op holds the objects until it is closed. A dropped op is cancelled."""
         transfer, kept = _transfer(k, v, first_token, tokens, first_layer, True, ready, after)
         with Columns() as columns:
-            _restrict(transfer, reuse, chunks, columns)
+            _restrict(transfer, needed_only, chunks, columns)
             return self._submit(lib.kvt_session_get, transfer, kept, True, queue, tag, timeout,
                                 priority)
 
     def prefetch(self, *, first_token: int = 0, tokens: int = 0, first_layer: int = 0,
-                 layers: int = 0, reuse: bool = False, chunks: Optional[Column] = None,
+                 layers: int = 0, needed_only: bool = False, chunks: Optional[Column] = None,
                  queue: "Optional[Queue]" = None, tag: object = None,
                  timeout: Optional[float] = None, priority: int = PRIORITY_PREFETCH,
-                 ready: "Optional[Event]" = None) -> Op:
+                 ready: "Optional[ReadyEvent]" = None) -> Op:
         """Brings KV to host memory before a get. A dropped op is cancelled."""
         transfer = _abi.kvt_transfer_t(first_token=u64(first_token), tokens=u64(tokens),
                                        first_layer=u32(first_layer), layers=u32(layers))
         _set_ready(transfer, ready)
         with Columns() as columns:
-            _restrict(transfer, reuse, chunks, columns)
+            _restrict(transfer, needed_only, chunks, columns)
             return self._submit(lib.kvt_session_prefetch, transfer, [], True, queue, tag, timeout,
                                 priority)
 
-    def locate(self, *, queue: "Optional[Queue]" = None, tag: object = None,
+    def remote_lookup(self, *, queue: "Optional[Queue]" = None, tag: object = None,
                timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Op:
         """Looks up how far the session is reusable with the store and the remote. The op's value
         is the number of tokens. A dropped op is cancelled."""
@@ -369,21 +442,21 @@ class Session(Resource):
 
     def get_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
-                 reuse: bool = False, chunks: Optional[Column] = None,
+                 needed_only: bool = False, chunks: Optional[Column] = None,
                  timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
-                 ready: "Optional[Event]" = None, after: After = None) -> List[Op]:
+                 ready: "Optional[ReadyEvent]" = None, after: After = None) -> List[Op]:
         """Like `get`, with an op per layer: the engine can use the first layers during the load
         of the others."""
         transfer, kept = _transfer(k, v, first_token, tokens, first_layer, True, ready, after)
         with Columns() as columns:
-            _restrict(transfer, reuse, chunks, columns)
+            _restrict(transfer, needed_only, chunks, columns)
             return self._submit_each(lib.kvt_session_get, transfer, kept, True, timeout, priority)
 
     def put_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
                  level: int = LEVEL_RAM, timeout: Optional[float] = None,
                  priority: int = PRIORITY_DEMAND,
-                 ready: "Optional[Event]" = None, after: After = None) -> List[Op]:
+                 ready: "Optional[ReadyEvent]" = None, after: After = None) -> List[Op]:
         """Like `put`, with an op per layer."""
         transfer, kept = _transfer(k, v, first_token, tokens, first_layer, False, ready, after)
         transfer.level = u32(level)
@@ -427,7 +500,7 @@ class Session(Resource):
 
 def _transfer(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token: int,
               tokens: int, first_layer: int, writable: bool,
-              ready: "Optional[Event]", after: After) -> Tuple[Any, List[Any]]:
+              ready: "Optional[ReadyEvent]", after: After) -> Tuple[Any, List[Any]]:
     kept: List[Any] = []
     if len(k) == 0 or (v is not None and len(v) != len(k)):
         raise _invalid(f"{len(k)} views of K and {len(v or [])} of V: give at least one view of "
@@ -458,16 +531,16 @@ def _submit_op(runtime: Any, call: Any, kept: List[Any], cancel: bool, queue: "O
     return op
 
 
-def _restrict(transfer: Any, reuse: bool, chunks: Optional[Column], columns: Columns) -> None:
+def _restrict(transfer: Any, needed_only: bool, chunks: Optional[Column], columns: Columns) -> None:
     """Restricts a transfer to parts of its tokens. `columns` keeps the list of chunks during the
     call."""
-    transfer.flags = _abi.KVT_TRANSFER_NEEDED_ONLY if reuse else 0
+    transfer.flags = _abi.KVT_TRANSFER_NEEDED_ONLY if needed_only else 0
     transfer.chunks, transfer.chunk_count = columns.take("chunks", "u32", chunks)
     if chunks is not None and transfer.chunk_count == 0:  # C takes a null address for all chunks
         raise _invalid("chunks is empty: name at least one chunk, or pass None for all")
 
 
-def _set_ready(transfer: Any, ready: "Optional[Event]") -> None:
+def _set_ready(transfer: Any, ready: "Optional[ReadyEvent]") -> None:
     if ready is not None:
         transfer.ready = ready._raw.value
 
@@ -487,26 +560,26 @@ class Namespace(Resource):
     adapter or salt. Any thread may use it.
 
     >>> import kvtier
-    >>> from kvtier import Group, Identity
-    >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=16MiB)") as store:
-    ...     layout = {"chunk_tokens": 16, "groups": [Group(layers=[0], k_bytes=32)]}
-    ...     one = store.namespace(Identity(model=b"m"), **layout)
-    ...     same = store.namespace(Identity(model=b"m"), **layout)
-    ...     salted = store.namespace(Identity(model=b"m", salt=b"a tenant's"), **layout)
+    >>> from kvtier import Identity, Layout
+    >>> layout = Layout.gqa(layers=2, kv_heads=2, head_dim=64, dtype="f16", chunk_tokens=16)
+    >>> with kvtier.open("store(host=16MiB)") as store:
+    ...     one = store.namespace(Identity(model=b"m"), layout)
+    ...     same = store.namespace(Identity(model=b"m"), layout)
+    ...     salted = store.namespace(Identity(model=b"m", salt=b"a tenant's"), layout)
     ...     one.key == same.key, one.key == salted.key
     (True, False)
     """
 
     _type_name = "namespace"
 
-    def __init__(self, store: "Store", identity: Identity, chunk_tokens: int,
-                 groups: Sequence[Group], holes: bool = False) -> None:
-        self._store, self._chunk_tokens = store, chunk_tokens
+    def __init__(self, store: "Store", identity: Identity, layout: Layout,
+                 holes: bool = False) -> None:
+        self._store, self._chunk_tokens = store, layout.chunk_tokens
         kept: List[Any] = []
-        fields, layout = _identity(identity, kept), _layout(chunk_tokens, groups, kept)
+        fields, cells = _identity(identity, kept), _layout(layout, kept)
         flags = _abi.KVT_NAMESPACE_HOLES if holes else 0
         handle, err = _abi.kvt_namespace_p(), new_error()
-        check_err(lib.kvt_namespace_open(store._raw, byref(fields), byref(layout), flags,
+        check_err(lib.kvt_namespace_open(store._raw, byref(fields), byref(cells), flags,
                                          byref(handle), byref(err)), err)
         self._own(NamespaceJob(handle, _reaper.RANK_NAMESPACE))
 
@@ -584,18 +657,18 @@ class Namespace(Resource):
         check_err(lib.kvt_namespace_observe_prefill(self._raw, u64(context_tokens), u64(tokens),
                                                     u64(ns), byref(err)), err)
 
-    def fix_prefill(self, cost: Optional[Tuple[float, float]]) -> None:
+    def set_prefill_cost(self, cost: Optional[Tuple[float, float]]) -> None:
         """Fixes the cost of computation, alpha_ns and beta_ns; None: plans use observations."""
         err, c = new_error(), None
         if cost is not None:
             c = byref(_abi.kvt_prefill_cost_t(alpha_ns=float(cost[0]), beta_ns=float(cost[1])))
         check_err(lib.kvt_namespace_set_prefill_cost(self._raw, c, byref(err)), err)
 
-    def prefill(self) -> Prefill:
+    def prefill_cost(self) -> PrefillCost:
         """Returns the cost of computation that plans use now."""
         c = _abi.kvt_prefill_cost_t()
         check(lib.kvt_namespace_prefill_cost(self._raw, byref(c)))
-        return Prefill(c.alpha_ns, c.beta_ns, c.observed, bool(c.fixed))
+        return PrefillCost(c.alpha_ns, c.beta_ns, c.observed, bool(c.fixed))
 
     def clear(self, timeout: Optional[float] = None) -> ClearReport:
         """Removes unreferenced chunks, and waits until they cannot come back after a restart."""
@@ -613,9 +686,31 @@ class Namespace(Resource):
         self._released()
 
 
+class _StoreRuntime(Runtime):
+    """The runtime of a store that `kvtier.open` opened. Its job is the store's."""
+
+    def __init__(self, job: StoreJob) -> None:
+        self._handle = _abi.kvt_runtime_p()
+        check(lib.kvt_store_runtime(job.handle, byref(self._handle)))
+        self._own(job)
+
+    @property
+    def _raw(self) -> Any:
+        if not self._job.handle.value or _reaper.in_child:
+            super()._raw  # noqa: B018: raises the reason
+        return self._handle
+
+    def close(self, timeout: Optional[float] = None) -> CloseReport:
+        """Raises `StateError` while the store is open."""
+        if self.closed:
+            return CloseReport(0, 0, 0, 0, 0)
+        raise make(_abi.KVT_E_STATE, "this runtime belongs to a store: close the store")
+
+
 class Store(Closing):
     """Keeps KV in tiers, as its spec defines:
-    `store(host=8GiB, disk=disk(path="kv", bytes=200GiB))`.
+    `store(host=8GiB, disk=disk(path="kv", bytes=200GiB))`. `kvtier.open` opens one with a runtime
+    of its own.
 
     Arguments beside the spec override it. `write` is `behind`, `through`, `back` or `never`.
     `device` copies between the caller's memory and the store's. If it has memory of its own,
@@ -643,7 +738,7 @@ class Store(Closing):
 
     _type_name = "store"
 
-    def __init__(self, runtime: "Runtime", spec: str = "store", *,
+    def __init__(self, runtime: Runtime, spec: str = "store", *,
                  budget: "Optional[Budget]" = None, host_bytes: int = 0, disk_bytes: int = 0,
                  disk_path: "Union[str, os.PathLike[str]]" = "", policy: str = "",
                  disk_policy: str = "", write: str = "",
@@ -676,10 +771,37 @@ class Store(Closing):
                                      byref(err)), err)
         self._own(StoreJob(handle, _reaper.RANK_STORE))
 
-    def namespace(self, identity: Identity, *, chunk_tokens: int, groups: Sequence[Group],
+    @classmethod
+    def _open(cls, spec: Optional[str]) -> "Store":
+        _reaper.arm()
+        text = None if spec is None else spec.encode()
+        handle, err = _abi.kvt_store_p(), new_error()
+        check_err(lib.kvt_open(text, len(text or b""), byref(handle), byref(err)), err)
+        store = cls.__new__(cls)
+        # At exit it is closed like a runtime, because its threads end only then.
+        runtime = _StoreRuntime(StoreJob(handle, _reaper.RANK_RUNTIME))
+        store._runtime, store._device = runtime, None
+        # The finalizer is the runtime's: what was opened on the runtime keeps the store open, too.
+        store._job, store._finalizer = runtime._job, runtime._finalizer
+        return store
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime, for queues, buffers, budgets and devices. That of `kvtier.open` is closed
+        with the store; its own `close` raises `StateError`."""
+        return self._runtime
+
+    def namespace(self, identity: Identity, layout: Optional[Layout] = None, *,
+                  chunk_tokens: int = 0, groups: Sequence[Group] = (),
                   holes: bool = False) -> Namespace:
-        """Opens a namespace, which may exist already."""
-        return Namespace(self, identity, chunk_tokens, groups, holes)
+        """Opens a namespace, which may exist already. `chunk_tokens` and `groups` take the place
+        of a layout: `Layout(chunk_tokens, groups)`."""
+        if layout is None:
+            layout = Layout(chunk_tokens, groups)
+        elif chunk_tokens or groups:
+            raise _invalid("namespace got a layout, and chunk_tokens or groups: give the layout "
+                           "alone")
+        return Namespace(self, identity, layout, holes)
 
     def stats(self) -> Dict[str, float]:
         """Returns counters and gauges, by the names of kvt_store_stats_t: integers, but for the
@@ -701,7 +823,7 @@ class Store(Closing):
         check_err(lib.kvt_store_set_policy(self._raw, u32(tier), text, len(text), byref(err)),
                   err)
 
-    def set_budget(self, tier: int, limit: int) -> None:
+    def set_limit(self, tier: int, limit: int) -> None:
         """Changes the limit of a tier in bytes; the excess is evicted over time."""
         err = new_error()
         check_err(lib.kvt_store_set_limit(self._raw, u32(tier), u64(limit), byref(err)), err)
@@ -773,3 +895,26 @@ class Store(Closing):
         err = new_error()
         check_err(lib.kvt_store_close(byref(self._job.handle), end, byref(err)), err)
         self._released()
+
+
+def open(spec: Optional[str] = None) -> Store:
+    """Opens a store with a runtime and a budget of its own; closing the store closes them, too.
+
+    `spec` is "store(...)", or "kvtier(workers=4, budget=budget(host=8GiB), store=store(...))" with
+    parameters of the runtime and the budget. None is "store(host=1GiB)". Stores with a device, or
+    with secrets for their remote, need `Runtime` and `Store`.
+
+    >>> import kvtier
+    >>> from kvtier import Identity, Layout, View
+    >>> layout = Layout.gqa(layers=2, kv_heads=1, head_dim=8, dtype="f16", chunk_tokens=4)
+    >>> k, v = [[bytearray(b"x" * 8 * 16) for layer in (0, 1)] for plane in "kv"]
+    >>> views = [[View(layer, 16) for layer in plane] for plane in (k, v)]
+    >>> with kvtier.open("store(host=16MiB)") as store:
+    ...     with store.namespace(Identity(model=b"my model"), layout).session() as session:
+    ...         session.append(range(8))
+    ...         session.put(*views).result().value, session.get(*views).result().value
+    (8, 8)
+
+    In an asyncio loop: `async with kvtier.open() as store, store.runtime.queue() as queue`.
+    """
+    return Store._open(spec)

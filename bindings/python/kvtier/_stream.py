@@ -15,7 +15,7 @@ from ._columns import Column, Columns
 from ._errors import make
 from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
 from ._resource import Closing, Resource, byref, new_error
-from ._view import Place
+from ._view import MemoryRange
 
 if TYPE_CHECKING:
     from ._budget import Budget
@@ -119,7 +119,7 @@ class UnitEntry(NamedTuple):
     expert: Optional[int] = None
 
 
-class StreamMark(NamedTuple):
+class StreamSpan(NamedTuple):
     """A timed stage of a unit: "read", "copy", "use" or "wait"."""
 
     stage: str
@@ -128,7 +128,7 @@ class StreamMark(NamedTuple):
     end_ns: int
 
 
-class LayerCount(NamedTuple):
+class ExpertStats(NamedTuple):
     """Hits and misses of a layer's experts."""
 
     layer: int
@@ -382,13 +382,13 @@ class Model(Resource):
         return [Part(row.tensor, row.unit, row.at, getattr(row, "from"), row.bytes)
                 for row in rows]
 
-    def find(self, name: str) -> int:
+    def find_tensor(self, name: str) -> int:
         """Returns the number of the tensor with this name."""
         text, number = name.encode(), ctypes.c_uint32()
         check(lib.kvt_model_find_tensor(self._raw, text, len(text), byref(number)))
         return number.value
 
-    def layer(self, layer: int, expert: Optional[int] = None) -> int:
+    def find_unit(self, layer: int, expert: Optional[int] = None) -> int:
         """Returns the number of a layer's unit, or of one of its experts."""
         number = ctypes.c_uint32()
         check(lib.kvt_model_find_unit(self._raw, u32(layer), _abi.KVT_NONE if expert is None
@@ -413,7 +413,7 @@ class Model(Resource):
         return _long_text(lambda to, room, n, err: lib.kvt_model_plan_describe(
             raw, byref(c), m, kind, to, room, n, byref(err)))
 
-    def what_if(self, links: str, terms: Optional[StreamTerms] = None,
+    def forecast(self, links: str, terms: Optional[StreamTerms] = None,
                 memory: Optional[StreamMemory] = None) -> Dict[str, Any]:
         """Predicts a pass with other link speeds in GB/s: "h2d=13,disk=3.3"."""
         text, c, err = links.encode(), _abi.kvt_forecast_t(), new_error()
@@ -429,13 +429,13 @@ class Model(Resource):
         self._released()
 
 
-class _Lease:
-    """The lease of a unit. The unit and its views hold it; its end releases the unit."""
+class _Release:
+    """A lease and its views hold this object; its end releases the unit."""
 
 
-def _release_unit(stream: int, held: Any) -> None:
+def _release_unit(stream: int, lease: Any) -> None:
     if not _reaper.forked():
-        lib.kvt_stream_release(_abi.kvt_stream_p(stream), byref(held), 0, None)
+        lib.kvt_stream_release(_abi.kvt_stream_p(stream), byref(lease), 0, None)
 
 
 #: The statuses of a release that did not release the unit.
@@ -443,50 +443,50 @@ _NOT_RELEASED = (_abi.KVT_E_UNSUPPORTED, _abi.KVT_E_INVALID, _abi.KVT_E_HANDLE, 
                  _abi.KVT_E_FORKED)
 
 
-class StreamUnit(Place):
-    """A leased unit. `release`, the end of a `with` block, or dropping the unit ends the lease, but
-    not before the end of its last view. A unit in device memory has no views; copy it with
-    `Device.download`."""
+class UnitLease(MemoryRange):
+    """The right to use a unit, and its memory. `release`, the end of a `with` block, or dropping
+    the lease ends it, but not before the end of its last view. A unit in device memory has no
+    views; copy it with `Device.download`."""
 
-    def __init__(self, streamer: "Streamer", held: Any) -> None:
-        self._streamer, self._held = streamer, held
+    def __init__(self, streamer: "Streamer", lease: Any) -> None:
+        self._streamer, self._c = streamer, lease
         #: The address of the unit's bytes.
-        self.address: int = int(held.address)
-        self.nbytes: int = held.bytes
+        self.address: int = int(lease.address)
+        self.nbytes: int = lease.bytes
         #: The unit's number.
-        self.unit: int = held.unit
+        self.unit: int = lease.unit
         #: Whether the unit is in device memory, without views.
-        self.on_device: bool = held.memory == _abi.KVT_MEMORY_DEVICE
+        self.on_device: bool = lease.memory == _abi.KVT_MEMORY_DEVICE
         #: The number of the device event after which the bytes are complete; 0 = they are.
-        self.event: int = held.event
-        self._lease: Optional[_Lease] = _Lease()
-        self._finalizer = weakref.finalize(self._lease, _release_unit, streamer._raw.value, held)
+        self.event: int = lease.event
+        self._held: Optional[_Release] = _Release()
+        self._finalizer = weakref.finalize(self._held, _release_unit, streamer._raw.value, lease)
 
     @property
     def released(self) -> bool:
         """Whether the unit was released."""
-        return self._lease is None
+        return self._held is None
 
     def release(self, after: "Optional[DeviceEvent]" = None) -> None:
         """Releases the unit. A second call has no effect. The streamer reuses device memory after
         the event `after`, if given, and takes ownership of the event."""
         if after is not None:
-            if self._lease is None:
+            if self._held is None:
                 raise make(_abi.KVT_E_STATE, "the unit was released: acquire it again")
             if not self.on_device:
                 raise make(_abi.KVT_E_UNSUPPORTED, "release takes an event for units in device "
                                                    "memory only: this unit is in host memory")
             err = new_error()
-            status = lib.kvt_stream_release(self._streamer._raw, byref(self._held),
+            status = lib.kvt_stream_release(self._streamer._raw, byref(self._c),
                                             after.number, byref(err))
             if status not in _NOT_RELEASED:  # another status is the error of a copy
                 self._finalizer.detach()
-                self._lease = None
+                self._held = None
                 after._hand_over()
             check_err(status, err)
-        self._lease = None
+        self._held = None
 
-    def __enter__(self) -> "StreamUnit":
+    def __enter__(self) -> "UnitLease":
         self._check(False)
         return self
 
@@ -494,7 +494,7 @@ class StreamUnit(Place):
         self.release()
 
     def _check(self, writable: bool) -> None:
-        if self._lease is None:
+        if self._held is None:
             raise make(_abi.KVT_E_STATE, "the unit was released: acquire it again")
         if writable:
             raise make(_abi.KVT_E_INVALID, "a unit is read-only: copy it to other memory to "
@@ -506,7 +506,7 @@ class StreamUnit(Place):
             raise make(_abi.KVT_E_UNSUPPORTED, "the unit is in device memory: copy it with "
                                                "Device.download")
         memory: Any = (ctypes.c_ubyte * length).from_address(self.address + at)
-        memory.owner = self._lease
+        memory.owner = self._held
         return memoryview(memory).cast("B").toreadonly()
 
     @property
@@ -560,8 +560,8 @@ class Streamer(Closing):
     ...     with kvtier.Model.table([path], units) as model:
     ...         with kvtier.Streamer(runtime, model) as streamer:
     ...             for unit in model.units:
-    ...                 with streamer.acquire(unit.number, timeout=5) as held:
-    ...                     print(unit.name, bytes(held.data[:2]))
+    ...                 with streamer.acquire(unit.number, timeout=5) as lease:
+    ...                     print(unit.name, bytes(lease.data[:2]))
     layer 0 b'aa'
     layer 1 b'bb'
     """
@@ -624,7 +624,7 @@ class Streamer(Closing):
     def _end(self, timeout: Optional[float]) -> int:
         return deadline_after(time.monotonic_ns(), timeout)
 
-    def load(self, timeout: Optional[float] = None) -> None:
+    def wait_resident(self, timeout: Optional[float] = None) -> None:
         """Waits until all resident units are in memory."""
         err = new_error()
         check_err(lib.kvt_stream_wait_resident(self._raw, self._end(timeout), byref(err)),
@@ -645,25 +645,25 @@ class Streamer(Closing):
         check_err(lib.kvt_stream_pass_end(self._raw, byref(err)), err)
 
     def acquire(self, unit: int, timeout: Optional[float] = None, *,
-                early: bool = False) -> StreamUnit:
-        """Waits for a unit and leases it. `early`: on a device returns the unit during its copies;
-        `StreamUnit.event` is the event after which the bytes are complete."""
-        held, err = _abi.kvt_unit_lease_t(), new_error()
-        flags = _abi.KVT_ACQUIRE_SUBMITTED if early else 0
+                submitted: bool = False) -> UnitLease:
+        """Waits for a unit and leases it. `submitted`: on a device returns the lease during the
+        copies; `UnitLease.event` is the event after which the bytes are complete."""
+        lease, err = _abi.kvt_unit_lease_t(), new_error()
+        flags = _abi.KVT_ACQUIRE_SUBMITTED if submitted else 0
         check_err(lib.kvt_stream_acquire(self._raw, u32(unit), flags, self._end(timeout),
-                                         byref(held), byref(err)), err)
-        return StreamUnit(self, held)
+                                         byref(lease), byref(err)), err)
+        return UnitLease(self, lease)
 
-    def poll(self, unit: int) -> Optional[StreamUnit]:
+    def poll(self, unit: int) -> Optional[UnitLease]:
         """Leases a unit if it is available; None: it is still being loaded."""
-        held, err = _abi.kvt_unit_lease_t(), new_error()
+        lease, err = _abi.kvt_unit_lease_t(), new_error()
         status = lib.kvt_stream_acquire(self._raw, u32(unit), _abi.KVT_ACQUIRE_POLL, 0,
-                                        byref(held), byref(err))
+                                        byref(lease), byref(err))
         if status == _abi.KVT_E_AGAIN:
             lib.kvt_error_free(byref(err))
             return None
         check_err(status, err)
-        return StreamUnit(self, held)
+        return UnitLease(self, lease)
 
     def hint(self, units: Column) -> None:
         """Announces that the engine will use these units."""
@@ -712,7 +712,7 @@ class Streamer(Closing):
         check(lib.kvt_stream_plan(self._raw, byref(plan), None, None, 0, 0))
         return int(plan.device_units + plan.host_units + plan.file_units)
 
-    def what_if(self, links: str) -> Dict[str, Any]:
+    def forecast(self, links: str) -> Dict[str, Any]:
         """Predicts a pass with other link speeds in GB/s: "disk=3.3"."""
         text, c, err = links.encode(), _abi.kvt_forecast_t(), new_error()
         check_err(lib.kvt_stream_forecast(self._raw, text, len(text), byref(c), byref(err)), err)
@@ -727,22 +727,22 @@ class Streamer(Closing):
         check(call(self._raw, byref(c)))
         return _fields(c)
 
-    def layers(self) -> List[LayerCount]:
+    def layers(self) -> List[ExpertStats]:
         """Returns the counts of experts by layer."""
         raw = self._raw
         rows = _rows(_abi.kvt_expert_stats_t, lambda to, room, each, n: lib.kvt_stream_layers(
             raw, to, room, each, n))
-        return [LayerCount(row.layer, row.hits, row.misses, row.bytes) for row in rows]
+        return [ExpertStats(row.layer, row.hits, row.misses, row.bytes) for row in rows]
 
-    def marks(self) -> List[StreamMark]:
+    def marks(self) -> List[StreamSpan]:
         """Returns the last timed stages, the oldest first."""
         raw = self._raw
         rows = _rows(_abi.kvt_stream_span_t, lambda to, room, each, n: lib.kvt_stream_marks(
             raw, to, room, each, n))
-        return [StreamMark(_STAGES[row.stage], row.unit, row.begin_ns, row.end_ns)
+        return [StreamSpan(_STAGES[row.stage], row.unit, row.begin_ns, row.end_ns)
                 for row in rows]
 
-    def engine(self) -> str:
+    def describe_io(self) -> str:
         """Returns how files are read, and why no faster way is used."""
         raw = self._raw
         return _long_text(lambda to, room, n, err: lib.kvt_stream_describe_io(raw, to, room, n))
@@ -753,7 +753,7 @@ class Streamer(Closing):
         check_err(lib.kvt_stream_verify(self._raw, u32(unit), byref(total), byref(err)), err)
         return total.value
 
-    def fixed(self, unit: Optional[int] = None) -> Tuple[int, int]:
+    def unit_address(self, unit: Optional[int] = None) -> Tuple[int, int]:
         """Returns the address and length of a unit with a fixed address (`in_place`), or of
         all."""
         address, length = ctypes.c_void_p(), ctypes.c_uint64()

@@ -14,17 +14,18 @@ from ._lib import u32, u64
 from ._pybuffer import Export
 
 
-class Place:
+class MemoryRange:
     """A range of memory without a Python object, for `View` and `Pool`. It is host memory, or
     device memory (`on_device=True`).
 
     Nothing checks the address: the caller keeps the memory valid until the ops on it are
-    released. The place and its ops hold `kept`. `DeviceMemory` and `StreamUnit` are places, too.
+    released. The range and its ops hold `kept`.
+    `DeviceMemory` and `UnitLease` are memory ranges, too.
 
     >>> import ctypes, kvtier
     >>> memory = ctypes.create_string_buffer(8192)
-    >>> place = kvtier.Place(ctypes.addressof(memory), 8192, kept=memory)
-    >>> kvtier.Pool(place, 4096).count
+    >>> around = kvtier.MemoryRange(ctypes.addressof(memory), 8192, kept=memory)
+    >>> kvtier.Pool(around, 4096).count
     2
     """
 
@@ -55,9 +56,9 @@ class View:
     """One plane of one layer: tokens from `offset` on, or in pages that begin at offsets.
 
     `source` is a contiguous object (bytearray, numpy array, torch tensor, kvtier.Buffer), device
-    memory (kvtier.DeviceMemory, kvtier.StreamUnit, a CUDA tensor), or any other memory
-    (kvtier.Place). A stride of 0 means no gap between tokens, or heads. Calls check that the view
-    lies inside the object.
+    memory (kvtier.DeviceMemory, kvtier.UnitLease, a CUDA tensor), or any other memory
+    (kvtier.MemoryRange). A stride of 0 means no gap between tokens, or heads. Calls check that the
+    view lies inside the object.
 
     >>> import kvtier
     >>> plane = bytearray(64 * 32)                      # 64 tokens of 2 heads of 16 bytes
@@ -75,9 +76,9 @@ class View:
     page_tokens: int = 0
 
 
-def export(source: Any, writable: bool, kept: List[Any]) -> Union[Export, Place]:
+def export(source: Any, writable: bool, kept: List[Any]) -> Union[Export, MemoryRange]:
     """Returns the memory of an object, which `kept` holds."""
-    if isinstance(source, Place):
+    if isinstance(source, MemoryRange):
         source._check(writable)
         kept.append(source)
         return source
@@ -87,7 +88,7 @@ def export(source: Any, writable: bool, kept: List[Any]) -> Union[Export, Place]
     return exported
 
 
-def kind_of(memory: Union[Export, Place]) -> int:
+def kind_of(memory: Union[Export, MemoryRange]) -> int:
     """Returns the KVT_MEMORY_* of exported memory."""
     return _abi.KVT_MEMORY_DEVICE if memory.on_device else _abi.KVT_MEMORY_HOST
 

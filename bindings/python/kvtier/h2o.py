@@ -30,7 +30,7 @@ import numpy as np  # noqa: E402
 
 from . import _abi, kernels  # noqa: E402
 from ._errors import make  # noqa: E402
-from ._offload import Attention, Context  # noqa: E402
+from ._offload import Attention, SparseContext  # noqa: E402
 from ._sparse import (  # noqa: E402
     Sparse,
     SparseCaps,
@@ -225,7 +225,7 @@ class Evictor:
             return slice(0, count)
         return _compact(np.flatnonzero(self.ids[sequence, 0, self.rows - count:] >= 0))
 
-    def came(self, sequence: int) -> int:
+    def new_tokens(self, sequence: int) -> int:
         """Returns the number of real tokens in the last `extend`."""
         return int(self._new[sequence])
 
@@ -269,7 +269,7 @@ class Evictor:
                 for sequence, keep in enumerate(keeps)]
         for policy, keep in zip(self.policies, keeps):
             if keep is not None:
-                policy.evicted(self.layer, keep)
+                policy.commit_eviction(self.layer, keep)
         return self._gather(rows)
 
     def _evicts(self, is_prefill: bool) -> bool:
@@ -280,8 +280,8 @@ class Evictor:
         count, new = int(self._counts[sequence]), int(self._new[sequence])
         if new == 0:
             return None
-        at = Context(count, count - new, is_prefill)
-        return self.policies[sequence].evict(self.layer, at)
+        at = SparseContext(count, count - new, is_prefill)
+        return self.policies[sequence].plan_eviction(self.layer, at)
 
     def _kept_rows(self, sequence: int, number: int, keep: Any) -> "np.ndarray[Any, Any]":
         """Returns the rows of one list of a sequence that stay."""
@@ -369,7 +369,7 @@ class Evictor:
             if count:
                 heads = self.shape.query_heads if self.by_head else 1
                 policy.observe(self.layer, 1, np.zeros(heads * count, np.float32), count)
-                policy.evicted(self.layer, kernels.TokenLists.of(self.kept(sequence)))
+                policy.commit_eviction(self.layer, kernels.TokenLists.of(self.kept(sequence)))
 
 
 def check_traits(traits: Any, shape: Attention) -> None:

@@ -35,6 +35,22 @@ def test_check_shows_the_difference_of_an_outdated_file(tmp_path: Path) -> None:
     assert "-KVT_OK = 1" in done.stdout and "+KVT_OK = 0" in done.stdout
 
 
+def described(*used: str) -> str:
+    """A description of structs `kvt_0_t`, `kvt_1_t`, ..., each with a field of another type."""
+    items = [{"kind": "struct", "name": f"kvt_{at}_t", "sized": False,
+              "fields": [{"name": "field", "type": kind}]} for at, kind in enumerate(used)]
+    items += [{"kind": "constant", "name": name, "value": "0"}
+              for name in ("KVT_HEADER_VERSION", "KVT_OK")]
+    return json.dumps({"headers": [{"items": items}]})
+
+
+def test_types_follow_the_types_that_they_use() -> None:
+    order = generate.parse(described("kvt_2_t", "uint32_t", "kvt_1_t")).order
+    assert order == ["kvt_1_t", "kvt_2_t", "kvt_0_t"]
+    with pytest.raises(generate.Unknown, match="kvt_0_t and kvt_1_t use each other"):
+        generate.parse(described("kvt_1_t", "kvt_0_t"))
+
+
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_sizes_offsets_and_constants_match_the_c_compiler(tmp_path: Path) -> None:
     lines = ["#include <stddef.h>", "#include <stdio.h>", "#include <kvtier/kvtier.h>",

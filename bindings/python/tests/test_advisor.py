@@ -20,9 +20,9 @@ def thrash(advisor, names):
     lambda of: [f"{of} {n}".encode() for n in range(8)], lambda of: list(range(8 * of, 8 * of + 8))])
 @pytest.mark.parametrize("at_once", [False, True])
 def test_advice_shrinks_the_batch_when_evicted_blocks_are_requested_again(names, at_once):
-    with kvtier.Advisor("lru", room=8 if at_once else 0) as advisor:
-        assert advisor.learns == at_once
-        assert advisor.advise(8, 8).batch == 8 and advisor.learns
+    with kvtier.Advisor("lru", capacity_blocks=8 if at_once else 0) as advisor:
+        assert advisor.observes == at_once
+        assert advisor.advise(8, 8).batch == 8 and advisor.observes
         advisor._policy.set_advice(shrink_above=0.1, window=8, patience=1)
         thrash(advisor, names)
         assert advisor._policy.stats()["units"] <= 8
@@ -32,9 +32,9 @@ def test_advice_shrinks_the_batch_when_evicted_blocks_are_requested_again(names,
 def test_an_advisor_has_no_policy_before_the_first_advice():
     advisor = kvtier.Advisor("lru")
     thrash(advisor, lambda of: [b"a"])
-    assert not advisor.learns
+    assert not advisor.observes
     advisor.resize(7)
-    assert advisor.advise(8) is None and not advisor.learns  # the capacity is unknown
+    assert advisor.advise(8) is None and not advisor.observes  # the capacity is unknown
     advisor.switch("arc")
     assert advisor.advise(8, 100).batch == 8
     assert advisor._policy.spec.startswith("arc")
@@ -43,24 +43,25 @@ def test_an_advisor_has_no_policy_before_the_first_advice():
     assert advisor._policy.stats()["units"] == 20
     advisor.close()
     advisor.close()
-    assert advisor.advise(8, 100) is None and not advisor.learns
+    assert advisor.advise(8, 100) is None and not advisor.observes
     with pytest.raises(kvtier.SpecError):
-        kvtier.Advisor("arc(", room=1)
+        kvtier.Advisor("arc(", capacity_blocks=1)
 
 
 def test_an_error_of_the_policy_only_ends_advice(caplog):
-    with kvtier.Advisor("lru", room=8, logger=logging.getLogger("some.engine")) as advisor:
+    logger = logging.getLogger("some.engine")
+    with kvtier.Advisor("lru", capacity_blocks=8, logger=logger) as advisor:
         advisor._policy.close()
         advisor.looked_up([b"a"])
         advisor.stored([b"a"])
-        assert advisor.advise(8, 8) is None and not advisor.learns
+        assert advisor.advise(8, 8) is None and not advisor.observes
     (record,) = caplog.records
     assert record.name == "some.engine" and "no advice" in record.getMessage()
 
 
-def test_room_of_a_store_is_in_blocks(runtime):
+def test_capacity_of_a_store_is_in_blocks(runtime):
     with kvtier.Store(runtime, "store(host=64MiB)") as store:
-        assert kvtier.Advisor.room_of(store, 1 << 20) == 64
+        assert kvtier.Advisor.capacity_of(store, 1 << 20) == 64
 
 
 @pytest.mark.parametrize("spec, policy", [("store(host=64MiB)", "horizon"),
@@ -70,7 +71,7 @@ def test_policy_of_a_store_comes_from_its_metrics(runtime, tmp_path, spec, polic
     disk = {"disk_path": tmp_path / "kv", "disk_bytes": 256 << 20, "disk_policy": "arc"}
     with kvtier.Store(runtime, spec, **disk) as store:
         assert kvtier.Advisor.policy_of(store) == policy
-        with kvtier.Advisor(kvtier.Advisor.policy_of(store), room=8) as advisor:
+        with kvtier.Advisor(kvtier.Advisor.policy_of(store), capacity_blocks=8) as advisor:
             assert advisor._policy.stats()["name"] == policy
         store.set_policy(kvtier.TIER_HOST, "lru")
         assert kvtier.Advisor.policy_of(store) == "lru"
@@ -82,23 +83,23 @@ def test_the_store_policy_applies_unless_the_caller_named_one(at_once):
         advisor.advise(8, 8)
         return advisor._policy.stats()["name"]
 
-    room = 8 if at_once else 0
-    with kvtier.Advisor(room=room) as advisor:
-        advisor.store_has("")
+    capacity = 8 if at_once else 0
+    with kvtier.Advisor(capacity_blocks=capacity) as advisor:
+        advisor.use_store_policy("")
         assert chosen(advisor) == "horizon"  # the default of stores
-        advisor.store_has("arc")
+        advisor.use_store_policy("arc")
         assert chosen(advisor) == "arc"
-    with kvtier.Advisor("lru", room=room) as advisor:
-        advisor.store_has("arc")
+    with kvtier.Advisor("lru", capacity_blocks=capacity) as advisor:
+        advisor.use_store_policy("arc")
         assert chosen(advisor) == "lru"
-    with kvtier.Advisor(room=room) as advisor:
+    with kvtier.Advisor(capacity_blocks=capacity) as advisor:
         advisor.switch("s3fifo")
-        advisor.store_has("arc")
+        advisor.use_store_policy("arc")
         assert chosen(advisor) == "s3fifo"
 
 
 def test_an_advisor_is_thread_safe():
-    advisor = kvtier.Advisor("lru", room=64)
+    advisor = kvtier.Advisor("lru", capacity_blocks=64)
 
     def work(of):
         for turn in range(200):
@@ -114,4 +115,4 @@ def test_an_advisor_is_thread_safe():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not advisor.learns
+    assert not advisor.observes

@@ -73,11 +73,11 @@ def test_parts_may_be_scattered_in_memory(store):
             plane[2 * n] = content(n)[starts[part]:starts[part + 1]]
     tables = [np.array([p[2 * n].ctypes.data for n in range(20)], np.uint64) for p in planes]
     names = [name(n) for n in range(20)]
-    blocks.put(names, kvtier.Each(tables, kept=planes)).result()
+    blocks.put(names, kvtier.PartAddresses(tables, kept=planes)).result()
     # Contiguous blocks at the caller's addresses.
     back = np.zeros((20, BLOCK), np.uint8)
     at = array.array("Q", [back[n].ctypes.data for n in range(20)])
-    blocks.get(names, kvtier.At(at, kept=back)).result()
+    blocks.get(names, kvtier.BlockAddresses(at, kept=back)).result()
     assert all((back[n] == content(n)).all() for n in range(20))
     # Parts in another order in memory.
     shifts = [BLOCK - end for end in starts[1:]]
@@ -143,8 +143,8 @@ def test_invalid_arguments_are_rejected(store):
         lambda: blocks.put([b"a"], pool.at([4])),
         lambda: blocks.put([b"a"], pool.at([-1])),
         lambda: blocks.put([b"a", b"b"], pool.at([0])),
-        lambda: blocks.put([b"a"], kvtier.Each([[1]] * 3)),
-        lambda: blocks.put([b"a"], kvtier.At([1], shifts=[0])),
+        lambda: blocks.put([b"a"], kvtier.PartAddresses([[1]] * 3)),
+        lambda: blocks.put([b"a"], kvtier.BlockAddresses([1], shifts=[0])),
         lambda: blocks.put([b""], pool.at([0])),
         lambda: kvtier.Pool(bytearray(8), 0),
         lambda: kvtier.Pool(bytearray(8), 4, offset=9),
@@ -173,8 +173,8 @@ def test_kept_objects_live_until_the_op_is_closed(runtime, store):
     kept = Kept()
     reference = weakref.ref(kept)
     blocks, memory = blocks_of(store), np.zeros(BLOCK, np.uint8)
-    event = kvtier.Event()
-    at = kvtier.At([memory.ctypes.data], kept=kept)
+    event = kvtier.ReadyEvent()
+    at = kvtier.BlockAddresses([memory.ctypes.data], kept=kept)
     op = blocks.put([b"a"], at, ready=event)
     del kept, at
     gc.collect()
@@ -276,7 +276,7 @@ def test_a_transfer_of_some_parts_touches_no_other_bytes(store):
         sizes = PARTS[first:None if count is None else first + count]
         planes = [np.full((20, size + 8), 0xA5, np.uint8) for size in sizes]
         tables = [np.array([row.ctypes.data for row in plane], np.uint64) for plane in planes]
-        blocks.get(names, kvtier.Each(tables, kept=planes), **some).result()
+        blocks.get(names, kvtier.PartAddresses(tables, kept=planes), **some).result()
         assert (np.concatenate([plane[:, :-8] for plane in planes], 1) == back[:, low:high]).all()
         assert all((plane[:, -8:] == 0xA5).all() for plane in planes)
 
@@ -295,7 +295,8 @@ def test_shifts_may_be_those_of_the_transferred_parts_or_of_all(store):
             blocks.get([b"a"], place)
         with pytest.raises(kvtier.InvalidError):
             blocks.get([b"a"], place, first_part=2, parts=1 if len(shifts) == 2 else 2)
-    for wrong in (kvtier.Each([[1]] * 4), kvtier.Each([[1]]), kvtier.At([1], shifts=[0])):
+    for wrong in (kvtier.PartAddresses([[1]] * 4), kvtier.PartAddresses([[1]]),
+                  kvtier.BlockAddresses([1], shifts=[0])):
         with pytest.raises(kvtier.InvalidError):
             blocks.get([b"a"], wrong, first_part=1, parts=2)
 
@@ -334,9 +335,9 @@ def test_prepared_names_serve_several_calls(store):
         ready = kvtier.Names(given)
         given.clear()  # does not change the prepared names
         assert len(ready) == len(plain)
-        places = pool.at(range(len(plain)))
+        addresses = pool.at(range(len(plain)))
         assert not any(blocks.exists(ready))
-        assert blocks.put(ready, places).result().value == len(plain)
+        assert blocks.put(ready, addresses).result().value == len(plain)
         assert blocks.keys(ready) == blocks.keys(plain)
         assert blocks.exists(ready) == blocks.exists(plain) and blocks.prefix(ready) == len(plain)
         assert blocks.prefetch(ready).result().value == len(plain)
@@ -417,7 +418,7 @@ def test_a_place_is_memory_without_a_python_object(runtime, store):
         def __del__(self):
             freed.append(True)
 
-    place = kvtier.Place(memory.ctypes.data, memory.nbytes, kept=Kept())
+    place = kvtier.MemoryRange(memory.ctypes.data, memory.nbytes, kept=Kept())
     assert (place.address, place.nbytes, place.on_device) == (
         memory.ctypes.data, memory.nbytes, False)
     blocks = blocks_of(store)
@@ -425,7 +426,7 @@ def test_a_place_is_memory_without_a_python_object(runtime, store):
     assert pool.count == 4
     with pytest.raises(kvtier.InvalidError):
         pool.at([4])
-    event = kvtier.Event()
+    event = kvtier.ReadyEvent()
     op = blocks.put([b"a", b"b"], pool.at([3, 1]), ready=event)
     del place, pool
     gc.collect()
@@ -440,7 +441,7 @@ def test_a_place_is_memory_without_a_python_object(runtime, store):
     assert (back == content(3)).all()
     for address, nbytes in ((0, 8), (2**64 - 8, 9), (-1, 8), (8, -1), (2**64, 1)):
         with pytest.raises(kvtier.InvalidError):
-            kvtier.Place(address, nbytes)
+            kvtier.MemoryRange(address, nbytes)
 
 
 def test_a_place_may_be_device_memory(runtime):
@@ -448,7 +449,7 @@ def test_a_place_may_be_device_memory(runtime):
         with kvtier.Store(runtime, "store(host=1MiB)", device=device) as store:
             with kvtier.Blocks(store, kvtier.Identity(), [256]) as blocks:
                 with device.alloc(4096) as memory:
-                    place = kvtier.Place(memory.address, memory.nbytes,
+                    place = kvtier.MemoryRange(memory.address, memory.nbytes,
                                          on_device=memory.on_device, kept=memory)
                     device.upload(bytes(range(256)) * 16, memory).wait()
                     blocks.put([b"a"], kvtier.Pool(place, 256).at([15])).result(HANG_S)
@@ -462,11 +463,11 @@ def test_a_place_may_be_device_memory(runtime):
             with kvtier.Blocks(store, kvtier.Identity(), [256]) as blocks:
                 with pytest.raises(kvtier.UnavailableError):
                     blocks.put([b"a"], kvtier.Pool(
-                        kvtier.Place(4096, 256, on_device=True), 256).at([0]))
+                        kvtier.MemoryRange(4096, 256, on_device=True), 256).at([0]))
 
 
 def test_leaving_the_with_block_of_an_op_cancels_it(store):
-    blocks, event = blocks_of(store), kvtier.Event()
+    blocks, event = blocks_of(store), kvtier.ReadyEvent()
     with blocks.put([b"a"], kvtier.Pool(bytearray(BLOCK), BLOCK).at([0]), ready=event) as op:
         op.wait(0.01)
         assert not op.info().released

@@ -15,7 +15,7 @@ import kvtier
 import numpy as np
 import pytest
 from gate import HANG_S, Gate, until
-from kvtier import Attention, Context, Group, Identity, Sparse, View
+from kvtier import Attention, SparseContext, Group, Identity, Sparse, View
 from kvtier._resource import Closing, Resource
 from test_process import run
 from test_stream import content, write
@@ -31,25 +31,25 @@ ARGUMENTS: Dict[str, Any] = {
     "spec": "lru", "ids": [1], "rows": [1], "units": [1], "required_units": 1,
     "candidates": {"ids": [1]}, "required_blocks": 1, "batch": 8, "name": "n", "keys": KEYS,
     "block": 0, "queries": KEYS, "sums": [0.0] * 8, "scores": [0.0], "query": KEYS[:1],
-    "at": Context(4), "keep": kvtier.TokenLists.of([[0]]), "values": KEYS, "data": b"x", "unit": 0,
-    "links": "disk=3", "buffer": 0, "positions": [0], "k": [View(PLANE, 16)],
+    "at": SparseContext(4), "keep": kvtier.TokenLists.of([[0]]), "values": KEYS, "data": b"x",
+    "unit": 0, "links": "disk=3", "buffer": 0, "positions": [0], "k": [View(PLANE, 16)],
     "capacity_blocks": 10, "specs": ["lru"], "sizes": [10], "identity": Identity(),
     "chunk_tokens": 4, "groups": [Group([0], 16)], "context_tokens": 0, "ns": 1, "cost": None,
     "reserved_bytes": 0, "used_bytes": 0, "address": 4096, "source": bytearray(64),
     "target": bytearray(64), "raw_event": 1, "raw_stream": 1, "event": None, "kernels": [],
-    "names": [b"a"], "places": kvtier.At([4096]),
+    "names": [b"a"], "addresses": kvtier.BlockAddresses([4096]),
 }
 #: Arguments of parameters whose name has another meaning.
 SPECIAL: Dict[Tuple[str, str], Any] = {
     ("Session", "append.tokens"): [1], ("Namespace", "lookup.tokens"): [1],
     ("Namespace", "lookup_keys.keys"): b"", ("Namespace", "exists.keys"): b"",
     ("Sparse", "seal_all.keys"): [KEYS], ("Offload", "put.k"): View(PLANE, 32),
-    ("Sparse", "score.scores"): [0.0], ("Sparse", "select.candidates"): [0],
+    ("Sparse", "add_scores.scores"): [0.0], ("Sparse", "select.candidates"): [0],
     ("Runtime", "submit_each.work"): [],
 }
 #: Members that do not use the handle: a second close is allowed, the others need a running loop,
 #: or return state of the Python object.
-FINE = {"close", "aclose", "closed", "attach", "detach", "exported"}
+FINE = {"close", "aclose", "closed", "attach", "detach", "exported", "runtime"}
 
 
 class World:
@@ -63,7 +63,7 @@ class World:
         self.account = self.budget.account("a")
         self.op = self.runtime.submit(kvtier.Work.checksum(self.buffer))
         self.op.wait(HANG_S)
-        self.event = kvtier.Event()
+        self.event = kvtier.ReadyEvent()
         self.policy = kvtier.Policy("lru", max_objects=16)
         self.sparse = Sparse(SHAPE, SPARSE)
         self.trace = kvtier.Trace.generate("chat", duration_ns=60 * 10**9)
@@ -72,6 +72,7 @@ class World:
         self.memory = self.device.alloc(4096)
         self.device_event = self.device.copy()
         self.user_event = self.device.create_event()
+        self.opened = kvtier.open("store(host=1MiB)")
         self.store = kvtier.Store(self.runtime, "store(host=1MiB)")
         self.namespace = self.store.namespace(Identity(), chunk_tokens=4,
                                               groups=[Group([0], 64, 64, "f32", 2)])
@@ -87,9 +88,10 @@ class World:
     def objects(self) -> List[Any]:
         """The closable objects, in the order of closing."""
         return [self.op, self.offload, self.hold, self.blocks, self.session, self.namespace,
-                self.store, self.user_event, self.device_event, self.memory, self.device,
-                self.streamer, self.model, self.lab, self.trace, self.sparse, self.policy,
-                self.event, self.buffer, self.account, self.budget, self.queue, self.runtime]
+                self.store, self.opened, self.user_event, self.device_event, self.memory,
+                self.device, self.streamer, self.model, self.lab, self.trace, self.sparse,
+                self.policy, self.event, self.buffer, self.account, self.budget, self.queue,
+                self.runtime]
 
 
 @pytest.fixture
@@ -152,7 +154,7 @@ def test_every_use_of_a_closed_object_raises(world: World) -> None:
     wrong = []
     for closable in world.objects():
         uses = dict(public(closable))
-        few = (kvtier.Event, kvtier.DeviceMemory, kvtier.Hold)
+        few = (kvtier.ReadyEvent, kvtier.DeviceMemory, kvtier.Hold)
         assert len(uses) > 1 or isinstance(closable, few), closable
         for name, use in uses.items():
             try:

@@ -190,7 +190,7 @@ def noise(seed: int, nbytes: int) -> bytes:
 def test_a_custom_device_passes_the_conformance_suite(device: kvtier.Device) -> None:
     info = device.info
     assert (info.kind, info.streams, info.kernels) == ("custom", 2, (abi.KVT_DEVICE_KERNEL_MOVE,))
-    assert info.asynchronous and info.has_memory and not info.sums
+    assert info.asynchronous and info.has_memory and not info.checksums
     assert info.free_bytes == Accelerator.size
     assert "custom" in device.describe()
     report = device.conformance(seed=3, rounds=2)
@@ -413,7 +413,7 @@ def test_a_streamer_loads_units_to_device_memory(runtime: kvtier.Runtime, device
     with kvtier.Model.table([path], entries) as model, \
             kvtier.Streamer(runtime, model, terms, device=device) as streamer:
         for number in range(2 * units):
-            unit = streamer.acquire(number % units, SOON, early=True)
+            unit = streamer.acquire(number % units, SOON, submitted=True)
             assert unit.on_device
             with pytest.raises(kvtier.UnsupportedError):
                 unit.data
@@ -433,12 +433,12 @@ def test_a_streamer_loads_units_to_device_memory(runtime: kvtier.Runtime, device
 
 def test_host_and_simulated_devices_copy_and_sum(runtime: kvtier.Runtime) -> None:
     with kvtier.Device(runtime) as host:
-        assert host.info.kind == "host" and host.info.sums and not host.info.asynchronous
+        assert host.info.kind == "host" and host.info.checksums and not host.info.asynchronous
         source, target = noise(7, 5000), bytearray(5000)
-        event = host.copy([DeviceCopy(View(source, 100), target, sum=True)])
+        event = host.copy([DeviceCopy(View(source, 100), target, checksum=True)])
         assert event.done and bytes(target) == source
-        assert event.sums == [kvtier.checksum(source)]
-        assert host.copy().sums == []
+        assert event.checksums == [kvtier.checksum(source)]
+        assert host.copy().checksums == []
     with kvtier.Device(runtime, "simulated", memory_bytes=1 << 20, latency_ns=100_000) as one:
         assert one.info.free_bytes == 1 << 20
         with pytest.raises(kvtier.NoMemoryError):
@@ -447,19 +447,20 @@ def test_host_and_simulated_devices_copy_and_sum(runtime: kvtier.Runtime) -> Non
         uploaded = one.upload(source, memory)
         one.download(memory, back, stream=1, after=uploaded).close(SOON)
         assert bytes(back) == source
-        event = one.copy([DeviceCopy(View(memory, 5000), source, scatter=True, tokens=1, sum=True)])
+        event = one.copy([DeviceCopy(View(memory, 5000), source, scatter=True, tokens=1,
+                                     checksum=True)])
         event.wait(SOON)
-        assert event.sums == [None], "the device was opened without verify"
+        assert event.checksums == [None], "the device was opened without verify"
         # Without a wait: the event keeps its objects, and the device waits when it closes.
         one.upload(source, memory)
     with kvtier.Device(runtime, "simulated", verify=True) as one:
         memory = one.alloc(5000)
         plain = DeviceCopy(View(memory, 5000), source, scatter=True, tokens=1)
-        summed = dataclasses.replace(plain, sum=True)
+        summed = dataclasses.replace(plain, checksum=True)
         with one.copy([plain, summed]) as event:
-            assert one.info.sums and event.sums == [None, None]
+            assert one.info.checksums and event.checksums == [None, None]
             event.wait(SOON)
-            assert event.sums == [None, kvtier.checksum(source)]
+            assert event.checksums == [None, kvtier.checksum(source)]
     with pytest.raises(kvtier.ClosedError):
         one.info
     with pytest.raises(kvtier.UnavailableError):
@@ -472,17 +473,17 @@ def test_host_and_simulated_devices_copy_and_sum(runtime: kvtier.Runtime) -> Non
         kvtier.Device(runtime, object())
 
 
-def test_launch_index_encodes_heads_starts_and_items() -> None:
+def test_pack_index_encodes_heads_starts_and_items() -> None:
     """Heads, starts and items are contiguous; an unaligned address is rejected."""
     lines = kvtier.IndexHead(kvtier.IndexKind.LINES, first=0, lists=2)
     index = kvtier.Index.of([lines], [[0, 5], [0]])
     kernel = abi.kvt_kernel_t(kind=abi.KVT_DEVICE_KERNEL_PREFILL, query_heads=4, key_heads=2,
                               query_count=10, first=54, tokens=64)
-    content = kvtier.kernels.launch_index(index, kernel, 0x1000)
+    content = kvtier.kernels.pack_index(index, kernel, 0x1000)
     assert struct.unpack("<6I", content[:24])[:3] == (int(kvtier.IndexKind.LINES), 0, 2)
     assert struct.unpack("<3I3I", content[24:]) == (0, 2, 3, 0, 5, 0)
     assert (kernel.count, kernel.numbers, kernel.counts) == (1, 0x1000, 0x1018)
     assert (kernel.index, kernel.scratch_bytes) == (0x1024, 12 * (64 // 32 + 8))
     with pytest.raises(kvtier.InvalidError):
-        kvtier.kernels.launch_index(index, kernel, 0x1001)
-    assert kvtier.kernels.launch_index(kvtier.Index(), kernel, 0x1000) == b"" and kernel.count == 0
+        kvtier.kernels.pack_index(index, kernel, 0x1001)
+    assert kvtier.kernels.pack_index(kvtier.Index(), kernel, 0x1000) == b"" and kernel.count == 0

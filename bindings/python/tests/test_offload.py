@@ -10,7 +10,7 @@ import kvtier
 import numpy as np
 import pytest
 from gate import HANG_S
-from kvtier import Attention, Context, Group, Identity, Offload, View
+from kvtier import Attention, SparseContext, Group, Identity, Offload, View
 
 LAYERS, BLOCK, HEADS, QUERY_HEADS, DIM = 3, 16, 2, 4, 8
 SHAPE = Attention(LAYERS, QUERY_HEADS, HEADS, DIM, DIM, BLOCK, 512)
@@ -71,28 +71,28 @@ def test_prefill_and_decode_load_the_stored_kv(store: kvtier.Store) -> None:
     offload = model.offload
     model.put_all(120)
     assert offload.tokens(1) == (112, 8)
-    prompt = Context(120, is_prefill=True)
+    prompt = SparseContext(120, is_prefill=True)
     assert offload.load(1, 2, prompt, blocks=[1, 4]) == 2
     with pytest.raises(kvtier.BusyError):
         offload.load(1, 2, prompt)
     model.check(2, offload.wait(1), 120)
-    offload.done(1)
+    offload.release(1)
     assert offload.load(1, 2, prompt, blocks=[]) == 0
     assert offload.wait(1).tokens == 0
-    offload.done(1)
+    offload.release(1)
     for some in ([0, 3, 6], []):
         assert offload.load(1, 2, prompt, blocks=some, chosen=True) == len(some)
         assert offload.blocks(1) == some
         kv = offload.wait(1)
         assert kv.tail_tokens == 8
         model.check(2, kv, 120)
-        offload.done(1)
+        offload.release(1)
     with pytest.raises(kvtier.InvalidError):
         offload.load(1, 2, prompt, chosen=True)
     numbers = np.random.default_rng(1)
     for _ in range(20):
         model.append(1)
-        offload.begin(Context(model.tokens + 1, model.tokens))
+        offload.begin(SparseContext(model.tokens + 1, model.tokens))
         for layer in range(LAYERS):
             model.put(layer, 1)
             query = numbers.standard_normal((1, QUERY_HEADS, DIM)).astype(np.float32)
@@ -105,7 +105,7 @@ def test_prefill_and_decode_load_the_stored_kv(store: kvtier.Store) -> None:
     model.session.truncate(70)
     model.tokens = 70
     model.put_all(10)
-    offload.load(0, 1, Context(80))
+    offload.load(0, 1, SparseContext(80))
     model.check(1, offload.wait(0), 80)
     model.close()
 
@@ -113,7 +113,7 @@ def test_prefill_and_decode_load_the_stored_kv(store: kvtier.Store) -> None:
 def test_views_are_not_copied_and_outlive_the_offload(store: kvtier.Store) -> None:
     model = Model(store)
     model.put_all(40)
-    model.offload.load(0, 1, Context(40))
+    model.offload.load(0, 1, SparseContext(40))
     kv = model.offload.wait(0)
     assert kv.k.readonly and kv.k.format == "f" and kv.k.shape == (40, HEADS, DIM)
     again = model.offload.wait(0)
@@ -149,16 +149,16 @@ def test_a_fork_continues_independently(store: kvtier.Store) -> None:
         one.tokens = 150
     for layer in range(LAYERS):
         for one in (other, model):
-            one.offload.load(0, layer, Context(150))
+            one.offload.load(0, layer, SparseContext(150))
             one.check(layer, one.offload.wait(0), 150)
-            one.offload.done(0)
+            one.offload.release(0)
     model.offload.close()
     model.session.close()
     other.offload.truncate(70)
     other.session.truncate(70)
     other.tokens = 70
     other.put_all(3)
-    other.offload.load(0, 2, Context(73))
+    other.offload.load(0, 2, SparseContext(73))
     other.check(2, other.offload.wait(0), 73)
     other.close()
 
@@ -168,11 +168,11 @@ def test_selections_are_audited(store: kvtier.Store) -> None:
     model.kv[0, :, 48:64] = 20
     model.put_all(120)
     query = np.ones((1, QUERY_HEADS, DIM), np.float32)
-    at = Context(120, 119)
+    at = SparseContext(120, 119)
     for block, part in ((3, 1_000_000), (2, 0)):
         before = model.offload.stats()
         model.offload.load(0, 1, at, blocks=[block], chosen=True, query=query)
-        model.offload.done(0)
+        model.offload.release(0)
         after = model.offload.stats()
         grown = {name: after[name] - before[name] for name in after}
         assert grown["audited"] == grown["wanted"] == 1
@@ -202,7 +202,7 @@ class EverySecond:
         assert len(keys) == LAYERS and first == block * BLOCK
         self.decoded += 1
 
-    def select_blocks(self, layer: int, query: Any, candidates: Any, at: Context) -> Any:
+    def select_blocks(self, layer: int, query: Any, candidates: Any, at: SparseContext) -> Any:
         self.queries += query is not None
         return [block for block in candidates if block % 2 == 0]
 
@@ -215,7 +215,7 @@ def test_a_custom_policy_selects_blocks(store: kvtier.Store) -> None:
     assert (policy.prefilled, policy.decoded) == (5 * LAYERS, 0)
     for _ in range(6):
         model.append(1)
-        offload.begin(Context(model.tokens + 1, first_query=model.tokens))
+        offload.begin(SparseContext(model.tokens + 1, first_query=model.tokens))
         for layer in range(LAYERS):
             model.put(layer, 1)
             query = np.ones((1, QUERY_HEADS, DIM), np.float32)
@@ -234,16 +234,16 @@ def test_a_custom_policy_selects_blocks(store: kvtier.Store) -> None:
 def test_h2o_keeps_heavy_hitters(store: kvtier.Store) -> None:
     model = Model(store, decode="h2o(sink=4,recent=20,budget=8,heads=all)")
     model.put_all(150)
-    assert model.offload.kept(0) is None
+    assert model.offload.retained(0) is None
     sums = np.full(150, 0.01, np.float32)
     sums[40:48] = 9
     model.offload.observe(0, 150, sums, 150)
-    assert model.offload.evict(0, Context(150, is_prefill=True))
-    assert model.offload.kept(0) == [[*range(4), *range(40, 48), *range(130, 150)]]
+    assert model.offload.evict(0, SparseContext(150, is_prefill=True))
+    assert model.offload.retained(0) == [[*range(4), *range(40, 48), *range(130, 150)]]
     assert model.offload.stats()["evicted_tokens"] == 118
-    model.offload.load(0, 0, Context(150))
+    model.offload.load(0, 0, SparseContext(150))
     assert model.offload.blocks(0) == [0, 2, 8]
-    model.offload.done(0)
+    model.offload.release(0)
     model.close()
 
 
@@ -252,7 +252,7 @@ def test_scores_and_own_key_rows_select_blocks(store: kvtier.Store) -> None:
     model.put_all(100)
     model.offload.score(1, [0, 5, 1, 0, 7, 2])
     query = np.ones((1, QUERY_HEADS, DIM), np.float32)
-    assert model.offload.load(0, 1, Context(100, 99), query=query) == 2
+    assert model.offload.load(0, 1, SparseContext(100, 99), query=query) == 2
     assert model.offload.blocks(0) == [1, 4]
     model.check(1, model.offload.wait(0), 100)
     model.close()
@@ -265,7 +265,7 @@ def test_scores_and_own_key_rows_select_blocks(store: kvtier.Store) -> None:
     asked = np.zeros((1, 2, 4), np.float32)
     asked[..., 0] = 1
     model.offload.score(0, [1.0, 1.0])
-    assert model.offload.load(0, 0, Context(96, 95), query=asked) < 6
+    assert model.offload.load(0, 0, SparseContext(96, 95), query=asked) < 6
     assert 3 in model.offload.blocks(0)
     model.close()
 
@@ -284,7 +284,7 @@ def test_resume_continues_after_a_restart(runtime: kvtier.Runtime, tmp_path: Pat
         model.offload.resume(64)
         model.tokens = 64
         model.put_all(6)
-        model.offload.load(0, 2, Context(70))
+        model.offload.load(0, 2, SparseContext(70))
         model.check(2, model.offload.wait(0), 70)
         with pytest.raises(kvtier.BusyError):
             model.offload.resume(64)
@@ -302,7 +302,7 @@ def test_latent_rows_in_half_precision(store: kvtier.Store) -> None:
                 op = offload.put(0, 0, 20, View(rows, DIM * 2))
                 if op is not None:
                     op.result(HANG_S)
-                offload.load(0, 0, Context(20))
+                offload.load(0, 0, SparseContext(20))
                 kv = offload.wait(0)
                 assert kv.v is None and (kv.blocks, kv.tail_tokens) == (1, 4)
                 assert np.array_equal(np.asarray(kv.k).view(np.float16), rows)
@@ -359,9 +359,9 @@ def test_invalid_arguments_are_errors(store: kvtier.Store) -> None:
         offload.put(0, 0, 4, k)
     for bad in (np.zeros((1, DIM), np.float32), np.zeros((1, 4, DIM)), np.zeros((0, 4, DIM), "f")):
         with pytest.raises(kvtier.InvalidError):
-            offload.load(0, 0, Context(1), query=bad)
+            offload.load(0, 0, SparseContext(1), query=bad)
     with pytest.raises(kvtier.InvalidError):
-        offload.load(0, 0, Context(1), blocks=[0])
+        offload.load(0, 0, SparseContext(1), blocks=[0])
     for call in (lambda: offload.wait(0), lambda: offload.take(0), lambda: offload.give_back(0)):
         with pytest.raises(kvtier.StateError):
             call()
@@ -399,15 +399,15 @@ def test_the_ring_may_be_in_device_memory(runtime: kvtier.Runtime, from_caller: 
                 copies = [kvtier.DeviceCopy(View(there, plane, offset=i * plane), kv[i, layer],
                                             scatter=True, tokens=1) for i in range(2)]
                 event = device.copy(copies)
-                offload.after(event)
+                offload.set_ready_event(event)
                 k, v = (View(there, RUN, HEADS, offset=i * plane) for i in range(2))
                 op = offload.put(layer, 0, 70, k, v)
                 assert op is not None
                 op.result(HANG_S)
                 op.close()
-                offload.after(None)
+                offload.set_ready_event(None)
                 event.close()
-            at = Context(tokens=70, first_query=69)
+            at = SparseContext(tokens=70, first_query=69)
             for layer in range(LAYERS):
                 offload.load(0, layer, at)
                 got = offload.wait(0)
@@ -421,10 +421,10 @@ def test_the_ring_may_be_in_device_memory(runtime: kvtier.Runtime, from_caller: 
                     assert np.array_equal(back, kv[i, layer])
                 with pytest.raises(kvtier.Error):
                     device.copy([kvtier.DeviceCopy(View(there_now, plane), back, scatter=True)])
-                offload.done(0)
+                offload.release(0)
             del got, there_now
             with pytest.raises(kvtier.Error):
-                offload.after(1 << 60)
+                offload.set_ready_event(1 << 60)
         assert offload.stats()["key_bytes"] == 0
         offload.close()
         assert offload.closed

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import kvtier
 import numpy as np
 import pytest
-from kvtier import Policy, Row, PolicyContext, _callbacks
+from kvtier import Policy, PolicyObject, PolicyContext, _callbacks
 
 
 def small(spec: str = "lru", **options: Any) -> Policy:
@@ -20,7 +20,8 @@ def small(spec: str = "lru", **options: Any) -> Policy:
 
 def test_objects_are_inserted_touched_and_evicted() -> None:
     with small() as policy:
-        policy.insert([Row(1, 2), Row(2, 2, parent=1), Row(3, 2, parent=2), 9])
+        policy.insert([PolicyObject(1, 2), PolicyObject(2, 2, parent=1),
+                       PolicyObject(3, 2, parent=2), 9])
         context = PolicyContext(session=4, tokens_each=16, priority=0)
         assert policy.lookup([1, 2, 3, 4], context) == 3
         assert policy.found([1, 4], context) == [True, False]
@@ -64,7 +65,8 @@ def test_rejected_calls_change_nothing() -> None:
         Policy(alpha=math.nan, beta=1.0)
     with small() as policy:
         policy.insert([1, 2], now_ns=100)
-        for rows in ([3, 1], [Row(3, 0)], [Row(3, 1 << 40)], [Row(3, cost=math.nan)], [3, 3]):
+        for rows in ([3, 1], [PolicyObject(3, 0)], [PolicyObject(3, 1 << 40)],
+                     [PolicyObject(3, cost=math.nan)], [3, 3]):
             with pytest.raises(kvtier.InvalidError):
                 policy.insert(rows, now_ns=100)
         with pytest.raises(kvtier.LimitError):

@@ -42,7 +42,7 @@ def test_a_store_reads_what_another_wrote_to_the_remote(shared):
         assert done.value == len(TOKENS)
         assert one.remote_stats()["uploaded_objects"] == 4
     with session_of(other) as session:
-        assert session.locate(timeout=HANG_S).result().value == 4 * CHUNK
+        assert session.remote_lookup(timeout=HANG_S).result().value == 4 * CHUNK
         back = [np.zeros(4 * CHUNK * ROW, np.uint8) for _ in range(LAYERS)]
         session.get(views(back), tokens=4 * CHUNK).result(timeout=HANG_S)
         for loaded, stored in zip(back, rows):
@@ -56,12 +56,12 @@ def test_a_remote_tenant_has_separate_object_names(shared):
     with session_of(one, remote_tenant=7) as session:
         session.put(views(planes()), level=kvtier.LEVEL_REMOTE).result(timeout=HANG_S)
     with session_of(other, remote_tenant=8) as session:
-        assert session.locate(timeout=HANG_S).result().value == 0
+        assert session.remote_lookup(timeout=HANG_S).result().value == 0
 
 
 def test_a_store_without_a_remote_locates_nothing(runtime):
     with kvtier.Store(runtime, "store(host=8MiB)") as store, session_of(store) as session:
-        assert session.locate().result(timeout=HANG_S).value == 0
+        assert session.remote_lookup().result(timeout=HANG_S).value == 0
         with pytest.raises(kvtier.UnavailableError):
             session.put(views(planes()), level=kvtier.LEVEL_REMOTE)
         assert set(store.remote_stats().values()) == {0}
@@ -92,7 +92,7 @@ def test_a_store_locates_blocks_that_another_wrote_to_the_remote(shared):
     with blocks_of(other) as blocks:
         names = kvtier.Names([b"1", b"9", b"2", b"1"])
         assert blocks.exists(names) == bytes(4)
-        op = blocks.locate(names, timeout=HANG_S)
+        op = blocks.remote_lookup(names, timeout=HANG_S)
         with pytest.raises(kvtier.NotFoundError):
             op.result()
         assert (op.failed(), op.info().value) == ([1], 1)
@@ -106,15 +106,15 @@ def test_a_store_locates_blocks_that_another_wrote_to_the_remote(shared):
         assert [back[at * BLOCK:(at + 1) * BLOCK] == bytes([n]) * BLOCK
                 for at, n in ((0, 1), (2, 2), (3, 1))] == [True] * 3
         assert blocks.exists([b"1"])[0] & kvtier.EXISTS_WHOLE
-        assert blocks.locate([b"1", b"2"]).result(timeout=HANG_S).value == 2
+        assert blocks.remote_lookup([b"1", b"2"]).result(timeout=HANG_S).value == 2
         assert other.remote_stats()["looked_up_names"] == 3
 
 
 def test_blocks_are_located_in_a_store_without_a_remote(runtime):
     with kvtier.Store(runtime, "store(host=8MiB)") as store, blocks_of(store) as blocks:
         blocks.put([b"1"], pool_of([1]).at([0])).result(timeout=HANG_S)
-        op = blocks.locate([b"1", b"2"])
+        op = blocks.remote_lookup([b"1", b"2"])
         op.wait(HANG_S)
         assert (op.failed(), op.info().value) == ([1], 1)
         with pytest.raises(kvtier.LimitError):
-            blocks.locate([])
+            blocks.remote_lookup([])

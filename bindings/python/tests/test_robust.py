@@ -158,7 +158,7 @@ def test_a_cancelled_get_does_not_write_its_memory(runtime: kvtier.Runtime) -> N
                 memory, back = planes(1), np.full_like(planes(0), 0xA5)
                 await session.put(*views(memory), queue=queue)
                 # The get begins after the event, which is signalled after the cancellation.
-                with kvtier.Event() as ready:
+                with kvtier.ReadyEvent() as ready:
                     op = session.get(*views(back), queue=queue, ready=ready)
 
                     async def wait() -> None:

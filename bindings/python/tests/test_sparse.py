@@ -16,7 +16,7 @@ import pytest
 from gate import HANG_S
 from kvtier import (
     Attention,
-    Context,
+    SparseContext,
     Index,
     IndexHead,
     IndexKind,
@@ -31,7 +31,7 @@ from kvtier import (
 
 LAYERS, QUERY_HEADS, HEADS, DIM, VALUES, BLOCK, TOKENS = 3, 4, 2, 16, 8, 16, 160
 SHAPE = Attention(LAYERS, QUERY_HEADS, HEADS, DIM, VALUES, BLOCK, 4096)
-PROMPT, LAST = Context(TOKENS, is_prefill=True), Context(TOKENS, TOKENS - 1)
+PROMPT, LAST = SparseContext(TOKENS, is_prefill=True), SparseContext(TOKENS, TOKENS - 1)
 NO_KEY = -np.inf
 
 numbers = np.random.default_rng(4711)
@@ -277,7 +277,7 @@ def test_h2o_keeps_heavy_hitters(runtime: kvtier.Runtime) -> None:
         policy.observe(0, TOKENS, sums.ravel(), TOKENS)
         used = account.held(kvtier.TIER_HOST).used_bytes
         assert used == policy.stats()["state_bytes"] > 0
-        keep = policy.evict(0, PROMPT)
+        keep = policy.plan_eviction(0, PROMPT)
         assert keep is not None
         _, _, want = attend(Q, K, V)
         for head, kept in enumerate(keep.lists()):
@@ -286,10 +286,10 @@ def test_h2o_keeps_heavy_hitters(runtime: kvtier.Runtime) -> None:
             evicted = [key for key in range(2, TOKENS - 10) if key not in inner]
             assert {0, 1, *range(TOKENS - 10, TOKENS)} <= set(kept) and len(kept) == 32
             assert got[inner].min() > got[evicted].max() - 1e-3
-        policy.evicted(0, keep)
-        assert policy.evict(0, PROMPT) is None
+        policy.commit_eviction(0, keep)
+        assert policy.plan_eviction(0, PROMPT) is None
         with pytest.raises(kvtier.InvalidError):
-            policy.evicted(0, TokenLists.of([[5, 5], [1, 2]]))
+            policy.commit_eviction(0, TokenLists.of([[5, 5], [1, 2]]))
         policy.reset()
         policy.close()
         assert account.held(kvtier.TIER_HOST).used_bytes == 0
@@ -297,14 +297,14 @@ def test_h2o_keeps_heavy_hitters(runtime: kvtier.Runtime) -> None:
 
 def test_evict_returns_token_lists_of_any_length() -> None:
     class Long(CustomPolicy):
-        def evict(self, layer: int, at: Context) -> Optional[TokenLists]:
+        def evict(self, layer: int, at: SparseContext) -> Optional[TokenLists]:
             return TokenLists.of([range(layer, 3000), range(4096)])
 
     with Sparse(SHAPE, Long()) as policy:
-        keep = policy.evict(1, LAST)
+        keep = policy.plan_eviction(1, LAST)
         assert keep is not None
         assert keep.lists() == [[*range(1, 3000)], [*range(4096)]]
-        again = policy.last_kept()
+        again = policy.last_retained()
         assert again is not None and again.lists() == keep.lists()
 
 
@@ -312,7 +312,7 @@ def test_quest_selects_blocks_for_a_query() -> None:
     blocks = TOKENS // BLOCK
     with Sparse(SHAPE, "quest(budget=64,page=16,dense=0)") as policy:
         for block in range(blocks):
-            policy.seal(2, block, block * BLOCK, K[block * BLOCK:(block + 1) * BLOCK])
+            policy.add_block(2, block, block * BLOCK, K[block * BLOCK:(block + 1) * BLOCK])
         query, candidates = Q[-1:], list(range(blocks))[::-1]
         ids = policy.select(2, query, candidates, LAST)
         assert 4 <= len(ids) < blocks and ids == sorted(ids)
@@ -344,10 +344,10 @@ def test_quest_selects_blocks_for_a_query() -> None:
 def test_scores_apply_once_and_seal_all_covers_all_layers() -> None:
     with Sparse(SHAPE, "external(topk=2)") as policy:
         assert SparseNeeds.SCORES in policy.traits.needs
-        policy.score(1, [0, 5, 1, 0, 7, 2])
-        assert policy.select(1, Q[-1:], range(6), Context(100, 99)) == [1, 4]
+        policy.add_scores(1, [0, 5, 1, 0, 7, 2])
+        assert policy.select(1, Q[-1:], range(6), SparseContext(100, 99)) == [1, 4]
         # The scores apply to one call.
-        assert policy.select(1, Q[-1:], range(6), Context(100, 99)) == [*range(6)]
+        assert policy.select(1, Q[-1:], range(6), SparseContext(100, 99)) == [*range(6)]
     with Sparse(SHAPE, "quest(budget=32,page=16,dense=0)") as policy:
         policy.seal_all(0, 0, [K[:BLOCK]] * LAYERS)
         assert policy.save(0, 0) == policy.save(2, 0) != b""
@@ -382,7 +382,7 @@ class CustomPolicy:
         self.calls.append(("decode", block, first))
 
     def select_blocks(self, layer: int, query: Optional[Rows], candidates: memoryview,
-                      at: Context) -> Any:
+                      at: SparseContext) -> Any:
         self.fail()
         assert self.policy is not None and query is not None and at == LAST
         assert np.array_equal(np.asarray(query.data), Q[-1:])
@@ -392,7 +392,7 @@ class CustomPolicy:
             return [1000]
         return np.array([id for id in candidates if id % 4 == 0][::-1])
 
-    def index(self, layer: int, queries: Rows, keys: Optional[Rows], at: Context) -> Any:
+    def index(self, layer: int, queries: Rows, keys: Optional[Rows], at: SparseContext) -> Any:
         if layer == 2:
             return [0]
         return Index.of([IndexHead(IndexKind.LINES, 0, 2)], [[0], range(8)])
@@ -400,7 +400,7 @@ class CustomPolicy:
     def observe(self, layer: int, queries: int, sums: memoryview, tokens: int) -> None:
         self.calls.append(("observe", layer, queries, sums.tolist(), tokens))
 
-    def evict(self, layer: int, at: Context) -> Optional[TokenLists]:
+    def evict(self, layer: int, at: SparseContext) -> Optional[TokenLists]:
         return TokenLists.of([[0, 5], [1, 2, 3]]) if layer else None
 
     def evicted(self, layer: int, keep: TokenLists) -> None:
@@ -421,7 +421,7 @@ def test_a_custom_policy_is_called_for_every_decision() -> None:
     with Sparse(SHAPE, custom) as policy:
         custom.policy = weakref.ref(policy)
         assert policy.traits == CustomPolicy.traits
-        policy.seal(1, 2, 32, K[32:48])
+        policy.add_block(1, 2, 32, K[32:48])
         policy.seal_all(9, 32, [K[i:i + BLOCK] for i in range(LAYERS)])
         assert policy.select(0, Q[-1:], range(10), LAST) == [0, 4, 8]
         with pytest.raises(kvtier.InvalidError, match="1000"):
@@ -432,10 +432,10 @@ def test_a_custom_policy_is_called_for_every_decision() -> None:
         with pytest.raises(kvtier.StateError, match="must return a kvtier.Index"):
             policy.index(2, Q, PROMPT)
         policy.observe(1, 3, [1.0, 2.0], 2)
-        assert policy.evict(0, LAST) is None
-        keep = policy.evict(1, LAST)
+        assert policy.plan_eviction(0, LAST) is None
+        keep = policy.plan_eviction(1, LAST)
         assert keep is not None and keep.lists() == [[0, 5], [1, 2, 3]]
-        policy.evicted(1, keep)
+        policy.commit_eviction(1, keep)
         with policy.fork() as copy:
             copy.truncate(33)
         policy.reset()
@@ -456,7 +456,7 @@ def test_an_exception_of_a_custom_policy_is_the_cause(unraisable: List[Any]) -> 
             policy.truncate(5)
         custom.error = kvtier.LimitError("full", kvtier.abi.KVT_E_LIMIT, "KVT_E_LIMIT")
         with pytest.raises(kvtier.LimitError):
-            policy.seal(0, 1, 16, K[16:32])
+            policy.add_block(0, 1, 16, K[16:32])
         custom.error = KeyboardInterrupt()
         with pytest.raises(KeyboardInterrupt):
             policy.select(0, Q[-1:], range(10), LAST)
@@ -474,7 +474,8 @@ class CustomKernel:
     traits = SparseTraits(SparseCaps.INDEX_PREFILL)
 
     def sparse_prefill_attention(self, layer: int, queries: Rows, keys: Rows, values: Rows,
-                                 at: Context, out: memoryview, lse: Optional[memoryview]) -> None:
+                                 at: SparseContext, out: memoryview,
+                                 lse: Optional[memoryview]) -> None:
         assert np.array_equal(np.asarray(keys.data), K) and keys.dtype == "f32"
         assert values.dtype == "f16" and values.data.format == "H"
         assert np.array_equal(np.asarray(values.data).view(np.float16), V.astype(np.float16))
@@ -501,14 +502,14 @@ def test_a_concurrent_call_raises_busy_error() -> None:
     inside, go = threading.Event(), threading.Event()
 
     class Slow(CustomPolicy):
-        def evict(self, layer: int, at: Context) -> Optional[TokenLists]:
+        def evict(self, layer: int, at: SparseContext) -> Optional[TokenLists]:
             inside.set()
             assert go.wait(HANG_S)
             return None
 
     with Sparse(SHAPE, Slow()) as policy:
         with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(policy.evict, 0, LAST)
+            future = pool.submit(policy.plan_eviction, 0, LAST)
             assert inside.wait(HANG_S)
             with pytest.raises(kvtier.BusyError):
                 policy.stats()
@@ -582,7 +583,7 @@ def test_every_sparse_policy_opens_and_rejects_missing_capabilities() -> None:
                     policy.select(0, Q[-1:], [0], LAST)
             if SparseCaps.EVICT_DECODE not in traits.caps:
                 with pytest.raises(kvtier.UnsupportedError):
-                    policy.evict(0, LAST)
+                    policy.plan_eviction(0, LAST)
 
 
 WITHOUT_NUMPY = """

@@ -180,7 +180,7 @@ def test_lookups_plans_and_events_report_the_state(runtime: kvtier.Runtime) -> N
             assert found.host_bytes == found.ranges[0].host_bytes > 0 and found.load_ns > 0
 
             news = store.events(later)
-            assert [e.kind for e in news.events] == [kvtier.STORE_STORED] * 2
+            assert [e.kind for e in news.events] == [kvtier.STORE_EVENT_STORED] * 2
             assert news.events[0].parent == news.events[0].namespace == namespace.key
             assert news.events[1].parent == news.events[0].key and news.missed == 0
             assert store.events(news.cursor).events == []
@@ -198,12 +198,12 @@ def test_lookups_plans_and_events_report_the_state(runtime: kvtier.Runtime) -> N
                 (kvtier.PLAN_LOAD, 8), (kvtier.PLAN_RECOMPUTE, 8)]
             assert (plan.load_tokens, plan.recompute_tokens, plan.tokens) == (8, 8, 16)
             assert plan.compute_ns == 8 * 10**9 and plan.without_ns == 16 * 10**9
-            namespace.fix_prefill((0.0, 0.0))
+            namespace.set_prefill_cost((0.0, 0.0))
             assert session.plan(overlap=False, wait=False).recompute_tokens == 16
-            assert namespace.prefill().fixed
-            namespace.fix_prefill(None)
+            assert namespace.prefill_cost().fixed
+            namespace.set_prefill_cost(None)
             namespace.observe_prefill(0, 100, 10**6)
-            assert namespace.prefill().observed == 1 and not namespace.prefill().fixed
+            assert namespace.prefill_cost().observed == 1 and not namespace.prefill_cost().fixed
             with pytest.raises(kvtier.InvalidError):
                 session.plan(cost=(0, -1))
 
@@ -216,12 +216,12 @@ def test_lookups_plans_and_events_report_the_state(runtime: kvtier.Runtime) -> N
             assert namespace.clear(10) == (0, 1, 0)
         assert namespace.clear() == (1, 0, 0)
         last = store.events(news.cursor).events[-1]
-        assert last.kind == kvtier.STORE_CLEARED and last.namespace == namespace.key
+        assert last.kind == kvtier.STORE_EVENT_CLEARED and last.namespace == namespace.key
 
 
 def test_transfers_wait_for_their_ready_event(runtime: kvtier.Runtime) -> None:
     with kvtier.Store(runtime, "store(host=1MiB)") as store, open_namespace(store) as namespace:
-        with namespace.session() as session, kvtier.Event() as ready:
+        with namespace.session() as session, kvtier.ReadyEvent() as ready:
             session.append(TOKENS)
             memory, back = np.zeros_like(full(7)), np.full_like(full(7), 0xA5)
             op = session.put(*plain(memory), ready=ready)
@@ -232,7 +232,7 @@ def test_transfers_wait_for_their_ready_event(runtime: kvtier.Runtime) -> None:
             assert session.get(*plain(back), ready=ready).result(HANG_S).value == 16
             assert same(memory, back)
             back[:] = 0xA5
-            never = kvtier.Event()
+            never = kvtier.ReadyEvent()
             ops = [session.get(*plain(back), ready=never), session.prefetch(ready=never),
                    *session.get_each(*plain(back), ready=never)]
             with pytest.raises(kvtier.TimeoutError):
@@ -331,13 +331,13 @@ def test_demoted_kv_is_prefetched_and_reused(runtime: kvtier.Runtime, tmp_path: 
         memory, back = full(3), np.zeros_like(full(3))
         session.put(*plain(memory)).result(HANG_S)
         assert session.demote() == (0, 4, 0)
-        assert session.prefetch(reuse=True).result(HANG_S).value == 16
+        assert session.prefetch(needed_only=True).result(HANG_S).value == 16
         # The latent has a window of 8 tokens: earlier tokens of its layer are not loaded.
-        assert session.get(*plain(back), reuse=True).result(HANG_S).value == 16
+        assert session.get(*plain(back), needed_only=True).result(HANG_S).value == 16
         latent = [m[1, 0].reshape(-1)[: 16 * 24] for m in (memory, back)]
         assert (latent[0][8 * 24:] == latent[1][8 * 24:]).all() and not latent[1][: 8 * 24].any()
         assert (memory[[0, 2]] == back[[0, 2]]).all()
-        for op in session.get_each(*plain(back), reuse=True):
+        for op in session.get_each(*plain(back), needed_only=True):
             op.result(HANG_S)
         times = store.latencies()
         assert len(times) == 15 and times["put_ram"].timed == 1
@@ -351,10 +351,10 @@ def test_demoted_kv_is_prefetched_and_reused(runtime: kvtier.Runtime, tmp_path: 
         assert 'policy="s3fifo"' in store.metrics()
         with pytest.raises(kvtier.SpecError, match="s3fifo"):
             store.set_policy(kvtier.TIER_HOST, "s3fif")
-        store.set_budget(kvtier.TIER_DISK, 20 << 20)
+        store.set_limit(kvtier.TIER_DISK, 20 << 20)
         assert store.stats()["disk_limit_bytes"] == 20 << 20
         with pytest.raises(kvtier.UnsupportedError):
-            store.set_budget(kvtier.TIER_REMOTE, 1 << 20)
+            store.set_limit(kvtier.TIER_REMOTE, 1 << 20)
         assert store.evictions(kvtier.TIER_HOST) == []
     with pytest.raises(kvtier.InvalidError, match="through"):
         kvtier.Store(runtime, write="thru")
@@ -425,7 +425,7 @@ def test_invalid_chunk_lists_are_rejected(runtime: kvtier.Runtime) -> None:
             with pytest.raises(kvtier.InvalidError):
                 session.prefetch(chunks=chunks)
         with pytest.raises(kvtier.InvalidError, match="KVT_TRANSFER_NEEDED_ONLY"):
-            session.get(*plain(back), chunks=[1], reuse=True)
+            session.get(*plain(back), chunks=[1], needed_only=True)
         assert (back == 0xA5).all()
         assert session.drop(8).removed_chunks == 2
         op = session.get(*plain(back), chunks=[0, 2, 3])

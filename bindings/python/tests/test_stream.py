@@ -64,17 +64,17 @@ def test_a_model_describes_its_file(path: Path, tensors: Dict[str, Any]) -> None
         for tensor in model.tensors:
             dtype, shape, data = tensors[tensor.name]
             assert (tensor.dtype, list(tensor.shape), tensor.bytes) == (dtype, shape, len(data))
-            assert model.find(tensor.name) == tensor.number
+            assert model.find_tensor(tensor.name) == tensor.number
         units = model.units
         assert [unit.name for unit in units][-1] == "head"
-        assert units[model.layer(4, 1)].expert == 1
-        assert units[model.layer(3)].layer == 3 and units[model.layer(3)].expert is None
+        assert units[model.find_unit(4, 1)].expert == 1
+        assert units[model.find_unit(3)].layer == 3 and units[model.find_unit(3)].expert is None
         found = [part for unit in units for part in model.parts(unit.number)]
         assert sorted(part.tensor for part in found) == list(range(info.tensors))
         with pytest.raises(kvtier.NotFoundError):
-            model.find("nothing")
+            model.find_tensor("nothing")
     with pytest.raises(kvtier.ClosedError):
-        model.find("lm_head.weight")
+        model.find_tensor("lm_head.weight")
     with pytest.raises(kvtier.NotFoundError):
         kvtier.Model(path.parent / "none.safetensors")
 
@@ -85,10 +85,10 @@ def test_plans_explain_residency_and_predict_passes(path: Path) -> None:
     plan = model.plan(half(), memory)
     assert plan["compute"] == "host" and plan["residency"]["file"]["units"] > 0 and plan["figures"]
     assert "host" in model.plan_text(half(), memory)
-    slow, fast = model.what_if("disk=1", half(), memory), model.what_if("disk=2", half(), memory)
+    slow, fast = model.forecast("disk=1", half(), memory), model.forecast("disk=2", half(), memory)
     assert fast["pass_ns"] < slow["pass_ns"] and slow["binding"] == "disk"
     with pytest.raises(kvtier.SpecError):
-        model.what_if("tape=1", half(), memory)
+        model.forecast("tape=1", half(), memory)
     with pytest.raises(kvtier.BudgetError, match="at least"):
         model.plan(kvtier.StreamTerms(host_ceiling_bytes=0), memory)
     with pytest.raises(kvtier.InvalidError):
@@ -102,7 +102,7 @@ def test_units_have_the_bytes_of_the_file(runtime: kvtier.Runtime, path: Path, i
     units = model.units
     with kvtier.Streamer(runtime, model, half(), in_place=in_place, marks=50) as streamer:
         model.close()
-        streamer.load()
+        streamer.wait_resident()
         assert streamer.progress()["missing"] == 0
         for _ in range(3):
             streamer.pass_begin()
@@ -116,7 +116,7 @@ def test_units_have_the_bytes_of_the_file(runtime: kvtier.Runtime, path: Path, i
                             continue
                         assert bytes(got) == tensors[name][2]
                     if in_place:
-                        assert streamer.fixed(unit.number)[0] == held.address
+                        assert streamer.unit_address(unit.number)[0] == held.address
                     del got  # a view keeps the lease
             streamer.pass_end()
         stats = streamer.stats()
@@ -124,7 +124,8 @@ def test_units_have_the_bytes_of_the_file(runtime: kvtier.Runtime, path: Path, i
         assert [count.layer for count in streamer.layers()] == [4]
         assert {mark.stage for mark in streamer.marks()} <= {"read", "copy", "use", "wait"}
         assert len(streamer.residency()) == len(units) and "file" in streamer.residency()
-        assert streamer.plan()["compute"] == "host" and streamer.plan_text() and streamer.engine()
+        assert streamer.plan()["compute"] == "host" and streamer.plan_text()
+        assert streamer.describe_io()
         assert streamer.verify(0) == streamer.verify(0)
 
 
@@ -133,13 +134,13 @@ def test_unit_arrays_are_views_that_keep_the_lease(runtime: kvtier.Runtime, path
     numpy = pytest.importorskip("numpy")
     model = kvtier.Model(path)
     with kvtier.Streamer(runtime, model, half()) as streamer:
-        held = streamer.acquire(model.layer(2))
+        held = streamer.acquire(model.find_unit(2))
         array = held.array("model.layers.2.mlp.weight")
         want = numpy.frombuffer(tensors["model.layers.2.mlp.weight"][2], numpy.float32)
         assert array.shape == (50, 90) and not array.flags.writeable
         assert numpy.array_equal(array.view("u4"), want.reshape(50, 90).view("u4"))
         assert held.array("model.layers.2.norm.weight").dtype == numpy.float16
-        with streamer.acquire(model.layer(4, 1)) as expert:
+        with streamer.acquire(model.find_unit(4, 1)) as expert:
             assert expert.array("model.layers.4.mlp.experts.1.w").dtype == numpy.uint16
             with pytest.raises(kvtier.NotFoundError):
                 expert.array("lm_head.weight")
@@ -199,7 +200,7 @@ def test_a_table_model_has_the_callers_units(runtime: kvtier.Runtime, path: Path
         with streamer.acquire(0) as held:
             assert bytes(held.view("one#0")) == data[100:5100]
             assert bytes(held.view("one#1")) == data[6000:6010]
-        with streamer.acquire(model.layer(0)) as held:
-            assert bytes(held.view(model.find("two#0"))) == data[20000:20001]
+        with streamer.acquire(model.find_unit(0)) as held:
+            assert bytes(held.view(model.find_tensor("two#0"))) == data[20000:20001]
     with pytest.raises(kvtier.InvalidError):
         kvtier.Model.table([path], [kvtier.UnitEntry("one", [(0, len(data), 1)])])

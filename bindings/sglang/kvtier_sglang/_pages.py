@@ -111,16 +111,16 @@ class Pages:
         if (self._step == self._step[0]).all():
             lowest = self._first.min()
             shifts = [int(one - lowest) for one in self._first]
-            return kvtier.At(lowest + pages * self._step[0], shifts, kept=self.kept)
+            return kvtier.BlockAddresses(lowest + pages * self._step[0], shifts, kept=self.kept)
         tables = [begin + pages * step for begin, step in zip(self._first, self._step)]
-        return kvtier.Each(tables, kept=self.kept)
+        return kvtier.PartAddresses(tables, kept=self.kept)
 
     def _places_from_pool(self, first: Any) -> Any:
         """The same from the pool itself: pools with shared backings move their pages."""
         slots = torch.from_numpy((first[:, None] + np.arange(self.page_tokens)).reshape(-1))
         addresses, _ = self.pool.get_page_buffer_meta(slots)
         table = np.array(addresses, np.uint64).reshape(len(first), len(self.parts))
-        return kvtier.Each([np.ascontiguousarray(table[:, i]) for i in self._order],
+        return kvtier.PartAddresses([np.ascontiguousarray(table[:, i]) for i in self._order],
                            kept=self.kept)
 
     def source(self, first: Any) -> Any:
@@ -150,12 +150,12 @@ class FlatPages(Pages):
 
     def source(self, first: Any) -> Any:
         pages = [self.pool.get_data_page(int(slot), flat=True).contiguous() for slot in first]
-        return kvtier.At([page.data_ptr() for page in pages], kept=pages)
+        return kvtier.BlockAddresses([page.data_ptr() for page in pages], kept=pages)
 
     def destination(self, first: Any) -> Tuple[Any, Any]:
         buffer = torch.empty((len(first), self._numbers), dtype=self._dtype)
         offsets = np.arange(len(first), dtype=np.uint64) * np.uint64(self.parts[0])
-        return kvtier.At(buffer.data_ptr() + offsets, kept=buffer), buffer
+        return kvtier.BlockAddresses(buffer.data_ptr() + offsets, kept=buffer), buffer
 
     def finish_read(self, first: Any, buffer: Any, ok: Sequence[bool]) -> None:
         for slot, page, loaded in zip(first, buffer, ok):

@@ -371,8 +371,8 @@ class KvtierStorage(HiCacheStorage):
         pool = self._pools.get(str(PoolName.KV))
         if pool is None:
             return None
-        room = kvtier.Advisor.room_of(self._store, pool.blocks.block_bytes)
-        return self._advisor.advise(batch, room)
+        capacity = kvtier.Advisor.capacity_of(self._store, pool.blocks.block_bytes)
+        return self._advisor.advise(batch, capacity)
 
     def stats(self) -> Dict[str, float]:
         """The store's counters and levels."""
@@ -433,7 +433,7 @@ def _slots(transfer: PoolTransfer) -> torch.Tensor:
     return slots
 
 
-def _tensors(keys: Sequence[str], tensors: Sequence[Any], page_bytes: int) -> kvtier.At:
+def _tensors(keys: Sequence[str], tensors: Sequence[Any], page_bytes: int) -> kvtier.BlockAddresses:
     """The addresses of tensors, each with a page in the engine's flat form."""
     if len(tensors) != len(keys):
         raise invalid(f"there are {len(tensors)} tensors for {len(keys)} keys; the numbers must be "
@@ -450,4 +450,4 @@ def _tensors(keys: Sequence[str], tensors: Sequence[Any], page_bytes: int) -> kv
         if tensor.nbytes != page_bytes:
             raise invalid(f"the tensor of page {key} has {tensor.nbytes} bytes ({tensor.dtype}), "
                           f"but a page of the registered pool has {page_bytes}")
-    return kvtier.At([tensor.data_ptr() for tensor in tensors], kept=list(tensors))
+    return kvtier.BlockAddresses([tensor.data_ptr() for tensor in tensors], kept=list(tensors))

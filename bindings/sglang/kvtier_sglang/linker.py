@@ -183,7 +183,7 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def _get(self, pool: _Pool, names: kvtier.Names, rows: Any, layer: int) -> kvtier.Op:
         first, count = pool.pages.layers[layer]
-        places = kvtier.Each(pool.pages.tables(rows, first, count), pool.pages.device,
+        places = kvtier.PartAddresses(pool.pages.tables(rows, first, count), pool.pages.device,
                              pool.pages.entry.kv_buffer)
         return pool.blocks.get(names, places, timeout=self.settings.timeout_s, first_part=first,
                                parts=count)
@@ -221,7 +221,7 @@ class KvtierLinker(UnifiedCacheLinker):
             for event in ready:
                 event.synchronize()
             for pool, names, rows in self._merge([transfers]):
-                places = kvtier.Each(pool.pages.tables(rows), pool.pages.device,
+                places = kvtier.PartAddresses(pool.pages.tables(rows), pool.pages.device,
                                      pool.pages.entry.kv_buffer)
                 ops.append(pool.blocks.put(names, places, level=LEVELS[self.settings.level],
                                            timeout=self.settings.timeout_s))
@@ -274,7 +274,7 @@ class KvtierLinker(UnifiedCacheLinker):
         lookups and offloads since the first call."""
         self._require_open()
         page = sum(pool.blocks.block_bytes for pool in self._pools.values())
-        return self._advisor.advise(batch, kvtier.Advisor.room_of(self._store, page))
+        return self._advisor.advise(batch, kvtier.Advisor.capacity_of(self._store, page))
 
     def stats(self) -> Dict[str, float]:
         """The store's counters and levels."""

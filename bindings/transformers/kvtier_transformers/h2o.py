@@ -100,7 +100,7 @@ class _Frame:
         else:
             attention_sums.check_causal(self.mask, evictor, count)
         for sequence in range(evictor.batch):
-            if not evictor.came(sequence):
+            if not evictor.new_tokens(sequence):
                 continue  # padding only, as in a part of a chunked prompt
             new, resident = evictor.new_rows(sequence, count), evictor.real_rows(sequence)
             if weights is not None:

@@ -325,7 +325,7 @@ def test_gets_before_a_failed_one_are_waited_for(how: str) -> None:
         assert [get.op.closed for get in gets.made] == [True]
 
 
-def delay_puts(patch: pytest.MonkeyPatch, ready: kvtier.Event) -> List[kvtier.Op]:
+def delay_puts(patch: pytest.MonkeyPatch, ready: kvtier.ReadyEvent) -> List[kvtier.Op]:
     """Makes new puts wait for the event `ready`. Returns the list of their ops."""
     made: List[kvtier.Op] = []
     real = kvtier.Session.put
@@ -341,7 +341,7 @@ def delay_puts(patch: pytest.MonkeyPatch, ready: kvtier.Event) -> List[kvtier.Op
 def test_interrupted_wait_keeps_puts_tracked() -> None:
     """An interrupted wait must not let later steps overwrite buffers that puts still read."""
     model, tokens = make("llama"), ids(700)
-    with Tiers(model, STORE) as tiers, kvtier.Event() as ready:
+    with Tiers(model, STORE) as tiers, kvtier.ReadyEvent() as ready:
         cache, stock = tiers.cache(), DynamicCache(config=model.config)
         with pytest.MonkeyPatch.context() as patch:
             delay_puts(patch, ready)
@@ -383,7 +383,7 @@ def test_interrupted_settle_can_be_repeated(at: int) -> None:
 @pytest.mark.parametrize("times", [1, 1 << 30])
 def test_interrupted_reset_leaves_an_empty_cache(times: int, mode: Optional[int]) -> None:
     model, tokens, other = make("llama", num_hidden_layers=4), ids(60, rows=2), ids(60, 2, seed=5)
-    with Tiers(model, STORE) as tiers, kvtier.Event() as ready:
+    with Tiers(model, STORE) as tiers, kvtier.ReadyEvent() as ready:
         step(model, first := tiers.cache(), tokens)
         assert first.save() == [48, 48]
         cache, stock = tiers.cache(resident_layers=mode), DynamicCache(config=model.config)
@@ -421,7 +421,7 @@ def test_interrupted_reset_leaves_an_empty_cache(times: int, mode: Optional[int]
 
 def test_interrupted_save_blocks_reuse_of_its_buffers() -> None:
     model, tokens = make("llama", num_hidden_layers=4), ids(60, rows=2)
-    with Tiers(model, STORE) as tiers, kvtier.Event() as ready:
+    with Tiers(model, STORE) as tiers, kvtier.ReadyEvent() as ready:
         cache = tiers.cache(resident_layers=2)
         step(model, cache, tokens)
         cache.settle()

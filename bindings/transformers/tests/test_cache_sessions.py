@@ -92,19 +92,19 @@ def test_plan_loads_only_if_faster_than_computing(name: str, mode: Optional[int]
         stock = DynamicCache(config=model.config)
         whole = [step(model, stock, piece) for piece in (tokens[:, :80], tokens[:, 80:])][1]
         for token_ns, expected in ((0.0, 0), (1e9, 80)):
-            tiers.namespace.fix_prefill((0.0, token_ns))
+            tiers.namespace.set_prefill_cost((0.0, token_ns))
             cache = tiers.cache(resident_layers=mode)
             assert cache.resume(tokens, plan=True) == expected == cache.get_seq_length()
             rest = step(model, cache, tokens[:, expected:])
             assert torch.allclose(rest[:, 80 - expected:], whole, atol=1e-5)
             assert cache.unknown == "" and cache.save() == [80, 80]
             assert tiers.cache().resume(tokens) == 80
-        tiers.namespace.fix_prefill(None)
+        tiers.namespace.set_prefill_cost(None)
         for _ in range(200):  # 30 s for 16 tokens
             tiers.observe_prefill(0, 16, 30.0)
         assert tiers.cache(resident_layers=mode).resume(tokens, plan=True) == 80
-        beta = tiers.namespace.prefill().beta_ns
-        assert beta > 1e9 and tiers.namespace.prefill().observed == 200
+        beta = tiers.namespace.prefill_cost().beta_ns
+        assert beta > 1e9 and tiers.namespace.prefill_cost().observed == 200
         padded = torch.cat([torch.zeros_like(tokens[:, :7]), tokens], 1)
         mask = (padded != 0).long()
         want = 87 if name == "llama" and mode is None else 0

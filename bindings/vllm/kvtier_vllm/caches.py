@@ -67,7 +67,7 @@ def layer(name: str, tensor: Any, blocks: int) -> Layer:
     cuda = tensor.device.type == "cuda"
     flat: Any = torch.empty(0, dtype=torch.uint8)
     storage = tensor.untyped_storage()
-    source: Any = flat.set_(storage).numpy() if not cuda else kvtier.Place(
+    source: Any = flat.set_(storage).numpy() if not cuda else kvtier.MemoryRange(
         storage.data_ptr(), storage.nbytes(), on_device=True, kept=storage)
     return Layer(name, source, offset, tensor.data_ptr(), size, stride,
                  (tensor.device.index or 0) if cuda else None)

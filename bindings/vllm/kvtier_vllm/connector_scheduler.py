@@ -97,7 +97,7 @@ class Scheduler:
                 return None, False
             self._pending_lookups.pop(name, None)
         self.queries += limit
-        if self._advisor.learns:
+        if self._advisor.observes:
             self._advisor.looked_up(self._block_ids(state, limit))
         state.saved = max(state.saved, min(usable, limit) // self._block * self._block)
         more = min(usable, limit) // self._block * self._block - computed
@@ -177,7 +177,7 @@ class Scheduler:
         self._next_meta.saves.append(BlockTransfer(
             request.request_id, state.saved, end - state.saved,
             state.blocks[state.saved // self._block: end // self._block]))
-        if self._advisor.learns:
+        if self._advisor.observes:
             self._advisor.stored(self._block_ids(state, end)[state.saved // self._block:])
         state.saved = end
 
@@ -199,7 +199,7 @@ class Scheduler:
         worker = self._local_worker()
         capacity, policy = (self._capacity_blocks, self._policy) if worker is None else (
             worker.capacity_blocks(), worker.policy())
-        self._advisor.store_has(policy)
+        self._advisor.use_store_policy(policy)
         return self._advisor.advise(batch, capacity)
 
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:

@@ -44,7 +44,7 @@ class _RemoteLookup:
         self._session = namespace.session()
         try:
             self._session.append(lookup.tokens, lookup.scope.media)
-            self.op = self._session.locate(timeout=seconds)
+            self.op = self._session.remote_lookup(timeout=seconds)
         except BaseException:
             self._session.close()
             raise
@@ -104,7 +104,7 @@ class Worker:
         """Number of blocks that fit into host memory; 0 without KV caches."""
         if self._shared is None:
             return 0
-        return kvtier.Advisor.room_of(self._shared.store,
+        return kvtier.Advisor.capacity_of(self._shared.store,
                                       sum(layer.block_bytes for layer in self._layers))
 
     def policy(self) -> str:

@@ -219,7 +219,8 @@ class KvtierPolicy(CachePolicy):
         if shortest and (not self._chunk_tokens or shortest < self._chunk_tokens):
             self._chunk_tokens = shortest
         tokens = self._chunk_tokens
-        rows = [kvtier.Row(entries[at].id, tokens=tokens, context=max(0, (ends[at] or 0) - tokens))
+        rows = [kvtier.PolicyObject(entries[at].id, tokens=tokens,
+                                    context=max(0, (ends[at] or 0) - tokens))
                 for at in order]
         self._policy.insert(rows, self._context(context, len(rows)))
         for entry in entries:

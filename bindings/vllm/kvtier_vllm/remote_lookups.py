@@ -90,7 +90,7 @@ class RemoteLookups:
         unsent, self._unsent = self._unsent, []
         for batch in unsent:
             try:
-                batch.op = batch.blocks.locate(batch.keys, timeout=self._seconds)
+                batch.op = batch.blocks.remote_lookup(batch.keys, timeout=self._seconds)
                 self._sent.append(batch)
             except Error as error:
                 # Counts as the answer that the remote has none of them.

@@ -182,7 +182,7 @@ class KvtierWorker(OffloadingWorker):
         tensors, blocks = self._groups[group], self._medium.blocks[self._ids[group]]
         numbers = ids.astype("uint64")
         tables = [tensor.address + numbers * tensor.stride for tensor in tensors]
-        where = kvtier.Each(tables, device=self._on_device, kept=self._tensors)
+        where = kvtier.PartAddresses(tables, device=self._on_device, kept=self._tensors)
         if is_load:
             return blocks.get(keys, where, after=after)
         level = self._settings.put_level() if self._settings.level else kvtier.LEVEL_RAM

@@ -130,8 +130,8 @@ class KvtierTier(SecondaryTierManager):
     def advice(self, batch: int) -> Optional[kvtier.Advice]:
         """The recommended number of running requests, from the current number. It depends on the
         lookups and stores since the first call."""
-        room = kvtier.Advisor.room_of(self._open().store, self.block_size_bytes)
-        return self._advisor.advise(batch, room)
+        capacity = kvtier.Advisor.capacity_of(self._open().store, self.block_size_bytes)
+        return self._advisor.advise(batch, capacity)
 
     def _open(self) -> SharedStore:
         if self._shared is None:
@@ -181,7 +181,7 @@ class KvtierTier(SecondaryTierManager):
             logger.warning("the store rejected a hint about %d chunks: %s", len(keys), str(error))
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        if self._advisor.learns:
+        if self._advisor.observes:
             self._step_lookups.setdefault(req_context.req_id, {})[_advisor_id(key)] = None
         failed = self._failed.get(req_context.req_id)
         if failed is not None and key in failed:
@@ -255,7 +255,7 @@ class KvtierTier(SecondaryTierManager):
             self._mark_failed(job.request, [job.keys[at] for at in failed])
         if succeeded and job.request_hints.has_future and job.request not in self._failed:
             self._hint(job.request_hints, succeeded)  # the request has ended already
-        if not job.is_load and self._advisor.learns:
+        if not job.is_load and self._advisor.observes:
             self._advisor.stored([_advisor_id(key) for key in succeeded])
         if self._events is not None and succeeded and not job.is_load:
             self._events.append(OffloadingEvent(keys=succeeded, medium=self.medium, removed=False,

@@ -265,7 +265,7 @@ def test_an_interrupted_wait_keeps_track_of_saves(make: Any, roles: Any) -> None
     """An interrupted wait must not let the engine overwrite blocks that are still read."""
     one = mini.Engine(make, roles, extra=HOST)
     worker = one.workers[0].worker
-    with kvtier.Event() as ready, pytest.MonkeyPatch.context() as patch:
+    with kvtier.ReadyEvent() as ready, pytest.MonkeyPatch.context() as patch:
         put, wait = kvtier.Session.put, kvtier.Op.wait
         patch.setattr(kvtier.Session, "put",
                       lambda self, *args, **more: put(self, *args, ready=ready, **more))
@@ -324,7 +324,7 @@ def test_the_scheduler_switches_policies_and_gives_advice(engine: mini.Engine,
                                                           caplog: pytest.LogCaptureFixture) -> None:
     scheduler, worker = engine.scheduler.scheduler, engine.workers[0].worker
     engine.run(mini.Request("first", range(64)))
-    assert not scheduler._advisor.learns  # nothing is recorded before the first advice
+    assert not scheduler._advisor.observes  # nothing is recorded before the first advice
     assert scheduler.advice(8).batch == 8
     policy = scheduler._advisor._policy
     policy.set_advice(shrink_above=0.1, window=8, patience=1)

@@ -235,7 +235,7 @@ def test_evictions_are_logged_and_thrashing_lowers_the_advice(
     caplog.set_level("INFO", "kvtier_vllm")
     one = Harness(make_config, row=1 << 20, host_bytes="36MiB", policy="lru", log_evictions=64)
     one.result(one.submit([0], [0], False))
-    assert not one.tier._advisor.learns  # nothing is recorded before the first advice
+    assert not one.tier._advisor.observes  # nothing is recorded before the first advice
     assert one.tier.advice(8).batch == 8
     policy = one.tier._advisor._policy
     policy.set_advice(shrink_above=0.1, window=8, patience=1)

@@ -26,7 +26,7 @@ def test_a_cache_on_a_gpu_is_described_by_its_storage() -> None:
     assert (layer.offset, layer.block_bytes, layer.stride_bytes, layer.ordinal) == (
         1024, 256, 256, 1)
     source = layer.source
-    assert isinstance(source, kvtier.Place) and source.on_device
+    assert isinstance(source, kvtier.MemoryRange) and source.on_device
     assert (source.address, source.nbytes) == (storage.data_ptr(), 4096)
     kept = weakref.ref(source._kept)
     view = layer.view([7], 16)
@@ -42,6 +42,6 @@ def test_a_cache_on_a_gpu_is_described_by_its_storage() -> None:
 def test_a_cache_in_host_memory_is_used_directly() -> None:
     storage = torch.zeros(4096, dtype=torch.uint8)
     layer = caches.layer("layer.0", storage[1024:].view(12, 256), 12)
-    assert layer.ordinal is None and not isinstance(layer.source, kvtier.Place)
+    assert layer.ordinal is None and not isinstance(layer.source, kvtier.MemoryRange)
     layer.source[1024] = 7
     assert storage[1024] == 7 and len(layer.source) == 4096
