@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A small router: forwards each request to the engine that has the longest prefix of its prompt.
 
-    router.py --redis HOST:PORT --space space.json [--prefix kvt] [--listen 127.0.0.1:8080]
+    router.py --redis HOST:PORT --namespace namespace.json [--prefix kvt] [--listen 127.0.0.1:8080]
 
 Engines publish the events of their stores to a Redis stream (docs/reference/events.md). They open
 their stores with `remote=redis(url=..., events="http://engine-0:8000")`; the value of `events` is
@@ -10,7 +10,7 @@ the URL that requests are forwarded to.
 A request is a POST with a JSON body whose `prompt` is a list of tokens. The router forwards it
 unchanged, and adds `X-Engine` to the response. `GET /` returns the number of chunks of each engine.
 
-space.json has the namespace's identity and layout, equal to those of the engines:
+namespace.json has the namespace's identity and layout, equal to those of the engines:
 
     {"identity": {"model": "llama-3-8b", "weights": "sha256:..."}, "chunk_tokens": 16,
      "groups": [{"layers": [0, 1, 2], "k_bytes": 2048, "v_bytes": 2048}]}
@@ -165,19 +165,19 @@ def follow(index, host, port, stream, stop):
 class PromptKeys:
     """Computes the chunk keys of prompts."""
 
-    def __init__(self, space):
-        self._runtime = kvtier.Runtime(workers=1)
-        self._store = kvtier.Store(self._runtime, "store(host=1MiB, chunks=64, events=1)")
-        identity = {name: value.encode() for name, value in space["identity"].items()}
-        groups = [kvtier.Group(**group) for group in space["groups"]]
-        self._namespace = self._store.namespace(kvtier.Identity(**identity),
-                                                chunk_tokens=space["chunk_tokens"], groups=groups)
+    def __init__(self, namespace):
+        self._store = kvtier.open(
+            "kvtier(workers=1, store=store(host=1MiB, chunks=64, events=1))")
+        identity = {name: value.encode() for name, value in namespace["identity"].items()}
+        groups = [kvtier.Group(**group) for group in namespace["groups"]]
+        layout = kvtier.Layout(namespace["chunk_tokens"], groups)
+        self._namespace = self._store.namespace(kvtier.Identity(**identity), layout)
 
     def of(self, tokens):
         return self._namespace.chunk_keys(tokens)
 
     def close(self):
-        for handle in (self._namespace, self._store, self._runtime):
+        for handle in (self._namespace, self._store):
             handle.close()
 
 
@@ -243,9 +243,10 @@ class Router(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, listen, redis, stream, space):
+    def __init__(self, listen, redis, stream, namespace):
         super().__init__(listen, Handler)
-        self.index, self.keys, self._stop = ResidencyIndex(), PromptKeys(space), threading.Event()
+        self.index, self.keys = ResidencyIndex(), PromptKeys(namespace)
+        self._stop = threading.Event()
         self._reader = threading.Thread(target=follow, daemon=True, args=(
             self.index, *redis, stream, self._stop))
         self._reader.start()
@@ -266,13 +267,13 @@ def address(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--redis", type=address, required=True)
-    parser.add_argument("--space", required=True)
+    parser.add_argument("--namespace", required=True)
     parser.add_argument("--prefix", default="kvt")
     parser.add_argument("--listen", type=address, default=("127.0.0.1", 8080))
     opts = parser.parse_args()
-    with open(opts.space, encoding="utf-8") as file:
-        space = json.load(file)
-    router = Router(opts.listen, opts.redis, f"{opts.prefix}/events", space)
+    with open(opts.namespace, encoding="utf-8") as file:
+        namespace = json.load(file)
+    router = Router(opts.listen, opts.redis, f"{opts.prefix}/events", namespace)
     print("http://%s:%d" % router.server_address[:2], flush=True)
     try:
         router.serve_forever()
