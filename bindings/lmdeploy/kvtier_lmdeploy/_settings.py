@@ -60,7 +60,7 @@ class Settings:
     lookup_timeout_s: float = 5.0
     #: Most seconds that a lookup waits for the store's remote; 0: no remote lookup. The engine's
     #: scheduler waits too, unless lookups are asynchronous.
-    ask_s: float = 0.0
+    remote_lookup_s: float = 0.0
     #: Sessions that the policies distinguish.
     max_sessions: int = 256
     #: Whether each eviction is logged.

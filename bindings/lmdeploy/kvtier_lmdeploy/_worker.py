@@ -295,7 +295,7 @@ class WorkerSide:
         if store is None or blocks is None:
             return None
         if kind == "prefix":
-            return blocks.prefix(names, self._settings.ask_s)
+            return blocks.prefix(names, self._settings.remote_lookup_s)
         if kind == "describe":
             return self.describe()
         if kind == "metrics":

@@ -93,8 +93,9 @@ def test_remote_blocks_are_found_and_loaded(closing: Callable[[Any], Any], tmp_p
     one = closing(stubs.worker(cache, tensors(rows)))
     work(one, StepMeta(saves=(Save(0, 1, (0, 3, 5), (0, 1, 2), names),)))
     want = {name: array.copy() for name, array in rows.items()}
-    other = closing(stubs.worker(stubs.cache_config({**extra, "ask_s": 600.0}), tensors(rows)))
-    without = closing(stubs.worker(cache, tensors(rows)))  # ask_s is 0: no remote lookup
+    other = closing(stubs.worker(stubs.cache_config({**extra, "remote_lookup_s": 600.0}),
+                                 tensors(rows)))
+    without = closing(stubs.worker(cache, tensors(rows)))  # remote_lookup_s is 0: no remote lookup
     found = [worker._worker._handle_query({"query": "prefix"}, names)
              for worker in (without, other)]
     assert found == [0, 3]

@@ -26,7 +26,7 @@ LEVELS: Dict[str, int] = {"ram": LEVEL_RAM, "disk": LEVEL_DISK, "durable": LEVEL
                           "remote": LEVEL_REMOTE}
 
 #: Most seconds that a call may wait for a remote lookup.
-MAX_ASK_S = 3600
+MAX_REMOTE_LOOKUP_S = 3600
 
 #: Most open shapes. A store has at most 64 layouts: the catalogue needs one, and closed shapes
 #: with objects need some.
@@ -54,7 +54,7 @@ class Settings:
     #: The level at which a put returns: "ram", "disk", "durable" or "remote".
     level: str = "ram"
     #: Seconds that a call waits at most for a remote lookup; 0 = no remote lookup.
-    ask_s: float = 0.5
+    remote_lookup_s: float = 0.5
     #: Names the model and its weights: objects under another name are not found.
     model: str = ""
     #: The device of registered device memory: "cuda" or "cuda:1"; "" = host memory only.
@@ -107,9 +107,9 @@ def from_mapping(given: Mapping[str, Any], source: str) -> Settings:
     if settings.level not in LEVELS:
         raise _invalid(f"{source}: level {settings.level!r} is unknown: use one of "
                        f"{', '.join(LEVELS)}")
-    if not 0 <= settings.ask_s <= MAX_ASK_S:
-        raise _invalid(f"{source}: ask_s {settings.ask_s!r} is out of range: give seconds from 0 "
-                       f"to {MAX_ASK_S}")
+    if not 0 <= settings.remote_lookup_s <= MAX_REMOTE_LOOKUP_S:
+        raise _invalid(f"{source}: remote_lookup_s {settings.remote_lookup_s!r} is out of range: "
+                       f"give seconds from 0 to {MAX_REMOTE_LOOKUP_S}")
     if not 1 <= settings.max_shapes <= MAX_SHAPES:
         raise _invalid(f"{source}: max_shapes {settings.max_shapes} is out of range: give 1 to "
                        f"{MAX_SHAPES}")

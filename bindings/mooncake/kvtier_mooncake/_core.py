@@ -71,7 +71,7 @@ class Core:
                 assert self.store is not None
                 found = self._shapes[tenant] = Shapes(
                     self.store, self.settings.model, tenant, self.settings.max_shapes,
-                    self._catalogue_level(), self.settings.ask_s)
+                    self._catalogue_level(), self.settings.remote_lookup_s)
             return found
 
     def _catalogue_level(self) -> int:

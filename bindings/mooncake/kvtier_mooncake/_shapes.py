@@ -36,8 +36,9 @@ class Shapes:
     """The shapes of a tenant's objects. Any thread may use it."""
 
     def __init__(self, store: kvtier.Store, model: str, tenant: str, max_open: int,
-                 level: int, ask_s: float = 0.0) -> None:
-        self._store, self._max_open, self._level, self._ask_s = store, max_open, level, ask_s
+                 level: int, remote_lookup_s: float = 0.0) -> None:
+        self._store, self._max_open, self._level = store, max_open, level
+        self._remote_lookup_s = remote_lookup_s
         weights, salt = model.encode() or None, tenant.encode() or None
         self._identity = kvtier.Identity(model=b"mooncake", weights=weights, salt=salt)
         # Never held while waiting for the store, so that other threads can look up.
@@ -112,7 +113,7 @@ class Shapes:
     @property
     def uses_remote(self) -> bool:
         """Whether objects that local tiers lack are looked up at a remote."""
-        return bool(self._ask_s) and self._catalogue.has_remote
+        return bool(self._remote_lookup_s) and self._catalogue.has_remote
 
     def _lookup_at_remote(self, shapes: Sequence[Blocks], names: Sequence[bytes]) -> None:
         """Looks up names at the remote in all shapes at once, as fast as in one shape."""
@@ -123,7 +124,7 @@ class Shapes:
                 # A lookup that fails, or has no answer in time, is a miss.
                 with contextlib.suppress(kvtier.Error):
                     ops.append(stack.enter_context(
-                        blocks.remote_lookup(ready, timeout=self._ask_s)))
+                        blocks.remote_lookup(ready, timeout=self._remote_lookup_s)))
             for op in ops:
                 op.wait()
 
@@ -132,7 +133,8 @@ class Shapes:
         blocks = self.try_open(shape) if self.uses_remote else None
         if blocks is None:
             return []
-        return [at for at, state in enumerate(blocks.exists(names, self._ask_s)) if state]
+        states = blocks.exists(names, self._remote_lookup_s)
+        return [at for at, state in enumerate(states) if state]
 
     def states(self, names: Sequence[bytes]) -> List[int]:
         """1 for each object that is stored, 0 for the others."""
@@ -140,7 +142,7 @@ class Shapes:
         if len(known) == 1:  # the usual case costs one native call and one pass
             states = known[0][1].exists(names)
             if 0 in states and self.uses_remote:
-                states = known[0][1].exists(names, self._ask_s)
+                states = known[0][1].exists(names, self._remote_lookup_s)
             return [1 if state else 0 for state in states]
         return [0 if shape is None else 1 for shape in self.find(names)]
 
@@ -184,7 +186,7 @@ class Shapes:
     def _read_catalogue(self) -> None:
         """Reads the shapes of earlier processes, and of processes that share the remote."""
         names = [_page_name(page) for page in range(MAX_PAGES)]
-        states = self._catalogue.exists(names, self._ask_s)
+        states = self._catalogue.exists(names, self._remote_lookup_s)
         present = [at for at, state in enumerate(states) if state]
         if not present:
             return

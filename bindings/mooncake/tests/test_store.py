@@ -289,7 +289,7 @@ def test_objects_of_another_model_are_not_found(tmp_path: Any,
 def test_objects_of_other_stores_are_found_at_the_remote(opened: Callable[..., Any],
                                                          tmp_path: Any) -> None:
     given = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=600000))',
-             "ask_s": 600}
+             "remote_lookup_s": 600}
     first, keys = opened(**given, level="remote"), names(8)
     memory = Memory(first, sizes=(4096, 100, 8192))
     sizes = [list(memory.sizes)] * 8
@@ -322,7 +322,7 @@ def test_objects_of_other_stores_are_found_at_the_remote(opened: Callable[..., A
     assert [memory.bytes(15 - at) for at in range(8)] == want
     assert one.get("value") == b"of bytes" and one.get_size(keys[0]) == sum(memory.sizes)
     # A store without remote lookups.
-    one = other("s3fifo", ask_s=0)
+    one = other("s3fifo", remote_lookup_s=0)
     assert one.batch_is_exist([*keys, "value"]) == [0] * 9 and one.get("value") == b""
     assert one.batch_get_into_multi_buffers(keys, into, sizes) == [-704] * 8
 
@@ -376,7 +376,8 @@ def test_the_first_configured_source_counts(monkeypatch: pytest.MonkeyPatch, tmp
     kvtier_mooncake.configure()
     for bad in ('{"hots_bytes": 1}', '{"level": "gone"}', "{", "[1]", "no/such/file",
                 '{"policy": "nosuch"}', '{"host_bytes": 99999999, "level": "durable"}',
-                '{"host_bytes": 99999999, "level": "remote"}', '{"ask_s": -1}', '{"ask_s": true}',
+                '{"host_bytes": 99999999, "level": "remote"}', '{"remote_lookup_s": -1}',
+                '{"remote_lookup_s": true}',
                 '{"max_shapes": 0}', '{"max_shapes": 61}'):
         monkeypatch.setenv("KVTIER_MOONCAKE_CONFIG", bad)
         assert MooncakeDistributedStore().setup("h") == -600, bad

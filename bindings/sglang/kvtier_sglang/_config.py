@@ -61,9 +61,9 @@ class Settings:
     #: Seconds until a transfer ends without the pages that are unfinished; None = no limit.
     timeout_s: Optional[float] = None
     #: Seconds that a lookup waits at most for the store's remote; 0 = no remote lookup.
-    ask_s: float = 0.5
+    remote_lookup_s: float = 0.5
     #: The same for the linker's lookups, which block the engine's scheduler.
-    linker_ask_s: float = 0.0
+    linker_remote_lookup_s: float = 0.0
     #: Pass hints about the next use of pages on to the policies.
     hints: bool = True
     #: Let each rank keep a copy of KV that is equal on all ranks (MLA).

@@ -302,7 +302,7 @@ class KvtierStorage(HiCacheStorage):
         pool = self._kv_pool()
         names = _names(keys)
         self._advisor.looked_up(names)
-        return pool.blocks.prefix(names, self.settings.ask_s) if keys else 0
+        return pool.blocks.prefix(names, self.settings.remote_lookup_s) if keys else 0
 
     def batch_exists_v2(self, keys: List[str],
                         pool_transfers: Optional[List[PoolTransfer]] = None,
@@ -312,7 +312,8 @@ class KvtierStorage(HiCacheStorage):
         pages, names = self.batch_exists(keys), _names(keys)
         prefixes = loadable_prefixes(
             pages, pool_transfers or (),
-            lambda name: self._pool(name).blocks.exists(names[:pages], self.settings.ask_s),
+            lambda name: self._pool(name).blocks.exists(names[:pages],
+                                                        self.settings.remote_lookup_s),
             PoolName.KV)
         return PoolTransferResult(*prefixes)
 

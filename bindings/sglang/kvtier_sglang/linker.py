@@ -116,7 +116,7 @@ class KvtierLinker(UnifiedCacheLinker):
         ready = kvtier.Names(names)
         _, _, usable = loadable_prefixes(len(names), resolved,
                                          lambda name: self._pools[PoolName(name)].blocks.exists(
-                                             ready, self.settings.linker_ask_s),
+                                             ready, self.settings.linker_remote_lookup_s),
                                          PoolName.KV)
         return usable
 

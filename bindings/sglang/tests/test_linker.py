@@ -140,7 +140,7 @@ def test_offloaded_pages_load_layer_by_layer(make_linker: Any) -> None:
 
 def test_pages_of_other_hosts_are_found_at_the_remote(make_linker: Any, tmp_path: Path) -> None:
     extra = {"spec": f'store(remote=dir(path="{tmp_path}", timeout=600000))', "level": "remote"}
-    asking = {**extra, "linker_ask_s": 600.0}
+    patient = {**extra, "linker_remote_lookup_s": 600.0}
     one, other, keys = Device(), Device(), names(4)
     one.fill(1)
     other.fill(2)
@@ -150,7 +150,7 @@ def test_pages_of_other_hosts_are_found_at_the_remote(make_linker: Any, tmp_path
     unasked, _ = make_linker(other, extra)
     wanted = [kv_transfer([*keys, "missing"]), mamba_transfer(keys[:1])]
     assert unasked.lookup("r", wanted) == []
-    second, _ = make_linker(other, asking)
+    second, _ = make_linker(other, patient)
     assert second.lookup("r", wanted) == [3]
     assert second.load("r", [kv_transfer(keys[:3], [9, 20, 5]), mamba_transfer(keys[2:3], [1])])
     assert second.finish_layer_wise_loading(second.start_layer_wise_loading())

@@ -567,7 +567,7 @@ def test_a_garbage_collected_backend_closes_itself() -> None:
 
 def test_pages_of_other_hosts_are_found_at_the_remote(tmp_path: Path) -> None:
     extra = {"spec": f'store(remote=dir(path="{tmp_path}", timeout=600000))', "level": "remote",
-             "ask_s": 600.0}
+             "remote_lookup_s": 600.0}
     one, other = MiniPool(), MiniPool()
     backend, second = opened(one, extra), opened(other, extra)
     one.fill(1)
@@ -579,7 +579,7 @@ def test_pages_of_other_hosts_are_found_at_the_remote(tmp_path: Path) -> None:
     assert third.batch_exists([*keys, "missing"]) == 5
     assert third.batch_get_v1(keys[:3], other.slots([4, 5, 6])) == [True] * 3
     assert [other.bytes_of(page) for page in (4, 5, 6)] == [one.bytes_of(p) for p in (3, 0, 15)]
-    unasked = opened(other, {**extra, "ask_s": 0.0})
+    unasked = opened(other, {**extra, "remote_lookup_s": 0.0})
     assert unasked.batch_exists(keys) == 0
     for one_of in (backend, second, third, unasked):
         one_of.close()

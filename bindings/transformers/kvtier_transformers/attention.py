@@ -36,7 +36,7 @@ class AttentionAdapter:
     #: Index of the probabilities in the result of `forward`.
     weights: int = 1
     #: Keyword that makes `forward` return probabilities; None: it always returns them.
-    asks: str | None = None
+    weights_keyword: str | None = None
     #: Keywords of `forward` for the cache and the mask.
     caches: tuple[str, ...] = ("past_key_values", "past_key_value")
     mask: str = "attention_mask"

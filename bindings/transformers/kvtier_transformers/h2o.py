@@ -92,7 +92,7 @@ class _Frame:
             weights = output[self.adapter.weights] if isinstance(output, tuple) else None
             if weights is None or weights.shape[-1] != evictor.rows:
                 raise _state("forward returned no probabilities for the resident keys: set weights "
-                             "and asks of the class's AttentionAdapter, see porting.md")
+                             "and weights_keyword of the class's AttentionAdapter, see porting.md")
         elif self._recorded is None:
             raise _state("attention was computed by another function than sdpa, probably after "
                          "set_attn_implementation: call remove_kv_eviction and "
@@ -192,9 +192,9 @@ class Eviction:
         frame.mask = mask
         self.last = frame if self.watch is not None else None
         kwargs = {**kwargs, adapter.mask: mask}
-        if adapter.asks is not None:
-            frame.weights_requested = bool(kwargs.get(adapter.asks))
-            kwargs[adapter.asks] = True
+        if adapter.weights_keyword is not None:
+            frame.weights_requested = bool(kwargs.get(adapter.weights_keyword))
+            kwargs[adapter.weights_keyword] = True
         layer.armed = layer.busy = True
         attention.enter(module, frame)
         return args, kwargs
@@ -209,7 +209,7 @@ class Eviction:
             frame.finish(module, output)
         if self.watch is not None:
             self.watch(module, frame)
-        if adapter.asks is not None and not frame.weights_requested:
+        if adapter.weights_keyword is not None and not frame.weights_requested:
             at = adapter.weights
             output = (*output[:at], None, *output[at + 1:])
         return output

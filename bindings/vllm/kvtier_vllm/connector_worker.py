@@ -175,7 +175,7 @@ class Worker:
         if pending is None or pending.tokens != len(lookup.tokens):
             self._cancel_remote_lookup(lookup.request)
             try:
-                pending = _RemoteLookup(namespace, lookup, self._settings.ask_s)
+                pending = _RemoteLookup(namespace, lookup, self._settings.remote_lookup_s)
             except Error as error:
                 logger.warning("the remote lookup of request %s could not start; only local tiers "
                                "count: %s", lookup.request, str(error))
@@ -191,7 +191,7 @@ class Worker:
 
     @property
     def _uses_remote(self) -> bool:
-        return bool(self._settings.ask_s) and self._has_remote
+        return bool(self._settings.remote_lookup_s) and self._has_remote
 
     def _cancel_remote_lookup(self, request: str) -> None:
         with self._namespace_lock:

@@ -98,7 +98,7 @@ class Settings:
     log_evictions: int = 0
     #: Seconds that a request waits at most for a remote lookup of KV that local tiers lack;
     #: 0 = no remote lookup.
-    ask_s: float = 0.5
+    remote_lookup_s: float = 0.5
 
     @classmethod
     def names(cls) -> List[str]:
@@ -112,9 +112,10 @@ class Settings:
         for name in ("host_bytes", "disk_bytes", "log_evictions"):
             if name in given:
                 given[name] = size(name, given[name])
-        given["ask_s"] = _seconds("ask_s", given.get("ask_s", cls.ask_s))
+        given["remote_lookup_s"] = _seconds("remote_lookup_s", given.get("remote_lookup_s",
+                                                                       cls.remote_lookup_s))
         for name, value in given.items():
-            if name not in ("host_bytes", "disk_bytes", "log_evictions", "ask_s") and (
+            if name not in ("host_bytes", "disk_bytes", "log_evictions", "remote_lookup_s") and (
                     not isinstance(value, (str, os.PathLike) if name == "disk_path" else str)):
                 raise invalid(f"{name}={value!r} is a {type(value).__name__}: give a text")
         if "disk_path" in given:

@@ -250,7 +250,7 @@ class KvtierSpec(OffloadingSpec):
         if self._manager is None:
             self._manager = KvtierManager(self._key,
                                           self.kv_events_config.enable_kv_cache_events,
-                                          self._settings.ask_s)
+                                          self._settings.remote_lookup_s)
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:

@@ -100,7 +100,7 @@ class KvtierManager(OffloadingManager):
     in it, and they are hits in the next step. `prepare_load` holds them again until
     `complete_load`."""
 
-    def __init__(self, key: str, events: bool, ask_s: float) -> None:
+    def __init__(self, key: str, events: bool, remote_lookup_s: float) -> None:
         self._key = key
         self._storing: Set[bytes] = set()
         #: Blocks that were looked up in this step, and blocks that are being fetched, each with
@@ -114,7 +114,7 @@ class KvtierManager(OffloadingManager):
         self._failed: Dict[str, Set[bytes]] = {}
         self._holds: Dict[str, List[kvtier.Hold]] = {}
         self._events: Optional[List[OffloadingEvent]] = [] if events else None
-        self._remote_lookups = RemoteLookups(ask_s)
+        self._remote_lookups = RemoteLookups(remote_lookup_s)
 
     @property
     def _medium(self) -> SharedMedium:

@@ -105,7 +105,7 @@ class KvtierTier(SecondaryTierManager):
             release(self._store_key)
             raise
         self._jobs: Dict[int, _Job] = {}
-        self._remote_lookups = RemoteLookups(settings.ask_s)
+        self._remote_lookups = RemoteLookups(settings.remote_lookup_s)
         self._ready: List[JobResult] = []
         #: Keys whose load failed, by running request.
         self._failed: Dict[str, Set[bytes]] = {}

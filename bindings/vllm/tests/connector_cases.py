@@ -95,7 +95,7 @@ def test_prefixes_of_other_engines_are_found_at_the_remote(make: Any, roles: Any
                                                            tmp_path: Path) -> None:
     # The timeouts are long, so that slow machines pass.
     shared = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=600000))',
-              "level": "remote", "layerwise": layerwise, "ask_s": 60}
+              "level": "remote", "layerwise": layerwise, "remote_lookup_s": 60}
     prompt = list(range(100))
     first = mini.Engine(make, roles, extra=shared, ranks=ranks)
     assert first.run(mini.Request("a", prompt)) == 0
@@ -118,7 +118,7 @@ def test_prefixes_of_other_engines_are_found_at_the_remote(make: Any, roles: Any
         worker = one.worker
         assert not (worker._remote_lookups or worker._pending_lookups or worker._lookup_results)
     second.close()
-    alone = mini.Engine(make, roles, extra={**shared, "ask_s": 0}, ranks=ranks)
+    alone = mini.Engine(make, roles, extra={**shared, "remote_lookup_s": 0}, ranks=ranks)
     assert alone.run(mini.Request("a", prompt)) == 0
     alone.close()
 
@@ -129,7 +129,7 @@ def test_local_prefixes_are_hits_when_the_remote_lookup_fails(make: Any, roles: 
                                                               tmp_path: Path) -> None:
     # Remote lookups that time out before the remote can answer.
     options = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=600000))',
-               "ask_s": 1e-6}
+               "remote_lookup_s": 1e-6}
     prompt = list(range(64))
     late = mini.Engine(make, roles, extra=options)
     assert late.run(mini.Request("a", prompt)) == 0

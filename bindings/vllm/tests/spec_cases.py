@@ -198,7 +198,7 @@ def test_stores_prepared_before_a_reset_are_not_found(engine: Engine) -> None:
 def test_blocks_of_other_engines_are_found_at_the_remote(create: Any, make_config: Any,
                                                          tmp_path: Path) -> None:
     of = {**HOST, "spec": f'store(remote=dir(path="{tmp_path}", timeout=600000))',
-          "level": "remote", "ask_s": 60}
+          "level": "remote", "remote_lookup_s": 60}
     first = Engine(create, make_config(of))
     first.store([1, 2, 3])
     first.close()

@@ -125,7 +125,7 @@ def test_blocks_of_other_engines_are_found_at_the_remote(make_config: Any, tmp_p
     assert one.result(one.submit([1, 2, 3], [0, 1, 2], False)).success
     assert [one.name(n) for n in (1, 3)] == ["HIT", "HIT"]  # local hits need no remote lookup
     one.close()
-    other = Harness(make_config, spec=shared, level="remote", ask_s=60)
+    other = Harness(make_config, spec=shared, level="remote", remote_lookup_s=60)
     # One remote lookup at the end of the step has all keys of the prompt.
     assert [other.name(n) for n in (1, 2, 9)] == ["RETRY"] * 3
     remote_lookups = other.tier._remote_lookups
@@ -147,7 +147,7 @@ def test_blocks_of_other_engines_are_found_at_the_remote(make_config: Any, tmp_p
     assert not remote_lookups._batch_of and not remote_lookups._answered_keys
     assert other.name(9) == "MISS"  # the request is not tracked
     other.close()
-    alone = Harness(make_config, spec=shared, ask_s=0)
+    alone = Harness(make_config, spec=shared, remote_lookup_s=0)
     assert alone.name(1) == "MISS"
     alone.close()
 

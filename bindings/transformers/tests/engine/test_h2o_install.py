@@ -29,7 +29,7 @@ from transformers import DynamicCache, StaticCache  # noqa: E402
 
 register_attention(ExpandedAttention, AttentionAdapter(latent=False))
 register_attention(LatentAttention, AttentionAdapter(
-    latent=True, interface=False, asks="output_attentions"))
+    latent=True, interface=False, weights_keyword="output_attentions"))
 
 
 def generate(model, ids, count=12, **more):
