@@ -1,6 +1,6 @@
 'use strict';
 
-const { koffi, lib, make, E_INVALID } = require('./abi');
+const { koffi, lib, make, C } = require('./abi');
 
 /** The error that failing calls throw: `status` (negative), `code` such as 'KVT_E_BUSY', `offset` in a
  *  spec (-1 = none), `errno` (0 = none). */
@@ -37,7 +37,7 @@ function check(call, status, err = [null]) {
 
 /** The error for arguments that the binding rejects itself. */
 function invalid(call, message) {
-  return new KvtError(call, E_INVALID, { message });
+  return new KvtError(call, C.KVT_E_INVALID, { message });
 }
 
 module.exports = { KvtError, check, invalid, takeDetails };

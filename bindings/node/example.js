@@ -4,11 +4,11 @@
 const fs = require('node:fs');
 const os = require('node:os');
 const path = require('node:path');
-const { Runtime, Policy, LEVEL, DTYPE } = require('./kvtier');
+const { Layout, Runtime, Policy, LEVEL, DTYPE } = require('kvtier');
 
-const LAYERS = 4, HEADS = 2, RUN = 64, TOKENS = 96, PLANE = TOKENS * HEADS * RUN;
-const LAYOUT = { chunkTokens: 16, layers: LAYERS, dtype: DTYPE.F16, kvHeads: HEADS,
-  kBytes: HEADS * RUN, vBytes: HEADS * RUN };
+const LAYERS = 4, HEADS = 2, DIM = 32, TOKENS = 96, PLANE = TOKENS * HEADS * DIM * 2;
+const LAYOUT = Layout.gqa({ layers: LAYERS, kvHeads: HEADS, headDim: DIM, dtype: DTYPE.F16,
+  chunkTokens: 16 });
 
 /** Views of K (`part` 0) or V (1) of each layer, in tensors that lie one after the other. */
 function views(tensors, part) {

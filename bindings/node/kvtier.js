@@ -3,15 +3,17 @@
 // Transfers return promises. A promise keeps the transfer's memory alive, and resolves when the library
 // has released it.
 
-const { koffi, lib, make, TYPES, HEADER_VERSION, RELEASED, PLAN_COST, E_TOO_SMALL,
-  E_CLOSED } = require('./abi');
+const { koffi, lib, make, C, TYPES } = require('./abi');
 const { KvtError, check, invalid, takeDetails } = require('./errors');
 const { Policy } = require('./policy');
 
-const TIER = Object.freeze({ HOST: 1, DISK: 2 });
-const LEVEL = Object.freeze({ RAM: 0, DISK: 1, DURABLE: 2 });
-const DTYPE = Object.freeze({ BYTES: 0, F32: 1, F16: 2, BF16: 3 });
-const STEP_KINDS = ['resident', 'load', 'recompute'];
+/** The constants `KVT_NAME_*` of C, by the rest of their names. */
+const namesOf = (name) => Object.freeze(Object.fromEntries(Object.entries(C)
+  .filter(([key]) => key.startsWith(`KVT_${name}_`))
+  .map(([key, value]) => [key.slice(`KVT_${name}_`.length), value])));
+const TIER = namesOf('TIER'), LEVEL = namesOf('LEVEL'), DTYPE = namesOf('DTYPE');
+const STEP_KINDS = new Map([[C.KVT_PLAN_RESIDENT, 'resident'], [C.KVT_PLAN_LOAD, 'load'],
+  [C.KVT_PLAN_RECOMPUTE, 'recompute']]);
 const COMPLETIONS = 64; // read at once
 
 const bytesOf = (text) => Buffer.from(text, 'utf8');
@@ -33,14 +35,69 @@ function tokensOf(tokens) {
   return Uint32Array.from(tokens);
 }
 
+/** Throws if the library is of another version than the declarations. */
+function checkAbi() {
+  const err = [null];
+  check('abi', lib.kvt_abi_check(C.KVT_HEADER_VERSION, err), err);
+}
+
+/** The fields of a layout, by their names in C. */
+const LAYOUT_FIELDS = { chunkTokens: 'chunk_tokens', layers: 'layers', dtype: 'dtype',
+  kvHeads: 'kv_heads', windowTokens: 'window_tokens', fullEvery: 'full_every',
+  fullFirst: 'full_first', kBytes: 'k_bytes', vBytes: 'v_bytes' };
+
+function layoutForC(layout) {
+  return make('kvt_layout_t', Object.fromEntries(Object.entries(LAYOUT_FIELDS)
+    .map(([ours, theirs]) => [theirs, layout[ours] ?? 0])));
+}
+function layoutOf(native, ...numbers) {
+  const c = make('kvt_layout_t'), err = [null];
+  check('layout', native(c, ...numbers, err), err);
+  return Object.fromEntries(Object.entries(LAYOUT_FIELDS)
+    .map(([ours, theirs]) => [ours, Number(c[theirs])]));
+}
+
+/** Layouts of models whose layers are alike. `dtype` is a `DTYPE`. */
+const Layout = {
+  /** Grouped-query, multi-query or multi-head attention: K and V by head. */
+  gqa: ({ layers, kvHeads, headDim, dtype, chunkTokens }) => (
+    layoutOf(lib.kvt_layout_gqa, layers, kvHeads, headDim, dtype, chunkTokens)),
+  /** Latent attention (MLA): one plane, K, of the latent and the rotated part of the key. */
+  mla: ({ layers, latentDim, ropeDim, dtype, chunkTokens }) => (
+    layoutOf(lib.kvt_layout_mla, layers, latentDim, ropeDim, dtype, chunkTokens)),
+  /** Layers that attend to the last `windowTokens` tokens only, except each fullEvery-th: 6 for
+   *  Gemma 3, 2 for gpt-oss, 0 = none. `fullFirst` of the result is the first one. */
+  window: ({ layers, kvHeads, headDim, dtype, chunkTokens, windowTokens, fullEvery = 0 }) => (
+    layoutOf(lib.kvt_layout_window, layers, kvHeads, headDim, dtype, chunkTokens, windowTokens,
+      fullEvery)),
+};
+
 /** Owns the library's threads, and the completion queue of all transfers. */
 class Runtime {
   constructor({ workers = 0 } = {}) {
     const err = [null];
-    check('abi', lib.kvt_abi_check(HEADER_VERSION, err), err);
-    const out = [null];
-    check('runtime', lib.kvt_runtime_open(make('kvt_runtime_opts_t', { workers }), out, err), err);
-    this.raw = out;
+    checkAbi();
+    this.raw = [null];
+    check('runtime', lib.kvt_runtime_open(make('kvt_runtime_opts_t', { workers }), this.raw, err),
+      err);
+    this._begin((raw) => {
+      const failed = [null];
+      check('close', lib.kvt_runtime_close(raw, 0, make('kvt_close_report_t'), failed), failed);
+    });
+  }
+
+  /** The runtime of a store of `open`. `closeStore` closes both. */
+  static _of(store, closeStore) {
+    const runtime = Object.create(Runtime.prototype);
+    runtime.raw = [null];
+    check('open', lib.kvt_store_runtime(store[0], runtime.raw));
+    runtime._begin(closeStore);
+    return runtime;
+  }
+
+  /** Opens the queue. `end` closes the runtime. */
+  _begin(end) {
+    this._end = end;
     this._queue = [null];
     this._pending = new Map(); // transfers in flight by tag, with their memory
     this._nextTag = 1;
@@ -48,10 +105,11 @@ class Runtime {
     this._isClosing = false;
     this._onIdle = []; // resolve functions, called when no transfer is in flight
     this._lost = []; // transfers whose end is unknown, with their memory
+    const err = [null];
     const status = lib.kvt_queue_open(this.raw[0], make('kvt_queue_opts_t', { capacity: 65536 }),
       this._queue, err);
     if (status !== 0) {
-      lib.kvt_runtime_close(this.raw, 0, make('kvt_close_report_t'), [null]);
+      end(this.raw);
       check('queue', status, err);
     }
   }
@@ -61,11 +119,9 @@ class Runtime {
 
   /** Submits a transfer by `begin`; `memory` is kept alive until its release. */
   _submit(call, begin, memory, signal) {
-    // Only closing the queue would wait for it, which blocks the event loop.
-    if (this._isClosing) return Promise.reject(new KvtError(call, E_CLOSED));
     if (signal?.aborted) return Promise.reject(signal.reason);
     const tag = this._nextTag++;
-    const opts = make('kvt_submit_opts_t', { queue: this._queue[0], tag, notify: RELEASED });
+    const opts = make('kvt_submit_opts_t', { queue: this._queue[0], tag, notify: C.KVT_OP_RELEASED });
     const op = [null];
     const err = [null];
     check(call, begin(opts, op, err), err);
@@ -92,7 +148,7 @@ class Runtime {
     this._isWaiting = true;
     const size = koffi.sizeof(TYPES.kvt_completion_t);
     const rows = Buffer.alloc(size * COMPLETIONS);
-    const count = new BigUint64Array(8);
+    const count = [0];
     lib.kvt_queue_wait.async(this._queue[0], 0, rows, COMPLETIONS, size, count, (failure, status) => {
       this._isWaiting = false;
       if (failure || status !== 0) {
@@ -124,7 +180,7 @@ class Runtime {
     if (this.raw[0] === null) return; // another call has closed it meanwhile
     const err = [null];
     check('queue close', lib.kvt_queue_close(this._queue, 0, err), err);
-    check('close', lib.kvt_runtime_close(this.raw, 0, make('kvt_close_report_t'), err), err);
+    await this._end(this.raw);
   }
 }
 
@@ -139,8 +195,24 @@ class Store {
       make('kvt_store_opts_t', { spec: text, spec_bytes: text.length }), this.raw, err), err);
   }
 
-  /** Opens a namespace. The identity is `{model, weights, lora, salt, recipe}`. The layout is
-   *  `{chunkTokens, layers, dtype, kvHeads, kBytes, vBytes}`, with bytes per token and layer. */
+  static _open(spec) {
+    checkAbi();
+    const text = spec === undefined ? null : bytesOf(spec);
+    const err = [null];
+    const store = Object.create(Store.prototype);
+    store.raw = [null];
+    check('open', lib.kvt_open(text, text?.length ?? 0, store.raw, err), err);
+    store._runtime = Runtime._of(store.raw, (raw) => {
+      raw[0] = null;
+      return store._closeRaw();
+    });
+    store._ownsRuntime = true;
+    return store;
+  }
+
+  /** Opens a namespace. The identity is `{model, weights, lora, salt, recipe}`. The layout is that of
+   *  `Layout`, or `{chunkTokens, layers, dtype, kvHeads, kBytes, vBytes}` with bytes per token and
+   *  layer. */
   namespace(identity, layout) { return new Namespace(this, identity, layout); }
 
   /** Switches the eviction policy of TIER.HOST or TIER.DISK. */
@@ -156,14 +228,17 @@ class Store {
       const to = Buffer.alloc(capacity);
       const bytes = [0];
       const status = lib.kvt_store_metrics(this.raw[0], to, capacity, bytes);
-      if (status === E_TOO_SMALL) continue;
+      if (status === C.KVT_E_TOO_SMALL) continue;
       check('metrics', status);
       return to.toString('utf8', 0, Number(bytes[0]));
     }
   }
 
-  /** Closes the store. Waits on another thread until KV in memory is written to disk. */
-  close() {
+  /** Closes the store. Waits on another thread until KV in memory is written to disk. A store of
+   *  `open` first cancels its transfers, and also closes its runtime. */
+  close() { return this._ownsRuntime ? this._runtime.close() : this._closeRaw(); }
+
+  _closeRaw() {
     if (this.raw[0] === null) return Promise.resolve();
     const raw = [this.raw[0]];
     this.raw[0] = null;
@@ -184,23 +259,17 @@ class Store {
 
 /** A namespace, the unit of sharing: its sessions share the KV of common prefixes. */
 class Namespace {
-  constructor(store, identity, { chunkTokens, layers, dtype = DTYPE.BYTES, kvHeads = 0, kBytes,
-    vBytes = 0 }) {
+  constructor(store, identity, layout) {
     const fields = make('kvt_identity_t');
     for (const name of ['model', 'weights', 'lora', 'salt', 'recipe']) {
       setField(fields, name, identity[name]);
     }
-    const numbers = Uint16Array.from({ length: layers }, (_, i) => i);
-    const group = make('kvt_group_t', { dtype, kv_heads: kvHeads, k_bytes: kBytes, v_bytes: vBytes,
-      layers: numbers, layer_count: layers });
-    const layout = make('kvt_layout_t', { chunk_tokens: chunkTokens, groups: [group], group_count: 1,
-      stride_bytes: koffi.sizeof(TYPES.kvt_group_t) });
     const err = [null];
     this.raw = [null];
     this._runtime = store._runtime;
-    this.tokenBytes = { k: kBytes, v: vBytes };
-    check('namespace', lib.kvt_namespace_open(store.raw[0], fields, layout, 0, this.raw, err),
-      err);
+    this.tokenBytes = { k: layout.kBytes, v: layout.vBytes ?? 0 };
+    check('namespace', lib.kvt_namespace_open(store.raw[0], fields, layoutForC(layout), 0, this.raw,
+      err), err);
   }
 
   /** The number of leading tokens of a sequence whose KV can be reused. References nothing: chunks may
@@ -257,7 +326,7 @@ class Session {
    *  predictedNs}`. `cost` is the cost of prefill, `{alphaNs, betaNs}`; default: the observed one. */
   plan(cost) {
     const terms = make('kvt_plan_terms_t', cost
-      ? { flags: PLAN_COST, alpha_ns: cost.alphaNs, beta_ns: cost.betaNs } : {});
+      ? { flags: C.KVT_PLAN_COST, alpha_ns: cost.alphaNs, beta_ns: cost.betaNs } : {});
     const size = koffi.sizeof(TYPES.kvt_plan_step_t);
     for (let capacity = 16; ;) {
       const rows = Buffer.alloc(size * capacity);
@@ -265,7 +334,7 @@ class Session {
       const totals = make('kvt_plan_t');
       const err = [null];
       const status = lib.kvt_session_plan(this.raw[0], terms, rows, capacity, size, count, totals, err);
-      if (status === E_TOO_SMALL) {
+      if (status === C.KVT_E_TOO_SMALL) {
         takeDetails(err); // frees the error
         capacity = Number(count[0]);
         continue;
@@ -275,7 +344,7 @@ class Session {
       for (let i = 0; i < Number(count[0]); i++) {
         const r = koffi.decode(rows, i * size, 'kvt_plan_step_t');
         steps.push({ firstToken: Number(r.first_token), tokens: Number(r.tokens),
-          kind: STEP_KINDS[r.kind], predictedNs: Number(r.predicted_ns) });
+          kind: STEP_KINDS.get(r.kind), predictedNs: Number(r.predicted_ns) });
       }
       return steps;
     }
@@ -298,6 +367,8 @@ class Session {
       throw invalid(call, `the transfer has ${k?.length ?? 0} views of K and ${v.length} of V: ` +
         'pass arrays with one view per layer, or none of V');
     }
+    // Only closing the queue would wait for a later transfer, which blocks the event loop.
+    if (this._runtime._isClosing) return Promise.reject(new KvtError(call, C.KVT_E_CLOSED));
     const count = tokens || this.length - firstToken;
     const memory = [];
     const lower = (bytes) => (view) => viewOf(call, view, bytes, count, memory);
@@ -338,4 +409,9 @@ function viewOf(call, view, tokenBytes, tokens, memory) {
     token_stride_bytes: tokenStride, head_stride_bytes: headStride });
 }
 
-module.exports = { Runtime, Store, Namespace, Session, Policy, KvtError, TIER, LEVEL, DTYPE };
+/** Opens a store with a runtime and a budget of its own, which `close` closes, too. The spec is
+ *  "store(...)", or "kvtier(workers=4, budget=budget(host=8GiB), store=store(...))" with parameters of
+ *  the runtime and the budget; `undefined` is "store(host=1GiB)". */
+function open(spec) { return Store._open(spec); }
+
+module.exports = { open, Layout, Runtime, Store, Namespace, Session, Policy, KvtError, TIER, LEVEL, DTYPE };

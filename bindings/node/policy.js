@@ -1,6 +1,6 @@
 'use strict';
 
-const { koffi, lib, make, TYPES, ROW_PARENT, POLICY_HOLES } = require('./abi');
+const { koffi, lib, make, C, TYPES } = require('./abi');
 const { check } = require('./errors');
 
 const bytesOf = (text) => Buffer.from(text, 'utf8');
@@ -14,13 +14,13 @@ class Policy {
     this.raw = [null];
     check('policy', lib.kvt_policy_open(make('kvt_policy_opts_t', { spec: text,
       spec_bytes: text.length, capacity_units: capacity, log_entries: logEntries,
-      flags: holes ? POLICY_HOLES : 0 }), this.raw, err), err);
+      flags: holes ? C.KVT_POLICY_HOLES : 0 }), this.raw, err), err);
   }
 
   /** Inserts objects `{id, units, parent}`, all or none. */
   insert(objects, now = 0) {
     const rows = objects.map(({ id, units = 1, parent }) => make('kvt_policy_object_t', { id, units,
-      parent: parent ?? 0, flags: parent === undefined ? 0 : ROW_PARENT }));
+      parent: parent ?? 0, flags: parent === undefined ? 0 : C.KVT_OBJECT_HAS_PARENT }));
     const err = [null];
     check('insert', lib.kvt_policy_insert(this.raw[0], now, null, rows, rows.length,
       koffi.sizeof(TYPES.kvt_policy_object_t), err), err);

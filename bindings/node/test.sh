@@ -27,9 +27,10 @@ major=$(node -p 'process.versions.node.split(".")[0]')
 
 # Works on a copy, so that npm does not write to the sources.
 rm -rf "$work/tree"
-mkdir -p "$work/tree/bindings" "$work/tree/ffi-tests/abi"
+mkdir -p "$work/tree/bindings" "$work/tree/ffi-tests/abi" "$work/tree/include/kvtier"
 cp -r "$here" "$work/tree/bindings/node"
 cp "$here/../../ffi-tests/abi/layout.txt" "$work/tree/ffi-tests/abi/"
+cp "$here/../../include/kvtier/kvtier.json" "$work/tree/include/kvtier/"
 cd "$work/tree/bindings/node"
 rm -rf node_modules
 npm install --no-package-lock --ignore-scripts --no-audit --no-fund >"$work/npm.log" 2>&1 ||
@@ -40,4 +41,11 @@ node --test --test-reporter=tap test/kvtier.test.js | tee "$work/test.log"
 node --expose-gc test/kvtier.test.js >"$work/gc.log" || { cat "$work/gc.log"; exit 1; }
 node example.js | tee "$work/example.log"
 grep -q 'loaded: every byte is equal' "$work/example.log"
+sed -n '/^```js$/,/^```$/p' README.md | sed '1d;$d' | diff - hello.js
+{ node hello.js && node hello.js; } | tee "$work/hello.log"
+[ "$(cat "$work/hello.log")" = 'stored 96 tokens
+loaded 96 tokens, the last number is 7' ]
+# A package has the description of the interface.
+npm pack --silent >"$work/pack.log"
+tar -tzf kvtier-*.tgz | grep -q '^package/kvtier.json$'
 echo "$(sed -n 's/^# pass //p' "$work/test.log") passed, 0 failed, with Node.js $(node --version)"

@@ -7,7 +7,7 @@ const os = require('node:os');
 const path = require('node:path');
 const test = require('node:test');
 const abi = require('../abi');
-const { Runtime, Policy, KvtError, TIER, LEVEL, DTYPE } = require('..');
+const { open, Layout, Runtime, Policy, KvtError, TIER, LEVEL, DTYPE } = require('kvtier');
 
 const LAYERS = 3, CHUNK = 8, HEADS = 2, RUN = 32, MAX_TOKENS = 80, TOKEN = HEADS * RUN;
 const LAYOUT = { chunkTokens: CHUNK, layers: LAYERS, dtype: DTYPE.F16, kvHeads: HEADS,
@@ -42,20 +42,20 @@ async function withStore(spec, body) {
   }
 }
 
-test('structs have the layout of a C compiler', () => {
+test('structs and constants are those of a C compiler', () => {
   const layout = path.join(__dirname, '../../../ffi-tests/abi/layout.txt');
   const rows = new Map(fs.readFileSync(layout, 'utf8').trim().split('\n')
     .map((line) => line.split(' ')).map(([name, at, size]) => [name, [Number(at), Number(size)]]));
-  for (const [name, fields] of Object.entries(abi.FIELDS)) {
+  let known = 0;
+  for (const [name, { members }] of Object.entries(abi.TYPES)) {
     assert.equal(abi.koffi.sizeof(abi.TYPES[name]), rows.get(name)[0], name);
-    for (const field of Object.keys(fields)) {
-      const [at, size] = rows.get(`${name}.${field}`);
-      const member = abi.TYPES[name].members[field];
-      assert.deepEqual([member.offset, member.type.size], [at, size], `${name}.${field}`);
+    for (const [field, { offset, type }] of Object.entries(members)) {
+      assert.deepEqual([offset, type.size], rows.get(`${name}.${field}`), `${name}.${field}`);
     }
-    const known = [...rows.keys()].filter((key) => key.startsWith(`${name}.`)).length;
-    assert.equal(Object.keys(fields).length, known, name);
+    known += 1 + Object.keys(members).length;
   }
+  for (const [name, value] of Object.entries(abi.C)) assert.equal(value, rows.get(name)[0], name);
+  assert.equal(known + Object.keys(abi.C).length, rows.size - 1); // KVT_NUL_TERMINATED
 });
 
 test('durable put survives a restart', async () => {
@@ -98,6 +98,45 @@ test('durable put survives a restart', async () => {
 });
 
 const SMALL = 'store(host=1MiB)';
+
+test('an opened store owns its runtime', async () => {
+  const folder = fs.mkdtempSync(path.join(os.tmpdir(), 'kvtier-node-'));
+  const spec = `store(host=1MiB, disk=disk(path="${folder}/kv", bytes=16MiB, segment=1MiB))`;
+  const layout = Layout.gqa({ layers: LAYERS, kvHeads: HEADS, headDim: RUN / 2, dtype: DTYPE.F16,
+    chunkTokens: CHUNK });
+  const from = tensors(true), to = tensors(false);
+  for (const [method, transfer] of [['put', { ...from, level: LEVEL.DURABLE }], ['get', to]]) {
+    const store = open(spec);
+    const session = store.namespace({ model: 'm' }, layout).session();
+    session.append(sequence(1, 64));
+    assert.equal(await session[method](transfer), 64);
+    const last = session.get(to).catch((error) => assert.equal(error.code, 'KVT_E_CANCELLED'));
+    await Promise.all([store.close(), store.close()]);
+    await last;
+    await assert.rejects(session.put(from), code('KVT_E_CLOSED'));
+    session.close();
+  }
+  assertSame(from, to, 64);
+  fs.rmSync(folder, { recursive: true });
+  assert.throws(() => open('stroe'), code('KVT_E_SPEC'));
+  const store = open(`kvtier(workers=1, store=${SMALL})`);
+  assert.match(store.metrics(), /kvtier_host_limit_bytes.* 1048576/);
+  await store.close();
+});
+
+test('layouts have the sizes of their shapes', () => withStore(SMALL, async ({ store }) => {
+  const common = { layers: 6, dtype: DTYPE.BF16, chunkTokens: 16 };
+  const latent = Layout.mla({ ...common, latentDim: 512, ropeDim: 64 });
+  assert.deepEqual([latent.kBytes, latent.vBytes], [1152, 0]);
+  const window = Layout.window({ ...common, kvHeads: 4, headDim: 16, windowTokens: 64, fullEvery: 3 });
+  assert.deepEqual([window.kBytes, window.windowTokens, window.fullFirst], [128, 64, 2]);
+  for (const layout of [latent, window, { ...window, fullFirst: 0 }]) {
+    store.namespace({ model: 'm' }, layout).close();
+  }
+  assert.throws(() => Layout.gqa({ ...common, layers: 0, kvHeads: 1, headDim: 8 }),
+    code('KVT_E_INVALID'));
+  assert.throws(() => store.namespace({}, { chunkTokens: 16 }), code('KVT_E_INVALID'));
+}));
 
 test('a get of missing KV rejects and leaves memory unchanged', () => (
   withStore(SMALL, async ({ namespace }) => {
