@@ -37,7 +37,7 @@ func wantStatus(t *testing.T, err error, want Status) {
 
 func openAll(t *testing.T, spec string) (*Runtime, *Store, *Namespace) {
 	t.Helper()
-	r, err := Open(2)
+	r, err := OpenRuntime(2)
 	must(t, err)
 	s, err := r.OpenStore(spec)
 	must(t, err)
@@ -157,6 +157,79 @@ func TestDurablePutSurvivesRestart(t *testing.T) {
 		must(t, session.Close())
 		closeAll(t, r, s, n)
 	}
+}
+
+func TestOpenedStoreOwnsItsRuntime(t *testing.T) {
+	spec := fmt.Sprintf(`store(host=1MiB, disk=disk(path="%s/kv", bytes=16MiB, segment=1MiB))`,
+		t.TempDir())
+	layout, err := LayoutGQA(layers, heads, run/2, F16, chunk)
+	must(t, err)
+	var original []byte
+	for round := 0; round < 2; round++ {
+		s, err := Open(spec)
+		must(t, err)
+		n, err := s.Namespace(Identity{Model: "m"}, layout)
+		must(t, err)
+		session, err := n.Session("", 0)
+		must(t, err)
+		must(t, session.Append(sequence(1, 64)...))
+		b := buffer(t, s.Runtime(), 7)
+		transfer := transferOf(b)
+		if round == 0 {
+			original = append([]byte(nil), b.Bytes()...)
+			transfer.Level = Durable
+			op, err := session.Put(transfer)
+			finish(t, op, err)
+		} else {
+			clear := b.Bytes()
+			for i := range clear {
+				clear[i] = 0
+			}
+			op, err := session.Get(transfer)
+			if n := finish(t, op, err); n != 64 || !bytes.Equal(b.Bytes()[:64*heads*run], original[:64*heads*run]) {
+				t.Fatal(n)
+			}
+		}
+		wantStatus(t, s.Runtime().Close(), BadState)
+		must(t, b.Close())
+		must(t, session.Close())
+		must(t, n.Close())
+		must(t, s.Close(10*time.Minute))
+		must(t, s.Close(0)) // a second close does nothing
+		_, err = s.Runtime().Buffer(1)
+		wantStatus(t, err, BadHandle)
+	}
+	_, err = Open("stroe")
+	wantStatus(t, err, BadSpec)
+	s, err := Open("kvtier(workers=1, store=store(host=2MiB))")
+	must(t, err)
+	must(t, s.Close(10*time.Minute))
+}
+
+func TestLayoutsHaveTheSizesOfTheirShapes(t *testing.T) {
+	r, s, n := openAll(t, "store(host=1MiB)")
+	latent, err := LayoutMLA(6, 512, 64, BF16, 16)
+	must(t, err)
+	if latent.KBytes != 1152 || latent.VBytes != 0 {
+		t.Fatal(latent)
+	}
+	window, err := LayoutWindow(6, 4, 16, BF16, 16, 64, 3)
+	must(t, err)
+	if window.KBytes != 128 || window.WindowTokens != 64 || window.FullEvery != 3 || window.FullFirst != 2 {
+		t.Fatal(window)
+	}
+	first := window
+	first.FullFirst = 0
+	for _, layout := range []Layout{latent, window, first} {
+		other, err := s.Namespace(Identity{Model: "m"}, layout)
+		must(t, err)
+		must(t, other.Close())
+	}
+	_, err = LayoutGQA(0, 1, 8, F16, 16)
+	wantStatus(t, err, Invalid)
+	_, err = LayoutGQA(2, 1, 0, F16, 16)
+	wantStatus(t, err, Invalid)
+	closeAll(t, r, s, n)
 }
 
 func TestGetOfMissingKVEndsWithNotFound(t *testing.T) {

@@ -50,16 +50,20 @@ func deadline(after time.Duration) C.uint64_t {
 	return C.clock_ns() + C.uint64_t(after.Nanoseconds())
 }
 
-// Runtime owns the library's threads. Stores are opened on a runtime.
-type Runtime struct{ owner }
+// Runtime owns the library's threads. Buffers are allocated on a runtime, and stores may share one.
+type Runtime struct {
+	owner
+	// ofStore is set for the runtime of a store that Open opened.
+	ofStore bool
+}
 
-// Open starts a runtime; workers 0 = a number that fits the machine.
-func Open(workers int) (*Runtime, error) {
-	if err := check("open", C.check_abi()); err != nil {
+// OpenRuntime starts a runtime; workers 0 = a number that fits the machine.
+func OpenRuntime(workers int) (*Runtime, error) {
+	if err := check("open runtime", C.check_abi()); err != nil {
 		return nil, err
 	}
 	var raw C.handle
-	if err := check("open", C.runtime_open(C.uint32_t(workers), &raw)); err != nil {
+	if err := check("open runtime", C.runtime_open(C.uint32_t(workers), &raw)); err != nil {
 		return nil, err
 	}
 	r := &Runtime{}
@@ -67,7 +71,8 @@ func Open(workers int) (*Runtime, error) {
 	return r, nil
 }
 
-// Close cancels ops, waits for them and ends the threads.
+// Close cancels ops, waits for them and ends the threads. The runtime of a store that Open opened closes
+// with its store: Close fails with BadState.
 func (r *Runtime) Close() error {
 	_, err := r.CloseWithin(0)
 	return err
@@ -76,6 +81,10 @@ func (r *Runtime) Close() error {
 // CloseWithin is Close with a time limit (0 = none). It returns the number of objects that are still
 // open on the runtime. They stay valid and are closed as usual.
 func (r *Runtime) CloseWithin(limit time.Duration) (leftOpen int, err error) {
+	if r.ofStore {
+		return 0, &Error{Call: "close", Status: BadState, Offset: -1,
+			Message: "the runtime belongs to a store: close the store"}
+	}
 	var left C.uint64_t
 	err = r.closeHandle("close", func(h C.handle) C.outcome {
 		return C.runtime_close(h, deadline(limit), &left)

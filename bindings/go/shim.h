@@ -86,6 +86,21 @@ static inline outcome store_open(handle runtime, const char *spec, uint64_t spec
     *out = NUM(raw);
     return o;
 }
+/* Opens a store with a runtime of its own. */
+static inline outcome open_all(const char *spec, uint64_t spec_bytes, handle *out,
+                               handle *runtime) {
+    outcome o = {KVT_OK, NULL};
+    kvt_store_t *raw = NULL;
+    kvt_runtime_t *own = NULL;
+    o.status = kvt_open(spec, spec_bytes, &raw, &o.error);
+    if (o.status == KVT_OK) {
+        o.status = kvt_store_runtime(raw, &own);
+        if (o.status != KVT_OK) (void)kvt_store_close(&raw, 0, NULL); /* no handle is returned */
+    }
+    *out = NUM(raw);
+    *runtime = NUM(own);
+    return o;
+}
 static inline outcome store_close(handle h, uint64_t deadline_ns) {
     outcome o = {KVT_OK, NULL};
     kvt_store_t *raw = RAW(kvt_store_t, h);
@@ -117,30 +132,39 @@ static inline void set_field(const void **at, uint64_t *bytes, const char *text,
 static inline outcome namespace_open(handle store, const char *model, uint64_t model_bytes,
                                      const char *weights, uint64_t weights_bytes, const char *salt,
                                      uint64_t salt_bytes, const char *recipe, uint64_t recipe_bytes,
-                                     uint32_t chunk_tokens, uint32_t dtype, uint32_t kv_heads,
-                                     uint64_t k_bytes, uint64_t v_bytes, const uint16_t *layers,
-                                     uint64_t layer_count, uint64_t flags, handle *out) {
+                                     const kvt_layout_t *layout, uint64_t flags, handle *out) {
     outcome o = {KVT_OK, NULL};
     kvt_identity_t id = KVT_IDENTITY_INIT;
-    kvt_layout_t layout = KVT_LAYOUT_INIT;
-    kvt_group_t group = {0};
     kvt_namespace_t *raw = NULL;
     set_field(&id.model, &id.model_bytes, model, model_bytes);
     set_field(&id.weights, &id.weights_bytes, weights, weights_bytes);
     set_field(&id.salt, &id.salt_bytes, salt, salt_bytes);
     set_field(&id.recipe, &id.recipe_bytes, recipe, recipe_bytes);
-    group.dtype = dtype;
-    group.kv_heads = kv_heads;
-    group.k_bytes = k_bytes;
-    group.v_bytes = v_bytes;
-    group.layers = layers;
-    group.layer_count = layer_count;
-    layout.chunk_tokens = chunk_tokens;
-    layout.groups = &group;
-    layout.group_count = 1;
-    layout.stride_bytes = sizeof group;
-    o.status = kvt_namespace_open(RAW(kvt_store_t, store), &id, &layout, flags, &raw, &o.error);
+    o.status = kvt_namespace_open(RAW(kvt_store_t, store), &id, layout, flags, &raw, &o.error);
     *out = NUM(raw);
+    return o;
+}
+static inline outcome layout_gqa(kvt_layout_t *out, uint32_t layers, uint32_t kv_heads,
+                                 uint32_t head_dim, uint32_t dtype, uint32_t chunk_tokens) {
+    outcome o = {KVT_OK, NULL};
+    out->struct_size = sizeof *out;
+    o.status = kvt_layout_gqa(out, layers, kv_heads, head_dim, dtype, chunk_tokens, &o.error);
+    return o;
+}
+static inline outcome layout_mla(kvt_layout_t *out, uint32_t layers, uint32_t latent_dim,
+                                 uint32_t rope_dim, uint32_t dtype, uint32_t chunk_tokens) {
+    outcome o = {KVT_OK, NULL};
+    out->struct_size = sizeof *out;
+    o.status = kvt_layout_mla(out, layers, latent_dim, rope_dim, dtype, chunk_tokens, &o.error);
+    return o;
+}
+static inline outcome layout_window(kvt_layout_t *out, uint32_t layers, uint32_t kv_heads,
+                                    uint32_t head_dim, uint32_t dtype, uint32_t chunk_tokens,
+                                    uint32_t window_tokens, uint32_t full_every) {
+    outcome o = {KVT_OK, NULL};
+    out->struct_size = sizeof *out;
+    o.status = kvt_layout_window(out, layers, kv_heads, head_dim, dtype, chunk_tokens,
+                                 window_tokens, full_every, &o.error);
     return o;
 }
 static inline outcome namespace_close(handle h) {

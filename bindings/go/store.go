@@ -41,7 +41,31 @@ const (
 )
 
 // Store keeps KV in tiers. Any goroutine may use it.
-type Store struct{ owner }
+type Store struct {
+	owner
+	runtime *Runtime
+}
+
+// Open opens a store with a runtime and a budget of its own, which Close closes, too. The spec is
+// `store(...)`, or `kvtier(workers=4, budget=budget(host=8GiB), store=store(...))` with parameters of the
+// runtime and the budget; an empty one is `store(host=1GiB)`.
+func Open(spec string) (*Store, error) {
+	if err := check("open", C.check_abi()); err != nil {
+		return nil, err
+	}
+	var raw, runtime C.handle
+	s, n := text(spec)
+	if err := check("open", C.open_all(s, n, &raw, &runtime)); err != nil {
+		return nil, err
+	}
+	store := &Store{runtime: &Runtime{ofStore: true}}
+	store.raw.Store(uint64(raw))
+	store.runtime.raw.Store(uint64(runtime))
+	return store, nil
+}
+
+// Runtime returns the runtime of the store, for buffers. That of Open is valid until the store is closed.
+func (s *Store) Runtime() *Runtime { return s.runtime }
 
 // OpenStore opens a store by its spec, such as `store(host=8GiB, disk=disk(path="kv", bytes=1TiB))`.
 func (r *Runtime) OpenStore(spec string) (*Store, error) {
@@ -50,7 +74,7 @@ func (r *Runtime) OpenStore(spec string) (*Store, error) {
 	if err := check("store", C.store_open(r.get(), s, n, &raw)); err != nil {
 		return nil, err
 	}
-	store := &Store{}
+	store := &Store{runtime: r}
 	store.raw.Store(uint64(raw))
 	return store, nil
 }
@@ -104,14 +128,53 @@ func (s *Store) Metrics() (string, error) {
 // equal. Empty fields are absent.
 type Identity struct{ Model, Weights, Salt, Recipe string }
 
-// Layout describes the KV of a token in each layer. All layers have equal sizes and need all earlier
-// tokens; the C interface also has layers with windows and with states.
+// Layout describes the KV of a token in each layer. All layers have equal sizes; the C interface also has
+// layouts whose layers differ. LayoutGQA, LayoutMLA and LayoutWindow return the layouts of most models.
 type Layout struct {
 	ChunkTokens    int
 	Layers         int
 	DType          DType
 	KVHeads        int
 	KBytes, VBytes int // per token and layer
+	// WindowTokens are the tokens that a layer with a window attends to; 0 = all layers attend to all.
+	WindowTokens int
+	// FullEvery: each FullEvery-th layer attends to all tokens, from layer FullFirst on; 0 = none does.
+	FullEvery, FullFirst int
+}
+
+// layoutOf returns a layout that C filled.
+func layoutOf(c *C.kvt_layout_t, err error) (Layout, error) {
+	if err != nil {
+		return Layout{}, err
+	}
+	return Layout{ChunkTokens: int(c.chunk_tokens), Layers: int(c.layers), DType: DType(c.dtype),
+		KVHeads: int(c.kv_heads), KBytes: int(c.k_bytes), VBytes: int(c.v_bytes),
+		WindowTokens: int(c.window_tokens), FullEvery: int(c.full_every), FullFirst: int(c.full_first)}, nil
+}
+
+// LayoutGQA returns the layout of grouped-query, multi-query or multi-head attention: K and V by head.
+func LayoutGQA(layers, kvHeads, headDim int, dtype DType, chunkTokens int) (Layout, error) {
+	var c C.kvt_layout_t
+	return layoutOf(&c, check("layout", C.layout_gqa(&c, C.uint32_t(layers), C.uint32_t(kvHeads),
+		C.uint32_t(headDim), C.uint32_t(dtype), C.uint32_t(chunkTokens))))
+}
+
+// LayoutMLA returns the layout of latent attention: one plane, K, of the latent and the rotated part of
+// the key.
+func LayoutMLA(layers, latentDim, ropeDim int, dtype DType, chunkTokens int) (Layout, error) {
+	var c C.kvt_layout_t
+	return layoutOf(&c, check("layout", C.layout_mla(&c, C.uint32_t(layers), C.uint32_t(latentDim),
+		C.uint32_t(ropeDim), C.uint32_t(dtype), C.uint32_t(chunkTokens))))
+}
+
+// LayoutWindow returns the layout of layers that attend to the last windowTokens tokens only, except each
+// fullEvery-th: 6 for Gemma 3, 2 for gpt-oss, 0 = none. The first one is layer fullEvery - 1; set FullFirst
+// where it is another.
+func LayoutWindow(layers, kvHeads, headDim int, dtype DType, chunkTokens, windowTokens, fullEvery int) (Layout, error) {
+	var c C.kvt_layout_t
+	return layoutOf(&c, check("layout", C.layout_window(&c, C.uint32_t(layers), C.uint32_t(kvHeads),
+		C.uint32_t(headDim), C.uint32_t(dtype), C.uint32_t(chunkTokens), C.uint32_t(windowTokens),
+		C.uint32_t(fullEvery))))
 }
 
 // Namespace is the unit of sharing: its sessions share the KV of common prefixes.
@@ -135,16 +198,15 @@ func (s *Store) Namespace(identity Identity, layout Layout) (*Namespace, error) 
 		return nil, invalid("namespace", fmt.Sprintf("the layout has %d layers: set Layers to at least 1",
 			layout.Layers))
 	}
-	layers := make([]C.uint16_t, layout.Layers)
-	for i := range layers {
-		layers[i] = C.uint16_t(i)
-	}
+	c := C.kvt_layout_t{struct_size: C.sizeof_kvt_layout_t, chunk_tokens: C.uint32_t(layout.ChunkTokens),
+		layers: C.uint32_t(layout.Layers), dtype: C.kvt_dtype_t(layout.DType),
+		kv_heads: C.uint32_t(layout.KVHeads), window_tokens: C.uint32_t(layout.WindowTokens),
+		full_every: C.uint32_t(layout.FullEvery), full_first: C.uint32_t(layout.FullFirst),
+		k_bytes: C.uint64_t(layout.KBytes), v_bytes: C.uint64_t(layout.VBytes)}
 	var raw C.handle
 	// Structs in shim.h point to these bytes during the call only.
 	err := check("namespace", C.namespace_open(s.get(), model, modelBytes, weights, weightsBytes,
-		salt, saltBytes, recipe, recipeBytes, C.uint32_t(layout.ChunkTokens), C.uint32_t(layout.DType),
-		C.uint32_t(layout.KVHeads), C.uint64_t(layout.KBytes), C.uint64_t(layout.VBytes), &layers[0],
-		C.uint64_t(layout.Layers), 0, &raw))
+		salt, saltBytes, recipe, recipeBytes, &c, 0, &raw))
 	if err != nil {
 		return nil, err
 	}

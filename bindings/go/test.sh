@@ -51,4 +51,10 @@ fi
 [ -n "${NO_RACE:-}" ] || go test -race -count=1 ./...
 go run ./example | tee "$work/example.log"
 grep -q 'loaded: every byte is equal' "$work/example.log"
+sed -n '/^```go$/,/^```$/p' README.md | sed '1d;$d' | diff - example/hello/main.go
+go build -o "$work/hello" ./example/hello
+rm -rf "$work/hello-kv"
+(cd "$work" && ./hello && ./hello) | tee "$work/hello.log"
+[ "$(cat "$work/hello.log")" = 'stored 96 tokens
+loaded 96 tokens, the last byte is 7' ]
 echo "$(grep -c '^--- PASS' "$work/test.log") passed, 0 failed, with $(go env GOVERSION)"

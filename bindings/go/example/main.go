@@ -17,9 +17,6 @@ const (
 	plane                     = tokens * heads * run
 )
 
-var layout = kvtier.Layout{ChunkTokens: chunk, Layers: layers, DType: kvtier.F16, KVHeads: heads,
-	KBytes: heads * run, VBytes: heads * run}
-
 // transferOf describes tensors that lie one after the other: K and V of each layer.
 func transferOf(b *kvtier.Buffer) (t kvtier.Transfer) {
 	for i := 0; i < layers; i++ {
@@ -41,6 +38,10 @@ func storeOrLoad(ctx context.Context, runtime *kvtier.Runtime, folder string, pr
 			err = e
 		}
 	}()
+	layout, err := kvtier.LayoutGQA(layers, heads, run/2, kvtier.F16, chunk)
+	if err != nil {
+		return err
+	}
 	namespace, err := store.Namespace(kvtier.Identity{Model: "example", Weights: "1"}, layout)
 	if err != nil {
 		return err
@@ -126,7 +127,7 @@ func main() {
 		log.Fatal(err)
 	}
 	defer os.RemoveAll(folder)
-	runtime, err := kvtier.Open(2)
+	runtime, err := kvtier.OpenRuntime(2)
 	if err != nil {
 		log.Fatal(err)
 	}
