@@ -50,12 +50,12 @@ class Policy:
 
     def __init__(self, spec):
         import kvtier  # Optional: LRU works without it.
-        self.row = kvtier.Row
+        self.object = kvtier.PolicyObject
         self.policy = kvtier.Policy(spec, max_objects=4 * MAX_STATES)
         self.name = spec
 
     def insert(self, number, units):
-        self.policy.insert([self.row(number, units=units)])
+        self.policy.insert([self.object(number, units=units)])
 
     def touch(self, number):
         self.policy.lookup([number])
