@@ -108,7 +108,7 @@ def measure(spec):
             count = min(traits.sum_queries, PROMPT)
             prompt = [part(rows_of, 0, PROMPT) for rows_of in (queries, keys, values)]
             lse = kvtier.kernels.prefill(*prompt).lse
-            sums = kvtier.kernels.sums(*prompt, lse, first=PROMPT - count)  # [query heads, tokens]
+            sums = kvtier.kernels.column_sums(*prompt, lse, first=PROMPT - count)  # [query heads, tokens]
             policy.observe(0, count, sums.cast("B").cast("f"), PROMPT)
         if traits.caps & kvtier.SparseCaps.EVICT_PREFILL:  # once, after the prompt; later tokens stay
             lists = policy.evict(0, kvtier.SparseContext(tokens=PROMPT, is_prefill=True))

@@ -35,8 +35,8 @@ from ._pybuffer import Export, described
 from ._resource import byref, new_error
 
 __all__ = ["Attended", "BlockPlacement", "Decoded", "Index", "IndexHead", "IndexKind", "Rows",
-           "Threads", "TokenLists", "check_rows", "decode", "merge", "page_boxes",
-           "page_scores", "place_index", "place_sums", "prefill", "sums"]
+           "Threads", "TokenLists", "check_rows", "column_sums", "decode", "merge", "pack_index",
+           "page_boxes", "page_scores", "place_column_sums", "place_index", "prefill"]
 
 #: The number of computing threads, including the caller's; or an executor of helper threads.
 Threads = Union[int, Executor]
@@ -478,9 +478,10 @@ def decode(queries: Any, keys: Any, values: Any, *, index: Optional[Index] = Non
     return Decoded(out, lse, got)
 
 
-def sums(queries: Any, keys: Any, values: Any, lse: Any, *, index: Optional[Index] = None,
-         first_query: int = 0, first_key: int = 0, scale: float = 0.0, first: int = 0,
-         by_head: bool = True, out: Optional[Any] = None, threads: Threads = 1) -> Any:
+def column_sums(queries: Any, keys: Any, values: Any, lse: Any, *,
+                index: Optional[Index] = None, first_query: int = 0, first_key: int = 0,
+                scale: float = 0.0, first: int = 0, by_head: bool = True,
+                out: Optional[Any] = None, threads: Threads = 1) -> Any:
     """Returns the attention sum of each key over a prompt's queries from `first` on: [query heads,
     keys], or [keys]. `lse` are the log-sum-exps of `prefill`."""
     with Borrowed() as borrowed:
@@ -581,9 +582,10 @@ def place_index(attention: Attention, placed: BlockPlacement, index: Optional[In
             answer = Index._with_room(out.head_count, out.start_count, out.item_count)
 
 
-def place_sums(attention: Attention, tokens: int, placed: BlockPlacement, sums: Any, *,
-               select: Optional[Index] = None, first_query: int = 0, queries: int = 0,
-               kept: Optional[TokenLists] = None, since: int = 0, out: Optional[Any] = None) -> Any:
+def place_column_sums(attention: Attention, tokens: int, placed: BlockPlacement, sums: Any, *,
+                      select: Optional[Index] = None, first_query: int = 0, queries: int = 0,
+                      kept: Optional[TokenLists] = None, since: int = 0,
+                      out: Optional[Any] = None) -> Any:
     """Adds attention sums of a buffer's rows to those of the kept tokens, as `Sparse.observe`
     takes them: [query heads, tokens]. `kept` is the argument of the last
     `Sparse.commit_eviction`; tokens from `since` on are newer. With `select` the sums are those of

@@ -467,8 +467,8 @@ def column_sums(queries: Any, keys: Any, scale: float = 0.0, by_head: bool = Fal
             by_head=by_head, threads=threads).sums)
     lse = kernels.prefill(queries, keys, values, first_query=first, scale=scale,
                           threads=threads).lse
-    return np.asarray(kernels.sums(queries, keys, values, lse, first_query=first, scale=scale,
-                                   by_head=by_head, threads=threads))
+    return np.asarray(kernels.column_sums(queries, keys, values, lse, first_query=first,
+                                          scale=scale, by_head=by_head, threads=threads))
 
 
 def _shape(rows: Any) -> Tuple[int, ...]:

@@ -162,9 +162,9 @@ def test_attention_sums_match_the_model(pool: ThreadPoolExecutor) -> None:
     done = kernels.prefill(Q, K, V)
     logs = np.asarray(done.lse)
     logs.flags.writeable = False
-    got = np.asarray(kernels.sums(Q, K, V, logs, threads=pool))
+    got = np.asarray(kernels.column_sums(Q, K, V, logs, threads=pool))
     assert got.shape == want.shape and np.abs(got - want).max() < 1e-3
-    flat = np.asarray(kernels.sums(Q, K, V, done.lse, by_head=False, first=100))
+    flat = np.asarray(kernels.column_sums(Q, K, V, done.lse, by_head=False, first=100))
     _, _, late = attend(Q[100:], K, V, None, 100)
     assert np.abs(flat - late.sum(0)).max() < 1e-3
     # The sums of decode: all keys, and selected keys in their order.
@@ -247,8 +247,8 @@ def test_an_index_of_positions_is_translated_to_buffer_rows() -> None:
     done = kernels.decode(Q[-1:], k, v, first_query=row, index=index, with_sums=True)
     check(done, Q[-1:], k, v, index, row)
     out = np.ones((QUERY_HEADS, TOKENS), np.float32)
-    assert kernels.place_sums(SHAPE, TOKENS, placed, done.sums, select=index, first_query=row,
-                              queries=1, out=out) is out
+    assert kernels.place_column_sums(SHAPE, TOKENS, placed, done.sums, select=index,
+                                     first_query=row, queries=1, out=out) is out
     want = np.ones((QUERY_HEADS, TOKENS))
     want[:, position] += attend(Q[-1:], k, v, index, row)[2]
     assert np.abs(out - want).max() < 2e-5
@@ -257,8 +257,8 @@ def test_an_index_of_positions_is_translated_to_buffer_rows() -> None:
     assert not whole.heads
     done = kernels.decode(Q[-1:], k, v, first_query=row, with_sums=True)
     kept = TokenLists.of([[*range(16), *range(32, 48), 70, *range(80, 96)]])
-    got = np.asarray(kernels.place_sums(SHAPE, TOKENS, placed, done.sums, kept=kept,
-                                        since=TOKENS - 5))
+    got = np.asarray(kernels.place_column_sums(SHAPE, TOKENS, placed, done.sums, kept=kept,
+                                               since=TOKENS - 5))
     resident = [*kept.lists()[0], *range(TOKENS - 5, TOKENS)]
     assert got.shape == (QUERY_HEADS, len(resident))
     want = np.zeros((QUERY_HEADS, TOKENS))
@@ -272,7 +272,7 @@ def test_h2o_keeps_heavy_hitters(runtime: kvtier.Runtime) -> None:
     with runtime.budget(host_bytes=1 << 24) as budget, budget.account() as account:
         policy = Sparse(SHAPE, "h2o(sink=2,recent=10,budget=20)", account=account)
         done = kernels.prefill(Q, K, V)
-        sums = np.asarray(kernels.sums(Q, K, V, done.lse))
+        sums = np.asarray(kernels.column_sums(Q, K, V, done.lse))
         policy.append(0, 0, K)
         policy.observe(0, TOKENS, sums.ravel(), TOKENS)
         used = account.held(kvtier.TIER_HOST).used_bytes
