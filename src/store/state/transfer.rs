@@ -263,6 +263,15 @@ impl Transfer {
     }
 }
 
+/// The error of a get or prefetch that missed cells.
+fn missing(cells: u32, tokens: u64) -> Error {
+    let text = format!(
+        "{cells} cells are in no tier: they were not stored, were evicted, or were damaged; the \
+         first {tokens} tokens are complete: compute the others"
+    );
+    Error::new(Status::NotFound, text)
+}
+
 /// Overwrites a miss by any other error: a miss is reported only if nothing worse happened.
 fn note_outcome(outcome: &mut Status, status: Status) {
     if matches!(*outcome, Status::Ok | Status::NotFound) {
@@ -628,6 +637,11 @@ impl StoreState {
             None => transfer.locates.unwrap_or(0),
         };
         let (error, bytes) = (part.error.take(), part.bytes);
+        let (missed, is_put) = (part.missed, transfer.spec.kind == TransferKind::Put);
+        let error = error.map(|error| match error.status() {
+            Status::NotFound if !is_put && missed > 0 => missing(missed, tokens),
+            _ => error,
+        });
         let part = index as u32;
         let outcomes = std::mem::take(&mut transfer.outcomes);
         self.transfers.finished.push(Finished {
@@ -1543,14 +1557,33 @@ impl StoreState {
         }
     }
 
+    /// Logs a damaged record: the first hundred, then each thousandth.
+    fn warn_of_damage(&self, table: u32, cell: Cell, status: Status) {
+        let count = self.counters.corrupt_cells;
+        if count > 100 && count % 1000 != 0 {
+            return;
+        }
+        let cause = match status {
+            Status::Corrupt => "does not match its checksum",
+            _ => "is not where it was written",
+        };
+        log::warn!(
+            "a cell of layer {} on disk {cause} (chunk {} of table {table}): it is dropped, gets \
+             miss it; {count} so far. Check the device; kvtier fsck lists damage",
+            cell.layer,
+            cell.chunk
+        );
+    }
+
     /// Ends the read of a cell from disk.
     pub(super) fn end_reading(&mut self, job: &Job, table: u32, cell: Cell, result: Result<()>) {
         let Some(piece) = job.piece else { return };
         let bytes = self.tables[table as usize].planes(cell).bytes();
         let arrival = match result.map_err(|error| error.status()) {
             Ok(()) => Arrival::Arrived(Location::Host(piece.0)),
-            Err(Status::Corrupt | Status::NotFound) => {
+            Err(status @ (Status::Corrupt | Status::NotFound)) => {
                 self.counters.corrupt_cells += 1;
+                self.warn_of_damage(table, cell, status);
                 Arrival::BadSource
             }
             Err(Status::Again) => Arrival::Failed,
