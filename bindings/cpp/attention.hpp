@@ -210,7 +210,8 @@ public:
                   span<float> scratch) const {
         detail::failure f;
         const kvt_status_t status =
-            kvt_attention_job_run(raw_, step, first, items, scratch.data(), scratch.size(), f.out());
+            kvt_attention_job_run(raw_, step, first, items, scratch.data(), scratch.size(),
+                                  f.out());
         return detail::check(status, f);
     }
     /// Runs all items on the calling thread.

@@ -88,7 +88,8 @@ public:
     }
     /// Reserves bytes as soon as they are free; owners' reclaim callbacks are called meanwhile. The
     /// op ends with KVT_OK when the bytes are reserved.
-    ret<op> reserve_later(kvt_tier_t tier, std::uint64_t bytes, const submit_opts &opts = {}) const {
+    ret<op> reserve_later(kvt_tier_t tier, std::uint64_t bytes,
+                          const submit_opts &opts = {}) const {
         detail::failure f;
         const kvt_submit_opts_t c = opts.to_c();
         kvt_op_t *raw = nullptr;
@@ -96,7 +97,8 @@ public:
             kvt_account_reserve_later(raw_, tier, bytes, &c, &raw, f.out());
         return detail::give(status, f, op::adopt(raw));
     }
-    ret<void> commit(kvt_tier_t tier, std::uint64_t reserved_bytes, std::uint64_t used_bytes) const {
+    ret<void> commit(kvt_tier_t tier, std::uint64_t reserved_bytes,
+                     std::uint64_t used_bytes) const {
         detail::failure f;
         const kvt_status_t status =
             kvt_account_commit(raw_, tier, reserved_bytes, used_bytes, f.out());
@@ -190,9 +192,9 @@ public:
             reclaim_fn call;
             static std::uint64_t reclaim(void *user_data, kvt_tier_t tier, std::uint64_t bytes,
                                          std::uint64_t deadline_ns) noexcept {
-                return detail::guarded<std::uint64_t>("kvt reclaimer", 0,
-                                                      static_cast<box *>(user_data)->call, tier, bytes,
-                                                      deadline(deadline_ns));
+                return detail::guarded<std::uint64_t>(
+                    "kvt reclaimer", 0, static_cast<box *>(user_data)->call, tier, bytes,
+                    deadline(deadline_ns));
             }
         };
         detail::failure f;

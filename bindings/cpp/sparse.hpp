@@ -268,7 +268,8 @@ struct sparse_box {
         });
     }
     static kvt_status_t evict(void *user_data, std::uint32_t layer,
-                              const kvt_sparse_context_t *context, kvt_token_lists_t *out) noexcept {
+                              const kvt_sparse_context_t *context,
+                              kvt_token_lists_t *out) noexcept {
         return call(user_data, [&](sparse_box &box) {
             token_lists lists;
             const kvt_status_t status = box.own.evict(layer, from_c(*context), lists);

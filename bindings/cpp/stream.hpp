@@ -274,8 +274,8 @@ public:
         const kvt_status_t status = kvt_model_find_unit(raw_, layer, expert, &number);
         return detail::give(status, number);
     }
-    /// Plans where units are resident, and forecasts a pass. `memory` absent = this machine, without
-    /// a device.
+    /// Plans where units are resident, and forecasts a pass. `memory` absent = this machine,
+    /// without a device.
     ret<stream_plan> plan(const stream_terms &terms,
                           const std::optional<stream_memory> &memory = {}) const {
         const lowered on(terms, memory);
