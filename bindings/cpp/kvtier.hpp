@@ -21,22 +21,24 @@
 ///
 /// The core path, in the order of the calls. `examples/cpp` has programs.
 ///
-///  1. kvt::check_abi              header and library fit
-///  2. kvt::store::open            a store, from one spec string; finds what an earlier run wrote
-///  3. kvt::layout::gqa            the sizes of a model's KV (or mla, window)
-///  4. store.open_namespace        model, weights, layout and tenant: who shares KV with whom
-///  5. ns.lookup                   how long a stored prefix these tokens have
-///  6. ns.open_session             a sequence
-///  7. session.append              its tokens, which name its KV
-///  8. session.plan                what to load and what to compute
-///  9. session.get                 load KV into the engine's tensors; get_wait waits
-/// 10. session.put                 store KV that was computed; put_wait waits
-/// 11. store.runtime, open_queue   where completions of many transfers arrive
-/// 12. queue.wait                  takes them; or op.wait for one op
-/// 13. op.finish                   the result of an op, or its failure as an exception
-/// 14. session.hint                what the request's end says about its next use
-/// 15. store.stats                 counters; store.metrics as text for Prometheus
-/// 16. destructors                 the store writes back what is in memory only
+/// | call                 |                                                                |
+/// |----------------------|----------------------------------------------------------------|
+/// | kvt::check_abi       | header and library fit                                         |
+/// | kvt::store::open     | a store, from one spec string; finds what an earlier run wrote |
+/// | kvt::layout::gqa     | the sizes of a model's KV (or mla, window)                     |
+/// | store.open_namespace | model, weights, layout and tenant: who shares KV with whom     |
+/// | ns.lookup            | how long a stored prefix these tokens have                     |
+/// | ns.open_session      | a sequence                                                     |
+/// | session.append       | its tokens, which name its KV                                  |
+/// | session.plan         | what to load and what to compute                               |
+/// | session.get          | load KV into the engine's tensors; get_wait waits              |
+/// | session.put          | store KV that was computed; put_wait waits                     |
+/// | runtime.open_queue   | where completions of many transfers arrive; store.runtime()    |
+/// | queue.wait           | takes them; or op.wait for one op                              |
+/// | op.finish            | the result of an op, or its failure as an exception            |
+/// | session.hint         | what the request's end says about its next use                 |
+/// | store.stats          | counters; store.metrics as text for Prometheus                 |
+/// | destructors          | the store writes back what is in memory only                   |
 ///
 ///     const kvt::store store = kvt::store::open("store(host=1GiB)");
 ///     const kvt::namespace_ ns =
