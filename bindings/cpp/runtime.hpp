@@ -269,7 +269,7 @@ struct runtime_opts {
     /// Prefix of thread names, at most 10 bytes; empty = "kvt".
     std::string_view name{};
     /// Faults to inject, for tests of error paths, such as "faults(pin=at(fail=1))"; empty = none.
-    /// See docs/abi.md.
+    /// See "Injected faults" in docs/reference/c.md.
     std::string_view faults{};
     /// Called first in every thread; empty = none.
     thread_fn on_thread{};
