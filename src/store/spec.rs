@@ -88,7 +88,11 @@ const WRITES: [(&str, &str); 4] = [
     ("behind", "in the background, a bounded time after the put"),
     ("through", "as soon as the put has ended"),
     ("back", "when the memory is needed"),
-    ("never", "only if the level of the put requires it"),
+    (
+        "never",
+        "only if the level of a put or a demotion requires it, and for victims that are \
+         referenced, pinned or continued by other chunks",
+    ),
 ];
 
 /// Parameters of `behind`.
