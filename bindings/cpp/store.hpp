@@ -360,8 +360,8 @@ private:
 /// Options of kvt_store_open. A field that is set overrides the spec's parameter that its comment
 /// names, and is checked by the same rules.
 struct store_opts {
-    /// Spec (docs/reference/specs.md), such as
-    /// "store(host=8GiB, disk=disk(path=\"kv\", bytes=200GiB))"; empty = "store(host=1GiB)".
+    /// Spec (docs/reference/specs.md), such as "store(host=8GiB, disk=disk(path=\"kv\",
+    /// bytes=200GiB))"; empty = "store(host=1GiB)".
     std::string_view spec{};
     /// Limit of cells in host memory, at least 64 KiB (`host`); 0 = as in the spec.
     std::uint64_t host_bytes = 0;

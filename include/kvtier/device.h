@@ -394,7 +394,7 @@ enum {
 };
 
 /// One kernel launch: the same 256 bytes for all kernels. Addresses are device addresses, strides
-/// are in bytes, unused fields are 0. docs/kernels.md lists the fields of each kernel.
+/// are in bytes, unused fields are 0. docs/internals/kernels.md lists the fields of each kernel.
 typedef struct kvt_kernel_t {
     /// KVT_DEVICE_KERNEL_*.
     uint32_t kind;

@@ -69,7 +69,7 @@ typedef struct kvt_runtime_opts_t {
     const char *name;
     uint64_t name_bytes;
     /// Faults to inject, for tests of error paths, such as "faults(pin=at(fail=1))"; null = none.
-    /// See docs/abi.md.
+    /// See "Injected faults" in docs/reference/c.md.
     const char *faults;
     uint64_t faults_bytes;
     /// Called first in every thread; null = none.

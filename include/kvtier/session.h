@@ -156,7 +156,7 @@ kvt_status_t kvt_ready_event_signal(const kvt_ready_event_t *event);
 
 /// Reads the state of an event.
 ///
-/// @param out_state  KVT_EVENT_*.
+/// @param out_state  KVT_READY_EVENT_*.
 kvt_status_t kvt_ready_event_query(const kvt_ready_event_t *event,
                                    kvt_ready_event_state_t *out_state);
 
@@ -474,8 +474,8 @@ typedef struct kvt_sequence_t {
 #define KVT_SEQUENCE_INIT KVT_INIT_(kvt_sequence_t)
 
 /// Appends tokens with media. Media enter the key of the chunk that they start in and of all later
-/// chunks (docs/keys.md): equal tokens with other images share nothing from there on. On failure
-/// nothing changes.
+/// chunks (docs/internals/keys.md): equal tokens with other images share nothing from there on. On
+/// failure nothing changes.
 ///
 /// @return As kvt_session_append.
 kvt_status_t kvt_session_append_media(const kvt_session_t *session, const kvt_sequence_t *sequence,
@@ -489,8 +489,8 @@ kvt_status_t kvt_namespace_lookup_media(const kvt_namespace_t *ns, const kvt_seq
                                         uint64_t stride_bytes, uint64_t *out_count,
                                         kvt_lookup_t *out, kvt_error_t **err);
 
-/// Computes the keys of the full chunks of a sequence (docs/keys.md), as events and files have
-/// them. A router that knows the keys of each store finds a prompt's prefix by them.
+/// Computes the keys of the full chunks of a sequence (docs/internals/keys.md), as events and files
+/// have them. A router that knows the keys of each store finds a prompt's prefix by them.
 ///
 /// @param keys      Receives KVT_KEY_BYTES per chunk, in order.
 /// @param capacity  In keys.
@@ -540,7 +540,7 @@ typedef struct kvt_blocks_t {
 } kvt_blocks_t;
 #define KVT_BLOCKS_INIT KVT_INIT_(kvt_blocks_t)
 
-/// Computes the keys of blocks (docs/keys.md), as events and files have them.
+/// Computes the keys of blocks (docs/internals/keys.md), as events and files have them.
 ///
 /// @param out  Receives KVT_KEY_BYTES per name.
 /// @return KVT_E_LIMIT.

@@ -138,7 +138,7 @@ typedef struct kvt_sparse_opts_t {
     uint64_t flags;
     /// Attention shape of the model.
     const kvt_attention_t *attention;
-    /// Spec string, such as "minference(budget=0.2)"; see docs/sparse.md.
+    /// Spec string, such as "minference(budget=0.2)"; see docs/reference/sparse.md.
     const char *spec;
     uint64_t spec_bytes;
     /// Callbacks of the engine that make up a policy.

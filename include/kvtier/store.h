@@ -50,7 +50,8 @@ enum {
     KVT_WRITE_THROUGH = 1,
     /// Chunks are written to disk when their memory is needed.
     KVT_WRITE_BACK = 2,
-    /// Chunks are written to disk only when a put's `level` asks for it.
+    /// Chunks are written to disk only when a put's `level` or kvt_session_demote asks for it, and when
+    /// their memory is needed while they are referenced, pinned or continued by other chunks.
     KVT_WRITE_NEVER = 3,
     /// Default: chunks are written to disk in the background, about 1 s after the put (`age` in the
     /// spec).
@@ -72,8 +73,8 @@ typedef struct kvt_store_opts_t {
     uint64_t struct_size;
     /// None are defined: 0.
     uint64_t flags;
-    /// Spec (docs/abi.md), such as "store(host=8GiB, disk=disk(path=\"kv\", bytes=200GiB))"; null =
-    /// "store(host=1GiB)".
+    /// Spec (docs/reference/specs.md), such as
+    /// "store(host=8GiB, disk=disk(path=\"kv\", bytes=200GiB))"; null = "store(host=1GiB)".
     const char *spec;
     uint64_t spec_bytes;
     /// Limit of cells in host memory, at least 64 KiB (`host`); 0 = as in the spec.
@@ -157,7 +158,7 @@ typedef struct kvt_store_stats_t {
     uint64_t stored_cells;
     /// Cells of puts that were resident already.
     uint64_t known_cells;
-    /// Cells of gets that were in host memory.
+    /// Cells of gets that were in host memory, or that the get fetched from the remote.
     uint64_t host_hit_cells;
     /// Cells of gets that were read from disk.
     uint64_t disk_hit_cells;
@@ -352,9 +353,9 @@ typedef struct kvt_remote_stats_t {
     uint64_t wasted_bytes;
     /// Objects that a hint promised and the remote did not have.
     uint64_t absent_objects;
-    /// Objects, or cells of them, with wrong content.
+    /// Objects, or cells of them, with wrong content; malformed replies.
     uint64_t corrupt_objects;
-    /// Requests without an answer before their deadline.
+    /// Requests without an answer before their deadline, or to an unreachable or busy server.
     uint64_t late_requests;
     /// Requests that have not returned after twice their timeout.
     uint64_t hung_requests;
@@ -424,7 +425,7 @@ typedef struct kvt_identity_extra_t {
 
 /// Everything that KV depends on beside its tokens: sessions share KV if all fields are equal.
 /// Fields are bytes, at most 65536 each, hashed unchanged. A null field is absent, which differs
-/// from an empty one (a pointer with length 0). docs/keys.md defines the hash.
+/// from an empty one (a pointer with length 0). docs/internals/keys.md defines the hash.
 typedef struct kvt_identity_t {
     uint64_t struct_size;
     /// Name of the model.
@@ -650,8 +651,8 @@ kvt_status_t kvt_namespace_lookup(const kvt_namespace_t *ns, const uint32_t *tok
                                   uint64_t stride_bytes, uint64_t *out_count, kvt_lookup_t *out,
                                   kvt_error_t **err);
 
-/// Does the same for a sequence whose chunk keys are known (docs/keys.md). See kvt_namespace_lookup
-/// for the other parameters.
+/// Does the same for a sequence whose chunk keys are known (docs/internals/keys.md). See
+/// kvt_namespace_lookup for the other parameters.
 ///
 /// @param keys         Keys of the full chunks, KVT_KEY_BYTES each, in order.
 /// @param key_count    token_count / chunk_tokens.
