@@ -1,5 +1,5 @@
 //! kvtier: tiered KV-cache storage, weight streaming, eviction and sparse policies for LLM engines,
-//! behind one C header.
+//! behind a C interface.
 //!
 //! The modules from the top layer to the lowest; imports point down only (`tests/arrows.rs`):
 //!
