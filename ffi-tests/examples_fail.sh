@@ -40,6 +40,8 @@ for language in c cpp; do
 done
 fails cpp_hello_kv "Not a directory" "$work/file"
 fails cpp_hello_kv "No such file or directory" "$work/none"
+fails c_engine "Not a directory" "$work/file"
+fails c_engine "No such file or directory" "$work/none"
 fails c_restart "Not a directory" "$work/file"
 fails c_restart "No such file or directory" "$work/none"
 fails c_paged_views "at least 65536 bytes" "store(host=1KiB)"

@@ -46,6 +46,7 @@ one() {
 leaks=full
 one version
 one hello_kv "$work/hello-kv-store"
+one engine
 one restart
 one layerwise
 one paged_views

@@ -63,12 +63,7 @@ static void transfer(const kvt_session_t *session, int is_put, uint64_t document
     blocks.names = &names, blocks.k = k, blocks.v = v, blocks.stride_bytes = sizeof *k;
     kvt_op_t *op = NULL;
     MUST((is_put ? kvt_session_put_blocks : kvt_session_get_blocks)(session, &blocks, NULL, &op, &err));
-    MUST(kvt_op_wait(op, KVT_OP_RELEASED, 0));
-    kvt_op_info_t info = KVT_OP_INFO_INIT;
-    MUST(kvt_op_info(op, &info));
-    if (info.status != KVT_OK) kvt_op_error(op, &err);
-    must(info.status, is_put ? "put" : "get");
-    MUST(kvt_op_free(&op));
+    must(kvt_op_finish(&op, 0, NULL, &err), is_put ? "put" : "get");
 }
 
 /* The model, which the engine wants to run as rarely as possible. */

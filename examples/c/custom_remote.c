@@ -110,9 +110,7 @@ static uint64_t serve(const char *spec, table_t *table, int8_t kv[2][LAYERS][TOK
     kvt_op_t *op = NULL;
     kvt_op_info_t info = KVT_OP_INFO_INIT;
     MUST(kvt_session_remote_lookup(session, NULL, &op, &err)); /* completes with its answer */
-    MUST(kvt_op_wait(op, KVT_OP_RELEASED, 0));
-    MUST(kvt_op_info(op, &info));
-    MUST(kvt_op_free(&op));
+    MUST(kvt_op_finish(&op, 0, &info, &err));
     const uint64_t reusable = info.value;
 
     kvt_view_t views[2][LAYERS];

@@ -72,7 +72,7 @@ static void open_engine(engine_t *engine, const char *spec) {
 static void serve(engine_t *engine, const uint32_t *prompt, uint32_t tokens) {
     kvt_session_t *session = NULL;
     kvt_lookup_t found = KVT_LOOKUP_INIT;
-    MUST(kvt_namespace_lookup(engine->ns, prompt, tokens, NULL, 0, sizeof(kvt_range_t), NULL, &found, &err));
+    MUST(kvt_namespace_lookup(engine->ns, prompt, tokens, NULL, 0, 0, NULL, &found, &err));
     MUST(kvt_session_open(engine->ns, NULL, &session, &err));
     MUST(kvt_session_append(session, prompt, tokens, &err));
     float kv[2][MOST][HEAD_DIM];

@@ -92,7 +92,7 @@ int main(int argc, char **argv) {
 
     engine_t engine = open_engine(directory);
     kvt_lookup_t found = KVT_LOOKUP_INIT;
-    MUST(kvt_namespace_lookup(engine.ns, prompt, TOKENS, NULL, 0, sizeof(kvt_range_t), NULL, &found, &err));
+    MUST(kvt_namespace_lookup(engine.ns, prompt, TOKENS, NULL, 0, 0, NULL, &found, &err));
     printf("%u tokens were put durably, at least %u more were on their way when the process was killed\n", DURABLE,
            (puts - 1) * CHUNK);
     printf("%u tokens survived, %u KiB on disk\n", (unsigned)found.reusable_tokens, (unsigned)(found.disk_bytes >> 10));
