@@ -61,7 +61,6 @@ tools() {
     local want=() package
     local packages=(binutils gcc libc6-dev python3)
     if wants source || wants cargo; then packages+=(git ca-certificates); fi
-    if wants tarball || wants deb; then packages+=(help2man); fi
     if wants deb; then packages+=(dpkg-dev xz-utils); fi
     command -v apt-get >/dev/null || return 0
     for package in "${packages[@]}"; do
@@ -130,7 +129,7 @@ libraries() {
     fi
     built=$(cd "$built" && pwd)
     bills
-    manual "$built/bin/kvtier" "$work/man"
+    "$built/bin/kvtier" man "$work/man"
 }
 
 # bills: the contents and licences of what is linked, for all packages; once.
@@ -141,15 +140,6 @@ bills() {
     packaging/sbom.py kvtier-cli --features "$KVTIER_FEATURES" --target "$target" \
         --out "$work/kvtier-cli.cdx.json" --licences "$work/THIRD-PARTY.txt"
     packaging/sbom.py kvtier --features "$KVTIER_FEATURES" --target "$target" --out "$work/kvtier.cdx.json"
-}
-
-# manual TOOL DIR: the tool's man pages. A tool without a command for it has its help as a page.
-manual() {
-    mkdir -p "$2"
-    if ! "$1" man "$2" >/dev/null 2>&1 || [ ! -e "$2/kvtier.1" ]; then
-        help2man --no-info --no-discard-stderr --version-string "$version" \
-            --name "tools for tiered KV-cache storage" "$1" >"$2/kvtier.1"
-    fi
 }
 
 tarball() {

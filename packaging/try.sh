@@ -60,7 +60,7 @@ c_tools="gcc libc6-dev pkg-config"
 deb() {
     # Runtime and tool first: they need nothing that a bare system lacks.
     offline "$1" 'dpkg -i /packages/libkvtier0*.deb /packages/kvtier_*.deb
-        kvtier --version; kvtier fsck --help >/dev/null; test -e /usr/bin/kvtier
+        kvtier --version; kvtier fsck --help >/dev/null; test -s /usr/share/man/man1/kvtier.1.gz
         ldconfig -p | grep "libkvtier.so.${VERSION%.*} "'
     online "$1" "$c_tools cmake make g++"
     offline "$1" 'dpkg -i /packages/libkvtier-dev_*.deb
