@@ -292,6 +292,7 @@ packages() {
     diff -r "$work/packages" "$work/again"
     (cd "$work/packages" && sha256sum --check SHA256SUMS)
     python3 "$root/packaging/sbom.py" --check "$work/packages"/*.cdx.json
+    python3 "$root/packaging/sbom.py" kvtier --features redis,dir,tls,seal,s3 --out "$work/all-features.cdx.json"
     # Crates whose sources the library names in messages are listed.
     local crate
     for crate in $(strings -a "$work/out/lib/libkvtier.so" | grep -o 'cargo/registry/src/[^/]*/[^/]*' | sed 's|.*/||' | sort -u); do
@@ -382,10 +383,13 @@ conan_create() {
     local venv=$work/conan/venv
     [ -x "$venv/bin/conan" ] || { python3 -m venv "$venv" && "$venv/bin/pip" install -q 'conan>=2,<3'; }
     export CONAN_HOME=$work/conan/home
+    # The test of a recipe is built beside it.
+    rm -rf "$work/conan/recipe"
+    cp -r "$root/packaging/conan" "$work/conan/recipe"
     "$venv/bin/conan" profile detect --force
-    "$venv/bin/conan" create "$root/packaging/conan" -s build_type=Debug -o 'kvtier/*:shared=True' \
+    "$venv/bin/conan" create "$work/conan/recipe" -s build_type=Debug -o 'kvtier/*:shared=True' \
         -c "user.kvtier:source=$(echo "$work/two-trees/out-a"/*-vendored.tar.gz)"
-    "$venv/bin/conan" create "$root/packaging/conan" -s build_type=Debug -o 'kvtier/*:shared=False' \
+    "$venv/bin/conan" create "$work/conan/recipe" -s build_type=Debug -o 'kvtier/*:shared=False' \
         -c "user.kvtier:source=$(echo "$work/two-trees/out-a"/*-vendored.tar.gz)"
 }
 

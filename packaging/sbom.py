@@ -79,8 +79,8 @@ def component(name: str, version: str, licence: str, kind: str = "cargo") -> Dic
 
 def bill(package: str, features: str, target: str, licences: Path | None) -> Dict[str, Any]:
     root, graph = linked(package, features, target)
-    known = {(p["name"], p["version"]): p
-             for p in json.loads(cargo("metadata", "--format-version", "1"))["packages"]}
+    metadata = json.loads(cargo("metadata", "--format-version", "1", "--all-features"))
+    known = {(p["name"], p["version"]): p for p in metadata["packages"]}
     sums = checksums()
     rust = re.search(r"^release: (.*)$", run(os.environ.get("RUSTC", "rustc"), "-vV"), re.M)
     if rust is None:
