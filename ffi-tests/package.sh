@@ -215,11 +215,11 @@ prebuilt() {
 }
 
 offline() {
-    # Discard the incomplete folder of an interrupted run.
-    if [ ! -e "$work/vendored" ]; then
+    # Discard the incomplete folder of an interrupted run, and one of other crates.
+    if ! cmp -s "$root/Cargo.lock" "$work/vendored"; then
         rm -rf "$work/vendor"
         "$root/cmake/vendor.sh" "$work/vendor"
-        touch "$work/vendored"
+        cp "$root/Cargo.lock" "$work/vendored"
     fi
     local args
     args=$("$root/cmake/vendor.sh" --args "$work/vendor")

@@ -256,7 +256,7 @@ typedef struct kvt_store_stats_t {
     uint64_t host_limit_bytes;
     /// Bytes of cells in host memory.
     uint64_t host_used_bytes;
-    /// Bytes charged for host memory, including tables and unused parts of slabs.
+    /// Bytes charged for slabs of host memory, their unused parts included, and for the read reserve.
     uint64_t host_cost_bytes;
     /// Cells in host memory.
     uint64_t host_cells;

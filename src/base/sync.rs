@@ -1,9 +1,11 @@
 //! Locks, atomics and threads. No other module names those of std or parking_lot.
 //!
 //! With the cargo feature `shuttle` the same code runs under a model checker that explores
-//! interleavings. Debug builds count the locks that a thread holds: calling a callback under a
-//! lock is then an assertion failure instead of a deadlock in an engine.
+//! interleavings. The locks that a thread holds are counted: log messages reach the host's callback
+//! after the last one is released, and in debug builds a callback under a lock is an assertion
+//! failure instead of a deadlock in an engine.
 
+use crate::base::logging;
 use crate::base::status::{Error, Result};
 
 #[cfg(not(feature = "shuttle"))]
@@ -48,22 +50,33 @@ mod imp {
 
 pub use imp::{Arc, JoinHandle, Weak, atomic};
 
-#[cfg(debug_assertions)]
 thread_local! {
     static LOCKS_HELD: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 
-fn note_lock(_delta: i32) {
+/// Counts a lock that is taken or released. After the last release, delivers the messages that were
+/// logged under it: a callback of the host must not run under a lock.
+fn note_lock(delta: i32) {
     // try_with: the destructor of another thread-local may drop a guard.
-    #[cfg(debug_assertions)]
-    let _ = LOCKS_HELD.try_with(|n| n.set(n.get().wrapping_add_signed(_delta)));
+    let held = LOCKS_HELD.try_with(|n| {
+        n.set(n.get().wrapping_add_signed(delta));
+        n.get()
+    });
+    if delta < 0 && held == Ok(0) {
+        logging::deliver_deferred();
+    }
+}
+
+/// Whether this thread holds a lock of the library.
+pub fn is_lock_held() -> bool {
+    // Shuttle runs all modelled threads on one thread, where the count has no meaning.
+    cfg!(not(feature = "shuttle")) && LOCKS_HELD.try_with(std::cell::Cell::get).unwrap_or(0) > 0
 }
 
 /// Asserts (debug builds) that this thread holds no lock of the library.
 pub fn assert_no_lock_held(_why: &str) {
-    // Shuttle runs all modelled threads on one thread, where the count has no meaning.
-    #[cfg(all(debug_assertions, not(feature = "shuttle")))]
-    LOCKS_HELD.with(|n| assert_eq!(n.get(), 0, "{_why} under a lock of the library"));
+    #[cfg(debug_assertions)]
+    assert!(!is_lock_held(), "{_why} under a lock of the library");
 }
 
 /// A mutex without poisoning: the C boundary poisons the object after a panic.
@@ -118,6 +131,19 @@ impl<T: ?Sized> Drop for Guard<'_, T> {
     }
 }
 
+/// Delivers deferred log messages before a thread waits, with the lock released meanwhile. Returns
+/// whether there were some: what the thread waits for may have come.
+#[cfg(not(feature = "shuttle"))]
+fn delivered<T>(guard: &mut Guard<'_, T>) -> bool {
+    if !logging::has_deferred() || LOCKS_HELD.get() != 1 {
+        return false;
+    }
+    LOCKS_HELD.set(0);
+    imp::RawGuard::unlocked(guard.0.as_mut().expect(TAKEN), logging::deliver_deferred);
+    LOCKS_HELD.set(1);
+    true
+}
+
 /// A condition variable for [`Mutex`].
 pub struct Condvar(imp::RawCondvar);
 
@@ -150,10 +176,12 @@ impl Condvar {
         self.0.notify_all();
     }
 
-    /// Waits for a wake-up.
+    /// Waits for a wake-up; may return early.
     pub fn wait<T>(&self, guard: &mut Guard<'_, T>) {
         #[cfg(not(feature = "shuttle"))]
-        self.0.wait(guard.0.as_mut().expect(TAKEN));
+        if !delivered(guard) {
+            self.0.wait(guard.0.as_mut().expect(TAKEN));
+        }
         #[cfg(feature = "shuttle")]
         {
             let raw = guard.0.take().expect(TAKEN);
@@ -164,8 +192,10 @@ impl Condvar {
     /// Waits for a wake-up, at most `timeout_ns`; may return early.
     pub fn wait_for<T>(&self, guard: &mut Guard<'_, T>, timeout_ns: u64) {
         #[cfg(not(feature = "shuttle"))]
-        self.0
-            .wait_for(guard.0.as_mut().expect(TAKEN), std::time::Duration::from_nanos(timeout_ns));
+        if !delivered(guard) {
+            let timeout = std::time::Duration::from_nanos(timeout_ns);
+            self.0.wait_for(guard.0.as_mut().expect(TAKEN), timeout);
+        }
         // Time does not pass in a model.
         #[cfg(feature = "shuttle")]
         {

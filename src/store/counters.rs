@@ -136,7 +136,7 @@ pub struct StoreStats {
     /// Bytes of cells in host memory.
     #[gauge]
     pub host_used_bytes: u64,
-    /// Bytes charged for host memory, including tables and unused parts of slabs.
+    /// Bytes charged for slabs of host memory, their unused parts included, and for the read reserve.
     #[gauge]
     pub host_cost_bytes: u64,
     /// Cells in host memory.

@@ -46,7 +46,7 @@ kvt_status_t kvt_llama_watch_open(const llama_model *model, const kvt_llama_watc
     if (status != KVT_OK) {
         return status;
     }
-    return guarded(why, [&](std::string &message) {
+    return guarded(why, [&](std::string &message) -> kvt_status_t {
         if (!model || !out) {
             message = "model or out is null: both are required";
             return KVT_E_INVALID;
@@ -58,7 +58,7 @@ kvt_status_t kvt_llama_watch_open(const llama_model *model, const kvt_llama_watc
 
 kvt_status_t kvt_llama_watch_params(kvt_llama_watch_t *watch, llama_context_params *params,
                                     kvt_llama_why_t *why) {
-    return guarded(why, [&](std::string &message) {
+    return guarded(why, [&](std::string &message) -> kvt_status_t {
         if (!watch || !params) {
             message = "watch or params is null: both are required";
             return KVT_E_INVALID;
@@ -69,7 +69,7 @@ kvt_status_t kvt_llama_watch_params(kvt_llama_watch_t *watch, llama_context_para
 
 kvt_status_t kvt_llama_watch_attach(kvt_llama_watch_t *watch, llama_context *ctx,
                                     kvt_llama_why_t *why) {
-    return guarded(why, [&](std::string &message) {
+    return guarded(why, [&](std::string &message) -> kvt_status_t {
         if (!watch || !ctx) {
             message = "watch or ctx is null: both are required";
             return KVT_E_INVALID;
@@ -80,7 +80,7 @@ kvt_status_t kvt_llama_watch_attach(kvt_llama_watch_t *watch, llama_context *ctx
 
 kvt_status_t kvt_llama_watch_policy(kvt_llama_watch_t *watch, llama_seq_id seq,
                                     const kvt_llama_sparse_opts_t *opts, kvt_llama_why_t *why) {
-    return guarded(why, [&](std::string &message) {
+    return guarded(why, [&](std::string &message) -> kvt_status_t {
         if (!watch || seq < 0 || (opts && opts->block_tokens > block_tokens_max)) {
             message = "watch is null, seq is negative, or block_tokens is above 4096";
             return KVT_E_INVALID;
@@ -91,7 +91,7 @@ kvt_status_t kvt_llama_watch_policy(kvt_llama_watch_t *watch, llama_seq_id seq,
 
 kvt_status_t kvt_llama_watch_decode(kvt_llama_watch_t *watch, llama_batch batch, int32_t *rc,
                                     kvt_llama_why_t *why) {
-    return guarded(why, [&](std::string &message) {
+    return guarded(why, [&](std::string &message) -> kvt_status_t {
         if (!watch || !rc) {
             message = "watch or rc is null: both are required";
             return KVT_E_INVALID;
@@ -128,7 +128,7 @@ kvt_status_t kvt_llama_watch_changed(kvt_llama_watch_t *watch, llama_seq_id seq)
 }
 
 kvt_status_t kvt_llama_watch_fault(const kvt_llama_watch_t *watch, kvt_llama_why_t *why) {
-    return guarded(why, [&](std::string &message) {
+    return guarded(why, [&](std::string &message) -> kvt_status_t {
         message = watch ? watch->fault_message_ : "watch is null: pass an open watch";
         return watch ? watch->fault_ : KVT_E_INVALID;
     });

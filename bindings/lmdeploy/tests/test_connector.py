@@ -299,7 +299,7 @@ def test_advice_shrinks_the_batch_on_thrashing(closing: Callable[[Any], Any]) ->
     advisor = loop.connector._scheduler_side()._advisor
     assert advised(loop.connector, 8).batch == 8
     advisor._policy.set_advice(shrink_above=0.1, window=8, patience=1)
-    advisor._room = 8
+    advisor._capacity = 8
     advisor._policy.set_capacity(8)
     for turn in range(12):
         names = names_of(8, 1000 * (turn % 3))

@@ -1569,7 +1569,7 @@ impl StoreState {
         };
         log::warn!(
             "a cell of layer {} on disk {cause} (chunk {} of table {table}): it is dropped, gets \
-             miss it; {count} so far. Check the device; kvtier fsck lists damage",
+             miss it; {count} since the open. Check the device; kvtier fsck lists damage",
             cell.layer,
             cell.chunk
         );
