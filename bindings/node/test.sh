@@ -47,5 +47,6 @@ sed -n '/^```js$/,/^```$/p' README.md | sed '1d;$d' | diff - hello.js
 loaded 96 tokens, the last number is 7' ]
 # A package has the description of the interface.
 npm pack --silent >"$work/pack.log"
-tar -tzf kvtier-*.tgz | grep -q '^package/kvtier.json$'
+tar -tzf kvtier-*.tgz >"$work/packed.log"
+grep -q '^package/kvtier.json$' "$work/packed.log"
 echo "$(sed -n 's/^# pass //p' "$work/test.log") passed, 0 failed, with Node.js $(node --version)"
