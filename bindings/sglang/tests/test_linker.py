@@ -263,7 +263,7 @@ def test_evictions_are_logged_and_thrashing_lowers_the_advice(
     advisor = linker._advisor
     advisor._policy.set_advice(shrink_above=0.1, window=8, patience=1)
     advisor._policy.set_capacity(PAGES)
-    advisor._room = PAGES
+    advisor._capacity = PAGES
     for turn in range(12):  # three prompts, but room for one
         keys = names(PAGES, f"{turn % 3} ")
         linker.lookup("r", [kv_transfer(keys), mamba_transfer(keys[-1:])])

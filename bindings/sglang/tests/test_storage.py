@@ -251,7 +251,7 @@ def test_thrashing_lowers_the_advice() -> None:
     advisor = backend._advisor
     advisor._policy.set_advice(shrink_above=0.1, window=8, patience=1)
     advisor._policy.set_capacity(16)
-    advisor._room = 16
+    advisor._capacity = 16
     for turn in range(12):  # three prompts, but room for one
         keys = names(16, f"{turn % 3} ")
         backend.batch_exists_v2(keys)

@@ -329,7 +329,7 @@ def test_the_scheduler_switches_policies_and_gives_advice(engine: mini.Engine,
     policy = scheduler._advisor._policy
     policy.set_advice(shrink_above=0.1, window=8, patience=1)
     policy.set_capacity(4)
-    scheduler._advisor._room = 4
+    scheduler._advisor._capacity = 4
     for turn in range(12):  # three prompts, but room for one
         engine.run(mini.Request(f"r{turn}", range(1000 * (turn % 3), 1000 * (turn % 3) + 65)))
     assert scheduler.advice(8).batch == 4
