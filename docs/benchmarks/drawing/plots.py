@@ -8,6 +8,19 @@ from .svg import WIDTH, Picture, at, horizontal
 from .tables import number
 
 
+# Policies of a replay that are no classic ones.
+OWN = ("horizon", "horizon(objective=cost)", "auto", "predictive", "belady", "unbounded")
+
+
+def replays(subject, trace):
+    return [result for result in subject.of(trace) if "blocks" in result]
+
+
+def mean(result):
+    ratios = values(result["ratio"])
+    return sum(ratios) / len(ratios)
+
+
 def against_goals(title, results, note=""):
     """One row a bar: how far its worst and best values are from the goal, on a logarithmic axis."""
     picture = Picture(title, "Each dot is a measured value ÷ its goal; right of the line meets the goal, left of it "
@@ -49,9 +62,8 @@ def hits(all_subjects):
                       "Blocks of 512 tokens, logarithmic axis. Thin lines: the other classic policies. 2026-11-21.")
     picture.legend([("e", "belady (knows the future)"), ("a", "horizon"), ("b", "best classic"), ("c", "lru"),
                     ("d", "auto")])
-    own = ("horizon", "horizon(objective=cost)", "auto", "predictive", "belady", "unbounded")
     for trace, label in (("conversation", "conversation"), ("synthetic", "synthetic"), ("agents", "coding agents")):
-        results = [result for result in subject.of(trace) if "blocks" in result]
+        results = replays(subject, trace)
         sizes = sorted({result["blocks"] for result in results})
         by = {(result["policy"], result["blocks"]): result["value"] for result in results}
         low = 10 * int(min(by.values()) / 10)
@@ -71,9 +83,9 @@ def hits(all_subjects):
         for size in sizes:
             picture.text(x(size), bottom + 14, number(size), "small", "middle")
         for policy in sorted({policy for policy, _ in by}):
-            if policy not in own and policy != "lru":
+            if policy not in OWN and policy != "lru":
                 picture.path([(x(size), y(by[policy, size])) for size in sizes], "e thin")
-        best = [max(value for (policy, one), value in by.items() if one == size and policy not in own)
+        best = [max(value for (policy, one), value in by.items() if one == size and policy not in OWN)
                 for size in sizes]
         for kind, line in (("e line dash", [by["belady", size] for size in sizes]), ("b line dash", best),
                            ("c line", [by["lru", size] for size in sizes]),
@@ -94,13 +106,12 @@ def gap(all_subjects):
     picture = Picture("Share of the way from lru to belady, in % of their difference in tokens found",
                       "belady knows the future. 0 = as lru, 100 = as belady. 2026-11-21.")
     picture.legend([("a", "horizon"), ("d", "auto"), ("b", "best classic")])
-    own = ("horizon", "horizon(objective=cost)", "auto", "predictive", "belady", "unbounded")
     groups = []
     for trace in ("conversation", "synthetic", "agents"):
-        results = [result for result in subject.of(trace) if "blocks" in result]
+        results = replays(subject, trace)
         for size in sorted({result["blocks"] for result in results}):
             by = {result["policy"]: float(result["value"]) for result in results if result["blocks"] == size}
-            classic = max((policy for policy in by if policy not in own), key=lambda policy: by[policy])
+            classic = max((policy for policy in by if policy not in OWN), key=lambda policy: by[policy])
             entries = []
             for kind, policy in (("a", "horizon"), ("d", "auto"), ("b", classic)):
                 share = (by[policy] - by["lru"]) / (by["belady"] - by["lru"]) * 100
@@ -130,8 +141,7 @@ def ratios(all_subjects):
         goal = reads(result["goal"])[2] if "goal" in result else None
         groups.append((label, [("bad" if bad else "a", value, f"{number(value)} ×", goal)]))
     horizontal(picture, groups, 2.0, reference=1, unit=" ×")
-    picture.text(10, picture.y + 8, "Cost of a cell in the tables, ns, last runs", "head")
-    picture.y += 12
+    picture.heading("Cost of a cell in the tables, ns, last runs")
     groups = []
     for name in ("put_cell_by_512_of_32_layers", "get_cell_by_512_of_32_layers", "put_cell_by_512", "get_cell_by_512",
                  "put_cell_single", "get_cell_single"):
@@ -187,8 +197,7 @@ def stream_steps(all_subjects):
                [("a", result["ratio"], f"{number(result['ratio'])} ×", None),
                 ("e", result["other"], f"{number(result['other'])} ×", None)]) for result in subject.of("parts")]
     horizontal(picture, groups, 3.5, reference=1, unit=" ×")
-    picture.text(10, picture.y + 8, "kvtier stream demo: a model of 312 MiB, ms a token", "head")
-    picture.y += 12
+    picture.heading("kvtier stream demo: a model of 312 MiB, ms a token")
     groups = []
     for result in subject.of("demo"):
         kind = "c" if "without" in result["memory"] else "a"
@@ -210,15 +219,13 @@ def gpu_copies(all_subjects):
         entries = []
         for result in subject.of("methods"):
             if result["size"] == size and result["direction"] == "to":
-                mean = sum(result["ratio"]) / len(result["ratio"])
-                entries.append((kinds[result["method"]], mean, f"{mean:.2f}", None))
+                entries.append((kinds[result["method"]], mean(result), f"{mean(result):.2f}", None))
         groups.append((f"cells of {size}", entries))
     horizontal(picture, groups, 1.05, reference=1)
-    picture.text(10, picture.y + 8, "Speed ÷ torch 2.11, 2026-11-27", "head")
-    picture.y += 12
+    picture.heading("Speed ÷ torch 2.11, 2026-11-27")
     groups = []
     for result in subject.of("torch-2026-11-27"):
-        value = sum(values(result["ratio"])) / len(values(result["ratio"]))
+        value = mean(result)
         groups.append((subject.get("torch-2026-11-26", result["name"])["measures"],
                        [("a" if value >= Decimal("0.9") else "bad", value, f"{value:.2f} ×", None)]))
     horizontal(picture, groups, 2.5, reference=1, unit=" ×")
@@ -231,12 +238,11 @@ def remote_peers(all_subjects):
                       "Two cores, server on the same machine, 2026-11-26, mean of two runs.")
     groups = []
     for result in subject.of("lmcache-2026-11-26"):
-        mean = sum(result["ratio"]) / len(result["ratio"])
+        value = mean(result)
         groups.append((f"{result['name']}, beside {result['connector']}",
-                       [("a" if mean >= 1 else "bad", mean, f"{mean:.2f} ×", None)]))
+                       [("a" if value >= 1 else "bad", value, f"{value:.2f} ×", None)]))
     horizontal(picture, groups, 4, reference=1, unit=" ×")
-    picture.text(10, picture.y + 8, "One connection, MiB/s, 2026-11-23", "head")
-    picture.y += 8
+    picture.heading("One connection, MiB/s, 2026-11-23", below=8)
     picture.legend([("a", "put"), ("b", "get")])
     groups = []
     for protection in ("plain", "sealed", "rediss://", "both"):

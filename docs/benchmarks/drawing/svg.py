@@ -87,6 +87,11 @@ class Picture:
             x += width + 8
         self.y += 20
 
+    def heading(self, text, below=12):
+        """A heading within the picture."""
+        self.text(10, self.y + 8, text, "head")
+        self.y += below
+
     def svg(self):
         height = at(self.y + 8)
         body = "\n  ".join(self.parts)
