@@ -79,7 +79,7 @@ def beside(result, first):
 
 def run_line(run):
     parts = [run["date"], run["machine"]]
-    if run["profile"] != "not recorded":
+    if run["profile"] != "any":
         parts.append(run["profile"])
     if "load" in run:
         parts.append(f"load: {run['load']}")
