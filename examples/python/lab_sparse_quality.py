@@ -111,7 +111,7 @@ def measure(spec):
             sums = kvtier.kernels.column_sums(*prompt, lse, first=PROMPT - count)  # [query heads, tokens]
             policy.observe(0, count, sums.cast("B").cast("f"), PROMPT)
         if traits.caps & kvtier.SparseCaps.EVICT_PREFILL:  # once, after the prompt; later tokens stay
-            lists = policy.evict(0, kvtier.SparseContext(tokens=PROMPT, is_prefill=True))
+            lists = policy.plan_eviction(0, kvtier.SparseContext(tokens=PROMPT, is_prefill=True))
             kept = None if lists is None else [set(positions) for positions in lists.lists()]
         shares, recall = 0.0, [0.0] * SHAPE.query_heads
         for step, weights in enumerate(exact):
