@@ -35,7 +35,7 @@ static kvt_status_t get(void *user_data, kvt_remote_item_t *item, uint64_t count
     for (; count > 0; count--, item = next(item, stride)) {
         const object_t *object = find(table, item);
         table->gets++;
-        item->status = object != NULL ? KVT_OK : KVT_E_NOT_FOUND;
+        item->status = object != NULL ? KVT_OK : KVT_E_NOT_FOUND, item->bytes = 0;
         uint64_t at = item->offset; /* a part of the object may be wanted */
         for (uint64_t i = 0; object != NULL && i < item->part_count && at < object->bytes; i++) {
             const uint64_t left = object->bytes - at;
@@ -56,14 +56,16 @@ static kvt_status_t put(void *user_data, kvt_remote_item_t *item, uint64_t count
         object_t *object = find(table, item);
         table->puts++;
         item->bytes = object != NULL; /* out: 1 = it existed already; the first writer wins */
-        item->status = object != NULL || table->count < OBJECTS ? KVT_OK : KVT_E_BUDGET;
-        if (object != NULL || item->status != KVT_OK) continue;
-        CHECK(item->name_bytes <= sizeof object->name);
+        item->status = KVT_OK;
+        if (object != NULL) continue;
+        uint64_t bytes = 0;
+        for (uint64_t i = 0; i < item->part_count; i++) bytes += item->parts[i].bytes;
+        const int has_place = table->count < OBJECTS && item->name_bytes <= sizeof object->name;
+        uint8_t *to = has_place ? malloc(bytes) : NULL;
+        if (to == NULL) { item->status = KVT_E_BUDGET; continue; } /* full; a callback never ends the process */
         object = &table->objects[table->count++];
         memcpy(object->name, item->name, item->name_bytes), object->name_bytes = item->name_bytes;
-        for (uint64_t i = 0; i < item->part_count; i++) object->bytes += item->parts[i].bytes;
-        uint8_t *to = object->data = malloc(object->bytes);
-        CHECK(to != NULL);
+        object->data = to, object->bytes = bytes;
         for (uint64_t i = 0; i < item->part_count; to += item->parts[i++].bytes)
             memcpy(to, item->parts[i].address, item->parts[i].bytes);
     }

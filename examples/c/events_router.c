@@ -15,7 +15,7 @@ typedef struct { uint8_t key[KVT_KEY_BYTES]; uint8_t engines; int is_used; } row
 
 /* ---- the router ------------------------------------------------------------------------------------ */
 
-static row_t table[SLOTS]; /* open addressing; keys are hashes */
+static row_t table[SLOTS]; /* open addressing; keys are hashes. A real router bounds the keys that it keeps */
 
 static row_t *find(const uint8_t key[KVT_KEY_BYTES]) {
     uint32_t slot = (key[0] | (uint32_t)key[1] << 8) % SLOTS;
@@ -31,6 +31,8 @@ static void follow(engine_t *engine, int number) {
         MUST(kvt_store_events(engine->store, &engine->cursor, events, 64, sizeof *events, &count, &missed));
         CHECK(missed == 0); /* else forget this engine, and read its state by kvt_namespace_exists */
         for (uint64_t i = 0; i < count; i++) {
+            if (events[i].kind == KVT_STORE_EVENT_CLEARED) /* the only namespace here is empty now */
+                for (int slot = 0; slot < SLOTS; slot++) table[slot].engines &= (uint8_t)~(1 << number);
             if (events[i].tier != KVT_TIER_HOST) continue;
             row_t *row = find(events[i].key);
             memcpy(row->key, events[i].key, KVT_KEY_BYTES), row->is_used = 1;
