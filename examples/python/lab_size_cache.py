@@ -18,7 +18,7 @@ TRACE = ARGUMENTS[0] if ARGUMENTS else "agent"
 TOKEN_BYTES = 32 * 8 * 128 * 2 * 2
 #: Tokens that the engine computes in a second, without a cached prefix.
 PREFILL_TOKENS_PER_S = 10_000
-#: The policy of the cache. Stores use `horizon` in host memory unless told otherwise.
+#: The policy of the cache. Stores use `horizon` in host memory by default.
 POLICY = "horizon"
 #: The share of the reachable hits that the cache should have.
 TARGET = 0.90
@@ -51,7 +51,7 @@ print(f"{info.blocks} distinct blocks of {info.block_tokens} tokens: {info.block
 
 # %% The hit rate at sizes that double, and the value of the memory that each step adds
 def replay(policy, blocks):
-    """Replays the trace with a cache of so many blocks, after a warm-up of a tenth."""
+    """Replays the trace with a cache of `blocks` blocks; the first tenth of the requests warms it up."""
     return trace.replay(policy, max(blocks, 1), warm_up=info.requests // 10, timed=False)
 
 
