@@ -105,6 +105,8 @@ static inline outcome store_close(handle h, uint64_t deadline_ns) {
     outcome o = {KVT_OK, NULL};
     kvt_store_t *raw = RAW(kvt_store_t, h);
     o.status = kvt_store_close(&raw, deadline_ns, &o.error);
+    /* The disk failed, and the store is closed nevertheless: a second call frees its handle and its runtime. */
+    if (o.status == KVT_E_IO) (void)kvt_store_close(&raw, 0, NULL);
     return o;
 }
 static inline outcome store_set_policy(handle h, uint32_t tier, const char *spec, uint64_t bytes) {

@@ -43,5 +43,8 @@ func main() {
 	} else {
 		fmt.Println("loaded", must(loaded, err), "tokens, the last byte is", tensors.Bytes()[2*layers*plane-1])
 	}
+	must(0, tensors.Close())
+	must(0, session.Close())
+	must(0, namespace.Close())
 	must(0, store.Close(0))
 }
