@@ -9,7 +9,8 @@ const k = planes(), v = planes(); // the engine's tensors of each layer
 async function main() {
   const store = open('store(host=64MiB, disk=disk(path="hello-kv", bytes=256MiB))');
   const layout = Layout.gqa({ layers: LAYERS, kvHeads: HEADS, headDim: DIM, dtype: DTYPE.F16, chunkTokens: 32 });
-  const session = store.namespace({ model: 'hello', weights: 'v1' }, layout).session();
+  const namespace = store.namespace({ model: 'hello', weights: 'v1' }, layout);
+  const session = namespace.session();
   session.append(Uint32Array.from({ length: TOKENS }, (_, i) => 1000 + i)); // token ids: they name the KV
   try {
     console.log(`loaded ${await session.get({ k, v })} tokens, the last number is ${v[3].at(-1)}`);
@@ -18,6 +19,8 @@ async function main() {
     [...k, ...v].forEach((plane) => plane.fill(7)); // the engine computes the KV
     console.log(`stored ${await session.put({ k, v, level: LEVEL.DURABLE })} tokens`);
   }
+  session.close();
+  namespace.close();
   await store.close();
 }
 

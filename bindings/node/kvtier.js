@@ -246,6 +246,8 @@ class Store {
     return new Promise((resolve, reject) => {
       lib.kvt_store_close.async(raw, 0, err, (failure, status) => {
         if (failure) return reject(failure);
+        // The disk failed, and the store is closed nevertheless: a second call frees its handle and runtime.
+        if (status === C.KVT_E_IO) lib.kvt_store_close(raw, 0, null);
         try {
           check('store close', status, err);
           return resolve();
