@@ -13,7 +13,8 @@
 /// - Enumerations have the names of C (kvt_level_t, KVT_LEVEL_DURABLE). Calls return structs of C, so a
 ///   value read from one call is passed to the next without a cast, and values may be added.
 /// - Option structs are aggregates with a default for every member; C++20 can name members. They are
-///   generated from the description of the C header (generate.py) and have to_c().
+///   generated from the description of the C header (generate.py) and have to_c(). A std::string_view or
+///   span in them is borrowed: its target must live until the call that takes the struct returns.
 /// - Callbacks are std::function. Their exceptions go to the defect hook.
 ///
 ///     kvt::check_abi(); // header and library fit

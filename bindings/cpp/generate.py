@@ -154,7 +154,6 @@ DEFAULTS = {
 
 # Comments that are wrong for the C++ form, by field, struct or flag.
 COMMENTS = {
-    "kvt_hint_flags_t": None,
     "kvt_layout_t.layers":
         "The layers of a model whose layers are alike, at most 4096: set by gqa, mla and window, "
         "with the members below. 0 = `groups` describes the layers; else `groups` is empty.",
@@ -169,8 +168,6 @@ COMMENTS = {
     "KVT_POLICY_COST":
         "Recomputing n tokens after l tokens of context costs n * beta + alpha * (n * l + n * n / "
         "2). Absent = 1 / 53800 and 1, which describe a model of the 70B class.",
-    "kvt_plan_terms_t.alpha_ns": "Nanoseconds per token and token of context, 0 to 1e15.",
-    "kvt_plan_terms_t.beta_ns": "Nanoseconds per token, 0 to 1e15.",
     "KVT_PLAN_COST":
         "Cost of prefill; absent = the cost that the namespace observed, or that was set.",
     "kvt_session_opts_t.priority":
@@ -228,7 +225,7 @@ class Description:
     """The C header: structs, handles, aliases with their constants."""
 
     def __init__(self, path):
-        self.structs, self.handles, self.aliases, self.callbacks = {}, set(), {}, set()
+        self.structs, self.handles, self.aliases = {}, set(), {}
         self.header_of, self.constants, self.taken, self.includes = {}, {}, set(), {}
         for header in json.loads(path.read_text())["headers"]:
             self.includes[header["name"]] = header["includes"]
@@ -241,8 +238,6 @@ class Description:
                     self.handles.add(name)
                 elif item["kind"] == "alias":
                     self.aliases[name] = item["type"]
-                elif item["kind"] == "callback":
-                    self.callbacks.add(name)
                 elif item["kind"] == "constant" and item["type"]:
                     self.constants.setdefault(item["type"], []).append(item)
                 elif item["kind"] == "function":
@@ -367,7 +362,7 @@ class Struct:
         return None
 
     def field(self, field):
-        name, c_type = field["name"], field["type"]
+        name = field["name"]
         key = f"{self.c_name}.{name}"
         self.skip.add(name)
         if field.get("doc", "").startswith("Out:"):
@@ -581,7 +576,7 @@ def problems(description, generated):
     known = {c["name"] for all_of in description.constants.values() for c in all_of}
     fields = {f"{s}.{f['name']}" for s, item in description.structs.items() for f in item["fields"]}
     names = [*BY_HAND, *AS_IN_C, *NAMES, *SETS, *OPTIONAL_ARRAYS, *OWNED, *ARGUMENTS, *CALLABLES,
-             *DEFAULTS, *GROUPS]
+             *DEFAULTS, *COMMENTS, *GROUPS]
     for name in names:
         if name not in known and name not in fields and name not in description.structs:
             yield f"{name} stands in a table of this script, and not in the header"
