@@ -39,7 +39,7 @@ void order::produced(const node_ptr &n) {
         return;
     }
     kvt_policy_object_t row = n->parent ? kvt::policy_object(n->id, 1, n->parent->id)
-                                     : kvt::policy_object(n->id);
+                                        : kvt::policy_object(n->id);
     row.tokens = static_cast<std::uint32_t>(n->tokens.size());
     row.context = row.tokens * n->index;
     if (kvt_policy_insert(policy_.get(), now_ns_, nullptr, &row, 1, sizeof row, nullptr) != KVT_OK)

@@ -106,7 +106,7 @@ class Pool:
         low = min(numbers, default=0) if self.shifts is not None else 0
         room = (self._offset + low * self.stride, self._room - high * self.stride)
         return BlockAddresses(_scaled(numbers, self.stride, self._first), self.shifts, self._device,
-                  self._kept, room, self._writable)
+                              self._kept, room, self._writable)
 
 
 def _scaled(numbers: "array.array[int]", step: int, first: int) -> "array.array[int]":
@@ -260,8 +260,8 @@ class Blocks:
         return len(found) if gap < 0 else gap
 
     def remote_lookup(self, names: "Sequence[bytes] | Names", *, queue: "Optional[Queue]" = None,
-               tag: object = None, timeout: Optional[float] = None,
-               priority: int = PRIORITY_DEMAND) -> Op:
+                      tag: object = None, timeout: Optional[float] = None,
+                      priority: int = PRIORITY_DEMAND) -> Op:
         """Looks blocks up in the store and at the remote, so that a get or prefetch can use them.
 
         The op ends with `NotFoundError` if some blocks are in neither, as far as is known.

@@ -181,8 +181,8 @@ class Offload(Resource):
     ...                          block_tokens=4, max_tokens=64)
     >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=16MiB)") as store:
     ...     with store.namespace(Identity(), chunk_tokens=4,
-    ...                          groups=[Group([0], 16, 16, "f32", 1)]) as space:
-    ...         with space.session() as session:
+    ...                          groups=[Group([0], 16, 16, "f32", 1)]) as namespace:
+    ...         with namespace.session() as session:
     ...             session.append(range(6))
     ...             with kvtier.Offload(session, shape, "f32", buffer_tokens=16) as offload:
     ...                 k, v = (View(bytearray(6 * 16), 16) for plane in "kv")

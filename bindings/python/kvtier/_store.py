@@ -431,7 +431,7 @@ class Session(Resource):
                                 priority)
 
     def remote_lookup(self, *, queue: "Optional[Queue]" = None, tag: object = None,
-               timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Op:
+                      timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Op:
         """Looks up how far the session is reusable with the store and the remote. The op's value
         is the number of tokens. A dropped op is cancelled."""
         def begin(opts: Any, handle: Any, err: Any) -> Any:

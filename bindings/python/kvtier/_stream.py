@@ -414,7 +414,7 @@ class Model(Resource):
             raw, byref(c), m, kind, to, room, n, byref(err)))
 
     def forecast(self, links: str, terms: Optional[StreamTerms] = None,
-                memory: Optional[StreamMemory] = None) -> Dict[str, Any]:
+                 memory: Optional[StreamMemory] = None) -> Dict[str, Any]:
         """Predicts a pass with other link speeds in GB/s: "h2d=13,disk=3.3"."""
         text, c, err = links.encode(), _abi.kvt_forecast_t(), new_error()
         check_err(lib.kvt_model_forecast(self._raw, byref(_terms(terms)), _memory(memory), text,

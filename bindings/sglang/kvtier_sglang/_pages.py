@@ -121,7 +121,7 @@ class Pages:
         addresses, _ = self.pool.get_page_buffer_meta(slots)
         table = np.array(addresses, np.uint64).reshape(len(first), len(self.parts))
         return kvtier.PartAddresses([np.ascontiguousarray(table[:, i]) for i in self._order],
-                           kept=self.kept)
+                                    kept=self.kept)
 
     def source(self, first: Any) -> Any:
         """The memory that a put reads pages from."""

@@ -184,7 +184,7 @@ class KvtierLinker(UnifiedCacheLinker):
     def _get(self, pool: _Pool, names: kvtier.Names, rows: Any, layer: int) -> kvtier.Op:
         first, count = pool.pages.layers[layer]
         places = kvtier.PartAddresses(pool.pages.tables(rows, first, count), pool.pages.device,
-                             pool.pages.entry.kv_buffer)
+                                      pool.pages.entry.kv_buffer)
         return pool.blocks.get(names, places, timeout=self.settings.timeout_s, first_part=first,
                                parts=count)
 
@@ -222,7 +222,7 @@ class KvtierLinker(UnifiedCacheLinker):
                 event.synchronize()
             for pool, names, rows in self._merge([transfers]):
                 places = kvtier.PartAddresses(pool.pages.tables(rows), pool.pages.device,
-                                     pool.pages.entry.kv_buffer)
+                                              pool.pages.entry.kv_buffer)
                 ops.append(pool.blocks.put(names, places, level=LEVELS[self.settings.level],
                                            timeout=self.settings.timeout_s))
                 if pool is self._pools.get(PoolName.KV):

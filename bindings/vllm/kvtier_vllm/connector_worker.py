@@ -105,7 +105,7 @@ class Worker:
         if self._shared is None:
             return 0
         return kvtier.Advisor.capacity_of(self._shared.store,
-                                      sum(layer.block_bytes for layer in self._layers))
+                                          sum(layer.block_bytes for layer in self._layers))
 
     def policy(self) -> str:
         """The eviction policy of host memory; "" without KV caches."""

@@ -112,8 +112,8 @@ class Settings:
         for name in ("host_bytes", "disk_bytes", "log_evictions"):
             if name in given:
                 given[name] = size(name, given[name])
-        given["remote_lookup_s"] = _seconds("remote_lookup_s", given.get("remote_lookup_s",
-                                                                       cls.remote_lookup_s))
+        given["remote_lookup_s"] = _seconds(
+            "remote_lookup_s", given.get("remote_lookup_s", cls.remote_lookup_s))
         for name, value in given.items():
             if name not in ("host_bytes", "disk_bytes", "log_evictions", "remote_lookup_s") and (
                     not isinstance(value, (str, os.PathLike) if name == "disk_path" else str)):
