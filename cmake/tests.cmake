@@ -45,7 +45,7 @@ function(_kvtier_example language source)
   if(target STREQUAL "kvtier_example_c_hello_kv")
     # The second run finds what the first one stored.
     add_test(NAME example_c_hello_kv WORKING_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}"
-      COMMAND sh -c "rm -rf hello-kv && $<TARGET_FILE:${target}> && $<TARGET_FILE:${target}> | grep loaded")
+      COMMAND sh -c "rm -rf hello-kv && $<TARGET_FILE:${target}> && $<TARGET_FILE:${target}> >hello-kv.txt && grep loaded hello-kv.txt")
   else()
     add_test(NAME example_${language}_${stem} COMMAND ${target}
       WORKING_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}")
