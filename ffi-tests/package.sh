@@ -17,6 +17,7 @@ root=$(dirname "$here")
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$work/target}
 case $CARGO_TARGET_DIR in /*) ;; *) CARGO_TARGET_DIR=$PWD/$CARGO_TARGET_DIR ;; esac
 unset DESTDIR PKG_CONFIG_PATH KVTIER_CARGO_ARGS KVTIER_VENDOR_DIR KVTIER_PLAIN_ARCHIVE
+unset KVTIER_FEATURES KVTIER_PREBUILT_DIR
 rm -rf "${work:?}"/{log,out,inst,cm,cm-script,dest,moved,b,bin,away,guest,vendor-out,vendor-inst,home}
 rm -rf "$work"/{packages,again,built,unpacked,other-include,two-trees}
 mkdir -p "$work"/{log,bin}
@@ -112,8 +113,9 @@ no_build_paths() {
     sysroot=$(rustc --print sysroot)
     [ "$sysroot" != /usr ] || sysroot=/nonesuch
     for file in "$work/inst/lib/libkvtier.so" "$work/inst/lib/libkvtier.a"; do
+        strings -a "$file" >"$work/strings"
         for path in "$root/" "$work/" "$CARGO_TARGET_DIR/" "${HOME:-/nonesuch}/" "$sysroot/"; do
-            if strings -a "$file" | grep -F "$path"; then return 1; fi
+            if grep -F "$path" "$work/strings"; then return 1; fi
         done
     done
     # The CMake and pkg-config files must not contain the build directory either.
@@ -246,7 +248,7 @@ version_reasons() {
             return 1
         fi
         text=$(tr -s ' \n' ' ' <<<"$text")
-        grep -F "version: $version (the program asks for kvtier ${asked% EXACT}: $reason; install that version" \
+        grep -F "version: $version (the program asks for kvtier $asked: $reason; install that version" \
             <<<"$text" || { echo "$text"; return 1; }
     done <<'ASKED'
 0.2|older than asked for
@@ -294,8 +296,9 @@ packages() {
     python3 "$root/packaging/sbom.py" --check "$work/packages"/*.cdx.json
     python3 "$root/packaging/sbom.py" kvtier --features redis,dir,tls,seal,s3 --out "$work/all-features.cdx.json"
     # Crates whose sources the library names in messages are listed.
-    local crate
-    for crate in $(strings -a "$work/out/lib/libkvtier.so" | grep -o 'cargo/registry/src/[^/]*/[^/]*' | sed 's|.*/||' | sort -u); do
+    local crate crates
+    crates=$(strings -a "$work/out/lib/libkvtier.so" | grep -o 'cargo/registry/src/[^/]*/[^/]*' | sed 's|.*/||' | sort -u)
+    for crate in $crates; do
         grep -F "\"pkg:cargo/${crate%%-[0-9]*}@" "$work/packages/kvtier-$version.cdx.json"
     done
 }
@@ -347,9 +350,10 @@ reproducible() {
         source tarball deb wheel sbom)
     rm -rf "$work/two-trees/target"
     git clone -q "$one" "$two"
-    (umask 077 && cd "$two" && RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup} CARGO_HOME=$work/two-trees/cargo TZ=Asia/Tokyo \
+    (umask 077 && cd "$two" && RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup} CARGO_HOME=$work/two-trees/cargo \
+        CARGO_TARGET_DIR=$work/two-trees/another/target TZ=Asia/Tokyo \
         packaging/build.sh "$work/two-trees/out-b" source tarball deb wheel sbom)
-    rm -rf "$two/target"
+    rm -rf "$work/two-trees/another/target"
     diff -r "$work/two-trees/out-a" "$work/two-trees/out-b"
 }
 
@@ -381,7 +385,8 @@ bare_debian() { "$root/packaging/try.sh" "$work/two-trees/out-a" "$work/try"; }
 
 conan_create() {
     local venv=$work/conan/venv
-    [ -x "$venv/bin/conan" ] || { python3 -m venv "$venv" && "$venv/bin/pip" install -q 'conan>=2,<3'; }
+    [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
+    "$venv/bin/pip" install -q 'conan>=2,<3'
     export CONAN_HOME=$work/conan/home
     # The test of a recipe is built beside it.
     rm -rf "$work/conan/recipe"
@@ -396,8 +401,8 @@ conan_create() {
 # The real schema of the format, beside our rules.
 sbom_schema() {
     local venv=$work/schema/venv
-    [ -x "$venv/bin/python" ] || { python3 -m venv "$venv" &&
-        "$venv/bin/pip" install -q 'cyclonedx-python-lib[json-validation]>=11,<12'; }
+    [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
+    "$venv/bin/pip" install -q 'cyclonedx-python-lib[json-validation]>=11,<12'
     "$venv/bin/python" - "$work/packages"/*.cdx.json <<'PYTHON'
 import sys
 from cyclonedx.schema import SchemaVersion

@@ -69,8 +69,8 @@ for path in "$root" "$PWD" "${HOME:-/nowhere}" "${CARGO_TARGET_DIR:-$root/target
 done
 
 # Each header alone, and twice, with everything that may include it.
-names="kvtier base runtime memory store session policy attention sparse offload stream device trace"
-for name in $names; do
+for header in "$root"/include/kvtier/*.h; do
+    name=$(basename "$header" .h)
     printf '#include <kvtier/%s.h>\n' "$name" >"$work/once_$name.c"
     printf '#include <kvtier/%s.h>\n#include <kvtier/%s.h>\n' "$name" "$name" >"$work/twice_$name.c"
 done
@@ -91,7 +91,7 @@ END
 strict="-Wall -Wextra -pedantic -Werror -fsyntax-only -I$root/include"
 # matrix LANGUAGE STANDARD COMPILER
 matrix() {
-    command -v "$3" >/dev/null || { echo "skip  $3 is not here"; return 0; }
+    command -v "$3" >/dev/null || { echo "SKIP: $3 is not here"; return 0; }
     # Designated initialisers and uninitialised rest are what the macros are made of.
     extra=-Wno-missing-field-initializers
     # One run of the compiler for all headers: each file is a translation unit of its own.
