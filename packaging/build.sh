@@ -48,26 +48,21 @@ wants() { case " $kinds " in *" $1 "*) ;; *) return 1 ;; esac; }
 # A checkout of another user is taken, too.
 git_() { git -c safe.directory="$root" "$@"; }
 if [ -e .git ]; then is_checkout=yes; else is_checkout=""; fi
-if [ -z "${SOURCE_DATE_EPOCH:-}" ]; then
-    if [ -n "$is_checkout" ]; then
-        SOURCE_DATE_EPOCH=$(git_ log -1 --format=%ct)
-    else
-        SOURCE_DATE_EPOCH=$(stat -c %Y Cargo.toml)
-    fi
-fi
-export SOURCE_DATE_EPOCH
 
 tools() {
     local want=() package
     local packages=(binutils gcc libc6-dev python3)
-    if wants source || wants cargo; then packages+=(git ca-certificates); fi
+    if [ -n "$is_checkout" ]; then packages+=(git ca-certificates); fi
     if wants deb; then packages+=(dpkg-dev xz-utils); fi
     command -v apt-get >/dev/null || return 0
     for package in "${packages[@]}"; do
         dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || want+=("$package")
     done
     command -v "${CARGO:-cargo}" >/dev/null || want+=(rustc-web cargo-web)
-    [ ${#want[@]} -eq 0 ] || { apt-get update -q && apt-get install -q -y --no-install-recommends "${want[@]}"; } >&2
+    if [ ${#want[@]} -gt 0 ]; then
+        apt-get update -q >&2
+        apt-get install -q -y --no-install-recommends "${want[@]}" >&2
+    fi
 }
 
 # pack FOLDER ARCHIVE: an archive whose bytes depend on names and contents only.
@@ -179,6 +174,14 @@ sbom() {
 }
 
 tools
+if [ -z "${SOURCE_DATE_EPOCH:-}" ]; then
+    if [ -n "$is_checkout" ]; then
+        SOURCE_DATE_EPOCH=$(git_ log -1 --format=%ct)
+    else
+        SOURCE_DATE_EPOCH=$(stat -c %Y Cargo.toml)
+    fi
+fi
+export SOURCE_DATE_EPOCH
 for kind in $kinds; do
     echo "--- $kind"
     case $kind in source | cargo) "${kind}_" ;; *) "$kind" ;; esac

@@ -21,7 +21,9 @@ stage=$work/deb
 depends() {
     mkdir -p "$stage/shlibs/debian"
     printf 'Source: kvtier\n\nPackage: kvtier\nArchitecture: any\n' >"$stage/shlibs/debian/control"
-    (cd "$stage/shlibs" && dpkg-shlibdeps -O "$@" 2>/dev/null) | sed -n 's/^shlibs:Depends=//p'
+    cd "$stage/shlibs"
+    dpkg-shlibdeps -O "$@" 2>log >substvars || { cat log >&2 && exit 1; }
+    sed -n 's/^shlibs:Depends=//p' substvars
 }
 
 # stanza PACKAGE DEPENDS: its control file.
@@ -56,7 +58,7 @@ package() {
     find "$folder" -type d -exec chmod 755 {} +
     find "$folder" -type f -perm /111 -exec chmod 755 {} +
     find "$folder" -type f ! -perm /111 -exec chmod 644 {} +
-    # What is older than the epoch is set to it, too: dpkg-deb lowers times only.
+    # dpkg-deb lowers later times to the epoch, and leaves earlier ones: all are set here.
     find "$folder" -exec touch -h -d "@$SOURCE_DATE_EPOCH" {} +
     # shellcheck disable=SC2086
     dpkg-deb --root-owner-group ${KVTIER_DEB_OPTIONS:--Zxz} --build "$folder" "$out/$1_${version}_$architecture.deb"
@@ -73,7 +75,8 @@ chmod 644 "$lib/libkvtier.so.$upstream"
 strip --strip-unneeded --remove-section=.comment --remove-section=.note "$lib/libkvtier.so.$upstream"
 echo "libkvtier $soversion $library (>= $upstream)" >"$library/DEBIAN/shlibs"
 echo "activate-noawait ldconfig" >"$library/DEBIAN/triggers"
-package "$library" "$(depends "$stage/$lib/libkvtier.so.$upstream")"
+needs=$(depends "$stage/$lib/libkvtier.so.$upstream")
+package "$library" "$needs"
 
 dev=libkvtier-dev
 install -d "$dev/usr/lib" "$dev/usr/share/doc/$dev"
@@ -87,4 +90,5 @@ install -d kvtier/usr/share/man/man1
 mv all/usr/bin kvtier/usr/
 strip --remove-section=.comment --remove-section=.note kvtier/usr/bin/kvtier
 for page in "$work"/man/*.1; do gzip -9nc "$page" >"kvtier/usr/share/man/man1/$(basename "$page").gz"; done
-package kvtier "$(depends "$stage/kvtier/usr/bin/kvtier")"
+needs=$(depends "$stage/kvtier/usr/bin/kvtier")
+package kvtier "$needs"

@@ -2,11 +2,11 @@
 # Tries the packages in a bare Debian 12:  packaging/try.sh OUT WORK [KIND...]
 #
 # OUT is what packaging/build.sh made. For each KIND (deb, tarball, wheel, source; default: all) a new
-# root folder under WORK gets a minimal Debian and what the README asks for. The package is installed
-# there, and programs are compiled, linked and run without network. Needs root and 3 GiB under WORK;
-# installs debootstrap. KVTIER_TRY_PROFILE is the cargo profile of the source build: dev (default) or
-# dist. KVTIER_DEBIAN_MIRROR names another mirror. Prints `ok KIND` or `FAIL KIND`; logs stay in
-# WORK/log. Nothing is mounted outside of the tries' own namespaces.
+# root folder under WORK gets a minimal Debian and what docs/howto/install.md asks for. The package is
+# installed there, and programs are compiled, linked and run without network. Needs root and 3 GiB
+# under WORK; installs debootstrap. KVTIER_TRY_PROFILE is the cargo profile of the source build: dev
+# (default) or dist. KVTIER_DEBIAN_MIRROR names another mirror. Prints `ok KIND` or `FAIL KIND`; logs
+# stay in WORK/log. Nothing is mounted outside of the tries' own namespaces.
 # shellcheck disable=SC2016 # the commands of a try expand inside
 set -euo pipefail
 out=$(cd "${1:?usage: try.sh OUT WORK [KIND...]}" && pwd)
@@ -25,8 +25,10 @@ if [ "$(id -u)" -ne 0 ] || ! unshare --mount --net --pid --fork true; then
     exit 77
 fi
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C
-command -v debootstrap >/dev/null ||
-    { apt-get update -q && apt-get install -q -y --no-install-recommends debootstrap; }
+if ! command -v debootstrap >/dev/null; then
+    apt-get update -q
+    apt-get install -q -y --no-install-recommends debootstrap
+fi
 mkdir -p "$work/log"
 
 # A base that is complete is kept: its roots are copies.
@@ -48,7 +50,7 @@ inside() {
         mount -t proc proc "$1/proc"
         mount --rbind /dev "$1/dev"
         mount -t tmpfs tmpfs "$1/tmp"
-        exec chroot "$1" /usr/bin/env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C \
+        exec chroot "$1" /usr/bin/env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp LC_ALL=C \
             DEBIAN_FRONTEND=noninteractive VERSION="$3" PROFILE="$4" sh -exc "$2"' \
         inside "$1" "$3" "$version" "$profile"
 }
@@ -69,7 +71,7 @@ deb() {
         cc c/hello_kv.c /usr/lib/*/libkvtier.a -lm -lpthread -ldl -lgcc_s -o static; ./static
         if ldd static | grep libkvtier; then exit 1; fi
         cmake -S consumer -B cmake; cmake --build cmake; cmake/consumer_c; cmake/consumer_cpp
-        dpkg --verify libkvtier0.1 libkvtier-dev kvtier
+        test -z "$(dpkg --verify libkvtier0.1 libkvtier-dev kvtier)"
         dpkg --purge kvtier libkvtier-dev libkvtier0.1
         test -z "$(find /usr -name "*kvtier*")"
         if ldconfig -p | grep kvtier; then exit 1; fi'
@@ -91,10 +93,10 @@ wheel() {
 }
 source_() {
     online "$1" "$c_tools cargo-web rustc-web"
-    offline "$1" 'cd /root; tar -xzf /packages/kvtier-*-vendored.tar.gz; cd kvtier-"$VERSION"
+    offline "$1" 'cd /opt; tar -xzf /packages/kvtier-*-vendored.tar.gz; cd kvtier-"$VERSION"
         export CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 KVTIER_TOOL=1
-        cmake/build.sh /root/built "$PROFILE"; cmake/install.sh --prefix /usr/local --from /root/built; ldconfig
-        kvtier --version; test -z "$(find /root/.cargo -name "*.crate")"
+        cmake/build.sh /opt/built "$PROFILE"; cmake/install.sh --prefix /usr/local --from /opt/built; ldconfig
+        kvtier --version; test -z "$(find "$HOME" -name "*.crate")"
         cc examples/c/hello_kv.c $(pkg-config --cflags --libs kvtier) -o /tmp/shared; /tmp/shared
         cc examples/c/hello_kv.c /usr/local/lib/libkvtier.a -lm -lpthread -ldl -lgcc_s -o /tmp/static; /tmp/static'
 }
