@@ -6,12 +6,11 @@
 --root       the repository; default: the one of this file
 --kvtier     the tool that checks specs, configurations and command lines; default target/debug/kvtier
 --bench      `kvtier-bench`; default beside the tool
---book       a built book: checks every link, anchor and picture of its HTML, too
+--book       a built book: also checks the links, anchors and pictures of its pages
 --work       folder for files that are compiled; default a temporary one
 --self-test  plants faults in a manual of its own, and fails unless each is found
 
-Prints one line for each fault: FILE:LINE: what is wrong. Needs gcc, g++, clang and clang++; checks go and js only if gofmt
-and node are there.
+Prints one line for each fault: FILE:LINE: what is wrong. Needs gcc, g++, clang and clang++.
 """
 
 import argparse
@@ -34,7 +33,7 @@ import xml.etree.ElementTree
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "tools"))
 import markdown  # noqa: E402
 
-LANGUAGES = {"c", "cpp", "python", "sh", "toml", "json", "yaml", "cmake", "go", "js", "text", "spec", "promql"}
+LANGUAGES = {"c", "cpp", "python", "sh", "toml", "json", "yaml", "cmake", "text", "spec", "promql"}
 FLAGS = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-D_DEFAULT_SOURCE"]
 # A fragment may declare what only its next one uses.
 FRAGMENT_FLAGS = ["-Wno-unused-variable", "-Wno-unused-but-set-variable"]
@@ -89,7 +88,7 @@ class Check:
         with concurrent.futures.ThreadPoolExecutor(max_workers=4) as pool:
             jobs = [pool.submit(self.compiled, language, of[language]) for language in ("c", "cpp")]
             jobs += [pool.submit(self.shell, of["sh"]), pool.submit(self.specs, blocks),
-                     pool.submit(self.configurations, of["toml"]), pool.submit(self.scripts, of["go"], of["js"])]
+                     pool.submit(self.configurations, of["toml"])]
             for language in ("python", "json", "yaml", "promql", "cmake"):
                 for page, block in of[language]:
                     getattr(self, language)(page, block)
@@ -162,10 +161,10 @@ class Check:
         if place.startswith("docs/reference/c-api/"):
             # Doxygen makes it; --book checks it.
             return
-        if place.startswith("..") or not os.path.exists(os.path.join(self.root, place)):
-            return self.fault(page, line, f"dead link: {target}")
         if place.startswith("docs/") and place.endswith(".html"):
             return self.fault(page, line, f"{target}: link to the page, {target.replace('.html', '.md')}")
+        if place.startswith("..") or not os.path.exists(os.path.join(self.root, place)):
+            return self.fault(page, line, f"dead link: {target}")
         if fragment and place in anchors and fragment not in anchors[place]:
             near = [name for name in sorted(anchors[place]) if fragment in name or name in fragment]
             hint = f"; it has #{near[0]}" if near else ""
@@ -281,7 +280,8 @@ class Check:
             if together and not self.compiler(fragments, together, folders, is_quiet=True):
                 # One wrong brace spoils what follows: each fragment for itself says which it is.
                 alone = [(f"fragment-{at}.{language}", prelude + part) for at, part in enumerate(parts)]
-                self.compiler(fragments, self.written(alone), folders)
+                if self.compiler(fragments, self.written(alone), folders):
+                    self.fault("docs", 1, f"{compiler[0]}: fragments of {language} compile alone, but not together")
 
     def written(self, sources):
         """Writes files below `work` and returns their paths."""
@@ -293,7 +293,7 @@ class Check:
         return paths
 
     def compiler(self, compiler, paths, folders, is_quiet=False):
-        """Runs a compiler on files; reports its errors unless they are to be told apart."""
+        """Runs a compiler on files and returns whether it succeeds; `is_quiet` reports no errors."""
         if not paths:
             return True
         headers = os.path.join(self.work, "include")
@@ -404,25 +404,6 @@ class Check:
         if text.count("(") != text.count(")"):
             self.fault(page, block.line, "cmake: brackets are not balanced")
 
-    def scripts(self, go, js):
-        """Go by gofmt and JavaScript by node, if they are there."""
-        if shutil.which("gofmt"):
-            for page, block in go:
-                self.parsed(page, block, ["gofmt", "-e"], r"<standard input>:(\d+):\d+: (.*)")
-        if shutil.which("node"):
-            for page, block in js:
-                kind = "module" if re.search(r"^\s*(import|export)\b|^\s*await\b", block.text, re.M) else "commonjs"
-                self.parsed(page, block, ["node", "--check", f"--input-type={kind}", "-"], r"\[stdin\]:(\d+)()")
-
-    def parsed(self, page, block, command, place):
-        """A program reads a block from its standard input and exits with 0."""
-        result = subprocess.run(command, input=block.text, capture_output=True, text=True, check=False)
-        if result.returncode:
-            found = re.search(place, result.stderr)
-            line = int(found[1]) - 1 if found else 0
-            text = found[2] if found and found[2] else (re.findall(r"^\w*Error: .*$", result.stderr, re.M) or [""])[-1]
-            self.fault(page, block.line + line, f"{command[0]}: {text or result.stderr.strip()[:200]}")
-
     def specs(self, blocks):
         """Specs of blocks, and specs of stores in texts of programs, by the library's own parsers."""
         specs = []
@@ -430,7 +411,7 @@ class Check:
             for at, line in enumerate(block.text.split("\n")):
                 if block.language == "spec" and line.strip():
                     specs.append((page, block.line + at, line.strip()))
-                elif block.language in ("c", "cpp", "python", "go", "js"):
+                elif block.language in ("c", "cpp", "python"):
                     for text in SPEC_TEXT.findall(line):
                         text = re.sub(r"\\(.)", r"\1", text)
                         if "%" not in text and text.count("(") == text.count(")") and not re.search(r"\{\w+\}", text):
@@ -578,7 +559,11 @@ class Check:
                     self.html_link(out, name, target, pages)
         for source, one in self.pages.items():
             html_name = os.path.relpath(source, "docs")[:-3] + ".html"
-            if source != "docs/SUMMARY.md" and html_name in pages:
+            if source == "docs/SUMMARY.md":
+                continue
+            if html_name not in pages:
+                self.fault(source, 1, f"the book has no {html_name}")
+            else:
                 for anchor in one.anchors() - pages[html_name].ids:
                     self.fault(source, 1, f"the book has no anchor #{anchor}: docs/tools/markdown.py makes another")
 
@@ -726,7 +711,10 @@ FAULTS = [
     ("dead link outside of docs", "[a file](../examples/gone.c)", "dead link"),
     ("dead anchor", "[two](two.md#some-code)", "dead anchor"),
     ("dead anchor of the page itself", "[up](#above)", "dead anchor"),
+    ("absolute link", "[two](/two.md)", "are relative"),
+    ("link to the built page", "[two](two.html)", "two.html: link to the page"),
     ("missing picture", "![A picture](pictures/gone.svg)", "missing picture"),
+    ("picture of another site", "![A picture](https://example.org/a.svg)", "part of the manual"),
     ("picture without a description", "![](pictures/sound.svg)", "needs a description"),
     ("wrong C in a fragment", "```c\nkvt_error_free(&ern);\n```", ":6: gcc: 'ern' undeclared"),
     ("wrong C, by clang", "```c\nkvt_error_free(&ern);\n```", ":6: clang: use of undeclared"),
@@ -740,6 +728,7 @@ FAULTS = [
     ("unknown name in Python", "```python\nimport kvtier\nkvtier.versoin()\n```", "no 'versoin'"),
     ("unknown import in Python", "```python\nfrom kvtier import Stoer\n```", "no 'Stoer'"),
     ("unknown module of Python", "```python\nimport kvtier.gone\n```", "no module"),
+    ("unknown package of Python", "```python\nimport kvtier_gone\n```", "no package kvtier_gone"),
     ("wrong shell", "```sh\necho 1 | | cat\n```", "bash:"),
     ("unknown command", "```sh\nkvtier lab compair --json\n```", "no command 'compair'"),
     ("unknown option", "```sh\nkvtier lab compare --trace x \\\n    --polices lru\n```", "no option --polices"),
@@ -748,10 +737,12 @@ FAULTS = [
     ("wrong JSON", "```json\n{\"a\": }\n```", "json:"),
     ("wrong YAML", "```yaml\na: [1, 2\n```", "yaml:"),
     ("wrong TOML", "```toml\nhost = 1GiB\n```", "toml:"),
+    ("wrong CMake", "```cmake\nfind_package(kvtier\n```", "cmake: brackets"),
     ("wrong configuration", "```toml\nhost = \"1Gib\"\n```", "GiB"),
     ("wrong spec", "```spec\nstore(policy=lru\n```", "expected"),
     ("unknown parameter of a spec", "```spec\nlru\nstore(polcy=lru)\n```", ":7: store(polcy=lru)"),
     ("wrong spec in C", '```c\nputs("store(polcy=lru)");\n```', "polcy"),
+    ("wrong PromQL", "```promql\nrate(kvtier_gets_total[5m]\n```", "promql: brackets"),
     ("unknown metric", "```promql\nrate(kvtier_got_total[5m])\n```", "no metric"),
     ("unknown metric in YAML", "```yaml\nexpr: kvtier_got_total > 1\n```", "no metric"),
     ("unknown language", "```console\n$ ls\n```", "a block of 'console'"),
@@ -774,6 +765,31 @@ FILES = [
     ("wrong C in a file", "examples/wrong.c", "#include <kvtier/kvtier.h>\nint main(void) { return nothing; }\n",
      "examples/wrong.c:2: gcc"),
 ]
+
+# A built book, and what is planted in it.
+BOOK = {"one.html": '<h1 id="one">One</h1><a href="two.html#two">', "two.html": '<h1 id="two">Two</h1><img src="a.svg">',
+        "a.svg": ""}
+BOOK_FAULTS = [
+    ("dead link in the book", '<a href="gone.html">', "dead link in the book: gone.html"),
+    ("dead anchor in the book", '<a href="two.html#one">', "dead anchor in the book: two.html#one"),
+    ("missing picture in the book", '<img src="gone.svg">', "dead link in the book: gone.svg"),
+    ("script of another site", '<script src="https://example.org/a.js"></script>', "nothing may come from elsewhere"),
+    ("page without its anchor", '<h1 id="other">', "no anchor #one"),
+    ("page that is not built", None, "the book has no one.html"),
+]
+
+
+def checked_book(options, planted):
+    """The faults in a built book whose first page is BOOK's, or has what is planted; without the page for None."""
+    with tempfile.TemporaryDirectory() as out:
+        for name, text in {**BOOK, "one.html": planted}.items():
+            if text is not None:
+                with open(os.path.join(out, name), "w", encoding="utf-8") as page:
+                    page.write(text)
+        check = Check(argparse.Namespace(**{**vars(options), "work": out, "book": out}))
+        check.pages = {"docs/one.md": markdown.Page("# One\n"), "docs/two.md": markdown.Page("# Two\n")}
+        check.book()
+        return [text for _, _, text in check.faults]
 
 
 def checked(options, sources):
@@ -820,7 +836,14 @@ def self_test(options):
         if not any(words in one for one in found):
             print(f"not found: {title}")
             wrong += 1
-    planted = sum(bool(words) for _, _, words in FAULTS) + len(FILES)
+    for text in checked_book(options, BOOK["one.html"]):
+        print(f"the sound book has a fault: {text}")
+        wrong += 1
+    for title, text, words in BOOK_FAULTS:
+        if not any(words in one for one in checked_book(options, text)):
+            print(f"not found: {title}")
+            wrong += 1
+    planted = sum(bool(words) for _, _, words in FAULTS) + len(FILES) + len(BOOK_FAULTS)
     print(f"{planted} faults planted, {wrong} not found")
     return wrong
 

@@ -23,7 +23,7 @@ for page in $pages; do
     [ -e "$book/$page.html" ] || { echo "no page $page"; exit 1; }
     for width in 1280 400; do
         for theme in light dark; do
-            # Chromium has no narrow windows: the page stands in a frame of the width, below the window's own.
+            # Chromium has a minimum window width, so a frame of the wanted width shows the page.
             cat >"$frame" <<HTML
 <!DOCTYPE html><meta name="color-scheme" content="light dark"><style>body { margin: 0 } iframe { border: 0; display: block }</style>
 <iframe src="$page.html" width="$width" height="1600"></iframe>
