@@ -26,7 +26,7 @@ int main(void) {
         kvt_session_append(session, prompt, TOKENS, &err)) goto failed;
     if (kvt_session_get_wait(session, &all, NULL, NULL) == KVT_OK) {
         printf("loaded %d tokens; the last number of V is %d\n", TOKENS, v[LAYERS - 1][TOKENS - 1][1][HEAD_DIM - 1]);
-    } else { /* KVT_E_NOT_FOUND: the engine computes the prompt, and stores its KV */
+    } else { /* a miss, or a failure: the engine computes the prompt, and stores its KV */
         for (size_t i = 0; i < sizeof v / sizeof(uint16_t); i++) (&v[0][0][0][0])[i] = (uint16_t)(i * 31 >> 3);
         all.level = KVT_LEVEL_DURABLE; /* returns when the KV survives power loss */
         if (kvt_session_put_wait(session, &all, NULL, &err)) goto failed;

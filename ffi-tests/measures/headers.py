@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Measures how the C headers read:
 
-    headers.py [--list]     --list prints the distance of each function to each struct it takes
+    headers.py [--list] [--check]
+
+    --list   prints the distance of each function to each struct it takes
+    --check  exits 1 if a bar is missed
 
 Distances are lines from a function's declaration to that of a struct it takes, over the headers in
 the order of include/kvtier/kvtier.h.
@@ -49,12 +52,17 @@ def main():
     functions = sum(
         item["kind"] == "function" for header in described["headers"] for item in header["items"]
     )
+    kv_only = sum(lines[name] for name in KV_ONLY)
+    median = statistics.median(pair[0] for pair in pairs)
     print("lines:", ", ".join(f"{name} {count}" for name, count in lines.items()))
-    print(f"an engine that keeps KV reads {sum(lines[name] for name in KV_ONLY)} lines")
+    print(f"an engine that keeps KV reads {kv_only} lines (at most 3000)")
     print(f"{functions} functions, {total / functions:.1f} lines a function")
-    print(f"comments: {comments / total:.0%} of the lines")
-    print(f"from a function to a struct it takes: median {statistics.median(p[0] for p in pairs):.0f}"
-          f" lines, {len(pairs)} pairs")
+    print(f"comments: {comments / total:.0%} of the lines (at least 40 %)")
+    print(f"from a function to a struct it takes: median {median:.0f} lines (at most 150), "
+          f"{len(pairs)} pairs")
+    missed = kv_only > 3000 or comments < 0.4 * total or median > 150 or len(pairs) < 100
+    if missed and "--check" in sys.argv:
+        sys.exit("headers: a bar is missed")
 
 
 if __name__ == "__main__":
