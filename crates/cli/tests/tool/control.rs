@@ -127,8 +127,19 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
     assert_eq!((status.as_str(), words.as_str()), ("KVT_E_NOT_FOUND", "no session is open"));
     (0..40).for_each(|n| turn(&store, namespace, n, 64));
     store.settle();
+    check_stats(&store, &path);
+    let (status, text) = query(&path, "metrics");
+    assert_eq!(status, "ok");
+    assert!(text.contains("kvtier_puts_total 40\n"), "{text}");
+    assert!(text.contains("kvtier_put_seconds_bucket{level=\"ram\",le=\"+Inf\"} 40\n"), "{text}");
+    check_residency(&store, namespace, &path);
+    check_evictions(&path);
+    store.close();
+}
 
-    let stats = query_ok(&path, "stats");
+/// The statistics after 40 puts and gets.
+fn check_stats(store: &TestStore, path: &Path) {
+    let stats = query_ok(path, "stats");
     let counters = store.counters();
     assert_eq!(number(&stats, "/counters/puts"), 40);
     assert_eq!(number(&stats, "/counters/stored_cells"), counters.stored_cells);
@@ -152,17 +163,14 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
     let rejected = ["never", "hits", "priority", "size", "wear"]
         .map(|why| number(&stats, &format!("/counters/rejected_{why}")));
     assert_eq!(rejected, [0; 5], "everything is admitted");
+}
 
-    let (status, text) = query(&path, "metrics");
-    assert_eq!(status, "ok");
-    assert!(text.contains("kvtier_puts_total 40\n"), "{text}");
-    assert!(text.contains("kvtier_put_seconds_bucket{level=\"ram\",le=\"+Inf\"} 40\n"), "{text}");
-
-    // Residency map: chunks read last are in memory, chunks never stored in no tier.
+/// The residency map: chunks read last are in memory, chunks never stored in no tier.
+fn check_residency(store: &TestStore, namespace: u32, path: &Path) {
     let mut tokens = document(39, 64);
     tokens.extend(document(500, 20));
     let session = store.session(namespace, &tokens);
-    let table = query_ok(&path, "residency");
+    let table = query_ok(path, "residency");
     assert_eq!(number(&table, "/session/session"), u64::from(session));
     assert_eq!((number(&table, "/session/tokens"), number(&table, "/session/chunks")), (84, 6));
     let rows = table["rows"].as_array().expect("rows");
@@ -171,25 +179,26 @@ fn requests_are_answered_and_only_the_owner_can_open_the_socket() {
         assert!(row.len() == 6 && row.ends_with(".."), "{row}");
         assert!(row[..4].chars().all(|cell| "MDB".contains(cell)), "{row}");
     }
-    let part = query_ok(&path, &format!("residency(session={session},first=3,chunks=2)"));
+    let part = query_ok(path, &format!("residency(session={session},first=3,chunks=2)"));
     let row_part = part["rows"][0].as_str().expect("text");
     assert_eq!(row_part, &rows[0].as_str().expect("text")[3..5]);
-    let beyond = query_ok(&path, &format!("residency(session={session},first=1000)"));
+    let beyond = query_ok(path, &format!("residency(session={session},first=1000)"));
     assert_eq!(beyond["rows"][0], "");
-    let sessions = query_ok(&path, "sessions(most=1)");
+    let sessions = query_ok(path, "sessions(most=1)");
     assert_eq!(number(&sessions, "/sessions/0/session"), u64::from(session));
     store.close_session(session);
+}
 
-    let all = query_ok(&path, "evictions(tail=5)");
+fn check_evictions(path: &Path) {
+    let all = query_ok(path, "evictions(tail=5)");
     let host = all["host"].as_array().expect("a list");
     assert_eq!(host.len(), 5);
     assert!(all["disk"].is_array() && host.iter().all(|one| one["policy"] == "lru"), "{all}");
     let numbers: Vec<u64> = host.iter().map(|one| number(one, "/number")).collect();
     assert!(numbers.windows(2).all(|two| two[0] + 1 == two[1]), "{numbers:?}");
-    let last = query_ok(&path, "evictions(tail=1,tier=host)");
+    let last = query_ok(path, "evictions(tail=1,tier=host)");
     assert_eq!(number(&last, "/host/0/number"), numbers[4]);
     assert!(last.get("disk").is_none());
-    store.close();
 }
 
 #[test]
