@@ -130,6 +130,7 @@ mod tests {
         let sink: Sink = Arc::new(|_, target: &str, text: &str| {
             if target == "deferred" {
                 GOT.lock().push((text.to_string(), sync::is_lock_held()));
+                assert!(text != "panic", "a callback that panics");
             }
         });
         set(Some(sink), LevelFilter::Warn).expect("no other logger");
@@ -149,7 +150,12 @@ mod tests {
         condvar.wait(&mut guard);
         assert_eq!(texts(), ["one", "two", "three"]);
         assert!(sync::is_lock_held());
+        // A callback that panics leaves the count of locks as it was.
+        log::warn!(target: "deferred", "panic");
+        let wait = std::panic::AssertUnwindSafe(|| condvar.wait(&mut guard));
+        assert!(std::panic::catch_unwind(wait).is_err() && sync::is_lock_held());
         drop(guard);
+        assert!(!sync::is_lock_held());
         for _ in 0..2 * MAX_DEFERRED {
             let guard = outer.lock();
             for _ in 0..2 * MAX_DEFERRED {
@@ -157,7 +163,7 @@ mod tests {
             }
             drop(guard);
         }
-        assert_eq!(texts().len(), 3 + 2 * MAX_DEFERRED * MAX_DEFERRED);
+        assert_eq!(texts().len(), 4 + 2 * MAX_DEFERRED * MAX_DEFERRED);
         assert!(GOT.lock().iter().all(|(_, held)| !held));
         set(None, LevelFilter::Off).expect("no other logger");
     }

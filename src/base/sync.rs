@@ -132,15 +132,22 @@ impl<T: ?Sized> Drop for Guard<'_, T> {
 }
 
 /// Delivers deferred log messages before a thread waits, with the lock released meanwhile. Returns
-/// whether there were some: what the thread waits for may have come.
+/// whether there were any: then the thread must check its condition again before it waits.
 #[cfg(not(feature = "shuttle"))]
 fn delivered<T>(guard: &mut Guard<'_, T>) -> bool {
+    /// Counts the lock again, also if a log callback panics.
+    struct Recount;
+    impl Drop for Recount {
+        fn drop(&mut self) {
+            LOCKS_HELD.set(1);
+        }
+    }
     if !logging::has_deferred() || LOCKS_HELD.get() != 1 {
         return false;
     }
     LOCKS_HELD.set(0);
+    let _recount = Recount;
     imp::RawGuard::unlocked(guard.0.as_mut().expect(TAKEN), logging::deliver_deferred);
-    LOCKS_HELD.set(1);
     true
 }
 
