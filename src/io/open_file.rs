@@ -101,7 +101,8 @@ impl Poison {
         let Err(number) = uninterrupted(call) else { return Ok(()) };
         *poisoned = true;
         drop(poisoned);
-        // Whatever the number: ENOSPC here is no request to free space, so callers do not get it.
+        // Every number gives the status Io. ENOSPC and EDQUOT are left out of the error, because
+        // callers take them as a request to free space.
         let error = errno::error(number, &format!("syncing {name}"));
         let is_full = matches!(number, libc::ENOSPC | libc::EDQUOT);
         let errno = if is_full { 0 } else { number };

@@ -1,6 +1,6 @@
-//! Descriptions of specs, for the manual. A parser's parameters are a table of [`Param`]; types,
-//! defaults and limits are those that the parser itself asks for, which a recording reader collects.
-//! So the manual cannot name a parameter that is not read, nor leave one out.
+//! Descriptions of specs, for the manual. A table of [`Param`] names the parameters of a parser. A
+//! recording reader collects the types, defaults and limits from the parser itself. So the manual
+//! cannot name a parameter that is not read, nor leave one out.
 
 use std::ops::RangeInclusive;
 
@@ -16,7 +16,7 @@ pub struct Param {
     pub about: &'static str,
     /// The default in words, where it is computed; empty = the value that is read.
     pub default: &'static str,
-    /// The limits in words, where they are computed; empty = those that are checked.
+    /// The limits in words, where they are computed; empty = the limits that the parser checks.
     pub limits: &'static str,
 }
 
@@ -111,7 +111,7 @@ pub struct Description {
     pub name: &'static str,
     /// Further names.
     pub aliases: &'static [&'static str],
-    /// What it is, in one line.
+    /// Its meaning in one line.
     pub about: &'static str,
     /// The parameters.
     pub rows: Vec<Row>,
@@ -131,8 +131,8 @@ impl Description {
 }
 
 /// The rows of a table of parameters, from recordings of its parser. Fails if the parser reads
-/// another set of parameters, and if a default or a limit that depends on more than the spec has no
-/// words.
+/// another set of parameters. Fails also if recordings differ in a default or a limit and the table
+/// has no words for it.
 pub fn rows(name: &str, params: &[&[Param]], recordings: &[Vec<Recorded>]) -> Result<Vec<Row>> {
     let params = || params.iter().copied().flatten();
     for read in recordings.iter().flatten() {

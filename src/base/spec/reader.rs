@@ -10,7 +10,7 @@ use crate::base::status::{Error, Result, Status};
 pub struct Reader<'a> {
     spec: &'a Spec,
     known: Vec<&'static str>,
-    /// What was asked for, if that is recorded.
+    /// Parameters that the parser has read, if they are recorded.
     recorded: Option<Vec<Recorded>>,
 }
 
@@ -20,12 +20,12 @@ impl<'a> Reader<'a> {
         Reader { spec, known: Vec::new(), recorded: None }
     }
 
-    /// A reader that records what it is asked for.
+    /// A reader that records the parameters that a parser reads.
     pub fn recording(spec: &'a Spec) -> Reader<'a> {
         Reader { recorded: Some(Vec::new()), ..Reader::new(spec) }
     }
 
-    /// What a recording reader was asked for, in this order.
+    /// The recorded parameters, in the order of reading.
     pub fn recorded(self) -> Vec<Recorded> {
         self.recorded.unwrap_or_default()
     }
