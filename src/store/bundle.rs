@@ -1,6 +1,5 @@
-//! The spec of a store that has a runtime and a budget of its own: `store(...)`, or
-//!
-//! `kvtier(workers=4, name="kvt", budget=budget(host=8GiB), store=store(...))`
+//! The spec of a store with its own runtime and budget: `store(...)`, or
+//! `kvtier(workers=4, name="kvt", budget=budget(host=8GiB), store=store(...))`.
 
 use crate::base::budget::{BudgetOpts, TIERS, Tier};
 use crate::base::runtime::RuntimeOpts;
@@ -14,21 +13,27 @@ const PARAMS: &[Param] = &[
     Param::new("workers", "worker threads; 0 = the number of cores, at most 4"),
     Param::new("max_ops", "most ops that are not freed; 0 = 65536"),
     Param::new("name", "prefix of thread names, at most 10 bytes").default_is("`kvt`"),
-    Param::new("budget", "limits of all tiers: `budget(...)`").default_is("the machine's"),
+    Param::new("budget", "limits of all tiers: `budget(...)`")
+        .default_is("one limited to the available memory, less a reserve"),
     Param::new("store", "the store: `store(...)`").default_is("`store`"),
 ];
 
 /// Parameters of `budget`.
 const BUDGET_PARAMS: &[Param] = &[
-    Param::new("device", "limit of the device tier").default_is("0"),
+    Param::new("device", "limit of the device tier; 0 = no bytes").default_is("0"),
     Param::new("host", "limit of the host tier")
         .default_is("half of the memory that the process may still use"),
-    Param::new("disk", "limit of the disk tier; 0 = none").default_is("0"),
-    Param::new("remote", "limit of the remote tier").default_is("0"),
-    Param::new("pinned", "limit of locked memory").default_is("what the process may still lock"),
+    Param::new("disk", "limit of the disk tier; 0 = no limit besides that of `disk(...)`")
+        .default_is("0"),
+    Param::new("remote", "limit of the remote tier; 0 = no bytes").default_is("0"),
+    Param::new("pinned", "limit of locked memory")
+        .default_is("the bytes that the process may still lock"),
     Param::new("reserve", "memory left to the rest of the process")
         .default_is("an eighth of the available memory, at most 512MiB"),
-    Param::new("strict", "`true`: fail if a limit exceeds what the machine has; else lower it"),
+    Param::new(
+        "strict",
+        "`true`: fail if a limit exceeds the available memory. `false`: lower the limit to it",
+    ),
 ];
 
 /// Describes `kvtier(...)` and `budget(...)` by what their parsers read.
@@ -71,7 +76,8 @@ impl Bundle {
         }
     }
 
-    fn read(spec: &Spec) -> Result<Bundle> {
+    /// Reads `kvtier(...)`.
+    pub fn read(spec: &Spec) -> Result<Bundle> {
         let mut reader = Reader::new(spec);
         let bundle = Bundle::read_params(&mut reader)?;
         reader.finish()?;
@@ -105,7 +111,7 @@ fn read_budget(spec: &Spec) -> Result<BudgetOpts> {
 }
 
 fn read_budget_params(reader: &mut Reader) -> Result<BudgetOpts> {
-    // No parameter reaches this value: it stands for an absent one.
+    // Stands for an absent parameter: no spec can give this value.
     let absent = u64::MAX;
     let mut limits = [None; TIERS];
     for (tier, key, otherwise) in [

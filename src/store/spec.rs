@@ -1,10 +1,11 @@
 //! The spec string of a store, for C callers and for the tool.
 //!
-//! The tables [`PARAMS`] and those below it list the parameters; [`describe`] adds types, defaults and
+//! [`PARAMS`] and the tables below it list the parameters; [`describe()`] adds types, defaults and
 //! limits, for the manual.
 //!
-//! Passwords are not part of a spec, which anyone may be shown. They are given beside it as secrets: `password` of Redis;
-//! `s3.key`, `s3.secret` and `s3.token` of S3; and `seal`, which encrypts objects and keys their names.
+//! Passwords are not part of a spec, because a spec may be logged or shown. They are given beside it as
+//! secrets: `password` of Redis; `s3.key`, `s3.secret` and `s3.token` of S3; and `seal`, which encrypts
+//! objects and keys their names.
 
 use crate::base::clock::Clock;
 use crate::base::spec::describe::{self, Description, Param, Recorded};
