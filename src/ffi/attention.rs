@@ -19,7 +19,7 @@
 //! args.queries = &q, args.keys = &k, args.values = &v, args.first_query = 4095;
 //! uint64_t floats = 0;
 //! if (kvt_decode_memory(&args, 0, &floats, &err) != KVT_OK) return fail(err);
-//! use(&floats); /* allocate so many, then kvt_decode_open and kvt_attention_job_run */
+//! use(&floats); /* allocate that many floats, then kvt_decode_open and kvt_attention_job_run */
 //! ```
 
 use crate::attention::{

@@ -10,7 +10,7 @@
 //! - err: receives an error object that explains a failure; free it with kvt_error_free. May be null.
 //! - Pointers must not be null, unless the comment says so. Null options mean the defaults.
 //! - Structs start with KVT_..._INIT, which sets struct_size. Zero is the default of every field;
-//!   reserved fields are 0. A struct without struct_size stands in arrays; pass its sizeof as
+//!   reserved fields are 0. A struct without struct_size is an element of arrays; pass its sizeof as
 //!   stride_bytes.
 //! - Arrays: an output array has `capacity` entries (or `out_capacity` bytes). The call writes the
 //!   number of entries to its count, also with KVT_E_TOO_SMALL. A null array with capacity 0 asks for

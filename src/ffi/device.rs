@@ -90,9 +90,8 @@ pub const KVT_DEVICE_WANTS_PINNED: kvt_device_features_t = 8;
 /// Flags of kvt_device_open.
 pub type kvt_device_flags_t = u64;
 
-/// The device computes checksums of copied planes in
-/// its own memory, and stores compare them with the bytes on the host. A copy that differs is
-/// repeated once, then fails with KVT_E_CORRUPT.
+/// The device computes checksums of copied planes in its own memory, and stores compare them with the
+/// bytes on the host. A copy that differs is repeated once, then fails with KVT_E_CORRUPT.
 pub const KVT_DEVICE_VERIFY: kvt_device_flags_t = 1;
 
 /// Limit: peers of a device.
@@ -441,9 +440,9 @@ pub const KVT_COPY_SCATTER: kvt_copy_direction_t = 1;
 /// Flags of a copy.
 pub type kvt_copy_flags_t = u64;
 
-/// Compute a checksum; ignored without KVT_DEVICE_CHECKSUMS. An asynchronous device
-/// sums the side in its own memory: the source as read, or the target as written. If both sides are
-/// there, it sums the target.
+/// Compute a checksum; ignored without KVT_DEVICE_CHECKSUMS. An asynchronous device sums the side in
+/// its own memory: the source as read, or the target as written. If both sides are there, it sums the
+/// target.
 pub const KVT_COPY_CHECKSUM: kvt_copy_flags_t = 1;
 
 /// A copy between an engine's tensor and a plane, which holds the same tokens, heads and elements

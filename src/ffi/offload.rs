@@ -522,8 +522,8 @@ pub unsafe extern "C" fn kvt_offload_set_ready_event(
 /// Flags of kvt_offload_load.
 pub type kvt_offload_load_flags_t = u64;
 
-/// The caller has chosen the blocks. They are loaded without a
-/// policy, and the tail follows them. A query is used for audits only.
+/// The caller has chosen the blocks. They are loaded without a policy, and the tail follows them. A
+/// query is used for audits only.
 pub const KVT_OFFLOAD_LOAD_CHOSEN: kvt_offload_load_flags_t = 1;
 
 /// Most blocks or positions in one call.

@@ -2,7 +2,7 @@
 //!
 //! A store uses policies by their names in its spec. This header gives the same policies to an engine
 //! that keeps blocks itself: the policy is notified of lookups, inserts and references, and chooses
-//! victims. It also lets an engine give a store a policy of its own (kvt_policy_custom_t).
+//! victims. The policy "custom" evicts by a score function of the engine (kvt_policy_custom_t).
 //!
 //! Life cycle: kvt_policy_open, kvt_policy_record or kvt_policy_lookup and _insert, kvt_policy_evict,
 //! kvt_policy_close. Times are the engine's, in nanoseconds, and never decrease.

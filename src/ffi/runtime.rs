@@ -6,7 +6,7 @@
 //! waits for an op, or takes completions from a queue, and frees the op when it is released.
 //!
 //! Life cycle: kvt_runtime_open, kvt_queue_open, submissions, kvt_queue_wait, kvt_op_free,
-//! kvt_queue_close, kvt_runtime_close. Closing a runtime cancels and waits for what is open.
+//! kvt_queue_close, kvt_runtime_close. Closing a runtime cancels its open ops and waits for them.
 //!
 //! ```c
 //! kvt_completion_t done[64];
@@ -480,7 +480,7 @@ fn info_of(op: &Op) -> kvt_op_info_t {
 /// kvt_op_error and kvt_op_free in one call.
 ///
 /// @param op   Cleared, unless the op is still running at the deadline.
-/// @param out  Receives the result of the op; may be null.
+/// @param out  Receives the result of the op, also of a failed one; may be null.
 /// @return The status of the op, whose message `err` receives; KVT_E_TIMEOUT also at the deadline.
 ///
 /// Threading: not inside callbacks.

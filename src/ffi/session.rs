@@ -1,12 +1,12 @@
 //! Sessions: sequences of tokens, transfers of their KV, plans, named blocks, ready events.
 //!
-//! A session is a sequence of tokens in a namespace. Its tokens name its KV, so a session that is
-//! opened with tokens which another one stored finds their KV. While it is open it references its
-//! chunks: they stay in some tier.
+//! A session is a sequence of tokens in a namespace. Its tokens name its KV: a session with the same
+//! first tokens as an earlier one finds the KV that the earlier one stored. An open session references
+//! its chunks, so that they stay in some tier.
 //!
-//! Life cycle: kvt_session_open, kvt_session_append, kvt_session_plan, then kvt_session_get for what is
-//! stored and kvt_session_put for what the engine computed, kvt_session_close. Transfers that were
-//! submitted continue after the close.
+//! Life cycle: kvt_session_open, kvt_session_append, kvt_session_plan, then kvt_session_get for stored KV
+//! and kvt_session_put for computed KV, kvt_session_close. Transfers that were submitted continue after
+//! the close.
 //!
 //! ```c
 //! if (kvt_session_open(ns, NULL, &session, &err) != KVT_OK) return fail(err);
@@ -527,9 +527,9 @@ pub struct kvt_transfer_t {
     /// Null = at once. At most 65536 transfers wait for one event. The handle may be closed after
     /// the signal. To read from disk in the meantime, submit a prefetch first.
     pub ready: *const kvt_ready_event_t,
-    /// Gets and prefetches: only these chunks, for example those that a sparse policy selects.
+    /// Gets and prefetches: indices of the chunks to transfer, such as a sparse policy selects.
     /// Ascending; 0 = the chunk of first_token. Views have the tokens of these chunks without gaps.
-    /// Null = all.
+    /// Null = all chunks.
     pub chunks: *const u32,
     /// At most 2^22; not 0 unless chunks is null.
     pub chunk_count: u64,

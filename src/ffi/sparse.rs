@@ -1,9 +1,9 @@
 //! Sparse policies for engines that keep KV themselves: which keys to compute with, which to load,
 //! which to evict.
 //!
-//! A policy sees keys as they are appended, and answers for a query. What it can do and what it must be
-//! given stands in its traits (kvt_sparse_traits): select blocks to load, select keys to compute with,
-//! evict tokens. kvt_offload_t uses the same policies over KV that a store keeps.
+//! A policy sees keys as they are appended, and answers for a query. Its traits (kvt_sparse_traits) say
+//! what it can do (select blocks to load, select keys to compute with, evict tokens) and which inputs
+//! it needs. kvt_offload_t uses the same policies over KV that a store keeps.
 //!
 //! Life cycle: kvt_sparse_open, kvt_sparse_append for each layer, kvt_sparse_select or kvt_sparse_index
 //! for a query, kvt_sparse_plan_eviction and _commit_eviction, kvt_sparse_close. Calls on one policy run
@@ -78,8 +78,7 @@ pub const KVT_SPARSE_EVICT_DECODE: kvt_sparse_caps_t = 32;
 /// Inputs that a policy needs: bits.
 pub type kvt_needs_t = u32;
 
-/// Keys of new tokens: kvt_sparse_append, or by blocks
-/// kvt_sparse_add_block.
+/// Keys of new tokens: kvt_sparse_append, or by blocks kvt_sparse_add_block.
 pub const KVT_NEEDS_KEYS: kvt_needs_t = 1;
 /// Queries, in kvt_sparse_select and kvt_sparse_index.
 pub const KVT_NEEDS_QUERIES: kvt_needs_t = 2;
@@ -124,7 +123,7 @@ pub const KVT_SPARSE_ROTATES: kvt_sparse_flags_t = 4;
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_sparse_traits_t {
     pub struct_size: u64,
-    /// _INDEX_*, _EVICT_*. Other calls return KVT_E_UNSUPPORTED.
+    /// Calls that need another capability return KVT_E_UNSUPPORTED.
     pub caps: kvt_sparse_caps_t,
     /// Other inputs are ignored, except that kvt_sparse_add_scores rejects them.
     pub needs: kvt_needs_t,

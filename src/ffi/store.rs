@@ -5,8 +5,8 @@
 //! namespaces are equal. Names of KV are hashes of the namespace and of all tokens before a chunk's end.
 //!
 //! Life cycle: kvt_open (or kvt_store_open on a runtime of one's own), kvt_namespace_open, sessions,
-//! kvt_namespace_close, kvt_store_close, which writes back what is in memory only. A store that is
-//! opened on the same directory again finds what was written.
+//! kvt_namespace_close, kvt_store_close, which writes chunks that are in memory only to disk. A store
+//! that is opened on the same directory again finds them.
 //!
 //! ```c
 //! const char *spec = "store(host=8GiB, disk=disk(path=\"/var/cache/kv\", bytes=200GiB))";
@@ -183,7 +183,8 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
     }
 }
 
-/// Opens a store with a runtime and a budget of its own. kvt_store_close closes them, too.
+/// Opens a store with a runtime and a budget of its own. kvt_store_close closes them, too. A store
+/// with a device, with secrets or with a custom remote needs kvt_store_open.
 ///
 /// @param spec  "store(...)", or "kvtier(workers=4, budget=budget(host=8GiB), store=store(...))"
 ///              with parameters of the runtime and the budget; null = "store(host=1GiB)".
@@ -277,10 +278,11 @@ pub unsafe extern "C" fn kvt_store_open(
     Ok(())
 }
 
-/// Closes a store: refuses new work, cancels open ops and waits for them and for the threads. Then
-/// frees its memory and directory, and closes the runtime that kvt_open made. Full chunks that are in memory only are first written to disk,
-/// as admission and space allow, unless `write=never`. Open namespaces and sessions return
-/// KVT_E_CLOSED from then on and are closed as usual; results of ops stay.
+/// Closes a store: refuses new work, cancels open ops and waits for them. Then writes full chunks
+/// that are in memory only to disk, as admission and space allow, unless `write=never`. At last ends
+/// the threads, frees the memory and the directory, and closes the runtime that kvt_open made. Open
+/// namespaces and sessions return KVT_E_CLOSED from then on and are closed as usual; results of ops
+/// stay.
 ///
 /// @return KVT_E_BUSY (deadline: the store stays closing and valid, call again), KVT_E_IO (the disk
 ///         failed, but the store is closed: call again to free the handle).
@@ -314,8 +316,8 @@ fn close_runtime_of(store: &StoreNoun, deadline_ns: u64) -> Result<()> {
     }
 }
 
-/// Returns the runtime of a store: the one that kvt_store_open was given, or that kvt_open opened.
-/// It stays the store's: do not close it.
+/// Returns the runtime of a store: the argument of kvt_store_open, or the runtime that kvt_open made.
+/// Do not close the latter: it closes with the store.
 #[capi]
 pub unsafe extern "C" fn kvt_store_runtime(
     store: *const kvt_store_t,

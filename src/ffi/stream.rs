@@ -737,7 +737,7 @@ pub const KVT_STREAM_TIERED: kvt_stream_mode_t = 0;
 /// slower than KVT_STREAM_TIERED where the order is known.
 pub const KVT_STREAM_RING: kvt_stream_mode_t = 1;
 
-/// Resident units at equal distances, the first, or the last ones.
+/// Which units are resident: units at equal distances, the first, or the last ones.
 pub type kvt_place_t = u32;
 
 pub const KVT_PLACE_INTERLEAVED: kvt_place_t = 0;
@@ -747,18 +747,17 @@ pub const KVT_PLACE_LAST: kvt_place_t = 2;
 /// Flags of kvt_stream_terms_t.
 pub type kvt_terms_flags_t = u64;
 
-/// Use the field of that name even if it is 0, not its default.
+/// Take 0 in the field of that name as 0, not as the default.
 pub const KVT_TERMS_DEVICE_CEILING: kvt_terms_flags_t = 1;
 pub const KVT_TERMS_HOST_CEILING: kvt_terms_flags_t = 2;
 pub const KVT_TERMS_DEVICE_SAFETY: kvt_terms_flags_t = 4;
 pub const KVT_TERMS_HOST_RESERVE: kvt_terms_flags_t = 8;
 pub const KVT_TERMS_KV: kvt_terms_flags_t = 16;
 pub const KVT_TERMS_EXPERT_SLOTS: kvt_terms_flags_t = 32;
-/// Weights must be able to give memory back later, by
-/// kvt_stream_rebalance or to the budget. Slots exist even where all units fit, of the size that
-/// lets most memory be given back. Experts get no more slots than a layer needs, unless
-/// expert_slots is set; slots beyond that need are given back, too. Always set with a budget; no
-/// effect with KVT_STREAM_RING.
+/// Weights must be able to give memory back later, by kvt_stream_rebalance or to the budget. Slots
+/// exist even where all units fit, of the size that lets most memory be given back. Experts get no
+/// more slots than a layer needs, unless expert_slots is set; slots beyond that need are given back,
+/// too. Always set with a budget; no effect with KVT_STREAM_RING.
 pub const KVT_TERMS_SHRINKS: kvt_terms_flags_t = 256;
 
 /// Flags of a streamer.
@@ -806,7 +805,6 @@ pub const KVT_VERIFY_ALWAYS: kvt_verify_t = 2;
 #[derive(Clone, Copy, Plain)]
 pub struct kvt_stream_terms_t {
     pub struct_size: u64,
-    /// KVT_TERMS_SHRINKS.
     pub flags: kvt_terms_flags_t,
     /// 0 = on the device if there is one.
     pub compute: kvt_compute_t,
@@ -1076,14 +1074,14 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
 
 // Plans of streamers.
 
-/// Only in the file, in host memory, or in device memory.
+/// Where a unit stays between uses: only in the file, in host memory, or in device memory.
 pub type kvt_unit_resident_t = u32;
 
 pub const KVT_RESIDENT_FILE: kvt_unit_resident_t = 1;
 pub const KVT_RESIDENT_HOST: kvt_unit_resident_t = 2;
 pub const KVT_RESIDENT_DEVICE: kvt_unit_resident_t = 3;
 
-/// Computing, the link to the device, or the disk.
+/// What limits a pass: computing, the link to the device, or the disk.
 pub type kvt_binding_t = u32;
 
 pub const KVT_BINDING_COMPUTE: kvt_binding_t = 1;
@@ -1395,7 +1393,7 @@ pub struct kvt_stream_t(());
 /// Flags of kvt_stream_acquire.
 pub type kvt_acquire_flags_t = u64;
 
-/// kvt_stream_acquire: do not wait; KVT_E_AGAIN if the unit is not loaded.
+/// Do not wait: KVT_E_AGAIN if the unit is not loaded.
 pub const KVT_ACQUIRE_POLL: kvt_acquire_flags_t = 1;
 /// Do not wait for copies that were submitted to the device: the bytes are complete after
 /// kvt_unit_lease_t.event. See kvt_device_stream_wait.
@@ -1595,7 +1593,7 @@ pub unsafe extern "C" fn kvt_stream_release(
 
 // Passes.
 
-/// Use host_bytes or device_bytes even if it is 0.
+/// Flags of kvt_stream_limits_t: use host_bytes or device_bytes even if it is 0.
 pub type kvt_limit_flags_t = u64;
 
 pub const KVT_LIMIT_HOST: kvt_limit_flags_t = 1;
@@ -1727,7 +1725,7 @@ pub unsafe extern "C" fn kvt_stream_rebalance(
 
 // Statistics of streamers.
 
-/// Stages of a unit's way.
+/// Stages of a unit's load and use.
 pub type kvt_stage_t = u32;
 
 /// A chunk was read.

@@ -1,4 +1,4 @@
-//! Traces: reading, generation and replay. How a policy would have done.
+//! Traces: reading, generation, and replay, which measures a policy.
 //!
 //! A trace is a list of requests with the hashes of their blocks. Replaying it on a policy gives the
 //! hit ratio, the cost of misses and the time of decisions, without an engine.
@@ -56,9 +56,8 @@ pub const KVT_REPLAY_HOLES: kvt_replay_flags_t = 1;
 /// Does not measure decision times; faster.
 pub const KVT_REPLAY_UNTIMED: kvt_replay_flags_t = 2;
 
-/// Hints that the policy receives. STOP: the stop reason of each request,
-/// where the trace has it; NONE: no hints; THINK: as STOP, and the time of the session's next
-/// request.
+/// Hints that the policy receives. STOP: the stop reason of each request, where the trace has it;
+/// NONE: no hints; THINK: as STOP, and the time of the session's next request.
 pub type kvt_hints_t = u32;
 
 pub const KVT_HINTS_STOP: kvt_hints_t = 0;
