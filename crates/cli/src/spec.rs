@@ -9,6 +9,7 @@ use kvtier::base::status::{Result, Status};
 use kvtier::format::keys::recipe;
 use kvtier::policy::registry as policies;
 use kvtier::sparse::registry as sparse;
+use kvtier::sparse::shape::MAX_LAYERS;
 use kvtier::sparse::{Kind, Shape};
 use kvtier::store::admission::Admission;
 use kvtier::store::bundle::Bundle;
@@ -62,26 +63,25 @@ pub fn check(text: &str) -> Result<String> {
 fn read(spec: &Spec, text: &str) -> Result<()> {
     let name = spec.name.as_str();
     if let Some((key, _)) = VALUES.iter().find(|(_, names)| names.contains(&name)) {
-        let arg = |value| Arg { key: key.to_string(), value, offset: spec.offset };
-        let args = vec![arg(Value::Spec(spec.clone()))];
-        let store = Spec { name: "store".into(), args, offset: spec.offset };
-        return StoreSpec::read(&store).map(drop);
+        return StoreSpec::read(&within("store", key, spec)).map(drop);
     }
     match name {
         "store" | "kvtier" => Bundle::parse(text).map(drop),
-        "budget" => Bundle::parse(&format!("kvtier(budget={spec})")).map(drop),
+        "budget" => Bundle::read(&within("kvtier", "budget", spec)).map(drop),
         "faults" => Faults::parse(text).map(drop),
         "all" | "none" | "select" => Admission::open(text, Clock::real().now_ns()).map(drop),
         "recipe" => recipe::codec_of(text.as_bytes()).map(drop),
-        "any" => policy(&Spec { name: "auto".into(), args: vec![of(spec)], offset: spec.offset }),
+        "any" => policy(&within("auto", "of", spec)),
         _ if policies::find(name).is_some() => policy(spec),
         _ if sparse::find(name).is_some() => sparse_policy(spec),
         _ => Err(spec.unknown_name(&names())),
     }
 }
 
-fn of(spec: &Spec) -> Arg {
-    Arg { key: "of".into(), value: Value::Spec(spec.clone()), offset: spec.offset }
+/// A spec with one argument: another spec, whose errors keep their offsets.
+fn within(name: &str, key: &str, spec: &Spec) -> Spec {
+    let (value, offset) = (Value::Spec(spec.clone()), spec.offset);
+    Spec { name: name.into(), args: vec![Arg { key: key.into(), value, offset }], offset }
 }
 
 /// Every name that begins a spec.
@@ -100,17 +100,19 @@ fn policy(spec: &Spec) -> Result<()> {
 }
 
 /// Makes a sparse policy for a model of four heads in two layers, and if that does not suit the
-/// spec, for one with a latent row for all heads, or with smaller blocks.
+/// spec, for one with a latent row for all heads.
 fn sparse_policy(spec: &Spec) -> Result<()> {
+    let (layers, key_heads) = alpha_heads(spec).unwrap_or((2, 2));
     let usual = Shape {
-        layers: 2,
-        query_heads: 4,
-        key_heads: 2,
+        layers,
+        query_heads: 2 * key_heads,
+        key_heads,
         key_dim: 128,
         value_dim: 128,
         scale: 0.0,
         kind: Kind::Split,
-        block_tokens: 1 << 12,
+        // A multiple of all usual sizes of pages.
+        block_tokens: (1 << 12) * 3 * 5 * 7,
         max_tokens: 1 << 20,
     };
     let latent = Shape { key_heads: 1, kind: Kind::Latent, ..usual };
@@ -119,6 +121,17 @@ fn sparse_policy(spec: &Spec) -> Result<()> {
         Err(_) if one(&latent).is_ok() => Ok(()),
         outcome => outcome,
     }
+}
+
+/// Layers and heads of keys of a model that `duo(alpha=...)` suits: it has a number for each head.
+fn alpha_heads(spec: &Spec) -> Option<(u32, u32)> {
+    let alpha = spec.args.iter().find(|arg| arg.key == "alpha")?;
+    let Value::Text(text) = &alpha.value else { return None };
+    let is_gap = |c: char| c.is_ascii_whitespace() || matches!(c, ',' | ';');
+    let count = text.split(is_gap).filter(|word| !word.is_empty()).count();
+    let count = u32::try_from(count).ok().filter(|count| *count > 0)?;
+    let heads = (1..=count).find(|heads| count % heads == 0 && count / heads <= MAX_LAYERS)?;
+    Some((count / heads, heads))
 }
 
 #[cfg(test)]
@@ -139,6 +152,9 @@ mod tests {
             "any(lru,arc)",
             "minference(budget=0.3)",
             "minference(pattern=\"missing.json\")",
+            "quest(page=48)",
+            "quest(compat=fork,topk=4)",
+            "duo(alpha=\"0.9 0.1 0.3; 0.2 0.8 0.4; 0 1 0.5\")",
             "select(hits=2)",
             "faults(pin=at(fail=1))",
             "recipe(codec=int8)",
@@ -152,6 +168,8 @@ mod tests {
             ("redis()", "url="),
             ("select(hit=2)", "hits"),
             ("any(lru,lur)", "lur"),
+            ("budget(hots=1)", "'hots' at offset 7"),
+            ("duo(alpha=\"\")", "duo"),
         ] {
             let error = check(text).expect_err(text);
             assert!(error.message().contains(words), "{text}: {error}");
