@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Whether a panic is that of `println!` or `eprintln!` to a pipe that nobody reads.
+/// Whether a panic is that of `println!` or `eprintln!` to a pipe without a reader.
 fn is_closed_pipe(payload: &(dyn Any + Send)) -> bool {
     let error = format!("(os error {})", libc::EPIPE);
     payload

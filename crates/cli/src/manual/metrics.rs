@@ -36,6 +36,7 @@ rate(kvtier_missed_cells_total[5m]) / rate(kvtier_gets_total[5m])
 - A histogram has the samples `_bucket`, `_sum` and `_count`; its buckets are powers of two.
 
 ";
+
 /// A family of the text format.
 struct Family {
     name: String,
@@ -58,7 +59,7 @@ pub fn page() -> Result<String> {
         let labelled: Vec<&Family> =
             rows.into_iter().filter(|one| !one.labels.is_empty()).collect();
         if !labelled.is_empty() {
-            out += "## Store, with labels\n\n";
+            out += &format!("## {title}, with labels\n\n");
             out += &labelled_table(&labelled);
             let mut labels = Table::new(&["label", "value"]);
             for (name, meaning) in OPEN_LABELS {
@@ -75,7 +76,7 @@ struct Scratch(PathBuf);
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // What is left in the directory for temporary files does no harm.
+        // A directory that stays behind does no harm.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

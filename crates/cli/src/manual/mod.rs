@@ -1,4 +1,4 @@
-//! Pages of the manual that are made of the tables of the code: specs, the configuration file,
+//! Pages of the manual that are generated from tables in the code: specs, the configuration file,
 //! metrics, and the tool itself, also as man pages. `tests/tool/manual.rs` compares them with the
 //! committed pages in `docs/reference`.
 
@@ -101,7 +101,7 @@ impl Table {
     }
 }
 
-/// Text in which `<` outside of code is no HTML.
+/// Text in which `<` outside of code begins no HTML.
 fn escaped(text: &str) -> String {
     let parts = text.split('`').enumerate();
     let parts = parts.map(|(at, part)| match at % 2 {
@@ -111,7 +111,7 @@ fn escaped(text: &str) -> String {
     parts.collect::<Vec<_>>().join("`")
 }
 
-/// Text in the type of code; nothing for nothing.
+/// Text as code; an empty text stays empty.
 fn code(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!("`{text}`") }
 }

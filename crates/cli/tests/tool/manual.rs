@@ -9,7 +9,7 @@ fn kvtier(args: &[&str]) -> (i32, String, String) {
     (out.status.code().expect("it ends"), text(out.stdout), text(out.stderr))
 }
 
-/// The committed pages are those that the code makes; KVTIER_BLESS=1 writes them.
+/// The committed pages equal the generated ones; KVTIER_BLESS=1 writes them.
 #[test]
 fn generated_pages_are_committed() {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
