@@ -76,7 +76,7 @@ fn types_stand_before_the_functions_that_take_them() {
     for header in &headers {
         let visible = closure(header.name);
         for (_, item) in &header.items {
-            // Structs and callbacks may point to what stands below them.
+            // Structs and callbacks may point to types that are declared below them.
             let is_function = matches!(item.kind, Kind::Function(_));
             for used in item.uses().into_iter().filter(|_| is_function) {
                 let Some(home) = all.get(used.base.as_str()) else { continue };

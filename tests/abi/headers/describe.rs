@@ -1,4 +1,4 @@
-//! The declarations of all headers as JSON: what bindings are generated from.
+//! The declarations of all headers as JSON, from which bindings are generated.
 
 use serde_json::{Value, json};
 

@@ -45,7 +45,7 @@ pub struct Header {
     /// Headers that it includes itself.
     pub includes: &'static [&'static str],
     pub source: Source,
-    /// Declarations; the number is that of the heading in `source` they stand under.
+    /// Declarations, each with the index of its heading in `source`.
     pub items: Vec<(usize, Item)>,
 }
 
@@ -86,7 +86,7 @@ pub fn headers() -> Vec<Header> {
     headers
 }
 
-/// What cbindgen makes of all sources.
+/// The declarations of all sources, as cbindgen translates them.
 fn translated() -> String {
     let config = cbindgen::Config::from_file(root().join("cbindgen.toml")).expect("cbindgen.toml");
     let mut builder = cbindgen::Builder::new().with_config(config);

@@ -1,5 +1,5 @@
-//! What a source of the C boundary says about its header: the opening text, the headings, the order
-//! of declarations, and which type each constant has.
+//! Reads a source of the C boundary: the opening text of its header, the headings, the order of
+//! declarations, and the type of each constant.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +11,7 @@ pub struct Source {
     pub opening: Vec<String>,
     /// Headings; the first one is empty.
     pub headings: Vec<String>,
-    /// Names of the declarations, and the heading each stands under.
+    /// Names of the declarations, each with the index of its heading.
     pub order: Vec<(usize, String)>,
     /// Types of the constants that have one of their own.
     pub families: BTreeMap<String, String>,

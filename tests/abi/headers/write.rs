@@ -77,7 +77,7 @@ template <typename T> inline T kvt_sized_() {
 #endif
 ";
 
-/// The comment at the head of a header: code stands indented in it.
+/// The comment at the head of a header, with its code indented.
 fn opening(lines: &[String]) -> String {
     let mut out = String::from("/// @file\n");
     let mut in_code = false;
@@ -134,7 +134,7 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Number of constants of one family from `at` on; 0 = no constant stands there.
+    /// Number of constants of one family from `at` on; 0 = the declaration is no constant.
     fn family(&self, at: usize) -> usize {
         let family = |at: usize| {
             let (heading, item) = self.header.items.get(at)?;
@@ -142,7 +142,7 @@ impl Writer<'_> {
             Some((heading, self.header.source.families.get(name), item.doc.is_empty()))
         };
         let Some((heading, name, _)) = family(at) else { return 0 };
-        // Without a type of its own, a constant belongs to the one before if it has no comment.
+        // A constant without a type and without a comment belongs to the constant before it.
         let same = |next: &(&usize, Option<&String>, bool)| {
             next.0 == heading && next.1 == name && (name.is_some() || next.2)
         };
